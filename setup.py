@@ -101,10 +101,10 @@ setup(
             "mis-plugins = mis_plugins.shared.shell:mis_plugins_command",
             "true-on-policy = mis_plugins.shared.shell:true_on_policy_command",
         ],
-        "sglang.srt.plugins": ["true_on_policy = true_on_policy.engines.sglang_plugin:activate"],
+        "sglang.srt.plugins": ["true_on_policy = true_on_policy.engines.sglang.plugin:activate"],
         # Loaded before SGLang resolves its arguments, for a host that starts the server by itself; names no platform.
-        "sglang.srt.platforms": ["true_on_policy = true_on_policy.engines.sglang_plugin:allow"],
-        "vllm.general_plugins": ["true_on_policy = true_on_policy.engines.vllm_plugin:activate"],
+        "sglang.srt.platforms": ["true_on_policy = true_on_policy.engines.sglang.plugin:allow"],
+        "vllm.general_plugins": ["true_on_policy = true_on_policy.engines.vllm.plugin:activate"],
     },
     classifiers=[
         "Intended Audience :: Science/Research",

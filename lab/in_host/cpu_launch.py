@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from true_on_policy.contract.sides import TRAINERS
 from true_on_policy.contract.specs import NormOrder
-from true_on_policy.contract.stated import CONTRACT, ORDER, handed_over, stated_contract
+from true_on_policy.engines.handover import CONTRACT, ORDER, handed_over, stated_contract
 from true_on_policy.errors import ContractError
 from true_on_policy.flags.rules import PREFIX, TEXT_ALONE, Flag, Refusal, faults, refuse
 

@@ -21,7 +21,7 @@ from lab.in_host import cpu_launch
 from mis_plugins.config.view import view
 from mis_plugins.hosts import megatron
 from mis_plugins.hosts.registry import HOSTS, current
-from true_on_policy.contract import rope
+from true_on_policy.contract import rounding
 from true_on_policy.contract.cpu import Contract
 from true_on_policy.errors import ContractError
 from true_on_policy.hosts.start import check_configs
@@ -82,7 +82,7 @@ def _vocabulary(args: Any) -> int:
 
 
 def _align_megatron(contract: Contract) -> None:
-    _replace(rope.MODULE, rope.NAME, lambda own: rope.rotated)
+    _replace(rounding.ROPE_MODULE, rounding.ROPE_NAME, lambda own: rounding.rotated)
     if contract.dtype == "fp32":  # both hosts choose bf16 wherever fp16 is not asked for
         build_in_float32()
 

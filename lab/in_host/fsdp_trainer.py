@@ -13,7 +13,7 @@ from importlib import import_module
 from typing import Any
 
 from true_on_policy.contract.cpu import Contract
-from true_on_policy.contract.norm_order import ORDERS, NormOrder
+from true_on_policy.contract.rounding import ORDERS, NormOrder
 from true_on_policy.contract.specs import HUGGING_FACE
 from true_on_policy.errors import ContractError
 from true_on_policy.fsdp_worker import follow_step

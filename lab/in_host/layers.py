@@ -26,8 +26,8 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from torch import Tensor
 
-from true_on_policy.contract.norm_order import agreed_order, rms_norm
-from true_on_policy.contract.stated import stated_contract
+from true_on_policy.contract.rounding import agreed_order, rms_norm
+from true_on_policy.engines.handover import stated_contract
 from true_on_policy.errors import ContractError
 from true_on_policy.kernels.pin import active_backend
 from true_on_policy.kernels.row_parallel import agreed_tree

@@ -19,7 +19,7 @@ from lab.tile import TILE
 from true_on_policy.bitwise import equal_bits
 from true_on_policy.contract.cpu import DTYPES, Contract
 from true_on_policy.errors import PinError
-from true_on_policy.kernels import build
+from true_on_policy.kernels import native as build
 from true_on_policy.kernels.pin import pinned
 
 BACKENDS = ("native", TILE.name)

@@ -9,7 +9,7 @@ import pytest
 
 from lab.in_host import cpu_launch as cpu
 from true_on_policy.contract.cpu import Contract
-from true_on_policy.contract.stated import CONTRACT, ORDER
+from true_on_policy.engines.handover import CONTRACT, ORDER
 from true_on_policy.errors import ContractError
 
 CONTRACTS = (

@@ -20,7 +20,7 @@ from lab.in_host import cpu_trainer, fsdp_trainer
 from true_on_policy import fsdp_worker
 from true_on_policy.bitwise import equal_bits
 from true_on_policy.contract.cpu import Contract
-from true_on_policy.contract.norm_order import agreed_order
+from true_on_policy.contract.rounding import agreed_order
 from true_on_policy.errors import ContractError
 from true_on_policy.kernels.pin import pinned
 from true_on_policy.models import hf_decoder, tiny

@@ -12,8 +12,8 @@ from megatron.core.models.gpt import GPTModel
 from lab.in_host import layers as host_layers
 from true_on_policy.bitwise import equal_bits
 from true_on_policy.contract.cpu import Contract
-from true_on_policy.contract.norm_order import ORDERS
-from true_on_policy.contract.stated import handed_over
+from true_on_policy.contract.rounding import ORDERS
+from true_on_policy.engines.handover import handed_over
 from true_on_policy.errors import ContractError
 from true_on_policy.kernels.pin import pinned
 from true_on_policy.models.tiny import read_config

@@ -20,7 +20,7 @@ from torch.multiprocessing.spawn import start_processes
 
 from lab.tile import TILE
 from true_on_policy.contract.cpu import DTYPES, Contract
-from true_on_policy.contract.norm_order import ORDERS
+from true_on_policy.contract.rounding import ORDERS
 from true_on_policy.kernels.pin import pinned
 from true_on_policy.kernels.row_parallel import agreed_tree
 from true_on_policy.models.tiny import checkpoint

@@ -17,7 +17,7 @@ from mis_plugins.shared.provenance import commit
 from true_on_policy.__main__ import main
 from true_on_policy.contract.cpu import Contract, Shapes
 from true_on_policy.contract.families import tiny_models
-from true_on_policy.contract.norm_order import ORDERS, NormOrder
+from true_on_policy.contract.rounding import ORDERS, NormOrder
 from true_on_policy.contract.sides import ENGINES, TRAINERS
 from true_on_policy.engines.hf.engine import HuggingFace as Engine
 from true_on_policy.engines.protocol import Request, Sample
@@ -28,8 +28,7 @@ from true_on_policy.trainers.megatron import Megatron
 from true_on_policy.verify import picture, verification
 from true_on_policy.verify.certificate import Certificate
 from true_on_policy.verify.links import Evidence, Link, conclusion, link
-from true_on_policy.verify.situations import counted, not_met
-from true_on_policy.verify.workload import LONG_PROMPT, Workload, arrangements
+from true_on_policy.verify.workload import LONG_PROMPT, Workload, arrangements, counted, not_met
 
 FEW = "60"
 

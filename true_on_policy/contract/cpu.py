@@ -8,7 +8,7 @@ from typing import Any, get_args
 
 import torch
 
-from true_on_policy.contract.choices import BackendName, DtypeName, Side
+from true_on_policy.contract.specs import BackendName, DtypeName, Side
 from true_on_policy.errors import ContractError
 
 CHOICES: dict[str, tuple[str, ...]] = {

@@ -210,7 +210,7 @@ FAMILIES = {
                 "tiny-qwen3-moe": Shape(128, 64, 3, 4, 2, 32, 320, tied=False, experts=8, top_k=2),
                 "tiny-qwen3-moe-64": Shape(128, 32, 6, 4, 2, 32, 320, tied=False, experts=64, top_k=8),
             },
-            align=at("true_on_policy.models.hf_experts:align"),
+            align=at("true_on_policy.models.hf_decoder:align_experts"),
         ),
         missing=(
             _NO_CONTRACT,
@@ -227,7 +227,7 @@ FAMILIES = {
             tiny={
                 "tiny-qwen2-moe": Shape(128, 64, 3, 4, 2, 32, 320, tied=False, experts=8, top_k=2, shared=96)
             },
-            align=at("true_on_policy.models.hf_experts:align"),
+            align=at("true_on_policy.models.hf_decoder:align_experts"),
         ),
         missing=(_NO_CONTRACT, _NARROW_ROPE),
     ),

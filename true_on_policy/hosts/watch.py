@@ -31,8 +31,7 @@ from mis_plugins.shared.budget import RecordError
 from true_on_policy.bitwise import Mismatch, first_mismatch
 from true_on_policy.errors import DifferenceError
 from true_on_policy.hosts.config import BitwiseConfig
-from true_on_policy.hosts.differing_sample import check_writable, write_sample
-from true_on_policy.hosts.micro_batch import Flags, MicroBatch
+from true_on_policy.hosts.micro_batch import Flags, MicroBatch, check_writable, write_sample
 
 logger = logging.getLogger("true_on_policy")
 

@@ -12,8 +12,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from true_on_policy.contract.cpu import CHOICES
-from true_on_policy.kernels import attention, elementwise, gemm
 from true_on_policy.kernels.native import NATIVE
+from true_on_policy.kernels.overrides import OVERRIDES
 
 Uninstall = Callable[[], None]
 
@@ -61,14 +61,12 @@ def register(backend: Backend) -> None:
     CHOICES["backend"] = tuple(BACKENDS)
 
 
-FUNCTIONS = gemm.OVERRIDES | elementwise.OVERRIDES | attention.OVERRIDES
-
 # Other spellings of an operator: the form that writes into `out`, and the form that writes into its first argument.
-OUT_FORMS = {f"{name}.out": name for name in FUNCTIONS if "." not in name and "flash" not in name}
+OUT_FORMS = {f"{name}.out": name for name in OVERRIDES if "." not in name and "flash" not in name}
 OUT_FORMS["mean.out"] = "mean.dim"
 INPLACE_FORMS = {f"{name}_": name for name in ("addmm", "baddbmm", "silu", "sigmoid", "rsqrt")}
 
-OPERATORS = (*FUNCTIONS, *OUT_FORMS, *INPLACE_FORMS)
+OPERATORS = (*OVERRIDES, *OUT_FORMS, *INPLACE_FORMS)
 
 
 def install(backend: Backend) -> Uninstall:
@@ -93,8 +91,8 @@ def install(backend: Backend) -> Uninstall:
 
 def _overrides(backend: Backend) -> dict[str, Callable]:
     """Build every override around its stock kernel, before the first override is installed."""
-    stock = {name: torch.library.get_kernel(f"aten::{name}", "CPU") for name in FUNCTIONS}
-    functions = {name: partial(function, backend, stock[name]) for name, function in FUNCTIONS.items()}
+    stock = {name: torch.library.get_kernel(f"aten::{name}", "CPU") for name in OVERRIDES}
+    functions = {name: partial(function, backend, stock[name]) for name, function in OVERRIDES.items()}
     outs = {name: partial(_into_out, functions[function]) for name, function in OUT_FORMS.items()}
     inplace = {name: partial(_into_self, functions[function]) for name, function in INPLACE_FORMS.items()}
     return functions | outs | inplace

@@ -12,7 +12,7 @@ from true_on_policy.contract.cpu import Contract
 from true_on_policy.contract.gpu import GpuContract
 from true_on_policy.errors import PinError, ProbeError
 from true_on_policy.kernels import cpu, gpu
-from true_on_policy.kernels.dispatcher import registration
+from true_on_policy.kernels.mode import registration
 from true_on_policy.kernels.probes import probe
 from true_on_policy.kernels.provider import Undo
 

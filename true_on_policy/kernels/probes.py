@@ -15,7 +15,7 @@ from torch import Tensor
 
 from true_on_policy.bitwise import Mismatch, first_mismatch
 from true_on_policy.contract.cpu import Contract
-from true_on_policy.contract.expert_order import chosen, combined
+from true_on_policy.contract.rounding import chosen, combined
 from true_on_policy.errors import ProbeError
 from true_on_policy.kernels.row_parallel import Tree, agreed_tree
 

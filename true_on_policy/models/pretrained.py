@@ -21,7 +21,7 @@ from torch import Tensor
 from transformers import AutoConfig
 
 from mis_plugins.shared.opened import optional
-from true_on_policy.contract.pretrained import PRETRAINED, Pretrained, cache_folder
+from true_on_policy.contract.model_config import PRETRAINED, Pretrained, cache_folder
 from true_on_policy.errors import ModelError
 from true_on_policy.models.tiny import checkpoint, weights_hash
 

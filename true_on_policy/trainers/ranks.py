@@ -25,14 +25,23 @@ from torch import Tensor
 
 from mis_plugins.shared.loopback import on_loopback
 from true_on_policy.contract.cpu import Contract, Shapes
-from true_on_policy.contract.norm_order import NormOrder
+from true_on_policy.contract.rounding import NormOrder
 from true_on_policy.engines.protocol import Sample
 from true_on_policy.errors import TrueOnPolicyError
 from true_on_policy.kernels.pin import pinned
 from true_on_policy.kernels.row_parallel import agreed_tree
 from true_on_policy.models.tiny import read_config
+from true_on_policy.trainers.megatron import Megatron
+from true_on_policy.trainers.protocol import Trainer
 
 ANSWER_SECONDS = 600
+
+
+def start(checkpoint: Path, contract: Contract, order: NormOrder | None) -> Trainer:
+    """Start the trainer of a proof on the contract's number of ranks; without an `order` the trainer is stock."""
+    if contract.trainer_tensor_parallel > 1:
+        return MegatronRanks(checkpoint, contract, order)
+    return Megatron(checkpoint, contract.dtype, order, None if order is None else agreed_tree(contract))
 
 
 class RankError(TrueOnPolicyError):
@@ -128,8 +137,6 @@ def _serve(
     try:
         torch.set_num_threads(threads)
         _join(rank, ranks, store)
-        from true_on_policy.trainers.megatron import Megatron
-
         probed = replace(contract, shapes=Shapes.of(read_config(checkpoint), ranks))
         with nullcontext() if order is None else pinned(probed):
             tree = None if order is None else agreed_tree(contract)

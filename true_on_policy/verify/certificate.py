@@ -15,7 +15,7 @@ import torch
 from mis_plugins.shared.files import write_text
 from mis_plugins.shared.provenance import cpu_name
 from true_on_policy.contract.cpu import Contract
-from true_on_policy.contract.norm_order import NormOrder
+from true_on_policy.contract.rounding import NormOrder
 from true_on_policy.diff.log_prob_record import digest, provenance
 from true_on_policy.verify.links import Evidence, Link, LogProbs
 

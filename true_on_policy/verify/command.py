@@ -15,10 +15,10 @@ from typing import get_args
 
 from mis_plugins.shared.numerals import whole
 from mis_plugins.shared.shell import importing
-from true_on_policy.contract.choices import BackendName, DtypeName, Side, check_model
 from true_on_policy.contract.families import covered
-from true_on_policy.contract.pretrained import PRETRAINED
+from true_on_policy.contract.model_config import PRETRAINED, check_model
 from true_on_policy.contract.sides import ENGINES, TRAINERS
+from true_on_policy.contract.specs import BackendName, DtypeName, Side
 from true_on_policy.verify.prompts import BUILTIN, prompt_lines
 
 

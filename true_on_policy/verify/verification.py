@@ -24,18 +24,17 @@ from mis_plugins.shared.budget import RecordError
 from mis_plugins.shared.files import check_writable
 from mis_plugins.shared.opened import optional
 from mis_plugins.shared.provenance import commit
-from true_on_policy.contract.choices import BackendName, DtypeName, Side
 from true_on_policy.contract.cpu import DTYPES, Contract, Shapes
-from true_on_policy.contract.norm_order import NormOrder, agreed_order
+from true_on_policy.contract.rounding import NormOrder, agreed_order
 from true_on_policy.contract.sides import ENGINES, TRAINERS
+from true_on_policy.contract.specs import BackendName, DtypeName, Side
 from true_on_policy.engines.protocol import Engine, Sample
 from true_on_policy.errors import ContractError
 from true_on_policy.trainers.protocol import Trainer
 from true_on_policy.verify.certificate import Certificate, Verdict, hashes
 from true_on_policy.verify.links import Evidence, LogProbs, conclusion, links
 from true_on_policy.verify.prompts import Prompts, read_prompts
-from true_on_policy.verify.situations import counted, met, not_met, not_of_engine
-from true_on_policy.verify.workload import Workload, arrangements
+from true_on_policy.verify.workload import Workload, arrangements, counted, met, not_met, not_of_engine
 
 EXIT: dict[Verdict, int] = {"equal": 0, "different": 1, "vacuous": 2, "incomplete": 2}
 PICTURES = (".png", ".pdf", ".svg")

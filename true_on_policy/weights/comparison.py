@@ -12,8 +12,8 @@ from torch import Tensor
 from true_on_policy.bitwise import FLOATS, first_mismatch
 from true_on_policy.engines.answers import LIMIT, reading, whole
 from true_on_policy.engines.handover import ASKED
+from true_on_policy.engines.sglang.weights import DIGESTS, VALUES, Digest, read_values
 from true_on_policy.errors import EngineError, NotSeenError
-from true_on_policy.observe.weights import DIGESTS, VALUES, Digest, read_values
 from true_on_policy.weights.held import Lacking, Weights
 
 T = TypeVar("T")

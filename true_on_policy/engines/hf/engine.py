@@ -21,7 +21,7 @@ from true_on_policy.contract.specs import NormOrder
 from true_on_policy.engines.protocol import Request, Sample
 from true_on_policy.kernels.row_parallel import Tree, agreed_tree
 from true_on_policy.models import hf_decoder
-from true_on_policy.models.hf_weights import take
+from true_on_policy.models.hf_decoder import take
 
 PREFILL_CHUNK = 128
 

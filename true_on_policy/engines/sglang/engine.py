@@ -16,12 +16,21 @@ from true_on_policy.contract.cpu import Contract
 from true_on_policy.contract.model_config import text_of
 from true_on_policy.contract.sides import ENGINES
 from true_on_policy.contract.specs import NormOrder
-from true_on_policy.contract.stated import handed_over
 from true_on_policy.engines.answers import check_counts, list_of, log_prob, reading, sglang_rows, short, whole
-from true_on_policy.engines.environment import HERE, inherited, interpreter, versions
-from true_on_policy.engines.handover import ASKED
+from true_on_policy.engines.handover import ASKED, handed_over
 from true_on_policy.engines.protocol import Cut, EngineError, Request, Sample
-from true_on_policy.engines.server import DTYPES, GENERATE_SECONDS, LOOP_TOKENS, named, patience, started
+from true_on_policy.engines.server import (
+    DTYPES,
+    GENERATE_SECONDS,
+    HERE,
+    LOOP_TOKENS,
+    inherited,
+    interpreter,
+    named,
+    patience,
+    started,
+    versions,
+)
 
 Target = Literal["fsdp"]
 

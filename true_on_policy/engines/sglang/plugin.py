@@ -9,8 +9,15 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
-from true_on_policy.contract.stated import CONTRACT, stated_contract
-from true_on_policy.engines.handover import ASKED, FOLDER, asked_for, ordered_norm, pin_as_asked
+from true_on_policy.engines.handover import (
+    ASKED,
+    CONTRACT,
+    FOLDER,
+    asked_for,
+    ordered_norm,
+    pin_as_asked,
+    stated_contract,
+)
 
 if TYPE_CHECKING:
     from true_on_policy.contract.cpu import Contract

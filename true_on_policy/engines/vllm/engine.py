@@ -16,18 +16,20 @@ from torch import Tensor
 from true_on_policy.contract.cpu import Contract
 from true_on_policy.contract.sides import ENGINES
 from true_on_policy.contract.specs import NormOrder
-from true_on_policy.contract.stated import handed_over
 from true_on_policy.engines.answers import check_counts, list_of, log_prob, reading, short, whole
-from true_on_policy.engines.environment import inherited, interpreter, versions
+from true_on_policy.engines.handover import handed_over
 from true_on_policy.engines.protocol import EngineError, Request, Sample
 from true_on_policy.engines.server import (
     DTYPES,
     GENERATE_SECONDS,
     LOOP_TOKENS,
     POLL_SECONDS,
+    inherited,
+    interpreter,
     named,
     patience,
     started,
+    versions,
 )
 
 PATH = "/inference/v1/generate"
