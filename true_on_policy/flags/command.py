@@ -35,7 +35,7 @@ from true_on_policy.contract.gpu import (
 from true_on_policy.contract.model_config import checkpoint_family
 from true_on_policy.errors import ContractError
 from true_on_policy.flags.releases import RELEASES, check_installed
-from true_on_policy.flags.rules import PREFIX, TEXT_ALONE, Flag, Refusal, faults, plain, refuse
+from true_on_policy.flags.rules import PREFIX, TEXT_ALONE, UNFUSED, Flag, Refusal, faults, plain, refuse
 from true_on_policy.flags.server_groups import groups
 
 HOOK = "true_on_policy.fsdp_worker.watch"  # Ray's worker_process_setup_hook, for Miles's FSDP trainer
@@ -43,32 +43,20 @@ HOOK = "true_on_policy.fsdp_worker.watch"  # Ray's worker_process_setup_hook, fo
 # By Miles's model_provider.py, the flags of a launch reach only layers that Megatron's own config and spec build.
 _OWN_LAYERS = "builds layers that know no --true-on-policy-contract"
 
+_QUANTIZED = NOT_COVERED["quantized weights"][0]
+_WHOLE = "log-probs are those of the whole vocabulary"
 REFUSALS = (
-    Refusal(
-        "rollout_temperature",
-        (1,),
-        "the engine's prefill scores ignore the temperature; --rollout-temperature 1",
-    ),
-    Refusal("rollout_top_p", (1,), "log-probs are those of the whole vocabulary; leave --rollout-top-p at 1"),
-    Refusal(
-        "rollout_top_k", (-1,), "log-probs are those of the whole vocabulary; leave --rollout-top-k at -1"
-    ),
+    Refusal("rollout_temperature", (1,), "the engine's prefill scores ignore it; --rollout-temperature 1"),
+    Refusal("rollout_top_p", (1,), f"{_WHOLE}; leave --rollout-top-p at 1"),
+    Refusal("rollout_top_k", (-1,), f"{_WHOLE}; leave --rollout-top-k at -1"),
     Refusal("pipeline_model_parallel_size", (1,), f"{PIPELINE}; --pipeline-model-parallel-size 1"),
-    Refusal(
-        "recompute_granularity",
-        (None, "selective"),
-        f"{RECOMPUTE}; launch without --recompute-granularity full",
-    ),
+    Refusal("recompute_granularity", (None, "selective"), f"{RECOMPUTE}; drop --recompute-granularity full"),
     Refusal("sequence_parallel", (False,), f"{SEQUENCE}; launch without --sequence-parallel"),
     Refusal(
-        "megatron_to_hf_mode",
-        ("raw",),
-        f"Megatron-Bridge {_OWN_LAYERS}; launch without --megatron-to-hf-mode bridge",
+        "megatron_to_hf_mode", ("raw",), f"Megatron-Bridge {_OWN_LAYERS}; drop --megatron-to-hf-mode bridge"
     ),
     Refusal(
-        "spec",
-        (None,),
-        f"--spec {_OWN_LAYERS}; launch without --spec (on a CPU, see lab/in_host/cpu_trainer.py)",
+        "spec", (None,), f"--spec {_OWN_LAYERS}; launch without --spec (CPU: lab/in_host/cpu_trainer.py)"
     ),
     Refusal(
         "custom_model_provider_path",
@@ -76,16 +64,10 @@ REFUSALS = (
         f"a model provider {_OWN_LAYERS}; launch without --custom-model-provider-path",
     ),
     Refusal("num_experts", (None, 0), f"MoE is not covered: {NOT_COVERED['MoE'][0]}"),
-    Refusal("fp8", (None, False), f"{NOT_COVERED['quantized weights'][0]}; launch without --fp8-format"),
+    Refusal("fp8", (None, False), f"{_QUANTIZED}; launch without --fp8-format"),
     Refusal("fp16", (False,), "kernels for both sides exist in bf16 alone; launch without --fp16"),
-    Refusal(
-        "sglang_quantization", (None,), f"{NOT_COVERED['quantized weights'][0]}; drop --sglang-quantization"
-    ),
-    Refusal(
-        "sglang_torchao_config",
-        (None, ""),
-        f"{NOT_COVERED['quantized weights'][0]}; drop --sglang-torchao-config",
-    ),
+    Refusal("sglang_quantization", (None,), f"{_QUANTIZED}; drop --sglang-quantization"),
+    Refusal("sglang_torchao_config", (None, ""), f"{_QUANTIZED}; drop --sglang-torchao-config"),
     Refusal(
         "sglang_kv_cache_dtype",
         ("auto", "bf16", "bfloat16"),
@@ -109,11 +91,7 @@ REFUSALS = (
         (False,),
         "FlashAttention-3 gives other bits where decode and prefill share a call; drop --sglang-enable-mixed-chunk",
     ),
-    Refusal(
-        "sglang_enable_fp32_lm_head",
-        (False,),
-        "the contract's logits are bf16; drop --sglang-enable-fp32-lm-head",
-    ),
+    Refusal("sglang_enable_fp32_lm_head", (False,), "logits are bf16; drop --sglang-enable-fp32-lm-head"),
     Refusal(
         "sglang_enable_dp_attention",
         (False,),
@@ -154,61 +132,40 @@ def host_contract(family: Family) -> str:
 
 
 _MILES = (
-    Flag(("--true-on-policy-mode",), "miles", "true_on_policy_mode", True),
-    Flag(("--recompute-logprobs-via-prefill",), "miles", "recompute_logprobs_via_prefill", True),
+    Flag.of("miles", "--true-on-policy-mode"),
+    Flag.of("miles", "--recompute-logprobs-via-prefill"),
 )
 
 
 def _engine_flags(contract: GpuContract, name: str) -> tuple[Flag, ...]:
-    gpus = contract.engine_tp
     return (
-        Flag(
-            (f"{PREFIX}enable-deterministic-inference",),
-            "sglang",
-            "sglang_enable_deterministic_inference",
-            True,
-        ),
-        Flag((f"{PREFIX}true-on-policy-contract", name), "sglang", "sglang_true_on_policy_contract", name),
-        Flag(
-            (f"{PREFIX}attention-backend", contract.attention),
-            "sglang",
-            "sglang_attention_backend",
-            contract.attention,
-        ),
-        Flag(("--rollout-num-gpus-per-engine", str(gpus)), "miles", "rollout_num_gpus_per_engine", gpus),
+        Flag.of("sglang", f"{PREFIX}enable-deterministic-inference"),
+        Flag.of("sglang", f"{PREFIX}true-on-policy-contract", name),
+        Flag.of("sglang", f"{PREFIX}attention-backend", contract.attention),
+        Flag.of("miles", "--rollout-num-gpus-per-engine", contract.engine_tp),
     )
 
 
 def _megatron_flags(contract: GpuContract, name: str) -> tuple[Flag, ...]:
-    ranks, context = contract.trainer_tp, contract.context_parallel
-    ulysses = (Flag(("--cp-comm-type", "a2a"), "megatron", "cp_comm_type", "a2a"),) if context > 1 else ()
-    return (
-        Flag(("--deterministic-mode",), "megatron", "deterministic_mode", True),
-        Flag(("--true-on-policy-contract", name), "megatron", "true_on_policy_contract", name),
-        Flag(("--transformer-impl", "local"), "megatron", "transformer_impl", "local"),
-        Flag(("--use-cpu-initialization",), "megatron", "use_cpu_initialization", True),
-        Flag(("--batch-invariant-mode",), "megatron", "batch_invariant_mode", True),
-        Flag(("--attention-backend", "flash"), "megatron", "attention_backend", "flash"),
-        Flag(("--no-bias-swiglu-fusion",), "megatron", "bias_swiglu_fusion", False),
-        Flag(("--no-rope-fusion",), "megatron", "apply_rope_fusion", False),
-        Flag(("--attention-dropout", "0"), "megatron", "attention_dropout", 0),
-        Flag(("--hidden-dropout", "0"), "megatron", "hidden_dropout", 0),
-        Flag(("--tensor-model-parallel-size", str(ranks)), "megatron", "tensor_model_parallel_size", ranks),
-        Flag(("--context-parallel-size", str(context)), "megatron", "context_parallel_size", context),
-        *ulysses,
+    flags = (
+        Flag.of("megatron", "--deterministic-mode"),
+        Flag.of("megatron", "--true-on-policy-contract", name),
+        Flag.of("megatron", "--transformer-impl", "local"),
+        Flag.of("megatron", "--use-cpu-initialization"),
+        Flag.of("megatron", "--batch-invariant-mode"),
+        Flag.of("megatron", "--attention-backend", "flash"),
+        *UNFUSED,
+        Flag.of("megatron", "--tensor-model-parallel-size", contract.trainer_tp),
+        Flag.of("megatron", "--context-parallel-size", contract.context_parallel),
     )
+    return (*flags, Flag.of("megatron", "--cp-comm-type", "a2a")) if contract.context_parallel > 1 else flags
 
 
 def _fsdp_flags(contract: GpuContract, name: str) -> tuple[Flag, ...]:
     return (
-        Flag(("--train-backend", "fsdp"), "miles", "train_backend", "fsdp"),
-        Flag(("--deterministic-mode",), "fsdp", "deterministic_mode", True),
-        Flag(
-            ("--attn-implementation", "flash_attention_3"),
-            "fsdp",
-            "attn_implementation",
-            "flash_attention_3",
-        ),
+        Flag.of("miles", "--train-backend", "fsdp"),
+        Flag.of("fsdp", "--deterministic-mode"),
+        Flag.of("fsdp", "--attn-implementation", "flash_attention_3"),
     )
 
 
@@ -294,14 +251,12 @@ def run(arguments: argparse.Namespace) -> int:
     )
     print("\n".join(lines))
     if contract.backend == "fsdp":
-        print(f"pins in the trainer: {_FSDP_PIN}", file=sys.stderr)
+        print(
+            f'pins in the trainer: Ray, by --runtime-env-json \'{{"worker_process_setup_hook": "{HOOK}", ...}}\'; '
+            "Miles itself switches SGLang's mode on and no more",
+            file=sys.stderr,
+        )
     return 0
-
-
-_FSDP_PIN = (
-    f'Ray, by --runtime-env-json \'{{"worker_process_setup_hook": "{HOOK}", ...}}\'; '
-    "Miles itself switches SGLang's mode on and no more"
-)
 
 
 def _refuse_host(host: str) -> None:

@@ -30,13 +30,13 @@ FILES = {
         "core/model_parallel_config.py",
     ),
 }
-# The package of each owner, and the distributions that state its version.
+# The package of each owner, and the distribution that states its version.
 PACKAGES = {
-    "miles": ("miles", ("miles",)),
-    "fsdp": ("miles", ("miles",)),
-    "slime": ("slime", ("slime",)),
-    "sglang": ("sglang", ("sglang",)),
-    "megatron": ("megatron", ("megatron-core",)),
+    "miles": ("miles", "miles"),
+    "fsdp": ("miles", "miles"),
+    "slime": ("slime", "slime"),
+    "sglang": ("sglang", "sglang"),
+    "megatron": ("megatron", "megatron-core"),
 }
 
 
@@ -80,15 +80,13 @@ def releases_with(owner: str, flag: str) -> list[str]:
 
 def installed(owner: str) -> str | None:
     """Return the package and version of an owner that is installed here; None where it is not."""
-    package, distributions = PACKAGES[owner]
+    package, distribution = PACKAGES[owner]
     if not _sources(owner):
         return None
-    for name in distributions:
-        try:
-            return f"{name} {importlib.metadata.version(name)}"
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return f"{package} (a checkout)"
+    try:
+        return f"{distribution} {importlib.metadata.version(distribution)}"
+    except importlib.metadata.PackageNotFoundError:
+        return f"{package} (a checkout)"
 
 
 def check_installed(owner: str, flags: Sequence[str]) -> bool:

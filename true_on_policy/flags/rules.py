@@ -30,10 +30,26 @@ class Flag:
     attribute: str
     value: Any
 
+    @classmethod
+    def of(cls, owner: str, name: str, value: Any = True, attribute: str = "", parsed: Any = None) -> Flag:
+        """Build a flag, bare where `value` is True; its attribute and parsed value follow its words by default."""
+        words = (name,) if value is True else (name, str(value))
+        own = attribute or name.removeprefix("--").replace("-", "_")
+        return cls(words, owner, own, value if parsed is None else parsed)
+
     @property
     def name(self) -> str:
         """The flag as its owner spells it."""
         return self.words[0].replace(PREFIX, "--") if self.owner == "sglang" else self.words[0]
+
+
+# Megatron's kernels that fuse what the engine computes one by one, and its dropout: off under each contract.
+UNFUSED = (
+    Flag.of("megatron", "--no-bias-swiglu-fusion", attribute="bias_swiglu_fusion", parsed=False),
+    Flag.of("megatron", "--no-rope-fusion", attribute="apply_rope_fusion", parsed=False),
+    Flag.of("megatron", "--attention-dropout", 0),
+    Flag.of("megatron", "--hidden-dropout", 0),
+)
 
 
 @dataclass(frozen=True)
@@ -53,8 +69,12 @@ class Refusal:
 
 def faults(args: Any, refusals: Iterable[Refusal], flags: Iterable[Flag]) -> list[str]:
     """List what keeps a contract from holding with a host's parsed arguments, one line each."""
-    found = [_refused(args, rule) for rule in refusals] + [_unset(args, flag) for flag in flags]
-    return [fault for fault in found if fault]
+    refused = [
+        f"{rule.attribute} is {found!r}: {rule.why}"
+        for rule in refusals
+        if (found := getattr(args, rule.attribute, rule.allowed[0])) not in rule.allowed
+    ]
+    return refused + [fault for flag in flags if (fault := _unset(args, flag))]
 
 
 def refuse(found: Iterable[str]) -> None:
@@ -66,11 +86,6 @@ def refuse(found: Iterable[str]) -> None:
     lines = "".join(f"\n  {fault}" for fault in found)
     if lines:
         raise ContractError(f"true-on-policy cannot hold:{lines}")
-
-
-def _refused(args: Any, rule: Refusal) -> str:
-    found = getattr(args, rule.attribute, rule.allowed[0])
-    return "" if found in rule.allowed else f"{rule.attribute} is {found!r}: {rule.why}"
 
 
 def _unset(args: Any, flag: Flag) -> str:
