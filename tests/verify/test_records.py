@@ -102,7 +102,7 @@ def made_up(aligned: list[NormOrder]) -> Family:
         hf_decoder.align(model, order)
 
     proof = Proof("mistral", "dense Mistral", {"tiny-new": SHAPE}, align)
-    return Family("mistral", ("MistralForCausalLM",), False, False, None, proof=proof)
+    return Family("mistral", ("MistralForCausalLM",), proof=proof)
 
 
 @pytest.mark.parametrize("trainer", ["hf", "megatron"])

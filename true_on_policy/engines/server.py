@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from mis_plugins.shared.loopback import on_loopback
+from true_on_policy.contract.sides import ENGINES
 from true_on_policy.engines.answers import parsed
 from true_on_policy.engines.asking import Address, exchanged
 from true_on_policy.engines.handover import ACTIVE, KEY
@@ -84,10 +85,7 @@ TAKEN = "address already in use"
 
 Private = Callable[[Path, str], tuple[Sequence[str], Mapping[str, str]]]
 """Gives the arguments and variables that an engine takes from the folder and the key of its run."""
-
-
-def _nothing(folder: Path, key: str) -> tuple[Sequence[str], Mapping[str, str]]:
-    return (), {}
+NOTHING: Private = lambda folder, key: ((), {})  # noqa: E731
 
 
 def free_port() -> int:
@@ -121,7 +119,7 @@ def started(
     command: Sequence[str],
     environment: Mapping[str, str],
     starts: int = STARTS,
-    private: Private = _nothing,
+    private: Private = NOTHING,
 ) -> Server:
     """Start an engine's server on a free port and wait until it is healthy.
 
@@ -160,7 +158,7 @@ class Server:
         command: Sequence[str],
         environment: Mapping[str, str],
         port: int,
-        private: Private = _nothing,
+        private: Private = NOTHING,
     ):
         self.name = name
         self.url = f"http://127.0.0.1:{port}"
@@ -254,6 +252,19 @@ class Server:
             _wait_for_group(self._process, seconds)
         self._log.close()
         self._scratch.cleanup()
+
+
+class Served:
+    """An engine behind a server of its own, in the environment that install.sh made."""
+
+    name: str
+    _server: Server
+
+    def versions(self) -> dict[str, str]:
+        return versions(self.name, ENGINES[self.name].packages)
+
+    def close(self) -> None:
+        self._server.close()
 
 
 def _telling(output: str) -> str:

@@ -24,12 +24,12 @@ from true_on_policy.engines.server import (
     GENERATE_SECONDS,
     LOOP_TOKENS,
     POLL_SECONDS,
+    Served,
     inherited,
     interpreter,
     named,
     patience,
     started,
-    versions,
 )
 
 PATH = "/inference/v1/generate"
@@ -65,7 +65,7 @@ def serve(checkpoint: Path, dtype: str, contract: Contract | None, running: int)
     return VLLM(checkpoint, dtype, contract, pool=pool)
 
 
-class VLLM:
+class VLLM(Served):
     """vLLM's server, stock where `contract` is None, else on the kernels that our plugin pins.
 
     Args:
@@ -96,12 +96,14 @@ class VLLM:
             self._server.check_pinned()
         self._senders = ThreadPoolExecutor(pool.running)
 
-    def versions(self) -> dict[str, str]:
-        return versions(self.name, ENGINES[self.name].packages)
-
     def generate(self, requests: Sequence[Request]) -> list[Sample]:
         bodies = [
-            (request.prompt, {**_until(request), "ignore_eos": True, "logprobs": 0}, request)
+            (
+                request.prompt,
+                {"max_tokens": request.length, "ignore_eos": True, "logprobs": 0}
+                | ({} if request.end is None else {"stop_token_ids": [request.end]}),
+                request,
+            )
             for request in requests
         ]
         seconds = patience(requests)
@@ -141,37 +143,26 @@ class VLLM:
             return [_scored(sample, answer) for sample, answer in zip(samples, answers, strict=True)]
 
     def update_weights(self, checkpoint: Path, version: int, keep_cache: bool = False) -> None:
-        self._call("reload_weights", weights_path=str(checkpoint))
-        if not keep_cache:
-            self._drop_cache()
-        self._version = version
-
-    def _drop_cache(self) -> None:
-        # While a request runs, vLLM keeps its cache and answers 200.
+        call = {"method": "reload_weights", "kwargs": {"weights_path": str(checkpoint)}}
+        self._server.post("/collective_rpc", call)
         deadline = time.monotonic() + GENERATE_SECONDS
-        while not self._dropped():
+        while not keep_cache and not self._dropped_cache():
             if time.monotonic() > deadline:
                 raise EngineError(
                     f"vllm: the cache of the previous weights is still in use after {GENERATE_SECONDS} s"
                 )
             time.sleep(POLL_SECONDS)
+        self._version = version
 
-    def _dropped(self) -> bool:
+    def _dropped_cache(self) -> bool:
+        """Ask vLLM to drop its cache, and return whether it did: it answers 200 and keeps it while a request runs."""
         answer = self._server.post("/reset_prefix_cache", {})
         with reading("/reset_prefix_cache", self.name):
             return answer["success"] is True
 
-    def _call(self, method: str, **kwargs: str) -> None:
-        self._server.post("/collective_rpc", {"method": method, "kwargs": kwargs})
-
     def close(self) -> None:
-        self._server.close()
+        super().close()
         self._senders.shutdown(wait=False)  # a request that still waits has its error by now
-
-
-def _until(request: Request) -> dict[str, Any]:
-    end = {} if request.end is None else {"stop_token_ids": [request.end]}
-    return {"max_tokens": request.length, **end}
 
 
 def _scored(sample: Sample, answer: Any) -> Float32[Tensor, "N"]:
