@@ -135,11 +135,11 @@ def _modes(contract: GpuContract, in_trainer: str) -> Iterator[Check]:
         if mode == "sglang":
             remedies["engine"] = IN_ENGINE
         if remedies:
-            flags = {side: ANY if side in remedies else None for side in ("trainer", "engine")}
-            files = {side: (file,) if side in remedies else None for side in flags}
-            yield Check(f"{mode}: batch-invariant flag", **flags)
+            flags: list[Wanted] = [ANY if side in remedies else None for side in ("trainer", "engine")]
+            files: list[Wanted] = [(file,) if side in remedies else None for side in ("trainer", "engine")]
+            yield Check(f"{mode}: batch-invariant flag", flags[0], flags[1])
             for name in SHARED:
-                yield Check(f"{mode}: aten::{name}", **files, remedy=" ".join(remedies.values()))
+                yield Check(f"{mode}: aten::{name}", files[0], files[1], " ".join(remedies.values()))
 
 
 # What Transformer Engine's general_gemm may be: absent, not imported, or the function of this module.
@@ -232,7 +232,7 @@ def diagnose(contract: GpuContract, trainer: Observation, engine: Observation) -
 def _judge(check: Check, trainer: Observation, engine: Observation) -> Row:
     sides = [(check.trainer, trainer), (check.engine, engine)]
     asked = [(wanted, side) for wanted, side in sides if wanted is not None]
-    verdicts = [_verdict(check.name, wanted, side) for wanted, side in asked]
+    verdicts: list[Verdict] = [_verdict(check.name, wanted, side) for wanted, side in asked]
     if check.equal:
         verdicts.append(_equal(check.name, trainer, engine))
     cells = [_cell(check.name, wanted, side) for wanted, side in sides]
@@ -283,7 +283,7 @@ def diagnosed(contract: GpuContract | None, arguments: argparse.Namespace) -> in
     print_table(("", "setting", "trainer", "engine", "how", "set"), [row.cells for row in shown])
     for note in (*unasked, *notes):
         print("\n" + "\n".join(map(printable, note.splitlines())))
-    verdicts = [row.verdict for row in rows]
+    verdicts: list[Verdict] = [row.verdict for row in rows]
     counts = ", ".join(f"{verdicts.count(verdict)} {verdict}" for verdict in ("green", "red", "not seen"))
     print(f"\n{counts}")
     return EXIT[_worst(verdicts)]

@@ -43,7 +43,12 @@ def settings() -> dict[str, str]:
 
 
 def pin(contract: GpuContract) -> Undo:
-    switches = _switches(_load())
+    try:
+        switches = _switches(import_module("deep_gemm"))
+    except PinError:
+        raise
+    except Exception as error:
+        raise PinError(f"DeepGEMM: deep_gemm cannot be imported ({error})") from error
     found = [get() for _, get in switches]
 
     def undo() -> None:
@@ -73,13 +78,6 @@ def product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     out = torch.empty(len(x), len(weight), dtype=x.dtype, device=x.device)
     import_module("deep_gemm").bf16_gemm_nt(x, weight, out)
     return out
-
-
-def _load() -> ModuleType:
-    try:
-        return import_module("deep_gemm")
-    except Exception as error:
-        raise PinError(f"DeepGEMM: deep_gemm cannot be imported ({error})") from error
 
 
 def _switches(library: ModuleType) -> list[tuple[Callable, Callable]]:

@@ -47,12 +47,11 @@ def described(operator: str, key: str) -> str:
     file = holder(operator, key)
     if file is None:
         return "stock"
-    module = next((name for name, module in list(sys.modules.items()) if _file(module) == file), None)
+    files = (
+        (name, getattr(module, "__dict__", {}).get("__file__")) for name, module in [*sys.modules.items()]
+    )
+    module = next((name for name, own in files if own == file), None)
     return f"{Path(file).name} of {module.partition('.')[0] if module else Path(file).parent.name}"
-
-
-def _file(module) -> str | None:
-    return getattr(module, "__dict__", {}).get("__file__")
 
 
 # The operators that at least one copy overrides.
@@ -108,12 +107,22 @@ def switch_on(mode: Mode, enable: Callable[[], None], disable: Callable[[], None
     """
     module, key = load(mode), accelerator_key()
     found = _holders(key)
-    _refuse_others(mode, found, str(module.__file__))
-    held = [name for name in SHARED if found[name]]
-    if module.is_batch_invariant_mode_enabled() and len(held) == len(SHARED):
+    for name, file in found.items():
+        if file not in (None, module.__file__):
+            raise PinError(
+                f"{mode.library}: aten::{name} is overridden already by {file}. Two batch-invariant modes in one "
+                "process override each other: leave the first before you pin"
+            )
+    held, flag = [name for name in SHARED if found[name]], module.is_batch_invariant_mode_enabled()
+    if flag and len(held) == len(SHARED):
         return lambda: None
-    if module.is_batch_invariant_mode_enabled() or held:
-        raise PinError(_contradiction(mode, module.is_batch_invariant_mode_enabled(), key))
+    if flag or held:
+        runs = ", ".join(f"aten::{name} runs {described(name, key)}" for name in SHARED)
+        raise PinError(
+            f"{mode.library}: the flag of the mode says {'on' if flag else 'off'}, but {runs}. A nested "
+            f"set_batch_invariant_mode leaves the flag so: call {mode.module}.disable_batch_invariant_mode() before "
+            "you pin"
+        )
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=".*\n?.*Overriding a previously", category=UserWarning)
@@ -127,23 +136,6 @@ def switch_on(mode: Mode, enable: Callable[[], None], disable: Callable[[], None
 
 def _holders(key: str) -> dict[str, str | None]:
     return {name: holder(name, key) for name in OVERRIDABLE}
-
-
-def _refuse_others(mode: Mode, found: dict[str, str | None], own: str) -> None:
-    for name, file in found.items():
-        if file not in (None, own):
-            raise PinError(
-                f"{mode.library}: aten::{name} is overridden already by {file}. Two batch-invariant modes in one "
-                "process override each other: leave the first before you pin"
-            )
-
-
-def _contradiction(mode: Mode, flag: bool, key: str) -> str:
-    runs = ", ".join(f"aten::{name} runs {described(name, key)}" for name in SHARED)
-    return (
-        f"{mode.library}: the flag of the mode says {'on' if flag else 'off'}, but {runs}. A nested "
-        f"set_batch_invariant_mode leaves the flag so: call {mode.module}.disable_batch_invariant_mode() before you pin"
-    )
 
 
 def _check(module: ModuleType, key: str) -> None:

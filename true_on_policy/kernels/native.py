@@ -40,7 +40,12 @@ def library() -> ctypes.CDLL:
         PinError: there is no C compiler, or it cannot compile the kernels.
     """
     compiler = find_compiler()
-    path = cache_folder() / f"batch_invariant-{_fingerprint(compiler)}.so"
+    # The compiler's macros tell what `-march=native` means on this machine.
+    macros = _run(compiler, "-march=native", "-dM", "-E", "-x", "c", os.devnull)
+    made_of = "\0".join((SOURCE.read_text(encoding="utf-8"), " ".join(FLAGS), macros))
+    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    fingerprint = hashlib.sha256(made_of.encode()).hexdigest()[:16]
+    path = base / "true_on_policy" / f"batch_invariant-{fingerprint}.so"
     if not path.exists():
         _compile(compiler, path)
     return ctypes.CDLL(str(path))
@@ -59,18 +64,6 @@ def find_compiler() -> str:
             "contract.backend: 'native' needs a C compiler and none was found; install gcc or clang"
         )
     return compiler
-
-
-def cache_folder() -> Path:
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base) / "true_on_policy"
-
-
-def _fingerprint(compiler: str) -> str:
-    """Hash the source, the flags and the compiler's macros, which tell what `-march=native` means on this machine."""
-    macros = _run(compiler, "-march=native", "-dM", "-E", "-x", "c", os.devnull)
-    parts = (SOURCE.read_text(encoding="utf-8"), " ".join(FLAGS), macros)
-    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
 
 
 def _compile(compiler: str, path: Path) -> None:

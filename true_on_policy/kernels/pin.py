@@ -44,7 +44,9 @@ class _Cpu:
         return self.contract.backend
 
     def install(self) -> Undo:
-        self._refuse_python_kernels()
+        for name, kernel in self.observe().items():
+            if ".py:" in kernel:  # another library's batch-invariant mode put it there
+                raise PinError(f"{name} is overridden already ({kernel}); leave that mode before you pin")
         return cpu.install(cpu.BACKENDS[self.name])
 
     def observe(self) -> dict[str, str]:
@@ -52,12 +54,6 @@ class _Cpu:
 
     def probe(self) -> None:
         probe(self.contract)
-
-    def _refuse_python_kernels(self) -> None:
-        """Refuse to pin over a Python kernel on the CPU key: another library's batch-invariant mode put it there."""
-        for name, kernel in self.observe().items():
-            if ".py:" in kernel:
-                raise PinError(f"{name} is overridden already ({kernel}); leave that mode before you pin")
 
 
 @dataclass(frozen=True)
@@ -107,16 +103,11 @@ def pinned(contract: Contract | GpuContract) -> Iterator[None]:
         ProbeError: a kernel gave a row other bits in a batch than alone. Nothing stays pinned.
         NotSeenError: the kernels of a GpuContract cannot be probed here. Nothing stays pinned.
     """
-    _enter(contract)
+    pin(contract)
     try:
         yield
     finally:
         _leave()
-
-
-def pin(contract: Contract | GpuContract) -> None:
-    """Pin `contract` for the rest of this process, for a host's init hook; raises the errors of `pinned`."""
-    _enter(contract)
 
 
 def active_backend() -> str | None:
@@ -124,7 +115,8 @@ def active_backend() -> str | None:
     return _active.name if _active else None
 
 
-def _enter(contract: Contract | GpuContract) -> None:
+def pin(contract: Contract | GpuContract) -> None:
+    """Pin `contract` for the rest of this process, for a host's init hook; raises the errors of `pinned`."""
     global _active
     kernels: _Kernels = _Gpu(contract) if isinstance(contract, GpuContract) else _Cpu(contract)
     with _lock:
@@ -137,7 +129,9 @@ def _enter(contract: Contract | GpuContract) -> None:
             )
         _active.depth += 1
         try:
-            _refuse_replaced(_active.kernels, kernels.observe())
+            for name, kernel in kernels.observe().items():
+                if kernel != _active.kernels[name]:
+                    raise PinError(f"{name} was overridden inside a pin ({kernel}); leave that mode first")
             kernels.probe()
         except BaseException:
             _leave()
@@ -162,10 +156,3 @@ def _leave() -> None:
         if _active.depth == 0:
             uninstall, _active = _active.uninstall, None
             uninstall()
-
-
-def _refuse_replaced(ours: dict[str, str], now: dict[str, str]) -> None:
-    """Raise PinError where a mode that was switched on inside the pin has replaced a pinned kernel."""
-    for name, kernel in now.items():
-        if kernel != ours[name]:
-            raise PinError(f"{name} was overridden inside a pin ({kernel}); leave that mode first")

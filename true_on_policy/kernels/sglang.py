@@ -36,12 +36,12 @@ def settings() -> dict[str, str]:
     if version() is None:
         return {}
     module = sys.modules.get(MODE.module)
-    return mode.settings(MODE) | {
-        "MM DeepGEMM": "not imported" if module is None else _on(_takes_deep_gemm(module)),
-        "MM fallback variant": "not imported"
-        if module is None
-        else _on(getattr(module, MM_FALLBACK_VARIANT)),
-    }
+    if module is None:
+        own = dict.fromkeys(("MM DeepGEMM", "MM fallback variant"), "not imported")
+    else:
+        variant = getattr(module, MM_FALLBACK_VARIANT)
+        own = {"MM DeepGEMM": _on(_takes_deep_gemm(module)), "MM fallback variant": _on(variant)}
+    return mode.settings(MODE) | own
 
 
 def pin(contract: GpuContract) -> Undo:
