@@ -70,23 +70,28 @@ class Mismatch:
     def __str__(self) -> str:
         if self.kind != "bytes":
             return f"{self.kind} {self.values[0]} against {self.values[1]}"
-        left, right = (f"{_text(value)} ({bits})" for value, bits in zip(self.values, self.bits, strict=True))
-        return (
-            f"{self.count} of {self.total} values differ, first at {list(self.coordinate)}: "
-            f"{left} against {right}{self._distance()}"
-        )
+        left, right = self.sides
+        distance = ""
+        if self.has_distance:
+            distance = f", {self.apart}" + ("" if self.furthest is None else f", at most {self.furthest}")
+        where = f"first at {list(self.coordinate)}"
+        return f"{self.count} of {self.total} values differ, {where}: {left} against {right}{distance}"
+
+    @property
+    def sides(self) -> tuple[str, str]:
+        """The first two values that differ, with 9 significant digits, which tell any two float32 apart, and bits."""
+        texts = (f"{value:.9g}" if isinstance(value, float) else str(value) for value in self.values)
+        left, right = (f"{text} ({bits})" for text, bits in zip(texts, self.bits, strict=True))
+        return left, right
+
+    @property
+    def apart(self) -> str:
+        return "no distance" if self.ulps is None else f"{self.ulps} ulp apart"
 
     @property
     def has_distance(self) -> bool:
         """Whether a distance in ulps means anything: integers and booleans are ids and flags."""
         return not any(isinstance(value, int) for value in self.values)
-
-    def _distance(self) -> str:
-        if not self.has_distance:
-            return ""
-        apart = "no distance" if self.ulps is None else f"{self.ulps} ulp apart"
-        worst = "" if self.furthest is None else f", at most {self.furthest}"
-        return f", {apart}{worst}"
 
 
 def first_mismatch(
@@ -102,12 +107,8 @@ def first_mismatch(
     if a.shape != b.shape:
         return Mismatch("shape", (tuple(a.shape), tuple(b.shape)))
     a, b = _plain(a), _plain(b)
-    found = [
-        _difference(start, left, right)
-        for start, left, right in _blocks(a, b)
-        if not torch.equal(_bits(left), _bits(right))
-    ]
-    return _mismatch(found, a.shape, cu_seqlens) if found else None
+    differences = [_difference(*block) for block in _blocks(a, b) if not torch.equal(*map(_bits, block[1:]))]
+    return _mismatch(differences, a.shape, cu_seqlens) if differences else None
 
 
 def equal_bits(a: Shaped[Tensor, "..."], b: Shaped[Tensor, "..."]) -> bool:
@@ -155,11 +156,11 @@ def _difference(start: int, a: Shaped[Tensor, "n"], b: Shaped[Tensor, "n"]) -> _
     differs = _bits(a) != _bits(b)
     distances = ulps(a, b)
     index = int(differs.int().argmax())
-    pair = a[index], b[index]
+    left, right = a[index], b[index]
     return _Difference(
         index=start + index,
-        values=(_value(pair[0]), _value(pair[1])),
-        bits=(_hexadecimal(pair[0]), _hexadecimal(pair[1])),
+        values=(_value(left), _value(right)),
+        bits=(_hexadecimal(left), _hexadecimal(right)),
         ulps=int(distances[index]),
         count=int(differs.sum()),
         furthest=int(distances[differs].max()),
@@ -247,15 +248,8 @@ def _is_nan(x: Shaped[Tensor, "*S"]) -> Bool[Tensor, "*S"]:
 
 
 POWERS = 2 ** torch.arange(63)  # upper ends of the bins 1, 2, 3..4, 5..8, ...
-LABELS = (
-    "equal",
-    "NaN",
-    "0",
-    "1",
-    "2",
-    *(f"{2 ** (power - 1) + 1}..{2**power}" for power in range(2, 63)),
-    f"{2**62 + 1}..",
-)
+_RANGES = (f"{2 ** (power - 1) + 1}..{2**power}" for power in range(2, 63))
+LABELS = ("equal", "NaN", "0", "1", "2", *_RANGES, f"{2**62 + 1}..")
 
 
 def _counts(a: Shaped[Tensor, "n"], b: Shaped[Tensor, "n"]) -> Int64[Tensor, "labels"]:
@@ -279,8 +273,3 @@ def _value(x: Shaped[Tensor, ""]) -> object:
 def _hexadecimal(x: Shaped[Tensor, ""]) -> str:
     width = 8 * x.element_size()
     return f"0x{int(_bits(x)) % (1 << width):0{width // 4}x}"
-
-
-def _text(value: object) -> str:
-    """Write a value with 9 significant digits, which tell any two float32 apart."""
-    return f"{value:.9g}" if isinstance(value, float) else str(value)

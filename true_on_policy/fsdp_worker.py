@@ -12,7 +12,7 @@ from __future__ import annotations
 import importlib.util
 import sys
 from collections.abc import Callable, Sequence
-from functools import partial, wraps
+from functools import wraps
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
@@ -52,7 +52,7 @@ class _AfterImport(MetaPathFinder):
     """An import finder that lets `pin_in` follow the import of MODULE, and then removes itself."""
 
     def __init__(self, start: Start):
-        self._follow = partial(pin_in, start=start)
+        self._start = start
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -61,17 +61,16 @@ class _AfterImport(MetaPathFinder):
             return None
         sys.meta_path.remove(self)
         spec = importlib.util.find_spec(fullname)
-        if spec is not None and spec.loader is not None:
-            spec.loader.exec_module = _then(spec.loader.exec_module, self._follow)  # type: ignore[method-assign]
+        if spec is None or spec.loader is None:
+            return spec
+        load = spec.loader.exec_module
+
+        def loaded(module: ModuleType) -> None:
+            load(module)
+            pin_in(module, self._start)
+
+        spec.loader.exec_module = loaded  # type: ignore[method-assign]
         return spec
-
-
-def _then(load: Callable[[ModuleType], None], follow: Callable[[ModuleType], None]):
-    def loaded(module: ModuleType) -> None:
-        load(module)
-        follow(module)
-
-    return loaded
 
 
 def pin_in(module: ModuleType, start: Start) -> None:

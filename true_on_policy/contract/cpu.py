@@ -97,17 +97,13 @@ class Contract:
 
     def __post_init__(self):
         for name, choices in CHOICES.items():
-            _check_choice(name, getattr(self, name), choices)
+            if (given := getattr(self, name)) not in choices:
+                raise ContractError(f"contract.{name}: got {given!r}; choose one of {', '.join(choices)}")
         _check_tensor_parallel(self.trainer_tensor_parallel, self.engine_tensor_parallel, self.leaves)
 
     @property
     def torch_dtype(self) -> torch.dtype:
         return DTYPES[self.dtype]
-
-
-def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        raise ContractError(f"contract.{name}: got {value!r}; choose one of {', '.join(choices)}")
 
 
 def _check_tensor_parallel(trainer: int, engine: int, leaves: int) -> None:

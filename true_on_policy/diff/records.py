@@ -110,15 +110,12 @@ def engine_and_trainer(dump: Recording) -> tuple[Recording, Recording]:
     Raises:
         RecordError: the dump lacks one of the two.
     """
-    loads = {entry.key.name: entry.load for entry in dump.entries}
-    lacking = [name for name in (BEHAVIOR, LOG_PROBS) if name not in loads]
-    if lacking:
+    loads, sides = {entry.key.name: entry.load for entry in dump.entries}, (BEHAVIOR, LOG_PROBS)
+    if lacking := [name for name in sides if name not in loads]:
         raise RecordError(
             f"{dump.path}: holds no {' and no '.join(lacking)}, so it needs a B to compare with"
         )
-    engine, trainer = (
-        Recording(dump.path, (Entry(Key(LOG_PROBS), loads[name]),)) for name in (BEHAVIOR, LOG_PROBS)
-    )
+    engine, trainer = (Recording(dump.path, (Entry(Key(LOG_PROBS), loads[name]),)) for name in sides)
     return engine, trainer
 
 
@@ -241,14 +238,9 @@ def _tensors(value: Any, name: str = "") -> Iterator[tuple[str, Tensor | Stored 
     """Yield every tensor of nested dicts and lists, and what may be one of another kind, with its dotted name."""
     if isinstance(value, Tensor | Stored | Opaque):
         yield name, value
-    children = (
-        value.items()
-        if isinstance(value, dict)
-        else enumerate(value)
-        if isinstance(value, list | tuple)
-        else ()
-    )
-    for key, child in children:
+        return
+    children = dict(enumerate(value)) if isinstance(value, list | tuple) else value
+    for key, child in children.items() if isinstance(children, dict) else ():
         yield from _tensors(child, f"{name}.{key}" if name else str(key))
 
 
@@ -291,11 +283,7 @@ def _natural(name: str) -> tuple:
     return tuple((len(part.lstrip("0")), part) if part.isdecimal() else (-1, part) for part in parts)
 
 
-READERS: dict[str, Reader] = {
-    ".pt": _pt,
-    ".safetensors": _safetensors,
-    ".npz": _npz,
-}
+READERS: dict[str, Reader] = {".pt": _pt, ".safetensors": _safetensors, ".npz": _npz}
 DUMPED: dict[str, Callable[[Path], Value]] = {
     ".pt": _dumped_pt,
     ".safetensors": partial(_dumped_alone, _safetensors),

@@ -275,7 +275,7 @@ def diagnosed(contract: GpuContract | None, arguments: argparse.Namespace) -> in
     Args:
         contract: what the arguments ask for; None where the trainer's file states it.
     """
-    contract, trainer = _trainer(contract, arguments.trainer_dump)
+    contract, trainer = load(arguments.trainer_dump) if contract is None else (contract, _stand_in(contract))
     engine = _engine(arguments.engine, arguments.engine_dump)
     rows = diagnose(contract, trainer, engine)
     shown, unasked = asked(rows, engine)
@@ -320,15 +320,12 @@ def noted(rows: Sequence[Row]) -> tuple[list[Row], list[str]]:
     return shown, [f"{name[1:-1]}: {cell[1:-1]}" for cell, name in names.items()]
 
 
-def _trainer(contract: GpuContract | None, dump: Path | None) -> tuple[GpuContract, Observation]:
-    """Read the trainer's file, which states its contract, or let this machine stand in for the trainer."""
-    if contract is None:
-        assert dump is not None
-        return load(dump)
+def _stand_in(contract: GpuContract) -> Observation:
+    """Let this machine stand in for the trainer."""
     seen = _pinned_here(contract)
     of_shell = {COMPILES, *contract.environment}  # TORCH_COMPILE_DISABLE of the shell decides COMPILES
     settings = {name: value for name, value in seen.settings.items() if name not in of_shell}
-    return contract, Observation(settings, {ALL: NO_DUMP, **seen.unseen}, seen.configured)
+    return Observation(settings, {ALL: NO_DUMP, **seen.unseen}, seen.configured)
 
 
 def _pinned_here(contract: GpuContract) -> Observation:

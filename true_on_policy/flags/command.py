@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, get_args
 
@@ -242,8 +242,12 @@ CONTRACT_ARGUMENTS = ("model", "backend", "tp", "cp", "engine_tp", "gemm")
 def run(arguments: argparse.Namespace) -> int:
     contract = contract_of(arguments)
     flags = launch_flags(contract)
-    _refuse_host(arguments.host)
-    _check_installed(flags)
+    if lacking := [release for release in RELEASES if release.owner == arguments.host and release.lacks]:
+        lacks = "; ".join(f"{release.name} has no {', '.join(release.lacks)}" for release in lacking)
+        raise ContractError(f"--{arguments.host}: {lacks}. Launch with --miles")
+    by_owner = {flag.owner: [each.name for each in flags if each.owner == flag.owner] for flag in flags}
+    if absent := [owner for owner, names in by_owner.items() if not check_installed(owner, names)]:
+        print(f"not installed here, so their flags were not checked: {', '.join(absent)}", file=sys.stderr)
     lines = (
         [f"{name}={value}" for name, value in contract.environment.items()]
         if arguments.env
@@ -257,18 +261,6 @@ def run(arguments: argparse.Namespace) -> int:
             file=sys.stderr,
         )
     return 0
-
-
-def _refuse_host(host: str) -> None:
-    """Refuse a host whose releases lack flags of a true-on-policy launch.
-
-    Raises:
-        ContractError: a release of the host lacks flags; the message names them.
-    """
-    lacking = [release for release in RELEASES if release.owner == host and release.lacks]
-    if lacking:
-        told = "; ".join(f"{release.name} has no {', '.join(release.lacks)}" for release in lacking)
-        raise ContractError(f"--{host}: {told}. Launch with --miles")
 
 
 def contract_of(arguments: argparse.Namespace) -> GpuContract:
@@ -290,17 +282,3 @@ def contract_of(arguments: argparse.Namespace) -> GpuContract:
         context_parallel=context,
         engine_gemm=arguments.gemm or TRAINER_GEMMS[backend],
     )
-
-
-def _check_installed(flags: Sequence[Flag]) -> None:
-    """Check the flags against the installed programs, and say on stderr which programs are not installed.
-
-    Raises:
-        ContractError: an installed program lacks one of its flags.
-    """
-    owners = dict.fromkeys(flag.owner for flag in flags)
-    absent = [
-        owner for owner in owners if not check_installed(owner, [f.name for f in flags if f.owner == owner])
-    ]
-    if absent:
-        print(f"not installed here, so their flags were not checked: {', '.join(absent)}", file=sys.stderr)

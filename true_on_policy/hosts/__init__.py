@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from mis_plugins.hosts.batch import host_layout
-from mis_plugins.hosts.host import Host
 from mis_plugins.hosts.ownership import Hook
 from mis_plugins.hosts.registry import current
 from mis_plugins.packing.layout import Layout
@@ -53,8 +52,13 @@ def policy_loss(
     wrapped = config.hook("loss") or host.own_loss()
     if torch._C._current_graph_task_id() != -1:
         return wrapped(args, batch, logits, sum_of_sample_mean)
-    counts = _compared(args, batch, host, config)
-    compared, different = torch.zeros(2, device=logits.device) if counts is None else counts
+    _, cp = host.parallel()
+    micro_batch = MicroBatch.compare(batch, layout_of(args, batch, cp))
+    COMPARISON.leave_out(len(batch["loss_masks"]) - (0 if micro_batch is None else len(micro_batch.tokens)))
+    compared, different = torch.zeros(2, device=logits.device)
+    if micro_batch is not None:
+        COMPARISON.record(micro_batch, args, config)
+        compared, different = micro_batch.flags.float()
     loss, metrics = wrapped(args, batch, logits, sum_of_sample_mean)
     return loss, {**metrics, "true_on_policy_compared": compared, "true_on_policy_different": different}
 
@@ -89,17 +93,6 @@ def miles_init(args: Any) -> None:
     from true_on_policy.hosts.start import start  # imports the kernels, which no other hook needs
 
     start(args)
-
-
-def _compared(args: Any, batch: Batch, host: Host, config: BitwiseConfig) -> Tensor | None:
-    """Count the compared and the different tokens, `[2]`; None where no sequence could be compared."""
-    _, cp = host.parallel()
-    found = MicroBatch.compare(batch, layout_of(args, batch, cp))
-    COMPARISON.leave_out(len(batch["loss_masks"]) - (0 if found is None else len(found.tokens)))
-    if found is None:
-        return None
-    COMPARISON.record(found, args, config)
-    return found.flags.float()
 
 
 def layout_of(args: Any, batch: Batch, cp: tuple[int, int]) -> LayoutOf:

@@ -87,8 +87,14 @@ class MicroBatch:
         engine, trainer = (
             _packed(name, [side[i] for i in present], layout, valid.device) for name, side in named
         )
-        _check_dtypes(engine, trainer)
-        flags = _flags(engine, trainer, valid)
+        if engine.dtype != trainer.dtype:
+            raise ContractError(
+                f"rollout_log_probs are {engine.dtype} and log_probs {trainer.dtype}: two dtypes have no bits in "
+                "common. Miles casts both to one dtype with --true-on-policy-mode and --bf16 or --fp16"
+            )
+        integers = INTEGERS[engine.element_size()]  # by bits, -0.0 differs from 0.0
+        differs = (engine.view(integers) != trainer.view(integers)) & valid
+        flags = torch.stack([valid.sum(), differs.sum()])
         copied = to_host(flags)
         tokens = [batch["unconcat_tokens"][i] for i in present]
         arrival = Arrival.of_copies_from(flags)
@@ -133,23 +139,6 @@ def _packed(name: str, log_probs: Sequence[Any], layout: Layout, device: torch.d
         )
     filled = [x for x in log_probs if x.numel()]
     return torch.cat(filled).detach() if filled else torch.empty(0, device=device)
-
-
-def _check_dtypes(engine: Tensor, trainer: Tensor) -> None:
-    if engine.dtype != trainer.dtype:
-        raise ContractError(
-            f"rollout_log_probs are {engine.dtype} and log_probs {trainer.dtype}: two dtypes have no bits in common. "
-            "Miles casts both to one dtype with --true-on-policy-mode and --bf16 or --fp16"
-        )
-
-
-def _flags(
-    engine: Float[Tensor, "T"], trainer: Float[Tensor, "T"], valid: Bool[Tensor, "T"]
-) -> Int64[Tensor, "2"]:
-    """Count the valid tokens, and the valid tokens that differ by bits: -0.0 differs from 0.0."""
-    integers = INTEGERS[engine.element_size()]
-    differs = (engine.view(integers) != trainer.view(integers)) & valid
-    return torch.stack([valid.sum(), differs.sum()])
 
 
 NO_VERSION = -1

@@ -87,12 +87,8 @@ class Difference:
         return cls(number, batch, mismatch, *batch.locate(int(index)))
 
     def __str__(self) -> str:
-        engine, trainer = (
-            f"{value:.9g} ({bits})"
-            for value, bits in zip(self.mismatch.values, self.mismatch.bits, strict=True)
-        )
-        apart = "no distance" if self.mismatch.ulps is None else f"{self.mismatch.ulps} ulp apart"
-        return f"engine {engine}, trainer {trainer}, {apart}"
+        engine, trainer = self.mismatch.sides
+        return f"engine {engine}, trainer {trainer}, {self.mismatch.apart}"
 
     @property
     def place(self) -> str:
@@ -202,7 +198,8 @@ class Comparison:
         logger.warning("%s: first in %s: %s", _where(step), first.place, first)
         if self.written is not None:
             return
-        folder = config.place(args) / _folder(step)
+        named = "" if step is None else f"rollout-{step[0]}-step-{step[1]}-"
+        folder = config.place(args) / f"{named}rank-{_rank()}"
         metadata = {"where": f"{_where(step)}, {first.place}", "compared": described(args)}
         try:
             files = write_sample(first.batch, first.sequence, folder, metadata)
@@ -241,10 +238,6 @@ def described(args: Any) -> str:
 def _where(step: Step | None) -> str:
     rank = f"rank {_rank()}"
     return rank if step is None else f"rollout {step[0]}, step {step[1]}, {rank}"
-
-
-def _folder(step: Step | None) -> str:
-    return f"rank-{_rank()}" if step is None else f"rollout-{step[0]}-step-{step[1]}-rank-{_rank()}"
 
 
 def _rank() -> int:

@@ -75,17 +75,10 @@ def attention(
     if query.dtype not in SERVED:
         kwargs = {"attn_mask": attn_mask, "scale": scale}
         return stock.call_boxed(keyset, query, key, value, dropout_p, is_causal, **kwargs)
-    scale = query.shape[-1] ** -0.5 if scale is None else scale
-    return backend.attend(query, key, value, _additive(attn_mask), is_causal, scale)
-
-
-def _additive(attn_mask: Tensor | None) -> Tensor | None:
-    """Turn an attention mask into a float32 bias: 0 shows a key, -inf hides it."""
-    if attn_mask is None:
-        return None
-    if attn_mask.dtype == torch.bool:
-        return torch.zeros(attn_mask.shape).masked_fill_(~attn_mask, float("-inf"))
-    return attn_mask.float()
+    scale, bias = query.shape[-1] ** -0.5 if scale is None else scale, attn_mask
+    if attn_mask is not None and attn_mask.dtype == torch.bool:  # 0 shows a key, -inf hides it
+        bias = torch.zeros(attn_mask.shape).masked_fill_(~attn_mask, float("-inf"))
+    return backend.attend(query, key, value, None if bias is None else bias.float(), is_causal, scale)
 
 
 # ATen splits elementwise work into shares of at least this many elements (at::internal::GRAIN_SIZE).

@@ -6,7 +6,6 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
 
 from true_on_policy.contract.cpu import Contract
 from true_on_policy.contract.gpu import GpuContract
@@ -15,22 +14,6 @@ from true_on_policy.kernels import cpu, gpu
 from true_on_policy.kernels.mode import registration
 from true_on_policy.kernels.probes import probe
 from true_on_policy.kernels.provider import Undo
-
-
-@runtime_checkable
-class _Kernels(Protocol):
-    """The kernels of one contract: they can be installed, observed and probed."""
-
-    @property
-    def name(self) -> str: ...
-
-    def install(self) -> Undo: ...
-
-    def observe(self) -> dict[str, str]:
-        """Return the kernel or value in force now of each operator or setting, by name."""
-        ...
-
-    def probe(self) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -50,6 +33,7 @@ class _Cpu:
         return cpu.install(cpu.BACKENDS[self.name])
 
     def observe(self) -> dict[str, str]:
+        """Return the kernel in force now of each operator, by name."""
         return {f"aten::{name}": registration(name, "CPU") for name in cpu.OPERATORS}
 
     def probe(self) -> None:
@@ -118,7 +102,7 @@ def active_backend() -> str | None:
 def pin(contract: Contract | GpuContract) -> None:
     """Pin `contract` for the rest of this process, for a host's init hook; raises the errors of `pinned`."""
     global _active
-    kernels: _Kernels = _Gpu(contract) if isinstance(contract, GpuContract) else _Cpu(contract)
+    kernels = _Gpu(contract) if isinstance(contract, GpuContract) else _Cpu(contract)
     with _lock:
         if _active is None:
             _active = _installed(kernels)
@@ -138,7 +122,7 @@ def pin(contract: Contract | GpuContract) -> None:
             raise
 
 
-def _installed(kernels: _Kernels) -> _Active:
+def _installed(kernels: _Cpu | _Gpu) -> _Active:
     """Install the kernels and note which kernels run; uninstall them where this cannot be read."""
     uninstall = kernels.install()
     try:

@@ -36,8 +36,10 @@ def load(checkpoint: Path, dtype: str, order: NormOrder | None = None, tree: Tre
 def add_as(tree: Tree, model: torch.nn.Module) -> None:
     """Make the products that tensor parallelism would split along K add up as `tree`; the weights stay."""
     for name, module in model.named_modules():
-        if name.endswith(ROW_PARALLEL):
-            _put_on(tree, module)
+        if name.endswith((".o_proj", ".down_proj")):
+            assert module.bias is None, "no family has one there"
+            module.__class__ = TreeLinear
+            module.tree = tree  # pyright: ignore[reportArgumentType]
 
 
 def align(model: Any, order: NormOrder) -> None:
@@ -90,15 +92,6 @@ class TreeLinear(torch.nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         return self.tree.product(input, self.weight)
-
-
-def _put_on(tree: Tree, module: Any) -> None:
-    assert module.bias is None, "no family has one there"
-    module.__class__ = TreeLinear
-    module.tree = tree
-
-
-ROW_PARALLEL = (".o_proj", ".down_proj")
 
 
 TIED = {"lm_head.weight"}  # a tied head has no weights of its own

@@ -27,6 +27,15 @@ from true_on_policy.errors import ContractError, ModelError
 
 MAX_POSITIONS = 2048
 UPDATE = 0.01
+# The config fields of a vision tower of two layers; a layer of the decoder adds the output of each.
+TOWER = {
+    "depth": 2,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_heads": 2,
+    "num_position_embeddings": 64,
+    "deepstack_visual_indexes": [0, 1],
+}
 
 
 def config_of(family: Family, shape: Shape, dtype: torch.dtype) -> Any:
@@ -39,7 +48,7 @@ def config_of(family: Family, shape: Shape, dtype: torch.dtype) -> Any:
     return AutoConfig.for_model(
         family.proof.model_type,
         text_config={**text, "dtype": dtype},
-        vision_config={**_tower(shape), "dtype": dtype},
+        vision_config={**TOWER, "out_hidden_size": shape.hidden, "dtype": dtype},
         **of_models,
         **placeholders(shape.vocab),
     )
@@ -66,19 +75,6 @@ def _decoder(family: Family, shape: Shape) -> dict[str, Any]:
         pad_token_id=0,
         **(_experts(family.experts, shape) if family.experts else {}),
     )
-
-
-def _tower(shape: Shape) -> dict[str, Any]:
-    """The config fields of a vision tower of two layers; a layer of the decoder adds the output of each."""
-    return {
-        "depth": 2,
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_heads": 2,
-        "out_hidden_size": shape.hidden,
-        "num_position_embeddings": 64,
-        "deepstack_visual_indexes": [0, 1],
-    }
 
 
 def _experts(experts: Experts, shape: Shape) -> dict[str, Any]:

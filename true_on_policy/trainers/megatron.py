@@ -78,7 +78,11 @@ class Megatron(InProcess):
     def __init__(
         self, checkpoint: Path, dtype: str, order: NormOrder | None = None, tree: Tree | None = None
     ):
-        _one_rank()
+        if not dist.is_initialized():
+            store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
+            dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+        if not mpu.model_parallel_is_initialized():
+            mpu.initialize_model_parallel()
         config: Any = read_config(checkpoint)  # to a type checker, the config's fields are optional
         rank, ranks = mpu.get_tensor_model_parallel_rank(), mpu.get_tensor_model_parallel_world_size()
         self._shard = Shard(rank, ranks, config.num_key_value_heads, family_of(config)[0].decoder)
@@ -118,7 +122,9 @@ class Megatron(InProcess):
 
     def _forward(self, **inputs: Any) -> Float[Tensor, "B T V"]:
         """Compute the logits of the whole vocabulary, on every tensor-parallel rank."""
-        with _rope_on_cpu(), _agreed_rope() if self._ordered else nullcontext():
+        # Miles's fork of Megatron-core rotates bf16 in float32.
+        agreed = patch.object(rope_utils, rounding.ROPE_NAME, rounding.rotated)
+        with _rope_on_cpu(), agreed if self._ordered else nullcontext():
             return self.model(attention_mask=None, **inputs)[..., : self._vocabulary]
 
 
@@ -234,14 +240,10 @@ def _transformer_config(config: Any, family: Family, dtype: torch.dtype, ordered
 
 
 def _experts(config: Any, how: Experts, ordered: bool) -> dict[str, Any]:
-    shared = (
-        {
-            "moe_shared_expert_intermediate_size": config.shared_expert_intermediate_size,
-            "moe_shared_expert_gate": True,
-        }
-        if how.shared
-        else {}
-    )
+    shared = {}
+    if how.shared:
+        width = config.shared_expert_intermediate_size
+        shared = {"moe_shared_expert_intermediate_size": width, "moe_shared_expert_gate": True}
     return {
         "num_moe_experts": config.num_experts,
         "moe_router_topk": config.num_experts_per_tok,
@@ -266,16 +268,3 @@ def _packed(lengths: Sequence[int]) -> PackedSeqParams:
 def _rope_on_cpu() -> AbstractContextManager:
     """Keep RoPE on the CPU: Megatron moves its table to `torch.cuda.current_device()` at each use."""
     return patch.object(torch.cuda, "current_device", lambda: torch.device("cpu"))
-
-
-def _agreed_rope() -> AbstractContextManager:
-    """Rotate as agreed, whichever Megatron-core is installed: Miles's fork rotates bf16 in float32."""
-    return patch.object(rope_utils, rounding.ROPE_NAME, rounding.rotated)
-
-
-def _one_rank() -> None:
-    if not dist.is_initialized():
-        store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
-        dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-    if not mpu.model_parallel_is_initialized():
-        mpu.initialize_model_parallel()

@@ -20,7 +20,9 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from jaxtyping import Float32
+from megatron.core import parallel_state as mpu
 from torch import Tensor
 
 from mis_plugins.shared.loopback import on_loopback
@@ -136,7 +138,9 @@ def _serve(
     ranks = contract.trainer_tensor_parallel
     try:
         torch.set_num_threads(threads)
-        _join(rank, ranks, store)
+        os.environ |= on_loopback()
+        dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks)
+        mpu.initialize_model_parallel(tensor_model_parallel_size=ranks)
         probed = replace(contract, shapes=Shapes.of(read_config(checkpoint), ranks))
         with nullcontext() if order is None else pinned(probed):
             tree = None if order is None else agreed_tree(contract)
@@ -149,12 +153,3 @@ def _serve(
         return
     except Exception:
         _send(connection, (None, traceback.format_exc()))
-
-
-def _join(rank: int, ranks: int, store: Path) -> None:
-    import torch.distributed as dist
-    from megatron.core import parallel_state as mpu
-
-    os.environ |= on_loopback()
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks)
-    mpu.initialize_model_parallel(tensor_model_parallel_size=ranks)

@@ -88,15 +88,16 @@ class Certificate:
 
     def __str__(self) -> str:
         rows = [*self.links, self.control]
-        width = max(len(link.name) for link in rows)
-        lines = [f"{link.name:{width}}  {link.equal} of {link.total} equal{_gap(link)}" for link in rows]
-        broken = [f"{link.name}: {link.first}" for link in self.links if not link.holds]
-        return "\n".join([*lines, *broken, *self._situations(), f"verdict: {self.verdict}"])
-
-    def _situations(self) -> list[str]:
-        lacking = [f"not met: {name}: {remedy}" for name, remedy in self.not_met.items()]
-        beyond = [f"not of this engine: {', '.join(self.not_of_engine)}"] if self.not_of_engine else []
-        return [f"met: {', '.join(self.met)}", *beyond, *lacking]
+        width, lines = max(len(link.name) for link in rows), []
+        for link in rows:
+            apart = "" if link.holds or link.furthest is None else f", at most {link.furthest:.2g} apart"
+            lines.append(f"{link.name:{width}}  {link.equal} of {link.total} equal{apart}")
+        lines += [f"{link.name}: {link.first}" for link in self.links if not link.holds]
+        lines.append(f"met: {', '.join(self.met)}")
+        if self.not_of_engine:
+            lines.append(f"not of this engine: {', '.join(self.not_of_engine)}")
+        lines += [f"not met: {name}: {remedy}" for name, remedy in self.not_met.items()]
+        return "\n".join([*lines, f"verdict: {self.verdict}"])
 
 
 def hashes(evidence: Evidence) -> dict[str, str]:
@@ -107,7 +108,3 @@ def hashes(evidence: Evidence) -> dict[str, str]:
         "trainer": evidence.trainer,
     }
     return {name: digest(torch.cat(log_probs)) for name, log_probs in named.items()}
-
-
-def _gap(link: Link) -> str:
-    return "" if link.holds or link.furthest is None else f", at most {link.furthest:.2g} apart"

@@ -5,8 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from jaxtyping import Float32
-from torch import Tensor
 
 from mis_plugins.shared.opened import optional
 from mis_plugins.shared.palette import color
@@ -25,7 +23,7 @@ def draw(off: Evidence, on: Evidence, title: str, path: Path) -> None:
     figure = optional("matplotlib.figure").Figure(figsize=(9, 3.6), layout="constrained")
     panels = figure.subplots(1, 2, sharey=True)
     for panel, name, evidence in zip(panels, ("stock", "truly on policy"), (off, on), strict=True):
-        gaps = _gaps(evidence)
+        gaps = (torch.cat(evidence.decode) - torch.cat(evidence.trainer_tempered)).abs()
         equal = int((gaps == 0).sum())
         drawn = torch.where(gaps == 0, ZERO, gaps.clamp(min=FLOOR))
         panel.plot(drawn, ".", markersize=2.5, color=color(name))
@@ -35,7 +33,3 @@ def draw(off: Evidence, on: Evidence, title: str, path: Path) -> None:
     figure.suptitle(title)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)
-
-
-def _gaps(evidence: Evidence) -> Float32[Tensor, "T"]:
-    return (torch.cat(evidence.decode) - torch.cat(evidence.trainer_tempered)).abs()

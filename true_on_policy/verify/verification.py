@@ -49,8 +49,10 @@ def run(arguments: argparse.Namespace) -> int:
     for flag, path in (("--json", arguments.json), ("--picture", arguments.picture)):
         if path:
             check_writable(path, flag)
-    if arguments.picture:
-        _check_picture(arguments.picture)
+    if arguments.picture:  # before the work of minutes
+        if arguments.picture.suffix not in PICTURES:
+            raise RecordError(f"--picture {arguments.picture}: end its name in {' or '.join(PICTURES)}")
+        optional("matplotlib.figure")
     with TemporaryDirectory(prefix="true-on-policy-") as scratch:
         certificate, off, on = verify(plan, Path(scratch))
     print(certificate)
@@ -61,17 +63,6 @@ def run(arguments: argparse.Namespace) -> int:
 
         draw(off, on, plan.title, arguments.picture)
     return EXIT[certificate.verdict]
-
-
-def _check_picture(path: Path) -> None:
-    """Check that a picture can be drawn, before the work of minutes.
-
-    Raises:
-        RecordError: the name has another ending than a picture's, or matplotlib is not installed.
-    """
-    if path.suffix not in PICTURES:
-        raise RecordError(f"--picture {path}: end its name in {' or '.join(PICTURES)}")
-    optional("matplotlib.figure")
 
 
 def _quiet() -> None:
@@ -119,12 +110,10 @@ class Plan:
 
     @property
     def title(self) -> str:
+        of = lambda name, ranks: f"{name} on {ranks} ranks" if ranks > 1 else name  # noqa: E731
         engine, trainer = (
-            f"{name} on {ranks} ranks" if ranks > 1 else name
-            for name, ranks in (
-                (self.engine, self.engine_tensor_parallel),
-                (self.trainer, self.trainer_tensor_parallel),
-            )
+            of(self.engine, self.engine_tensor_parallel),
+            of(self.trainer, self.trainer_tensor_parallel),
         )
         return f"{engine} against {trainer}, {self.model}, {self.dtype}"
 
@@ -167,29 +156,16 @@ class Setup:
 
 def verify(plan: Plan, scratch: Path) -> tuple[Certificate, Evidence, Evidence]:
     """Run the chain and the control; return the certificate, the control's evidence and the chain's evidence."""
+    from true_on_policy.models.tiny import weights_hash
+
     started, ran = time.monotonic(), commit()
     setup = Setup.of(plan, scratch / "0")
     _tell(f"{plan.title}: starting the engine")
     versions, on = _chain(plan, setup, scratch)
     _tell("control: starting the engine with stock kernels")
     off = _control(plan, setup)
-    seconds = round(time.monotonic() - started, 1)
-    return _certificate(plan, setup, versions, off, on, ran, seconds), off, on
-
-
-def _certificate(
-    plan: Plan,
-    setup: Setup,
-    versions: Mapping[str, str],
-    off: Evidence,
-    on: Evidence,
-    ran: str,
-    seconds: float,
-) -> Certificate:
-    from true_on_policy.models.tiny import weights_hash
-
     counts, abilities = counted(on), ENGINES[plan.engine].abilities
-    return Certificate(
+    certificate = Certificate(
         engine={"name": plan.engine, **versions},
         trainer=plan.trainer,
         model=plan.model,
@@ -205,8 +181,9 @@ def _certificate(
         not_of_engine=not_of_engine(abilities),
         hashes=hashes(on),
         commit=ran,
-        seconds=seconds,
+        seconds=round(time.monotonic() - started, 1),
     )
+    return certificate, off, on
 
 
 def _chain(plan: Plan, setup: Setup, scratch: Path) -> tuple[Mapping[str, str], Evidence]:
@@ -238,7 +215,11 @@ def _evidence(plan: Plan, setup: Setup, engine: Engine, trainer: Trainer, scratc
         evidence += Evidence(
             samples=samples,
             batches=[*map(len, batches)],
-            prefill=_scores(engine, samples),
+            prefill=[
+                score
+                for start in range(0, len(samples), SCORED_AT_ONCE)
+                for score in engine.score(samples[start : start + SCORED_AT_ONCE])
+            ],
             trainer=[trainer.log_probs([sample], [1.0])[0] for sample in samples],
             trainer_tempered=_tempered(trainer, samples),
             packed={
@@ -255,11 +236,6 @@ def _control(plan: Plan, setup: Setup) -> Evidence:
     samples = [*chain.from_iterable(batches)]
     with closing(TRAINERS[plan.trainer].start(setup.source, setup.contract, None)) as trainer:
         return Evidence(samples=samples, trainer_tempered=_tempered(trainer, samples))
-
-
-def _scores(engine: Engine, samples: Sequence[Sample]) -> LogProbs:
-    starts = range(0, len(samples), SCORED_AT_ONCE)
-    return [score for start in starts for score in engine.score(samples[start : start + SCORED_AT_ONCE])]
 
 
 def _tempered(trainer: Trainer, samples: Sequence[Sample]) -> LogProbs:

@@ -131,17 +131,15 @@ class Situation:
     remedy: str = "give more --tokens"
 
 
-def _batch_of(size: int) -> Situation:
-    return Situation(f"batch of {size}", lambda counts: counts["batches"][str(size)])
-
-
-def _temperature(value: float) -> Situation:
-    return Situation(f"temperature {value:g}", lambda counts: value in counts["temperatures"])
-
-
 SITUATIONS = (
-    *map(_batch_of, BATCH_SIZES),
-    *map(_temperature, sorted(set(TEMPERATURES))),
+    *(
+        Situation(f"batch of {size}", lambda counts, size=size: counts["batches"][str(size)])
+        for size in BATCH_SIZES
+    ),
+    *(
+        Situation(f"temperature {value:g}", lambda counts, value=value: value in counts["temperatures"])
+        for value in sorted(set(TEMPERATURES))
+    ),
     Situation(f"sequence beyond {STOCK_KEYS} tokens", lambda counts: counts["longest_sequence"] > STOCK_KEYS),
     Situation("continued sequence", lambda counts: counts["continued_sequences"]),
     Situation("weight update", lambda counts: counts["weight_updates"]),

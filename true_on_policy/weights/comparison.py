@@ -175,22 +175,18 @@ def _answered(ask: Ask, body: Mapping[str, Any], read: Callable[[Any], T]) -> T:
     Raises:
         NotSeenError: the engine does not answer, or not as our plugin does.
     """
-    answer = _asked(ask, body)
     try:
-        with reading("could not compare: the engine's weight checker", "our plugin"):
-            return read(answer)
-    except EngineError as error:
-        raise NotSeenError(str(error)) from error
-
-
-def _asked(ask: Ask, body: Mapping[str, Any]) -> Any:
-    try:
-        return ask(body)
+        answer = ask(body)
     except EngineError as error:
         raise NotSeenError(
             f"{error}\nthe engine did not tell its weights: start SGLang with {ASKED}=1 in its environment, where "
             "mis-plugins is installed"
         ) from error
+    try:
+        with reading("could not compare: the engine's weight checker", "our plugin"):
+            return read(answer)
+    except EngineError as error:
+        raise NotSeenError(str(error)) from error
 
 
 def _of(part: Part, weights: Weights) -> Iterator[Difference]:
@@ -202,14 +198,12 @@ def _of(part: Part, weights: Weights) -> Iterator[Difference]:
             yield Difference(name, rank, f"the trainer holds no {lacking}")
             continue
         except (LookupError, ArithmeticError, ValueError, RuntimeError):
-            yield Difference(
-                name, rank, f"no cut of the trainer's has the engine's shape {list(digest.shape)}"
-            )
+            why = f"no cut of the trainer's has the engine's shape {list(digest.shape)}"
+            yield Difference(name, rank, why)
             continue
         if tuple(ours.shape) != digest.shape:
-            yield Difference(
-                name, rank, f"shape {list(ours.shape)} against the engine's {list(digest.shape)}"
-            )
+            why = f"shape {list(ours.shape)} against the engine's {list(digest.shape)}"
+            yield Difference(name, rank, why)
         elif Digest.of(_rounded(ours, digest)) != digest:
             yield Difference(name, rank, "other values")
 

@@ -69,10 +69,15 @@ def write(runner: Any) -> Path:
 
 def observe(runner: Any) -> Observation:
     """Observe the process of `runner`, SGLang's ModelRunner."""
+    from sglang.srt.distributed.parallel_state import (  # pyright: ignore[reportMissingImports]
+        get_tensor_model_parallel_world_size,
+    )
+
     parameters = [*runner.model.parameters()]
     where, dtype = parameters[0].device, DTYPES[runner.model_config.dtype]
     size = stated_size(runner.model_config.hf_text_config.to_dict())
-    ranks = _tensor_parallel()
+    ranks = get_tensor_model_parallel_world_size()
+    narrow = {str(each.dtype).removeprefix("torch.") for each in parameters if each.dtype not in WIDE}
     own = Shapes.of(size, ranks)
     looks: dict[str, Look] = LOOKS | {
         "device": lambda: where.type,
@@ -83,7 +88,7 @@ def observe(runner: Any) -> Observation:
         "attention": lambda: " and ".join(sorted({_attention(each) for each in _backends(runner)})),
         SPLITS: lambda: ", ".join(sorted({_splits(each) for each in _backends(runner)})),
         "KV cache": lambda: str(runner.kv_cache_dtype).removeprefix("torch."),
-        "quantization": lambda: _narrow(parameters),
+        "quantization": lambda: ", ".join(sorted(narrow)) or "None",
         MODE: lambda: _deep_gemm_mode(dtype, own, where),
     }
     settings, unseen = looked({name: surviving(look) for name, look in looks.items()})
@@ -93,14 +98,6 @@ def observe(runner: Any) -> Observation:
 
 
 DTYPES = {torch.bfloat16: "bf16", torch.float32: "fp32"}
-
-
-def _tensor_parallel() -> int:
-    from sglang.srt.distributed.parallel_state import (  # pyright: ignore[reportMissingImports]
-        get_tensor_model_parallel_world_size,
-    )
-
-    return get_tensor_model_parallel_world_size()
 
 
 def _products(model: torch.nn.Module, size: Size) -> Iterator[tuple[int, int, Product]]:
@@ -163,12 +160,6 @@ def _splits(backend: Any) -> str:
     if not told:
         raise NotSeenError(f"{type(backend).__name__} tells no num_splits")
     return ", ".join(sorted(map(str, told)))
-
-
-def _narrow(parameters: list[torch.Tensor]) -> str:
-    """Name the dtypes of weights other than bfloat16, float16 and float32; `None` where there is none."""
-    narrow = {str(each.dtype).removeprefix("torch.") for each in parameters if each.dtype not in WIDE}
-    return ", ".join(sorted(narrow)) or "None"
 
 
 def _deep_gemm_mode(dtype: str, shapes: Shapes, where: torch.device) -> str:
