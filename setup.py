@@ -51,16 +51,6 @@ setup(
     # No bounds: a host brings its own torch, and installing us must never replace it.
     install_requires=["torch", "pyyaml", "jaxtyping"],
     extras_require={
-        "local": [
-            "megatron-core==0.16.*",
-            "numpy",
-            "safetensors",
-            "transformers",
-            "rich",
-            "matplotlib",
-            "gguf",
-            "tokenizers",
-        ],
         "docs": ["zensical", "mkdocstrings[python]"],  # the site: bash scripts/docs.sh
         "report": ["numpy", "safetensors", "rich", "matplotlib", "pyarrow", "tokenizers"],
         "scripts": ["tree-sitter", "tree-sitter-bash"],  # `config check` of a launch script

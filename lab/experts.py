@@ -12,7 +12,7 @@ from __future__ import annotations
 if __name__ == "__main__":
     from mis_plugins.shared.shell import run_command
 
-    run_command("lab.experts:main", extra="local")
+    run_command("lab.experts:main", extra="verify")
 
 import json
 from argparse import ArgumentParser, RawDescriptionHelpFormatter

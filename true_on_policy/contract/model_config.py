@@ -164,10 +164,10 @@ def check_config(where: str, stated: Mapping[str, Any]) -> None:
     Raises:
         ModelError: the family is not proven, or a field of the config departs from the family.
     """
-    model_type = str(stated.get("model_type"))
+    model_type = str(stated.get("model_type", "a config.json without a model_type"))
     if model_type not in proven():
         sees = " is a vision-language model of no proven family" if "vision_config" in stated else ""
-        raise ModelError(f"{where}: model_type {model_type}{sees}; the contract covers {covered()} alone")
+        raise ModelError(f"{where}: {model_type}{sees}; the contract covers {covered()} alone")
     family, _ = proven()[model_type]
     if refusal := departure(family, text_of(stated)):
         raise ModelError(f"{where}: {refusal}")
