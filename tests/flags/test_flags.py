@@ -416,10 +416,10 @@ def test_models_that_are_not_covered_are_refused(tmp_path: Path) -> None:
     [
         (
             None,
-            r"hf_checkpoint: .*config.json cannot be read .*--hf-checkpoint takes a folder of this machine",
+            r"--hf-checkpoint: .*config.json is no model's config that can be read .*--hf-checkpoint takes a folder of this machine",
         ),
-        ("{", "hf_checkpoint: .* cannot be read"),
-        ("[]", "hf_checkpoint: .* is no model's config"),
+        ("{", "--hf-checkpoint: .* is no model's config that can be read"),
+        ("[]", "--hf-checkpoint: .* is no model's config"),
         ('{"architectures": null}', "no architecture is not covered; covered are"),
         ('{"architectures": ["Qwen3ForCausalLM"]}', "config.json: states no num_attention_heads"),
     ],
