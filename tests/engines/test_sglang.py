@@ -40,7 +40,7 @@ from true_on_policy.engines.protocol import Engine, EngineError, Request, Sample
 from true_on_policy.engines.server import interpreter
 from true_on_policy.engines.sglang.engine import SGLang
 from true_on_policy.flags.command import launch_flags
-from true_on_policy.flags.releases import FILES, RELEASES, declares
+from true_on_policy.flags.rules import FILES, RELEASES, declares
 from true_on_policy.kernels import gpu
 from true_on_policy.kernels.gpu_probes import digest, over_ranks
 from true_on_policy.kernels.pin import pinned

@@ -25,7 +25,8 @@ from true_on_policy.kernels.pin import active_backend
 from true_on_policy.models.tiny import checkpoint, read_config, updated
 from true_on_policy.trainers.hf import HuggingFace
 from true_on_policy.trainers.megatron import Megatron
-from true_on_policy.verify import picture, verification
+from true_on_policy.verify import certificate as certificates
+from true_on_policy.verify import verification
 from true_on_policy.verify.certificate import Certificate
 from true_on_policy.verify.links import Evidence, Link, conclusion, link
 from true_on_policy.verify.workload import LONG_PROMPT, Workload, arrangements, counted, not_met
@@ -252,7 +253,7 @@ def test_the_control_is_stock_on_both_sides_and_drawn_as_such(
 
     replaced(monkeypatch, ENGINES, engine)
     replaced(monkeypatch, TRAINERS, trainer)
-    monkeypatch.setattr(picture, "draw", lambda off, on, *_: drawn.append((off, on)))
+    monkeypatch.setattr(certificates, "draw", lambda off, on, *_: drawn.append((off, on)))
     assert run("--trainer", "hf", "--picture", str(tmp_path / "c.png")) == 0
     pinned, stock = [(side, False, "native") for side in SIDES], [(side, True, None) for side in SIDES]
     assert made == [*pinned, *stock]

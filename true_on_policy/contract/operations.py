@@ -16,7 +16,6 @@ class Operation:
     """An operation is one row of the contract.
 
     Attributes:
-        name: the name of the operation.
         bits: dtype and order of rounding, equal on both sides.
         trainer, engine: the kernel that runs on each side.
     """

@@ -34,11 +34,7 @@ def host_samples(value: Any) -> Samples | None:
 
 
 def _rows(columns: Mapping[str, Any]) -> Samples:
-    """Turn columns into one dict a sample; a column without a value for each sample is left out.
-
-    Raises:
-        RecordError: a column of log-probs has other samples than the tokens.
-    """
+    """Turn columns into one dict a sample; a column without a value for each sample is left out."""
     count = len(columns["tokens"])
     opened = {name: tensor_of(column) for name, column in columns.items() if name.endswith(LOG_PROBS_END)}
     per_sample = {

@@ -34,8 +34,18 @@ from true_on_policy.contract.gpu import (
 )
 from true_on_policy.contract.model_config import checkpoint_family
 from true_on_policy.errors import ContractError
-from true_on_policy.flags.releases import RELEASES, check_installed
-from true_on_policy.flags.rules import PREFIX, TEXT_ALONE, UNFUSED, Flag, Refusal, faults, plain, refuse
+from true_on_policy.flags.rules import (
+    PREFIX,
+    RELEASES,
+    TEXT_ALONE,
+    UNFUSED,
+    Flag,
+    Refusal,
+    check_installed,
+    faults,
+    plain,
+    refuse,
+)
 from true_on_policy.flags.server_groups import groups
 
 HOOK = "true_on_policy.fsdp_worker.watch"  # Ray's worker_process_setup_hook, for Miles's FSDP trainer

@@ -127,11 +127,7 @@ class MicroBatch:
 
 
 def _packed(name: str, log_probs: Sequence[Any], layout: Layout, device: torch.device) -> Float[Tensor, "T"]:
-    """Concatenate this rank's log-probs; empty tensors are left out, because their dtype could promote the others.
-
-    Raises:
-        ContractError: the number of log-probs of a sequence is not its number of tokens on this rank.
-    """
+    """Concatenate this rank's log-probs; empty tensors are left out, because their dtype could promote the others."""
     counts = [x.numel() for x in log_probs]
     if counts != layout.local_lengths:
         raise ContractError(

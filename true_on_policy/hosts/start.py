@@ -38,8 +38,7 @@ def start(args: Any) -> None:
     check_environment(contract, os.environ)
     check_configs(args)
     pin(contract)
-    written = dumps.dump(path, contract, args)
-    if written == path:
+    if dumps.dump(path, contract, args) == path:
         logger.info("pinned; see: python -m true_on_policy doctor --trainer-dump %s", path)
 
 
@@ -66,9 +65,7 @@ def _check_step_hook(args: Any, config: BitwiseConfig, compares: bool) -> None:
     step_hook = getattr(args, "custom_megatron_before_train_step_hook_path", None)
     if not current(args).step_hook:
         if step_hook or config.step_hook:
-            logger.warning(
-                "without effect on FSDP, where Miles calls no such hook: %s, bitwise.step_hook", flag
-            )
+            logger.warning("without effect on FSDP, which calls no such hook: %s, bitwise.step_hook", flag)
     elif compares and config.on_difference == "raise" and step_hook != STEP_HOOK:
         raise HostConfigError(
             f"bitwise.on_difference: raise needs {flag} {STEP_HOOK}, with which all ranks stop together"

@@ -43,7 +43,7 @@ class Totals:
     """The totals of compared and of different tokens.
 
     Attributes:
-        ulps: how many tokens differ by each distance, as `bitwise.ulp_histogram` labels it.
+        ulps: how many tokens differ by each distance, by `bitwise.LABELS`.
         without: how many sequences lack the log-probs of one side.
     """
 

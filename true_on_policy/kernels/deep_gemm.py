@@ -81,11 +81,7 @@ def product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 def _switches(library: ModuleType) -> list[tuple[Callable, Callable]]:
-    """List the library's setters and getters; none in versions whose products are always invariant.
-
-    Raises:
-        PinError: the library has a setter without its getter, or the reverse.
-    """
+    """List the library's setters and getters; none in versions whose products are always invariant."""
     switches = []
     for setter, getter in SWITCHES:
         if hasattr(library, setter) != hasattr(library, getter):

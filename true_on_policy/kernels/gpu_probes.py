@@ -42,11 +42,7 @@ def drawing(dtype: str, device: torch.device) -> Draw:
 
 @torch.no_grad()
 def in_company(
-    kernel: str,
-    shape: tuple[int, ...],
-    function: Kernel,
-    x: Float[Tensor, "M K"],
-    sizes: tuple[int, ...],
+    kernel: str, shape: tuple[int, ...], function: Kernel, x: Float[Tensor, "M K"], sizes: tuple[int, ...]
 ) -> Iterator[Failure]:
     """Compare the first rows in batches of several sizes with the whole batch, and the batch in two orders."""
     together = function(x)
@@ -127,10 +123,8 @@ def attention_failures(
         packed = batch.attend(library, range(len(LENGTHS)))
         turned = batch.attend(library, reversed(range(len(LENGTHS))))
         for i, length in enumerate(LENGTHS):
-            yield from compare(
-                *("attention", shape, f"a sequence of {length} alone and packed"),
-                *(batch.attend(library, [i])[i], packed[i]),
-            )
+            alone, company = batch.attend(library, [i])[i], f"a sequence of {length} alone and packed"
+            yield from compare("attention", shape, company, alone, packed[i])
             yield from compare("attention", shape, "packed sequences in two orders", turned[i], packed[i])
 
 

@@ -63,15 +63,10 @@ SHARED = ("mm", "addmm", "_log_softmax", "mean.dim")
 
 @dataclass(frozen=True)
 class Mode:
-    """A mode is one library's copy of batch_invariant_ops.
+    """A mode is one library's copy of batch_invariant_ops."""
 
-    Attributes:
-        library: the name of the library in errors.
-        module: the module that registers the overrides, holds the flag and has the functions that turn it.
-    """
-
-    library: str
-    module: str
+    library: str  # its name in errors
+    module: str  # registers the overrides, holds the flag, and has the functions that turn it
 
 
 def settings(mode: Mode) -> dict[str, str]:

@@ -179,11 +179,4 @@ def _rows(x: Tensor) -> Tensor:
     return out
 
 
-def instructions() -> str:
-    """Name the instructions that multiply bfloat16 matrices here: machines with other instructions get other bits."""
-    kernels = library()
-    kernels.bi_instructions.restype = ctypes.c_char_p
-    return kernels.bi_instructions().decode()
-
-
 NATIVE = Native()

@@ -26,15 +26,10 @@ from true_on_policy.kernels.cpu import BACKENDS, Backend
 
 @dataclass(frozen=True)
 class Tree:
-    """A tree is the order in which the row-parallel products of a model add up.
+    """A tree is the order in which the row-parallel products of a model add up."""
 
-    Attributes:
-        backend: the backend that multiplies each leaf.
-        leaves: the number of equal parts of the whole K.
-    """
-
-    backend: str
-    leaves: int
+    backend: str  # multiplies each leaf
+    leaves: int  # equal parts of the whole K
 
     def product(
         self, x: Float[Tensor, "*B K"], weight: Float[Tensor, "N K"], group: Any = None

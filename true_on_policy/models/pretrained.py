@@ -164,11 +164,7 @@ CONTROL = 3  # GGUF's type of control tokens, which text cannot spell
 
 
 def _tokenizer(fields: dict[str, Any]) -> Any:
-    """Build the byte-level tokenizer that GGUF calls `smollm`: digits one by one, then GPT-2's split and merges.
-
-    Raises:
-        ModelError: the file names another way to split text.
-    """
+    """Build the byte-level tokenizer that GGUF calls `smollm`: digits one by one, then GPT-2's split and merges."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 

@@ -219,9 +219,6 @@ def _log_softmax(args: Any) -> str:
 
     Miles scores a sequence with four tokens for each context-parallel rank. No rank waits for another, because its
     true-on-policy mode uses no process group.
-
-    Raises:
-        NotSeenError: no trainer of Miles runs here, or it runs without its true-on-policy mode.
     """
     parallel_state = MILES.parallel.loaded()
     if parallel_state is None or not args.true_on_policy_mode:

@@ -59,7 +59,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         certificate.write(arguments.json)
     if arguments.picture:
-        from true_on_policy.verify.picture import draw
+        from true_on_policy.verify.certificate import draw
 
         draw(off, on, plan.title, arguments.picture)
     return EXIT[certificate.verdict]
@@ -117,17 +117,6 @@ class Plan:
         )
         return f"{engine} against {trainer}, {self.model}, {self.dtype}"
 
-    def contract(self, shapes: Shapes) -> Contract:
-        return Contract(
-            self.backend,
-            self.dtype,
-            self.norm_order,
-            trainer_tensor_parallel=self.trainer_tensor_parallel,
-            engine_tensor_parallel=self.engine_tensor_parallel,
-            leaves=self.leaves,
-            shapes=shapes,
-        )
-
 
 @dataclass(frozen=True)
 class Setup:
@@ -147,7 +136,10 @@ class Setup:
         source = checkpoint_of(plan.model, folder, DTYPES[plan.dtype], plan.seed, _tell)
         config = read_config(source)
         prompts = read_prompts(plan.prompts, source) if plan.prompts else None
-        contract = plan.contract(Shapes.of(config))
+        contract = Contract(
+            *(plan.backend, plan.dtype, plan.norm_order, plan.trainer_tensor_parallel),
+            *(plan.engine_tensor_parallel, plan.leaves, Shapes.of(config)),
+        )
         check_shares(config, contract)
         order = agreed_order(contract, plan.engine, plan.trainer)
         workload = Workload(config.vocab_size, plan.seed, prompts.tokens if prompts else ())

@@ -64,7 +64,10 @@ class Workload:
     def _batches(self, done: Sequence[Sample]) -> Iterator[list[Request]]:
         yield [self._request(self._long_prompt())]
         for size in cycle(BATCH_SIZES):
-            yield [self._request(self._short_prompt()) for _ in range(size)]
+            yield [
+                self._request(next(self._real) if self.prompts else self._drawn(self._length(LONGEST_PROMPT)))
+                for _ in range(size)
+            ]
             if size == max(BATCH_SIZES):
                 self._full_sets += 1
                 yield [self._request(sample.sequence) for sample in done[-3:]]
@@ -80,9 +83,6 @@ class Workload:
 
     def _length(self, longest: int) -> int:
         return int(torch.randint(1, longest + 1, (), generator=self._random))
-
-    def _short_prompt(self) -> tuple[int, ...]:
-        return next(self._real) if self.prompts else self._drawn(self._length(LONGEST_PROMPT))
 
     def _long_prompt(self) -> tuple[int, ...]:
         if not self.prompts:

@@ -119,11 +119,7 @@ def told(ask: Ask) -> list[Part]:
 
 
 def _parts(answer: Any) -> list[Part]:
-    """Read the digests of every rank.
-
-    Raises:
-        EngineError: a rank is missing or told twice, or tells other tensors than rank 0.
-    """
+    """Read the digests of every rank."""
     found = _by_rank(answer)
     parts = [
         Part(rank, len(found), {_name(name): Digest.read(text) for name, text in found[rank].items()})
@@ -144,12 +140,7 @@ def _name(name: str) -> str:
 
 
 def _by_rank(answer: Any) -> dict[int, Mapping[str, str]]:
-    """Return what the engine's weight checker tells of each tensor-parallel rank, from 0 on.
-
-    Raises:
-        NotSeenError: the engine runs pipeline or data parallel.
-        EngineError: a rank is missing or told twice.
-    """
+    """Return what the engine's weight checker tells of each tensor-parallel rank, from 0 on."""
     ranks: dict[int, Mapping[str, str]] = {}
     sizes = set()
     for one in answer["ranks"]:
@@ -170,11 +161,7 @@ def _by_rank(answer: Any) -> dict[int, Mapping[str, str]]:
 
 
 def _answered(ask: Ask, body: Mapping[str, Any], read: Callable[[Any], T]) -> T:
-    """Ask the engine, and read its answer.
-
-    Raises:
-        NotSeenError: the engine does not answer, or not as our plugin does.
-    """
+    """Ask the engine, and read its answer."""
     try:
         answer = ask(body)
     except EngineError as error:

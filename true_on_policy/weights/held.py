@@ -131,9 +131,6 @@ def _padded(whole: Tensor, mine: int, rank: int, dim: int = 0) -> Tensor:
     """Return a rank's share of `mine` rows or columns, padded with zeros where the weight ends first.
 
     SGLang pads the vocabulary and, on a CPU, the width of an MLP.
-
-    Raises:
-        ValueError: more rows would be zeros than any padding adds.
     """
     if mine > 2 * whole.shape[dim] + MOST_PADDING:
         raise ValueError(f"{mine} rows of {whole.shape[dim]}")

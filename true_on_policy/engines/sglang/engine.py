@@ -243,11 +243,7 @@ def _environment(
 
 
 def _log_probs(rows: Sequence[Sequence[Any]], tokens: Sequence[int]) -> Float32[Tensor, "N"]:
-    """Read the log-probs of `tokens` from rows (log-prob, token id, text).
-
-    Raises:
-        EngineError: the rows are of other tokens, or a log-prob is missing.
-    """
+    """Read the log-probs of `tokens` from rows (log-prob, token id, text)."""
     if [row[1] for row in rows] != list(tokens) or any(row[0] is None for row in rows):
         raise EngineError(
             f"sglang: log-probs of other tokens than were asked, or none: {rows[:3]} for {tokens[:3]}"
@@ -263,9 +259,6 @@ def _over_kept(
     """Read the set of tokens that each token was sampled from, and the token's log-prob within its set.
 
     SGLang's ordinary log-probs are over the whole vocabulary.
-
-    Raises:
-        EngineError: a token has no set, or is not in its set.
     """
     kept = tuple(map(tuple, meta["output_token_sampling_mask"]))
     if {*map(type, chain.from_iterable(kept))} - {int}:

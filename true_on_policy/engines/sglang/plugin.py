@@ -79,11 +79,7 @@ def _align() -> None:
 
 
 def _taken_up(result: object, runner: object) -> None:
-    """End a server that has built its model without the contract that was handed over.
-
-    Raises:
-        PinError: nothing is pinned in this process.
-    """
+    """End a server that has built its model without the contract that was handed over."""
     from true_on_policy.errors import PinError
     from true_on_policy.kernels.pin import active_backend
 

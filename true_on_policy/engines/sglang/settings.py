@@ -106,11 +106,7 @@ def _products(model: torch.nn.Module, size: Size) -> Iterator[tuple[int, int, Pr
 
 
 def _layer(model: torch.nn.Module, name: str) -> torch.nn.Module:
-    """Find the first layer of this name in the model.
-
-    Raises:
-        NotSeenError: the model has no layer of this name.
-    """
+    """Find the first layer of this name in the model."""
     found = (layer for dotted, layer in model.named_modules() if dotted.rpartition(".")[2] == name)
     layer = next(found, None)
     if layer is None:
@@ -151,11 +147,7 @@ def _attention(backend: Any) -> str:
 
 
 def _splits(backend: Any) -> str:
-    """Read the number of splits from an attention backend.
-
-    Raises:
-        NotSeenError: the backend states no number of splits.
-    """
+    """Read the number of splits from an attention backend."""
     told = {getattr(backend, name, None) for name in ("num_splits", "decode_num_splits")} - {None}
     if not told:
         raise NotSeenError(f"{type(backend).__name__} tells no num_splits")
@@ -163,11 +155,7 @@ def _splits(backend: Any) -> str:
 
 
 def _deep_gemm_mode(dtype: str, shapes: Shapes, where: torch.device) -> str:
-    """Read DeepGEMM's mode while SGLang multiplies: since DeepGEMM 0.2, SGLang sets it only during a call.
-
-    Raises:
-        NotSeenError: SGLang does not multiply by DeepGEMM.
-    """
+    """Read DeepGEMM's mode while SGLang multiplies: since DeepGEMM 0.2, SGLang sets it only during a call."""
     library = sys.modules.get("deep_gemm")
     if library is None:
         raise NotSeenError("deep_gemm is not imported")

@@ -211,11 +211,7 @@ def _environment(contract: Contract | None, order: NormOrder | None) -> dict[str
 
 
 def _log_probs(values: Sequence[float | None]) -> Float32[Tensor, "N"]:
-    """Convert vLLM's log-probs to a tensor, without rounding.
-
-    Raises:
-        EngineError: a token has no log-prob, or one that is none.
-    """
+    """Convert vLLM's log-probs to a tensor, without rounding."""
     if any(value is None or value == ABSENT for value in values):
         raise EngineError(f"vllm: a token without a log-prob among {list(values)[:8]}")
     # vLLM's JSON carries a float32 as the float64 of equal value: nothing is rounded on the way.
