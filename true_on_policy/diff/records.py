@@ -99,9 +99,9 @@ def read_recording(path: Path | str) -> Recording:
     """
     path = Path(path)
     files = _files(path)
-    found = [item for file in files for item in _items(file, alone=path.is_file())]
-    found.sort(key=lambda item: item.order)
-    return Recording(path, numbered(Entry(item.key, item.load) for item in found))
+    items = [item for file in files for item in _items(file, alone=path.is_file())]
+    items.sort(key=lambda item: item[0])
+    return Recording(path, numbered(entry for _, entry in items))
 
 
 def engine_and_trainer(dump: Recording) -> tuple[Recording, Recording]:
@@ -131,13 +131,7 @@ def numbered(entries: Iterable[Entry]) -> tuple[Entry, ...]:
     return tuple(Entry(next_key(entry.key), entry.load) for entry in entries)
 
 
-@dataclass(frozen=True)
-class _Item:
-    """An item is an entry whose occurrence is not counted yet."""
-
-    order: tuple
-    key: Key
-    load: Callable[[], Value]
+_Item = tuple[tuple, Entry]  # a key to sort by, and an entry whose occurrence is not counted yet
 
 
 def _files(path: Path) -> list[Path]:
@@ -160,7 +154,7 @@ def _items(file: Path, alone: bool) -> list[_Item]:
     try:
         return read(file, lambda: list(_listed(file, alone)))
     except RecordError as error:
-        return [_Item((1, _natural(file.name)), Key(file.stem), partial(_raise, error))]
+        return [((1, _natural(file.name)), Entry(Key(file.stem), partial(_raise, error)))]
 
 
 def _listed(file: Path, alone: bool) -> Iterator[_Item]:
@@ -172,7 +166,7 @@ def _listed(file: Path, alone: bool) -> Iterator[_Item]:
         prefix = "" if alone or not name else f"{file.stem}."
         order = (1, _natural(file.name), _natural(name) if file.suffix == ".safetensors" else ())
         key = Key(prefix + name or ("value" if alone else file.stem))
-        yield _Item(order, key, partial(read, file, load))
+        yield order, Entry(key, partial(read, file, load))
 
 
 def parse_tags(file: Path) -> dict[str, str]:
@@ -201,7 +195,7 @@ def _dumped(file: Path, tags: Mapping[str, str]) -> _Item:
         rank=rank,
         recompute=tags.get("recompute_status") == "recompute",
     )
-    return _Item((0, index, rank), key, partial(read, file, partial(DUMPED[file.suffix], file)))
+    return (0, index, rank), Entry(key, partial(read, file, partial(DUMPED[file.suffix], file)))
 
 
 def _dumped_pt(file: Path) -> Value:

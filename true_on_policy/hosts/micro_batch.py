@@ -21,20 +21,11 @@ from mis_plugins.packing.layout import Layout
 from mis_plugins.packing.ragged import Ranks
 from mis_plugins.packing.transfer import Arrival, to_host
 from mis_plugins.shared.arrays import save_safetensors
-from mis_plugins.shared.opened import optional
 from true_on_policy.bitwise import INTEGERS
 from true_on_policy.diff.log_prob_record import LogProbRecord, provenance
 from true_on_policy.errors import ContractError
 
 LayoutOf = Callable[[Sequence[int]], Layout]  # lays out the sequences with these numbers
-
-
-@dataclass(frozen=True)
-class Flags:
-    """The flags of a micro-batch in the host process: how many tokens were compared, and how many differ."""
-
-    compared: int
-    different: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -100,10 +91,11 @@ class MicroBatch:
         arrival = Arrival.of_copies_from(flags)
         return cls(engine, trainer, valid, present, tokens, masks, layout, flags, copied, arrival)
 
-    def read(self) -> Flags:
-        """Read the flags, and wait where their copy has not arrived yet."""
+    def read(self) -> tuple[int, int]:
+        """Read the numbers of compared and of different tokens, and wait where their copy has not arrived yet."""
         self.arrival.wait()
-        return Flags(*self.copied.tolist())
+        compared, different = self.copied.tolist()
+        return compared, different
 
     def on_host(self) -> tuple[Tensor, Tensor, Tensor]:
         """Copy engine, trainer and valid to the host; the three copies begin together and are awaited once."""
@@ -138,15 +130,6 @@ def _packed(name: str, log_probs: Sequence[Any], layout: Layout, device: torch.d
 
 
 NO_VERSION = -1
-
-
-def check_writable() -> None:
-    """Check that a differing sample could be written; the first micro-batch asks, not the first difference.
-
-    Raises:
-        RecordError: safetensors is not installed.
-    """
-    optional("safetensors.torch")
 
 
 def write_sample(

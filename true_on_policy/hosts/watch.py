@@ -28,10 +28,11 @@ import torch.distributed as dist
 from mis_plugins.packing.ragged import to_device
 from mis_plugins.packing.transfer import Arrival, to_host
 from mis_plugins.shared.budget import RecordError
+from mis_plugins.shared.opened import optional
 from true_on_policy.bitwise import Mismatch, first_mismatch
 from true_on_policy.errors import DifferenceError
 from true_on_policy.hosts.config import BitwiseConfig
-from true_on_policy.hosts.micro_batch import Flags, MicroBatch, check_writable, write_sample
+from true_on_policy.hosts.micro_batch import MicroBatch, write_sample
 
 logger = logging.getLogger("true_on_policy")
 
@@ -52,9 +53,9 @@ class Totals:
     ulps: Counter[str] = field(default_factory=Counter)
     without: int = 0
 
-    def add(self, flags: Flags | Totals) -> None:
-        self.compared += flags.compared
-        self.different += flags.different
+    def add(self, compared: int, different: int) -> None:
+        self.compared += compared
+        self.different += different
 
     def __str__(self) -> str:
         ulps = f"; ulps: {', '.join(f'{k}: {n}' for k, n in self.ulps.items())}" if self.ulps else ""
@@ -122,7 +123,7 @@ class Comparison:
         Raises:
             DifferenceError: an earlier micro-batch differed, with `on_difference: raise` and without the step hook.
         """
-        check_writable()
+        optional("safetensors.torch")  # a lack shows at the first micro-batch, not at the first difference
         if self.latest is None:
             atexit.register(_at_exit, weakref.ref(self))
         self.latest = args, config
@@ -171,16 +172,16 @@ class Comparison:
         """Read the flags of micro-batches, log and write the differences, and return whether there is one."""
         totals, differing = Totals(), []
         for number, batch in enumerate(batches):
-            flags = batch.read()
-            totals.add(flags)
-            if flags.different:
+            compared, different = batch.read()
+            totals.add(compared, different)
+            if different:
                 difference = Difference.of(number, batch)
                 totals.ulps.update(difference.mismatch.histogram)
                 differing.append(difference)
         self._tell(totals, args, step)
         if differing:
             self._show(differing[0], args, config, step)
-        self.totals.add(totals)
+        self.totals.add(totals.compared, totals.different)
         self.totals.ulps.update(totals.ulps)
         return bool(differing)
 

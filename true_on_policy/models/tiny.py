@@ -21,7 +21,7 @@ from torch import Tensor
 from transformers import AutoConfig
 
 from true_on_policy.contract.cpu import Contract
-from true_on_policy.contract.families import Experts, Family, Proof, Shape, proven, tiny_models
+from true_on_policy.contract.families import Family, Proof, Shape, proven, tiny_models
 from true_on_policy.contract.model_config import check_config, check_model, with_experts
 from true_on_policy.errors import ContractError, ModelError
 
@@ -55,7 +55,16 @@ def config_of(family: Family, shape: Shape, dtype: torch.dtype) -> Any:
 
 
 def _decoder(family: Family, shape: Shape) -> dict[str, Any]:
-    """The config fields of a decoder."""
+    """The config fields of a decoder, with experts in every layer where its family has them."""
+    experts: dict[str, Any] = {}
+    if family.experts:
+        experts = {
+            "num_experts": shape.experts,
+            "num_experts_per_tok": shape.top_k,
+            "moe_intermediate_size": shape.ffn,
+            **({"shared_expert_intermediate_size": shape.shared} if family.experts.shared else {}),
+            **with_experts(family.experts),
+        }
     mrope = (
         {"mrope_section": [*family.vision.mrope_section], "mrope_interleaved": True} if family.vision else {}
     )
@@ -73,19 +82,8 @@ def _decoder(family: Family, shape: Shape) -> dict[str, Any]:
         bos_token_id=0,
         eos_token_id=1,
         pad_token_id=0,
-        **(_experts(family.experts, shape) if family.experts else {}),
+        **experts,
     )
-
-
-def _experts(experts: Experts, shape: Shape) -> dict[str, Any]:
-    """The config fields of a mixture of experts, with experts in every layer."""
-    return {
-        "num_experts": shape.experts,
-        "num_experts_per_tok": shape.top_k,
-        "moe_intermediate_size": shape.ffn,
-        **({"shared_expert_intermediate_size": shape.shared} if experts.shared else {}),
-        **with_experts(experts),
-    }
 
 
 def checkpoint(name: str, folder: Path, dtype: torch.dtype, seed: int) -> Path:
