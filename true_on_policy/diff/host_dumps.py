@@ -55,12 +55,11 @@ def log_prob_records(samples: Samples) -> Iterator[tuple[str, LogProbRecord]]:
         RecordError: no sample holds log-probs, their number is not the length of the response, or one name
             has several dtypes.
     """
-    names = {
-        name for one in samples for name in one if name.endswith(LOG_PROBS_END) and one[name] is not None
-    }
+    filled = {name for sample in samples for name, value in sample.items() if value is not None}
+    names = [name for name in sorted(filled) if name.endswith(LOG_PROBS_END)]
     if not names:
         raise RecordError("a host's dump without log-probs; name that of a rank which computed some")
-    for name in sorted(names):
+    for name in names:
         yield name, _record(name, samples)
 
 

@@ -190,10 +190,8 @@ class Comparison:
         if totals.different:
             logger.warning("%s: %s (%s)", _where(step), totals, described(args))
         elif totals.compared and not self.told:
-            self.told = True
-            logger.info(
-                "%s: %d log-probs, all bitwise equal (%s)", _where(step), totals.compared, described(args)
-            )
+            self.told, equal = True, "%s: %d log-probs, all bitwise equal (%s)"
+            logger.info(equal, _where(step), totals.compared, described(args))
 
     def _show(self, first: Difference, args: Any, config: BitwiseConfig, step: Step | None) -> None:
         logger.warning("%s: first in %s: %s", _where(step), first.place, first)

@@ -85,9 +85,7 @@ def _switches(library: ModuleType) -> list[tuple[Callable, Callable]]:
     switches = []
     for setter, getter in SWITCHES:
         if hasattr(library, setter) != hasattr(library, getter):
-            raise PinError(
-                f"DeepGEMM: of {setter} and {getter} it has one alone; the switch cannot be read back"
-            )
+            raise PinError(f"DeepGEMM: of {setter} and {getter} it has one alone, so it cannot be read back")
         if hasattr(library, setter):
             switches.append((getattr(library, setter), getattr(library, getter)))
     return switches

@@ -93,9 +93,8 @@ def _load() -> ModuleType:
 
 def _splitting(library: ModuleType) -> list[Callable]:
     """List the library's public functions that take `num_splits`."""
-    functions = [
-        value for name, value in vars(library).items() if inspect.isfunction(value) and name[0] != "_"
-    ]
+    public = (value for name, value in vars(library).items() if name[0] != "_")
+    functions = filter(inspect.isfunction, public)
     return [function for function in functions if SPLITS in inspect.signature(function).parameters]
 
 

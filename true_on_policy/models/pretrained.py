@@ -103,10 +103,8 @@ def convert(gguf: Any, source: Path, folder: Path) -> None:
     """Write weights, config and tokenizer of a GGUF file of the Llama family as a Hugging Face checkpoint."""
     reader = gguf.GGUFReader(source)
     fields = {name: field.contents() for name, field in reader.fields.items()}
-    heads = {
-        "attn_q": fields["llama.attention.head_count"],
-        "attn_k": fields["llama.attention.head_count_kv"],
-    }
+    counts = fields["llama.attention.head_count"], fields["llama.attention.head_count_kv"]
+    heads = dict(zip(("attn_q", "attn_k"), counts, strict=True))
     weights = {}
     for tensor in reader.tensors:
         weight = torch.tensor(gguf.quants.dequantize(tensor.data, tensor.tensor_type))
