@@ -20,6 +20,7 @@ from torch import Tensor
 from lab.in_host import cpu_launch
 from mis_plugins.config.view import view
 from mis_plugins.hosts import megatron
+from mis_plugins.hosts.ownership import Hook
 from mis_plugins.hosts.registry import HOSTS, current
 from true_on_policy.contract import rounding
 from true_on_policy.contract.cpu import Contract
@@ -28,6 +29,7 @@ from true_on_policy.hosts.start import check_configs
 from true_on_policy.kernels.pin import pin
 
 
+@Hook
 def miles_init(args: Any) -> None:
     """Pin and align the trainer in the init hook of Miles or slime on Megatron, or keep the trainer from starting."""
     start(args)
