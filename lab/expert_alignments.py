@@ -95,7 +95,7 @@ def _layer(count: int, top_k: int, replay: bool) -> Any:
         vocab_size=64,
         norm_topk_prob=True,
     )
-    megatron._one_rank()
+    megatron.one_rank()
     build = megatron._transformer_config
 
     def with_replay(*arguments: Any) -> Any:

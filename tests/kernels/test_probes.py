@@ -51,7 +51,7 @@ OPERATORS = {
 @pytest.mark.parametrize("operator", OPERATORS)
 def test_one_bit_in_the_first_row_of_a_batch_is_found(monkeypatch, operator):
     """A kernel that nudges its first output where there are several rows."""
-    right = cpu.FUNCTIONS[operator]
+    right = cpu.OVERRIDES[operator]
 
     def nudged(*args, **kwargs):
         result = right(*args, **kwargs)
@@ -63,7 +63,7 @@ def test_one_bit_in_the_first_row_of_a_batch_is_found(monkeypatch, operator):
 
     contract = Contract()
     with monkeypatch.context() as patch:
-        patch.setitem(cpu.FUNCTIONS, operator, nudged)
+        patch.setitem(cpu.OVERRIDES, operator, nudged)
         with pytest.raises(ProbeError, match=f": {OPERATORS[operator]} at .* 1 of "):
             with pinned(contract):
                 pass

@@ -100,9 +100,13 @@ def _probed(client: _Client) -> dict[str, str]:
         PREFILLED: _compared(scored, among),
         SCORED: _compared(alone, (scored[0][-LENGTH:], scored[1][-LENGTH:])),
         SEEDS: _seeds(client),
-        # Rounded last to this dtype. A CUDA graph of decode widens its logits first, so prefill alone tells.
-        LOG_SOFTMAX: "bf16" if equal_bits(scored[1].bfloat16().float(), scored[1]) else "fp32",
+        LOG_SOFTMAX: _dtype(scored[1]),
     }
+
+
+def _dtype(log_probs: Float32[Tensor, "N"]) -> str:
+    """Tell the dtype to which log-probs of prefill were rounded last; a CUDA graph of decode widens its logits."""
+    return "bf16" if equal_bits(log_probs.bfloat16().float(), log_probs) else "fp32"
 
 
 def _seeds(client: _Client) -> str:

@@ -76,21 +76,26 @@ def install(backend: Backend) -> Uninstall:
         PinError: the backend does not run here: there is no compiler, or its self-test fails.
     """
     backend.prepare()
-    # Every override is built around its stock kernel before the first override is installed.
-    stock = {name: torch.library.get_kernel(f"aten::{name}", "CPU") for name in OVERRIDES}
-    functions = {name: partial(function, backend, stock[name]) for name, function in OVERRIDES.items()}
-    outs = {name: partial(_into_out, functions[function]) for name, function in OUT_FORMS.items()}
-    inplace = {name: partial(_into_self, functions[function]) for name, function in INPLACE_FORMS.items()}
+    overrides = _overrides(backend)
     library = torch.library.Library("aten", "IMPL")
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=".*\n?.*Overriding a previously", category=UserWarning)
-            for name, override in (functions | outs | inplace).items():
+            for name, override in overrides.items():
                 library.impl(name, override, "CPU", with_keyset=True)
     except BaseException:
         library._destroy()
         raise
     return library._destroy
+
+
+def _overrides(backend: Backend) -> dict[str, Callable]:
+    """Build every override around its stock kernel, before the first override is installed."""
+    stock = {name: torch.library.get_kernel(f"aten::{name}", "CPU") for name in OVERRIDES}
+    functions = {name: partial(function, backend, stock[name]) for name, function in OVERRIDES.items()}
+    outs = {name: partial(_into_out, functions[function]) for name, function in OUT_FORMS.items()}
+    inplace = {name: partial(_into_self, functions[function]) for name, function in INPLACE_FORMS.items()}
+    return functions | outs | inplace
 
 
 def _into_out(function: Callable, keyset, *args, out: Tensor, **kwargs) -> Tensor:

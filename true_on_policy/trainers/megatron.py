@@ -78,11 +78,7 @@ class Megatron(InProcess):
     def __init__(
         self, checkpoint: Path, dtype: str, order: NormOrder | None = None, tree: Tree | None = None
     ):
-        if not dist.is_initialized():
-            store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
-            dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-        if not mpu.model_parallel_is_initialized():
-            mpu.initialize_model_parallel()
+        one_rank()
         config: Any = read_config(checkpoint)  # to a type checker, the config's fields are optional
         rank, ranks = mpu.get_tensor_model_parallel_rank(), mpu.get_tensor_model_parallel_world_size()
         self._shard = Shard(rank, ranks, config.num_key_value_heads, family_of(config)[0].decoder)
@@ -268,3 +264,12 @@ def _packed(lengths: Sequence[int]) -> PackedSeqParams:
 def _rope_on_cpu() -> AbstractContextManager:
     """Keep RoPE on the CPU: Megatron moves its table to `torch.cuda.current_device()` at each use."""
     return patch.object(torch.cuda, "current_device", lambda: torch.device("cpu"))
+
+
+def one_rank() -> None:
+    """Make Megatron's groups of one rank, unless this process has groups already."""
+    if not dist.is_initialized():
+        store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
+        dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    if not mpu.model_parallel_is_initialized():
+        mpu.initialize_model_parallel()

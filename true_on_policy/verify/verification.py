@@ -207,11 +207,7 @@ def _evidence(plan: Plan, setup: Setup, engine: Engine, trainer: Trainer, scratc
         evidence += Evidence(
             samples=samples,
             batches=[*map(len, batches)],
-            prefill=[
-                score
-                for start in range(0, len(samples), SCORED_AT_ONCE)
-                for score in engine.score(samples[start : start + SCORED_AT_ONCE])
-            ],
+            prefill=_scores(engine, samples),
             trainer=[trainer.log_probs([sample], [1.0])[0] for sample in samples],
             trainer_tempered=_tempered(trainer, samples),
             packed={
@@ -228,6 +224,11 @@ def _control(plan: Plan, setup: Setup) -> Evidence:
     samples = [*chain.from_iterable(batches)]
     with closing(TRAINERS[plan.trainer].start(setup.source, setup.contract, None)) as trainer:
         return Evidence(samples=samples, trainer_tempered=_tempered(trainer, samples))
+
+
+def _scores(engine: Engine, samples: Sequence[Sample]) -> LogProbs:
+    starts = range(0, len(samples), SCORED_AT_ONCE)
+    return [score for start in starts for score in engine.score(samples[start : start + SCORED_AT_ONCE])]
 
 
 def _tempered(trainer: Trainer, samples: Sequence[Sample]) -> LogProbs:
