@@ -68,11 +68,7 @@ REFUSALS = (
     Refusal(
         "spec", (None,), f"--spec {_OWN_LAYERS}; launch without --spec (CPU: lab/in_host/cpu_trainer.py)"
     ),
-    Refusal(
-        "custom_model_provider_path",
-        (None,),
-        f"a model provider {_OWN_LAYERS}; launch without --custom-model-provider-path",
-    ),
+    Refusal("custom_model_provider_path", (None,), f"it {_OWN_LAYERS}; drop --custom-model-provider-path"),
     Refusal("num_experts", (None, 0), f"MoE is not covered: {NOT_COVERED['MoE'][0]}"),
     Refusal("fp8", (None, False), f"{_QUANTIZED}; launch without --fp8-format"),
     Refusal("fp16", (False,), "kernels for both sides exist in bf16 alone; launch without --fp16"),

@@ -26,10 +26,8 @@ FILES = {
     "slime": ("utils/arguments.py",),
     "sglang": ("srt/server_args.py", "srt/arg_groups/fields/*.py"),
     "megatron": (
-        "training/arguments.py",
-        "training/config/*.py",
-        "core/transformer/transformer_config.py",
-        "core/model_parallel_config.py",
+        *("training/arguments.py", "training/config/*.py"),
+        *("core/transformer/transformer_config.py", "core/model_parallel_config.py"),
     ),
 }
 # The package of each owner, and the distribution that states its version.
@@ -57,6 +55,7 @@ class Release:
     lacks: tuple[str, ...] = ()
 
 
+_NO_MODE = ("--true-on-policy-mode", "--recompute-logprobs-via-prefill")
 RELEASES = (
     Release("miles", "Miles v0.1.0 (78527b91)"),
     Release("miles", "Miles main (31f1ca96)"),
@@ -68,10 +67,8 @@ RELEASES = (
     Release("megatron", "radixark/Megatron-LM miles-main (37f91617, pinned by Miles v0.1.0)"),
     Release("megatron", "radixark/Megatron-LM miles-main (2e64d788)"),
     Release("megatron", "NVIDIA/Megatron-LM main (d98e8a64)", lacks=("--true-on-policy-contract",)),
-    Release("slime", "slime v0.3.1", lacks=("--true-on-policy-mode", "--recompute-logprobs-via-prefill")),
-    Release(
-        "slime", "slime main (624b824a)", lacks=("--true-on-policy-mode", "--recompute-logprobs-via-prefill")
-    ),
+    Release("slime", "slime v0.3.1", lacks=_NO_MODE),
+    Release("slime", "slime main (624b824a)", lacks=_NO_MODE),
 )
 
 

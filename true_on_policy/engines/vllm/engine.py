@@ -186,15 +186,10 @@ def _arguments(checkpoint: Path, dtype: str, pool: Pool) -> list[str]:
         "host": "127.0.0.1",
         "middleware": GUARD,
     }
-    flags = [
-        "--tokens-only",
-        "--skip-tokenizer-init",
-        "--enforce-eager",
-        "--enable-chunked-prefill",
-        "--enable-prefix-caching",
-        "--enable-prompt-tokens-details",
-    ]
-    return ["-m", "vllm.entrypoints.openai.api_server", *named(options), *flags]
+    flags = ("tokens-only", "skip-tokenizer-init", "enforce-eager", "enable-chunked-prefill")
+    flags += ("enable-prefix-caching", "enable-prompt-tokens-details")
+    module = ["-m", "vllm.entrypoints.openai.api_server"]
+    return [*module, *named(options), *(f"--{flag}" for flag in flags)]
 
 
 def _environment(contract: Contract | None, order: NormOrder | None) -> dict[str, str]:
