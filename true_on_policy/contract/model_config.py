@@ -48,7 +48,7 @@ def _stated(config: Path, flag: str, fault: type[TrueOnPolicyError]) -> dict[str
     try:
         stated = json.loads(config.read_text(encoding="utf-8"))
         if not isinstance(stated, dict):
-            raise ValueError(f"it holds a {type(stated).__name__}")
+            raise ValueError(f"the file holds a {type(stated).__name__} and no mapping")
         return stated
     except (OSError, ValueError) as error:
         raise fault(

@@ -55,8 +55,9 @@ def policy_loss(
     _, cp = host.parallel()
     micro_batch = MicroBatch.compare(batch, layout_of(args, batch, cp))
     COMPARISON.leave_out(len(batch["loss_masks"]) - (0 if micro_batch is None else len(micro_batch.tokens)))
-    compared, different = torch.zeros(2, device=logits.device)
-    if micro_batch is not None:
+    if micro_batch is None:
+        compared, different = torch.zeros(2, device=logits.device)
+    else:
         COMPARISON.record(micro_batch, args, config)
         compared, different = micro_batch.flags.float()
     loss, metrics = wrapped(args, batch, logits, sum_of_sample_mean)
