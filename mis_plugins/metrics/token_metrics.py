@@ -280,12 +280,12 @@ def effective_sample_size(c: Correction) -> Float[Tensor, ""]:
 
 def nonfinite_train(c: Correction) -> Float[Tensor, ""]:
     """Number of valid tokens whose trainer log-prob is NaN or infinite."""
-    return c.totals["nonfinite_train"]
+    return c.totals["nonfinite_train"].sum()
 
 
 def nonfinite_rollout(c: Correction) -> Float[Tensor, ""]:
     """Number of valid tokens whose rollout log-prob is NaN or infinite."""
-    return c.totals["nonfinite_rollout"]
+    return c.totals["nonfinite_rollout"].sum()
 
 
 KL: dict[str, Metric] = {"kl": kl, "k3_kl": k3_kl}

@@ -137,7 +137,9 @@ def of_sequences(ragged: Ragged, tokens: Tokens, ended: Bool[Tensor, " N"]) -> O
         torch.where(first, tokens.log_ratio, 0),
         torch.where(last, size, 0),
     ]
-    rows, _ = ragged.over_sequence((usable, size, *at_ends, x, y, x * y), (x, y))
+    names = ("usable", "size", "begins", "signed", "end", "x", "y", "xy")
+    sums = dict(zip(names, (usable, size, *at_ends, x, y, x * y), strict=True))
+    rows = torch.stack([*ragged.totals(sums, {"xx": x, "yy": y}).values()])
     long = rows[0] >= LONG_ENOUGH
     n, total, begins, signed, end, sx, sy, xy, xx, yy = rows[:, long].unbind()
     middle = (total - begins - end) / (n - BEGINNING - 1)

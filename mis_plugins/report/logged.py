@@ -81,9 +81,7 @@ def _sums(batch: Batch, config: CorrectionConfig, divisors: Float[Tensor, " N"])
     }
     size = (batch.proximal - batch.behavior).abs()
     rows |= {OF_HOST: torch.where(correction.keep, size, 0), OF_DASHBOARD: size}
-    valid, *totals = batch.ragged.over_sequence(
-        [mask, *(torch.where(mask, row, 0) for row in rows.values())]
-    )[0]
+    valid, *totals = batch.ragged.sums(mask, *(torch.where(mask, row, 0) for row in rows.values()))
     found = {name: float((row / divisors).sum()) for name, row in zip(rows, totals, strict=True)}
     of_dashboard = (totals[-1] / valid)[valid > 0]
     return found | {OF_DASHBOARD: float(of_dashboard.sum()), "with_valid": float(of_dashboard.numel())}

@@ -46,8 +46,7 @@ class FirstSteps:
     )
 
     def add(self, batch: Batch, tokens: Tokens) -> None:
-        rows = (tokens.log_ratio, tokens.usable, tokens.k3)
-        (total, usable, k3), _ = batch.ragged.over_sequence(rows)
+        total, usable, k3 = batch.ragged.sums(tokens.log_ratio, tokens.usable, tokens.k3)
         overlap = total.clamp(max=0).exp()[usable > 0]
         added = (overlap.sum(), torch.tensor(float(overlap.numel())), k3.sum(), usable.sum())
         self.sums[batch.step] += torch.stack([value.double() for value in added])

@@ -35,7 +35,7 @@ class Worst:
         self._add_sequences(batch, tokens)
 
     def _add_sequences(self, batch: Batch, tokens: Tokens) -> None:
-        (total, usable), _ = batch.ragged.over_sequence((tokens.abs_log_ratio, tokens.usable))
+        total, usable = batch.ragged.sums(tokens.abs_log_ratio, tokens.usable)
         means = total / usable.clamp(min=1)
         found = means.topk(min(SEQUENCES, means.numel()))
         for value, place in zip(found.values.tolist(), found.indices.tolist(), strict=True):
