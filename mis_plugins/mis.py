@@ -40,13 +40,14 @@ from mis_plugins.correction.pipeline import Correction, correct, mean_weight_of
 from mis_plugins.errors import ConfigError, InputError
 from mis_plugins.hosts import averages, conflicts, denominator_checks, megatron, watching
 from mis_plugins.hosts.adapters import miles, miles_fsdp
-from mis_plugins.hosts.batch import Handed, HostBatch, Tensors, host_layout
+from mis_plugins.hosts.batch import Handed, HostBatch, Tensors, check_apart, host_layout
 from mis_plugins.hosts.host import Host
 from mis_plugins.hosts.ownership import Hook
 from mis_plugins.hosts.rank_agreement import check_agreement
 from mis_plugins.hosts.registry import current
 from mis_plugins.hosts.rollout_store import ROLLOUT, Held, asked
 from mis_plugins.hosts.step_report import RECORDER
+from mis_plugins.hosts.uncorrected import warn_of_one_sequence
 from mis_plugins.metrics.token_metrics import diagnose
 from mis_plugins.packing.layout import Placed, whole
 
@@ -186,6 +187,7 @@ def normalize_rollout(args: Any, *rest: Any) -> None:
     ranks, cp = current(args).parallel()
     layout = host_layout(args, data["total_lengths"], data["response_lengths"], data.get("max_seq_lens"), *cp)
     batch = HostBatch(data["log_probs"], data.get("rollout_log_probs"), data["loss_masks"], layout, ranks)
+    check_apart(data["log_probs"], data.get("rollout_log_probs"), "log_probs")
     log_probs, numerator = (batch.proximal, batch.behavior), None
     if by_loss_hook and loss_batch.knows_versions(data):
         config = config.where_versions_are_known()
@@ -435,6 +437,9 @@ def _hook(args: Any, pg_loss: Tensor, batch: HostBatch, host: Host, flags: Flags
 def _correct(
     args: Any, batch: HostBatch, config: CorrectionConfig, flags: Flags | None = None
 ) -> tuple[Correction, Placed]:
+    if config.corrects:
+        check_apart(batch.train_log_probs, batch.rollout_log_probs)
+    warn_of_one_sequence(config, len(batch.loss_masks), batch.ranks)
     watched = flags is not None or config.reads_routes or config.routing is not None
     routed = _watch().routes(args, config, flags) if watched else None
     check_agreement(config, batch.ranks.cp, batch.ranks.tp, batch.loss_masks[0].device)

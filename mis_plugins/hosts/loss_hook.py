@@ -14,6 +14,7 @@ from mis_plugins.hosts.rank_agreement import check_agreement
 from mis_plugins.hosts.rollout_store import ROLLOUT
 from mis_plugins.hosts.routing import WATCHING
 from mis_plugins.hosts.step_report import Recorder
+from mis_plugins.hosts.uncorrected import warn_of_one_sequence
 from mis_plugins.loss.micro_batch import (
     LossInputs,
     Reduce,
@@ -39,6 +40,7 @@ def policy_loss(
     numerator = numerator_of(inputs.proximal, inputs.behavior, inputs.written, config)
     correction = None
     if inputs.behavior is not None and (config.corrects or config.metrics != "none"):
+        warn_of_one_sequence(config, len(batch["loss_masks"]), ranks)
         correction = _corrected(args, batch, inputs, config, host, numerator)
     share = share_of(inputs, correction, config)
     recorded = without_behavior(inputs, config) if correction is None else correction
