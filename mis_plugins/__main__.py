@@ -246,7 +246,6 @@ def _switched(keys: Mapping[str, Any], config: CorrectionConfig) -> Iterator[str
         yield "use_tis and get_mismatch_metrics are both true: the loss is corrected"
     if (idle := reading.idle_rule(keys)) is not None:
         yield idle
-    yield from areal.warnings(keys)
 
 
 def suggest(arguments: argparse.Namespace) -> int:

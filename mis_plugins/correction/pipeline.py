@@ -13,11 +13,9 @@ from torch import Tensor
 from mis_plugins.config.model import CorrectionConfig, Level, Population, WeightConfig
 from mis_plugins.correction.opsm import Departure
 from mis_plugins.correction.plan import UNREJECTED, Plan, plan_of
-from mis_plugins.correction.rejection import Totals, kept_units, passing_units
+from mis_plugins.correction.rejection import Totals, kept_units, passing_units, unit_weight
 from mis_plugins.correction.segments import SegmentStage, segment_stage
-from mis_plugins.correction.sequence_totals import totals_by_population
-from mis_plugins.correction.token_stage import TokenStage, token_stage
-from mis_plugins.correction.weights import unit_weight
+from mis_plugins.correction.token_stage import TokenStage, token_stage, totals_by_population
 from mis_plugins.errors import InputError
 from mis_plugins.packing.ragged import Ragged
 

@@ -55,17 +55,14 @@ class UnitPlan:
     population: tokens that the weight reads.
     rules: rules over units of this kind, by the population of tokens that they read.
     reads: the totals of a unit over each population of tokens, in the order of their collectives.
+    masks: the weight, where its bound drops units, by the population that it reads; else empty.
     """
 
     weight: WeightConfig | None
     population: Population
     rules: Mapping[Population, tuple[RejectRule, ...]]
     reads: Mapping[Population, Reads]
-
-    def masks(self, population: Population) -> WeightConfig | None:
-        """The weight, where its bound drops units by their total over this population."""
-        drops = self.weight is not None and self.weight.record.drops_token
-        return self.weight if drops and population == self.population else None
+    masks: Mapping[Population, WeightConfig]
 
 
 @dataclass(frozen=True)
@@ -111,26 +108,25 @@ def _segments(config: CorrectionConfig) -> UnitPlan:
     names = _needed_for_units(rules) | ({"kept"} if config.drops_below("sequence") else set())
     populations: set[Population] = {config.weight_population, *map(config.population, rules)}
     reads = {population: Reads.of(names) for population in sorted(populations)}
-    return UnitPlan(
-        weight=weight if weight and weight.by_segment else None,
-        population=config.weight_population,
-        rules=_by_population(config, rules),
-        reads=reads,
-    )
+    return _unit_plan(config, weight if weight and weight.by_segment else None, rules, reads)
 
 
 def _sequences(config: CorrectionConfig) -> UnitPlan:
     weight, rules = config.weight, _unit_rules(config, "sequence")
-    by_population = _by_population(config, rules)
     reads: dict[Population, Reads] = {"valid": Reads.of(needed(config))}
-    if config.aggregate == "kept" or by_population["kept"]:
+    if config.aggregate == "kept" or _by_population(config, rules)["kept"]:
         reads["kept"] = Reads.of(_needed_for_units(rules))
-    return UnitPlan(
-        weight=weight if weight and weight.by_sequence else None,
-        population=config.weight_population,
-        rules=by_population,
-        reads=reads,
-    )
+    return _unit_plan(config, weight if weight and weight.by_sequence else None, rules, reads)
+
+
+def _unit_plan(
+    config: CorrectionConfig,
+    weight: WeightConfig | None,
+    rules: Iterable[RejectRule],
+    reads: Mapping[Population, Reads],
+) -> UnitPlan:
+    masks = {config.weight_population: weight} if weight and weight.record.drops_token else {}
+    return UnitPlan(weight, config.weight_population, _by_population(config, rules), reads, masks)
 
 
 def _unit_rules(config: CorrectionConfig, unit: Unit) -> list[RejectRule]:

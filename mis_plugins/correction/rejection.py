@@ -1,6 +1,7 @@
-"""Rejection: which tokens, segments and sequences stay in the loss. A unit is a segment or a sequence.
+"""Bounds and rules: what a ratio weighs, and which tokens, segments and sequences stay in the loss.
 
-A statistic that is not known (a non-finite log-prob) satisfies no rule.
+A unit is a segment or a sequence. A statistic that is not known (a non-finite log-prob) satisfies no rule. Bounds are
+rows of `config/terms/bounds.py`.
 """
 
 from __future__ import annotations
@@ -98,10 +99,43 @@ def kept_units(by_population: Mapping[Population, Totals], plan: UnitPlan) -> Bo
     """
     keep = None
     for population, totals in by_population.items():
-        rules, masks = plan.rules[population], plan.masks(population)
+        rules, masks = plan.rules[population], plan.masks.get(population)
         if rules or masks:
             kept = totals.known if masks is None else passing_units(totals, masks)
             for rule in rules:
                 kept = passes(aggregate(totals, rule), rule, kept)
             keep = kept if keep is None else keep & kept
     return keep
+
+
+def applied_bound(ratio: Tensor, config: WeightConfig) -> Tensor:
+    """bound(r), wherever the ratio lies."""
+    return config.record.apply(ratio, config.floor, config.ceiling)
+
+
+def bounded_weight(
+    ratio: Tensor, usable: Bool[Tensor, " *"], passing: Bool[Tensor, " *"], config: WeightConfig
+) -> Tensor:
+    """w = bound(r), and 0 where the ratio is not known; an unknown ratio must read 0.
+
+    passing: `usable`, and inside the bound where it gives no weight outside.
+    """
+    weight = applied_bound(ratio, config)
+    if config.record.zeroes:
+        return torch.where(passing, weight, 0)
+    return weight if config.record.keeps_zero else torch.where(usable, weight, 0)
+
+
+def known_log_ratio(totals: Totals, weight: WeightConfig) -> Float[Tensor, " N"]:
+    """log r of the whole unit; NaN where a valid token of the unit is unusable, so that no bound is exceeded."""
+    return torch.where(totals.known, unit_log_ratio(totals, weight), torch.nan)
+
+
+def unit_ratio(totals: Totals, weight: WeightConfig) -> Float[Tensor, " N"]:
+    """Ratio of the whole unit, or its geometric mean, with the log clamped; 0 where the unit is not known."""
+    return totals.mean_ratio if LEVEL_OVER[weight.level] == "mean" else totals.ratio
+
+
+def unit_weight(totals: Totals, weight: WeightConfig) -> Float[Tensor, " N"]:
+    """Bounded ratio of each unit; 0 where the unit is not known."""
+    return bounded_weight(unit_ratio(totals, weight), totals.known, passing_units(totals, weight), weight)

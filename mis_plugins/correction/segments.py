@@ -15,10 +15,8 @@ from torch import Tensor
 
 from mis_plugins.config.model import Population, WeightConfig
 from mis_plugins.correction.plan import UnitPlan
-from mis_plugins.correction.rejection import Totals, kept_units, passing_units
-from mis_plugins.correction.sequence_totals import totals_by_population
-from mis_plugins.correction.token_stage import TokenStage
-from mis_plugins.correction.weights import known_log_ratio, unit_weight
+from mis_plugins.correction.rejection import Totals, kept_units, known_log_ratio, passing_units, unit_weight
+from mis_plugins.correction.token_stage import TokenStage, totals_by_population
 from mis_plugins.packing.ragged import Ragged, Segments
 
 

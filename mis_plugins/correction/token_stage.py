@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, reduce
 
@@ -9,12 +10,12 @@ import torch
 from jaxtyping import Bool, Float, Shaped
 from torch import Tensor
 
-from mis_plugins.config.model import CorrectionConfig, RejectRule
+from mis_plugins.config.model import CorrectionConfig, Population, RejectRule
 from mis_plugins.config.terms.statistics import STATISTICS, Evidence, statistic_of
-from mis_plugins.correction.plan import SUMS, Plan
+from mis_plugins.correction.plan import SUMS, Plan, Reads, UnitPlan
 from mis_plugins.correction.ratios import LogProbs, exp_clamped, log_ratios, nonfinite
-from mis_plugins.correction.rejection import in_bounds, passes, within
-from mis_plugins.correction.weights import bounded_weight
+from mis_plugins.correction.rejection import Totals, bounded_weight, in_bounds, passes, within
+from mis_plugins.packing.ragged import Ragged
 
 
 @dataclass(frozen=True)
@@ -189,3 +190,25 @@ def narrowed(stage: TokenStage) -> TokenStage:
     assert stage.keep is not None
     log_ratio = torch.where(stage.keep, stage.log_ratio, 0)
     return replace(stage, loss_mask=stage.keep, usable=stage.keep, log_ratio=log_ratio)
+
+
+def totals_of(stage: TokenStage, ragged: Ragged, reads: Reads) -> Totals:
+    """Totals of each unit of `ragged`, a sequence or a segment; no collective where the plan reads none."""
+    if not (reads.sums or reads.squares or reads.minima or reads.maxima):
+        return Totals()
+    return Totals(
+        ragged.totals(
+            {name: stage.row(row) for name, row in reads.sums.items()},
+            {name: stage.row(row) for name, row in reads.squares.items()},
+            {name: stage.extreme(row, torch.inf) for name, row in reads.minima.items()},
+            {name: stage.extreme(row, -torch.inf) for name, row in reads.maxima.items()},
+        )
+    )
+
+
+def totals_by_population(stage: TokenStage, ragged: Ragged, plan: UnitPlan) -> Mapping[Population, Totals]:
+    """Totals of each unit over all valid tokens, or over the kept tokens, as its weight and rules ask."""
+    return {
+        population: totals_of(narrowed(stage) if population == "kept" else stage, ragged, reads)
+        for population, reads in plan.reads.items()
+    }

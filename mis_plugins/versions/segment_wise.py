@@ -24,8 +24,7 @@ from torch import Tensor
 
 from mis_plugins.config.model import SegmentWiseConfig
 from mis_plugins.correction.ratios import exp_clamped, log_ratio
-from mis_plugins.correction.rejection import in_bounds
-from mis_plugins.correction.weights import bounded_weight
+from mis_plugins.correction.rejection import bounded_weight, in_bounds
 from mis_plugins.errors import InputError
 from mis_plugins.versions.loglinear import loglinear
 

@@ -146,16 +146,10 @@ def test_check_tells_of_a_rule_that_nothing_switches_on(switch: str | None, conf
 # ---------------------------------------------------------------------------------------------------------- near misses
 
 MISSES = [
-    ("use_rss", "use_rs"),
-    ("use_sr", "use_rs"),
-    ("use_masks", "use_mask"),
-    ("use_mis", "use_tis"),
-    ("use_decouple_loss", "use_decoupled_loss"),
     ("use-mask", "use_mask"),
     ("tis-level", "tis_level"),
     ("tis_levels", "tis_level"),
     ("rs_upper", "rs_upper_bound"),
-    ("behav_imp_weight_caps", "behav_imp_weight_cap"),
 ]
 
 

@@ -356,7 +356,6 @@ def test_metrics_only_does_not_need_finite_inputs_to_leave_the_loss_alone():
         ({"use_rs": True}, "use_rs"),
         ({"rs_veto_threshold": 1e-4}, "rs_veto_threshold"),
         ({"tis_upper_bound": 2.0, "use_rs": False, "rs_veto_threshold": None}, "tis_upper_bound"),
-        ({"behav_imp_weight_cap": 5.0}, "behav_imp_weight_cap"),
         ({"mis": {"weight": {"upper": 2.0}}}, "mis.weight"),
         ({"mis": {"segment_wise": {"enabled": False, "weight_cap": 3}}}, "mis.segment_wise"),
         ({"mis": {"weight": None, "reject": [{"over": "min", "lower": 1e-4}]}}, "mis.reject"),
