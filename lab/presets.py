@@ -36,7 +36,7 @@ from lab.host.report import MetricsLog
 from lab.provenance import markdown_table, parser_of
 from mis_plugins.__main__ import load
 from mis_plugins.config import reading
-from mis_plugins.config.docs import header
+from mis_plugins.config.families import header
 from mis_plugins.config.model import CorrectionConfig
 from mis_plugins.shared.palette import BLACK, BLUE, FRAME, GRID, SKY
 from mis_plugins.shared.provenance import as_markdown

@@ -33,7 +33,7 @@ from typing import Any
 import yaml
 
 from mis_plugins.config import families, reading, writing
-from mis_plugins.config.docs import header
+from mis_plugins.config.families import header
 from mis_plugins.config.file import STDIN, as_arguments, keys_of, text_of
 from mis_plugins.config.loading import WATCHING, file_of, load, read_keys, watching
 from mis_plugins.config.model import CorrectionConfig

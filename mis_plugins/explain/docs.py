@@ -3,7 +3,7 @@
     python -m mis_plugins.explain.docs
 
 Only what lies between the two comments that name this module is made; the rest of the page is written by hand, or by
-`python -m mis_plugins.config.docs`.
+`python -m lab.pages.presets`.
 """
 
 from __future__ import annotations
@@ -16,10 +16,11 @@ if __name__ == "__main__":
 import math
 import re
 from collections.abc import Iterator
+from pathlib import Path
 
-from mis_plugins.config.docs import PAGE
 from mis_plugins.explain.rungs import Record, Responses, record, short
 
+PAGE = Path(__file__).parents[2] / "docs" / "presets.md"
 BEGIN, END = "<!-- made by python -m mis_plugins.explain.docs -->\n", "<!-- end of what was made -->"
 PART = re.compile(f"{re.escape(BEGIN)}.*{re.escape(END)}", re.DOTALL)
 
