@@ -209,8 +209,12 @@ def is_areals(key: str) -> bool:
     return key in (*AREAL_KEYS, REJECTION) or key.startswith(AREAL_PREFIXES)
 
 
-def _check_areal(keys: Mapping[str, Any]) -> None:
-    """Refuse AReaL's keys, which only the translator reads."""
+def check_areal(keys: Mapping[str, Any]) -> None:
+    """Refuse AReaL's keys, which the translator alone reads.
+
+    Raises:
+        ConfigError: it names each key where it stands, and the translator's command.
+    """
     if found := areal_keys(keys):
         raise ConfigError(
             f"{', '.join(found)}: of AReaL; give the host the file that `python -m mis_plugins config from-areal` "
@@ -241,8 +245,6 @@ def check_names(names: Iterable[str]) -> None:
     """
     names = list(names)
     for name in names:
-        if is_areals(name):
-            _check_areal({name: True})
         if is_ours(name) and name not in READ_KEYS:
             raise ConfigError(f"{name}: unknown key{_suggest(name, _family(name))}")
         if meant := _meant(name, names):
@@ -311,8 +313,9 @@ def _from_view(stated: View) -> CorrectionConfig:
         raise ConfigError(f"{min(beside)}: stands beside `mis:` in a hook's config; write it under `mis:`")
     _check_one_value(stated)
     for keys in _keys_of_readable_files(stated):
+        check_areal(keys)
         check_names(keys)
-    _check_areal(said | {name: stated[name] for name in AREAL_BLOCKS if name in stated})
+    check_areal(said | {name: stated[name] for name in AREAL_BLOCKS if name in stated})
     config = _read({name: plain(value) for name, value in said.items()})
     corrects = config.corrects or config.needs_loss_hook
     if not corrects and getattr(stated, "use_tis", False):
