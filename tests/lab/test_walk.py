@@ -87,7 +87,7 @@ def test_smoke(tmp_path: Path):
     (found,) = json.loads(path.read_text())["walks"]
     stops = found["stops"]
     assert found["returns"] == sum(stop["returns"] for stop in stops)
-    assert {"correct", "totals_of", "Ragged.over_sequence"} <= {
+    assert {"correct", "totals_of", "Ragged.totals"} <= {
         x for stop in stops for x in stop["functions"]
     }
     counted = f"mis: {len(stops)} stops in {found['files']} files, {found['returns']} returns"
