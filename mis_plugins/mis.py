@@ -8,7 +8,7 @@
     --rollout-sample-filter-path     mis_plugins.mis.drop_broken_samples
     --custom-pg-loss-reducer-function-path  mis_plugins.mis.kept_token_mean
     --custom-loss-function-path      mis_plugins.mis.policy_loss                   (with --loss-type custom_loss)
-    --custom-megatron-before-train-step-hook-path  mis_plugins.mis.report_step     (warnings, `metrics: all`)
+    --custom-megatron-before-train-step-hook-path  mis_plugins.mis.report_step     (warnings, metrics of whole steps)
     --custom-megatron-before-log-prob-hook-path    mis_plugins.mis.watch_routes    (mixture of experts)
     mis_plugins.mis.report_last_step(args), by hand where a run of many ranks ends
 
@@ -144,7 +144,7 @@ def compute_mis_weights(
         weights, one tensor a sequence, or None where `args.use_tis` is off; masks; metrics, without prefix.
     """
     args = view(args)
-    config = config_in_force(args)
+    config = watching.handed_back(config_in_force(args), step_hook=False)
     lengths = [mask.numel() for mask in loss_masks]
     batch = HostBatch(train_log_probs, rollout_log_probs, loss_masks, whole(lengths))
     correction, placed = _correct(args, batch, config)
@@ -221,7 +221,7 @@ def count_samples(args: Any, *rest: Any) -> None:
 
     args = view(args)
     rollout_id, data = rollout_data(
-        rest, "mis_plugins.mis.count_samples", "drop it: metrics: all has exact means"
+        rest, "mis_plugins.mis.count_samples", "drop it: the step hook logs exact means"
     )
     ranks = current(args).parallel()[0]
     RECORDER.check_rollout(args, rollout_id, ranks)
@@ -289,7 +289,7 @@ def watch_routes(args: Any, model: Sequence[Any], store_prefix: str = "", *_: An
 
 @Hook
 def report_step(args: Any, rollout_id: int, step_id: int, *model: Any) -> None:
-    """The before-train-step hook: warns about the previous step, and with `metrics: all` logs its metrics.
+    """The before-train-step hook: warns about the previous step, and logs its metrics with `metrics: watch` or `all`.
 
     Miles, slime and the embedded host call it as `(args, rollout_id, step_id, model, optimizer, scheduler)`, on every
     rank.
@@ -414,7 +414,7 @@ def _hook(args: Any, pg_loss: Tensor, batch: HostBatch, host: Host, flags: Flags
     Args:
         flags: routes of the tokens, where a watch knows them.
     """
-    config, by_kept = config_in_force(args), host.divides_by_kept(args)
+    config, by_kept = watching.handed_back(config_in_force(args), host.step_hook), host.divides_by_kept(args)
     conflicts.check_weights(args, config, host)
     denominator_checks.warn_of_other_terms(args, config, by_kept)
     tokens = sum(batch.layout.local_lengths)

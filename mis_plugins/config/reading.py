@@ -488,9 +488,11 @@ def _of_keys(said: Mapping[str, Any]) -> CorrectionConfig:
             f"both `mis:` and the flat key {next(iter(flat))} are set; keep one of the spellings"
         )
     config = from_mapping(nested)
-    if flat and (flat.get("tis_upper_bound") is not None or said.get("use_tis")):
-        config = from_flat(flat, config.metrics)
-    return config
+    if not flat:
+        return config
+    metrics = (nested or {}).get("metrics", "full")  # Miles's mis.py hands back all
+    corrects = flat.get("tis_upper_bound") is not None or said.get("use_tis")
+    return from_flat(flat, metrics) if corrects else CorrectionConfig(metrics=metrics)
 
 
 def correcting_keys(args: Any, config: CorrectionConfig) -> list[str]:

@@ -152,7 +152,7 @@ def flags(config: CorrectionConfig, host: Host | None = None) -> str:
         hook = f"{hook} {COUNT}"
     watches = config.reads_routes or config.routing is not None
     steps = (host is None or host.step_hook) and (
-        config.metrics == "all" or config.on_all_rejected == "raise" or watches
+        config.reports_step or config.on_all_rejected == "raise" or watches
     )
     hook = f"{hook} {STEP_HOOK}" if steps else hook
     objective = config.objective

@@ -8,7 +8,7 @@ from mis_plugins.config import reading
 from mis_plugins.config.model import CorrectionConfig
 from mis_plugins.config.view import View
 from mis_plugins.correction.pipeline import Correction, correct
-from mis_plugins.hosts import conflicts, loss_batch, loss_flags, resplit
+from mis_plugins.hosts import conflicts, loss_batch, loss_flags, resplit, watching
 from mis_plugins.hosts.host import Batch, Host
 from mis_plugins.hosts.rank_agreement import check_agreement
 from mis_plugins.hosts.rollout_store import ROLLOUT
@@ -44,7 +44,7 @@ def policy_loss(
         correction = _corrected(args, batch, inputs, config, host, numerator)
     share = share_of(inputs, correction, config)
     recorded = without_behavior(inputs, config) if correction is None else correction
-    pg_loss = uncorrected(inputs, config, flags) if recorded.config.metrics == "all" else None
+    pg_loss = uncorrected(inputs, config, flags) if recorded.config.reports_step else None
     recorder.record(for_metrics(inputs, recorded, share), pg_loss, inputs.written, numerator)
     loss, metrics = micro_batch_loss(inputs, recorded, share, config, flags, reduce, reduce_policy)
     return loss, metrics | loss_batch.passed_on(batch, reduce)
@@ -54,6 +54,7 @@ def _config(args: View, batch: Batch, host: Host) -> CorrectionConfig:
     asked = reading.from_args(args)
     resplit.check_hook(args, asked)
     config = loss_flags.config_in_force(args, asked, loss_batch.knows_versions(batch))
+    config = watching.handed_back(config, host.step_hook)
     conflicts.check_weights(args, config, host)
     return config
 

@@ -44,7 +44,7 @@ HOOKS = {
 def test_use_mask_is_a_rule_whose_tokens_stay_in_the_denominator():
     config = reading.from_flat(FLAT | {"use_mask": True})
     rule = RejectRule(lower=0.7, upper=1.5)
-    assert config == CorrectionConfig(WeightConfig(upper=2.0), (rule,)) and config.denominator == "original"
+    assert config == CorrectionConfig(WeightConfig(upper=2.0), (rule,), "full") and config.denominator == "original"
     assert reading.from_flat(FLAT | {"use_mask": False}).reject == ()
 
 

@@ -17,7 +17,8 @@ from mis_plugins.explain.launch import bash, python
 from mis_plugins.explain.launch.words import HOLE, Reading, Word
 
 PRESET = '"$(python -m mis_plugins config path tis)"'
-OURS = f"--custom-tis-function-path {HOOK}\n--custom-config-path {PRESET}"
+STEP = "--custom-megatron-before-train-step-hook-path mis_plugins.mis.report_step"
+OURS = f"--custom-tis-function-path {HOOK}\n{STEP}\n--custom-config-path {PRESET}"
 UNSWITCHED = (
     f"--custom-tis-function-path {HOOK}\n--custom-config-path unswitched.yaml"  # a file without use_tis
 )
@@ -156,7 +157,7 @@ def test_a_branch_that_is_not_known_is_unsure_and_nothing_is_proposed(
     code, told = check(capsys, tmp_path, "run.sh", script)
     assert (
         code == 2
-        and f"--use-tis (line 12): there only if this holds: {test}" in told
+        and f"--use-tis (line 13): there only if this holds: {test}" in told
         and "\n+++ " not in told
     )
 

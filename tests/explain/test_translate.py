@@ -180,7 +180,7 @@ def test_verl_dppo(mode: Literal["dppo_tv", "dppo_kl"], tmp_path: Path):
     """Against pi_old, times the weights of the correction; in bypass against mu, without weights and rules."""
     for keys in (dppo(mode), {"loss_mode": mode}):
         alone = from_verl(keys)
-        assert alone.config() == CorrectionConfig(objective=ObjectiveConfig(mode, "proximal"), metrics="full")
+        assert alone.config() == CorrectionConfig(objective=ObjectiveConfig(mode, "proximal"))
         assert verl.MU_BY_BYPASS in alone.notes
     weighed = from_verl(dppo(mode) | {"algorithm": {"rollout_correction": TOKEN_IS}})
     assert weighed.config() == CorrectionConfig(WeightConfig(upper=2.0), objective=ObjectiveConfig(mode))
@@ -806,7 +806,7 @@ def test_a_misspelled_key_of_ms_swift_is_refused(text: str):
 
 
 @pytest.mark.parametrize(
-    ("said", "metrics"), [("", "full"), (" 'false'", "none"), ("=F", "none"), (" yes", "full")]
+    ("said", "metrics"), [("", "watch"), (" 'false'", "none"), ("=F", "none"), (" yes", "watch")]
 )
 def test_ms_swift_truths(said: str, metrics: str):
     assert ms_swift.translate(f"swift rlhf --log_rollout_offpolicy_metrics{said}").config().metrics == metrics

@@ -292,6 +292,9 @@ def nested(flat: dict) -> dict:
 
 
 def host_args(**settings: object) -> SimpleNamespace:
-    """A host's Namespace: `--use-tis` and `--qkv-format thd` unless told otherwise, then the YAML's keys."""
+    """A host's Namespace: `--use-tis`, `--qkv-format thd`, all metrics unless told otherwise, then the YAML's keys."""
+    nested = settings.get("mis")
+    if isinstance(nested, dict):
+        settings["mis"] = {"metrics": "full", **nested}
     given = {"use_tis": True, "get_mismatch_metrics": False, "qkv_format": "thd"}
     return SimpleNamespace(**(given | settings))

@@ -75,7 +75,7 @@ def translate(text: str) -> Translation:
     if not set(given) & set(KEYS):
         raise ConfigError(f"nothing to translate: none of {', '.join(KEYS)} in it")
     mis = _weighed(given) | _masked(given)
-    mis["metrics"] = "full" if mis or _truth(given.get(METRICS, False), METRICS) else "none"
+    mis["metrics"] = "watch" if mis or _truth(given.get(METRICS, False), METRICS) else "none"
     return Translation("ms-swift", given, mis, SOURCES, tuple(_notes(given)))
 
 

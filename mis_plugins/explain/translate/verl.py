@@ -721,7 +721,7 @@ def _finish(draft: Draft, tree: Any) -> None:
     mode = _at(_actor(tree), "loss_agg_mode")
     how = REDUCTIONS.get(str(mode), NO_REDUCTION)
     draft.notes.append(BY_DEFAULT if mode is None else f"loss_agg_mode: {as_written(mode)} {how}")
-    mis["metrics"] = "full"
+    mis["metrics"] = "watch"
     draft.notes = list(dict.fromkeys(draft.notes))
 
 
