@@ -107,7 +107,7 @@ def _segments(config: CorrectionConfig) -> UnitPlan:
     weight, rules = config.weight, _unit_rules(config, "segment")
     names = _needed_for_units(rules) | ({"kept"} if config.drops_below("sequence") else set())
     populations: set[Population] = {config.weight_population, *map(config.population, rules)}
-    reads = {population: Reads.of(names) for population in sorted(populations)}
+    reads: dict[Population, Reads] = {population: Reads.of(names) for population in sorted(populations)}
     return _unit_plan(config, weight if weight and weight.by_segment else None, rules, reads)
 
 
@@ -125,7 +125,9 @@ def _unit_plan(
     rules: Iterable[RejectRule],
     reads: Mapping[Population, Reads],
 ) -> UnitPlan:
-    masks = {config.weight_population: weight} if weight and weight.record.drops_token else {}
+    masks: dict[Population, WeightConfig] = {}
+    if weight and weight.record.drops_token:
+        masks = {config.weight_population: weight}
     return UnitPlan(weight, config.weight_population, _by_population(config, rules), reads, masks)
 
 

@@ -58,9 +58,10 @@ class Totals(dict[str, Tensor]):
 
 def within(x: Tensor, lower: float | None, upper: float | None) -> Bool[Tensor, " *"]:
     """lower <= x <= upper, and not NaN; None is no bound."""
-    if lower is None or upper is None:
-        return x <= upper if lower is None else x >= lower
-    return x.clamp(lower, upper) == x
+    if upper is None:
+        assert lower is not None
+        return x >= lower
+    return x <= upper if lower is None else x.clamp(lower, upper) == x
 
 
 def passes(statistic: Tensor, rule: RejectRule, keep: Bool[Tensor, " *"]) -> Bool[Tensor, " *"]:

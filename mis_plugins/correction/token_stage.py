@@ -181,6 +181,7 @@ def _down_weight(stage: TokenStage, rules: tuple[RejectRule, ...]) -> Float[Tens
     factors = (
         torch.where(within(stage.statistic(rule.statistic), *rule.limits), 1.0, rule.down_weigh)
         for rule in rules
+        if rule.down_weigh is not None
     )
     return reduce(torch.mul, factors)
 

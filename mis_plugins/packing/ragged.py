@@ -7,7 +7,7 @@ ranks. No code can add a token twice: only `totals` turns `[T]` into `[N]`, and 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from types import MappingProxyType
@@ -56,12 +56,14 @@ class Ragged:
     cu_seqlens: where each sequence starts, and T at the end, on the tokens' device.
     loss_mask: the host's mask, true where a token enters the loss.
     responses: None where the local tokens are the whole responses.
+    counts: number of local tokens of each sequence; None derives it from `cu_seqlens`.
     """
 
     cu_seqlens: Int[Tensor, " bounds"]  # N + 1 of them
     loss_mask: Bool[Tensor, " T"]
     ranks: Ranks = Ranks()
     responses: Responses | None = None
+    counts: Int[Tensor, " N"] | None = None
 
     @property
     def size(self) -> int:
@@ -71,7 +73,7 @@ class Ragged:
     @cached_property
     def lengths(self) -> Int[Tensor, " N"]:
         """The number of local tokens of each sequence."""
-        return self.cu_seqlens.diff()
+        return self.cu_seqlens.diff() if self.counts is None else self.counts
 
     @cached_property
     def segments(self) -> Segments:
@@ -130,7 +132,7 @@ class Ragged:
     def _sequence_of_token(self) -> Int[Tensor, " T"]:
         return torch.repeat_interleave(self.lengths, output_size=self.loss_mask.numel())
 
-    def _added(self, rows: Sequence[Shaped[Tensor, " T"]], first_square: int) -> Float[Tensor, " KN"]:
+    def _added(self, rows: list[Shaped[Tensor, " T"]], first_square: int) -> Float[Tensor, " KN"]:
         """Sums of each row by sequence, row after row; rows from `first_square` on are squared first."""
         tokens, device = self.loss_mask.numel(), self.loss_mask.device
         wide = torch.empty(len(rows) * tokens, dtype=torch.float64, device=device)

@@ -17,6 +17,7 @@ from mis_plugins.hosts.step_report import Recorder
 PACKAGE = Path(mis_plugins.__file__).parent
 LOADED = (11_500, 74)  # lines and modules
 MOST_FILES = 33
+MOST_OPERATORS = {"full": 78, "all": 530}
 APART = (
     "mis_plugins.report",
     "mis_plugins.explain",
@@ -56,6 +57,14 @@ def test_a_warm_call_asks_the_config_nothing(keys: dict[str, Any], monkeypatch: 
             sys.setprofile(None)
     assert "config/model.py" not in files
     assert len(files) <= MOST_FILES, sorted(files)
+
+
+def test_one_call_costs_few_operators_and_waits_for_nothing(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(mis, "RECORDER", mis.RECORDER)  # `calls` puts its own in place
+    found = {name: count for name, count, _ in size.calls()}
+    operators = {name.split()[-1]: count for name, count in found.items() if name.startswith("operators")}
+    assert operators["full"] <= MOST_OPERATORS["full"] and operators["all"] <= MOST_OPERATORS["all"]
+    assert {count for name, count in found.items() if name.startswith("waits")} == {0}
 
 
 def test_the_table_sets_what_is_counted_beside_its_goal(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
