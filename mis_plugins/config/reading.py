@@ -14,14 +14,14 @@ import math
 import os
 import types
 import typing
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from mis_plugins.config import recorded
 from mis_plugins.config.file import OURS as BESIDE
-from mis_plugins.config.file import SWITCHES, keys_given, short
+from mis_plugins.config.file import keys_given, short
 from mis_plugins.config.model import (
     LEVEL_OVER,
     WEIGHT_BOUNDS,
@@ -64,28 +64,11 @@ OUR_PREFIXES = ("tis_", "rs_", "mis_", *AREAL_PREFIXES)
 REJECTION = "rejection_sampling"
 READ_KEYS = frozenset((*FLAT_KEYS, *AREAL_KEYS, *HOST_KEYS, "mis", "use_tis", REJECTION))
 OWN_KEYS = READ_KEYS - {REJECTION}  # a host's own key may have the name of AReaL's block
-COMMON_WORDS = frozenset(
-    {"level", "mode", "mask", "clip"}
-)  # of PREFIXLESS; a user's own key may be one of them
-PREFIXES = ("tis_", "rs_", "use_")
-PREFIXED = (*FLAT_KEYS, *HOST_KEYS, "use_tis")
-PREFIXLESS: dict[str, list[str]] = {
-    key.removeprefix(prefix): [other for other in PREFIXED if other.endswith(key.removeprefix(prefix))]
-    for key in PREFIXED
-    for prefix in PREFIXES
-    if key.startswith(prefix)
-}
-BELOW = {
-    field.name: part
-    for part, kind in (("reject", RejectRule), ("weight", WeightConfig))
-    for field in dataclasses.fields(kind)
-}  # parts of `mis:` by the keys that stand in them
 RULE_KEYS = (
     "rs_level",
     "rs_lower_bound",
     "rs_upper_bound",
 )  # of the rule that `use_rs` or `use_mask` switches on
-SWITCH_KEYS = tuple(key for key in (*FLAT_KEYS, "use_tis") if key.startswith("use_"))
 MOST_ITEMS = 64  # of a list; each rule costs every step its time
 LARGEST_FLOAT = 3.4028234663852886e38  # of 32 bits, in which the hooks compute
 FlatLevel = Literal["token", "sequence", "geometric"]
@@ -243,52 +226,10 @@ def check_names(names: Iterable[str]) -> None:
     Raises:
         ConfigError: it quotes the key, and suggests one.
     """
-    names = list(names)
-    for name in names:
-        if is_ours(name) and name not in READ_KEYS:
-            raise ConfigError(f"{name}: unknown key{_suggest(name, _family(name))}")
-        if meant := _meant(name, names):
-            raise ConfigError(f"{name}: nobody reads this key; write {meant}")
+    if not READ_KEYS.issuperset(names := list(names)):
+        from mis_plugins.config.misspelled import check
 
-
-def _family(name: str) -> tuple[str, ...]:
-    """The keys of ours that a name may be meant for."""
-    return SWITCH_KEYS if name.startswith("use_") else FLAT_KEYS
-
-
-def _meant(name: str, names: Sequence[str]) -> str | None:
-    """What a key of a file should be, where only letter case, dots or a missing prefix keep it from being ours.
-
-    Args:
-        names: every key of the file; a word such as `level` may be a user's own where none of ours is beside it.
-    """
-    if name in READ_KEYS or name in recorded.names():
-        return None
-    parts = name.lower().replace("-", "_").split(".")
-    plain = "_".join(parts)
-    for key in (parts[-1], plain):
-        if key in READ_KEYS or key in SWITCHES:
-            return key if key != name else None
-    if len(parts) > 1 and parts[0] == "mis":
-        return _nested(parts[1:])
-    if parts[0] in BESIDE:
-        return _nested(parts)
-    if plain in PREFIXLESS and (plain not in COMMON_WORDS or not set(FLAT_KEYS).isdisjoint(names)):
-        return " or ".join(PREFIXLESS[plain])
-    if plain in BELOW and "mis" in names:
-        return _nested([BELOW[plain], plain])
-    near = difflib.get_close_matches(plain, _family(plain), n=1, cutoff=0.8)
-    if not (is_ours(plain) or (near and plain.startswith("use_"))):
-        return None
-    return near[0] if near else f"one of {', '.join(_family(plain))}"
-
-
-def _nested(parts: Sequence[str]) -> str:
-    """A key as it stands under `mis:`, from its path."""
-    text = "..."
-    for part in reversed(parts):
-        text = f"{{{part}: [{text}]}}" if part == "reject" and text != "..." else f"{{{part}: {text}}}"
-    return f"`mis: {text}`"
+        check(names)
 
 
 def from_args(args: Any) -> CorrectionConfig:
@@ -545,7 +486,7 @@ def preset_path(name: str) -> Path:
     """
     known = presets()
     if name not in known:
-        raise ConfigError(f"preset {shown(name)}: unknown{_suggest(name, known)}")
+        raise ConfigError(f"preset {shown(name)}: unknown{suggest(name, known)}")
     return known[name]
 
 
@@ -587,7 +528,7 @@ def _parse(cls: type, value: Any, path: str) -> Any:
     for key in value:
         if key not in hints:
             by_target = key == "reference" and value[key] == "target" and path in WEIGHING
-            why = BY_TARGET if by_target else f"unknown key{_suggest(str(key), hints)}"
+            why = BY_TARGET if by_target else f"unknown key{suggest(str(key), hints)}"
             raise ConfigError(f"{path}.{key}: {why}")
     for field in dataclasses.fields(cls):
         if field.default is dataclasses.MISSING and field.name not in value:
@@ -675,7 +616,8 @@ def _fields(cls: type) -> list[str]:
     return [field.name for field in dataclasses.fields(cls)]
 
 
-def _suggest(name: str, known: Iterable[str]) -> str:
+def suggest(name: str, known: Iterable[str]) -> str:
+    """The end of an error about an unknown name: the nearest that is known, or all of them."""
     known = list(known)
     close = difflib.get_close_matches(name, known, n=1)
     return f"; did you mean {close[0]}?" if close else f"; known are {', '.join(known)}"

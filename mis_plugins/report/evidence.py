@@ -137,8 +137,8 @@ def of_sequences(ragged: Ragged, tokens: Tokens, ended: Bool[Tensor, " N"]) -> O
         torch.where(first, tokens.log_ratio, 0),
         torch.where(last, size, 0),
     ]
-    names: list[str] = "usable size begins signed end x y xy".split()
-    sums = dict(zip(names, (usable, size, *at_ends, x, y, x * y), strict=True))
+    names: tuple[str, ...] = ("usable", "size", "begins", "signed", "end", "x", "y", "xy")
+    sums: dict[str, Tensor] = dict(zip(names, (usable, size, *at_ends, x, y, x * y), strict=True))
     rows = torch.stack([*ragged.totals(sums, {"xx": x, "yy": y}).values()])
     long = rows[0] >= LONG_ENOUGH
     n, total, begins, signed, end, sx, sy, xy, xx, yy = rows[:, long].unbind()
