@@ -226,10 +226,11 @@ def check_names(names: Iterable[str]) -> None:
     Raises:
         ConfigError: it quotes the key, and suggests one.
     """
-    if not READ_KEYS.issuperset(names := list(names)):
+    given = list(names)
+    if not READ_KEYS.issuperset(given):
         from mis_plugins.config.misspelled import check
 
-        check(names)
+        check(given)
 
 
 def from_args(args: Any) -> CorrectionConfig:
