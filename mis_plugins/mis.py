@@ -301,8 +301,9 @@ def report_step(args: Any, rollout_id: int, step_id: int, *model: Any) -> None:
     args = view(args)
     RECORDER.report(args, rollout_id, step_id, current(args).parallel()[0])
     ROLLOUT.begin(rollout_id)
-    if model and (_begun_watch() or reading.from_args(args).routing is not None):
-        _watch().before_step(args, rollout_id, step_id, model[0])
+    stages = model[0] if model else None
+    if stages is not None and (_begun_watch() or reading.from_args(args).routing is not None):
+        _watch().before_step(args, rollout_id, step_id, stages)
 
 
 def report_last_step(args: Any, *_: Any) -> None:
