@@ -401,7 +401,9 @@ def test_areals_names(areal: dict, ours: dict):
 )  # fmt: skip
 def test_areals_keys_are_refused_by_the_hook_which_names_the_translator(keys: dict, places: str):
     step = random_step(0)
-    with pytest.raises(ConfigError, match=f"^{places}: of AReaL; give the host the file .* config from-areal"):
+    with pytest.raises(
+        ConfigError, match=f"^{places}: of AReaL; give the host the file .* config from-areal"
+    ):
         drive(flags(**keys), step.batch(), step)
 
 
@@ -484,7 +486,7 @@ def test_a_batch_without_versions_of_a_host_that_knows_them(config: dict):
 
 
 def test_a_batch_without_versions_that_nobody_reads():
-    step, config = aged(random_step(0), 0), STANDARD
+    step, config = aged(random_step(0), 0), STANDARD | {"metrics": "full"}
     batch = step.batch() | {"output_versions": None, "recomputed_log_probs": None}
     assert_same(drive(flags(mis=config), batch, step), call(step, config))
 
@@ -626,9 +628,9 @@ def test_nothing_is_added_up_without_metrics_or_without_a_weight_of_tokens(logge
     mis.report_step(flags(), 0, 0)
     for config in (CAP, STANDARD):
         call(step, config | {"metrics": "none"})
-    call(step, {"weight": {"level": "sequence"}})
-    call(step, {"weight": None, "reject": [SEQUENCE_RULE]})
-    call(step, {"objective": {"old": "behavior"}})
+    for config in ({"weight": {"level": "sequence"}}, {"weight": None, "reject": [SEQUENCE_RULE]},
+                   {"objective": {"old": "behavior"}}):  # fmt: skip
+        call(step, config | {"metrics": "full"})
     mis.report_step(flags(), 0, 1)
     assert logged == []
 
