@@ -12,7 +12,7 @@ from commands import ran
 from lab import walk
 
 COMMAND = Path(walk.__file__)
-MOST_STOPS, MOST_RETURNS = 16, 5
+MOST_STOPS, MOST_RETURNS = 16, 6
 
 FILES = {
     "first.py": """
