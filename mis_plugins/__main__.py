@@ -33,7 +33,7 @@ from typing import Any
 import yaml
 
 from mis_plugins.config import families, reading, writing
-from mis_plugins.config.docs import header
+from mis_plugins.config.families import header
 from mis_plugins.config.file import STDIN, keys_of, text_of
 from mis_plugins.config.loading import WATCHING, file_of, load, read_keys, watching
 from mis_plugins.config.model import CorrectionConfig
@@ -230,7 +230,6 @@ def _switched(keys: Mapping[str, Any], config: CorrectionConfig) -> Iterator[str
         yield "use_tis and get_mismatch_metrics are both true: the loss is corrected"
     if (idle := reading.idle_rule(keys)) is not None:
         yield idle
-    yield from areal.warnings(keys)
 
 
 def suggest(arguments: argparse.Namespace) -> int:

@@ -25,9 +25,10 @@ hooks run again. Nothing is written on the host's arguments, which are read thro
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from typing import Any
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -37,46 +38,36 @@ from mis_plugins.config.model import CorrectionConfig
 from mis_plugins.config.view import view
 from mis_plugins.correction.pipeline import Correction, correct, mean_weight_of
 from mis_plugins.errors import ConfigError, InputError
-from mis_plugins.explain.words import ONE_STEP
-from mis_plugins.hosts import (
-    averages,
-    checks,
-    loss_batch,
-    loss_flags,
-    megatron,
-    resplit,
-    watching,
-)
+from mis_plugins.hosts import averages, checks, megatron, watching
 from mis_plugins.hosts.adapters import miles, miles_fsdp
 from mis_plugins.hosts.batch import Handed, HostBatch, Tensors, check_apart, host_layout
 from mis_plugins.hosts.host import Host
 from mis_plugins.hosts.ownership import Hook
 from mis_plugins.hosts.rank_agreement import check_agreement
-from mis_plugins.hosts.reducer import kept_token_mean as kept_token_mean
 from mis_plugins.hosts.registry import current
-from mis_plugins.hosts.rollout_data import rollout_data
 from mis_plugins.hosts.rollout_store import ROLLOUT, Held, asked
-from mis_plugins.hosts.routing import WATCHING
-from mis_plugins.hosts.sample_filter import drop_broken_samples as drop_broken_samples
 from mis_plugins.hosts.step_report import RECORDER
 from mis_plugins.hosts.uncorrected import warn_of_one_sequence
-from mis_plugins.hosts.versions import carrying
-from mis_plugins.hosts.versions.miles import generate as miles_generate
-from mis_plugins.hosts.versions.slime import generate as slime_generate
-from mis_plugins.loss.micro_batch import (
-    Reduce,
-    compared_log_probs,
-    for_metrics,
-    micro_batch_loss,
-    numerator_of,
-    share_of,
-    uncorrected,
-)
 from mis_plugins.metrics.token_metrics import diagnose
 from mis_plugins.packing.layout import Placed, whole
-from mis_plugins.routing.table import Flags
+
+if TYPE_CHECKING:
+    from mis_plugins.hosts.routing import Watching
+    from mis_plugins.loss.micro_batch import Reduce
+    from mis_plugins.routing.table import Flags
+else:
+    Flags = Reduce = Watching = Any  # loaded by the hooks that need them: other jobs pay nothing for them
 
 Answer = tuple[Tensor, Tensors, Mapping[str, Tensor]]
+
+ELSEWHERE = {"drop_broken_samples": "sample_filter", "kept_token_mean": "reducer"}
+"""Hooks of this module that lie whole in a file of `hosts/`, which is loaded where a host asks for one."""
+
+
+def __getattr__(name: str) -> Any:
+    if name not in ELSEWHERE:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"mis_plugins.hosts.{ELSEWHERE[name]}"), name)
 
 
 @Hook
@@ -114,7 +105,8 @@ def compute_mis_weights_with_cp(
     ranks, cp = host.parallel() if parallel_state is None else miles.groups(parallel_state)
     layout = host_layout(args, total_lengths, response_lengths, max_seq_lens, *cp)
     batch = HostBatch(train_log_probs, rollout_log_probs, loss_masks, layout, ranks)
-    flags = WATCHING.flags(args, layout, total_lengths, pg_loss.device)
+    routes = _begun_watch()
+    flags = None if routes is None else routes.flags(args, layout, total_lengths, pg_loss.device)
     return _hook(args, pg_loss, batch, host, flags)
 
 
@@ -174,6 +166,10 @@ def normalize_rollout(args: Any, *rest: Any) -> None:
             recomputed log-probs; `args` alone from another caller than Miles's trainer.
         ConfigError: the hook would have no effect; context- or tensor-parallel ranks have different configs.
     """
+    from mis_plugins.hosts import loss_batch, resplit
+    from mis_plugins.hosts.rollout_data import rollout_data
+    from mis_plugins.loss.micro_batch import numerator_of
+
     args = view(args)
     by_loss_hook = getattr(args, "loss_type", None) == "custom_loss"
     config = watching.for_loss_hook(args, reading.from_args(args)) if by_loss_hook else config_in_force(args)
@@ -220,6 +216,9 @@ def count_samples(args: Any, *rest: Any) -> None:
         InputError: samples, which slime's documentation promises; `args` alone, from another caller than Miles's
             trainer.
     """
+    from mis_plugins.hosts import resplit
+    from mis_plugins.hosts.rollout_data import rollout_data
+
     args = view(args)
     rollout_id, data = rollout_data(
         rest, "mis_plugins.mis.count_samples", "drop it: the step hook logs exact means"
@@ -241,6 +240,8 @@ def _has_log_probs(data: Mapping[str, Any]) -> bool:
         return True
     if not megatron.holds_log_probs():
         return False
+    from mis_plugins.explain.words import ONE_STEP
+
     raise InputError(
         "mis.weight.normalize.scope: rollout needs log-probs that the trainer recomputed before training, and "
         f"rollout_data has none; {ONE_STEP}; or use scope: data_parallel"
@@ -269,38 +270,11 @@ def policy_loss(
     Raises:
         ConfigError, InputError: before any work, naming the key, the flag or the list.
     """
+    from mis_plugins.hosts import loss_hook
+
     args = view(args)
     host = current(args, sum_of_sample_mean)
-    config_asked = reading.from_args(args)
-    resplit.check_hook(args, config_asked)
-    config = loss_flags.config_in_force(args, config_asked, host, loss_batch.knows_versions(batch))
-    config = watching.handed_back(config, host.step_hook)
-    flags, reduce_policy = loss_flags.loss_config(args, RECORDER.step), loss_batch.policy_reducer(args, batch)
-    inputs = loss_batch.read(host, args, batch, logits, config, RECORDER.reports_weights(config))
-    ranks = inputs.ragged.ranks
-    check_agreement(config, ranks.cp, ranks.tp, logits.device)
-    correction, numerator = None, numerator_of(inputs.proximal, inputs.behavior, inputs.written, config)
-    if inputs.behavior is not None and (config.corrects or config.metrics != "none"):
-        warn_of_one_sequence(config, len(batch["loss_masks"]), ranks)
-        rollout_mean = _rollout_mean(args, config)
-        compared = compared_log_probs(inputs, config)
-        of_tokens = loss_batch.flags(host, args, batch, logits.device)
-        routed = WATCHING.routes(args, config, of_tokens)
-        correction = correct(
-            compared, inputs.behavior, inputs.ragged, config, rollout_mean, numerator, routed
-        )
-        WATCHING.record(correction, of_tokens)
-    share = share_of(inputs, correction, config)
-    recorded = correction
-    if recorded is None:
-        # Nothing was corrected: OPSM's masks and non-finite advantages are counted nonetheless.
-        proximal = inputs.proximal
-        recorded = correct(proximal, proximal, inputs.ragged, replace(config, metrics="none"))
-    pg_loss = uncorrected(inputs, config, flags) if recorded.config.reports_step else None
-    RECORDER.record(for_metrics(inputs, recorded, share), pg_loss, inputs.written, numerator)
-    reducers = sum_of_sample_mean, reduce_policy
-    loss, metrics = micro_batch_loss(inputs, recorded, share, config, flags, *reducers)
-    return loss, metrics | loss_batch.passed_on(batch, sum_of_sample_mean)
+    return loss_hook.policy_loss(args, batch, logits, sum_of_sample_mean, host, RECORDER)
 
 
 @Hook
@@ -310,7 +284,7 @@ def watch_routes(args: Any, model: Sequence[Any], store_prefix: str = "", *_: An
     Pass `--custom-megatron-before-log-prob-hook-path mis_plugins.mis.watch_routes` beside `report_step`, which reads
     what was seen, and `--use-rollout-routing-replay`, with which the engine returns its routes (`docs/routing.md`).
     """
-    WATCHING.before_log_probs(view(args), model, store_prefix)
+    _watch().before_log_probs(view(args), model, store_prefix)
 
 
 @Hook
@@ -327,7 +301,9 @@ def report_step(args: Any, rollout_id: int, step_id: int, *model: Any) -> None:
     args = view(args)
     RECORDER.report(args, rollout_id, step_id, current(args).parallel()[0])
     ROLLOUT.begin(rollout_id)
-    WATCHING.before_step(args, rollout_id, step_id, model[0] if model else None)
+    stages = model[0] if model else None
+    if stages is not None and (_begun_watch() or reading.from_args(args).routing is not None):
+        _watch().before_step(args, rollout_id, step_id, stages)
 
 
 def report_last_step(args: Any, *_: Any) -> None:
@@ -355,6 +331,9 @@ async def generate_with_versions(
     Raises:
         InputError: on Miles, the engine does not name the version of each token; on slime the conversion raises it.
     """
+    from mis_plugins.hosts.versions.miles import generate as miles_generate
+    from mis_plugins.hosts.versions.slime import generate as slime_generate
+
     if sample is None:
         return await miles_generate.generate(input)
     return await slime_generate.generate(input, sample, sampling_params, evaluation)
@@ -383,6 +362,8 @@ def carry_versions(args: Any) -> None:
         ConfigError: an argument of the host under which versions would say something else, or a host on which
             versions are not carried.
     """
+    from mis_plugins.hosts.versions import carrying
+
     host = current(args)
     if host.versioned is None:
         raise ConfigError(_unserved("--custom-megatron-init-path", "carry_versions", host))
@@ -404,7 +385,10 @@ def config_in_force(args: Any, host: Host | None = None) -> CorrectionConfig:
     """
     args = view(args)
     config = reading.from_args(args)
-    resplit.check_hook(args, config)
+    if config.resplit_every is not None:
+        from mis_plugins.hosts import resplit
+
+        resplit.check_hook(args, config)
     if config.needs_loss_hook:
         key = "opsm" if config.opsm else "objective" if config.objective else "segment_wise"
         unseen = (
@@ -443,7 +427,8 @@ def _hook(args: Any, pg_loss: Tensor, batch: HostBatch, host: Host, flags: Flags
         loss = torch.where(correction.keep, pg_loss * factor, 0)
     masks = _masks(batch, correction, placed)
     RECORDER.record(correction, pg_loss)
-    WATCHING.record(correction, flags)
+    if flags is not None:
+        _watch().record(correction, flags)
     return loss, masks, diagnose(correction, average=averages.average(args, RECORDER.step))
 
 
@@ -453,29 +438,25 @@ def _correct(
     if config.corrects:
         check_apart(batch.train_log_probs, batch.rollout_log_probs)
     warn_of_one_sequence(config, len(batch.loss_masks), batch.ranks)
-    routed = WATCHING.routes(args, config, flags)
+    watched = flags is not None or config.reads_routes or config.routing is not None
+    routed = _watch().routes(args, config, flags) if watched else None
     check_agreement(config, batch.ranks.cp, batch.ranks.tp, batch.loss_masks[0].device)
     placed = batch.place()
-    rollout_mean = _rollout_mean(args, config)
+    rollout_mean = ROLLOUT.mean(args, config)
     correction = correct(batch.proximal, batch.behavior, placed.ragged, config, rollout_mean, routes=routed)
     return correction, placed
 
 
-def _rollout_mean(args: Any, config: CorrectionConfig) -> Tensor | None:
-    """The mean weight that `normalize_rollout` kept; None without one.
+def _begun_watch() -> Watching | None:
+    """The watch over routers; None where no hook has begun one."""
+    module = sys.modules.get("mis_plugins.hosts.routing")
+    return None if module is None or module.WATCHING.watch is None else module.WATCHING
 
-    Raises:
-        InputError: the mean is of other weights than those of the micro-batch.
-    """
-    mean = ROLLOUT.mean(args, config)
-    if mean is not None and ROLLOUT.mean_is_segment_wise() != config.segment_wise_on:
-        here, there = "the micro-batch", "rollout_data"
-        has, lacks = (here, there) if config.segment_wise_on else (there, here)
-        raise InputError(
-            f"{loss_batch.VERSION}: of {has}, and not of {lacks}, so that with mis.weight.normalize.scope: rollout the "
-            "mean would be of other weights; hand it on with both, or with neither"
-        )
-    return mean
+
+def _watch() -> Watching:
+    from mis_plugins.hosts.routing import WATCHING
+
+    return WATCHING
 
 
 def _masks(batch: HostBatch, correction: Correction, placed: Placed) -> Tensors:
@@ -484,8 +465,6 @@ def _masks(batch: HostBatch, correction: Correction, placed: Placed) -> Tensors:
     if tokens is None and sequences is None:
         return batch.loss_masks
     keep = correction.keep if placed.ragged.responses is None else placed.full_mask(tokens, sequences)
-    masks = batch.loss_mask
-    # Times the host's own numbers. `copy` matters for bools, which `to` would not copy.
+    kept = batch.loss_mask * keep  # the host's own numbers, in the host's dtype
     # "Unsafe" only means that no gradient flows through the parts; it takes a third less time than a split.
-    kept = keep.to(masks.dtype, copy=True).mul_(masks)
     return list(kept.unsafe_split_with_sizes(list(batch.layout.response_lengths)))

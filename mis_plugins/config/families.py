@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 from mis_plugins.config.loading import load
@@ -23,6 +24,26 @@ KINDS = {
     "objective": "the loss hook: another objective, OPSM, segment-wise weights",
 }
 """What the presets of each kind do; every preset is of one kind."""
+
+
+JUDGED = "# Judged by: "
+
+
+@dataclass(frozen=True)
+class Header:
+    """What the comments at the top of a preset say: its formula, where it comes from, what it is compared with."""
+
+    formula: str
+    source: str
+    judged_by: str
+
+
+def header(file: Path) -> Header:
+    """The first two lines of a preset, and the line that names its judge; `-` where no line does."""
+    lines = file.read_text(encoding="utf-8").splitlines()
+    judges = [line.removeprefix(JUDGED) for line in lines if line.startswith(JUDGED)]
+    formula, source = (line.removeprefix("# ") for line in lines[:2])
+    return Header(formula, source, judges[0] if judges else "-")
 
 
 def kind(config: CorrectionConfig) -> str:

@@ -27,6 +27,7 @@ def read_keys(keys: Mapping[str, Any]) -> CorrectionConfig:
     Raises:
         ConfigError: no key says how to correct, or a setting cannot work.
     """
+    reading.check_areal(keys)
     reading.check_names(keys)
     if not any(reading.is_read(key, value) for key, value in keys.items()):
         verls = "; of a file of verl's `config from-verl` makes one" if "algorithm" in keys else ""

@@ -122,28 +122,28 @@ class WeightConfig:
                 f"{{lower}}: unset means 1 / {{upper}}: {1 / self.ceiling:g}, not below {{upper}}: {self.ceiling:g}"
             )
 
-    @property
+    @cached_property
     def record(self) -> bounds.Bound:
         """The row of `terms/bounds.py` that describes the bound."""
         return bounds.BOUNDS[self.bound]
 
-    @property
+    @cached_property
     def ceiling(self) -> float:
         """The upper bound in force: infinite without a bound."""
         return math.inf if self.upper is None else self.upper
 
-    @property
+    @cached_property
     def floor(self) -> float:
         """The lower bound in force: 0 for a bound without a floor, 1 / upper where none is given."""
         if not self.record.has_floor:
             return 0.0
         return 1 / self.ceiling if self.lower is None else self.lower
 
-    @property
+    @cached_property
     def by_segment(self) -> bool:
         return self.level in ("segment", "segment_geometric")
 
-    @property
+    @cached_property
     def by_sequence(self) -> bool:
         return self.level in ("sequence", "geometric")
 
@@ -220,17 +220,17 @@ class RejectRule:
         """The row of `terms/statistics.py` that describes the statistic."""
         return statistics.STATISTICS[self.statistic]
 
-    @property
+    @cached_property
     def drops(self) -> bool:
         """Whether what lies outside leaves the loss mask."""
         return self.down_weigh is None
 
-    @property
+    @cached_property
     def multiplies(self) -> bool:
         """Whether the rule looks at a product over the tokens of a unit."""
         return self.record.factor is not None and self.over == "sum"
 
-    @property
+    @cached_property
     def limits(self) -> tuple[float | None, float | None]:
         """Bounds on the value that is compared: for ratios their logarithm, so that nothing overflows."""
         if self.record.factor is None:
@@ -489,28 +489,28 @@ class CorrectionConfig:
                 why = "beside {weight}, which has bounds" if weight else "with {objective.old}: behavior"
                 raise ConfigError(f"{{segment_wise.{name}}}: has no effect {why}; drop it")
 
-    @property
+    @cached_property
     def bypass(self) -> bool:
         """Whether weights and rules compare pi_theta with mu, and not the trainer before the update."""
         return self.objective is not None and self.objective.old == "behavior"
 
-    @property
+    @cached_property
     def segment_wise_on(self) -> bool:
         """Whether the weight is pi_{v+1} / pi_v, and not pi_old / pi_v."""
         return self.segment_wise is not None and self.segment_wise.enabled
 
-    @property
+    @cached_property
     def clips_against_next(self) -> bool:
         """Whether PPO's ratio compares pi_theta with pi_{v+1}, and not with what `objective.old` names."""
         said = self.segment_wise
         return said is not None and said.enabled and said.clip_against == "next"
 
-    @property
+    @cached_property
     def weighs_by_segment_wise(self) -> bool:
         """Whether the bounds of the weight are those of `segment_wise`."""
         return self.segment_wise is not None and self.weight == self.segment_wise.weight
 
-    @property
+    @cached_property
     def weighs_behavior(self) -> bool:
         """Whether there is a weight of tokens by pi_{v+1} / pi_v, or by pi_old / pi_v where `segment_wise` is off."""
         return self.weight is not None and self.weight.level == "token" and not self.bypass
@@ -521,18 +521,18 @@ class CorrectionConfig:
             return self
         return replace(self, segment_wise=SegmentWiseConfig())
 
-    @property
+    @cached_property
     def rejects(self) -> bool:
         """Whether anything can be dropped from the loss mask, OPSM aside."""
         by_rule = any(rule.drops for rule in self.reject)
         return by_rule or (self.weight is not None and self.weight.record.drops_token)
 
-    @property
+    @cached_property
     def down_weighing(self) -> tuple[RejectRule, ...]:
         """The rules that multiply the weight of a token, and drop none."""
         return tuple(rule for rule in self.reject if not rule.drops)
 
-    @property
+    @cached_property
     def reads_routes(self) -> bool:
         """Whether a rule reads in how many layers a token was routed differently."""
         return any(rule.record.reads_routes for rule in self.reject)
@@ -555,7 +555,7 @@ class CorrectionConfig:
             units.append("segment" if self.weight.by_segment else "sequence")
         return units
 
-    @property
+    @cached_property
     def looks_at_kept(self) -> bool:
         """Whether a weight or rule over sequences or segments adds up kept tokens alone."""
         weighs = self.weight is not None and self.weight.level != "token" and self.aggregate == "kept"
@@ -565,34 +565,34 @@ class CorrectionConfig:
         """Population of tokens that a rule over a unit reads: all valid tokens where nothing smaller can be dropped."""
         return (rule.aggregate or self.aggregate) if self.drops_below(rule.unit) else "valid"
 
-    @property
+    @cached_property
     def weight_population(self) -> Population:
         """Population of tokens that the weight of a sequence or segment reads."""
         unit = "segment" if self.weight is not None and self.weight.by_segment else "sequence"
         return self.aggregate if self.drops_below(unit) else "valid"
 
-    @property
+    @cached_property
     def can_end_empty(self) -> bool:
         """Whether a micro-batch may end without any token that has a weight, OPSM aside."""
         return self.rejects or (self.weight is not None and self.weight.record.zeroes)
 
-    @property
+    @cached_property
     def reports_step(self) -> bool:
         """Whether the step hook logs metrics of whole optimizer steps."""
         return self.metrics in ("watch", "all")
 
-    @property
+    @cached_property
     def corrects(self) -> bool:
         """Whether the config can change a loss, OPSM and objective aside."""
         return self.weight is not None or bool(self.reject)
 
-    @property
+    @cached_property
     def reads_behavior(self) -> bool:
         """Whether the engine's log-probs can change a loss, by a weight, a rule, OPSM or PPO's ratio."""
         opsm = self.opsm is not None and self.opsm.reference == "behavior"
         return self.corrects or self.bypass or opsm
 
-    @property
+    @cached_property
     def needs_loss_hook(self) -> bool:
         """Whether the config needs advantages, the target policy or versions, which the TIS hook does not get."""
         return self.opsm is not None or self.objective is not None or self.segment_wise_on

@@ -2,8 +2,7 @@
 
 The nested key `mis:` is strict: an unknown key, a wrong type, a bound that cannot hold or a setting without
 effect is a `ConfigError` that quotes the user's key. Flat keys mean what they mean in Miles's `mis.yaml`
-(`tis_level`, `rs_veto_threshold`, ...) or in AReaL (`behav_imp_weight_cap`, ...), and are refused only where
-they cannot work.
+(`tis_level`, `rs_veto_threshold`, ...), and are refused only where they cannot work.
 """
 
 from __future__ import annotations
@@ -15,23 +14,21 @@ import math
 import os
 import types
 import typing
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from mis_plugins.config import recorded
 from mis_plugins.config.file import OURS as BESIDE
-from mis_plugins.config.file import SWITCHES, keys_given, short
+from mis_plugins.config.file import keys_given, short
 from mis_plugins.config.model import (
     LEVEL_OVER,
     WEIGHT_BOUNDS,
     CorrectionConfig,
     Metrics,
     NormalizeConfig,
-    ObjectiveConfig,
     RejectRule,
-    SegmentWiseConfig,
     WeightConfig,
     check_ratio_bounds,
 )
@@ -64,34 +61,16 @@ AREAL_BLOCKS = ("actor", "rollout")  # of AReaL's yaml, which hold its keys
 HOST_KEYS = ("tis_clip", "tis_clip_low")  # the hosts' own flags of their built-in TIS
 AREAL_PREFIXES = ("behav_imp_", "behave_imp_")
 OUR_PREFIXES = ("tis_", "rs_", "mis_", *AREAL_PREFIXES)
-READ_KEYS = frozenset((*FLAT_KEYS, *AREAL_KEYS, *HOST_KEYS, "mis", "use_tis", "rejection_sampling"))
-OWN_KEYS = READ_KEYS - {"rejection_sampling"}  # a host's own key may have the name of AReaL's block
-COMMON_WORDS = frozenset(
-    {"level", "mode", "mask", "clip"}
-)  # of PREFIXLESS; a user's own key may be one of them
-PREFIXES = ("tis_", "rs_", "use_", "enable_", "behav_imp_", "behav_")
-PREFIXED = (*FLAT_KEYS, *AREAL_KEYS, *HOST_KEYS, "use_tis")
-PREFIXLESS: dict[str, list[str]] = {
-    key.removeprefix(prefix): [other for other in PREFIXED if other.endswith(key.removeprefix(prefix))]
-    for key in PREFIXED
-    for prefix in PREFIXES
-    if key.startswith(prefix)
-}
-BELOW = {
-    field.name: part
-    for part, kind in (("reject", RejectRule), ("weight", WeightConfig))
-    for field in dataclasses.fields(kind)
-}  # parts of `mis:` by the keys that stand in them
+REJECTION = "rejection_sampling"
+READ_KEYS = frozenset((*FLAT_KEYS, *AREAL_KEYS, *HOST_KEYS, "mis", "use_tis", REJECTION))
+OWN_KEYS = READ_KEYS - {REJECTION}  # a host's own key may have the name of AReaL's block
 RULE_KEYS = (
     "rs_level",
     "rs_lower_bound",
     "rs_upper_bound",
 )  # of the rule that `use_rs` or `use_mask` switches on
-OUR_SWITCHES = tuple(sorted(key for key in READ_KEYS if key.startswith("use_")))
-HOSTS_SWITCHES = frozenset({"use_te"})  # arguments of the hosts within two edits of one of ours
 MOST_ITEMS = 64  # of a list; each rule costs every step its time
 LARGEST_FLOAT = 3.4028234663852886e38  # of 32 bits, in which the hooks compute
-EDITS = 2  # a switch within this edit distance of one of ours counts as misspelled
 FlatLevel = Literal["token", "sequence", "geometric"]
 FlatMode = Literal["truncate", "clip", "mask"]
 
@@ -138,36 +117,36 @@ def from_flat(keys: Mapping[str, Any], metrics: Metrics = "full") -> CorrectionC
     below means none, and an unset one 1 / upper.
     """
     flat = {key: keys.get(key) for key in FLAT_KEYS}
-    number = lambda key: _convert(float | None, flat[key], key)  # noqa: E731
+    number = lambda key: convert(float | None, flat[key], key)  # noqa: E731
     upper, veto = number("tis_upper_bound"), number("rs_veto_threshold")
     lower = _lower_bound(flat, "tis_lower_bound")
     if upper is None:
         raise ConfigError("tis_upper_bound: unset; every tis_mode needs it (mis.yaml has 2.0)")
-    bound = _convert(FlatMode, flat["tis_mode"] or "truncate", "tis_mode")
-    with _spelled(lower="tis_lower_bound", upper="tis_upper_bound"):
+    bound = convert(FlatMode, flat["tis_mode"] or "truncate", "tis_mode")
+    with spelled(lower="tis_lower_bound", upper="tis_upper_bound"):
         check_ratio_bounds(lower or None, upper, unbounded="0")
-    with _spelled(lower="tis_lower_bound", upper="tis_upper_bound", bound="tis_mode"):
+    with spelled(lower="tis_lower_bound", upper="tis_upper_bound", bound="tis_mode"):
         weight = WeightConfig(
-            level=_convert(FlatLevel, flat["tis_level"] or "token", "tis_level"),
+            level=convert(FlatLevel, flat["tis_level"] or "token", "tis_level"),
             bound=bound,
             lower=lower if BOUNDS[bound].has_floor else None,
             upper=upper,
             normalize=NormalizeConfig()
-            if _convert(bool, flat["tis_batch_normalize"] or False, "tis_batch_normalize")
+            if convert(bool, flat["tis_batch_normalize"] or False, "tis_batch_normalize")
             else None,
         )
     rules = []
     if _drops_outside(flat):
         rules.append(_flat_rule(flat, lower, upper))
     if veto is not None:
-        with _spelled(lower="rs_veto_threshold"):
+        with spelled(lower="rs_veto_threshold"):
             rules.append(RejectRule(over="min", lower=veto))
     return CorrectionConfig(weight, tuple(rules), metrics)
 
 
 def _drops_outside(flat: Mapping[str, Any]) -> bool:
     """Whether `use_rs` or `use_mask` is on; they share their bounds, so that both at once contradict each other."""
-    drops, masks = (_convert(bool, flat[key] or False, key) for key in ("use_rs", "use_mask"))
+    drops, masks = (convert(bool, flat[key] or False, key) for key in ("use_rs", "use_mask"))
     if drops and masks:
         raise ConfigError(
             "use_rs and use_mask are both true: one leaves rejected tokens out of the average where the host can, the "
@@ -179,104 +158,50 @@ def _drops_outside(flat: Mapping[str, Any]) -> bool:
 def _flat_rule(flat: Mapping[str, Any], tis_lower: float | None, tis_upper: float) -> RejectRule:
     """`use_rs` or `use_mask`: bounds that are unset fall back to those of the weight, as in Miles."""
     lower = _lower_bound(flat, "rs_lower_bound")
-    upper = _convert(float | None, flat["rs_upper_bound"], "rs_upper_bound")
+    upper = convert(float | None, flat["rs_upper_bound"], "rs_upper_bound")
     fallback = 1 / tis_upper if tis_lower is None else tis_lower
-    with _spelled(
+    with spelled(
         lower="rs_lower_bound" if lower is not None else "rs_lower_bound (unset, from the tis_ bounds)",
         upper="rs_upper_bound" if upper is not None else "rs_upper_bound (unset, from tis_upper_bound)",
     ):
         bounds = (fallback if lower is None else lower) or None, tis_upper if upper is None else upper
         check_ratio_bounds(*bounds, unbounded="0")
-        over = LEVEL_OVER[_convert(FlatLevel, flat["rs_level"] or "token", "rs_level")]
+        over = LEVEL_OVER[convert(FlatLevel, flat["rs_level"] or "token", "rs_level")]
         return RejectRule(over=over, lower=bounds[0], upper=bounds[1])
 
 
 def _lower_bound(flat: Mapping[str, Any], key: str) -> float | None:
     """A lower bound of a ratio, which is never below 0: whatever is below 0 bounds as little as 0 does."""
-    bound = _convert(float | None, flat[key], key)
+    bound = convert(float | None, flat[key], key)
     return None if bound is None else max(bound, 0.0)
 
 
-def from_areal(keys: Mapping[str, Any], metrics: Metrics = "watch") -> CorrectionConfig:
-    """Read AReaL's flat keys: standard or segment-wise decoupled PPO; a token outside the bounds weighs 0.
-
-    As in AReaL, no cap means no bound, and no floor means 0. `enable_segment_wise_ppo: true` takes AReaL's
-    rules for fresh tokens, `behavior_at_age_0`, and for PPO's ratio, `clip_against: proximal`. Without the
-    key the host decides, as without `mis.segment_wise`. `use_decoupled_loss: false` compares pi_theta with mu
-    itself, and has no weight.
-    """
-    cap = _convert(float | None, keys.get("behav_imp_weight_cap"), "behav_imp_weight_cap")
-    floor = _convert(float | None, keys.get("behav_imp_weight_floor"), "behav_imp_weight_floor")
-    asked = _convert(bool | None, keys.get("enable_segment_wise_ppo"), "enable_segment_wise_ppo")
-    decoupled = _convert(bool | None, keys.get("use_decoupled_loss"), "use_decoupled_loss")
-    if decoupled is False:
-        for name, value in (("behav_imp_weight_cap", cap), ("behav_imp_weight_floor", floor)):
-            if value is not None:
-                raise ConfigError(f"{name}: {value:g} has no effect with use_decoupled_loss: false; drop it")
-        if asked:
-            raise ConfigError("enable_segment_wise_ppo: true contradicts use_decoupled_loss: false")
-        off = SegmentWiseConfig(enabled=False)
-        return CorrectionConfig(metrics=metrics, objective=ObjectiveConfig(old="behavior"), segment_wise=off)
-    if cap is None and floor is not None:
-        raise ConfigError(
-            f"behav_imp_weight_floor: {floor:g} alone is not served; give a behav_imp_weight_cap too"
-        )
-    with _spelled(lower="behav_imp_weight_floor", upper="behav_imp_weight_cap"):
-        weight = (
-            WeightConfig(bound="none") if cap is None else WeightConfig("token", "zero", floor or 0.0, cap)
-        )
-    # AReaL never scores what the current version wrote: such a token keeps the weight 1 that it starts with.
-    areals = SegmentWiseConfig(fresh_tokens="behavior_at_age_0", clip_against="proximal")
-    chosen = {None: None, False: SegmentWiseConfig(enabled=False), True: areals}
-    return CorrectionConfig(weight, metrics=metrics, segment_wise=chosen[asked])
+def areal_keys(keys: Mapping[str, Any]) -> list[str]:
+    """Where keys of AReaL's stand in a file: at the top level, or in its blocks `actor:` and `rollout:`."""
+    blocks = {f"{name}.": keys[name] for name in AREAL_BLOCKS if isinstance(keys.get(name), Mapping)}
+    return [
+        f"{prefix}{key}"
+        for prefix, block in {"": keys, **blocks}.items()
+        for key, value in block.items()
+        if value is not None and is_areals(str(key))
+    ]
 
 
-def areal_places(said: Mapping[str, Any]) -> dict[str, tuple[str, Any]]:
-    """AReaL's keys that are set, at the top level or in its blocks: where each stands, and its value.
+def is_areals(key: str) -> bool:
+    """Whether a key is one of AReaL's for its correction, or looks like one."""
+    return key in (*AREAL_KEYS, REJECTION) or key.startswith(AREAL_PREFIXES)
 
-    Keys of a block that no one knows are among them, so that they are refused as at the top level.
+
+def check_areal(keys: Mapping[str, Any]) -> None:
+    """Refuse AReaL's keys, which the translator alone reads.
 
     Raises:
-        ConfigError: two places contradict each other.
+        ConfigError: it names each key where it stands, and the translator's command.
     """
-    blocks = {f"{name}.": said[name] for name in AREAL_BLOCKS if isinstance(said.get(name), Mapping)}
-    found: dict[str, tuple[str, Any]] = {}
-    for prefix, block in {"": said, **blocks}.items():
-        for key, given in block.items():
-            if given is None or not _of_areal(str(key)):
-                continue
-            place, value = found.setdefault(str(key), (f"{prefix}{key}", given))
-            if value != given:
-                raise ConfigError(
-                    f"{prefix}{key}: {shown(given)} contradicts {place}: {shown(value)}; keep one of them"
-                )
-    _check_decoupled({key: value for key, (_, value) in found.items()}, {"": said, **blocks})
-    return found
-
-
-def areal_keys(said: Mapping[str, Any]) -> dict[str, Any]:
-    """AReaL's keys with their values, wherever they stand; see `areal_places`."""
-    return {key: value for key, (_, value) in areal_places(said).items()}
-
-
-def _of_areal(key: str) -> bool:
-    return key in (*AREAL_KEYS, "rejection_sampling") or key.startswith(AREAL_PREFIXES)
-
-
-def _check_decoupled(found: Mapping[str, Any], blocks: Mapping[str, Mapping[str, Any]]) -> None:
-    """Refuse what weighs nothing in AReaL: plain PPO on recomputed log-probs, and decoupled PPO without rejection."""
-    bounds = found.keys() & {"rejection_sampling", "behav_imp_weight_cap"}
-    null = any(block.get("rejection_sampling", 0) is None for block in blocks.values())
-    if found.get("use_decoupled_loss") and null and not bounds:
+    if found := areal_keys(keys):
         raise ConfigError(
-            "rejection_sampling: null weighs nothing in AReaL, with use_decoupled_loss: true too; drop both keys, or "
-            "say which tokens to reject"
-        )
-    recomputes = any(block.get("recompute_logprob") is True for block in blocks.values())
-    if found.get("use_decoupled_loss") is False and recomputes:
-        raise ConfigError(
-            "use_decoupled_loss: false with recompute_logprob: true is PPO on recomputed log-probs, uncorrected: the "
-            "hosts do that without a hook, so drop both keys"
+            f"{', '.join(found)}: of AReaL; give the host the file that `python -m mis_plugins config from-areal` "
+            "writes (docs/peers.md tells where the answers differ)"
         )
 
 
@@ -286,14 +211,13 @@ def is_ours(name: str) -> bool:
     plain = name.replace("-", "_")  # as on a command line
     if plain in READ_KEYS:
         return True
-    looks = plain.startswith(OUR_PREFIXES) or _resembles_a_switch(name)
-    return looks and plain not in recorded.names()
+    return plain.startswith(OUR_PREFIXES) and plain not in recorded.names()
 
 
 def is_read(name: str, value: Any) -> bool:
     """Whether a top-level key with this value is read here, or refused: ours, or a block of AReaL's with its keys."""
     block = name in AREAL_BLOCKS and isinstance(value, Mapping)
-    return is_ours(name) or (block and any(_of_areal(str(key)) for key in value))
+    return is_ours(name) or (block and any(is_areals(str(key)) for key in value))
 
 
 def check_names(names: Iterable[str]) -> None:
@@ -302,87 +226,11 @@ def check_names(names: Iterable[str]) -> None:
     Raises:
         ConfigError: it quotes the key, and suggests one.
     """
-    names = list(names)
-    for name in names:
-        check_spelling_of_areal(name)
-        if is_ours(name) and name not in READ_KEYS:
-            raise ConfigError(f"{name}: unknown key{_suggest(name, _family(name))}")
-        if meant := _meant(name, names):
-            raise ConfigError(f"{name}: nobody reads this key; write {meant}")
+    given = list(names)
+    if not READ_KEYS.issuperset(given):
+        from mis_plugins.config.misspelled import check
 
-
-def _family(name: str) -> tuple[str, ...]:
-    """The keys of ours that a name may be meant for."""
-    return {"use": OUR_SWITCHES, "beh": AREAL_KEYS}.get(name[:3], FLAT_KEYS)
-
-
-def _meant(name: str, names: Sequence[str]) -> str | None:
-    """What a key of a file should be, where only letter case, dots or a missing prefix keep it from being ours.
-
-    Args:
-        names: every key of the file; a word such as `level` may be a user's own where none of ours is beside it.
-    """
-    if name in READ_KEYS or name in recorded.names():
-        return None
-    parts = name.lower().replace("-", "_").split(".")
-    plain = "_".join(parts)
-    for key in (parts[-1], plain):
-        if key in READ_KEYS or key in SWITCHES:
-            return key if key != name else None
-    if len(parts) > 1 and parts[0] == "mis":
-        return _nested(parts[1:])
-    if parts[0] in BESIDE:
-        return _nested(parts)
-    if plain in PREFIXLESS and (plain not in COMMON_WORDS or not set(FLAT_KEYS).isdisjoint(names)):
-        return " or ".join(PREFIXLESS[plain])
-    if plain in BELOW and "mis" in names:
-        return _nested([BELOW[plain], plain])
-    if not is_ours(plain):
-        return None
-    near = difflib.get_close_matches(plain, _family(plain), n=1)
-    return near[0] if near else f"one of {', '.join(_family(plain))}"
-
-
-def _nested(parts: Sequence[str]) -> str:
-    """A key as it stands under `mis:`, from its path."""
-    text = "..."
-    for part in reversed(parts):
-        text = f"{{{part}: [{text}]}}" if part == "reject" and text != "..." else f"{{{part}: {text}}}"
-    return f"`mis: {text}`"
-
-
-def check_spelling_of_areal(name: str) -> None:
-    """Refuse the keys of the releases of AReaL that spelled `behave`, whose weights are others than `behav_imp_*`.
-
-    Raises:
-        ConfigError: it tells what AReaL has had in place of the key since 1.0.
-    """
-    if name.startswith("behave_imp_"):
-        raise ConfigError(
-            f"{name}: AReaL itself has refused it since 1.0. Give `config from-areal` a rejection_sampling block: "
-            "action: mask for the modes token_mask and sequence_mask, action: clamp for token_truncate and "
-            "sequence_truncate, level: sequence for sequence_*, upper for the cap; with the mode disabled drop "
-            "use_decoupled_loss too"
-        )
-
-
-def _resembles_a_switch(name: str) -> bool:
-    """Whether a `use_*` that we do not read is at most two edits away from one that we do."""
-    plain = name.replace("-", "_")
-    if not plain.startswith("use_") or plain in HOSTS_SWITCHES or name in READ_KEYS:
-        return False
-    near = (ours for ours in OUR_SWITCHES if abs(len(plain) - len(ours)) <= EDITS)
-    return any(_edits(plain, ours) <= EDITS for ours in near)
-
-
-def _edits(first: str, second: str) -> int:
-    """The Levenshtein distance: how many letters to insert, drop or replace."""
-    row = list(range(len(second) + 1))
-    for i, a in enumerate(first, 1):
-        above, row = row, [i]
-        for j, b in enumerate(second, 1):
-            row.append(min(above[j] + 1, row[-1] + 1, above[j - 1] + (a != b)))
-    return row[-1]
+        check(given)
 
 
 def from_args(args: Any) -> CorrectionConfig:
@@ -400,7 +248,6 @@ def _from_view(stated: View) -> CorrectionConfig:
     for name in said.keys() - OWN_KEYS:
         if _is_the_hosts(stated, name):
             del said[name]
-    said |= {key: value for key, value in areal_keys(stated).items() if key in said or key not in stated}
     if not is_untyped(stated):  # an attribute of the class, or a property, is an argument too
         others = {name: getattr(stated, name, None) for name in OWN_KEYS - said.keys()}
         said |= {name: value for name, value in others.items() if value is not None}
@@ -408,12 +255,10 @@ def _from_view(stated: View) -> CorrectionConfig:
         raise ConfigError(f"{min(beside)}: stands beside `mis:` in a hook's config; write it under `mis:`")
     _check_one_value(stated)
     for keys in _keys_of_readable_files(stated):
+        check_areal(keys)
         check_names(keys)
-    said = {name: plain(value) for name, value in said.items()}
-    key = repr(said)
-    if key not in _READ_BEFORE:
-        _READ_BEFORE[key] = _of_said(said)
-    config = _READ_BEFORE[key]
+    check_areal(said | {name: stated[name] for name in AREAL_BLOCKS if name in stated})
+    config = _read({name: plain(value) for name, value in said.items()})
     corrects = config.corrects or config.needs_loss_hook
     if not corrects and getattr(stated, "use_tis", False):
         raise ConfigError(f"{NOTHING_SAID} (looked for in: {looked_at(stated)})")
@@ -492,8 +337,6 @@ def _is_the_hosts(args: View, name: str) -> bool:
     Raises:
         ConfigError: this node cannot read the file that may say it.
     """
-    if _resembles_a_switch(name) and not args[name]:
-        return True
     if name in of_hooks(args):
         return False
     files = files_of(args)
@@ -546,7 +389,7 @@ def looked_at(args: View) -> str:
 
 
 def _looked_at(args: View) -> Iterator[str]:
-    yield f"{kind(args)}: mis, {FLAT_KEYS[0]} ... {FLAT_KEYS[-1]}, {', '.join(AREAL_KEYS)}"
+    yield f"{kind(args)}: mis, {FLAT_KEYS[0]} ... {FLAT_KEYS[-1]}"
     for name in hooks_of(args):
         yield f"the config beside {name}"
     files = files_of(args)
@@ -567,30 +410,31 @@ def _found_in(args: View, argument: str) -> str:
     return f"which says {', '.join(said) or 'none of them'}"
 
 
-# Configs by the repr of the keys that they were read from: a host asks for each micro-batch.
-_READ_BEFORE: dict[str, CorrectionConfig] = {}
+_last_read: tuple[Mapping[str, Any], CorrectionConfig] = {}, CorrectionConfig()
 
 
-def _of_said(said: Mapping[str, Any]) -> CorrectionConfig:
+def _read(said: Mapping[str, Any]) -> CorrectionConfig:
+    """The config of these keys; the object of the last call where they are equal, as a host asks each micro-batch."""
+    global _last_read
+    if said != _last_read[0]:
+        _last_read = said, _of_keys(said)
+    return _last_read[1]
+
+
+def _of_keys(said: Mapping[str, Any]) -> CorrectionConfig:
     check_names(said)
-    if said.get("rejection_sampling") is not None:
-        raise ConfigError(
-            "rejection_sampling: AReaL's block is not read; say it under `mis:`, as the preset "
-            "areal-rejection-sampling does and `python -m mis_plugins config from-areal` writes (docs/peers.md tells "
-            "where the answers differ)"
-        )
-    nested, use_tis = said.get("mis"), said.get("use_tis")
+    nested = said.get("mis")
     flat = {key: said[key] for key in FLAT_KEYS if said.get(key) is not None}
-    areal = {key: said[key] for key in AREAL_KEYS if said.get(key) is not None}
-    _check_one_spelling(nested, flat, areal)
+    if flat and isinstance(nested, Mapping) and set(nested) - {"metrics"}:
+        raise ConfigError(
+            f"both `mis:` and the flat key {next(iter(flat))} are set; keep one of the spellings"
+        )
     config = from_mapping(nested)
-    if areal:
-        config = from_areal(areal, config.metrics)
-    elif flat:
-        metrics = (nested or {}).get("metrics", "full")  # Miles's mis.py hands back all
-        corrects = flat.get("tis_upper_bound") is not None or use_tis
-        config = from_flat(flat, metrics) if corrects else CorrectionConfig(metrics=metrics)
-    return config
+    if not flat:
+        return config
+    metrics = (nested or {}).get("metrics", "full")  # Miles's mis.py hands back all
+    corrects = flat.get("tis_upper_bound") is not None or said.get("use_tis")
+    return from_flat(flat, metrics) if corrects else CorrectionConfig(metrics=metrics)
 
 
 def correcting_keys(args: Any, config: CorrectionConfig) -> list[str]:
@@ -622,36 +466,17 @@ def idle_rule(keys: Mapping[str, Any]) -> str | None:
 
 def spelling(args: Any) -> dict[str, str]:
     """The user's flat keys by the fields that they set, for `MisError.spelled`; empty without flat keys."""
-    said = areal_keys(view(args))
-    areal = [key for key in AREAL_KEYS if key in said]
-    if areal:
-        bounds = [key for key in areal if key.startswith("behav_imp_")]
-        return AREAL_NAMES | {"weight": (bounds or areal)[0]}
     if any(getattr(args, key, None) is not None for key in FLAT_KEYS):
         return FLAT_NAMES
     return {}
 
 
 # Fields without a flat key are said under `mis:`, which excludes the flat keys.
-AREAL_NAMES = {
-    "segment_wise": "enable_segment_wise_ppo",
-    "segment_wise.enabled": "enable_segment_wise_ppo",
-    "segment_wise.method": "mis.segment_wise.method (in place of AReaL's keys)",
-    "objective": "use_decoupled_loss",
-    "objective.old": "mis.objective.old",
-}
 FLAT_NAMES = {
     "segment_wise.enabled": "mis.segment_wise.enabled (in place of Miles's flat keys)",
     "segment_wise.method": "mis.segment_wise.method (in place of Miles's flat keys)",
     "weight": "tis_upper_bound",
 }
-
-
-def _check_one_spelling(nested: Any, *flat: Mapping[str, Any]) -> None:
-    said = ["`mis:`"] if isinstance(nested, Mapping) and set(nested) - {"metrics"} else []
-    said += [f"the flat key {next(iter(keys))}" for keys in flat if keys]
-    if len(said) > 1:
-        raise ConfigError(f"both {said[0]} and {said[1]} are set; keep one of the spellings")
 
 
 def preset_path(name: str) -> Path:
@@ -662,7 +487,7 @@ def preset_path(name: str) -> Path:
     """
     known = presets()
     if name not in known:
-        raise ConfigError(f"preset {shown(name)}: unknown{_suggest(name, known)}")
+        raise ConfigError(f"preset {shown(name)}: unknown{suggest(name, known)}")
     return known[name]
 
 
@@ -677,7 +502,7 @@ def _preset_folder() -> Path:
 
 
 @contextmanager
-def _spelled(**names: str) -> Iterator[None]:
+def spelled(**names: str) -> Iterator[None]:
     """Make a ConfigError that is raised in the block quote the user's names for its fields."""
     try:
         yield
@@ -704,25 +529,25 @@ def _parse(cls: type, value: Any, path: str) -> Any:
     for key in value:
         if key not in hints:
             by_target = key == "reference" and value[key] == "target" and path in WEIGHING
-            why = BY_TARGET if by_target else f"unknown key{_suggest(str(key), hints)}"
+            why = BY_TARGET if by_target else f"unknown key{suggest(str(key), hints)}"
             raise ConfigError(f"{path}.{key}: {why}")
     for field in dataclasses.fields(cls):
         if field.default is dataclasses.MISSING and field.name not in value:
             raise ConfigError(f"{path}.{field.name}: missing; give a value, as the key has no default")
-    arguments = {key: _convert(hints[key], item, f"{path}.{key}") for key, item in value.items()}
+    arguments = {key: convert(hints[key], item, f"{path}.{key}") for key, item in value.items()}
     try:
         return cls(**arguments)
     except ConfigError as error:
         raise error.spelled({}, f"{path}.") from None
 
 
-def _convert(kind: Any, value: Any, path: str) -> Any:
+def convert(kind: Any, value: Any, path: str) -> Any:
     """`value` as the annotation `kind`, or an error that quotes `path`."""
     origin, choices = typing.get_origin(kind), typing.get_args(kind)
     if origin in (types.UnionType, typing.Union):  # typing.Union is the origin of `Literal[...] | None`
         if value is None and type(None) in choices:
             return None
-        return _convert(choices[0], value, path)
+        return convert(choices[0], value, path)
     if (named := choices_of(kind)) is not None:
         if value not in named:
             raise ConfigError(f"{path}: got {shown(value)}; choose one of {', '.join(named)}")
@@ -732,7 +557,7 @@ def _convert(kind: Any, value: Any, path: str) -> Any:
             raise ConfigError(f"{path}: got {shown(value)}; expected a list")
         if len(value) > MOST_ITEMS:
             raise ConfigError(f"{path}: got {len(value)} items; expected at most {MOST_ITEMS}")
-        return tuple(_convert(choices[0], item, f"{path}[{i}]") for i, item in enumerate(value))
+        return tuple(convert(choices[0], item, f"{path}[{i}]") for i, item in enumerate(value))
     if dataclasses.is_dataclass(kind):
         return _parse(typing.cast(type, kind), value, path)
     if kind is int:
@@ -792,7 +617,8 @@ def _fields(cls: type) -> list[str]:
     return [field.name for field in dataclasses.fields(cls)]
 
 
-def _suggest(name: str, known: Iterable[str]) -> str:
+def suggest(name: str, known: Iterable[str]) -> str:
+    """The end of an error about an unknown name: the nearest that is known, or all of them."""
     known = list(known)
     close = difflib.get_close_matches(name, known, n=1)
     return f"; did you mean {close[0]}?" if close else f"; known are {', '.join(known)}"

@@ -55,7 +55,7 @@ def departure_rows(
     """Rows over tokens that `Departure.of` reads added up by sequence."""
     reference = reference_policy(behavior, proximal, config)
     pairs = (reference, target), (behavior, proximal), (proximal, target)
-    terms = (log_ratio(*pair, loss_mask)[:2] for pair in pairs)
+    terms = (log_ratio(*pair, loss_mask) for pair in pairs)
     return [loss_mask, torch.where(loss_mask, advantages, 0), *itertools.chain.from_iterable(terms)]
 
 
@@ -92,9 +92,8 @@ def sequence_means(
     pi_theta).
     """
     mask = ragged.loss_mask
-    log_r, usable, _ = log_ratio(reference, target, mask)
-    rows, _ = ragged.over_sequence((log_r, torch.where(mask, advantages, 0), usable, mask))
-    total, advantage, known, valid = rows.unbind()
+    log_r, usable = log_ratio(reference, target, mask)
+    total, advantage, known, valid = ragged.sums(log_r, torch.where(mask, advantages, 0), usable, mask)
     return _mean(total, known, valid), advantage / valid.clamp(min=1)
 
 

@@ -12,18 +12,10 @@ from torch import Tensor
 
 from mis_plugins.config.model import CorrectionConfig, Level, Population, WeightConfig
 from mis_plugins.correction.opsm import Departure
-from mis_plugins.correction.rejection import (
-    Totals,
-    kept_units,
-    passing_units,
-    reads_kept,
-    unit_rules,
-    weight_of_units,
-)
-from mis_plugins.correction.segments import SegmentStage, needs_segments, segment_stage
-from mis_plugins.correction.sequence_totals import UNREJECTED, needed, needed_for_units, totals_of
-from mis_plugins.correction.token_stage import TokenStage, narrowed, token_stage
-from mis_plugins.correction.weights import unit_weight
+from mis_plugins.correction.plan import UNREJECTED, Plan, plan_of
+from mis_plugins.correction.rejection import Totals, kept_units, passing_units, unit_weight
+from mis_plugins.correction.segments import SegmentStage, segment_stage
+from mis_plugins.correction.token_stage import TokenStage, token_stage, totals_by_population
 from mis_plugins.errors import InputError
 from mis_plugins.packing.ragged import Ragged
 
@@ -32,7 +24,7 @@ from mis_plugins.packing.ragged import Ragged
 class Verdict:
     """What each token, segment and sequence weighs, before normalization, and whether it stays.
 
-    totals: per-sequence sums and extremes, see `correction/sequence_totals.py`.
+    totals: per-sequence sums and extremes, see `correction/plan.py`.
     by_population: totals that weights and rules of sequences read: over all valid tokens and, where a setting
         asks, over the kept tokens.
     sequence_weight: bounded, at sequence and geometric level; None at the other levels.
@@ -66,7 +58,7 @@ class Verdict:
 
     def of_kept_sequences(self, total: Float[Tensor, " N"]) -> Float[Tensor, " N"]:
         """A total of each sequence that the rules over sequences keep; 0 of the others."""
-        return total if self.keep_sequences is None else torch.where(self.keep_sequences, total, 0)
+        return total if self.keep_sequences is None else total * self.keep_sequences
 
 
 @dataclass(frozen=True)
@@ -157,7 +149,7 @@ class Correction:
         """How many valid tokens each sequence has; without metrics one collective over context-parallel ranks."""
         if "valid" in self.totals:
             return self.totals["valid"]
-        return self.ragged.over_sequence((self.ragged.loss_mask,))[0][0]
+        return self.ragged.sums(self.ragged.loss_mask)[0]
 
     @cached_property
     def any_valid(self) -> Bool[Tensor, " N"]:
@@ -186,7 +178,7 @@ class Correction:
         """Factor of a token's loss for a host that itself divides a sequence's loss by its kept tokens."""
         if not self.config.rejects or self.config.denominator == "kept":
             return self.weights
-        (valid, kept), _ = self.ragged.over_sequence((self.ragged.loss_mask, self.keep))
+        valid, kept = self.ragged.sums(self.ragged.loss_mask, self.keep)
         return self.weights * self.ragged.to_tokens((kept / valid.clamp(min=1)).float())
 
     @cached_property
@@ -228,7 +220,8 @@ def correct(
     Raises:
         InputError: `scope: rollout` without its mean.
     """
-    normalize = config.weight.normalize if config.weight else None
+    plan = plan_of(config)
+    normalize = plan.normalize
     if normalize and normalize.scope == "rollout" and rollout_mean is None:
         raise InputError(
             "mis.weight.normalize.scope: rollout needs the mean of the whole rollout batch, and it was never "
@@ -236,7 +229,7 @@ def correct(
         )
     assert (numerator is not None) == config.segment_wise_on
     assert routes is not None or not config.reads_routes
-    verdict = _verdict(proximal, behavior, ragged, config, numerator, routes)
+    verdict = _verdict(proximal, behavior, ragged, plan, numerator, routes)
     weights = _token_weights(verdict, ragged)
     mean = rollout_mean if normalize else None
     if config.weight and normalize and normalize.scope != "rollout":
@@ -258,7 +251,9 @@ def mean_weight_of(
     """The mean bounded weight of a whole batch over data-parallel ranks, for `scope: rollout`."""
     assert config.weight is not None
     assert (numerator is not None) == config.segment_wise_on
-    return _mean_weight(_verdict(proximal, behavior, ragged, config, numerator), ragged, config.weight)
+    return _mean_weight(
+        _verdict(proximal, behavior, ragged, plan_of(config), numerator), ragged, config.weight
+    )
 
 
 def kept_below(totals: Totals) -> Float[Tensor, " N"]:
@@ -282,34 +277,30 @@ def _verdict(
     proximal: Tensor,
     behavior: Tensor,
     ragged: Ragged,
-    config: CorrectionConfig,
+    plan: Plan,
     numerator: Tensor | None,
     routes: Tensor | None = None,
 ) -> Verdict:
     """Tokens, then segments, then sequences: what each weighs and whether its rules keep it."""
-    stage = token_stage(proximal, behavior, ragged.loss_mask, config, numerator, routes)
+    stage = token_stage(proximal, behavior, ragged.loss_mask, plan, numerator, routes)
     segments = None
-    if needs_segments(config):
-        stage, segments = segment_stage(stage, ragged, config)
-    totals = totals_of(stage, ragged, needed(config))
-    by_population: dict[Population, Totals] = {"valid": totals}
-    if config.aggregate == "kept" or reads_kept(config, "sequence"):
-        names = needed_for_units(unit_rules(config, "sequence"))
-        by_population["kept"] = totals_of(narrowed(stage), ragged, names)
-    weight = weight_of_units(config, "sequence")
+    if plan.segments is not None:
+        stage, segments = segment_stage(stage, ragged, plan.segments)
+    by_population = totals_by_population(stage, ragged, plan.sequences)
+    weight = plan.sequences.weight
     verdict = Verdict(
         stage=stage,
         segments=segments,
-        totals=totals,
+        totals=by_population["valid"],
         by_population=by_population,
-        sequence_weight=unit_weight(by_population[config.aggregate], weight) if weight else None,
-        keep_sequences=kept_units(by_population, config, "sequence"),
+        sequence_weight=unit_weight(by_population[plan.config.aggregate], weight) if weight else None,
+        keep_sequences=kept_units(by_population, plan.sequences),
         all_rejected=None,
     )
-    if not config.can_end_empty:
+    if not plan.config.can_end_empty:
         return verdict
     verdict = replace(verdict, all_rejected=_all_rejected(verdict))
-    return nothing_rejected(verdict) if config.on_all_rejected == "keep" else verdict
+    return nothing_rejected(verdict) if plan.config.on_all_rejected == "keep" else verdict
 
 
 def _all_rejected(verdict: Verdict) -> Bool[Tensor, ""]:
@@ -318,10 +309,8 @@ def _all_rejected(verdict: Verdict) -> Bool[Tensor, ""]:
     kept = totals["kept_weight"] if "kept_weight" in totals else kept_below(totals)
     if verdict.sequence_weight is not None:
         kept = kept * verdict.sequence_weight
-    # A positive weight is at least e^-20 times a down-weigh factor, a positive count at least 1: both exceed
-    # `tiny`. Without valid tokens `least` is 0, and nothing is below it.
-    least = totals["valid"].amax().clamp(max=torch.finfo(torch.float32).tiny)
-    return verdict.of_kept_sequences(kept).amax() < least
+    # Kept tokens are valid: both differ where there are valid tokens, and none of them is kept with a weight.
+    return totals["valid"].any() != verdict.of_kept_sequences(kept).any()
 
 
 def nothing_rejected(verdict: Verdict) -> Verdict:
@@ -359,10 +348,13 @@ def _mean_weight(verdict: Verdict, ragged: Ragged, weight: WeightConfig) -> Floa
     """
     assert weight.normalize is not None
     population = POPULATION[weight.level]
-    both = torch.stack(population(verdict, weight, weight.normalize.over == "kept"))
-    total = ragged.over_batch(both) if weight.normalize.scope != "micro_batch" else both.sum(-1)
-    mean = total[0] / total[1].clamp(min=1)
-    return torch.where(mean > 1e-8, mean, 1)
+    total, count = population(verdict, weight, weight.normalize.over == "kept")
+    if weight.normalize.scope == "micro_batch":
+        total, count = total.sum(), count.sum()
+    else:
+        total, count = ragged.over_batch(torch.stack([total, count])).unbind()
+    mean = total / count.clamp(min=1)
+    return mean.masked_fill(mean <= 1e-8, 1)
 
 
 def _token_population(verdict: Verdict, weight: WeightConfig, kept_only: bool) -> tuple[Tensor, Tensor]:

@@ -1,32 +1,25 @@
-"""Rejection: which tokens, segments and sequences stay in the loss. A unit is a segment or a sequence.
+"""Bounds and rules: what a ratio weighs, and which tokens, segments and sequences stay in the loss.
 
-A statistic that is not known (a non-finite log-prob) satisfies no rule.
+A unit is a segment or a sequence. A statistic that is not known (a non-finite log-prob) satisfies no rule. Bounds are
+rows of `config/terms/bounds.py`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property, reduce
+from collections.abc import Mapping
+from functools import cached_property
 
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from mis_plugins.config.model import (
-    LEVEL_OVER,
-    CorrectionConfig,
-    Over,
-    Population,
-    RejectRule,
-    Unit,
-    WeightConfig,
-)
-from mis_plugins.config.terms.statistics import row_of
+from mis_plugins.config.model import LEVEL_OVER, Population, RejectRule, WeightConfig
+from mis_plugins.correction.plan import UnitPlan, total_of
 from mis_plugins.correction.ratios import exp_clamped, log_bound
 
 
 class Totals(dict[str, Tensor]):
-    """Totals of each unit, by the names of `correction/sequence_totals.py`, and numbers derived from them."""
+    """Totals of each unit, by the names of `correction/plan.py`, and numbers derived from them."""
 
     @cached_property
     def size(self) -> Float[Tensor, " N"]:
@@ -60,62 +53,20 @@ class Totals(dict[str, Tensor]):
     @cached_property
     def known(self) -> Bool[Tensor, " N"]:
         """Units with a valid token, all of whose log ratios are finite."""
-        return (self["valid"] > 0) & (self["usable"] == self["valid"])
-
-
-EXTREME: dict[Over, str] = {"min": "_min", "max": "_max"}
-
-
-def total_of(rule: RejectRule) -> str:
-    """The name of the total that a rule over a unit reads."""
-    return row_of(rule.statistic) + EXTREME.get(rule.over, "")
-
-
-def unit_rules(config: CorrectionConfig, unit: Unit) -> list[RejectRule]:
-    """Rules over units of this kind; rules over tokens are of neither kind."""
-    return [rule for rule in config.reject if rule.over != "token" and rule.unit == unit]
-
-
-def weight_of_units(config: CorrectionConfig, unit: Unit) -> WeightConfig | None:
-    """The weight of units of this kind; None where the weight is of other units, or of tokens."""
-    weight = config.weight
-    weighs = weight is not None and (weight.by_segment if unit == "segment" else weight.by_sequence)
-    return weight if weighs else None
-
-
-def reads_kept(config: CorrectionConfig, unit: Unit) -> bool:
-    """Whether a rule over units of this kind adds up the tokens that smaller units have kept."""
-    return any(config.population(rule) == "kept" for rule in unit_rules(config, unit))
+        return self["usable"] == self.size
 
 
 def within(x: Tensor, lower: float | None, upper: float | None) -> Bool[Tensor, " *"]:
     """lower <= x <= upper, and not NaN; None is no bound."""
-    return x.clamp(lower, upper).eq_(x).bool()
+    if upper is None:
+        assert lower is not None
+        return x >= lower
+    return x <= upper if lower is None else x.clamp(lower, upper) == x
 
 
 def passes(statistic: Tensor, rule: RejectRule, keep: Bool[Tensor, " *"]) -> Bool[Tensor, " *"]:
     """`keep`, less what the rule drops."""
     return keep & within(statistic, *rule.limits)
-
-
-def kept_tokens(
-    keep: Bool[Tensor, " T"], config: CorrectionConfig, statistic: Callable[[str], Tensor]
-) -> Bool[Tensor, " T"]:
-    """`keep`, less what rules over tokens drop; `statistic` gives the values of tokens by the statistic's name."""
-    for rule in config.reject:
-        if rule.over == "token" and rule.drops:
-            keep = passes(statistic(rule.statistic), rule, keep)
-    return keep
-
-
-def down_weights(config: CorrectionConfig, statistic: Callable[[str], Tensor]) -> Float[Tensor, " T"] | None:
-    """What rules multiply the weight of each token by: 1 within their bounds. None where no rule down-weighs."""
-    factors = [
-        torch.where(within(statistic(rule.statistic), *rule.limits), 1.0, rule.down_weigh)
-        for rule in config.reject
-        if rule.down_weigh is not None
-    ]
-    return reduce(torch.mul, factors) if factors else None
 
 
 def in_bounds(log_ratio: Tensor, usable: Bool[Tensor, " *"], config: WeightConfig) -> Bool[Tensor, " *"]:
@@ -142,31 +93,50 @@ def passing_units(totals: Totals, weight: WeightConfig) -> Bool[Tensor, " N"]:
     return in_bounds(unit_log_ratio(totals, weight), totals.known, weight)
 
 
-def kept_units(
-    by_population: Mapping[Population, Totals], config: CorrectionConfig, unit: Unit
-) -> Bool[Tensor, " N"] | None:
+def kept_units(by_population: Mapping[Population, Totals], plan: UnitPlan) -> Bool[Tensor, " N"] | None:
     """Units of one kind that mask bound and rules keep; each rule reads its own population of tokens.
 
     The answer is None where neither a rule nor a bound can drop a unit of this kind.
     """
     keep = None
     for population, totals in by_population.items():
-        rules = [rule for rule in unit_rules(config, unit) if config.population(rule) == population]
-        weight = weight_of_units(config, unit) if config.weight_population == population else None
-        kept = _kept(totals, rules, weight)
-        if kept is not None:
+        rules, masks = plan.rules[population], plan.masks.get(population)
+        if rules or masks:
+            kept = totals.known if masks is None else passing_units(totals, masks)
+            for rule in rules:
+                kept = passes(aggregate(totals, rule), rule, kept)
             keep = kept if keep is None else keep & kept
     return keep
 
 
-def _kept(
-    totals: Totals, rules: Sequence[RejectRule], weight: WeightConfig | None
-) -> Bool[Tensor, " N"] | None:
-    """Known units that this weight's mask bound and these rules keep; None where there is neither."""
-    masks = weight is not None and weight.record.drops_token
-    if not rules and not masks:
-        return None
-    keep = passing_units(totals, weight) if masks and weight else totals.known
-    for rule in rules:
-        keep = passes(aggregate(totals, rule), rule, keep)
-    return keep
+def applied_bound(ratio: Tensor, config: WeightConfig) -> Tensor:
+    """bound(r), wherever the ratio lies."""
+    return config.record.apply(ratio, config.floor, config.ceiling)
+
+
+def bounded_weight(
+    ratio: Tensor, usable: Bool[Tensor, " *"], passing: Bool[Tensor, " *"], config: WeightConfig
+) -> Tensor:
+    """w = bound(r), and 0 where the ratio is not known; an unknown ratio must read 0.
+
+    passing: `usable`, and inside the bound where it gives no weight outside.
+    """
+    weight = applied_bound(ratio, config)
+    if config.record.zeroes:
+        return torch.where(passing, weight, 0)
+    return weight if config.record.keeps_zero else torch.where(usable, weight, 0)
+
+
+def known_log_ratio(totals: Totals, weight: WeightConfig) -> Float[Tensor, " N"]:
+    """log r of the whole unit; NaN where a valid token of the unit is unusable, so that no bound is exceeded."""
+    return torch.where(totals.known, unit_log_ratio(totals, weight), torch.nan)
+
+
+def unit_ratio(totals: Totals, weight: WeightConfig) -> Float[Tensor, " N"]:
+    """Ratio of the whole unit, or its geometric mean, with the log clamped; 0 where the unit is not known."""
+    return totals.mean_ratio if LEVEL_OVER[weight.level] == "mean" else totals.ratio
+
+
+def unit_weight(totals: Totals, weight: WeightConfig) -> Float[Tensor, " N"]:
+    """Bounded ratio of each unit; 0 where the unit is not known."""
+    return bounded_weight(unit_ratio(totals, weight), totals.known, passing_units(totals, weight), weight)

@@ -13,17 +13,10 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from mis_plugins.config.model import CorrectionConfig, Population, WeightConfig
-from mis_plugins.correction.rejection import (
-    Totals,
-    kept_units,
-    passing_units,
-    unit_rules,
-    weight_of_units,
-)
-from mis_plugins.correction.sequence_totals import needed_for_units, totals_of
-from mis_plugins.correction.token_stage import TokenStage, narrowed
-from mis_plugins.correction.weights import known_log_ratio, unit_weight
+from mis_plugins.config.model import Population, WeightConfig
+from mis_plugins.correction.plan import UnitPlan
+from mis_plugins.correction.rejection import Totals, kept_units, known_log_ratio, passing_units, unit_weight
+from mis_plugins.correction.token_stage import TokenStage, totals_by_population
 from mis_plugins.packing.ragged import Ragged, Segments
 
 
@@ -31,7 +24,7 @@ from mis_plugins.packing.ragged import Ragged, Segments
 class SegmentStage:
     """Totals, weight and verdict of S segments.
 
-    by_population: totals of each segment (see `correction/sequence_totals.py`), over all valid tokens or over
+    by_population: totals of each segment (see `correction/plan.py`), over all valid tokens or over
         the kept tokens, as weights and rules ask.
     totals: totals over the population that the weight reads.
     keep: segments that mask bound and rules over segments keep, with a token that rules over tokens keep;
@@ -46,42 +39,24 @@ class SegmentStage:
     weight: Float[Tensor, " S"] | None
 
 
-def needs_segments(config: CorrectionConfig) -> bool:
-    return bool(unit_rules(config, "segment")) or (config.weight is not None and config.weight.by_segment)
-
-
-def segment_stage(
-    stage: TokenStage, ragged: Ragged, config: CorrectionConfig
-) -> tuple[TokenStage, SegmentStage]:
+def segment_stage(stage: TokenStage, ragged: Ragged, plan: UnitPlan) -> tuple[TokenStage, SegmentStage]:
     """Add weights and rules of segments to the stage of the tokens.
 
     One collective over context-parallel ranks for each population that is read: valid tokens, kept tokens.
     """
     segments = ragged.segments
-    by_population = _by_population(stage, segments.ragged, config)
-    totals = by_population[config.weight_population]
-    keep = kept_units(by_population, config, "segment")
+    by_population = totals_by_population(stage, segments.ragged, plan)
+    totals = by_population[plan.population]
+    keep = kept_units(by_population, plan)
     if stage.keep is not None:
         stage = stage if keep is None else replace(stage, keep=stage.keep & segments.ragged.to_tokens(keep))
         kept = totals["kept"] > 0
         keep = kept if keep is None else keep & kept
-    weight = weight_of_units(config, "segment")
-    if weight is None:
+    if plan.weight is None:
         return stage, SegmentStage(segments, by_population, totals, keep, None)
-    bounded = unit_weight(totals, weight)
-    stage = _weighted(stage, totals, bounded, segments.ragged, weight)
+    bounded = unit_weight(totals, plan.weight)
+    stage = _weighted(stage, totals, bounded, segments.ragged, plan.weight)
     return stage, SegmentStage(segments, by_population, totals, keep, bounded)
-
-
-def _by_population(stage: TokenStage, segments: Ragged, config: CorrectionConfig) -> dict[Population, Totals]:
-    """Totals of the segments over each population of tokens that their weight or rules read."""
-    rules = unit_rules(config, "segment")
-    names = needed_for_units(rules) | ({"kept"} if stage.keep is not None else set())
-    populations: set[Population] = {config.weight_population, *map(config.population, rules)}
-    return {
-        population: totals_of(narrowed(stage) if population == "kept" else stage, segments, names)
-        for population in sorted(populations)  # the collectives come in one order on every rank
-    }
 
 
 def _weighted(

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, reduce
 
 import torch
-from jaxtyping import Bool, Float, Int, Shaped
+from jaxtyping import Bool, Float, Shaped
 from torch import Tensor
 
-from mis_plugins.config.model import CorrectionConfig
+from mis_plugins.config.model import CorrectionConfig, Population, RejectRule
 from mis_plugins.config.terms.statistics import STATISTICS, Evidence, statistic_of
-from mis_plugins.correction.ratios import LogProbs, bits, exp_clamped, log_ratios, nonfinite, only, only_
-from mis_plugins.correction.rejection import down_weights, in_bounds, kept_tokens
-from mis_plugins.correction.weights import bounded_weight
+from mis_plugins.correction.plan import SUMS, Plan, Reads, UnitPlan
+from mis_plugins.correction.ratios import LogProbs, exp_clamped, log_ratios, nonfinite
+from mis_plugins.correction.rejection import Totals, bounded_weight, in_bounds, passes, within
+from mis_plugins.packing.ragged import Ragged
 
 
 @dataclass(frozen=True)
@@ -24,7 +25,6 @@ class TokenStage:
     log_ratio: log pi_old - log mu; 0 where the token is not usable.
     usable: tokens in loss_mask with both log-probs finite, and with segment-wise weights that of pi_{v+1}
         too.
-    usable_bits: `usable` as `bits` makes it.
     ratio: exp(log_ratio), clamped; 0 where the token is not usable.
     unit_log_ratio: log ratio that the weight bounds. At token level it is the token's own (with segment-wise
         weights log pi_{v+1} - log mu), 0 where the token is not usable. At segment level it is the segment's,
@@ -41,7 +41,6 @@ class TokenStage:
     loss_mask: Bool[Tensor, " T"]
     log_ratio: Float[Tensor, " T"]
     usable: Bool[Tensor, " T"]
-    usable_bits: Int[Tensor, " T"]
     ratio: Float[Tensor, " T"]
     unit_log_ratio: Float[Tensor, " T"] | None
     bounded: Float[Tensor, " T"] | None
@@ -59,7 +58,7 @@ class TokenStage:
         if self.down_weight is None:
             return self.bounded
         if self.bounded is None:
-            return only(self.down_weight, self.usable_bits)
+            return self.down_weight * self.usable
         return self.bounded * self.down_weight
 
     @property
@@ -69,37 +68,77 @@ class TokenStage:
         if not (self.config.segment_wise_on or by_segment):
             return self.ratio
         assert self.unit_log_ratio is not None
-        return only_(exp_clamped(self.unit_log_ratio).nan_to_num_(0.0), self.usable_bits)
+        return torch.where(self.usable, exp_clamped(self.unit_log_ratio).nan_to_num_(0.0), 0)
+
+    @cached_property
+    def kept_weight(self) -> Float[Tensor, " T"]:
+        """Weight of the token where it is kept, else 0; a weight is always finite, so that a product serves."""
+        assert self.weight is not None
+        return self.weight if self.keep is None else self.weight * self.keep
 
     @property
-    def kept_weight(self) -> Float[Tensor, " T"]:
-        """Weight of the token where it is kept, else 0."""
+    def passing_weight(self) -> Float[Tensor, " T"]:
+        """Weight of the token where it passes the bound, else 0."""
         assert self.weight is not None
-        return self.weight if self.keep is None else torch.where(self.keep, self.weight, 0)
+        return self.weight * self.passing
+
+    @property
+    def proximal(self) -> Float[Tensor, " T"]:
+        """log pi_old; 0 where the token is not usable."""
+        return self.log_probs.proximal.float().masked_fill(self._unusable, 0)
+
+    # In float32, as ratios are computed: a finite float64 may overflow there.
+
+    @property
+    def nonfinite_train(self) -> Bool[Tensor, " T"]:
+        """Valid tokens whose log pi_old is NaN or infinite."""
+        return self.loss_mask & nonfinite(self.log_probs.proximal.float())
+
+    @property
+    def nonfinite_rollout(self) -> Bool[Tensor, " T"]:
+        """Valid tokens whose log mu is NaN or infinite."""
+        return self.loss_mask & nonfinite(self.log_probs.behavior.float())
+
+    @cached_property
+    def _unusable(self) -> Bool[Tensor, " T"]:
+        return ~self.usable
 
     def statistic(self, name: str) -> Float[Tensor, " T"]:
         """Values that a rule compares; 0 at tokens that are not usable."""
         record = STATISTICS[name]
         proximal, behavior = self.log_probs.proximal, self.log_probs.behavior
         value = record.value(Evidence(self.log_ratio, proximal, behavior, self.routes))
-        return only(value, self.usable_bits) if record.reads_probabilities or record.reads_routes else value
+        reads_more = record.reads_probabilities or record.reads_routes
+        return value.masked_fill(self._unusable, 0) if reads_more else value
 
     def row(self, name: str) -> Shaped[Tensor, " T"]:
-        """A row of `ROWS`, or the statistic that adds up to this name."""
-        return ROWS[name](self) if name in ROWS else self.statistic(statistic_of(name))
+        """The row that is added up to a total of this name, 0 at each token that shall not enter."""
+        if name in ROWS:
+            return getattr(self, ROWS[name])
+        return self.statistic(statistic_of(name))
 
     def extreme(self, name: str, otherwise: float) -> Float[Tensor, " T"]:
-        """The row of `EXTREMES` for a smallest or largest value, or the statistic of each usable token."""
-        if name in EXTREMES:
-            return EXTREMES[name](self, otherwise)
-        return torch.where(self.usable, self.statistic(statistic_of(name)), otherwise)
+        """The row whose smallest or largest value is taken; `otherwise` stands at tokens that do not enter."""
+        if name == "ratio":
+            return self.ratio  # 0 at unusable tokens; a usable ratio is above 0
+        outside = ~self.passing if name in ("passing", "passing_weight") else self._unusable
+        values = EXTREMES.get(name)
+        row = self.statistic(statistic_of(name)) if values is None else getattr(self, values)
+        return row.masked_fill(outside, otherwise)
+
+
+ROWS = {name: name for name in (*SUMS, "ratio")} | {"valid": "loss_mask", "kept": "keep"}
+"""For each row that is added up, the attribute of the stage; a statistic adds up to its own row."""
+
+EXTREMES = {"passing": "log_ratio", "passing_weight": "weight", "weight": "weight"}
+"""For each row of extremes, the attribute of the stage that it takes its values from."""
 
 
 def token_stage(
     proximal: Float[Tensor, " T"],
     behavior: Float[Tensor, " T"],
     loss_mask: Bool[Tensor, " T"],
-    config: CorrectionConfig,
+    plan: Plan,
     numerator: Float[Tensor, " T"] | None = None,
     routes: Float[Tensor, " T"] | None = None,
 ) -> TokenStage:
@@ -109,18 +148,17 @@ def token_stage(
         numerator: log-probs of pi_{v+1}, which segment-wise weights, and nothing else, compare with mu.
         routes: number of layers that routed each token otherwise, for rules that read it.
     """
-    log_r, unit_log_ratio, usable, usable_bits = log_ratios(proximal, behavior, loss_mask, numerator)
-    ratio = only_(exp_clamped(log_r), usable_bits)
-    unit_ratio = ratio if numerator is None else only_(exp_clamped(unit_log_ratio), usable_bits)
-    weight = config.weight if config.weight and config.weight.level == "token" else None
+    log_r, unit_log_ratio, usable = log_ratios(proximal, behavior, loss_mask, numerator)
+    ratio = exp_clamped(log_r).mul_(usable)
+    unit_ratio = ratio if numerator is None else exp_clamped(unit_log_ratio).mul_(usable)
+    weight = plan.weight
     passing = in_bounds(unit_log_ratio, usable, weight) if weight else usable
     stage = TokenStage(
-        config=config,
+        config=plan.config,
         log_probs=LogProbs(proximal, behavior),
         loss_mask=loss_mask,
         log_ratio=log_r,
         usable=usable,
-        usable_bits=usable_bits,
         ratio=ratio,
         unit_log_ratio=unit_log_ratio if weight else None,
         bounded=bounded_weight(unit_ratio, usable, passing, weight) if weight else None,
@@ -128,54 +166,50 @@ def token_stage(
         keep=None,
         routes=routes,
     )
-    if config.down_weighing:
-        stage = replace(stage, down_weight=down_weights(config, stage.statistic))
-    if not config.drops_below("sequence"):
+    if plan.down_weighing:
+        stage = replace(stage, down_weight=_down_weight(stage, plan.down_weighing))
+    if not plan.drops_parts:
         return stage
-    in_mask = passing if weight and weight.record.drops_token else usable
-    return replace(stage, keep=kept_tokens(in_mask, config, stage.statistic))
+    keep = passing if weight and weight.record.drops_token else usable
+    for rule in plan.token_rules:
+        keep = passes(stage.statistic(rule.statistic), rule, keep)
+    return replace(stage, keep=keep)
+
+
+def _down_weight(stage: TokenStage, rules: tuple[RejectRule, ...]) -> Float[Tensor, " T"]:
+    """What rules multiply the weight of each token by: 1 within their bounds."""
+    factors = (
+        torch.where(within(stage.statistic(rule.statistic), *rule.limits), 1.0, rule.down_weigh)
+        for rule in rules
+        if rule.down_weigh is not None
+    )
+    return reduce(torch.mul, factors)
 
 
 def narrowed(stage: TokenStage) -> TokenStage:
     """The stage with the kept tokens alone as its valid and usable tokens."""
     assert stage.keep is not None
     log_ratio = torch.where(stage.keep, stage.log_ratio, 0)
-    return replace(
-        stage, loss_mask=stage.keep, usable=stage.keep, usable_bits=bits(stage.keep), log_ratio=log_ratio
+    return replace(stage, loss_mask=stage.keep, usable=stage.keep, log_ratio=log_ratio)
+
+
+def totals_of(stage: TokenStage, ragged: Ragged, reads: Reads) -> Totals:
+    """Totals of each unit of `ragged`, a sequence or a segment; no collective where the plan reads none."""
+    if not (reads.sums or reads.squares or reads.minima or reads.maxima):
+        return Totals()
+    return Totals(
+        ragged.totals(
+            {name: stage.row(row) for name, row in reads.sums.items()},
+            {name: stage.row(row) for name, row in reads.squares.items()},
+            {name: stage.extreme(row, torch.inf) for name, row in reads.minima.items()},
+            {name: stage.extreme(row, -torch.inf) for name, row in reads.maxima.items()},
+        )
     )
 
 
-def _weight(stage: TokenStage) -> Float[Tensor, " T"]:
-    assert stage.weight is not None
-    return stage.weight
-
-
-def _keep(stage: TokenStage) -> Bool[Tensor, " T"]:
-    assert stage.keep is not None
-    return stage.keep
-
-
-ROWS: dict[str, Callable[[TokenStage], Shaped[Tensor, " T"]]] = {
-    "valid": lambda stage: stage.loss_mask,
-    "usable": lambda stage: stage.usable,
-    "proximal": lambda stage: only(stage.log_probs.proximal.float(), stage.usable_bits),
-    "ratio": lambda stage: stage.ratio,
-    "weighed": lambda stage: stage.weighed,
-    "weight": _weight,
-    "passing": lambda stage: stage.passing,
-    "passing_weight": lambda stage: torch.where(stage.passing, _weight(stage), 0),
-    "kept": _keep,
-    "kept_weight": lambda stage: stage.kept_weight,
-    # In float32, as ratios are computed: a finite float64 may overflow there.
-    "nonfinite_train": lambda stage: stage.loss_mask & nonfinite(stage.log_probs.proximal.float()),
-    "nonfinite_rollout": lambda stage: stage.loss_mask & nonfinite(stage.log_probs.behavior.float()),
-}
-"""Rows that are added up or counted, by the name of their total: 0 at each token that shall not enter."""
-
-EXTREMES: dict[str, Callable[[TokenStage, float], Float[Tensor, " T"]]] = {
-    "ratio": lambda stage, otherwise: stage.ratio,  # 0 at unusable tokens; a usable ratio is above 0
-    "passing": lambda stage, otherwise: torch.where(stage.passing, stage.log_ratio, otherwise),
-    "weight": lambda stage, otherwise: torch.where(stage.usable, _weight(stage), otherwise),
-    "passing_weight": lambda stage, otherwise: torch.where(stage.passing, _weight(stage), otherwise),
-}
-"""Rows of which the smallest or largest value is taken, called with what stands where a token shall not enter."""
+def totals_by_population(stage: TokenStage, ragged: Ragged, plan: UnitPlan) -> Mapping[Population, Totals]:
+    """Totals of each unit over all valid tokens, or over the kept tokens, as its weight and rules ask."""
+    return {
+        population: totals_of(narrowed(stage) if population == "kept" else stage, ragged, reads)
+        for population, reads in plan.reads.items()
+    }

@@ -135,9 +135,9 @@ def _token_rows(example: Example) -> Iterator[Row]:
 
 def _sequence_rows(example: Example) -> Iterator[Row]:
     ragged, correction = example.inputs.ragged, example.correction
-    rows, _ = ragged.over_sequence((correction.log_ratio, ragged.loss_mask, example.keep))
+    rows = ragged.sums(correction.log_ratio, ragged.loss_mask, example.keep)
     yield "sequence", "n", "prod r", "(prod r)^(1/n)", "tokens kept"
-    for name, total, count, kept in zip(NAMES, *rows.unbind(), strict=True):
+    for name, total, count, kept in zip(NAMES, *rows, strict=True):
         yield name, f"{count:g}", _number(total.exp()), _number((total / count).exp()), f"{kept:g}"
 
 

@@ -67,9 +67,8 @@ def surprises(keys: Mapping[str, Any], host: Host | None) -> Iterator[str]:
 
 def _odd(keys: Mapping[str, Any], hosts: tuple[Host, ...]) -> Iterator[tuple[str, Any, list[Kind]]]:
     """Keys that no host knows, or whose value has the wrong type: with the value, and what each host takes."""
-    blocks = reading.AREAL_BLOCKS if reading.areal_keys(keys) else ()
     for key, value in keys.items():
-        if reading.is_read(key, value) or key in blocks or key == COMPARISON:
+        if reading.is_read(key, value) or key == COMPARISON:
             continue
         wanted: list[Kind] = [kinds(host)[key] for host in hosts if key in kinds(host)]
         if not any(_fits(value, kind) for kind in wanted):

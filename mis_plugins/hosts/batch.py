@@ -139,8 +139,9 @@ def host_layout(
     )
 
 
+@torch.no_grad()
 def _cat(log_probs: Handed) -> Float[Tensor, " T"]:
-    return torch.cat(cast(list[Tensor], list(log_probs or ()))).detach()
+    return torch.cat(cast(list[Tensor], list(log_probs or ())))
 
 
 def _check(name: str, tensors: Sequence[Tensor | None], expected: Sequence[int], where: str) -> None:

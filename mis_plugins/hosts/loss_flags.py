@@ -8,7 +8,6 @@ from typing import Any
 
 from mis_plugins.config import reading
 from mis_plugins.config.model import CorrectionConfig, ObjectiveConfig, OpsmConfig
-from mis_plugins.config.view import view
 from mis_plugins.errors import ConfigError
 from mis_plugins.hosts import averages, checks, watching
 from mis_plugins.hosts.host import Host
@@ -68,10 +67,7 @@ IMPLIED: tuple[tuple[str, Callable[[Any], bool], dict[str, Any]], ...] = (
 
 def _objective(args: Any, asked: ObjectiveConfig | None) -> ObjectiveConfig:
     said = [(flag, fields) for flag, is_set, fields in IMPLIED if is_set(args)]
-    coupled = asked is not None and reading.areal_keys(view(args)).get("use_decoupled_loss") is False
-    if coupled:  # AReaL's key decides `old` alone; the flags decide the rest
-        said.append(("use_decoupled_loss: false", {"old": "behavior"}))
-    if asked is None or coupled:
+    if asked is None:
         return ObjectiveConfig(**{name: value for _, fields in said for name, value in fields.items()})
     for flag, fields in said:
         for name, value in fields.items():

@@ -71,23 +71,26 @@ class RolloutStore:
         """The mean weight of the rollout; None without one, or where `config` reads none.
 
         Raises:
-            InputError: the mean was computed under another config.
+            InputError: the mean was computed under another config, or is of other weights than the micro-batch's.
         """
         normalize = config.weight and config.weight.normalize
         held = self._of_this_run(args)
         if not normalize or normalize.scope != "rollout" or held is None or held.mean is None:
             return None
         assert held.config is not None
-        if held.config.segment_wise_on == config.segment_wise_on and _parts(held.config) != _parts(config):
+        if held.config.segment_wise_on != config.segment_wise_on:
+            here, there = "the micro-batch", "rollout_data"
+            has, lacks = (here, there) if config.segment_wise_on else (there, here)
+            raise InputError(
+                f"proximal_version: of {has}, and not of {lacks}, so that with mis.weight.normalize.scope: rollout the "
+                "mean would be of other weights; hand it on with both, or with neither"
+            )
+        if _parts(held.config) != _parts(config):
             raise InputError(
                 "mis.weight.normalize.scope: rollout: the mean was computed under another config than this "
                 f"micro-batch has: weight {held.config.weight}, reject {held.config.reject}; hand one config to both"
             )
         return held.mean
-
-    def mean_is_segment_wise(self) -> bool:
-        """Whether the mean is that of segment-wise weights."""
-        return bool(self.held and self.held.config and self.held.config.segment_wise_on)
 
     def counted(self, args: Any) -> Counted | None:
         """Shares of the steps that train; None where they are not known for the rollout that trains."""

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from mis_plugins.config.model import CorrectionConfig, ObjectiveConfig
 from mis_plugins.correction.opsm import Departure, departure_rows, on_policy, reference_policy
-from mis_plugins.correction.pipeline import Correction, Kept, denominator_scale, nothing_rejected
-from mis_plugins.correction.ratios import exp_clamped, nonfinite, widened
+from mis_plugins.correction.pipeline import Correction, Kept, correct, denominator_scale, nothing_rejected
+from mis_plugins.correction.ratios import exp_clamped, finite, widened
 from mis_plugins.loss.objective import (
     Clip,
     KlType,
@@ -64,7 +64,7 @@ class LossInputs:
 
     @cached_property
     def _nonfinite(self) -> Bool[Tensor, " T"]:
-        return nonfinite(self.advantages)
+        return ~finite(self.advantages)
 
 
 @dataclass(frozen=True)
@@ -103,6 +103,14 @@ class Share:
 
     def kept(self, x: Float[Tensor, " T"]) -> Float[Tensor, " T"]:
         return torch.where(self.keep, x, 0)
+
+
+def without_behavior(x: LossInputs, config: CorrectionConfig) -> Correction:
+    """A correction that changes nothing, for what is counted where the rollout engine gave no log-probs.
+
+    OPSM's mask and advantages that are not finite are recorded as of any other micro-batch.
+    """
+    return correct(x.proximal, x.proximal, x.ragged, replace(config, metrics="none"))
 
 
 def compared_log_probs(x: LossInputs, config: CorrectionConfig) -> Float[Tensor, " T"]:
@@ -155,7 +163,7 @@ def share_of(x: LossInputs, correction: Correction | None, config: CorrectionCon
         return Share(keep, None, scale, torch.where(keep, weights * scale, 0), all_rejected)
     reference = reference_policy(x.behavior, x.proximal, config.opsm)
     stays = on_policy(x.target.detach(), reference, x.finite_advantages, x.ragged, config.opsm)
-    (valid, after, weighed), _ = x.ragged.over_sequence((mask, keep & stays, keep & stays & (weights > 0)))
+    valid, after, weighed = x.ragged.sums(mask, keep & stays, keep & stays & (weights > 0))
     nothing_left = (valid > 0).any() & ~(weighed > 0).any()
     if config.on_all_rejected == "keep":
         keep, stays = keep | (nothing_left & mask), stays | (nothing_left & mask)
@@ -194,7 +202,7 @@ def for_metrics(x: LossInputs, correction: Correction, share: Share) -> Correcti
         return correction
     kept = correction.keep & correction.stage.usable
     rows = [kept, torch.where(kept, correction.weights, 0), *_departure_rows(x, correction.config)]
-    usable, weight, *departure = x.ragged.over_sequence(rows)[0].unbind()
+    usable, weight, *departure = x.ragged.sums(*rows)
     return replace(correction, after_opsm=Kept(usable, weight), departure=Departure.of(departure))
 
 
@@ -298,6 +306,8 @@ def _effective_share(ratio: Float[Tensor, " T"], ragged: Ragged) -> Float[Tensor
     The share is 1 on policy, and 1 / n where one token's ratio outweighs all others.
     """
     valid_ratio = torch.where(ragged.loss_mask, ratio, 0)
-    (valid, total, squares), _ = ragged.over_sequence((ragged.loss_mask,), both=(valid_ratio,))
-    share = total.square() / (valid * squares).clamp(min=torch.finfo(torch.float32).tiny)
+    sums = ragged.totals({"valid": ragged.loss_mask, "ratio": valid_ratio}, {"ratio_squared": valid_ratio})
+    share = sums["ratio"].square() / (sums["valid"] * sums["ratio_squared"]).clamp(
+        min=torch.finfo(torch.float32).tiny
+    )
     return ragged.to_tokens(share.to(ratio.dtype))

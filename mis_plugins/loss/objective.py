@@ -258,8 +258,7 @@ def _sequence_means(x: Operands, ragged: Ragged, *rows: Float[Tensor, " T"]) -> 
     A sequence is known if all its valid tokens are usable. The sums cost one collective over context-parallel ranks.
     """
     log_r = x.log_ratio.detach()
-    sums, _ = ragged.over_sequence((x.usable, ragged.loss_mask, log_r, *rows))
-    usable, valid, *totals = sums.unbind()
+    usable, valid, *totals = ragged.sums(x.usable, ragged.loss_mask, log_r, *rows)
     means = [ragged.to_tokens((total / valid.clamp(min=1)).to(log_r.dtype)) for total in totals]
     return [ragged.loss_mask & ragged.to_tokens(usable == valid), *means]
 

@@ -325,7 +325,7 @@ def _groups(rows: Rows) -> Iterable[tuple[list[str], Shaped[Tensor, "_ K"]]]:
 
 def _nonfinite(s: Sequences) -> Named:
     names = ["nonfinite_train", "nonfinite_rollout"]
-    return names, torch.stack([s.totals[name] for name in names])
+    return names, torch.stack([s.totals[name].sum() for name in names])
 
 
 def _of_micro_batch(correction: Correction) -> Named:

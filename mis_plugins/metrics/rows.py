@@ -20,10 +20,9 @@ from mis_plugins.config.terms.divergence import k3
 from mis_plugins.config.terms.statistics import row_of
 from mis_plugins.correction.opsm import Departure
 from mis_plugins.correction.pipeline import Correction, LogPerplexity
+from mis_plugins.correction.plan import weighs_tokens
 from mis_plugins.correction.ratios import LOG_RATIO_CLAMP, exp_clamped, exp_finite, log_bound
-from mis_plugins.correction.rejection import Totals, aggregate, passes
-from mis_plugins.correction.sequence_totals import weighs_tokens
-from mis_plugins.correction.weights import known_log_ratio
+from mis_plugins.correction.rejection import Totals, aggregate, known_log_ratio, passes
 
 LOG_RATIO_TAILS = (0.1, 1.0)
 PROB_DIFF_TAILS = (0.05, 0.2, 0.5)

@@ -23,6 +23,7 @@ from torch import Tensor
 from mis_plugins.config.model import CorrectionConfig, RejectRule, WeightConfig
 from mis_plugins.config.terms.divergence import k1, k3
 from mis_plugins.correction.pipeline import Correction, kept_below
+from mis_plugins.correction.plan import monotone, weighs_tokens, zero_weights
 from mis_plugins.correction.ratios import (
     exp_clamped,
     exp_finite,
@@ -31,9 +32,14 @@ from mis_plugins.correction.ratios import (
     share_above,
     share_below,
 )
-from mis_plugins.correction.rejection import Totals, aggregate, passing_units
-from mis_plugins.correction.sequence_totals import monotone, weighs_tokens, zero_weights
-from mis_plugins.correction.weights import applied_bound, known_log_ratio, unit_ratio
+from mis_plugins.correction.rejection import (
+    Totals,
+    aggregate,
+    applied_bound,
+    known_log_ratio,
+    passing_units,
+    unit_ratio,
+)
 from mis_plugins.packing.ragged import as_bytes
 
 Metric = Callable[[Correction], Tensor | None]  # None only where the config has no such metric
@@ -282,12 +288,12 @@ def effective_sample_size(c: Correction) -> Float[Tensor, ""]:
 
 def nonfinite_train(c: Correction) -> Float[Tensor, ""]:
     """Number of valid tokens whose trainer log-prob is NaN or infinite."""
-    return c.totals["nonfinite_train"]
+    return c.totals["nonfinite_train"].sum()
 
 
 def nonfinite_rollout(c: Correction) -> Float[Tensor, ""]:
     """Number of valid tokens whose rollout log-prob is NaN or infinite."""
-    return c.totals["nonfinite_rollout"]
+    return c.totals["nonfinite_rollout"].sum()
 
 
 KL: dict[str, Metric] = {"kl": kl, "k3_kl": k3_kl}

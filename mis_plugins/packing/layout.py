@@ -53,17 +53,20 @@ class Layout:
 
     def place(self, loss_mask: Shaped[Tensor, " R"], ranks: Ranks) -> Placed:
         """The host's full-response masks, concatenated, placed on this rank."""
-        ends = [0, *accumulate(self.local_lengths)]
-        if self.spans is None:
-            return Placed(Ragged(to_device(ends, loss_mask.device), loss_mask.bool(), ranks))
-        full_ends = [0, *accumulate(self.response_lengths)]
-        parts = [ends, full_ends, *self._shifts(self.spans)]
+        local = self.local_lengths
+        ends = [0, *accumulate(local)]
+        parts = [ends, local]
+        if self.spans is not None:
+            parts += [[0, *accumulate(self.response_lengths)], *self._shifts(self.spans)]
         table = to_device([number for part in parts for number in part], loss_mask.device)
-        cu_seqlens, starts, counts, offsets = table.split([len(part) for part in parts])
+        cu_seqlens, counts, *others = table.split([len(part) for part in parts])
+        if not others:
+            return Placed(Ragged(cu_seqlens, loss_mask.bool(), ranks, counts=counts))
+        starts, lengths, shifts = others
         index = torch.arange(ends[-1], device=loss_mask.device)
-        index = index + offsets.repeat_interleave(counts, output_size=ends[-1])
+        index = index + shifts.repeat_interleave(lengths, output_size=ends[-1])
         whole = Responses(starts, loss_mask.bool(), index)
-        return Placed(Ragged(cu_seqlens, whole.loss_mask.index_select(0, index), ranks, whole))
+        return Placed(Ragged(cu_seqlens, whole.loss_mask.index_select(0, index), ranks, whole, counts))
 
     def _shifts(self, spans: Sequence[Sequence[Span]]) -> tuple[list[int], list[int]]:
         """Length and shift of each piece: local position plus shift is the position among all responses' tokens."""

@@ -2,15 +2,16 @@
 
 Shape letters in every room: `T` tokens on this rank, `N` sequences of the micro-batch, `R` response tokens of all
 sequences, `K` stacked statistics. A tensor `[T]` is local to a rank; a tensor `[N]` is equal on all context-parallel
-ranks. No code can add a token twice: only `over_sequence` turns `[T]` into `[N]`, and only `over_batch` reduces `[N]`.
+ranks. No code can add a token twice: only `totals` turns `[T]` into `[N]`, and only `over_batch` reduces `[N]`.
 """
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Iterable
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from types import MappingProxyType
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -19,6 +20,9 @@ from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
 from mis_plugins.packing.collectives import RANK_LOST, all_reduce, discard_step
+
+# Rows of more tokens are summed one by one on a CPU, whose kernel hands out new memory page by page: 7 ms for 8 rows.
+LONG_ON_CPU = 2**17
 
 
 @dataclass(frozen=True)
@@ -55,17 +59,24 @@ class Ragged:
     cu_seqlens: where each sequence starts, and T at the end, on the tokens' device.
     loss_mask: the host's mask, true where a token enters the loss.
     responses: None where the local tokens are the whole responses.
+    counts: number of local tokens of each sequence; None derives it from `cu_seqlens`.
     """
 
     cu_seqlens: Int[Tensor, " bounds"]  # N + 1 of them
     loss_mask: Bool[Tensor, " T"]
     ranks: Ranks = Ranks()
     responses: Responses | None = None
+    counts: Int[Tensor, " N"] | None = None
 
     @property
     def size(self) -> int:
         """The number of sequences, N."""
         return self.cu_seqlens.numel() - 1
+
+    @cached_property
+    def lengths(self) -> Int[Tensor, " N"]:
+        """The number of local tokens of each sequence."""
+        return self.cu_seqlens.diff() if self.counts is None else self.counts
 
     @cached_property
     def segments(self) -> Segments:
@@ -84,41 +95,32 @@ class Ragged:
         of_token = begun[1:] if whole is None else begun[1:].index_select(0, whole.index)
         return of_token - self.to_tokens(begun.index_select(0, starts[:-1]))
 
-    def over_sequence(
+    def totals(
         self,
-        sums: Iterable[Shaped[Tensor, " T"]],
-        squares: Iterable[Float[Tensor, " T"]] = (),
-        both: Iterable[Float[Tensor, " T"]] = (),
-        minima: Iterable[Float[Tensor, " T"]] = (),
-        maxima: Iterable[Float[Tensor, " T"]] = (),
-        counts: Iterable[Shaped[Tensor, " T"]] = (),
-    ) -> tuple[Float[Tensor, "K N"], Float[Tensor, " C"]]:
-        """Totals of each sequence over all its tokens, on whatever rank, and `counts` over the whole micro-batch.
-
-        The rows of the result are, in this order: sums; sums of squares; of each of `both` the sum and the sum of
-        squares; minima; maxima. `counts` becomes the number of tokens of the micro-batch where a row is not 0.
+        sums: Mapping[str, Shaped[Tensor, " T"]],
+        squares: Mapping[str, Float[Tensor, " T"]] = MappingProxyType({}),
+        minima: Mapping[str, Float[Tensor, " T"]] = MappingProxyType({}),
+        maxima: Mapping[str, Float[Tensor, " T"]] = MappingProxyType({}),
+    ) -> dict[str, Float[Tensor, " N"]]:
+        """Totals of each sequence over all its tokens, on whatever rank, by the names of their rows.
 
         The caller fills tokens that shall not enter with 0, or +-inf for extremes: by torch.where, as a product keeps
         NaN. Everything costs one collective, and none without context parallelism. Sums are float64 from the first
         addition and depend on their own sequence alone. A sequence without a token has sum 0, minimum inf and maximum
-        -inf. Rows are read one at a time.
+        -inf.
         """
-        totals = self._totals(sums, squares, both)
-        # Extremes are scattered, in any order: segment_reduce takes three times as long on a CPU.
-        smallest = [
-            x.new_full((self.size,), torch.inf).scatter_reduce_(0, self._sequence_of_token, x, "amin")
-            for x in minima
-        ]
-        largest = [
-            x.new_full((self.size,), -torch.inf).scatter_reduce_(0, self._sequence_of_token, x, "amax")
-            for x in maxima
-        ]
-        rows = torch.stack(totals + smallest + largest).double()
-        found = [x.count_nonzero() for x in counts]
-        marked = torch.stack(found).double() if found else rows.new_zeros(0)
-        if self.ranks.cp is None:
-            return rows, marked
-        return _combine(rows, marked, len(totals), len(smallest), self.ranks.cp)
+        added = self._added([*sums.values(), *squares.values()], len(sums))
+        smallest = [self._extreme(row, torch.inf, "amin") for row in minima.values()]
+        largest = [self._extreme(row, -torch.inf, "amax") for row in maxima.values()]
+        extremes = smallest + largest
+        rows = (torch.cat([added, *extremes]) if extremes else added).view(-1, self.size)
+        if self.ranks.cp is not None:
+            rows = _combine(rows, len(smallest), len(largest), self.ranks.cp)
+        return dict(zip([*sums, *squares, *minima, *maxima], rows.unbind(), strict=True))
+
+    def sums(self, *rows: Shaped[Tensor, " T"]) -> tuple[Float[Tensor, " N"], ...]:
+        """The sums of rows over each sequence, as `totals` makes them, in the order of the rows."""
+        return tuple(self.totals({str(i): row for i, row in enumerate(rows)}).values())
 
     def over_batch(self, per_sequence: Float[Tensor, "K N"]) -> Float[Tensor, " K"]:
         """Sum over the sequences of this micro-batch and of its data-parallel peers: one collective, if any."""
@@ -131,19 +133,28 @@ class Ragged:
 
     @cached_property
     def _sequence_of_token(self) -> Int[Tensor, " T"]:
-        return torch.repeat_interleave(self.cu_seqlens.diff(), output_size=self.loss_mask.numel())
+        return torch.repeat_interleave(self.lengths, output_size=self.loss_mask.numel())
 
-    def _totals(
-        self, sums: Iterable[Tensor], squares: Iterable[Tensor], both: Iterable[Tensor]
-    ) -> list[Float[Tensor, " N"]]:
-        wide = torch.empty_like(self.loss_mask, dtype=torch.float64)  # one buffer for all rows
-        # `unsafe` skips a check of the offsets that would wait for the device.
-        reduce = functools.partial(torch.segment_reduce, reduce="sum", offsets=self.cu_seqlens, unsafe=True)
-        totals = [reduce(wide.copy_(as_bytes(x))) for x in sums]
-        totals += [reduce(wide.copy_(x).mul_(wide)) for x in squares]
-        for x in both:
-            totals += [reduce(wide.copy_(x)), reduce(wide.mul_(wide))]
-        return totals
+    def _added(self, rows: list[Shaped[Tensor, " T"]], first_square: int) -> Float[Tensor, " KN"]:
+        """Sums of each row by sequence, row after row; rows from `first_square` on are squared first."""
+        tokens, device = self.loss_mask.numel(), self.loss_mask.device
+        if len(rows) > 1 and device.type == "cpu" and tokens >= LONG_ON_CPU:
+            return torch.cat([self._added([row], int(i < first_square)) for i, row in enumerate(rows)])
+        wide = torch.empty(len(rows) * tokens, dtype=torch.float64, device=device)
+        if not rows:
+            return wide
+        torch.cat(rows, out=wide)
+        if first_square < len(rows):
+            squared = wide[first_square * tokens :]
+            squared.mul_(squared)
+        # `unsafe` skips a check of the lengths that would wait for the device.
+        return torch.segment_reduce(wide, "sum", lengths=self.lengths.repeat(len(rows)), unsafe=True)
+
+    def _extreme(
+        self, row: Float[Tensor, " T"], start: float, reduce: Literal["amin", "amax"]
+    ) -> Float[Tensor, " N"]:
+        # Extremes are scattered, in any order: segment_reduce takes three times as long on a CPU.
+        return row.new_full((self.size,), start).scatter_reduce_(0, self._sequence_of_token, row, reduce)
 
 
 @dataclass(frozen=True)
@@ -206,18 +217,15 @@ def _added(total: Float[Tensor, " K"], group: dist.ProcessGroup) -> Float[Tensor
 
 
 def _combine(
-    rows: Float[Tensor, "K N"], marked: Float[Tensor, " C"], sums: int, minima: int, group: dist.ProcessGroup
-) -> tuple[Float[Tensor, "K N"], Float[Tensor, " C"]]:
-    """Combine the rows of all ranks: sums and counts add, extremes compete, in rank order, so that all bits agree."""
-    packed = torch.cat([rows.flatten(), marked])
-    gathered = packed.new_empty(dist.get_world_size(group) * packed.numel())
-    dist.all_gather_into_tensor(gathered, packed, group=group)
-    lengths = [count * rows.shape[1] for count in (sums, minima, len(rows) - sums - minima)]
-    added, smallest, largest, counts = gathered.view(-1, packed.numel()).split([*lengths, marked.numel()], 1)
-    combined = added.sum(0)
-    if len(rows) > sums:
-        combined = torch.cat([combined, smallest.amin(0), largest.amax(0)])
-    return combined.view_as(rows), counts.sum(0)
+    totals: Float[Tensor, "K N"], minima: int, maxima: int, group: dist.ProcessGroup
+) -> Float[Tensor, "K N"]:
+    """Combine the totals of all ranks: sums add, extremes compete, in rank order, so that all bits agree."""
+    gathered = totals.new_empty(dist.get_world_size(group), *totals.shape)
+    dist.all_gather_into_tensor(gathered.view(-1), totals.reshape(-1), group=group)
+    added, smallest, largest = gathered.split([len(totals) - minima - maxima, minima, maxima], 1)
+    if not minima + maxima:
+        return added.sum(0)
+    return torch.cat([added.sum(0), smallest.amin(0), largest.amax(0)])
 
 
 def to_device(numbers: list[int], device: torch.device) -> Int[Tensor, " _"]:

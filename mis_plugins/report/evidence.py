@@ -134,7 +134,9 @@ def of_sequences(
         torch.where(where, x, 0) for where, x in ((first, size), (first, tokens.log_ratio), (last, size))
     ]
     x, y = tokens.behavior, tokens.proximal
-    rows, _ = ragged.over_sequence((usable, size, *at_ends, x, y, x * y), (x, y))
+    names: tuple[str, ...] = ("usable", "size", "begins", "signed", "end", "x", "y", "xy")
+    sums: dict[str, Tensor] = dict(zip(names, (usable, size, *at_ends, x, y, x * y), strict=True))
+    rows = torch.stack([*ragged.totals(sums, {"xx": x, "yy": y}).values()])
     long = rows[0] >= LONG_ENOUGH
     n, total, begins, signed, end, sx, sy, xy, xx, yy = rows[:, long].unbind()
     covariance = xy - sx * sy / n

@@ -62,7 +62,7 @@ class FirstSteps:
 
     def add(self, batch: Batch, tokens: Tokens) -> None:
         rows = (tokens.log_ratio, tokens.usable, tokens.k3)
-        (total, usable, k3), _ = batch.ragged.over_sequence(rows)
+        total, usable, k3 = batch.ragged.sums(*rows)
         known = usable > 0
         overlap = total.clamp(max=0).exp()[known]
         self.sums[batch.step] += torch.stack([x.double().sum() for x in (overlap, known, k3, usable)])

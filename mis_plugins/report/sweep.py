@@ -18,7 +18,7 @@ from mis_plugins.config.loading import file_of
 from mis_plugins.config.loading import load as load_file
 from mis_plugins.config.model import CorrectionConfig
 from mis_plugins.correction.pipeline import correct
-from mis_plugins.correction.ratios import bits, exp_clamped, only
+from mis_plugins.correction.ratios import exp_clamped
 from mis_plugins.errors import ConfigError
 from mis_plugins.packing.ragged import Ragged
 from mis_plugins.report.numbers import with_own_mean
@@ -76,7 +76,7 @@ def _finite(x: Float[Tensor, " T"]) -> Float[Tensor, " T"]:
 def _products(ragged: Ragged, ratio: Float[Tensor, " T"]) -> Float[Tensor, " T"] | None:
     """Ratio of each token's whole response, 0 where its own is unknown; None where few responses bear the sum."""
     usable = ratio > 0
-    (total, tokens), _ = ragged.over_sequence((torch.where(usable, ratio, 1).log(), usable))
+    total, tokens = ragged.sums(torch.where(usable, ratio, 1).log(), usable)
     products = exp_clamped(total)[tokens > 0]
     if products.numel() < SEQUENCES or _ess(products) < LEAST_ESS:
         return None
@@ -107,7 +107,7 @@ class Shared:
     @classmethod
     def of(cls, batch: Batch, ratio: Float[Tensor, " T"]) -> Shared:
         mask, sign = batch.ragged.loss_mask, PLACES["advantage"].bucket(batch)
-        (valid,), _ = batch.ragged.over_sequence((mask,))
+        (valid,) = batch.ragged.sums(mask)
         lengths = doubling(batch.ragged.cu_seqlens.diff())
         signs = (
             () if sign is None else tuple(mask & (sign == k) for k in range(len(PLACES["advantage"].labels)))
@@ -153,8 +153,8 @@ class Outcome:
         batch = shared.batch
         correction = correct(batch.proximal, batch.behavior, batch.ragged, self.config)
         keep = correction.keep & correction.stage.usable
-        weights = only(correction.weights, bits(keep))
-        (kept,), _ = batch.ragged.over_sequence((keep,))
+        weights = torch.where(keep, correction.weights, 0)
+        (kept,) = batch.ragged.sums(keep)
         mean = 1.0 if correction.mean_weight is None else correction.mean_weight
         wide = weights.double()
         self._plus(

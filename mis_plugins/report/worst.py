@@ -49,7 +49,7 @@ class Worst:
     sequences: Largest = field(default_factory=lambda: Largest(SEQUENCES))
 
     def add(self, batch: Batch, tokens: Tokens) -> None:
-        (total, usable), _ = batch.ragged.over_sequence((tokens.abs_log_ratio, tokens.usable))
+        total, usable = batch.ragged.sums(tokens.abs_log_ratio, tokens.usable)
         self.tokens.add(tokens.abs_log_ratio, lambda place: _token(batch, place))
         self.sequences.add(total / usable.clamp(min=1), lambda place: batch.records[place].copied())
 

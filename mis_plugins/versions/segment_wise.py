@@ -23,9 +23,8 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from mis_plugins.config.model import SegmentWiseConfig
-from mis_plugins.correction.ratios import exp_clamped, log_ratio, only_
-from mis_plugins.correction.rejection import in_bounds
-from mis_plugins.correction.weights import bounded_weight
+from mis_plugins.correction.ratios import exp_clamped, log_ratio
+from mis_plugins.correction.rejection import bounded_weight, in_bounds
 from mis_plugins.errors import InputError
 from mis_plugins.versions.loglinear import loglinear
 
@@ -122,9 +121,9 @@ def behavior_weight(
 
     The weights equal those of the pipeline's `correct` for these log-probs and `config.weight`.
     """
-    log_r, usable, usable_bits = log_ratio(proximal_t, behavior, loss_mask)
+    log_r, usable = log_ratio(proximal_t, behavior, loss_mask)
     passing = in_bounds(log_r, usable, config.weight)
-    ratio = only_(exp_clamped(log_r), usable_bits)
+    ratio = exp_clamped(log_r) * usable
     weights = bounded_weight(ratio, usable, passing, config.weight)
     return BehaviorWeight(weights, passing if config.weight.record.drops_token else loss_mask)
 

@@ -215,8 +215,6 @@ def test_flat_keys_are_what_an_error_of_a_hook_quotes():
         ({"mis": {"weight": {}, "reject": [{"upper": 2}]}}, ["mis.weight", "mis.reject"]),
         ({"mis": {"weight": None, "reject": [{"upper": 2}]}}, ["mis.reject"]),
         ({"mis": {"segment_wise": {}}}, ["mis.segment_wise"]),
-        ({"enable_segment_wise_ppo": True, "behav_imp_weight_cap": 3.0}, ["behav_imp_weight_cap"]),
-        ({"enable_segment_wise_ppo": True}, ["enable_segment_wise_ppo"]),
         ({}, []),
     ],
 )

@@ -164,16 +164,10 @@ def test_check_tells_of_a_rule_that_nothing_switches_on(switch: str | None, conf
 # ---------------------------------------------------------------------------------------------------------- near misses
 
 MISSES = [
-    ("use_rss", "use_rs"),
-    ("use_sr", "use_rs"),
-    ("use_masks", "use_mask"),
-    ("use_mis", "use_tis"),
-    ("use_decouple_loss", "use_decoupled_loss"),
     ("use-mask", "use_mask"),
     ("tis-level", "tis_level"),
     ("tis_levels", "tis_level"),
     ("rs_upper", "rs_upper_bound"),
-    ("behav_imp_weight_caps", "behav_imp_weight_cap"),
 ]
 
 
@@ -205,19 +199,18 @@ def test_no_argument_of_a_host_is_a_near_miss():
 
 
 def test_an_argument_of_a_newer_host_is_no_near_miss(tmp_path: Path):
-    """Off, as a flag is by default; or on, where the file at hand shows that no file said so."""
+    """The file at hand shows that no file said so."""
     file = tmp_path / "flat.yaml"
     file.write_text("tis_upper_bound: 2.0\n")
-    off = Namespace(use_tis=True, tis_upper_bound=2.0, use_hs=False)
-    by_flag = Namespace(use_tis=True, tis_upper_bound=2.0, use_hs=True, custom_config_path=str(file))
-    assert reading.from_args(off) == reading.from_args(by_flag)
+    by_flag = Namespace(use_tis=True, tis_upper_bound=2.0, tis_next=True, custom_config_path=str(file))
+    assert reading.from_args(by_flag) == reading.from_flat({"tis_upper_bound": 2.0})
     by_flag.custom_config_path = str(tmp_path / "gone.yaml")
     with pytest.raises(ConfigError, match=f"^node {socket.gethostname()} cannot read .*gone.yaml"):
         reading.from_args(by_flag)
     misspelled = tmp_path / "misspelled.yaml"
-    misspelled.write_text("tis_upper_bound: 2.0\nuse_hs: true\n")
+    misspelled.write_text("tis_upper_bound: 2.0\ntis_next: true\n")
     by_flag.custom_config_path = str(misspelled)
-    with pytest.raises(ConfigError, match="^use_hs: unknown key"):
+    with pytest.raises(ConfigError, match="^tis_next: unknown key"):
         reading.from_args(by_flag)
 
 
@@ -228,13 +221,13 @@ def test_an_argument_of_a_newer_host_without_a_file_is_no_near_miss(by_fsdp: boo
     file.write_text("lr: 1.0e-6\n")
     args = Namespace(
         use_tis=False,
-        use_hf=True,
+        tis_hf=True,
         custom_config_path=None,
         config=str(file) if by_fsdp else None,
         train_backend="fsdp" if by_fsdp else "megatron",
     )
     assert reading.from_args(args) == CorrectionConfig()
-    file.write_text("use_hf: true\n")
+    file.write_text("tis_hf: true\n")
     if by_fsdp:
-        with pytest.raises(ConfigError, match="^use_hf: unknown key"):
+        with pytest.raises(ConfigError, match="^tis_hf: unknown key"):
             reading.from_args(args)

@@ -35,8 +35,8 @@ OTHERS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     (FLAT, {"lower_bound": 0.5}, "tis_lower_bound or rs_lower_bound"),
     (FLAT, {"mode": "mask"}, "tis_mode"),
     (FLAT, {"tis": True}, "use_tis"),
-    ({"behav_imp_weight_cap": 5}, {"actor.use_decoupled_loss": False}, "use_decoupled_loss"),
-    ({"behav_imp_weight_cap": 5}, {"imp_weight_floor": 0.5}, "behav_imp_weight_floor"),
+    (FLAT, {"use_rss": True}, "use_rs"),
+    (FLAT, {"use_masks": False}, "use_mask"),
 ]
 
 

@@ -10,7 +10,6 @@ from commands import ConfigCommand
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mis_plugins.__main__ import load
 from mis_plugins.config import writing
 from mis_plugins.config.model import (
     CorrectionConfig,
@@ -161,8 +160,8 @@ AREAL = {
             WeightConfig(bound="none"),
             segment_wise=SegmentWiseConfig(fresh_tokens="behavior_at_age_0", clip_against="proximal"),
         ),
-    "behav_imp_weight_cap: 5\nuse_decoupled_loss: true\nmis: {metrics: all}":
-        CorrectionConfig(WeightConfig("token", "zero", 0.0, 5.0), metrics="all"),
+    "behav_imp_weight_cap: 5\nuse_decoupled_loss: true":
+        CorrectionConfig(WeightConfig("token", "zero", 0.0, 5.0)),
     "enable_segment_wise_ppo: false\nbehav_imp_weight_cap: 5":
         CorrectionConfig(WeightConfig("token", "zero", 0.0, 5.0), segment_wise=SegmentWiseConfig(enabled=False)),
     "use_decoupled_loss: false": CorrectionConfig(
@@ -172,6 +171,5 @@ AREAL = {
 
 @pytest.mark.parametrize("text", AREAL)
 def test_a_file_in_areals_words(text: str, tmp_path: Path, config_command: ConfigCommand):
-    told = config_command(text, command="show").out.partition("\n\n")[0]
-    assert load(tmp_path / "my config.yaml") == AREAL[text]
+    told = config_command(text, command="from-areal").out
     assert from_mapping(yaml.safe_load(told)["mis"]) == AREAL[text]

@@ -20,9 +20,10 @@ from documented import DOCUMENTED, VERL
 from drive import assert_matches_oracle, run
 from tolerances import weight_rtol
 
+from lab.pages import presets as presets_page
 from mis_plugins import mis
 from mis_plugins.__main__ import load, main
-from mis_plugins.config import docs, families, reading, writing
+from mis_plugins.config import families, reading, writing
 from mis_plugins.config.model import (
     CorrectionConfig,
     NormalizeConfig,
@@ -360,7 +361,7 @@ PRESETS_DOC = (ROOT / "docs" / "presets.md").read_text(encoding="utf-8")
 
 
 def test_the_committed_page_of_presets_is_the_generated_one():
-    assert docs.page(PRESETS_DOC) == PRESETS_DOC, "python -m mis_plugins.config.docs"
+    assert presets_page.page(PRESETS_DOC) == PRESETS_DOC, "python -m lab.pages.presets"
 
 
 def a_folder_of_presets(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
@@ -375,10 +376,10 @@ def test_a_new_preset_is_one_file(place: str, tmp_path: Path, monkeypatch: pytes
     file = a_folder_of_presets(tmp_path, monkeypatch) / place
     file.write_text("# w_t = 7; r = pi_old/mu\n# Nowhere\n# Judged by: nobody\nmis: {weight: {upper: 7}}\n")
     assert reading.preset_path(file.stem) == file
-    page = docs.page(PRESETS_DOC)
+    page = presets_page.page(PRESETS_DOC)
     row = f"| [`{file.stem}`](../yaml/{place}) | `w_t = 7; r = pi_old/mu` | Nowhere | nobody |"
     assert page.count(row) == 1
-    assert docs.page(page) == page
+    assert presets_page.page(page) == page
     kept = page.replace(f"{row}\n", "").partition("\n## newcomer\n")[0]
     assert kept == PRESETS_DOC, "nothing else of the page changes"
 

@@ -45,7 +45,7 @@ def test_b2_metrics_only_without_a_yaml():
     """mis.py: AttributeError, the Namespace has no tis_lower_bound."""
     batch = ratio_batch([[0.5, 3.0], [1.2]])
     loss_in, loss, masks, metrics = call(batch, use_tis=False, get_mismatch_metrics=True)
-    assert same_bytes(loss, loss_in) and "mis_kl" in metrics
+    assert same_bytes(loss, loss_in) and "mis_k3_kl" in metrics
     assert_all_same(masks, batch.loss_masks, "masks")
 
 

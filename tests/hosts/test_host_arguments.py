@@ -74,16 +74,6 @@ def test_the_comparison_s_key_is_no_surprise(host: str):
     assert not list(surprises({"bitwise": {"on_difference": "raise"}}, REGISTERED[host]))
 
 
-def test_what_areal_knows_is_no_surprise():
-    keys = {
-        "actor": {"behav_imp_weight_cap": 5.0},
-        "rollout": {"max_head_offpolicyness": 2},
-    }
-    assert not list(surprises(keys, None))
-    assert not list(surprises(keys, REGISTERED["slime"]))
-    assert len(list(surprises({"actor": {"lr": 1.0}}, None))) == 1
-
-
 @every_host
 def test_what_number_text_means_is_what_is_proposed(host: str):
     for text in ("1e-6", "1E5", "2.5e10", "1e22", "-3e-4", "7"):

@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
+from typing import Any
 
 import oracle
 import pytest
@@ -319,7 +320,7 @@ def test_five_metrics_where_the_step_hook_logs_the_others(settings: dict, handed
     if settings.pop("on_fsdp", False):
         hook = mis.compute_mis_weights_fsdp
     args = SimpleNamespace(use_tis=True, get_mismatch_metrics=False, qkv_format="thd", **settings)
-    given = batch.hook_kwargs() | {"parallel_state": one_rank()}
+    given: dict[str, Any] = batch.hook_kwargs() | {"parallel_state": one_rank()}
     names = set(hook(args, **given)[2])
     assert names == FIVE if handed == "five" else names > FIVE
     notebook = {name: given[name] for name in ("train_log_probs", "rollout_log_probs", "loss_masks")}
@@ -395,7 +396,6 @@ def test_metrics_only_does_not_need_finite_inputs_to_leave_the_loss_alone():
         ({"use_rs": True}, "use_rs"),
         ({"rs_veto_threshold": 1e-4}, "rs_veto_threshold"),
         ({"tis_upper_bound": 2.0, "use_rs": False, "rs_veto_threshold": None}, "tis_upper_bound"),
-        ({"behav_imp_weight_cap": 5.0}, "behav_imp_weight_cap"),
         ({"mis": {"weight": {"upper": 2.0}}}, "mis.weight"),
         ({"mis": {"segment_wise": {"enabled": False, "weight_cap": 3}}}, "mis.segment_wise"),
         ({"mis": {"weight": None, "reject": [{"over": "min", "lower": 1e-4}]}}, "mis.reject"),

@@ -170,9 +170,7 @@ def test_a_recorded_argument_of_a_host_is_none_of_ours(value: float | None, path
 
 
 @pytest.mark.parametrize("inline", [False, True])
-@pytest.mark.parametrize(
-    "name", ["tis_of_the_next_host", "rs_of_the_next_host", "behav_imp_next", "use_riss"]
-)
+@pytest.mark.parametrize("name", ["tis_of_the_next_host", "rs_of_the_next_host", "mis_next"])
 def test_a_name_is_ours_where_the_file_says_it(name: str, inline: bool, tmp_path: Path):
     assert reading.from_args(from_file(tmp_path, {"mis": KEYS["mis"]}, inline, **{name: 1.0})) == CORRECTS
     with pytest.raises(ConfigError, match=f"^{name}: unknown key"):

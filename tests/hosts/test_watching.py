@@ -24,10 +24,9 @@ __all__ = ["hosts"]  # the fixture that stands in for the hosts' modules
 
 NESTED = {"mis": {"weight": {"upper": 1.05}, "reject": [{"over": "min", "lower": 0.8}]}}
 FLAT = {"tis_upper_bound": 1.5, "tis_mode": "mask", "use_rs": True, "rs_level": "geometric"}
-AREAL = {"behav_imp_weight_cap": 1.05}
 MORE = {"mis": {"opsm": {"delta": 1e-4}, "objective": {"surrogate": "cispo"}, "weight": {"upper": 1.05}}}
-BYPASS = {"use_decoupled_loss": False}
-CORRECTING = [NESTED, FLAT, AREAL, MORE, BYPASS]
+BYPASS = {"mis": {"objective": {"old": "behavior"}}}
+CORRECTING = [NESTED, FLAT, MORE, BYPASS]
 
 
 @pytest.fixture(autouse=True)
@@ -65,7 +64,7 @@ def test_mismatch_metrics_without_use_tis_leave_the_hosts_loss(keys: dict, tmp_p
         assert_same(loss_of(args), plain)
 
 
-@pytest.mark.parametrize("keys", [NESTED, FLAT, AREAL, MORE])
+@pytest.mark.parametrize("keys", [NESTED, FLAT, MORE])
 def test_use_tis_corrects_whatever_watches(keys: dict, tmp_path: Path, said_once: Callable[[], list[str]]):
     both = {"use_tis": True, "get_mismatch_metrics": True}
     corrected = loss_of(Namespace(**vars(flags()) | keys))
@@ -93,11 +92,10 @@ def test_the_hosts_own_objective_and_opsm_act_all_the_same(tmp_path: Path):
     [
         (NESTED, "mis.weight, mis.reject"),
         (FLAT, "tis_upper_bound, use_rs"),
-        (AREAL | {"enable_segment_wise_ppo": True}, "behav_imp_weight_cap"),
         ({"mis": {"segment_wise": {}}}, "mis.segment_wise"),
         ({"mis": {"segment_wise": {}, "weight": {}}}, "mis.weight"),
         (MORE, "mis.weight, mis.opsm, mis.objective"),
-        (BYPASS, "use_decoupled_loss"),
+        (BYPASS, "mis.objective"),
         ({"use_rs": True}, "use_rs"),
     ],
 )

@@ -583,7 +583,7 @@ def assert_close(found: Tensor, expected: Tensor) -> None:
 def test_metrics_of_the_host_and_ours():
     step = random_step(5)
     kl = {"use_kl_loss": True, "kl_loss_type": "k3", "kl_loss_coef": 0.3, "entropy_coef": 0.01}
-    found = call(step, TIS | {"opsm": {"delta": 0.02}}, **kl).metrics
+    found = call(step, TIS | {"opsm": {"delta": 0.02}, "metrics": "full"}, **kl).metrics
     theirs = {"loss", "pg_loss", "entropy_loss", "pg_clipfrac", "ppo_kl", "kl_loss", "opsm_clipfrac", "ois",
               "ess_ratio", "train_rollout_logprob_abs_diff", "train_rollout_kl"}  # fmt: skip
     assert theirs <= found.keys()
@@ -600,7 +600,8 @@ def test_metric_values():
     rows = zip(target, old, [[-1.0, -1.0], [1.0]], strict=True)
     responses = [Response(p, o, p, a, [1.0] * len(p), [True] * len(p)) for p, o, a in rows]
     step = Step(responses, [[-1.0, -1.0], [-1.5]])
-    found = {name: value.item() for name, value in call(step, {"opsm": {"delta": 0.6}}).metrics.items()}
+    config = {"opsm": {"delta": 0.6}, "metrics": "full"}
+    found = {name: value.item() for name, value in call(step, config).metrics.items()}
     ratios = [math.exp(-0.5), math.exp(0.25)]
     exact = {
         "ppo_kl": (0.5 - 0.25) / 2,
@@ -621,7 +622,7 @@ def test_the_effective_share_is_of_the_tokens_in_the_mask():
     masks = [[True, False, True], [False, True, False]]
     rows = zip([[-1.0, -1.0, -2.0], [-1.0] * 3], [[-1.5, -1.0, -1.0], [-1.0] * 3], masks, strict=True)
     responses = [Response(p, o, p, [1.0] * 3, [1.0] * 3, mask) for p, o, mask in rows]
-    found = call(Step(responses, [[-1.0] * 3] * 2), {}).metrics["ess_ratio"].item()
+    found = call(Step(responses, [[-1.0] * 3] * 2), {"metrics": "full"}).metrics["ess_ratio"].item()
     ratios = [math.exp(0.5), math.exp(-1.0)]
     assert abs(found - (sum(ratios) ** 2 / (2 * sum(r * r for r in ratios)) + 1)) <= 8 * EPS
 
@@ -1352,7 +1353,7 @@ def test_a_masked_sample_does_not_dilute_our_metrics():
     step = random_step(3)
     masked = dataclasses.replace(step.responses[0], mask=[0] * len(step.responses[0].mask))
     among = Step([*step.responses, masked], [*step.behavior, step.behavior[0]])
-    config = {"weight": {"upper": 1.2}, "reject": [{"over": "token", "upper": 1.5}]}
+    config = {"weight": {"upper": 1.2}, "reject": [{"over": "token", "upper": 1.5}], "metrics": "full"}
     alone, found = (call(x, config, rollout_function_path=None).metrics for x in (step, among))
     size = len(step.responses)
     assert found["mis_kl"] == pytest.approx(alone["mis_kl"].item())

@@ -51,7 +51,7 @@ def shard(c: Correction, owned: list[list[int]]) -> Correction:
     stage = replace(
         c.stage,
         **{name: pick(getattr(c.stage, name)) for name in
-           ("loss_mask", "log_ratio", "usable", "usable_bits", "ratio", "unit_log_ratio", "bounded", "passing", "keep",
+           ("loss_mask", "log_ratio", "usable", "ratio", "unit_log_ratio", "bounded", "passing", "keep",
             "down_weight")},
         log_probs=log_probs,
     )  # fmt: skip

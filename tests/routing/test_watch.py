@@ -166,7 +166,7 @@ def watched(
         patch.object(hooks, "read", reading),
         patch.object(hooks.logger, "warning", lambda text, *given: said.append(text % given)),
         patch.object(hooks.tracking, "log", lambda *given: None),
-        patch.object(mis, "WATCHING", watching),
+        patch.object(hooks, "WATCHING", watching),
     ):
         model = stage_of_model(manager, args.sequence_parallel)
         watching.before_log_probs(args, [model], "ref_")

@@ -23,7 +23,6 @@ from mis_plugins.errors import ConfigError
 from mis_plugins.explain.formula import formula
 from mis_plugins.explain.words import describe
 from mis_plugins.metrics.catalogue import METRICS, finalize
-from mis_plugins.metrics.metric import Metric
 from mis_plugins.metrics.partials import partials
 from mis_plugins.metrics.token_metrics import diagnose
 from mis_plugins.packing.ragged import Ragged
@@ -194,9 +193,6 @@ def test_a_preset_is_a_file(
 
 def test_a_metric_of_a_step(monkeypatch: pytest.MonkeyPatch):
     """A record in a table is what a step needs to report it."""
-    share = Metric(
-        lambda s: s.sums["kept"] / s.sums["valid"], "kept over valid", "0 to 1", "below 0.5.", "widen"
-    )
-    monkeypatch.setitem(METRICS, "made_up_share", share)
+    monkeypatch.setitem(METRICS, "made_up_share", lambda step: step.sums["kept"] / step.sums["valid"])
     config = read("{weight: null, reject: [{statistic: square_prob_diff, upper: 0.25}], metrics: all}")
     assert finalize(partials(corrected(config)), config)["made_up_share"] == pytest.approx(4 / 6)

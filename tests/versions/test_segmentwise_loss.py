@@ -19,6 +19,7 @@ import oracle
 import pytest
 import segmentwise_oracle
 import torch
+import yaml
 from drive import assert_batch_metrics_match, assert_metrics_match
 from launch import run_ranks
 from segmentwise_oracle import Token
@@ -56,6 +57,7 @@ from mis_plugins import mis
 from mis_plugins.config import reading
 from mis_plugins.correction.pipeline import correct
 from mis_plugins.errors import ConfigError, InputError
+from mis_plugins.explain.translate.areal import translate
 from mis_plugins.hosts import loss_batch, loss_flags
 from mis_plugins.hosts.registry import current
 from mis_plugins.loss import micro_batch
@@ -383,25 +385,26 @@ def test_the_mean_of_other_weights_than_the_micro_batches():
 )  # fmt: skip
 def test_areals_names(areal: dict, ours: dict):
     step = aged(random_step(8), 8)
-    theirs = drive(flags(**areal), step.batch(), step)
+    theirs = call(step, dict(translate(yaml.safe_dump(areal)).mis))
     assert_same(theirs, call(step, ours))
     assert not torch.equal(theirs.gradient, call(step, {"weight": {"bound": "clip", "upper": 1.2}}).gradient)
 
 
 @pytest.mark.parametrize(
-    ("blocks", "flat"),
+    ("keys", "places"),
     [
-        ({"rollout": {"enable_segment_wise_ppo": True}, "actor": {"behav_imp_weight_cap": 1.2}},
-         {"enable_segment_wise_ppo": True, "behav_imp_weight_cap": 1.2}),
-        ({"actor": {"use_decoupled_loss": False, "path": "x"}}, {"use_decoupled_loss": False}),
+        ({"behav_imp_weight_cap": 1.2, "tis_upper_bound": 2.0}, "behav_imp_weight_cap"),
+        ({"behav_imp_weight_mode": "token_mask"}, "behav_imp_weight_mode"),
+        ({"rejection_sampling": {"action": "clamp"}}, "rejection_sampling"),
+        ({"actor": {"use_decoupled_loss": False, "path": "x"}, "mis": {"weight": {}}}, "actor.use_decoupled_loss"),
     ],
 )  # fmt: skip
-def test_areals_blocks_mean_what_its_keys_do(blocks: dict, flat: dict):
-    """Also beside a flag that says more of the objective."""
-    step, gspo = aged(random_step(8), 8), {"advantage_estimator": "gspo"}
-    for others in ({}, gspo):
-        theirs = drive(flags(**blocks, **others), step.batch(), step)
-        assert_same(theirs, drive(flags(**flat, **others), step.batch(), step))
+def test_areals_keys_are_refused_by_the_hook_which_names_the_translator(keys: dict, places: str):
+    step = random_step(0)
+    with pytest.raises(
+        ConfigError, match=f"^{places}: of AReaL; give the host the file .* config from-areal"
+    ):
+        drive(flags(**keys), step.batch(), step)
 
 
 @pytest.mark.parametrize(
@@ -414,37 +417,21 @@ def test_areals_blocks_mean_what_its_keys_do(blocks: dict, flat: dict):
         ({"behav_imp_weight_floor": 0.2}, r"^behav_imp_weight_floor: 0\.2 alone .* behav_imp_weight_cap too"),
         ({"behav_imp_weight_cap": 5, "behav_imp_weight_floor": 6},
          r"^behav_imp_weight_floor: 6 is not below behav_imp_weight_cap: 5"),
-        ({"behav_imp_weight_mode": "token_mask"},
-         r"^behav_imp_weight_mode: unknown key; did you mean behav_imp_weight_\w+\?"),
         ({"behav_imp_weight_cap": -1}, r"^behav_imp_weight_cap: got -1; every ratio is above 0"),
         ({"enable_segment_wise_ppo": "yes"}, r"^enable_segment_wise_ppo: got 'yes'; expected true or false"),
-        ({"behav_imp_weight_cap": 5, "mis": {"segment_wise": {}}},
-         r"both `mis:` and the flat key behav_imp_weight_cap are set; keep one"),
-        ({"behav_imp_weight_cap": 5, "tis_upper_bound": 2.0},
-         r"both the flat key tis_upper_bound and the flat key behav_imp_weight_cap are set"),
-        ({"rejection_sampling": {"action": "clamp", "agg": "max"}},
-         r"rejection_sampling: AReaL's block is not read; say it under `mis:`"),
     ],
 )  # fmt: skip
 def test_areals_names_that_cannot_work(flat: dict, message: str):
-    step = random_step(0)
     with pytest.raises(ConfigError, match=message):
-        drive(flags(**flat), step.batch(), step)
+        translate(yaml.safe_dump(flat))
 
 
-AREALS = {"enable_segment_wise_ppo": True, "behav_imp_weight_cap": 1.2}
 FLAT = {"tis_upper_bound": 2.0}
 
 
 @pytest.mark.parametrize(
     ("said", "lost", "message"),
     [
-        (AREALS, ("proximal_version", "output_versions"),
-         r"output_versions: none here; enable_segment_wise_ppo needs .*leave enable_segment_wise_ppo out, and give its "
-         r"bounds as behav_imp_weight_cap$"),
-        (AREALS, ("recomputed_log_probs",),
-         r"mis\.segment_wise\.method \(in place of AReaL's keys\): loglinear, or enable_segment_wise_ppo: false$"),
-        ({"behav_imp_weight_cap": 1.2}, ("recomputed_log_probs",), r"or enable_segment_wise_ppo: false$"),
         (FLAT, ("recomputed_log_probs",),
          r"mis\.segment_wise\.method \(in place of Miles's flat keys\): loglinear, or "
          r"mis\.segment_wise\.enabled \(in place of Miles's flat keys\): false$"),
@@ -459,12 +446,7 @@ def test_what_a_batch_lacks_is_told_in_the_users_words(said: dict, lost: tuple[s
 @pytest.mark.parametrize(
     ("said", "message"),
     [
-        (AREALS, r"^enable_segment_wise_ppo: a weight .*use proximal, or enable_segment_wise_ppo: false "
-                 r"\(--use-rollout-logprobs means mis\.objective\.old: behavior\)$"),
-        ({"behav_imp_weight_cap": 1.2}, r"^behav_imp_weight_cap: with mis\.objective\.old: behavior .*set "
-                                        r"behav_imp_weight_cap: null \(--use-rollout-logprobs means"),
         ({"mis": {"segment_wise": {}}}, r"^mis\.segment_wise: a weight .* belongs to mis\.objective\.old: proximal"),
-        ({"use_decoupled_loss": True}, r"^use_decoupled_loss: with mis\.objective\.old: behavior"),
         (FLAT, r"^tis_upper_bound: with mis\.objective\.old: behavior"),
         ({"mis": {"weight": {"upper": 2}, "objective": {"old": "behavior"}}}, r"^mis\.weight: with .*null$"),
     ],
@@ -472,23 +454,6 @@ def test_what_a_batch_lacks_is_told_in_the_users_words(said: dict, lost: tuple[s
 def test_what_a_flag_contradicts_is_told_in_the_users_words(said: dict, message: str):
     with pytest.raises(ConfigError, match=message):
         drive(flags(use_rollout_logprobs=True, **said), random_step(0).batch(), random_step(0))
-
-
-@pytest.mark.parametrize(
-    ("said", "message"),
-    [(AREALS, "^enable_segment_wise_ppo: the TIS hook does not see which version"),
-     ({"use_decoupled_loss": False}, "^use_decoupled_loss: the TIS hook does not see advantages")],
-)  # fmt: skip
-def test_what_the_tis_hook_cannot_serve_is_told_in_the_users_words(said: dict, message: str):
-    with pytest.raises(ConfigError, match=message):
-        mis.config_in_force(Namespace(use_tis=True, **said))
-
-
-def test_areals_coupled_loss_leaves_the_rest_to_the_flags():
-    """It says what pi_theta is compared with, and nothing of GSPO's ratio."""
-    step, gspo = random_step(0), {"advantage_estimator": "gspo"}
-    ours = call(step, {"objective": {"old": "behavior", "ratio": "sequence"}}, **gspo)
-    assert_same(drive(flags(use_decoupled_loss=False, **gspo), step.batch(), step), ours)
 
 
 def test_versions_that_are_asked_for_and_not_there():
@@ -521,7 +486,7 @@ def test_a_batch_without_versions_of_a_host_that_knows_them(config: dict):
 
 
 def test_a_batch_without_versions_that_nobody_reads():
-    step, config = aged(random_step(0), 0), STANDARD
+    step, config = aged(random_step(0), 0), STANDARD | {"metrics": "full"}
     batch = step.batch() | {"output_versions": None, "recomputed_log_probs": None}
     assert_same(drive(flags(mis=config), batch, step), call(step, config))
 
@@ -663,9 +628,9 @@ def test_nothing_is_added_up_without_metrics_or_without_a_weight_of_tokens(logge
     mis.report_step(flags(), 0, 0)
     for config in (CAP, STANDARD):
         call(step, config | {"metrics": "none"})
-    call(step, {"weight": {"level": "sequence"}})
-    call(step, {"weight": None, "reject": [SEQUENCE_RULE]})
-    call(step, {"objective": {"old": "behavior"}})
+    for config in ({"weight": {"level": "sequence"}}, {"weight": None, "reject": [SEQUENCE_RULE]},
+                   {"objective": {"old": "behavior"}}):  # fmt: skip
+        call(step, config | {"metrics": "full"})
     mis.report_step(flags(), 0, 1)
     assert logged == []
 

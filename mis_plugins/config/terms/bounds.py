@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
@@ -41,17 +42,17 @@ class Bound:
     keeps_zero: bool = True
     monotone: bool = True
 
-    @property
+    @cached_property
     def drops_token(self) -> bool:
         """Whether a token beyond the limits leaves the loss mask, and every mean."""
         return self.outside == "dropped"
 
-    @property
+    @cached_property
     def zeroes(self) -> bool:
         """Whether a token beyond the limits weighs 0 and counts in every mean."""
         return self.outside == "zeroed"
 
-    @property
+    @cached_property
     def weighs_outside(self) -> bool:
         """Whether a token beyond the limits has a weight."""
         return self.outside == "weighed"

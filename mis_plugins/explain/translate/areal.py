@@ -13,10 +13,10 @@ from dataclasses import replace
 from typing import Any
 
 from mis_plugins.config import reading, writing
-from mis_plugins.config.model import CorrectionConfig
+from mis_plugins.config.model import CorrectionConfig, ObjectiveConfig, SegmentWiseConfig, WeightConfig
 from mis_plugins.config.reading import number
 from mis_plugins.errors import ConfigError
-from mis_plugins.explain.translate.translation import Translation, as_written, choice, listed, load
+from mis_plugins.explain.translate.translation import Translation, as_written, choice, load
 from mis_plugins.shared.numerals import shown
 
 CAP, FLOOR, ENABLE = "behav_imp_weight_cap", "behav_imp_weight_floor", "enable_segment_wise_ppo"
@@ -71,7 +71,7 @@ def translate(text: str) -> Translation:
     tree = load(text)
     if not isinstance(tree, Mapping):
         raise ConfigError(f"got {shown(tree)}; expected a mapping with AReaL's actor: and rollout:")
-    places = reading.areal_places(tree)
+    places = _places(tree)
     if not places:
         raise ConfigError(
             f"nothing to translate: none of {', '.join(KNOWN)} in it, nor in its actor: and rollout:"
@@ -96,16 +96,105 @@ def _placed(where: Mapping[str, str]) -> Iterator[None]:
 
 def _config(keys: Mapping[str, Any]) -> CorrectionConfig:
     for key in keys:
-        reading.check_spelling_of_areal(key)
+        _check_spelling(key)
         if key not in KNOWN:
             raise ConfigError(f"{key}: no key that is read here; known are {', '.join(KNOWN)}")
-    config = reading.from_areal({key: value for key, value in keys.items() if key != REJECTION})
+    config = _from_flat({key: value for key, value in keys.items() if key != REJECTION})
     if REJECTION not in keys or config.bypass:  # AReaL ignores it in bypass
         return config
     if CAP in keys:
         raise ConfigError(f"{CAP}: rejection_sampling took its place in AReaL; keep one of them")
     said = reading.from_mapping(_rejection(keys[REJECTION]))
     return replace(said, segment_wise=config.segment_wise)
+
+
+def _from_flat(keys: Mapping[str, Any]) -> CorrectionConfig:
+    """Read AReaL's flat keys: standard or segment-wise decoupled PPO; a token outside the bounds weighs 0.
+
+    As in AReaL, no cap means no bound, and no floor means 0. `enable_segment_wise_ppo: true` takes AReaL's
+    rules for fresh tokens, `behavior_at_age_0`, and for PPO's ratio, `clip_against: proximal`. Without the
+    key the host decides, as without `mis.segment_wise`. `use_decoupled_loss: false` compares pi_theta with mu
+    itself, and has no weight.
+    """
+    cap = reading.convert(float | None, keys.get("behav_imp_weight_cap"), "behav_imp_weight_cap")
+    floor = reading.convert(float | None, keys.get("behav_imp_weight_floor"), "behav_imp_weight_floor")
+    asked = reading.convert(bool | None, keys.get("enable_segment_wise_ppo"), "enable_segment_wise_ppo")
+    decoupled = reading.convert(bool | None, keys.get("use_decoupled_loss"), "use_decoupled_loss")
+    if decoupled is False:
+        for name, value in (("behav_imp_weight_cap", cap), ("behav_imp_weight_floor", floor)):
+            if value is not None:
+                raise ConfigError(f"{name}: {value:g} has no effect with use_decoupled_loss: false; drop it")
+        if asked:
+            raise ConfigError("enable_segment_wise_ppo: true contradicts use_decoupled_loss: false")
+        off = SegmentWiseConfig(enabled=False)
+        return CorrectionConfig(objective=ObjectiveConfig(old="behavior"), segment_wise=off)
+    if cap is None and floor is not None:
+        raise ConfigError(
+            f"behav_imp_weight_floor: {floor:g} alone is not served; give a behav_imp_weight_cap too"
+        )
+    with reading.spelled(lower="behav_imp_weight_floor", upper="behav_imp_weight_cap"):
+        weight = (
+            WeightConfig(bound="none") if cap is None else WeightConfig("token", "zero", floor or 0.0, cap)
+        )
+    # AReaL never scores what the current version wrote: such a token keeps the weight 1 that it starts with.
+    areals = SegmentWiseConfig(fresh_tokens="behavior_at_age_0", clip_against="proximal")
+    chosen = {None: None, False: SegmentWiseConfig(enabled=False), True: areals}
+    return CorrectionConfig(weight, segment_wise=chosen[asked])
+
+
+def _places(said: Mapping[str, Any]) -> dict[str, tuple[str, Any]]:
+    """AReaL's keys that are set, at the top level or in its blocks: where each stands, and its value.
+
+    Keys of a block that no one knows are among them, so that they are refused as at the top level.
+
+    Raises:
+        ConfigError: two places contradict each other.
+    """
+    blocks = {f"{name}.": said[name] for name in reading.AREAL_BLOCKS if isinstance(said.get(name), Mapping)}
+    found: dict[str, tuple[str, Any]] = {}
+    for prefix, block in {"": said, **blocks}.items():
+        for key, given in block.items():
+            if given is None or not reading.is_areals(str(key)):
+                continue
+            place, value = found.setdefault(str(key), (f"{prefix}{key}", given))
+            if value != given:
+                raise ConfigError(
+                    f"{prefix}{key}: {shown(given)} contradicts {place}: {shown(value)}; keep one of them"
+                )
+    _check_decoupled({key: value for key, (_, value) in found.items()}, {"": said, **blocks})
+    return found
+
+
+def _check_decoupled(found: Mapping[str, Any], blocks: Mapping[str, Mapping[str, Any]]) -> None:
+    """Refuse what weighs nothing in AReaL: plain PPO on recomputed log-probs, and decoupled PPO without rejection."""
+    bounds = found.keys() & {"rejection_sampling", "behav_imp_weight_cap"}
+    null = any(block.get("rejection_sampling", 0) is None for block in blocks.values())
+    if found.get("use_decoupled_loss") and null and not bounds:
+        raise ConfigError(
+            "rejection_sampling: null weighs nothing in AReaL, with use_decoupled_loss: true too; drop both keys, or "
+            "say which tokens to reject"
+        )
+    recomputes = any(block.get("recompute_logprob") is True for block in blocks.values())
+    if found.get("use_decoupled_loss") is False and recomputes:
+        raise ConfigError(
+            "use_decoupled_loss: false with recompute_logprob: true is PPO on recomputed log-probs, uncorrected: the "
+            "hosts do that without a hook, so drop both keys"
+        )
+
+
+def _check_spelling(name: str) -> None:
+    """Refuse the keys of the releases of AReaL that spelled `behave`, whose weights are others than `behav_imp_*`.
+
+    Raises:
+        ConfigError: it tells what AReaL has had in place of the key since 1.0.
+    """
+    if name.startswith("behave_imp_"):
+        raise ConfigError(
+            f"{name}: AReaL itself has refused it since 1.0. Give `config from-areal` a rejection_sampling block: "
+            "action: mask for the modes token_mask and sequence_mask, action: clamp for token_truncate and "
+            "sequence_truncate, level: sequence for sequence_*, upper for the cap; with the mode disabled drop "
+            "use_decoupled_loss too"
+        )
 
 
 def _rejection(block: Any) -> dict[str, Any]:
@@ -224,17 +313,3 @@ def notes(tree: Mapping[Any, Any]) -> Iterator[str]:
     for key, (default, why) in UNSERVED.items():
         if actor.get(key) not in (None, default):
             yield f"actor.{key}: {as_written(actor[key])}: {why}"
-
-
-def warnings(tree: Mapping[Any, Any]) -> Iterator[str]:
-    """Warnings for a user who gives AReaL's yaml itself to --custom-config-path."""
-    if any(place != key for key, (place, _) in reading.areal_places(tree).items()):
-        yield from notes(tree)
-        others = [
-            key for key in tree if key not in (*reading.AREAL_BLOCKS, "mis") and not reading.is_ours(key)
-        ]
-        if others:
-            yield (
-                f"a host makes an argument of every top-level key, of {listed(others)} too, and may have one of the "
-                "same name: `config from-areal` writes a file of the correction alone"
-            )

@@ -1,6 +1,6 @@
 """The tables of `docs/presets.md`, made from the first lines of the presets; the prose between them is written by hand.
 
-    python -m mis_plugins.config.docs
+    python -m lab.pages.presets
 
 A table follows a comment that says which files of `yaml/` it lists. A family of presets that no comment names gets a
 section of its own at the end of the page.
@@ -11,36 +11,18 @@ from __future__ import annotations
 if __name__ == "__main__":
     from mis_plugins.shared.shell import run_command
 
-    run_command("mis_plugins.config.docs:main")
+    run_command("lab.pages.presets:main")
 
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import Path
 
+from mis_plugins.config.families import header
 from mis_plugins.config.reading import presets
 
 PAGE = Path(__file__).parents[2] / "docs" / "presets.md"
 HEAD = "| preset | formula | source | judged by |\n|---|---|---|---|\n"
-JUDGED = "# Judged by: "
 TABLE = re.compile(r"(<!-- presets: (\S+) -->\n\n?)(?:\|.*\n)*")
-
-
-@dataclass(frozen=True)
-class Header:
-    """What the comments at the top of a preset say: its formula, where it comes from, what it is compared with."""
-
-    formula: str
-    source: str
-    judged_by: str
-
-
-def header(file: Path) -> Header:
-    """The first two lines of a preset, and the line that names its judge; `-` where no line does."""
-    lines = file.read_text(encoding="utf-8").splitlines()
-    judges = [line.removeprefix(JUDGED) for line in lines if line.startswith(JUDGED)]
-    formula, source = (line.removeprefix("# ") for line in lines[:2])
-    return Header(formula, source, judges[0] if judges else "-")
 
 
 def page(text: str) -> str:

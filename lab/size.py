@@ -1,0 +1,164 @@
+"""The size of the house beside its goals: lines, files, what the hook loads, tests, bytes, operators.
+
+    python lab/size.py
+
+Runs as a plain file too, from any folder, with nothing of the pack installed. A row whose goal is missed is marked.
+"""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGES = ("mis_plugins", "true_on_policy")
+SEQUENCES, LENGTH = 256, 128
+Row = tuple[str, int, int | None]  # what is counted, how much there is, the most that there shall be
+
+CLOSURE = """
+import logging, sys
+from argparse import Namespace
+import torch
+from mis_plugins import mis
+
+path, sequences, length = sys.argv[1], 2, 3
+args = Namespace(use_tis=True, qkv_format="thd", custom_config_path=path, mis={"weight": {"upper": 2.0}},
+                 custom_tis_function_path="mis_plugins.mis.compute_mis_weights_with_cp",
+                 custom_megatron_before_train_step_hook_path="mis_plugins.mis.report_step")
+rows = lambda: [-torch.rand(length) for _ in range(sequences)]
+for step in range(2):
+    mis.report_step(args, 0, step, None, None, None)
+    mis.compute_mis_weights_with_cp(
+        args, pg_loss=torch.ones(sequences * length), train_log_probs=rows(), rollout_log_probs=rows(),
+        loss_masks=[torch.ones(length)] * sequences, total_lengths=[length + 1] * sequences,
+        response_lengths=[length] * sequences,
+    )
+print(*(name for name in sys.modules if name.split(".")[0] in ("mis_plugins", "true_on_policy", "lab")))
+"""
+
+
+def python_files(*folders: str) -> list[Path]:
+    return [file for folder in folders for file in sorted((ROOT / folder).rglob("*.py"))]
+
+
+def lines(files: Iterable[Path]) -> int:
+    return sum(len(file.read_text(encoding="utf-8").splitlines()) for file in files)
+
+
+def closure() -> dict[str, int]:
+    """The lines of each module of ours that a process has loaded after two corrected calls with `report_step`."""
+    with tempfile.TemporaryDirectory() as folder:
+        config = Path(folder) / "mis.yaml"
+        config.write_text("use_tis: true\nmis: {weight: {upper: 2.0}}\n")
+        command = [sys.executable, "-c", CLOSURE, str(config)]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(
+            f"the hook did not run, so that nothing can be said of what it loads: {done.stderr}"
+        )
+    return {name: lines([_file_of(name)]) for name in done.stdout.splitlines()[-1].split()}
+
+
+def _file_of(module: str) -> Path:
+    path = ROOT.joinpath(*module.split("."))
+    return path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+
+
+def test_functions() -> int:
+    """Functions of tests; a parametrized one counts once."""
+    trees = (ast.parse(file.read_text(encoding="utf-8")) for file in python_files("tests"))
+    return sum(
+        isinstance(node, ast.FunctionDef) and node.name.startswith("test_")
+        for tree in trees
+        for node in ast.walk(tree)
+    )
+
+
+def cases() -> int:
+    """Cases that pytest collects."""
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider", "tests"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    return sum("::" in line for line in done.stdout.splitlines())
+
+
+def bytes_of_tree() -> int:
+    """Bytes of the files that git has, as they lie on the disk."""
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True)
+    files = (ROOT / name for name in listed.stdout.split("\0") if name)
+    return sum(file.lstat().st_size for file in files if file.exists())
+
+
+def bytes_of_wheel() -> int | None:
+    """Bytes of the newest wheel in `dist/`; None where none is built."""
+    wheels = sorted((ROOT / "dist").glob("*.whl"), key=lambda file: file.stat().st_mtime)
+    return wheels[-1].stat().st_size if wheels else None
+
+
+def calls() -> Iterator[Row]:
+    """Operators of a call of the hook, and of the reading of all that it hands back, by the tally."""
+    sys.path.insert(0, str(ROOT))
+    from lab import correction_cost
+    from lab.tallies import tally
+    from mis_plugins import mis
+    from mis_plugins.hosts.step_report import Recorder
+
+    kwargs = correction_cost.hook_kwargs([LENGTH] * SEQUENCES, 1, 0)
+    mis.RECORDER = Recorder(step=(1, 0))
+    for metrics, most in (("full", 70), ("all", 250)):
+        args = correction_cost.hook_args(metrics)
+        call = partial(mis.compute_mis_weights_with_cp, args, **kwargs)
+        call()
+        counted = tally(call)
+        yield f"operators of a call, {SEQUENCES} x {LENGTH}, metrics: {metrics}", counted.operators, most
+        yield f"waits of a call, metrics: {metrics}", sum(counted.waits.values()), 0
+
+
+def rows() -> Iterator[Row]:
+    """Everything that is counted, beside its goal."""
+    own, loaded = python_files(*PACKAGES), closure()
+    apart = ("mis_plugins.report", "mis_plugins.explain", "lab")
+    yield "lines of mis_plugins and true_on_policy", lines(own), 30_000
+    yield "files of mis_plugins and true_on_policy", len(own), 259
+    yield "lines of true_on_policy", lines(python_files("true_on_policy")), 13_000
+    yield "lines that the hook loads", sum(loaded.values()), 7_500
+    yield "modules that the hook loads", len(loaded), 58
+    yield "modules of report, explain and lab among them", sum(name.startswith(apart) for name in loaded), 0
+    yield "lines of lab", lines(python_files("lab")), 17_500
+    yield "lines of tests", lines(python_files("tests")), 30_000
+    yield "test functions", test_functions(), None
+    yield "cases of tests", cases(), None
+    yield "bytes of the checked-out tree", bytes_of_tree(), 11_000_000
+    if (wheel := bytes_of_wheel()) is not None:
+        yield "bytes of the wheel", wheel, 600_000
+    yield from calls()
+
+
+def as_text(row: Row) -> str:
+    name, count, most = row
+    goal = "" if most is None else f"at most {most:,}" + (" MISSED" if count > most else "")
+    return f"{name:<58}{count:>12,}  {goal}".rstrip()
+
+
+def by_module(loaded: Mapping[str, int]) -> str:
+    """The modules that the hook loads, the longest first."""
+    ordered = sorted(loaded.items(), key=lambda item: -item[1])
+    return "\n".join(f"{count:6,}  {name}" for name, count in ordered)
+
+
+def main() -> int:
+    """Print the table; with `--modules` the modules that the hook loads."""
+    if sys.argv[1:] == ["--modules"]:
+        print(by_module(closure()))
+        return 0
+    for row in rows():
+        print(as_text(row), flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

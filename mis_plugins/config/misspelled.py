@@ -1,0 +1,85 @@
+"""Keys that look like ours and are not: each is refused with the key that it may be meant for."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Sequence
+
+from mis_plugins.config import recorded
+from mis_plugins.config.file import OURS as BESIDE
+from mis_plugins.config.file import SWITCHES
+from mis_plugins.config.model import RejectRule, WeightConfig
+from mis_plugins.config.reading import FLAT_KEYS, HOST_KEYS, READ_KEYS, is_ours, suggest
+from mis_plugins.errors import ConfigError
+
+COMMON_WORDS = frozenset(
+    {"level", "mode", "mask", "clip"}
+)  # of PREFIXLESS; a user's own key may be one of them
+PREFIXES = ("tis_", "rs_", "use_")
+PREFIXED = (*FLAT_KEYS, *HOST_KEYS, "use_tis")
+PREFIXLESS: dict[str, list[str]] = {
+    key.removeprefix(prefix): [other for other in PREFIXED if other.endswith(key.removeprefix(prefix))]
+    for key in PREFIXED
+    for prefix in PREFIXES
+    if key.startswith(prefix)
+}
+BELOW = {
+    field.name: part
+    for part, kind in (("reject", RejectRule), ("weight", WeightConfig))
+    for field in dataclasses.fields(kind)
+}  # parts of `mis:` by the keys that stand in them
+SWITCH_KEYS = tuple(key for key in (*FLAT_KEYS, "use_tis") if key.startswith("use_"))
+
+
+def check(names: Sequence[str]) -> None:
+    """Refuse a key that looks like ours and is not.
+
+    Raises:
+        ConfigError: it quotes the key, and suggests one.
+    """
+    for name in names:
+        if is_ours(name) and name not in READ_KEYS:
+            raise ConfigError(f"{name}: unknown key{suggest(name, _family(name))}")
+        if meant := _meant(name, names):
+            raise ConfigError(f"{name}: nobody reads this key; write {meant}")
+
+
+def _family(name: str) -> tuple[str, ...]:
+    """The keys of ours that a name may be meant for."""
+    return SWITCH_KEYS if name.startswith("use_") else FLAT_KEYS
+
+
+def _meant(name: str, names: Sequence[str]) -> str | None:
+    """What a key of a file should be, where only letter case, dots or a missing prefix keep it from being ours.
+
+    Args:
+        names: every key of the file; a word such as `level` may be a user's own where none of ours is beside it.
+    """
+    if name in READ_KEYS or name in recorded.names():
+        return None
+    parts = name.lower().replace("-", "_").split(".")
+    plain = "_".join(parts)
+    for key in (parts[-1], plain):
+        if key in READ_KEYS or key in SWITCHES:
+            return key if key != name else None
+    if len(parts) > 1 and parts[0] == "mis":
+        return _nested(parts[1:])
+    if parts[0] in BESIDE:
+        return _nested(parts)
+    if plain in PREFIXLESS and (plain not in COMMON_WORDS or not set(FLAT_KEYS).isdisjoint(names)):
+        return " or ".join(PREFIXLESS[plain])
+    if plain in BELOW and "mis" in names:
+        return _nested([BELOW[plain], plain])
+    near = difflib.get_close_matches(plain, _family(plain), n=1, cutoff=0.8)
+    if not (is_ours(plain) or (near and plain.startswith("use_"))):
+        return None
+    return near[0] if near else f"one of {', '.join(_family(plain))}"
+
+
+def _nested(parts: Sequence[str]) -> str:
+    """A key as it stands under `mis:`, from its path."""
+    text = "..."
+    for part in reversed(parts):
+        text = f"{{{part}: [{text}]}}" if part == "reject" and text != "..." else f"{{{part}: {text}}}"
+    return f"`mis: {text}`"

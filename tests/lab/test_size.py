@@ -1,0 +1,77 @@
+"""What the hook loads and moves through: nothing of the report, explanations or the lab, and no predicate twice."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+
+import mis_plugins
+from lab import correction_cost, size
+from mis_plugins import mis
+from mis_plugins.hosts.step_report import Recorder
+
+PACKAGE = Path(mis_plugins.__file__).parent
+LOADED = (11_500, 74)  # lines and modules
+MOST_FILES = 35
+MOST_OPERATORS = {"full": 82, "all": 530}
+APART = (
+    "mis_plugins.report",
+    "mis_plugins.explain",
+    "mis_plugins.loss",
+    "mis_plugins.routing",
+    "true_on_policy",
+    "lab",
+)
+
+
+def test_the_hook_loads_nothing_that_a_correction_does_not_need():
+    loaded = size.closure()
+    assert [name for name in loaded if name.startswith(APART)] == []
+    assert sum(loaded.values()) <= LOADED[0] and len(loaded) <= LOADED[1]
+
+
+@pytest.mark.parametrize(
+    "keys", [correction_cost.MIS_YAML, {"use_tis": True, "mis": {"weight": {"level": "segment"}}}]
+)
+def test_a_warm_call_asks_the_config_nothing(keys: dict[str, Any], monkeypatch: pytest.MonkeyPatch):
+    """What a config drops, weighs and reads is derived once: no function of `config/model.py` runs again."""
+    args = correction_cost.Namespace(**keys, qkv_format="thd", get_mismatch_metrics=False)
+    kwargs = correction_cost.hook_kwargs([3, 2], cp=1, rank=0)
+    monkeypatch.setattr(mis, "RECORDER", Recorder(step=(1, 0)))
+    files: set[str] = set()
+
+    def note(frame: FrameType, event: str, _: Any) -> None:
+        path = Path(frame.f_code.co_filename)
+        if event == "call" and PACKAGE in path.parents:
+            files.add(path.relative_to(PACKAGE).as_posix())
+
+    for profile in (None, None, note):
+        sys.setprofile(profile)
+        try:
+            mis.compute_mis_weights_with_cp(args, **kwargs)
+        finally:
+            sys.setprofile(None)
+    assert "config/model.py" not in files
+    assert len(files) <= MOST_FILES, sorted(files)
+
+
+def test_one_call_costs_few_operators_and_waits_for_nothing(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(mis, "RECORDER", mis.RECORDER)  # `calls` puts its own in place
+    found = {name: count for name, count, _ in size.calls()}
+    operators = {name.split()[-1]: count for name, count in found.items() if name.startswith("operators")}
+    assert operators["full"] <= MOST_OPERATORS["full"] and operators["all"] <= MOST_OPERATORS["all"]
+    assert {count for name, count in found.items() if name.startswith("waits")} == {0}
+
+
+def test_the_table_sets_what_is_counted_beside_its_goal(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    (tmp_path / "mis_plugins").mkdir()
+    (tmp_path / "mis_plugins" / "a.py").write_text("x = 1\n\n# two\n")
+    monkeypatch.setattr(size, "ROOT", tmp_path)
+    assert size.lines(size.python_files("mis_plugins", "lab")) == 3
+    assert size.bytes_of_wheel() is None
+    assert size.as_text(("lines", 3, 2)).split() == "lines 3 at most 2 MISSED".split()
+    assert size.as_text(("cases", 3, None)).split() == ["cases", "3"]
