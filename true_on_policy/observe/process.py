@@ -192,6 +192,12 @@ def _apex() -> str:
     return "NVIDIA's" if nvidia else "the index's apex, a web toolkit"
 
 
+def _local_norm() -> str:
+    """Name the norm of Megatron's local spec: NVIDIA Apex's where Megatron could import Apex."""
+    specs = sys.modules.get("megatron.core.models.gpt.gpt_layer_specs")
+    return getattr(getattr(specs, "LNImpl", None), "__name__", "not imported")
+
+
 def _version(distribution: str) -> Look:
     def look() -> str:
         try:
@@ -254,8 +260,7 @@ LOOKS: dict[str, Look] = {
     "NCCL": _nccl,
     **{row: _version(distribution) for row, distribution in VERSIONS.items()},
     "Apex": _apex,
-    # NVIDIA Apex's where Megatron could import Apex.
-    "norm of the local spec": partial(fused.chosen, "megatron.core.models.gpt.gpt_layer_specs", "LNImpl"),
+    "norm of the local spec": _local_norm,
     **{row: partial(fused.chosen, module, name) for row, module, name in fused.CHOSEN},
     "TF32": lambda: "off" if next(precision.probe(device()), None) is None else "on",
     COMPILES: _compiles,
