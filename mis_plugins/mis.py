@@ -60,9 +60,7 @@ from mis_plugins.hosts.rollout_store import ROLLOUT, Held, asked
 from mis_plugins.hosts.routing import WATCHING
 from mis_plugins.hosts.sample_filter import drop_broken_samples as drop_broken_samples
 from mis_plugins.hosts.step_report import RECORDER
-from mis_plugins.hosts.versions import carrying
-from mis_plugins.hosts.versions.miles import generate as miles_generate
-from mis_plugins.hosts.versions.slime import generate as slime_generate
+from mis_plugins.hosts.versions import carrying, generate, rollouts
 from mis_plugins.loss.micro_batch import (
     Reduce,
     compared_log_probs,
@@ -354,8 +352,8 @@ async def generate_with_versions(
         InputError: on Miles, the engine does not name the version of each token; on slime the conversion raises it.
     """
     if sample is None:
-        return await miles_generate.generate(input)
-    return await slime_generate.generate(input, sample, sampling_params, evaluation)
+        return await generate.miles(input)
+    return await generate.slime(input, sample, sampling_params, evaluation)
 
 
 @Hook
@@ -363,14 +361,14 @@ def convert_with_versions(args: Any, samples: Sequence[Any]) -> dict[str, Any]:
     """The conversion of Miles and slime: the host's own train data, with versions for `carry_versions`.
 
     Raises:
-        ConfigError, InputError: as `convert` of each host's `hosts/versions/*/train_data.py` says.
+        ConfigError, InputError: as `mis_plugins.hosts.versions.rollouts.convert` says.
     """
     host = current(args)
-    if host.with_versions is None:
+    if not host.version_flags:
         raise ConfigError(
             _unserved("--custom-convert-samples-to-train-data-path", "convert_with_versions", host)
         )
-    return host.with_versions(args, samples)
+    return rollouts.convert(args, samples, host.needs)
 
 
 @Hook
@@ -382,9 +380,9 @@ def carry_versions(args: Any) -> None:
             versions are not carried.
     """
     host = current(args)
-    if host.versioned is None:
+    if not host.version_flags:
         raise ConfigError(_unserved("--custom-megatron-init-path", "carry_versions", host))
-    carrying.install(args, host.versioned())
+    carrying.install(args, host)
 
 
 def _unserved(flag: str, function: str, host: Host) -> str:

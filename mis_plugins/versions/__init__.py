@@ -1,3 +1,1 @@
-"""Segment-wise weights: which version wrote each token, its log-prob under the next version, hooks around an update."""
-
-from mis_plugins.versions.response import Response as Response
+"""Segment-wise weights: which version wrote each token, and its log-prob under the next version."""

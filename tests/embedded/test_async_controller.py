@@ -28,6 +28,9 @@ from lab.host.asynchronous.controller import Controller, Tally, WorkerError
 from lab.host.asynchronous.ledger import Ledger, Wanted
 from lab.host.asynchronous.messages import Pause, Publish, Tokens
 from lab.host.asynchronous.process import WorkerProcess
+from lab.host.asynchronous.response import Response
+from lab.host.asynchronous.staleness_bound import HeadOffpolicyness
+from lab.host.asynchronous.update_hooks import HookError
 from lab.host.asynchronous.watchdog import BEAT_SECONDS, Heartbeat, Watchdog
 from lab.host.asynchronous.worker import PauseMode, WorkerSettings
 from lab.host.model.decoder import ModelConfig
@@ -35,9 +38,6 @@ from lab.host.model.decoding import Sampling
 from lab.host.model.engine import DecodeEngine
 from lab.host.model.model import initial_weights
 from mis_plugins.errors import InputError
-from mis_plugins.versions.response import Response
-from mis_plugins.versions.staleness_bound import HeadOffpolicyness
-from mis_plugins.versions.update_hooks import HookError
 
 CONFIG = ModelConfig(16, 32, 2, 4, 2, 8, 48)
 LENGTH, SAMPLES, ROLLOUTS = 8, 6, 5

@@ -21,11 +21,9 @@ import torch
 from mis_plugins import mis
 from mis_plugins.errors import ConfigError, InputError
 from mis_plugins.hosts import loss_batch
-from mis_plugins.hosts.versions import carrying, rollouts
-from mis_plugins.hosts.versions.note import Note
-from mis_plugins.hosts.versions.numbering import Numbering
-from mis_plugins.hosts.versions.slime.trainer import SlimeTrainer
-from mis_plugins.hosts.versions.trainer import CANNOT
+from mis_plugins.hosts.needs.slime import SLIME
+from mis_plugins.hosts.versions import carrying, rollouts, scores
+from mis_plugins.hosts.versions.samples import Note, Numbering
 
 CONFIG = {"mis": {"segment_wise": {}}}
 
@@ -219,7 +217,7 @@ def actor(monkeypatch: pytest.MonkeyPatch) -> Any:
 
     for name in ("data_parallel", "tensor_model_parallel", "context_parallel"):
         monkeypatch.setattr(mpu, f"get_{name}_rank", lambda **more: 0)
-    monkeypatch.setattr(carrying, "dist", rollout_process.alone_in_world())
+    monkeypatch.setattr(scores, "dist", rollout_process.alone_in_world())
     module = vars(sys.modules[f"{package}.actor"])
     exec(ACTOR, module)
     made = module["MegatronTrainRayActor"]
@@ -306,8 +304,9 @@ def test_the_hosts_own_source_names_are_no_notes(
 def test_arguments_under_which_versions_would_mislead_are_refused(args: dict[str, Any], actor: Any) -> None:
     (name,) = args
     with pytest.raises(ConfigError, match="--" + name.replace("_", "-")):
-        carrying.install(Namespace(**{**CONFIG, **args}), SlimeTrainer())
-    if name not in CANNOT | dict(SlimeTrainer.cannot):
+        carrying.check(Namespace(**{**CONFIG, **args}), SLIME.refusals)
+    refusals = (*carrying.REFUSALS, *SLIME.refusals)
+    if any(each.scored and each.when(args) for each in refusals):
         started(actor, **args, mis={"segment_wise": {"method": "loglinear"}})
 
 

@@ -14,12 +14,8 @@ from typing import Any
 import pytest
 import stand_ins
 
-from mis_plugins.hosts.versions import rollouts
-from mis_plugins.hosts.versions.miles import generate as miles_generate
-from mis_plugins.hosts.versions.miles import train_data as miles_train_data
-from mis_plugins.hosts.versions.numbering import Numbering
-from mis_plugins.hosts.versions.slime import generate as slime_generate
-from mis_plugins.hosts.versions.slime import train_data as slime_train_data
+from mis_plugins.hosts.versions import generate, rollouts
+from mis_plugins.hosts.versions.samples import Numbering
 
 
 class Remote:
@@ -96,7 +92,7 @@ def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[Numbering]:
     ray = Ray()
     stand_ins.load({"ray": ray.names()}, monkeypatch)
     own = Numbering(rollouts.opened)
-    for place in (miles_generate, miles_train_data, slime_generate, slime_train_data):
+    for place in (generate, rollouts):
         monkeypatch.setattr(place, "NUMBERING", own)
     yield own
     ray.end()

@@ -26,11 +26,11 @@ from lab.host.asynchronous.messages import (
     Tokens,
 )
 from lab.host.asynchronous.process import WorkerProcess
+from lab.host.asynchronous.response import Response
+from lab.host.asynchronous.staleness_bound import HeadOffpolicyness
+from lab.host.asynchronous.update_hooks import Hooks
 from lab.host.asynchronous.worker import WorkerSettings
 from mis_plugins.errors import InputError
-from mis_plugins.versions.response import Response
-from mis_plugins.versions.staleness_bound import HeadOffpolicyness
-from mis_plugins.versions.update_hooks import Hooks
 
 logger = logging.getLogger("mis_plugins")
 

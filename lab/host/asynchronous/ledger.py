@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from lab.host.asynchronous.messages import Tokens
+from lab.host.asynchronous.pool import Pool
+from lab.host.asynchronous.response import Response
 from lab.host.model.decoding import Unfinished
-from mis_plugins.versions.recompute import Pool
-from mis_plugins.versions.response import Response
 
 
 @dataclass(frozen=True)

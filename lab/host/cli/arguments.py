@@ -10,6 +10,8 @@ from typing import Any
 
 import yaml
 
+from lab.host.asynchronous.staleness_bound import HeadOffpolicyness
+from lab.host.asynchronous.update_hooks import Hooks
 from lab.host.asynchronous.watchdog import LEAST_LIMIT_SECONDS
 from lab.host.cli.loading import load_function
 from lab.host.cli.parser import ASYNCHRONOUS, HOOK_POINTS, TELLING, build_parser
@@ -17,8 +19,6 @@ from mis_plugins.config.file import keys_of
 from mis_plugins.config.reading import from_args
 from mis_plugins.errors import ConfigError
 from mis_plugins.shared.numerals import LARGEST, shown
-from mis_plugins.versions.staleness_bound import HeadOffpolicyness
-from mis_plugins.versions.update_hooks import Hooks
 from true_on_policy.contract.sides import ENGINES
 
 SMOKE = {

@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
+from lab.host.asynchronous.update_hooks import Point
 from mis_plugins.shared.numerals import finite, whole
 from mis_plugins.shared.shell import add_version
-from mis_plugins.versions.update_hooks import Point
 from true_on_policy.contract.sides import ENGINES
 
 PRECISIONS = ("fp32", "bf16", "int8", "int4", "int3")

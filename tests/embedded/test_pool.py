@@ -12,18 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
+from lab.host.asynchronous.pool import Batch, Pool, Recomputed, Score, recompute, requests
+from lab.host.asynchronous.response import Response
 from mis_plugins.errors import ConfigError, InputError
-from mis_plugins.versions.recompute import (
-    Batch,
-    Pool,
-    Recomputed,
-    Request,
-    Score,
-    batches,
-    recompute,
-    requests,
-)
-from mis_plugins.versions.response import Response
+from mis_plugins.versions.recompute import batches
 from mis_plugins.versions.segment_wise import SegmentWiseConfig, admitted
 
 BUDGET = 12
@@ -243,8 +235,9 @@ def test_only_the_prefix_is_scored():
     """Tokens of later versions behind the wanted ones cost nothing; a tool's in between are skipped."""
     one = response(2, 2, prompt=3).append([3], [-0.5], 3).observe([4, 5]).append([6], [-0.5], 3)
     one = one.append([7, 8], [-0.5] * 2, 4)
-    request = Request.of(0, one, 3)
-    assert request is not None
+    pool = Pool()
+    pool.add(one)
+    (request,) = requests(pool, 3)
     assert request.tokens == (0, 0, 0, 1, 2, 3, 4, 5, 6)
     assert request.positions == (2, 5) and request.count == 4
     assert request.wanted([-1.0, -2.0, -3.0, -4.0]) == [-1.0, -4.0]
