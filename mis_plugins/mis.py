@@ -49,7 +49,7 @@ from mis_plugins.hosts import (
     watching,
 )
 from mis_plugins.hosts.adapters import miles, miles_fsdp
-from mis_plugins.hosts.batch import Handed, HostBatch, Tensors, host_layout
+from mis_plugins.hosts.batch import Handed, HostBatch, Tensors, check_apart, host_layout
 from mis_plugins.hosts.host import Host
 from mis_plugins.hosts.ownership import Hook
 from mis_plugins.hosts.rank_agreement import check_agreement
@@ -189,6 +189,7 @@ def normalize_rollout(args: Any, *rest: Any) -> None:
     ranks, cp = current(args).parallel()
     layout = host_layout(args, data["total_lengths"], data["response_lengths"], data.get("max_seq_lens"), *cp)
     batch = HostBatch(data["log_probs"], data.get("rollout_log_probs"), data["loss_masks"], layout, ranks)
+    check_apart(data["log_probs"], data.get("rollout_log_probs"), "log_probs")
     log_probs, numerator = (batch.proximal, batch.behavior), None
     if by_loss_hook and loss_batch.knows_versions(data):
         config = config.where_versions_are_known()
@@ -449,6 +450,8 @@ def _hook(args: Any, pg_loss: Tensor, batch: HostBatch, host: Host, flags: Flags
 def _correct(
     args: Any, batch: HostBatch, config: CorrectionConfig, flags: Flags | None = None
 ) -> tuple[Correction, Placed]:
+    if config.corrects:
+        check_apart(batch.train_log_probs, batch.rollout_log_probs)
     routed = WATCHING.routes(args, config, flags)
     check_agreement(config, batch.ranks.cp, batch.ranks.tp, batch.loss_masks[0].device)
     placed = batch.place()

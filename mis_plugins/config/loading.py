@@ -27,12 +27,12 @@ def read_keys(keys: Mapping[str, Any]) -> CorrectionConfig:
     Raises:
         ConfigError: no key says how to correct, or a setting cannot work.
     """
+    reading.check_names(keys)
     if not any(reading.is_read(key, value) for key, value in keys.items()):
         verls = "; of a file of verl's `config from-verl` makes one" if "algorithm" in keys else ""
         raise ConfigError(
             f"nothing says how to correct: neither the key `mis:` nor one of Miles's flat keys is in it{verls}"
         )
-    reading.check_names(keys)
     mis = keys.get("mis")
     only_metrics = isinstance(mis, dict) and set(mis) == {"metrics"}
     return reading.from_args(as_arguments({"use_tis": not only_metrics, **keys}))

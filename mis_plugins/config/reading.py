@@ -15,14 +15,14 @@ import math
 import os
 import types
 import typing
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from mis_plugins.config import recorded
 from mis_plugins.config.file import OURS as BESIDE
-from mis_plugins.config.file import keys_given, short
+from mis_plugins.config.file import SWITCHES, keys_given, short
 from mis_plugins.config.model import (
     LEVEL_OVER,
     WEIGHT_BOUNDS,
@@ -66,6 +66,22 @@ AREAL_PREFIXES = ("behav_imp_", "behave_imp_")
 OUR_PREFIXES = ("tis_", "rs_", "mis_", *AREAL_PREFIXES)
 READ_KEYS = frozenset((*FLAT_KEYS, *AREAL_KEYS, *HOST_KEYS, "mis", "use_tis", "rejection_sampling"))
 OWN_KEYS = READ_KEYS - {"rejection_sampling"}  # a host's own key may have the name of AReaL's block
+COMMON_WORDS = frozenset(
+    {"level", "mode", "mask", "clip"}
+)  # of PREFIXLESS; a user's own key may be one of them
+PREFIXES = ("tis_", "rs_", "use_", "enable_", "behav_imp_", "behav_")
+PREFIXED = (*FLAT_KEYS, *AREAL_KEYS, *HOST_KEYS, "use_tis")
+PREFIXLESS: dict[str, list[str]] = {
+    key.removeprefix(prefix): [other for other in PREFIXED if other.endswith(key.removeprefix(prefix))]
+    for key in PREFIXED
+    for prefix in PREFIXES
+    if key.startswith(prefix)
+}
+BELOW = {
+    field.name: part
+    for part, kind in (("reject", RejectRule), ("weight", WeightConfig))
+    for field in dataclasses.fields(kind)
+}  # parts of `mis:` by the keys that stand in them
 RULE_KEYS = (
     "rs_level",
     "rs_lower_bound",
@@ -286,11 +302,53 @@ def check_names(names: Iterable[str]) -> None:
     Raises:
         ConfigError: it quotes the key, and suggests one.
     """
+    names = list(names)
     for name in names:
         check_spelling_of_areal(name)
         if is_ours(name) and name not in READ_KEYS:
-            families = {"use": OUR_SWITCHES, "beh": AREAL_KEYS}
-            raise ConfigError(f"{name}: unknown key{_suggest(name, families.get(name[:3], FLAT_KEYS))}")
+            raise ConfigError(f"{name}: unknown key{_suggest(name, _family(name))}")
+        if meant := _meant(name, names):
+            raise ConfigError(f"{name}: nobody reads this key; write {meant}")
+
+
+def _family(name: str) -> tuple[str, ...]:
+    """The keys of ours that a name may be meant for."""
+    return {"use": OUR_SWITCHES, "beh": AREAL_KEYS}.get(name[:3], FLAT_KEYS)
+
+
+def _meant(name: str, names: Sequence[str]) -> str | None:
+    """What a key of a file should be, where only letter case, dots or a missing prefix keep it from being ours.
+
+    Args:
+        names: every key of the file; a word such as `level` may be a user's own where none of ours is beside it.
+    """
+    if name in READ_KEYS or name in recorded.names():
+        return None
+    parts = name.lower().replace("-", "_").split(".")
+    plain = "_".join(parts)
+    for key in (parts[-1], plain):
+        if key in READ_KEYS or key in SWITCHES:
+            return key if key != name else None
+    if len(parts) > 1 and parts[0] == "mis":
+        return _nested(parts[1:])
+    if parts[0] in BESIDE:
+        return _nested(parts)
+    if plain in PREFIXLESS and (plain not in COMMON_WORDS or not set(FLAT_KEYS).isdisjoint(names)):
+        return " or ".join(PREFIXLESS[plain])
+    if plain in BELOW and "mis" in names:
+        return _nested([BELOW[plain], plain])
+    if not is_ours(plain):
+        return None
+    near = difflib.get_close_matches(plain, _family(plain), n=1)
+    return near[0] if near else f"one of {', '.join(_family(plain))}"
+
+
+def _nested(parts: Sequence[str]) -> str:
+    """A key as it stands under `mis:`, from its path."""
+    text = "..."
+    for part in reversed(parts):
+        text = f"{{{part}: [{text}]}}" if part == "reject" and text != "..." else f"{{{part}: {text}}}"
+    return f"`mis: {text}`"
 
 
 def check_spelling_of_areal(name: str) -> None:
@@ -349,6 +407,8 @@ def _from_view(stated: View) -> CorrectionConfig:
     if beside := of_hooks(stated).keys() & BESIDE:
         raise ConfigError(f"{min(beside)}: stands beside `mis:` in a hook's config; write it under `mis:`")
     _check_one_value(stated)
+    for keys in _keys_of_readable_files(stated):
+        check_names(keys)
     said = {name: plain(value) for name, value in said.items()}
     key = repr(said)
     if key not in _READ_BEFORE:
@@ -465,6 +525,13 @@ def keys_of_file(args: View, argument: str) -> Mapping[str, Any]:
     handed_on = [keys for keys in reversed(versions) if is_handed_on(args, keys)]
     ours = lambda keys: sum(is_read(key, value) and key != "use_tis" for key, value in keys.items())  # noqa: E731
     return max(handed_on, key=ours, default=versions[0])  # of equals the first
+
+
+def _keys_of_readable_files(args: View) -> Iterator[Mapping[str, Any]]:
+    """The keys of each file that this node can read; whoever needs another file says so."""
+    for argument in files_of(args):
+        with suppress(ConfigError):
+            yield keys_of_file(args, argument)
 
 
 def is_handed_on(args: View, keys: Mapping[str, Any]) -> bool:
@@ -612,6 +679,17 @@ def _spelled(**names: str) -> Iterator[None]:
         raise error.spelled(names) from None
 
 
+WEIGHING = (
+    "mis",
+    "mis.weight",
+    "mis.segment_wise",
+)  # where somebody may ask for weights by the target policy
+BY_TARGET = (
+    "target is refused: the surrogate holds pi_theta / pi_old already, and a weight of pi_theta / mu would make it "
+    "pi_theta^2 / (pi_old mu). Drop the key: the weight is pi_old / mu, and both multiply to pi_theta / mu"
+)
+
+
 def _parse(cls: type, value: Any, path: str) -> Any:
     """Build the dataclass `cls` from a mapping; `path` is how the user would name it."""
     if not isinstance(value, Mapping):
@@ -619,7 +697,9 @@ def _parse(cls: type, value: Any, path: str) -> Any:
     hints = _hints(cls)
     for key in value:
         if key not in hints:
-            raise ConfigError(f"{path}.{key}: unknown key{_suggest(str(key), hints)}")
+            by_target = key == "reference" and value[key] == "target" and path in WEIGHING
+            why = BY_TARGET if by_target else f"unknown key{_suggest(str(key), hints)}"
+            raise ConfigError(f"{path}.{key}: {why}")
     for field in dataclasses.fields(cls):
         if field.default is dataclasses.MISSING and field.name not in value:
             raise ConfigError(f"{path}.{field.name}: missing; give a value, as the key has no default")

@@ -79,6 +79,31 @@ class HostBatch:
         return self.layout.place(self.loss_mask, self.ranks)
 
 
+def check_apart(proximal: Handed, behavior: Handed, name: str = "train_log_probs") -> None:
+    """Refuse log-probs of the trainer that are the rollout engine's own tensors: each ratio would be 1.
+
+    Addresses are compared, so that nothing waits for the device. Tensors without tokens have no address.
+
+    Args:
+        proximal, behavior: each sequence's log-probs under the trainer, and under the rollout engine.
+        name: the host's name of the first list.
+
+    Raises:
+        InputError: it names both lists, and the first sequence.
+    """
+    for i, (one, other) in enumerate(zip(proximal or (), behavior or (), strict=False)):
+        if one is not None and other is not None and _at_one_address(one, other):
+            raise InputError(
+                f"{name}[{i}] and rollout_log_probs[{i}]: one tensor, so that every ratio of sequence {i} is 1 and "
+                "nothing is corrected; hand over the trainer's own log-probs, recomputed before training (the loss "
+                "hook corrects without them with mis.objective.old: behavior, or --use-rollout-logprobs)"
+            )
+
+
+def _at_one_address(one: Tensor, other: Tensor) -> bool:
+    return 0 != one.data_ptr() == other.data_ptr()
+
+
 def host_layout(
     args: Any,
     total_lengths: Sequence[int],

@@ -13,7 +13,7 @@ from mis_plugins.config import reading
 from mis_plugins.config.model import CorrectionConfig
 from mis_plugins.config.view import original, view
 from mis_plugins.errors import InputError
-from mis_plugins.hosts.batch import host_layout
+from mis_plugins.hosts.batch import check_apart, host_layout
 from mis_plugins.hosts.host import Batch, Host
 from mis_plugins.hosts.routing import WATCHING
 from mis_plugins.loss.micro_batch import LossInputs, Reduce
@@ -51,6 +51,8 @@ def read(
 
     target = _on_the_tape(_flat("log-probs of the logits", log_probs, layout.local_lengths), logits)
     proximal = None if host.recomputes(args) == "never" else constant("log_probs")
+    if proximal is not None and config.corrects and not config.bypass:
+        check_apart(batch["log_probs"], batch.get("rollout_log_probs"), "log_probs")
     return LossInputs(
         ragged=layout.place(masks, ranks).ragged,
         target=target,

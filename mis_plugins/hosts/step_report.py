@@ -5,7 +5,8 @@ hook (`report`) checks that all ranks recorded alike, adds up their records and 
 It warns, logs the metrics and, if the config asks for it, stops the job. The check and the copy each wait for
 the device, between two steps, where the hosts have just waited for their own loss and gradient norm.
 
-Where the arguments ask for a correction, and no hook of ours corrected in a step, the check raises on all ranks.
+Where the arguments ask for a correction, and no hook of ours corrected in a step, the check raises on all ranks. A
+process that exits logs the error for its last step, or its last rollout where the host has no step hook.
 
 Records from before a rank died or was replaced are not added up: each rank warns of its own. The record of a
 step that a host repeats is forgotten. The last step of a run is reported by `flush`, a collective that
@@ -167,7 +168,8 @@ class Recorder:
     args: the host's arguments, as the hook had them last.
     pending: the sums of the step so far, by config.
     copy: sums on their way to the host, where there is no hook.
-    ran: whether a hook of ours ran in the step so far.
+    on_last_stage: whether this rank computes log-probs, as the hook found it; an exit may find no groups any more.
+    ran: whether a hook of ours ran in the step so far, or the step is judged already.
     rollout: the rollout of the last call of `check_rollout`.
     ran_in_rollout: whether a hook of ours ran since that call.
     told: names of warnings that are not given again.
@@ -178,6 +180,7 @@ class Recorder:
     args: Any = None
     pending: dict[CorrectionConfig, Recorded] = field(default_factory=dict)
     copy: Copy | None = None
+    on_last_stage: bool = True
     ran: bool = False
     rollout: int | None = None
     ran_in_rollout: bool = False
@@ -254,12 +257,17 @@ class Recorder:
             InputError: ranks recorded under different configs.
             ConfigError: the arguments ask for a correction, and no hook of ours ran in that step; every rank raises.
         """
-        if self.step is None:
-            atexit.register(_at_exit, weakref.ref(self))
-        ended, self.step, self.args = self.step, (rollout_id, step_id), args
+        self._begin(args)
+        ended, self.step = self.step, (rollout_id, step_id)
         if ended == self.step:
             self.pending, self.ran = {}, True  # the host threw that attempt at the step away, and repeats it
         self._report_ended(None if ended is None else Ended(*ended, is_last=ended[0] != rollout_id), ranks)
+
+    def _begin(self, args: Any) -> None:
+        """Keep what an exit needs; the first call has the exit report."""
+        if self.step is None and self.rollout is None:
+            atexit.register(_at_exit, weakref.ref(self))
+        self.args, self.on_last_stage = args, megatron.holds_log_probs()
 
     def _report_ended(self, ended: Ended | None, ranks: Ranks) -> None:
         """Report the pending records, config by config in one order on every rank."""
@@ -280,7 +288,8 @@ class Recorder:
         """
         if view(args).get("custom_megatron_before_train_step_hook_path") is not None:
             return
-        ended, self.rollout, self.args = self.rollout, rollout_id, args
+        self._begin(args)
+        ended, self.rollout = self.rollout, rollout_id
         ran, self.ran_in_rollout = self.ran_in_rollout, False
         whole = ended is not None and ended != rollout_id  # else the host repeats the rollout
         corrected = self._corrected(ran) if whole else None
@@ -288,7 +297,7 @@ class Recorder:
 
     def _corrected(self, ran: bool) -> bool | None:
         """Whether a hook of ours ran; None on a rank that computes no policy loss, or is asked for no correction."""
-        if not megatron.holds_log_probs():
+        if not self.on_last_stage:
             return None
         return ran or (None if uncorrected.asked_for(self.args) is None else False)
 
@@ -314,10 +323,7 @@ class Recorder:
             agreed = can_add_up(list(pending), began, same_ranks, ranks, corrected, pipeline)
             return None if agreed else REGROUPED
         except Uncorrected:
-            raise ConfigError(
-                f"{ended}: the arguments ask for a correction, and no hook of mis_plugins corrected: "
-                f"{uncorrected.lacking(self.args)}"
-            ) from None
+            raise ConfigError(uncorrected.told(ended, self.args)) from None
         except RANK_LOST as error:
             if not outlives(ranks):
                 raise
@@ -347,13 +353,16 @@ class Recorder:
         if self.step is not None:
             self.args = args
             self._report_ended(Ended(*self.step), ranks)
+            self.ran = True  # a step that follows does not judge this one again
 
     def at_exit(self) -> None:
         """Report the last step as far as this process can alone. Errors are logged, not raised."""
-        pending, self.pending = self.pending, {}
         if self.step is None:
+            self._judge_at_exit(f"rollout {self.rollout}", self.ran_in_rollout)
             return
         ended = Ended(*self.step)
+        self._judge_at_exit(str(ended), self.ran)
+        pending, self.pending = self.pending, {}
         for recorded in pending.values():
             try:
                 if recorded.alone:
@@ -362,6 +371,14 @@ class Recorder:
                     self._report_alone(recorded, recorded.ranks, LAST, ended)
             except Exception as error:
                 logger.error("the last step, reported at exit: %s", error)
+
+    def _judge_at_exit(self, ended: str, ran: bool) -> None:
+        """Log that the arguments ask for a correction, and that no hook of ours ran on this rank."""
+        try:
+            if self._corrected(ran) is False:
+                logger.error("%s", uncorrected.told(f"{ended}, this rank", self.args))
+        except MisError as error:
+            logger.error("%s, judged at exit: %s", ended, error)
 
     def _report_alone(self, pending: Recorded, ranks: Ranks, why: str, ended: Ended) -> None:
         recorded = Copy.begin(pending).wait()

@@ -38,6 +38,13 @@ def _names_another_hook(args: View) -> bool:
     return bool(path) and not str(path).startswith(OURS)
 
 
+def told(ended: str, args: Any) -> str:
+    """The error of a step or rollout that no hook of ours corrected, though the arguments ask for it."""
+    return (
+        f"{ended}: the arguments ask for a correction, and no hook of mis_plugins corrected: {lacking(args)}"
+    )
+
+
 def lacking(args: Any) -> str:
     """What to change so that a hook of ours corrects: the flags that are missing, or the hook that is not called."""
     given, config = view(args), asked_for(args)

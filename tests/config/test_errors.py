@@ -17,6 +17,9 @@ GOOD = {"weight": {"level": "token", "bound": "truncate", "upper": 2.0}}
 
 NESTED = [
     ({"wieght": {}}, r"mis\.wieght: unknown key.*weight"),
+    ({"reference": "target"}, r"^mis\.reference: target is refused: .* pi_theta\^2 / \(pi_old mu\)"),
+    ({"segment_wise": {"reference": "target"}}, r"^mis\.segment_wise\.reference: target .*pi_theta\^2"),
+    ({"weight": {"reference": "behavior"}}, r"mis\.weight\.reference: unknown key"),
     ({"weight": {"levle": "token"}}, r"mis\.weight\.levle: unknown key.*level"),
     ({"weight": {"normalize": {"scop": "rollout"}}}, r"mis\.weight\.normalize\.scop: unknown key.*scope"),
     ({"weight": {}, "reject": [{"over": "min", "lower": 0.1}, {"ovr": "min"}]},

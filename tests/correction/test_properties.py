@@ -35,7 +35,7 @@ from mis_plugins import mis
 def test_equal_policies_change_nothing(batch: Batch, config: dict):
     """Equal policies: every ratio is 1, whatever the level, bound, rules on the mismatch or normalization."""
     assume(all(keeps_no_mismatch(rule) for rule in config["reject"]))
-    batch = replace(batch, proximal=batch.behavior)
+    batch = replace(batch, proximal=[row.clone() for row in batch.behavior])
     outcome = run(batch, config)
     for weights, mask, kept in zip(outcome.weights, batch.loss_masks, outcome.masks, strict=True):
         assert torch.equal(weights[mask.bool()], torch.ones(int(mask.bool().sum())))

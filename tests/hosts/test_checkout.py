@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 from collections import defaultdict
@@ -96,6 +97,31 @@ def test_what_a_hook_would_fail_without_is_named(
     (root / file).write_text(source.replace(was, becomes))
     code, text = told(capsys, root)
     assert code == 2 and found in text
+
+
+@pytest.mark.parametrize(
+    ("file", "source"),
+    [
+        ("correction.py", "{call}"),
+        ("deep/er/__init__.py", "class Loss:\n    @staticmethod\n    {call}"),
+        ("correction.py", "async {call}"),
+    ],
+)
+@pytest.mark.parametrize("needs", [MILES, SLIME, VIME])
+def test_a_call_of_the_tis_hook_in_another_file_is_served(
+    needs: Any, file: str, source: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    root = write(tmp_path, needs, RAN)
+    need = needs.tis_call
+    before = root / f"{need.addresses[need.ran].module.replace('.', '/')}.py"
+    before.write_text(before.read_text().replace("'pg_loss': 0, ", ""))
+    package = needs.tracking.addresses[0].module.partition(".")[0]
+    moved = root / package / file
+    moved.parent.mkdir(parents=True, exist_ok=True)
+    moved.write_text(source.format(call=definition("weighed", need).replace("\n ", "\n     ")))
+    code, text = told(capsys, root)
+    assert code == 1 and "MISSING" not in text and f"{package}/{file}:" in text and "(moved)" in text
+    assert re.search("compute_mis_weights_with_cp +works, at a new address", text)
 
 
 def test_nothing_of_the_checkout_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

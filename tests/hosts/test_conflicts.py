@@ -158,10 +158,10 @@ def called(hook: str, host: str, mis: dict[str, Any], **arguments: Any) -> Any:
         "use_rollout_logprobs": False,
     }
     args = Namespace(mis=mis, **asked, **arguments)
-    one, handed = torch.zeros(2), [torch.zeros(2)]
+    one = torch.zeros(2)
     batch: dict[str, Any] = {
-        "train_log_probs": handed,
-        "rollout_log_probs": handed,
+        "train_log_probs": [torch.zeros(2)],
+        "rollout_log_probs": [torch.zeros(2)],
         "loss_masks": [torch.ones(2)],
     }
     with patch.object(hook_module, "current", lambda *_: HOSTS[host]):

@@ -13,6 +13,7 @@ from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
+import oracle
 import pytest
 import rollout_process
 import stand_in_hosts
@@ -35,6 +36,11 @@ from true_on_policy.hosts.watch import Comparison
 SHIFTS = [[0.5, 0.0, 1.5], [-0.5, 0.25], [0.0, 0.0, 1.0, -1.0]]  # trainer minus engine, of three samples
 UPPER = 2.0
 TIS = {"use_tis": True, "custom_tis_function_path": "mis_plugins.mis.compute_mis_weights_with_cp"}
+FSDP = {
+    "use_tis": True,
+    "custom_tis_function_path": "mis_plugins.mis.compute_mis_weights_fsdp",
+    "train_backend": "fsdp",
+}
 LOSS = {
     "loss_type": "custom_loss",
     "custom_loss_function_path": "mis_plugins.mis.policy_loss",
@@ -48,8 +54,11 @@ SETTINGS = {
     "custom_pg_loss_reducer_function_path": None, "loss_type": "policy_loss", "custom_loss_function_path": None,
     "custom_tis_function_path": None, "rollout_data_postprocess_path": None, "custom_megatron_init_path": None,
     "custom_megatron_before_train_step_hook_path": None, "custom_reward_post_process_path": None,
-    "custom_config_path": None,
+    "custom_config_path": None, "train_backend": "megatron",
 }  # fmt: skip
+
+
+MILES = [name for name, layout in LAYOUTS.items() if layout.package == "miles"]
 
 
 @pytest.fixture(params=LAYOUTS)
@@ -128,6 +137,52 @@ def test_what_a_denominator_means_where_the_host_divides_by_its_own_sums(
     assert found == pytest.approx([first + second, third], rel=1e-5)
 
 
+RULE = {"over": "token", "statistic": "ratio", "upper": 4.0}
+FSDP_CONFIGS: list[dict[str, Any]] = [
+    {"weight": {"level": "token", "bound": "truncate", "upper": UPPER, "normalize": {}}},
+    {"weight": {"level": "sequence", "bound": "clip", "lower": 0.8, "upper": UPPER}},
+    {
+        "weight": {"level": "token", "bound": "mask", "upper": UPPER},
+        "reject": [RULE],
+        "denominator": "original",
+    },
+    {
+        "weight": {"level": "token", "bound": "truncate", "upper": UPPER},
+        "reject": [RULE],
+        "denominator": "kept",
+    },
+    {"weight": None, "reject": [RULE | {"over": "max"}]},
+]
+
+
+def by_the_oracle(config: dict[str, Any], samples: list[oracle.Sample]) -> float:
+    """Loss of a micro-batch: minus each sample's sum of kept weights, over what `denominator` names."""
+    right = oracle.correct(samples, config)
+    by_kept = config.get("denominator") == "kept"
+    rows = [
+        (sum(w for w, k in zip(weights, kept, strict=True) if k), sum(kept) if by_kept else len(kept))
+        for weights, kept in zip(right.weights, right.keep, strict=True)
+    ]
+    return -sum(total / max(count, 1) for total, count in rows)
+
+
+@pytest.mark.parametrize("config", FSDP_CONFIGS)
+@pytest.mark.parametrize("name", MILES)
+def test_the_loss_on_fsdp_is_corrected(
+    name: str, config: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Miles alone trains with FSDP, and divides a sample by the tokens that the returned mask keeps."""
+    host, data = stand_in_hosts.load(LAYOUTS[name], monkeypatch), rollout()
+    samples = [
+        oracle.Sample((row + torch.tensor(shifts)).tolist(), row.tolist(), [True] * len(shifts))
+        for row, shifts in zip(data["rollout_log_probs"], SHIFTS, strict=True)
+    ]
+    outcomes = trained(host, data, mis=config, **FSDP)
+    right = [by_the_oracle(config, some) for some in (samples[:2], samples[2:])]
+    assert losses(outcomes) == pytest.approx(right, rel=1e-5) and abs(right[0] + 2) > 1e-3
+    assert all(any(name.startswith("mis_") for name in told) for _, told in outcomes)
+
+
 @pytest.mark.parametrize("name", ["cur_log_probs", "current_log_probs"])
 def test_log_probs_of_the_target_policy_leave_the_weight_as_it_is(host: Bodies, name: str) -> None:
     """The surrogate holds pi_theta / pi_old already: a weight of pi_theta / mu would make pi_theta^2 / (pi_old mu)."""
@@ -140,7 +195,7 @@ def test_log_probs_of_the_target_policy_leave_the_weight_as_it_is(host: Bodies, 
     given = {"pg_loss": pg_loss, "train_log_probs": train, **lists, name: [x + 1 for x in train]}
     found, _, _ = mis.compute_mis_weights_with_cp(args, **given)
     assert torch.allclose(-found, torch.tensor(sum(SHIFTS, [])).exp().clamp(max=UPPER))
-    with pytest.raises(ConfigError, match="reference"):
+    with pytest.raises(ConfigError, match=r"^mis\.weight\.reference: target .* pi_theta\^2 / \(pi_old mu\)"):
         mis.compute_mis_weights_with_cp(
             arguments(host.layout, mis={"weight": {"reference": "target"}}, **TIS), **given
         )
@@ -228,8 +283,6 @@ def test_the_formula_of_log_probs_is_replaced(host: Bodies, monkeypatch: pytest.
 
 
 # ------------------------------------------------------------------------------------------------ versions of tokens
-
-MILES = [name for name, layout in LAYOUTS.items() if layout.package == "miles"]
 
 
 @pytest.fixture

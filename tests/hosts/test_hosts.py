@@ -28,6 +28,8 @@ from hypothesis import given
 from test_rollout_data_hook import rollout_data
 from tolerances import EPS, normalized_rtol
 
+from mis_plugins.errors import InputError
+
 CONFIG = {
     "weight": {"level": "sequence", "bound": "clip", "upper": 1.5, "normalize": {}},
     "reject": [{"over": "token", "lower": 0.4, "upper": 3.5}, {"over": "min", "lower": 1e-4}],
@@ -69,6 +71,47 @@ def test_fsdp_call(extra: dict):
     batch = ratio_batch([[0.5, 3.0], [1.2], [0.9, 1.1, 4.0]])
     function = load_function("mis_plugins.mis.compute_mis_weights_fsdp")
     check_answer(batch, function(args=host_args(mis=CONFIG), **batch.hook_kwargs(), **extra), by_kept=True)
+
+
+ROLLOUT_MEAN = {"weight": {"normalize": {"scope": "rollout"}}}
+
+
+def called(name: str, batch: Batch, **settings: object) -> object:
+    """The answer of a hook that compares the trainer's log-probs with the engine's."""
+    hook, args = load_function(f"mis_plugins.mis.{name}"), host_args(**{"mis": ROLLOUT_MEAN} | settings)
+    if name == "normalize_rollout":
+        return hook(args, 0, rollout_data(batch))
+    return hook(args, **(batch.lists() if name == "compute_mis_weights" else batch.hook_kwargs()))
+
+
+SHARED = [
+    lambda rows: rows,
+    tuple,
+    lambda rows: [row.detach() for row in rows],
+    lambda rows: [rows[0].clone(), rows[1], rows[2].clone()],
+]
+
+
+@pytest.mark.parametrize("name", [*HOOKS, "compute_mis_weights", "normalize_rollout"])
+@pytest.mark.parametrize("share", SHARED)
+def test_the_engines_log_probs_in_place_of_the_trainers_are_refused(name: str, share: Callable):
+    batch = ratio_batch([[], [0.5, 3.0], [1.2]])
+    batch = replace(batch, proximal=share(batch.behavior))
+    settings = {} if name == "normalize_rollout" else {"mis": CONFIG}
+    with pytest.raises(InputError, match=r"log_probs\[1\] and rollout_log_probs\[1\]: one tensor"):
+        called(name, batch, **settings)
+    called(name, replace(batch, proximal=[row.clone() for row in batch.behavior]), **settings)
+
+
+@pytest.mark.parametrize("name", [*HOOKS, "compute_mis_weights"])
+def test_a_run_that_watches_takes_one_tensor_for_both(name: str):
+    batch = ratio_batch([[0.5, 3.0], [1.2]])
+    called(name, replace(batch, proximal=batch.behavior), mis={"weight": {}}, use_tis=False)
+
+
+def test_responses_without_tokens_may_be_one_tensor():
+    batch = ratio_batch([[], [1.2]])
+    called(HOOKS[0], replace(batch, proximal=[batch.behavior[0], batch.proximal[1]]), mis=CONFIG)
 
 
 def test_a_sequence_without_a_valid_token_has_no_gradient_on_fsdp():

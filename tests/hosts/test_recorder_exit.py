@@ -72,6 +72,12 @@ def test_a_process_without_the_hook_says_nothing_more():
     assert told(run("mis.RECORDER.flush(ARGS)")) == ""
 
 
+def test_a_run_of_one_rollout_that_nothing_corrected_is_told():
+    asked = "ASKED = SimpleNamespace(mis={'weight': {}}, use_tis=False, loss_type='policy_loss')"
+    out = told(run(f"{asked}; mis.count_samples(ASKED, 0, {{'loss_masks': [torch.ones(2)]}})"))
+    assert "ERROR:mis_plugins:rollout 0, this rank: the arguments ask for a correction" in out
+
+
 def test_ranks_wait_for_nobody(tmp_path: Path):
     """One is gone when the other exits; each warns of its own."""
     ending = """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from argparse import Namespace
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,13 @@ from mis_plugins.hosts import megatron
 CONFIG = {"weight": {"upper": 2.0}}
 OPSM = {"opsm": {"delta": 1e-4}}
 TIS = "mis_plugins.mis.compute_mis_weights_with_cp"
-ASKED = {"mis": CONFIG, "use_tis": False, "custom_tis_function_path": None, "loss_type": "policy_loss"}
+ASKED = {
+    "mis": CONFIG,
+    "use_tis": False,
+    "custom_tis_function_path": None,
+    "loss_type": "policy_loss",
+    "qkv_format": "thd",
+}
 
 
 def corrected_once(**settings: Any) -> None:
@@ -100,9 +107,68 @@ def test_the_last_step_is_checked_too():
         mis.report_last_step(args)
 
 
+def test_a_step_that_was_reported_is_not_judged_again():
+    args = Namespace(**ASKED)
+    mis.report_step(args, 0, 0)
+    corrected_once()
+    mis.report_last_step(args)  # as slime calls it after each update of weights
+    mis.report_step(args, 1, 0)
+
+
+ROLLOUT = {"loss_masks": [torch.ones(2)]}
+BEGINS = {
+    "rollout 0, step 0": lambda args: mis.report_step(args, 0, 0),
+    "rollout 0": lambda args: mis.count_samples(args, 0, ROLLOUT),
+}
+
+
+def told_at_exit(
+    ended: str, args: Any, caplog: pytest.LogCaptureFixture, corrects: bool = False
+) -> list[str]:
+    BEGINS[ended](args)
+    if corrects:
+        corrected_once()
+    mis.RECORDER.at_exit()
+    return [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
+
+
+@pytest.mark.parametrize("ended", BEGINS)
+@pytest.mark.parametrize(("settings", "said"), MISSING)
+def test_a_run_of_one_step_is_judged_at_exit(
+    ended: str, settings: dict, said: str, caplog: pytest.LogCaptureFixture
+):
+    (message,) = told_at_exit(ended, Namespace(**ASKED | settings), caplog)
+    assert re.search(f"^{ended}, this rank: the arguments ask for a correction.*{said}", message)
+
+
+@pytest.mark.parametrize("ended", BEGINS)
+@pytest.mark.parametrize(("settings", "corrects"), [*((one, False) for one in SILENT), ({}, True)])
+def test_an_exit_says_nothing_of_what_is_corrected_or_asks_for_nothing(
+    ended: str, settings: dict, corrects: bool, caplog: pytest.LogCaptureFixture
+):
+    assert not told_at_exit(ended, Namespace(**ASKED | settings), caplog, corrects)
+
+
+def test_an_exit_leaves_a_reported_step_alone(caplog: pytest.LogCaptureFixture):
+    mis.report_step(Namespace(**ASKED), 0, 0)
+    corrected_once()
+    mis.report_last_step(Namespace(**ASKED))
+    mis.RECORDER.at_exit()
+    assert not caplog.records
+
+
+def test_an_exit_that_finds_no_groups_remembers_the_stage(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+):
+    with monkeypatch.context() as patch:
+        patch.setattr(megatron, "holds_log_probs", lambda: False)
+        mis.report_step(Namespace(**ASKED), 0, 0)
+    mis.RECORDER.at_exit()
+    assert not caplog.records
+
+
 def test_without_a_step_hook_the_next_rollout_tells():
-    args = Namespace(**ASKED, qkv_format="thd")
-    data = {"loss_masks": [torch.ones(2)]}
+    args, data = Namespace(**ASKED), ROLLOUT
     mis.count_samples(args, 0, data)
     mis.count_samples(args, 0, data)  # repeated
     corrected_once()

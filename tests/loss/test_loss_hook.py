@@ -1098,6 +1098,41 @@ def flat_call(sequences: int) -> Callable[[], Tensor]:
     return lambda: mis.policy_loss(args, batch, logits, reduce)[0]
 
 
+CORRECTIONS: list[dict] = [
+    {"weight": {}},
+    {"weight": None, "reject": [{"over": "token", "upper": 2.0}]},
+    {"segment_wise": {}},
+]
+WITHOUT_THE_TRAINERS = [
+    ({"metrics": "full"}, {}),
+    ({"opsm": {"delta": 0.1}}, {}),
+    ({"objective": {"surrogate": "reinforce", "old": "behavior"}, "weight": {}}, {}),
+    ({"weight": None, "reject": [{"over": "token", "upper": 2.0}]}, {"use_rollout_logprobs": True}),
+    ({"weight": {}}, {"skip_actor_forward_only": True}),
+]
+
+
+def one_tensor(config: dict, share: Callable[[list[Tensor]], list[Tensor]], **settings: Any) -> Outcome:
+    batch = random_step(6).batch()
+    batch["log_probs"] = share(batch["rollout_log_probs"])
+    batch |= {"output_versions": [torch.ones_like(m) for m in batch["loss_masks"]], "proximal_version": 2,
+              "recomputed_log_probs": batch["ref_log_probs"]} if "segment_wise" in config else {}  # fmt: skip
+    return drive(flags(mis=config, **settings), batch, torch.cat(random_step(6).rows("target")))
+
+
+@pytest.mark.parametrize("config", CORRECTIONS)
+@pytest.mark.parametrize("share", [lambda rows: rows, list, lambda rows: [row.detach() for row in rows]])
+def test_the_engines_log_probs_in_place_of_the_trainers_are_refused(config: dict, share: Callable):
+    with pytest.raises(InputError, match=r"^log_probs\[0\] and rollout_log_probs\[0\]: one tensor"):
+        one_tensor(config, share)
+    one_tensor(config, lambda rows: [row.clone() for row in rows])
+
+
+@pytest.mark.parametrize(("config", "settings"), WITHOUT_THE_TRAINERS)
+def test_a_config_that_does_not_compare_the_two_takes_one_tensor_for_both(config: dict, settings: dict):
+    one_tensor(config, lambda rows: rows, **settings)
+
+
 def test_nothing_waits_for_the_device():
     """Fake tensors have no values: whatever asked for one would raise."""
     with FakeTensorMode():

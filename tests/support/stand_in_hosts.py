@@ -122,7 +122,7 @@ class Bodies:
     def own_loss(
         self, args: Any, batch: Data, logits: Tensor, sum_of_sample_mean: Any
     ) -> tuple[Tensor, Data]:
-        """PPO's clipped loss with the TIS hook behind it, summed as both hosts do."""
+        """PPO's clipped loss with the TIS hook behind it, summed as the hosts do; FSDP divides by what is kept."""
         keys = {name: batch[name] for name in LOSS_KEYS[:3]}
         found = self.scores(logits, args=args, with_entropy=True, **keys)
         log_probs = torch.cat((found if self.layout.needs is MILES else found[1])["log_probs"])
@@ -137,7 +137,12 @@ class Bodies:
             hook = pkgutil.resolve_name(args.custom_tis_function_path)
             loss, masks, told = hook(**{name: given[name] for name in self.layout.needs.tis_call.hands})
             metrics = {name: sum_of_sample_mean(value) for name, value in told.items()}
-            reduce = self.reducer({**batch, "loss_masks": masks})
+            kept = (
+                {"rollout_mask_sums": [mask.sum() for mask in masks]}
+                if getattr(args, "train_backend", None) == "fsdp"
+                else {}
+            )
+            reduce = self.reducer({**batch, "loss_masks": masks, **kept})
         return reduce(loss), metrics
 
     def reducer(self, batch: Data) -> Callable[[Tensor], Tensor]:

@@ -26,7 +26,8 @@ def _check(root: Path) -> int:
     host = _host(name for name in _packages() if (root / name).is_dir())
     if host is None:
         raise InputError(f"no folder {' or '.join(_packages())} in it; give the root of a host's checkout")
-    found = search.find_all(host.needs, tree.Folder(root))
+    folder = tree.Folder(root)
+    found = {name: search.elsewhere(one, folder) for name, one in search.find_all(host.needs, folder).items()}
     print(f"{host.title}: what our hooks need of it")
     print_table(("need", "where", "hooks"), [_row(one) for one in found.values()])
     print()

@@ -59,6 +59,12 @@ def statements(body: Sequence[ast.stmt]) -> Iterator[ast.stmt]:
             yield from statements(handler.body)
 
 
+def functions(body: Sequence[ast.stmt]) -> Iterator[Function]:
+    """Functions and methods of a module, those within others too."""
+    for statement in body:
+        yield from (node for node in ast.walk(statement) if isinstance(node, Function))
+
+
 def bound(node: ast.stmt) -> Iterator[str]:
     """Names that one statement binds."""
     if isinstance(node, Definition):

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from mis_plugins.hosts.checkout.module import Module, handed_on, locals_of, member, parameters
-from mis_plugins.hosts.checkout.tree import Tree
+from mis_plugins.hosts.checkout.module import Module, functions, handed_on, locals_of, member, parameters
+from mis_plugins.hosts.checkout.tree import Folder, Tree
 from mis_plugins.hosts.needs.record import Address, Need
 
 FOLLOWED = 8  # imports from module to module
@@ -54,6 +54,19 @@ def find(need: Need, tree: Tree) -> Found:
             return Found(need, place, tried, address)
         tried.append(lacks)
     return Found(need, None, tried)
+
+
+def elsewhere(found: Found, folder: Folder) -> Found:
+    """What hands a hook its arguments from a place that no address names: a host calls the hook by its flag."""
+    need = found.need
+    if found.place is not None or not need.hands:
+        return found
+    for module in folder.modules(need.addresses[0].module.partition(".")[0]):
+        for node in functions(module.body):
+            if handed_on(node) >= set(need.hands):
+                address = Address(module.name, (node.name,))
+                return replace(found, place=Place(module, node), address=address)
+    return found
 
 
 def find_all(needs: Any, tree: Tree) -> dict[str, Found]:

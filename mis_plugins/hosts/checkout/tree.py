@@ -46,6 +46,13 @@ class Folder:
             )
         return self._parsed[name]
 
+    def modules(self, package: str) -> Iterator[Module]:
+        """Each module of a package."""
+        for file in sorted((self.root / package).rglob("*.py")):
+            name = ".".join(file.relative_to(self.root).with_suffix("").parts).removesuffix(".__init__")
+            if (found := self.module(name)) is not None:
+                yield found
+
 
 class Blobs:
     """Objects of a git directory, read by one process; each blob is parsed once."""
