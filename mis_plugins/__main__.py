@@ -279,13 +279,9 @@ def hosts_check(arguments: argparse.Namespace) -> int:
     command also names flags of our launch scripts that nothing there defines any more.
 
         python -m mis_plugins hosts check ~/miles
-        python -m mis_plugins hosts check --history ~/miles
 
-    With --history, CHECKOUT is a git directory, or a folder with one: each commit of its main line is read, and the
-    stored heads of pull requests. The tables say where each need broke, and how long each hook would have worked.
-
-    Exit codes: 0 all is found where our own runs found it; 1 something moved, or broke on the way, and is served; 2 a
-    hook or a script of ours would fail, or there is no checkout.
+    Exit codes: 0 all is found where our own runs found it; 1 something moved, and is served; 2 a hook or a script of
+    ours would fail, or there is no checkout.
     """
     from mis_plugins.hosts.checkout.command import run
 
@@ -366,13 +362,9 @@ def _add_outputs(parser: argparse.ArgumentParser) -> None:
 
 def _add_checkout(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("checkout", type=Path, metavar="CHECKOUT")
-    parser.add_argument("--history", action="store_true", help="read each commit of a git directory")
     parser.add_argument(
-        "--since",
-        default="2026-03-01",
-        metavar="DAY",
-        help="the first day of --history (default: %(default)s)",
-    )
+        "--history", action="store_true", help=argparse.SUPPRESS
+    )  # refused, with its successor
 
 
 def _add_report(parser: argparse.ArgumentParser) -> None:
