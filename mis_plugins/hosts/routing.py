@@ -25,7 +25,7 @@ from mis_plugins.packing.ragged import Ranks
 from mis_plugins.routing.placement import Grid, response_rows
 from mis_plugins.routing.report import Groups, Seen, metrics_of, read
 from mis_plugins.routing.table import LOG_PROB, TRAIN, Flags, split
-from mis_plugins.routing.watch import Watch
+from mis_plugins.routing.watch import Rollout, Watch, in_backward
 
 logger = logging.getLogger("mis_plugins")
 
@@ -62,9 +62,9 @@ class Watching:
             return
         watch, first = self._installed(args, model), self.step is None
         if self.step == (rollout_id, step_id):
-            watch.trained = self.began  # the host repeats the step
-        self.step, self.began = (rollout_id, step_id), watch.trained
-        if not first or watch.part is not None:
+            watch.rollout.trained = self.began  # the host repeats the step
+        self.step, self.began = (rollout_id, step_id), watch.rollout.trained
+        if not first or watch.run.part is not None:
             seen = read(watch, _groups(args))
             self._say(args, seen, tracking.number_of(args, rollout_id, step_id))
         watch.begin(TRAIN)
@@ -81,11 +81,11 @@ class Watching:
             yield
         finally:
             if self.watch is not None:
-                self.watch.take_back(kept)
+                self.watch.take_back(kept or (Rollout(), self.watch.sums.cleared()))
 
     def gather(self, args: Any) -> None:
         """Let the loss read what the log-prob pass recorded, without logging it."""
-        if self.watch is not None and self.watch.part is not None:
+        if self.watch is not None and self.watch.run.part is not None:
             read(self.watch, _groups(args))
             self.watch.begin(TRAIN)
 
@@ -145,10 +145,8 @@ class Watching:
 
     def record(self, correction: Correction, flags: Flags | None) -> None:
         """Add the log ratios of a micro-batch by class of token; nothing inside a backward's recompute."""
-        if flags is None or torch._C._current_graph_task_id() != -1:
-            return
-        assert self.watch is not None and self.watch.split is not None
-        self.watch.split += split(correction, flags.kind)
+        if flags is not None and self.watch is not None and not in_backward():
+            self.watch.sums.split += split(correction, flags.kind)
 
 
 def _stop(args: Any, seen: Seen) -> None:
