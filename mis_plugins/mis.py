@@ -55,8 +55,7 @@ from mis_plugins.hosts.ownership import Hook
 from mis_plugins.hosts.rank_agreement import check_agreement
 from mis_plugins.hosts.reducer import kept_token_mean as kept_token_mean
 from mis_plugins.hosts.registry import current
-from mis_plugins.hosts.rollout_data import rollout_data
-from mis_plugins.hosts.rollout_store import ROLLOUT, Held, asked
+from mis_plugins.hosts.rollout_store import ROLLOUT, Held, asked, rollout_data
 from mis_plugins.hosts.routing import WATCHING
 from mis_plugins.hosts.sample_filter import drop_broken_samples as drop_broken_samples
 from mis_plugins.hosts.step_report import RECORDER

@@ -79,7 +79,7 @@ class Host:
         eval_engines: whether it repeats SGLang's arguments for evaluation, as `eval_sglang_*`.
         config_files: arguments that name a file of its settings, beside --custom-config-path.
         tis_hook: dotted path for --custom-tis-function-path.
-        rollout_batch: whether the rollout-data hook is handed the rollout batch, or can read it (`rollout_data.py`).
+        rollout_batch: whether the rollout-data hook is handed the rollout batch, or can read it (`rollout_store.py`).
         versions: whether it says which version wrote each token.
         version_flags: flags with which it says so, where `versions` is false; "" where none do.
             `needs` are then those of `VersionNeeds`.

@@ -150,17 +150,6 @@ class Watch:
         device = next((p.device for part in model for p in part.parameters()), None)
         self.sums = Sums.empty(layers, device)
 
-    def set_aside(self) -> tuple[Rollout, Sums]:
-        """End the pass, return everything that was seen, and begin as if nothing had been seen."""
-        self.end()
-        seen = self.rollout, self.sums
-        self.take_back((Rollout(), self.sums.cleared()))
-        return seen
-
-    def take_back(self, seen: tuple[Rollout, Sums]) -> None:
-        """Restore what was set aside, and forget everything else."""
-        self.run, (self.rollout, self.sums) = Pass(), seen
-
     def begin(self, part: str | None) -> None:
         """Begin a pass. A log-prob pass drops what an earlier one told of single tokens."""
         self.end()

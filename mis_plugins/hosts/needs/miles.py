@@ -11,12 +11,12 @@ from typing import Any, ClassVar
 
 from mis_plugins.errors import ConfigError
 from mis_plugins.hosts.needs import record
-from mis_plugins.hosts.needs.record import CARRY, GENERATE, LOGLINEAR, Need, Refusal, VersionNeeds
+from mis_plugins.hosts.needs.record import CARRY, GENERATE, LOGLINEAR, Need, Refusal, VersionNeeds, asked
 
 TRAINING, MEGATRON = "miles.backends.training_utils", "miles.backends.megatron_utils"
 HUB, ACTOR = f"{TRAINING}.loss.hub", f"{MEGATRON}.actor:MegatronTrainRayActor"
 ENDPOINT = "miles.rollout.generate_utils.generate_endpoint_utils"
-SEQUENCES = "unconcat_tokens total_lengths response_lengths max_seq_lens"
+LOGITS, FSDP = "logit_processors", ("compute_mis_weights_fsdp",)
 NOT_CONVERTED = ("use_dynamic_global_batch_size", "multi_lora")
 ON_GROUPS = (
     *(*record.LOSS, *record.ROLLOUT, *record.STEP, "kept_token_mean"),
@@ -63,125 +63,67 @@ class Miles(VersionNeeds):
     )
 
     tis_call: Need = _need(
-        "the call of the TIS hook",
-        record.TIS_HOOKS,
-        *_loss("losses:policy_loss_function"),
-        hands=f"{record.HANDED} parallel_state max_seq_lens",
+        "tis_call", *_loss("losses:policy_loss_function"), hands="parallel_state max_seq_lens", serves=FSDP
     )
-    parallel: Need = _need("its process groups", ON_GROUPS, f"{TRAINING}.parallel:get_parallel_state")
-    tracking: Need = _need(
-        "its tracker",
-        record.STEP,
-        "miles.utils.tracking_utils.tracking:log",
-        takes="args metrics step_key",
-    )
+    parallel: Need = _need(asked("its process groups", ON_GROUPS), f"{TRAINING}.parallel:get_parallel_state")
+    tracking: Need = _need("tracking", "miles.utils.tracking_utils.tracking:log")
     scores: Need = _need(
-        "log-probs of the sampled tokens",
-        record.LOSS,
-        *_loss("logit_processors:get_log_probs_and_entropy"),
-        takes=f"logits args {SEQUENCES} with_entropy entropy_requires_grad",
+        "scores", *_loss(f"{LOGITS}:get_log_probs_and_entropy"), takes="max_seq_lens entropy_requires_grad"
     )
-    own_loss: Need = _need(
-        "its policy loss",
-        record.BITWISE_LOSS,
-        *_loss("losses:policy_loss_function"),
-        takes="args batch logits sum_of_sample_mean",
-    )
-    log_probs: Need = _need(
-        "its formula of log-probs",
-        record.BITWISE_INIT,
-        *_loss("math_utils:compute_log_probs"),
-        takes="logits tokens process_group",
-    )
+    own_loss: Need = _need("own_loss", *_loss("losses:policy_loss_function"))
+    log_probs: Need = _need("log_probs", *_loss("math_utils:compute_log_probs"), takes="process_group")
     responses: Need = _need(
-        "the logits of each response",
-        record.BITWISE_INIT,
-        *_loss("logit_processors:get_responses"),
-        takes=f"logits args {SEQUENCES}",
+        asked(
+            "the logits of each response", record.BITWISE_INIT, f"logits args {record.SEQUENCES} max_seq_lens"
+        ),
+        *_loss(f"{LOGITS}:get_responses"),
     )
     log_probs_and_entropy: Need = _need(
-        "its log-softmax",
-        record.BITWISE_INIT,
-        *_loss("logit_processors:calculate_log_probs_and_entropy"),
-        takes="logits tokens tp_group true_on_policy",
+        asked("its log-softmax", record.BITWISE_INIT, "logits tokens tp_group true_on_policy"),
+        *_loss(f"{LOGITS}:calculate_log_probs_and_entropy"),
     )
-    train_actor: Need = _need(
-        "the frame of the trainer that holds the rollout batch",
-        (*record.ROLLOUT, *CARRY),
-        f"{ACTOR}._train_actor",
-        f"{ACTOR}.train_actor",
-        takes="self rollout_id rollout_data",
-        holds="data_iterator num_microbatches",
-    )
+    train_actor: Need = _need("train_actor", f"{ACTOR}._train_actor", f"{ACTOR}.train_actor")
     log_prob_pass: Need = _need(
-        "the trainer's log-prob pass",
-        (*record.ROLLOUT, *CARRY),
-        f"{ACTOR}._compute_log_prob",
-        f"{ACTOR}.compute_log_prob",
-        takes="self data_iterator num_microbatches rollout_id store_prefix",
+        "log_prob_pass", f"{ACTOR}._compute_log_prob", f"{ACTOR}.compute_log_prob", takes="rollout_id"
     )
-    init: Need = _need(
-        "the frame of the trainer that calls the init hook", CARRY, f"{ACTOR}.init", takes="self args role"
-    )
+    init: Need = _need("init", f"{ACTOR}.init")
     weight_version: Need = _need(
-        "the version of the trainer's weights",
-        CARRY,
-        f"{ACTOR}._get_actor_weight_version",
-        f"{ACTOR}.weight_updater",
+        "weight_version", f"{ACTOR}._get_actor_weight_version", f"{ACTOR}.weight_updater"
     )
     replay_stage: Need = _need(
-        "the switch of its replays", CARRY, f"{ACTOR}._set_replay_stage", takes="self stage"
+        asked("the switch of its replays", CARRY, "self stage"), f"{ACTOR}._set_replay_stage"
     )
-    active_model: Need = _need("the tag of the weights in use", CARRY, f"{ACTOR}._active_model_tag")
-    switch_model: Need = _need(
-        "the switch of weights", CARRY, f"{ACTOR}._switch_model", takes="self target_tag"
-    )
-    get_batch: Need = _need(
-        "the micro-batch of a train step", CARRY, f"{MEGATRON}.model:get_batch", takes="data_iterator keys"
-    )
+    active_model: Need = _need("active_model", f"{ACTOR}._active_model_tag")
+    switch_model: Need = _need("switch_model", f"{ACTOR}._switch_model")
+    get_batch: Need = _need("get_batch", f"{MEGATRON}.model:get_batch")
     iterator: Need = _need(
-        "its iterator over micro-batches",
-        CARRY,
-        f"{TRAINING}.data.rollout:DataIterator",
-        f"{TRAINING}.data:DataIterator",
-        takes="rollout_data micro_batch_indices",
+        "iterator", f"{TRAINING}.data.rollout:DataIterator", f"{TRAINING}.data:DataIterator"
     )
-    replay_managers: Need = _need("its replays", CARRY, "miles.utils.replay_base:all_replay_managers")
-    routing_replay: Need = _need(
-        "the replay of routes", record.ROUTES, "miles.utils.replay_base:routing_replay_manager"
-    )
+    replay_managers: Need = _need(asked("its replays", CARRY), "miles.utils.replay_base:all_replay_managers")
+    routing_replay: Need = _need("routing_replay", "miles.utils.replay_base:routing_replay_manager")
     conversion: Need = _need(
-        "its conversion of samples to train data",
-        record.CONVERT,
+        "conversion",
         "miles.ray.rollout.train_data_conversion:convert_samples_to_train_data",
         takes="args samples metadata custom_convert_samples_to_train_data_func custom_reward_post_process_func",
     )
     single_turn: Need = _need(
-        "its single-turn generation",
-        GENERATE,
+        asked("its single-turn generation", GENERATE, "input"),
         "miles.rollout.generate_hub.single_turn:generate",
-        takes="input",
     )
     prompt_ids: Need = _need(
-        "the tokens of a prompt",
-        GENERATE,
+        asked("the tokens of a prompt", GENERATE, "state sample"),
         f"{ENDPOINT}:compute_prompt_ids_from_sample",
-        takes="state sample",
     )
     payload: Need = _need(
-        "the request for a response",
-        GENERATE,
+        asked("the request for a response", GENERATE, "args input_ids sampling_params multimodal_inputs"),
         f"{ENDPOINT}:compute_request_payload",
-        takes="args input_ids sampling_params multimodal_inputs",
     )
     headers: Need = _need(
-        "the headers of a request", GENERATE, f"{ENDPOINT}:compute_routing_headers", takes="args sample"
+        asked("the headers of a request", GENERATE, "args sample"), f"{ENDPOINT}:compute_routing_headers"
     )
     update_sample: Need = _need(
-        "the sample's update by a response",
-        GENERATE,
+        asked("the sample's update by a response", GENERATE, "args sample payload output"),
         f"{ENDPOINT}:update_sample_from_response",
-        takes="args sample payload output",
     )
 
     def version_of(self, actor: Any) -> int:

@@ -13,18 +13,19 @@ from typing import Any, ClassVar, NamedTuple
 
 from mis_plugins.errors import MisError
 
-TIS_HOOKS, LOSS = ("compute_mis_weights_with_cp", "compute_mis_weights_fsdp"), ("policy_loss",)
+TIS_HOOK, LOSS = ("compute_mis_weights_with_cp",), ("policy_loss",)
 ROLLOUT, STEP, ROUTES = ("normalize_rollout", "count_samples"), ("report_step",), ("watch_routes",)
 GENERATE, CONVERT, CARRY = ("generate_with_versions",), ("convert_with_versions",), ("carry_versions",)
 BITWISE_LOSS, BITWISE_INIT = ("true_on_policy.hosts.policy_loss",), ("true_on_policy.hosts.miles_init",)
 HOOKS = (
-    *(TIS_HOOKS[0], *LOSS, *ROLLOUT, *STEP, "drop_broken_samples", "kept_token_mean", *ROUTES),
+    *(*TIS_HOOK, *LOSS, *ROLLOUT, *STEP, "drop_broken_samples", "kept_token_mean", *ROUTES),
     *(*GENERATE, *CONVERT, *CARRY, *BITWISE_LOSS, *BITWISE_INIT),
 )
 """Hooks by name: those of `mis_plugins.mis` by their last part, others by their dotted path."""
 LOGLINEAR = "say mis.segment_wise.method: loglinear"
 HANDED = "args pg_loss train_log_probs rollout_log_probs loss_masks total_lengths response_lengths"
 """The arguments of the TIS hook that every host hands over."""
+SEQUENCES = "unconcat_tokens total_lengths response_lengths"
 
 
 class NeedError(MisError):
@@ -160,21 +161,56 @@ class Need:
         )
 
 
+def asked(what: str, hooks: tuple[str, ...], takes: str = "", holds: str = "", hands: str = "") -> Need:
+    """A need at no address yet; names of parameters, variables and keywords stand in one text each."""
+    return Need("", what, hooks, (), tuple(takes.split()), tuple(holds.split()), tuple(hands.split()))
+
+
+ASKED = {
+    "tis_call": asked("the call of the TIS hook", TIS_HOOK, hands=HANDED),
+    "tracking": asked("its tracker", STEP, "args metrics step_key"),
+    "scores": asked("log-probs of the sampled tokens", LOSS, f"logits args {SEQUENCES} with_entropy"),
+    "own_loss": asked("its policy loss", BITWISE_LOSS, "args batch logits sum_of_sample_mean"),
+    "log_probs": asked("its formula of log-probs", BITWISE_INIT, "logits tokens"),
+    "train_actor": asked(
+        "the frame of the trainer that calls the rollout-data hook",
+        (*ROLLOUT, *CARRY),
+        "self rollout_id rollout_data",
+        holds="data_iterator num_microbatches",
+    ),
+    "log_prob_pass": asked(
+        "the trainer's log-prob pass",
+        (*ROLLOUT, *CARRY),
+        "self data_iterator num_microbatches store_prefix",
+    ),
+    "routing_replay": asked("the replay of routes", ROUTES),
+    "init": asked("the frame of the trainer that calls the init hook", CARRY, "self args role"),
+    "weight_version": asked("the version of the trainer's weights", CARRY),
+    "active_model": asked("the tag of the weights in use", CARRY),
+    "switch_model": asked("the switch of weights", CARRY, "self target_tag"),
+    "get_batch": asked("the micro-batch of a train step", CARRY, "data_iterator keys"),
+    "iterator": asked("its iterator over micro-batches", CARRY, "rollout_data micro_batch_indices"),
+    "conversion": asked("its conversion of samples to train data", CONVERT),
+}
+"""What hosts are asked for alike, by the name of the need."""
+
+
 def table(host: str) -> Callable[..., Need]:
-    """A function that makes a host's needs, and takes names of parameters, variables and keywords in one text each."""
+    """A function that places a need of a host: one of `ASKED` by its name, or one that this host alone answers."""
 
     def need(
-        what: str,
-        hooks: tuple[str, ...],
+        need: str | Need,
         *at: str,
         takes: str = "",
-        holds: str = "",
         hands: str = "",
+        serves: tuple[str, ...] = (),
         ran: int = -1,
     ) -> Need:
-        return Need(
-            host, what, hooks, at, tuple(takes.split()), tuple(holds.split()), tuple(hands.split()), ran
-        )
+        """Place a need, and ask for more parameters, keywords and hooks than `ASKED` says."""
+        need = ASKED[need] if isinstance(need, str) else need
+        parameters, keywords = (*need.parameters, *takes.split()), (*need.hands, *hands.split())
+        hooks = (*need.hooks, *serves)
+        return replace(need, host=host, hooks=hooks, at=at, parameters=parameters, hands=keywords, ran=ran)
 
     return need
 

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 from mis_plugins.errors import ConfigError
 from mis_plugins.hosts.needs import record
-from mis_plugins.hosts.needs.record import CARRY, LOGLINEAR, Need, Needs, Refusal, VersionNeeds
+from mis_plugins.hosts.needs.record import LOGLINEAR, Need, Needs, Refusal, VersionNeeds, asked
 
 BACKEND = "slime.backends.megatron_utils"
 ACTOR = f"{BACKEND}.actor:MegatronTrainRayActor"
@@ -38,89 +38,37 @@ class Slime(VersionNeeds):
         ),
     )
 
-    tis_call: Need = _need(
-        "the call of the TIS hook",
-        record.TIS_HOOKS[:1],
-        f"{BACKEND}.loss:policy_loss_function",
-        hands=record.HANDED,
-    )
+    tis_call: Need = _need("tis_call", f"{BACKEND}.loss:policy_loss_function")
     tracking: Need = _need(
-        "its tracker",
-        record.STEP,
-        "slime.observability.logging_utils:log",
-        "slime.utils.logging_utils:log",
-        takes="args metrics step_key",
-        ran=0,
+        "tracking", "slime.observability.logging_utils:log", "slime.utils.logging_utils:log", ran=0
     )
-    scores: Need = _need(
-        "log-probs of the sampled tokens",
-        record.LOSS,
-        f"{BACKEND}.loss:get_log_probs_and_entropy",
-        takes="logits args unconcat_tokens total_lengths response_lengths with_entropy",
-    )
-    own_loss: Need = _need(
-        "its policy loss",
-        record.BITWISE_LOSS,
-        f"{BACKEND}.loss:policy_loss_function",
-        takes="args batch logits sum_of_sample_mean",
-    )
-    train_actor: Need = _need(
-        "the frame of the trainer that calls the rollout-data hook",
-        (*record.ROLLOUT, *CARRY),
-        f"{ACTOR}.train_actor",
-        takes="self rollout_id rollout_data",
-        holds="data_iterator num_microbatches",
-    )
-    log_prob_pass: Need = _need(
-        "the trainer's log-prob pass",
-        (*record.ROLLOUT, *CARRY),
-        f"{ACTOR}.compute_log_prob",
-        takes="self data_iterator num_microbatches store_prefix",
-    )
-    routing_replay: Need = _need(
-        "the replay of routes", record.ROUTES, "slime.utils.routing_replay:RoutingReplay"
-    )
+    scores: Need = _need("scores", f"{BACKEND}.loss:get_log_probs_and_entropy")
+    own_loss: Need = _need("own_loss", f"{BACKEND}.loss:policy_loss_function")
+    train_actor: Need = _need("train_actor", f"{ACTOR}.train_actor")
+    log_prob_pass: Need = _need("log_prob_pass", f"{ACTOR}.compute_log_prob")
+    routing_replay: Need = _need("routing_replay", "slime.utils.routing_replay:RoutingReplay")
     kept_sets: Need = _need(
-        "the tokens that top-p left",
-        record.LOSS,
+        asked("the tokens that top-p left", record.LOSS, "args batch"),
         f"{BACKEND}.loss:get_rollout_top_p_logprob_kwargs",
-        takes="args batch",
     )
     log_probs: Need = _need(
-        "its formula of log-probs",
-        record.BITWISE_INIT,
+        "log_probs",
         "slime.utils.ppo_utils:_calculate_log_probs_and_entropy_chunk",
-        takes="logits tokens tp_group with_entropy log_prob_keep_mask",
+        takes="tp_group with_entropy log_prob_keep_mask",
     )
-    init: Need = _need(
-        "the frame of the trainer that calls the init hook", CARRY, f"{ACTOR}.init", takes="self args role"
-    )
-    weight_version: Need = _need("the version of the trainer's weights", CARRY, f"{ACTOR}.weight_updater")
-    active_model: Need = _need("the tag of the weights in use", CARRY, f"{ACTOR}._active_model_tag")
-    switch_model: Need = _need(
-        "the switch of weights", CARRY, f"{ACTOR}._switch_model", takes="self target_tag"
-    )
-    parallel_config: Need = _need("its parallel sizes", CARRY, f"{ACTOR}.train_parallel_config")
-    get_batch: Need = _need(
-        "the micro-batch of a train step", CARRY, f"{BACKEND}.model:get_batch", takes="data_iterator keys"
-    )
-    iterator: Need = _need(
-        "its iterator over micro-batches",
-        CARRY,
-        f"{BACKEND}.data:DataIterator",
-        takes="rollout_data micro_batch_indices",
-    )
+    init: Need = _need("init", f"{ACTOR}.init")
+    weight_version: Need = _need("weight_version", f"{ACTOR}.weight_updater")
+    active_model: Need = _need("active_model", f"{ACTOR}._active_model_tag")
+    switch_model: Need = _need("switch_model", f"{ACTOR}._switch_model")
+    parallel_config: Need = _need(asked("its parallel sizes", record.CARRY), f"{ACTOR}.train_parallel_config")
+    get_batch: Need = _need("get_batch", f"{BACKEND}.model:get_batch")
+    iterator: Need = _need("iterator", f"{BACKEND}.data:DataIterator")
     conversion: Need = _need(
-        "its conversion of samples to train data",
-        record.CONVERT,
-        "slime.ray.rollout:RolloutManager._convert_samples_to_train_data",
-        takes="self samples",
+        "conversion", "slime.ray.rollout:RolloutManager._convert_samples_to_train_data", takes="self samples"
     )
     generation: Need = _need(
-        "its generation of one response",
-        record.GENERATE,
+        asked("its generation of one response", record.GENERATE, "args sample sampling_params"),
         "slime.rollout.sglang_rollout:generate",
-        takes="args sample sampling_params",
     )
 
     def version_of(self, actor: Any) -> int:
