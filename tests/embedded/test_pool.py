@@ -8,14 +8,13 @@ import threading
 from collections.abc import Callable, Sequence
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
 from lab.host.asynchronous.pool import Batch, Pool, Recomputed, Score, recompute, requests
 from lab.host.asynchronous.response import Response
-from mis_plugins.errors import ConfigError, InputError
-from mis_plugins.versions.recompute import batches
+from mis_plugins.errors import InputError
 from mis_plugins.versions.segment_wise import SegmentWiseConfig, admitted
 
 BUDGET = 12
@@ -270,21 +269,6 @@ def test_a_log_prob_that_is_not_finite_is_stored():
     assert stored[0] is not None and math.isnan(stored[0]) and stored[1] == -math.inf
 
 
-@given(st.lists(st.tuples(st.integers(1, 5), st.integers(1, 20)), max_size=12), st.integers(1, 30))
-def test_batches_keep_the_budget(sizes: list[tuple[int, int]], budget: int):
-    pool = Pool()
-    for prompt, tokens in sizes:
-        pool.add(response(0, tokens, prompt))
-    waiting = requests(pool, 0)
-    found = batches(waiting, budget)
-    assert sorted(one.number for batch in found for one in batch) == list(range(len(sizes)))
-    for batch in found:
-        assert sum(len(one.tokens) for one in batch) <= budget or len(batch) == 1
-    # First-fit leaves no two batches that would fit into one.
-    loads = [sum(len(one.tokens) for one in batch) for batch in found]
-    assert all(a + b > budget for a, b in itertools.combinations(loads, 2))
-
-
 def test_a_pool_of_threads():
     """Writers append and take while recomputes run: nothing is lost, stored twice or of the wrong version."""
     pool, model = Pool(), Model(4)
@@ -356,11 +340,6 @@ def test_ranks_share_batches_that_are_the_same_for_any_number_of_them():
             check(one, 5 - 1)
             assert one.lacking(3) == []
     assert asked[1] == asked[2] == asked[3] and found[1] == found[2] == found[3]
-
-
-def test_a_budget_of_nothing():
-    with pytest.raises(ConfigError, match="got 0 tokens; give at least 1"):
-        batches([], 0)
 
 
 def test_nothing_precedes_the_first_version():
