@@ -125,19 +125,23 @@ def _reads_versions(batch: Batch, config: CorrectionConfig, reports_weights: boo
 def _check_present(
     host: Host, args: Any, batch: Batch, config: CorrectionConfig, reads_versions: bool
 ) -> None:
-    wanted = {
-        "rollout_log_probs": config.corrects or config.bypass,
-        "ref_log_probs": getattr(args, "use_kl_loss", False),
-        "log_probs": host.recomputes(args) == "always" and not config.bypass,
-    }
-    why = {
-        "rollout_log_probs": "the rollout engine must return one for each sampled token",
-        "ref_log_probs": "--use-kl-loss needs those of a reference policy",
-        "log_probs": "the trainer's log-probs were neither recomputed nor handed on",
-    }
-    for name, is_wanted in wanted.items():
+    always_recomputed = host.recomputes(args) == "always" and not config.bypass
+    rows = (
+        (
+            "rollout_log_probs",
+            config.corrects or config.bypass,
+            "the rollout engine must return one for each sampled token",
+        ),
+        (
+            "ref_log_probs",
+            getattr(args, "use_kl_loss", False),
+            "--use-kl-loss needs those of a reference policy",
+        ),
+        ("log_probs", always_recomputed, "the trainer's log-probs were neither recomputed nor handed on"),
+    )
+    for name, is_wanted, why in rows:
         if is_wanted and not batch.get(name):
-            raise InputError(f"{name}: none in this micro-batch; {why[name]}")
+            raise InputError(f"{name}: none in this micro-batch; {why}")
     if reads_versions:
         check_versions(args, batch, config)
 
@@ -165,18 +169,14 @@ def _lacking(batch: Batch, config: CorrectionConfig) -> str | None:
             f"{VERSIONS}: none here, and {VERSION}: {batch[VERSION]} says that this host knows who wrote each token; "
             "hand it on with every micro-batch, and leave out, or refuse, samples without"
         )
-    if config.segment_wise_on and _stores(config) and not batch.get("recomputed_log_probs"):
+    stores = config.segment_wise_on and config.segment_wise and config.segment_wise.method == "recompute"
+    if stores and not batch.get("recomputed_log_probs"):
         return (
             f"recomputed_log_probs: none here; beside {VERSIONS}, segment-wise weights need what the version after "
             "each token's gives it (see docs/async.md); without, say {segment_wise.method}: loglinear, or "
             "{segment_wise.enabled}: false"
         )
     return None
-
-
-def _stores(config: CorrectionConfig) -> bool:
-    """Whether weights read log-probs that were recomputed while the responses were written."""
-    return config.segment_wise is not None and config.segment_wise.method == "recompute"
 
 
 def _flat(name: str, tensors: Sequence[Tensor | None], lengths: Sequence[int]) -> Tensor:
