@@ -34,7 +34,7 @@ import yaml
 
 from mis_plugins.config import families, reading, writing
 from mis_plugins.config.docs import header
-from mis_plugins.config.file import STDIN, as_arguments, keys_of, text_of
+from mis_plugins.config.file import STDIN, keys_of, text_of
 from mis_plugins.config.loading import WATCHING, file_of, load, read_keys, watching
 from mis_plugins.config.model import CorrectionConfig
 from mis_plugins.errors import ConfigError, UserError
@@ -43,8 +43,7 @@ from mis_plugins.explain.formula import formula
 from mis_plugins.explain.launch import command as launch
 from mis_plugins.explain.translate import areal, miles, ms_swift, verl, verl_presets
 from mis_plugins.explain.words import describe
-from mis_plugins.hosts import conflicts, denominator_checks, ownership
-from mis_plugins.hosts.abilities import check_served, unserved
+from mis_plugins.hosts import checks, ownership
 from mis_plugins.hosts.arguments import recorded, surprises
 from mis_plugins.hosts.host import Host
 from mis_plugins.hosts.registry import HOSTS
@@ -126,8 +125,7 @@ def _told(keys: Mapping[str, Any], host: Host | None, file: str) -> str:
     """What a config does on a host, with the flags that it needs and warnings."""
     config = read_keys(keys)
     if host is not None:
-        check_served(config, host, reading.spelling(as_arguments(keys)))
-        conflicts.check(keys, config, host)
+        checks.refuse("command", keys, config, host)
     told = describe(config, host, file)
     warnings = (f"warning: {printable(text)}" for text in _beside(keys, config, host))
     return "\n".join([told, *_switch(keys, config), ownership.told(), *warnings])
@@ -152,13 +150,7 @@ def _beside(keys: Mapping[str, Any], config: CorrectionConfig, host: Host | None
     """Warnings about keys beside `mis:`, the named host, and windows too narrow for a real mismatch."""
     yield from _switched(keys, config)
     yield from surprises(keys, host)
-    if host is not None:
-        yield from unserved(config, host)
-        yield from conflicts.warnings(keys, config, host)
-    by_kept = host is not None and host.divides_by_kept(argparse.Namespace())
-    split = denominator_checks.other_terms(as_arguments(keys), config, by_kept)
-    if split is not None and not config.needs_loss_hook:
-        yield split
+    yield from checks.warnings("command" if host else "file", keys, config, host or HOSTS["unknown"])
     yield from rungs.warnings(config)
 
 

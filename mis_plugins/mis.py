@@ -40,8 +40,7 @@ from mis_plugins.errors import ConfigError, InputError
 from mis_plugins.explain.words import ONE_STEP
 from mis_plugins.hosts import (
     averages,
-    conflicts,
-    denominator_checks,
+    checks,
     loss_batch,
     loss_flags,
     megatron,
@@ -59,6 +58,7 @@ from mis_plugins.hosts.rollout_store import ROLLOUT, Held, asked, rollout_data
 from mis_plugins.hosts.routing import WATCHING
 from mis_plugins.hosts.sample_filter import drop_broken_samples as drop_broken_samples
 from mis_plugins.hosts.step_report import RECORDER
+from mis_plugins.hosts.uncorrected import warn_of_one_sequence
 from mis_plugins.hosts.versions import carrying, generate, rollouts
 from mis_plugins.loss.micro_batch import (
     Reduce,
@@ -270,14 +270,14 @@ def policy_loss(
     host = current(args, sum_of_sample_mean)
     config_asked = reading.from_args(args)
     resplit.check_hook(args, config_asked)
-    config = loss_flags.config_in_force(args, config_asked, loss_batch.knows_versions(batch))
-    conflicts.check_weights(args, config, host)
+    config = loss_flags.config_in_force(args, config_asked, host, loss_batch.knows_versions(batch))
     flags, reduce_policy = loss_flags.loss_config(args, RECORDER.step), loss_batch.policy_reducer(args, batch)
     inputs = loss_batch.read(host, args, batch, logits, config, RECORDER.reports_weights(config))
     ranks = inputs.ragged.ranks
     check_agreement(config, ranks.cp, ranks.tp, logits.device)
     correction, numerator = None, numerator_of(inputs.proximal, inputs.behavior, inputs.written, config)
     if inputs.behavior is not None and (config.corrects or config.metrics != "none"):
+        warn_of_one_sequence(config, len(batch["loss_masks"]), ranks)
         rollout_mean = _rollout_mean(args, config)
         compared = compared_log_probs(inputs, config)
         of_tokens = loss_batch.flags(host, args, batch, logits.device)
@@ -410,14 +410,9 @@ def config_in_force(args: Any) -> CorrectionConfig:
             f"{{{key}}}: the TIS hook does not see {unseen}; pass --loss-type custom_loss --custom-loss-function-path "
             f"mis_plugins.mis.policy_loss in place of {flag}"
         ).spelled(reading.spelling(args), "mis.")
-    if config.denominator == "kept":
-        denominator_checks.check(args)
     if not args.use_tis:
         return watching.metrics_alone(args, config, watching.WITHOUT_USE_TIS)
-    watching.warn_where_corrected(args)
-    denominator_checks.check_masks(args)
-    if config.rejects and config.denominator == "original":
-        denominator_checks.warn_where_kept(args)
+    checks.run("tis", args, config, current(args))
     return config
 
 
@@ -428,8 +423,6 @@ def _hook(args: Any, pg_loss: Tensor, batch: HostBatch, host: Host, flags: Flags
         flags: routes of the tokens, where a watch knows them.
     """
     config, by_kept = config_in_force(args), host.divides_by_kept(args)
-    conflicts.check_weights(args, config, host)
-    denominator_checks.warn_of_other_terms(args, config, by_kept)
     tokens = sum(batch.layout.local_lengths)
     if pg_loss.shape != (tokens,):
         said = f"{len(pg_loss)} tokens" if pg_loss.dim() == 1 else f"shape {list(pg_loss.shape)}, not 1-D"
@@ -451,6 +444,7 @@ def _correct(
 ) -> tuple[Correction, Placed]:
     if config.corrects:
         check_apart(batch.train_log_probs, batch.rollout_log_probs)
+    warn_of_one_sequence(config, len(batch.loss_masks), batch.ranks)
     routed = WATCHING.routes(args, config, flags)
     check_agreement(config, batch.ranks.cp, batch.ranks.tp, batch.loss_masks[0].device)
     placed = batch.place()

@@ -99,7 +99,7 @@ def _child(name: str, dry_run: bool, sender: Connection) -> None:
 
 
 def load(name: str) -> Work:
-    return getattr(importlib.import_module(f"gpu.{name}"), name)
+    return getattr(importlib.import_module(f"lab.gpu.{name}"), name)
 
 
 def _machine(dry_run: bool) -> AbstractContextManager[Cuda]:

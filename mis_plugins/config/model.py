@@ -6,6 +6,7 @@ Each dataclass checks itself when it is made: a bound that cannot hold or a sett
 
 from __future__ import annotations
 
+import ctypes
 import math
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -55,8 +56,14 @@ def check_ratio_bounds(lower: float | None, upper: float | None, unbounded: str 
 
 
 def _check_order(lower: float | None, upper: float | None) -> None:
-    if lower is not None and upper is not None and lower >= upper:
-        raise ConfigError(f"{{lower}}: {lower:g} is not below {{upper}}: {upper:g}")
+    if lower is not None and upper is not None and single(lower) >= single(upper):
+        also = "" if lower >= upper else " in a float of 32 bits, in which the hooks compute"
+        raise ConfigError(f"{{lower}}: {lower:g} is not below {{upper}}: {upper:g}{also}")
+
+
+def single(number: float) -> float:
+    """A number as a float of 32 bits holds it, in which the hooks compute."""
+    return ctypes.c_float(number).value
 
 
 @dataclass(frozen=True)
@@ -185,7 +192,7 @@ class RejectRule:
     def _check_down_weigh(self) -> None:
         if self.down_weigh is None:
             return
-        if not 0 < self.down_weigh < 1:
+        if not 0 < single(self.down_weigh) < 1:
             raise ConfigError(
                 f"{{down_weigh}}: got {self.down_weigh:g}; give a factor above 0 and below 1, or drop the key, and the "
                 "rule drops what it finds"

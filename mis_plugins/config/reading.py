@@ -416,7 +416,7 @@ def _from_view(stated: View) -> CorrectionConfig:
     config = _READ_BEFORE[key]
     corrects = config.corrects or config.needs_loss_hook
     if not corrects and getattr(stated, "use_tis", False):
-        raise ConfigError(f"{NOTHING_SAID} (looked for in: {'; '.join(_looked_at(stated))})")
+        raise ConfigError(f"{NOTHING_SAID} (looked for in: {looked_at(stated)})")
     if FILES[0] in files_of(stated):
         _check_handed_on(stated, corrects)
     return config
@@ -540,8 +540,12 @@ def is_handed_on(args: View, keys: Mapping[str, Any]) -> bool:
     return all(equal(args.get(key), value) for key, value in read)
 
 
-def _looked_at(args: View) -> Iterator[str]:
+def looked_at(args: View) -> str:
     """Where a config was looked for, and not found."""
+    return "; ".join(_looked_at(args))
+
+
+def _looked_at(args: View) -> Iterator[str]:
     yield f"{kind(args)}: mis, {FLAT_KEYS[0]} ... {FLAT_KEYS[-1]}, {', '.join(AREAL_KEYS)}"
     for name in hooks_of(args):
         yield f"the config beside {name}"

@@ -10,12 +10,15 @@ from mis_plugins.config import reading
 from mis_plugins.config.model import CorrectionConfig, ObjectiveConfig, OpsmConfig
 from mis_plugins.config.view import view
 from mis_plugins.errors import ConfigError
-from mis_plugins.hosts import averages, denominator_checks, watching
+from mis_plugins.hosts import averages, checks, watching
+from mis_plugins.hosts.host import Host
 from mis_plugins.loss.micro_batch import LossConfig
 from mis_plugins.loss.objective import ESTIMATORS, Clip
 
 
-def config_in_force(args: Any, config: CorrectionConfig, versions_known: bool = False) -> CorrectionConfig:
+def config_in_force(
+    args: Any, config: CorrectionConfig, host: Host, versions_known: bool = False
+) -> CorrectionConfig:
     """Complete `config` with objective and OPSM of the user, which no flag may contradict, or of the flags.
 
     In a run that only watches, `config` keeps its metrics alone; objective and OPSM come from the flags.
@@ -33,15 +36,6 @@ def config_in_force(args: Any, config: CorrectionConfig, versions_known: bool = 
         if opsm is not None:
             raise ConfigError("--use-opsm and mis.opsm are both set; keep one of them")
         opsm = OpsmConfig(args.opsm_delta, reference=objective.old)
-    if config.denominator == "kept":
-        denominator_checks.check(args)
-    denominator_checks.check_reducer(args, drops=config.rejects or opsm is not None)
-    normalize = config.weight and config.weight.normalize
-    if normalize and normalize.scope == "rollout" and objective.old == "behavior":
-        raise ConfigError(
-            "mis.weight.normalize.scope: rollout is computed before training, but with mis.objective.old: behavior "
-            "the weights are those of pi_theta, which every step changes; use scope: data_parallel"
-        )
     try:
         config = dataclasses.replace(config, objective=objective, opsm=opsm)
     except ConfigError as error:
@@ -51,6 +45,7 @@ def config_in_force(args: Any, config: CorrectionConfig, versions_known: bool = 
             else " (--use-rollout-logprobs means mis.objective.old: behavior)"
         )
         raise ConfigError(error.template + implied).spelled(reading.spelling(args), "mis.") from None
+    checks.run("loss", args, config, host)
     return config.where_versions_are_known() if versions_known else config
 
 

@@ -12,11 +12,9 @@ from torch import Tensor, nn
 
 from mis_plugins.config import reading
 from mis_plugins.config.model import CorrectionConfig, RoutingConfig
-from mis_plugins.config.view import view
 from mis_plugins.correction.pipeline import Correction
 from mis_plugins.errors import InputError, MisError
-from mis_plugins.hosts import conflicts, megatron, replay, tracking
-from mis_plugins.hosts.abilities import check_routes
+from mis_plugins.hosts import checks, megatron, replay, tracking
 from mis_plugins.hosts.host import ROUTES_HOOK
 from mis_plugins.hosts.registry import current
 from mis_plugins.packing.layout import Layout
@@ -81,7 +79,7 @@ class Watching:
     def _installed(self, args: Any, model: Sequence[nn.Module]) -> Watch:
         if self.watch is None:
             asked = _asked(args) or RoutingConfig()
-            conflicts.check(view(args), reading.from_args(args), current(args))
+            checks.refuse("watch", args, reading.from_args(args), current(args))
             watch = Watch(replay.source(), _grid(args), asked.experts == "trainer", megatron.pipeline()[1])
             watch.install(model, args.num_layers)
             self.watch = watch
@@ -111,7 +109,7 @@ class Watching:
         """
         names = reading.spelling(args)
         if flags is None:
-            check_routes(config, current(args), names)
+            checks.refuse("routes", args, config, current(args))
         if config.routing is not None and self.watch is None:
             raise InputError(f"{{routing}}: nothing watches the routers; give {ROUTES_HOOK}").spelled(
                 names, "mis."

@@ -8,9 +8,11 @@ from mis_plugins.config import reading
 from mis_plugins.config.model import CorrectionConfig
 from mis_plugins.config.view import View, view
 from mis_plugins.hosts import watching
-from mis_plugins.hosts.host import LOSS_HOOK
+from mis_plugins.hosts.host import LOSS_HOOK, Ranks
 from mis_plugins.hosts.registry import current
+from mis_plugins.shared.notices import warn_once
 
+OF_SEQUENCES = ("sequence", "geometric")  # levels at which all tokens of a sequence share one weight
 OURS = ("mis_plugins.", "true_on_policy.")
 
 
@@ -36,6 +38,24 @@ def _names_another_hook(args: View) -> bool:
     by_loss = args.get("loss_type") == "custom_loss"
     path = args.get("custom_loss_function_path" if by_loss else "custom_tis_function_path")
     return bool(path) and not str(path).startswith(OURS)
+
+
+def warn_of_one_sequence(config: CorrectionConfig, sequences: int, ranks: Ranks) -> None:
+    """Warn where a weight is divided by the mean of itself alone, which leaves 1.
+
+    Args:
+        sequences: how many the micro-batch has.
+    """
+    weight = config.weight
+    if weight is None or weight.normalize is None or weight.level not in OF_SEQUENCES or sequences > 1:
+        return
+    scope = weight.normalize.scope
+    if scope == "micro_batch" or (scope == "data_parallel" and ranks.dp is None):
+        warn_once(
+            f"mis.weight.normalize.scope: {scope} (tis_batch_normalize) in a micro-batch of one sequence divides its "
+            "weight by itself, which leaves 1: nothing is corrected; use scope: rollout, leave normalize out, or let "
+            "micro-batches hold more sequences"
+        )
 
 
 def told(ended: str, args: Any) -> str:

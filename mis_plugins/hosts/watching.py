@@ -57,13 +57,34 @@ def for_loss_hook(args: Any, config: CorrectionConfig) -> CorrectionConfig:
     reason = _reason(args) if asked else None
     if reason is not None:
         return metrics_alone(args, config, reason)
-    warn_where_corrected(args)
     if not asked:
         _check_flat(args, config)
+        _warn_where_nothing_is_said(view(args), config)
         return config
     if not (config.corrects or config.needs_loss_hook):
         raise ConfigError(f"{', '.join(asked)}: {NO_UPPER}")
     return config
+
+
+WATCHERS = ("metrics", "resplit_every", "routing")  # keys of `mis:` that ask for no correction
+BY_FLAG = (
+    "get_mismatch_metrics",
+    "use_rollout_logprobs",
+    "use_opsm",
+)  # what a run of the loss hook may be for
+
+
+def _warn_where_nothing_is_said(args: View, config: CorrectionConfig) -> None:
+    """Warn that the loss hook weighs and rejects nothing, in a run that asks neither to watch nor for another cure."""
+    said = args.get("mis")
+    watches_only = isinstance(said, Mapping) and not said.keys().isdisjoint(WATCHERS)
+    if config.corrects or config.needs_loss_hook or watches_only or any(args.get(flag) for flag in BY_FLAG):
+        return
+    warn_once(
+        "mis_plugins.mis.policy_loss weighs and rejects nothing, since nothing says how to correct (looked for in: "
+        f"{reading.looked_at(args)}); pass a preset of `python -m mis_plugins config list`, or to watch "
+        "`mis: {metrics: full}`"
+    )
 
 
 def _check_flat(args: Any, config: CorrectionConfig) -> None:
@@ -77,14 +98,6 @@ def _check_flat(args: Any, config: CorrectionConfig) -> None:
     }
     if said and not (config.corrects or config.needs_loss_hook):
         raise ConfigError(f"{', '.join(sorted(said))}: {NO_UPPER}")
-
-
-def warn_where_corrected(args: Any) -> None:
-    """Say which of the two switches wins where both are on, and which keys of a flat rule do not act."""
-    if getattr(args, "use_tis", False) and getattr(args, "get_mismatch_metrics", False):
-        warn_once("--get-mismatch-metrics and --use-tis are both set: the loss is corrected")
-    if (idle := reading.idle_rule(view(args))) is not None:
-        warn_once(idle)
 
 
 def watches(args: Any) -> bool:

@@ -17,6 +17,9 @@ GOOD = {"weight": {"level": "token", "bound": "truncate", "upper": 2.0}}
 
 NESTED = [
     ({"wieght": {}}, r"mis\.wieght: unknown key.*weight"),
+    ({"weight": {"bound": "clip", "lower": 0.9999999999, "upper": 1.0000000001}},
+     r"mis\.weight\.lower: 1 is not below mis\.weight\.upper: 1 in a float of 32 bits"),
+    ({"weight": None, "reject": [{"over": "token", "upper": 2, "down_weigh": 0.9999999999}]}, r"down_weigh: got 1"),
     ({"reference": "target"}, r"^mis\.reference: target is refused: .* pi_theta\^2 / \(pi_old mu\)"),
     ({"segment_wise": {"reference": "target"}}, r"^mis\.segment_wise\.reference: target .*pi_theta\^2"),
     ({"weight": {"reference": "behavior"}}, r"mis\.weight\.reference: unknown key"),

@@ -177,6 +177,27 @@ def test_without_a_step_hook_the_next_rollout_tells():
         mis.count_samples(args, 2, data)
 
 
+NORMALIZED = [
+    ({"weight": {"level": "sequence", "normalize": {}}}, "scope: micro_batch"),
+    ({"weight": {"level": "geometric", "normalize": {"scope": "data_parallel"}}}, "scope: data_parallel"),
+]
+
+
+@pytest.mark.parametrize(("config", "said"), NORMALIZED)
+def test_a_sequence_that_is_divided_by_its_own_weight_is_told(
+    config: dict, said: str, caplog: pytest.LogCaptureFixture
+):
+    for rows, told_of in (([[0.3, 4.0], [2.0]], False), ([[0.3, 4.0]], True)):
+        mis.compute_mis_weights_with_cp(host_args(mis=config), **ratio_batch(rows).hook_kwargs())
+        assert (f"{said} (tis_batch_normalize) in a micro-batch of one sequence" in caplog.text) == told_of
+
+
+def test_tokens_of_one_sequence_are_divided_by_their_mean(caplog: pytest.LogCaptureFixture):
+    config = {"weight": {"level": "token", "normalize": {}}}
+    mis.compute_mis_weights_with_cp(host_args(mis=config), **ratio_batch([[0.3, 4.0]]).hook_kwargs())
+    assert not caplog.text
+
+
 def on_a_grid(rank: int) -> list[str]:
     """Two pipeline stages of two data-parallel ranks; a hook runs on no rank, on one of the last stage, on both."""
     found = []

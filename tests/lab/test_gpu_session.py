@@ -300,7 +300,7 @@ def test_the_session_asks_cuda_nothing_before_it_forks(monkeypatch: pytest.Monke
 PYTHON3 = """#!/bin/sh
 case "$*" in
 *--help*) exit {imported} ;;
-*gpu_session.py*) exit {session} ;;
+*lab.gpu_session*) exit {session} ;;
 *"import pytest"*) exit {pytest} ;;
 *"-m pytest"*) echo tested; exit {tests} ;;
 esac
@@ -367,7 +367,7 @@ def test_the_script_unpacks_what_was_carried_and_asks_nvcc_where_it_lies(tmp_pat
     asks = f"""#!/bin/sh
 case "$*" in
 *tarfile*) exec {sys.executable} "$@" ;;
-*gpu_session.py*) echo "$CUDA_HOME" >{tmp_path}/cuda; {sys.executable} -c 'import carried' ;;
+*lab.gpu_session*) echo "$CUDA_HOME" >{tmp_path}/cuda; {sys.executable} -c 'import carried' ;;
 esac
 """
     nvcc = "#!/bin/sh\necho '#$ _SPACE_= ' >&2\necho '#$ _HERE_=/opt/cuda-13/bin' >&2\n"

@@ -797,7 +797,7 @@ def share_of(step: Step, config: dict) -> loss.Share:
     """What the hook makes of correction and OPSM."""
     args, batch = flags(mis=config), step.batch()
     reduce, logits = reducer(batch, "miles"), torch.cat(step.rows("target"))
-    in_force = loss_flags.config_in_force(args, reading.from_args(args))
+    in_force = loss_flags.config_in_force(args, reading.from_args(args), current(args))
     inputs = loss_batch.read(current(args, reduce), args, batch, logits, in_force)
     assert inputs.behavior is not None
     correction = correct(loss.compared_log_probs(inputs, in_force), inputs.behavior, inputs.ragged, in_force)
@@ -1096,6 +1096,30 @@ def flat_call(sequences: int) -> Callable[[], Tensor]:
 
     reduce.__module__ = "miles.backends.cp_utils"
     return lambda: mis.policy_loss(args, batch, logits, reduce)[0]
+
+
+@pytest.mark.parametrize("config", [None, {}, {"weight": None}])
+def test_a_loss_that_nothing_corrects_is_told(config: dict | None, caplog: pytest.LogCaptureFixture):
+    drive(flags(mis=config), random_step(6).batch(), torch.cat(random_step(6).rows("target")))
+    assert "policy_loss weighs and rejects nothing, since nothing says how to correct (looked" in caplog.text
+
+
+CURED = [
+    {"mis": {"metrics": "full"}},
+    {"mis": {"opsm": {"delta": 0.1}}},
+    {"mis": {"weight": {}}},
+    {"use_rollout_logprobs": True},
+    {"use_opsm": True, "opsm_delta": 0.1},
+    {"get_mismatch_metrics": True},
+]
+
+
+@pytest.mark.parametrize("settings", CURED)
+def test_a_run_that_watches_or_has_another_cure_is_not_told_so(
+    settings: dict, caplog: pytest.LogCaptureFixture
+):
+    drive(flags(**settings), random_step(6).batch(), torch.cat(random_step(6).rows("target")))
+    assert "weighs and rejects nothing" not in caplog.text
 
 
 CORRECTIONS: list[dict] = [

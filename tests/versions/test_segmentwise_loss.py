@@ -214,7 +214,7 @@ def test_metrics_are_the_oracles(mis_config: dict):
     expected = next(e for e in candidates if e.margin > DECISION and e.decides)
     lengths = [len(x.mask) for x in expected.step.responses]
     args, batch = flags(mis=question.mis), expected.step.batch()
-    config = loss_flags.config_in_force(args, reading.from_args(args), versions_known=True)
+    config = loss_flags.config_in_force(args, reading.from_args(args), current(args), versions_known=True)
     host, logits = current(args, reducer(batch, "miles")), torch.cat(expected.step.rows("target"))
     x = loss_batch.read(host, args, batch, logits, config)
     assert x.behavior is not None

@@ -94,7 +94,7 @@ def _check_mis(args: Any, config: BitwiseConfig) -> None:
     if asked and ours(getattr(args, "custom_tis_function_path", None)):
         mis.config_in_force(args)
     if ours(config.loss):
-        loss_flags.config_in_force(args, reading.from_args(args))
+        loss_flags.config_in_force(args, reading.from_args(args), current(args))
 
 
 def dump_path(args: Any) -> Path:

@@ -12,7 +12,7 @@ from mis_plugins.errors import ConfigError, UserError
 from mis_plugins.explain.launch import bash, change, python
 from mis_plugins.explain.launch.judgement import Judgement, arguments, judge
 from mis_plugins.explain.launch.words import Launch, Reading
-from mis_plugins.hosts import conflicts
+from mis_plugins.hosts import checks
 from mis_plugins.hosts.host import Host
 from mis_plugins.shared.shell import REFUSED
 from mis_plugins.shared.table import printable
@@ -104,8 +104,8 @@ def _beside(launch: Launch, judgement: Judgement) -> Iterator[str]:
     host, own = judgement.host, judgement.keys or {}
     if host is not None:
         keys, config = {**arguments(launch, host), **own}, read_keys(own)
-        conflicts.check(keys, config, host)
-        yield from (f"warning: {text}" for text in conflicts.warnings(keys, config, host))
+        checks.refuse("command", keys, config, host)
+        yield from (f"warning: {text}" for text in checks.warnings("command", keys, config, host))
 
 
 def _notes(reading: Reading) -> list[str]:

@@ -20,7 +20,7 @@ from mis_plugins.explain.launch.words import HOLE, Launch, Reading, Word, known
 from mis_plugins.explain.words import flags as flags_for
 from mis_plugins.hosts.arguments import flags as recorded_flags
 from mis_plugins.hosts.arguments import kinds, recorded
-from mis_plugins.hosts.conflicts import REPLAY
+from mis_plugins.hosts.checks import REPLAY
 from mis_plugins.hosts.host import Host
 
 CONFIG, TIS, LOSS = "--custom-config-path", "--custom-tis-function-path", "--custom-loss-function-path"

@@ -16,10 +16,10 @@ from mis_plugins.__main__ import main
 from mis_plugins.config.model import CorrectionConfig
 from mis_plugins.config.reading import from_mapping
 from mis_plugins.errors import ConfigError
-from mis_plugins.hosts import conflicts
+from mis_plugins.hosts import checks
 from mis_plugins.hosts import routing as hooks
 from mis_plugins.hosts.arguments import kinds
-from mis_plugins.hosts.conflicts import CONFLICTS
+from mis_plugins.hosts.checks import CHECKS, Check, Given
 from mis_plugins.hosts.registry import HOSTS
 
 MEGATRON, ALL = ("miles", "slime"), ("miles", "slime", "fsdp")
@@ -67,6 +67,13 @@ CALM: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"rollout_top_p": 0.95}, {"opsm": {"delta": 1.0e-4, "reference": "proximal"}}),
 ]
 
+NAMED = {check.name: check for check in CHECKS}
+CONFLICTS = [check.name for check in CHECKS if check.arguments]
+
+
+def told(check: Check, host: str) -> str:
+    return check.told(Given({}, CorrectionConfig(), HOSTS[host]))
+
 
 def checked(keys: dict[str, Any], mis: dict[str, Any], host: str, folder: Path) -> int:
     file = folder / "config.yaml"
@@ -82,12 +89,12 @@ def test_a_conflict_is_told(
 ):  # fmt: skip
     """Refused, or warned of, on the hosts that have it, and on no other."""
     code, said = checked(keys, mis, host, tmp_path), capsys.readouterr()
-    one, here = CONFLICTS[name], host in hosts
-    text = one.text.replace("{host}", HOSTS[host].title)
-    assert (text in said.err) == (here and one.refused)
-    assert (f"warning: {text}" in said.out) == (here and not one.refused)
+    one, here = NAMED[name], host in hosts
+    text, refused = told(one, host), one.severity == "refuse"
+    assert (text in said.err) == (here and refused)
+    assert (f"warning: {text}" in said.out) == (here and not refused)
     if here:
-        assert code == (2 if one.refused else 0)
+        assert code == (2 if refused else 0)
 
 
 @pytest.mark.parametrize("host", MEGATRON)
@@ -97,15 +104,15 @@ def test_settings_without_a_conflict(
 ):
     assert checked(keys, mis, host, tmp_path) == 0
     said = capsys.readouterr().out
-    assert not [one for one in CONFLICTS.values() if one.told(HOSTS[host]) in said]
+    assert not [name for name in CONFLICTS if told(NAMED[name], host) in said]
 
 
 @pytest.mark.parametrize("name", CONFLICTS)
 def test_every_conflict_arises_somewhere_and_quotes_an_argument(name: str):
     """Names are those of the hosts' own parsers; the first word of the text is one of them."""
-    one = CONFLICTS[name]
+    one = NAMED[name]
     assert any(kinds(host).keys() >= set(one.arguments) for host in HOSTS.values() if host.records)
-    assert one.text.partition(":")[0] in one.arguments
+    assert str(one.message).partition(":")[0] in one.arguments
     assert name in [case[0] for case in FOUND]
 
 
@@ -201,5 +208,53 @@ def test_what_is_only_watched_or_not_cut_is_not_refused(host: str):
 
 
 def test_an_unknown_argument_is_no_conflict():
-    conflicts.check({}, from_mapping(ROUTE), HOSTS["miles"])
-    assert not list(conflicts.warnings({}, CorrectionConfig(), HOSTS["miles"]))
+    checks.refuse("command", {}, from_mapping(ROUTE), HOSTS["miles"])
+    assert not list(checks.warnings("command", {}, CorrectionConfig(), HOSTS["miles"]))
+
+
+KEPT = {**WEIGHT, "reject": [{"statistic": "ratio", "upper": 2}], "denominator": "kept"}
+ORIGINAL = {**KEPT, "denominator": "original"}
+ROLLOUT_MEAN = {"weight": {"upper": 2, "normalize": {"scope": "rollout"}}}
+BESIDE = {"custom_pg_loss_reducer_function_path": checks.REDUCER}
+OTHER_SAMPLES = {"custom_convert_samples_to_train_data_path": "mine.convert"}
+# The check, who asks, the host's arguments, what `mis:` says (None: flat keys), the host, and a host without the fault.
+HELD: list[tuple[str, checks.Hook, dict[str, Any], dict[str, Any] | None, str, str]] = [
+    ("scope without rollout batch", "command", {}, ROLLOUT_MEAN, "unknown", "miles"),
+    ("versions unknown", "command", {}, {"segment_wise": {"enabled": True}}, "unknown", "miles"),
+    ("versions by flags", "command", {}, {"segment_wise": {"enabled": True}}, "miles", ""),
+    ("routers out of reach", "routes", {}, ROUTE, "fsdp", "miles"),
+    ("no second pass", "command", {}, {**WEIGHT, "resplit_every": 5}, "fsdp", "miles"),
+    ("no step to skip", "command", {}, {**ORIGINAL, "on_all_rejected": "raise"}, "fsdp", "miles"),
+    ("no step to report", "command", {}, {**WEIGHT, "metrics": "all"}, "fsdp", "miles"),
+    ("kept beside a mean over the step", "tis", {"calculate_per_token_loss": True}, KEPT, "miles", ""),
+    ("kept twice", "loss", BESIDE, KEPT, "miles", ""),
+    ("kept replaced", "tis", {"custom_pg_loss_reducer_function_path": "mine.reduce"}, KEPT, "miles", ""),
+    ("kept beside other samples", "tis", OTHER_SAMPLES, KEPT, "miles", ""),
+    ("reducer beside the loss hook", "loss", BESIDE, ORIGINAL, "miles", ""),
+    ("reducer beside use_mask", "tis", {**BESIDE, "use_mask": True}, WEIGHT, "miles", ""),
+    ("original beside other samples", "tis", OTHER_SAMPLES, ORIGINAL, "miles", ""),
+    ("other terms", "file", {"use_kl_loss": True}, KEPT, "miles", "fsdp"),
+    ("mean of a rollout under bypass", "loss", {}, {**ROLLOUT_MEAN, "objective": {"surrogate": "reinforce", "old": "behavior"}}, "miles", ""),
+    ("two switches", "tis", {"use_tis": True, "get_mismatch_metrics": True}, WEIGHT, "miles", ""),
+    ("idle rule", "tis", {"rs_lower_bound": 0.5}, WEIGHT, "miles", ""),
+]  # fmt: skip
+
+
+def names(hook: checks.Hook, args: dict[str, Any], mis: dict[str, Any], host: str) -> list[str]:
+    given = Given(args, from_mapping(mis), HOSTS[host])
+    return [check.name for severity in ("refuse", "warn") for check in checks.found(hook, given, severity)]
+
+
+@pytest.mark.parametrize(("name", "hook", "args", "mis", "host", "safe"), HELD)
+def test_a_check_holds(
+    name: str, hook: checks.Hook, args: dict[str, Any], mis: dict[str, Any], host: str, safe: str
+):
+    """Where it shall, and neither on a host that serves the settings nor without the arguments that it names."""
+    assert name in names(hook, args, mis, host)
+    assert not safe or name not in names(hook, args, mis, safe)
+    assert not args or name not in names(hook, {}, mis, host)
+
+
+def test_every_check_has_a_case():
+    assert {check.name for check in CHECKS} == {case[0] for case in FOUND} | {case[0] for case in HELD}
+    assert len(NAMED) == len(CHECKS)

@@ -1,0 +1,419 @@
+"""May this config run with these arguments on this host? One table of checks, and one evaluator.
+
+`config check` asks for keys of a file, which leave most arguments unknown. A hook asks at its call, with all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from mis_plugins.config import reading
+from mis_plugins.config.model import CorrectionConfig
+from mis_plugins.config.view import view
+from mis_plugins.errors import ConfigError
+from mis_plugins.hosts.arguments import kinds
+from mis_plugins.hosts.host import Host
+from mis_plugins.shared.notices import warn_once
+
+Hook = Literal["file", "command", "tis", "loss", "watch", "routes"]
+Severity = Literal["refuse", "warn"]
+REPLAY = "use_rollout_routing_replay"
+REDUCER = "mis_plugins.mis.kept_token_mean"
+REDUCER_FLAG = "--custom-pg-loss-reducer-function-path"
+
+
+@dataclass(frozen=True)
+class Given:
+    """What is asked about.
+
+    args: the host's arguments by name; an absent one is unknown, and None or false is a value that the host has.
+    config: the correction that runs beside them.
+    """
+
+    args: Mapping[str, Any]
+    config: CorrectionConfig
+    host: Host
+
+    def has(self, name: str) -> bool:
+        """Whether an argument is known and says yes."""
+        return bool(self.args.get(name))
+
+    @property
+    def replays(self) -> bool:
+        return self.has(REPLAY)
+
+    @property
+    def reads_routes(self) -> bool:
+        return self.config.reads_routes or self.config.routing is not None
+
+    @property
+    def scope(self) -> str | None:
+        """The samples over whose mean weight the weights are divided; None where they are not."""
+        normalize = self.config.weight and self.config.weight.normalize
+        return normalize.scope if normalize else None
+
+    @property
+    def reducer(self) -> Any:
+        return self.args.get("custom_pg_loss_reducer_function_path")
+
+
+@dataclass(frozen=True)
+class Check:
+    """Settings that spoil each other.
+
+    name: short, for tests and readers.
+    hooks: who asks: `file` and `command` are `config check` without and with --host; `tis` and `loss` are our
+        hooks; `watch` begins to watch routers, and `routes` reads what was watched.
+    when: whether the settings spoil each other.
+    message: what happens, and what to change. `{host}` stands for the host's title, and `{field}` for what the
+        user calls a field of the config.
+    severity: `refuse` where the numbers would be wrong or the job stops; `warn` where they are only worse.
+    arguments: names that the host's parser must have for the check to apply.
+    """
+
+    name: str
+    hooks: tuple[Hook, ...]
+    when: Callable[[Given], bool]
+    message: str | Callable[[Given], str]
+    severity: Severity = "refuse"
+    arguments: tuple[str, ...] = ()
+
+    def told(self, given: Given) -> str:
+        """The message to somebody who runs the host."""
+        text = self.message if isinstance(self.message, str) else self.message(given)
+        return text.replace("{host}", given.host.title)
+
+
+def _is_cut(given: Given, name: str) -> bool:
+    """Whether the engine samples from a part of the vocabulary that the trainer is not handed."""
+    value = given.args.get(name)
+    if not given.config.reads_behavior or given.host.kept_set(given.args):
+        return False
+    if name == "rollout_top_k":
+        return isinstance(value, int) and value > 0
+    return isinstance(value, int | float) and value < 1
+
+
+def _chunks_cut(given: Given) -> bool:
+    """Whether a prompt may be cut into chunks, or be larger than what SGLang keeps routes of."""
+    size, longest = (
+        given.args.get(key) for key in ("sglang_chunked_prefill_size", "rollout_max_context_len")
+    )
+    if not given.replays or not isinstance(size, int):
+        return False
+    return size <= 0 or not isinstance(longest, int) or size < longest
+
+
+ROUTES: tuple[Hook, ...] = ("command", "watch")
+WEIGHTS: tuple[Hook, ...] = ("command", "watch", "tis", "loss")
+REPLAYS = (
+    Check(
+        "fused router",
+        ROUTES,
+        lambda given: given.replays and given.has("moe_router_fusion"),
+        "moe_router_fusion: the fused router of megatron-core returns before the replay, so that no route of the "
+        "engine is used; leave it out with use_rollout_routing_replay",
+        arguments=(REPLAY, "moe_router_fusion"),
+    ),
+    Check(
+        "replay in the file alone",
+        ROUTES,
+        lambda given: given.replays and not given.has("use_routing_replay"),
+        "use_rollout_routing_replay: the host derives use_routing_replay before it reads the file, so that the engine "
+        "returns its routes and the trainer replays none; give --use-rollout-routing-replay, or set "
+        "use_routing_replay: true beside it",
+        arguments=(REPLAY, "use_routing_replay"),
+    ),
+    Check(
+        "routes not asked",
+        ROUTES,
+        lambda given: given.reads_routes and given.args.get(REPLAY, True) in (False, None),
+        "use_rollout_routing_replay: false does not ask the engine for its routes, which statistic: route and "
+        "mis.routing compare with; give --use-rollout-routing-replay (and mis.routing.experts: trainer, where routers "
+        "shall use their own gates)",
+        arguments=(REPLAY,),
+    ),
+    Check(
+        "hierarchical cache",
+        ROUTES,
+        lambda given: given.replays and given.has("sglang_enable_hierarchical_cache"),
+        "sglang_enable_hierarchical_cache: SGLang keeps routes by place in the device cache, and returns those of "
+        "other tokens for a prefix that comes back from the host cache (sglang#26975); leave it out with "
+        "use_rollout_routing_replay",
+        arguments=(REPLAY, "sglang_enable_hierarchical_cache"),
+    ),
+    Check(
+        "chunked prefill",
+        ROUTES,
+        _chunks_cut,
+        "sglang_chunked_prefill_size: at the border of two chunks SGLang up to 0.5.23 can return rows of an earlier "
+        "forward (sglang#36404), and with -1 a long prompt stops it (sglang#26860); give rollout_max_context_len, and "
+        "a size that is no smaller",
+        "warn",
+        (REPLAY, "sglang_chunked_prefill_size"),
+    ),
+    Check(
+        "speculation",
+        ROUTES,
+        lambda given: given.replays and given.has("sglang_speculative_algorithm"),
+        "sglang_speculative_algorithm: beside a replay of routes, speculation has raised the difference of log-probs "
+        "(miles#1186); compare route_strange and route_kl_k3 with a run without it",
+        "warn",
+        (REPLAY, "sglang_speculative_algorithm"),
+    ),
+    Check(
+        "gate dtype",
+        ROUTES,
+        lambda given: (
+            (given.replays or given.reads_routes) and given.args.get("moe_router_dtype") in ("fp32", "fp64")
+        ),
+        "moe_router_dtype: the trainer computes its gates in it, and SGLang 0.5.23 those of Qwen2-MoE and Qwen3-MoE in "
+        "the dtype of the model; leave it out for them, since a replay hands over experts and not their probabilities",
+        "warn",
+        (REPLAY, "moe_router_dtype"),
+    ),
+)
+CUTS = (
+    Check(
+        "top-p",
+        WEIGHTS,
+        lambda given: _is_cut(given, "rollout_top_p"),
+        "rollout_top_p: the engine samples from the tokens that top-p leaves, and {host} does not hand them to the "
+        "trainer, so that every importance ratio would be wrong; set rollout_top_p: 1.0",
+        arguments=("rollout_top_p",),
+    ),
+    Check(
+        "top-k",
+        WEIGHTS,
+        lambda given: _is_cut(given, "rollout_top_k"),
+        "rollout_top_k: the engine samples from the tokens that top-k leaves, and {host} does not hand them to the "
+        "trainer, so that every importance ratio would be wrong; set rollout_top_k: -1 (slime hands them on beside a "
+        "rollout_top_p below 1: set both in this file)",
+        arguments=("rollout_top_k",),
+    ),
+)
+NO_ROUTERS = (
+    " needs a hook before each log-prob pass, which {host} does not call: nothing can watch its routers; leave it out, "
+    "or train with Megatron on Miles or slime"
+)
+ABILITIES = (
+    Check(
+        "scope without rollout batch",
+        ("command",),
+        lambda given: given.scope == "rollout" and not given.host.rollout_batch,
+        "{weight.normalize.scope}: rollout needs the rollout batch, which no hook of {host} sees; use data_parallel",
+    ),
+    Check(
+        "versions unknown",
+        ("command",),
+        lambda given: given.config.segment_wise_on and not (given.host.versions or given.host.version_flags),
+        "{segment_wise}: {host} does not say which version wrote each token (see docs/async.md); leave it out, and "
+        "give its bounds as {weight}",
+    ),
+    Check(
+        "routers out of reach",
+        ("command", "routes"),
+        lambda given: not given.host.routers and given.reads_routes,
+        lambda given: (
+            ("{reject}: statistic: route" if given.config.reads_routes else "{routing}") + NO_ROUTERS
+        ),
+    ),
+    Check(
+        "no second pass",
+        ("command",),
+        lambda given: given.config.resplit_every is not None and given.host.rescore is None,
+        "{resplit_every} needs the rollout-data hook, which {host} does not call; leave it out",
+    ),
+    Check(
+        "no step to skip",
+        ("command",),
+        lambda given: not given.host.step_hook and given.config.on_all_rejected == "raise",
+        "{on_all_rejected}: raise needs a hook before each train step, which {host} does not call; use skip",
+    ),
+    Check(
+        "versions by flags",
+        ("command",),
+        lambda given: given.config.segment_wise_on and not given.host.versions,
+        lambda given: f"mis.segment_wise on {{host}} needs {given.host.version_flags}",
+        "warn",
+    ),
+    Check(
+        "no step to report",
+        ("command",),
+        lambda given: not given.host.step_hook and given.config.metrics == "all",
+        "mis.metrics: all needs a hook before each train step, which {host} does not call: there is no more than with "
+        "mis.metrics: full",
+        "warn",
+    ),
+)
+
+
+def _divides_by_kept(given: Given) -> bool:
+    return given.config.denominator == "kept"
+
+
+def _drops(given: Given) -> bool:
+    return given.config.rejects or given.config.opsm is not None
+
+
+def _other_terms(given: Given) -> list[str]:
+    """Flags of terms that the TIS hook is not handed, where the host divides them by another denominator."""
+    entropy, config = given.args.get("entropy_coef", 0), given.config
+    flags = ["--use-kl-loss"] * given.has("use_kl_loss") + [f"--entropy-coef {entropy}"] * bool(entropy)
+    by_kept = given.host.divides_by_kept(given.args)
+    if config.needs_loss_hook or not config.rejects or _divides_by_kept(given) == by_kept:
+        return []
+    return flags if reading.says_denominator(given.args) else []
+
+
+def _told_other_terms(given: Given) -> str:
+    by_kept, masks = given.host.divides_by_kept(given.args), given.has("use_mask")
+    said = (
+        "use_mask: the denominator of all tokens" if masks else f"mis.denominator: {given.config.denominator}"
+    )
+    theirs = "kept tokens" if by_kept else "tokens of before rejection"
+    instead = (
+        f"use {'use_rs' if masks else 'denominator: kept'}"
+        if by_kept
+        else "--loss-type custom_loss --custom-loss-function-path mis_plugins.mis.policy_loss divides every term alike"
+    )
+    return (
+        f"{said} is that of the policy term alone: the TIS hook is not handed the terms "
+        f"of {' and '.join(_other_terms(given))}, which the host divides by the {theirs}; {instead}"
+    )
+
+
+CONVERTED = "custom_convert_samples_to_train_data_path"
+DENOMINATORS = (
+    Check(
+        "kept beside a mean over the step",
+        ("tis", "loss"),
+        lambda given: _divides_by_kept(given) and given.has("calculate_per_token_loss"),
+        "mis.denominator: kept divides each sequence by its kept tokens, but --calculate-per-token-loss divides "
+        "the whole step by a token count that no hook can change; drop the flag, or use original",
+    ),
+    Check(
+        "kept twice",
+        ("tis", "loss"),
+        lambda given: _divides_by_kept(given) and given.reducer == REDUCER,
+        f"mis.denominator: kept and {REDUCER_FLAG} {REDUCER} both divide by the kept tokens; keep one of them",
+    ),
+    Check(
+        "kept replaced",
+        ("tis", "loss"),
+        lambda given: _divides_by_kept(given) and given.reducer not in (None, REDUCER),
+        lambda given: (
+            f"mis.denominator: kept promises a division that {REDUCER_FLAG} {given.reducer} replaces; drop one of them"
+        ),
+    ),
+    Check(
+        "kept beside other samples",
+        ("tis", "loss"),
+        lambda given: _divides_by_kept(given) and given.args.get(CONVERTED) is not None,
+        "mis.denominator: kept: behind --custom-convert-samples-to-train-data-path a host may lack "
+        "rollout_mask_sums, and then divides by the kept tokens itself; use original",
+    ),
+    Check(
+        "reducer beside the loss hook",
+        ("loss",),
+        lambda given: _drops(given) and given.reducer == REDUCER,
+        f"{REDUCER_FLAG} {REDUCER}: mis_plugins.mis.policy_loss hands a reducer the masks of before rejection, and it "
+        "would divide by all their tokens; drop it, and say mis.denominator: kept",
+    ),
+    Check(
+        "reducer beside use_mask",
+        ("tis",),
+        lambda given: given.has("use_mask") and given.reducer == REDUCER,
+        f"use_mask: true counts masked tokens in the denominator, and {REDUCER_FLAG} {REDUCER} divides by the kept "
+        "tokens; drop the reducer, or say use_rs in place of use_mask",
+    ),
+    Check(
+        "original beside other samples",
+        ("tis",),
+        lambda given: (
+            given.config.rejects
+            and given.config.denominator == "original"
+            and given.args.get(CONVERTED) is not None
+        ),
+        "mis.denominator: original: Miles divides by the kept tokens all the same where its batch lacks "
+        "rollout_mask_sums: hand them on from --custom-convert-samples-to-train-data-path",
+        "warn",
+    ),
+    Check(
+        "other terms",
+        ("file", "command", "tis"),
+        lambda given: bool(_other_terms(given)),
+        _told_other_terms,
+        "warn",
+    ),
+)
+OBJECTIVES = (
+    Check(
+        "mean of a rollout under bypass",
+        ("loss",),
+        lambda given: (
+            given.scope == "rollout"
+            and given.config.objective is not None
+            and given.config.objective.old == "behavior"
+        ),
+        "mis.weight.normalize.scope: rollout is computed before training, but with mis.objective.old: behavior "
+        "the weights are those of pi_theta, which every step changes; use scope: data_parallel",
+    ),
+    Check(
+        "two switches",
+        ("tis", "loss"),
+        lambda given: given.has("use_tis") and given.has("get_mismatch_metrics"),
+        "--get-mismatch-metrics and --use-tis are both set: the loss is corrected",
+        "warn",
+    ),
+    Check(
+        "idle rule",
+        ("tis", "loss"),
+        lambda given: reading.idle_rule(given.args) is not None,
+        lambda given: str(reading.idle_rule(given.args)),
+        "warn",
+    ),
+)
+CHECKS: tuple[Check, ...] = (*ABILITIES, *REPLAYS, *CUTS, *DENOMINATORS, *OBJECTIVES)
+
+
+def found(hook: Hook, given: Given, severity: Severity) -> Iterator[Check]:
+    """The checks of a hook that hold."""
+    known = kinds(given.host).keys()
+    for check in CHECKS:
+        asked = hook in check.hooks and check.severity == severity and known >= set(check.arguments)
+        if asked and check.when(given):
+            yield check
+
+
+def refuse(hook: Hook, args: Any, config: CorrectionConfig, host: Host) -> None:
+    """Refuse settings with which a job would stop, or run with wrong numbers.
+
+    Args:
+        args: the host's arguments, or keys of a file.
+
+    Raises:
+        ConfigError: it quotes the argument, or the field as the user spells it.
+    """
+    given = Given(view(args), config, host)
+    for check in found(hook, given, "refuse"):
+        raise ConfigError(check.told(given)).spelled(reading.spelling(given.args), "mis.")
+
+
+def warnings(hook: Hook, args: Any, config: CorrectionConfig, host: Host) -> Iterator[str]:
+    """Settings that make numbers worse, do less than they say, or may stop the engine."""
+    given = Given(view(args), config, host)
+    return (check.told(given) for check in found(hook, given, "warn"))
+
+
+def run(hook: Hook, args: Any, config: CorrectionConfig, host: Host) -> None:
+    """Refuse, and warn once a process.
+
+    Raises:
+        ConfigError: as `refuse`.
+    """
+    refuse(hook, args, config, host)
+    for text in warnings(hook, args, config, host):
+        warn_once(text)
