@@ -9,9 +9,9 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float
@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from mis_plugins.routing.choice import compare, selection_scores, strange_at_random
 from mis_plugins.routing.fault import Fault, Kind
 from mis_plugins.routing.placement import Grid, placement
-from mis_plugins.routing.source import Source
 from mis_plugins.routing.table import (
     CLASSES,
     LOG_PROB,
@@ -34,6 +33,35 @@ from mis_plugins.routing.table import (
 )
 
 MTP = re.compile(r"(^|\.)mtp(\.|$)")
+
+
+@runtime_checkable
+class Source(Protocol):
+    """The queues of recorded routes of one host; `mis_plugins/hosts/replay.py` has one for each host."""
+
+    def replaying(self) -> bool:
+        """Whether routers should consume recorded rows now."""
+        ...
+
+    def has_queue(self, router: Any) -> bool:
+        """Whether recorded rows are kept for this router at all."""
+        ...
+
+    def recorded(self, router: Any) -> int:
+        """How many micro-batches are recorded for this router."""
+        ...
+
+    def consumed(self, router: Any) -> int | None:
+        """How many of them it has consumed; None where the host does not count them."""
+        ...
+
+    def rows(self, router: Any) -> Tensor | None:
+        """The rows that this router should consume next, on any device; None where there are none."""
+        ...
+
+    def passing_over(self, router: Any) -> AbstractContextManager[None]:
+        """Let the router route by its own gates within the block, and count its next rows as consumed."""
+        ...
 
 
 @dataclass(frozen=True)
