@@ -19,6 +19,7 @@ import pytest
 import rollout_process
 import stand_ins
 import torch
+from rollout_process import DataIterator, get_batch, log_prob, scored
 
 from mis_plugins.errors import ConfigError, InputError
 from mis_plugins.hosts import loss_batch
@@ -283,10 +284,6 @@ TRAINER_OF_MILES = Trainer(HOSTS["miles"], NEEDS)
 CONFIG = {"mis": {"segment_wise": {}}}
 
 
-def log_prob(token: int, version: int) -> float:
-    return -1.0 - token / 8 - version / 64
-
-
 def install(args: Any) -> None:
     carrying.install(args, HOSTS["miles"])
 
@@ -306,27 +303,12 @@ class Actor:
         self, iterators: Any, counts: list[int], rollout_id: int, store_prefix: str
     ) -> dict[str, list[torch.Tensor]]:
         self.passes += 1
-        (iterator,) = iterators
-        assert counts == [len(iterator.indices)]
-        data, version = iterator.rollout_data, self.weight_updater.weight_version
-        rows = [
-            torch.tensor([log_prob(int(token), version) for token in tokens[-length:]])
-            for tokens, length in zip(data["tokens"], data["response_lengths"], strict=True)
-        ]
-        return {f"{store_prefix}log_probs": rows}
-
-
-class DataIterator:
-    def __init__(self, rollout_data: dict[str, Any], micro_batch_indices: list[list[int]]) -> None:
-        self.rollout_data, self.indices = rollout_data, micro_batch_indices
+        return scored(self, iterators, counts, store_prefix)
 
 
 @pytest.fixture
 def trainer(monkeypatch: pytest.MonkeyPatch) -> type:
     """Modules of the host's trainer on one rank."""
-
-    def get_batch(data_iterator: Any, keys: Sequence[str], pad: int = 1) -> dict[str, Any]:
-        return {key: data_iterator.rollout_data.get(key) for key in keys}
 
     alone = Namespace(size=1, rank=0, group=None)
     state = Namespace(
@@ -368,14 +350,7 @@ def as_ray_runs_it(actor: type) -> type:
 
 
 def rollout(own: Numbering, samples: Sequence[Any]) -> dict[str, Any]:
-    return {
-        "weight_versions": own.noted(samples, scored=True),
-        "tokens": [torch.tensor(sample.tokens) for sample in samples],
-        "sample_indices": [sample.index for sample in samples],
-        "total_lengths": [len(sample.tokens) for sample in samples],
-        "response_lengths": [sample.response_length for sample in samples],
-        "loss_masks": [torch.ones(sample.response_length, dtype=torch.int) for sample in samples],
-    }
+    return rollout_process.rollout(own, samples, KEY)
 
 
 def test_every_token_is_scored_by_the_version_after_its_own(fresh: Numbering, trainer: Any) -> None:
@@ -480,16 +455,16 @@ def test_the_loss_hook_gets_what_it_reads(fresh: Numbering, trainer: Any) -> Non
     actor.init(actor.args, "actor")
     data = rollout(fresh, [drawn(fresh, [1, 1])])
     assert actor.train_actor(0, data) == "trained 0"
-    get_batch = sys.modules["miles.backends.megatron_utils.model"].get_batch
+    carried_batch = sys.modules["miles.backends.megatron_utils.model"].get_batch
     iterator = Namespace(rollout_data=data)
-    before = get_batch(iterator, ["tokens", "loss_masks"])
+    before = carried_batch(iterator, ["tokens", "loss_masks"])
     assert set(before) == {"tokens", "loss_masks"} and "output_versions" not in data, "of the log-prob pass"
-    batch = get_batch(iterator, ["tokens", "advantages"])
+    batch = carried_batch(iterator, ["tokens", "advantages"])
     assert loss_batch.knows_versions(batch) and data["proximal_version"] == 1
     written = loss_batch.written(batch, [2])
     assert written.versions.tolist() == [1, 1] and written.current == 1 and written.recomputed.isnan().all()
     with pytest.raises(InputError, match="the rollout in training went past the trainer's train_actor"):
-        get_batch(Namespace(rollout_data=dict(data)), ["tokens", "advantages"])
+        carried_batch(Namespace(rollout_data=dict(data)), ["tokens", "advantages"])
 
 
 def test_a_critic_is_left_alone(fresh: Numbering, trainer: Any) -> None:
