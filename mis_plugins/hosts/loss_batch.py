@@ -13,7 +13,7 @@ from mis_plugins.config import reading
 from mis_plugins.config.model import CorrectionConfig
 from mis_plugins.config.view import original, view
 from mis_plugins.errors import InputError
-from mis_plugins.hosts.batch import check_apart, host_layout
+from mis_plugins.hosts.batch import check_apart, layout_of
 from mis_plugins.hosts.host import Batch, Host
 from mis_plugins.hosts.routing import WATCHING
 from mis_plugins.loss.micro_batch import LossInputs, Reduce
@@ -39,8 +39,7 @@ def read(
         ConfigError, InputError: a layout that is not read; a list that is missing or does not fit.
     """
     ranks, cp = host.parallel()
-    lengths = batch["total_lengths"], batch["response_lengths"]
-    layout = host_layout(args, *lengths, batch.get("max_seq_lens"), *cp)
+    layout = layout_of(args, batch, cp)
     reads_versions = _reads_versions(batch, config, reports_weights)
     _check_present(host, args, batch, config, reads_versions)
     masks = _flat("loss_masks", batch["loss_masks"], layout.response_lengths)
@@ -69,8 +68,7 @@ def flags(host: Host, args: Any, batch: Batch, device: torch.device) -> Flags | 
     """Routes of the micro-batch's tokens; None where no watch over the routers knows them."""
     if WATCHING.watch is None:
         return None
-    lengths = batch["total_lengths"], batch["response_lengths"]
-    layout = host_layout(args, *lengths, batch.get("max_seq_lens"), *host.parallel()[1])
+    layout = layout_of(args, batch, host.parallel()[1])
     return WATCHING.flags(args, layout, batch["total_lengths"], device)
 
 

@@ -20,7 +20,7 @@ from mis_plugins.config.model import CorrectionConfig
 from mis_plugins.config.view import original, view
 from mis_plugins.errors import ConfigError, InputError
 from mis_plugins.hosts import megatron, tracking
-from mis_plugins.hosts.batch import host_layout
+from mis_plugins.hosts.batch import layout_of
 from mis_plugins.hosts.needs.record import Needs
 from mis_plugins.hosts.registry import current
 from mis_plugins.metrics.alarms import COUNT
@@ -82,7 +82,7 @@ def compare(args: Any, rollout_id: int, data: Mapping[str, Any]) -> None:
     again = host.rescore(original(args), data, ranks)
     if again is None:
         return
-    layout = host_layout(args, data["total_lengths"], data["response_lengths"], data.get("max_seq_lens"), *cp)
+    layout = layout_of(args, data, cp)
     mask = layout.place(torch.cat(list(data["loss_masks"])), ranks).ragged.loss_mask
     sums, largest = differences(torch.cat(list(data["log_probs"])), torch.cat(list(again)), mask)
     for group in (ranks.cp, ranks.dp):

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from jaxtyping import Float
 from torch import Tensor
 
-from mis_plugins.hosts.batch import host_layout
+from mis_plugins.hosts.batch import layout_of
 from mis_plugins.hosts.host import Host
 from mis_plugins.hosts.needs.record import VersionNeeds
 from mis_plugins.hosts.versions import rollouts
@@ -94,8 +94,7 @@ class Trainer:
 
     def layout(self, args: Any, data: Data) -> Layout:
         """Where the responses of a rollout lie on this rank."""
-        lengths = data["total_lengths"], data["response_lengths"]
-        return host_layout(args, *lengths, data.get("max_seq_lens"), *self.host.parallel()[1])
+        return layout_of(args, data, self.host.parallel()[1])
 
     def _scored(
         self, actor: Any, rollout_id: int, data: Data, counts: Sequence[int], chunks: int
