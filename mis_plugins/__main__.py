@@ -354,9 +354,9 @@ def _add_outputs(parser: argparse.ArgumentParser) -> None:
 
 def _add_checkout(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("checkout", type=Path, metavar="CHECKOUT")
-    parser.add_argument(
-        "--history", action="store_true", help=argparse.SUPPRESS
-    )  # refused, with its successor
+    # Refused, with their successor:
+    parser.add_argument("--history", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--since", help=argparse.SUPPRESS)
 
 
 def _add_report(parser: argparse.ArgumentParser) -> None:

@@ -156,6 +156,9 @@ def test_a_folder_without_a_host_is_refused(tmp_path: Path, capsys: pytest.Captu
     assert code == 2 and "no folder miles or slime or vime in it; give the root of a host's checkout" in text
 
 
-def test_the_history_is_the_labs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    code, text = told(capsys, "--history", tmp_path)
+@pytest.mark.parametrize("flags", [["--history"], ["--history", "--since", "2026-03-01"]])
+def test_the_history_is_the_labs(
+    flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, text = told(capsys, *flags, tmp_path)
     assert code == 2 and "python -m lab.host_history DIRECTORY" in text
