@@ -22,7 +22,8 @@ def run(arguments: argparse.Namespace) -> int:
     """Check a checkout."""
     if arguments.history or arguments.since:
         raise ConfigError(
-            "--history and --since have left the package: in a checkout of mis-plugins, python -m lab.host_history DIRECTORY"
+            "--history and --since have left the package: in a checkout of mis-plugins run "
+            "python -m lab.host_history DIRECTORY"
         )
     root = arguments.checkout
     host = host_among(name for name in packages() if (root / name).is_dir())
