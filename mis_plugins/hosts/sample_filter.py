@@ -43,15 +43,15 @@ class Fault:
 def drop_broken_samples(args: Any, data: Iterable[Any]) -> None:
     """The sample filter of Miles and slime: `--rollout-sample-filter-path mis_plugins.mis.drop_broken_samples`.
 
-    Sets `remove_sample` where rollout log-probs are missing or of another count than the response's tokens, and where
-    a log-prob is not finite at a token of the loss, or belongs to another token than the response holds there. The log
-    names dropped samples; they stay in their group's advantages. The hosts convert their log-probs too, and would fail
+    Sets `remove_sample` where rollout log-probs are missing or of another count than the response's tokens. Sets it too
+    where a log-prob is not finite at a token of the loss, or belongs to another token than the response holds there.
+    The log names dropped samples; they stay in their group's advantages. The hosts convert their log-probs too, and would fail
     there: missing or non-finite log-probs become 0, all of them outside the loss by then.
 
-    Tokens, which an environment may rewrite, are compared where a sample holds what the engine returned: SGLang's
-    entries, one for each response token and None where no engine sampled, which a generate function of the user's may
-    keep in `metadata["output_token_logprobs"]`; or slime's `rollout_top_p_token_ids`, the set that each token was
-    sampled from. Sets are not compared with `--sglang-speculative-algorithm`, as slime's engine may accept a draft's
+    Tokens, which an environment may rewrite, are compared where a sample holds what the engine returned. A generate
+    function of the user's may keep SGLang's entries, one for each response token and None where no engine sampled, in
+    `metadata["output_token_logprobs"]`. slime has `rollout_top_p_token_ids`: the set that each token was sampled from.
+    Sets are not compared with `--sglang-speculative-algorithm`, as slime's engine may accept a draft's
     token from outside its set.
 
     Args:
