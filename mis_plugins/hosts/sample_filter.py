@@ -45,8 +45,8 @@ def drop_broken_samples(args: Any, data: Iterable[Any]) -> None:
 
     Sets `remove_sample` where rollout log-probs are missing or of another count than the response's tokens. Sets it too
     where a log-prob is not finite at a token of the loss, or belongs to another token than the response holds there.
-    The log names dropped samples; they stay in their group's advantages. The hosts convert their log-probs too, and would fail
-    there: missing or non-finite log-probs become 0, all of them outside the loss by then.
+    The log names dropped samples; they stay in their group's advantages. The hosts convert their log-probs too, and
+    would fail there: missing or non-finite log-probs become 0, all of them outside the loss by then.
 
     Tokens, which an environment may rewrite, are compared where a sample holds what the engine returned. A generate
     function of the user's may keep SGLang's entries, one for each response token and None where no engine sampled, in
