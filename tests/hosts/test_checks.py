@@ -215,6 +215,7 @@ def test_an_unknown_argument_is_no_conflict():
 KEPT = {**WEIGHT, "reject": [{"statistic": "ratio", "upper": 2}], "denominator": "kept"}
 ORIGINAL = {**KEPT, "denominator": "original"}
 ROLLOUT_MEAN = {"weight": {"upper": 2, "normalize": {"scope": "rollout"}}}
+REINFORCE = {"objective": {"surrogate": "reinforce", "old": "behavior"}}
 BESIDE = {"custom_pg_loss_reducer_function_path": checks.REDUCER}
 OTHER_SAMPLES = {"custom_convert_samples_to_train_data_path": "mine.convert"}
 # The check, who asks, the host's arguments, what `mis:` says (None: flat keys), the host, and a host without the fault.
@@ -234,7 +235,7 @@ HELD: list[tuple[str, checks.Hook, dict[str, Any], dict[str, Any] | None, str, s
     ("reducer beside use_mask", "tis", {**BESIDE, "use_mask": True}, WEIGHT, "miles", ""),
     ("original beside other samples", "tis", OTHER_SAMPLES, ORIGINAL, "miles", ""),
     ("other terms", "file", {"use_kl_loss": True}, KEPT, "miles", "fsdp"),
-    ("mean of a rollout under bypass", "loss", {}, {**ROLLOUT_MEAN, "objective": {"surrogate": "reinforce", "old": "behavior"}}, "miles", ""),
+    ("mean of a rollout under bypass", "loss", {}, {**ROLLOUT_MEAN, **REINFORCE}, "miles", ""),
     ("two switches", "tis", {"use_tis": True, "get_mismatch_metrics": True}, WEIGHT, "miles", ""),
     ("idle rule", "tis", {"rs_lower_bound": 0.5}, WEIGHT, "miles", ""),
 ]  # fmt: skip
