@@ -12,32 +12,53 @@ if __name__ == "__main__":
     run_command("lab.async_weights:main", extra="local")
 
 import json
+import os
 from argparse import ArgumentParser, Namespace
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 import torch.distributed as dist
+import yaml
 
-from lab.asynchrony import FULL, SMOKE, Plan, command_line, provenance
-from lab.experiments.runner import Arm, in_ranks, parsed, publish, run_arms, this_code
+from lab.experiments.runner import Arm, in_ranks, made_with, parsed, publish, run_arms, this_code
 from lab.host.cli.arguments import parse_args
 from lab.host.report import write_json
 from lab.provenance import markdown_table
 
+PROGRAM = "bash scripts/experiment-async-weights.sh"
+RECIPE = (
+    "--task reverse --num-digits 8 --warmup-steps 230 --num-rollout 97 --eval-interval 16 --eval-prompts 256 "
+    "--rollout-batch-size 32 --n-samples-per-prompt 8 --disable-grpo-std-normalization --adam-beta2 0.999"
+).split()
+LOSS = "--loss-type custom_loss --custom-loss-function-path mis_plugins.mis.policy_loss".split()
 BOUNDS = (2, 8)
-UNBOUNDED = {"segment_wise": {"weight_cap": None}}
+UNBOUNDED = {"mis": {"segment_wise": {"weight_cap": None}}}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is measured: learning rates, rollouts that are pooled into a gradient, and further flags of each run."""
+
+    rates: Sequence[str]
+    bias_rollouts: int
+    flags: Sequence[str] = ()
+
+
+FULL = Plan(("5e-5", "1e-4", "2e-4"), 8)
+# Failures have a reward of -1, so that a policy that never succeeds has a gradient too.
+SMOKE = Plan(("3e-4",), 2, "--smoke --advantage-estimator reinforce --reward-shift -1".split())
 
 
 def main() -> int:
     """Return 0, or the exit code of the measurement that failed or was interrupted."""
-    options = parsed(
-        ArgumentParser(prog="bash scripts/experiment-async-weights.sh", description=__doc__), "async_weights"
-    )
+    options = parsed(ArgumentParser(prog=PROGRAM, description=__doc__), "async_weights")
     plan = SMOKE if options.smoke else FULL
-    made = provenance("bash scripts/experiment-async-weights.sh")
+    load = f"{os.getloadavg()[0]:.1f} on {os.cpu_count()} processors, before the start"
+    made = {**made_with(PROGRAM), "load average": load}
     places = [(bound, lr, seed) for seed in options.seeds for bound in BOUNDS for lr in plan.rates]
     arms = {place: _arm(*place, plan, options.runs) for place in places}
     if code := run_arms(list(arms.values()), options.processes, this_code()):
@@ -58,10 +79,19 @@ def main() -> int:
 
 def _arm(bound: int, lr: str, seed: int, plan: Plan, root: Path) -> Arm:
     folder = root / f"bound{bound}-lr{lr}-seed{seed}"
-    args = parse_args([*command_line(UNBOUNDED, lr, seed, folder, root), *plan.flags])
+    args = parse_args([*command_line(lr, seed, folder, root), *plan.flags])
     work = partial(_write, args, bound, plan.bias_rollouts, folder / "found.json")
     settings = {"arguments": vars(args), "bound": bound, "rollouts": plan.bias_rollouts}
     return Arm(folder, settings, lambda: in_ranks(1, work))
+
+
+def command_line(lr: str, seed: int, folder: Path, root: Path) -> list[str]:
+    """Return the arguments of `python -m lab.host` for unbounded weights, and write their config to `folder`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    config = folder / "mis.yaml"
+    config.write_text(yaml.safe_dump(UNBOUNDED))
+    shared = ["--warmup-cache", str(root / "warm-start"), "--output", str(folder), "--quiet"]
+    return [*RECIPE, "--lr", lr, "--seed", str(seed), *shared, *LOSS, "--custom-config-path", str(config)]
 
 
 def _write(args: Namespace, bound: int, rollouts: int, path: Path) -> None:

@@ -63,6 +63,8 @@ MIS_YAML = {
     "rs_veto_threshold": 1.0e-4, "tis_batch_normalize": True,
 }  # fmt: skip
 
+METRICS = ("watch", "all", "full", "core", "none")
+
 Hook = Callable[..., tuple[Tensor, Any, Any]]
 Spent = tuple[float, float, float]  # wall clock, processor time, page faults
 
@@ -152,6 +154,21 @@ def called(hook: Hook, args: Namespace, kwargs: dict[str, Any]) -> Callable[[], 
         for name in metrics:
             _ = metrics[name]
         return pg_loss, masks
+
+    return call
+
+
+def averaged(hook: Hook, args: Namespace, kwargs: dict[str, Any]) -> Callable[[], Any]:
+    """Call a hook, and average each metric that it hands back as a host does: a mean over each sequence's mask."""
+    lengths = [len(x) for x in kwargs["train_log_probs"]]
+    masks = [(mask, mask.sum()) for mask in kwargs["loss_masks"]]
+
+    def call() -> Any:
+        answer = hook(args, **kwargs)
+        for name in answer[2]:
+            rows = zip(answer[2][name].split(lengths), masks, strict=True)
+            _ = sum((x * mask).sum() / size.clamp(min=1) for x, (mask, size) in rows)
+        return answer
 
     return call
 
@@ -313,7 +330,7 @@ def parse_arguments() -> Namespace:
     parser.add_argument(
         "--baseline", default=LOOP, help="dotted path of a hook to compare with (default: %(default)s)"
     )
-    parser.add_argument("--metrics", choices=("full", "core", "none"), default="full", help="of ours")
+    parser.add_argument("--metrics", choices=METRICS, default="full", help="of ours")
     parser.add_argument("--json", type=target, help="write the figures here, and beside it a .md")
     parser.add_argument("--thp", action="store_true", help="again in a child with transparent huge pages")
     parser.add_argument("--smoke", action="store_true", help="two small shapes, a few calls")

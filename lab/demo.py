@@ -82,7 +82,7 @@ def record(folder: Path, measured: Mapping[str, str]) -> dict[str, Any]:
 
 def draw(content: Mapping[str, Any], path: Path) -> None:
     """Draw the picture from the record alone."""
-    draw_histories({name: [rows] for name, rows in content["runs"].items()}, path)
+    draw_histories(content["runs"], path)
 
 
 def conclude(folder: Path, measured: Mapping[str, str]) -> None:

@@ -45,7 +45,6 @@ from lab.ladder.statistics import by_turn, summary
 from lab.ladder.workloads import ChatSettings, Settings, Workload, chats, responses
 from lab.provenance import parser_of, provenance
 from mis_plugins.errors import UserError
-from mis_plugins.explain.rungs import read
 from mis_plugins.shared.numerals import count
 from true_on_policy.contract.choices import check_model
 from true_on_policy.contract.sides import ENGINES
@@ -249,10 +248,15 @@ def publish(content: dict[str, Any], path: Path) -> None:
     """Write json, page, picture and the part that is shipped, of the rungs that are finished."""
     carried = CARRIED if path.parent == RESULTS else path.with_name(CARRIED.name)
     shipped.write(carried, content)
-    picture.draw(read(carried), path.with_suffix(".png"))
-    rungs = {
-        name: {key: one[key] for key in one if key != "windows"} for name, one in content["rungs"].items()
-    }
-    write_json(path, {**content, "rungs": rungs})
+    rungs = {name: _with_fits(rung) for name, rung in content["rungs"].items()}
+    made = {**content, "rungs": rungs}
+    picture.draw(made, path.with_suffix(".png"))
+    write_json(path, made)
     path.with_suffix(".md").write_text(page(content), encoding="utf-8")
     print(f"{', '.join(content['rungs'])}: wrote {path} and {path.with_suffix('.md')}")
+
+
+def _with_fits(rung: Mapping[str, Any]) -> dict[str, Any]:
+    """A rung for the record: the window that fits each length in place of the values of each response."""
+    kept = {key: rung[key] for key in rung if key != "windows"}
+    return kept | {"fits": {length: shipped.fits(values) for length, values in rung["windows"].items()}}

@@ -64,6 +64,7 @@ class Mutant:
         place: dotted name of the function or class that holds the change; `module` outside of any.
         line: first line of what was replaced.
         changed: source before and after, and a number where several changes of a place are equal.
+        operator: the kind of change, named by the node that is replaced.
         tree: the whole file with the change.
     """
 
@@ -71,6 +72,7 @@ class Mutant:
     place: str
     line: int
     changed: str
+    operator: str
     tree: ast.Module
 
     @property
@@ -103,7 +105,9 @@ def mutants(source: str, name: str) -> list[Mutant]:
         place = ".".join(change.place) or "module"
         met[place + said] += 1
         number = f" ({met[place + said]})" if met[place + said] > 1 else ""
-        found.append(Mutant(name, place, change.before.lineno, said + number, _replaced(tree, change)))
+        operator = type(change.before).__name__
+        line = change.before.lineno
+        found.append(Mutant(name, place, line, said + number, operator, _replaced(tree, change)))
     return found
 
 

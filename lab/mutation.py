@@ -1,11 +1,14 @@
-"""Would a test notice? One wrong sign, bound or mask at a time in the math, and the tests that execute its line.
+"""Would a test notice? One wrong sign, bound or mask at a time, and the tests that execute its line.
 
     python -m lab.mutation                  300 mutants of the math, the same ones each time; some 30 minutes
     python -m lab.mutation --files opsm.py  every mutant of the files of this name
     python -m lab.mutation --sample 0       every mutant: about two hours
+    python -m lab.mutation --rooms packing config metrics hosts --sample 400 --matrix runs/kills.json
+                                            other rooms, by file and by operator; which case kills which mutant
 
 A mutant is killed by a test that fails, or that takes too long. Ctrl-C keeps what was found, and the next call goes on.
-The first form writes the record lab/results/mutation.json; the others print, unless --results names a folder.
+The first form writes the record lab/results/mutation.json; the others print, unless --results names a folder. A matrix
+runs all cases of a mutant, not only up to the first that fails. It holds those of each mutant that fail.
 
 Mutmut 3 and cosmic-ray 8 were tried first. Mutmut changes no function that has a decorator and no lambda of a table,
 where much of this math stands. Cosmic-ray writes every mutant into the working tree and starts an interpreter for each,
@@ -33,6 +36,7 @@ from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from importlib.abc import Loader
 from importlib.machinery import ModuleSpec
+from itertools import zip_longest
 from pathlib import Path
 from types import CodeType, FrameType, ModuleType
 from typing import Any
@@ -48,8 +52,12 @@ from lab.provenance import markdown_table, parser_of
 from mis_plugins.shared.numerals import count, whole
 from mis_plugins.shared.provenance import REPOSITORY, as_given, as_markdown, measured_with
 
-ROOMS = ("correction", "config/terms", "loss", "versions")
+MATH = ("correction", "config/terms", "loss", "versions")
+ROOMS = (*MATH, "packing", "config", "metrics", "hosts")
 GUARDS = ("tests/correction", "tests/terms", "tests/loss", "tests/versions", "tests/metrics", "tests/hosts")
+BESIDE = {"config": "tests/config"}
+"""Guards of a room beyond those of the math."""
+
 SLOW = (
     "tests/correction/test_parallel.py",
     "tests/hosts/test_recorder_exit.py",
@@ -61,7 +69,7 @@ SEED, SAMPLE = 17, 300
 PATIENCE = 60.0
 """Seconds beyond three times what the tests take without a mutant."""
 
-QUIET = ["-q", "-x", "-p", "no:cacheprovider"]
+QUIET = ["-q", "-p", "no:cacheprovider"]
 
 
 @dataclass(frozen=True)
@@ -140,6 +148,19 @@ class Mutated(Loader):
         return compile(self._mutant.tree, str(REPOSITORY / self._mutant.path), "exec")
 
 
+class Failures:
+    """A pytest plugin: keeps the names of the cases that fail, or whose fixtures do, in a file."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._names: list[str] = []
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.failed and report.nodeid not in self._names:
+            self._names.append(report.nodeid)
+            _write(self._path, self._names)
+
+
 def in_child(work: Any) -> int:
     """Fork a silent process, in a group of its own, that exits with the result of `work`; return its id."""
     child = os.fork()
@@ -156,14 +177,18 @@ def in_child(work: Any) -> int:
         os._exit(code)
 
 
-def run_tests(tests: Sequence[str], plugins: Sequence[object] = ()) -> int:
-    """Run tests in this process, after forgetting every imported module of this repository."""
+def run_tests(tests: Sequence[str], plugins: Sequence[object] = (), to_the_end: bool = False) -> int:
+    """Run tests in this process, after forgetting every imported module of this repository.
+
+    Args:
+        to_the_end: whether to go on after the first test that fails.
+    """
     for name, module in list(sys.modules.items()):
         if _is_ours(getattr(module, "__file__", None)):
             del sys.modules[name]
     os.environ["CI"] = "true"  # hypothesis draws the same examples each time
     torch.set_num_threads(1)
-    return pytest.main([*QUIET, *tests], list(plugins))
+    return pytest.main([*QUIET, *([] if to_the_end else ["-x"]), *tests], list(plugins))
 
 
 def _is_ours(file: str | None) -> bool:
@@ -173,28 +198,33 @@ def _is_ours(file: str | None) -> bool:
     return path.is_relative_to(REPOSITORY) and not left_alone
 
 
-def warm() -> None:
+def warm(folders: Sequence[str]) -> None:
     """Import what the tests import, so that no child imports other people's packages again."""
     with open(os.devnull, "w") as silence, redirect_stdout(silence), redirect_stderr(silence):
-        run_tests([*GUARDS, "--collect-only"])
+        run_tests([*folders, "--collect-only"])
 
 
-def guards(files: Sequence[str], key: str) -> Guards:
+def folders_of(rooms: Sequence[str]) -> tuple[str, ...]:
+    """Return the folders of tests that guard these rooms."""
+    return (*GUARDS, *(folder for room, folder in BESIDE.items() if room in rooms))
+
+
+def guards(files: Sequence[str], folders: Sequence[str], key: str) -> Guards:
     """Measure which test executes which line, unless a file holds this for the sources and tests of `key`."""
-    path = SCRATCH / "guards.json"
+    path = SCRATCH / f"guards-{len(folders)}.json"
     held = json.loads(path.read_text()) if path.is_file() else {}
     if held.get("key") != key:
         print("running the tests once, to learn which executes which line", file=sys.stderr, flush=True)
 
         def trace() -> int:
             tracer = Tracer(files)
-            code = run_tests([*GUARDS, *(f"--ignore={name}" for name in SLOW)], [tracer])
+            code = run_tests([*folders, *(f"--ignore={name}" for name in SLOW)], [tracer])
             if code == 0:
                 tracer.write(path, key)
             return code
 
         if _ended(in_child(trace)):
-            sys.exit(f"error: the tests fail without a mutant; run python -m pytest {' '.join(GUARDS)}")
+            sys.exit(f"error: the tests fail without a mutant; run python -m pytest {' '.join(folders)}")
         held = json.loads(path.read_text())
     return Guards(held["lines"], held["seconds"])
 
@@ -207,27 +237,46 @@ def _ended(child: int) -> int:
         raise
 
 
-def start(mutant: Mutant, tests: Sequence[str]) -> int:
+def start(mutant: Mutant, tests: Sequence[str], failures: Path | None) -> int:
     def work() -> int:
         sys.meta_path.insert(0, Mutated(mutant))  # type: ignore[arg-type]
-        return run_tests(tests)
+        plugins = [Failures(failures)] if failures else []
+        return run_tests(tests, plugins, to_the_end=failures is not None)
 
     return in_child(work)
 
 
 @dataclass
 class Running:
-    """A child that tries one mutant."""
+    """A child that tries one mutant.
+
+    Attributes:
+        failures: the file where the child keeps the cases that fail; None where the first one is enough.
+    """
 
     mutant: Mutant
     tests: int
     until: float
+    failures: Path | None
+
+    def killers(self) -> dict[str, list[str]]:
+        """Return the cases that failed, as an entry of the fate."""
+        if self.failures is None:
+            return {}
+        written = self.failures.is_file()
+        names = json.loads(self.failures.read_text()) if written else []
+        self.failures.unlink(missing_ok=True)
+        return {"killers": names}
 
 
 def fates(
-    mutants: Sequence[Mutant], known: Guards, processes: int
+    mutants: Sequence[Mutant], known: Guards, processes: int, matrix: bool = False
 ) -> Iterator[tuple[Mutant, dict[str, Any]]]:
-    """Try mutants, `processes` at a time, and yield the fate of each as soon as it is known."""
+    """Try mutants, `processes` at a time, and yield the fate of each as soon as it is known.
+
+    Args:
+        matrix: whether a fate names all cases that kill the mutant.
+    """
     waiting, running = list(reversed(mutants)), dict[int, Running]()
     try:
         while waiting or running:
@@ -235,15 +284,17 @@ def fates(
                 mutant = waiting.pop()
                 tests = known.of(mutant)
                 if not tests:
-                    yield mutant, {"fate": "survived", "tests": 0}
+                    yield mutant, {"fate": "survived", "tests": 0} | ({"killers": []} if matrix else {})
                     continue
                 limit = PATIENCE + 3 * sum(known.seconds[test] for test in tests)
-                running[start(mutant, tests)] = Running(mutant, len(tests), time.monotonic() + limit)
+                failures = SCRATCH / f"failures-{len(waiting)}.json" if matrix else None
+                child = start(mutant, tests, failures)
+                running[child] = Running(mutant, len(tests), time.monotonic() + limit, failures)
             for child in list(running):
                 fate = _fate(child, running[child])
                 if fate is not None:
                     one = running.pop(child)
-                    yield one.mutant, {"fate": fate, "tests": one.tests}
+                    yield one.mutant, {"fate": fate, "tests": one.tests, **one.killers()}
             time.sleep(0.05)
     finally:
         for child in running:
@@ -263,19 +314,36 @@ def _fate(child: int, running: Running) -> str | None:
     return "too slow"
 
 
-def sources(names: Sequence[str]) -> list[str]:
-    """List the files of the math, or only the files with the given names.
+def sources(names: Sequence[str], rooms: Sequence[str] = MATH) -> list[str]:
+    """List the files of these rooms, or only the files with the given names.
 
     Raises:
-        SystemExit: no file of the math has one of the names.
+        SystemExit: no file of the rooms has one of the names.
     """
-    paths = [path for room in ROOMS for path in sorted((REPOSITORY / "mis_plugins" / room).glob("*.py"))]
-    files = [str(path.relative_to(REPOSITORY)) for path in paths if path.name != "__init__.py"]
+    paths = [path for room in rooms for path in sorted((REPOSITORY / "mis_plugins" / room).rglob("*.py"))]
+    named = (str(path.relative_to(REPOSITORY)) for path in paths if path.name != "__init__.py")
+    files = list(dict.fromkeys(named))  # config/terms lies within config
     unknown = [name for name in names if not any(file.endswith(f"/{name}") for file in files)]
     if unknown:
         known = ", ".join(Path(file).name for file in files)
-        sys.exit(f"error: --files {' '.join(unknown)}: no such file of the math; choose from {known}")
+        sys.exit(
+            f"error: --files {' '.join(unknown)}: no such file of {', '.join(rooms)}; choose from {known}"
+        )
     return [file for file in files if not names or any(file.endswith(f"/{name}") for name in names)]
+
+
+def by_file_and_operator(mutants: Sequence[Mutant], size: int) -> list[Mutant]:
+    """Draw mutants in turn from each pair of file and operator, so that no long file or common operator fills a sample.
+
+    The draw is seeded, and a smaller sample is the beginning of a larger one.
+    """
+    drawn = list(mutants)
+    random.Random(SEED).shuffle(drawn)
+    strata: dict[tuple[str, str], list[Mutant]] = defaultdict(list)
+    for mutant in drawn:
+        strata[mutant.path, mutant.operator].append(mutant)
+    turns = zip_longest(*strata.values())
+    return [mutant for turn in turns for mutant in turn if mutant is not None][:size]
 
 
 def digest(folders: Sequence[str]) -> str:
@@ -343,21 +411,28 @@ def main() -> int:
     parser.add_argument(
         "--files", nargs="+", default=[], metavar="NAME", help="every mutant of these files alone"
     )
+    parser.add_argument(
+        "--rooms", nargs="+", choices=ROOMS, default=list(MATH), metavar="ROOM", help=f"of {', '.join(ROOMS)}"
+    )
+    parser.add_argument("--matrix", type=Path, metavar="FILE", help="where the cases that kill are written")
     parser.add_argument("--processes", type=count, default=2, help="mutants at a time (default: %(default)s)")
     parser.add_argument("--results", type=Path, metavar="FOLDER", help="where a record is written")
     options = parser.parse_args()
     os.chdir(REPOSITORY)
     SCRATCH.mkdir(parents=True, exist_ok=True)
-    files, key = sources(options.files), digest(("mis_plugins", "tests"))
-    chosen = [mutant for file in files for mutant in mutants_of(REPOSITORY / file, file)]
-    if not options.files and options.sample:
-        random.Random(SEED).shuffle(chosen)  # a smaller sample is the beginning of a larger one
-        chosen = chosen[: options.sample]
+    of_math = tuple(options.rooms) == MATH
+    files, key = sources(options.files, options.rooms), digest(("mis_plugins", "tests"))
+    chosen = sampled(files, options, of_math)
     made_with = measured_with(as_given("python -m lab.mutation", sys.argv[1:]), ("mis_plugins", "tests"))
-    warm()
-    found = measure(chosen, guards(sources([]), key), options.processes, SCRATCH / f"{key}.json")
+    folders = folders_of(options.rooms)
+    warm(folders)
+    known = guards(sources([], ROOMS), folders, key)
+    path = SCRATCH / f"{key}{'-matrix' if options.matrix else ''}.json"
+    found = measure(chosen, known, options.processes, path, matrix=options.matrix is not None)
+    if options.matrix:
+        _write(options.matrix, {name: fate["killers"] for name, fate in found.items()})
     content = report(files, found, made_with)
-    usual = RESULTS if not options.files and options.sample == SAMPLE else None
+    usual = RESULTS if of_math and not options.files and options.sample == SAMPLE else None
     if results := options.results or usual:
         _write(results / "mutation.json", content)
         (results / "mutation.md").write_text(markdown(content))
@@ -365,12 +440,25 @@ def main() -> int:
     return 0
 
 
-def measure(chosen: Sequence[Mutant], known: Guards, processes: int, path: Path) -> dict[str, dict[str, Any]]:
+def sampled(files: Sequence[str], options: Any, of_math: bool) -> list[Mutant]:
+    """Return all mutants of the files that are named, or as many as `--sample` says."""
+    every = [mutant for file in files for mutant in mutants_of(REPOSITORY / file, file)]
+    if options.files or not options.sample:
+        return every
+    if not of_math:
+        return by_file_and_operator(every, options.sample)
+    random.Random(SEED).shuffle(every)  # a smaller sample is the beginning of a larger one
+    return every[: options.sample]
+
+
+def measure(
+    chosen: Sequence[Mutant], known: Guards, processes: int, path: Path, matrix: bool = False
+) -> dict[str, dict[str, Any]]:
     """Return the fate of each mutant, by name; a fate that the file at `path` holds is not found again."""
     found = json.loads(path.read_text()) if path.is_file() else {}
     missing = [mutant for mutant in chosen if mutant.name not in found]
     begun = time.monotonic()
-    for number, (mutant, fate) in enumerate(fates(missing, known, processes), 1):
+    for number, (mutant, fate) in enumerate(fates(missing, known, processes, matrix), 1):
         found[mutant.name] = fate
         _write(path, found)
         left = (time.monotonic() - begun) / number * (len(missing) - number) / 60

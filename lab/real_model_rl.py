@@ -4,8 +4,9 @@
     python -m lab.real_model_rl --arms on-policy bf16 --seeds 0
     python -m lab.real_model_rl --smoke       a tiny random model, in half a minute
 
-An arm with a seed is a unit, and each finished unit leaves a record. After Ctrl-C the same command goes on with the
-unit that it interrupted. Page and picture are made anew of all records after every unit.
+An arm with a seed is a unit, and each finished unit leaves a record in runs/real_model_rl, which
+`python -m lab.records runs/real_model_rl lab/results/real_model_rl.tar.xz` packs. After Ctrl-C the same command goes on
+with the unit that it interrupted. The page is made anew of all records after every unit.
 """
 
 from __future__ import annotations
@@ -33,10 +34,11 @@ import torch
 from lab.host.report import write_json
 from lab.provenance import parser_of
 from lab.real_model.arms import ARMS, units
-from lab.real_model.page import draw, page
-from lab.real_model.records import Record, finished, path_of
+from lab.real_model.page import page
+from lab.real_model.records import Record, finished, name_of
 from lab.real_model.task import Task, of_letters, of_tokenizer
 from lab.real_model.unit import Recipe, Unit
+from lab.records import records
 from mis_plugins.errors import UserError
 from mis_plugins.shared.numerals import whole
 from mis_plugins.shared.provenance import as_given, measured_with
@@ -45,6 +47,7 @@ from true_on_policy.models.tiny import checkpoint, read_config, weights_hash
 MODEL, SMOKE_MODEL = "smollm2-135m", "tiny-llama"
 SEEDS = (0, 1, 2)
 RESULTS = Path("lab/results")
+PACKED = RESULTS / "real_model_rl.tar.xz"
 MEASURED = ("mis_plugins", "true_on_policy", "lab", ":!lab/results")
 SMOKE = Recipe(
     rollouts=2,
@@ -70,12 +73,14 @@ def main() -> int:
     parser.add_argument("--seeds", type=whole, nargs="+", default=SEEDS, help="(default: 0 1 2)")
     parser.add_argument("--smoke", action="store_true", help="a tiny random model and two rollouts")
     parser.add_argument(
-        "--runs", type=Path, help="folder of the records (default: lab/results/real_model_rl)"
+        "--runs",
+        type=Path,
+        help="folder of the records (default: runs/real_model_rl, beside the packed ones)",
     )
-    parser.add_argument("--results", type=Path, help="folder of page and picture (default: lab/results)")
+    parser.add_argument("--results", type=Path, help="folder of the page (default: lab/results)")
     options = parser.parse_args()
     options.runs = options.runs or (
-        Path("runs/real-model-rl-smoke") if options.smoke else RESULTS / "real_model_rl"
+        Path("runs/real-model-rl-smoke") if options.smoke else Path("runs/real_model_rl")
     )
     options.results = options.results or (options.runs if options.smoke else RESULTS)
     try:
@@ -101,7 +106,7 @@ def model_of(smoke: bool, scratch: Path) -> tuple[Path, Task]:
 
 
 def run(options: Namespace, source: Path, task: Task) -> None:
-    """Run the units that have no record yet, in their order, and write page and picture after each.
+    """Run the units that have no record yet, in their order, and write the page after each.
 
     Raises:
         UserError: a record is of other settings; raised before any unit runs.
@@ -116,8 +121,10 @@ def run(options: Namespace, source: Path, task: Task) -> None:
         told = {"rung": arm.rung, "correction": arm.correction}
         return {"arm": name, "seed": seed, **told, "model": model, "weights": digest, **asdict(recipe)}
 
+    packed = {} if options.smoke else records(PACKED)
+
     def record_of(name: str, seed: int) -> Record | None:
-        return finished(path_of(options.runs, name, seed), settings(name, seed))
+        return finished(packed | records(options.runs), name_of(name, seed), settings(name, seed))
 
     asked = units(options.arms, options.seeds)
     missing = [unit for unit in asked if record_of(*unit) is None]
@@ -129,7 +136,7 @@ def run(options: Namespace, source: Path, task: Task) -> None:
         numbers = unit.run(lambda done, told=f"{name}, seed {seed}": progress.tell(told, done))
         progress.finished += 1
         content = {"settings": settings(name, seed), "correction": unit.correction, **numbers}
-        write_json(path_of(options.runs, name, seed), {**content, "measured_with": measured})
+        write_json(options.runs / f"{name_of(name, seed)}.json", content | {"measured_with": measured})
         publish(options.results, record_of)
     publish(options.results, record_of)
 
@@ -151,10 +158,9 @@ class Progress:
 
 
 def publish(results: Path, record_of: Callable[[str, int], Record | None]) -> None:
-    """Write page and picture of the records that are there, and say what is missing."""
+    """Write the page of the records that are there, and say what is missing."""
     planned = units([*ARMS], SEEDS)
     there = {unit: record for unit in planned if (record := record_of(*unit)) is not None}
     missing: Sequence[tuple[str, int]] = [unit for unit in planned if unit not in there]
     (results / "real_model_rl.md").write_text(page(there, missing), encoding="utf-8")
-    draw(there, results / "real_model_rl.png")
-    print(f"{len(there)} of {len(planned)} units: wrote {results / 'real_model_rl.md'} and .png")
+    print(f"{len(there)} of {len(planned)} units: wrote {results / 'real_model_rl.md'}")

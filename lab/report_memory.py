@@ -28,8 +28,8 @@ from typing import Any
 
 import torch
 
+from lab.pages.report import MEMORY_BESIDE, MEMORY_TIMES
 from lab.provenance import as_markdown, provenance
-from mis_plugins.report.docs import MEMORY_BESIDE, MEMORY_TIMES
 
 RESPONSES, LENGTH, PROMPT = 512, 4096, 256
 VOCABULARY = 150_000

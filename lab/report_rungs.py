@@ -2,9 +2,9 @@
 
     python -m lab.report_rungs                some seconds
 
-The rollouts that `lab/mismatch.py` kept (real SGLang sampled, Megatron-core scored) are written in the neutral
-form, and the command reads each rung's file. Then each response alone is held to a ladder that the other responses of
-all rungs make, so that no response names itself.
+The chats that `lab/mismatch.py` kept (real SGLang sampled, Megatron-core scored) are written in the neutral form,
+and the command reads each rung's file. Then each response alone is held to a ladder that the other responses of all
+rungs make, so that no response names itself.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from lab.ladder.rollouts import Rollouts
 from lab.provenance import as_markdown, provenance
 from mis_plugins.__main__ import main as mis_plugins
 from mis_plugins.explain.rungs import record
-from mis_plugins.report.ladder import nearest
+from mis_plugins.report.verdict import nearest
 
 TRAINERS = ("bf16", "fp32")
 
@@ -93,7 +93,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--runs", type=Path, default=Path("lab/results/mismatch"), metavar="FOLDER")
     parser.add_argument("--results", type=Path, default=Path("lab/results"), metavar="FOLDER")
     options = parser.parse_args(argv)
-    kept = {one.name: Rollouts.load(options.runs / f"{one.name}.safetensors") for one in record().steps}
+    kept = {one.name: Rollouts.load(options.runs / f"{one.name}-chats.safetensors") for one in record().steps}
     with TemporaryDirectory(prefix="report-rungs-") as scratch:
         rows = list(measure(kept, Path(scratch)))
     write(options.results, rows)

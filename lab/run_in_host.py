@@ -8,10 +8,10 @@
 
 The first form runs three steps with the TIS hook. The second runs the rows of lab/in_host/rows.py that have no
 record yet, or the named ones. `--hosts` is the folder that holds miles, slime, megatron-miles and megatron-slime. The
-third runs all rows anew, with records under outputs/in_host/records, and prints their table; called again, it goes on
-where it stopped. The fourth runs the rows whose log-probs must equal the engine's to the bit, with a stock run beside
-them. The fifth writes the table of all rows and the certificate from their records, which it judges again, and
-needs no host.
+third runs all rows anew and prints their table; called again, it goes on where it stopped. Both leave records under
+outputs/in_host/records, and `python -m lab.records outputs/in_host/records lab/results/in_host.tar.xz` packs them.
+The fourth runs the rows whose log-probs must equal the engine's to the bit, with a stock run beside them. The fifth
+writes the table of all rows and the certificate from their packed records, which it judges again, and needs no host.
 
 Exit codes: 0 every asserted line holds; 1 a line does not; 2 the host could not be run.
 """
@@ -39,6 +39,7 @@ from lab.in_host import by_version, dumps, launching, model, on_policy, processe
 from lab.in_host.launching import REPOSITORY
 from lab.in_host.rows import ON_POLICY, ROWS, Row
 from lab.in_host.trees import HOSTS, CannotRun, Host
+from lab.records import Records, records
 from mis_plugins.report.readers import curves, paths
 from mis_plugins.report.readers.source import Problems
 from mis_plugins.shared.budget import RecordError
@@ -51,10 +52,10 @@ from true_on_policy.flags.command import HOOK
 
 MEASURED = ("mis_plugins", "true_on_policy", "lab/in_host", "scripts")
 CONFIGS = REPOSITORY / "lab" / "in_host" / "configs"
-RECORDS = REPOSITORY / "lab" / "results" / "in_host"
+RECORDS = REPOSITORY / "lab" / "results" / "in_host.tar.xz"
 OWN = REPOSITORY / "outputs" / "in_host" / "records"
 ROLLOUTS = REPOSITORY / "lab" / "in_host" / "rollouts"
-TABLE = RECORDS.with_suffix(".md")
+TABLE = RECORDS.with_name("in_host.md")
 CERTIFICATE = RECORDS.with_name("in_host_on_policy.md")
 LIMIT_S = 1500.0
 RAY_JOB_CONFIG_JSON_ENV_VAR = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # what `ray job submit --runtime-env-json` sets
@@ -64,26 +65,26 @@ SHOWN = ("loss", "mis_k3_kl", "mis_kept_fraction", "mis_tis_weight_after_bound",
 def main(argv: Sequence[str] | None = None) -> int:
     sys.path.append(str(REPOSITORY / "tests" / "support"))
     arguments = _parser().parse_intermixed_args(argv)
-    arguments.record = arguments.record or (OWN if arguments.what == "matrix" else RECORDS)
     if arguments.what == "table":
-        return _pages(arguments.record)
+        return _pages(records(RECORDS))
+    recorded = records(RECORDS)
     try:
         if arguments.what == "matrix":
             return _matrix(arguments)
         if arguments.what == "on-policy":
-            return _rows(arguments, ON_POLICY) or _pages(arguments.record)
-        return _rows(arguments, ROWS) if arguments.what == "rows" else _one(arguments)
+            return _rows(arguments, ON_POLICY, recorded) or _pages({**recorded, **records(arguments.record)})
+        return _rows(arguments, ROWS, recorded) if arguments.what == "rows" else _one(arguments)
     except CannotRun as error:
         print(error, file=sys.stderr)
         return 2
 
 
-def _pages(folder: Path) -> int:
+def _pages(found: Records) -> int:
     """Write the table, the certificate and, where matplotlib is installed, the picture."""
-    TABLE.write_text(table(folder))
-    CERTIFICATE.write_text(on_policy.page(ON_POLICY, folder))
+    TABLE.write_text(table(found))
+    CERTIFICATE.write_text(on_policy.page(ON_POLICY, found))
     try:
-        on_policy.draw(ON_POLICY, folder, CERTIFICATE.with_suffix(".png"))
+        on_policy.draw(ON_POLICY, found, CERTIFICATE.with_suffix(".png"))
     except RecordError as error:
         print(f"no picture: {error}", file=sys.stderr)
     return 0
@@ -91,9 +92,10 @@ def _pages(folder: Path) -> int:
 
 def _matrix(arguments: argparse.Namespace) -> int:
     """Run each row that has no record of the user's own yet, and print and write the table of all."""
-    code = _rows(arguments, ROWS)
-    arguments.record.with_suffix(".md").write_text(table(arguments.record))
-    print(table(arguments.record))
+    code = _rows(arguments, ROWS, {})
+    page = table(records(arguments.record))
+    arguments.record.with_suffix(".md").write_text(page)
+    print(page)
     return code
 
 
@@ -113,11 +115,12 @@ def asked_of(row: Row, words: Sequence[str]) -> Row:
     return replace(row, flags=tuple(words), sizes=replace(row.sizes, steps=steps))
 
 
-def _rows(arguments: argparse.Namespace, rows: Sequence[Row]) -> int:
+def _rows(arguments: argparse.Namespace, rows: Sequence[Row], packed: Records) -> int:
     """Run the rows that are asked for, or that have no record, and write a record of each whose lines hold."""
     arguments.record.mkdir(parents=True, exist_ok=True)
+    recorded = {*packed, *records(arguments.record)}
     wanted = [row for row in rows if row.name in arguments.words] or [
-        row for row in rows if not row.blocked and not (arguments.record / f"{row.name}.json").exists()
+        row for row in rows if not row.blocked and row.name not in recorded
     ]
     codes = []
     for row in wanted:
@@ -357,32 +360,30 @@ def _tell(row: Row, record: dict[str, Any]) -> int:
     return 1 if failed else 0
 
 
-def table(folder: Path) -> str:
+def table(found: Records) -> str:
     """Write a line of markdown for each row: what its record shows, or that it was not run."""
     lines = [
         "# Inside the hosts' own loops",
         "",
-        "Made by `bash scripts/run-in-host.sh table` from the records beside it; [docs/hosts.md](../../docs/hosts.md).",
+        "Made by `bash scripts/run-in-host.sh table` from `in_host.tar.xz` ([docs/hosts.md](../../docs/hosts.md)).",
         "Rows with an engine start the real SGLang and update its weights every step; the others train on the rollouts",
         "that an engine left in another run of that host. k3 compares a step's tokens with the trainer's log-probs; in",
         "the rows `*-fully-async*` with those of weights that are a token's own, or one update newer.",
         "",
         "| row | TP x CP x DP | config | engine | steps | lines that hold | largest k3 | versions | commit |",
         "|---|---|---|---|---|---|---|---|---|",
-        *(_table_line(row, folder / f"{row.name}.json") for row in ROWS),
+        *(_table_line(row, found.get(row.name)) for row in ROWS),
     ]
-    paths = [folder / f"{row.name}.json" for row in ROWS]
-    records = [json.loads(path.read_text()) for path in paths if path.exists()]
-    timed_hooks = [record for record in records if record.get("timed")]
-    return "\n".join(lines) + "\n" + timed.section(timed_hooks) + by_version.section(records)
+    made = [found[row.name] for row in ROWS if row.name in found]
+    timed_hooks = [record for record in made if record.get("timed")]
+    return "\n".join(lines) + "\n" + timed.section(timed_hooks) + by_version.section(made)
 
 
-def _table_line(row: Row, path: Path) -> str:
+def _table_line(row: Row, record: dict[str, Any] | None) -> str:
     sizes = f"{row.sizes.tensor} x {row.sizes.context} x {row.sizes.data}"
     start = f"| {row.name} | {sizes} | {row.config} | {'recorded' if row.rollouts else 'SGLang'} |"
-    if not path.exists():
+    if record is None:
         return f"{start} **not run**{row.blocked and f': {row.blocked}'} | | | | |"
-    record = json.loads(path.read_text())
     judged = verdict.judge(record)
     held, largest = sum(line.holds for line in judged), verdict.largest_k3(record)
     versions = f"{record['versions'][0]} to {record['versions'][-1]}" if record["versions"] else ""
@@ -402,5 +403,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--work", type=Path, default=REPOSITORY / "outputs" / "in_host", help="checkpoints, logs, dumps"
     )
-    parser.add_argument("--record", type=Path, help="folder of the records; its table lies beside it")
+    parser.add_argument(
+        "--record", type=Path, default=OWN, help="folder of new records; the table lies beside it"
+    )
     return parser

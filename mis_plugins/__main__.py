@@ -41,7 +41,7 @@ from mis_plugins.errors import ConfigError, UserError
 from mis_plugins.explain import rungs
 from mis_plugins.explain.formula import formula
 from mis_plugins.explain.launch import command as launch
-from mis_plugins.explain.translate import areal, miles, ms_swift, verl, verl_presets
+from mis_plugins.explain.translate import areal, ms_swift, verl, verl_presets
 from mis_plugins.explain.words import describe
 from mis_plugins.hosts import checks, ownership
 from mis_plugins.hosts.arguments import recorded, surprises
@@ -181,16 +181,8 @@ def names(arguments: argparse.Namespace) -> str:
     return "\n\n".join([LEGEND, f"where to start: {', '.join(families.START)}", *parts])
 
 
-def from_miles(arguments: argparse.Namespace) -> str:
-    """Miles's or slime's flat mis.yaml in our spelling.
-
-    The flat file works as it is; ours can say more. Each setting stands beside the key it comes from.
-    """
-    return miles.translate(keys_of(arguments.target)).text()
-
-
 def from_verl(arguments: argparse.Namespace) -> str:
-    """verl's algorithm.rollout_correction, of 0.9.1 or earlier: a trainer's yaml, a launch script, a preset's name.
+    """verl's algorithm.rollout_correction, of 0.7.1 to 0.9.1: a trainer's yaml, a launch script, a preset's name.
 
     FILE is a yaml or a part of one, a .sh, `-`, or a preset such as decoupled_token_is(). Hydra overrides may follow,
     which win. The output is a file for --custom-config-path: comments say which key of verl's each setting comes
@@ -280,105 +272,66 @@ def hosts_check(arguments: argparse.Namespace) -> int:
     return run(arguments)
 
 
-def _add_target(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("target", metavar="PRESET_OR_FILE")
-
-
-def _add_file(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("target", metavar="FILE")
-
-
-def _add_family(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--family", help="start, what presets do (token, ...), or a package (verl, ...)")
-
-
-def _add_checked(parser: argparse.ArgumentParser) -> None:
-    _add_target(parser)
-    told = "whose arguments and flags (default: Miles or slime on Megatron)"
-    parser.add_argument("--host", choices=recorded(), help=told)
-    parser.add_argument("--preset", metavar="PRESET_OR_FILE", help="what shall correct, of a launch script")
-
-
-def _add_path(parser: argparse.ArgumentParser) -> None:
-    _add_target(parser)
-    parser.add_argument("--watch", action="store_true", help="the file with which a run only watches")
-
-
-def _add_overridden(parser: argparse.ArgumentParser) -> None:
-    _add_file(parser)
-    told = "algorithm.rollout_correction.KEY=VALUE"
-    parser.add_argument("overrides", nargs="*", metavar="OVERRIDE", help=told)
-
-
-def _add_sources(parser: argparse.ArgumentParser) -> None:
-    """What to read, and which configs to try on it."""
-    parser.add_argument(
-        "paths", nargs="+", type=Path, metavar="PATH", help="dumps, folders of dumps, logs of metrics"
+def from_miles(arguments: argparse.Namespace) -> str:
+    """Gone: the flat mis.yaml of Miles and slime works as it is."""
+    raise ConfigError(
+        "from-miles is gone, since the flat file works as it is: pass it as --custom-config-path FILE, and see what it "
+        "does with `config check FILE`"
     )
-    parser.add_argument(
-        "--config", metavar="PRESET_OR_FILE", help="what the run was corrected with (default: nothing)"
-    )
-    parser.add_argument(
-        "--sweep",
-        default="own",
-        metavar="PRESETS|GRID",
-        help="configs to try: own (this pack's presets; default), all, none, names with commas, or a grid such as "
-        "'weight.upper=1.5,2,5;weight.bound=truncate,mask'",
-    )
-
-
-def _add_outputs(parser: argparse.ArgumentParser) -> None:
-    """Where a report goes, and how often it is made."""
-    parser.add_argument(
-        "--output", type=Path, default=Path("mismatch-report"), metavar="DIR", help="(default: %(default)s)"
-    )
-    parser.add_argument(
-        "--against",
-        type=Path,
-        action="append",
-        default=[],
-        metavar="OTHER",
-        help="another run, beside this one",
-    )
-    parser.add_argument(
-        "--watch", action="store_true", help="read again as the run goes on; exit 3 at the first alarm"
-    )
-    parser.add_argument(
-        "--every",
-        type=float,
-        default=60.0,
-        metavar="SECONDS",
-        help="between two looks (default: %(default)s)",
-    )
-
-
-def _add_checkout(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("checkout", type=Path, metavar="CHECKOUT")
-    # Refused, with their successor:
-    parser.add_argument("--history", action="store_true", help=argparse.SUPPRESS)
-    parser.add_argument("--since", help=argparse.SUPPRESS)
-
-
-def _add_report(parser: argparse.ArgumentParser) -> None:
-    _add_sources(parser)
-    _add_outputs(parser)
 
 
 Run = Callable[[argparse.Namespace], str | int]
-Add = Callable[[argparse.ArgumentParser], None]
+Arguments = dict[str, dict[str, Any]]
 
-COMMANDS: tuple[tuple[str, Run, Add], ...] = (
-    ("list", names, _add_family),
-    ("show", show, _add_target),
-    ("check", check, _add_checked),
-    ("path", path, _add_path),
-    ("from-miles", from_miles, _add_file),
-    ("from-verl", from_verl, _add_overridden),
-    ("from-ms-swift", from_ms_swift, _add_file),
-    ("from-areal", from_areal, _add_file),
-    ("suggest", suggest, _add_sources),
-)
-"""The commands of `config`: name, function, and what adds its arguments."""
+TARGET: Arguments = {"target": {"metavar": "PRESET_OR_FILE"}}
+FILE: Arguments = {"target": {"metavar": "FILE"}}
+FAMILY: Arguments = {"--family": {"help": "start, what presets do (token, ...), or a package (verl, ...)"}}
+CHECKED: Arguments = TARGET | {
+    "--host": {"choices": recorded(), "help": "whose arguments and flags (default: Miles or slime on Megatron)"},
+    "--preset": {"metavar": "PRESET_OR_FILE", "help": "what shall correct, of a launch script"},
+}  # fmt: skip
+WATCH: Arguments = {"--watch": {"action": "store_true", "help": "the file with which a run only watches"}}
+OVERRIDES: Arguments = {
+    "overrides": {"nargs": "*", "metavar": "OVERRIDE", "help": "algorithm.rollout_correction.KEY=VALUE"}
+}
+SOURCES: Arguments = {
+    "paths": {"nargs": "+", "type": Path, "metavar": "PATH", "help": "dumps, folders of dumps, logs of metrics"},
+    "--config": {"metavar": "PRESET_OR_FILE", "help": "what the run was corrected with (default: nothing)"},
+    "--sweep": {
+        "default": "own", "metavar": "PRESETS",
+        "help": "configs to try: own (this pack's presets; default), all, none, or presets and files with commas",
+    },
+}  # fmt: skip
+OUTPUTS: Arguments = {
+    "--output": {"type": Path, "default": Path("mismatch-report"), "metavar": "DIR", "help": "(default: %(default)s)"},
+    "--against": {"help": argparse.SUPPRESS},  # gone: refused with what to do
+    "--watch": {"action": "store_true", "help": "read again as the run goes on; exit 3 at the first alarm"},
+    "--every": {
+        "type": float, "default": 60.0, "metavar": "SECONDS", "help": "between two looks (default: %(default)s)"
+    },
+}  # fmt: skip
+CHECKOUT: Arguments = {
+    "checkout": {"type": Path, "metavar": "CHECKOUT"},
+    "--history": {"action": "store_true", "help": argparse.SUPPRESS},  # refused, with its successor
+    "--since": {"help": argparse.SUPPRESS},  # refused too
+}  # fmt: skip
+COMMANDS: dict[str, dict[str, tuple[Run, Arguments]]] = {
+    "config": {
+        "list": (names, FAMILY),
+        "show": (show, TARGET),
+        "check": (check, CHECKED),
+        "path": (path, TARGET | WATCH),
+        "from-verl": (from_verl, FILE | OVERRIDES),
+        "from-ms-swift": (from_ms_swift, FILE),
+        "from-areal": (from_areal, FILE),
+        "from-miles": (from_miles, FILE),
+        "suggest": (suggest, SOURCES),
+    },
+    "report": {"": (report, SOURCES | OUTPUTS)},
+    "hosts": {"check": (hosts_check, CHECKOUT)},
+}
+"""By group and command: its function, and its arguments. A command of no name is its group itself."""
+GROUPS = {"config": "presets, checks, translations", "hosts": "what a host's source must have"}
 AS_WRITTEN = argparse.RawDescriptionHelpFormatter
 
 
@@ -387,24 +340,22 @@ def _parser() -> argparse.ArgumentParser:
         prog="python -m mis_plugins", description=__doc__, formatter_class=AS_WRITTEN
     )
     add_version(parser)
-    groups = parser.add_subparsers(required=True, metavar="config|report|hosts", dest="group")
-    config = groups.add_parser(
-        "config", help="presets, checks, translations", description=__doc__, formatter_class=AS_WRITTEN
-    )
-    commands = config.add_subparsers(required=True, metavar="|".join(name for name, _, _ in COMMANDS))
-    for command in COMMANDS:
-        _add_command(commands, *command)
-    _add_command(groups, "report", report, _add_report)
-    hosts = groups.add_parser("hosts", help="what a host's source must have", formatter_class=AS_WRITTEN)
-    _add_command(hosts.add_subparsers(required=True, metavar="check"), "check", hosts_check, _add_checkout)
+    groups = parser.add_subparsers(required=True, metavar="|".join(COMMANDS), dest="group")
+    for group, commands in COMMANDS.items():
+        into, named = groups, commands
+        if "" in commands:
+            named = {group: commands[""]}
+        else:
+            made = groups.add_parser(
+                group, help=GROUPS[group], description=__doc__, formatter_class=AS_WRITTEN
+            )
+            into = made.add_subparsers(required=True, metavar="|".join(named))
+        for name, (run, arguments) in named.items():
+            text = inspect.cleandoc(run.__doc__ or "")
+            command = into.add_parser(
+                name, help=text.partition("\n")[0], description=text, formatter_class=AS_WRITTEN
+            )
+            command.set_defaults(run=run)
+            for argument, options in arguments.items():
+                command.add_argument(argument, **options)
     return parser
-
-
-def _add_command(commands: Any, name: str, run: Run, add: Add) -> None:
-    """Add a command that is described by the docstring of its function."""
-    text = inspect.cleandoc(run.__doc__ or "")
-    command = commands.add_parser(
-        name, help=text.partition("\n")[0], description=text, formatter_class=AS_WRITTEN
-    )
-    command.set_defaults(run=run)
-    add(command)

@@ -8,7 +8,7 @@
     --rollout-sample-filter-path     mis_plugins.mis.drop_broken_samples
     --custom-pg-loss-reducer-function-path  mis_plugins.mis.kept_token_mean
     --custom-loss-function-path      mis_plugins.mis.policy_loss                   (with --loss-type custom_loss)
-    --custom-megatron-before-train-step-hook-path  mis_plugins.mis.report_step     (warnings, `metrics: all`)
+    --custom-megatron-before-train-step-hook-path  mis_plugins.mis.report_step     (warnings, metrics of whole steps)
     --custom-megatron-before-log-prob-hook-path    mis_plugins.mis.watch_routes    (mixture of experts)
     mis_plugins.mis.report_last_step(args), by hand where a run of many ranks ends
 
@@ -149,7 +149,7 @@ def compute_mis_weights(
         weights, one tensor a sequence, or None where `args.use_tis` is off; masks; metrics, without prefix.
     """
     args = view(args)
-    config = config_in_force(args)
+    config = watching.handed_back(config_in_force(args), step_hook=False)
     lengths = [mask.numel() for mask in loss_masks]
     batch = HostBatch(train_log_probs, rollout_log_probs, loss_masks, whole(lengths))
     correction, placed = _correct(args, batch, config)
@@ -219,7 +219,7 @@ def count_samples(args: Any, *rest: Any) -> None:
     """
     args = view(args)
     rollout_id, data = rollout_data(
-        rest, "mis_plugins.mis.count_samples", "drop it: metrics: all has exact means"
+        rest, "mis_plugins.mis.count_samples", "drop it: the step hook logs exact means"
     )
     ranks = current(args).parallel()[0]
     RECORDER.check_rollout(args, rollout_id, ranks)
@@ -271,6 +271,7 @@ def policy_loss(
     config_asked = reading.from_args(args)
     resplit.check_hook(args, config_asked)
     config = loss_flags.config_in_force(args, config_asked, host, loss_batch.knows_versions(batch))
+    config = watching.handed_back(config, host.step_hook)
     flags, reduce_policy = loss_flags.loss_config(args, RECORDER.step), loss_batch.policy_reducer(args, batch)
     inputs = loss_batch.read(host, args, batch, logits, config, RECORDER.reports_weights(config))
     ranks = inputs.ragged.ranks
@@ -292,7 +293,7 @@ def policy_loss(
         # Nothing was corrected: OPSM's masks and non-finite advantages are counted nonetheless.
         proximal = inputs.proximal
         recorded = correct(proximal, proximal, inputs.ragged, replace(config, metrics="none"))
-    pg_loss = uncorrected(inputs, config, flags) if recorded.config.metrics == "all" else None
+    pg_loss = uncorrected(inputs, config, flags) if recorded.config.reports_step else None
     RECORDER.record(for_metrics(inputs, recorded, share), pg_loss, inputs.written, numerator)
     reducers = sum_of_sample_mean, reduce_policy
     loss, metrics = micro_batch_loss(inputs, recorded, share, config, flags, *reducers)
@@ -311,7 +312,7 @@ def watch_routes(args: Any, model: Sequence[Any], store_prefix: str = "", *_: An
 
 @Hook
 def report_step(args: Any, rollout_id: int, step_id: int, *model: Any) -> None:
-    """The before-train-step hook: warns about the previous step, and with `metrics: all` logs its metrics.
+    """The before-train-step hook: warns about the previous step, and logs its metrics with `metrics: watch` or `all`.
 
     Miles, slime and the embedded host call it as `(args, rollout_id, step_id, model, optimizer, scheduler)`, on every
     rank.
@@ -389,8 +390,11 @@ def _unserved(flag: str, function: str, host: Host) -> str:
     return f"{flag} mis_plugins.mis.{function}: versions are not carried on {host.title}; leave the flag out"
 
 
-def config_in_force(args: Any) -> CorrectionConfig:
+def config_in_force(args: Any, host: Host | None = None) -> CorrectionConfig:
     """The config that the host's arguments carry; without --use-tis, one that changes nothing.
+
+    Args:
+        host: the host of the hook that is called; None where it is the host of this process.
 
     Raises:
         ConfigError: a setting that the TIS hook cannot serve; the error says which hook can.
@@ -412,7 +416,7 @@ def config_in_force(args: Any) -> CorrectionConfig:
         ).spelled(reading.spelling(args), "mis.")
     if not args.use_tis:
         return watching.metrics_alone(args, config, watching.WITHOUT_USE_TIS)
-    checks.run("tis", args, config, current(args))
+    checks.run("tis", args, config, host or current(args))
     return config
 
 
@@ -422,7 +426,8 @@ def _hook(args: Any, pg_loss: Tensor, batch: HostBatch, host: Host, flags: Flags
     Args:
         flags: routes of the tokens, where a watch knows them.
     """
-    config, by_kept = config_in_force(args), host.divides_by_kept(args)
+    config = watching.handed_back(config_in_force(args, host), host.step_hook)
+    by_kept = host.divides_by_kept(args)
     tokens = sum(batch.layout.local_lengths)
     if pg_loss.shape != (tokens,):
         said = f"{len(pg_loss)} tokens" if pg_loss.dim() == 1 else f"shape {list(pg_loss.shape)}, not 1-D"

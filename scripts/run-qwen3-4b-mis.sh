@@ -19,6 +19,7 @@ source "$(dirname "${BASH_SOURCE[0]}")/tis_config.sh" miles
 CORRECTION=(
     --use-tis
     --custom-tis-function-path mis_plugins.mis.compute_mis_weights_with_cp
+    --custom-megatron-before-train-step-hook-path mis_plugins.mis.report_step
     --custom-config-path "$MIS_CONFIG"
 )
 

@@ -59,6 +59,7 @@ if [[ $checked == *--get-mismatch-metrics* ]]; then apply=--get-mismatch-metrics
 CORRECTION=(
     "$apply"
     --custom-tis-function-path mis_plugins.mis.compute_mis_weights_with_cp
+    --custom-megatron-before-train-step-hook-path mis_plugins.mis.report_step
     --custom-config-path "$MIS_CONFIG"
 )
 FILTER=(

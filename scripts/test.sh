@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
 # Everything CI checks: lint, format, types, tests with shapes checked at run time. Arguments go to pytest.
+#   bash scripts/test.sh quick                lint, format and the math's tests, in less than two minutes
 #   bash scripts/test.sh                      all but the tests of rollout engines
 #   bash scripts/test.sh -k weights -x        the checks, then only these tests
 #   bash scripts/test.sh --engines            all of it; installs SGLang and vLLM (10 GB free)
@@ -8,6 +9,15 @@ source "$(dirname "${BASH_SOURCE[0]}")/cleanup.sh"
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 cd "$repository"
 export OMP_NUM_THREADS=1
+
+MATH=(tests/terms tests/correction tests/loss/test_objective.py tests/loss/test_kept_set.py)
+
+if [ "${1:-}" = quick ]; then
+    ruff check .
+    ruff format --check .
+    exec python -m pytest --numprocesses "${TEST_WORKERS:-2}" --ignore=tests/correction/test_parallel.py \
+        --jaxtyping-packages mis_plugins,true_on_policy,shapes.checked "${MATH[@]}" "${@:2}"
+fi
 
 if [ "${1:-}" = --engines ]; then
     shift

@@ -30,21 +30,6 @@ BURN_IN = 8
 """Rollouts before the first version that is kept: Adam's first steps are larger than its later steps."""
 
 
-def directions(
-    loop: Loop, methods: Mapping[str, Namespace], bound: int, rollouts: int
-) -> dict[str, dict[str, float]]:
-    """Compare each method's gradient with the on-policy gradient.
-
-    `pooled` is the cosine of the gradient over all rollouts, which shows bias. `single` is the mean cosine of one
-    rollout's gradient, where variance counts too. `norm` is the gradient's norm over the on-policy
-    gradient's. The method `on-policy` is a second on-policy gradient of equal size: what sampling noise
-    leaves of 1.
-    """
-    made = Stale.collect(loop, bound, rollouts)
-    found = {name: direction(loop, args, made.rollouts, made.reference) for name, args in methods.items()}
-    return {"on-policy": made.again} | found
-
-
 @dataclass(frozen=True)
 class Stale:
     """Rollouts that several versions wrote, and the on-policy gradient of the last version.
@@ -122,6 +107,11 @@ def _decode(loop: Loop, versions: Sequence[Weights], pool: Pool, seeds: Mapping[
 def direction(
     loop: Loop, args: Namespace, rollouts: Sequence[Rollout], reference: Tensor
 ) -> dict[str, float]:
+    """Compare the gradient of rollouts with the on-policy one.
+
+    `pooled` is the cosine of the gradient over all rollouts, which shows bias. `single` is the mean cosine of one
+    rollout's gradient, where variance counts too. `norm` is the gradient's norm over the on-policy gradient's.
+    """
     gradients = [mean_gradient(args, loop.state, loop.trainer, [rollout]) for rollout in rollouts]
     pooled = torch.stack(gradients).mean(0)
     return {

@@ -115,7 +115,7 @@ CANDIDATES: Mapping[str, Log] = {
 
 
 def compared(loop: Loop, weighed: Namespace, bound: int, rollouts: int) -> dict[str, dict[str, float]]:
-    """Compare the gradient under each candidate with the on-policy gradient, as `async_bias.directions` does.
+    """Compare the gradient under each candidate with the on-policy gradient, by `async_bias.direction`.
 
     Args:
         weighed: arguments whose loss multiplies by exp(recomputed_log_probs - rollout_log_probs), unbounded.

@@ -14,7 +14,6 @@ from lab.gpu.attention import flash_attention_3, prefill
 from lab.gpu.machine import Call, Cuda
 from lab.gpu.pins import installed
 from lab.gpu.plan import CONTRACT, Plan
-from lab.gpu.published import PUBLISHED
 from lab.gpu.results import Result
 from true_on_policy.kernels import deep_gemm, gpu
 from true_on_policy.kernels.gpu_probes import drawing
@@ -37,7 +36,6 @@ class Case:
 
 
 def cost(plan: Plan, machine: Cuda) -> Iterator[Result]:
-    yield PUBLISHED
     yield _result("Kernels", machine, _kernels(plan, machine))
     yield _result("Attention", machine, _attention(plan, machine))
     yield _result(

@@ -47,7 +47,7 @@ from lab.host.train.gradients import (
 from lab.host.train.loss import LOSSES
 from lab.host.train.parallel import ParallelState, StopSignal, initialize
 from lab.host.train.trainer import RolloutData, Trainer
-from lab.host.train.warm_start import warm_start
+from lab.host.train.warm_start import WarmStart
 from mis_plugins.hosts.step_report import RECORDER
 from mis_plugins.shared.shell import Unread
 
@@ -125,7 +125,7 @@ def recording(args: Namespace, first_rollout: int) -> Iterator[Callable[[Row], N
         summary = {**report.summarize(records), **asynchronous_summary(records)}
         summary |= {"status": status, "arguments": arguments}
         report.write_json(folder / SUMMARY, summary)
-        report.plot_curves({folder.name: folder}, folder / CURVES)
+        report.draw_histories({folder.name: records}, folder / CURVES)
 
 
 def _table(args: Namespace, folder: Path, completed: int) -> report.LiveTable:
@@ -160,7 +160,7 @@ class Loop:
         config = model_config(args, task.vocab_size)
         held_out = draw_problems(task, args.eval_prompts, derive_seed(args.seed, "held out"))
         saved = checkpoint.load(args.load, config) if args.load else None
-        warm = partial(warm_start, args, config, task, state, _prompts(held_out))
+        warm = WarmStart(args, config, task, state, _prompts(held_out)).weights
         weights = saved["weights"] if saved else warm()
         trainer = Trainer(args, config, state, weights, args.lr)
         if saved:
@@ -224,7 +224,7 @@ class Loop:
         return self.collect(self.engine, "rollout", rollout_id)
 
     def publish(self) -> Row:
-        """Hand the weights to the engine or worker that samples. Collective."""
+        """Hand the weights to the engine or thread that samples. Collective."""
         weights = self.trainer.weights()
         self.engine.update_weights(weights, self.next_rollout)
         every = self.args.check_weights_every
@@ -322,7 +322,7 @@ class Loop:
         return self.reference
 
     def close(self) -> None:
-        """End the engine or worker that samples."""
+        """End the engine or thread that samples."""
         if self.asynchronous is not None:
             self.asynchronous.close()
         self.engine.close()

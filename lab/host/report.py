@@ -6,7 +6,6 @@ import itertools
 import json
 import math
 import sys
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +21,6 @@ from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from lab.host.folders import METRICS
 from mis_plugins.shared.files import replaced, write_text
 from mis_plugins.shared.palette import FRAME, GRID, TEXT, color
 from mis_plugins.shared.terminal import steered
@@ -143,7 +141,7 @@ def in_words(name: str, summary: Summary) -> str:
     )
 
 
-Histories = Mapping[str, Sequence[Sequence[Mapping[str, Any]]]]  # label to seeds to records
+Histories = Mapping[str, Sequence[Mapping[str, Any]]]  # label to records
 
 
 @dataclass(frozen=True)
@@ -166,22 +164,11 @@ PANELS = (
 )
 
 
-def plot_curves(runs: Mapping[str, Path | Sequence[Path]], output: Path) -> None:
-    """Draw the runs' curves over each other.
-
-    Args:
-        runs: name of each line to the run's folder, or to the folders of several seeds. A dot is what was measured,
-            a line the moving mean over a twentieth of the run and over the seeds; it begins at the first dot.
-        output: the PNG file to write.
-    """
-    histories = {
-        label: [MetricsLog(path / METRICS).read() for path in _paths(run)] for label, run in runs.items()
-    }
-    draw_histories(histories, output)
-
-
 def draw_histories(histories: Histories, output: Path) -> None:
-    """Draw the curves of runs from their records, as `plot_curves` does from their folders."""
+    """Draw the curves of runs over each other as a PNG file.
+
+    A dot is what was measured, a line the moving mean over a twentieth of the run; it begins at the first dot.
+    """
     panels = [panel for panel in PANELS if panel.key != "grad_cosine" or _recorded(histories, panel.key)]
     figure = Figure(figsize=(11, 7), layout="constrained", facecolor="white")
     axes = figure.subplot_mosaic(_mosaic([panel.key for panel in panels]), sharex=True)
@@ -193,20 +180,18 @@ def draw_histories(histories: Histories, output: Path) -> None:
 
 
 def _draw(axis: Axes, panel: Panel, histories: Histories) -> None:
-    curves = {label: [_shown(one, panel.key) for one in seeds] for label, seeds in histories.items()}
+    curves = {label: _shown(history, panel.key) for label, history in histories.items()}
     zero = _zero_of(curves) if panel.scale == "log" else None
     ends: list[tuple[float, float, str, str]] = []
-    for index, (label, seeds) in enumerate(curves.items()):
-        shade = color(label, index)
-        for curve in seeds:
-            axis.plot(list(curve), _lifted(curve, zero), ".", color=shade, alpha=0.35, markersize=3)
-        mean = _smooth(_mean_curve(seeds))
+    for index, (label, curve) in enumerate(curves.items()):
+        shade, mean = color(label, index), _smooth(curve)
+        axis.plot(list(curve), _lifted(curve, zero), ".", color=shade, alpha=0.35, markersize=3)
         if mean:
             line = _lifted(mean, zero)
             axis.plot(list(mean), line, color=shade, linewidth=2)
             ends.append((list(mean)[-1], line[-1], label, shade))
     _name(axis, ends, panel)
-    if zero is not None and any(0.0 in curve.values() for seeds in curves.values() for curve in seeds):
+    if zero is not None and any(0.0 in curve.values() for curve in curves.values()):
         axis.axhline(zero, color=FRAME, linewidth=0.8, linestyle=":")
         axis.text(
             0.01, zero, "exactly 0", transform=axis.get_yaxis_transform(), fontsize=8, color=TEXT, va="bottom"
@@ -224,9 +209,9 @@ def _shown(history: Sequence[Mapping[str, Any]], key: str) -> dict[int, float]:
     return {rollout: value for rollout, value in curve.items() if rollout < fallen}
 
 
-def _zero_of(curves: Mapping[str, Sequence[Mapping[int, float]]]) -> float:
+def _zero_of(curves: Mapping[str, Mapping[int, float]]) -> float:
     """Where a logarithmic axis shows values of exactly 0: a decade below the smallest other."""
-    values = [value for seeds in curves.values() for curve in seeds for value in curve.values() if value > 0]
+    values = [value for curve in curves.values() for value in curve.values() if value > 0]
     return 10.0 ** (math.floor(math.log10(min(values))) - 1) if values else 1.0
 
 
@@ -283,24 +268,12 @@ def _mosaic(keys: Sequence[str]) -> list[Any]:
 
 
 def _recorded(histories: Histories, key: str) -> bool:
-    return any(_values(history, key) for seeds in histories.values() for history in seeds)
-
-
-def _paths(run: Path | Sequence[Path]) -> Sequence[Path]:
-    return [run] if isinstance(run, Path) else run
+    return any(_values(history, key) for history in histories.values())
 
 
 def _curve(history: Iterable[Mapping[str, Any]], key: str) -> dict[int, float]:
     """Values of one key by rollout, where the key was recorded."""
     return {record["rollout"]: float(record[key]) for record in history if record.get(key) is not None}
-
-
-def _mean_curve(curves: Iterable[Mapping[int, float]]) -> dict[int, float]:
-    gathered: dict[int, list[float]] = defaultdict(list)
-    for curve in curves:
-        for rollout, value in curve.items():
-            gathered[rollout].append(value)
-    return {rollout: fmean(values) for rollout, values in sorted(gathered.items())}
 
 
 def _smooth(curve: Mapping[int, float]) -> dict[int, float]:

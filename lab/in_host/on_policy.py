@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from lab.in_host import verdict
 from lab.in_host.rows import Row
+from lab.records import Records
 from mis_plugins.shared.opened import optional
 
 HEAD = """# Truly on policy inside the hosts' own loops
@@ -25,16 +25,9 @@ difference. [docs/hosts.md](../../docs/hosts.md) tells what the flags are.
 """
 
 
-def recorded(rows: Sequence[Row], folder: Path) -> dict[str, dict[str, Any]]:
-    """Read the records of the rows that have one."""
-    paths = {row.name: folder / f"{row.name}.json" for row in rows}
-    return {name: json.loads(path.read_text()) for name, path in paths.items() if path.exists()}
-
-
-def page(rows: Sequence[Row], folder: Path) -> str:
+def page(rows: Sequence[Row], records: Records) -> str:
     """Write the certificate in markdown: a line a run."""
-    found = recorded(rows, folder)
-    return HEAD + "".join(f"{_line(row, found.get(row.name))}\n" for row in rows)
+    return HEAD + "".join(f"{_line(row, records.get(row.name))}\n" for row in rows)
 
 
 def _line(row: Row, record: dict[str, Any] | None) -> str:
@@ -53,7 +46,7 @@ def _line(row: Row, record: dict[str, Any] | None) -> str:
             f"| {made} |")  # fmt: skip
 
 
-def draw(rows: Sequence[Row], folder: Path, path: Path) -> None:
+def draw(rows: Sequence[Row], records: Records, path: Path) -> None:
     """Draw the share of log-probs that differ, step by step, and the reward beside it.
 
     Raises:
@@ -61,7 +54,7 @@ def draw(rows: Sequence[Row], folder: Path, path: Path) -> None:
     """
     figure = optional("matplotlib.figure").Figure(figsize=(9, 3.6), layout="constrained")
     shares, rewards = figure.subplots(1, 2)
-    for name, record in recorded(rows, folder).items():
+    for name, record in ((row.name, records[row.name]) for row in rows if row.name in records):
         style = {"color": "black", "linestyle": "--"} if record["contract"] is None else {}
         label = name.replace("on-policy-", "")
         shares.plot([different / compared for compared, different in record["bits"]], label=label, **style)

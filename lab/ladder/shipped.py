@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from statistics import quantiles
 from typing import Any
 
 from lab.ladder.rungs import RUNGS
 from mis_plugins.shared.files import replaced
 
-LARGEST = 64  # the most responses of a length that are carried
+CARRIED = {
+    "ratio": ("mean", "min", "max"),
+    "k3": ("mean", "max"),
+    "binary_kl": ("mean",),
+    "abs_prob_diff": ("mean",),
+}
+"""The statistics of whole sequences that a preset bounds, and how they are aggregated."""
+LARGEST = 20  # the most values of a statistic that are carried: order statistics, which stand for all
 SAMPLED_AS_TRAINED = "bf16"  # the trainer whose numbers are carried
 
 
@@ -24,39 +33,57 @@ def write(path: Path, content: Mapping[str, Any]) -> None:
 
 
 def shipped(content: Mapping[str, Any]) -> dict[str, Any]:
-    """Model, commits and rungs, with four digits of each number."""
-    found = content["rungs"]
-    commits = dict.fromkeys(commit for one in found.values() for commit in one["commit"].split(", "))
-    rungs = sorted((_rung(name, one) for name, one in found.items()), key=lambda rung: rung["k3"])
-    return {"model": content["model"], "commits": ", ".join(commits), "rungs": rungs}
+    """Model, commits and rungs: of the finest step all lengths, of each other step the longest."""
+    rungs = by_k3(content["rungs"])
+    finest = next((name for name in rungs if RUNGS[name].step), None)
+    longest = max(set.intersection(*({*map(int, rung["responses"])} for rung in rungs.values())), default=0)
+    made = []
+    for name, rung in rungs.items():
+        lengths = rung["responses"] if name == finest else [str(longest)] * RUNGS[name].step
+        made.append(_rung(name, rung, [length for length in lengths if length in rung["responses"]]))
+    return {"model": content["model"], "commits": commits(content["rungs"]), "rungs": made}
 
 
-def _rung(name: str, one: Mapping[str, Any]) -> dict[str, Any]:
-    found = one["mismatch"][SAMPLED_AS_TRAINED]
-    numbers = {key: _digits(found[key][0]) for key in ("k3", "p99")}
-    counts = {key: found[key] for key in ("tokens", "prompts")}
-    lengths = {length: _length(one, length) for length in one["responses"]}
-    told = {"words": RUNGS[name].words, "step": RUNGS[name].step}
-    return {"name": name, **told, **numbers, **counts, "by_length": lengths}
+def by_k3(rungs: Mapping[str, Any]) -> dict[str, Any]:
+    """The rungs by name, the finest first."""
+    return dict(sorted(rungs.items(), key=lambda pair: pair[1]["mismatch"][SAMPLED_AS_TRAINED]["k3"][0]))
 
 
-def _length(one: Mapping[str, Any], length: str) -> dict[str, Any]:
-    windows = {
-        statistic: {over: list(map(_digits, values[:LARGEST])) for over, values in by_over.items()}
-        for statistic, by_over in one["windows"][length].items()
+def commits(rungs: Mapping[str, Any]) -> str:
+    """The commits of this repository that sampled, each once."""
+    return ", ".join(
+        dict.fromkeys(commit for rung in rungs.values() for commit in rung["commit"].split(", "))
+    )
+
+
+def fits(values: Mapping[str, Any]) -> tuple[float, float]:
+    """A window of `(prod r)^(1/n)` that keeps nine of ten responses: its percentiles 5 and 95."""
+    low, *_, high = quantiles(values["ratio"]["mean"], n=20, method="inclusive")
+    return _digits(math.exp(low), 6), _digits(math.exp(high), 6)
+
+
+def _rung(name: str, rung: Mapping[str, Any], lengths: Sequence[str]) -> dict[str, Any]:
+    numbers = rung["mismatch"][SAMPLED_AS_TRAINED]
+    told = {"name": name, "words": RUNGS[name].words, "step": RUNGS[name].step}
+    told |= {key: _digits(numbers[key][0], 4) for key in ("k3", "p99")}
+    told |= {key: numbers[key] for key in ("tokens", "prompts")}
+    return told | {"by_length": {length: _length(rung, length) for length in lengths}}
+
+
+def _length(rung: Mapping[str, Any], length: str) -> dict[str, Any]:
+    measured = rung["windows"][length]
+    values = {
+        statistic: {over: _thinned(measured[statistic][over]) for over in overs}
+        for statistic, overs in CARRIED.items()
     }
-    presets = {name: _preset(found) for name, found in one["presets"][length].items()}
-    return {"count": one["responses"][length], "presets": presets, "values": windows}
+    return {"count": rung["responses"][length], "values": values}
 
 
-def _preset(found: Any) -> list[float | None] | None:
-    """Return a preset's numbers with four digits; None where rollouts alone have no numbers."""
-    if isinstance(found, str):
-        return None
-    return [
-        None if (value := found[key]) is None else _digits(value) for key in ("sequences", "tokens", "weight")
-    ]
+def _thinned(values: Sequence[float]) -> list[float]:
+    """Values in order, of many the evenly spaced ones, with four digits."""
+    ordered, kept = sorted(values), min(LARGEST, len(values))
+    return [_digits(ordered[int((place + 0.5) * len(ordered) / kept)], 4) for place in range(kept)]
 
 
-def _digits(value: float) -> float:
-    return float(f"{value:.4g}")
+def _digits(value: float, digits: int) -> float:
+    return float(f"{value:.{digits}g}")

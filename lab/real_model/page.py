@@ -1,23 +1,16 @@
-"""The page and the picture of the experiment, made of the records that are there."""
+"""The page of the experiment, made of the records that are there."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from statistics import fmean, stdev
-
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
-from matplotlib.lines import Line2D
 
 from lab.provenance import markdown_table
 from lab.real_model.arms import ARMS
 from lab.real_model.directions import NORMAL
 from lab.real_model.records import Record
 from lab.real_model.summary import LAST, summary
-from mis_plugins.shared.files import replaced
-from mis_plugins.shared.palette import BLACK, FRAME, GRID, TEXT, color
 
 Units = Mapping[tuple[str, int], Record]
 
@@ -199,66 +192,3 @@ def _made(there: Units) -> Iterator[str]:
             )
         )
     yield markdown_table(("arm", "seed", "window", "CPU minutes", "commit", "machine"), rows)
-
-
-PANELS = (
-    ("held-out accuracy", "held_out", "accuracy"),
-    ("held-out format", "held_out", "format"),
-    ("reward", "rollouts", "reward"),
-    ("k3 a token", "rollouts", "k3"),
-)
-COLUMNS = ("bf16", "fp8", "int5")
-
-
-def draw(there: Units, output: Path) -> None:
-    """A row a quantity, a column a precision of the rollout, a line a unit; truly on policy stands in every column."""
-    figure = Figure(figsize=(12, 11), layout="constrained", facecolor="white")
-    axes = figure.subplots(len(PANELS), len(COLUMNS), sharex=True, sharey="row", squeeze=False)
-    for row, (title, part, key) in zip(axes, PANELS, strict=True):
-        for axis, rung in zip(row, COLUMNS, strict=True):
-            _panel(axis, there, rung, part, key)
-            axis.set_title(f"{title}, {rung} rollout", loc="left", fontsize=10, color=TEXT)
-            if key == "k3":
-                axis.set_yscale("symlog", linthresh=1e-4)
-    for axis in axes[-1]:
-        axis.set_xlabel("rollout", color=TEXT, fontsize=9)
-    for axis, rung in zip(axes[0], COLUMNS, strict=True):
-        axis.legend(handles=_key(rung), frameon=False, fontsize=8)
-    with replaced(output) as partial:
-        figure.savefig(partial, dpi=110, format="png")
-
-
-def _panel(axis: Axes, there: Units, rung: str, part: str, key: str) -> None:
-    for (name, _), record in there.items():
-        if ARMS[name].rung in (rung, None):
-            shade, style = _look(name)
-            points = [(row["rollout"], row[key]) for row in record[part]]
-            axis.plot(*zip(*points, strict=True), style, color=shade, lw=1.2, alpha=0.9)
-    axis.tick_params(colors=TEXT, labelsize=9)
-    axis.grid(axis="y", color=GRID, linewidth=0.8)
-    axis.spines[["top", "right"]].set_visible(False)
-    axis.spines[["left", "bottom"]].set_color(FRAME)
-
-
-LOOKS = {
-    "none": (color("uncorrected"), "-"),
-    "tis": (color("token TIS"), "--"),
-    "sequence": (color("sequence"), "-."),
-    "geometric": (color("corrected"), ":"),
-    "dense-2": (color("token TIS"), "--"),
-    "dense-3": (color("corrected"), ":"),
-    "dense-4": (BLACK, "-."),
-}
-
-
-def _look(name: str) -> tuple[str, str]:
-    """Colour and line of an arm."""
-    if ARMS[name].rung is None:
-        return color("truly on policy"), "-"
-    return LOOKS[name.partition("-")[2] or "none"]
-
-
-def _key(rung: str) -> list[Line2D]:
-    names = [name for name, arm in ARMS.items() if arm.rung in (rung, None)]
-    looks = [(ARMS[name].words, *_look(name)) for name in names]
-    return [Line2D([], [], color=shade, ls=style, lw=1.2, label=words) for words, shade, style in looks]

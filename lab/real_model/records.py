@@ -1,10 +1,9 @@
-"""Records of units: a json each, taken over where its settings are the same, refused where they are others."""
+"""Records of units: a record is taken over where its settings are the same, and refused where they differ."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from mis_plugins.errors import UserError
@@ -12,24 +11,23 @@ from mis_plugins.errors import UserError
 Record = Mapping[str, Any]
 
 
-def path_of(runs: Path, arm: str, seed: int) -> Path:
-    return runs / f"{arm}-seed{seed}.json"
+def name_of(arm: str, seed: int) -> str:
+    return f"{arm}-seed{seed}"
 
 
-def finished(path: Path, settings: Mapping[str, Any]) -> Record | None:
-    """The record of a finished unit; None where there is none.
+def finished(there: Mapping[str, Record], name: str, settings: Mapping[str, Any]) -> Record | None:
+    """Take a finished unit's record from the records that are there; None where the unit has none.
 
     Raises:
         UserError: the record is of other settings.
     """
-    if not path.exists():
+    record = there.get(name)
+    if record is None:
         return None
-    record = json.loads(path.read_text(encoding="utf-8"))
-    there, here = record["settings"], json.loads(json.dumps(settings))
-    if other := sorted(key for key in there.keys() | here.keys() if there.get(key) != here.get(key)):
-        told = "; ".join(f"{key}: {there.get(key)} there, {here.get(key)} here" for key in other)
+    made, here = record["settings"], json.loads(json.dumps(settings))
+    if other := sorted(key for key in made.keys() | here.keys() if made.get(key) != here.get(key)):
+        told = "; ".join(f"{key}: {made.get(key)} there, {here.get(key)} here" for key in other)
         raise UserError(
-            f"--runs {path.parent}: {path.name} is a record of other settings ({told}); "
-            "remove the file, or name another folder"
+            f"--runs: {name} has a record of other settings ({told}); remove {name}.json, or name another folder"
         )
     return record

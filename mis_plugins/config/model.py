@@ -20,7 +20,7 @@ Scope = Literal["micro_batch", "data_parallel", "rollout"]
 Population = Literal["valid", "kept"]
 Over = Literal["token", "sum", "mean", "min", "max"]
 Unit = Literal["sequence", "segment"]
-Metrics = Literal["full", "core", "none", "all"]
+Metrics = Literal["watch", "all", "full", "core", "none"]
 # A name from a table that may grow; the annotation holds the function that lists them: see
 # `reading.choices_of`.
 BoundName = Annotated[str, bounds.bound_names]
@@ -373,6 +373,9 @@ class CorrectionConfig:
         Alone it sets `weight` to a weight of tokens with its bounds; a `weight` of tokens beside it bounds
         and normalizes instead. null leaves it to the host: on where the host knows versions and tokens have a
         weight, else off.
+    metrics: `watch` hands the host five metrics a token, and leaves all others to the step hook, which logs them
+        of whole steps; where a host has no step hook it is `full`, which hands every metric back. `all` is both
+        `full` and the step hook's. `core` is at most eight, `none` none. Miles's flat keys have `full`.
     opsm, objective: only the loss hook can serve them, and segment-wise weights: `--loss-type custom_loss
         --custom-loss-function-path mis_plugins.mis.policy_loss`.
     denominator: what a sequence's loss is divided by once tokens are rejected: its `original` number of tokens, or
@@ -392,7 +395,7 @@ class CorrectionConfig:
 
     weight: WeightConfig | None = None
     reject: tuple[RejectRule, ...] = ()
-    metrics: Metrics = "full"
+    metrics: Metrics = "watch"
     opsm: OpsmConfig | None = None
     objective: ObjectiveConfig | None = None
     denominator: Literal["original", "kept"] = "original"
@@ -572,6 +575,11 @@ class CorrectionConfig:
     def can_end_empty(self) -> bool:
         """Whether a micro-batch may end without any token that has a weight, OPSM aside."""
         return self.rejects or (self.weight is not None and self.weight.record.zeroes)
+
+    @property
+    def reports_step(self) -> bool:
+        """Whether the step hook logs metrics of whole optimizer steps."""
+        return self.metrics in ("watch", "all")
 
     @property
     def corrects(self) -> bool:

@@ -197,7 +197,7 @@ def _lower_bound(flat: Mapping[str, Any], key: str) -> float | None:
     return None if bound is None else max(bound, 0.0)
 
 
-def from_areal(keys: Mapping[str, Any], metrics: Metrics = "full") -> CorrectionConfig:
+def from_areal(keys: Mapping[str, Any], metrics: Metrics = "watch") -> CorrectionConfig:
     """Read AReaL's flat keys: standard or segment-wise decoupled PPO; a token outside the bounds weighs 0.
 
     As in AReaL, no cap means no bound, and no floor means 0. `enable_segment_wise_ppo: true` takes AReaL's
@@ -586,8 +586,10 @@ def _of_said(said: Mapping[str, Any]) -> CorrectionConfig:
     config = from_mapping(nested)
     if areal:
         config = from_areal(areal, config.metrics)
-    elif flat and (flat.get("tis_upper_bound") is not None or use_tis):
-        config = from_flat(flat, config.metrics)
+    elif flat:
+        metrics = (nested or {}).get("metrics", "full")  # Miles's mis.py hands back all
+        corrects = flat.get("tis_upper_bound") is not None or use_tis
+        config = from_flat(flat, metrics) if corrects else CorrectionConfig(metrics=metrics)
     return config
 
 

@@ -150,7 +150,7 @@ def _needed_for_metrics(config: CorrectionConfig) -> set[str]:
         return names
     names |= {"proximal", "ratio_squared", "log_ratio_min"}
     names |= _needed_for_weights(config)
-    return names | (_needed_for_step(config) if config.metrics == "all" else set())
+    return names | (_needed_for_step(config) if config.reports_step else set())
 
 
 def _needed_for_step(config: CorrectionConfig) -> set[str]:

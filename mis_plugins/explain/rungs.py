@@ -11,7 +11,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from statistics import quantiles
 from typing import Any
 
 from mis_plugins.config.model import LEVEL_OVER, CorrectionConfig, Over
@@ -22,35 +21,18 @@ Values = Mapping[str, Mapping[str, list[float]]]
 
 
 @dataclass(frozen=True)
-class Preset:
-    """What a preset keeps: shares of sequences and tokens, and the mean weight of what is kept (None where nothing)."""
-
-    sequences: float
-    tokens: float
-    weight: float | None
-
-
-@dataclass(frozen=True)
 class Responses:
     """Responses of one length.
 
     Attributes:
-        count: how many of them the presets were applied to.
-        presets: by name; None where a preset reads advantages or routes, which rollouts alone do not have.
-        values: by statistic, then by mean, min or max: the value of each response that a rule over sequences
-            compares.
+        count: how many of them were measured.
+        values: by statistic, then by mean, min or max, in order: what a rule over sequences compares. At most
+            twenty order statistics stand for all responses.
     """
 
     length: int
     count: int
-    presets: Mapping[str, Preset | None] = field(repr=False)
     values: Values = field(repr=False)
-
-    @property
-    def window(self) -> tuple[float, float]:
-        """A window of `(prod r)^(1/n)` that keeps nine of ten responses: its percentiles 5 and 95."""
-        low, *_, high = quantiles(self.values["ratio"]["mean"], n=20, method="inclusive")
-        return math.exp(low), math.exp(high)
 
 
 @dataclass(frozen=True)
@@ -63,7 +45,7 @@ class Rung:
         step: whether the rung differs from the others in its weights; bf16 with another LM head or engine
             does not.
         k3, p99: the mean k3 of a token, and the percentile 99 of |log r|.
-        by_length: the responses of each length.
+        by_length: responses of each length at the finest step, of the longest at the other steps, none elsewhere.
     """
 
     name: str
@@ -98,11 +80,6 @@ class Record:
     def steps(self) -> tuple[Rung, ...]:
         """The ladder of precisions: the rungs without the variants of bf16."""
         return tuple(rung for rung in self.rungs if rung.step)
-
-    @property
-    def lengths(self) -> list[int]:
-        """Lengths that every rung has responses of, the shortest first."""
-        return sorted(set.intersection(*(set(rung.by_length) for rung in self.rungs)))
 
 
 @dataclass(frozen=True)
@@ -148,7 +125,8 @@ def windows(config: CorrectionConfig) -> Iterator[Window]:
 def warnings(config: CorrectionConfig) -> Iterator[str]:
     """Warnings about windows that keep few sequences: of the longest at some rung, or of short ones at the finest."""
     measured = record()
-    finest, (*shorter, longest) = measured.steps[0], measured.lengths
+    finest = measured.steps[0]
+    *shorter, longest = sorted(finest.by_length)
     for window in windows(config):
         by_rung = {f"at {rung.said}": rung.by_length[longest] for rung in measured.steps}
         yield from _few(window, f"of sequences of {longest} tokens", by_rung)
@@ -187,14 +165,8 @@ def read(file: Path) -> Record:
 
 
 def _rung(held: Mapping[str, Any]) -> Rung:
-    return Rung(
-        **{**held, "by_length": {int(n): _responses(int(n), one) for n, one in held["by_length"].items()}}
-    )
-
-
-def _responses(length: int, held: Mapping[str, Any]) -> Responses:
-    presets = {name: one and Preset(*one) for name, one in held["presets"].items()}
-    return Responses(length, held["count"], presets, held["values"])
+    lengths = {int(n): Responses(int(n), **responses) for n, responses in held["by_length"].items()}
+    return Rung(**{**held, "by_length": lengths})
 
 
 def short(value: float) -> str:

@@ -33,6 +33,7 @@ from mis_plugins.versions.segment_wise import NO_VERSION, Written
 
 NAMES = ("A", "B")
 LENGTHS = (4, 2)
+LABELS, TURNS = ("A1", "A2", "A3", "A4", "B1", "B2"), ("1", "1", "", "2", "1", "1")
 LOSS_MASK = (True, True, False, True, True, True)
 BEHAVIOR = (0.5, 0.4, 0.3, 0.1, 0.4, 0.5)  # probabilities under mu
 PROXIMAL = (0.2, 0.5, 0.3, 0.8, 0.4002, 0.4999)  # pi_old
@@ -64,15 +65,15 @@ class Example:
 def work(config: CorrectionConfig) -> Example:
     """Correct the six tokens."""
     x = _inputs()
-    assert x.behavior is not None
-    log_probs, numerator = (
-        (compared_log_probs(x, config), x.behavior),
-        numerator_of(x.proximal, x.behavior, x.written, config),
+    behavior = log(BEHAVIOR)
+    compared, numerator = (
+        (compared_log_probs(x, config), behavior),
+        numerator_of(x.proximal, behavior, x.written, config),
     )
     normalize, mean = config.weight and config.weight.normalize, None
     if normalize and normalize.scope == "rollout":
-        mean = mean_weight_of(*log_probs, x.ragged, config, numerator)
-    correction = correct(*log_probs, x.ragged, config, mean, numerator, torch.tensor(ROUTES))
+        mean = mean_weight_of(*compared, x.ragged, config, numerator)
+    correction = correct(*compared, x.ragged, config, mean, numerator, torch.tensor(ROUTES))
     share = share_of(x, correction, config)
     keep = correction.keep if share.on_policy is None else correction.keep & share.on_policy
     if not config.needs_loss_hook:
@@ -87,6 +88,10 @@ def work(config: CorrectionConfig) -> Example:
     return Example(x, correction, keep, handed[0])
 
 
+def log(probabilities: Sequence[float]) -> Float[Tensor, " T"]:
+    return torch.tensor([math.log(p) for p in probabilities])
+
+
 def table(config: CorrectionConfig) -> str:
     """The corrected example as text: a table of tokens, then a table of sequences."""
     example = work(config)
@@ -98,7 +103,6 @@ def table(config: CorrectionConfig) -> str:
 
 def _inputs() -> LossInputs:
     starts = torch.tensor([0, LENGTHS[0], sum(LENGTHS)])
-    log = lambda probabilities: torch.tensor([math.log(p) for p in probabilities])  # noqa: E731
     return LossInputs(
         ragged=Ragged(starts, torch.tensor(LOSS_MASK)),
         target=log(TARGET).requires_grad_(),
@@ -117,13 +121,12 @@ def _token_rows(example: Example) -> Iterator[Row]:
     aged, hooked = config.segment_wise_on, example.loss is not None
     heads = ("token", "turn", trainer, "mu", "r") + ("age", "q") * aged + ("w", "kept")
     yield heads + ("A", "L") * hooked
-    labels, turns = _labels()
     for t, valid in enumerate(LOSS_MASK):
         if not valid:
             blank = ("",) * (len(heads) - 3)
-            yield (labels[t], "tool", *blank, "masked") + ("", "") * hooked
+            yield (LABELS[t], "tool", *blank, "masked") + ("", "") * hooked
             continue
-        row = (labels[t], turns[t], f"{probabilities[t]:g}", f"{BEHAVIOR[t]:g}")
+        row = (LABELS[t], TURNS[t], f"{probabilities[t]:g}", f"{BEHAVIOR[t]:g}")
         row += (_number(correction.log_ratio[t].exp()),)
         row += (f"{CURRENT - VERSIONS[t]}", _number(correction.stage.weighed[t])) * aged
         row += (_number(correction.loss_factor[t]), "yes" if example.keep[t] else "no")
@@ -136,12 +139,6 @@ def _sequence_rows(example: Example) -> Iterator[Row]:
     yield "sequence", "n", "prod r", "(prod r)^(1/n)", "tokens kept"
     for name, total, count, kept in zip(NAMES, *rows.unbind(), strict=True):
         yield name, f"{count:g}", _number(total.exp()), _number((total / count).exp()), f"{kept:g}"
-
-
-def _labels() -> tuple[list[str], list[str]]:
-    """A1, A2, ... and the number of the turn each token lies in."""
-    names = [f"{name}{t + 1}" for name, length in zip(NAMES, LENGTHS, strict=True) for t in range(length)]
-    return names, ["1", "1", "", "2", "1", "1"]
 
 
 def _number(x: Tensor) -> str:

@@ -12,7 +12,6 @@ from mis_plugins.config.model import (
     RejectRule,
     RoutingConfig,
     Scope,
-    SegmentWiseConfig,
     WeightConfig,
 )
 from mis_plugins.config.terms.bounds import Outside
@@ -98,6 +97,27 @@ WHOSE_MEAN: dict[Scope, str] = {
         "on each data-parallel rank, so that mean and loss change with any of them; scope: rollout does not"
     ),
 }
+KEPT_AGGREGATE = (
+    "aggregate: what a sequence or segment adds up to leaves out the tokens that a rule has dropped"
+)
+RESPLIT = (
+    "trainer against itself: of each {every} rollouts one is scored again from other micro-batches, which costs a "
+    "log-prob pass; resplit_differs is 0 where no kernel depends on the batch"
+)
+NOTHING = (
+    "metrics: none alone weighs nothing, drops nothing and reports nothing: drop it, or say how to correct (it has "
+    f"its effect beside a weight or rules, and where the host's flags make up the loss: {LOSS_HOOK})"
+)
+WHERE_KNOWN = (
+    "segment_wise: on where the host hands on which version wrote each token (Miles and slime: with "
+    "mis_plugins.mis.carry_versions): the weight is pi_{v+1} / mu there, and PPO's ratio pi_theta / pi_{v+1}; "
+    "enabled: false keeps pi_old in both"
+)
+EXPERTS = {
+    "engine": "routers use the engine's experts where the host replays them",
+    "trainer": "routers use the experts that their own gates pick, and the engine's are compared",
+}
+ON_FAULT = {"warn": "is logged", "raise": "stops the job"}
 LONG, DRIFT = 2000, 1.001
 HIGHEST_CAP = 100
 EFFECT: dict[Outside, str] = {"weighed": "changes", "zeroed": "weighs with 0", "dropped": "drops"}
@@ -111,54 +131,46 @@ def describe(config: CorrectionConfig, host: Host | None = None, file: str = "FI
         file: what stands behind --custom-config-path.
     """
     trainer = trainer_policy(config)
-    lines = [_weight(config.weight, "pi_{v+1}" if config.segment_wise_on else trainer)]
-    lines += _segment_wise(config)
-    lines += _normalization(config.weight)
-    lines += [_rule(rule, trainer) for rule in config.reject]
-    if config.opsm:
-        lines.append(_opsm(config.opsm))
-    if config.routing:
-        lines.append(_routing(config.routing))
-    if config.objective:
-        lines.append(_objective(config.objective, config.clips_against_next))
-    if config.aggregate == "kept":
-        lines.append(
-            "aggregate: what a sequence or segment adds up to leaves out the tokens that a rule has dropped"
-        )
-    if config.can_end_empty or config.opsm:
-        lines += _consequences(config)
-    if config.resplit_every is not None:
-        lines.append(
-            f"trainer against itself: of each {config.resplit_every} rollouts one is scored again from other "
-            "micro-batches, which costs a log-prob pass; resplit_differs is 0 where no kernel depends on the batch"
-        )
-    lines += [f"metrics: {config.metrics}", f"needs: {flags(config, host)} --custom-config-path {file}"]
-    return "\n".join(lines + [f"warning: {text}" for text in warnings(config)])
+    lines = [
+        _weight(config.weight, "pi_{v+1}" if config.segment_wise_on else trainer),
+        *_segment_wise(config),
+        *_normalization(config.weight),
+        *(_rule(rule, trainer) for rule in config.reject),
+        *([_opsm(config.opsm)] if config.opsm else []),
+        *([_routing(config.routing)] if config.routing else []),
+        *([_objective(config.objective, config.clips_against_next)] if config.objective else []),
+        *([KEPT_AGGREGATE] if config.aggregate == "kept" else []),
+        *(_consequences(config) if config.can_end_empty or config.opsm else []),
+        *([RESPLIT.format(every=config.resplit_every)] if config.resplit_every is not None else []),
+        f"metrics: {config.metrics}",
+        f"needs: {flags(config, host)} --custom-config-path {file}",
+        *(f"warning: {text}" for text in warnings(config)),
+    ]
+    return "\n".join(lines)
 
 
 def flags(config: CorrectionConfig, host: Host | None = None) -> str:
     """What the host must be started with, the config file aside."""
-    if config.needs_loss_hook:
-        hook = LOSS_HOOK
-    else:
-        switch = "--use-tis" if config.corrects else "--get-mismatch-metrics"
-        hook = (
-            f"{switch} {TIS_HOOK}" if host is None else f"{switch} --custom-tis-function-path {host.tis_hook}"
-        )
-    normalize = config.weight and config.weight.normalize
-    if normalize and normalize.scope == "rollout":
-        hook = f"{hook} {ROLLOUT_HOOK}"
+    switch = "--use-tis" if config.corrects else "--get-mismatch-metrics"
+    tis = TIS_HOOK if host is None else f"--custom-tis-function-path {host.tis_hook}"
+    found = [LOSS_HOOK if config.needs_loss_hook else f"{switch} {tis}"]
+    if _has_rollout_mean(config):
+        found.append(ROLLOUT_HOOK)
     elif config.resplit_every is not None:
-        hook = f"{hook} {COUNT}"
+        found.append(COUNT)
     watches = config.reads_routes or config.routing is not None
-    steps = (host is None or host.step_hook) and (
-        config.metrics == "all" or config.on_all_rejected == "raise" or watches
-    )
-    hook = f"{hook} {STEP_HOOK}" if steps else hook
-    objective = config.objective
-    if objective is not None and (objective.unbiased_kl or objective.weigh_kl):
-        hook = f"{hook} --use-kl-loss"
-    return f"{hook} {ROUTES_HOOK}" if watches else hook
+    steps = config.reports_step or config.on_all_rejected == "raise" or watches
+    if steps and (host is None or host.step_hook):
+        found.append(STEP_HOOK)
+    if config.objective is not None and (config.objective.unbiased_kl or config.objective.weigh_kl):
+        found.append("--use-kl-loss")
+    return " ".join([*found, ROUTES_HOOK] if watches else found)
+
+
+def _has_rollout_mean(config: CorrectionConfig) -> bool:
+    """Whether weights are divided by a mean over the whole rollout."""
+    normalize = config.weight and config.weight.normalize
+    return bool(normalize and normalize.scope == "rollout")
 
 
 def warnings(config: CorrectionConfig) -> list[str]:
@@ -167,12 +179,8 @@ def warnings(config: CorrectionConfig) -> list[str]:
 
 
 def _nothing(config: CorrectionConfig) -> list[str]:
-    if config.corrects or config.needs_loss_hook or config.metrics != "none":
-        return []
-    return [
-        "metrics: none alone weighs nothing, drops nothing and reports nothing: drop it, or say how to correct (it has "
-        "its effect beside a weight or rules, and where the host's flags make up the loss: " + LOSS_HOOK + ")"
-    ]
+    does_something = config.corrects or config.needs_loss_hook or config.metrics != "none"
+    return [] if does_something else [NOTHING]
 
 
 def _bounds(config: CorrectionConfig) -> list[str]:
@@ -224,10 +232,8 @@ def _interval(lower: float | None, upper: float | None) -> str:
 
 
 def _one_step(config: CorrectionConfig) -> list[str]:
-    normalize = config.weight and config.weight.normalize
-    if config.needs_loss_hook or not normalize or normalize.scope != "rollout":
-        return []
-    return [f"weight.normalize.scope: rollout: {ONE_STEP}"]
+    is_asked = _has_rollout_mean(config) and not config.needs_loss_hook
+    return [f"weight.normalize.scope: rollout: {ONE_STEP}"] if is_asked else []
 
 
 def _products(config: CorrectionConfig) -> list[str]:
@@ -259,36 +265,25 @@ def _weight(weight: WeightConfig | None, trainer: str) -> str:
 
 def _normalization(weight: WeightConfig | None) -> list[str]:
     """Say what else changes the mean that weights are divided by, or recommend to normalize."""
-    if weight is None:
-        return []
-    if weight.normalize is None:
+    if weight is not None and weight.normalize is None:
         return [RECOMMENDED.format(level=weight.level)] if weight.by_sequence else []
-    return [WHOSE_MEAN[weight.normalize.scope]] if weight.normalize.scope in WHOSE_MEAN else []
+    scope = weight and weight.normalize and weight.normalize.scope
+    return [WHOSE_MEAN[scope]] if scope in WHOSE_MEAN else []
 
 
 def _segment_wise(config: CorrectionConfig) -> list[str]:
-    if config.segment_wise_on:
-        assert config.segment_wise is not None
-        return [_told(config.segment_wise)]
-    if config.segment_wise is not None:
-        return ["segment_wise: off, whichever version wrote a token"]
-    if config.needs_loss_hook and config.where_versions_are_known().segment_wise_on:
+    asked = config.segment_wise
+    if config.segment_wise_on and asked is not None:
+        too_old = f"; {TOO_OLD[asked.too_old]}" if asked.method == "recompute" else ""
         return [
-            "segment_wise: on where the host hands on which version wrote each token (Miles and "
-            "slime: with mis_plugins.mis.carry_versions): the weight is pi_{v+1} / mu there, and PPO's ratio "
-            "pi_theta / pi_{v+1}; enabled: false keeps pi_old in both"
+            "segment_wise: v is the version that wrote the token; for pi_{v+1} stands, "
+            f"{FRESH[asked.fresh_tokens]}, from age 2 on {OLDER[asked.method]}{too_old}; "
+            f"{CLIP_AGAINST[asked.clip_against]}"
         ]
-    return []
-
-
-def _told(segment_wise: SegmentWiseConfig) -> str:
-    line = (
-        "segment_wise: v is the version that wrote the token; for pi_{v+1} stands, "
-        f"{FRESH[segment_wise.fresh_tokens]}, from age 2 on {OLDER[segment_wise.method]}"
-    )
-    if segment_wise.method == "recompute":
-        line += f"; {TOO_OLD[segment_wise.too_old]}"
-    return f"{line}; {CLIP_AGAINST[segment_wise.clip_against]}"
+    if asked is not None:
+        return ["segment_wise: off, whichever version wrote a token"]
+    is_found = config.needs_loss_hook and config.where_versions_are_known().segment_wise_on
+    return [WHERE_KNOWN] if is_found else []
 
 
 def _rule(rule: RejectRule, trainer: str) -> str:
@@ -316,12 +311,7 @@ def _opsm(opsm: OpsmConfig) -> str:
 
 
 def _routing(routing: RoutingConfig) -> str:
-    whose = {
-        "engine": "routers use the engine's experts where the host replays them",
-        "trainer": "routers use the experts that their own gates pick, and the engine's are compared",
-    }
-    fault = {"warn": "is logged", "raise": "stops the job"}
-    return f"routing: {whose[routing.experts]}; a replay that did not happen {fault[routing.on_fault]}"
+    return f"routing: {EXPERTS[routing.experts]}; a replay that did not happen {ON_FAULT[routing.on_fault]}"
 
 
 def _objective(objective: ObjectiveConfig, next_version: bool) -> str:

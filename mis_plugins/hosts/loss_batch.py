@@ -116,7 +116,7 @@ def written(batch: Batch, lengths: Sequence[int]) -> Written:
 
 
 def _reads_versions(batch: Batch, config: CorrectionConfig, reports_weights: bool) -> bool:
-    by_age = config.metrics == "all" or reports_weights
+    by_age = config.reports_step or reports_weights
     return config.segment_wise_on or (by_age and knows_versions(batch))
 
 

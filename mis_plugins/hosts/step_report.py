@@ -119,7 +119,7 @@ class Recorded:
 
     def metrics(self) -> dict[str, float]:
         """Metrics for the host's log. The tensors should be on the host."""
-        found = finalize(self.partials, self.config) if self.config.metrics == "all" else {}
+        found = finalize(self.partials, self.config) if self.config.reports_step else {}
         return found if self.ages is None else found | weight_metrics(self.ages, self.config.segment_wise_on)
 
 
@@ -227,7 +227,7 @@ class Recorder:
         """Partials that the config asks for and the hook will report; None where no metric or warning needs any."""
         config, cp = correction.config, correction.ragged.ranks.cp
         first = cp is None or cp.rank() == 0
-        if config.metrics == "all" and self.step is not None:
+        if config.reports_step and self.step is not None:
             loss = None if pg_loss is None else pg_loss.detach()
             ages = None if written is None else written.known_age
             return partials(correction, loss, ages, counts_sequences=first)
@@ -384,7 +384,7 @@ class Recorder:
         recorded = Copy.begin(pending).wait()
         sums = recorded.sums
         self._warn(recorded.config, sums, f"{ended}, this rank")
-        if recorded.config.metrics == "all" and current(self.args).reports(ranks):
+        if recorded.config.reports_step and current(self.args).reports(ranks):
             logger.warning("%s: the step's metrics are not logged, which takes all ranks: %s", ended, why)
         if recorded.config.on_all_rejected == "raise" and sums["all_rejected"]:
             raise MisError(f"{everything_rejected(recorded.config, sums)}, in {ended}, on this rank")
@@ -439,5 +439,9 @@ def _asked_for_scale(rollout_id: int, step_id: int) -> bool:
 def _check_without_hook(config: CorrectionConfig) -> None:
     if config.on_all_rejected == "raise":
         raise ConfigError(f"{{on_all_rejected}}: raise needs {HOOK}").spelled({}, "mis.")
-    if config.metrics == "all":
-        warn_once(f"mis.metrics: all needs {HOOK}; without it there is no more than with mis.metrics: full")
+    if config.reports_step:
+        without = {
+            "all": "there is no more than with mis.metrics: full",
+            "watch": "the five of the TIS hook are all",
+        }
+        warn_once(f"mis.metrics: {config.metrics} needs {HOOK}; without it {without[config.metrics]}")

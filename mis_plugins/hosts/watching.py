@@ -7,7 +7,8 @@ the user wants. The hook looks for `use_tis: false` in the config file that the 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 from mis_plugins.config import reading
@@ -45,6 +46,12 @@ def metrics_alone(args: Any, config: CorrectionConfig, reason: Reason) -> Correc
             "metrics"
         )
     return CorrectionConfig(metrics=config.metrics)
+
+
+@cache
+def handed_back(config: CorrectionConfig, step_hook: bool) -> CorrectionConfig:
+    """A config with `metrics: full` in place of `watch` where no step hook can log what the hook leaves out."""
+    return replace(config, metrics="full") if config.metrics == "watch" and not step_hook else config
 
 
 def for_loss_hook(args: Any, config: CorrectionConfig) -> CorrectionConfig:

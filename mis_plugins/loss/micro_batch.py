@@ -190,7 +190,7 @@ def for_metrics(x: LossInputs, correction: Correction, share: Share) -> Correcti
         on_policy=share.on_policy,
         nonfinite_advantages=x.nonfinite_advantages,
     )
-    if share.on_policy is None or correction.config.metrics != "all":
+    if share.on_policy is None or not correction.config.reports_step:
         return correction
     kept = correction.keep & correction.stage.usable
     rows = [kept, torch.where(kept, correction.weights, 0), *_departure_rows(x, correction.config)]

@@ -91,7 +91,7 @@ def diluted(config: CorrectionConfig, sums: Mapping[str, float]) -> Sequence[str
     """Warn where fully masked samples lower the host's averages; means of `metrics: all` leave them out."""
     count = sums.get("sequences", 0.0)
     masked = count - sums.get("any_valid", 0.0)
-    exact = f"the numbers under {PREFIX} are" if config.metrics == "all" else "mis.metrics: all logs"
+    exact = f"the numbers under {PREFIX} are" if config.reports_step else "mis.metrics: all logs"
     return [
         f"{masked:.0f} of {count:.0f} sequences have no token in the loss, and without --calculate-per-token-loss the "
         "host divides the mis_ metrics by masked sequences too. Metrics that Miles's mis.py has read too low. All "

@@ -33,11 +33,13 @@ from mis_plugins.metrics.rows import (
     multiplies,
     product_sums,
     sequence_counts,
-    sequence_maxima,
+    sequence_extremes,
     sequence_sums,
+    token_extremes,
     token_maxima,
+    token_squares,
     token_sums,
-    unit_rule_maxima,
+    unit_rule_extremes,
     unit_rule_sums,
     unit_rules,
     usable_token_sums,
@@ -45,7 +47,7 @@ from mis_plugins.metrics.rows import (
 from mis_plugins.metrics.slope import RELATED_SUMS
 from mis_plugins.packing.collectives import all_reduce
 
-RELATED: dict[str, TokenRow] = {name: TOKEN_SUMS[name] for name in RELATED_SUMS}
+RELATED: dict[str, TokenRow] = {name: TOKEN_SUMS[name] for name in RELATED_SUMS if name in TOKEN_SUMS}
 
 AGE_SUMS = ("tokens", "log_ratio", "k3", "ratio", "kept")
 TURN_SUMS = (*AGE_SUMS, "log_ratio_abs")
@@ -56,9 +58,9 @@ SKETCHES = ("log_ratio", "log_weight", "sequence_log_ratio", "mean_log_ratio", *
 WINDOW, WINDOWS = 64.0, 128
 POWERS = (1, 2)  # powers of a whole sequence's ratio that are added up
 
-ROWS_AT_ONCE = 16  # how many rows stand in memory together
+ROWS_AT_ONCE = 64  # how many rows stand in memory together
 # A CPU reads rows this long faster one at a time (2.5 times at 65,536 tokens): a stack of them leaves its cache.
-LONG_ON_CPU = 32_768
+LONG_ON_CPU = 65_536
 
 
 @dataclass(frozen=True)
@@ -136,12 +138,14 @@ def partials(
     tokens, sequences = Tokens(correction, pg_loss), Sequences(correction)
     ruled = _units_with_rules(correction)
     once = (lambda x: x) if counts_sequences else torch.zeros_like
-    sums = [_summed(token_sums(tokens)), _summed(usable_token_sums(tokens), tokens.usable)]
+    sums = [_summed(token_sums(tokens)), _squares(token_squares(tokens))]
+    sums.append(_summed(usable_token_sums(tokens), tokens.usable))
     sums += [(names, once(values)) for names, values in _sums_over_sequences(sequences, ruled)]
     maxima = [
         _largest(token_maxima(tokens), tokens.usable),
-        _largest(sequence_maxima(sequences), sequences.any_usable),
-        *(_largest(unit_rule_maxima(rules, totals), totals["usable"] > 0) for rules, totals in ruled),
+        _extremes(token_extremes(tokens), tokens.usable),
+        _extremes(sequence_extremes(sequences), sequences.any_usable),
+        *(_extremes(unit_rule_extremes(rules, totals), totals["usable"] > 0) for rules, totals in ruled),
     ]
     of_tokens, *of_sequences = _histograms(tokens, sequences)
     placed = _rows_by_place(tokens)
@@ -184,8 +188,12 @@ def watch(correction: Correction, counts_sequences: bool = True, relates: bool =
         names, sums = names + product_names, torch.cat([sums, products if counts_sequences else 0 * products])
     if relates:
         tokens_of = Tokens(correction)
-        row_names, rows = _summed(iter([(name, RELATED[name](tokens_of)) for name in RELATED]))
-        names, sums = names + row_names, torch.cat([sums, rows])
+        squares = (row for row in token_squares(tokens_of) if row[0] in RELATED_SUMS)
+        for row_names, rows in (
+            _summed((name, row(tokens_of)) for name, row in RELATED.items()),
+            _squares(squares),
+        ):
+            names, sums = names + row_names, torch.cat([sums, rows])
     none = sums.new_zeros(0, 0)
     return Partials(tuple(names), (), sums, sums[:0], none.long(), none, ByAge((), (), none, none), none)
 
@@ -256,13 +264,21 @@ def _names(parts: Iterable[Named]) -> tuple[str, ...]:
 
 def _summed(rows: Rows, where: Bool[Tensor, " *"] | None = None) -> Named:
     """Add up each row over the tokens or sequences that `where` marks; None marks all."""
-    names, sums = [], []
+    marked = (lambda x: x) if where is None else lambda x: torch.where(where, x, 0)
+    return _reduced(rows, lambda x: marked(x).sum(-1, dtype=torch.float64))
+
+
+def _squares(rows: Rows) -> Named:
+    """Add up the square of each row."""
+    return _reduced(rows, lambda x: x.square().sum(-1))
+
+
+def _reduced(rows: Rows, reduce: Callable[[Tensor], Tensor]) -> Named:
+    names, values = [], []
     for group, stacked in _groups(rows):
         names += group
-        sums.append(
-            (stacked if where is None else torch.where(where, stacked, 0)).sum(-1, dtype=torch.float64)
-        )
-    return names, torch.cat(sums)
+        values.append(reduce(stacked))
+    return names, torch.cat(values)
 
 
 def _unit_rules(rules: list[tuple[str, RejectRule]], units: Totals) -> Named:
@@ -275,12 +291,25 @@ def _unit_rules(rules: list[tuple[str, RejectRule]], units: Totals) -> Named:
 
 def _largest(rows: Rows, where: Bool[Tensor, " *"]) -> Named:
     """Largest value of each row; minus infinity of nothing, since a context-parallel rank may own no token."""
-    names, maxima = [], []
-    for group, stacked in _groups(rows):
-        names += group
-        values = torch.where(where, stacked.double(), -torch.inf)
-        maxima.append(values.amax(-1) if where.numel() else values.new_full((len(group),), -torch.inf))
-    return names, torch.cat(maxima)
+    outside = ~where
+
+    def largest(x: Tensor) -> Tensor:
+        values = x.double().masked_fill(outside, -torch.inf)
+        return values.amax(-1) if where.numel() else values.new_full((len(x),), -torch.inf)
+
+    return _reduced(rows, largest)
+
+
+def _extremes(rows: Rows, where: Bool[Tensor, " *"]) -> Named:
+    """Largest value of each row (`_max`) and of the negated row (`_min`)."""
+    outside = ~where
+
+    def ends(x: Tensor) -> Tensor:
+        both = torch.stack([x, -x], 1).double().masked_fill(outside, -torch.inf)
+        return both.amax(-1).flatten() if where.numel() else both.new_full((2 * len(x),), -torch.inf)
+
+    names, values = _reduced(rows, ends)
+    return [f"{name}_{side}" for name in names for side in ("max", "min")], values
 
 
 def _groups(rows: Rows) -> Iterable[tuple[list[str], Shaped[Tensor, "_ K"]]]:

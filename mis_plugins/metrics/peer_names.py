@@ -1,9 +1,9 @@
 """What other packages call our metrics.
 
-A name in `PEERS` means what our name beside it means; a name in `OTHERWISE` means something else, or has no metric of
-ours. Tests call the packages on PyPI and compare (`tests/peers/test_peers.py`). verl's `mismatch/` names, of October
-2025, belong to no release that the tests call: a test compares them with their successors, and that release was
-compared once.
+A name in `PEERS` means what our name beside it means; `otherwise` of `lab/pages/metrics.yaml` lists names that mean
+something else, or have no metric of ours. Tests call the packages on PyPI and compare (`tests/peers/test_peers.py`).
+verl's `mismatch/` names, of October 2025, belong to no release that the tests call: a test compares them with their
+successors, and that release was compared once.
 """
 
 from __future__ import annotations
@@ -162,53 +162,5 @@ PEERS: dict[str, dict[str, str]] = {
         "product_sequence_mask_masked_ratio": "rule_{i}_unit_rejected_fraction",
         "product_sequence_mask_over_high_ratio": "rule_{i}_unit_high_fraction",
         "product_sequence_mask_under_low_ratio": "rule_{i}_unit_low_fraction",
-    },
-}
-
-OTHERWISE: dict[str, dict[str, str]] = {
-    "verl": {
-        "mismatch/*": "the names of pull request 3694 and of 0.6.0, where rollout_is_* is taken before the bound. "
-        "With another level than token its mean, max, min and percentiles are of products: "
-        "exp(sequence_log_ratio_max), at most e^20, and its like",
-        "mismatch/rollout_is_std": "of ratios clamped to both bounds, 1/upper for a missing one: no metric of ours",
-        "mismatch/rollout_is_seq_mean, seq_std, seq_max, seq_min, seq_max_deviation": "of each sequence's mean ratio "
-        "before the bound: no metric of ours; sequence_weight_mean and its like are after it",
-        "mismatch/rollout_is_catastrophic_token_fraction, rollout_is_seq_masked_fraction": "no metric of ours",
-        "rollout_is_max, rollout_is_min of sequences": "before truncation: exp(sequence_log_ratio_max), at most e^20, "
-        "and exp(sequence_log_ratio_min)",
-        "rollout_rs_*_k1": "-log r: of a rule on the ratio the mean changes its sign, low and high their places; and "
-        "log r is clamped at +-20 before it is added up, ours only inside exp",
-        "averages over sequences": "over all rows, those without a valid token as 0; ours over those with one",
-    },
-    "ms-swift": {
-        "clipped_frac with sequence_mask": "rule_{i}_unit_high_fraction",
-        "averages": "the mean over ranks of each rank's mean; ours is over all tokens or sequences",
-    },
-    "Miles": {
-        "mis_is_ratio_mean_final": "sequence_applied_mean where nothing is rejected; the host's own counts what is",
-        "mis_is_ratio_{min,max}_final": "means over sequences of each one's extreme: no step metric of ours; the "
-        "TIS hook reports it under Miles's name",
-        "mis_rs_catastrophic_token_fraction": "of tokens, by a rule over sequences: no step metric of ours; the TIS "
-        "hook reports it under Miles's name",
-        "mis_chi2_token": "the mean over sequences of each one's mean; ours is over tokens",
-        "mis_tis_weight_before_bound of sequences": "the mean of products: exp(log_mean_product), without a clamp",
-        "averages": "the host's, over samples or tokens and micro-batches",
-    },
-    "TRL": {
-        "importance_sampling_ratio/* of sequences": "one a sequence: sequence_weight_min, sequence_weight_mean, "
-        "sequence_weight_max",
-        "importance_sampling_ratio/mean": "the mean over ranks of each rank's mean; ours is over all tokens",
-    },
-    "AReaL": {
-        "rs_filtered_fraction with action: clamp": "outside_bound_fraction",
-    },
-    "OpenRLHF": {
-        "is_filter_ratio of sequences": "rule_{i}_unit_rejected_fraction",
-        "is_filter_ratio of tokens by a divergence": "rule_{i}_rejected_fraction",
-    },
-    "SkyRL": {
-        "is_ratio_std, is_ratio_min": "over the ratios and a 0 for each token of the padding: from ratio_std, "
-        "ratio_mean, ratio_min, tokens and the size of the padded batch",
-        "outlier_seq_masked_ratio": "1 - kept_sequences, where it is one rule for either side",
     },
 }

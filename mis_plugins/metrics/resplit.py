@@ -26,33 +26,14 @@ class Resplit:
 
 
 RESPLIT: dict[str, Metric] = {
-    "resplit_differs": Metric(
-        lambda s: ratio_of(s.differing, s.tokens),
-        "Share of valid tokens whose trainer log-prob differs in any bit at another micro-batch split.",
-        range="0 to 1; exactly 0 where the trainer's kernels do not depend on the batch.",
-        bad="above 0: log-probs of the log-prob pass and of the update differ by themselves, at equal weights.",
-        do="compare resplit_diff_abs_mean with log_prob_diff_abs_mean, which no engine can bring below it; pin "
-        "batch-invariant kernels (docs/engines.md), or give both passes the same micro-batches.",
-    ),
-    "resplit_diff_abs_mean": Metric(
-        lambda s: ratio_of(s.apart, s.tokens),
-        "Mean over valid tokens of the size of the difference between the two passes' log pi_old.",
-        range="0 and above.",
-        bad="near log_prob_diff_abs_mean: most of the mismatch is the trainer's own.",
-        do="as resplit_differs.",
-    ),
-    "resplit_diff_abs_max": Metric(
-        lambda s: s.largest if s.tokens else math.nan,
-        "Largest difference between the two passes' log pi_old of a valid token; infinite where one is NaN.",
-        range="0 and above.",
-        bad="above 0.1: clip and ratio of the first step move by it, though no weight has.",
-        do="as resplit_differs.",
-    ),
+    "resplit_differs": lambda s: ratio_of(s.differing, s.tokens),
+    "resplit_diff_abs_mean": lambda s: ratio_of(s.apart, s.tokens),
+    "resplit_diff_abs_max": lambda s: s.largest if s.tokens else math.nan,
 }
 
 
 def resplit_metrics(tokens: float, differing: float, apart: float, largest: float) -> dict[str, float]:
     """Every known metric of two log-prob passes of a rollout, by name."""
     sums = Resplit(tokens, differing, apart, largest)
-    found = {name: metric.value(sums) for name, metric in RESPLIT.items()}
+    found = {name: metric(sums) for name, metric in RESPLIT.items()}
     return {name: value for name, value in found.items() if not math.isnan(value)}

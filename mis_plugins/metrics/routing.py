@@ -27,73 +27,17 @@ class RoutingSums:
 
 
 ROUTED: dict[str, Metric] = {
-    "route_differs": Metric(
-        lambda s: ratio_of(s.routed["differs"], s.routed["tokens"]),
-        "Share of (token, layer) at which the trainer's router by itself picks another set of experts than the "
-        "engine's.",
-        range="0 to 1; 0.02 with 8 experts and 0.14 with 64 have been measured in bf16.",
-        bad="a rise, or one layer far above the others.",
-        do="compare the gate's dtype on both sides; replay (R3), or drop or down-weigh such tokens with `statistic: "
-        "route`.",
-    ),
-    "route_strange": Metric(
-        lambda s: ratio_of(s.routed["strange"], s.routed["tokens"]),
-        "Share of (token, layer) at which less than half of the engine's experts are among the router's own.",
-        range="0 to 1; near 0.",
-        bad="above 0.01: recorded rows belong to another layer, token or sample.",
-        do="read the warnings, which name the layer and the sample.",
-    ),
-    "route_margin": Metric(
-        lambda s: ratio_of(s.routed["margin"], s.routed["differs"]),
-        "Mean gap, where the routes differ, between the last gate that the trainer picks and the next gate.",
-        range="0 and above, in the unit of the gates (logits, their softmax before the selection, or sigmoids).",
-        bad="far above a rounding of the gates: the routes differ by more than numerics.",
-        do="compare the weights of both sides.",
-    ),
-    "route_unequal": Metric(
-        lambda s: ratio_of(s.routed["unequal"], s.routed["rows"]),
-        "Share of recorded rows that a router should have replayed, and used other experts than recorded.",
-        range="0 to 1; exactly 0 where replay works.",
-        bad="above 0.",
-        do="stop (`mis.routing.on_fault: raise`): the host does not replay what the engine did.",
-    ),
+    "route_differs": lambda s: ratio_of(s.routed["differs"], s.routed["tokens"]),
+    "route_strange": lambda s: ratio_of(s.routed["strange"], s.routed["tokens"]),
+    "route_margin": lambda s: ratio_of(s.routed["margin"], s.routed["differs"]),
+    "route_unequal": lambda s: ratio_of(s.routed["unequal"], s.routed["rows"]),
 }
 SPLIT: dict[str, Metric] = {
-    "route_tokens": Metric(
-        lambda s: ratio_of(s.tokens["tokens"], s.all_tokens),
-        "Share of tokens of the class.",
-        range="0 to 1.",
-        bad="a rise of `other`.",
-        do="as route_differs.",
-    ),
-    "route_kl_k3": Metric(
-        lambda s: ratio_of(s.tokens["k3"], s.tokens["tokens"]),
-        "KL(mu || pi_old), estimator k3, of the tokens of the class.",
-        range="0 and above.",
-        bad="`other` far above `same`: routing makes the mismatch, and replay would remove it.",
-        do="replay, or drop such tokens.",
-    ),
-    "route_share_of_k3": Metric(
-        lambda s: ratio_of(s.tokens["k3"], s.all_k3),
-        "Share of the whole k3 that the tokens of the class carry.",
-        range="0 to 1.",
-        bad="as route_kl_k3.",
-        do="as route_kl_k3.",
-    ),
-    "route_tail": Metric(
-        lambda s: ratio_of(s.tokens["tail"], s.tokens["tokens"]),
-        "Share of the tokens of the class whose log ratio lies beyond 0.5 on either side.",
-        range="0 to 1.",
-        bad="as route_kl_k3.",
-        do="as route_kl_k3.",
-    ),
-    "route_kept": Metric(
-        lambda s: ratio_of(s.tokens["kept"], s.tokens["tokens"]),
-        "Share of the tokens of the class that every rule of the config keeps.",
-        range="0 to 1.",
-        bad="`same` far below 1: the rules drop tokens that routing does not explain.",
-        do="look at the rules.",
-    ),
+    "route_tokens": lambda s: ratio_of(s.tokens["tokens"], s.all_tokens),
+    "route_kl_k3": lambda s: ratio_of(s.tokens["k3"], s.tokens["tokens"]),
+    "route_share_of_k3": lambda s: ratio_of(s.tokens["k3"], s.all_k3),
+    "route_tail": lambda s: ratio_of(s.tokens["tail"], s.tokens["tokens"]),
+    "route_kept": lambda s: ratio_of(s.tokens["kept"], s.tokens["tokens"]),
 }
 
 
@@ -111,12 +55,12 @@ def routing_metrics(
     everything = _added(by_class.values())
     for kind, sums in by_class.items():
         step = RoutingSums({}, sums, everything["tokens"], everything["k3"])
-        found |= {f"{name}/{kind}": metric.value(step) for name, metric in SPLIT.items()}
+        found |= {f"{name}/{kind}": metric(step) for name, metric in SPLIT.items()}
     return {name: value for name, value in found.items() if not math.isnan(value)}
 
 
 def _routed(suffix: str, sums: Mapping[str, float]) -> Iterator[tuple[str, float]]:
-    return ((name + suffix, metric.value(RoutingSums(sums, {}))) for name, metric in ROUTED.items())
+    return ((name + suffix, metric(RoutingSums(sums, {}))) for name, metric in ROUTED.items())
 
 
 def _added(rows: Iterable[Mapping[str, float]]) -> dict[str, float]:

@@ -16,7 +16,7 @@ from jaxtyping import Bool, Float, Shaped
 from torch import Tensor
 
 from mis_plugins.config.model import CorrectionConfig, Population, RejectRule, Unit, WeightConfig
-from mis_plugins.config.terms.divergence import k2, k3
+from mis_plugins.config.terms.divergence import k3
 from mis_plugins.config.terms.statistics import row_of
 from mis_plugins.correction.opsm import Departure
 from mis_plugins.correction.pipeline import Correction, LogPerplexity
@@ -228,33 +228,30 @@ TOKEN_SUMS: dict[str, TokenRow] = {
     "kept": lambda t: t.correction.keep,
     "log_ratio": lambda t: t.log_ratio,
     "abs_log_ratio": lambda t: t.abs_log_ratio,
-    "k2": lambda t: k2(t.log_ratio),
     "k3": lambda t: t.k3,
     "ratio": lambda t: t.ratio,
-    "ratio_squared": lambda t: t.ratio.square(),
     "reverse_k1": lambda t: t.weighted_log_ratio,
     "reverse_k2": lambda t: t.weighted_log_ratio * t.log_ratio / 2,
     "reverse_k3": lambda t: t.weighted_log_ratio - t.excess,
     "proximal": lambda t: t.proximal,
     "behavior": lambda t: t.behavior,
-    "proximal_squared": lambda t: t.proximal.square(),
-    "behavior_squared": lambda t: t.behavior.square(),
     "log_prob_product": lambda t: t.proximal * t.behavior,
     "proximal_prob": lambda t: t.proximal_prob,
     "behavior_prob": lambda t: t.behavior_prob,
-    "proximal_prob_squared": lambda t: t.proximal_prob.square(),
-    "behavior_prob_squared": lambda t: t.behavior_prob.square(),
     "prob_product": lambda t: t.proximal_prob * t.behavior_prob,
     "abs_prob_diff": lambda t: t.abs_prob_diff,
-    "prob_diff_squared": lambda t: t.abs_prob_diff.square(),
     "saturated": lambda t: t.abs_log_ratio > LOG_RATIO_CLAMP,
     "weight": lambda t: t.weight,
-    "weight_squared": lambda t: t.weight.square(),
     "normalized": lambda t: t.normalized,
     "kept_weight": lambda t: t.kept_weight,
-    "kept_weight_squared": lambda t: t.kept_weight.square(),
     "kept_log_ratio": lambda t: t.kept(t.log_ratio, 0),
 }
+
+SQUARED = (
+    "log_ratio", "ratio", "proximal", "behavior", "proximal_prob", "behavior_prob", "abs_prob_diff", "weight",
+    "kept_weight",
+)  # fmt: skip
+"""Rows over tokens whose squares are added up too, under their name and `_squared`."""
 
 ADVANTAGE_SUMS: dict[str, Callable[[Tokens, Tensor], Shaped[Tensor, " T"]]] = {
     "with_advantage": lambda t, _: t.correction.ragged.loss_mask,
@@ -307,18 +304,25 @@ def usable_token_sums(t: Tokens) -> Rows:
             yield from _within_bounds(name, rule, value)
 
 
+def token_squares(t: Tokens) -> Rows:
+    """Rows whose squares are added over all tokens."""
+    return ((f"{name}_squared", getattr(t, name)) for name in SQUARED)
+
+
 def token_maxima(t: Tokens) -> Rows:
     """Rows whose largest value over usable tokens is taken; a row for the smallest value is negated."""
     yield "abs_prob_diff_max", t.abs_prob_diff
-    yield from _both_ends("log_ratio", t.log_ratio)
-    yield from _both_ends("weight", t.weight)
-    yield from _both_ends("kept_weight", t.kept_weight)
     yield "weight_of_kept_min", t.kept(-t.normalized, -math.inf)
     yield "kept_log_ratio_max", t.kept(t.log_ratio, -math.inf)
     yield "kept_log_ratio_min", t.kept(-t.log_ratio, -math.inf)
+
+
+def token_extremes(t: Tokens) -> Rows:
+    """Rows whose largest and smallest value over usable tokens are taken."""
+    yield from (("log_ratio", t.log_ratio), ("weight", t.weight), ("kept_weight", t.kept_weight))
     for name, rule in numbered(t.config):
         if rule.over == "token":
-            yield from _both_ends(name, t.correction.stage.statistic(rule.statistic))
+            yield name, t.correction.stage.statistic(rule.statistic)
 
 
 # Rows over sequences.
@@ -381,15 +385,15 @@ def _sequence_weight_sums(s: Sequences) -> Rows:
     yield "outside_bound", torch.where(_outside(unit, weight), s.totals["usable"], 0)
 
 
-def sequence_maxima(s: Sequences) -> Rows:
-    """Rows whose largest value over sequences with a usable token is taken; rows for smallest values are negated."""
-    yield from _both_ends("mean_log_ratio", s.mean_log_ratio)
-    yield from _both_ends("sequence_log_ratio", s.log_ratio)
-    yield from _both_ends("sequence_weight", s.weight)
-    yield from _both_ends("sequence_kept_weight", s.kept_weight)
+def sequence_extremes(s: Sequences) -> Rows:
+    """Rows whose largest and smallest value over sequences with a usable token are taken."""
+    yield "mean_log_ratio", s.mean_log_ratio
+    yield "sequence_log_ratio", s.log_ratio
+    yield "sequence_weight", s.weight
+    yield "sequence_kept_weight", s.kept_weight
     for name, rule in numbered(s.config):
         if rule.over == "token":
-            yield from _both_ends(f"{name}_unit", s.mean(row_of(rule.statistic)))
+            yield f"{name}_unit", s.mean(row_of(rule.statistic))
 
 
 # Rows of OPSM, over sequences with a valid token.
@@ -438,10 +442,9 @@ def unit_rule_sums(rules: list[tuple[str, RejectRule]], units: Totals) -> Rows:
         yield f"{name}_unit_touched", ~passes(value, rule, units.known)
 
 
-def unit_rule_maxima(rules: list[tuple[str, RejectRule]], units: Totals) -> Rows:
-    """Rows whose largest value over units is taken; a row for the smallest value is negated."""
-    for name, rule in rules:
-        yield from _both_ends(f"{name}_unit", aggregate(units, rule))
+def unit_rule_extremes(rules: list[tuple[str, RejectRule]], units: Totals) -> Rows:
+    """Rows whose largest and smallest value over units are taken."""
+    return ((f"{name}_unit", aggregate(units, rule)) for name, rule in rules)
 
 
 # Rows that warnings need, whatever `mis.metrics` says.
@@ -487,11 +490,6 @@ def weight_limits(weight: WeightConfig) -> tuple[float, float]:
 def _outside(log_ratio: Tensor, weight: WeightConfig) -> Bool[Tensor, " *"]:
     """Tokens or units whose ratio lies outside the weight's bound."""
     return (log_ratio < log_bound(weight.floor)) | (log_ratio > log_bound(weight.ceiling))
-
-
-def _both_ends(name: str, x: Tensor) -> Rows:
-    yield f"{name}_max", x
-    yield f"{name}_min", -x
 
 
 # Rows of each rule alone.

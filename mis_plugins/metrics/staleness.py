@@ -121,7 +121,7 @@ def _excess(log_ratio: Tensor) -> Tensor:
 
 
 def _weight_row(row: Mapping[str, float]) -> Iterator[tuple[str, float]]:
-    values = ((name, metric.value(row)) for name, metric in WEIGHT_METRICS.items())
+    values = ((name, metric(row)) for name, metric in WEIGHT_METRICS.items())
     return ((name, value) for name, value in values if not math.isnan(value))
 
 
@@ -149,87 +149,17 @@ def _effective_share(row: Mapping[str, float]) -> float:
 
 
 WEIGHT_METRICS: dict[str, Metric] = {
-    "behav_imp_weight/avg": Metric(
-        lambda row: ratio_of(row["kept"] + row["weight_excess"], row["kept"]),
-        "Mean over kept tokens of the weight that multiplies the loss.",
-        range="0 and above; near 1.",
-        bad="far from 1 at old ages: an update moves the policy by much.",
-        do="look at behav_kl/avg; lower the learning rate, or the bound on staleness.",
-    ),
-    "behav_imp_weight/std": Metric(
-        lambda row: math.sqrt(_variance(row, "weight_excess", "kept")),
-        "Standard deviation over kept tokens of the weight that multiplies the loss.",
-        range="0 and above.",
-        bad="a rise with the age: then the bound, not one step's change, holds the weights.",
-        do="compare with behav_imp_weight/var/segment_wise, which no bound touches.",
-    ),
-    "behav_imp_weight/min": Metric(
-        lambda row: -row["smallest"] if row["kept"] else math.nan,
-        "Smallest weight of a kept token.",
-        range="0 and above.",
-        bad="0 with mode zero, often: tokens beyond a bound.",
-        do="widen the bounds of mis.segment_wise.",
-    ),
-    "behav_imp_weight/max": Metric(
-        lambda row: row["largest"] if row["kept"] else math.nan,
-        "Largest weight of a kept token.",
-        range="0 to the cap, times what normalization does.",
-        bad="at the cap in every step.",
-        do="as behav_imp_weight/avg.",
-    ),
-    "behav_imp_weight/ess": Metric(
-        _effective_share,
-        "Effective sample size of the weights of kept tokens, as a share of these tokens: (sum w)^2 / (n sum w^2).",
-        range="0 to 1.",
-        bad="below 0.5.",
-        do="lower the bound on staleness, or the learning rate.",
-    ),
-    SEGMENT_WISE_ONLY: Metric(
-        lambda row: _variance(row, "excess", "tokens"),
-        "Variance of pi_{v+1} / pi_v, before any bound. Not reported where mis.segment_wise is off.",
-        range="0 and above.",
-        bad="as large as behav_imp_weight/var/standard at ages of 2 and above: nothing is gained.",
-        do="see whether the KV cache was kept over updates, and whether the engine itself is off (lag_kl_k3 at age 0).",
-    ),
-    "behav_imp_weight/var/standard": Metric(
-        lambda row: _variance(row, "standard_excess", "tokens"),
-        "Variance of pi_old / pi_v, before any bound: of the weights that standard decoupled PPO would bound.",
-        range="0 and above; with mis.segment_wise.fresh_tokens: proximal equal to behav_imp_weight/var/segment_wise at "
-        "ages 0 and 1.",
-        bad="much above 1: standard weights would be at their bounds.",
-        do="keep segment-wise weights, or lower the bound on staleness.",
-    ),
-    "behav_kl/avg": Metric(
-        lambda row: ratio_of(row["kl"], row["tokens"]),
-        "Mean of log pi_v - log pi_{v+1}: KL(pi_v || pi_{v+1}), estimator k1; pi_old stands for pi_{v+1} where "
-        "mis.segment_wise is off.",
-        range="any; its expectation is at least 0.",
-        bad="a sudden rise: one update moved the policy far. Below -0.01: as kl_k1.",
-        do="lower the learning rate, clip the gradient norm.",
-    ),
-    "staleness/avg": Metric(
-        lambda row: ratio_of(row["age"], row["tokens"]),
-        "Mean age of the tokens: trainer version minus the version that wrote the token.",
-        range="0 to the bound on staleness.",
-        bad="at the bound: rollouts wait for the trainer.",
-        do="give the rollout less, or the trainer more.",
-    ),
-    "staleness/tokens": Metric(
-        lambda row: row["tokens"],
-        "Number of valid tokens whose weight is known.",
-        range="0 and above.",
-        bad="none at age 0 and 1: everything is stale.",
-        do="as staleness/avg.",
-    ),
-    "staleness/unknown": Metric(
-        lambda row: row["unknown"],
-        "Number of valid tokens whose version or weight is not known. An unknown weight is 0.",
-        range="0 and above.",
-        bad="above 0.",
-        do="read the warning in the log, which says how many of these tokens have a log-prob that is not finite. For "
-        "the others recompute before every update; drop or refuse such tokens before training "
-        "(mis.segment_wise.too_old).",
-    ),
+    "behav_imp_weight/avg": lambda row: ratio_of(row["kept"] + row["weight_excess"], row["kept"]),
+    "behav_imp_weight/std": lambda row: math.sqrt(_variance(row, "weight_excess", "kept")),
+    "behav_imp_weight/min": lambda row: -row["smallest"] if row["kept"] else math.nan,
+    "behav_imp_weight/max": lambda row: row["largest"] if row["kept"] else math.nan,
+    "behav_imp_weight/ess": _effective_share,
+    SEGMENT_WISE_ONLY: lambda row: _variance(row, "excess", "tokens"),
+    "behav_imp_weight/var/standard": lambda row: _variance(row, "standard_excess", "tokens"),
+    "behav_kl/avg": lambda row: ratio_of(row["kl"], row["tokens"]),
+    "staleness/avg": lambda row: ratio_of(row["age"], row["tokens"]),
+    "staleness/tokens": lambda row: row["tokens"],
+    "staleness/unknown": lambda row: row["unknown"],
 }
 """Metrics by name, each a function of one row of the sums of `weights_by_age`."""
 

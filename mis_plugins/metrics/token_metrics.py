@@ -164,8 +164,10 @@ def catalogue(config: CorrectionConfig) -> Catalogue:
     """The metrics that a config has."""
     if config.metrics == "none":
         return Catalogue()
+    if config.metrics == "watch":
+        return WATCH | (WATCH_OF_CORRECTION if config.corrects else Catalogue())
     if config.metrics == "core":
-        return CORE | (CORE_OF_CORRECTION if config.corrects else Catalogue()) | _normalization(config)
+        return CORE | (WATCH_OF_CORRECTION if config.corrects else Catalogue()) | _normalization(config)
     found = FULL | _normalization(config) | (FULL_OF_CORRECTION if config.corrects else Catalogue())
     return found | _weight_metrics(config.weight) | _rule_metrics(config.reject)
 
@@ -307,23 +309,25 @@ NONFINITE: dict[str, Metric] = {
     "nonfinite_rollout_mb": nonfinite_rollout,
 }
 
-CORE = Catalogue(KL, micro_batch={"ratio_max_mb": ratio_max} | NONFINITE)
-CORE_OF_CORRECTION = Catalogue(
+WATCH = Catalogue(
+    {"k3_kl": k3_kl, "saturated_fraction": lambda c: saturated(c.log_ratio)},
+    {"ppl_ratio": SEQUENCE["ppl_ratio"]},
+)
+WATCH_OF_CORRECTION = Catalogue(
     {"kept_fraction": kept_fraction}, micro_batch={"ess_mb": effective_sample_size}
 )
+CORE = Catalogue(KL, micro_batch={"ratio_max_mb": ratio_max} | NONFINITE)
 
 FULL = Catalogue(
     KL | {"saturated_fraction": lambda c: saturated(c.log_ratio)},
     SEQUENCE,
     {"ratio_max_mb": ratio_max, "ratio_min_mb": ratio_min} | NONFINITE,
 )
-FULL_OF_CORRECTION = Catalogue(
-    {"kept_fraction": kept_fraction},
+FULL_OF_CORRECTION = WATCH_OF_CORRECTION | Catalogue(
     micro_batch={
         "weight_max_mb": weight_max,
         "weight_min_mb": weight_min,
         "kept_sequences_mb": kept_sequences,
-        "ess_mb": effective_sample_size,
     },
 )
 

@@ -45,31 +45,17 @@ def changes(steps: Sequence[int], values: Sequence[float]) -> list[Change]:
     A cut counts where the levels differ by `LEAST_FACTOR` and by `STANDARD_ERRORS` of the noise between neighbours.
     """
     logs = [math.log(max(value, SMALLEST)) for value in values]
-    cuts = _cuts(torch.tensor(logs, dtype=torch.float64))[:MOST]
-    edges = [0, *cuts, len(logs)]
-    levels = [sum(logs[a:b]) / (b - a) for a, b in zip(edges, edges[1:], strict=False) if b > a]
-    spans = list(zip(edges, edges[1:], edges[2:], strict=False))
-    return [
-        Change(
-            steps[cut],
-            math.exp(before),
-            math.exp(after),
-            _sudden(logs, cut, after - before),
-            _apart(logs[start:cut], logs[cut:stop]),
-        )
-        for (start, cut, stop), before, after in zip(spans, levels, levels[1:], strict=False)
-    ]
+    edges = [0, *_cuts(torch.tensor(logs, dtype=torch.float64))[:MOST], len(logs)]
+    spans = zip(edges, edges[1:], edges[2:], strict=False)
+    return [_change(steps[cut], logs[start:cut], logs[cut:stop]) for start, cut, stop in spans]
 
 
-def _apart(before: Sequence[float], after: Sequence[float]) -> bool:
-    """Whether all steps of one level lie on one side of all steps of the other."""
-    return max(before) < min(after) or max(after) < min(before)
-
-
-def _sudden(logs: Sequence[float], cut: int, distance: float) -> bool:
-    """Whether two steps on either side of a cut lie apart by half of the distance between both levels."""
-    there = fmean(logs[cut : cut + 2]) - fmean(logs[cut - 2 : cut])
-    return abs(there) >= abs(distance) / 2
+def _change(step: int, before: Sequence[float], after: Sequence[float]) -> Change:
+    """The change from one level, as logarithms of its steps, to another."""
+    low, high = fmean(before), fmean(after)
+    sudden = abs(fmean(after[:2]) - fmean(before[-2:])) >= abs(high - low) / 2
+    apart = max(before) < min(after) or max(after) < min(before)
+    return Change(step, math.exp(low), math.exp(high), sudden, apart)
 
 
 def _cuts(logs: Float[Tensor, " S"]) -> list[int]:

@@ -7,49 +7,64 @@ an alarm; 130 interrupted, and what was read before is written.
 from __future__ import annotations
 
 import argparse
-import re
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import chain
 from pathlib import Path
 
 from mis_plugins.config.model import CorrectionConfig
 from mis_plugins.errors import InputError
-from mis_plugins.report.allocator import keep_freed_memory
-from mis_plugins.report.own import found_config, intent
-from mis_plugins.report.proposal import propose
-from mis_plugins.report.readers.paths import NOTHING, Found, check_exists, find
+from mis_plugins.report.beside import found_config, spell, tokenizer_of
+from mis_plugins.report.numbers import FIRST
+from mis_plugins.report.proposal import Proposal, propose
+from mis_plugins.report.readers.paths import NOTHING, check_exists, find
 from mis_plugins.report.readers.source import Problems
-from mis_plugins.report.readers.spelled import spell
-from mis_plugins.report.summary import SHOWN_PROBLEMS, print_summary
-from mis_plugins.report.survey import Survey, report, walk
+from mis_plugins.report.survey import Survey, keep_freed_memory, report, walk
 from mis_plugins.report.sweep import Candidate, candidates, load
-from mis_plugins.report.verdict import CALM, of_curves, verdict
+from mis_plugins.report.verdict import ALARM, CALM, of_curves, verdict
 from mis_plugins.report.written import Document, as_text
 from mis_plugins.shared.files import finish_killed, replace_together
 from mis_plugins.shared.shell import INTERRUPTED, REFUSED
+from mis_plugins.shared.table import print_table
 from mis_plugins.shared.terminal import print_error, printable
 
 ALARMED = 3
-PAGE, NUMBERED = "report.html", re.compile(r"report-\d+\.json")
+PAGE = "report.html"
 SECONDS = 2.0
+SHOWN_PROBLEMS, SHOWN_CONFIGS = 10, 8
+SHOWN = (
+    FIRST,
+    "kl_k1",
+    "log_prob_diff_abs_mean",
+    "ratio_mean",
+    "ess_ratio",
+    "prob_correlation",
+    "kept_fraction",
+)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Make the report once, or again and again with `--watch`."""
-    for path in (*arguments.paths, *arguments.against):
+    if arguments.against:
+        raise InputError(
+            f"--against {arguments.against}: one report reads one run; call `report` once for each run, with an "
+            "--output of its own, and compare the two report.json"
+        )
+    for path in arguments.paths:
         check_exists(path)
     ever = False
     finish_killed(arguments.output)
     while True:
         document = read(arguments.paths, arguments)
-        shown = [document, *(read([other], arguments) for other in arguments.against)]
-        write(shown, arguments.output)
-        print_summary(shown)
+        write(document, arguments.output)
+        print_summary(document)
         print(f"\n{arguments.output / PAGE}", flush=True)
-        ever |= all(map(_measured, shown))
-        if not all(one.complete for one in shown):
+        ever |= document.verdict.measured
+        if not document.verdict.measured:
+            title = printable(document.title)
+            print_error(f"error: {title}: nothing was read that measures the mismatch")
+        if not document.complete:
             return INTERRUPTED
         if not arguments.watch:
             return 0 if ever else REFUSED
@@ -59,13 +74,6 @@ def run(arguments: argparse.Namespace) -> int:
             time.sleep(arguments.every)
         except KeyboardInterrupt:
             return INTERRUPTED if ever else REFUSED
-
-
-def _measured(document: Document) -> bool:
-    """Whether a document measures the mismatch; says so on stderr where it does not."""
-    if not document.verdict.measured:
-        print_error(f"error: {printable(document.title)}: nothing was read that measures the mismatch")
-    return document.verdict.measured
 
 
 def alarmed(document: Document) -> bool:
@@ -102,52 +110,88 @@ def read(paths: Sequence[Path], arguments: argparse.Namespace) -> Document:
     problems = Problems()
     found = find(paths, problems)
     own = Candidate(arguments.config, load(arguments.config)) if arguments.config else None
-    own = own or found_config(found.settings, problems)
+    own = own or found_config(found.files, problems)
     swept = [] if arguments.sweep == "none" else candidates(arguments.sweep, own)
     survey = Survey.of(own.config if own else CorrectionConfig(), swept)
-    complete = walk(survey, found.sources, problems, Told())
+    complete = walk(survey, found.sources, problems, Progress())
     made = report(survey)
     if made:
         shown = (token for one in made.worst_sequences for token in one["tokens"])
-        spell(chain(made.worst_tokens, shown), found.tokenizer, problems)
+        spell(chain(made.worst_tokens, shown), tokenizer_of(paths), problems)
     proposal = propose(swept, made.outcomes, made.whole, made.opening) if made and made.usable else None
     curves = found.read_curves(problems)
-    meant = intent(own, made.whole, proposal.ranking if proposal else ()) if own and made else None
-    said = verdict(made, proposal, meant) if made else of_curves(curves)
-    if not said.measured:
+    judgement = verdict(made, proposal) if made else of_curves(curves)
+    if not judgement.measured:
         nothing = () if made or curves or problems.kept else paths
         for file in found.others or nothing:
             problems.add(NOTHING, file)
     title = ", ".join(path.name or str(path) for path in paths)
-    inputs = _inputs(found)
-    return Document(title, inputs, complete, meant, said, made, proposal, curves, problems)
+    inputs = (
+        *([f"the run's config: {own.name}"] if own else []),
+        *(f"{source.kind}: {', '.join(map(str, source.files))}" for source in found.sources),
+        *(f"{kind}: {path}" for path, kind in found.curves),
+    )
+    return Document(title, inputs, complete, judgement, made, proposal, curves, problems)
 
 
-def _inputs(found: Found) -> tuple[str, ...]:
-    records = [f"{source.kind}: {', '.join(map(str, source.files))}" for source in found.sources]
-    return (*records, *(f"{kind}: {path}" for path, kind in found.curves))
-
-
-def write(documents: Sequence[Document], output: Path) -> None:
-    """Write report.json and report.html of the first document, with the others beside it, as files of one run."""
+def write(document: Document, output: Path) -> None:
+    """Write report.json and report.html, as files of one run."""
     from mis_plugins.report.page import page  # it draws; the proposal alone needs no matplotlib
 
-    names = ("report.json", *(f"report-{number}.json" for number in range(2, len(documents) + 1)))
-    texts = {name: as_text(document) for name, document in zip(names, documents, strict=True)}
-    earlier = {path.name for path in output.glob("report-*.json") if NUMBERED.fullmatch(path.name)}
-    replace_together(output, {**texts, PAGE: page(documents)}, earlier - texts.keys())
+    replace_together(output, {"report.json": as_text(document), PAGE: page(document)})
 
 
-class Told:
+class Progress:
     """Progress on stderr, with the time left, where the work takes longer than a moment."""
 
     def __init__(self) -> None:
-        self.begun = self.said = time.monotonic()
+        self.begun = self.last = time.monotonic()
 
     def __call__(self, done: int, total: int) -> None:
         now = time.monotonic()
-        if now - self.said < SECONDS or not done:
+        if now - self.last < SECONDS or not done:
             return
-        self.said = now
+        self.last = now
         left = (now - self.begun) * (total - done) / done
         print(f"{done / 1e6:.0f} of {total / 1e6:.0f} MB, {left:.0f} s left", file=sys.stderr, flush=True)
+
+
+# The terminal's summary: verdict, causes, numbers, proposal; by rich where stdout is a terminal.
+
+
+def print_summary(document: Document) -> None:
+    """Print a document."""
+    for line in _lines(document):
+        print(printable(line))
+    if lost := document.problems.first(SHOWN_PROBLEMS):
+        print()
+        print_table(["not read", "place", "reason"], [(one.file, one.place, one.reason) for one in lost])
+    if document.report is not None:
+        whole = document.report.whole
+        print()
+        print_table(
+            ["", document.title], [(name, f"{whole[name]:.4g}" if name in whole else "-") for name in SHOWN]
+        )
+    if document.proposal is not None:
+        print()
+        columns = ["config", "kept", "ess", "mean weight", "cosine", "judged"]
+        print_table(columns, list(_outcomes(document.proposal)))
+
+
+def _lines(document: Document) -> Iterator[str]:
+    mark = "ALARM" if document.verdict.level == ALARM else document.verdict.level
+    yield f"{document.title}: {mark}. {document.verdict.headline}"
+    yield from (f"  {line}" for line in document.verdict.lines)
+    for one in document.report.findings if document.report else ():
+        yield f"  Cause: {one.cause.title}. {one.evidence}"
+        yield f"    Fix: {one.cause.fix}"
+    if not document.complete:
+        yield "  Interrupted: the numbers are those of what was read before."
+
+
+def _outcomes(proposal: Proposal) -> Iterator[list[str]]:
+    for one in proposal.ranking[:SHOWN_CONFIGS]:
+        n, cosine = one.numbers, "-" if one.cosine is None else f"{one.cosine:.3f}"
+        shares = f"{n['kept_fraction']:.1%}", f"{n['ess']:.1%}"
+        against = "; ".join(one.reasons) or "in"
+        yield [one.candidate.name, *shares, f"{n['applied_mean']:.3f}", cosine, against]

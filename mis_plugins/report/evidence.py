@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import torch
@@ -12,7 +14,7 @@ from torch import Tensor
 from mis_plugins.correction.pipeline import Correction
 from mis_plugins.metrics.rows import Tokens
 from mis_plugins.packing.ragged import Ragged
-from mis_plugins.report.batches import Batch
+from mis_plugins.report.record import Batch, Record
 
 BEGINNING = 4  # valid tokens that count as the beginning of a response
 LONG_ENOUGH = 16  # valid tokens of a sequence whose ends are compared with its middle
@@ -29,7 +31,8 @@ class Moments:
     squares: float = 0.0
 
     def plus(self, x: Float[Tensor, " N"]) -> Moments:
-        x = x.double()
+        """Moments with the finite numbers of `x` added."""
+        x = x[x.isfinite()].double()
         return Moments(
             self.count + x.numel(), self.total + float(x.sum()), self.squares + float(x.square().sum())
         )
@@ -39,45 +42,30 @@ class Moments:
         return self.total / self.count if self.count else math.nan
 
     @property
+    def variance(self) -> float:
+        return max(self.squares / self.count - self.mean**2, 0.0)
+
+    @property
     def error(self) -> float:
         """Standard error of the mean; NaN of fewer than two numbers."""
-        if self.count < 2:
-            return math.nan
-        variance = max(self.squares / self.count - self.mean**2, 0.0)
-        return math.sqrt(variance / (self.count - 1))
+        return math.sqrt(self.variance / (self.count - 1)) if self.count > 1 else math.nan
 
-
-@dataclass(frozen=True)
-class OfSequences:
-    """Numbers of each sequence that has at least `LONG_ENOUGH` usable tokens.
-
-    beginning, end, middle: mean |log r| of the first tokens, of the last token, and of the others.
-    beginning_signed: mean log r of the first tokens.
-    size: mean |log r|.
-    correlation: Pearson correlation over the sequence's tokens of log pi_old and log mu.
-    """
-
-    beginning: Float[Tensor, " N"]
-    beginning_signed: Float[Tensor, " N"]
-    end: Float[Tensor, " N"]
-    middle: Float[Tensor, " N"]
-    size: Float[Tensor, " N"]
-    correlation: Float[Tensor, " N"]
+    @classmethod
+    def sum(cls, parts: Iterable[Moments]) -> Moments:
+        parts = list(parts)
+        return cls(*(sum(getattr(one, name) for one in parts) for name in ("count", "total", "squares")))
 
 
 @dataclass
 class Evidence:
     """Sums over a whole run that detectors read; the step metrics stand beside them.
 
+    moments: of each number of `of_sequences`.
+    sizes, correlations: of each sequence the mean |log r|, and the correlation of log pi_old and log mu.
     by_id: of each token id the count, and the sums of log r, log mu, (log r)^2, (log mu)^2 and their product.
     """
 
-    beginning: Moments = Moments()
-    beginning_signed: Moments = Moments()
-    end: Moments = Moments()
-    middle: Moments = Moments()
-    beginning_excess: Moments = Moments()
-    end_excess: Moments = Moments()
+    moments: defaultdict[str, Moments] = field(default_factory=lambda: defaultdict(Moments))
     sure_yet_unlikely: int = 0
     broken_advantages: int = 0
     sizes: list[Float[Tensor, " N"]] = field(default_factory=list)
@@ -85,20 +73,17 @@ class Evidence:
     by_id: Float[Tensor, "6 V"] | None = None
 
     def add(self, batch: Batch, correction: Correction, tokens: Tokens) -> None:
-        found = of_sequences(batch.ragged, tokens, _ended(batch))
-        for name in ("beginning", "beginning_signed", "end", "middle"):
-            value = getattr(found, name)
-            setattr(self, name, getattr(self, name).plus(value[value.isfinite()]))
-        self.beginning_excess = self.beginning_excess.plus(found.beginning - found.middle)
-        finished = found.end.isfinite()
-        self.end_excess = self.end_excess.plus((found.end - found.middle)[finished])
+        numbers, correlation = of_sequences(batch.ragged, tokens, _ended(batch))
+        for name, values in numbers.items():
+            self.moments[name] = self.moments[name].plus(values)
         sure = tokens.usable & (batch.behavior == 0) & (batch.proximal < UNLIKELY)
         self.sure_yet_unlikely += int(sure.sum())
-        self.broken_advantages += batch.broken_advantages
-        self.sizes.append(found.size.float())
-        self.correlations.append(found.correlation.float())
-        if batch.tokens is not None:
-            self._add_ids(batch.tokens, tokens)
+        self.broken_advantages += sum(map(_broken_advantages, batch.records))
+        self.sizes.append(numbers["size"].float())
+        self.correlations.append(correlation.float())
+        ids = batch.whole_numbers("tokens")
+        if ids is not None:
+            self._add_ids(ids, tokens)
 
     def _add_ids(self, ids: Int[Tensor, " T"], tokens: Tokens) -> None:
         known = tokens.usable & (ids >= 0) & (ids < LARGEST_ID)
@@ -109,6 +94,11 @@ class Evidence:
         rows = (torch.ones_like(r), r, m, r * r, m * m, r * m)
         added = torch.stack([torch.bincount(index, row, size) for row in rows])
         self.by_id = added if self.by_id is None else _added(self.by_id, added)
+
+
+def _broken_advantages(record: Record) -> int:
+    """Number of valid tokens whose advantage is NaN or infinite."""
+    return 0 if record.advantages is None else int((~record.advantages.isfinite() & record.loss_mask).sum())
 
 
 def _added(first: Tensor, second: Tensor) -> Tensor:
@@ -123,31 +113,38 @@ def _ended(batch: Batch) -> Bool[Tensor, " N"]:
     return torch.tensor([record.truncated is not True for record in batch.records])
 
 
-def of_sequences(ragged: Ragged, tokens: Tokens, ended: Bool[Tensor, " N"]) -> OfSequences:
-    """Numbers of the sequences that are long enough. `end` is NaN of a response that ran into a limit."""
+def of_sequences(
+    ragged: Ragged, tokens: Tokens, ended: Bool[Tensor, " N"]
+) -> tuple[dict[str, Float[Tensor, " L"]], Float[Tensor, " L"]]:
+    """Numbers of the sequences that have at least `LONG_ENOUGH` usable tokens.
+
+    Returns:
+        numbers: mean |log r| of the first tokens (`beginning`), of the last token (`end`, NaN of a response that ran
+            into a limit), of the others (`middle`) and of all (`size`); the mean log r of the first tokens
+            (`beginning_signed`); and what `beginning` and `end` are above `middle`.
+        correlation: of log pi_old and log mu over the sequence's tokens.
+    """
     usable, size = tokens.usable, tokens.abs_log_ratio
     place = usable.cumsum(0)
     starts = torch.cat([place.new_zeros(1), place])[ragged.cu_seqlens]
     place = place - ragged.to_tokens(starts[:-1])
     last = usable & (place == ragged.to_tokens(starts.diff()))
     first = usable & (place <= BEGINNING)
-    x, y = tokens.behavior, tokens.proximal
     at_ends = [
-        torch.where(first, size, 0),
-        torch.where(first, tokens.log_ratio, 0),
-        torch.where(last, size, 0),
+        torch.where(where, x, 0) for where, x in ((first, size), (first, tokens.log_ratio), (last, size))
     ]
+    x, y = tokens.behavior, tokens.proximal
     rows, _ = ragged.over_sequence((usable, size, *at_ends, x, y, x * y), (x, y))
     long = rows[0] >= LONG_ENOUGH
     n, total, begins, signed, end, sx, sy, xy, xx, yy = rows[:, long].unbind()
-    middle = (total - begins - end) / (n - BEGINNING - 1)
     covariance = xy - sx * sy / n
     spread = ((xx - sx * sx / n) * (yy - sy * sy / n)).clamp(min=0).sqrt()
-    return OfSequences(
-        begins / BEGINNING,
-        signed / BEGINNING,
-        torch.where(ended[long], end, torch.nan),
-        middle,
-        total / n,
-        torch.where(spread > 1e-9, covariance / spread, 1.0),
-    )
+    found = {
+        "beginning": begins / BEGINNING,
+        "beginning_signed": signed / BEGINNING,
+        "end": torch.where(ended[long], end, torch.nan),
+        "middle": (total - begins - end) / (n - BEGINNING - 1),
+        "size": total / n,
+    }
+    excess = {f"{name}_excess": found[name] - found["middle"] for name in ("beginning", "end")}
+    return found | excess, torch.where(spread > 1e-9, covariance / spread, 1.0)

@@ -16,7 +16,7 @@ from mis_plugins.correction.pipeline import Correction, correct
 from mis_plugins.metrics.alarms import ALARMS
 from mis_plugins.metrics.catalogue import finalize
 from mis_plugins.metrics.partials import Partials, partials
-from mis_plugins.report.batches import Batch
+from mis_plugins.report.record import Batch
 
 FIRST = "kl_k3"  # stands first on every page
 
@@ -49,7 +49,7 @@ class StepNumbers:
 
     def add(self, batch: Batch, correction: Correction) -> None:
         """Add a batch; `correction` is of this config."""
-        added = partials(correction, ages=batch.ages)
+        added = partials(correction, ages=batch.whole_numbers("ages"))
         earlier = self.steps.pop(batch.step, None)
         self.steps[batch.step] = added if earlier is None else _dense(earlier).merge(added)
         if len(self.steps) > self.OPEN:

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
 from mis_plugins.metrics.rows import Tokens
-from mis_plugins.report.batches import Batch
+from mis_plugins.report.record import Batch
 
 Bucket = Callable[[Batch], Tensor | None]
 
@@ -25,21 +25,21 @@ def doubling(x: Tensor) -> Tensor:
     return torch.bucketize(x, torch.tensor(DOUBLING), right=True)
 
 
-def _position(batch: Batch) -> Tensor:
-    return doubling(batch.positions)
-
-
 def _length(batch: Batch) -> Tensor:
     return batch.ragged.to_tokens(doubling(batch.ragged.cu_seqlens.diff()))
 
 
 def _probability(batch: Batch) -> Tensor:
-    edges = torch.tensor([math.log(edge) for edge in PROBABILITIES])
+    edges = torch.tensor(PROBABILITIES).log()
     return torch.bucketize(batch.behavior.nan_to_num(0.0), edges, right=True)
 
 
-def _capped(x: Tensor | None) -> Tensor | None:
-    return None if x is None else x.clamp(max=LAST)
+def _capped(name: str) -> Bucket:
+    def bucket(batch: Batch) -> Tensor | None:
+        numbers = batch.whole_numbers(name)
+        return None if numbers is None else numbers.clamp(max=LAST)
+
+    return bucket
 
 
 def _sign(batch: Batch) -> Tensor | None:
@@ -51,10 +51,7 @@ def _sign(batch: Batch) -> Tensor | None:
 
 SPANS = [
     "0",
-    *(
-        f"{low}-{high - 1}" if high - low > 1 else f"{low}"
-        for low, high in zip(DOUBLING, DOUBLING[1:], strict=False)
-    ),
+    *(f"{low}-{high - 1}" if high - low > 1 else f"{low}" for low, high in pairwise(DOUBLING)),
     f"{DOUBLING[-1]}+",
 ]
 COUNTS = [*map(str, range(LAST)), f"{LAST}+"]
@@ -74,20 +71,15 @@ class Place:
     what: str
 
 
+SHARES = ["below 1%", "1-10%", "10-50%", "50-90%", "90-99%", "above 99%"]
 PLACES: dict[str, Place] = {
-    "position": Place(_position, SPANS, "place of the token in its response"),
+    "position": Place(lambda batch: doubling(batch.positions), SPANS, "place of the token in its response"),
     "length": Place(_length, SPANS, "length of the response in tokens"),
-    "probability": Place(
-        _probability,
-        ["below 1%", "1-10%", "10-50%", "50-90%", "90-99%", "above 99%"],
-        "probability of the token under the rollout engine",
-    ),
-    "turn": Place(lambda batch: _capped(batch.turns), COUNTS, "turn of the token"),
+    "probability": Place(_probability, SHARES, "probability of the token under the rollout engine"),
+    "turn": Place(_capped("turns"), COUNTS, "turn of the token"),
     "advantage": Place(_sign, ["negative", "zero", "positive"], "sign of the token's advantage"),
-    "age": Place(
-        lambda batch: _capped(batch.ages), COUNTS, "trainer version less version that wrote the token"
-    ),
-    "route": Place(lambda batch: batch.route_differs, ["same", "differs"], "experts of trainer and engine"),
+    "age": Place(_capped("ages"), COUNTS, "trainer version less version that wrote the token"),
+    "route": Place(_capped("route_differs"), ["same", "differs"], "experts of trainer and engine"),
 }
 ROWS: dict[str, Callable[[Tokens], Float[Tensor, " T"]]] = {
     "tokens": lambda t: t.usable.double(),
@@ -108,10 +100,8 @@ class Tables:
         rows = {name: row(tokens) for name, row in ROWS.items()}
         for name, place in PLACES.items():
             bucket = place.bucket(batch)
-            if bucket is None:
-                continue
-            added = _by_bucket(rows, bucket, len(place.labels))
-            self.sums[name] = self.sums[name] + added if name in self.sums else added
+            if bucket is not None:
+                self.sums[name] = self.sums.get(name, 0) + _by_bucket(rows, bucket, len(place.labels))
 
     def rows(self) -> dict[str, list[dict[str, float | str]]]:
         """Rows of each table: bucket, tokens, and means over the bucket's usable tokens. Empty buckets are left out."""

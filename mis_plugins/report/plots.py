@@ -11,7 +11,6 @@ import re
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from html import escape
 from typing import Any
 
@@ -24,15 +23,7 @@ from mis_plugins.explain.rungs import record
 from mis_plugins.shared.terminal import printable
 
 INK, MUTED, GRID, FIRST, SECOND, WARN = "#010101", "#020202", "#030303", "#040404", "#050505", "#060606"
-VARIABLES = {
-    INK: "var(--ink)",
-    MUTED: "var(--muted)",
-    GRID: "var(--grid)",
-    FIRST: "var(--first)",
-    SECOND: "var(--second)",
-    WARN: "var(--warn)",
-}
-SERIES = (FIRST, SECOND, WARN, MUTED)
+VARIABLES = {INK: "ink", MUTED: "muted", GRID: "grid", FIRST: "first", SECOND: "second", WARN: "warn"}
 STYLE: Any = {
     "svg.fonttype": "none",
     "font.size": 10,
@@ -54,22 +45,16 @@ LONGEST = 40  # letters of a name in a picture
 _numbers = itertools.count()
 
 
-@dataclass(frozen=True)
-class Line:
-    """One curve: its name, steps and values."""
-
-    name: str
-    x: Sequence[float]
-    y: Sequence[float]
-
-
-def curve(lines: Sequence[Line], label: str, log: bool = False, marks: Sequence[int] = ()) -> str:
-    """Curves over steps. `marks` are steps at which something changed."""
+def curve(
+    lines: Mapping[str, Mapping[int, float]], label: str, log: bool = False, marks: Sequence[int] = ()
+) -> str:
+    """Values over steps, a line for each name. `marks` are steps at which something changed."""
     with _drawn(4.4, 2.5) as (figure, axes):
-        for line, color in zip(lines, itertools.cycle(SERIES), strict=False):
-            dots = "o" if len(line.x) < 30 else ""
-            values = [max(y, SMALLEST) for y in line.y] if log else line.y
-            axes.plot(line.x, values, color=color, lw=1.8, marker=dots, ms=3.5, label=as_label(line.name))
+        colors = itertools.cycle((FIRST, SECOND, WARN, MUTED))
+        for (name, line), color in zip(lines.items(), colors, strict=False):
+            values = [max(y, SMALLEST) if log else y for y in line.values()]
+            dots = "o" if len(line) < 30 else ""
+            axes.plot([*line], values, color=color, lw=1.8, marker=dots, ms=3.5, label=as_label(name))
         for mark in marks:
             axes.axvline(mark, color=WARN, lw=1.2, ls=(0, (4, 3)))
         if log:
@@ -91,8 +76,8 @@ def bars(rows: Sequence[Mapping[str, Any]], label: str) -> str:
         axes.barh(places, [value - low for value in values], left=low, color=FIRST, height=0.72)
         axes.set_yticks(places, [as_label(str(row["bucket"])) for row in rows])
         for place, (value, row) in enumerate(zip(values, rows, strict=True)):
-            axes.annotate(f"{value:.1e} · {float(row['tokens']) / total:.0%}", (value, place), (4, 0),
-                          textcoords="offset points", va="center", fontsize=8.5, color=MUTED)  # fmt: skip
+            text = f"{value:.1e} · {float(row['tokens']) / total:.0%}"
+            _note(axes, text, (value, place), (4, 0), va="center", fontsize=8.5, color=MUTED)
         _log(axes.set_xscale, axes.xaxis)
         axes.set_xlim(low, max(values) * (max(values) / low) ** 0.55)
         axes.invert_yaxis()
@@ -101,26 +86,29 @@ def bars(rows: Sequence[Mapping[str, Any]], label: str) -> str:
     return _svg(figure, label)
 
 
-def ladder(runs: Mapping[str, float], label: str) -> str:
-    """The rungs of the ladder on a logarithmic line, and each run as a mark above it."""
-    with _drawn(4.4, 2.0 + 0.2 * len(runs)) as (figure, axes):
+def ladder(name: str, kl_k3: float, label: str) -> str:
+    """The rungs of the ladder on a logarithmic line, and a run as a mark above it."""
+    value = max(kl_k3, SMALLEST)
+    with _drawn(4.4, 2.2) as (figure, axes):
         for place, rung in enumerate(record().steps):
             axes.plot([rung.k3], [0], marker="|", ms=14, mew=2, color=MUTED)
-            axes.annotate(rung.name, (rung.k3, 0), (0, -15 if place % 2 else -26),
-                          textcoords="offset points", ha="center", va="top", fontsize=9, color=MUTED)  # fmt: skip
-        for place, (name, value) in enumerate(runs.items(), 1):
-            color = SERIES[(place - 1) % len(SERIES)]
-            axes.plot([max(value, SMALLEST)], [place], marker="D", ms=8, color=color)
-            axes.annotate(f"{as_label(name)}  {value:.2g}", (max(value, SMALLEST), place), (0, 8),
-                          textcoords="offset points", ha="center", fontsize=9.5, color=INK)  # fmt: skip
+            below = (0, -15 if place % 2 else -26)
+            _note(axes, rung.name, (rung.k3, 0), below, ha="center", va="top", fontsize=9, color=MUTED)
+        axes.plot([value], [1], marker="D", ms=8, color=FIRST)
+        text = f"{as_label(name)}  {kl_k3:.2g}"
+        _note(axes, text, (value, 1), (0, 8), ha="center", fontsize=9.5, color=INK)
         _log(axes.set_xscale, axes.xaxis)
-        known = [max(value, SMALLEST) for value in runs.values()]
-        axes.set_xlim(min(1e-4, *known) / 4, max(1.0, *known) * 4)
-        axes.set_ylim(-1.2, len(runs) + 0.9)
+        axes.set_xlim(min(1e-4, value) / 4, max(1.0, value) * 4)
+        axes.set_ylim(-1.2, 1.9)
         axes.set_yticks([])
         axes.spines["left"].set_visible(False)
         axes.set_xlabel("kl_k3")
     return _svg(figure, label)
+
+
+def _note(axes: Axes, text: str, place: tuple[float, float], away: tuple[float, float], **style: Any) -> None:
+    """Write a text `away` points from a place."""
+    axes.annotate(text, place, away, textcoords="offset points", **style)
 
 
 @contextmanager
@@ -154,22 +142,21 @@ def _log(set_scale: Any, axis: Any) -> None:
     axis.set_minor_formatter(NullFormatter())
 
 
-def _adopted(tag: str, prefix: str) -> str:
-    """A tag of matplotlib's with the ids and the colours of the page."""
-    for color, variable in VARIABLES.items():
-        tag = tag.replace(color, variable)
-    return re.sub(r'(\bid="|href="#|url\(#)', lambda found: found[1] + prefix, tag)
-
-
 def _svg(figure: Figure, label: str) -> str:
     """The figure as an element of the page: its ids are its own, its colours the page's variables."""
     file = io.StringIO()
     with _quiet_style():
         figure.savefig(file, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
     text = file.getvalue()
-    text = text[text.index("<svg") :]
-    text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
+    text = re.sub(r"<metadata>.*?</metadata>", "", text[text.index("<svg") :], flags=re.DOTALL)
     text = re.sub(r'(<svg[^>]*?) width="[^"]*"', r"\1", re.sub(r'(<svg[^>]*?) height="[^"]*"', r"\1", text))
     prefix = f"p{next(_numbers)}-"
     text = re.sub(r"<[^>]+>", lambda tag: _adopted(tag[0], prefix), text)  # between tags stand foreign names
     return text.replace("<svg", f'<svg role="img" aria-label="{escape(label)}"', 1)
+
+
+def _adopted(tag: str, prefix: str) -> str:
+    """A tag of matplotlib's with the ids and the colours of the page."""
+    for color, variable in VARIABLES.items():
+        tag = tag.replace(color, f"var(--{variable})")
+    return re.sub(r'(\bid="|href="#|url\(#)', lambda found: found[1] + prefix, tag)

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from mis_plugins.config import writing
-from mis_plugins.config.model import CorrectionConfig
 from mis_plugins.explain.rungs import record
 from mis_plugins.explain.words import flags
 from mis_plugins.report.numbers import FIRST
-from mis_plugins.report.opening import Opening
+from mis_plugins.report.survey import Opening
 from mis_plugins.report.sweep import Candidate
 
 # kl_k3 below which no config changes the gradient in any visible way; an engine in bf16 lies above ten times it.
@@ -42,13 +41,13 @@ class Judged:
     reasons: tuple[str, ...]
 
     @property
-    def direction(self) -> float:
+    def measure(self) -> str:
         """The number that candidates are ranked by: the first of `MEASURES` that the data give."""
-        return self.numbers[self.measure]
+        return next(name for name in MEASURES if name in self.numbers)
 
     @property
-    def measure(self) -> str:
-        return next(name for name in MEASURES if name in self.numbers)
+    def direction(self) -> float:
+        return self.numbers[self.measure]
 
     @property
     def cosine(self) -> float | None:
@@ -58,11 +57,8 @@ class Judged:
     @property
     def parts(self) -> int:
         """How many things the config does: weight, its normalization, and each rule."""
-        config = self.candidate.config
-        weight = config.weight
-        return (
-            (weight is not None) + (weight is not None and weight.normalize is not None) + len(config.reject)
-        )
+        config, weight = self.candidate.config, self.candidate.config.weight
+        return len(config.reject) + (0 if weight is None else 1 + (weight.normalize is not None))
 
 
 @dataclass(frozen=True)
@@ -85,23 +81,21 @@ def judge(candidate: Candidate, numbers: Mapping[str, Any]) -> Judged:
     return Judged(candidate, numbers, tuple(_against(numbers)))
 
 
-def _against(numbers: Mapping[str, Any]) -> list[str]:
+def _against(numbers: Mapping[str, Any]) -> Iterator[str]:
     kept, ess, mean = numbers["kept_fraction"], numbers["ess"], numbers["applied_mean"]
-    found = []
     if kept < LEAST_KEPT:
-        found.append(f"keeps {kept:.0%} of the tokens, less than {LEAST_KEPT:.0%}")
+        yield f"keeps {kept:.0%} of the tokens, less than {LEAST_KEPT:.0%}"
     if ess < LEAST_ESS:
-        found.append(f"has an effective sample of {ess:.0%}, less than {LEAST_ESS:.0%}")
+        yield f"has an effective sample of {ess:.0%}, less than {LEAST_ESS:.0%}"
     if kept and not SLOWEST <= mean <= FASTEST:
-        found.append(f"has a mean weight of {mean:.2g}, which changes the learning rate")
-    lengths = list(numbers["kept_by_usual_length"].values())
-    if len(lengths) > 1 and min(lengths) < LENGTH_LEAN * max(lengths):
-        found.append(f"keeps {min(lengths):.0%} of one length and {max(lengths):.0%} of another")
+        yield f"has a mean weight of {mean:.2g}, which changes the learning rate"
+    low, high = (choose(numbers["kept_by_usual_length"].values(), default=0.0) for choose in (min, max))
+    if low < LENGTH_LEAN * high:
+        yield f"keeps {low:.0%} of one length and {high:.0%} of another"
     signs = numbers["kept_by_advantage"]
     lean = signs["positive"] - signs["negative"] if {"positive", "negative"} <= signs.keys() else 0.0
     if abs(lean) > SIGN_LEAN:
-        found.append(f"keeps {abs(lean):.0%} more of {'positive' if lean > 0 else 'negative'} advantages")
-    return found
+        yield f"keeps {abs(lean):.0%} more of {'positive' if lean > 0 else 'negative'} advantages"
 
 
 def propose(
@@ -112,50 +106,49 @@ def propose(
 ) -> Proposal | None:
     """The best candidate; None where nothing was swept."""
     judged = [judge(one, outcomes[one.name]) for one in candidates if one.name in outcomes]
-    ranking = sorted(judged, key=lambda one: (len(one.reasons), -one.direction, one.parts))
-    best = [one for one in ranking if not one.reasons]
     if not judged:
         return None
+    ranking = sorted(judged, key=lambda one: (len(one.reasons), -one.direction, one.parts))
+    best = [one for one in ranking if not one.reasons]
     none = next((one for one in judged if not one.candidate.config.corrects), None)
     if none is not None and whole.get(FIRST, 1.0) < NOTHING_TO_DO:
         why = f"kl_k3 is {whole[FIRST]:.2g}: below {NOTHING_TO_DO:g} no correction changes a gradient that is seen"
         return _proposal(none, (why,), ranking)
     if not best:
         out = f"every candidate is out; the least unfit one {'; '.join(ranking[0].reasons)}"
-        return _proposal(
-            ranking[0], (out, "lower the mismatch first: no config repairs it"), ranking, trusted=False
-        )
+        advice = "lower the mismatch first: no config repairs it"
+        return _proposal(ranking[0], (out, advice), ranking, trusted=False)
     alike = [one for one in best if one.direction > best[0].direction - ALIKE]
     chosen = min(alike, key=lambda one: (not one.candidate.config.corrects, one.parts, -one.direction))
-    why = _why(chosen, alike, none)
+    why = tuple(_why(chosen, len(alike) - 1, none))
     if distrust := _distrust(opening):
         first = f"with a closer engine try {chosen.candidate.name}, which ranks first here"
         return _proposal(chosen, (distrust, first, *why), ranking, trusted=False)
     return _proposal(chosen, (*why, *_doubts(whole)), ranking)
 
 
+def _proposal(
+    chosen: Judged, why: tuple[str, ...], ranking: Sequence[Judged], trusted: bool = True
+) -> Proposal:
+    config = chosen.candidate.config
+    text = writing.to_yaml(writing.as_mapping(config))
+    words = f"{flags(config)} --custom-config-path mis.yaml"
+    return Proposal(chosen.candidate.name, trusted, why, text, words, tuple(ranking))
+
+
 # The words of a proposal.
 
 
-def _why(chosen: Judged, alike: Sequence[Judged], none: Judged | None) -> tuple[str, ...]:
+def _why(chosen: Judged, alike: int, none: Judged | None) -> Iterator[str]:
     numbers = chosen.numbers
-    found = [
-        f"{numbers['kept_fraction']:.1%} of the tokens are kept, with an effective sample of {numbers['ess']:.0%}",
-        f"the {MEASURES[chosen.measure]} is {chosen.direction:.3f}"
-        + (
-            f", and {none.direction:.3f} without correction"
-            if none is not None and none is not chosen
-            else ""
-        ),
-    ]
+    yield f"{numbers['kept_fraction']:.1%} of the tokens are kept, with an effective sample of {numbers['ess']:.0%}"
+    without = "" if none is None or none is chosen else f", and {none.direction:.3f} without correction"
+    yield f"the {MEASURES[chosen.measure]} is {chosen.direction:.3f}{without}"
     if numbers["applied_mean"] < SLOW:
-        found.append(
-            f"a mean weight of {numbers['applied_mean']:.2g} acts as that factor on the learning rate"
-        )
-    if len(alike) > 1:
-        others = "1 other is" if len(alike) == 2 else f"{len(alike) - 1} others are"
-        found.append(f"{others} as good to {ALIKE:g}, and no other has fewer parts")
-    return tuple(found)
+        yield f"a mean weight of {numbers['applied_mean']:.2g} acts as that factor on the learning rate"
+    if alike:
+        others = "1 other is" if alike == 1 else f"{alike} others are"
+        yield f"{others} as good to {ALIKE:g}, and no other has fewer parts"
 
 
 def _distrust(opening: Opening | None) -> str | None:
@@ -183,15 +176,3 @@ def _doubts(whole: Mapping[str, float]) -> tuple[str, ...]:
         f"lower the mismatch too: kl_k3 is above what a real model shows with an engine in {worst.name}, and some runs "
         "like this collapse with every config",
     )
-
-
-def _proposal(
-    chosen: Judged, why: tuple[str, ...], ranking: Sequence[Judged], trusted: bool = True
-) -> Proposal:
-    config = chosen.candidate.config
-    text = writing.to_yaml(writing.as_mapping(config))
-    return Proposal(chosen.candidate.name, trusted, why, text, _flags(config), tuple(ranking))
-
-
-def _flags(config: CorrectionConfig) -> str:
-    return f"{flags(config)} --custom-config-path mis.yaml"

@@ -1,10 +1,12 @@
-"""The neutral record of one response: what every reader yields and everything else in this room reads."""
+"""The neutral record of one response, which every reader yields, and batches of records, packed end to end."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import accumulate
 from reprlib import repr as shortened
 from typing import Any
 
@@ -12,24 +14,8 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from mis_plugins.packing.ragged import Ragged
 from mis_plugins.shared.budget import ITEMS, RecordError
-
-
-@dataclass(frozen=True, order=True)
-class Packing:
-    """Where a host trained on a response.
-
-    optimizer_step: number of the optimizer step within the rollout.
-    micro_batch: data-parallel rank, in the order of the files, and number of the micro-batch on it.
-    rollouts: number of rollouts, by which the host divides the sums of this optimizer step.
-    valid: number of valid tokens of the response's rollout, by which the host divides the sum over the
-        response.
-    """
-
-    optimizer_step: int
-    micro_batch: tuple[int, int]
-    rollouts: int
-    valid: float
 
 
 @dataclass(frozen=True)
@@ -50,7 +36,6 @@ class Record:
     turns: number of the turn that each token belongs to.
     route_differs: true where trainer and engine chose other experts for a token.
     truncated: whether the response ran into a limit before its end token.
-    packing: micro-batch of the response, which only a host's dump tells.
     """
 
     step: int
@@ -69,7 +54,6 @@ class Record:
     turns: Int[Tensor, " R"] | None = None
     route_differs: Bool[Tensor, " R"] | None = None
     truncated: bool | None = None
-    packing: Packing | None = None
 
     @property
     def size(self) -> int:
@@ -95,14 +79,9 @@ LARGEST = 2**53  # whole numbers up to here are exact in JSON, and their differe
 CERTAIN = 0.1  # a log-probability is at most 0; a mean so much above is no noise of a few tokens
 REQUIRED = ("behavior_log_probs", "proximal_log_probs")
 KINDS: dict[str, torch.dtype] = {
-    "behavior_log_probs": torch.float32,
-    "proximal_log_probs": torch.float32,
-    "loss_mask": torch.bool,
-    "tokens": torch.int64,
-    "advantages": torch.float32,
-    "versions": torch.int64,
-    "turns": torch.int64,
-    "route_differs": torch.bool,
+    **dict.fromkeys((*REQUIRED, "advantages"), torch.float32),
+    **dict.fromkeys(("tokens", "versions", "turns"), torch.int64),
+    **dict.fromkeys(("loss_mask", "route_differs"), torch.bool),
 }
 
 
@@ -144,14 +123,10 @@ def step_of(value: Any) -> int:
     Raises:
         RecordError: the value is no whole number from 0 to `LARGEST`.
     """
-    whole = value if type(value) is int else int(value) if _is_whole_float(value) else -1
+    whole = int(value) if type(value) is int or (type(value) is float and value.is_integer()) else -1
     if not 0 <= whole <= LARGEST:
         raise RecordError(f"step: got {shortened(value)}; give a whole number from 0 to {LARGEST}")
     return whole
-
-
-def _is_whole_float(value: Any) -> bool:
-    return isinstance(value, float) and value.is_integer()
 
 
 def printed(text: Any, most: int) -> str:
@@ -161,11 +136,10 @@ def printed(text: Any, most: int) -> str:
 
 def _tensor(name: str, values: Any) -> Tensor:
     kind = KINDS[name]
-    if isinstance(values, Tensor):
-        ITEMS.check(values.numel(), 0, name)
-        found = values.detach().reshape(-1).to("cpu")
-    else:
-        found = _of_list(name, values, kind)
+    found = (
+        values.detach().reshape(-1).to("cpu") if isinstance(values, Tensor) else _of_list(name, values, kind)
+    )
+    ITEMS.check(found.numel(), 0, name)
     if found.is_complex() or (kind.is_floating_point and found.dtype == torch.bool):
         raise RecordError(f"{name}: holds numbers of another kind ({found.dtype})")
     if kind == torch.int64 and found.numel() and not _are_whole(found):
@@ -174,15 +148,13 @@ def _tensor(name: str, values: Any) -> Tensor:
 
 
 def _of_list(name: str, values: Any, kind: torch.dtype) -> Tensor:
-    if not isinstance(values, list | tuple):
-        raise RecordError(f"{name}: no list of numbers: {shortened(values)}")
     try:
         if kind.is_floating_point and None in values:
             values = [math.nan if value is None else value for value in values]
-        found = torch.as_tensor(values)
+        found = torch.as_tensor(values) if isinstance(values, list | tuple) else None
     except (TypeError, ValueError, RuntimeError, ArithmeticError) as error:
         raise RecordError(f"{name}: no list of numbers: {error}") from error
-    if found.dim() != 1:
+    if found is None or found.dim() != 1:
         raise RecordError(f"{name}: no list of numbers: {shortened(values)}")
     return found
 
@@ -235,3 +207,67 @@ def _version(value: Any) -> int | None:
     if value is not None and (type(value) is not int or abs(value) > LARGEST):
         raise RecordError(f"trainer_version: got {shortened(value)}; give a whole number")
     return value
+
+
+BATCH_TOKENS = 131_072  # rows of a batch stay in the cache of a core
+UNKNOWN = -1
+
+
+@dataclass(frozen=True)
+class Batch:
+    """N responses of one step, packed into T tokens."""
+
+    step: int
+    records: tuple[Record, ...]
+
+    @cached_property
+    def ragged(self) -> Ragged:
+        ends = accumulate(record.size for record in self.records)
+        return Ragged(torch.tensor([0, *ends]), torch.cat([record.loss_mask for record in self.records]))
+
+    @cached_property
+    def proximal(self) -> Float[Tensor, " T"]:
+        return torch.cat([record.proximal_log_probs for record in self.records])
+
+    @cached_property
+    def behavior(self) -> Float[Tensor, " T"]:
+        return torch.cat([record.behavior_log_probs for record in self.records])
+
+    @cached_property
+    def advantages(self) -> Float[Tensor, " T"] | None:
+        """Advantages, NaN of a response without; None where no response has them."""
+        return self._column("advantages", torch.nan, torch.float32)
+
+    def whole_numbers(self, name: str) -> Int[Tensor, " T"] | None:
+        """The records' `tokens`, `ages`, `turns` or `route_differs`, -1 where unknown; None where all are."""
+        return self._column(name, UNKNOWN, torch.int64)
+
+    @cached_property
+    def positions(self) -> Int[Tensor, " T"]:
+        """Place of each token in its response, from 0."""
+        starts = self.ragged.to_tokens(self.ragged.cu_seqlens[:-1])
+        return torch.arange(starts.numel()) - starts
+
+    def _column(self, name: str, missing: float, dtype: torch.dtype) -> Tensor | None:
+        values = [getattr(record, name) for record in self.records]
+        if all(value is None for value in values):
+            return None
+        filled = (
+            torch.full((record.size,), missing, dtype=dtype) if value is None else value.to(dtype)
+            for value, record in zip(values, self.records, strict=True)
+        )
+        return torch.cat(list(filled))
+
+
+def batches(records: Iterable[Record], tokens: int = BATCH_TOKENS) -> Iterator[Batch]:
+    """Batches of at most `tokens` tokens, or of one longer response; responses of one step that follow one another."""
+    held: list[Record] = []
+    size = 0
+    for record in records:
+        if held and (record.step != held[0].step or size + record.size > tokens):
+            yield Batch(held[0].step, tuple(held))
+            held, size = [], 0
+        held.append(record)
+        size += record.size
+    if held:
+        yield Batch(held[0].step, tuple(held))

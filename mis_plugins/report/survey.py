@@ -2,30 +2,77 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
-import time
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
 from mis_plugins.config.model import CorrectionConfig
 from mis_plugins.metrics.catalogue import finalize
 from mis_plugins.metrics.rows import Tokens
-from mis_plugins.report.batches import Batch, batches
 from mis_plugins.report.causes import Facts, Finding, findings
 from mis_plugins.report.changes import Change, changes
 from mis_plugins.report.evidence import Evidence
-from mis_plugins.report.logged import Logged
 from mis_plugins.report.numbers import FIRST, StepNumbers, corrected, ordered
-from mis_plugins.report.opening import FirstSteps, Opening
 from mis_plugins.report.places import Tables
 from mis_plugins.report.readers.source import Problems, Source
-from mis_plugins.report.record import Record
+from mis_plugins.report.record import Batch, Record, batches
 from mis_plugins.report.sweep import Candidate, Sweep
 from mis_plugins.report.worst import Worst
 from mis_plugins.shared.budget import CHANGES, STEPS
 
 Told = Callable[[int, int], None]  # called with bytes done and bytes in all
+SHARE = 0.1  # of the steps, which are the opening
+TRIM_THRESHOLD, MMAP_THRESHOLD = -1, -3  # of glibc's mallopt
+KEPT, LARGEST = 2**28, 2**25  # bytes at the end of the heap; largest piece that is taken from there
+
+
+@dataclass(frozen=True)
+class Opening:
+    """The first steps of a run: how much of the trainer's policy the engine samples before the config moves both.
+
+    A run that starts anew with another config meets the same opening.
+
+    steps: number of these first steps.
+    of: number of all steps that were read.
+    kl_k3: mean over the tokens of these first steps.
+    response_overlap: mean of min(1, product of the ratios of a response): 1 less the total variation distance of both
+        policies over whole responses. The bound holds its noise below 1 / (2 sqrt(responses)).
+    """
+
+    steps: int
+    of: int
+    kl_k3: float
+    response_overlap: float
+
+
+@dataclass
+class FirstSteps:
+    """Sums of each step: min(1, product), responses, k3, and tokens."""
+
+    sums: dict[int, Float[Tensor, " 4"]] = field(
+        default_factory=lambda: defaultdict(lambda: torch.zeros(4, dtype=torch.float64))
+    )
+
+    def add(self, batch: Batch, tokens: Tokens) -> None:
+        rows = (tokens.log_ratio, tokens.usable, tokens.k3)
+        (total, usable, k3), _ = batch.ragged.over_sequence(rows)
+        known = usable > 0
+        overlap = total.clamp(max=0).exp()[known]
+        self.sums[batch.step] += torch.stack([x.double().sum() for x in (overlap, known, k3, usable)])
+
+    def numbers(self) -> Opening | None:
+        """The numbers of the first tenth of the steps; None without a token whose ratio is known."""
+        count = math.ceil(SHARE * len(self.sums))
+        first = sum((self.sums[step] for step in sorted(self.sums)[:count]), torch.zeros(4))
+        overlap, responses, k3, tokens = first.tolist()
+        return Opening(count, len(self.sums), k3 / tokens, overlap / responses) if responses else None
 
 
 @dataclass
@@ -38,33 +85,27 @@ class Survey:
     own: CorrectionConfig
     numbers: StepNumbers
     sweep: Sweep
-    logged: Logged
     tables: Tables = field(default_factory=Tables)
     worst: Worst = field(default_factory=Worst)
     evidence: Evidence = field(default_factory=Evidence)
     first: FirstSteps = field(default_factory=FirstSteps)
     sequences: int = 0
-    seconds: float = 0.0
 
     @classmethod
     def of(cls, own: CorrectionConfig, candidates: Sequence[Candidate]) -> Survey:
         asked = replace(own, metrics="all", segment_wise=None, opsm=None, objective=None)
-        return cls(asked, StepNumbers(asked), Sweep.of(candidates), Logged(asked))
+        return cls(asked, StepNumbers(asked), Sweep.of(candidates))
 
     def add(self, batch: Batch) -> None:
         """Let every collector see a batch."""
-        begun = time.perf_counter()
         correction = corrected(batch, self.own)
         tokens = Tokens(correction)
         self.numbers.add(batch, correction)
-        self.tables.add(batch, tokens)
-        self.worst.add(batch, tokens)
         self.evidence.add(batch, correction, tokens)
-        self.first.add(batch, tokens)
+        for collector in (self.tables, self.worst, self.first):
+            collector.add(batch, tokens)
         self.sweep.add(batch, correction.stage.ratio)
-        self.logged.add(batch.records)
         self.sequences += len(batch.records)
-        self.seconds += time.perf_counter() - begun
 
     def add_all(self, records: Iterable[Record], told: Callable[[], None] = lambda: None) -> None:
         """Add all records; `told` is called after each batch."""
@@ -80,7 +121,6 @@ class Report:
 
     steps: metrics of each step, by the names of docs/metrics.md.
     whole: the metrics over all steps together.
-    logged: numbers of each optimizer step as its host logs them; empty where no dump of a host was read.
     usable: number of tokens that the loss mask keeps and whose two log-probs are finite; all means are over them.
     """
 
@@ -94,8 +134,6 @@ class Report:
     worst_sequences: list[dict[str, Any]]
     outcomes: dict[str, dict[str, Any]]
     sequences: int
-    seconds: float
-    logged: list[dict[str, float]]
     opening: Opening | None
     usable: int
 
@@ -140,24 +178,29 @@ def report(survey: Survey) -> Report | None:
     whole = survey.numbers.whole()
     steps = dict(survey.numbers.metrics())
     places = survey.tables.rows()
-    known = [
-        (step, values[FIRST]) for step, values in steps.items() if math.isfinite(values.get(FIRST, math.nan))
-    ]
-    found = changes([step for step, _ in known], [value for _, value in known])
-    facts = Facts(whole.named_sums, survey.evidence, places, found)
+    known = {step: x for step, values in steps.items() if math.isfinite(x := values.get(FIRST, math.nan))}
+    found = changes(list(known), list(known.values()))
     return Report(
         steps=steps,
         whole=ordered(finalize(whole, survey.own)),
         places=places,
         changes=found,
-        findings=findings(facts),
+        findings=findings(Facts(whole.named_sums, survey.evidence, places, found)),
         alarms=list(survey.numbers.alarms()),
-        worst_tokens=list(survey.worst.worst_tokens()),
+        worst_tokens=survey.worst.worst_tokens(),
         worst_sequences=survey.worst.worst_sequences(),
         outcomes=survey.sweep.numbers(),
         sequences=survey.sequences,
-        seconds=survey.seconds,
-        logged=survey.logged.numbers(),
         opening=survey.first.numbers(),
         usable=int(whole.named_sums["usable"]),
     )
+
+
+def keep_freed_memory() -> None:
+    """Have glibc keep up to `KEPT` freed bytes: new pages cost as much time as a batch's numbers."""
+    try:
+        mallopt = ctypes.CDLL(None).mallopt
+    except (AttributeError, OSError, TypeError):  # no glibc
+        return
+    mallopt(MMAP_THRESHOLD, LARGEST)
+    mallopt(TRIM_THRESHOLD, KEPT)

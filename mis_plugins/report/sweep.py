@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from mis_plugins.config import reading, writing
+from mis_plugins.config import reading
 from mis_plugins.config.loading import file_of
 from mis_plugins.config.loading import load as load_file
 from mis_plugins.config.model import CorrectionConfig
@@ -21,18 +21,16 @@ from mis_plugins.correction.pipeline import correct
 from mis_plugins.correction.ratios import bits, exp_clamped, only
 from mis_plugins.errors import ConfigError
 from mis_plugins.packing.ragged import Ragged
-from mis_plugins.report.batches import Batch
 from mis_plugins.report.numbers import with_own_mean
 from mis_plugins.report.places import PLACES, doubling
+from mis_plugins.report.record import Batch
 
-LENGTHS, SIGNS = (len(PLACES[name].labels) for name in ("length", "advantage"))
 # Weights are counted by their logarithm, in steps of 1%.
 STEP, HALF = 0.01, 2000
 USUAL = 0.05  # least share of the tokens with which a bucket of lengths can show a bias
 SEQUENCES = 32  # least number of responses with which products of ratios are read
 LEAST_ESS = 0.25  # least effective share of the responses with which products of ratios are read
 QUANTILES = (0.01, 0.25, 0.5, 0.75, 0.99)
-NAMES_OF_ALL = ("all", "own")
 
 
 @dataclass(frozen=True)
@@ -95,54 +93,54 @@ class Shared:
 
     valid: valid tokens of each sequence.
     lengths: bucket of each sequence's length.
-    by_length, by_sign: valid tokens in each bucket.
-    signs: which valid tokens lie in each bucket of signs; empty without advantages.
+    signs: the valid tokens in each bucket of the advantage's sign; none without advantages.
     by_token, by_response: directions of unbounded weights of tokens, and of whole responses where those can be known.
     """
 
     batch: Batch
     valid: Float[Tensor, " N"]
     lengths: Int[Tensor, " N"]
-    by_length: Float[Tensor, " L"]
     signs: tuple[Bool[Tensor, " T"], ...]
-    by_sign: Float[Tensor, " S"]
     by_token: Direction | None
     by_response: Direction | None
 
     @classmethod
     def of(cls, batch: Batch, ratio: Float[Tensor, " T"]) -> Shared:
-        mask, bucket = batch.ragged.loss_mask, PLACES["advantage"].bucket(batch)
+        mask, sign = batch.ragged.loss_mask, PLACES["advantage"].bucket(batch)
         (valid,), _ = batch.ragged.over_sequence((mask,))
         lengths = doubling(batch.ragged.cu_seqlens.diff())
-        by_length = torch.bincount(lengths, valid, LENGTHS)
-        signs = () if bucket is None else tuple(mask & (bucket == sign) for sign in range(SIGNS))
-        shared = cls(batch, valid, lengths, by_length, signs, _counts(signs), None, None)
+        signs = (
+            () if sign is None else tuple(mask & (sign == k) for k in range(len(PLACES["advantage"].labels)))
+        )
         plain, products = _plain(batch), _products(batch.ragged, ratio)
-        if plain is None:
-            return shared
-        by_response = None if products is None else Direction.of(plain, products)
-        return replace(shared, by_token=Direction.of(plain, ratio.double()), by_response=by_response)
+        by_token = None if plain is None else Direction.of(plain, ratio.double())
+        by_response = None if plain is None or products is None else Direction.of(plain, products)
+        return cls(batch, valid, lengths, signs, by_token, by_response)
 
+    @cached_property
+    def all_valid(self) -> dict[str, Float[Tensor, " K"]]:
+        return self.counts(self.batch.ragged.loss_mask, self.valid)
 
-def _counts(masks: Sequence[Bool[Tensor, " T"]]) -> Float[Tensor, " S"]:
-    counts = [mask.count_nonzero() for mask in masks]
-    return torch.stack(counts).double() if counts else torch.zeros(SIGNS, dtype=torch.float64)
+    def counts(
+        self, tokens: Bool[Tensor, " T"], of_sequence: Float[Tensor, " N"]
+    ) -> dict[str, Float[Tensor, " K"]]:
+        """Number of tokens in each bucket of the response's length, and of the advantage's sign where it is known."""
+        lengths = torch.bincount(self.lengths, of_sequence, len(PLACES["length"].labels))
+        signs = [(tokens & sign).count_nonzero() for sign in self.signs]
+        return {"length": lengths} | ({"advantage": torch.stack(signs).double()} if signs else {})
 
 
 @dataclass
 class Outcome:
     """Sums of one candidate over the data.
 
-    by_length, by_sign: valid tokens, and among them kept ones, in each bucket.
+    shares: by length and by advantage the valid tokens, and among them kept ones, in each bucket.
     histogram: kept tokens by the logarithm of their weight.
     """
 
     candidate: Candidate
-    sums: dict[str, float] = field(default_factory=dict)
-    by_length: Float[Tensor, "2 L"] = field(
-        default_factory=lambda: torch.zeros(2, LENGTHS, dtype=torch.float64)
-    )
-    by_sign: Float[Tensor, "2 S"] = field(default_factory=lambda: torch.zeros(2, SIGNS, dtype=torch.float64))
+    sums: Counter[str] = field(default_factory=Counter)
+    shares: dict[str, Float[Tensor, "2 K"]] = field(default_factory=dict)
     histogram: Float[Tensor, " B"] = field(
         default_factory=lambda: torch.zeros(2 * HALF + 1, dtype=torch.float64)
     )
@@ -163,12 +161,12 @@ class Outcome:
             valid=shared.valid.sum(), kept=kept.sum(), weight=wide.sum(), weight_squared=wide @ wide,
             sequences=(shared.valid > 0).sum(), kept_sequences=(kept > 0).sum(), batches=1, factor=mean,
         )  # fmt: skip
-        kept_by_sign = _counts([keep & sign for sign in shared.signs])
-        self.by_length += torch.stack([shared.by_length, torch.bincount(shared.lengths, kept, LENGTHS)])
-        self.by_sign += torch.stack([shared.by_sign, kept_by_sign])
+        for name, counts in shared.counts(keep, kept).items():
+            self.shares[name] = self.shares.get(name, 0) + torch.stack([shared.all_valid[name], counts])
         self._add_weights(weights, float(kept.sum()))
-        if shared.by_token is not None:
-            self._add_direction(wide, shared.by_token)
+        if (direction := shared.by_token) is not None:
+            given = wide.square() @ direction.squares
+            self._plus(dot=wide @ direction.both, given=given, wanted=direction.wanted)
         if shared.by_response is not None:
             self._plus(response_cosine=_cosine(wide, shared.by_response), with_responses=1)
 
@@ -181,18 +179,14 @@ class Outcome:
         self.histogram += torch.bincount(steps.short(), minlength=2 * HALF + 1)
         self.histogram[0] -= weights.numel() - kept
 
-    def _add_direction(self, weights: Float[Tensor, " T"], direction: Direction) -> None:
-        given = weights.square() @ direction.squares
-        self._plus(dot=weights @ direction.both, given=given, wanted=direction.wanted)
-
     def _plus(self, **added: Any) -> None:
-        for name, value in added.items():
-            self.sums[name] = self.sums.get(name, 0.0) + float(value)
+        self.sums.update({name: float(value) for name, value in added.items()})
 
     def numbers(self) -> dict[str, Any]:
         """Numbers for the report; those that docs/metrics.md knows have its names."""
         s = self.sums
-        valid = max(s.get("valid", 0.0), 1.0)
+        valid = max(s["valid"], 1.0)
+        lengths = self.shares["length"]
         found: dict[str, Any] = {
             "kept_fraction": s["kept"] / valid,
             "kept_sequences": s["kept_sequences"] / max(s["sequences"], 1.0),
@@ -200,16 +194,14 @@ class Outcome:
             "applied_valid_mean": s["weight"] / valid,
             "ess": s["weight"] ** 2 / (valid * s["weight_squared"]) if s["weight_squared"] else 0.0,
             "normalization_factor": s["factor"] / s["batches"],
+            **{f"weight_p{percent:g}": value for percent, value in self._quantiles()},
+            "kept_by_length": _shares("length", lengths),
+            "kept_by_usual_length": _shares("length", lengths * (lengths[0] >= USUAL * valid)),
+            "kept_by_advantage": _shares("advantage", self.shares.get("advantage")),
         }
-        found |= {f"weight_p{percent:g}": value for percent, value in self._quantiles()}
-        found["kept_by_length"] = _shares("length", self.by_length)
-        found["kept_by_usual_length"] = _shares(
-            "length", self.by_length * (self.by_length[0] >= USUAL * valid)
-        )
-        found["kept_by_advantage"] = _shares("advantage", self.by_sign)
-        if s.get("given") and s.get("wanted"):
+        if s["given"] and s["wanted"]:
             found["coefficient_cosine"] = s["dot"] / math.sqrt(s["given"] * s["wanted"])
-        if s.get("with_responses"):
+        if s["with_responses"]:
             found["response_cosine"] = s["response_cosine"] / s["with_responses"]
         return found
 
@@ -235,11 +227,10 @@ class Sweep:
         return cls(tuple(map(Outcome, candidates)))
 
     def add(self, batch: Batch, ratio: Float[Tensor, " T"]) -> None:
-        if not self.outcomes:
-            return
-        shared = Shared.of(batch, ratio)
-        for outcome in self.outcomes:
-            outcome.add(shared)
+        if self.outcomes:
+            shared = Shared.of(batch, ratio)
+            for outcome in self.outcomes:
+                outcome.add(shared)
 
     def numbers(self) -> dict[str, dict[str, Any]]:
         """Numbers of each candidate by its name."""
@@ -247,27 +238,30 @@ class Sweep:
 
 
 def candidates(asked: str, own: Candidate | None) -> list[Candidate]:
-    """The configs that `--sweep` names: `all` presets, `own` ones of this pack, names, or a grid `KEY=V1,V2;KEY=...`.
+    """The configs that `--sweep` names: `all` presets, `own` ones of this pack, or presets and files.
 
     Presets that need what a dump does not hold (the target policy, versions, routes) are left out; equal configs count
     once.
 
     Raises:
-        ConfigError: a name or a key is unknown, or a value of the grid cannot work.
+        ConfigError: a name is unknown, or the config cannot work.
     """
     if "=" in asked:
-        found = _grid(asked, own)
-    else:
+        raise ConfigError(
+            f"--sweep: got {asked}; there are no grids any more: write each config to a file, and name the files with "
+            "commas between them"
+        )
+    names = asked.split(",")
+    if asked in ("all", "own"):
         presets = reading.presets()
-        ours_first = sorted(presets, key=lambda name: presets[name].parent.name == "peers")
-        names = ours_first if asked == "all" else asked.split(",")
-        if asked == "own":
-            names = [name for name, path in presets.items() if path.parent.name != "peers"]
-        if asked in NAMES_OF_ALL:
-            names = [name for name in names if judged(load_file(file_of(name)))]
-        found = [Candidate(name, load(name)) for name in names]
-    none = Candidate("none", CorrectionConfig())
-    return _distinct([none, *([own] if own else []), *found])
+        peers = [name for name, path in presets.items() if path.parent.name == "peers"]
+        names = [name for name in presets if name not in peers] + (peers if asked == "all" else [])
+        names = [name for name in names if judged(load_file(file_of(name)))]
+    found = [Candidate("none", CorrectionConfig()), *([own] if own else [])]
+    kept: dict[CorrectionConfig, Candidate] = {}
+    for candidate in (*found, *(Candidate(name, load(name)) for name in names)):
+        kept.setdefault(replace(with_own_mean(candidate.config), metrics="none"), candidate)
+    return list(kept.values())
 
 
 def load(target: str) -> CorrectionConfig:
@@ -276,14 +270,10 @@ def load(target: str) -> CorrectionConfig:
     Raises:
         ConfigError: it cannot work, or reads what no dump holds.
     """
-    return _told(target, load_file(file_of(target)))
-
-
-def _told(name: str, config: CorrectionConfig) -> CorrectionConfig:
-    """The config, refused where it reads a statistic that no dump holds."""
+    config = load_file(file_of(target))
     if config.reads_routes:
         raise ConfigError(
-            f"{name}: statistic: route reads what the trainer's routers did, which no dump holds; leave the rule out"
+            f"{target}: statistic: route reads what the trainer's routers did, which no dump holds; leave the rule out"
         )
     return config
 
@@ -293,43 +283,12 @@ def judged(config: CorrectionConfig) -> bool:
     return config.corrects and not (config.needs_loss_hook or config.reads_routes)
 
 
-def _distinct(found: Sequence[Candidate]) -> list[Candidate]:
-    kept: dict[CorrectionConfig, Candidate] = {}
-    for candidate in found:
-        kept.setdefault(replace(with_own_mean(candidate.config), metrics="none"), candidate)
-    return list(kept.values())
-
-
-def _grid(asked: str, own: Candidate | None) -> list[Candidate]:
-    """Every combination of the values of a grid, on the run's own config, or on a truncated token weight."""
-    axes = [axis.partition("=") for axis in asked.split(";")]
-    base = writing.as_mapping(
-        own.config if own else CorrectionConfig(reading.from_mapping({"weight": {}}).weight)
-    )
-    found = []
-    for values in itertools.product(*(values.split(",") for _, _, values in axes)):
-        named = [(key.strip(), value) for (key, _, _), value in zip(axes, values, strict=True)]
-        mapping: Mapping[str, Any] = base
-        for key, value in named:
-            mapping = _with(mapping, key.removeprefix("mis.").split("."), value)
-        name = " ".join(f"{key}={value}" for key, value in named)
-        found.append(Candidate(name, _told(name, reading.from_mapping(mapping))))
-    return found
-
-
-def _with(mapping: Mapping[str, Any], path: Sequence[str], value: str) -> dict[str, Any]:
-    head, *rest = path
-    inner = mapping.get(head)
-    if rest and inner is not None and not isinstance(inner, Mapping):
-        raise ConfigError(f"mis.{'.'.join(path)}: --sweep sets keys of mappings, and {head} is none")
-    return {**mapping, head: _with(inner or {}, rest, value) if rest else value}
-
-
 def _cosine(weights: Float[Tensor, " T"], direction: Direction) -> float:
     size = float(weights.square() @ direction.squares) * direction.wanted
     return float(weights @ direction.both) / math.sqrt(size) if size else 0.0
 
 
-def _shares(place: str, both: Float[Tensor, "2 K"]) -> dict[str, float]:
-    columns = zip(PLACES[place].labels, both.T.tolist(), strict=True)
+def _shares(place: str, both: Float[Tensor, "2 K"] | None) -> dict[str, float]:
+    """Kept share of each bucket that holds valid tokens."""
+    columns = zip(PLACES[place].labels, [] if both is None else both.T.tolist(), strict=both is not None)
     return {label: kept / valid for label, (valid, kept) in columns if valid}

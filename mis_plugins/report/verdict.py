@@ -6,34 +6,44 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from mis_plugins.report import ladder
+from mis_plugins.explain.rungs import Rung, record
 from mis_plugins.report.numbers import FIRST
-from mis_plugins.report.own import Intent
 from mis_plugins.report.proposal import Proposal
 from mis_plugins.report.readers.source import Curve
 from mis_plugins.report.survey import Report
 
-# Where a number of docs/metrics.md turns bad. Tests hold each limit to the words of that page.
-LIMITS: dict[str, tuple[float | None, float | None]] = {
-    FIRST: (None, 1e-2),
-    "ratio_mean": (0.98, 1.02),
-    "log_prob_diff_abs_max": (None, 5.0),
-    "ess_ratio": (0.5, None),
-    "prob_correlation": (0.95, None),
-    "kept_fraction": (0.5, None),
+
+@dataclass(frozen=True)
+class Limits:
+    """A number's limits.
+
+    low, high: where the number turns bad. Tests hold each limit to the words of docs/metrics.md.
+    least, most: what the number can be at all; what lies outside measures nothing.
+    """
+
+    low: float = -math.inf
+    high: float = math.inf
+    least: float = 0.0
+    most: float = math.inf
+
+
+LIMITS: dict[str, Limits] = {
+    FIRST: Limits(high=1e-2),
+    "ratio_mean": Limits(0.98, 1.02),
+    "log_prob_diff_abs_max": Limits(high=5.0),
+    "ess_ratio": Limits(low=0.5, most=1.0),
+    "prob_correlation": Limits(low=0.95, least=-1.0, most=1.0),
+    "kept_fraction": Limits(low=0.5, most=1.0),
 }
-# What a number can be at all; what lies outside measures nothing.
-POSSIBLE: dict[str, tuple[float, float]] = {
-    FIRST: (0.0, math.inf),
-    "ratio_mean": (0.0, math.inf),
-    "log_prob_diff_abs_max": (0.0, math.inf),
-    "ess_ratio": (0.0, 1.0),
-    "prob_correlation": (-1.0, 1.0),
-    "kept_fraction": (0.0, 1.0),
-}
-ROUNDING = 1e-5  # of a number of POSSIBLE
+ROUNDING = 1e-5  # by which a number may lie outside of what it can be
+AS_MUCH = 3.0  # within this factor of a rung a mismatch counts as that rung's
 CALM, WATCH, ALARM = "calm", "watch", "alarm"
 TOLD = "No tokens were read, so no cause can be told; name a dump to learn more."
+WHY = (
+    "Why: log-probs alone cannot tell. An engine of lower precision differs without the sign of any cause, and so does "
+    "one whose weights are a little old: look at its quantization, and compare layers with "
+    "`python -m true_on_policy diff`."
+)
 
 
 @dataclass(frozen=True)
@@ -54,45 +64,43 @@ class Verdict:
 
 def beyond(values: Mapping[str, float]) -> list[str]:
     """The numbers that lie beyond their limits, in words."""
-    found = []
-    for name, (low, high) in LIMITS.items():
-        value = values.get(name)
-        if value is not None and math.isnan(value):
-            found.append(f"{name} is NaN")
-        elif value is not None and not possible(name, value):
-            found.append(f"{name} is {value:.3g}, which cannot be")
-        elif value is not None and high is not None and value > high:
-            found.append(f"{name} is {value:.3g}, above {high:g}")
-        elif value is not None and low is not None and value < low:
-            found.append(f"{name} is {value:.3g}, below {low:g}")
-    return found
+    return [
+        f"{name} is {words}" for name in LIMITS if name in values and (words := _beyond(name, values[name]))
+    ]
+
+
+def _beyond(name: str, value: float) -> str:
+    limits = LIMITS[name]
+    if math.isnan(value):
+        return "NaN"
+    if not possible(name, value):
+        return f"{value:.3g}, which cannot be"
+    if value > limits.high:
+        return f"{value:.3g}, above {limits.high:g}"
+    return f"{value:.3g}, below {limits.low:g}" if value < limits.low else ""
 
 
 def possible(name: str, value: float) -> bool:
-    """Whether a number of `POSSIBLE` is finite and lies in its range, but for rounding."""
-    low, high = POSSIBLE[name]
-    return math.isfinite(value) and low - ROUNDING <= value <= high + ROUNDING
+    """Whether a number of `LIMITS` is finite and can be at all, but for rounding."""
+    limits = LIMITS[name]
+    return math.isfinite(value) and limits.least - ROUNDING <= value <= limits.most + ROUNDING
 
 
-def verdict(report: Report, proposal: Proposal | None, own: Intent | None = None) -> Verdict:
+def verdict(report: Report, proposal: Proposal | None) -> Verdict:
     """The verdict on a run with tokens."""
     if not report.usable:
         return _of_nothing(report)
-    kl = report.whole.get(FIRST, 0.0)
     limits = beyond(report.whole)
     level = ALARM if report.findings else WATCH if limits else CALM
-    return Verdict(
-        level,
-        _headline(report, level),
-        (
-            *_size(kl, limits),
-            *_why(report, level),
-            *_since(report),
-            *_where(report),
-            *_meant(own),
-            *_helped(proposal),
-        ),
+    lines = (
+        f"How large: {FIRST} is {report.whole[FIRST]:.3g} a token. {in_words(report.whole[FIRST])}",
+        *([f"Beyond its limit: {'; '.join(limits)}."] if limits else []),
+        *([WHY] if level == WATCH else []),
+        _since(report),
+        _where(report),
+        *([_helped(proposal)] if proposal else []),
     )
+    return Verdict(level, _headline(report, level), lines)
 
 
 def _of_nothing(report: Report) -> Verdict:
@@ -109,98 +117,97 @@ def _of_nothing(report: Report) -> Verdict:
 
 def of_curves(curves: Sequence[Curve]) -> Verdict:
     """The verdict on curves without tokens, by the last value of each number: a log's row holds only some numbers."""
-    known = [(name, *last[name]) for last in map(_last, curves) for name in LIMITS if name in last]
-    limits = [f"{limit}, at step {step}" for name, step, x in known for limit in beyond({name: x})]
+    rows = [(name, step, x) for curve in curves for name, (step, x) in _last(curve).items()]
+    limits = [f"{limit}, at step {step}" for name, step, x in rows for limit in beyond({name: x})]
     words = "; ".join(dict.fromkeys(limits))
-    if not any(map(_measures, curves)):
-        why = words if known else "no curve holds a number that has a limit"
+    values = (row.items() for curve in curves for row in curve.values.values())
+    if not any(possible(name, x) for row in values for name, x in row if name in LIMITS):
+        why = words or "no curve holds a number that has a limit"
         return Verdict(ALARM, f"Nothing was read that measures the mismatch: {why}.", (TOLD,), measured=False)
     if limits:
         return Verdict(WATCH, f"Last seen beyond its limit: {words}.", (TOLD,))
     return Verdict(CALM, "The curves end within their limits.", (TOLD,))
 
 
-def _measures(curve: Curve) -> bool:
-    """Whether a curve holds a number that has a limit, with a value that can be."""
-    return any(
-        possible(name, row[name]) for row in curve.values.values() for name in POSSIBLE.keys() & row.keys()
-    )
-
-
 def _last(curve: Curve) -> dict[str, tuple[int, float]]:
-    """Step and value where each number was logged last."""
-    return {name: (step, x) for step, row in sorted(curve.values.items()) for name, x in row.items()}
+    """Step and value where each number that has a limit was logged last."""
+    rows = sorted(curve.values.items())
+    return {name: (step, row[name]) for name in LIMITS for step, row in rows if name in row}
 
 
 def _headline(report: Report, level: str) -> str:
     if report.findings:
         first, *others = report.findings
-        return first.cause.title + (f", and {_count(len(others), 'other cause')}" if others else "") + "."
+        more = f", and {len(others)} other cause{'s' if len(others) > 1 else ''}" if others else ""
+        return f"{first.cause.title}{more}."
     if level == WATCH:
         return "Rollout engine and trainer differ more than a healthy run; no single cause shows."
     return "Rollout engine and trainer agree as well as a healthy run."
 
 
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}{'' if number == 1 else 's'}"
-
-
-def _size(kl: float, limits: Sequence[str]) -> list[str]:
-    found = [f"How large: {FIRST} is {kl:.3g} a token. {ladder.in_words(kl)}"]
-    return found + ([f"Beyond its limit: {'; '.join(limits)}."] if limits else [])
-
-
-def _why(report: Report, level: str) -> list[str]:
-    """What to think where much is wrong and no detector fired."""
-    if level != WATCH:
-        return []
-    return [
-        "Why: log-probs alone cannot tell. An engine of lower precision differs without the sign of any cause, and so "
-        "does one whose weights are a little old: look at its quantization, and compare layers with "
-        "`python -m true_on_policy diff`."
-    ]
-
-
-def _since(report: Report) -> list[str]:
+def _since(report: Report) -> str:
     if len(report.steps) < 2:
-        return ["Since when: one step was read, so no change over time can be seen."]
+        return "Since when: one step was read, so no change over time can be seen."
     if not report.changes:
-        return [f"Since when: {FIRST} keeps its level over {len(report.steps)} steps."]
-    told = (
+        return f"Since when: {FIRST} keeps its level over {len(report.steps)} steps."
+    changes = (
         f"{'jumped at' if one.sudden else 'drifted around'} step {one.step} from {one.before:.2g} to {one.after:.2g}"
         for one in report.changes
     )
-    return [f"Since when: {FIRST} {', '.join(told)}."]
+    return f"Since when: {FIRST} {', '.join(changes)}."
 
 
-def _where(report: Report) -> list[str]:
+def _where(report: Report) -> str:
     """The bucket of each table whose kl_k3 stands out most against the whole run."""
     found = []
     total = sum(float(row["tokens"]) for row in report.places.get("position", ()))
     for name, rows in report.places.items():
-        wide = [row for row in rows if float(row["tokens"]) > 0.01 * total]
-        if len(wide) < 2:
-            continue
-        top, low = (choose(wide, key=lambda row: float(row["kl_k3"])) for choose in (max, min))
-        if float(top["kl_k3"]) > 3 * max(float(low["kl_k3"]), 1e-12) and name != "probability":
-            high, least = float(top["kl_k3"]), float(low["kl_k3"])
-            found.append(f"{name} {top['bucket']} ({high:.2g}, against {least:.2g} at {low['bucket']})")
-    return (
-        [f"Where: most at {'; '.join(found)}."]
-        if found
-        else ["Where: nowhere in particular; the mismatch is spread evenly."]
-    )
+        wide = {
+            float(row["kl_k3"]): row["bucket"]
+            for row in reversed(rows)
+            if float(row["tokens"]) > 0.01 * total
+        }
+        high, low = max(wide, default=0.0), min(wide, default=0.0)
+        if high > 3 * max(low, 1e-12) and name != "probability":
+            found.append(f"{name} {wide[high]} ({high:.2g}, against {low:.2g} at {wide[low]})")
+    if not found:
+        return "Where: nowhere in particular; the mismatch is spread evenly."
+    return f"Where: most at {'; '.join(found)}."
 
 
-def _meant(own: Intent | None) -> list[str]:
-    if own is None:
-        return []
-    short = "did what its bounds mean" if own.as_meant else "did not do what its bounds mean"
-    return [f"The run's config: {own.name} {short}; {'; '.join(own.told)}."]
-
-
-def _helped(proposal: Proposal | None) -> list[str]:
-    if proposal is None:
-        return []
+def _helped(proposal: Proposal) -> str:
     first = proposal.name if proposal.trusted else "an engine closer to the trainer"
-    return [f"What to run with: {first}; {'; '.join(proposal.why)}."]
+    return f"What to run with: {first}; {'; '.join(proposal.why)}."
+
+
+# How large a mismatch is, beside that of one real model, which `explain/rungs.py` records.
+
+
+def nearest(kl_k3: float, rungs: Sequence[Rung]) -> Rung:
+    """The rung whose k3 is nearest by its logarithm."""
+    return min(rungs, key=lambda rung: abs(math.log(max(kl_k3, 1e-12) / rung.k3)))
+
+
+def in_words(kl_k3: float) -> str:
+    """Where a kl_k3 stands on the ladder."""
+    if kl_k3 <= 1e-10:
+        return (
+            "Both policies agree to rounding: there is nothing to correct, or the run stored the engine's log-probs as "
+            "the trainer's, as a bypass does; then log the trainer's own."
+        )
+    rungs = record().steps
+    rung = nearest(kl_k3, rungs)
+    if rung.k3 / AS_MUCH <= kl_k3 <= AS_MUCH * rung.k3:
+        return f"A real model shows as much ({rung.k3:.2g}) with an engine in {rung.words}."
+    shown = f"a real model shows with an engine in {rung.name}"
+    below = [one for one in rungs if one.k3 < kl_k3]
+    above = [one for one in rungs if one.k3 > kl_k3]
+    if not below:
+        return f"The mismatch is {rung.k3 / kl_k3:.0f} times less than {shown}."
+    if not above:
+        return f"The mismatch is {kl_k3 / rung.k3:.0f} times what {shown}."
+    low, high = below[-1], above[0]
+    return (
+        f"The mismatch lies between what a real model shows with an engine in {low.name} ({low.k3:.2g}) and in "
+        f"{high.name} ({high.k3:.2g})."
+    )

@@ -10,13 +10,14 @@ from typing import Any
 
 from mis_plugins import __version__
 from mis_plugins.report.causes import CANNOT
-from mis_plugins.report.own import Intent
 from mis_plugins.report.proposal import Proposal
 from mis_plugins.report.readers.source import Curve, Problems
 from mis_plugins.report.survey import Report
 from mis_plugins.report.verdict import Verdict
 
-FORMAT = 1
+FORMAT = 2
+OF_PROPOSAL = ("name", "trusted", "why", "yaml", "flags")
+OF_REPORT = ("whole", "sequences", "places", "worst_tokens", "worst_sequences")
 
 
 @dataclass(frozen=True)
@@ -25,13 +26,11 @@ class Document:
 
     title: what was read, for people.
     complete: false where Ctrl-C ended the reading.
-    own: what the run's own config did; None where no config is known.
     """
 
     title: str
     inputs: tuple[str, ...]
     complete: bool
-    own: Intent | None
     verdict: Verdict
     report: Report | None
     proposal: Proposal | None
@@ -41,31 +40,26 @@ class Document:
 
 def as_json(document: Document) -> dict[str, Any]:
     """The document as plain values."""
-    found: dict[str, Any] = {
+    return {
         "format": FORMAT,
         "made_by": f"mis-plugins {__version__}",
         "title": document.title,
         "inputs": list(document.inputs),
         "complete": document.complete,
         "verdict": asdict(document.verdict),
+        **(_of_report(document.report) if document.report else {}),
+        **({"proposal": _of_proposal(document.proposal)} if document.proposal else {}),
+        "curves": [{"label": curve.label, "values": dict(curve.values)} for curve in document.curves],
+        "problems": list(map(asdict, document.problems.first())),
+        "cannot_tell": CANNOT,
     }
-    if document.report is not None:
-        found |= _of_report(document.report)
-    if document.own is not None:
-        found["own_config"] = asdict(document.own)
-    if document.proposal is not None:
-        found["proposal"] = _of_proposal(document.proposal)
-    found["curves"] = [{"label": curve.label, "values": dict(curve.values)} for curve in document.curves]
-    return found | {"problems": list(map(asdict, document.problems.first())), "cannot_tell": CANNOT}
 
 
 def _of_report(report: Report) -> dict[str, Any]:
     return {
-        "whole": report.whole,
+        **{name: getattr(report, name) for name in OF_REPORT},
         "opening": asdict(report.opening) if report.opening else None,
         "steps": [{"step": step, **values} for step, values in report.steps.items()],
-        "logged": report.logged,
-        "sequences": report.sequences,
         "changes": [{**asdict(change), "factor": change.factor} for change in report.changes],
         "causes": [
             {
@@ -73,22 +67,18 @@ def _of_report(report: Report) -> dict[str, Any]:
                 "title": one.cause.title,
                 "evidence": one.evidence,
                 "fix": one.cause.fix,
-                "also": list(one.also),
+                "also": one.also,
             }
             for one in report.findings
         ],
         "alarms": [{"step": step, "name": name, "message": text} for step, name, text in report.alarms],
-        "places": report.places,
         "configs": report.outcomes,
-        "worst_tokens": report.worst_tokens,
-        "worst_sequences": report.worst_sequences,
     }
 
 
 def _of_proposal(proposal: Proposal) -> dict[str, Any]:
-    ranking = [{"name": one.candidate.name, "against": list(one.reasons)} for one in proposal.ranking]
-    told = {"name": proposal.name, "trusted": proposal.trusted, "why": list(proposal.why)}
-    return told | {"yaml": proposal.yaml, "flags": proposal.flags, "ranking": ranking}
+    ranking = [{"name": one.candidate.name, "against": one.reasons} for one in proposal.ranking]
+    return {name: getattr(proposal, name) for name in OF_PROPOSAL} | {"ranking": ranking}
 
 
 def plain(value: Any) -> Any:

@@ -40,9 +40,21 @@ def read(path: Path, function: Callable[[], T]) -> T:
         return function()
     except RecordError as error:
         raise error if str(error).startswith(str(path)) else RecordError(f"{path}: {error}") from error
-    except Exception as error:
-        reason = str(error).strip().partition("\n")[0] or type(error).__name__
-        raise RecordError(f"{path}: cannot be read: {reason}") from error
+    except BaseException as error:
+        raise RecordError(f"{path}: cannot be read: {reason(error)}") from error
+
+
+def reason(error: BaseException) -> str:
+    """An error of reading in one line.
+
+    Raises:
+        BaseException: `error` itself, where it is no error of reading, such as Ctrl-C.
+    """
+    # A library in Rust raises a `PanicException`, which is no `Exception`.
+    if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+        raise error
+    text = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+    return text.strip().partition("\n")[0] or type(error).__name__
 
 
 def optional(module: str) -> ModuleType:

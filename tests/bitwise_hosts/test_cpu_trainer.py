@@ -85,8 +85,8 @@ def test_a_trainer_is_aligned(monkeypatch: pytest.MonkeyPatch, host: str, dtype:
     found = launched(logits, tokens, with_entropy=False, log_prob_keep_mask=None)
     assert equal_bits(found[0][:, 0] if host == "slime" else found, expected)
     rotates = getattr(import_module(rope.MODULE), rope.NAME) is rope.rotated
-    assert rotates == (host != "fsdp")
-    wanted = (False, torch.float32) if dtype == "fp32" and host != "fsdp" else (True, torch.bfloat16)
+    assert rotates == HOSTS[host].megatron
+    wanted = (False, torch.float32) if dtype == "fp32" and HOSTS[host].megatron else (True, torch.bfloat16)
     assert (own.bf16, own.params_dtype) == wanted
 
 

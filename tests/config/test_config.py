@@ -37,7 +37,7 @@ def test_nested_defaults():
     weight = from_mapping({"weight": {"normalize": {}}}).weight
     assert weight == WeightConfig("token", "truncate", None, 2.0, NormalizeConfig("micro_batch", "valid"))
     assert from_mapping({}) == CorrectionConfig() == from_mapping(None)
-    assert CorrectionConfig().metrics == "full"
+    assert CorrectionConfig().metrics == "watch"
 
 
 def test_everything_nested():
@@ -63,6 +63,7 @@ def test_miles_yaml():
     expected = CorrectionConfig(
         WeightConfig(upper=2.0, normalize=NormalizeConfig()),
         (RejectRule(over="token", lower=0.5, upper=2.0), RejectRule(over="min", lower=1e-4)),
+        "full",
     )
     assert from_flat(MILES_YAML) == expected
     assert from_args(SimpleNamespace(use_tis=True, **MILES_YAML)) == expected
@@ -70,7 +71,7 @@ def test_miles_yaml():
 
 @given(flat_configs())
 def test_flat_keys_mean_the_nested_ones(flat: dict):
-    assert from_flat(flat) == from_mapping(nested(flat))
+    assert from_flat(flat) == from_mapping(nested(flat) | {"metrics": "full"})
 
 
 @pytest.mark.parametrize(("level", "over"), [("token", "token"), ("sequence", "sum"), ("geometric", "mean")])
@@ -232,14 +233,17 @@ def test_reinforce_needs_the_behavior_policy():
 
 
 def test_a_written_config_says_what_is_not_the_default():
-    assert as_mapping(CorrectionConfig()) == {"metrics": "full"}
+    assert as_mapping(CorrectionConfig()) == {"metrics": "watch"}
     segment_wise = {"enabled": True, "weight_cap": 5.0, "mode": "truncate"}
-    assert as_mapping(from_mapping({"segment_wise": {}})) == {"segment_wise": segment_wise, "metrics": "full"}
+    assert as_mapping(from_mapping({"segment_wise": {}})) == {
+        "segment_wise": segment_wise,
+        "metrics": "watch",
+    }
     rejecting = CorrectionConfig(None, (RejectRule(upper=2.0),))
     assert as_mapping(rejecting) == {
         "weight": None,
         "reject": [{"over": "token", "upper": 2.0}],
-        "metrics": "full",
+        "metrics": "watch",
     }
 
 

@@ -50,9 +50,7 @@ UNREADABLE = {
 }
 
 
-@pytest.mark.parametrize(
-    "command", ["check", "show", "from-miles", "from-verl", "from-ms-swift", "from-areal"]
-)
+@pytest.mark.parametrize("command", ["check", "show", "from-verl", "from-ms-swift", "from-areal"])
 @pytest.mark.parametrize("name", UNREADABLE)
 def test_every_command_refuses_quickly_and_names_the_place(
     name: str, command: str, config_command: ConfigCommand
@@ -97,7 +95,7 @@ def test_libyaml_reads_what_the_hosts_read_of_anything(tree: object, flow: bool)
     assert parsed(text) == yaml.safe_load(text)
 
 
-@pytest.mark.parametrize("command", ["check", "show", "from-miles"])
+@pytest.mark.parametrize("command", ["check", "show"])
 def test_a_dash_is_the_standard_input(
     command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):

@@ -36,7 +36,7 @@ NESTED = [
     ({"weight": {"normalize": {"over": "all"}}}, r"mis\.weight\.normalize\.over: got 'all'; choose one of valid, kept"),
     ({"weight": {}, "reject": [{"over": "max_", "upper": 2}]},
      r"mis\.reject\[0\]\.over: got 'max_'; choose one of token"),
-    ({"weight": {}, "metrics": "some"}, r"mis\.metrics: got 'some'; choose one of full, core, none, all"),
+    ({"weight": {}, "metrics": "some"}, r"mis\.metrics: got 'some'; choose one of watch, all, full, core, none"),
     ({"weight": {"upper": "two"}}, r"mis\.weight\.upper: got 'two'; expected a number"),
     ({"weight": {"upper": True}}, r"mis\.weight\.upper: got True; expected a number"),
     ({"weight": {"upper": [2.0]}}, r"mis\.weight\.upper: got \[2\.0\]; expected a number"),

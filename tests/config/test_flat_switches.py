@@ -22,7 +22,6 @@ from mis_plugins import mis
 from mis_plugins.config import reading
 from mis_plugins.config.model import CorrectionConfig, RejectRule, WeightConfig
 from mis_plugins.errors import ConfigError
-from mis_plugins.explain.translate import miles
 from mis_plugins.hosts.arguments import kinds, recorded
 
 __all__ = ["hosts"]  # the fixture that stands in for the hosts' modules
@@ -44,7 +43,10 @@ HOOKS = {
 def test_use_mask_is_a_rule_whose_tokens_stay_in_the_denominator():
     config = reading.from_flat(FLAT | {"use_mask": True})
     rule = RejectRule(lower=0.7, upper=1.5)
-    assert config == CorrectionConfig(WeightConfig(upper=2.0), (rule,)) and config.denominator == "original"
+    assert (
+        config == CorrectionConfig(WeightConfig(upper=2.0), (rule,), "full")
+        and config.denominator == "original"
+    )
     assert reading.from_flat(FLAT | {"use_mask": False}).reject == ()
 
 
@@ -89,12 +91,28 @@ def test_check_says_what_use_mask_does(config_command: ConfigCommand):
     assert "denominator: a sequence's loss is divided by the tokens of before rejection" in told
 
 
-def test_from_miles_translates_use_mask():
-    translation = miles.translate(FLAT | {"use_tis": True, "use_mask": True})
-    assert translation.config() == reading.from_flat(FLAT | {"use_mask": True})
-    told = " ".join(translation.notes)
-    assert "use_mask: mis.py reads no such key" in told and "not of the correction" not in told
-    assert "FSDP" not in told and "# rs_level: token, rs_lower_bound: 0.7" in translation.text()
+@pytest.mark.parametrize("lowest", [0, 0.0, -0.5])
+@pytest.mark.parametrize("switch", ["use_rs", "use_mask"])
+def test_a_lower_bound_of_0_bounds_nothing(switch: str, lowest: float):
+    """Miles's mis.py: `weights.clamp(0, upper)` raises nothing, and `weights >= 0` rejects nothing."""
+    keys = {switch: True, "tis_upper_bound": 3.0, "tis_lower_bound": lowest}
+    unset = keys | {"tis_lower_bound": None}
+    for mode in ("clip", "mask"):
+        config = reading.from_flat(keys | {"tis_mode": mode})
+        assert config.weight is not None and config.weight.floor == 0
+        assert config.weight == WeightConfig(bound=mode, lower=0, upper=3)
+        assert config.reject == (RejectRule(upper=3.0),)  # falls back to tis_lower_bound, as in mis.py
+        assert reading.from_flat(unset | {"tis_mode": mode}).reject == (RejectRule(lower=1 / 3, upper=3),)
+    own = reading.from_flat(unset | {"rs_lower_bound": lowest})
+    assert own.weight == WeightConfig(upper=3.0) and own.reject == (RejectRule(upper=3.0),)
+
+
+@pytest.mark.parametrize("name", ["tis_lower_bound", "rs_lower_bound"])
+def test_the_way_to_no_lower_bound_is_told(name: str):
+    """Advice names 0, because null is 1 / upper."""
+    keys = {"use_rs": True, "tis_mode": "mask", "tis_upper_bound": 3.0, name: float("nan")}
+    with pytest.raises(ConfigError, match=rf"^{name}: got nan; .* or 0 for no lower bound$"):
+        reading.from_flat(keys)
 
 
 def test_without_use_tis_use_mask_is_named(said_once: Callable[[], list[str]]):
@@ -160,7 +178,7 @@ MISSES = [
 
 
 @pytest.mark.parametrize(("key", "meant"), MISSES)
-@pytest.mark.parametrize("command", ["check", "show", "from-miles"])
+@pytest.mark.parametrize("command", ["check", "show"])
 def test_a_command_refuses_a_near_miss(key: str, meant: str, command: str, config_command: ConfigCommand):
     for value in (True, False):
         told = config_command({"tis_upper_bound": 2.0, key: value}, command=command, code=2).err

@@ -6,6 +6,7 @@ import argparse
 import base64
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -69,14 +70,12 @@ def test_keys_that_python_owns_are_keys(spelling: str, config_command: ConfigCom
     told = config_command(ODD_KEYS + spelling).out
     assert "self: no argument of" in told
     assert "__class__: no argument of" in told
-    config_command(ODD_KEYS + "tis_upper_bound: 2\n", command="from-miles")
 
 
 def test_of_hundreds_of_unknown_keys_twenty_are_told(config_command: ConfigCommand):
     keys = "".join(f"k{i}: 1\n" for i in range(300))
     told = config_command(keys + "mis: {weight: {upper: 2}}\n").out
     assert "280 more keys" in told
-    assert "and 280 more" in config_command(keys + "tis_upper_bound: 2\n", command="from-miles").out
 
 
 @pytest.mark.parametrize("text", [DOUBLED, CHAINED, GROWN], ids=["doubled", "chained", "grown"])
@@ -93,7 +92,7 @@ def test_variables_that_grow_are_refused(
 
 def test_honest_variables_are_expanded():
     text = "A=" + "x" * 200 + "\n" + "run --flag $A\n" * 500
-    assert list(script.commands(text, ms_swift.FLAG))[-1] == ["run", "--flag", "x" * 200]
+    assert list(script.commands(text, ms_swift.FLAG.search))[-1] == ["run", "--flag", "x" * 200]
 
 
 @pytest.mark.parametrize(
@@ -103,15 +102,15 @@ def test_honest_variables_are_expanded():
         (script.ASSIGNED.findall, "a["),
         (script.QUOTED.findall, "'\\\""),
         (script.OPENS.findall, "( "),
-        (verl.IN_SCRIPT.search, "algorithm.rollout_"),
-        (verl.WORD.fullmatch, "a.a"),
+        (verl.translate, " algorithm.rollout_"),
         (ms_swift.FLAG.search, "--rollout_importance_sampling_"),
     ],
-    ids=["assignment", "assigned", "quoted", "opens", "verl", "word", "swift"],
+    ids=["assignment", "assigned", "quoted", "opens", "verl", "swift"],
 )
 def test_no_pattern_takes_more_than_linear_time(reads: Callable[[str], object], piece: str):
     began = time.process_time()
-    reads('A="x"' + piece * (LARGEST_FILE // len(piece)) + "y")
+    with suppress(ConfigError):
+        reads('A="x"' + piece * (LARGEST_FILE // len(piece)) + "y")
     assert time.process_time() - began < 2
 
 
@@ -185,7 +184,6 @@ PLACES = {
         *(f"mis.{name}" for name in ("weight.upper", "weight", "reject", "opsm.delta", "a")),
         "use_tis",
     ],
-    "from-miles": [*reading.FLAT_KEYS, "use_tis", "a"],
     "from-verl": [
         *(f"algorithm.rollout_correction.{name}" for name in verl.KNOWN),
         *(

@@ -132,7 +132,7 @@ def test_the_mean_is_of_the_weights_of_tokens_down_weighed(level: str):
 
 def product() -> list[tuple]:
     points = itertools.product(LEVELS, BOUNDS, REJECTS, NORMALIZE)
-    return [p for p in points if p[3] != "kept" or p[2] != "none" or p[1] == "mask"]
+    return [p for p in points if p[3] != "kept" or p[2] != "none" or BOUNDS[p[1]].drops_token]
 
 
 def rules_of(name: str) -> list[dict]:
@@ -152,8 +152,9 @@ def test_every_point_of_the_product(level: str, bound: str, reject: str, over: s
     """Level x bound x rejection x normalization, on one batch where each of them matters."""
     batch = ratio_batch(WIDE, MASKS)
     weight: dict = {"level": level, "bound": bound}
-    if bound != "none":
-        weight |= {"upper": 1.25} | ({} if bound == "truncate" else {"lower": 0.7})
+    record = BOUNDS[bound]
+    weight |= {"upper": 1.25} if record.has_ceiling else {}
+    weight |= {"lower": 0.7} if record.has_floor else {}
     if over:
         weight["normalize"] = {"scope": "micro_batch", "over": over}
     config = {"weight": weight, "reject": rules_of(reject)}
@@ -170,7 +171,7 @@ def test_where_the_host_averages_over_tokens(level: str, bound: str):
     """`--calculate-per-token-loss` divides by tokens, of which a fully masked sample counts as one."""
     batch, weight = ratio_batch(WIDE, MASKS), {"level": level, "bound": bound, "normalize": {"over": "valid"}}
     config = {
-        "weight": weight | ({} if bound == "none" else {"upper": 1.25}),
+        "weight": weight | ({"upper": 1.25} if BOUNDS[bound].has_ceiling else {}),
         "reject": rules_of("sum and min"),
     }
     expected = oracle.correct(batch.samples, config)

@@ -28,6 +28,7 @@ BROUGHT = {
     "httpx",
     "pydantic",
 }
+BROUGHT |= {"jinja2", "markupsafe"}  # by torch
 BROUGHT |= {"deep_gemm", "flash_attn", "sgl_kernel", "flash_attn_interface", "flashinfer"}
 # Packages whose absence a command names with the extra that brings them.
 TOLD = {"pyarrow": "report", "tree_sitter": "scripts", "tree_sitter_bash": "scripts"}

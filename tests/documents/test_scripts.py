@@ -58,6 +58,19 @@ def test_syntax(script: Path) -> None:
     assert os.access(script, os.X_OK) or script.name in SOURCED
 
 
+def test_quick_names_tests_that_exist() -> None:
+    words = (
+        (ROOT / "scripts" / "test.sh")
+        .read_text()
+        .replace("(", " ")
+        .replace("=", " ")
+        .replace(")", " ")
+        .split()
+    )
+    named = [ROOT / word for word in words if word.startswith("tests/")]
+    assert len(named) > 4 and all(path.exists() for path in named)
+
+
 def test_every_launch_script_is_checked() -> None:
     assert {script for script, _, _ in LAUNCHES} | {BLOG} == {
         path.name for path in (ROOT / "scripts").glob("run-qwen*.sh")

@@ -13,6 +13,7 @@ import transformers
 from tolerances import BF16_LOG_PROB, FP32_LOG_PROB
 
 from lab.host.model.decoder import ModelConfig
+from lab.host.model.decoding import Sampling
 from lab.host.model.engine import DecodeEngine, Generation
 from lab.host.model.quantize import at_precision, round_to_int
 from lab.host.model.sampling import counter_uniform, sample
@@ -75,7 +76,7 @@ def engine(weights: dict[str, torch.Tensor], precision: str = "fp32") -> DecodeE
 
 def generate(built: DecodeEngine, prompts=PROMPTS, seeds=(5, 6, 7, 8), **options) -> list[Generation]:
     settings = {"max_new_tokens": 9, "temperature": 1.0, "eos": NO_EOS} | options
-    return built.generate(prompts, seeds=list(seeds), **settings)
+    return built.generate(prompts, Sampling(**settings), list(seeds))
 
 
 @torch.no_grad()

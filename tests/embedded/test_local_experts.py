@@ -17,6 +17,7 @@ from tolerances import FP32_LOG_PROB
 
 from lab.host.cli.arguments import parse_args
 from lab.host.loop import model_config
+from lab.host.model.decoding import Sampling
 from lab.host.model.engine import DecodeEngine, Generation
 from lab.host.model.quantize import at_precision
 from lab.host.rollout.sample import make_samples
@@ -60,7 +61,7 @@ def hf(weights: dict[str, torch.Tensor], tmp_path_factory: pytest.TempPathFactor
 def generated(weights: dict[str, torch.Tensor], eos: int = NO_EOS) -> list[Generation]:
     engine = DecodeEngine(CONFIG, "fp32")
     engine.update_weights(weights, version=0)
-    return engine.generate(PROMPTS, max_new_tokens=9, temperature=1.0, eos=eos, seeds=(5, 6, 7, 8))
+    return engine.generate(PROMPTS, Sampling(9, 1.0, eos), (5, 6, 7, 8))
 
 
 @pytest.mark.parametrize("eos", [NO_EOS, 3])
@@ -84,7 +85,7 @@ def test_a_dense_engine_returns_no_routes() -> None:
     config = model_config(args, 16)
     engine = DecodeEngine(config, "bf16")
     engine.update_weights({name: torch.zeros(shape) for name, shape in config.shapes().items()}, version=0)
-    [one] = engine.generate([[1]], max_new_tokens=2, temperature=1.0, eos=NO_EOS, seeds=[0])
+    [one] = engine.generate([[1]], Sampling(2, 1.0, NO_EOS), [0])
     assert one.routes is None
 
 
@@ -109,13 +110,8 @@ def test_the_layout_of_ranks_changes_no_step(yaml: Path, tmp_path: Path) -> None
     engine = DecodeEngine(model_config(args, task.vocab_size), "bf16")
     engine.update_weights(strong_weights(args), version=0)
     problems = [problem for problem in draw_problems(task, 8, seed=3) for _ in range(4)]
-    made = engine.generate(
-        [problem.prompt for problem in problems],
-        max_new_tokens=9,
-        temperature=1.0,
-        eos=task.eos,
-        seeds=range(len(problems)),
-    )
+    sampling, seeds = Sampling(9, 1.0, task.eos), range(len(problems))
+    made = engine.generate([problem.prompt for problem in problems], sampling, seeds)
     rewards = torch.arange(len(problems)) % 3 / 2
     rollout = Rollout(make_samples(task, problems, made, 4), rewards - rewards.mean())
     alone = train(Grid(), args, rollout, tmp_path / "alone")

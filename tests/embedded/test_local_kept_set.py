@@ -184,7 +184,7 @@ def test_sglangs_answer_is_read_or_refused() -> None:
             "--rollout-top-k 1 --rollout-engine sglang",
             "--rollout-top-k: got 1; give -1 for all tokens, or at least 2",
         ),
-        ("--rollout-top-k 5 --rollout-engine sglang --async", "with --async: the worker does not hand on"),
+        ("--rollout-top-k 5 --rollout-engine sglang --async", "with --async: the tokens that are left are"),
         (
             "--rollout-top-k 5 --rollout-engine sglang --true-on-policy",
             "5 with --true-on-policy: engine and trainer",

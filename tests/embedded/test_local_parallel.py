@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import signal
+import time
 from argparse import Namespace
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +20,7 @@ from tolerances import EPS, FP32_LOG_PROB
 
 from lab.host.cli.arguments import parse_args
 from lab.host.loop import model_config
+from lab.host.model.decoding import Sampling
 from lab.host.model.engine import DecodeEngine
 from lab.host.model.model import initial_weights
 from lab.host.rollout.sample import make_samples
@@ -81,13 +86,8 @@ def recorded(yaml: Path) -> Rollout:
     engine = DecodeEngine(model_config(args, task.vocab_size), "int3")
     engine.update_weights(strong_weights(args), version=0)
     problems = [problem for problem in draw_problems(task, 8, seed=3) for _ in range(4)]
-    generations = engine.generate(
-        [problem.prompt for problem in problems],
-        max_new_tokens=9,
-        temperature=1.0,
-        eos=task.eos,
-        seeds=[derive_seed("recorded", index) for index in range(len(problems))],
-    )
+    seeds = [derive_seed("recorded", index) for index in range(len(problems))]
+    generations = engine.generate([one.prompt for one in problems], Sampling(9, 1.0, task.eos), seeds)
     rewards = torch.arange(len(problems)) % 3 / 2
     return Rollout(make_samples(task, problems, generations, 4), rewards - rewards.mean())
 
@@ -256,3 +256,35 @@ def test_packed_attention_is_causal_attention_within_each_sequence(tmp_path: Pat
         place, out, gradient = torch.load(tmp_path / f"{rank}.pt")
         torch.testing.assert_close(out, expected_out[place])
         torch.testing.assert_close(gradient, expected_grad[place])
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("place", ["start", "join", "gap", "groups"])
+def test_ctrl_c_while_ranks_connect_ends_all_of_them(
+    place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only one process hears it at that place; no rank waits for one that has left."""
+
+    def interrupted(where: str, call: Callable[..., Any], after: bool = False) -> Callable[..., Any]:
+        def heard(*args: Any, **more: Any) -> Any:
+            done = call(*args, **more) if after else None
+            if where == place:
+                with suppress(FileExistsError):
+                    (tmp_path / "first").touch(exist_ok=False)
+                    signal.raise_signal(signal.SIGINT)
+            return done if after else call(*args, **more)
+
+        return heard
+
+    def main() -> None:
+        interrupted("gap", lambda: None)()
+        parallel.initialize(1, 2)
+        torch.distributed.barrier()
+        time.sleep(1000 if place == "start" else 0)
+        torch.distributed.barrier()
+
+    starts, groups = parallel.start_processes, mpu.initialize_model_parallel
+    monkeypatch.setattr(parallel, "start_processes", interrupted("start", starts, after=True))
+    monkeypatch.setattr(parallel, "on_loopback", interrupted("join", parallel.on_loopback))
+    monkeypatch.setattr(mpu, "initialize_model_parallel", interrupted("groups", groups))
+    assert parallel.launch(2, main) == parallel.EXIT_INTERRUPTED

@@ -15,12 +15,12 @@ from matplotlib.image import imread
 from rich.console import Console
 
 from lab.host import report
+from lab.host.folders import METRICS
 from lab.host.report import (
-    METRICS,
     LiveTable,
     MetricsLog,
+    draw_histories,
     in_words,
-    plot_curves,
     summarize,
 )
 
@@ -120,7 +120,7 @@ def test_a_run_in_words_says_what_the_numbers_say(final: float, fate: str) -> No
 
 @pytest.mark.filterwarnings("error")
 def test_a_picture_of_a_mismatch_that_is_zero_throughout(tmp_path: Path) -> None:
-    plot_curves({"equal": log(tmp_path / "equal", records(0.8, k3_kl=0.0))}, tmp_path / "curves.png")
+    draw_histories({"equal": records(0.8, k3_kl=0.0)}, tmp_path / "curves.png")
     assert imread(tmp_path / "curves.png").ndim == 3
 
 

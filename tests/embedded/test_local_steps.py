@@ -1,4 +1,4 @@
-"""The engine `hf` in a worker: token by token what our own decoder draws, its weights moving in between."""
+"""The engine `hf`, stepped: token by token what our own decoder draws, its weights moving in between."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ VLLM = f"{ON} --rollout-engine vllm --kv-channels 32"
 
 def train(flags: str, output: Path) -> subprocess.CompletedProcess[str]:
     """Three rollouts, two optimizer steps each, on an engine of its own."""
-    paths = [str(ROOT), *(str(ROOT / "tests" / folder) for folder in ("support", "local", "engines"))]
+    paths = [str(ROOT), *(str(ROOT / "tests" / folder) for folder in ("support", "embedded", "engines"))]
     common = f"--smoke --quiet --rollout-engine sglang {PUSHED} --warmup-cache {output.parent / 'warm'}"
     return subprocess.run(
         [sys.executable, "-m", "lab.host", *f"{common} --output {output} {flags}".split()],

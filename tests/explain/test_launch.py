@@ -17,7 +17,8 @@ from mis_plugins.explain.launch import bash, python
 from mis_plugins.explain.launch.words import HOLE, Reading, Word
 
 PRESET = '"$(python -m mis_plugins config path tis)"'
-OURS = f"--custom-tis-function-path {HOOK}\n--custom-config-path {PRESET}"
+STEP = "--custom-megatron-before-train-step-hook-path mis_plugins.mis.report_step"
+OURS = f"--custom-tis-function-path {HOOK}\n{STEP}\n--custom-config-path {PRESET}"
 UNSWITCHED = (
     f"--custom-tis-function-path {HOOK}\n--custom-config-path unswitched.yaml"  # a file without use_tis
 )
@@ -156,7 +157,7 @@ def test_a_branch_that_is_not_known_is_unsure_and_nothing_is_proposed(
     code, told = check(capsys, tmp_path, "run.sh", script)
     assert (
         code == 2
-        and f"--use-tis (line 12): there only if this holds: {test}" in told
+        and f"--use-tis (line 13): there only if this holds: {test}" in told
         and "\n+++ " not in told
     )
 
@@ -184,6 +185,9 @@ def test_a_branch_that_is_known_is_taken(tmp_path: Path, capsys) -> None:
         ("python train.py --a $'x\\ty' \\\n  --b \"q\\\"r\" # --c", ["--a", "x\ty", "--b", 'q"r']),
         ("python train.py --key ${KEY} --n ${N:-4}", ["--key", HOLE, "--n", "4"]),
         ("pkill -f train.py\npython train.py --a", ["--a"]),
+        ("A=(--a 1)\npython train.py ${A[@]+${A[@]}} ${A%1} ${B+--b}", ["--a", "1", HOLE, HOLE]),
+        ("read -ra A <<< \"--a 1\"\npython train.py ${A[@]}", ["--a", "1"]),
+        ("if [ $X ]; then S=train.py; else S=/x/train.py; fi\nif [ $Y ]; then T=train.py; fi\npython $T --a", ["--a"]),
     ],
 )  # fmt: skip
 def test_words_of_a_shell_script(script: str, expected: list[str]) -> None:

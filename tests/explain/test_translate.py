@@ -11,9 +11,7 @@ from typing import Literal
 
 import pytest
 import yaml
-from batches import flat_configs
-from documented import DEFAULTS, GEO, PG, PPO, SEQUENCE_IS, TOKEN_IS, VERL
-from hypothesis import given
+from documented import DEFAULTS, GEO, PG, PPO, TOKEN_IS, VERL
 
 from mis_plugins.__main__ import load, main
 from mis_plugins.config.model import (
@@ -26,9 +24,9 @@ from mis_plugins.config.model import (
     SegmentWiseConfig,
     WeightConfig,
 )
-from mis_plugins.config.reading import from_flat, preset_path
+from mis_plugins.config.reading import preset_path
 from mis_plugins.errors import ConfigError
-from mis_plugins.explain.translate import areal, miles, ms_swift, verl
+from mis_plugins.explain.translate import areal, ms_swift, verl
 from mis_plugins.explain.translate.translation import Translation
 
 
@@ -180,7 +178,7 @@ def test_verl_dppo(mode: Literal["dppo_tv", "dppo_kl"], tmp_path: Path):
     """Against pi_old, times the weights of the correction; in bypass against mu, without weights and rules."""
     for keys in (dppo(mode), {"loss_mode": mode}):
         alone = from_verl(keys)
-        assert alone.config() == CorrectionConfig(objective=ObjectiveConfig(mode, "proximal"), metrics="full")
+        assert alone.config() == CorrectionConfig(objective=ObjectiveConfig(mode, "proximal"))
         assert verl.MU_BY_BYPASS in alone.notes
     weighed = from_verl(dppo(mode) | {"algorithm": {"rollout_correction": TOKEN_IS}})
     assert weighed.config() == CorrectionConfig(WeightConfig(upper=2.0), objective=ObjectiveConfig(mode))
@@ -284,18 +282,6 @@ def test_verl_says_which_loss_it_leaves_out(mode: str, told: str):
             (),
             "loss_mode: dppo_tv never acts in verl with bypass_mode: true and trainer.use_v1: false",
         ),
-        (
-            dppo() | {"algorithm": {"rollout_correction": TOKEN_IS | {"rollout_token_veto_threshold": 1e-4}}},
-            (),
-            "rollout_token_veto_threshold: 0.0001 is of another verl than policy_loss.loss_mode: dppo_tv",
-        ),
-        (
-            dppo() | {"algorithm": {"rollout_correction": {"rollout_rs": "geometric", "rollout_rs_threshold": 1.01}}},
-            (),
-            "rollout_rs: geometric is of another verl",
-        ),
-        (dppo(tis_imp_ratio_cap=2), (), "tis_imp_ratio_cap: 2 is of another verl"),
-        (dppo() | {"algorithm": {"rollout_is": True}}, (), "rollout_is: true is of another verl"),
         (dppo(clip_ratio_c=0.5), (), "clip_ratio_c: got 0.5; the hosts' --eps-clip-c lies above 1"),
         (dppo(clip_ratio_low="x"), (), "clip_ratio_low: got 'x'; expected a number"),
         (TOKEN_IS, ("actor_rollout_ref.actor.clip_ratio_low=0.1",), "clip_ratio_low: read with policy_loss.loss_mode"),
@@ -307,117 +293,7 @@ def test_verl_dppo_refused(keys: dict, overrides: tuple[str, ...], message: str)
         from_verl(keys, *overrides)
 
 
-# ---------------------------------------------------------------------------------------------------- verl, earlier
-
-
-@pytest.mark.parametrize(("level", "over"), [("token", "token"), ("sequence", "sum"), ("geometric", "mean")])
-@pytest.mark.parametrize("lower", [None, 0.9])
-def test_verl_levels_bound_the_ratio_itself(level: str, over: str, lower: float | None):
-    found = rules_of(rollout_rs=level, rollout_rs_threshold=1.25, rollout_rs_threshold_lower=lower)
-    assert found == (RejectRule(over=over, lower=lower or 0.8, upper=1.25),)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("lower", [0.0, -0.5])
-def test_verl_a_lower_bound_that_no_ratio_falls_below_is_none(lower: float):
-    found = rules_of(rollout_rs="token", rollout_rs_threshold=2, rollout_rs_threshold_lower=lower)
-    assert found == (RejectRule(upper=2.0),)
-
-
-def test_verl_veto():
-    veto = RejectRule(over="min", lower=1e-4)
-    assert rules_of(rollout_token_veto_threshold="1e-4") == (veto,)
-    config = from_verl(TOKEN_IS | {"rollout_rs": "geometric", "rollout_rs_threshold": 1.001,
-                                   "rollout_token_veto_threshold": 1e-4}).config()  # fmt: skip
-    assert config.reject == (RejectRule(over="mean", lower=1 / 1.001, upper=1.001), veto)
-
-
-def test_verl_use_policy_gradient():
-    config = from_verl(SEQUENCE_IS | {"bypass_mode": True, "use_policy_gradient": True}).config()
-    assert config == preset("verl-bypass-pg-is")
-    with pytest.raises(ConfigError, match="use_policy_gradient: needs bypass_mode: true"):
-        from_verl({"use_policy_gradient": True})
-
-
-def test_verl_0_6_1_rejects_in_bypass_with_its_policy_gradient_alone():
-    """Its bypass leaves out what computes weights and rules; the policy gradient's loss has its own."""
-    rules = {"rollout_rs": "geometric", "rollout_rs_threshold": 1.001}
-    bypass = {"bypass_mode": True, "rollout_token_veto_threshold": 1e-4}
-    clipped = from_verl(SEQUENCE_IS | rules | bypass | {"use_policy_gradient": False})
-    assert clipped.config() == preset("verl-bypass-ppo-clip")
-    assert "neither weighs nor rejects" in " ".join(clipped.notes)
-    gradient = from_verl(SEQUENCE_IS | rules | bypass | {"use_policy_gradient": True}).config()
-    assert [rule.over for rule in gradient.reject] == ["mean", "min"]
-    veto_alone = from_verl(SEQUENCE_IS | bypass | {"use_policy_gradient": True})
-    assert veto_alone.config() == preset("verl-bypass-pg-is")
-    assert "beside rollout_rs alone" in " ".join(veto_alone.notes)
-    assert from_verl(SEQUENCE_IS | {"bypass_mode": True, "use_policy_gradient": True}).notes == (
-        verl.BY_DEFAULT,
-    )
-    assert len(rules_of(**rules, **bypass)) == 2
-
-
-FLAT = {"rollout_is_threshold": 2.0, "rollout_is_level": "token", "rollout_is_mode": "truncate",
-        "rollout_is_veto_threshold": None}  # fmt: skip
-VETO = (RejectRule(over="min", lower=1e-4),)
-
-
-@pytest.mark.parametrize(
-    ("keys", "config"),
-    [
-        ({"rollout_is": True}, CorrectionConfig(WeightConfig(upper=2.0))),
-        ({"rollout_is": False}, CorrectionConfig()),
-        ({"rollout_is": True, "rollout_is_threshold": None}, CorrectionConfig()),
-        (
-            {"rollout_is": True, "rollout_is_mode": "mask", "rollout_is_level": "geometric"},
-            CorrectionConfig(WeightConfig("geometric", "zero", 0.5, 2.0)),
-        ),
-        (
-            {"rollout_is": True, "rollout_is_mode": "mask", "rollout_is_threshold_lower": 0.25},
-            CorrectionConfig(WeightConfig("token", "zero", 0.25, 2.0)),
-        ),
-        (
-            {"rollout_is": True, "rollout_is_mode": "mask", "rollout_is_threshold_lower": 0},
-            CorrectionConfig(WeightConfig("token", "zero", 0.0, 2.0)),
-        ),
-        (
-            {"rollout_is": True, "rollout_is_mode": "mask", "rollout_is_threshold_lower": -0.5},
-            CorrectionConfig(WeightConfig("token", "zero", 0.0, 2.0)),
-        ),
-        (
-            {"rollout_is": False, "rollout_is_mode": "mask", "rollout_is_veto_threshold": 1e-4},
-            CorrectionConfig(),
-        ),
-        ({"rollout_is_mode": "mask"}, CorrectionConfig()),
-        (
-            {"rollout_is": True, "rollout_is_veto_threshold": "1e-4"},
-            CorrectionConfig(WeightConfig(upper=2.0), VETO),
-        ),
-        (
-            {"rollout_is": True, "rollout_rs": None, "bypass_mode": False},
-            CorrectionConfig(WeightConfig(upper=2.0)),
-        ),
-    ],
-)
-def test_verl_where_rollout_is_is_a_bool(keys: dict, config: CorrectionConfig):
-    flat = FLAT | keys
-    assert from_verl({"algorithm": {"gamma": 1.0, **flat}}).config() == config
-    assert from_verl(flat).config() == config
-
-
-def test_verl_0_6_0_vetoes_by_default():
-    """1e-4 in its yaml and its dataclass, so that a command line that says nothing of it has it."""
-    asked = from_verl({}, "algorithm.rollout_is=True", "algorithm.rollout_is_threshold=2.0")
-    assert asked.config() == CorrectionConfig(WeightConfig(), VETO)
-    told = " ".join(asked.notes)
-    assert "1e-4 in verl 0.6.0 where it is not given" in told and "main branch before 0.6.1" in told
-    assert "leaves rejected sequences out" not in told
-    assert from_verl(FLAT | {"rollout_is": True}).notes == (verl.AS_0_6_0, verl.BY_DEFAULT)
-
-
 # ---------------------------------------------------------------------------------------------------- verl, refused
-
-
-LEVEL = {"rollout_rs_threshold": 1.25}
 
 
 @pytest.mark.parametrize(
@@ -431,32 +307,33 @@ LEVEL = {"rollout_rs_threshold": 1.25}
         (TOKEN_IS | {"rollout_is_threshold": "5_0.5"}, "rollout_is_threshold: 5 is not below"),
         (TOKEN_IS | {"rollout_is_threshold": "0_3"}, "rollout_is_threshold: got 0; every ratio is above 0"),
         ({"rollout_rs": ""}, "rollout_rs: got ''; choose of token_k1, "),
-        ({"rollout_rs": "token,geometric"} | LEVEL, "rollout_rs: got 'token'; choose one of token_k1"),
+        ({"rollout_rs": "token,geometric"}, "rollout_rs: token is of verl 0.6.1 and 0.7.0; .*seq_mean_k1"),
+        ({"rollout_is": True}, "rollout_is: true is of verl 0.6.0; write rollout_is: token"),
         (
-            {"rollout_rs": "token"} | LEVEL | {"rollout_rs_threshold": "1_2"},
-            "rollout_rs_threshold: got '1_2'",
+            {"algorithm": {"rollout_is": "token"}},
+            "algorithm.rollout_is: of verl 0.6.0; write algorithm.rollout_corr",
         ),
-        ({"rollout_token_veto_threshold": 0}, "rollout_token_veto_threshold: got 0; every ratio is above 0"),
+        ({"algorithm": {"rollout_is_level": "token"}}, "rollout_is_level: of verl 0.6.0"),
+        (dppo(tis_imp_ratio_cap=2), "tis_imp_ratio_cap: of verl before 0.6.0; write rollout_is: token"),
         (
-            FLAT | {"rollout_is": True, "rollout_is_mode": "mask", "rollout_is_threshold": 1},
-            "^rollout_is_threshold: 1 is not below",
+            TOKEN_IS | {"use_policy_gradient": True},
+            "use_policy_gradient: of verl 0.6.1; write loss_type: reinforce",
+        ),
+        (
+            {"actor": {"policy_loss": {"rollout_correction": {"rollout_is": "token"}}}},
+            "policy_loss.rollout_correction: verl reads this block .* put its keys under algorithm.rollout_correction",
         ),
         ({"rollout_rs": "seq_max_k1", "rollout_rs_threshold": 1}, "rollout_rs: got 'seq_max_k1'"),
         ({"rollout_rs": "seq_mean_k1"}, "rollout_rs_threshold: got 0 for 1 of rollout_rs"),
-        ({"rollout_rs": "geometric"}, "rollout_rs_threshold: missing; rollout_rs: geometric needs it"),
         ({"rollout_rs": "token_k3", "rollout_rs_threshold": "0.1_0.2"}, "k3 has an upper bound only"),
         ({"rollout_rs": "token_k3", "rollout_rs_threshold": -0.1}, "rollout_rs_threshold.upper: got -0.1"),
         ({"rollout_rs": "token_k1", "rollout_rs_threshold": 0}, "rollout_rs_threshold: got 0"),
         ({"rollout_rs": "token_k1", "rollout_rs_threshold": "0_2"}, "rollout_rs_threshold: got 0"),
-        (GEO | {"rollout_rs_threshold_lower": 0.9}, "rollout_rs_threshold_lower: verl 0.9.1 has no such key"),
+        (GEO | {"rollout_rs_threshold_lower": 0.9}, "rollout_rs_threshold_lower: of verl 0.6.1 and 0.7.0"),
         ({"loss_type": "ppo"}, "loss_type: got 'ppo'; choose one of ppo_clip, reinforce"),
         (
-            FLAT | {"rollout_is": True, "rollout_rs": "geometric"},
-            "rollout_rs: of another verl than rollout_is",
-        ),
-        (
-            {"rollout_is": True, "rollout_token_veto_threshold": 1e-4},
-            "rollout_token_veto_threshold: of another verl than rollout_is: true, .*rollout_is: token",
+            {"rollout_token_veto_threshold": 1e-4},
+            "rollout_token_veto_threshold: of verl before 0.7.1; .*over: min",
         ),
         (
             {"algorithm": {"gamma": 1.0, "rollout_iss": True}},
@@ -470,11 +347,13 @@ LEVEL = {"rollout_rs_threshold": 1.25}
             "nothing to translate: no algorithm.rollout_correction",
         ),
         ([1], r"got \[1\]; expected a mapping with algorithm.rollout_correction"),
-        ({"algorithm": "grpo"}, "algorithm: got 'grpo'; expected a mapping with rollout_correction"),
+        (
+            {"algorithm": "grpo"},
+            "algorithm: got 'grpo'; expected a mapping with algorithm.rollout_correction",
+        ),
         ({"rollout_rs": {"token_k1": 2}}, "rollout_rs: got {'token_k1': 2}; choose one of token_k1"),
         ({"bypass_mode": "${a.bypass}"}, r"bypass_mode: got '\$\{a.bypass\}'; expected true or false"),
         (TOKEN_IS | {"bypass_mode": "false"}, "bypass_mode: got 'false'; expected true or false"),
-        ({"use_policy_gradient": "false"}, "use_policy_gradient: got 'false'"),
         (TOKEN_IS | {"rollout_is_batch_normalize": "no"}, "rollout_is_batch_normalize: got 'no'"),
     ],
 )
@@ -654,70 +533,6 @@ def test_verl_interpolation_is_quoted_with_the_way_out(value: str):
     assert given.config().weight == WeightConfig(upper=4.0)
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "actor_rollout_ref: {actor: {tis_imp_ratio_cap: 3.0}}",
-        "tis_imp_ratio_cap: 3.0",
-        "actor: {tis_imp_ratio_cap: 3.0}",
-        "cap=3.0\npython3 -m verl actor_rollout_ref.actor.tis_imp_ratio_cap=${cap}",
-    ],
-)
-def test_verl_first_key(text: str, tmp_path: Path):
-    translation = verl.translate(text)
-    assert translation.config() == CorrectionConfig(WeightConfig("token", "truncate", upper=3.0))
-    assert read_back(translation, tmp_path) == translation.config()
-    off = verl.translate(text.replace("3.0", "-1"))
-    assert off.config() == CorrectionConfig() and "corrects nothing" in " ".join(off.notes)
-    assert verl.translate(
-        text, ["actor_rollout_ref.actor.tis_imp_ratio_cap=5"]
-    ).config().weight == WeightConfig(upper=5.0)
-
-
-def test_verl_first_key_beside_a_later_one_is_refused():
-    with pytest.raises(ConfigError, match="tis_imp_ratio_cap: of another verl than rollout_is: token"):
-        from_verl(
-            {"actor_rollout_ref": {"actor": {"tis_imp_ratio_cap": 2}}, "algorithm": {"rollout_is": "token"}}
-        )
-
-
-IN_LOSS = {"rollout_is": "sequence", "rollout_is_threshold": 3.0, "loss_type": "reinforce"}
-
-
-def of_loss(section: object, mode: str | None = "bypass_mode", **algorithm: object) -> dict:
-    loss = {"rollout_correction": section} | ({"loss_mode": mode} if mode else {})
-    tree: dict = {"actor_rollout_ref": {"actor": {"policy_loss": loss}}}
-    return tree | ({"algorithm": {"rollout_correction": algorithm}} if algorithm else {})
-
-
-@pytest.mark.parametrize(
-    "algorithm", [{}, {"bypass_mode": True}, {"bypass_mode": True, "loss_type": "reinforce"}]
-)
-def test_verl_section_of_the_policy_loss(algorithm: dict):
-    translation = from_verl(of_loss(IN_LOSS, **algorithm))
-    assert translation.config() == CorrectionConfig(
-        WeightConfig("sequence", "truncate", upper=3.0), objective=ObjectiveConfig("reinforce", "behavior")
-    )
-    assert verl.OF_LOSS in translation.notes and verl.V1_TRAINER not in translation.notes
-
-
-@pytest.mark.parametrize(
-    ("tree", "message"),
-    [
-        (of_loss(IN_LOSS, "vanilla"), "loss_mode: bypass_mode alone; got 'vanilla'"),
-        (of_loss(IN_LOSS, bypass_mode=False), "without algorithm.rollout_correction.bypass_mode: true"),
-        (
-            of_loss(IN_LOSS, bypass_mode=True, rollout_is="token"),
-            "rollout_is: got 'token' under .*so keep one",
-        ),
-        (of_loss("${x}"), r"policy_loss.rollout_correction: got '\$\{x\}'; expected a mapping"),
-    ],
-)
-def test_verl_section_of_the_policy_loss_refused(tree: dict, message: str):
-    with pytest.raises(ConfigError, match=message):
-        from_verl(tree)
-
-
 @pytest.mark.parametrize("name", VERL)
 @pytest.mark.parametrize("form", ["{}", "{}()", "RolloutCorrectionConfig.{}()", "rollout_correction: {}()"])
 def test_verl_presets_by_name(name: str, form: str):
@@ -806,7 +621,7 @@ def test_a_misspelled_key_of_ms_swift_is_refused(text: str):
 
 
 @pytest.mark.parametrize(
-    ("said", "metrics"), [("", "full"), (" 'false'", "none"), ("=F", "none"), (" yes", "full")]
+    ("said", "metrics"), [("", "watch"), (" 'false'", "none"), ("=F", "none"), (" yes", "watch")]
 )
 def test_ms_swift_truths(said: str, metrics: str):
     assert ms_swift.translate(f"swift rlhf --log_rollout_offpolicy_metrics{said}").config().metrics == metrics
@@ -890,57 +705,6 @@ def test_ms_swift_refused(text: str, message: str):
         ms_swift.translate(text).text()
 
 
-# ------------------------------------------------------------------------------------------------------------ Miles
-
-MILES_YAML = {
-    "use_tis": True, "use_rs": True, "tis_level": "token", "rs_level": "token", "tis_mode": "truncate",
-    "tis_lower_bound": 0.5, "tis_upper_bound": 2.0, "rs_lower_bound": None, "rs_upper_bound": None,
-    "rs_veto_threshold": 1.0e-4, "tis_batch_normalize": True,
-}  # fmt: skip
-
-
-@given(flat_configs())
-def test_miles_flat_keys_mean_the_same(flat: dict):
-    translation = miles.translate(flat)
-    assert translation.config() == from_flat(flat)
-    written = yaml.safe_load(translation.text())
-    assert written["mis"] == translation.mis
-    assert written.get("use_tis", False) == bool(flat.get("use_tis")), (
-        "nobody loses the correction with the file"
-    )
-
-
-def test_miles_default_is_our_preset(tmp_path: Path):
-    translation = miles.translate(MILES_YAML)
-    assert translation.config() == preset("mis")
-    assert read_back(translation, tmp_path) == preset("mis")
-    lines = translation.text().splitlines()
-    assert next(line for line in lines if "upper: 2.0 " in line).endswith("# tis_upper_bound: 2.0")
-    assert next(line for line in lines if "over: min" in line).endswith("# rs_veto_threshold: 0.0001")
-
-
-def test_miles_what_differs_is_told():
-    told = " ".join(miles.translate(MILES_YAML).notes)
-    for words in (
-        "pass --use-tis itself",
-        "tis_lower_bound bounds no weight",
-        "each micro-batch",
-        "FSDP backend",
-    ):
-        assert words in told
-    told = miles.translate({"use_tis": True, "tis_upper_bound": 2.0}).notes
-    assert [note.partition(":")[0] for note in told] == ["use_tis"]
-    idle = MILES_YAML | {"use_tis": False, "use_rs": False, "num_rollout": 100}
-    told = " ".join(miles.translate(idle).notes)
-    for words in (
-        "use_tis is not set",
-        "rs_level: without effect",
-        "needs no switch",
-        "keep them in your file: num_rollout",
-    ):
-        assert words in told
-
-
 @pytest.mark.parametrize(
     ("keys", "words"),
     [
@@ -994,52 +758,11 @@ def test_verl_settings_beside_the_correction_may_stand_behind_the_file() -> None
     assert noted == [True, False]
 
 
-@pytest.mark.parametrize("lowest", [0, 0.0, -0.5])
-@pytest.mark.parametrize("switch", ["use_rs", "use_mask"])
-def test_miles_a_lower_bound_of_0_bounds_nothing(switch: str, lowest: float, tmp_path: Path):
-    """Miles's mis.py: `weights.clamp(0, upper)` raises nothing, and `weights >= 0` rejects nothing."""
-    keys = {"use_tis": True, switch: True, "tis_upper_bound": 3.0, "tis_lower_bound": lowest}
-    unset = keys | {"tis_lower_bound": None}
-    for mode in ("clip", "mask"):
-        config = read_back(miles.translate(keys | {"tis_mode": mode}), tmp_path)
-        assert config.weight is not None and config.weight.floor == 0
-        assert config.weight == WeightConfig(bound=mode, lower=0, upper=3)
-        assert config.reject == (RejectRule(upper=3.0),)  # falls back to tis_lower_bound, as in mis.py
-        assert miles.translate(unset | {"tis_mode": mode}).config().reject == (
-            RejectRule(lower=1 / 3, upper=3),
-        )
-    own = read_back(miles.translate(unset | {"rs_lower_bound": lowest}), tmp_path)
-    assert own.weight == WeightConfig(upper=3.0) and own.reject == (RejectRule(upper=3.0),)
-
-
-@pytest.mark.parametrize("name", ["tis_lower_bound", "rs_lower_bound"])
-def test_miles_the_way_to_no_lower_bound_is_told(name: str):
-    """Advice names 0, because null is 1 / upper."""
-    keys = {"use_tis": True, "use_rs": True, "tis_mode": "mask", "tis_upper_bound": 3.0, name: float("nan")}
-    with pytest.raises(ConfigError, match=rf"^{name}: got nan; .* or 0 for no lower bound$"):
-        miles.translate(keys)
-
-
-@pytest.mark.parametrize(
-    ("keys", "message"),
-    [
-        ({"mis": {"weight": {}}}, "in our spelling already"),
-        ({"lr": 1e-6}, "no key of Miles's mis.yaml"),
-        ({"tis_level": "seq", "tis_upper_bound": 2.0}, "tis_level: got 'seq'"),
-        ({"tis_upper_bound": 2.0, "tis_lowr_bound": 0.5}, "tis_lowr_bound: unknown key"),
-    ],
-)
-def test_miles_refused(keys: dict, message: str):
-    with pytest.raises(ConfigError, match=message):
-        miles.translate(keys)
-
-
 # ----------------------------------------------------------------------------------------------------- command line
 
 
 def test_commands_print_a_file_that_check_passes(tmp_path: Path, capsys: pytest.CaptureFixture):
     files = {
-        "from-miles": yaml.safe_dump(MILES_YAML),
         "from-verl": yaml.safe_dump({"algorithm": {"rollout_correction": TOKEN_IS | GEO}}),
         "from-ms-swift": f"{MODE}: token_mask",
         "from-areal": "actor: {behav_imp_weight_cap: 5.0}",
@@ -1054,7 +777,13 @@ def test_commands_print_a_file_that_check_passes(tmp_path: Path, capsys: pytest.
         assert "needs:" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("command", ["from-miles", "from-verl", "from-ms-swift", "from-areal"])
+def test_a_command_that_is_gone_names_what_takes_its_place(capsys: pytest.CaptureFixture):
+    assert main(["config", "from-miles", "mis.yaml"]) == 2
+    told = capsys.readouterr().err
+    assert "pass it as --custom-config-path FILE" in told and "`config check FILE`" in told
+
+
+@pytest.mark.parametrize("command", ["from-verl", "from-ms-swift", "from-areal"])
 def test_commands_refuse(command: str, tmp_path: Path, capsys: pytest.CaptureFixture):
     broken = tmp_path / "broken.yaml"
     broken.write_text("model: {path: x}")

@@ -231,7 +231,7 @@ def test_ranks_count_together(tmp_path: Path):
 )
 def test_a_host_that_hands_no_rollout_is_told(given: tuple, said: str):
     with pytest.raises(
-        InputError, match=f"count_samples needs the rollout batch.*{said}.*metrics: all has exact means"
+        InputError, match=f"count_samples needs the rollout batch.*{said}.*the step hook logs exact means"
     ):
         mis.count_samples(host_args(), *given)
 

@@ -174,11 +174,7 @@ def called(hook: str, host: str, mis: dict[str, Any], **arguments: Any) -> Any:
     with patch.object(hook_module, "current", lambda *_: HOSTS[host]):
         if hook == "policy_loss":
             return hook_module.policy_loss(args, {}, one, lambda x: x)
-        function = (
-            hook_module.compute_mis_weights_fsdp
-            if host == "fsdp"
-            else hook_module.compute_mis_weights_with_cp
-        )
+        function = getattr(hook_module, HOSTS[host].tis_hook.rpartition(".")[2])
         return function(args, pg_loss=one, total_lengths=[3], response_lengths=[2], **batch)
 
 

@@ -217,7 +217,8 @@ def test_samples_that_do_not_train_leave_no_trace_in_the_mean(host: Bodies) -> N
     data["loss_masks"][1].zero_()
     data["rollout_mask_sums"][1] = 0
     hook: dict[str, Any] = {"rollout_data_postprocess_path": "mis_plugins.mis.count_samples"}
-    logged = sum(told["mis_ratio_max_mb"] for _, told in trained(host, data, **TIS, **hook)) / 3
+    told = trained(host, data, mis={"metrics": "full"}, **TIS, **hook)
+    logged = sum(metrics["mis_ratio_max_mb"] for _, metrics in told) / 3
     assert float(logged) == pytest.approx((4.4817 + 2.7183) / 2, rel=1e-3)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import subprocess
+from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
@@ -140,7 +141,7 @@ def test_flags_are_ready_to_paste(
     words = split.stdout.splitlines()
     assert words[:3] == ["--use-tis", "--custom-tis-function-path", hook]
     assert words[-2:] == ["--custom-config-path", str(tmp_path / "my config.yaml")]
-    assert ("mis_plugins.mis.report_step" in words) == (host != "fsdp")
+    assert ("mis_plugins.mis.report_step" in words) == REGISTERED[host].step_hook
     parsers = REGISTERED[host].records
     assert {word for word in words if word.startswith("--")} <= {
         flag for name in parsers for flag in flags(name)
@@ -175,7 +176,7 @@ def test_what_a_host_cannot_serve_is_refused(
 @every_host
 def test_step_metrics_that_a_host_lacks_are_warned_of(host: str, config_command: ConfigCommand):
     told = config_command("mis: {metrics: all}", "--host", host).out
-    assert ("no more than with mis.metrics: full" in told) == (host == "fsdp")
+    assert ("no more than with mis.metrics: full" in told) == (not REGISTERED[host].step_hook)
 
 
 @every_host
@@ -187,4 +188,5 @@ def test_kept_with_kl_is_warned_of_where_the_host_divides_by_all_tokens(
         mis = {"weight": None, "reject": [{"upper": 2}], "denominator": denominator}
         told = config_command({"use_kl_loss": True, "mis": mis}, "--host", host).out
         warns = "is that of the policy term alone" in told
-        assert warns == ((host == "fsdp") != (denominator == "kept"))
+        by_kept = REGISTERED[host].divides_by_kept(Namespace())
+        assert warns == (by_kept != (denominator == "kept"))

@@ -28,7 +28,9 @@ from hypothesis import given
 from test_rollout_data_hook import rollout_data
 from tolerances import EPS, normalized_rtol
 
+from mis_plugins import mis
 from mis_plugins.errors import InputError
+from mis_plugins.hosts.step_report import Recorder
 
 CONFIG = {
     "weight": {"level": "sequence", "bound": "clip", "upper": 1.5, "normalize": {}},
@@ -286,25 +288,62 @@ def test_where_no_weight_is_within_a_mask_bound_both_extremes_read_0():
 @pytest.mark.parametrize(
     "config", [CONFIG, {"weight": {"upper": 2.0}}, {"weight": None, "reject": CONFIG["reject"]}]
 )
-def test_metrics_full_core_none(config: dict):
-    """Fewer metrics, the same correction; core is part of full, and at most 8."""
+def test_metrics_full_watch_core_none(config: dict):
+    """Fewer metrics, the same correction; watch and core are parts of full, of five metrics and of at most 8."""
     batch = ratio_batch([[0.5, 3.0], [1.2], [0.3, 8.0]])
-    full, core, none = (run(batch, config | {"metrics": size}) for size in ("full", "core", "none"))
+    sizes = ("full", "watch", "core", "none")
+    full, watch, core, none = (run(batch, config | {"metrics": size}) for size in sizes)
     assert 1 <= len(core.metrics) <= 8 and not none.metrics
-    assert core.metrics.keys() < full.metrics.keys()
-    for name, rows in core.metrics.items():
-        assert_all_same(rows, full.metrics[name], name)
-    for other in (core, none):
+    assert watch.metrics.keys() == FIVE
+    for part in (watch, core):
+        assert part.metrics.keys() < full.metrics.keys()
+        for name, rows in part.metrics.items():
+            assert_all_same(rows, full.metrics[name], name)
+    for other in (watch, core, none):
         assert same_bytes(other.loss, full.loss)
         assert_all_same(other.masks, full.masks, "masks")
+
+
+FIVE = {"mis_k3_kl", "mis_ppl_ratio", "mis_kept_fraction", "mis_ess_mb", "mis_saturated_fraction"}
+
+
+@pytest.mark.parametrize(
+    ("settings", "handed"),
+    [({"mis": {"weight": {}}}, "five"), ({"mis": {"weight": {}, "metrics": "watch"}}, "five"),
+     (FLAT, "full"), (FLAT | {"use_rs": False}, "full"), (FLAT | {"mis": {"metrics": "watch"}}, "five"),
+     ({"mis": {"weight": {}}, "on_fsdp": True}, "full")],
+)  # fmt: skip
+def test_five_metrics_where_the_step_hook_logs_the_others(settings: dict, handed: str):
+    """All of them for Miles's flat keys, on a host without a step hook, and in a notebook."""
+    batch, hook = ratio_batch([[0.5, 3.0], [1.2]]), mis.compute_mis_weights_with_cp
+    if settings.pop("on_fsdp", False):
+        hook = mis.compute_mis_weights_fsdp
+    args = SimpleNamespace(use_tis=True, get_mismatch_metrics=False, qkv_format="thd", **settings)
+    given = batch.hook_kwargs() | {"parallel_state": one_rank()}
+    names = set(hook(args, **given)[2])
+    assert names == FIVE if handed == "five" else names > FIVE
+    notebook = {name: given[name] for name in ("train_log_probs", "rollout_log_probs", "loss_masks")}
+    told = {f"mis_{name}" for name in mis.compute_mis_weights(args, **notebook)[2]}
+    assert told > FIVE
+
+
+def test_watch_without_the_step_hook_says_once_what_is_missing(
+    monkeypatch: pytest.MonkeyPatch, said_once: Callable[[], list[str]]
+):
+    monkeypatch.setattr(mis, "RECORDER", Recorder())
+    for _ in range(2):
+        call(ratio_batch([[0.5, 3.0]]), {"weight": {}, "metrics": "watch"})
+    (said,) = said_once()
+    assert said.startswith("mis.metrics: watch needs --custom-megatron-before-train-step-hook-path")
 
 
 # ---------------------------------------------------------------------------------------------------- metrics only
 
 
 @pytest.fixture
-def warnings(caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
-    """What was logged as a warning."""
+def warnings(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[str]]:
+    """What was logged as a warning, where the step hook was called."""
+    monkeypatch.setattr(mis, "RECORDER", Recorder(step=(0, 0)))
     caplog.set_level(logging.WARNING, logger="mis_plugins")
     return lambda: [record.getMessage() for record in caplog.records if record.name.startswith("mis_plugins")]
 
@@ -330,7 +369,7 @@ def test_metrics_only_changes_nothing(settings: dict, warnings: Callable[[], lis
     assert loss is loss_in or same_bytes(loss, loss_in)
     for mask, given_mask in zip(masks, batch.loss_masks, strict=True):
         assert torch.equal(mask.float(), given_mask.float())
-    assert {"mis_kl"} <= metrics.keys() or settings.get("mis", {}).get("metrics") == "core"
+    assert {"mis_k3_kl"} <= metrics.keys() or settings.get("mis", {}).get("metrics") == "core"
     assert metrics
 
 

@@ -73,6 +73,22 @@ def test_every_preset_is_within_the_budget(metrics: str, tmp_path: Path):
         assert {name: count for name, count in rank.items() if count > BUDGET[metrics]} == {}
 
 
+WITH_REDUCTION = 7_000  # operators of the hook, the step's sums and the host's averages, of 256 sequences
+
+
+@pytest.mark.parametrize("metrics", ["watch", "full"])
+def test_what_the_host_averages_costs_more_than_the_hook(metrics: str, monkeypatch: pytest.MonkeyPatch):
+    """In docs/costs.md: a metric handed back costs the host five operators a sequence, of which `watch` hands five."""
+    monkeypatch.setattr(mis, "RECORDER", Recorder(step=(1, 0)))
+    args = Namespace(use_tis=True, mis={"weight": {"upper": 2.0}, "metrics": metrics}, qkv_format="thd")
+    kwargs = correction_cost.hook_kwargs([8] * 256, cp=1, rank=0)
+    call = correction_cost.averaged(mis.compute_mis_weights_with_cp, args, kwargs)
+    call()
+    counted = tallies.tally(call)
+    assert not counted.waits
+    assert (counted.operators <= WITH_REDUCTION) == (metrics == "watch")
+
+
 def _presets_of_the_hook() -> dict[str, Namespace]:
     """Every preset that the TIS hook serves and that corrects; no router runs here that `statistic: route` reads."""
     parsed = {name: yaml.safe_load(path.read_text()) for name, path in reading.presets().items()}

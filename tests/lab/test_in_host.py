@@ -38,9 +38,10 @@ from lab.in_host import (
 from lab.in_host.bends import BENDS, Bend, Line
 from lab.in_host.launching import Sizes
 from lab.in_host.rows import MIXTURE, ROWS, STOPPED
+from lab.records import pack, records
 
 ROOT = Path(__file__).resolve().parents[2]
-RECORDS = sorted((ROOT / "lab" / "results" / "in_host").glob("*.json"))
+RECORDS = records(run_in_host.RECORDS)
 
 
 # -------------------------------------------------------------------------------------------------------- bends
@@ -346,7 +347,7 @@ def test_a_dump_of_fsdp_does_not_tell_its_micro_batches(tmp_path: Path) -> None:
     del dump["rollout_data"]["micro_batch_indices"]
     torch.save(dump, tmp_path / "train_data" / "5_0.pt")
     assert [len(batch) for batch in dumps.micro_batches(tmp_path, 5)] == [1, 1]
-    record = json.loads((run_in_host.RECORDS / "miles-replay-cp2.json").read_text())
+    record = RECORDS["miles-replay-cp2"]
     every, without = (
         {line.what for line in verdict.judge(record | more)} for more in ({}, {"micro_batched": False})
     )
@@ -463,20 +464,35 @@ def test_each_line_on_versions_can_break(loss: str) -> None:
     assert "versions in the dump" in failed(without)
 
 
-recorded = pytest.mark.parametrize("path", RECORDS, ids=lambda path: path.stem)
+recorded = pytest.mark.parametrize("name", RECORDS)
 
 
 def test_runs_are_recorded() -> None:
-    assert {json.loads(path.read_text())["host"] for path in RECORDS} == {"miles", "slime"}
+    assert {record["host"] for record in RECORDS.values()} == {"miles", "slime"}
 
 
 @recorded
-def test_a_recorded_run_holds(path: Path) -> None:
-    assert [line for line in verdict.judge(json.loads(path.read_text())) if not line.holds] == []
+def test_a_recorded_run_holds(name: str) -> None:
+    assert [line for line in verdict.judge(RECORDS[name]) if not line.holds] == []
+
+
+def test_an_archive_holds_the_bytes_of_its_records_and_takes_the_newer(tmp_path: Path) -> None:
+    folder, archive = tmp_path / "loose", tmp_path / "packed.tar.xz"
+    folder.mkdir()
+    for number in (1, 2):
+        (folder / f"{number}.json").write_text(json.dumps({"step": [0.1, number]}))
+    pack(folder, archive)
+    first = archive.read_bytes()
+    pack(folder, archive)
+    assert archive.read_bytes() == first and records(archive) == records(folder)
+    (folder / "2.json").unlink()
+    (folder / "1.json").write_text("3")
+    pack(folder, archive)
+    assert records(archive) == {"1": 3, "2": {"step": [0.1, 2]}} and records(tmp_path / "none") == {}
 
 
 def test_the_table_is_that_of_the_records() -> None:
-    assert run_in_host.TABLE.read_text() == run_in_host.table(run_in_host.RECORDS)
+    assert run_in_host.TABLE.read_text() == run_in_host.table(RECORDS)
 
 
 @pytest.mark.parametrize(
@@ -488,7 +504,7 @@ def test_the_table_is_that_of_the_records() -> None:
     ],
 )
 def test_a_synchronous_run_that_differs_is_told(change: Callable[[list[dict[str, float]]], Any]) -> None:
-    record = json.loads((run_in_host.RECORDS / "miles-fully-async-bound-0.json").read_text())
+    record = copy.deepcopy(RECORDS["miles-fully-async-bound-0"])
     change(record["again"])
     failed = [line for line in verdict.judge(record) if not line.holds]
     assert len(failed) == 1 and "synchronous run" in failed[0].what
@@ -514,13 +530,10 @@ def broken(record: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
         yield what, other
 
 
-ON_POLICY = [path for path in RECORDS if json.loads(path.read_text()).get("bits")]
-
-
-@pytest.mark.parametrize("path", ON_POLICY, ids=lambda path: path.stem)
-def test_one_log_prob_decides(path: Path) -> None:
+@pytest.mark.parametrize("name", [name for name, record in RECORDS.items() if record.get("bits")])
+def test_one_log_prob_decides(name: str) -> None:
     """A contract breaks at one bit; without a contract both sides must not be equal, or nothing was compared."""
-    record = json.loads(path.read_text())
+    record = copy.deepcopy(RECORDS[name])
     compared, different = record["bits"][3]
     record["bits"][3] = [compared, 0 if different else 1]
     failed = [line.what for line in verdict.judge(record) if not line.holds]
@@ -540,7 +553,7 @@ def test_bits_are_compared_and_not_values() -> None:
 
 
 def test_the_certificate_is_that_of_the_records() -> None:
-    assert run_in_host.CERTIFICATE.read_text() == on_policy.page(run_in_host.ON_POLICY, run_in_host.RECORDS)
+    assert run_in_host.CERTIFICATE.read_text() == on_policy.page(run_in_host.ON_POLICY, RECORDS)
 
 
 def test_a_row_under_a_contract_states_it(tmp_path: Path) -> None:
@@ -558,9 +571,8 @@ def test_a_row_under_a_contract_states_it(tmp_path: Path) -> None:
             assert cpu.CONTRACT in environment and row.fsdp == ("fsdp" in asked) == (HOOK in str(environment))
 
 
-@pytest.mark.parametrize("path", RECORDS[:1], ids=lambda path: path.stem)
-def test_each_line_can_break(path: Path) -> None:
-    for what, record in broken(json.loads(path.read_text())):
+def test_each_line_can_break() -> None:
+    for what, record in broken(a_record()):
         assert what in {line.what for line in verdict.judge(record) if not line.holds}
 
 
@@ -608,7 +620,7 @@ def test_the_mean_over_kept_tokens() -> None:
 
 
 def a_record(**more: Any) -> dict[str, Any]:
-    return json.loads(RECORDS[0].read_text()) | more
+    return copy.deepcopy(RECORDS["miles-async"]) | more
 
 
 def lines_of(record: dict[str, Any], word: str) -> list[bool]:
@@ -635,7 +647,7 @@ def test_a_response_that_the_filter_took_out_does_not_lower_the_share_that_is_ke
 
 
 def test_the_tracker_s_file_must_hold_the_log_s_numbers() -> None:
-    record = json.loads((run_in_host.RECORDS / "miles-report-step.json").read_text())
+    record = RECORDS["miles-report-step"]
     step = max(
         number for number, x in enumerate(record["steps"]) if f"{verdict.STEP}kept_fraction" in x["metrics"]
     )
@@ -671,7 +683,7 @@ def test_a_row_that_cannot_run_does_not_stop_the_others(
 ) -> None:
     """The matrix goes on after a host that is missing, and a second call asks for nothing that is recorded."""
     asked: list[str] = []
-    done = json.loads(RECORDS[0].read_text())
+    done = a_record()
 
     def run_row(row: Any, *_: object) -> dict[str, Any]:
         asked.append(row.name)
@@ -688,7 +700,7 @@ def test_a_row_that_cannot_run_does_not_stop_the_others(
     )
     asked.clear()
     assert run_in_host.main(words) == 2 and {name.split("-")[0] for name in asked} == {"slime"}
-    assert (tmp_path / "records.md").read_text() == run_in_host.table(tmp_path / "records")
+    assert (tmp_path / "records.md").read_text() == run_in_host.table(records(tmp_path / "records"))
 
 
 def test_a_launch_script_checks_a_config_of_its_own_hook() -> None:
@@ -797,8 +809,8 @@ def test_a_row_that_a_line_of_the_host_stops_is_not_started(
     stopped = next(row for row in ROWS if row.blocked)
     monkeypatch.setattr(run_in_host, "run_row", lambda *_: pytest.fail("started"))
     arguments = types.SimpleNamespace(record=tmp_path, words=[], hosts=tmp_path, work=tmp_path)
-    assert run_in_host._rows(arguments, [stopped]) == 0  # pyright: ignore[reportArgumentType]
-    assert f"**not run**: {stopped.blocked}" in run_in_host.table(tmp_path)
+    assert run_in_host._rows(arguments, [stopped], {}) == 0  # pyright: ignore[reportArgumentType]
+    assert f"**not run**: {stopped.blocked}" in run_in_host.table(records(tmp_path))
 
 
 def test_what_the_job_said_is_found_in_its_log() -> None:
@@ -831,7 +843,7 @@ def test_a_mixture_of_experts_states_its_sizes(tmp_path: Path) -> None:
 def test_another_split_changes_nothing_but_where_a_kernel_was_planted(
     row: str, name: str, value: float
 ) -> None:
-    record = json.loads((ROOT / "lab" / "results" / "in_host" / f"{row}.json").read_text())
+    record = copy.deepcopy(RECORDS[row])
     assert all(line.holds for line in verdict.judge(record))
     record["steps"][1]["metrics"][f"{verdict.RESPLIT}{name}"] = value
     failed = [line.what for line in verdict.judge(record) if not line.holds]

@@ -24,7 +24,6 @@ from lab.ladder.statistics import Pair, by_turn, summary
 from lab.ladder.workloads import ChatSettings, Settings, Workload, chats, responses
 from lab.mismatch import Climb
 from mis_plugins.config.model import CorrectionConfig, Level, Over, RejectRule, WeightConfig
-from mis_plugins.config.terms.statistics import STATISTICS
 from mis_plugins.errors import UserError
 from mis_plugins.explain import rungs as explained
 from mis_plugins.explain.rungs import Responses
@@ -144,13 +143,13 @@ def carried(folder: Path, monkeypatch: pytest.MonkeyPatch, one: Pair) -> Respons
     monkeypatch.setattr(mismatch, "LEAST", 2)
     content = {"model": "made-up", "rungs": {"int5": mismatch.rung_of(rollouts, rollouts, [8])}}
     shipped.write(folder / "rungs.json", content)
-    monkeypatch.setattr(explained, "FILE", folder / "rungs.json")
-    explained.record.cache_clear()
-    return explained.record().rungs[0].by_length[8]
+    return explained.read(folder / "rungs.json").rungs[0].by_length[8]
 
 
-@pytest.mark.parametrize("over", ["sum", "mean", "min", "max"])
-@pytest.mark.parametrize("statistic", [name for name, one in STATISTICS.items() if not one.reads_routes])
+@pytest.mark.parametrize(
+    ("statistic", "over"),
+    [("ratio", "sum"), *((name, over) for name, overs in shipped.CARRIED.items() for over in overs)],
+)
 def test_a_window_keeps_what_the_pipeline_keeps(
     statistic: str, over: Over, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):

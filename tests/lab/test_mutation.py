@@ -91,6 +91,47 @@ FATES = ("killed", "survived", "too slow", "survived")
 
 def test_an_unknown_file_is_refused() -> None:
     with pytest.raises(
-        SystemExit, match=r"--files no\.py: no such file of the math; choose from opsm\.py, pipeline\.py"
+        SystemExit, match=r"no\.py: no such file of correction, config/terms, .*; choose from opsm\.py, pipe"
     ):
         mutation.sources(["no.py"])
+
+
+def test_a_sample_takes_turns_of_files_and_operators() -> None:
+    """A file of many mutants of one operator does not fill it, and a smaller one begins a larger one."""
+    many = mutants("def f(x):\n" + "".join(f"    x = x + {i}.5\n" for i in range(20)), "many.py")
+    every = [*many, *mutants("def g(x):\n    return not x > 1\n", "few.py")]
+    drawn = mutation.by_file_and_operator(every, 8)
+    assert {one.operator for one in drawn[:5]} == {"BinOp", "Constant", "UnaryOp", "Compare"}
+    assert sum(one.path == "few.py" for one in drawn[:5]) == 3
+    assert mutation.by_file_and_operator(every, 4) == drawn[:4]
+
+
+@pytest.mark.parametrize("room", mutation.ROOMS)
+def test_a_room_has_files_and_guards(room: str) -> None:
+    assert mutation.sources([], [room])
+    assert all((mutation.REPOSITORY / folder).is_dir() for folder in mutation.folders_of([room]))
+
+
+def test_a_matrix_names_every_case_that_kills_and_goes_on_where_it_stopped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of three cases of the mutants two fail; the second call asks no mutant whose fate the file holds."""
+    (tmp_path / "test_cases.py").write_text(
+        "import math\ndef test_a():\n    assert math.pi > 4\ndef test_b():\n    pass\ndef test_c():\n    1 / 0\n"
+    )
+    names = [f"{tmp_path}/test_cases.py::test_{letter}" for letter in "abc"]
+    chosen = mutants("def f(x):\n    return x + 2\n", "file.py")
+    known = mutation.Guards({"file.py:2": names}, dict.fromkeys(names, 0.1))
+    monkeypatch.setattr(mutation, "SCRATCH", tmp_path)
+    record = tmp_path / "found.json"
+    (first, *_), found = chosen, {}
+    found |= mutation.measure([first], known, 1, record, matrix=True)
+    assert [name[-6:] for name in found[first.name]["killers"]] == ["test_a", "test_c"]
+    monkeypatch.setattr(
+        mutation, "fates", lambda missing, *_: iter([(one, {"fate": "new"}) for one in missing])
+    )
+    again = mutation.measure(chosen, known, 1, record, matrix=True)
+    assert again[first.name] == found[first.name] and {fate["fate"] for fate in again.values()} == {
+        "killed",
+        "new",
+    }

@@ -17,6 +17,7 @@ import pytest
 from lab.experiments import runner
 from lab.experiments.runner import LOG, STAMP, Arm, parsed, publish, run_arms, training
 from lab.host.folders import SUMMARY
+from mis_plugins.shared import provenance
 
 
 def arm(root: Path, name: str = "arm", work: Callable[[], int] = lambda: 0, **settings: object) -> Arm:
@@ -181,3 +182,30 @@ def test_results_lie_beside_each_other(tmp_path: Path) -> None:
     found = {path.name: path.read_text() for path in (tmp_path / "results").iterdir()}
     assert json.loads(found.pop("name.json")) == {"x": 1}
     assert found == {"name.md": "text", "name.png": "one", "name-b.png": "two"}
+
+
+def test_a_tree_that_no_commit_holds_has_no_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def git(*words: str) -> None:
+        identity = ["-c", "user.name=a", "-c", "user.email=a@b"]
+        subprocess.run(["git", "-C", str(tmp_path), *identity, *words], check=True, capture_output=True)
+
+    monkeypatch.setattr(provenance, "REPOSITORY", tmp_path)
+    assert provenance.committed_tree("code") is None, "no repository"
+    (tmp_path / "code").mkdir()
+    (tmp_path / "code/a.py").write_text("1")
+    git("init", "-q")
+    git("add", ".")
+    git("commit", "-qm", "one")
+    first = provenance.committed_tree("code")
+    assert first is not None and len(first) == 40
+    (tmp_path / "notes").write_text("elsewhere")
+    assert provenance.committed_tree("code") == first
+    (tmp_path / "code/b.py").write_text("2")
+    assert provenance.committed_tree("code") is None, "a file that git does not know"
+    (tmp_path / "code/b.py").unlink()
+    (tmp_path / "code/a.py").write_text("2")
+    assert provenance.committed_tree("code") is None
+    assert provenance.measured_with("c", ("code",))["mis-plugins commit"].endswith(" (modified)")
+    assert not provenance.measured_with("c", ("notes",))["mis-plugins commit"].endswith(" (modified)")
+    git("commit", "-qam", "two")
+    assert provenance.committed_tree("code") not in (None, first)

@@ -13,6 +13,7 @@ from batches import Batch, make_batch
 from slope_simulation import sums
 from test_partials import step_of
 
+from lab.pages.metrics import WORDS
 from mis_plugins.metrics.catalogue import METRICS
 from mis_plugins.metrics.slope import cut_off, relation, unlikely, warnings, warnings_of
 
@@ -44,7 +45,7 @@ def shifted(shift: float, spread: float = 0.03) -> Batch:
 
 def alarms(shift: float, spread: float = 0.03) -> set[str]:
     found = step_of(shifted(shift, spread), weight={"upper": 2.0})
-    return {name for name, value in found.items() if name in METRICS and sounds(METRICS[name].bad, value)}
+    return {name for name, value in found.items() if name in METRICS and sounds(WORDS[name]["bad"], value)}
 
 
 def sounds(bad: str, value: float) -> bool:
@@ -69,8 +70,8 @@ def test_normalization_does_not_hide_it(shift: float):
     """The mean of what is applied is then 1 whatever the ratios are, and the factor tells."""
     weight = {"upper": 2.0, "normalize": {"scope": "micro_batch"}}
     found = step_of(shifted(shift), weight=weight)
-    assert not sounds(METRICS["applied_mean"].bad, found["applied_mean"])
-    assert sounds(METRICS["normalization_factor"].bad, found["normalization_factor"])
+    assert not sounds(WORDS["applied_mean"]["bad"], found["applied_mean"])
+    assert sounds(WORDS["normalization_factor"]["bad"], found["normalization_factor"])
 
 
 def test_an_engine_that_matches_sounds_none():
@@ -81,7 +82,7 @@ def test_products_that_vanish_are_no_good_sign():
     """Sums of -100 a sequence: their chi-square has a logarithm of -200, which no bound above 0 sees."""
     found = step_of(shifted(-1.0), weight={"level": "sequence"})
     assert found["log_chi2_sequence"] < -100 and sounds(
-        METRICS["log_chi2_sequence"].bad, found["log_chi2_sequence"]
+        WORDS["log_chi2_sequence"]["bad"], found["log_chi2_sequence"]
     )
 
 

@@ -38,6 +38,7 @@ from peers.rows import (
 from tolerances import DECISION
 from torch import Tensor
 
+from lab.pages.metrics import OTHERWISE
 from mis_plugins.config.model import OpsmConfig
 from mis_plugins.config.reading import from_mapping, preset_path
 from mis_plugins.correction.opsm import on_policy
@@ -47,7 +48,7 @@ from mis_plugins.explain.translate import areal as from_areal
 from mis_plugins.explain.translate import verl_presets
 from mis_plugins.explain.translate.verl import translate
 from mis_plugins.loss.objective import DPPO_CAP, Clip, kl_term, policy_term, target_log_ratio
-from mis_plugins.metrics.peer_names import OTHERWISE, PEERS
+from mis_plugins.metrics.peer_names import PEERS
 
 CLIP, DUAL_CLIP = Clip(0.2, 0.28), Clip(0.2, 0.28, 3.0)
 few = settings(max_examples=40)  # for a test that is one of many alike
@@ -151,15 +152,6 @@ def test_verl_preset_by_its_name_weighs_and_rejects_alike(name: str, batch: Rows
     correction = weighs_something(batch, mapping, proximal)
     weights, mask, _ = verl.correction(batch, verl.preset(name), batch.pad(proximal))
     weights = weights if mapping["weight"] else batch.mask  # ppo_clip: for verl's metrics alone
-    assert_same_weights(batch, correction, weights, mask)
-
-
-@given(batch=rows(), cap=st.sampled_from([1.2, 2.0, 5.0]))
-def test_verl_first_key_is_its_truncation_of_tokens(batch: Rows, cap: float):
-    """verl 0.9.1 has no such key, and one of its settings that says the same."""
-    mapping = {"reject": []} | dict(translate(f"tis_imp_ratio_cap: {cap}").mis)
-    correction = weighs_something(batch, mapping, batch.batch.proximal)
-    weights, mask, _ = verl.correction(batch, {"rollout_is": "token", "rollout_is_threshold": cap})
     assert_same_weights(batch, correction, weights, mask)
 
 

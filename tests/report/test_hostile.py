@@ -17,10 +17,10 @@ from test_readers import event, field, read, some_records, varint, wandb_record
 
 from mis_plugins.__main__ import main
 from mis_plugins.report import plots, survey
+from mis_plugins.report.beside import spell
 from mis_plugins.report.changes import changes
 from mis_plugins.report.readers import curves, files, neutral
 from mis_plugins.report.readers.source import Problems
-from mis_plugins.report.readers.spelled import spell
 from mis_plugins.report.record import from_mapping
 from mis_plugins.report.survey import Survey
 from mis_plugins.shared import budget
@@ -139,15 +139,6 @@ def test_nothing_measured_is_never_calm(
     assert told["problems"] or "step" in told or "curves" in told
     for problem in told["problems"]:
         assert problem["file"].startswith(str(run)) and problem["reason"]
-
-
-def test_nothing_beside_a_good_run_is_told_and_is_exit_code_2(tmp_path: Path) -> None:
-    for name, line in (("run", LINE), ("other", "5")):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "run.jsonl").write_text(line + "\n")
-    code, told = reported(tmp_path / "run", "--against", str(tmp_path / "other"))
-    assert code == 2 and told["verdict"]["measured"] and told["whole"]["tokens"] == SIZE
-    assert main(["config", "suggest", str(tmp_path / "other")]) == 2
 
 
 def test_watch_reads_on_where_nothing_was_read_and_ctrl_c_then_is_code_2(

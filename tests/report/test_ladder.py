@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from mis_plugins.explain.rungs import record
-from mis_plugins.report.ladder import AS_MUCH, in_words, nearest
+from mis_plugins.report.verdict import AS_MUCH, in_words, nearest
 
 RUNGS = record().steps
 

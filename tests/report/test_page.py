@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_readers import some_records, write_lines
+from test_readers import write_lines
 
 from lab.planted_runs import planted
 from mis_plugins.__main__ import main
@@ -42,9 +42,8 @@ def page_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for place, one in enumerate(planted("stale-weights", seed=5))
     ]
     write_lines(folder / "a run with a rather long name.jsonl", records[::4])
-    write_lines(folder / "other.jsonl", some_records())
-    run, other = str(folder / "a run with a rather long name.jsonl"), str(folder / "other.jsonl")
-    assert main(["report", run, "--against", other, "--output", str(folder)]) == 0
+    (folder / "metrics.jsonl").write_text('{"step": 0, "grad_norm": 1.0}\n{"step": 1, "grad_norm": 2.0}\n')
+    assert main(["report", str(folder), "--output", str(folder)]) == 0
     return folder / "report.html"
 
 

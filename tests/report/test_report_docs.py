@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from mis_plugins.report import docs
+from lab.pages import report as docs
 from mis_plugins.report.causes import CAUSES
 from mis_plugins.report.record import KINDS
 

@@ -26,7 +26,7 @@ READ = {
     "check": "-m mis_plugins config check mis",
     "list": "-m mis_plugins config list",
     "help": "-m mis_plugins --help",
-    "metrics": "-m mis_plugins.metrics.docs",
+    "metrics": "-m lab.pages.metrics",
     "contract": "-m true_on_policy contract show qwen3-dense --backend megatron",
     "flags": "-m true_on_policy flags --model qwen3-4B --backend megatron --miles",
     "true-on-policy help": "-m true_on_policy --help",
@@ -164,8 +164,7 @@ VERSIONED = (
     "-m mis_plugins",
     "-m lab.host",
     "-m lab.demo",
-    "-m lab.collapse",
-    "-m lab.asynchrony",
+    "-m lab.async_weights",
     "-m true_on_policy",
 )
 
@@ -224,12 +223,12 @@ def test_a_module_of_ours_that_is_missing_is_a_fault() -> None:
     ("words", "why"),
     [
         ("verify --engine hf --trainer hf --model nope", "choose one of tiny-qwen3"),
-        ("verify --engine hf --trainer hf --model {folder}", "mistral; the contract covers"),
+        ("verify --engine hf --trainer hf --model {folder}", "made-up; the contract covers"),
         ("doctor --model qwen3-9000B", "qwen3-9000B"),
     ],
 )
 def test_a_wrong_model_is_refused_before_torch_is_imported(words: str, why: str, tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text('{"model_type": "mistral"}')
+    (tmp_path / "config.json").write_text('{"model_type": "made-up"}')
     given = words.format(folder=tmp_path).split()
     done = ran("-c", HIDE.format(names={"torch"}, words=given, command=VERIFY[0], extra=None))
     assert done.returncode == 2 and why in done.stderr

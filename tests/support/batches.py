@@ -9,8 +9,11 @@ from types import SimpleNamespace
 
 import torch
 from hypothesis import strategies as st
-from oracle import Sample, zigzag
+from oracle import OF_MIS_PY, Sample, zigzag
 from torch import Tensor
+
+from mis_plugins.config.terms.bounds import BOUNDS
+from mis_plugins.config.terms.statistics import STATISTICS
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 MASK_TYPES = (torch.int32, torch.int64, torch.int8, torch.uint8, torch.bool, torch.float32)
@@ -173,14 +176,14 @@ def broken_batches(draw: Callable) -> Batch:
 uppers = st.sampled_from([1.0001, 1.05, 2.0, 5.0])
 lowers = st.sampled_from([0.1, 0.5, 0.9, 0.9999])
 LEVELS = ("token", "segment", "segment_geometric", "sequence", "geometric")
-BOUNDS = ("none", "truncate", "clip", "mask", "zero")
 FLAT_LEVELS = ("token", "sequence", "geometric")
-FLAT_BOUNDS = ("truncate", "clip", "mask")
-# Bounds on the side of a statistic where there is something to drop; of `sum`, wide enough for a few tokens.
-STATISTICS = {
-    "k1": [-0.7, -0.1, 0.1, 0.7], "k2": [0.01, 0.3], "k3": [0.01, 0.3], "prob_diff": [-0.2, -0.02, 0.02, 0.2],
-    "binary_kl": [0.005, 0.1], "abs_prob_diff": [0.02, 0.2], "proximal_prob": [1e-4, 0.3], "behavior_prob": [1e-4, 0.3],
-}  # fmt: skip
+ENDS = (-0.7, -0.1, -0.02, 1e-4, 0.02, 0.1, 0.3, 0.7)
+"""Limits of a rule, of which a statistic takes what lies in its range; of `sum`, wide enough for a few tokens."""
+
+
+def drawn_statistics() -> list[str]:
+    """Every statistic of log-probs alone."""
+    return sorted(name for name, record in STATISTICS.items() if not record.reads_routes)
 
 
 @st.composite
@@ -192,14 +195,15 @@ def weight_configs(
     Args:
         rejects: whether a rule drops something.
     """
-    bound = draw(st.sampled_from(BOUNDS))
+    bound = draw(st.sampled_from(sorted(BOUNDS)))
+    record = BOUNDS[bound]
     weight: dict = {"level": level or draw(st.sampled_from(LEVELS)), "bound": bound}
-    if bound != "none":
+    if record.has_ceiling:
         weight["upper"] = draw(uppers)
-    if bound not in ("none", "truncate") and draw(st.booleans()):
+    if record.has_floor and draw(st.booleans()):
         weight["lower"] = draw(lowers | st.just(0.0))
     if draw(st.booleans()):
-        choices = ["valid", "kept"] if rejects or bound == "mask" else ["valid"]
+        choices = ["valid", "kept"] if rejects or record.drops_token else ["valid"]
         weight["normalize"] = {"scope": scope, "over": draw(st.sampled_from(choices))}
     return weight
 
@@ -213,13 +217,14 @@ def rules(draw: Callable) -> dict:
     if over != "token" and draw(st.integers(0, 3)) == 0:
         rule["unit"] = "segment"
     sides = draw(st.sampled_from([("lower",), ("upper",), ("lower", "upper")]))
-    statistic = draw(st.just("ratio") | st.sampled_from(sorted(STATISTICS)))
-    if statistic == "ratio":
+    statistic = draw(st.just("ratio") | st.sampled_from(drawn_statistics()))
+    record = STATISTICS[statistic]
+    if record.factor:
         drawn = {"lower": draw(lowers), "upper": draw(uppers)}
-        return rule | {side: drawn[side] for side in sides}
-    ends = st.sampled_from(STATISTICS[statistic])
-    drawn = dict(zip(("lower", "upper"), draw(st.lists(ends, min_size=2, max_size=2, unique=True).map(sorted)),
-                     strict=True))  # fmt: skip
+    else:
+        ends = st.sampled_from([end for end in ENDS if record.low < end < record.high])
+        pair = draw(st.lists(ends, min_size=2, max_size=2, unique=True).map(sorted))
+        drawn = dict(zip(("lower", "upper"), pair, strict=True))
     return rule | {"statistic": statistic} | {side: drawn[side] for side in sides}
 
 
@@ -234,8 +239,8 @@ def configs(draw: Callable, scope: str = "micro_batch", metrics: str | None = No
         "reject": reject,
         "metrics": metrics or draw(st.sampled_from(["full", "full", "core", "none"])),
     }
-    masks = weight is not None and weight["bound"] == "mask"
-    zeroes = weight is not None and weight["bound"] == "zero"
+    masks = weight is not None and BOUNDS[weight["bound"]].drops_token
+    zeroes = weight is not None and BOUNDS[weight["bound"]].zeroes
     if drops or masks:
         config["denominator"] = draw(st.sampled_from(["original", "original", "kept"]))
     by_token = [rule["over"] == "token" and "down_weigh" not in rule for rule in reject]
@@ -260,7 +265,7 @@ flat_lowers = st.none() | st.just(0.0) | lowers
 @st.composite
 def flat_configs(draw: Callable) -> dict:
     """Miles's flat keys, where mis.py itself gives a sane answer."""
-    level, mode = draw(st.sampled_from(FLAT_LEVELS)), draw(st.sampled_from(FLAT_BOUNDS))
+    level, mode = draw(st.sampled_from(FLAT_LEVELS)), draw(st.sampled_from(OF_MIS_PY))
     normal = mode != "mask" and level != "geometric" and draw(st.booleans())
     use_rs = draw(st.booleans())
     return {
@@ -292,6 +297,9 @@ def nested(flat: dict) -> dict:
 
 
 def host_args(**settings: object) -> SimpleNamespace:
-    """A host's Namespace: `--use-tis` and `--qkv-format thd` unless told otherwise, then the YAML's keys."""
+    """A host's Namespace: `--use-tis`, `--qkv-format thd`, all metrics unless told otherwise, then the YAML's keys."""
+    nested = settings.get("mis")
+    if isinstance(nested, dict):
+        settings["mis"] = {"metrics": "full", **nested}
     given = {"use_tis": True, "get_mismatch_metrics": False, "qkv_format": "thd"}
     return SimpleNamespace(**(given | settings))

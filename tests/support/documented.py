@@ -60,6 +60,7 @@ DOCUMENTED = {
         truncated(2.0, over="valid"),
         RejectRule(over="token", lower=0.5, upper=2.0),
         RejectRule(over="min", lower=1e-4),
+        metrics="full",
     ),
     "geometric-mis": corrected(truncated(2.0, over="kept"), MILES_GEOMETRIC),
     "geometric-mis-wide": corrected(truncated(2.0, over="valid"), mean_ratio(0.8, 1.25)),

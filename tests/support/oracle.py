@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -143,7 +143,7 @@ def pooled(sample: Sample, config: dict) -> Sample:
         weight = config.get("weight")
         part = {"reject": [r for r in config["reject"] if unit_of(r) in smaller and "down_weigh" not in r],
                 "weight": weight if weight and UNITS[weight["level"]] in smaller else None}  # fmt: skip
-        if not part["reject"] and (part["weight"] or {}).get("bound") != "mask":
+        if not part["reject"] and not drops(part["weight"]):
             continue  # nothing smaller is dropped, and a token that is not known leaves its unit unknown
         pool = [kept and t in sample.usable for t, kept in enumerate(kept_tokens(sample, part))]
         sample = replace(sample, pools={**sample.pools, unit: pool})
@@ -161,8 +161,36 @@ def raw_weight(sample: Sample, t: int, level: str) -> float:
     return math.exp(clamp(unit_log_ratio(sample, t, level)))
 
 
+@dataclass(frozen=True)
+class Bound:
+    """The twin of one bound of a weight.
+
+    value: the weight that a ratio gets, of ratio, lower and upper.
+    drops, zeroes: whether a token beyond the limits leaves the loss mask, or stays there with the weight 0.
+    """
+
+    value: Callable[[float, float, float], float]
+    drops: bool = False
+    zeroes: bool = False
+    has_floor: bool = True
+    has_ceiling: bool = True
+
+
+BOUNDS = {
+    "none": Bound(lambda ratio, lower, upper: ratio, has_floor=False, has_ceiling=False),
+    "truncate": Bound(lambda ratio, lower, upper: min(ratio, upper), has_floor=False),
+    "clip": Bound(lambda ratio, lower, upper: max(lower, min(ratio, upper))),
+    "mask": Bound(lambda ratio, lower, upper: ratio, drops=True),
+    "zero": Bound(lambda ratio, lower, upper: ratio if lower <= ratio <= upper else 0.0, zeroes=True),
+}
+"""The twin of every bound; `tests/terms/test_twins.py` fails for a record without one."""
+
+OF_MIS_PY = ("truncate", "clip", "mask")
+"""The bounds that the hosts' own mis.py has."""
+
+
 def upper_of(weight: dict) -> float:
-    return math.inf if weight["bound"] == "none" else weight.get("upper", 2.0)
+    return weight.get("upper", 2.0) if BOUNDS[weight["bound"]].has_ceiling else math.inf
 
 
 def lower_of(weight: dict) -> float:
@@ -171,16 +199,12 @@ def lower_of(weight: dict) -> float:
 
 
 def bounded(ratio: float, weight: dict) -> float:
-    match weight["bound"]:
-        case "truncate":
-            return min(ratio, upper_of(weight))
-        case "clip":
-            return max(lower_of(weight), min(ratio, upper_of(weight)))
-        case "zero":
-            return ratio if lower_of(weight) <= ratio <= upper_of(weight) else 0.0
-        case "mask" | "none":
-            return ratio
-    raise AssertionError(weight["bound"])
+    return BOUNDS[weight["bound"]].value(ratio, lower_of(weight), upper_of(weight))
+
+
+def drops(weight: dict | None) -> bool:
+    """Whether the weight's bound takes tokens out of the loss mask."""
+    return weight is not None and BOUNDS[weight["bound"]].drops
 
 
 def has_weight(sample: Sample, t: int, level: str) -> bool:
@@ -223,24 +247,45 @@ def binary_kl(proximal: float, behavior: float) -> float:
     return p * math.log(p / q) + (1 - p) * math.log((1 - p) / (1 - q))
 
 
+@dataclass(frozen=True)
+class Token:
+    """What a statistic may be made of: log pi_old, log mu, and how many layers route otherwise than the engine."""
+
+    proximal: float
+    behavior: float
+    routes: float
+
+    @property
+    def log_ratio(self) -> float:
+        return self.proximal - self.behavior
+
+    @property
+    def difference(self) -> float:
+        return math.exp(self.proximal) - math.exp(self.behavior)
+
+
+STATISTICS: dict[str, Callable[[Token], float]] = {
+    "ratio": lambda token: token.log_ratio,
+    "k1": lambda token: -token.log_ratio,
+    "k2": lambda token: token.log_ratio**2 / 2,
+    "k3": lambda token: k3(token.log_ratio),
+    "binary_kl": lambda token: binary_kl(math.exp(token.proximal), math.exp(token.behavior)),
+    "prob_diff": lambda token: token.difference,
+    "abs_prob_diff": lambda token: abs(token.difference),
+    "proximal_prob": lambda token: math.exp(token.proximal),
+    "behavior_prob": lambda token: math.exp(token.behavior),
+    "route": lambda token: token.routes,
+}
+"""The twin of every statistic; `tests/terms/test_twins.py` fails for a record without one."""
+
+LOGARITHMS = {"ratio"}
+"""Statistics whose twin is the logarithm of the value that a config bounds."""
+
+
 def token_statistic(sample: Sample, t: int, name: str) -> float:
-    """Of one token; of a ratio the logarithm."""
-    x = sample.log_ratios[t]
-    match name:
-        case "ratio":
-            return x
-        case "k1":
-            return -x
-        case "k2":
-            return x * x / 2
-        case "k3":
-            return k3(x)
-        case "route":
-            assert sample.routes is not None
-            return sample.routes[t]
-    p, b = math.exp(sample.proximal[t]), math.exp(sample.behavior[t])
-    return {"binary_kl": binary_kl(p, b), "prob_diff": p - b, "abs_prob_diff": abs(p - b),
-            "proximal_prob": p, "behavior_prob": b}[name]  # fmt: skip
+    """The statistic of one token; of a ratio the logarithm."""
+    routes = math.nan if sample.routes is None else sample.routes[t]
+    return STATISTICS[name](Token(sample.proximal[t], sample.behavior[t], routes))
 
 
 def unit_of(rule: dict) -> str:
@@ -258,7 +303,7 @@ def statistic(sample: Sample, t: int, rule: dict) -> float:
 
 def limit(rule: dict, side: str) -> float | None:
     bound = rule.get(side)
-    return math.log(bound) if bound is not None and rule.get("statistic", "ratio") == "ratio" else bound
+    return math.log(bound) if bound is not None and rule.get("statistic", "ratio") in LOGARITHMS else bound
 
 
 def too_low(x: float, rule: dict) -> bool:
@@ -282,16 +327,15 @@ def passing(sample: Sample, t: int, weight: dict | None) -> bool:
         return t in sample.usable
     if not has_weight(sample, t, weight["level"]):
         return False
-    if weight["bound"] not in ("mask", "zero"):
+    twin = BOUNDS[weight["bound"]]
+    if not (twin.drops or twin.zeroes):
         return True
     return lower_of(weight) <= raw_weight(sample, t, weight["level"]) <= upper_of(weight)
 
 
 def inside(sample: Sample, t: int, weight: dict | None) -> bool:
-    """Bound `mask`: the ratio lies within [lower, upper]."""
-    if weight is None or weight["bound"] != "mask":
-        return True
-    return passing(sample, t, weight)
+    """Whether the bound leaves t in the loss mask."""
+    return not drops(weight) or passing(sample, t, weight)
 
 
 def kept_tokens(sample: Sample, config: dict) -> list[bool]:
@@ -392,9 +436,10 @@ def weight_metrics(sample: Sample, t: int, weight: dict, bounded_tokens, weights
     found["is_ratio_mean_after_tis_rs"] = bounded_tokens[t]
     if unit != "token":
         found[f"saturated_{unit}_fraction"] = float(abs(log_ratio) > CLAMP)
-    if weight["bound"] == "truncate":
-        found["tis_truncate_fraction"] = float(ratio > upper_of(weight))
-    elif weight["bound"] != "none":
+    twin = BOUNDS[weight["bound"]]
+    if twin.has_ceiling and not twin.has_floor:
+        found[f"tis_{weight['bound']}_fraction"] = float(ratio > upper_of(weight))
+    elif twin.has_floor:
         found[f"tis_{weight['bound']}_fraction_low"] = float(ratio < lower_of(weight))
         found[f"tis_{weight['bound']}_fraction_high"] = float(ratio > upper_of(weight))
     final = [weights[i] for i in sample.valid]
@@ -465,7 +510,8 @@ def host_scale(name: str, batch: Sequence[Sample], per_token: bool = False) -> f
     """
     counts = [len(sample.valid) for sample in batch]
     numbered = name[-2:-1] == "_" and name[-1].isdigit()  # of a second rule; mis.py has but one
-    ours = name.startswith(("kept_", "saturated_", "tis_zero_")) or name.endswith("_mb") or numbered
+    bounds = tuple(f"tis_{bound}_" for bound in BOUNDS if bound not in OF_MIS_PY)
+    ours = name.startswith(("kept_", "saturated_", *bounds)) or name.endswith("_mb") or numbered
     if not ours or not any(counts):
         return 1.0
     if per_token:

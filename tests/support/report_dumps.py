@@ -34,32 +34,11 @@ def _tokens(record: Record) -> torch.Tensor:
     return torch.zeros(record.size, dtype=torch.int64) if record.tokens is None else record.tokens
 
 
-MicroBatches = Sequence[Sequence[int]]
-
-
-def layout_of(records: Sequence[Record], micro_batches: MicroBatches) -> dict[str, Any]:
-    """A host's lists of micro-batches, in one optimizer step; nothing without micro-batches."""
-    if not micro_batches:
-        return {}
-    return {
-        "num_microbatches": [len(micro_batches)],
-        "micro_batch_indices": [list(indices) for indices in micro_batches],
-        "num_rollouts": [len(records)],
-        "rollout_mask_sums": torch.tensor([float(record.loss_mask.sum()) for record in records]),
-    }
-
-
-def write_miles(
-    folder: Path,
-    records: Sequence[Record],
-    cp: int = 2,
-    micro_batches: MicroBatches = (),
-    first_rank: int = 0,
-) -> None:
+def write_miles(folder: Path, records: Sequence[Record], cp: int = 2, first_rank: int = 0) -> None:
     """One rollout of Miles: for each context-parallel rank a first pipeline stage, the last one, and a copy of it."""
     rank = first_rank
     for cp_rank in range(cp):
-        whole = columns(records) | layout_of(records, micro_batches)
+        whole = columns(records)
         layout = zigzag(whole["total_lengths"], whole["response_lengths"], cp, cp_rank)
         spans = [layout.pieces(place) for place in range(len(records))]
         for name in ("rollout_log_probs", "log_probs", "advantages"):
@@ -79,17 +58,15 @@ def write_miles(
             rank += 1
 
 
-def write_slime(folder: Path, records: Sequence[Record], micro_batches: MicroBatches = ()) -> None:
+def write_slime(folder: Path, records: Sequence[Record]) -> None:
     """One rollout of slime: samples in rows."""
-    whole, layout = columns(records), layout_of(records, micro_batches)
-    whole |= {"rollout_mask_sums": layout.pop("rollout_mask_sums")} if layout else {}
+    whole = columns(records)
     samples = [
         {name: column[place] for name, column in whole.items() if name != "sample_indices"}
         | {"sample_index": whole["sample_indices"][place], "rollout_position": place, "data_parallel_rank": 0}
         for place in range(len(records))
     ]
     shard = {"data_parallel_rank": 0, "partition": [*range(len(records))]}
-    shard |= layout and {"global_batch_sizes": layout.pop("num_rollouts")} | layout
     content = {
         "format_version": 2,
         "rollout_id": records[0].step,

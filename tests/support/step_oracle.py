@@ -235,8 +235,9 @@ def kept(s: Everything) -> dict[str, float]:
 
 
 def of_bounds(s: Everything, weight: dict) -> dict[str, float]:
-    upper = math.inf if weight["bound"] == "none" else weight["upper"]
-    lower = weight.get("lower") if weight["bound"] not in ("none", "truncate") else None
+    twin = oracle.BOUNDS[weight["bound"]]
+    upper = weight["upper"] if twin.has_ceiling else math.inf
+    lower = weight.get("lower") if twin.has_floor else None
     floor, lower = lower, 1 / upper if not lower else lower
     found = {}
     ratio_rules = [rule for rule in s.config.get("reject", []) if rule.get("statistic", "ratio") == "ratio"]
@@ -267,9 +268,7 @@ def of_bounds(s: Everything, weight: dict) -> dict[str, float]:
             mean(ratios < low),
             mean(ratios > high),
         )
-    acts = (
-        math.log(lower) if lower and weight["bound"] not in ("none", "truncate") and floor != 0 else -math.inf
-    )
+    acts = math.log(lower) if lower and twin.has_floor and floor != 0 else -math.inf
     tokens = unit if level in LEVEL_OF_TOKENS else np.repeat(unit, [len(x) for x in each])
     found["outside_bound_fraction"] = mean((tokens < acts) | (tokens > high))
     return found
@@ -281,26 +280,16 @@ def nearest(logs: np.ndarray, *bounds: float) -> list[float]:
     return [float(np.min(np.abs(known - b), initial=1.0)) for b in finite]
 
 
-def binary_kl(p: np.ndarray, q: np.ndarray) -> np.ndarray:
-    pi, mu = (np.clip(np.exp(x), 1e-6, 1 - 1e-6) for x in (p, q))
-    return mu * np.log(mu / pi) + (1 - mu) * np.log((1 - mu) / (1 - pi))
-
-
 def statistic_of(rule: dict, s: Everything) -> np.ndarray:
-    if rule.get("statistic") == "route":
-        assert s.routes is not None
-        return s.routes
-    p, q, x = s.p, s.q, s.x
-    return {
-        "ratio": x, "k1": -x, "k2": x**2 / 2, "k3": k3(x), "binary_kl": binary_kl(p, q),
-        "prob_diff": np.exp(p) - np.exp(q), "abs_prob_diff": np.abs(np.exp(p) - np.exp(q)),
-        "proximal_prob": np.exp(p), "behavior_prob": np.exp(q),
-    }[rule.get("statistic", "ratio")]  # fmt: skip
+    twin = oracle.STATISTICS[rule.get("statistic", "ratio")]
+    routes = np.full(len(s.p), np.nan) if s.routes is None else s.routes
+    tokens = zip(s.p.tolist(), s.q.tolist(), routes.tolist(), strict=True)
+    return np.array([twin(oracle.Token(*token)) for token in tokens])
 
 
 def of_rule(s: Everything, rule: dict) -> tuple[dict[str, float], float]:
     """The metrics of one rule, and the size of what enters them."""
-    logs = rule.get("statistic", "ratio") == "ratio"
+    logs = rule.get("statistic", "ratio") in oracle.LOGARITHMS
     low, high = (
         None if rule.get(k) is None else math.log(rule[k]) if logs else rule[k] for k in ("lower", "upper")
     )

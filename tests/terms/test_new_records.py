@@ -1,4 +1,4 @@
-"""One record is all that a new statistic or a new bound takes, from a YAML file to the loss and to words."""
+"""One record is all that a new statistic, bound, metric or preset takes, from a YAML file to the loss and to words."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ import torch
 import yaml
 from commands import ConfigCommand
 
+from mis_plugins.__main__ import main
+from mis_plugins.config import reading
 from mis_plugins.config.model import CorrectionConfig
 from mis_plugins.config.reading import from_mapping
 from mis_plugins.config.terms.bounds import BOUNDS, Bound
@@ -20,6 +22,9 @@ from mis_plugins.correction.pipeline import Correction, correct
 from mis_plugins.errors import ConfigError
 from mis_plugins.explain.formula import formula
 from mis_plugins.explain.words import describe
+from mis_plugins.metrics.catalogue import METRICS, finalize
+from mis_plugins.metrics.metric import Metric
+from mis_plugins.metrics.partials import partials
 from mis_plugins.metrics.token_metrics import diagnose
 from mis_plugins.packing.ragged import Ragged
 
@@ -175,3 +180,23 @@ def test_a_bound_is_held_to_its_sides(tmp_path: Path):
     with pytest.raises(ConfigError, match=r"choose one of none, .*, root, "):
         read("{weight: {bound: roots}}")
     assert read("{segment_wise: {mode: root}}").weight == read("{weight: {bound: root, upper: 5}}").weight
+
+
+def test_a_preset_is_a_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    (tmp_path / "made-up.yaml").write_text("use_tis: true\nmis: {weight: {bound: root, upper: 3}}\n")
+    monkeypatch.setattr(reading, "_preset_folder", lambda: tmp_path)
+    assert main(["config", "check", "made-up"]) == 0
+    assert "capped at 3, under a root" in capsys.readouterr().out
+    assert main(["config", "check", "made-upp"]) == 2 and "made-up" in capsys.readouterr().err
+
+
+def test_a_metric_of_a_step(monkeypatch: pytest.MonkeyPatch):
+    """A record in a table is what a step needs to report it."""
+    share = Metric(
+        lambda s: s.sums["kept"] / s.sums["valid"], "kept over valid", "0 to 1", "below 0.5.", "widen"
+    )
+    monkeypatch.setitem(METRICS, "made_up_share", share)
+    config = read("{weight: null, reject: [{statistic: square_prob_diff, upper: 0.25}], metrics: all}")
+    assert finalize(partials(corrected(config)), config)["made_up_share"] == pytest.approx(4 / 6)

@@ -15,7 +15,7 @@ from commands import ran
 import true_on_policy.engines
 from true_on_policy.__main__ import main
 from true_on_policy.contract import sides
-from true_on_policy.contract.families import FAMILIES, Family, Proof, Shape
+from true_on_policy.contract.families import FAMILIES, Family, Proof, Shape, tiny_models
 from true_on_policy.contract.norm_order import NormOrder
 from true_on_policy.contract.sides import ENGINES, TRAINERS
 from true_on_policy.models import hf_decoder
@@ -62,7 +62,7 @@ def test_an_engine_is_found_by_its_folder(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(true_on_policy.engines, "__path__", [*true_on_policy.engines.__path__, str(tmp_path)])
     found = sides.engines()
     assert found.pop("late_engine").packages == ("torch",)
-    assert found == ENGINES and list(ENGINES) == ["hf", "sglang", "vllm"]
+    assert found == ENGINES
 
 
 def test_records_of_engines_need_no_torch_and_start_nothing() -> None:
@@ -92,7 +92,7 @@ def test_a_new_engine_and_a_new_trainer_are_their_records(
     capsys.readouterr()
     with pytest.raises(SystemExit):
         main(["verify", "--engine", "none", "--trainer", "other"])
-    assert "'hf', 'sglang', 'vllm', 'fused'" in capsys.readouterr().err
+    assert ", ".join(map(repr, ENGINES)) in capsys.readouterr().err
 
 
 def made_up(aligned: list[NormOrder]) -> Family:
@@ -120,6 +120,6 @@ def test_a_new_family_is_its_record(trainer: str, capsys: pytest.CaptureFixture[
 def test_without_its_record_a_family_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["verify", "--engine", "hf", "--trainer", "hf", "--model", "tiny-new"]) == 2
     assert (
-        "got 'tiny-new'; choose one of tiny-qwen3, tiny-qwen3-tied, tiny-qwen2.5, tiny-qwen3-vl, tiny-llama, "
-        "tiny-qwen3-moe, tiny-qwen3-moe-64, tiny-qwen2-moe, smollm2-135m, or" in capsys.readouterr().err
+        f"got 'tiny-new'; choose one of {', '.join(tiny_models())}, smollm2-135m, or"
+        in capsys.readouterr().err
     )

@@ -1,109 +1,155 @@
-"""The trainer's side of asynchronous generation, which knows no trainer, task or rank.
+"""Generation beside training: a thread samples, a token of every response at a time, while the trainer steps.
 
-Rollouts begin as soon as they may, the weights move while responses are generated, and a worker that dies is
-replaced.
+Rollouts begin as soon as the staleness bound admits them, and the weights move between two tokens. The controller knows
+no trainer, task or rank.
 """
 
 from __future__ import annotations
 
-import logging
+import sys
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
+import torch
 from torch import Tensor
 
-from lab.host.asynchronous.ledger import Ledger, Wanted
-from lab.host.asynchronous.messages import (
-    Beat,
-    Begin,
-    Event,
-    Failed,
-    Pause,
-    Paused,
-    Publish,
-    Resume,
-    Tokens,
-)
-from lab.host.asynchronous.process import WorkerProcess
+from lab.host.asynchronous.pool import Pool
 from lab.host.asynchronous.response import Response
 from lab.host.asynchronous.staleness_bound import HeadOffpolicyness
 from lab.host.asynchronous.update_hooks import Hooks
-from lab.host.asynchronous.worker import WorkerSettings
-from mis_plugins.errors import InputError
+from lab.host.model.decoder import ModelConfig
+from lab.host.model.decoding import Drawn, Sampling, Unfinished
+from lab.host.model.steps import Growing, stepped
 
-logger = logging.getLogger("mis_plugins")
-
-FRUITLESS_STARTS = 3
-"""How many workers in a row may die before their first token: the next one would die as well."""
+PauseMode = Literal["in_place", "retract", "abort"]
 
 
-class WorkerError(RuntimeError):
-    """The rollout worker failed, or dies whenever it is started."""
+@dataclass(frozen=True)
+class Settings:
+    """How responses are generated.
+
+    pause_mode: what an update does to the responses under way. `in_place` goes on over their keys and values; `retract`
+        makes these anew with the new weights; `abort` ends the responses, which begin again from their tokens.
+    step_seconds: least seconds of a step; 0 is no delay.
+    steps_per_update: most tokens that one version adds to a response before its rollout is due; 0 is no limit.
+    max_concurrent: responses in flight at most, the others wait for one to end; None is no limit.
+    engine: a name of `--rollout-engine`.
+    shares: number of batches that a rollout is decoded in, as many as the synchronous host decodes it in.
+    """
+
+    config: ModelConfig
+    precision: str
+    sampling: Sampling
+    pause_mode: PauseMode
+    step_seconds: float = 0.0
+    steps_per_update: int = 0
+    max_concurrent: int | None = None
+    engine: str = "local"
+    shares: int = 1
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """A response that a rollout asks for."""
+
+    prompt: tuple[int, ...]
+    seed: int
 
 
 @dataclass
 class Tally:
-    """What happened since the last tally was taken.
-
-    waited, paused: seconds that the trainer stood still, for a rollout and over an update.
-    restarts: how many workers were replaced.
-    """
+    """Seconds that the trainer stood still since the last tally was taken: for rollouts, and over updates."""
 
     waited: float = 0.0
     paused: float = 0.0
-    restarts: int = 0
+
+
+@dataclass
+class Batch:
+    """Responses that step together. steps: number of steps taken with the present weights."""
+
+    rollout: int
+    decoding: Growing
+    steps: int = 0
 
 
 class Controller:
-    """One worker, and the rollouts that it writes for a trainer that trains on them in order.
+    """The rollouts that a thread generates for a trainer that trains on them in order.
+
+    The thread alone steps batches, outside the lock of `_changed`; everything else is done under the lock, and to
+    batches only while none steps.
 
     Args:
         wanted: gives the responses that a rollout asks for.
         rollouts: numbers of the rollouts to train on; the first is trained on at the version of `weights`.
-        stuck_s: seconds that the worker may stand still before it is replaced.
-        shares: number of batches that a rollout is decoded in.
     """
 
     def __init__(
         self,
-        settings: WorkerSettings,
+        settings: Settings,
         bound: HeadOffpolicyness,
         wanted: Callable[[int], Sequence[Wanted]],
         rollouts: range,
         weights: Mapping[str, Tensor],
-        stuck_s: float,
-        shares: int = 1,
     ) -> None:
         self.settings, self.bound, self.wanted, self.rollouts = settings, bound, wanted, rollouts
-        self.stuck_s = stuck_s
-        self.hooks, self.ledger, self.tally = Hooks(), Ledger(shares), Tally()
-        self._published = _publish(weights, rollouts.start)
-        self._begun = rollouts.start
-        self._failed: Failed | None = None
-        self._paused = False
-        self._fruitless = 0
-        self.worker = self._start()
+        self.hooks, self.pool, self.tally = Hooks(), Pool(), Tally()
+        self._keep_cache = settings.pause_mode == "in_place"
+        self.engine = stepped(settings.engine, settings.config, settings.precision, self._keep_cache)
+        self.engine.update_weights(weights, rollouts.start)
+        self._open: dict[
+            int, dict[int, int]
+        ] = {}  # of each rollout the numbers of its responses, and their seeds
+        self._ended: set[int] = set()
+        self._waiting: list[tuple[int, list[Unfinished]]] = []
+        self._batches: list[Batch] = []
+        self._changed = threading.Condition()
+        self._stepping = self._paused = self._closed = False
+        self._due, self._begun = 0.0, rollouts.start
+        self._fault: Exception | None = None
         self._admit()
+        self._thread = threading.Thread(target=self._generate, name="rollouts", daemon=True)
+        self._thread.start()
 
     @property
     def version(self) -> int:
-        """Version of the weights that the worker has."""
-        return self._published.version
+        """Version of the weights that generate."""
+        return self.engine.version
+
+    @property
+    def under_way(self) -> list[int]:
+        """Numbers of the rollouts that have begun and were not taken, in the order of training."""
+        with self._changed:
+            return sorted(self._open)
+
+    def complete(self, rollout: int) -> bool:
+        """Whether all responses of a rollout have ended."""
+        with self._changed:
+            return self._open[rollout].keys() <= self._ended
 
     def rollout(self, number: int) -> list[Response]:
-        """Wait for a rollout, and take it.
+        """Wait for a rollout, and take its responses.
 
         Raises:
-            InputError, WorkerError: the worker failed, or cannot be kept alive.
+            Exception: what generation raised.
         """
         began = time.perf_counter()
-        self._wait(lambda: self.ledger.complete(number))
+        with self._changed:
+            self._changed.wait_for(lambda: self._fault or self.complete(number))
+            if not self.complete(number):
+                assert self._fault is not None
+                raise self._fault
+            numbers = self._open.pop(number)
+            self._ended -= numbers.keys()
         self.tally.waited += time.perf_counter() - began
-        return self.ledger.take(number)
+        responses = [self.pool.take(one) for one in numbers]
+        return [response for response in responses if response is not None]
 
     def update(self, weights: Mapping[str, Tensor]) -> None:
-        """Give the worker the next version of the weights; then begin the rollouts that the bound admits.
+        """Generate with the next version of the weights; then begin the rollouts that the bound admits.
 
         Raises:
             HookError: a hook with `on_error: stop` failed. Up to the post-pause hooks the weights have not
@@ -111,100 +157,129 @@ class Controller:
         """
         try:
             with self.hooks.paused(self._pause, self._resume):
-                self._published = _publish(weights, self.version + 1)
-                self.worker.send(self._published)
+                self.engine.update_weights(weights, self.version + 1)
+                self._batches = [
+                    Batch(one.rollout, one.decoding.go_on(self.engine.decoder, keep_cache=self._keep_cache))
+                    for one in self._batches
+                ]
         finally:
             self._admit()
 
     def close(self) -> None:
-        """End the worker; what it has not finished is lost."""
-        self.worker.stop()
+        """End generation; what is not finished is lost."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        self._thread.join()
+        self.engine.close()
 
     def take_tally(self) -> Tally:
-        """What happened since the last call."""
+        """Take the tally since the last call."""
         taken, self.tally = self.tally, Tally()
         return taken
 
     def _pause(self) -> None:
-        began = time.perf_counter()
-        self._paused = False
-        self.worker.send(Pause())
-        with self.ledger.changed:
-            self.ledger.changed.wait_for(lambda: self._paused or self.worker.gone)
-        self._pause_began = began
+        self._pause_began = time.perf_counter()
+        with self._changed:
+            self._paused = True
+            self._changed.wait_for(lambda: not self._stepping)
+            if self.settings.pause_mode == "abort":
+                self._batches = []
+                self._waiting = [
+                    batch for rollout in sorted(self._open) for batch in self._unfinished(rollout)
+                ]
 
     def _resume(self) -> None:
-        self.worker.send(Resume())
-        self._give(self.ledger.rollouts)  # what an abort sent back
+        with self._changed:
+            self._paused = False
+            self._changed.notify_all()
         self.tally.paused += time.perf_counter() - self._pause_began
 
     def _admit(self) -> None:
         """Begin every rollout that the staleness bound admits."""
-        for rollout in self.bound.admitted(self._begun, self.version):
-            if rollout in self.rollouts:
-                self.ledger.open(rollout, self.wanted(rollout))
-                self._begun = rollout + 1
-        self._give(self.ledger.rollouts)
+        with self._changed:
+            for rollout in self.bound.admitted(self._begun, self.version):
+                if rollout in self.rollouts:
+                    asked = self.wanted(rollout)
+                    self._open[rollout] = {self.pool.add(Response(one.prompt)): one.seed for one in asked}
+                    self._waiting += self._unfinished(rollout)
+                    self._begun = rollout + 1
+            self._changed.notify_all()
 
-    def _give(self, rollouts: Sequence[int]) -> None:
-        for rollout in rollouts:
-            for batch in self.ledger.give(rollout):
-                self.worker.send(Begin(rollout, batch))
+    def _unfinished(self, rollout: int) -> list[tuple[int, list[Unfinished]]]:
+        """A rollout's responses that have not ended, as far as they got, in batches."""
+        known, seeds = self.pool.snapshot(), list(self._open[rollout].items())
+        shares = [seeds[first :: self.settings.shares] for first in range(self.settings.shares)]
+        batches = [
+            [
+                Unfinished(number, known[number].prompt, known[number].tokens, seed)
+                for number, seed in share
+                if number not in self._ended
+            ]
+            for share in shares
+        ]
+        return [(rollout, batch) for batch in batches if batch]
 
-    def _wait(self, ready: Callable[[], bool]) -> None:
-        while not ready():
-            if self.worker.gone:
-                self._replace()
-            with self.ledger.changed:
-                self.ledger.changed.wait_for(lambda: ready() or self.worker.gone)
+    # ------------------------------------------------------------------------------------------ the thread that samples
 
-    def _start(self) -> WorkerProcess:
-        worker = WorkerProcess(self.settings, self._heard, self._ended, self.stuck_s)
-        worker.send(self._published)
-        return worker
+    def _generate(self) -> None:
+        """Step batches until the controller is closed, or a step fails."""
+        torch.set_num_threads(1)  # as a rank of the trainer: threads may change the last bits of a sum
+        try:
+            while moving := self._next_batches():
+                for batch in moving:
+                    drawn = batch.decoding.step()
+                    batch.steps += 1
+                    self._write(drawn, batch.decoding.stale_cache)
+        except Exception as error:  # the trainer's thread shall raise it, not this one
+            self._fault = error
+        with self._changed:
+            self._stepping = False
+            self._changed.notify_all()
 
-    def _replace(self) -> None:
-        """Replace a worker that is gone: the next worker goes on from the last token that was heard."""
-        self._raise_fault()
-        logger.warning("rollout worker: gone, exit code %s; starting another", self.worker.exit_code)
-        self._fruitless += 1
-        if self._fruitless > FRUITLESS_STARTS:
-            raise WorkerError(
-                f"the rollout worker died {self._fruitless} times without a token in between, last with exit code "
-                f"{self.worker.exit_code}"
-            )
-        self.worker.stop()
-        self.ledger.take_back_all()
-        self.worker = self._start()
-        self.tally.restarts += 1
-        self._give(self.ledger.rollouts)
+    def _next_batches(self) -> list[Batch]:
+        """Wait until batches may step; empty once the controller is closed."""
+        with self._changed:
+            self._batches = [batch for batch in self._batches if not batch.decoding.ended]
+            self._stepping = False
+            self._changed.notify_all()
+            while not self._closed:
+                moving = [] if self._paused else self._moving()
+                ahead = self._due - time.monotonic()
+                if moving and ahead <= 0:
+                    self._due = time.monotonic() + self.settings.step_seconds
+                    self._stepping = True
+                    return moving
+                self._changed.wait(ahead if moving else None)
+            return []
 
-    def _raise_fault(self) -> None:
-        if self.worker.fault is not None:
-            raise self.worker.fault
-        if self._failed is not None:
-            error = InputError if self._failed.by_user else WorkerError
-            raise error(self._failed.reason)
+    def _moving(self) -> list[Batch]:
+        """The batches that may step now, once waiting responses have taken the places that are free."""
+        while self._waiting and (places := self._places()) > 0:
+            rollout, responses = self._waiting.pop(0)
+            if responses[places:]:
+                self._waiting.insert(0, (rollout, responses[places:]))
+            decoding = self.engine.begin(responses[:places], self.settings.sampling)
+            self._batches.append(Batch(rollout, decoding))
+        limit = self.settings.steps_per_update
+        if not limit:
+            return list(self._batches)
+        return [one for one in self._batches if one.steps < limit or one.rollout <= self.version]
 
-    def _heard(self, event: Event) -> None:
-        """Take in an event, on the thread that listens to the worker."""
-        if isinstance(event, Beat):
-            return
-        if isinstance(event, Tokens):
-            self._fruitless = 0
-            self.ledger.write(event)
-            return
-        if isinstance(event, Paused):
-            self.ledger.take_back(event.aborted)
-            self._paused = True
-        else:
-            self._failed = event
-        self._ended()
+    def _places(self) -> int:
+        """How many responses may join those in flight."""
+        if self.settings.max_concurrent is None:
+            return sys.maxsize
+        return self.settings.max_concurrent - sum(len(one.decoding.unfinished) for one in self._batches)
 
-    def _ended(self) -> None:
-        with self.ledger.changed:
-            self.ledger.changed.notify_all()
-
-
-def _publish(weights: Mapping[str, Tensor], version: int) -> Publish:
-    return Publish(version, {name: tensor.numpy() for name, tensor in weights.items()})
+    def _write(self, drawn: Drawn, stale_cache: bool) -> None:
+        """Append a step's tokens to their responses."""
+        rows = zip(drawn.numbers, drawn.tokens, drawn.log_probs, drawn.ended, strict=True)
+        with self._changed:
+            for number, token, log_prob, ended in rows:
+                self.pool.update(
+                    number, lambda now, t=token, x=log_prob: now.append([t], [x], self.version, stale_cache)
+                )
+                if ended:
+                    self._ended.add(number)
+            self._changed.notify_all()

@@ -11,14 +11,12 @@ from dataclasses import replace
 import torch.distributed as dist
 from torch import Tensor
 
-from lab.host.asynchronous.controller import Controller
-from lab.host.asynchronous.ledger import Wanted
+from lab.host.asynchronous.controller import Controller, Settings, Wanted
 from lab.host.asynchronous.measure import measured, segment_wise
 from lab.host.asynchronous.pool import Recomputed, recompute
 from lab.host.asynchronous.response import Response
 from lab.host.asynchronous.scoring import Scoring
 from lab.host.asynchronous.staleness_bound import HeadOffpolicyness
-from lab.host.asynchronous.worker import WorkerSettings
 from lab.host.cli.arguments import register_hooks
 from lab.host.model.decoder import ModelConfig
 from lab.host.model.decoding import Sampling
@@ -35,7 +33,7 @@ Row = dict[str, int | float]
 
 
 class AsynchronousRollouts:
-    """The loop's source of rollouts with ``--async``, in place of an engine. Rank 0 has the worker.
+    """The loop's source of rollouts with ``--async``, in place of an engine. Rank 0 generates.
 
     Args:
         excluded: prompts that are held out.
@@ -103,12 +101,11 @@ class AsynchronousRollouts:
             taken |= {
                 "wait_seconds": tally.waited,
                 "pause_seconds": tally.paused,
-                "worker_restarts": tally.restarts,
             }
         return taken
 
     def close(self) -> None:
-        """End the worker."""
+        """End generation."""
         if self.controller is not None:
             self.controller.close()
 
@@ -126,7 +123,7 @@ class AsynchronousRollouts:
     def _controller(self, config: ModelConfig, first: int) -> Controller:
         args = self.args
         sampling = Sampling(self.task.max_response, args.rollout_temperature, self.task.eos)
-        settings = WorkerSettings(
+        settings = Settings(
             config,
             args.rollout_weights,
             sampling,
@@ -135,16 +132,10 @@ class AsynchronousRollouts:
             args.rollout_steps_per_update,
             args.max_concurrent_rollouts,
             args.rollout_engine,
-        )
-        return Controller(
-            settings,
-            HeadOffpolicyness(args.max_head_offpolicyness),
-            self._wanted,
-            range(first, args.num_rollout),
-            self.published,
-            args.rollout_health_check_timeout,
             shares=dist.get_world_size(),
         )
+        bound, rollouts = HeadOffpolicyness(args.max_head_offpolicyness), range(first, args.num_rollout)
+        return Controller(settings, bound, self._wanted, rollouts, self.published)
 
     def _drawn(self, rollout_id: int) -> tuple[list[Problem], list[int]]:
         return draw(self.args, self.task, (self.args.seed, "rollout", rollout_id), self.excluded)
@@ -153,11 +144,11 @@ class AsynchronousRollouts:
         return [Wanted(problem.prompt, seed) for problem, seed in zip(*self._drawn(rollout_id), strict=True)]
 
     def _recompute(self) -> None:
-        """The hook before a pause: the trainer holds the weights that the worker still has."""
+        """The hook before a pause: the trainer holds the weights that still generate."""
         assert self.controller is not None
         began, version = time.perf_counter(), self.controller.version
         done = recompute(
-            self.controller.ledger.pool,
+            self.controller.pool,
             version,
             self.args.recompute_token_budget,
             self.scoring,

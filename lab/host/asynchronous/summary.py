@@ -23,7 +23,6 @@ SUMS = (
     "recompute/scored",
     "wait_seconds",
     "pause_seconds",
-    "worker_restarts",
 )
 
 AGE = re.compile(r"(/age_\d+(?:_up)?)?$")

@@ -5,16 +5,15 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, get_args
 
 import yaml
 
 from lab.host.asynchronous.staleness_bound import HeadOffpolicyness
-from lab.host.asynchronous.update_hooks import Hooks
-from lab.host.asynchronous.watchdog import LEAST_LIMIT_SECONDS
+from lab.host.asynchronous.update_hooks import Hooks, Point
+from lab.host.cli.flags import REMOVED, TELLING, build_parser, named, spelled
 from lab.host.cli.loading import load_function
-from lab.host.cli.parser import ASYNCHRONOUS, HOOK_POINTS, TELLING, build_parser
 from mis_plugins.config.file import keys_of
 from mis_plugins.config.reading import from_args
 from mis_plugins.errors import ConfigError
@@ -46,18 +45,15 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         vars(args).update(SMOKE)
     if args.custom_config_path is not None:
         merge_custom_config(args, args.custom_config_path)
-    _check_positive(args)
+    _refuse(_removed(args), _numbers(args))
     _fill_defaults(args)
-    _check_sizes(args)
-    _check_experts(args)
-    _check_engine(args)
-    _check_cut(args)
-    _fill_asynchronous(args)
-    _check_asynchronous(args)
-    _check_correction(args)
-    _check_loss(args)
+    _refuse(_sizes(args), _experts(args), _engine(args), _cut(args), _unused_without_async(args))
+    if args.asynchronous:
+        _fill_asynchronous(args)
+        _refuse(_asynchronous(args))
+    _refuse(_correction(args), _loss(args))
     _check_hooks(args)
-    _check_advantage(args)
+    _refuse(_advantage(args))
     return args
 
 
@@ -101,113 +97,128 @@ def _take_areals_bounds(args: argparse.Namespace, block: Mapping[str, Any]) -> N
         args.max_concurrent_rollouts = places * each
 
 
-def _check_positive(args: argparse.Namespace) -> None:
-    for name in _POSITIVE:
+def _refuse(*faults: Iterator[str]) -> None:
+    for fault in faults:
+        for message in fault:
+            raise ConfigError(message)
+
+
+def _removed(args: argparse.Namespace) -> Iterator[str]:
+    """Flags of earlier releases, and what is to be done about each."""
+    for name, instead in REMOVED.items():
+        if getattr(args, name) is not None:
+            yield f"{spelled(name)} is gone: {instead}"
+        delattr(args, name)
+
+
+def _numbers(args: argparse.Namespace) -> Iterator[str]:
+    """Sizes below 1, and rates below 0: a file may say anything, and its 1e-4 is text to YAML."""
+    for name in named("size"):
         value = getattr(args, name)
-        if value is not None and not isinstance(value, int):  # a file may say anything
-            raise ConfigError(f"{_flag(name)}: got {shown(value)}; give a whole number")
-        if value is not None and not 1 <= value <= LARGEST:
-            raise ConfigError(f"{_flag(name)}: got {shown(value)}; give at least 1, at most {LARGEST}")
+        if value is not None and not isinstance(value, int):
+            yield f"{spelled(name)}: got {shown(value)}; give a whole number"
+        elif value is not None and not 1 <= value <= LARGEST:
+            yield f"{spelled(name)}: got {shown(value)}; give at least 1, at most {LARGEST}"
     if args.rollout_temperature <= 0:
-        raise ConfigError(f"--rollout-temperature: got {args.rollout_temperature}; give a number above 0")
-    for name in ("lr", "warmup_lr", "eps_clip", "clip_grad"):
+        yield f"--rollout-temperature: got {args.rollout_temperature}; give a number above 0"
+    for name in named("rate"):
         value = getattr(args, name)
-        if (
-            not isinstance(value, int | float) or not 0 <= value <= sys.float_info.max
-        ):  # a file's 1e-4 is text to YAML
-            raise ConfigError(f"{_flag(name)}: got {shown(value)}; give a finite number, at least 0")
+        if not isinstance(value, int | float) or not 0 <= value <= sys.float_info.max:
+            yield f"{spelled(name)}: got {shown(value)}; give a finite number, at least 0"
 
 
-def _check_sizes(args: argparse.Namespace) -> None:
-    """Refuse sizes that do not divide."""
+def _sizes(args: argparse.Namespace) -> Iterator[str]:
+    """Sizes that do not divide."""
     samples = args.rollout_batch_size * args.n_samples_per_prompt
-    _divides(samples, "--rollout-batch-size x --n-samples-per-prompt", args, "global_batch_size")
-    _divides(args.global_batch_size, "--global-batch-size", args, "data_parallel_size")
     share = args.global_batch_size // args.data_parallel_size
-    _divides(share, "--global-batch-size / --data-parallel-size", args, "micro_batch_size")
-    _divides(args.num_attention_heads, "--num-attention-heads", args, "num_query_groups")
-    for name in ("num_query_groups", "ffn_hidden_size"):
-        _divides(getattr(args, name), _flag(name), args, "tensor_model_parallel_size")
+    for total, told, part in (
+        (samples, "--rollout-batch-size x --n-samples-per-prompt", "global_batch_size"),
+        (args.global_batch_size, "--global-batch-size", "data_parallel_size"),
+        (share, "--global-batch-size / --data-parallel-size", "micro_batch_size"),
+        (args.num_attention_heads, "--num-attention-heads", "num_query_groups"),
+        (args.num_query_groups, "--num-query-groups", "tensor_model_parallel_size"),
+        (args.ffn_hidden_size, "--ffn-hidden-size", "tensor_model_parallel_size"),
+    ):
+        if total % getattr(args, part):
+            yield f"{told} = {total} is not a multiple of {spelled(part)} {getattr(args, part)}"
     started = os.environ.get("WORLD_SIZE")
     if started is not None and int(started) != args.world_size:
-        raise ConfigError(
+        yield (
             f"torchrun's WORLD_SIZE = {started} is not the product of --tensor-model-parallel-size "
             f"{args.tensor_model_parallel_size}, --context-parallel-size {args.context_parallel_size} "
             f"and --data-parallel-size {args.data_parallel_size}"
         )
 
 
-def _check_experts(args: argparse.Namespace) -> None:
-    """Refuse flags of experts without ``--num-experts``, and what experts or their replay cannot do here."""
+def _experts(args: argparse.Namespace) -> Iterator[str]:
+    """Flags of experts without ``--num-experts``, and what experts or their replay cannot do here."""
     given = [name for name in _OF_EXPERTS if getattr(args, name)]
     if given and not args.num_experts:
-        raise ConfigError(f"{_flag(given[0])} has no effect without --num-experts; give both, or drop it")
+        yield f"{spelled(given[0])} has no effect without --num-experts; give both, or drop it"
     if not args.num_experts:
         return
     if args.moe_router_topk > args.num_experts:
-        raise ConfigError(
+        yield (
             f"--moe-router-topk {args.moe_router_topk} with --num-experts {args.num_experts}: a token cannot take more "
             "experts than there are"
         )
     if args.tensor_model_parallel_size > 1:
-        raise ConfigError(
+        yield (
             f"--num-experts with --tensor-model-parallel-size {args.tensor_model_parallel_size}: Megatron-core trains "
             "experts so with sequence parallelism alone, which this host lacks; use context or data parallelism"
         )
     if not args.qk_layernorm:
-        raise ConfigError(
-            "--num-experts with --no-qk-layernorm: the experts are Qwen3-MoE's, which has it; drop one"
-        )
+        yield "--num-experts with --no-qk-layernorm: the experts are Qwen3-MoE's, which has it; drop one"
     if args.use_rollout_routing_replay and args.rollout_engine != "local":
-        raise ConfigError(
+        yield (
             f"--use-rollout-routing-replay with --rollout-engine {args.rollout_engine}: on a CPU that engine does not "
             "return its routes; choose local"
         )
     if args.use_rollout_routing_replay and args.asynchronous:
-        raise ConfigError(
+        yield (
             "--use-rollout-routing-replay with --async: a response that outlives an update has routes of several "
-            "weights, which the worker does not hand on; drop one"
+            "weights, which are not handed on; drop one"
         )
 
 
-def _check_engine(args: argparse.Namespace) -> None:
-    """Refuse an engine that lacks precision or head size, and --true-on-policy where sides must differ."""
+def _engine(args: argparse.Namespace) -> Iterator[str]:
+    """An engine that lacks precision or head size, and --true-on-policy where sides must differ."""
+    engine = f"--rollout-engine {args.rollout_engine}"
     if args.rollout_engine != "local" and args.rollout_weights not in ("fp32", "bf16"):
-        raise ConfigError(
-            f"--rollout-engine {args.rollout_engine} with --rollout-weights {args.rollout_weights}: only the local "
-            "engine emulates integers; choose fp32 or bf16"
+        yield (
+            f"{engine} with --rollout-weights {args.rollout_weights}: only the local engine emulates integers; choose "
+            "fp32 or bf16"
         )
     sizes = ENGINES[args.rollout_engine].head_sizes if args.rollout_engine in ENGINES else ()
     if sizes and args.kv_channels not in sizes:
-        raise ConfigError(
-            f"--rollout-engine {args.rollout_engine} with --kv-channels {args.kv_channels}: on a CPU the engine knows "
-            f"heads of {', '.join(map(str, sizes))}; give one of these sizes"
+        yield (
+            f"{engine} with --kv-channels {args.kv_channels}: on a CPU the engine knows heads of "
+            f"{', '.join(map(str, sizes))}; give one of these sizes"
         )
     if args.check_weights_every and (args.asynchronous or args.rollout_engine not in TELLING):
-        engine = "--async" if args.asynchronous else f"--rollout-engine {args.rollout_engine}"
-        raise ConfigError(
-            f"--check-weights-every with {engine}: no weights can be asked for there; give --rollout-engine "
-            f"{' or '.join(TELLING)}, without --async, or drop it"
+        yield (
+            f"--check-weights-every with {'--async' if args.asynchronous else engine}: no weights can be asked for "
+            f"there; give --rollout-engine {' or '.join(TELLING)}, without --async, or drop it"
         )
     if args.true_on_policy and args.rollout_weights != "fp32":
-        raise ConfigError(
+        yield (
             f"--true-on-policy with --rollout-weights {args.rollout_weights}: the trainer computes in float32, so its "
             "rollout engine must; drop one of them"
         )
     if args.true_on_policy and args.tensor_model_parallel_size > 1:
-        raise ConfigError(
+        yield (
             f"--true-on-policy with --tensor-model-parallel-size {args.tensor_model_parallel_size}: the ranks' partial "
             "sums round differently than the engine's whole ones; use context or data parallelism"
         )
 
 
-def _check_cut(args: argparse.Namespace) -> None:
-    """Refuse impossible top-p and top-k, and a cut where the trainer cannot know which tokens are left."""
+def _cut(args: argparse.Namespace) -> Iterator[str]:
+    """Impossible top-p and top-k, and a cut where the trainer cannot know which tokens are left."""
     top_p, top_k = args.rollout_top_p, args.rollout_top_k
     if not isinstance(top_p, int | float) or not 0 < top_p <= 1:
-        raise ConfigError(f"--rollout-top-p: got {shown(top_p)}; give a number above 0, at most 1")
+        yield f"--rollout-top-p: got {shown(top_p)}; give a number above 0, at most 1"
     if not isinstance(top_k, int) or (top_k != -1 and top_k < 2):
-        raise ConfigError(
+        yield (
             f"--rollout-top-k: got {shown(top_k)}; give -1 for all tokens, or at least 2: a single one has no gradient"
         )
     if top_p == 1 and top_k == -1:
@@ -215,26 +226,26 @@ def _check_cut(args: argparse.Namespace) -> None:
     flag = f"--rollout-top-p {top_p:g}" if top_p != 1 else f"--rollout-top-k {top_k}"
     if args.rollout_engine not in ENGINES or not ENGINES[args.rollout_engine].cuts:
         cutting = ", ".join(name for name, spec in ENGINES.items() if spec.cuts and spec.serve)
-        raise ConfigError(
+        yield (
             f"{flag} with --rollout-engine {args.rollout_engine}: the engine returns no list of the tokens that it "
             f"samples from, over which the trainer has to renormalize; choose {cutting}"
         )
-    for name, (other, why) in _UNCUT.items():
+    for name, why in _UNCUT.items():
         if getattr(args, name):
-            raise ConfigError(f"{flag} with {other}: {why}; drop one")
+            yield f"{flag} with {spelled(name)}: {why}; drop one"
+
+
+def _unused_without_async(args: argparse.Namespace) -> Iterator[str]:
+    for name in [*named("later"), *map(_hook_path, POINTS)]:
+        if getattr(args, name) is not None and not args.asynchronous:
+            yield f"{spelled(name)} has no effect without --async; give both, or drop it"
 
 
 def _fill_asynchronous(args: argparse.Namespace) -> None:
-    """Fill in what ``--async`` leaves open; refuse its flags without it."""
-    for name, value in ASYNCHRONOUS.items():
-        given = getattr(args, name)
-        if given is not None and not args.asynchronous:
-            raise ConfigError(f"{_flag(name)} has no effect without --async; give both, or drop it")
-        setattr(args, name, value if given is None else given)
-    for point in HOOK_POINTS:
-        name = f"{point}_hook_path"
-        if getattr(args, name) and not args.asynchronous:
-            raise ConfigError(f"{_flag(name)} has no effect without --async; give both, or drop it")
+    """Fill in what ``--async`` leaves open."""
+    for name, value in named("later").items():
+        if getattr(args, name) is None:
+            setattr(args, name, value)
 
 
 def register_hooks(hooks: Hooks, args: argparse.Namespace) -> None:
@@ -243,9 +254,11 @@ def register_hooks(hooks: Hooks, args: argparse.Namespace) -> None:
     Raises:
         ConfigError: a path that cannot be loaded, or a function that takes arguments; it quotes the flag.
     """
-    for point in HOOK_POINTS:
-        flag = _flag(f"{point}_hook_path")
-        for path in _listed(getattr(args, f"{point}_hook_path")):
+    for point in POINTS:
+        flag, paths = spelled(_hook_path(point)), getattr(args, _hook_path(point))
+        for path in (
+            [paths] if isinstance(paths, str) else paths or []
+        ):  # a file may give a single one as text
             hook = load_function(path, flag)
             try:
                 getattr(hooks, f"register_{point}_hook")(hook, path)
@@ -253,61 +266,55 @@ def register_hooks(hooks: Hooks, args: argparse.Namespace) -> None:
                 raise error.spelled({f"register_{point}_hook": flag}) from None
 
 
-def _listed(paths: list[str] | str | None) -> list[str]:
-    """Paths as the command line lists them; a file may give a single one as text."""
-    return [paths] if isinstance(paths, str) else paths or []
+def _hook_path(point: Point) -> str:
+    return f"{point}_hook_path"
 
 
-def _check_asynchronous(args: argparse.Namespace) -> None:
-    """Refuse what ``--async`` cannot do."""
-    if not args.asynchronous:
-        return
+def _asynchronous(args: argparse.Namespace) -> Iterator[str]:
+    """What ``--async`` cannot do."""
     HeadOffpolicyness(args.max_head_offpolicyness)
     if args.recompute_token_budget < 1:
-        raise ConfigError(f"--recompute-token-budget: got {args.recompute_token_budget}; give at least 1")
-    if not args.rollout_health_check_timeout >= LEAST_LIMIT_SECONDS:
-        raise ConfigError(
-            f"--rollout-health-check-timeout: got {args.rollout_health_check_timeout:g}; give at least "
-            f"{LEAST_LIMIT_SECONDS:g} seconds, as a busy machine may keep a sound worker waiting"
-        )
+        yield f"--recompute-token-budget: got {args.recompute_token_budget}; give at least 1"
     places = args.max_concurrent_rollouts
     if places is not None and (not isinstance(places, int) or isinstance(places, bool) or places < 1):
-        raise ConfigError(f"--max-concurrent-rollouts: got {places!r}; give a whole number, at least 1")
+        yield f"--max-concurrent-rollouts: got {places!r}; give a whole number, at least 1"
     register_hooks(Hooks(), args)
     for name in ("rollout_step_seconds", "rollout_steps_per_update"):
         if getattr(args, name) < 0:
-            raise ConfigError(f"{_flag(name)}: got {getattr(args, name):g}; give 0 or more")
+            yield f"{spelled(name)}: got {getattr(args, name):g}; give 0 or more"
     if args.true_on_policy:
-        raise ConfigError(
-            "--async with --true-on-policy: what older weights sampled is off policy whatever the kernels; drop one"
-        )
+        yield "--async with --true-on-policy: what older weights sampled is off policy whatever the kernels; drop one"
     if args.grad_cosine_every:
-        raise ConfigError(
+        yield (
             "--grad-cosine-every with --async: the gradient would be of fresh samples, not of stale ones; drop one, or "
-            "see scripts/experiment-async.sh"
+            "see scripts/experiment-async-weights.sh"
         )
 
 
-def _check_correction(args: argparse.Namespace) -> None:
-    """Refuse a hook or a config that nothing would read, and a correction of a policy that is bypassed."""
+def _correction(args: argparse.Namespace) -> Iterator[str]:
+    """A hook or a config that nothing would read, and a correction of a policy that is bypassed."""
     asked = "--use-tis" if args.use_tis else "--get-mismatch-metrics" if args.get_mismatch_metrics else None
     if args.use_tis and args.use_rollout_logprobs:
-        raise ConfigError(
-            "--use-tis with --use-rollout-logprobs: "
-            "the first corrects the proximal policy that the second bypasses; drop one"
+        yield (
+            "--use-tis with --use-rollout-logprobs: the first corrects the proximal policy that the second bypasses; "
+            "drop one"
         )
     by_loss_hook = args.custom_loss_function_path == "mis_plugins.mis.policy_loss"
     if asked and args.custom_tis_function_path is None and not by_loss_hook:
-        raise ConfigError(
-            f"{asked} needs --custom-tis-function-path; "
-            "give mis_plugins.mis.compute_mis_weights_with_cp or a function of your own"
+        yield (
+            f"{asked} needs --custom-tis-function-path; give mis_plugins.mis.compute_mis_weights_with_cp or a function "
+            "of your own"
         )
     if args.custom_tis_function_path is not None and not asked:
-        raise ConfigError(
+        yield (
             "--custom-tis-function-path has no effect without --use-tis or --get-mismatch-metrics; give one of them"
         )
-    if hasattr(args, "mis") and not args.asynchronous and not any(getattr(args, name) for name in _HOOKS):
-        raise ConfigError(
+    if (
+        hasattr(args, "mis")
+        and not args.asynchronous
+        and not any(getattr(args, name) for name in named("hook"))
+    ):
+        yield (
             "--custom-config-path: `mis:` in the file has no effect without a hook that reads it; give --use-tis "
             "--custom-tis-function-path mis_plugins.mis.compute_mis_weights_with_cp"
         )
@@ -315,97 +322,48 @@ def _check_correction(args: argparse.Namespace) -> None:
 
 def _check_hooks(args: argparse.Namespace) -> None:
     """Refuse hooks that cannot be loaded, and a config that ours would refuse only after the first rollout."""
-    for name in _HOOKS:
+    for name in named("hook"):
         path = getattr(args, name)
         if path is not None:
-            load_function(path, _flag(name))
+            load_function(path, spelled(name))
     for path in (args.custom_tis_function_path, args.custom_loss_function_path):
         if path is not None and path.startswith("mis_plugins."):
             from_args(args)
 
 
-def _check_advantage(args: argparse.Namespace) -> None:
-    """Refuse groups of one, and a shift of rewards that a group's baseline takes away again."""
+def _advantage(args: argparse.Namespace) -> Iterator[str]:
+    """Groups of one, and a shift of rewards that a group's baseline takes away again."""
     if args.advantage_estimator == "grpo" and args.n_samples_per_prompt < 2:
-        raise ConfigError(
-            f"--advantage-estimator grpo with --n-samples-per-prompt {args.n_samples_per_prompt}: "
-            "a group of one has no baseline; give at least 2 samples a prompt, or use reinforce"
+        yield (
+            f"--advantage-estimator grpo with --n-samples-per-prompt {args.n_samples_per_prompt}: a group of one has "
+            "no baseline; give at least 2 samples a prompt, or use reinforce"
         )
     if args.advantage_estimator == "grpo" and args.reward_shift != 0:
-        raise ConfigError(
-            "--reward-shift has no effect with --advantage-estimator grpo; use reinforce or drop it"
-        )
+        yield "--reward-shift has no effect with --advantage-estimator grpo; use reinforce or drop it"
 
 
-def _check_loss(args: argparse.Namespace) -> None:
-    """Refuse settings of the loss that nothing would read, and a dual clip that would act on every token."""
+def _loss(args: argparse.Namespace) -> Iterator[str]:
+    """Settings of the loss that nothing would read, and a dual clip that would act on every token."""
     custom = args.loss_type == "custom_loss"
     if custom != (args.custom_loss_function_path is not None):
-        raise ConfigError(
-            "--loss-type custom_loss and --custom-loss-function-path need each other; give both or none"
-        )
+        yield "--loss-type custom_loss and --custom-loss-function-path need each other; give both or none"
     if custom and args.custom_pg_loss_reducer_function_path is not None:
-        raise ConfigError(
+        yield (
             "--custom-pg-loss-reducer-function-path has no effect with --loss-type custom_loss; drop one of them"
         )
     if args.use_unbiased_kl and not args.use_kl_loss:
-        raise ConfigError("--use-unbiased-kl has no effect without --use-kl-loss")
+        yield "--use-unbiased-kl has no effect without --use-kl-loss"
     if args.eps_clip_c is not None and args.eps_clip_c <= 1:
-        raise ConfigError(f"--eps-clip-c: got {args.eps_clip_c:g}; a dual clip lies above 1")
+        yield f"--eps-clip-c: got {args.eps_clip_c:g}; a dual clip lies above 1"
 
 
-def _divides(total: int, total_flag: str, args: argparse.Namespace, name: str) -> None:
-    part = getattr(args, name)
-    if total % part:
-        raise ConfigError(f"{total_flag} = {total} is not a multiple of {_flag(name)} {part}")
-
-
-def _flag(name: str) -> str:
-    return "--" + name.replace("_", "-")
-
+POINTS: tuple[Point, ...] = get_args(Point)
 
 _UNCUT = {
-    "asynchronous": ("--async", "the worker does not hand on the tokens that are left"),
-    "true_on_policy": (
-        "--true-on-policy",
-        "engine and trainer renormalize by other formulas, which round differently",
-    ),
-    "grad_cosine_every": (
-        "--grad-cosine-every",
-        "the gradient that it compares with is of the whole vocabulary",
-    ),
+    "asynchronous": "the tokens that are left are not handed on",
+    "true_on_policy": "engine and trainer renormalize by other formulas, which round differently",
+    "grad_cosine_every": "the gradient that it compares with is of the whole vocabulary",
 }
-"""Arguments that exclude top-p and top-k: their flags, and why."""
+"""Arguments that exclude top-p and top-k, and why."""
 
 _OF_EXPERTS = ("moe_router_topk", "moe_ffn_hidden_size", "use_rollout_routing_replay")
-
-_HOOKS = (
-    "custom_tis_function_path",
-    "custom_loss_function_path",
-    "custom_pg_loss_reducer_function_path",
-    "custom_megatron_before_log_prob_hook_path",
-    "custom_megatron_before_train_step_hook_path",
-    "rollout_data_postprocess_path",
-    "rollout_sample_filter_path",
-)
-
-_POSITIVE = (
-    "num_rollout",
-    "rollout_batch_size",
-    "n_samples_per_prompt",
-    "global_batch_size",
-    "micro_batch_size",
-    "context_parallel_size",
-    "tensor_model_parallel_size",
-    "data_parallel_size",
-    "hidden_size",
-    "num_layers",
-    "num_attention_heads",
-    "num_query_groups",
-    "num_experts",
-    "moe_router_topk",
-    "moe_ffn_hidden_size",
-    "num_digits",
-    "eval_interval",
-    "eval_prompts",
-)

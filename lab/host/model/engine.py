@@ -51,13 +51,7 @@ class RolloutEngine(Protocol):
         ...
 
     def generate(
-        self,
-        prompts: Sequence[Sequence[int]],
-        *,
-        max_new_tokens: int,
-        temperature: float,
-        eos: int,
-        seeds: Sequence[int],
+        self, prompts: Sequence[Sequence[int]], sampling: Sampling, seeds: Sequence[int]
     ) -> list[Generation]:
         """Sample one response a prompt.
 
@@ -90,13 +84,7 @@ class DecodeEngine:
         self._decoder, self.version = Decoder(self.config, held), version
 
     def generate(
-        self,
-        prompts: Sequence[Sequence[int]],
-        *,
-        max_new_tokens: int,
-        temperature: float,
-        eos: int,
-        seeds: Sequence[int],
+        self, prompts: Sequence[Sequence[int]], sampling: Sampling, seeds: Sequence[int]
     ) -> list[Generation]:
         if len(seeds) != len(prompts):
             raise InputError(f"seeds: got {len(seeds)} for {len(prompts)} prompts; give one seed a prompt")
@@ -104,7 +92,7 @@ class DecodeEngine:
             return []
         rows = enumerate(zip(prompts, seeds, strict=True))
         responses = [Unfinished(row, tuple(prompt), (), seed) for row, (prompt, seed) in rows]
-        decoding = self.begin(responses, Sampling(max_new_tokens, temperature, eos))
+        decoding = self.begin(responses, sampling)
         tokens: list[list[int]] = [[] for _ in prompts]
         log_probs: list[list[float]] = [[] for _ in prompts]
         while not decoding.ended:

@@ -1,4 +1,4 @@
-"""Engines that an asynchronous worker steps token by token, with new weights between steps; engine `hf`."""
+"""Engines that are stepped token by token, with new weights between steps; engine `hf`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from mis_plugins.errors import InputError
 
 @runtime_checkable
 class Growing(Protocol):
-    """A batch of responses as a worker calls it: a `Decoding` or a `ServedDecoding`."""
+    """A batch of responses as the controller calls it: a `Decoding` or a `ServedDecoding`."""
 
     stale_cache: bool
 
@@ -34,7 +34,7 @@ class Growing(Protocol):
 
 @runtime_checkable
 class SteppedEngine(Protocol):
-    """An engine as a worker calls it: batches of responses are stepped, and go on under other weights."""
+    """An engine as the controller calls it: batches of responses are stepped, and go on under other weights."""
 
     version: int
 
@@ -92,7 +92,7 @@ class HuggingFaceDecoder:
 
 
 class HuggingFaceSteps:
-    """The engine `hf` in a worker of its own: stock transformers, float32 or bfloat16."""
+    """The engine `hf`, stepped: stock transformers, float32 or bfloat16."""
 
     def __init__(self, config: ModelConfig, precision: str) -> None:
         from transformers import AutoModelForCausalLM
@@ -133,7 +133,7 @@ class HuggingFaceSteps:
 
 
 STEPPED = {"local": DecodeEngine, "hf": HuggingFaceSteps}
-"""Engines inside the worker's process, by the name of `--rollout-engine`."""
+"""Engines inside this process, by the name of `--rollout-engine`."""
 
 
 def stepped(name: str, config: ModelConfig, precision: str, keep_cache: bool) -> SteppedEngine:

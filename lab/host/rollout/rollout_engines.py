@@ -37,7 +37,7 @@ def rollout_engine(args: Namespace, config: ModelConfig) -> RolloutEngine:
     """Our own decoder, or an engine of ``true_on_policy`` that can serve a training loop.
 
     With ``--async`` this engine only evaluates. Our own decoder then takes the place of a served engine, as a
-    second server beside the worker's would cost as much again.
+    second server would cost as much again.
     """
     if args.rollout_engine == "local" or (args.asynchronous and args.rollout_engine not in STEPPED):
         return DecodeEngine(config, args.rollout_weights)

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lab.host.model.decoding import Sampling
 from lab.host.model.engine import Generation, RolloutEngine
 from lab.host.model.replay import ROUTES
 from lab.host.rollout.sample import Sample, filtered, make_samples
@@ -65,13 +66,8 @@ def sample_responses(
 ) -> list[Generation]:
     """One response a problem. Every rank decodes its share of them and receives all. Collective."""
     rank, size = dist.get_rank(), dist.get_world_size()
-    mine = engine.generate(
-        [problem.prompt for problem in problems[rank::size]],
-        max_new_tokens=task.max_response,
-        temperature=temperature,
-        eos=task.eos,
-        seeds=seeds[rank::size],
-    )
+    sampling = Sampling(task.max_response, temperature, task.eos)
+    mine = engine.generate([one.prompt for one in problems[rank::size]], sampling, seeds[rank::size])
     shares: list[list[Generation]] = [[] for _ in range(size)]
     dist.all_gather_object(shares, mine)
     return [shares[index % size][index // size] for index in range(len(problems))]

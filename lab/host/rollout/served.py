@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lab.host.model.decoder import ModelConfig
+from lab.host.model.decoding import Sampling
 from lab.host.model.engine import Generation
 from true_on_policy.contract.families import FAMILIES, Family, Shape
 from true_on_policy.engines.protocol import Cut, Engine, Request, Sample, TellsWeights
@@ -52,19 +53,13 @@ class ServedEngine:
         dist.barrier()
 
     def generate(
-        self,
-        prompts: Sequence[Sequence[int]],
-        *,
-        max_new_tokens: int,
-        temperature: float,
-        eos: int,
-        seeds: Sequence[int],
+        self, prompts: Sequence[Sequence[int]], sampling: Sampling, seeds: Sequence[int]
     ) -> list[Generation]:
         requests = [
-            Request(tuple(prompt), max_new_tokens, seed, temperature, self._cut)
+            Request(tuple(prompt), sampling.max_new_tokens, seed, sampling.temperature, self._cut)
             for prompt, seed in zip(prompts, seeds, strict=True)
         ]
-        return [_until(eos, sample) for sample in self._on_rank_0(requests)]
+        return [_until(sampling.eos, sample) for sample in self._on_rank_0(requests)]
 
     def _on_rank_0(self, requests: list[Request]) -> list[Sample]:
         """Sample the requests of all ranks in one batch on rank 0, and return the samples of this rank."""

@@ -1,4 +1,4 @@
-"""An engine in a process of its own, such as SGLang, stepped by an asynchronous worker: one token a call.
+"""An engine in a process of its own, such as SGLang, stepped asynchronously: one token a call.
 
 Between two calls the engine holds no request, so that the weights may move there. An update empties the
 engine's prefix cache (`retract`, `abort`), or leaves it with keys and values of earlier weights (`in_place`).

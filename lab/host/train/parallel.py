@@ -11,7 +11,8 @@ import signal
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -63,10 +64,16 @@ def _info(group: Any) -> GroupInfo:
 
 
 def initialize(tensor_parallel: int, context_parallel: int) -> ParallelState:
-    """Build Megatron's groups over the default process group, which must exist."""
-    mpu.initialize_model_parallel(
-        tensor_model_parallel_size=tensor_parallel, context_parallel_size=context_parallel
-    )
+    """Build Megatron's groups over the default process group, which must exist. Collective.
+
+    Interrupts wait: a rank that left between two groups would let the others wait for it in C++. The barrier fails on
+    the others where a rank has left before.
+    """
+    with undisturbed():
+        dist.barrier()
+        mpu.initialize_model_parallel(
+            tensor_model_parallel_size=tensor_parallel, context_parallel_size=context_parallel
+        )
     return ParallelState(
         cp=_info(mpu.get_context_parallel_group()),
         tp=_info(mpu.get_tensor_model_parallel_group()),
@@ -113,15 +120,15 @@ def _torchrun_rank(main: Callable[[], None], scratch: Path) -> int:
 
 
 def _fork_ranks(world_size: int, main: Callable[[], None], scratch: Path) -> int:
-    started: list[Any] = []
-    forward = _forward_interrupts(started)
-    previous = signal.signal(signal.SIGINT, forward)
+    interrupts = Interrupts()
+    previous = signal.signal(signal.SIGINT, interrupts)
     try:
-        ranks = start_processes(
-            _forked_rank, args=(world_size, main, scratch), nprocs=world_size, join=False, start_method="fork"
-        )
+        with _sigint_blocked():  # in each rank, too, until it has joined the others
+            ranks = start_processes(
+                _forked_rank, (world_size, main, scratch), nprocs=world_size, join=False, start_method="fork"
+            )
         assert ranks is not None  # join=False gives a context
-        started += ranks.processes
+        interrupts.reach(ranks.processes)
         while not ranks.join():
             pass
     except ProcessExitedException:
@@ -132,23 +139,41 @@ def _fork_ranks(world_size: int, main: Callable[[], None], scratch: Path) -> int
     return _stopped(scratch) or 0
 
 
+@contextmanager
+def _sigint_blocked() -> Iterator[None]:
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 def _stopped(scratch: Path) -> int | None:
     """The exit code of a rank that was made to stop."""
     told = scratch / STOPPED
     return int(told.read_text()) if told.exists() else None
 
 
-def _forward_interrupts(ranks: Sequence[Any]) -> Callable[[int, FrameType | None], None]:
-    """First Ctrl-C: ask the ranks to finish their rollout. Second: end them now."""
-    asked: list[int] = []
+class Interrupts:
+    """The launcher's answer to Ctrl-C: the first asks the ranks to finish their rollout, the second ends them now."""
 
-    def forward(signum: int, frame: FrameType | None) -> None:
-        for rank in ranks:
+    def __init__(self) -> None:
+        self._asked, self._ranks = 0, list[Any]()
+
+    def __call__(self, signum: int, frame: FrameType | None) -> None:
+        self._asked += 1
+        self._send()
+
+    def reach(self, ranks: Sequence[Any]) -> None:
+        """Send to these ranks from now on, and what came before."""
+        self._ranks = list(ranks)
+        if self._asked:
+            self._send()
+
+    def _send(self) -> None:
+        for rank in self._ranks:
             if rank.is_alive():
-                os.kill(rank.pid, signal.SIGKILL if asked else signal.SIGINT)
-        asked.append(signum)
-
-    return forward
+                os.kill(rank.pid, signal.SIGINT if self._asked == 1 else signal.SIGKILL)
 
 
 def _forked_rank(rank: int, world_size: int, main: Callable[[], None], scratch: Path) -> None:
@@ -159,6 +184,7 @@ def _forked_rank(rank: int, world_size: int, main: Callable[[], None], scratch: 
     def joined() -> None:
         with undisturbed():  # a rank that leaves here would let the others wait for it in C++
             dist.init_process_group("gloo", f"file://{scratch}/store", rank=rank, world_size=world_size)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # blocked by the launcher
         main()
 
     code = _run_rank(joined, scratch, rank)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from argparse import Namespace
 from collections.abc import Collection
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -25,24 +26,46 @@ from mis_plugins.shared.progress import tracked
 BATCH = 64
 
 
-def warm_start(
-    args: Namespace,
-    config: ModelConfig,
-    task: Task,
-    state: ParallelState,
-    excluded: Collection[tuple[int, ...]],
-) -> dict[str, Tensor]:
-    """Weights after ``--warmup-steps`` supervised steps, or from the cache of an equal run. Collective."""
-    path = cache_path(args, config)
-    found = [read_weights(path) if dist.get_rank() == 0 else None]
-    dist.broadcast_object_list(found)
-    if found[0] is not None:
-        return found[0]
-    weights = supervise(args, config, task, state, excluded)
-    if dist.get_rank() == 0:
-        with replaced(path) as partial:
-            torch.save(weights, partial)
-    return weights
+@dataclass(frozen=True)
+class WarmStart:
+    """Supervised steps on right answers, to prompts that are not held out (`excluded`)."""
+
+    args: Namespace
+    config: ModelConfig
+    task: Task
+    state: ParallelState
+    excluded: Collection[tuple[int, ...]]
+
+    def weights(self) -> dict[str, Tensor]:
+        """Weights after ``--warmup-steps`` steps, or from the cache of an equal run. Collective."""
+        path = cache_path(self.args, self.config)
+        found = [read_weights(path) if dist.get_rank() == 0 else None]
+        dist.broadcast_object_list(found)
+        if found[0] is not None:
+            return found[0]
+        weights = self.trained()
+        if dist.get_rank() == 0:
+            with replaced(path) as partial:
+                torch.save(weights, partial)
+        return weights
+
+    def trained(self) -> dict[str, Tensor]:
+        """Train fresh weights, with cosine decay: the end does not depend on the last few batches."""
+        args, ranks = self.args, self.state.effective_dp
+        plain = {"micro_batch_size": BATCH, "weight_decay": 0.0, "use_rollout_routing_replay": False}
+        settings = Namespace(**{**vars(args), **plain})
+        fresh = initial_weights(self.config, args.seed)
+        trainer = Trainer(settings, self.config, self.state, fresh, args.warmup_lr)
+        decay = torch.optim.lr_scheduler.CosineAnnealingLR(trainer.optimizer, max(1, args.warmup_steps))
+        mine = training_order(BATCH, BATCH, ranks.rank, ranks.size)
+        for step in tracked(range(args.warmup_steps), "warm start", args.quiet or dist.get_rank() != 0):
+            seed = derive_seed(args.seed, "warm start", step)
+            problems = draw_problems(self.task, BATCH, seed, self.excluded)
+            data = answers([problems[index] for index in mine])
+            trainer.accumulate(settings, data, range(len(mine)), of_log_probs(supervised_loss))
+            trainer.step()
+            decay.step()
+        return trainer.weights()
 
 
 def cache_path(args: Namespace, config: ModelConfig) -> Path:
@@ -62,29 +85,6 @@ def cache_path(args: Namespace, config: ModelConfig) -> Path:
     )
     digest = hashlib.blake2b(repr(recipe).encode(), digest_size=6).hexdigest()
     return folder / f"{args.task}{args.num_digits}-seed{args.seed}-steps{args.warmup_steps}-{digest}.pt"
-
-
-def supervise(
-    args: Namespace,
-    config: ModelConfig,
-    task: Task,
-    state: ParallelState,
-    excluded: Collection[tuple[int, ...]],
-) -> dict[str, Tensor]:
-    """Train fresh weights on right answers, with cosine decay: the end does not depend on the last few batches."""
-    plain = {"micro_batch_size": BATCH, "weight_decay": 0.0, "use_rollout_routing_replay": False}
-    settings = Namespace(**{**vars(args), **plain})
-    trainer = Trainer(settings, config, state, initial_weights(config, args.seed), args.warmup_lr)
-    decay = torch.optim.lr_scheduler.CosineAnnealingLR(trainer.optimizer, max(1, args.warmup_steps))
-    mine = training_order(BATCH, BATCH, state.effective_dp.rank, state.effective_dp.size)
-    silent = args.quiet or dist.get_rank() != 0
-    for step in tracked(range(args.warmup_steps), "warm start", silent):
-        problems = draw_problems(task, BATCH, derive_seed(args.seed, "warm start", step), excluded)
-        data = answers([problems[index] for index in mine])
-        trainer.accumulate(settings, data, range(len(mine)), of_log_probs(supervised_loss))
-        trainer.step()
-        decay.step()
-    return trainer.weights()
 
 
 def answers(problems: list[Problem]) -> RolloutData:

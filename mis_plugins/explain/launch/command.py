@@ -1,16 +1,18 @@
-"""`config check SCRIPT`: what a launch script would load, and the lines to change."""
+"""`config check SCRIPT`: what a launch script would load, and the lines to change, as a diff that `patch` takes."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import difflib
+import shlex
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from mis_plugins.config.file import text_of
 from mis_plugins.config.loading import read_keys
 from mis_plugins.errors import ConfigError, UserError
-from mis_plugins.explain.launch import bash, change, python
-from mis_plugins.explain.launch.judgement import Judgement, arguments, judge
+from mis_plugins.explain.launch import bash, python
+from mis_plugins.explain.launch.judgement import Judgement, Want, arguments, judge
 from mis_plugins.explain.launch.words import Launch, Reading
 from mis_plugins.hosts import checks
 from mis_plugins.hosts.host import Host
@@ -20,6 +22,7 @@ from mis_plugins.shared.table import printable
 READERS = {".sh": bash.launches, ".py": python.launches}
 DIFFERENT = 1
 Tell = Callable[[Mapping[str, Any], Host | None, str], str]
+Edit = tuple[int, int, str]  # bytes of the script to replace, from and up to, and the text in their place
 
 
 def is_script(target: str) -> bool:
@@ -44,24 +47,28 @@ def check(
     """
     path = Path(target)
     script = text_of(path)
-    found, reading = _read(script, path, given)
-    judged = [(launch, judge(launch, reading, path, host, preset)) for launch in found]
-    parts = ["\n".join(_told(launch, judgement, tell)) for launch, judgement in judged]
+
+    def judged(text: str) -> tuple[list[tuple[Launch, Judgement]], Reading]:
+        found, reading = _read(text, path, given)
+        return [(launch, judge(launch, reading, path, host, preset)) for launch in found], reading
+
+    found, reading = judged(script)
+    parts = ["\n".join(_told(launch, judgement, tell)) for launch, judgement in found]
     parts += _notes(reading)
-    if any(judgement.unsure for _, judgement in judged):
+    if any(judgement.unsure for _, judgement in found):
         parts.append(
             "nothing is proposed as long as that is unsure; behind -- stands what you start the script with"
         )
         return "\n\n".join(parts), REFUSED
-    if not any(judgement.wants for _, judgement in judged):
+    if not any(judgement.wants for _, judgement in found):
         return "\n\n".join([*parts, "nothing has to change"]), 0
-    after = change.changed(script, [(launch, judgement.wants) for launch, judgement in judged])
-    if after is None or not _holds(after, path, given, host, preset):
-        parts.append(
-            "no diff: the flags come together in a way that could not be changed here; add them by hand"
-        )
-    else:
-        parts.append(change.diff(script, after, str(path)))
+    after = changed(script, [(launch, judgement.wants) for launch, judgement in found])
+    try:
+        holds = after is not None and not any(one.wants or one.unsure for _, one in judged(after)[0])
+    except UserError:
+        holds = False
+    by_hand = "no diff: the flags come together in a way that could not be changed here; add them by hand"
+    parts.append(diff(script, after, str(path)) if after is not None and holds else by_hand)
     return "\n\n".join(parts), DIFFERENT
 
 
@@ -78,25 +85,12 @@ def _read(script: str, path: Path, given: Sequence[str]) -> tuple[list[Launch], 
 
 
 def _told(launch: Launch, judgement: Judgement, tell: Tell) -> Iterator[str]:
-    yield from (printable(line) for line in judgement.told)
-    yield from (printable(f"unsure: {text}") for text in judgement.unsure)
+    yield from map(printable, [*judgement.told, *(f"unsure: {text}" for text in judgement.unsure)])
     if judgement.keys is not None:
         yield tell(judgement.keys, judgement.host, printable(judgement.source or ""))
         yield from _beside(launch, judgement)
-    yield from (
-        printable(f"change: {want.flag}{f' {want.value}' if want.value else ''}: {want.why}")
-        for want in judgement.wants
-    )
-
-
-def _holds(after: str, path: Path, given: Sequence[str], host: Host | None, preset: str | None) -> bool:
-    """Whether the changed script, read again, lacks nothing."""
-    try:
-        found, reading = _read(after, path, given)
-        judged = [judge(launch, reading, path, host, preset) for launch in found]
-    except UserError:
-        return False
-    return not any(one.wants or one.unsure for one in judged)
+    for want in judgement.wants:
+        yield printable(f"change: {want.flag}{f' {want.value}' if want.value else ''}: {want.why}")
 
 
 def _beside(launch: Launch, judgement: Judgement) -> Iterator[str]:
@@ -116,3 +110,86 @@ def _notes(reading: Reading) -> list[str]:
     if reading.assumed:
         lines.append(f"taken for granted: {', '.join(reading.assumed)}")
     return ["\n".join(map(printable, lines))] if lines else []
+
+
+# The lines to change.
+
+
+def changed(script: str, wanted: Sequence[tuple[Launch, Sequence[Want]]]) -> str | None:
+    """The script with the flags that its starts of train.py lack; None where they cannot be written into it.
+
+    A value that the script says as one literal is replaced there. Other flags are written behind the last one, where
+    argparse lets them win.
+    """
+    edits: set[Edit] = set()
+    for launch, wants in wanted:
+        found = [(want, _in_place(script, want)) for want in wants]
+        edits |= {edit for _, edit in found if edit is not None}
+        texts = [
+            want.flag if want.value is None else f"{want.flag} {_quoted(want.value)}"
+            for want, edit in found
+            if edit is None
+        ]
+        if texts and launch.place == (0, 0):
+            return None
+        if texts:
+            appended = _appended_python if launch.in_python else _appended_bash
+            edits |= set(appended(script.encode(), *launch.place, texts))
+    return _applied(script.encode(), edits)
+
+
+def diff(before: str, after: str, name: str) -> str:
+    lines = difflib.unified_diff(
+        before.splitlines(keepends=True), after.splitlines(keepends=True), name, name, n=3
+    )
+    return "".join(_line(line) for line in lines).rstrip("\n")
+
+
+def _line(line: str) -> str:
+    said = "\t".join(map(printable, line.rstrip("\n").split("\t")))
+    return f"{said}\n" if line.endswith("\n") else f"{said}\n\\ No newline at end of file\n"
+
+
+def _in_place(script: str, want: Want) -> Edit | None:
+    """The literal that says another value, where it stands at one place among its lines alone."""
+    word, new = want.instead, want.value if want.value is not None else want.flag
+    if word is None or word.span is not None:
+        return (*word.span, _quoted(new)) if word and word.span else None
+    lines = script.splitlines(keepends=True)
+    before, within = "".join(lines[: word.lines[0] - 1]), "".join(lines[word.lines[0] - 1 : word.lines[1]])
+    if not word.lines[0] or not word.is_known or within.count(word.text) != 1:
+        return None
+    begin = len(f"{before}{within[: within.index(word.text)]}".encode())
+    return begin, begin + len(word.text.encode()), new
+
+
+def _quoted(text: str) -> str:
+    """One word for a shell, which still runs the command of `$(...)`."""
+    return f'"{text}"' if text.startswith("$(") else shlex.quote(text)
+
+
+def _indent(source: bytes, end: int) -> str:
+    line = source[:end].decode(errors="replace").rpartition("\n")[2]
+    return line[: len(line) - len(line.lstrip())]
+
+
+def _appended_bash(source: bytes, begin: int, end: int, texts: Sequence[str]) -> Iterator[Edit]:
+    """Lines behind the last argument of the command, with the blanks before it."""
+    indent = _indent(source, end) or "    "
+    yield end, end, "".join(f" \\\n{indent}{text}" for text in texts)
+
+
+def _appended_python(source: bytes, begin: int, end: int, texts: Sequence[str]) -> Iterator[Edit]:
+    """`train_args=EXPRESSION + " FLAGS "`."""
+    indent = _indent(source, begin)
+    added = "".join(f"\n{indent}+ " + (repr(f" {text}") if '"' in text else f'" {text}"') for text in texts)
+    is_name = source[begin:end].decode(errors="replace").isidentifier()
+    yield end, end, added if is_name else f"){added}"
+    if not is_name:
+        yield begin, begin, "("
+
+
+def _applied(source: bytes, edits: Collection[Edit]) -> str:
+    for begin, end, text in sorted(edits, key=lambda edit: edit[0], reverse=True):
+        source = source[:begin] + text.encode() + source[end:]
+    return source.decode()

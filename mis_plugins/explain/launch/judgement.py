@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import itertools
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -42,6 +43,12 @@ class Flag:
 
     word: Word
     value: Word | None = None
+
+    def says(self, text: str) -> bool:
+        return self.value is not None and self.value.text == text
+
+
+ABSENT = Flag(Word("", ""))
 
 
 @dataclass(frozen=True)
@@ -100,32 +107,36 @@ def judge(launch: Launch, reading: Reading, path: Path, asked: Host | None, pres
     """
     flags = _flags(launch.words)
     host = asked or _host(launch, flags)
-    found = Judgement(host, unsure=list(_unsure(launch, flags)))
     given = _config(flags.get(CONFIG), reading, path)
     where = f"(line {launch.line})" if launch.line else "(in a file that the script sources)"
     only = f", only if this holds: {launch.branch}" if launch.branch else ""
-    title = host.title if host else "Miles or slime"
-    found.told.append(f"starts: train.py of {title} {where}{only}")
-    found.told += list(_loads(flags))
-    found.told.append(f"config: {_said(given, flags)}")
     unread = list(_unread(launch, host))
     never = f"{NEVER}{'; what is not read may say otherwise' if unread else ''}"
-    found.told.append(f"called: {_called(flags, given.keys or {}) or never}")
-    found.told += [*_unknown_flags(flags, host), *unread]
-    if given.source is not None and given.keys is None and not given.missing and preset is None:
-        found.unsure.append(f"config: {given.problem}")
-    elif (
-        preset is None
-        and given.keys is not None
-        and not any(is_read(key, value) for key, value in given.keys.items())
-    ):
-        found.unsure.append(
-            f"config: {given.source} says nothing of a correction; write the key mis: into it, which "
-            "`python -m mis_plugins config show tis` prints"
-        )
+    told = [
+        f"starts: train.py of {host.title if host else 'Miles or slime'} {where}{only}",
+        *_loads(flags),
+        f"config: {_said(given, flags)}",
+        f"called: {_called(flags, given.keys or {}) or never}",
+        *_unknown_flags(flags, host),
+        *unread,
+    ]
+    found = Judgement(
+        host, told, unsure=[*_unsure(launch, flags), *([] if preset else _unsure_config(given))]
+    )
     if not found.unsure:
         _want(found, flags, given, preset)
     return found
+
+
+def _unsure_config(given: Given) -> Iterator[str]:
+    """Why the script's own config cannot be judged."""
+    if given.source is not None and given.keys is None and not given.missing:
+        yield f"config: {given.problem}"
+    elif given.keys is not None and not any(is_read(key, value) for key, value in given.keys.items()):
+        yield (
+            f"config: {given.source} says nothing of a correction; write the key mis: into it, which "
+            "`python -m mis_plugins config show tis` prints"
+        )
 
 
 def arguments(launch: Launch, host: Host) -> dict[str, Any]:
@@ -166,17 +177,13 @@ def _flags(words: Sequence[Word]) -> dict[str, Flag]:
 def _host(launch: Launch, flags: Mapping[str, Flag]) -> Host | None:
     """The host whose folder or package the script names, else the one that alone has one of its flags."""
     hosts = recorded()
-    backend = flags.get("--train-backend")
-    if backend is not None and backend.value is not None and backend.value.text == "fsdp":
+    if flags.get("--train-backend", ABSENT).says("fsdp"):
         return hosts["fsdp"]
     if len(launch.hosts) == 1:
         return hosts[next(iter(launch.hosts))]
-    alone = {name: recorded_flags(name) for name in ("miles", "slime")}
-    only = [
-        name
-        for name, other in (("miles", "slime"), ("slime", "miles"))
-        if flags.keys() & (alone[name] - alone[other])
-    ]
+    miles, slime = recorded_flags("miles"), recorded_flags("slime")
+    alone = {"miles": flags.keys() & (miles - slime), "slime": flags.keys() & (slime - miles)}
+    only = [name for name, own in alone.items() if own]
     return hosts[only[0]] if len(only) == 1 else None
 
 
@@ -218,16 +225,14 @@ def _loads(flags: Mapping[str, Flag]) -> Iterator[str]:
 def _config(flag: Flag | None, reading: Reading, path: Path) -> Given:
     if flag is None:
         return Given()
-    if flag.value is None:
-        return Given("", None, f"{CONFIG} {_place(flag.word)}: no file behind it", True)
     word = flag.value
-    written = reading.files.get(word.source)
-    if written is not None:
-        text = known(written)
+    if word is None:
+        return Given("", None, f"{CONFIG} {_place(flag.word)}: no file behind it", True)
+    if word.source in reading.files:
+        text = known(reading.files[word.source])
         if text is None:
-            return Given(
-                word.source, None, f"{word.source}: the script writes it, with parts that are not known"
-            )
+            why = f"{word.source}: the script writes it, with parts that are not known"
+            return Given(word.source, None, why)
         return _read(word.source, f"{INLINE}{base64.b64encode(text.encode()).decode()}")
     if not word.is_known:
         return Given(word.source, None, f"not known: {word.source} {_place(word)}")
@@ -243,8 +248,6 @@ def _config(flag: Flag | None, reading: Reading, path: Path) -> Given:
 
 def _located(name: str, path: Path) -> Path | None:
     """The file as a job would find it: from here, or from a folder above the script, as its host's root is."""
-    if Path(name).is_absolute():
-        return Path(name) if Path(name).is_file() else None
     folders = [Path(), *path.absolute().parents[:ABOVE]]
     return next((folder / name for folder in folders if (folder / name).is_file()), None)
 
@@ -279,82 +282,55 @@ def _called(flags: Mapping[str, Flag], keys: Mapping[str, Any]) -> str | None:
 
 def _loss(flags: Mapping[str, Flag]) -> str | None:
     """The loss that runs in place of the host's policy loss, which calls the TIS hook."""
-    kind, loss = flags.get("--loss-type"), flags.get(LOSS)
-    custom = kind is not None and kind.value is not None and kind.value.text == "custom_loss"
-    return loss.value.text if custom and loss is not None and loss.value is not None else None
+    loss = flags.get(LOSS, ABSENT).value
+    return loss.text if loss and flags.get("--loss-type", ABSENT).says("custom_loss") else None
 
 
 def _unknown_flags(flags: Mapping[str, Flag], host: Host | None) -> Iterator[str]:
     """Flags that the recorded parsers of the host do not know; later releases may."""
-    if host is None:
-        return
-    taken = {flag for record in host.records for flag in recorded_flags(record)}
+    taken = {flag for record in host.records for flag in recorded_flags(record)} if host else flags
     for name, flag in flags.items():
-        if (
-            flag.word.is_known
-            and name not in taken
-            and not name.startswith("--eval-sglang-")
-            and len(name) > 2
-        ):
+        is_open = not flag.word.is_known or name.startswith("--eval-sglang-") or len(name) < 3
+        if host and name not in taken and not is_open:
             yield f"warning: {name} {_place(flag.word)}: no flag of {host.title} where its parser was recorded"
 
 
 def _unread(launch: Launch, host: Host | None) -> Iterator[str]:
     """Parts of the command that may hold further flags."""
     switches = {name for name, kind in kinds(host).items() if kind == "switch"} if host else set()
-    before: Word | None = None
-    for word in launch.words:
-        takes = (
-            before is not None
-            and before.text.startswith("--")
-            and before.text[2:].replace("-", "_") not in switches
-        )
+    for before, word in itertools.pairwise((ABSENT.word, *launch.words)):
+        takes = before.text.startswith("--") and before.text[2:].replace("-", "_") not in switches
         if word.text == HOLE and not takes:
             yield f"not read: {_place(word)}: {word.source} may give more flags"
-        before = word
 
 
 def _place(word: Word) -> str:
     first, last = word.lines
-    return (
-        "(given on the command line, or outside this script)"
-        if not first
-        else f"(line {first})"
-        if first == last
-        else f"(lines {first} to {last})"
-    )
+    if not first:
+        return "(given on the command line, or outside this script)"
+    return f"(line {first})" if first == last else f"(lines {first} to {last})"
 
 
 def _want(found: Judgement, flags: Mapping[str, Flag], given: Given, preset: str | None) -> None:
     """Compare the command with the flags that its config needs, or that of the preset."""
-    keeps = preset is None and given.keys is not None
-    keys = given.keys if keeps and given.keys is not None else keys_of(file_of(preset or "tis"))
-    value = f"$(python -m mis_plugins config path {shlex.quote(preset or 'tis')})"
-    config = read_keys(keys)
-    found.keys, found.source = keys, given.source if keeps else value
+    name, flag = preset or "tis", flags.get(CONFIG, ABSENT)
+    value = f"$(python -m mis_plugins config path {shlex.quote(name)})"
+    found.keys, found.source = given.keys, given.source
+    if preset is not None or found.keys is None:
+        found.keys, found.source = keys_of(file_of(name)), value
+    config = read_keys(found.keys)
     needed = _needed(config, found.host)
     if _loss(flags) == OUR_LOSS:
         needed = {name: value for name, value in needed.items() if name not in (TIS, *SWITCHES)}
-    found.wants += _lacking(needed, flags, keys, config)
-    if not keeps and not _names(flags.get(CONFIG), preset or "tis"):
-        why = given.problem or "no config says how to correct"
-        found.wants.append(Want(CONFIG, value, _replaced(flags.get(CONFIG)), why))
-
-
-def _names(flag: Flag | None, preset: str) -> bool:
-    """Whether the command names the preset's own file already."""
-    return flag is not None and flag.value is not None and flag.value.text == str(file_of(preset).absolute())
+    found.wants += _lacking(needed, flags, found.keys, config)
+    if found.source is value and not flag.says(str(file_of(name).absolute())):
+        found.wants.append(Want(CONFIG, value, flag.value, given.problem or "no config says how to correct"))
 
 
 def _needed(config: CorrectionConfig, host: Host | None) -> dict[str, str | None]:
     """The flags of a config with their values."""
-    words = shlex.split(flags_for(config, host))
-    found: dict[str, str | None] = {}
-    for index, word in enumerate(words):
-        if word.startswith("--"):
-            after = words[index + 1] if index + 1 < len(words) else "--"
-            found[word] = None if after.startswith("--") else after
-    return found
+    pairs = itertools.pairwise([*shlex.split(flags_for(config, host)), "--"])
+    return {word: None if after.startswith("--") else after for word, after in pairs if word.startswith("--")}
 
 
 def _lacking(
@@ -364,27 +340,15 @@ def _lacking(
     config: CorrectionConfig,
 ) -> Iterator[Want]:
     for name, value in needed.items():
-        flag = flags.get(name)
-        if name in SWITCHES:
-            if name == "--get-mismatch-metrics" and "--use-tis" in flags and not config.corrects:
-                yield Want(
-                    name,
-                    None,
-                    flags["--use-tis"].word,
-                    "the config corrects nothing, and --use-tis needs one that does",
-                )
-            elif not _called(flags, keys):
+        flag = flags.get(name, ABSENT)
+        if name == "--get-mismatch-metrics" and "--use-tis" in flags and not config.corrects:
+            why = "the config corrects nothing, and --use-tis needs one that does"
+            yield Want(name, None, flags["--use-tis"].word, why)
+        elif name in SWITCHES:
+            if not _called(flags, keys):
                 yield Want(name, None, None, "without it the host never calls the hook")
-        elif flag is None:
+        elif name not in flags:
             yield Want(name, value, None, "the config needs it")
-        elif value is not None and (flag.value is None or flag.value.text != value):
-            yield Want(
-                name,
-                value,
-                _replaced(flag),
-                f"the script says {flag.value.source if flag.value else 'no value'} there",
-            )
-
-
-def _replaced(flag: Flag | None) -> Word | None:
-    return flag.value if flag is not None else None
+        elif value is not None and not flag.says(value):
+            said = flag.value.source if flag.value else "no value"
+            yield Want(name, value, flag.value, f"the script says {said} there")

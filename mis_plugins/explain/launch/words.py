@@ -1,16 +1,21 @@
-"""Texts of a launch script as far as they are known, and the words that a shell makes of them."""
+"""Texts of a launch script as far as they are known, the words that a shell makes of them, and branches."""
 
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
+from typing import Any
 
+from mis_plugins.errors import ConfigError
 from mis_plugins.shared.budget import VALUES, Clock
 
 HOLE = "\ue000"  # stands for a part that is not known; a letter of no alphabet, and of no meaning to a shell
 COMMAND_LINE = 0  # the line of what the user gave to the script
+DEEPEST = 32  # functions, sourced files and evaluated texts within one another
+Lines = tuple[int, int]
 
 
 @dataclass(frozen=True)
@@ -21,23 +26,31 @@ class Piece:
     source: what the script says in that place, for a part that is not known.
     lines: the first and the last line of the literal.
     branch: the condition under which the part is there; None is always.
+    span: the bytes of the word in a shell script, where the script says it as one literal.
     """
 
     text: str | None
     source: str = ""
-    lines: tuple[int, int] = (COMMAND_LINE, COMMAND_LINE)
+    lines: Lines = (COMMAND_LINE, COMMAND_LINE)
     branch: str | None = None
+    span: tuple[int, int] | None = None
 
 
 Text = tuple[Piece, ...]
 
 
+def literal(text: str, lines: Lines = (COMMAND_LINE, COMMAND_LINE)) -> Text:
+    return (Piece(text, lines=lines),) if text else ()
+
+
+def hole(source: str, lines: Lines = (COMMAND_LINE, COMMAND_LINE)) -> Text:
+    return (Piece(None, source, lines),)
+
+
 def known(text: Text) -> str | None:
     """The whole text, or None where a part is not known or not sure."""
-    parts = [piece.text for piece in text]
-    if any(part is None for part in parts) or any(piece.branch for piece in text):
-        return None
-    return "".join(part for part in parts if part is not None)
+    parts = [piece.text for piece in text if piece.text is not None and not piece.branch]
+    return "".join(parts) if len(parts) == len(text) else None
 
 
 def shown(text: Text) -> str:
@@ -45,20 +58,28 @@ def shown(text: Text) -> str:
     return "".join(piece.source if piece.text is None else piece.text for piece in text)
 
 
-def literal(text: str, lines: tuple[int, int]) -> Text:
-    return (Piece(text, lines=lines),) if text else ()
-
-
-def joined(one: Text, other: Text, branch: str) -> Text:
-    """The text of a place that either branch may have reached: what both begin with is sure."""
-    count = 0
-    while count < min(len(one), len(other)) and one[count] == other[count]:
-        count += 1
-    return one[:count] + under(one[count:], branch) + under(other[count:], f"not: {branch}")
-
-
 def under(text: Text, branch: str) -> Text:
     return tuple(replace(piece, branch=piece.branch or branch) for piece in text)
+
+
+def cost(text: Text) -> int:
+    return 1 + sum(1 + len(piece.text or "") for piece in text)
+
+
+def spaced(words: Iterable[Text]) -> Text:
+    """Words in one text, with a blank between each two."""
+    pieces = [piece for word in words for piece in (*word, Piece(" "))]
+    return tuple(pieces[:-1])
+
+
+def fields(text: Text) -> list[Text]:
+    """The words of a text, cut at blanks."""
+    found: list[list[Piece]] = [[]]
+    for piece in text:
+        first, *more = (piece.text or "").replace("\t", " ").replace("\n", " ").split(" ")
+        found[-1] += [replace(piece, text=first)] if first else [piece] if piece.text is None else []
+        found += [[replace(piece, text=part)] if part else [] for part in more]
+    return [tuple(part) for part in found if part]
 
 
 @dataclass(frozen=True)
@@ -72,7 +93,7 @@ class Word:
 
     text: str
     source: str
-    lines: tuple[int, int]
+    lines: Lines = (COMMAND_LINE, COMMAND_LINE)
     branch: str | None = None
     span: tuple[int, int] | None = None
 
@@ -81,26 +102,37 @@ class Word:
         return HOLE not in self.text
 
 
-def with_places(words: Iterable[Word], text: Text) -> list[Word]:
+def word_of(text: Text) -> Word:
+    """A word of a text; one of which a branch gives a part only is not known."""
+    branches, spans = {piece.branch for piece in text}, {piece.span for piece in text}
+    lines = text[0].lines if text else (COMMAND_LINE, COMMAND_LINE)
+    if len(branches) > 1:
+        return Word(HOLE, " or ".join(shown((piece,)) for piece in text), lines)
+    span = next(iter(spans)) if len(spans) == 1 else None
+    return Word(with_holes(text), shown(text), lines, next(iter(branches), None), span)
+
+
+def with_holes(text: Text) -> str:
+    return "".join(HOLE if piece.text is None else piece.text for piece in text)
+
+
+def with_places(words: Iterable[Word], text: Text) -> Iterator[Word]:
     """The words of a command line, each with the lines and branch of the pieces that it comes from.
 
     Args:
         words: whose spans count bytes of the command line.
         text: the command line; its pieces follow one another.
     """
-    ends = list(accumulate(len((piece.text if piece.text is not None else HOLE).encode()) for piece in text))
-    return [_placed(word, text, ends) for word in words]
-
-
-def _placed(word: Word, text: Text, ends: Sequence[int]) -> Word:
-    begin, end = word.span or (0, 0)
-    pieces = text[bisect_right(ends, begin) : bisect_left(ends, end) + 1]
-    holes = iter([piece.source for piece in pieces if piece.text is None])
-    source = "".join(next(holes, "?") if letter == HOLE else letter for letter in word.text)
-    lines = next((piece.lines for piece in pieces), word.lines)
-    branches = {piece.branch for piece in pieces if piece.text is None or piece.text.strip()}
-    branch = next(iter(branches)) if len(branches) == 1 else None
-    return Word(word.text if len(branches) < 2 else HOLE, source, lines, branch)
+    ends = list(accumulate(len(with_holes((piece,)).encode()) for piece in text))
+    for word in words:
+        begin, end = word.span or (0, 0)
+        pieces = text[bisect_right(ends, begin) : bisect_left(ends, end) + 1]
+        holes = iter([piece.source for piece in pieces if piece.text is None])
+        source = "".join(next(holes, "?") if letter == HOLE else letter for letter in word.text)
+        branches = {piece.branch for piece in pieces if piece.text is None or piece.text.strip()}
+        branch = next(iter(branches)) if len(branches) == 1 else None
+        lines = next((piece.lines for piece in pieces), word.lines)
+        yield Word(word.text if len(branches) < 2 else HOLE, source, lines, branch)
 
 
 @dataclass
@@ -116,7 +148,7 @@ class Reading:
     size: int
     where: str
     unread: dict[int, str] = field(default_factory=dict)
-    assumed: list[str] = field(default_factory=list)
+    assumed: dict[str, None] = field(default_factory=dict)
     files: dict[str, Text] = field(default_factory=dict)
     spent: int = 0
     ended: str = ""
@@ -135,9 +167,12 @@ class Reading:
         if amount > 1 or self.spent % 256 == 0:
             self.clock.check()
 
-    def assume(self, told: str) -> None:
-        if told not in self.assumed:
-            self.assumed.append(told)
+    def paid(self, text: Text) -> Text:
+        self.spend(cost(text))
+        return text
+
+    def assume_unset(self, name: str) -> None:
+        self.assumed[f"{name} is not set"] = None
 
 
 @dataclass(frozen=True)
@@ -147,7 +182,7 @@ class Launch:
     line: where the script starts it.
     words: what follows train.py.
     hosts: names of hosts that the script imports or whose folder it names.
-    place: where further flags can be written, for `change`; zeros are nowhere.
+    place: where further flags can be written, for a diff; zeros are nowhere.
     branch: the condition under which the script starts it; None is always.
     in_python: whether the script is in Python; `place` then is the expression of the flags.
     """
@@ -165,10 +200,100 @@ def is_train(word: str) -> bool:
     return word.rpartition("/")[2] in ("train.py", "train_async.py")
 
 
-def after_train(words: Iterable[Word]) -> tuple[Word, ...] | None:
-    """What follows train.py in a command; None where the command does not name it."""
-    listed = list(words)
-    for index, word in enumerate(listed):
-        if is_train(word.text):
-            return tuple(listed[index + 1 :])
-    return None
+class Ended(Exception):
+    """The script exits or raises."""
+
+
+class Returned(Ended):
+    """A function or a sourced file returns."""
+
+    def __init__(self, value: Any = None):
+        self.value = value
+
+
+class Reader:
+    """What both readers share: scopes of names, and branches that are read both ways."""
+
+    def __init__(self, reading: Reading):
+        self.reading = reading
+        self.found: list[Launch] = []
+        self.depth = 0
+        self.branch: str | None = None
+
+    def scopes(self) -> list[dict[str, Any]]:
+        """The names that a branch may set, by scope."""
+        raise NotImplementedError
+
+    def remember(self, branch: str, ended: Ended) -> None:
+        """Keep what ended one of two branches."""
+
+    @contextmanager
+    def deeper(self) -> Iterator[None]:
+        """One call within another."""
+        self.depth += 1
+        if self.depth > DEEPEST:
+            raise ConfigError(f"functions or sourced files call each other more than {DEEPEST} levels deep")
+        try:
+            yield
+        finally:
+            self.depth -= 1
+
+    def attempt(self, work: Callable[[], object]) -> Ended | None:
+        """Do some work; what ended it, if it ended the script or a function."""
+        try:
+            work()
+        except Ended as ended:
+            return ended
+        return None
+
+    def fork(self, label: str, one: Callable[[], object], other: Callable[[], object]) -> None:
+        """Read two branches, of which only running the script would tell the one that is taken."""
+        outer, before = self.branch, [dict(scope) for scope in self.scopes()]
+        self.branch = outer or label
+        ended = self.attempt(one)
+        first = [dict(scope) for scope in self.scopes()]
+        self._restore(before)
+        self.branch = outer or f"not: {label}"
+        ended_other = self.attempt(other)
+        self.branch = outer
+        if ended:
+            self.remember(label, ended)
+        if ended and ended_other:
+            raise ended_other
+        if ended_other:
+            self._restore(first)
+            self.remember(f"not: {label}", ended_other)
+        elif not ended:
+            for scope, names in zip(
+                self.scopes(), first, strict=False
+            ):  # a branch may open scopes of its own
+                for name in {**names, **scope}:
+                    scope[name] = self.either(names.get(name, ()), scope.get(name, ()), label)
+
+    def _restore(self, state: Sequence[Mapping[str, Any]]) -> None:
+        for scope, names in zip(self.scopes(), state, strict=False):
+            scope.clear()
+            scope.update(names)
+
+    def either(self, one: Any, other: Any, branch: str) -> Any:
+        """The value of a place that either branch may have reached: what both begin with is sure."""
+        if one is other or type(one) is type(other) and isinstance(one, PLAIN) and one == other:
+            return one
+        if not isinstance(one, tuple | list) or type(one) is not type(other):
+            return hole(f"a value that depends on {branch}")
+        self.reading.spend(1 + len(one) + len(other))
+        differs = (place for place, pair in enumerate(zip(one, other, strict=False)) if pair[0] != pair[1])
+        count = next(differs, min(len(one), len(other)))
+        ends = ((one[count:], branch), (other[count:], f"not: {branch}"))
+        if isinstance(one, tuple):
+            pieces = (replace(piece, branch=piece.branch or label) for text, label in ends for piece in text)
+            return (*one[:count], *pieces)
+        return one[:count] + [_item(item, label) for items, label in ends for item in items]
+
+
+PLAIN = (tuple, list, str, int, float)
+
+
+def _item(item: Any, branch: str) -> Text:
+    """An item of a list that one branch adds."""
+    return under(item if isinstance(item, tuple) else hole("a value"), branch)

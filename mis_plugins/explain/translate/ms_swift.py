@@ -75,7 +75,7 @@ def translate(text: str) -> Translation:
     if not set(given) & set(KEYS):
         raise ConfigError(f"nothing to translate: none of {', '.join(KEYS)} in it")
     mis = _weighed(given) | _masked(given)
-    mis["metrics"] = "full" if mis or _truth(given.get(METRICS, False), METRICS) else "none"
+    mis["metrics"] = "watch" if mis or _truth(given.get(METRICS, False), METRICS) else "none"
     return Translation("ms-swift", given, mis, SOURCES, tuple(_notes(given)))
 
 
@@ -155,7 +155,7 @@ def _keys(text: str) -> Mapping[str, Any]:
 
 def _flags(script: str) -> Iterator[tuple[str, Any]]:
     """Flags of commands, split into words as a shell splits them; a flag that stands twice keeps its last value."""
-    for words in commands(script, FLAG):
+    for words in commands(script, FLAG.search):
         for word, following in itertools.pairwise([*words, "--"]):
             flag, equals, value = word.partition("=")
             if flag.startswith("--"):

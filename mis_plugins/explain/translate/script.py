@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from mis_plugins.errors import ConfigError
 from mis_plugins.shared.budget import EXPANDED
@@ -36,7 +36,7 @@ def without_comments(text: str) -> str:
     return COMMENT.sub("", text)
 
 
-def commands(script: str, relevant: re.Pattern[str]) -> Iterator[list[str]]:
+def commands(script: str, relevant: Callable[[str], object]) -> Iterator[list[str]]:
     """The words of each line that can be split; lines that a backslash continues are one.
 
     Raises:
@@ -113,11 +113,11 @@ def _set_somehow(line: str) -> set[str]:
     return {*ASSIGNED.findall(line), *BY_DEFAULT.findall(line), *re.findall(r"\w+", by_command)}
 
 
-def _words(line: str, relevant: re.Pattern[str]) -> list[str]:
+def _words(line: str, relevant: Callable[[str], object]) -> list[str]:
     try:
         return shlex.split(line)
     except ValueError as error:
-        if relevant.search(line):
+        if relevant(line):
             raise ConfigError(
                 f"{shown(line.strip())}: {error}; give the flags of this line without the rest"
             ) from None

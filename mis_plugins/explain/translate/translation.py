@@ -35,7 +35,6 @@ class Translation:
         key that the user did not give has the framework's default.
     notes: what differs, what has no counterpart, what to pass beside the file.
     remarks: by the path of a setting, a comment in place of the one made from `sources`.
-    switched_on: whether the user's file itself switches the correction on, as `use_tis: true` does.
     """
 
     origin: str
@@ -44,7 +43,6 @@ class Translation:
     sources: Mapping[str, tuple[str, ...]]
     notes: tuple[str, ...] = ()
     remarks: Mapping[str, str] = field(default_factory=dict)
-    switched_on: bool = False
 
     def config(self) -> CorrectionConfig:
         """The config, checked.
@@ -68,8 +66,7 @@ class Translation:
         ]
         comments = {path: self._said(keys) for path, keys in self.sources.items()} | dict(self.remarks)
         comments = {path: printable(comment) for path, comment in comments.items()}
-        switch = ["use_tis: true"] * self.switched_on
-        return "\n".join([*(f"# {line}" for line in header), *switch, writing.to_yaml(self.mis, comments)])
+        return "\n".join([*(f"# {line}" for line in header), writing.to_yaml(self.mis, comments)])
 
     def _said(self, keys: tuple[str, ...]) -> str:
         return ", ".join(f"{key}: {as_written(self.given[key])}" for key in keys if key in self.given)

@@ -33,9 +33,8 @@ class Preset:
         """The parameters of the class method, in order, with their defaults."""
         if self.icepop:
             return {"threshold": 5.0, "threshold_lower": 0.5}
-        if self.level and self.rule:
-            return {"is_threshold": 2.0, "rs_threshold": RULES[self.rule]}
-        return {"threshold": 2.0} if self.level else {"rs_threshold": RULES[self.rule]} if self.rule else {}
+        found = {"is_threshold" if self.rule else "threshold": 2.0} if self.level else {}
+        return found | ({"rs_threshold": RULES[self.rule]} if self.rule else {})
 
     def keys(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """The keys of `algorithm.rollout_correction` that the class method sets."""
@@ -50,25 +49,23 @@ class Preset:
         return keys | ({"bypass_mode": True, "loss_type": self.loss_type} if self.loss_type else {})
 
 
+WEIGHTS = {"": None, "_seq_tis": "sequence", "_token_tis": "token"}
 PRESETS = {
     "decoupled_token_is": Preset("token"),
     "decoupled_seq_is": Preset("sequence"),
     "decoupled_token_icepop": Preset("token", icepop=True),
     "decoupled_seq_is_rs": Preset("sequence", "seq_sum_k1"),
-    "decoupled_geo_rs": Preset(None, "seq_mean_k1"),
-    "decoupled_geo_rs_seq_tis": Preset("sequence", "seq_mean_k1"),
-    "decoupled_geo_rs_token_tis": Preset("token", "seq_mean_k1"),
-    "decoupled_k3_rs": Preset(None, "seq_mean_k3"),
-    "decoupled_k3_rs_seq_tis": Preset("sequence", "seq_mean_k3"),
-    "decoupled_k3_rs_token_tis": Preset("token", "seq_mean_k3"),
+    **{f"decoupled_geo_rs{name}": Preset(level, "seq_mean_k1") for name, level in WEIGHTS.items()},
+    **{f"decoupled_k3_rs{name}": Preset(level, "seq_mean_k3") for name, level in WEIGHTS.items()},
     "bypass_ppo_clip": Preset(None, None, "ppo_clip"),
     "bypass_ppo_clip_geo_rs": Preset(None, "seq_mean_k1", "ppo_clip"),
     "bypass_ppo_clip_k3_rs": Preset(None, "seq_mean_k3", "ppo_clip"),
     "bypass_pg_is": Preset("sequence", None, "reinforce"),
     "bypass_pg_token_icepop": Preset("token", None, "reinforce", icepop=True),
-    "bypass_pg_geo_rs": Preset(None, "seq_mean_k1", "reinforce"),
-    "bypass_pg_geo_rs_seq_tis": Preset("sequence", "seq_mean_k1", "reinforce"),
-    "bypass_pg_geo_rs_token_tis": Preset("token", "seq_mean_k1", "reinforce"),
+    **{
+        f"bypass_pg_geo_rs{name}": Preset(level, "seq_mean_k1", "reinforce")
+        for name, level in WEIGHTS.items()
+    },
     "disabled": Preset(),
 }
 

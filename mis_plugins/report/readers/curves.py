@@ -1,4 +1,4 @@
-"""Curves without tokens: metrics.jsonl, offline wandb runs, tensorboard event files.
+"""Numbers of a run by step, without tokens: metrics.jsonl, offline wandb runs, tensorboard event files.
 
 Both foreign formats are decoded here, so that neither package needs to be installed; a cut or damaged tail ends the
 curve and is told.
@@ -6,15 +6,16 @@ curve and is told.
 
 from __future__ import annotations
 
+import itertools
 import struct
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from mis_plugins.metrics.metric import PREFIX
 from mis_plugins.metrics.peer_names import PEERS
 from mis_plugins.report.readers.files import objects, opened, parsed
-from mis_plugins.report.readers.protobuf import fields, number
 from mis_plugins.report.readers.source import Curve, Problems, size_of
 from mis_plugins.report.record import LONGEST_WORD, printed, step_of
 from mis_plugins.shared.budget import ITEMS, LINE, STEPS, RecordError
@@ -22,8 +23,10 @@ from mis_plugins.shared.budget import ITEMS, LINE, STEPS, RecordError
 STEPS_OF_HOSTS = ("rollout", "step", "train/step", "rollout/step", "_step", "rollout_id")
 OURS = {theirs: ours for names in PEERS.values() for theirs, ours in names.items()} | {"k3_kl": "kl_k3"}
 BLOCK, HEADER = 32_768, 7  # of wandb's log, which has the layout of LevelDB's
+FIXED = {1: 8, 5: 4}  # bytes of a protobuf field of a fixed size
 
 Row = tuple[int, Mapping[str, float]]  # a step with numbers of it
+Field = tuple[int, int | bytes]  # number and content of a protobuf field
 
 
 def our_name(name: str) -> str:
@@ -40,54 +43,52 @@ def has_step(found: Mapping[str, object]) -> bool:
 def curve(path: Path, kind: str, problems: Problems) -> Curve:
     """The numbers of a file by step; where the end of the file is damaged, those before it."""
     points: dict[int, dict[str, float]] = {}
-    size, held = size_of(path), 0
-    with problems.guarded(path):
-        for step, row in problems.each(READERS[kind](path, problems), path, size):
-            held += len(row)
-            ITEMS.check(held, size, path)
-            points.setdefault(step, {}).update(row)
-            STEPS.check(len(points), size, path)
+    problems.read(lambda: _add_rows(points, path, kind, problems), path)
     return Curve(str(path), {step: points[step] for step in sorted(points)})
 
 
-def _row(found: Mapping[str, Any], step: object = None) -> Row | None:
-    """The numbers of a row by our names; None without a step.
+def _add_rows(points: dict[int, dict[str, float]], path: Path, kind: str, problems: Problems) -> None:
+    size, held = size_of(path), 0
+    for step, row in problems.each(READERS[kind](path, problems), path, size):
+        held += len(row)
+        ITEMS.check(held, size, path)
+        points.setdefault(step, {}).update(row)
+        STEPS.check(len(points), size, path)
+
+
+def _row(found: Mapping[str, Any], step: object = None) -> list[Row]:
+    """The numbers of a row by our names; none without a step.
 
     Raises:
         RecordError: the step is no whole number.
     """
     given = [*(found[name] for name in STEPS_OF_HOSTS if name in found), *([] if step is None else [step])]
-    if not given:
-        return None
     numbers = {our_name(name): float(x) for name, x in found.items() if _is_number(x)}
-    return step_of(next(filter(_is_number, given), given[0])), numbers
-
-
-def _jsonl(path: Path, problems: Problems) -> Iterator[Row]:
-    for place, found in objects(path, problems):
-        row = None
-        with problems.guarded(path, place):
-            row = _row(found)
-        if row is not None:
-            yield row
+    return [(step_of(next(filter(_is_number, given), given[0])), numbers)] if given else []
 
 
 def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
+def _jsonl(path: Path, problems: Problems) -> Iterator[Row]:
+    for place, found in objects(path, problems):
+        yield from problems.read(partial(_row, found), path, place) or ()
+
+
+# Tensorboard.
+
+
 def _tensorboard(path: Path, problems: Problems) -> Iterator[Row]:
     with opened(path) as file:
         step: object = "none"
         while header := file.read(12):
-            rows: list[Row] = []
             size = int.from_bytes(header[:8], "little")
             event = file.read(min(size, int(LINE.base)))
             if len(event) < size or len(file.read(4)) < 4:
                 raise RecordError(f"tensorboard is damaged after step {step}: the end of the file is cut")
-            with problems.guarded(path, f"the event before byte {file.tell()}"):
-                rows = list(_event(event))
-            for step, row in rows:
+            place = f"the event before byte {file.tell()}"
+            for step, row in problems.read(lambda event=event: list(_event(event)), path, place) or ():
                 yield step, row
 
 
@@ -98,62 +99,71 @@ def _event(event: bytes) -> Iterator[Row]:
     if not isinstance(summary, bytes):
         return
     step = step_of(found.get(2, 0))
-    for _, value in fields(summary):
-        parts = dict(fields(value)) if isinstance(value, bytes) else {}
-        tag, simple, tensor = parts.get(1), parts.get(2), parts.get(8)
-        content = simple if isinstance(simple, bytes) else _of_tensor(tensor)
-        if isinstance(tag, bytes) and content is not None:
+    for _, value in messages(summary):
+        parts = dict(messages(value))
+        tag, content = parts.get(1), parts.get(2) or _of_tensor(parts.get(8, b""))
+        if tag is not None and content is not None:
             yield step, {our_name(tag.decode()): number(content)}
 
 
-def _of_tensor(tensor: object) -> bytes | None:
+def _of_tensor(tensor: bytes) -> bytes | None:
     """The one float of a TensorProto: packed in field 5, or raw in field 4."""
-    parts = dict(fields(tensor)) if isinstance(tensor, bytes) else {}
+    parts = dict(messages(tensor))
     found = parts.get(5) or parts.get(4)
-    return found if isinstance(found, bytes) and len(found) == 4 else None
+    return found if found and len(found) == 4 else None
+
+
+# Offline wandb runs.
 
 
 def _wandb(path: Path, problems: Problems) -> Iterator[Row]:
     for place, record in problems.each(_wandb_records(path), path, size_of(path)):
-        rows: list[Row] = []
-        with problems.guarded(path, place):
-            rows = [row for name, content in record if name == 2 and (row := _history(content, path))]
-        yield from rows
+        yield from problems.read(partial(_histories, record, path), path, place) or ()
+
+
+def _histories(record: bytes, path: Path) -> list[Row]:
+    """Rows of the HistoryRecords (2) of a record: items (1) and the step (2)."""
+    rows: list[Row] = []
+    for history in _of(2, record):
+        found = dict(_item(item, path) for item in _of(1, history))
+        steps = [dict(fields(content)).get(1, 0) for content in _of(2, history)]
+        rows += _row(found, steps[-1] if steps else None)
+    return rows
 
 
 def wandb_settings(path: Path, problems: Problems) -> dict[str, Any]:
     """The config of an offline wandb run: its record (17) holds one (4), and later ones (5) add to it."""
     found: dict[str, Any] = {}
     for place, record in problems.each(_wandb_records(path), path, size_of(path)):
-        with problems.guarded(path, f"{place}: the run's arguments"):
-            for name, content in record:
-                held = [content] if name == 5 else []
-                if name == 17:
-                    held = [part for inner, part in fields(content) if inner == 4 and isinstance(part, bytes)]
-                for config in held:
-                    items = (item for inner, item in fields(config) if inner == 1 and isinstance(item, bytes))
-                    found |= dict(_item(item, path) for item in items)
+        read = partial(_settings, record, path)
+        found |= problems.read(read, path, f"{place}: the run's arguments") or {}
     return found
 
 
-def _wandb_records(path: Path) -> Iterator[tuple[str, Iterator[tuple[int, bytes]]]]:
-    """Place and messages of every record of an offline wandb run."""
-    with opened(path) as file:
-        if file.read(HEADER)[:4] != b":W&B":
-            raise RecordError(f"{path}: no log of wandb")
-        for count, record in enumerate(_logged(file, path), 1):
-            yield f"record {count}", _messages(record)
+def _settings(record: bytes, path: Path) -> dict[str, Any]:
+    configs = [config for run in _of(17, record) for config in _of(4, run)] + _of(5, record)
+    return dict(_item(item, path) for config in configs for item in _of(1, config))
 
 
-def _messages(record: bytes) -> Iterator[tuple[int, bytes]]:
-    return ((name, content) for name, content in fields(record) if isinstance(content, bytes))
+def _of(wanted: int, message: bytes) -> list[bytes]:
+    """The messages of one number within a message."""
+    return [content for name, content in messages(message) if name == wanted]
 
 
 def _item(message: bytes, path: Path) -> tuple[str, Any]:
     """Key (1, or 2 in parts) and value as json (16) of an item of a HistoryRecord or a ConfigRecord."""
-    parts = [(number, part) for number, part in fields(message) if isinstance(part, bytes)]
-    key = "/".join(part.decode() for number, part in parts if number in (1, 2))
-    return key, parsed(next((part for number, part in parts if number == 16), b"null"), path)
+    parts = list(messages(message))
+    key = "/".join(part.decode() for name, part in parts if name in (1, 2))
+    return key, parsed(next((part for name, part in parts if name == 16), b"null"), path)
+
+
+def _wandb_records(path: Path) -> Iterator[tuple[str, bytes]]:
+    """Place and content of every record of an offline wandb run."""
+    with opened(path) as file:
+        if file.read(HEADER)[:4] != b":W&B":
+            raise RecordError(f"{path}: no log of wandb")
+        for count, record in enumerate(_logged(file, path), 1):
+            yield f"record {count}", record
 
 
 def _logged(file: BinaryIO, path: Path) -> Iterator[bytes]:
@@ -181,21 +191,58 @@ def _logged(file: BinaryIO, path: Path) -> Iterator[bytes]:
             yield bytes(record)
 
 
-def _history(history: bytes, path: Path) -> Row | None:
-    """A HistoryRecord: items (1) and the step (2)."""
-    found: dict[str, Any] = {}
-    step: object = None
-    for name, content in fields(history):
-        if name == 1 and isinstance(content, bytes):
-            key, value = _item(content, path)
-            found[key] = value
-        elif name == 2 and isinstance(content, bytes):
-            step = dict(fields(content)).get(1, 0)
-    return _row(found, step)
-
-
 READERS: dict[str, Callable[[Path, Problems], Iterator[Row]]] = {
     "metrics.jsonl": _jsonl,
     "tensorboard": _tensorboard,
     "wandb": _wandb,
 }
+
+# The few lines of protobuf that both formats need.
+
+
+def fields(message: bytes) -> Iterator[Field]:
+    """Number and content of each field: an int of a varint, the bytes of everything else.
+
+    Raises:
+        ValueError: the message is cut or no protobuf.
+        RecordError: the message has more fields than the budget.
+    """
+    place = 0
+    for count in itertools.count(1):
+        if place >= len(message):
+            return
+        ITEMS.check(count, len(message), "a message")
+        key, place = _varint(message, place)
+        kind = key & 7
+        if kind not in (0, 2, *FIXED):
+            raise ValueError(f"a field of kind {kind}")
+        size, place = (FIXED[kind], place) if kind in FIXED else _varint(message, place)
+        if kind == 0:
+            yield key >> 3, size
+            continue
+        if place + size > len(message):
+            raise ValueError("a field is cut")
+        yield key >> 3, message[place : place + size]
+        place += size
+
+
+def messages(message: bytes) -> Iterator[tuple[int, bytes]]:
+    """The fields that hold bytes."""
+    return ((name, content) for name, content in fields(message) if isinstance(content, bytes))
+
+
+def number(content: bytes) -> float:
+    """A float or a double, from its bytes."""
+    return struct.unpack("<f" if len(content) == 4 else "<d", content)[0]
+
+
+def _varint(message: bytes, place: int) -> tuple[int, int]:
+    value = shift = 0
+    while True:
+        if place >= len(message) or shift > 63:
+            raise ValueError("a number is cut")
+        byte = message[place]
+        value |= (byte & 127) << shift
+        place, shift = place + 1, shift + 7
+        if byte < 128:
+            return value, place

@@ -1,4 +1,8 @@
-"""Dumps of Miles and slime: which files are some, which belong together, and the records that they hold."""
+"""Dumps of Miles and slime: which files are some, which belong together, and the records that they hold.
+
+slime's training dump was read from slime 624b824: `{format_version: 2, rollout_id, rank, samples, dp_shards}`, one file
+a rollout. The last pipeline stage of tensor-parallel rank 0 writes it, after context-parallel pieces are gathered.
+"""
 
 from __future__ import annotations
 
@@ -8,13 +12,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from mis_plugins.report.readers import host, miles, slime
+from mis_plugins.report.readers import host, miles
 from mis_plugins.report.readers.source import Problems, Source, natural
 from mis_plugins.report.record import Record
+from mis_plugins.shared.budget import RecordError
 from mis_plugins.shared.foreign import load_foreign
+from mis_plugins.shared.numerals import shown
 
-EVALUATION = "eval_"  # names a host's dump of an evaluation, beside a rollout's dump with the same number
-Loaded = tuple[Path, Mapping[str, Any]]
+EVALUATION = "eval_"  # begins the name of a host's dump of an evaluation, numbered as a rollout's dump
 
 
 def dumps(files: Iterable[Path], problems: Problems) -> Iterator[Source]:
@@ -22,11 +27,7 @@ def dumps(files: Iterable[Path], problems: Problems) -> Iterator[Source]:
     trained: dict[tuple[str, str], list[Path]] = defaultdict(list)
     rolled: dict[str, Path] = {}
     for file in files:
-        kind = rollout = ""
-        with problems.guarded(file):
-            kind, rollout = _kind(load_foreign(file))
-            if not kind:
-                problems.add("no dump of training or rollout data by Miles or slime", file)
+        kind, rollout = problems.read(lambda file=file: _kind(load_foreign(file)), file) or ("", "")
         if kind == "rollout" and not file.stem.startswith(EVALUATION):
             rolled[rollout] = file
         elif kind and kind != "rollout":
@@ -43,31 +44,36 @@ def dumps(files: Iterable[Path], problems: Problems) -> Iterator[Source]:
 
 
 def _kind(content: Any) -> tuple[str, str]:
-    """Format of a loaded dump, empty where it is none, and the name of its rollout."""
+    """Format of a loaded dump, and the name of its rollout.
+
+    Raises:
+        RecordError: the file is no dump.
+    """
     if miles.is_train_dump(content):
-        return "Miles", str(host.rollout_id(content))
-    if slime.is_train_dump(content):
-        return "slime", str(host.rollout_id(content))
-    return ("rollout", str(host.rollout_id(content))) if host.has_samples(content) else ("", "")
+        kind = "Miles"
+    elif host.has_samples(content):
+        kind = "slime" if "dp_shards" in content else "rollout"
+    else:
+        raise RecordError("no dump of training or rollout data by Miles or slime")
+    return kind, str(host.rollout_id(content))
 
 
 def _records(kind: str, files: Sequence[Path], rollout: Path | None, problems: Problems) -> Iterator[Record]:
-    extra: host.Extra = {}
-    if rollout is not None:
-        with problems.guarded(rollout):
-            extra = host.rollout_extra(load_foreign(rollout))
-    loaded = list(_loaded(files, problems))
+    extra = problems.read(lambda: host.rollout_extra(load_foreign(rollout)), rollout) if rollout else None
+    loaded = [(file, problems.read(partial(load_foreign, file), file)) for file in files]
+    whole = [(file, content) for file, content in loaded if content is not None]
     if kind == "Miles":
-        yield from miles.records([content for _, content in loaded], f"{files[0].parent}", extra, problems)
+        yield from miles.records(
+            [content for _, content in whole], f"{files[0].parent}", extra or {}, problems
+        )
         return
-    for file, content in loaded:
-        yield from slime.records(content, str(file), extra, problems)
+    for file, content in whole:
+        for place, sample in enumerate(content["samples"]):
+            index = sample.get("sample_index", sample.get("rollout_position", place))
+            made = partial(_of_slime, content, sample, index, extra or {})
+            if record := problems.read(made, file, f"sample {shown(index)}"):
+                yield record
 
 
-def _loaded(files: Sequence[Path], problems: Problems) -> Iterator[Loaded]:
-    for file in files:
-        content = None
-        with problems.guarded(file):
-            content = load_foreign(file)
-        if content is not None:
-            yield file, content
+def _of_slime(content: Mapping[str, Any], sample: Mapping[str, Any], index: Any, extra: host.Extra) -> Record:
+    return host.record(sample, host.rollout_id(content), index, extra)

@@ -7,6 +7,7 @@ import json
 import resource
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -39,32 +40,21 @@ def parsed(text: bytes, path: Path) -> Any:
     return json.loads(text.decode("utf-8-sig", "surrogatepass"))
 
 
-def objects(path: Path, problems: Problems) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Place and object of each line of a file; a line without an object is told and left out."""
+def objects(path: Path, problems: Problems, head: bool = False) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Place and object of each line of a file; a line without an object is told and left out.
+
+    Args:
+        head: stop after the first lines, by which a file is known.
+    """
     with opened(path) as file:
         for number in itertools.count(1):
             line, goes_on = _line(file)
-            place, found = f"line {number}", None
-            with problems.guarded(path, place):
-                found = _object(line, path)
+            place = f"line {number}"
+            found = problems.read(partial(_object, line, path), path, place)
             problems.bytes_read = file.tell()
             if found is not None:
                 yield place, found
-            if not goes_on:
-                return
-
-
-def first_objects(path: Path) -> Iterator[Mapping[str, Any]]:
-    """Objects in the first lines of a file, by which it is known; none where the file cannot be read."""
-    problems = Problems()
-    with opened(path) as file:
-        for _ in range(HEAD):
-            line, goes_on = _line(file)
-            with problems.guarded(path):
-                found = _object(line, path)
-                if found is not None:
-                    yield found
-            if not goes_on or file.tell() > SKIPPED * LINE.base:
+            if not goes_on or (head and (number == HEAD or problems.bytes_read > SKIPPED * LINE.base)):
                 return
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from hashlib import blake2b
 from typing import Any
 
@@ -21,7 +22,6 @@ from torch import Tensor
 
 from mis_plugins.packing.layout import zigzag
 from mis_plugins.report.readers import host
-from mis_plugins.report.readers.packing import Packings, in_order, packings
 from mis_plugins.report.readers.source import Problems
 from mis_plugins.report.record import Record
 from mis_plugins.shared.archive import Stored
@@ -31,11 +31,7 @@ from mis_plugins.shared.numerals import shown
 
 PIECES = ("rollout_log_probs", "log_probs", "advantages")  # cut over context-parallel ranks
 WHOLE = ("tokens", "loss_masks", "rewards", "truncated", "weight_versions")
-LISTED = ("response_lengths", "total_lengths", "max_seq_lens", "sample_indices", "rollout_mask_sums")
-COLUMNS = (*PIECES, *WHOLE, *LISTED, "num_microbatches", "micro_batch_indices", "num_rollouts")
-
-# A digest, equal on all ranks that hold equal samples; without indices a number, and each rank's samples are its own.
-Shard = bytes | int
+LISTED = ("response_lengths", "total_lengths", "max_seq_lens", "sample_indices")
 
 
 @dataclass(frozen=True)
@@ -72,42 +68,39 @@ def records(
     ranks: Sequence[Mapping[str, Any]], label: str, extra: host.Extra, problems: Problems
 ) -> Iterator[Record]:
     """Records of one rollout from the files of all its ranks."""
-    held: dict[tuple[Shard, int], list[Held]] = defaultdict(list)
-    shards: dict[Shard, Mapping[str, Any]] = {}
+    held: dict[tuple[bytes | int, int], list[Held]] = defaultdict(list)
     for number, rank in enumerate(_in_order(ranks, label, problems)):
-        shard: Shard = number
-        with problems.guarded(label, f"rank {rank['rank']}"):
-            digest = _digest(rank["rollout_data"])
-            shard = number if digest is None else digest
-        shards[shard] = rank["rollout_data"]
+        digest = problems.read(partial(_digest, rank["rollout_data"]), label, f"rank {rank['rank']}")
+        shard = digest or number  # each rank's samples are its own where no index tells
         for place in range(len(rank["rollout_data"]["response_lengths"])):
             held[shard, place].append(Held(rank, place))
-    found: list[tuple[Any, Record]] = []
-    for name, parts in held.items():
+    for parts in held.values():
         rank, place = parts[0].rank, parts[0].place
-        with problems.guarded(label, f"rank {rank['rank']}, sample {place}"):
-            index = parts[0].column("sample_indices")
-            index = (rank["rank"], place) if index is None else index
-            found.append((name, host.record(_joined(index, parts), host.rollout_id(rank), index, extra)))
-    packed: Packings = {}
-    with problems.guarded(label, "micro-batches"):
-        packed = _packings(shards)
-    return in_order(found, packed)
+        record = problems.read(partial(_record, parts, extra), label, f"rank {rank['rank']}, sample {place}")
+        if record is not None:
+            yield record
+
+
+def _record(parts: Sequence[Held], extra: host.Extra) -> Record:
+    rank, place = parts[0].rank, parts[0].place
+    index = parts[0].column("sample_indices")
+    index = (rank["rank"], place) if index is None else index
+    return host.record(_joined(index, parts), host.rollout_id(rank), index, extra)
 
 
 def _in_order(ranks: Sequence[Mapping[str, Any]], label: str, problems: Problems) -> list[Mapping[str, Any]]:
     """The files of all ranks by their number, each with the columns that are read; stacked columns are tensors."""
-    known = []
-    for rank in ranks:
-        with problems.guarded(label, f"rank {shown(rank['rank'])}"):
-            number = int(tensor_of(rank["rank"]))
-            columns = {name: tensor_of(rank["rollout_data"].get(name)) for name in COLUMNS}
-            known.append({**rank, "rank": number, "rollout_data": columns})
-    return sorted(known, key=lambda rank: rank["rank"])
+    read = (problems.read(partial(_read, rank), label, f"rank {shown(rank['rank'])}") for rank in ranks)
+    return sorted((rank for rank in read if rank is not None), key=lambda rank: rank["rank"])
+
+
+def _read(rank: Mapping[str, Any]) -> dict[str, Any]:
+    columns = {name: tensor_of(rank["rollout_data"].get(name)) for name in (*PIECES, *WHOLE, *LISTED)}
+    return {**rank, "rank": int(tensor_of(rank["rank"])), "rollout_data": columns}
 
 
 def _digest(data: Mapping[str, Any]) -> bytes | None:
-    """A digest of the samples of a rank; None without indices."""
+    """A digest of the samples of a rank, equal on all ranks that hold equal samples; None without indices."""
     if data.get("sample_indices") is None:
         return None
     digest = blake2b(repr([str(index) for index in data["sample_indices"]]).encode())
@@ -118,16 +111,6 @@ def _digest(data: Mapping[str, Any]) -> bytes | None:
                 b"" if value is None else torch.as_tensor(tensor_of(value)).contiguous().numpy().tobytes()
             )
     return digest.digest()
-
-
-def _packings(shards: Mapping[Shard, Mapping[str, Any]]) -> Packings:
-    """Packing of every response. Ranks of other tensor, pipeline and context places repeat the lists of their shard."""
-    found: Packings = {}
-    for number, (shard, data) in enumerate(shards.items()):
-        valid = data.get("rollout_mask_sums")
-        names = [(shard, place) for place in range(len(data["response_lengths"]))]
-        found |= packings(data, number, data.get("num_rollouts"), () if valid is None else valid, names)
-    return found
 
 
 def _joined(index: Any, parts: Sequence[Held]) -> dict[str, Any]:

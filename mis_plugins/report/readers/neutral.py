@@ -6,6 +6,7 @@ A line is read on its own and forgotten, so that memory holds one line, or one g
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -41,8 +42,8 @@ def parquet(path: Path, problems: Problems) -> Iterator[Record]:
             file = ParquetFile(content)
             columns = _columns(file.schema_arrow, path)
         for group in range(file.num_row_groups):
-            with problems.guarded(path, f"row group {group + 1}"):
-                yield from _group(file, group, columns, path, size, problems)
+            rows = _group(file, group, columns, path, size, problems)
+            yield from problems.each(rows, path, size, f"row group {group + 1}")
 
 
 def _columns(schema: Any, path: Path) -> list[str]:
@@ -77,9 +78,8 @@ def _group(
         INFLATED.check(batch.nbytes, size, path)
         for row in range(batch.num_rows):
             number += 1
-            place, found = f"row {number}" if not group else f"row group {group + 1}, row {number}", None
-            with problems.guarded(path, place):
-                found = _values(batch.slice(row, 1), path)
+            place = f"row {number}" if not group else f"row group {group + 1}, row {number}"
+            found = problems.read(partial(_values, batch.slice(row, 1), path), path, place)
             if found is not None:
                 yield from _record(found, path, place, problems)
 
@@ -103,9 +103,6 @@ def _count(array: Any) -> int:
 
 def _record(values: Mapping[str, Any], path: Path, place: str, problems: Problems) -> Iterator[Record]:
     """The record of a line or a row; none where it does not fit together, which is told."""
-    found = None
-    with problems.guarded(path, place):
-        name = values.get("sample", place.rpartition(" ")[2])
-        found = from_mapping(values, values.get("step", 0), str(name))
-    if found is not None:
-        yield found
+    name = str(values.get("sample", place.rpartition(" ")[2]))
+    record = problems.read(lambda: from_mapping(values, values.get("step", 0), name), path, place)
+    return iter(() if record is None else (record,))

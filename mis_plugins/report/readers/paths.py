@@ -16,8 +16,7 @@ from typing import Any
 from mis_plugins.errors import InputError
 from mis_plugins.report.readers import curves, neutral
 from mis_plugins.report.readers.dumps import dumps
-from mis_plugins.report.readers.files import first_objects, opened
-from mis_plugins.report.readers.settings import Settings, settings
+from mis_plugins.report.readers.files import objects, opened
 from mis_plugins.report.readers.source import Curve, Problems, Source, natural, size_of
 
 VERL = (
@@ -35,16 +34,14 @@ class Found:
     """What all paths of a command hold.
 
     curves: files of curves with their formats.
-    settings: arguments of runs, each with its file.
-    tokenizer: the tokenizer that a host wrote beside its dump.
+    files: all files.
     others: files of no format that is read.
     """
 
     sources: tuple[Source, ...]
     curves: tuple[tuple[Path, str], ...]
-    settings: tuple[Settings, ...] = ()
-    tokenizer: Path | None = None
-    others: tuple[Path, ...] = ()
+    files: tuple[Path, ...]
+    others: tuple[Path, ...]
 
     def read_curves(self, problems: Problems) -> tuple[Curve, ...]:
         """Curves of all files that hold a step."""
@@ -75,13 +72,7 @@ def find(paths: Sequence[Path], problems: Problems) -> Found:
             problems.add(NOTHING, file)
         else:
             others.append(file)
-    held = tuple(settings(files, problems))
-    return Found(tuple(sources), tuple(lines), held, _tokenizer(paths), tuple(others))
-
-
-def _tokenizer(paths: Sequence[Path]) -> Path | None:
-    """`tokenizer/tokenizer.json`, which both hosts write into the folder of `--dump-details`."""
-    return next((file for path in paths if (file := path / "tokenizer" / "tokenizer.json").is_file()), None)
+    return Found(tuple(sources), tuple(lines), tuple(files), tuple(others))
 
 
 # What hosts write beside their dumps, and nobody needs here.
@@ -124,10 +115,7 @@ def _within(folder: Path, problems: Problems) -> Iterator[Path]:
 
 
 def _is_regular(file: Path, problems: Problems) -> bool:
-    with problems.guarded(file):
-        opened(file).close()
-        return True
-    return False
+    return problems.read(lambda: opened(file).close() or True, file) is not None
 
 
 NEUTRAL = {"parquet": neutral.parquet, "jsonl": neutral.jsonl}
@@ -141,11 +129,8 @@ def format_of(file: Path) -> str | None:
         return "tensorboard"
     if file.suffix == ".parquet":
         return "parquet"
-    return next(filter(None, (_shown_by(found, file) for found in _first_objects(file))), None)
-
-
-def _first_objects(file: Path) -> Iterator[Mapping[str, Any]]:
-    return Problems().each(first_objects(file), file, size_of(file))
+    head = Problems().each(objects(file, Problems(), head=True), file, size_of(file))
+    return next(filter(None, (_shown_by(found, file) for _, found in head)), None)
 
 
 def _shown_by(found: Mapping[str, Any], file: Path) -> str | None:

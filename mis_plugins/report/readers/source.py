@@ -5,13 +5,13 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
 from mis_plugins.report.record import Record
 from mis_plugins.shared.budget import Clock
+from mis_plugins.shared.opened import reason
 
 T = TypeVar("T")
 LONGEST = 300  # letters of a reason
@@ -46,59 +46,47 @@ class Problems:
 
     def add(self, reason: str, file: object = "", place: object = "") -> None:
         """Tell what was not read, and why."""
-        told = Problem(str(file), str(place), reason)
-        self.of_file[told.file] += 1
-        if self.of_file[told.file] <= self.EACH and len(self.kept) < self.MOST:
-            self.kept.append(told)
+        problem = Problem(str(file), str(place), reason)
+        self.of_file[problem.file] += 1
+        if self.of_file[problem.file] <= self.EACH and len(self.kept) < self.MOST:
+            self.kept.append(problem)
 
     @property
     def told(self) -> list[str]:
         """All that is kept, in words."""
         return list(map(str, self.kept))
 
-    @contextmanager
-    def guarded(self, file: object, place: object = "") -> Iterator[None]:
-        """Run a block that reads one file or one record: an error of any kind is told, and reading goes on behind it.
+    def read(self, function: Callable[[], T], file: object, place: object = "") -> T | None:
+        """What `function` reads of one file or one record; None where it fails, which is told.
 
         Args:
             place: the line, row, sample or step within the file.
         """
         try:
-            yield
+            return function()
         except BaseException as error:
-            # A library in Rust raises a `PanicException`, which is no `Exception`.
-            if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
-                raise
-            self.add(_reason(error, file, place), file, place)
+            why = reason(error).removeprefix(f"{file}: ").removeprefix(f"{place}: ")
+            self.add(why if len(why) <= LONGEST else f"{why[:LONGEST]}...", file, place)
+            return None
 
-    def each(self, items: Iterator[T], file: object, size: int) -> Iterator[T]:
+    def each(self, items: Iterator[T], file: object, size: int, place: object = "") -> Iterator[T]:
         """Items that a reader makes of a file of `size` bytes, until the reader ends, fails, or takes too long.
 
         Errors of whoever takes the items pass: they are no fault of the file.
         """
-        clock, end = Clock(size, file), object()
-        while True:
-            item: object = end
-            with self.guarded(file):
-                clock.check()
-                item = next(items, end)
-            if item is end:
-                return
-            yield item  # pyright: ignore[reportReturnType]
+        clock = Clock(size, file)
+
+        def following() -> list[T]:
+            clock.check()
+            return [item for item in (next(items, clock),) if item is not clock]  # pyright: ignore[reportReturnType]
+
+        while item := self.read(following, file, place):
+            yield from item
 
     def first(self, most: int = MOST) -> list[Problem]:
         """The first `most` of them, and how many more there are."""
         more = self.of_file.total() - min(most, len(self.kept))
         return [*self.kept[:most], *([Problem("", "", f"and {more} more")] if more > 0 else [])]
-
-
-def _reason(error: BaseException, file: object, place: object) -> str:
-    """An error in one line of bounded length, without the file and the place, which stand beside it."""
-    said = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-    said = said.strip().partition("\n")[0] or type(error).__name__
-    for known in (file, place):
-        said = said.removeprefix(f"{known}: ")
-    return said if len(said) <= LONGEST else f"{said[:LONGEST]}..."
 
 
 @dataclass(frozen=True)

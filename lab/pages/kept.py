@@ -1,0 +1,107 @@
+"""The part of `docs/presets.md` that says what presets keep at the mismatch of a real model, from its record.
+
+    python -m lab.pages.kept
+
+Only what lies between the two comments that name this module is made.
+"""
+
+from __future__ import annotations
+
+if __name__ == "__main__":
+    from mis_plugins.shared.shell import run_command
+
+    run_command("lab.pages.kept:main")
+
+import json
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from lab.ladder.rungs import RUNGS
+from lab.ladder.shipped import SAMPLED_AS_TRAINED, by_k3, commits
+from mis_plugins.explain.rungs import short
+
+ROOT = Path(__file__).parents[2]
+PAGE, RECORD = ROOT / "docs" / "presets.md", ROOT / "lab" / "results" / "mismatch.json"
+BEGIN, END = "<!-- made by python -m lab.pages.kept -->\n", "<!-- end of what was made -->"
+PART = re.compile(f"{re.escape(BEGIN)}.*{re.escape(END)}", re.DOTALL)
+Rung = Mapping[str, Any]
+
+
+def page(text: str, record: Mapping[str, Any]) -> str:
+    """The page with its tables of the record made anew."""
+    made = "\n".join(_part(record))
+    return PART.sub(lambda _: f"{BEGIN}\n{made}\n\n{END}", text)
+
+
+def _part(record: Mapping[str, Any]) -> Iterator[str]:
+    """What was measured, the windows that fit, and what each preset keeps."""
+    rungs = by_k3(record["rungs"])
+    lengths = sorted(set.intersection(*({*map(int, rung["responses"])} for rung in rungs.values())))
+    yield f"{record['model']}, sampled at {commits(record['rungs'])}; `lab/mismatch.py` is the command.\n"
+    yield from _measured(rungs, lengths)
+    yield from _windows(rungs, lengths)
+    yield from _presets({name: rung for name, rung in rungs.items() if RUNGS[name].step}, lengths)
+
+
+def _head(*names: str) -> str:
+    return f"| {' | '.join(names)} |\n" + "|---" * len(names) + "|"
+
+
+def _measured(rungs: Mapping[str, Rung], lengths: Sequence[int]) -> Iterator[str]:
+    """A row for each rung."""
+    yield _head(
+        "rung", "rollout weights", "prompts", "tokens", "k3", "p99 of abs log r", "responses of each length"
+    )
+    for name, rung in rungs.items():
+        numbers = rung["mismatch"][SAMPLED_AS_TRAINED]
+        held = ", ".join(f"{rung['responses'][str(length)]} of {length}" for length in lengths)
+        sizes = (f"{numbers['k3'][0]:.2g}", f"{numbers['p99'][0]:.2g}")
+        cells = (name, RUNGS[name].words, numbers["prompts"], numbers["tokens"], *sizes, held)
+        yield f"| {' | '.join(map(str, cells))} |"
+
+
+def _windows(rungs: Mapping[str, Rung], lengths: Sequence[int]) -> Iterator[str]:
+    """A window for each rung and length."""
+    yield "\nA window of `(prod r)^(1/n)` that keeps nine of ten responses of `n` tokens, rounded outwards.\n"
+    yield _head("rung", *(f"n = {length}" for length in lengths))
+    for name, rung in rungs.items():
+        yield f"| {name} | {' | '.join(window(rung['fits'][str(length)]) for length in lengths)} |"
+
+
+def window(fits: Sequence[float]) -> str:
+    """The window that fits, rounded outwards."""
+    low, high = fits
+    return f"[{math.floor(1000 * low) / 1000:.3f}, {math.ceil(1000 * high) / 1000:.3f}]"
+
+
+def _presets(steps: Mapping[str, Rung], lengths: Sequence[int]) -> Iterator[str]:
+    """A row for each preset: the steps of the ladder at the shortest, the middle and the longest length."""
+    shown = [str(length) for length in sorted({lengths[place] for place in (0, len(lengths) // 2, -1)})]
+    told = ", ".join(shown)
+    yield f"\nPercent of the tokens kept in responses of {told} tokens; then the mean weight of the longest.\n"
+    k3 = {name: rung["mismatch"][SAMPLED_AS_TRAINED]["k3"][0] for name, rung in steps.items()}
+    yield _head("preset", *(f"{name}, k3 {short(k3[name])}" for name in steps))
+    for preset in next(iter(steps.values()))["presets"][shown[0]]:
+        cells = [_cell([rung["presets"][length][preset] for length in shown]) for rung in steps.values()]
+        yield f"| `{preset}` | {' | '.join(cells)} |"
+
+
+def _cell(by_length: Sequence[Any]) -> str:
+    """What a preset keeps at each length; words stand where rollouts alone have no numbers."""
+    shares = [numbers for numbers in by_length if isinstance(numbers, Mapping)]
+    if not shares:
+        return "-"
+    weight = shares[-1]["weight"]
+    kept = " ".join(f"{100 * numbers['tokens']:.0f}" for numbers in shares)
+    return f"{kept}; {'-' if weight is None else f'{weight:.2f}'}"
+
+
+def main() -> int:
+    """Write the part."""
+    record = json.loads(RECORD.read_text(encoding="utf-8"))
+    PAGE.write_text(page(PAGE.read_text(encoding="utf-8"), record), encoding="utf-8")
+    print(f"wrote {PAGE}")
+    return 0

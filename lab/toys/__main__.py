@@ -1,0 +1,42 @@
+"""Pages and pictures of toy experiments, drawn anew from their records.
+
+    python -m lab.toys [NAME ...]
+
+What ran an experiment lies in the commit that its record names.
+"""
+
+from __future__ import annotations
+
+if __name__ == "__main__":
+    from mis_plugins.shared.shell import run_command
+
+    run_command("lab.toys.__main__:main", extra="local")
+
+import importlib
+import json
+from pathlib import Path
+
+from lab.provenance import parser_of
+
+TOYS = {name: f"lab.toys.{name}" for name in (
+    "async_rewards", "collapse", "experts", "presets", "real_model_window", "report_collapse", "truly_on_policy",
+)} | {"async": "lab.toys.asynchrony"}  # fmt: skip
+"""The module that draws each experiment, by the name of its record."""
+RESULTS = Path("lab/results")
+
+
+def main() -> int:
+    parser = parser_of(__doc__)
+    parser.add_argument(
+        "names", nargs="*", metavar="NAME", help=f"of {', '.join(sorted(TOYS))} (default: all)"
+    )
+    options = parser.parse_args()
+    if unknown := [name for name in options.names if name not in TOYS]:
+        parser.error(f"no experiment {', '.join(unknown)}; choose from {', '.join(sorted(TOYS))}")
+    for name in options.names or TOYS:
+        toy, record = importlib.import_module(TOYS[name]), RESULTS / f"{name}.json"
+        content = json.loads(record.read_text(encoding="utf-8"))
+        record.with_suffix(".md").write_text(toy.markdown(content), encoding="utf-8")
+        if hasattr(toy, "draw"):
+            toy.draw(content, record.with_suffix(".png"))
+    return 0

@@ -1,0 +1,80 @@
+"""Draw runs as small multiples: a panel for each method, a line for each seed, nothing averaged.
+
+A run that recorded its course is drawn over its rollouts; a record of start and end alone is drawn as two
+points.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+
+from mis_plugins.shared.files import replaced
+from mis_plugins.shared.palette import FRAME, GRID, TEXT, color
+
+Run = Mapping[str, Any]
+
+
+def points(run: Run, policy: str) -> list[Sequence[float]]:
+    """Return (rollout, reward) of a policy: its course, or its start and end at 0 and 1."""
+    held = run.get("course", {}).get(policy)
+    return held or [(0, run[f"{policy}_start"]), (1, run[f"{policy}_final"])]
+
+
+def draw(methods: Mapping[str, Sequence[Run]], output: Path, notes: Mapping[str, str] | None = None) -> None:
+    """Draw a panel for each method, whose runs are seeds; a note stands below the method's name."""
+    figure = Figure(figsize=(2.5 * max(len(methods), 3), 3.3), layout="constrained", facecolor="white")
+    axes = figure.subplots(1, len(methods), sharey=True, squeeze=False)[0]
+    for axis, (name, runs) in zip(axes, methods.items(), strict=True):
+        _panel(axis, color(name), runs)
+        _dress(axis, name, (notes or {}).get(name, ""), any("course" in run for run in runs))
+    axes[0].set_ylabel("held-out reward", color=TEXT)
+    figure.legend(handles=_key(), loc="outside lower center", ncols=2, frameon=False, fontsize=9)
+    with replaced(output) as partial:
+        figure.savefig(partial, dpi=100, format="png")
+
+
+def _panel(axis: Axes, shade: str, runs: Sequence[Run]) -> None:
+    for run in runs:
+        for policy, style, inside in (("rollout", "--", "none"), ("trainer", "-", shade)):
+            line = points(run, policy)
+            size = (5 if len(line) == 2 else 2.5) + 3 * (policy == "rollout")
+            axis.plot(
+                *zip(*line, strict=True),
+                style,
+                marker="o",
+                color=shade,
+                mfc=inside,
+                ms=size,
+                lw=1.2,
+                alpha=0.9,
+            )
+
+
+def _dress(axis: Axes, name: str, note: str, has_course: bool) -> None:
+    title = f"{name}\n{note}" if note else name
+    axis.set_title(title, loc="left", fontsize=10, color=TEXT, fontweight="bold")
+    axis.set_ylim(-0.05, 1.05)
+    if has_course:
+        axis.set_xlabel("rollout", color=TEXT, fontsize=9)
+    else:
+        axis.set_xlim(-0.25, 1.25)
+        axis.set_xticks([0, 1], ["start", "end"])
+    axis.tick_params(colors=TEXT, labelsize=9)
+    axis.grid(axis="y", color=GRID, linewidth=0.8)
+    axis.set_axisbelow(True)
+    axis.spines[["top", "right"]].set_visible(False)
+    axis.spines[["left", "bottom"]].set_color(FRAME)
+
+
+def _key() -> list[Line2D]:
+    trainer = Line2D([], [], color=TEXT, marker="o", ms=6, lw=1.2, label="trainer policy, a line a seed")
+    rollout = Line2D(
+        [], [], color=TEXT, marker="o", mfc="white", ms=6, lw=1.2, ls="--", label="rollout policy"
+    )
+    return [trainer, rollout]

@@ -1,0 +1,135 @@
+"""Toy experiments: their pages are those of their records, and recipes parse to what their names say."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+from lab.async_weights import FULL, command_line
+from lab.demo import RUNS
+from lab.experiments import recipe
+from lab.experiments.runner import run_arms, training
+from lab.host.cli.arguments import parse_args
+from lab.host.folders import SUMMARY
+from lab.toys.__main__ import RESULTS, TOYS
+from lab.toys.asynchrony import gains
+from lab.toys.experts import markdown as page_of_experts
+from mis_plugins.__main__ import load
+from mis_plugins.config.reading import from_args, presets
+
+ROOT = Path(__file__).resolve().parents[2]
+TIS = "--custom-tis-function-path mis_plugins.mis.compute_mis_weights_with_cp"
+LOSS = "--loss-type custom_loss --custom-loss-function-path mis_plugins.mis.policy_loss"
+DENSE = {name: file for name, file in presets().items() if not load(file).reads_routes}
+
+
+@pytest.mark.parametrize("name", TOYS)
+def test_a_page_and_its_picture_are_those_of_the_record(name: str, tmp_path: Path) -> None:
+    toy, record = importlib.import_module(TOYS[name]), ROOT / RESULTS / f"{name}.json"
+    content = json.loads(record.read_text())
+    assert record.with_suffix(".md").read_text() == toy.markdown(content), f"python -m lab.toys {name}"
+    if hasattr(toy, "draw"):
+        toy.draw(content, tmp_path / "a.png")
+        assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_page_says_which_arms_fell() -> None:
+    content = json.loads((ROOT / RESULTS / "experts.json").read_text())
+    assert "Fell below half of the start: uncorrected (3 of 3)" in page_of_experts(content)
+    for runs in content["runs"].values():
+        for run in runs:
+            run["collapsed"] = False
+    assert "No arm collapsed" in page_of_experts(content)
+
+
+def test_a_gain_is_over_the_synchronous_run_of_the_same_round() -> None:
+    rows = [{"bound": bound, "step_seconds": 0.0, "tokens_a_second": rates, "waiting": [0.25, 0.5]}
+            for bound, rates in ((0, [1000.0, 2000.0]), (2, [1500.0, 2000.0]))]  # fmt: skip
+    assert [gain for _, gain, _ in gains({"rows": rows})] == [[1, 1], [1.5, 1]]
+
+
+@pytest.mark.parametrize("estimator", recipe.ESTIMATORS)
+@pytest.mark.parametrize("method", recipe.METHODS)
+def test_every_run_of_the_recipe_parses_to_what_its_name_says(
+    method: str, estimator: str, tmp_path: Path
+) -> None:
+    args = parse_args(recipe.command_line(method, estimator, 3, tmp_path))
+    assert args.num_rollout >= 200 and args.seed == 3
+    assert (args.rollout_weights == "fp32") == (method == "matched")
+    assert args.advantage_estimator == ("grpo" if estimator == "group" else "reinforce")
+    assert args.use_tis == (recipe.METHODS[method] is not None)
+    if args.use_tis:
+        config = from_args(args)
+        assert config.weight is not None
+        assert (config.weight.level == "sequence") == (method == "sequence")
+        assert bool(config.reject) == ("geometric" in method)
+        assert (config.weight.normalize is not None) == ("BN" in method)
+
+
+def test_the_demonstration_differs_in_the_correction_alone(tmp_path: Path) -> None:
+    plain, corrected = (
+        vars(parse_args(recipe.command_line(RUNS[name], "R-1", 0, tmp_path))) for name in RUNS
+    )
+    differing = {key for key in corrected if corrected[key] != plain.get(key)}
+    assert differing == {"use_tis", "custom_tis_function_path", "custom_config_path", "mis"}
+
+
+def test_stale_weights_are_compared_without_a_bound(tmp_path: Path) -> None:
+    args = parse_args(command_line(FULL.rates[0], 2, tmp_path / "run", tmp_path))
+    config = from_args(args)
+    assert args.loss_type == "custom_loss" and args.seed == 2
+    assert config.segment_wise is not None and config.segment_wise.weight_cap is None
+
+
+# ----------------------------------------------------------------------------------------- every preset, end to end
+
+
+def hook(file: Path | None) -> list[str]:
+    """The flags that load the hook which a preset needs."""
+    if file is None:
+        return []
+    config = load(file)
+    called = f"--use-tis {TIS}" if config.corrects else f"--get-mismatch-metrics {TIS}"
+    return [*(LOSS if config.needs_loss_hook else called).split(), "--custom-config-path", str(file)]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, float]]:
+    root = tmp_path_factory.mktemp("presets")
+
+    def words(name: str, file: Path | None, precision: str) -> list[str]:
+        shared = ["--warmup-cache", str(root / "warm"), "--output", str(root / name), "--quiet", "--smoke"]
+        signs = "--advantage-estimator reinforce --reward-shift -1 --rollout-weights".split()
+        return [*signs, precision, *hook(file), *shared]
+
+    made = {"uncorrected": (None, "int3"), "matched": (None, "fp32")}
+    made |= {name: (file, "int3") for name, file in DENSE.items()}
+    arms = {name: training(lambda name=name, how=how: words(name, *how)) for name, how in made.items()}
+    assert run_arms([*arms.values()], 2, None) == 0
+    return {name: json.loads((arm.folder / SUMMARY).read_text()) for name, arm in arms.items()}
+
+
+NUMBERS = ("trainer_start", "trainer_final", "rollout_start", "rollout_final", "k3_kl")
+
+
+def test_every_preset_runs_end_to_end(runs: dict[str, dict[str, float]]) -> None:
+    for name, summary in runs.items():
+        assert all(math.isfinite(summary[key]) for key in NUMBERS), name
+        assert summary["kept_fraction"] is None or 0 <= summary["kept_fraction"] <= 1 + 1e-6, name
+        assert (summary["k3_kl"] > 1e-4) == (name != "matched"), name
+
+
+def test_equal_configs_give_equal_runs(runs: dict[str, dict[str, float]]) -> None:
+    """Presets of equal configs, and presets that change nothing, give the same numbers to the last digit."""
+    by_config: dict[str, list[str]] = {}
+    for name, file in DENSE.items():
+        by_config.setdefault(repr(load(file)), []).append(name)
+    alike = [["uncorrected", "metrics-only"], *(names for names in by_config.values() if len(names) > 1)]
+    for first, *others in alike:
+        for other in others:
+            assert all(runs[first][key] == runs[other][key] for key in NUMBERS), (first, other)
+    assert any(runs["tis"][key] != runs["uncorrected"][key] for key in NUMBERS)
