@@ -287,7 +287,7 @@ TARGET: Arguments = {"target": {"metavar": "PRESET_OR_FILE"}}
 FILE: Arguments = {"target": {"metavar": "FILE"}}
 FAMILY: Arguments = {"--family": {"help": "start, what presets do (token, ...), or a package (verl, ...)"}}
 CHECKED: Arguments = TARGET | {
-    "--host": {"choices": recorded(), "help": "whose arguments and flags (default: Miles or slime on Megatron)"},
+    "--host": {"choices": recorded, "help": "whose arguments and flags (default: Miles or slime on Megatron)"},
     "--preset": {"metavar": "PRESET_OR_FILE", "help": "what shall correct, of a launch script"},
 }  # fmt: skip
 WATCH: Arguments = {"--watch": {"action": "store_true", "help": "the file with which a run only watches"}}
@@ -357,5 +357,7 @@ def _parser() -> argparse.ArgumentParser:
             )
             command.set_defaults(run=run)
             for argument, options in arguments.items():
-                command.add_argument(argument, **options)
+                choices = options.get("choices")  # a function where hosts may be registered later
+                late = {"choices": choices()} if callable(choices) else {}
+                command.add_argument(argument, **options | late)
     return parser
