@@ -52,16 +52,6 @@ setup(
     # No bounds: a host brings its own torch, and installing us must never replace it.
     install_requires=["torch", "pyyaml", "jaxtyping"],
     extras_require={
-        "local": [
-            "megatron-core==0.16.*",
-            "numpy",
-            "safetensors",
-            "transformers",
-            "rich",
-            "matplotlib",
-            "gguf",
-            "tokenizers",
-        ],
         "docs": ["zensical", "mkdocstrings[python]"],  # the site: bash scripts/docs.sh
         "report": ["numpy", "safetensors", "rich", "matplotlib", "pyarrow", "tokenizers"],
         "scripts": ["tree-sitter", "tree-sitter-bash"],  # `config check` of a launch script
@@ -102,10 +92,10 @@ setup(
             "mis-plugins = mis_plugins.shared.shell:mis_plugins_command",
             "true-on-policy = mis_plugins.shared.shell:true_on_policy_command",
         ],
-        "sglang.srt.plugins": ["true_on_policy = true_on_policy.engines.sglang_plugin:activate"],
+        "sglang.srt.plugins": ["true_on_policy = true_on_policy.engines.sglang.plugin:activate"],
         # Loaded before SGLang resolves its arguments, for a host that starts the server by itself; names no platform.
-        "sglang.srt.platforms": ["true_on_policy = true_on_policy.engines.sglang_plugin:allow"],
-        "vllm.general_plugins": ["true_on_policy = true_on_policy.engines.vllm_plugin:activate"],
+        "sglang.srt.platforms": ["true_on_policy = true_on_policy.engines.sglang.plugin:allow"],
+        "vllm.general_plugins": ["true_on_policy = true_on_policy.engines.vllm.plugin:activate"],
     },
     classifiers=[
         "Intended Audience :: Science/Research",

@@ -9,7 +9,7 @@ from __future__ import annotations
 if __name__ == "__main__":
     from mis_plugins.shared.shell import run_command
 
-    run_command("lab.async_weights:main", extra="local")
+    run_command("lab.async_weights:main", extra="verify")
 
 import json
 import os

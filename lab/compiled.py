@@ -29,7 +29,7 @@ from torch import Tensor
 from lab.provenance import as_markdown, markdown_table, parser_of, provenance, target
 from true_on_policy.bitwise import equal_bits
 from true_on_policy.contract.cpu import DTYPES, Contract
-from true_on_policy.contract.norm_order import ORDERS, add_residual, rms_norm
+from true_on_policy.contract.rounding import ORDERS, add_residual, rms_norm
 from true_on_policy.kernels.pin import pinned
 
 ROWS, HIDDEN, HEAD = 13, 128, 32

@@ -29,7 +29,7 @@ from transformers import AutoConfig
 from lab.provenance import markdown_table, parser_of, write_record
 from mis_plugins.shared.provenance import as_given, as_markdown, measured_with
 from true_on_policy.contract.cpu import Contract
-from true_on_policy.contract.expert_order import chosen, combined, total
+from true_on_policy.contract.rounding import chosen, combined, total
 from true_on_policy.kernels.pin import pinned
 from true_on_policy.trainers import experts, megatron
 from true_on_policy.trainers.experts import Choice, SpecDispatcher, SpecRouter
@@ -95,7 +95,7 @@ def _layer(count: int, top_k: int, replay: bool) -> Any:
         vocab_size=64,
         norm_topk_prob=True,
     )
-    megatron._one_rank()
+    megatron.one_rank()
     build = megatron._transformer_config
 
     def with_replay(*arguments: Any) -> Any:

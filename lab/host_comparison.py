@@ -16,7 +16,7 @@ from __future__ import annotations
 if __name__ == "__main__":
     from mis_plugins.shared.shell import run_command
 
-    run_command("lab.host_comparison:main", extra="local")
+    run_command("lab.host_comparison:main", extra="verify")
 
 import logging
 import tempfile

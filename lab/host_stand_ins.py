@@ -15,7 +15,7 @@ from __future__ import annotations
 if __name__ == "__main__":
     from mis_plugins.shared.shell import run_command
 
-    run_command("lab.host_stand_ins:main", extra="local")
+    run_command("lab.host_stand_ins:main", extra="verify")
 
 import ast
 import sys

@@ -14,8 +14,9 @@ from __future__ import annotations
 if __name__ == "__main__":
     from mis_plugins.shared.shell import run_command
 
-    run_command("lab.kernel_cost:main", extra="local")
+    run_command("lab.kernel_cost:main", extra="verify")
 
+import ctypes
 import itertools
 import time
 from collections.abc import Callable
@@ -28,6 +29,7 @@ import torch
 from transformers import DynamicCache, Qwen3Config, Qwen3ForCausalLM
 
 from lab.provenance import as_markdown, markdown_table, parser_of, provenance, target, write_record
+from lab.tile import TILE
 from mis_plugins.shared.numerals import count
 from mis_plugins.shared.table import print_table
 from true_on_policy.contract.cpu import DTYPES, Contract
@@ -36,7 +38,7 @@ from true_on_policy.kernels.pin import pinned
 from true_on_policy.kernels.row_parallel import Tree
 from true_on_policy.models import hf_decoder
 
-BACKENDS = ("native", "tile")
+BACKENDS = ("native", TILE.name)
 TREE = Tree("native", leaves=4)
 GOALS = {
     ("fp32", "prefill"): 2, ("fp32", "train"): 2, ("fp32", "decode"): 3,
@@ -67,6 +69,13 @@ WORKLOADS = {
     "decode B1": ("decode", 1, PREFILLED), "decode B8": ("decode", 8, PREFILLED),
     "train 8x64": ("train", 8, 64),
 }  # fmt: skip
+
+
+def instructions() -> str:
+    """Name the instructions that multiply bfloat16 matrices here: machines with other instructions get other bits."""
+    kernels = native.library()
+    kernels.bi_instructions.restype = ctypes.c_char_p
+    return kernels.bi_instructions().decode()
 
 
 @dataclass(frozen=True)
@@ -182,7 +191,7 @@ HEADINGS += ("native / stock", "tile / stock", "leaves / native", "goal", "nativ
 
 
 def write(path: Path, rows: list[Row]) -> None:
-    found = provenance() | {"bfloat16 products of native": native.instructions()}
+    found = provenance() | {"bfloat16 products of native": instructions()}
     text = f"{as_markdown(found)}\n{markdown_table(HEADINGS, map(as_cells, rows))}"
     write_record(path, {"measured with": found, "rows": [asdict(row) for row in rows]}, text)
 

@@ -20,7 +20,7 @@ from __future__ import annotations
 if __name__ == "__main__":
     from mis_plugins.shared.shell import run_command
 
-    run_command("lab.launches:main", extra="local")
+    run_command("lab.launches:main", extra="verify")
 
 import importlib
 import io

@@ -17,7 +17,7 @@ from __future__ import annotations
 if __name__ == "__main__":
     from mis_plugins.shared.shell import run_command
 
-    run_command("lab.masked_samples:main", extra="local")
+    run_command("lab.masked_samples:main", extra="verify")
 
 import importlib
 from argparse import Namespace

@@ -46,7 +46,7 @@ from lab.ladder.workloads import ChatSettings, Settings, Workload, chats, respon
 from lab.provenance import parser_of, provenance
 from mis_plugins.errors import UserError
 from mis_plugins.shared.numerals import count
-from true_on_policy.contract.choices import check_model
+from true_on_policy.contract.model_config import check_model
 from true_on_policy.contract.sides import ENGINES
 from true_on_policy.engines.protocol import Engine
 from true_on_policy.models.pretrained import checkpoint_of

@@ -10,7 +10,7 @@ from __future__ import annotations
 if __name__ == "__main__":
     from mis_plugins.shared.shell import run_command
 
-    run_command("lab.opsm_picture:main", extra="local")
+    run_command("lab.opsm_picture:main", extra="verify")
 
 from pathlib import Path
 

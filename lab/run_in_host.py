@@ -35,7 +35,18 @@ from typing import Any
 
 import yaml
 
-from lab.in_host import by_version, dumps, launching, model, on_policy, processes, timed, trees, verdict
+from lab.in_host import (
+    by_version,
+    cpu_launch,
+    dumps,
+    launching,
+    model,
+    on_policy,
+    processes,
+    timed,
+    trees,
+    verdict,
+)
 from lab.in_host.launching import REPOSITORY
 from lab.in_host.rows import ON_POLICY, ROWS, Row
 from lab.in_host.trees import HOSTS, CannotRun, Host
@@ -47,8 +58,6 @@ from mis_plugins.shared.provenance import commit
 from mis_plugins.shared.table import print_table
 from true_on_policy.contract.cpu import Contract
 from true_on_policy.engines.handover import ASKED
-from true_on_policy.flags import cpu
-from true_on_policy.flags.command import HOOK
 
 MEASURED = ("mis_plugins", "true_on_policy", "lab/in_host", "scripts")
 CONFIGS = REPOSITORY / "lab" / "in_host" / "configs"
@@ -224,19 +233,19 @@ def _environment(row: Row, contract: Contract | None) -> dict[str, str]:
         return {ASKED: "1"}
     if contract is None:
         return {}
-    job = {"runtime_env": {"worker_process_setup_hook": HOOK}}
+    job = {"runtime_env": {"worker_process_setup_hook": cpu_launch.HOOK}}
     hooked = {RAY_JOB_CONFIG_JSON_ENV_VAR: json.dumps(job)} if row.fsdp else {}
-    return cpu.environment_of(contract, _backend(row)) | hooked
+    return cpu_launch.environment_of(contract, _backend(row)) | hooked
 
 
 def _asked(row: Row, contract: Contract | None) -> list[str]:
     """List the flags of a contract, which win over the launch script's."""
-    flags = () if contract is None else cpu.launch_flags(contract, _backend(row))
+    flags = () if contract is None else cpu_launch.launch_flags(contract, _backend(row))
     return [word for flag in flags for word in flag.words]
 
 
 def _backend(row: Row) -> str:
-    return cpu.FSDP if row.fsdp else cpu.MEGATRON
+    return cpu_launch.FSDP if row.fsdp else cpu_launch.MEGATRON
 
 
 def _recorded_rollouts(row: Row) -> list[str]:

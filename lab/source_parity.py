@@ -13,7 +13,7 @@ from __future__ import annotations
 if __name__ == "__main__":
     from mis_plugins.shared.shell import run_command
 
-    run_command("lab.source_parity:main", extra="local")
+    run_command("lab.source_parity:main", extra="verify")
 
 import ast
 import dataclasses

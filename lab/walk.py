@@ -18,7 +18,7 @@ from __future__ import annotations
 if __name__ == "__main__":
     from mis_plugins.shared.shell import run_command
 
-    run_command("lab.walk:main", extra="local")
+    run_command("lab.walk:main", extra="verify")
 
 import itertools
 import sys

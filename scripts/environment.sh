@@ -1,4 +1,4 @@
-# Sourced by the other scripts: makes .venv of this repository where it is missing, installs '.[local,dev]' with
+# Sourced by the other scripts: makes .venv of this repository where it is missing, installs '.[verify,dev]' with
 # constraints.txt into it, and enters it. An environment that happens to be active is left alone: it may be a host's,
 # with another torch. MIS_VENV names another environment, for example MIS_VENV="$VIRTUAL_ENV". A stamp skips the install
 # until setup.py, pyproject.toml or constraints.txt change. PYTHON names the interpreter (default python3).
@@ -28,8 +28,8 @@ install_once() {
     local stamp="$environment/.mis-plugins-install" wanted
     wanted="$repository $(cat "$repository"/{setup.py,pyproject.toml,constraints.txt} | cksum)"
     if [ "$(cat "$stamp" 2>/dev/null)" = "$wanted" ]; then return; fi
-    echo "installing '.[local,dev]' into $environment (once)" >&2
-    (cd "$repository" && python -m pip install -qq --editable '.[local,dev]' --constraint constraints.txt)
+    echo "installing '.[verify,dev]' into $environment (once)" >&2
+    (cd "$repository" && python -m pip install -qq --editable '.[verify,dev]' --constraint constraints.txt)
     echo "$wanted" >"$stamp"
 }
 

@@ -4,6 +4,3 @@ A contract says what trainer and engine must share to agree bit by bit. A pin in
 contract, and restores the previous kernels on exit. A probe tests whether a kernel is batch-invariant on this
 machine. A verification checks three links: batch invariance, trainer == prefill, prefill == decode.
 """
-
-# Modules in former/ stay importable under this package: users' scripts and documents name them.
-__path__.append(f"{__path__[0]}/former")

@@ -9,10 +9,8 @@ A distance in ulps counts the steps between representable values: 1 for neighbou
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import reduce
-from operator import add
 from typing import Literal
 
 import torch
@@ -54,7 +52,7 @@ class Mismatch:
         ulps: distance of the first two values that differ; None where one is NaN or the dtype has no order.
         count, total: the number of values that differ, and the number of all values.
         furthest: the greatest distance in ulps; None where no difference has a distance.
-        histogram: differing values by distance, as `ulp_histogram` labels them.
+        histogram: differing values by distance, by LABELS.
     """
 
     kind: Kind
@@ -70,23 +68,28 @@ class Mismatch:
     def __str__(self) -> str:
         if self.kind != "bytes":
             return f"{self.kind} {self.values[0]} against {self.values[1]}"
-        left, right = (f"{_text(value)} ({bits})" for value, bits in zip(self.values, self.bits, strict=True))
-        return (
-            f"{self.count} of {self.total} values differ, first at {list(self.coordinate)}: "
-            f"{left} against {right}{self._distance()}"
-        )
+        left, right = self.sides
+        distance = ""
+        if self.has_distance:
+            distance = f", {self.apart}" + ("" if self.furthest is None else f", at most {self.furthest}")
+        where = f"first at {list(self.coordinate)}"
+        return f"{self.count} of {self.total} values differ, {where}: {left} against {right}{distance}"
+
+    @property
+    def sides(self) -> tuple[str, str]:
+        """The first two values that differ, with 9 significant digits, which tell any two float32 apart, and bits."""
+        texts = (f"{value:.9g}" if isinstance(value, float) else str(value) for value in self.values)
+        left, right = (f"{text} ({bits})" for text, bits in zip(texts, self.bits, strict=True))
+        return left, right
+
+    @property
+    def apart(self) -> str:
+        return "no distance" if self.ulps is None else f"{self.ulps} ulp apart"
 
     @property
     def has_distance(self) -> bool:
         """Whether a distance in ulps means anything: integers and booleans are ids and flags."""
         return not any(isinstance(value, int) for value in self.values)
-
-    def _distance(self) -> str:
-        if not self.has_distance:
-            return ""
-        apart = "no distance" if self.ulps is None else f"{self.ulps} ulp apart"
-        worst = "" if self.furthest is None else f", at most {self.furthest}"
-        return f", {apart}{worst}"
 
 
 def first_mismatch(
@@ -102,12 +105,30 @@ def first_mismatch(
     if a.shape != b.shape:
         return Mismatch("shape", (tuple(a.shape), tuple(b.shape)))
     a, b = _plain(a), _plain(b)
-    found = [
-        _difference(start, left, right)
-        for start, left, right in _blocks(a, b)
-        if not torch.equal(_bits(left), _bits(right))
-    ]
-    return _mismatch(found, a.shape, cu_seqlens) if found else None
+    first, furthest, counts = None, NO_DISTANCE, torch.zeros(len(LABELS), dtype=torch.int64)
+    for start, left, right in _blocks(a, b):
+        if torch.equal(_bits(left), _bits(right)):
+            continue
+        differs, distances = _bits(left) != _bits(right), ulps(left, right)
+        index = int(differs.int().argmax())
+        first = first or (start + index, left[index], right[index], int(distances[index]))
+        furthest = max(furthest, int(distances[differs].max()))
+        counts += _counts(left, right)
+    if first is None:
+        return None
+    counts[LABELS.index("equal")] = 0
+    index, left, right, apart = first
+    return Mismatch(
+        kind="bytes",
+        values=(_value(left), _value(right)),
+        bits=(_hexadecimal(left), _hexadecimal(right)),
+        coordinate=coordinate(index, a.shape, cu_seqlens),
+        ulps=None if apart == NO_DISTANCE else apart,
+        count=int(counts.sum()),
+        total=a.numel(),
+        furthest=None if furthest == NO_DISTANCE else furthest,
+        histogram=_labelled(counts),
+    )
 
 
 def equal_bits(a: Shaped[Tensor, "..."], b: Shaped[Tensor, "..."]) -> bool:
@@ -130,60 +151,6 @@ def ulps(a: Shaped[Tensor, "*S"], b: Shaped[Tensor, "*S"]) -> Int64[Tensor, "*S"
     else:
         distance = torch.full(left.shape, NO_DISTANCE)
     return torch.where(left == right, 0, distance)
-
-
-def ulp_histogram(a: Shaped[Tensor, "*S"], b: Shaped[Tensor, "*S"]) -> dict[str, int]:
-    """Count pairs by distance: "equal" bytes, "NaN", "0" (-0.0 and 0.0), "1", "2", "3..4", ...; no empty bins."""
-    parts = (_counts(left, right) for _, left, right in _blocks(_plain(a), _plain(b)))
-    return _labelled(reduce(add, parts, torch.zeros(len(LABELS), dtype=torch.int64)))
-
-
-@dataclass(frozen=True)
-class _Difference:
-    """The difference of two tensors in one block: the first values that differ, and counts."""
-
-    index: int
-    values: tuple[object, object]
-    bits: tuple[str, str]
-    ulps: int
-    count: int
-    furthest: int
-    counts: Int64[Tensor, "labels"]
-
-
-def _difference(start: int, a: Shaped[Tensor, "n"], b: Shaped[Tensor, "n"]) -> _Difference:
-    differs = _bits(a) != _bits(b)
-    distances = ulps(a, b)
-    index = int(differs.int().argmax())
-    pair = a[index], b[index]
-    return _Difference(
-        index=start + index,
-        values=(_value(pair[0]), _value(pair[1])),
-        bits=(_hexadecimal(pair[0]), _hexadecimal(pair[1])),
-        ulps=int(distances[index]),
-        count=int(differs.sum()),
-        furthest=int(distances[differs].max()),
-        counts=_counts(a, b),
-    )
-
-
-def _mismatch(
-    found: Sequence[_Difference], shape: torch.Size, cu_seqlens: Int[Tensor, "boundaries"] | None
-) -> Mismatch:
-    first, furthest = found[0], max(difference.furthest for difference in found)
-    counts = torch.stack([difference.counts for difference in found]).sum(0)
-    counts[LABELS.index("equal")] = 0
-    return Mismatch(
-        kind="bytes",
-        values=first.values,
-        bits=first.bits,
-        coordinate=coordinate(first.index, shape, cu_seqlens),
-        ulps=None if first.ulps == NO_DISTANCE else first.ulps,
-        count=sum(difference.count for difference in found),
-        total=shape.numel(),
-        furthest=None if furthest == NO_DISTANCE else furthest,
-        histogram=_labelled(counts),
-    )
 
 
 def coordinate(
@@ -247,15 +214,8 @@ def _is_nan(x: Shaped[Tensor, "*S"]) -> Bool[Tensor, "*S"]:
 
 
 POWERS = 2 ** torch.arange(63)  # upper ends of the bins 1, 2, 3..4, 5..8, ...
-LABELS = (
-    "equal",
-    "NaN",
-    "0",
-    "1",
-    "2",
-    *(f"{2 ** (power - 1) + 1}..{2**power}" for power in range(2, 63)),
-    f"{2**62 + 1}..",
-)
+_RANGES = (f"{2 ** (power - 1) + 1}..{2**power}" for power in range(2, 63))
+LABELS = ("equal", "NaN", "0", "1", "2", *_RANGES, f"{2**62 + 1}..")
 
 
 def _counts(a: Shaped[Tensor, "n"], b: Shaped[Tensor, "n"]) -> Int64[Tensor, "labels"]:
@@ -279,8 +239,3 @@ def _value(x: Shaped[Tensor, ""]) -> object:
 def _hexadecimal(x: Shaped[Tensor, ""]) -> str:
     width = 8 * x.element_size()
     return f"0x{int(_bits(x)) % (1 << width):0{width // 4}x}"
-
-
-def _text(value: object) -> str:
-    """Write a value with 9 significant digits, which tell any two float32 apart."""
-    return f"{value:.9g}" if isinstance(value, float) else str(value)

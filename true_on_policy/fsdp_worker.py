@@ -4,8 +4,7 @@
 
 Ray calls `watch` in each worker process of the job before an actor is made there. `watch` costs nothing where Miles's
 FSDP trainer is not imported. Where it is imported, the pin follows Miles's own step, which switches SGLang's mode on,
-and comes before a model is built. The pin does what `true_on_policy.hosts.miles_init` does on Megatron; under a CPU
-contract the model that Miles builds is then brought in the engine's order.
+and comes before a model is built. The pin does what `true_on_policy.hosts.miles_init` does on Megatron.
 """
 
 from __future__ import annotations
@@ -27,17 +26,33 @@ MODULE = "miles.backends.fsdp_utils.actor"
 ACTOR = "FSDPTrainRayActor"
 STEP = "_enable_true_on_policy_optimizations"
 
+Start = Callable[[Any, Any], None]  # (actor, args): pins before the actor builds its model
+
 
 def watch() -> None:
     """Pin in this process once it imports Miles's FSDP trainer, or now if the trainer is imported."""
+    follow_step(_start)
+
+
+def follow_step(start: Start) -> None:
+    """Call `start(actor, args)` after Miles's step, in this process, now or once it imports Miles's FSDP trainer."""
     if MODULE in sys.modules:
-        pin_in(sys.modules[MODULE])
+        pin_in(sys.modules[MODULE], start)
     elif not any(isinstance(finder, _AfterImport) for finder in sys.meta_path):
-        sys.meta_path.insert(0, _AfterImport())
+        sys.meta_path.insert(0, _AfterImport(start))
+
+
+def _start(actor: Any, args: Any) -> None:
+    from true_on_policy.hosts.start import start
+
+    start(args)
 
 
 class _AfterImport(MetaPathFinder):
     """An import finder that lets `pin_in` follow the import of MODULE, and then removes itself."""
+
+    def __init__(self, start: Start):
+        self._start = start
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -46,20 +61,19 @@ class _AfterImport(MetaPathFinder):
             return None
         sys.meta_path.remove(self)
         spec = importlib.util.find_spec(fullname)
-        if spec is not None and spec.loader is not None:
-            spec.loader.exec_module = _then(spec.loader.exec_module, pin_in)  # type: ignore[method-assign]
+        if spec is None or spec.loader is None:
+            return spec
+        load = spec.loader.exec_module
+
+        def loaded(module: ModuleType) -> None:
+            load(module)
+            pin_in(module, self._start)
+
+        spec.loader.exec_module = loaded  # type: ignore[method-assign]
         return spec
 
 
-def _then(load: Callable[[ModuleType], None], follow: Callable[[ModuleType], None]):
-    def loaded(module: ModuleType) -> None:
-        load(module)
-        follow(module)
-
-    return loaded
-
-
-def pin_in(module: ModuleType) -> None:
+def pin_in(module: ModuleType, start: Start) -> None:
     """Wrap Miles's step so that the pin follows it; a second call changes nothing.
 
     Raises:
@@ -79,16 +93,10 @@ def pin_in(module: ModuleType) -> None:
     def pinning(self: Any, args: Any) -> None:
         import torch
 
-        from true_on_policy.contract.cpu import Contract
-        from true_on_policy.hosts import fsdp_trainer
-        from true_on_policy.hosts.start import start
-
         step(self, args)
         # Miles's FSDP trainer declares --deterministic-mode, and nothing in it reads the flag.
         torch.use_deterministic_algorithms(args.deterministic_mode)
-        contract = start(args)
-        if isinstance(contract, Contract):
-            fsdp_trainer.align(self, contract)
+        start(self, args)
 
     pinning.pins = True  # type: ignore[attr-defined]
     setattr(actor, STEP, pinning)

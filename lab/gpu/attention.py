@@ -10,13 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lab.gpu.decoding import mixed_failures
 from lab.gpu.machine import Cuda
 from lab.gpu.plan import CONTRACT, Plan
 from lab.gpu.results import Result
 from true_on_policy.bitwise import first_mismatch
 from true_on_policy.errors import NotSeenError
 from true_on_policy.kernels import flash_attention, gpu
-from true_on_policy.kernels.gpu_probes import drawing, mixed_failures
+from true_on_policy.kernels.gpu_probes import drawing
 
 # (num_splits, max_seqlen_q). On a contiguous cache FlashAttention-3 drops the causal mask of a lone query (1). In heads
 # of 128 it then takes wider tiles of keys than prefill does; with 2 it keeps prefill's tiles.

@@ -27,7 +27,7 @@ from true_on_policy.kernels.provider import Undo
 
 TESTS = Path(__file__).resolve().parents[2] / "tests" / "support"
 DEVICE = torch.device("cpu")
-SHORTER = {"SIZES": (1, 40), "LENGTHS": (1, 3), "POSITIONS": (0, 2), "FEW": (1, 2)}
+SHORTER = {"SIZES": (1, 40), "LENGTHS": (1, 3), "FEW": (1, 2)}
 
 
 class Cpu:

@@ -11,9 +11,8 @@ from importlib.metadata import version
 from pathlib import Path
 
 from lab.gpu.plan import CONTRACT
-from true_on_policy.engines.environment import inherited
 from true_on_policy.engines.protocol import Engine
-from true_on_policy.engines.server import named
+from true_on_policy.engines.server import inherited, named
 from true_on_policy.engines.sglang.engine import Pool, SGLang, common_arguments
 from true_on_policy.errors import NotSeenError
 from true_on_policy.kernels import flash_attention, precision, sglang

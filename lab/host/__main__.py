@@ -5,7 +5,7 @@ from __future__ import annotations
 if __name__ == "__main__":
     from mis_plugins.shared.shell import run_command
 
-    run_command("lab.host.__main__:main", extra="local")
+    run_command("lab.host.__main__:main", extra="verify")
 
 import os
 import sys

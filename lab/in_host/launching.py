@@ -23,7 +23,7 @@ DROPPED = {
     "--sglang-mem-fraction-static": 1,
 }
 SPEC = (
-    "--transformer-impl", "local", "--spec", "true_on_policy.trainers.host_layers", "stock_layers",
+    "--transformer-impl", "local", "--spec", "lab.in_host.layers", "stock_layers",
     "--no-persist-layer-norm", "--no-gradient-accumulation-fusion", "--no-masked-softmax-fusion", "--no-rope-fusion",
     "--no-bias-swiglu-fusion", "--make-vocab-size-divisible-by", "32", "--seq-length", "512",
 )  # fmt: skip

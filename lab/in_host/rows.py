@@ -155,7 +155,7 @@ COMPARED_ON_FSDP = (
 )
 COMPARED = (*COMPARED_ON_FSDP,
             "--custom-megatron-before-train-step-hook-path", "true_on_policy.hosts.report_step")  # fmt: skip
-PINNED = (*COMPARED, "--custom-megatron-init-path", "true_on_policy.hosts.miles_init")
+PINNED = (*COMPARED, "--custom-megatron-init-path", "lab.in_host.cpu_trainer.miles_init")
 STEPS = 20
 
 

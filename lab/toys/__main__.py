@@ -10,7 +10,7 @@ from __future__ import annotations
 if __name__ == "__main__":
     from mis_plugins.shared.shell import run_command
 
-    run_command("lab.toys.__main__:main", extra="local")
+    run_command("lab.toys.__main__:main", extra="verify")
 
 import importlib
 import json

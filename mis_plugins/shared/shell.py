@@ -7,7 +7,7 @@ may come.
     if __name__ == "__main__":
         from mis_plugins.shared.shell import run_command
 
-        run_command("demo:main", extra="local")
+        run_command("demo:main", extra="verify")
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ from mis_plugins.shared.budget import RecordError
 from mis_plugins.shared.files import replaced
 from true_on_policy.__main__ import main
 from true_on_policy.contract.cpu import Contract
-from true_on_policy.contract.norm_order import ORDERS, NormOrder
+from true_on_policy.contract.rounding import ORDERS, NormOrder
 from true_on_policy.diff import tensors as comparison
 from true_on_policy.diff.log_prob_record import FORMAT, LogProbRecord, digest, provenance
 from true_on_policy.diff.module_recorder import record

@@ -35,10 +35,9 @@ TOLD = {"pyarrow": "report", "tree_sitter": "scripts", "tree_sitter_bash": "scri
 DISTRIBUTIONS = {"megatron": "megatron-core", "yaml": "pyyaml"}
 # What each extra serves: packages, and the scripts of lab/ that name it in `run_command`.
 SERVED = {
-    "local": ("lab/host", "mis_plugins/mis.py", "mis_plugins/__main__.py"),
     "report": ("mis_plugins/report",),
     "verify": (
-        "true_on_policy/__main__.py",
+        *("lab/host", "mis_plugins/mis.py", "mis_plugins/__main__.py", "true_on_policy/__main__.py"),
         *(f"true_on_policy/{room}" for room in ("verify", "trainers", "diff", "doctor")),
     ),
 }
@@ -117,7 +116,7 @@ def test_an_extra_brings_all_that_its_commands_import(extra: str) -> None:
 
 
 OF_MODELS = {"torch", "transformers", "megatron-core", "safetensors", "rich", "matplotlib"}
-MET = {"local": OF_MODELS, "verify": OF_MODELS, "report": {"torch", "rich", "matplotlib"}}
+MET = {"verify": OF_MODELS, "report": {"torch", "rich", "matplotlib"}}
 
 
 @pytest.mark.parametrize("extra", SERVED)

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from true_on_policy.contract.cpu import Contract, Shapes
-from true_on_policy.contract.norm_order import ORDERS
+from true_on_policy.contract.rounding import ORDERS
 from true_on_policy.contract.sides import ENGINES
 from true_on_policy.engines.handover import FOLDER
 from true_on_policy.engines.protocol import Engine

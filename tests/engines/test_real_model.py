@@ -12,7 +12,7 @@ import torch
 
 from true_on_policy.bitwise import equal_bits
 from true_on_policy.contract.cpu import Contract, Shapes
-from true_on_policy.contract.norm_order import ORDERS
+from true_on_policy.contract.rounding import ORDERS
 from true_on_policy.contract.sides import ENGINES
 from true_on_policy.engines.protocol import Request
 from true_on_policy.kernels.pin import pinned

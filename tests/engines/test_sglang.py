@@ -23,7 +23,7 @@ from true_on_policy.bitwise import equal_bits
 from true_on_policy.contract.cpu import Contract, Shapes
 from true_on_policy.contract.gpu import model_contract
 from true_on_policy.contract.model_config import stated_size
-from true_on_policy.contract.norm_order import ORDERS, NormOrder
+from true_on_policy.contract.rounding import ORDERS, NormOrder
 from true_on_policy.contract.sides import ENGINES, TRAINERS
 from true_on_policy.doctor.engine_http import (
     ALONE,
@@ -35,12 +35,12 @@ from true_on_policy.doctor.engine_http import (
     observe_engine,
 )
 from true_on_policy.engines.asking import answer_of
-from true_on_policy.engines.environment import interpreter
 from true_on_policy.engines.handover import KEY
 from true_on_policy.engines.protocol import Engine, EngineError, Request, Sample
+from true_on_policy.engines.server import interpreter
 from true_on_policy.engines.sglang.engine import SGLang
 from true_on_policy.flags.command import launch_flags
-from true_on_policy.flags.releases import FILES, RELEASES, declares
+from true_on_policy.flags.rules import FILES, RELEASES, declares
 from true_on_policy.kernels import gpu
 from true_on_policy.kernels.gpu_probes import digest, over_ranks
 from true_on_policy.kernels.pin import pinned

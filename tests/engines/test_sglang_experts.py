@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from lab.expert_alignments import SIZES, TOKENS, Case
 from true_on_policy.bitwise import equal_bits
 from true_on_policy.contract.cpu import Contract
-from true_on_policy.engines.environment import HERE, interpreter
+from true_on_policy.engines.server import HERE, interpreter
 from true_on_policy.kernels.pin import pinned
 
 ROOT = Path(__file__).parents[2]

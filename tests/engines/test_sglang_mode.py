@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from stand_ins import deep_gemm_source
 
-from true_on_policy.engines.environment import HERE, interpreter
+from true_on_policy.engines.server import HERE, interpreter
 from true_on_policy.kernels.deep_gemm import SWITCHES
 
 ROOT = Path(__file__).parents[2]

@@ -13,11 +13,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from true_on_policy.bitwise import equal_bits
-from true_on_policy.contract import rope
+from true_on_policy.contract import rounding as rope
 from true_on_policy.contract.cpu import Contract, Shapes
-from true_on_policy.contract.norm_order import ORDERS
-from true_on_policy.engines.environment import HERE, interpreter
+from true_on_policy.contract.rounding import ORDERS
 from true_on_policy.engines.protocol import Request
+from true_on_policy.engines.server import HERE, interpreter
 from true_on_policy.engines.sglang.engine import PROOF, SGLang
 from true_on_policy.kernels.pin import pinned
 from true_on_policy.models.tiny import checkpoint, read_config, read_weights, updated

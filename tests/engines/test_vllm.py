@@ -15,7 +15,7 @@ import torch
 
 from true_on_policy.bitwise import equal_bits
 from true_on_policy.contract.cpu import DTYPES, Contract
-from true_on_policy.contract.norm_order import ORDERS
+from true_on_policy.contract.rounding import ORDERS
 from true_on_policy.engines.asking import answer_of
 from true_on_policy.engines.protocol import EngineError, Request, Sample
 from true_on_policy.engines.server import GENERATE_SECONDS

@@ -28,9 +28,9 @@ from true_on_policy.contract.gpu import (
 )
 from true_on_policy.contract.model_config import checkpoint_family
 from true_on_policy.errors import ContractError
-from true_on_policy.flags import releases
+from true_on_policy.flags import rules as releases
 from true_on_policy.flags.command import REFUSALS, check_host, launch_flags
-from true_on_policy.flags.releases import FILES, RELEASES, check_installed, declares, releases_with
+from true_on_policy.flags.rules import FILES, RELEASES, check_installed, declares, releases_with
 from true_on_policy.observe.dumps import Dump, Process, load, write
 from true_on_policy.observe.process import Observation
 
@@ -416,10 +416,10 @@ def test_models_that_are_not_covered_are_refused(tmp_path: Path) -> None:
     [
         (
             None,
-            r"hf_checkpoint: .*config.json cannot be read .*--hf-checkpoint takes a folder of this machine",
+            r"--hf-checkpoint: .*config.json is no model's config that can be read .* takes a folder of this",
         ),
-        ("{", "hf_checkpoint: .* cannot be read"),
-        ("[]", "hf_checkpoint: .* is no model's config"),
+        ("{", "--hf-checkpoint: .* is no model's config that can be read"),
+        ("[]", "--hf-checkpoint: .* is no model's config"),
         ('{"architectures": null}', "no architecture is not covered; covered are"),
         ('{"architectures": ["Qwen3ForCausalLM"]}', "config.json: states no num_attention_heads"),
     ],

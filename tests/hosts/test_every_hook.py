@@ -21,6 +21,7 @@ import stand_ins
 import torch
 from stand_in_hosts import LAYOUTS, VOCABULARY, Bodies, Layout, Output
 
+from lab.in_host import cpu_trainer
 from mis_plugins import mis
 from mis_plugins.errors import ConfigError
 from mis_plugins.hosts import replay
@@ -30,7 +31,6 @@ from mis_plugins.hosts.step_report import Recorder
 from mis_plugins.hosts.versions import generate, scores
 from true_on_policy import hosts as bitwise
 from true_on_policy.contract.cpu import Contract
-from true_on_policy.hosts import cpu_trainer
 from true_on_policy.hosts.watch import Comparison
 
 SHIFTS = [[0.5, 0.0, 1.5], [-0.5, 0.25], [0.0, 0.0, 1.0, -1.0]]  # trainer minus engine, of three samples

@@ -9,12 +9,13 @@ import pytest
 import torch
 from stand_ins import FLASH_ATTENTION, Write, write  # noqa: F401
 
+from lab.gpu import decoding
+from lab.gpu.decoding import decode_failures, mixed_failures
 from true_on_policy.bitwise import equal_bits
 from true_on_policy.contract.cpu import Shapes
 from true_on_policy.contract.gpu import gpu_contract
 from true_on_policy.errors import NotSeenError, PinError
 from true_on_policy.kernels import flash_attention, gpu_probes
-from true_on_policy.kernels.gpu_probes import decode_failures, mixed_failures
 
 CONTRACT = gpu_contract("qwen3-dense", "megatron")
 SHAPES = Shapes(attention=((4, 2, 16),))
@@ -32,7 +33,7 @@ combine = fa.flash_attn_combine
 @pytest.fixture(autouse=True)
 def shorter(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(gpu_probes, "LENGTHS", (1, 5, 9))
-    monkeypatch.setattr(gpu_probes, "POSITIONS", (0, 4, 8))
+    monkeypatch.setattr(decoding, "POSITIONS", (0, 4, 8))
 
 
 @pytest.fixture

@@ -28,7 +28,7 @@ FSDP = dataclasses.replace(CONTRACT, backend="fsdp", engine_gemm="deep_gemm")
 @pytest.fixture
 def trainer(write: Write, monkeypatch: pytest.MonkeyPatch):  # noqa: F811
     """Where a Megatron trainer of a tiny model can be pinned; every test leaves it as it was."""
-    for name, value in {"SIZES": (1, 2, 40), "LENGTHS": (1, 3, 5), "POSITIONS": (0, 4)}.items():
+    for name, value in {"SIZES": (1, 2, 40), "LENGTHS": (1, 3, 5)}.items():
         monkeypatch.setattr(gpu_probes, name, value)
     for module in (megatron, flash_attention, gpu):
         monkeypatch.setattr(module, "device", lambda: torch.device("cpu"))

@@ -10,16 +10,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lab.gpu import decoding
+from lab.gpu.decoding import decode_failures, mixed_failures
 from true_on_policy.bitwise import equal_bits
 from true_on_policy.contract.cpu import Shapes
 from true_on_policy.kernels import gpu_probes
 from true_on_policy.kernels.gpu_probes import (
     attention_failures,
-    decode_failures,
     digest,
     drawing,
     in_company,
-    mixed_failures,
     product_failures,
 )
 
@@ -30,8 +30,9 @@ SIZES = (1, 2, 7, 40)
 
 @pytest.fixture(autouse=True)
 def shorter(monkeypatch: pytest.MonkeyPatch):
-    for name, value in {"SIZES": SIZES, "LENGTHS": (1, 5, 9), "POSITIONS": (0, 4, 8)}.items():
+    for name, value in {"SIZES": SIZES, "LENGTHS": (1, 5, 9)}.items():
         monkeypatch.setattr(gpu_probes, name, value)
+    monkeypatch.setattr(decoding, "POSITIONS", (0, 4, 8))
 
 
 def nudged(x: Tensor, where: Any) -> Tensor:

@@ -18,7 +18,8 @@ from true_on_policy.bitwise import equal_bits, ulps
 from true_on_policy.contract.cpu import Contract, Shapes
 from true_on_policy.contract.gpu import GpuContract, gpu_contract
 from true_on_policy.errors import NotSeenError, PinError
-from true_on_policy.kernels import dispatcher, gpu_probes, megatron, mode
+from true_on_policy.kernels import gpu_probes, megatron, mode
+from true_on_policy.kernels import mode as dispatcher
 from true_on_policy.kernels.gpu_probes import aten_failures
 from true_on_policy.kernels.pin import pinned
 

@@ -10,8 +10,8 @@ import torch
 
 from true_on_policy.contract.gpu import GpuContract, model_contract
 from true_on_policy.kernels import gpu, mode
-from true_on_policy.kernels.dispatcher import holder
 from true_on_policy.kernels.gpu_probes import aten_failures
+from true_on_policy.kernels.mode import holder
 from true_on_policy.kernels.pin import active_backend, pinned
 
 pytestmark = pytest.mark.gpu

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from commands import ran
 from torch import Tensor
 
+from lab import tile
 from true_on_policy.bitwise import equal_bits
 from true_on_policy.contract.cpu import Contract, Shapes
 from true_on_policy.errors import ContractError, PinError, ProbeError
@@ -17,7 +18,7 @@ from true_on_policy.kernels import cpu
 from true_on_policy.kernels import pin as pins
 from true_on_policy.kernels.pin import active_backend, pin, pinned
 
-NATIVE, TILE = Contract(), Contract(backend="tile")
+NATIVE, TILE = Contract(), Contract(backend=tile.TILE.name)
 
 
 def dispatcher() -> list[str]:

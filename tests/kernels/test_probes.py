@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from lab.tile import TILE
 from true_on_policy.contract.cpu import Contract, Shapes
 from true_on_policy.errors import ProbeError
 from true_on_policy.kernels import cpu
@@ -21,7 +22,7 @@ MODEL = Shapes(
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-@pytest.mark.parametrize("backend", ["native", "tile"])
+@pytest.mark.parametrize("backend", ["native", TILE.name])
 def test_pinned_kernels_hold_at_a_models_shapes(backend, dtype):
     contract = Contract(backend=backend, dtype=dtype, leaves=4, shapes=MODEL)
     with pinned(contract):
@@ -50,7 +51,7 @@ OPERATORS = {
 @pytest.mark.parametrize("operator", OPERATORS)
 def test_one_bit_in_the_first_row_of_a_batch_is_found(monkeypatch, operator):
     """A kernel that nudges its first output where there are several rows."""
-    right = cpu.FUNCTIONS[operator]
+    right = cpu.OVERRIDES[operator]
 
     def nudged(*args, **kwargs):
         result = right(*args, **kwargs)
@@ -62,7 +63,7 @@ def test_one_bit_in_the_first_row_of_a_batch_is_found(monkeypatch, operator):
 
     contract = Contract()
     with monkeypatch.context() as patch:
-        patch.setitem(cpu.FUNCTIONS, operator, nudged)
+        patch.setitem(cpu.OVERRIDES, operator, nudged)
         with pytest.raises(ProbeError, match=f": {OPERATORS[operator]} at .* 1 of "):
             with pinned(contract):
                 pass

@@ -557,8 +557,7 @@ def test_the_certificate_is_that_of_the_records() -> None:
 
 
 def test_a_row_under_a_contract_states_it(tmp_path: Path) -> None:
-    from true_on_policy.flags import cpu
-    from true_on_policy.flags.command import HOOK
+    from lab.in_host import cpu_launch
     from true_on_policy.models.tiny import checkpoint
 
     checkpoint("tiny-qwen3", tmp_path, torch.bfloat16, 0)
@@ -568,7 +567,9 @@ def test_a_row_under_a_contract_states_it(tmp_path: Path) -> None:
         assert bool(contract) == bool(asked) == bool(environment)
         if contract is not None:
             assert contract.trainer_tensor_parallel == row.sizes.tensor
-            assert cpu.CONTRACT in environment and row.fsdp == ("fsdp" in asked) == (HOOK in str(environment))
+            assert cpu_launch.CONTRACT in environment and row.fsdp == ("fsdp" in asked) == (
+                cpu_launch.HOOK in str(environment)
+            )
 
 
 def test_each_line_can_break() -> None:

@@ -187,16 +187,16 @@ from mis_plugins.shared.shell import run_command
 run_command({command!r}, {extra!r})
 """
 EXTRAS = {"megatron", "numpy", "safetensors", "transformers", "rich", "matplotlib"}
-LOCAL, VERIFY = ("lab.host.__main__:main", "local"), ("true_on_policy.__main__:main", None)
+LOCAL, VERIFY = ("lab.host.__main__:main", "verify"), ("true_on_policy.__main__:main", None)
 PICTURE = "verify --engine hf --trainer hf --tokens 4 --picture p.png"
 
 
 @pytest.mark.parametrize(
     ("hidden", "program", "words", "extra"),
     [
-        (EXTRAS, LOCAL, "--smoke", "local"),
-        ({"matplotlib"}, LOCAL, "--smoke", "local"),
-        (EXTRAS, ("lab.demo:main", "local"), "--smoke", "local"),
+        (EXTRAS, LOCAL, "--smoke", "verify"),
+        ({"matplotlib"}, LOCAL, "--smoke", "verify"),
+        (EXTRAS, ("lab.demo:main", "verify"), "--smoke", "verify"),
         (EXTRAS, VERIFY, "verify --engine hf --trainer megatron", "verify"),
         ({"transformers"}, VERIFY, "verify --engine hf --trainer hf", "verify"),
         ({"matplotlib"}, VERIFY, PICTURE, "verify"),
@@ -214,7 +214,7 @@ def test_a_package_that_is_not_installed_is_one_line_with_its_extra(
 
 
 def test_a_module_of_ours_that_is_missing_is_a_fault() -> None:
-    code = "from mis_plugins.shared.shell import run_command; run_command('mis_plugins.gone:main', 'local')"
+    code = "from mis_plugins.shared.shell import run_command; run_command('mis_plugins.gone:main', 'verify')"
     done = ran("-c", code)
     assert done.returncode == 1 and "No module named 'mis_plugins.gone'" in done.stderr
 

@@ -23,9 +23,10 @@ from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
 from torch import Tensor
 
-from true_on_policy.contract import rope
+from lab.tile import TILE
+from true_on_policy.contract import rounding as rope
 from true_on_policy.contract.cpu import Contract
-from true_on_policy.contract.norm_order import ORDERS, NormOrder
+from true_on_policy.contract.rounding import ORDERS, NormOrder
 from true_on_policy.engines.protocol import Sample
 from true_on_policy.kernels import cpu, pin
 from true_on_policy.kernels.pin import pinned
@@ -118,7 +119,7 @@ def without_rope(checkpoint: Path, samples: Sequence[Sample]) -> LogProbs:
 
 def with_rope(checkpoint: Path, samples: Sequence[Sample]) -> LogProbs:
     """A trainer that rotates as agreed, on Miles's fork of Megatron-core."""
-    with patch.object(rope_utils, rope.NAME, rope_in_float32):
+    with patch.object(rope_utils, rope.ROPE_NAME, rope_in_float32):
         return aligned(checkpoint, samples)
 
 
@@ -173,7 +174,7 @@ LEFT_OUT: dict[str, Trained] = {
     for trainer in TRAINERS
     for what, change in {
         "stock kernels": {"contract": None},
-        "another backend": {"contract": Contract(dtype="bf16", backend="tile")},
+        "another backend": {"contract": Contract(dtype="bf16", backend=TILE.name)},
         "stock mm": {"stock": "mm"},
         "stock attention": {"stock": ATTENTION},
         **{str(order): {"order": order} for order in ALL_ORDERS if order != ORDER},

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.multiprocessing.spawn import start_processes
 
 from true_on_policy.contract.cpu import Contract
-from true_on_policy.contract.norm_order import ORDERS
+from true_on_policy.contract.rounding import ORDERS
 from true_on_policy.kernels.pin import pinned
 from true_on_policy.models.tiny import checkpoint
 from true_on_policy.trainers.megatron import Megatron

@@ -18,8 +18,9 @@ from megatron.core import parallel_state as mpu
 from torch import Tensor
 from torch.multiprocessing.spawn import start_processes
 
+from lab.tile import TILE
 from true_on_policy.contract.cpu import DTYPES, Contract
-from true_on_policy.contract.norm_order import ORDERS
+from true_on_policy.contract.rounding import ORDERS
 from true_on_policy.kernels.pin import pinned
 from true_on_policy.kernels.row_parallel import agreed_tree
 from true_on_policy.models.tiny import checkpoint
@@ -49,7 +50,7 @@ CASES = [
     *(Case("tiny-qwen3", dtype, order, leaves) for dtype in DTYPES for order in ORDERS for leaves in (1, 4)),
     *(Case("tiny-qwen3-tied", dtype, "sglang", leaves) for dtype in DTYPES for leaves in (1, 4)),
     *(Case(model, dtype, "sglang", 4) for model in ("tiny-llama", "tiny-qwen2.5") for dtype in DTYPES),
-    *(Case("tiny-qwen3", dtype, "sglang", 4, "tile") for dtype in DTYPES),
+    *(Case("tiny-qwen3", dtype, "sglang", 4, TILE.name) for dtype in DTYPES),
 ]
 
 

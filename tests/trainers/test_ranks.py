@@ -11,7 +11,7 @@ import torch
 
 from true_on_policy.bitwise import equal_bits
 from true_on_policy.contract.cpu import Contract
-from true_on_policy.contract.norm_order import ORDERS
+from true_on_policy.contract.rounding import ORDERS
 from true_on_policy.engines.protocol import Request, Sample
 from true_on_policy.models.tiny import updated
 from true_on_policy.trainers.ranks import MegatronRanks, RankError

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from true_on_policy.bitwise import equal_bits
 from true_on_policy.contract.cpu import DTYPES
-from true_on_policy.contract.norm_order import ORDERS
+from true_on_policy.contract.rounding import ORDERS
 
 ROOT = Path(__file__).parents[2]
 RANKS_PROGRAM = ROOT / "tests" / "support" / "tensor_ranks.py"

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint as recomputed
 
 from true_on_policy.bitwise import equal_bits
 from true_on_policy.contract.cpu import Contract
-from true_on_policy.contract.norm_order import ORDERS
+from true_on_policy.contract.rounding import ORDERS
 from true_on_policy.kernels.pin import pinned
 from true_on_policy.trainers.attention import in_order, zigzag
 from true_on_policy.trainers.megatron import Megatron

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from alignments import COMPLETE, CONTRACT, LEFT_OUT, OF_ROW, ORDER, equal_share
 
-from true_on_policy.contract.dense_order import ALIGNMENTS
+from lab.pages.alignments import DENSE
 from true_on_policy.engines.hf.engine import HuggingFace as Engine
 from true_on_policy.engines.protocol import Sample
 from true_on_policy.kernels.pin import pinned
@@ -42,9 +42,9 @@ def test_without_one_of_them_they_differ(sampled, tiny, what):
 
 
 def test_each_row_of_the_contract_is_left_out_and_told():
-    assert list(OF_ROW) == [row.name for row in ALIGNMENTS] and set(OF_ROW.values()) <= set(LEFT_OUT)
+    assert list(OF_ROW) == [row.name for row in DENSE] and set(OF_ROW.values()) <= set(LEFT_OUT)
     page = (Path(__file__).parents[2] / "docs" / "engines.md").read_text()
-    for row in ALIGNMENTS:
+    for row in DENSE:
         assert f"| {row.name} | {row.bits} | {row.megatron} | {row.pinned} |" in page
 
 

@@ -21,17 +21,16 @@ from launch import alive
 
 from true_on_policy.bitwise import equal_bits
 from true_on_policy.contract.cpu import Contract
-from true_on_policy.contract.stated import CONTRACT
-from true_on_policy.engines import sglang_plugin, vllm_plugin
-from true_on_policy.engines.environment import inherited, interpreter
-from true_on_policy.engines.handover import KEY
+from true_on_policy.engines.handover import CONTRACT, KEY
 from true_on_policy.engines.hf.engine import HuggingFace
 from true_on_policy.engines.protocol import EngineError, Request, Sample
-from true_on_policy.engines.server import Server, _telling, free_port, started
+from true_on_policy.engines.server import Server, _telling, free_port, inherited, interpreter, started
 from true_on_policy.engines.sglang import engine as sglang
 from true_on_policy.engines.sglang import plugin
+from true_on_policy.engines.sglang import plugin as sglang_plugin
 from true_on_policy.engines.sglang.stand_in import sgl_kernel
 from true_on_policy.engines.vllm import engine as vllm
+from true_on_policy.engines.vllm import plugin as vllm_plugin
 from true_on_policy.engines.vllm.engine import VLLM
 from true_on_policy.engines.vllm.guard import Guard
 from true_on_policy.errors import PinError

@@ -10,7 +10,7 @@ from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLTextConfi
 from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLTextRotaryEmbedding, apply_rotary_pos_emb
 
 from true_on_policy.bitwise import equal_bits
-from true_on_policy.contract import rope
+from true_on_policy.contract import rounding as rope
 
 WIDTH = 16  # of a head
 SECTIONS = [

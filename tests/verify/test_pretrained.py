@@ -18,7 +18,7 @@ import torch
 from transformers import AutoTokenizer
 
 from mis_plugins.shared.budget import RecordError
-from true_on_policy.contract.pretrained import PRETRAINED, cache_folder
+from true_on_policy.contract.model_config import PRETRAINED, cache_folder
 from true_on_policy.errors import ModelError
 from true_on_policy.models import pretrained as module
 from true_on_policy.models.pretrained import ENDS, LAYER, convert, pretrained

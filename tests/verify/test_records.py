@@ -16,7 +16,7 @@ import true_on_policy.engines
 from true_on_policy.__main__ import main
 from true_on_policy.contract import sides
 from true_on_policy.contract.families import FAMILIES, Family, Proof, Shape, tiny_models
-from true_on_policy.contract.norm_order import NormOrder
+from true_on_policy.contract.rounding import NormOrder
 from true_on_policy.contract.sides import ENGINES, TRAINERS
 from true_on_policy.models import hf_decoder
 
@@ -57,8 +57,7 @@ ENGINE = EngineSpec(start=at("builtins:print"), order=HUGGING_FACE, packages=("t
 def test_an_engine_is_found_by_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "late_engine"
     folder.mkdir()
-    (folder / "__init__.py").touch()
-    (folder / "record.py").write_text(RECORD)
+    (folder / "__init__.py").write_text(RECORD)
     monkeypatch.setattr(true_on_policy.engines, "__path__", [*true_on_policy.engines.__path__, str(tmp_path)])
     found = sides.engines()
     assert found.pop("late_engine").packages == ("torch",)
@@ -73,7 +72,7 @@ def test_records_of_engines_need_no_torch_and_start_nothing() -> None:
         "print(sorted(name for name in sys.modules if name.startswith('true_on_policy.engines.')))"
     )
     done = ran("-c", code)
-    names = [f"true_on_policy.engines.{name}{part}" for name in ENGINES for part in ("", ".record")]
+    names = [f"true_on_policy.engines.{name}" for name in ENGINES]
     assert done.stdout.strip() == str(names), done.stderr
 
 
@@ -103,7 +102,7 @@ def made_up(aligned: list[NormOrder]) -> Family:
         hf_decoder.align(model, order)
 
     proof = Proof("mistral", "dense Mistral", {"tiny-new": SHAPE}, align)
-    return Family("mistral", ("MistralForCausalLM",), False, False, None, proof=proof)
+    return Family("mistral", ("MistralForCausalLM",), proof=proof)
 
 
 @pytest.mark.parametrize("trainer", ["hf", "megatron"])

@@ -17,7 +17,7 @@ from mis_plugins.shared.provenance import commit
 from true_on_policy.__main__ import main
 from true_on_policy.contract.cpu import Contract, Shapes
 from true_on_policy.contract.families import tiny_models
-from true_on_policy.contract.norm_order import ORDERS, NormOrder
+from true_on_policy.contract.rounding import ORDERS, NormOrder
 from true_on_policy.contract.sides import ENGINES, TRAINERS
 from true_on_policy.engines.hf.engine import HuggingFace as Engine
 from true_on_policy.engines.protocol import Request, Sample
@@ -25,11 +25,11 @@ from true_on_policy.kernels.pin import active_backend
 from true_on_policy.models.tiny import checkpoint, read_config, updated
 from true_on_policy.trainers.hf import HuggingFace
 from true_on_policy.trainers.megatron import Megatron
-from true_on_policy.verify import picture, verification
+from true_on_policy.verify import certificate as certificates
+from true_on_policy.verify import verification
 from true_on_policy.verify.certificate import Certificate
 from true_on_policy.verify.links import Evidence, Link, conclusion, link
-from true_on_policy.verify.situations import counted, not_met
-from true_on_policy.verify.workload import LONG_PROMPT, Workload, arrangements
+from true_on_policy.verify.workload import LONG_PROMPT, Workload, arrangements, counted, not_met
 
 FEW = "60"
 
@@ -52,8 +52,16 @@ def test_engine_and_trainer_agree(
     assert active_backend() is None
 
 
-def test_the_other_shape_and_the_backend_without_a_compiler():
-    assert run("--trainer", "megatron", "--model", "tiny-qwen3-tied", "--backend", "tile") == 0
+def test_the_other_shape():
+    assert run("--trainer", "megatron", "--model", "tiny-qwen3-tied") == 0
+
+
+def test_the_backend_that_the_lab_alone_has_is_refused_by_the_name_of_ours(
+    capsys: pytest.CaptureFixture[str],
+):
+    with pytest.raises(SystemExit, match="2"):
+        run("--trainer", "hf", "--backend", "tile")
+    assert "invalid choice: 'tile' (choose from 'native'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -245,7 +253,7 @@ def test_the_control_is_stock_on_both_sides_and_drawn_as_such(
 
     replaced(monkeypatch, ENGINES, engine)
     replaced(monkeypatch, TRAINERS, trainer)
-    monkeypatch.setattr(picture, "draw", lambda off, on, *_: drawn.append((off, on)))
+    monkeypatch.setattr(certificates, "draw", lambda off, on, *_: drawn.append((off, on)))
     assert run("--trainer", "hf", "--picture", str(tmp_path / "c.png")) == 0
     pinned, stock = [(side, False, "native") for side in SIDES], [(side, True, None) for side in SIDES]
     assert made == [*pinned, *stock]

@@ -9,13 +9,14 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, Qwen3Config, Qwen3ForCausalLM
 
+from lab.tile import TILE
 from true_on_policy.bitwise import equal_bits
 from true_on_policy.contract.cpu import DTYPES, Contract
 from true_on_policy.kernels.pin import pinned
 
 LENGTHS = (9, 40, 26)
 VOCAB = 333
-BACKENDS = ("native", "tile")
+BACKENDS = ("native", TILE.name)
 
 
 @pytest.fixture(scope="module", params=DTYPES)

@@ -22,10 +22,9 @@ from lab.host.train.parallel import EXIT_USER_ERROR, launch
 from mis_plugins.errors import ConfigError
 from true_on_policy.__main__ import main
 from true_on_policy.engines.protocol import EngineError
-from true_on_policy.engines.sglang.weights import answered
+from true_on_policy.engines.sglang.weights import DIGESTS, VALUES, Digest, answered, read_values, values
 from true_on_policy.errors import NotSeenError
 from true_on_policy.models.tiny import read_weights
-from true_on_policy.observe.weights import DIGESTS, VALUES, Digest, read_values, values
 from true_on_policy.weights.comparison import compare
 from true_on_policy.weights.held import Weights
 

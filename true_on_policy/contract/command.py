@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import astuple
 from typing import get_args
 
 from mis_plugins.shared.table import print_table
@@ -11,7 +12,6 @@ from true_on_policy.contract.gpu import (
     LAYOUTS,
     NOT_COVERED,
     WHY,
-    GpuContract,
     TrainBackend,
     family,
     gpu_contract,
@@ -38,28 +38,19 @@ def run(arguments: argparse.Namespace) -> int:
     contract = gpu_contract(arguments.family, arguments.backend)
     print(f"{contract.family.name}, trainer {contract.backend}, engine SGLang, {contract.dtype}. {NOT_RUN}")
     print(f"{NOT_LAUNCHED}\n" if contract.family.missing else "")
-    _print_operations(contract)
-    print_table(("instead", "holds"), list(contract.alternatives.items()))
-    print()
-    compiled = [*COMPILED[contract.backend], *COMPILED_ALIKE]
-    print_table(("torch.compile", "region", "compiled"), compiled)
-    print()
-    print_table(("layout", "holds"), list(LAYOUTS[contract.backend].items()))
-    print()
-    rows = [(f"{name}={value}", WHY[name]) for name, value in contract.environment.items()]
-    print_table(("environment", "why"), rows)
-    print()
-    _print_gaps(contract)
-    return 0
-
-
-def _print_operations(contract: GpuContract) -> None:
-    rows = [(row.name, row.bits, row.trainer, row.engine) for row in contract.operations]
-    print_table(("operation", "bits", "trainer", "engine"), rows)
-    print()
-
-
-def _print_gaps(contract: GpuContract) -> None:
     gaps = [("this family", missing) for missing in contract.family.missing]
     gaps += [(name, why) for name, reasons in NOT_COVERED.items() for why in reasons]
-    print_table(("not covered", "what is missing"), gaps)
+    tables = {
+        ("operation", "bits", "trainer", "engine"): map(astuple, contract.operations),
+        ("instead", "holds"): contract.alternatives.items(),
+        ("torch.compile", "region", "compiled"): (*COMPILED[contract.backend], *COMPILED_ALIKE),
+        ("layout", "holds"): LAYOUTS[contract.backend].items(),
+        ("environment", "why"): [
+            (f"{name}={value}", WHY[name]) for name, value in contract.environment.items()
+        ],
+        ("not covered", "what is missing"): gaps,
+    }
+    for number, (headings, rows) in enumerate(tables.items()):
+        print(end="\n" * bool(number))
+        print_table(headings, list(rows))
+    return 0

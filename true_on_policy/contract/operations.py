@@ -16,7 +16,6 @@ class Operation:
     """An operation is one row of the contract.
 
     Attributes:
-        name: the name of the operation.
         bits: dtype and order of rounding, equal on both sides.
         trainer, engine: the kernel that runs on each side.
     """
@@ -70,17 +69,18 @@ _EMBEDDINGS = {
     ),
     "fsdp": Operation("embedding", "fp32 weight", "torch, fp32", "VocabParallelEmbedding, fp32"),
 }
-_LAYER_NORMS = {
-    "megatron": f"{PLUGIN}/norm.py SGLangNorm, override_orig_dtype fp32",
-    "fsdp": "Hugging Face RMSNorm on an fp32 stream",
-}
-_QK_NORMS = {
-    "megatron": f"{PLUGIN}/norm.py SGLangQKRMSNorm",
-    "fsdp": "Hugging Face RMSNorm on bf16 q and k",
-}
-_FINAL_NORMS = {
-    "megatron": f"{PLUGIN}/norm.py SGLangFinalRMSNorm",
-    "fsdp": "Qwen3FinalRMSNorm of Miles's fsdp_utils/models/qwen3.py",
+# Each trainer's norms: of a layer, of q and k, and after the last layer.
+_NORMS = {
+    "megatron": (
+        f"{PLUGIN}/norm.py SGLangNorm, override_orig_dtype fp32",
+        f"{PLUGIN}/norm.py SGLangQKRMSNorm",
+        f"{PLUGIN}/norm.py SGLangFinalRMSNorm",
+    ),
+    "fsdp": (
+        "Hugging Face RMSNorm on an fp32 stream",
+        "Hugging Face RMSNorm on bf16 q and k",
+        "Qwen3FinalRMSNorm of Miles's fsdp_utils/models/qwen3.py",
+    ),
 }
 _ROW_SUMS = {
     "megatron": "bf16 in and out; partial sums of 128 columns, rounded, in one order (row_sums.py)",
@@ -152,35 +152,27 @@ def operations(
     kernel = ATTENTIONS[attention]
     gemms = GEMMS[trainer_gemm], GEMMS[engine_gemm]
     bias = f", {BIASES[trainer_gemm]}" if qkv_bias else ""
+    of_layer, of_qk, final = _NORMS[backend]
+    cast = "RMSNorm.forward_native, cast_x_before_out_mul"
+    bits = "x / rms in fp32, rounded to bf16, times the weight in fp32; fp32 for rope"
     return (
         _EMBEDDINGS[backend],
         Operation(
             "RMSNorm of a layer",
             "x / rms * weight, all fp32; residual stream fp32",
-            _LAYER_NORMS[backend],
+            of_layer,
             "RMSNorm.forward_native, override_orig_dtype fp32",
         ),
         _SHARED["mean"],
         Operation("q, k, v product", f"bf16 in and out, fp32 sums in one order of K{bias}", *gemms),
-        *_qk_norm(backend, qk_norm),
+        *([Operation("q and k norm", bits, of_qk, cast)] if qk_norm else []),
         _SHARED["rope"],
         Operation("attention", "bf16", _ATTENTION[backend].format(kernel), f"{kernel}, paged"),
         Operation("o and down product", _ROW_SUMS[backend], gemms[0], _ROW_KERNELS[backend].format(gemms[1])),
         *_COLLECTIVES[backend],
         Operation("gate and up product", "bf16 in and out, fp32 sums in one order of K", *gemms),
         _SHARED["activation"],
-        Operation(
-            "final norm",
-            "x / rms in fp32, rounded to bf16, times bf16 weight",
-            _FINAL_NORMS[backend],
-            "RMSNorm.forward_native, cast_x_before_out_mul",
-        ),
+        Operation("final norm", "x / rms in fp32, rounded to bf16, times bf16 weight", final, cast),
         Operation("LM head", "bf16 in, bf16 weight, fp32 sums in one order of K, bf16 logits", *gemms),
         _SHARED["log_softmax"],
     )
-
-
-def _qk_norm(backend: str, asked: bool) -> tuple[Operation, ...]:
-    bits = "x / rms in fp32, rounded to bf16, times the weight in fp32; fp32 for rope"
-    engine = "RMSNorm.forward_native, cast_x_before_out_mul"
-    return (Operation("q and k norm", bits, _QK_NORMS[backend], engine),) if asked else ()

@@ -47,7 +47,7 @@ def megatron_order(columns: int, ranks: int, context: int) -> Order:
     share = _share(columns, ranks, "trainer")
     engine_share = columns // (ranks * context) if columns % (ranks * context) == 0 else share
     leaf = LEAF if engine_share % LEAF == 0 else engine_share
-    return _tree([_part(rank * share, share, leaf) for rank in range(ranks)])
+    return _tree([_tree(_leaves(rank * share, share, leaf)) for rank in range(ranks)])
 
 
 def fsdp_order(columns: int) -> Order:
@@ -65,11 +65,6 @@ def _share(columns: int, ranks: int, side: str) -> int:
     return columns // ranks
 
 
-def _part(begin: int, columns: int, leaf: int) -> Order:
-    """Return the order of one rank's share, a tree of leaves; a share that leaves do not divide is one product."""
-    return _tree(_leaves(begin, columns, leaf))
-
-
 def _engine_part(begin: int, columns: int) -> Order:
     """Return the order of one rank's share in SGLang's kernel: a tree of equal runs of leaves.
 
@@ -79,16 +74,14 @@ def _engine_part(begin: int, columns: int) -> Order:
     run = len(leaves)
     while run > 2 and run % 2 == 0:
         run //= 2
-    return _tree([_in_a_row(leaves[i : i + run]) for i in range(0, len(leaves), run)])
+    runs = [leaves[start : start + run] for start in range(0, len(leaves), run)]
+    return _tree([reduce(lambda total, leaf: (total, leaf), leaves) for leaves in runs])
 
 
 def _leaves(begin: int, columns: int, leaf: int) -> list[Order]:
+    """Cut one rank's share into leaves; a share that leaves do not divide is one product."""
     width = columns if columns % leaf else leaf
     return [(start, start + width) for start in range(begin, begin + columns, width)]
-
-
-def _in_a_row(parts: Sequence[Order]) -> Order:
-    return reduce(lambda total, part: (total, part), parts)
 
 
 def _tree(parts: Sequence[Order]) -> Order:

@@ -1,6 +1,6 @@
 """One record for each rollout engine and each trainer of a proof, which is read without torch.
 
-A new engine is a folder in engines/ whose `record.py` makes its record as ENGINE, and imports `specs.py` alone; a new
+A new engine is a folder in engines/ whose `__init__.py` makes its record as ENGINE, and imports `specs.py` alone; a new
 trainer is a file in trainers/ and its record in TRAINERS. The choices of the command line, the orders of
 rounding, certificates and checks follow from the records.
 """
@@ -18,14 +18,14 @@ ROOM = "true_on_policy.engines"
 def engines() -> dict[str, EngineSpec]:
     """Return the record of each engine that has a folder in engines/."""
     folders = [found.name for found in iter_modules(import_module(ROOM).__path__) if found.ispkg]
-    return {name: import_module(f"{ROOM}.{name}.record").ENGINE for name in folders}
+    return {name: import_module(f"{ROOM}.{name}").ENGINE for name in folders}
 
 
 ENGINES = engines()
 
 TRAINERS = {
     "megatron": TrainerSpec(
-        start=at("true_on_policy.trainers.megatron:start"),
+        start=at("true_on_policy.trainers.ranks:start"),
         order=NormOrder(rounds_sum=True, rounds_normalized=False),
         packages=("megatron-core", "torch"),
         splits=True,

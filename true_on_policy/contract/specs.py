@@ -10,6 +10,9 @@ from dataclasses import dataclass
 from pkgutil import resolve_name
 from typing import Any, Literal
 
+BackendName = Literal["native"]
+DtypeName = Literal["fp32", "bf16"]
+Side = Literal["engine", "trainer"]
 # An ability is a situation that an engine meets by itself: no request can ask for it, and not every engine reports it.
 Ability = Literal["prefix cache", "preemption"]
 

@@ -33,30 +33,14 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("a", metavar="A", type=Path, help="file or folder")
-    parser.add_argument(
-        "b",
-        metavar="B",
-        type=Path,
-        nargs="?",
-        help="file or folder; without it A is a host's dump, whose engine is compared with its trainer",
-    )
-    parser.add_argument(
-        "--map",
-        type=Path,
-        metavar="FILE",
-        help="YAML of `name in A: name in B`, null to leave out, in place of the built-in names of frameworks",
-    )
-    parser.add_argument(
-        "--model",
-        type=Path,
-        metavar="CHECKPOINT",
-        help="whose config.json tells how many heads a fused query-key-value projection has",
-    )
-    parser.add_argument(
-        "--by-token",
-        action="store_true",
-        help="match rows by the tokens before them, whatever batch or step they were computed in",
-    )
+    alone = "file or folder; without it A is a host's dump, whose engine is compared with its trainer"
+    parser.add_argument("b", metavar="B", type=Path, nargs="?", help=alone)
+    names = "YAML of `name in A: name in B`, null to leave out, in place of the built-in names of frameworks"
+    parser.add_argument("--map", type=Path, metavar="FILE", help=names)
+    of_heads = "whose config.json tells how many heads a fused query-key-value projection has"
+    parser.add_argument("--model", type=Path, metavar="CHECKPOINT", help=of_heads)
+    by_token = "match rows by the tokens before them, whatever batch or step they were computed in"
+    parser.add_argument("--by-token", action="store_true", help=by_token)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every row of the comparison")
     parser.set_defaults(run=run)
 
@@ -93,7 +77,8 @@ def show(report: Report) -> None:
     if unequal:
         print()
         print_table(
-            ("not equal, in order", "", ""), [(row.key, row.status, _reason(row)) for row in unequal[:SHOWN]]
+            ("not equal, in order", "", ""),
+            [(row.key, row.status, row.detail or str(row.mismatch or "")) for row in unequal[:SHOWN]],
         )
     if len(unequal) > SHOWN:
         print(f"... and {len(unequal) - SHOWN} more; --json FILE writes all of them")
@@ -106,7 +91,7 @@ def divergence(report: Report, first: Row) -> str:
     lines = [f"first divergence: {first.operation}", f"  {first.key}: {mismatch}"]
     if mismatch and mismatch.histogram and mismatch.has_distance:
         lines.append(
-            f"  ulps: {', '.join(f'{label}: {count}' for label, count in mismatch.histogram.items())}"
+            f"  ulps: {', '.join(f'{apart}: {count}' for apart, count in mismatch.histogram.items())}"
         )
     if report.feeds and not first.is_output:
         lines.append(
@@ -147,7 +132,3 @@ def _as_json(row: Row) -> dict:
     if row.mismatch:
         entry["mismatch"] = vars(row.mismatch) | {"values": [str(value) for value in row.mismatch.values]}
     return entry
-
-
-def _reason(row: Row) -> str:
-    return row.detail or str(row.mismatch or "")

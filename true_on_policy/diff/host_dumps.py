@@ -34,11 +34,7 @@ def host_samples(value: Any) -> Samples | None:
 
 
 def _rows(columns: Mapping[str, Any]) -> Samples:
-    """Turn columns into one dict a sample; a column without a value for each sample is left out.
-
-    Raises:
-        RecordError: a column of log-probs has other samples than the tokens.
-    """
+    """Turn columns into one dict a sample; a column without a value for each sample is left out."""
     count = len(columns["tokens"])
     opened = {name: tensor_of(column) for name, column in columns.items() if name.endswith(LOG_PROBS_END)}
     per_sample = {
@@ -59,12 +55,11 @@ def log_prob_records(samples: Samples) -> Iterator[tuple[str, LogProbRecord]]:
         RecordError: no sample holds log-probs, their number is not the length of the response, or one name
             has several dtypes.
     """
-    names = {
-        name for one in samples for name in one if name.endswith(LOG_PROBS_END) and one[name] is not None
-    }
+    filled = {name for sample in samples for name, value in sample.items() if value is not None}
+    names = [name for name in sorted(filled) if name.endswith(LOG_PROBS_END)]
     if not names:
         raise RecordError("a host's dump without log-probs; name that of a rank which computed some")
-    for name in sorted(names):
+    for name in names:
         yield name, _record(name, samples)
 
 

@@ -57,7 +57,11 @@ class LogProbRecord:
         lengths = {name: tuple(getattr(self, name).shape) for name in ("tokens", "log_probs", "versions")}
         if len(set(lengths.values())) > 1 or self.tokens.dim() != 1:
             raise RecordError(f"expected three tensors of one length; got {lengths}")
-        _check_boundaries(self.cu_seqlens, len(self.tokens))
+        ends = self.cu_seqlens.tolist() if self.cu_seqlens.dim() == 1 else []
+        if not ends or ends[0] != 0 or ends[-1] != len(self.tokens) or sorted(ends) != ends:
+            raise RecordError(
+                f"cu_seqlens: expected to rise from 0 to {len(self.tokens)}, the number of tokens; got {ends}"
+            )
 
     @classmethod
     def from_sequences(
@@ -158,11 +162,3 @@ def _exact(values: Sequence[float | None], dtype: torch.dtype) -> Float[Tensor, 
             f"log_probs: {value!r} is no {dtype}; pass the dtype in which the engine computed it"
         )
     return stored
-
-
-def _check_boundaries(cu_seqlens: Int64[Tensor, "boundaries"], tokens: int) -> None:
-    ends = cu_seqlens.tolist() if cu_seqlens.dim() == 1 else []
-    if not ends or ends[0] != 0 or ends[-1] != tokens or sorted(ends) != ends:
-        raise RecordError(
-            f"cu_seqlens: expected to rise from 0 to {tokens}, the number of tokens; got {ends}"
-        )

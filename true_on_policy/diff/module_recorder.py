@@ -72,7 +72,9 @@ class Recorder:
 
     folder: Path
     select: Callable[[Tensor], Tensor]
-    rank: int = field(default_factory=lambda: _rank())
+    rank: int = field(
+        default_factory=lambda: torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
+    )
     dump_index: int = 0
     step: int = 0
     layer: int | None = None
@@ -131,7 +133,8 @@ class Recorder:
     def _next(self, name: str, suffix: str) -> tuple[Path, dict[str, Any]]:
         self.dump_index += 1
         tags = {"step": self.step, "rank": self.rank, "dump_index": self.dump_index, "name": name}
-        tags |= {"recompute_status": "recompute"} if _recomputing() else {}
+        if torch._C._current_graph_task_id() != -1:  # a forward inside a backward recomputes activations
+            tags |= {"recompute_status": "recompute"}
         tags |= {} if self.layer is None else {"layer_id": self.layer}
         return self.folder / ("___".join(f"{tag}={value}" for tag, value in tags.items()) + suffix), tags
 
@@ -148,12 +151,3 @@ def _tensors(value: Any) -> Iterator[tuple[str, Tensor]]:
     elif isinstance(value, tuple | list):
         tensors = [item for item in value if isinstance(item, Tensor)]
         yield from ((str(index) if len(tensors) > 1 else "", item) for index, item in enumerate(tensors))
-
-
-def _recomputing() -> bool:
-    """Whether a backward pass runs now: a forward inside it is activation checkpointing's recomputation."""
-    return torch._C._current_graph_task_id() != -1
-
-
-def _rank() -> int:
-    return torch.distributed.get_rank() if torch.distributed.is_initialized() else 0

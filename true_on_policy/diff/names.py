@@ -28,40 +28,38 @@ BOOKKEEPING = frozenset({"rids", "req_pool_indices"})
 # One row a tensor, in execution order. None where a framework has no such tensor, or no equal one: SGLang computes only
 # the logits that it samples from, and keeps a rounded sum where a trainer's norm may take the sum unrounded.
 FRAMEWORKS = ("hf", "sglang", "megatron")
-_HF, _MEGATRON = "model.layers.*", "decoder.layers.*"
-POINTS: tuple[tuple[str | None, str | None, str | None], ...] = (
+_LAYERS = ("model.layers.*", "model.layers.*", "decoder.layers.*")
+_IN_LAYER: tuple[tuple[str, str | None, str | None], ...] = (
+    ("input_layernorm.inputs.0", None, "input_layernorm.inputs.0"),
+    ("input_layernorm.output", "input_layernorm.output(.0)", "input_layernorm.output"),
+    ("self_attn.q_proj.output", "self_attn.qkv_proj.output[q]", "self_attention.linear_qkv.output[grouped q]"),
+    ("self_attn.k_proj.output", "self_attn.qkv_proj.output[k]", "self_attention.linear_qkv.output[grouped k]"),
+    ("self_attn.v_proj.output", "self_attn.qkv_proj.output[v]", "self_attention.linear_qkv.output[grouped v]"),
+    ("self_attn.q_norm.output", "self_attn.q_norm.output", "self_attention.q_layernorm.output"),
+    ("self_attn.k_norm.output", "self_attn.k_norm.output", "self_attention.k_layernorm.output"),
+    ("self_attn.o_proj.inputs.0", "self_attn.o_proj.inputs.0", "self_attention.linear_proj.inputs.0"),
+    ("self_attn.o_proj.output", "self_attn.o_proj.output", "self_attention.linear_proj.output"),
+    ("post_attention_layernorm.inputs.0", None, "pre_mlp_layernorm.inputs.0"),
+    ("post_attention_layernorm.output", "post_attention_layernorm.output(.0)", "pre_mlp_layernorm.output"),
+    ("mlp.gate_proj.output", "mlp.gate_up_proj.output[gate]", "mlp.linear_fc1.output[gate]"),
+    ("mlp.up_proj.output", "mlp.gate_up_proj.output[up]", "mlp.linear_fc1.output[up]"),
+    ("mlp.down_proj.inputs.0", "mlp.down_proj.inputs.0", "mlp.linear_fc2.inputs.0"),
+    ("mlp.down_proj.output", "mlp.down_proj.output", "mlp.linear_fc2.output"),
+    ("mlp.gate.output.0", "mlp.gate.output(.0)", None),
+    ("mlp.output", "mlp.output", "mlp.output"),
+)  # fmt: skip
+POINTS: tuple[tuple[str | None, ...], ...] = (
     ("input_ids", "input_ids", "input_ids"),
     ("model.embed_tokens.output", "model.embed_tokens.output", "embedding.word_embeddings.output"),
-    (f"{_HF}.input_layernorm.inputs.0", None, f"{_MEGATRON}.input_layernorm.inputs.0"),
-    (f"{_HF}.input_layernorm.output", f"{_HF}.input_layernorm.output(.0)", f"{_MEGATRON}.input_layernorm.output"),
-    (f"{_HF}.self_attn.q_proj.output", f"{_HF}.self_attn.qkv_proj.output[q]",
-     f"{_MEGATRON}.self_attention.linear_qkv.output[grouped q]"),
-    (f"{_HF}.self_attn.k_proj.output", f"{_HF}.self_attn.qkv_proj.output[k]",
-     f"{_MEGATRON}.self_attention.linear_qkv.output[grouped k]"),
-    (f"{_HF}.self_attn.v_proj.output", f"{_HF}.self_attn.qkv_proj.output[v]",
-     f"{_MEGATRON}.self_attention.linear_qkv.output[grouped v]"),
-    (f"{_HF}.self_attn.q_norm.output", f"{_HF}.self_attn.q_norm.output",
-     f"{_MEGATRON}.self_attention.q_layernorm.output"),
-    (f"{_HF}.self_attn.k_norm.output", f"{_HF}.self_attn.k_norm.output",
-     f"{_MEGATRON}.self_attention.k_layernorm.output"),
-    (f"{_HF}.self_attn.o_proj.inputs.0", f"{_HF}.self_attn.o_proj.inputs.0",
-     f"{_MEGATRON}.self_attention.linear_proj.inputs.0"),
-    (f"{_HF}.self_attn.o_proj.output", f"{_HF}.self_attn.o_proj.output",
-     f"{_MEGATRON}.self_attention.linear_proj.output"),
-    (f"{_HF}.post_attention_layernorm.inputs.0", None, f"{_MEGATRON}.pre_mlp_layernorm.inputs.0"),
-    (f"{_HF}.post_attention_layernorm.output", f"{_HF}.post_attention_layernorm.output(.0)",
-     f"{_MEGATRON}.pre_mlp_layernorm.output"),
-    (f"{_HF}.mlp.gate_proj.output", f"{_HF}.mlp.gate_up_proj.output[gate]", f"{_MEGATRON}.mlp.linear_fc1.output[gate]"),
-    (f"{_HF}.mlp.up_proj.output", f"{_HF}.mlp.gate_up_proj.output[up]", f"{_MEGATRON}.mlp.linear_fc1.output[up]"),
-    (f"{_HF}.mlp.down_proj.inputs.0", f"{_HF}.mlp.down_proj.inputs.0", f"{_MEGATRON}.mlp.linear_fc2.inputs.0"),
-    (f"{_HF}.mlp.down_proj.output", f"{_HF}.mlp.down_proj.output", f"{_MEGATRON}.mlp.linear_fc2.output"),
-    (f"{_HF}.mlp.gate.output.0", f"{_HF}.mlp.gate.output(.0)", None),
-    (f"{_HF}.mlp.output", f"{_HF}.mlp.output", f"{_MEGATRON}.mlp.output"),
+    *(
+        tuple(name and f"{layer}.{name}" for layer, name in zip(_LAYERS, row, strict=True))
+        for row in _IN_LAYER
+    ),
     ("model.norm.inputs.0", None, "decoder.final_layernorm.inputs.0"),
     ("model.norm.output", "model.norm.output(.0)", "decoder.final_layernorm.output"),
     ("lm_head.output", None, "output_layer.output"),
     ("log_probs", "log_probs", "log_probs"),
-)  # fmt: skip
+)
 
 # A piece of a module's name that only one framework has.
 SIGNATURES = {"megatron": "decoder.layers.", "sglang": ".qkv_proj.", "hf": ".q_proj."}
@@ -87,15 +85,7 @@ class Heads:
             if min(heads.query, heads.key_value, heads.size) < 1:
                 raise ValueError(heads)
             return heads
-        except (
-            OSError,
-            ValueError,
-            LookupError,
-            TypeError,
-            AttributeError,
-            ArithmeticError,
-            RecursionError,
-        ) as error:
+        except Exception as error:  # the file is a stranger's
             raise RecordError(
                 f"--model {checkpoint}: no config.json with the attention heads: {error!r}"
             ) from error

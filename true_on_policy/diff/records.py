@@ -99,9 +99,9 @@ def read_recording(path: Path | str) -> Recording:
     """
     path = Path(path)
     files = _files(path)
-    found = [item for file in files for item in _items(file, alone=path.is_file())]
-    found.sort(key=lambda item: item.order)
-    return Recording(path, numbered(Entry(item.key, item.load) for item in found))
+    items = [item for file in files for item in _items(file, alone=path.is_file())]
+    items.sort(key=lambda item: item[0])
+    return Recording(path, numbered(entry for _, entry in items))
 
 
 def engine_and_trainer(dump: Recording) -> tuple[Recording, Recording]:
@@ -110,15 +110,12 @@ def engine_and_trainer(dump: Recording) -> tuple[Recording, Recording]:
     Raises:
         RecordError: the dump lacks one of the two.
     """
-    loads = {entry.key.name: entry.load for entry in dump.entries}
-    lacking = [name for name in (BEHAVIOR, LOG_PROBS) if name not in loads]
-    if lacking:
+    loads, sides = {entry.key.name: entry.load for entry in dump.entries}, (BEHAVIOR, LOG_PROBS)
+    if lacking := [name for name in sides if name not in loads]:
         raise RecordError(
             f"{dump.path}: holds no {' and no '.join(lacking)}, so it needs a B to compare with"
         )
-    engine, trainer = (
-        Recording(dump.path, (Entry(Key(LOG_PROBS), loads[name]),)) for name in (BEHAVIOR, LOG_PROBS)
-    )
+    engine, trainer = (Recording(dump.path, (Entry(Key(LOG_PROBS), loads[name]),)) for name in sides)
     return engine, trainer
 
 
@@ -134,13 +131,7 @@ def numbered(entries: Iterable[Entry]) -> tuple[Entry, ...]:
     return tuple(Entry(next_key(entry.key), entry.load) for entry in entries)
 
 
-@dataclass(frozen=True)
-class _Item:
-    """An item is an entry whose occurrence is not counted yet."""
-
-    order: tuple
-    key: Key
-    load: Callable[[], Value]
+_Item = tuple[tuple, Entry]  # a key to sort by, and an entry whose occurrence is not counted yet
 
 
 def _files(path: Path) -> list[Path]:
@@ -163,7 +154,7 @@ def _items(file: Path, alone: bool) -> list[_Item]:
     try:
         return read(file, lambda: list(_listed(file, alone)))
     except RecordError as error:
-        return [_Item((1, _natural(file.name)), Key(file.stem), partial(_raise, error))]
+        return [((1, _natural(file.name)), Entry(Key(file.stem), partial(_raise, error)))]
 
 
 def _listed(file: Path, alone: bool) -> Iterator[_Item]:
@@ -175,7 +166,7 @@ def _listed(file: Path, alone: bool) -> Iterator[_Item]:
         prefix = "" if alone or not name else f"{file.stem}."
         order = (1, _natural(file.name), _natural(name) if file.suffix == ".safetensors" else ())
         key = Key(prefix + name or ("value" if alone else file.stem))
-        yield _Item(order, key, partial(read, file, load))
+        yield order, Entry(key, partial(read, file, load))
 
 
 def parse_tags(file: Path) -> dict[str, str]:
@@ -204,7 +195,7 @@ def _dumped(file: Path, tags: Mapping[str, str]) -> _Item:
         rank=rank,
         recompute=tags.get("recompute_status") == "recompute",
     )
-    return _Item((0, index, rank), key, partial(read, file, partial(DUMPED[file.suffix], file)))
+    return (0, index, rank), Entry(key, partial(read, file, partial(DUMPED[file.suffix], file)))
 
 
 def _dumped_pt(file: Path) -> Value:
@@ -241,14 +232,9 @@ def _tensors(value: Any, name: str = "") -> Iterator[tuple[str, Tensor | Stored 
     """Yield every tensor of nested dicts and lists, and what may be one of another kind, with its dotted name."""
     if isinstance(value, Tensor | Stored | Opaque):
         yield name, value
-    children = (
-        value.items()
-        if isinstance(value, dict)
-        else enumerate(value)
-        if isinstance(value, list | tuple)
-        else ()
-    )
-    for key, child in children:
+        return
+    children = dict(enumerate(value)) if isinstance(value, list | tuple) else value
+    for key, child in children.items() if isinstance(children, dict) else ():
         yield from _tensors(child, f"{name}.{key}" if name else str(key))
 
 
@@ -291,11 +277,7 @@ def _natural(name: str) -> tuple:
     return tuple((len(part.lstrip("0")), part) if part.isdecimal() else (-1, part) for part in parts)
 
 
-READERS: dict[str, Reader] = {
-    ".pt": _pt,
-    ".safetensors": _safetensors,
-    ".npz": _npz,
-}
+READERS: dict[str, Reader] = {".pt": _pt, ".safetensors": _safetensors, ".npz": _npz}
 DUMPED: dict[str, Callable[[Path], Value]] = {
     ".pt": _dumped_pt,
     ".safetensors": partial(_dumped_alone, _safetensors),

@@ -106,9 +106,8 @@ class Report:
         equal = [row for row in takewhile(lambda row: row is not first, self.rows) if row.status == "equal"]
         call = [row for row in equal if _call(row.key) == _call(first.key)]
         parent = first.operation.rpartition(".")[0]
-        own = [
-            row for row in call if first.is_output and row.key.name.startswith(f"{first.operation}.inputs")
-        ]
+        inputs = f"{first.operation}.inputs"
+        own = [row for row in call if first.is_output and row.key.name.startswith(inputs)]
         beside = [row for row in call if row.is_output and row.key.name.startswith(f"{parent}.")]
         return tuple(own or beside[-NEAREST:] or equal[-1:])
 
@@ -116,10 +115,8 @@ class Report:
 def compare(a: Recording, b: Recording, names: Correspondence, heads: Heads | None = None) -> Report:
     """Compare every tensor of A with its counterpart in B; one pair is loaded at a time."""
     left, right = renamed(a, names.a, heads), renamed(b, names.b, heads)
-    keys = [*left, *(key for key in right if key not in left)]
-    rows = [
-        row_of(key, left.get(key), right.get(key), names.regroup) for key in told(keys, "tensors compared")
-    ]
+    keys = told([*dict.fromkeys((*left, *right))], "tensors compared")
+    rows = [row_of(key, left.get(key), right.get(key), names.regroup) for key in keys]
     return Report(
         a.path,
         b.path,

@@ -228,11 +228,8 @@ def _pairs(a: Side, b: Side) -> list[Pair]:
 def _unmatched(side: Side, other: Side, status: Status) -> list[Row]:
     """Report in one row the tokens that the other side never computed; no row where there are none."""
     known, followed = other.by_prefix, {token.before for token in side.tokens}
-    alone = [
-        token
-        for token in side.tokens
-        if token.prefix not in known and (token.prefix in followed or token.before not in known)
-    ]
+    missed = [token for token in side.tokens if token.prefix not in known]
+    alone = [token for token in missed if token.prefix in followed or token.before not in known]
     if not alone:
         return []
     first = alone[0]
@@ -291,11 +288,8 @@ def _rows_are_tokens(key: Key, side: Side) -> bool:
 
 def _leading(value: Value) -> set[int]:
     """The products of the first dimensions: [tokens, ...] and [batch, tokens, ...] have one that counts tokens."""
-    return (
-        {prod(value.shape[:dims]) for dims in range(1, value.dim() + 1)}
-        if isinstance(value, Tensor)
-        else set()
-    )
+    dims = range(1, value.dim() + 1) if isinstance(value, Tensor) else ()
+    return {prod(value.shape[:leading]) for leading in dims}
 
 
 def _located(mismatch: Mismatch | None, pairs: Sequence[Pair]) -> Mismatch | None:
@@ -309,7 +303,5 @@ def _located(mismatch: Mismatch | None, pairs: Sequence[Pair]) -> Mismatch | Non
 def _log_probs(a: Recording, b: Recording) -> list[Row]:
     """Compare the records of log-probs, which need no matching by token."""
     left, right = ({e.key: e for e in side.entries if e.key.name == LOG_PROBS} for side in (a, b))
-    rows = (
-        row_of(key, left.get(key), right.get(key), regroup=False) for key in dict.fromkeys((*left, *right))
-    )
-    return [row for row in rows if row]
+    keys = dict.fromkeys((*left, *right))
+    return [row for key in keys if (row := row_of(key, left.get(key), right.get(key), regroup=False))]

@@ -26,36 +26,24 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
         "doctor", help="what trainer and engine really run, and what to set", description=__doc__
     )
     parser.add_argument("--engine", metavar="URL", type=url_of_engine, help=HELP)
-    parser.add_argument(
-        "--engine-dump",
-        metavar="PATH",
-        type=Path,
-        default=os.environ.get(FOLDER),
-        help=f"what our plugin wrote inside SGLang: a file, or a folder of several engines (${FOLDER})",
-    )
-    parser.add_argument(
-        "--trainer-dump",
-        metavar="PATH",
-        type=Path,
-        help="what the trainer's init hook wrote: a file or its folder",
-    )
+    inside = f"what our plugin wrote inside SGLang: a file, or a folder of several engines (${FOLDER})"
+    folder = os.environ.get(FOLDER)
+    parser.add_argument("--engine-dump", metavar="PATH", type=Path, default=folder, help=inside)
+    trainer = "what the trainer's init hook wrote: a file or its folder"
+    parser.add_argument("--trainer-dump", metavar="PATH", type=Path, help=trainer)
     add_contract_arguments(parser)
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    contract = _stated(arguments)
+    contract = _asked(arguments)
     with importing():  # after the arguments are known to be right: torch takes seconds
         from true_on_policy.doctor.diagnosis import diagnosed
     return diagnosed(contract, arguments)
 
 
-def _stated(arguments: argparse.Namespace) -> GpuContract | None:
-    """Return the contract that the arguments ask for; None beside --trainer-dump, whose file states the contract.
-
-    Raises:
-        ContractError: an argument has no effect beside the trainer's file, or no contract covers the arguments.
-    """
+def _asked(arguments: argparse.Namespace) -> GpuContract | None:
+    """Return the contract that the arguments ask for; None beside --trainer-dump, whose file states the contract."""
     if arguments.trainer_dump is None:
         return contract_of(arguments)
     given = [name for name in CONTRACT_ARGUMENTS if getattr(arguments, name) is not None]

@@ -19,6 +19,7 @@ from true_on_policy.doctor.engine_http import ALONE, LOG_SOFTMAX, PREFILLED, SCO
 from true_on_policy.errors import PinError
 from true_on_policy.flags.command import HOOK, host_contract
 from true_on_policy.kernels import gpu
+from true_on_policy.kernels.mode import SHARED
 from true_on_policy.observe.dumps import RANKS, load, load_engine
 from true_on_policy.observe.fused import CHOSEN, FUSED
 from true_on_policy.observe.process import ALL, COMPILES, KERNELS, PRODUCTS, Observation, observe
@@ -40,7 +41,6 @@ class Check:
     """A check is one row of the doctor, before either side is observed.
 
     Attributes:
-        name: the name of the setting on both sides.
         trainer, engine: the values that each side may show.
         remedy: what to set where a side shows another value.
         equal: whether both sides must show one value.
@@ -53,6 +53,17 @@ class Check:
     equal: bool = False
 
 
+SAME_PRODUCTS = (
+    "leave --gemm at the trainer's; one GPU kind on both sides; on several ranks releases that add up o and down alike "
+    "(docs/gpu.md)"
+)
+DETERMINISTIC = "--sglang-enable-deterministic-inference"
+IN_ENGINE = f"in the engine: {DETERMINISTIC}"
+PREFILL = "--recompute-logprobs-via-prefill"
+APEX = "pip uninstall apex: the package has NVIDIA's name alone (NVIDIA's own, from source: docs/gpu.md)"
+SEEDS = f"{DETERMINISTIC}: without a seed each, all samples of a prompt are one"
+
+
 def checks(contract: GpuContract, scored: bool) -> tuple[Check, ...]:
     """List the checks of a contract.
 
@@ -63,198 +74,124 @@ def checks(contract: GpuContract, scored: bool) -> tuple[Check, ...]:
     Raises:
         ContractError: no release of the host carries the family.
     """
+    in_trainer = f"pin in the trainer: {INIT[contract.backend]}"
     return (
         *_versions(contract),
-        *_kernels(contract, scored),
-        *_arithmetic(contract),
+        *_kernels(contract, scored, in_trainer),
+        *_modes(contract, in_trainer),
+        *_gemms(contract, in_trainer),
+        *_arithmetic(contract, in_trainer),
         *_layout(contract),
-        *_sampling(),
+        Check("temperature", ("1",), None, "--rollout-temperature 1"),
+        Check("top-p", ("1",), None, "--rollout-top-p 1"),
+        Check("top-k", ("-1",), None, "--rollout-top-k -1"),
+        Check("seeds of a prompt's samples", ("one each",), ("one each",), SEEDS),
+        Check("log-probs come from", ANY, None),
     )
 
 
-def _versions(contract: GpuContract) -> tuple[Check, ...]:
-    own = contract.mode == "sglang"
-    each = "start all ranks with one environment; a rank that wrote nothing has failed"
-    return (
-        Check("device", ANY, ("cuda",), "start the engine on a GPU"),
-        Check(RANKS, ("all",), ("all",), each),
-        *(Check(name, ANY, ANY) for name in ("torch", "CUDA", "NCCL", "Triton", "transformers")),
-        *(Check(name, ANY, None) for name in ("Megatron-core", "Transformer Engine")),
-        Check("SGLang", ANY, ANY, "one SGLang: the trainer runs the engine's kernels", equal=own),
-        Check(
-            "Apex",
-            ("absent", "NVIDIA's"),
-            None,
-            "pip uninstall apex: the package has NVIDIA's name alone (NVIDIA's own, from source: docs/gpu.md)",
-        ),
-        Check("norm of the local spec", ANY, None),
-        *_fused(contract),
-    )
+def _versions(contract: GpuContract) -> Iterator[Check]:
+    yield Check("device", ANY, ("cuda",), "start the engine on a GPU")
+    alike = "start all ranks with one environment; a rank that wrote nothing has failed"
+    yield Check(RANKS, ("all",), ("all",), alike)
+    yield from (Check(name, ANY, ANY) for name in ("torch", "CUDA", "NCCL", "Triton", "transformers"))
+    yield from (Check(name, ANY, None) for name in ("Megatron-core", "Transformer Engine"))
+    one = "one SGLang: the trainer runs the engine's kernels"
+    yield Check("SGLang", ANY, ANY, one, equal=contract.mode == "sglang")
+    yield Check("Apex", ("absent", "NVIDIA's"), None, APEX)
+    yield Check("norm of the local spec", ANY, None)
+    if contract.backend == "megatron":  # Transformer Engine's and Apex's kernels
+        yield from (Check(row, ANY, None) for row, _, _ in CHOSEN)
+        yield from (Check(kernel.row, kernel.wanted, None, kernel.remedy) for kernel in FUSED)
 
 
-def _fused(contract: GpuContract) -> tuple[Check, ...]:
-    """List the checks of Transformer Engine's and Apex's kernels, which only Megatron's trainer runs."""
-    if contract.backend != "megatron":
-        return ()
-    return (
-        *(Check(row, ANY, None) for row, _, _ in CHOSEN),
-        *(Check(one.row, one.wanted, None, one.remedy) for one in FUSED),
-    )
+def _kernels(contract: GpuContract, scored: bool, in_trainer: str) -> Iterator[Check]:
+    both, decode = f"{in_trainer}; {IN_ENGINE}", ANY if scored else ("equal",)
+    yield Check(KERNELS, ("batch-invariant",), ("batch-invariant",), both)
+    yield Check(PRODUCTS, ANY, ANY, SAME_PRODUCTS, equal=True)
+    yield Check(PREFILLED, None, ("equal",), DETERMINISTIC)
+    yield Check(ALONE, None, decode, DETERMINISTIC)
+    yield Check(SCORED, None, decode, PREFILL)
+    yield Check("flash_attention: FA3 default num_splits", ("1",), ("1",), both)
+    yield Check("attention", None, (contract.attention,), f"--sglang-attention-backend {contract.attention}")
+    yield Check("radix cache", None, ANY)
+    yield Check("CUDA graph", None, ANY)
 
 
-SAME_PRODUCTS = (
-    "leave --gemm at the trainer's; one GPU kind on both sides; on several ranks releases that add up o and down alike "
-    "(docs/gpu.md)"
-)
-DETERMINISTIC = "--sglang-enable-deterministic-inference"
-PREFILL = "--recompute-logprobs-via-prefill"
-
-
-def _pinned(contract: GpuContract) -> str:
-    return f"pin in the trainer: {INIT[contract.backend]}"
-
-
-def _kernels(contract: GpuContract, scored: bool) -> tuple[Check, ...]:
-    pinned = _pinned(contract)
-    both = f"{pinned}; in the engine: {DETERMINISTIC}"
-    decode = ANY if scored else ("equal",)
-    return (
-        Check(KERNELS, ("batch-invariant",), ("batch-invariant",), both),
-        Check(PRODUCTS, ANY, ANY, SAME_PRODUCTS, equal=True),
-        Check(PREFILLED, None, ("equal",), DETERMINISTIC),
-        Check(ALONE, None, decode, DETERMINISTIC),
-        Check(SCORED, None, decode, PREFILL),
-        *_mode(contract),
-        *_gemm(contract),
-        Check("flash_attention: FA3 default num_splits", ("1",), ("1",), both),
-        Check("attention", None, (contract.attention,), f"--sglang-attention-backend {contract.attention}"),
-        Check("radix cache", None, ANY),
-        Check("CUDA graph", None, ANY),
-    )
-
-
-def _mode(contract: GpuContract) -> Iterator[Check]:
-    """Check whose kernels the dispatcher runs: SGLang's in the engine, the contract's mode in the trainer."""
-    for mode, file in MODE_FILES.items():
-        trainer, engine = mode == contract.mode, mode == "sglang"
-        if not (trainer or engine):
-            continue
-        yield Check(f"{mode}: batch-invariant flag", ANY if trainer else None, ANY if engine else None)
-        for name in ("mm", "addmm", "_log_softmax", "mean.dim"):
-            wanted = ((file,) if trainer else None), ((file,) if engine else None)
-            remedy = " ".join([_pinned(contract)] * trainer + [f"in the engine: {DETERMINISTIC}"] * engine)
-            yield Check(f"{mode}: aten::{name}", *wanted, remedy)
-
-
-# The last part of the path of each copy of the batch-invariant mode, as kernels.dispatcher describes it.
+# The last part of the path of each copy of the batch-invariant mode, as kernels.mode describes it.
 MODE_FILES = {
     "megatron": "batch_invariant_kernels.py of megatron",
     "sglang": "batch_invariant_ops.py of sglang",
 }
 
 
+def _modes(contract: GpuContract, in_trainer: str) -> Iterator[Check]:
+    """Check whose kernels the dispatcher runs: SGLang's in the engine, the contract's mode in the trainer."""
+    for mode, file in MODE_FILES.items():
+        remedies = {}
+        if mode == contract.mode:
+            remedies["trainer"] = in_trainer
+        if mode == "sglang":
+            remedies["engine"] = IN_ENGINE
+        if remedies:
+            flags: list[Wanted] = [ANY if side in remedies else None for side in ("trainer", "engine")]
+            files: list[Wanted] = [(file,) if side in remedies else None for side in ("trainer", "engine")]
+            yield Check(f"{mode}: batch-invariant flag", flags[0], flags[1])
+            for name in SHARED:
+                yield Check(f"{mode}: aten::{name}", files[0], files[1], " ".join(remedies.values()))
+
+
 # What Transformer Engine's general_gemm may be: absent, not imported, or the function of this module.
 TE_GEMMS = ("absent", "not imported", "megatron.core.transformer.custom_layers.batch_invariant_kernels")
 
 
-def _gemm(contract: GpuContract) -> tuple[Check, ...]:
+def _gemms(contract: GpuContract, in_trainer: str) -> Iterator[Check]:
     """List the checks of the GEMM libraries, on each side that uses them."""
     trainer, engine = (gemm == "deep_gemm" for gemm in (contract.trainer_gemm, contract.engine_gemm))
     own = contract.mode == "sglang"  # the trainer runs the engine's mode
-    rows = () if own else (Check("megatron: te general_gemm", TE_GEMMS, None, _pinned(contract)),)
-    asked = ("on" if engine else "off",)
+    if not own:
+        yield Check("megatron: te general_gemm", TE_GEMMS, None, in_trainer)
     if trainer or engine:
         modes, switch = ("deterministic", "always invariant"), "deep_gemm.use_deterministic_algorithms(True)"
-        on_each = modes if trainer else None, modes if engine else None
-        rows += (Check("deep_gemm: DeepGEMM mode", *on_each, switch),)
-    return (
-        *rows,
-        Check(
-            "sglang: MM DeepGEMM",
-            asked if own else None,
-            asked,
-            f"{DEEP_GEMM}={int(engine)} before the processes start"
-            + "; install sgl-deep-gemm; SGLANG_ENABLE_JIT_DEEPGEMM=1" * engine,
-        ),
-        Check(
-            "sglang: MM fallback variant",
-            ("off",) if own else None,
-            ("off",),
-            "SGLANG_BATCH_INVARIANT_OPS_ENABLE_MM_FALLBACK_VARIANT=0 before the processes start",
-        ),
+        yield Check("deep_gemm: DeepGEMM mode", modes if trainer else None, modes if engine else None, switch)
+    asked, variable = ("on" if engine else "off",), f"{DEEP_GEMM}={int(engine)} before the processes start"
+    installs = "; install sgl-deep-gemm; SGLANG_ENABLE_JIT_DEEPGEMM=1" if engine else ""
+    yield Check("sglang: MM DeepGEMM", asked if own else None, asked, variable + installs)
+    fallback = "SGLANG_BATCH_INVARIANT_OPS_ENABLE_MM_FALLBACK_VARIANT=0 before the processes start"
+    yield Check("sglang: MM fallback variant", ("off",) if own else None, ("off",), fallback)
+
+
+def _arithmetic(contract: GpuContract, in_trainer: str) -> Iterator[Check]:
+    tf32 = f"{in_trainer}; in the engine: no --sglang-enable-tf32-matmul; no NVIDIA_TF32_OVERRIDE"
+    yield Check("TF32", ("off",), ("off",), tf32)
+    yield Check(COMPILES, ("off",), ("off",), "TORCH_COMPILE_DISABLE=1; no --sglang-enable-torch-compile")
+    yield Check("deterministic algorithms", ("on",), None, "--deterministic-mode")
+    rounds = (
+        "--true-on-policy-mode, without --fp16; in the engine: --sglang-true-on-policy-contract "
+        f"{host_contract(contract.family)}, without --sglang-enable-fp32-lm-head"
     )
+    yield Check(LOG_SOFTMAX, ("bf16",), ("bf16",), rounds)
+    for name, value in contract.environment.items():
+        # On several ranks SGLang sets NCCL_ALGO itself, which changes no bit: the contract's sums are not NCCL's.
+        own = ("allreduce:tree",) if name == "NCCL_ALGO" and contract.engine_tp > 1 else ()
+        yield Check(name, (value,), (value, *own), f"{name}={value} before the processes start")
+    yield Check("KV cache", None, ("auto", "bfloat16", "bf16"), "no --sglang-kv-cache-dtype")
+    yield Check("quantization", None, ("None",), "no --sglang-quantization")
+    yield Check("speculative decoding", None, ("None",), "no --sglang-speculative-algorithm")
 
 
-def _arithmetic(contract: GpuContract) -> tuple[Check, ...]:
-    return (
-        Check(
-            "TF32",
-            ("off",),
-            ("off",),
-            f"{_pinned(contract)}; in the engine: no --sglang-enable-tf32-matmul; no NVIDIA_TF32_OVERRIDE",
-        ),
-        Check(COMPILES, ("off",), ("off",), "TORCH_COMPILE_DISABLE=1; no --sglang-enable-torch-compile"),
-        Check("deterministic algorithms", ("on",), None, "--deterministic-mode"),
-        Check(
-            LOG_SOFTMAX,
-            ("bf16",),
-            ("bf16",),
-            f"--true-on-policy-mode, without --fp16; in the engine: --sglang-true-on-policy-contract "
-            f"{host_contract(contract.family)}, without --sglang-enable-fp32-lm-head",
-        ),
-        *(
-            Check(
-                name, (value,), _engines(contract, name, value), f"{name}={value} before the processes start"
-            )
-            for name, value in contract.environment.items()
-        ),
-        Check("KV cache", None, ("auto", "bfloat16", "bf16"), "no --sglang-kv-cache-dtype"),
-        Check("quantization", None, ("None",), "no --sglang-quantization"),
-        Check("speculative decoding", None, ("None",), "no --sglang-speculative-algorithm"),
-    )
-
-
-def _engines(contract: GpuContract, name: str, value: str) -> tuple[str, ...]:
-    """List the values of a variable that the engine may show.
-
-    On several ranks SGLang sets NCCL_ALGO itself, which changes no bit: the contract's sums over ranks are not NCCL's.
-    """
-    own = name == "NCCL_ALGO" and contract.engine_tp > 1
-    return (value, "allreduce:tree") if own else (value,)
-
-
-def _layout(contract: GpuContract) -> tuple[Check, ...]:
+def _layout(contract: GpuContract) -> Iterator[Check]:
     name = host_contract(contract.family)
+    yield Check("contract", (name,), (name,), f"--sglang-true-on-policy-contract {name}")
+    yield Check("deterministic inference", None, ("on",), DETERMINISTIC)
     tensor, context, engine = map(str, (contract.trainer_tp, contract.context_parallel, contract.engine_tp))
-    own = "--rollout-num-gpus-per-engine"
-    return (
-        Check("contract", (name,), (name,), f"--sglang-true-on-policy-contract {name}"),
-        Check("deterministic inference", None, ("on",), DETERMINISTIC),
-        *(
-            (Check("tensor parallel", None, (engine,), f"{own} {engine}"),)
-            if contract.backend == "fsdp"
-            else (
-                Check(
-                    "tensor parallel",
-                    (tensor,),
-                    (engine,),
-                    f"--tensor-model-parallel-size {tensor} {own} {engine}",
-                ),
-                Check("context parallel", (context,), None, f"--context-parallel-size {context}"),
-            )
-        ),
-    )
-
-
-def _sampling() -> tuple[Check, ...]:
-    seeded = f"{DETERMINISTIC}: without a seed each, all samples of a prompt are one"
-    return (
-        Check("temperature", ("1",), None, "--rollout-temperature 1"),
-        Check("top-p", ("1",), None, "--rollout-top-p 1"),
-        Check("top-k", ("-1",), None, "--rollout-top-k -1"),
-        Check("seeds of a prompt's samples", ("one each",), ("one each",), seeded),
-        Check("log-probs come from", ANY, None),
-    )
+    ranks = f"--rollout-num-gpus-per-engine {engine}"
+    if contract.backend == "fsdp":
+        yield Check("tensor parallel", None, (engine,), ranks)
+    else:
+        both = f"--tensor-model-parallel-size {tensor} {ranks}"
+        yield Check("tensor parallel", (tensor,), (engine,), both)
+        yield Check("context parallel", (context,), None, f"--context-parallel-size {context}")
 
 
 @dataclass(frozen=True)
@@ -293,13 +230,12 @@ def diagnose(contract: GpuContract, trainer: Observation, engine: Observation) -
 
 def _judge(check: Check, trainer: Observation, engine: Observation) -> Row:
     sides = [(check.trainer, trainer), (check.engine, engine)]
-    verdicts: list[Verdict] = [
-        _verdict(check.name, wanted, side) for wanted, side in sides if wanted is not None
-    ]
+    asked = [(wanted, side) for wanted, side in sides if wanted is not None]
+    verdicts: list[Verdict] = [_verdict(check.name, wanted, side) for wanted, side in asked]
     if check.equal:
         verdicts.append(_equal(check.name, trainer, engine))
     cells = [_cell(check.name, wanted, side) for wanted, side in sides]
-    how = dict.fromkeys(side.how(check.name) for wanted, side in sides if wanted is not None)
+    how = dict.fromkeys(side.how(check.name) for _, side in asked)
     return Row(check, _worst(verdicts), cells[0], cells[1], " / ".join(filter(None, how)))
 
 
@@ -307,7 +243,7 @@ SEVERITY: tuple[Verdict, ...] = ("", "green", "not seen", "red")
 
 
 def _worst(verdicts: Sequence[Verdict]) -> Verdict:
-    return SEVERITY[max(map(SEVERITY.index, verdicts))]
+    return max(verdicts, key=SEVERITY.index)
 
 
 def _verdict(name: str, wanted: tuple[str, ...], side: Observation) -> Verdict:
@@ -332,17 +268,13 @@ def _cell(name: str, wanted: Wanted, side: Observation) -> str:
     return side.settings[name] if name in side.settings else f"({side.why(name)})"
 
 
-def _is_reason(cell: str) -> bool:
-    return cell.startswith("(") and cell.endswith(")")
-
-
 def diagnosed(contract: GpuContract | None, arguments: argparse.Namespace) -> int:
     """Observe both sides, print the table of checks, and return the exit code of the worst row.
 
     Args:
         contract: what the arguments ask for; None where the trainer's file states it.
     """
-    contract, trainer = _trainer(contract, arguments.trainer_dump)
+    contract, trainer = load(arguments.trainer_dump) if contract is None else (contract, _stand_in(contract))
     engine = _engine(arguments.engine, arguments.engine_dump)
     rows = diagnose(contract, trainer, engine)
     shown, unasked = asked(rows, engine)
@@ -350,7 +282,10 @@ def diagnosed(contract: GpuContract | None, arguments: argparse.Namespace) -> in
     print_table(("", "setting", "trainer", "engine", "how", "set"), [row.cells for row in shown])
     for note in (*unasked, *notes):
         print("\n" + "\n".join(map(printable, note.splitlines())))
-    return _conclude(rows)
+    verdicts: list[Verdict] = [row.verdict for row in rows]
+    counts = ", ".join(f"{verdicts.count(verdict)} {verdict}" for verdict in ("green", "red", "not seen"))
+    print(f"\n{counts}")
+    return EXIT[_worst(verdicts)]
 
 
 NOT_ASKED = "(not asked)"
@@ -374,8 +309,8 @@ LONG = 60  # letters; a longer reason that stands in several cells becomes a not
 
 def noted(rows: Sequence[Row]) -> tuple[list[Row], list[str]]:
     """Replace a long reason that several cells share by a number; return the rows, and each such reason as a note."""
-    counts = Counter(cell for row in rows for cell in (row.trainer, row.engine))
-    shared = [cell for cell, count in counts.items() if count > 1 and _is_reason(cell) and len(cell) > LONG]
+    counts = Counter(cell for row in rows for cell in (row.trainer, row.engine) if cell)
+    shared = [cell for cell, count in counts.items() if count > 1 and cell[0] == "(" and len(cell) > LONG]
     names = {cell: f"(reason {number})" for number, cell in enumerate(shared, 1)}
     shown = [
         replace(row, trainer=names.get(row.trainer, row.trainer), engine=names.get(row.engine, row.engine))
@@ -384,15 +319,12 @@ def noted(rows: Sequence[Row]) -> tuple[list[Row], list[str]]:
     return shown, [f"{name[1:-1]}: {cell[1:-1]}" for cell, name in names.items()]
 
 
-def _trainer(contract: GpuContract | None, dump: Path | None) -> tuple[GpuContract, Observation]:
-    """Read the trainer's file, which states its contract, or let this machine stand in for the trainer."""
-    if contract is None:
-        assert dump is not None
-        return load(dump)
+def _stand_in(contract: GpuContract) -> Observation:
+    """Let this machine stand in for the trainer."""
     seen = _pinned_here(contract)
     of_shell = {COMPILES, *contract.environment}  # TORCH_COMPILE_DISABLE of the shell decides COMPILES
     settings = {name: value for name, value in seen.settings.items() if name not in of_shell}
-    return contract, Observation(settings, {ALL: NO_DUMP, **seen.unseen}, seen.configured)
+    return Observation(settings, {ALL: NO_DUMP, **seen.unseen}, seen.configured)
 
 
 def _pinned_here(contract: GpuContract) -> Observation:
@@ -443,13 +375,6 @@ def joined(told: Observation, inside: Observation) -> Observation:
         (*(set(told.configured) - inside.settings.keys()), *inside.configured),
         (*inside.split, *other),
     )
-
-
-def _conclude(rows: Sequence[Row]) -> int:
-    """Print how many rows have each verdict, and return the exit code of the worst row."""
-    counts = {verdict: [row.verdict for row in rows].count(verdict) for verdict in SEVERITY}
-    print(f"\n{counts['green']} green, {counts['red']} red, {counts['not seen']} not seen")
-    return EXIT[_worst([row.verdict for row in rows])]
 
 
 def _tell(what: str) -> None:

@@ -105,10 +105,7 @@ def _probed(client: _Client) -> dict[str, str]:
 
 
 def _dtype(log_probs: Float32[Tensor, "N"]) -> str:
-    """Return the dtype to which log-probs were rounded last.
-
-    The log-probs must come from prefill: a CUDA graph of decode widens its logits first.
-    """
+    """Tell the dtype to which log-probs of prefill were rounded last; a CUDA graph of decode widens its logits."""
     return "bf16" if equal_bits(log_probs.bfloat16().float(), log_probs) else "fp32"
 
 

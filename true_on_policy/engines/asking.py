@@ -184,9 +184,6 @@ def _within(seconds: float, work: Callable[[], T]) -> T:
     """Run `work` in a thread, and return its result or raise its error.
 
     A socket's own timeout begins anew with each byte, and the search for a host's address has none.
-
-    Raises:
-        TimeoutError: the work took longer than `seconds`.
     """
     done: Future[T] = Future()
 
@@ -201,11 +198,7 @@ def _within(seconds: float, work: Callable[[], T]) -> T:
 
 
 def _body(where: str, response: HTTPResponse, limit: int) -> bytes:
-    """Read the body of an answer.
-
-    Raises:
-        EngineError: the server refuses the request, or its answer is longer than `limit` or packed.
-    """
+    """Read the body of an answer."""
     if not 200 <= response.status < 300:
         told = b""
         with suppress(HTTPException):

@@ -7,9 +7,36 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
 
-from true_on_policy.contract.stated import CONTRACT, ORDER, stated_contract
+if TYPE_CHECKING:
+    from true_on_policy.contract.cpu import Contract
+    from true_on_policy.contract.rounding import NormOrder
+
+CONTRACT = "TRUE_ON_POLICY_CONTRACT"  # JSON of Contract
+ORDER = "TRUE_ON_POLICY_NORM_ORDER"  # JSON of NormOrder, where the engine follows another order than its own
+
+
+def handed_over(contract: Contract | None, order: NormOrder | None) -> dict[str, str]:
+    """Build the variables of the handover; none for an engine that stays stock."""
+    given = {CONTRACT: contract, ORDER: order}
+    return {name: json.dumps(asdict(value)) for name, value in given.items() if value is not None}
+
+
+def stated_contract(environment: Mapping[str, str] = os.environ) -> Contract:
+    """Read the contract that the launcher handed over."""
+    from true_on_policy.contract.cpu import Contract, Shapes
+
+    stated = json.loads(environment[CONTRACT])
+    shapes = Shapes(**{name: _tuples(value) for name, value in stated.pop("shapes").items()})
+    return Contract(**stated, shapes=shapes)
+
+
+def _tuples(value: Any) -> Any:
+    return tuple(map(_tuples, value)) if isinstance(value, list) else value
+
 
 FOLDER = (
     "TRUE_ON_POLICY_ENGINE_DUMP"  # where the processes that run the model say what they run, for the doctor
@@ -37,7 +64,7 @@ def ordered_norm() -> Callable | None:
     """Build a forward for an engine's RMSNorm in the order handed over; None where no order was."""
     if ORDER not in os.environ:
         return None
-    from true_on_policy.contract.norm_order import NormOrder, add_residual, rms_norm
+    from true_on_policy.contract.rounding import NormOrder, add_residual, rms_norm
 
     order = NormOrder(**json.loads(os.environ[ORDER]))
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 from jaxtyping import Float32
 from torch import Tensor
@@ -106,12 +106,3 @@ class Engine(Protocol):
         ...
 
     def close(self) -> None: ...
-
-
-@runtime_checkable
-class TellsWeights(Protocol):
-    """An engine that returns digests of its weights, in the form of `observe/weights.py`."""
-
-    def weights_checker(self, body: Mapping[str, Any]) -> Any:
-        """Post a question to the engine's weight checker, and return its answer."""
-        ...

@@ -15,13 +15,56 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
 
+from mis_plugins.shared.loopback import on_loopback
+from true_on_policy.contract.sides import ENGINES
 from true_on_policy.engines.answers import parsed
 from true_on_policy.engines.asking import Address, exchanged
 from true_on_policy.engines.handover import ACTIVE, KEY
-from true_on_policy.engines.protocol import EngineError, Request
+from true_on_policy.engines.protocol import Request
+from true_on_policy.errors import EngineError
+
+HERE = Path(__file__).parent
+
+
+def interpreter(engine: str) -> Path:
+    """Return the python of an engine's environment: in .venv-ENGINE beside the package, or where ENGINE_VENV says.
+
+    Raises:
+        EngineError: the engine is not installed there.
+    """
+    variable = f"{engine.upper()}_VENV"
+    folder = Path(os.environ.get(variable) or HERE.parent.parent / f".venv-{engine}")
+    python = folder / "bin" / "python"
+    if not python.exists():
+        raise EngineError(
+            f"{folder}: no {engine} there; run `bash {HERE / 'install.sh'} {engine}`, or set {variable}"
+        )
+    return python
+
+
+def versions(engine: str, names: Sequence[str]) -> dict[str, str]:
+    """Return the versions of packages in the engine's environment."""
+    folders = [str(folder) for folder in interpreter(engine).parent.parent.glob("lib/python*/site-packages")]
+    found = {found.name: found.version for found in distributions(path=folders)}
+    return {name: found[name] for name in names}
+
+
+# PYTHON and VIRTUAL_ lead Python into our environment; TRITON_INTERPRET, which our tests set, emulates a GPU.
+WITHHELD = ("PYTHON", "VIRTUAL_", "TRITON_INTERPRET")
+
+
+def inherited() -> dict[str, str]:
+    """Return the variables of an engine on this machine: this process's, with torch.compile off, which changes bits."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(WITHHELD)}
+    eager = {"TORCH_COMPILE_DISABLE": "1"}
+    return (
+        kept | eager | on_loopback() | {"PYTHONSAFEPATH": "1", "PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1"}
+    )
+
 
 START_SECONDS = 600  # a start took 15 s on two idle cores, and over 300 s on overloaded cores
 GENERATE_SECONDS = 300
@@ -42,10 +85,7 @@ TAKEN = "address already in use"
 
 Private = Callable[[Path, str], tuple[Sequence[str], Mapping[str, str]]]
 """Gives the arguments and variables that an engine takes from the folder and the key of its run."""
-
-
-def _nothing(folder: Path, key: str) -> tuple[Sequence[str], Mapping[str, str]]:
-    return (), {}
+NOTHING: Private = lambda folder, key: ((), {})  # noqa: E731
 
 
 def free_port() -> int:
@@ -79,7 +119,7 @@ def started(
     command: Sequence[str],
     environment: Mapping[str, str],
     starts: int = STARTS,
-    private: Private = _nothing,
+    private: Private = NOTHING,
 ) -> Server:
     """Start an engine's server on a free port and wait until it is healthy.
 
@@ -118,7 +158,7 @@ class Server:
         command: Sequence[str],
         environment: Mapping[str, str],
         port: int,
-        private: Private = _nothing,
+        private: Private = NOTHING,
     ):
         self.name = name
         self.url = f"http://127.0.0.1:{port}"
@@ -212,6 +252,19 @@ class Server:
             _wait_for_group(self._process, seconds)
         self._log.close()
         self._scratch.cleanup()
+
+
+class Served:
+    """An engine behind a server of its own, in the environment that install.sh made."""
+
+    name: str
+    _server: Server
+
+    def versions(self) -> dict[str, str]:
+        return versions(self.name, ENGINES[self.name].packages)
+
+    def close(self) -> None:
+        self._server.close()
 
 
 def _telling(output: str) -> str:

@@ -8,9 +8,9 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args
+from typing import Any, get_args
 
 from mis_plugins.shared.numerals import whole
 from true_on_policy.contract.gpu import (
@@ -34,62 +34,46 @@ from true_on_policy.contract.gpu import (
 )
 from true_on_policy.contract.model_config import checkpoint_family
 from true_on_policy.errors import ContractError
-from true_on_policy.flags import cpu
-from true_on_policy.flags.releases import RELEASES, check_installed
-from true_on_policy.flags.rules import PREFIX, Flag, Refusal, faults, plain, refuse
+from true_on_policy.flags.rules import (
+    PREFIX,
+    RELEASES,
+    TEXT_ALONE,
+    UNFUSED,
+    Flag,
+    Refusal,
+    check_installed,
+    faults,
+    plain,
+    refuse,
+)
 from true_on_policy.flags.server_groups import groups
-
-if TYPE_CHECKING:
-    from true_on_policy.contract.cpu import Contract
 
 HOOK = "true_on_policy.fsdp_worker.watch"  # Ray's worker_process_setup_hook, for Miles's FSDP trainer
 
 # By Miles's model_provider.py, the flags of a launch reach only layers that Megatron's own config and spec build.
 _OWN_LAYERS = "builds layers that know no --true-on-policy-contract"
 
+_QUANTIZED = NOT_COVERED["quantized weights"][0]
+_WHOLE = "log-probs are those of the whole vocabulary"
 REFUSALS = (
-    Refusal(
-        "rollout_temperature",
-        (1,),
-        "the engine's prefill scores ignore the temperature; --rollout-temperature 1",
-    ),
-    Refusal("rollout_top_p", (1,), "log-probs are those of the whole vocabulary; leave --rollout-top-p at 1"),
-    Refusal(
-        "rollout_top_k", (-1,), "log-probs are those of the whole vocabulary; leave --rollout-top-k at -1"
-    ),
+    Refusal("rollout_temperature", (1,), "the engine's prefill scores ignore it; --rollout-temperature 1"),
+    Refusal("rollout_top_p", (1,), f"{_WHOLE}; leave --rollout-top-p at 1"),
+    Refusal("rollout_top_k", (-1,), f"{_WHOLE}; leave --rollout-top-k at -1"),
     Refusal("pipeline_model_parallel_size", (1,), f"{PIPELINE}; --pipeline-model-parallel-size 1"),
-    Refusal(
-        "recompute_granularity",
-        (None, "selective"),
-        f"{RECOMPUTE}; launch without --recompute-granularity full",
-    ),
+    Refusal("recompute_granularity", (None, "selective"), f"{RECOMPUTE}; drop --recompute-granularity full"),
     Refusal("sequence_parallel", (False,), f"{SEQUENCE}; launch without --sequence-parallel"),
     Refusal(
-        "megatron_to_hf_mode",
-        ("raw",),
-        f"Megatron-Bridge {_OWN_LAYERS}; launch without --megatron-to-hf-mode bridge",
+        "megatron_to_hf_mode", ("raw",), f"Megatron-Bridge {_OWN_LAYERS}; drop --megatron-to-hf-mode bridge"
     ),
     Refusal(
-        "spec",
-        (None,),
-        f"--spec {_OWN_LAYERS}; launch without --spec, or on a CPU with --spec {' '.join(cpu.LAYERS)}",
+        "spec", (None,), f"--spec {_OWN_LAYERS}; launch without --spec (CPU: lab/in_host/cpu_trainer.py)"
     ),
-    Refusal(
-        "custom_model_provider_path",
-        (None,),
-        f"a model provider {_OWN_LAYERS}; launch without --custom-model-provider-path",
-    ),
+    Refusal("custom_model_provider_path", (None,), f"it {_OWN_LAYERS}; drop --custom-model-provider-path"),
     Refusal("num_experts", (None, 0), f"MoE is not covered: {NOT_COVERED['MoE'][0]}"),
-    Refusal("fp8", (None, False), f"{NOT_COVERED['quantized weights'][0]}; launch without --fp8-format"),
+    Refusal("fp8", (None, False), f"{_QUANTIZED}; launch without --fp8-format"),
     Refusal("fp16", (False,), "kernels for both sides exist in bf16 alone; launch without --fp16"),
-    Refusal(
-        "sglang_quantization", (None,), f"{NOT_COVERED['quantized weights'][0]}; drop --sglang-quantization"
-    ),
-    Refusal(
-        "sglang_torchao_config",
-        (None, ""),
-        f"{NOT_COVERED['quantized weights'][0]}; drop --sglang-torchao-config",
-    ),
+    Refusal("sglang_quantization", (None,), f"{_QUANTIZED}; drop --sglang-quantization"),
+    Refusal("sglang_torchao_config", (None, ""), f"{_QUANTIZED}; drop --sglang-torchao-config"),
     Refusal(
         "sglang_kv_cache_dtype",
         ("auto", "bf16", "bfloat16"),
@@ -113,11 +97,7 @@ REFUSALS = (
         (False,),
         "FlashAttention-3 gives other bits where decode and prefill share a call; drop --sglang-enable-mixed-chunk",
     ),
-    Refusal(
-        "sglang_enable_fp32_lm_head",
-        (False,),
-        "the contract's logits are bf16; drop --sglang-enable-fp32-lm-head",
-    ),
+    Refusal("sglang_enable_fp32_lm_head", (False,), "logits are bf16; drop --sglang-enable-fp32-lm-head"),
     Refusal(
         "sglang_enable_dp_attention",
         (False,),
@@ -128,7 +108,7 @@ REFUSALS = (
         (None, False),
         "sums over ranks are then of 8 bits; drop --sglang-enable-quant-communications",
     ),
-    Refusal("multimodal_keys", (None,), cpu.TEXT_ALONE),
+    Refusal("multimodal_keys", (None,), TEXT_ALONE),
     Refusal("lora_rank", (None, 0), f"{NOT_COVERED['LoRA'][0]}; launch without --lora-rank"),
     Refusal(
         "keep_fp32_master", (True,), "the contract's norms take fp32 weights; drop --no-keep-fp32-master"
@@ -158,83 +138,57 @@ def host_contract(family: Family) -> str:
 
 
 _MILES = (
-    Flag(("--true-on-policy-mode",), "miles", "true_on_policy_mode", True),
-    Flag(("--recompute-logprobs-via-prefill",), "miles", "recompute_logprobs_via_prefill", True),
+    Flag.of("miles", "--true-on-policy-mode"),
+    Flag.of("miles", "--recompute-logprobs-via-prefill"),
 )
 
 
 def _engine_flags(contract: GpuContract, name: str) -> tuple[Flag, ...]:
-    gpus = contract.engine_tp
     return (
-        Flag(
-            (f"{PREFIX}enable-deterministic-inference",),
-            "sglang",
-            "sglang_enable_deterministic_inference",
-            True,
-        ),
-        Flag((f"{PREFIX}true-on-policy-contract", name), "sglang", "sglang_true_on_policy_contract", name),
-        Flag(
-            (f"{PREFIX}attention-backend", contract.attention),
-            "sglang",
-            "sglang_attention_backend",
-            contract.attention,
-        ),
-        Flag(("--rollout-num-gpus-per-engine", str(gpus)), "miles", "rollout_num_gpus_per_engine", gpus),
+        Flag.of("sglang", f"{PREFIX}enable-deterministic-inference"),
+        Flag.of("sglang", f"{PREFIX}true-on-policy-contract", name),
+        Flag.of("sglang", f"{PREFIX}attention-backend", contract.attention),
+        Flag.of("miles", "--rollout-num-gpus-per-engine", contract.engine_tp),
     )
 
 
 def _megatron_flags(contract: GpuContract, name: str) -> tuple[Flag, ...]:
-    ranks, context = contract.trainer_tp, contract.context_parallel
-    ulysses = (Flag(("--cp-comm-type", "a2a"), "megatron", "cp_comm_type", "a2a"),) if context > 1 else ()
-    return (
-        Flag(("--deterministic-mode",), "megatron", "deterministic_mode", True),
-        Flag(("--true-on-policy-contract", name), "megatron", "true_on_policy_contract", name),
-        Flag(("--transformer-impl", "local"), "megatron", "transformer_impl", "local"),
-        Flag(("--use-cpu-initialization",), "megatron", "use_cpu_initialization", True),
-        Flag(("--batch-invariant-mode",), "megatron", "batch_invariant_mode", True),
-        Flag(("--attention-backend", "flash"), "megatron", "attention_backend", "flash"),
-        Flag(("--no-bias-swiglu-fusion",), "megatron", "bias_swiglu_fusion", False),
-        Flag(("--no-rope-fusion",), "megatron", "apply_rope_fusion", False),
-        Flag(("--attention-dropout", "0"), "megatron", "attention_dropout", 0),
-        Flag(("--hidden-dropout", "0"), "megatron", "hidden_dropout", 0),
-        Flag(("--tensor-model-parallel-size", str(ranks)), "megatron", "tensor_model_parallel_size", ranks),
-        Flag(("--context-parallel-size", str(context)), "megatron", "context_parallel_size", context),
-        *ulysses,
+    flags = (
+        Flag.of("megatron", "--deterministic-mode"),
+        Flag.of("megatron", "--true-on-policy-contract", name),
+        Flag.of("megatron", "--transformer-impl", "local"),
+        Flag.of("megatron", "--use-cpu-initialization"),
+        Flag.of("megatron", "--batch-invariant-mode"),
+        Flag.of("megatron", "--attention-backend", "flash"),
+        *UNFUSED,
+        Flag.of("megatron", "--tensor-model-parallel-size", contract.trainer_tp),
+        Flag.of("megatron", "--context-parallel-size", contract.context_parallel),
     )
+    return (*flags, Flag.of("megatron", "--cp-comm-type", "a2a")) if contract.context_parallel > 1 else flags
 
 
 def _fsdp_flags(contract: GpuContract, name: str) -> tuple[Flag, ...]:
     return (
-        Flag(("--train-backend", "fsdp"), "miles", "train_backend", "fsdp"),
-        Flag(("--deterministic-mode",), "fsdp", "deterministic_mode", True),
-        Flag(
-            ("--attn-implementation", "flash_attention_3"),
-            "fsdp",
-            "attn_implementation",
-            "flash_attention_3",
-        ),
+        Flag.of("miles", "--train-backend", "fsdp"),
+        Flag.of("fsdp", "--deterministic-mode"),
+        Flag.of("fsdp", "--attn-implementation", "flash_attention_3"),
     )
 
 
 _TRAINERS = {"megatron": _megatron_flags, "fsdp": _fsdp_flags}
 
 
-def check_host(args: Any, environment: Mapping[str, str] = os.environ) -> GpuContract | Contract:
+def check_host(args: Any, environment: Mapping[str, str] = os.environ) -> GpuContract:
     """Return the contract that a host's parsed arguments ask for, after checking that every argument keeps it.
 
-    The contract is a CPU contract with our layers (`--spec`), or on FSDP where the environment states a CPU
-    contract. Otherwise it is a GPU contract.
-
     Args:
-        environment: the variables of this process. For GPUs the engine's GEMM is read from it;
-            `check_environment` checks the other variables.
+        environment: the variables of this process, which choose the engine's GEMM; `check_environment` checks
+            the other variables.
 
     Raises:
         ContractError: a setting breaks the contract, or the model is not covered; the message has a line a
             fault.
     """
-    if cpu.asked_for(args, environment):
-        return cpu.check(args, environment)
     contract = _asked_contract(args, environment)
     asked = REFUSALS, launch_flags(contract)
     found = faults(args, *asked)
@@ -294,8 +248,12 @@ CONTRACT_ARGUMENTS = ("model", "backend", "tp", "cp", "engine_tp", "gemm")
 def run(arguments: argparse.Namespace) -> int:
     contract = contract_of(arguments)
     flags = launch_flags(contract)
-    _refuse_host(arguments.host)
-    _check_installed(flags)
+    if lacking := [release for release in RELEASES if release.owner == arguments.host and release.lacks]:
+        lacks = "; ".join(f"{release.name} has no {', '.join(release.lacks)}" for release in lacking)
+        raise ContractError(f"--{arguments.host}: {lacks}. Launch with --miles")
+    by_owner = {flag.owner: [each.name for each in flags if each.owner == flag.owner] for flag in flags}
+    if absent := [owner for owner, names in by_owner.items() if not check_installed(owner, names)]:
+        print(f"not installed here, so their flags were not checked: {', '.join(absent)}", file=sys.stderr)
     lines = (
         [f"{name}={value}" for name, value in contract.environment.items()]
         if arguments.env
@@ -303,26 +261,12 @@ def run(arguments: argparse.Namespace) -> int:
     )
     print("\n".join(lines))
     if contract.backend == "fsdp":
-        print(f"pins in the trainer: {_FSDP_PIN}", file=sys.stderr)
+        print(
+            f'pins in the trainer: Ray, by --runtime-env-json \'{{"worker_process_setup_hook": "{HOOK}", ...}}\'; '
+            "Miles itself switches SGLang's mode on and no more",
+            file=sys.stderr,
+        )
     return 0
-
-
-_FSDP_PIN = (
-    f'Ray, by --runtime-env-json \'{{"worker_process_setup_hook": "{HOOK}", ...}}\'; '
-    "Miles itself switches SGLang's mode on and no more"
-)
-
-
-def _refuse_host(host: str) -> None:
-    """Refuse a host whose releases lack flags of a true-on-policy launch.
-
-    Raises:
-        ContractError: a release of the host lacks flags; the message names them.
-    """
-    lacking = [release for release in RELEASES if release.owner == host and release.lacks]
-    if lacking:
-        told = "; ".join(f"{release.name} has no {', '.join(release.lacks)}" for release in lacking)
-        raise ContractError(f"--{host}: {told}. Launch with --miles")
 
 
 def contract_of(arguments: argparse.Namespace) -> GpuContract:
@@ -344,17 +288,3 @@ def contract_of(arguments: argparse.Namespace) -> GpuContract:
         context_parallel=context,
         engine_gemm=arguments.gemm or TRAINER_GEMMS[backend],
     )
-
-
-def _check_installed(flags: Sequence[Flag]) -> None:
-    """Check the flags against the installed programs, and say on stderr which programs are not installed.
-
-    Raises:
-        ContractError: an installed program lacks one of its flags.
-    """
-    owners = dict.fromkeys(flag.owner for flag in flags)
-    absent = [
-        owner for owner in owners if not check_installed(owner, [f.name for f in flags if f.owner == owner])
-    ]
-    if absent:
-        print(f"not installed here, so their flags were not checked: {', '.join(absent)}", file=sys.stderr)

@@ -1,14 +1,127 @@
-"""What a launch must hold: flags that must have been parsed, and settings with which no contract holds."""
+"""What a launch must hold: flags that must have been parsed, settings with which no contract holds, and releases.
+
+The releases were read: a flag exists where one of its owner's `FILES` declares the flag. Installed sources
+are read as text and never imported. Miles builds SGLang's branch sglang-miles; SGLang's PyPI releases lack
+the contract.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import importlib.metadata
+import importlib.util
+import re
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+from true_on_policy.contract.families import IMAGES
 from true_on_policy.errors import ContractError
-from true_on_policy.flags.releases import releases_with
 
+# The files in which each owner declares its flags, as pathlib's patterns below the folder of its package. An owner
+# without its first file is not installed: the wheel megatron-core, for one, holds no megatron/training.
+FILES = {
+    "miles": ("utils/arguments.py",),
+    "fsdp": ("backends/fsdp_utils/arguments.py",),
+    "slime": ("utils/arguments.py",),
+    "sglang": ("srt/server_args.py", "srt/arg_groups/fields/*.py"),
+    "megatron": (
+        *("training/arguments.py", "training/config/*.py"),
+        *("core/transformer/transformer_config.py", "core/model_parallel_config.py"),
+    ),
+}
+# The package of each owner, and the distribution that states its version.
+PACKAGES = {
+    "miles": ("miles", "miles"),
+    "fsdp": ("miles", "miles"),
+    "slime": ("slime", "slime"),
+    "sglang": ("sglang", "sglang"),
+    "megatron": ("megatron", "megatron-core"),
+}
+
+
+@dataclass(frozen=True)
+class Release:
+    """A release whose sources were read.
+
+    Attributes:
+        owner: a key of FILES.
+        name: the release or branch, with the commit or the wheel that was read.
+        lacks: flags of a true-on-policy launch that the release lacks; its sources declare all others.
+    """
+
+    owner: str
+    name: str
+    lacks: tuple[str, ...] = ()
+
+
+_NO_MODE = ("--true-on-policy-mode", "--recompute-logprobs-via-prefill")
+RELEASES = (
+    Release("miles", "Miles v0.1.0 (78527b91)"),
+    Release("miles", "Miles main (31f1ca96)"),
+    Release("fsdp", "Miles v0.1.0 (78527b91)"),
+    Release("fsdp", "Miles main (31f1ca96)"),
+    Release("sglang", "sgl-project/sglang branch sglang-miles (98f6dd71)"),
+    Release("sglang", "SGLang 0.5.17 (PyPI)", lacks=("--true-on-policy-contract",)),
+    Release("sglang", "SGLang 0.5.23 (PyPI)", lacks=("--true-on-policy-contract",)),
+    Release("megatron", "radixark/Megatron-LM miles-main (37f91617, pinned by Miles v0.1.0)"),
+    Release("megatron", "radixark/Megatron-LM miles-main (2e64d788)"),
+    Release("megatron", "NVIDIA/Megatron-LM main (d98e8a64)", lacks=("--true-on-policy-contract",)),
+    Release("slime", "slime v0.3.1", lacks=_NO_MODE),
+    Release("slime", "slime main (624b824a)", lacks=_NO_MODE),
+)
+
+
+def releases_with(owner: str, flag: str) -> list[str]:
+    """Name the releases of `owner` that declare `flag`."""
+    return [release.name for release in RELEASES if release.owner == owner and flag not in release.lacks]
+
+
+def installed(owner: str) -> str | None:
+    """Return the package and version of an owner that is installed here; None where it is not."""
+    package, distribution = PACKAGES[owner]
+    if not _sources(owner):
+        return None
+    try:
+        return f"{distribution} {importlib.metadata.version(distribution)}"
+    except importlib.metadata.PackageNotFoundError:
+        return f"{package} (a checkout)"
+
+
+def check_installed(owner: str, flags: Sequence[str]) -> bool:
+    """Check that the installed sources of `owner` declare each flag; False where `owner` is not installed.
+
+    Raises:
+        ContractError: the installed sources lack a flag; the message names the releases that have it.
+    """
+    found = installed(owner)
+    if found is None:
+        return False
+    text = "\n".join(path.read_text(encoding="utf-8", errors="replace") for path in _sources(owner))
+    for flag in flags:
+        if not declares(text, flag):
+            raise ContractError(
+                f"{found} has no {flag}; seen in {', '.join(releases_with(owner, flag)) or 'no release'}. "
+                "Install that one, or launch without true-on-policy"
+            )
+    return True
+
+
+def declares(text: str, flag: str) -> bool:
+    """Whether a parser's source declares `flag`: by its name in quotes, or as a field that becomes a flag."""
+    field = flag.removeprefix("--").replace("-", "_")
+    return re.search(rf"""["']{flag}["']|^ +{field}: """, text, re.MULTILINE) is not None
+
+
+def _sources(owner: str) -> list[Path]:
+    spec = importlib.util.find_spec(PACKAGES[owner][0])
+    for folder in map(Path, (spec and spec.submodule_search_locations) or ()):
+        if (folder / FILES[owner][0]).exists():
+            return [path for pattern in FILES[owner] for path in sorted(folder.glob(pattern))]
+    return []
+
+
+TEXT_ALONE = f"images are not certified: {'; '.join(IMAGES)}. Launch without --multimodal-keys"
 PREFIX = "--sglang-"  # the hosts put this before SGLang's own flags
 
 
@@ -18,7 +131,7 @@ class Flag:
 
     Attributes:
         words: the words of the flag on the command line of Miles.
-        owner: the program that declares the flag, a key of releases.FILES.
+        owner: the program that declares the flag, a key of FILES.
         attribute: the name of the flag among the host's parsed arguments.
         value: the value that the attribute must have.
     """
@@ -28,10 +141,26 @@ class Flag:
     attribute: str
     value: Any
 
+    @classmethod
+    def of(cls, owner: str, name: str, value: Any = True, attribute: str = "", parsed: Any = None) -> Flag:
+        """Build a flag, bare where `value` is True; its attribute and parsed value follow its words by default."""
+        words = (name,) if value is True else (name, str(value))
+        own = attribute or name.removeprefix("--").replace("-", "_")
+        return cls(words, owner, own, value if parsed is None else parsed)
+
     @property
     def name(self) -> str:
         """The flag as its owner spells it."""
         return self.words[0].replace(PREFIX, "--") if self.owner == "sglang" else self.words[0]
+
+
+# Megatron's kernels that fuse what the engine computes one by one, and its dropout: off under each contract.
+UNFUSED = (
+    Flag.of("megatron", "--no-bias-swiglu-fusion", attribute="bias_swiglu_fusion", parsed=False),
+    Flag.of("megatron", "--no-rope-fusion", attribute="apply_rope_fusion", parsed=False),
+    Flag.of("megatron", "--attention-dropout", 0),
+    Flag.of("megatron", "--hidden-dropout", 0),
+)
 
 
 @dataclass(frozen=True)
@@ -51,8 +180,12 @@ class Refusal:
 
 def faults(args: Any, refusals: Iterable[Refusal], flags: Iterable[Flag]) -> list[str]:
     """List what keeps a contract from holding with a host's parsed arguments, one line each."""
-    found = [_refused(args, rule) for rule in refusals] + [_unset(args, flag) for flag in flags]
-    return [fault for fault in found if fault]
+    refused = [
+        f"{rule.attribute} is {found!r}: {rule.why}"
+        for rule in refusals
+        if (found := getattr(args, rule.attribute, rule.allowed[0])) not in rule.allowed
+    ]
+    return refused + [fault for flag in flags if (fault := _unset(args, flag))]
 
 
 def refuse(found: Iterable[str]) -> None:
@@ -64,11 +197,6 @@ def refuse(found: Iterable[str]) -> None:
     lines = "".join(f"\n  {fault}" for fault in found)
     if lines:
         raise ContractError(f"true-on-policy cannot hold:{lines}")
-
-
-def _refused(args: Any, rule: Refusal) -> str:
-    found = getattr(args, rule.attribute, rule.allowed[0])
-    return "" if found in rule.allowed else f"{rule.attribute} is {found!r}: {rule.why}"
 
 
 def _unset(args: Any, flag: Flag) -> str:

@@ -30,7 +30,7 @@ def groups(args: Any) -> Iterator[tuple[str, argparse.Namespace]]:
         found = [
             (f"{path}, model {shown(model['name'])}, group {number}", _arguments(args, model, group))
             for model in stated["sglang"]
-            if _is_trained(args, model)
+            if model["name"] != "eval" and _is_trained(args, model)
             for number, group in enumerate(model.get("server_groups") or model.get("engine_groups") or ())
             if group["worker_type"] != "placeholder"
         ]
@@ -45,10 +45,9 @@ def groups(args: Any) -> Iterator[tuple[str, argparse.Namespace]]:
 
 
 def _is_trained(args: Any, model: Mapping[str, Any]) -> bool:
-    """Whether a model gets the trainer's weights and serves training: engines of `eval` sample nothing to train on."""
-    same = model.get("model_path") in (None, args.hf_checkpoint)
-    updated = model.get("update_weights")
-    return model["name"] != "eval" and (same if updated is None else updated)
+    """Whether a model gets the trainer's weights."""
+    same, updated = model.get("model_path") in (None, args.hf_checkpoint), model.get("update_weights")
+    return same if updated is None else updated
 
 
 def _arguments(args: Any, model: Mapping[str, Any], group: Mapping[str, Any]) -> argparse.Namespace:

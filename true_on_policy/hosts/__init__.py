@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from mis_plugins.hosts.batch import host_layout
-from mis_plugins.hosts.host import Host
 from mis_plugins.hosts.ownership import Hook
 from mis_plugins.hosts.registry import current
 from mis_plugins.packing.layout import Layout
@@ -53,8 +52,14 @@ def policy_loss(
     wrapped = config.hook("loss") or host.own_loss()
     if torch._C._current_graph_task_id() != -1:
         return wrapped(args, batch, logits, sum_of_sample_mean)
-    counts = _compared(args, batch, host, config)
-    compared, different = torch.zeros(2, device=logits.device) if counts is None else counts
+    _, cp = host.parallel()
+    micro_batch = MicroBatch.compare(batch, layout_of(args, batch, cp))
+    COMPARISON.leave_out(len(batch["loss_masks"]) - (0 if micro_batch is None else len(micro_batch.tokens)))
+    if micro_batch is None:
+        compared, different = torch.zeros(2, device=logits.device)
+    else:
+        COMPARISON.record(micro_batch, args, config)
+        compared, different = micro_batch.flags.float()
     loss, metrics = wrapped(args, batch, logits, sum_of_sample_mean)
     return loss, {**metrics, "true_on_policy_compared": compared, "true_on_policy_different": different}
 
@@ -75,15 +80,11 @@ def report_step(args: Any, rollout_id: int, step_id: int, *rest: Any) -> None:
 
 @Hook
 def miles_init(args: Any) -> None:
-    """Pin the trainer's kernels in the init hook of Miles or slime on Megatron, or keep the trainer from starting.
+    """Pin the trainer's kernels in the init hook of Miles on Megatron, or keep the trainer from starting.
 
     The hook first checks the host's arguments, the environment, and the configs of the hooks on other flags. After the
     pin it writes a dump for `doctor --trainer-dump`: to the file that TRUE_ON_POLICY_DUMP names, else to
     `true_on_policy/trainer.json` in the folder of `--save`. Other ranks write `trainer.rank1.json` and so on beside it.
-
-    On a CPU, with `--spec true_on_policy.trainers.host_layers layers`, the contract is the one that
-    TRUE_ON_POLICY_CONTRACT states in the environment of Ray's job. The hook then also installs the agreed
-    formulas of log-probs and of rope, and writes no dump. slime is supported on a CPU alone.
 
     Raises:
         ContractError: the contract cannot hold with an argument or a variable; the message says what to set.
@@ -93,17 +94,6 @@ def miles_init(args: Any) -> None:
     from true_on_policy.hosts.start import start  # imports the kernels, which no other hook needs
 
     start(args)
-
-
-def _compared(args: Any, batch: Batch, host: Host, config: BitwiseConfig) -> Tensor | None:
-    """Count the compared and the different tokens, `[2]`; None where no sequence could be compared."""
-    _, cp = host.parallel()
-    found = MicroBatch.compare(batch, layout_of(args, batch, cp))
-    COMPARISON.leave_out(len(batch["loss_masks"]) - (0 if found is None else len(found.tokens)))
-    if found is None:
-        return None
-    COMPARISON.record(found, args, config)
-    return found.flags.float()
 
 
 def layout_of(args: Any, batch: Batch, cp: tuple[int, int]) -> LayoutOf:

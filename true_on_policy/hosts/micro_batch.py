@@ -10,6 +10,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,18 +20,12 @@ from torch import Tensor
 from mis_plugins.packing.layout import Layout
 from mis_plugins.packing.ragged import Ranks
 from mis_plugins.packing.transfer import Arrival, to_host
+from mis_plugins.shared.arrays import save_safetensors
 from true_on_policy.bitwise import INTEGERS
+from true_on_policy.diff.log_prob_record import LogProbRecord, provenance
 from true_on_policy.errors import ContractError
 
 LayoutOf = Callable[[Sequence[int]], Layout]  # lays out the sequences with these numbers
-
-
-@dataclass(frozen=True)
-class Flags:
-    """The flags of a micro-batch in the host process: how many tokens were compared, and how many differ."""
-
-    compared: int
-    different: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,17 +78,24 @@ class MicroBatch:
         engine, trainer = (
             _packed(name, [side[i] for i in present], layout, valid.device) for name, side in named
         )
-        _check_dtypes(engine, trainer)
-        flags = _flags(engine, trainer, valid)
+        if engine.dtype != trainer.dtype:
+            raise ContractError(
+                f"rollout_log_probs are {engine.dtype} and log_probs {trainer.dtype}: two dtypes have no bits in "
+                "common. Miles casts both to one dtype with --true-on-policy-mode and --bf16 or --fp16"
+            )
+        integers = INTEGERS[engine.element_size()]  # by bits, -0.0 differs from 0.0
+        differs = (engine.view(integers) != trainer.view(integers)) & valid
+        flags = torch.stack([valid.sum(), differs.sum()])
         copied = to_host(flags)
         tokens = [batch["unconcat_tokens"][i] for i in present]
         arrival = Arrival.of_copies_from(flags)
         return cls(engine, trainer, valid, present, tokens, masks, layout, flags, copied, arrival)
 
-    def read(self) -> Flags:
-        """Read the flags, and wait where their copy has not arrived yet."""
+    def read(self) -> tuple[int, int]:
+        """Read the numbers of compared and of different tokens, and wait where their copy has not arrived yet."""
         self.arrival.wait()
-        return Flags(*self.copied.tolist())
+        compared, different = self.copied.tolist()
+        return compared, different
 
     def on_host(self) -> tuple[Tensor, Tensor, Tensor]:
         """Copy engine, trainer and valid to the host; the three copies begin together and are awaited once."""
@@ -117,11 +119,7 @@ class MicroBatch:
 
 
 def _packed(name: str, log_probs: Sequence[Any], layout: Layout, device: torch.device) -> Float[Tensor, "T"]:
-    """Concatenate this rank's log-probs; empty tensors are left out, because their dtype could promote the others.
-
-    Raises:
-        ContractError: the number of log-probs of a sequence is not its number of tokens on this rank.
-    """
+    """Concatenate this rank's log-probs; empty tensors are left out, because their dtype could promote the others."""
     counts = [x.numel() for x in log_probs]
     if counts != layout.local_lengths:
         raise ContractError(
@@ -131,18 +129,33 @@ def _packed(name: str, log_probs: Sequence[Any], layout: Layout, device: torch.d
     return torch.cat(filled).detach() if filled else torch.empty(0, device=device)
 
 
-def _check_dtypes(engine: Tensor, trainer: Tensor) -> None:
-    if engine.dtype != trainer.dtype:
-        raise ContractError(
-            f"rollout_log_probs are {engine.dtype} and log_probs {trainer.dtype}: two dtypes have no bits in common. "
-            "Miles casts both to one dtype with --true-on-policy-mode and --bf16 or --fp16"
-        )
+NO_VERSION = -1
 
 
-def _flags(
-    engine: Float[Tensor, "T"], trainer: Float[Tensor, "T"], valid: Bool[Tensor, "T"]
-) -> Int64[Tensor, "2"]:
-    """Count the valid tokens, and the valid tokens that differ by bits: -0.0 differs from 0.0."""
-    integers = INTEGERS[engine.element_size()]
-    differs = (engine.view(integers) != trainer.view(integers)) & valid
-    return torch.stack([valid.sum(), differs.sum()])
+def write_sample(
+    batch: MicroBatch, sequence: int, folder: Path, metadata: Mapping[str, str]
+) -> tuple[Path, Path]:
+    """Write one sequence of a micro-batch, and return the two files to compare.
+
+    Raises:
+        RecordError, OSError: a file cannot be written, for lack of room for example.
+    """
+    ends = batch.ends()
+    mine = slice(ends[sequence], ends[sequence + 1])
+    engine, trainer, valid = (x[mine] for x in batch.on_host())
+    tokens, loss_mask = (to_host(x[sequence]) for x in (batch.tokens, batch.loss_masks))
+    Arrival.of_copies_from(batch.loss_masks[sequence]).wait()
+    positions = torch.tensor(batch.positions(sequence), dtype=torch.int64)[valid]
+    response = tokens[len(tokens) - len(loss_mask) :].to(torch.int64)
+    whole = {"tokens": tokens.to(torch.int64), "loss_mask": loss_mask, "positions": positions}
+    save_safetensors(folder / "sample.safetensors", whole)
+    header = {**metadata, **provenance()}
+    for name, log_probs in (("engine", engine), ("trainer", trainer)):
+        LogProbRecord(
+            tokens=response[positions],
+            log_probs=log_probs[valid],
+            versions=torch.full((len(positions),), NO_VERSION),
+            cu_seqlens=torch.tensor([0, len(positions)]),
+            metadata={**header, "side": name},
+        ).save(folder / f"{name}.safetensors")
+    return folder / "engine.safetensors", folder / "trainer.safetensors"

@@ -15,11 +15,9 @@ from mis_plugins.config import reading
 from mis_plugins.config.view import view
 from mis_plugins.hosts import loss_flags
 from mis_plugins.hosts.registry import current
-from true_on_policy.contract.cpu import Contract
-from true_on_policy.contract.gpu import GpuContract, check_environment
+from true_on_policy.contract.gpu import check_environment
 from true_on_policy.errors import HostConfigError
 from true_on_policy.flags.command import check_host
-from true_on_policy.hosts import cpu_trainer
 from true_on_policy.hosts.config import BitwiseConfig
 from true_on_policy.kernels.pin import pin
 from true_on_policy.observe import dumps
@@ -31,28 +29,17 @@ STEP_HOOK = "true_on_policy.hosts.report_step"
 logger = logging.getLogger("true_on_policy")
 
 
-def start(args: Any) -> GpuContract | Contract:
-    """Check the settings, pin the kernels and write the dump; a CPU contract gets no dump.
-
-    Returns:
-        The contract that holds in this process from now on.
-    """
+def start(args: Any) -> None:
+    """Check the settings, pin the kernels and write the dump."""
     args = view(args)
     path = dump_path(args)
     dumps.remove(path)
     contract = check_host(args)
-    if not isinstance(contract, GpuContract):
-        check_configs(args)
-        pin(contract)
-        cpu_trainer.align(contract, args)
-        return contract
     check_environment(contract, os.environ)
     check_configs(args)
     pin(contract)
-    written = dumps.dump(path, contract, args)
-    if written == path:
+    if dumps.dump(path, contract, args) == path:
         logger.info("pinned; see: python -m true_on_policy doctor --trainer-dump %s", path)
-    return contract
 
 
 def check_configs(args: Any) -> None:
@@ -78,9 +65,7 @@ def _check_step_hook(args: Any, config: BitwiseConfig, compares: bool) -> None:
     step_hook = getattr(args, "custom_megatron_before_train_step_hook_path", None)
     if not current(args).step_hook:
         if step_hook or config.step_hook:
-            logger.warning(
-                "without effect on FSDP, where Miles calls no such hook: %s, bitwise.step_hook", flag
-            )
+            logger.warning("without effect on FSDP, which calls no such hook: %s, bitwise.step_hook", flag)
     elif compares and config.on_difference == "raise" and step_hook != STEP_HOOK:
         raise HostConfigError(
             f"bitwise.on_difference: raise needs {flag} {STEP_HOOK}, with which all ranks stop together"

@@ -28,11 +28,11 @@ import torch.distributed as dist
 from mis_plugins.packing.ragged import to_device
 from mis_plugins.packing.transfer import Arrival, to_host
 from mis_plugins.shared.budget import RecordError
+from mis_plugins.shared.opened import optional
 from true_on_policy.bitwise import Mismatch, first_mismatch
 from true_on_policy.errors import DifferenceError
 from true_on_policy.hosts.config import BitwiseConfig
-from true_on_policy.hosts.differing_sample import check_writable, write_sample
-from true_on_policy.hosts.micro_batch import Flags, MicroBatch
+from true_on_policy.hosts.micro_batch import MicroBatch, write_sample
 
 logger = logging.getLogger("true_on_policy")
 
@@ -44,7 +44,7 @@ class Totals:
     """The totals of compared and of different tokens.
 
     Attributes:
-        ulps: how many tokens differ by each distance, as `bitwise.ulp_histogram` labels it.
+        ulps: how many tokens differ by each distance, by `bitwise.LABELS`.
         without: how many sequences lack the log-probs of one side.
     """
 
@@ -53,9 +53,9 @@ class Totals:
     ulps: Counter[str] = field(default_factory=Counter)
     without: int = 0
 
-    def add(self, flags: Flags | Totals) -> None:
-        self.compared += flags.compared
-        self.different += flags.different
+    def add(self, compared: int, different: int) -> None:
+        self.compared += compared
+        self.different += different
 
     def __str__(self) -> str:
         ulps = f"; ulps: {', '.join(f'{k}: {n}' for k, n in self.ulps.items())}" if self.ulps else ""
@@ -70,7 +70,7 @@ class Difference:
         number: the number of the micro-batch among the micro-batches that are read together.
         mismatch: the mismatch of the valid tokens; its coordinate counts valid tokens alone.
         sequence: the number of the sequence in `batch`, which holds only compared sequences.
-        position: the position of the token in its response.
+        position: of the token in its response.
     """
 
     number: int
@@ -88,12 +88,8 @@ class Difference:
         return cls(number, batch, mismatch, *batch.locate(int(index)))
 
     def __str__(self) -> str:
-        engine, trainer = (
-            f"{value:.9g} ({bits})"
-            for value, bits in zip(self.mismatch.values, self.mismatch.bits, strict=True)
-        )
-        apart = "no distance" if self.mismatch.ulps is None else f"{self.mismatch.ulps} ulp apart"
-        return f"engine {engine}, trainer {trainer}, {apart}"
+        engine, trainer = self.mismatch.sides
+        return f"engine {engine}, trainer {trainer}, {self.mismatch.apart}"
 
     @property
     def place(self) -> str:
@@ -127,7 +123,7 @@ class Comparison:
         Raises:
             DifferenceError: an earlier micro-batch differed, with `on_difference: raise` and without the step hook.
         """
-        check_writable()
+        optional("safetensors.torch")  # a lack shows at the first micro-batch, not at the first difference
         if self.latest is None:
             atexit.register(_at_exit, weakref.ref(self))
         self.latest = args, config
@@ -176,16 +172,16 @@ class Comparison:
         """Read the flags of micro-batches, log and write the differences, and return whether there is one."""
         totals, differing = Totals(), []
         for number, batch in enumerate(batches):
-            flags = batch.read()
-            totals.add(flags)
-            if flags.different:
+            compared, different = batch.read()
+            totals.add(compared, different)
+            if different:
                 difference = Difference.of(number, batch)
                 totals.ulps.update(difference.mismatch.histogram)
                 differing.append(difference)
         self._tell(totals, args, step)
         if differing:
             self._show(differing[0], args, config, step)
-        self.totals.add(totals)
+        self.totals.add(totals.compared, totals.different)
         self.totals.ulps.update(totals.ulps)
         return bool(differing)
 
@@ -194,16 +190,15 @@ class Comparison:
         if totals.different:
             logger.warning("%s: %s (%s)", _where(step), totals, described(args))
         elif totals.compared and not self.told:
-            self.told = True
-            logger.info(
-                "%s: %d log-probs, all bitwise equal (%s)", _where(step), totals.compared, described(args)
-            )
+            self.told, equal = True, "%s: %d log-probs, all bitwise equal (%s)"
+            logger.info(equal, _where(step), totals.compared, described(args))
 
     def _show(self, first: Difference, args: Any, config: BitwiseConfig, step: Step | None) -> None:
         logger.warning("%s: first in %s: %s", _where(step), first.place, first)
         if self.written is not None:
             return
-        folder = config.place(args) / _folder(step)
+        named = "" if step is None else f"rollout-{step[0]}-step-{step[1]}-"
+        folder = config.place(args) / f"{named}rank-{_rank()}"
         metadata = {"where": f"{_where(step)}, {first.place}", "compared": described(args)}
         try:
             files = write_sample(first.batch, first.sequence, folder, metadata)
@@ -242,10 +237,6 @@ def described(args: Any) -> str:
 def _where(step: Step | None) -> str:
     rank = f"rank {_rank()}"
     return rank if step is None else f"rollout {step[0]}, step {step[1]}, {rank}"
-
-
-def _folder(step: Step | None) -> str:
-    return f"rank-{_rank()}" if step is None else f"rollout-{step[0]}-step-{step[1]}-rank-{_rank()}"
 
 
 def _rank() -> int:

@@ -1,4 +1,4 @@
-"""Batch-invariant kernels on the CPU dispatch key, below autograd: two backends, one way to install them."""
+"""Batch-invariant kernels on the CPU dispatch key, below autograd, and one way to install them."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from true_on_policy.kernels import attention, elementwise, gemm
+from true_on_policy.contract.cpu import CHOICES
 from true_on_policy.kernels.native import NATIVE
-from true_on_policy.kernels.tile import TILE
+from true_on_policy.kernels.overrides import OVERRIDES
 
 Uninstall = Callable[[], None]
 
@@ -52,16 +52,21 @@ class Backend(Protocol):
         ...
 
 
-BACKENDS: dict[str, Backend] = {NATIVE.name: NATIVE, TILE.name: TILE}
+BACKENDS: dict[str, Backend] = {NATIVE.name: NATIVE}
 
-FUNCTIONS = gemm.OVERRIDES | elementwise.OVERRIDES | attention.OVERRIDES
+
+def register(backend: Backend) -> None:
+    """Offer another backend in this process, as the `backend` of a Contract."""
+    BACKENDS[backend.name] = backend
+    CHOICES["backend"] = tuple(BACKENDS)
+
 
 # Other spellings of an operator: the form that writes into `out`, and the form that writes into its first argument.
-OUT_FORMS = {f"{name}.out": name for name in FUNCTIONS if "." not in name and "flash" not in name}
+OUT_FORMS = {f"{name}.out": name for name in OVERRIDES if "." not in name and "flash" not in name}
 OUT_FORMS["mean.out"] = "mean.dim"
 INPLACE_FORMS = {f"{name}_": name for name in ("addmm", "baddbmm", "silu", "sigmoid", "rsqrt")}
 
-OPERATORS = (*FUNCTIONS, *OUT_FORMS, *INPLACE_FORMS)
+OPERATORS = (*OVERRIDES, *OUT_FORMS, *INPLACE_FORMS)
 
 
 def install(backend: Backend) -> Uninstall:
@@ -86,8 +91,8 @@ def install(backend: Backend) -> Uninstall:
 
 def _overrides(backend: Backend) -> dict[str, Callable]:
     """Build every override around its stock kernel, before the first override is installed."""
-    stock = {name: torch.library.get_kernel(f"aten::{name}", "CPU") for name in FUNCTIONS}
-    functions = {name: partial(function, backend, stock[name]) for name, function in FUNCTIONS.items()}
+    stock = {name: torch.library.get_kernel(f"aten::{name}", "CPU") for name in OVERRIDES}
+    functions = {name: partial(function, backend, stock[name]) for name, function in OVERRIDES.items()}
     outs = {name: partial(_into_out, functions[function]) for name, function in OUT_FORMS.items()}
     inplace = {name: partial(_into_self, functions[function]) for name, function in INPLACE_FORMS.items()}
     return functions | outs | inplace

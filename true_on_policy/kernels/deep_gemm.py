@@ -43,7 +43,12 @@ def settings() -> dict[str, str]:
 
 
 def pin(contract: GpuContract) -> Undo:
-    switches = _switches(_load())
+    try:
+        switches = _switches(import_module("deep_gemm"))
+    except PinError:
+        raise
+    except Exception as error:
+        raise PinError(f"DeepGEMM: deep_gemm cannot be imported ({error})") from error
     found = [get() for _, get in switches]
 
     def undo() -> None:
@@ -75,25 +80,12 @@ def product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return out
 
 
-def _load() -> ModuleType:
-    try:
-        return import_module("deep_gemm")
-    except Exception as error:
-        raise PinError(f"DeepGEMM: deep_gemm cannot be imported ({error})") from error
-
-
 def _switches(library: ModuleType) -> list[tuple[Callable, Callable]]:
-    """List the library's setters and getters; none in versions whose products are always invariant.
-
-    Raises:
-        PinError: the library has a setter without its getter, or the reverse.
-    """
+    """List the library's setters and getters; none in versions whose products are always invariant."""
     switches = []
     for setter, getter in SWITCHES:
         if hasattr(library, setter) != hasattr(library, getter):
-            raise PinError(
-                f"DeepGEMM: of {setter} and {getter} it has one alone; the switch cannot be read back"
-            )
+            raise PinError(f"DeepGEMM: of {setter} and {getter} it has one alone, so it cannot be read back")
         if hasattr(library, setter):
             switches.append((getattr(library, setter), getattr(library, getter)))
     return switches

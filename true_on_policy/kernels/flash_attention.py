@@ -53,7 +53,10 @@ def settings() -> dict[str, str]:
     if name not in sys.modules:
         return {"FA3 module": name, "FA3 num_splits argument": "not imported"}
     functions = _splitting(sys.modules[name])
-    defaults = {_default(function) for function in functions}
+    defaults = {
+        1 if hasattr(function, "one_split") else inspect.signature(function).parameters[SPLITS].default
+        for function in functions
+    }
     return {
         "FA3 module": name,
         "FA3 num_splits argument": "accepted" if functions else "absent",
@@ -90,14 +93,9 @@ def _load() -> ModuleType:
 
 def _splitting(library: ModuleType) -> list[Callable]:
     """List the library's public functions that take `num_splits`."""
-    functions = [
-        value for name, value in vars(library).items() if inspect.isfunction(value) and name[0] != "_"
-    ]
+    public = (value for name, value in vars(library).items() if name[0] != "_")
+    functions = filter(inspect.isfunction, public)
     return [function for function in functions if SPLITS in inspect.signature(function).parameters]
-
-
-def _default(function: Callable) -> object:
-    return 1 if hasattr(function, "one_split") else inspect.signature(function).parameters[SPLITS].default
 
 
 def _one_split(function: Callable) -> Callable:

@@ -27,9 +27,8 @@ FEW = (1, 2, 7)
 # How many rows, and how many columns of a weight, go into a digest.
 DIGESTED = (64, 512)
 
-# Lengths of the packed sequences, and positions of decoded tokens: one key, less than a tile of 64 or 128, and more.
+# Lengths of the packed sequences: one key, less than a tile of 64 or 128, and more.
 LENGTHS = (1, 33, 130, 257)
-POSITIONS = (0, 1, 63, 64, 128, 256)
 
 Product = Callable[[Float[Tensor, "M K"], Float[Tensor, "N K"]], Float[Tensor, "M N"]]
 Draw = Callable[..., Tensor]
@@ -43,11 +42,7 @@ def drawing(dtype: str, device: torch.device) -> Draw:
 
 @torch.no_grad()
 def in_company(
-    kernel: str,
-    shape: tuple[int, ...],
-    function: Kernel,
-    x: Float[Tensor, "M K"],
-    sizes: tuple[int, ...],
+    kernel: str, shape: tuple[int, ...], function: Kernel, x: Float[Tensor, "M K"], sizes: tuple[int, ...]
 ) -> Iterator[Failure]:
     """Compare the first rows in batches of several sizes with the whole batch, and the batch in two orders."""
     together = function(x)
@@ -124,51 +119,16 @@ def attention_failures(
 ) -> Iterator[Failure]:
     """Compare causal attention over packed sequences with each sequence alone, and with another order of packing."""
     for heads, groups, width in shapes.attention:
-        shape, batch = (heads, groups, width), _Packed(drawing(dtype, device), heads, groups, width)
+        shape, batch = (heads, groups, width), Packed(drawing(dtype, device), heads, groups, width)
         packed = batch.attend(library, range(len(LENGTHS)))
         turned = batch.attend(library, reversed(range(len(LENGTHS))))
         for i, length in enumerate(LENGTHS):
-            yield from compare(
-                *("attention", shape, f"a sequence of {length} alone and packed"),
-                *(batch.attend(library, [i])[i], packed[i]),
-            )
+            alone, company = batch.attend(library, [i])[i], f"a sequence of {length} alone and packed"
+            yield from compare("attention", shape, company, alone, packed[i])
             yield from compare("attention", shape, "packed sequences in two orders", turned[i], packed[i])
 
 
-@torch.no_grad()
-def decode_failures(
-    dtype: str, shapes: Shapes, device: torch.device, library: ModuleType, longest: int
-) -> Iterator[Failure]:
-    """Compare tokens that read their keys from a contiguous cache with these tokens in a prefill.
-
-    `longest` is the call's max_seqlen_q. With 1, FlashAttention-3 drops the causal mask of the lone query and adds up
-    the keys in other tiles than prefill does; with 2 it keeps the causal tiles.
-    """
-    for heads, groups, width in shapes.attention:
-        batch, last = _Packed(drawing(dtype, device), heads, groups, width), len(LENGTHS) - 1
-        prefilled = batch.attend(library, [last])[last]
-        for t in POSITIONS:
-            decoded = batch.decode(library, last, t, longest)
-            company = f"token {t} decoded and prefilled"
-            yield from compare("attention", (heads, groups, width), company, decoded, prefilled[t : t + 1])
-
-
-@torch.no_grad()
-def mixed_failures(
-    dtype: str, shapes: Shapes, device: torch.device, library: ModuleType
-) -> Iterator[Failure]:
-    """Compare a mixed (chunked) batch, where one sequence decodes and one prefills, with each sequence alone."""
-    for heads, groups, width in shapes.attention:
-        batch = _Packed(drawing(dtype, device), heads, groups, width)
-        one, other = len(LENGTHS) - 1, len(LENGTHS) - 2
-        mixed = batch.attend(library, [one, other], last=(one,))
-        alone = batch.attend(library, [one], last=(one,))[one], batch.attend(library, [other])[other]
-        for name, a, b in zip(("decoding", "prefilling"), (mixed[one], mixed[other]), alone, strict=True):
-            company = f"a {name} sequence alone and in a mixed batch"
-            yield from compare("attention", (heads, groups, width), company, a, b)
-
-
-class _Packed:
+class Packed:
     """A batch of sequences with LENGTHS tokens; each has query [T, H, D], key and value [T, G, D]."""
 
     def __init__(self, draw: Draw, heads: int, groups: int, width: int):
@@ -188,23 +148,8 @@ class _Packed:
             *(q_starts, k_starts, q_longest, k_longest),
             causal=True,
         )
-        parts = _output(out).split([len(query) for query in queries])
+        parts = output(out).split([len(query) for query in queries])
         return dict(zip(order, parts, strict=True))
-
-    def decode(self, library: ModuleType, i: int, t: int, longest: int) -> Tensor:
-        """Return the output [1, H, D] of token t, which reads its keys from a cache; `longest` is max_seqlen_q."""
-        query, key, value = self.sequences[i]
-        starts, seen = (torch.tensor(n, dtype=torch.int32, device=query.device) for n in ([0, 1], [t + 1]))
-        out = library.flash_attn_with_kvcache(
-            query[t : t + 1],
-            key[None],
-            value[None],
-            cache_seqlens=seen,
-            cu_seqlens_q=starts,
-            max_seqlen_q=longest,
-            causal=True,
-        )
-        return _output(out)
 
 
 def _starts(parts: list[Tensor]) -> tuple[Tensor, int]:
@@ -214,6 +159,6 @@ def _starts(parts: list[Tensor]) -> tuple[Tensor, int]:
     return starts, max(lengths)
 
 
-def _output(result) -> Tensor:
+def output(result) -> Tensor:
     """Pick the output from a result of FlashAttention-3; some builds return the logsumexp beside it."""
     return result[0] if isinstance(result, tuple) else result

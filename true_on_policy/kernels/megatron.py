@@ -86,10 +86,8 @@ def row_parallel() -> Product:
     multiply = import_module(FORK).sglang_reference_matmul
 
     def share(x: Tensor, weight: Tensor) -> Tensor:
-        unused = dict.fromkeys(
-            ("gradient_accumulation_fusion", "allreduce_dgrad", "sequence_parallel"), False
-        )
-        return multiply(x, weight, None, **unused, row_parallel=True)
+        off = ("gradient_accumulation_fusion", "allreduce_dgrad", "sequence_parallel")
+        return multiply(x, weight, None, **dict.fromkeys(off, False), row_parallel=True)
 
     return over_ranks(share, state.get_tensor_model_parallel_world_size())
 
@@ -107,11 +105,7 @@ def _te_gemm() -> str:
 
 
 def _backend(library: ModuleType, wanted: str) -> dict[str, str]:
-    """Return the argument that chooses the GEMM; none where this version of Megatron-core has Triton's alone.
-
-    Raises:
-        PinError: this version lacks the wanted GEMM, or its mode is on with another GEMM and would keep that.
-    """
+    """Return the argument that chooses the GEMM; none where this version of Megatron-core has Triton's alone."""
     if "backend" not in inspect.signature(library.enable_batch_invariant_mode).parameters:
         if wanted != "triton":
             raise PinError(f"Megatron-core: {version()} has Triton's GEMM alone; the contract wants {wanted}")

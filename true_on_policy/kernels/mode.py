@@ -7,16 +7,52 @@ overrides when it ends, and leaves the flag on. Two copies in one process overri
 
 from __future__ import annotations
 
+import re
 import sys
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
+from pathlib import Path
 from types import ModuleType
 
+import torch
+
 from true_on_policy.errors import PinError
-from true_on_policy.kernels.dispatcher import accelerator_key, described, holder
 from true_on_policy.kernels.provider import Undo
+
+# Since 2.13 the CUDA builds of torch override some operators in Python from this folder: these kernels are stock.
+OWN = Path(torch.__file__).parent / "_native"
+
+
+def accelerator_key() -> str:
+    """Name the dispatch key that batch-invariant modes override: the accelerator's, or CPU where torch has none."""
+    return getattr(torch.accelerator.current_accelerator(), "type", "cpu").upper()
+
+
+def registration(operator: str, key: str) -> str:
+    """Return the dispatcher's line on the kernel of aten::`operator` at `key`; empty where none is registered."""
+    lines = torch._C._dispatch_dump(f"aten::{operator}").splitlines()
+    return next((line for line in lines if line.startswith(f"{key}:")), "")
+
+
+def holder(operator: str, key: str) -> str | None:
+    """Return the Python file that overrides an operator; None where the kernel is torch's own, in C++ or Python."""
+    found = re.search(r"registered at (.+\.py):\d+", registration(operator, key))
+    return None if found is None or OWN in Path(found[1]).parents else found[1]
+
+
+def described(operator: str, key: str) -> str:
+    """Describe the kernel that serves an operator: `stock`, or the file of the override and its package."""
+    file = holder(operator, key)
+    if file is None:
+        return "stock"
+    files = (
+        (name, getattr(module, "__dict__", {}).get("__file__")) for name, module in [*sys.modules.items()]
+    )
+    module = next((name for name, own in files if own == file), None)
+    return f"{Path(file).name} of {module.partition('.')[0] if module else Path(file).parent.name}"
+
 
 # The operators that at least one copy overrides.
 OVERRIDABLE = ("mm", "mm.out", "mm.dtype", "addmm", "bmm", "_log_softmax", "mean.dim", "rms_norm")
@@ -27,15 +63,10 @@ SHARED = ("mm", "addmm", "_log_softmax", "mean.dim")
 
 @dataclass(frozen=True)
 class Mode:
-    """A mode is one library's copy of batch_invariant_ops.
+    """A mode is one library's copy of batch_invariant_ops."""
 
-    Attributes:
-        library: the name of the library in errors.
-        module: the module that registers the overrides, holds the flag and has the functions that turn it.
-    """
-
-    library: str
-    module: str
+    library: str  # its name in errors
+    module: str  # registers the overrides, holds the flag, and has the functions that turn it
 
 
 def settings(mode: Mode) -> dict[str, str]:
@@ -71,12 +102,22 @@ def switch_on(mode: Mode, enable: Callable[[], None], disable: Callable[[], None
     """
     module, key = load(mode), accelerator_key()
     found = _holders(key)
-    _refuse_others(mode, found, str(module.__file__))
-    held = [name for name in SHARED if found[name]]
-    if module.is_batch_invariant_mode_enabled() and len(held) == len(SHARED):
+    for name, file in found.items():
+        if file not in (None, module.__file__):
+            raise PinError(
+                f"{mode.library}: aten::{name} is overridden already by {file}. Two batch-invariant modes in one "
+                "process override each other: leave the first before you pin"
+            )
+    held, flag = [name for name in SHARED if found[name]], module.is_batch_invariant_mode_enabled()
+    if flag and len(held) == len(SHARED):
         return lambda: None
-    if module.is_batch_invariant_mode_enabled() or held:
-        raise PinError(_contradiction(mode, module.is_batch_invariant_mode_enabled(), key))
+    if flag or held:
+        runs = ", ".join(f"aten::{name} runs {described(name, key)}" for name in SHARED)
+        raise PinError(
+            f"{mode.library}: the flag of the mode says {'on' if flag else 'off'}, but {runs}. A nested "
+            f"set_batch_invariant_mode leaves the flag so: call {mode.module}.disable_batch_invariant_mode() before "
+            "you pin"
+        )
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=".*\n?.*Overriding a previously", category=UserWarning)
@@ -90,23 +131,6 @@ def switch_on(mode: Mode, enable: Callable[[], None], disable: Callable[[], None
 
 def _holders(key: str) -> dict[str, str | None]:
     return {name: holder(name, key) for name in OVERRIDABLE}
-
-
-def _refuse_others(mode: Mode, found: dict[str, str | None], own: str) -> None:
-    for name, file in found.items():
-        if file not in (None, own):
-            raise PinError(
-                f"{mode.library}: aten::{name} is overridden already by {file}. Two batch-invariant modes in one "
-                "process override each other: leave the first before you pin"
-            )
-
-
-def _contradiction(mode: Mode, flag: bool, key: str) -> str:
-    runs = ", ".join(f"aten::{name} runs {described(name, key)}" for name in SHARED)
-    return (
-        f"{mode.library}: the flag of the mode says {'on' if flag else 'off'}, but {runs}. A nested "
-        f"set_batch_invariant_mode leaves the flag so: call {mode.module}.disable_batch_invariant_mode() before you pin"
-    )
 
 
 def _check(module: ModuleType, key: str) -> None:

@@ -3,12 +3,85 @@
 from __future__ import annotations
 
 import ctypes
+import hashlib
+import os
+import shutil
+import subprocess
+import tempfile
 from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from true_on_policy.kernels import build
+from true_on_policy.errors import PinError
+
+SOURCE = Path(__file__).with_name("batch_invariant.c")
+
+# No -ffast-math and no contraction. The source writes fma where it fuses, alike in every instance of a kernel.
+FLAGS = (
+    *("-O3", "-march=native", "-std=gnu11", "-ffp-contract=off", "-fno-math-errno"),
+    *("-shared", "-fPIC", "-fopenmp"),
+)
+
+
+@cache
+def library() -> ctypes.CDLL:
+    """Load the compiled kernels, and build them at first use.
+
+    Raises:
+        PinError: there is no C compiler, or it cannot compile the kernels.
+    """
+    compiler = find_compiler()
+    # The compiler's macros tell what `-march=native` means on this machine.
+    macros = _run(compiler, "-march=native", "-dM", "-E", "-x", "c", os.devnull)
+    made_of = "\0".join((SOURCE.read_text(encoding="utf-8"), " ".join(FLAGS), macros))
+    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    fingerprint = hashlib.sha256(made_of.encode()).hexdigest()[:16]
+    path = base / "true_on_policy" / f"batch_invariant-{fingerprint}.so"
+    if not path.exists():
+        _compile(compiler, path)
+    return ctypes.CDLL(str(path))
+
+
+def find_compiler() -> str:
+    """Find a C compiler: $CC, else cc, gcc or clang on the path.
+
+    Raises:
+        PinError: none of them is installed.
+    """
+    found = (shutil.which(name) for name in (os.environ.get("CC", "cc"), "cc", "gcc", "clang"))
+    compiler = next(filter(None, found), None)
+    if compiler is None:
+        raise PinError(
+            "contract.backend: 'native' needs a C compiler and none was found; install gcc or clang"
+        )
+    return compiler
+
+
+def _compile(compiler: str, path: Path) -> None:
+    """Write the library under a temporary name and rename it, so that no process loads half a file.
+
+    The OpenMP calls stay unresolved on purpose: they bind to the runtime that torch has loaded and use its threads.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+        unfinished = Path(folder) / path.name
+        compiled = Path(folder) / "batch_invariant.o"
+        _run(compiler, *FLAGS, "-c", str(SOURCE), "-o", str(compiled))
+        _run(compiler, "-shared", str(compiled), "-lm", "-o", str(unfinished))
+        unfinished.replace(path)
+
+
+def _run(*command: str) -> str:
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode != 0:
+        raise PinError(
+            f"contract.backend: 'native' does not build here ({done.stderr.strip()}); set CC to gcc or clang"
+        )
+    return done.stdout
+
 
 ENTRIES = {torch.float32: "bi_product_f32", torch.bfloat16: "bi_product_bf16"}
 
@@ -45,7 +118,7 @@ class Native:
     name: str = "native"
 
     def prepare(self) -> None:
-        build.library()
+        library()
 
     def product(self, a: Tensor, b: Tensor, out_dtype: torch.dtype) -> Tensor:
         a, columns = _rows(a), _rows(b.transpose(1, 2))
@@ -57,7 +130,7 @@ class Native:
             *(a.stride(0), a.stride(1), columns.stride(0), columns.stride(1), rows * width, width),
             out_dtype == torch.float32,
         )
-        kernel = getattr(build.library(), ENTRIES[a.dtype])
+        kernel = getattr(library(), ENTRIES[a.dtype])
         kernel(ctypes.byref(arguments), torch.get_num_threads())
         return out
 
@@ -79,7 +152,7 @@ class Native:
             *((0, 0, 0) if bias is None else bias.stride()[:3]),
             *(scale, is_causal, query.dtype == torch.bfloat16),
         )
-        if build.library().bi_attention(ctypes.byref(arguments), torch.get_num_threads()):
+        if library().bi_attention(ctypes.byref(arguments), torch.get_num_threads()):
             raise MemoryError(f"attention: no memory for the scores of {keys} keys")
         return out.transpose(1, 2), logsumexp.transpose(1, 2)
 
@@ -96,17 +169,8 @@ def _rows(x: Tensor) -> Tensor:
     (batch, rows, columns), out = x.shape, torch.empty(x.shape, dtype=x.dtype)
     addresses = ctypes.c_void_p(x.data_ptr()), ctypes.c_void_p(out.data_ptr())
     longs = (ctypes.c_long(n) for n in (batch, columns, rows, x.stride(0), x.stride(2)))
-    build.library().bi_transpose(
-        addresses[0], *longs, addresses[1], x.element_size(), torch.get_num_threads()
-    )
+    library().bi_transpose(addresses[0], *longs, addresses[1], x.element_size(), torch.get_num_threads())
     return out
-
-
-def instructions() -> str:
-    """Name the instructions that multiply bfloat16 matrices here: machines with other instructions get other bits."""
-    kernels = build.library()
-    kernels.bi_instructions.restype = ctypes.c_char_p
-    return kernels.bi_instructions().decode()
 
 
 NATIVE = Native()

@@ -6,31 +6,14 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
 
 from true_on_policy.contract.cpu import Contract
 from true_on_policy.contract.gpu import GpuContract
 from true_on_policy.errors import PinError, ProbeError
 from true_on_policy.kernels import cpu, gpu
-from true_on_policy.kernels.dispatcher import registration
+from true_on_policy.kernels.mode import registration
 from true_on_policy.kernels.probes import probe
 from true_on_policy.kernels.provider import Undo
-
-
-@runtime_checkable
-class _Kernels(Protocol):
-    """The kernels of one contract: they can be installed, observed and probed."""
-
-    @property
-    def name(self) -> str: ...
-
-    def install(self) -> Undo: ...
-
-    def observe(self) -> dict[str, str]:
-        """Return the kernel or value in force now of each operator or setting, by name."""
-        ...
-
-    def probe(self) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -44,20 +27,17 @@ class _Cpu:
         return self.contract.backend
 
     def install(self) -> Undo:
-        self._refuse_python_kernels()
+        for name, kernel in self.observe().items():
+            if ".py:" in kernel:  # another library's batch-invariant mode put it there
+                raise PinError(f"{name} is overridden already ({kernel}); leave that mode before you pin")
         return cpu.install(cpu.BACKENDS[self.name])
 
     def observe(self) -> dict[str, str]:
+        """Return the kernel in force now of each operator, by name."""
         return {f"aten::{name}": registration(name, "CPU") for name in cpu.OPERATORS}
 
     def probe(self) -> None:
         probe(self.contract)
-
-    def _refuse_python_kernels(self) -> None:
-        """Refuse to pin over a Python kernel on the CPU key: another library's batch-invariant mode put it there."""
-        for name, kernel in self.observe().items():
-            if ".py:" in kernel:
-                raise PinError(f"{name} is overridden already ({kernel}); leave that mode before you pin")
 
 
 @dataclass(frozen=True)
@@ -107,16 +87,11 @@ def pinned(contract: Contract | GpuContract) -> Iterator[None]:
         ProbeError: a kernel gave a row other bits in a batch than alone. Nothing stays pinned.
         NotSeenError: the kernels of a GpuContract cannot be probed here. Nothing stays pinned.
     """
-    _enter(contract)
+    pin(contract)
     try:
         yield
     finally:
         _leave()
-
-
-def pin(contract: Contract | GpuContract) -> None:
-    """Pin `contract` for the rest of this process, for a host's init hook; raises the errors of `pinned`."""
-    _enter(contract)
 
 
 def active_backend() -> str | None:
@@ -124,9 +99,10 @@ def active_backend() -> str | None:
     return _active.name if _active else None
 
 
-def _enter(contract: Contract | GpuContract) -> None:
+def pin(contract: Contract | GpuContract) -> None:
+    """Pin `contract` for the rest of this process, for a host's init hook; raises the errors of `pinned`."""
     global _active
-    kernels: _Kernels = _Gpu(contract) if isinstance(contract, GpuContract) else _Cpu(contract)
+    kernels = _Gpu(contract) if isinstance(contract, GpuContract) else _Cpu(contract)
     with _lock:
         if _active is None:
             _active = _installed(kernels)
@@ -137,14 +113,16 @@ def _enter(contract: Contract | GpuContract) -> None:
             )
         _active.depth += 1
         try:
-            _refuse_replaced(_active.kernels, kernels.observe())
+            for name, kernel in kernels.observe().items():
+                if kernel != _active.kernels[name]:
+                    raise PinError(f"{name} was overridden inside a pin ({kernel}); leave that mode first")
             kernels.probe()
         except BaseException:
             _leave()
             raise
 
 
-def _installed(kernels: _Kernels) -> _Active:
+def _installed(kernels: _Cpu | _Gpu) -> _Active:
     """Install the kernels and note which kernels run; uninstall them where this cannot be read."""
     uninstall = kernels.install()
     try:
@@ -162,10 +140,3 @@ def _leave() -> None:
         if _active.depth == 0:
             uninstall, _active = _active.uninstall, None
             uninstall()
-
-
-def _refuse_replaced(ours: dict[str, str], now: dict[str, str]) -> None:
-    """Raise PinError where a mode that was switched on inside the pin has replaced a pinned kernel."""
-    for name, kernel in now.items():
-        if kernel != ours[name]:
-            raise PinError(f"{name} was overridden inside a pin ({kernel}); leave that mode first")

@@ -8,6 +8,7 @@ alone and sets the newer switches.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter
@@ -28,7 +29,6 @@ class Switch:
     """A switch is one place where torch allows TF32.
 
     Attributes:
-        name: torch's name of the switch.
         get, put: read and write the switch; `get` raises AttributeError or RuntimeError where this torch lacks it or
             cannot tell its value.
         full: the value that forbids TF32.
@@ -95,18 +95,14 @@ def pin() -> Undo:
 @torch.no_grad()
 def probe(where: torch.device) -> Iterator[Failure]:
     """Probe a float32 bmm that needs 12 bits of mantissa; bmm is the product that no contract replaces."""
-    x, one = torch.full((1, 64, 64), FINE, device=where), torch.eye(64, device=where)
-    yield from compare(
-        "bmm in float32", (64, 64), "times the identity and itself", torch.bmm(x, one[None]), x
-    )
+    x, identity = torch.full((1, 64, 64), FINE, device=where), torch.eye(64, device=where)[None]
+    yield from compare("bmm in float32", (64, 64), "times the identity and itself", torch.bmm(x, identity), x)
 
 
 def _found() -> list[tuple[Switch, Any]]:
     """List the switches that can be read, with their values."""
-    found = []
+    readable = []
     for switch in SWITCHES:
-        try:
-            found.append((switch, switch.get()))
-        except (AttributeError, RuntimeError):
-            continue
-    return found
+        with suppress(AttributeError, RuntimeError):
+            readable.append((switch, switch.get()))
+    return readable

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -15,9 +16,9 @@ from torch import Tensor
 
 from true_on_policy.bitwise import Mismatch, first_mismatch
 from true_on_policy.contract.cpu import Contract
-from true_on_policy.contract.expert_order import chosen, combined
+from true_on_policy.contract.rounding import chosen, combined
 from true_on_policy.errors import ProbeError
-from true_on_policy.kernels.row_parallel import Tree, agreed_tree
+from true_on_policy.kernels.row_parallel import agreed_tree
 
 ROWS = 7
 TOKENS = 21
@@ -66,15 +67,17 @@ def failures(contract: Contract) -> Iterator[Failure]:
     """Probe every kernel at the shapes of a contract, and yield each failure; none where all rows keep their bits."""
     generator = torch.Generator().manual_seed(0)
     draw = lambda *shape: torch.randn(*shape, generator=generator).to(contract.torch_dtype)  # noqa: E731
-    for shape in contract.shapes.linear:
-        yield from _linear(*shape, draw)
-        yield from _row_parallel(*shape, draw, agreed_tree(contract))
+    tree = agreed_tree(contract)
+    for inner, outer in contract.shapes.linear:
+        yield from _linear(inner, outer, draw)
+        if tree is not None and inner % tree.leaves == 0:  # a tree's product is no operator of the dispatcher
+            product = partial(tree.product, weight=draw(min(outer, COLUMNS), inner))
+            yield from _rows(f"{tree.leaves} leaves", (inner, outer), product, draw(ROWS, inner))
     for shape in contract.shapes.attention:
         yield from _attention(*shape, draw)
     for width in contract.shapes.hidden:
-        yield from _rows(
-            "mean", (width,), lambda x: x.float().pow(2).mean(-1, keepdim=True), draw(ROWS, width)
-        )
+        mean = lambda x: x.float().pow(2).mean(-1, keepdim=True)  # noqa: E731
+        yield from _rows("mean", (width,), mean, draw(ROWS, width))
         yield from _rows("rsqrt", (width,), lambda x: torch.rsqrt(x.abs() + 1), draw(ROWS, width))
     for shape in contract.shapes.chosen:
         yield from _experts(*shape, draw)
@@ -82,10 +85,8 @@ def failures(contract: Contract) -> Iterator[Failure]:
         yield from _rows("silu", (width,), F.silu, draw(ROWS, width))
         yield from _rows("sigmoid", (width,), torch.sigmoid, draw(ROWS, width))
     for width in {columns for _, columns in contract.shapes.linear}:
-        yield from _rows(
-            "log_softmax", (width,), lambda x: torch.log_softmax(x, -1), draw(ROWS, width).float()
-        )
-        yield from _rows("softmax", (width,), lambda x: torch.softmax(x, -1), draw(ROWS, width).float())
+        for name, function in (("log_softmax", torch.log_softmax), ("softmax", torch.softmax)):
+            yield from _rows(name, (width,), partial(function, dim=-1), draw(ROWS, width).float())
 
 
 def _rows(
@@ -105,15 +106,6 @@ def _linear(inner: int, outer: int, draw) -> Iterator[Failure]:
     yield from _rows("linear", (inner, outer), lambda rows: F.linear(rows, weight), x)
     fused = F.linear(x, torch.cat((draw(5, inner), weight)))[:, 5:]
     yield from compare("linear", (inner, outer), "a weight alone and fused", F.linear(x, weight), fused)
-
-
-def _row_parallel(inner: int, outer: int, draw, tree: Tree | None) -> Iterator[Failure]:
-    """Probe the row-parallel product of a tree, which is no operator of the dispatcher."""
-    if tree is None or inner % tree.leaves:
-        return
-    weight = draw(min(outer, COLUMNS), inner)
-    product = lambda rows: tree.product(rows, weight)  # noqa: E731
-    yield from _rows(f"{tree.leaves} leaves", (inner, outer), product, draw(ROWS, inner))
 
 
 def _attention(heads: int, groups: int, width: int, draw) -> Iterator[Failure]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
@@ -76,10 +77,8 @@ def installed(module: str, *distributions: str) -> str | None:
     if not findable(module):
         return None
     for name in distributions:
-        try:
+        with suppress(importlib.metadata.PackageNotFoundError):
             return f"{name} {importlib.metadata.version(name)}"
-        except importlib.metadata.PackageNotFoundError:
-            continue
     return f"{module} of unknown version"
 
 

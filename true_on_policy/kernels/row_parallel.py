@@ -26,15 +26,10 @@ from true_on_policy.kernels.cpu import BACKENDS, Backend
 
 @dataclass(frozen=True)
 class Tree:
-    """A tree is the order in which the row-parallel products of a model add up.
+    """A tree is the order in which the row-parallel products of a model add up."""
 
-    Attributes:
-        backend: the backend that multiplies each leaf.
-        leaves: the number of equal parts of the whole K.
-    """
-
-    backend: str
-    leaves: int
+    backend: str  # multiplies each leaf
+    leaves: int  # equal parts of the whole K
 
     def product(
         self, x: Float[Tensor, "*B K"], weight: Float[Tensor, "N K"], group: Any = None
@@ -64,13 +59,7 @@ def row_parallel(
     Raises:
         ContractError: the leaves do not divide K, or the ranks do not divide the leaves.
     """
-    ranks = 1 if group is None else dist.get_world_size(group)
-    _check(leaves, ranks, weight.shape[1])
-    group = group if ranks > 1 else None
-    return _RowParallel.apply(backend, x, weight, leaves // ranks, group)
-
-
-def _check(leaves: int, ranks: int, depth: int) -> None:
+    ranks, depth = 1 if group is None else dist.get_world_size(group), weight.shape[1]
     if leaves < 1 or leaves & (leaves - 1):
         raise ContractError(f"leaves: got {leaves}; choose a power of two")
     if leaves % ranks:
@@ -81,6 +70,7 @@ def _check(leaves: int, ranks: int, depth: int) -> None:
         raise ContractError(
             f"leaves: {leaves // ranks} a rank do not divide its K of {depth}; choose fewer leaves"
         )
+    return _RowParallel.apply(backend, x, weight, leaves // ranks, group if ranks > 1 else None)
 
 
 class _RowParallel(torch.autograd.Function):
@@ -92,7 +82,11 @@ class _RowParallel(torch.autograd.Function):
         rows, columns = x.reshape(-1, x.shape[-1]), weight.t()
         parts = zip(rows.chunk(leaves, 1), columns.chunk(leaves, 0), strict=True)
         own = tree_sum([backend.product(a[None], b[None], torch.float32)[0] for a, b in parts])
-        total = own if group is None else tree_sum(_gather(own, group))
+        total = own
+        if group is not None:  # gathered in the order of the ranks: an all-reduce would choose its own order
+            sums = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
+            dist.all_gather(sums, own.contiguous(), group=group)
+            total = tree_sum(sums)
         return total.to(x.dtype).view(*x.shape[:-1], -1)
 
     @staticmethod
@@ -107,10 +101,3 @@ def tree_sum(parts: list[Tensor]) -> Tensor:
     while len(parts) > 1:
         parts = [a + b for a, b in zip(parts[::2], parts[1::2], strict=True)]
     return parts[0]
-
-
-def _gather(own: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
-    """Gather the partial sums of all ranks in the order of the ranks; an all-reduce would choose its own order."""
-    parts = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(parts, own.contiguous(), group=group)
-    return parts

@@ -13,8 +13,8 @@ from true_on_policy.contract.cpu import Shapes
 from true_on_policy.contract.gpu import GpuContract
 from true_on_policy.errors import PinError
 from true_on_policy.kernels import mode
-from true_on_policy.kernels.dispatcher import accelerator_key, holder
 from true_on_policy.kernels.gpu_probes import aten_failures, linear_once
+from true_on_policy.kernels.mode import accelerator_key, holder
 from true_on_policy.kernels.probes import Failure
 from true_on_policy.kernels.provider import Undo, device, installed
 from true_on_policy.kernels.symbols import counted
@@ -36,12 +36,12 @@ def settings() -> dict[str, str]:
     if version() is None:
         return {}
     module = sys.modules.get(MODE.module)
-    return mode.settings(MODE) | {
-        "MM DeepGEMM": "not imported" if module is None else _on(_takes_deep_gemm(module)),
-        "MM fallback variant": "not imported"
-        if module is None
-        else _on(getattr(module, MM_FALLBACK_VARIANT)),
-    }
+    if module is None:
+        own = dict.fromkeys(("MM DeepGEMM", "MM fallback variant"), "not imported")
+    else:
+        variant = getattr(module, MM_FALLBACK_VARIANT)
+        own = {"MM DeepGEMM": _on(_takes_deep_gemm(module)), "MM fallback variant": _on(variant)}
+    return mode.settings(MODE) | own
 
 
 def pin(contract: GpuContract) -> Undo:

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
+from jaxtyping import Float, Float32, Int64
 from torch import Tensor
 
 from true_on_policy.contract.cpu import DTYPES
-from true_on_policy.contract.norm_order import add_residual, rms_norm
+from true_on_policy.contract.rounding import add_residual, chosen, combined, rms_norm
 from true_on_policy.contract.specs import HUGGING_FACE, NormOrder
+from true_on_policy.errors import ModelError
 from true_on_policy.kernels.row_parallel import Tree
-from true_on_policy.models.tiny import family_of, model_class, read_config
+from true_on_policy.models.tiny import family_of, model_class, read_config, read_weights
 
 
 def load(checkpoint: Path, dtype: str, order: NormOrder | None = None, tree: Tree | None = None) -> Any:
@@ -32,8 +36,10 @@ def load(checkpoint: Path, dtype: str, order: NormOrder | None = None, tree: Tre
 def add_as(tree: Tree, model: torch.nn.Module) -> None:
     """Make the products that tensor parallelism would split along K add up as `tree`; the weights stay."""
     for name, module in model.named_modules():
-        if name.endswith(ROW_PARALLEL):
-            _put_on(tree, module)
+        if name.endswith((".o_proj", ".down_proj")):
+            assert module.bias is None, "no family has one there"
+            module.__class__ = TreeLinear
+            module.tree = tree  # pyright: ignore[reportArgumentType]
 
 
 def align(model: Any, order: NormOrder) -> None:
@@ -88,10 +94,76 @@ class TreeLinear(torch.nn.Linear):
         return self.tree.product(input, self.weight)
 
 
-def _put_on(tree: Tree, module: Any) -> None:
-    assert module.bias is None, "no family has one there"
-    module.__class__ = TreeLinear
-    module.tree = tree
+TIED = {"lm_head.weight"}  # a tied head has no weights of its own
 
 
-ROW_PARALLEL = (".o_proj", ".down_proj")
+def take(model: Any, checkpoint: Path) -> None:
+    """Load all weights of a checkpoint.
+
+    Raises:
+        ModelError: a weight of the model is not in the checkpoint, and keeps its previous value.
+    """
+    weights = stacked(read_weights(checkpoint), getattr(model.config, "num_experts", 0))
+    missing = {*model.load_state_dict(weights, strict=False).missing_keys} - TIED
+    if missing:
+        raise ModelError(f"{checkpoint}: holds no {', '.join(sorted(missing))}")
+
+
+def stacked(weights: Mapping[str, Tensor], experts: int) -> dict[str, Tensor]:
+    """Stack the weights of a checkpoint's single experts as Hugging Face's model holds them."""
+    others = {name: weight for name, weight in weights.items() if ".mlp.experts." not in name}
+    layers = {name.partition(".mlp.experts.")[0] for name in weights.keys() - others.keys()}
+    for layer in layers:
+        each = [f"{layer}.mlp.experts.{index}" for index in range(experts)]
+        pairs = [torch.cat([weights[f"{one}.{part}_proj.weight"] for part in ("gate", "up")]) for one in each]
+        others[f"{layer}.mlp.experts.gate_up_proj"] = torch.stack(pairs)
+        others[f"{layer}.mlp.experts.down_proj"] = torch.stack(
+            [weights[f"{one}.down_proj.weight"] for one in each]
+        )
+    return others
+
+
+def align_experts(model: Any, order: NormOrder) -> None:
+    """Make routers and experts follow the order of experts, and norms and layers follow `order`."""
+    if order != HUGGING_FACE:
+        align(model, order)
+    for layer in model.model.layers:
+        for module, ours in ((layer.mlp.gate, OrderedRouter), (layer.mlp.experts, OrderedExperts)):
+            module.__class__ = of_both(ours, type(module))
+
+
+class OrderedRouter:
+    """The forward pass of a router in the order of experts, for `of_both`."""
+
+    top_k: int
+    norm_topk_prob: bool
+    weight: Tensor
+
+    def forward(self, hidden_states: Float[Tensor, "T H"]) -> tuple[Tensor, Tensor, Tensor]:
+        logits = F.linear(hidden_states, self.weight)
+        return logits, *chosen(logits, self.top_k, self.norm_topk_prob)
+
+
+class OrderedExperts:
+    """The forward pass of the experts in the order of experts, for `of_both`."""
+
+    num_experts: int
+    gate_up_proj: Tensor
+    down_proj: Tensor
+    act_fn: Any
+
+    def forward(
+        self,
+        hidden_states: Float[Tensor, "T H"],
+        top_k_index: Int64[Tensor, "T K"],
+        top_k_weights: Float32[Tensor, "T K"],
+    ) -> Float[Tensor, "T H"]:
+        by_expert = top_k_index.flatten().argsort(stable=True)
+        counts = top_k_index.flatten().bincount(minlength=self.num_experts).tolist()
+        received = hidden_states[by_expert // top_k_index.shape[1]].split(counts)
+        outputs = torch.cat([self._expert(index, rows) for index, rows in enumerate(received)])
+        return combined(outputs, by_expert.argsort().view_as(top_k_index), top_k_weights)
+
+    def _expert(self, index: int, rows: Float[Tensor, "N H"]) -> Float[Tensor, "N H"]:
+        gate, up = F.linear(rows, self.gate_up_proj[index]).chunk(2, -1)
+        return F.linear(self.act_fn(gate) * up, self.down_proj[index])

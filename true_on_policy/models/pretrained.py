@@ -17,11 +17,10 @@ from zipfile import ZipFile
 
 import torch
 from safetensors.torch import save_file
-from torch import Tensor
 from transformers import AutoConfig
 
 from mis_plugins.shared.opened import optional
-from true_on_policy.contract.pretrained import PRETRAINED, Pretrained, cache_folder
+from true_on_policy.contract.model_config import PRETRAINED, Pretrained, cache_folder
 from true_on_policy.errors import ModelError
 from true_on_policy.models.tiny import checkpoint, weights_hash
 
@@ -104,15 +103,16 @@ def convert(gguf: Any, source: Path, folder: Path) -> None:
     """Write weights, config and tokenizer of a GGUF file of the Llama family as a Hugging Face checkpoint."""
     reader = gguf.GGUFReader(source)
     fields = {name: field.contents() for name, field in reader.fields.items()}
-    heads = {
-        "attn_q": fields["llama.attention.head_count"],
-        "attn_k": fields["llama.attention.head_count_kv"],
-    }
+    counts = fields["llama.attention.head_count"], fields["llama.attention.head_count_kv"]
+    heads = dict(zip(("attn_q", "attn_k"), counts, strict=True))
     weights = {}
     for tensor in reader.tensors:
         weight = torch.tensor(gguf.quants.dequantize(tensor.data, tensor.tensor_type))
-        part = tensor.name.split(".")[-2]
-        weights[_hugging_face_name(tensor.name)] = _halves(weight, heads[part]) if part in heads else weight
+        *layer, part, kind = tensor.name.split(".")  # blk.INDEX.PART.KIND, or PART.KIND
+        if part in heads:  # Hugging Face's rope wants first halves of all pairs, then second halves
+            weight = weight.unflatten(0, (heads[part], -1, 2)).transpose(1, 2).flatten(0, 2).contiguous()
+        name = f"model.layers.{layer[1]}.{LAYER[part]}" if layer else ENDS[part]
+        weights[f"{name}.{kind}"] = weight
     folder.mkdir()
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
     _config(fields, tied="lm_head.weight" not in weights).save_pretrained(folder)
@@ -134,23 +134,8 @@ LAYER = {
 }
 
 
-def _hugging_face_name(name: str) -> str:
-    if name.startswith("blk."):
-        _, index, part, kind = name.split(".")
-        return f"model.layers.{index}.{LAYER[part]}.{kind}"
-    part, kind = name.split(".")
-    return f"{ENDS[part]}.{kind}"
-
-
-def _halves(weight: Tensor, heads: int) -> Tensor:
-    """Order the rows of each head as Hugging Face's rope wants them: first halves of all pairs, then second halves."""
-    return weight.unflatten(0, (heads, -1, 2)).transpose(1, 2).flatten(0, 2).contiguous()
-
-
 def _config(fields: dict[str, Any], tied: bool) -> Any:
-    llama = {
-        name.removeprefix("llama."): value for name, value in fields.items() if name.startswith("llama.")
-    }
+    llama = {name.removeprefix("llama."): value for name, value in fields.items()}
     heads = llama["attention.head_count"]
     return AutoConfig.for_model(
         "llama",
@@ -177,11 +162,7 @@ CONTROL = 3  # GGUF's type of control tokens, which text cannot spell
 
 
 def _tokenizer(fields: dict[str, Any]) -> Any:
-    """Build the byte-level tokenizer that GGUF calls `smollm`: digits one by one, then GPT-2's split and merges.
-
-    Raises:
-        ModelError: the file names another way to split text.
-    """
+    """Build the byte-level tokenizer that GGUF calls `smollm`: digits one by one, then GPT-2's split and merges."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 

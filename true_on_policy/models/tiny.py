@@ -7,6 +7,7 @@ multiplies.
 from __future__ import annotations
 
 import hashlib
+import json
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,18 +16,26 @@ from typing import Any
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 from transformers import AutoConfig
 
-from true_on_policy.contract.choices import check_config, check_model
 from true_on_policy.contract.cpu import Contract
-from true_on_policy.contract.families import Experts, Family, Proof, Shape, proven, tiny_models
-from true_on_policy.contract.model_config import with_experts
+from true_on_policy.contract.families import Family, Proof, Shape, proven, tiny_models
+from true_on_policy.contract.model_config import check_config, check_model, with_experts
 from true_on_policy.errors import ContractError, ModelError
-from true_on_policy.models import tiny_processor
 
 MAX_POSITIONS = 2048
 UPDATE = 0.01
+# The config fields of a vision tower of two layers; a layer of the decoder adds the output of each.
+TOWER = {
+    "depth": 2,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_heads": 2,
+    "num_position_embeddings": 64,
+    "deepstack_visual_indexes": [0, 1],
+}
 
 
 def config_of(family: Family, shape: Shape, dtype: torch.dtype) -> Any:
@@ -39,14 +48,23 @@ def config_of(family: Family, shape: Shape, dtype: torch.dtype) -> Any:
     return AutoConfig.for_model(
         family.proof.model_type,
         text_config={**text, "dtype": dtype},
-        vision_config={**_tower(shape), "dtype": dtype},
+        vision_config={**TOWER, "out_hidden_size": shape.hidden, "dtype": dtype},
         **of_models,
-        **tiny_processor.placeholders(shape.vocab),
+        **placeholders(shape.vocab),
     )
 
 
 def _decoder(family: Family, shape: Shape) -> dict[str, Any]:
-    """The config fields of a decoder."""
+    """The config fields of a decoder, with experts in every layer where its family has them."""
+    experts: dict[str, Any] = {}
+    if family.experts:
+        experts = {
+            "num_experts": shape.experts,
+            "num_experts_per_tok": shape.top_k,
+            "moe_intermediate_size": shape.ffn,
+            **({"shared_expert_intermediate_size": shape.shared} if family.experts.shared else {}),
+            **with_experts(family.experts),
+        }
     mrope = (
         {"mrope_section": [*family.vision.mrope_section], "mrope_interleaved": True} if family.vision else {}
     )
@@ -64,32 +82,8 @@ def _decoder(family: Family, shape: Shape) -> dict[str, Any]:
         bos_token_id=0,
         eos_token_id=1,
         pad_token_id=0,
-        **(_experts(family.experts, shape) if family.experts else {}),
+        **experts,
     )
-
-
-def _tower(shape: Shape) -> dict[str, Any]:
-    """The config fields of a vision tower of two layers; a layer of the decoder adds the output of each."""
-    return {
-        "depth": 2,
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_heads": 2,
-        "out_hidden_size": shape.hidden,
-        "num_position_embeddings": 64,
-        "deepstack_visual_indexes": [0, 1],
-    }
-
-
-def _experts(experts: Experts, shape: Shape) -> dict[str, Any]:
-    """The config fields of a mixture of experts, with experts in every layer."""
-    return {
-        "num_experts": shape.experts,
-        "num_experts_per_tok": shape.top_k,
-        "moe_intermediate_size": shape.ffn,
-        **({"shared_expert_intermediate_size": shape.shared} if experts.shared else {}),
-        **with_experts(experts),
-    }
 
 
 def checkpoint(name: str, folder: Path, dtype: torch.dtype, seed: int) -> Path:
@@ -110,7 +104,7 @@ def checkpoint(name: str, folder: Path, dtype: torch.dtype, seed: int) -> Path:
         parameter.data = _draw(parameter, generator).to(dtype)
     model.save_pretrained(folder)
     if family.vision:
-        tiny_processor.write(folder, shape.vocab)
+        write_processor(folder, shape.vocab)
     return folder
 
 
@@ -220,3 +214,36 @@ def check_shares(config: Any, contract: Contract) -> None:
             raise ContractError(
                 f"contract.leaves: {contract.leaves} do not divide the {inputs} inputs of {layer}"
             )
+
+
+PLACEHOLDERS = {
+    "image_token_id": "<|image_pad|>",
+    "video_token_id": "<|video_pad|>",
+    "vision_start_token_id": "<|vision_start|>",
+    "vision_end_token_id": "<|vision_end|>",
+}
+"""Fields of a config.json, each with the token whose id it states."""
+
+
+def placeholders(vocabulary: int) -> dict[str, int]:
+    """The fields of a config.json that state which tokens stand for images: the last of the vocabulary."""
+    return {name: vocabulary - len(PLACEHOLDERS) + index for index, name in enumerate(PLACEHOLDERS)}
+
+
+def write_processor(folder: Path, vocabulary: int) -> None:
+    """Write a tokenizer of bytes and the processor of a Qwen3-VL model, with transformers' own sizes of images."""
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({letter: index for index, letter in enumerate(letters)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    unused = vocabulary - len(letters) - len(PLACEHOLDERS)
+    names = [*(f"<|unused_{index}|>" for index in range(unused)), *PLACEHOLDERS.values()]
+    tokenizer.add_special_tokens([AddedToken(name, special=True) for name in names])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    _state(folder / "tokenizer_config.json", tokenizer_class="PreTrainedTokenizerFast")
+    _state(folder / "preprocessor_config.json", image_processor_type="Qwen2VLImageProcessorFast")
+    _state(folder / "video_preprocessor_config.json", video_processor_type="Qwen3VLVideoProcessor")
+
+
+def _state(file: Path, **fields: Any) -> None:
+    file.write_text(json.dumps({"processor_class": "Qwen3VLProcessor", **fields}, indent=2) + "\n")

@@ -12,7 +12,7 @@ import os
 import socket
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from reprlib import repr as short
 from typing import Any
@@ -116,12 +116,12 @@ def load(path: Path) -> tuple[GpuContract, Observation]:
     if contract is None:
         raise DumpError(f"{first}: no trainer's file, it states no contract")
     seen = merged(dumps)
-    if any(other.contract != contract for other in dumps):
-        split = {CONTRACT: _by_rank({each.process.rank: str(each.contract) for each in dumps})}
-        return contract, Observation(
-            {**seen.settings, **split}, seen.unseen, seen.configured, (*seen.split, CONTRACT)
-        )
-    return contract, seen
+    if all(other.contract == contract for other in dumps):
+        return contract, seen
+    values = _by_rank({each.process.rank: str(each.contract) for each in dumps})
+    return contract, replace(
+        seen, settings={**seen.settings, CONTRACT: values}, split=(*seen.split, CONTRACT)
+    )
 
 
 def load_engine(path: Path, url: str | None) -> Observation:
@@ -146,7 +146,12 @@ def load_engine(path: Path, url: str | None) -> Observation:
 
 def _one_engine(folder: Path, url: str | None) -> Path:
     firsts = [file for file in sorted(folder.glob("engine-*.json")) if ".rank" not in file.name]
-    processes = {file: dump.process for file in firsts if (dump := _readable(file))}
+    processes = {}
+    for file in firsts:
+        try:
+            processes[file] = read(file).process
+        except (UserError, OSError) as error:  # a file that cannot be read must hide no other
+            print(printable(f"not read: {error}"), file=sys.stderr)
     meant = [file for file in processes if url is None or _port(processes[file].url) == _port(url)]
     if url is not None and len(meant) > 1:  # hosts give their engines the same ports on each machine
         meant = [file for file in meant if _same_host(processes[file], url)]
@@ -156,15 +161,6 @@ def _one_engine(folder: Path, url: str | None) -> Path:
             f"{folder}: {len(meant)} engines at {url or 'any URL'}; there are: {named}; name one file"
         )
     return meant[0]
-
-
-def _readable(file: Path) -> Dump | None:
-    """Read a file of a folder; None, and a sentence on stderr, where it cannot be read, so that it hides no other."""
-    try:
-        return read(file)
-    except (UserError, OSError) as error:
-        print(printable(f"not read: {error}"), file=sys.stderr)
-        return None
 
 
 def _port(url: str) -> str:
@@ -197,8 +193,7 @@ def read(path: Path) -> Dump:
         stated = json.loads(path.read_text(encoding="utf-8"))
         if stated["format"] != FORMAT:
             raise DumpError(f"{path}: format {short(stated['format'])}, this version reads {FORMAT}")
-        process, contract = _process(stated["process"]), _parts(stated["contract"])
-        return Dump(process, _seen(stated), contract and gpu_contract(*contract[0], **contract[1]))
+        return Dump(_process(stated["process"]), _seen(stated), _contract(stated["contract"]))
     except FileNotFoundError as error:
         raise DumpError(
             f"{path}: no such file; true_on_policy.hosts.miles_init writes a trainer's, our plugin that of an engine "
@@ -224,28 +219,20 @@ def _process(stated: Any) -> Process:
 
 
 def _seen(stated: Any) -> Observation:
-    texts = (stated["settings"], stated["unseen"])
-    names = (*stated["configured"], *stated["split"])
-    if not all(
-        isinstance(text, str) for text in (*names, *(value for row in texts for value in row.values()))
-    ):
+    settings, unseen = dict(stated["settings"]), dict(stated["unseen"])
+    configured, split = tuple(stated["configured"]), tuple(stated["split"])
+    texts = (*settings.values(), *unseen.values(), *configured, *split)
+    if not all(isinstance(text, str) for text in texts):
         raise TypeError("a setting that is no text")
-    return Observation(
-        dict(stated["settings"]),
-        dict(stated["unseen"]),
-        configured=tuple(stated["configured"]),
-        split=tuple(stated["split"]),
-    )
+    return Observation(settings, unseen, configured, split)
 
 
-def _parts(stated: Any) -> tuple[tuple[str, str], dict[str, Any]] | None:
-    """Split a stored contract into its names (family, backend) and its other arguments; None where there is none."""
+def _contract(stated: Any) -> GpuContract | None:
     if stated is None:
         return None
     rest = dict(stated)
-    size = rest.pop("size")
-    names = rest.pop("family"), rest.pop("backend")
-    return names, rest | {"size": size and Size(**size)}
+    size, names = rest.pop("size"), (rest.pop("family"), rest.pop("backend"))
+    return gpu_contract(*names, **rest, size=size and Size(**size))
 
 
 def merged(dumps: Sequence[Dump]) -> Observation:

@@ -24,7 +24,6 @@ class Fused:
     Attributes:
         row: the name of the kernel's row in the doctor.
         attribute: the name in the host's parsed arguments that asks for the kernel.
-        module: the module that holds the kernel.
         off: values of the attribute that do not ask for the kernel.
         remedy: the flag that switches the kernel off where the contract has its own kernel; empty where the
             contract's log-probs do not depend on the kernel.
@@ -59,14 +58,12 @@ FUSED = (
         "RMSNorm and linear layers of Transformer Engine",
         "transformer_impl",
         TE,
-        off=("local",),
-        remedy="--transformer-impl local",
+        ("local",),
+        "--transformer-impl local",
     ),
     Fused("fused rope (Transformer Engine)", "apply_rope_fusion", TE, remedy="--no-rope-fusion"),
     Fused(
-        "fused attention (Transformer Engine)",
-        "attention_backend",
-        TE,
+        *("fused attention (Transformer Engine)", "attention_backend", TE),
         off=("flash", "unfused", "local"),
         remedy="--attention-backend flash",
     ),
@@ -92,11 +89,9 @@ CHOSEN = (
 def of_host(args: Any) -> dict[str, str]:
     """Read the state of each fused kernel that the host's parsed arguments mention, by its row."""
     stated = view(args)
-    return {
-        fused.row: fused.value(_plain(stated[fused.attribute]))
-        for fused in FUSED
-        if fused.attribute in stated
-    }
+    # Megatron makes an enum's member of an attention backend.
+    named = {name: getattr(value, "name", value) for name, value in stated.items()}
+    return {fused.row: fused.value(named[fused.attribute]) for fused in FUSED if fused.attribute in named}
 
 
 def chosen(module: str, name: str) -> str:
@@ -107,8 +102,3 @@ def chosen(module: str, name: str) -> str:
     if isinstance(found, bool):
         return "found" if found else "absent"
     return f"{found.__name__} of {found.__module__.partition('.')[0]}"
-
-
-def _plain(value: Any) -> Any:
-    """Return the name of an enum's member, which Megatron makes of an attention backend; other values as they are."""
-    return getattr(value, "name", value)

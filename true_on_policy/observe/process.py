@@ -90,7 +90,8 @@ def observe(contract: GpuContract, args: Any = None) -> Observation:
         settings |= gpu.observe(contract)
     if args is not None:
         configured |= of_host(args) | fused.of_host(args)
-        settings |= {"deterministic algorithms": _deterministic()} | _parallel()
+        strict = torch.are_deterministic_algorithms_enabled()
+        settings |= {"deterministic algorithms": "on" if strict else "off"} | _parallel()
         settings |= looked({"log-softmax": surviving(lambda: _log_softmax(args))})[0]
     return Observation(configured | settings, unseen, tuple(configured.keys() - settings.keys()))
 
@@ -124,8 +125,9 @@ def of_host(args: Any) -> dict[str, str]:
     """Read from a host's parsed arguments the rows that they decide."""
     stated = view(args)
     rows = {row: stated[name] for row, name in _HOST_ROWS.items() if name in stated}
+    texts = {row: f"{value:g}" if isinstance(value, float) else str(value) for row, value in rows.items()}
     seeded = stated.get("sglang_enable_deterministic_inference")
-    return {row: _text(value) for row, value in rows.items()} | {
+    return texts | {
         "seeds of a prompt's samples": "one each" if seeded else "not sent",
         "log-probs come from": "prefill" if stated.get("recompute_logprobs_via_prefill") else "decode",
         "log-softmax": "bf16" if stated.get("true_on_policy_mode") else "fp32",
@@ -140,10 +142,6 @@ _HOST_ROWS = {
     "top-p": "rollout_top_p",
     "top-k": "rollout_top_k",
 }
-
-
-def _text(value: Any) -> str:
-    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def _device() -> str:
@@ -172,11 +170,6 @@ def found(failures: Iterator[Failure], otherwise: str) -> str:
     return otherwise if failure is None else str(failure)
 
 
-def _tf32() -> str:
-    """Probe whether float32 products run in TF32: `on` or `off`."""
-    return "off" if next(precision.probe(device()), None) is None else "on"
-
-
 def _compiles() -> str:
     """Try whether torch.compile really compiles here: `on` where it calls a backend of ours, else `off`."""
     graphs = []
@@ -199,12 +192,6 @@ def _apex() -> str:
     return "NVIDIA's" if nvidia else "the index's apex, a web toolkit"
 
 
-def _local_norm() -> str:
-    """Name the norm of Megatron's local spec: NVIDIA Apex's where Megatron could import Apex."""
-    specs = sys.modules.get("megatron.core.models.gpt.gpt_layer_specs")
-    return getattr(getattr(specs, "LNImpl", None), "__name__", "not imported")
-
-
 def _version(distribution: str) -> Look:
     def look() -> str:
         try:
@@ -213,10 +200,6 @@ def _version(distribution: str) -> Look:
             return ABSENT
 
     return look
-
-
-def _deterministic() -> str:
-    return "on" if torch.are_deterministic_algorithms_enabled() else "off"
 
 
 def _parallel() -> dict[str, str]:
@@ -236,9 +219,6 @@ def _log_softmax(args: Any) -> str:
 
     Miles scores a sequence with four tokens for each context-parallel rank. No rank waits for another, because its
     true-on-policy mode uses no process group.
-
-    Raises:
-        NotSeenError: no trainer of Miles runs here, or it runs without its true-on-policy mode.
     """
     parallel_state = MILES.parallel.loaded()
     if parallel_state is None or not args.true_on_policy_mode:
@@ -274,8 +254,9 @@ LOOKS: dict[str, Look] = {
     "NCCL": _nccl,
     **{row: _version(distribution) for row, distribution in VERSIONS.items()},
     "Apex": _apex,
-    "norm of the local spec": _local_norm,
+    # NVIDIA Apex's where Megatron could import Apex.
+    "norm of the local spec": partial(fused.chosen, "megatron.core.models.gpt.gpt_layer_specs", "LNImpl"),
     **{row: partial(fused.chosen, module, name) for row, module, name in fused.CHOSEN},
-    "TF32": _tf32,
+    "TF32": lambda: "off" if next(precision.probe(device()), None) is None else "on",
     COMPILES: _compiles,
 }

@@ -21,7 +21,7 @@ from megatron.core.transformer.moe.token_dispatcher import MoEAllGatherTokenDisp
 from megatron.core.transformer.spec_utils import ModuleSpec
 from torch import Tensor
 
-from true_on_policy.contract.expert_order import combined, total
+from true_on_policy.contract.rounding import combined, total
 
 if not hasattr(moe_utils, "te_general_gemm"):
     moe_utils.te_general_gemm = None  # pyright: ignore[reportAttributeAccessIssue]

@@ -6,16 +6,15 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from jaxtyping import Float, Float32
+from jaxtyping import Float
 from torch import Tensor
 
 from true_on_policy.contract.cpu import Contract
 from true_on_policy.contract.specs import NormOrder
-from true_on_policy.engines.protocol import Sample
 from true_on_policy.kernels.row_parallel import Tree, agreed_tree
 from true_on_policy.models import hf_decoder
-from true_on_policy.models.hf_weights import take
-from true_on_policy.trainers.protocol import sampled_log_probs
+from true_on_policy.models.hf_decoder import take
+from true_on_policy.trainers.protocol import InProcess
 
 
 def start(checkpoint: Path, contract: Contract, order: NormOrder | None) -> HuggingFace:
@@ -24,7 +23,7 @@ def start(checkpoint: Path, contract: Contract, order: NormOrder | None) -> Hugg
     return HuggingFace(checkpoint, contract.dtype, order, tree)
 
 
-class HuggingFace:
+class HuggingFace(InProcess):
     """A decoder of transformers in evaluation mode; without an `order` and a `tree` the model is Hugging Face's own."""
 
     name = "hf"
@@ -37,14 +36,6 @@ class HuggingFace:
     def load(self, checkpoint: Path) -> None:
         take(self.model, checkpoint)
 
-    @torch.no_grad()
-    def log_probs(self, batch: Sequence[Sample], temperatures: Sequence[float]) -> list[Float32[Tensor, "_"]]:
-        parts = self.logits([sample.sequence for sample in batch])
-        return [
-            sampled_log_probs(logits, sample, temperature)
-            for logits, sample, temperature in zip(parts, batch, temperatures, strict=True)
-        ]
-
     def logits(self, sequences: Sequence[Sequence[int]]) -> list[Float[Tensor, "_ V"]]:
         """Compute the logits of each sequence, in one pass over all sequences."""
         longest = max(map(len, sequences))
@@ -55,6 +46,3 @@ class HuggingFace:
             present[row, : len(sequence)] = 1
         logits = self.model(input_ids=tokens, attention_mask=present).logits
         return [rows[: len(sequence)] for rows, sequence in zip(logits, sequences, strict=True)]
-
-    def close(self) -> None:
-        """Do nothing: the trainer has no process beside this one."""

@@ -17,7 +17,7 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from jaxtyping import Float, Float32, Int64
+from jaxtyping import Float, Int64
 from megatron.core import parallel_state as mpu
 from megatron.core.models.common.embeddings import rope_utils
 from megatron.core.models.gpt import GPTModel
@@ -30,33 +30,41 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from true_on_policy.contract import rope
-from true_on_policy.contract.cpu import DTYPES, Contract
+from true_on_policy.contract import rounding
+from true_on_policy.contract.cpu import DTYPES
 from true_on_policy.contract.families import Experts, Family
-from true_on_policy.contract.norm_order import add_residual, rms_norm
+from true_on_policy.contract.rounding import add_residual, rms_norm
 from true_on_policy.contract.specs import NormOrder
-from true_on_policy.engines.protocol import Sample
-from true_on_policy.kernels.row_parallel import Tree, agreed_tree
+from true_on_policy.kernels.row_parallel import Tree
 from true_on_policy.models.tiny import family_of, read_config, read_weights
 from true_on_policy.trainers import experts
 from true_on_policy.trainers.attention import SpecAttention, in_order, of_all_ranks, zigzag
-from true_on_policy.trainers.plain import DECODER
-from true_on_policy.trainers.protocol import Trainer, sampled_log_probs
+from true_on_policy.trainers.protocol import InProcess
 from true_on_policy.trainers.shards import Shard, padded_rows
+
+DECODER: dict[str, Any] = {
+    "normalization": "RMSNorm",
+    "gated_linear_unit": True,
+    "activation_func": F.silu,
+    "add_bias_linear": False,
+    "hidden_dropout": 0.0,
+    "attention_dropout": 0.0,
+    "use_cpu_initialization": True,
+    "perform_initialization": False,
+    "bias_activation_fusion": False,
+    "bias_dropout_fusion": False,
+    "apply_rope_fusion": False,
+    "masked_softmax_fusion": False,
+    "gradient_accumulation_fusion": False,
+    "cuda_graph_scope": [],  # Megatron's default would only print a warning on a CPU
+}
+"""Arguments of a TransformerConfig."""
+
 
 os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # silences Megatron's advice for GPUs
 
 
-def start(checkpoint: Path, contract: Contract, order: NormOrder | None) -> Trainer:
-    """Start the trainer of a proof on the contract's number of ranks; without an `order` the trainer is stock."""
-    if contract.trainer_tensor_parallel > 1:
-        from true_on_policy.trainers.ranks import MegatronRanks
-
-        return MegatronRanks(checkpoint, contract, order)
-    return Megatron(checkpoint, contract.dtype, order, None if order is None else agreed_tree(contract))
-
-
-class Megatron:
+class Megatron(InProcess):
     """GPTModel in evaluation mode, on one rank unless Megatron's groups exist already.
 
     Without an `order`, norms and residuals are Megatron's own; without a `tree`, row-parallel layers are. Every
@@ -70,7 +78,7 @@ class Megatron:
     def __init__(
         self, checkpoint: Path, dtype: str, order: NormOrder | None = None, tree: Tree | None = None
     ):
-        _one_rank()
+        one_rank()
         config: Any = read_config(checkpoint)  # to a type checker, the config's fields are optional
         rank, ranks = mpu.get_tensor_model_parallel_rank(), mpu.get_tensor_model_parallel_world_size()
         self._shard = Shard(rank, ranks, config.num_key_value_heads, family_of(config)[0].decoder)
@@ -83,17 +91,6 @@ class Megatron:
         with torch.no_grad():
             for name, parameter in self.model.named_parameters():
                 parameter.copy_(self._shard.parameter(name, weights))
-
-    @torch.no_grad()
-    def log_probs(self, batch: Sequence[Sample], temperatures: Sequence[float]) -> list[Float32[Tensor, "_"]]:
-        parts = self.logits([sample.sequence for sample in batch])
-        return [
-            sampled_log_probs(logits, sample, temperature)
-            for logits, sample, temperature in zip(parts, batch, temperatures, strict=True)
-        ]
-
-    def close(self) -> None:
-        """Do nothing: the trainer has no process beside this one."""
 
     def logits(self, sequences: Sequence[Sequence[int]]) -> list[Float[Tensor, "_ V"]]:
         """Compute the logits of each sequence in one packed pass; every context rank gets all logits."""
@@ -121,7 +118,9 @@ class Megatron:
 
     def _forward(self, **inputs: Any) -> Float[Tensor, "B T V"]:
         """Compute the logits of the whole vocabulary, on every tensor-parallel rank."""
-        with _rope_on_cpu(), _agreed_rope() if self._ordered else nullcontext():
+        # Miles's fork of Megatron-core rotates bf16 in float32.
+        agreed = patch.object(rope_utils, rounding.ROPE_NAME, rounding.rotated)
+        with _rope_on_cpu(), agreed if self._ordered else nullcontext():
             return self.model(attention_mask=None, **inputs)[..., : self._vocabulary]
 
 
@@ -237,14 +236,10 @@ def _transformer_config(config: Any, family: Family, dtype: torch.dtype, ordered
 
 
 def _experts(config: Any, how: Experts, ordered: bool) -> dict[str, Any]:
-    shared = (
-        {
-            "moe_shared_expert_intermediate_size": config.shared_expert_intermediate_size,
-            "moe_shared_expert_gate": True,
-        }
-        if how.shared
-        else {}
-    )
+    shared = {}
+    if how.shared:
+        width = config.shared_expert_intermediate_size
+        shared = {"moe_shared_expert_intermediate_size": width, "moe_shared_expert_gate": True}
     return {
         "num_moe_experts": config.num_experts,
         "moe_router_topk": config.num_experts_per_tok,
@@ -271,12 +266,8 @@ def _rope_on_cpu() -> AbstractContextManager:
     return patch.object(torch.cuda, "current_device", lambda: torch.device("cpu"))
 
 
-def _agreed_rope() -> AbstractContextManager:
-    """Rotate as agreed, whichever Megatron-core is installed: Miles's fork rotates bf16 in float32."""
-    return patch.object(rope_utils, rope.NAME, rope.rotated)
-
-
-def _one_rank() -> None:
+def one_rank() -> None:
+    """Make Megatron's groups of one rank, unless this process has groups already."""
     if not dist.is_initialized():
         store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
         dist.init_process_group("gloo", store=store, rank=0, world_size=1)

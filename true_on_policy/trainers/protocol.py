@@ -30,6 +30,25 @@ class Trainer(Protocol):
     def close(self) -> None: ...
 
 
+class InProcess:
+    """A trainer in this process, whose log-probs come from the logits of whole sequences."""
+
+    def logits(self, sequences: Sequence[Sequence[int]]) -> list[Float[Tensor, "_ V"]]:
+        """Compute the logits of each sequence, in one pass over all sequences."""
+        raise NotImplementedError
+
+    @torch.no_grad()
+    def log_probs(self, batch: Sequence[Sample], temperatures: Sequence[float]) -> list[Float32[Tensor, "_"]]:
+        parts = self.logits([sample.sequence for sample in batch])
+        return [
+            sampled_log_probs(logits, sample, temperature)
+            for logits, sample, temperature in zip(parts, batch, temperatures, strict=True)
+        ]
+
+    def close(self) -> None:
+        """Do nothing: the trainer has no process beside this one."""
+
+
 def sampled_log_probs(
     logits: Float[Tensor, "T V"], sample: Sample, temperature: float
 ) -> Float32[Tensor, "N"]:

@@ -7,4 +7,4 @@ import warnings
 warnings.filterwarnings("ignore", module=r"megatron\.")
 warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed\.")
 
-import true_on_policy.trainers.megatron  # noqa: E402, F401
+import true_on_policy.trainers.ranks  # noqa: E402, F401

@@ -20,19 +20,30 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from jaxtyping import Float32
+from megatron.core import parallel_state as mpu
 from torch import Tensor
 
 from mis_plugins.shared.loopback import on_loopback
 from true_on_policy.contract.cpu import Contract, Shapes
-from true_on_policy.contract.norm_order import NormOrder
+from true_on_policy.contract.rounding import NormOrder
 from true_on_policy.engines.protocol import Sample
 from true_on_policy.errors import TrueOnPolicyError
 from true_on_policy.kernels.pin import pinned
 from true_on_policy.kernels.row_parallel import agreed_tree
 from true_on_policy.models.tiny import read_config
+from true_on_policy.trainers.megatron import Megatron
+from true_on_policy.trainers.protocol import Trainer
 
 ANSWER_SECONDS = 600
+
+
+def start(checkpoint: Path, contract: Contract, order: NormOrder | None) -> Trainer:
+    """Start the trainer of a proof on the contract's number of ranks; without an `order` the trainer is stock."""
+    if contract.trainer_tensor_parallel > 1:
+        return MegatronRanks(checkpoint, contract, order)
+    return Megatron(checkpoint, contract.dtype, order, None if order is None else agreed_tree(contract))
 
 
 class RankError(TrueOnPolicyError):
@@ -127,9 +138,9 @@ def _serve(
     ranks = contract.trainer_tensor_parallel
     try:
         torch.set_num_threads(threads)
-        _join(rank, ranks, store)
-        from true_on_policy.trainers.megatron import Megatron
-
+        os.environ |= on_loopback()
+        dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks)
+        mpu.initialize_model_parallel(tensor_model_parallel_size=ranks)
         probed = replace(contract, shapes=Shapes.of(read_config(checkpoint), ranks))
         with nullcontext() if order is None else pinned(probed):
             tree = None if order is None else agreed_tree(contract)
@@ -142,12 +153,3 @@ def _serve(
         return
     except Exception:
         _send(connection, (None, traceback.format_exc()))
-
-
-def _join(rank: int, ranks: int, store: Path) -> None:
-    import torch.distributed as dist
-    from megatron.core import parallel_state as mpu
-
-    os.environ |= on_loopback()
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks)
-    mpu.initialize_model_parallel(tensor_model_parallel_size=ranks)

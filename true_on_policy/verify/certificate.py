@@ -1,4 +1,4 @@
-"""The certificate of a verification: what ran, where, under which contract, and how many log-probs were equal."""
+"""The certificate of a verification, and its picture: what ran, where, and how many log-probs were equal."""
 
 from __future__ import annotations
 
@@ -13,9 +13,11 @@ from typing import Any, Literal
 import torch
 
 from mis_plugins.shared.files import write_text
+from mis_plugins.shared.opened import optional
+from mis_plugins.shared.palette import color
 from mis_plugins.shared.provenance import cpu_name
 from true_on_policy.contract.cpu import Contract
-from true_on_policy.contract.norm_order import NormOrder
+from true_on_policy.contract.rounding import NormOrder
 from true_on_policy.diff.log_prob_record import digest, provenance
 from true_on_policy.verify.links import Evidence, Link, LogProbs
 
@@ -88,15 +90,16 @@ class Certificate:
 
     def __str__(self) -> str:
         rows = [*self.links, self.control]
-        width = max(len(link.name) for link in rows)
-        lines = [f"{link.name:{width}}  {link.equal} of {link.total} equal{_gap(link)}" for link in rows]
-        broken = [f"{link.name}: {link.first}" for link in self.links if not link.holds]
-        return "\n".join([*lines, *broken, *self._situations(), f"verdict: {self.verdict}"])
-
-    def _situations(self) -> list[str]:
-        lacking = [f"not met: {name}: {remedy}" for name, remedy in self.not_met.items()]
-        beyond = [f"not of this engine: {', '.join(self.not_of_engine)}"] if self.not_of_engine else []
-        return [f"met: {', '.join(self.met)}", *beyond, *lacking]
+        width, lines = max(len(link.name) for link in rows), []
+        for link in rows:
+            apart = "" if link.holds or link.furthest is None else f", at most {link.furthest:.2g} apart"
+            lines.append(f"{link.name:{width}}  {link.equal} of {link.total} equal{apart}")
+        lines += [f"{link.name}: {link.first}" for link in self.links if not link.holds]
+        lines.append(f"met: {', '.join(self.met)}")
+        if self.not_of_engine:
+            lines.append(f"not of this engine: {', '.join(self.not_of_engine)}")
+        lines += [f"not met: {name}: {remedy}" for name, remedy in self.not_met.items()]
+        return "\n".join([*lines, f"verdict: {self.verdict}"])
 
 
 def hashes(evidence: Evidence) -> dict[str, str]:
@@ -109,5 +112,26 @@ def hashes(evidence: Evidence) -> dict[str, str]:
     return {name: digest(torch.cat(log_probs)) for name, log_probs in named.items()}
 
 
-def _gap(link: Link) -> str:
-    return "" if link.holds or link.furthest is None else f", at most {link.furthest:.2g} apart"
+ZERO = 1e-10  # where the logarithmic axis shows a difference of exactly 0
+FLOOR = 1e-9  # a smaller difference that is not 0 is drawn here, apart from the equal tokens
+
+
+def draw(off: Evidence, on: Evidence, title: str, path: Path) -> None:
+    """Draw |engine decode - trainer| of each sampled token, stock and pinned side by side, to `path`.
+
+    Raises:
+        RecordError: matplotlib is not installed.
+    """
+    figure = optional("matplotlib.figure").Figure(figsize=(9, 3.6), layout="constrained")
+    panels = figure.subplots(1, 2, sharey=True)
+    for panel, name, evidence in zip(panels, ("stock", "truly on policy"), (off, on), strict=True):
+        gaps = (torch.cat(evidence.decode) - torch.cat(evidence.trainer_tempered)).abs()
+        equal = int((gaps == 0).sum())
+        drawn = torch.where(gaps == 0, ZERO, gaps.clamp(min=FLOOR))
+        panel.plot(drawn, ".", markersize=2.5, color=color(name))
+        panel.set(title=f"{name}: {equal} of {len(gaps)} equal", xlabel="sampled token", yscale="log")
+        panel.set_yticks([ZERO, 1e-7, 1e-5, 1e-3, 1e-1], ["0", "1e-7", "1e-5", "1e-3", "1e-1"])
+    panels[0].set(ylabel="|engine log-prob - trainer log-prob|", ylim=(ZERO / 3, 1))
+    figure.suptitle(title)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=120)

@@ -15,10 +15,10 @@ from typing import get_args
 
 from mis_plugins.shared.numerals import whole
 from mis_plugins.shared.shell import importing
-from true_on_policy.contract.choices import BackendName, DtypeName, Side, check_model
 from true_on_policy.contract.families import covered
-from true_on_policy.contract.pretrained import PRETRAINED
+from true_on_policy.contract.model_config import PRETRAINED, check_model
 from true_on_policy.contract.sides import ENGINES, TRAINERS
+from true_on_policy.contract.specs import BackendName, DtypeName, Side
 from true_on_policy.verify.prompts import BUILTIN, prompt_lines
 
 
@@ -28,37 +28,24 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     )
     parser.add_argument("--engine", required=True, choices=list(ENGINES))
     parser.add_argument("--trainer", required=True, choices=list(TRAINERS))
-    parser.add_argument(
-        "--model",
-        default="tiny-qwen3",
-        help=f"a tiny model, {' or '.join(PRETRAINED)} (fetched once), or a folder of a {covered()} checkpoint",
+    models = (
+        f"a tiny model, {' or '.join(PRETRAINED)} (fetched once), or a folder of a {covered()} checkpoint"
     )
-    parser.add_argument(
-        "--prompts",
-        metavar="FILE",
-        help=f"real prompts, one a line; {BUILTIN} takes 128 of ours; else random tokens",
-    )
+    parser.add_argument("--model", default="tiny-qwen3", help=models)
+    prompts = f"real prompts, one a line; {BUILTIN} takes 128 of ours; else random tokens"
+    parser.add_argument("--prompts", metavar="FILE", help=prompts)
     parser.add_argument("--dtype", default="fp32", choices=get_args(DtypeName))
-    parser.add_argument(
-        "--tokens",
-        type=whole,
-        default=2000,
-        help="how many to compare, at least; a run goes on until each situation was asked for",
-    )
-    parser.add_argument(
-        "--backend", default="native", choices=get_args(BackendName), help="the kernels of both sides"
-    )
+    tokens = "how many to compare, at least; a run goes on until each situation was asked for"
+    parser.add_argument("--tokens", type=whole, default=2000, help=tokens)
+    backends = get_args(BackendName)
+    parser.add_argument("--backend", default="native", choices=backends, help="the kernels of both sides")
     parser.add_argument(
         "--norm-order", default="engine", choices=get_args(Side), help="whose both sides take"
     )
     parser.add_argument("--trainer-tensor-parallel", type=whole, default=1, help="ranks of the trainer")
     parser.add_argument("--engine-tensor-parallel", type=whole, default=1, help="ranks of the engine")
-    parser.add_argument(
-        "--leaves",
-        type=whole,
-        default=1,
-        help="of the tree in which both sides add up a row-parallel product",
-    )
+    leaves = "of the tree in which both sides add up a row-parallel product"
+    parser.add_argument("--leaves", type=whole, default=1, help=leaves)
     parser.add_argument("--seed", type=whole, default=0)
     parser.add_argument("--json", type=Path, help="write the certificate here")
     parser.add_argument("--picture", type=Path, help="draw the differences, off and on, here")

@@ -49,11 +49,8 @@ class Evidence:
         return sum(len(sample.tokens) for sample in self.samples)
 
     def __iadd__(self, other: Evidence) -> Evidence:
-        self.samples += other.samples
-        self.batches += other.batches
-        self.prefill += other.prefill
-        self.trainer += other.trainer
-        self.trainer_tempered += other.trainer_tempered
+        for name in ("samples", "batches", "prefill", "trainer", "trainer_tempered"):
+            getattr(self, name).extend(getattr(other, name))
         for name, log_probs in other.packed.items():
             self.packed.setdefault(name, []).extend(log_probs)
         return self

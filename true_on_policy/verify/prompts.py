@@ -98,7 +98,10 @@ def read_prompts(source: str, checkpoint: Path) -> Prompts:
     path, prompts = prompt_lines(source)
     tokenizer = _tokenizer(source, checkpoint)
     tokens = [_tokens(tokenizer, prompt) for prompt in prompts]
-    placeholders = _placeholders(checkpoint)
+    # Tokens that stand for an image or a video, by the fields of config.json that state them.
+    stated = json.loads((checkpoint / "config.json").read_text(encoding="utf-8"))
+    fields = [name for name in ("image_token_id", "video_token_id") if name in stated]
+    placeholders = {stated[name]: name for name in fields}
     for prompt, ids in zip(prompts, tokens, strict=True):
         for token in placeholders.keys() & ids:
             what = f"the token {token}, which is {placeholders[token]} in the model's config.json"
@@ -109,13 +112,6 @@ def read_prompts(source: str, checkpoint: Path) -> Prompts:
             )
     name = BUILTIN if source == BUILTIN else path.name
     return Prompts(name, hashlib.sha256(path.read_bytes()).hexdigest(), tokens)
-
-
-def _placeholders(checkpoint: Path) -> dict[int, str]:
-    """Ids of the tokens that stand for an image or a video, each with the field of config.json that states it."""
-    stated = json.loads((checkpoint / "config.json").read_text(encoding="utf-8"))
-    fields = (f"{what}_token_id" for what in ("image", "video"))
-    return {stated[field]: field for field in fields if field in stated}
 
 
 def _tokenizer(source: str, checkpoint: Path) -> Any:

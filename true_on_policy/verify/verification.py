@@ -24,18 +24,17 @@ from mis_plugins.shared.budget import RecordError
 from mis_plugins.shared.files import check_writable
 from mis_plugins.shared.opened import optional
 from mis_plugins.shared.provenance import commit
-from true_on_policy.contract.choices import BackendName, DtypeName, Side
 from true_on_policy.contract.cpu import DTYPES, Contract, Shapes
-from true_on_policy.contract.norm_order import NormOrder, agreed_order
+from true_on_policy.contract.rounding import NormOrder, agreed_order
 from true_on_policy.contract.sides import ENGINES, TRAINERS
+from true_on_policy.contract.specs import BackendName, DtypeName, Side
 from true_on_policy.engines.protocol import Engine, Sample
 from true_on_policy.errors import ContractError
 from true_on_policy.trainers.protocol import Trainer
 from true_on_policy.verify.certificate import Certificate, Verdict, hashes
 from true_on_policy.verify.links import Evidence, LogProbs, conclusion, links
 from true_on_policy.verify.prompts import Prompts, read_prompts
-from true_on_policy.verify.situations import counted, met, not_met, not_of_engine
-from true_on_policy.verify.workload import Workload, arrangements
+from true_on_policy.verify.workload import Workload, arrangements, counted, met, not_met, not_of_engine
 
 EXIT: dict[Verdict, int] = {"equal": 0, "different": 1, "vacuous": 2, "incomplete": 2}
 PICTURES = (".png", ".pdf", ".svg")
@@ -50,29 +49,20 @@ def run(arguments: argparse.Namespace) -> int:
     for flag, path in (("--json", arguments.json), ("--picture", arguments.picture)):
         if path:
             check_writable(path, flag)
-    if arguments.picture:
-        _check_picture(arguments.picture)
+    if arguments.picture:  # before the work of minutes
+        if arguments.picture.suffix not in PICTURES:
+            raise RecordError(f"--picture {arguments.picture}: end its name in {' or '.join(PICTURES)}")
+        optional("matplotlib.figure")
     with TemporaryDirectory(prefix="true-on-policy-") as scratch:
         certificate, off, on = verify(plan, Path(scratch))
     print(certificate)
     if arguments.json:
         certificate.write(arguments.json)
     if arguments.picture:
-        from true_on_policy.verify.picture import draw
+        from true_on_policy.verify.certificate import draw
 
         draw(off, on, plan.title, arguments.picture)
     return EXIT[certificate.verdict]
-
-
-def _check_picture(path: Path) -> None:
-    """Check that a picture can be drawn, before the work of minutes.
-
-    Raises:
-        RecordError: the name has another ending than a picture's, or matplotlib is not installed.
-    """
-    if path.suffix not in PICTURES:
-        raise RecordError(f"--picture {path}: end its name in {' or '.join(PICTURES)}")
-    optional("matplotlib.figure")
 
 
 def _quiet() -> None:
@@ -120,25 +110,12 @@ class Plan:
 
     @property
     def title(self) -> str:
+        of = lambda name, ranks: f"{name} on {ranks} ranks" if ranks > 1 else name  # noqa: E731
         engine, trainer = (
-            f"{name} on {ranks} ranks" if ranks > 1 else name
-            for name, ranks in (
-                (self.engine, self.engine_tensor_parallel),
-                (self.trainer, self.trainer_tensor_parallel),
-            )
+            of(self.engine, self.engine_tensor_parallel),
+            of(self.trainer, self.trainer_tensor_parallel),
         )
         return f"{engine} against {trainer}, {self.model}, {self.dtype}"
-
-    def contract(self, shapes: Shapes) -> Contract:
-        return Contract(
-            self.backend,
-            self.dtype,
-            self.norm_order,
-            trainer_tensor_parallel=self.trainer_tensor_parallel,
-            engine_tensor_parallel=self.engine_tensor_parallel,
-            leaves=self.leaves,
-            shapes=shapes,
-        )
 
 
 @dataclass(frozen=True)
@@ -159,7 +136,10 @@ class Setup:
         source = checkpoint_of(plan.model, folder, DTYPES[plan.dtype], plan.seed, _tell)
         config = read_config(source)
         prompts = read_prompts(plan.prompts, source) if plan.prompts else None
-        contract = plan.contract(Shapes.of(config))
+        contract = Contract(
+            *(plan.backend, plan.dtype, plan.norm_order, plan.trainer_tensor_parallel),
+            *(plan.engine_tensor_parallel, plan.leaves, Shapes.of(config)),
+        )
         check_shares(config, contract)
         order = agreed_order(contract, plan.engine, plan.trainer)
         workload = Workload(config.vocab_size, plan.seed, prompts.tokens if prompts else ())
@@ -168,29 +148,16 @@ class Setup:
 
 def verify(plan: Plan, scratch: Path) -> tuple[Certificate, Evidence, Evidence]:
     """Run the chain and the control; return the certificate, the control's evidence and the chain's evidence."""
+    from true_on_policy.models.tiny import weights_hash
+
     started, ran = time.monotonic(), commit()
     setup = Setup.of(plan, scratch / "0")
     _tell(f"{plan.title}: starting the engine")
     versions, on = _chain(plan, setup, scratch)
     _tell("control: starting the engine with stock kernels")
     off = _control(plan, setup)
-    seconds = round(time.monotonic() - started, 1)
-    return _certificate(plan, setup, versions, off, on, ran, seconds), off, on
-
-
-def _certificate(
-    plan: Plan,
-    setup: Setup,
-    versions: Mapping[str, str],
-    off: Evidence,
-    on: Evidence,
-    ran: str,
-    seconds: float,
-) -> Certificate:
-    from true_on_policy.models.tiny import weights_hash
-
     counts, abilities = counted(on), ENGINES[plan.engine].abilities
-    return Certificate(
+    certificate = Certificate(
         engine={"name": plan.engine, **versions},
         trainer=plan.trainer,
         model=plan.model,
@@ -206,8 +173,9 @@ def _certificate(
         not_of_engine=not_of_engine(abilities),
         hashes=hashes(on),
         commit=ran,
-        seconds=seconds,
+        seconds=round(time.monotonic() - started, 1),
     )
+    return certificate, off, on
 
 
 def _chain(plan: Plan, setup: Setup, scratch: Path) -> tuple[Mapping[str, str], Evidence]:

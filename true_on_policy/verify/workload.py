@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import cycle
+from typing import Any
 
 import torch
 
+from true_on_policy.contract.specs import Ability
 from true_on_policy.engines.protocol import Request, Sample
+from true_on_policy.verify.links import Evidence
 
 BATCH_SIZES = (1, 3, 8)
 LONGEST_RESPONSE = 80
@@ -60,7 +64,10 @@ class Workload:
     def _batches(self, done: Sequence[Sample]) -> Iterator[list[Request]]:
         yield [self._request(self._long_prompt())]
         for size in cycle(BATCH_SIZES):
-            yield [self._request(self._short_prompt()) for _ in range(size)]
+            yield [
+                self._request(next(self._real) if self.prompts else self._drawn(self._length(LONGEST_PROMPT)))
+                for _ in range(size)
+            ]
             if size == max(BATCH_SIZES):
                 self._full_sets += 1
                 yield [self._request(sample.sequence) for sample in done[-3:]]
@@ -76,9 +83,6 @@ class Workload:
 
     def _length(self, longest: int) -> int:
         return int(torch.randint(1, longest + 1, (), generator=self._random))
-
-    def _short_prompt(self) -> tuple[int, ...]:
-        return next(self._real) if self.prompts else self._drawn(self._length(LONGEST_PROMPT))
 
     def _long_prompt(self) -> tuple[int, ...]:
         if not self.prompts:
@@ -105,3 +109,87 @@ def arrangements(samples: Sequence[Sample], seed: int) -> Iterator[tuple[str, li
     for name, size in (("in batches of 3", 3), ("in batches of 8", 8), ("all in one batch", len(samples))):
         order = torch.randperm(len(samples), generator=random).tolist()
         yield name, [order[start : start + size] for start in range(0, len(order), size)]
+
+
+Counts = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Situation:
+    """A situation is a circumstance that a verification must meet.
+
+    Attributes:
+        count: reads from `counted` how often the situation was met.
+        needs: the ability that the engine needs; None where every engine can meet the situation.
+        remedy: how a user meets the situation.
+    """
+
+    name: str
+    count: Callable[[Counts], int]
+    needs: Ability | None = None
+    remedy: str = "give more --tokens"
+
+
+SITUATIONS = (
+    *(
+        Situation(f"batch of {size}", lambda counts, size=size: counts["batches"][str(size)])
+        for size in BATCH_SIZES
+    ),
+    *(
+        Situation(f"temperature {value:g}", lambda counts, value=value: value in counts["temperatures"])
+        for value in sorted(set(TEMPERATURES))
+    ),
+    Situation(f"sequence beyond {STOCK_KEYS} tokens", lambda counts: counts["longest_sequence"] > STOCK_KEYS),
+    Situation("continued sequence", lambda counts: counts["continued_sequences"]),
+    Situation("weight update", lambda counts: counts["weight_updates"]),
+    Situation(
+        "prefix-cache hit",
+        lambda counts: counts["prompt_tokens_from_cache"],
+        "prefix cache",
+        "give more --tokens, and leave the engine's prefix cache on",
+    ),
+    Situation(
+        "preemption",
+        lambda counts: counts["preemptions"],
+        "preemption",
+        "give more --tokens: the engine preempts only after some decode steps of one batch",
+    ),
+)
+
+
+def counted(evidence: Evidence) -> dict[str, Any]:
+    """Count how often the engine met each circumstance while it sampled."""
+    samples = evidence.samples
+    sequences = {sample.sequence for sample in samples}
+    sizes = Counter(evidence.batches)
+    return {
+        "sampled_tokens": evidence.tokens,
+        "sequences": len(samples),
+        "longest_sequence": max(len(sample.sequence) for sample in samples),
+        "temperatures": sorted({sample.request.temperature for sample in samples}),
+        "batches": {str(size): sizes[size] for size in sorted({*BATCH_SIZES, *sizes})},
+        "continued_sequences": sum(sample.request.prompt in sequences for sample in samples),
+        "weight_updates": len({sample.version for sample in samples}) - 1,
+        "prompt_tokens_from_cache": sum(sample.cached for sample in samples),
+        "preemptions": sum(sample.preempted for sample in samples),
+    }
+
+
+def not_met(counts: Counts, abilities: Collection[Ability]) -> dict[str, str]:
+    """Name the situations that the engine could meet and did not, each with its remedy."""
+    return {one.name: one.remedy for one in _possible(abilities) if not one.count(counts)}
+
+
+def met(counts: Counts, abilities: Collection[Ability]) -> list[str]:
+    """Name the situations that were met."""
+    return [one.name for one in _possible(abilities) if one.count(counts)]
+
+
+def not_of_engine(abilities: Collection[Ability]) -> list[str]:
+    """Name the situations that this engine cannot meet, or does not report."""
+    possible = _possible(abilities)
+    return [one.name for one in SITUATIONS if one not in possible]
+
+
+def _possible(abilities: Collection[Ability]) -> list[Situation]:
+    return [one for one in SITUATIONS if one.needs is None or one.needs in abilities]

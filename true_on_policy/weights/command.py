@@ -22,15 +22,11 @@ SECONDS = 600
 
 
 def add_parser(subparsers: argparse._SubParsersAction) -> None:
-    parser = subparsers.add_parser(
-        "weights",
-        help="are the weights of a running engine those of a checkpoint?",
-        description=__doc__,
-    )
+    asks = "are the weights of a running engine those of a checkpoint?"
+    parser = subparsers.add_parser("weights", help=asks, description=__doc__)
     parser.add_argument("--engine", required=True, metavar="URL", type=url_of_engine, help=HELP)
-    parser.add_argument(
-        "--trainer", required=True, metavar="FOLDER", type=Path, help="a Hugging Face checkpoint"
-    )
+    folder = "a Hugging Face checkpoint"
+    parser.add_argument("--trainer", required=True, metavar="FOLDER", type=Path, help=folder)
     parser.set_defaults(run=run)
 
 

@@ -12,8 +12,8 @@ from torch import Tensor
 from true_on_policy.bitwise import FLOATS, first_mismatch
 from true_on_policy.engines.answers import LIMIT, reading, whole
 from true_on_policy.engines.handover import ASKED
+from true_on_policy.engines.sglang.weights import DIGESTS, VALUES, Digest, read_values
 from true_on_policy.errors import EngineError, NotSeenError
-from true_on_policy.observe.weights import DIGESTS, VALUES, Digest, read_values
 from true_on_policy.weights.held import Lacking, Weights
 
 T = TypeVar("T")
@@ -119,11 +119,7 @@ def told(ask: Ask) -> list[Part]:
 
 
 def _parts(answer: Any) -> list[Part]:
-    """Read the digests of every rank.
-
-    Raises:
-        EngineError: a rank is missing or told twice, or tells other tensors than rank 0.
-    """
+    """Read the digests of every rank."""
     found = _by_rank(answer)
     parts = [
         Part(rank, len(found), {_name(name): Digest.read(text) for name, text in found[rank].items()})
@@ -144,12 +140,7 @@ def _name(name: str) -> str:
 
 
 def _by_rank(answer: Any) -> dict[int, Mapping[str, str]]:
-    """Return what the engine's weight checker tells of each tensor-parallel rank, from 0 on.
-
-    Raises:
-        NotSeenError: the engine runs pipeline or data parallel.
-        EngineError: a rank is missing or told twice.
-    """
+    """Return what the engine's weight checker tells of each tensor-parallel rank, from 0 on."""
     ranks: dict[int, Mapping[str, str]] = {}
     sizes = set()
     for one in answer["ranks"]:
@@ -170,27 +161,19 @@ def _by_rank(answer: Any) -> dict[int, Mapping[str, str]]:
 
 
 def _answered(ask: Ask, body: Mapping[str, Any], read: Callable[[Any], T]) -> T:
-    """Ask the engine, and read its answer.
-
-    Raises:
-        NotSeenError: the engine does not answer, or not as our plugin does.
-    """
-    answer = _asked(ask, body)
+    """Ask the engine, and read its answer."""
     try:
-        with reading("could not compare: the engine's weight checker", "our plugin"):
-            return read(answer)
-    except EngineError as error:
-        raise NotSeenError(str(error)) from error
-
-
-def _asked(ask: Ask, body: Mapping[str, Any]) -> Any:
-    try:
-        return ask(body)
+        answer = ask(body)
     except EngineError as error:
         raise NotSeenError(
             f"{error}\nthe engine did not tell its weights: start SGLang with {ASKED}=1 in its environment, where "
             "mis-plugins is installed"
         ) from error
+    try:
+        with reading("could not compare: the engine's weight checker", "our plugin"):
+            return read(answer)
+    except EngineError as error:
+        raise NotSeenError(str(error)) from error
 
 
 def _of(part: Part, weights: Weights) -> Iterator[Difference]:
@@ -202,14 +185,12 @@ def _of(part: Part, weights: Weights) -> Iterator[Difference]:
             yield Difference(name, rank, f"the trainer holds no {lacking}")
             continue
         except (LookupError, ArithmeticError, ValueError, RuntimeError):
-            yield Difference(
-                name, rank, f"no cut of the trainer's has the engine's shape {list(digest.shape)}"
-            )
+            why = f"no cut of the trainer's has the engine's shape {list(digest.shape)}"
+            yield Difference(name, rank, why)
             continue
         if tuple(ours.shape) != digest.shape:
-            yield Difference(
-                name, rank, f"shape {list(ours.shape)} against the engine's {list(digest.shape)}"
-            )
+            why = f"shape {list(ours.shape)} against the engine's {list(digest.shape)}"
+            yield Difference(name, rank, why)
         elif Digest.of(_rounded(ours, digest)) != digest:
             yield Difference(name, rank, "other values")
 

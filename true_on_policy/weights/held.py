@@ -75,7 +75,9 @@ class Weights:
         if part == "experts" and kind in EXPERTS:
             return self._experts(module, kind, shape, rank)
         if part == "qkv_proj":
-            return _qkv(self._query_key_value(name, parent, kind), shape[0], rank, ranks)
+            # The fused weight of a vision tower is split.
+            fused = [*self[name].chunk(len(QKV))] if name in self else None
+            return _qkv(fused or [self[f"{parent}.{source}.{kind}"] for source in QKV], shape[0], rank, ranks)
         if part == "gate_up_proj":
             sources = [self[f"{parent}.{source}.{kind}"] for source in GATE_UP]
             return torch.cat([_padded(source, shape[0] // 2, rank) for source in sources])
@@ -84,13 +86,10 @@ class Weights:
             return _padded(whole, shape[0], rank)
         if part == "down_proj" and kind == "weight":
             return _padded(whole, shape[1], rank, 1)
-        return _cut(whole, shape, rank, ranks)
-
-    def _query_key_value(self, name: str, parent: str, kind: str) -> list[Tensor]:
-        """Return the weights of q, k and v; the fused weight of a vision tower is split."""
-        if name in self:
-            return [*self[name].chunk(len(QKV))]
-        return [self[f"{parent}.{source}.{kind}"] for source in QKV]
+        for dim, (size, mine) in enumerate(zip(whole.shape, shape, strict=False)):
+            if mine < size == mine * ranks:
+                return whole.chunk(ranks, dim)[rank]
+        return whole
 
     def _experts(self, module: str, kind: str, shape: Sequence[int], rank: int) -> Tensor:
         """Stack the experts of a rank: `[K, 2F, H]` gate above up, or `[K, H, F]` down."""
@@ -132,9 +131,6 @@ def _padded(whole: Tensor, mine: int, rank: int, dim: int = 0) -> Tensor:
     """Return a rank's share of `mine` rows or columns, padded with zeros where the weight ends first.
 
     SGLang pads the vocabulary and, on a CPU, the width of an MLP.
-
-    Raises:
-        ValueError: more rows would be zeros than any padding adds.
     """
     if mine > 2 * whole.shape[dim] + MOST_PADDING:
         raise ValueError(f"{mine} rows of {whole.shape[dim]}")
@@ -143,11 +139,3 @@ def _padded(whole: Tensor, mine: int, rank: int, dim: int = 0) -> Tensor:
     zeros = [*whole.shape]
     zeros[dim] = mine - share.shape[dim]
     return torch.cat([share, whole.new_zeros(zeros)], dim)
-
-
-def _cut(whole: Tensor, shape: Sequence[int], rank: int, ranks: int) -> Tensor:
-    """Return a rank's rows or columns by the engine's shape; the whole weight where it is not cut."""
-    for dim, (size, mine) in enumerate(zip(whole.shape, shape, strict=False)):
-        if mine < size == mine * ranks:
-            return whole.chunk(ranks, dim)[rank]
-    return whole

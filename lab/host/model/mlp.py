@@ -1,6 +1,6 @@
 """What follows the attention in a layer of the rollout engine: one SwiGLU, or a mixture of experts.
 
-The mixture chooses, weighs and adds in the order of SGLang (`true_on_policy/contract/expert_order.py`). Megatron-core's
+The mixture chooses, weighs and adds in the order of SGLang (`true_on_policy/contract/rounding.py`). Megatron-core's
 own layer rounds and adds otherwise, so that engine and trainer mismatch as in real runs.
 """
 
@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int64
 from torch import Tensor
 
-from true_on_policy.contract.expert_order import chosen, combined
+from true_on_policy.contract.rounding import chosen, combined
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ from lab.host.model.decoder import ModelConfig
 from lab.host.train.batch import Layout
 from lab.host.train.parallel import GroupInfo, ParallelState
 from true_on_policy.trainers import experts
-from true_on_policy.trainers.plain import DECODER
+from true_on_policy.trainers.megatron import DECODER
 
 INIT_STD = 0.02
 

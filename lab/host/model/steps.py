@@ -112,7 +112,7 @@ class HuggingFaceSteps:
         Raises:
             InputError: a name is missing or unknown, or a shape is wrong.
         """
-        from true_on_policy.models.hf_weights import stacked
+        from true_on_policy.models.hf_decoder import stacked
 
         try:
             self._decoder.model.load_state_dict(stacked(weights, self._decoder.config.experts))

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from shutil import rmtree
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch.distributed as dist
 from torch import Tensor
@@ -18,10 +18,19 @@ from lab.host.model.decoder import ModelConfig
 from lab.host.model.decoding import Sampling
 from lab.host.model.engine import Generation
 from true_on_policy.contract.families import FAMILIES, Family, Shape
-from true_on_policy.engines.protocol import Cut, Engine, Request, Sample, TellsWeights
+from true_on_policy.engines.protocol import Cut, Engine, Request, Sample
 from true_on_policy.errors import DifferenceError
 from true_on_policy.models.tiny import write_checkpoint
 from true_on_policy.weights.comparison import compare
+
+
+@runtime_checkable
+class TellsWeights(Protocol):
+    """An engine that returns digests of its weights, in the form of `true_on_policy.engines.sglang.weights`."""
+
+    def weights_checker(self, body: Mapping[str, Any]) -> Any:
+        """Post a question to the engine's weight checker, and return its answer."""
+        ...
 
 
 class ServedEngine:

@@ -21,7 +21,7 @@ from true_on_policy.contract.specs import NormOrder
 from true_on_policy.engines.protocol import Request, Sample
 from true_on_policy.kernels.row_parallel import Tree, agreed_tree
 from true_on_policy.models import hf_decoder
-from true_on_policy.models.hf_weights import take
+from true_on_policy.models.hf_decoder import take
 
 PREFILL_CHUNK = 128
 
@@ -59,7 +59,8 @@ class HuggingFace:
         tokens, log_probs = [], []
         for _ in range(max(request.length for request in requests)):
             distribution = torch.log_softmax(decoding.logits / temperatures, -1)
-            tokens.append(_draw(distribution, generators))
+            pairs = zip(distribution.exp(), generators, strict=True)  # each row has its own random numbers
+            tokens.append(torch.stack([torch.multinomial(row, 1, generator=own) for row, own in pairs]))
             log_probs.append(distribution.gather(1, tokens[-1])[:, 0])
             decoding.append(tokens[-1])
         drawn, measured = torch.cat(tokens, 1), torch.stack(log_probs, 1)
@@ -133,13 +134,3 @@ def _left_padded(
 
 def _positions(present: Int64[Tensor, "B T"]) -> Int64[Tensor, "B T"]:
     return (present.cumsum(1) - 1).clamp(min=0)
-
-
-def _draw(distribution: Float[Tensor, "B V"], generators: Sequence[torch.Generator]) -> Int64[Tensor, "B 1"]:
-    """Draw one token for each row, from the row's own random numbers."""
-    return torch.stack(
-        [
-            torch.multinomial(row.exp(), 1, generator=generator)
-            for row, generator in zip(distribution, generators, strict=True)
-        ]
-    )

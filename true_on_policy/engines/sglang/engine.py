@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,12 +17,21 @@ from true_on_policy.contract.cpu import Contract
 from true_on_policy.contract.model_config import text_of
 from true_on_policy.contract.sides import ENGINES
 from true_on_policy.contract.specs import NormOrder
-from true_on_policy.contract.stated import handed_over
 from true_on_policy.engines.answers import check_counts, list_of, log_prob, reading, sglang_rows, short, whole
-from true_on_policy.engines.environment import HERE, inherited, interpreter, versions
-from true_on_policy.engines.handover import ASKED
-from true_on_policy.engines.protocol import Cut, EngineError, Request, Sample
-from true_on_policy.engines.server import DTYPES, GENERATE_SECONDS, LOOP_TOKENS, named, patience, started
+from true_on_policy.engines.handover import ASKED, handed_over
+from true_on_policy.engines.protocol import EngineError, Request, Sample
+from true_on_policy.engines.server import (
+    DTYPES,
+    GENERATE_SECONDS,
+    HERE,
+    LOOP_TOKENS,
+    Served,
+    inherited,
+    interpreter,
+    named,
+    patience,
+    started,
+)
 
 Target = Literal["fsdp"]
 
@@ -59,7 +69,7 @@ def serve(checkpoint: Path, dtype: str, contract: Contract | None, running: int)
     return SGLang(checkpoint, dtype, contract, pool=Pool(LOOP_TOKENS, running))
 
 
-class SGLang:
+class SGLang(Served):
     """SGLang's server, stock where `contract` is None, else pinned by our plugin in deterministic mode.
 
     Args:
@@ -83,7 +93,10 @@ class SGLang:
         ranks: int = 1,
         target: Target | None = None,
     ):
-        asked = common_arguments(checkpoint, dtype, pool) + _cpu_arguments(ranks)
+        asked = common_arguments(checkpoint, dtype, pool) + ["--disable-cuda-graph"]
+        # SGLang's own guess of the memory is negative on a small machine; max-total-tokens decides.
+        here = {"device": "cpu", "attention-backend": "torch_native", "mem-fraction-static": 0.5}
+        asked += named(here | {"tp-size": ranks})
         if contract is not None:
             asked.append("--enable-deterministic-inference")
         if target is not None:
@@ -108,9 +121,6 @@ class SGLang:
         command = [str(python), "-m", "sglang.launch_server", *arguments, *own]
         self._server = started(self.name, command, environment, private=_private)
 
-    def versions(self) -> dict[str, str]:
-        return versions(self.name, ENGINES[self.name].packages)
-
     def generate(self, requests: Sequence[Request]) -> list[Sample]:
         cut = [request.cut is not None for request in requests]
         answers = self._generate(
@@ -124,17 +134,17 @@ class SGLang:
 
     def _sampling(self, request: Request) -> dict[str, Any]:
         seed = {"sampling_seed": request.seed} if self._seeded else {}
+        cut = {}
+        if request.cut is not None:  # SGLang returns the kept tokens only where top-k is finite
+            cut = {"top_p": request.cut.top_p, "top_k": request.cut.top_k or self._last_id + 1}
         return {
             "temperature": request.temperature,
             "max_new_tokens": request.length,
-            **_ending(request.end),
+            # With `ignore_eos` SGLang would ignore a stop token too.
+            **({"ignore_eos": True} if request.end is None else {"stop_token_ids": [request.end]}),
             **seed,
-            **({} if request.cut is None else self._cut(request.cut)),
+            **cut,
         }
-
-    def _cut(self, cut: Cut) -> dict[str, Any]:
-        """Build SGLang's arguments of a cut: SGLang returns the kept tokens only where top-k is finite."""
-        return {"top_p": cut.top_p, "top_k": cut.top_k or self._last_id + 1}
 
     def _sample(self, request: Request, answer: Any) -> Sample:
         meta = answer["meta_info"]
@@ -166,11 +176,9 @@ class SGLang:
         rows = list_of(
             answer["meta_info"]["input_token_logprobs"], len(sample.sequence), "log-probs of tokens"
         )
-        return _log_probs(rows[-len(sample.tokens) :], self._reported(sample.tokens))
-
-    def _reported(self, tokens: Sequence[int]) -> list[int]:
-        """Return input ids as SGLang reports them: this version reports the vocabulary's last id as 0."""
-        return [0 if token == self._last_id else token for token in tokens]
+        # This version reports the vocabulary's last id as 0.
+        reported = [0 if token == self._last_id else token for token in sample.tokens]
+        return _log_probs(rows[-len(sample.tokens) :], reported)
 
     def _generate(
         self, prompts: list, sampling: list, more: Mapping[str, Any], seconds: float = GENERATE_SECONDS
@@ -187,18 +195,12 @@ class SGLang:
             if answer["success"] is not True:
                 raise EngineError(f"refused the weights of {checkpoint}: {answer['message']}")
         if not keep_cache:
-            self._flush_cache()
-
-    def _flush_cache(self) -> None:
-        # For a moment after its answer a request counts as running. An update that flushes fails then; this waits.
-        self._server.get(f"/flush_cache?timeout={GENERATE_SECONDS}", 2 * GENERATE_SECONDS)
+            # For a moment after its answer a request counts as running. An update that flushes fails then; this waits.
+            self._server.get(f"/flush_cache?timeout={GENERATE_SECONDS}", 2 * GENERATE_SECONDS)
 
     def weights_checker(self, body: Mapping[str, Any]) -> Any:
         """Ask the server's weight checker, which returns digests by our plugin (`weights.py`)."""
         return self._server.post("/weights_checker", body)
-
-    def close(self) -> None:
-        self._server.close()
 
 
 def common_arguments(checkpoint: Path, dtype: str, pool: Pool) -> list[str]:
@@ -227,21 +229,6 @@ def _private(folder: Path, key: str) -> tuple[list[str], dict[str, str]]:
     return ["--config", str(file)], {"SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE": f"file://{folder}/ranks"}
 
 
-def _cpu_arguments(ranks: int) -> list[str]:
-    return [
-        "--disable-cuda-graph",
-        *named(
-            {
-                "device": "cpu",
-                "tp-size": ranks,
-                "attention-backend": "torch_native",
-                # SGLang's own guess is negative on a small machine; max-total-tokens decides.
-                "mem-fraction-static": 0.5,
-            }
-        ),
-    ]
-
-
 def _environment(
     contract: Contract | None, order: NormOrder | None, pool: Pool, ranks: int, target: Target | None
 ) -> dict[str, str]:
@@ -255,17 +242,8 @@ def _environment(
     return inherited() | added | handed_over(contract, order)
 
 
-def _ending(end: int | None) -> dict[str, Any]:
-    """Build SGLang's arguments for the end of a response; `ignore_eos` would ignore a stop token too."""
-    return {"ignore_eos": True} if end is None else {"stop_token_ids": [end]}
-
-
 def _log_probs(rows: Sequence[Sequence[Any]], tokens: Sequence[int]) -> Float32[Tensor, "N"]:
-    """Read the log-probs of `tokens` from rows (log-prob, token id, text).
-
-    Raises:
-        EngineError: the rows are of other tokens, or a log-prob is missing.
-    """
+    """Read the log-probs of `tokens` from rows (log-prob, token id, text)."""
     if [row[1] for row in rows] != list(tokens) or any(row[0] is None for row in rows):
         raise EngineError(
             f"sglang: log-probs of other tokens than were asked, or none: {rows[:3]} for {tokens[:3]}"
@@ -281,20 +259,13 @@ def _over_kept(
     """Read the set of tokens that each token was sampled from, and the token's log-prob within its set.
 
     SGLang's ordinary log-probs are over the whole vocabulary.
-
-    Raises:
-        EngineError: a token has no set, or is not in its set.
     """
-    kept = tuple(map(_ids, meta["output_token_sampling_mask"]))
+    kept = tuple(map(tuple, meta["output_token_sampling_mask"]))
+    if {*map(type, chain.from_iterable(kept))} - {int}:
+        raise EngineError(f"sglang: expected the ids of kept sets; got {short(kept)}")
     if len(kept) != len(tokens) or any(token not in row for token, row in zip(tokens, kept, strict=True)):
         raise EngineError(
             f"sglang: kept sets {kept[:3]} that are not those of the sampled tokens {tokens[:3]}"
         )
     values = list_of(meta["output_token_sampling_logprobs"], len(tokens), "log-probs of tokens")
     return torch.tensor([*map(log_prob, values)], dtype=torch.float32), kept
-
-
-def _ids(row: Sequence[Any]) -> tuple[int, ...]:
-    if {*map(type, row)} != {int}:  # one look at each id: a set may hold the whole vocabulary
-        raise EngineError(f"sglang: expected the ids of a kept set; got {short(row)}")
-    return tuple(row)

@@ -7,10 +7,18 @@ the environment `activate` does nothing, so an SGLang that shares our environmen
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from true_on_policy.contract.stated import CONTRACT, stated_contract
-from true_on_policy.engines.handover import ASKED, FOLDER, asked_for, ordered_norm, pin_as_asked
+from true_on_policy.engines.handover import (
+    ASKED,
+    CONTRACT,
+    FOLDER,
+    asked_for,
+    ordered_norm,
+    pin_as_asked,
+    stated_contract,
+)
 
 if TYPE_CHECKING:
     from true_on_policy.contract.cpu import Contract
@@ -18,12 +26,23 @@ if TYPE_CHECKING:
 
 def activate() -> None:
     """Register the hooks that the environment asks for; SGLang calls `activate` and hides its exceptions."""
-    if FOLDER in os.environ:
-        _look()
+    if FOLDER in os.environ:  # for the doctor
+        from true_on_policy.engines.sglang.settings import TARGET, written
+
+        _register(TARGET, written, "AFTER")
     if ASKED in os.environ:
-        _tell_weights()
+        from true_on_policy.engines.sglang.weights import TARGET as CHECKER
+        from true_on_policy.engines.sglang.weights import answered
+
+        _register(CHECKER, answered, "AROUND")
     if asked_for():
         _align()
+
+
+def _register(target: str, hook: Callable, kind: str) -> None:
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType  # pyright: ignore[reportMissingImports]
+
+    HookRegistry.register(target, hook, getattr(HookType, kind))
 
 
 def allow() -> None:
@@ -43,55 +62,24 @@ def allow() -> None:
     choices.add_radix_supported_deterministic_attention_backend_choices(["torch_native"])
 
 
-def _look() -> None:
-    """Register the hook that writes the engine's dump for the doctor."""
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType  # pyright: ignore[reportMissingImports]
-
-    from true_on_policy.engines.sglang.settings import TARGET, written
-
-    HookRegistry.register(TARGET, written, HookType.AFTER)
-
-
-def _tell_weights() -> None:
-    """Register the hook that returns digests and values of the engine's weights."""
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType  # pyright: ignore[reportMissingImports]
-
-    from true_on_policy.engines.sglang.weights import TARGET, answered
-
-    HookRegistry.register(TARGET, answered, HookType.AROUND)
-
-
 def _align() -> None:
     """Register the hooks that replace SGLang's kernels and orders by the CPU contract's."""
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType  # pyright: ignore[reportMissingImports]
-
     from true_on_policy.engines.sglang.settings import TARGET
 
     allow()
-    HookRegistry.register(TARGET, _taken_up, HookType.AFTER)
-    HookRegistry.register(
-        "sglang.srt.batch_invariant_ops.enable_batch_invariant_mode", _pin, HookType.REPLACE
-    )
+    _register(TARGET, _taken_up, "AFTER")
+    _register("sglang.srt.batch_invariant_ops.enable_batch_invariant_mode", _pin, "REPLACE")
     contract = stated_contract()
     if contract.leaves > 1:
-        HookRegistry.register(
-            "sglang.srt.layers.linear.RowParallelLinear.forward", _row_parallel(contract), HookType.REPLACE
-        )
-    HookRegistry.register(
-        "sglang.srt.layers.rotary_embedding.base.RotaryEmbedding._compute_inv_freq",
-        _frequencies_on_cpu,
-        HookType.AROUND,
-    )
+        _register("sglang.srt.layers.linear.RowParallelLinear.forward", _row_parallel(contract), "REPLACE")
+    rope = "sglang.srt.layers.rotary_embedding.base.RotaryEmbedding._compute_inv_freq"
+    _register(rope, _frequencies_on_cpu, "AROUND")
     if ordered_norm():
-        HookRegistry.register("sglang.srt.layers.layernorm.RMSNorm.forward_native", _norm(), HookType.REPLACE)
+        _register("sglang.srt.layers.layernorm.RMSNorm.forward_native", _norm(), "REPLACE")
 
 
 def _taken_up(result: object, runner: object) -> None:
-    """End a server that has built its model without the contract that was handed over.
-
-    Raises:
-        PinError: nothing is pinned in this process.
-    """
+    """End a server that has built its model without the contract that was handed over."""
     from true_on_policy.errors import PinError
     from true_on_policy.kernels.pin import active_backend
 

@@ -69,10 +69,15 @@ def write(runner: Any) -> Path:
 
 def observe(runner: Any) -> Observation:
     """Observe the process of `runner`, SGLang's ModelRunner."""
+    from sglang.srt.distributed.parallel_state import (  # pyright: ignore[reportMissingImports]
+        get_tensor_model_parallel_world_size,
+    )
+
     parameters = [*runner.model.parameters()]
     where, dtype = parameters[0].device, DTYPES[runner.model_config.dtype]
     size = stated_size(runner.model_config.hf_text_config.to_dict())
-    ranks = _tensor_parallel()
+    ranks = get_tensor_model_parallel_world_size()
+    narrow = {str(each.dtype).removeprefix("torch.") for each in parameters if each.dtype not in WIDE}
     own = Shapes.of(size, ranks)
     looks: dict[str, Look] = LOOKS | {
         "device": lambda: where.type,
@@ -83,7 +88,7 @@ def observe(runner: Any) -> Observation:
         "attention": lambda: " and ".join(sorted({_attention(each) for each in _backends(runner)})),
         SPLITS: lambda: ", ".join(sorted({_splits(each) for each in _backends(runner)})),
         "KV cache": lambda: str(runner.kv_cache_dtype).removeprefix("torch."),
-        "quantization": lambda: _narrow(parameters),
+        "quantization": lambda: ", ".join(sorted(narrow)) or "None",
         MODE: lambda: _deep_gemm_mode(dtype, own, where),
     }
     settings, unseen = looked({name: surviving(look) for name, look in looks.items()})
@@ -95,25 +100,13 @@ def observe(runner: Any) -> Observation:
 DTYPES = {torch.bfloat16: "bf16", torch.float32: "fp32"}
 
 
-def _tensor_parallel() -> int:
-    from sglang.srt.distributed.parallel_state import (  # pyright: ignore[reportMissingImports]
-        get_tensor_model_parallel_world_size,
-    )
-
-    return get_tensor_model_parallel_world_size()
-
-
 def _products(model: torch.nn.Module, size: Size) -> Iterator[tuple[int, int, Product]]:
     """Yield the model's products; for o and down, SGLang's layers choose a kernel by ranks and contract."""
     return gpu.products(size, *(_row_parallel(_layer(model, name)) for name in ("o_proj", "down_proj")))
 
 
 def _layer(model: torch.nn.Module, name: str) -> torch.nn.Module:
-    """Find the first layer of this name in the model.
-
-    Raises:
-        NotSeenError: the model has no layer of this name.
-    """
+    """Find the first layer of this name in the model."""
     found = (layer for dotted, layer in model.named_modules() if dotted.rpartition(".")[2] == name)
     layer = next(found, None)
     if layer is None:
@@ -154,29 +147,15 @@ def _attention(backend: Any) -> str:
 
 
 def _splits(backend: Any) -> str:
-    """Read the number of splits from an attention backend.
-
-    Raises:
-        NotSeenError: the backend states no number of splits.
-    """
+    """Read the number of splits from an attention backend."""
     told = {getattr(backend, name, None) for name in ("num_splits", "decode_num_splits")} - {None}
     if not told:
         raise NotSeenError(f"{type(backend).__name__} tells no num_splits")
     return ", ".join(sorted(map(str, told)))
 
 
-def _narrow(parameters: list[torch.Tensor]) -> str:
-    """Name the dtypes of weights other than bfloat16, float16 and float32; `None` where there is none."""
-    narrow = {str(each.dtype).removeprefix("torch.") for each in parameters if each.dtype not in WIDE}
-    return ", ".join(sorted(narrow)) or "None"
-
-
 def _deep_gemm_mode(dtype: str, shapes: Shapes, where: torch.device) -> str:
-    """Read DeepGEMM's mode while SGLang multiplies: since DeepGEMM 0.2, SGLang sets it only during a call.
-
-    Raises:
-        NotSeenError: SGLang does not multiply by DeepGEMM.
-    """
+    """Read DeepGEMM's mode while SGLang multiplies: since DeepGEMM 0.2, SGLang sets it only during a call."""
     library = sys.modules.get("deep_gemm")
     if library is None:
         raise NotSeenError("deep_gemm is not imported")

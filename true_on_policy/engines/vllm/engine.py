@@ -16,15 +16,17 @@ from torch import Tensor
 from true_on_policy.contract.cpu import Contract
 from true_on_policy.contract.sides import ENGINES
 from true_on_policy.contract.specs import NormOrder
-from true_on_policy.contract.stated import handed_over
 from true_on_policy.engines.answers import check_counts, list_of, log_prob, reading, short, whole
-from true_on_policy.engines.environment import inherited, interpreter, versions
+from true_on_policy.engines.handover import handed_over
 from true_on_policy.engines.protocol import EngineError, Request, Sample
 from true_on_policy.engines.server import (
     DTYPES,
     GENERATE_SECONDS,
     LOOP_TOKENS,
     POLL_SECONDS,
+    Served,
+    inherited,
+    interpreter,
     named,
     patience,
     started,
@@ -63,7 +65,7 @@ def serve(checkpoint: Path, dtype: str, contract: Contract | None, running: int)
     return VLLM(checkpoint, dtype, contract, pool=pool)
 
 
-class VLLM:
+class VLLM(Served):
     """vLLM's server, stock where `contract` is None, else on the kernels that our plugin pins.
 
     Args:
@@ -94,12 +96,14 @@ class VLLM:
             self._server.check_pinned()
         self._senders = ThreadPoolExecutor(pool.running)
 
-    def versions(self) -> dict[str, str]:
-        return versions(self.name, ENGINES[self.name].packages)
-
     def generate(self, requests: Sequence[Request]) -> list[Sample]:
         bodies = [
-            (request.prompt, {**_until(request), "ignore_eos": True, "logprobs": 0}, request)
+            (
+                request.prompt,
+                {"max_tokens": request.length, "ignore_eos": True, "logprobs": 0}
+                | ({} if request.end is None else {"stop_token_ids": [request.end]}),
+                request,
+            )
             for request in requests
         ]
         seconds = patience(requests)
@@ -139,37 +143,26 @@ class VLLM:
             return [_scored(sample, answer) for sample, answer in zip(samples, answers, strict=True)]
 
     def update_weights(self, checkpoint: Path, version: int, keep_cache: bool = False) -> None:
-        self._call("reload_weights", weights_path=str(checkpoint))
-        if not keep_cache:
-            self._drop_cache()
-        self._version = version
-
-    def _drop_cache(self) -> None:
-        # While a request runs, vLLM keeps its cache and answers 200.
+        call = {"method": "reload_weights", "kwargs": {"weights_path": str(checkpoint)}}
+        self._server.post("/collective_rpc", call)
         deadline = time.monotonic() + GENERATE_SECONDS
-        while not self._dropped():
+        while not keep_cache and not self._dropped_cache():
             if time.monotonic() > deadline:
                 raise EngineError(
                     f"vllm: the cache of the previous weights is still in use after {GENERATE_SECONDS} s"
                 )
             time.sleep(POLL_SECONDS)
+        self._version = version
 
-    def _dropped(self) -> bool:
+    def _dropped_cache(self) -> bool:
+        """Ask vLLM to drop its cache, and return whether it did: it answers 200 and keeps it while a request runs."""
         answer = self._server.post("/reset_prefix_cache", {})
         with reading("/reset_prefix_cache", self.name):
             return answer["success"] is True
 
-    def _call(self, method: str, **kwargs: str) -> None:
-        self._server.post("/collective_rpc", {"method": method, "kwargs": kwargs})
-
     def close(self) -> None:
-        self._server.close()
+        super().close()
         self._senders.shutdown(wait=False)  # a request that still waits has its error by now
-
-
-def _until(request: Request) -> dict[str, Any]:
-    end = {} if request.end is None else {"stop_token_ids": [request.end]}
-    return {"max_tokens": request.length, **end}
 
 
 def _scored(sample: Sample, answer: Any) -> Float32[Tensor, "N"]:
@@ -193,15 +186,10 @@ def _arguments(checkpoint: Path, dtype: str, pool: Pool) -> list[str]:
         "host": "127.0.0.1",
         "middleware": GUARD,
     }
-    flags = [
-        "--tokens-only",
-        "--skip-tokenizer-init",
-        "--enforce-eager",
-        "--enable-chunked-prefill",
-        "--enable-prefix-caching",
-        "--enable-prompt-tokens-details",
-    ]
-    return ["-m", "vllm.entrypoints.openai.api_server", *named(options), *flags]
+    flags = ("tokens-only", "skip-tokenizer-init", "enforce-eager", "enable-chunked-prefill")
+    flags += ("enable-prefix-caching", "enable-prompt-tokens-details")
+    module = ["-m", "vllm.entrypoints.openai.api_server"]
+    return [*module, *named(options), *(f"--{flag}" for flag in flags)]
 
 
 def _environment(contract: Contract | None, order: NormOrder | None) -> dict[str, str]:
@@ -218,11 +206,7 @@ def _environment(contract: Contract | None, order: NormOrder | None) -> dict[str
 
 
 def _log_probs(values: Sequence[float | None]) -> Float32[Tensor, "N"]:
-    """Convert vLLM's log-probs to a tensor, without rounding.
-
-    Raises:
-        EngineError: a token has no log-prob, or one that is none.
-    """
+    """Convert vLLM's log-probs to a tensor, without rounding."""
     if any(value is None or value == ABSENT for value in values):
         raise EngineError(f"vllm: a token without a log-prob among {list(values)[:8]}")
     # vLLM's JSON carries a float32 as the float64 of equal value: nothing is rounded on the way.

@@ -9,24 +9,23 @@ from collections.abc import Mapping
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any
 
-from true_on_policy.contract.families import IMAGES
 from true_on_policy.contract.sides import TRAINERS
 from true_on_policy.contract.specs import NormOrder
-from true_on_policy.contract.stated import CONTRACT, ORDER, handed_over, stated_contract
+from true_on_policy.engines.handover import CONTRACT, ORDER, handed_over, stated_contract
 from true_on_policy.errors import ContractError
-from true_on_policy.flags.rules import PREFIX, Flag, Refusal, faults, refuse
+from true_on_policy.flags.rules import PREFIX, TEXT_ALONE, UNFUSED, Flag, Refusal, faults, refuse
 
 if TYPE_CHECKING:
     from true_on_policy.contract.cpu import Contract
 
-LAYERS = ("true_on_policy.trainers.host_layers", "layers")
+LAYERS = ("lab.in_host.layers", "layers")
+HOOK = "lab.in_host.fsdp_trainer.watch"  # Ray's worker_process_setup_hook, for Miles's FSDP trainer
 PLUGINS = ("sglang.srt.plugins", "sglang.srt.platforms")
 EAGER = {"TORCH_COMPILE_DISABLE": "1"}  # compiled on neither side
 FSDP, MEGATRON = "fsdp", "megatron"  # Miles's --train-backend
 
 _WHOLE = "log-probs are those of the whole vocabulary"
 _PLAIN = "the CPU contract has no such model"
-TEXT_ALONE = f"images are not certified: {'; '.join(IMAGES)}. Launch without --multimodal-keys"
 REFUSALS = (
     Refusal("rollout_top_p", (1,), f"{_WHOLE}; leave --rollout-top-p at 1"),
     Refusal("rollout_top_k", (-1,), f"{_WHOLE}; leave --rollout-top-k at -1"),
@@ -70,36 +69,22 @@ def launch_flags(contract: Contract, backend: str = MEGATRON) -> tuple[Flag, ...
 
 
 def _engine_flags(contract: Contract) -> tuple[Flag, ...]:
-    engine = contract.engine_tensor_parallel
     return (
-        Flag(
-            (f"{PREFIX}enable-deterministic-inference",),
-            "sglang",
-            "sglang_enable_deterministic_inference",
-            True,
-        ),
-        _engine("device", "cpu"),
-        _engine("attention-backend", "torch_native"),
-        _engine("sampling-backend", "pytorch"),
-        _engine("dtype", _ENGINE_DTYPES[contract.dtype][-1]),
-        Flag(("--rollout-num-gpus-per-engine", str(engine)), "miles", "rollout_num_gpus_per_engine", engine),
+        Flag.of("sglang", f"{PREFIX}enable-deterministic-inference"),
+        Flag.of("sglang", f"{PREFIX}device", "cpu"),
+        Flag.of("sglang", f"{PREFIX}attention-backend", "torch_native"),
+        Flag.of("sglang", f"{PREFIX}sampling-backend", "pytorch"),
+        Flag.of("sglang", f"{PREFIX}dtype", _ENGINE_DTYPES[contract.dtype][-1]),
+        Flag.of("miles", "--rollout-num-gpus-per-engine", contract.engine_tensor_parallel),
     )
 
 
-def _engine(name: str, value: str) -> Flag:
-    return Flag((f"{PREFIX}{name}", value), "sglang", f"sglang_{name.replace('-', '_')}", value)
-
-
 def _megatron(contract: Contract) -> tuple[Flag, ...]:
-    ranks = contract.trainer_tensor_parallel
     return (
         Flag(("--spec", *LAYERS), "megatron", "spec", list(LAYERS)),
-        Flag(("--transformer-impl", "local"), "megatron", "transformer_impl", "local"),
-        Flag(("--no-rope-fusion",), "megatron", "apply_rope_fusion", False),
-        Flag(("--no-bias-swiglu-fusion",), "megatron", "bias_swiglu_fusion", False),
-        Flag(("--attention-dropout", "0"), "megatron", "attention_dropout", 0),
-        Flag(("--hidden-dropout", "0"), "megatron", "hidden_dropout", 0),
-        Flag(("--tensor-model-parallel-size", str(ranks)), "megatron", "tensor_model_parallel_size", ranks),
+        Flag.of("megatron", "--transformer-impl", "local"),
+        *UNFUSED,
+        Flag.of("megatron", "--tensor-model-parallel-size", contract.trainer_tensor_parallel),
     )
 
 
@@ -110,15 +95,9 @@ def _fsdp(contract: Contract) -> tuple[Flag, ...]:
             "choose 1"
         )
     return (
-        Flag(("--train-backend", FSDP), "miles", "train_backend", FSDP),
-        Flag(("--attn-implementation", "sdpa"), "fsdp", "attn_implementation", "sdpa"),
+        Flag.of("miles", "--train-backend", FSDP),
+        Flag.of("fsdp", "--attn-implementation", "sdpa"),
     )
-
-
-def asked_for(args: Any, environment: Mapping[str, str]) -> bool:
-    """Whether a launch is under a CPU contract: by our layers, or on FSDP by what the environment states."""
-    on_fsdp = getattr(args, "train_backend", MEGATRON) == FSDP
-    return CONTRACT in environment if on_fsdp else getattr(args, "spec", None) == list(LAYERS)
 
 
 def check(args: Any, environment: Mapping[str, str]) -> Contract:
@@ -130,7 +109,7 @@ def check(args: Any, environment: Mapping[str, str]) -> Contract:
     """
     if CONTRACT not in environment:
         raise ContractError(
-            f"--spec {' '.join(LAYERS)} takes a contract from the environment of Ray's job, where {CONTRACT} is unset"
+            f"a launch on a CPU takes its contract from the environment of Ray's job, where {CONTRACT} is unset"
         )
     contract, backend = stated_contract(environment), getattr(args, "train_backend", MEGATRON)
     wanted = environment_of(contract, backend)

@@ -2,7 +2,7 @@
 
 A stock kernel picks its code path by the shape of a call. Here every call has one shape, except for K: 32 rows by 256
 columns of zero-padded, contiguous, aligned storage. Nothing guarantees that one path treats all rows alike,
-so `prepare` tests this on this machine.
+so `prepare` tests this on this machine. An import of this module makes `Contract(backend="tile")` a choice.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from true_on_policy.errors import PinError
+from true_on_policy.kernels.cpu import register
 
 ROWS = 32
 COLUMNS = 256
@@ -209,3 +210,4 @@ def _product(a: Tensor, b: Tensor) -> Tensor:
 
 
 TILE = Tile()
+register(TILE)

@@ -9,14 +9,14 @@ import pytest
 from context_ranks import DTYPES, SEQUENCES, tiny
 from megatron.core.models.gpt import GPTModel
 
+from lab.in_host import layers as host_layers
 from true_on_policy.bitwise import equal_bits
 from true_on_policy.contract.cpu import Contract
-from true_on_policy.contract.norm_order import ORDERS
-from true_on_policy.contract.stated import handed_over
+from true_on_policy.contract.rounding import ORDERS
+from true_on_policy.engines.handover import handed_over
 from true_on_policy.errors import ContractError
 from true_on_policy.kernels.pin import pinned
 from true_on_policy.models.tiny import read_config
-from true_on_policy.trainers import host_layers
 from true_on_policy.trainers.megatron import Megatron
 
 ARGS = Namespace(num_experts=None)
@@ -65,6 +65,6 @@ def test_the_layers_have_the_bits_of_the_proof(
 
 def test_without_a_pin_the_layers_are_refused() -> None:
     with pytest.raises(
-        ContractError, match="nothing is pinned here; set --custom-megatron-init-path true_on_pol"
+        ContractError, match="nothing is pinned here; set --custom-megatron-init-path lab.in_host"
     ):
         host_layers.layers(ARGS, None)

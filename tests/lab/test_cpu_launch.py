@@ -1,4 +1,4 @@
-"""A launch on a CPU: what `check_host` makes of our layers, of the environment and of each flag."""
+"""A launch of a host on a CPU: what the check makes of our layers, of the environment and of each flag."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
+from lab.in_host import cpu_launch as cpu
 from true_on_policy.contract.cpu import Contract
-from true_on_policy.contract.stated import CONTRACT, ORDER
+from true_on_policy.engines.handover import CONTRACT, ORDER
 from true_on_policy.errors import ContractError
-from true_on_policy.flags import check_host, cpu
 
 CONTRACTS = (
     Contract(),
@@ -27,7 +27,7 @@ def parsed(contract: Contract, **changes: Any) -> Namespace:
 
 def refused(contract: Contract, environment: dict[str, str], **changes: Any) -> str:
     with pytest.raises(ContractError) as raised:
-        check_host(parsed(contract, **changes), environment)
+        cpu.check(parsed(contract, **changes), environment)
     return str(raised.value)
 
 
@@ -38,7 +38,7 @@ def plugged_in(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @each
 def test_a_launch_gives_the_contract_that_the_environment_states(contract: Contract) -> None:
-    assert check_host(parsed(contract), cpu.environment_of(contract)) == contract
+    assert cpu.check(parsed(contract), cpu.environment_of(contract)) == contract
 
 
 ON_FSDP = Contract(dtype="bf16", norm_order="trainer")
@@ -47,13 +47,13 @@ ON_FSDP = Contract(dtype="bf16", norm_order="trainer")
 def test_a_launch_on_fsdp_is_told_by_its_environment() -> None:
     flags = {flag.attribute: flag.value for flag in cpu.launch_flags(ON_FSDP, cpu.FSDP)}
     environment = cpu.environment_of(ON_FSDP, cpu.FSDP)
-    assert check_host(Namespace(**flags), environment) == ON_FSDP
+    assert cpu.check(Namespace(**flags), environment) == ON_FSDP
     assert environment[ORDER] != cpu.environment_of(ON_FSDP)[ORDER], (
         "Hugging Face rounds otherwise than Megatron"
     )
     flags["attn_implementation"] = "eager"
     with pytest.raises(ContractError, match="launch with --attn-implementation sdpa"):
-        check_host(Namespace(**flags), environment)
+        cpu.check(Namespace(**flags), environment)
 
 
 def test_tensor_parallelism_on_fsdp_is_refused() -> None:
@@ -93,12 +93,3 @@ def test_an_engine_without_our_entry_points_is_refused(monkeypatch: pytest.Monke
     monkeypatch.setattr(cpu, "_installed", lambda group: group != "sglang.srt.platforms")
     told = refused(CONTRACTS[0], cpu.environment_of(CONTRACTS[0]))
     assert "no entry point true_on_policy in the group sglang.srt.platforms" in told
-
-
-def test_other_layers_hear_of_ours() -> None:
-    """Our stock layers hold no contract, on a GPU or a CPU."""
-    stock = [cpu.LAYERS[0], "stock_layers"]
-    from true_on_policy.flags.command import REFUSALS
-
-    rule = next(rule for rule in REFUSALS if rule.attribute == "spec")
-    assert stock not in rule.allowed and " ".join(cpu.LAYERS) in rule.why

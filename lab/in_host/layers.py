@@ -1,8 +1,9 @@
 """Layers of a decoder for `--spec` of Miles and slime on a CPU, under Transformer Engine's names of parameters.
 
-    --spec true_on_policy.trainers.host_layers layers
+    --spec lab.in_host.layers layers
 
-Stock layers may have a mixture of experts in place of their MLP.
+Stock layers may have a mixture of experts in place of their MLP: Megatron's own experts with Transformer Engine's
+names need Transformer Engine, so these are computed one by one.
 
 The hosts' converters want Transformer Engine's names, where a norm is a part of the linear layer that follows it.
 Megatron's local attention takes no packed sequences, and `SpecAttention` does.
@@ -16,18 +17,21 @@ from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
+from jaxtyping import Float, Int64
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.tensor_parallel import ColumnParallelLinear
 from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from torch import Tensor
 
-from true_on_policy.contract.norm_order import agreed_order, rms_norm
-from true_on_policy.contract.stated import stated_contract
+from true_on_policy.contract.rounding import agreed_order, rms_norm
+from true_on_policy.engines.handover import stated_contract
 from true_on_policy.errors import ContractError
 from true_on_policy.kernels.pin import active_backend
 from true_on_policy.kernels.row_parallel import agreed_tree
+from true_on_policy.trainers import experts as _names_that_megatron_lacks_here  # noqa: F401
 from true_on_policy.trainers.attention import SpecAttention
 from true_on_policy.trainers.megatron import SpecRowParallel, residual_add
 
@@ -42,8 +46,8 @@ def layers(args: Any, config: Any, vp_stage: int | None = None) -> TransformerBl
     """
     if active_backend() is None:
         raise ContractError(
-            "--spec true_on_policy.trainers.host_layers layers: nothing is pinned here; set "
-            "--custom-megatron-init-path true_on_policy.hosts.miles_init"
+            "--spec lab.in_host.layers layers: nothing is pinned here; set "
+            "--custom-megatron-init-path lab.in_host.cpu_trainer.miles_init"
         )
     contract = stated_contract()
     order, tree = agreed_order(contract, "sglang", "megatron"), agreed_tree(contract)
@@ -78,8 +82,6 @@ def fused_layer(config: Any, normalize: Normalize) -> ModuleSpec:
 
 def mixture_layer(config: Any, normalize: Normalize) -> ModuleSpec:
     """Build the spec of one layer with Megatron's own router and dispatcher, and experts that need no GPU."""
-    from true_on_policy.trainers.host_experts import SequentialExperts
-
     layer: Any = get_gpt_layer_local_spec(
         num_experts=config.num_moe_experts, qk_layernorm=config.qk_layernorm, normalization="RMSNorm"
     )
@@ -141,3 +143,51 @@ def _norm_weight(config: Any, width: int) -> torch.nn.Parameter:
     weight: Any = torch.nn.Parameter(torch.ones(width, dtype=config.params_dtype))
     weight.sequence_parallel = config.sequence_parallel
     return weight
+
+
+class ExpertWeights(torch.nn.Module):
+    """The weights of one linear layer of all experts: `weight0`, `weight1` and so on."""
+
+    def __init__(
+        self, config: Any, experts: int, outputs: int, inputs: int, initialize: Callable[[Tensor], Any]
+    ):
+        super().__init__()
+        for number in range(experts):
+            weight = torch.nn.Parameter(torch.empty(outputs, inputs, dtype=config.params_dtype))
+            initialize(weight.data)
+            self.register_parameter(f"weight{number}", weight)
+
+    def __iter__(self):
+        return iter(self.parameters())
+
+
+class SequentialExperts(MegatronModule):
+    """The gated experts of a mixture on one rank, which Megatron's dispatcher feeds with tokens sorted by expert."""
+
+    def __init__(
+        self, num_local_experts: int, config: Any, submodules: Any = None, pg_collection: Any = None
+    ):
+        super().__init__(config=config)
+        assert config.expert_model_parallel_size == config.tensor_model_parallel_size == 1, (
+            "experts on one rank"
+        )
+        hidden, width = config.hidden_size, config.moe_ffn_hidden_size
+        first, second = config.init_method, config.output_layer_init_method
+        self.linear_fc1 = ExpertWeights(config, num_local_experts, 2 * width, hidden, first)
+        self.linear_fc2 = ExpertWeights(config, num_local_experts, hidden, width, second)
+
+    def forward(
+        self, tokens: Float[Tensor, "N H"], tokens_per_expert: Int64[Tensor, " E"], probs: Float[Tensor, " N"]
+    ) -> tuple[Float[Tensor, "N H"], None]:
+        """Compute each expert's weighted output; an expert without a token has gradients of zero."""
+        counts = tokens_per_expert.tolist()
+        pieces = zip(tokens.split(counts), probs.split(counts), self.linear_fc1, self.linear_fc2, strict=True)
+        return torch.cat([_expert(*piece) for piece in pieces]), None
+
+
+def _expert(tokens: Tensor, probs: Tensor, first: Tensor, second: Tensor) -> Tensor:
+    gate, up = F.linear(tokens, first).chunk(2, dim=-1)
+    weighted = (F.silu(gate) * up * probs.unsqueeze(-1)).to(
+        tokens.dtype
+    )  # Megatron weights before the second layer
+    return F.linear(weighted, second)

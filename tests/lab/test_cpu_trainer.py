@@ -11,14 +11,14 @@ from typing import Any, cast
 import pytest
 import torch
 
+from lab.in_host import cpu_trainer
 from mis_plugins.hosts.needs.record import NeedError
 from mis_plugins.hosts.registry import HOSTS
 from true_on_policy.bitwise import equal_bits
-from true_on_policy.contract import rope
+from true_on_policy.contract import rounding as rope
 from true_on_policy.contract.cpu import Contract
 from true_on_policy.engines.protocol import Request, Sample
 from true_on_policy.errors import ContractError
-from true_on_policy.hosts import cpu_trainer
 from true_on_policy.trainers.protocol import sampled_log_probs
 
 VOCABULARY = 40
@@ -47,7 +47,7 @@ def test_log_probs_have_gradients() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_rope_is_that_of_megatron_core(dtype: torch.dtype) -> None:
-    stock = getattr(import_module(rope.MODULE), rope.NAME)
+    stock = getattr(import_module(rope.ROPE_MODULE), rope.ROPE_NAME)
     t, freqs = seeded(7, 2, 3, 16).to(dtype), seeded(7, 1, 1, 12)
     assert equal_bits(rope.rotated(t, freqs), stock(t, freqs))
     in_float32 = stock(t.float(), freqs).to(dtype)
@@ -62,8 +62,8 @@ class Launched(types.ModuleType):
         (self.name,) = address.names
         super().__init__(address.module)
         setattr(self, self.name, lambda logits, *rest, **options: (logits, logits.sum(-1)))
-        rotates = import_module(rope.MODULE)
-        monkeypatch.setattr(rotates, rope.NAME, getattr(rotates, rope.NAME))
+        rotates = import_module(rope.ROPE_MODULE)
+        monkeypatch.setattr(rotates, rope.ROPE_NAME, getattr(rotates, rope.ROPE_NAME))
         monkeypatch.setitem(sys.modules, address.module, self)
         monkeypatch.setattr(cpu_trainer, "current", lambda args: HOSTS[host])
 
@@ -84,7 +84,7 @@ def test_a_trainer_is_aligned(monkeypatch: pytest.MonkeyPatch, host: str, dtype:
     expected = logits.log_softmax(-1).gather(1, tokens[:, None])[:, 0]
     found = launched(logits, tokens, with_entropy=False, log_prob_keep_mask=None)
     assert equal_bits(found[0][:, 0] if host == "slime" else found, expected)
-    rotates = getattr(import_module(rope.MODULE), rope.NAME) is rope.rotated
+    rotates = getattr(import_module(rope.ROPE_MODULE), rope.ROPE_NAME) is rope.rotated
     assert rotates == HOSTS[host].megatron
     wanted = (False, torch.float32) if dtype == "fp32" and HOSTS[host].megatron else (True, torch.bfloat16)
     assert (own.bf16, own.params_dtype) == wanted

@@ -1,4 +1,4 @@
-"""Try every way in which a batch could change the bits of a row: `python -m true_on_policy.kernels.exhaustive`.
+"""Try every way in which a batch could change the bits of a row: `python -m lab.exhaustive`.
 
 Each comparison is one call against the same rows of another call. The program runs on whatever kernels are installed,
 so the stock kernels are its control. The digest covers every reference result: two runs with one digest agree by bytes.
@@ -9,7 +9,7 @@ from __future__ import annotations
 if __name__ == "__main__":
     from mis_plugins.shared.shell import run_command
 
-    run_command("true_on_policy.kernels.exhaustive:main")
+    run_command("lab.exhaustive:main")
 
 import argparse
 import hashlib
@@ -26,6 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lab import tile
 from mis_plugins.shared import numerals
 from true_on_policy.bitwise import equal_bits
 from true_on_policy.contract.cpu import DTYPES, Contract
@@ -263,8 +264,8 @@ ROWWISE: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m true_on_policy.kernels.exhaustive", description=__doc__)
-    parser.add_argument("--backend", choices=("native", "tile", "stock"), default="native")
+    parser = argparse.ArgumentParser(prog="python -m lab.exhaustive", description=__doc__)
+    parser.add_argument("--backend", choices=("native", tile.TILE.name, "stock"), default="native")
     parser.add_argument("--dtype", choices=tuple(DTYPES), nargs="+", default=list(DTYPES))
     parser.add_argument("--threads", type=numerals.count, default=1)
     parser.add_argument("--depths", type=numerals.count, nargs="+", default=AWKWARD, help="K")

@@ -10,9 +10,9 @@ import torch
 from megatron.core.transformer.moe.router_replay import RouterReplayAction
 
 from lab.expert_alignments import COMPLETE, LEFT_OUT, Case, counts
+from lab.pages.alignments import EXPERTS
 from true_on_policy.bitwise import equal_bits
 from true_on_policy.contract.cpu import Contract
-from true_on_policy.contract.expert_order import ALIGNMENTS
 from true_on_policy.kernels.pin import pinned
 
 TOKENS = 256
@@ -33,7 +33,7 @@ def test_without_an_alignment_tokens_differ(found: dict[str, int], what: str) ->
 
 
 def test_every_row_of_the_contract_has_an_experiment() -> None:
-    assert {row for row, _ in LEFT_OUT.values()} == {row.name for row in ALIGNMENTS}
+    assert {row for row, _ in LEFT_OUT.values()} == {row.name for row in EXPERTS}
 
 
 def gradients(case: Case) -> dict[str, Any]:

@@ -1,5 +1,7 @@
 """Align Miles's FSDP trainer with SGLang on a CPU, before the trainer builds its model.
 
+    ray job submit --runtime-env-json '{"worker_process_setup_hook": "lab.in_host.fsdp_trainer.watch", ...}' ...
+
 The model is Hugging Face's, with torch's SDPA over packed sequences. Our patch goes into Miles's own registry
 of model patches.
 """
@@ -11,13 +13,25 @@ from importlib import import_module
 from typing import Any
 
 from true_on_policy.contract.cpu import Contract
-from true_on_policy.contract.norm_order import ORDERS, NormOrder
+from true_on_policy.contract.rounding import ORDERS, NormOrder
 from true_on_policy.contract.specs import HUGGING_FACE
 from true_on_policy.errors import ContractError
+from true_on_policy.fsdp_worker import follow_step
 from true_on_policy.kernels.row_parallel import Tree, agreed_tree
 from true_on_policy.models import hf_decoder
 
 REGISTRY = "miles.backends.fsdp_utils.adaptations.class_patches"  # seen at 31f1ca96
+
+
+def watch() -> None:
+    """Pin and align in this process once it imports Miles's FSDP trainer; Ray calls it in each worker."""
+    follow_step(_start)
+
+
+def _start(actor: Any, args: Any) -> None:
+    from lab.in_host import cpu_trainer  # imports the kernels, in the trainer alone
+
+    align(actor, cpu_trainer.start(args))
 
 
 def align(actor: Any, contract: Contract) -> None:

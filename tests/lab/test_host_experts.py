@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import torch
 from torch import Tensor
 
-from true_on_policy.trainers.host_experts import SequentialExperts
+from lab.in_host.layers import SequentialExperts
 
 HIDDEN, WIDTH, EXPERTS = 6, 4, 3
 COUNTS = torch.tensor([2, 0, 3])

@@ -1,4 +1,4 @@
-"""Softmax, mean and elementwise operators: stock kernels, called so that no row's bits depend on another row.
+"""The overrides of aten on a CPU: products and attention from a backend, other operators from their stock kernels.
 
 Measured hazards of the stock kernels: a reduction over a strided dimension adds in another order; a mean with one
 output is split over threads; silu, sigmoid and rsqrt take another code path for elements beyond the last
@@ -14,6 +14,72 @@ import torch
 from torch import Tensor
 
 SERVED = (torch.float32, torch.bfloat16)
+
+
+def mm(backend, stock, keyset, a: Tensor, b: Tensor) -> Tensor:
+    if not _served(a, b):
+        return stock.call_boxed(keyset, a, b)
+    return backend.product(a[None], b[None], a.dtype)[0]
+
+
+def bmm(backend, stock, keyset, a: Tensor, b: Tensor) -> Tensor:
+    if not _served(a, b):
+        return stock.call_boxed(keyset, a, b)
+    return backend.product(a, b, a.dtype)
+
+
+def addmm(backend, stock, keyset, bias: Tensor, a: Tensor, b: Tensor, *, beta=1, alpha=1) -> Tensor:
+    if not _served(a, b, bias):
+        return stock.call_boxed(keyset, bias, a, b, beta=beta, alpha=alpha)
+    return _add(bias, backend.product(a[None], b[None], torch.float32)[0], beta, alpha)
+
+
+def baddbmm(backend, stock, keyset, bias: Tensor, a: Tensor, b: Tensor, *, beta=1, alpha=1) -> Tensor:
+    if not _served(a, b, bias):
+        return stock.call_boxed(keyset, bias, a, b, beta=beta, alpha=alpha)
+    return _add(bias, backend.product(a, b, torch.float32), beta, alpha)
+
+
+def _served(a: Tensor, b: Tensor, *others: Tensor) -> bool:
+    """Whether the backend serves this call; other dtypes and shapes that do not fit go to the stock kernel."""
+    return a.dtype in SERVED and all(x.dtype == a.dtype for x in (b, *others)) and a.shape[-1] == b.shape[-2]
+
+
+def _add(bias: Tensor, product: Tensor, beta: float, alpha: float) -> Tensor:
+    """Compute beta * bias + alpha * product in float32 and round once; beta 0 ignores even a NaN in bias."""
+    if alpha != 1:
+        product = product * alpha
+    if beta == 0:
+        return product.to(bias.dtype)
+    return (product + (bias if beta == 1 else bias.float() * beta)).to(bias.dtype)
+
+
+def attention(
+    backend,
+    stock,
+    keyset,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    attn_mask: Tensor | None = None,
+    scale: float | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Attend by the backend, or by the stock kernel for a dtype that the backend does not serve.
+
+    Returns:
+        Output [B, H, Q, D] and logsumexp [B, H, Q], in the memory layout of the stock kernel.
+    """
+    if query.dtype not in SERVED:
+        kwargs = {"attn_mask": attn_mask, "scale": scale}
+        return stock.call_boxed(keyset, query, key, value, dropout_p, is_causal, **kwargs)
+    scale, bias = query.shape[-1] ** -0.5 if scale is None else scale, attn_mask
+    if attn_mask is not None and attn_mask.dtype == torch.bool:  # 0 shows a key, -inf hides it
+        bias = torch.zeros(attn_mask.shape).masked_fill_(~attn_mask, float("-inf"))
+    return backend.attend(query, key, value, None if bias is None else bias.float(), is_causal, scale)
+
 
 # ATen splits elementwise work into shares of at least this many elements (at::internal::GRAIN_SIZE).
 GRAIN = 32768
@@ -70,6 +136,11 @@ def whole_vectors(elements: int, threads: int) -> int:
 
 
 OVERRIDES = {
+    "mm": mm,
+    "bmm": bmm,
+    "addmm": addmm,
+    "baddbmm": baddbmm,
+    "_scaled_dot_product_flash_attention_for_cpu": attention,
     "_softmax": softmax,
     "_log_softmax": softmax,
     "mean.dim": mean,

@@ -1,26 +1,48 @@
-"""Align a trainer of Miles or slime with SGLang on a CPU, before the trainer builds its model.
+"""Pin a trainer of Miles or slime on a CPU and align it with SGLang, before the trainer builds its model.
 
-Our layers (`--spec true_on_policy.trainers.host_layers layers`) align norms, residuals and row sums. No flag
-aligns the rest: the formula of log-probs, the dtype of rope, and float32 parameters.
+    --custom-megatron-init-path lab.in_host.cpu_trainer.miles_init  --spec lab.in_host.layers layers
+
+The contract is the one that TRUE_ON_POLICY_CONTRACT states in the environment of Ray's job. Our layers align norms,
+residuals and row sums. No flag aligns the rest: the formula of log-probs, the dtype of rope, and float32 parameters.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from jaxtyping import Float, Float32, Int64
 from torch import Tensor
 
+from lab.in_host import cpu_launch
+from mis_plugins.config.view import view
 from mis_plugins.hosts import megatron
+from mis_plugins.hosts.ownership import Hook
 from mis_plugins.hosts.registry import HOSTS, current
-from true_on_policy.contract import rope
+from true_on_policy.contract import rounding
+from true_on_policy.contract.cpu import Contract
 from true_on_policy.errors import ContractError
+from true_on_policy.hosts.start import check_configs
+from true_on_policy.kernels.pin import pin
 
-if TYPE_CHECKING:
-    from true_on_policy.contract.cpu import Contract
+
+@Hook
+def miles_init(args: Any) -> None:
+    """Pin and align the trainer in the init hook of Miles or slime on Megatron, or keep the trainer from starting."""
+    start(args)
+
+
+def start(args: Any) -> Contract:
+    """Check the settings, pin the kernels and align the trainer; return the contract that holds from now on."""
+    args = view(args)
+    contract = cpu_launch.check(args, os.environ)
+    check_configs(args)
+    pin(contract)
+    align(contract, args)
+    return contract
 
 
 def align(contract: Contract, args: Any) -> None:
@@ -62,7 +84,7 @@ def _vocabulary(args: Any) -> int:
 
 
 def _align_megatron(contract: Contract) -> None:
-    _replace(rope.MODULE, rope.NAME, lambda own: rope.rotated)
+    _replace(rounding.ROPE_MODULE, rounding.ROPE_NAME, lambda own: rounding.rotated)
     if contract.dtype == "fp32":  # both hosts choose bf16 wherever fp16 is not asked for
         build_in_float32()
 
