@@ -11,7 +11,7 @@ import pytest
 from true_on_policy.contract.sides import ENGINES
 
 ROOT = Path(__file__).parents[2]
-# From top to bottom, as docs/architecture.md draws them. `former` holds old addresses and is imported by users alone.
+# From top to bottom, as docs/architecture.md draws them.
 FLOORS = {
     "mis_plugins": "__main__ local report mis explain hosts routing loss metrics versions correction config "
     "packing shared errors __version__",
