@@ -31,9 +31,8 @@ from lab.host_modules import Host
 from lab.parity.cases import Batch, Case, make_batch
 from lab.parity.drive import OURS, drive, host_args, micro_batch
 from lab.provenance import as_markdown, markdown_table, provenance, write_record
-from mis_plugins.hosts.checkout.module import Function
 from mis_plugins.hosts.checkout.search import find
-from mis_plugins.hosts.checkout.tree import Folder
+from mis_plugins.hosts.checkout.source import Folder, Function
 from mis_plugins.hosts.needs.record import Need
 from mis_plugins.hosts.registry import HOSTS
 from mis_plugins.shared.table import print_table
@@ -66,7 +65,7 @@ class Apart:
 
 def signatures(needs: Any, checkout: Path) -> Iterator[tuple[str, ...]]:
     """One row for each function that the table names parameters of."""
-    tree = Folder(checkout)
+    tree = Folder(checkout).module
     for need in vars(needs).values():
         place = find(need, tree).place
         if need.parameters and place is not None:

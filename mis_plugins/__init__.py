@@ -5,6 +5,3 @@ A host loads `mis_plugins.mis` by dotted path; `mis_plugins.correction.pipeline.
 """
 
 __version__ = "0.1.0"
-
-# Users' scripts and documents import some modules by addresses that only the folder `former` serves.
-__path__.append(f"{__path__[0]}/former")

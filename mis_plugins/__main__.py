@@ -262,13 +262,9 @@ def hosts_check(arguments: argparse.Namespace) -> int:
     command also names flags of our launch scripts that nothing there defines any more.
 
         python -m mis_plugins hosts check ~/miles
-        python -m mis_plugins hosts check --history ~/miles
 
-    With --history, CHECKOUT is a git directory, or a folder with one: each commit of its main line is read, and the
-    stored heads of pull requests. The tables say where each need broke, and how long each hook would have worked.
-
-    Exit codes: 0 all is found where our own runs found it; 1 something moved, or broke on the way, and is served; 2 a
-    hook or a script of ours would fail, or there is no checkout.
+    Exit codes: 0 all is found where our own runs found it; 1 something moved, and is served; 2 a hook or a script of
+    ours would fail, or there is no checkout.
     """
     from mis_plugins.hosts.checkout.command import run
 
@@ -290,7 +286,7 @@ TARGET: Arguments = {"target": {"metavar": "PRESET_OR_FILE"}}
 FILE: Arguments = {"target": {"metavar": "FILE"}}
 FAMILY: Arguments = {"--family": {"help": "start, what presets do (token, ...), or a package (verl, ...)"}}
 CHECKED: Arguments = TARGET | {
-    "--host": {"choices": recorded(), "help": "whose arguments and flags (default: Miles or slime on Megatron)"},
+    "--host": {"choices": recorded, "help": "whose arguments and flags (default: Miles or slime on Megatron)"},
     "--preset": {"metavar": "PRESET_OR_FILE", "help": "what shall correct, of a launch script"},
 }  # fmt: skip
 WATCH: Arguments = {"--watch": {"action": "store_true", "help": "the file with which a run only watches"}}
@@ -315,10 +311,8 @@ OUTPUTS: Arguments = {
 }  # fmt: skip
 CHECKOUT: Arguments = {
     "checkout": {"type": Path, "metavar": "CHECKOUT"},
-    "--history": {"action": "store_true", "help": "read each commit of a git directory"},
-    "--since": {
-        "default": "2026-03-01", "metavar": "DAY", "help": "the first day of --history (default: %(default)s)"
-    },
+    "--history": {"action": "store_true", "help": argparse.SUPPRESS},  # refused, with its successor
+    "--since": {"help": argparse.SUPPRESS},  # refused too
 }  # fmt: skip
 COMMANDS: dict[str, dict[str, tuple[Run, Arguments]]] = {
     "config": {
@@ -362,5 +356,7 @@ def _parser() -> argparse.ArgumentParser:
             )
             command.set_defaults(run=run)
             for argument, options in arguments.items():
-                command.add_argument(argument, **options)
+                choices = options.get("choices")  # a function where hosts may be registered later
+                late: dict[str, Any] = {"choices": choices()} if callable(choices) else {}
+                command.add_argument(argument, **(options | late))
     return parser

@@ -167,7 +167,7 @@ def normalize_rollout(args: Any, *rest: Any) -> None:
         ConfigError: the hook would have no effect; context- or tensor-parallel ranks have different configs.
     """
     from mis_plugins.hosts import loss_batch, resplit
-    from mis_plugins.hosts.rollout_data import rollout_data
+    from mis_plugins.hosts.rollout_store import rollout_data
     from mis_plugins.loss.micro_batch import numerator_of
 
     args = view(args)
@@ -217,7 +217,7 @@ def count_samples(args: Any, *rest: Any) -> None:
             trainer.
     """
     from mis_plugins.hosts import resplit
-    from mis_plugins.hosts.rollout_data import rollout_data
+    from mis_plugins.hosts.rollout_store import rollout_data
 
     args = view(args)
     rollout_id, data = rollout_data(
@@ -331,12 +331,11 @@ async def generate_with_versions(
     Raises:
         InputError: on Miles, the engine does not name the version of each token; on slime the conversion raises it.
     """
-    from mis_plugins.hosts.versions.miles import generate as miles_generate
-    from mis_plugins.hosts.versions.slime import generate as slime_generate
+    from mis_plugins.hosts.versions import generate
 
     if sample is None:
-        return await miles_generate.generate(input)
-    return await slime_generate.generate(input, sample, sampling_params, evaluation)
+        return await generate.miles(input)
+    return await generate.slime(input, sample, sampling_params, evaluation)
 
 
 @Hook
@@ -344,14 +343,16 @@ def convert_with_versions(args: Any, samples: Sequence[Any]) -> dict[str, Any]:
     """The conversion of Miles and slime: the host's own train data, with versions for `carry_versions`.
 
     Raises:
-        ConfigError, InputError: as `convert` of each host's `hosts/versions/*/train_data.py` says.
+        ConfigError, InputError: as `mis_plugins.hosts.versions.rollouts.convert` says.
     """
+    from mis_plugins.hosts.versions import rollouts
+
     host = current(args)
-    if host.with_versions is None:
+    if not host.version_flags:
         raise ConfigError(
             _unserved("--custom-convert-samples-to-train-data-path", "convert_with_versions", host)
         )
-    return host.with_versions(args, samples)
+    return rollouts.convert(args, samples, host.needs)
 
 
 @Hook
@@ -365,9 +366,9 @@ def carry_versions(args: Any) -> None:
     from mis_plugins.hosts.versions import carrying
 
     host = current(args)
-    if host.versioned is None:
+    if not host.version_flags:
         raise ConfigError(_unserved("--custom-megatron-init-path", "carry_versions", host))
-    carrying.install(args, host.versioned())
+    carrying.install(args, host)
 
 
 def _unserved(flag: str, function: str, host: Host) -> str:

@@ -15,6 +15,8 @@ from statistics import fmean
 import torch
 from torch import Tensor
 
+from lab.host.asynchronous.pool import Pool, recompute
+from lab.host.asynchronous.response import Response
 from lab.host.asynchronous.scoring import Scoring
 from lab.host.asynchronous.source import samples_of
 from lab.host.loop import Loop
@@ -22,8 +24,6 @@ from lab.host.model.decoding import Sampling, Unfinished
 from lab.host.model.engine import DecodeEngine
 from lab.host.rollout.sampler import Rollout, draw, judged
 from lab.host.train.gradients import cosine, mean_gradient, on_policy, on_policy_reference
-from mis_plugins.versions.recompute import Pool, recompute
-from mis_plugins.versions.response import Response
 
 Weights = Mapping[str, Tensor]
 BURN_IN = 8

@@ -42,12 +42,12 @@ from lab.host.train.gradients import (
     mean_gradient,
     on_policy,
     on_policy_reference,
+    routes_apart,
 )
 from lab.host.train.loss import LOSSES
 from lab.host.train.parallel import ParallelState, StopSignal, initialize
 from lab.host.train.trainer import RolloutData, Trainer
 from lab.host.train.warm_start import WarmStart
-from mis_plugins.hosts.routing import WATCHING
 from mis_plugins.hosts.step_report import RECORDER
 from mis_plugins.shared.shell import Unread
 
@@ -302,7 +302,7 @@ class Loop:
         samples = (self.pool(self.fp32(), "first"), self.pool(self.reference, "second"))
         sampled = self.pool(self.engine, "cosine")
         settings = {"grad_cosine": self.args, "grad_cosine_uncorrected": on_policy(self.args)}
-        with RECORDER.unobserved(), WATCHING.apart():
+        with RECORDER.unobserved(), routes_apart():
             reference = on_policy_reference(self.args, self.state, self.trainer, samples)
             gradients = {
                 name: mean_gradient(args, self.state, self.trainer, sampled)

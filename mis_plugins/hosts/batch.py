@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, cast
@@ -52,15 +52,8 @@ class HostBatch:
         if not len(self.loss_masks):
             raise InputError("loss_masks: no sequence in this micro-batch")
         _check("loss_masks", self.loss_masks, self.layout.response_lengths, "response tokens")
-        _check(
-            "train_log_probs", self.train_log_probs, self.layout.local_lengths, "response tokens on this rank"
-        )
-        _check(
-            "rollout_log_probs",
-            self.rollout_log_probs,
-            self.layout.local_lengths,
-            "response tokens on this rank",
-        )
+        for name in ("train_log_probs", "rollout_log_probs"):
+            _check(name, getattr(self, name), self.layout.local_lengths, "response tokens on this rank")
 
     @property
     def proximal(self) -> Float[Tensor, " T"]:
@@ -137,6 +130,11 @@ def host_layout(
     return zigzag(
         total_lengths, response_lengths, cp_size, cp_rank, max_seq_lens if qkv_format == "bshd" else None
     )
+
+
+def layout_of(args: Any, data: Mapping[str, Any], cp: tuple[int, int]) -> Layout:
+    """Where the responses of a host's micro-batch or rollout lie on this rank, by its own keys of lengths."""
+    return host_layout(args, data["total_lengths"], data["response_lengths"], data.get("max_seq_lens"), *cp)
 
 
 @torch.no_grad()

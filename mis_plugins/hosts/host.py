@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING, Any, Literal
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from mis_plugins.hosts.versions.trainer import Trainer
     from mis_plugins.packing.ragged import Ranks
 else:
-    Ranks = Tensor = Trainer = Any  # `config check` reads these records before every job, and needs no torch
+    Ranks = Tensor = Any  # `config check` reads these records before every job, and needs no torch
 
 LOSS_HOOK = "--loss-type custom_loss --custom-loss-function-path mis_plugins.mis.policy_loss"
 ROUTES_HOOK = (
@@ -80,12 +79,10 @@ class Host:
         eval_engines: whether it repeats SGLang's arguments for evaluation, as `eval_sglang_*`.
         config_files: arguments that name a file of its settings, beside --custom-config-path.
         tis_hook: dotted path for --custom-tis-function-path.
-        rollout_batch: whether the rollout-data hook is handed the rollout batch, or can read it (`rollout_data.py`).
+        rollout_batch: whether the rollout-data hook is handed the rollout batch, or can read it (`rollout_store.py`).
         versions: whether it says which version wrote each token.
         version_flags: flags with which it says so, where `versions` is false; "" where none do.
-            `with_versions` and `versioned` then serve their functions.
-        with_versions: turns (arguments, samples) into its train data, with the versions for the trainer.
-        versioned: makes the interface to its trainer through which versions are carried.
+            `needs` are then those of `VersionNeeds`.
         step_hook: whether it calls a hook before each train step.
         routers: whether it calls a hook before each log-prob pass, from which routers can be watched.
         kept_set: called with arguments by name: whether it hands the trainer the tokens that top-p or top-k
@@ -120,8 +117,6 @@ class Host:
     rollout_batch: bool = False
     versions: bool = False
     version_flags: str = ""
-    with_versions: Callable[[Any, Sequence[Any]], dict[str, Any]] | None = None
-    versioned: Callable[[], Trainer] | None = None
     step_hook: bool = True
     routers: bool = True
     kept_set: Callable[[Mapping[str, Any]], bool] = lambda keys: False

@@ -13,7 +13,7 @@ from mis_plugins.config import reading
 from mis_plugins.config.model import CorrectionConfig
 from mis_plugins.config.view import original, view
 from mis_plugins.errors import InputError
-from mis_plugins.hosts.batch import check_apart, host_layout
+from mis_plugins.hosts.batch import check_apart, layout_of
 from mis_plugins.hosts.host import Batch, Host
 from mis_plugins.hosts.routing import WATCHING
 from mis_plugins.loss.micro_batch import LossInputs, Reduce
@@ -39,8 +39,7 @@ def read(
         ConfigError, InputError: a layout that is not read; a list that is missing or does not fit.
     """
     ranks, cp = host.parallel()
-    lengths = batch["total_lengths"], batch["response_lengths"]
-    layout = host_layout(args, *lengths, batch.get("max_seq_lens"), *cp)
+    layout = layout_of(args, batch, cp)
     reads_versions = _reads_versions(batch, config, reports_weights)
     _check_present(host, args, batch, config, reads_versions)
     masks = _flat("loss_masks", batch["loss_masks"], layout.response_lengths)
@@ -69,8 +68,7 @@ def flags(host: Host, args: Any, batch: Batch, device: torch.device) -> Flags | 
     """Routes of the micro-batch's tokens; None where no watch over the routers knows them."""
     if WATCHING.watch is None:
         return None
-    lengths = batch["total_lengths"], batch["response_lengths"]
-    layout = host_layout(args, *lengths, batch.get("max_seq_lens"), *host.parallel()[1])
+    layout = layout_of(args, batch, host.parallel()[1])
     return WATCHING.flags(args, layout, batch["total_lengths"], device)
 
 
@@ -125,19 +123,23 @@ def _reads_versions(batch: Batch, config: CorrectionConfig, reports_weights: boo
 def _check_present(
     host: Host, args: Any, batch: Batch, config: CorrectionConfig, reads_versions: bool
 ) -> None:
-    wanted = {
-        "rollout_log_probs": config.corrects or config.bypass,
-        "ref_log_probs": getattr(args, "use_kl_loss", False),
-        "log_probs": host.recomputes(args) == "always" and not config.bypass,
-    }
-    why = {
-        "rollout_log_probs": "the rollout engine must return one for each sampled token",
-        "ref_log_probs": "--use-kl-loss needs those of a reference policy",
-        "log_probs": "the trainer's log-probs were neither recomputed nor handed on",
-    }
-    for name, is_wanted in wanted.items():
+    always_recomputed = host.recomputes(args) == "always" and not config.bypass
+    rows = (
+        (
+            "rollout_log_probs",
+            config.corrects or config.bypass,
+            "the rollout engine must return one for each sampled token",
+        ),
+        (
+            "ref_log_probs",
+            getattr(args, "use_kl_loss", False),
+            "--use-kl-loss needs those of a reference policy",
+        ),
+        ("log_probs", always_recomputed, "the trainer's log-probs were neither recomputed nor handed on"),
+    )
+    for name, is_wanted, why in rows:
         if is_wanted and not batch.get(name):
-            raise InputError(f"{name}: none in this micro-batch; {why[name]}")
+            raise InputError(f"{name}: none in this micro-batch; {why}")
     if reads_versions:
         check_versions(args, batch, config)
 
@@ -165,18 +167,14 @@ def _lacking(batch: Batch, config: CorrectionConfig) -> str | None:
             f"{VERSIONS}: none here, and {VERSION}: {batch[VERSION]} says that this host knows who wrote each token; "
             "hand it on with every micro-batch, and leave out, or refuse, samples without"
         )
-    if config.segment_wise_on and _stores(config) and not batch.get("recomputed_log_probs"):
+    stores = config.segment_wise_on and config.segment_wise and config.segment_wise.method == "recompute"
+    if stores and not batch.get("recomputed_log_probs"):
         return (
             f"recomputed_log_probs: none here; beside {VERSIONS}, segment-wise weights need what the version after "
             "each token's gives it (see docs/async.md); without, say {segment_wise.method}: loglinear, or "
             "{segment_wise.enabled}: false"
         )
     return None
-
-
-def _stores(config: CorrectionConfig) -> bool:
-    """Whether weights read log-probs that were recomputed while the responses were written."""
-    return config.segment_wise is not None and config.segment_wise.method == "recompute"
 
 
 def _flat(name: str, tensors: Sequence[Tensor | None], lengths: Sequence[int]) -> Tensor:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from mis_plugins.hosts.host import Parallel, Ranks
+from mis_plugins.hosts.host import Batch, Parallel, Ranks, Rescore, Tensor
+from mis_plugins.hosts.needs.record import Needs
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -61,6 +63,17 @@ def arguments() -> Any:
     """The host's arguments as it gave them to Megatron, or None."""
     global_vars = sys.modules.get("megatron.training.global_vars")
     return getattr(global_vars, "_GLOBAL_ARGS", None)
+
+
+def rescore_of(needs: Needs) -> Rescore:
+    """A second log-prob pass of the trainer of a host with these needs."""
+
+    def rescore(args: Any, data: Batch, ranks: Ranks) -> Sequence[Tensor] | None:
+        from mis_plugins.hosts.resplit import rescored
+
+        return rescored(needs, args, data, ranks)
+
+    return rescore
 
 
 def _mpu() -> ModuleType | None:

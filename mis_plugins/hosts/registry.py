@@ -43,10 +43,6 @@ def find_installed() -> None:
         register(host)
 
 
-find(adapters.__name__, list(adapters.__path__))
-find_installed()
-
-
 def current(args: Any = None, reduce: Callable[..., Any] | None = None) -> Host:
     """The host that runs this process, by the surest sign of one; no order of hosts decides.
 
@@ -92,3 +88,8 @@ def _that_made(reduce: Callable[..., Any]) -> list[Host]:
             f"losses of {', '.join(packages)}"
         )
     return hosts
+
+
+# At the end: a host of another package may import this module.
+find(adapters.__name__, list(adapters.__path__))
+find_installed()

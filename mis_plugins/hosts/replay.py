@@ -11,7 +11,7 @@ from typing import Any
 
 from mis_plugins.hosts.needs.miles import NEEDS as MILES
 from mis_plugins.hosts.needs.slime import SLIME, VIME
-from mis_plugins.routing.source import Source, Tensor
+from mis_plugins.routing.watch import Source, Tensor
 
 FORWARD, BACKWARD, FALLTHROUGH = "replay_forward", "replay_backward", "fallthrough"
 SWITCH, STAGE = "ENABLE_ROUTING_REPLAY", "ROUTING_REPLAY_STAGE"

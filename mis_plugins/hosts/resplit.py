@@ -6,7 +6,7 @@ causes this part of the mismatch, and no update of weights removes it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from itertools import islice
 from typing import Any
 
@@ -20,9 +20,8 @@ from mis_plugins.config.model import CorrectionConfig
 from mis_plugins.config.view import original, view
 from mis_plugins.errors import ConfigError, InputError
 from mis_plugins.hosts import megatron, tracking
-from mis_plugins.hosts.batch import host_layout
-from mis_plugins.hosts.needs.miles import Miles
-from mis_plugins.hosts.needs.slime import SlimeLike
+from mis_plugins.hosts.batch import layout_of
+from mis_plugins.hosts.needs.record import Needs
 from mis_plugins.hosts.registry import current
 from mis_plugins.metrics.alarms import COUNT
 from mis_plugins.metrics.resplit import resplit_metrics
@@ -39,6 +38,11 @@ ONE_SPLIT = (
     "mis.resplit_every: micro-batches of one sample, and no two of them that can be joined, so that nothing is "
     "compared; give the trainer more samples or a larger micro-batch"
 )
+
+QUEUED = "what is replayed is queued for one pass, micro-batch by micro-batch"
+GONE = dict.fromkeys(("use_routing_replay", "use_rollout_routing_replay", "use_indexer_replay"), QUEUED) | {
+    "keep_old_actor": "the trainer has switched to other weights by then"
+}
 
 
 def check_hook(args: Any, config: CorrectionConfig) -> None:
@@ -78,7 +82,7 @@ def compare(args: Any, rollout_id: int, data: Mapping[str, Any]) -> None:
     again = host.rescore(original(args), data, ranks)
     if again is None:
         return
-    layout = host_layout(args, data["total_lengths"], data["response_lengths"], data.get("max_seq_lens"), *cp)
+    layout = layout_of(args, data, cp)
     mask = layout.place(torch.cat(list(data["loss_masks"])), ranks).ragged.loss_mask
     sums, largest = differences(torch.cat(list(data["log_probs"])), torch.cat(list(again)), mask)
     for group in (ranks.cp, ranks.dp):
@@ -99,16 +103,10 @@ def _every(args: Any) -> int | None:
 
 def _check_same_pass(args: Any) -> None:
     """Refuse arguments with which the weights or the routes of the log-prob pass are gone when the hook is called."""
-    for name in ("use_routing_replay", "use_rollout_routing_replay", "use_indexer_replay"):
+    for name, why in GONE.items():
         if getattr(args, name, False):
-            raise ConfigError(
-                f"{{resplit_every}} with --{name.replace('_', '-')}: what is replayed is queued for one pass, "
-                "micro-batch by micro-batch; drop one"
-            ).spelled({}, "mis.")
-    if getattr(args, "keep_old_actor", False):
-        raise ConfigError(
-            "{resplit_every} with --keep-old-actor: the trainer has switched to other weights by then; drop one"
-        ).spelled({}, "mis.")
+            flag = name.replace("_", "-")
+            raise ConfigError(f"mis.resplit_every with --{flag}: {why}; drop one")
 
 
 def differences(
@@ -147,16 +145,10 @@ def cut_otherwise(groups: Groups, halves: bool) -> Groups:
     return [sum(groups[start : start + 2], []) for start in range(0, len(groups), 2)]
 
 
-def rescored(
-    needs: Miles | SlimeLike, args: Any, data: Mapping[str, Any], ranks: Ranks, numbered: bool = False
-) -> list[Tensor] | None:
-    """Score a rollout again by the log-prob pass of Miles's or slime's trainer, for `Host.rescore`.
+def rescored(needs: Needs, args: Any, data: Mapping[str, Any], ranks: Ranks) -> list[Tensor] | None:
+    """Score a rollout again by the log-prob pass of the host's trainer, for `Host.rescore`.
 
     No hook is handed the trainer: it is read from `train_actor`, which calls the rollout-data hook.
-
-    Args:
-        needs: the host's, with the trainer's functions.
-        numbered: whether the trainer's pass takes the number of the rollout.
 
     Raises:
         InputError: another function calls the hook.
@@ -168,7 +160,8 @@ def rescored(
             f"{', '.join(HELD)}: the trainer cannot be asked for a second log-prob pass; leave it out"
         )
     trainer, iterators, numbers, rollout_id = (held[name] for name in HELD)
-    steps = list(_by_step(_groups(iterators[0], sum(numbers)), numbers))
+    rest = iter(_groups(iterators[0], sum(numbers)))
+    steps = [list(islice(rest, number)) for number in numbers]
     halves = _anywhere(any(len(group) > 1 for step in steps for group in step), data, ranks)
     # A virtual pipeline needs a number of micro-batches that its stages divide: halving keeps it so, joining
     # may not.
@@ -178,10 +171,7 @@ def rescored(
     cut = [cut_otherwise(step, halves) for step in steps]
     flat = [group for step in cut for group in step]
     others = [type(one)(one.rollout_data, micro_batch_indices=flat) for one in iterators]
-    also = {"rollout_id": rollout_id} if numbered else {}
-    log_prob_pass = needs.log_prob_pass.of(trainer)
-    found = log_prob_pass(others, [len(step) for step in cut], store_prefix=PREFIX, **also)
-    scores = found.get(f"{PREFIX}log_probs")
+    scores = needs.rescore(trainer, others, [len(step) for step in cut], PREFIX, rollout_id)
     if scores is None:
         return None
     samples = sum(flat, [])
@@ -198,12 +188,6 @@ def _groups(iterator: Any, number: int) -> Groups:
         return [list(group) for group in iterator.micro_batch_indices]
     size = iterator.micro_batch_size
     return [list(range(start, start + size)) for start in range(0, number * size, size)]
-
-
-def _by_step(groups: Groups, numbers: Sequence[int]) -> Iterator[Groups]:
-    rest = iter(groups)
-    for number in numbers:
-        yield list(islice(rest, number))
 
 
 def _anywhere(here: bool, data: Mapping[str, Any], ranks: Ranks) -> bool:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -23,7 +22,7 @@ from mis_plugins.packing.ragged import Ranks
 from mis_plugins.routing.placement import Grid, response_rows
 from mis_plugins.routing.report import Groups, Seen, metrics_of, read
 from mis_plugins.routing.table import LOG_PROB, TRAIN, Flags, split
-from mis_plugins.routing.watch import Watch
+from mis_plugins.routing.watch import Watch, in_backward
 
 logger = logging.getLogger("mis_plugins")
 
@@ -60,32 +59,12 @@ class Watching:
             return
         watch, first = self._installed(args, model), self.step is None
         if self.step == (rollout_id, step_id):
-            watch.trained = self.began  # the host repeats the step
-        self.step, self.began = (rollout_id, step_id), watch.trained
-        if not first or watch.part is not None:
-            seen = read(watch, _groups(args))
+            watch.rollout.trained = self.began  # the host repeats the step
+        self.step, self.began = (rollout_id, step_id), watch.rollout.trained
+        if not first or watch.run.part is not None:
+            seen = read(watch, groups(args))
             self._say(args, seen, tracking.number_of(args, rollout_id, step_id))
         watch.begin(TRAIN)
-
-    @contextmanager
-    def apart(self) -> Iterator[None]:
-        """Keep the block's passes apart from the run's, for a gradient that no optimizer step will apply.
-
-        Within the block a pass is watched where the hook begins it, and `gather` takes the place of the step
-        hook.
-        """
-        kept = None if self.watch is None else self.watch.set_aside()
-        try:
-            yield
-        finally:
-            if self.watch is not None:
-                self.watch.take_back(kept)
-
-    def gather(self, args: Any) -> None:
-        """Let the loss read what the log-prob pass recorded, without logging it."""
-        if self.watch is not None and self.watch.part is not None:
-            read(self.watch, _groups(args))
-            self.watch.begin(TRAIN)
 
     def _say(self, args: Any, seen: Seen, number: int) -> None:
         ranks = current(args).parallel()[0]
@@ -143,10 +122,8 @@ class Watching:
 
     def record(self, correction: Correction, flags: Flags | None) -> None:
         """Add the log ratios of a micro-batch by class of token; nothing inside a backward's recompute."""
-        if flags is None or torch._C._current_graph_task_id() != -1:
-            return
-        assert self.watch is not None and self.watch.split is not None
-        self.watch.split += split(correction, flags.kind)
+        if flags is not None and self.watch is not None and not in_backward():
+            self.watch.sums.split += split(correction, flags.kind)
 
 
 def _stop(args: Any, seen: Seen) -> None:
@@ -173,7 +150,8 @@ def _grid(args: Any) -> Grid:
     return Grid(cp_size, cp_rank, sp_size, sp_rank, bool(getattr(args, "allgather_cp", False)))
 
 
-def _groups(args: Any) -> Groups:
+def groups(args: Any) -> Groups:
+    """The ranks that hold other parts of a step."""
     ranks: Ranks = current(args).parallel()[0]
     cut = bool(getattr(args, "sequence_parallel", False))
     pipeline, _ = megatron.pipeline()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -43,18 +43,16 @@ class Fault:
 def drop_broken_samples(args: Any, data: Iterable[Any]) -> None:
     """The sample filter of Miles and slime: `--rollout-sample-filter-path mis_plugins.mis.drop_broken_samples`.
 
-    Sets `remove_sample` where rollout log-probs are missing or of another count than the response's tokens (a
-    post-processed response). Sets it too where a log-prob is not finite at a token of the loss, or belongs to
-    another token than the response holds there. The log names dropped samples; they stay in their group's
-    advantages. The hosts slice and convert the log-probs of dropped samples too, and would fail there:
-    missing or non-finite log-probs become 0, all of them outside the loss by then.
+    Sets `remove_sample` where rollout log-probs are missing or of another count than the response's tokens. Sets it too
+    where a log-prob is not finite at a token of the loss, or belongs to another token than the response holds there.
+    The log names dropped samples; they stay in their group's advantages. The hosts convert their log-probs too, and
+    would fail there: missing or non-finite log-probs become 0, all of them outside the loss by then.
 
-    Neither host keeps the engine's token ids beside `tokens`, which an environment may rewrite. Tokens are
-    compared where a sample holds either of two records. A generate function of the user's may keep SGLang's
-    entries, one for each response token and None where no engine sampled, in
-    `metadata["output_token_logprobs"]`. slime has `rollout_top_p_token_ids` where top-p is below 1: the set
-    that each token was sampled from. Sets are not compared with `--sglang-speculative-algorithm`, as slime's
-    engine may accept a draft's token from outside its set.
+    Tokens, which an environment may rewrite, are compared where a sample holds what the engine returned. A generate
+    function of the user's may keep SGLang's entries, one for each response token and None where no engine sampled, in
+    `metadata["output_token_logprobs"]`. slime has `rollout_top_p_token_ids`: the set that each token was sampled from.
+    Sets are not compared with `--sglang-speculative-algorithm`, as slime's engine may accept a draft's
+    token from outside its set.
 
     Args:
         args: the host's. With Miles's `recompute_logprobs_via_prefill` the host scores all but aborted
@@ -98,29 +96,23 @@ def fault_of(sample: Any, drafts: bool = False) -> Fault | None:
 
 def _other_tokens(sample: Any, drafts: bool) -> Fault | None:
     """Whether a token of the loss is another than the engine returned, as far as the sample tells."""
-    length = sample.response_length
-    metadata = getattr(sample, "metadata", None)
+    length, metadata = sample.response_length, getattr(sample, "metadata", None)
     entries = metadata.get(ENTRIES) if isinstance(metadata, Mapping) else None
     if entries is not None and len(entries) != length:
         return Fault("of other tokens", f"{len(entries)} {ENTRIES} for {length} response tokens")
-    if entries is None:
-        changed = [False] * length if drafts else _outside_nucleus(sample)
+    if entries is not None:
+        pairs = zip(entries, _response(sample).tolist(), strict=True)
+        changed = [entry is not None and int(entry[1]) != token for entry, token in pairs]
     else:
-        changed = _unlike_entries(sample, entries)
-    pairs = zip(changed, _in_loss(sample), strict=True)
-    places = [i for i, (is_other, counts) in enumerate(pairs) if is_other and counts]
+        changed = [False] * length if drafts else _outside_nucleus(sample)
+    in_loss = zip(changed, _in_loss(sample), strict=True)
+    places = [i for i, (is_other, counts) in enumerate(in_loss) if is_other and counts]
     if not places:
         return None
     return Fault(
         "of other tokens",
         f"{len(places)} of {length} response tokens are not those that the engine returned, the first at {places[0]}",
     )
-
-
-def _unlike_entries(sample: Any, entries: Sequence[Any]) -> list[bool]:
-    """For each response token, whether the engine's entry names another token; False without an entry."""
-    tokens = _response(sample).tolist()
-    return [x is not None and int(x[1]) != token for x, token in zip(entries, tokens, strict=True)]
 
 
 def _outside_nucleus(sample: Any) -> list[bool]:

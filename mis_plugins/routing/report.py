@@ -15,7 +15,7 @@ from mis_plugins.packing.collectives import RANK_LOST, all_reduce
 from mis_plugins.packing.transfer import Arrival, to_host
 from mis_plugins.routing.fault import faulty_layers, of_layer, of_sample
 from mis_plugins.routing.placement import POSITIONS
-from mis_plugins.routing.table import CLASSES, KINDS, LOG_PROB, SPLIT, Group, Ran, empty_table, gather
+from mis_plugins.routing.table import CLASSES, KINDS, LOG_PROB, SPLIT, Group, Ran, gather
 from mis_plugins.routing.watch import Watch
 
 logger = logging.getLogger("mis_plugins")
@@ -90,45 +90,45 @@ class Seen:
 
 def read(watch: Watch, groups: Groups) -> Seen:
     """Reduce and read what the watch saw since the last call. Collective, between two steps."""
-    assert watch.table is not None
     watch.end()
-    samples: Sequence[Tensor] = ()
-    if watch.passed:
-        layers = torch.tensor(len(watch.watched), device=watch.table.device)
+    rollout = watch.rollout
+    strange: Sequence[Tensor] = ()
+    if rollout.passed:
+        layers = torch.tensor(len(watch.watched), device=watch.sums.table.device)
         pipeline = [] if groups.pp is None else [groups.pp]
-        watch.gathered = gather(watch.passed, _summed(layers, pipeline), groups.pp, groups.sp, groups.cp)
-        watch.passed, samples = [], watch.gathered.strange
-    seen = _read(watch, groups, samples)
+        rollout.gathered = gather(rollout.passed, _summed(layers, pipeline), groups.pp, groups.sp, groups.cp)
+        rollout.passed, strange = [], rollout.gathered.strange
+    seen = _read(watch, groups, strange)
+    watch.sums = watch.sums.cleared()
     if not seen.compared:
-        watch.gathered = None  # else all tokens would seem to be routed alike
+        rollout.gathered = None  # else all tokens would seem to be routed alike
     return seen
 
 
 def _read(watch: Watch, groups: Groups, strange: Sequence[Tensor]) -> Seen:
-    assert watch.table is not None and watch.split is not None
-    device, mine = watch.table.device, tuple(str(fault) for fault in watch.faults.values())
+    sums, mine = watch.sums, tuple(str(fault) for fault in watch.sums.faults.values())
+    device = sums.table.device
     named = [torch.cat(list(strange)).sum()] if strange and groups.counts_samples else []
-    faulty, unknown = (torch.tensor(number, device=device) for number in (len(mine), watch.unknown))
-    parts = [watch.table, watch.split, _of_layers(watch).to(device), sum(named, faulty), unknown]
-    for place, counts in enumerate((groups.counts_rows, groups.counts_tokens)):
-        parts[place] = parts[place] if counts else torch.zeros_like(parts[place])
-    samples = [one.samples if groups.counts_rows else torch.zeros_like(one.samples) for one in watch.ran]
+    faulty, unknown = (torch.tensor(number, device=device) for number in (len(mine), watch.rollout.unknown))
+    table = sums.table if groups.counts_rows else torch.zeros_like(sums.table)
+    split = sums.split if groups.counts_tokens else torch.zeros_like(sums.split)
+    parts = [table, split, _of_layers(watch).to(device), sum(named, faulty), unknown]
+    samples = [one.samples if groups.counts_rows else torch.zeros_like(one.samples) for one in sums.ran]
     of_replica = _summed(_packed([*parts, *samples]), groups.of_replica)
     sizes = [part.numel() for part in parts]
-    sums, samples = of_replica.split([sum(sizes), of_replica.numel() - sum(sizes)])
-    sums, samples, *strange = (to_host(x) for x in (_summed(sums, groups.of_replicas), samples, *strange))
-    Arrival.of_copies_from(watch.table).wait()
-    table, split, of_layers, faulty, unknown = sums.split(sizes)
-    table, (stage_of, random) = table.view_as(watch.table), _read_layers(of_layers.view(3, -1))
+    whole, by_sample = of_replica.split([sum(sizes), of_replica.numel() - sum(sizes)])
+    whole, by_sample, *strange = (
+        to_host(x) for x in (_summed(whole, groups.of_replicas), by_sample, *strange)
+    )
+    Arrival.of_copies_from(sums.table).wait()
+    table, split, of_layers, faulty, unknown = whole.split(sizes)
+    table, (stage_of, random) = table.view_as(sums.table), _read_layers(of_layers.view(3, -1))
     layers = [*faulty_layers(table, random)]
-    found = _found(layers, stage_of, _read_samples(watch.ran, samples), strange)
-    watch.table, watch.faults, watch.ran = empty_table(watch.table.shape[0], device), {}, []
-    watch.split = torch.zeros_like(watch.split)
     return Seen(
         table=table,
-        split=split.view(watch.split.shape),
+        split=split.view(sums.split.shape),
         mine=mine,
-        found=found,
+        found=_found(layers, stage_of, _read_samples(sums.ran, by_sample), strange),
         tells=groups.counts_samples,
         faulty=round(faulty.item()) + len(layers),
         unknown=round(unknown.item()),
@@ -165,8 +165,7 @@ def _found(
 
 def _of_layers(watch: Watch) -> Float[Tensor, "3 L"]:
     """Count the ranks that hold each layer, and add up their stages and how often unrelated rows look strange."""
-    assert watch.table is not None
-    rows = torch.zeros(3, watch.table.shape[0], dtype=torch.float64)
+    rows = torch.zeros(3, watch.sums.table.shape[0], dtype=torch.float64)
     for watched in watch.watched:
         rows[:, watched.layer] = torch.tensor([1, watch.stage, watched.random], dtype=torch.float64)
     return rows

@@ -7,10 +7,11 @@ device until the step hook reduces them (`routing/report.py`).
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float
@@ -19,7 +20,6 @@ from torch import Tensor, nn
 from mis_plugins.routing.choice import compare, selection_scores, strange_at_random
 from mis_plugins.routing.fault import Fault, Kind
 from mis_plugins.routing.placement import Grid, placement
-from mis_plugins.routing.source import Source
 from mis_plugins.routing.table import (
     CLASSES,
     LOG_PROB,
@@ -35,14 +35,42 @@ from mis_plugins.routing.table import (
 MTP = re.compile(r"(^|\.)mtp(\.|$)")
 
 
-@dataclass
+@runtime_checkable
+class Source(Protocol):
+    """The queues of recorded routes of one host; `mis_plugins/hosts/replay.py` has one for each host."""
+
+    def replaying(self) -> bool:
+        """Whether routers should consume recorded rows now."""
+        ...
+
+    def has_queue(self, router: Any) -> bool:
+        """Whether recorded rows are kept for this router at all."""
+        ...
+
+    def recorded(self, router: Any) -> int:
+        """How many micro-batches are recorded for this router."""
+        ...
+
+    def consumed(self, router: Any) -> int | None:
+        """How many of them it has consumed; None where the host does not count them."""
+        ...
+
+    def rows(self, router: Any) -> Tensor | None:
+        """The rows that this router should consume next, on any device; None where there are none."""
+        ...
+
+    def passing_over(self, router: Any) -> AbstractContextManager[None]:
+        """Let the router route by its own gates within the block, and count its next rows as consumed."""
+        ...
+
+
+@dataclass(frozen=True)
 class Watched:
     """One router. layer: index among all layers of the model; chunk: index among this rank's model chunks."""
 
     router: Any
     layer: int
     chunk: int
-    calls: int = 0
 
     @property
     def random(self) -> float:
@@ -53,132 +81,179 @@ def routers_of(model: Sequence[nn.Module]) -> Iterator[Watched]:
     """Megatron's routers in the chunks of a model; those of multi-token prediction, which no host replays, left out."""
     for chunk, part in enumerate(model):
         for name, module in part.named_modules():
-            routes = (
-                hasattr(module, "routing") and hasattr(module, "topk") and hasattr(module, "score_function")
-            )
+            routes = all(hasattr(module, each) for each in ("routing", "topk", "score_function"))
             if routes and not MTP.search(name) and not getattr(module, "is_mtp_layer", False):
                 yield Watched(module, module.layer_number - 1, chunk)  # type: ignore[operator]
 
 
+def in_backward() -> bool:
+    """Whether a backward runs: a forward within it is a recompute, whose first run was counted."""
+    return torch._C._current_graph_task_id() != -1
+
+
+@dataclass
+class Pass:
+    """The pass of the model that runs now.
+
+    part: `LOG_PROB` or `TRAIN`; None where nothing shall watch, as in the pass of a reference model.
+    first: the number of micro-batches in `Sums.ran` from before.
+    batches: the number of micro-batches that each model chunk began.
+    calls: how often the router of each layer ran.
+    current: the micro-batch that runs now.
+    replayed: whether a router should have consumed recorded rows.
+    compared: how often a router compared its choice.
+    """
+
+    part: str | None = None
+    first: int = 0
+    batches: Counter[int] = field(default_factory=Counter)
+    calls: Counter[int] = field(default_factory=Counter)
+    current: Passed | None = None
+    replayed: bool = False
+    compared: int = 0
+
+
+@dataclass
+class Rollout:
+    """The log-prob pass of the rollout in training, and how far training has come.
+
+    passed: its micro-batches, until they are gathered.
+    gathered: its flags; None where no log-prob pass was watched.
+    trained: the number of micro-batches that training forwards of the last chunk began.
+    begun: the micro-batch that a training forward of the last chunk began last.
+    unknown: how often a router ran in the log-prob pass, or should have run, and compared nothing.
+    """
+
+    passed: list[Passed] = field(default_factory=list)
+    gathered: Gathered | None = None
+    trained: int = 0
+    begun: Passed | None = None
+    unknown: int = 0
+
+
+@dataclass
+class Sums:
+    """What was counted since the step hook last read: by layer and position, by class of token, by sample."""
+
+    table: Float[Tensor, "L K P"]
+    split: Float[Tensor, "C R"]
+    ran: list[Ran] = field(default_factory=list)
+    faults: dict[tuple[Kind, int], Fault] = field(default_factory=dict)
+
+    @classmethod
+    def empty(cls, layers: int, device: torch.device | None = None) -> Sums:
+        split = torch.zeros(len(CLASSES), len(SPLIT), dtype=torch.float64, device=device)
+        return cls(empty_table(layers, device or torch.device("cpu")), split)
+
+    def cleared(self) -> Sums:
+        """Sums of as many layers, on the device, in which nothing was counted."""
+        return Sums.empty(self.table.shape[0], self.table.device)
+
+
 @dataclass
 class Watch:
-    """What one process saw since the step hook last read it.
+    """What one process saw of its routers.
 
     own: whether routers route by their own gates, and recorded rows are only compared.
-    part: the pass that runs now; None where nothing shall watch, as in the pass of a reference model.
-    current: the micro-batch that runs now.
-    passed: micro-batches of the log-prob pass, on the last chunk that ran them.
-    ran: micro-batches of all watched passes since the step hook last read.
-    before: number of micro-batches in `ran` from before the pass that runs now.
-    gathered: flags of the log-prob pass of this rollout; None where none was watched.
-    chunks: number of model chunks on this rank.
-    trained: number of micro-batches of this rollout that training forwards of the last chunk began.
-    begun: the micro-batch that a training forward of the last chunk began last.
-    replayed: whether a router of the pass that runs now should have consumed recorded rows.
-    compared: how often a router compared its choice in the log-prob pass.
-    unknown: how often a router ran in the log-prob pass, or should have run, and compared nothing.
+    chunks: the number of model chunks on this rank.
     """
 
     source: Source
     grid: Grid
     own: bool = False
     stage: int = 0
-    watched: list[Watched] = field(default_factory=list)
-    batches: dict[int, int] = field(default_factory=dict)
-    part: str | None = None
-    table: Float[Tensor, "L K P"] | None = None
-    split: Float[Tensor, "C R"] | None = None
-    current: Passed | None = None
-    passed: list[Passed] = field(default_factory=list)
-    ran: list[Ran] = field(default_factory=list)
-    before: int = 0
-    gathered: Gathered | None = None
+    watched: Sequence[Watched] = ()
     chunks: int = 1
-    trained: int = 0
-    begun: Passed | None = None
-    replayed: bool = False
-    compared: int = 0
-    unknown: int = 0
-    faults: dict[tuple[Kind, int], Fault] = field(default_factory=dict)
+    run: Pass = field(default_factory=Pass)
+    rollout: Rollout = field(default_factory=Rollout)
+    sums: Sums = field(default_factory=lambda: Sums.empty(0))
 
     def install(self, model: Sequence[nn.Module], layers: int) -> None:
         """Wrap every router of the model, and hear when each chunk begins a micro-batch."""
-        self.watched, self.chunks = list(routers_of(model)), len(model)
+        self.watched, self.chunks = tuple(routers_of(model)), len(model)
         for watched in self.watched:
             watched.router.routing = self._wrapped(watched, watched.router.routing)
         for chunk, part in enumerate(model):
             part.register_forward_pre_hook(self._begins(chunk), with_kwargs=True)
-        device = next((p.device for part in model for p in part.parameters()), torch.device("cpu"))
-        self.table = empty_table(layers, device)
-        self.split = torch.zeros(len(CLASSES), len(SPLIT), dtype=torch.float64, device=device)
-
-    def set_aside(self) -> dict[str, Any]:
-        """End the pass, return everything that was seen, and begin as if nothing had been seen."""
-        self.end()
-        seen = dict(vars(self))
-        self.take_back(None)
-        return seen
-
-    def take_back(self, seen: dict[str, Any] | None) -> None:
-        """Restore what was set aside, and forget everything else; None begins as if nothing had been seen."""
-        assert self.table is not None and self.split is not None
-        fresh = Watch(self.source, self.grid, self.own, self.stage, self.watched, chunks=self.chunks)
-        fresh.table, fresh.split = torch.zeros_like(self.table), torch.zeros_like(self.split)
-        vars(self).update(vars(fresh) if seen is None else seen)
+        device = next((p.device for part in model for p in part.parameters()), None)
+        self.sums = Sums.empty(layers, device)
 
     def begin(self, part: str | None) -> None:
         """Begin a pass. A log-prob pass drops what an earlier one told of single tokens."""
         self.end()
-        self.part, self.current = part, None
-        self.batches = {}
-        for watched in self.watched:
-            watched.calls = 0
         if part == LOG_PROB:
-            self.passed, self.gathered, self.trained, self.compared = [], None, 0, 0
+            self.rollout = Rollout()
             # Without a step hook nobody reads earlier log-prob passes, and they would pile up.
-            self.ran = [one for one in self.ran if one.part == TRAIN]
-        self.before = len(self.ran)
+            self.sums.ran = [one for one in self.sums.ran if one.part == TRAIN]
+        self.run = Pass(part, first=len(self.sums.ran))
+
+    def end(self) -> None:
+        """End a pass, and note routers that did not run in every micro-batch of their chunk."""
+        run = self.run
+        for watched in self.watched:
+            batches, calls = run.batches[watched.chunk], run.calls[watched.layer]
+            if run.replayed and calls != batches:
+                self.note("calls", watched, 0, f"{calls} of {batches}")
+        if run.part == LOG_PROB:
+            self.rollout.unknown = sum(run.batches[one.chunk] for one in self.watched) - run.compared
+        self.run = Pass()
+
+    def note(self, kind: Kind, watched: Watched, batch: int, ran: str = "") -> None:
+        """Keep the first fault of each kind and layer."""
+        fault = Fault(kind, watched.layer, self.stage, batch, ran)
+        self.sums.faults.setdefault((kind, watched.layer), fault)
+
+    def flags(self) -> Flags | None:
+        """Flags of the micro-batch whose loss is computed now; None where no log-prob pass told them.
+
+        Where the log-prob pass cut its micro-batches otherwise than training, the flags do not fit and are
+        None.
+        """
+        gathered, trained, begun = self.rollout.gathered, self.rollout.trained, self.rollout.begun
+        if gathered is None or begun is None or not 0 < trained <= len(gathered.flags):
+            return None
+        flags = gathered.flags[trained - 1]
+        return flags if flags.differs.shape == begun.placed.position.shape else None
 
     def _begins(self, chunk: int) -> Callable[..., None]:
         def hook(module: nn.Module, args: tuple, kwargs: dict) -> None:
             loss_mask = kwargs.get("loss_mask")
-            if self.part is None or loss_mask is None:
-                self.current = None
+            if self.run.part is None or loss_mask is None:
+                self.run.current = None
                 return
             packed = kwargs.get("packed_seq_params")
             placed = placement(loss_mask, None if packed is None else packed.cu_seqlens_q, self.grid)
-            self._enter(chunk, Passed.begin(placed, 0 if self.table is None else self.table.shape[0]))
+            self._enter(chunk, Passed.begin(placed, self.sums.table.shape[0]))
 
         return hook
 
     def _enter(self, chunk: int, begun: Passed) -> None:
-        number = self.batches.get(chunk, 0)
-        self.batches[chunk] = number + 1
-        begun = self._noted(number, begun)
-        if self.part == TRAIN:
-            self.current = begun
+        """Begin a micro-batch; chunks of one rank add to the same sums."""
+        run, ran, number = self.run, self.sums.ran, self.run.batches[chunk]
+        assert run.part is not None
+        run.batches[chunk] += 1
+        if run.first + number == len(ran):
+            ran.append(Ran(run.part, number, begun.samples))
+        begun = replace(begun, samples=ran[run.first + number].samples)
+        if run.part == TRAIN:
+            run.current = begun
             if chunk == self.chunks - 1:  # the loss follows the last chunk; earlier chunks run ahead
-                self.trained, self.begun = self.trained + 1, begun
+                self.rollout.trained, self.rollout.begun = self.rollout.trained + 1, begun
             return
-        if number == len(self.passed):
-            self.passed.append(begun)
-        self.current = self.passed[number]  # chunks of one rank add to the same rows
-
-    def _noted(self, number: int, begun: Passed) -> Passed:
-        """Keep the sums of a micro-batch for the step hook; chunks of one rank add to the same ones."""
-        assert self.part is not None
-        if self.before + number == len(self.ran):
-            self.ran.append(Ran(self.part, number, begun.samples))
-        return replace(begun, samples=self.ran[self.before + number].samples)
+        if number == len(self.rollout.passed):
+            self.rollout.passed.append(begun)
+        run.current = self.rollout.passed[number]
 
     def _wrapped(self, watched: Watched, original: Callable[..., Any]) -> Callable[..., Any]:
+        source, router = self.source, watched.router
+
         def routing(logits: Tensor, *args: Any, **kwargs: Any) -> Any:
-            if self.part is None or self.current is None or not self.source.replaying():
+            if self.run.part is None or self.run.current is None or not source.replaying():
                 return original(logits, *args, **kwargs)
-            self.replayed = True
-            rows, before = self.source.rows(watched.router), self.source.consumed(watched.router)
-            own = self.own and self.source.has_queue(watched.router)
-            with self.source.passing_over(watched.router) if own else nullcontext():
+            self.run.replayed = True
+            rows, before = source.rows(router), source.consumed(router)
+            own = self.own and source.has_queue(router)
+            with source.passing_over(router) if own else nullcontext():
                 result = original(logits, *args, **kwargs)
             self._check_queue(watched, before)
             if rows is not None:
@@ -189,8 +264,8 @@ class Watch:
 
     def _check_queue(self, watched: Watched, before: int | None) -> None:
         """Note what the host's own counters show, which costs the device nothing."""
-        router, batch = watched.router, watched.calls
-        watched.calls += torch._C._current_graph_task_id() == -1
+        router, batch = watched.router, self.run.calls[watched.layer]
+        self.run.calls[watched.layer] += not in_backward()
         if not self.source.has_queue(router):
             self.note("no_queue", watched, batch)
         elif before is not None and before >= self.source.recorded(router):
@@ -198,44 +273,16 @@ class Watch:
         elif before is not None and self.source.consumed(router) == before:
             self.note("skipped", watched, batch)
 
-    def note(self, kind: Kind, watched: Watched, batch: int, ran: str = "") -> None:
-        """Keep the first fault of each kind and layer."""
-        fault = Fault(kind, watched.layer, self.stage, batch, ran)
-        self.faults.setdefault((kind, watched.layer), fault)
-
     @torch.no_grad()
     def _compare(self, watched: Watched, logits: Tensor, rows: Tensor, used: Tensor) -> None:
-        """Add up what the router did; not in a recompute inside a backward, whose forward was added."""
-        if torch._C._current_graph_task_id() != -1:
+        """Add up what the router did."""
+        if in_backward():
             return
-        assert self.current is not None and self.table is not None
+        assert self.run.current is not None
         scores = selection_scores(watched.router, logits.detach().flatten(0, -2))
         rows = rows.to(scores.device, non_blocking=True)
-        drops = (
-            watched.router.config.moe_expert_capacity_factor is not None
-        )  # the map lacks tokens that overflow
+        # With a capacity the map lacks tokens that overflow.
+        drops = watched.router.config.moe_expert_capacity_factor is not None
         compared = compare(scores, rows, used.bool(), replays=not self.own and not drops)
-        self.current.add(watched.layer, self.table, compared)
-        self.compared += self.part == LOG_PROB
-
-    def end(self) -> None:
-        """End a pass, and note routers that did not run in every micro-batch of their chunk."""
-        for watched in self.watched:
-            batches = self.batches.get(watched.chunk, 0)
-            if self.replayed and watched.calls != batches:
-                self.note("calls", watched, 0, f"{watched.calls} of {batches}")
-        if self.part == LOG_PROB:
-            self.unknown = sum(self.batches.get(one.chunk, 0) for one in self.watched) - self.compared
-        self.part, self.replayed = None, False
-
-    def flags(self) -> Flags | None:
-        """Flags of the micro-batch whose loss is computed now; None where no log-prob pass told them.
-
-        Where the log-prob pass cut its micro-batches otherwise than training, the flags do not fit and are
-        None.
-        """
-        if self.gathered is None or not 0 < self.trained <= len(self.gathered.flags):
-            return None
-        flags = self.gathered.flags[self.trained - 1]
-        same = self.begun is not None and flags.differs.shape == self.begun.placed.position.shape
-        return flags if same else None
+        self.run.current.add(watched.layer, self.sums.table, compared)
+        self.run.compared += 1

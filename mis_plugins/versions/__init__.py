@@ -1,1 +1,1 @@
-"""Segment-wise weights: which version wrote each token, its log-prob under the next version, hooks around an update."""
+"""Segment-wise weights: which version wrote each token, and its log-prob under the next version."""

@@ -11,14 +11,14 @@ from pathlib import Path
 import torch
 import yaml
 
+from lab.host.asynchronous import pool as recompute_module
+from lab.host.asynchronous import response as versions
+from lab.host.asynchronous import update_hooks as hooks_module
 from mis_plugins.config.model import CorrectionConfig
 from mis_plugins.correction.pipeline import correct
 from mis_plugins.packing.layout import whole
 from mis_plugins.packing.ragged import Ranks
-from mis_plugins.versions import recompute as recompute_module
-from mis_plugins.versions import response as versions
 from mis_plugins.versions import segment_wise
-from mis_plugins.versions import update_hooks as hooks_module
 
 ROOT = Path(__file__).resolve().parents[2]
 TEXT = (ROOT / "docs" / "async.md").read_text(encoding="utf-8")

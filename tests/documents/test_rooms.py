@@ -11,9 +11,9 @@ import pytest
 from true_on_policy.contract.sides import ENGINES
 
 ROOT = Path(__file__).parents[2]
-# From top to bottom, as docs/architecture.md draws them. `former` holds old addresses and is imported by users alone.
+# From top to bottom, as docs/architecture.md draws them.
 FLOORS = {
-    "mis_plugins": "former __main__ local report mis explain hosts routing loss metrics versions correction config "
+    "mis_plugins": "__main__ local report mis explain hosts routing loss metrics versions correction config "
     "packing shared errors __version__",
     "true_on_policy": "__main__ doctor weights verify fsdp_worker trainers hosts engines observe models diff "
     "flags kernels contract bitwise errors",

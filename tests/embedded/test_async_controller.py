@@ -14,14 +14,14 @@ from tolerances import FP32_LOG_PROB
 
 from lab.host.asynchronous import controller as controller_module
 from lab.host.asynchronous.controller import Controller, PauseMode, Settings, Tally, Wanted
+from lab.host.asynchronous.response import Response
+from lab.host.asynchronous.staleness_bound import HeadOffpolicyness
+from lab.host.asynchronous.update_hooks import HookError
 from lab.host.model.decoder import ModelConfig
 from lab.host.model.decoding import Drawn, Sampling
 from lab.host.model.engine import DecodeEngine
 from lab.host.model.model import initial_weights
 from mis_plugins.errors import InputError
-from mis_plugins.versions.response import Response
-from mis_plugins.versions.staleness_bound import HeadOffpolicyness
-from mis_plugins.versions.update_hooks import HookError
 
 CONFIG = ModelConfig(16, 32, 2, 4, 2, 8, 48)
 LENGTH, SAMPLES, ROLLOUTS = 8, 6, 5

@@ -19,6 +19,8 @@ from test_local_loop import long_run, records, wait_for
 from tolerances import FP32_LOG_PROB
 
 from lab.host import report
+from lab.host.asynchronous.pool import Pool, recompute
+from lab.host.asynchronous.response import Response
 from lab.host.asynchronous.scoring import Scoring
 from lab.host.asynchronous.source import ages as token_ages
 from lab.host.asynchronous.summary import asynchronous_summary
@@ -29,8 +31,6 @@ from lab.host.rollout.sampler import Rollout, derive_seed, draw
 from lab.host.train.parallel import EXIT_INTERRUPTED, initialize, launch
 from mis_plugins.errors import ConfigError
 from mis_plugins.metrics.by_age import COLUMNS
-from mis_plugins.versions.recompute import Pool, recompute
-from mis_plugins.versions.response import Response
 
 LEARNS = (
     "--advantage-estimator reinforce --reward-shift -1 --lr 1e-3"  # failures push: --smoke never succeeds

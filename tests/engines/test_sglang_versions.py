@@ -16,7 +16,7 @@ import pytest
 import torch
 from test_local_async import versions_of_a_run
 
-from mis_plugins.versions.response import spans
+from mis_plugins.versions.spans import spans
 from true_on_policy.engines.protocol import Request, Sample
 from true_on_policy.engines.server import GENERATE_SECONDS, Private, Server, started
 from true_on_policy.engines.sglang.engine import SGLang, serve

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-import shutil
-import subprocess
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
@@ -12,7 +10,7 @@ from typing import Any
 import pytest
 
 from mis_plugins.__main__ import main
-from mis_plugins.hosts.checkout import flags
+from mis_plugins.hosts.checkout.command import given_flags
 from mis_plugins.hosts.needs.miles import NEEDS as MILES
 from mis_plugins.hosts.needs.record import Need
 from mis_plugins.hosts.needs.slime import SLIME, VIME
@@ -51,7 +49,7 @@ def write(root: Path, needs: Any, which: int | None) -> Path:
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text("\n".join(parts.values()))
     package = needs.tracking.addresses[0].module.partition(".")[0]
-    given = flags.given(HOSTS[package]) if HOSTS[package].records else {}
+    given = given_flags(HOSTS[package]) if HOSTS[package].records else {}
     (root / package / "arguments.py").write_text("\n".join(map(repr, given)))
     return root
 
@@ -158,46 +156,9 @@ def test_a_folder_without_a_host_is_refused(tmp_path: Path, capsys: pytest.Captu
     assert code == 2 and "no folder miles or slime or vime in it; give the root of a host's checkout" in text
 
 
-def git(root: Path, *command: str, day: str = "2026-04-01") -> None:
-    dated = {"GIT_AUTHOR_DATE": f"{day}T12:00:00", "GIT_COMMITTER_DATE": f"{day}T12:00:00", "HOME": str(root)}
-    name = ["-c", "user.name=a", "-c", "user.email=a@b"]
-    subprocess.run(["git", *name, *command], cwd=root, env={"PATH": "/usr/bin:/bin", **dated}, check=True)
-
-
-def test_the_commit_at_which_a_need_broke(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A need breaks on 2 April and is back on 3 April; a pull request of 4 April breaks another need."""
-    root = write(tmp_path, MILES, RAN)
-    git(root, "init", "-q", "-b", "main")
-    file = root / LOSSES
-    source = file.read_text()
-    for day, text in (("2026-04-01", source), ("2026-04-02", ""), ("2026-04-03", source)):
-        file.write_text(text)
-        git(root, "add", "-A")
-        git(root, "commit", "-qm", day, day=day)
-    git(root, "checkout", "-qb", "request")
-    (root / ENDPOINT).unlink()
-    git(root, "commit", "-qam", "moved", day="2026-04-04")
-    git(root, "update-ref", "refs/pull/17/head", "HEAD")
-    git(root, "checkout", "-q", "main")
-    code, text = told(capsys, "--history", root)
-    assert code == 1 and "3 commits of its main line" in text and "and 1 stored" in text
-    (loss,) = (line for line in text.splitlines() if line.startswith("its policy loss"))
-    assert loss.count("2026-04-03") == loss.count("2026-04-02") == 1 and loss.endswith("none")
-    (prompt,) = (line for line in text.splitlines() if line.startswith("the tokens of a prompt"))
-    assert "2026-04-01" in prompt and "never" in prompt and prompt.endswith("17")
-
-
-def test_an_address_that_changes_is_told_as_a_move(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("flags", [["--history"], ["--history", "--since", "2026-03-01"]])
+def test_the_history_is_the_labs(
+    flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    git(tmp_path, "init", "-q", "-b", "main")
-    for day, which in (("2026-04-01", RAN), ("2026-04-05", NEWEST)):
-        for old in tmp_path.glob("miles"):
-            shutil.rmtree(old)
-        write(tmp_path, MILES, which)
-        git(tmp_path, "add", "-A")
-        git(tmp_path, "commit", "-qm", day, day=day)
-    code, text = told(capsys, "--history", tmp_path)
-    (loss,) = (line.split() for line in text.splitlines() if line.startswith("its policy loss"))
-    assert code == 0 and loss[3] == "2026-04-01" and loss[5:7] == ["never", "2026-04-05"]
-    assert "One set of addresses answered all needs for 4 to 4 days, 1 sets in all." in text
+    code, text = told(capsys, *flags, tmp_path)
+    assert code == 2 and "python -m lab.host_history DIRECTORY" in text

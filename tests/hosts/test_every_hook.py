@@ -28,8 +28,7 @@ from mis_plugins.hosts import replay
 from mis_plugins.hosts.needs.record import HOOKS, Need, NeedError
 from mis_plugins.hosts.registry import current
 from mis_plugins.hosts.step_report import Recorder
-from mis_plugins.hosts.versions import carrying
-from mis_plugins.hosts.versions.miles import generate
+from mis_plugins.hosts.versions import generate, scores
 from true_on_policy import hosts as bitwise
 from true_on_policy.contract.cpu import Contract
 from true_on_policy.hosts.watch import Comparison
@@ -325,7 +324,7 @@ def test_versions_travel_from_the_engine_to_the_loss(
 ) -> None:
     """Tokens of version 1, trained on at version 3, and scored by version 2 in between."""
     host = stand_in_hosts.load(LAYOUTS[name], monkeypatch)
-    monkeypatch.setattr(carrying, "dist", rollout_process.alone_in_world())
+    monkeypatch.setattr(scores, "dist", rollout_process.alone_in_world())
     need, settings = (
         host.layout.needs.train_actor,
         {"custom_megatron_init_path": "mis_plugins.mis.carry_versions"},

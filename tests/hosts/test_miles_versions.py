@@ -19,15 +19,15 @@ import pytest
 import rollout_process
 import stand_ins
 import torch
+from rollout_process import DataIterator, get_batch, log_prob, scored
 
 from mis_plugins.errors import ConfigError, InputError
 from mis_plugins.hosts import loss_batch
-from mis_plugins.hosts.versions import carrying
-from mis_plugins.hosts.versions.miles import generate, train_data
-from mis_plugins.hosts.versions.miles.trainer import MilesTrainer
-from mis_plugins.hosts.versions.note import Note
-from mis_plugins.hosts.versions.numbering import Numbering
-from mis_plugins.hosts.versions.scores import Plan, Scores
+from mis_plugins.hosts.needs.miles import NEEDS
+from mis_plugins.hosts.registry import HOSTS
+from mis_plugins.hosts.versions import carrying, generate, rollouts, scores
+from mis_plugins.hosts.versions.samples import Note, Numbering
+from mis_plugins.hosts.versions.scores import Scores, Trainer, shares
 from mis_plugins.hosts.versions.shelf import Shelf
 from mis_plugins.versions.recompute import Request
 
@@ -39,7 +39,7 @@ class Sample:
         self.response_length, self.rollout_log_probs, self.weight_versions = 0, [], []
 
 
-KEY = MilesTrainer.notes
+KEY = NEEDS.notes
 
 
 def shelf(numbering: Numbering) -> Shelf:
@@ -203,11 +203,11 @@ def test_the_versions_of_the_engine_stand_on_the_sample(
     monkeypatch: pytest.MonkeyPatch, fresh: Numbering
 ) -> None:
     host_of_rollouts(monkeypatch)
-    sample = asyncio.run(generate.generate(asked(Sample()))).samples
+    sample = asyncio.run(generate.miles(asked(Sample()))).samples
     assert sample.output_versions == [3, 3, 4, 4]  # the last chunk of version 3 held a token of version 4
     assert sample.weight_versions == ["3", "4"]
     assert shelf(fresh).waiting(3, -1).requests[0].positions == (0, 1)
-    assert asyncio.run(generate.generate(asked(Sample(), evaluation=True))) == Output("the host's own")
+    assert asyncio.run(generate.miles(asked(Sample(), evaluation=True))) == Output("the host's own")
 
 
 def converted(samples: Sequence[Any], monkeypatch: pytest.MonkeyPatch, **args: Any) -> dict[str, Any]:
@@ -217,7 +217,8 @@ def converted(samples: Sequence[Any], monkeypatch: pytest.MonkeyPatch, **args: A
 
     conversion = {"miles.ray.rollout.train_data_conversion": {"convert_samples_to_train_data": own}}
     stand_ins.load(conversion, monkeypatch)
-    return train_data.convert(Namespace(custom_reward_post_process_path="json.loads", **args), samples)
+    given = Namespace(custom_reward_post_process_path="json.loads", **args)
+    return rollouts.convert(given, samples, NEEDS)
 
 
 def drawn(own: Numbering, versions: Sequence[int], index: int = 0) -> Any:
@@ -259,35 +260,32 @@ def test_what_the_conversion_is_not_handed_is_refused(flag: str, monkeypatch: py
 @pytest.mark.parametrize(("ranks", "multiple"), [(1, 1), (2, 1), (3, 2)])
 def test_ranks_score_equally_many_micro_batches(ranks: int, multiple: int) -> None:
     requests = [Request(i, (0,) * length, (0,)) for i, length in enumerate((9, 7, 5, 5, 3, 1))]
-    plan = Plan.of(requests, 10, ranks, multiple)
-    counts = {len(share) for share in plan.shares}
-    assert len(plan.shares) == ranks and len(counts) == 1 and counts.pop() % multiple == 0
-    scored = {one.number for share in plan.shares for batch in share for one in batch}
+    planned = shares(requests, 10, ranks, multiple)
+    counts = {len(share) for share in planned}
+    assert len(planned) == ranks and len(counts) == 1 and counts.pop() % multiple == 0
+    scored = {one.number for share in planned for batch in share for one in batch}
     assert scored == set(range(6))
-    assert all(sum(len(one.tokens) for one in batch) <= 10 for share in plan.shares for batch in share)
+    assert all(sum(len(one.tokens) for one in batch) <= 10 for share in planned for batch in share)
 
 
 def test_only_the_version_after_a_tokens_own_counts() -> None:
-    scores = Scores()
-    scores.add(
+    kept = Scores()
+    kept.add(
         2, {5: ((0, 1), torch.tensor([-1.0, -2.0]))}
     )  # token 1 was heard of as of version 1, and is of 2
-    scores.add(3, {5: ((1, 4), torch.tensor([-3.0, -9.0]))})  # token 4 was of a stream that broke
-    written = scores.written(Note(0, 5, [1, 2, 3]), 4)
+    kept.add(3, {5: ((1, 4), torch.tensor([-3.0, -9.0]))})  # token 4 was of a stream that broke
+    written = kept.written(Note(0, 5, [1, 2, 3]), 4)
     assert written.recomputed[:2].tolist() == [-1.0, -3.0] and written.recomputed[2].isnan()
-    scores.keep(frozenset())
-    assert scores.written(Note(0, 5, [1, 2, 3]), 4).recomputed.isnan().all()
+    kept.keep(frozenset())
+    assert kept.written(Note(0, 5, [1, 2, 3]), 4).recomputed.isnan().all()
 
 
+TRAINER_OF_MILES = Trainer(HOSTS["miles"], NEEDS)
 CONFIG = {"mis": {"segment_wise": {}}}
 
 
-def log_prob(token: int, version: int) -> float:
-    return -1.0 - token / 8 - version / 64
-
-
 def install(args: Any) -> None:
-    carrying.install(args, MilesTrainer())
+    carrying.install(args, HOSTS["miles"])
 
 
 class Actor:
@@ -305,27 +303,12 @@ class Actor:
         self, iterators: Any, counts: list[int], rollout_id: int, store_prefix: str
     ) -> dict[str, list[torch.Tensor]]:
         self.passes += 1
-        (iterator,) = iterators
-        assert counts == [len(iterator.indices)]
-        data, version = iterator.rollout_data, self.weight_updater.weight_version
-        rows = [
-            torch.tensor([log_prob(int(token), version) for token in tokens[-length:]])
-            for tokens, length in zip(data["tokens"], data["response_lengths"], strict=True)
-        ]
-        return {f"{store_prefix}log_probs": rows}
-
-
-class DataIterator:
-    def __init__(self, rollout_data: dict[str, Any], micro_batch_indices: list[list[int]]) -> None:
-        self.rollout_data, self.indices = rollout_data, micro_batch_indices
+        return scored(self, iterators, counts, store_prefix)
 
 
 @pytest.fixture
 def trainer(monkeypatch: pytest.MonkeyPatch) -> type:
     """Modules of the host's trainer on one rank."""
-
-    def get_batch(data_iterator: Any, keys: Sequence[str], pad: int = 1) -> dict[str, Any]:
-        return {key: data_iterator.rollout_data.get(key) for key in keys}
 
     alone = Namespace(size=1, rank=0, group=None)
     state = Namespace(
@@ -339,7 +322,7 @@ def trainer(monkeypatch: pytest.MonkeyPatch) -> type:
         "miles.backends.megatron_utils.model": {"get_batch": get_batch},
     }
     stand_ins.load(names, monkeypatch)
-    monkeypatch.setattr(carrying, "dist", rollout_process.alone_in_world())
+    monkeypatch.setattr(scores, "dist", rollout_process.alone_in_world())
     actor = vars(sys.modules["miles.backends.megatron_utils.actor"])
     exec(TRAINER, actor)
     return as_ray_runs_it(actor["MegatronTrainRayActor"])
@@ -367,19 +350,12 @@ def as_ray_runs_it(actor: type) -> type:
 
 
 def rollout(own: Numbering, samples: Sequence[Any]) -> dict[str, Any]:
-    return {
-        "weight_versions": own.noted(samples, scored=True),
-        "tokens": [torch.tensor(sample.tokens) for sample in samples],
-        "sample_indices": [sample.index for sample in samples],
-        "total_lengths": [len(sample.tokens) for sample in samples],
-        "response_lengths": [sample.response_length for sample in samples],
-        "loss_masks": [torch.ones(sample.response_length, dtype=torch.int) for sample in samples],
-    }
+    return rollout_process.rollout(own, samples, KEY)
 
 
 def test_every_token_is_scored_by_the_version_after_its_own(fresh: Numbering, trainer: Any) -> None:
     """A response that three versions write: it runs while the trainer scores, and travels the last time."""
-    actor, carried = Actor(fresh), carrying.Carrying(MilesTrainer())
+    actor, carried = Actor(fresh), carrying.Carrying(TRAINER_OF_MILES)
     held = Sample(1)
     number = fresh.begin(held, held.prompt)
     written: list[int] = []
@@ -408,7 +384,7 @@ def test_every_token_is_scored_by_the_version_after_its_own(fresh: Numbering, tr
 
 
 def test_a_rollout_that_is_repeated_is_not_scored_again(fresh: Numbering, trainer: Any) -> None:
-    actor, carried = Actor(fresh), carrying.Carrying(MilesTrainer())
+    actor, carried = Actor(fresh), carrying.Carrying(TRAINER_OF_MILES)
     waiting = drawn(fresh, [1, 1])
     actor.weight_updater.weight_version = 2
     data = rollout(fresh, [drawn(fresh, [2])])
@@ -423,7 +399,7 @@ def test_a_repeated_rollout_trains_with_the_columns_of_its_own_samples(
     fresh: Numbering, trainer: Any
 ) -> None:
     """A rank is lost, and the rollout is split anew: this rank gets another sample, whose scores it still has."""
-    actor, carried = Actor(fresh), carrying.Carrying(MilesTrainer())
+    actor, carried = Actor(fresh), carrying.Carrying(TRAINER_OF_MILES)
     first, second = drawn(fresh, [1, 1]), drawn(fresh, [1], index=1)
     before, shares = rollout(fresh, [drawn(fresh, [1])]), [rollout(fresh, [one]) for one in (first, second)]
     for version, rollout_id, data in ((2, 0, before), (3, 1, shares[0]), (3, 1, shares[1])):
@@ -438,7 +414,7 @@ def test_a_repeated_rollout_trains_with_the_columns_of_its_own_samples(
 def test_a_repeated_rollout_drops_its_old_tokens_again(fresh: Numbering, trainer: Any) -> None:
     actor, carried = (
         Actor(fresh, mis={"segment_wise": {"too_old": "drop"}}),
-        carrying.Carrying(MilesTrainer()),
+        carrying.Carrying(TRAINER_OF_MILES),
     )
     actor.weight_updater.weight_version = 4
     data = rollout(fresh, [drawn(fresh, [1, 3, 4])])
@@ -452,7 +428,7 @@ def test_a_token_that_nobody_scored(too_old: str, fresh: Numbering, trainer: Any
     actor = Actor(fresh, mis={"segment_wise": {"too_old": too_old}})
     actor.weight_updater.weight_version = 4
     data = rollout(fresh, [drawn(fresh, [1, 3, 4], index=6)])
-    carried = carrying.Carrying(MilesTrainer())
+    carried = carrying.Carrying(TRAINER_OF_MILES)
     if too_old == "raise":
         with pytest.raises(InputError, match="sample 6, token 0: version 1, with the trainer at 4"):
             carried.before_training(actor, 0, data)
@@ -465,7 +441,7 @@ def test_a_token_that_nobody_scored(too_old: str, fresh: Numbering, trainer: Any
 def test_nothing_is_scored_that_no_weight_reads(
     config: dict[str, Any], fresh: Numbering, trainer: Any
 ) -> None:
-    actor, carried = Actor(fresh, mis={"segment_wise": config}), carrying.Carrying(MilesTrainer())
+    actor, carried = Actor(fresh, mis={"segment_wise": config}), carrying.Carrying(TRAINER_OF_MILES)
     waiting = drawn(fresh, [1])
     actor.weight_updater.weight_version = 2
     carried.before_training(actor, 0, data := rollout(fresh, [drawn(fresh, [2])]))
@@ -479,16 +455,16 @@ def test_the_loss_hook_gets_what_it_reads(fresh: Numbering, trainer: Any) -> Non
     actor.init(actor.args, "actor")
     data = rollout(fresh, [drawn(fresh, [1, 1])])
     assert actor.train_actor(0, data) == "trained 0"
-    get_batch = sys.modules["miles.backends.megatron_utils.model"].get_batch
+    carried_batch = sys.modules["miles.backends.megatron_utils.model"].get_batch
     iterator = Namespace(rollout_data=data)
-    before = get_batch(iterator, ["tokens", "loss_masks"])
+    before = carried_batch(iterator, ["tokens", "loss_masks"])
     assert set(before) == {"tokens", "loss_masks"} and "output_versions" not in data, "of the log-prob pass"
-    batch = get_batch(iterator, ["tokens", "advantages"])
+    batch = carried_batch(iterator, ["tokens", "advantages"])
     assert loss_batch.knows_versions(batch) and data["proximal_version"] == 1
     written = loss_batch.written(batch, [2])
     assert written.versions.tolist() == [1, 1] and written.current == 1 and written.recomputed.isnan().all()
     with pytest.raises(InputError, match="the rollout in training went past the trainer's train_actor"):
-        get_batch(Namespace(rollout_data=dict(data)), ["tokens", "advantages"])
+        carried_batch(Namespace(rollout_data=dict(data)), ["tokens", "advantages"])
 
 
 def test_a_critic_is_left_alone(fresh: Numbering, trainer: Any) -> None:
@@ -522,7 +498,7 @@ def test_arguments_under_which_versions_would_mislead_are_refused(args: dict[str
 
 def test_cells_of_fault_tolerance_are_refused(trainer: Any) -> None:
     with pytest.raises(ConfigError, match="--ft-components train: one cell alone hands new weights"):
-        MilesTrainer().check(Namespace(indep_dp=True), recomputes=False)
+        carrying.check(Namespace(indep_dp=True, **CONFIG), NEEDS.refusals)
 
 
 def test_an_overlapped_step_may_not_meet_an_update_in_place(trainer: Any) -> None:
@@ -537,4 +513,4 @@ def test_an_overlapped_step_may_not_meet_an_update_in_place(trainer: Any) -> Non
 
 def test_a_rollout_without_notes_is_refused(fresh: Numbering, trainer: Any) -> None:
     with pytest.raises(InputError, match="weight_versions: none in this rollout"):
-        carrying.Carrying(MilesTrainer()).before_training(Actor(fresh), 0, {})
+        carrying.Carrying(TRAINER_OF_MILES).before_training(Actor(fresh), 0, {})

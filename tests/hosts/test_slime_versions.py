@@ -17,15 +17,14 @@ import pytest
 import rollout_process
 import stand_ins
 import torch
+from rollout_process import DataIterator, get_batch, log_prob, scored
 
 from mis_plugins import mis
 from mis_plugins.errors import ConfigError, InputError
 from mis_plugins.hosts import loss_batch
-from mis_plugins.hosts.versions import carrying, rollouts
-from mis_plugins.hosts.versions.note import Note
-from mis_plugins.hosts.versions.numbering import Numbering
-from mis_plugins.hosts.versions.slime.trainer import SlimeTrainer
-from mis_plugins.hosts.versions.trainer import CANNOT
+from mis_plugins.hosts.needs.slime import SLIME
+from mis_plugins.hosts.versions import carrying, rollouts, scores
+from mis_plugins.hosts.versions.samples import Note, Numbering
 
 CONFIG = {"mis": {"segment_wise": {}}}
 
@@ -164,15 +163,6 @@ def test_images_are_refused_where_tokens_are_scored_again(
         rollouts._convert_samples_to_train_data([sample])
 
 
-def log_prob(token: int, version: int) -> float:
-    return -1.0 - token / 8 - version / 64
-
-
-class DataIterator:
-    def __init__(self, rollout_data: dict[str, Any], micro_batch_indices: list[list[int]]) -> None:
-        self.rollout_data, self.micro_batch_indices = rollout_data, micro_batch_indices
-
-
 ACTOR = """
 class MegatronTrainRayActor:
     def init(self, args, role):
@@ -191,21 +181,8 @@ class MegatronTrainRayActor:
 def actor(monkeypatch: pytest.MonkeyPatch) -> Any:
     """slime's trainer on one rank, not yet initialized: its log-probs are a formula of token and version."""
 
-    def get_batch(data_iterator: Any, keys: Sequence[str], pad: int = 1) -> dict[str, Any]:
-        return {key: data_iterator.rollout_data.get(key) for key in keys}
-
     def compute_log_prob(self: Any, iterators: Any, counts: list[int], store_prefix: str = "") -> Any:
-        (iterator,) = iterators
-        assert counts == [len(iterator.micro_batch_indices)]
-        data, version = iterator.rollout_data, self.weight_updater.weight_version
-        rows = [
-            torch.tensor(
-                [log_prob(int(token), version) for token in data["tokens"][i][-data["response_lengths"][i] :]]
-            )
-            for indices in iterator.micro_batch_indices
-            for i in indices
-        ]
-        return {f"{store_prefix}log_probs": rows}
+        return scored(self, iterators, counts, store_prefix)
 
     package = "slime.backends.megatron_utils"
     names = {
@@ -215,11 +192,7 @@ def actor(monkeypatch: pytest.MonkeyPatch) -> Any:
         f"{package}.model": {"get_batch": get_batch},
     }
     stand_ins.load(names, monkeypatch)
-    from megatron.core import mpu
-
-    for name in ("data_parallel", "tensor_model_parallel", "context_parallel"):
-        monkeypatch.setattr(mpu, f"get_{name}_rank", lambda **more: 0)
-    monkeypatch.setattr(carrying, "dist", rollout_process.alone_in_world())
+    monkeypatch.setattr(scores, "dist", rollout_process.alone_in_world())
     module = vars(sys.modules[f"{package}.actor"])
     exec(ACTOR, module)
     made = module["MegatronTrainRayActor"]
@@ -234,19 +207,12 @@ def started(actor: Any, **args: Any) -> Any:
 
 
 def rollout(numbering: Numbering, samples: Sequence[Any]) -> dict[str, Any]:
-    return {
-        "source_names": numbering.noted(samples, scored=True),
-        "sample_indices": [sample.index for sample in samples],
-        "tokens": [torch.tensor(sample.tokens) for sample in samples],
-        "total_lengths": [len(sample.tokens) for sample in samples],
-        "response_lengths": [sample.response_length for sample in samples],
-        "loss_masks": [torch.ones(sample.response_length, dtype=torch.int) for sample in samples],
-    }
+    return rollout_process.rollout(numbering, samples, SLIME.notes)
 
 
 def batch_of(data: dict[str, Any]) -> dict[str, Any]:
-    get_batch = sys.modules["slime.backends.megatron_utils.model"].get_batch
-    return get_batch(Namespace(rollout_data=data), ["tokens", "advantages"])
+    carried_batch = sys.modules["slime.backends.megatron_utils.model"].get_batch
+    return carried_batch(Namespace(rollout_data=data), ["tokens", "advantages"])
 
 
 def test_every_token_is_scored_by_the_version_after_its_own(
@@ -306,8 +272,9 @@ def test_the_hosts_own_source_names_are_no_notes(
 def test_arguments_under_which_versions_would_mislead_are_refused(args: dict[str, Any], actor: Any) -> None:
     (name,) = args
     with pytest.raises(ConfigError, match="--" + name.replace("_", "-")):
-        carrying.install(Namespace(**{**CONFIG, **args}), SlimeTrainer())
-    if name not in CANNOT | dict(SlimeTrainer.cannot):
+        carrying.check(Namespace(**{**CONFIG, **args}), SLIME.refusals)
+    refusals = (*carrying.REFUSALS, *SLIME.refusals)
+    if any(each.scored and each.when(args) for each in refusals):
         started(actor, **args, mis={"segment_wise": {"method": "loglinear"}})
 
 

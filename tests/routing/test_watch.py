@@ -236,8 +236,8 @@ def test_counts_do_not_depend_on_the_grid(name: str, tmp_path: Path):
 
     def work(rank: int) -> Any:
         seen, watching, said = watched(args)
-        assert watching.watch is not None and watching.watch.gathered is not None
-        flags = watching.watch.gathered.flags
+        assert watching.watch is not None and watching.watch.rollout.gathered is not None
+        flags = watching.watch.rollout.gathered.flags
         return seen.table.sum(-1)[:, :3].tolist(), said, [(f.differs, f.kind) for f in flags], grid()
 
     for table, said, flags, (cp, rank, data) in on_ranks(name, work, tmp_path):
@@ -613,11 +613,15 @@ def pass_of(*rows: int) -> Gathered:
     return Gathered(tuple(flags), ())
 
 
+def training(gathered: Gathered, chunks: int = 1) -> watch_room.Watch:
+    """A watch whose rollout trains."""
+    run, rollout = watch_room.Pass(watch_room.TRAIN), watch_room.Rollout(gathered=gathered)
+    return watch_room.Watch(replay.Targets(), Grid(), chunks=chunks, run=run, rollout=rollout)
+
+
 def test_flags_are_those_of_the_micro_batch_whose_loss_runs():
     """With two chunks on a rank the first runs ahead, and the loss follows the last."""
-    watch = watch_room.Watch(
-        replay.Targets(), Grid(), chunks=2, part=watch_room.TRAIN, gathered=pass_of(3, 4)
-    )
+    watch = training(pass_of(3, 4), chunks=2)
     for chunk, rows, expected in ((0, 3, None), (0, 4, None), (1, 3, 0), (1, 4, 1)):
         watch._enter(chunk, begun(rows))
         flags = watch.flags()
@@ -625,7 +629,7 @@ def test_flags_are_those_of_the_micro_batch_whose_loss_runs():
 
 
 def test_flags_of_a_pass_that_was_cut_otherwise_are_not_used():
-    watch = watch_room.Watch(replay.Targets(), Grid(), part=watch_room.TRAIN, gathered=pass_of(3, 4))
+    watch = training(pass_of(3, 4))
     for rows, known in ((3, True), (5, False), (4, False)):
         watch._enter(0, begun(rows))
         assert (watch.flags() is not None) == known

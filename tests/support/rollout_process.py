@@ -6,20 +6,18 @@ import asyncio
 import inspect
 import threading
 from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import CancelledError
 from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import stand_ins
+import torch
+from torch import Tensor
 
-from mis_plugins.hosts.versions import rollouts
-from mis_plugins.hosts.versions.miles import generate as miles_generate
-from mis_plugins.hosts.versions.miles import train_data as miles_train_data
-from mis_plugins.hosts.versions.numbering import Numbering
-from mis_plugins.hosts.versions.slime import generate as slime_generate
-from mis_plugins.hosts.versions.slime import train_data as slime_train_data
+from mis_plugins.hosts.versions import generate, rollouts
+from mis_plugins.hosts.versions.samples import Numbering
 
 
 class Remote:
@@ -79,6 +77,49 @@ class Ray:
         }
 
 
+def log_prob(token: int, version: int) -> float:
+    """What a stand-in of a trainer gives a token."""
+    return -1.0 - token / 8 - version / 64
+
+
+class DataIterator:
+    """A host's iterator over the micro-batches of a rollout."""
+
+    def __init__(self, rollout_data: dict[str, Any], micro_batch_indices: list[list[int]]) -> None:
+        self.rollout_data, self.micro_batch_indices = rollout_data, micro_batch_indices
+
+
+def get_batch(data_iterator: Any, keys: Sequence[str], pad: int = 1) -> dict[str, Any]:
+    """A host's micro-batch, which holds the keys that it lists."""
+    return {key: data_iterator.rollout_data.get(key) for key in keys}
+
+
+def scored(trainer: Any, iterators: Any, counts: list[int], prefix: str) -> dict[str, list[Tensor]]:
+    """The log-prob pass of a stand-in of a trainer on one rank."""
+    (iterator,) = iterators
+    assert counts == [len(iterator.micro_batch_indices)]
+    data, version = iterator.rollout_data, trainer.weight_updater.weight_version
+    pairs = [
+        (data["tokens"][i], data["response_lengths"][i])
+        for each in iterator.micro_batch_indices
+        for i in each
+    ]
+    rows = [torch.tensor([log_prob(int(token), version) for token in tokens[-n:]]) for tokens, n in pairs]
+    return {f"{prefix}log_probs": rows}
+
+
+def rollout(numbering: Numbering, samples: Sequence[Any], notes: str) -> dict[str, Any]:
+    """A rollout as a trainer gets it, with a note of each sample under the host's key."""
+    return {
+        notes: numbering.noted(samples, scored=True),
+        "tokens": [torch.tensor(sample.tokens) for sample in samples],
+        "sample_indices": [sample.index for sample in samples],
+        "total_lengths": [len(sample.tokens) for sample in samples],
+        "response_lengths": [sample.response_length for sample in samples],
+        "loss_masks": [torch.ones(sample.response_length, dtype=torch.int) for sample in samples],
+    }
+
+
 def alone_in_world() -> Namespace:
     """torch.distributed of one rank, as far as the carried trainer asks it."""
     return Namespace(
@@ -96,7 +137,7 @@ def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[Numbering]:
     ray = Ray()
     stand_ins.load({"ray": ray.names()}, monkeypatch)
     own = Numbering(rollouts.opened)
-    for place in (miles_generate, miles_train_data, slime_generate, slime_train_data):
+    for place in (generate, rollouts):
         monkeypatch.setattr(place, "NUMBERING", own)
     yield own
     ray.end()

@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lab.host.asynchronous.response import Response
 from mis_plugins.errors import InputError
-from mis_plugins.versions.response import Response, spans
+from mis_plugins.versions.spans import spans
 
 
 @st.composite

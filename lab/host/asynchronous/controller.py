@@ -16,13 +16,13 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from lab.host.asynchronous.pool import Pool
+from lab.host.asynchronous.response import Response
+from lab.host.asynchronous.staleness_bound import HeadOffpolicyness
+from lab.host.asynchronous.update_hooks import Hooks
 from lab.host.model.decoder import ModelConfig
 from lab.host.model.decoding import Drawn, Sampling, Unfinished
 from lab.host.model.steps import Growing, stepped
-from mis_plugins.versions.recompute import Pool
-from mis_plugins.versions.response import Response
-from mis_plugins.versions.staleness_bound import HeadOffpolicyness
-from mis_plugins.versions.update_hooks import Hooks
 
 PauseMode = Literal["in_place", "retract", "abort"]
 

@@ -8,10 +8,10 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 
+from lab.host.asynchronous.pool import Batch
 from lab.host.train.batch import pack
 from lab.host.train.parallel import ParallelState
 from lab.host.train.trainer import Trainer
-from mis_plugins.versions.recompute import Batch
 
 Scores = list[list[float]]
 

@@ -13,7 +13,10 @@ from torch import Tensor
 
 from lab.host.asynchronous.controller import Controller, Settings, Wanted
 from lab.host.asynchronous.measure import measured, segment_wise
+from lab.host.asynchronous.pool import Recomputed, recompute
+from lab.host.asynchronous.response import Response
 from lab.host.asynchronous.scoring import Scoring
+from lab.host.asynchronous.staleness_bound import HeadOffpolicyness
 from lab.host.cli.arguments import register_hooks
 from lab.host.model.decoder import ModelConfig
 from lab.host.model.decoding import Sampling
@@ -24,10 +27,7 @@ from lab.host.rollout.tasks import Problem, Task
 from lab.host.train.parallel import ParallelState
 from lab.host.train.trainer import RolloutData, Trainer
 from mis_plugins.metrics.by_age import age_column
-from mis_plugins.versions.recompute import Recomputed, recompute
-from mis_plugins.versions.response import Response
 from mis_plugins.versions.segment_wise import STORED_FROM
-from mis_plugins.versions.staleness_bound import HeadOffpolicyness
 
 Row = dict[str, int | float]
 

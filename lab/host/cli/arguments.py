@@ -10,14 +10,14 @@ from typing import Any, get_args
 
 import yaml
 
+from lab.host.asynchronous.staleness_bound import HeadOffpolicyness
+from lab.host.asynchronous.update_hooks import Hooks, Point
 from lab.host.cli.flags import REMOVED, TELLING, build_parser, named, spelled
 from lab.host.cli.loading import load_function
 from mis_plugins.config.file import keys_of
 from mis_plugins.config.reading import from_args
 from mis_plugins.errors import ConfigError
 from mis_plugins.shared.numerals import LARGEST, shown
-from mis_plugins.versions.staleness_bound import HeadOffpolicyness
-from mis_plugins.versions.update_hooks import Hooks, Point
 from true_on_policy.contract.sides import ENGINES
 
 SMOKE = {

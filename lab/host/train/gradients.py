@@ -6,7 +6,8 @@ The harm of a mismatched rollout engine shows here before a policy collapses, an
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -18,7 +19,10 @@ from lab.host.rollout.sampler import Rollout, shard
 from lab.host.train.loss import LOSSES
 from lab.host.train.parallel import ParallelState
 from lab.host.train.trainer import Trainer
-from mis_plugins.hosts.routing import WATCHING
+from mis_plugins.hosts.routing import WATCHING, groups
+from mis_plugins.routing import watch as routes
+from mis_plugins.routing.report import read
+from mis_plugins.routing.table import TRAIN
 
 
 def on_policy(args: Namespace) -> Namespace:
@@ -42,6 +46,32 @@ def before_log_probs(args: Namespace, trainer: Trainer, prefix: str = "") -> Non
         hook(args, [trainer.ddp], prefix)
 
 
+@contextmanager
+def routes_apart() -> Iterator[None]:
+    """Keep what the watch over routers sees in the block apart, for a gradient that no optimizer step will apply."""
+    kept = None
+    if (watch := WATCHING.watch) is not None:
+        watch.end()
+        kept = watch.rollout, watch.sums
+        watch.rollout, watch.sums = routes.Rollout(), watch.sums.cleared()
+    try:
+        yield
+    finally:
+        if (watch := WATCHING.watch) is not None:
+            watch.run, (watch.rollout, watch.sums) = (
+                routes.Pass(),
+                kept or (routes.Rollout(), watch.sums.cleared()),
+            )
+
+
+def _gather_routes(args: Namespace) -> None:
+    """Let the loss read what a watched log-prob pass recorded, without logging it."""
+    watch = WATCHING.watch
+    if watch is not None and watch.run.part is not None:
+        read(watch, groups(args))
+        watch.begin(TRAIN)
+
+
 def mean_gradient(
     args: Namespace, state: ParallelState, trainer: Trainer, rollouts: Sequence[Rollout]
 ) -> Tensor:
@@ -52,7 +82,7 @@ def mean_gradient(
         data = shard(whole, state, rollout)
         before_log_probs(whole, trainer)
         data["log_probs"] = trainer.log_probs(data)
-        WATCHING.gather(whole)
+        _gather_routes(whole)
         trainer.accumulate(whole, data, range(len(data["tokens"])), LOSSES[args.loss_type])
         total = total + trainer.gradient()
     return total / len(rollouts)

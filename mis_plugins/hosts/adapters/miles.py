@@ -17,7 +17,6 @@ from mis_plugins.hosts.host import (
     Recomputes,
     Scores,
     Tensor,
-    Trainer,
     sequences_of,
 )
 from mis_plugins.hosts.needs.miles import NEEDS
@@ -96,13 +95,6 @@ def recomputes(args: Any) -> Recomputes:
     return "never" if args.skip_actor_forward_only else "always"
 
 
-def rescore(args: Any, data: Batch, ranks: Ranks) -> Sequence[Tensor] | None:
-    """A second log-prob pass of Miles's trainer, whose pass takes the number of the rollout."""
-    from mis_plugins.hosts.resplit import rescored
-
-    return rescored(NEEDS, args, data, ranks, numbered=True)
-
-
 def _check_whole_vocabulary(args: Any, batch: Batch) -> None:
     """Refuse log-probs of the engine that are renormalized over what top-p or top-k left of the vocabulary.
 
@@ -130,20 +122,6 @@ def _state() -> Any | None:
     return None if get_parallel_state is None else get_parallel_state()
 
 
-def with_versions(args: Any, samples: Sequence[Any]) -> dict[str, Any]:
-    """Miles's train data of the samples, with a `Note` of each sample."""
-    from mis_plugins.hosts.versions.miles.train_data import convert
-
-    return convert(args, samples)
-
-
-def versioned() -> Trainer:
-    """The interface to Miles's trainer through which versions are carried."""
-    from mis_plugins.hosts.versions.miles.trainer import MilesTrainer
-
-    return MilesTrainer()
-
-
 HOST = Host(
     name="miles",
     title="Miles",
@@ -161,8 +139,6 @@ HOST = Host(
     records=("miles", "megatron", "sglang"),
     eval_engines=True,
     version_flags=f"--fully-async {VERSION_FLAGS}",
-    with_versions=with_versions,
-    versioned=versioned,
     rollout_batch=True,
-    rescore=rescore,
+    rescore=megatron.rescore_of(NEEDS),
 )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from mis_plugins.hosts import megatron
@@ -11,14 +11,12 @@ from mis_plugins.hosts.host import (
     Batch,
     Host,
     LogProbs,
-    Ranks,
-    Rescore,
     Scores,
     Tensor,
-    Trainer,
     sequences_of,
 )
-from mis_plugins.hosts.needs.slime import SLIME, SlimeLike
+from mis_plugins.hosts.needs.record import Needs
+from mis_plugins.hosts.needs.slime import SLIME
 
 FULLY_ASYNC = "--rollout-function-path slime.rollout.fully_async_rollout.generate_rollout_fully_async"
 
@@ -34,41 +32,16 @@ def scores(args: Any, batch: Batch, logits: Tensor) -> Scores:
 
 
 def scored(
-    needs: SlimeLike, args: Any, batch: Batch, logits: Tensor, more: Mapping[str, Any] | None = None
+    needs: Needs, args: Any, batch: Batch, logits: Tensor, more: Mapping[str, Any] | None = None
 ) -> Scores:
     """Log-probs and entropy by the host's own function, which returns them behind an empty tensor."""
     _, found = needs.scores.get()(logits, args=args, with_entropy=True, **sequences_of(batch), **(more or {}))
     return found["log_probs"], found["entropy"]
 
 
-def rescore_of(needs: SlimeLike) -> Rescore:
-    """A second log-prob pass of the host's trainer."""
-
-    def rescore(args: Any, data: Batch, ranks: Ranks) -> Sequence[Tensor] | None:
-        from mis_plugins.hosts.resplit import rescored
-
-        return rescored(needs, args, data, ranks)
-
-    return rescore
-
-
-def tracks(needs: SlimeLike) -> Callable[[Any], bool]:
+def tracks(needs: Needs) -> Callable[[Any], bool]:
     """Whether this process has the host's tracking, whatever its arguments say."""
     return lambda args: needs.tracking.is_loaded
-
-
-def with_versions(args: Any, samples: Sequence[Any]) -> dict[str, Any]:
-    """slime's train data of the samples, with a `Note` of each sample."""
-    from mis_plugins.hosts.versions.slime.train_data import convert
-
-    return convert(args, samples)
-
-
-def versioned() -> Trainer:
-    """The interface to slime's trainer through which versions are carried."""
-    from mis_plugins.hosts.versions.slime.trainer import SlimeTrainer
-
-    return SlimeTrainer()
 
 
 HOST = Host(
@@ -86,9 +59,7 @@ HOST = Host(
     one_sample_a_rollout=True,
     records=("slime", "megatron", "sglang"),
     version_flags=f"{FULLY_ASYNC} {VERSION_FLAGS}",
-    with_versions=with_versions,
-    versioned=versioned,
     rollout_batch=True,
     kept_set=hands_on_kept_sets,
-    rescore=rescore_of(SLIME),
+    rescore=megatron.rescore_of(SLIME),
 )

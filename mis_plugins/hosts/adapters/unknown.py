@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from mis_plugins.errors import InputError
 from mis_plugins.hosts import megatron
-from mis_plugins.hosts.host import Batch, Host, Scores, Tensor
+from mis_plugins.hosts.host import Host
 from mis_plugins.shared.notices import warn_once
 
 NOTICE = (
@@ -20,13 +19,8 @@ NO_LOSS = (
 )
 
 
-def scores(args: Any, batch: Batch, logits: Tensor) -> Scores:
-    """Refuse: how this host scores tokens is not known."""
-    raise InputError(NO_LOSS)
-
-
-def own_loss() -> Callable[..., Any]:
-    """Refuse: which loss this host trains with is not known."""
+def refuse(*_: Any) -> Any:
+    """Refuse: neither how this host scores tokens nor its loss is known."""
     raise InputError(NO_LOSS)
 
 
@@ -42,9 +36,9 @@ HOST = Host(
     runs=lambda args: True,
     told_by="nothing",
     parallel=megatron.parallel,
-    scores=scores,
+    scores=refuse,
     megatron=False,
-    own_loss=own_loss,
+    own_loss=refuse,
     reports=megatron.reports,
     tracking=tracking,
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 
+from mis_plugins.hosts import megatron
 from mis_plugins.hosts.adapters import slime
 from mis_plugins.hosts.needs.slime import VIME
 
@@ -21,8 +22,6 @@ HOST = replace(
     needs=VIME,
     records=(),
     version_flags="",
-    with_versions=None,
-    versioned=None,
     kept_set=lambda keys: False,
-    rescore=slime.rescore_of(VIME),
+    rescore=megatron.rescore_of(VIME),
 )

@@ -3,50 +3,63 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterable, Sequence
+import ast
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from mis_plugins.errors import InputError
-from mis_plugins.hosts.checkout import flags, history, search, tree
+from mis_plugins.errors import ConfigError, InputError
+from mis_plugins.hosts import arguments as recorded
+from mis_plugins.hosts.checkout import search, source
 from mis_plugins.hosts.host import Host
 from mis_plugins.hosts.registry import HOSTS
 from mis_plugins.shared.table import print_table
 
 GOOD, MOVED, FAILS = 0, 1, 2
+SCRIPTS = Path(__file__).parents[3] / "scripts"
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Check a checkout, or walk the history of a git directory."""
-    if arguments.history:
-        return _history(arguments.checkout, arguments.since)
-    return _check(arguments.checkout)
-
-
-def _check(root: Path) -> int:
-    host = _host(name for name in _packages() if (root / name).is_dir())
+    """Check a checkout."""
+    if arguments.history or arguments.since:
+        raise ConfigError(
+            "--history and --since have left the package: in a checkout of mis-plugins run "
+            "python -m lab.host_history DIRECTORY"
+        )
+    root = arguments.checkout
+    host = host_among(name for name in packages() if (root / name).is_dir())
     if host is None:
-        raise InputError(f"no folder {' or '.join(_packages())} in it; give the root of a host's checkout")
-    folder = tree.Folder(root)
-    found = {name: search.elsewhere(one, folder) for name, one in search.find_all(host.needs, folder).items()}
+        raise InputError(f"no folder {' or '.join(packages())} in it; give the root of a host's checkout")
+    folder = source.Folder(root)
+    found = {
+        name: search.elsewhere(one, folder)
+        for name, one in search.find_all(host.needs, folder.module).items()
+    }
     print(f"{host.title}: what our hooks need of it")
     print_table(("need", "where", "hooks"), [_row(one) for one in found.values()])
     print()
-    hooks = search.hooks_of(found)
-    print_table(("hook", "with this checkout"), [(hook, _state(needs)) for hook, needs in hooks.items()])
-    missing = flags.unknown(host, root / host.package) if host.records else {}
+    hooks = dict.fromkeys(hook for one in found.values() for hook in one.need.hooks)
+    print_table(("hook", "with this checkout"), [(hook, _state(hook, found.values())) for hook in hooks])
+    missing = _unknown_flags(host, folder) if host.records else {}
     for flag, place in missing.items():
         print(f"{flag}: given in {place}, and nothing in {host.package}/ defines it any more")
-    if not flags.SCRIPTS.is_dir():
+    if not SCRIPTS.is_dir():
         print(
             "flags: not compared; our launch scripts are not installed, run the command in a checkout of ours"
         )
-    return _code(list(found.values()), bool(missing))
-
-
-def _code(found: Sequence[search.Found], flags_gone: bool) -> int:
-    if any(one.place is None for one in found) or flags_gone:
+    if missing or any(one.place is None for one in found.values()):
         return FAILS
-    return MOVED if any(one.moved for one in found) else GOOD
+    return MOVED if any(one.moved for one in found.values()) else GOOD
+
+
+def packages() -> list[str]:
+    """The packages of hosts that have a table of needs."""
+    return list(dict.fromkeys(host.package for host in HOSTS.values() if host.needs is not None))
+
+
+def host_among(names: Iterator[str]) -> Host | None:
+    """The host of the first of these packages."""
+    of_package = {host.package: host for host in reversed(HOSTS.values()) if host.needs is not None}
+    return next((of_package[name] for name in names), None)
 
 
 def _row(one: search.Found) -> tuple[str, str, str]:
@@ -54,46 +67,38 @@ def _row(one: search.Found) -> tuple[str, str, str]:
     return one.need.what, f"{where} (moved)" if one.moved else where, ", ".join(one.need.hooks)
 
 
-def _state(needs: Sequence[search.Found]) -> str:
-    missing = [one.need.what for one in needs if one.place is None]
+def _state(hook: str, found: Iterable[search.Found]) -> str:
+    of_hook = [one for one in found if hook in one.need.hooks]
+    missing = [one.need.what for one in of_hook if one.place is None]
     if missing:
         return f"FAILS without {', '.join(missing)}"
-    return "works, at a new address" if any(one.moved for one in needs) else "works"
+    return "works, at a new address" if any(one.moved for one in of_hook) else "works"
 
 
-def _history(directory: Path, since: str) -> int:
-    listed = set(tree.lines(directory, "ls-tree", "--name-only", "HEAD"))
-    host = _host(name for name in _packages() if name in listed)
-    if host is None:
-        raise InputError(
-            f"no folder {' or '.join(_packages())} at its HEAD; give the git directory of a host"
-        )
-    points, courses = history.courses(host, directory, since)
-    if not points:
-        raise InputError(f"no commit of its main line since {since}")
-    number, broken = history.heads(host, directory, since)
-    print(
-        f"{host.title}: {len(points)} commits of its main line, {points[0]} to {points[-1]}, and {number} stored"
-    )
-    print("heads of pull requests\n")
-    columns = ("need", "answered since", "broke at", "moved at", "pull requests that break it")
-    print_table(columns, history.rows(host, courses, broken))
-    print()
-    print_table(("hook", "works since", "days", "breaks", "moves"), history.lasted(host, points, courses))
-    days = history.lifetimes(points, courses)
-    print(
-        f"\nOne set of addresses answered all needs for {min(days)} to {max(days)} days, {len(days)} sets in all."
-    )
-    unanswered = any(course.since is None for course in courses.values())
-    broke = any(course.broke for course in courses.values())
-    return FAILS if unanswered else MOVED if broke else GOOD
+def given_flags(host: Host) -> dict[str, str]:
+    """Flags of the host's own parser that our scripts for it give, and the first place of each."""
+    own, places = recorded.flags(host.records[0]), dict[str, str]()
+    for script in sorted(SCRIPTS.glob("*.sh")):
+        if ("slime" in script.name) != (host.package == "slime"):
+            continue
+        for number, line in enumerate(script.read_text(encoding="utf-8").splitlines(), 1):
+            words = [] if line.lstrip().startswith("#") else line.split()
+            for word in words:
+                if word in own:
+                    places.setdefault(word, f"scripts/{script.name}:{number}")
+    return places
 
 
-def _packages() -> list[str]:
-    return list(dict.fromkeys(host.package for host in HOSTS.values() if host.needs is not None))
+def _unknown_flags(host: Host, folder: source.Folder) -> dict[str, str]:
+    """Flags that our scripts give and that nothing in the host's package defines any more."""
+    defined = {flag for module in folder.modules(host.package) for flag in _defined(module)}
+    return {flag: place for flag, place in given_flags(host).items() if flag not in defined}
 
 
-def _host(packages: Iterable[str]) -> Host | None:
-    """The first host of these packages."""
-    named = {host.package: host for host in reversed(HOSTS.values()) if host.needs is not None}
-    return next((named[package] for package in packages), None)
+def _defined(module: source.Module) -> Iterator[str]:
+    """Texts that begin as flags do, and flags of the fields of classes, from which typed arguments are made."""
+    for node in (node for statement in module.body for node in ast.walk(statement)):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.startswith("--"):
+            yield node.value
+        elif isinstance(node, ast.ClassDef):
+            yield from (f"--{name.replace('_', '-')}" for name in source.fields(node))

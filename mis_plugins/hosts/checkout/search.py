@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from mis_plugins.hosts.checkout.module import Module, functions, handed_on, locals_of, member, parameters
-from mis_plugins.hosts.checkout.tree import Folder, Tree
+from mis_plugins.hosts.checkout.source import (
+    Folder,
+    Function,
+    Lookup,
+    Module,
+    handed_on,
+    locals_of,
+    member,
+    parameters,
+)
 from mis_plugins.hosts.needs.record import Address, Need
 
 FOLLOWED = 8  # imports from module to module
@@ -44,11 +52,11 @@ class Found:
         return self.address is not None and self.address != self.need.addresses[self.need.ran]
 
 
-def find(need: Need, tree: Tree) -> Found:
+def find(need: Need, module_of: Lookup) -> Found:
     """Try the addresses of a need, the newest first, as the hooks do."""
     tried: list[str] = []
     for address in need.addresses:
-        place = _place(address, tree)
+        place = _place(address, module_of)
         lacks = f"{address}: not there" if place is None else _lacking(need, address, place.node)
         if lacks is None:
             return Found(need, place, tried, address)
@@ -62,65 +70,55 @@ def elsewhere(found: Found, folder: Folder) -> Found:
     if found.place is not None or not need.hands:
         return found
     for module in folder.modules(need.addresses[0].module.partition(".")[0]):
-        for node in functions(module.body):
-            if handed_on(node) >= set(need.hands):
-                address = Address(module.name, (node.name,))
-                return replace(found, place=Place(module, node), address=address)
+        for node in (node for statement in module.body for node in ast.walk(statement)):
+            if isinstance(node, Function) and handed_on(node) >= set(need.hands):
+                return replace(found, place=Place(module, node), address=Address(module.name, (node.name,)))
     return found
 
 
-def find_all(needs: Any, tree: Tree) -> dict[str, Found]:
+def find_all(needs: Any, module_of: Lookup) -> dict[str, Found]:
     """Each need of a host's table by its name there."""
-    return {name: find(need, tree) for name, need in vars(needs).items()}
+    return {name: find(need, module_of) for name, need in vars(needs).items()}
 
 
-def hooks_of(found: Mapping[str, Found]) -> dict[str, list[Found]]:
-    """The needs of each hook that has any."""
-    hooks = dict.fromkeys(hook for one in found.values() for hook in one.need.hooks)
-    return {hook: [one for one in found.values() if hook in one.need.hooks] for hook in hooks}
-
-
-def _place(address: Address, tree: Tree) -> Place | None:
+def _place(address: Address, module_of: Lookup) -> Place | None:
     first, *rest = address.names
-    place = _defined(address.module, first, tree)
+    place = _defined(address.module, first, module_of)
     if place is None or not rest:
         return place
-    return next((found for owner in _classes(place, tree) for found in _members(owner, rest[0])), None)
+    members = ((owner, member(node, rest[0])) for owner, node in _classes(place, module_of))
+    return next((Place(owner, node) for owner, node in members if node is not None), None)
 
 
-def _defined(module: str, name: str, tree: Tree, left: int = FOLLOWED) -> Place | None:
+def _defined(module: str, name: str, module_of: Lookup, left: int = FOLLOWED) -> Place | None:
     """The definition of a module's name, through imports of the host's own modules; an import where those end."""
-    found = tree.module(module)
+    found = module_of(module)
     node = None if found is None else found.names.get(name)
     if found is None or node is None:
         return None
     origin = found.imported_from(name) if left else None
-    place = None if origin is None else _defined(*origin, tree, left - 1)
+    place = None if origin is None else _defined(*origin, module_of, left - 1)
     if origin is not None and place is None and origin[0].partition(".")[0] == module.partition(".")[0]:
         return None  # an import of something that is gone
     return place or Place(found, node)
 
 
-def _classes(place: Place, tree: Tree, left: int = FOLLOWED) -> Iterator[Place]:
-    """A class, and the classes it inherits from."""
+def _classes(place: Place, module_of: Lookup, left: int = FOLLOWED) -> Iterator[tuple[Module, ast.ClassDef]]:
+    """A class, and the classes it inherits from, each with its module."""
     if not isinstance(place.node, ast.ClassDef) or not left:
         return
-    yield place
+    yield place.module, place.node
     for base in place.node.bases:
-        if isinstance(base, ast.Name) and (above := _defined(place.module.name, base.id, tree)) is not None:
-            yield from _classes(above, tree, left - 1)
-
-
-def _members(owner: Place, name: str) -> Iterator[Place]:
-    assert isinstance(owner.node, ast.ClassDef)
-    node = member(owner.node, name)
-    if node is not None:
-        yield Place(owner.module, node)
+        if (
+            isinstance(base, ast.Name)
+            and (above := _defined(place.module.name, base.id, module_of)) is not None
+        ):
+            yield from _classes(above, module_of, left - 1)
 
 
 def _lacking(need: Need, address: Address, node: ast.AST) -> str | None:
     """What a definition lacks that a hook gives, reads or is handed; None where it lacks nothing."""
-    taken = parameters(node) if need.parameters else None
+    taken = parameters(node)
     lacks = {
         "parameter": [] if taken is None else [name for name in need.parameters if name not in taken],
         "variable": [name for name in need.holds if name not in locals_of(node)],

@@ -2,176 +2,160 @@
 
 from __future__ import annotations
 
+import inspect
+import pkgutil
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
+from mis_plugins.errors import ConfigError
 from mis_plugins.hosts.needs import record
-from mis_plugins.hosts.needs.record import CARRY, CONVERT, GENERATE, TIS, Need
+from mis_plugins.hosts.needs.record import CARRY, GENERATE, LOGLINEAR, Need, Refusal, VersionNeeds, asked
 
 TRAINING, MEGATRON = "miles.backends.training_utils", "miles.backends.megatron_utils"
-ACTOR = f"{MEGATRON}.actor:MegatronTrainRayActor"
+HUB, ACTOR = f"{TRAINING}.loss.hub", f"{MEGATRON}.actor:MegatronTrainRayActor"
 ENDPOINT = "miles.rollout.generate_utils.generate_endpoint_utils"
-SEQUENCES = ("unconcat_tokens", "total_lengths", "response_lengths", "max_seq_lens")
-FSDP = "compute_mis_weights_fsdp"
+LOGITS, FSDP = "logit_processors", ("compute_mis_weights_fsdp",)
+NOT_CONVERTED = ("use_dynamic_global_batch_size", "multi_lora")
 ON_GROUPS = (
-    "policy_loss",
-    *record.ROLLOUT_HOOKS,
-    "report_step",
-    "kept_token_mean",
-    *CARRY,
-    record.BITWISE_LOSS,
+    *(*record.LOSS, *record.ROLLOUT, *record.STEP, "kept_token_mean"),
+    *(*CARRY, *record.BITWISE_LOSS),
 )
-
-
-def _need(what: str, hooks: tuple[str, ...], *at: str, **more: Any) -> Need:
-    return Need("Miles", what, hooks, at, **more)
+_need = record.table("Miles")
 
 
 def _loss(name: str) -> tuple[str, str]:
     """The addresses of a name of the loss, which moved from `loss_hub` to `loss.hub`."""
-    return f"{TRAINING}.loss.hub.{name}", f"{TRAINING}.loss_hub.{name}"
+    return f"{HUB}.{name}", f"{TRAINING}.loss_hub.{name}"
+
+
+def _overlaps(args: Any) -> bool:
+    return args.get("pause_generation_mode") == "in_place" and not args.get("sglang_disable_overlap_schedule")
 
 
 @dataclass(frozen=True)
-class Miles:
+class Miles(VersionNeeds):
     """The needs by name; the adapter of Miles and its versions' hooks read them from here alone."""
 
-    tis_call: Need = _need(
-        "the call of the TIS hook",
-        ("compute_mis_weights_with_cp", FSDP),
-        *_loss("losses:policy_loss_function"),
-        hands=(*TIS, "parallel_state", "max_seq_lens"),
-    )
-    parallel: Need = _need("its process groups", ON_GROUPS, f"{TRAINING}.parallel:get_parallel_state")
-    tracking: Need = _need(
-        "its tracker",
-        ("report_step",),
-        "miles.utils.tracking_utils.tracking:log",
-        parameters=("args", "metrics", "step_key"),
-    )
-    scores: Need = _need(
-        "log-probs of the sampled tokens",
-        ("policy_loss",),
-        *_loss("logit_processors:get_log_probs_and_entropy"),
-        parameters=("logits", "args", *SEQUENCES, "with_entropy", "entropy_requires_grad"),
-    )
-    own_loss: Need = _need(
-        "its policy loss",
-        (record.BITWISE_LOSS,),
-        *_loss("losses:policy_loss_function"),
-        parameters=("args", "batch", "logits", "sum_of_sample_mean"),
-    )
-    log_probs: Need = _need(
-        "its formula of log-probs",
-        (record.BITWISE_INIT,),
-        *_loss("math_utils:compute_log_probs"),
-        parameters=("logits", "tokens", "process_group"),
-    )
-    responses: Need = _need(
-        "the logits of each response",
-        (record.BITWISE_INIT,),
-        *_loss("logit_processors:get_responses"),
-        parameters=("logits", "args", *SEQUENCES),
-    )
-    log_probs_and_entropy: Need = _need(
-        "its log-softmax",
-        (record.BITWISE_INIT,),
-        *_loss("logit_processors:calculate_log_probs_and_entropy"),
-        parameters=("logits", "tokens", "tp_group", "true_on_policy"),
-    )
-    train_actor: Need = _need(
-        "the frame of the trainer that holds the rollout batch",
-        (*record.ROLLOUT_HOOKS, *CARRY),
-        f"{ACTOR}._train_actor",
-        f"{ACTOR}.train_actor",
-        parameters=("self", "rollout_id", "rollout_data"),
-        holds=("data_iterator", "num_microbatches"),
-    )
-    log_prob_pass: Need = _need(
-        "the trainer's log-prob pass",
-        (*record.ROLLOUT_HOOKS, *CARRY),
-        f"{ACTOR}._compute_log_prob",
-        f"{ACTOR}.compute_log_prob",
-        parameters=("self", "data_iterator", "num_microbatches", "rollout_id", "store_prefix"),
-    )
-    init: Need = _need(
-        "the frame of the trainer that calls the init hook",
-        CARRY,
-        f"{ACTOR}.init",
-        parameters=("self", "args", "role"),
-    )
-    weight_version: Need = _need(
-        "the version of the trainer's weights",
-        CARRY,
-        f"{ACTOR}._get_actor_weight_version",
-        f"{ACTOR}.weight_updater",
-    )
-    replay_stage: Need = _need(
-        "the switch of its replays", CARRY, f"{ACTOR}._set_replay_stage", parameters=("self", "stage")
-    )
-    active_model: Need = _need("the tag of the weights in use", CARRY, f"{ACTOR}._active_model_tag")
-    switch_model: Need = _need(
-        "the switch of weights", CARRY, f"{ACTOR}._switch_model", parameters=("self", "target_tag")
-    )
-    get_batch: Need = _need(
-        "the micro-batch of a train step",
-        CARRY,
-        f"{MEGATRON}.model:get_batch",
-        parameters=("data_iterator", "keys"),
-    )
-    iterator: Need = _need(
-        "its iterator over micro-batches",
-        CARRY,
-        f"{TRAINING}.data.rollout:DataIterator",
-        f"{TRAINING}.data:DataIterator",
-        parameters=("rollout_data", "micro_batch_indices"),
-    )
-    replay_managers: Need = _need("its replays", CARRY, "miles.utils.replay_base:all_replay_managers")
-    routing_replay: Need = _need(
-        "the replay of routes", record.ROUTES, "miles.utils.replay_base:routing_replay_manager"
-    )
-    conversion: Need = _need(
-        "its conversion of samples to train data",
-        CONVERT,
-        "miles.ray.rollout.train_data_conversion:convert_samples_to_train_data",
-        parameters=(
-            "args",
-            "samples",
-            "metadata",
-            "custom_convert_samples_to_train_data_func",
-            "custom_reward_post_process_func",
+    commit: ClassVar[str] = "Miles 31f1ca9"
+    notes: ClassVar[str] = "weight_versions"
+    refusals: ClassVar[tuple[Refusal, ...]] = (
+        Refusal(
+            lambda args: args.get("multi_lora"),
+            "--multi-lora: each adapter then has versions of its own; drop it",
+        ),
+        Refusal(  # SGLang names a token by the version at its arrival
+            _overlaps,
+            "--pause-generation-mode in_place: with SGLang's overlapped schedule the first token after an update "
+            "counts as the new version's; give --sglang-disable-overlap-schedule, or pause by retract",
+        ),
+        Refusal(
+            lambda args: args.get("indep_dp"),
+            "--ft-components train: one cell alone hands new weights to the engines, and trainers of the others do "
+            "not know their version; drop it",
+        ),
+        Refusal(
+            lambda args: args.get("qkv_format", "thd") != "thd",
+            f"--qkv-format bshd: recompute scores packed sequences alone; {LOGLINEAR}",
+            scored=True,
         ),
     )
+
+    tis_call: Need = _need(
+        "tis_call", *_loss("losses:policy_loss_function"), hands="parallel_state max_seq_lens", serves=FSDP
+    )
+    parallel: Need = _need(asked("its process groups", ON_GROUPS), f"{TRAINING}.parallel:get_parallel_state")
+    tracking: Need = _need("tracking", "miles.utils.tracking_utils.tracking:log")
+    scores: Need = _need(
+        "scores", *_loss(f"{LOGITS}:get_log_probs_and_entropy"), takes="max_seq_lens entropy_requires_grad"
+    )
+    own_loss: Need = _need("own_loss", *_loss("losses:policy_loss_function"))
+    log_probs: Need = _need("log_probs", *_loss("math_utils:compute_log_probs"), takes="process_group")
+    responses: Need = _need(
+        asked(
+            "the logits of each response", record.BITWISE_INIT, f"logits args {record.SEQUENCES} max_seq_lens"
+        ),
+        *_loss(f"{LOGITS}:get_responses"),
+    )
+    log_probs_and_entropy: Need = _need(
+        asked("its log-softmax", record.BITWISE_INIT, "logits tokens tp_group true_on_policy"),
+        *_loss(f"{LOGITS}:calculate_log_probs_and_entropy"),
+    )
+    train_actor: Need = _need("train_actor", f"{ACTOR}._train_actor", f"{ACTOR}.train_actor")
+    log_prob_pass: Need = _need(
+        "log_prob_pass", f"{ACTOR}._compute_log_prob", f"{ACTOR}.compute_log_prob", takes="rollout_id"
+    )
+    init: Need = _need("init", f"{ACTOR}.init")
+    weight_version: Need = _need(
+        "weight_version", f"{ACTOR}._get_actor_weight_version", f"{ACTOR}.weight_updater"
+    )
+    replay_stage: Need = _need(
+        asked("the switch of its replays", CARRY, "self stage"), f"{ACTOR}._set_replay_stage"
+    )
+    active_model: Need = _need("active_model", f"{ACTOR}._active_model_tag")
+    switch_model: Need = _need("switch_model", f"{ACTOR}._switch_model")
+    get_batch: Need = _need("get_batch", f"{MEGATRON}.model:get_batch")
+    iterator: Need = _need(
+        "iterator", f"{TRAINING}.data.rollout:DataIterator", f"{TRAINING}.data:DataIterator"
+    )
+    replay_managers: Need = _need(asked("its replays", CARRY), "miles.utils.replay_base:all_replay_managers")
+    routing_replay: Need = _need("routing_replay", "miles.utils.replay_base:routing_replay_manager")
+    conversion: Need = _need(
+        "conversion",
+        "miles.ray.rollout.train_data_conversion:convert_samples_to_train_data",
+        takes="args samples metadata custom_convert_samples_to_train_data_func custom_reward_post_process_func",
+    )
     single_turn: Need = _need(
-        "its single-turn generation",
-        GENERATE,
+        asked("its single-turn generation", GENERATE, "input"),
         "miles.rollout.generate_hub.single_turn:generate",
-        parameters=("input",),
     )
     prompt_ids: Need = _need(
-        "the tokens of a prompt",
-        GENERATE,
+        asked("the tokens of a prompt", GENERATE, "state sample"),
         f"{ENDPOINT}:compute_prompt_ids_from_sample",
-        parameters=("state", "sample"),
     )
     payload: Need = _need(
-        "the request for a response",
-        GENERATE,
+        asked("the request for a response", GENERATE, "args input_ids sampling_params multimodal_inputs"),
         f"{ENDPOINT}:compute_request_payload",
-        parameters=("args", "input_ids", "sampling_params", "multimodal_inputs"),
     )
     headers: Need = _need(
-        "the headers of a request",
-        GENERATE,
-        f"{ENDPOINT}:compute_routing_headers",
-        parameters=("args", "sample"),
+        asked("the headers of a request", GENERATE, "args sample"), f"{ENDPOINT}:compute_routing_headers"
     )
     update_sample: Need = _need(
-        "the sample's update by a response",
-        GENERATE,
+        asked("the sample's update by a response", GENERATE, "args sample payload output"),
         f"{ENDPOINT}:update_sample_from_response",
-        parameters=("args", "sample", "payload", "output"),
     )
+
+    def version_of(self, actor: Any) -> int:
+        told = self.weight_version.of(actor)
+        return told() if inspect.ismethod(told) else told.weight_version
+
+    def virtual_pipeline(self, actor: Any) -> tuple[int, int]:
+        state = self.parallel.get()()
+        chunks = state.vpp_size or 1
+        return chunks, state.microbatch_group_size_per_vp_stage if chunks > 1 else 1
+
+    @contextmanager
+    def own_routes(self, actor: Any) -> Iterator[None]:
+        managers = self.replay_managers.get()
+        stages = [manager.stage for manager in managers]
+        self.replay_stage.of(actor)("fallthrough")
+        try:
+            yield
+        finally:
+            for manager, stage in zip(managers, stages, strict=True):
+                manager.stage = stage
+
+    def own_conversion(self, args: Any) -> Callable[[Sequence[Any]], dict[str, Any]]:
+        for name in NOT_CONVERTED:
+            if getattr(args, name, False):
+                raise ConfigError(
+                    f"--{name.replace('_', '-')}: Miles hands what it needs to its own conversion alone, so versions "
+                    "cannot be carried; leave it out, or --custom-convert-samples-to-train-data-path"
+                )
+        path = args.custom_reward_post_process_path
+        rewards = None if path is None else pkgutil.resolve_name(path)
+        return lambda samples: self.conversion.get()(args, samples, {}, None, rewards)
 
 
 NEEDS = Miles()

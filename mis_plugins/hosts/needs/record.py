@@ -5,40 +5,27 @@ from __future__ import annotations
 import importlib
 import inspect
 import sys
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, NamedTuple
 
 from mis_plugins.errors import MisError
-from mis_plugins.hosts.frames import held_by
 
-LOSS_HOOKS = ("compute_mis_weights_with_cp", "policy_loss")
-CARRY, CONVERT, GENERATE = ("carry_versions",), ("convert_with_versions",), ("generate_with_versions",)
-TIS = (  # the arguments of the TIS hook that every host hands over
-    "args",
-    "pg_loss",
-    "train_log_probs",
-    "rollout_log_probs",
-    "loss_masks",
-    "total_lengths",
-    "response_lengths",
-)
-ROLLOUT_HOOKS = ("normalize_rollout", "count_samples")
-VERSION_HOOKS = ("generate_with_versions", "convert_with_versions", "carry_versions")
-ROUTES = ("watch_routes",)
-BITWISE_LOSS, BITWISE_INIT = "true_on_policy.hosts.policy_loss", "true_on_policy.hosts.miles_init"
+TIS_HOOK, LOSS = ("compute_mis_weights_with_cp",), ("policy_loss",)
+ROLLOUT, STEP, ROUTES = ("normalize_rollout", "count_samples"), ("report_step",), ("watch_routes",)
+GENERATE, CONVERT, CARRY = ("generate_with_versions",), ("convert_with_versions",), ("carry_versions",)
+BITWISE_LOSS, BITWISE_INIT = ("true_on_policy.hosts.policy_loss",), ("true_on_policy.hosts.miles_init",)
 HOOKS = (
-    *LOSS_HOOKS,
-    *ROLLOUT_HOOKS,
-    "report_step",
-    "drop_broken_samples",
-    "kept_token_mean",
-    *ROUTES,
-    *VERSION_HOOKS,
-    BITWISE_LOSS,
-    BITWISE_INIT,
+    *(*TIS_HOOK, *LOSS, *ROLLOUT, *STEP, "drop_broken_samples", "kept_token_mean", *ROUTES),
+    *(*GENERATE, *CONVERT, *CARRY, *BITWISE_LOSS, *BITWISE_INIT),
 )
 """Hooks by name: those of `mis_plugins.mis` by their last part, others by their dotted path."""
+LOGLINEAR = "say mis.segment_wise.method: loglinear"
+HANDED = "args pg_loss train_log_probs rollout_log_probs loss_masks total_lengths response_lengths"
+"""The arguments of the TIS hook that every host hands over."""
+SEQUENCES = "unconcat_tokens total_lengths response_lengths"
 
 
 class NeedError(MisError):
@@ -62,6 +49,14 @@ class Address(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.module}:{'.'.join(self.names)}"
+
+    def owner(self, module: Any | None) -> tuple[Any, str] | None:
+        """What holds the last name in `module`, and that name; None where nothing does."""
+        owner = module
+        for name in self.names[:-1]:
+            owner = getattr(owner, name, None)
+        last = self.names[-1]
+        return (owner, last) if owner is not None and hasattr(owner, last) else None
 
 
 @dataclass(frozen=True)
@@ -102,8 +97,7 @@ class Need:
         Raises:
             NeedError: no address has it.
         """
-        owner, name = self.owner()
-        return getattr(owner, name)
+        return getattr(*self.owner())
 
     def owner(self) -> tuple[Any, str]:
         """The module or class that holds what the need names, and its name there, so that it can be replaced.
@@ -112,7 +106,7 @@ class Need:
             NeedError: no address has it.
         """
         for address in self.addresses:
-            found = _owner(_imported(address.module), address)
+            found = address.owner(_imported(address.module))
             if found is not None:
                 return found
         raise self.error()
@@ -124,7 +118,7 @@ class Need:
             NeedError: the host's package is loaded, and no address has it.
         """
         for address in self.addresses:
-            found = _owner(sys.modules.get(address.module), address)
+            found = address.owner(sys.modules.get(address.module))
             if found is not None:
                 return getattr(*found)
         package = self.addresses[0].module.partition(".")[0]
@@ -153,6 +147,11 @@ class Need:
         """Local variables of the function further up the call stack; empty where the stack lacks it."""
         return held_by(*((address.module, address.names[-1]) for address in self.addresses))
 
+    def in_fork(self, package: str) -> Need:
+        """The need of a host that was made from this one, and has its modules under another package."""
+        at = (f"{package}.{address.partition('.')[2]}" for address in self.at)
+        return replace(self, host=package, at=tuple(at))
+
     def error(self) -> NeedError:
         still = ", ".join(hook for hook in HOOKS if hook not in self.hooks)
         return NeedError(
@@ -162,16 +161,163 @@ class Need:
         )
 
 
+def asked(what: str, hooks: tuple[str, ...], takes: str = "", holds: str = "", hands: str = "") -> Need:
+    """A need at no address yet; names of parameters, variables and keywords stand in one text each."""
+    return Need("", what, hooks, (), tuple(takes.split()), tuple(holds.split()), tuple(hands.split()))
+
+
+ASKED = {
+    "tis_call": asked("the call of the TIS hook", TIS_HOOK, hands=HANDED),
+    "tracking": asked("its tracker", STEP, "args metrics step_key"),
+    "scores": asked("log-probs of the sampled tokens", LOSS, f"logits args {SEQUENCES} with_entropy"),
+    "own_loss": asked("its policy loss", BITWISE_LOSS, "args batch logits sum_of_sample_mean"),
+    "log_probs": asked("its formula of log-probs", BITWISE_INIT, "logits tokens"),
+    "train_actor": asked(
+        "the frame of the trainer that calls the rollout-data hook",
+        (*ROLLOUT, *CARRY),
+        "self rollout_id rollout_data",
+        holds="data_iterator num_microbatches",
+    ),
+    "log_prob_pass": asked(
+        "the trainer's log-prob pass",
+        (*ROLLOUT, *CARRY),
+        "self data_iterator num_microbatches store_prefix",
+    ),
+    "routing_replay": asked("the replay of routes", ROUTES),
+    "init": asked("the frame of the trainer that calls the init hook", CARRY, "self args role"),
+    "weight_version": asked("the version of the trainer's weights", CARRY),
+    "active_model": asked("the tag of the weights in use", CARRY),
+    "switch_model": asked("the switch of weights", CARRY, "self target_tag"),
+    "get_batch": asked("the micro-batch of a train step", CARRY, "data_iterator keys"),
+    "iterator": asked("its iterator over micro-batches", CARRY, "rollout_data micro_batch_indices"),
+    "conversion": asked("its conversion of samples to train data", CONVERT),
+}
+"""What hosts are asked for alike, by the name of the need."""
+
+
+def table(host: str) -> Callable[..., Need]:
+    """A function that places a need of a host: one of `ASKED` by its name, or one that this host alone answers."""
+
+    def need(
+        need: str | Need,
+        *at: str,
+        takes: str = "",
+        hands: str = "",
+        serves: tuple[str, ...] = (),
+        ran: int = -1,
+    ) -> Need:
+        """Place a need, and ask for more parameters, keywords and hooks than `ASKED` says."""
+        need = ASKED[need] if isinstance(need, str) else need
+        parameters, keywords = (*need.parameters, *takes.split()), (*need.hands, *hands.split())
+        hooks = (*need.hooks, *serves)
+        return replace(need, host=host, hooks=hooks, at=at, parameters=parameters, hands=keywords, ran=ran)
+
+    return need
+
+
+@dataclass(frozen=True)
+class Needs:
+    """The needs, by name, that every host on Megatron answers."""
+
+    tis_call: Need
+    tracking: Need
+    scores: Need
+    own_loss: Need
+    train_actor: Need
+    log_prob_pass: Need
+    routing_replay: Need
+
+    def rescore(
+        self, trainer: Any, iterators: list[Any], counts: list[int], prefix: str, rollout_id: int
+    ) -> Any | None:
+        """Log-probs by the trainer's own pass; None on a pipeline stage that computes none. Collective.
+
+        Args:
+            iterators: of each model chunk, the host's iterator over micro-batches.
+            counts: the number of micro-batches of each optimizer step.
+            prefix: of the key under which the pass stores what it computes.
+        """
+        more = {"rollout_id": rollout_id} if "rollout_id" in self.log_prob_pass.parameters else {}
+        stored = self.log_prob_pass.of(trainer)(iterators, counts, store_prefix=prefix, **more)
+        return stored.get(f"{prefix}log_probs")
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """An argument under which versions, or log-probs by recompute, would say something else.
+
+    when: whether a mapping of the host's arguments has it.
+    scored: whether it matters only where the trainer scores log pi_{v+1}.
+    """
+
+    when: Callable[[Mapping[str, Any]], Any]
+    message: str
+    scored: bool = False
+
+
+@dataclass(frozen=True)
+class VersionNeeds(Needs, ABC):
+    """The needs of a host that says which version wrote each token, and how its answers are read.
+
+    commit: the host, and the commit whose lines were read.
+    notes: the key of a rollout that carries a note of each sample, the one key that the host packs and nobody reads.
+    refusals: arguments beyond those of every host.
+    """
+
+    commit: ClassVar[str]
+    notes: ClassVar[str]
+    refusals: ClassVar[tuple[Refusal, ...]]
+
+    init: Need
+    weight_version: Need
+    active_model: Need
+    switch_model: Need
+    get_batch: Need
+    iterator: Need
+    conversion: Need
+
+    @abstractmethod
+    def version_of(self, actor: Any) -> int:
+        """The version of the weights that the trainer holds."""
+
+    @abstractmethod
+    def virtual_pipeline(self, actor: Any) -> tuple[int, int]:
+        """The number of model chunks of a rank, and of which number its micro-batches are a multiple."""
+
+    @abstractmethod
+    def own_routes(self, actor: Any) -> AbstractContextManager[None]:
+        """Let routers route by their own gates within the block, whatever routes are recorded."""
+
+    @abstractmethod
+    def own_conversion(self, args: Any) -> Callable[[Sequence[Any]], dict[str, Any]]:
+        """The host's own conversion of samples to train data.
+
+        Raises:
+            ConfigError: no process of the host's rollouts, or an argument whose conversion needs other inputs.
+        """
+
+
+def held_by(*functions: tuple[str, str]) -> Mapping[str, Any]:
+    """Local variables of the nearest caller among these functions; empty where the stack has none of them.
+
+    Args:
+        functions: the module of each function, and its name.
+    """
+    frame = sys._getframe(1)
+    while frame is not None:
+        if (frame.f_globals.get("__name__"), frame.f_code.co_name) in functions:
+            return frame.f_locals
+        frame = frame.f_back
+    return {}
+
+
 def more_of(function: Any, *sources: Any) -> dict[str, Any]:
     """Keyword-only parameters of a host's function, taken by name from the first source that has each of them.
 
     A host hands some settings through its own generation by parameters that came after the call was read.
     """
-    named = (
-        name
-        for name, one in inspect.signature(function).parameters.items()
-        if one.kind is inspect.Parameter.KEYWORD_ONLY
-    )
+    parameters = inspect.signature(function).parameters.values()
+    named = [one.name for one in parameters if one.kind is inspect.Parameter.KEYWORD_ONLY]
     return {
         name: getattr(source, name) for name in named for source in reversed(sources) if hasattr(source, name)
     }
@@ -187,11 +333,3 @@ def _imported(module: str) -> Any | None:
         if error.name and (module == error.name or module.startswith(f"{error.name}.")):
             return None
         raise
-
-
-def _owner(module: Any | None, address: Address) -> tuple[Any, str] | None:
-    owner = module
-    for name in address.names[:-1]:
-        owner = getattr(owner, name, None)
-    last = address.names[-1]
-    return (owner, last) if owner is not None and hasattr(owner, last) else None

@@ -2,162 +2,107 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, fields, replace
+from typing import Any, ClassVar
 
+from mis_plugins.errors import ConfigError
 from mis_plugins.hosts.needs import record
-from mis_plugins.hosts.needs.record import CARRY, CONVERT, GENERATE, TIS, Need
+from mis_plugins.hosts.needs.record import LOGLINEAR, Need, Needs, Refusal, VersionNeeds, asked
+
+BACKEND = "slime.backends.megatron_utils"
+ACTOR = f"{BACKEND}.actor:MegatronTrainRayActor"
+STAGE = "ROUTING_REPLAY_STAGE"
+OWN_CONVERSION = "custom_convert_samples_to_train_data_func"
+_need = record.table("slime")
 
 
 @dataclass(frozen=True)
-class SlimeLike:
-    """The needs, by name, of slime and of hosts that are made from it."""
+class Slime(VersionNeeds):
+    """The needs by name. slime pauses by `abort` alone, so that no engine writes on while an update is under way."""
 
-    tis_call: Need
-    tracking: Need
-    scores: Need
-    own_loss: Need
-    train_actor: Need
-    log_prob_pass: Need
-    routing_replay: Need
-
-
-@dataclass(frozen=True)
-class Slime(SlimeLike):
-    """The needs that slime alone answers: sets that top-p kept, and versions of tokens."""
-
-    kept_sets: Need
-    log_probs: Need
-    init: Need
-    weight_version: Need
-    active_model: Need
-    switch_model: Need
-    parallel_config: Need
-    get_batch: Need
-    iterator: Need
-    conversion: Need
-    generation: Need
-
-
-def _shared(title: str, package: str, *trackings: str) -> dict[str, Need]:
-    backend = f"{package}.backends.megatron_utils"
-    actor = f"{backend}.actor:MegatronTrainRayActor"
-
-    def need(what: str, hooks: tuple[str, ...], *at: str, **more: Any) -> Need:
-        return Need(title, what, hooks, at, **more)
-
-    return {
-        "tis_call": need(
-            "the call of the TIS hook",
-            ("compute_mis_weights_with_cp",),
-            f"{backend}.loss:policy_loss_function",
-            hands=TIS,
+    commit: ClassVar[str] = "slime 624b824"
+    notes: ClassVar[str] = "source_names"
+    refusals: ClassVar[tuple[Refusal, ...]] = (
+        Refusal(
+            lambda args: args.get("release_train"),
+            f"--release-train: what was scored ends with the trainer; {LOGLINEAR}",
+            scored=True,
         ),
-        "tracking": need(
-            "its tracker",
-            ("report_step",),
-            *(f"{module}:log" for module in trackings),
-            parameters=("args", "metrics", "step_key"),
-            ran=0,
+        Refusal(
+            lambda args: args.get("rollout_top_p", 1.0) != 1.0,
+            f"--rollout-top-p below 1: recompute scores the whole vocabulary; {LOGLINEAR}",
+            scored=True,
         ),
-        "scores": need(
-            "log-probs of the sampled tokens",
-            ("policy_loss",),
-            f"{backend}.loss:get_log_probs_and_entropy",
-            parameters=(
-                "logits",
-                "args",
-                "unconcat_tokens",
-                "total_lengths",
-                "response_lengths",
-                "with_entropy",
-            ),
-        ),
-        "own_loss": need(
-            "its policy loss",
-            (record.BITWISE_LOSS,),
-            f"{backend}.loss:policy_loss_function",
-            parameters=("args", "batch", "logits", "sum_of_sample_mean"),
-        ),
-        "train_actor": need(
-            "the frame of the trainer that calls the rollout-data hook",
-            (*record.ROLLOUT_HOOKS, *CARRY),
-            f"{actor}.train_actor",
-            parameters=("self", "rollout_id", "rollout_data"),
-            holds=("data_iterator", "num_microbatches"),
-        ),
-        "log_prob_pass": need(
-            "the trainer's log-prob pass",
-            (*record.ROLLOUT_HOOKS, *CARRY),
-            f"{actor}.compute_log_prob",
-            parameters=("self", "data_iterator", "num_microbatches", "store_prefix"),
-        ),
-        "routing_replay": need(
-            "the replay of routes", record.ROUTES, f"{package}.utils.routing_replay:RoutingReplay"
-        ),
-    }
+    )
+
+    tis_call: Need = _need("tis_call", f"{BACKEND}.loss:policy_loss_function")
+    tracking: Need = _need(
+        "tracking", "slime.observability.logging_utils:log", "slime.utils.logging_utils:log", ran=0
+    )
+    scores: Need = _need("scores", f"{BACKEND}.loss:get_log_probs_and_entropy")
+    own_loss: Need = _need("own_loss", f"{BACKEND}.loss:policy_loss_function")
+    train_actor: Need = _need("train_actor", f"{ACTOR}.train_actor")
+    log_prob_pass: Need = _need("log_prob_pass", f"{ACTOR}.compute_log_prob")
+    routing_replay: Need = _need("routing_replay", "slime.utils.routing_replay:RoutingReplay")
+    kept_sets: Need = _need(
+        asked("the tokens that top-p left", record.LOSS, "args batch"),
+        f"{BACKEND}.loss:get_rollout_top_p_logprob_kwargs",
+    )
+    log_probs: Need = _need(
+        "log_probs",
+        "slime.utils.ppo_utils:_calculate_log_probs_and_entropy_chunk",
+        takes="tp_group with_entropy log_prob_keep_mask",
+    )
+    init: Need = _need("init", f"{ACTOR}.init")
+    weight_version: Need = _need("weight_version", f"{ACTOR}.weight_updater")
+    active_model: Need = _need("active_model", f"{ACTOR}._active_model_tag")
+    switch_model: Need = _need("switch_model", f"{ACTOR}._switch_model")
+    parallel_config: Need = _need(asked("its parallel sizes", record.CARRY), f"{ACTOR}.train_parallel_config")
+    get_batch: Need = _need("get_batch", f"{BACKEND}.model:get_batch")
+    iterator: Need = _need("iterator", f"{BACKEND}.data:DataIterator")
+    conversion: Need = _need(
+        "conversion", "slime.ray.rollout:RolloutManager._convert_samples_to_train_data", takes="self samples"
+    )
+    generation: Need = _need(
+        asked("its generation of one response", record.GENERATE, "args sample sampling_params"),
+        "slime.rollout.sglang_rollout:generate",
+    )
+
+    def version_of(self, actor: Any) -> int:
+        return int(self.weight_version.of(actor).weight_version)
+
+    def virtual_pipeline(self, actor: Any) -> tuple[int, int]:
+        config = self.parallel_config.of(actor)
+        return config["vpp_size"], config["microbatch_group_size_per_vp_stage"]
+
+    @contextmanager
+    def own_routes(self, actor: Any) -> Iterator[None]:
+        if getattr(actor.args, "use_routing_replay", False):
+            os.environ[STAGE] = "fallthrough"  # the host sets its own before each of its passes
+        yield
+
+    def own_conversion(self, args: Any) -> Callable[[Sequence[Any]], dict[str, Any]]:
+        manager = self.conversion.frame().get("self")
+        if manager is None:
+            raise ConfigError(
+                "--custom-convert-samples-to-train-data-path mis_plugins.mis.convert_with_versions: not called by "
+                f"slime's RolloutManager; give it there, with {self.commit}"
+            )
+
+        def convert(samples: Sequence[Any]) -> dict[str, Any]:
+            hook = getattr(manager, OWN_CONVERSION)
+            setattr(manager, OWN_CONVERSION, None)  # so that the method converts by itself
+            try:
+                return self.conversion.of(manager)(samples)
+            finally:
+                setattr(manager, OWN_CONVERSION, hook)
+
+        return convert
 
 
-def _alone() -> dict[str, Need]:
-    backend = "slime.backends.megatron_utils"
-    actor = f"{backend}.actor:MegatronTrainRayActor"
-
-    def need(what: str, hooks: tuple[str, ...], at: str, **more: Any) -> Need:
-        return Need("slime", what, hooks, (at,), **more)
-
-    return {
-        "kept_sets": need(
-            "the tokens that top-p left",
-            ("policy_loss",),
-            f"{backend}.loss:get_rollout_top_p_logprob_kwargs",
-            parameters=("args", "batch"),
-        ),
-        "log_probs": need(
-            "its formula of log-probs",
-            (record.BITWISE_INIT,),
-            "slime.utils.ppo_utils:_calculate_log_probs_and_entropy_chunk",
-            parameters=("logits", "tokens", "tp_group", "with_entropy", "log_prob_keep_mask"),
-        ),
-        "init": need(
-            "the frame of the trainer that calls the init hook",
-            CARRY,
-            f"{actor}.init",
-            parameters=("self", "args", "role"),
-        ),
-        "weight_version": need("the version of the trainer's weights", CARRY, f"{actor}.weight_updater"),
-        "active_model": need("the tag of the weights in use", CARRY, f"{actor}._active_model_tag"),
-        "switch_model": need(
-            "the switch of weights", CARRY, f"{actor}._switch_model", parameters=("self", "target_tag")
-        ),
-        "parallel_config": need("its parallel sizes", CARRY, f"{actor}.train_parallel_config"),
-        "get_batch": need(
-            "the micro-batch of a train step",
-            CARRY,
-            f"{backend}.model:get_batch",
-            parameters=("data_iterator", "keys"),
-        ),
-        "iterator": need(
-            "its iterator over micro-batches",
-            CARRY,
-            f"{backend}.data:DataIterator",
-            parameters=("rollout_data", "micro_batch_indices"),
-        ),
-        "conversion": need(
-            "its conversion of samples to train data",
-            CONVERT,
-            "slime.ray.rollout:RolloutManager._convert_samples_to_train_data",
-            parameters=("self", "samples"),
-        ),
-        "generation": need(
-            "its generation of one response",
-            GENERATE,
-            "slime.rollout.sglang_rollout:generate",
-            parameters=("args", "sample", "sampling_params"),
-        ),
-    }
-
-
-SLIME = Slime(
-    **_shared("slime", "slime", "slime.observability.logging_utils", "slime.utils.logging_utils"), **_alone()
-)
-VIME = SlimeLike(**_shared("vime", "vime", "vime.utils.logging_utils"))
+SLIME = Slime()
+_OF_VIME = {each.name: getattr(SLIME, each.name).in_fork("vime") for each in fields(Needs)}
+VIME = Needs(**_OF_VIME | {"tracking": replace(_OF_VIME["tracking"], at=_OF_VIME["tracking"].at[1:])})

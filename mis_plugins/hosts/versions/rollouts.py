@@ -10,11 +10,13 @@ from __future__ import annotations
 import asyncio
 import itertools
 import threading
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
 from mis_plugins.errors import ConfigError
-from mis_plugins.hosts.versions.numbering import GENERATE, Numbering
+from mis_plugins.hosts.needs.record import VersionNeeds
+from mis_plugins.hosts.versions.samples import GENERATE, Numbering, recomputes, segment_wise
 from mis_plugins.hosts.versions.shelf import Shelf, Waiting
 
 NAME = "mis_plugins_rollouts"
@@ -92,3 +94,16 @@ def waiting(version: int, trained: int) -> Waiting:
             f"no rollout of this job answers under the name {NAME}; generate with {GENERATE}"
         ) from error
     return ray.get(questions.ask.remote(version, trained))
+
+
+def convert(args: Any, samples: Sequence[Any], needs: VersionNeeds) -> dict[str, Any]:
+    """The host's own train data, with a `Note` of each sample under the key of its list that can carry one.
+
+    Raises:
+        ConfigError: the caller is not the host's process of the rollouts, or an argument whose conversion needs inputs
+            that the host does not hand to this function.
+        InputError: a sample without versions, or with others than its tokens, or with images where recompute scores.
+    """
+    own = needs.own_conversion(args)
+    notes = NUMBERING.noted(samples, scored=recomputes(segment_wise(args)))
+    return own(samples) | {needs.notes: notes}

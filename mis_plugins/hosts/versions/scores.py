@@ -1,4 +1,4 @@
-"""Log pi_{v+1} on the trainer's side: which rank scores which responses, and the scores of each response.
+"""Log pi_{v+1} on the trainer's side: the host's own log-prob pass over waiting tokens, and what it gave them.
 
 A trainer that has just moved to version V holds pi_V until its next optimizer step. So it scores the tokens
 of V - 1 when it gets its next batch, before it trains, whether their responses are running, queued or on
@@ -7,36 +7,107 @@ their way by then.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from jaxtyping import Float
 from torch import Tensor
 
-from mis_plugins.hosts.versions.note import Note
+from mis_plugins.hosts.batch import layout_of
+from mis_plugins.hosts.host import Host
+from mis_plugins.hosts.needs.record import VersionNeeds
+from mis_plugins.hosts.versions import rollouts
+from mis_plugins.hosts.versions.samples import Note
+from mis_plugins.hosts.versions.shelf import Waiting
+from mis_plugins.packing.layout import Layout, gathered
 from mis_plugins.versions.recompute import Request, batches
 from mis_plugins.versions.segment_wise import Written
 
+Data = dict[str, Any]
+Answers = Mapping[int, tuple[Sequence[int], Float[Tensor, " n"]]]
+"""By the number of a response: positions of tokens in it, and their log-probs."""
+PREFIX = "mis_next_"
 
-@dataclass(frozen=True)
-class Plan:
+
+def shares(requests: Sequence[Request], budget: int, ranks: int, multiple: int) -> list[list[list[Request]]]:
     """The micro-batches of each data-parallel rank: equally many, so that the model's collectives meet.
 
-    shares: by rank, a list of micro-batches. A rank with fewer is filled up with the first of all
-        micro-batches.
+    A rank with fewer is filled up with the first of all micro-batches.
+
+    Args:
+        budget: tokens of a micro-batch.
+        multiple: the number of micro-batches of each rank is a multiple of this.
     """
+    packed = batches(requests, budget)
+    count = -(-len(packed) // (ranks * multiple)) * multiple
+    by_rank = (packed[rank::ranks] for rank in range(ranks))
+    return [[*share, *[packed[0]] * (count - len(share))] for share in by_rank]
 
-    shares: Sequence[Sequence[Sequence[Request]]]
 
-    @classmethod
-    def of(cls, requests: Sequence[Request], budget: int, ranks: int, multiple: int) -> Plan:
-        """Pack requests into micro-batches of `budget` tokens, a multiple of `multiple` for each rank."""
-        packed = batches(requests, budget)
-        count = -(-len(packed) // (ranks * multiple)) * multiple
-        shares = [packed[rank::ranks] for rank in range(ranks)]
-        return cls([[*share, *[packed[0]] * (count - len(share))] for share in shares])
+@dataclass(frozen=True)
+class Trainer:
+    """The trainer of a host on Megatron, as far as it scores waiting tokens."""
+
+    host: Host
+    needs: VersionNeeds
+
+    @cached_property
+    def group(self) -> Any:
+        """A group of all ranks on the CPU. Making it is collective."""
+        return dist.new_group(backend="gloo")
+
+    def waiting(self, version: int, trained: int) -> Waiting:
+        """Ask on rank 0 which tokens of `version` wait to be scored, and tell all ranks. Collective."""
+        told: list[Waiting | None] = [None]
+        if dist.get_rank() == 0:
+            told = [rollouts.waiting(version, trained)]
+        dist.broadcast_object_list(told, src=0, group=self.group)
+        assert told[0] is not None
+        return told[0]
+
+    def answers(
+        self, actor: Any, rollout_id: int, requests: Sequence[Request], device: torch.device
+    ) -> Answers:
+        """Log-probs of the requested tokens, by the host's own log-prob pass, on every rank. Collective."""
+        ranks, (cp_size, cp_rank) = self.host.parallel()
+        chunks, multiple = self.needs.virtual_pipeline(actor)
+        size, rank = (1, 0) if ranks.dp is None else (ranks.dp.size(), ranks.dp.rank())
+        mine = shares(requests, (actor.args.max_tokens_per_gpu or 1) * cp_size, size, multiple)[rank]
+        asked = list(itertools.chain.from_iterable(mine))
+        data = _as_rollout(asked, device)
+        rows = self._scored(actor, rollout_id, data, [len(batch) for batch in mine], chunks)
+        # Gathering is collective over context-parallel ranks: each of them does it, whoever answers.
+        whole = [] if rows is None else gathered(self.layout(actor.args, data), rows, ranks.cp)
+        own = {}
+        if rows is not None and cp_rank == 0 and (ranks.tp is None or ranks.tp.rank() == 0):
+            pairs = zip(asked, whole, strict=True)
+            own = {one.number: (one.positions, _wanted(one, row)) for one, row in pairs}
+        parts: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(parts, own, group=self.group)
+        return {number: answer for part in parts for number, answer in part.items()}
+
+    def layout(self, args: Any, data: Data) -> Layout:
+        """Where the responses of a rollout lie on this rank."""
+        return layout_of(args, data, self.host.parallel()[1])
+
+    def _scored(
+        self, actor: Any, rollout_id: int, data: Data, counts: Sequence[int], chunks: int
+    ) -> Sequence[Tensor] | None:
+        """Score each sequence's last tokens under the actor's weights; None off the last pipeline stage."""
+        needs, ends = self.needs, list(itertools.accumulate(counts, initial=0))
+        micro_batches = [list(range(start, stop)) for start, stop in itertools.pairwise(ends)]
+        with needs.own_routes(actor):
+            if needs.active_model.of(actor) != "actor":
+                needs.switch_model.of(actor)("actor")
+            made = needs.iterator.get()
+            iterators = [made(data, micro_batch_indices=list(micro_batches)) for _ in range(chunks)]
+            return needs.rescore(actor, iterators, [len(micro_batches)], PREFIX, rollout_id)
 
 
 @dataclass(frozen=True)
@@ -54,7 +125,7 @@ class Scores:
     def __init__(self) -> None:
         self._of: dict[int, list[Scored]] = {}
 
-    def add(self, version: int, answers: Mapping[int, tuple[Sequence[int], Float[Tensor, " n"]]]) -> None:
+    def add(self, version: int, answers: Answers) -> None:
         """Keep the log-probs that `version` gives to some tokens of each response."""
         for number, (positions, log_probs) in answers.items():
             self._of.setdefault(number, []).append(Scored(version, positions, log_probs))
@@ -74,3 +145,17 @@ class Scores:
             next_one = versions[places] + 1 == one.by
             recomputed[places[next_one]] = log_probs[next_one]
         return Written(versions, recomputed, current)
+
+
+def _wanted(request: Request, row: Tensor) -> Tensor:
+    return torch.tensor(request.wanted(row.float().tolist()))
+
+
+def _as_rollout(requests: Sequence[Request], device: torch.device) -> Data:
+    """The requests as a rollout, with the keys that the host's log-prob pass reads."""
+    return {
+        "tokens": [torch.tensor(one.tokens, dtype=torch.long, device=device) for one in requests],
+        "loss_masks": [torch.ones(one.count, dtype=torch.int, device=device) for one in requests],
+        "total_lengths": [len(one.tokens) for one in requests],
+        "response_lengths": [one.count for one in requests],
+    }

@@ -1,8 +1,9 @@
-"""Miles's own single-turn generation, read token by token, so that the trainer can score running responses.
+"""Each host's own generation of a response, with the version of every token left on the sample.
 
-SGLang names the version of each token when a call ends. Until then each chunk of the stream counts as written by the
-version that the engine has when it sends the chunk: exact if each token is sent by itself
-(`--sglang-stream-interval 1`).
+slime answers call by call: an update ends every call, and the host continues the response in another. Miles's
+single-turn generation is read token by token, so that the trainer can score running responses. SGLang names the
+version of each token when a call ends. Until then each chunk of the stream counts as written by the version that the
+engine has when it sends the chunk: exact if each token is sent by itself (`--sglang-stream-interval 1`).
 """
 
 from __future__ import annotations
@@ -11,16 +12,18 @@ import asyncio
 import inspect
 import json
 import logging
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
 from mis_plugins.errors import InputError
 from mis_plugins.hosts.needs.miles import NEEDS
 from mis_plugins.hosts.needs.record import more_of
-from mis_plugins.hosts.versions.numbering import VERSIONS
+from mis_plugins.hosts.needs.slime import SLIME
 from mis_plugins.hosts.versions.rollouts import NUMBERING
-from mis_plugins.versions.response import spans
+from mis_plugins.hosts.versions.samples import FAULT, NUMBER, VERSIONS
+from mis_plugins.versions.spans import spans, written_by
 
 logger = logging.getLogger("mis_plugins")
 
@@ -29,8 +32,8 @@ Chunk = Mapping[str, Any]
 Row = list[Any]  # log-prob and token, as SGLang lists them
 
 
-async def generate(input: Any) -> Any:
-    """Generate one response as the host does, and leave on the sample which version wrote each of its tokens."""
+async def miles(input: Any) -> Any:
+    """Generate one response as Miles does, and leave on the sample which version wrote each of its tokens."""
     args, sample, own = input.args, input.sample, NEEDS.single_turn.get()
     if input.evaluation or sample.response_length:
         return await own(input)
@@ -51,21 +54,64 @@ async def generate(input: Any) -> Any:
     headers = NEEDS.headers.get()(args, sample)
     output = await answered(lambda: _stream(url, {**payload, "stream": True}, headers), number)
     await NEEDS.update_sample.get()(args, sample, payload=payload, output=output)
-    name_versions(sample, number, output["meta_info"])
+    runs = spans(output["meta_info"], sample.response_length)
+    # The newest Miles has itself put the spans of each call there, and reads them again.
+    if not any(hasattr(call, "spans") for call in sample.weight_versions):
+        sample.weight_versions = [str(version) for version, _, _ in runs]
+    _name_versions(sample, written_by(runs))
     return output_of(samples=sample)
 
 
-def name_versions(sample: Any, number: int, meta_info: Mapping[str, Any]) -> None:
-    """Write a finished call's versions on the sample: of each token, and of each run in `weight_versions`.
+async def slime(args: Any, sample: Any, sampling_params: Mapping[str, Any], evaluation: bool) -> Any:
+    """Generate, or continue, one response as slime does, and add to the sample who wrote the new tokens."""
+    own = SLIME.generation.get()
+    if evaluation:
+        return await own(args, sample, sampling_params)
+    before = sample.response_length
+    with _answers_to(sample) as answers:
+        await own(args, sample, sampling_params)
+    if answers and sample.response_length > before:
+        try:
+            _continue(sample, before, answers[-1])
+        except InputError as error:
+            # The conversion raises it later: slime only logs an error raised here, and waits for the group
+            # for ever.
+            setattr(sample, FAULT, str(error))
+    return sample
 
-    The newest Miles has itself put the spans of each call there, and reads them again.
-    """
-    runs = spans(meta_info, sample.response_length)
-    versions = [version for version, start, stop in runs for _ in range(start, stop)]
+
+@contextmanager
+def _answers_to(sample: Any) -> Iterator[list[Mapping[str, Any]]]:
+    """Collect the engine's `meta_info` of each answer, which slime hands to the sample alone."""
+    answers: list[Mapping[str, Any]] = []
+    append = sample.append_response_tokens
+
+    def listening(*given: Any, **named: Any) -> Any:
+        answers.append(named["meta_info"])
+        return append(*given, **named)
+
+    sample.append_response_tokens = listening
+    try:
+        yield answers
+    finally:
+        del sample.append_response_tokens
+
+
+def _continue(sample: Any, before: int, meta_info: Mapping[str, Any]) -> None:
+    """Name the versions of the tokens from `before` on behind those of the calls before."""
+    new = written_by(spans(meta_info, sample.response_length - before))
+    earlier = getattr(sample, VERSIONS, []) if before else []
+    if not before or not NUMBERING.known(sample):
+        NUMBERING.begin(sample, sample.tokens[: len(sample.tokens) - sample.response_length])
+    _name_versions(sample, [*earlier, *new])
+
+
+def _name_versions(sample: Any, versions: list[int]) -> None:
+    """Write on the sample, and tell the shelf, which version wrote each of its tokens."""
     setattr(sample, VERSIONS, versions)
-    if not any(hasattr(call, "spans") for call in sample.weight_versions):
-        sample.weight_versions = [str(version) for version, _, _ in runs]
-    NUMBERING.shelf.say(number, 0, sample.tokens[len(sample.tokens) - sample.response_length :], versions)
+    if len(versions) == sample.response_length:  # else the conversion refuses the sample
+        response = sample.tokens[len(sample.tokens) - sample.response_length :]
+        NUMBERING.shelf.say(getattr(sample, NUMBER), 0, response, versions)
 
 
 async def answered(stream: Callable[[], AsyncIterator[Chunk]], number: int) -> dict[str, Any]:

@@ -6,9 +6,8 @@ appended, and a log-prob under the next version is stored once.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 
@@ -105,30 +104,3 @@ class Response:
             recomputed=(*self.recomputed, *(None,) * count),
             stale_cache=(*self.stale_cache, *(stale_cache,) * count),
         )
-
-
-def spans(meta_info: Mapping[str, Any], count: int) -> list[tuple[int, int, int]]:
-    """(version, start, stop) of each stretch of the `count` tokens of one generation call, as SGLang reports them.
-
-    SGLang's `weight_version`, a number as text, is the version that the host published last. `weight_versions` lists
-    which version wrote which tokens, as read in SGLang 0.5.23.
-
-    Raises:
-        InputError: there are no spans, they leave out or repeat a token, or a version is no number.
-    """
-    if "weight_versions" not in meta_info:
-        raise InputError(
-            "meta_info: no weight_versions; weight_version alone names the version that wrote the last token of a "
-            "call, not those before an update in its midst: use an SGLang that reports them"
-        )
-    found, at = [], 0
-    for span in meta_info["weight_versions"]:
-        if not str(span["version"]).isdigit():
-            raise InputError(f"meta_info weight_versions: version {span['version']!r} is not a number")
-        if span["start"] != at or span["end"] < at:
-            raise InputError(f"meta_info weight_versions: {span} where token {at} should follow")
-        found.append((int(span["version"]), at, span["end"]))
-        at = span["end"]
-    if at != count:
-        raise InputError(f"meta_info weight_versions: up to token {at} of {count}")
-    return [one for one in found if one[1] < one[2]]

@@ -8,11 +8,11 @@ import logging
 
 import pytest
 
+from lab.host.asynchronous import update_hooks as hooks_module
+from lab.host.asynchronous.pool import Pool, recompute
+from lab.host.asynchronous.response import Response
+from lab.host.asynchronous.update_hooks import HookError, Hooks
 from mis_plugins.errors import ConfigError
-from mis_plugins.versions import update_hooks as hooks_module
-from mis_plugins.versions.recompute import Pool, recompute
-from mis_plugins.versions.response import Response
-from mis_plugins.versions.update_hooks import HookError, Hooks
 
 POINTS = ("pre_pause", "post_pause", "pre_resume", "post_resume")
 
@@ -147,7 +147,7 @@ def test_named_after_itself():
     hooks.register_pre_pause_hook(functools.partial(Engine(("pause",)).pause))
     with pytest.raises(HookError, match=r"partial\(.*Engine\.pause"):
         cycle(Engine(), hooks)
-    with pytest.raises(HookError, match=r"test_hooks\..*Engine\.pause raised AssertionError"):
+    with pytest.raises(HookError, match=r"test_update_hooks\..*Engine\.pause raised AssertionError"):
         cycle(Engine(), hooks)
 
 

@@ -1,11 +1,12 @@
-"""What one module of a host defines, read from its syntax."""
+"""What the modules of a host's source define, read from their syntax."""
 
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
+from pathlib import Path
 
 Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 Function = ast.FunctionDef | ast.AsyncFunctionDef
@@ -48,6 +49,39 @@ class Module:
         return ".".join(parts), original
 
 
+Lookup = Callable[[str], Module | None]
+"""The module of a dotted path; None where the host has no such file."""
+
+
+@dataclass(frozen=True)
+class Folder:
+    """A checkout on disk."""
+
+    root: Path
+    _parsed: dict[str, Module | None] = field(default_factory=dict)
+
+    def module(self, name: str) -> Module | None:
+        """Parse a module once; None where there is no such file."""
+        if name not in self._parsed:
+            path = next((path for path in paths(name) if (self.root / path).is_file()), None)
+            parsed = None if path is None else Module.of((self.root / path).read_bytes(), path, name)
+            self._parsed[name] = parsed
+        return self._parsed[name]
+
+    def modules(self, package: str) -> Iterator[Module]:
+        """Each module of a package."""
+        for file in sorted((self.root / package).rglob("*.py")):
+            name = ".".join(file.relative_to(self.root).with_suffix("").parts).removesuffix(".__init__")
+            if (module := self.module(name)) is not None:
+                yield module
+
+
+def paths(module: str) -> tuple[str, str]:
+    """The two files that a module may be."""
+    path = module.replace(".", "/")
+    return f"{path}.py", f"{path}/__init__.py"
+
+
 def statements(body: Sequence[ast.stmt]) -> Iterator[ast.stmt]:
     """Statements of a body, those under `if`, `try` and `with` too."""
     for node in body:
@@ -57,12 +91,6 @@ def statements(body: Sequence[ast.stmt]) -> Iterator[ast.stmt]:
                 yield from statements(getattr(node, name, []))
         for handler in getattr(node, "handlers", []):
             yield from statements(handler.body)
-
-
-def functions(body: Sequence[ast.stmt]) -> Iterator[Function]:
-    """Functions and methods of a module, those within others too."""
-    for statement in body:
-        yield from (node for node in ast.walk(statement) if isinstance(node, Function))
 
 
 def bound(node: ast.stmt) -> Iterator[str]:
@@ -76,24 +104,28 @@ def bound(node: ast.stmt) -> Iterator[str]:
         yield from (each.id for target in targets for each in ast.walk(target) if isinstance(each, ast.Name))
 
 
+def fields(owner: ast.ClassDef) -> set[str]:
+    """Annotated names of a class."""
+    return {name for each in owner.body if isinstance(each, ast.AnnAssign) for name in bound(each)}
+
+
 def member(owner: ast.ClassDef, name: str) -> ast.stmt | ast.Attribute | None:
     """The definition of a class's member, or the first `self.NAME = ...` in its methods; None where it has none."""
     defined = {one: node for node in statements(owner.body) for one in bound(node)}
     if name in defined:
         return defined[name]
-    written = (node for node in ast.walk(owner) if isinstance(node, ast.Attribute))
-    stored = (node for node in written if node.attr == name and isinstance(node.ctx, ast.Store))
-    return next(
-        (node for node in stored if isinstance(node.value, ast.Name) and node.value.id == "self"), None
-    )
+    for node in ast.walk(owner):
+        if isinstance(node, ast.Attribute) and node.attr == name and isinstance(node.ctx, ast.Store):
+            if isinstance(node.value, ast.Name) and node.value.id == "self":
+                return node
+    return None
 
 
 def parameters(node: ast.AST) -> set[str] | None:
     """Names of the parameters of a function, or of a class's `__init__`; None where any keyword is taken."""
     if isinstance(node, ast.ClassDef):
         init = member(node, "__init__")
-        fields = {name for each in node.body if isinstance(each, ast.AnnAssign) for name in bound(each)}
-        return fields if init is None else parameters(init)
+        return fields(node) if init is None else parameters(init)
     if not isinstance(node, Function) or node.args.kwarg is not None:
         return None
     return {each.arg for each in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)}
@@ -101,15 +133,13 @@ def parameters(node: ast.AST) -> set[str] | None:
 
 def locals_of(node: ast.AST) -> set[str]:
     """Names that a function assigns."""
-    return {
-        each.id for each in ast.walk(node) if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Store)
-    }
+    names = (each for each in ast.walk(node) if isinstance(each, ast.Name))
+    return {name.id for name in names if isinstance(name.ctx, ast.Store)}
 
 
 def handed_on(node: ast.AST) -> set[str]:
     """Keywords that a function hands on: of its calls, and text keys of its dicts."""
     keywords = {each.arg for each in ast.walk(node) if isinstance(each, ast.keyword) and each.arg}
-    dicts = (key for each in ast.walk(node) if isinstance(each, ast.Dict) for key in each.keys)
-    return keywords | {
-        key.value for key in dicts if isinstance(key, ast.Constant) and isinstance(key.value, str)
-    }
+    keys = (key for each in ast.walk(node) if isinstance(each, ast.Dict) for key in each.keys)
+    texts = (key.value for key in keys if isinstance(key, ast.Constant))
+    return keywords | {text for text in texts if isinstance(text, str)}

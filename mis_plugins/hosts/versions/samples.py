@@ -8,17 +8,62 @@ import queue
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
+from mis_plugins.config import reading
+from mis_plugins.config.model import SegmentWiseConfig
 from mis_plugins.errors import InputError
-from mis_plugins.hosts.versions.note import Note
-from mis_plugins.hosts.versions.settings import LOGLINEAR
+from mis_plugins.hosts.needs.record import LOGLINEAR
 from mis_plugins.hosts.versions.shelf import Shelf
+from mis_plugins.shared import runs
 
 # Attributes that our generate functions leave on a sample; FAULT where its versions cannot be known.
 NUMBER, VERSIONS, FAULT = "response_number", "output_versions", "versions_fault"
 NO_NUMBER = -1
 GENERATE = "--custom-generate-function-path mis_plugins.mis.generate_with_versions"
+
+
+def segment_wise(args: Any) -> SegmentWiseConfig | None:
+    """Segment-wise weights as the loss hook will have them; None where they are off."""
+    config = reading.from_args(args).where_versions_are_known()
+    return config.segment_wise if config.segment_wise_on else None
+
+
+def recomputes(config: SegmentWiseConfig | None) -> bool:
+    """Whether weights read log-probs that a recompute stored."""
+    return config is not None and config.method == "recompute"
+
+
+@dataclass(frozen=True)
+class Note:
+    """What travels to the trainer beside a sample: its batch and number on the shelf, and who wrote its tokens."""
+
+    batch: int
+    number: int
+    versions: Sequence[int]
+
+    def packed(self) -> list[int]:
+        """Batch, number, and then version and count of each run of tokens that one version wrote."""
+        return [self.batch, self.number, *runs.packed(self.versions)]
+
+    @classmethod
+    def of(cls, packed: Any, key: str) -> Note:
+        """Read what `packed` wrote.
+
+        Args:
+            key: the host's name of the list that carries notes.
+
+        Raises:
+            InputError: `packed` is the host's own value, not a note.
+        """
+        whole = isinstance(packed, Sequence) and all(isinstance(x, int) for x in packed)
+        if not whole or len(packed) < 2 or len(packed) % 2:
+            raise InputError(
+                f"{key}: not those of mis_plugins; give --custom-convert-samples-to-train-data-path "
+                "mis_plugins.mis.convert_with_versions"
+            )
+        return cls(packed[0], packed[1], runs.unpacked(packed[2:]))
 
 
 class Numbering:

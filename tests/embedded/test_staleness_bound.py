@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lab.host.asynchronous.staleness_bound import HeadOffpolicyness
 from mis_plugins.errors import ConfigError
-from mis_plugins.versions.staleness_bound import HeadOffpolicyness
 
 ROLLOUTS = 12
 LENGTH = 4  # tokens of a response; each rollout has one

@@ -1,1 +1,0 @@
-"""What slime alone does, as read in slime 624b824."""

@@ -1,0 +1,47 @@
+"""Which weight version wrote which tokens of one generation call, as the engine reports it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from mis_plugins.errors import InputError
+
+Run = tuple[int, int, int]
+"""(version, start, stop) of a stretch of tokens that one version wrote."""
+
+
+def spans(meta_info: Mapping[str, Any], count: int) -> list[Run]:
+    """(version, start, stop) of each stretch of the `count` tokens of one generation call, as SGLang reports them.
+
+    SGLang's `weight_version`, a number as text, is the version that the host published last. `weight_versions` lists
+    which version wrote which tokens, as read in SGLang 0.5.23.
+
+    Raises:
+        InputError: there are no spans, they leave out or repeat a token, or a version is no number.
+    """
+    if "weight_versions" not in meta_info:
+        raise InputError(
+            "meta_info: no weight_versions; weight_version alone names the version that wrote the last token of a "
+            "call, not those before an update in its midst: use an SGLang that reports them"
+        )
+    found, at = [], 0
+    for span in meta_info["weight_versions"]:
+        if not str(span["version"]).isdigit():
+            raise InputError(f"meta_info weight_versions: version {span['version']!r} is not a number")
+        if span["start"] != at or span["end"] < at:
+            raise InputError(f"meta_info weight_versions: {span} where token {at} should follow")
+        found.append((int(span["version"]), at, span["end"]))
+        at = span["end"]
+    if at != count:
+        raise InputError(f"meta_info weight_versions: up to token {at} of {count}")
+    return [one for one in found if one[1] < one[2]]
+
+
+def written_by(runs: Iterable[Run]) -> list[int]:
+    """The version of each token.
+
+    >>> written_by([(3, 0, 2), (4, 2, 3)])
+    [3, 3, 4]
+    """
+    return [version for version, start, stop in runs for _ in range(start, stop)]
