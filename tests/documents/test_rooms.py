@@ -13,13 +13,11 @@ from true_on_policy.contract.sides import ENGINES
 ROOT = Path(__file__).parents[2]
 # From top to bottom, as docs/architecture.md draws them.
 FLOORS = {
-    "mis_plugins": "__main__ local report mis explain hosts routing loss metrics versions correction config "
+    "mis_plugins": "__main__ report mis explain hosts routing loss metrics versions correction config "
     "packing shared errors __version__",
     "true_on_policy": "__main__ doctor weights verify fsdp_worker trainers hosts engines observe models diff "
     "flags kernels contract bitwise errors",
 }
-# The embedded host is imported where it runs, as Miles and slime are: within a function.
-LAZY = {("mis_plugins.hosts.adapters.embedded", "lab.host")}
 OPEN_TO_TRUE_ON_POLICY = {"packing", "config", "hosts", "mis", "shared", "errors"}
 # The report reads files alone: it knows no host, and only the door imports it.
 READ_BY_REPORT = {
@@ -47,7 +45,7 @@ def imported(tree: ast.Module) -> Iterator[str]:
         names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
         if isinstance(node, ast.ImportFrom):
             names = [f"{node.module}.{alias.name}" for alias in node.names]
-        yield from (name for name in names if name.split(".")[0] in FLOORS and "." in name)
+        yield from (name for name in names if name.split(".")[0] in {*FLOORS, "lab"} and "." in name)
 
 
 def room(name: str) -> tuple[str, str]:
@@ -62,21 +60,21 @@ def test_rooms_import_downwards(package: str) -> None:
         f"{name} imports {target}"
         for name, tree in modules(package)
         for target in imported(tree)
-        if name != package and room(target)[0] == package and (name, ".".join(room(target))) not in LAZY
+        if name != package and room(target)[0] == package
         if order.index(room(target)[1]) < order.index(room(name)[1])
     ]
     assert not upwards
 
 
 def test_correction_and_bits_meet_in_few_rooms() -> None:
-    """Only the embedded host, which is built on both, imports true_on_policy."""
+    """mis_plugins imports mis_plugins alone, and no package imports the lab."""
     strangers = [
         f"{name} imports {target}"
         for package in FLOORS
         for name, tree in modules(package)
         for target in imported(tree)
         if room(target)[0] != package
-        if room(name) != ("mis_plugins", "local") and room(target)[1] not in OPEN_TO_TRUE_ON_POLICY
+        if package == "mis_plugins" or room(target)[1] not in OPEN_TO_TRUE_ON_POLICY
     ]
     assert not strangers
 
