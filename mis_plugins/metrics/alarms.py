@@ -59,6 +59,20 @@ def nonfinite_weights(config: CorrectionConfig, sums: Mapping[str, float]) -> Se
     ] * bool(count)
 
 
+def weights_of_one(config: CorrectionConfig, sums: Mapping[str, float]) -> Sequence[str]:
+    """Warn where a weight is asked for, log-probs differ, and the loss is that of a run without a correction."""
+    kept, total = sums["kept"], sums.get("kept_weight", 0.0)
+    differs = sums.get("abs_log_ratio", 0.0) > 1e-5 * kept
+    if not config.weight or not kept or kept < sums["usable"] or not differs:
+        return []
+    all_one = abs(total - kept) + abs(sums["kept_weight_squared"] - kept) < 1e-6 * kept
+    return [
+        f"every weight of {kept:.0f} tokens is 1, although the log-probs of trainer and rollout engine differ: nothing "
+        "is corrected. mis.weight.normalize over a single sequence, or over weights that a bound makes equal, does so; "
+        "drop mis.weight.normalize, or give larger micro-batches or wider bounds"
+    ] * all_one
+
+
 def nonfinite_log_probs(config: CorrectionConfig, sums: Mapping[str, float]) -> Sequence[str]:
     """Warn of tokens without a ratio; with segment-wise weights the other two alarms tell more of such tokens."""
     count = sums["valid"] - sums["usable"]
@@ -108,6 +122,7 @@ ALARMS: dict[str, Alarm] = {
     "processed_log_probs": processed_log_probs,
     "lacking_weights": lacking_weights,
     "nonfinite_weights": nonfinite_weights,
+    "weights_of_one": weights_of_one,
     "nonfinite_log_probs": nonfinite_log_probs,
     "diluted": diluted,
     "nonfinite_advantages": nonfinite_advantages,

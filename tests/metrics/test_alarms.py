@@ -11,9 +11,11 @@ import pytest
 import torch
 from batches import Batch, make_batch
 from slope_simulation import sums
-from test_partials import step_of
+from test_partials import step_of, whole_step
 
 from lab.pages.metrics import WORDS
+from mis_plugins.config.reading import from_mapping
+from mis_plugins.metrics.alarms import weights_of_one
 from mis_plugins.metrics.catalogue import METRICS
 from mis_plugins.metrics.slope import cut_off, relation, unlikely, warnings, warnings_of
 
@@ -122,3 +124,19 @@ def test_a_trainer_whose_log_probs_have_nothing_to_do_with_the_engines_is_told(s
 def test_sides_that_agree_on_tokens_that_do_not_vary_are_not_told():
     certain = torch.full((100,), -1e-3, dtype=torch.float64)
     assert relation(sums(certain, certain)) is None and not warnings_of(sums(certain, certain))
+
+
+@pytest.mark.parametrize(
+    ("rows", "weight", "told"),
+    [
+        ([[0.3] * 4], {"level": "sequence", "normalize": {}}, True),
+        ([[1.5] * 3, [2.0] * 2], {"upper": 2.0, "normalize": {}}, True),
+        ([[0.3] * 4], {"level": "sequence"}, False),
+        ([[0.0] * 4], {"level": "sequence", "normalize": {}}, False),
+    ],
+)  # fmt: skip
+def test_a_step_in_which_every_weight_is_one_is_told(rows: list[list[float]], weight: dict, told: bool):
+    """A sequence divided by its own weight, and weights that all lie at one cap; not where the log-probs are equal."""
+    batch = make_batch([([x - 3 for x in row], [-3.0] * len(row), [1] * len(row)) for row in rows])
+    config = from_mapping({"weight": weight, "metrics": "all"})
+    assert bool(weights_of_one(config, whole_step(batch, config).named_sums)) == told
