@@ -14,9 +14,9 @@ from megatron.core import parallel_state as mpu
 from torch.distributed import barrier
 from lab.host.train.parallel import initialize, launch
 from process_groups import destroy_process_groups
-from true_on_policy.trainers.megatron import _one_rank
+from true_on_policy.trainers.megatron import one_rank
 
-_one_rank()
+one_rank()
 destroy_process_groups()
 assert not mpu.model_parallel_is_initialized()
 
