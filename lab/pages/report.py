@@ -200,7 +200,7 @@ def _ladder() -> Iterator[str]:
     yield (
         f"\n{measured.model}: real SGLang on CPU at temperature 1, against Megatron-core in bf16; linear layers rounded to "
         "nearest\n(`lab/mismatch.py`). The ladder gives the order of magnitude, and numbers of other models differ. "
-        "In\n`lab/results/report_rungs.md` each response alone is held to the ladder.\n"
+        "In\n`lab/results/report_rungs.md` each turn of 32 chats alone is held to the ladder.\n"
     )
     yield "| engine | prompts | tokens | kl_k3 | p99 of abs log r |\n|---|---|---|---|---|"
     for rung in measured.steps:

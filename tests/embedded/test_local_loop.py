@@ -295,7 +295,7 @@ def test_the_rollout_data_hook_is_called_as_slime_calls_it(tmp_path: Path) -> No
 
 def test_a_corrected_run_over_two_context_ranks_leaves_complete_files(tmp_path: Path) -> None:
     yaml = tmp_path / "mis.yaml"
-    yaml.write_text("mis:\n  weight: {level: token, bound: truncate, upper: 2.0}\n")
+    yaml.write_text("mis:\n  metrics: full\n  weight: {level: token, bound: truncate, upper: 2.0}\n")
     hook = f"--use-tis --custom-tis-function-path {MIS} --custom-config-path {yaml}"
     flags = f"--context-parallel-size 2 --rollout-weights int4 --grad-cosine-every 2 {hook}"
     assert run(flags, tmp_path / "run") == 0

@@ -72,6 +72,7 @@ def yaml(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("config") / "mis.yaml"
     path.write_text(
         "mis:\n"
+        "  metrics: full\n"
         "  weight: {level: token, bound: truncate, upper: 1.1, normalize: {scope: data_parallel}}\n"
         "  reject: [{over: mean, lower: 0.9, upper: 1.1}]\n"
     )

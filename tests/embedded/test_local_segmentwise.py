@@ -125,7 +125,7 @@ def test_a_synchronous_run_is_that_of_standard_weights(tmp_path: Path):
         "loss",
         "grad_norm",
         "reward_rollout",
-        "mis_tis_weight_after_bound",
+        "mis_ess_mb",
         "mis_k3_kl",
     ):
         assert [row[name] for row in on] == [row[name] for row in standard]

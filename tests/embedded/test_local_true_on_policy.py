@@ -20,10 +20,10 @@ from mis_plugins.mis import Answer, compute_mis_weights_with_cp
 # Failures push, so that parameters move although a policy that knows nothing earns nothing.
 PUSHED = "--advantage-estimator reinforce --reward-shift -1"
 CONFIGS = {
-    "TIS": "{weight: {level: token, bound: truncate, upper: 2.0}}",
-    "MIS": "{weight: {level: token, bound: mask, lower: 0.99, upper: 1.01}}",
-    "sequence": "{weight: {level: sequence, bound: truncate, upper: 2.0, normalize: {scope: micro_batch}},"
-    " reject: [{over: mean, lower: 0.999, upper: 1.001}]}",
+    "TIS": "{metrics: full, weight: {level: token, bound: truncate, upper: 2.0}}",
+    "MIS": "{metrics: full, weight: {level: token, bound: mask, lower: 0.99, upper: 1.01}}",
+    "sequence": "{metrics: full, weight: {level: sequence, bound: truncate, upper: 2.0, "
+    "normalize: {scope: micro_batch}}, reject: [{over: mean, lower: 0.999, upper: 1.001}]}",
 }
 
 

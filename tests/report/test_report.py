@@ -13,6 +13,8 @@ import torch
 from report_dumps import write_slime
 from test_readers import some_records, write_lines
 
+from lab import records as archives
+from lab.pages.metrics import WORDS
 from lab.planted_runs import PLANTS, planted
 from mis_plugins.__main__ import main
 from mis_plugins.config import reading
@@ -20,7 +22,7 @@ from mis_plugins.config.loading import file_of, load
 from mis_plugins.config.model import CorrectionConfig
 from mis_plugins.correction.pipeline import correct
 from mis_plugins.errors import ConfigError
-from mis_plugins.metrics.catalogue import METRICS, finalize
+from mis_plugins.metrics.catalogue import finalize
 from mis_plugins.metrics.partials import partials
 from mis_plugins.packing.ragged import Ragged
 from mis_plugins.report import survey as surveys
@@ -34,7 +36,7 @@ from mis_plugins.report.sweep import Candidate, candidates
 from mis_plugins.report.verdict import ALARM, CALM, LIMITS, WATCH, of_curves, verdict
 
 NONE = CorrectionConfig()
-IN_HOST = Path(__file__).parents[2] / "lab/results/in_host"
+IN_HOST = Path(__file__).parents[2] / "lab/results/in_host.tar.xz"
 
 
 def surveyed(records, own: CorrectionConfig = NONE, sweep: str = "none") -> Report:
@@ -65,7 +67,7 @@ def test_numbers_are_those_of_the_training_path(preset: str) -> None:
 
 
 def test_the_exact_metrics_are_those_that_a_host_logged() -> None:
-    record = json.loads((IN_HOST / "miles-report-step.json").read_text())
+    record = archives.records(IN_HOST)["miles-report-step"]
     rows = [row for batch in record["micro_batches"] for row in batch]
     records = []
     for place, row in enumerate(rows):
@@ -260,7 +262,7 @@ def test_places_add_up_to_the_whole() -> None:
 def test_limits_are_those_of_the_page() -> None:
     """Each number of `LIMITS` stands in what docs/metrics.md calls bad."""
     for name, limits in LIMITS.items():
-        numbers = {float(x) for x in re.findall(r"\d+(?:\.\d+)?(?:e-?\d+)?", METRICS[name].bad)}
+        numbers = {float(x) for x in re.findall(r"\d+(?:\.\d+)?(?:e-?\d+)?", WORDS[name]["bad"])}
         assert {limit for limit in (limits.low, limits.high) if math.isfinite(limit)} <= numbers, name
 
 

@@ -483,7 +483,8 @@ ROUTED = [(name, None) for name in ("one rank", "cp 2", "tp 2", "sp 2", "sp 2, p
 )
 def test_tokens_by_route_in_the_hook(name: str, down_weigh: float | None, tmp_path: Path):
     """`statistic: route` drops or down-weighs tokens that differ in a layer; k3 is split by class, as by an oracle."""
-    rule = {"weight": None, "reject": [{"statistic": "route", "upper": 0.5, "down_weigh": down_weigh}]}
+    reject = [{"statistic": "route", "upper": 0.5, "down_weigh": down_weigh}]
+    rule = {"weight": None, "reject": reject, "metrics": "full"}
     args = host_args(sequence_parallel="sp 2" in name, mis=rule)
 
     def work(rank: int) -> Any:
