@@ -23,6 +23,7 @@ from mis_plugins.metrics.by_age import ByAge, TokenRows, by_age, no_ages
 from mis_plugins.metrics.by_turn import by_turn
 from mis_plugins.metrics.rows import (
     DEPARTURES,
+    SQUARED,
     TOKEN_SUMS,
     Rows,
     Sequences,
@@ -48,6 +49,7 @@ from mis_plugins.metrics.slope import RELATED_SUMS
 from mis_plugins.packing.collectives import all_reduce
 
 RELATED: dict[str, TokenRow] = {name: TOKEN_SUMS[name] for name in RELATED_SUMS if name in TOKEN_SUMS}
+RELATED_SQUARES = [name for name in SQUARED if f"{name}_squared" in RELATED_SUMS]
 
 AGE_SUMS = ("tokens", "log_ratio", "k3", "ratio", "kept")
 TURN_SUMS = (*AGE_SUMS, "log_ratio_abs")
@@ -188,12 +190,9 @@ def watch(correction: Correction, counts_sequences: bool = True, relates: bool =
         names, sums = names + product_names, torch.cat([sums, products if counts_sequences else 0 * products])
     if relates:
         tokens_of = Tokens(correction)
-        squares = (row for row in token_squares(tokens_of) if row[0] in RELATED_SUMS)
-        for row_names, rows in (
-            _summed((name, row(tokens_of)) for name, row in RELATED.items()),
-            _squares(squares),
-        ):
-            names, sums = names + row_names, torch.cat([sums, rows])
+        added = _summed((name, row(tokens_of)) for name, row in RELATED.items())
+        squared = _squares(token_squares(tokens_of, RELATED_SQUARES))
+        names, sums = names + added[0] + squared[0], torch.cat([sums, added[1], squared[1]])
     none = sums.new_zeros(0, 0)
     return Partials(tuple(names), (), sums, sums[:0], none.long(), none, ByAge((), (), none, none), none)
 
@@ -278,7 +277,7 @@ def _reduced(rows: Rows, reduce: Callable[[Tensor], Tensor]) -> Named:
     for group, stacked in _groups(rows):
         names += group
         values.append(reduce(stacked))
-    return names, torch.cat(values)
+    return names, values[0] if len(values) == 1 else torch.cat(values)
 
 
 def _unit_rules(rules: list[tuple[str, RejectRule]], units: Totals) -> Named:
