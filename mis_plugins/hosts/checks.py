@@ -107,9 +107,7 @@ def _is_cut(given: Given, name: str) -> bool:
 
 def _chunks_cut(given: Given) -> bool:
     """Whether a prompt may be cut into chunks, or be larger than what SGLang keeps routes of."""
-    size, longest = (
-        given.get(key) for key in ("sglang_chunked_prefill_size", "rollout_max_context_len")
-    )
+    size, longest = (given.get(key) for key in ("sglang_chunked_prefill_size", "rollout_max_context_len"))
     if not given.replays or not isinstance(size, int):
         return False
     return size <= 0 or not isinstance(longest, int) or size < longest
