@@ -79,4 +79,5 @@ HOST = Host(
     rollout_batch=True,
     rescore=rescore,
     versions=True,
+    kept_set=lambda keys: True,  # of top-p and of top-k
 )

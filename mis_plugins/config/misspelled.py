@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 from collections.abc import Sequence
+from functools import cache
 
 from mis_plugins.config import recorded
 from mis_plugins.config.file import OURS as BESIDE
@@ -32,7 +33,8 @@ BELOW = {
 SWITCH_KEYS = tuple(key for key in (*FLAT_KEYS, "use_tis") if key.startswith("use_"))
 
 
-def check(names: Sequence[str]) -> None:
+@cache  # a host asks for each micro-batch, and a file may hold a hundred of its own keys
+def check(names: tuple[str, ...]) -> None:
     """Refuse a key that looks like ours and is not.
 
     Raises:

@@ -226,7 +226,7 @@ def check_names(names: Iterable[str]) -> None:
     Raises:
         ConfigError: it quotes the key, and suggests one.
     """
-    given = list(names)
+    given = tuple(names)
     if not READ_KEYS.issuperset(given):
         from mis_plugins.config.misspelled import check
 
@@ -410,15 +410,15 @@ def _found_in(args: View, argument: str) -> str:
     return f"which says {', '.join(said) or 'none of them'}"
 
 
-_last_read: tuple[Mapping[str, Any], CorrectionConfig] = {}, CorrectionConfig()
+_READ: dict[str, CorrectionConfig] = {}  # configs by the repr of their keys, in which 1, 1.0 and true differ
 
 
 def _read(said: Mapping[str, Any]) -> CorrectionConfig:
-    """The config of these keys; the object of the last call where they are equal, as a host asks each micro-batch."""
-    global _last_read
-    if said != _last_read[0]:
-        _last_read = said, _of_keys(said)
-    return _last_read[1]
+    """The config of these keys, read once: a host asks for each micro-batch."""
+    key = repr(said)
+    if key not in _READ:
+        _READ[key] = _of_keys(said)
+    return _READ[key]
 
 
 def _of_keys(said: Mapping[str, Any]) -> CorrectionConfig:

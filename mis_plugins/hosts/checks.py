@@ -5,13 +5,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from mis_plugins.config import reading
 from mis_plugins.config.model import CorrectionConfig
-from mis_plugins.config.view import view
+from mis_plugins.config.view import View, view
 from mis_plugins.errors import ConfigError
 from mis_plugins.hosts.arguments import kinds
 from mis_plugins.hosts.host import Host
@@ -32,13 +32,22 @@ class Given:
     config: the correction that runs beside them.
     """
 
-    args: Mapping[str, Any]
+    args: View
     config: CorrectionConfig
     host: Host
 
+    def get(self, name: str, default: Any = None) -> Any:
+        """The value of an argument; an attribute of the arguments' class is one too."""
+        return getattr(self.args, name, default)
+
     def has(self, name: str) -> bool:
         """Whether an argument is known and says yes."""
-        return bool(self.args.get(name))
+        return bool(self.get(name))
+
+    def takes(self, name: str) -> bool:
+        """Whether the host has this argument: by its record, or by the job's arguments where it has no record."""
+        recorded = kinds(self.host)
+        return name in recorded if recorded else hasattr(self.args, name)
 
     @property
     def replays(self) -> bool:
@@ -56,7 +65,7 @@ class Given:
 
     @property
     def reducer(self) -> Any:
-        return self.args.get("custom_pg_loss_reducer_function_path")
+        return self.get("custom_pg_loss_reducer_function_path")
 
 
 @dataclass(frozen=True)
@@ -70,7 +79,7 @@ class Check:
     message: what happens, and what to change. `{host}` stands for the host's title, and `{field}` for what the
         user calls a field of the config.
     severity: `refuse` where the numbers would be wrong or the job stops; `warn` where they are only worse.
-    arguments: names that the host's parser must have for the check to apply.
+    arguments: names that the host must have for the check to apply.
     """
 
     name: str
@@ -88,7 +97,7 @@ class Check:
 
 def _is_cut(given: Given, name: str) -> bool:
     """Whether the engine samples from a part of the vocabulary that the trainer is not handed."""
-    value = given.args.get(name)
+    value = given.get(name)
     if not given.config.reads_behavior or given.host.kept_set(given.args):
         return False
     if name == "rollout_top_k":
@@ -98,9 +107,7 @@ def _is_cut(given: Given, name: str) -> bool:
 
 def _chunks_cut(given: Given) -> bool:
     """Whether a prompt may be cut into chunks, or be larger than what SGLang keeps routes of."""
-    size, longest = (
-        given.args.get(key) for key in ("sglang_chunked_prefill_size", "rollout_max_context_len")
-    )
+    size, longest = (given.get(key) for key in ("sglang_chunked_prefill_size", "rollout_max_context_len"))
     if not given.replays or not isinstance(size, int):
         return False
     return size <= 0 or not isinstance(longest, int) or size < longest
@@ -129,7 +136,7 @@ REPLAYS = (
     Check(
         "routes not asked",
         ROUTES,
-        lambda given: given.reads_routes and given.args.get(REPLAY, True) in (False, None),
+        lambda given: given.reads_routes and given.get(REPLAY, True) in (False, None),
         "use_rollout_routing_replay: false does not ask the engine for its routes, which statistic: route and "
         "mis.routing compare with; give --use-rollout-routing-replay (and mis.routing.experts: trainer, where routers "
         "shall use their own gates)",
@@ -167,7 +174,7 @@ REPLAYS = (
         "gate dtype",
         ROUTES,
         lambda given: (
-            (given.replays or given.reads_routes) and given.args.get("moe_router_dtype") in ("fp32", "fp64")
+            (given.replays or given.reads_routes) and given.get("moe_router_dtype") in ("fp32", "fp64")
         ),
         "moe_router_dtype: the trainer computes its gates in it, and SGLang 0.5.23 those of Qwen2-MoE and Qwen3-MoE in "
         "the dtype of the model; leave it out for them, since a replay hands over experts and not their probabilities",
@@ -260,7 +267,7 @@ def _drops(given: Given) -> bool:
 
 def _other_terms(given: Given) -> list[str]:
     """Flags of terms that the TIS hook is not handed, where the host divides them by another denominator."""
-    entropy, config = given.args.get("entropy_coef", 0), given.config
+    entropy, config = given.get("entropy_coef", 0), given.config
     flags = ["--use-kl-loss"] * given.has("use_kl_loss") + [f"--entropy-coef {entropy}"] * bool(entropy)
     by_kept = given.host.divides_by_kept(given.args)
     if config.needs_loss_hook or not config.rejects or _divides_by_kept(given) == by_kept:
@@ -311,7 +318,7 @@ DENOMINATORS = (
     Check(
         "kept beside other samples",
         ("tis", "loss"),
-        lambda given: _divides_by_kept(given) and given.args.get(CONVERTED) is not None,
+        lambda given: _divides_by_kept(given) and given.get(CONVERTED) is not None,
         "mis.denominator: kept: behind --custom-convert-samples-to-train-data-path a host may lack "
         "rollout_mask_sums, and then divides by the kept tokens itself; use original",
     ),
@@ -335,7 +342,7 @@ DENOMINATORS = (
         lambda given: (
             given.config.rejects
             and given.config.denominator == "original"
-            and given.args.get(CONVERTED) is not None
+            and given.get(CONVERTED) is not None
         ),
         "mis.denominator: original: Miles divides by the kept tokens all the same where its batch lacks "
         "rollout_mask_sums: hand them on from --custom-convert-samples-to-train-data-path",
@@ -381,9 +388,8 @@ CHECKS: tuple[Check, ...] = (*ABILITIES, *REPLAYS, *CUTS, *DENOMINATORS, *OBJECT
 
 def found(hook: Hook, given: Given, severity: Severity) -> Iterator[Check]:
     """The checks of a hook that hold."""
-    known = kinds(given.host).keys()
     for check in CHECKS:
-        asked = hook in check.hooks and check.severity == severity and known >= set(check.arguments)
+        asked = hook in check.hooks and check.severity == severity and all(map(given.takes, check.arguments))
         if asked and check.when(given):
             yield check
 

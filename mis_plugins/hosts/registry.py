@@ -31,7 +31,7 @@ def find_installed() -> None:
     """Serve the hosts of other distributions, which the entry-point group `mis_plugins.hosts` names.
 
     Raises:
-        InputError: an entry point does not load, or is no `Host`.
+        InputError: an entry point does not load, is no `Host`, or has the name of another host.
     """
     for point in entry_points(group=GROUP):
         try:
@@ -40,6 +40,10 @@ def find_installed() -> None:
             raise InputError(f"{GROUP}: {point.name} = {point.value} does not load: {error!r}") from error
         if not isinstance(host, Host):
             raise InputError(f"{GROUP}: {point.name} = {point.value} is no mis_plugins.hosts.host.Host")
+        if HOSTS.get(host.name, host) != host:
+            raise InputError(
+                f"{GROUP}: {point.name} = {point.value} takes the name {host.name} of another host; give it its own"
+            )
         register(host)
 
 

@@ -352,8 +352,10 @@ class Recorder:
         """Report the last step; on every rank, when nothing will be recorded any more."""
         if self.step is not None:
             self.args = args
-            self._report_ended(Ended(*self.step), ranks)
-            self.ran = True  # a step that follows does not judge this one again
+            try:
+                self._report_ended(Ended(*self.step), ranks)
+            finally:
+                self.ran = True  # neither a step that follows nor an exit judges this one again
 
     def at_exit(self) -> None:
         """Report the last step as far as this process can alone. Errors are logged, not raised."""

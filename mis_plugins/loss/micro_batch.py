@@ -13,7 +13,7 @@ from torch import Tensor
 from mis_plugins.config.model import CorrectionConfig, ObjectiveConfig
 from mis_plugins.correction.opsm import Departure, departure_rows, on_policy, reference_policy
 from mis_plugins.correction.pipeline import Correction, Kept, correct, denominator_scale, nothing_rejected
-from mis_plugins.correction.ratios import exp_clamped, finite, widened
+from mis_plugins.correction.ratios import exp_clamped, nonfinite, widened
 from mis_plugins.loss.objective import (
     Clip,
     KlType,
@@ -64,7 +64,7 @@ class LossInputs:
 
     @cached_property
     def _nonfinite(self) -> Bool[Tensor, " T"]:
-        return ~finite(self.advantages)
+        return nonfinite(self.advantages)
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from torch import Tensor
 from mis_plugins.config.model import ObjectiveConfig
 from mis_plugins.config.terms.divergence import k1, k2, k3
 from mis_plugins.config.terms.statistics import binary_kl, prob_diff
-from mis_plugins.correction.ratios import exp_clamped, finite, widened
+from mis_plugins.correction.ratios import exp_clamped, nonfinite, widened
 from mis_plugins.errors import ConfigError
 from mis_plugins.packing.ragged import Ragged
 
@@ -104,7 +104,7 @@ def target_log_ratio(
 ) -> tuple[Float[Tensor, " T"], Bool[Tensor, " T"]]:
     """log pi_theta - log old with gradient to both, 0 at unusable tokens, and which tokens are usable."""
     difference = widened(target) - widened(old)
-    usable = loss_mask & finite(difference.detach())
+    usable = loss_mask > nonfinite(difference.detach())
     return torch.where(usable, difference, 0), usable
 
 

@@ -190,11 +190,9 @@ def watch(correction: Correction, counts_sequences: bool = True, relates: bool =
         names, sums = names + product_names, torch.cat([sums, products if counts_sequences else 0 * products])
     if relates:
         tokens_of = Tokens(correction)
-        for row_names, rows in (
-            _summed((name, row(tokens_of)) for name, row in RELATED.items()),
-            _squares(token_squares(tokens_of, RELATED_SQUARES)),
-        ):
-            names, sums = names + row_names, torch.cat([sums, rows])
+        added = _summed((name, row(tokens_of)) for name, row in RELATED.items())
+        squared = _squares(token_squares(tokens_of, RELATED_SQUARES))
+        names, sums = names + added[0] + squared[0], torch.cat([sums, added[1], squared[1]])
     none = sums.new_zeros(0, 0)
     return Partials(tuple(names), (), sums, sums[:0], none.long(), none, ByAge((), (), none, none), none)
 

@@ -7,7 +7,7 @@ the ranks may count them. The names of the rows depend on the config alone.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -303,7 +303,7 @@ def usable_token_sums(t: Tokens) -> Rows:
             yield from _within_bounds(name, rule, value)
 
 
-def token_squares(t: Tokens, names: Sequence[str] = SQUARED) -> Rows:
+def token_squares(t: Tokens, names: Iterable[str] = SQUARED) -> Rows:
     """Rows whose squares are added over all tokens."""
     return ((f"{name}_squared", getattr(t, name)) for name in names)
 

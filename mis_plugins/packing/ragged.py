@@ -139,7 +139,9 @@ class Ragged:
         """Sums of each row by sequence, row after row; rows from `first_square` on are squared first."""
         tokens, device = self.loss_mask.numel(), self.loss_mask.device
         if len(rows) > 1 and device.type == "cpu" and tokens >= LONG_ON_CPU:
-            return torch.cat([self._added([row], int(i < first_square)) for i, row in enumerate(rows)])
+            return torch.cat(
+                [self._added([as_bytes(row)], int(i < first_square)) for i, row in enumerate(rows)]
+            )
         wide = torch.empty(len(rows) * tokens, dtype=torch.float64, device=device)
         if not rows:
             return wide

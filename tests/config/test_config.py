@@ -125,6 +125,17 @@ def test_the_hosts_own_clip_flags_are_not_ours():
     assert from_args(args).weight == WeightConfig(upper=3.0)
 
 
+@pytest.mark.parametrize(("good", "alike"), [
+    ({"tis_upper_bound": 2.0, "use_rs": True}, {"tis_upper_bound": 2.0, "use_rs": 1}),
+    ({"mis": {"weight": {"upper": 2.0}, "keep_floor": 1.0}}, {"mis": {"weight": {"upper": 2.0}, "keep_floor": True}}),
+])  # fmt: skip
+def test_a_value_of_the_wrong_type_is_refused_beside_an_equal_one(good: dict, alike: dict):
+    """1 == 1.0 == True: a config that was read before is not that of keys which compare equal."""
+    from_args(SimpleNamespace(**good))
+    with pytest.raises(ConfigError, match="got (1|True); expected"):
+        from_args(SimpleNamespace(**alike))
+
+
 def test_a_config_that_changes_between_two_calls_is_read_again():
     """A host may hand the same Namespace for each micro-batch, and what is in it may be another."""
     args = SimpleNamespace(use_tis=True, mis={"weight": {"upper": 3.0}})

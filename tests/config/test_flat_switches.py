@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import socket
 from argparse import Namespace
 from collections.abc import Callable
@@ -212,6 +213,16 @@ def test_an_argument_of_a_newer_host_is_no_near_miss(tmp_path: Path):
     by_flag.custom_config_path = str(misspelled)
     with pytest.raises(ConfigError, match="^tis_next: unknown key"):
         reading.from_args(by_flag)
+
+
+def test_keys_of_the_host_in_a_file_are_judged_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A host asks for each micro-batch, and to look for keys that are near costs more than the whole call."""
+    file = tmp_path / "flat.yaml"
+    file.write_text("tis_upper_bound: 2.0\nlr_of_this_test: 1.0e-6\n")
+    args = Namespace(tis_upper_bound=2.0, lr_of_this_test=1e-6, custom_config_path=str(file))
+    first = reading.from_args(args)
+    monkeypatch.delattr(difflib, "get_close_matches")
+    assert reading.from_args(args) is first
 
 
 @pytest.mark.parametrize("by_fsdp", [False, True])

@@ -15,6 +15,7 @@ from mis_plugins import mis as hook_module
 from mis_plugins.__main__ import main
 from mis_plugins.config.model import CorrectionConfig
 from mis_plugins.config.reading import from_mapping
+from mis_plugins.config.view import view
 from mis_plugins.errors import ConfigError
 from mis_plugins.hosts import checks
 from mis_plugins.hosts import routing as hooks
@@ -72,7 +73,7 @@ CONFLICTS = [check.name for check in CHECKS if check.arguments]
 
 
 def told(check: Check, host: str) -> str:
-    return check.told(Given({}, CorrectionConfig(), HOSTS[host]))
+    return check.told(Given(view({}), CorrectionConfig(), HOSTS[host]))
 
 
 def checked(keys: dict[str, Any], mis: dict[str, Any], host: str, folder: Path) -> int:
@@ -180,8 +181,9 @@ def called(hook: str, host: str, mis: dict[str, Any], **arguments: Any) -> Any:
 
 @pytest.mark.parametrize("hook", HOOKS)
 @pytest.mark.parametrize(
-    ("host", "cut"), [("miles", CUT), ("miles", {"rollout_top_k": 5}), ("slime", {"rollout_top_k": 5})]
-)
+    ("host", "cut"),
+    [("miles", CUT), ("miles", {"rollout_top_k": 5}), ("slime", {"rollout_top_k": 5}), ("vime", CUT), ("unknown", CUT)],
+)  # fmt: skip
 def test_a_correction_of_a_cut_engine_is_refused_by_the_hook_itself(
     hook: str, host: str, cut: dict[str, Any]
 ):
@@ -213,6 +215,20 @@ ORIGINAL = {**KEPT, "denominator": "original"}
 ROLLOUT_MEAN = {"weight": {"upper": 2, "normalize": {"scope": "rollout"}}}
 REINFORCE = {"objective": {"surrogate": "reinforce", "old": "behavior"}}
 BESIDE = {"custom_pg_loss_reducer_function_path": checks.REDUCER}
+
+
+@pytest.mark.parametrize("hook", ["tis", "loss"])
+def test_an_attribute_of_the_class_is_an_argument_too(hook: checks.Hook):
+    class Arguments:
+        calculate_per_token_loss = True
+
+        def __init__(self) -> None:
+            self.mis = KEPT
+
+    with pytest.raises(ConfigError, match="--calculate-per-token-loss divides the whole step"):
+        checks.run(hook, Arguments(), from_mapping(KEPT), HOSTS["miles"])
+
+
 OTHER_SAMPLES = {"custom_convert_samples_to_train_data_path": "mine.convert"}
 # The check, who asks, the host's arguments, what `mis:` says (None: flat keys), the host, and a host without the fault.
 HELD: list[tuple[str, checks.Hook, dict[str, Any], dict[str, Any] | None, str, str]] = [
@@ -238,7 +254,7 @@ HELD: list[tuple[str, checks.Hook, dict[str, Any], dict[str, Any] | None, str, s
 
 
 def names(hook: checks.Hook, args: dict[str, Any], mis: dict[str, Any], host: str) -> list[str]:
-    given = Given(args, from_mapping(mis), HOSTS[host])
+    given = Given(view(args), from_mapping(mis), HOSTS[host])
     return [check.name for severity in ("refuse", "warn") for check in checks.found(hook, given, severity)]
 
 

@@ -18,6 +18,7 @@ from mis_plugins.hosts.registry import HOSTS
 
 ROOT = Path(__file__).parents[2]
 HOST = """
+from dataclasses import replace
 from mis_plugins.hosts import registry
 from mis_plugins.hosts.host import Host
 
@@ -31,6 +32,7 @@ def scores(args, batch, logits):
 HOST = Host(name="far", title="the far host", package="far_host", runs=lambda args: False, parallel=parallel,
             scores=scores, own_loss=lambda: None, reports=lambda ranks: True, megatron=False, records=("slime",))
 NO_HOST = "far"
+TAKEN = replace(HOST, name="miles")
 """
 LOSS = """
 import torch
@@ -79,6 +81,7 @@ def test_an_installed_host_is_served(tmp_path: Path, monkeypatch: pytest.MonkeyP
         ("far_host:GONE", "far = far_host:GONE does not load: AttributeError"),
         ("no_such_module:HOST", "far = no_such_module:HOST does not load: ModuleNotFoundError"),
         ("far_host:NO_HOST", "far = far_host:NO_HOST is no mis_plugins.hosts.host.Host"),
+        ("far_host:TAKEN", "far = far_host:TAKEN takes the name miles of another host"),
     ],
 )
 def test_an_entry_point_that_is_no_host_is_named(target: str, why: str, tmp_path: Path) -> None:

@@ -78,6 +78,21 @@ def test_a_run_of_one_rollout_that_nothing_corrected_is_told():
     assert "ERROR:mis_plugins:rollout 0, this rank: the arguments ask for a correction" in out
 
 
+def test_a_last_report_that_raised_is_not_judged_again():
+    """The step was corrected; who catches the error reads no second one, of a correction that lacked."""
+    ending = """
+    from mis_plugins.errors import MisError
+    ARGS.mis, ARGS.use_tis, ARGS.loss_type = {"weight": {}}, True, "policy_loss"
+    step(on_all_rejected="raise")
+    try:
+        mis.report_last_step(ARGS)
+    except MisError:
+        print("raised")
+    """
+    out = told(run(ending))
+    assert "raised" in out and "no hook of mis_plugins corrected" not in out
+
+
 def test_ranks_wait_for_nobody(tmp_path: Path):
     """One is gone when the other exits; each warns of its own."""
     ending = """

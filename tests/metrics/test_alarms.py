@@ -133,10 +133,15 @@ def test_sides_that_agree_on_tokens_that_do_not_vary_are_not_told():
         ([[1.5] * 3, [2.0] * 2], {"upper": 2.0, "normalize": {}}, True),
         ([[0.3] * 4], {"level": "sequence"}, False),
         ([[0.0] * 4], {"level": "sequence", "normalize": {}}, False),
+        ([[1e-4, -1e-4] * 50], {"upper": 2.0}, False),
+        ([[9.0, -9.0, 0.2, 0.1]], {"upper": 1.1, "normalize": {}}, False),
     ],
 )  # fmt: skip
 def test_a_step_in_which_every_weight_is_one_is_told(rows: list[list[float]], weight: dict, told: bool):
-    """A sequence divided by its own weight, and weights that all lie at one cap; not where the log-probs are equal."""
+    """A sequence divided by its own weight, and weights that all lie at one cap.
+
+    Not where log-probs are equal, nor where the noise of an engine leaves a mean of 1, nor where weights differ.
+    """
     batch = make_batch([([x - 3 for x in row], [-3.0] * len(row), [1] * len(row)) for row in rows])
     config = from_mapping({"weight": weight, "metrics": "all"})
     assert bool(weights_of_one(config, whole_step(batch, config).named_sums)) == told
