@@ -354,7 +354,7 @@ def _parser() -> argparse.ArgumentParser:
             )
         for name, (run, arguments) in named.items():
             text = inspect.cleandoc(run.__doc__ or "")
-            listed = {} if name == GONE else {"help": text.partition("\n")[0]}
+            listed: dict[str, Any] = {} if name == GONE else {"help": text.partition("\n")[0]}
             command = into.add_parser(name, **listed, description=text, formatter_class=AS_WRITTEN)
             command.set_defaults(run=run)
             for argument, options in arguments.items():
