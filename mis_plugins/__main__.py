@@ -309,6 +309,7 @@ OUTPUTS: Arguments = {
         "type": float, "default": 60.0, "metavar": "SECONDS", "help": "between two looks (default: %(default)s)"
     },
 }  # fmt: skip
+GONE = "from-miles"  # no listing has the command; it answers with what to do instead
 CHECKOUT: Arguments = {
     "checkout": {"type": Path, "metavar": "CHECKOUT"},
     "--history": {"action": "store_true", "help": argparse.SUPPRESS},  # refused, with its successor
@@ -323,7 +324,7 @@ COMMANDS: dict[str, dict[str, tuple[Run, Arguments]]] = {
         "from-verl": (from_verl, FILE | OVERRIDES),
         "from-ms-swift": (from_ms_swift, FILE),
         "from-areal": (from_areal, FILE),
-        "from-miles": (from_miles, FILE),
+        GONE: (from_miles, FILE),
         "suggest": (suggest, SOURCES),
     },
     "report": {"": (report, SOURCES | OUTPUTS)},
@@ -348,12 +349,13 @@ def _parser() -> argparse.ArgumentParser:
             made = groups.add_parser(
                 group, help=GROUPS[group], description=__doc__, formatter_class=AS_WRITTEN
             )
-            into = made.add_subparsers(required=True, metavar="|".join(named))
+            into = made.add_subparsers(
+                required=True, metavar="|".join(name for name in named if name != GONE)
+            )
         for name, (run, arguments) in named.items():
             text = inspect.cleandoc(run.__doc__ or "")
-            command = into.add_parser(
-                name, help=text.partition("\n")[0], description=text, formatter_class=AS_WRITTEN
-            )
+            listed: dict[str, Any] = {} if name == GONE else {"help": text.partition("\n")[0]}
+            command = into.add_parser(name, **listed, description=text, formatter_class=AS_WRITTEN)
             command.set_defaults(run=run)
             for argument, options in arguments.items():
                 choices = options.get("choices")  # a function where hosts may be registered later

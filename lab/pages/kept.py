@@ -21,6 +21,7 @@ from typing import Any
 
 from lab.ladder.rungs import RUNGS
 from lab.ladder.shipped import SAMPLED_AS_TRAINED, by_k3, commits
+from lab.provenance import parser_of
 from mis_plugins.explain.rungs import short
 
 ROOT = Path(__file__).parents[2]
@@ -101,6 +102,7 @@ def _cell(by_length: Sequence[Any]) -> str:
 
 def main() -> int:
     """Write the part."""
+    parser_of(__doc__).parse_args()
     record = json.loads(RECORD.read_text(encoding="utf-8"))
     PAGE.write_text(page(PAGE.read_text(encoding="utf-8"), record), encoding="utf-8")
     print(f"wrote {PAGE}")

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import yaml
 
+from lab.provenance import parser_of
 from mis_plugins.metrics import sketch, slope
 from mis_plugins.metrics.by_turn import TURNS
 from mis_plugins.metrics.catalogue import DIALOGUE, PERCENTILES, QUANTILES, RULES, SECTIONS, TAILS, VERSIONS
@@ -240,5 +241,6 @@ def _peers() -> Iterator[str]:
 
 def main() -> int:
     """Print the page."""
+    parser_of(__doc__).parse_args()
     print(document(), end="")
     return 0

@@ -17,6 +17,7 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 
+from lab.provenance import parser_of
 from mis_plugins.config.families import header
 from mis_plugins.config.reading import presets
 
@@ -58,6 +59,7 @@ def _row(file: Path) -> str:
 
 def main() -> int:
     """Write the page's tables."""
+    parser_of(__doc__).parse_args()
     PAGE.write_text(page(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
     print(f"wrote {PAGE}")
     return 0

@@ -13,6 +13,7 @@ if __name__ == "__main__":
 
 from collections.abc import Iterator
 
+from lab.provenance import parser_of
 from mis_plugins.explain.rungs import record
 from mis_plugins.report.causes import CANNOT, CAUSES, Cause
 from mis_plugins.report.places import PLACES
@@ -165,6 +166,7 @@ trusted may still sink.
 
 def main() -> int:
     """Print the page."""
+    parser_of(__doc__).parse_args()
     print("\n".join(_page()))
     return 0
 

@@ -142,11 +142,17 @@ def describe(config: CorrectionConfig, host: Host | None = None, file: str = "FI
         *([KEPT_AGGREGATE] if config.aggregate == "kept" else []),
         *(_consequences(config) if config.can_end_empty or config.opsm else []),
         *([RESPLIT.format(every=config.resplit_every)] if config.resplit_every is not None else []),
-        f"metrics: {config.metrics}",
+        _metrics(config, host),
         f"needs: {flags(config, host)} --custom-config-path {file}",
         *(f"warning: {text}" for text in warnings(config)),
     ]
     return "\n".join(lines)
+
+
+def _metrics(config: CorrectionConfig, host: Host | None) -> str:
+    if config.metrics == "watch" and host and not host.step_hook:
+        return f"metrics: full, since {host.title} calls no hook before a step that would log what watch leaves out"
+    return f"metrics: {config.metrics}"
 
 
 def flags(config: CorrectionConfig, host: Host | None = None) -> str:

@@ -51,9 +51,9 @@ from mis_plugins.packing.transfer import Arrival, to_host
 from mis_plugins.shared.notices import warn_once
 from mis_plugins.versions.segment_wise import BehaviorWeight, Written
 
-# A wrong setting that scales log-probs lasts, and need not be looked for at every step. `metrics: all` looks
-# at every step, `full`, to which the sums cost more, at the first step of every tenth rollout. The rollout's
-# number decides, so that a rank that joins late agrees.
+# A wrong setting that scales log-probs lasts, and need not be looked for at every step. `metrics: watch` and `all`
+# look at every step. `full`, to which the sums cost more, looks at the first step of every tenth rollout. The
+# rollout's number decides, so that a rank that joins late agrees.
 ROLLOUTS_BETWEEN = 10
 ALONE = Ranks()
 LAST = "no step followed; end the run with mis_plugins.mis.report_last_step(args) on each rank"

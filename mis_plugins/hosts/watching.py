@@ -90,7 +90,7 @@ def _warn_where_nothing_is_said(args: View, config: CorrectionConfig) -> None:
     warn_once(
         "mis_plugins.mis.policy_loss weighs and rejects nothing, since nothing says how to correct (looked for in: "
         f"{reading.looked_at(args)}); pass a preset of `python -m mis_plugins config list`, or to watch "
-        "`mis: {metrics: full}`"
+        "`mis: {metrics: watch}`"
     )
 
 

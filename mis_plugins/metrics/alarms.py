@@ -104,10 +104,10 @@ COUNT = "--rollout-data-postprocess-path mis_plugins.mis.count_samples"
 
 
 def diluted(config: CorrectionConfig, sums: Mapping[str, float]) -> Sequence[str]:
-    """Warn where fully masked samples lower the host's averages; means of `metrics: all` leave them out."""
+    """Warn where fully masked samples lower the host's averages; means of the step hook leave them out."""
     count = sums.get("sequences", 0.0)
     masked = count - sums.get("any_valid", 0.0)
-    exact = f"the numbers under {PREFIX} are" if config.reports_step else "mis.metrics: all logs"
+    exact = f"the numbers under {PREFIX} are" if config.reports_step else "mis.metrics: watch logs"
     return [
         f"{masked:.0f} of {count:.0f} sequences have no token in the loss, and without --calculate-per-token-loss the "
         "host divides the mis_ metrics by masked sequences too. Metrics that Miles's mis.py has read too low. All "
@@ -134,8 +134,9 @@ EACH_TIME = {"all_rejected"}  # warned of at every step; all other alarms when t
 
 
 def everything_rejected(config: CorrectionConfig, sums: Mapping[str, float]) -> str:
+    by = f"{PREFIX}rule_0_rejected_fraction and its like" if config.reports_step else "`mis.metrics: watch`"
     return (
         f"every sequence of {sums['all_rejected']:.0f} of {sums['micro_batches']:.0f} micro-batches was rejected "
         f"(mis.on_all_rejected: {config.on_all_rejected}); {sums['kept'] / max(sums['valid'], 1):.1%} of the step's "
-        "tokens are kept. Widen the bounds of mis.reject, or see which rule it is by `mis.metrics: full`"
+        f"tokens are kept. Widen the bounds of mis.reject, or see which rule it is by {by}"
     )

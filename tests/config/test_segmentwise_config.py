@@ -73,7 +73,7 @@ def test_where_versions_are_known_it_is_on_unless_something_speaks_against_it(ma
         ({"segment_wise": {"enabld": True}}, r"enabld: unknown key; did you mean enabled\?"),
         ({"segment_wise": True}, r"^mis\.segment_wise: got True; expected a mapping of enabled, weight_cap"),
         ({"segment_wise": {"mode": "drop"}},
-         r"^mis\.segment_wise\.mode: got 'drop'; choose one of truncate, clip, mask, zero"),
+         r"^mis\.segment_wise\.mode: got 'drop'; choose one of .*truncate, .*zero"),
         ({"segment_wise": {"too_old": "error"}},
          r"^mis\.segment_wise\.too_old: got 'error'; choose one of raise, drop"),
         ({"segment_wise": {"weight_cap": "high"}}, r"^mis\.segment_wise\.weight_cap: got 'high'; expected a number"),

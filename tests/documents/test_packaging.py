@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import os
 import re
 import shutil
 import subprocess
@@ -56,7 +57,8 @@ def bare(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(*command: str, cwd: Path) -> str:
-    done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=240)
+    installed = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}  # no checkout's
+    done = subprocess.run(command, cwd=cwd, env=installed, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, f"{' '.join(command)}\n{done.stdout}\n{done.stderr}"
     return done.stdout
 

@@ -255,6 +255,15 @@ def test_a_rule_that_down_weighs_is_told_as_one():
     assert "reject:" not in text and "all rejected" not in text and "watch_routes" in text
 
 
+@pytest.mark.parametrize(
+    ("host", "handed"), [("miles", "watch"), ("fsdp", "full, since Miles on FSDP calls no hook")]
+)
+def test_metrics_are_told_as_the_host_is_handed_them(host: str, handed: str, capsys: pytest.CaptureFixture):
+    """A host without a step hook is handed all metrics in place of five: nothing else would log the others."""
+    assert main(["config", "check", "tis", "--host", host]) == 0
+    assert f"\nmetrics: {handed}" in capsys.readouterr().out
+
+
 def test_all_rejected_and_floor_are_told():
     config = from_mapping(
         {"weight": None, "reject": [{"upper": 2}], "on_all_rejected": "raise", "keep_floor": 0.25}

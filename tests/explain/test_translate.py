@@ -781,6 +781,9 @@ def test_a_command_that_is_gone_names_what_takes_its_place(capsys: pytest.Captur
     assert main(["config", "from-miles", "mis.yaml"]) == 2
     told = capsys.readouterr().err
     assert "pass it as --custom-config-path FILE" in told and "`config check FILE`" in told
+    with pytest.raises(SystemExit):
+        main(["config", "--help"])
+    assert "from-miles" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("command", ["from-verl", "from-ms-swift", "from-areal"])

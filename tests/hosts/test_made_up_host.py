@@ -139,6 +139,6 @@ def test_two_hosts_of_one_process_are_refused(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_config_check(logged: Sequence[Mapping[str, float]], config_command: ConfigCommand):
-    assert list(recorded()) == ["miles", "fsdp", "slime", "made-up"]
+    assert "made-up" in recorded()
     told = config_command("mis: {weight: {upper: 2.0}, metrics: all}", "--host", "made-up").out
     assert "which the made-up host does not call" in told and "report_step" not in told

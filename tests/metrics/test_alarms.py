@@ -15,7 +15,7 @@ from test_partials import step_of, whole_step
 
 from lab.pages.metrics import WORDS
 from mis_plugins.config.reading import from_mapping
-from mis_plugins.metrics.alarms import weights_of_one
+from mis_plugins.metrics.alarms import everything_rejected, weights_of_one
 from mis_plugins.metrics.catalogue import METRICS
 from mis_plugins.metrics.slope import cut_off, relation, unlikely, warnings, warnings_of
 
@@ -145,3 +145,14 @@ def test_a_step_in_which_every_weight_is_one_is_told(rows: list[list[float]], we
     batch = make_batch([([x - 3 for x in row], [-3.0] * len(row), [1] * len(row)) for row in rows])
     config = from_mapping({"weight": weight, "metrics": "all"})
     assert bool(weights_of_one(config, whole_step(batch, config).named_sums)) == told
+
+
+@pytest.mark.parametrize(
+    ("metrics", "where"),
+    [("watch", "train/mis_step/rule_0_rejected_fraction"), ("full", "`mis.metrics: watch`")],
+)
+def test_what_says_which_rule_rejects_everything_is_in_the_log_or_is_asked_for(metrics: str, where: str):
+    config = from_mapping({"metrics": metrics, "weight": None, "reject": [{"upper": 2.0}]})
+    assert where in everything_rejected(
+        config, {"all_rejected": 1, "micro_batches": 1, "kept": 0, "valid": 4}
+    )

@@ -1,0 +1,32 @@
+"""Addresses of earlier releases: each import is refused with what took its place, and that exists."""
+
+from __future__ import annotations
+
+import importlib
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from mis_plugins.shared.moved import MOVED
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize("old, new", MOVED.items())
+def test_a_former_address_is_refused_with_what_took_its_place(old: str, new: str):
+    with pytest.raises(ModuleNotFoundError, match=f"^{old} is gone: .*{new} takes its place$"):
+        importlib.import_module(old)
+    assert find_spec(new.removeprefix("python -m ").partition(" ")[0])
+
+
+@pytest.mark.parametrize("command", ["mis_plugins.local", "true_on_policy.kernels.exhaustive", "lab.presets"])
+def test_each_package_refuses_its_former_commands(command: str):
+    told = subprocess.run([sys.executable, "-m", command], cwd=ROOT, capture_output=True, text=True)
+    assert told.returncode and f"{MOVED[command]} takes its place" in told.stderr
+
+
+def test_what_never_was_is_found_nowhere():
+    assert find_spec("mis_plugins.never") is None
