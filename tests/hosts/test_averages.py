@@ -255,7 +255,7 @@ def test_masked_samples_are_told_with_what_they_do(caplog: pytest.LogCaptureFixt
     said = [x.getMessage() for x in caplog.records if "have no token in the loss" in x.getMessage()]
     assert len(said) == 1
     assert said[0].startswith("rollout 1, step 0: 2 of 4 sequences have no token in the loss")
-    assert "mis.metrics: all" in said[0]
+    assert "mis.metrics: watch logs means over the rest" in said[0]
 
 
 def test_with_exact_numbers_beside_them_the_diluted_ones_are_told_too(caplog: pytest.LogCaptureFixture):
