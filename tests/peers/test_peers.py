@@ -159,11 +159,11 @@ def test_verl_preset_by_its_name_weighs_and_rejects_alike(name: str, batch: Rows
 def test_verl_files_of_its_own_are_translated(name: str):
     """As they lie in the package, where they correct nothing, and with what a command line sets in them."""
     text = (verl.folder() / name).read_text()
-    assert dict(translate(text).mis) == {"metrics": "full"}
+    assert dict(translate(text).mis) == {"metrics": "watch"}
     asked = {"rollout_is": "token", "rollout_rs": "seq_mean_k1", "rollout_rs_threshold": "0.999_1.001"}
     overrides = [f"algorithm.rollout_correction.{key}={value}" for key, value in asked.items()]
     found = from_mapping(dict(translate(text, overrides).mis))
-    assert found == from_mapping(preset("verl-decoupled-geo-rs-token-tis") | {"metrics": "full"})
+    assert found == from_mapping(preset("verl-decoupled-geo-rs-token-tis") | {"metrics": "watch"})
 
 
 @given(batch=rows(dead=True), chosen=verl_settings())
