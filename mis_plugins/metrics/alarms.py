@@ -65,9 +65,9 @@ def weights_of_one(config: CorrectionConfig, sums: Mapping[str, float]) -> Seque
     differs = sums.get("abs_log_ratio", 0.0) > 1e-5 * kept
     if not config.weight or not kept or kept < sums["usable"] or not differs:
         return []
-    mean, variance = total / kept, sums["kept_weight_squared"] - total**2 / kept
+    mean, deviation = total / kept, sums["kept_weight_squared"] - total**2 / kept  # squared, over all tokens
     # Weights of tiny log ratios have a mean near 1 too, and spread as far as the log ratios do.
-    all_one = abs(mean - 1) < 1e-6 and variance < min(1e-6 * kept, 1e-3 * sums["log_ratio_squared"])
+    all_one = abs(mean - 1) < 1e-6 and deviation < min(1e-6 * kept, 1e-3 * sums["log_ratio_squared"])
     return [
         f"every weight of {kept:.0f} tokens is 1, although the log-probs of trainer and rollout engine differ: nothing "
         "is corrected. mis.weight.normalize over a single sequence, or over weights that a bound makes equal, does so; "

@@ -29,7 +29,7 @@ PROMPTS = [(1, 2, 3), (4, 5, 6, 7, 8, 11), (2,), (9, 9, 9, 9), (3, 3), (7, 1)]
 
 
 def weights(version: int) -> dict[str, torch.Tensor]:
-    """Of policies far from uniform and from each other."""
+    """Weights of policies that are far from uniform and from each other."""
     drawn = initial_weights(CONFIG, version)
     return {name: 8 * one if one.dim() == 2 else one for name, one in drawn.items()}
 

@@ -28,7 +28,7 @@ def log_prob(version: int, tokens: Sequence[int]) -> float:
 def each(
     score: Callable[[Sequence[Sequence[int]], Sequence[int]], Sequence[Sequence[float]]],
 ) -> Score:
-    """Of what scores one batch, what scores those of all ranks."""
+    """A function that scores the batches of all ranks, made of one that scores a batch."""
     return lambda batches: [score(*batch) for batch in batches]
 
 
@@ -190,7 +190,7 @@ def response(version: int, tokens: int, prompt: int = 1) -> Response:
 
 
 def test_dropped_between_the_question_and_the_answer():
-    """Its answer is thrown away, reaches no other response, and the others get theirs."""
+    """The answer for a dropped response reaches no other response; all other responses get their answers."""
     pool, model = Pool(), Model(4)
     numbers = [pool.add(response(3, 2)) for _ in range(3)]
     late: list[int] = []
@@ -261,7 +261,7 @@ def test_a_score_that_fails_costs_only_itself():
 
 
 def test_a_log_prob_that_is_not_finite_is_stored():
-    """It counts as an answer, so that the recompute ends; the weight of its token will be 0."""
+    """A log-prob of NaN or infinity counts as an answer, so that the recompute ends; its token will weigh 0."""
     pool = Pool()
     number = pool.add(response(3, 2))
     recompute(pool, 4, 100, each(lambda sequences, counts: [[math.nan, -math.inf]]))

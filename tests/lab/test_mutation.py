@@ -115,7 +115,7 @@ def test_a_room_has_files_and_guards(room: str) -> None:
 def test_a_matrix_names_every_case_that_kills_and_goes_on_where_it_stopped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of three cases of the mutants two fail; the second call asks no mutant whose fate the file holds."""
+    """Two of three cases fail on the mutants; a second call asks no mutant whose fate the file holds."""
     (tmp_path / "test_cases.py").write_text(
         "import math\ndef test_a():\n    assert math.pi > 4\ndef test_b():\n    pass\ndef test_c():\n    1 / 0\n"
     )
