@@ -156,3 +156,11 @@ def test_what_says_which_rule_rejects_everything_is_in_the_log_or_is_asked_for(m
     assert where in everything_rejected(
         config, {"all_rejected": 1, "micro_batches": 1, "kept": 0, "valid": 4}
     )
+
+
+def test_a_step_that_drops_a_sequence_is_corrected_though_the_others_weigh_one():
+    batch = make_batch([([x - 3] * 4, [-3.0] * 4, [1] * 4) for x in (0.3, 2.0)])
+    weight = {"level": "sequence", "normalize": {"over": "kept"}}
+    config = from_mapping({"weight": weight, "reject": [{"over": "mean", "upper": 2}], "metrics": "all"})
+    sums = whole_step(batch, config).named_sums
+    assert sums["kept_weight"] == sums["kept"] == 4 and not weights_of_one(config, sums)
