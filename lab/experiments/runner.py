@@ -20,12 +20,12 @@ import sys
 import time
 from argparse import ArgumentParser, Namespace
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from signal import SIGINT, SIGKILL
+from signal import SIG_BLOCK, SIG_UNBLOCK, SIGINT, SIGKILL, default_int_handler, pthread_sigmask, signal
 from typing import Any
 
 from torch.multiprocessing.spawn import ProcessContext, ProcessExitedException, start_processes
@@ -124,13 +124,23 @@ def run_arms(arms: Sequence[Arm], processes: int, code: str | None) -> int:
     for arm in missing:
         arm.unstamp()
     queue = Queue(missing, code)
-    while queue.goes_on:
-        try:
+    with interrupts_counted() as interrupts:
+        while queue.goes_on:
             queue.fill(processes)
             queue.reap()
-        except KeyboardInterrupt:
-            queue.interrupt()
+            queue.obey(len(interrupts))
     return queue.failed
+
+
+@contextmanager
+def interrupts_counted() -> Iterator[list[int]]:
+    """Collect each Ctrl-C in a list, for a loop that looks at it: an exception could hit between any two lines."""
+    interrupts: list[int] = []
+    before = signal(SIGINT, lambda number, _: interrupts.append(number))
+    try:
+        yield interrupts
+    finally:
+        signal(SIGINT, before)
 
 
 @dataclass
@@ -147,7 +157,7 @@ class Queue:
 
     def __init__(self, waiting: deque[Arm], code: str | None) -> None:
         self.failed = 0
-        self._interrupted = False
+        self._obeyed = 0
         self._waiting, self._running = waiting, list[Running]()
         self._code, self._total, self._begun = code, len(waiting), time.monotonic()
 
@@ -161,7 +171,8 @@ class Queue:
             arm = self._waiting.popleft()
             set_aside(arm.folder)
             arm.folder.mkdir(parents=True, exist_ok=True)
-            process = start_processes(_forked, (arm,), nprocs=1, join=False, start_method="fork")
+            with blocked(SIGINT):  # until the fork has a handler of its own
+                process = start_processes(_forked, (arm,), nprocs=1, join=False, start_method="fork")
             assert process is not None  # join=False gives a context
             for pid in process.pids():
                 with suppress(OSError):  # the process is in its own group already, or has ended
@@ -180,13 +191,15 @@ class Queue:
             self.failed = self.failed or code
             self._tell(one, code)
 
-    def interrupt(self) -> None:
-        """Handle Ctrl-C: ask the running arms to end, or kill them after an earlier Ctrl-C."""
+    def obey(self, interrupts: int) -> None:
+        """Ask the running arms to end at the first Ctrl-C, and kill them at the next."""
+        if interrupts == self._obeyed:
+            return
         for one in self._running:
             for pid in one.process.pids():
                 with suppress(OSError):  # the process has ended
-                    os.killpg(pid, SIGKILL if self._interrupted else SIGINT)
-        self._interrupted = True
+                    os.killpg(pid, SIGINT if interrupts == 1 else SIGKILL)
+        self._obeyed = interrupts
         self.failed = self.failed or INTERRUPTED
 
     def _tell(self, one: Running, code: int) -> None:
@@ -200,13 +213,25 @@ class Queue:
         print(said, file=sys.stderr, flush=True)
 
 
+@contextmanager
+def blocked(number: int) -> Iterator[None]:
+    """Hold a signal back, here and in what is forked here."""
+    pthread_sigmask(SIG_BLOCK, {number})
+    try:
+        yield
+    finally:
+        pthread_sigmask(SIG_UNBLOCK, {number})
+
+
 def _forked(_: int, arm: Arm) -> None:
-    """Run an arm in a process group of its own, which Ctrl-C reaches through `Queue.interrupt` alone."""
+    """Run an arm in a process group of its own, which Ctrl-C reaches through `Queue.obey` alone."""
     os.setpgrp()
     with (arm.folder / LOG).open("w") as log:
         for stream in (1, 2):
             os.dup2(log.fileno(), stream)
+    signal(SIGINT, default_int_handler)
     try:
+        pthread_sigmask(SIG_UNBLOCK, {SIGINT})
         code = arm.work()
     except KeyboardInterrupt:  # torch would turn the interrupt into exit code 0
         code = INTERRUPTED

@@ -13,8 +13,11 @@ ROOT = Path(__file__).resolve().parents[2]
 LIMIT = 200  # seconds that a process may take, the import of torch included
 
 SCRIPT = """
-import logging, sys, torch, torch.distributed as dist
+import atexit, logging, sys, torch, torch.distributed as dist
 from types import SimpleNamespace
+
+# After our report, which exits first: gloo's threads may abort an interpreter that ends around them.
+atexit.register(lambda: dist.is_initialized() and dist.destroy_process_group())
 from mis_plugins import mis
 from mis_plugins.correction.pipeline import correct
 from mis_plugins.packing.ragged import Ragged, Ranks

@@ -106,8 +106,8 @@ from lab.experiments.runner import Arm, run_arms
 
 def work(name):
     Path(sys.argv[1], name).mkdir(exist_ok=True)
-    Path(sys.argv[1], name, "begun").touch()
     try:
+        Path(sys.argv[1], name, "begun").touch()
         time.sleep(60 if name == "b" else 0)
     except KeyboardInterrupt:
         Path(sys.argv[1], name, "ended").touch()
@@ -148,6 +148,20 @@ def test_the_first_ctrl_c_after_a_failure_lets_the_others_end_too(tmp_path: Path
     code, said = interrupted(tmp_path, 2, "a")
     assert code == 1 and "a failed with exit code 1" in said and "b interrupted after" in said
     assert (tmp_path / "b" / "ended").exists()
+
+
+def test_ctrl_c_between_two_calls_of_the_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    goes_on = runner.Queue.goes_on.fget
+    assert goes_on
+
+    def interrupted_once_running(queue: runner.Queue) -> bool:
+        if queue._running and not queue._obeyed:
+            os.kill(os.getpid(), signal.SIGINT)
+        return goes_on(queue)
+
+    monkeypatch.setattr(runner.Queue, "goes_on", property(interrupted_once_running))
+    assert run_arms([arm(tmp_path, name, lambda: time.sleep(60) or 0) for name in "ab"], 1, "a") == 130
+    assert not (tmp_path / "b").exists() and signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 def test_training_is_known_by_all_its_arguments(tmp_path: Path) -> None:
