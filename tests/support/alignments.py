@@ -22,6 +22,7 @@ from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from lab.tile import TILE
 from true_on_policy.contract import rounding as rope
@@ -89,6 +90,14 @@ def eager(checkpoint: Path, samples: Sequence[Sample]) -> LogProbs:
         return [trainer.log_probs([sample], [sample.request.temperature])[0] for sample in samples]
 
 
+def padded_logits(trainer: Megatron, sequences: Sequence[Sequence[int]]) -> list[Tensor]:
+    """The logits of each sequence, in one pass over all sequences padded on the right."""
+    tokens = pad_sequence([torch.tensor(sequence) for sequence in sequences], batch_first=True)
+    positions = torch.arange(tokens.shape[1]).expand_as(tokens)
+    logits = trainer._forward(input_ids=tokens, position_ids=positions)
+    return [rows[: len(sequence)] for rows, sequence in zip(logits, sequences, strict=True)]
+
+
 def own_core_attention(checkpoint: Path, samples: Sequence[Sample]) -> LogProbs:
     """Megatron's, which knows no packed sequences."""
     trainer = Megatron(checkpoint, "bf16", ORDER)
@@ -98,7 +107,7 @@ def own_core_attention(checkpoint: Path, samples: Sequence[Sample]) -> LogProbs:
         attention.core_attention = DotProductAttention(
             attention.config, attention.layer_number, AttnMaskType.causal, "self", pg_collection=groups
         )
-    trainer.logits = trainer.padded_logits
+    trainer.logits = partial(padded_logits, trainer)
     # On a GPU it makes its mask and keeps the random numbers of its dropout.
     no_dropout = patch.object(CudaRNGStatesTracker, "fork", lambda self: nullcontext())
     mask = patch.object(fused_softmax, "get_default_causal_mask", lambda n: torch.ones(n, n).triu(1).bool())

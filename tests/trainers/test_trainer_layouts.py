@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from alignments import padded_logits
 from context_ranks import DTYPES, RANKS, SEQUENCES, gradients, tiny
 from tolerances import gradient_rtol
 from torch import Tensor
@@ -42,7 +43,7 @@ def test_packed_and_padded_are_alone_where_stock_kernels_differ(tmp_path: Path, 
         assert not same(alone(trainer), trainer.logits(SEQUENCES))
     with pinned(Contract(dtype=dtype)):
         assert same(alone(trainer), trainer.logits(SEQUENCES))
-        assert same(alone(trainer), trainer.padded_logits(SEQUENCES))
+        assert same(alone(trainer), padded_logits(trainer, SEQUENCES))
 
 
 @each_dtype

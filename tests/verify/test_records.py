@@ -116,6 +116,14 @@ def test_a_new_family_is_its_record(trainer: str, capsys: pytest.CaptureFixture[
     assert aligned == ([] if trainer == "hf" else [TRAINERS["megatron"].order])
 
 
+def test_two_families_of_one_model_type_are_told() -> None:
+    with (
+        patch.dict(FAMILIES, other=next(iter(FAMILIES.values()))),
+        pytest.raises(ValueError, match="prove the model_type qwen3;"),
+    ):
+        tiny_models()
+
+
 def test_without_its_record_a_family_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["verify", "--engine", "hf", "--trainer", "hf", "--model", "tiny-new"]) == 2
     assert (

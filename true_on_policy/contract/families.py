@@ -252,7 +252,13 @@ GPU_FAMILIES = {name: one for name, one in FAMILIES.items() if not one.experts}
 
 def proven() -> dict[str, tuple[Family, Proof]]:
     """Families that `verify` can prove, by the model_type of a checkpoint's config.json."""
-    return {one.proof.model_type: (one, one.proof) for one in FAMILIES.values() if one.proof}
+    proofs = [(one.proof.model_type, (one, one.proof)) for one in FAMILIES.values() if one.proof]
+    types = [model_type for model_type, _ in proofs]
+    if twice := sorted({one for one in types if types.count(one) > 1}):
+        raise ValueError(
+            f"two records of FAMILIES prove the model_type {', '.join(twice)}; one would hide the other"
+        )
+    return dict(proofs)
 
 
 def tiny_models() -> dict[str, tuple[Family, Shape]]:

@@ -108,14 +108,6 @@ class Megatron(InProcess):
         parts = of_all_ranks(logits[0], context).split([len(slots) for slots in held], 1)
         return [in_order(part)[:length] for part, length in zip(parts, lengths, strict=True)]
 
-    def padded_logits(self, sequences: Sequence[Sequence[int]]) -> list[Float[Tensor, "_ V"]]:
-        """Compute the logits of each sequence, in one pass over all sequences padded on the right."""
-        longest = max(map(len, sequences))
-        tokens = torch.stack([_padded(sequence, longest) for sequence in sequences])
-        positions = torch.arange(longest).expand_as(tokens)
-        logits = self._forward(input_ids=tokens, position_ids=positions)
-        return [rows[: len(sequence)] for rows, sequence in zip(logits, sequences, strict=True)]
-
     def _forward(self, **inputs: Any) -> Float[Tensor, "B T V"]:
         """Compute the logits of the whole vocabulary, on every tensor-parallel rank."""
         # Miles's fork of Megatron-core rotates bf16 in float32.
