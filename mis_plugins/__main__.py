@@ -46,7 +46,7 @@ from mis_plugins.explain.words import describe
 from mis_plugins.hosts import checks, ownership
 from mis_plugins.hosts.arguments import recorded, surprises
 from mis_plugins.hosts.host import Host
-from mis_plugins.hosts.registry import HOSTS
+from mis_plugins.hosts.registry import every_host
 from mis_plugins.shared.numerals import cut
 from mis_plugins.shared.shell import REFUSED, add_version, is_foreign, not_installed
 from mis_plugins.shared.terminal import print_error, printable
@@ -109,7 +109,7 @@ def check(arguments: argparse.Namespace) -> str | int:
     diff for `patch`; --preset names what shall correct there (default: the script's own config, else tis). Behind --
     stands what the script is started with: check run.py -- --enable-mis.
     """
-    host = HOSTS.get(arguments.host)
+    host = every_host().get(arguments.host)
     if launch.is_script(arguments.target):
         told, code = launch.check(arguments.target, arguments.given, host, arguments.preset, _told)
         print(told)
@@ -150,7 +150,7 @@ def _beside(keys: Mapping[str, Any], config: CorrectionConfig, host: Host | None
     """Warnings about keys beside `mis:`, the named host, and windows too narrow for a real mismatch."""
     yield from _switched(keys, config)
     yield from surprises(keys, host)
-    yield from checks.warnings("command" if host else "file", keys, config, host or HOSTS["unknown"])
+    yield from checks.warnings("command" if host else "file", keys, config, host or every_host()["unknown"])
     yield from rungs.warnings(config)
 
 

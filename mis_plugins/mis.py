@@ -39,7 +39,6 @@ from mis_plugins.config.view import view
 from mis_plugins.correction.pipeline import Correction, correct, mean_weight_of
 from mis_plugins.errors import ConfigError, InputError
 from mis_plugins.hosts import averages, checks, megatron, watching
-from mis_plugins.hosts.adapters import miles, miles_fsdp
 from mis_plugins.hosts.batch import Handed, HostBatch, Tensors, check_apart, host_layout
 from mis_plugins.hosts.host import Host
 from mis_plugins.hosts.ownership import Hook
@@ -102,7 +101,7 @@ def compute_mis_weights_with_cp(
     """
     args = view(args)
     host = current(args)
-    ranks, cp = host.parallel() if parallel_state is None else miles.groups(parallel_state)
+    ranks, cp = host.parallel() if parallel_state is None else megatron.handed(parallel_state)
     layout = host_layout(args, total_lengths, response_lengths, max_seq_lens, *cp)
     batch = HostBatch(train_log_probs, rollout_log_probs, loss_masks, layout, ranks)
     routes = _begun_watch()
@@ -128,6 +127,8 @@ def compute_mis_weights_fsdp(
     that `mis.denominator` holds. With Miles's flat keys, `use_mask` aside, it does not scale, as Miles's own
     `mis.py`.
     """
+    from mis_plugins.hosts.adapters import miles_fsdp
+
     args, ranks = view(args), miles_fsdp.ranks(parallel_state)
     layout = whole([mask.numel() for mask in loss_masks] if response_lengths is None else response_lengths)
     miles_fsdp.check_whole(rollout_log_probs, layout.response_lengths)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from mis_plugins.hosts import tracking
 from mis_plugins.hosts.reducer import valid_tokens
-from mis_plugins.hosts.registry import HOSTS
+from mis_plugins.hosts.registry import of_package
 from mis_plugins.hosts.rollout_store import ROLLOUT
 from mis_plugins.metrics.token_metrics import Average
 from mis_plugins.packing.collectives import all_reduce
@@ -38,8 +38,7 @@ def average(args: Any, step: tuple[int, int] | None = None) -> Average | None:
     if getattr(args, "calculate_per_token_loss", False):
         return "tokens"
     rollout = getattr(args, "rollout_function_path", None)
-    own = tuple(f"{host.package}." for host in HOSTS.values() if host.one_sample_a_rollout)
-    one_sample = rollout is None or rollout.startswith(own)
+    one_sample = rollout is None or any(host.one_sample_a_rollout for host in of_package(rollout))
     return "sequences" if one_sample and all(getattr(args, name, None) is None for name in OF_USER) else None
 
 

@@ -16,7 +16,6 @@ from mis_plugins.config import reading
 from mis_plugins.config.model import CorrectionConfig
 from mis_plugins.config.view import view
 from mis_plugins.errors import ConfigError, InputError
-from mis_plugins.hosts.needs.miles import NEEDS as MILES
 from mis_plugins.shared.notices import warn_once
 
 if TYPE_CHECKING:
@@ -124,6 +123,8 @@ def rollout_data(handed: Sequence[Any], what: str, instead: str) -> tuple[int, M
     """
     if len(handed) == 2:
         return handed[0], handed[1]
+    from mis_plugins.hosts.needs.miles import NEEDS as MILES
+
     # Miles calls the hook with `args` alone; the batch is a local variable of the caller.
     held = {} if handed else MILES.train_actor.frame()
     if {"rollout_id", "rollout_data"} <= held.keys():

@@ -21,7 +21,7 @@ from launch import alive
 
 from mis_plugins.config.file import keys_of
 from mis_plugins.config.loading import read_keys
-from mis_plugins.hosts.registry import HOSTS
+from mis_plugins.hosts.registry import every_host
 from true_on_policy.contract.gpu import check_environment, model_contract
 from true_on_policy.flags.command import HOOK, launch_flags
 
@@ -186,7 +186,7 @@ def test_an_asynchronous_launch_says_which_version_wrote_a_token(enabled: str, t
     for flag, value in itertools.pairwise(arguments):
         if value.startswith("mis_plugins."):
             assert callable(pkgutil.resolve_name(value)), flag
-    assert set(HOSTS["miles"].version_flags.split()) <= set(arguments)
+    assert set(every_host()["miles"].version_flags.split()) <= set(arguments)
     config = keys_of(arguments[arguments.index("--custom-config-path") + 1])
     assert read_keys(config).segment_wise_on == (enabled == "true")
 
