@@ -20,14 +20,13 @@ import yaml
 
 from mis_plugins.config.model import CorrectionConfig
 from mis_plugins.errors import ConfigError, MisError
-from mis_plugins.shared.budget import DEPTH
 from mis_plugins.shared.numerals import cut, shown
 
 STDIN = "-"
 LARGEST_FILE = (
     2**17
 )  # bytes; the largest of verl's own files has 38,000, and 4 MB take PyYAML's own parser 50 s
-DEEPEST = int(DEPTH.base)  # levels of mappings and lists in one another
+DEEPEST = 64  # levels of mappings and lists in one another
 LARGEST_TREE = 2**18  # values and their letters, counted at every place where an alias puts them
 LONGEST_KEY = 200  # letters
 LONGEST_PROBLEM = 200  # letters of what a parser says

@@ -19,7 +19,6 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from mis_plugins.config import recorded
 from mis_plugins.config.file import OURS as BESIDE
 from mis_plugins.config.file import keys_given, short
 from mis_plugins.config.model import (
@@ -211,7 +210,13 @@ def is_ours(name: str) -> bool:
     plain = name.replace("-", "_")  # as on a command line
     if plain in READ_KEYS:
         return True
-    return plain.startswith(OUR_PREFIXES) and plain not in recorded.names()
+    return plain.startswith(OUR_PREFIXES) and not _is_recorded(plain)
+
+
+def _is_recorded(name: str) -> bool:
+    from mis_plugins.config import recorded
+
+    return name in recorded.names()
 
 
 def is_read(name: str, value: Any) -> bool:

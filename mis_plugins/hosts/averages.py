@@ -11,7 +11,6 @@ from jaxtyping import Float
 from torch import Tensor
 
 from mis_plugins.hosts import tracking
-from mis_plugins.hosts.reducer import valid_tokens
 from mis_plugins.hosts.registry import of_package
 from mis_plugins.hosts.rollout_store import ROLLOUT
 from mis_plugins.metrics.token_metrics import Average
@@ -67,6 +66,8 @@ def count(args: Any, rollout_id: int, data: Mapping[str, Any], ranks: Ranks) -> 
     A rollout counts once, however many samples, ranks and micro-batches hold its tokens. Where the host does
     not tell how many rollouts a step has, each sample counts as one.
     """
+    from mis_plugins.hosts.reducer import valid_tokens
+
     masks = data["loss_masks"]
     step_of_sample, steps = _schedule(args, data)
     valid = valid_tokens(torch.cat(list(masks)), [mask.numel() for mask in masks])

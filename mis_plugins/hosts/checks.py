@@ -13,7 +13,6 @@ from mis_plugins.config import reading
 from mis_plugins.config.model import CorrectionConfig
 from mis_plugins.config.view import View, view
 from mis_plugins.errors import ConfigError
-from mis_plugins.hosts.arguments import kinds
 from mis_plugins.hosts.host import Host
 from mis_plugins.shared.notices import warn_once
 
@@ -46,8 +45,11 @@ class Given:
 
     def takes(self, name: str) -> bool:
         """Whether the host has this argument: by its record, or by the job's arguments where it has no record."""
-        recorded = kinds(self.host)
-        return name in recorded if recorded else hasattr(self.args, name)
+        if not self.host.records:
+            return hasattr(self.args, name)
+        from mis_plugins.hosts.arguments import kinds
+
+        return name in kinds(self.host)
 
     @property
     def replays(self) -> bool:

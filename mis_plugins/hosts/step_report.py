@@ -27,7 +27,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from jaxtyping import Float
@@ -44,12 +44,15 @@ from mis_plugins.metrics.alarms import ALARMS, EACH_TIME, ONCE, everything_rejec
 from mis_plugins.metrics.by_age import ByAge
 from mis_plugins.metrics.catalogue import finalize
 from mis_plugins.metrics.partials import Partials, partials, watch
-from mis_plugins.metrics.staleness import weight_metrics, weights_by_age
 from mis_plugins.packing.collectives import RANK_LOST
 from mis_plugins.packing.ragged import Ranks
 from mis_plugins.packing.transfer import Arrival, to_host
 from mis_plugins.shared.notices import warn_once
-from mis_plugins.versions.segment_wise import BehaviorWeight, Written
+
+if TYPE_CHECKING:
+    from mis_plugins.versions.segment_wise import Written
+else:
+    Written = Any  # loaded where a host says which version wrote each token
 
 # A wrong setting that scales log-probs lasts, and need not be looked for at every step. `metrics: watch` and `all`
 # look at every step. `full`, to which the sums cost more, looks at the first step of every tenth rollout. The
@@ -120,7 +123,11 @@ class Recorded:
     def metrics(self) -> dict[str, float]:
         """Metrics for the host's log. The tensors should be on the host."""
         found = finalize(self.partials, self.config) if self.config.reports_step else {}
-        return found if self.ages is None else found | weight_metrics(self.ages, self.config.segment_wise_on)
+        if self.ages is None:
+            return found
+        from mis_plugins.metrics.staleness import weight_metrics
+
+        return found | weight_metrics(self.ages, self.config.segment_wise_on)
 
 
 @dataclass(frozen=True)
@@ -427,6 +434,9 @@ def _ages(
 ) -> ByAge | None:
     if written is None:
         return None
+    from mis_plugins.metrics.staleness import weights_by_age
+    from mis_plugins.versions.segment_wise import BehaviorWeight
+
     log_probs = correction.stage.log_probs
     multiplied = BehaviorWeight(correction.weights, correction.keep)
     mask = correction.ragged.loss_mask
