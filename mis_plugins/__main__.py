@@ -35,7 +35,7 @@ import yaml
 from mis_plugins.config import families, reading, writing
 from mis_plugins.config.families import header
 from mis_plugins.config.file import STDIN, keys_of, text_of
-from mis_plugins.config.loading import WATCHING, file_of, load, read_keys, watching
+from mis_plugins.config.loading import WATCHING, file_of, load, presets, read_keys, watching
 from mis_plugins.config.model import CorrectionConfig
 from mis_plugins.errors import ConfigError, UserError
 from mis_plugins.explain import rungs
@@ -166,15 +166,15 @@ def path(arguments: argparse.Namespace) -> str:
 
 def names(arguments: argparse.Namespace) -> str:
     """Every preset with its formula, by what it does; --family shows one family, for example start, token or verl."""
-    presets = reading.presets()
-    width = max(map(len, presets))
+    files = presets()
+    width = max(map(len, files))
 
     def row(name: str) -> str:
-        return f"{name:<{width}}  {header(presets[name]).formula}"
+        return f"{name:<{width}}  {header(name, files[name]).formula}"
 
     if arguments.family is not None:
-        return "\n".join([LEGEND, "", *map(row, families.of_family(arguments.family, presets))])
-    grouped = families.families(presets)
+        return "\n".join([LEGEND, "", *map(row, families.of_family(arguments.family, files))])
+    grouped = families.families(files)
     parts = (
         "\n".join([f"{kind}: {words}", *map(row, grouped[kind])]) for kind, words in families.KINDS.items()
     )

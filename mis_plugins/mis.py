@@ -27,6 +27,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -35,10 +36,10 @@ from torch import Tensor
 
 from mis_plugins.config import reading
 from mis_plugins.config.model import CorrectionConfig
-from mis_plugins.config.view import view
+from mis_plugins.config.view import View, once, view
 from mis_plugins.correction.pipeline import Correction, correct, mean_weight_of
 from mis_plugins.errors import ConfigError, InputError
-from mis_plugins.hosts import averages, checks, megatron, watching
+from mis_plugins.hosts import averages, checks, megatron
 from mis_plugins.hosts.batch import Handed, HostBatch, Tensors, check_apart, host_layout
 from mis_plugins.hosts.host import Host
 from mis_plugins.hosts.ownership import Hook
@@ -46,8 +47,7 @@ from mis_plugins.hosts.rank_agreement import check_agreement
 from mis_plugins.hosts.registry import current
 from mis_plugins.hosts.rollout_store import ROLLOUT, Held, asked
 from mis_plugins.hosts.step_report import RECORDER
-from mis_plugins.hosts.uncorrected import warn_of_one_sequence
-from mis_plugins.metrics.token_metrics import diagnose
+from mis_plugins.metrics.token_metrics import Average, diagnose
 from mis_plugins.packing.layout import Placed, whole
 
 if TYPE_CHECKING:
@@ -100,13 +100,12 @@ def compute_mis_weights_with_cp(
         ConfigError, InputError: before any work, naming the key or the sequence.
     """
     args = view(args)
-    host = current(args)
-    ranks, cp = host.parallel() if parallel_state is None else megatron.handed(parallel_state)
+    ranks, cp = once(args, current).parallel() if parallel_state is None else megatron.handed(parallel_state)
     layout = host_layout(args, total_lengths, response_lengths, max_seq_lens, *cp)
     batch = HostBatch(train_log_probs, rollout_log_probs, loss_masks, layout, ranks)
     routes = _begun_watch()
     flags = None if routes is None else routes.flags(args, layout, total_lengths, pg_loss.device)
-    return _hook(args, pg_loss, batch, host, flags)
+    return _hook(args, pg_loss, batch, once(args, _settled), flags)
 
 
 @Hook
@@ -133,7 +132,7 @@ def compute_mis_weights_fsdp(
     layout = whole([mask.numel() for mask in loss_masks] if response_lengths is None else response_lengths)
     miles_fsdp.check_whole(rollout_log_probs, layout.response_lengths)
     batch = HostBatch(train_log_probs, rollout_log_probs, loss_masks, layout, ranks)
-    return _hook(args, pg_loss, batch, miles_fsdp.HOST, None)
+    return _hook(args, pg_loss, batch, once(args, _settled_on_fsdp), None)
 
 
 def compute_mis_weights(
@@ -145,7 +144,7 @@ def compute_mis_weights(
         weights, one tensor a sequence, or None where `args.use_tis` is off; masks; metrics, without prefix.
     """
     args = view(args)
-    config = watching.handed_back(config_in_force(args), step_hook=False)
+    config = config_in_force(args).without_step_hook
     lengths = [mask.numel() for mask in loss_masks]
     batch = HostBatch(train_log_probs, rollout_log_probs, loss_masks, whole(lengths))
     correction, placed = _correct(args, batch, config)
@@ -167,13 +166,17 @@ def normalize_rollout(args: Any, *rest: Any) -> None:
             recomputed log-probs; `args` alone from another caller than Miles's trainer.
         ConfigError: the hook would have no effect; context- or tensor-parallel ranks have different configs.
     """
-    from mis_plugins.hosts import loss_batch, resplit
+    from mis_plugins.hosts import loss_batch, resplit, watching
+    from mis_plugins.hosts.counted import count
     from mis_plugins.hosts.rollout_store import rollout_data
     from mis_plugins.loss.micro_batch import numerator_of
 
     args = view(args)
     by_loss_hook = getattr(args, "loss_type", None) == "custom_loss"
-    config = watching.for_loss_hook(args, reading.from_args(args)) if by_loss_hook else config_in_force(args)
+    if by_loss_hook:
+        config = watching.for_loss_hook(args, reading.from_args(args))
+    else:
+        config = config_in_force(args)
     if not config.weight or not config.weight.normalize or config.weight.normalize.scope != "rollout":
         raise ConfigError(
             "--rollout-data-postprocess-path mis_plugins.mis.normalize_rollout has no effect without --use-tis and "
@@ -197,8 +200,7 @@ def normalize_rollout(args: Any, *rest: Any) -> None:
         numerator = numerator_of(*log_probs, loss_batch.written(data, layout.local_lengths), config)
     check_agreement(config, ranks.cp, ranks.tp, data["loss_masks"][0].device)
     mean = mean_weight_of(*log_probs, batch.place().ragged, config, numerator)
-    counted = averages.count(args, rollout_id, data, ranks)
-    ROLLOUT.keep(Held(rollout_id, asked(args), counted, config, mean))
+    ROLLOUT.keep(Held(rollout_id, asked(args), count(args, rollout_id, data, ranks), config, mean))
 
 
 @Hook
@@ -218,6 +220,7 @@ def count_samples(args: Any, *rest: Any) -> None:
             trainer.
     """
     from mis_plugins.hosts import resplit
+    from mis_plugins.hosts.counted import count
     from mis_plugins.hosts.rollout_store import rollout_data
 
     args = view(args)
@@ -227,7 +230,7 @@ def count_samples(args: Any, *rest: Any) -> None:
     ranks = current(args).parallel()[0]
     RECORDER.check_rollout(args, rollout_id, ranks)
     resplit.compare(args, rollout_id, data)
-    counted = averages.count(args, rollout_id, data, ranks) if megatron.holds_log_probs() else None
+    counted = count(args, rollout_id, data, ranks) if megatron.holds_log_probs() else None
     ROLLOUT.keep(Held(rollout_id, asked(args), counted))
 
 
@@ -404,19 +407,49 @@ def config_in_force(args: Any, host: Host | None = None) -> CorrectionConfig:
             f"mis_plugins.mis.policy_loss in place of {flag}"
         ).spelled(reading.spelling(args), "mis.")
     if not args.use_tis:
+        from mis_plugins.hosts import watching
+
         return watching.metrics_alone(args, config, watching.WITHOUT_USE_TIS)
     checks.run("tis", args, config, host or current(args))
     return config
 
 
-def _hook(args: Any, pg_loss: Tensor, batch: HostBatch, host: Host, flags: Flags | None) -> Answer:
+@dataclass(frozen=True)
+class Settled:
+    """What the TIS hook makes of the host's arguments, once for as long as they say the same.
+
+    rescales: whether the loss is scaled for a host that divides it by the kept tokens.
+    average: how the host averages metrics, where no rollout-data hook has counted samples.
+    """
+
+    config: CorrectionConfig
+    rescales: bool
+    average: Average | None
+
+
+def _settled(args: View, host: Host | None = None) -> Settled:
+    host = host or current(args)
+    config = config_in_force(args, host)
+    return Settled(
+        config if host.step_hook else config.without_step_hook,
+        host.divides_by_kept(args) and reading.says_denominator(args),
+        averages.of_host(args),
+    )
+
+
+def _settled_on_fsdp(args: View) -> Settled:
+    from mis_plugins.hosts.adapters import miles_fsdp
+
+    return _settled(args, miles_fsdp.HOST)
+
+
+def _hook(args: View, pg_loss: Tensor, batch: HostBatch, settled: Settled, flags: Flags | None) -> Answer:
     """The TIS hook behind every host.
 
     Args:
         flags: routes of the tokens, where a watch knows them.
     """
-    config = watching.handed_back(config_in_force(args, host), host.step_hook)
-    by_kept = host.divides_by_kept(args)
+    config = settled.config
     tokens = sum(batch.layout.local_lengths)
     if pg_loss.shape != (tokens,):
         said = f"{len(pg_loss)} tokens" if pg_loss.dim() == 1 else f"shape {list(pg_loss.shape)}, not 1-D"
@@ -424,14 +457,14 @@ def _hook(args: Any, pg_loss: Tensor, batch: HostBatch, host: Host, flags: Flags
     correction, placed = _correct(args, batch, config, flags)
     loss = pg_loss
     if config.corrects:
-        rescales = by_kept and reading.says_denominator(args)
-        factor = correction.loss_factor_by_kept if rescales else correction.loss_factor
+        factor = correction.loss_factor_by_kept if settled.rescales else correction.loss_factor
         loss = torch.where(correction.keep, pg_loss * factor, 0)
     masks = _masks(batch, correction, placed)
     RECORDER.record(correction, pg_loss)
     if flags is not None:
         _watch().record(correction, flags)
-    return loss, masks, diagnose(correction, average=averages.average(args, RECORDER.step))
+    average = averages.average(args, RECORDER.step) if ROLLOUT.held else settled.average
+    return loss, masks, diagnose(correction, average=average)
 
 
 def _correct(
@@ -439,12 +472,15 @@ def _correct(
 ) -> tuple[Correction, Placed]:
     if config.corrects:
         check_apart(batch.train_log_probs, batch.rollout_log_probs)
-    warn_of_one_sequence(config, len(batch.loss_masks), batch.ranks)
+    if len(batch.loss_masks) == 1:
+        from mis_plugins.hosts.uncorrected import warn_of_one_sequence
+
+        warn_of_one_sequence(config, 1, batch.ranks)
     watched = flags is not None or config.reads_routes or config.routing is not None
     routed = _watch().routes(args, config, flags) if watched else None
     check_agreement(config, batch.ranks.cp, batch.ranks.tp, batch.loss_masks[0].device)
     placed = batch.place()
-    rollout_mean = ROLLOUT.mean(args, config)
+    rollout_mean = ROLLOUT.mean(args, config) if ROLLOUT.held else None
     correction = correct(batch.proximal, batch.behavior, placed.ragged, config, rollout_mean, routes=routed)
     return correction, placed
 

@@ -522,6 +522,11 @@ class CorrectionConfig:
         return replace(self, segment_wise=SegmentWiseConfig())
 
     @cached_property
+    def without_step_hook(self) -> CorrectionConfig:
+        """The config with `metrics: full` in place of `watch`: no step hook logs what the TIS hook leaves out."""
+        return replace(self, metrics="full") if self.metrics == "watch" else self
+
+    @cached_property
     def rejects(self) -> bool:
         """Whether anything can be dropped from the loss mask, OPSM aside."""
         by_rule = any(rule.drops for rule in self.reject)

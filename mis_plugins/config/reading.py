@@ -15,24 +15,26 @@ import os
 import types
 import typing
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
-from pathlib import Path
+from contextlib import suppress
 from typing import Annotated, Any, Literal
 
 from mis_plugins.config.file import OURS as BESIDE
 from mis_plugins.config.file import keys_given, short
 from mis_plugins.config.model import (
-    LEVEL_OVER,
     WEIGHT_BOUNDS,
     CorrectionConfig,
-    Metrics,
-    NormalizeConfig,
-    RejectRule,
-    WeightConfig,
-    check_ratio_bounds,
 )
-from mis_plugins.config.terms.bounds import BOUNDS
-from mis_plugins.config.view import View, contradicted, hooks_of, is_untyped, kind, of_hooks, once, view
+from mis_plugins.config.view import (
+    FILES,
+    View,
+    contradicted,
+    hooks_of,
+    is_untyped,
+    kind,
+    of_hooks,
+    once,
+    view,
+)
 from mis_plugins.errors import ConfigError
 from mis_plugins.shared.notices import warn_once
 from mis_plugins.shared.numerals import shown
@@ -70,8 +72,6 @@ RULE_KEYS = (
 )  # of the rule that `use_rs` or `use_mask` switches on
 MOST_ITEMS = 64  # of a list; each rule costs every step its time
 LARGEST_FLOAT = 3.4028234663852886e38  # of 32 bits, in which the hooks compute
-FlatLevel = Literal["token", "sequence", "geometric"]
-FlatMode = Literal["truncate", "clip", "mask"]
 
 
 def from_mapping(mapping: Any) -> CorrectionConfig:
@@ -106,73 +106,6 @@ def _check_said(mapping: Mapping[str, Any]) -> None:
                 raise ConfigError(
                     f"mis.segment_wise.{name}: has no effect beside mis.weight, which has bounds; drop it"
                 )
-
-
-def from_flat(keys: Mapping[str, Any], metrics: Metrics = "full") -> CorrectionConfig:
-    """Read Miles's flat keys, as its `mis.yaml` documents them, and `use_mask` of its blog.
-
-    A veto needs no `use_rs` here. `use_rs` and `use_mask` both leave tokens outside the bounds without a
-    gradient; `use_mask` counts them in the denominator on every host. As in Miles, a lower bound of 0 or
-    below means none, and an unset one 1 / upper.
-    """
-    flat = {key: keys.get(key) for key in FLAT_KEYS}
-    number = lambda key: convert(float | None, flat[key], key)  # noqa: E731
-    upper, veto = number("tis_upper_bound"), number("rs_veto_threshold")
-    lower = _lower_bound(flat, "tis_lower_bound")
-    if upper is None:
-        raise ConfigError("tis_upper_bound: unset; every tis_mode needs it (mis.yaml has 2.0)")
-    bound = convert(FlatMode, flat["tis_mode"] or "truncate", "tis_mode")
-    with spelled(lower="tis_lower_bound", upper="tis_upper_bound"):
-        check_ratio_bounds(lower or None, upper, unbounded="0")
-    with spelled(lower="tis_lower_bound", upper="tis_upper_bound", bound="tis_mode"):
-        weight = WeightConfig(
-            level=convert(FlatLevel, flat["tis_level"] or "token", "tis_level"),
-            bound=bound,
-            lower=lower if BOUNDS[bound].has_floor else None,
-            upper=upper,
-            normalize=NormalizeConfig()
-            if convert(bool, flat["tis_batch_normalize"] or False, "tis_batch_normalize")
-            else None,
-        )
-    rules = []
-    if _drops_outside(flat):
-        rules.append(_flat_rule(flat, lower, upper))
-    if veto is not None:
-        with spelled(lower="rs_veto_threshold"):
-            rules.append(RejectRule(over="min", lower=veto))
-    return CorrectionConfig(weight, tuple(rules), metrics)
-
-
-def _drops_outside(flat: Mapping[str, Any]) -> bool:
-    """Whether `use_rs` or `use_mask` is on; they share their bounds, so that both at once contradict each other."""
-    drops, masks = (convert(bool, flat[key] or False, key) for key in ("use_rs", "use_mask"))
-    if drops and masks:
-        raise ConfigError(
-            "use_rs and use_mask are both true: one leaves rejected tokens out of the average where the host can, the "
-            "other counts them; keep one of them"
-        )
-    return drops or masks
-
-
-def _flat_rule(flat: Mapping[str, Any], tis_lower: float | None, tis_upper: float) -> RejectRule:
-    """`use_rs` or `use_mask`: bounds that are unset fall back to those of the weight, as in Miles."""
-    lower = _lower_bound(flat, "rs_lower_bound")
-    upper = convert(float | None, flat["rs_upper_bound"], "rs_upper_bound")
-    fallback = 1 / tis_upper if tis_lower is None else tis_lower
-    with spelled(
-        lower="rs_lower_bound" if lower is not None else "rs_lower_bound (unset, from the tis_ bounds)",
-        upper="rs_upper_bound" if upper is not None else "rs_upper_bound (unset, from tis_upper_bound)",
-    ):
-        bounds = (fallback if lower is None else lower) or None, tis_upper if upper is None else upper
-        check_ratio_bounds(*bounds, unbounded="0")
-        over = LEVEL_OVER[convert(FlatLevel, flat["rs_level"] or "token", "rs_level")]
-        return RejectRule(over=over, lower=bounds[0], upper=bounds[1])
-
-
-def _lower_bound(flat: Mapping[str, Any], key: str) -> float | None:
-    """A lower bound of a ratio, which is never below 0: whatever is below 0 bounds as little as 0 does."""
-    bound = convert(float | None, flat[key], key)
-    return None if bound is None else max(bound, 0.0)
 
 
 def areal_keys(keys: Mapping[str, Any]) -> list[str]:
@@ -294,12 +227,13 @@ def _check_handed_on(args: View, corrects: bool) -> None:
         raise
     if lost := _lost(args, keys):
         raise ConfigError(f"{name} says {', '.join(lost)}, and the host has not made arguments of it")
-    differs = [key for key, value in keys.items() if is_read(key, value) and not equal(args.get(key), value)]
-    if differs and not corrects:
+    hosts = [key for key in HOST_KEYS if key in keys and not equal(args.get(key), keys[key])]
+    differs = differing(args, keys)
+    if (hosts or differs) and not corrects:
         raise ConfigError(
-            f"{name} says another {', '.join(differs)} than the arguments, with which nothing corrects"
+            f"{name} says another {', '.join(differs + hosts)} than the arguments, with which nothing corrects"
         )
-    if differs := [key for key in differs if key not in HOST_KEYS]:
+    if differs:
         warn_once(
             f"{name} says another {', '.join(differs)} than the job's arguments, which hold: the file has changed "
             "since the job read it, or the host has put another value in its place"
@@ -333,7 +267,6 @@ NOTHING_SAID = (
     "--use-tis is set but nothing says how to correct: pass a preset, for example "
     "--custom-config-path $(python -m mis_plugins config path tis); `config list --family start` has the others"
 )
-FILES = ("custom_config_path", "config")  # arguments that name a file of keys; the second is Miles's on FSDP
 
 
 def _is_the_hosts(args: View, name: str) -> bool:
@@ -370,7 +303,7 @@ def keys_of_file(args: View, argument: str) -> Mapping[str, Any]:
         ConfigError: this node cannot read the file.
     """
     versions = keys_given(files_of(args)[argument])
-    handed_on = [keys for keys in reversed(versions) if is_handed_on(args, keys)]
+    handed_on = [keys for keys in reversed(versions) if not differing(args, keys)]
     ours = lambda keys: sum(is_read(key, value) and key != "use_tis" for key, value in keys.items())  # noqa: E731
     return max(handed_on, key=ours, default=versions[0])  # of equals the first
 
@@ -382,10 +315,10 @@ def _keys_of_readable_files(args: View) -> Iterator[Mapping[str, Any]]:
             yield keys_of_file(args, argument)
 
 
-def is_handed_on(args: View, keys: Mapping[str, Any]) -> bool:
-    """Whether the arguments have what a file says in keys that are read here."""
+def differing(args: View, keys: Mapping[str, Any]) -> list[str]:
+    """The keys of a file that are read here and are no flags of the host's, and of which the arguments say another."""
     read = ((key, value) for key, value in keys.items() if is_read(key, value) and key not in HOST_KEYS)
-    return all(equal(args.get(key), value) for key, value in read)
+    return [key for key, value in read if not equal(args.get(key), value)]
 
 
 def looked_at(args: View) -> str:
@@ -439,6 +372,8 @@ def _of_keys(said: Mapping[str, Any]) -> CorrectionConfig:
         return config
     metrics = (nested or {}).get("metrics", "full")  # Miles's mis.py hands back all
     corrects = flat.get("tis_upper_bound") is not None or said.get("use_tis")
+    from mis_plugins.config.flat import from_flat
+
     return from_flat(flat, metrics) if corrects else CorrectionConfig(metrics=metrics)
 
 
@@ -482,37 +417,6 @@ FLAT_NAMES = {
     "segment_wise.method": "mis.segment_wise.method (in place of Miles's flat keys)",
     "weight": "tis_upper_bound",
 }
-
-
-def preset_path(name: str) -> Path:
-    """The file of a preset, in a checkout or in an installed package.
-
-    Raises:
-        ConfigError: names the nearest preset that exists.
-    """
-    known = presets()
-    if name not in known:
-        raise ConfigError(f"preset {shown(name)}: unknown{suggest(name, known)}")
-    return known[name]
-
-
-def presets() -> dict[str, Path]:
-    """The file of every preset by its name: ours at the top of the folder, those of other packages in `peers/`."""
-    return {path.stem: path for path in sorted(_preset_folder().rglob("*.yaml"), key=lambda path: path.stem)}
-
-
-def _preset_folder() -> Path:
-    package = Path(__file__).parents[1]
-    return next(folder for folder in (package / "presets", package.parent / "yaml") if folder.is_dir())
-
-
-@contextmanager
-def spelled(**names: str) -> Iterator[None]:
-    """Make a ConfigError that is raised in the block quote the user's names for its fields."""
-    try:
-        yield
-    except ConfigError as error:
-        raise error.spelled(names) from None
 
 
 WEIGHING = (

@@ -117,12 +117,12 @@ def of_package(name: str) -> list[Host]:
 
 
 def _that_made(reduce: Callable[..., Any]) -> list[Host]:
-    module = str(getattr(reduce, "__module__", ""))
-    hosts = of_package(module)
+    package = str(getattr(reduce, "__module__", "")).partition(".")[0]
+    hosts = of_package(package)
     if not hosts:
         packages = dict.fromkeys(host.package for host in every_host().values() if host.told_by != "nothing")
         raise InputError(
-            f"mis_plugins.mis.policy_loss: sum_of_sample_mean comes from {module.partition('.')[0] or 'nowhere'}; the hook serves "
+            f"mis_plugins.mis.policy_loss: sum_of_sample_mean comes from {package or 'nowhere'}; the hook serves "
             f"losses of {', '.join(packages)}"
         )
     return hosts

@@ -19,7 +19,7 @@ from mis_plugins.errors import ConfigError, InputError
 from mis_plugins.shared.notices import warn_once
 
 if TYPE_CHECKING:
-    from mis_plugins.hosts.averages import Counted
+    from mis_plugins.hosts.counted import Counted
 
 HOOK = "rollout_data_postprocess_path"
 

@@ -37,7 +37,7 @@ from mis_plugins.config.model import CorrectionConfig
 from mis_plugins.config.view import view
 from mis_plugins.correction.pipeline import Correction
 from mis_plugins.errors import ConfigError, MisError
-from mis_plugins.hosts import megatron, tracking, uncorrected
+from mis_plugins.hosts import megatron, tracking
 from mis_plugins.hosts.rank_agreement import Uncorrected, can_add_up, outlives, raise_if_aborted
 from mis_plugins.hosts.registry import current
 from mis_plugins.metrics.alarms import ALARMS, EACH_TIME, ONCE, everything_rejected
@@ -306,7 +306,7 @@ class Recorder:
         """Whether a hook of ours ran; None on a rank that computes no policy loss, or is asked for no correction."""
         if not self.on_last_stage:
             return None
-        return ran or (None if uncorrected.asked_for(self.args) is None else False)
+        return ran or (None if _uncorrected().asked_for(self.args) is None else False)
 
     def _why_apart(
         self, pending: Mapping[CorrectionConfig, Recorded], ended: Ended | None, ranks: Ranks
@@ -330,7 +330,7 @@ class Recorder:
             agreed = can_add_up(list(pending), began, same_ranks, ranks, corrected, pipeline)
             return None if agreed else REGROUPED
         except Uncorrected:
-            raise ConfigError(uncorrected.told(ended, self.args)) from None
+            raise ConfigError(_uncorrected().told(ended, self.args)) from None
         except RANK_LOST as error:
             if not outlives(ranks):
                 raise
@@ -385,7 +385,7 @@ class Recorder:
         """Log that the arguments ask for a correction, and that no hook of ours ran on this rank."""
         try:
             if self._corrected(ran) is False:
-                logger.error("%s", uncorrected.told(f"{ended}, this rank", self.args))
+                logger.error("%s", _uncorrected().told(f"{ended}, this rank", self.args))
         except MisError as error:
             logger.error("%s, judged at exit: %s", ended, error)
 
@@ -417,6 +417,12 @@ class Recorder:
                 for message in messages:
                     logger.warning("%s: %s", where, message)
         self.told = ((self.told | set(holding)) & (set(holding) | ONCE)) - EACH_TIME
+
+
+def _uncorrected() -> Any:
+    from mis_plugins.hosts import uncorrected  # loaded where no hook of ours ran
+
+    return uncorrected
 
 
 RECORDER = Recorder()

@@ -12,8 +12,8 @@ import yaml
 from commands import ConfigCommand, ran
 
 from mis_plugins.__main__ import main
-from mis_plugins.hosts.arguments import flags, kinds, recorded, surprises
 from mis_plugins.hosts import registry
+from mis_plugins.hosts.arguments import flags, kinds, recorded, surprises
 
 ROOT = Path(__file__).parents[2]
 HOSTS = tuple(recorded())
