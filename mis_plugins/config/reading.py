@@ -39,25 +39,17 @@ from mis_plugins.errors import ConfigError
 from mis_plugins.shared.notices import warn_once
 from mis_plugins.shared.numerals import shown
 
-FLAT_KEYS = (
-    "tis_level",
-    "tis_mode",
-    "tis_lower_bound",
-    "tis_upper_bound",
-    "tis_batch_normalize",
-    "use_rs",
-    "use_mask",
-    "rs_level",
-    "rs_lower_bound",
-    "rs_upper_bound",
-    "rs_veto_threshold",
+FLAT_KEYS = tuple(
+    """tis_level tis_mode tis_lower_bound tis_upper_bound tis_batch_normalize use_rs use_mask
+    rs_level rs_lower_bound rs_upper_bound rs_veto_threshold""".split()
 )
+# `max_head_offpolicyness` bounds the rollout, and is the host's own
 AREAL_KEYS = (
     "enable_segment_wise_ppo",
     "behav_imp_weight_cap",
     "behav_imp_weight_floor",
     "use_decoupled_loss",
-)  # `max_head_offpolicyness` bounds the rollout, and is the host's own
+)
 AREAL_BLOCKS = ("actor", "rollout")  # of AReaL's yaml, which hold its keys
 HOST_KEYS = ("tis_clip", "tis_clip_low")  # the hosts' own flags of their built-in TIS
 AREAL_PREFIXES = ("behav_imp_", "behave_imp_")
@@ -191,24 +183,19 @@ def _from_view(stated: View) -> CorrectionConfig:
         said |= {name: value for name, value in others.items() if value is not None}
     if beside := of_hooks(stated).keys() & BESIDE:
         raise ConfigError(f"{min(beside)}: stands beside `mis:` in a hook's config; write it under `mis:`")
-    _check_one_value(stated)
+    for name in filter(is_ours, contradicted(stated)):
+        raise ConfigError(f"{name}: two hooks' configs give it two values; say it in one of them")
     for keys in _keys_of_readable_files(stated):
         check_areal(keys)
         check_names(keys)
     check_areal(said | {name: stated[name] for name in AREAL_BLOCKS if name in stated})
-    config = _read({name: plain(value) for name, value in said.items()})
+    config = _of_keys({name: plain(value) for name, value in said.items()})
     corrects = config.corrects or config.needs_loss_hook
     if not corrects and getattr(stated, "use_tis", False):
         raise ConfigError(f"{NOTHING_SAID} (looked for in: {looked_at(stated)})")
     if FILES[0] in files_of(stated):
         _check_handed_on(stated, corrects)
     return config
-
-
-def _check_one_value(args: View) -> None:
-    """Refuse a key of ours to which the configs of two hooks give two values."""
-    for name in filter(is_ours, contradicted(args)):
-        raise ConfigError(f"{name}: two hooks' configs give it two values; say it in one of them")
 
 
 def _check_handed_on(args: View, corrects: bool) -> None:
@@ -346,17 +333,6 @@ def _found_in(args: View, argument: str) -> str:
     if lost:
         return f"which says {', '.join(lost)}, and the host has not made arguments of it"
     return f"which says {', '.join(said) or 'none of them'}"
-
-
-_READ: dict[str, CorrectionConfig] = {}  # configs by the repr of their keys, in which 1, 1.0 and true differ
-
-
-def _read(said: Mapping[str, Any]) -> CorrectionConfig:
-    """The config of these keys, read once: a host asks for each micro-batch."""
-    key = repr(said)
-    if key not in _READ:
-        _READ[key] = _of_keys(said)
-    return _READ[key]
 
 
 def _of_keys(said: Mapping[str, Any]) -> CorrectionConfig:

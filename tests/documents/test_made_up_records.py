@@ -124,9 +124,10 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A copy of the tree with all the made-up records."""
     copy = tmp_path_factory.mktemp("tree")
     for name in COPIED:
-        ignored = shutil.ignore_patterns("__pycache__", "results")
-        copied = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
-        copied(ROOT / name, copy / name, **({"ignore": ignored} if copied is shutil.copytree else {}))
+        if (ROOT / name).is_dir():
+            shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__", "results"))
+        else:
+            shutil.copy(ROOT / name, copy / name)
     for _, edits in MADE_UP.values():
         for file, (before, line) in edits.items():
             path = copy / file
