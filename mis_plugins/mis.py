@@ -37,7 +37,7 @@ from torch import Tensor
 from mis_plugins.config import reading
 from mis_plugins.config.model import CorrectionConfig
 from mis_plugins.config.view import View, once, view
-from mis_plugins.correction.pipeline import Correction, correct, mean_weight_of
+from mis_plugins.correction.pipeline import Correction, correct
 from mis_plugins.errors import ConfigError, InputError
 from mis_plugins.hosts import averages, checks, megatron
 from mis_plugins.hosts.batch import Handed, HostBatch, Tensors, check_apart, host_layout
@@ -45,7 +45,7 @@ from mis_plugins.hosts.host import Host
 from mis_plugins.hosts.ownership import Hook
 from mis_plugins.hosts.rank_agreement import check_agreement
 from mis_plugins.hosts.registry import current
-from mis_plugins.hosts.rollout_store import ROLLOUT, Held, asked
+from mis_plugins.hosts.rollout_store import ROLLOUT
 from mis_plugins.hosts.step_report import RECORDER
 from mis_plugins.metrics.token_metrics import Average, diagnose
 from mis_plugins.packing.layout import Placed, whole
@@ -59,7 +59,13 @@ else:
 
 Answer = tuple[Tensor, Tensors, Mapping[str, Tensor]]
 
-ELSEWHERE = {"drop_broken_samples": "sample_filter", "kept_token_mean": "reducer"}
+ELSEWHERE = {
+    "drop_broken_samples": "sample_filter",
+    "kept_token_mean": "reducer",
+    "generate_with_versions": "versions.hooks",
+    "convert_with_versions": "versions.hooks",
+    "carry_versions": "versions.hooks",
+}
 """Hooks of this module that lie whole in a file of `hosts/`, which is loaded where a host asks for one."""
 
 
@@ -155,101 +161,18 @@ def compute_mis_weights(
 
 @Hook
 def normalize_rollout(args: Any, *rest: Any) -> None:
-    """The rollout-data hook of `mis.weight.normalize.scope: rollout`: keeps the mean weight of the batch.
+    """The rollout-data hook that keeps the mean weight of a rollout; see `hosts/rollout_hooks.py`."""
+    from mis_plugins.hosts import rollout_hooks
 
-    The hook also counts the samples that train, as `count_samples` does. slime and the local host call it as
-    `(args, rollout_id, rollout_data)` on every rank, after the trainer's log-probs and before training. Miles
-    calls it there with `args` alone; the batch is then read from its trainer.
-
-    Raises:
-        InputError: samples, which slime's documentation promises and its code does not pass; a rollout without
-            recomputed log-probs; `args` alone from another caller than Miles's trainer.
-        ConfigError: the hook would have no effect; context- or tensor-parallel ranks have different configs.
-    """
-    from mis_plugins.hosts import loss_batch, resplit, watching
-    from mis_plugins.hosts.counted import count
-    from mis_plugins.hosts.rollout_store import rollout_data
-    from mis_plugins.loss.micro_batch import numerator_of
-
-    args = view(args)
-    by_loss_hook = getattr(args, "loss_type", None) == "custom_loss"
-    if by_loss_hook:
-        config = watching.for_loss_hook(args, reading.from_args(args))
-    else:
-        config = config_in_force(args)
-    if not config.weight or not config.weight.normalize or config.weight.normalize.scope != "rollout":
-        raise ConfigError(
-            "--rollout-data-postprocess-path mis_plugins.mis.normalize_rollout has no effect without --use-tis and "
-            "mis.weight.normalize.scope: rollout"
-        )
-    rollout_id, data = rollout_data(rest, "mis.weight.normalize.scope: rollout", "use scope: data_parallel")
-    RECORDER.check_rollout(args, rollout_id, current(args).parallel()[0])
-    resplit.compare(args, rollout_id, data)
-    if not _has_log_probs(data):
-        ROLLOUT.keep(Held(rollout_id, asked(args), None, config))
-        return
-    ranks, cp = current(args).parallel()
-    layout = host_layout(args, data["total_lengths"], data["response_lengths"], data.get("max_seq_lens"), *cp)
-    batch = HostBatch(data["log_probs"], data.get("rollout_log_probs"), data["loss_masks"], layout, ranks)
-    check_apart(data["log_probs"], data.get("rollout_log_probs"), "log_probs")
-    log_probs, numerator = (batch.proximal, batch.behavior), None
-    if by_loss_hook and loss_batch.knows_versions(data):
-        config = config.where_versions_are_known()
-    if config.segment_wise_on:
-        loss_batch.check_versions(args, data, config)
-        numerator = numerator_of(*log_probs, loss_batch.written(data, layout.local_lengths), config)
-    check_agreement(config, ranks.cp, ranks.tp, data["loss_masks"][0].device)
-    mean = mean_weight_of(*log_probs, batch.place().ragged, config, numerator)
-    ROLLOUT.keep(Held(rollout_id, asked(args), count(args, rollout_id, data, ranks), config, mean))
+    rollout_hooks.normalize_rollout(view(args), rest, config_in_force, RECORDER)
 
 
 @Hook
 def count_samples(args: Any, *rest: Any) -> None:
-    """The rollout-data hook for metrics beside fully masked samples: keeps which share of a step trains.
+    """The rollout-data hook that counts which share of a step trains; see `hosts/rollout_hooks.py`."""
+    from mis_plugins.hosts import rollout_hooks
 
-    With `mis.resplit_every` the trainer scores some rollouts twice (`hosts/resplit.py`), as in
-    `normalize_rollout`.
-
-    slime and the local host call it as `(args, rollout_id, rollout_data)` on every rank, before training. Miles calls
-    it there with `args` alone; the batch is then read from its trainer. Metrics that Miles's `mis.py` lacks are then
-    means over what trains, however a step is split. A rollout of several steps needs `report_step` as well, which says
-    which of them trains.
-
-    Raises:
-        InputError: samples, which slime's documentation promises; `args` alone, from another caller than Miles's
-            trainer.
-    """
-    from mis_plugins.hosts import resplit
-    from mis_plugins.hosts.counted import count
-    from mis_plugins.hosts.rollout_store import rollout_data
-
-    args = view(args)
-    rollout_id, data = rollout_data(
-        rest, "mis_plugins.mis.count_samples", "drop it: the step hook logs exact means"
-    )
-    ranks = current(args).parallel()[0]
-    RECORDER.check_rollout(args, rollout_id, ranks)
-    resplit.compare(args, rollout_id, data)
-    counted = count(args, rollout_id, data, ranks) if megatron.holds_log_probs() else None
-    ROLLOUT.keep(Held(rollout_id, asked(args), counted))
-
-
-def _has_log_probs(data: Mapping[str, Any]) -> bool:
-    """Whether the rollout batch holds the trainer's log-probs, which only the last pipeline stage computes.
-
-    Raises:
-        InputError: this is the last pipeline stage, and it has none.
-    """
-    if data.get("log_probs"):
-        return True
-    if not megatron.holds_log_probs():
-        return False
-    from mis_plugins.explain.words import ONE_STEP
-
-    raise InputError(
-        "mis.weight.normalize.scope: rollout needs log-probs that the trainer recomputed before training, and "
-        f"rollout_data has none; {ONE_STEP}; or use scope: data_parallel"
-    )
+    rollout_hooks.count_samples(view(args), rest, RECORDER)
 
 
 @Hook
@@ -320,63 +243,6 @@ def report_last_step(args: Any, *_: Any) -> None:
         MisError: as `report_step`.
     """
     RECORDER.flush(view(args), current(view(args)).parallel()[0])
-
-
-@Hook
-async def generate_with_versions(
-    input: Any, sample: Any = None, sampling_params: Any = None, evaluation: bool = False
-) -> Any:
-    """The generate function of Miles and slime: the host's own, with the version of every token on the sample.
-
-    Miles calls it with `input` alone, and needs `--sglang-stream-interval 1` and
-    `--sglang-incremental-streaming-output` beside it. slime calls it as
-    `(args, sample, sampling_params, evaluation)`. An evaluation runs the host's own function unchanged.
-
-    Raises:
-        InputError: on Miles, the engine does not name the version of each token; on slime the conversion raises it.
-    """
-    from mis_plugins.hosts.versions import generate
-
-    if sample is None:
-        return await generate.miles(input)
-    return await generate.slime(input, sample, sampling_params, evaluation)
-
-
-@Hook
-def convert_with_versions(args: Any, samples: Sequence[Any]) -> dict[str, Any]:
-    """The conversion of Miles and slime: the host's own train data, with versions for `carry_versions`.
-
-    Raises:
-        ConfigError, InputError: as `mis_plugins.hosts.versions.rollouts.convert` says.
-    """
-    from mis_plugins.hosts.versions import rollouts
-
-    host = current(args)
-    if not host.version_flags:
-        raise ConfigError(
-            _unserved("--custom-convert-samples-to-train-data-path", "convert_with_versions", host)
-        )
-    return rollouts.convert(args, samples, host.needs)
-
-
-@Hook
-def carry_versions(args: Any) -> None:
-    """The init hook of Miles and slime on Megatron: the loss hook gets versions, and log pi_{v+1} by recompute.
-
-    Raises:
-        ConfigError: an argument of the host under which versions would say something else, or a host on which
-            versions are not carried.
-    """
-    from mis_plugins.hosts.versions import carrying
-
-    host = current(args)
-    if not host.version_flags:
-        raise ConfigError(_unserved("--custom-megatron-init-path", "carry_versions", host))
-    carrying.install(args, host)
-
-
-def _unserved(flag: str, function: str, host: Host) -> str:
-    return f"{flag} mis_plugins.mis.{function}: versions are not carried on {host.title}; leave the flag out"
 
 
 def config_in_force(args: Any, host: Host | None = None) -> CorrectionConfig:

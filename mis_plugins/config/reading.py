@@ -100,29 +100,20 @@ def _check_said(mapping: Mapping[str, Any]) -> None:
                 )
 
 
-def areal_keys(keys: Mapping[str, Any]) -> list[str]:
-    """Where keys of AReaL's stand in a file: at the top level, or in its blocks `actor:` and `rollout:`."""
-    blocks = {f"{name}.": keys[name] for name in AREAL_BLOCKS if isinstance(keys.get(name), Mapping)}
-    return [
-        f"{prefix}{key}"
-        for prefix, block in {"": keys, **blocks}.items()
-        for key, value in block.items()
-        if value is not None and is_areals(str(key))
-    ]
-
-
 def is_areals(key: str) -> bool:
     """Whether a key is one of AReaL's for its correction, or looks like one."""
     return key in (*AREAL_KEYS, REJECTION) or key.startswith(AREAL_PREFIXES)
 
 
 def check_areal(keys: Mapping[str, Any]) -> None:
-    """Refuse AReaL's keys, which the translator alone reads.
+    """Refuse AReaL's keys, at the top level or in its blocks, which the translator alone reads.
 
     Raises:
         ConfigError: it names each key where it stands, and the translator's command.
     """
-    if found := areal_keys(keys):
+    blocks = {f"{name}.": keys[name] for name in AREAL_BLOCKS if isinstance(keys.get(name), Mapping)}
+    given = ((at, key, value) for at, block in {"": keys, **blocks}.items() for key, value in block.items())
+    if found := [f"{at}{key}" for at, key, value in given if value is not None and is_areals(str(key))]:
         raise ConfigError(
             f"{', '.join(found)}: of AReaL; give the host the file that `python -m mis_plugins config from-areal` "
             "writes (docs/peers.md tells where the answers differ)"
@@ -135,13 +126,11 @@ def is_ours(name: str) -> bool:
     plain = name.replace("-", "_")  # as on a command line
     if plain in READ_KEYS:
         return True
-    return plain.startswith(OUR_PREFIXES) and not _is_recorded(plain)
-
-
-def _is_recorded(name: str) -> bool:
+    if not plain.startswith(OUR_PREFIXES):
+        return False
     from mis_plugins.config import recorded
 
-    return name in recorded.names()
+    return plain not in recorded.names()
 
 
 def is_read(name: str, value: Any) -> bool:
@@ -310,18 +299,11 @@ def differing(args: View, keys: Mapping[str, Any]) -> list[str]:
 
 def looked_at(args: View) -> str:
     """Where a config was looked for, and not found."""
-    return "; ".join(_looked_at(args))
-
-
-def _looked_at(args: View) -> Iterator[str]:
-    yield f"{kind(args)}: mis, {FLAT_KEYS[0]} ... {FLAT_KEYS[-1]}"
-    for name in hooks_of(args):
-        yield f"the config beside {name}"
     files = files_of(args)
-    for name, file in files.items():
-        yield f"--{name.replace('_', '-')} {short(file)}, {_found_in(args, name)}"
-    if not files:
-        yield "no --custom-config-path is given"
+    places = [f"{kind(args)}: mis, {FLAT_KEYS[0]} ... {FLAT_KEYS[-1]}"]
+    places += [f"the config beside {name}" for name in hooks_of(args)]
+    places += [f"--{name.replace('_', '-')} {short(files[name])}, {_found_in(args, name)}" for name in files]
+    return "; ".join(places if files else [*places, "no --custom-config-path is given"])
 
 
 def _found_in(args: View, argument: str) -> str:
@@ -409,8 +391,9 @@ BY_TARGET = (
 def _parse(cls: type, value: Any, path: str) -> Any:
     """Build the dataclass `cls` from a mapping; `path` is how the user would name it."""
     if not isinstance(value, Mapping):
-        raise ConfigError(f"{path}: got {shown(value)}; expected a mapping of {', '.join(_fields(cls))}")
-    hints = _hints(cls)
+        names = ", ".join(field.name for field in dataclasses.fields(cls))
+        raise ConfigError(f"{path}: got {shown(value)}; expected a mapping of {names}")
+    hints = typing.get_type_hints(cls, include_extras=True)
     for key in value:
         if key not in hints:
             by_target = key == "reference" and value[key] == "target" and path in WEIGHING
@@ -491,15 +474,6 @@ def number(value: Any, path: str) -> float:
         raise ConfigError(
             f"{path}: got {shown(value)}; expected a number that a float of 32 bits can hold"
         ) from None
-
-
-@functools.cache
-def _hints(cls: type) -> dict[str, Any]:
-    return typing.get_type_hints(cls, include_extras=True)
-
-
-def _fields(cls: type) -> list[str]:
-    return [field.name for field in dataclasses.fields(cls)]
 
 
 def suggest(name: str, known: Iterable[str]) -> str:

@@ -54,15 +54,6 @@ class View(Mapping[str, Any]):
     def __len__(self) -> int:
         return len(self._stated)
 
-    def items(self) -> Any:  # the base class looks each of a thousand names up by itself
-        return self._stated.items()
-
-    def get(self, name: str, default: Any = None) -> Any:
-        return self._stated.get(name, default)
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._stated
-
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
             raise AttributeError(name)

@@ -19,7 +19,7 @@ from mis_plugins.__main__ import main
 from mis_plugins.config.reading import from_mapping
 from mis_plugins.errors import ConfigError, InputError
 from mis_plugins.explain.words import describe
-from mis_plugins.hosts import registry, resplit
+from mis_plugins.hosts import registry, resplit, rollout_hooks
 from mis_plugins.hosts.registry import every_host
 from mis_plugins.hosts.resplit import cut_otherwise, differences
 from mis_plugins.packing.ragged import Ranks
@@ -130,6 +130,7 @@ def trained(
     monkeypatch.setattr(resplit, "current", lambda args: every_host()[host])
     monkeypatch.setattr("mis_plugins.hosts.tracking.current", lambda args: every_host()[host])
     monkeypatch.setattr(mis, "current", lambda args: every_host()[host])
+    monkeypatch.setattr(rollout_hooks, "current", lambda args: every_host()[host])
     numbered = {"rollout_id": rollout} if host == "miles" else {}
     args = host_args(
         mis={"resplit_every": every},
