@@ -11,6 +11,7 @@ from itertools import accumulate
 from pkgutil import iter_modules
 from typing import Any, get_args
 
+from mis_plugins.config.view import LAST
 from mis_plugins.errors import InputError
 from mis_plugins.hosts import adapters
 from mis_plugins.hosts.adapters import unknown
@@ -24,6 +25,7 @@ GROUP = "mis_plugins.hosts"  # entry points, each the address of a `Host`
 def register(host: Host) -> None:
     """Serve `host`: hooks find it from now on, and `config check --host` where it records its arguments."""
     HOSTS[host.name] = host
+    LAST.clear()  # another host may run by the arguments that were read last
 
 
 def every_host() -> dict[str, Host]:
