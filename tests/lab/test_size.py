@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import sys
+from functools import partial
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import pytest
 import yaml
 
-import mis_plugins
 from lab import correction_cost, size, walk
 from mis_plugins import mis
 from mis_plugins.hosts.step_report import Recorder
 
-PACKAGE = Path(mis_plugins.__file__).parent
 LOADED = (8_300, 53)  # lines and modules
 MOST_FILES = 20
 MOST_OPERATORS = {"full": 82, "all": 530}
@@ -48,19 +45,9 @@ def test_a_warm_call_asks_the_config_nothing(
     args = correction_cost.Namespace(**keys, **flags)
     kwargs = correction_cost.hook_kwargs([3, 2], cp=1, rank=0)
     monkeypatch.setattr(mis, "RECORDER", Recorder(step=(1, 0)))
-    files: set[str] = set()
-
-    def note(frame: FrameType, event: str, _: Any) -> None:
-        path = Path(frame.f_code.co_filename)
-        if event == "call" and PACKAGE in path.parents:
-            files.add(path.relative_to(PACKAGE).as_posix())
-
-    for profile in (None, None, note):
-        sys.setprofile(profile)
-        try:
-            mis.compute_mis_weights_with_cp(args, **kwargs)
-        finally:
-            sys.setprofile(None)
+    call = partial(mis.compute_mis_weights_with_cp, args, **kwargs)
+    call(), call()
+    files = size.files_entered(call)
     assert "config/model.py" not in files
     assert len(files) <= MOST_FILES, sorted(files)
 
