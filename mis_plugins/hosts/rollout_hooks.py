@@ -17,6 +17,7 @@ from mis_plugins.correction.pipeline import mean_weight_of
 from mis_plugins.errors import ConfigError, InputError
 from mis_plugins.hosts import loss_batch, megatron, resplit, tracking, watching
 from mis_plugins.hosts.batch import HostBatch, check_apart, host_layout
+from mis_plugins.hosts.host import ONE_STEP
 from mis_plugins.hosts.needs.miles import NEEDS as MILES
 from mis_plugins.hosts.rank_agreement import check_agreement
 from mis_plugins.hosts.reducer import valid_tokens
@@ -107,8 +108,6 @@ def _has_log_probs(data: Mapping[str, Any]) -> bool:
         return True
     if not megatron.holds_log_probs():
         return False
-    from mis_plugins.explain.words import ONE_STEP
-
     raise InputError(
         "mis.weight.normalize.scope: rollout needs log-probs that the trainer recomputed before training, and "
         f"rollout_data has none; {ONE_STEP}; or use scope: data_parallel"
