@@ -34,7 +34,7 @@ from lab.provenance import as_markdown, markdown_table, provenance, write_record
 from mis_plugins.hosts.checkout.search import find
 from mis_plugins.hosts.checkout.source import Folder, Function
 from mis_plugins.hosts.needs.record import Need
-from mis_plugins.hosts.registry import HOSTS
+from mis_plugins.hosts.registry import every_host
 from mis_plugins.shared.table import print_table
 
 SUPPORT = Path(__file__).parents[1] / "tests" / "support"
@@ -131,7 +131,7 @@ def main() -> int:
     arguments = build_parser(__doc__).parse_args()
     sys.path.append(str(SUPPORT))
     try:
-        rows = list(signatures(HOSTS[arguments.host].needs, arguments.checkout))
+        rows = list(signatures(every_host()[arguments.host].needs, arguments.checkout))
         host = load_host(arguments.host, arguments.checkout)
 
         def work(rank: int) -> Apart:

@@ -32,7 +32,8 @@ import yaml
 from torch import Tensor
 
 from lab.provenance import parser_of
-from mis_plugins.config.reading import from_mapping, preset_path
+from mis_plugins.config.loading import preset_path
+from mis_plugins.config.reading import from_mapping
 from mis_plugins.correction.pipeline import correct
 from mis_plugins.packing.ragged import Ragged
 

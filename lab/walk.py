@@ -38,7 +38,6 @@ from torch.utils._pytree import tree_leaves
 import mis_plugins
 from lab.provenance import as_markdown, parser_of, provenance, target, write_record
 from mis_plugins import mis
-from mis_plugins.hosts.ownership import Hook
 
 PACKAGE = Path(mis_plugins.__file__).parent
 PRESETS = PACKAGE.parent / "yaml"
@@ -156,10 +155,7 @@ def _running() -> list[CodeType]:
     """List the functions of the package that the followed call is running, from the outermost on."""
     found, frame = list[CodeType](), sys._getframe().f_back
     while frame is not None and frame.f_code is not follow.__code__:
-        wraps = (
-            frame.f_code.co_qualname == Hook.__call__.__qualname__
-        )  # what a host sees, and no step of the walk
-        if _is_ours(frame.f_code) and not wraps and frame.f_code.co_name not in GENERATED:
+        if _is_ours(frame.f_code) and frame.f_code.co_name not in GENERATED:
             found.append(frame.f_code)
         frame = frame.f_back
     return found[::-1]

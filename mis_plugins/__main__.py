@@ -35,7 +35,7 @@ import yaml
 from mis_plugins.config import families, reading, writing
 from mis_plugins.config.families import header
 from mis_plugins.config.file import STDIN, keys_of, text_of
-from mis_plugins.config.loading import WATCHING, file_of, load, read_keys, watching
+from mis_plugins.config.loading import WATCHING, file_of, load, presets, read_keys, watching
 from mis_plugins.config.model import CorrectionConfig
 from mis_plugins.errors import ConfigError, UserError
 from mis_plugins.explain import rungs
@@ -46,7 +46,7 @@ from mis_plugins.explain.words import describe
 from mis_plugins.hosts import checks, ownership
 from mis_plugins.hosts.arguments import recorded, surprises
 from mis_plugins.hosts.host import Host
-from mis_plugins.hosts.registry import HOSTS
+from mis_plugins.hosts.registry import every_host
 from mis_plugins.shared.numerals import cut
 from mis_plugins.shared.shell import REFUSED, add_version, is_foreign, not_installed
 from mis_plugins.shared.terminal import print_error, printable
@@ -109,7 +109,7 @@ def check(arguments: argparse.Namespace) -> str | int:
     diff for `patch`; --preset names what shall correct there (default: the script's own config, else tis). Behind --
     stands what the script is started with: check run.py -- --enable-mis.
     """
-    host = HOSTS.get(arguments.host)
+    host = every_host().get(arguments.host)
     if launch.is_script(arguments.target):
         told, code = launch.check(arguments.target, arguments.given, host, arguments.preset, _told)
         print(told)
@@ -150,7 +150,7 @@ def _beside(keys: Mapping[str, Any], config: CorrectionConfig, host: Host | None
     """Warnings about keys beside `mis:`, the named host, and windows too narrow for a real mismatch."""
     yield from _switched(keys, config)
     yield from surprises(keys, host)
-    yield from checks.warnings("command" if host else "file", keys, config, host or HOSTS["unknown"])
+    yield from checks.warnings("command" if host else "file", keys, config, host or every_host()["unknown"])
     yield from rungs.warnings(config)
 
 
@@ -166,15 +166,15 @@ def path(arguments: argparse.Namespace) -> str:
 
 def names(arguments: argparse.Namespace) -> str:
     """Every preset with its formula, by what it does; --family shows one family, for example start, token or verl."""
-    presets = reading.presets()
-    width = max(map(len, presets))
+    files = presets()
+    width = max(map(len, files))
 
     def row(name: str) -> str:
-        return f"{name:<{width}}  {header(presets[name]).formula}"
+        return f"{name:<{width}}  {header(name, files[name]).formula}"
 
     if arguments.family is not None:
-        return "\n".join([LEGEND, "", *map(row, families.of_family(arguments.family, presets))])
-    grouped = families.families(presets)
+        return "\n".join([LEGEND, "", *map(row, families.of_family(arguments.family, files))])
+    grouped = families.families(files)
     parts = (
         "\n".join([f"{kind}: {words}", *map(row, grouped[kind])]) for kind, words in families.KINDS.items()
     )

@@ -27,6 +27,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -35,20 +36,18 @@ from torch import Tensor
 
 from mis_plugins.config import reading
 from mis_plugins.config.model import CorrectionConfig
-from mis_plugins.config.view import view
-from mis_plugins.correction.pipeline import Correction, correct, mean_weight_of
+from mis_plugins.config.view import View, once, view
+from mis_plugins.correction.pipeline import Correction, correct
 from mis_plugins.errors import ConfigError, InputError
-from mis_plugins.hosts import averages, checks, megatron, watching
-from mis_plugins.hosts.adapters import miles, miles_fsdp
+from mis_plugins.hosts import averages, checks, megatron
 from mis_plugins.hosts.batch import Handed, HostBatch, Tensors, check_apart, host_layout
 from mis_plugins.hosts.host import Host
 from mis_plugins.hosts.ownership import Hook
 from mis_plugins.hosts.rank_agreement import check_agreement
 from mis_plugins.hosts.registry import current
-from mis_plugins.hosts.rollout_store import ROLLOUT, Held, asked
+from mis_plugins.hosts.rollout_store import ROLLOUT
 from mis_plugins.hosts.step_report import RECORDER
-from mis_plugins.hosts.uncorrected import warn_of_one_sequence
-from mis_plugins.metrics.token_metrics import diagnose
+from mis_plugins.metrics.token_metrics import Average, diagnose
 from mis_plugins.packing.layout import Placed, whole
 
 if TYPE_CHECKING:
@@ -60,7 +59,13 @@ else:
 
 Answer = tuple[Tensor, Tensors, Mapping[str, Tensor]]
 
-ELSEWHERE = {"drop_broken_samples": "sample_filter", "kept_token_mean": "reducer"}
+ELSEWHERE = {
+    "drop_broken_samples": "sample_filter",
+    "kept_token_mean": "reducer",
+    "generate_with_versions": "versions.hooks",
+    "convert_with_versions": "versions.hooks",
+    "carry_versions": "versions.hooks",
+}
 """Hooks of this module that lie whole in a file of `hosts/`, which is loaded where a host asks for one."""
 
 
@@ -101,13 +106,12 @@ def compute_mis_weights_with_cp(
         ConfigError, InputError: before any work, naming the key or the sequence.
     """
     args = view(args)
-    host = current(args)
-    ranks, cp = host.parallel() if parallel_state is None else miles.groups(parallel_state)
+    ranks, cp = once(args, current).parallel() if parallel_state is None else megatron.handed(parallel_state)
     layout = host_layout(args, total_lengths, response_lengths, max_seq_lens, *cp)
     batch = HostBatch(train_log_probs, rollout_log_probs, loss_masks, layout, ranks)
     routes = _begun_watch()
     flags = None if routes is None else routes.flags(args, layout, total_lengths, pg_loss.device)
-    return _hook(args, pg_loss, batch, host, flags)
+    return _hook(args, pg_loss, batch, once(args, _settled), flags)
 
 
 @Hook
@@ -128,11 +132,13 @@ def compute_mis_weights_fsdp(
     that `mis.denominator` holds. With Miles's flat keys, `use_mask` aside, it does not scale, as Miles's own
     `mis.py`.
     """
+    from mis_plugins.hosts.adapters import miles_fsdp
+
     args, ranks = view(args), miles_fsdp.ranks(parallel_state)
     layout = whole([mask.numel() for mask in loss_masks] if response_lengths is None else response_lengths)
     miles_fsdp.check_whole(rollout_log_probs, layout.response_lengths)
     batch = HostBatch(train_log_probs, rollout_log_probs, loss_masks, layout, ranks)
-    return _hook(args, pg_loss, batch, miles_fsdp.HOST, None)
+    return _hook(args, pg_loss, batch, once(args, _settled_on_fsdp), None)
 
 
 def compute_mis_weights(
@@ -144,7 +150,7 @@ def compute_mis_weights(
         weights, one tensor a sequence, or None where `args.use_tis` is off; masks; metrics, without prefix.
     """
     args = view(args)
-    config = watching.handed_back(config_in_force(args), step_hook=False)
+    config = config_in_force(args).without_step_hook
     lengths = [mask.numel() for mask in loss_masks]
     batch = HostBatch(train_log_probs, rollout_log_probs, loss_masks, whole(lengths))
     correction, placed = _correct(args, batch, config)
@@ -155,97 +161,18 @@ def compute_mis_weights(
 
 @Hook
 def normalize_rollout(args: Any, *rest: Any) -> None:
-    """The rollout-data hook of `mis.weight.normalize.scope: rollout`: keeps the mean weight of the batch.
+    """The rollout-data hook that keeps the mean weight of a rollout; see `hosts/rollout_hooks.py`."""
+    from mis_plugins.hosts import rollout_hooks
 
-    The hook also counts the samples that train, as `count_samples` does. slime and the local host call it as
-    `(args, rollout_id, rollout_data)` on every rank, after the trainer's log-probs and before training. Miles
-    calls it there with `args` alone; the batch is then read from its trainer.
-
-    Raises:
-        InputError: samples, which slime's documentation promises and its code does not pass; a rollout without
-            recomputed log-probs; `args` alone from another caller than Miles's trainer.
-        ConfigError: the hook would have no effect; context- or tensor-parallel ranks have different configs.
-    """
-    from mis_plugins.hosts import loss_batch, resplit
-    from mis_plugins.hosts.rollout_store import rollout_data
-    from mis_plugins.loss.micro_batch import numerator_of
-
-    args = view(args)
-    by_loss_hook = getattr(args, "loss_type", None) == "custom_loss"
-    config = watching.for_loss_hook(args, reading.from_args(args)) if by_loss_hook else config_in_force(args)
-    if not config.weight or not config.weight.normalize or config.weight.normalize.scope != "rollout":
-        raise ConfigError(
-            "--rollout-data-postprocess-path mis_plugins.mis.normalize_rollout has no effect without --use-tis and "
-            "mis.weight.normalize.scope: rollout"
-        )
-    rollout_id, data = rollout_data(rest, "mis.weight.normalize.scope: rollout", "use scope: data_parallel")
-    RECORDER.check_rollout(args, rollout_id, current(args).parallel()[0])
-    resplit.compare(args, rollout_id, data)
-    if not _has_log_probs(data):
-        ROLLOUT.keep(Held(rollout_id, asked(args), None, config))
-        return
-    ranks, cp = current(args).parallel()
-    layout = host_layout(args, data["total_lengths"], data["response_lengths"], data.get("max_seq_lens"), *cp)
-    batch = HostBatch(data["log_probs"], data.get("rollout_log_probs"), data["loss_masks"], layout, ranks)
-    check_apart(data["log_probs"], data.get("rollout_log_probs"), "log_probs")
-    log_probs, numerator = (batch.proximal, batch.behavior), None
-    if by_loss_hook and loss_batch.knows_versions(data):
-        config = config.where_versions_are_known()
-    if config.segment_wise_on:
-        loss_batch.check_versions(args, data, config)
-        numerator = numerator_of(*log_probs, loss_batch.written(data, layout.local_lengths), config)
-    check_agreement(config, ranks.cp, ranks.tp, data["loss_masks"][0].device)
-    mean = mean_weight_of(*log_probs, batch.place().ragged, config, numerator)
-    counted = averages.count(args, rollout_id, data, ranks)
-    ROLLOUT.keep(Held(rollout_id, asked(args), counted, config, mean))
+    rollout_hooks.normalize_rollout(view(args), rest, config_in_force, RECORDER)
 
 
 @Hook
 def count_samples(args: Any, *rest: Any) -> None:
-    """The rollout-data hook for metrics beside fully masked samples: keeps which share of a step trains.
+    """The rollout-data hook that counts which share of a step trains; see `hosts/rollout_hooks.py`."""
+    from mis_plugins.hosts import rollout_hooks
 
-    With `mis.resplit_every` the trainer scores some rollouts twice (`hosts/resplit.py`), as in
-    `normalize_rollout`.
-
-    slime and the local host call it as `(args, rollout_id, rollout_data)` on every rank, before training. Miles calls
-    it there with `args` alone; the batch is then read from its trainer. Metrics that Miles's `mis.py` lacks are then
-    means over what trains, however a step is split. A rollout of several steps needs `report_step` as well, which says
-    which of them trains.
-
-    Raises:
-        InputError: samples, which slime's documentation promises; `args` alone, from another caller than Miles's
-            trainer.
-    """
-    from mis_plugins.hosts import resplit
-    from mis_plugins.hosts.rollout_store import rollout_data
-
-    args = view(args)
-    rollout_id, data = rollout_data(
-        rest, "mis_plugins.mis.count_samples", "drop it: the step hook logs exact means"
-    )
-    ranks = current(args).parallel()[0]
-    RECORDER.check_rollout(args, rollout_id, ranks)
-    resplit.compare(args, rollout_id, data)
-    counted = averages.count(args, rollout_id, data, ranks) if megatron.holds_log_probs() else None
-    ROLLOUT.keep(Held(rollout_id, asked(args), counted))
-
-
-def _has_log_probs(data: Mapping[str, Any]) -> bool:
-    """Whether the rollout batch holds the trainer's log-probs, which only the last pipeline stage computes.
-
-    Raises:
-        InputError: this is the last pipeline stage, and it has none.
-    """
-    if data.get("log_probs"):
-        return True
-    if not megatron.holds_log_probs():
-        return False
-    from mis_plugins.explain.words import ONE_STEP
-
-    raise InputError(
-        "mis.weight.normalize.scope: rollout needs log-probs that the trainer recomputed before training, and "
-        f"rollout_data has none; {ONE_STEP}; or use scope: data_parallel"
-    )
+    rollout_hooks.count_samples(view(args), rest, RECORDER)
 
 
 @Hook
@@ -318,63 +245,6 @@ def report_last_step(args: Any, *_: Any) -> None:
     RECORDER.flush(view(args), current(view(args)).parallel()[0])
 
 
-@Hook
-async def generate_with_versions(
-    input: Any, sample: Any = None, sampling_params: Any = None, evaluation: bool = False
-) -> Any:
-    """The generate function of Miles and slime: the host's own, with the version of every token on the sample.
-
-    Miles calls it with `input` alone, and needs `--sglang-stream-interval 1` and
-    `--sglang-incremental-streaming-output` beside it. slime calls it as
-    `(args, sample, sampling_params, evaluation)`. An evaluation runs the host's own function unchanged.
-
-    Raises:
-        InputError: on Miles, the engine does not name the version of each token; on slime the conversion raises it.
-    """
-    from mis_plugins.hosts.versions import generate
-
-    if sample is None:
-        return await generate.miles(input)
-    return await generate.slime(input, sample, sampling_params, evaluation)
-
-
-@Hook
-def convert_with_versions(args: Any, samples: Sequence[Any]) -> dict[str, Any]:
-    """The conversion of Miles and slime: the host's own train data, with versions for `carry_versions`.
-
-    Raises:
-        ConfigError, InputError: as `mis_plugins.hosts.versions.rollouts.convert` says.
-    """
-    from mis_plugins.hosts.versions import rollouts
-
-    host = current(args)
-    if not host.version_flags:
-        raise ConfigError(
-            _unserved("--custom-convert-samples-to-train-data-path", "convert_with_versions", host)
-        )
-    return rollouts.convert(args, samples, host.needs)
-
-
-@Hook
-def carry_versions(args: Any) -> None:
-    """The init hook of Miles and slime on Megatron: the loss hook gets versions, and log pi_{v+1} by recompute.
-
-    Raises:
-        ConfigError: an argument of the host under which versions would say something else, or a host on which
-            versions are not carried.
-    """
-    from mis_plugins.hosts.versions import carrying
-
-    host = current(args)
-    if not host.version_flags:
-        raise ConfigError(_unserved("--custom-megatron-init-path", "carry_versions", host))
-    carrying.install(args, host)
-
-
-def _unserved(flag: str, function: str, host: Host) -> str:
-    return f"{flag} mis_plugins.mis.{function}: versions are not carried on {host.title}; leave the flag out"
-
-
 def config_in_force(args: Any, host: Host | None = None) -> CorrectionConfig:
     """The config that the host's arguments carry; without --use-tis, one that changes nothing.
 
@@ -403,19 +273,49 @@ def config_in_force(args: Any, host: Host | None = None) -> CorrectionConfig:
             f"mis_plugins.mis.policy_loss in place of {flag}"
         ).spelled(reading.spelling(args), "mis.")
     if not args.use_tis:
+        from mis_plugins.hosts import watching
+
         return watching.metrics_alone(args, config, watching.WITHOUT_USE_TIS)
     checks.run("tis", args, config, host or current(args))
     return config
 
 
-def _hook(args: Any, pg_loss: Tensor, batch: HostBatch, host: Host, flags: Flags | None) -> Answer:
+@dataclass(frozen=True)
+class Settled:
+    """What the TIS hook makes of the host's arguments, once for as long as they say the same.
+
+    rescales: whether the loss is scaled for a host that divides it by the kept tokens.
+    average: how the host averages metrics, where no rollout-data hook has counted samples.
+    """
+
+    config: CorrectionConfig
+    rescales: bool
+    average: Average | None
+
+
+def _settled(args: View, host: Host | None = None) -> Settled:
+    host = host or current(args)
+    config = config_in_force(args, host)
+    return Settled(
+        config if host.step_hook else config.without_step_hook,
+        host.divides_by_kept(args) and reading.says_denominator(args),
+        averages.of_host(args),
+    )
+
+
+def _settled_on_fsdp(args: View) -> Settled:
+    from mis_plugins.hosts.adapters import miles_fsdp
+
+    return _settled(args, miles_fsdp.HOST)
+
+
+def _hook(args: View, pg_loss: Tensor, batch: HostBatch, settled: Settled, flags: Flags | None) -> Answer:
     """The TIS hook behind every host.
 
     Args:
         flags: routes of the tokens, where a watch knows them.
     """
-    config = watching.handed_back(config_in_force(args, host), host.step_hook)
-    by_kept = host.divides_by_kept(args)
+    config = settled.config
     tokens = sum(batch.layout.local_lengths)
     if pg_loss.shape != (tokens,):
         said = f"{len(pg_loss)} tokens" if pg_loss.dim() == 1 else f"shape {list(pg_loss.shape)}, not 1-D"
@@ -423,14 +323,14 @@ def _hook(args: Any, pg_loss: Tensor, batch: HostBatch, host: Host, flags: Flags
     correction, placed = _correct(args, batch, config, flags)
     loss = pg_loss
     if config.corrects:
-        rescales = by_kept and reading.says_denominator(args)
-        factor = correction.loss_factor_by_kept if rescales else correction.loss_factor
+        factor = correction.loss_factor_by_kept if settled.rescales else correction.loss_factor
         loss = torch.where(correction.keep, pg_loss * factor, 0)
     masks = _masks(batch, correction, placed)
     RECORDER.record(correction, pg_loss)
     if flags is not None:
         _watch().record(correction, flags)
-    return loss, masks, diagnose(correction, average=averages.average(args, RECORDER.step))
+    average = averages.average(args, RECORDER.step) if ROLLOUT.held else settled.average
+    return loss, masks, diagnose(correction, average=average)
 
 
 def _correct(
@@ -438,12 +338,15 @@ def _correct(
 ) -> tuple[Correction, Placed]:
     if config.corrects:
         check_apart(batch.train_log_probs, batch.rollout_log_probs)
-    warn_of_one_sequence(config, len(batch.loss_masks), batch.ranks)
+    if len(batch.loss_masks) == 1:
+        from mis_plugins.hosts.uncorrected import warn_of_one_sequence
+
+        warn_of_one_sequence(config, 1, batch.ranks)
     watched = flags is not None or config.reads_routes or config.routing is not None
     routed = _watch().routes(args, config, flags) if watched else None
     check_agreement(config, batch.ranks.cp, batch.ranks.tp, batch.loss_masks[0].device)
     placed = batch.place()
-    rollout_mean = ROLLOUT.mean(args, config)
+    rollout_mean = ROLLOUT.mean(args, config) if ROLLOUT.held else None
     correction = correct(batch.proximal, batch.behavior, placed.ragged, config, rollout_mean, routes=routed)
     return correction, placed
 

@@ -25,7 +25,7 @@ from process_groups import destroy_process_groups
 
 from mis_plugins import mis
 from mis_plugins.__main__ import main
-from mis_plugins.config import file
+from mis_plugins.config import file, view
 from mis_plugins.hosts.rollout_store import ROLLOUT
 from mis_plugins.hosts.step_report import Recorder
 from mis_plugins.shared import notices
@@ -159,6 +159,7 @@ def own_recorder(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ROLLOUT, "held", None)
     monkeypatch.setattr(ROLLOUT, "training", None)
     monkeypatch.setattr(file, "_GIVEN", {})
+    view.LAST.clear()
 
 
 @pytest.fixture(autouse=True)

@@ -21,7 +21,7 @@ from lab.in_host import cpu_launch
 from mis_plugins.config.view import view
 from mis_plugins.hosts import megatron
 from mis_plugins.hosts.ownership import Hook
-from mis_plugins.hosts.registry import HOSTS, current
+from mis_plugins.hosts.registry import current, every_host
 from true_on_policy.contract import rounding
 from true_on_policy.contract.cpu import Contract
 from true_on_policy.errors import ContractError
@@ -71,7 +71,7 @@ def align(contract: Contract, args: Any) -> None:
 
 def aligned() -> list[str]:
     """Names of the hosts whose trainers can be aligned."""
-    return [host.name for host in HOSTS.values() if host.log_probs]
+    return [host.name for host in every_host().values() if host.log_probs]
 
 
 def _vocabulary(args: Any) -> int:

@@ -12,8 +12,7 @@ from matplotlib.figure import Figure
 
 from lab.ladder.rungs import RUNGS
 from lab.ladder.shipped import SAMPLED_AS_TRAINED, by_k3
-from mis_plugins.config.loading import load
-from mis_plugins.config.reading import presets
+from mis_plugins.config.loading import load, presets
 from mis_plugins.explain.rungs import windows
 from mis_plugins.shared.files import replaced
 from mis_plugins.shared.palette import BLACK, FRAME, GRID, OTHERS, TEXT

@@ -8,8 +8,8 @@ import torch
 
 from lab.ladder.statistics import Pair
 from mis_plugins.__main__ import load
+from mis_plugins.config.loading import presets
 from mis_plugins.config.model import CorrectionConfig, Over, RejectRule
-from mis_plugins.config.reading import presets
 from mis_plugins.config.terms.statistics import STATISTICS
 from mis_plugins.correction import correct, mean_weight_of
 from mis_plugins.correction.rejection import aggregate

@@ -15,11 +15,12 @@ if __name__ == "__main__":
 
 import re
 from collections.abc import Iterable
+from fnmatch import fnmatch
 from pathlib import Path
 
 from lab.provenance import parser_of
-from mis_plugins.config.families import header
-from mis_plugins.config.reading import presets
+from mis_plugins.config.families import header, is_of_peer
+from mis_plugins.config.loading import presets
 
 PAGE = Path(__file__).parents[2] / "docs" / "presets.md"
 HEAD = "| preset | formula | source | judged by |\n|---|---|---|---|\n"
@@ -29,31 +30,37 @@ TABLE = re.compile(r"(<!-- presets: (\S+) -->\n\n?)(?:\|.*\n)*")
 def page(text: str) -> str:
     """The page with its tables made anew."""
     text += "".join(map(_section, _families(text)))
-    return TABLE.sub(lambda found: f"{found[1]}{_table(_files(found[2]))}", text)
+    return TABLE.sub(lambda found: f"{found[1]}{_table(_names(found[2]))}", text)
 
 
 def _families(text: str) -> list[str]:
     """Families, the first words of names, of the presets that no table lists."""
-    listed = {file for found in TABLE.finditer(text) for file in _files(found[2])}
-    return sorted({name.partition("-")[0] for name, file in presets().items() if file not in listed})
+    listed = {name for found in TABLE.finditer(text) for name in _names(found[2])}
+    return sorted({name.partition("-")[0] for name in presets() if name not in listed})
 
 
 def _section(family: str) -> str:
     return f"\n## {family}\n\n<!-- presets: peers/{family}-*.yaml -->\n\n"
 
 
-def _files(pattern: str) -> list[Path]:
-    folder = presets()["mis"].parent
-    return sorted(folder.glob(pattern), key=lambda file: file.stem)
+def _names(pattern: str) -> list[str]:
+    """The presets that lie where a pattern says; another name of a file counts as one of `peers/`."""
+    place = {name: "peers/" * is_of_peer(name, file) + f"{name}.yaml" for name, file in presets().items()}
+    return [
+        name
+        for name in place
+        if fnmatch(place[name], pattern) and place[name].count("/") == pattern.count("/")
+    ]
 
 
-def _table(files: Iterable[Path]) -> str:
-    return HEAD + "".join(map(_row, files))
+def _table(names: Iterable[str]) -> str:
+    return HEAD + "".join(map(_row, names))
 
 
-def _row(file: Path) -> str:
-    said, place = header(file), file.relative_to(presets()["mis"].parent).as_posix()
-    cells = (f"[`{file.stem}`](../yaml/{place})", f"`{said.formula}`", said.source, said.judged_by)
+def _row(name: str) -> str:
+    file = presets()[name]
+    said, place = header(name, file), file.relative_to(presets()["mis"].parent).as_posix()
+    cells = (f"[`{name}`](../yaml/{place})", f"`{said.formula}`", said.source, said.judged_by)
     return f"| {' | '.join(cells)} |\n"
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import yaml
 
 from lab.ladder.rungs import RUNGS
-from mis_plugins.config.reading import presets
+from mis_plugins.config.loading import presets
 
 FITTED = "fitted"
 """A correction that is made at the start of a unit: `fitted_window` of the first rollout, which does not train."""

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from mis_plugins.config.loading import load
+from mis_plugins.config.loading import aliases, load
 from mis_plugins.config.model import CorrectionConfig
 from mis_plugins.errors import ConfigError
 
@@ -38,12 +38,19 @@ class Header:
     judged_by: str
 
 
-def header(file: Path) -> Header:
-    """The first two lines of a preset, and the line that names its judge; `-` where no line does."""
+def header(name: str, file: Path) -> Header:
+    """The first two lines of a preset, and the line that names its judge; of an alias, its own source and judge."""
     lines = file.read_text(encoding="utf-8").splitlines()
-    judges = [line.removeprefix(JUDGED) for line in lines if line.startswith(JUDGED)]
     formula, source = (line.removeprefix("# ") for line in lines[:2])
-    return Header(formula, source, judges[0] if judges else "-")
+    judged = next((line.removeprefix(JUDGED) for line in lines if line.startswith(JUDGED)), "-")
+    if (words := aliases(file).get(name)) is not None:
+        source, _, judged = words.partition(" | ")
+    return Header(formula, source, judged or "-")
+
+
+def is_of_peer(name: str, file: Path) -> bool:
+    """Whether a preset is another package's; the other names of a file are always other packages'."""
+    return name != file.stem or file.parent.name == "peers"
 
 
 def kind(config: CorrectionConfig) -> str:
@@ -62,7 +69,7 @@ def families(presets: Mapping[str, Path]) -> dict[str, list[str]]:
     found: dict[str, list[str]] = {"start": [*START], **{name: [] for name in KINDS}}
     for name, file in presets.items():
         found[kind(load(file))].append(name)
-        if file.parent.name == "peers":
+        if is_of_peer(name, file):
             found.setdefault(package(name), []).append(name)
     return found
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import base64
 import dataclasses
-import os
 import socket
 import sys
 from collections.abc import Mapping
@@ -19,15 +18,15 @@ from typing import Any, NamedTuple
 import yaml
 
 from mis_plugins.config.model import CorrectionConfig
+from mis_plugins.config.view import stamp
 from mis_plugins.errors import ConfigError, MisError
-from mis_plugins.shared.budget import DEPTH
 from mis_plugins.shared.numerals import cut, shown
 
 STDIN = "-"
 LARGEST_FILE = (
     2**17
 )  # bytes; the largest of verl's own files has 38,000, and 4 MB take PyYAML's own parser 50 s
-DEEPEST = int(DEPTH.base)  # levels of mappings and lists in one another
+DEEPEST = 64  # levels of mappings and lists in one another
 LARGEST_TREE = 2**18  # values and their letters, counted at every place where an alias puts them
 LONGEST_KEY = 200  # letters
 LONGEST_PROBLEM = 200  # letters of what a parser says
@@ -197,10 +196,10 @@ def keys_given(path: str) -> list[dict[str, Any]]:
     Raises:
         ConfigError: this node cannot read the file; it names both.
     """
-    known, stamp = _GIVEN.setdefault(path, []), _stamp(path)
-    if not known or stamp not in (None, known[0][0]):
+    known, found = _GIVEN.setdefault(path, []), stamp(path)
+    if not known or found not in (None, known[0][0]):
         try:
-            known.insert(0, (stamp, keys_of(path)))
+            known.insert(0, (found, keys_of(path)))
         except (OSError, yaml.YAMLError, ConfigError) as error:
             if not known:
                 raise ConfigError(
@@ -208,15 +207,6 @@ def keys_given(path: str) -> list[dict[str, Any]]:
                     "that every node has"
                 ) from error
     return [keys for _, keys in known]
-
-
-def _stamp(path: str) -> tuple[int, int, int] | None:
-    """What changes with a file's content; None for a file that is gone, and for content in a path."""
-    try:
-        found = os.stat(path)
-    except (OSError, ValueError):
-        return None
-    return found.st_ino, found.st_mtime_ns, found.st_size
 
 
 def short(path: str) -> str:

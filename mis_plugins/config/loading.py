@@ -10,6 +10,7 @@ from mis_plugins.config import reading
 from mis_plugins.config.file import STDIN, as_arguments, keys_of
 from mis_plugins.config.model import CorrectionConfig
 from mis_plugins.errors import ConfigError
+from mis_plugins.shared.numerals import shown
 
 
 def load(file: Path) -> CorrectionConfig:
@@ -40,6 +41,7 @@ def read_keys(keys: Mapping[str, Any]) -> CorrectionConfig:
 
 
 WATCHING = "metrics-only"
+ALSO = "# Also "  # begins a line of a preset's header
 
 
 def watching(target: str) -> Path:
@@ -52,7 +54,7 @@ def watching(target: str) -> Path:
         ConfigError: no preset; or a preset of the loss hook, which corrects whatever `use_tis` says.
     """
     file = file_of(target)
-    if file not in reading.presets().values():
+    if file not in presets().values():
         raise ConfigError(
             "--watch takes the name of a preset; in a file of yours drop use_tis: true, and give --get-mismatch-metrics"
         )
@@ -61,14 +63,43 @@ def watching(target: str) -> Path:
             "a preset of the loss hook corrects whatever use_tis says, and has no file that watches; give the TIS hook "
             f"{WATCHING}, or the loss hook a copy of the preset with use_tis: false"
         )
-    return reading.preset_path(WATCHING)
+    return preset_path(WATCHING)
 
 
 def file_of(target: str) -> Path:
     """A file, `-` for the standard input, or the preset of that name."""
     file = Path(target)
-    return (
-        file
-        if target == STDIN or file.exists() or file.suffix or "/" in target
-        else reading.preset_path(target)
-    )
+    return file if target == STDIN or file.exists() or file.suffix or "/" in target else preset_path(target)
+
+
+def preset_path(name: str) -> Path:
+    """The file of a preset, in a checkout or in an installed package.
+
+    Raises:
+        ConfigError: names the nearest preset that exists.
+    """
+    known = presets()
+    if name not in known:
+        raise ConfigError(f"preset {shown(name)}: unknown{reading.suggest(name, known)}")
+    return known[name]
+
+
+def presets() -> dict[str, Path]:
+    """The file of every preset by its names: that of the file, and others that its header gives the same config.
+
+    Files of ours lie at the top of the folder, those of other packages in `peers/`.
+    """
+    files = _preset_folder().rglob("*.yaml")
+    return dict(sorted((name, file) for file in files for name in (file.stem, *aliases(file))))
+
+
+def aliases(file: Path) -> dict[str, str]:
+    """The other names of a preset, each with what its header says of it: `# Also NAME: SOURCE | JUDGE`."""
+    lines = file.read_text(encoding="utf-8").splitlines()
+    also = (line.removeprefix(ALSO).partition(": ") for line in lines if line.startswith(ALSO))
+    return {name: words for name, _, words in also}
+
+
+def _preset_folder() -> Path:
+    package = Path(__file__).parents[1]
+    return next(folder for folder in (package / "presets", package.parent / "yaml") if folder.is_dir())

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import math
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Annotated, Literal
 
 from mis_plugins.config.terms import bounds, statistics
@@ -215,7 +215,7 @@ class RejectRule:
                     "so that nothing or everything would be rejected"
                 )
 
-    @property
+    @cached_property
     def record(self) -> statistics.Statistic:
         """The row of `terms/statistics.py` that describes the statistic."""
         return statistics.STATISTICS[self.statistic]
@@ -522,6 +522,11 @@ class CorrectionConfig:
         return replace(self, segment_wise=SegmentWiseConfig())
 
     @cached_property
+    def without_step_hook(self) -> CorrectionConfig:
+        """The config with `metrics: full` in place of `watch`: no step hook logs what the TIS hook leaves out."""
+        return replace(self, metrics="full") if self.metrics == "watch" else self
+
+    @cached_property
     def rejects(self) -> bool:
         """Whether anything can be dropped from the loss mask, OPSM aside."""
         by_rule = any(rule.drops for rule in self.reject)
@@ -561,6 +566,7 @@ class CorrectionConfig:
         weighs = self.weight is not None and self.weight.level != "token" and self.aggregate == "kept"
         return weighs or any(rule.over != "token" and self.population(rule) == "kept" for rule in self.reject)
 
+    @cache  # noqa: B019  (configs are few, and `plan_of` holds them as well)
     def population(self, rule: RejectRule) -> Population:
         """Population of tokens that a rule over a unit reads: all valid tokens where nothing smaller can be dropped."""
         return (rule.aggregate or self.aggregate) if self.drops_below(rule.unit) else "valid"

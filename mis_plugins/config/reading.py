@@ -15,48 +15,41 @@ import os
 import types
 import typing
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
-from pathlib import Path
+from contextlib import suppress
 from typing import Annotated, Any, Literal
 
-from mis_plugins.config import recorded
 from mis_plugins.config.file import OURS as BESIDE
 from mis_plugins.config.file import keys_given, short
 from mis_plugins.config.model import (
-    LEVEL_OVER,
     WEIGHT_BOUNDS,
     CorrectionConfig,
-    Metrics,
-    NormalizeConfig,
-    RejectRule,
-    WeightConfig,
-    check_ratio_bounds,
 )
-from mis_plugins.config.terms.bounds import BOUNDS
-from mis_plugins.config.view import View, contradicted, hooks_of, is_untyped, kind, of_hooks, once, view
+from mis_plugins.config.view import (
+    FILES,
+    View,
+    contradicted,
+    hooks_of,
+    is_untyped,
+    kind,
+    of_hooks,
+    once,
+    view,
+)
 from mis_plugins.errors import ConfigError
 from mis_plugins.shared.notices import warn_once
 from mis_plugins.shared.numerals import shown
 
-FLAT_KEYS = (
-    "tis_level",
-    "tis_mode",
-    "tis_lower_bound",
-    "tis_upper_bound",
-    "tis_batch_normalize",
-    "use_rs",
-    "use_mask",
-    "rs_level",
-    "rs_lower_bound",
-    "rs_upper_bound",
-    "rs_veto_threshold",
+FLAT_KEYS = tuple(
+    """tis_level tis_mode tis_lower_bound tis_upper_bound tis_batch_normalize use_rs use_mask
+    rs_level rs_lower_bound rs_upper_bound rs_veto_threshold""".split()
 )
+# `max_head_offpolicyness` bounds the rollout, and is the host's own
 AREAL_KEYS = (
     "enable_segment_wise_ppo",
     "behav_imp_weight_cap",
     "behav_imp_weight_floor",
     "use_decoupled_loss",
-)  # `max_head_offpolicyness` bounds the rollout, and is the host's own
+)
 AREAL_BLOCKS = ("actor", "rollout")  # of AReaL's yaml, which hold its keys
 HOST_KEYS = ("tis_clip", "tis_clip_low")  # the hosts' own flags of their built-in TIS
 AREAL_PREFIXES = ("behav_imp_", "behave_imp_")
@@ -71,8 +64,6 @@ RULE_KEYS = (
 )  # of the rule that `use_rs` or `use_mask` switches on
 MOST_ITEMS = 64  # of a list; each rule costs every step its time
 LARGEST_FLOAT = 3.4028234663852886e38  # of 32 bits, in which the hooks compute
-FlatLevel = Literal["token", "sequence", "geometric"]
-FlatMode = Literal["truncate", "clip", "mask"]
 
 
 def from_mapping(mapping: Any) -> CorrectionConfig:
@@ -109,96 +100,20 @@ def _check_said(mapping: Mapping[str, Any]) -> None:
                 )
 
 
-def from_flat(keys: Mapping[str, Any], metrics: Metrics = "full") -> CorrectionConfig:
-    """Read Miles's flat keys, as its `mis.yaml` documents them, and `use_mask` of its blog.
-
-    A veto needs no `use_rs` here. `use_rs` and `use_mask` both leave tokens outside the bounds without a
-    gradient; `use_mask` counts them in the denominator on every host. As in Miles, a lower bound of 0 or
-    below means none, and an unset one 1 / upper.
-    """
-    flat = {key: keys.get(key) for key in FLAT_KEYS}
-    number = lambda key: convert(float | None, flat[key], key)  # noqa: E731
-    upper, veto = number("tis_upper_bound"), number("rs_veto_threshold")
-    lower = _lower_bound(flat, "tis_lower_bound")
-    if upper is None:
-        raise ConfigError("tis_upper_bound: unset; every tis_mode needs it (mis.yaml has 2.0)")
-    bound = convert(FlatMode, flat["tis_mode"] or "truncate", "tis_mode")
-    with spelled(lower="tis_lower_bound", upper="tis_upper_bound"):
-        check_ratio_bounds(lower or None, upper, unbounded="0")
-    with spelled(lower="tis_lower_bound", upper="tis_upper_bound", bound="tis_mode"):
-        weight = WeightConfig(
-            level=convert(FlatLevel, flat["tis_level"] or "token", "tis_level"),
-            bound=bound,
-            lower=lower if BOUNDS[bound].has_floor else None,
-            upper=upper,
-            normalize=NormalizeConfig()
-            if convert(bool, flat["tis_batch_normalize"] or False, "tis_batch_normalize")
-            else None,
-        )
-    rules = []
-    if _drops_outside(flat):
-        rules.append(_flat_rule(flat, lower, upper))
-    if veto is not None:
-        with spelled(lower="rs_veto_threshold"):
-            rules.append(RejectRule(over="min", lower=veto))
-    return CorrectionConfig(weight, tuple(rules), metrics)
-
-
-def _drops_outside(flat: Mapping[str, Any]) -> bool:
-    """Whether `use_rs` or `use_mask` is on; they share their bounds, so that both at once contradict each other."""
-    drops, masks = (convert(bool, flat[key] or False, key) for key in ("use_rs", "use_mask"))
-    if drops and masks:
-        raise ConfigError(
-            "use_rs and use_mask are both true: one leaves rejected tokens out of the average where the host can, the "
-            "other counts them; keep one of them"
-        )
-    return drops or masks
-
-
-def _flat_rule(flat: Mapping[str, Any], tis_lower: float | None, tis_upper: float) -> RejectRule:
-    """`use_rs` or `use_mask`: bounds that are unset fall back to those of the weight, as in Miles."""
-    lower = _lower_bound(flat, "rs_lower_bound")
-    upper = convert(float | None, flat["rs_upper_bound"], "rs_upper_bound")
-    fallback = 1 / tis_upper if tis_lower is None else tis_lower
-    with spelled(
-        lower="rs_lower_bound" if lower is not None else "rs_lower_bound (unset, from the tis_ bounds)",
-        upper="rs_upper_bound" if upper is not None else "rs_upper_bound (unset, from tis_upper_bound)",
-    ):
-        bounds = (fallback if lower is None else lower) or None, tis_upper if upper is None else upper
-        check_ratio_bounds(*bounds, unbounded="0")
-        over = LEVEL_OVER[convert(FlatLevel, flat["rs_level"] or "token", "rs_level")]
-        return RejectRule(over=over, lower=bounds[0], upper=bounds[1])
-
-
-def _lower_bound(flat: Mapping[str, Any], key: str) -> float | None:
-    """A lower bound of a ratio, which is never below 0: whatever is below 0 bounds as little as 0 does."""
-    bound = convert(float | None, flat[key], key)
-    return None if bound is None else max(bound, 0.0)
-
-
-def areal_keys(keys: Mapping[str, Any]) -> list[str]:
-    """Where keys of AReaL's stand in a file: at the top level, or in its blocks `actor:` and `rollout:`."""
-    blocks = {f"{name}.": keys[name] for name in AREAL_BLOCKS if isinstance(keys.get(name), Mapping)}
-    return [
-        f"{prefix}{key}"
-        for prefix, block in {"": keys, **blocks}.items()
-        for key, value in block.items()
-        if value is not None and is_areals(str(key))
-    ]
-
-
 def is_areals(key: str) -> bool:
     """Whether a key is one of AReaL's for its correction, or looks like one."""
     return key in (*AREAL_KEYS, REJECTION) or key.startswith(AREAL_PREFIXES)
 
 
 def check_areal(keys: Mapping[str, Any]) -> None:
-    """Refuse AReaL's keys, which the translator alone reads.
+    """Refuse AReaL's keys, at the top level or in its blocks, which the translator alone reads.
 
     Raises:
         ConfigError: it names each key where it stands, and the translator's command.
     """
-    if found := areal_keys(keys):
+    blocks = {f"{name}.": keys[name] for name in AREAL_BLOCKS if isinstance(keys.get(name), Mapping)}
+    given = ((at, key, value) for at, block in {"": keys, **blocks}.items() for key, value in block.items())
+    if found := [f"{at}{key}" for at, key, value in given if value is not None and is_areals(str(key))]:
         raise ConfigError(
             f"{', '.join(found)}: of AReaL; give the host the file that `python -m mis_plugins config from-areal` "
             "writes (docs/peers.md tells where the answers differ)"
@@ -211,7 +126,11 @@ def is_ours(name: str) -> bool:
     plain = name.replace("-", "_")  # as on a command line
     if plain in READ_KEYS:
         return True
-    return plain.startswith(OUR_PREFIXES) and plain not in recorded.names()
+    if not plain.startswith(OUR_PREFIXES):
+        return False
+    from mis_plugins.config import recorded
+
+    return plain not in recorded.names()
 
 
 def is_read(name: str, value: Any) -> bool:
@@ -253,24 +172,19 @@ def _from_view(stated: View) -> CorrectionConfig:
         said |= {name: value for name, value in others.items() if value is not None}
     if beside := of_hooks(stated).keys() & BESIDE:
         raise ConfigError(f"{min(beside)}: stands beside `mis:` in a hook's config; write it under `mis:`")
-    _check_one_value(stated)
+    for name in filter(is_ours, contradicted(stated)):
+        raise ConfigError(f"{name}: two hooks' configs give it two values; say it in one of them")
     for keys in _keys_of_readable_files(stated):
         check_areal(keys)
         check_names(keys)
     check_areal(said | {name: stated[name] for name in AREAL_BLOCKS if name in stated})
-    config = _read({name: plain(value) for name, value in said.items()})
+    config = _of_keys({name: plain(value) for name, value in said.items()})
     corrects = config.corrects or config.needs_loss_hook
     if not corrects and getattr(stated, "use_tis", False):
         raise ConfigError(f"{NOTHING_SAID} (looked for in: {looked_at(stated)})")
     if FILES[0] in files_of(stated):
         _check_handed_on(stated, corrects)
     return config
-
-
-def _check_one_value(args: View) -> None:
-    """Refuse a key of ours to which the configs of two hooks give two values."""
-    for name in filter(is_ours, contradicted(args)):
-        raise ConfigError(f"{name}: two hooks' configs give it two values; say it in one of them")
 
 
 def _check_handed_on(args: View, corrects: bool) -> None:
@@ -289,12 +203,13 @@ def _check_handed_on(args: View, corrects: bool) -> None:
         raise
     if lost := _lost(args, keys):
         raise ConfigError(f"{name} says {', '.join(lost)}, and the host has not made arguments of it")
-    differs = [key for key, value in keys.items() if is_read(key, value) and not equal(args.get(key), value)]
-    if differs and not corrects:
+    hosts = [key for key in HOST_KEYS if key in keys and not equal(args.get(key), keys[key])]
+    differs = differing(args, keys)
+    if (hosts or differs) and not corrects:
         raise ConfigError(
-            f"{name} says another {', '.join(differs)} than the arguments, with which nothing corrects"
+            f"{name} says another {', '.join(differs + hosts)} than the arguments, with which nothing corrects"
         )
-    if differs := [key for key in differs if key not in HOST_KEYS]:
+    if differs:
         warn_once(
             f"{name} says another {', '.join(differs)} than the job's arguments, which hold: the file has changed "
             "since the job read it, or the host has put another value in its place"
@@ -328,7 +243,6 @@ NOTHING_SAID = (
     "--use-tis is set but nothing says how to correct: pass a preset, for example "
     "--custom-config-path $(python -m mis_plugins config path tis); `config list --family start` has the others"
 )
-FILES = ("custom_config_path", "config")  # arguments that name a file of keys; the second is Miles's on FSDP
 
 
 def _is_the_hosts(args: View, name: str) -> bool:
@@ -365,7 +279,7 @@ def keys_of_file(args: View, argument: str) -> Mapping[str, Any]:
         ConfigError: this node cannot read the file.
     """
     versions = keys_given(files_of(args)[argument])
-    handed_on = [keys for keys in reversed(versions) if is_handed_on(args, keys)]
+    handed_on = [keys for keys in reversed(versions) if not differing(args, keys)]
     ours = lambda keys: sum(is_read(key, value) and key != "use_tis" for key, value in keys.items())  # noqa: E731
     return max(handed_on, key=ours, default=versions[0])  # of equals the first
 
@@ -377,26 +291,19 @@ def _keys_of_readable_files(args: View) -> Iterator[Mapping[str, Any]]:
             yield keys_of_file(args, argument)
 
 
-def is_handed_on(args: View, keys: Mapping[str, Any]) -> bool:
-    """Whether the arguments have what a file says in keys that are read here."""
+def differing(args: View, keys: Mapping[str, Any]) -> list[str]:
+    """The keys of a file that are read here and are no flags of the host's, and of which the arguments say another."""
     read = ((key, value) for key, value in keys.items() if is_read(key, value) and key not in HOST_KEYS)
-    return all(equal(args.get(key), value) for key, value in read)
+    return [key for key, value in read if not equal(args.get(key), value)]
 
 
 def looked_at(args: View) -> str:
     """Where a config was looked for, and not found."""
-    return "; ".join(_looked_at(args))
-
-
-def _looked_at(args: View) -> Iterator[str]:
-    yield f"{kind(args)}: mis, {FLAT_KEYS[0]} ... {FLAT_KEYS[-1]}"
-    for name in hooks_of(args):
-        yield f"the config beside {name}"
     files = files_of(args)
-    for name, file in files.items():
-        yield f"--{name.replace('_', '-')} {short(file)}, {_found_in(args, name)}"
-    if not files:
-        yield "no --custom-config-path is given"
+    places = [f"{kind(args)}: mis, {FLAT_KEYS[0]} ... {FLAT_KEYS[-1]}"]
+    places += [f"the config beside {name}" for name in hooks_of(args)]
+    places += [f"--{name.replace('_', '-')} {short(files[name])}, {_found_in(args, name)}" for name in files]
+    return "; ".join(places if files else [*places, "no --custom-config-path is given"])
 
 
 def _found_in(args: View, argument: str) -> str:
@@ -408,17 +315,6 @@ def _found_in(args: View, argument: str) -> str:
     if lost:
         return f"which says {', '.join(lost)}, and the host has not made arguments of it"
     return f"which says {', '.join(said) or 'none of them'}"
-
-
-_READ: dict[str, CorrectionConfig] = {}  # configs by the repr of their keys, in which 1, 1.0 and true differ
-
-
-def _read(said: Mapping[str, Any]) -> CorrectionConfig:
-    """The config of these keys, read once: a host asks for each micro-batch."""
-    key = repr(said)
-    if key not in _READ:
-        _READ[key] = _of_keys(said)
-    return _READ[key]
 
 
 def _of_keys(said: Mapping[str, Any]) -> CorrectionConfig:
@@ -434,6 +330,8 @@ def _of_keys(said: Mapping[str, Any]) -> CorrectionConfig:
         return config
     metrics = (nested or {}).get("metrics", "full")  # Miles's mis.py hands back all
     corrects = flat.get("tis_upper_bound") is not None or said.get("use_tis")
+    from mis_plugins.config.flat import from_flat
+
     return from_flat(flat, metrics) if corrects else CorrectionConfig(metrics=metrics)
 
 
@@ -479,37 +377,6 @@ FLAT_NAMES = {
 }
 
 
-def preset_path(name: str) -> Path:
-    """The file of a preset, in a checkout or in an installed package.
-
-    Raises:
-        ConfigError: names the nearest preset that exists.
-    """
-    known = presets()
-    if name not in known:
-        raise ConfigError(f"preset {shown(name)}: unknown{suggest(name, known)}")
-    return known[name]
-
-
-def presets() -> dict[str, Path]:
-    """The file of every preset by its name: ours at the top of the folder, those of other packages in `peers/`."""
-    return {path.stem: path for path in sorted(_preset_folder().rglob("*.yaml"), key=lambda path: path.stem)}
-
-
-def _preset_folder() -> Path:
-    package = Path(__file__).parents[1]
-    return next(folder for folder in (package / "presets", package.parent / "yaml") if folder.is_dir())
-
-
-@contextmanager
-def spelled(**names: str) -> Iterator[None]:
-    """Make a ConfigError that is raised in the block quote the user's names for its fields."""
-    try:
-        yield
-    except ConfigError as error:
-        raise error.spelled(names) from None
-
-
 WEIGHING = (
     "mis",
     "mis.weight",
@@ -524,8 +391,9 @@ BY_TARGET = (
 def _parse(cls: type, value: Any, path: str) -> Any:
     """Build the dataclass `cls` from a mapping; `path` is how the user would name it."""
     if not isinstance(value, Mapping):
-        raise ConfigError(f"{path}: got {shown(value)}; expected a mapping of {', '.join(_fields(cls))}")
-    hints = _hints(cls)
+        names = ", ".join(field.name for field in dataclasses.fields(cls))
+        raise ConfigError(f"{path}: got {shown(value)}; expected a mapping of {names}")
+    hints = typing.get_type_hints(cls, include_extras=True)
     for key in value:
         if key not in hints:
             by_target = key == "reference" and value[key] == "target" and path in WEIGHING
@@ -606,15 +474,6 @@ def number(value: Any, path: str) -> float:
         raise ConfigError(
             f"{path}: got {shown(value)}; expected a number that a float of 32 bits can hold"
         ) from None
-
-
-@functools.cache
-def _hints(cls: type) -> dict[str, Any]:
-    return typing.get_type_hints(cls, include_extras=True)
-
-
-def _fields(cls: type) -> list[str]:
-    return [field.name for field in dataclasses.fields(cls)]
 
 
 def suggest(name: str, known: Iterable[str]) -> str:

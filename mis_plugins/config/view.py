@@ -6,8 +6,11 @@ the first alone: it finds nothing in a model whose arguments are extra fields.
 
 from __future__ import annotations
 
+import os
+import sys
 from argparse import Namespace
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from operator import is_
 from pathlib import PurePath
 from types import NoneType, SimpleNamespace
 from typing import Any, TypeVar
@@ -19,6 +22,7 @@ NAMESPACES = (Namespace, SimpleNamespace)
 PLAIN = frozenset({str, int, float, bool, NoneType, list, tuple, set})
 EXTRAS = "__pydantic_extra__"
 HOOK = {"path", "config"}  # what a hook's argument holds where a host gives a hook its own config
+FILES = ("custom_config_path", "config")  # arguments that name a file of keys; the second is Miles's on FSDP
 
 
 class View(Mapping[str, Any]):
@@ -30,16 +34,15 @@ class View(Mapping[str, Any]):
     Attributes of the host's object that are no arguments, such as properties, are reached as attributes alone.
     """
 
-    __slots__ = ("_given", "_stated", "_hooks", "_configs", "_made")
+    __slots__ = ("_given", "_stated", "_hooks", "_configs", "_made", "_held", "_nested", "_around")
 
-    def __init__(
-        self,
-        given: Any,
-        stated: Mapping[str, Any],
-        hooks: tuple[str, ...],
-        configs: Sequence[Mapping[str, Any]],
-    ) -> None:
-        for name, value in zip(self.__slots__, (given, stated, hooks, configs, {}), strict=True):
+    def __init__(self, given: Any, stated: Mapping[str, Any]) -> None:
+        nested = tuple(name for name, value in stated.items() if type(value) not in PLAIN)
+        hooks = tuple(name for name in nested if _is_hook(stated[name]))
+        configs = tuple(_config(stated[name]) for name in hooks)
+        values = _with_configs(stated, hooks, configs) if hooks else stated
+        held = (given, values, hooks, configs, {}, dict(stated), nested, _around(stated, nested))
+        for name, value in zip(self.__slots__, held, strict=True):
             object.__setattr__(self, name, value)
 
     def __getitem__(self, name: str) -> Any:
@@ -50,15 +53,6 @@ class View(Mapping[str, Any]):
 
     def __len__(self) -> int:
         return len(self._stated)
-
-    def items(self) -> Any:  # the base class looks each of a thousand names up by itself
-        return self._stated.items()
-
-    def get(self, name: str, default: Any = None) -> Any:
-        return self._stated.get(name, default)
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._stated
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
@@ -78,8 +72,13 @@ class View(Mapping[str, Any]):
         raise AttributeError(f"{name}: the host's arguments are read, and never written")
 
 
+LAST: list[View] = []  # the view of the arguments that a hook was handed last
+
+
 def view(args: Any) -> View:
     """The arguments of a host as a read-only mapping; a view is returned as it is.
+
+    An object that was read last, and says the same still, has the same view, with all that was made `once` of it.
 
     Raises:
         InputError: no argument can be read from the object.
@@ -92,13 +91,38 @@ def view(args: Any) -> View:
             f"the host's arguments are a {type(args).__module__}.{type(args).__qualname__}, in which no argument can "
             "be read: neither attributes, fields, slots nor items; hand on a Namespace, a dataclass or a mapping"
         )
-    hooks = tuple(name for name, value in stated.items() if type(value) not in PLAIN and _is_hook(value))
-    configs = tuple(_config(stated[name]) for name in hooks)
-    return View(args, _with_configs(stated, hooks, configs) if hooks else stated, hooks, configs)
+    for last in LAST:
+        if last._given is args and _says_the_same(last, stated):
+            return last
+    LAST[:] = [made := View(args, stated)]
+    return made
+
+
+def _says_the_same(last: View, stated: Mapping[str, Any]) -> bool:
+    """Whether each argument is the object that it was, with the same inside, and nothing around has changed."""
+    held = last._held
+    same = stated.keys() == held.keys() and all(map(is_, stated.values(), held.values()))
+    return same and _around(stated, last._nested) == last._around
+
+
+def _around(stated: Mapping[str, Any], nested: Iterable[str]) -> tuple[object, ...]:
+    """What may change while the arguments are the same objects: mappings in them, files of keys, loaded modules."""
+    values = (_config(stated[name]) if _is_hook(stated[name]) else stated[name] for name in nested)
+    texts = [repr(value) for value in values if isinstance(value, Mapping)]
+    return texts, [stamp(stated.get(name)) for name in FILES], len(sys.modules)
+
+
+def stamp(path: Any) -> tuple[int, int, int] | None:
+    """What changes with a file's content; None for a file that is gone, and for content in a path."""
+    try:
+        found = os.stat(path)
+    except (OSError, ValueError, TypeError):
+        return None
+    return found.st_ino, found.st_mtime_ns, found.st_size
 
 
 def once(args: View, make: Callable[[View], Made]) -> Made:
-    """What a function makes of a view, made once: a hook makes a view for each of its calls, and hands it on."""
+    """What a function makes of a view, made once for as long as the arguments say the same."""
     if make not in args._made:
         args._made[make] = make(args)
     return args._made[make]

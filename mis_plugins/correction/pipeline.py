@@ -5,19 +5,24 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import TYPE_CHECKING, Any
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from mis_plugins.config.model import CorrectionConfig, Level, Population, WeightConfig
-from mis_plugins.correction.opsm import Departure
 from mis_plugins.correction.plan import UNREJECTED, Plan, plan_of
 from mis_plugins.correction.rejection import Totals, kept_units, passing_units, unit_weight
-from mis_plugins.correction.segments import SegmentStage, segment_stage
 from mis_plugins.correction.token_stage import TokenStage, token_stage, totals_by_population
 from mis_plugins.errors import InputError
 from mis_plugins.packing.ragged import Ragged
+
+if TYPE_CHECKING:
+    from mis_plugins.correction.opsm import Departure
+    from mis_plugins.correction.segments import SegmentStage
+else:
+    Departure = SegmentStage = Any  # loaded where a config has OPSM or segments
 
 
 @dataclass(frozen=True)
@@ -285,6 +290,8 @@ def _verdict(
     stage = token_stage(proximal, behavior, ragged.loss_mask, plan, numerator, routes)
     segments = None
     if plan.segments is not None:
+        from mis_plugins.correction.segments import segment_stage
+
         stage, segments = segment_stage(stage, ragged, plan.segments)
     by_population = totals_by_population(stage, ragged, plan.sequences)
     weight = plan.sequences.weight

@@ -16,15 +16,11 @@ from mis_plugins.config.model import (
 )
 from mis_plugins.config.terms.bounds import Outside
 from mis_plugins.explain.formula import trainer_policy
-from mis_plugins.hosts.host import LOSS_HOOK, ROUTES_HOOK, Host
+from mis_plugins.hosts.host import LOSS_HOOK, ONE_STEP, ROUTES_HOOK, Host
 from mis_plugins.metrics.alarms import COUNT
 
 TIS_HOOK = "--custom-tis-function-path mis_plugins.mis.compute_mis_weights_with_cp"
 ROLLOUT_HOOK = "--rollout-data-postprocess-path mis_plugins.mis.normalize_rollout"
-ONE_STEP = (
-    "slime computes the trainer's log-probs before training only where a rollout is more than one optimizer step: with "
-    f"one step give --get-mismatch-metrics beside --use-tis, or use the loss hook ({LOSS_HOOK})"
-)
 STEP_HOOK = "--custom-megatron-before-train-step-hook-path mis_plugins.mis.report_step"
 
 LEVEL: dict[Level, str] = {

@@ -16,7 +16,7 @@ from typing import Any, Literal, cast
 from mis_plugins.config import reading
 from mis_plugins.config.recorded import lines as lines_of
 from mis_plugins.hosts.host import Host
-from mis_plugins.hosts.registry import HOSTS
+from mis_plugins.hosts.registry import every_host
 from mis_plugins.shared.numerals import shown
 
 Kind = Literal["switch", "number", "text", "other"]
@@ -27,7 +27,7 @@ NEWER = "newer"
 
 def recorded() -> dict[str, Host]:
     """The hosts whose arguments are recorded, by name."""
-    return {name: host for name, host in HOSTS.items() if host.records}
+    return {name: host for name, host in every_host().items() if host.records}
 
 
 @cache

@@ -14,6 +14,10 @@ else:
     Ranks = Tensor = Any  # `config check` reads these records before every job, and needs no torch
 
 LOSS_HOOK = "--loss-type custom_loss --custom-loss-function-path mis_plugins.mis.policy_loss"
+ONE_STEP = (
+    "slime computes the trainer's log-probs before training only where a rollout is more than one optimizer step: with "
+    f"one step give --get-mismatch-metrics beside --use-tis, or use the loss hook ({LOSS_HOOK})"
+)
 ROUTES_HOOK = (
     "--custom-megatron-before-log-prob-hook-path mis_plugins.mis.watch_routes --use-rollout-routing-replay"
 )

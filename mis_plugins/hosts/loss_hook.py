@@ -8,7 +8,7 @@ from mis_plugins.config import reading
 from mis_plugins.config.model import CorrectionConfig
 from mis_plugins.config.view import View
 from mis_plugins.correction.pipeline import Correction, correct
-from mis_plugins.hosts import loss_batch, loss_flags, resplit, watching
+from mis_plugins.hosts import loss_batch, loss_flags, resplit
 from mis_plugins.hosts.host import Batch, Host
 from mis_plugins.hosts.rank_agreement import check_agreement
 from mis_plugins.hosts.rollout_store import ROLLOUT
@@ -54,7 +54,7 @@ def _config(args: View, batch: Batch, host: Host) -> CorrectionConfig:
     asked = reading.from_args(args)
     resplit.check_hook(args, asked)
     config = loss_flags.config_in_force(args, asked, host, loss_batch.knows_versions(batch))
-    return watching.handed_back(config, host.step_hook)
+    return config if host.step_hook else config.without_step_hook
 
 
 def _corrected(

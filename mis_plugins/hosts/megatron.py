@@ -1,4 +1,4 @@
-"""Megatron's own process groups: those of every host that hands a hook no others."""
+"""Process groups: Megatron's own, of every host that hands a hook no others, and those that Miles hands over."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from mis_plugins.hosts.host import Batch, Parallel, Ranks, Rescore, Tensor
-from mis_plugins.hosts.needs.record import Needs
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+
+    from mis_plugins.hosts.needs.record import Needs
 
 
 def parallel() -> Parallel:
@@ -25,6 +26,18 @@ def parallel() -> Parallel:
     dp = mpu.get_data_parallel_group(with_context_parallel=False)
     ranks = Ranks(*(group if group.size() > 1 else None for group in (cp, dp, tp)))
     return ranks, (cp.size(), cp.rank())
+
+
+def handed(parallel_state: Any) -> Parallel:
+    """The groups of the `parallel_state` that Miles hands over, and (size, rank) of context parallelism.
+
+    Under Ulysses (`--cp-comm-type a2a`) too Miles cuts tokens and log-probs zigzag (`cp_utils.slice_log_prob_with_cp`).
+    """
+    from mis_plugins.packing.ragged import Ranks
+
+    cp, dp, tp = parallel_state.cp, parallel_state.effective_dp, parallel_state.tp
+    ranks = Ranks(*(info.group if info.size > 1 else None for info in (cp, dp, tp)))
+    return ranks, (cp.size, cp.rank)
 
 
 def reports(ranks: Ranks) -> bool:

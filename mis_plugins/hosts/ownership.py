@@ -10,11 +10,10 @@ import functools
 import sys
 from collections.abc import Callable
 from importlib import import_module
-from typing import Any, Generic, ParamSpec, TypeVar
+from typing import Any, TypeVar
 
 from mis_plugins.config import reading
 
-P = ParamSpec("P")
 R = TypeVar("R")
 
 BASE = ("miles.utils.args.schema", "BaseConfig")  # what a `config_class` must inherit
@@ -27,21 +26,17 @@ KEYS = (
 )  # `use_tis` and `tis_clip` are the host's own
 
 
-class Hook(Generic[P, R]):
+class Hook(functools.partial[R]):
     """A function that a host loads by its dotted path, with the attribute that names the keys of ours.
 
     All hooks have one class: a parser that meets it a second time adds nothing, and hands its values to each.
     """
 
-    def __init__(self, function: Callable[P, R]) -> None:
+    def __init__(self, function: Callable[..., R]) -> None:
         functools.update_wrapper(self, function)
-        self._function = function
 
-    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        return self._function(*args, **kwargs)
-
-    def __reduce__(self) -> str:
-        return self._function.__qualname__  # pickled by its dotted path, as a function is
+    def __reduce__(self) -> str:  # type: ignore[override]
+        return self.func.__qualname__  # pickled by its dotted path, as a function is
 
     @property
     def config_class(self) -> type | None:

@@ -2,29 +2,57 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Callable, Container, Sequence
+from functools import cache
 from importlib import import_module
 from importlib.metadata import entry_points
+from itertools import accumulate
 from pkgutil import iter_modules
 from typing import Any, get_args
 
+from mis_plugins.config.view import LAST
 from mis_plugins.errors import InputError
 from mis_plugins.hosts import adapters
+from mis_plugins.hosts.adapters import unknown
 from mis_plugins.hosts.host import Host, Sign
 
-HOSTS: dict[str, Host] = {}
+HOSTS: dict[str, Host] = {"unknown": unknown.HOST}
+"""The hosts that this process has asked for, and those that were registered; `every_host` has the others too."""
 GROUP = "mis_plugins.hosts"  # entry points, each the address of a `Host`
 
 
 def register(host: Host) -> None:
     """Serve `host`: hooks find it from now on, and `config check --host` where it records its arguments."""
     HOSTS[host.name] = host
+    LAST.clear()  # another host may run by the arguments that were read last
 
 
-def find(package: str, folder: list[str]) -> None:
-    """Serve the host of each module of a package, whose files lie in `folder`."""
-    for module in iter_modules(folder):
-        register(import_module(f"{package}.{module.name}").HOST)
+def every_host() -> dict[str, Host]:
+    """All hosts by name, those of `adapters/` in the order of their files and behind the registered ones."""
+    for module in _modules(*adapters.__path__):
+        host = _record(module)
+        HOSTS[host.name] = HOSTS.pop(host.name, host)
+    return HOSTS
+
+
+@cache
+def _modules(*folders: str) -> dict[str, set[str]]:
+    """The adapters, each with the packages that the beginning of its file's name may mean."""
+    names = (module.name for module in iter_modules(folders))
+    return {name: set(accumulate(name.split("_"), "{}_{}".format)) for name in names}
+
+
+def _record(module: str) -> Host:
+    return import_module(f"{adapters.__name__}.{module}").HOST
+
+
+def _load(packages: Container[str], backend: str | None = None) -> None:
+    """Serve the hosts of these packages, and of a training backend: `PACKAGE.py` and `PACKAGE_BACKEND.py`."""
+    for module, names in _modules(*adapters.__path__).items():
+        if any(name in packages for name in names) or (backend and module.endswith(f"_{backend}")):
+            host = _record(module)
+            HOSTS.setdefault(host.name, host)
 
 
 def find_installed() -> None:
@@ -40,7 +68,7 @@ def find_installed() -> None:
             raise InputError(f"{GROUP}: {point.name} = {point.value} does not load: {error!r}") from error
         if not isinstance(host, Host):
             raise InputError(f"{GROUP}: {point.name} = {point.value} is no mis_plugins.hosts.host.Host")
-        if HOSTS.get(host.name, host) != host:
+        if every_host().get(host.name, host) != host:
             raise InputError(
                 f"{GROUP}: {point.name} = {point.value} takes the name {host.name} of another host; give it its own"
             )
@@ -58,6 +86,7 @@ def current(args: Any = None, reduce: Callable[..., Any] | None = None) -> Host:
         InputError: `reduce` of no host that we know, or two hosts whose signs are equally sure.
         NeedError: a trainer of a host that has moved what tells us of it.
     """
+    _load(sys.modules, getattr(args, "train_backend", None))
     hosts = list(HOSTS.values()) if reduce is None else _that_made(reduce)
     running = [host for host in hosts if host.runs(args)] or hosts
     first, *others = (host for sign in get_args(Sign) for host in running if host.told_by == sign)
@@ -82,11 +111,18 @@ def _refuse_moved(hosts: Sequence[Host]) -> None:
             raise host.needs.tracking.error()
 
 
+def of_package(name: str) -> list[Host]:
+    """The hosts of the package that a module or function of this dotted name belongs to."""
+    package = name.partition(".")[0]
+    _load((package,))
+    return [host for host in HOSTS.values() if host.package == package]
+
+
 def _that_made(reduce: Callable[..., Any]) -> list[Host]:
     package = str(getattr(reduce, "__module__", "")).partition(".")[0]
-    hosts = [host for host in HOSTS.values() if host.package == package]
+    hosts = of_package(package)
     if not hosts:
-        packages = dict.fromkeys(host.package for host in HOSTS.values() if host.told_by != "nothing")
+        packages = dict.fromkeys(host.package for host in every_host().values() if host.told_by != "nothing")
         raise InputError(
             f"mis_plugins.mis.policy_loss: sum_of_sample_mean comes from {package or 'nowhere'}; the hook serves "
             f"losses of {', '.join(packages)}"
@@ -95,5 +131,4 @@ def _that_made(reduce: Callable[..., Any]) -> list[Host]:
 
 
 # At the end: a host of another package may import this module.
-find(adapters.__name__, list(adapters.__path__))
 find_installed()

@@ -1,11 +1,10 @@
-"""What the rollout-data hooks read, and leave in this process for the hooks of the steps that follow.
+"""What the rollout-data hooks leave in this process for the hooks of the steps that follow.
 
 Nothing is left on the host's arguments, which may be frozen, and made anew for each call.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -16,11 +15,10 @@ from mis_plugins.config import reading
 from mis_plugins.config.model import CorrectionConfig
 from mis_plugins.config.view import view
 from mis_plugins.errors import ConfigError, InputError
-from mis_plugins.hosts.needs.miles import NEEDS as MILES
 from mis_plugins.shared.notices import warn_once
 
 if TYPE_CHECKING:
-    from mis_plugins.hosts.averages import Counted
+    from mis_plugins.hosts.rollout_hooks import Counted
 
 HOOK = "rollout_data_postprocess_path"
 
@@ -114,29 +112,6 @@ class RolloutStore:
         """What is held, unless the arguments name no rollout-data hook: an earlier run of this process left it."""
         given = view(args)
         return None if HOOK in given and given[HOOK] is None else self.held
-
-
-def rollout_data(handed: Sequence[Any], what: str, instead: str) -> tuple[int, Mapping[str, Any]]:
-    """The rollout's number and batch: what a host hands the hook behind `args`, or what Miles's trainer holds.
-
-    Raises:
-        InputError: there is no rollout batch; the message says what needs one, and what to do instead.
-    """
-    if len(handed) == 2:
-        return handed[0], handed[1]
-    # Miles calls the hook with `args` alone; the batch is a local variable of the caller.
-    held = {} if handed else MILES.train_actor.frame()
-    if {"rollout_id", "rollout_data"} <= held.keys():
-        return held["rollout_id"], held["rollout_data"]
-    lacking = (
-        "(args, samples), and samples hold no trainer log-probs"
-        if handed
-        else "args alone, and not from Miles's train_actor, where the batch could be read"
-    )
-    raise InputError(
-        f"{what} needs the rollout batch, (args, rollout_id, rollout_data), and this "
-        f"host calls --rollout-data-postprocess-path with {lacking}; {instead}"
-    )
 
 
 def asked(args: Any) -> CorrectionConfig | None:

@@ -27,7 +27,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from jaxtyping import Float
@@ -37,19 +37,22 @@ from mis_plugins.config.model import CorrectionConfig
 from mis_plugins.config.view import view
 from mis_plugins.correction.pipeline import Correction
 from mis_plugins.errors import ConfigError, MisError
-from mis_plugins.hosts import megatron, tracking, uncorrected
+from mis_plugins.hosts import megatron, tracking
 from mis_plugins.hosts.rank_agreement import Uncorrected, can_add_up, outlives, raise_if_aborted
 from mis_plugins.hosts.registry import current
 from mis_plugins.metrics.alarms import ALARMS, EACH_TIME, ONCE, everything_rejected
 from mis_plugins.metrics.by_age import ByAge
 from mis_plugins.metrics.catalogue import finalize
 from mis_plugins.metrics.partials import Partials, partials, watch
-from mis_plugins.metrics.staleness import weight_metrics, weights_by_age
 from mis_plugins.packing.collectives import RANK_LOST
 from mis_plugins.packing.ragged import Ranks
 from mis_plugins.packing.transfer import Arrival, to_host
 from mis_plugins.shared.notices import warn_once
-from mis_plugins.versions.segment_wise import BehaviorWeight, Written
+
+if TYPE_CHECKING:
+    from mis_plugins.versions.segment_wise import Written
+else:
+    Written = Any  # loaded where a host says which version wrote each token
 
 # A wrong setting that scales log-probs lasts, and need not be looked for at every step. `metrics: watch` and `all`
 # look at every step. `full`, to which the sums cost more, looks at the first step of every tenth rollout. The
@@ -120,7 +123,11 @@ class Recorded:
     def metrics(self) -> dict[str, float]:
         """Metrics for the host's log. The tensors should be on the host."""
         found = finalize(self.partials, self.config) if self.config.reports_step else {}
-        return found if self.ages is None else found | weight_metrics(self.ages, self.config.segment_wise_on)
+        if self.ages is None:
+            return found
+        from mis_plugins.metrics.staleness import weight_metrics
+
+        return found | weight_metrics(self.ages, self.config.segment_wise_on)
 
 
 @dataclass(frozen=True)
@@ -299,7 +306,7 @@ class Recorder:
         """Whether a hook of ours ran; None on a rank that computes no policy loss, or is asked for no correction."""
         if not self.on_last_stage:
             return None
-        return ran or (None if uncorrected.asked_for(self.args) is None else False)
+        return ran or (None if _uncorrected().asked_for(self.args) is None else False)
 
     def _why_apart(
         self, pending: Mapping[CorrectionConfig, Recorded], ended: Ended | None, ranks: Ranks
@@ -323,7 +330,7 @@ class Recorder:
             agreed = can_add_up(list(pending), began, same_ranks, ranks, corrected, pipeline)
             return None if agreed else REGROUPED
         except Uncorrected:
-            raise ConfigError(uncorrected.told(ended, self.args)) from None
+            raise ConfigError(_uncorrected().told(ended, self.args)) from None
         except RANK_LOST as error:
             if not outlives(ranks):
                 raise
@@ -378,7 +385,7 @@ class Recorder:
         """Log that the arguments ask for a correction, and that no hook of ours ran on this rank."""
         try:
             if self._corrected(ran) is False:
-                logger.error("%s", uncorrected.told(f"{ended}, this rank", self.args))
+                logger.error("%s", _uncorrected().told(f"{ended}, this rank", self.args))
         except MisError as error:
             logger.error("%s, judged at exit: %s", ended, error)
 
@@ -412,6 +419,12 @@ class Recorder:
         self.told = ((self.told | set(holding)) & (set(holding) | ONCE)) - EACH_TIME
 
 
+def _uncorrected() -> Any:
+    from mis_plugins.hosts import uncorrected  # loaded where no hook of ours ran
+
+    return uncorrected
+
+
 RECORDER = Recorder()
 
 
@@ -427,6 +440,9 @@ def _ages(
 ) -> ByAge | None:
     if written is None:
         return None
+    from mis_plugins.metrics.staleness import weights_by_age
+    from mis_plugins.versions.segment_wise import BehaviorWeight
+
     log_probs = correction.stage.log_probs
     multiplied = BehaviorWeight(correction.weights, correction.keep)
     mask = correction.ragged.loss_mask

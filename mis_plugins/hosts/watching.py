@@ -7,8 +7,7 @@ the user wants. The hook looks for `use_tis: false` in the config file that the 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
-from functools import cache
+from dataclasses import dataclass
 from typing import Any
 
 from mis_plugins.config import reading
@@ -46,12 +45,6 @@ def metrics_alone(args: Any, config: CorrectionConfig, reason: Reason) -> Correc
             "metrics"
         )
     return CorrectionConfig(metrics=config.metrics)
-
-
-@cache
-def handed_back(config: CorrectionConfig, step_hook: bool) -> CorrectionConfig:
-    """A config with `metrics: full` in place of `watch` where no step hook can log what the hook leaves out."""
-    return replace(config, metrics="full") if config.metrics == "watch" and not step_hook else config
 
 
 def for_loss_hook(args: Any, config: CorrectionConfig) -> CorrectionConfig:
@@ -154,13 +147,8 @@ def _keys(args: View, argument: str, name: str) -> Mapping[str, Any]:
 
 def _check_unchanged(args: View, name: str, keys: Mapping[str, Any]) -> None:
     """Refuse a file that no longer says what the job was started with."""
-    for key, value in keys.items():
-        if (
-            reading.is_read(key, value)
-            and key not in reading.HOST_KEYS
-            and not reading.equal(args.get(key), value)
-        ):
-            raise ConfigError(
-                f"{name}: {key} has changed since the job read the file, so that nobody knows whether it said use_tis: "
-                "false; leave the file of a starting job alone"
-            )
+    for key in reading.differing(args, keys):
+        raise ConfigError(
+            f"{name}: {key} has changed since the job read the file, so that nobody knows whether it said use_tis: "
+            "false; leave the file of a starting job alone"
+        )

@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TYPE_CHECKING, Any
 
 import torch
 from jaxtyping import Bool, Float, Shaped
@@ -18,11 +19,15 @@ from torch import Tensor
 from mis_plugins.config.model import CorrectionConfig, Population, RejectRule, Unit, WeightConfig
 from mis_plugins.config.terms.divergence import k3
 from mis_plugins.config.terms.statistics import row_of
-from mis_plugins.correction.opsm import Departure
 from mis_plugins.correction.pipeline import Correction, LogPerplexity
 from mis_plugins.correction.plan import weighs_tokens
 from mis_plugins.correction.ratios import LOG_RATIO_CLAMP, exp_clamped, exp_finite, log_bound
 from mis_plugins.correction.rejection import Totals, aggregate, known_log_ratio, passes
+
+if TYPE_CHECKING:
+    from mis_plugins.correction.opsm import Departure
+else:
+    Departure = Any  # loaded where a config has OPSM
 
 LOG_RATIO_TAILS = (0.1, 1.0)
 PROB_DIFF_TAILS = (0.05, 0.2, 0.5)

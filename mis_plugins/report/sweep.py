@@ -13,8 +13,8 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from mis_plugins.config import reading
-from mis_plugins.config.loading import file_of
+from mis_plugins.config.families import is_of_peer
+from mis_plugins.config.loading import file_of, presets
 from mis_plugins.config.loading import load as load_file
 from mis_plugins.config.model import CorrectionConfig
 from mis_plugins.correction.pipeline import correct
@@ -253,9 +253,9 @@ def candidates(asked: str, own: Candidate | None) -> list[Candidate]:
         )
     names = asked.split(",")
     if asked in ("all", "own"):
-        presets = reading.presets()
-        peers = [name for name, path in presets.items() if path.parent.name == "peers"]
-        names = [name for name in presets if name not in peers] + (peers if asked == "all" else [])
+        files = presets()
+        peers = [name for name, file in files.items() if is_of_peer(name, file)]
+        names = [name for name in files if name not in peers] + (peers if asked == "all" else [])
         names = [name for name in names if judged(load_file(file_of(name)))]
     found = [Candidate("none", CorrectionConfig()), *([own] if own else [])]
     kept: dict[CorrectionConfig, Candidate] = {}

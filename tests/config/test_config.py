@@ -13,6 +13,7 @@ from batches import flat_configs, nested
 from hypothesis import given
 from tolerances import EPS64
 
+from mis_plugins.config.flat import from_flat
 from mis_plugins.config.model import (
     CorrectionConfig,
     NormalizeConfig,
@@ -20,7 +21,7 @@ from mis_plugins.config.model import (
     RejectRule,
     WeightConfig,
 )
-from mis_plugins.config.reading import correcting_keys, from_args, from_flat, from_mapping, spelling
+from mis_plugins.config.reading import correcting_keys, from_args, from_mapping, spelling
 from mis_plugins.config.terms.statistics import LARGEST_BINARY_KL, LEAST_PROBABILITY
 from mis_plugins.config.writing import as_mapping
 from mis_plugins.errors import ConfigError

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from mis_plugins.__main__ import main
 from mis_plugins.config.file import LARGEST_FILE, keys_of, parsed
-from mis_plugins.config.reading import presets
+from mis_plugins.config.loading import presets
 from mis_plugins.errors import ConfigError
 
 HUGE = "1" + "0" * 400

@@ -10,7 +10,8 @@ from batches import host_args, ratio_batch
 from drive import one_rank
 
 from mis_plugins import mis
-from mis_plugins.config.reading import from_args, from_flat, from_mapping
+from mis_plugins.config.flat import from_flat
+from mis_plugins.config.reading import from_args, from_mapping
 from mis_plugins.errors import ConfigError, InputError, MisError
 
 GOOD = {"weight": {"level": "token", "bound": "truncate", "upper": 2.0}}

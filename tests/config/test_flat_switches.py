@@ -21,6 +21,7 @@ from test_loss_hook import drive, flags, hosts, random_step
 
 from mis_plugins import mis
 from mis_plugins.config import reading
+from mis_plugins.config.flat import from_flat
 from mis_plugins.config.model import CorrectionConfig, RejectRule, WeightConfig
 from mis_plugins.errors import ConfigError
 from mis_plugins.hosts.arguments import kinds, recorded
@@ -42,20 +43,20 @@ HOOKS = {
 
 
 def test_use_mask_is_a_rule_whose_tokens_stay_in_the_denominator():
-    config = reading.from_flat(FLAT | {"use_mask": True})
+    config = from_flat(FLAT | {"use_mask": True})
     rule = RejectRule(lower=0.7, upper=1.5)
     assert (
         config == CorrectionConfig(WeightConfig(upper=2.0), (rule,), "full")
         and config.denominator == "original"
     )
-    assert reading.from_flat(FLAT | {"use_mask": False}).reject == ()
+    assert from_flat(FLAT | {"use_mask": False}).reject == ()
 
 
 @pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
 @pytest.mark.parametrize("bounds", [{}, {"rs_upper_bound": 3.0}, {"tis_lower_bound": 0.2}])
 def test_use_mask_reads_the_bounds_that_use_rs_reads(level: str, bounds: dict):
     keys = {"tis_upper_bound": 2.0, "rs_level": level, **bounds}
-    masks, drops = (reading.from_flat(keys | {switch: True}) for switch in ("use_mask", "use_rs"))
+    masks, drops = (from_flat(keys | {switch: True}) for switch in ("use_mask", "use_rs"))
     assert masks == drops and masks.reject
 
 
@@ -99,12 +100,12 @@ def test_a_lower_bound_of_0_bounds_nothing(switch: str, lowest: float):
     keys = {switch: True, "tis_upper_bound": 3.0, "tis_lower_bound": lowest}
     unset = keys | {"tis_lower_bound": None}
     for mode in ("clip", "mask"):
-        config = reading.from_flat(keys | {"tis_mode": mode})
+        config = from_flat(keys | {"tis_mode": mode})
         assert config.weight is not None and config.weight.floor == 0
         assert config.weight == WeightConfig(bound=mode, lower=0, upper=3)
         assert config.reject == (RejectRule(upper=3.0),)  # falls back to tis_lower_bound, as in mis.py
-        assert reading.from_flat(unset | {"tis_mode": mode}).reject == (RejectRule(lower=1 / 3, upper=3),)
-    own = reading.from_flat(unset | {"rs_lower_bound": lowest})
+        assert from_flat(unset | {"tis_mode": mode}).reject == (RejectRule(lower=1 / 3, upper=3),)
+    own = from_flat(unset | {"rs_lower_bound": lowest})
     assert own.weight == WeightConfig(upper=3.0) and own.reject == (RejectRule(upper=3.0),)
 
 
@@ -113,7 +114,7 @@ def test_the_way_to_no_lower_bound_is_told(name: str):
     """Advice names 0, because null is 1 / upper."""
     keys = {"use_rs": True, "tis_mode": "mask", "tis_upper_bound": 3.0, name: float("nan")}
     with pytest.raises(ConfigError, match=rf"^{name}: got nan; .* or 0 for no lower bound$"):
-        reading.from_flat(keys)
+        from_flat(keys)
 
 
 def test_without_use_tis_use_mask_is_named(said_once: Callable[[], list[str]]):
@@ -196,7 +197,7 @@ def test_no_argument_of_a_host_is_a_near_miss():
     assert "use_kl_loss" in names
     args = Namespace(**dict.fromkeys([*names, "use_te"], True) | {"use_tis": True, "tis_upper_bound": 2.0})
     args.tis_clip = args.tis_clip_low = 1.0
-    assert reading.from_args(args) == reading.from_flat({"tis_upper_bound": 2.0})
+    assert reading.from_args(args) == from_flat({"tis_upper_bound": 2.0})
 
 
 def test_an_argument_of_a_newer_host_is_no_near_miss(tmp_path: Path):
@@ -204,7 +205,7 @@ def test_an_argument_of_a_newer_host_is_no_near_miss(tmp_path: Path):
     file = tmp_path / "flat.yaml"
     file.write_text("tis_upper_bound: 2.0\n")
     by_flag = Namespace(use_tis=True, tis_upper_bound=2.0, tis_next=True, custom_config_path=str(file))
-    assert reading.from_args(by_flag) == reading.from_flat({"tis_upper_bound": 2.0})
+    assert reading.from_args(by_flag) == from_flat({"tis_upper_bound": 2.0})
     by_flag.custom_config_path = str(tmp_path / "gone.yaml")
     with pytest.raises(ConfigError, match=f"^node {socket.gethostname()} cannot read .*gone.yaml"):
         reading.from_args(by_flag)

@@ -14,6 +14,7 @@ from commands import ConfigCommand
 
 from mis_plugins import mis
 from mis_plugins.config import reading
+from mis_plugins.config.flat import from_flat
 from mis_plugins.errors import ConfigError
 from mis_plugins.hosts.arguments import kinds, recorded
 
@@ -64,10 +65,10 @@ def test_the_file_of_miles_on_fsdp_is_read_too(tmp_path: Path):
 def test_an_argument_of_a_hosts_parser_is_none_of_ours(tmp_path: Path):
     others = {key: value for _, other, _ in OTHERS for key, value in other.items()}
     args = Namespace(**{**others, **FLAT, "use_tis": True})
-    assert reading.from_args(args) == reading.from_flat(FLAT)
+    assert reading.from_args(args) == from_flat(FLAT)
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(FLAT))
     args.custom_config_path = str(tmp_path / "config.yaml")
-    assert reading.from_args(args) == reading.from_flat(FLAT)
+    assert reading.from_args(args) == from_flat(FLAT)
 
 
 @pytest.mark.parametrize("given", [MIS, FLAT])

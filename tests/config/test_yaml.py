@@ -23,7 +23,9 @@ from tolerances import weight_rtol
 from lab.pages import presets as presets_page
 from mis_plugins import mis
 from mis_plugins.__main__ import load, main
-from mis_plugins.config import families, reading, writing
+from mis_plugins.config import families, loading, writing
+from mis_plugins.config.flat import from_flat
+from mis_plugins.config.loading import preset_path, presets
 from mis_plugins.config.model import (
     CorrectionConfig,
     NormalizeConfig,
@@ -33,7 +35,7 @@ from mis_plugins.config.model import (
     SegmentWiseConfig,
     WeightConfig,
 )
-from mis_plugins.config.reading import choices_of, from_flat, from_mapping, preset_path
+from mis_plugins.config.reading import choices_of, from_mapping
 from mis_plugins.errors import ConfigError
 from mis_plugins.explain import words as describe
 
@@ -56,13 +58,13 @@ def plain(file: Path) -> dict:
 
 
 def test_the_table_is_complete():
-    assert {file.stem for file in FILES} >= DOCUMENTED.keys()
+    assert presets().keys() >= DOCUMENTED.keys()
     assert not (FOLDER / "__init__.py").exists(), "it would shadow PyYAML"
 
 
 @pytest.mark.parametrize("name", DOCUMENTED)
 def test_equals_its_documented_config(name: str):
-    assert load(reading.preset_path(name)) == DOCUMENTED[name]
+    assert load(preset_path(name)) == DOCUMENTED[name]
 
 
 @each_file
@@ -98,7 +100,7 @@ def test_formula_names_every_bound(file: Path):
 
 @pytest.mark.parametrize("name", VERL)
 def test_every_preset_of_verl_is_here(name: str):
-    assert f"verl-{name.replace('_', '-')}" in {file.stem for file in FILES}
+    assert f"verl-{name.replace('_', '-')}" in presets()
 
 
 def served_alone(config: CorrectionConfig) -> bool:
@@ -263,9 +265,9 @@ def test_check_refuses_a_missing_file(capsys: pytest.CaptureFixture):
 def test_list_tells_every_formula(capsys: pytest.CaptureFixture):
     assert main(["config", "list"]) == 0
     told = capsys.readouterr().out.splitlines()
-    for file in FILES:
+    for name, file in presets().items():
         headline = file.read_text().splitlines()[0].removeprefix("# ")
-        assert any(line.split()[:1] == [file.stem] and line.endswith(headline) for line in told), file.stem
+        assert any(line.split()[:1] == [name] and line.endswith(headline) for line in told), name
 
 
 @pytest.mark.parametrize("command", ["list", "path mis", "check mis"])
@@ -366,8 +368,26 @@ def test_the_committed_page_of_presets_is_the_generated_one():
 
 def a_folder_of_presets(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     copied = Path(shutil.copytree(FOLDER, folder / "yaml"))
-    monkeypatch.setattr(reading, "_preset_folder", lambda: copied)
+    monkeypatch.setattr(loading, "_preset_folder", lambda: copied)
     return copied
+
+
+def test_one_config_is_one_file():
+    found = [(load(file), keys_of(file).get("use_tis")) for file in FILES]
+    assert len(set(found)) == len(FILES)
+
+
+def test_another_name_is_a_line_of_the_header(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """It is found by its name, listed among those of its package, and has a source and a judge of its own."""
+    file = a_folder_of_presets(tmp_path, monkeypatch) / "tis.yaml"
+    line = "# Also trl-mine: TRL, mine | TRL, run\n"
+    head, rest = file.read_text().split("# Needs", 1)
+    file.write_text(f"{head}{line}# Needs{rest}")
+    assert preset_path("trl-mine") == preset_path("tis") == file
+    grouped = families.families(presets())
+    assert "trl-mine" in grouped["trl"] and {"trl-mine", "tis"} <= set(grouped["token"])
+    row = "| [`trl-mine`](../yaml/tis.yaml) | `w_t = min(r_t, 2); r = pi_old/mu` | TRL, mine | TRL, run |"
+    assert row in presets_page.page(PRESETS_DOC).partition("peers/trl-")[2].partition("<!--")[0]
 
 
 @pytest.mark.parametrize("place", ["mine.yaml", "peers/trl-mine.yaml", "peers/newcomer-mine.yaml"])
@@ -375,7 +395,7 @@ def test_a_new_preset_is_one_file(place: str, tmp_path: Path, monkeypatch: pytes
     """Ours, of a package that the page knows, of one that it does not: found by name, listed, and on the page."""
     file = a_folder_of_presets(tmp_path, monkeypatch) / place
     file.write_text("# w_t = 7; r = pi_old/mu\n# Nowhere\n# Judged by: nobody\nmis: {weight: {upper: 7}}\n")
-    assert reading.preset_path(file.stem) == file
+    assert preset_path(file.stem) == file
     page = presets_page.page(PRESETS_DOC)
     row = f"| [`{file.stem}`](../yaml/{place}) | `w_t = 7; r = pi_old/mu` | Nowhere | nobody |"
     assert page.count(row) == 1

@@ -120,7 +120,7 @@ def test_installed_presets_are_found_and_good(bare: Path, tmp_path: Path) -> Non
     code = (
         "import sys\n"
         "from mis_plugins.__main__ import main\n"
-        "from mis_plugins.config.reading import preset_path\n"
+        "from mis_plugins.config.loading import preset_path\n"
         "for name in sys.argv[1:]:\n"
         "    assert main(['config', 'check', str(preset_path(name))]) == 0, name\n"
         "    print('FOUND', preset_path(name))"

@@ -20,8 +20,8 @@ from host_flags import accepted
 from launch import alive
 
 from mis_plugins.config.file import keys_of
-from mis_plugins.config.loading import read_keys
-from mis_plugins.hosts.registry import HOSTS
+from mis_plugins.config.loading import preset_path, read_keys
+from mis_plugins.hosts.registry import every_host
 from true_on_policy.contract.gpu import check_environment, model_contract
 from true_on_policy.flags.command import HOOK, launch_flags
 
@@ -164,8 +164,8 @@ def test_each_run_of_the_blog_is_launched_with_its_own_config(recipe: str, tmp_p
     arguments = trainer_arguments(tmp_path)
     flags = [word for word in arguments if word.startswith("--")]
     assert set(flags) - accepted("miles", "megatron", "sglang") == set() and len(flags) == len(set(flags))
-    preset = Path(arguments[arguments.index("--custom-config-path") + 1]).stem
-    assert preset == BLOG_PRESETS.get(recipe, "metrics-only")
+    preset = Path(arguments[arguments.index("--custom-config-path") + 1])
+    assert preset == preset_path(BLOG_PRESETS.get(recipe, "metrics-only"))
     assert ("--use-tis" in flags) != ("--get-mismatch-metrics" in flags) == (recipe in WATCHES)
     assert ("--use-rollout-routing-replay" in flags) == (recipe == "moe-r3")
     model = "Qwen3-4B-Base" if recipe.startswith("dense") else "Qwen3-30B-A3B-Base"
@@ -186,7 +186,7 @@ def test_an_asynchronous_launch_says_which_version_wrote_a_token(enabled: str, t
     for flag, value in itertools.pairwise(arguments):
         if value.startswith("mis_plugins."):
             assert callable(pkgutil.resolve_name(value)), flag
-    assert set(HOSTS["miles"].version_flags.split()) <= set(arguments)
+    assert set(every_host()["miles"].version_flags.split()) <= set(arguments)
     config = keys_of(arguments[arguments.index("--custom-config-path") + 1])
     assert read_keys(config).segment_wise_on == (enabled == "true")
 

@@ -32,7 +32,7 @@ from lab.host.train.parallel import (
     ParallelState,
     launch,
 )
-from mis_plugins.config.reading import preset_path
+from mis_plugins.config.loading import preset_path
 from mis_plugins.config.terms.divergence import k3
 from mis_plugins.errors import ConfigError
 

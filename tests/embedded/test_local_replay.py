@@ -19,7 +19,7 @@ from lab.host.model.replay import ROUTES, rows_of
 from lab.host.rollout.sampler import shard
 from lab.host.train.batch import pack
 from lab.host.train.parallel import initialize, launch
-from mis_plugins.config.reading import preset_path
+from mis_plugins.config.loading import preset_path
 from mis_plugins.config.terms.divergence import k3
 from mis_plugins.errors import InputError
 

@@ -16,7 +16,7 @@ from lab.host.rollout.sample import Sample, Status
 from lab.host.rollout.sampler import Rollout, shard
 from lab.host.train.parallel import ParallelState
 from lab.host.train.trainer import RolloutData
-from mis_plugins.config.reading import preset_path
+from mis_plugins.config.loading import preset_path
 from mis_plugins.errors import InputError
 
 LOSS = "--loss-type custom_loss --custom-loss-function-path mis_plugins.mis.policy_loss"

@@ -20,6 +20,7 @@ from tolerances import normalized_rtol
 
 from mis_plugins.__main__ import load, main
 from mis_plugins.config import writing
+from mis_plugins.config.loading import presets
 from mis_plugins.config.model import (
     CorrectionConfig,
     ObjectiveConfig,
@@ -27,7 +28,7 @@ from mis_plugins.config.model import (
     RejectRule,
     WeightConfig,
 )
-from mis_plugins.config.reading import from_mapping, presets
+from mis_plugins.config.reading import from_mapping
 from mis_plugins.config.terms.statistics import STATISTICS
 from mis_plugins.explain import formula, six_tokens
 from mis_plugins.explain import words as describe

@@ -13,9 +13,8 @@ from lab.ladder import shipped
 from lab.ladder.shipped import by_k3
 from lab.pages import kept
 from mis_plugins.__main__ import main
-from mis_plugins.config.loading import load
+from mis_plugins.config.loading import load, presets
 from mis_plugins.config.model import CorrectionConfig, RejectRule, WeightConfig
-from mis_plugins.config.reading import presets
 from mis_plugins.explain import rungs
 from mis_plugins.report.verdict import in_words
 

@@ -14,6 +14,7 @@ import yaml
 from documented import DEFAULTS, GEO, PG, PPO, TOKEN_IS, VERL
 
 from mis_plugins.__main__ import load, main
+from mis_plugins.config.loading import preset_path
 from mis_plugins.config.model import (
     BY_DIVERGENCE,
     CorrectionConfig,
@@ -24,7 +25,6 @@ from mis_plugins.config.model import (
     SegmentWiseConfig,
     WeightConfig,
 )
-from mis_plugins.config.reading import preset_path
 from mis_plugins.errors import ConfigError
 from mis_plugins.explain.translate import areal, ms_swift, verl
 from mis_plugins.explain.translate.translation import Translation

@@ -20,8 +20,8 @@ from test_recorder import ARGS
 from mis_plugins import mis
 from mis_plugins.config.reading import from_mapping
 from mis_plugins.errors import InputError
-from mis_plugins.hosts import averages
-from mis_plugins.hosts.averages import Counted, average
+from mis_plugins.hosts.averages import average
+from mis_plugins.hosts.rollout_hooks import Counted, count
 from mis_plugins.hosts.step_report import Recorder
 from mis_plugins.metrics.token_metrics import OF_MIS_PY, diagnose
 from mis_plugins.packing.ragged import Ranks
@@ -219,7 +219,7 @@ def count_on_rank(rank: int) -> list[float]:
     rows = [[LIVE, LIVE[:1] + MASKED[:1]], [MASKED, LIVE[1:] + MASKED[1:]]][rank]
     data = handed([[part] for part in rows]) | {"global_batch_sizes": [4, 4]}
     group = torch.distributed.group.WORLD
-    return averages.count(host_args(), 0, data, Ranks(None, group, None)).shares.tolist()
+    return count(host_args(), 0, data, Ranks(None, group, None)).shares.tolist()
 
 
 def test_ranks_count_together(tmp_path: Path):

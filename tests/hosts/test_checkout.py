@@ -14,7 +14,7 @@ from mis_plugins.hosts.checkout.command import given_flags
 from mis_plugins.hosts.needs.miles import NEEDS as MILES
 from mis_plugins.hosts.needs.record import Need
 from mis_plugins.hosts.needs.slime import SLIME, VIME
-from mis_plugins.hosts.registry import HOSTS
+from mis_plugins.hosts.registry import every_host
 
 RAN, NEWEST = None, 0
 LOSSES = "miles/backends/training_utils/loss_hub/losses.py"
@@ -49,7 +49,7 @@ def write(root: Path, needs: Any, which: int | None) -> Path:
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text("\n".join(parts.values()))
     package = needs.tracking.addresses[0].module.partition(".")[0]
-    given = given_flags(HOSTS[package]) if HOSTS[package].records else {}
+    given = given_flags(every_host()[package]) if every_host()[package].records else {}
     (root / package / "arguments.py").write_text("\n".join(map(repr, given)))
     return root
 

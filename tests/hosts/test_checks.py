@@ -20,8 +20,9 @@ from mis_plugins.errors import ConfigError
 from mis_plugins.hosts import checks
 from mis_plugins.hosts import routing as hooks
 from mis_plugins.hosts.arguments import kinds
-from mis_plugins.hosts.checks import CHECKS, Check, Given
-from mis_plugins.hosts.registry import HOSTS
+from mis_plugins.hosts.checks import Check, Given, every_check
+from mis_plugins.hosts.host_checks import HOST_CHECKS
+from mis_plugins.hosts.registry import every_host
 
 MEGATRON, ALL = ("miles", "slime"), ("miles", "slime", "fsdp")
 REPLAYED = {"use_rollout_routing_replay": True, "use_routing_replay": True}
@@ -68,12 +69,12 @@ CALM: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"rollout_top_p": 0.95}, {"opsm": {"delta": 1.0e-4, "reference": "proximal"}}),
 ]
 
-NAMED = {check.name: check for check in CHECKS}
-CONFLICTS = [check.name for check in CHECKS if check.arguments]
+NAMED = {check.name: check for check in every_check()}
+CONFLICTS = [check.name for check in every_check() if check.arguments]
 
 
 def told(check: Check, host: str) -> str:
-    return check.told(Given(view({}), CorrectionConfig(), HOSTS[host]))
+    return check.told(Given(view({}), CorrectionConfig(), every_host()[host]))
 
 
 def checked(keys: dict[str, Any], mis: dict[str, Any], host: str, folder: Path) -> int:
@@ -112,7 +113,7 @@ def test_settings_without_a_conflict(
 def test_every_conflict_arises_somewhere_and_quotes_an_argument(name: str):
     """Names are those of the hosts' own parsers; the first word of the text is one of them."""
     one = NAMED[name]
-    assert any(kinds(host).keys() >= set(one.arguments) for host in HOSTS.values() if host.records)
+    assert any(kinds(host).keys() >= set(one.arguments) for host in every_host().values() if host.records)
     assert str(one.message).partition(":")[0] in one.arguments
     assert name in [case[0] for case in FOUND]
 
@@ -136,7 +137,7 @@ def test_routes_cannot_be_watched_on_fsdp(mis: dict[str, Any], tmp_path: Path, c
 ])  # fmt: skip
 def test_a_job_that_watches_nothing_stops_in_its_first_step(mis: dict[str, Any], host: str, told: str):
     with (
-        patch.object(hooks, "current", lambda args: HOSTS[host]),
+        patch.object(hooks, "current", lambda args: every_host()[host]),
         pytest.raises(hooks.MisError, match=told.replace(".", r"\.")),
     ):
         hooks.Watching().routes(Namespace(mis=mis), from_mapping(mis), None)
@@ -146,7 +147,7 @@ def test_a_watch_that_begins_reads_the_arguments_of_the_job():
     """Flags on the command line are no keys of the file: the hook sees them before the first log-prob pass."""
     flags = {**REPLAYED, "moe_router_fusion": True, "num_layers": 2, "use_tis": True}
     with (
-        patch.object(hooks, "current", lambda args: HOSTS["slime"]),
+        patch.object(hooks, "current", lambda args: every_host()["slime"]),
         pytest.raises(ConfigError, match="moe_router_fusion: the fused router"),
     ):
         hooks.Watching().before_log_probs(Namespace(**flags, mis=WEIGHT), [], "")
@@ -172,10 +173,10 @@ def called(hook: str, host: str, mis: dict[str, Any], **arguments: Any) -> Any:
         "rollout_log_probs": [torch.zeros(2)],
         "loss_masks": [torch.ones(2)],
     }
-    with patch.object(hook_module, "current", lambda *_: HOSTS[host]):
+    with patch.object(hook_module, "current", lambda *_: every_host()[host]):
         if hook == "policy_loss":
             return hook_module.policy_loss(args, {}, one, lambda x: x)
-        function = getattr(hook_module, HOSTS[host].tis_hook.rpartition(".")[2])
+        function = getattr(hook_module, every_host()[host].tis_hook.rpartition(".")[2])
         return function(args, pg_loss=one, total_lengths=[3], response_lengths=[2], **batch)
 
 
@@ -206,8 +207,8 @@ def test_what_is_only_watched_or_not_cut_is_not_refused(host: str):
 
 
 def test_an_unknown_argument_is_no_conflict():
-    checks.refuse("command", {}, from_mapping(ROUTE), HOSTS["miles"])
-    assert not list(checks.warnings("command", {}, CorrectionConfig(), HOSTS["miles"]))
+    checks.refuse("command", {}, from_mapping(ROUTE), every_host()["miles"])
+    assert not list(checks.warnings("command", {}, CorrectionConfig(), every_host()["miles"]))
 
 
 KEPT = {**WEIGHT, "reject": [{"statistic": "ratio", "upper": 2}], "denominator": "kept"}
@@ -226,7 +227,7 @@ def test_an_attribute_of_the_class_is_an_argument_too(hook: checks.Hook):
             self.mis = KEPT
 
     with pytest.raises(ConfigError, match="--calculate-per-token-loss divides the whole step"):
-        checks.run(hook, Arguments(), from_mapping(KEPT), HOSTS["miles"])
+        checks.run(hook, Arguments(), from_mapping(KEPT), every_host()["miles"])
 
 
 OTHER_SAMPLES = {"custom_convert_samples_to_train_data_path": "mine.convert"}
@@ -254,7 +255,7 @@ HELD: list[tuple[str, checks.Hook, dict[str, Any], dict[str, Any] | None, str, s
 
 
 def names(hook: checks.Hook, args: dict[str, Any], mis: dict[str, Any], host: str) -> list[str]:
-    given = Given(view(args), from_mapping(mis), HOSTS[host])
+    given = Given(view(args), from_mapping(mis), every_host()[host])
     return [check.name for severity in ("refuse", "warn") for check in checks.found(hook, given, severity)]
 
 
@@ -269,5 +270,9 @@ def test_a_check_holds(
 
 
 def test_every_check_has_a_case():
-    assert {check.name for check in CHECKS} == {case[0] for case in FOUND} | {case[0] for case in HELD}
-    assert len(NAMED) == len(CHECKS)
+    assert {check.name for check in every_check()} == {case[0] for case in FOUND} | {case[0] for case in HELD}
+    assert len(NAMED) == len(every_check())
+    assert not {hook for check in HOST_CHECKS for hook in check.hooks} & {
+        "tis",
+        "loss",
+    }  # they ask `CHECKS` alone

@@ -12,8 +12,8 @@ import yaml
 from commands import ConfigCommand, ran
 
 from mis_plugins.__main__ import main
+from mis_plugins.hosts import registry
 from mis_plugins.hosts.arguments import flags, kinds, recorded, surprises
-from mis_plugins.hosts.registry import HOSTS as REGISTERED
 
 ROOT = Path(__file__).parents[2]
 HOSTS = tuple(recorded())
@@ -64,20 +64,22 @@ def test_keys_beside_ours(
 )
 def test_who_knows_a_key(key: str, known: tuple[str, ...]):
     """A key passes in silence where at least one of several hosts knows it."""
-    assert tuple(host for host in HOSTS if key in kinds(REGISTERED[host])) == known
-    assert [host for host in HOSTS if not list(surprises({key: None}, REGISTERED[host]))] == list(known)
+    assert tuple(host for host in HOSTS if key in kinds(registry.every_host()[host])) == known
+    assert [host for host in HOSTS if not list(surprises({key: None}, registry.every_host()[host]))] == list(
+        known
+    )
     assert bool(list(surprises({key: None}, None))) == (not known)
 
 
 @pytest.mark.parametrize("host", HOSTS)
 def test_the_comparison_s_key_is_no_surprise(host: str):
-    assert not list(surprises({"bitwise": {"on_difference": "raise"}}, REGISTERED[host]))
+    assert not list(surprises({"bitwise": {"on_difference": "raise"}}, registry.every_host()[host]))
 
 
 @every_host
 def test_what_number_text_means_is_what_is_proposed(host: str):
     for text in ("1e-6", "1E5", "2.5e10", "1e22", "-3e-4", "7"):
-        (warning,) = surprises({"lr": text}, REGISTERED[host])
+        (warning,) = surprises({"lr": text}, registry.every_host()[host])
         proposed = yaml.safe_load(warning.rpartition("write ")[2])
         assert isinstance(proposed, float) and proposed == float(text)
 
@@ -88,10 +90,10 @@ def test_records_are_whole(host: str):
     expected = {"use_tis": "switch", "eps_clip": "number", "custom_config_path": "text", "lr": "number",
                 "weight_decay": "number", "sglang_server_concurrency": "number", "sglang_attention_backend": "text",
                 "train_backend": "text"}  # fmt: skip
-    if REGISTERED[host].package == "miles":
+    if registry.every_host()[host].package == "miles":
         expected["opd_teacher_urls"] = "other"
-    assert {name: kinds(REGISTERED[host])[name] for name in expected} == expected
-    assert len(kinds(REGISTERED[host])) > 1000
+    assert {name: kinds(registry.every_host()[host])[name] for name in expected} == expected
+    assert len(kinds(registry.every_host()[host])) > 1000
     assert {"--use-tis", "--custom-config-path"} <= flags("slime") & flags("miles")
 
 
@@ -131,8 +133,8 @@ def test_flags_are_ready_to_paste(
     words = split.stdout.splitlines()
     assert words[:3] == ["--use-tis", "--custom-tis-function-path", hook]
     assert words[-2:] == ["--custom-config-path", str(tmp_path / "my config.yaml")]
-    assert ("mis_plugins.mis.report_step" in words) == REGISTERED[host].step_hook
-    parsers = REGISTERED[host].records
+    assert ("mis_plugins.mis.report_step" in words) == registry.every_host()[host].step_hook
+    parsers = registry.every_host()[host].records
     assert {word for word in words if word.startswith("--")} <= {
         flag for name in parsers for flag in flags(name)
     }
@@ -166,7 +168,7 @@ def test_what_a_host_cannot_serve_is_refused(
 @every_host
 def test_step_metrics_that_a_host_lacks_are_warned_of(host: str, config_command: ConfigCommand):
     told = config_command("mis: {metrics: all}", "--host", host).out
-    assert ("no more than with mis.metrics: full" in told) == (not REGISTERED[host].step_hook)
+    assert ("no more than with mis.metrics: full" in told) == (not registry.every_host()[host].step_hook)
 
 
 @every_host
@@ -178,5 +180,5 @@ def test_kept_with_kl_is_warned_of_where_the_host_divides_by_all_tokens(
         mis = {"weight": None, "reject": [{"upper": 2}], "denominator": denominator}
         told = config_command({"use_kl_loss": True, "mis": mis}, "--host", host).out
         warns = "is that of the policy term alone" in told
-        by_kept = REGISTERED[host].divides_by_kept(Namespace())
+        by_kept = registry.every_host()[host].divides_by_kept(Namespace())
         assert warns == (by_kept != (denominator == "kept"))

@@ -14,7 +14,7 @@ from test_loss_hook import flags, random_step, reducer
 from test_made_up_host import MADE_UP, scores
 
 from mis_plugins import mis
-from mis_plugins.hosts.registry import HOSTS
+from mis_plugins.hosts.registry import every_host
 
 ROOT = Path(__file__).parents[2]
 HOST = """
@@ -70,7 +70,7 @@ def test_an_installed_host_is_served(tmp_path: Path, monkeypatch: pytest.MonkeyP
     plain = replace(
         MADE_UP, package="plain", scores=lambda args, batch, logits: scores(args, batch, 2 * logits)
     )
-    monkeypatch.setitem(HOSTS, MADE_UP.name, plain)
+    monkeypatch.setitem(every_host(), MADE_UP.name, plain)
     here = mis.policy_loss(flags(mis=config), batch, logits, reducer(batch, "plain"))[0]
     assert float(first) == float(here) and code == "0" and told
 

@@ -23,7 +23,6 @@ from mis_plugins.hosts import adapters, registry
 from mis_plugins.hosts.adapters import unknown
 from mis_plugins.hosts.arguments import recorded
 from mis_plugins.hosts.host import Batch, Host, Scores
-from mis_plugins.hosts.registry import HOSTS
 from mis_plugins.packing.ragged import Ranks
 
 CONFIG = {"weight": {"upper": 1.05}, "metrics": "all"}
@@ -98,22 +97,27 @@ def test_which_host_runs(logged: Sequence[Mapping[str, float]]):
 
 def test_a_host_is_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """A file beside the others that makes a record is all that the registry asks for."""
-    monkeypatch.setattr(registry, "HOSTS", {})
-    (tmp_path / "late_host.py").write_text("from test_made_up_host import MADE_UP as HOST\n")
+    known = {*registry.every_host(), "made-up"} - {"embedded"}
+    monkeypatch.setattr(registry, "HOSTS", {"unknown": unknown.HOST})
+    (tmp_path / "made_up_late.py").write_text("from test_made_up_host import MADE_UP as HOST\n")
     monkeypatch.setattr(adapters, "__path__", [*adapters.__path__, str(tmp_path)])
-    registry.find(adapters.__name__, list(adapters.__path__))
-    assert set(registry.HOSTS) == {*HOSTS, "made-up"} - {"embedded"}
-    assert registry.HOSTS["made-up"] == MADE_UP and registry.current() is unknown.HOST
+    assert registry.current() is unknown.HOST and list(registry.HOSTS) == ["unknown"]
+    with monkeypatch.context() as loaded:
+        loaded.setitem(sys.modules, "made_up", ModuleType("made_up"))
+        assert registry.current() == MADE_UP and list(registry.HOSTS) == ["unknown", "made-up"]
+    assert set(registry.every_host()) == known
 
 
-TRACKING = {name: HOSTS[name].needs.tracking.addresses[0].module for name in ("slime", "miles")}
+TRACKING = {
+    name: registry.every_host()[name].needs.tracking.addresses[0].module for name in ("slime", "miles")
+}
 BY_MODULE = {"made_up": "made-up", **{path: name for name, path in TRACKING.items()}, "argparse": "unknown"}
 
 
 @pytest.mark.parametrize("order", list(permutations(["unknown", "miles", "fsdp", "slime", "made-up"])))
 def test_the_order_of_hosts_decides_nothing(order: Sequence[str], monkeypatch: pytest.MonkeyPatch):
     """slime has --train-backend too: its process with fsdp is slime's, and Miles's is that of Miles on FSDP."""
-    known = HOSTS | {"made-up": MADE_UP}
+    known = registry.every_host() | {"made-up": MADE_UP}
     monkeypatch.setattr(registry, "HOSTS", {name: known[name] for name in order})
     fsdp = flags(train_backend="fsdp")
     assert (

@@ -24,7 +24,7 @@ from rollout_process import DataIterator, get_batch, log_prob, scored
 from mis_plugins.errors import ConfigError, InputError
 from mis_plugins.hosts import loss_batch
 from mis_plugins.hosts.needs.miles import NEEDS
-from mis_plugins.hosts.registry import HOSTS
+from mis_plugins.hosts.registry import every_host
 from mis_plugins.hosts.versions import carrying, generate, rollouts, scores
 from mis_plugins.hosts.versions.samples import Note, Numbering
 from mis_plugins.hosts.versions.scores import Scores, Trainer, shares
@@ -280,12 +280,12 @@ def test_only_the_version_after_a_tokens_own_counts() -> None:
     assert kept.written(Note(0, 5, [1, 2, 3]), 4).recomputed.isnan().all()
 
 
-TRAINER_OF_MILES = Trainer(HOSTS["miles"], NEEDS)
+TRAINER_OF_MILES = Trainer(every_host()["miles"], NEEDS)
 CONFIG = {"mis": {"segment_wise": {}}}
 
 
 def install(args: Any) -> None:
-    carrying.install(args, HOSTS["miles"])
+    carrying.install(args, every_host()["miles"])
 
 
 class Actor:

@@ -19,8 +19,8 @@ from mis_plugins.__main__ import main
 from mis_plugins.config.reading import from_mapping
 from mis_plugins.errors import ConfigError, InputError
 from mis_plugins.explain.words import describe
-from mis_plugins.hosts import registry, resplit
-from mis_plugins.hosts.registry import HOSTS
+from mis_plugins.hosts import registry, resplit, rollout_hooks
+from mis_plugins.hosts.registry import every_host
 from mis_plugins.hosts.resplit import cut_otherwise, differences
 from mis_plugins.packing.ragged import Ranks
 
@@ -127,9 +127,10 @@ def trained(
     **settings: Any,
 ) -> tuple[Trainer, dict[str, float]]:
     """What the rollout-data hook asks of a host's trainer, and logs, of one rollout of six samples."""
-    monkeypatch.setattr(resplit, "current", lambda args: HOSTS[host])
-    monkeypatch.setattr("mis_plugins.hosts.tracking.current", lambda args: HOSTS[host])
-    monkeypatch.setattr(mis, "current", lambda args: HOSTS[host])
+    monkeypatch.setattr(resplit, "current", lambda args: every_host()[host])
+    monkeypatch.setattr("mis_plugins.hosts.tracking.current", lambda args: every_host()[host])
+    monkeypatch.setattr(mis, "current", lambda args: every_host()[host])
+    monkeypatch.setattr(rollout_hooks, "current", lambda args: every_host()[host])
     numbered = {"rollout_id": rollout} if host == "miles" else {}
     args = host_args(
         mis={"resplit_every": every},
@@ -224,7 +225,7 @@ def test_what_makes_a_second_pass_another_pass_is_refused(
 
 def test_a_hook_that_another_function_calls_cannot_ask_the_trainer(monkeypatch: Any) -> None:
     data = {"loss_masks": [torch.ones(2)]}
-    rescore = HOSTS["slime"].rescore
+    rescore = every_host()["slime"].rescore
     assert rescore is not None
     with pytest.raises(
         InputError,
@@ -277,5 +278,5 @@ def test_config_check_refuses_it_where_no_hook_reaches_the_pass(
 
 
 def test_every_host_that_hands_the_rollout_batch_can_be_asked() -> None:
-    for host in registry.HOSTS.values():
+    for host in registry.every_host().values():
         assert (host.rescore is not None) == host.rollout_batch, host.name

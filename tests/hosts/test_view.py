@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import base64
+import copy
 import socket
+import sys
 from argparse import Namespace
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, make_dataclass
 from pathlib import Path
-from types import MappingProxyType, SimpleNamespace
+from types import MappingProxyType, ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,7 +24,7 @@ from mis_plugins.config import reading
 from mis_plugins.config.model import CorrectionConfig, WeightConfig
 from mis_plugins.config.view import original, view
 from mis_plugins.errors import ConfigError, InputError
-from mis_plugins.hosts import watching
+from mis_plugins.hosts import registry, watching
 
 KEYS: dict[str, Any] = {
     "use_tis": True, "get_mismatch_metrics": False, "qkv_format": "thd", "mis": {"weight": {"upper": 1.5}},
@@ -112,6 +114,40 @@ def test_the_hook_corrects_with_every_kind_of_arguments(kind: str):
     assert view(seen) is seen and not hasattr(seen, "absent")
     with pytest.raises(AttributeError, match="^use_tis: the host's arguments are read, and never written$"):
         seen.use_tis = False
+
+
+def test_arguments_that_say_the_same_are_read_once():
+    args = Namespace(**copy.deepcopy(KEYS))
+    seen = view(args)
+    assert view(args) is seen and view(Namespace(**KEYS)) is not seen
+
+
+CHANGES: dict[str, Callable[[Namespace, Path], Any]] = {
+    "an argument": lambda args, file: setattr(args, "mis", {"weight": {"upper": 1.1}}),
+    "inside an argument": lambda args, file: args.mis["weight"].update(upper=1.1),
+    "another name": lambda args, file: vars(args).update(custom_config=vars(args).pop("custom_config_path")),
+    "the file": lambda args, file: file.write_text("use_tis: true\nmis: {weight: {upper: 1.25}}\n"),
+    "a module": lambda args, file: sys.modules.pop("made_up_module"),
+    "a host": lambda args, file: registry.register(registry.HOSTS["unknown"]),
+}
+
+
+@pytest.mark.parametrize("what", CHANGES)
+def test_arguments_are_read_anew_where_something_changes(
+    what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """What the hook answers is never that of the arguments, the file or the host of an earlier call."""
+    file = tmp_path / "mis.yaml"
+    file.write_text(yaml.safe_dump({"use_tis": True, "mis": KEYS["mis"]}))
+    monkeypatch.setitem(sys.modules, "made_up_module", ModuleType("made_up_module"))
+    args = Namespace(**copy.deepcopy(KEYS), custom_config_path=str(file))
+    first = weights(args)
+    assert torch.equal(weights(args), first)
+    seen = view(args)
+    CHANGES[what](args, file)
+    assert view(args) is not seen
+    capped = 1.1 if "argument" in what else 1.5
+    torch.testing.assert_close(weights(args), torch.tensor([0.5, capped, min(1.2, capped)]))
 
 
 class Unreadable:

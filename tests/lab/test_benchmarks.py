@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 
 from lab import correction_cost, tallies
 from mis_plugins import mis
-from mis_plugins.config import reading
+from mis_plugins.config import loading, reading
 from mis_plugins.errors import ConfigError
 from mis_plugins.hosts.step_report import Recorder
 
@@ -91,7 +91,7 @@ def test_what_the_host_averages_costs_more_than_the_hook(metrics: str, monkeypat
 
 def _presets_of_the_hook() -> dict[str, Namespace]:
     """Every preset that the TIS hook serves and that corrects; no router runs here that `statistic: route` reads."""
-    parsed = {name: yaml.safe_load(path.read_text()) for name, path in reading.presets().items()}
+    parsed = {name: yaml.safe_load(path.read_text()) for name, path in loading.presets().items()}
     hooked = {
         name: Namespace(**{"use_tis": True, "qkv_format": "thd", "get_mismatch_metrics": False, **keys})
         for name, keys in parsed.items()

@@ -13,7 +13,7 @@ import torch
 
 from lab.in_host import cpu_trainer
 from mis_plugins.hosts.needs.record import NeedError
-from mis_plugins.hosts.registry import HOSTS
+from mis_plugins.hosts.registry import every_host
 from true_on_policy.bitwise import equal_bits
 from true_on_policy.contract import rounding as rope
 from true_on_policy.contract.cpu import Contract
@@ -58,14 +58,14 @@ class Launched(types.ModuleType):
     """A host's module of log-probs, whose function adds up logits, and Megatron's of rope."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, host: str):
-        address = HOSTS[host].needs.log_probs.addresses[0]
+        address = every_host()[host].needs.log_probs.addresses[0]
         (self.name,) = address.names
         super().__init__(address.module)
         setattr(self, self.name, lambda logits, *rest, **options: (logits, logits.sum(-1)))
         rotates = import_module(rope.ROPE_MODULE)
         monkeypatch.setattr(rotates, rope.ROPE_NAME, getattr(rotates, rope.ROPE_NAME))
         monkeypatch.setitem(sys.modules, address.module, self)
-        monkeypatch.setattr(cpu_trainer, "current", lambda args: HOSTS[host])
+        monkeypatch.setattr(cpu_trainer, "current", lambda args: every_host()[host])
 
     def __call__(self, *given: torch.Tensor, **options: Any) -> Any:
         return getattr(self, self.name)(*given, None, **options)
@@ -85,8 +85,10 @@ def test_a_trainer_is_aligned(monkeypatch: pytest.MonkeyPatch, host: str, dtype:
     found = launched(logits, tokens, with_entropy=False, log_prob_keep_mask=None)
     assert equal_bits(found[0][:, 0] if host == "slime" else found, expected)
     rotates = getattr(import_module(rope.ROPE_MODULE), rope.ROPE_NAME) is rope.rotated
-    assert rotates == HOSTS[host].megatron
-    wanted = (False, torch.float32) if dtype == "fp32" and HOSTS[host].megatron else (True, torch.bfloat16)
+    assert rotates == every_host()[host].megatron
+    wanted = (
+        (False, torch.float32) if dtype == "fp32" and every_host()[host].megatron else (True, torch.bfloat16)
+    )
     assert (own.bf16, own.params_dtype) == wanted
 
 
@@ -123,6 +125,6 @@ def test_a_host_without_the_function_is_refused(monkeypatch: pytest.MonkeyPatch,
 
 
 def test_another_host_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpu_trainer, "current", lambda args: HOSTS["unknown"])
+    monkeypatch.setattr(cpu_trainer, "current", lambda args: every_host()["unknown"])
     with pytest.raises(ContractError, match="log-probs of unknown have no agreed formula on a CPU"):
         cpu_trainer.align(Contract(), Namespace())

@@ -19,7 +19,8 @@ from lab.toys.__main__ import RESULTS, TOYS
 from lab.toys.asynchrony import gains
 from lab.toys.experts import markdown as page_of_experts
 from mis_plugins.__main__ import load
-from mis_plugins.config.reading import from_args, presets
+from mis_plugins.config.loading import presets
+from mis_plugins.config.reading import from_args
 
 ROOT = Path(__file__).resolve().parents[2]
 TIS = "--custom-tis-function-path mis_plugins.mis.compute_mis_weights_with_cp"

@@ -39,8 +39,9 @@ from tolerances import DECISION
 from torch import Tensor
 
 from lab.pages.metrics import OTHERWISE
+from mis_plugins.config.loading import preset_path
 from mis_plugins.config.model import OpsmConfig
-from mis_plugins.config.reading import from_mapping, preset_path
+from mis_plugins.config.reading import from_mapping
 from mis_plugins.correction.opsm import on_policy
 from mis_plugins.correction.pipeline import Correction
 from mis_plugins.errors import ConfigError

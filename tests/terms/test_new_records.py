@@ -13,7 +13,7 @@ import yaml
 from commands import ConfigCommand
 
 from mis_plugins.__main__ import main
-from mis_plugins.config import reading
+from mis_plugins.config import loading
 from mis_plugins.config.model import CorrectionConfig
 from mis_plugins.config.reading import from_mapping
 from mis_plugins.config.terms.bounds import BOUNDS, Bound
@@ -185,7 +185,7 @@ def test_a_preset_is_a_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     (tmp_path / "made-up.yaml").write_text("use_tis: true\nmis: {weight: {bound: root, upper: 3}}\n")
-    monkeypatch.setattr(reading, "_preset_folder", lambda: tmp_path)
+    monkeypatch.setattr(loading, "_preset_folder", lambda: tmp_path)
     assert main(["config", "check", "made-up"]) == 0
     assert "capped at 3, under a root" in capsys.readouterr().out
     assert main(["config", "check", "made-upp"]) == 2 and "made-up" in capsys.readouterr().err

@@ -13,6 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 from mis_plugins.config import reading, writing
+from mis_plugins.config.flat import spelled
 from mis_plugins.config.model import CorrectionConfig, ObjectiveConfig, SegmentWiseConfig, WeightConfig
 from mis_plugins.config.reading import number
 from mis_plugins.errors import ConfigError
@@ -132,7 +133,7 @@ def _from_flat(keys: Mapping[str, Any]) -> CorrectionConfig:
         raise ConfigError(
             f"behav_imp_weight_floor: {floor:g} alone is not served; give a behav_imp_weight_cap too"
         )
-    with reading.spelled(lower="behav_imp_weight_floor", upper="behav_imp_weight_cap"):
+    with spelled(lower="behav_imp_weight_floor", upper="behav_imp_weight_cap"):
         weight = (
             WeightConfig(bound="none") if cap is None else WeightConfig("token", "zero", floor or 0.0, cap)
         )

@@ -44,19 +44,7 @@ def runs(args: Any) -> bool:
 def parallel() -> Parallel:
     """The groups as they are now: Miles makes new ones when a rank is lost or replaced."""
     state = _state()
-    return megatron.parallel() if state is None else groups(state)
-
-
-def groups(parallel_state: Any) -> Parallel:
-    """The groups of Miles's `parallel_state`, and (size, rank) of context parallelism.
-
-    Under Ulysses (`--cp-comm-type a2a`) too Miles cuts tokens and log-probs zigzag (`cp_utils.slice_log_prob_with_cp`).
-    """
-    from mis_plugins.packing.ragged import Ranks
-
-    cp, dp, tp = parallel_state.cp, parallel_state.effective_dp, parallel_state.tp
-    ranks = Ranks(*(info.group if info.size > 1 else None for info in (cp, dp, tp)))
-    return ranks, (cp.size, cp.rank)
+    return megatron.parallel() if state is None else megatron.handed(state)
 
 
 def reports(ranks: Ranks) -> bool:

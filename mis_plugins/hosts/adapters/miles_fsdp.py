@@ -10,6 +10,7 @@ from functools import cache
 from typing import Any
 
 from mis_plugins.errors import InputError
+from mis_plugins.hosts import megatron
 from mis_plugins.hosts.adapters import miles
 from mis_plugins.hosts.host import Ranks, Tensor
 
@@ -30,7 +31,7 @@ def ranks(parallel_state: Any | None) -> Ranks:
     size = parallel_state.cp.size
     if size > 1:
         raise InputError(f"compute_mis_weights_fsdp: context parallel responses, over {size} ranks; {USE_CP}")
-    return miles.groups(parallel_state)[0]
+    return megatron.handed(parallel_state)[0]
 
 
 def divides_by_kept(args: Any) -> bool:

@@ -11,7 +11,7 @@ from mis_plugins.errors import ConfigError, InputError
 from mis_plugins.hosts import arguments as recorded
 from mis_plugins.hosts.checkout import search, source
 from mis_plugins.hosts.host import Host
-from mis_plugins.hosts.registry import HOSTS
+from mis_plugins.hosts.registry import every_host
 from mis_plugins.shared.table import print_table
 
 GOOD, MOVED, FAILS = 0, 1, 2
@@ -53,12 +53,12 @@ def run(arguments: argparse.Namespace) -> int:
 
 def packages() -> list[str]:
     """The packages of hosts that have a table of needs."""
-    return list(dict.fromkeys(host.package for host in HOSTS.values() if host.needs is not None))
+    return list(dict.fromkeys(host.package for host in every_host().values() if host.needs is not None))
 
 
 def host_among(names: Iterator[str]) -> Host | None:
     """The host of the first of these packages."""
-    of_package = {host.package: host for host in reversed(HOSTS.values()) if host.needs is not None}
+    of_package = {host.package: host for host in reversed(every_host().values()) if host.needs is not None}
     return next((of_package[name] for name in names), None)
 
 

@@ -22,8 +22,9 @@ from hypothesis import strategies as st
 from tolerances import DECISION, metric_atol, normalized_rtol
 from torch import Tensor
 
+from mis_plugins.config.loading import preset_path
 from mis_plugins.config.model import ObjectiveConfig
-from mis_plugins.config.reading import from_mapping, preset_path
+from mis_plugins.config.reading import from_mapping
 from mis_plugins.correction.pipeline import Correction, correct
 from mis_plugins.loss.objective import Clip, policy_term
 from mis_plugins.metrics.catalogue import finalize

@@ -1,0 +1,138 @@
+"""Checks before a job, and of the watch over routers: what a host can do, and what spoils a replay of routes."""
+
+from __future__ import annotations
+
+from mis_plugins.hosts.checks import REPLAY, Check, Given, Hook
+
+
+def _chunks_cut(given: Given) -> bool:
+    """Whether a prompt may be cut into chunks, or be larger than what SGLang keeps routes of."""
+    size, longest = (given.get(key) for key in ("sglang_chunked_prefill_size", "rollout_max_context_len"))
+    if not given.replays or not isinstance(size, int):
+        return False
+    return size <= 0 or not isinstance(longest, int) or size < longest
+
+
+ROUTES: tuple[Hook, ...] = ("command", "watch")
+REPLAYS = (
+    Check(
+        "fused router",
+        ROUTES,
+        lambda given: given.replays and given.has("moe_router_fusion"),
+        "moe_router_fusion: the fused router of megatron-core returns before the replay, so that no route of the "
+        "engine is used; leave it out with use_rollout_routing_replay",
+        arguments=(REPLAY, "moe_router_fusion"),
+    ),
+    Check(
+        "replay in the file alone",
+        ROUTES,
+        lambda given: given.replays and not given.has("use_routing_replay"),
+        "use_rollout_routing_replay: the host derives use_routing_replay before it reads the file, so that the engine "
+        "returns its routes and the trainer replays none; give --use-rollout-routing-replay, or set "
+        "use_routing_replay: true beside it",
+        arguments=(REPLAY, "use_routing_replay"),
+    ),
+    Check(
+        "routes not asked",
+        ROUTES,
+        lambda given: given.reads_routes and given.get(REPLAY, True) in (False, None),
+        "use_rollout_routing_replay: false does not ask the engine for its routes, which statistic: route and "
+        "mis.routing compare with; give --use-rollout-routing-replay (and mis.routing.experts: trainer, where routers "
+        "shall use their own gates)",
+        arguments=(REPLAY,),
+    ),
+    Check(
+        "hierarchical cache",
+        ROUTES,
+        lambda given: given.replays and given.has("sglang_enable_hierarchical_cache"),
+        "sglang_enable_hierarchical_cache: SGLang keeps routes by place in the device cache, and returns those of "
+        "other tokens for a prefix that comes back from the host cache (sglang#26975); leave it out with "
+        "use_rollout_routing_replay",
+        arguments=(REPLAY, "sglang_enable_hierarchical_cache"),
+    ),
+    Check(
+        "chunked prefill",
+        ROUTES,
+        _chunks_cut,
+        "sglang_chunked_prefill_size: at the border of two chunks SGLang up to 0.5.23 can return rows of an earlier "
+        "forward (sglang#36404), and with -1 a long prompt stops it (sglang#26860); give rollout_max_context_len, and "
+        "a size that is no smaller",
+        "warn",
+        (REPLAY, "sglang_chunked_prefill_size"),
+    ),
+    Check(
+        "speculation",
+        ROUTES,
+        lambda given: given.replays and given.has("sglang_speculative_algorithm"),
+        "sglang_speculative_algorithm: beside a replay of routes, speculation has raised the difference of log-probs "
+        "(miles#1186); compare route_strange and route_kl_k3 with a run without it",
+        "warn",
+        (REPLAY, "sglang_speculative_algorithm"),
+    ),
+    Check(
+        "gate dtype",
+        ROUTES,
+        lambda given: (
+            (given.replays or given.reads_routes) and given.get("moe_router_dtype") in ("fp32", "fp64")
+        ),
+        "moe_router_dtype: the trainer computes its gates in it, and SGLang 0.5.23 those of Qwen2-MoE and Qwen3-MoE in "
+        "the dtype of the model; leave it out for them, since a replay hands over experts and not their probabilities",
+        "warn",
+        (REPLAY, "moe_router_dtype"),
+    ),
+)
+NO_ROUTERS = (
+    " needs a hook before each log-prob pass, which {host} does not call: nothing can watch its routers; leave it out, "
+    "or train with Megatron on Miles or slime"
+)
+ABILITIES = (
+    Check(
+        "scope without rollout batch",
+        ("command",),
+        lambda given: given.scope == "rollout" and not given.host.rollout_batch,
+        "{weight.normalize.scope}: rollout needs the rollout batch, which no hook of {host} sees; use data_parallel",
+    ),
+    Check(
+        "versions unknown",
+        ("command",),
+        lambda given: given.config.segment_wise_on and not (given.host.versions or given.host.version_flags),
+        "{segment_wise}: {host} does not say which version wrote each token (see docs/async.md); leave it out, and "
+        "give its bounds as {weight}",
+    ),
+    Check(
+        "routers out of reach",
+        ("command", "routes"),
+        lambda given: not given.host.routers and given.reads_routes,
+        lambda given: (
+            ("{reject}: statistic: route" if given.config.reads_routes else "{routing}") + NO_ROUTERS
+        ),
+    ),
+    Check(
+        "no second pass",
+        ("command",),
+        lambda given: given.config.resplit_every is not None and given.host.rescore is None,
+        "{resplit_every} needs the rollout-data hook, which {host} does not call; leave it out",
+    ),
+    Check(
+        "no step to skip",
+        ("command",),
+        lambda given: not given.host.step_hook and given.config.on_all_rejected == "raise",
+        "{on_all_rejected}: raise needs a hook before each train step, which {host} does not call; use skip",
+    ),
+    Check(
+        "versions by flags",
+        ("command",),
+        lambda given: given.config.segment_wise_on and not given.host.versions,
+        lambda given: f"mis.segment_wise on {{host}} needs {given.host.version_flags}",
+        "warn",
+    ),
+    Check(
+        "no step to report",
+        ("command",),
+        lambda given: not given.host.step_hook and given.config.metrics == "all",
+        "mis.metrics: all needs a hook before each train step, which {host} does not call: there is no more than with "
+        "mis.metrics: full",
+        "warn",
+    ),
+)
+HOST_CHECKS = (*ABILITIES, *REPLAYS)
