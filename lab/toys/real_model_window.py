@@ -8,9 +8,10 @@ from statistics import NormalDist, fmean
 from typing import Any
 
 from lab.provenance import as_markdown, markdown_table
-from lab.real_model.directions import NORMAL
-from lab.real_model.page import mean_with_error
-from lab.real_model.unit import Row
+from lab.toys.real_model_rl import NORMAL, mean_with_error
+
+Row = Mapping[str, Any]
+"""A set's numbers."""
 
 TEXT = """# What does a narrow window cost?
 

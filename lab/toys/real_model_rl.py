@@ -1,22 +1,39 @@
-"""The page of the experiment, made of the records that are there."""
+"""Does correction help a real model? GRPO on SmolLM2-135M-Instruct, with rollouts by rounded weights."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from statistics import fmean, stdev
+from typing import Any
 
 from lab.provenance import markdown_table
-from lab.real_model.arms import ARMS
-from lab.real_model.directions import NORMAL
-from lab.real_model.records import Record
-from lab.real_model.summary import LAST, summary
 
+Record = Mapping[str, Any]
 Units = Mapping[tuple[str, int], Record]
+"""The record of each arm with each seed."""
+
+NORMAL = 1.96  # standard errors on either side of a 95% interval
+PLAIN = "bf16"
+LAST = 10  # rollouts that are averaged for the end of a run
+
+WORDS = {
+    "on-policy": "truly on policy",
+    PLAIN: "bf16, none (dense 1)",
+    "int5-none": "int5, none",
+    "fp8-none": "fp8, none",
+    **{
+        f"{rung}-{name}": f"{rung}, {words}"
+        for rung in ("int5", "fp8")
+        for name, words in {"tis": "token TIS", "sequence": "sequence", "geometric": "geometric"}.items()
+    },
+    **{f"bf16-dense-{number}": f"bf16, dense {number}" for number in (2, 3, 4)},
+}
+"""Each arm in words, the most informative first. Configuration 1 of the blog corrects nothing and is the arm `bf16`."""
 
 HEAD = """# Does correction help a real model?
 
-Made by `python -m lab.real_model_rl`, which goes on with what is missing.
+Drawn by `python -m lab.toys real_model_rl` from the {units} units that ran, an arm with a seed each.
 
 GRPO on {model}: the sum of two digits, rewarded where the last number of the answer is right. A rollout is {prompts}
 prompts with {samples} responses of up to {length} tokens at temperature 1, and makes one step of AdamW (learning rate
@@ -29,40 +46,71 @@ How the recipe was found: [real_model_rl-search.md](real_model_rl-search.md).
 """
 
 
-EMPTY = """# Does correction help a real model?
-
-No unit of `python -m lab.real_model_rl` has finished yet: there is no answer so far. The command runs the arms
-and writes this page. How its recipe was found: [real_model_rl-search.md](real_model_rl-search.md).
-"""
-
-
-def page(there: Units, missing: Sequence[tuple[str, int]]) -> str:
-    """The page: what is there, in tables, and what is missing."""
-    if not there:
-        return EMPTY
-    settings = next(iter(there.values()))["settings"]
+def markdown(content: Mapping[str, Record]) -> str:
+    """Return the page of the records."""
+    order = list(WORDS)
+    there = {(one["settings"]["arm"], one["settings"]["seed"]): one for one in content.values()}
+    there = dict(sorted(there.items(), key=lambda item: (item[0][1], order.index(item[0][0]))))
+    head = HEAD.format(units=len(there), **next(iter(there.values()))["settings"])
     return "\n".join(
-        [
-            HEAD.format(**settings),
-            *_missing(there, missing),
-            *summary(there),
-            *_runs(there),
-            *_directions(there),
-            *averaged(there),
-            *_made(there),
-        ]
+        [head, *summary(there), *_runs(there), *_directions(there), *averaged(there), *_made(there)]
     )
 
 
-def _missing(there: Units, missing: Sequence[tuple[str, int]]) -> Iterator[str]:
-    yield f"**{len(there)} of {len(there) + len(missing)} units have finished.**"
-    if missing:
-        seeds: dict[str, list[str]] = {}
-        for name, seed in missing:
-            seeds.setdefault(name, []).append(str(seed))
-        told = "; ".join(f"{name} (seed {', '.join(numbers)})" for name, numbers in seeds.items())
-        yield f"Missing: {told}. No arm can be ranked by one seed."
-    yield ""
+SUMMARY = """## Arms
+
+Means over the seeds, in brackets the seed with the least and the one with the most. Course: the mean held-out accuracy
+of all evaluations after the first step, which tells how soon an arm learns. Less bf16's: the course less that of the
+arm `bf16` with an equal seed, hence of equal problems and equal random numbers. Reward: of all rollouts. Ppl at the
+end: the trainer's perplexity of the last {last} rollouts; 1 is a policy without any choice left.
+"""
+
+
+def course(record: Record) -> float:
+    """The mean held-out accuracy after the first step."""
+    return fmean(one["accuracy"] for one in record["held_out"][1:])
+
+
+def _mean(key: str, rollouts: slice = slice(None)) -> Callable[[Record], float]:
+    return lambda record: fmean(row[key] for row in record["rollouts"][rollouts])
+
+
+MEASURES: dict[str, Callable[[Record], float]] = {
+    "accuracy at the end": lambda record: record["held_out"][-1]["accuracy"],
+    "course": course,
+    "reward": _mean("reward"),
+    "ppl at the end": _mean("trainer_ppl", slice(-LAST, None)),
+    "kept": _mean("kept"),
+}
+"""The columns that spread over the seeds, and how each number is computed from the record of a unit."""
+HEADS = ("arm", "seeds", *MEASURES, "less bf16's", "largest k3")
+
+
+def summary(there: Units) -> Iterator[str]:
+    """The lines of a table with a row for each arm."""
+    yield SUMMARY.format(last=LAST)
+    names = dict.fromkeys(name for name, _ in there)
+    yield markdown_table(HEADS, [_arm(name, there) for name in names])
+
+
+def _arm(name: str, there: Units) -> list[str]:
+    found = {seed: record for (one, seed), record in there.items() if one == name}
+    spreads = [_spread([*map(measure, found.values())]) for measure in MEASURES.values()]
+    largest = max(row["k3"] for record in found.values() for row in record["rollouts"])
+    return [WORDS[name], str(len(found)), *spreads, _against_plain(name, found, there), f"{largest:.1e}"]
+
+
+def _against_plain(name: str, found: Mapping[int, Record], there: Units) -> str:
+    plain = {seed: there[PLAIN, seed] for seed in found if (PLAIN, seed) in there}
+    less = [course(found[seed]) - course(record) for seed, record in plain.items()]
+    return _spread([] if name == PLAIN else less, "+.2f")
+
+
+def _spread(values: Sequence[float], spec: str = ".2f") -> str:
+    if not values:
+        return "-"
+    middle, low, high = (format(one, spec) for one in (fmean(values), min(values), max(values)))
+    return middle if len(values) == 1 else f"{middle} [{low}, {high}]"
 
 
 RUNS = f"""## Runs
@@ -110,14 +158,14 @@ def _row(name: str, seed: int, record: Record) -> list[str]:
     )
     kept = f"{fmean(row['kept'] for row in rows):.2f}"
     equal = f"{sum(row['equal'] for row in rows)} of {sum(row['tokens'] for row in rows)}"
-    return [ARMS[name].words, str(seed), accuracy, formatted, rewards, k3, trainer, rollout, kept, equal]
+    return [WORDS[name], str(seed), accuracy, formatted, rewards, k3, trainer, rollout, kept, equal]
 
 
 def _directions(there: Units) -> Iterator[str]:
     yield DIRECTIONS.format(**next(iter(there.values()))["settings"])
     rows = [
         (
-            ARMS[name].words,
+            WORDS[name],
             seed,
             one["rollout"],
             *(interval(one[key]) for key in ("agreement", "arm", "uncorrected")),
@@ -149,7 +197,7 @@ def averaged(there: Units) -> Iterator[str]:
         ]
         if found:
             columns = [*zip(*found, strict=True), [arm - plain for _, arm, plain in found]]
-            rows.append((ARMS[name].words, len(found), *map(mean_with_error, columns)))
+            rows.append((WORDS[name], len(found), *map(mean_with_error, columns)))
     yield markdown_table(("arm", "directions", "agreement", "arm", "uncorrected", "gained"), rows)
 
 
@@ -183,7 +231,7 @@ def _made(there: Units) -> Iterator[str]:
         made = record["measured_with"]
         rows.append(
             (
-                ARMS[name].words,
+                WORDS[name],
                 seed,
                 bounds,
                 f"{record['cpu_seconds'] / 60:.0f}",
