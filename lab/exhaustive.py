@@ -26,7 +26,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lab import tile
 from mis_plugins.shared import numerals
 from true_on_policy.bitwise import equal_bits
 from true_on_policy.contract.cpu import DTYPES, Contract
@@ -265,7 +264,7 @@ ROWWISE: dict[str, Callable[[Tensor], Tensor]] = {
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m lab.exhaustive", description=__doc__)
-    parser.add_argument("--backend", choices=("native", tile.TILE.name, "stock"), default="native")
+    parser.add_argument("--backend", choices=("native", "stock"), default="native")
     parser.add_argument("--dtype", choices=tuple(DTYPES), nargs="+", default=list(DTYPES))
     parser.add_argument("--threads", type=numerals.count, default=1)
     parser.add_argument("--depths", type=numerals.count, nargs="+", default=AWKWARD, help="K")
