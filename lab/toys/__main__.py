@@ -15,14 +15,11 @@ if __name__ == "__main__":
 import importlib
 import json
 from pathlib import Path
-from typing import Any
 
 from lab.provenance import parser_of
-from lab.records import records
 
 TOYS = {name: f"lab.toys.{name}" for name in (
-    *("async_rewards", "collapse", "experts", "presets"),
-    *("real_model_rl", "real_model_window", "report_collapse", "truly_on_policy"),
+    "collapse", "experts", "presets", "report_collapse", "truly_on_policy",
 )} | {"async": "lab.toys.asynchrony"}  # fmt: skip
 """The module that draws each experiment, by the name of its record."""
 RESULTS = Path("lab/results")
@@ -37,18 +34,9 @@ def main() -> int:
     if unknown := [name for name in options.names if name not in TOYS]:
         parser.error(f"no experiment {', '.join(unknown)}; choose from {', '.join(sorted(TOYS))}")
     for name in options.names or TOYS:
-        toy, content, page = importlib.import_module(TOYS[name]), record(name), RESULTS / f"{name}.md"
-        page.write_text(toy.markdown(content), encoding="utf-8")
+        toy, record = importlib.import_module(TOYS[name]), RESULTS / f"{name}.json"
+        content = json.loads(record.read_text(encoding="utf-8"))
+        record.with_suffix(".md").write_text(toy.markdown(content), encoding="utf-8")
         if hasattr(toy, "draw"):
-            toy.draw(content, page.with_suffix(".png"))
+            toy.draw(content, record.with_suffix(".png"))
     return 0
-
-
-def record(name: str) -> dict[str, Any]:
-    """Read the record of an experiment; of one with an archive, the record of each run by the run's name."""
-    file = RESULTS / f"{name}.json"
-    return (
-        json.loads(file.read_text(encoding="utf-8"))
-        if file.exists()
-        else records(file.with_suffix(".tar.xz"))
-    )

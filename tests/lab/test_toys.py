@@ -15,7 +15,7 @@ from lab.experiments import recipe
 from lab.experiments.runner import run_arms, training
 from lab.host.cli.arguments import parse_args
 from lab.host.folders import SUMMARY
-from lab.toys.__main__ import RESULTS, TOYS, record
+from lab.toys.__main__ import RESULTS, TOYS
 from lab.toys.asynchrony import gains
 from lab.toys.experts import markdown as page_of_experts
 from mis_plugins.__main__ import load
@@ -29,9 +29,9 @@ DENSE = {name: file for name, file in presets().items() if not load(file).reads_
 
 @pytest.mark.parametrize("name", TOYS)
 def test_a_page_and_its_picture_are_those_of_the_record(name: str, tmp_path: Path) -> None:
-    toy, content = importlib.import_module(TOYS[name]), record(name)
-    page = ROOT / RESULTS / f"{name}.md"
-    assert page.read_text() == toy.markdown(content), f"python -m lab.toys {name}"
+    toy, record = importlib.import_module(TOYS[name]), ROOT / RESULTS / f"{name}.json"
+    content = json.loads(record.read_text())
+    assert record.with_suffix(".md").read_text() == toy.markdown(content), f"python -m lab.toys {name}"
     if hasattr(toy, "draw"):
         toy.draw(content, tmp_path / "a.png")
         assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
