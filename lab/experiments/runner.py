@@ -6,7 +6,7 @@
     if code := run_arms(arms, options.processes, this_code()):   # what this code finished is not repeated
         return code
     content = {"measured_with": made_with("bash scripts/NAME.sh"), **numbers(arms)}
-    publish(options.results / "NAME", content, markdown(content), {"": partial(draw, content)})
+    write_record(options.results / "NAME.json", content, markdown(content))
 
 An arm is finished when its folder holds a stamp of its settings and of the code. Ctrl-C lets the running arms end their
 rollout, starts no more, and leaves complete files; a second Ctrl-C kills them. A failed arm lets the others finish.
@@ -238,19 +238,3 @@ def parsed(parser: ArgumentParser, name: str, seeds: bool = True) -> Namespace:
 def made_with(program: str) -> dict[str, str]:
     """Describe what the results are measured with, as of now."""
     return measured_with(as_given(program, sys.argv[1:]), MEASURED_CODE)
-
-
-def publish(
-    target: Path, content: Mapping[str, Any], text: str, pictures: Mapping[str, Callable[[Path], None]]
-) -> None:
-    """Write results: TARGET.json, TARGET.md and the pictures, and say where.
-
-    Args:
-        pictures: by the text between the target's name and `.png`, the function that draws to that path.
-    """
-    target.parent.mkdir(parents=True, exist_ok=True)
-    write_json(target.with_suffix(".json"), content)
-    target.with_suffix(".md").write_text(text)
-    for suffix, draw in pictures.items():
-        draw(target.with_name(f"{target.name}{suffix}.png"))
-    print(f"wrote {target.parent}")
