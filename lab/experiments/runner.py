@@ -31,14 +31,14 @@ from typing import Any
 from torch.multiprocessing.spawn import ProcessContext, ProcessExitedException, start_processes
 
 from lab.host.cli.arguments import parse_args
-from lab.host.folders import add_folders, set_aside, with_folders
+from lab.host.folders import set_aside
 from lab.host.report import write_json
 from mis_plugins.shared.numerals import count, whole
 from mis_plugins.shared.provenance import as_given, committed_tree, measured_with
 from mis_plugins.shared.shell import INTERRUPTED, add_version
 
 STAMP, LOG = "made_of.json", "run.log"
-SEEDS = (0, 1, 2)
+SEEDS, RESULTS = (0, 1, 2), Path("lab/results")
 MEASURED_CODE = ("mis_plugins", "lab", "scripts", ":!lab/results")
 
 
@@ -224,15 +224,21 @@ def _ended(process: ProcessContext) -> int | None:
         return 1
 
 
-def parsed(parser: ArgumentParser, name: str, seeds: bool = True) -> Namespace:
+def parsed(parser: ArgumentParser, name: str) -> Namespace:
     """Parse the options of the experiment `name`: its own, and the options that all experiments have."""
-    add_folders(parser, name)
+    folders, smoke = {"runs": Path("runs") / name, "results": RESULTS}, Path("runs") / f"{name}-smoke"
+    for flag, usual in folders.items():
+        told = f"(default: {usual}; with --smoke {smoke})"
+        parser.add_argument(f"--{flag}", type=Path, metavar="FOLDER", help=told)
     parser.add_argument("--processes", type=count, default=2, help="runs at a time (default: %(default)s)")
-    if seeds:
-        parser.add_argument("--seeds", type=whole, nargs="+", default=SEEDS, help="(default: 0 1 2)")
+    parser.add_argument("--seeds", type=whole, nargs="+", default=SEEDS, help="(default: 0 1 2)")
     parser.add_argument("--smoke", action="store_true", help="tiny runs that only show that everything works")
     add_version(parser)
-    return with_folders(parser.parse_args(), name)
+    options = parser.parse_args()
+    for flag, usual in folders.items():
+        if getattr(options, flag) is None:
+            setattr(options, flag, smoke if options.smoke else usual)
+    return options
 
 
 def made_with(program: str) -> dict[str, str]:
