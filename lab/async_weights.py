@@ -24,10 +24,10 @@ from typing import Any
 import torch.distributed as dist
 import yaml
 
-from lab.experiments.runner import Arm, in_ranks, made_with, parsed, publish, run_arms, this_code
+from lab.experiments.runner import Arm, in_ranks, made_with, parsed, run_arms, this_code
 from lab.host.cli.arguments import parse_args
 from lab.host.report import write_json
-from lab.provenance import markdown_table
+from lab.provenance import markdown_table, write_record
 
 PROGRAM = "bash scripts/experiment-async-weights.sh"
 RECIPE = (
@@ -73,7 +73,8 @@ def main() -> int:
         "seeds": list(options.seeds),
         "measured_with": made,
     }
-    publish(options.results / "async_weights", content, markdown(content), {})
+    write_record(options.results / "async_weights.json", content, markdown(content))
+    print(f"wrote {options.results}")
     return 0
 
 

@@ -28,9 +28,7 @@ if __name__ == "__main__":
 import importlib
 import importlib.util
 import itertools
-import os
 import resource
-import subprocess
 import sys
 import time
 import warnings
@@ -332,7 +330,6 @@ def parse_arguments() -> Namespace:
     )
     parser.add_argument("--metrics", choices=METRICS, default="full", help="of ours")
     parser.add_argument("--json", type=target, help="write the figures here, and beside it a .md")
-    parser.add_argument("--thp", action="store_true", help="again in a child with transparent huge pages")
     parser.add_argument("--smoke", action="store_true", help="two small shapes, a few calls")
     return parser.parse_args()
 
@@ -353,28 +350,14 @@ def main() -> int:
     for path in (OURS, arguments.baseline):
         load(path)
     rows = measure_all(arguments)
-    pages = "huge pages" if os.environ.get("THP_MEM_ALLOC_ENABLE") == "1" else "ordinary pages"
-    print(f"ours against {arguments.baseline} ({pages})")
+    print(f"ours against {arguments.baseline}")
     print_table(HEADINGS, lines(rows))
     if arguments.json:
         write_results(arguments.json, rows, provenance(_checkout(arguments.baseline)), arguments.baseline)
-    return _with_huge_pages() if arguments.thp else 0
+    return 0
 
 
 def _checkout(baseline: str) -> dict[str, Path]:
     """Find the folder of the baseline's source, for its commit; none where the baseline is the loop."""
     source = sys.modules[baseline.rpartition(".")[0]].__file__
     return {"baseline": Path(source).parent} if source and baseline != LOOP else {}
-
-
-def _with_huge_pages() -> int:
-    """Measure again with huge pages, in a new process: the allocator reads the variable once.
-
-    Page faults cost time with large CPU tensors, and on no GPU.
-    """
-    words = [word for word in sys.argv if word != "--thp"]
-    if "--json" in words:
-        at = words.index("--json") + 1
-        words[at] = str(Path(words[at]).with_suffix(".thp.json"))
-    environment = {**os.environ, "THP_MEM_ALLOC_ENABLE": "1"}
-    return subprocess.run([sys.executable, *words], env=environment, check=False).returncode

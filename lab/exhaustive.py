@@ -1,22 +1,14 @@
-"""Try every way in which a batch could change the bits of a row: `python -m lab.exhaustive`.
+"""Try every way in which a batch could change the bits of a row.
 
-Each comparison is one call against the same rows of another call. The program runs on whatever kernels are installed,
-so the stock kernels are its control. The digest covers every reference result: two runs with one digest agree by bytes.
+Each comparison is one call against the same rows of another call, on whatever kernels are pinned, so that the stock
+kernels are the control. The digest covers every reference result: two runs with one digest agree by bytes.
 """
 
 from __future__ import annotations
 
-if __name__ == "__main__":
-    from mis_plugins.shared.shell import run_command
-
-    run_command("lab.exhaustive:main")
-
-import argparse
 import hashlib
-import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import product
@@ -26,11 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lab import tile
-from mis_plugins.shared import numerals
 from true_on_policy.bitwise import equal_bits
-from true_on_policy.contract.cpu import DTYPES, Contract
-from true_on_policy.kernels.pin import pinned
 
 AWKWARD = (33, 37, 100, 130, 2560)
 MOST_ROWS = 64
@@ -261,37 +249,3 @@ ROWWISE: dict[str, Callable[[Tensor], Tensor]] = {
     "sigmoid": torch.sigmoid,
     "rsqrt": lambda x: torch.rsqrt(x.abs() + 1),
 }
-
-
-def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m lab.exhaustive", description=__doc__)
-    parser.add_argument("--backend", choices=("native", tile.TILE.name, "stock"), default="native")
-    parser.add_argument("--dtype", choices=tuple(DTYPES), nargs="+", default=list(DTYPES))
-    parser.add_argument("--threads", type=numerals.count, default=1)
-    parser.add_argument("--depths", type=numerals.count, nargs="+", default=AWKWARD, help="K")
-    parser.add_argument("--columns", type=numerals.count, nargs="+", default=AWKWARD, help="N")
-    parser.add_argument("--few-rows", action="store_true", help=f"M in {FEW} instead of 1 to {MOST_ROWS}")
-    options = parser.parse_args(arguments)
-    torch.set_num_threads(options.threads)
-    reports = [_report(options, dtype) for dtype in options.dtype]
-    for report in reports:
-        print(json.dumps(report))
-    return 1 if any(report["failed"] for report in reports) else 0
-
-
-def _report(options: argparse.Namespace, dtype: str) -> dict[str, object]:
-    stock = options.backend == "stock"
-    with nullcontext() if stock else pinned(Contract(backend=options.backend, dtype=dtype)):
-        tally = run(DTYPES[dtype], options.depths, options.columns, not options.few_rows)
-    return {
-        "backend": options.backend,
-        "dtype": dtype,
-        "threads": options.threads,
-        "depths": list(options.depths),
-        "columns": list(options.columns),
-        "compared": tally.compared.total(),
-        "failed": tally.failed.total(),
-        "families": {name: [tally.compared[name], tally.failed[name]] for name in tally.compared},
-        "first_failures": tally.labels[:5],
-        "digest": tally.digest,
-    }

@@ -17,15 +17,11 @@ class Host:
     """A host as the lab drives it: the paths of its modules, and the signatures of its functions.
 
     Attributes:
-        step_loss_module: the module that scales a micro-batch's loss.
-        step_log_module: the module that reduces a step's logs.
         formats: the `qkv_format`s that the host knows.
     """
 
     name: str
     loss_module: str
-    step_loss_module: str
-    step_log_module: str
     cp_module: str
     tis_path: str
     formats: tuple[str, ...]
@@ -62,8 +58,6 @@ HOSTS = {
     "miles": Host(
         "miles",
         "miles.backends.training_utils.loss_hub.losses",
-        "miles.backends.training_utils.loss",
-        "miles.backends.training_utils.log_utils",
         "miles.backends.training_utils.cp_utils",
         "examples.infra_features.train_infer_mismatch_helper.mis.compute_mis_weights_with_cp",
         ("thd", "bshd"),
@@ -71,8 +65,6 @@ HOSTS = {
     "slime": Host(
         "slime",
         "slime.backends.megatron_utils.loss",
-        "slime.backends.megatron_utils.loss",
-        "slime.observability.train_metric_utils",
         "slime.backends.megatron_utils.cp_utils",
         "examples.train_infer_mismatch_helper.mis.compute_mis_weights_with_cp",
         ("thd",),

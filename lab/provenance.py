@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from mis_plugins.shared.files import write_text
 from mis_plugins.shared.provenance import as_given, as_markdown, measured_with
 
 __all__ = ["as_markdown", "markdown_table", "parser_of", "provenance", "target", "write_record"]
@@ -29,10 +30,10 @@ def markdown_table(headings: Sequence[str], rows: Iterable[Sequence[object]]) ->
 
 
 def write_record(path: Path, content: Mapping[str, Any], text: str) -> None:
-    """Write a record to `path` as JSON for programs, and to a .md beside it for people."""
+    """Write a record to `path` as JSON for programs, and to a .md beside it for people, each whole or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-    path.with_suffix(".md").write_text(text, encoding="utf-8")
+    write_text(path, json.dumps(content, indent=1) + "\n")
+    write_text(path.with_suffix(".md"), text)
 
 
 def provenance(checkouts: dict[str, Path] | None = None) -> dict[str, str]:

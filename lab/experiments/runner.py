@@ -6,7 +6,7 @@
     if code := run_arms(arms, options.processes, this_code()):   # what this code finished is not repeated
         return code
     content = {"measured_with": made_with("bash scripts/NAME.sh"), **numbers(arms)}
-    publish(options.results / "NAME", content, markdown(content), {"": partial(draw, content)})
+    write_record(options.results / "NAME.json", content, markdown(content))
 
 An arm is finished when its folder holds a stamp of its settings and of the code. Ctrl-C lets the running arms end their
 rollout, starts no more, and leaves complete files; a second Ctrl-C kills them. A failed arm lets the others finish.
@@ -31,14 +31,14 @@ from typing import Any
 from torch.multiprocessing.spawn import ProcessContext, ProcessExitedException, start_processes
 
 from lab.host.cli.arguments import parse_args
-from lab.host.folders import add_folders, set_aside, with_folders
+from lab.host.folders import set_aside
 from lab.host.report import write_json
 from mis_plugins.shared.numerals import count, whole
 from mis_plugins.shared.provenance import as_given, committed_tree, measured_with
 from mis_plugins.shared.shell import INTERRUPTED, add_version
 
 STAMP, LOG = "made_of.json", "run.log"
-SEEDS = (0, 1, 2)
+SEEDS, RESULTS = (0, 1, 2), Path("lab/results")
 MEASURED_CODE = ("mis_plugins", "lab", "scripts", ":!lab/results")
 
 
@@ -249,33 +249,23 @@ def _ended(process: ProcessContext) -> int | None:
         return 1
 
 
-def parsed(parser: ArgumentParser, name: str, seeds: bool = True) -> Namespace:
+def parsed(parser: ArgumentParser, name: str) -> Namespace:
     """Parse the options of the experiment `name`: its own, and the options that all experiments have."""
-    add_folders(parser, name)
+    folders, smoke = {"runs": Path("runs") / name, "results": RESULTS}, Path("runs") / f"{name}-smoke"
+    for flag, usual in folders.items():
+        told = f"(default: {usual}; with --smoke {smoke})"
+        parser.add_argument(f"--{flag}", type=Path, metavar="FOLDER", help=told)
     parser.add_argument("--processes", type=count, default=2, help="runs at a time (default: %(default)s)")
-    if seeds:
-        parser.add_argument("--seeds", type=whole, nargs="+", default=SEEDS, help="(default: 0 1 2)")
+    parser.add_argument("--seeds", type=whole, nargs="+", default=SEEDS, help="(default: 0 1 2)")
     parser.add_argument("--smoke", action="store_true", help="tiny runs that only show that everything works")
     add_version(parser)
-    return with_folders(parser.parse_args(), name)
+    options = parser.parse_args()
+    for flag, usual in folders.items():
+        if getattr(options, flag) is None:
+            setattr(options, flag, smoke if options.smoke else usual)
+    return options
 
 
 def made_with(program: str) -> dict[str, str]:
     """Describe what the results are measured with, as of now."""
     return measured_with(as_given(program, sys.argv[1:]), MEASURED_CODE)
-
-
-def publish(
-    target: Path, content: Mapping[str, Any], text: str, pictures: Mapping[str, Callable[[Path], None]]
-) -> None:
-    """Write results: TARGET.json, TARGET.md and the pictures, and say where.
-
-    Args:
-        pictures: by the text between the target's name and `.png`, the function that draws to that path.
-    """
-    target.parent.mkdir(parents=True, exist_ok=True)
-    write_json(target.with_suffix(".json"), content)
-    target.with_suffix(".md").write_text(text)
-    for suffix, draw in pictures.items():
-        draw(target.with_name(f"{target.name}{suffix}.png"))
-    print(f"wrote {target.parent}")

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from lab.provenance import as_markdown, markdown_table
+from lab.provenance import as_markdown, markdown_table, write_record
 from true_on_policy.verify.links import Link
 
 
@@ -66,19 +65,10 @@ def exit_code(sections: Sequence[Section]) -> int:
 
 
 def write(path: Path, measured: dict[str, str], sections: Sequence[Section]) -> None:
-    """Write the sections to `path` as JSON and to a .md beside it, whole or not at all: a session can be cut off."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    """Write the sections to `path` as JSON and to a .md beside it."""
     listed = [asdict(section) for section in sections]
-    text = json.dumps({"measured with": measured, "sections": listed}, indent=1)
-    _replace(path, f"{text}\n")
     tables = "\n".join(_section(section) for section in sections)
-    _replace(path.with_suffix(".md"), f"{as_markdown(measured)}\n{tables}")
-
-
-def _replace(path: Path, text: str) -> None:
-    partial = path.with_name(f"{path.name}.partial")
-    partial.write_text(text, encoding="utf-8")
-    partial.replace(path)
+    write_record(path, {"measured with": measured, "sections": listed}, f"{as_markdown(measured)}\n{tables}")
 
 
 def _section(section: Section) -> str:

@@ -1,4 +1,4 @@
-"""Where runs and experiments write: no run is written over an earlier one, and those of ``--smoke`` are kept apart.
+"""Where runs and experiments write: no run is written over an earlier one.
 
 A run that would meet an earlier one in its folder takes the next number: FOLDER-2, FOLDER-3 and so on. An experiment
 finds its runs by name: there the earlier run takes the number.
@@ -10,7 +10,7 @@ import itertools
 import json
 import os
 import sys
-from argparse import ArgumentParser, Namespace
+from argparse import Namespace
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -18,7 +18,6 @@ from mis_plugins.errors import ConfigError
 
 METRICS, SUMMARY, CURVES, STEPS = "metrics.jsonl", "summary.json", "curves.png", "steps.jsonl"
 CHECKPOINT = "checkpoint.pt"
-RESULTS = Path("lab/results")
 
 
 def run_folder(args: Namespace) -> Path:
@@ -83,22 +82,3 @@ def _numbered(folder: Path) -> Path:
     whole = folder.resolve() if folder.name in ("", "..") else folder
     names = (whole.with_name(f"{whole.name}-{number}") for number in itertools.count(2))
     return next(path for path in names if not path.exists() or (path.is_dir() and not any(path.iterdir())))
-
-
-def add_folders(parser: ArgumentParser, name: str) -> None:
-    """``--runs`` and ``--results`` of the experiment of this name."""
-    for flag, usual in (("--runs", Path("runs") / name), ("--results", RESULTS)):
-        parser.add_argument(
-            flag, type=Path, metavar="FOLDER", help=f"(default: {usual}; with --smoke {_smoke(name)})"
-        )
-
-
-def with_folders(options: Namespace, name: str) -> Namespace:
-    """The options, with the folders that were not given filled in."""
-    runs, results = (_smoke(name),) * 2 if options.smoke else (Path("runs") / name, RESULTS)
-    filled = {"runs": options.runs or runs, "results": options.results or results}
-    return Namespace(**{**vars(options), **filled})
-
-
-def _smoke(name: str) -> Path:
-    return Path("runs") / f"{name}-smoke"

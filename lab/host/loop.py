@@ -52,7 +52,7 @@ from mis_plugins.hosts.step_report import RECORDER
 from mis_plugins.shared.shell import Unread
 
 Row = dict[str, int | float]
-"""Metrics of one rollout; the names are those of ``report.Record``, and the hook's own."""
+"""Metrics of one rollout, under the names that ``report`` tells and the hook's own."""
 
 COSINE_ROLLOUTS = 4
 """Rollouts pooled into each gradient whose direction is compared."""

@@ -1,4 +1,19 @@
-"""What a run shows and leaves: a live table, metrics.jsonl, summary.json, curves.png, a sentence."""
+"""What a run shows and leaves: a live table, metrics.jsonl, summary.json, curves.png, a sentence.
+
+A rollout's record in metrics.jsonl has these keys, and the metrics of the TIS hook under their own names.
+
+rollout: index of the rollout, from 0.
+reward_rollout: mean reward of the training samples, which the rollout policy drew.
+eval_trainer, eval_rollout: mean reward of either policy on held-out prompts, with the weights that drew this rollout;
+    rollout 0 therefore shows the start. Absent between evaluations.
+k3_kl: k3 estimate of KL(rollout policy || trainer policy) per token of the training samples; absent where no log-probs
+    were recomputed for a custom loss.
+kept_fraction: tokens that pass rejection over tokens in the loss; absent where a custom loss does not tell.
+grad_norm, loss: means over the optimizer steps of this rollout.
+grad_cosine: cosine of this rollout's gradient, as corrected, to an on-policy one at the same weights; absent where
+    none was asked for.
+seconds: wall time of this rollout, evaluation included.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 from types import TracebackType
-from typing import Any, NotRequired, TypedDict
+from typing import Any, TypedDict
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -24,33 +39,6 @@ from rich.table import Table
 from mis_plugins.shared.files import replaced, write_text
 from mis_plugins.shared.palette import FRAME, GRID, TEXT, color
 from mis_plugins.shared.terminal import steered
-
-
-class Record(TypedDict):
-    """The keys every rollout records; the metrics of the TIS hook stand beside them, under their own names.
-
-    rollout: index of the rollout, from 0.
-    reward_rollout: mean reward of the training samples, which the rollout policy drew.
-    eval_trainer, eval_rollout: mean reward of either policy on held-out prompts, with the weights that drew
-        this rollout; rollout 0 therefore shows the start.
-    k3_kl: k3 estimate of KL(rollout policy || trainer policy) per token of the training samples; absent where no
-        log-probs were recomputed for a custom loss.
-    kept_fraction: tokens that pass rejection over tokens in the loss; absent where a custom loss does not tell.
-    grad_norm, loss: means over the optimizer steps of this rollout.
-    grad_cosine: cosine of this rollout's gradient, as corrected, to an on-policy one at the same weights.
-    seconds: wall time of this rollout, evaluation included.
-    """
-
-    rollout: int
-    reward_rollout: float
-    eval_trainer: NotRequired[float]
-    eval_rollout: NotRequired[float]
-    k3_kl: NotRequired[float]
-    kept_fraction: NotRequired[float]
-    grad_norm: float
-    loss: float
-    grad_cosine: NotRequired[float]
-    seconds: float
 
 
 class Summary(TypedDict):

@@ -171,7 +171,7 @@ the batch from the trainer that calls it. Miles on FSDP calls no such hook. Ther
 The log says once that a step had such samples, with or without the step hook, whatever `metrics` is but `none`. The
 right column is exact in all cases. With 4 of 16 samples removed, the reductions of both hosts give
 [Miles's log](../lab/results/masked_samples_miles.md) and
-[slime's](../lab/results/masked_samples_slime.md) (`python -m lab.masked_samples`).
+[slime's](../lab/results/masked_samples_slime.md).
 """
 
 VANISHED = """\

@@ -51,7 +51,6 @@ class Batch:
     """A micro-batch before any CP split; lists hold one tensor a sequence: logits [L, V], tokens [L], or [response]."""
 
     name: str
-    prompt_lengths: list[int]
     logits: list[Tensor]
     tokens: list[Tensor]
     loss_masks: list[Tensor]
@@ -93,7 +92,7 @@ def make_batch(
     advantages = [torch.randn(()).expand(r).clone() for r in responses]
     reference = [p + 0.3 * torch.randn(len(p)) for p in proximal]
     sums = [m.sum() for m in masks]
-    return Batch(name, prompts, logits, tokens, masks, proximal, behavior, advantages, sums, reference)
+    return Batch(name, logits, tokens, masks, proximal, behavior, advantages, sums, reference)
 
 
 def _log_probs(logits: Tensor, tokens: Tensor, response: int) -> Tensor:

@@ -152,8 +152,8 @@ class _Record:
 Ask = Callable[[Case, Batch, str], Outcome]
 
 
-def asker(host: Host, per_token_loss: bool, qkv_format: str = "thd", **more: Any) -> Ask:
+def asker(host: Host, per_token_loss: bool, qkv_format: str = "thd") -> Ask:
     def ask(case: Case, batch: Batch, tis_path: str) -> Outcome:
-        return drive(host, host_args(case.flat_keys(), tis_path, per_token_loss, qkv_format, **more), batch)
+        return drive(host, host_args(case.flat_keys(), tis_path, per_token_loss, qkv_format), batch)
 
     return ask

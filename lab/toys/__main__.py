@@ -1,8 +1,8 @@
-"""Pages and pictures of toy experiments, drawn anew from their records.
+"""Pictures of toy experiments, drawn anew from their records, and the page of the report's.
 
     python -m lab.toys [NAME ...]
 
-What ran an experiment lies in the commit that its record names.
+What ran an experiment lies in the history (`docs/results.md`).
 """
 
 from __future__ import annotations
@@ -18,10 +18,11 @@ from pathlib import Path
 
 from lab.provenance import parser_of
 
-TOYS = {name: f"lab.toys.{name}" for name in (
-    "async_rewards", "collapse", "experts", "presets", "real_model_window", "report_collapse", "truly_on_policy",
-)} | {"async": "lab.toys.asynchrony"}  # fmt: skip
-"""The module that draws each experiment, by the name of its record."""
+DRAWN = {name: f"lab.toys.{name}" for name in ("collapse", "experts", "presets", "truly_on_policy")}
+DRAWN["async"] = "lab.toys.async_picture"
+WRITTEN = {"report_collapse": "lab.toys.report_collapse"}
+TOYS = DRAWN | WRITTEN
+"""The module that draws or writes each experiment, by the name of its record."""
 RESULTS = Path("lab/results")
 
 
@@ -36,7 +37,8 @@ def main() -> int:
     for name in options.names or TOYS:
         toy, record = importlib.import_module(TOYS[name]), RESULTS / f"{name}.json"
         content = json.loads(record.read_text(encoding="utf-8"))
-        record.with_suffix(".md").write_text(toy.markdown(content), encoding="utf-8")
-        if hasattr(toy, "draw"):
+        if name in DRAWN:
             toy.draw(content, record.with_suffix(".png"))
+        else:
+            record.with_suffix(".md").write_text(toy.markdown(content), encoding="utf-8")
     return 0

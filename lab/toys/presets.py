@@ -9,43 +9,7 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from lab.provenance import markdown_table
 from mis_plugins.shared.palette import BLACK, BLUE, FRAME, GRID, SKY
-from mis_plugins.shared.provenance import as_markdown
-
-HEADINGS = ("preset", "trainer", "rollout", "k3", "ESS", "kept", "formula")
-
-
-def markdown(content: Mapping[str, Any]) -> str:
-    """Return the page: how to read the table, and the table."""
-    presets = content["presets"]
-    start = next(iter(presets.values()))
-    head = [
-        "# Every preset on one run that collapses",
-        "",
-        "Drawn by `python -m lab.toys presets`. A Megatron-core policy reverses six digits; an engine with emulated",
-        "int3 weights samples it; only failures push (advantage R - 1), so that the uncorrected run falls. Rewards on",
-        "256 held-out prompts, sampled (standard error up to 0.03), of the trainer's float32 policy and of the rollout",
-        "policy, mean over the last tenth of the run. k3: KL(rollout || trainer) a token. ESS: (sum w)^2 / (n sum w^2)",
-        "of the weights applied. Kept: share of tokens whose policy loss counts. All three are means over the run.",
-        f"Start: trainer {start['trainer_start']:.2f}, rollout {start['rollout_start']:.2f} (int3).",
-        "",
-        "Read it with care. One seed, one toy task, nothing was tuned: presets of one formula have equal rows, others",
-        "may differ by chance. int3 mismatches a hundred times as much as a real engine, and the windows of many",
-        "presets were made for real ones: [0.99, 1.001] keeps a few tokens in a hundred here. That does not make a run",
-        "safe: AdamW divides by the gradient's own size, so that even a few sequences move the policy by whole steps.",
-        "",
-        f"    {content['recipe']}",
-        "",
-    ]
-    table = markdown_table(HEADINGS, (_row(name, one) for name, one in presets.items()))
-    return "\n".join([*head, table, as_markdown(content["measured_with"])])
-
-
-def _row(name: str, one: Mapping[str, Any]) -> list[str]:
-    numbers = [f"{one[key]:.2f}" for key in ("trainer_final", "rollout_final")]
-    numbers += [f"{one['k3_kl']:.3f}", *(f"{one[key]:.2f}" for key in ("ess", "kept"))]
-    return [name, *numbers, one["formula"].replace("|", "\\|")]
 
 
 def draw(content: Mapping[str, Any], path: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-TOYS = "collapse experts presets async_rewards report_collapse truly_on_policy real_model_window".split()
+TOYS = "collapse experts presets report_collapse truly_on_policy".split()
 MOVED = {
     "mis_plugins.hooks": "lab.host.asynchronous.update_hooks",
     "mis_plugins.local": "lab.host",

@@ -1,7 +1,6 @@
 """Rollout and trainer log-probs, compared on the training path: what is equal, when it is read, what stops the run.
 
-slime is stood in for by a module of its name, with Megatron's real groups; lab/host_comparison.py asks the real
-hosts. The embedded host runs as it is.
+slime is stood in for by a module of its name, with Megatron's real groups. The embedded host runs as it is.
 """
 
 from __future__ import annotations

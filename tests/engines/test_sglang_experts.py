@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from expert_alignments import SIZES, TOKENS, Case
 from safetensors.torch import load_file, save_file
 
-from lab.expert_alignments import SIZES, TOKENS, Case
 from true_on_policy.bitwise import equal_bits
 from true_on_policy.contract.cpu import Contract
 from true_on_policy.engines.server import HERE, interpreter

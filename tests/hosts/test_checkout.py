@@ -157,8 +157,6 @@ def test_a_folder_without_a_host_is_refused(tmp_path: Path, capsys: pytest.Captu
 
 
 @pytest.mark.parametrize("flags", [["--history"], ["--history", "--since", "2026-03-01"]])
-def test_the_history_is_the_labs(
-    flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_history_is_gits(flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, text = told(capsys, *flags, tmp_path)
-    assert code == 2 and "python -m lab.host_history DIRECTORY" in text
+    assert code == 2 and "git bisect run python -m mis_plugins hosts check ." in text

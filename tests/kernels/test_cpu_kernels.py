@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import json
-import os
 import platform
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -15,21 +11,18 @@ from tolerances import attention_atol, gradient_rtol, product_atol
 from torch.utils.checkpoint import checkpoint
 
 from lab import exhaustive
-from lab.tile import TILE
 from true_on_policy.bitwise import equal_bits
 from true_on_policy.contract.cpu import DTYPES, Contract
 from true_on_policy.errors import PinError
 from true_on_policy.kernels import native as build
 from true_on_policy.kernels.pin import pinned
 
-BACKENDS = ("native", TILE.name)
 SHORT = (33, 100, 130)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_no_row_notices_its_company(backend, dtype):
-    with pinned(Contract(backend=backend, dtype=dtype)):
+def test_no_row_notices_its_company(dtype):
+    with pinned(Contract(dtype=dtype)):
         tally = exhaustive.run(DTYPES[dtype], SHORT, SHORT, every_row=False)
     assert tally.labels == []
     assert tally.compared.total() > 3000
@@ -53,35 +46,27 @@ def test_stock_kernels_fail(dtype, families):
     assert families <= set(tally.failed)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_threads_do_not_change_a_bit(backend):
-    reports = [report for threads in (1, 2, 3) for report in suite(backend, threads)]
-    assert {report["failed"] for report in reports} == {0}
-    for dtype in DTYPES:
-        assert len({report["digest"] for report in reports if report["dtype"] == dtype}) == 1
-
-
-def suite(backend: str, threads: int) -> list[dict]:
-    """Both dtypes in a process of its own; at K of 2560 the stock products do depend on threads."""
-    arguments = f"--few-rows --backend {backend} --threads {threads} --depths 37 2560 --columns 300".split()
-    command = [sys.executable, "-m", "lab.exhaustive", *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200, env=environment())
-    assert done.returncode == 0, done.stdout + done.stderr
-    return [json.loads(line) for line in done.stdout.splitlines()]
-
-
-def environment() -> dict[str, str]:
-    passive = {"OMP_WAIT_POLICY": "passive"}  # threads that spin stall each other on shared cores
-    return os.environ | passive | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_threads_do_not_change_a_bit(dtype):
+    """At K of 2560 the stock products do depend on threads."""
+    before, tallies = torch.get_num_threads(), []
+    try:
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            with pinned(Contract(dtype=dtype)):
+                tallies.append(exhaustive.run(DTYPES[dtype], (37, 2560), (300,), every_row=False))
+    finally:
+        torch.set_num_threads(before)
+    assert all(tally.labels == [] for tally in tallies)
+    assert len({tally.digest for tally in tallies}) == 1
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("depth", [1, 33, 128, 1100])
-def test_products_are_right(backend, dtype, depth):
+def test_products_are_right(dtype, depth):
     torch.manual_seed(depth)
     a, b, bias = (torch.randn(size).to(DTYPES[dtype]) for size in ((35, depth), (depth, 50), (50,)))
-    with pinned(Contract(backend=backend, dtype=dtype)):
+    with pinned(Contract(dtype=dtype)):
         plain, biased = a @ b, torch.addmm(bias, a, b, beta=2, alpha=0.5)
         batched = torch.baddbmm(bias[None, None], a[None], b[None], beta=0)
     exact = a.double() @ b.double()
@@ -90,20 +75,18 @@ def test_products_are_right(backend, dtype, depth):
     assert ((biased.double() - (2 * bias.double() + 0.5 * exact)).abs() <= product_atol(a, b, bias)).all()
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("sizes", [(0, 5, 3), (4, 0, 3), (4, 5, 0)])
-def test_empty_products(backend, sizes):
+def test_empty_products(sizes):
     rows, depth, columns = sizes
-    with pinned(Contract(backend=backend)):
+    with pinned(Contract()):
         result = torch.ones(rows, depth) @ torch.ones(depth, columns)
     assert equal_bits(result, torch.zeros(rows, columns))
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_other_dtypes_and_errors_are_the_stock_ones(backend):
+def test_other_dtypes_and_errors_are_the_stock_ones():
     a, b = torch.randn(5, 7, dtype=torch.float64), torch.randn(7, 3, dtype=torch.float64)
     stock = a @ b
-    with pinned(Contract(backend=backend)):
+    with pinned(Contract()):
         assert equal_bits(a @ b, stock)
         with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
             torch.mm(torch.randn(5, 7), torch.randn(6, 3))
@@ -111,10 +94,9 @@ def test_other_dtypes_and_errors_are_the_stock_ones(backend):
             torch.mm(torch.randn(5, 7), torch.randn(7, 3, dtype=torch.bfloat16))
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_in_place_and_out_forms(backend):
+def test_in_place_and_out_forms():
     x, a, b = torch.randn(9, 100), torch.randn(9, 33), torch.randn(33, 100)
-    with pinned(Contract(backend=backend)):
+    with pinned(Contract()):
         for name in ("silu", "sigmoid", "rsqrt"):
             positive = x.abs() + 1
             function = getattr(torch.ops.aten, name)
@@ -138,37 +120,34 @@ def test_mean_has_the_shape_and_value_of_the_stock_one(shape, keepdim):
         assert torch.allclose(ours.double(), stock, atol=1e-6)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_a_row_that_sees_nothing_is_zero_and_has_no_gradient(backend):
+def test_a_row_that_sees_nothing_is_zero_and_has_no_gradient():
     query, key, value = (torch.randn(1, 2, 4, 32, requires_grad=True) for _ in range(3))
     mask = torch.ones(4, 4, dtype=torch.bool).tril()
     mask[1] = False
-    with pinned(Contract(backend=backend)):
+    with pinned(Contract()):
         out = F.scaled_dot_product_attention(query, key, value, attn_mask=mask[None, None])
         gradients = torch.autograd.grad(out[:, :, 1].sum(), (query, key, value))
     assert equal_bits(out[:, :, 1], torch.zeros(1, 2, 32))
     assert not any(gradient.any() for gradient in gradients)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_keys_with_gaps_equal_the_same_keys_without(backend):
+def test_keys_with_gaps_equal_the_same_keys_without():
     query, key, value = (torch.randn(1, 4, 40, 64) for _ in range(3))
     seen = torch.rand(40) < 0.6
-    with pinned(Contract(backend=backend)):
+    with pinned(Contract()):
         gaps = F.scaled_dot_product_attention(query, key, value, attn_mask=seen.expand(1, 1, 40, 40))
         close = F.scaled_dot_product_attention(query, key[:, :, seen], value[:, :, seen])
     assert equal_bits(gaps, close)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_a_mask_of_numbers_that_differs_between_heads(backend, dtype):
+def test_a_mask_of_numbers_that_differs_between_heads(dtype):
     query, key, value = (torch.randn(2, count, 12, 32).to(DTYPES[dtype]) for count in (4, 2, 2))
     bias = torch.randn(2, 4, 12, 12).to(DTYPES[dtype])
     bias[:, 1, :, :5] = -torch.inf
     attend = lambda *x, mask: F.scaled_dot_product_attention(*x, attn_mask=mask, enable_gqa=True)  # noqa: E731
     exact = attend(query.double(), key.double(), value.double(), mask=bias.double())
-    with pinned(Contract(backend=backend, dtype=dtype)):
+    with pinned(Contract(dtype=dtype)):
         ours = attend(query, key, value, mask=bias)
     assert (
         (ours.double() - exact).abs() <= attention_atol(query, key.repeat_interleave(2, 1), value, bias)
@@ -176,8 +155,7 @@ def test_a_mask_of_numbers_that_differs_between_heads(backend, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_gradients_with_and_without_checkpointing(backend, dtype):
+def test_gradients_with_and_without_checkpointing(dtype):
     """The stock backward takes our logsumexp; checkpointing runs our forward again, to the same bits."""
     torch.manual_seed(0)
     weight = torch.randn(64, 64, dtype=torch.float64) / 8
@@ -195,7 +173,7 @@ def test_gradients_with_and_without_checkpointing(backend, dtype):
         return torch.autograd.grad(run(*leaves).float().square().sum(), leaves)
 
     exact = gradients(layer, torch.float64)
-    with pinned(Contract(backend=backend, dtype=dtype)):
+    with pinned(Contract(dtype=dtype)):
         plain = gradients(layer, DTYPES[dtype])
         again = gradients(lambda *x: checkpoint(layer, *x, use_reentrant=False), DTYPES[dtype])
     for ours, recomputed, wanted in zip(plain, again, exact, strict=True):
@@ -250,13 +228,3 @@ def test_narrower_instructions_give_the_same_bits(monkeypatch, tmp_path):
             monkeypatch.setattr(build, "FLAGS", (*build.FLAGS, *narrower))
         assert all(equal_bits(ours, wide) for ours, wide in zip(results(), own, strict=True))
     build.library.cache_clear()
-
-
-def test_backends_have_different_bits():
-    """So one must serve both sides."""
-    x, weight = torch.randn(8, 256), torch.randn(64, 256)
-    results = []
-    for backend in BACKENDS:
-        with pinned(Contract(backend=backend)):
-            results.append(F.linear(x, weight))
-    assert not equal_bits(*results)

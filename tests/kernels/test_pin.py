@@ -8,9 +8,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from commands import ran
+from other_backend import BACKWARDS
 from torch import Tensor
 
-from lab import tile
 from true_on_policy.bitwise import equal_bits
 from true_on_policy.contract.cpu import Contract, Shapes
 from true_on_policy.errors import ContractError, PinError, ProbeError
@@ -18,7 +18,7 @@ from true_on_policy.kernels import cpu
 from true_on_policy.kernels import pin as pins
 from true_on_policy.kernels.pin import active_backend, pin, pinned
 
-NATIVE, TILE = Contract(), Contract(backend=tile.TILE.name)
+NATIVE, OTHER = Contract(), Contract(backend=BACKWARDS.name)
 
 
 def dispatcher() -> list[str]:
@@ -35,7 +35,7 @@ def found():
     assert active_backend() is None
 
 
-@pytest.mark.parametrize("contract", [NATIVE, TILE], ids=lambda contract: contract.backend)
+@pytest.mark.parametrize("contract", [NATIVE, OTHER], ids=lambda contract: contract.backend)
 def test_pinned_replaces_every_operator_and_restores_it(found, contract):
     with pinned(contract):
         inside = dispatcher()
@@ -62,8 +62,8 @@ def test_an_exception_unpins(found):
 
 def test_two_backends_at_once_are_refused():
     with pinned(NATIVE):
-        with pytest.raises(PinError, match="'tile', but 'native' is pinned"):
-            with pinned(TILE):
+        with pytest.raises(PinError, match="'backwards', but 'native' is pinned"):
+            with pinned(OTHER):
                 pass
         assert active_backend() == "native"
 
@@ -153,7 +153,7 @@ def test_a_failing_install_restores(monkeypatch, found):
 @pytest.mark.parametrize(
     ("setting", "message"),
     [
-        ({"backend": "fast"}, "contract.backend: got 'fast'; choose one of native, tile"),
+        ({"backend": "fast"}, "contract.backend: got 'fast'; choose one of native, backwards"),
         ({"dtype": "fp16"}, "contract.dtype: got 'fp16'; choose one of fp32, bf16"),
         ({"norm_order": "hf"}, "contract.norm_order: got 'hf'; choose one of engine, trainer"),
         ({"trainer_tensor_parallel": 2}, "contract.trainer_tensor_parallel: 2 but engine_tensor_parallel: 1"),

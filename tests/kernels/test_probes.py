@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lab.tile import TILE
 from true_on_policy.contract.cpu import Contract, Shapes
 from true_on_policy.errors import ProbeError
 from true_on_policy.kernels import cpu
@@ -22,9 +21,8 @@ MODEL = Shapes(
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-@pytest.mark.parametrize("backend", ["native", TILE.name])
-def test_pinned_kernels_hold_at_a_models_shapes(backend, dtype):
-    contract = Contract(backend=backend, dtype=dtype, leaves=4, shapes=MODEL)
+def test_pinned_kernels_hold_at_a_models_shapes(dtype):
+    contract = Contract(dtype=dtype, leaves=4, shapes=MODEL)
     with pinned(contract):
         assert list(failures(contract)) == []
 

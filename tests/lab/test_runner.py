@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -15,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from lab.experiments import runner
-from lab.experiments.runner import LOG, STAMP, Arm, parsed, publish, run_arms, training
+from lab.experiments.runner import LOG, STAMP, Arm, parsed, run_arms, training
 from lab.host.folders import SUMMARY
 from mis_plugins.shared import provenance
 
@@ -188,14 +187,6 @@ def test_a_smoke_run_writes_nothing_where_a_full_one_looks(monkeypatch: pytest.M
     assert folders("") == (Path("runs/name"), Path("lab/results"))
     assert folders("--smoke") == (Path("runs/name-smoke"),) * 2
     assert folders("--smoke --runs a --results b") == (Path("a"), Path("b"))
-
-
-def test_results_lie_beside_each_other(tmp_path: Path) -> None:
-    pictures = {"": lambda path: path.write_text("one"), "-b": lambda path: path.write_text("two")}
-    publish(tmp_path / "results" / "name", {"x": 1}, "text", pictures)
-    found = {path.name: path.read_text() for path in (tmp_path / "results").iterdir()}
-    assert json.loads(found.pop("name.json")) == {"x": 1}
-    assert found == {"name.md": "text", "name.png": "one", "name-b.png": "two"}
 
 
 def test_a_tree_that_no_commit_holds_has_no_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

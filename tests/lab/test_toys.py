@@ -15,9 +15,7 @@ from lab.experiments import recipe
 from lab.experiments.runner import run_arms, training
 from lab.host.cli.arguments import parse_args
 from lab.host.folders import SUMMARY
-from lab.toys.__main__ import RESULTS, TOYS
-from lab.toys.asynchrony import gains
-from lab.toys.experts import markdown as page_of_experts
+from lab.toys.__main__ import DRAWN, RESULTS, WRITTEN
 from mis_plugins.__main__ import load
 from mis_plugins.config.loading import presets
 from mis_plugins.config.reading import from_args
@@ -28,29 +26,18 @@ LOSS = "--loss-type custom_loss --custom-loss-function-path mis_plugins.mis.poli
 DENSE = {name: file for name, file in presets().items() if not load(file).reads_routes}
 
 
-@pytest.mark.parametrize("name", TOYS)
-def test_a_page_and_its_picture_are_those_of_the_record(name: str, tmp_path: Path) -> None:
-    toy, record = importlib.import_module(TOYS[name]), ROOT / RESULTS / f"{name}.json"
-    content = json.loads(record.read_text())
-    assert record.with_suffix(".md").read_text() == toy.markdown(content), f"python -m lab.toys {name}"
-    if hasattr(toy, "draw"):
-        toy.draw(content, tmp_path / "a.png")
-        assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+@pytest.mark.parametrize("name", DRAWN)
+def test_a_picture_is_drawn_from_the_record(name: str, tmp_path: Path) -> None:
+    content = json.loads((ROOT / RESULTS / f"{name}.json").read_text())
+    importlib.import_module(DRAWN[name]).draw(content, tmp_path / "a.png")
+    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_page_says_which_arms_fell() -> None:
-    content = json.loads((ROOT / RESULTS / "experts.json").read_text())
-    assert "Fell below half of the start: uncorrected (3 of 3)" in page_of_experts(content)
-    for runs in content["runs"].values():
-        for run in runs:
-            run["collapsed"] = False
-    assert "No arm collapsed" in page_of_experts(content)
-
-
-def test_a_gain_is_over_the_synchronous_run_of_the_same_round() -> None:
-    rows = [{"bound": bound, "step_seconds": 0.0, "tokens_a_second": rates, "waiting": [0.25, 0.5]}
-            for bound, rates in ((0, [1000.0, 2000.0]), (2, [1500.0, 2000.0]))]  # fmt: skip
-    assert [gain for _, gain, _ in gains({"rows": rows})] == [[1, 1], [1.5, 1]]
+@pytest.mark.parametrize("name", WRITTEN)
+def test_a_page_is_that_of_the_record(name: str) -> None:
+    record = ROOT / RESULTS / f"{name}.json"
+    page = importlib.import_module(WRITTEN[name]).markdown(json.loads(record.read_text()))
+    assert record.with_suffix(".md").read_text() == page, f"python -m lab.toys {name}"
 
 
 @pytest.mark.parametrize("estimator", recipe.ESTIMATORS)

@@ -21,10 +21,10 @@ from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
 from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
+from other_backend import BACKWARDS
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from lab.tile import TILE
 from true_on_policy.contract import rounding as rope
 from true_on_policy.contract.cpu import Contract
 from true_on_policy.contract.rounding import ORDERS, NormOrder
@@ -183,7 +183,7 @@ LEFT_OUT: dict[str, Trained] = {
     for trainer in TRAINERS
     for what, change in {
         "stock kernels": {"contract": None},
-        "another backend": {"contract": Contract(dtype="bf16", backend=TILE.name)},
+        "another backend": {"contract": Contract(dtype="bf16", backend=BACKWARDS.name)},
         "stock mm": {"stock": "mm"},
         "stock attention": {"stock": ATTENTION},
         **{str(order): {"order": order} for order in ALL_ORDERS if order != ORDER},

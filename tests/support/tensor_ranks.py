@@ -18,7 +18,6 @@ from megatron.core import parallel_state as mpu
 from torch import Tensor
 from torch.multiprocessing.spawn import start_processes
 
-from lab.tile import TILE
 from true_on_policy.contract.cpu import DTYPES, Contract
 from true_on_policy.contract.rounding import ORDERS
 from true_on_policy.kernels.pin import pinned
@@ -38,7 +37,6 @@ class Case:
     dtype: str
     order: str
     leaves: int
-    backend: str = "native"
 
     @property
     def layouts(self) -> tuple[tuple[int, int], ...]:
@@ -50,7 +48,6 @@ CASES = [
     *(Case("tiny-qwen3", dtype, order, leaves) for dtype in DTYPES for order in ORDERS for leaves in (1, 4)),
     *(Case("tiny-qwen3-tied", dtype, "sglang", leaves) for dtype in DTYPES for leaves in (1, 4)),
     *(Case(model, dtype, "sglang", 4) for model in ("tiny-llama", "tiny-qwen2.5") for dtype in DTYPES),
-    *(Case("tiny-qwen3", dtype, "sglang", 4, TILE.name) for dtype in DTYPES),
 ]
 
 
@@ -64,7 +61,7 @@ def gradients(trainer: Megatron, logits: list[Tensor]) -> dict[str, Tensor]:
 
 
 def compute(case: Case, folder: Path) -> dict:
-    contract = Contract(backend=case.backend, dtype=case.dtype, leaves=case.leaves)
+    contract = Contract(dtype=case.dtype, leaves=case.leaves)
     path = folder / case.model / case.dtype
     trainer = Megatron(path, case.dtype, ORDERS[case.order], agreed_tree(contract))
     with pinned(contract):

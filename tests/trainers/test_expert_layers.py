@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+from expert_alignments import COMPLETE, LEFT_OUT, Case, counts
 from megatron.core.transformer.moe.router_replay import RouterReplayAction
 
-from lab.expert_alignments import COMPLETE, LEFT_OUT, Case, counts
 from lab.pages.alignments import EXPERTS
 from true_on_policy.bitwise import equal_bits
 from true_on_policy.contract.cpu import Contract

@@ -9,14 +9,12 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, Qwen3Config, Qwen3ForCausalLM
 
-from lab.tile import TILE
 from true_on_policy.bitwise import equal_bits
 from true_on_policy.contract.cpu import DTYPES, Contract
 from true_on_policy.kernels.pin import pinned
 
 LENGTHS = (9, 40, 26)
 VOCAB = 333
-BACKENDS = ("native", TILE.name)
 
 
 @pytest.fixture(scope="module", params=DTYPES)
@@ -45,9 +43,8 @@ def sequences() -> list[Tensor]:
     return [torch.randint(VOCAB, (length,), generator=generator) for length in LENGTHS]
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_trainer_decode_and_chunked_prefill_have_the_same_bits(model, sequences, backend):
-    with pinned(Contract(backend=backend, dtype=name_of(model.dtype))):
+def test_trainer_decode_and_chunked_prefill_have_the_same_bits(model, sequences):
+    with pinned(Contract(dtype=name_of(model.dtype))):
         alone = [trained(model, [sequence])[0] for sequence in sequences]
         ways = {
             "right-padded batch": trained(model, sequences),
@@ -66,10 +63,9 @@ def test_stock_kernels_differ(model, sequences):
     assert not all(equal_bits(ours, theirs) for ours, theirs in zip(batch, decode, strict=True))
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_training_mode_and_checkpointing_change_no_bit(model, sequences, backend):
+def test_training_mode_and_checkpointing_change_no_bit(model, sequences):
     """Log-probs as in evaluation; gradients as without checkpointing."""
-    with pinned(Contract(backend=backend, dtype=name_of(model.dtype))):
+    with pinned(Contract(dtype=name_of(model.dtype))):
         evaluated = trained(model, sequences)
         plain = step(model, sequences)
         model.activation_checkpointing_enable({"use_reentrant": False})

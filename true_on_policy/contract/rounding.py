@@ -7,7 +7,7 @@ weight like Hugging Face. An unrounded stream is held in float32, so that the ne
 next sum rounds it.
 
 In a mixture of experts SGLang's `moe_forward_native` sets the order and runs unchanged; Megatron-core and Hugging
-Face round and add differently. `lab/expert_alignments.py` leaves out one difference at a time.
+Face round and add differently. `tests/support/expert_alignments.py` leaves out one difference at a time.
 
 SGLang on a CPU, Hugging Face and Megatron-core 0.16.1 rotate in the model's dtype by themselves. Miles's fork
 of Megatron-core rotates in float32, so `rotated` replaces Megatron's function.

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, runtime_checkable
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Int
 from torch import Tensor
 
-from lab.host.model.decoder import KVCache, LeftPadded, ModelConfig
+from lab.host.model.decoder import Decoder, LeftPadded
 from lab.host.model.sampling import counter_uniform, sample
 
 
@@ -51,18 +50,6 @@ class Drawn:
     ended: list[bool]
 
 
-@runtime_checkable
-class Steps(Protocol):
-    """A decoder that is stepped: `Decoder`, or one with another cache, whose `used` counts filled slots."""
-
-    @property
-    def config(self) -> ModelConfig: ...
-
-    def cache(self, batch: LeftPadded, max_new_tokens: int) -> Any: ...
-
-    def forward(self, tokens: Int[Tensor, "B T"], cache: Any) -> Float[Tensor, "B T V"]: ...
-
-
 class Decoding:
     """A batch of responses over one KV cache.
 
@@ -73,7 +60,7 @@ class Decoding:
         stale_cache: whether the cache holds keys and values of weights before the present ones.
     """
 
-    def __init__(self, decoder: Steps, responses: Sequence[Unfinished], sampling: Sampling) -> None:
+    def __init__(self, decoder: Decoder, responses: Sequence[Unfinished], sampling: Sampling) -> None:
         self.sampling, self.stale_cache = sampling, False
         self._decoder, self._responses = decoder, list(responses)
         self._added: list[list[int]] = [[] for _ in responses]
@@ -102,7 +89,7 @@ class Decoding:
 
         The last token was drawn, and no layer has seen it.
         """
-        held = self._cache.routes if isinstance(self._cache, KVCache) else None
+        held = self._cache.routes
         if held is None:
             return None
         rows = enumerate(zip(self._responses, self._added, self._padding, strict=True))
@@ -135,7 +122,7 @@ class Decoding:
             self._added[row].append(token)
         return drawn
 
-    def go_on(self, decoder: Steps, *, keep_cache: bool) -> Decoding:
+    def go_on(self, decoder: Decoder, *, keep_cache: bool) -> Decoding:
         """Go on with other weights, over the present KV cache or over one that the other weights compute."""
         if not keep_cache:
             return Decoding(decoder, self.unfinished, self.sampling)

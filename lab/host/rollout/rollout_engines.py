@@ -9,7 +9,6 @@ import torch
 
 from lab.host.model.decoder import ModelConfig
 from lab.host.model.engine import DecodeEngine, RolloutEngine
-from lab.host.model.steps import STEPPED
 from true_on_policy.contract.cpu import Contract, Shapes
 from true_on_policy.contract.sides import ENGINES
 from true_on_policy.engines.protocol import Cut
@@ -39,7 +38,7 @@ def rollout_engine(args: Namespace, config: ModelConfig) -> RolloutEngine:
     With ``--async`` this engine only evaluates. Our own decoder then takes the place of a served engine, as a
     second server would cost as much again.
     """
-    if args.rollout_engine == "local" or (args.asynchronous and args.rollout_engine not in STEPPED):
+    if args.rollout_engine == "local" or args.asynchronous:
         return DecodeEngine(config, args.rollout_weights)
     from transformers.utils import logging
 

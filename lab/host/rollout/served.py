@@ -33,7 +33,40 @@ class TellsWeights(Protocol):
         ...
 
 
-class ServedEngine:
+class Served:
+    """An engine of ``true_on_policy`` that the first weights start, and that takes weights as checkpoints on disk.
+
+    Args:
+        start: makes the engine from the first checkpoint.
+    """
+
+    def __init__(self, config: ModelConfig, start: Callable[[Path], Engine]) -> None:
+        self.version = -1
+        self._family, self._shape, self._start = model_family(config), model_shape(config), start
+        self._folder = TemporaryDirectory(prefix="mis-weights-")
+        self._engine: Engine | None = None
+
+    def hand_over(self, weights: Mapping[str, Tensor], version: int, keep_cache: bool = False) -> None:
+        """Hand the weights over as a checkpoint on disk.
+
+        Raises:
+            EngineError: the engine did not start, or refuses them.
+        """
+        checkpoint = Path(self._folder.name) / str(version)
+        write_checkpoint(checkpoint, self._family, self._shape, weights)
+        if self._engine is None:
+            self._engine = self._start(checkpoint)
+        self._engine.update_weights(checkpoint, version, keep_cache)
+        rmtree(checkpoint)
+
+    def close(self) -> None:
+        """End the engine."""
+        if self._engine is not None:
+            self._engine.close()
+        self._folder.cleanup()
+
+
+class ServedEngine(Served):
     """A ``RolloutEngine`` whose methods are collective: rank 0 holds the engine and samples for all in one batch.
 
     Args:
@@ -42,22 +75,12 @@ class ServedEngine:
     """
 
     def __init__(self, config: ModelConfig, start: Callable[[Path], Engine], cut: Cut | None = None) -> None:
-        self.version = -1
+        super().__init__(config, start)
         self._cut = cut
-        self._shape = model_shape(config)
-        self._family = model_family(config)
-        self._start = start
-        self._folder = TemporaryDirectory(prefix="mis-weights-")
-        self._engine: Engine | None = None
 
     def update_weights(self, weights: Mapping[str, Tensor], version: int) -> None:
         if dist.get_rank() == 0:
-            checkpoint = Path(self._folder.name) / str(version)
-            write_checkpoint(checkpoint, self._family, self._shape, weights)
-            if self._engine is None:
-                self._engine = self._start(checkpoint)
-            self._engine.update_weights(checkpoint, version)
-            rmtree(checkpoint)
+            self.hand_over(weights, version)
         self.version = version
         dist.barrier()
 
@@ -99,11 +122,6 @@ class ServedEngine:
         if not comparison.equal:
             raise DifferenceError(f"--check-weights-every, weights {self.version}: {comparison}")
         return comparison.compared
-
-    def close(self) -> None:
-        if self._engine is not None:
-            self._engine.close()
-        self._folder.cleanup()
 
 
 def model_family(config: ModelConfig) -> Family:

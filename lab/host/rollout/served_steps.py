@@ -1,4 +1,4 @@
-"""An engine in a process of its own, such as SGLang, stepped asynchronously: one token a call.
+"""An engine of `true_on_policy`, such as SGLang, stepped asynchronously: one token a call.
 
 Between two calls the engine holds no request, so that the weights may move there. An update empties the
 engine's prefix cache (`retract`, `abort`), or leaves it with keys and values of earlier weights (`in_place`).
@@ -6,26 +6,22 @@ engine's prefix cache (`retract`, `abort`), or leaves it with keys and values of
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
-from shutil import rmtree
-from tempfile import TemporaryDirectory
 
 from torch import Tensor
 
 from lab.host.model.decoder import ModelConfig
 from lab.host.model.decoding import Drawn, Sampling, Unfinished
-from lab.host.rollout.served import model_family, model_shape
+from lab.host.rollout.served import Served
 from true_on_policy.contract.sides import ENGINES
-from true_on_policy.engines.protocol import Engine, EngineError, Request, Sample
-from true_on_policy.models.tiny import write_checkpoint
+from true_on_policy.engines.protocol import EngineError, Request, Sample
 
 RUNNING = 256
 """Sequences that the engine computes at a time, at most; a call with more takes several turns."""
 
 
-class ServedSteps:
+class ServedSteps(Served):
     """The engine `name`, started by the first weights.
 
     Args:
@@ -33,14 +29,10 @@ class ServedSteps:
     """
 
     def __init__(self, name: str, config: ModelConfig, precision: str, keep_cache: bool) -> None:
-        serve = ENGINES[name].serve
+        spec, serve = ENGINES[name], ENGINES[name].serve
         assert serve is not None, "the command line offers engines that serve alone"
-        self._start: Callable[[Path], Engine] = lambda path: serve(path, precision, None, RUNNING)
-        self._family, self._shape = model_family(config), model_shape(config)
-        self._folder = TemporaryDirectory(prefix="mis-weights-")
-        self._engine: Engine | None = None
-        self._keep_cache = keep_cache
-        self.version = -1
+        super().__init__(config, lambda path: serve(path, precision, None, RUNNING))
+        self.keeps_cache = keep_cache and "prefix cache" in spec.abilities
 
     @property
     def decoder(self) -> ServedSteps:
@@ -67,28 +59,13 @@ class ServedSteps:
         return samples
 
     def update_weights(self, weights: Mapping[str, Tensor], version: int) -> None:
-        """Hand the weights over as a checkpoint on disk.
-
-        Raises:
-            EngineError: the engine did not start, or refuses them.
-        """
-        checkpoint = Path(self._folder.name) / str(version)
-        write_checkpoint(checkpoint, self._family, self._shape, weights)
-        if self._engine is None:
-            self._engine = self._start(checkpoint)
-        self._engine.update_weights(checkpoint, version, keep_cache=self._keep_cache)
-        rmtree(checkpoint)
+        """Hand the weights over, between two calls."""
+        self.hand_over(weights, version, self.keeps_cache)
         self.version = version
 
     def begin(self, responses: Sequence[Unfinished], sampling: Sampling) -> ServedDecoding:
         """Begin a batch of responses, which the caller steps."""
         return ServedDecoding(self, responses, sampling)
-
-    def close(self) -> None:
-        """End the engine."""
-        if self._engine is not None:
-            self._engine.close()
-        self._folder.cleanup()
 
 
 class ServedDecoding:
@@ -130,5 +107,5 @@ class ServedDecoding:
 
     def go_on(self, decoder: ServedSteps, *, keep_cache: bool) -> ServedDecoding:
         """Go on with the engine's present weights."""
-        self.stale_cache = self.stale_cache or keep_cache
+        self.stale_cache = self.stale_cache or decoder.keeps_cache
         return self

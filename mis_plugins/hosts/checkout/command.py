@@ -22,8 +22,8 @@ def run(arguments: argparse.Namespace) -> int:
     """Check a checkout."""
     if arguments.history or arguments.since:
         raise ConfigError(
-            "--history and --since have left the package: in a checkout of mis-plugins run "
-            "python -m lab.host_history DIRECTORY"
+            "--history and --since are gone: in the host's checkout, between `git bisect start BAD GOOD` and "
+            "`git bisect reset`, git bisect run python -m mis_plugins hosts check . finds the commit"
         )
     root = arguments.checkout
     host = host_among(name for name in packages() if (root / name).is_dir())

@@ -1,23 +1,13 @@
-"""How many tokens keep the agreed bits where Megatron's layer of experts lacks one alignment of the contract?
+"""A layer of experts of Megatron-core in bf16, with one alignment of the contract left out, against SGLang's formula.
 
-One layer of experts of Megatron-core in bf16, on the kernels of the CPU contract, against SGLang's formula. The hidden
-states and weights are random. Each row of the contract is left out in turn, at three sizes.
-
-    python -m lab.expert_alignments --output lab/results/expert_alignments
+The hidden states and weights are random, the kernels those of the CPU contract.
 """
 
 from __future__ import annotations
 
-if __name__ == "__main__":
-    from mis_plugins.shared.shell import run_command
-
-    run_command("lab.expert_alignments:main", extra="verify")
-
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -26,8 +16,6 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import AutoConfig
 
-from lab.provenance import markdown_table, parser_of, write_record
-from mis_plugins.shared.provenance import as_given, as_markdown, measured_with
 from true_on_policy.contract.cpu import Contract
 from true_on_policy.contract.rounding import chosen, combined, total
 from true_on_policy.kernels.pin import pinned
@@ -36,7 +24,6 @@ from true_on_policy.trainers.experts import Choice, SpecDispatcher, SpecRouter
 
 SIZES = ((8, 2), (64, 8), (128, 8))
 HIDDEN, WIDTH, TOKENS = 128, 32, 1024
-MEASURED = ("lab/expert_alignments.py", "true_on_policy")
 
 
 @dataclass(frozen=True)
@@ -203,22 +190,3 @@ def counts(case: Case) -> dict[str, int]:
         with pinned(Contract(dtype="bf16")), change():
             found[what] = case.equal()
     return found
-
-
-def main() -> int:
-    parser = parser_of(__doc__)
-    parser.add_argument("--output", type=Path, required=True, help="the path of two files, without an ending")
-    output = parser.parse_args().output
-    found = {f"{n} top {k}": counts(Case.random(n, k, TOKENS)) for n, k in SIZES}
-    made = measured_with(as_given("python -m lab.expert_alignments", sys.argv[1:]), MEASURED)
-    content = {"equal": found, "measured_with": made}
-    write_record(output.with_suffix(".json"), content, _table(found) + as_markdown(made))
-    print(_table(found))
-    return 0
-
-
-def _table(found: dict[str, dict[str, int]]) -> str:
-    rows = {COMPLETE: "-"} | {what: row for what, (row, _) in LEFT_OUT.items()}
-    lines = ((what, row, *(each[what] for each in found.values())) for what, row in rows.items())
-    table = markdown_table(("left out", "row of the contract", *found), lines)
-    return f"Tokens of {TOKENS} with the agreed bits in bf16:\n\n{table}\n"
