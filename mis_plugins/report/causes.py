@@ -30,7 +30,9 @@ BEGINNING_FACTOR = 2.0
 ID_SHARE, ID_SHARE_OF_K3 = 0.013, 0.05
 ROUTE_FACTOR, AGE_FACTOR, JUMP_FACTOR = 1.2, 2.0, 2.0
 LEAST_TOKENS = 200
-LEAST_TO_RELATE = 2000  # tokens, from which the standard errors of slopes are taken over folds of sequences
+LEAST_TO_RELATE = 1000  # tokens, from which the standard errors of slopes are taken over folds of sequences
+PROPORTIONAL = 0.75  # of (log r)^2 that a factor accounts for: one list is the other's multiple
+NEGATIVE_KL, NEGATIVE_ERRORS = 0.002, 4.0  # a mean of log r above 0, which samples of mu cannot give
 SURE_SHARE = 1e-4
 LEAST_SHARE = 0.06  # of the mismatch; a sign that low precision brings about too comes first from here on
 
@@ -89,7 +91,8 @@ class Facts:
         held = folds[:, folds[0] > 0]
         left = [_relation(held.sum(1) - fold) for fold in held.T]
         found = torch.tensor([number(one) for one in left if one is not None], dtype=torch.float64)
-        return float(found.var(correction=0) * (len(found) - 1)) ** 0.5 if len(found) > 1 else math.inf
+        few = len(found) < LEAST_SEQUENCES
+        return math.inf if few else float(found.var(correction=0) * (len(found) - 1)) ** 0.5
 
 
 def _relation(sums: torch.Tensor) -> slope.Relation | None:
@@ -245,8 +248,7 @@ def _off_one(facts: Facts) -> int:
     found = facts.related
     if found is None:
         return 0
-    error = facts.error(lambda one: one.mean_ratio)
-    if abs(found.mean_ratio - 1) <= max(slope.RATIO_MARGIN, STANDARD_ERRORS * error):
+    if abs(found.mean_ratio - 1) <= max(slope.RATIO_MARGIN, STANDARD_ERRORS * found.mean_ratio_error):
         return 0
     return 1 if found.mean_ratio > 1 else -int(found.ess > slope.LEAST_ESS)
 
@@ -261,7 +263,17 @@ def _is_scaled(facts: Facts) -> bool:
     if abs(off) < max(slope.SLOPE_MARGIN, STANDARD_ERRORS * error):
         return False
     by_noise = off < 2 * found.unexplained and _off_one(facts) <= 0
-    return off < 0 or not (by_noise or _off_one(facts) < 0)
+    return off < 0 or _is_multiple(facts) or not (by_noise or _off_one(facts) < 0)
+
+
+def _is_multiple(facts: Facts) -> bool:
+    """Whether one list is so much a multiple of the other that no mean ratio tells more."""
+    found = facts.related
+    if found is None:
+        return False
+    n, _, _, xx, yy, xy, *_ = facts.evidence.folds.sum(1).tolist()
+    left = (yy - xy * xy / max(xx, 1e-30)) / n / facts.square
+    return abs(found.nearest - 1) > slope.SLOPE_MARGIN and left < 1 - PROPORTIONAL
 
 
 def _of_line(facts: Facts, found: slope.Relation) -> float:
@@ -280,10 +292,10 @@ def _inverse(facts: Facts) -> tuple[float, float]:
 def _swapped(facts: Facts) -> Numbers | None:
     """Tokens that the trainer's column sampled: the mean of mu / pi_old is 1, and that of pi_old / mu is not."""
     found = facts.related
-    if found is None or found.mean_log_ratio < slope.RATIO_MARGIN or _is_scaled(facts):
+    if found is None or found.mean_log_ratio < NEGATIVE_KL or _is_scaled(facts):
         return None
     inverse, error = _inverse(facts)
-    above = found.mean_log_ratio > STANDARD_ERRORS * facts.error(lambda one: one.mean_log_ratio)
+    above = found.mean_log_ratio > NEGATIVE_ERRORS * facts.error(lambda one: one.mean_log_ratio)
     off = abs(inverse - 1)
     sampled = off <= max(slope.RATIO_MARGIN, STANDARD_ERRORS * error) and off < found.mean_log_ratio / 2
     return {"found": found, "inverse": inverse, "error": error} if above and sampled else None
@@ -294,6 +306,8 @@ def _raw(facts: Facts) -> Numbers | None:
     if found is None or _off_one(facts) <= 0 or _swapped(facts) or facts.pairing:
         return None
     scaled = _is_scaled(facts)
+    if scaled and _is_multiple(facts):
+        return None
     scale = f"; the slope of log pi_old on log mu is {found.slope:.3f}" if scaled else ""
     share = _of_line(facts, found) if scaled else (found.mean_ratio - 1) / max(facts.kl_k3, 1e-30)
     return {"found": found, "scale": scale, "share_of_all": share}
@@ -301,21 +315,23 @@ def _raw(facts: Facts) -> Numbers | None:
 
 def _temperature(facts: Facts) -> Numbers | None:
     found = facts.related
-    if found is None or not _is_scaled(facts) or _off_one(facts) > 0 or facts.pairing:
+    if found is None or not _is_scaled(facts) or facts.pairing:
+        return None
+    if _off_one(facts) > 0 and not _is_multiple(facts):
         return None
     return {"found": found, "share_of_all": _of_line(facts, found)}
 
 
 def _cut_off(facts: Facts) -> Numbers | None:
     found = facts.related
-    if found is None or _off_one(facts) >= 0:
+    if found is None or _off_one(facts) >= 0 or _is_multiple(facts):
         return None
     even = found.mean_log_ratio <= 0 and abs(math.log(found.mean_ratio) - found.mean_log_ratio) <= 0.2
     return {"found": found, "share_of_all": found.mean_log_ratio**2 / facts.square} if even else None
 
 
 def _other_weights(facts: Facts) -> Numbers | None:
-    few = facts.sums["usable"] < LEAST_TOKENS or facts.mean > -slope.UNLIKELY
+    few = facts.sums["usable"] < LEAST_TOKENS or facts.mean > -slope.UNLIKELY or _is_multiple(facts)
     return (
         None
         if few or _off_one(facts) < 0
