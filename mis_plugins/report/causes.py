@@ -239,7 +239,7 @@ def _of_part(facts: Facts, part: str, factor: float) -> Numbers | None:
     found, middle, excess = moments[part], moments["middle"], moments[f"{part}_excess"]
     if found.count < LEAST_SEQUENCES or found.mean < factor * middle.mean:
         return None
-    share = moments[f"{part}_mass"].total / max(moments["mass"].total, 1e-30)
+    share = _share_of(facts, part)
     return {**moments, "share_of_all": share} if excess.mean > STANDARD_ERRORS * excess.error else None
 
 
@@ -331,12 +331,19 @@ def _cut_off(facts: Facts) -> Numbers | None:
 
 
 def _other_weights(facts: Facts) -> Numbers | None:
-    few = facts.sums["usable"] < LEAST_TOKENS or facts.mean > -slope.UNLIKELY or _is_multiple(facts)
-    return (
-        None
-        if few or _off_one(facts) < 0
-        else {"mean": facts.mean, "share_of_all": facts.mean**2 / facts.square}
-    )
+    few = facts.sums["usable"] < LEAST_TOKENS or facts.mean > -slope.UNLIKELY
+    if few or _is_multiple(facts) or _off_one(facts) < 0:
+        return None
+    return {
+        "mean": facts.mean,
+        "share_of_all": 1 - max(_share_of(facts, part) for part in ("beginning", "end")),
+    }
+
+
+def _share_of(facts: Facts, part: str) -> float:
+    """The share of the mismatch that a part of the responses has beyond their middle."""
+    moments = facts.evidence.moments
+    return moments[f"{part}_mass"].total / max(moments["mass"].total, 1e-30)
 
 
 def _of_places(facts: Facts, place: str, usual: str) -> float:

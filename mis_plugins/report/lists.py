@@ -13,8 +13,8 @@ HERE = SHIFTS.index(0)
 LONG_ENOUGH = 16  # usable tokens of a sequence whose correlation is read
 SUMS = 6  # number, x, y, x^2, y^2 and xy of pairs
 BROKEN = 0.6  # a correlation above this is never a sign
-# Clean runs leave 1 - correlation at most at this times KL over variance, in 999 of 1,000: docs/report.md.
-QUANTILE, QUANTILE_OF_FEW = 3.0, 24.0
+# In 999 of 1,000 clean responses 1 - correlation is at most (1.3 + 11 / sqrt(tokens)) times KL over variance.
+QUANTILE, QUANTILE_OF_FEW = 1.3, 11.0
 LEAST_KL = 0.003
 RESTORED, LEAST_RESTORED = 0.25, 0.5  # by which a shift must raise the correlation, and what it must reach
 
