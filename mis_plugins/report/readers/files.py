@@ -40,7 +40,7 @@ def unpacked(file: BinaryIO, path: Path) -> BinaryIO:
     start = file.read(4)
     file.seek(0)
     if start[:3] == GZIP:
-        return gzip.GzipFile(fileobj=file)  # pyright: ignore[reportReturnType]
+        return io.BufferedReader(gzip.GzipFile(fileobj=file))  # pyright: ignore[reportArgumentType]
     if start != ZSTD:
         return file
     try:
