@@ -30,7 +30,8 @@ def nearest(needed: str, found: Iterable[str]) -> str | None:
 
 def _words(key: str) -> str:
     words = re.findall(r"[a-z]+|\d+", re.sub(r"(?<=[a-z])(?=[A-Z])", " ", key[:200]).lower())
-    return " ".join(sorted(" ".join(ONE_WORD.get(word, word) for word in words).split()))
+    spelled = [ONE_WORD[word] if word in ONE_WORD else word for word in words]
+    return " ".join(sorted(" ".join(spelled).split()))
 
 
 def lacking(needed: Sequence[str], found: Iterable[str]) -> str:
