@@ -3,7 +3,8 @@
 A made-up policy is softmax(scale * h W'), h a random hidden state with a common part, as in a real model. The engine's
 h has noise of the asked precision, and the engine samples. A plant changes one thing on one side, in three severities.
 A recording holds what `lab/mismatch.py` kept of a rung: real engines sampled, and Megatron-core scored. The rungs int4
-and int3 were sampled by Hugging Face's engine, of int4 half as many chats; all others by SGLang or vLLM.
+and int3 are Hugging Face's (`python -m lab.mismatch --engine hf --rungs int4 int3 --results FOLDER`), of int4 half as
+many chats; all others are of SGLang or vLLM.
 """
 
 from __future__ import annotations
