@@ -18,6 +18,7 @@ from mis_plugins.shared.budget import INFLATED, ITEMS, LINE, RecordError
 from mis_plugins.shared.opened import Opened
 
 GZIP, ZSTD = b"\x1f\x8b\x08", b"\x28\xb5\x2f\xfd"  # the first bytes
+Lines = io.BufferedIOBase  # what every file and what unpacks it is, opened for reading bytes
 HEAD = 64  # lines in which a file shows what it is
 SKIPPED = 16  # budgets of one line: how far the end of an overlong line is looked for
 
@@ -31,7 +32,7 @@ def opened(path: Path) -> BinaryIO:
     return Opened(path).file
 
 
-def unpacked(file: BinaryIO, path: Path) -> BinaryIO:
+def unpacked(file: BinaryIO, path: Path) -> Lines:
     """The lines within a file that gzip or zstd packed, by its first bytes; the file itself where nothing is packed.
 
     Raises:
@@ -40,9 +41,9 @@ def unpacked(file: BinaryIO, path: Path) -> BinaryIO:
     start = file.read(4)
     file.seek(0)
     if start[:3] == GZIP:
-        return io.BufferedReader(gzip.GzipFile(fileobj=file))  # pyright: ignore[reportArgumentType]
+        return gzip.GzipFile(fileobj=file)
     if start != ZSTD:
-        return file
+        return file  # pyright: ignore[reportReturnType]
     try:
         from pyarrow import CompressedInputStream  # pyright: ignore[reportMissingImports]
     except ModuleNotFoundError as error:
@@ -84,7 +85,7 @@ def objects(path: Path, problems: Problems, head: bool = False) -> Iterator[tupl
                 return
 
 
-def _line(file: BinaryIO) -> tuple[bytes, bool]:
+def _line(file: Lines) -> tuple[bytes, bool]:
     """The next line, of which an overlong one is cut, and whether another may follow."""
     line = file.readline(int(LINE.base) + 1)
     if len(line) <= LINE.base:
