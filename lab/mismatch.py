@@ -40,7 +40,7 @@ from lab.ladder.dialogues import TURN_LENGTH, TURNS, Chat, drawn_tool_turns, too
 from lab.ladder.page import page
 from lab.ladder.presets_at import kept_and_weighed, of_length, window_values
 from lab.ladder.rollouts import Amount, Rollouts, commits, start_engine, start_trainer
-from lab.ladder.rungs import RUNGS, Rung, write_rollout_weights
+from lab.ladder.rungs import RUNGS, USUAL, Rung, write_rollout_weights
 from lab.ladder.statistics import by_turn, summary
 from lab.ladder.workloads import ChatSettings, Settings, Workload, chats, responses
 from lab.provenance import parser_of, provenance
@@ -212,7 +212,13 @@ def _prompts(options: Namespace, source: Path, vocabulary: int) -> tuple[str, Se
 
 def main() -> int:
     parser = parser_of(__doc__)
-    parser.add_argument("--rungs", nargs="+", choices=RUNGS, default=[*RUNGS], metavar="RUNG")
+    parser.add_argument(
+        "--rungs",
+        nargs="+",
+        choices=RUNGS,
+        default=USUAL,
+        metavar="RUNG",
+    )
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--engine", default="sglang", choices=ENGINES)
     parser.add_argument("--source", default="builtin", help="a file of prompts, one a line, or builtin")

@@ -1,16 +1,21 @@
-"""Small made-up runs with one cause of a mismatch planted in each, for the report's detectors.
+"""Small made-up runs, and recordings of a real model, with one cause of a mismatch planted in each.
 
-A policy is softmax(scale * h W'), h a random hidden state with a common part, as in a real model. The
-engine's h has noise of the asked precision, and the engine samples. A plant changes one thing on one side.
+A made-up policy is softmax(scale * h W'), h a random hidden state with a common part, as in a real model. The engine's
+h has noise of the asked precision, and the engine samples. A plant changes one thing on one side, in three severities.
+A recording holds what `lab/mismatch.py` kept of a rung: real engines sampled, and Megatron-core scored. The rungs int4
+and int3 are Hugging Face's (`python -m lab.mismatch --engine hf --rungs int4 int3 --results FOLDER`), of int4 half as
+many chats; all others are of SGLang or vLLM.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from pathlib import Path
 
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
 from mis_plugins.report.record import Record
@@ -19,12 +24,14 @@ VOCABULARY, WIDTH, SEQUENCES, STEPS = 128, 16, 160, 8
 END, END_LOGIT = 0, 6.0
 SHORTEST, LONGEST = 30, 230
 NEWEST = 3  # version of the trainer, where versions are told
-PRECISIONS = {"bf16": 0.02, "int8": 0.04, "fp8": 0.08, "int6": 0.15}
+PRECISIONS = {"bf16": 0.02, "int8": 0.036, "fp8": 0.08, "int6": 0.15}
+RECORDINGS = Path(__file__).parent / "results" / "mismatch"
+LADDER = ("bf16", "int8", "fp8", "int6", "int5")  # recorded rungs, the finest first
 
 
 @dataclass(frozen=True)
 class Run:
-    """All tokens of a run, flat.
+    """All tokens of a made-up run, flat.
 
     Attributes:
         trainer, engine: logits of both sides, [T, vocabulary].
@@ -50,14 +57,14 @@ class Run:
         return torch.arange(int(self.lengths.sum())) - self.starts.repeat_interleave(self.lengths)
 
     @property
-    def steps(self) -> Tensor:
-        """Step of each token."""
-        return (torch.arange(SEQUENCES) * STEPS // SEQUENCES).repeat_interleave(self.lengths)
-
-    @property
     def sequences(self) -> Tensor:
         """The number of each token's sequence."""
-        return torch.arange(SEQUENCES).repeat_interleave(self.lengths)
+        return torch.arange(len(self.lengths)).repeat_interleave(self.lengths)
+
+    @property
+    def steps(self) -> Tensor:
+        """Step of each token."""
+        return self.sequences * STEPS // len(self.lengths)
 
     def noise(self, *shape: int) -> Tensor:
         return torch.randn(*shape, generator=self.generator)
@@ -65,20 +72,38 @@ class Run:
 
 @dataclass(frozen=True)
 class Columns:
-    """What both sides would have dumped, flat."""
+    """What both sides would have dumped, flat; the tokens' ids, routes, advantages and versions where they are told."""
 
-    run: Run
-    tokens: Tensor
+    lengths: Tensor
     behavior: Tensor
     proximal: Tensor
+    generator: torch.Generator
+    tokens: Tensor | None = None
     route: Tensor | None = None
     advantages: Tensor | None = None
+    versions: Tensor | None = None
+
+    @property
+    def sequences(self) -> Tensor:
+        """The number of each token's sequence."""
+        return torch.arange(len(self.lengths)).repeat_interleave(self.lengths)
+
+    @property
+    def positions(self) -> Tensor:
+        starts = self.lengths.cumsum(0) - self.lengths
+        return torch.arange(len(self.behavior)) - starts.repeat_interleave(self.lengths)
+
+    def by_sequence(self, column: Tensor, change: Callable[[Tensor], Tensor], every: int = 1) -> Tensor:
+        """Return a column of which every `every`-th sequence is changed."""
+        parts = column.split(self.lengths.tolist())
+        return torch.cat([change(one) if place % every == 0 else one for place, one in enumerate(parts)])
 
 
-def drawn(seed: int, precision: str) -> Run:
+def drawn(seed: int, precision: str, longest: int = LONGEST) -> Run:
     """Draw a clean run, with the engine at a precision."""
     generator = torch.Generator().manual_seed(seed)
-    lengths = torch.randint(SHORTEST, LONGEST, (SEQUENCES,), generator=generator)
+    shortest = min(SHORTEST, longest // 2)
+    lengths = torch.randint(shortest, longest, (SEQUENCES,), generator=generator)
     count = int(lengths.sum())
     noise = lambda *shape: torch.randn(*shape, generator=generator)  # noqa: E731
     hidden, weights = noise(count, WIDTH) + 0.5 * noise(WIDTH), noise(VOCABULARY, WIDTH)
@@ -99,155 +124,224 @@ def sampled(run: Run) -> Columns:
     behavior, proximal = (
         side.log_softmax(-1).gather(1, tokens).squeeze(1) for side in (run.engine, run.trainer)
     )
-    return Columns(run, tokens.squeeze(1), behavior, proximal)
+    return Columns(run.lengths, behavior, proximal, run.generator, tokens.squeeze(1), versions=run.versions)
 
 
-def records(columns: Columns) -> list[Record]:
-    """Return the neutral records of a run."""
-    sizes = columns.run.lengths.tolist()
-    parts = [x.split(sizes) for x in (columns.behavior, columns.proximal, columns.tokens)]
-    routes, versions, advantages = (
-        [None] * SEQUENCES if x is None else x.split(sizes)
-        for x in (columns.route, columns.run.versions, columns.advantages)
-    )
+@lru_cache(maxsize=16)
+def rollouts(rung: str) -> Mapping[str, Tensor]:
+    """Load the chats that were kept of a rung: behavior, lengths, and the log-probs of each trainer."""
+    return load_file(RECORDINGS / f"{rung}-chats.safetensors")
+
+
+def recorded(rung: str, seed: int, trainer: str = "bf16") -> Columns:
+    """Return the turns of a rung's chats in an order that the seed draws."""
+    kept, generator = rollouts(rung), torch.Generator().manual_seed(seed)
+    order = torch.randperm(len(kept["lengths"]), generator=generator).tolist()
+    sizes = kept["lengths"].tolist()
+    behavior, proximal = (kept[name].split(sizes) for name in ("behavior", f"trainer {trainer}"))
+    behavior, proximal = (torch.cat([side[place] for place in order]) for side in (behavior, proximal))
+    return Columns(kept["lengths"][order], behavior, proximal, generator)
+
+
+def records(columns: Columns, steps: int = STEPS) -> list[Record]:
+    """Return the neutral records of a run of so many steps."""
+    sizes, count = columns.lengths.tolist(), len(columns.lengths)
+    told = (columns.tokens, columns.advantages, columns.route, columns.versions)
+    parts = [[None] * count if x is None else x.split(sizes) for x in told]
+    sides = (columns.behavior.split(sizes), columns.proximal.split(sizes))
     return [
         Record(
-            place * STEPS // SEQUENCES,
+            place * steps // count,
             str(place),
             mu,
             pi,
-            torch.ones_like(ids, dtype=torch.bool),
+            torch.ones_like(mu, dtype=torch.bool),
             ids,
             advantages=advantage,
             route_differs=route,
             versions=version,
             trainer_version=None if version is None else NEWEST,
         )
-        for place, (mu, pi, ids, route, version, advantage) in enumerate(
-            zip(*parts, routes, versions, advantages, strict=True)
-        )
+        for place, (mu, pi, ids, advantage, route, version) in enumerate(zip(*sides, *parts, strict=True))
     ]
 
 
-# Plants change logits before tokens are drawn, or columns after.
+# Plants change logits before tokens are drawn, or columns after; each takes a size.
 
 
-def _temperature(run: Run) -> Run:
-    return replace(run, engine=run.engine / 0.8)
+def _temperature(run: Run, temperature: float) -> Run:
+    return replace(run, engine=run.engine / temperature)
 
 
-def _raw(run: Run) -> Run:
-    return replace(run, sampling=run.engine / 0.7, trainer=run.trainer / 0.7)
+def _raw(run: Run, temperature: float) -> Run:
+    return replace(run, sampling=run.engine / temperature, trainer=run.trainer / temperature)
 
 
-def _top_p(run: Run) -> Run:
+def _top_p(run: Run, mass: float) -> Run:
     ordered, places = run.engine.softmax(-1).sort(-1, descending=True)
-    beyond = ordered.cumsum(-1) - ordered > 0.95
+    beyond = ordered.cumsum(-1) - ordered > mass
     cut = torch.zeros_like(beyond).scatter_(1, places, beyond)
     return replace(run, engine=run.engine.masked_fill(cut, -torch.inf))
 
 
-def _end_token(run: Run) -> Run:
+def _end_token(run: Run, logits: float) -> Run:
     trainer = run.trainer.clone()
-    trainer[run.starts + run.lengths - 1, END] -= 2 * END_LOGIT
+    trainer[run.starts + run.lengths - 1, END] -= logits
     return replace(run, trainer=trainer)
 
 
-def _template(run: Run) -> Run:
+def _template(run: Run, size: float) -> Run:
     shift = torch.exp(-run.positions / 4.0).unsqueeze(1) * run.noise(1, WIDTH)
-    return replace(run, trainer=run.trainer + 0.4 * shift @ run.weights.T)
+    return replace(run, trainer=run.trainer + size * shift @ run.weights.T)
 
 
-def _other_weights(run: Run) -> Run:
-    return replace(run, trainer=1.5 * run.hidden @ run.noise(VOCABULARY, WIDTH).T)
+def _other_weights(run: Run, scale: float) -> Run:
+    return replace(run, trainer=scale * run.hidden @ run.noise(VOCABULARY, WIDTH).T)
 
 
-def _drifted(run: Run, where: Tensor) -> Run:
-    """Return the run whose trainer has other output weights at the tokens where `where` is true."""
-    drift = run.hidden @ (0.35 * run.noise(VOCABULARY, WIDTH)).T
-    return replace(run, trainer=torch.where(where.unsqueeze(1), run.trainer + drift, run.trainer))
+def _drifted(run: Run, size: Tensor) -> Run:
+    """Return the run whose trainer has other output weights, by a size of each token."""
+    drift = run.hidden @ run.noise(VOCABULARY, WIDTH).T
+    return replace(run, trainer=run.trainer + size.unsqueeze(1) * drift)
 
 
-def _jump(run: Run) -> Run:
-    return _drifted(run, run.steps >= STEPS // 2)
+def _jump(run: Run, size: float) -> Run:
+    return _drifted(run, size * (run.steps >= STEPS // 2))
 
 
-def _stale(run: Run) -> Run:
+def _rise(run: Run, size: float) -> Run:
+    return _drifted(run, size * 2.0 ** (run.steps - STEPS + 1))
+
+
+def _stale(run: Run, size: float) -> Run:
     late = run.sequences % 2 == 1
-    return replace(_drifted(run, late), versions=NEWEST - late.long())
+    return replace(_drifted(run, size * late), versions=NEWEST - late.long())
 
 
-def _head(run: Run) -> Run:
-    return replace(run, engine=run.engine + run.hidden @ _rounding(run.weights).T)
-
-
-def _layer(run: Run) -> Run:
-    """Return the run whose engine has rounded the layer that makes the hidden states."""
-    layer = torch.linalg.qr(run.noise(WIDTH, WIDTH)).Q
-    error = run.hidden @ layer @ _rounding(layer).T
+def _noisier(run: Run, size: float) -> Run:
+    error = size * run.noise(len(run.hidden), WIDTH)
     return replace(run, engine=run.engine + error @ run.weights.T)
 
 
-def _rounding(weights: Tensor) -> Tensor:
-    """Return what rounding to int4 adds to a layer [outputs, inputs], with a scale for each output."""
-    scale = weights.abs().amax(1, keepdim=True) / 7
+def _head(run: Run, bits: float) -> Run:
+    return replace(run, engine=run.engine + run.hidden @ _rounding(run.weights, bits).T)
+
+
+def _layer(run: Run, bits: float) -> Run:
+    """Return the run whose engine has rounded the layer that makes the hidden states."""
+    layer = torch.linalg.qr(run.noise(WIDTH, WIDTH)).Q
+    error = run.hidden @ layer @ _rounding(layer, bits).T
+    return replace(run, engine=run.engine + error @ run.weights.T)
+
+
+def _rounding(weights: Tensor, bits: float) -> Tensor:
+    """Return what rounding adds to a layer [outputs, inputs], with a scale for each output."""
+    scale = weights.abs().amax(1, keepdim=True) / (2 ** (bits - 1) - 1)
     return (weights / scale).round() * scale - weights
 
 
-def _nonfinite(columns: Columns) -> Columns:
+def _nonfinite(columns: Columns, count: float) -> Columns:
     proximal = columns.proximal.clone()
-    proximal[7] = torch.nan
+    proximal[7 : 7 + int(count)] = torch.nan
     return replace(columns, proximal=proximal)
 
 
-def _broken_advantages(columns: Columns) -> Columns:
-    """Return the run with advantages, of which one response's are the infinity of a division by no spread."""
-    owner = columns.run.sequences
+def _broken_advantages(columns: Columns, count: float) -> Columns:
+    """Return the run with advantages, of which some responses' are the infinity of a division by no spread."""
+    owner = columns.sequences
     advantages = torch.where(owner % 2 == 0, 1.0, -1.0)
-    return replace(columns, advantages=torch.where(owner == 3, torch.inf, advantages))
+    return replace(columns, advantages=torch.where(owner < count, torch.inf, advantages))
 
 
-def _placeholder(columns: Columns) -> Columns:
+def _placeholder(columns: Columns, every: float) -> Columns:
     behavior = columns.behavior.clone()
-    behavior[columns.run.positions % 100 == 50] = 0.0
+    behavior[torch.arange(len(behavior)) % int(every) == 5] = 0.0
     return replace(columns, behavior=behavior)
 
 
-def _changed(columns: Columns) -> Columns:
-    run = columns.run
-    owner = run.sequences
-    others = torch.randint(1, VOCABULARY, owner.shape, generator=run.generator)
-    scored = run.trainer.log_softmax(-1).gather(1, others.unsqueeze(1)).squeeze(1)
-    return replace(columns, proximal=torch.where(owner % 40 == 3, scored, columns.proximal))
+def _changed(columns: Columns, every: float) -> Columns:
+    def mixed(one: Tensor) -> Tensor:
+        return one[torch.randperm(len(one), generator=columns.generator)]
+
+    return replace(columns, proximal=columns.by_sequence(columns.proximal, mixed, int(every)))
 
 
-def _route(columns: Columns) -> Columns:
-    run = columns.run
-    route = torch.rand(columns.tokens.shape, generator=run.generator) < 0.1
-    moved = columns.proximal - 0.4 * run.noise(*route.shape).abs()
-    return replace(columns, route=route, proximal=torch.where(route, moved, columns.proximal))
+def _shifted(columns: Columns, every: float) -> Columns:
+    rolled = columns.by_sequence(columns.proximal, lambda one: one.roll(1), int(every))
+    return replace(columns, proximal=rolled)
 
 
-OF_LOGITS: dict[str, Callable[[Run], Run]] = {
-    "temperature": _temperature,
-    "raw-log-probs": _raw,
-    "top-p": _top_p,
-    "end-token": _end_token,
-    "template": _template,
-    "other-weights": _other_weights,
-    "stale-weights": _stale,
-    "jump": _jump,
-    "differing-weights": _head,
-    "differing-weights, before the head": _layer,
+def _shifted_across(columns: Columns, places: float) -> Columns:
+    return replace(columns, proximal=columns.proximal.roll(int(places)))
+
+
+def _swapped(columns: Columns, noise: float) -> Columns:
+    return replace(columns, behavior=columns.proximal, proximal=columns.behavior)
+
+
+def _route(columns: Columns, size: float) -> Columns:
+    noise = torch.randn(columns.proximal.shape, generator=columns.generator)
+    route = torch.rand(columns.proximal.shape, generator=columns.generator) < 0.1
+    return replace(
+        columns,
+        route=route,
+        proximal=torch.where(route, columns.proximal - size * noise.abs(), columns.proximal),
+    )
+
+
+def _cut_prompt(columns: Columns, size: float) -> Columns:
+    noise = torch.randn(columns.proximal.shape, generator=columns.generator)
+    return replace(
+        columns, proximal=columns.proximal - size * torch.exp(-columns.positions / 4.0) * noise.abs()
+    )
+
+
+def _lost_end(columns: Columns, size: float) -> Columns:
+    proximal = columns.proximal.clone()
+    proximal[columns.lengths.cumsum(0) - 1] -= size
+    return replace(columns, proximal=proximal)
+
+
+OfLogits = Callable[[Run, float], Run]
+OfColumns = Callable[[Columns, float], Columns]
+Sizes = tuple[float, float, float]
+OF_LOGITS: dict[str, tuple[OfLogits, Sizes]] = {
+    "temperature": (_temperature, (0.9, 0.8, 0.6)),
+    "temperature, above 1": (_temperature, (1.1, 1.25, 1.6)),
+    "raw-log-probs": (_raw, (0.9, 0.7, 0.5)),
+    "top-p": (_top_p, (0.97, 0.95, 0.8)),
+    "end-token": (_end_token, (8.0, 12.0, 16.0)),
+    "template": (_template, (0.25, 0.4, 0.8)),
+    "other-weights": (_other_weights, (1.0, 1.5, 2.0)),
+    "stale-weights": (_stale, (0.15, 0.35, 0.7)),
+    "jump": (_jump, (0.2, 0.35, 0.7)),
+    "rise": (_rise, (0.3, 0.5, 0.8)),
+    "precision": (_noisier, (0.15, 0.25, 0.4)),
+    "differing-weights": (_head, (5, 4, 3)),
+    "differing-weights, before the head": (_layer, (5, 4, 3)),
 }
-OF_COLUMNS: dict[str, Callable[[Columns], Columns]] = {
-    "non-finite": _nonfinite,
-    "non-finite-advantage": _broken_advantages,
-    "placeholder": _placeholder,
-    "changed-response": _changed,
-    "route": _route,
+OF_COLUMNS: dict[str, tuple[OfColumns, Sizes]] = {
+    "non-finite": (_nonfinite, (1, 20, 400)),
+    "non-finite-advantage": (_broken_advantages, (1, 8, 40)),
+    "placeholder": (_placeholder, (400, 100, 20)),
+    "changed-response": (_changed, (40, 20, 5)),
+    "different-tokens": (_shifted, (4, 2, 1)),
+    "different-tokens, across the join": (_shifted_across, (1, 2, -1)),
+    "route": (_route, (0.2, 0.4, 0.8)),
 }
-PLANTS = {name: name.partition(",")[0] for name in (*OF_LOGITS, *OF_COLUMNS)}
+OF_RECORDINGS: dict[str, tuple[OfColumns, Sizes]] = OF_COLUMNS | {
+    "template": (_cut_prompt, (0.5, 1.0, 2.0)),
+    "end-token": (_lost_end, (3.0, 6.0, 12.0)),
+}
+OF_RUNGS = (
+    "precision",
+    "swapped",
+    "jump",
+    "rise",
+    "stale-weights",
+)  # a rung that is coarser with the severity
+COARSE = ("fp8", "int6", "int5")
+PLANTS = {name: name.partition(",")[0] for name in (*OF_LOGITS, *OF_COLUMNS, "swapped")}
 """The cause that each plant stands for."""
 
 
@@ -255,12 +349,60 @@ PLANTS = {name: name.partition(",")[0] for name in (*OF_LOGITS, *OF_COLUMNS)}
 def _clean(seed: int, precision: str) -> tuple[Run, Columns]:
     run = drawn(seed, precision)
     columns = sampled(run)
-    return run, replace(columns, route=torch.rand(columns.tokens.shape, generator=run.generator) < 0.1)
+    return run, replace(columns, route=torch.rand(columns.behavior.shape, generator=run.generator) < 0.1)
 
 
-def planted(plant: str | None, seed: int, precision: str = "bf16") -> list[Record]:
-    """Return the records of a run with one of `PLANTS`, or of a clean run, in which routes change nothing."""
+def planted(plant: str | None, seed: int, precision: str = "bf16", severity: int = 1) -> list[Record]:
+    """Return the records of a made-up run with one of `PLANTS`, or of a clean run, in which routes change nothing."""
     run, columns = _clean(seed, precision)
     if plant in OF_LOGITS:
-        columns = replace(sampled(OF_LOGITS[plant](run)), route=columns.route)
-    return records(OF_COLUMNS[plant](columns) if plant in OF_COLUMNS else columns)
+        make, sizes = OF_LOGITS[plant]
+        columns = replace(sampled(make(run, sizes[severity])), route=columns.route)
+    elif plant == "swapped":
+        columns = _swapped(sampled(_noisier(run, (0.1, 0.15, 0.25)[severity])), 0)
+    elif plant is not None:
+        make, sizes = OF_COLUMNS[plant]
+        columns = make(columns, sizes[severity])
+    return records(columns)
+
+
+def planted_in_recording(plant: str, seed: int, rung: str = "bf16", severity: int = 1) -> list[Record]:
+    """Return the records of a rung with one plant of `OF_RECORDINGS`, or of a coarser rung beside or after bf16."""
+    coarse = COARSE[severity]
+    columns = recorded(LADDER[0] if plant in OF_RUNGS else rung, seed)
+    if plant == "precision":
+        return records(recorded(coarse, seed))
+    if plant == "swapped":
+        return records(_swapped(recorded(coarse, seed), 0))
+    if plant == "jump":
+        first, last = records(columns), records(recorded(coarse, seed))
+        return [*first[: len(first) // 2], *last[len(last) // 2 :]]
+    if plant == "rise":
+        rungs = LADDER[: LADDER.index(coarse) + 1]
+        by_step = [records(recorded(name, seed), len(rungs)) for name in rungs]
+        return [one for step, rows in enumerate(by_step) for one in rows if one.step == step]
+    if plant == "stale-weights":
+        fresh, old = records(columns), records(recorded(coarse, seed))
+        mixed = [(old if place % 2 else fresh)[place] for place in range(len(fresh))]
+        ages = [
+            torch.full_like(one.loss_mask, NEWEST - place % 2, dtype=torch.long)
+            for place, one in enumerate(mixed)
+        ]
+        return [
+            replace(one, versions=age, trainer_version=NEWEST) for one, age in zip(mixed, ages, strict=True)
+        ]
+    make, sizes = OF_RECORDINGS[plant]
+    return records(make(columns, sizes[severity]))
+
+
+IN_RECORDINGS: Mapping[str, str] = {name: name.partition(",")[0] for name in (*OF_RECORDINGS, *OF_RUNGS)}
+"""The cause that each plant in a recording stands for."""
+
+
+def clean(seed: int) -> list[Record]:
+    """Return the records of a run below a kl_k3 of 1e-2: made up of long or short responses, or recorded."""
+    if seed % 2:
+        made = drawn(seed, ("bf16", "int8")[seed // 2 % 2], (LONGEST, 12)[seed // 4 % 2])
+        return records(sampled(made))
+    rungs = ("bf16", "fp32-head", "vllm-bf16", "int8")
+    return records(recorded(rungs[seed // 2 % 4], seed, ("bf16", "fp32")[seed // 8 % 2]))

@@ -1,9 +1,10 @@
-"""How often the detectors of `python -m mis_plugins report` are right: clean runs, and runs with one cause planted.
+"""How often `python -m mis_plugins report` is right: runs with one cause planted in three severities, and clean runs.
 
-    python -m lab.report_causes --runs 50
+    python -m lab.report_causes --runs 5
 
-Each run has some 20,000 tokens (`lab/planted_runs.py`). A clean run counts as a false alarm of each detector
-that fires. A planted run counts as found where its cause is told, and as found alone where no other cause is told.
+A plant stands in a made-up run of some 20,000 tokens, or in a recording of a real model (`lab/planted_runs.py`); the
+precision of the engine, or the recorded rung, changes with the seed. A verdict is right where the first cause that it
+names is the planted one. A clean run counts as a false alarm where the verdict is an alarm.
 """
 
 from __future__ import annotations
@@ -13,86 +14,120 @@ if __name__ == "__main__":
 
     run_command("lab.report_causes:main", extra="report")
 
-import math
 import sys
 from collections import Counter
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import torch
 
-from lab.planted_runs import PLANTS, PRECISIONS, planted
+from lab.planted_runs import IN_RECORDINGS, LADDER, PLANTS, clean, planted, planted_in_recording
 from lab.provenance import markdown_table, parser_of, write_record
 from mis_plugins.config.model import CorrectionConfig
-from mis_plugins.report.causes import CAUSES
+from mis_plugins.report.record import Record
 from mis_plugins.report.survey import Survey, report
+from mis_plugins.report.verdict import verdict
 from mis_plugins.shared.progress import told
 from mis_plugins.shared.provenance import as_given, as_markdown, measured_with
 
 RESULTS = Path("lab/results")
 MEASURED = ("mis_plugins/report", "mis_plugins/metrics", "lab/planted_runs.py")
+SEVERITIES = 3
+PRECISIONS = ("bf16", "int8", "fp8")  # of made-up engines
+CLEAN = "clean"
+Key = tuple[str, str, int]  # where, plant, severity
 
 
-def found_in(cause: str | None, seed: int) -> list[str]:
-    """Return the causes that the report names for one run; the engine's precision changes with the seed."""
+def verdict_on(records: list[Record]) -> tuple[str, str]:
+    """Return the level of the report on a run, and the first cause that it names."""
     survey = Survey.of(CorrectionConfig(), [])
-    survey.add_all(planted(cause, seed, list(PRECISIONS)[seed % len(PRECISIONS)]))
+    survey.add_all(records)
     made = report(survey)
-    return [] if made is None else [one.name for one in made.findings]
+    if made is None:
+        return "none", ""
+    return verdict(made, None).level, made.findings[0].name if made.findings else ""
 
 
-def of_seed(seed: int) -> dict[str, list[str]]:
-    """Return the causes named for a seed's clean run, under the empty name, and for each planted run."""
+def of_seed(seed: int) -> dict[Key, tuple[str, str]]:
+    """Return level and first cause of every plant and severity of a seed."""
     torch.set_num_threads(1)
-    return {name: found_in(name or None, seed) for name in ("", *PLANTS)}
+    precision, rung = PRECISIONS[seed % len(PRECISIONS)], LADDER[seed % len(LADDER)]
+    grades = range(SEVERITIES)
+    made = {("made up", name, one): planted(name, seed, precision, one) for name in PLANTS for one in grades}
+    kept = {
+        ("recorded", name, one): planted_in_recording(name, seed, rung, one)
+        for name in IN_RECORDINGS
+        for one in grades
+    }
+    return {key: verdict_on(records) for key, records in (made | kept).items()}
 
 
-def counted(runs: int, first: int, processes: int = 1) -> dict[str, Counter[str]]:
-    """Count how often each cause, and the right cause alone, is named for each plant and clean runs ("")."""
-    counts = {name: Counter() for name in ("", *PLANTS)}
-    seeds = range(first, first + runs)
+def of_clean(seed: int) -> tuple[str, str]:
+    """Return level and first cause of a clean run."""
+    torch.set_num_threads(1)
+    return verdict_on(clean(seed))
+
+
+def counted(runs: int, cleans: int, first: int, processes: int = 1) -> dict[Key, Counter[str]]:
+    """Count runs, right first causes and calm verdicts of each plant, and the levels of clean runs."""
+    counts: dict[Key, Counter[str]] = {}
+    seeds, others = range(first, first + runs), range(first, first + cleans)
     with ProcessPoolExecutor(processes) as pool:
-        watched = told(seeds, f"seeds of {len(counts)} runs")
-        for _, done in zip(watched, pool.map(of_seed, seeds), strict=True):
-            for name, names in done.items():
-                counts[name].update(names)
-                counts[name]["runs"] += 1
-                counts[name]["alone"] += names == [PLANTS.get(name)]
+        for _, done in zip(told(seeds, "seeds"), pool.map(of_seed, seeds), strict=True):
+            for key, (level, name) in done.items():
+                right = name == key[1].partition(",")[0]
+                counts.setdefault(key, Counter()).update(runs=1, right=right, calm=level == "calm")
+        for _, (level, _name) in zip(told(others, "clean runs"), pool.map(of_clean, others), strict=True):
+            counts.setdefault((CLEAN, "", 0), Counter()).update({"runs": 1, level: 1})
     return counts
 
 
-def upper_bound(events: int, runs: int) -> float:
-    """Return the upper 95% confidence bound of a rate of events (Wilson, one-sided)."""
-    z, rate = 1.645, events / runs
-    middle = rate + z * z / (2 * runs)
-    return (middle + z * math.sqrt(rate * (1 - rate) / runs + z * z / (4 * runs * runs))) / (1 + z * z / runs)
+def table(counts: Mapping[Key, Counter[str]]) -> str:
+    """Write the record as a table of markdown, with a summary."""
+    headings = ("run", "plant", "mild", "middle", "strong", "calm")
+    return f"{markdown_table(headings, list(_rows(counts)))}\n{summary(counts)}\n"
 
 
-def table(counts: dict[str, Counter[str]]) -> str:
-    """Write the record as a table of markdown."""
-    clean, rows = counts[""], []
-    for name in sorted(PLANTS, key=lambda plant: list(CAUSES).index(PLANTS[plant])):
-        one, cause = counts[name], PLANTS[name]
-        bound = upper_bound(clean[cause], clean["runs"])
-        found = f"{one[cause]} of {one['runs']}", one["alone"], f"{clean[cause]} of {clean['runs']}"
-        rows.append((name, *found, f"{bound:.1%}"))
-    headings = ("cause", "found", "found alone", "false alarms in clean runs", "rate at most (95%)")
-    return markdown_table(headings, rows)
+def _rows(counts: Mapping[Key, Counter[str]]) -> Iterator[tuple[str, ...]]:
+    for where, name in dict.fromkeys((where, name) for where, name, _ in counts if where != CLEAN):
+        grades = [counts[where, name, one] for one in range(SEVERITIES)]
+        shares = (f"{one['right']} of {one['runs']}" for one in grades)
+        yield (where, name, *shares, str(sum(one["calm"] for one in grades)))
+
+
+def summary(counts: Mapping[Key, Counter[str]]) -> str:
+    """Return the shares over all plants, in a sentence."""
+    plants = Counter[str]()
+    for key, one in counts.items():
+        plants.update(one if key[0] != CLEAN else {})
+    clean_runs, kinds = (
+        counts[CLEAN, "", 0],
+        {name.partition(",")[0] for where, name, _ in counts if where != CLEAN},
+    )
+    right = plants["right"] / plants["runs"]
+    return (
+        f"{len(counts) - 1} plants of {len(kinds)} causes in {plants['runs']} runs: the first cause is the planted one "
+        f"in {right:.1%}, and {plants['calm']} verdicts are calm. Of {clean_runs['runs']} clean runs "
+        f"{clean_runs['calm']} are calm, {clean_runs['watch']} get a warning and {clean_runs['alarm']} an alarm."
+    )
 
 
 def main() -> int:
     """Measure, print, and write the record."""
     parser = parser_of(__doc__)
-    parser.add_argument(
-        "--runs", type=int, default=50, help="clean runs, and runs of each cause (default: %(default)s)"
-    )
+    parser.add_argument("--runs", type=int, default=5, help="seeds of every plant (default: %(default)s)")
+    parser.add_argument("--clean", type=int, default=200, help="clean runs (default: %(default)s)")
     parser.add_argument("--first", type=int, default=1000, help="first seed; thresholds were set on others")
     parser.add_argument("--processes", type=int, default=1, help="(default: %(default)s)")
     parser.add_argument("--results", type=Path, default=RESULTS, metavar="FOLDER")
-    parser.add_argument("--smoke", action="store_true", help="two seeds, and nothing is written")
+    parser.add_argument(
+        "--smoke", action="store_true", help="one seed, two clean runs, and nothing is written"
+    )
     options = parser.parse_args()
     torch.set_num_threads(1)
-    counts = counted(2 if options.smoke else options.runs, options.first, options.processes)
+    runs, cleans = (1, 2) if options.smoke else (options.runs, options.clean)
+    counts = counted(runs, cleans, options.first, options.processes)
     print(table(counts))
     if not options.smoke:
         made = measured_with(as_given("python -m lab.report_causes", sys.argv[1:]), MEASURED)
@@ -100,11 +135,12 @@ def main() -> int:
     return 0
 
 
-def write(folder: Path, counts: dict[str, Counter[str]], made: dict[str, str]) -> None:
+def write(folder: Path, counts: Mapping[Key, Counter[str]], made: dict[str, str]) -> None:
     """Write the record: json for programs, markdown for people."""
-    content = {
-        "measured_with": made,
-        "counts": {name or "clean": dict(count) for name, count in counts.items()},
-    }
-    text = f"# Detectors of the report: power and false alarms\n\n{table(counts)}\n{as_markdown(made)}"
+    rows = [
+        {"run": where, "plant": name, "severity": grade, **one}
+        for (where, name, grade), one in counts.items()
+    ]
+    content = {"measured_with": made, "summary": summary(counts), "counts": rows}
+    text = f"# The report's verdicts on planted and clean runs\n\n{table(counts)}\n{as_markdown(made)}"
     write_record(folder / "report_causes.json", content, text)

@@ -63,7 +63,11 @@ RUNGS = {
     "int6": Rung("int6, a scale a row", partial(round_to_int, bits=6)),
     "int5": Rung(f"int5, a scale for {GROUP} inputs", partial(in_groups, bits=5)),
     "vllm-bf16": Rung("bf16, sampled by vLLM", engine="vllm"),
+    "int4": Rung(f"int4, a scale for {GROUP} inputs", partial(in_groups, bits=4)),
+    "int3": Rung(f"int3, a scale for {GROUP} inputs", partial(in_groups, bits=3)),
 }
+USUAL = [name for name in RUNGS if name not in ("int4", "int3")]
+"""The rungs that are measured unless others are asked for: int4 and int3, which break the model, test the report."""
 
 
 def write_rollout_weights(source: Path, folder: Path, rung: Rung) -> Path:

@@ -11,17 +11,29 @@ if __name__ == "__main__":
 
     run_command("lab.pages.report:main")
 
+import json
+import math
 from collections.abc import Iterator
+from pathlib import Path
 
 from lab.provenance import parser_of
+from mis_plugins.explain.limits import LIMITS, Limits
 from mis_plugins.explain.rungs import record
 from mis_plugins.report.causes import CANNOT, CAUSES, Cause
 from mis_plugins.report.places import PLACES
-from mis_plugins.report.verdict import LIMITS, Limits
 from mis_plugins.shared.budget import BUDGETS, MEGABYTE
 
 # The bound on resident memory that the page states: bytes, and times the file of the largest rollout.
 MEMORY_BESIDE, MEMORY_TIMES = 10**9, 2
+RESULTS = Path(__file__).parents[1] / "results"
+SCORES = """All causes are scored on one measure: the share of the mismatch that each accounts for. A token adds
+e^-|log r| - 1 + |log r| to it, which is the k3 of a ratio below 1 on either side, so that no single token outweighs a run.
+The largest share comes first. A sign that low precision brings about too counts from a share of 6% on. Beside the
+evidence the page says what speaks against the first two: what they leave unexplained, and what the rival accounts for.
+
+The verdict is an alarm at any cause but the engine's precision, or at a kl_k3 above 5e-2; a warning beyond any limit
+above, or where more than a tenth of the records was rejected; else calm.
+"""
 INTRODUCTION = """# See the mismatch of a run
 
 <!-- Made by `python -m lab.pages.report`: change what mis_plugins/report/ says instead. -->
@@ -47,7 +59,8 @@ move.
 
 Exit code 0 says that the mismatch was measured. Tokens with two finite log-probs
 were read, or curves of a number that has a limit. A `kl_k3` of -5, or of NaN alone, measures nothing. Else the exit
-code is 2, the verdict says that nothing was read or measured, and the table of what was not read says why. `--watch`
+code is 2, the verdict says that nothing was read or measured, and the table of what was not read says why: the keys that
+were found, and the nearest spelling of each that is missing. `--watch`
 reads on where nothing was read yet; Ctrl-C then ends it with code 2.
 
 ## What is read
@@ -56,7 +69,7 @@ reads on where nothing was read yet; Ctrl-C then ends it with code 2.
 |---|---|---|
 | Miles | `--dump-details` or `--save-debug-train-data`, all ranks: context-parallel pieces are joined, copies and stages without log-probs understood; versions of single tokens where `convert_with_versions` of this pack carries them | 31f1ca9 |
 | slime | `--dump-details` or `--save-debug-train-data`; `--save-debug-rollout-data` beside it adds rewards, versions and what was cut | 624b824 |
-| neutral form | jsonl or parquet, below | |
+| neutral form | jsonl (also packed, `.gz` or `.zst`) or parquet, below | |
 | curves | `metrics.jsonl` of the embedded host, offline wandb runs, tensorboard files: the gradient norm, the reward and the length of responses over the steps, beside the numbers of the tokens; without tokens no causes | |
 | verl | its `rollout_data_dir` holds texts and scores, and no log-probs: write the neutral form | 0.4.1 to 0.7.0, 0.8.0.dev b178a3c |
 
@@ -77,7 +90,7 @@ counts as much as a long one, and their numbers differ from those above where le
 
 **Memory.** By count at most 1 GB, and twice the file of the largest rollout: a host's dump is mapped, and the responses
 of one rollout are joined at a time; a jsonl is read a line at a time, parquet 64 rows at a time. What stays is 0.1 MB for
-each of the last eight steps, some 10 kB for each step before, 6 numbers for each token id, two numbers for each
+each of the last eight steps, some 10 kB for each step before, 6 numbers for each token id, 33 numbers for each
 sequence, and the twelve worst sequences. `lab/results/report_memory.md` has one run over 10 GB: a peak of 0.61 GB
 against 1.10 GB.
 
@@ -129,38 +142,30 @@ up), a mean weight outside 0.25 to 1.25, keeps less than 80% of one usual length
 tokens or more), or keeps 5 points more of one sign of advantages. The rest is ranked by a cosine over tokens, between w A (1 - p) and v A (1 - p): w is the config's weight, A
 the advantage, p the trainer's probability of the token, and 1 - p about the size of its score. The weights v stand for
 what an unbiased gradient would have. Where 32 responses or more of a batch have products of ratios with an effective
-sample of one quarter, v is that product (`response_cosine`, a mean over such batches); else v is the token's ratio
+sample of one quarter, v is that product (`response_cosine`, over such batches); else v is the token's ratio
 (`coefficient_cosine`), which says nothing of products over responses. `lab/results/report_collapse.md` holds both
 against the true cosine, and runs a proposal where the run before collapsed and a control with matched precision held.
 On two such seeds that nobody had seen before, the proposal, `sequence` each time, held on both. Of three in
 sight when the rules were set it held on two; on seed 10 it sank from .96 to .55 with an engine in int4. With int3 it fell there,
 as did seven of eight other presets; the eighth dropped 99% of the tokens. No ranking would have helped. Without advantages
 the effective sample size ranks.
-Of configs within 0.005 of each other the one with the fewest parts that corrects is proposed: it costs little, and
-guards a run whose mismatch may climb.
+
+**What is proposed.** README's row for the run's kl_k3 and length. Without advantages nothing can be ranked by gradient:
+the row stands, and the column `advantages` would let the report do more. With them another config takes the row's place
+only where its cosine is above the row's by more than 0.005 and two standard errors of the difference, over 16 parts of
+the responses of which each is left out in turn; both figures are shown. Configs within that interval are named as
+equals, `tis` first. Nothing is proposed for a calm run. Above README's last row (kl_k3 of 0.25) docs/choose.md says to
+repair the engine first, and so does the report, with the config to try afterwards.
 
 **Where no config is trusted.** `response_overlap` is the mean of min(1, product of a response's ratios): 1 less the
 total variation distance of both policies over whole responses, or the share of what the trainer would write that the
-engine writes as often. Weights up to 1 bring the share back. The rest stands on weights above 1 and on responses that nobody
-sampled. Below one half the rest is the larger part: with rewards between 0 and 1 it can lose more than the share can
-gain, whatever the config. `opening` in `report.json` has it for the first tenth of the steps. A run that starts anew with
-another config meets the same opening, and later rollouts come from a policy that the reported run's own config made.
-Long responses overlap little under any mismatch, and corrections help there nonetheless. So the report says "no config is
-trusted" only where kl_k3 of the opening is also more than a real model shows with an engine in int5. Then lower the
-mismatch, and report again: the config that ranks first is shown, and not proposed.
-
-One half follows from the argument. The window of a tenth and the bound on kl_k3 were chosen with seeds 0, 1 and 8 to 11 in
-sight; seeds 13 to 17 judged the rule afterwards. Two of these collapsed without correction, to .00. Seed 13 shares
-32%: no config was trusted, an engine in int4 was asked for, and `sequence` ended there at .95, where the run without correction
-ended at .67. Seed 17 shares 57%: `sequence` with int3 ended at .99. Seeds 14 and 15 share 100% and 93% and lost nothing
-without correction; with `sequence` they ended at 1.00 and .99. The warm start of seed 16 was too poor to train.
-
-The seeds in sight are no such proof. In the uncorrected runs of seeds 8 and 10 both policies share 44% and 46%, and no config is
-trusted: trained with int3 nonetheless, `sequence` ended seed 10 at .00. With int4 it ended seed 8 at .96. On seeds 9 and
-11, where both share 82% and 99%, `sequence` ended at .98 and 1.00. With int4 seed 10 shares 85%: uncorrected it fell to
-.00, and `sequence` sank from .96 to .55 (`lab/results/collapse-search.md`). The share is of all
-responses, and where failures alone have an advantage, a small rest can hold most of the trainer's failures: what is
-trusted may still sink.
+engine writes as often. Weights up to 1 bring the share back. The rest stands on weights above 1 and on responses that
+nobody sampled. Below one half the rest is the larger part: with rewards between 0 and 1 it can lose more than the share
+can gain, whatever the config. `opening` in `report.json` has it for the first tenth of the steps. A run that starts anew
+with another config meets the same opening. Long responses overlap little under any mismatch, and corrections help there
+nonetheless. So the report says "no config is trusted" only where kl_k3 of the opening is also above 0.25. Then lower the
+mismatch, and report again. `lab/results/report_collapse.md` and `lab/results/collapse-search.md` have toy runs in which
+this share told which ones no config saved, and one that it did not tell.
 """
 
 
@@ -181,10 +186,17 @@ def _page() -> Iterator[str]:
     yield from (f"| `{name}` | {_limit(limits)} |" for name, limits in LIMITS.items())
     yield from _ladder()
     yield f"\n{CONFIGS}\n# Causes\n"
-    yield "`lab/results/report_causes.md` has the measured power and false alarm rate of each detector.\n"
+    yield SCORES
+    yield f"{_measured()}\n"
     for name, cause in CAUSES.items():
         yield from _cause(name, cause)
     yield f"# What it cannot tell\n\n{CANNOT}"
+
+
+def _measured() -> str:
+    """The summary of the record of planted and clean runs."""
+    held = json.loads((RESULTS / "report_causes.json").read_text(encoding="utf-8"))
+    return f"`lab/results/report_causes.md` (`python -m lab.report_causes`): {held['summary']}"
 
 
 def _costs() -> Iterator[str]:
@@ -211,7 +223,8 @@ def _ladder() -> Iterator[str]:
 
 def _limit(limits: Limits) -> str:
     words = (f"below {limits.low:g}", f"above {limits.high:g}")
-    return " or ".join(one for one in words if "inf" not in one)
+    alarm = "" if math.isinf(limits.alarm) else f"; an alarm above {limits.alarm:g}"
+    return " or ".join(one for one in words if "inf" not in one) + alarm
 
 
 def _cause(name: str, cause: Cause) -> Iterator[str]:

@@ -1,7 +1,8 @@
 """Detectors of the causes of a mismatch; `causes.yaml` says of each what it looks like, its cause, and how to mend it.
 
-A detector reads `Facts` and returns the numbers of its evidence, or None where there is none, or too little data to
-tell. `lab/report_causes.py` measures how often each is right: 50 clean runs, and 50 with each cause planted.
+A detector reads `Facts` and returns its evidence, or None where there is none, or too little data to tell. All are
+scored on one measure, the share of the mismatch that the cause accounts for, so that rivals can be compared.
+`lab/report_causes.py` measures how often the first one is right.
 """
 
 from __future__ import annotations
@@ -9,26 +10,33 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
 import yaml
 
+from mis_plugins.explain.limits import FIRST, LIMITS
 from mis_plugins.metrics import slope
 from mis_plugins.report.changes import Change
-from mis_plugins.report.evidence import Evidence, Moments
+from mis_plugins.report.evidence import RELATED, Evidence, Moments
+from mis_plugins.report.lists import Pairing
 
 STANDARD_ERRORS = 6.0
 LEAST_SEQUENCES = 16
 END_FACTOR = 5.0
 BEGINNING_FACTOR = 2.0
-ID_SHARE = 0.013
-BROKEN_CORRELATION, BROKEN_SIZE = 0.5, 1.0
+ID_SHARE, ID_SHARE_OF_K3 = 0.013, 0.05
 ROUTE_FACTOR, AGE_FACTOR, JUMP_FACTOR = 1.2, 2.0, 2.0
 LEAST_TOKENS = 200
+LEAST_TO_RELATE = 1000  # tokens, from which the standard errors of slopes are taken over folds of sequences
+PROPORTIONAL = 0.75  # of (log r)^2 that a factor accounts for: one list is the other's multiple
+NEGATIVE_KL, NEGATIVE_ERRORS = 0.002, 4.0  # a mean of log r above 0, which samples of mu cannot give
 SURE_SHARE = 1e-4
+LEAST_SHARE = 0.06  # of the mismatch; a sign that low precision brings about too comes first from here on
 
+PRECISION, WEIGHTS = "precision", {"differing-weights", "other-weights"}  # the latter tell more of weights
 Table = Sequence[Mapping[str, float | str]]
 Numbers = Mapping[str, Any]  # what a detector saw, by the names that the words of its evidence have
 
@@ -47,9 +55,48 @@ class Facts:
     places: Mapping[str, Table]
     changes: Sequence[Change]
 
-    @property
+    @cached_property
     def relation(self) -> slope.Relation | None:
-        return slope.relation(self.sums)
+        return _relation(self.evidence.folds.sum(1))
+
+    @cached_property
+    def mean(self) -> float:
+        """The mean of log pi_old - log mu over the usable tokens; 0 of none."""
+        n, x, y, *_ = self.evidence.folds.sum(1).tolist()
+        return (y - x) / max(n, 1)
+
+    @cached_property
+    def kl_k3(self) -> float:
+        n, *_, ratio, _, _ = self.evidence.folds.sum(1).tolist()
+        return ratio / max(n, 1) - 1 - self.mean
+
+    @cached_property
+    def square(self) -> float:
+        """The mean of (log pi_old - log mu)^2."""
+        n, _, _, xx, yy, xy, *_ = self.evidence.folds.sum(1).tolist()
+        return max((xx + yy - 2 * xy) / max(n, 1), 1e-30)
+
+    @cached_property
+    def pairing(self) -> Pairing | None:
+        return self.evidence.lists.verdict(min(abs(self.mean), self.kl_k3))
+
+    @cached_property
+    def related(self) -> slope.Relation | None:
+        """The relation where there are tokens enough for `error`."""
+        return self.relation if self.sums["usable"] >= LEAST_TO_RELATE else None
+
+    def error(self, number: Callable[[slope.Relation], float]) -> float:
+        """Standard error of a number of the relation: each fold of sequences is left out in turn."""
+        folds = self.evidence.folds
+        held = folds[:, folds[0] > 0]
+        left = [_relation(held.sum(1) - fold) for fold in held.T]
+        found = torch.tensor([number(one) for one in left if one is not None], dtype=torch.float64)
+        few = len(found) < LEAST_SEQUENCES
+        return math.inf if few else float(found.var(correction=0) * (len(found) - 1)) ** 0.5
+
+
+def _relation(sums: torch.Tensor) -> slope.Relation | None:
+    return slope.relation(dict(zip(RELATED, sums.tolist(), strict=True)))
 
 
 @dataclass(frozen=True)
@@ -62,6 +109,7 @@ class Cause:
     evidence: what was seen in a run, with the detector's numbers in braces.
     threshold: where the detector draws the line, and why there.
     explains: causes whose detectors fire too where this one is at work.
+    alike: whether low precision alone may show the sign, so that a small share of the mismatch does not count.
     """
 
     title: str
@@ -71,32 +119,64 @@ class Cause:
     evidence: str
     threshold: str
     explains: Sequence[str] = ()
+    alike: bool = False
 
 
 @dataclass(frozen=True)
 class Finding:
     """A cause that a detector found, with the evidence.
 
+    against: what speaks against it, beside its rivals.
+    share: the share of the mismatch that it accounts for, from 0 to 1.
     also: other causes whose signs this one brings about, so that they are not told apart from it.
     """
 
     name: str
     cause: Cause
     evidence: str
+    against: str
+    share: float
     also: tuple[str, ...] = ()
 
 
 def findings(facts: Facts) -> list[Finding]:
-    """The causes that show, less those whose signs another one explains."""
+    """The causes that show, the best first, less those whose signs a better one explains."""
     seen = {name: numbers for name, detect in DETECTORS.items() if (numbers := detect(facts)) is not None}
-    explained = {other for name in seen for other in CAUSES[name].explains}
-    return [
-        Finding(
-            name, cause, cause.evidence.format(**numbers), tuple(one for one in cause.explains if one in seen)
-        )
-        for name, numbers in seen.items()
-        if name not in explained and (cause := CAUSES[name])
-    ]
+    shares = {
+        name: min(max(float(numbers.get("share_of_all", 1.0)), 0.0), 1.0) for name, numbers in seen.items()
+    }
+    weak = {name for name in seen if CAUSES[name].alike and shares[name] < LEAST_SHARE}
+    left = [name for name in seen if not any(_explains(other, name, shares) for other in seen.keys() - weak)]
+    rest = 1 - max((shares[name] for name in left if name not in weak), default=0.0)
+    if rest > 0.5 and rest * facts.kl_k3 > LIMITS[FIRST].high and WEIGHTS.isdisjoint(left):
+        seen[PRECISION], shares[PRECISION] = {"kl_k3": facts.kl_k3, "rest": rest}, rest
+        left.append(PRECISION)
+    order = sorted(left, key=lambda name: (name in weak, name == PRECISION, -shares[name]))
+    return [_finding(name, seen, shares, order) for name in order]
+
+
+def _explains(name: str, other: str, shares: Mapping[str, float]) -> bool:
+    """Whether one cause brings about the sign of another; of two that each could, the one with the larger share."""
+    mutual = name in CAUSES[other].explains and shares[other] > shares[name]
+    return other in CAUSES[name].explains and not mutual
+
+
+def _finding(
+    name: str, seen: Mapping[str, Numbers], shares: Mapping[str, float], order: Sequence[str]
+) -> Finding:
+    cause, rival = CAUSES[name], next((other for other in order if other != name), None)
+    also = tuple(other for other in cause.explains if other in seen)
+    against = f"It leaves {1 - shares[name]:.0%} of the mismatch unexplained." if shares[name] < 0.995 else ""
+    if rival is not None:
+        against += f" Its rival, {CAUSES[rival].title.lower()}, accounts for {shares[rival]:.0%}."
+    return Finding(
+        name,
+        cause,
+        cause.evidence.format(**seen[name]),
+        against.strip() or "Nothing that was read.",
+        shares[name],
+        also,
+    )
 
 
 def _nonfinite(facts: Facts) -> Numbers | None:
@@ -115,15 +195,34 @@ def _placeholder(facts: Facts) -> Numbers | None:
     return {"count": count, "share": share} if count >= 3 and share >= SURE_SHARE else None
 
 
-def _changed_response(facts: Facts) -> Numbers | None:
-    if facts.evidence.moments["size"].count < LEAST_SEQUENCES:
+def _different_tokens(facts: Facts) -> Numbers | None:
+    """Lists that a shift restores, or most of the responses."""
+    found = facts.pairing
+    if found is None or not (found.shift or found.share > 0.5):
         return None
-    size, correlation = torch.cat(facts.evidence.sizes), torch.cat(facts.evidence.correlations)
-    others = float(size.median())
-    broken = int(((correlation < BROKEN_CORRELATION) & (size > max(BROKEN_SIZE, 5 * others))).sum())
-    return (
-        {"broken": broken, "all": size.numel(), "others": others} if 0 < broken <= size.numel() / 2 else None
+    how = f"no shift of up to two tokens restores it (the best leads to {found.restored:.2f})"
+    if found.shift:
+        way = "later" if found.shift > 0 else "earlier"
+        moved = (
+            f"read {abs(found.shift)} {'place' if abs(found.shift) == 1 else 'places'} {way}, {found.scope}"
+        )
+        how = f"with the trainer's list {moved}, it is {found.restored:.2f}"
+    return {"found": found, "how": how, "share_of_all": _mass_of_broken(facts)}
+
+
+def _changed_response(facts: Facts) -> Numbers | None:
+    found = facts.pairing
+    if found is None or found.shift or found.share > 0.5:
+        return None
+    return {"found": found, "share_of_all": _mass_of_broken(facts)}
+
+
+def _mass_of_broken(facts: Facts) -> float:
+    masses, broken = (
+        torch.cat(facts.evidence.masses),
+        facts.evidence.lists.broken(min(abs(facts.mean), facts.kl_k3)),
     )
+    return float(masses[broken].sum() / masses.sum().clamp(min=1e-30))
 
 
 def _end_token(facts: Facts) -> Numbers | None:
@@ -140,37 +239,120 @@ def _of_part(facts: Facts, part: str, factor: float) -> Numbers | None:
     found, middle, excess = moments[part], moments["middle"], moments[f"{part}_excess"]
     if found.count < LEAST_SEQUENCES or found.mean < factor * middle.mean:
         return None
-    return moments if excess.mean > STANDARD_ERRORS * excess.error else None
+    share = _share_of(facts, part)
+    return {**moments, "share_of_all": share} if excess.mean > STANDARD_ERRORS * excess.error else None
+
+
+def _off_one(facts: Facts) -> int:
+    """1 where the mean of pi_old / mu is above 1 by more than its error, -1 where it is below, else 0."""
+    found = facts.related
+    if found is None:
+        return 0
+    if abs(found.mean_ratio - 1) <= max(slope.RATIO_MARGIN, STANDARD_ERRORS * found.mean_ratio_error):
+        return 0
+    return 1 if found.mean_ratio > 1 else -int(found.ess > slope.LEAST_ESS)
+
+
+def _is_scaled(facts: Facts) -> bool:
+    """Whether one side is a multiple of the other by more than noise gives: `metrics/slope.py`."""
+    found = facts.related
+    if found is None:
+        return False
+    off = found.nearest - 1
+    error = max(facts.error(lambda one: one.slope), facts.error(lambda one: one.inverse))
+    if abs(off) < max(slope.SLOPE_MARGIN, STANDARD_ERRORS * error):
+        return False
+    by_noise = off < 2 * found.unexplained and _off_one(facts) <= 0
+    return off < 0 or _is_multiple(facts) or not (by_noise or _off_one(facts) < 0)
+
+
+def _is_multiple(facts: Facts) -> bool:
+    """Whether one list is so much a multiple of the other that no mean ratio tells more."""
+    found = facts.related
+    if found is None:
+        return False
+    n, _, _, xx, yy, xy, *_ = facts.evidence.folds.sum(1).tolist()
+    left = (yy - xy * xy / max(xx, 1e-30)) / n / facts.square
+    return abs(found.nearest - 1) > slope.SLOPE_MARGIN and left < 1 - PROPORTIONAL
+
+
+def _of_line(facts: Facts, found: slope.Relation) -> float:
+    """The share of (log r)^2 that a line in log mu accounts for."""
+    n, _, y, _, yy, *_ = facts.evidence.folds.sum(1).tolist()
+    return 1 - found.unexplained * (yy / n - (y / n) ** 2) / facts.square
+
+
+def _inverse(facts: Facts) -> tuple[float, float]:
+    """The mean of mu / pi_old, and its standard error."""
+    n, inverse = facts.evidence.folds[0], facts.evidence.folds[-1]
+    mean = inverse.sum() / n.sum()
+    return float(mean), float((inverse - mean * n).square().sum().sqrt() / n.sum())
+
+
+def _swapped(facts: Facts) -> Numbers | None:
+    """Tokens that the trainer's column sampled: the mean of mu / pi_old is 1, and that of pi_old / mu is not."""
+    found = facts.related
+    if found is None or found.mean_log_ratio < NEGATIVE_KL or _is_scaled(facts):
+        return None
+    inverse, error = _inverse(facts)
+    above = found.mean_log_ratio > NEGATIVE_ERRORS * facts.error(lambda one: one.mean_log_ratio)
+    off = abs(inverse - 1)
+    sampled = off <= max(slope.RATIO_MARGIN, STANDARD_ERRORS * error) and off < found.mean_log_ratio / 2
+    return {"found": found, "inverse": inverse, "error": error} if above and sampled else None
 
 
 def _raw(facts: Facts) -> Numbers | None:
-    found = facts.relation
-    if found is None or found.tokens < slope.LEAST_TOKENS or not slope.not_sampled_from(found):
+    found = facts.related
+    if found is None or _off_one(facts) <= 0 or _swapped(facts) or facts.pairing:
         return None
-    scale = f"; the slope of log pi_old on log mu is {found.slope:.3f}" if slope.scaled(found) else ""
-    return {"found": found, "scale": scale}
+    scaled = _is_scaled(facts)
+    if scaled and _is_multiple(facts):
+        return None
+    scale = f"; the slope of log pi_old on log mu is {found.slope:.3f}" if scaled else ""
+    share = _of_line(facts, found) if scaled else (found.mean_ratio - 1) / max(facts.kl_k3, 1e-30)
+    return {"found": found, "scale": scale, "share_of_all": share}
 
 
 def _temperature(facts: Facts) -> Numbers | None:
-    found = facts.relation
-    scaled = found is not None and slope.scaled(found) and not slope.not_sampled_from(found)
-    return {"found": found} if scaled else None
+    found = facts.related
+    if found is None or not _is_scaled(facts) or facts.pairing:
+        return None
+    if _off_one(facts) > 0 and not _is_multiple(facts):
+        return None
+    return {"found": found, "share_of_all": _of_line(facts, found)}
 
 
 def _cut_off(facts: Facts) -> Numbers | None:
-    found = facts.relation
-    if found is None or found.tokens < slope.LEAST_TOKENS or not slope.cut_off(found):
+    found = facts.related
+    if found is None or _off_one(facts) >= 0 or _is_multiple(facts):
         return None
     even = found.mean_log_ratio <= 0 and abs(math.log(found.mean_ratio) - found.mean_log_ratio) <= 0.2
-    return {"found": found} if even else None
+    return {"found": found, "share_of_all": found.mean_log_ratio**2 / facts.square} if even else None
 
 
 def _other_weights(facts: Facts) -> Numbers | None:
-    tokens, found = facts.sums["usable"], facts.relation
-    mean = facts.sums["log_ratio"] / max(tokens, 1)
-    if tokens < LEAST_TOKENS or mean > -slope.UNLIKELY or (found is not None and slope.cut_off(found)):
+    few = facts.sums["usable"] < LEAST_TOKENS or facts.mean > -slope.UNLIKELY
+    if few or _is_multiple(facts) or _off_one(facts) < 0:
         return None
-    return {"mean": mean}
+    return {
+        "mean": facts.mean,
+        "share_of_all": 1 - max(_share_of(facts, part) for part in ("beginning", "end")),
+    }
+
+
+def _share_of(facts: Facts, part: str) -> float:
+    """The share of the mismatch that a part of the responses has beyond their middle."""
+    moments = facts.evidence.moments
+    return moments[f"{part}_mass"].total / max(moments["mass"].total, 1e-30)
+
+
+def _of_places(facts: Facts, place: str, usual: str) -> float:
+    """The share of the mismatch that lies beyond the level of the usual bucket."""
+    rows = {
+        str(row["bucket"]): (float(row["tokens"]), float(row["mass"])) for row in facts.places.get(place, ())
+    }
+    every = sum(n * mean for n, mean in rows.values())
+    return 1 - sum(n for n, _ in rows.values()) * rows[usual][1] / every if every and usual in rows else 0.0
 
 
 def _buckets(facts: Facts, place: str) -> dict[str, Moments]:
@@ -193,7 +375,7 @@ def _stale(facts: Facts) -> Numbers | None:
     known = _buckets(facts, "age")
     fresh, old = known.pop("0", Moments()), Moments.sum(known.values())
     stale = fresh.count >= LEAST_TOKENS and _beyond(fresh, old, AGE_FACTOR)
-    return {"fresh": fresh, "old": old} if stale else None
+    return {"fresh": fresh, "old": old, "share_of_all": _of_places(facts, "age", "0")} if stale else None
 
 
 def _route(facts: Facts) -> Numbers | None:
@@ -201,20 +383,47 @@ def _route(facts: Facts) -> Numbers | None:
     same, differs = (known.get(name, Moments()) for name in ("same", "differs"))
     if not _beyond(same, differs, ROUTE_FACTOR):
         return None
-    return {"same": same, "differs": differs, "share": differs.count / (same.count + differs.count)}
+    share = differs.count / (same.count + differs.count)
+    return {
+        "same": same,
+        "differs": differs,
+        "share": share,
+        "share_of_all": _of_places(facts, "route", "same"),
+    }
 
 
 def _jump(facts: Facts) -> Numbers | None:
-    up = (one for one in facts.changes if one.sudden and one.apart and one.factor >= JUMP_FACTOR)
-    first = next(up, None)
-    return None if first is None else {"change": first}
+    return _of_change(facts, lambda one: one.sudden and one.apart and one.factor >= JUMP_FACTOR)
+
+
+def _rise(facts: Facts) -> Numbers | None:
+    """A rise that no single step is to blame for; over several levels it is told as one."""
+    if _jump(facts) or not facts.changes:
+        return None
+    first, last = facts.changes[0], facts.changes[-1]
+    whole = Change(last.step, first.before, last.after, sudden=False)
+    return _of_change(facts, lambda one: one.factor >= JUMP_FACTOR, [whole])
+
+
+def _of_change(
+    facts: Facts, fits: Callable[[Change], bool], among: Sequence[Change] | None = None
+) -> Numbers | None:
+    first = next(filter(fits, facts.changes if among is None else among), None)
+    if first is None:
+        return None
+    evidence = facts.evidence
+    steps, masses, counts = map(torch.cat, (evidence.steps, evidence.masses, evidence.counts))
+    before = steps < facts.changes[0].step
+    usual = masses[before].sum() / counts[before].sum().clamp(min=1)
+    return {"change": first, "share_of_all": 1 - float(usual * counts.sum() / masses.sum().clamp(min=1e-30))}
 
 
 def _differing_weights(facts: Facts) -> Numbers | None:
     if facts.evidence.by_id is None:
         return None
     share, errors = id_share(facts.evidence.by_id)
-    return {"share": share, "errors": errors} if share >= ID_SHARE and errors >= STANDARD_ERRORS else None
+    shown = share >= ID_SHARE + ID_SHARE_OF_K3 * facts.kl_k3 and errors >= STANDARD_ERRORS
+    return {"share": share, "errors": errors, "share_of_all": share} if shown else None
 
 
 def id_share(table: torch.Tensor) -> tuple[float, float]:
@@ -257,7 +466,9 @@ DETECTORS: dict[str, Callable[[Facts], Numbers | None]] = {
     "non-finite": _nonfinite,
     "non-finite-advantage": _broken_advantages,
     "placeholder": _placeholder,
+    "different-tokens": _different_tokens,
     "changed-response": _changed_response,
+    "swapped": _swapped,
     "end-token": _end_token,
     "template": _template,
     "raw-log-probs": _raw,
@@ -266,6 +477,7 @@ DETECTORS: dict[str, Callable[[Facts], Numbers | None]] = {
     "other-weights": _other_weights,
     "stale-weights": _stale,
     "jump": _jump,
+    "rise": _rise,
     "differing-weights": _differing_weights,
     "route": _route,
 }

@@ -1,10 +1,10 @@
-"""Since when: the steps at which a curve changes its level for good."""
+"""Since when: the steps at which a curve changes its level for good, and the smallest change that would have shown."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import fmean
 
 import torch
@@ -15,6 +15,8 @@ SMALLEST = 1e-12  # a KL below this counts as this
 SIDE = 3  # steps that a level needs on either side of a change
 STANDARD_ERRORS = 6.0
 LEAST_FACTOR = 1.5
+FEW_FACTOR = 10.0  # between the ends of a curve: a change, however few the steps are
+SUDDEN = 0.6  # of the change of a curve without levels, within one step
 MOST = 5
 
 
@@ -24,7 +26,7 @@ class Change:
 
     step: first step of the new level.
     before, after: geometric means of the two levels.
-    sudden: whether half of the change happened within two steps; a drift is not sudden.
+    sudden: whether half of the change happened in one step; a drift is not sudden.
     apart: whether no step of one level reaches the other level's steps; a policy that is unstable comes and goes.
     """
 
@@ -43,17 +45,35 @@ def changes(steps: Sequence[int], values: Sequence[float]) -> list[Change]:
     """Changes of a positive curve, by repeated halving: the cut that best separates two levels, then each side anew.
 
     A cut counts where the levels differ by `LEAST_FACTOR` and by `STANDARD_ERRORS` of the noise between neighbours.
+    Without such a cut, a line through all steps counts by the same two measures, and so do ends that lie `FEW_FACTOR`
+    apart.
     """
-    logs = [math.log(max(value, SMALLEST)) for value in values]
-    edges = [0, *_cuts(torch.tensor(logs, dtype=torch.float64))[:MOST], len(logs)]
+    logs = _logs(values)
+    cuts, told = _cuts(logs)[:MOST], logs.tolist()
+    if not cuts:
+        return _drift(steps, logs)
+    edges = [0, *cuts, len(logs)]
     spans = zip(edges, edges[1:], edges[2:], strict=False)
-    return [_change(steps[cut], logs[start:cut], logs[cut:stop]) for start, cut, stop in spans]
+    return [_change(steps[cut], told[start:cut], told[cut:stop]) for start, cut, stop in spans]
+
+
+def smallest_rise(values: Sequence[float]) -> float:
+    """The factor by which a curve of this noise and length must rise at its middle to count as a change."""
+    size = len(values)
+    if size < 2 * SIDE:
+        return FEW_FACTOR
+    spread = _noise(_logs(values)) * math.sqrt(1 / (size // 2) + 1 / (size - size // 2))
+    return min(max(LEAST_FACTOR, math.exp(STANDARD_ERRORS * spread)), FEW_FACTOR)
+
+
+def _logs(values: Sequence[float]) -> Float[Tensor, " S"]:
+    return torch.tensor([math.log(max(value, SMALLEST)) for value in values], dtype=torch.float64)
 
 
 def _change(step: int, before: Sequence[float], after: Sequence[float]) -> Change:
     """The change from one level, as logarithms of its steps, to another."""
     low, high = fmean(before), fmean(after)
-    sudden = abs(fmean(after[:2]) - fmean(before[-2:])) >= abs(high - low) / 2
+    sudden = (after[0] - before[-1]) / (high - low) >= 0.5 if high != low else False
     apart = max(before) < min(after) or max(after) < min(before)
     return Change(step, math.exp(low), math.exp(high), sudden, apart)
 
@@ -83,6 +103,32 @@ def _best_cut(logs: Float[Tensor, " S"]) -> int | None:
     score = torch.where(distance < math.log(LEAST_FACTOR), 0, score)
     best = int(score.argmax())
     return None if score[best] < STANDARD_ERRORS else int(count[best])
+
+
+def _drift(steps: Sequence[int], logs: Float[Tensor, " S"]) -> list[Change]:
+    """The change, from first to last eighth, of a curve without levels whose line or whose ends rise or fall."""
+    size, eighth = len(logs), max(len(logs) // 8, 1)
+    if size < 2:
+        return []
+    before, after = logs[:eighth].tolist(), logs[-eighth:].tolist()
+    ends = fmean(after) - fmean(before)
+    if abs(ends) < math.log(FEW_FACTOR) and not _follows_a_line(logs):
+        return []
+    moves = logs.diff() * math.copysign(1, ends)
+    sudden = float(moves.max()) >= SUDDEN * abs(ends)
+    place = int(moves.argmax()) + 1 if sudden else size - eighth
+    return [replace(_change(steps[place], before, after), sudden=sudden)]
+
+
+def _follows_a_line(logs: Float[Tensor, " S"]) -> bool:
+    size = len(logs)
+    if size < 2 * SIDE:
+        return False
+    place = torch.arange(size, dtype=logs.dtype) - (size - 1) / 2
+    slope = float(place @ logs / place.square().sum())
+    rest = logs - logs.mean() - slope * place
+    error = math.sqrt(max(float(rest.square().sum()) / (size - 2), 0.02**2) / float(place.square().sum()))
+    return abs(slope) * (size - 1) >= math.log(LEAST_FACTOR) and abs(slope) >= STANDARD_ERRORS * error
 
 
 def _noise(logs: Float[Tensor, " S"]) -> float:

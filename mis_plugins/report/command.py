@@ -22,7 +22,7 @@ from mis_plugins.report.readers.paths import NOTHING, check_exists, find
 from mis_plugins.report.readers.source import Problems
 from mis_plugins.report.survey import Survey, keep_freed_memory, report, walk
 from mis_plugins.report.sweep import Candidate, candidates, load
-from mis_plugins.report.verdict import ALARM, CALM, of_curves, verdict
+from mis_plugins.report.verdict import ALARM, CALM, level_of, of_curves, verdict
 from mis_plugins.report.written import Document, as_text
 from mis_plugins.shared.files import finish_killed, replace_together
 from mis_plugins.shared.shell import INTERRUPTED, REFUSED
@@ -30,6 +30,7 @@ from mis_plugins.shared.table import print_table
 from mis_plugins.shared.terminal import print_error, printable
 
 ALARMED = 3
+NEEDED = "it takes behavior_log_probs and proximal_log_probs of tokens, or curves of kl_k3 and its like"
 PAGE = "report.html"
 SECONDS = 2.0
 SHOWN_PROBLEMS, SHOWN_CONFIGS = 10, 8
@@ -63,7 +64,7 @@ def run(arguments: argparse.Namespace) -> int:
         ever |= document.verdict.measured
         if not document.verdict.measured:
             title = printable(document.title)
-            print_error(f"error: {title}: nothing was read that measures the mismatch")
+            print_error(f"error: {title}: nothing was read that measures the mismatch; {NEEDED}")
         if not document.complete:
             return INTERRUPTED
         if not arguments.watch:
@@ -118,9 +119,13 @@ def read(paths: Sequence[Path], arguments: argparse.Namespace) -> Document:
     if made:
         shown = (token for one in made.worst_sequences for token in one["tokens"])
         spell(chain(made.worst_tokens, shown), tokenizer_of(paths), problems)
-    proposal = propose(swept, made.outcomes, made.whole, made.opening) if made and made.usable else None
+    proposal = None
+    if made and made.usable:
+        length = made.usable / max(made.sequences, 1)
+        calm = level_of(made) == CALM
+        proposal = propose(swept, made.outcomes, made.whole, made.opening, length, calm)
     curves = found.read_curves(problems)
-    judgement = verdict(made, proposal) if made else of_curves(curves)
+    judgement = verdict(made, proposal) if made else of_curves(curves, survey.rejected, problems.kept)
     if not judgement.measured:
         nothing = () if made or curves or problems.kept else paths
         for file in found.others or nothing:
@@ -184,6 +189,7 @@ def _lines(document: Document) -> Iterator[str]:
     yield from (f"  {line}" for line in document.verdict.lines)
     for one in document.report.findings if document.report else ():
         yield f"  Cause: {one.cause.title}. {one.evidence}"
+        yield f"    Against it: {one.against}"
         yield f"    Fix: {one.cause.fix}"
     if not document.complete:
         yield "  Interrupted: the numbers are those of what was read before."

@@ -11,14 +11,19 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from mis_plugins.config.terms.divergence import k3
 from mis_plugins.correction.pipeline import Correction
+from mis_plugins.metrics import slope
 from mis_plugins.metrics.rows import Tokens
 from mis_plugins.packing.ragged import Ragged
+from mis_plugins.report.lists import Lists
 from mis_plugins.report.record import Batch, Record
 
 BEGINNING = 4  # valid tokens that count as the beginning of a response
 LONG_ENOUGH = 16  # valid tokens of a sequence whose ends are compared with its middle
 LARGEST_ID = 1_000_000
+FOLDS = 32  # of the sequences, for the standard errors of slopes and means
+RELATED = ("usable", *slope.RELATED_SUMS, "inverse")
 UNLIKELY = -1.0  # log-prob of the trainer where the engine reports a probability of exactly 1
 
 
@@ -61,29 +66,51 @@ class Evidence:
     """Sums over a whole run that detectors read; the step metrics stand beside them.
 
     moments: of each number of `of_sequences`.
-    sizes, correlations: of each sequence the mean |log r|, and the correlation of log pi_old and log mu.
+    lists: pairs of both lists of log-probs, for each sequence.
+    folds: sums of `RELATED` over the usable tokens of every `FOLDS`-th sequence.
+    masses, counts, steps: of each sequence the sum of `mass`, the number of usable tokens, and its step.
     by_id: of each token id the count, and the sums of log r, log mu, (log r)^2, (log mu)^2 and their product.
     """
 
     moments: defaultdict[str, Moments] = field(default_factory=lambda: defaultdict(Moments))
     sure_yet_unlikely: int = 0
     broken_advantages: int = 0
-    sizes: list[Float[Tensor, " N"]] = field(default_factory=list)
-    correlations: list[Float[Tensor, " N"]] = field(default_factory=list)
+    lists: Lists = field(default_factory=Lists)
+    folds: Float[Tensor, "R F"] = field(default_factory=lambda: torch.zeros(len(RELATED), FOLDS).double())
+    masses: list[Float[Tensor, " N"]] = field(default_factory=list)
+    counts: list[Float[Tensor, " N"]] = field(default_factory=list)
+    steps: list[Int[Tensor, " N"]] = field(default_factory=list)
+    sequences: int = 0
     by_id: Float[Tensor, "6 V"] | None = None
 
     def add(self, batch: Batch, correction: Correction, tokens: Tokens) -> None:
-        numbers, correlation = of_sequences(batch.ragged, tokens, _ended(batch))
+        numbers = of_sequences(batch.ragged, tokens, _ended(batch))
         for name, values in numbers.items():
             self.moments[name] = self.moments[name].plus(values)
         sure = tokens.usable & (batch.behavior == 0) & (batch.proximal < UNLIKELY)
         self.sure_yet_unlikely += int(sure.sum())
         self.broken_advantages += sum(map(_broken_advantages, batch.records))
-        self.sizes.append(numbers["size"].float())
-        self.correlations.append(correlation.float())
+        self._add_lists(batch, tokens)
         ids = batch.whole_numbers("tokens")
         if ids is not None:
             self._add_ids(ids, tokens)
+
+    def _add_lists(self, batch: Batch, tokens: Tokens) -> None:
+        """Add the pairs of both lists, and the sums of each fold."""
+        ragged, usable = batch.ragged, tokens.usable
+        owner = ragged.to_tokens(torch.arange(ragged.size))[usable]
+        turns = batch.whole_numbers("turns")
+        turn = (ragged.turns if turns is None else turns)[usable]
+        x, y, d = tokens.behavior[usable], tokens.proximal[usable], tokens.clamped[usable]
+        self.lists.add(x, y, owner, turn, ragged.size)
+        masses, counts = ragged.sums(mass(tokens), usable)
+        for held, column in ((self.masses, masses), (self.counts, counts)):
+            held.append(column)
+        self.steps.append(torch.full((ragged.size,), batch.step))
+        r = d.exp()
+        rows = torch.stack([torch.ones_like(x), x, y, x * x, y * y, x * y, r, r * r, 1 / r])
+        self.folds.index_add_(1, (owner + self.sequences) % FOLDS, rows)
+        self.sequences += ragged.size
 
     def _add_ids(self, ids: Int[Tensor, " T"], tokens: Tokens) -> None:
         known = tokens.usable & (ids >= 0) & (ids < LARGEST_ID)
@@ -113,40 +140,40 @@ def _ended(batch: Batch) -> Bool[Tensor, " N"]:
     return torch.tensor([record.truncated is not True for record in batch.records])
 
 
-def of_sequences(
-    ragged: Ragged, tokens: Tokens, ended: Bool[Tensor, " N"]
-) -> tuple[dict[str, Float[Tensor, " L"]], Float[Tensor, " L"]]:
+def mass(tokens: Tokens) -> Float[Tensor, " T"]:
+    """How much each token adds to the mismatch: e^-|log r| - 1 + |log r|, the k3 of a ratio below 1, on either side.
+
+    Unlike k3 no single token outweighs a run, so that shares of it tell what a cause accounts for.
+    """
+    return k3(-tokens.abs_log_ratio)
+
+
+def of_sequences(ragged: Ragged, tokens: Tokens, ended: Bool[Tensor, " N"]) -> dict[str, Float[Tensor, " L"]]:
     """Numbers of the sequences that have at least `LONG_ENOUGH` usable tokens.
 
     Returns:
-        numbers: mean |log r| of the first tokens (`beginning`), of the last token (`end`, NaN of a response that ran
-            into a limit), of the others (`middle`) and of all (`size`); the mean log r of the first tokens
-            (`beginning_signed`); and what `beginning` and `end` are above `middle`.
-        correlation: of log pi_old and log mu over the sequence's tokens.
+        Mean |log r| of the first tokens (`beginning`), of the last token (`end`, NaN of a response that ran into a
+        limit), and of the others (`middle`); the mean log r of the first tokens (`beginning_signed`); what `beginning`
+        and `end` are above `middle`; and the sum of `mass` that the first tokens (`beginning_mass`) and the last one
+        (`end_mass`) have beyond the others, beside the sum of all (`mass`).
     """
-    usable, size = tokens.usable, tokens.abs_log_ratio
+    usable, size, masses = tokens.usable, tokens.abs_log_ratio, mass(tokens)
     place = usable.cumsum(0)
     starts = torch.cat([place.new_zeros(1), place])[ragged.cu_seqlens]
     place = place - ragged.to_tokens(starts[:-1])
     last = usable & (place == ragged.to_tokens(starts.diff()))
     first = usable & (place <= BEGINNING)
-    at_ends = [
-        torch.where(where, x, 0) for where, x in ((first, size), (first, tokens.log_ratio), (last, size))
-    ]
-    x, y = tokens.behavior, tokens.proximal
-    names: tuple[str, ...] = ("usable", "size", "begins", "signed", "end", "x", "y", "xy")
-    sums: dict[str, Tensor] = dict(zip(names, (usable, size, *at_ends, x, y, x * y), strict=True))
-    rows = torch.stack([*ragged.totals(sums, {"xx": x, "yy": y}).values()])
-    long = rows[0] >= LONG_ENOUGH
-    n, total, begins, signed, end, sx, sy, xy, xx, yy = rows[:, long].unbind()
-    covariance = xy - sx * sy / n
-    spread = ((xx - sx * sx / n) * (yy - sy * sy / n)).clamp(min=0).sqrt()
-    found = {
-        "beginning": begins / BEGINNING,
-        "beginning_signed": signed / BEGINNING,
-        "end": torch.where(ended[long], end, torch.nan),
-        "middle": (total - begins - end) / (n - BEGINNING - 1),
-        "size": total / n,
-    }
-    excess = {f"{name}_excess": found[name] - found["middle"] for name in ("beginning", "end")}
-    return found | excess, torch.where(spread > 1e-9, covariance / spread, 1.0)
+    parts = ((first, size), (first, tokens.log_ratio), (last, size), (first, masses), (last, masses))
+    rows = torch.stack(
+        [*ragged.sums(usable, size, masses, *(torch.where(where, x, 0) for where, x in parts))]
+    )
+    n, total, whole, begins, signed, end, begins_mass, end_mass = rows[:, rows[0] >= LONG_ENOUGH].unbind()
+    long = ended[rows[0] >= LONG_ENOUGH]
+    middle, rest = (total - begins - end) / (n - BEGINNING - 1), n - BEGINNING - 1
+    usual = (whole - begins_mass - end_mass) / rest
+    at_end, beginning = torch.where(long, end, torch.nan), begins / BEGINNING
+    return {
+        "beginning": beginning, "beginning_signed": signed / BEGINNING, "end": at_end, "middle": middle,
+        "beginning_excess": beginning - middle, "end_excess": at_end - middle, "mass": whole,
+        "beginning_mass": begins_mass - BEGINNING * usual, "end_mass": end_mass - usual,
+    }  # fmt: skip

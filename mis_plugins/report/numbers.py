@@ -13,12 +13,11 @@ import torch
 
 from mis_plugins.config.model import CorrectionConfig
 from mis_plugins.correction.pipeline import Correction, correct
+from mis_plugins.explain.limits import FIRST
 from mis_plugins.metrics.alarms import ALARMS
 from mis_plugins.metrics.catalogue import finalize
 from mis_plugins.metrics.partials import Partials, partials
 from mis_plugins.report.record import Batch
-
-FIRST = "kl_k3"  # stands first on every page
 
 
 def corrected(batch: Batch, config: CorrectionConfig) -> Correction:

@@ -11,6 +11,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from mis_plugins.metrics.rows import Tokens
+from mis_plugins.report.evidence import mass
 from mis_plugins.report.record import Batch
 
 Bucket = Callable[[Batch], Tensor | None]
@@ -87,6 +88,7 @@ ROWS: dict[str, Callable[[Tokens], Float[Tensor, " T"]]] = {
     "kl_k3": lambda t: t.k3,
     "log_prob_diff_abs_mean": lambda t: t.abs_log_ratio,
     "k3_squared": lambda t: t.k3.square(),
+    "mass": mass,
 }
 
 

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from statistics import pvariance
 from typing import Any
 
 from mis_plugins.config import writing
-from mis_plugins.explain.rungs import record
+from mis_plugins.explain.limits import FIRST, ROWS, UNBIASED, row
 from mis_plugins.explain.words import flags
-from mis_plugins.report.numbers import FIRST
 from mis_plugins.report.survey import Opening
-from mis_plugins.report.sweep import Candidate
+from mis_plugins.report.sweep import Candidate, load
 
-# kl_k3 below which no config changes the gradient in any visible way; an engine in bf16 lies above ten times it.
-NOTHING_TO_DO = 1e-4
+NOTHING = "nothing"  # the name of a proposal to a calm run
+NO_ADVANTAGES = (
+    "configs are not ranked by gradient without advantages: write the column `advantages`, and report again"
+)
+SHOWN = 6  # configs that are as good
 LEAST_KEPT = 0.5
 # Noise averages out over steps and a wrong direction adds up: only ten times the noise puts a candidate out.
 LEAST_ESS = 0.1
@@ -29,7 +33,7 @@ MEASURES = {
     "coefficient_cosine": "coefficient cosine",
     "ess": "effective sample",
 }
-ALIKE = 0.005  # directions closer than this are not told apart: the simpler config wins
+ALIKE = 0.005  # directions closer than this are not told apart, whatever their interval
 
 
 @dataclass(frozen=True)
@@ -103,76 +107,136 @@ def propose(
     outcomes: Mapping[str, Mapping[str, Any]],
     whole: Mapping[str, float],
     opening: Opening | None,
+    length: float = math.inf,
+    calm: bool = False,
 ) -> Proposal | None:
-    """The best candidate; None where nothing was swept."""
+    """README's row for the mismatch, or a candidate that is better beyond its interval; None where nothing was swept.
+
+    length: mean number of tokens of a response.
+    """
     judged = [judge(one, outcomes[one.name]) for one in candidates if one.name in outcomes]
     if not judged:
         return None
-    ranking = sorted(judged, key=lambda one: (len(one.reasons), -one.direction, one.parts))
-    best = [one for one in ranking if not one.reasons]
-    none = next((one for one in judged if not one.candidate.config.corrects), None)
-    if none is not None and whole.get(FIRST, 1.0) < NOTHING_TO_DO:
-        why = f"kl_k3 is {whole[FIRST]:.2g}: below {NOTHING_TO_DO:g} no correction changes a gradient that is seen"
-        return _proposal(none, (why,), ranking)
-    if not best:
-        out = f"every candidate is out; the least unfit one {'; '.join(ranking[0].reasons)}"
-        advice = "lower the mismatch first: no config repairs it"
-        return _proposal(ranking[0], (out, advice), ranking, trusted=False)
-    alike = [one for one in best if one.direction > best[0].direction - ALIKE]
-    chosen = min(alike, key=lambda one: (not one.candidate.config.corrects, one.parts, -one.direction))
-    why = tuple(_why(chosen, len(alike) - 1, none))
+    ranking = sorted(
+        judged, key=lambda one: (len(one.reasons), -one.direction, one.parts, one.candidate.name != "tis")
+    )
+    kl_k3 = whole[FIRST]
+    found = row(kl_k3)
+    if calm:
+        return _proposal(Candidate(NOTHING, _preset("metrics-only").config), (_is_calm(kl_k3),), ranking)
+    if found is None:
+        good = (one.candidate for one in ranking if not one.reasons and one.cosine is not None)
+        chosen = next(good, None) or _preset(ROWS[-1].preset)
+        advice = f"repair the engine first: kl_k3 is {kl_k3:.2g}, above {ROWS[-1].below:g}, where README has no row"
+        return _proposal(chosen, (advice, *_after(opening, chosen)), ranking, trusted=False)
+    named = next((one for one in ranking if _is_of(one.candidate, found.preset)), None)
+    if named is None or named.cosine is None:
+        lacking = NO_ADVANTAGES if ranking[0].cosine is None else ""
+        chosen, why = _preset(found.preset), [_by_row(kl_k3, length), lacking]
+    else:
+        chosen, why = _ranked(named, ranking, _by_row(kl_k3, length))
+    if named is not None and named.reasons and chosen.name == named.candidate.name:
+        why.append(f"against it: {'; '.join(named.reasons)}")
     if distrust := _distrust(opening):
-        first = f"with a closer engine try {chosen.candidate.name}, which ranks first here"
-        return _proposal(chosen, (distrust, first, *why), ranking, trusted=False)
-    return _proposal(chosen, (*why, *_doubts(whole)), ranking)
+        return _proposal(
+            chosen, (distrust, *_after(None, chosen), *filter(None, why)), ranking, trusted=False
+        )
+    return _proposal(chosen, tuple(filter(None, why)), ranking)
+
+
+def _preset(name: str) -> Candidate:
+    return Candidate(name, load(name))
+
+
+def _is_of(candidate: Candidate, preset: str) -> bool:
+    """Whether a candidate is a preset under whatever name; `metrics-only` is a run without correction."""
+    wanted = _preset(preset).config
+    return candidate.name == preset or not (candidate.config.corrects or wanted.corrects)
+
+
+def _ranked(named: Judged, ranking: Sequence[Judged], by_row: str) -> tuple[Candidate, list[str]]:
+    """README's row, unless another candidate's cosine is above the row's by more than its interval; and why."""
+    rivals = [one for one in ranking if not one.reasons and one.measure == named.measure and one is not named]
+    gains = {one.candidate.name: (one.direction - named.direction, _interval(one, named)) for one in rivals}
+    told = [*_why(named, next((one for one in ranking if not one.candidate.config.corrects), None)), by_row]
+    best = next(iter(rivals), None)
+    if best is not None:
+        gain, interval = gains[best.candidate.name]
+        if gain > max(interval, ALIKE):
+            words = (
+                f"README's row `{named.candidate.name}` has {named.direction:.3f}; {best.candidate.name} has "
+                f"{best.direction:.3f}, {gain:.3f} +- {interval:.3f} more, and so is proposed in its place"
+            )
+            return best.candidate, [words, *_why(best, None), by_row]
+    alike = [name for name, (gain, interval) in gains.items() if abs(gain) <= max(interval, ALIKE)]
+    if alike:
+        told.append(
+            f"as good within the interval: {', '.join(sorted(alike, key=lambda name: name != 'tis')[:SHOWN])}"
+        )
+    return named.candidate if named.candidate.config.corrects else _preset("metrics-only"), told
+
+
+def _interval(one: Judged, other: Judged) -> float:
+    """Two standard errors of the difference of two cosines: each part of the responses is left out in turn."""
+    without = f"{one.measure}_without"
+    pairs = zip(one.numbers.get(without, ()), other.numbers.get(without, ()), strict=True)
+    gains = [a - b for a, b in pairs]
+    return 2 * math.sqrt((len(gains) - 1) * pvariance(gains)) if len(gains) > 1 else 0.0
 
 
 def _proposal(
-    chosen: Judged, why: tuple[str, ...], ranking: Sequence[Judged], trusted: bool = True
+    chosen: Candidate, why: tuple[str, ...], ranking: Sequence[Judged], trusted: bool = True
 ) -> Proposal:
-    config = chosen.candidate.config
+    config = chosen.config
     text = writing.to_yaml(writing.as_mapping(config))
     words = f"{flags(config)} --custom-config-path mis.yaml"
-    return Proposal(chosen.candidate.name, trusted, why, text, words, tuple(ranking))
+    return Proposal(chosen.name, trusted, why, text, words, tuple(ranking))
 
 
 # The words of a proposal.
 
 
-def _why(chosen: Judged, alike: int, none: Judged | None) -> Iterator[str]:
+def _is_calm(kl_k3: float) -> str:
+    return f"the run is calm: kl_k3 is {kl_k3:.2g}, and README's row corrects nothing below {ROWS[0].below:g}"
+
+
+def _by_row(kl_k3: float, length: float) -> str:
+    """README's row in words, with what it says of the length."""
+    found = row(kl_k3)
+    said = "" if found is None else f"README's row for kl_k3 {kl_k3:.2g} is `{found.preset}`"
+    if found is ROWS[0]:
+        said += " while rewards hold, and `tis` where they fall: mend the cause above"
+    if kl_k3 * length < UNBIASED:
+        said += f"; at {length:.0f} tokens a response `sequence` is the row where no bias is wanted"
+    return said
+
+
+def _why(chosen: Judged, none: Judged | None) -> Iterator[str]:
     numbers = chosen.numbers
     yield f"{numbers['kept_fraction']:.1%} of the tokens are kept, with an effective sample of {numbers['ess']:.0%}"
     without = "" if none is None or none is chosen else f", and {none.direction:.3f} without correction"
     yield f"the {MEASURES[chosen.measure]} is {chosen.direction:.3f}{without}"
     if numbers["applied_mean"] < SLOW:
         yield f"a mean weight of {numbers['applied_mean']:.2g} acts as that factor on the learning rate"
-    if alike:
-        others = "1 other is" if alike == 1 else f"{alike} others are"
-        yield f"{others} as good to {ALIKE:g}, and no other has fewer parts"
+
+
+def _after(opening: Opening | None, chosen: Candidate) -> list[str]:
+    distrust = _distrust(opening)
+    return [f"with a closer engine try {chosen.name}", *([distrust] if distrust else [])]
 
 
 def _distrust(opening: Opening | None) -> str | None:
     """Why no config is trusted; None where one is.
 
     Long responses have little in common under any mismatch, and corrections help there nonetheless: the share
-    counts only where the mismatch is larger than any that was measured with the real model.
+    counts only where the mismatch is larger than README's table goes.
     """
-    worst = record().steps[-1]
-    if opening is None or opening.response_overlap >= LEAST_OVERLAP or opening.kl_k3 <= worst.k3:
+    most = ROWS[-1].below
+    if opening is None or opening.response_overlap >= LEAST_OVERLAP or opening.kl_k3 <= most:
         return None
     steps = f"in the first {opening.steps} of {opening.of} steps" if opening.of > 1 else "in this step"
     return (
         f"no config is trusted: {steps} both policies share {opening.response_overlap:.0%} of what they write, less "
-        f"than {LEAST_OVERLAP:.0%}, and kl_k3 is {opening.kl_k3:.2g}, more than a real model shows with an engine in "
-        f"{worst.name}; give the engine more bits, or newer weights, and report again"
-    )
-
-
-def _doubts(whole: Mapping[str, float]) -> tuple[str, ...]:
-    worst = record().steps[-1]
-    if whole.get(FIRST, 0.0) <= worst.k3:
-        return ()
-    return (
-        f"lower the mismatch too: kl_k3 is above what a real model shows with an engine in {worst.name}, and some runs "
-        "like this collapse with every config",
+        f"than {LEAST_OVERLAP:.0%}, and kl_k3 is {opening.kl_k3:.2g}, above the {most:g} of "
+        "README's last row; give the engine more bits, or newer weights, and report again"
     )

@@ -15,6 +15,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from mis_plugins.packing.ragged import Ragged
+from mis_plugins.report.readers.keys import lacking
 from mis_plugins.shared.budget import ITEMS, RecordError
 
 
@@ -91,9 +92,9 @@ def from_mapping(values: Mapping[str, Any], step: Any, sample: str) -> Record:
     Raises:
         RecordError: a list is missing, holds something else than numbers, or has another length than the response.
     """
-    for name in REQUIRED:
-        if values.get(name) is None:
-            raise RecordError(f"sample {sample}: no {name}")
+    if any(values.get(name) is None for name in REQUIRED):
+        held = [name for name, value in values.items() if value is not None]
+        raise RecordError(f"sample {sample}: {lacking(REQUIRED, held)}")
     found = {name: _tensor(name, values[name]) for name in KINDS if values.get(name) is not None}
     size = found["behavior_log_probs"].numel()
     found.setdefault("loss_mask", torch.ones(size, dtype=torch.bool))

@@ -80,6 +80,7 @@ class Survey:
     """All collectors of one pass.
 
     own: the run's config; the numbers of the steps are what the training path logged with it.
+    rejected: number of records, or of whole files of records, that could not be read.
     """
 
     own: CorrectionConfig
@@ -90,6 +91,7 @@ class Survey:
     evidence: Evidence = field(default_factory=Evidence)
     first: FirstSteps = field(default_factory=FirstSteps)
     sequences: int = 0
+    rejected: int = 0
 
     @classmethod
     def of(cls, own: CorrectionConfig, candidates: Sequence[Candidate]) -> Survey:
@@ -121,6 +123,7 @@ class Report:
 
     steps: metrics of each step, by the names of docs/metrics.md.
     whole: the metrics over all steps together.
+    rejected: number of records that could not be read.
     usable: number of tokens that the loss mask keeps and whose two log-probs are finite; all means are over them.
     """
 
@@ -134,6 +137,7 @@ class Report:
     worst_sequences: list[dict[str, Any]]
     outcomes: dict[str, dict[str, Any]]
     sequences: int
+    rejected: int
     opening: Opening | None
     usable: int
 
@@ -152,6 +156,7 @@ def walk(survey: Survey, sources: Sequence[Source], problems: Problems, told: To
             )
             if (seen, lost) == (survey.sequences, problems.of_file.total()):
                 problems.add("holds no token", source.name)
+            survey.rejected += problems.of_file.total() - lost
             done += source.size
     except KeyboardInterrupt:
         return False
@@ -191,6 +196,7 @@ def report(survey: Survey) -> Report | None:
         worst_sequences=survey.worst.worst_sequences(),
         outcomes=survey.sweep.numbers(),
         sequences=survey.sequences,
+        rejected=survey.rejected,
         opening=survey.first.numbers(),
         usable=int(whole.named_sums["usable"]),
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -30,6 +30,7 @@ STEP, HALF = 0.01, 2000
 USUAL = 0.05  # least share of the tokens with which a bucket of lengths can show a bias
 SEQUENCES = 32  # least number of responses with which products of ratios are read
 LEAST_ESS = 0.25  # least effective share of the responses with which products of ratios are read
+PARTS = 16  # of the responses, each of which is left out in turn for the interval of a cosine
 QUANTILES = (0.01, 0.25, 0.5, 0.75, 0.99)
 
 
@@ -48,17 +49,17 @@ class Direction:
     A is the advantage, and p the trainer's probability: the score of a token, grad log pi, has a size of about 1 - p.
 
     both, squares: A (1 - p) times v A (1 - p), and times itself.
-    wanted: sum of the squares of v A (1 - p).
+    wanted: the squares of v A (1 - p).
     """
 
     both: Float[Tensor, " T"]
     squares: Float[Tensor, " T"]
-    wanted: float
+    wanted: Float[Tensor, " T"]
 
     @classmethod
     def of(cls, plain: Float[Tensor, " T"], weights: Float[Tensor, " T"]) -> Direction:
         wanted = plain * weights
-        return cls(plain * wanted, plain * plain, float(wanted @ wanted))
+        return cls(plain * wanted, plain * plain, wanted * wanted)
 
 
 def _plain(batch: Batch) -> Float[Tensor, " T"] | None:
@@ -94,15 +95,14 @@ class Shared:
     valid: valid tokens of each sequence.
     lengths: bucket of each sequence's length.
     signs: the valid tokens in each bucket of the advantage's sign; none without advantages.
-    by_token, by_response: directions of unbounded weights of tokens, and of whole responses where those can be known.
+    directions: of unbounded weights of tokens, and of whole responses where those can be known, by the cosine's name.
     """
 
     batch: Batch
     valid: Float[Tensor, " N"]
     lengths: Int[Tensor, " N"]
     signs: tuple[Bool[Tensor, " T"], ...]
-    by_token: Direction | None
-    by_response: Direction | None
+    directions: Mapping[str, Direction]
 
     @classmethod
     def of(cls, batch: Batch, ratio: Float[Tensor, " T"]) -> Shared:
@@ -113,9 +113,10 @@ class Shared:
             () if sign is None else tuple(mask & (sign == k) for k in range(len(PLACES["advantage"].labels)))
         )
         plain, products = _plain(batch), _products(batch.ragged, ratio)
-        by_token = None if plain is None else Direction.of(plain, ratio.double())
-        by_response = None if plain is None or products is None else Direction.of(plain, products)
-        return cls(batch, valid, lengths, signs, by_token, by_response)
+        weights = {"coefficient_cosine": ratio.double(), "response_cosine": products}
+        known = {} if plain is None else {name: w for name, w in weights.items() if w is not None}
+        directions = {name: Direction.of(plain, w) for name, w in known.items() if plain is not None}
+        return cls(batch, valid, lengths, signs, directions)
 
     @cached_property
     def all_valid(self) -> dict[str, Float[Tensor, " K"]]:
@@ -136,6 +137,7 @@ class Outcome:
 
     shares: by length and by advantage the valid tokens, and among them kept ones, in each bucket.
     histogram: kept tokens by the logarithm of their weight.
+    parts: for each cosine its three sums over every `PARTS`-th response.
     """
 
     candidate: Candidate
@@ -144,6 +146,8 @@ class Outcome:
     histogram: Float[Tensor, " B"] = field(
         default_factory=lambda: torch.zeros(2 * HALF + 1, dtype=torch.float64)
     )
+
+    parts: dict[str, Float[Tensor, "3 P"]] = field(default_factory=dict)
 
     @cached_property
     def config(self) -> CorrectionConfig:
@@ -164,11 +168,11 @@ class Outcome:
         for name, counts in shared.counts(keep, kept).items():
             self.shares[name] = self.shares.get(name, 0) + torch.stack([shared.all_valid[name], counts])
         self._add_weights(weights, float(kept.sum()))
-        if (direction := shared.by_token) is not None:
-            given = wide.square() @ direction.squares
-            self._plus(dot=wide @ direction.both, given=given, wanted=direction.wanted)
-        if shared.by_response is not None:
-            self._plus(response_cosine=_cosine(wide, shared.by_response), with_responses=1)
+        part = torch.arange(batch.ragged.size) % PARTS
+        for name, one in shared.directions.items():
+            rows = batch.ragged.sums(wide * one.both, wide.square() * one.squares, one.wanted)
+            held = self.parts.setdefault(name, torch.zeros(3, PARTS, dtype=torch.float64))
+            held.index_add_(1, part, torch.stack(rows))
 
     def _add_weights(self, weights: Float[Tensor, " T"], kept: float) -> None:
         """Count the weights of kept tokens; others weigh 0, and are taken out of the first bucket again."""
@@ -199,10 +203,12 @@ class Outcome:
             "kept_by_usual_length": _shares("length", lengths * (lengths[0] >= USUAL * valid)),
             "kept_by_advantage": _shares("advantage", self.shares.get("advantage")),
         }
-        if s["given"] and s["wanted"]:
-            found["coefficient_cosine"] = s["dot"] / math.sqrt(s["given"] * s["wanted"])
-        if s["with_responses"]:
-            found["response_cosine"] = s["response_cosine"] / s["with_responses"]
+        for name, parts in self.parts.items():
+            dot, given, wanted = parts.sum(1).tolist()
+            if given and wanted:
+                left = parts.sum(1, keepdim=True) - parts
+                found[name] = dot / math.sqrt(given * wanted)
+                found[f"{name}_without"] = (left[0] / (left[1] * left[2]).clamp(min=1e-300).sqrt()).tolist()
         return found
 
     def _quantiles(self) -> list[tuple[float, float]]:
@@ -281,11 +287,6 @@ def load(target: str) -> CorrectionConfig:
 def judged(config: CorrectionConfig) -> bool:
     """Whether a config corrects, and a dump holds everything that it reads."""
     return config.corrects and not (config.needs_loss_hook or config.reads_routes)
-
-
-def _cosine(weights: Float[Tensor, " T"], direction: Direction) -> float:
-    size = float(weights.square() @ direction.squares) * direction.wanted
-    return float(weights @ direction.both) / math.sqrt(size) if size else 0.0
 
 
 def _shares(place: str, both: Float[Tensor, "2 K"] | None) -> dict[str, float]:

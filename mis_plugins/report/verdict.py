@@ -6,38 +6,20 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from mis_plugins.explain.limits import FIRST, LIMITS
 from mis_plugins.explain.rungs import Rung, record
-from mis_plugins.report.numbers import FIRST
-from mis_plugins.report.proposal import Proposal
-from mis_plugins.report.readers.source import Curve
+from mis_plugins.report.causes import PRECISION
+from mis_plugins.report.changes import Change, changes, smallest_rise
+from mis_plugins.report.proposal import NOTHING, Proposal
+from mis_plugins.report.readers.keys import lacking
+from mis_plugins.report.readers.source import Curve, Problem
 from mis_plugins.report.survey import Report
 
-
-@dataclass(frozen=True)
-class Limits:
-    """A number's limits.
-
-    low, high: where the number turns bad. Tests hold each limit to the words of docs/metrics.md.
-    least, most: what the number can be at all; what lies outside measures nothing.
-    """
-
-    low: float = -math.inf
-    high: float = math.inf
-    least: float = 0.0
-    most: float = math.inf
-
-
-LIMITS: dict[str, Limits] = {
-    FIRST: Limits(high=1e-2),
-    "ratio_mean": Limits(0.98, 1.02),
-    "log_prob_diff_abs_max": Limits(high=5.0),
-    "ess_ratio": Limits(low=0.5, most=1.0),
-    "prob_correlation": Limits(low=0.95, least=-1.0, most=1.0),
-    "kept_fraction": Limits(low=0.5, most=1.0),
-}
 ROUNDING = 1e-5  # by which a number may lie outside of what it can be
 AS_MUCH = 3.0  # within this factor of a rung a mismatch counts as that rung's
 CALM, WATCH, ALARM = "calm", "watch", "alarm"
+MOST_LOST = 0.1  # records rejected for each that was read; with more no run is calm
+RISEN = "rose"
 TOLD = "No tokens were read, so no cause can be told; name a dump to learn more."
 WHY = (
     "Why: log-probs alone cannot tell. An engine of lower precision differs without the sign of any cause, and so does "
@@ -91,16 +73,35 @@ def verdict(report: Report, proposal: Proposal | None) -> Verdict:
     if not report.usable:
         return _of_nothing(report)
     limits = beyond(report.whole)
-    level = ALARM if report.findings else WATCH if limits else CALM
+    level = level_of(report)
     lines = (
         f"How large: {FIRST} is {report.whole[FIRST]:.3g} a token. {in_words(report.whole[FIRST])}",
         *([f"Beyond its limit: {'; '.join(limits)}."] if limits else []),
-        *([WHY] if level == WATCH else []),
+        *([WHY] if level != CALM and _is_open(report) else []),
+        *([_unread(report)] if report.rejected else []),
         _since(report),
         _where(report),
         *([_helped(proposal)] if proposal else []),
     )
     return Verdict(level, _headline(report, level), lines)
+
+
+def level_of(report: Report) -> str:
+    """An alarm at a kl_k3 beyond its alarm or at a cause that is more than low precision; calm within all limits."""
+    told = any(one.name != PRECISION for one in report.findings)
+    if told or not report.whole[FIRST] <= LIMITS[FIRST].alarm:
+        return ALARM
+    return WATCH if beyond(report.whole) or report.rejected > MOST_LOST * report.sequences else CALM
+
+
+def _is_open(report: Report) -> bool:
+    """Whether no cause shows that log-probs can tell."""
+    return not report.findings or report.findings[0].name == PRECISION
+
+
+def _unread(report: Report) -> str:
+    every = report.rejected + report.sequences
+    return f"Not read: {report.rejected} of {every} records were rejected, so the verdict is on the others."
 
 
 def _of_nothing(report: Report) -> Verdict:
@@ -112,21 +113,53 @@ def _of_nothing(report: Report) -> Verdict:
         else "the loss mask keeps no token"
     )
     look = "Look at the loss masks and at the log-probs of both sides."
-    return Verdict(ALARM, f"Nothing was measured: {why}.", (look,), measured=False)
+    lost = [_unread(report)] if report.rejected else []
+    return Verdict(ALARM, f"Nothing was measured: {why}.", (look, *lost), measured=False)
 
 
-def of_curves(curves: Sequence[Curve]) -> Verdict:
-    """The verdict on curves without tokens, by the last value of each number: a log's row holds only some numbers."""
+def of_curves(curves: Sequence[Curve], rejected: int = 0, problems: Sequence[Problem] = ()) -> Verdict:
+    """The verdict on curves without tokens, by the last value of each number: a log's row holds only some numbers.
+
+    rejected: number of records that could not be read.
+    """
     rows = [(name, step, x) for curve in curves for name, (step, x) in _last(curve).items()]
     limits = [f"{limit}, at step {step}" for name, step, x in rows for limit in beyond({name: x})]
     words = "; ".join(dict.fromkeys(limits))
     values = (row.items() for curve in curves for row in curve.values.values())
     if not any(possible(name, x) for row in values for name, x in row if name in LIMITS):
-        why = words or "no curve holds a number that has a limit"
+        why = words or (_unknown(curves) if curves and not rejected else _unreadable(rejected, problems))
         return Verdict(ALARM, f"Nothing was read that measures the mismatch: {why}.", (TOLD,), measured=False)
+    lost = [f"Not read: {rejected} of {rejected} records of tokens were rejected."] if rejected else []
     if limits:
-        return Verdict(WATCH, f"Last seen beyond its limit: {words}.", (TOLD,))
-    return Verdict(CALM, "The curves end within their limits.", (TOLD,))
+        alarming = any(name == FIRST and x > LIMITS[FIRST].alarm for name, _, x in rows)
+        return Verdict(
+            ALARM if alarming else WATCH,
+            f"Last seen beyond its limit: {words}.",
+            (TOLD, _risen(curves), *lost),
+        )
+    if lost or RISEN in _risen(curves):
+        return Verdict(WATCH, (lost or [_risen(curves)])[0], (TOLD, *lost))
+    return Verdict(CALM, "The curves end within their limits.", (TOLD, _risen(curves)))
+
+
+def _risen(curves: Sequence[Curve]) -> str:
+    """Since when the kl_k3 of the first curve that has it changed."""
+    found = ({step: row[FIRST] for step, row in curve.values.items() if FIRST in row} for curve in curves)
+    known = next((one for one in found if len(one) > 1), {})
+    return since(known, changes(list(known), list(known.values())))
+
+
+def _unknown(curves: Sequence[Curve]) -> str:
+    """Which numbers the curves hold, none of which has a limit."""
+    names = list(dict.fromkeys(name for curve in curves for row in curve.values.values() for name in row))
+    return f"no curve holds a number that has a limit: {lacking((FIRST,), names)}"
+
+
+def _unreadable(rejected: int, problems: Sequence[Problem]) -> str:
+    first = f"; the first: {problems[0]}" if problems else ""
+    return (
+        f"{rejected} of {rejected} records were rejected{first}" if rejected else f"no file holds any{first}"
+    )
 
 
 def _last(curve: Curve) -> dict[str, tuple[int, float]]:
@@ -140,21 +173,30 @@ def _headline(report: Report, level: str) -> str:
         first, *others = report.findings
         more = f", and {len(others)} other cause{'s' if len(others) > 1 else ''}" if others else ""
         return f"{first.cause.title}{more}."
-    if level == WATCH:
-        return "Rollout engine and trainer differ more than a healthy run; no single cause shows."
-    return "Rollout engine and trainer agree as well as a healthy run."
+    if level == CALM:
+        return "Rollout engine and trainer agree as well as a healthy run."
+    return "Rollout engine and trainer differ more than a healthy run; no single cause shows."
 
 
 def _since(report: Report) -> str:
-    if len(report.steps) < 2:
+    steps = {step: values[FIRST] for step, values in report.steps.items() if FIRST in values}
+    return since(steps, report.changes)
+
+
+def since(steps: Mapping[int, float], found: Sequence[Change]) -> str:
+    """How kl_k3 changed over the steps, or the smallest rise that would have shown."""
+    if len(steps) < 2:
         return "Since when: one step was read, so no change over time can be seen."
-    if not report.changes:
-        return f"Since when: {FIRST} keeps its level over {len(report.steps)} steps."
-    changes = (
-        f"{'jumped at' if one.sudden else 'drifted around'} step {one.step} from {one.before:.2g} to {one.after:.2g}"
-        for one in report.changes
-    )
-    return f"Since when: {FIRST} {', '.join(changes)}."
+    if not found:
+        least = smallest_rise([x for x in steps.values() if math.isfinite(x)])
+        return f"Since when: {FIRST} shows no change over {len(steps)} steps; a rise of {least:.2g} times would show."
+    return f"Since when: {FIRST} {', then '.join(map(_change, found))}."
+
+
+def _change(one: Change) -> str:
+    how = f"{RISEN if one.factor > 1 else 'fell'} {max(one.factor, 1 / one.factor):.3g} times"
+    when = "at" if one.sudden else "by"
+    return f"{how} {when} step {one.step}, from {one.before:.2g} to {one.after:.2g}"
 
 
 def _where(report: Report) -> str:
@@ -176,6 +218,8 @@ def _where(report: Report) -> str:
 
 
 def _helped(proposal: Proposal) -> str:
+    if proposal.name == NOTHING:
+        return f"What to run with: nothing else is proposed, as {proposal.why[0]}."
     first = proposal.name if proposal.trusted else "an engine closer to the trainer"
     return f"What to run with: {first}; {'; '.join(proposal.why)}."
 

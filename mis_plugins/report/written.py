@@ -66,6 +66,8 @@ def _of_report(report: Report) -> dict[str, Any]:
                 "name": one.name,
                 "title": one.cause.title,
                 "evidence": one.evidence,
+                "against": one.against,
+                "share": one.share,
                 "fix": one.cause.fix,
                 "also": one.also,
             }

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gzip
+import io
 import itertools
 import json
 import resource
@@ -11,10 +13,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from mis_plugins.report.readers.source import Problems
+from mis_plugins.report.readers.source import Problems, size_of
 from mis_plugins.shared.budget import INFLATED, ITEMS, LINE, RecordError
 from mis_plugins.shared.opened import Opened
 
+GZIP, ZSTD = b"\x1f\x8b\x08", b"\x28\xb5\x2f\xfd"  # the first bytes
+Lines = io.BufferedIOBase  # what every file and what unpacks it is, opened for reading bytes
 HEAD = 64  # lines in which a file shows what it is
 SKIPPED = 16  # budgets of one line: how far the end of an overlong line is looked for
 
@@ -26,6 +30,26 @@ def opened(path: Path) -> BinaryIO:
         RecordError: the path is no regular file, or cannot be opened.
     """
     return Opened(path).file
+
+
+def unpacked(file: BinaryIO, path: Path) -> Lines:
+    """The lines within a file that gzip or zstd packed, by its first bytes; the file itself where nothing is packed.
+
+    Raises:
+        RecordError: zstd is asked for, and pyarrow is not installed.
+    """
+    start = file.read(4)
+    file.seek(0)
+    if start[:3] == GZIP:
+        return gzip.GzipFile(fileobj=file)
+    if start != ZSTD:
+        return file  # pyright: ignore[reportReturnType]
+    try:
+        from pyarrow import CompressedInputStream  # pyright: ignore[reportMissingImports]
+    except ModuleNotFoundError as error:
+        lacking = "pip install 'mis-plugins[report]'"
+        raise RecordError(f"{path}: zstd needs pyarrow, which is not installed; {lacking}") from error
+    return io.BufferedReader(CompressedInputStream(file, "zstd"))
 
 
 def parsed(text: bytes, path: Path) -> Any:
@@ -46,19 +70,22 @@ def objects(path: Path, problems: Problems, head: bool = False) -> Iterator[tupl
     Args:
         head: stop after the first lines, by which a file is known.
     """
-    with opened(path) as file:
+    with opened(path) as packed, unpacked(packed, path) as file:
+        size, inflated = size_of(path), 0
         for number in itertools.count(1):
             line, goes_on = _line(file)
+            inflated += len(line)
+            INFLATED.check(inflated if file is not packed else 0, size, path)
             place = f"line {number}"
             found = problems.read(partial(_object, line, path), path, place)
-            problems.bytes_read = file.tell()
+            problems.bytes_read = packed.tell()
             if found is not None:
                 yield place, found
             if not goes_on or (head and (number == HEAD or problems.bytes_read > SKIPPED * LINE.base)):
                 return
 
 
-def _line(file: BinaryIO) -> tuple[bytes, bool]:
+def _line(file: Lines) -> tuple[bytes, bool]:
     """The next line, of which an overlong one is cut, and whether another may follow."""
     line = file.readline(int(LINE.base) + 1)
     if len(line) <= LINE.base:

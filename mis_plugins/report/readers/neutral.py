@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from mis_plugins.report.readers.files import limited_memory, objects, opened
+from mis_plugins.report.readers.keys import lacking
 from mis_plugins.report.readers.source import Problems, size_of
-from mis_plugins.report.record import KINDS, Record, from_mapping
+from mis_plugins.report.record import KINDS, REQUIRED, Record, from_mapping
 from mis_plugins.shared.budget import INFLATED, ITEMS, LINE, VALUES, RecordError
 
 ROWS_AT_ONCE = 64
@@ -50,9 +51,12 @@ def _columns(schema: Any, path: Path) -> list[str]:
     """Columns of the neutral form.
 
     Raises:
-        RecordError: a column holds lists of entries of a dictionary, each of which may be as long as the file.
+        RecordError: log-probs are missing, or a column holds lists of entries of a dictionary, each of which may be
+            as long as the file.
     """
     columns = [name for name in COLUMNS if name in schema.names]
+    if not set(REQUIRED) <= set(columns):
+        raise RecordError(f"{path}: {lacking(REQUIRED, schema.names)}")
     for name in columns:
         kind = schema.field(name).type
         if kind.num_fields and "dictionary" in str(kind):

@@ -17,7 +17,9 @@ from mis_plugins.errors import InputError
 from mis_plugins.report.readers import curves, neutral
 from mis_plugins.report.readers.dumps import dumps
 from mis_plugins.report.readers.files import objects, opened
+from mis_plugins.report.readers.keys import lacking, nearest
 from mis_plugins.report.readers.source import Curve, Problems, Source, natural, size_of
+from mis_plugins.report.record import REQUIRED
 
 VERL = (
     "verl's rollout_data_dir (read: releases 0.4.1 to 0.7.0 and 0.8.0.dev b178a3c) holds texts and scores, and no "
@@ -68,8 +70,8 @@ def find(paths: Sequence[Path], problems: Problems) -> Found:
             sources.append(Source(kind, (file,), partial(NEUTRAL[kind], file)))
         elif kind == "verl":
             problems.add(VERL, file)
-        elif file in paths or file.suffix == ".jsonl":
-            problems.add(NOTHING, file)
+        elif file in paths or _plain(file).suffix == ".jsonl":
+            problems.add(_nothing(file), file)
         else:
             others.append(file)
     return Found(tuple(sources), tuple(lines), tuple(files), tuple(others))
@@ -135,8 +137,21 @@ def format_of(file: Path) -> str | None:
 
 def _shown_by(found: Mapping[str, Any], file: Path) -> str | None:
     """Name of the format that an object in the first lines of a file shows; None where it shows none."""
-    if "behavior_log_probs" in found:
-        return "jsonl"
     if {"input", "output", "score"} <= found.keys():
         return "verl"
-    return "metrics.jsonl" if file.suffix in (".jsonl", ".json") and curves.has_step(found) else None
+    lists = [key for key, value in found.items() if isinstance(value, list) or key in REQUIRED]
+    if any(nearest(name, lists) for name in REQUIRED):
+        return "jsonl"
+    return "metrics.jsonl" if _plain(file).suffix in (".jsonl", ".json") and curves.has_step(found) else None
+
+
+def _nothing(file: Path) -> str:
+    """Why a file is not read: with the keys of its first object, where it has one."""
+    head = Problems().each(objects(file, Problems(), head=True), file, size_of(file))
+    first = next((found for _, found in head), None)
+    return NOTHING if first is None else f"{NOTHING}; {lacking(REQUIRED, first)}"
+
+
+def _plain(file: Path) -> Path:
+    """The name of a file without the ending of what packed it."""
+    return file.with_suffix("") if file.suffix in (".gz", ".zst") else file

@@ -1,0 +1,120 @@
+"""Whether two lists of log-probs belong to the same tokens: their correlation, and the shift that would restore it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+SHIFTS = (-2, -1, 0, 1, 2)
+HERE = SHIFTS.index(0)
+LONG_ENOUGH = 16  # usable tokens of a sequence whose correlation is read
+SUMS = 6  # number, x, y, x^2, y^2 and xy of pairs
+BROKEN = 0.6  # a correlation above this is never a sign
+# In 999 of 1,000 clean responses 1 - correlation is at most (1.3 + 11 / sqrt(tokens)) times KL over variance.
+QUANTILE, QUANTILE_OF_FEW = 1.3, 11.0
+LEAST_KL = 0.003
+RESTORED, LEAST_RESTORED = 0.25, 0.5  # by which a shift must raise the correlation, and what it must reach
+
+
+def correlation(sums: Float[Tensor, "6 N"]) -> Float[Tensor, " N"]:
+    """Correlation of each column's pairs; NaN where one side does not vary."""
+    n, x, y, xx, yy, xy = sums
+    spread = ((xx - x * x / n) * (yy - y * y / n)).clamp(min=0).sqrt()
+    return torch.where(spread > 1e-9 * n, (xy - x * y / n) / spread, torch.nan)
+
+
+def floor(sums: Float[Tensor, "6 N"], kl: float) -> Float[Tensor, " N"]:
+    """The 0.1% quantile of the correlation in clean runs of this KL, number of tokens and variance of log-probs."""
+    n, x, y, xx, yy, _ = sums
+    variance = torch.minimum(xx / n - (x / n).square(), yy / n - (y / n).square()).clamp(min=1e-3)
+    return 1 - (QUANTILE + QUANTILE_OF_FEW / n.sqrt()) * max(kl, LEAST_KL) / variance
+
+
+@dataclass
+class Lists:
+    """Sums over the pairs (log mu of a token, log pi_old of the token `shift` places on), among usable tokens.
+
+    within: for each shift the sums of every sequence, over pairs within a turn.
+    turns, joins: sums over pairs of two turns of one sequence, and of two sequences.
+    """
+
+    within: list[Float[Tensor, "S 6 N"]] = field(default_factory=list)
+    turns: Float[Tensor, "S 6"] = field(default_factory=lambda: torch.zeros(len(SHIFTS), SUMS).double())
+    joins: Float[Tensor, "S 6"] = field(default_factory=lambda: torch.zeros(len(SHIFTS), SUMS).double())
+
+    def add(
+        self,
+        x: Float[Tensor, " U"],
+        y: Float[Tensor, " U"],
+        owner: Int[Tensor, " U"],
+        turn: Int[Tensor, " U"],
+        size: int,
+    ) -> None:
+        """Add the usable tokens of `size` sequences; owner is a token's sequence, turn its turn."""
+        within = torch.zeros(len(SHIFTS), SUMS, size, dtype=torch.float64)
+        for place, shift in enumerate(SHIFTS):
+            first = slice(max(-shift, 0), max(len(x) - max(shift, 0), 0))
+            second = slice(max(shift, 0), max(len(x) - max(-shift, 0), 0))
+            a, b = x[first], y[second]
+            rows = torch.stack([torch.ones_like(a), a, b, a * a, b * b, a * b])
+            same, turned = owner[first] == owner[second], turn[first] != turn[second]
+            within[place].index_add_(1, owner[first], rows * (same & ~turned))
+            self.turns[place] += rows[:, same & turned].sum(1)
+            self.joins[place] += rows[:, ~same].sum(1)
+        self.within.append(within)
+
+    def broken(self, kl: float) -> Bool[Tensor, " N"]:
+        """Sequences whose correlation is below that of clean runs; all where most are, or the others together are."""
+        sums = torch.cat([one[HERE] for one in self.within], 1)
+        long = sums[0] >= LONG_ENOUGH
+        broken = long & (correlation(sums) < floor(sums, kl).clamp(max=BROKEN))
+        rest = sums[:, ~broken].sum(1, keepdim=True)
+        if broken.sum() > long.sum() / 2:
+            return torch.ones_like(broken)
+        if rest[0] >= LONG_ENOUGH**2:
+            broken |= correlation(rest) < floor(rest, kl).clamp(max=BROKEN)
+        return broken
+
+    def verdict(self, kl: float) -> Pairing | None:
+        """What the correlations say at this KL; None where they are those of one list of tokens."""
+        sums, broken = torch.cat(self.within, 2), self.broken(kl)
+        if not broken.any():
+            return None
+        shifted = correlation(sums[:, :, broken].sum(2).T)
+        best = int(shifted.nan_to_num(-1).argmax())
+        restored = float(shifted[best]) > max(LEAST_RESTORED, float(shifted[HERE]) + RESTORED)
+        count, here, there = int(broken.sum()), float(shifted[HERE]), float(shifted[best])
+        return Pairing(count, broken.numel(), here, SHIFTS[best] if restored else 0, there, self._scope(best))
+
+    def _scope(self, place: int) -> str:
+        """Over which joins the shift at `place` goes on."""
+        over = [bool(correlation(one[place, :, None])[0] > BROKEN / 2) for one in (self.joins, self.turns)]
+        if over[0]:
+            return "across the join of two sequences"
+        return "by turn" if self.turns[place, 0] >= LONG_ENOUGH and not over[1] else "by response"
+
+
+@dataclass(frozen=True)
+class Pairing:
+    """Sequences whose two lists belong to different tokens.
+
+    broken, of: number of such sequences, and of all.
+    correlation: over the tokens of these sequences.
+    shift: by which the trainer's list must move to restore it; 0 where no shift does.
+    restored: the correlation after the shift.
+    scope: what the shift goes by.
+    """
+
+    broken: int
+    of: int
+    correlation: float
+    shift: int
+    restored: float
+    scope: str
+
+    @property
+    def share(self) -> float:
+        return self.broken / max(self.of, 1)

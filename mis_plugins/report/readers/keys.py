@@ -1,0 +1,49 @@
+"""What a file holds in place of a key that is missing: the nearest spelling, for people."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from difflib import SequenceMatcher
+from reprlib import repr as shortened
+
+SHOWN = 12  # keys of a file
+ALIKE = 0.6  # share of letters in common, as `difflib` counts them
+BEHAVIOR, PROXIMAL = (
+    "behaviour rollout engine sampler sampling mu inference",
+    "old trainer train training actor pi",
+)
+ONE_WORD: dict[str, str] = {
+    **dict.fromkeys(BEHAVIOR.split(), "behavior"),
+    **dict.fromkeys(PROXIMAL.split(), "proximal"),
+    **dict.fromkeys(("logprobs", "logprob", "logps", "logp"), "log probs"),
+    "prob": "probs",
+}  # fmt: skip
+
+
+def nearest(needed: str, found: Iterable[str]) -> str | None:
+    """The key of `found` that is spelled nearest to `needed`, whatever the order of its words; None of no kin."""
+    rated = ((SequenceMatcher(None, _words(needed), _words(key)).ratio(), key) for key in found)
+    rate, key = max(rated, default=(0.0, ""))
+    return key if rate >= ALIKE else None
+
+
+def _words(key: str) -> str:
+    words = re.findall(r"[a-z]+|\d+", re.sub(r"(?<=[a-z])(?=[A-Z])", " ", key[:200]).lower())
+    spelled = [ONE_WORD[word] if word in ONE_WORD else word for word in words]
+    return " ".join(sorted(" ".join(spelled).split()))
+
+
+def lacking(needed: Sequence[str], found: Iterable[str]) -> str:
+    """What is missing among the keys of `found`, the nearest spelling of each missing key, and the keys, in words."""
+    keys = list(map(str, found))
+    missing = [key for key in needed if key not in keys]
+    near: dict[str, str] = {}
+    for key in missing:
+        if close := nearest(key, set(keys) - {*needed, *near.values()}):
+            near[key] = close
+    renamed = ", ".join(f"{shortened(close)} -> {key}" for key, close in near.items())
+    shown = ", ".join(map(shortened, keys[:SHOWN])) + (", ..." if len(keys) > SHOWN else "")
+    return f"no {' and no '.join(missing)}; found {shown or 'no key'}" + (
+        f"; rename {renamed}" if renamed else ""
+    )

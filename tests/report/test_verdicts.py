@@ -1,0 +1,373 @@
+"""Verdicts: never calm about nothing, since when, limits as the pages say, and the first cause of planted runs."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pyarrow
+import pytest
+import torch
+from test_readers import some_records, write_lines
+
+from lab.pages.metrics import WORDS
+from lab.planted_runs import IN_RECORDINGS, clean, planted_in_recording, recorded, records
+from mis_plugins.__main__ import main
+from mis_plugins.config.model import CorrectionConfig
+from mis_plugins.explain.limits import FIRST, LIMITS, ROWS, row
+from mis_plugins.explain.rungs import record
+from mis_plugins.report.changes import changes, smallest_rise
+from mis_plugins.report.proposal import NOTHING, propose
+from mis_plugins.report.readers.keys import lacking
+from mis_plugins.report.readers.source import Curve
+from mis_plugins.report.record import Record
+from mis_plugins.report.survey import Opening, Report, Survey, report
+from mis_plugins.report.sweep import candidates
+from mis_plugins.report.verdict import ALARM, CALM, WATCH, of_curves, verdict
+
+ROOT = Path(__file__).parents[2]
+NEEDED = ("behavior_log_probs", "proximal_log_probs")
+
+
+def surveyed(rows: Sequence[Record]) -> Report:
+    survey = Survey.of(CorrectionConfig(), [])
+    survey.add_all(rows)
+    made = report(survey)
+    assert made is not None
+    return made
+
+
+def first_cause(rows: Sequence[Record]) -> str:
+    return next((one.name for one in surveyed(rows).findings), "")
+
+
+def told(path: Path, *flags: str) -> tuple[int, dict]:
+    output = path.parent / "out"
+    code = main(["report", str(path), "--sweep", "none", "--output", str(output), *flags])
+    return code, json.loads((output / "report.json").read_text())
+
+
+# Never calm about nothing.
+
+
+@pytest.mark.parametrize(
+    ("keys", "renamed"),
+    [
+        (("behaviour_log_probs", "proximal_log_probs"), ["'behaviour_log_probs' -> behavior_log_probs"]),
+        (("logprobs", "tokens"), ["'logprobs' -> behavior_log_probs"]),
+        (("log_probs_behavior", "log_probs_proximal"), ["'log_probs_behavior' -> behavior_log_probs",
+                                                        "'log_probs_proximal' -> proximal_log_probs"]),
+        (("rollout_log_probs", "old_log_probs"), ["'rollout_log_probs' -> behavior_log_probs",
+                                                  "'old_log_probs' -> proximal_log_probs"]),
+        (("behaviorLogProbs", "proximalLogprobs"), ["'behaviorLogProbs' -> behavior_log_probs",
+                                                    "'proximalLogprobs' -> proximal_log_probs"]),
+        (("prompt", "messages"), []),
+    ],
+)  # fmt: skip
+def test_a_missing_key_is_told_beside_the_nearest_spelling(keys: Sequence[str], renamed: list[str]) -> None:
+    said = lacking(NEEDED, keys)
+    assert said.startswith("no behavior_log_probs") and all(repr(key) in said for key in keys)
+    _, _, advice = said.partition("; rename ")
+    assert [one for one in advice.split(", ") if one] == renamed
+
+
+@pytest.mark.parametrize("ending", ["jsonl", "parquet"])
+def test_rows_that_are_all_rejected_are_no_verdict(
+    tmp_path: Path, ending: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [{"behaviour_log_probs": [-0.5] * 20, "proximal_log_probs": [-0.5] * 20, "step": 0}] * 24
+    run = tmp_path / f"run.{ending}"
+    if ending == "parquet":
+        from pyarrow import parquet
+
+        parquet.write_table(pyarrow.Table.from_pylist(rows), run)
+    else:
+        run.write_text("".join(json.dumps(one) + "\n" for one in rows))
+    code, made = told(run)
+    assert code == 2 and not made["verdict"]["measured"]
+    rejected = 24 if ending == "jsonl" else 1
+    assert f"{rejected} of {rejected} records were rejected" in made["verdict"]["headline"]
+    assert "'behaviour_log_probs' -> behavior_log_probs" in made["problems"][0]["reason"]
+    assert "calm" not in capsys.readouterr().out
+
+
+def test_a_curve_beside_rejected_rows_is_not_calm(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "run.jsonl").write_text('{"behavior_log_probs": [0.0], "proximal_log_probs": [0.0, 1.0]}\n' * 24)
+    (run / "metrics.jsonl").write_text('{"step": 0, "kl_k3": 0.001}\n')
+    code, made = told(run)
+    assert code == 0 and made["verdict"]["level"] == WATCH
+    assert made["verdict"]["headline"] == "Not read: 24 of 24 records of tokens were rejected."
+
+
+def test_a_run_of_which_much_was_rejected_is_not_calm(tmp_path: Path) -> None:
+    broken = ['{"behavior_log_probs": [0.0], "proximal_log_probs": [0.0, 1.0]}'] * 40
+    write_lines(tmp_path / "run.jsonl", records(recorded("bf16", 1)), *broken)
+    _, made = told(tmp_path / "run.jsonl")
+    assert made["verdict"]["level"] == WATCH
+    assert any("Not read: 40 of 168 records were rejected" in line for line in made["verdict"]["lines"])
+
+
+def test_unknown_numbers_are_told_by_name() -> None:
+    found = of_curves([Curve("a run", {0: {"loss": 1.0, "k3kl": 0.1}})])
+    assert not found.measured and "'loss', 'k3kl'" in found.headline
+
+
+@pytest.mark.parametrize("ending", ["gz", "zst"])
+def test_packed_lines_are_read(tmp_path: Path, ending: str) -> None:
+    write_lines(tmp_path / "run.jsonl", records(recorded("fp8", 1)))
+    plain = (tmp_path / "run.jsonl").read_bytes()
+    packed = gzip.compress(plain) if ending == "gz" else pyarrow.compress(plain, codec="zstd", asbytes=True)
+    run = tmp_path / f"packed.jsonl.{ending}"
+    run.write_bytes(packed)
+    _, wanted = told(tmp_path / "run.jsonl")
+    code, made = told(run)
+    assert code == 0 and not made["problems"] and made["whole"] == wanted["whole"]
+
+
+def test_packed_lines_that_inflate_beyond_the_budget_are_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from mis_plugins.report.readers import files
+
+    monkeypatch.setattr(files, "INFLATED", replace(files.INFLATED, base=1000, per_byte=0))
+    write_lines(tmp_path / "rows.jsonl", some_records())
+    (tmp_path / "run.jsonl.gz").write_bytes(gzip.compress((tmp_path / "rows.jsonl").read_bytes() * 9))
+    _, made = told(tmp_path / "run.jsonl.gz")
+    assert any("inflated bytes" in one["reason"] for one in made["problems"])
+
+
+# Since when.
+
+
+def test_two_dumps_a_factor_of_ten_apart_are_a_rise() -> None:
+    rows = [replace(one, step=0) for one in records(recorded("bf16", 1))]
+    later = [replace(one, step=1) for one in records(recorded("fp8", 1))]
+    made = surveyed([*rows, *later])
+    (since,) = (line for line in verdict(made, None).lines if line.startswith("Since when"))
+    assert re.fullmatch(r"Since when: kl_k3 rose 10\.\d times at step 1, from 0\.0022 to 0\.023\.", since)
+    assert made.findings[0].name == "jump" and verdict(made, None).level == ALARM
+
+
+@pytest.mark.parametrize("steps", [2, 3, 6, 8, 20])
+def test_a_steady_rise_is_told_with_its_size(steps: int) -> None:
+    (*_, found) = changes(range(steps), [1e-3 * 188 ** (step / (steps - 1)) for step in range(steps)])
+    assert found.factor > (100 if steps < 8 else 1.5) and found.sudden == (steps == 2)
+
+
+@pytest.mark.parametrize("steps", [2, 5, 6, 12, 40])
+def test_a_level_is_told_with_the_smallest_rise_that_would_have_shown(steps: int) -> None:
+    noise = torch.rand(steps, generator=torch.Generator().manual_seed(1)).tolist()
+    level = [1e-3 * (1 + 0.1 * x) for x in noise]
+    least = smallest_rise(level)
+    assert not changes(range(steps), level)
+    risen = [x * (1.25 * least if step >= steps // 2 else 1) for step, x in enumerate(level)]
+    assert changes(range(steps), risen)
+    curve = Curve("a run", {step: {FIRST: x} for step, x in enumerate(level)})
+    assert f"over {steps} steps; a rise of {least:.2g} times would show" in of_curves([curve]).lines[1]
+
+
+def test_curves_that_rise_are_not_calm() -> None:
+    found = of_curves([Curve("a run", {0: {FIRST: 1e-4}, 1: {FIRST: 5e-3}})])
+    assert found.level == WATCH and "rose 50 times" in found.headline
+
+
+# Limits: one record, which the pages say too.
+
+
+def spans(page: str) -> list[tuple[float, float, str]]:
+    """The rows of a page's table of presets: kl_k3 from, to, and the preset."""
+    found = []
+    for line in (ROOT / page).read_text().splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        low_high = re.search(r"k3 (?:below ([\d.e-]+)|of ([\d.e-]+) to ([\d.e-]+))", cells[0])
+        preset = re.search(r"`([\w-]+)`", cells[1]) if len(cells) == 3 else None
+        if low_high and preset and "k3 x n" not in cells[0]:
+            below, low, high = low_high.groups()
+            found.append((float(low or 0), float(below or high), preset[1]))
+    return found
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/choose.md"])
+def test_the_reports_advice_is_the_pages_row_at_each_rung(page: str) -> None:
+    rows = spans(page)
+    assert len(rows) >= 4
+    for rung in record().steps:
+        found = row(rung.k3)
+        assert found is not None
+        assert found.preset in [preset for low, high, preset in rows if low <= rung.k3 < high], rung.name
+    assert {one.below for one in ROWS} <= {high for _, high, _ in rows}
+    assert row(ROWS[-1].below) is None
+
+
+def test_limits_of_k3_are_those_of_the_pages() -> None:
+    (line,) = re.findall(r"^\| `mis_k3_kl` \| KL .*$", (ROOT / "docs/choose.md").read_text(), re.MULTILINE)
+    limits = LIMITS[FIRST]
+    assert f"above {limits.high:.0e}".replace("e-0", "e-") in line
+    assert f"above {limits.alarm:.0e}".replace("e-0", "e-") in line
+    numbers = {float(x) for x in re.findall(r"\d+(?:\.\d+)?e-\d", WORDS[FIRST]["bad"])}
+    assert {limits.high, limits.alarm} <= numbers
+
+
+@pytest.mark.parametrize(
+    ("rung", "level"), [("bf16", CALM), ("int8", CALM), ("fp8", WATCH), ("int6", ALARM), ("int3", ALARM)]
+)
+def test_size_alone_warns_and_alarms(rung: str, level: str) -> None:
+    made = surveyed(records(recorded(rung, 1)))
+    assert verdict(made, None).level == level
+    assert {one.name for one in made.findings} <= {"precision", "other-weights"}
+
+
+# Causes.
+
+
+@pytest.mark.parametrize("rung", ["bf16", "fp8"])
+@pytest.mark.parametrize(("plant", "cause"), IN_RECORDINGS.items())
+def test_a_cause_planted_in_a_recording_is_named_first(plant: str, cause: str, rung: str) -> None:
+    made = surveyed(planted_in_recording(plant, 3, rung))
+    assert made.findings[0].name == cause and verdict(made, None).level != CALM
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_clean_run_is_calm(seed: int) -> None:
+    made = surveyed(clean(seed))
+    assert made.whole[FIRST] < 1e-2 and verdict(made, None).level == CALM, made.findings
+
+
+def test_an_engine_far_beyond_int5_has_no_template_to_blame() -> None:
+    """Of int3 the first tokens differ more than the others, as of any coarse engine: they are 3% of the mismatch."""
+    for rung in ("int4", "int3"):
+        names = [one.name for one in surveyed(records(recorded(rung, 1))).findings]
+        assert names[0] in ("precision", "other-weights") and "template" not in names
+
+
+def test_the_first_two_causes_say_what_speaks_against_them() -> None:
+    made = surveyed(planted_in_recording("template", 3, "int6", 2))
+    first, second = made.findings[:2]
+    assert (first.name, second.name) == ("template", "precision")
+    assert re.fullmatch(
+        r"It leaves \d+% of the mismatch unexplained\. Its rival, an engine .* accounts for \d+%\.",
+        first.against,
+    )
+    assert "Its rival, a cut or changed template, accounts for" in second.against
+
+
+@pytest.mark.parametrize("shift", [-2, -1, 1, 2])
+@pytest.mark.parametrize("scope", ["by response", "across the join of two sequences", "by turn"])
+def test_lists_of_different_tokens_are_told_with_the_shift_that_restores_them(shift: int, scope: str) -> None:
+    columns = recorded("int8", 4)
+    sizes = columns.lengths.tolist()
+    turns = [torch.arange(one) // 20 for one in sizes]
+    moved = columns.proximal.roll(shift)
+    if scope == "by response":
+        moved = torch.cat([one.roll(shift) for one in columns.proximal.split(sizes)])
+    if scope == "by turn":
+        parts = zip(columns.proximal.split(sizes), turns, strict=True)
+        moved = torch.cat([one[turn == k].roll(shift) for one, turn in parts for k in turn.unique()])
+    rows = records(replace(columns, proximal=moved))
+    if scope == "by turn":
+        rows = [replace(one, turns=turn) for one, turn in zip(rows, turns, strict=True)]
+    made = surveyed(rows)
+    (found,) = made.findings
+    way = f"{abs(shift)} place{'s' * (abs(shift) > 1)} {'later' if shift > 0 else 'earlier'}"
+    assert found.name == "different-tokens" and f"read {way}, {scope}, it is 1.00." in found.evidence
+
+
+def test_short_lists_of_different_tokens_are_told() -> None:
+    """Responses of ten tokens cannot be judged alone: together they can."""
+    rows = records(recorded("bf16", 2))
+    short = [replace(one, behavior_log_probs=one.behavior_log_probs[:10], loss_mask=one.loss_mask[:10],
+                     proximal_log_probs=one.proximal_log_probs[1:11]) for one in rows if one.size > 11]  # fmt: skip
+    assert first_cause(short) == "different-tokens"
+
+
+def test_a_resumed_run_is_as_calm_as_its_parts() -> None:
+    """A resumed run dumps some steps twice, and goes back to an earlier step."""
+    rows = records(recorded("bf16", 3))
+    made = surveyed([*rows, *rows[len(rows) // 2 :]])
+    assert verdict(made, None).level == CALM
+
+
+def test_versions_that_are_mixed_within_a_response_are_stale_weights() -> None:
+    fresh, old = (records(recorded(rung, 3)) for rung in ("bf16", "int6"))
+    rows = []
+    for one, other in zip(fresh, old, strict=True):
+        both = {
+            name: torch.cat([getattr(one, name), getattr(other, name)]) for name in (*NEEDED, "loss_mask")
+        }
+        versions = torch.tensor([3] * one.size + [2] * other.size)
+        rows.append(replace(one, **both, versions=versions, trainer_version=3))
+    assert first_cause(rows) == "stale-weights"
+
+
+# Proposal.
+
+
+def proposed(rows: Sequence[Record], sweep: str = "own", advantages: bool = False):
+    if advantages:
+        rows = [
+            replace(one, advantages=torch.full((one.size,), place % 2 * 2.0 - 1))
+            for place, one in enumerate(rows)
+        ]
+    tried = candidates(sweep, None)
+    survey = Survey.of(CorrectionConfig(), tried)
+    survey.add_all(rows)
+    made = report(survey)
+    assert made is not None
+    calm = verdict(made, None).level == CALM
+    found = propose(tried, made.outcomes, made.whole, made.opening, made.usable / made.sequences, calm)
+    assert found is not None
+    return found
+
+
+def test_nothing_is_proposed_for_a_calm_run() -> None:
+    assert proposed(records(recorded("bf16", 1)), advantages=True).name == NOTHING
+
+
+@pytest.mark.parametrize("rung", ["fp8", "int6", "int5"])
+def test_without_advantages_readmes_row_is_proposed(rung: str) -> None:
+    found, wanted = (
+        proposed(records(recorded(rung, 1))),
+        row(next(r.k3 for r in record().steps if r.name == rung)),
+    )
+    assert wanted is not None and found.name == wanted.preset and found.trusted
+    assert any("write the column `advantages`" in line for line in found.why)
+
+
+def test_with_advantages_equals_are_shown_as_equal() -> None:
+    found = proposed(records(recorded("fp8", 1)), advantages=True)
+    assert found.name == "tis" and any(line.startswith("as good within the interval: ") for line in found.why)
+
+
+def test_beyond_readmes_table_the_engine_is_repaired_first() -> None:
+    found = proposed(records(recorded("int4", 1)))
+    assert not found.trusted and found.why[0].startswith("repair the engine first: kl_k3 is 0.79, above 0.25")
+
+
+def test_a_ranking_beats_readmes_row_beyond_its_interval_alone() -> None:
+    numbers = {
+        "kept_fraction": 1.0, "ess": 1.0, "applied_mean": 1.0, "kept_by_usual_length": {}, "kept_by_advantage": {},
+    }  # fmt: skip
+    tried = candidates("tis,cis", None)
+    opening = Opening(1, 8, 0.02, 0.9)
+
+    def among(cis: float, spread: float):
+        without = [cis + spread * (-1) ** part for part in range(16)]
+        better = numbers | {"coefficient_cosine": cis, "coefficient_cosine_without": without}
+        plain = numbers | {"coefficient_cosine": 0.9, "coefficient_cosine_without": [0.9] * 16}
+        outcomes = {"none": plain, "tis": plain, "cis": better}
+        found = propose(tried, outcomes, {FIRST: 0.02}, opening)
+        assert found is not None
+        return found
+
+    assert (
+        among(0.95, 0.0).name == "cis"
+        and "README's row `tis` has 0.900; cis has 0.950" in among(0.95, 0.0).why[0]
+    )
+    assert among(0.95, 0.02).name == "tis" and "as good within the interval: cis" in among(0.95, 0.02).why[-1]
+    assert among(0.902, 0.0).name == "tis"
