@@ -40,7 +40,7 @@ from mis_plugins.correction.pipeline import Correction, correct, mean_weight_of
 from mis_plugins.errors import ConfigError, InputError
 from mis_plugins.hosts import averages, checks, megatron, watching
 from mis_plugins.hosts.adapters import miles, miles_fsdp
-from mis_plugins.hosts.batch import Handed, HostBatch, Tensors, check_apart, host_layout
+from mis_plugins.hosts.batch import Handed, HostBatch, Tensors, check_apart, host_layout, numbers_of
 from mis_plugins.hosts.host import Host
 from mis_plugins.hosts.ownership import Hook
 from mis_plugins.hosts.rank_agreement import check_agreement
@@ -129,9 +129,8 @@ def compute_mis_weights_fsdp(
     `mis.py`.
     """
     args, ranks = view(args), miles_fsdp.ranks(parallel_state)
-    layout = whole([mask.numel() for mask in loss_masks] if response_lengths is None else response_lengths)
-    miles_fsdp.check_whole(rollout_log_probs, layout.response_lengths)
-    batch = HostBatch(train_log_probs, rollout_log_probs, loss_masks, layout, ranks)
+    layout = whole(numbers_of(loss_masks) if response_lengths is None else response_lengths)
+    batch = HostBatch(train_log_probs, rollout_log_probs, loss_masks, layout, ranks, if_cut=miles_fsdp.IF_CUT)
     return _hook(args, pg_loss, batch, miles_fsdp.HOST, None)
 
 
@@ -145,7 +144,7 @@ def compute_mis_weights(
     """
     args = view(args)
     config = watching.handed_back(config_in_force(args), step_hook=False)
-    lengths = [mask.numel() for mask in loss_masks]
+    lengths = numbers_of(loss_masks)
     batch = HostBatch(train_log_probs, rollout_log_probs, loss_masks, whole(lengths))
     correction, placed = _correct(args, batch, config)
     metrics = {name: list(value.split(lengths)) for name, value in diagnose(correction, prefix="").items()}
@@ -186,8 +185,9 @@ def normalize_rollout(args: Any, *rest: Any) -> None:
         return
     ranks, cp = current(args).parallel()
     layout = host_layout(args, data["total_lengths"], data["response_lengths"], data.get("max_seq_lens"), *cp)
-    batch = HostBatch(data["log_probs"], data.get("rollout_log_probs"), data["loss_masks"], layout, ranks)
-    check_apart(data["log_probs"], data.get("rollout_log_probs"), "log_probs")
+    behavior = data.get("rollout_log_probs")
+    batch = HostBatch(data["log_probs"], behavior, data["loss_masks"], layout, ranks, trainer="log_probs")
+    check_apart(data["log_probs"], behavior, "log_probs")
     log_probs, numerator = (batch.proximal, batch.behavior), None
     if by_loss_hook and loss_batch.knows_versions(data):
         config = config.where_versions_are_known()
