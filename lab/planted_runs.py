@@ -213,6 +213,20 @@ def _placeholder(columns: Columns) -> Columns:
     return replace(columns, behavior=behavior)
 
 
+def _padded_end(columns: Columns) -> Columns:
+    """Return the run whose responses end in five tokens of the host's own, with 0 for the engine's log-probs."""
+    run = columns.run
+    others = torch.randint(1, VOCABULARY, columns.tokens.shape, generator=run.generator)
+    scored = run.trainer.log_softmax(-1).gather(1, others.unsqueeze(1)).squeeze(1)
+    last = run.positions >= (run.lengths - 5).repeat_interleave(run.lengths)
+    return replace(
+        columns,
+        tokens=torch.where(last, others, columns.tokens),
+        behavior=torch.where(last, 0.0, columns.behavior),
+        proximal=torch.where(last, scored, columns.proximal),
+    )
+
+
 def _changed(columns: Columns) -> Columns:
     run = columns.run
     owner = run.sequences
@@ -244,6 +258,7 @@ OF_COLUMNS: dict[str, Callable[[Columns], Columns]] = {
     "non-finite": _nonfinite,
     "non-finite-advantage": _broken_advantages,
     "placeholder": _placeholder,
+    "placeholder, at the end": _padded_end,
     "changed-response": _changed,
     "route": _route,
 }

@@ -20,6 +20,10 @@ BEGINNING = 4  # valid tokens that count as the beginning of a response
 LONG_ENOUGH = 16  # valid tokens of a sequence whose ends are compared with its middle
 LARGEST_ID = 1_000_000
 UNLIKELY = -1.0  # log-prob of the trainer where the engine reports a probability of exactly 1
+RUN, UNLIKELY_RUN = (
+    3,
+    -3.0,
+)  # the same of a run of such tokens: the fewest tokens, and the sum of the log-probs
 
 
 @dataclass(frozen=True)
@@ -61,12 +65,15 @@ class Evidence:
     """Sums over a whole run that detectors read; the step metrics stand beside them.
 
     moments: of each number of `of_sequences`.
+    sure_yet_unlikely, in_unlikely_runs: numbers of tokens that the engine reports a log-prob of exactly 0 for, while
+        the trainer finds them unlikely; and how many stand in a run of them.
     sizes, correlations: of each sequence the mean |log r|, and the correlation of log pi_old and log mu.
     by_id: of each token id the count, and the sums of log r, log mu, (log r)^2, (log mu)^2 and their product.
     """
 
     moments: defaultdict[str, Moments] = field(default_factory=lambda: defaultdict(Moments))
     sure_yet_unlikely: int = 0
+    in_unlikely_runs: int = 0
     broken_advantages: int = 0
     sizes: list[Float[Tensor, " N"]] = field(default_factory=list)
     correlations: list[Float[Tensor, " N"]] = field(default_factory=list)
@@ -76,8 +83,10 @@ class Evidence:
         numbers, correlation = of_sequences(batch.ragged, tokens, _ended(batch))
         for name, values in numbers.items():
             self.moments[name] = self.moments[name].plus(values)
-        sure = tokens.usable & (batch.behavior == 0) & (batch.proximal < UNLIKELY)
-        self.sure_yet_unlikely += int(sure.sum())
+        sure = tokens.usable & (batch.behavior == 0)
+        in_runs = in_unlikely_runs(sure, batch)
+        self.sure_yet_unlikely += int((sure & ((batch.proximal < UNLIKELY) | in_runs)).sum())
+        self.in_unlikely_runs += int(in_runs.sum())
         self.broken_advantages += sum(map(_broken_advantages, batch.records))
         self.sizes.append(numbers["size"].float())
         self.correlations.append(correlation.float())
@@ -94,6 +103,15 @@ class Evidence:
         rows = (torch.ones_like(r), r, m, r * r, m * m, r * m)
         added = torch.stack([torch.bincount(index, row, size) for row in rows])
         self.by_id = added if self.by_id is None else _added(self.by_id, added)
+
+
+def in_unlikely_runs(sure: Bool[Tensor, " T"], batch: Batch) -> Bool[Tensor, " T"]:
+    """Tokens of a response in runs of `RUN` or more sure ones, whose trainer log-probs add up below `UNLIKELY_RUN`."""
+    before = torch.cat([sure.new_zeros(1), sure[:-1]]) & (batch.positions > 0)
+    number = (sure & ~before).cumsum(0) * sure  # of the token's run; 0 outside of runs
+    log_prob = torch.bincount(number, torch.where(sure, batch.proximal, 0))
+    unlikely = (torch.bincount(number) >= RUN) & (log_prob < UNLIKELY_RUN)
+    return sure & unlikely[number]
 
 
 def _broken_advantages(record: Record) -> int:
