@@ -102,7 +102,7 @@ def test_a_certain_token_is_ordinary():
 
 
 def fsdp(batch: Batch) -> tuple:
-    kwargs = batch.hook_kwargs() | {"parallel_state": one_rank()}
+    kwargs: dict[str, Any] = {**batch.hook_kwargs(), "parallel_state": one_rank()}
     loss, masks, metrics = mis.compute_mis_weights_fsdp(host_args(mis=CONFIG), **kwargs)
     return loss, *masks, *metrics.values()
 

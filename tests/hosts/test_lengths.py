@@ -41,7 +41,6 @@ CASES = [
     ([5, 3], [5, 3], [3, 5], "rollout_log_probs[0]: 3 tokens, but sequence 0 has 5"),
     ([3, 5], [5, 3], [5, 3], "loss_masks[0]: 3 tokens, but sequence 0 has 5"),
     ([6, 3], [5, 3], [4, 3], f"{MASK}, {TRAIN}, {ROLLOUT}: no two agree on the tokens of sequence 0"),
-    ([None, 3], [5, 3], [5, 3], "loss_masks[0]: None; sequence 0 came without loss masks"),
     ([5, 3], [5, None], [5, 3], "train_log_probs[1]: None; sequence 1 came without train log probs"),
     ([5, 3], [5, 3], [5, None], "rollout_log_probs[1]: None; sequence 1 came without rollout log probs"),
 ]  # fmt: skip
@@ -78,6 +77,11 @@ def test_lists_of_a_host_whatever_the_lengths_it_states(
     else:
         i = int(re.findall(r"sequence (\d)", message)[0])
         assert_told(str(caught.value), message, [(MASK, mask[i]), (TRAIN, train[i]), (ROLLOUT, rollout[i])])
+
+
+def test_a_sequence_without_a_loss_mask():
+    with pytest.raises(InputError, match=r"^loss_masks\[0\]: None; sequence 0 came without loss masks"):
+        check_lengths(of([None, 3]), {TRAIN: of([5, 3]), ROLLOUT: of([5, 3])}, whole([5, 3]))
 
 
 def test_lengths_that_alone_are_wrong():
