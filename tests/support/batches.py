@@ -14,6 +14,7 @@ from torch import Tensor
 
 from mis_plugins.config.terms.bounds import BOUNDS
 from mis_plugins.config.terms.statistics import STATISTICS
+from mis_plugins.shared.absent import without_absent
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 MASK_TYPES = (torch.int32, torch.int64, torch.int8, torch.uint8, torch.bool, torch.float32)
@@ -44,6 +45,10 @@ class Batch:
     @property
     def flat_mask(self) -> Tensor:
         return torch.cat([m.bool() for m in self.loss_masks])
+
+    def joined(self) -> tuple[Tensor, Tensor]:
+        """Both sides' log-probs `[T]`, as every hook joins them."""
+        return without_absent(torch.cat(self.proximal)), without_absent(torch.cat(self.behavior))
 
     def select(self, indices: Sequence[int]) -> Batch:
         return Batch(
