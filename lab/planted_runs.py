@@ -266,6 +266,18 @@ def _changed(columns: Columns, every: float) -> Columns:
     return replace(columns, proximal=columns.by_sequence(columns.proximal, mixed, int(every)))
 
 
+def _padded_end(columns: Columns, count: float) -> Columns:
+    """Return the run whose responses end in tokens of the host's own, with 0 for the engine's log-probs."""
+    ends = columns.lengths.repeat_interleave(columns.lengths) - count
+    last = columns.positions >= ends
+    unlikely = -3 - torch.randn(last.shape, generator=columns.generator).abs()
+    return replace(
+        columns,
+        behavior=columns.behavior.masked_fill(last, 0.0),
+        proximal=torch.where(last, unlikely, columns.proximal),
+    )
+
+
 def _shifted(columns: Columns, every: float) -> Columns:
     rolled = columns.by_sequence(columns.proximal, lambda one: one.roll(1), int(every))
     return replace(columns, proximal=rolled)
@@ -324,6 +336,7 @@ OF_COLUMNS: dict[str, tuple[OfColumns, Sizes]] = {
     "non-finite": (_nonfinite, (1, 20, 400)),
     "non-finite-advantage": (_broken_advantages, (1, 8, 40)),
     "placeholder": (_placeholder, (400, 100, 20)),
+    "placeholder, at the end": (_padded_end, (1, 2, 5)),
     "changed-response": (_changed, (40, 20, 5)),
     "different-tokens": (_shifted, (4, 2, 1)),
     "different-tokens, across the join": (_shifted_across, (1, 2, -1)),

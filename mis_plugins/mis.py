@@ -40,7 +40,7 @@ from mis_plugins.config.view import View, once, view
 from mis_plugins.correction.pipeline import Correction, correct
 from mis_plugins.errors import ConfigError, InputError
 from mis_plugins.hosts import averages, checks, megatron
-from mis_plugins.hosts.batch import Handed, HostBatch, Tensors, check_apart, host_layout
+from mis_plugins.hosts.batch import Handed, HostBatch, Tensors, check_apart, host_layout, numbers_of
 from mis_plugins.hosts.host import Host
 from mis_plugins.hosts.ownership import Hook
 from mis_plugins.hosts.rank_agreement import check_agreement
@@ -135,9 +135,8 @@ def compute_mis_weights_fsdp(
     from mis_plugins.hosts.adapters import miles_fsdp
 
     args, ranks = view(args), miles_fsdp.ranks(parallel_state)
-    layout = whole([mask.numel() for mask in loss_masks] if response_lengths is None else response_lengths)
-    miles_fsdp.check_whole(rollout_log_probs, layout.response_lengths)
-    batch = HostBatch(train_log_probs, rollout_log_probs, loss_masks, layout, ranks)
+    layout = whole(numbers_of(loss_masks) if response_lengths is None else response_lengths)
+    batch = HostBatch(train_log_probs, rollout_log_probs, loss_masks, layout, ranks, if_cut=miles_fsdp.IF_CUT)
     return _hook(args, pg_loss, batch, once(args, _settled_on_fsdp), None)
 
 
@@ -151,7 +150,7 @@ def compute_mis_weights(
     """
     args = view(args)
     config = config_in_force(args).without_step_hook
-    lengths = [mask.numel() for mask in loss_masks]
+    lengths = numbers_of(loss_masks)
     batch = HostBatch(train_log_probs, rollout_log_probs, loss_masks, whole(lengths))
     correction, placed = _correct(args, batch, config)
     metrics = {name: list(value.split(lengths)) for name, value in diagnose(correction, prefix="").items()}

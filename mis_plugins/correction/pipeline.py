@@ -215,8 +215,9 @@ def correct(
     waits for the device.
 
     Args:
-        proximal: log-probs of the trainer before the update (pi_old), any float dtype.
-        behavior: log-probs that the rollout engine sampled with (mu).
+        proximal: log-probs of the trainer before the update (pi_old), any float dtype; NaN where there is none
+            (`shared/absent.py` makes it of what stands in for one).
+        behavior: log-probs that the rollout engine sampled with (mu); NaN where there is none.
         rollout_mean: mean weight of the whole rollout batch, see `mean_weight_of`; for `scope: rollout`.
         numerator: log-probs of pi_{v+1}, which segment-wise weights compare with mu; None without them. Rules
             and metrics of the mismatch read `proximal`.

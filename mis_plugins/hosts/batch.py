@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -14,6 +15,7 @@ from torch import Tensor
 from mis_plugins.errors import ConfigError, InputError
 from mis_plugins.packing.layout import Layout, Placed, whole, zigzag
 from mis_plugins.packing.ragged import Ranks
+from mis_plugins.shared.absent import without_absent
 
 NO_ROLLOUT_LOG_PROBS = (
     "rollout_log_probs: None: the samples carry no log-probs of the rollout engine, so that no ratio is known; the "
@@ -34,8 +36,11 @@ Handed = Sequence[Tensor | None] | None  # what a host may really pass; HostBatc
 class HostBatch:
     """Per sequence: this rank's log-probs and the full response's loss mask.
 
+    trainer: the host's name of the trainer's log-probs.
+    if_cut: what an error adds where the log-probs of both sides are fewer than their mask; empty for nothing.
+
     Raises:
-        InputError: when built, before any work; it names the list, the sequence and both counts.
+        InputError: when built, before any work; it names the list that is wrong, the sequence and all counts.
     """
 
     train_log_probs: Handed
@@ -43,6 +48,8 @@ class HostBatch:
     loss_masks: Tensors
     layout: Layout
     ranks: Ranks = Ranks()
+    trainer: str = "train_log_probs"
+    if_cut: str = ""
 
     def __post_init__(self) -> None:
         if self.rollout_log_probs is None:
@@ -51,17 +58,25 @@ class HostBatch:
             raise InputError(NO_TRAIN_LOG_PROBS)
         if not len(self.loss_masks):
             raise InputError("loss_masks: no sequence in this micro-batch")
-        _check("loss_masks", self.loss_masks, self.layout.response_lengths, "response tokens")
-        for name in ("train_log_probs", "rollout_log_probs"):
-            _check(name, getattr(self, name), self.layout.local_lengths, "response tokens on this rank")
+        sides = {self.trainer: self.train_log_probs, "rollout_log_probs": self.rollout_log_probs}
+        check_lengths(self.loss_masks, sides, self.layout, self.if_cut)
 
     @property
     def proximal(self) -> Float[Tensor, " T"]:
-        return _cat(self.train_log_probs)
+        """Log-probs under the trainer before the update; NaN where there is none."""
+        return self._sides[0]
 
     @property
     def behavior(self) -> Float[Tensor, " T"]:
-        return _cat(self.rollout_log_probs)
+        """Log-probs under the rollout engine; NaN where there is none."""
+        return self._sides[1]
+
+    @cached_property
+    def _sides(self) -> Sequence[Float[Tensor, " T"]]:
+        """Log-probs of trainer and engine, joined for one search for what stands in for a log-prob."""
+        both = cast(list[Tensor], [*(self.train_log_probs or ()), *(self.rollout_log_probs or ())])
+        with torch.no_grad():
+            return without_absent(torch.cat(both)).chunk(2)
 
     @cached_property
     def loss_mask(self) -> Tensor:
@@ -137,18 +152,78 @@ def layout_of(args: Any, data: Mapping[str, Any], cp: tuple[int, int]) -> Layout
     return host_layout(args, data["total_lengths"], data["response_lengths"], data.get("max_seq_lens"), *cp)
 
 
-@torch.no_grad()
-def _cat(log_probs: Handed) -> Float[Tensor, " T"]:
-    return torch.cat(cast(list[Tensor], list(log_probs or ())))
+def check_lengths(
+    loss_masks: Sequence[Tensor | None],
+    log_probs: Mapping[str, Sequence[Tensor | None]],
+    layout: Layout,
+    if_cut: str = "",
+) -> None:
+    """Refuse lists of a micro-batch that do not fit together.
+
+    Args:
+        loss_masks: of the full responses.
+        log_probs: lists of this rank's log-probs, by the host's names.
+        if_cut: what the error adds where all log-probs are fewer than their mask; empty for nothing.
+
+    Raises:
+        InputError: it names the list that is wrong, the first sequence where it is, and all counts.
+    """
+    lists, sequences = {"loss_masks": loss_masks, **log_probs}, len(layout.response_lengths)
+    for name, tensors in lists.items():
+        if len(tensors) != sequences:
+            raise InputError(f"{name}: {len(tensors)} sequences, but the batch has {sequences}")
+        for i, tensor in enumerate(tensors):
+            if tensor is None:
+                raise InputError(f"{name}[{i}]: None; sequence {i} came without {name.replace('_', ' ')}")
+    counts = {name: numbers_of(tensors) for name, tensors in lists.items()}
+    fits = dict.fromkeys(lists, layout.local_lengths) | {"loss_masks": list(layout.response_lengths)}
+    if counts != fits:
+        i = next(i for i in range(sequences) if any(counts[name][i] != fits[name][i] for name in lists))
+        raise InputError(_misfit(i, counts, layout, if_cut))
 
 
-def _check(name: str, tensors: Sequence[Tensor | None], expected: Sequence[int], where: str) -> None:
-    if len(tensors) != len(expected):
-        raise InputError(f"{name}: {len(tensors)} sequences, but the batch has {len(expected)}")
-    counts = [None if tensor is None else tensor.numel() for tensor in tensors]
-    if counts == list(expected):
-        return
-    i = next(i for i, count in enumerate(counts) if count != expected[i])
-    if counts[i] is None:
-        raise InputError(f"{name}[{i}]: None; sequence {i} came without log-probs")
-    raise InputError(f"{name}[{i}]: {counts[i]} tokens, but sequence {i} has {expected[i]} {where}")
+def numbers_of(tensors: Sequence[Tensor | None]) -> list[int]:
+    """Number of tokens of each sequence; 0 where there is no tensor."""
+    return [0 if tensor is None else tensor.numel() for tensor in tensors]
+
+
+def _misfit(i: int, counts: Mapping[str, Sequence[int]], layout: Layout, if_cut: str) -> str:
+    """What an error says of the first sequence whose lists have several lengths."""
+    here = {name: count[i] for name, count in counts.items()}
+    response, local = layout.response_lengths[i], layout.local_lengths[i]
+    odd, truth = _odd(here, response, local, layout.spans is None)
+    told = ", ".join(f"{name} {count}" for name, count in here.items())
+    if layout.spans is not None:
+        told += f", response_lengths {response}, of which {local} on this rank"
+    elif response != here["loss_masks"]:
+        told += f", response_lengths {response}"
+    if not odd:
+        return f"response_lengths[{i}]: {response} tokens, but sequence {i} has {truth} ({told})"
+    if len(odd) > 1:
+        return f"{', '.join(odd)}: no two agree on the tokens of sequence {i} ({told})"
+    name, mask = odd[0], here["loss_masks"]
+    error = f"{name}[{i}]: {here[name]} tokens, but sequence {i} has {truth} ({told})"
+    if any(sorted(counts[name]) == sorted(count) for other, count in counts.items() if other != name):
+        error += "; it has the lengths of all sequences in another order"
+    if if_cut and max(list(here.values())[1:]) < mask:
+        error += f"; {if_cut}"
+    return error
+
+
+def _odd(here: Mapping[str, int], response: int, local: int, is_whole: bool) -> tuple[list[str], int]:
+    """The lists that disagree with the majority, and the number of tokens by the majority.
+
+    Every list is named where no two agree, and none where all agree against `response_lengths`, which decides between
+    two lists alone.
+
+    Args:
+        here: number of tokens by list, of the loss mask first.
+        response, local: number of tokens by `response_lengths`, and how many of them lie on this rank.
+        is_whole: whether responses lie whole on this rank, so that masks and log-probs have equal lengths.
+    """
+    mask, *counts = here.values()
+    votes = [local if mask == response else mask if is_whole else -1, *counts]
+    most, number = Counter(votes).most_common(1)[0]
+    truth = most if 2 * number > len(votes) else local if len(votes) == 2 else -1
+    odd = [name for name, vote in zip(here, votes, strict=True) if vote != truth or vote < 0]
+    return odd, response if odd == ["loss_masks"] and truth == local else truth

@@ -13,11 +13,12 @@ from mis_plugins.config import reading
 from mis_plugins.config.model import CorrectionConfig
 from mis_plugins.config.view import original, view
 from mis_plugins.errors import InputError
-from mis_plugins.hosts.batch import check_apart, layout_of
+from mis_plugins.hosts.batch import check_apart, check_lengths, layout_of
 from mis_plugins.hosts.host import Batch, Host
 from mis_plugins.hosts.routing import WATCHING
 from mis_plugins.loss.micro_batch import LossInputs, Reduce
 from mis_plugins.routing.table import Flags
+from mis_plugins.shared.absent import without_absent
 from mis_plugins.versions.segment_wise import Written
 
 
@@ -42,18 +43,20 @@ def read(
     layout = layout_of(args, batch, cp)
     reads_versions = _reads_versions(batch, config, reports_weights)
     _check_present(host, args, batch, config, reads_versions)
-    masks = _flat("loss_masks", batch["loss_masks"], layout.response_lengths)
+    recomputed = host.recomputes(args) != "never"
+    sides = ("log_probs",) * recomputed + ("rollout_log_probs",)
+    check_lengths(batch["loss_masks"], {name: batch[name] for name in sides if batch.get(name)}, layout)
     log_probs, entropy = host.scores(original(args), batch, logits)
 
     def constant(name: str) -> Tensor | None:
-        return _flat(name, batch[name], layout.local_lengths).detach() if batch.get(name) else None
+        return _log_probs(name, batch, layout.local_lengths) if batch.get(name) else None
 
     target = _on_the_tape(_flat("log-probs of the logits", log_probs, layout.local_lengths), logits)
-    proximal = None if host.recomputes(args) == "never" else constant("log_probs")
+    proximal = constant("log_probs") if recomputed else None
     if proximal is not None and config.corrects and not config.bypass:
         check_apart(batch["log_probs"], batch.get("rollout_log_probs"), "log_probs")
     return LossInputs(
-        ragged=layout.place(masks, ranks).ragged,
+        ragged=layout.place(torch.cat(list(batch["loss_masks"])), ranks).ragged,
         target=target,
         proximal=target.detach() if proximal is None else proximal,
         behavior=constant("rollout_log_probs"),
@@ -109,7 +112,7 @@ def written(batch: Batch, lengths: Sequence[int]) -> Written:
     """
     versions = _flat(VERSIONS, batch[VERSIONS], lengths).long()
     if batch.get("recomputed_log_probs"):
-        recomputed = _flat("recomputed_log_probs", batch["recomputed_log_probs"], lengths).detach()
+        recomputed = _log_probs("recomputed_log_probs", batch, lengths)
     else:
         recomputed = torch.full(versions.shape, torch.nan, device=versions.device)
     return Written(versions, recomputed, batch[VERSION])
@@ -183,6 +186,11 @@ def _flat(name: str, tensors: Sequence[Tensor | None], lengths: Sequence[int]) -
     if counts != list(lengths):
         raise InputError(f"{name}: {counts} tokens a sequence, but this rank expects {list(lengths)}")
     return torch.cat(present)
+
+
+def _log_probs(name: str, batch: Batch, lengths: Sequence[int]) -> Tensor:
+    """A list of log-probs, flat and without gradient; NaN where there is none."""
+    return without_absent(_flat(name, batch[name], lengths).detach())
 
 
 def passed_on(batch: Batch, reduce: Reduce) -> dict[str, Tensor]:

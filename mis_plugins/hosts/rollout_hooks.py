@@ -60,8 +60,9 @@ def normalize_rollout(
         return
     ranks, cp = current(args).parallel()
     layout = host_layout(args, data["total_lengths"], data["response_lengths"], data.get("max_seq_lens"), *cp)
-    batch = HostBatch(data["log_probs"], data.get("rollout_log_probs"), data["loss_masks"], layout, ranks)
-    check_apart(data["log_probs"], data.get("rollout_log_probs"), "log_probs")
+    behavior = data.get("rollout_log_probs")
+    batch = HostBatch(data["log_probs"], behavior, data["loss_masks"], layout, ranks, trainer="log_probs")
+    check_apart(data["log_probs"], behavior, "log_probs")
     log_probs, numerator = (batch.proximal, batch.behavior), None
     if by_loss_hook and loss_batch.knows_versions(data):
         config = config.where_versions_are_known()

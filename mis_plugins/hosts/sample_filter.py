@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import logging
-import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from reprlib import repr as shortened
 from typing import Any, Literal
 
 import torch
@@ -15,11 +15,20 @@ from torch import Tensor
 
 from mis_plugins.errors import InputError
 from mis_plugins.hosts.ownership import Hook
+from mis_plugins.shared.absent import is_absent, number_of
 from mis_plugins.shared.notices import warn_once
 
 logger = logging.getLogger("mis_plugins")
 
-Cause = Literal["missing", "of another count", "not finite", "of other tokens"]
+Cause = Literal[
+    "missing",
+    "of another count",
+    "beside a loss mask of another count",
+    "beside a response_length of another count",
+    "not finite",
+    "absent",
+    "of other tokens",
+]
 
 NAMED = 10
 """How many dropped samples of one rollout are named in the log, before their total."""
@@ -43,10 +52,11 @@ class Fault:
 def drop_broken_samples(args: Any, data: Iterable[Any]) -> None:
     """The sample filter of Miles and slime: `--rollout-sample-filter-path mis_plugins.mis.drop_broken_samples`.
 
-    Sets `remove_sample` where rollout log-probs are missing or of another count than the response's tokens. Sets it too
-    where a log-prob is not finite at a token of the loss, or belongs to another token than the response holds there.
-    The log names dropped samples; they stay in their group's advantages. The hosts convert their log-probs too, and
-    would fail there: missing or non-finite log-probs become 0, all of them outside the loss by then.
+    Sets `remove_sample` where rollout log-probs are missing, or where they, the loss mask and the response's tokens
+    differ in number. Sets it too where a token of the loss has no log-prob (`shared/absent.py`: None, NaN, -9999), or
+    that of another token than the response holds there. The log names dropped samples; they stay in their group's
+    advantages. The hosts convert their lists too, and would fail there: missing log-probs become 0, and a loss mask
+    that does not fit zeros, all of them outside the loss by then.
 
     Tokens, which an environment may rewrite, are compared where a sample holds what the engine returned. A generate
     function of the user's may keep SGLang's entries, one for each response token and None where no engine sampled, in
@@ -82,16 +92,47 @@ def fault_of(sample: Any, drafts: bool = False) -> Fault | None:
     Args:
         drafts: whether the engine speculates.
     """
-    log_probs, expected = _numbers(sample.rollout_log_probs), sample.response_length
+    log_probs, expected = _entries(sample.rollout_log_probs), sample.response_length
     if expected and not log_probs:
         return Fault("missing", f"no rollout log-probs for {expected} response tokens")
-    if len(log_probs) != expected:
-        return Fault("of another count", f"{len(log_probs)} rollout log-probs for {expected} response tokens")
+    fault = _other_lengths(len(log_probs), expected, sample.loss_mask)
+    if fault is not None:
+        return fault
     pairs = zip(log_probs, _in_loss(sample), strict=True)
-    broken = sum(counts and not math.isfinite(x) for x, counts in pairs)
-    if broken:
-        return Fault("not finite", f"{broken} of {expected} rollout log-probs not finite")
-    return _other_tokens(sample, drafts)
+    absent = [x for x, counts in pairs if counts and is_absent(x)]
+    return _without_log_probs(absent, expected) if absent else _other_tokens(sample, drafts)
+
+
+def _other_lengths(log_probs: int, tokens: int, loss_mask: Any) -> Fault | None:
+    """Whether log-probs, tokens and loss mask, where there is one, differ in number; the odd one of three is named."""
+    if loss_mask is None:
+        mask, of_mask = tokens, ""
+    else:
+        mask = len(loss_mask)
+        of_mask = f" and a loss mask of {mask}"
+    if log_probs == tokens == mask:
+        return None
+    if log_probs == tokens:
+        detail = f"a loss mask of {mask} for {tokens} response tokens and {log_probs} rollout log-probs"
+        return Fault("beside a loss mask of another count", detail)
+    if log_probs == mask:
+        detail = f"a response_length of {tokens} for {log_probs} rollout log-probs{of_mask}"
+        return Fault("beside a response_length of another count", detail)
+    detail = f"{log_probs} rollout log-probs for {tokens} response tokens{of_mask}"
+    return Fault("of another count", detail if mask == tokens else f"{detail}: no two agree")
+
+
+def _without_log_probs(absent: list[Any], tokens: int) -> Fault:
+    """The fault of a sample whose entries for tokens of the loss are no log-probs; what stands there is named."""
+    numbers = [number_of(x) for x in absent]
+    names = [
+        shortened(x) if x is None or isinstance(x, str) else f"{y:g}"
+        for x, y in zip(absent, numbers, strict=True)
+    ]
+    named = Counter(name for name in names if name not in ("nan", "inf", "-inf"))
+    cause: Cause = "absent" if set(named) - {"None"} else "not finite"
+    found = ", ".join(f"{name} in {count}" for name, count in named.items())
+    return Fault(cause, f"{len(absent)} of {tokens} rollout log-probs {cause}{found and ': ' + found}")
 
 
 def _other_tokens(sample: Any, drafts: bool) -> Fault | None:
@@ -155,28 +196,26 @@ def _scored_later(args: Any, sample: Any) -> bool:
     return getattr(sample.status, "value", sample.status) != "aborted"
 
 
-def _numbers(log_probs: Any) -> list[float]:
-    """A list, tensor or array as floats: an empty list for None, NaN for a None inside."""
-    if log_probs is None:
-        return []
-    values = log_probs.tolist() if hasattr(log_probs, "tolist") else log_probs
-    return [math.nan if value is None else value for value in values]
+def _entries(values: Any) -> list[Any]:
+    """The entries of a list, tensor or array; none of a None."""
+    return [] if values is None else list(values.tolist() if hasattr(values, "tolist") else values)
 
 
 def _in_loss(sample: Any) -> list[bool]:
-    """For each response token, whether it is in the loss: by the loss mask, or all where no mask fits."""
-    mask = _numbers(sample.loss_mask)
-    return [bool(x) for x in mask] if len(mask) == sample.response_length else [True] * sample.response_length
+    """For each response token, whether it is in the loss: by the loss mask, or all without a mask."""
+    mask = sample.loss_mask
+    return [True] * sample.response_length if mask is None else [bool(x) for x in _entries(mask)]
 
 
 def _make_readable(sample: Any) -> None:
-    """Give the sample one finite log-prob for each response token, where it lacks them."""
-    log_probs = _numbers(sample.rollout_log_probs)
-    if len(log_probs) != sample.response_length:
-        log_probs = [math.nan] * sample.response_length
-    elif sample.rollout_log_probs is not None and all(map(math.isfinite, log_probs)):
-        return
-    sample.rollout_log_probs = [x if math.isfinite(x) else UNSAMPLED for x in log_probs]
+    """Give the sample one log-prob, and one entry of its loss mask, for each response token where it lacks them."""
+    log_probs, tokens = _entries(sample.rollout_log_probs), sample.response_length
+    if sample.rollout_log_probs is None or len(log_probs) != tokens:
+        sample.rollout_log_probs = [UNSAMPLED] * tokens
+    elif any(map(is_absent, log_probs)):
+        sample.rollout_log_probs = [UNSAMPLED if is_absent(x) else x for x in log_probs]
+    if sample.loss_mask is not None and len(sample.loss_mask) != tokens:
+        sample.loss_mask = [0] * tokens
 
 
 def _refuse_an_engine_without_log_probs(samples: list[Any], dropped: list[tuple[Any, Fault]]) -> None:

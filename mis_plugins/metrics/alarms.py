@@ -54,8 +54,9 @@ def lacking_weights(config: CorrectionConfig, sums: Mapping[str, float]) -> Sequ
 def nonfinite_weights(config: CorrectionConfig, sums: Mapping[str, float]) -> Sequence[str]:
     count = sums.get("nonfinite_weights", 0.0)
     return [
-        f"{count:.0f} of {sums['valid']:.0f} tokens weigh 0, as a log-prob of theirs is not finite, the trainer's or "
-        "the rollout engine's: mis_nonfinite_train_mb and mis_nonfinite_rollout_mb say whose"
+        f"{count:.0f} of {sums['valid']:.0f} tokens weigh 0, as a log-prob of theirs is not finite or stands in for "
+        "none (-9999), the trainer's or the rollout engine's: mis_nonfinite_train_mb and mis_nonfinite_rollout_mb say "
+        "whose"
     ] * bool(count)
 
 
@@ -86,9 +87,10 @@ def nonfinite_log_probs(config: CorrectionConfig, sums: Mapping[str, float]) -> 
         else "A token without a finite ratio is"
     )
     return [
-        f"{count:.0f} of {sums['valid']:.0f} tokens have a log-prob that is NaN or infinite, the trainer's or the "
-        f"rollout engine's. {meant} left out of all means. mis_nonfinite_train_mb and mis_nonfinite_rollout_mb say "
-        "whose log-prob it is"
+        f"{count:.0f} of {sums['valid']:.0f} tokens have a log-prob that is NaN or infinite, or that stands in for "
+        f"none (-9999, -1e9), the trainer's or the rollout engine's. {meant} left out of all means. "
+        "mis_nonfinite_train_mb and mis_nonfinite_rollout_mb say whose log-prob it is; "
+        "mis_plugins.mis.drop_broken_samples names samples and values"
     ]
 
 

@@ -226,7 +226,9 @@ def _mass_of_broken(facts: Facts) -> float:
 
 
 def _end_token(facts: Facts) -> Numbers | None:
-    return _of_part(facts, "end", END_FACTOR)
+    """Moments of the responses' ends; None where runs of placeholders stand, which may be the ends."""
+    placeholders = facts.evidence.in_unlikely_runs and _placeholder(facts)
+    return None if placeholders else _of_part(facts, "end", END_FACTOR)
 
 
 def _template(facts: Facts) -> Numbers | None:

@@ -25,6 +25,10 @@ LARGEST_ID = 1_000_000
 FOLDS = 32  # of the sequences, for the standard errors of slopes and means
 RELATED = ("usable", *slope.RELATED_SUMS, "inverse")
 UNLIKELY = -1.0  # log-prob of the trainer where the engine reports a probability of exactly 1
+RUN, UNLIKELY_RUN = (
+    3,
+    -3.0,
+)  # the same of a run of such tokens: the fewest tokens, and the sum of the log-probs
 
 
 @dataclass(frozen=True)
@@ -66,6 +70,8 @@ class Evidence:
     """Sums over a whole run that detectors read; the step metrics stand beside them.
 
     moments: of each number of `of_sequences`.
+    sure_yet_unlikely, in_unlikely_runs: numbers of tokens that the engine reports a log-prob of exactly 0 for, while
+        the trainer finds them unlikely; and how many stand in a run of them.
     lists: pairs of both lists of log-probs, for each sequence.
     folds: sums of `RELATED` over the usable tokens of every `FOLDS`-th sequence.
     masses, counts, steps: of each sequence the sum of `mass`, the number of usable tokens, and its step.
@@ -74,6 +80,7 @@ class Evidence:
 
     moments: defaultdict[str, Moments] = field(default_factory=lambda: defaultdict(Moments))
     sure_yet_unlikely: int = 0
+    in_unlikely_runs: int = 0
     broken_advantages: int = 0
     lists: Lists = field(default_factory=Lists)
     folds: Float[Tensor, "R F"] = field(default_factory=lambda: torch.zeros(len(RELATED), FOLDS).double())
@@ -87,8 +94,10 @@ class Evidence:
         numbers = of_sequences(batch.ragged, tokens, _ended(batch))
         for name, values in numbers.items():
             self.moments[name] = self.moments[name].plus(values)
-        sure = tokens.usable & (batch.behavior == 0) & (batch.proximal < UNLIKELY)
-        self.sure_yet_unlikely += int(sure.sum())
+        sure = tokens.usable & (batch.behavior == 0)
+        in_runs = in_unlikely_runs(sure, batch)
+        self.sure_yet_unlikely += int((sure & ((batch.proximal < UNLIKELY) | in_runs)).sum())
+        self.in_unlikely_runs += int(in_runs.sum())
         self.broken_advantages += sum(map(_broken_advantages, batch.records))
         self._add_lists(batch, tokens)
         ids = batch.whole_numbers("tokens")
@@ -121,6 +130,15 @@ class Evidence:
         rows = (torch.ones_like(r), r, m, r * r, m * m, r * m)
         added = torch.stack([torch.bincount(index, row, size) for row in rows])
         self.by_id = added if self.by_id is None else _added(self.by_id, added)
+
+
+def in_unlikely_runs(sure: Bool[Tensor, " T"], batch: Batch) -> Bool[Tensor, " T"]:
+    """Tokens of a response in runs of `RUN` or more sure ones, whose trainer log-probs add up below `UNLIKELY_RUN`."""
+    before = torch.cat([sure.new_zeros(1), sure[:-1]]) & (batch.positions > 0)
+    number = (sure & ~before).cumsum(0) * sure  # of the token's run; 0 outside of runs
+    log_prob = torch.bincount(number, torch.where(sure, batch.proximal, 0))
+    unlikely = (torch.bincount(number) >= RUN) & (log_prob < UNLIKELY_RUN)
+    return sure & unlikely[number]
 
 
 def _broken_advantages(record: Record) -> int:

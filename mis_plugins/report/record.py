@@ -16,6 +16,7 @@ from torch import Tensor
 
 from mis_plugins.packing.ragged import Ragged
 from mis_plugins.report.readers.keys import lacking
+from mis_plugins.shared.absent import without_absent
 from mis_plugins.shared.budget import ITEMS, RecordError
 
 
@@ -87,7 +88,9 @@ KINDS: dict[str, torch.dtype] = {
 
 
 def from_mapping(values: Mapping[str, Any], step: Any, sample: str) -> Record:
-    """A record from lists, arrays or tensors by the names of the neutral form; `null` in a list of log-probs is NaN.
+    """A record from lists, arrays or tensors by the names of the neutral form.
+
+    `null` in a list of log-probs, and a number that stands in for one (`shared/absent.py`), is NaN.
 
     Raises:
         RecordError: a list is missing, holds something else than numbers, or has another length than the response.
@@ -104,6 +107,7 @@ def from_mapping(values: Mapping[str, Any], step: Any, sample: str) -> Record:
                 f"sample {sample}: {name} has {value.numel()} values, and behavior_log_probs {size}"
             )
     for name in REQUIRED:
+        found[name] = without_absent(found[name])
         _check_possible(name, found[name][found["loss_mask"]])
     return Record(
         step=step_of(step),

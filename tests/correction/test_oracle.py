@@ -85,8 +85,8 @@ def test_rules_over_routes(batch: Batch, data: st.DataObject):
     config = {"weight": None, "reject": [rule]}
     expected = oracle.correct(samples, config)
     ends = torch.tensor([0, *batch.response_lengths]).cumsum(0)
-    log_probs, routes = (torch.cat(batch.proximal), torch.cat(batch.behavior)), torch.tensor(sum(rows, []))
-    found = correct(*log_probs, Ragged(ends, batch.flat_mask), from_mapping(config), routes=routes)
+    routes = torch.tensor(sum(rows, []))
+    found = correct(*batch.joined(), Ragged(ends, batch.flat_mask), from_mapping(config), routes=routes)
     assert found.keep.tolist() == sum(expected.keep, [])
     assert found.weights.tolist() == sum(expected.weights, [])
 

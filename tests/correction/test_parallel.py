@@ -63,7 +63,10 @@ def random_batch(seed: int) -> Batch:
         behavior = [rng.uniform(-4.0, 0.0) for _ in range(length)]
         drift = [rng.choice([0.0, rng.gauss(0, 0.05), rng.gauss(0, 0.8)]) for _ in range(length)]
         mask = [int(rng.random() < 0.8) for _ in range(length)]
-        rows.append(([b + d for b, d in zip(behavior, drift, strict=True)], behavior, mask))
+        proximal = [b + d for b, d in zip(behavior, drift, strict=True)]
+        if length == 20 and seed % 3 == 0:
+            behavior[rng.randrange(length)] = -9999.0  # stands in for a log-prob that the engine lacks
+        rows.append((proximal, behavior, mask))
         prompts.append(prompt)
     rows[-1] = (*rows[-1][:2], [0] * 6)
     return replace(make_batch(rows), prompts=prompts)

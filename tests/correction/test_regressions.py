@@ -174,18 +174,24 @@ def test_k3_is_clamped_as_weights_are(log_ratio: float):
     assert_close(found, math.exp(20.0) - 21.0, 32 * EPS, 0.0, "k3")
 
 
-@pytest.mark.parametrize("value", [-1e4, -1e30, torch.finfo(torch.float32).min])
+@pytest.mark.parametrize("value", [-100.0, -700.0, -1e4, -1e30, torch.finfo(torch.float32).min])
 @pytest.mark.parametrize("side", ["proximal", "behavior"])
 @pytest.mark.parametrize("level", ["token", "segment", "sequence", "geometric"])
 def test_no_log_prob_is_too_small_for_a_metric(value: float, side: str, level: str):
-    """Engines clamp -inf to the last. mis.py: a perplexity of inf, and NaN in the average behind a masked token."""
+    """Engines clamp -inf to the last, and no token is sampled at the last three, which are no log-probs.
+
+    mis.py: a perplexity of inf, and NaN in the average behind a masked token.
+    """
     batch = ratio_batch([[0.5, 3.0, 0.7], [1.2, 1.1]], [[1, 0, 1], [1, 1]])
     getattr(batch, side)[0][2] = value
     for reject in ([], [{"statistic": "k2", "over": "mean", "upper": 0.1}], [{"over": "sum", "lower": 0.5}]):
         outcome = run(batch, {"weight": {"level": level, "bound": "clip"}, "reject": reject})
         for rows in [outcome.weights, *outcome.metrics.values()]:
             assert all(bool(torch.isfinite(row).all()) for row in rows)
-        assert outcome.metrics["mis_saturated_fraction"][0].tolist() == [0.0, 0.0, 1.0]
+        is_log_prob = value > -1000
+        assert outcome.metrics["mis_saturated_fraction"][0].tolist() == [0.0, 0.0, float(is_log_prob)]
+        counted = {"proximal": "mis_nonfinite_train_mb", "behavior": "mis_nonfinite_rollout_mb"}[side]
+        assert outcome.metrics[counted][0].tolist() == [float(not is_log_prob)] * 3
 
 
 def test_a_live_non_finite_rollout_log_prob_never_weighs_one():

@@ -64,6 +64,20 @@ BROKEN = {
     "NaN beside a masked token": Sample([math.nan, -1.0], loss_mask=[1, 0]),
     "aborted half-way": Sample([-0.5], status=Status.ABORTED),
     "a loss mask that the host will refuse": Sample([-0.5, math.nan], loss_mask=[1]),
+    "a loss mask too long": good(loss_mask=[1, 1, 1]),
+    "a loss mask too short": good(loss_mask=torch.tensor([1])),
+    "an empty loss mask": good(loss_mask=[]),
+    "a response_length too small": good(response_length=1, loss_mask=[1, 1]),
+    "three counts": good(response_length=4, loss_mask=[1, 1, 1]),
+    "vLLM's stand-in": Sample([-9999.0, -1.0]),
+    "a whole number": Sample([-9999, -1]),
+    "in an array": Sample(numpy.array([-0.5, -9999.0], dtype=numpy.float32)),
+    "in bfloat16": Sample(torch.tensor([-0.5, -9999.0], dtype=torch.bfloat16)),
+    "in float16": Sample(torch.tensor([-0.5, -9999.0], dtype=torch.float16)),
+    "SGLang's stand-in": Sample([torch.finfo(torch.float32).min, -1.0]),
+    "everywhere": Sample([-1e9, -1e9]),
+    "a text": Sample(["-0.5", -1.0]),
+    "an entry of SGLang": Sample([[-0.5, 7, None], -1.0]),
 }
 FINE = {
     "plain": good(),
@@ -71,6 +85,10 @@ FINE = {
     "a tensor": Sample(torch.tensor([-0.5, -1.0])),
     "an array": Sample(numpy.array([-0.5, -1.0])),
     "certain": Sample([0.0, -0.0]),
+    "whole numbers": Sample([0, -1]),
+    "numbers of an array": Sample([numpy.float32(-0.5), torch.tensor(-1.0)]),
+    "unlikely": Sample([-104.0, -700.0]),
+    "a stand-in at a masked token": Sample([-9999.0, -1.0], loss_mask=[0, 1]),
     "truncated": good(status=Status.TRUNCATED),
     "aborted, whole": good(status=Status.ABORTED),
     "no response": Sample([], response_length=0),
@@ -102,6 +120,8 @@ def test_what_is_left_can_be_sliced_and_converted(case: str):
     drop_broken_samples(ARGS, [[sample, good()]])
     assert len(sample.rollout_log_probs) == sample.response_length
     assert torch.isfinite(torch.as_tensor(sample.rollout_log_probs)).all()
+    assert not any(x < -746 for x in sample.rollout_log_probs)
+    assert sample.loss_mask is None or len(sample.loss_mask) == sample.response_length
 
 
 def test_log_probs_that_fit_are_not_touched():
@@ -157,6 +177,40 @@ def test_the_log_names_samples_with_counts(caplog: pytest.LogCaptureFixture):
     assert all(record.levelno == logging.WARNING for record in caplog.records)
 
 
+@pytest.mark.parametrize(
+    ("sample", "detail"),
+    [
+        (good(loss_mask=[1] * 3), "a loss mask of 3 for 2 response tokens and 2 rollout log-probs"),
+        (good(loss_mask=[]), "a loss mask of 0 for 2 response tokens and 2 rollout log-probs"),
+        (Sample([-0.5], loss_mask=[1, 1]), "1 rollout log-probs for 2 response tokens and a loss mask of 2"),
+        (
+            good(response_length=3, loss_mask=[1, 0]),
+            "a response_length of 3 for 2 rollout log-probs and a loss mask of 2",
+        ),
+        (
+            good(response_length=4, loss_mask=[1] * 3),
+            "2 rollout log-probs for 4 response tokens and a loss mask of 3: no two agree",
+        ),
+    ],
+)
+def test_the_odd_one_of_log_probs_tokens_and_loss_mask_is_named(sample: Sample, detail: str):
+    fault = fault_of(sample)
+    assert fault is not None and fault.detail == detail
+
+
+def test_the_log_names_what_stands_in_for_log_probs(caplog: pytest.LogCaptureFixture):
+    samples = [
+        Sample([-9999.0, None, -9999, math.nan, -1e9, "x"], response_length=6, index=1),
+        Sample([None, -1.0], index=2),
+    ]
+    drop_broken_samples(ARGS, [[good(), *samples]])
+    assert [record.getMessage() for record in caplog.records] == [
+        "dropped sample 1 of group 3: 6 of 6 rollout log-probs absent: -9999 in 2, None in 1, -1e+09 in 1, 'x' in 1",
+        "dropped sample 2 of group 3: 1 of 2 rollout log-probs not finite: None in 1",
+        "dropped 2 of 3 samples from the loss: rollout log-probs absent in 1, not finite in 1",
+    ]
+
+
 def test_many_dropped_samples_end_in_a_total(caplog: pytest.LogCaptureFixture):
     drop_broken_samples(ARGS, [[good()], [Sample(None, index=index) for index in range(50)]])
     assert len(caplog.records) == NAMED + 1
@@ -193,7 +247,8 @@ def test_what_miles_scores_again_is_left_alone(caplog: pytest.LogCaptureFixture)
     assert "aborted samples only" in caplog.text
 
 
-numbers = st.one_of(st.none(), st.floats(-5, 0), st.sampled_from([math.nan, math.inf, -math.inf]))
+missing = st.sampled_from([math.nan, math.inf, -math.inf, -9999, -1e9])
+numbers = st.one_of(st.none(), st.floats(-5, 0), missing)
 
 
 @given(st.lists(numbers, max_size=6), st.integers(0, 5), st.data())
@@ -207,10 +262,12 @@ def test_the_three_faults(log_probs: list, length: int, data: st.DataObject):
         assert fault and fault.cause == "of another count"
     else:
         valid = [x for x, counts in zip(log_probs, mask or [1] * length, strict=True) if counts]
-        broken = [x for x in valid if x is None or math.isnan(x) or math.isinf(x)]
+        broken = [x for x in valid if x is None or not -746 < x < math.inf]
         assert (fault is not None) == bool(broken)
         if fault:
-            assert fault.cause == "not finite" and fault.detail.startswith(f"{len(broken)} of {length} ")
+            stands_in = any(x in (-9999, -1e9) for x in broken)
+            assert fault.cause == ("absent" if stands_in else "not finite")
+            assert fault.detail.startswith(f"{len(broken)} of {length} ")
 
 
 # ----------------------------------------------------------------------------------------- tokens that were changed

@@ -733,6 +733,32 @@ def test_an_unknown_rollout_log_prob_leaves_loss_and_gradient_finite(config: dic
     assert found.loss.isfinite() and found.gradient.isfinite().all() and found.gradient.any()
 
 
+@pytest.mark.parametrize("config", ROBUST)
+@pytest.mark.parametrize("name", ["log_probs", "rollout_log_probs", "ref_log_probs"])
+def test_what_stands_in_for_a_log_prob_counts_as_none(config: dict, name: str):
+    step, kl = random_step(3), {"use_kl_loss": True, "kl_loss_type": "k3", "kl_loss_coef": 0.3}
+
+    def found(value: float) -> Outcome:
+        batch = step.batch()
+        for row in batch[name]:
+            row[-1] = value
+        return drive(flags(mis=config, **kl), batch, torch.cat(step.rows("target")))
+
+    expected = found(math.nan)
+    for value in (-9999.0, -1e9):
+        assert_same(found(value), expected)
+
+
+def test_a_list_that_does_not_fit_is_named_with_all_counts():
+    for name, count in (("loss_masks", 6), ("log_probs", 4), ("rollout_log_probs", 0)):
+        batch = random_step(0).batch()
+        batch[name][2] = batch[name][2].new_ones(count)
+        with pytest.raises(
+            InputError, match=rf"^{name}\[2\]: {count} tokens, but sequence 2 has 5 .*{name} {count}"
+        ):
+            drive(flags(mis={}), batch, torch.cat(random_step(0).rows("target")))
+
+
 def without_advantages(step: Step, value: float) -> Step:
     """The first valid token of every response but one has the advantage `value`."""
     responses = [

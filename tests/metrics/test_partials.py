@@ -35,7 +35,7 @@ def corrected(batch: Batch, config: CorrectionConfig) -> Correction:
     ends = torch.tensor([0, *batch.response_lengths]).cumsum(0)
     ragged = Ragged(ends, batch.flat_mask)
     everything = replace(config, metrics="all")
-    found = correct(torch.cat(batch.proximal), torch.cat(batch.behavior), ragged, everything)
+    found = correct(*batch.joined(), ragged, everything)
     return replace(found, config=config)
 
 
@@ -188,8 +188,8 @@ def test_the_oracle_agrees_on_rules_over_routes(batch: Batch, data: st.DataObjec
     samples = [replace(one, routes=row) for one, row in zip(batch.samples, rows, strict=True)]
     wanted, everything = step_oracle.step_metrics(samples, config, oracle.correct(samples, config))
     parsed, ends = from_mapping(config), torch.tensor([0, *batch.response_lengths]).cumsum(0)
-    log_probs, routes = (torch.cat(batch.proximal), torch.cat(batch.behavior)), torch.tensor(sum(rows, []))
-    made = correct(*log_probs, Ragged(ends, batch.flat_mask), replace(parsed, metrics="all"), routes=routes)
+    ragged, routes = Ragged(ends, batch.flat_mask), torch.tensor(sum(rows, []))
+    made = correct(*batch.joined(), ragged, replace(parsed, metrics="all"), routes=routes)
     found = finalize(partials(replace(made, config=parsed)), parsed)
     of_rule = [name for name in wanted if name.startswith("rule_1_")]
     assert of_rule

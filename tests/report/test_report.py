@@ -126,6 +126,16 @@ def test_every_cause_has_a_plant() -> None:
     assert set(CAUSES) == {*DETECTORS, "precision"}
 
 
+def test_what_stands_in_for_a_log_prob_is_none() -> None:
+    values = {"behavior_log_probs": [-0.5, -9999, None, 0.0], "proximal_log_probs": [-0.5, -1.0, -1.0, -1e9]}
+    record = from_mapping(values, 0, "a")
+    assert record.behavior_log_probs.isnan().tolist() == [False, True, True, False]
+    (found,) = surveyed([record]).findings
+    assert found.name == "non-finite" and found.evidence.startswith(
+        "1 trainer log-probs and 2 rollout log-probs"
+    )
+
+
 def test_a_level_that_changes_is_told_and_noise_is_not() -> None:
     noise = torch.rand(40, generator=torch.Generator().manual_seed(1)).tolist()
     calm = [1e-3 * (1 + 0.2 * x) for x in noise]

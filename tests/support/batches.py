@@ -14,6 +14,7 @@ from torch import Tensor
 
 from mis_plugins.config.terms.bounds import BOUNDS
 from mis_plugins.config.terms.statistics import STATISTICS
+from mis_plugins.shared.absent import without_absent
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 MASK_TYPES = (torch.int32, torch.int64, torch.int8, torch.uint8, torch.bool, torch.float32)
@@ -44,6 +45,10 @@ class Batch:
     @property
     def flat_mask(self) -> Tensor:
         return torch.cat([m.bool() for m in self.loss_masks])
+
+    def joined(self) -> tuple[Tensor, Tensor]:
+        """Both sides' log-probs `[T]`, as every hook joins them."""
+        return without_absent(torch.cat(self.proximal)), without_absent(torch.cat(self.behavior))
 
     def select(self, indices: Sequence[int]) -> Batch:
         return Batch(
@@ -148,6 +153,8 @@ def batches(draw: Callable, max_sequences: int = 5, max_length: int = 8, min_seq
 
 
 garbage = st.sampled_from([math.nan, math.inf, -math.inf])
+# What engines and frameworks write for a log-prob that they do not have.
+stand_ins = st.sampled_from([-9999.0, -1e4, -1e9, torch.finfo(torch.float32).min])
 
 
 def poisoned(batch: Batch, proximal: float, behavior: float) -> Batch:
@@ -161,13 +168,13 @@ def poisoned(batch: Batch, proximal: float, behavior: float) -> Batch:
 
 @st.composite
 def broken_batches(draw: Callable) -> Batch:
-    """A batch where some valid tokens carry no finite rollout log-prob."""
+    """A batch where some valid tokens carry no rollout log-prob: not a finite one, or what stands in for one."""
     batch = draw(batches(min_sequences=2))
     behavior = [b.clone() for b in batch.behavior]
     valid = [(i, t) for i, m in enumerate(batch.loss_masks) for t in m.nonzero().flatten().tolist()]
     hits = draw(st.lists(st.sampled_from(valid), min_size=1, max_size=2)) if valid else []
     for i, t in hits:
-        behavior[i][t] = draw(garbage)
+        behavior[i][t] = torch.tensor(draw(garbage | stand_ins)).to(behavior[i].dtype)
     return replace(batch, behavior=behavior)
 
 

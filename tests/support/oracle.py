@@ -20,6 +20,11 @@ Tokens = list[float]
 Metrics = dict[str, list[Tokens]]
 
 
+def is_log_prob(x: float) -> bool:
+    """False for what stands in for a log-prob: no token is sampled whose probability is 0."""
+    return math.isfinite(x) and math.exp(x) > 0
+
+
 @dataclass(frozen=True)
 class Sample:
     """One sequence: log-probs of the trainer and of the rollout engine, and the host's mask, a response token each.
@@ -53,7 +58,8 @@ class Sample:
 
     @cached_property
     def usable(self) -> list[int]:
-        return [t for t in self.valid if math.isfinite(self.log_ratios[t] + self.weighed[t])]
+        rows = [self.proximal, self.behavior, *([] if self.numerator is None else [self.numerator])]
+        return [t for t in self.valid if all(is_log_prob(row[t]) for row in rows)]
 
     @property
     def faulty(self) -> bool:
@@ -497,8 +503,8 @@ def batch_metrics(batch: Sequence[Sample], config: dict, corrected: Corrected) -
         "ratio_min_mb": min(ratios, default=0.0), "ratio_max_mb": max(ratios, default=0.0),
         "weight_min_mb": min(passed, default=0.0), "weight_max_mb": max(passed, default=0.0),
         "kept_sequences_mb": sum(stay) / len(stay) if stay else 0.0,
-        "nonfinite_train_mb": float(sum(not math.isfinite(s.proximal[t]) for s in batch for t in s.valid)),
-        "nonfinite_rollout_mb": float(sum(not math.isfinite(s.behavior[t]) for s in batch for t in s.valid)),
+        "nonfinite_train_mb": float(sum(not is_log_prob(s.proximal[t]) for s in batch for t in s.valid)),
+        "nonfinite_rollout_mb": float(sum(not is_log_prob(s.behavior[t]) for s in batch for t in s.valid)),
     }  # fmt: skip
 
 

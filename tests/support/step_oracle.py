@@ -128,7 +128,7 @@ def log_mean_exp(x) -> float:
 def counts(s: Everything) -> dict[str, float]:
     def wrong(rows) -> float:
         return float(
-            sum(not math.isfinite(rows[i][t]) for i in s.valid_sequences for t in s.samples[i].valid)
+            sum(not oracle.is_log_prob(rows[i][t]) for i in s.valid_sequences for t in s.samples[i].valid)
         )
 
     return {

@@ -312,9 +312,11 @@ def test_a_missing_log_prob_is_never_replaced():
         sglang._log_probs(rows, [7, 8])
     with pytest.raises(EngineError, match="other tokens"):
         sglang._log_probs([[-0.5, 7, None]], [8])
-    for absent in (None, -9999.0):
+    for absent in (None, -9999.0, -9999, -1e9, torch.finfo(torch.float32).min):
         with pytest.raises(EngineError, match="a token without a log-prob"):
             vllm._log_probs([-0.5, absent])
+    with pytest.raises(EngineError, match="a token without a log-prob; got -3.4"):
+        sglang._log_probs([[torch.finfo(torch.float32).min, 7, None]], [7])  # SGLang's log of probability 0
 
 
 def test_the_plugins_do_nothing_unless_asked(monkeypatch: pytest.MonkeyPatch):

@@ -657,14 +657,15 @@ def test_a_weight_that_is_not_known_is_warned_of(
     assert found.gradient.any() and found.loss.isfinite()
 
 
+@pytest.mark.parametrize("value", [-math.inf, -9999.0])
 @pytest.mark.parametrize("method", ["recompute", "loglinear"])
 def test_a_log_prob_that_is_not_finite_is_not_taken_for_one_that_was_not_stored(
-    logged: list[dict[str, float]], caplog: pytest.LogCaptureFixture, method: str
+    logged: list[dict[str, float]], caplog: pytest.LogCaptureFixture, method: str, value: float
 ):
     step = aged(random_step(9), 9)
     i, t, token = next((i, t, x) for i, row in enumerate(step.tokens) for t, x in enumerate(row) if x.valid)
     assert math.isfinite(token.behavior)
-    step.behavior[i][t] = -math.inf
+    step.behavior[i][t] = value
     mis.report_step(flags(), 0, 0)
     call(step, {"segment_wise": {"method": method}})
     with caplog.at_level(logging.WARNING, "mis_plugins"):

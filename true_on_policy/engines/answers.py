@@ -10,6 +10,7 @@ from reprlib import Repr
 from typing import Any, NoReturn
 
 from mis_plugins.errors import UserError
+from mis_plugins.shared.absent import LOWEST
 from true_on_policy.errors import EngineError
 
 LIMIT = 64 << 20  # bytes of an answer
@@ -95,11 +96,12 @@ def log_prob(value: Any) -> float:
     """Return `value`, a finite log-prob.
 
     Raises:
-        EngineError: `value` is no number, not finite, or above 0.
+        EngineError: `value` is no number, not finite, above 0, or what an engine writes where it has none.
     """
-    if value is None:
-        raise EngineError("a token without a log-prob")
-    if type(value) not in (int, float) or not math.isfinite(value) or value > ROUNDED_UP:
+    is_number = type(value) in (int, float)
+    if value is None or (is_number and -math.inf < value <= LOWEST):
+        raise EngineError(f"a token without a log-prob; got {short(value)}")
+    if not is_number or not math.isfinite(value) or value > ROUNDED_UP:
         raise EngineError(f"expected a log-prob, finite and at most 0; got {short(value)}")
     return float(value)
 

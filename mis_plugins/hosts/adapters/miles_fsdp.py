@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -12,10 +11,11 @@ from typing import Any
 from mis_plugins.errors import InputError
 from mis_plugins.hosts import megatron
 from mis_plugins.hosts.adapters import miles
-from mis_plugins.hosts.host import Ranks, Tensor
+from mis_plugins.hosts.host import Ranks
 
 ACTOR = "miles.backends.fsdp_utils.actor"
 USE_CP = "use --custom-tis-function-path mis_plugins.mis.compute_mis_weights_with_cp"
+IF_CUT = f"if context parallelism splits the responses, {USE_CP}"
 
 
 def ranks(parallel_state: Any | None) -> Ranks:
@@ -52,16 +52,6 @@ def _asks_for_mask_sums() -> bool:
     """
     actor = sys.modules.get(ACTOR)
     return actor is not None and "rollout_mask_sums" in inspect.getsource(actor)
-
-
-def check_whole(log_probs: Sequence[Tensor | None] | None, response_lengths: Sequence[int]) -> None:
-    """Refuse pieces of responses, which only context parallelism makes."""
-    for i, (piece, length) in enumerate(zip(log_probs or (), response_lengths, strict=False)):
-        if piece is not None and piece.numel() < length:
-            raise InputError(
-                f"compute_mis_weights_fsdp: rollout_log_probs[{i}] holds {piece.numel()} of {length} response tokens; "
-                f"if context parallelism splits the responses, {USE_CP}"
-            )
 
 
 HOST = replace(

@@ -33,7 +33,6 @@ from true_on_policy.engines.server import (
 )
 
 PATH = "/inference/v1/generate"
-ABSENT = -9999.0  # vLLM's server sends this in place of a log-prob that it does not have
 GUARD = "true_on_policy.engines.vllm.guard.Guard"
 BLOCK = 32  # slots of a block of the key-value cache
 
@@ -207,7 +206,5 @@ def _environment(contract: Contract | None, order: NormOrder | None) -> dict[str
 
 def _log_probs(values: Sequence[float | None]) -> Float32[Tensor, "N"]:
     """Convert vLLM's log-probs to a tensor, without rounding."""
-    if any(value is None or value == ABSENT for value in values):
-        raise EngineError(f"vllm: a token without a log-prob among {list(values)[:8]}")
     # vLLM's JSON carries a float32 as the float64 of equal value: nothing is rounded on the way.
     return torch.tensor([*map(log_prob, values)], dtype=torch.float32)
