@@ -12,7 +12,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from mis_plugins.correction.pipeline import Correction
-from mis_plugins.metrics.rows import Tokens
+from mis_plugins.metrics.tokens import Tokens
 from mis_plugins.packing.ragged import Ragged
 from mis_plugins.report.record import Batch, Record
 
