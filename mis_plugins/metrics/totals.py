@@ -68,11 +68,15 @@ class Partials:
 
     def over_ranks(self, groups: Iterable[dist.ProcessGroup]) -> Partials:
         """Merge over all ranks: one sum and one maximum over each group. A float64 holds counts exactly."""
-        every, counts = list(groups), self.added["sums"].new_tensor([*self.counts.values()])
-        added = _over_ranks({**self.added, "": counts}, every, dist.ReduceOp.SUM)
-        largest = _over_ranks(self.largest, every, dist.ReduceOp.MAX)
-        known = dict(zip(self.counts, added.pop("").tolist(), strict=True))
-        return replace(self, counts=known, added=added, largest=largest)
+        every, sums = list(groups), self.added["sums"]
+        counted = torch.cat([sums, sums.new_tensor([*self.counts.values()])])
+        return replace(
+            self,
+            names={**self.names, "sums": (*self.names["sums"], *self.counts)},
+            counts={},
+            added=_over_ranks({**self.added, "sums": counted}, every, dist.ReduceOp.SUM),
+            largest=_over_ranks(self.largest, every, dist.ReduceOp.MAX),
+        )
 
     def map(self, function: Callable[[Tensor], Tensor]) -> Partials:
         """Apply a function to every tensor, such as a copy to the host."""
