@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from mis_plugins.metrics import sketch
@@ -201,7 +201,7 @@ def _extremes(ended: list[Quantity], where: Float[Tensor, " M"] | None) -> Float
     return (both if where is None else both.add_(where.log())).amax(-1)
 
 
-def powers(log_ratio: Float[Tensor, " N"], where: Float[Tensor, " N"]) -> Partials:
+def powers(log_ratio: Float[Tensor, " N"], where: Bool[Tensor, " N"]) -> Partials:
     """Sums of powers of each sequence's ratio, by window of the exponent."""
     exponents = torch.stack([log_ratio, 2 * log_ratio])
     window = torch.div(exponents, WINDOW, rounding_mode="floor").clamp_(-WINDOWS // 2, WINDOWS // 2 - 1)
