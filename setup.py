@@ -43,7 +43,7 @@ setup(
         "mis_plugins": ["py.typed"],
         "mis_plugins.explain": ["rungs.json"],
         "mis_plugins.hosts": ["records/*.txt"],
-        "mis_plugins.report": ["causes.yaml", "page.css", "page.html"],
+        "mis_plugins.report": ["*.yaml", "page.css", "page.html"],
         "mis_plugins.presets": ["*.yaml", "peers/*.yaml"],
         "true_on_policy.engines": ["*.sh", "*/packages.txt"],
         "true_on_policy.kernels": ["*.c"],

@@ -11,24 +11,20 @@ if __name__ == "__main__":
     run_command("lab.pages.metrics:main")
 
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import yaml
 
 from lab.provenance import parser_of
 from mis_plugins.metrics import sketch, slope
-from mis_plugins.metrics.by_turn import TURNS
-from mis_plugins.metrics.catalogue import DIALOGUE, PERCENTILES, QUANTILES, RULES, SECTIONS, TAILS, VERSIONS
-from mis_plugins.metrics.metric import PREFIX, STEP_KEY, Metric
-from mis_plugins.metrics.peer_names import PEERS
-from mis_plugins.metrics.resplit import RESPLIT
-from mis_plugins.metrics.routing import ROUTED, SPLIT
-from mis_plugins.metrics.rows import LOG_RATIO_TAILS, PROB_DIFF_TAILS
-from mis_plugins.metrics.staleness import WEIGHT_METRICS
-from mis_plugins.metrics.step import OLDEST_AGE
+from mis_plugins.metrics.metric import PREFIX, STEP_KEY
+from mis_plugins.metrics.quantity import QUANTILES
+from mis_plugins.metrics.tokens import AGES, LOG_RATIO_TAILS, PROB_DIFF_TAILS, TURNS
+from mis_plugins.report.peer_names import PEERS
 
 SAID = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
+SIMULATED = Path(__file__).with_name("slope.md").read_text(encoding="utf-8")
 WORDS: dict[str, dict[str, str]] = SAID["metrics"]  # what, range, bad and do of each metric
 BY_STEP: dict[str, str] = SAID["hook"]
 OTHERWISE: dict[str, dict[str, str]] = SAID["otherwise"]
@@ -74,56 +70,69 @@ Segment-wise weights w_t bound pi_{{v+1}}(y_t) / mu(y_t), and leave r_t as defin
 such as a mean of nothing, is not reported.
 """
 
-FAMILIES: dict[str, tuple[str, Mapping[str, Metric]]] = {
+FIRST = {
+    "How much there was": "tokens",
+    "How far the two policies are apart, token by token": "kl_k1",
+    "Whether both sides mean the same by a log-prob: see `metrics/slope.py`": "slope",
+    "How far the two policies are apart, sequence by sequence": "train_log_ppl",
+    "The weights": "weight_mean",
+    "What was rejected": "kept_fraction",
+    "What OPSM compares and masks, reported where OPSM is on": "opsm_divergence_mean",
+    "The loss": "loss_uncorrected",
+    "Percentiles": "ratio_p{percent}",
+    "Tails": "log_ratio_tail_{side}_{bound}",
+    "Each rule": "rule_{i}_mean",
+    "Weight versions": "lag_{age}_share",
+    "Turns of a dialogue": "turn_{turn}_share",
+    "Segment-wise weights": "behav_imp_weight/avg",
+    "Routing of a mixture of experts": "route_differs",
+    "Log ratios by routing": "route_tokens",
+    "Trainer against itself": "resplit_differs",
+}
+"""Sections of the page by the first metric of each, in the order of `metrics.yaml`."""
+
+INTRODUCED: dict[str, str] = {
     "Percentiles": (
         f"percent is one of {', '.join(map(str, QUANTILES))}. Percentiles come from histograms of logarithms, whose "
         f"counts add. A logarithm is off by at most {sketch.RELATIVE_ERROR:.0%} of itself, however the step is split. "
         "A ratio r is thereby off by a factor of at most r^0.01 or its inverse: 0.7% at 2 and at 1/2, 4.7% at 100. "
-        "A percentile is interpolated between two values; if they lie on either side of 0, it may be off by more.",
-        PERCENTILES,
+        "A percentile is interpolated between two values; if they lie on either side of 0, it may be off by more."
     ),
     "Tails": (
         f"side is high or low; bound is {' or '.join(map(str, LOG_RATIO_TAILS))} of a log ratio, "
-        f"{', '.join(map(str, PROB_DIFF_TAILS))} of a difference of probabilities.",
-        TAILS,
+        f"{', '.join(map(str, PROB_DIFF_TAILS))} of a difference of probabilities."
     ),
     "Each rule": (
         "i is the place of the rule in `mis.reject`, from 1. Each metric tells what the rule would drop, or "
         "down-weigh, alone. Values are those that the rule compares, for `statistic: ratio` the logarithm. A unit is a "
-        "sequence, or a segment where the rule drops segments.",
-        RULES,
+        "sequence, or a segment where the rule drops segments."
     ),
     "Weight versions": (
-        f"age is trainer version minus the version that wrote the token, from 0 to {OLDEST_AGE}. Metrics by age are "
-        "reported where the versions are known.",
-        VERSIONS,
+        f"age is trainer version minus the version that wrote the token, from 0 to {AGES - 1}. Metrics by age are "
+        "reported where the versions are known."
     ),
     "Turns of a dialogue": (
         f"turn is 1 to {TURNS}. A turn of the model is a run of ones in the loss mask: it begins where the mask of a "
         "response rises from 0 to 1, wherever context parallelism cuts the response. What the rules reject begins no "
         "turn. Metrics by turn are reported in steps of which a response has two turns or more; elsewhere they "
         "would repeat those of all tokens. In the own loops of both hosts, on responses with two masked spans, they "
-        "equal the oracle's (rows `*-turns` of [the table](../lab/results/in_host.md)).",
-        DIALOGUE,
+        "equal the oracle's (rows `*-turns` of [the table](../lab/results/in_host.md))."
     ),
     "Segment-wise weights": (
         "Metrics of segment-wise weights are reported where `mis.segment_wise` is on, unless `metrics` is `none`. A "
         "name without a suffix is of all tokens. `/age_0`, `/age_1` and so on are of the tokens of one age, "
-        "`/age_16_up` of all older tokens, `/no_age` of tokens without a known version.",
-        WEIGHT_METRICS,
+        "`/age_16_up` of all older tokens, `/no_age` of tokens without a known version."
     ),
     "Routing of a mixture of experts": (
         "Metrics of routing are reported where `mis_plugins.mis.watch_routes` watches (see [routing.md](routing.md)), "
         "whatever `metrics` says, under the number of the step that begins. A name without a suffix is of all "
         "layers and positions, `/layer_3` of one layer (from 0), `/position_256` of the positions of a "
-        "bucket that starts there.",
-        ROUTED,
+        "bucket that starts there."
     ),
     "Log ratios by routing": (
         "Each name ends in `/same`, `/other` or `/earlier`. A token is `other` where a layer by itself routes it to "
         "other experts than the engine did, `earlier` where this is so of a token before it in the sequence "
-        "alone, else `same`.",
-        SPLIT,
+        "alone, else `same`."
     ),
     "Trainer against itself": (
         "With `mis: {resplit_every: 10}` the rollout-data hook (`count_samples`, or `normalize_rollout`) has the "
@@ -138,8 +147,7 @@ FAMILIES: dict[str, tuple[str, Mapping[str, Metric]]] = {
         "line 431); `--keep-old-actor`, whose weights are gone when the hook is called (lines 556 and 499); and "
         "Miles on FSDP, which calls no such hook. In the own loops of both hosts the rows `*-resplit` of "
         "[the table](../lab/results/in_host.md) differ nowhere; with a planted kernel whose rounding depends "
-        "on the size of the micro-batch, 44% to 75% of the tokens do.",
-        RESPLIT,
+        "on the size of the micro-batch, 44% to 75% of the tokens do."
     ),
 }
 
@@ -185,19 +193,29 @@ HEAD = "| metric | what | range | bad | do | elsewhere |\n|---|---|---|---|---|-
 
 def document() -> str:
     parts = [INTRODUCTION]
-    for title, metrics in SECTIONS.items():
-        parts += [f"## {title}\n", table(metrics)]
-    for title, (words, metrics) in FAMILIES.items():
-        parts += [f"## {title}\n", words + "\n", table(metrics)]
+    for title, names in sections().items():
+        words = INTRODUCED.get(title)
+        parts += [f"## {title}\n", *([] if words is None else [words + "\n"]), table(names)]
     parts += ["## Fully masked samples, and what the host logs of a hook\n", HOOK_MEANS, _hook_means()]
     parts += ["## What a default log no longer has\n", VANISHED, _vanished()]
     parts += ["## What other packages call them\n", *_peers()]
-    parts += ["## Log-probs processed on one side\n", inspect.cleandoc(slope.__doc__ or "") + "\n"]
+    parts += ["## Log-probs processed on one side\n", inspect.cleandoc(slope.__doc__ or ""), SIMULATED]
     return "\n".join(parts)
 
 
-def table(metrics: Mapping[str, Metric]) -> str:
-    rows = [" | ".join([f"`{name}`", *cells_of(name), _elsewhere(name)]) for name in metrics]
+def sections() -> dict[str, list[str]]:
+    """The metrics of each section, in the order of `metrics.yaml`."""
+    titles = {name: title for title, name in FIRST.items()}
+    found: dict[str, list[str]] = {}
+    for name in WORDS:
+        if name in titles:
+            found[titles[name]] = names = []
+        names.append(name)
+    return found
+
+
+def table(names: Iterable[str]) -> str:
+    rows = [" | ".join([f"`{name}`", *cells_of(name), _elsewhere(name)]) for name in names]
     return "\n".join([HEAD, *(f"| {row} |" for row in rows)]) + "\n"
 
 

@@ -231,7 +231,7 @@ def _needed_for_metrics(config: CorrectionConfig) -> set[str]:
 
 
 def _needed_for_step(config: CorrectionConfig) -> set[str]:
-    """Names of the totals that the rows of `metrics/rows.py` read."""
+    """Names of the totals that the quantities of a step read."""
     names = {"weighed"}
     if config.drops_below("sequence"):
         names |= {"kept"}

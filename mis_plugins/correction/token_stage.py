@@ -85,7 +85,7 @@ class TokenStage:
     @property
     def proximal(self) -> Float[Tensor, " T"]:
         """log pi_old; 0 where the token is not usable."""
-        return self.log_probs.proximal.float().masked_fill(self._unusable, 0)
+        return self.log_probs.proximal.float().masked_fill(self.unusable, 0)
 
     # In float32, as ratios are computed: a finite float64 may overflow there.
 
@@ -100,7 +100,7 @@ class TokenStage:
         return self.loss_mask & nonfinite(self.log_probs.behavior.float())
 
     @cached_property
-    def _unusable(self) -> Bool[Tensor, " T"]:
+    def unusable(self) -> Bool[Tensor, " T"]:
         return ~self.usable
 
     def statistic(self, name: str) -> Float[Tensor, " T"]:
@@ -109,7 +109,7 @@ class TokenStage:
         proximal, behavior = self.log_probs.proximal, self.log_probs.behavior
         value = record.value(Evidence(self.log_ratio, proximal, behavior, self.routes))
         reads_more = record.reads_probabilities or record.reads_routes
-        return value.masked_fill(self._unusable, 0) if reads_more else value
+        return value.masked_fill(self.unusable, 0) if reads_more else value
 
     def row(self, name: str) -> Shaped[Tensor, " T"]:
         """The row that is added up to a total of this name, 0 at each token that shall not enter."""
@@ -121,7 +121,7 @@ class TokenStage:
         """The row whose smallest or largest value is taken; `otherwise` stands at tokens that do not enter."""
         if name == "ratio":
             return self.ratio  # 0 at unusable tokens; a usable ratio is above 0
-        outside = ~self.passing if name in ("passing", "passing_weight") else self._unusable
+        outside = ~self.passing if name in ("passing", "passing_weight") else self.unusable
         values = EXTREMES.get(name)
         row = self.statistic(statistic_of(name)) if values is None else getattr(self, values)
         return row.masked_fill(outside, otherwise)

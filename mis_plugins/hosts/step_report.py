@@ -43,7 +43,8 @@ from mis_plugins.hosts.registry import current
 from mis_plugins.metrics.alarms import ALARMS, EACH_TIME, ONCE, everything_rejected
 from mis_plugins.metrics.by_age import ByAge
 from mis_plugins.metrics.catalogue import finalize
-from mis_plugins.metrics.partials import Partials, partials, watch
+from mis_plugins.metrics.partials import partials, watch
+from mis_plugins.metrics.totals import Partials
 from mis_plugins.packing.collectives import RANK_LOST
 from mis_plugins.packing.ragged import Ranks
 from mis_plugins.packing.transfer import Arrival, to_host
@@ -160,7 +161,7 @@ class Copy:
     @classmethod
     def begin(cls, recorded: Recorded) -> Copy:
         copies = recorded.map(to_host)
-        return cls(copies, Arrival.of_copies_from(recorded.partials.sums))
+        return cls(copies, Arrival.of_copies_from(recorded.partials.added["sums"]))
 
     def wait(self) -> Recorded:
         self.arrival.wait()

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 
 from mis_plugins.metrics.metric import Metric
-from mis_plugins.metrics.step import ratio_of
+from mis_plugins.metrics.quantity import ratio_of
 
 
 @dataclass(frozen=True)

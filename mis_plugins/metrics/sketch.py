@@ -14,7 +14,7 @@ import math
 from functools import cache
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor
 
 RELATIVE_ERROR = 0.01
@@ -31,24 +31,23 @@ SIZE = 2 * STEPS + 3  # buckets of either sign, one beyond either end, and zero 
 
 def edges(device: torch.device) -> Float[Tensor, " _"]:
     """Upper ends of all buckets but the last, in ascending order."""
-    exponents = torch.arange(STEPS + 1, dtype=torch.float64, device=device)
-    positive = (exponents * math.log(GROWTH) + math.log(SMALLEST)).exp()
+    first, last = math.log10(SMALLEST), math.log10(SMALLEST) + STEPS * math.log10(GROWTH)
+    positive = torch.logspace(first, last, STEPS + 1, dtype=torch.float64, device=device)
     return torch.cat([-positive.flip(0), positive])
 
 
 def histograms(
-    x: Float[Tensor, "H K"], where: Bool[Tensor, "*H K"], edges: Float[Tensor, " _"]
-) -> Int[Tensor, "H B"]:
-    """How many of the values that `where` marks of each row lie in each bucket.
+    x: Float[Tensor, "H K"], where: Float[Tensor, " K"], edges: Float[Tensor, " _"]
+) -> Float[Tensor, "H B"]:
+    """How many of the values of each row lie in each bucket, as whole numbers.
 
     Args:
-        where: which values enter: one mask for all rows, or one mask a row.
+        where: 1 at values that enter, else 0.
     """
     # Comparing with edges is exact; vectorized and scalar logarithms differ in the last bit.
     long = x.is_cpu and x.shape[-1] >= LONG
     bucket = _looked_up(x.double()) if long else torch.bucketize(x.to(edges.dtype), edges)
-    empty = torch.zeros(x.shape[0], SIZE, dtype=torch.int64, device=x.device)
-    return empty.scatter_add_(1, bucket, where.long().expand_as(bucket))
+    return where.new_zeros(len(x), SIZE).scatter_add_(1, bucket, where.expand_as(bucket))
 
 
 @cache
@@ -69,11 +68,11 @@ def _cells() -> tuple[Int[Tensor, " C"], Float[Tensor, " C"]]:
 def _looked_up(x: Float[Tensor, "H K"]) -> Int[Tensor, "H K"]:
     """What `torch.bucketize` answers, without a search at each number."""
     bucket, edge = _cells()
-    cell = (x.view(torch.int64) >> DROPPED_BITS).bitwise_and_((1 << KEPT_BITS) - 1).flatten()
-    return (bucket.index_select(0, cell) + (edge.index_select(0, cell) < x.flatten())).view_as(x)
+    cell = (x.view(torch.int64) >> DROPPED_BITS).bitwise_and_((1 << KEPT_BITS) - 1)
+    return bucket[cell] + (edge[cell] < x)
 
 
-def quantile(counts: Int[Tensor, " B"], q: float) -> float:
+def quantile(counts: Float[Tensor, " B"], q: float) -> float:
     """The q-quantile, interpolated between order statistics as `torch.quantile` does; NaN of an empty histogram.
 
     Each of the two order statistics is off by at most `RELATIVE_ERROR` of itself (or `SMALLEST`). The call reads

@@ -91,8 +91,9 @@ class Ragged:
         """
         whole = self.responses
         starts, mask = (self if whole is None else whole).cu_seqlens, (whole or self).loss_mask
-        begun = F.pad(_run_of_token(starts, mask), (1, 0))  # before each token, and at the end
-        of_token = begun[1:] if whole is None else begun[1:].index_select(0, whole.index)
+        begun = _run_of_token(starts, mask)
+        of_token = begun if whole is None else begun.index_select(0, whole.index)
+        begun = F.pad(begun, (1, 0))  # before each token, and at the end
         return of_token - self.to_tokens(begun.index_select(0, starts[:-1]))
 
     def totals(
@@ -113,10 +114,12 @@ class Ragged:
         smallest = [self._extreme(row, torch.inf, "amin") for row in minima.values()]
         largest = [self._extreme(row, -torch.inf, "amax") for row in maxima.values()]
         extremes = smallest + largest
-        rows = (torch.cat([added, *extremes]) if extremes else added).view(-1, self.size)
-        if self.ranks.cp is not None:
-            rows = _combine(rows, len(smallest), len(largest), self.ranks.cp)
-        return dict(zip([*sums, *squares, *minima, *maxima], rows.unbind(), strict=True))
+        rows = torch.cat([added, *extremes]) if extremes else added
+        names = [*sums, *squares, *minima, *maxima]
+        if self.ranks.cp is None:
+            return dict(zip(names, rows.split_with_sizes([self.size] * len(names)), strict=True))
+        combined = _combine(rows.view(-1, self.size), len(smallest), len(largest), self.ranks.cp)
+        return dict(zip(names, combined.unbind(), strict=True))
 
     def sums(self, *rows: Shaped[Tensor, " T"]) -> tuple[Float[Tensor, " N"], ...]:
         """The sums of rows over each sequence, as `totals` makes them, in the order of the rows."""
@@ -190,8 +193,7 @@ class Segments:
 def _run_of_token(starts: Int[Tensor, " bounds"], mask: Bool[Tensor, " R"]) -> Int[Tensor, " R"]:
     """Number, from 1, of the run of ones that began last at or before each token; 0 before the first run."""
     previous = F.pad(mask, (1, 0)).index_fill_(0, starts, False)
-    begins = mask & ~previous[:-1]
-    return begins.cumsum(0)
+    return (mask > previous[:-1]).cumsum(0)  # on bools a > b is a & ~b, in one kernel
 
 
 def as_bytes(x: Tensor) -> Tensor:

@@ -45,7 +45,7 @@ Numbers = Mapping[str, Any]  # what a detector saw, by the names that the words 
 class Facts:
     """Everything that a detector may read of a run.
 
-    sums: sums of the whole run, by the names of `metrics/rows.py`.
+    sums: sums of the whole run, by the names of `metrics/tokens.py`.
     places: tables of `places.Tables`.
     changes: changes of kl_k3 over the steps.
     """

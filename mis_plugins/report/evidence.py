@@ -14,7 +14,7 @@ from torch import Tensor
 from mis_plugins.config.terms.divergence import k3
 from mis_plugins.correction.pipeline import Correction
 from mis_plugins.metrics import slope
-from mis_plugins.metrics.rows import Tokens
+from mis_plugins.metrics.tokens import Tokens
 from mis_plugins.packing.ragged import Ragged
 from mis_plugins.report.lists import Lists
 from mis_plugins.report.record import Batch, Record

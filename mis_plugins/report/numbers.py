@@ -9,14 +9,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
-import torch
-
 from mis_plugins.config.model import CorrectionConfig
 from mis_plugins.correction.pipeline import Correction, correct
 from mis_plugins.explain.limits import FIRST
 from mis_plugins.metrics.alarms import ALARMS
 from mis_plugins.metrics.catalogue import finalize
-from mis_plugins.metrics.partials import Partials, partials
+from mis_plugins.metrics.partials import partials
+from mis_plugins.metrics.totals import Partials
 from mis_plugins.report.record import Batch
 
 
@@ -77,11 +76,7 @@ class StepNumbers:
 
 
 def _sparse(part: Partials) -> Partials:
-    return part if part.histograms.is_sparse else part.map(_packed)
-
-
-def _packed(x: torch.Tensor) -> torch.Tensor:
-    return x.to_sparse() if x.dim() == 2 else x
+    return part.map(lambda x: x.to_sparse() if x.dim() == 2 and not x.is_sparse else x)
 
 
 def _dense(part: Partials) -> Partials:

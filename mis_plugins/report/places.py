@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from mis_plugins.metrics.rows import Tokens
+from mis_plugins.metrics.tokens import Tokens
 from mis_plugins.report.evidence import mass
 from mis_plugins.report.record import Batch
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from mis_plugins.config.model import CorrectionConfig
 from mis_plugins.metrics.catalogue import finalize
-from mis_plugins.metrics.rows import Tokens
+from mis_plugins.metrics.tokens import Tokens
 from mis_plugins.report.causes import Facts, Finding, findings
 from mis_plugins.report.changes import Change, changes
 from mis_plugins.report.evidence import Evidence
@@ -101,7 +101,7 @@ class Survey:
     def add(self, batch: Batch) -> None:
         """Let every collector see a batch."""
         correction = corrected(batch, self.own)
-        tokens = Tokens(correction)
+        tokens = Tokens.of(correction)
         self.numbers.add(batch, correction)
         self.evidence.add(batch, correction, tokens)
         for collector in (self.tables, self.worst, self.first):

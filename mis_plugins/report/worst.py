@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from mis_plugins.metrics.rows import Tokens
+from mis_plugins.metrics.tokens import Tokens
 from mis_plugins.report.record import Batch, Record
 
 TOKENS, SEQUENCES = 50, 12

@@ -3,25 +3,55 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
+from batches import make_batch
 
-from lab.pages.metrics import BY_STEP, FAMILIES, SAID, WORDS, cells_of, document
+from lab.pages.metrics import BY_STEP, FIRST, SAID, WORDS, cells_of, document, sections
 from mis_plugins.config.model import CorrectionConfig
 from mis_plugins.config.reading import from_mapping
-from mis_plugins.metrics.catalogue import DIALOGUE, METRICS, PERCENTILES, RULES, SECTIONS, TAILS, VERSIONS
-from mis_plugins.metrics.metric import Metric
-from mis_plugins.metrics.peer_names import PEERS
+from mis_plugins.correction.opsm import Departure
+from mis_plugins.correction.pipeline import correct
+from mis_plugins.metrics.catalogue import METRICS
+from mis_plugins.metrics.partials import partials
 from mis_plugins.metrics.resplit import RESPLIT
 from mis_plugins.metrics.routing import ROUTED, SPLIT
 from mis_plugins.metrics.staleness import WEIGHT_METRICS
 from mis_plugins.metrics.token_metrics import OF_MIS_PY, catalogue
+from mis_plugins.packing.ragged import Ragged
+from mis_plugins.report.peer_names import PEERS
 
 ROOT = Path(__file__).resolve().parents[2]
-EVERY: dict[str, Metric] = (
-    METRICS | PERCENTILES | TAILS | RULES | VERSIONS | DIALOGUE | WEIGHT_METRICS | ROUTED | SPLIT | RESPLIT
-)
+
+
+def names_of_a_step() -> set[str]:
+    """Every name that a weight, a rule over tokens, a rule over units and OPSM can give."""
+    rules = [{"over": over, "lower": 0.5, "upper": 2.0} for over in ("token", "mean")]
+    config = from_mapping({"weight": {"upper": 2.0}, "reject": rules, "metrics": "all"})
+    batch = make_batch([([-1.0], [-1.0], [1])])
+    ragged = Ragged(torch.tensor([0, 1]), batch.flat_mask)
+    made = correct(batch.proximal[0], batch.behavior[0], ragged, config)
+    one = torch.ones(1, dtype=torch.float64)
+    made = replace(made, on_policy=batch.flat_mask, departure=Departure(one, one, one, one))
+    return {*partials(made).metrics, *METRICS, "rule_1_rejected_fraction"}
+
+
+PLACES = {"{percent}": r"\d\d", "{side}": "(low|high)", "{bound}": r"[\d.]+", "{i}": r"\d", "{age}": r"\d",
+          "{turn}": r"\d"}  # fmt: skip
+
+
+def pattern(name: str) -> str:
+    """The names that a name of the page stands for."""
+    for place, values in PLACES.items():
+        name = name.replace(place, values)
+    return name
+
+
+EVERY = list(WORDS)
+OTHERS = {*WEIGHT_METRICS, *ROUTED, *SPLIT, *RESPLIT}
 
 VETO = {"over": "min", "lower": 1e-4}
 
@@ -36,15 +66,17 @@ def test_every_metric_says_what_it_is_and_what_to_do(name: str):
     assert all(cells_of(name)), name
 
 
-def test_no_words_are_of_a_metric_that_is_gone():
-    assert WORDS.keys() == EVERY.keys()
+def test_each_metric_has_words_and_no_words_are_of_a_metric_that_is_gone():
+    found = names_of_a_step() | OTHERS
+    said = {name: [words for words in WORDS if re.fullmatch(pattern(words), name)] for name in found}
+    assert {name for name, words in said.items() if len(words) != 1} == set()
+    assert {one for words in said.values() for one in words} == WORDS.keys()
 
 
 def test_every_metric_stands_in_one_section():
-    listed = [name for metrics in SECTIONS.values() for name in metrics]
-    assert sorted(listed) == sorted(METRICS)
-    families = [metrics for _, metrics in FAMILIES.values()]
-    assert families == [PERCENTILES, TAILS, RULES, VERSIONS, DIALOGUE, WEIGHT_METRICS, ROUTED, SPLIT, RESPLIT]
+    found = sections()
+    assert list(found) == list(FIRST)
+    assert [name for names in found.values() for name in names] == list(WORDS)
 
 
 def test_every_metric_of_the_hook_that_mis_py_lacks_has_its_row():

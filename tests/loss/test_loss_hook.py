@@ -45,7 +45,7 @@ from mis_plugins.hosts import loss_batch, loss_flags, tracking
 from mis_plugins.hosts.registry import current
 from mis_plugins.loss import micro_batch as loss
 from mis_plugins.metrics import sketch
-from mis_plugins.metrics.catalogue import QUANTILES
+from mis_plugins.metrics.quantity import QUANTILES
 
 CLIP = {"eps_clip": 0.2, "eps_clip_high": 0.28, "eps_clip_c": None}
 LENGTHS = (7, 1, 5, 9, 4, 6)

@@ -16,7 +16,6 @@ from test_partials import step_of, whole_step
 from lab.pages.metrics import WORDS
 from mis_plugins.config.reading import from_mapping
 from mis_plugins.metrics.alarms import everything_rejected, weights_of_one
-from mis_plugins.metrics.catalogue import METRICS
 from mis_plugins.metrics.slope import cut_off, relation, unlikely, warnings, warnings_of
 
 BOUND = re.compile(r"(above|below) (-?\d[\d.e+-]*\d|-?\d)", re.IGNORECASE)
@@ -47,7 +46,7 @@ def shifted(shift: float, spread: float = 0.03) -> Batch:
 
 def alarms(shift: float, spread: float = 0.03) -> set[str]:
     found = step_of(shifted(shift, spread), weight={"upper": 2.0})
-    return {name for name, value in found.items() if name in METRICS and sounds(WORDS[name]["bad"], value)}
+    return {name for name, value in found.items() if name in WORDS and sounds(WORDS[name]["bad"], value)}
 
 
 def sounds(bad: str, value: float) -> bool:

@@ -424,7 +424,8 @@ def test_skyrl_padding_differs():
     found = our_metrics(batch, {"weight": None})
     assert theirs["is_ratio_min"] == 0.0
     close(found["ratio_min"], math.exp(0.1))
-    assert theirs["is_ratio_std"] > 0.5 > 0.1 > found["ratio_std"]
+    deviation = math.sqrt(found["chi2_token"] + 1 - found["ratio_mean"] ** 2)
+    assert theirs["is_ratio_std"] > 0.5 > 0.1 > deviation
 
 
 def test_verl_deviation_differs():

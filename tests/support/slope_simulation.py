@@ -1,6 +1,6 @@
 """Log-probs of sampled tokens as a trainer and a rollout engine give them, with the commonest errors put in.
 
-`python tests/support/slope_simulation.py` prints the table of `mis_plugins/metrics/slope.py`.
+`python tests/support/slope_simulation.py` prints the table of `lab/pages/slope.md`.
 """
 
 from __future__ import annotations

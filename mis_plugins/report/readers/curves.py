@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from mis_plugins.metrics.metric import PREFIX
-from mis_plugins.metrics.peer_names import PEERS
+from mis_plugins.report.peer_names import PEERS
 from mis_plugins.report.readers.files import objects, opened, parsed
 from mis_plugins.report.readers.source import Curve, Problems, size_of
 from mis_plugins.report.record import LONGEST_WORD, printed, step_of

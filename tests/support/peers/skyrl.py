@@ -106,7 +106,7 @@ def padded_ratios(cells: int) -> dict[str, Metric]:
 
     def deviation(m: Mapping[str, float]) -> float:
         mean = m["ratio_mean"] * m["tokens"] / cells
-        squares = (m["ratio_std"] ** 2 + m["ratio_mean"] ** 2) * m["tokens"]
+        squares = (m["chi2_token"] + 1) * m["tokens"]
         return math.sqrt(max(squares - cells * mean**2, 0) / (cells - 1)) if cells > 1 else math.nan
 
     smallest: Metric = lambda m: m["ratio_min"] if m["tokens"] == cells else 0.0  # noqa: E731

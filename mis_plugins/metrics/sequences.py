@@ -1,0 +1,239 @@
+"""The quantities of sequences and segments. They are equal on all context-parallel ranks, of which one counts them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from mis_plugins.config.model import CorrectionConfig, Population, RejectRule, Unit
+from mis_plugins.config.terms.statistics import row_of
+from mis_plugins.correction.pipeline import Correction
+from mis_plugins.correction.plan import weighs_tokens
+from mis_plugins.correction.ratios import LOG_RATIO_CLAMP, exp_clamped, exp_finite, log_bound
+from mis_plugins.correction.rejection import Totals, aggregate, known_log_ratio, passes
+from mis_plugins.metrics.quantity import (
+    Metrics,
+    Quantity,
+    chi2,
+    exp_of,
+    from_one,
+    largest,
+    mean,
+    minus_mean,
+    percentiles,
+    rest,
+    size,
+    smallest,
+    std,
+    total,
+    unbiased_std,
+)
+from mis_plugins.metrics.tokens import beyond, bounded, rules, weight_limits
+
+if TYPE_CHECKING:
+    from mis_plugins.correction.opsm import Departure
+else:
+    Departure = Any  # loaded where a config has OPSM
+
+OF_MEAN_LOG_RATIO = {
+    "log_ppl_diff": minus_mean,
+    "log_ppl_diff_max": smallest.then(float.__neg__),
+    "log_ppl_diff_min": largest.then(float.__neg__),
+    **percentiles("geometric_ratio", exp_of),
+}
+OF_LOG_RATIO = {
+    "sequence_log_ratio_mean": mean,
+    "sequence_log_ratio_min": smallest,
+    "sequence_log_ratio_max": largest,
+    **percentiles("sequence_log_ratio"),
+}
+OF_WEIGHT = {
+    "sequence_weight_mean": mean,
+    "sequence_weight_std": unbiased_std,
+    "sequence_weight_min": smallest,
+    "sequence_weight_max": largest,
+    "sequence_weight_max_deviation": from_one,
+}
+OF_KEPT_WEIGHT = {
+    "sequence_applied_mean": mean,
+    "sequence_applied_min": smallest,
+    "sequence_applied_max": largest,
+}
+
+
+Sequence = partial(Quantity, over="any_usable")
+
+
+def of_sequences(c: Correction) -> Iterator[Quantity]:
+    """Quantities of sequences with a usable token; a mean is over usable tokens."""
+    yield Quantity("any_usable", c.totals.any_usable, also="sum")
+    yield from _mismatch(c)
+    yield from _weights(c)
+
+
+def _mismatch(c: Correction) -> Iterator[Quantity]:
+    ruled = [(name, rule) for name, rule in rules(c.config) if rule.over == "token"]
+    rows = dict.fromkeys(["log_ratio", "proximal", *(row_of(rule.statistic) for _, rule in ruled)])
+    means = dict(
+        zip(rows, (torch.stack([c.totals[row] for row in rows]) / c.usable_count).unbind(), strict=True)
+    )
+    mean_log_ratio, proximal, log_ratio = means["log_ratio"], means["proximal"], c.totals["log_ratio"]
+    behavior = proximal - mean_log_ratio
+    perplexities = exp_finite(-torch.stack([proximal, behavior, mean_log_ratio])).unbind()
+    geometric, product = exp_clamped(torch.stack([mean_log_ratio, log_ratio])).unbind()
+    far = log_ratio.abs()
+    yield Sequence("mean_log_ratio", mean_log_ratio, OF_MEAN_LOG_RATIO)
+    yield Sequence("abs_mean_log_ratio", mean_log_ratio.abs(), {"log_ppl_abs_diff": mean})
+    yield Sequence("mean_proximal", proximal, {"train_log_ppl": minus_mean})
+    yield Sequence("mean_behavior", behavior, {"rollout_log_ppl": minus_mean})
+    for name, values in zip(("train_ppl", "rollout_ppl", "ppl_ratio"), perplexities, strict=True):
+        yield Sequence(name, values, {name: mean})
+    yield Sequence("geometric", geometric, {"chi2_geometric": chi2})
+    yield Sequence("product", product, {"chi2_sequence": chi2})
+    yield Sequence("sequence_log_ratio", log_ratio, OF_LOG_RATIO)
+    yield Sequence("abs_sequence_log_ratio", far, {"sequence_log_ratio_abs_mean": mean})
+    yield Sequence("saturated_sequences", far > LOG_RATIO_CLAMP, {"saturated_sequences": mean})
+    for name, rule in ruled:
+        values = means[row_of(rule.statistic)]
+        yield from _compared(name, rule, values, _untouched(c.totals, rule), "any_usable", "", {})
+
+
+def _weights(c: Correction) -> Iterator[Quantity]:
+    """Means over a sequence's valid tokens of their weights: before normalization, and as multiplied into the loss."""
+    totals, weight = c.totals, c.config.weight
+    mean_weight = totals["weight" if weighs_tokens(c.config) else "usable"] / totals.size
+    mean_weight = mean_weight if c.sequence_weight is None else mean_weight * c.sequence_weight
+    yield Sequence("sequence_weight", mean_weight, OF_WEIGHT)
+    yield Sequence("sequence_kept_weight", _kept_weight(c) / totals.size, OF_KEPT_WEIGHT)
+    if weight is None:
+        return
+    stem, limits = "sequence_ratio_{side}_fraction", weight_limits(weight)
+    if not weight.by_sequence:
+        ratio = totals["weighed"] / totals.size
+        yield from beyond(stem, ratio, (math.exp(limits[0]), math.exp(limits[1])), "any_usable")
+        return
+    unit = known_log_ratio(c.verdict.unit_totals, weight)
+    for name in (stem, "weight_{side}_fraction"):
+        yield from beyond(name, unit, limits, "any_usable")
+    outside = (unit < log_bound(weight.floor)) | (unit > log_bound(weight.ceiling))
+    yield Quantity("outside_bound", outside * totals["usable"], {"outside_bound_fraction": mean})
+
+
+def _kept_weight(c: Correction) -> Float[Tensor, " N"]:
+    """Sum of the weights of each sequence's tokens as multiplied into the loss, 0 where dropped."""
+    if c.after_opsm is not None:
+        return c.after_opsm.weight
+    verdict = c.verdict
+    total = (
+        verdict.of_kept_sequences(c.totals["kept_weight"]) if weighs_tokens(c.config) else verdict.kept_usable
+    )
+    total = total if c.sequence_weight is None else total * c.sequence_weight
+    return total if c.mean_weight is None else total / c.mean_weight
+
+
+def of_valid_sequences(c: Correction) -> Iterator[Quantity]:
+    """Quantities of sequences with a valid token; 0 of the others."""
+    kept = c.verdict.kept_usable if c.after_opsm is None else c.after_opsm.usable
+    yield Quantity("any_valid", c.any_valid, {"sequences": total})
+    yield Quantity("nonfinite_train", c.totals["nonfinite_train"], {"nonfinite_train_tokens": total})
+    yield Quantity("nonfinite_rollout", c.totals["nonfinite_rollout"], {"nonfinite_rollout_tokens": total})
+    yield Quantity("kept_sequences", kept > 0, {"kept_sequences": mean}, over="any_valid")
+    yield Quantity(
+        "touched_sequences", kept < c.totals["valid"], {"touched_sequences": mean}, over="any_valid"
+    )
+    if c.departure is not None:
+        unknown = c.departure.divergence.isinf() & c.any_valid
+        yield Quantity("opsm_unknown", unknown, {"opsm_unknown_sequences": total})
+
+
+# What each rule would drop alone.
+
+
+def _compared(
+    name: str,
+    rule: RejectRule,
+    values: Tensor,
+    untouched: Tensor,
+    over: str,
+    by_tokens: str,
+    more: Metrics,
+) -> Iterator[Quantity]:
+    """What a rule compares, or would compare, of units, and the units that it leaves as they are."""
+    unit = f"{name}_unit"
+    metrics = {
+        f"{unit}_mean": mean,
+        f"{unit}_std": unbiased_std,
+        f"{unit}_min": smallest,
+        f"{unit}_max": largest,
+    }
+    yield Quantity(unit, values, metrics | {f"{unit}_max_deviation": size} | more, over)
+    yield from beyond(unit + "_{side}_fraction", values, rule.limits, over, by_tokens)
+    yield Quantity(f"{unit}_untouched", untouched, {f"{unit}_rejected_fraction": rest}, over)
+
+
+def _untouched(totals: Totals, rule: RejectRule) -> Bool[Tensor, " N"]:
+    """Sequences that lose no token to a rule over tokens."""
+    row, (lower, upper) = row_of(rule.statistic), rule.limits
+    kept = totals.known
+    if lower is not None:
+        kept = kept & (totals[f"{row}_min"] >= lower)
+    return kept if upper is None else kept & (totals[f"{row}_max"] <= upper)
+
+
+def of_unit_rule(name: str, rule: RejectRule, totals: Totals) -> Iterator[Quantity]:
+    """Quantities of units with a usable token, of which a rule drops some; without `unit` by valid tokens."""
+    compared, count = aggregate(totals, rule), f"{name}_units"
+    kept = passes(compared, rule, totals.known)
+    values = compared.nan_to_num(posinf=0.0, neginf=0.0)  # infinite extremes of a unit without a usable token
+    yield Quantity(count, totals.any_usable, also="sum")
+    more = {f"{name}_mean": mean.within("tokens/"), f"{name}_min": smallest, f"{name}_max": largest}
+    yield from _compared(name, rule, values, kept, count, name + "_{side}_fraction", more)
+    yield Quantity(f"{name}_bounded", bounded(values, rule), {f"{name}_std": std.within("tokens/")}, count)
+
+
+# How far products of ratios go, for warnings.
+
+
+def multiplies(config: CorrectionConfig) -> tuple[Unit, Population] | None:
+    """The unit and population of tokens over which a weight or rule multiplies ratios: the longest such product.
+
+    The answer is None where the config multiplies no ratios.
+    """
+    multiplying = [rule for rule in config.reject if rule.multiplies]
+    products: list[tuple[Unit, Population]] = [(rule.unit, config.population(rule)) for rule in multiplying]
+    weight = config.weight
+    if weight and (weight.level == "sequence" or weight.level == "segment"):
+        products.append((weight.level, config.weight_population))
+    return min(products, key=lambda product: (product[0] != "sequence", product[1] != "valid"), default=None)
+
+
+def of_product(totals: Totals) -> Iterator[Quantity]:
+    """Quantities of units with a usable token whose ratios are multiplied."""
+    size = totals["log_ratio"].abs()
+    yield Quantity("product_count", totals.any_usable, also="sum")
+    yield Quantity("product_size", size, also="sum")
+    yield Quantity("product_saturated", size > LOG_RATIO_CLAMP, also="sum")
+
+
+# What OPSM compares.
+
+DEPARTURES: dict[str, Callable[[Departure], Float[Tensor, " N"]]] = {
+    "opsm_divergence": lambda d: d.divergence,
+    "opsm_divergence_negative": lambda d: torch.where(d.advantage < 0, d.divergence, torch.inf),
+    "opsm_divergence_positive": lambda d: torch.where(d.advantage > 0, d.divergence, torch.inf),
+    "opsm_mismatch": lambda d: d.mismatch,
+    "opsm_staleness": lambda d: d.staleness,
+}
+"""Numbers of a sequence that OPSM's metrics are made of; infinite where the number does not exist or is unknown."""
+
+
+def of_departure(name: str, values: Float[Tensor, " N"]) -> Iterator[Quantity]:
+    """Quantities of the sequences that have one of the numbers of `DEPARTURES`."""
+    yield Quantity(f"{name}_count", torch.ones_like(values), also="sum")
+    yield Quantity(name, values, {f"{name}_mean": mean} | percentiles(name), f"{name}_count")
