@@ -22,9 +22,15 @@ from urllib.parse import unquote, urlparse
 ROOT = Path(__file__).resolve().parents[1]
 LINK = re.compile(r"\]\(([^)\s#]*)(?:#([^)\s]+))?\)")
 CODE = re.compile(r"^```.*?^```$|`[^`\n]*`", re.MULTILINE | re.DOTALL)
+RECORD = re.compile(r"\]\((?:\.\./)*lab/results/([\w.-]+)\.(?:md|png)(?:#[^)]*)?\)")
 FORMULA = re.compile(r"^```math\n(.*?)^```$|\$`([^`\n]+)`\$", re.MULTILINE | re.DOTALL)
 UNSEARCHED = "---\nsearch:\n  exclude: true\n---\n\n"
-RECORDS = ("lab/", "docs/results.md", "docs/architecture.md")  # what nobody looks for who has a run
+RECORDS = (
+    "lab/",
+    "scripts/",
+    "docs/results.md",
+    "docs/architecture.md",
+)  # what nobody looks for who has a run
 
 
 def beginning() -> list[Path]:
@@ -59,7 +65,9 @@ def reached() -> tuple[list[Path], list[str]]:
             if not target.exists() or not target.is_relative_to(ROOT):
                 dead.append(f"{file.relative_to(ROOT)}: no file {target}")
             elif target.is_dir():
-                dead.append(f"{file.relative_to(ROOT)}: {target.relative_to(ROOT)} is a folder; name a file of it")
+                dead.append(
+                    f"{file.relative_to(ROOT)}: {target.relative_to(ROOT)} is a folder; name a file of it"
+                )
             elif heading and heading not in headings(target):
                 dead.append(f"{file.relative_to(ROOT)}: {target.relative_to(ROOT)} has no heading #{heading}")
             else:
@@ -67,22 +75,35 @@ def reached() -> tuple[list[Path], list[str]]:
     return found, dead
 
 
+def ran(record: Path) -> tuple[str, str]:
+    """The commit of this project that a record was measured with, and the command."""
+    held = json.loads(record.read_text(encoding="utf-8"))
+    said = held.get("measured_with") or held.get("measured with") or {"command": held.get("command", "")}
+    return held.get("commit") or said.get("mis-plugins commit", "not named"), said["command"]
+
+
 def records() -> str:
     """A table of every record under lab/results: its page, the commit that ran, and the command."""
     rows = ["| record | commit | command |", "|---|---|---|"]
     for file in sorted((ROOT / "lab" / "results").glob("*.json")):
-        held = json.loads(file.read_text(encoding="utf-8"))
-        said = held.get("measured_with") or held.get("measured with") or {"command": held.get("command", "")}
-        commit = held.get("commit") or said.get("mis-plugins commit", "not named")
         shown = next(
             (page for page in (file.with_suffix(".md"), file.with_suffix(".png")) if page.exists()), file
         )
-        rows.append(f"| [{file.stem}](../lab/results/{shown.name}) | {commit} | `{said['command']}` |")
+        commit, command = ran(file)
+        rows.append(f"| [{file.stem}](../lab/results/{shown.name}) | {commit} | `{command}` |")
     return "\n".join(rows)
 
 
+def dated(found: re.Match[str]) -> str:
+    """A link to a record, and behind it the commit that ran, where the record names one."""
+    record = ROOT / "lab" / "results" / f"{found[1]}.json"
+    commit = ran(record)[0][:7] if record.exists() else ""
+    return f'{found[0]}<small title="the commit that ran"> @{commit}</small>' if commit else found[0]
+
+
 def staged(text: str, name: str) -> str:
-    """A page as the site has it: formulas as MathML, and a record out of the index of the search."""
+    """A page as the site has it: formulas as MathML, commits behind links to records, records not searched."""
+    text = RECORD.sub(dated, text)
     text = FORMULA.sub(lambda found: mathml(found[1] or found[2], display=bool(found[1])), text)
     return UNSEARCHED + text if name.startswith(RECORDS) else text
 
@@ -155,8 +176,8 @@ def main(folder: Path) -> int:
         copy = folder / file.relative_to(ROOT)
         copy.parent.mkdir(parents=True, exist_ok=True)
         if file.suffix == ".md":
-            text = file.read_text(encoding="utf-8").replace("<!-- records -->", records())
-            copy.write_text(staged(text, file.relative_to(ROOT).as_posix()), encoding="utf-8")
+            text = staged(file.read_text(encoding="utf-8"), file.relative_to(ROOT).as_posix())
+            copy.write_text(text.replace("<!-- records -->", records()), encoding="utf-8")
         else:
             shutil.copy(file, copy)
     return 0

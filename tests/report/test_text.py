@@ -63,7 +63,7 @@ def test_tokens_with_blanks_of_their_own_are_read_as_text(tmp_path: Path) -> Non
     (tmp_path / "run.jsonl").write_text(json.dumps(line | {"text": ["one", " two", "\n"]}) + "\n")
     told(tmp_path / "run.jsonl")
     page = (tmp_path / "out" / "report.html").read_text()
-    assert "one</span><span" in page and ">⏎\n</span><span" in page
+    assert "one</span><span" in page and ">⏎\n</span></p>" in page
 
 
 def test_a_broken_tokenizer_is_named_and_ids_stay(tmp_path: Path) -> None:
