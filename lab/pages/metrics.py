@@ -66,9 +66,9 @@ such as a mean of nothing, is not reported.
 WHEN_REPORTED = """\
 The hook reports a step when the next one begins. Warnings (everything rejected, too little kept, products that
 saturate, advantages that are no number, log-probs that are scaled, cut off or unlikely) go to the log of one rank.
-Where Miles lost or replaced a rank (`--use-fault-tolerance`), each rank warns of its own part of that step, and its metrics are not
-logged; nothing is raised but `on_all_rejected: raise`. Of a step that Miles repeats, the last attempt alone is
-reported.
+Where Miles lost or replaced a rank (`--use-fault-tolerance`), each rank warns of its own part of that step, and its
+metrics are not logged; nothing is raised but `on_all_rejected: raise`. Of a step that Miles repeats, the last attempt
+alone is reported.
 
 The last step of a run has no next one. One process reports it when it exits. Of many ranks
 
