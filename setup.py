@@ -52,10 +52,9 @@ setup(
     # No bounds: a host brings its own torch, and installing us must never replace it.
     install_requires=["torch", "pyyaml", "jaxtyping"],
     extras_require={
-        "docs": ["zensical", "mkdocstrings[python]"],  # the site: bash scripts/docs.sh
+        "docs": ["zensical", "mkdocstrings[python]", "latex2mathml"],  # the site: bash scripts/docs.sh
         "report": ["numpy", "safetensors", "rich", "matplotlib", "pyarrow", "tokenizers"],
         "scripts": ["tree-sitter", "tree-sitter-bash"],  # `config check` of a launch script
-        "browser": ["playwright"],  # drives a Chromium that is installed, in the tests of the report's page
         "gpu": [
             "transformer-engine[pytorch]; platform_system == 'Linux'"
         ],  # Apex is from source: docs/gpu.md
@@ -78,6 +77,8 @@ setup(
             "safetensors",
             "pyarrow",
             "pydantic",  # arguments of a newer Miles, in tests
+            "playwright",  # drives a Chromium that is installed, in the tests of the report's page
+            "latex2mathml",
             "ruff",
             "pyright[nodejs]",
             "tree-sitter",

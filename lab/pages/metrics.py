@@ -45,11 +45,26 @@ them too, with or without wandb and tensorboard. All of them need
 --custom-megatron-before-train-step-hook-path mis_plugins.mis.report_step
 ```
 
-which reports a step when the next one begins. Warnings (everything rejected, too little kept, products that saturate,
-advantages that are no number, log-probs that are scaled, cut off or unlikely) go to the log of one rank. Where Miles
-lost or replaced a rank (`--use-fault-tolerance`), each rank warns of its own part of that step, and its metrics are not
-logged; nothing is raised but `on_all_rejected: raise`. Of a step that Miles repeats, the last attempt alone is
-reported.
+Warnings go to the log of one rank ([when a step is reported](#when-a-step-is-reported)).
+"""
+
+HOW_TO_READ = """\
+The metrics `lag_...` and those of segment-wise weights need the version that wrote each token. The embedded host hands
+the versions on; Miles and slime do with `mis_plugins.mis.carry_versions`: see [async.md](async.md).
+
+r_t = pi_old(y_t) / mu(y_t) is the ratio of a token, trainer over rollout engine; w_t is its bounded weight. A token is
+valid in the loss mask, and usable if it is valid and both log-probs are finite. Means over tokens are over usable
+tokens, means over sequences over sequences with a usable token. log r is clamped at +-20 inside exp, nowhere else.
+Segment-wise weights w_t bound pi_{v+1}(y_t) / mu(y_t), and leave r_t as defined here. A metric that cannot be known,
+such as a mean of nothing, is not reported.
+"""
+
+WHEN_REPORTED = """\
+The hook reports a step when the next one begins. Warnings (everything rejected, too little kept, products that
+saturate, advantages that are no number, log-probs that are scaled, cut off or unlikely) go to the log of one rank.
+Where Miles lost or replaced a rank (`--use-fault-tolerance`), each rank warns of its own part of that step, and its
+metrics are not logged; nothing is raised but `on_all_rejected: raise`. Of a step that Miles repeats, the last attempt
+alone is reported.
 
 The last step of a run has no next one. One process reports it when it exits. Of many ranks
 
@@ -59,15 +74,12 @@ The last step of a run has no next one. One process reports it when it exits. Of
 * Miles, and slime otherwise, do not log it: neither calls a hook on all ranks after the last step. (Miles's post-save
   hook is that of rank 0, and both call the hook of an update by deltas on rank 0 alone at first.) A rank that exits by
   itself warns of its own micro-batches, one that Ray ends by force does not. Where it counts, train one step more.
+"""
 
-The metrics `lag_...` and those of segment-wise weights need the version that wrote each token. The embedded host hands
-the versions on; Miles and slime do with `mis_plugins.mis.carry_versions`: see [async.md](async.md).
-
-r_t = pi_old(y_t) / mu(y_t) is the ratio of a token, trainer over rollout engine; w_t is its bounded weight. A token is
-valid in the loss mask, and usable if it is valid and both log-probs are finite. Means over tokens are over usable
-tokens, means over sequences over sequences with a usable token. log r is clamped at +-20 inside exp, nowhere else.
-Segment-wise weights w_t bound pi_{{v+1}}(y_t) / mu(y_t), and leave r_t as defined here. A metric that cannot be known,
-such as a mean of nothing, is not reported.
+WATCHED = ("kl_k3", "ppl_ratio", "kept_fraction", "ess", "saturated_tokens")
+WATCH_FIRST = """\
+A default log has these five, as `mis_k3_kl`, `mis_ppl_ratio`, `mis_kept_fraction`, `mis_ess_mb` and
+`mis_saturated_fraction` of the hook, and exactly, of the step, as below. [choose.md](choose.md) says when to act.
 """
 
 FIRST = {
@@ -192,10 +204,12 @@ HEAD = "| metric | what | range | bad | do | elsewhere |\n|---|---|---|---|---|-
 
 
 def document() -> str:
-    parts = [INTRODUCTION]
+    parts = [INTRODUCTION, "## The five to watch\n", WATCH_FIRST, table(WATCHED)]
+    parts += ["## How to read the tables\n", HOW_TO_READ]
     for title, names in sections().items():
         words = INTRODUCED.get(title)
         parts += [f"## {title}\n", *([] if words is None else [words + "\n"]), table(names)]
+    parts += ["## When a step is reported\n", WHEN_REPORTED]
     parts += ["## Fully masked samples, and what the host logs of a hook\n", HOOK_MEANS, _hook_means()]
     parts += ["## What a default log no longer has\n", VANISHED, _vanished()]
     parts += ["## What other packages call them\n", *_peers()]

@@ -49,6 +49,12 @@ python -m mis_plugins report DUMPS --watch
 python -m mis_plugins config suggest DUMPS > mis.yaml
 ```
 
+![First screen of the page of a made-up run: verdict, since when, what to do, numbers, causes](report-1280-light.png)
+
+The page begins with the verdict, since when, and what to do, which a [phone](report-390-light.png) shows at once; it
+follows the system into [dark](report-1280-dark.png), on a [phone](report-390-dark.png) too. `python -m
+lab.report_pictures docs/report` takes these pictures.
+
 `--config` names what the run was corrected with: the step metrics are then those that `metrics: all` logged.
 `--sweep` takes `own` (the presets of this pack), `all`, `none`, or presets and files with commas between them. To
 compare two runs, report each, and hold one `report.json` beside the other. `--watch` reads again every `--every` seconds, and exits with code
@@ -78,8 +84,8 @@ Numbers are means over tokens, as `metrics: all` logs them. Dumps are untrusted:
 and nothing that it asks for is called. A broken file or line is named, and the rest is read; see "What a file may cost".
 
 **Text.** The worst sequences show prompt and response where the dump has them: Miles's and slime's rollout dumps have
-both. Single tokens show their text where the neutral form gives it, and where the folder holds `tokenizer/tokenizer.json`
-with which both hosts begin `--dump-details`; for another dump copy the checkpoint's file there. No code of a checkpoint
+both. Single tokens show their text where the neutral form gives it, and where a `tokenizer.json` or `tokenizer/tokenizer.json`
+lies beside the dumps or above them, as in `--dump-details` of both hosts; elsewhere copy the checkpoint's file there. No code of a checkpoint
 is run.
 
 **The run's own config.** `--config` names it; else it is read from an offline wandb run, or the embedded host's

@@ -13,6 +13,16 @@ from matplotlib.lines import Line2D
 
 from mis_plugins.shared.palette import FRAME, GRID, TEXT, color
 
+WORDS = {
+    "synchronous": "no token is old",
+    "standard": "weight over all updates since\nthe token was written",
+    "segment-wise": "weight over one update,\nclipped as AReaL does",
+    "clip against next": "weight over one update,\nclipped against the next version",
+    "no weights": "old tokens, no weights",
+}
+"""What each curve is, in the words of the legend."""
+AGAIN = "on-policy, again"
+
 
 def draw(content: Mapping[str, Any], output: Path) -> None:
     """Draw variance by age above rewards, a column for each learning rate; then bias above the legend."""
@@ -34,19 +44,16 @@ def draw(content: Mapping[str, Any], output: Path) -> None:
 def _legend(axis: Axes) -> None:
     """Draw the legend of the colours, in a place without axes."""
     axis.set_axis_off()
-    weights = ("standard", "segment-wise", "clip against next", "no weights")
-    names = ("synchronous", *weights, "on-policy, again")
-    shades = [*map(color, names[:-1]), FRAME]
     handles = [
-        Line2D([], [], color=shade, marker="o", lw=2, label=name)
-        for name, shade in zip(names, shades, strict=True)
+        Line2D([], [], color=color(name) if name in WORDS else FRAME, marker="o", lw=2, label=words)
+        for name, words in {**WORDS, AGAIN: "on-policy gradient, drawn twice"}.items()
     ]
     axis.legend(
         handles=handles,
         frameon=False,
         fontsize=10,
         loc="center left",
-        title="a thin line a seed, a thick one their mean",
+        title="a dot a seed; a line, a bar: their mean",
     )
 
 
@@ -55,20 +62,20 @@ def _variance(axis: Axes, lr: str, runs: Sequence[Mapping[str, Any]]) -> None:
         curves = [{int(age): one[kind] for age, one in run.items() if age != "all"} for run in runs]
         _curves(axis, kind, [[(age, value) for age, value in curve.items() if value > 0] for curve in curves])
     axis.set_yscale("log")
-    _dress(axis, f"Variance of the weights, --lr {lr}", "age, updates")
+    _dress(axis, f"Variance of the weights, learning rate {lr}", "age of the token in updates")
 
 
 def _rewards(axis: Axes, lr: str, methods: Mapping[str, Sequence[Sequence[Sequence[float]]]]) -> None:
     for name, runs in methods.items():
         _curves(axis, name, [[(tokens / 1000, reward) for tokens, reward in run] for run in runs])
     axis.set_ylim(-0.03, 1.03)
-    _dress(axis, f"Held-out reward, --lr {lr}", "thousand tokens trained on")
+    _dress(axis, f"Held-out reward, learning rate {lr}", "thousand tokens trained on")
 
 
 def _curves(axis: Axes, name: str, curves: Sequence[Sequence[Sequence[float]]]) -> None:
-    """Draw a thin line for each seed, and their mean over as many points as the shortest line has."""
+    """Draw small dots for each seed, and a line of their mean over as many points as the shortest seed has."""
     for curve in curves:
-        axis.plot(*zip(*curve, strict=True), color=color(name), alpha=0.3, linewidth=0.8)
+        axis.plot(*zip(*curve, strict=True), ".", color=color(name), alpha=0.45, markersize=4)
     points = list(zip(*curves, strict=False))
     mean = [(fmean(x for x, _ in point), fmean(y for _, y in point)) for point in points]
     axis.plot(
@@ -91,7 +98,7 @@ def _bias(axis: Axes, bias: Mapping[str, Sequence[Mapping[str, Mapping[str, floa
         for x, one in zip(at, values, strict=True):
             axis.plot([x] * len(one), one, ".", color=TEXT, markersize=3)
     axis.set_xticks(range(len(bias)), list(bias))
-    _dress(axis, "Cosine to the on-policy gradient", "--lr")
+    _dress(axis, "Cosine to the on-policy gradient", "learning rate")
 
 
 def _dress(axis: Axes, title: str, x_label: str) -> None:

@@ -6,6 +6,8 @@ points.
 
 from __future__ import annotations
 
+import math
+import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,8 @@ from mis_plugins.shared.files import replaced
 from mis_plugins.shared.palette import FRAME, GRID, TEXT, color
 
 Run = Mapping[str, Any]
+MOST_PANELS = 5  # beside each other
+LETTERS = 28  # of a line of a note above a panel
 
 
 def points(run: Run, policy: str) -> list[Sequence[float]]:
@@ -28,12 +32,18 @@ def points(run: Run, policy: str) -> list[Sequence[float]]:
 
 def draw(methods: Mapping[str, Sequence[Run]], output: Path, notes: Mapping[str, str] | None = None) -> None:
     """Draw a panel for each method, whose runs are seeds; a note stands below the method's name."""
-    figure = Figure(figsize=(2.5 * max(len(methods), 3), 3.3), layout="constrained", facecolor="white")
-    axes = figure.subplots(1, len(methods), sharey=True, squeeze=False)[0]
-    for axis, (name, runs) in zip(axes, methods.items(), strict=True):
+    rows = math.ceil(len(methods) / MOST_PANELS)
+    columns = math.ceil(len(methods) / rows)
+    figure = Figure(figsize=(2.5 * max(columns, 3), 0.3 + 3 * rows), layout="constrained", facecolor="white")
+    axes = figure.subplots(rows, columns, sharey=True, squeeze=False)
+    for axis in axes.flat[len(methods) :]:
+        axis.set_axis_off()
+    for axis, (name, runs) in zip(axes.flat, methods.items(), strict=False):
         _panel(axis, color(name), runs)
-        _dress(axis, name, (notes or {}).get(name, ""), any("course" in run for run in runs))
-    axes[0].set_ylabel("held-out reward", color=TEXT)
+        note = textwrap.fill((notes or {}).get(name, ""), LETTERS)
+        _dress(axis, name, note, any("course" in run for run in runs))
+    for axis in axes[:, 0]:
+        axis.set_ylabel("held-out reward", color=TEXT)
     figure.legend(handles=_key(), loc="outside lower center", ncols=2, frameon=False, fontsize=9)
     with replaced(output) as partial:
         figure.savefig(partial, dpi=100, format="png")
@@ -58,7 +68,7 @@ def _panel(axis: Axes, shade: str, runs: Sequence[Run]) -> None:
 
 def _dress(axis: Axes, name: str, note: str, has_course: bool) -> None:
     title = f"{name}\n{note}" if note else name
-    axis.set_title(title, loc="left", fontsize=10, color=TEXT, fontweight="bold")
+    axis.set_title(title, loc="left", fontsize=9, color=TEXT, fontweight="bold")
     axis.set_ylim(-0.05, 1.05)
     if has_course:
         axis.set_xlabel("rollout", color=TEXT, fontsize=9)
@@ -73,8 +83,18 @@ def _dress(axis: Axes, name: str, note: str, has_course: bool) -> None:
 
 
 def _key() -> list[Line2D]:
-    trainer = Line2D([], [], color=TEXT, marker="o", ms=6, lw=1.2, label="trainer policy, a line a seed")
+    trainer = Line2D(
+        [], [], color=TEXT, marker="o", ms=6, lw=1.2, label="the trainer's policy, a line a seed"
+    )
     rollout = Line2D(
-        [], [], color=TEXT, marker="o", mfc="white", ms=6, lw=1.2, ls="--", label="rollout policy"
+        [],
+        [],
+        color=TEXT,
+        marker="o",
+        mfc="white",
+        ms=6,
+        lw=1.2,
+        ls="--",
+        label="the rollout engine's, of the same seed",
     )
     return [trainer, rollout]

@@ -9,13 +9,15 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from mis_plugins.config.families import START
 from mis_plugins.shared.palette import BLACK, BLUE, FRAME, GRID, SKY
 
 
 def draw(content: Mapping[str, Any], path: Path) -> None:
     """Draw a line for each preset, best trainer first: rewards of both policies, and shares of tokens.
 
-    A ring is wider than a dot, so that both are seen where the policies end alike.
+    A ring is wider than a dot, so that both are seen where the policies end alike. The presets of README's table are
+    bold, and those of them that the record lacks are named.
     """
     ranked = dict(sorted(content["presets"].items(), key=lambda item: -item[1]["trainer_final"]))
     figure = Figure(figsize=(11, 1.2 + 0.2 * len(ranked)), layout="constrained", facecolor="white")
@@ -28,8 +30,12 @@ def draw(content: Mapping[str, Any], path: Path) -> None:
     shares.barh(lines, column("kept"), height=0.55, color=SKY, alpha=0.5, label="tokens kept")
     shares.plot(column("ess"), lines, "|", color=BLACK, markersize=9, label="effective sample size")
     rewards.set_yticks(lines, list(ranked), fontsize=8)
+    for name, label in zip(ranked, rewards.get_yticklabels(), strict=True):
+        label.set_fontweight("bold" if name in START else "normal")
     rewards.set_ylim(len(ranked) - 0.4, -0.6)
+    missing = ", ".join(name for name in START if name not in ranked)
     _dress(rewards, "Final reward, one seed")
+    rewards.set_xlabel(f"bold: README's table; of it not run: {missing or 'none'}", loc="left", fontsize=9)
     _dress(shares, "Share of the tokens")
     figure.legend(loc="outside upper center", ncols=4, frameon=False, fontsize=9)
     figure.savefig(path, dpi=100, format="png")

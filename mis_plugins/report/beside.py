@@ -68,8 +68,13 @@ def _config(arguments: Mapping[str, Any]) -> CorrectionConfig:
 
 
 def tokenizer_of(paths: Sequence[Path]) -> Path | None:
-    """`tokenizer/tokenizer.json`, which both hosts write into the folder of `--dump-details`."""
-    return next((file for path in paths if (file := path / "tokenizer" / "tokenizer.json").is_file()), None)
+    """The first tokenizer beside the dumps: in their folder, or where that is a part of `--dump-details`, above it.
+
+    Both hosts write `tokenizer/tokenizer.json` into the folder of `--dump-details`.
+    """
+    folders = dict.fromkeys(folder for path in paths for folder in (path, path.parent, path.parent.parent))
+    beside = (folder / name for folder in folders for name in ("tokenizer/tokenizer.json", "tokenizer.json"))
+    return next((file for file in beside if file.is_file()), None)
 
 
 CUT = "\ufffd"  # stands for a part of a character

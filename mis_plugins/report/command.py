@@ -136,7 +136,8 @@ def read(paths: Sequence[Path], arguments: argparse.Namespace) -> Document:
         *(f"{source.kind}: {', '.join(map(str, source.files))}" for source in found.sources),
         *(f"{kind}: {path}" for path, kind in found.curves),
     )
-    return Document(title, inputs, complete, judgement, made, proposal, curves, problems)
+    named = own.name if own else ""
+    return Document(title, inputs, complete, judgement, made, proposal, curves, problems, named)
 
 
 def write(document: Document, output: Path) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -18,21 +18,33 @@ from mis_plugins.report.causes import CANNOT, CAUSES
 from mis_plugins.report.numbers import FIRST
 from mis_plugins.report.places import PLACES
 from mis_plugins.report.proposal import Judged
+from mis_plugins.report.verdict import CALM, WATCH
 from mis_plugins.report.written import Document
 from mis_plugins.shared.terminal import printable
 
-CURVES = (FIRST, "log_prob_diff_abs_mean", "ratio_mean", "ess_ratio", "kept_fraction", "train_log_ppl")
+KEPT = "kept_fraction"  # what a run's own config keeps
+CURVES = (FIRST, "log_prob_diff_abs_mean", "ratio_mean", "ess_ratio", KEPT, "train_log_ppl")
 # Parts of the names by which hosts log gradient norm, reward and length of the responses.
 SCALARS = ("grad_norm", "reward", "response_len")
 LOGARITHMIC = {FIRST, "log_prob_diff_abs_mean"}
 SHOWN_CURVES = 24
 SCALE = 2.0  # |log r| at which a token has its full colour
+UNPROPOSED = {
+    CALM: "nothing now, but watch kl_k3",
+    WATCH: "look at the engine's precision, and compare layers with `python -m true_on_policy diff`",
+}
+IDS = (
+    "Numbers stand for tokens, because no tokenizer was found: copy the model's `tokenizer.json` beside the dumps, and "
+    "report again to read text."
+)
+NO_IDS = "Dots stand for tokens, because the dumps hold no token ids."
 PLACE_COLUMNS = ("bucket", "tokens", "kl_k1", "kl_k3", "log_prob_diff_abs_mean")
 
 
 def page(document: Document) -> str:
     """The page of a document. Controls in foreign texts are shown by their escapes."""
     report, proposal = document.report, document.proposal
+    places = {name: rows for name, rows in report.places.items() if len(rows) > 1} if report else {}
     whole = _template().render(
         document=document,
         report=report,
@@ -42,11 +54,11 @@ def page(document: Document) -> str:
         model=record().model,
         ladder=_ladder(document),
         curves=dict(_curves(document)),
-        places=[_place(name, rows) for name, rows in report.places.items() if len(rows) > 1]
-        if report
-        else (),
+        first_lines=_first_lines(document),
+        places=[_place(name, rows, places.values()) for name, rows in places.items()],
         place_columns=PLACE_COLUMNS,
         config_rows=[_config_row(one) for one in proposal.ranking] if proposal else (),
+        **_spelling([token for one in report.worst_sequences for token in one["tokens"]] if report else []),
     )
     return printable(whole, keep="\n\t")
 
@@ -57,7 +69,8 @@ def _template() -> Any:
         loader=loader, autoescape=True, trim_blocks=True, undefined=StrictUndefined, lstrip_blocks=True
     )
     filters = {"number": _number, "numbers": _numbers, "code": _code, "bold_start": _bold_start, "shade": _shade,
-               "tip": _tip, "text": _text, "token_rows": _token_rows, "cause_title": lambda name: CAUSES[name].title,
+               "tip": _tip, "text": _text, "counted": _counted, "token_rows": _token_rows,
+               "cause_title": lambda name: CAUSES[name].title,
                "problem": lambda one: (one.file, one.place, one.reason)}  # fmt: skip
     environment.filters |= filters
     return environment.get_template("page.html")
@@ -73,10 +86,31 @@ def _ladder(document: Document) -> str | None:
     )
 
 
-def _place(name: str, rows: list[dict[str, Any]]) -> dict[str, Any]:
+def _first_lines(document: Document) -> dict[str, str]:
+    """Since when and what to do: the two lines below the headline, as far as they are known."""
+    lines = document.verdict.lines
+    since = next((line.partition(": ")[2] for line in lines if line.startswith("Since when: ")), "")
+    proposed = [line.partition(": ")[2].partition(";")[0] for line in lines if line.startswith("What to ")]
+    if document.report and document.report.findings:
+        do = document.report.findings[0].cause.fix.partition(". ")[0]
+    elif proposed:
+        do = f"run with {proposed[0]}"
+    else:
+        do = UNPROPOSED.get(document.verdict.level, lines[-1]) if document.report else lines[-1]
+    return {**({"Since when": since} if since else {}), "What to do": f"{do.rstrip('.')}."}
+
+
+def _spelling(tokens: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+    """What stands between two shown tokens, and a hint where they have no text."""
+    texts = [str(token["text"]) for token in tokens if "text" in token]
+    hint = "" if texts else IDS if any("token" in token for token in tokens) else NO_IDS
+    return {"gap": "" if any(text.startswith(" ") for text in texts) else " ", "hint": hint}
+
+
+def _place(name: str, rows: list[dict[str, Any]], all_rows: Iterable[list[dict[str, Any]]]) -> dict[str, Any]:
     words = PLACES[name].what
     table = [(row["bucket"], *(_number(row[column]) for column in PLACE_COLUMNS[1:])) for row in rows]
-    return {"words": words, "svg": plots.bars(rows, f"kl_k3 by {words}"), "rows": table}
+    return {"words": words, "svg": plots.dots(rows, f"kl_k3 by {words}", plots.span(all_rows)), "rows": table}
 
 
 def _curves(document: Document) -> Iterator[tuple[str, str]]:
@@ -84,7 +118,7 @@ def _curves(document: Document) -> Iterator[tuple[str, str]]:
     runs = {Path(curve.label).name: curve.values for curve in document.curves if len(curve.values) > 1}
     marks: list[int] = []
     if document.report is not None and len(document.report.steps) > 1:
-        runs = {document.title: document.report.steps} | runs
+        runs = {document.title: _steps(document)} | runs
         marks = [one.step for one in document.report.changes]
     names = _shown(name for run in runs.values() for row in run.values() for name in row)
     for name in islice(names, SHOWN_CURVES):
@@ -92,6 +126,13 @@ def _curves(document: Document) -> Iterator[tuple[str, str]]:
         if lines:
             mine = marks if name == FIRST else ()
             yield name, plots.curve(lines, f"{name} over steps", name in LOGARITHMIC, mine)
+
+
+def _steps(document: Document) -> dict[int, dict[str, float]]:
+    """Numbers of each step that was read from tokens, less what a config keeps where none is known."""
+    steps = document.report.steps if document.report else {}
+    left_out = () if document.own else (KEPT,)
+    return {step: {name: x for name, x in row.items() if name not in left_out} for step, row in steps.items()}
 
 
 def _shown(names: Iterable[str]) -> Iterator[str]:
@@ -105,16 +146,17 @@ def _line(run: Mapping[int, Mapping[str, float]], name: str) -> dict[int, float]
     return {step: row[name] for step, row in run.items() if math.isfinite(row.get(name, math.nan))}
 
 
-def _config_row(one: Judged) -> list[str]:
+def _config_row(one: Judged) -> list[Any]:
+    """Cells of a config; the first one has its name, and what speaks against it."""
     n, signs = one.numbers, one.numbers["kept_by_advantage"]
     lengths = list(n["kept_by_length"].values())
-    by_sign = " / ".join(f"{signs.get(name, math.nan):.0%}" for name in ("positive", "negative"))
+    by_sign = " / ".join(f"{signs[name]:.0%}" if name in signs else "–" for name in ("positive", "negative"))
     by_length = f"{lengths[0]:.0%} / {lengths[-1]:.0%}" if lengths else "–"
     shares = (f"{n[name]:.1%}" for name in ("kept_fraction", "kept_sequences", "ess"))
     weights = (f"{n['applied_mean']:.3f}", _number(n.get("weight_p99")))
     cosine = "–" if one.cosine is None else f"{one.cosine:.3f}"
-    against = "; ".join(one.reasons) or "–"
-    return [one.candidate.name, *shares, *weights, by_length, by_sign if signs else "–", cosine, against]
+    name = Markup("{}<small>{}</small>").format(one.candidate.name, "; ".join(one.reasons) or "nothing")
+    return [name, *shares, *weights, by_length, by_sign if signs else "–", cosine]
 
 
 # Filters of the template.
@@ -126,6 +168,11 @@ def _number(value: Any) -> str:
     if value == int(value) and abs(value) < 1e15:
         return f"{int(value):,}".replace(",", " ")
     return f"{value:.3g}" if abs(value) < 1e-3 or abs(value) >= 1e4 else f"{value:.4g}"
+
+
+def _counted(count: float, one: str, more: str = "") -> str:
+    """A number and its noun, in the singular for 1."""
+    return f"{_number(count)} {one if count == 1 else more or f'{one}s'}"
 
 
 def _numbers(values: Mapping[str, float]) -> list[tuple[str, str]]:
@@ -156,7 +203,7 @@ def _shade(token: Mapping[str, Any], valid: bool) -> Markup:
 
 
 def _text(token: Mapping[str, Any], missing: str = "·") -> str:
-    return str(token.get("text", token.get("token", missing)))
+    return str(token.get("text", token.get("token", missing))).replace("\n", "⏎\n")
 
 
 def _token_rows(tokens: Iterable[Mapping[str, Any]]) -> Iterator[tuple[Any, ...]]:

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import io
 import itertools
+import math
 import re
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from html import escape
 from typing import Any
@@ -48,17 +49,25 @@ _numbers = itertools.count()
 def curve(
     lines: Mapping[str, Mapping[int, float]], label: str, log: bool = False, marks: Sequence[int] = ()
 ) -> str:
-    """Values over steps, a line for each name. `marks` are steps at which something changed."""
+    """Values over steps, a line for each name. `marks` are steps at which something changed.
+
+    `log` asks for a logarithmic axis, which values within a factor of ten do not get: theirs begins at 0.
+    """
+    known = [max(y, SMALLEST) for line in lines.values() for y in line.values()]
+    wide = log and max(known) >= 10 * min(known)
     with _drawn(4.4, 2.5) as (figure, axes):
         colors = itertools.cycle((FIRST, SECOND, WARN, MUTED))
         for (name, line), color in zip(lines.items(), colors, strict=False):
-            values = [max(y, SMALLEST) if log else y for y in line.values()]
+            values = [max(y, SMALLEST) if wide else y for y in line.values()]
             dots = "o" if len(line) < 30 else ""
             axes.plot([*line], values, color=color, lw=1.8, marker=dots, ms=3.5, label=as_label(name))
         for mark in marks:
             axes.axvline(mark, color=WARN, lw=1.2, ls=(0, (4, 3)))
-        if log:
+        if wide:
             _log(axes.set_yscale, axes.yaxis)
+        else:
+            axes.ticklabel_format(axis="y", useOffset=False)
+            axes.set_ylim(bottom=0 if log else None)
         axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
         axes.set_xlabel("step")
         if len(lines) > 1:
@@ -66,22 +75,28 @@ def curve(
     return _svg(figure, label)
 
 
-def bars(rows: Sequence[Mapping[str, Any]], label: str) -> str:
-    """kl_k3 of each bucket, as bars on a logarithmic axis with the share of the tokens beside."""
+def span(tables: Iterable[Sequence[Mapping[str, Any]]]) -> tuple[float, float]:
+    """Ends of the one axis on which the kl_k3 of all tables are drawn; its right end leaves room for words."""
+    values = [max(float(row["kl_k3"]), SMALLEST) for rows in tables for row in rows]
+    low, high = 10 ** math.floor(math.log10(min(values))), 10 ** math.ceil(math.log10(max(values)))
+    return low / 2, high * max(high / low, 10.0) ** 0.5
+
+
+def dots(rows: Sequence[Mapping[str, Any]], label: str, ends: tuple[float, float]) -> str:
+    """kl_k3 of each bucket, as dots on a logarithmic axis between `ends`, with the share of the tokens beside."""
     total = sum(float(row["tokens"]) for row in rows) or 1.0
     with _drawn(4.4, 0.9 + 0.24 * len(rows)) as (figure, axes):
         places = range(len(rows))
         values = [max(float(row["kl_k3"]), SMALLEST) for row in rows]
-        low = min(values) / 2
-        axes.barh(places, [value - low for value in values], left=low, color=FIRST, height=0.72)
+        axes.plot(values, places, "o", color=FIRST, ms=6)
         axes.set_yticks(places, [as_label(str(row["bucket"])) for row in rows])
         for place, (value, row) in enumerate(zip(values, rows, strict=True)):
             text = f"{value:.1e} · {float(row['tokens']) / total:.0%}"
-            _note(axes, text, (value, place), (4, 0), va="center", fontsize=8.5, color=MUTED)
+            _note(axes, text, (value, place), (7, 0), va="center", fontsize=8.5, color=MUTED)
         _log(axes.set_xscale, axes.xaxis)
-        axes.set_xlim(low, max(values) * (max(values) / low) ** 0.55)
+        axes.set_xlim(*ends)
+        axes.set_ylim(-0.6, len(rows) - 0.4)
         axes.invert_yaxis()
-        axes.grid(axis="y", visible=False)
         axes.set_xlabel("kl_k3 · share of tokens")
     return _svg(figure, label)
 

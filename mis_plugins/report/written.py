@@ -26,6 +26,7 @@ class Document:
 
     title: what was read, for people.
     complete: false where Ctrl-C ended the reading.
+    own: name of the config that the run trained with; empty where none is known.
     """
 
     title: str
@@ -36,6 +37,7 @@ class Document:
     proposal: Proposal | None
     curves: tuple[Curve, ...]
     problems: Problems
+    own: str = ""
 
 
 def as_json(document: Document) -> dict[str, Any]:

@@ -51,7 +51,7 @@ def test_pictures_draw_foreign_names_as_they_are() -> None:
         rows = [{"bucket": name, "tokens": 1, "kl_k3": 0.1} for name in [*names, "_under"]]
         drawn = [
             plots.curve(lines, "a"),
-            plots.bars(rows, "b"),
+            plots.dots(rows, "b", plots.span([rows])),
             *(plots.ladder(one, 0.1, "c") for one in names),
         ]
     expected = ["_under", "$\\x$ $y", "名", r"\x00\x1b\u202e\udcff \$", names[5], "x" * 39 + "…"]

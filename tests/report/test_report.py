@@ -427,6 +427,27 @@ def test_the_page_shows_cause_change_text_and_a_log_beside(tmp_path: Path) -> No
     assert "<figcaption>loss<" not in page and "{{" not in page and "{%" not in page
 
 
+def test_what_the_config_keeps_is_shown_where_a_config_is_known(dumped: Path) -> None:
+    for name, given in (("none", []), ("mis", ["--config", "mis"])):
+        assert main(["report", str(dumped / "run"), "--output", str(dumped / name), *given]) == 0
+    without, own = ((dumped / name / "report.html").read_text() for name in ("none", "mis"))
+    for shown in ("<strong>", "<figcaption>kept_fraction<", "kept_<wbr>fraction</code>"):
+        assert shown in own and (shown == "<strong>" or shown not in without)
+
+
+def test_one_is_singular(tmp_path: Path) -> None:
+    write_lines(tmp_path / "run.jsonl", some_records(0, (1,)))
+    assert main(["report", str(tmp_path), "--output", str(tmp_path / "out")]) in (0, 2)
+    page = (tmp_path / "out" / "report.html").read_text()
+    assert "1 sequence, 1 step<" in page and "1 sequences" not in page and "1 tokens," not in page
+
+
+def test_a_share_without_tokens_of_one_sign_is_a_dash(dumped: Path) -> None:
+    assert main(["report", str(dumped / "run"), "--output", str(dumped / "out")]) == 0
+    page = (dumped / "out" / "report.html").read_text()
+    assert "100% / –" in page and "nan" not in page.partition("<main>")[2]
+
+
 def _without_names(page: str) -> str:
     """The page less the names of XML namespaces, which no browser loads."""
     return re.sub(r'xmlns(:\w+)?="[^"]*"', "", page)

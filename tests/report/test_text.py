@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
 import tokenizers
 import torch
 from report_dumps import write_rollout, write_slime
@@ -35,7 +36,34 @@ def test_tokens_have_the_text_of_the_tokenizer_beside_the_dump(tmp_path: Path) -
     found = told(run)
     shown = [token for one in found["worst_sequences"] for token in one["tokens"]] + found["worst_tokens"]
     assert shown and all(token["text"] == f"word{token['token']}" for token in shown)
-    assert ">word7</span>" in (tmp_path / "out" / "report.html").read_text()
+    page = (tmp_path / "out" / "report.html").read_text()
+    assert ">word7</span>" in page and "Numbers stand for tokens" not in page
+
+
+@pytest.mark.parametrize("beside", ["run/tokenizer.json", "tokenizer.json", "tokenizer/tokenizer.json"])
+def test_a_tokenizer_beside_or_above_the_dumps_is_found(tmp_path: Path, beside: str) -> None:
+    run = tmp_path / "all" / "run"
+    write_slime(run, some_records())
+    made = tokenizer(tmp_path / "made")
+    (run.parent / beside).parent.mkdir(exist_ok=True)
+    made.rename(run.parent / beside)
+    assert all("text" in token for token in told(run)["worst_tokens"])
+
+
+def test_without_a_tokenizer_a_hint_says_where_it_belongs(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    write_slime(run, some_records())
+    told(run)
+    page = (tmp_path / "out" / "report.html").read_text()
+    assert "no tokenizer was found" in page and "<code>tokenizer.json</code>" in page
+
+
+def test_tokens_with_blanks_of_their_own_are_read_as_text(tmp_path: Path) -> None:
+    line = {"step": 0, "behavior_log_probs": [-1.0] * 3, "proximal_log_probs": [-0.5] * 3}
+    (tmp_path / "run.jsonl").write_text(json.dumps(line | {"text": ["one", " two", "\n"]}) + "\n")
+    told(tmp_path / "run.jsonl")
+    page = (tmp_path / "out" / "report.html").read_text()
+    assert "one</span><span" in page and ">⏎\n</span></p>" in page
 
 
 def test_a_broken_tokenizer_is_named_and_ids_stay(tmp_path: Path) -> None:
