@@ -39,10 +39,13 @@ from mis_plugins.shared.shell import not_installed
 if TYPE_CHECKING:
     from tree_sitter import Node
 
+SHELLS = ("bash", "sh", "zsh", "dash")
 PRINTS = ("echo", "printf", "cat", "tee")
 ASKS_PROCESSES = ("pkill", "pgrep", "grep", "ps", "kill")
 FILLS = ("read", "mapfile", "readarray", "getopts", "unset")
 OUR_PATH = ("-m mis_plugins config path ", "mis-plugins config path ")
+OF_FUNCTION = ("local", "declare", "typeset")
+ASSIGNS = ("=", "+=", "-=", "*=", "/=", "%=", "<<=", ">>=", "&=", "|=", "^=")
 EXPANSIONS = ("simple_expansion", "expansion", "command_substitution")
 Value = Text | list[Text]  # of a variable, of an array
 
@@ -57,38 +60,56 @@ def launches(script: str, path: Path, reading: Reading, arguments: Sequence[str]
     Raises:
         ConfigError: the script nests deeper than any launch script does, or the parser of bash is not installed.
     """
-    given = list(arguments)
     shell = Shell(path, reading)
-    while given and given[0].partition("=")[0].isidentifier() and "=" in given[0]:
-        name, _, value = given.pop(0).partition("=")
-        shell.variables[name] = literal(value)
-    shell.positional = [literal(one) for one in given]
-    try:
-        shell.attempt(lambda: shell.run_text(script))
-    except RecursionError:
-        raise ConfigError(
-            "nested deeper than any launch script; give the part that starts train.py"
-        ) from None
+    shell.run_script(script, arguments)
     return shell.found
 
 
 class Shell(Reader):
-    """The variables of a shell as far as they are known."""
+    """The variables of a shell as far as they are known.
+
+    texts: the script, and every text that it sources or evaluates; `source` numbers the one that is read.
+    locals: what the variables that a function declares as its own were before.
+    ran: the statements that were read, by number of the text and id of the node.
+    """
 
     def __init__(self, path: Path, reading: Reading):
         super().__init__(reading)
-        self.path, self.elsewhere = path, False
+        self.path, self.source = path, 0
+        self.texts: list[Node] = []
         self.positional: list[Text] = []
         self.variables: dict[str, Value] = {}
-        self.functions: dict[str, tuple[Node, bool]] = {}
+        self.functions: dict[str, tuple[Node, int]] = {}
+        self.locals: dict[str, Value | None] = {}
+        self.ran: set[tuple[int, int]] = set()
+
+    @property
+    def elsewhere(self) -> bool:
+        """Whether the statement that is read stands in a sourced or evaluated text."""
+        return self.source > 0
 
     def scopes(self) -> list[dict[str, Value]]:
         return [self.variables]
 
     # Running statements.
 
+    def run_script(self, script: str, arguments: Sequence[str]) -> None:
+        """Read a whole script as `launches` does."""
+        given = list(arguments)
+        while given and given[0].partition("=")[0].isidentifier() and "=" in given[0]:
+            name, _, value = given.pop(0).partition("=")
+            self.variables[name] = literal(value)
+        self.positional = [literal(one) for one in given]
+        try:
+            self.attempt(lambda: self.run_text(script))
+        except RecursionError:
+            raise ConfigError(
+                "nested deeper than any launch script; give the part that starts the training"
+            ) from None
+
     def run_text(self, script: str) -> None:
-        self.run_all(self.parsed(script).children)
+        self.texts.append(self.parsed(script))
+        self.run_all(self.texts[-1].children)
 
     def parsed(self, script: str) -> Node:
         try:
@@ -114,6 +135,7 @@ class Shell(Reader):
 
     def run(self, node: Node) -> None:
         self.reading.spend()
+        self.ran.add((self.source, node.id))
         if node.type in RUN:
             RUN[node.type](self, node)
         elif node.type == "ERROR":
@@ -144,10 +166,13 @@ class Shell(Reader):
         return status
 
     def _if(self, node: Node) -> None:
+        clauses = list(_clauses(node))
+        for conditions, _ in clauses:
+            self.run_all(conditions)
         self._choose(
             [
                 (_joined(conditions), self.truth(conditions[-1]) if conditions else True, body)
-                for conditions, body in _clauses(node)
+                for conditions, body in clauses
             ]
         )
 
@@ -190,13 +215,14 @@ class Shell(Reader):
 
     def _loop(self, node: Node) -> None:
         body = node.child_by_field_name("body")
+        self.run_all(child for child in node.named_children if child != body)
         if body is not None:
             self.fork(_said(node).partition("\n")[0], lambda: self.run(body), lambda: None)
 
     def _function(self, node: Node) -> None:
         name, body = node.child_by_field_name("name"), node.child_by_field_name("body")
         if name is not None and body is not None:
-            self.functions[_said(name)] = body, self.elsewhere
+            self.functions[_said(name)] = body, self.source
 
     # Commands.
 
@@ -211,28 +237,47 @@ class Shell(Reader):
     def call(self, node: Node, words: list[Text]) -> None:
         name = word_of(words[0]).text if words else ""
         if name in self.functions:
-            body, elsewhere = self.functions[name]
-            self._within(words[1:], elsewhere, lambda: self.run(body))
+            body, source = self.functions[name]
+            self._within(words[1:], source, lambda: self.run(body))
         elif name.startswith("--"):
             self.unread(node, "a command that begins with a flag; does the line above lack its backslash?")
         elif name in COMMANDS:
             COMMANDS[name](self, node, words[1:])
-        elif name in FILLS:
+        elif name in FILLS or name == "printf" and [known(word) for word in words[1:2]] == ["-v"]:
             self._fill(node, words[1:])
         elif name not in ASKS_PROCESSES and name not in PRINTS:
-            self._launch(node, words)
+            inner = _commands_of(words)
+            for text in inner:
+                self.evaluate(text)
+            if not inner:
+                self._launch(node, words)
 
-    def _within(self, positional: list[Text], elsewhere: bool, work: Callable[[], object]) -> None:
+    def _within(self, positional: list[Text], source: int, work: Callable[[], object]) -> None:
         """Run a function, a sourced file or an evaluated text, from which the script may return."""
-        outer = self.positional, self.elsewhere
-        self.positional, self.elsewhere = positional, elsewhere
+        outer = self.positional, self.source, self.locals
+        self.positional, self.source, self.locals = positional, source, {}
         try:
             with self.deeper():
                 work()
         except Returned:
             pass
         finally:
-            self.positional, self.elsewhere = outer
+            for name, value in self.locals.items():
+                self.variables.pop(name, None)
+                self.variables |= {} if value is None else {name: value}
+            self.positional, self.source, self.locals = outer
+
+    def _declare(self, node: Node) -> None:
+        """`export`, `local` and the like; within a function most of them make a variable of its own."""
+        own = _said(node.children[0]) in OF_FUNCTION and self.depth > 0
+        for child in node.named_children:
+            if child.type == "variable_assignment":
+                name = _said(child.named_children[0])
+                if own:
+                    self.locals.setdefault(name, self.variables.get(name))
+                self.run(child)
+                if _said(node).startswith("declare -n"):
+                    self.variables[name] = hole(_said(child), self.lines(node))
 
     def _launch(self, node: Node, words: list[Text]) -> None:
         at = next((place for place, word in enumerate(words) if is_train(word_of(word).text)), None)
@@ -254,7 +299,24 @@ class Shell(Reader):
         raise Returned
 
     def _shift(self, node: Node, words: list[Text]) -> None:
-        self.positional = self.positional[1:]
+        said = known(words[0]) if words else "1"
+        self.positional = self.positional[int(said) if said and said.isdigit() and len(said) < 8 else 1 :]
+
+    def _set(self, node: Node, words: list[Text]) -> None:
+        """`set -- WORD ...`, which sets the script's own arguments."""
+        said = [known(word) for word in words]
+        if "--" in said:
+            self.positional = words[said.index("--") + 1 :]
+
+    def _computed(self, node: Node) -> None:
+        """`((NAME += 1))`: the value is not known."""
+        if any(child.type in ("++", "--") or child.type in ASSIGNS for child in node.children):
+            self.variables[_said(node.named_children[0])] = hole(_said(node), self.lines(node))
+
+    def _let(self, node: Node, words: list[Text]) -> None:
+        for word in words:
+            name = shown(word).partition("=")[0].strip("+-*/% ")
+            self.variables[name] = hole(_said(node), self.lines(node))
 
     def _fill(self, node: Node, words: list[Text]) -> None:
         """Variables whose values come from outside, but for a herestring."""
@@ -270,14 +332,22 @@ class Shell(Reader):
             return
         text = text_of(Path(name))
         self.reading.spend(len(text))
-        self._within(words[1:] or self.positional, True, lambda: self.run_text(text))
+        self._within(words[1:] or self.positional, len(self.texts), lambda: self.run_text(text))
 
     def _eval(self, node: Node, words: list[Text]) -> None:
-        text = known(spaced(words))
-        if text is None:
+        self.evaluate(spaced(words))
+        if known(spaced(words)) is None:
             self.unread(node, "its text is not known")
-        else:
-            self._within(self.positional, True, lambda: self.run_text(text))
+
+    def evaluate(self, text: Text) -> None:
+        """Read a text as a script, with a variable in place of each part that is not known."""
+        said = ""
+        for piece in self.reading.paid(text):
+            name = f"unknown_{len(self.variables)}"
+            if piece.text is None or piece.branch:
+                self.variables[name] = (piece,)
+            said += f"${{{name}}}" if piece.text is None or piece.branch else piece.text
+        self._within(self.positional, len(self.texts), lambda: self.run_text(said))
 
     def _redirected(self, node: Node) -> None:
         """A command, and the file that `cat`, `echo`, `printf` or `tee` writes."""
@@ -285,9 +355,15 @@ class Shell(Reader):
         printed = self.printed(body, node) if body is not None else None
         if body is None:
             return
+        heredoc = next(_descend(node, "heredoc_body"), None)
+        if heredoc is not None and _said(body).partition(" ")[0] in SHELLS:
+            self.ran.add((self.source, body.id))
+            self.evaluate(self._heredoc(heredoc))
+            return
         if printed is None:
             self.run(body)
             return
+        self.ran.add((self.source, body.id))
         words, target = self.command_words(body), next(_descend(node, "file_redirect"), None)
         if known(words[0]) == "tee" and len(words) > 1:
             self.reading.files[shown(words[-1])] = printed
@@ -308,16 +384,13 @@ class Shell(Reader):
         if body is None:
             file = shown(words[1]) if len(words) == 2 else ""
             return self.reading.files.get(file, hole(_said(node), self.lines(node)))
-        start = next(
-            (
-                child
-                for child in (body.parent.children if body.parent else ())
-                if child.type == "heredoc_start"
-            ),
-            None,
-        )
+        return self._heredoc(body)
+
+    def _heredoc(self, body: Node) -> Text:
+        beside = body.parent.children if body.parent else ()
+        start = next((child for child in beside if child.type == "heredoc_start"), None)
         if start is not None and _said(start)[:1] in "'\"\\":
-            return literal(_said(body), self.lines(body))
+            return self.literal(_said(body), body)
         return self.mixed(body, body.start_byte, body.end_byte)
 
     # Variables.
@@ -383,21 +456,24 @@ class Shell(Reader):
         self.reading.spend()
         return TEXT[node.type](self, node) if node.type in TEXT else hole(_said(node), self.lines(node))
 
+    def literal(self, text: str, node: Node, begin: int | None = None, end: int | None = None) -> Text:
+        """A text that stands in the script as it is: in the whole node, or in the bytes from `begin` to `end`."""
+        at = self.source, node.start_byte if begin is None else begin, node.end_byte if end is None else end
+        return (Piece(text, lines=self.lines(node), at=at),) if text else ()
+
     def _plain(self, node: Node) -> Text:
         """A word without the backslashes that quote one letter."""
         letters = iter(_said(node))
         said = "".join(next(letters, "") if letter == "\\" else letter for letter in letters)
-        return literal(said.replace("\n", ""), self.lines(node))
+        return self.literal(said.replace("\n", ""), node)
 
     def _raw(self, node: Node) -> Text:
-        return literal(_said(node)[1:-1], self.lines(node))
+        return self.literal(_said(node)[1:-1], node)
 
     def _ansi(self, node: Node) -> Text:
         said = _said(node)[2:-1]
         try:
-            return literal(
-                codecs.decode(said, "unicode_escape") if said.isascii() else said, self.lines(node)
-            )
+            return self.literal(codecs.decode(said, "unicode_escape") if said.isascii() else said, node)
         except UnicodeDecodeError:
             return hole(_said(node), self.lines(node))
 
@@ -408,7 +484,8 @@ class Shell(Reader):
 
         def plain(upto: int) -> None:
             said = source[place - node.start_byte : upto - node.start_byte].decode(errors="replace")
-            parts.append(literal(said if node.type == "concatenation" else _unquoted(said), self.lines(node)))
+            said = said if node.type == "concatenation" else _unquoted(said)
+            parts.append(self.literal(said, node, place, upto))
 
         for child in node.named_children:
             if child.type not in ("string_content", "heredoc_content"):
@@ -444,7 +521,8 @@ class Shell(Reader):
         operators = [
             child.type for child in node.children if not child.is_named and child.type not in ("${", "}")
         ]
-        is_set = self.variables.get(name) or name.isdigit() and self.positional[int(name[:3]) - 1 :]
+        value = self.variables.get(name, self.positional[int(name[:3]) - 1 :][:1] if name.isdigit() else None)
+        is_set = value is not None and value != [] if operators and operators[0] in ("-", "=", "+") else value
         if not operators or operators[0] in (":?", "?") or is_set and operators[0] in DEFAULTS:
             return self._valued(node, name)
         is_alternative = is_set and operators[0] in ("+", ":+")
@@ -548,9 +626,8 @@ RUN: dict[str, Callable[[Shell, Node], object]] = {
         ("program", "variable_assignments", "compound_statement", "do_group", "pipeline", "negated_command"),
         Shell._children,
     ),
-    "declaration_command": lambda shell, node: shell.run_all(
-        child for child in node.named_children if child.type == "variable_assignment"
-    ),
+    "declaration_command": Shell._declare,
+    **dict.fromkeys(("binary_expression", "unary_expression", "postfix_expression"), Shell._computed),
     "unset_command": lambda shell, node: shell._fill(
         node, [word for child in node.named_children for word in shell.words(child)]
     ),
@@ -584,9 +661,11 @@ COMMANDS: dict[str, Callable[[Shell, Node, list[Text]], None]] = {
     ".": Shell._source,
     "eval": Shell._eval,
     "exit": Shell._exit,
-    "exec": Shell.call,
+    "exec": lambda shell, node, words: shell.call(node, words),
     "return": Shell._return,
     "shift": Shell._shift,
+    "set": Shell._set,
+    "let": Shell._let,
 }
 
 
@@ -596,6 +675,13 @@ def _said(node: Node) -> str:
 
 def _joined(nodes: Iterable[Node]) -> str:
     return "; ".join(map(_said, nodes))
+
+
+def _commands_of(words: Sequence[Text]) -> list[Text]:
+    """The texts of `bash -c TEXT`, wherever it stands among the words of a command."""
+    said = [word_of(word).text.rpartition("/")[2] for word in words]
+    switches = [place for place, one in enumerate(said) if one[:1] == "-" and one[-1:] == "c" and one[1:].isalpha()]
+    return [words[place + 1] for place in switches if set(SHELLS) & set(said[:place]) and place + 1 < len(words)]
 
 
 def _as_words(value: Value) -> list[Text]:

@@ -27,6 +27,7 @@ class Piece:
     lines: the first and the last line of the literal.
     branch: the condition under which the part is there; None is always.
     span: the bytes of the word in a shell script, where the script says it as one literal.
+    at: where the literal stands: the number of the text among the script and what it sources, and its bytes.
     """
 
     text: str | None
@@ -34,6 +35,7 @@ class Piece:
     lines: Lines = (COMMAND_LINE, COMMAND_LINE)
     branch: str | None = None
     span: tuple[int, int] | None = None
+    at: tuple[int, int, int] | None = None
 
 
 Text = tuple[Piece, ...]
