@@ -673,6 +673,11 @@ def _said(node: Node) -> str:
     return (node.text or b"").decode(errors="replace")
 
 
+def one_line(node: Node) -> str:
+    """The first line of what a node says."""
+    return _said(node).partition("\n")[0]
+
+
 def _joined(nodes: Iterable[Node]) -> str:
     return "; ".join(map(_said, nodes))
 
@@ -680,8 +685,12 @@ def _joined(nodes: Iterable[Node]) -> str:
 def _commands_of(words: Sequence[Text]) -> list[Text]:
     """The texts of `bash -c TEXT`, wherever it stands among the words of a command."""
     said = [word_of(word).text.rpartition("/")[2] for word in words]
-    switches = [place for place, one in enumerate(said) if one[:1] == "-" and one[-1:] == "c" and one[1:].isalpha()]
-    return [words[place + 1] for place in switches if set(SHELLS) & set(said[:place]) and place + 1 < len(words)]
+    switches = [
+        place for place, one in enumerate(said) if one[:1] == "-" and one[-1:] == "c" and one[1:].isalpha()
+    ]
+    return [
+        words[place + 1] for place in switches if set(SHELLS) & set(said[:place]) and place + 1 < len(words)
+    ]
 
 
 def _as_words(value: Value) -> list[Text]:

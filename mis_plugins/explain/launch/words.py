@@ -251,7 +251,7 @@ class Reader:
     def fork(self, label: str, one: Callable[[], object], other: Callable[[], object]) -> None:
         """Read two branches, of which only running the script would tell the one that is taken."""
         outer, before = self.branch, [dict(scope) for scope in self.scopes()]
-        self.branch = outer or label
+        self.branch = label if outer is None or outer.startswith("not: ") else outer
         ended = self.attempt(one)
         first = [dict(scope) for scope in self.scopes()]
         self._restore(before)
