@@ -541,7 +541,8 @@ class Shell(Reader):
         inner = [child for child in node.named_children if child.type != "comment"]
         with self.deeper():
             found = self._output(inner) if inner else None
-        return found if found is not None else hole(_said(node), self.lines(node))
+        is_known = found is not None and any(piece.text is not None for piece in found)
+        return found if found and is_known else hole(_said(node), self.lines(node))
 
     def _output(self, nodes: Sequence[Node]) -> Text | None:
         node = nodes[-1]

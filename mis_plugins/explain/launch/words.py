@@ -281,6 +281,10 @@ class Reader:
         """The value of a place that either branch may have reached: what both begin with is sure."""
         if one is other or type(one) is type(other) and isinstance(one, PLAIN) and one == other:
             return one
+        if () in (one, other):  # a name that one branch alone makes a list
+            one, other = (
+                value if value != () else type(beside)() for value, beside in ((one, other), (other, one))
+            )
         if not isinstance(one, tuple | list) or type(one) is not type(other):
             return hole(f"a value that depends on {branch}")
         self.reading.spend(1 + len(one) + len(other))

@@ -172,7 +172,7 @@ def read(text: str, dialect: Dialect, behind: set[str], asked: Asked) -> Said:
     commands = Commands(dialect, asked.path, reading)
     commands.run_script(text, asked.arguments)
     commands.check_bash()
-    starts = list(dict.fromkeys(commands.bare if not commands.starts else commands.starts))
+    starts = list(dict.fromkeys(commands.found_starts()))
     start = _chosen(starts, dialect, behind, asked.line) if starts else None
     refused, skipped = commands.unread_keys({path.rpartition(".")[2] for path in behind})
     if refused:
@@ -185,6 +185,8 @@ def read(text: str, dialect: Dialect, behind: set[str], asked: Asked) -> Said:
         return Said({}, (), tuple(skipped))
     _check_words(start, reading)
     found = _merged(start, dialect, behind)
+    if not found:
+        skipped += [f"settings in line {_lines(one)}" for one in starts if _merged(one, dialect, behind)]
     return Said(found, (*_notes(start, reading), *(f"not read, since it does not count: {one}." for one in skipped)),
                 tuple(skipped))  # fmt: skip
 
@@ -283,7 +285,7 @@ class Commands(Shell):
         super().__init__(path, reading)
         self.dialect = dialect
         self.starts: list[Start] = []
-        self.bare: list[Start] = []
+        self.bare: list[tuple[Start, list[Text]]] = []
         self.read: set[tuple[int, int, int]] = set()
         self.callers: list[int] = []
 
@@ -295,7 +297,11 @@ class Commands(Shell):
             if given and next(
                 (True for path, _ in self.dialect.settings(given[:1]) if self._is_setting(path)), False
             ):
-                self.bare.append(self._start(words, given))
+                self.bare.append((self._start(given), words))
+                told = (
+                    f"{cut(one_line(node))}: begins with a setting; does the line above lack its backslash?"
+                )
+                self.reading.unread.setdefault(line, told)
             else:
                 super().call(node, words)
         finally:
@@ -309,10 +315,19 @@ class Commands(Shell):
         given = [_word(word) for word in words]
         paths = [path for path, _ in self.dialect.settings(given)]
         if any(map(self._is_setting, paths)) or any(self.dialect.starts(word.text) for word in given):
-            self.starts.append(self._start(words, given))
+            self.starts.append(self._start(given))
+            self._give(words)
 
-    def _start(self, words: Sequence[Text], given: Sequence[Word]) -> Start:
+    def found_starts(self) -> list[Start]:
+        """What starts a training; lines that begin with a setting count where there is nothing else."""
+        for _, words in self.bare if not self.starts else ():
+            self._give(words)
+        return self.starts or [start for start, _ in self.bare]
+
+    def _give(self, words: Sequence[Text]) -> None:
         self.read |= {piece.at for word in words for piece in word if piece.at}
+
+    def _start(self, given: Sequence[Word]) -> Start:
         program = next((i for i, word in enumerate(given) if self.dialect.starts(word.text)), 0)
         open_words = [
             word.source
@@ -353,8 +368,8 @@ class Commands(Shell):
 
     def unread_keys(self, behind: set[str]) -> tuple[list[str], list[str]]:
         """Places of keys that no start of a training is given: those to refuse, and those that do not count."""
-        refused: dict[str, None] = {}
-        skipped: dict[str, None] = {}
+        refused: dict[str, dict[str, None]] = {}
+        skipped: dict[str, dict[str, None]] = {}
         reads = sorted(self.read)
         for number, root in enumerate(self.texts):
             for begin, key in _places(root.text or b"", self.dialect.keys):
@@ -365,8 +380,11 @@ class Commands(Shell):
                 if not chain or _is_harmless(chain):
                     continue
                 idle = self._idle(number, root, chain, set())
-                (skipped if idle else refused)[f"{key} in {_place(number, chain)}{idle}"] = None
-        return list(refused), list(skipped)
+                (skipped if idle else refused).setdefault(f"{_place(number, chain)}{idle}", {})[key] = None
+        told = (
+            [f"{', '.join(keys)} in {place}" for place, keys in one.items()] for one in (refused, skipped)
+        )
+        return next(told), next(told)
 
     def _idle(self, number: int, root: Node, chain: Sequence[Node], seen: set[str]) -> str:
         """Why a place does not count: it does not run, or it sets a variable that nothing reads; empty where it may."""
