@@ -98,7 +98,16 @@ def test_honest_variables_are_expanded():
 @pytest.mark.parametrize("translate", [verl.translate, ms_swift.translate, areal.translate])
 @pytest.mark.parametrize(
     "piece",
-    [" ", "a[", "'\\\"", "( ", "; ", " algorithm.rollout_", "--rollout_importance_sampling_", "x rollout_is=1\n"],
+    [
+        " ",
+        "a[",
+        "'\\\"",
+        "( ",
+        "; ",
+        " algorithm.rollout_",
+        "--rollout_importance_sampling_",
+        "x rollout_is=1\n",
+    ],
 )
 def test_a_script_that_repeats_itself_ends_soon(translate: Callable[[str], object], piece: str):
     began = time.process_time()
