@@ -205,7 +205,7 @@ esac
 
 
 def test_of_several_starts_the_user_says_which() -> None:
-    told = r"3 starts of verl .*--line N.*line 4, .*nothing of the correction; line 5, .*rollout_rs.*; line 6, .*is both"
+    told = r"3 starts of verl .*--line N.*line 4, .*nothing of the correction; line 5, .*; line 6, .*is both"
     with pytest.raises(ConfigError, match=told):
         verl.translate(ARMS)
     assert verl.translate(ARMS, asked=Asked(line=6)).config() == BOTH
@@ -288,7 +288,7 @@ def test_ms_swift_an_unknown_flag_of_the_loss_is_no_refusal() -> None:
         (f"if false; then\n{SWIFT} --{MODE} token_mask\nelse\n{SWIFT}\nfi", f"{MODE} in line 2 .*which does not run"),
         (f"exit 0\n{SWIFT} --{MODE} token_mask", f"{MODE} in line 2 .*which does not run"),
         (f"if [ $X ]; then A=(--{MODE} token_mask); fi\n{SWIFT} ${{A[@]}}", rf"{MODE}: token_mask \(line 1, only if"),
-        (f"source args.sh\n{SWIFT} --{MODE} token_mask $ARGS", r"tell \$ARGS .*not read: source args.sh: the file is not"),
+        (f"source args.sh\n{SWIFT} --{MODE} token_mask $ARGS", r"tell \$ARGS .*not read: source args.sh: the file"),
         (f"{SWIFT} --{MODE} token_mask $(cat args)", r"tell \$\(cat args\) \(line 1\), which may hold settings"),
         (f"{SWIFT} --{MODE} token_mask\nif x; then", "no bash that the parser knows"),
     ],

@@ -924,7 +924,7 @@ def test_areals_own_words_stand_beside_each_setting():
         ({"actor": {"use_decoupled_loss": True, "rejection_sampling": None}},
          r"^rejection_sampling: null weighs nothing in AReaL, with use_decoupled_loss: true too; drop both keys"),
         ({"actor": CAPPED | {"m2_threshold": 0.01}}, r"^actor\.m2_threshold: 0\.01: M2PO masks tokens"),
-        ({"actor": CAPPED | {"use_sapo_loss": True}}, r"^actor\.use_sapo_loss: true: .* put actor\.use_sapo_loss=false"),
+        ({"actor": CAPPED | {"use_sapo_loss": True}}, r"^actor\.use_sapo_loss: true: .* actor\.use_sapo_loss=false"),
         ({"actor": {"rejection_sampling": {"metric": "binary_kl", "upper": 2}}},
          r"^actor\.rejection_sampling\.metric: binary_kl is AReaL's KPop, the larger binary KL of both directions"),
         ({"actor": {"behav_imp_weight_cap": "${cap}", "rejection_sampling": {"upper": "${upper}"}}},

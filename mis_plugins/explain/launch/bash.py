@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 SHELLS = ("bash", "sh", "zsh", "dash")
 PRINTS = ("echo", "printf", "cat", "tee")
-ASKS_PROCESSES = ("pkill", "pgrep", "grep", "ps", "kill")
+STARTS_NOTHING = (":", "true", "pkill", "pgrep", "grep", "ps", "kill")
 FILLS = ("read", "mapfile", "readarray", "getopts", "unset")
 OUR_PATH = ("-m mis_plugins config path ", "mis-plugins config path ")
 OF_FUNCTION = ("local", "declare", "typeset")
@@ -245,7 +245,7 @@ class Shell(Reader):
             COMMANDS[name](self, node, words[1:])
         elif name in FILLS or name == "printf" and [known(word) for word in words[1:2]] == ["-v"]:
             self._fill(node, words[1:])
-        elif name not in ASKS_PROCESSES and name not in PRINTS:
+        elif name not in STARTS_NOTHING and name not in PRINTS:
             inner = _commands_of(words)
             for text in inner:
                 self.evaluate(text)

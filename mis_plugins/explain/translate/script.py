@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
 Value = Word | None  # of a flag that stands alone
 LOCATED = (".sh", ".log", ".txt", ".py", ".yaml", ".yml", ".json", ".jsonl", ".md", ".out", ".err")
+ENDS_A_PATH = (b"", b" ", b"\n", b"/", b"'", b'"', b")", b";")
 SUBSTITUTIONS = ("command_substitution", "process_substitution")
 
 
@@ -93,11 +94,13 @@ class Said:
     """What a script says: text or `Open` by the path of each setting, and what was read and does not count.
 
     skipped: keys in parts of the script that do not run, or that no start of a training is given.
+    starts: whether the script starts a training.
     """
 
     settings: Mapping[str, str | bool]
     notes: tuple[str, ...] = ()
     skipped: tuple[str, ...] = ()
+    starts: bool = True
 
     def prove_nothing(self) -> None:
         """Check that a script corrects nothing.
@@ -153,7 +156,7 @@ def tree_or_script(text: str, dialect: Dialect, behind: set[str], asked: Asked) 
         raise (
             ConfigError(f"{problem}; as a launch script: {cut(str(error), 300)}") if problem else error
         ) from None
-    if problem and not said.settings:
+    if problem and not said.starts:
         raise problem
     return None, said
 
@@ -182,7 +185,7 @@ def read(text: str, dialect: Dialect, behind: set[str], asked: Asked) -> Said:
             f"the file{sources}"
         )
     if start is None:
-        return Said({}, (), tuple(skipped))
+        return Said({}, (), tuple(skipped), starts=False)
     _check_words(start, reading)
     found = _merged(start, dialect, behind)
     if not found:
@@ -325,7 +328,13 @@ class Commands(Shell):
         return self.starts or [start for start, _ in self.bare]
 
     def _give(self, words: Sequence[Text]) -> None:
-        self.read |= {piece.at for word in words for piece in word if piece.at}
+        """Note the literals that a start is given; a word with blanks may hold more than the setting it begins with."""
+        for text in words:
+            word = _word(text)
+            if not word.text.split()[1:] or any(
+                self._is_setting(path) for path, _ in self.dialect.settings([word])
+            ):
+                self.read |= {piece.at for piece in text if piece.at}
 
     def _start(self, given: Sequence[Word]) -> Start:
         program = next((i for i, word in enumerate(given) if self.dialect.starts(word.text)), 0)
@@ -453,7 +462,8 @@ def _places(source: bytes, keys: Sequence[str]) -> Iterator[tuple[int, str]]:
                 stop += 1
             tail = source[after:stop].decode(errors="replace")
             is_alone = not tail[:1].isalnum() and tail[:1] != "_" and source[after : after + 1] != b"-"
-            if is_alone and not before.isalnum() and before not in (b"_", b"/") and tail not in LOCATED:
+            is_path = before == b"/" and source[stop : stop + 1] in ENDS_A_PATH or tail in LOCATED
+            if is_alone and not before.isalnum() and before != b"_" and not is_path:
                 yield begin, tail[1:] or key
             begin = plain.find(key.encode(), max(after, stop))
 

@@ -114,9 +114,8 @@ def _by_text(value: Any) -> Any:
 def places(tree: Any, keys: Collection[str], above: str = "") -> Iterator[str]:
     """Where keys stand in a yaml, at any depth, with a value other than null and false."""
     for key, value in tree.items() if isinstance(tree, Mapping) else ():
-        if key in keys and value not in (None, False):
-            yield f"{above}{key}"
-        yield from places(value, keys, f"{above}{key}.")
+        inner = list(places(value, keys, f"{above}{key}."))
+        yield from inner or ([f"{above}{key}"] if key in keys and value not in (None, False) else ())
 
 
 def as_written(value: Any) -> str:
