@@ -128,9 +128,7 @@ def test_what_is_written_reads_back(value: str):
     loss = f"loss_agg_mode: {said}      policy_loss: {{loss_mode: {said.strip()}}}"
     section = "{rollout_correction: {rollout_is: token, rollout_is_threshold: 2}}"
     swift = "rollout_importance_sampling_mode: token_mask"
-    block = (
-        f"actor:\n  behav_imp_weight_cap: 5\n  m2_threshold: {said}rollout:\n  max_head_offpolicyness: {said}"
-    )
+    block = f"actor:\n  behav_imp_weight_cap: 5\n  prox_logp_method: {said}rollout:\n  max_head_offpolicyness: {said}"
     for made in (
         verl.translate(f"algorithm: {section}\nactor_rollout_ref:\n  actor:\n      {loss}"),
         ms_swift.translate(f"{swift}\nloss_type: {said}"),

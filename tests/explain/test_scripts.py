@@ -310,7 +310,7 @@ def test_a_key_that_an_override_gives_may_stand_anywhere(word: str) -> None:
 
 def test_a_yaml_with_keys_where_nobody_reads_them_is_no_yaml_without_keys() -> None:
     with pytest.raises(ConfigError, match="yet there are base.algorithm.rollout_correction.rollout_is; put"):
-        verl.translate("base: {algorithm: {rollout_correction: {rollout_is: token}}}")
+        verl.translate("data: {n: 1}\nbase: {algorithm: {rollout_correction: {rollout_is: token}}}")
     with pytest.raises(ConfigError, match=f"yet there are grpo.{MODE}"):
         ms_swift.translate(f"grpo: {{{MODE}: token_mask}}")
     with pytest.raises(ConfigError, match="yet there are base.behav_imp_weight_cap"):

@@ -236,7 +236,7 @@ def test_verl_dppo_of_a_launch_script():
         ConfigError, match=r"decides loss_mode: \$\{MODE\}; .*actor.policy_loss.loss_mode=VALUE"
     ):
         verl.translate(unsure)
-    beside = verl.translate(unsure + f"python3 -m verl {PREFIX}rollout_is=token\n")
+    beside = verl.translate(unsure.replace("verl ", f"verl {PREFIX}rollout_is=token "))
     assert beside.config().objective is None and "loss_mode: ${MODE} is for the launch" in " ".join(
         beside.notes
     )

@@ -115,7 +115,11 @@ def places(tree: Any, keys: Collection[str], above: str = "") -> Iterator[str]:
     """Where keys stand in a yaml, at any depth, with a value other than null and false."""
     for key, value in tree.items() if isinstance(tree, Mapping) else ():
         inner = list(places(value, keys, f"{above}{key}."))
-        yield from inner or ([f"{above}{key}"] if key in keys and value not in (None, False) else ())
+        yield from inner or ([f"{above}{key}"] if key in keys and _is_set(value) else ())
+
+
+def _is_set(value: Any) -> bool:
+    return any(map(_is_set, value.values())) if isinstance(value, Mapping) else value not in (None, False)
 
 
 def as_written(value: Any) -> str:

@@ -50,8 +50,8 @@ SHORT = {key: path for path, key in PATHS.items()} | {
     "actor": ACTOR,
     "tis_imp_ratio_cap": CAP,
 }
-PARENTS = {"algorithm", SECTION, "actor_rollout_ref", ACTOR, f"{ACTOR}.policy_loss", "actor_rollout_ref.rollout",
-           "trainer"}  # fmt: skip
+PARENTS = {"algorithm", SECTION, "actor_rollout_ref", ACTOR, f"{ACTOR}.policy_loss", IN_LOSS,
+           "actor_rollout_ref.rollout", "trainer"}  # fmt: skip
 WHOLE = (
     "algorithm",
     "rollout_correction",
@@ -160,7 +160,7 @@ def translate(text: str, behind: Sequence[str] = (), asked: Asked = ASKED) -> Tr
     won = dict(map(_override, behind))
     said = _said(text, set(won), asked)
     settings = {**said.settings, **won}
-    if not any(path in PATHS for path in settings):
+    if not any(path in PATHS or path.startswith(("algorithm.rollout_", IN_LOSS, CAP)) for path in settings):
         said.prove_nothing()
     given = _given(settings, won)
     draft = Draft(settings, given, notes=[*said.notes, *_left_out(settings)])
@@ -222,7 +222,7 @@ def _said(text: str, behind: set[str], asked: Asked) -> Said:
     if not isinstance(tree, Mapping):
         raise ConfigError(f"got {shown(tree)}; expected a mapping with {SECTION}")
     found = dict(_flat(tree, is_whole=any(name in tree for name in WHOLE)))
-    known = {path.rpartition(".")[2] for path in found}
+    known = {part for path in found for part in path.split(".")}
     strays = [place for place in places(tree, DIALECT.keys) if place.rpartition(".")[2] not in known]
     return Said(found, (), tuple(strays))
 
@@ -337,7 +337,7 @@ def _refuse(path: str) -> None:
     key = path.rpartition(".")[2]
     if path.startswith(IN_LOSS):
         raise ConfigError(
-            f"{path}: verl reads this block in bypass mode alone, and its trainer fills it; put its keys under "
+            f"{IN_LOSS}: verl reads this block in bypass mode alone, and its trainer fills it; put its keys under "
             f"{SECTION}, with bypass_mode: true"
         )
     if key in RETIRED:
@@ -362,10 +362,9 @@ def _left_out(settings: Mapping[str, Any]) -> Iterator[str]:
     """Notes on the actor's loss, where it is neither PPO's clip nor translated, and on settings that are left open."""
     for path in (MODE_PATH, *BESIDE_IT):
         if is_open(settings.get(path)):
-            yield (
-                f"{path.removeprefix(f'{ACTOR}.')}: {as_written(settings[path])} is for the launch to decide; put it "
-                f"behind the file, as {path}=VALUE."
-            )
+            when = f"where it is {' or '.join(BY_DIVERGENCE)}, " if path == MODE_PATH else ""
+            told = f"{path.removeprefix(f'{ACTOR}.')}: {as_written(settings[path])}"
+            yield f"{told} is for the launch to decide; {when}put it behind the file, as {path}=VALUE."
     mode = settings.get(MODE_PATH)
     if mode not in (None, *OTHER_LOSSES, *BY_DIVERGENCE) and not is_open(mode):
         yield f"policy_loss.loss_mode: {as_written(mode)} is not translated{BESIDE.get(str(mode), '')}."
