@@ -167,6 +167,9 @@ def test_a_random_correction_in_a_random_idiom_is_read_back(
         f'train() {{ {TRAIN} "$@" {RULE}; }}\ntrain {WEIGHT}',
         f"srun --nodes 2 bash -lc '{TRAIN} {WEIGHT} {RULE}'",
         f"if [ $NODES = 1 ]; then {TRAIN} {WEIGHT} {RULE}; else torchrun -m verl.trainer.main_ppo {WEIGHT} {RULE}; fi",
+        f"{TRAIN} '{IS.strip('.')}={{rollout_is:token,rollout_is_threshold:2.0,rollout_rs:seq_mean_k1,"
+        f"rollout_rs_threshold:0.99_1.01}}'",
+        f"{TRAIN} {WEIGHT} {RULE} ${{WANDB:+trainer.logger=wandb}} ${{MORE[*]}}\npython -m verl.main_eval data.n=1",
         f"# {IS}rollout_is=sequence\necho '{IS}rollout_is=sequence'\n{TRAIN} {WEIGHT} {RULE} \"$@\"",
         f'USAGE="x"\nusage() {{\n  cat <<EOF\n{IS}rollout_is=MODE\nEOF\n}}\n{TRAIN} {WEIGHT} {RULE} $EXTRA',
     ],
@@ -298,7 +301,7 @@ def test_a_key_that_no_start_is_given_is_named_with_its_line(script: str, told: 
         ms_swift.translate(script)
 
 
-@pytest.mark.parametrize("word", [f"{IS}rollout_is=token", "x"])
+@pytest.mark.parametrize("word", [f"{IS}rollout_is=token", "algorithm.gamma=1"])
 def test_a_key_that_an_override_gives_may_stand_anywhere(word: str) -> None:
     script = f"sed -i 's/rollout_is: .*/rollout_is: token/' a.yaml\n{TRAIN} {word}"
     with pytest.raises(ConfigError, match="rollout_is in line 1"):

@@ -337,7 +337,10 @@ class Commands(Shell):
                 self.read |= {piece.at for piece in text if piece.at}
 
     def _start(self, given: Sequence[Word]) -> Start:
-        program = next((i for i, word in enumerate(given) if self.dialect.starts(word.text)), 0)
+        marks = enumerate(itertools.pairwise([Word("", ""), *given]))
+        program = next(
+            (i for i, (before, word) in marks if before.text == "-m" or self.dialect.starts(word.text)), 0
+        )
         open_words = [
             word.source
             for before, word in itertools.pairwise(given[program:])
@@ -349,7 +352,7 @@ class Commands(Shell):
         return Start(tuple(self.callers), self.branch, settings, unset, unread)
 
     def _is_never_set(self, source: str) -> bool:
-        name = source.strip('"${}').removesuffix("[@]")
+        name = source.strip('"${}').partition("[")[0].partition("+")[0].rstrip(":")
         return (name.isidentifier() or name.isdigit()) and name not in self.variables
 
     def evaluate(self, text: Text) -> None:

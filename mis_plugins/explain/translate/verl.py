@@ -207,7 +207,7 @@ def _override(text: str) -> tuple[str, Any]:
 
 def _of_hydra(text: str) -> Any:
     """Value of a Hydra override, read as YAML; empty text and spellings of YAML alone (`no`, 010) stay text."""
-    value = load(text)
+    value = load(text.replace(":", ": ") if text.startswith("{") else text)
     own = isinstance(value, bool | int | float) and not HYDRAS_TOO.fullmatch(text.strip())
     return text if own or text == "" else value
 
@@ -264,14 +264,8 @@ def _is_ours(path: str) -> bool:
 
 
 def _starts(word: str) -> bool:
-    """Whether a word tells that its command starts a training: a module, or an override of a part of verl's yaml."""
-    path, equals, _ = word.lstrip("+~").partition("=")
-    module = path.rpartition(".")[2]
-    return (
-        bool(equals)
-        and path.startswith(("algorithm.", "actor_rollout_ref."))
-        or (not equals and "/" not in path and (module.startswith("main_") or module.endswith("_main")))
-    )
+    """Whether a word tells that its command starts a training: an override of what only a trainer of verl's has."""
+    return "=" in word and word.lstrip("+~").startswith(("algorithm.", "actor_rollout_ref."))
 
 
 DIALECT = Dialect(
