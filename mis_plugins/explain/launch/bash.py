@@ -44,6 +44,7 @@ PRINTS = ("echo", "printf", "cat", "tee")
 STARTS_NOTHING = (":", "true", "pkill", "pgrep", "grep", "ps", "kill")
 FILLS = ("read", "mapfile", "readarray", "getopts", "unset")
 OUR_PATH = ("-m mis_plugins config path ", "mis-plugins config path ")
+SETS = ("variable_assignment", "variable_assignments", "declaration_command")
 OF_FUNCTION = ("local", "declare", "typeset")
 ASSIGNS = ("=", "+=", "-=", "*=", "/=", "%=", "<<=", ">>=", "&=", "|=", "^=")
 EXPANSIONS = ("simple_expansion", "expansion", "command_substitution")
@@ -158,10 +159,13 @@ class Shell(Reader):
             self.run(node)
             return truth is not False
         left, right = node.named_children[0], node.named_children[-1]
-        status = self._status(left)
+        status, is_and = self._status(left), any(child.type == "&&" for child in node.children)
+        if left.type == "command" and right.type in SETS and self.truth(left) is None:
+            status = None  # what a command says of the machine decides a value
         if status is None:
-            self.fork(_said(left), lambda: self.run(right), lambda: None)
-        elif status == any(child.type == "&&" for child in node.children):
+            nothing, run = (lambda: None), (lambda: self.run(right))
+            self.fork(_said(left), *((run, nothing) if is_and else (nothing, run)))
+        elif status == is_and:
             return self._status(right)
         return status
 
@@ -321,8 +325,12 @@ class Shell(Reader):
     def _fill(self, node: Node, words: list[Text]) -> None:
         """Variables whose values come from outside, but for a herestring."""
         here = next((child for child in node.children if child.type == "herestring_redirect"), None)
-        value = self.text(here.named_children[0]) if here else hole(_said(node), self.lines(node))
-        self.variables |= {name: value for name in map(shown, words) if not name.startswith("-")}
+        names = [name for name in map(shown, words) if not name.startswith("-")]
+        is_whole = here is not None and len(names) == 1 and node.children[0].type == "command_name"
+        value = (
+            self.text(here.named_children[0]) if here and is_whole else hole(_said(node), self.lines(node))
+        )
+        self.variables |= dict.fromkeys(names, value)
 
     def _source(self, node: Node, words: list[Text]) -> None:
         """Read a file that the script sources, where it can be found."""

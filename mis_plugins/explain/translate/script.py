@@ -226,7 +226,7 @@ def _listed(start: Start, dialect: Dialect) -> str:
 
 def _check_words(start: Start, reading: Reading) -> None:
     """Refuse words of a start that may hold settings, where only running the script would tell."""
-    sources = [text for text in reading.unread.values() if text.startswith(("source ", ". ", "eval "))]
+    sources = _sources(reading)
     unread = [*start.unread, *(start.unset if sources else ())]
     if unread:
         raise ConfigError(
@@ -234,6 +234,11 @@ def _check_words(start: Start, reading: Reading) -> None:
             "write them out in its place, or give a variable behind --, as NAME=VALUE"
             + "; not read: ".join(["", *sources])
         )
+
+
+def _sources(reading: Reading) -> list[str]:
+    """The files and texts that a script runs and that are not known."""
+    return [text for text in reading.unread.values() if text.startswith(("source ", ". ", "eval "))]
 
 
 def _merged(start: Start, dialect: Dialect, behind: set[str]) -> dict[str, str | bool]:
@@ -267,9 +272,12 @@ def _alternative(value: Value) -> str:
 
 def _notes(start: Start, reading: Reading) -> Iterator[str]:
     if reading.assumed:
+        sources = "".join(
+            f"; not read, and may set them: {one.partition(': ')[0]}" for one in _sources(reading)
+        )
         yield (
             f"taken for granted: {listed([one.removesuffix(' is not set') for one in reading.assumed])} "
-            f"{'is' if len(reading.assumed) == 1 else 'are'} not set; another value goes behind --, as NAME=VALUE."
+            f"{'is' if len(reading.assumed) == 1 else 'are'} not set; another value goes behind --, as NAME=VALUE{sources}."
         )
     if start.unset:
         told = f"{listed(start.unset)} (line {_lines(start)})"
