@@ -275,10 +275,7 @@ def _notes(start: Start, reading: Reading) -> Iterator[str]:
         sources = "".join(
             f"; not read, and may set them: {one.partition(': ')[0]}" for one in _sources(reading)
         )
-        yield (
-            f"taken for granted: {listed([one.removesuffix(' is not set') for one in reading.assumed])} "
-            f"{'is' if len(reading.assumed) == 1 else 'are'} not set; another value goes behind --, as NAME=VALUE{sources}."
-        )
+        yield f"taken for granted: {listed(list(reading.assumed))}; other values go behind --, as NAME=VALUE{sources}."
     if start.unset:
         told = f"{listed(start.unset)} (line {_lines(start)})"
         yield f"taken for granted: {told}, which the script does not set, gives nothing."
