@@ -44,7 +44,7 @@ PRINTS = ("echo", "printf", "cat", "tee")
 STARTS_NOTHING = (":", "true", "pkill", "pgrep", "grep", "ps", "kill")
 FILLS = ("read", "mapfile", "readarray", "getopts", "unset")
 OUR_PATH = ("-m mis_plugins config path ", "mis-plugins config path ")
-SETS = ("variable_assignment", "variable_assignments", "declaration_command")
+SETS = ("variable_assignment", "variable_assignments", "declaration_command", "compound_statement")
 OF_FUNCTION = ("local", "declare", "typeset")
 ASSIGNS = ("=", "+=", "-=", "*=", "/=", "%=", "<<=", ">>=", "&=", "|=", "^=")
 EXPANSIONS = ("simple_expansion", "expansion", "command_substitution")
@@ -66,11 +66,16 @@ def launches(script: str, path: Path, reading: Reading, arguments: Sequence[str]
     return shell.found
 
 
+class Broken(Returned):
+    """A loop ends, or goes on with its next round, before the end of its body; `value` tells which."""
+
+
 class Shell(Reader):
     """The variables of a shell as far as they are known.
 
     texts: the script, and every text that it sources or evaluates; `source` numbers the one that is read.
     locals: what the variables that a function declares as its own were before.
+    is_broken: whether only running the script would tell that a loop ends before its last round.
     ran: the statements that were read, by number of the text and id of the node.
     """
 
@@ -78,11 +83,20 @@ class Shell(Reader):
         super().__init__(reading)
         self.path, self.source = path, 0
         self.texts: list[Node] = []
-        self.positional: list[Text] = []
-        self.variables: dict[str, Value] = {}
+        self.variables: dict[str, Value] = {"@": []}
+        self.is_broken = False
         self.functions: dict[str, tuple[Node, int]] = {}
         self.locals: dict[str, Value | None] = {}
         self.ran: set[tuple[int, int]] = set()
+
+    @property
+    def positional(self) -> list[Text]:
+        """The arguments of the script, or of the function that is read."""
+        return _as_words(self.variables["@"])
+
+    @positional.setter
+    def positional(self, words: list[Text]) -> None:
+        self.variables["@"] = words
 
     @property
     def elsewhere(self) -> bool:
@@ -91,6 +105,9 @@ class Shell(Reader):
 
     def scopes(self) -> list[dict[str, Value]]:
         return [self.variables]
+
+    def remember(self, branch: str, ended: Ended) -> None:
+        self.is_broken |= isinstance(ended, Broken)
 
     # Running statements.
 
@@ -160,8 +177,9 @@ class Shell(Reader):
             return truth is not False
         left, right = node.named_children[0], node.named_children[-1]
         status, is_and = self._status(left), any(child.type == "&&" for child in node.children)
-        if left.type == "command" and right.type in SETS and self.truth(left) is None:
-            status = None  # what a command says of the machine decides a value
+        decides = right.type in SETS or one_line(right).partition(" ")[0] in {*COMMANDS, *self.functions}
+        if left.type == "command" and decides and self.truth(left) is None:
+            status = None  # what a command says of the machine decides a value, or where a loop ends
         if status is None:
             nothing, run = (lambda: None), (lambda: self.run(right))
             self.fork(_said(left), *((run, nothing) if is_and else (nothing, run)))
@@ -210,9 +228,7 @@ class Shell(Reader):
         if name is None or body is None:
             return
         if values and all(known(word) is not None for word in values):
-            for word in values:
-                self.variables[_said(name)] = word
-                self.run(body)
+            self._looped(node, lambda: any(self._round(body, _said(name), word) for word in values))
         else:
             self.variables[_said(name)] = hole(f"${_said(name)}", self.lines(node))
             self._loop(node)
@@ -221,7 +237,25 @@ class Shell(Reader):
         body = node.child_by_field_name("body")
         self.run_all(child for child in node.named_children if child != body)
         if body is not None:
-            self.fork(_said(node).partition("\n")[0], lambda: self.run(body), lambda: None)
+            self._looped(node, lambda: self.fork(one_line(node), lambda: self._round(body), lambda: None))
+
+    def _looped(self, node: Node, work: Callable[[], object]) -> None:
+        """Run a loop; of one that may end before its last round, what it sets is not known."""
+        outer, before, self.is_broken = self.is_broken, dict(self.variables), False
+        work()
+        changed = [name for name, value in self.variables.items() if before.get(name) != value]
+        if self.is_broken:
+            self.variables |= {name: hole(f"${name}", self.lines(node)) for name in changed}
+        self.is_broken = outer
+
+    def _round(self, body: Node, name: str = "", value: Text = ()) -> bool:
+        """Run the body of a loop once; whether the loop ends there."""
+        self.variables |= {name: value} if name else {}
+        try:
+            self.run(body)
+        except Broken as broken:
+            return broken.value
+        return False
 
     def _function(self, node: Node) -> None:
         name, body = node.child_by_field_name("name"), node.child_by_field_name("body")
@@ -256,8 +290,14 @@ class Shell(Reader):
             if not inner:
                 self._launch(node, words)
 
-    def _within(self, positional: list[Text], source: int, work: Callable[[], object]) -> None:
-        """Run a function, a sourced file or an evaluated text, from which the script may return."""
+    def _within(
+        self, positional: list[Text], source: int, work: Callable[[], object], shares: bool = False
+    ) -> None:
+        """Run a function, a sourced file or an evaluated text, from which the script may return.
+
+        Args:
+            shares: whether the arguments that it sets are those of the script too.
+        """
         outer = self.positional, self.source, self.locals
         self.positional, self.source, self.locals = positional, source, {}
         try:
@@ -269,7 +309,8 @@ class Shell(Reader):
             for name, value in self.locals.items():
                 self.variables.pop(name, None)
                 self.variables |= {} if value is None else {name: value}
-            self.positional, self.source, self.locals = outer
+            positional, self.source, self.locals = outer
+            self.positional = self.positional if shares else positional
 
     def _declare(self, node: Node) -> None:
         """`export`, `local` and the like; within a function most of them make a variable of its own."""
@@ -301,6 +342,10 @@ class Shell(Reader):
 
     def _return(self, node: Node, words: list[Text]) -> None:
         raise Returned
+
+    def _break(self, node: Node, words: list[Text]) -> None:
+        self.is_broken |= bool(words)  # of an outer loop
+        raise Broken(_said(node).startswith("break"))
 
     def _shift(self, node: Node, words: list[Text]) -> None:
         said = known(words[0]) if words else "1"
@@ -343,19 +388,25 @@ class Shell(Reader):
         self._within(words[1:] or self.positional, len(self.texts), lambda: self.run_text(text))
 
     def _eval(self, node: Node, words: list[Text]) -> None:
-        self.evaluate(spaced(words))
+        self.evaluate(spaced(words), shares=True)
         if known(spaced(words)) is None:
             self.unread(node, "its text is not known")
 
-    def evaluate(self, text: Text) -> None:
-        """Read a text as a script, with a variable in place of each part that is not known."""
+    def evaluate(self, text: Text, shares: bool = False) -> None:
+        """Read a text as a script, with a variable in place of each part that is not known.
+
+        Args:
+            shares: whether the variables that it sets are those of the script too.
+        """
+        before = dict(self.variables)
         said = ""
         for piece in self.reading.paid(text):
             name = f"unknown_{len(self.variables)}"
             if piece.text is None or piece.branch:
                 self.variables[name] = (piece,)
             said += f"${{{name}}}" if piece.text is None or piece.branch else piece.text
-        self._within(self.positional, len(self.texts), lambda: self.run_text(said))
+        self._within(self.positional, len(self.texts), lambda: self.run_text(said), shares)
+        self.variables = self.variables if shares else before
 
     def _redirected(self, node: Node) -> None:
         """A command, and the file that `cat`, `echo`, `printf` or `tee` writes."""
@@ -550,7 +601,10 @@ class Shell(Reader):
         with self.deeper():
             found = self._output(inner) if inner else None
         is_known = found is not None and any(piece.text is not None for piece in found)
-        return found if found and is_known else hole(_said(node), self.lines(node))
+        if not found or not is_known:
+            return hole(_said(node), self.lines(node))
+        *parts, last = found
+        return (*parts, replace(last, text=last.text.rstrip("\n"))) if last.text is not None else found
 
     def _output(self, nodes: Sequence[Node]) -> Text | None:
         node = nodes[-1]
@@ -672,6 +726,7 @@ COMMANDS: dict[str, Callable[[Shell, Node, list[Text]], None]] = {
     "exit": Shell._exit,
     "exec": lambda shell, node, words: shell.call(node, words),
     "return": Shell._return,
+    **dict.fromkeys(("break", "continue"), Shell._break),
     "shift": Shell._shift,
     "set": Shell._set,
     "let": Shell._let,

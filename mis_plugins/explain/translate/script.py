@@ -360,16 +360,17 @@ class Commands(Shell):
         name = source.strip('"${}').partition("[")[0].partition("+")[0].rstrip(":")
         return (name.isidentifier() or name.isdigit()) and name not in self.variables
 
-    def evaluate(self, text: Text) -> None:
+    def evaluate(self, text: Text, shares: bool = False) -> None:
         self.read |= {piece.at for piece in text if piece.at and not piece.branch}
-        super().evaluate(text)
+        super().evaluate(text, shares)
 
     def unread(self, node: Node, why: str) -> None:
         """A part that is not read may set any variable."""
         super().unread(node, why)
         for name, value in self.variables.items():
             lost = f"${{{name}[@]}}" if isinstance(value, list) else f"${name}"
-            self.variables[name] = [hole(lost)] if isinstance(value, list) else hole(lost)
+            if name != "@":
+                self.variables[name] = [hole(lost)] if isinstance(value, list) else hole(lost)
 
     # The proof that no key was lost.
 
