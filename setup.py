@@ -54,7 +54,7 @@ setup(
     extras_require={
         "docs": ["zensical", "mkdocstrings[python]"],  # the site: bash scripts/docs.sh
         "report": ["numpy", "safetensors", "rich", "matplotlib", "pyarrow", "tokenizers"],
-        "scripts": ["tree-sitter", "tree-sitter-bash"],  # `config check` of a launch script
+        "scripts": ["tree-sitter", "tree-sitter-bash"],  # launch scripts: `config check`, and the translators
         "browser": ["playwright"],  # drives a Chromium that is installed, in the tests of the report's page
         "gpu": [
             "transformer-engine[pytorch]; platform_system == 'Linux'"

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 SHELLS = ("bash", "sh", "zsh", "dash")
 PRINTS = ("echo", "printf", "cat", "tee")
 STARTS_NOTHING = (":", "true", "pkill", "pgrep", "grep", "ps", "kill")
-FILLS = ("read", "mapfile", "readarray", "getopts", "unset")
+FILLS = ("read", "mapfile", "readarray", "getopts")
 OUR_PATH = ("-m mis_plugins config path ", "mis-plugins config path ")
 SETS = ("variable_assignment", "variable_assignments", "declaration_command", "compound_statement")
 OF_FUNCTION = ("local", "declare", "typeset")
@@ -349,7 +349,9 @@ class Shell(Reader):
 
     def _shift(self, node: Node, words: list[Text]) -> None:
         said = known(words[0]) if words else "1"
-        self.positional = self.positional[int(said) if said and said.isdigit() and len(said) < 8 else 1 :]
+        count = int(said) if said and said.isdigit() and len(said) < 8 else 1
+        unsure = [word for word in self.positional[:count] if not _is_one(word)]
+        self.positional = [*unsure, *self.positional[count:]]
 
     def _set(self, node: Node, words: list[Text]) -> None:
         """`set -- WORD ...`, which sets the script's own arguments."""
@@ -376,6 +378,10 @@ class Shell(Reader):
             self.text(here.named_children[0]) if here and is_whole else hole(_said(node), self.lines(node))
         )
         self.variables |= dict.fromkeys(names, value)
+
+    def _unset(self, node: Node) -> None:
+        for word in (word for child in node.named_children for word in self.words(child)):
+            self.variables.pop(shown(word), None)
 
     def _source(self, node: Node, words: list[Text]) -> None:
         """Read a file that the script sources, where it can be found."""
@@ -559,12 +565,16 @@ class Shell(Reader):
         if name == "0":
             return literal(str(self.path))
         if name.isdigit():
-            at = self.positional[int(name) - 1 :] if len(name) < 4 else []
-            return at[0] if at else hole(_said(node), self.lines(node))
+            return next(iter(self._argument(name)), hole(_said(node), self.lines(node)))
         value = self.positional if name in ("@", "*") else self.variables.get(name)
         if value is None:
             return hole(_said(node), self.lines(node))
         return spaced(value) if isinstance(value, list) else value
+
+    def _argument(self, name: str) -> list[Text]:
+        """`$NAME` of the script's own arguments, which is not known behind a word that may be several."""
+        words = self.positional[: int(name[:3])]
+        return words[int(name[:3]) - 1 :] if all(map(_is_one, words)) else [hole(f"${name}")]
 
     def _braced(self, node: Node) -> Text:
         """`${NAME}`, `${NAME:-default}` and the like; all that cuts or counts is not known."""
@@ -580,7 +590,7 @@ class Shell(Reader):
         operators = [
             child.type for child in node.children if not child.is_named and child.type not in ("${", "}")
         ]
-        value = self.variables.get(name, self.positional[int(name[:3]) - 1 :][:1] if name.isdigit() else None)
+        value = self.variables.get(name, self._argument(name) if name.isdigit() else None)
         is_set = value is not None and value != [] if operators and operators[0] in ("-", "=", "+") else value
         if not operators or operators[0] in (":?", "?") or is_set and operators[0] in DEFAULTS:
             return self._valued(node, name)
@@ -589,7 +599,8 @@ class Shell(Reader):
             return unknown
         text = tuple(piece for child in node.named_children[1:] for piece in self.text(child))
         if is_alternative:
-            return text
+            is_sure = isinstance(value, list) or any(piece.text and not piece.branch for piece in value or ())
+            return text if is_sure else unknown
         self.reading.assume_unset(name)
         if operators[0].endswith("="):
             self.variables[name] = text
@@ -691,9 +702,7 @@ RUN: dict[str, Callable[[Shell, Node], object]] = {
     ),
     "declaration_command": Shell._declare,
     **dict.fromkeys(("binary_expression", "unary_expression", "postfix_expression"), Shell._computed),
-    "unset_command": lambda shell, node: shell._fill(
-        node, [word for child in node.named_children for word in shell.words(child)]
-    ),
+    "unset_command": Shell._unset,
     "command": Shell._command,
     "variable_assignment": Shell._assignment,
     "redirected_statement": Shell._redirected,
@@ -744,6 +753,11 @@ def one_line(node: Node) -> str:
 
 def _joined(nodes: Iterable[Node]) -> str:
     return "; ".join(map(_said, nodes))
+
+
+def _is_one(word: Text) -> bool:
+    """Whether a word is surely one: an unquoted expansion may be none or several."""
+    return not word or any(piece.text is not None or piece.span for piece in word)
 
 
 def _commands_of(words: Sequence[Text]) -> list[Text]:

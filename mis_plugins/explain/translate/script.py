@@ -352,7 +352,7 @@ class Commands(Shell):
             if _may_be_settings(word) and not (before.text.startswith("--") and "=" not in before.text)
         ]
         unset = tuple(word for word in open_words if self._is_never_set(word))
-        unread = tuple(word for word in open_words if word not in unset)
+        unread = tuple(dict.fromkeys(word for word in open_words if word not in unset))
         settings = tuple(self.dialect.settings(given))
         return Start(tuple(self.callers), self.branch, settings, unset, unread)
 
