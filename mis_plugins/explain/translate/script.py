@@ -97,7 +97,7 @@ class Said:
     starts: whether the script starts a training.
     """
 
-    settings: Mapping[str, str | bool]
+    settings: Mapping[str, Any]
     notes: tuple[str, ...] = ()
     skipped: tuple[str, ...] = ()
     starts: bool = True
@@ -241,7 +241,7 @@ def _sources(reading: Reading) -> list[str]:
     return [text for text in reading.unread.values() if text.startswith(("source ", ". ", "eval "))]
 
 
-def _merged(start: Start, dialect: Dialect, behind: set[str]) -> dict[str, str | bool]:
+def _merged(start: Start, dialect: Dialect, behind: set[str]) -> dict[str, Any]:
     """The value of each setting that is read; `Open` where the words leave it open."""
     found: dict[str, list[Value]] = {}
     for path, value in start.settings:
