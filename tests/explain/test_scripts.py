@@ -296,6 +296,7 @@ def test_ms_swift_an_unknown_flag_of_the_loss_is_no_refusal() -> None:
         (f"read A B <<< '2.0 3.0'\n{SWIFT} --{MODE} token_mask --{THRESHOLD} $B", f"decides {THRESHOLD}: read A B"),
         (f"source args.sh\n{SWIFT} --{MODE} token_mask $ARGS", r"tell \$ARGS .*not read: source args.sh: the file"),
         (f"{SWIFT} --{MODE} token_mask $(cat args)", r"tell \$\(cat args\) \(line 1\), which may hold settings"),
+        (f"{SWIFT} --{MODE} token_mask --rollout_${{KEY%x}} 3", r"tell --rollout_\$\{KEY%x\} \(line 1\), which may"),
         (f"{SWIFT} --{MODE} token_mask\nif x; then", "no bash that the parser knows"),
     ],
 )  # fmt: skip

@@ -446,7 +446,7 @@ def _word(text: Text) -> Word:
 
 def _may_be_settings(word: Word) -> bool:
     key, equals, _ = word.text.partition("=")
-    return HOLE in key and (bool(equals) or not key.strip(HOLE))
+    return HOLE in key and (bool(equals) or key.startswith("--") or not key.strip(HOLE))
 
 
 def _errors(root: Node) -> Iterator[Node]:
