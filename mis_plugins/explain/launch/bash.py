@@ -492,7 +492,7 @@ class Shell(Reader):
             return listed
         text = self.text(node)
         if node.type in EXPANSIONS:
-            return fields(text)
+            return fields(self.reading.paid(text))
         span = None if self.elsewhere else (node.start_byte, node.end_byte)
         return [tuple(replace(piece, lines=self.lines(node), span=span) for piece in text)]
 
