@@ -53,7 +53,7 @@ IDIOMS: dict[str, Callable[[str, list[str], int], tuple[str, str]]] = {
 }  # fmt: skip
 STARTS: dict[str, Callable[[str], str]] = {
     "command": lambda line: line,
-    "with a log": lambda line: f"{line} 2>&1 | tee train.log",
+    "with a log": lambda line: f"{line} 2>&1 | tee /dev/null",
     "in a branch": lambda line: f"if ! {line}; then\n  exit 1\nfi",
     "in a function": lambda line: f"train() {{\n  {line}\n}}\ntrain",
     "evaluated": lambda line: f"eval {shlex.quote(line)}",
