@@ -54,7 +54,7 @@ setup(
     extras_require={
         "docs": ["zensical", "mkdocstrings[python]", "latex2mathml"],  # the site: bash scripts/docs.sh
         "report": ["numpy", "safetensors", "rich", "matplotlib", "pyarrow", "tokenizers"],
-        "scripts": ["tree-sitter", "tree-sitter-bash"],  # `config check` of a launch script
+        "scripts": ["tree-sitter", "tree-sitter-bash"],  # launch scripts: `config check`, and the translators
         "gpu": [
             "transformer-engine[pytorch]; platform_system == 'Linux'"
         ],  # Apex is from source: docs/gpu.md

@@ -42,12 +42,13 @@ from mis_plugins.explain import rungs
 from mis_plugins.explain.formula import formula
 from mis_plugins.explain.launch import command as launch
 from mis_plugins.explain.translate import areal, ms_swift, verl, verl_presets
+from mis_plugins.explain.translate.script import Asked
 from mis_plugins.explain.words import describe
 from mis_plugins.hosts import checks, ownership
 from mis_plugins.hosts.arguments import recorded, surprises
 from mis_plugins.hosts.host import Host
 from mis_plugins.hosts.registry import every_host
-from mis_plugins.shared.numerals import cut
+from mis_plugins.shared.numerals import count, cut
 from mis_plugins.shared.shell import REFUSED, add_version, is_foreign, not_installed
 from mis_plugins.shared.terminal import print_error, printable
 
@@ -79,8 +80,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _split(argv: Sequence[str]) -> tuple[Sequence[str], Sequence[str]]:
-    """The command's own arguments, and those behind -- that `config check` hands to a launch script."""
-    if list(argv[:2]) != ["config", "check"] or "--" not in argv:
+    """The command's own arguments, and those behind -- that the user starts a launch script with."""
+    if list(argv[:2]) not in [["config", name] for name in ("check", *TRANSLATORS)] or "--" not in argv:
         return argv, []
     at = list(argv).index("--")
     return argv[:at], argv[at + 1 :]
@@ -193,24 +194,30 @@ def from_verl(arguments: argparse.Namespace) -> str:
     """
     target = arguments.target
     named = verl_presets.is_call(target) and not Path(target).exists()
-    return verl.translate(target if named else text_of(target), arguments.overrides).text()
+    return verl.translate(target if named else text_of(target), arguments.overrides, _asked(arguments)).text()
 
 
 def from_ms_swift(arguments: argparse.Namespace) -> str:
     """ms-swift's rollout_importance_sampling_* and off_policy_sequence_mask_delta, from yaml or a launch script.
 
-    Its code is followed where its document says otherwise (sequence_mask).
+    Its code is followed where its document says otherwise (sequence_mask). KEY=VALUE may follow, which win.
     """
-    return ms_swift.translate(text_of(arguments.target)).text()
+    return ms_swift.translate(text_of(arguments.target), arguments.overrides, _asked(arguments)).text()
 
 
 def from_areal(arguments: argparse.Namespace) -> str:
     """AReaL's yaml: its blocks `actor:` and `rollout:`, or their keys alone.
 
     Reads enable_segment_wise_ppo, behav_imp_weight_cap and _floor, use_decoupled_loss and rejection_sampling. Comments
-    say which key each setting comes from, and what to pass for the keys that bound the rollout.
+    say which key each setting comes from, and what to pass for the keys that bound the rollout. PATH=VALUE may follow,
+    which win.
     """
-    return areal.translate(text_of(arguments.target)).text()
+    return areal.translate(text_of(arguments.target), arguments.overrides, _asked(arguments)).text()
+
+
+def _asked(arguments: argparse.Namespace) -> Asked:
+    path = Path("script") if arguments.target == STDIN else Path(arguments.target)
+    return Asked(path, tuple(arguments.given), arguments.line)
 
 
 def _switched(keys: Mapping[str, Any], config: CorrectionConfig) -> Iterator[str]:
@@ -290,9 +297,15 @@ CHECKED: Arguments = TARGET | {
     "--preset": {"metavar": "PRESET_OR_FILE", "help": "what shall correct, of a launch script"},
 }  # fmt: skip
 WATCH: Arguments = {"--watch": {"action": "store_true", "help": "the file with which a run only watches"}}
-OVERRIDES: Arguments = {
-    "overrides": {"nargs": "*", "metavar": "OVERRIDE", "help": "algorithm.rollout_correction.KEY=VALUE"}
+TRANSLATED: Arguments = FILE | {
+    "overrides": {"nargs": "*", "metavar": "KEY=VALUE", "help": "settings that win over the file's"},
+    "--line": {
+        "type": count,
+        "metavar": "N",
+        "help": "the start of the training to read, of a script with several",
+    },
 }
+TRANSLATORS = ("from-verl", "from-ms-swift", "from-areal")
 SOURCES: Arguments = {
     "paths": {"nargs": "+", "type": Path, "metavar": "PATH", "help": "dumps, folders of dumps, logs of metrics"},
     "--config": {"metavar": "PRESET_OR_FILE", "help": "what the run was corrected with (default: nothing)"},
@@ -321,9 +334,9 @@ COMMANDS: dict[str, dict[str, tuple[Run, Arguments]]] = {
         "show": (show, TARGET),
         "check": (check, CHECKED),
         "path": (path, TARGET | WATCH),
-        "from-verl": (from_verl, FILE | OVERRIDES),
-        "from-ms-swift": (from_ms_swift, FILE),
-        "from-areal": (from_areal, FILE),
+        "from-verl": (from_verl, TRANSLATED),
+        "from-ms-swift": (from_ms_swift, TRANSLATED),
+        "from-areal": (from_areal, TRANSLATED),
         GONE: (from_miles, FILE),
         "suggest": (suggest, SOURCES),
     },

@@ -62,8 +62,7 @@ CHANGES = Budget(
     "changes of the step", 2000, 1e-4, "each change of the step begins a batch, which takes milliseconds"
 )
 SECONDS = Budget("seconds of reading", 8, 10 / MEGABYTE, "a reader would never come to the end")
-EXPANDED = Budget("letters of variables", 2**17, 2, "a variable that doubles itself would fill the memory")
-BUDGETS = (INFLATED, VALUES, OBJECTS, DEPTH, LINE, ITEMS, STEPS, CHANGES, SECONDS, EXPANDED)
+BUDGETS = (INFLATED, VALUES, OBJECTS, DEPTH, LINE, ITEMS, STEPS, CHANGES, SECONDS)
 
 
 class Clock:

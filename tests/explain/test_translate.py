@@ -218,10 +218,12 @@ def test_verl_dppo_of_a_launch_script():
         "MODE=dppo_kl\nACTOR=(\n    actor_rollout_ref.actor.policy_loss.loss_mode=${MODE}\n"
         "    actor_rollout_ref.actor.clip_ratio_low=${LOW:-0.05}\n)\npython3 -m verl ${ACTOR[@]}\n"
     )
+    by_default = " ".join(verl.translate(script).notes)
+    assert "--eps-clip 0.05" in by_default and "taken for granted: LOW is not set" in by_default
     with pytest.raises(
-        ConfigError, match=r"clip_ratio_low: got .*actor_rollout_ref.actor.clip_ratio_low=VALUE"
+        ConfigError, match=r"decides clip_ratio_low: \$LOW; .*actor_rollout_ref.actor.clip_ratio_low=VALUE"
     ):
-        verl.translate(script)
+        verl.translate(script.replace("${LOW:-0.05}", "$LOW"))
     said = verl.translate(script, ["actor_rollout_ref.actor.clip_ratio_low=0.05"])
     assert said.config().objective == ObjectiveConfig("dppo_kl")
     assert "--eps-clip 0.05 --eps-clip-high 0.2" in " ".join(said.notes)
@@ -231,10 +233,10 @@ def test_verl_dppo_of_a_launch_script():
     assert verl.translate(script, other).config().objective == ObjectiveConfig("dppo_tv")
     unsure = script.replace("MODE=dppo_kl\n", "")
     with pytest.raises(
-        ConfigError, match=r"loss_mode: got '\$\{MODE\}'; .*actor.policy_loss.loss_mode=VALUE"
+        ConfigError, match=r"decides loss_mode: \$\{MODE\}; .*actor.policy_loss.loss_mode=VALUE"
     ):
         verl.translate(unsure)
-    beside = verl.translate(unsure + f"python3 -m verl {PREFIX}rollout_is=token\n")
+    beside = verl.translate(unsure.replace("verl ", f"verl {PREFIX}rollout_is=token "))
     assert beside.config().objective is None and "loss_mode: ${MODE} is for the launch" in " ".join(
         beside.notes
     )
@@ -352,7 +354,10 @@ def test_verl_dppo_refused(keys: dict, overrides: tuple[str, ...], message: str)
             "algorithm: got 'grpo'; expected a mapping with algorithm.rollout_correction",
         ),
         ({"rollout_rs": {"token_k1": 2}}, "rollout_rs: got {'token_k1': 2}; choose one of token_k1"),
-        ({"bypass_mode": "${a.bypass}"}, r"bypass_mode: got '\$\{a.bypass\}'; expected true or false"),
+        (
+            {"bypass_mode": "${a.bypass}"},
+            r"only the launch decides bypass_mode: \$\{a.bypass\}; put the values behind",
+        ),
         (TOKEN_IS | {"bypass_mode": "false"}, "bypass_mode: got 'false'; expected true or false"),
         (TOKEN_IS | {"rollout_is_batch_normalize": "no"}, "rollout_is_batch_normalize: got 'no'"),
     ],
@@ -437,30 +442,35 @@ def test_verl_launch_script():
     assert overridden == WeightConfig("sequence", "truncate", upper=5.0)
 
 
+THRESHOLDED = f"\npython3 -m verl {PREFIX}rollout_is=token {PREFIX}rollout_is_threshold="
+
+
 @pytest.mark.parametrize(
-    "lines",
+    ("lines", "said"),
     [
-        "if true; then\n  threshold=3.0\nfi",
-        "threshold=3.0\nif true; then\n  threshold=4.0\nfi",
-        "threshold=3.0\nfor threshold in 1 2; do",
-        "threshold=3.0\nsource other.sh",
-        "threshold=3.0\nread threshold",
-        "threshold=3.0\n((threshold+=1))",
-        "threshold=3.0\n: ${threshold:=4.0}",
-        "true && threshold=3.0",
-        "threshold=${THRESHOLD:-3.0}",
-        "threshold=$1",
-        "threshold=$(cat file)",
-        "set_it() {\n  threshold=3.0\n}",
-        "cat > env.sh <<'EOF'\nthreshold=3.0\nEOF",
-        "threshold=3.0 python other.py",
-        "",
+        ("threshold=3.0\nsource other.sh", "$threshold"),
+        ("threshold=3.0\neval $(cat other.sh)", "$threshold"),
+        ("threshold=3.0\nread threshold", "read threshold"),
+        ("threshold=3.0\n((threshold+=1))", "threshold+=1"),
+        ("threshold=3.0\nlet threshold=5", "let threshold=5"),
+        ("threshold=3.0\nprintf -v threshold 5", "printf -v threshold 5"),
+        ("threshold=$1", "$1"),
+        ("threshold=$(cat file)", "$(cat file)"),
+        ("threshold=${PAIR%_*}", "${PAIR%_*}"),
+        (
+            "if [ $A = b ]; then threshold=3; else threshold=4; fi",
+            "3 (if [ $A = b ]) or 4 (if not: [ $A = b ])",
+        ),
+        ("set_it() {\n  threshold=3.0\n}", "${threshold}"),
+        ("cat > env.sh <<'EOF'\nthreshold=3.0\nEOF", "${threshold}"),
+        ("threshold=3.0 python other.py", "${threshold}"),
+        ("", "${threshold}"),
     ],
 )
-def test_verl_a_variable_that_is_not_sure_is_refused(lines: str):
+def test_verl_a_variable_that_is_not_sure_is_refused(lines: str, said: str):
     """A wrong bound would be worse: the error quotes the user's text and says how to give the value."""
-    script = f"{lines}\npython3 -m verl {PREFIX}rollout_is=token {PREFIX}rollout_is_threshold=${{threshold}}"
-    told = rf"rollout_is_threshold: got '\$\{{threshold\}}'; expected a number; .*{PREFIX}rollout_is_threshold=VALUE"
+    script = f"{lines}{THRESHOLDED}${{threshold}}"
+    told = rf"decides rollout_is_threshold: {re.escape(said)}; .*{PREFIX}rollout_is_threshold=VALUE"
     with pytest.raises(ConfigError, match=told):
         verl.translate(script)
     assert verl.translate(script, [f"{PREFIX}rollout_is_threshold=3"]).config().weight == WeightConfig(
@@ -471,16 +481,30 @@ def test_verl_a_variable_that_is_not_sure_is_refused(lines: str):
 @pytest.mark.parametrize(
     ("lines", "word"),
     [
-        ("threshold=3.0", "'${threshold}'"),  # within single quotes a shell leaves it
+        ("if true; then\n  threshold=3.0\nfi", "$threshold"),
+        ("threshold=2.0\nif true; then\n  threshold=3.0\nfi", "$threshold"),
+        ("for threshold in 1 3; do :; done", "$threshold"),
+        ("threshold=3.0\n: ${threshold:=4.0}", "$threshold"),
+        ("true && threshold=3.0", "$threshold"),
+        ("threshold=${THRESHOLD:-3.0}", "$threshold"),
         ("threshold=3.0", "${threshold:-2}"),
-        ("threshold=3.0", "\\$threshold"),
+        ("", "${THRESHOLD:-3}"),
+        ("threshold=3\nset_it() { local threshold=5; }\nset_it", "$threshold"),
+        ("set_it() { threshold=3; }\nset_it", "$threshold"),
+        ("threshold=3.\nthreshold+=0", '"$threshold"'),
+        ("set -- a 3", "$2"),
     ],
 )
-def test_verl_what_a_shell_does_not_expand_is_not_expanded(lines: str, word: str):
-    with pytest.raises(ConfigError, match="rollout_is_threshold: got '.*threshold"):
-        verl.translate(
-            f"{lines}\npython3 -m verl {PREFIX}rollout_is=token {PREFIX}rollout_is_threshold={word}"
-        )
+def test_verl_a_variable_is_read_where_its_value_stands_in_the_script(lines: str, word: str):
+    translation = verl.translate(f"{lines}{THRESHOLDED}{word}")
+    assert translation.config().weight == WeightConfig(upper=3.0)
+    assert ("THRESHOLD is not set" in " ".join(translation.notes)) == ("THRESHOLD:-" in lines + word)
+
+
+@pytest.mark.parametrize("word", ["'${threshold}'", "\\$threshold"])
+def test_verl_what_a_shell_does_not_expand_is_not_expanded(word: str):
+    with pytest.raises(ConfigError, match=r"decides rollout_is_threshold: \$\{?threshold"):
+        verl.translate(f"threshold=3.0{THRESHOLDED}{word}")
 
 
 def test_verl_variables_of_variables():
@@ -494,7 +518,11 @@ def test_verl_variables_of_variables():
     [
         (
             f"{PREFIX}rollout_is=token\nverl {PREFIX}rollout_is=sequence",
-            "rollout_is: got 'token' and 'sequence'; put",
+            "2 starts of verl with different settings; .*line 1: .*token; line 2: .*sequence",
+        ),
+        (
+            f"{PREFIX}rollout_is=token {PREFIX}rollout_is=sequence",
+            r"decides rollout_is: token \(line 1\) or sequence \(line 1\); put",
         ),
         (
             f"~{PREFIX}rollout_rs {PREFIX}rollout_is=token",
@@ -506,7 +534,7 @@ def test_verl_variables_of_variables():
             "algorithm.rollout_correction=${X}",
             r"rollout_correction: got '\$\{X\}'; write its keys behind the file",
         ),
-        (f"{PREFIX}rollout_is=token 'open", "No closing quotation"),
+        (f"{PREFIX}rollout_is=token 'open", "line 1: .*no bash that the parser knows"),
     ],
 )
 def test_verl_scripts_refused(words: str, message: str):
@@ -526,7 +554,7 @@ def test_verl_script_says_what_else_counts():
 
 @pytest.mark.parametrize("value", ["${oc.env:CAP,2.0}", "${oc.env:CAP}", "${trainer.cap}"])
 def test_verl_interpolation_is_quoted_with_the_way_out(value: str):
-    told = rf"rollout_is_threshold: got '{re.escape(value)}'; .*put its value behind the file, as {PREFIX}"
+    told = rf"decides rollout_is_threshold: {re.escape(value)}; put the values behind the file, as {PREFIX}"
     with pytest.raises(ConfigError, match=told):
         from_verl({"algorithm": {"rollout_correction": TOKEN_IS | {"rollout_is_threshold": value}}})
     given = from_verl(TOKEN_IS | {"rollout_is_threshold": value}, f"{PREFIX}rollout_is_threshold=4")
@@ -604,7 +632,7 @@ def test_ms_swift_flags_with_dashes_and_comments():
         f"swift rlhf --{MODE} \\\n  token_mask \\\n  --{THRESHOLD} \\\r\n  3",
         f"swift rlhf --{MODE} token_mask --{THRESHOLD} 2 --{THRESHOLD}=3",
         f"ARGS=(\n  --{MODE} 'token_mask'\n  --{THRESHOLD} \"3\"\n)\nswift rlhf ${{ARGS[@]}}",
-        f"echo it's\nswift rlhf --model a#b --{MODE} token_mask --{THRESHOLD} 03",
+        f"echo it''s\nswift rlhf --model a#b --{MODE} token_mask --{THRESHOLD} 03",
     ],
 )
 def test_ms_swift_scripts_are_read_as_a_shell_reads_them(script: str):
@@ -688,8 +716,8 @@ def test_ms_swift_off_policy_mask():
         (f"{MODE}: token_mask\n{THRESHOLD}: wide", f"{THRESHOLD}: got 'wide'; expected a number"),
         (f"{DELTA}: -1", f"{DELTA}: got -1"),
         (f"swift rlhf --{MODE} token_mask --{THRESHOLD} -1", f"{THRESHOLD}: got -1; every ratio"),
-        (f"swift rlhf --{MODE} $MODE", rf"{MODE}: got '\$MODE'; choose one of token_truncate"),
-        (f"swift rlhf --{MODE} token_mask --system 'it", "No closing quotation; give the flags of this line"),
+        (f"swift rlhf --{MODE} $MODE", rf"decides {MODE}: \$MODE; .* as {MODE}=VALUE"),
+        (f"swift rlhf --{MODE} token_mask --system 'it", "line 1: .*no bash that the parser knows"),
         (f"swift rlhf --{THRESHOLD} --{MODE} token_mask", f"{THRESHOLD}: got True; expected a number"),
         (
             "log_rollout_offpolicy_metrics: maybe",
@@ -855,8 +883,7 @@ def test_areals_own_words_stand_beside_each_setting():
             "max_head_offpolicyness": 2,
             "enable_segment_wise_ppo": True,
         },
-        "actor": CAPPED
-        | {"prox_logp_method": "loglinear", "m2_threshold": 0.01, "importance_sampling_level": "token"},
+        "actor": CAPPED | {"prox_logp_method": "loglinear", "importance_sampling_level": "token"},
     }
     text = areal.translate(yaml.safe_dump(tree)).text()
     flat = " ".join(line.lstrip("# ") for line in text.splitlines())
@@ -868,7 +895,6 @@ def test_areals_own_words_stand_beside_each_setting():
         "--max-head-offpolicyness 2 with --async",
         "rollout.max_concurrent_rollouts: 256 counts prompts in AReaL",
         "actor.prox_logp_method: loglinear: pi_old is always recomputed here",
-        "actor.m2_threshold: 0.01: M2PO's masking has no counterpart",
     ):
         assert said in re.sub(r" +", " ", flat)
     assert "importance_sampling_level" not in text and "use_decoupled_loss is not in the file" not in text
@@ -897,6 +923,12 @@ def test_areals_own_words_stand_beside_each_setting():
          r"^actor\.behave_imp_weight_cap: AReaL itself has refused it since 1\.0\. .* action: mask for the modes"),
         ({"actor": {"use_decoupled_loss": True, "rejection_sampling": None}},
          r"^rejection_sampling: null weighs nothing in AReaL, with use_decoupled_loss: true too; drop both keys"),
+        ({"actor": CAPPED | {"m2_threshold": 0.01}}, r"^actor\.m2_threshold: 0\.01: M2PO masks tokens"),
+        ({"actor": CAPPED | {"use_sapo_loss": True}}, r"^actor\.use_sapo_loss: true: .* actor\.use_sapo_loss=false"),
+        ({"actor": {"rejection_sampling": {"metric": "binary_kl", "upper": 2}}},
+         r"^actor\.rejection_sampling\.metric: binary_kl is AReaL's KPop, the larger binary KL of both directions"),
+        ({"actor": {"behav_imp_weight_cap": "${cap}", "rejection_sampling": {"upper": "${upper}"}}},
+         r"decides actor\.behav_imp_weight_cap: \$\{cap\}, actor\.rejection_sampling\.upper: \$\{upper\}; put"),
         ({"rejection_sampling": {"uper": 2}}, r"^rejection_sampling\.uper: unknown key; known are level, action"),
         ({"rejection_sampling": {"metric": "kl_k3"}}, r"^rejection_sampling\.metric: kl_k3 is 1/r - 1 \+ log r"),
         ({"actor": {"rejection_sampling": {"upper": 1}}},

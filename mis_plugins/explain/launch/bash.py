@@ -39,10 +39,14 @@ from mis_plugins.shared.shell import not_installed
 if TYPE_CHECKING:
     from tree_sitter import Node
 
+SHELLS = ("bash", "sh", "zsh", "dash")
 PRINTS = ("echo", "printf", "cat", "tee")
-ASKS_PROCESSES = ("pkill", "pgrep", "grep", "ps", "kill")
-FILLS = ("read", "mapfile", "readarray", "getopts", "unset")
+STARTS_NOTHING = (":", "true", "pkill", "pgrep", "grep", "ps", "kill")
+FILLS = ("read", "mapfile", "readarray", "getopts")
 OUR_PATH = ("-m mis_plugins config path ", "mis-plugins config path ")
+SETS = ("variable_assignment", "variable_assignments", "declaration_command", "compound_statement")
+OF_FUNCTION = ("local", "declare", "typeset")
+ASSIGNS = ("=", "+=", "-=", "*=", "/=", "%=", "<<=", ">>=", "&=", "|=", "^=")
 EXPANSIONS = ("simple_expansion", "expansion", "command_substitution")
 Value = Text | list[Text]  # of a variable, of an array
 
@@ -57,38 +61,73 @@ def launches(script: str, path: Path, reading: Reading, arguments: Sequence[str]
     Raises:
         ConfigError: the script nests deeper than any launch script does, or the parser of bash is not installed.
     """
-    given = list(arguments)
     shell = Shell(path, reading)
-    while given and given[0].partition("=")[0].isidentifier() and "=" in given[0]:
-        name, _, value = given.pop(0).partition("=")
-        shell.variables[name] = literal(value)
-    shell.positional = [literal(one) for one in given]
-    try:
-        shell.attempt(lambda: shell.run_text(script))
-    except RecursionError:
-        raise ConfigError(
-            "nested deeper than any launch script; give the part that starts train.py"
-        ) from None
+    shell.run_script(script, arguments)
     return shell.found
 
 
+class Broken(Returned):
+    """A loop ends, or goes on with its next round, before the end of its body; `value` tells which."""
+
+
 class Shell(Reader):
-    """The variables of a shell as far as they are known."""
+    """The variables of a shell as far as they are known.
+
+    texts: the script, and every text that it sources or evaluates; `source` numbers the one that is read.
+    locals: what the variables that a function declares as its own were before.
+    is_broken: whether only running the script would tell that a loop ends before its last round.
+    ran: the statements that were read, by number of the text and id of the node.
+    """
 
     def __init__(self, path: Path, reading: Reading):
         super().__init__(reading)
-        self.path, self.elsewhere = path, False
-        self.positional: list[Text] = []
-        self.variables: dict[str, Value] = {}
-        self.functions: dict[str, tuple[Node, bool]] = {}
+        self.path, self.source = path, 0
+        self.texts: list[Node] = []
+        self.variables: dict[str, Value] = {"@": []}
+        self.is_broken = False
+        self.functions: dict[str, tuple[Node, int]] = {}
+        self.locals: dict[str, Value | None] = {}
+        self.ran: set[tuple[int, int]] = set()
+
+    @property
+    def positional(self) -> list[Text]:
+        """The arguments of the script, or of the function that is read."""
+        return _as_words(self.variables["@"])
+
+    @positional.setter
+    def positional(self, words: list[Text]) -> None:
+        self.variables["@"] = words
+
+    @property
+    def elsewhere(self) -> bool:
+        """Whether the statement that is read stands in a sourced or evaluated text."""
+        return self.source > 0
 
     def scopes(self) -> list[dict[str, Value]]:
         return [self.variables]
 
+    def remember(self, branch: str, ended: Ended) -> None:
+        self.is_broken |= isinstance(ended, Broken)
+
     # Running statements.
 
+    def run_script(self, script: str, arguments: Sequence[str]) -> None:
+        """Read a whole script as `launches` does."""
+        given = list(arguments)
+        while given and given[0].partition("=")[0].isidentifier() and "=" in given[0]:
+            name, _, value = given.pop(0).partition("=")
+            self.variables[name] = literal(value)
+        self.positional = [literal(one) for one in given]
+        try:
+            self.attempt(lambda: self.run_text(script))
+        except RecursionError:
+            raise ConfigError(
+                "nested deeper than any launch script; give the part that starts the training"
+            ) from None
+
     def run_text(self, script: str) -> None:
-        self.run_all(self.parsed(script).children)
+        self.texts.append(self.parsed(script))
+        self.run_all(self.texts[-1].children)
 
     def parsed(self, script: str) -> Node:
         try:
@@ -114,6 +153,7 @@ class Shell(Reader):
 
     def run(self, node: Node) -> None:
         self.reading.spend()
+        self.ran.add((self.source, node.id))
         if node.type in RUN:
             RUN[node.type](self, node)
         elif node.type == "ERROR":
@@ -136,18 +176,25 @@ class Shell(Reader):
             self.run(node)
             return truth is not False
         left, right = node.named_children[0], node.named_children[-1]
-        status = self._status(left)
+        status, is_and = self._status(left), any(child.type == "&&" for child in node.children)
+        decides = right.type in SETS or one_line(right).partition(" ")[0] in {*COMMANDS, *self.functions}
+        if left.type == "command" and decides and self.truth(left) is None:
+            status = None  # what a command says of the machine decides a value, or where a loop ends
         if status is None:
-            self.fork(_said(left), lambda: self.run(right), lambda: None)
-        elif status == any(child.type == "&&" for child in node.children):
+            nothing, run = (lambda: None), (lambda: self.run(right))
+            self.fork(_said(left), *((run, nothing) if is_and else (nothing, run)))
+        elif status == is_and:
             return self._status(right)
         return status
 
     def _if(self, node: Node) -> None:
+        clauses = list(_clauses(node))
+        for conditions, _ in clauses:
+            self.run_all(conditions)
         self._choose(
             [
                 (_joined(conditions), self.truth(conditions[-1]) if conditions else True, body)
-                for conditions, body in _clauses(node)
+                for conditions, body in clauses
             ]
         )
 
@@ -181,22 +228,39 @@ class Shell(Reader):
         if name is None or body is None:
             return
         if values and all(known(word) is not None for word in values):
-            for word in values:
-                self.variables[_said(name)] = word
-                self.run(body)
+            self._looped(node, lambda: any(self._round(body, _said(name), word) for word in values))
         else:
             self.variables[_said(name)] = hole(f"${_said(name)}", self.lines(node))
             self._loop(node)
 
     def _loop(self, node: Node) -> None:
         body = node.child_by_field_name("body")
+        self.run_all(child for child in node.named_children if child != body)
         if body is not None:
-            self.fork(_said(node).partition("\n")[0], lambda: self.run(body), lambda: None)
+            self._looped(node, lambda: self.fork(one_line(node), lambda: self._round(body), lambda: None))
+
+    def _looped(self, node: Node, work: Callable[[], object]) -> None:
+        """Run a loop; of one that may end before its last round, what it sets is not known."""
+        outer, before, self.is_broken = self.is_broken, dict(self.variables), False
+        work()
+        changed = [name for name, value in self.variables.items() if before.get(name) != value]
+        if self.is_broken:
+            self.variables |= {name: hole(f"${name}", self.lines(node)) for name in changed}
+        self.is_broken = outer
+
+    def _round(self, body: Node, name: str = "", value: Text = ()) -> bool:
+        """Run the body of a loop once; whether the loop ends there."""
+        self.variables |= {name: value} if name else {}
+        try:
+            self.run(body)
+        except Broken as broken:
+            return broken.value
+        return False
 
     def _function(self, node: Node) -> None:
         name, body = node.child_by_field_name("name"), node.child_by_field_name("body")
         if name is not None and body is not None:
-            self.functions[_said(name)] = body, self.elsewhere
+            self.functions[_said(name)] = body, self.source
 
     # Commands.
 
@@ -211,28 +275,54 @@ class Shell(Reader):
     def call(self, node: Node, words: list[Text]) -> None:
         name = word_of(words[0]).text if words else ""
         if name in self.functions:
-            body, elsewhere = self.functions[name]
-            self._within(words[1:], elsewhere, lambda: self.run(body))
+            body, source = self.functions[name]
+            self._within(words[1:], source, lambda: self.run(body))
         elif name.startswith("--"):
             self.unread(node, "a command that begins with a flag; does the line above lack its backslash?")
         elif name in COMMANDS:
             COMMANDS[name](self, node, words[1:])
-        elif name in FILLS:
+        elif name in FILLS or name == "printf" and [known(word) for word in words[1:2]] == ["-v"]:
             self._fill(node, words[1:])
-        elif name not in ASKS_PROCESSES and name not in PRINTS:
-            self._launch(node, words)
+        elif name not in STARTS_NOTHING and name not in PRINTS:
+            inner = _commands_of(words)
+            for text in inner:
+                self.evaluate(text)
+            if not inner:
+                self._launch(node, words)
 
-    def _within(self, positional: list[Text], elsewhere: bool, work: Callable[[], object]) -> None:
-        """Run a function, a sourced file or an evaluated text, from which the script may return."""
-        outer = self.positional, self.elsewhere
-        self.positional, self.elsewhere = positional, elsewhere
+    def _within(
+        self, positional: list[Text], source: int, work: Callable[[], object], shares: bool = False
+    ) -> None:
+        """Run a function, a sourced file or an evaluated text, from which the script may return.
+
+        Args:
+            shares: whether the arguments that it sets are those of the script too.
+        """
+        outer = self.positional, self.source, self.locals
+        self.positional, self.source, self.locals = positional, source, {}
         try:
             with self.deeper():
                 work()
         except Returned:
             pass
         finally:
-            self.positional, self.elsewhere = outer
+            for name, value in self.locals.items():
+                self.variables.pop(name, None)
+                self.variables |= {} if value is None else {name: value}
+            positional, self.source, self.locals = outer
+            self.positional = self.positional if shares else positional
+
+    def _declare(self, node: Node) -> None:
+        """`export`, `local` and the like; within a function most of them make a variable of its own."""
+        own = _said(node.children[0]) in OF_FUNCTION and self.depth > 0
+        for child in node.named_children:
+            if child.type == "variable_assignment":
+                name = _said(child.named_children[0])
+                if own:
+                    self.locals.setdefault(name, self.variables.get(name))
+                self.run(child)
+                if _said(node).startswith("declare -n"):
+                    self.variables[name] = hole(_said(child), self.lines(node))
 
     def _launch(self, node: Node, words: list[Text]) -> None:
         at = next((place for place, word in enumerate(words) if is_train(word_of(word).text)), None)
@@ -253,14 +343,45 @@ class Shell(Reader):
     def _return(self, node: Node, words: list[Text]) -> None:
         raise Returned
 
+    def _break(self, node: Node, words: list[Text]) -> None:
+        self.is_broken |= bool(words)  # of an outer loop
+        raise Broken(_said(node).startswith("break"))
+
     def _shift(self, node: Node, words: list[Text]) -> None:
-        self.positional = self.positional[1:]
+        said = known(words[0]) if words else "1"
+        count = int(said) if said and said.isdigit() and len(said) < 8 else 1
+        unsure = [word for word in self.positional[:count] if not _is_one(word)]
+        self.positional = [*unsure, *self.positional[count:]]
+
+    def _set(self, node: Node, words: list[Text]) -> None:
+        """`set -- WORD ...`, which sets the script's own arguments."""
+        said = [known(word) for word in words]
+        if "--" in said:
+            self.positional = words[said.index("--") + 1 :]
+
+    def _computed(self, node: Node) -> None:
+        """`((NAME += 1))`: the value is not known."""
+        if any(child.type in ("++", "--") or child.type in ASSIGNS for child in node.children):
+            self.variables[_said(node.named_children[0])] = hole(_said(node), self.lines(node))
+
+    def _let(self, node: Node, words: list[Text]) -> None:
+        for word in words:
+            name = shown(word).partition("=")[0].strip("+-*/% ")
+            self.variables[name] = hole(_said(node), self.lines(node))
 
     def _fill(self, node: Node, words: list[Text]) -> None:
         """Variables whose values come from outside, but for a herestring."""
         here = next((child for child in node.children if child.type == "herestring_redirect"), None)
-        value = self.text(here.named_children[0]) if here else hole(_said(node), self.lines(node))
-        self.variables |= {name: value for name in map(shown, words) if not name.startswith("-")}
+        names = [name for name in map(shown, words) if not name.startswith("-")]
+        is_whole = here is not None and len(names) == 1 and node.children[0].type == "command_name"
+        value = (
+            self.text(here.named_children[0]) if here and is_whole else hole(_said(node), self.lines(node))
+        )
+        self.variables |= dict.fromkeys(names, value)
+
+    def _unset(self, node: Node) -> None:
+        for word in (word for child in node.named_children for word in self.words(child)):
+            self.variables.pop(shown(word), None)
 
     def _source(self, node: Node, words: list[Text]) -> None:
         """Read a file that the script sources, where it can be found."""
@@ -270,14 +391,28 @@ class Shell(Reader):
             return
         text = text_of(Path(name))
         self.reading.spend(len(text))
-        self._within(words[1:] or self.positional, True, lambda: self.run_text(text))
+        self._within(words[1:] or self.positional, len(self.texts), lambda: self.run_text(text))
 
     def _eval(self, node: Node, words: list[Text]) -> None:
-        text = known(spaced(words))
-        if text is None:
+        self.evaluate(spaced(words), shares=True)
+        if known(spaced(words)) is None:
             self.unread(node, "its text is not known")
-        else:
-            self._within(self.positional, True, lambda: self.run_text(text))
+
+    def evaluate(self, text: Text, shares: bool = False) -> None:
+        """Read a text as a script, with a variable in place of each part that is not known.
+
+        Args:
+            shares: whether the variables that it sets are those of the script too.
+        """
+        before = dict(self.variables)
+        said = ""
+        for piece in self.reading.paid(text):
+            name = f"unknown_{len(self.variables)}"
+            if piece.text is None or piece.branch:
+                self.variables[name] = (piece,)
+            said += f"${{{name}}}" if piece.text is None or piece.branch else piece.text
+        self._within(self.positional, len(self.texts), lambda: self.run_text(said), shares)
+        self.variables = self.variables if shares else before
 
     def _redirected(self, node: Node) -> None:
         """A command, and the file that `cat`, `echo`, `printf` or `tee` writes."""
@@ -285,9 +420,15 @@ class Shell(Reader):
         printed = self.printed(body, node) if body is not None else None
         if body is None:
             return
+        heredoc = next(_descend(node, "heredoc_body"), None)
+        if heredoc is not None and _said(body).partition(" ")[0] in SHELLS:
+            self.ran.add((self.source, body.id))
+            self.evaluate(self._heredoc(heredoc))
+            return
         if printed is None:
             self.run(body)
             return
+        self.ran.add((self.source, body.id))
         words, target = self.command_words(body), next(_descend(node, "file_redirect"), None)
         if known(words[0]) == "tee" and len(words) > 1:
             self.reading.files[shown(words[-1])] = printed
@@ -308,16 +449,13 @@ class Shell(Reader):
         if body is None:
             file = shown(words[1]) if len(words) == 2 else ""
             return self.reading.files.get(file, hole(_said(node), self.lines(node)))
-        start = next(
-            (
-                child
-                for child in (body.parent.children if body.parent else ())
-                if child.type == "heredoc_start"
-            ),
-            None,
-        )
+        return self._heredoc(body)
+
+    def _heredoc(self, body: Node) -> Text:
+        beside = body.parent.children if body.parent else ()
+        start = next((child for child in beside if child.type == "heredoc_start"), None)
         if start is not None and _said(start)[:1] in "'\"\\":
-            return literal(_said(body), self.lines(body))
+            return self.literal(_said(body), body)
         return self.mixed(body, body.start_byte, body.end_byte)
 
     # Variables.
@@ -354,7 +492,7 @@ class Shell(Reader):
             return listed
         text = self.text(node)
         if node.type in EXPANSIONS:
-            return fields(text)
+            return fields(self.reading.paid(text))
         span = None if self.elsewhere else (node.start_byte, node.end_byte)
         return [tuple(replace(piece, lines=self.lines(node), span=span) for piece in text)]
 
@@ -383,21 +521,24 @@ class Shell(Reader):
         self.reading.spend()
         return TEXT[node.type](self, node) if node.type in TEXT else hole(_said(node), self.lines(node))
 
+    def literal(self, text: str, node: Node, begin: int | None = None, end: int | None = None) -> Text:
+        """A text that stands in the script as it is: in the whole node, or in the bytes from `begin` to `end`."""
+        at = self.source, node.start_byte if begin is None else begin, node.end_byte if end is None else end
+        return (Piece(text, lines=self.lines(node), at=at),) if text else ()
+
     def _plain(self, node: Node) -> Text:
         """A word without the backslashes that quote one letter."""
         letters = iter(_said(node))
         said = "".join(next(letters, "") if letter == "\\" else letter for letter in letters)
-        return literal(said.replace("\n", ""), self.lines(node))
+        return self.literal(said.replace("\n", ""), node)
 
     def _raw(self, node: Node) -> Text:
-        return literal(_said(node)[1:-1], self.lines(node))
+        return self.literal(_said(node)[1:-1], node)
 
     def _ansi(self, node: Node) -> Text:
         said = _said(node)[2:-1]
         try:
-            return literal(
-                codecs.decode(said, "unicode_escape") if said.isascii() else said, self.lines(node)
-            )
+            return self.literal(codecs.decode(said, "unicode_escape") if said.isascii() else said, node)
         except UnicodeDecodeError:
             return hole(_said(node), self.lines(node))
 
@@ -408,7 +549,8 @@ class Shell(Reader):
 
         def plain(upto: int) -> None:
             said = source[place - node.start_byte : upto - node.start_byte].decode(errors="replace")
-            parts.append(literal(said if node.type == "concatenation" else _unquoted(said), self.lines(node)))
+            said = said if node.type == "concatenation" else _unquoted(said)
+            parts.append(self.literal(said, node, place, upto))
 
         for child in node.named_children:
             if child.type not in ("string_content", "heredoc_content"):
@@ -423,12 +565,16 @@ class Shell(Reader):
         if name == "0":
             return literal(str(self.path))
         if name.isdigit():
-            at = self.positional[int(name) - 1 :] if len(name) < 4 else []
-            return at[0] if at else hole(_said(node), self.lines(node))
+            return next(iter(self._argument(name)), hole(_said(node), self.lines(node)))
         value = self.positional if name in ("@", "*") else self.variables.get(name)
         if value is None:
             return hole(_said(node), self.lines(node))
         return spaced(value) if isinstance(value, list) else value
+
+    def _argument(self, name: str) -> list[Text]:
+        """`$NAME` of the script's own arguments, which is not known behind a word that may be several."""
+        words = self.positional[: int(name[:3])]
+        return words[int(name[:3]) - 1 :] if all(map(_is_one, words)) else [hole(f"${name}")]
 
     def _braced(self, node: Node) -> Text:
         """`${NAME}`, `${NAME:-default}` and the like; all that cuts or counts is not known."""
@@ -444,7 +590,8 @@ class Shell(Reader):
         operators = [
             child.type for child in node.children if not child.is_named and child.type not in ("${", "}")
         ]
-        is_set = self.variables.get(name) or name.isdigit() and self.positional[int(name[:3]) - 1 :]
+        value = self.variables.get(name, self._argument(name) if name.isdigit() else None)
+        is_set = value is not None and value != [] if operators and operators[0] in ("-", "=", "+") else value
         if not operators or operators[0] in (":?", "?") or is_set and operators[0] in DEFAULTS:
             return self._valued(node, name)
         is_alternative = is_set and operators[0] in ("+", ":+")
@@ -452,7 +599,8 @@ class Shell(Reader):
             return unknown
         text = tuple(piece for child in node.named_children[1:] for piece in self.text(child))
         if is_alternative:
-            return text
+            is_sure = isinstance(value, list) or any(piece.text and not piece.branch for piece in value or ())
+            return text if is_sure else unknown
         self.reading.assume_unset(name)
         if operators[0].endswith("="):
             self.variables[name] = text
@@ -463,7 +611,11 @@ class Shell(Reader):
         inner = [child for child in node.named_children if child.type != "comment"]
         with self.deeper():
             found = self._output(inner) if inner else None
-        return found if found is not None else hole(_said(node), self.lines(node))
+        is_known = found is not None and any(piece.text is not None for piece in found)
+        if not found or not is_known:
+            return hole(_said(node), self.lines(node))
+        *parts, last = found
+        return (*parts, replace(last, text=last.text.rstrip("\n"))) if last.text is not None else found
 
     def _output(self, nodes: Sequence[Node]) -> Text | None:
         node = nodes[-1]
@@ -548,12 +700,9 @@ RUN: dict[str, Callable[[Shell, Node], object]] = {
         ("program", "variable_assignments", "compound_statement", "do_group", "pipeline", "negated_command"),
         Shell._children,
     ),
-    "declaration_command": lambda shell, node: shell.run_all(
-        child for child in node.named_children if child.type == "variable_assignment"
-    ),
-    "unset_command": lambda shell, node: shell._fill(
-        node, [word for child in node.named_children for word in shell.words(child)]
-    ),
+    "declaration_command": Shell._declare,
+    **dict.fromkeys(("binary_expression", "unary_expression", "postfix_expression"), Shell._computed),
+    "unset_command": Shell._unset,
     "command": Shell._command,
     "variable_assignment": Shell._assignment,
     "redirected_statement": Shell._redirected,
@@ -584,9 +733,12 @@ COMMANDS: dict[str, Callable[[Shell, Node, list[Text]], None]] = {
     ".": Shell._source,
     "eval": Shell._eval,
     "exit": Shell._exit,
-    "exec": Shell.call,
+    "exec": lambda shell, node, words: shell.call(node, words),
     "return": Shell._return,
+    **dict.fromkeys(("break", "continue"), Shell._break),
     "shift": Shell._shift,
+    "set": Shell._set,
+    "let": Shell._let,
 }
 
 
@@ -594,8 +746,29 @@ def _said(node: Node) -> str:
     return (node.text or b"").decode(errors="replace")
 
 
+def one_line(node: Node) -> str:
+    """The first line of what a node says."""
+    return _said(node).partition("\n")[0]
+
+
 def _joined(nodes: Iterable[Node]) -> str:
     return "; ".join(map(_said, nodes))
+
+
+def _is_one(word: Text) -> bool:
+    """Whether a word is surely one: an unquoted expansion may be none or several."""
+    return not word or any(piece.text is not None or piece.span for piece in word)
+
+
+def _commands_of(words: Sequence[Text]) -> list[Text]:
+    """The texts of `bash -c TEXT`, wherever it stands among the words of a command."""
+    said = [word_of(word).text.rpartition("/")[2] for word in words]
+    switches = [
+        place for place, one in enumerate(said) if one[:1] == "-" and one[-1:] == "c" and one[1:].isalpha()
+    ]
+    return [
+        words[place + 1] for place in switches if set(SHELLS) & set(said[:place]) and place + 1 < len(words)
+    ]
 
 
 def _as_words(value: Value) -> list[Text]:

@@ -27,6 +27,7 @@ class Piece:
     lines: the first and the last line of the literal.
     branch: the condition under which the part is there; None is always.
     span: the bytes of the word in a shell script, where the script says it as one literal.
+    at: where the literal stands: the number of the text among the script and what it sources, and its bytes.
     """
 
     text: str | None
@@ -34,6 +35,7 @@ class Piece:
     lines: Lines = (COMMAND_LINE, COMMAND_LINE)
     branch: str | None = None
     span: tuple[int, int] | None = None
+    at: tuple[int, int, int] | None = None
 
 
 Text = tuple[Piece, ...]
@@ -249,7 +251,7 @@ class Reader:
     def fork(self, label: str, one: Callable[[], object], other: Callable[[], object]) -> None:
         """Read two branches, of which only running the script would tell the one that is taken."""
         outer, before = self.branch, [dict(scope) for scope in self.scopes()]
-        self.branch = outer or label
+        self.branch = label if outer is None or outer.startswith("not: ") else outer
         ended = self.attempt(one)
         first = [dict(scope) for scope in self.scopes()]
         self._restore(before)
@@ -279,6 +281,10 @@ class Reader:
         """The value of a place that either branch may have reached: what both begin with is sure."""
         if one is other or type(one) is type(other) and isinstance(one, PLAIN) and one == other:
             return one
+        if () in (one, other):  # a name that one branch alone makes a list
+            one, other = (
+                value if value != () else type(beside)() for value, beside in ((one, other), (other, one))
+            )
         if not isinstance(one, tuple | list) or type(one) is not type(other):
             return hole(f"a value that depends on {branch}")
         self.reading.spend(1 + len(one) + len(other))

@@ -7,7 +7,7 @@ until `rejection_sampling` took their place.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -17,7 +17,16 @@ from mis_plugins.config.flat import spelled
 from mis_plugins.config.model import CorrectionConfig, ObjectiveConfig, SegmentWiseConfig, WeightConfig
 from mis_plugins.config.reading import number
 from mis_plugins.errors import ConfigError
-from mis_plugins.explain.translate.translation import Translation, as_written, choice, load
+from mis_plugins.explain.translate.script import ASKED, Asked, Dialect, Said, overrides, tree_or_script
+from mis_plugins.explain.translate.translation import (
+    Translation,
+    as_written,
+    choice,
+    is_open,
+    load,
+    places,
+    refuse_open,
+)
 from mis_plugins.shared.numerals import shown
 
 CAP, FLOOR, ENABLE = "behav_imp_weight_cap", "behav_imp_weight_floor", "enable_segment_wise_ppo"
@@ -47,9 +56,21 @@ CHOICES = {
     "metric": ("ratio", "kl_k1", "kl_k2", "kl_k3"),
     "agg": ("sum", "mean", "max"),
 }
+LACKING: dict[str, tuple[Any, str]] = {
+    "m2_threshold": (
+        None,
+        "M2PO masks tokens until the second moment of the log ratios of a batch is below the threshold, and every rule "
+        "here judges a token, segment or sequence by itself; {statistic: k2, over: token} is the nearest",
+    ),
+    "use_sapo_loss": (False, "SAPO's soft gate takes the place of PPO's clip, and no surrogate here has it"),
+}
+"""Keys of `actor:` that correct and cannot be said here: AReaL's default, and why another value is refused."""
+KPOP = (
+    "binary_kl is AReaL's KPop, the larger binary KL of both directions, and binary_kl here is that of mu to pi_old "
+    "alone, which drops other tokens; where one direction is enough, put actor.rejection_sampling.metric=ratio behind "
+    "the file, and write {statistic: binary_kl, over: token, upper: UPPER} in its place under `mis:`"
+)
 UNSERVED: dict[str, tuple[Any, str]] = {
-    "m2_threshold": (None, "M2PO's masking has no counterpart here."),
-    "use_sapo_loss": (False, "SAPO's loss has no counterpart here."),
     "prox_logp_method": (
         "recompute",
         "pi_old is always recomputed here; mis.segment_wise.method is about pi_{v+1}.",
@@ -62,27 +83,100 @@ UNSERVED: dict[str, tuple[Any, str]] = {
 """Keys of `actor:` that nothing here reads: AReaL's default, and what to know of another value."""
 
 
-def translate(text: str) -> Translation:
+def translate(text: str, behind: Sequence[str] = (), asked: Asked = ASKED) -> Translation:
     """Translate AReaL's yaml as AReaL's code reads it, also where its document says otherwise.
+
+    Args:
+        behind: PATH=VALUE, as on AReaL's command line, which win over the file.
 
     Raises:
         ConfigError: no key of AReaL's, a value that AReaL refuses, or a setting without a counterpart; the
             error quotes the key.
     """
-    tree = load(text)
-    if not isinstance(tree, Mapping):
+    won = dict(map(_override, behind))
+    tree, said = tree_or_script(text, DIALECT, set(won), asked)
+    if said is None and not isinstance(tree, Mapping):
         raise ConfigError(f"got {shown(tree)}; expected a mapping with AReaL's actor: and rollout:")
-    places = _places(tree)
-    if not places:
+    own = (
+        {path: value if is_open(value) else load(str(value)) for path, value in said.settings.items()}
+        if said
+        else {}
+    )
+    tree, said = tree or {}, said or Said({}, (), tuple(places(tree, KNOWN)))
+    for path, value in {**own, **won}.items():
+        tree = _with(tree, _place(tree, path).split("."), value)
+    found = _places(tree)
+    _check_served(tree)
+    if not found:
+        said.prove_nothing()
         raise ConfigError(
             f"nothing to translate: none of {', '.join(KNOWN)} in it, nor in its actor: and rollout:"
         )
-    where = {key: place for key, (place, _) in places.items()}
+    refuse_open(dict(_leaves(found)), {})
+    where = {key: place for key, (place, _) in found.items()}
     with _placed(where):
-        config = _config({key: value for key, (_, value) in places.items()})
+        config = _config({key: value for key, (_, value) in found.items()})
     sources = {path: tuple(where[key] for key in keys if key in where) for path, keys in SOURCES.items()}
-    said = (*_of_loss(where), *notes(tree))
-    return Translation("AReaL", dict(places.values()), writing.as_mapping(config), sources, said)
+    told = (*said.notes, *_of_loss(where), *notes(tree))
+    return Translation("AReaL", dict(found.values()), writing.as_mapping(config), sources, told)
+
+
+def _override(text: str) -> tuple[str, Any]:
+    """The path and the value of an override of AReaL's."""
+    path, equals, value = text.lstrip("+").partition("=")
+    if not equals or not _is_read(path):
+        raise ConfigError(f"override {shown(text)}: expected actor.KEY=VALUE, KEY one of {', '.join(KNOWN)}")
+    return path, load(value)
+
+
+def _is_read(path: str) -> bool:
+    block, _, rest = path.partition(".")
+    return block in reading.AREAL_BLOCKS and bool(rest) or reading.is_areals(block)
+
+
+def _starts(word: str) -> bool:
+    return "=" in word and word.lstrip("+").startswith(tuple(f"{block}." for block in reading.AREAL_BLOCKS))
+
+
+DIALECT = Dialect("AReaL", KNOWN, overrides, _is_read, _starts, last_wins=True)
+
+
+def _place(tree: Mapping[str, Any], path: str) -> str:
+    """The path of an override of a key, where the tree has the key already."""
+    parts = path.split(".")
+    key, *rest = parts[1:] if parts[0] in reading.AREAL_BLOCKS else parts
+    for block in ("", *reading.AREAL_BLOCKS) if reading.is_areals(key) else ():
+        within = tree.get(block) if block else tree
+        if isinstance(within, Mapping) and key in within:
+            return ".".join([*([block] if block else []), key, *rest])
+    return path
+
+
+def _with(tree: Any, parts: Sequence[str], value: Any) -> dict[str, Any]:
+    """A tree with another value at a path."""
+    own = dict(tree) if isinstance(tree, Mapping) else {}
+    first, *rest = parts
+    return own | {first: _with(own.get(first), rest, value) if rest else value}
+
+
+def _leaves(found: Mapping[str, tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
+    for place, value in found.values():
+        yield from (
+            ((f"{place}.{key}", inner) for key, inner in value.items())
+            if isinstance(value, Mapping)
+            else [(place, value)]
+        )
+
+
+def _check_served(tree: Mapping[str, Any]) -> None:
+    """Refuse the keys of `actor:` that correct and cannot be said here."""
+    actor = block if isinstance(block := tree.get("actor"), Mapping) else {}
+    for key, (default, why) in LACKING.items():
+        if actor.get(key) not in (None, default):
+            off = str(default).lower() if default is not None else "null"
+            raise ConfigError(
+                f"actor.{key}: {as_written(actor[key])}: {why}; for the rest, put actor.{key}={off} behind the file"
+            )
 
 
 @contextmanager
@@ -206,6 +300,8 @@ def _rejection(block: Any) -> dict[str, Any]:
         if key not in DEFAULTS:
             raise ConfigError(f"{REJECTION}.{key}: unknown key; known are {', '.join(DEFAULTS)}")
     keys = DEFAULTS | dict(block)
+    if keys["metric"] == "binary_kl":
+        raise ConfigError(f"{REJECTION}.metric: {KPOP}")
     for key, choices in CHOICES.items():
         choice(keys[key], f"{REJECTION}.{key}", choices)
     lower, upper = _bounds(keys)

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-import itertools
-import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from mis_plugins.config.reading import number
 from mis_plugins.errors import ConfigError
-from mis_plugins.explain.translate.script import commands, without_comments
+from mis_plugins.explain.translate.script import ASKED, Asked, Dialect, Said, flags, tree_or_script
 from mis_plugins.explain.translate.translation import (
     OVER_RESPONSES,
     OVER_TOKENS,
     Translation,
     as_written,
     choice,
+    is_open,
     load,
+    places,
+    refuse_open,
 )
 from mis_plugins.shared.numerals import cut, shown
 
@@ -48,7 +49,6 @@ SOURCES = {
     "objective.weigh_kl": ("beta",),
     "metrics": (METRICS,),
 }
-FLAG = re.compile(rf"--(?:{'|'.join(KEYS)})(?=[\s=]|$)".replace("_", "[_-]"))
 TRUE, FALSE = ("true", "yes", "t", "y", "1"), ("false", "no", "f", "n", "0")
 
 # By mode: the weight and the rules for a threshold. `sequence` is the geometric mean; `mask` sets the weight
@@ -61,22 +61,34 @@ MODES = {
 }
 
 
-def translate(text: str) -> Translation:
+def translate(text: str, behind: Sequence[str] = (), asked: Asked = ASKED) -> Translation:
     """Translate ms-swift's arguments as its code reads them, also where its document says otherwise.
 
+    Args:
+        behind: KEY=VALUE, which win over the file.
+
     Raises:
-        ConfigError: no key of ms-swift's, or an unknown mode.
+        ConfigError: no key of ms-swift's, an unknown mode, or a value that only the launch decides.
     """
-    keys = _keys(text)
+    won = dict(map(_override, behind))
+    said = _said(text, set(won), asked)
+    keys = {**said.settings, **won}
     for key in keys:
-        if key not in KEYS and str(key).startswith(FAMILIES):
-            raise ConfigError(f"{cut(str(key))}: no key of ms-swift's; known are {', '.join(KEYS)}")
+        if key not in KEYS and key.startswith(FAMILIES):
+            raise ConfigError(f"{cut(key)}: no key of ms-swift's; known are {', '.join(KEYS)}")
     given = {key: keys[key] for key in (*KEYS, *OF_KL, *OF_CLIP) if key in keys}
+    if given.get(MODE) is None and is_open(given.get(THRESHOLD)):
+        del given[THRESHOLD]  # without effect
+    decide = (*KEYS, *(OF_KL if given.get(DELTA) is not None else ()))
+    refuse_open({key: value for key, value in given.items() if key in decide}, {})
     if not set(given) & set(KEYS):
+        said.prove_nothing()
         raise ConfigError(f"nothing to translate: none of {', '.join(KEYS)} in it")
     mis = _weighed(given) | _masked(given)
+    if not mis:
+        said.prove_nothing()
     mis["metrics"] = "watch" if mis or _truth(given.get(METRICS, False), METRICS) else "none"
-    return Translation("ms-swift", given, mis, SOURCES, tuple(_notes(given)))
+    return Translation("ms-swift", given, mis, SOURCES, (*said.notes, *_notes(given)))
 
 
 def _weighed(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -113,12 +125,16 @@ def _notes(given: Mapping[str, Any]) -> Iterator[str]:
         )
     if masks:
         yield f"{DELTA}: without rollout log-probs ms-swift and the hook compare with the trainer before the update."
+    for key in given:
+        if is_open(given[key]) and (mode is not None or masks):
+            yield f"{key}: {as_written(given[key])} is for the launch to decide; put {key}=VALUE behind the file."
     for key, words in BESIDE.items():
-        if key in given:
+        if key in given and not is_open(given[key]):
             means = words.get(str(given[key]), "has no flag in the hosts; their loss stays")
             yield f"{key}: {as_written(given[key])} {means}."
     for key, clips in OF_CLIP.items():
-        if masks and _weighs_kl(given) and given.get(key, clips[0]) not in clips:
+        own = given.get(key, clips[0])
+        if masks and _weighs_kl(given) and own not in clips and not is_open(own):
             yield (
                 f"{key}: {as_written(given[key])} is another policy loss than the objective written, PPO's clip of "
                 "token ratios."
@@ -131,6 +147,7 @@ def _weighs_kl(given: Mapping[str, Any]) -> bool:
 
 def _has_kl(given: Mapping[str, Any]) -> bool:
     """Whether the loss has a KL term: not with `beta: 0` (default 0.04), else by `kl_in_reward` or GRPO."""
+    given = {key: value for key, value in given.items() if not is_open(value)}
     if given.get("beta") is not None and number(given["beta"], "beta") == 0:
         return False
     if given.get(KL_IN_REWARD) is None:
@@ -138,33 +155,41 @@ def _has_kl(given: Mapping[str, Any]) -> bool:
     return not _truth(given[KL_IN_REWARD], KL_IN_REWARD)
 
 
-def _keys(text: str) -> Mapping[str, Any]:
-    """The `--key value` of a launch script; else a yaml mapping, with or without dashes before its keys.
+def _said(text: str, behind: set[str], asked: Asked) -> Said:
+    """The flags of a launch script, or a yaml mapping, with or without dashes before its keys.
 
     ms-swift's parser takes `--a-key` for `--a_key`.
     """
-    if FLAG.search(without_comments(text)):
-        return dict(_flags(text))
-    loaded = load(text)
-    if isinstance(loaded, str):
-        return {}  # a script without these flags
-    if not isinstance(loaded, Mapping):
-        raise ConfigError(f"got {shown(loaded)}; expected a yaml mapping or a launch script with --key value")
-    return {_underscored(str(key).lstrip("-")): value for key, value in loaded.items()}
+    tree, said = tree_or_script(text, DIALECT, behind, asked)
+    if said is not None:
+        return said
+    if not isinstance(tree, Mapping):
+        raise ConfigError(f"got {shown(tree)}; expected a yaml mapping or a launch script with --key value")
+    found = {_plain(key): value for key, value in tree.items()}
+    strays = [place for place in places(tree, KEYS) if "." in place]
+    return Said(found, (), tuple(strays))
 
 
-def _flags(script: str) -> Iterator[tuple[str, Any]]:
-    """Flags of commands, split into words as a shell splits them; a flag that stands twice keeps its last value."""
-    for words in commands(script, FLAG.search):
-        for word, following in itertools.pairwise([*words, "--"]):
-            flag, equals, value = word.partition("=")
-            if flag.startswith("--"):
-                alone = following.startswith("--")
-                yield _underscored(flag[2:]), value if equals else True if alone else following
+def _override(text: str) -> tuple[str, Any]:
+    key, equals, value = text.partition("=")
+    if not equals or not _is_ours(_plain(key)):
+        raise ConfigError(f"override {shown(text)}: expected KEY=VALUE, KEY one of {', '.join(KEYS)}")
+    return _plain(key), load(value)
 
 
-def _underscored(key: str) -> str:
-    return key.replace("-", "_")
+def _plain(key: str) -> str:
+    return key.lstrip("-").replace("-", "_")
+
+
+def _is_ours(key: str) -> bool:
+    return key in (*KEYS, *OF_KL, *OF_CLIP) or key.startswith(FAMILIES)
+
+
+def _starts(word: str) -> bool:
+    return word == "rlhf" or word.endswith("rlhf.py")
+
+
+DIALECT = Dialect("ms-swift", KEYS, flags, _is_ours, _starts, last_wins=True)
 
 
 def _truth(value: Any, key: str) -> bool:

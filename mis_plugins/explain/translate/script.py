@@ -1,124 +1,522 @@
-"""Launch scripts: the words of each command as a shell splits them, with the variables that the script itself sets.
+"""Launch scripts of other frameworks: what each start of a training is given, by the parser of bash.
 
-A variable is replaced where its value is sure: one plain assignment outside of `if`, loops and functions. Any
-other variable stays in the word as the user wrote it, for an error to quote.
+A script is never executed. Wherever a key of the framework stands, it is read, or an error or a note names its line.
 """
 
 from __future__ import annotations
 
-import re
-import shlex
-from collections.abc import Callable, Iterator
+import itertools
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from mis_plugins.errors import ConfigError
-from mis_plugins.shared.budget import EXPANDED
-from mis_plugins.shared.numerals import cut, shown
-
-COMMENT = re.compile(r"(?:^|\s)#.*$", re.MULTILINE)
-CONTINUED = re.compile(r"\\\r?\n")
-ASSIGNMENT = re.compile(
-    r"\s*(?:(?:export|readonly|declare)\s+)?(?P<name>\w+)=(?P<value>\"[^\"`\\]*\"|'[^']*'|[^\s\"'`\\;&|()<>]*)\s*+;?\s*+"
+from mis_plugins.explain.launch.bash import PRINTS, RUN, Shell, one_line
+from mis_plugins.explain.launch.words import (
+    HOLE,
+    Piece,
+    Reading,
+    Text,
+    Word,
+    hole,
+    shown,
+    with_holes,
+    word_of,
 )
-ASSIGNED = re.compile(r"(?<![\w.$/{-])(\w+)(?:\[[^\]]{0,80}\])?(?:[-+*/%]?=(?!=)|\+\+|--)")
-BY_DEFAULT = re.compile(r"\$\{(\w+):?=")
-BY_COMMAND = re.compile(r"\b(?:for|select|read|unset|mapfile|readarray|getopts|let|printf\s+-v)\b([^;|&\n]*)")
-READS_ANOTHER = re.compile(r"(?:^|[;&|])\s*(?:source|\.|eval)\s")
-ONLY_PRINTS = re.compile(r"\s*echo\s[^;&|`]*")
-OPENS = re.compile(r"(?<![\w.-])(?:if|for|while|until|case|select)(?![\w.=-])|[({]\s*$")
-CLOSES = re.compile(r"(?:^|;)\s*(?:(?:fi|done|esac)\b|[)}])")
-HEREDOC = re.compile(r"<<-?\s*['\"]?(\w+)")
-PLAIN = re.compile(r"[\w.,:/+@%=-]*")
-QUOTED = re.compile(r"\\.|'[^']*'|\"(?P<inner>(?:\\.|[^\"\\])*)\"|\$(?:\{(?P<braced>\w+)\}|(?P<bare>\w+))")
-IN_QUOTES = re.compile(r"\\.|\$(?:\{(?P<braced>\w+)\}|(?P<bare>\w+))")
+from mis_plugins.explain.translate.translation import Open, listed, load
+from mis_plugins.shared.numerals import cut
+
+if TYPE_CHECKING:
+    from tree_sitter import Node
+
+Value = Word | None  # of a flag that stands alone
+LOCATED = (".sh", ".log", ".txt", ".py", ".yaml", ".yml", ".json", ".jsonl", ".md", ".out", ".err")
+ENDS_A_PATH = (b"", b" ", b"\n", b"/", b"'", b'"', b")", b";")
+SUBSTITUTIONS = ("command_substitution", "process_substitution")
 
 
-def without_comments(text: str) -> str:
-    return COMMENT.sub("", text)
+@dataclass(frozen=True)
+class Asked:
+    """What the user says of a launch script.
 
-
-def commands(script: str, relevant: Callable[[str], object]) -> Iterator[list[str]]:
-    """The words of each line that can be split; lines that a backslash continues are one.
-
-    Raises:
-        ConfigError: a line that says something relevant and cannot be split.
-        RecordError: the variables are longer than the script's budget.
+    path: where the script lies; files that it sources are looked for from there.
+    arguments: what the user starts the script with; NAME=VALUE of its environment come first.
+    line: the line of the start of a training to read; None where the script has one.
     """
-    lines = CONTINUED.sub(" ", without_comments(script)).splitlines()
-    sure = _sure(lines)
-    variables = Variables(len(script))
-    for line, plain in zip(lines, sure, strict=True):
-        if READS_ANOTHER.search(line):
-            variables.known.clear()
-        if plain is not None:
-            variables.assign(*plain)
-        yield _words(variables.expand(line), relevant)
+
+    path: Path = Path("script")
+    arguments: tuple[str, ...] = ()
+    line: int | None = None
 
 
-class Variables:
-    """The variables of a script whose values are known."""
+ASKED = Asked()
 
-    def __init__(self, size: int):
-        """`size` is the length of the script, by which `EXPANDED` bounds what all its expansions put in."""
-        self.known: dict[str, str] = {}
-        self.size, self.letters = size, 0
 
-    def assign(self, name: str, value: str) -> None:
-        """Keep the value of a variable, or forget it where another variable in it is not known."""
-        literal = value[1:-1] if value.startswith("'") else self.expand(value).strip('"')
-        self.known.pop(name, None)
-        if PLAIN.fullmatch(literal):
-            self.known[name] = literal
+@dataclass(frozen=True)
+class Dialect:
+    """How the command line of a framework says its settings.
 
-    def expand(self, line: str) -> str:
-        """The line with the values of known variables, but within single quotes, where a shell leaves them.
+    name: of the framework.
+    keys: names whose every place in a script is read or refused.
+    settings: the settings among the words of a command, by path.
+    reads: whether a path is one that the translator reads.
+    starts: whether a word tells that its command starts a training.
+    last_wins: whether a setting that stands twice in one command has its last value.
+    """
+
+    name: str
+    keys: tuple[str, ...]
+    settings: Callable[[Sequence[Word]], Iterator[tuple[str, Value]]]
+    reads: Callable[[str], bool]
+    starts: Callable[[str], bool]
+    last_wins: bool = False
+
+
+@dataclass(frozen=True)
+class Start:
+    """One start of a training: its line behind the lines of the functions that lead there, and its settings.
+
+    unset: words that are variables which the script never sets.
+    unread: other words that may hold settings and are not known.
+    """
+
+    lines: tuple[int, ...]
+    branch: str | None
+    settings: tuple[tuple[str, Value], ...]
+    unset: tuple[str, ...] = ()
+    unread: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Said:
+    """What a script says: text or `Open` by the path of each setting, and what was read and does not count.
+
+    skipped: keys in parts of the script that do not run, or that no start of a training is given.
+    starts: whether the script starts a training.
+    """
+
+    settings: Mapping[str, Any]
+    notes: tuple[str, ...] = ()
+    skipped: tuple[str, ...] = ()
+    starts: bool = True
+
+    def prove_nothing(self) -> None:
+        """Check that a script corrects nothing.
 
         Raises:
-            RecordError: all lines so far expand to more letters than the budget.
+            ConfigError: a key of the framework stands in the script all the same.
         """
-        return QUOTED.sub(self._piece, line)
-
-    def _piece(self, found: re.Match[str]) -> str:
-        inner = found["inner"]
-        return self._value(found) if inner is None else '"' + IN_QUOTES.sub(self._value, inner) + '"'
-
-    def _value(self, found: re.Match[str]) -> str:
-        name = found["braced"] or found["bare"]
-        value = self.known.get(name, found[0]) if name else found[0]
-        self.letters += len(value) if name else 0
-        EXPANDED.check(self.letters, self.size, f"the variable {cut(name or '')}")
-        return value
-
-
-def _sure(lines: list[str]) -> list[tuple[str, str] | None]:
-    """For each line the variable that the line surely sets and the text of its value, or None."""
-    plain: list[tuple[str, str] | None] = []
-    unsure: set[str] = set()
-    depth, heredoc = 0, ""
-    for line in lines:
-        found = ASSIGNMENT.fullmatch(line) if depth == 0 and not heredoc else None
-        plain.append((found["name"], found["value"]) if found else None)
-        if not found:
-            unsure |= _set_somehow(line)
-        depth = max(0, depth + len(OPENS.findall(line)) - len(CLOSES.findall(line)))
-        begun = HEREDOC.search(line)
-        heredoc = "" if line.strip() == heredoc else heredoc or (begun[1] if begun else "")
-    return [None if said and said[0] in unsure else said for said in plain]
-
-
-def _set_somehow(line: str) -> set[str]:
-    """The variables that a line may set in other ways than by one plain assignment."""
-    if ONLY_PRINTS.fullmatch(line):
-        return set(BY_DEFAULT.findall(line))
-    by_command = " ".join(BY_COMMAND.findall(line))
-    return {*ASSIGNED.findall(line), *BY_DEFAULT.findall(line), *re.findall(r"\w+", by_command)}
-
-
-def _words(line: str, relevant: Callable[[str], object]) -> list[str]:
-    try:
-        return shlex.split(line)
-    except ValueError as error:
-        if relevant(line):
+        if self.skipped:
             raise ConfigError(
-                f"{shown(line.strip())}: {error}; give the flags of this line without the rest"
-            ) from None
-        return []  # one line of a quotation that spans several lines
+                f"nothing that runs corrects, and yet there are {'; '.join(self.skipped)}; put the values that count "
+                "behind the file"
+            )
+
+
+def overrides(words: Sequence[Word]) -> Iterator[tuple[str, Value]]:
+    """The settings of a command line of Hydra's: PATH=VALUE, +PATH=VALUE and ~PATH."""
+    for word in words:
+        path, equals, value = word.text.partition("=")
+        if equals or path.startswith("~"):
+            yield path.lstrip("+"), replace(word, text=value, source=word.source.partition("=")[2])
+
+
+def flags(words: Sequence[Word]) -> Iterator[tuple[str, Value]]:
+    """The settings of a command line of flags, `--a-key VALUE` or `--a_key=VALUE`, with underscores."""
+    for word, after in itertools.pairwise([*words, Word("--", "")]):
+        flag, equals, value = word.text.partition("=")
+        if flag.startswith("--"):
+            branch = after.branch or word.branch
+            told = replace(after, branch=branch) if not after.text.startswith("--") else None
+            own = replace(word, text=value, source=word.source.partition("=")[2])
+            yield flag[2:].replace("-", "_"), own if equals else told
+
+
+def tree_or_script(text: str, dialect: Dialect, behind: set[str], asked: Asked) -> tuple[Any, Said | None]:
+    """The tree of a yaml, or what a launch script says, beside None.
+
+    Raises:
+        ConfigError: the text is neither.
+    """
+    problem = None
+    if not text.startswith("#!") and asked.path.suffix != ".sh":
+        try:
+            tree = load(text)
+        except ConfigError as error:
+            tree, problem = "", error
+        if not isinstance(tree, str) or asked.path.suffix in (".yaml", ".yml"):
+            if problem or asked.line or asked.arguments:
+                raise problem or ConfigError("--line, and arguments behind --, belong to a launch script")
+            return tree, None
+    try:
+        said = read(text, dialect, behind, asked)
+    except ConfigError as error:
+        raise (
+            ConfigError(f"{problem}; as a launch script: {cut(str(error), 300)}") if problem else error
+        ) from None
+    if problem and not said.starts:
+        raise problem
+    return None, said
+
+
+def read(text: str, dialect: Dialect, behind: set[str], asked: Asked) -> Said:
+    """Read the settings of the one start of a training in a script.
+
+    Args:
+        behind: paths of settings that the user gives behind the file, and that win.
+
+    Raises:
+        ConfigError: several starts with different settings, a part that is no bash, a key that no start is given, or
+            the parser of bash is not installed.
+    """
+    reading = Reading(len(text.encode()), "the script")
+    commands = Commands(dialect, asked.path, reading)
+    commands.run_script(text, asked.arguments)
+    commands.check_bash()
+    starts = list(dict.fromkeys(commands.found_starts()))
+    start = _chosen(starts, dialect, behind, asked.line) if starts else None
+    refused, skipped = commands.unread_keys({path.rpartition(".")[2] for path in behind})
+    if refused:
+        sources = "; not read: ".join(["", *reading.unread.values()])
+        raise ConfigError(
+            f"no start of {dialect.name} that can be read is given {listed(refused)}; put the values that count behind "
+            f"the file{sources}"
+        )
+    if start is None:
+        return Said({}, (), tuple(skipped), starts=False)
+    _check_words(start, reading)
+    found = _merged(start, dialect, behind)
+    if not found:
+        skipped += [f"settings in line {_lines(one)}" for one in starts if _merged(one, dialect, behind)]
+    return Said(found, (*_notes(start, reading), *(f"not read, since it does not count: {one}." for one in skipped)),
+                tuple(skipped))  # fmt: skip
+
+
+def _chosen(starts: Sequence[Start], dialect: Dialect, behind: set[str], line: int | None) -> Start:
+    """The start that the user asks for, or the one whose settings all others have too."""
+    asked = [start for start in starts if line in (None, *start.lines)]
+    own = {start: _merged(start, dialect, behind) for start in asked}
+    if asked and all(found == own[asked[0]] for found in own.values()):
+        return asked[0]
+    told = "; ".join(
+        f"line {_lines(start)}{_branch(start.branch)}: {_listed(start, dialect)}" for start in starts
+    )
+    raise ConfigError(
+        f"{len(starts)} starts of {dialect.name} with different settings; choose one by --line N, start the script as "
+        f"you do, behind --, or put the values that count behind the file: {told}"
+    )
+
+
+def _branch(branch: str | None) -> str:
+    return f", only if {branch}" if branch else ""
+
+
+def _lines(start: Start) -> str:
+    return ", ".join(map(str, reversed(start.lines)))
+
+
+def _listed(start: Start, dialect: Dialect) -> str:
+    said = [
+        f"{path}: {word.source if word else 'true'}" for path, word in start.settings if dialect.reads(path)
+    ]
+    return listed(said) or "nothing of the correction"
+
+
+def _check_words(start: Start, reading: Reading) -> None:
+    """Refuse words of a start that may hold settings, where only running the script would tell."""
+    sources = _sources(reading)
+    unread = [*start.unread, *(start.unset if sources else ())]
+    if unread:
+        raise ConfigError(
+            f"only running the script would tell {listed(unread)} (line {_lines(start)}), which may hold settings; "
+            "write them out in its place, or give a variable behind --, as NAME=VALUE"
+            + "; not read: ".join(["", *sources])
+        )
+
+
+def _sources(reading: Reading) -> list[str]:
+    """The files and texts that a script runs and that are not known."""
+    return [text for text in reading.unread.values() if text.startswith(("source ", ". ", "eval "))]
+
+
+def _merged(start: Start, dialect: Dialect, behind: set[str]) -> dict[str, Any]:
+    """The value of each setting that is read; `Open` where the words leave it open."""
+    found: dict[str, list[Value]] = {}
+    for path, value in start.settings:
+        if dialect.reads(path.lstrip("~")) and path.lstrip("~") not in behind:
+            found.setdefault(path, []).append(value)
+    return {path: _value(values, dialect.last_wins) for path, values in found.items()}
+
+
+def _value(values: list[Value], last_wins: bool) -> str | bool:
+    sure = [place for place, value in enumerate(values) if value is None or not value.branch]
+    if last_wins and sure:
+        values = values[sure[-1] :]
+    texts = dict.fromkeys(True if value is None else value.text for value in values)
+    labels = {value.branch for value in values if value is not None}
+    if len(texts) == 1 and (
+        None in labels or not labels or any(f"not: {label}" in labels for label in labels)
+    ):
+        value = values[0]
+        return True if value is None else value.text if value.is_known else Open(value.source)
+    return Open(" or ".join(dict.fromkeys(map(_alternative, values))))
+
+
+def _alternative(value: Value) -> str:
+    if value is None:
+        return "true"
+    return f"{value.source} (line {value.lines[0]}{_branch(value.branch)})"
+
+
+def _notes(start: Start, reading: Reading) -> Iterator[str]:
+    if reading.assumed:
+        sources = "".join(
+            f"; not read, and may set them: {one.partition(': ')[0]}" for one in _sources(reading)
+        )
+        yield f"taken for granted: {listed(list(reading.assumed))}; other values go behind --, as NAME=VALUE{sources}."
+    if start.unset:
+        told = f"{listed(start.unset)} (line {_lines(start)})"
+        yield f"taken for granted: {told}, which the script does not set, gives nothing."
+
+
+class Commands(Shell):
+    """The commands of a script that start a training, and which literals reach them.
+
+    starts: what a command gives to a training.
+    bare: lines that begin with a setting.
+    read: by number of the text, begin and end of the literals that a start is given.
+    """
+
+    def __init__(self, dialect: Dialect, path: Path, reading: Reading):
+        super().__init__(path, reading)
+        self.dialect = dialect
+        self.starts: list[Start] = []
+        self.bare: list[tuple[Start, list[Text]]] = []
+        self.read: set[tuple[int, int, int]] = set()
+        self.callers: list[int] = []
+
+    def call(self, node: Node, words: list[Text]) -> None:
+        line = self.lines(node)[0]
+        self.callers += [line] if line else []
+        try:
+            given = [_word(word) for word in words]
+            if given and next(
+                (True for path, _ in self.dialect.settings(given[:1]) if self._is_setting(path)), False
+            ):
+                self.bare.append((self._start(given), words))
+                told = (
+                    f"{cut(one_line(node))}: begins with a setting; does the line above lack its backslash?"
+                )
+                self.reading.unread.setdefault(line, told)
+            else:
+                super().call(node, words)
+        finally:
+            if line:
+                self.callers.pop()
+
+    def _is_setting(self, path: str) -> bool:
+        return self.dialect.reads(path.lstrip("~"))
+
+    def _launch(self, node: Node, words: list[Text]) -> None:
+        given = [_word(word) for word in words]
+        paths = [path for path, _ in self.dialect.settings(given)]
+        if any(map(self._is_setting, paths)) or any(self.dialect.starts(word.text) for word in given):
+            self.starts.append(self._start(given))
+            self._give(words)
+
+    def found_starts(self) -> list[Start]:
+        """What starts a training; lines that begin with a setting count where there is nothing else."""
+        for _, words in self.bare if not self.starts else ():
+            self._give(words)
+        return self.starts or [start for start, _ in self.bare]
+
+    def _give(self, words: Sequence[Text]) -> None:
+        """Note the literals that a start is given; a word with blanks may hold more than the setting it begins with."""
+        for text in words:
+            word = _word(text)
+            if not word.text.split()[1:] or any(
+                self._is_setting(path) for path, _ in self.dialect.settings([word])
+            ):
+                self.read |= {piece.at for piece in text if piece.at}
+
+    def _start(self, given: Sequence[Word]) -> Start:
+        marks = enumerate(itertools.pairwise([Word("", ""), *given]))
+        program = next(
+            (i for i, (before, word) in marks if before.text == "-m" or self.dialect.starts(word.text)), 0
+        )
+        open_words = [
+            word.source
+            for before, word in itertools.pairwise(given[program:])
+            if _may_be_settings(word) and not (before.text.startswith("--") and "=" not in before.text)
+        ]
+        unset = tuple(word for word in open_words if self._is_never_set(word))
+        unread = tuple(dict.fromkeys(word for word in open_words if word not in unset))
+        settings = tuple(self.dialect.settings(given))
+        return Start(tuple(self.callers), self.branch, settings, unset, unread)
+
+    def _is_never_set(self, source: str) -> bool:
+        name = source.strip('"${}').partition("[")[0].partition("+")[0].rstrip(":")
+        return (name.isidentifier() or name.isdigit()) and name not in self.variables
+
+    def evaluate(self, text: Text, shares: bool = False) -> None:
+        self.read |= {piece.at for piece in text if piece.at and not piece.branch}
+        super().evaluate(text, shares)
+
+    def unread(self, node: Node, why: str) -> None:
+        """A part that is not read may set any variable."""
+        super().unread(node, why)
+        for name, value in self.variables.items():
+            lost = f"${{{name}[@]}}" if isinstance(value, list) else f"${name}"
+            if name != "@":
+                self.variables[name] = [hole(lost)] if isinstance(value, list) else hole(lost)
+
+    # The proof that no key was lost.
+
+    def check_bash(self) -> None:
+        """Refuse a script with a part that the parser does not know."""
+        for root in self.texts:
+            wrong = next(_errors(root), None)
+            if wrong is not None:
+                line = wrong.start_point[0] + 1
+                raise ConfigError(
+                    f"line {line}: {cut(one_line(wrong) or wrong.type)}: no bash that the parser knows"
+                )
+
+    def unread_keys(self, behind: set[str]) -> tuple[list[str], list[str]]:
+        """Places of keys that no start of a training is given: those to refuse, and those that do not count."""
+        refused: dict[str, dict[str, None]] = {}
+        skipped: dict[str, dict[str, None]] = {}
+        reads = sorted(self.read)
+        for number, root in enumerate(self.texts):
+            for begin, key in _places(root.text or b"", self.dialect.keys):
+                self.reading.spend()
+                before = reads[: bisect_right(reads, (number, begin, len(root.text or b"")))][-1:]
+                is_read = any(last[0] == number and begin < last[2] for last in before)
+                chain = [] if is_read or key in behind else _chain(root, begin)
+                if not chain or _is_harmless(chain):
+                    continue
+                idle = self._idle(number, root, chain, set())
+                (skipped if idle else refused).setdefault(f"{_place(number, chain)}{idle}", {})[key] = None
+        told = (
+            [f"{', '.join(keys)} in {place}" for place, keys in one.items()] for one in (refused, skipped)
+        )
+        return next(told), next(told)
+
+    def _idle(self, number: int, root: Node, chain: Sequence[Node], seen: set[str]) -> str:
+        """Why a place does not count: it does not run, or it sets a variable that nothing reads; empty where it may."""
+        above = next((i for i in reversed(range(len(chain))) if chain[i].type in SUBSTITUTIONS), 0)
+        statements = [(i, node) for i, node in enumerate(chain[above:-1], above) if node.type in RUN]
+        never = [i for i, node in statements if (number, node.id) not in self.ran]
+        if never:
+            return "" if chain[never[-1] + 1].type == "function_definition" else ", which does not run"
+        for node in chain:
+            name = node.child_by_field_name("name") if node.type == "variable_assignment" else None
+            if name is not None and not (
+                node.parent and one_line(node.parent).startswith(("export", "declare -x"))
+            ):
+                is_used = self._is_used(number, root, one_line(name).partition("[")[0], seen)
+                return "" if is_used else ", which nothing reads"
+        return ""
+
+    def _is_used(self, number: int, root: Node, name: str, seen: set[str]) -> bool:
+        """Whether a part that runs reads a variable, other than to print it or to make up one that nothing reads."""
+        if name in seen:
+            return False
+        for node in _named(root, name):
+            self.reading.spend()
+            chain = _chain(root, node.start_byte)
+            if not _is_harmless(chain[1:]) and not self._idle(number, root, chain[1:], seen | {name}):
+                return True
+        return False
+
+
+def _word(text: Text) -> Word:
+    """A word; parts that branches give are not known, and are told with the branches."""
+    if len({piece.branch for piece in text}) < 2:
+        return word_of(text)
+    parts: list[Piece] = []
+    for is_open, group in itertools.groupby(text, key=lambda piece: piece.branch is not None):
+        pieces = tuple(group)
+        told = " or ".join(f"{shown((piece,))} (if {piece.branch})" for piece in pieces)
+        parts += [Piece(None, told)] if is_open else pieces
+    return Word(with_holes(tuple(parts)), shown(tuple(parts)), text[0].lines)
+
+
+def _may_be_settings(word: Word) -> bool:
+    key, equals, _ = word.text.partition("=")
+    return HOLE in key and (bool(equals) or key.startswith("--") or not key.strip(HOLE))
+
+
+def _errors(root: Node) -> Iterator[Node]:
+    """Parts of a text that are no bash."""
+    if root.type == "ERROR" or root.is_missing:
+        yield root
+    elif root.has_error:
+        for child in root.children:
+            yield from _errors(child)
+
+
+def _places(source: bytes, keys: Sequence[str]) -> Iterator[tuple[int, str]]:
+    """Where each key stands in a text as a word of its own, and the key that it leads to, as in `KEY.LAST`."""
+    plain, end = source.replace(b"-", b"_"), len(source)
+    for key in keys:
+        begin = plain.find(key.encode())
+        while begin >= 0:
+            after = begin + len(key)
+            before = source[begin - 1 : begin]
+            stop = after + (source[after : after + 1] == b".")
+            while stop < end and (source[stop : stop + 1].isalnum() or source[stop : stop + 1] == b"_"):
+                stop += 1
+            tail = source[after:stop].decode(errors="replace")
+            is_alone = not tail[:1].isalnum() and tail[:1] != "_" and source[after : after + 1] != b"-"
+            is_path = before == b"/" and source[stop : stop + 1] in ENDS_A_PATH or tail in LOCATED
+            if is_alone and not before.isalnum() and before != b"_" and not is_path:
+                yield begin, tail[1:] or key
+            begin = plain.find(key.encode(), max(after, stop))
+
+
+def _chain(root: Node, begin: int) -> list[Node]:
+    """The node at a byte, and all that it stands in."""
+    node, found = root.descendant_for_byte_range(begin, begin + 1), []
+    while node is not None:
+        found.append(node)
+        node = node.parent
+    return found
+
+
+def _named(root: Node, name: str) -> Iterator[Node]:
+    """Every place that reads a variable."""
+    nodes = [root]
+    while nodes:
+        node = nodes.pop()
+        nodes += node.named_children
+        is_target = node.parent is not None and node.parent.child_by_field_name("name") == node
+        if node.type == "variable_name" and one_line(node) == name:
+            if not (is_target and node.parent and node.parent.type == "variable_assignment"):
+                yield node
+
+
+def _is_harmless(chain: Sequence[Node]) -> bool:
+    """Whether a place can set nothing: a comment, a variable's own name, a condition, or text that is only printed."""
+    if any(node.type in ("comment", "variable_name", "test_command", "heredoc_start") for node in chain):
+        return True
+    if any(parent.type == "case_item" and child in parent.children_by_field_name("value")
+           for child, parent in itertools.pairwise(chain)):  # fmt: skip
+        return True
+    kinds = {node.type for node in chain}
+    statement = next((node for node in chain if node.type in ("redirected_statement", "command")), None)
+    if statement is None or kinds & {"pipeline", *SUBSTITUTIONS}:
+        return False
+    outer = next((node for node in chain if node.type == "redirected_statement"), statement)
+    files = [one_line(child) for child in outer.children if child.type == "file_redirect"]
+    return one_line(outer).split(" ")[0] in PRINTS and all(">&" in file or "/dev/" in file for file in files)
+
+
+def _place(number: int, chain: Sequence[Node]) -> str:
+    """A place for an error: its line, and what stands there."""
+    node = next((node for node in chain if node.type in RUN), chain[0])
+    line = chain[0].start_point[0] + 1
+    where = f"line {line}" if number == 0 else f"line {line} of a sourced or evaluated text"
+    return f"{where} ({cut(one_line(node), 60)})"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,6 +19,7 @@ from mis_plugins.shared.table import printable
 
 COLUMNS = 100
 LONGEST_VALUE = 80  # letters of a value within a comment
+LONGEST_OPEN = 200  # letters of a value within an error
 MOST_NAMES = 20  # within a sentence
 OVER_RESPONSES = "averages each response and then all, as the hosts do without --calculate-per-token-loss"
 OVER_TOKENS = "averages over all tokens, as the hosts do with --calculate-per-token-loss"
@@ -83,6 +84,10 @@ class Unquoted(str):
     """Text that YAML would read as an unintended number: `0.5_5` without quotes is 0.55."""
 
 
+class Open(str):
+    """A value that only the launch decides, as a script says it."""
+
+
 class _Loader(StrictLoader):
     def number(self, node: yaml.ScalarNode) -> Any:
         if "_" in node.value:
@@ -106,15 +111,47 @@ def _by_text(value: Any) -> Any:
     return [_by_text(inner) for inner in value] if isinstance(value, list) else value
 
 
+def places(tree: Any, keys: Collection[str], above: str = "") -> Iterator[str]:
+    """Where keys stand in a yaml, at any depth, with a value other than null and false."""
+    for key, value in tree.items() if isinstance(tree, Mapping) else ():
+        inner = list(places(value, keys, f"{above}{key}."))
+        yield from inner or ([f"{above}{key}"] if key in keys and _is_set(value) else ())
+
+
+def _is_set(value: Any) -> bool:
+    return any(map(_is_set, value.values())) if isinstance(value, Mapping) else value not in (None, False)
+
+
 def as_written(value: Any) -> str:
     """A value as the user wrote it, or nearly; a long one by its beginning."""
-    return cut(writing.flow(value), LONGEST_VALUE)
+    return cut(writing.flow(str(value) if isinstance(value, str) else value), LONGEST_VALUE)
 
 
 def listed(names: Sequence[object]) -> str:
     """Keys of the user in one sentence, of many keys the first."""
     told = ", ".join(map(str, names[:MOST_NAMES]))
     return told if len(names) <= MOST_NAMES else f"{told} and {len(names) - MOST_NAMES} more"
+
+
+def is_open(value: Any) -> bool:
+    """Whether only the launch decides a value: `Open`, or text with an interpolation."""
+    return isinstance(value, Open) or isinstance(value, str) and "$" in value
+
+
+def refuse_open(given: Mapping[str, Any], spelled: Mapping[str, str]) -> None:
+    """Refuse values that only the launch decides, all at once.
+
+    Args:
+        spelled: by key, how an override behind the file names the key; without an entry, as the key itself.
+
+    Raises:
+        ConfigError: it quotes each value whole, and says what to put behind the file.
+    """
+    left = {key: value for key, value in given.items() if is_open(value)}
+    if left:
+        told = listed([f"{key}: {cut(value, LONGEST_OPEN)}" for key, value in left.items()])
+        asked = " ".join(f"{spelled.get(key, key)}=VALUE" for key in left)
+        raise ConfigError(f"only the launch decides {told}; put the values behind the file, as {asked}")
 
 
 def switch(given: Mapping[str, Any], key: str) -> bool:

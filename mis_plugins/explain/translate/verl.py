@@ -10,14 +10,14 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from mis_plugins.config.model import BY_DIVERGENCE
 from mis_plugins.config.reading import number
 from mis_plugins.errors import ConfigError
 from mis_plugins.explain.translate import verl_presets
-from mis_plugins.explain.translate.script import commands, without_comments
+from mis_plugins.explain.translate.script import ASKED, Asked, Dialect, Said, overrides, tree_or_script
 from mis_plugins.explain.translate.translation import (
     OVER_RESPONSES,
     OVER_TOKENS,
@@ -25,7 +25,10 @@ from mis_plugins.explain.translate.translation import (
     Unquoted,
     as_written,
     choice,
+    is_open,
     load,
+    places,
+    refuse_open,
     switch,
 )
 from mis_plugins.shared.numerals import cut, shown
@@ -47,8 +50,8 @@ SHORT = {key: path for path, key in PATHS.items()} | {
     "actor": ACTOR,
     "tis_imp_ratio_cap": CAP,
 }
-PARENTS = {"algorithm", SECTION, "actor_rollout_ref", ACTOR, f"{ACTOR}.policy_loss", "actor_rollout_ref.rollout",
-           "trainer"}  # fmt: skip
+PARENTS = {"algorithm", SECTION, "actor_rollout_ref", ACTOR, f"{ACTOR}.policy_loss", IN_LOSS,
+           "actor_rollout_ref.rollout", "trainer"}  # fmt: skip
 WHOLE = (
     "algorithm",
     "rollout_correction",
@@ -57,7 +60,9 @@ WHOLE = (
     "trainer",
     "data",
 )  # a whole file's parts
-MARKS = ("algorithm.rollout_", ".rollout_correction", ".tis_imp_ratio_cap", ".policy_loss.loss_mode")
+IDLE = {"rollout_is_threshold": "rollout_is", "rollout_is_batch_normalize": "rollout_is",
+        "rollout_rs_threshold": "rollout_rs", "loss_type": "bypass_mode"}  # fmt: skip
+"""By key: the key without which it has no effect."""
 HYDRAS_TOO = re.compile(r"true|false|[-+]?(?!0\d)[\d.]+(e[-+]?\d+)?", re.IGNORECASE)
 
 AGGREGATION = {"token": "token", "seq_sum": "sum", "seq_mean": "mean", "seq_max": "max"}
@@ -146,20 +151,23 @@ class Draft:
         self.notes.append(why)
 
 
-def translate(text: str, overrides: Sequence[str] = ()) -> Translation:
-    """A yaml of verl's or a part of one, a launch script, or a preset's name; Hydra overrides win over each.
+def translate(text: str, behind: Sequence[str] = (), asked: Asked = ASKED) -> Translation:
+    """A yaml of verl's or a part of one, a launch script, or a preset's name; Hydra overrides behind it win over each.
 
     Raises:
         ConfigError: no such section, an unknown key, a value that verl refuses; it quotes verl's key.
     """
-    behind = dict(map(_override, overrides))
-    settings = {**_settings(text, behind), **behind}
-    mode = settings.get(MODE_PATH)
-    given = _given(settings, behind)
-    try:
-        return _translated(Draft(settings, given, notes=_left_out(mode)), text)
-    except ConfigError as error:
-        raise ConfigError(f"{error}{_hint(str(error), given)}") from None
+    won = dict(map(_override, behind))
+    said = _said(text, set(won), asked)
+    settings = {**said.settings, **won}
+    if not any(path in PATHS or path.startswith(("algorithm.rollout_", IN_LOSS, CAP)) for path in settings):
+        said.prove_nothing()
+    given = _given(settings, won)
+    draft = Draft(settings, given, notes=[*said.notes, *_left_out(settings)])
+    made = _translated(draft, text)
+    if not made.config().corrects and not made.config().needs_loss_hook:
+        said.prove_nothing()
+    return made
 
 
 def _translated(draft: Draft, text: str) -> Translation:
@@ -177,16 +185,6 @@ def _translated(draft: Draft, text: str) -> Translation:
     return made
 
 
-def _hint(message: str, given: Mapping[str, Any]) -> str:
-    """What to do where the error is about a value that only the launch decides."""
-    asked = (key for key, value in given.items() if isinstance(value, str) and "$" in value)
-    return next((_by_launch(key) for key in asked if message.startswith(key)), "")
-
-
-def _by_launch(key: str) -> str:
-    return f"; only the launch decides it: put its value behind the file, as {SHORT[key]}=VALUE"
-
-
 # Reading the user's settings.
 
 
@@ -200,39 +198,33 @@ def _override(text: str) -> tuple[str, Any]:
     """The full path and the value of a Hydra override."""
     name, equals, value = text.partition("=")
     path = _full(name.lstrip("+"))
-    if path.startswith((IN_LOSS, CAP)):
-        _refuse(path)
     algorithms = path.removeprefix("algorithm.")
     path = SHORT.get(algorithms, path) if algorithms in KEYS else path
-    if not equals or not (path in PATHS or path in BESIDE_IT or path.startswith(f"{SECTION}.")):
+    if not equals or not _is_ours(path):
         raise ConfigError(f"override {shown(text)}: expected {SECTION}.KEY=VALUE")
     return path, _of_hydra(value)
 
 
 def _of_hydra(text: str) -> Any:
     """Value of a Hydra override, read as YAML; empty text and spellings of YAML alone (`no`, 010) stay text."""
-    value = load(text)
+    value = load(text.replace(":", ": ") if text.startswith("{") else text)
     own = isinstance(value, bool | int | float) and not HYDRAS_TOO.fullmatch(text.strip())
     return text if own or text == "" else value
 
 
-def _settings(text: str, behind: Mapping[str, Any]) -> dict[str, Any]:
+def _said(text: str, behind: set[str], asked: Asked) -> Said:
     """The settings of a preset's name, of a launch script or of a yaml, by their full path."""
     if verl_presets.is_call(text):
-        return _of_section(text)
-    if any(_is_relevant(word) for word in without_comments(text).split()):
-        return _of_script(text, behind)
-    tree = load(text)
-    if tree is None or isinstance(tree, str) and ("verl" in tree or "main_ppo" in tree):
-        return {}  # a script without these settings
+        return Said(_of_section(text))
+    tree, said = tree_or_script(text, DIALECT, behind, asked)
+    if said is not None:
+        return replace(said, settings=_of_script(said.settings))
     if not isinstance(tree, Mapping):
         raise ConfigError(f"got {shown(tree)}; expected a mapping with {SECTION}")
-    return dict(_flat(tree, is_whole=any(name in tree for name in WHOLE)))
-
-
-def _is_relevant(line: str) -> bool:
-    """Whether a line or a word of a script sets something of the correction."""
-    return any("=" in line.partition(mark)[2] for mark in MARKS)
+    found = dict(_flat(tree, is_whole=any(name in tree for name in WHOLE)))
+    known = {part for path in found for part in path.split(".")}
+    strays = [place for place in places(tree, DIALECT.keys) if place.rpartition(".")[2] not in known]
+    return Said(found, (), tuple(strays))
 
 
 def _of_section(call: str) -> dict[str, Any]:
@@ -246,7 +238,7 @@ def _flat(tree: Mapping[str, Any], parent: str = "", is_whole: bool = True) -> I
         if path in PARENTS and isinstance(value, Mapping):
             yield from _flat(value, path)
         elif path == SECTION and isinstance(value, str):
-            if "$" in value or not verl_presets.is_call(value):
+            if is_open(value) or not verl_presets.is_call(value):
                 raise ConfigError(f"rollout_correction: got {shown(value)}; write its keys behind the file")
             yield from _of_section(value).items()
         elif path in ("algorithm", SECTION) and value is not None:
@@ -257,30 +249,32 @@ def _flat(tree: Mapping[str, Any], parent: str = "", is_whole: bool = True) -> I
             yield path, value
 
 
-def _of_script(text: str, behind: Mapping[str, Any]) -> dict[str, Any]:
-    """The Hydra overrides of a launch script that bear on the correction."""
-    found: dict[str, Any] = {}
-    reads_widths = behind.get(MODE_PATH) in BY_DIVERGENCE or any(mode in text for mode in BY_DIVERGENCE)
-    for word in (word for words in commands(text, _is_relevant) for word in words):
-        name, equals, value = word.partition("=")
-        path = name.lstrip("+~")
-        if not _is_ours(path) or PATHS.get(path) in WIDTHS and not reads_widths:
-            continue
-        if name.startswith("~") or not equals:
-            raise ConfigError(f"{cut(word)}: cannot be translated; drop it and give each key behind the file")
-        read = _of_hydra(value)
-        if path not in behind and found.get(path, read) != read:
-            raise ConfigError(
-                f"{cut(path)}: got {shown(found[path])} and {shown(read)}; put the one that counts behind the file"
-            )
-        found[path] = read
-    if SECTION in found and len(found) > 1:
+def _of_script(said: Mapping[str, Any]) -> dict[str, Any]:
+    """The values of Hydra's overrides in a launch script."""
+    for path in said:
+        if path.startswith("~"):
+            raise ConfigError(f"{path}: cannot be translated; drop it and give each key behind the file")
+    if SECTION in said and len(said) > 1:
         raise ConfigError(f"{SECTION}: stands beside a value for all of it; give one of them")
-    return dict(_flat(found))
+    return dict(_flat({path: value if is_open(value) else _of_hydra(value) for path, value in said.items()}))
 
 
 def _is_ours(path: str) -> bool:
     return path.startswith(("algorithm.rollout_", IN_LOSS, CAP)) or path in PATHS or path in BESIDE_IT
+
+
+def _starts(word: str) -> bool:
+    """Whether a word tells that its command starts a training: an override of what only a trainer of verl's has."""
+    return "=" in word and word.lstrip("+~").startswith(("algorithm.", "actor_rollout_ref."))
+
+
+DIALECT = Dialect(
+    "verl",
+    ("rollout_correction", LOSS_MODE, *RETIRED, *(key for key in KEYS if key.startswith("rollout_"))),
+    overrides,
+    _is_ours,
+    _starts,
+)
 
 
 def _given(settings: Mapping[str, Any], behind: Mapping[str, Any]) -> dict[str, Any]:
@@ -291,9 +285,12 @@ def _given(settings: Mapping[str, Any], behind: Mapping[str, Any]) -> dict[str, 
     """
     for path, value in settings.items():
         is_off = value in (None, False) and path.rpartition(".")[2] in RETIRED
-        if _is_ours(path) and path not in (*PATHS, *BESIDE_IT, SECTION, f"{SECTION}._target_") and not is_off:
+        known = path in (*PATHS, *BESIDE_IT, SECTION, f"{SECTION}._target_") or path.startswith(IN_LOSS)
+        if _is_ours(path) and not known and not is_off:
             _refuse(path)
     given = {key: settings[path] for path, key in PATHS.items() if path in settings}
+    idle = {key for key, other in IDLE.items() if is_open(given.get(key)) and not given.get(other)}
+    given = {key: value for key, value in given.items() if key not in idle}
     _check_retired(given)
     mode = given.get(LOSS_MODE)
     if MODE_PATH in behind:
@@ -305,14 +302,28 @@ def _given(settings: Mapping[str, Any], behind: Mapping[str, Any]) -> dict[str, 
                     f"{key}: read with policy_loss.loss_mode: {' or '.join(BY_DIVERGENCE)} alone; give --eps-clip or "
                     "--eps-clip-high to the host"
                 )
-        is_open = "$" in str(mode)
-        given = {key: given[key] for key in given if key in KEYS or key == LOSS_MODE and is_open}
-        if given.keys() == {LOSS_MODE}:
-            raise ConfigError(f"{LOSS_MODE}: got {shown(mode)}{_by_launch(LOSS_MODE)}")
+        refuse_open({key: given[key] for key in given if key in KEYS} or {LOSS_MODE: mode}, SHORT)
+        given = {key: given[key] for key in given if key in KEYS}
+    refuse_open(given, SHORT)
+    _check_copy(settings)
     if not given:
         beside = "" if mode is None else f", and {LOSS_MODE}: {as_written(mode)}"
         raise ConfigError(f"nothing to translate: no {SECTION}, and no key of it{beside}")
     return given
+
+
+def _check_copy(settings: Mapping[str, Any]) -> None:
+    """Refuse a block of the loss that is no copy of the correction in bypass, as verl's trainer makes one."""
+    for path, value in settings.items():
+        if path.startswith(IN_LOSS):
+            twin = f"{SECTION}{path.removeprefix(IN_LOSS)}"
+            if settings.get(f"{SECTION}.bypass_mode") is not True or twin not in settings:
+                _refuse(path)
+            if settings[twin] != value:
+                raise ConfigError(
+                    f"{path}: {as_written(value)} contradicts {twin}: {as_written(settings[twin])}; put the one that "
+                    "counts behind the file, under both"
+                )
 
 
 def _refuse(path: str) -> None:
@@ -320,7 +331,7 @@ def _refuse(path: str) -> None:
     key = path.rpartition(".")[2]
     if path.startswith(IN_LOSS):
         raise ConfigError(
-            f"{path}: verl reads this block in bypass mode alone, and its trainer fills it; put its keys under "
+            f"{IN_LOSS}: verl reads this block in bypass mode alone, and its trainer fills it; put its keys under "
             f"{SECTION}, with bypass_mode: true"
         )
     if key in RETIRED:
@@ -341,16 +352,16 @@ def _check_retired(given: Mapping[str, Any]) -> None:
         raise ConfigError(f"rollout_rs: {levels[0]} is {LEVELS}")
 
 
-def _left_out(mode: Any) -> list[str]:
-    """A note on the actor's loss, where it is neither PPO's clip nor translated."""
-    if mode in (None, *OTHER_LOSSES, *BY_DIVERGENCE):
-        return []
-    if "$" in str(mode):
-        return [
-            f"policy_loss.loss_mode: {as_written(mode)} is for the launch to decide; where it is "
-            f"{' or '.join(BY_DIVERGENCE)}, put it behind the file, as {MODE_PATH}=VALUE."
-        ]
-    return [f"policy_loss.loss_mode: {as_written(mode)} is not translated{BESIDE.get(str(mode), '')}."]
+def _left_out(settings: Mapping[str, Any]) -> Iterator[str]:
+    """Notes on the actor's loss, where it is neither PPO's clip nor translated, and on settings that are left open."""
+    for path in (MODE_PATH, *BESIDE_IT):
+        if is_open(settings.get(path)):
+            when = f"where it is {' or '.join(BY_DIVERGENCE)}, " if path == MODE_PATH else ""
+            told = f"{path.removeprefix(f'{ACTOR}.')}: {as_written(settings[path])}"
+            yield f"{told} is for the launch to decide; {when}put it behind the file, as {path}=VALUE."
+    mode = settings.get(MODE_PATH)
+    if mode not in (None, *OTHER_LOSSES, *BY_DIVERGENCE) and not is_open(mode):
+        yield f"policy_loss.loss_mode: {as_written(mode)} is not translated{BESIDE.get(str(mode), '')}."
 
 
 # Translating.
@@ -501,8 +512,9 @@ def _finish(draft: Draft) -> None:
     if draft.settings.get(LOG_PROBS) is False:
         draft.notes.append(NO_LOG_PROBS)
     mode = draft.settings.get(AGGREGATED)
-    how = REDUCTIONS.get(str(mode), NO_REDUCTION)
-    draft.notes.append(BY_DEFAULT if mode is None else f"loss_agg_mode: {as_written(mode)} {how}")
+    if not is_open(mode):
+        how = REDUCTIONS.get(str(mode), NO_REDUCTION)
+        draft.notes.append(BY_DEFAULT if mode is None else f"loss_agg_mode: {as_written(mode)} {how}")
     mis["metrics"] = "watch"
 
 

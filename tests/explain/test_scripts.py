@@ -1,0 +1,378 @@
+"""Launch scripts of other frameworks: no rule is lost, whatever the idiom; bash itself says what a command is given."""
+
+from __future__ import annotations
+
+import shlex
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mis_plugins.__main__ import main
+from mis_plugins.config.model import CorrectionConfig, ObjectiveConfig, RejectRule, WeightConfig
+from mis_plugins.errors import ConfigError
+from mis_plugins.explain.translate import areal, ms_swift, verl
+from mis_plugins.explain.translate.script import Asked
+
+IS, ACTOR = "algorithm.rollout_correction.", "actor_rollout_ref.actor."
+MODE, THRESHOLD = "rollout_importance_sampling_mode", "rollout_importance_sampling_threshold"
+TRAIN = "python3 -m verl.trainer.main_ppo"
+MEAN = (RejectRule(over="mean", lower=1 / 1.01, upper=1 / 0.99),)
+BOTH = CorrectionConfig(WeightConfig(upper=2.0), MEAN)
+RULE = f"{IS}rollout_rs=seq_mean_k1 {IS}rollout_rs_threshold=0.99_1.01"
+WEIGHT = f"{IS}rollout_is=token {IS}rollout_is_threshold=2.0"
+
+# ------------------------------------------------------------------------------------------ a random correction, read
+
+IDIOMS: dict[str, Callable[[str, list[str], int], tuple[str, str]]] = {
+    "in place": lambda name, words, i: ("", " \\\n  ".join(words)),
+    "array": lambda name, words, i: (f"{name}=(\n  " + "  # why\n  ".join(words) + "\n)", f'"${{{name}[@]}}"'),
+    "array in one line": lambda name, words, i: (f"{name}=({' '.join(words)})", f"${{{name}[@]}}"),
+    "array that grows": lambda name, words, i: (
+        f"{name}=()\n" + "".join(f"{name}+=({word})\n" for word in words), f'"${{{name}[@]}}"'),
+    "text": lambda name, words, i: (f"export {name}={shlex.quote(' '.join(words))}", f"${name}"),
+    "text that grows": lambda name, words, i: (
+        f"{name}=''\n" + "".join(f"{name}+={shlex.quote(' ' + word)}\n" for word in words), f"${{{name}}}"),
+    "default": lambda name, words, i: ("", f"${{{name}:-{' '.join(words)}}}"),
+    "default before": lambda name, words, i: (f": \"${{{name}:={' '.join(words)}}}\"", f"${name}"),
+    "known branch": lambda name, words, i: (
+        f"USE_{name}=true\nif [[ $USE_{name} == true ]]; then\n  {name}=({' '.join(words)})\nelse\n  {name}=(x)\nfi",
+        f'"${{{name}[@]}}"'),
+    "known case": lambda name, words, i: (
+        f"case a{i} in b*) {name}=(x) ;; a{i}|c) {name}=({' '.join(words)}) ;; esac", f'"${{{name}[@]}}"'),
+    "loop": lambda name, words, i: (
+        f"{name}=()\nfor word in {' '.join(words)}; do {name}+=(\"$word\"); done", f'"${{{name}[@]}}"'),
+    "function": lambda name, words, i: (
+        f"set_{name}() {{\n  local own=x\n  {name}=({' '.join(words)})\n}}\nset_{name}", f'"${{{name}[@]}}"'),
+    "read": lambda name, words, i: (f"read -ra {name} <<< \"{' '.join(words)}\"", f'"${{{name}[@]}}"'),
+    "positional": lambda name, words, i: (f"set -- {' '.join(words)}", '"$@"'),
+}  # fmt: skip
+STARTS: dict[str, Callable[[str], str]] = {
+    "command": lambda line: line,
+    "with a log": lambda line: f"{line} 2>&1 | tee /dev/null",
+    "in a branch": lambda line: f"if ! {line}; then\n  exit 1\nfi",
+    "in a function": lambda line: f"train() {{\n  {line}\n}}\ntrain",
+    "evaluated": lambda line: f"eval {shlex.quote(line)}",
+    "of another shell": lambda line: f"bash <<END\n{line}\nEND",
+}
+COMMAND = {"verl": TRAIN, "ms-swift": "swift rlhf --rlhf_type grpo", "AReaL": "python3 examples/math.py"}
+
+
+@st.composite
+def verl_settings(draw: st.DrawFn) -> dict[str, object]:
+    rules = draw(
+        st.lists(st.sampled_from(["token_k3", "seq_mean_k3", "seq_max_k2", "seq_sum_k2"]), unique=True)
+    )
+    found: dict[str, object] = {"rollout_is": draw(st.sampled_from(["token", "sequence", "null"]))}
+    found["rollout_is_threshold"] = draw(st.sampled_from([2.0, 5, 1.5, "0.5_5.0"]))
+    if rules:
+        found |= {"rollout_rs": ",".join(rules), "rollout_rs_threshold": ",".join("0.25" for _ in rules)}
+    found["bypass_mode"] = draw(st.sampled_from(["true", "false", "True"]))
+    found["loss_type"] = draw(st.sampled_from(["ppo_clip", "reinforce"]))
+    return {f"{IS}{key}": value for key, value in found.items()}
+
+
+SETTINGS = {
+    "verl": verl_settings(),
+    "ms-swift": st.fixed_dictionaries(
+        {MODE: st.sampled_from(sorted(ms_swift.MODES)), THRESHOLD: st.sampled_from([2.0, 1.5, 3])},
+        optional={"off_policy_sequence_mask_delta": st.just(0.1), "beta": st.sampled_from([0, 0.04])},
+    ),
+    "AReaL": st.fixed_dictionaries(
+        {
+            "actor.rejection_sampling.upper": st.sampled_from([2.0, 3.5]),
+            "actor.use_decoupled_loss": st.just("true"),
+        },
+        optional={
+            "actor.rejection_sampling.action": st.sampled_from(["mask", "clamp"]),
+            "actor.rejection_sampling.lower": st.just(0.5),
+            "actor.rejection_sampling.level": st.sampled_from(["token", "sequence"]),
+        },
+    ),
+}
+TRANSLATE = {"verl": verl.translate, "ms-swift": ms_swift.translate, "AReaL": areal.translate}
+
+
+def tree_of(framework: str, said: dict[str, object]) -> str:
+    """The same settings as a yaml, where the framework's own values stand."""
+    if framework == "ms-swift":
+        return yaml.safe_dump(said)
+    tree: dict = {}
+    for path, value in said.items():
+        *parents, last = path.split(".")
+        node = tree
+        for parent in parents:
+            node = node.setdefault(parent, {})
+        node[last] = yaml.safe_load(value) if value in ("null", "true", "false", "True") else value
+    return yaml.safe_dump(tree)
+
+
+def given_by_bash(script: str, command: str) -> list[str]:
+    """The arguments that bash itself gives to the command of a script."""
+    program = command.split()[0]
+    shim = f"{program}() {{ printf '%s\\0' \"$@\" >&9; }}\nexport -f {program}\n"
+    done = subprocess.run(
+        ["bash", "-c", f"exec 9>&1 >/dev/null\n{shim}{script}"], capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.rstrip("\0").split("\0")
+
+
+@pytest.mark.parametrize("framework", SETTINGS)
+@settings(max_examples=40, deadline=None)
+@given(data=st.data())
+def test_a_random_correction_in_a_random_idiom_is_read_back(
+    framework: str, data: st.DataObject, tmp_path_factory
+):
+    said = data.draw(SETTINGS[framework])
+    pairs = [
+        [f"--{key}", str(value)] if framework == "ms-swift" else [f"{key}={value}"]
+        for key, value in said.items()
+    ]
+    at = data.draw(st.integers(0, len(pairs)))
+    before, line = "#!/usr/bin/env bash\nset -e\n", COMMAND[framework]
+    idioms = data.draw(st.lists(st.sampled_from(sorted(IDIOMS)), min_size=2, max_size=2, unique=True))
+    for i, (idiom, part) in enumerate(zip(idioms, (pairs[:at], pairs[at:]), strict=True)):
+        if part:
+            lines, words = IDIOMS[idiom](f"PART{i}", [word for pair in part for word in pair], i)
+            before, line = f"{before}{lines}\n", f"{line} {words}"
+    start = data.draw(st.sampled_from(sorted(STARTS)))
+    if '"$@"' in line or "[@]" in line and start == "of another shell":
+        start = "command"  # an array and "$@" mean another thing there
+    script = before + STARTS[start](line) + "\n"
+    assert given_by_bash(script, COMMAND[framework])[-1:] == [pairs[-1][-1]]  # the idiom is one
+    try:
+        expected = TRANSLATE[framework](tree_of(framework, said)).config()
+    except ConfigError as error:
+        with pytest.raises(ConfigError) as refused:
+            TRANSLATE[framework](script)
+        assert str(refused.value).split(":")[0].split(" ")[0] == str(error).split(":")[0].split(" ")[0]
+        return
+    assert TRANSLATE[framework](script).config() == expected
+
+
+# -------------------------------------------------------------------------------------- read, and asked where several
+
+
+@pytest.mark.parametrize(
+    "script",
+    [
+        f'RS="{RULE}"\n{TRAIN} {WEIGHT} $RS',
+        f'A=({WEIGHT})\nB=({RULE})\n{TRAIN} "${{A[@]}}" "${{B[@]}}"',
+        f'K={IS}rollout_\n{TRAIN} ${{K}}is=token +$K"is_threshold"=2.0 {RULE}',
+        f'train() {{ {TRAIN} "$@" {RULE}; }}\ntrain {WEIGHT}',
+        f"srun --nodes 2 bash -lc '{TRAIN} {WEIGHT} {RULE}'",
+        f"if [ $NODES = 1 ]; then {TRAIN} {WEIGHT} {RULE}; else torchrun -m verl.trainer.main_ppo {WEIGHT} {RULE}; fi",
+        f"{TRAIN} '{IS.strip('.')}={{rollout_is:token,rollout_is_threshold:2.0,rollout_rs:seq_mean_k1,"
+        f"rollout_rs_threshold:0.99_1.01}}'",
+        f"{TRAIN} {WEIGHT} {RULE} ${{WANDB:+trainer.logger=wandb}} ${{MORE[*]}}\npython -m verl.main_eval data.n=1",
+        f"# {IS}rollout_is=sequence\necho '{IS}rollout_is=sequence'\n{TRAIN} {WEIGHT} {RULE} \"$@\"",
+        f'USAGE="x"\nusage() {{\n  cat <<EOF\n{IS}rollout_is=MODE\nEOF\n}}\n{TRAIN} {WEIGHT} {RULE} $EXTRA',
+    ],
+)
+def test_verl_every_idiom_gives_the_weight_and_the_rule(script: str) -> None:
+    assert verl.translate(script).config() == BOTH
+
+
+def test_verl_bypass_in_variables_and_its_copy_in_the_loss() -> None:
+    keys = {"bypass_mode": "True", "loss_type": "ppo_clip", "rollout_is": "null", "rollout_rs": "seq_mean_k3",
+            "rollout_rs_threshold": "0.005"}  # fmt: skip
+    lines = "".join(f"{key}=${{{key}:-{value}}}\n" for key, value in keys.items())
+    copies = [f"+{ACTOR}policy_loss.rollout_correction.{key}=${{{key}}}" for key in keys]
+    words = " ".join([*copies, *(f"{IS}{key}=${{{key}}}" for key in keys)])
+    script = f"{lines}{TRAIN} {ACTOR}policy_loss.loss_mode=bypass_mode {words}"
+    expected = CorrectionConfig(
+        None, (RejectRule("k3", "mean", upper=0.005),), objective=ObjectiveConfig(old="behavior")
+    )
+    for behind in ([], [f"{ACTOR}policy_loss.loss_mode=bypass_mode"]):
+        assert verl.translate(script, behind).config() == expected
+    with pytest.raises(
+        ConfigError, match="rollout_rs_threshold: 0.01 contradicts algorithm.rollout_correction"
+    ):
+        verl.translate(script.replace("policy_loss.rollout_correction.rollout_rs_threshold=${rollout_rs_threshold}",
+                                      "policy_loss.rollout_correction.rollout_rs_threshold=0.01"))  # fmt: skip
+
+
+ARMS = f"""ARM=${{1:?arm}}
+GEO="{RULE}"
+case "$ARM" in
+  plain) bash one.sh plain algorithm.gamma=1 ;;
+  geo)   bash one.sh geo $GEO algorithm.gamma=1 ;;
+  both)  bash one.sh both {WEIGHT} $GEO ;;
+esac
+"""
+
+
+def test_of_several_starts_the_user_says_which() -> None:
+    told = r"3 starts of verl .*--line N.*line 4, .*nothing of the correction; line 5, .*; line 6, .*is both"
+    with pytest.raises(ConfigError, match=told):
+        verl.translate(ARMS)
+    assert verl.translate(ARMS, asked=Asked(line=6)).config() == BOTH
+    geo = verl.translate(ARMS, asked=Asked(arguments=("geo",)))
+    assert geo.config() == CorrectionConfig(None, MEAN)
+    assert any(note.startswith("not read, since it does not count: rollout_is") for note in geo.notes)
+    for asked in (Asked(line=4), Asked(arguments=("plain",))):
+        with pytest.raises(ConfigError, match="nothing that runs corrects, and yet there are .* line [256]"):
+            verl.translate(ARMS, asked=asked)
+    with pytest.raises(ConfigError, match="--line, and arguments behind --, belong to a launch script"):
+        verl.translate("rollout_is: token", asked=Asked(line=1))
+
+
+def test_what_only_the_launch_decides_is_listed_at_once_and_whole() -> None:
+    names = {
+        "rollout_is": "$ROLLOUT_IS",
+        "rollout_is_threshold": "${ROLLOUT_IS_THRESHOLD}",
+        "rollout_rs": "$1",
+    }
+    script = " ".join([TRAIN, *(f'{IS}{key}="{name}"' for key, name in names.items()), "data.n=$N"])
+    told = r"rollout_is: \$ROLLOUT_IS, rollout_is_threshold: \$\{ROLLOUT_IS_THRESHOLD\}, rollout_rs: \$1; put"
+    with pytest.raises(
+        ConfigError, match=f"decides {told} .*{IS}rollout_is=VALUE {IS}rollout_is_threshold=VALUE"
+    ):
+        verl.translate(script)
+    behind = [f"{IS}rollout_is=token", f"{IS}rollout_is_threshold=2", f"{IS}rollout_rs=null"]
+    assert verl.translate(script, behind).config().weight == WeightConfig(upper=2.0)
+    started = Asked(arguments=("ROLLOUT_IS=token", "ROLLOUT_IS_THRESHOLD=3", "null"))
+    assert verl.translate(script, asked=started).config().weight == WeightConfig(upper=3.0)
+
+
+SWIFT = "swift rlhf --rlhf_type grpo"
+
+
+def test_ms_swift_branches_are_asked_and_overrides_win() -> None:
+    script = (
+        f'if [ "$MOE" = 1 ]; then\n{SWIFT} --{MODE} sequence_mask --{THRESHOLD} 1.5\n'
+        f"else\n{SWIFT} --{MODE} token_truncate\nfi"
+    )
+    with pytest.raises(
+        ConfigError, match="2 starts of ms-swift .*line 2, only if .*sequence_mask.*line 4, .*token_tru"
+    ):
+        ms_swift.translate(script)
+    behind = [f"{MODE}=token_mask", f"{THRESHOLD}=3"]
+    assert ms_swift.translate(script, behind).config().weight == WeightConfig("token", "zero", 0.0, 3.0)
+    assert ms_swift.translate(script, asked=Asked(line=4)).config().weight == WeightConfig()
+    moe = ms_swift.translate(script, asked=Asked(arguments=("MOE=1",)))
+    assert moe.config().reject == (RejectRule(over="mean", upper=1.5),)
+    with pytest.raises(ConfigError, match="override 'nope=1': expected KEY=VALUE"):
+        ms_swift.translate(script, ["nope=1"])
+
+
+def test_ms_swift_an_unknown_flag_of_the_loss_is_no_refusal() -> None:
+    script = f'ARGS=(\n  --beta "${{REF_BETA}}"\n  --{MODE} token_truncate\n)\n{SWIFT} "${{ARGS[@]}}"'
+    made = ms_swift.translate(script)
+    assert made.config().weight == WeightConfig()
+    assert "beta: ${REF_BETA} is for the launch to decide" in made.text()
+    with pytest.raises(
+        ConfigError, match=r"decides beta: \$\{REF_BETA\}; .*beta=VALUE"
+    ):  # the mask hits the KL too
+        ms_swift.translate(script + " --off_policy_sequence_mask_delta 0.1")
+
+
+# --------------------------------------------------------------------------------------------------- never lost
+
+
+@pytest.mark.parametrize(
+    ("script", "told"),
+    [
+        (f"{SWIFT} --beta 0\n  --{MODE} token_mask", f"{MODE} in line 2 .*lack its backslash"),
+        (f"cat > a.yaml <<EOF\n{MODE}: token_mask\nEOF\n{SWIFT} --config a.yaml", f"{MODE} in line 2"),
+        (f"python - <<EOF\nx['{MODE}'] = 1\nEOF\n{SWIFT}", f"{MODE} in line 2"),
+        (f"sed -i 's/{MODE}.*/x/' a.yaml\n{SWIFT}", f"{MODE} in line 1"),
+        (f"export A='--{MODE} token_mask'\nbash one.sh", f"{MODE} in line 1"),
+        (f"A='--{MODE} token_mask'\nbash one.sh \"${{A/x/y}}\"", f"{MODE} in line 1"),
+        (f"train() {{\n{SWIFT} --{MODE} token_mask\n}}", f"{MODE} in line 2"),
+        (f"echo '{SWIFT} --{MODE} token_mask' | bash", f"{MODE} in line 1"),
+        (f"ssh host '{SWIFT} --{MODE} token_mask'", f"{MODE} in line 1"),
+        (f"A='--{MODE} token_mask'\n{SWIFT}", f"nothing that runs corrects, .*{MODE} in line 1 .*which nothing reads"),
+        (f"if false; then\n{SWIFT} --{MODE} token_mask\nelse\n{SWIFT}\nfi", f"{MODE} in line 2 .*which does not run"),
+        (f"exit 0\n{SWIFT} --{MODE} token_mask", f"{MODE} in line 2 .*which does not run"),
+        (f"if [ $X ]; then A=(--{MODE} token_mask); fi\n{SWIFT} ${{A[@]}}", rf"{MODE}: token_mask \(line 1, only if"),
+        (f"grep moe cfg && A='--{MODE} token_mask'\n{SWIFT} $A", rf"{MODE}: token_mask \(line 1, only if grep moe"),
+        (f"grep moe cfg || A='--{MODE} token_mask'\n{SWIFT} $A", rf"{MODE}: token_mask \(line 1, only if not: grep"),
+        (f"read A B <<< '2.0 3.0'\n{SWIFT} --{MODE} token_mask --{THRESHOLD} $B", f"decides {THRESHOLD}: read A B"),
+        (f"source args.sh\n{SWIFT} --{MODE} token_mask $ARGS", r"tell \$ARGS .*not read: source args.sh: the file"),
+        (f"{SWIFT} --{MODE} token_mask $(cat args)", r"tell \$\(cat args\) \(line 1\), which may hold settings"),
+        (f"{SWIFT} --{MODE} token_mask --rollout_${{KEY%x}} 3", r"tell --rollout_\$\{KEY%x\} \(line 1\), which may"),
+        (f"{SWIFT} --{MODE} token_mask\nif x; then", "no bash that the parser knows"),
+    ],
+)  # fmt: skip
+def test_a_key_that_no_start_is_given_is_named_with_its_line(script: str, told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        ms_swift.translate(script)
+
+
+@pytest.mark.parametrize("word", [f"{IS}rollout_is=token", "algorithm.gamma=1"])
+def test_a_key_that_an_override_gives_may_stand_anywhere(word: str) -> None:
+    script = f"sed -i 's/rollout_is: .*/rollout_is: token/' a.yaml\n{TRAIN} {word}"
+    with pytest.raises(ConfigError, match="rollout_is in line 1"):
+        verl.translate(script)
+    assert verl.translate(script, [f"{IS}rollout_is=sequence"]).config().weight == WeightConfig(
+        "sequence", upper=2.0
+    )
+
+
+def test_a_yaml_with_keys_where_nobody_reads_them_is_no_yaml_without_keys() -> None:
+    with pytest.raises(ConfigError, match="yet there are base.algorithm.rollout_correction.rollout_is; put"):
+        verl.translate("data: {n: 1}\nbase: {algorithm: {rollout_correction: {rollout_is: token}}}")
+    with pytest.raises(ConfigError, match=f"yet there are grpo.{MODE}"):
+        ms_swift.translate(f"grpo: {{{MODE}: token_mask}}")
+    with pytest.raises(ConfigError, match="yet there are base.behav_imp_weight_cap"):
+        areal.translate("base: {behav_imp_weight_cap: 5}")
+
+
+def test_a_default_that_an_unread_file_may_replace_is_told() -> None:
+    note, *_ = ms_swift.translate(f"source env.sh\n{SWIFT} --{MODE} ${{M:-token_mask}}").notes
+    assert note.startswith("taken for granted: M is not set") and note.endswith(
+        "and may set them: source env.sh."
+    )
+
+
+def test_a_sourced_file_is_read_where_it_is_found(tmp_path: Path) -> None:
+    (tmp_path / "args.sh").write_text(f"ARGS=(--{MODE} token_mask)\nMORE=(--{THRESHOLD} 3)\n")
+    script = f'source "$(dirname "$0")/args.sh"\n{SWIFT} "${{ARGS[@]}}"'
+    made = ms_swift.translate(script, asked=Asked(tmp_path / "run.sh"))
+    assert made.config().weight == WeightConfig("token", "zero", 0.0, 2.0)
+    assert any(
+        f"{THRESHOLD} in line 2 of a sourced" in note and "nothing reads" in note for note in made.notes
+    )
+
+
+def test_areal_overrides_reach_a_key_where_it_stands() -> None:
+    flat = "{use_decoupled_loss: true, behav_imp_weight_cap: 5}"
+    for text in (flat, f"actor: {flat}"):
+        for behind in ("behav_imp_weight_cap=4", "actor.behav_imp_weight_cap=4"):
+            assert areal.translate(text, [behind]).config().weight == WeightConfig("token", "zero", 0.0, 4.0)
+    m2 = f"actor: {flat[:-1]}, m2_threshold: 0.04}}"
+    assert (
+        areal.translate(m2, ["actor.m2_threshold=null"]).config()
+        == areal.translate(f"actor: {flat}").config()
+    )
+    with pytest.raises(ConfigError, match="override 'lr=1': expected actor.KEY=VALUE"):
+        areal.translate(m2, ["lr=1"])
+
+
+def test_the_command_takes_overrides_a_line_and_the_scripts_own_arguments(tmp_path: Path, capsys) -> None:
+    script = tmp_path / "arms.sh"
+    script.write_text(ARMS)
+    for given_ in (["--line", "6"], ["--", "both"]):
+        assert main(["config", "from-verl", str(script), *given_]) == 0
+        assert "upper: 2.0" in capsys.readouterr().out
+    script.write_text(f"{SWIFT} --{MODE} $MODE")
+    assert main(["config", "from-ms-swift", str(script)]) == 2
+    assert f"as {MODE}=VALUE" in capsys.readouterr().err
+    assert main(["config", "from-ms-swift", str(script), f"{MODE}=token_mask"]) == 0
+
+
+def test_without_the_parser_of_bash_a_yaml_works_and_a_script_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "tree_sitter", None)
+    assert verl.translate("rollout_is: token").config().weight == WeightConfig(upper=2.0)
+    with pytest.raises(
+        ConfigError, match=r"tree_sitter is not installed; pip install 'mis-plugins\[scripts\]'"
+    ):
+        verl.translate(f"#!/bin/bash\n{TRAIN} {WEIGHT}")
