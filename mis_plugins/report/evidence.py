@@ -110,13 +110,12 @@ class Evidence:
         owner = ragged.to_tokens(torch.arange(ragged.size))[usable]
         turns = batch.whole_numbers("turns")
         turn = (ragged.turns if turns is None else turns)[usable]
-        x, y, d = tokens.behavior[usable], tokens.proximal[usable], tokens.clamped[usable]
+        x, y, r = tokens.behavior[usable], tokens.proximal[usable], 1 + tokens.excess[usable]
         self.lists.add(x, y, owner, turn, ragged.size)
         masses, counts = ragged.sums(mass(tokens), usable)
         for held, column in ((self.masses, masses), (self.counts, counts)):
             held.append(column)
         self.steps.append(torch.full((ragged.size,), batch.step))
-        r = d.exp()
         rows = torch.stack([torch.ones_like(x), x, y, x * x, y * y, x * y, r, r * r, 1 / r])
         self.folds.index_add_(1, (owner + self.sequences) % FOLDS, rows)
         self.sequences += ragged.size
