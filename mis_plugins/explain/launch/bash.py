@@ -32,6 +32,7 @@ from mis_plugins.explain.launch.words import (
     literal,
     shown,
     spaced,
+    under,
     word_of,
 )
 from mis_plugins.shared.shell import not_installed
@@ -429,6 +430,7 @@ class Shell(Reader):
             self.run(body)
             return
         self.ran.add((self.source, body.id))
+        printed = under(printed, self.branch) if self.branch else printed
         words, target = self.command_words(body), next(_descend(node, "file_redirect"), None)
         if known(words[0]) == "tee" and len(words) > 1:
             self.reading.files[shown(words[-1])] = printed
