@@ -289,6 +289,8 @@ def test_ms_swift_an_unknown_flag_of_the_loss_is_no_refusal() -> None:
         (f"train() {{\n{SWIFT} --{MODE} token_mask\n}}", f"{MODE} in line 2"),
         (f"echo '{SWIFT} --{MODE} token_mask' | bash", f"{MODE} in line 1"),
         (f"ssh host '{SWIFT} --{MODE} token_mask'", f"{MODE} in line 1"),
+        (f"cat <<EOF | sbatch\n{SWIFT} --{MODE} token_mask\nEOF", f"{MODE} in line 2"),
+        (f"cat <<EOF > a.sh\n{SWIFT} --{MODE} token_mask\nEOF\nsbatch a.sh", f"{MODE} in line 2"),
         (f"A='--{MODE} token_mask'\n{SWIFT}", f"nothing that runs corrects, .*{MODE} in line 1 .*which nothing reads"),
         (f"if false; then\n{SWIFT} --{MODE} token_mask\nelse\n{SWIFT}\nfi", f"{MODE} in line 2 .*which does not run"),
         (f"exit 0\n{SWIFT} --{MODE} token_mask", f"{MODE} in line 2 .*which does not run"),
@@ -305,6 +307,21 @@ def test_ms_swift_an_unknown_flag_of_the_loss_is_no_refusal() -> None:
 def test_a_key_that_no_start_is_given_is_named_with_its_line(script: str, told: str) -> None:
     with pytest.raises(ConfigError, match=told):
         ms_swift.translate(script)
+
+
+@pytest.mark.parametrize(
+    ("word", "told"),
+    [
+        ("algorithm@algorithm.rollout_correction=tis", "given rollout_correction in line 1"),
+        ("+algo.rollout_correction.rollout_is=token", "given rollout_is in line 1"),
+        ("algorithm=mine", "algorithm: got 'mine'; expected a mapping"),
+    ],
+)
+def test_verl_a_group_or_a_strange_path_is_no_command_without_keys(word: str, told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        verl.translate(f"{TRAIN} {word} actor_rollout_ref.model.path=x")
+    named = f"{TRAIN} trainer.experiment_name=gsm8k-rollout_is-2 {WEIGHT}"
+    assert verl.translate(named).config().weight == WeightConfig(upper=2.0)
 
 
 @pytest.mark.parametrize("word", [f"{IS}rollout_is=token", "algorithm.gamma=1"])

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from mis_plugins.config.file import text_of
 from mis_plugins.errors import ConfigError
-from mis_plugins.explain.launch.bash import PRINTS, RUN, Shell, one_line
+from mis_plugins.explain.launch.bash import PRINTS, RUN, Shell, one_line, parts_of
 from mis_plugins.explain.launch.words import (
     HOLE,
     Piece,
@@ -358,12 +358,13 @@ class Commands(Shell):
         return self.starts or [start for start, _ in self.bare]
 
     def _give(self, words: Sequence[Text]) -> None:
-        """Note the literals that a start is given; a word with blanks may hold more than the setting it begins with."""
+        """Note the literals that a start is given; a word that is no setting holds one behind a blank, or as a part."""
         for text in words:
             word = _word(text)
-            if not word.text.split()[1:] or any(
-                self._is_setting(path) for path, _ in self.dialect.settings([word])
-            ):
+            paths = [path for path, _ in self.dialect.settings([word])]
+            parts = {part for path in paths for part in path.replace("@", ".").split(".")}
+            is_lost = bool(word.text.split()[1:]) or not parts.isdisjoint(self.dialect.keys)
+            if not is_lost or any(map(self._is_setting, paths)):
                 self.read |= {piece.at for piece in text if piece.at}
 
     def _start(self, given: Sequence[Word]) -> Start:
@@ -563,7 +564,9 @@ def _is_harmless(chain: Sequence[Node]) -> bool:
     if statement is None or kinds & {"pipeline", *SUBSTITUTIONS}:
         return False
     outer = next((node for node in chain if node.type == "redirected_statement"), statement)
-    files = [one_line(child) for child in outer.children if child.type == "file_redirect"]
+    if next(parts_of(outer, "pipeline"), None):
+        return False
+    files = [one_line(child) for child in parts_of(outer, "file_redirect")]
     return one_line(outer).split(" ")[0] in PRINTS and all(">&" in file or "/dev/" in file for file in files)
 
 

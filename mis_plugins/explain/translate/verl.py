@@ -285,7 +285,8 @@ def _of_script(said: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _is_ours(path: str) -> bool:
-    return path.startswith(("algorithm.rollout_", IN_LOSS, CAP)) or path in PATHS or path in BESIDE_IT
+    whole = ("algorithm", *PATHS, *BESIDE_IT)
+    return path.startswith(("algorithm.rollout_", IN_LOSS, CAP)) or path in whole
 
 
 def _starts(word: str) -> bool:
