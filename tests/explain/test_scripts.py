@@ -279,7 +279,9 @@ def test_ms_swift_an_unknown_flag_of_the_loss_is_no_refusal() -> None:
     ("script", "told"),
     [
         (f"{SWIFT} --beta 0\n  --{MODE} token_mask", f"{MODE} in line 2 .*lack its backslash"),
-        (f"cat > a.yaml <<EOF\n{MODE}: token_mask\nEOF\n{SWIFT} --config a.yaml", f"{MODE} in line 2"),
+        (f"cat > a.yaml <<EOF\n{MODE}: $X\nEOF\n{SWIFT} --config a.yaml", f"{MODE} in line 2"),
+        (f"if x; then\ncat > a.yaml <<EOF\n{MODE}: x\nEOF\nfi\n{SWIFT} --config a.yaml", f"{MODE} in line 3"),
+        (f"cat > b.yaml <<EOF\n{MODE}: token_mask\nEOF\n{SWIFT} --config a.yaml", f"{MODE} in line 2"),
         (f"python - <<EOF\nx['{MODE}'] = 1\nEOF\n{SWIFT}", f"{MODE} in line 2"),
         (f"sed -i 's/{MODE}.*/x/' a.yaml\n{SWIFT}", f"{MODE} in line 1"),
         (f"export A='--{MODE} token_mask'\nbash one.sh", f"{MODE} in line 1"),
@@ -287,6 +289,8 @@ def test_ms_swift_an_unknown_flag_of_the_loss_is_no_refusal() -> None:
         (f"train() {{\n{SWIFT} --{MODE} token_mask\n}}", f"{MODE} in line 2"),
         (f"echo '{SWIFT} --{MODE} token_mask' | bash", f"{MODE} in line 1"),
         (f"ssh host '{SWIFT} --{MODE} token_mask'", f"{MODE} in line 1"),
+        (f"cat <<EOF | sbatch\n{SWIFT} --{MODE} token_mask\nEOF", f"{MODE} in line 2"),
+        (f"cat <<EOF > a.sh\n{SWIFT} --{MODE} token_mask\nEOF\nsbatch a.sh", f"{MODE} in line 2"),
         (f"A='--{MODE} token_mask'\n{SWIFT}", f"nothing that runs corrects, .*{MODE} in line 1 .*which nothing reads"),
         (f"if false; then\n{SWIFT} --{MODE} token_mask\nelse\n{SWIFT}\nfi", f"{MODE} in line 2 .*which does not run"),
         (f"exit 0\n{SWIFT} --{MODE} token_mask", f"{MODE} in line 2 .*which does not run"),
@@ -303,6 +307,21 @@ def test_ms_swift_an_unknown_flag_of_the_loss_is_no_refusal() -> None:
 def test_a_key_that_no_start_is_given_is_named_with_its_line(script: str, told: str) -> None:
     with pytest.raises(ConfigError, match=told):
         ms_swift.translate(script)
+
+
+@pytest.mark.parametrize(
+    ("word", "told"),
+    [
+        ("algorithm@algorithm.rollout_correction=tis", "given rollout_correction in line 1"),
+        ("+algo.rollout_correction.rollout_is=token", "given rollout_is in line 1"),
+        ("algorithm=mine", "algorithm: got 'mine'; expected a mapping"),
+    ],
+)
+def test_verl_a_group_or_a_strange_path_is_no_command_without_keys(word: str, told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        verl.translate(f"{TRAIN} {word} actor_rollout_ref.model.path=x")
+    named = f"{TRAIN} trainer.experiment_name=gsm8k-rollout_is-2 {WEIGHT}"
+    assert verl.translate(named).config().weight == WeightConfig(upper=2.0)
 
 
 @pytest.mark.parametrize("word", [f"{IS}rollout_is=token", "algorithm.gamma=1"])
@@ -339,6 +358,100 @@ def test_a_sourced_file_is_read_where_it_is_found(tmp_path: Path) -> None:
     assert any(
         f"{THRESHOLD} in line 2 of a sourced" in note and "nothing reads" in note for note in made.notes
     )
+
+
+# ------------------------------------------------------------------------------------ a yaml that a script names
+
+HYDRA = f"{TRAIN} --config-path"
+AREAL = "python3 -m areal.launcher.local examples/math/grpo.py --config"
+
+
+@pytest.mark.parametrize("folder", [".", "configs", "$(pwd)/configs", "${PWD}"])
+@pytest.mark.parametrize("started_in", [".", "scripts/grpo"])
+def test_a_yaml_that_a_script_names_is_read_from_its_folder_or_one_above(
+    folder: str, started_in: str, tmp_path: Path
+) -> None:
+    for place in (tmp_path, tmp_path / "configs", tmp_path / started_in):
+        place.mkdir(exist_ok=True, parents=True)
+    at = tmp_path / ("configs" if "configs" in folder else ".")
+    mis = {"rollout_is": "token", "rollout_is_threshold": 3}
+    (at / "verl.yaml").write_text(yaml.safe_dump({"algorithm": {"rollout_correction": mis}}))
+    (at / "swift.yaml").write_text(f"{MODE}: token_truncate\n{THRESHOLD}: 3\n")
+    (at / "areal.yaml").write_text(
+        "actor: {use_decoupled_loss: true, rejection_sampling: {action: clamp, upper: 3}}"
+    )
+    asked = Asked(tmp_path / started_in / "run.sh")
+    read = f"read too: {at / 'verl.yaml'}."
+    for script in (
+        f"{HYDRA}=\"{folder}\" --config-name='verl' trainer.nnodes=1",
+        f"DIR={folder}\n{TRAIN} -cp $DIR -cn verl.yaml algorithm.gamma=1",
+    ):
+        made = verl.translate(script, asked=asked)
+        assert made.config().weight == WeightConfig(upper=3.0) and read in made.notes
+    assert verl.translate(f"{script} {IS}rollout_is=sequence", asked=asked).config().weight == WeightConfig(
+        "sequence", upper=3.0
+    )
+    for word in ("", "--config "):
+        made = ms_swift.translate(f"swift rlhf {word}{folder}/swift.yaml --beta 0", asked=asked)
+        assert made.config().weight == WeightConfig(upper=3.0)
+    made = areal.translate(f"{AREAL} {folder}/areal.yaml +actor.rejection_sampling.upper=4", asked=asked)
+    assert made.config().weight == WeightConfig(bound="clip", lower=0.0, upper=4.0)
+
+
+@pytest.mark.parametrize(
+    ("translate", "script", "name"),
+    [
+        (verl.translate, f"{HYDRA}=$DIR --config-name=mine", r"\$DIR/mine.yaml"),
+        (verl.translate, f"{TRAIN} --config-name mine algorithm.gamma=1", "mine.yaml"),
+        (verl.translate, f"{HYDRA} /elsewhere trainer.nnodes=1", "/elsewhere/ppo_trainer.yaml"),
+        (verl.translate, "python -m recipe.main --config-name ppo_trainer algorithm.gamma=1", "ppo_trainer.yaml"),
+        (ms_swift.translate, "swift rlhf --config a.yaml", "a.yaml"),
+        (ms_swift.translate, "NPROC_PER_NODE=2 megatron rlhf $DIR/a.json --beta 0", r"\$DIR/a.json"),
+        (ms_swift.translate, f"{SWIFT} --config $1 --log_rollout_offpolicy_metrics true", r"\$1"),
+        (areal.translate, f"{AREAL} examples/grpo.yaml trial_name=x", "examples/grpo.yaml"),
+    ],
+)  # fmt: skip
+def test_a_yaml_that_is_not_here_proves_nothing(
+    translate: Callable, script: str, name: str, tmp_path: Path
+) -> None:
+    told = f"nothing that runs corrects, and yet there are settings in {name}, a yaml that is not here; put"
+    with pytest.raises(ConfigError, match=told):
+        translate(script, asked=Asked(tmp_path / "run.sh"))
+
+
+def test_a_yaml_that_is_not_here_is_told_beside_what_the_command_says() -> None:
+    made = verl.translate(f"{TRAIN} --config-name=mine {WEIGHT}")
+    assert made.config().weight == WeightConfig(upper=2.0)
+    told = "not read: settings in mine.yaml, a yaml that is not here; those that count go behind the file."
+    assert told in made.notes
+    own = verl.translate(f"{HYDRA}=config --config-name='ppo_megatron_trainer.yaml' {WEIGHT}")
+    assert own.config() == made.config() and not any("not read" in note for note in own.notes)
+
+
+@pytest.mark.parametrize("base", ["mine", "algorithm@algorithm.rollout_correction: mine"])
+def test_verl_a_yaml_on_a_base_of_the_users_own_proves_nothing(base: str) -> None:
+    tree = f"defaults: [ppo_trainer, actor@actor_rollout_ref.actor: dp_actor, {{{base}}}, _self_]\ndata: {{n: 1}}"
+    tree = tree.replace("{mine}", "mine")
+    with pytest.raises(ConfigError, match="yet there are settings in mine, which `defaults` names"):
+        verl.translate(tree)
+    made = verl.translate(f"{tree}\nalgorithm: {{rollout_correction: {{rollout_is: token}}}}")
+    assert "not read: settings in mine, which `defaults`" in " ".join(made.notes)
+    own = tree.replace("mine", "rollout_correction") if ":" in base else tree.replace("mine, ", "")
+    with pytest.raises(ConfigError, match="nothing to translate"):
+        verl.translate(own)
+
+
+def test_a_yaml_that_the_script_writes_is_read() -> None:
+    script = f"cat > /tmp/a.yaml <<EOF\n{MODE}: token_mask\nEOF\n{SWIFT} --config /tmp/a.yaml"
+    made = ms_swift.translate(script)
+    assert made.config().weight == WeightConfig("token", "zero", 0.0, 2.0)
+    assert "read too: /tmp/a.yaml, which the script writes." in made.notes
+    with pytest.raises(ConfigError, match=f"{MODE}: token_truncate contradicts token_mask in the yaml"):
+        ms_swift.translate(f"{script} --{MODE} token_truncate")
+    with pytest.raises(
+        ConfigError, match="2 starts of ms-swift .*line 4: the yaml /tmp/a.yaml; line 5: .* b.yaml"
+    ):
+        ms_swift.translate(f"{script}\n{SWIFT} --config b.yaml")
 
 
 def test_areal_overrides_reach_a_key_where_it_stands() -> None:

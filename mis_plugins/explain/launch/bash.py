@@ -32,6 +32,7 @@ from mis_plugins.explain.launch.words import (
     literal,
     shown,
     spaced,
+    under,
     word_of,
 )
 from mis_plugins.shared.shell import not_installed
@@ -420,7 +421,7 @@ class Shell(Reader):
         printed = self.printed(body, node) if body is not None else None
         if body is None:
             return
-        heredoc = next(_descend(node, "heredoc_body"), None)
+        heredoc = next(parts_of(node, "heredoc_body"), None)
         if heredoc is not None and _said(body).partition(" ")[0] in SHELLS:
             self.ran.add((self.source, body.id))
             self.evaluate(self._heredoc(heredoc))
@@ -429,7 +430,8 @@ class Shell(Reader):
             self.run(body)
             return
         self.ran.add((self.source, body.id))
-        words, target = self.command_words(body), next(_descend(node, "file_redirect"), None)
+        printed = under(printed, self.branch) if self.branch else printed
+        words, target = self.command_words(body), next(parts_of(node, "file_redirect"), None)
         if known(words[0]) == "tee" and len(words) > 1:
             self.reading.files[shown(words[-1])] = printed
         elif target is not None and target.named_children:
@@ -445,7 +447,7 @@ class Shell(Reader):
             return (*spaced(word for word in words[1:] if known(word) not in ("-e", "-n")), Piece("\n"))
         if name == "printf":
             return _formatted(words[1:])
-        body = next(_descend(redirected, "heredoc_body"), None) if redirected else None
+        body = next(parts_of(redirected, "heredoc_body"), None) if redirected else None
         if body is None:
             file = shown(words[1]) if len(words) == 2 else ""
             return self.reading.files.get(file, hole(_said(node), self.lines(node)))
@@ -797,13 +799,13 @@ def _formatted(words: Sequence[Text]) -> Text:
     return (Piece(first), *(piece for part in parts for piece in (*next(arguments, ()), Piece(part))))
 
 
-def _descend(node: Node, kind: str) -> Iterator[Node]:
-    """Redirects of a statement, which the parser may put beside or into a heredoc's."""
+def parts_of(node: Node, kind: str) -> Iterator[Node]:
+    """Redirects and pipes of a statement, which the parser may put beside or into a heredoc's."""
     for child in node.children:
         if child.type == kind:
             yield child
         elif child.type == "heredoc_redirect":
-            yield from _descend(child, kind)
+            yield from parts_of(child, kind)
 
 
 def _clauses(node: Node) -> Iterator[tuple[list[Node], list[Node]]]:

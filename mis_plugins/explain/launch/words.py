@@ -174,7 +174,7 @@ class Reading:
         return text
 
     def assume_unset(self, name: str) -> None:
-        self.assumed[f"{name} is not set"] = None
+        self.assumed[f"{'$' * name.isdigit()}{name} is not set"] = None
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,8 @@ from mis_plugins.config.flat import spelled
 from mis_plugins.config.model import CorrectionConfig, ObjectiveConfig, SegmentWiseConfig, WeightConfig
 from mis_plugins.config.reading import number
 from mis_plugins.errors import ConfigError
-from mis_plugins.explain.translate.script import ASKED, Asked, Dialect, Said, overrides, tree_or_script
+from mis_plugins.explain.launch.words import Word
+from mis_plugins.explain.translate.script import ASKED, Asked, Dialect, overrides, setting_of, tree_or_script
 from mis_plugins.explain.translate.translation import (
     Translation,
     as_written,
@@ -94,15 +95,11 @@ def translate(text: str, behind: Sequence[str] = (), asked: Asked = ASKED) -> Tr
             error quotes the key.
     """
     won = dict(map(_override, behind))
-    tree, said = tree_or_script(text, DIALECT, set(won), asked)
-    if said is None and not isinstance(tree, Mapping):
-        raise ConfigError(f"got {shown(tree)}; expected a mapping with AReaL's actor: and rollout:")
-    own = (
-        {path: value if is_open(value) else load(str(value)) for path, value in said.settings.items()}
-        if said
-        else {}
-    )
-    tree, said = tree or {}, said or Said({}, (), tuple(places(tree, KNOWN)))
+    said = tree_or_script(text, DIALECT, set(won), asked)
+    if not isinstance(said.tree, Mapping):
+        raise ConfigError(f"got {shown(said.tree)}; expected a mapping with AReaL's actor: and rollout:")
+    own = {path: value if is_open(value) else load(str(value)) for path, value in said.settings.items()}
+    tree, said = said.tree, replace(said, skipped=(*said.skipped, *places(said.tree, KNOWN)))
     for path, value in {**own, **won}.items():
         tree = _with(tree, _place(tree, path).split("."), value)
     found = _places(tree)
@@ -135,10 +132,15 @@ def _is_read(path: str) -> bool:
 
 
 def _starts(word: str) -> bool:
-    return "=" in word and word.lstrip("+").startswith(tuple(f"{block}." for block in reading.AREAL_BLOCKS))
+    block, *_ = word.lstrip("+").split(".")
+    return "=" in word and block in reading.AREAL_BLOCKS or word.partition("=")[0] == "--config"
 
 
-DIALECT = Dialect("AReaL", KNOWN, overrides, _is_read, _starts, last_wins=True)
+def _file(words: Sequence[Word]) -> Word | None:
+    return setting_of(words, "--config")
+
+
+DIALECT = Dialect("AReaL", KNOWN, overrides, _is_read, _starts, _file, last_wins=True)
 
 
 def _place(tree: Mapping[str, Any], path: str) -> str:

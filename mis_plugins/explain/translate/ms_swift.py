@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from mis_plugins.config.reading import number
 from mis_plugins.errors import ConfigError
-from mis_plugins.explain.translate.script import ASKED, Asked, Dialect, Said, flags, tree_or_script
+from mis_plugins.explain.launch.words import Word
+from mis_plugins.explain.translate.script import (
+    ASKED,
+    Asked,
+    Dialect,
+    Said,
+    flags,
+    setting_of,
+    tree_or_script,
+)
 from mis_plugins.explain.translate.translation import (
     OVER_RESPONSES,
     OVER_TOKENS,
@@ -160,14 +171,21 @@ def _said(text: str, behind: set[str], asked: Asked) -> Said:
 
     ms-swift's parser takes `--a-key` for `--a_key`.
     """
-    tree, said = tree_or_script(text, DIALECT, behind, asked)
-    if said is not None:
-        return said
-    if not isinstance(tree, Mapping):
-        raise ConfigError(f"got {shown(tree)}; expected a yaml mapping or a launch script with --key value")
-    found = {_plain(key): value for key, value in tree.items()}
-    strays = [place for place in places(tree, KEYS) if "." in place]
-    return Said(found, (), tuple(strays))
+    said = tree_or_script(text, DIALECT, behind, asked)
+    if not isinstance(said.tree, Mapping):
+        raise ConfigError(
+            f"got {shown(said.tree)}; expected a yaml mapping or a launch script with --key value"
+        )
+    found = {_plain(key): value for key, value in said.tree.items()}
+    for key in said.settings.keys() & found.keys() - behind:
+        if _is_ours(key) and str(said.settings[key]) != str(found[key]):
+            raise ConfigError(
+                f"{key}: {as_written(said.settings[key])} contradicts {as_written(found[key])} in the yaml that the "
+                f"script names; ms-swift 4.6 takes the first, and releases with --config the second: put {key}=VALUE "
+                "behind the file"
+            )
+    strays = [place for place in places(said.tree, KEYS) if "." in place]
+    return replace(said, settings={**found, **said.settings}, skipped=(*said.skipped, *strays))
 
 
 def _override(text: str) -> tuple[str, Any]:
@@ -189,7 +207,14 @@ def _starts(word: str) -> bool:
     return word == "rlhf" or word.endswith("rlhf.py")
 
 
-DIALECT = Dialect("ms-swift", KEYS, flags, _is_ours, _starts, last_wins=True)
+def _file(words: Sequence[Word]) -> Word | None:
+    """The yaml or json behind `rlhf`, or behind --config of earlier releases."""
+    behind = next((after for word, after in itertools.pairwise(words) if _starts(word.text)), None)
+    is_named = behind and behind.text.endswith((".yaml", ".yml", ".json"))
+    return behind if is_named else setting_of(words, "--config")
+
+
+DIALECT = Dialect("ms-swift", KEYS, flags, _is_ours, _starts, _file, last_wins=True)
 
 
 def _truth(value: Any, key: str) -> bool:

@@ -8,12 +8,13 @@ from __future__ import annotations
 import itertools
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mis_plugins.config.file import text_of
 from mis_plugins.errors import ConfigError
-from mis_plugins.explain.launch.bash import PRINTS, RUN, Shell, one_line
+from mis_plugins.explain.launch.bash import PRINTS, RUN, Shell, one_line, parts_of
 from mis_plugins.explain.launch.words import (
     HOLE,
     Piece,
@@ -21,6 +22,7 @@ from mis_plugins.explain.launch.words import (
     Text,
     Word,
     hole,
+    known,
     shown,
     with_holes,
     word_of,
@@ -34,6 +36,7 @@ if TYPE_CHECKING:
 Value = Word | None  # of a flag that stands alone
 LOCATED = (".sh", ".log", ".txt", ".py", ".yaml", ".yml", ".json", ".jsonl", ".md", ".out", ".err")
 ENDS_A_PATH = (b"", b" ", b"\n", b"/", b"'", b'"', b")", b";")
+HERE = ("$(pwd)", "$PWD", "${PWD}", ".")  # of the folder where a script is started
 SUBSTITUTIONS = ("command_substitution", "process_substitution")
 
 
@@ -63,6 +66,7 @@ class Dialect:
     settings: the settings among the words of a command, by path.
     reads: whether a path is one that the translator reads.
     starts: whether a word tells that its command starts a training.
+    file: the yaml that a command names, whose settings count beside those of the command; None where it names none.
     last_wins: whether a setting that stands twice in one command has its last value.
     """
 
@@ -71,6 +75,7 @@ class Dialect:
     settings: Callable[[Sequence[Word]], Iterator[tuple[str, Value]]]
     reads: Callable[[str], bool]
     starts: Callable[[str], bool]
+    file: Callable[[Sequence[Word]], Word | None]
     last_wins: bool = False
 
 
@@ -78,6 +83,7 @@ class Dialect:
 class Start:
     """One start of a training: its line behind the lines of the functions that lead there, and its settings.
 
+    file: the yaml that it names.
     unset: words that are variables which the script never sets.
     unread: other words that may hold settings and are not known.
     """
@@ -85,6 +91,7 @@ class Start:
     lines: tuple[int, ...]
     branch: str | None
     settings: tuple[tuple[str, Value], ...]
+    file: Word | None
     unset: tuple[str, ...] = ()
     unread: tuple[str, ...] = ()
 
@@ -93,11 +100,14 @@ class Start:
 class Said:
     """What a script says: text or `Open` by the path of each setting, and what was read and does not count.
 
-    skipped: keys in parts of the script that do not run, or that no start of a training is given.
+    tree: the yaml that the start names, or the file itself where that is a yaml.
+    skipped: keys in parts of the script that do not run, that no start of a training is given, or that may stand in a
+        yaml which was not found.
     starts: whether the script starts a training.
     """
 
     settings: Mapping[str, Any]
+    tree: Any = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     skipped: tuple[str, ...] = ()
     starts: bool = True
@@ -134,8 +144,18 @@ def flags(words: Sequence[Word]) -> Iterator[tuple[str, Value]]:
             yield flag[2:].replace("-", "_"), own if equals else told
 
 
-def tree_or_script(text: str, dialect: Dialect, behind: set[str], asked: Asked) -> tuple[Any, Said | None]:
-    """The tree of a yaml, or what a launch script says, beside None.
+def setting_of(words: Sequence[Word], *names: str) -> Word | None:
+    """The value of the last of some flags, `--name VALUE` or `--name=VALUE`, of a command; None where none is there."""
+    found = None
+    for word, after in itertools.pairwise([*words, Word("", "")]):
+        flag, equals, value = word.text.partition("=")
+        if flag in names:
+            found = replace(word, text=value, source=word.source.partition("=")[2]) if equals else after
+    return found
+
+
+def tree_or_script(text: str, dialect: Dialect, behind: set[str], asked: Asked) -> Said:
+    """What a yaml or a launch script says.
 
     Raises:
         ConfigError: the text is neither.
@@ -149,7 +169,7 @@ def tree_or_script(text: str, dialect: Dialect, behind: set[str], asked: Asked) 
         if not isinstance(tree, str) or asked.path.suffix in (".yaml", ".yml"):
             if problem or asked.line or asked.arguments:
                 raise problem or ConfigError("--line, and arguments behind --, belong to a launch script")
-            return tree, None
+            return Said({}, tree)
     try:
         said = read(text, dialect, behind, asked)
     except ConfigError as error:
@@ -158,7 +178,7 @@ def tree_or_script(text: str, dialect: Dialect, behind: set[str], asked: Asked) 
         ) from None
     if problem and not said.starts:
         raise problem
-    return None, said
+    return said
 
 
 def read(text: str, dialect: Dialect, behind: set[str], asked: Asked) -> Said:
@@ -177,6 +197,7 @@ def read(text: str, dialect: Dialect, behind: set[str], asked: Asked) -> Said:
     commands.check_bash()
     starts = list(dict.fromkeys(commands.found_starts()))
     start = _chosen(starts, dialect, behind, asked.line) if starts else None
+    tree, told, lost = commands.named_yaml(start.file) if start and start.file else ({}, [], [])
     refused, skipped = commands.unread_keys({path.rpartition(".")[2] for path in behind})
     if refused:
         sources = "; not read: ".join(["", *reading.unread.values()])
@@ -185,19 +206,22 @@ def read(text: str, dialect: Dialect, behind: set[str], asked: Asked) -> Said:
             f"the file{sources}"
         )
     if start is None:
-        return Said({}, (), tuple(skipped), starts=False)
+        return Said({}, skipped=tuple(skipped), starts=False)
     _check_words(start, reading)
     found = _merged(start, dialect, behind)
     if not found:
         skipped += [f"settings in line {_lines(one)}" for one in starts if _merged(one, dialect, behind)]
-    return Said(found, (*_notes(start, reading), *(f"not read, since it does not count: {one}." for one in skipped)),
-                tuple(skipped))  # fmt: skip
+    idle = [f"not read, since it does not count: {one}." for one in skipped]
+    return Said(found, tree, (*told, *_notes(start, reading), *idle), (*skipped, *lost))
 
 
 def _chosen(starts: Sequence[Start], dialect: Dialect, behind: set[str], line: int | None) -> Start:
     """The start that the user asks for, or the one whose settings all others have too."""
     asked = [start for start in starts if line in (None, *start.lines)]
-    own = {start: _merged(start, dialect, behind) for start in asked}
+    own = {
+        start: (_merged(start, dialect, behind), start.file and (start.file.text, start.file.source))
+        for start in asked
+    }
     if asked and all(found == own[asked[0]] for found in own.values()):
         return asked[0]
     told = "; ".join(
@@ -221,6 +245,7 @@ def _listed(start: Start, dialect: Dialect) -> str:
     said = [
         f"{path}: {word.source if word else 'true'}" for path, word in start.settings if dialect.reads(path)
     ]
+    said += [f"the yaml {start.file.source}"] if start.file else []
     return listed(said) or "nothing of the correction"
 
 
@@ -333,12 +358,13 @@ class Commands(Shell):
         return self.starts or [start for start, _ in self.bare]
 
     def _give(self, words: Sequence[Text]) -> None:
-        """Note the literals that a start is given; a word with blanks may hold more than the setting it begins with."""
+        """Note the literals that a start is given; a word that is no setting holds one behind a blank, or as a part."""
         for text in words:
             word = _word(text)
-            if not word.text.split()[1:] or any(
-                self._is_setting(path) for path, _ in self.dialect.settings([word])
-            ):
+            paths = [path for path, _ in self.dialect.settings([word])]
+            parts = {part for path in paths for part in path.replace("@", ".").split(".")}
+            is_lost = bool(word.text.split()[1:]) or not parts.isdisjoint(self.dialect.keys)
+            if not is_lost or any(map(self._is_setting, paths)):
                 self.read |= {piece.at for piece in text if piece.at}
 
     def _start(self, given: Sequence[Word]) -> Start:
@@ -354,7 +380,35 @@ class Commands(Shell):
         unset = tuple(word for word in open_words if self._is_never_set(word))
         unread = tuple(dict.fromkeys(word for word in open_words if word not in unset))
         settings = tuple(self.dialect.settings(given))
-        return Start(tuple(self.callers), self.branch, settings, unset, unread)
+        return Start(tuple(self.callers), self.branch, settings, self.dialect.file(given), unset, unread)
+
+    def named_yaml(self, word: Word) -> tuple[Any, list[str], list[str]]:
+        """The yaml that a start names, what to tell of it, and what stays unread.
+
+        The script writes the file itself, or it lies in the script's folder or in one above.
+
+        Raises:
+            ConfigError: the file is no yaml.
+        """
+        name = word.source
+        for folder in HERE:
+            name = name.removeprefix(f"{folder}/")
+        written = self.reading.files.get(word.source, ())
+        text, where = known(written) if written else None, f"{word.source}, which the script writes"
+        is_sure = not word.branch and "$" not in name and "`" not in name
+        if text is not None and is_sure:
+            self.read |= {piece.at for piece in written if piece.at}
+        elif is_sure and not written:
+            here = self.path.resolve().parent
+            found = next((one for above in (here, *here.parents) if (one := above / name).is_file()), None)
+            text, where = (text_of(found), str(found)) if found else (None, "")
+        if text is None:
+            lost = f"settings in {word.source}{_branch(word.branch)}, a yaml that is not here"
+            return {}, [f"not read: {lost}; those that count go behind the file."], [lost]
+        try:
+            return load(text), [f"read too: {where}."], []
+        except ConfigError as error:
+            raise ConfigError(f"{where}: {error}") from None
 
     def _is_never_set(self, source: str) -> bool:
         name = source.strip('"${}').partition("[")[0].partition("+")[0].rstrip(":")
@@ -510,7 +564,9 @@ def _is_harmless(chain: Sequence[Node]) -> bool:
     if statement is None or kinds & {"pipeline", *SUBSTITUTIONS}:
         return False
     outer = next((node for node in chain if node.type == "redirected_statement"), statement)
-    files = [one_line(child) for child in outer.children if child.type == "file_redirect"]
+    if next(parts_of(outer, "pipeline"), None):
+        return False
+    files = [one_line(child) for child in parts_of(outer, "file_redirect")]
     return one_line(outer).split(" ")[0] in PRINTS and all(">&" in file or "/dev/" in file for file in files)
 
 

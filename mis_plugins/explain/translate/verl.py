@@ -16,8 +16,17 @@ from typing import Any
 from mis_plugins.config.model import BY_DIVERGENCE
 from mis_plugins.config.reading import number
 from mis_plugins.errors import ConfigError
+from mis_plugins.explain.launch.words import Word
 from mis_plugins.explain.translate import verl_presets
-from mis_plugins.explain.translate.script import ASKED, Asked, Dialect, Said, overrides, tree_or_script
+from mis_plugins.explain.translate.script import (
+    ASKED,
+    Asked,
+    Dialect,
+    Said,
+    overrides,
+    setting_of,
+    tree_or_script,
+)
 from mis_plugins.explain.translate.translation import (
     OVER_RESPONSES,
     OVER_TOKENS,
@@ -44,6 +53,9 @@ MODE_PATH, AGGREGATED = f"{ACTOR}.policy_loss.{LOSS_MODE}", f"{ACTOR}.loss_agg_m
 LOG_PROBS, USE_V1 = "actor_rollout_ref.rollout.calculate_log_probs", "trainer.use_v1"
 PATHS = {f"{SECTION}.{key}": key for key in KEYS}
 PATHS |= {MODE_PATH: LOSS_MODE} | {f"{ACTOR}.{key}": key for key in WIDTHS}
+OF_NAME, OF_FOLDER = ("--config-name", "-cn"), ("--config-path", "-cp", "--config-dir", "-cd")
+OF_FILE = (*OF_NAME, *OF_FOLDER)  # flags of Hydra's that name a yaml
+OWN = ("ppo_trainer", "ppo_megatron_trainer")  # verl's own, which correct nothing
 BESIDE_IT = (AGGREGATED, LOG_PROBS, USE_V1)  # settings outside of the correction that a note is about
 SHORT = {key: path for path, key in PATHS.items()} | {
     "rollout_correction": SECTION,
@@ -216,15 +228,28 @@ def _said(text: str, behind: set[str], asked: Asked) -> Said:
     """The settings of a preset's name, of a launch script or of a yaml, by their full path."""
     if verl_presets.is_call(text):
         return Said(_of_section(text))
-    tree, said = tree_or_script(text, DIALECT, behind, asked)
-    if said is not None:
-        return replace(said, settings=_of_script(said.settings))
-    if not isinstance(tree, Mapping):
-        raise ConfigError(f"got {shown(tree)}; expected a mapping with {SECTION}")
-    found = dict(_flat(tree, is_whole=any(name in tree for name in WHOLE)))
-    known = {part for path in found for part in path.split(".")}
-    strays = [place for place in places(tree, DIALECT.keys) if place.rpartition(".")[2] not in known]
-    return Said(found, (), tuple(strays))
+    said = tree_or_script(text, DIALECT, behind, asked)
+    if not isinstance(said.tree, Mapping):
+        raise ConfigError(f"got {shown(said.tree)}; expected a mapping with {SECTION}")
+    found = dict(_flat(said.tree, is_whole=any(name in said.tree for name in WHOLE)))
+    seen = {part for path in found for part in path.split(".")}
+    strays = [place for place in places(said.tree, DIALECT.keys) if place.rpartition(".")[2] not in seen]
+    bases = [
+        f"settings in {base}, which `defaults` names and nothing here reads" for base in _bases(said.tree)
+    ]
+    notes = (*said.notes, *(f"not read: {one}; those that count go behind the file." for one in bases))
+    settings = {**found, **_of_script(said.settings)}
+    return replace(said, settings=settings, notes=notes, skipped=(*said.skipped, *strays, *bases))
+
+
+def _bases(tree: Mapping[str, Any]) -> Iterator[str]:
+    """The yamls that Hydra reads before this one, other than verl's own: `defaults: [NAME, GROUP@PATH: NAME]`."""
+    defaults = tree.get("defaults")
+    for entry in defaults if isinstance(defaults, list) else ():
+        group, name = next(iter(entry.items()), ("", "")) if isinstance(entry, Mapping) else ("", entry)
+        is_ours = not group or "rollout_correction" in group
+        if is_ours and isinstance(name, str) and name not in (*OWN, "_self_", "rollout_correction"):
+            yield name
 
 
 def _of_section(call: str) -> dict[str, Any]:
@@ -260,12 +285,28 @@ def _of_script(said: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _is_ours(path: str) -> bool:
-    return path.startswith(("algorithm.rollout_", IN_LOSS, CAP)) or path in PATHS or path in BESIDE_IT
+    whole = ("algorithm", *PATHS, *BESIDE_IT)
+    return path.startswith(("algorithm.rollout_", IN_LOSS, CAP)) or path in whole
 
 
 def _starts(word: str) -> bool:
     """Whether a word tells that its command starts a training: an override of what only a trainer of verl's has."""
-    return "=" in word and word.lstrip("+~").startswith(("algorithm.", "actor_rollout_ref."))
+    is_override = word.lstrip("+~").startswith(("algorithm.", "actor_rollout_ref."))
+    return "=" in word and is_override or word.partition("=")[0] in OF_FILE
+
+
+def _file(words: Sequence[Word]) -> Word | None:
+    """The yaml that Hydra reads: a name in a folder, or a name alone in the folder of verl's own."""
+    folder, name = setting_of(words, *OF_FOLDER), setting_of(words, *OF_NAME)
+    if folder is None and name is None:
+        return None
+    file = replace(name or Word(OWN[0], OWN[0]), branch=(name and name.branch) or (folder and folder.branch))
+    is_own = file.text.removesuffix(".yaml") in OWN and any("verl.trainer." in word.text for word in words)
+    if is_own and (folder is None or folder.text in ("config", "./config")):
+        return None
+    suffix = "" if file.text.endswith((".yaml", ".yml")) else ".yaml"
+    at = ("", "") if folder is None else (f"{folder.text}/", f"{folder.source}/")
+    return replace(file, text=f"{at[0]}{file.text}{suffix}", source=f"{at[1]}{file.source}{suffix}")
 
 
 DIALECT = Dialect(
@@ -274,6 +315,7 @@ DIALECT = Dialect(
     overrides,
     _is_ours,
     _starts,
+    _file,
 )
 
 
