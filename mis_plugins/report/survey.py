@@ -81,6 +81,7 @@ class Survey:
 
     own: the run's config; the numbers of the steps are what the training path logged with it.
     rejected: number of records, or of whole files of records, that could not be read.
+    torn: files that could not be read to their end.
     """
 
     own: CorrectionConfig
@@ -92,6 +93,7 @@ class Survey:
     first: FirstSteps = field(default_factory=FirstSteps)
     sequences: int = 0
     rejected: int = 0
+    torn: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, own: CorrectionConfig, candidates: Sequence[Candidate]) -> Survey:
@@ -123,7 +125,7 @@ class Report:
 
     steps: metrics of each step, by the names of docs/metrics.md.
     whole: the metrics over all steps together.
-    rejected: number of records that could not be read.
+    rejected, torn: as of a `Survey`.
     usable: number of tokens that the loss mask keeps and whose two log-probs are finite; all means are over them.
     """
 
@@ -138,6 +140,7 @@ class Report:
     outcomes: dict[str, dict[str, Any]]
     sequences: int
     rejected: int
+    torn: tuple[str, ...]
     opening: Opening | None
     usable: int
 
@@ -157,6 +160,7 @@ def walk(survey: Survey, sources: Sequence[Source], problems: Problems, told: To
             if (seen, lost) == (survey.sequences, problems.of_file.total()):
                 problems.add("holds no token", source.name)
             survey.rejected += problems.of_file.total() - lost
+            survey.torn = tuple(problems.torn)
             done += source.size
     except KeyboardInterrupt:
         return False
@@ -197,6 +201,7 @@ def report(survey: Survey) -> Report | None:
         outcomes=survey.sweep.numbers(),
         sequences=survey.sequences,
         rejected=survey.rejected,
+        torn=survey.torn,
         opening=survey.first.numbers(),
         usable=int(whole.named_sums["usable"]),
     )
