@@ -146,7 +146,7 @@ def of_curves(curves: Sequence[Curve], rejected: int = 0, problems: Sequence[Pro
     if not any(possible(name, x) for row in values for name, x in row if name in LIMITS):
         why = words or (_unknown(curves) if curves and not rejected else _unreadable(rejected, problems))
         return Verdict(ALARM, f"Nothing was read that measures the mismatch: {why}.", (TOLD,), measured=False)
-    lost = [f"Not read: {were_rejected(rejected, rejected)}."] if rejected else []
+    lost = [f"Tokens were not read: {were_rejected(rejected, rejected)}."] if rejected else []
     if limits:
         alarming = any(name == FIRST and x > LIMITS[FIRST].alarm for name, _, x in rows)
         return Verdict(

@@ -28,7 +28,7 @@ from mis_plugins.report.proposal import NOTHING, propose
 from mis_plugins.report.readers.keys import lacking
 from mis_plugins.report.readers.source import Curve
 from mis_plugins.report.record import Record
-from mis_plugins.report.survey import Opening, Report, Survey, report
+from mis_plugins.report.survey import Report, Survey, report
 from mis_plugins.report.sweep import candidates
 from mis_plugins.report.verdict import ALARM, CALM, WATCH, of_curves, verdict, were_rejected
 
@@ -106,7 +106,7 @@ def test_a_curve_beside_rejected_rows_is_not_calm(tmp_path: Path) -> None:
     (run / "metrics.jsonl").write_text('{"step": 0, "kl_k3": 0.001}\n')
     code, made = told(run)
     assert code == 0 and made["verdict"]["level"] == WATCH
-    assert made["verdict"]["headline"] == "Not read: 24 of 24 records of tokens were rejected."
+    assert made["verdict"]["headline"] == "Tokens were not read: 24 of 24 records were rejected."
 
 
 def test_a_run_of_which_much_was_rejected_is_not_calm(tmp_path: Path) -> None:
@@ -131,6 +131,8 @@ def test_a_file_that_broke_off_is_not_calm(tmp_path: Path) -> None:
         "What was read agrees as well as a healthy run, but a file broke off.",
     )
     assert f"Not read to the end: {torn}. How much is missing is not known." in made["verdict"]["lines"]
+    page = (tmp_path / "out" / "report.html").read_text()
+    assert "mend the files and records that were not read" in page
 
 
 def test_a_dump_that_is_damaged_beside_whole_ones_is_not_calm(tmp_path: Path) -> None:
@@ -414,7 +416,7 @@ def proposed(rows: Sequence[Record], sweep: str = "own", advantages: bool = Fals
     made = report(survey)
     assert made is not None
     calm = verdict(made, None).level == CALM
-    found = propose(tried, made.outcomes, made.whole, made.opening, made.usable / made.sequences, calm)
+    found = propose(tried, made.outcomes, made.whole, made.steps, made.usable / made.sequences, calm)
     assert found is not None
     return found
 
@@ -448,14 +450,13 @@ def test_a_ranking_beats_readmes_row_beyond_its_interval_alone() -> None:
         "kept_fraction": 1.0, "ess": 1.0, "applied_mean": 1.0, "kept_by_usual_length": {}, "kept_by_advantage": {},
     }  # fmt: skip
     tried = candidates("tis,cis", None)
-    opening = Opening(1, 8, 0.02, 0.9)
 
     def among(cis: float, spread: float):
         without = [cis + spread * (-1) ** part for part in range(16)]
         better = numbers | {"coefficient_cosine": cis, "coefficient_cosine_without": without}
         plain = numbers | {"coefficient_cosine": 0.9, "coefficient_cosine_without": [0.9] * 16}
         outcomes = {"none": plain, "tis": plain, "cis": better}
-        found = propose(tried, outcomes, {FIRST: 0.02}, opening)
+        found = propose(tried, outcomes, {FIRST: 0.02}, {})
         assert found is not None
         return found
 

@@ -114,11 +114,12 @@ def record(
     values = {name: sample.get(theirs) for name, theirs in NAMES.items()}
     if values["behavior_log_probs"] is None:
         values["behavior_log_probs"] = told.get("rollout_log_probs")
-    held = {NAMES[name]: values[name] is not None for name in REQUIRED}
-    if not all(held.values()):
-        known = [name for name in {**held, **dict.fromkeys(columns)} if held.get(name, isinstance(name, str))]
-        raise RecordError(f"sample {index}: {lacking([*held], known)}; {SIDES}")
-    size = len(values["proximal_log_probs"])
+    needed = {NAMES[name]: values[name] for name in REQUIRED}
+    if any(value is None for value in needed.values()):
+        others = [name for name in columns if isinstance(name, str) and name not in needed]
+        held = [name for name, value in needed.items() if value is not None]
+        raise RecordError(f"sample {index}: {lacking([*needed], held + others)}; {SIDES}")
+    size = len(values["proximal_log_probs"])  # pyright: ignore[reportArgumentType]
     values["tokens"] = _end_of(sample.get("tokens"), size)
     values |= {
         "reward": _first(sample, told, ("raw_reward", "reward", "rewards")),
