@@ -166,7 +166,8 @@ def _finding(
 ) -> Finding:
     cause = CAUSES[name]
     also = tuple(other for other in cause.explains if other in seen)
-    left = f"It leaves {1 - shares[name]:.0%} of the mismatch unexplained. " if shares[name] < 0.995 else ""
+    rest = 1 - shares[name]
+    left = f"The cause leaves {rest:.0%} of the mismatch unexplained. " if rest > 0.005 else ""
     against = left + _rival(name, shares, order)
     return Finding(name, cause, cause.evidence.format(**seen[name]), against, shares[name], also)
 
@@ -175,11 +176,11 @@ def _rival(name: str, shares: Mapping[str, float], order: Sequence[str]) -> str:
     """What speaks for the first other cause; where none shows, for the largest whose sign this one brings about."""
     others = [other for other in order if other != name]
     if others:
-        return f"Its rival, {CAUSES[others[0]].title.lower()}, accounts for {shares[others[0]]:.0%}."
+        return f"The rival, {CAUSES[others[0]].title.lower()}, accounts for {shares[others[0]]:.0%}."
     explained = max(shares.keys() - {name}, key=lambda other: (shares[other], other), default=None)
     if explained is None:
         return f"No sign of any of the {len(CAUSES) - 1} other causes shows."
-    return f"Another sign shows too ({CAUSES[explained].title.lower()}); this cause brings it about."
+    return f"The sign of another cause shows too ({CAUSES[explained].title.lower()}), and follows from this cause."
 
 
 def _nonfinite(facts: Facts) -> Numbers | None:

@@ -331,10 +331,10 @@ def test_the_first_two_causes_say_what_speaks_against_them() -> None:
     first, second = made.findings[:2]
     assert (first.name, second.name) == ("template", "precision")
     assert re.fullmatch(
-        r"It leaves \d+% of the mismatch unexplained\. Its rival, an engine .* accounts for \d+%\.",
+        r"The cause leaves \d+% of the mismatch unexplained\. The rival, an engine .* accounts for \d+%\.",
         first.against,
     )
-    assert "Its rival, a cut or changed template, accounts for" in second.against
+    assert "The rival, a cut or changed template, accounts for" in second.against
 
 
 def test_a_cause_alone_says_whether_another_sign_shows() -> None:
@@ -344,7 +344,8 @@ def test_a_cause_alone_says_whether_another_sign_shows() -> None:
     swapped = replace(columns, behavior=columns.proximal, proximal=columns.behavior)
     (found,) = surveyed(records(swapped)).findings
     assert found.name == "swapped" and found.against == (
-        "Another sign shows too (tokens were not sampled from the reported log-probs); this cause brings it about."
+        "The sign of another cause shows too (tokens were not sampled from the reported log-probs), and follows from "
+        "this cause."
     )
 
 
