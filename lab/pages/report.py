@@ -29,10 +29,11 @@ RESULTS = Path(__file__).parents[1] / "results"
 SCORES = """All causes are scored on one measure: the share of the mismatch that each accounts for. A token adds
 e^-|log r| - 1 + |log r| to it, which is the k3 of a ratio below 1 on either side, so that no single token outweighs a run.
 The largest share comes first. A sign that low precision brings about too counts from a share of 6% on. Beside the
-evidence the page says what speaks against the first two: what they leave unexplained, and what the rival accounts for.
+evidence the page says what speaks against each cause: what it leaves unexplained, and what its rival accounts for, or that
+no other sign shows.
 
 The verdict is an alarm at any cause but the engine's precision, or at a kl_k3 above 5e-2; a warning beyond any limit
-above, or where more than a tenth of the records was rejected; else calm.
+above, where more than a tenth of the records was rejected, or where a file broke off; else calm.
 """
 INTRODUCTION = """# See the mismatch of a run
 
@@ -163,15 +164,9 @@ the responses of which each is left out in turn; both figures are shown. Configs
 equals, `tis` first. Nothing is proposed for a calm run. Above README's last row (kl_k3 of 0.25) docs/choose.md says to
 repair the engine first, and so does the report, with the config to try afterwards.
 
-**Where no config is trusted.** `response_overlap` is the mean of min(1, product of a response's ratios): 1 less the
-total variation distance of both policies over whole responses, or the share of what the trainer would write that the
-engine writes as often. Weights up to 1 bring the share back. The rest stands on weights above 1 and on responses that
-nobody sampled. Below one half the rest is the larger part: with rewards between 0 and 1 it can lose more than the share
-can gain, whatever the config. `opening` in `report.json` has it for the first tenth of the steps. A run that starts anew
-with another config meets the same opening. Long responses overlap little under any mismatch, and corrections help there
-nonetheless. So the report says "no config is trusted" only where kl_k3 of the opening is also above 0.25. Then lower the
-mismatch, and report again. `lab/results/report_collapse.md` and `lab/results/collapse-search.md` have toy runs in which
-this share told which ones no config saved, and one that it did not tell.
+**Where no config is trusted.** None is where kl_k3 of the run, or of the first tenth of its steps, is above 0.25.
+A run that starts anew with another config meets the same opening. Lower the mismatch, and report again.
+`lab/results/report_collapse.md` and `lab/results/collapse-search.md` have toy runs that no config saved.
 """
 
 

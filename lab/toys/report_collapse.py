@@ -30,7 +30,7 @@ def markdown(content: Mapping[str, Any]) -> str:
         "# A collapse, its report, and the proposal run\n\nReward of the trainer's policy, at the start and over the "
         "last tenth of the run. matched: the engine has the trainer's own weights, so that nothing is to be "
         "corrected. A run with the next engine was made only where the report before trusted no config. In brackets: "
-        "the overlap of both policies over whole responses in the run's opening, of which the report asks one half. "
+        "the overlap of both policies over whole responses in the run's opening, of which that report asked one half. "
         "fell: below half of the start.\n\n"
     )
     for heading, chosen in _groups(run):

@@ -19,6 +19,7 @@ from mis_plugins.correction.ratios import LARGEST_EXPONENT, LOG_RATIO_CLAMP
 from mis_plugins.metrics import sketch
 from mis_plugins.metrics.slope import Relation, relation
 
+ROUNDING = 1e-6  # of a mean: a spread below is that of the rounding of sums
 QUANTILES = (25, 50, 75, 95, 99)
 
 
@@ -60,10 +61,12 @@ class Step:
         return math.sqrt(variance * n / (n - 1) if unbiased else variance)
 
     def correlation(self, first: str, second: str, product: str) -> float:
-        """Pearson correlation of two quantities over usable tokens."""
-        spreads = self.spread(first, "usable") * self.spread(second, "usable")
-        means = self.over(first, "usable") * self.over(second, "usable")
-        return ratio_of(self.over(product, "usable") - means, spreads)
+        """Pearson correlation of two quantities over usable tokens; NaN where one varies by no more than rounding."""
+        mean, other_mean = (self.over(name, "usable") for name in (first, second))
+        spread, other_spread = (self.spread(name, "usable") for name in (first, second))
+        if spread <= ROUNDING * abs(mean) or other_spread <= ROUNDING * abs(other_mean):
+            return math.nan
+        return ratio_of(self.over(product, "usable") - mean * other_mean, spread * other_spread)
 
     def related(self, name: str) -> float:
         """A number of the `Relation` between both sides' log-probs."""

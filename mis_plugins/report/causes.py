@@ -164,19 +164,23 @@ def _explains(name: str, other: str, shares: Mapping[str, float]) -> bool:
 def _finding(
     name: str, seen: Mapping[str, Numbers], shares: Mapping[str, float], order: Sequence[str]
 ) -> Finding:
-    cause, rival = CAUSES[name], next((other for other in order if other != name), None)
+    cause = CAUSES[name]
     also = tuple(other for other in cause.explains if other in seen)
-    against = f"It leaves {1 - shares[name]:.0%} of the mismatch unexplained." if shares[name] < 0.995 else ""
-    if rival is not None:
-        against += f" Its rival, {CAUSES[rival].title.lower()}, accounts for {shares[rival]:.0%}."
-    return Finding(
-        name,
-        cause,
-        cause.evidence.format(**seen[name]),
-        against.strip() or "Nothing that was read.",
-        shares[name],
-        also,
-    )
+    rest = 1 - shares[name]
+    left = f"The cause leaves {rest:.0%} of the mismatch unexplained. " if rest > 0.005 else ""
+    against = left + _rival(name, shares, order)
+    return Finding(name, cause, cause.evidence.format(**seen[name]), against, shares[name], also)
+
+
+def _rival(name: str, shares: Mapping[str, float], order: Sequence[str]) -> str:
+    """What speaks for the first other cause; where none shows, for the largest whose sign this one brings about."""
+    others = [other for other in order if other != name]
+    if others:
+        return f"The rival, {CAUSES[others[0]].title.lower()}, accounts for {shares[others[0]]:.0%}."
+    explained = max(shares.keys() - {name}, key=lambda other: (shares[other], other), default=None)
+    if explained is None:
+        return f"No sign of any of the {len(CAUSES) - 1} other causes shows."
+    return f"The sign of another cause shows too ({CAUSES[explained].title.lower()}), and follows from this cause."
 
 
 def _nonfinite(facts: Facts) -> Numbers | None:
@@ -226,9 +230,7 @@ def _mass_of_broken(facts: Facts) -> float:
 
 
 def _end_token(facts: Facts) -> Numbers | None:
-    """Moments of the responses' ends; None where runs of placeholders stand, which may be the ends."""
-    placeholders = facts.evidence.in_unlikely_runs and _placeholder(facts)
-    return None if placeholders else _of_part(facts, "end", END_FACTOR)
+    return _of_part(facts, "end", END_FACTOR)
 
 
 def _template(facts: Facts) -> Numbers | None:
@@ -305,7 +307,7 @@ def _swapped(facts: Facts) -> Numbers | None:
 
 def _raw(facts: Facts) -> Numbers | None:
     found = facts.related
-    if found is None or _off_one(facts) <= 0 or _swapped(facts) or facts.pairing:
+    if found is None or _off_one(facts) <= 0:
         return None
     scaled = _is_scaled(facts)
     if scaled and _is_multiple(facts):
@@ -317,7 +319,7 @@ def _raw(facts: Facts) -> Numbers | None:
 
 def _temperature(facts: Facts) -> Numbers | None:
     found = facts.related
-    if found is None or not _is_scaled(facts) or facts.pairing:
+    if found is None or not _is_scaled(facts):
         return None
     if _off_one(facts) > 0 and not _is_multiple(facts):
         return None

@@ -123,7 +123,7 @@ def read(paths: Sequence[Path], arguments: argparse.Namespace) -> Document:
     if made and made.usable:
         length = made.usable / max(made.sequences, 1)
         calm = level_of(made) == CALM
-        proposal = propose(swept, made.outcomes, made.whole, made.opening, length, calm)
+        proposal = propose(swept, made.outcomes, made.whole, made.steps, length, calm)
     curves = found.read_curves(problems)
     judgement = verdict(made, proposal) if made else of_curves(curves, survey.rejected, problems.kept)
     if not judgement.measured:

@@ -70,8 +70,8 @@ class Evidence:
     """Sums over a whole run that detectors read; the step metrics stand beside them.
 
     moments: of each number of `of_sequences`.
-    sure_yet_unlikely, in_unlikely_runs: numbers of tokens that the engine reports a log-prob of exactly 0 for, while
-        the trainer finds them unlikely; and how many stand in a run of them.
+    sure_yet_unlikely: number of tokens that the engine reports a log-prob of exactly 0 for, while the trainer finds
+        the token, or a run of such tokens, unlikely.
     lists: pairs of both lists of log-probs, for each sequence.
     folds: sums of `RELATED` over the usable tokens of every `FOLDS`-th sequence.
     masses, counts, steps: of each sequence the sum of `mass`, the number of usable tokens, and its step.
@@ -80,7 +80,6 @@ class Evidence:
 
     moments: defaultdict[str, Moments] = field(default_factory=lambda: defaultdict(Moments))
     sure_yet_unlikely: int = 0
-    in_unlikely_runs: int = 0
     broken_advantages: int = 0
     lists: Lists = field(default_factory=Lists)
     folds: Float[Tensor, "R F"] = field(default_factory=lambda: torch.zeros(len(RELATED), FOLDS).double())
@@ -95,9 +94,8 @@ class Evidence:
         for name, values in numbers.items():
             self.moments[name] = self.moments[name].plus(values)
         sure = tokens.usable & (batch.behavior == 0)
-        in_runs = in_unlikely_runs(sure, batch)
-        self.sure_yet_unlikely += int((sure & ((batch.proximal < UNLIKELY) | in_runs)).sum())
-        self.in_unlikely_runs += int(in_runs.sum())
+        unlikely = (batch.proximal < UNLIKELY) | in_unlikely_runs(sure, batch)
+        self.sure_yet_unlikely += int((sure & unlikely).sum())
         self.broken_advantages += sum(map(_broken_advantages, batch.records))
         self._add_lists(batch, tokens)
         ids = batch.whole_numbers("tokens")

@@ -33,6 +33,7 @@ UNPROPOSED = {
     CALM: "nothing now, but watch kl_k3",
     WATCH: "look at the engine's precision, and compare layers with `python -m true_on_policy diff`",
 }
+LOST = "mend the files and records that were not read, listed below, and report again"
 IDS = (
     "Numbers stand for tokens, because no tokenizer was found: copy the model's `tokenizer.json` beside the dumps, and "
     "report again to read text."
@@ -93,6 +94,8 @@ def _first_lines(document: Document) -> dict[str, str]:
     proposed = [line.partition(": ")[2].partition(";")[0] for line in lines if line.startswith("What to ")]
     if document.report and document.report.findings:
         do = document.report.findings[0].cause.fix.partition(". ")[0]
+    elif any(line.startswith("Not read") for line in lines) and document.verdict.level == WATCH:
+        do = LOST
     elif proposed:
         do = f"run with {proposed[0]}"
     else:

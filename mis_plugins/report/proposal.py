@@ -5,13 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from statistics import pvariance
+from statistics import fmean, pvariance
 from typing import Any
 
 from mis_plugins.config import writing
-from mis_plugins.explain.limits import FIRST, ROWS, UNBIASED, row
+from mis_plugins.explain.limits import FIRST, ROWS, UNBIASED, Row, row
 from mis_plugins.explain.words import flags
-from mis_plugins.report.survey import Opening
 from mis_plugins.report.sweep import Candidate, load
 
 NOTHING = "nothing"  # the name of a proposal to a calm run
@@ -24,10 +23,7 @@ LEAST_KEPT = 0.5
 LEAST_ESS = 0.1
 LENGTH_LEAN, SIGN_LEAN = 0.8, 0.05
 SLOWEST, SLOW, FASTEST = 0.25, 0.8, 1.25  # mean weights, which act as a factor on the learning rate
-# Weights up to 1 bring back the share of the trainer's policy that both policies sample. The rest depends on
-# weights above 1 and on responses never seen. Where the share is below one half, the rest can lose more than
-# the share gains.
-LEAST_OVERLAP = 0.5
+OPENING = 0.1  # share of the steps, the first ones, which a run that starts anew meets whatever its config
 MEASURES = {
     "response_cosine": "cosine to the products of whole responses",
     "coefficient_cosine": "coefficient cosine",
@@ -106,7 +102,7 @@ def propose(
     candidates: Sequence[Candidate],
     outcomes: Mapping[str, Mapping[str, Any]],
     whole: Mapping[str, float],
-    opening: Opening | None,
+    steps: Mapping[int, Mapping[str, float]],
     length: float = math.inf,
     calm: bool = False,
 ) -> Proposal | None:
@@ -122,25 +118,21 @@ def propose(
     )
     kl_k3 = whole[FIRST]
     found = row(kl_k3)
+    beyond = _beyond_all_rows(kl_k3, steps)
     if calm:
         return _proposal(Candidate(NOTHING, _preset("metrics-only").config), (_is_calm(kl_k3),), ranking)
-    if found is None:
+    if found is None or beyond:
         good = (one.candidate for one in ranking if not one.reasons and one.cosine is not None)
         chosen = next(good, None) or _preset(ROWS[-1].preset)
-        advice = f"repair the engine first: kl_k3 is {kl_k3:.2g}, above {ROWS[-1].below:g}, where README has no row"
-        return _proposal(chosen, (advice, *_after(opening, chosen)), ranking, trusted=False)
+        return _proposal(chosen, (beyond, f"with a closer engine try {chosen.name}"), ranking, trusted=False)
     named = next((one for one in ranking if _is_of(one.candidate, found.preset)), None)
     if named is None or named.cosine is None:
         lacking = NO_ADVANTAGES if ranking[0].cosine is None else ""
-        chosen, why = _preset(found.preset), [_by_row(kl_k3, length), lacking]
+        chosen, why = _preset(found.preset), [_by_row(found, kl_k3, length), lacking]
     else:
-        chosen, why = _ranked(named, ranking, _by_row(kl_k3, length))
+        chosen, why = _ranked(named, ranking, _by_row(found, kl_k3, length))
     if named is not None and named.reasons and chosen.name == named.candidate.name:
         why.append(f"against it: {'; '.join(named.reasons)}")
-    if distrust := _distrust(opening):
-        return _proposal(
-            chosen, (distrust, *_after(None, chosen), *filter(None, why)), ranking, trusted=False
-        )
     return _proposal(chosen, tuple(filter(None, why)), ranking)
 
 
@@ -196,14 +188,24 @@ def _proposal(
 # The words of a proposal.
 
 
+def _beyond_all_rows(kl_k3: float, steps: Mapping[int, Mapping[str, float]]) -> str:
+    """Why the engine comes first: README has no row for the kl_k3 of the run or of its opening; else empty."""
+    known = [x for _, values in sorted(steps.items()) if math.isfinite(x := values.get(FIRST, math.nan))]
+    opening = fmean(known[: math.ceil(OPENING * len(known))] or [0.0])
+    for name, x in (("", kl_k3), (f" of the first {OPENING:.0%} of the steps", opening)):
+        if row(x) is None:
+            most = ROWS[-1].below
+            return f"repair the engine first: kl_k3{name} is {x:.2g}, above {most:g}, where README has no row"
+    return ""
+
+
 def _is_calm(kl_k3: float) -> str:
     return f"the run is calm: kl_k3 is {kl_k3:.2g}, and README's row corrects nothing below {ROWS[0].below:g}"
 
 
-def _by_row(kl_k3: float, length: float) -> str:
+def _by_row(found: Row, kl_k3: float, length: float) -> str:
     """README's row in words, with what it says of the length."""
-    found = row(kl_k3)
-    said = "" if found is None else f"README's row for kl_k3 {kl_k3:.2g} is `{found.preset}`"
+    said = f"README's row for kl_k3 {kl_k3:.2g} is `{found.preset}`"
     if found is ROWS[0]:
         said += " while rewards hold, and `tis` where they fall: mend the cause above"
     if kl_k3 * length < UNBIASED:
@@ -218,25 +220,3 @@ def _why(chosen: Judged, none: Judged | None) -> Iterator[str]:
     yield f"the {MEASURES[chosen.measure]} is {chosen.direction:.3f}{without}"
     if numbers["applied_mean"] < SLOW:
         yield f"a mean weight of {numbers['applied_mean']:.2g} acts as that factor on the learning rate"
-
-
-def _after(opening: Opening | None, chosen: Candidate) -> list[str]:
-    distrust = _distrust(opening)
-    return [f"with a closer engine try {chosen.name}", *([distrust] if distrust else [])]
-
-
-def _distrust(opening: Opening | None) -> str | None:
-    """Why no config is trusted; None where one is.
-
-    Long responses have little in common under any mismatch, and corrections help there nonetheless: the share
-    counts only where the mismatch is larger than README's table goes.
-    """
-    most = ROWS[-1].below
-    if opening is None or opening.response_overlap >= LEAST_OVERLAP or opening.kl_k3 <= most:
-        return None
-    steps = f"in the first {opening.steps} of {opening.of} steps" if opening.of > 1 else "in this step"
-    return (
-        f"no config is trusted: {steps} both policies share {opening.response_overlap:.0%} of what they write, less "
-        f"than {LEAST_OVERLAP:.0%}, and kl_k3 is {opening.kl_k3:.2g}, above the {most:g} of "
-        "README's last row; give the engine more bits, or newer weights, and report again"
-    )

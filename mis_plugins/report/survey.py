@@ -4,14 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import math
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
-
-import torch
-from jaxtyping import Float
-from torch import Tensor
 
 from mis_plugins.config.model import CorrectionConfig
 from mis_plugins.metrics.catalogue import finalize
@@ -28,51 +23,8 @@ from mis_plugins.report.worst import Worst
 from mis_plugins.shared.budget import CHANGES, STEPS
 
 Told = Callable[[int, int], None]  # called with bytes done and bytes in all
-SHARE = 0.1  # of the steps, which are the opening
 TRIM_THRESHOLD, MMAP_THRESHOLD = -1, -3  # of glibc's mallopt
 KEPT, LARGEST = 2**28, 2**25  # bytes at the end of the heap; largest piece that is taken from there
-
-
-@dataclass(frozen=True)
-class Opening:
-    """The first steps of a run: how much of the trainer's policy the engine samples before the config moves both.
-
-    A run that starts anew with another config meets the same opening.
-
-    steps: number of these first steps.
-    of: number of all steps that were read.
-    kl_k3: mean over the tokens of these first steps.
-    response_overlap: mean of min(1, product of the ratios of a response): 1 less the total variation distance of both
-        policies over whole responses. The bound holds its noise below 1 / (2 sqrt(responses)).
-    """
-
-    steps: int
-    of: int
-    kl_k3: float
-    response_overlap: float
-
-
-@dataclass
-class FirstSteps:
-    """Sums of each step: min(1, product), responses, k3, and tokens."""
-
-    sums: dict[int, Float[Tensor, " 4"]] = field(
-        default_factory=lambda: defaultdict(lambda: torch.zeros(4, dtype=torch.float64))
-    )
-
-    def add(self, batch: Batch, tokens: Tokens) -> None:
-        rows = (tokens.log_ratio, tokens.usable, tokens.k3)
-        total, usable, k3 = batch.ragged.sums(*rows)
-        known = usable > 0
-        overlap = total.clamp(max=0).exp()[known]
-        self.sums[batch.step] += torch.stack([x.double().sum() for x in (overlap, known, k3, usable)])
-
-    def numbers(self) -> Opening | None:
-        """The numbers of the first tenth of the steps; None without a token whose ratio is known."""
-        count = math.ceil(SHARE * len(self.sums))
-        first = sum((self.sums[step] for step in sorted(self.sums)[:count]), torch.zeros(4))
-        overlap, responses, k3, tokens = first.tolist()
-        return Opening(count, len(self.sums), k3 / tokens, overlap / responses) if responses else None
 
 
 @dataclass
@@ -81,6 +33,7 @@ class Survey:
 
     own: the run's config; the numbers of the steps are what the training path logged with it.
     rejected: number of records, or of whole files of records, that could not be read.
+    torn: files that could not be read to their end.
     """
 
     own: CorrectionConfig
@@ -89,9 +42,9 @@ class Survey:
     tables: Tables = field(default_factory=Tables)
     worst: Worst = field(default_factory=Worst)
     evidence: Evidence = field(default_factory=Evidence)
-    first: FirstSteps = field(default_factory=FirstSteps)
     sequences: int = 0
     rejected: int = 0
+    torn: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, own: CorrectionConfig, candidates: Sequence[Candidate]) -> Survey:
@@ -104,7 +57,7 @@ class Survey:
         tokens = Tokens.of(correction)
         self.numbers.add(batch, correction)
         self.evidence.add(batch, correction, tokens)
-        for collector in (self.tables, self.worst, self.first):
+        for collector in (self.tables, self.worst):
             collector.add(batch, tokens)
         self.sweep.add(batch, correction.stage.ratio)
         self.sequences += len(batch.records)
@@ -123,7 +76,7 @@ class Report:
 
     steps: metrics of each step, by the names of docs/metrics.md.
     whole: the metrics over all steps together.
-    rejected: number of records that could not be read.
+    rejected, torn: as of a `Survey`.
     usable: number of tokens that the loss mask keeps and whose two log-probs are finite; all means are over them.
     """
 
@@ -138,7 +91,7 @@ class Report:
     outcomes: dict[str, dict[str, Any]]
     sequences: int
     rejected: int
-    opening: Opening | None
+    torn: tuple[str, ...]
     usable: int
 
 
@@ -157,6 +110,7 @@ def walk(survey: Survey, sources: Sequence[Source], problems: Problems, told: To
             if (seen, lost) == (survey.sequences, problems.of_file.total()):
                 problems.add("holds no token", source.name)
             survey.rejected += problems.of_file.total() - lost
+            survey.torn = tuple(problems.torn)
             done += source.size
     except KeyboardInterrupt:
         return False
@@ -197,7 +151,7 @@ def report(survey: Survey) -> Report | None:
         outcomes=survey.sweep.numbers(),
         sequences=survey.sequences,
         rejected=survey.rejected,
-        opening=survey.first.numbers(),
+        torn=survey.torn,
         usable=int(whole.named_sums["usable"]),
     )
 

@@ -77,8 +77,8 @@ def verdict(report: Report, proposal: Proposal | None) -> Verdict:
     lines = (
         f"How large: {FIRST} is {report.whole[FIRST]:.3g} a token. {in_words(report.whole[FIRST])}",
         *([f"Beyond its limit: {'; '.join(limits)}."] if limits else []),
-        *([WHY] if level != CALM and _is_open(report) else []),
-        *([_unread(report)] if report.rejected else []),
+        *([WHY] if limits and _is_open(report) else []),
+        *_unread(report),
         _since(report),
         _where(report),
         *([_helped(proposal)] if proposal else []),
@@ -91,7 +91,11 @@ def level_of(report: Report) -> str:
     told = any(one.name != PRECISION for one in report.findings)
     if told or not report.whole[FIRST] <= LIMITS[FIRST].alarm:
         return ALARM
-    return WATCH if beyond(report.whole) or report.rejected > MOST_LOST * report.sequences else CALM
+    return WATCH if beyond(report.whole) or _much_is_lost(report) else CALM
+
+
+def _much_is_lost(report: Report) -> bool:
+    return bool(report.torn) or report.rejected > MOST_LOST * report.sequences
 
 
 def _is_open(report: Report) -> bool:
@@ -99,9 +103,23 @@ def _is_open(report: Report) -> bool:
     return not report.findings or report.findings[0].name == PRECISION
 
 
-def _unread(report: Report) -> str:
-    every = report.rejected + report.sequences
-    return f"Not read: {report.rejected} of {every} records were rejected, so the verdict is on the others."
+def _unread(report: Report) -> list[str]:
+    """How many records were rejected, and which files could not be read to their end."""
+    told = [f"Not read: {_rejected(report)}, so the verdict is on the others."] if report.rejected else []
+    if report.torn:
+        first, *others = report.torn
+        more = f" and {len(others)} more" if others else ""
+        told.append(f"Not read to the end: {first}{more}. How much is missing is not known.")
+    return told
+
+
+def _rejected(report: Report) -> str:
+    return were_rejected(report.rejected, report.rejected + report.sequences)
+
+
+def were_rejected(count: int, of: int) -> str:
+    """How many records were rejected, in words."""
+    return f"{count} of {of} record{'' if of == 1 else 's'} {'was' if count == 1 else 'were'} rejected"
 
 
 def _of_nothing(report: Report) -> Verdict:
@@ -113,8 +131,7 @@ def _of_nothing(report: Report) -> Verdict:
         else "the loss mask keeps no token"
     )
     look = "Look at the loss masks and at the log-probs of both sides."
-    lost = [_unread(report)] if report.rejected else []
-    return Verdict(ALARM, f"Nothing was measured: {why}.", (look, *lost), measured=False)
+    return Verdict(ALARM, f"Nothing was measured: {why}.", (look, *_unread(report)), measured=False)
 
 
 def of_curves(curves: Sequence[Curve], rejected: int = 0, problems: Sequence[Problem] = ()) -> Verdict:
@@ -129,7 +146,7 @@ def of_curves(curves: Sequence[Curve], rejected: int = 0, problems: Sequence[Pro
     if not any(possible(name, x) for row in values for name, x in row if name in LIMITS):
         why = words or (_unknown(curves) if curves and not rejected else _unreadable(rejected, problems))
         return Verdict(ALARM, f"Nothing was read that measures the mismatch: {why}.", (TOLD,), measured=False)
-    lost = [f"Not read: {rejected} of {rejected} records of tokens were rejected."] if rejected else []
+    lost = [f"Tokens were not read: {were_rejected(rejected, rejected)}."] if rejected else []
     if limits:
         alarming = any(name == FIRST and x > LIMITS[FIRST].alarm for name, _, x in rows)
         return Verdict(
@@ -156,10 +173,10 @@ def _unknown(curves: Sequence[Curve]) -> str:
 
 
 def _unreadable(rejected: int, problems: Sequence[Problem]) -> str:
-    first = f"; the first: {problems[0]}" if problems else ""
-    return (
-        f"{rejected} of {rejected} records were rejected{first}" if rejected else f"no file holds any{first}"
-    )
+    if rejected:
+        first = f"; the first: {problems[0]}" if problems else ""
+        return f"{were_rejected(rejected, rejected)}{first}"
+    return str(problems[0]) if problems else "the folder holds no file of a run"
 
 
 def _last(curve: Curve) -> dict[str, tuple[int, float]]:
@@ -175,6 +192,9 @@ def _headline(report: Report, level: str) -> str:
         return f"{first.cause.title}{more}."
     if level == CALM:
         return "Rollout engine and trainer agree as well as a healthy run."
+    if not beyond(report.whole):
+        lost = _rejected(report) if report.rejected > MOST_LOST * report.sequences else "a file broke off"
+        return f"What was read agrees as well as a healthy run, but {lost}."
     return "Rollout engine and trainer differ more than a healthy run; no single cause shows."
 
 

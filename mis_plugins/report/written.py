@@ -60,7 +60,6 @@ def as_json(document: Document) -> dict[str, Any]:
 def _of_report(report: Report) -> dict[str, Any]:
     return {
         **{name: getattr(report, name) for name in OF_REPORT},
-        "opening": asdict(report.opening) if report.opening else None,
         "steps": [{"step": step, **values} for step, values in report.steps.items()],
         "changes": [{**asdict(change), "factor": change.factor} for change in report.changes],
         "causes": [

@@ -233,6 +233,16 @@ def assert_correlation(name: str, found: float, value: float, s: step_oracle.Eve
         assert_close(found, value, 4 * step_atol(len(first), size) / spreads, name)
 
 
+@pytest.mark.parametrize("name", ["prob_correlation", "log_prob_correlation"])
+def test_a_side_that_does_not_vary_has_no_correlation(name: str) -> None:
+    """The difference of its mean square and squared mean is rounding, which a quotient would show as a number."""
+    ragged = Ragged(torch.tensor([0, 20]), torch.ones(20, dtype=torch.bool))
+    config = CorrectionConfig(metrics="all")
+    for varied in (torch.full((20,), -0.5), -torch.rand(20, generator=torch.Generator().manual_seed(1))):
+        made = correct(torch.full((20,), -0.51), varied, ragged, config)
+        assert math.isnan(finalize(partials(made), config).get(name, math.nan))
+
+
 def assert_percentile(name: str, percent: int, found: dict[str, float], ordered: np.ndarray) -> None:
     """Of two order statistics, each within what the sketch promises."""
     if not len(ordered):

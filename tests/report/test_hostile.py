@@ -31,7 +31,7 @@ SIZE = 20
 @pytest.fixture(autouse=True)
 def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pictures take most of the time of a page."""
-    for name in ("curve", "bars", "ladder"):
+    for name in ("curve", "dots", "ladder"):
         monkeypatch.setattr(plots, name, lambda *_: "")
 
 

@@ -5,13 +5,15 @@ from __future__ import annotations
 import gzip
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pyarrow
 import pytest
 import torch
+from report_dumps import write_miles, write_slime
 from test_readers import some_records, write_lines
 
 from lab.pages.metrics import WORDS
@@ -20,14 +22,15 @@ from mis_plugins.__main__ import main
 from mis_plugins.config.model import CorrectionConfig
 from mis_plugins.explain.limits import FIRST, LIMITS, ROWS, row
 from mis_plugins.explain.rungs import record
+from mis_plugins.report.causes import CAUSES
 from mis_plugins.report.changes import changes, smallest_rise
 from mis_plugins.report.proposal import NOTHING, propose
 from mis_plugins.report.readers.keys import lacking
 from mis_plugins.report.readers.source import Curve
 from mis_plugins.report.record import Record
-from mis_plugins.report.survey import Opening, Report, Survey, report
+from mis_plugins.report.survey import Report, Survey, report
 from mis_plugins.report.sweep import candidates
-from mis_plugins.report.verdict import ALARM, CALM, WATCH, of_curves, verdict
+from mis_plugins.report.verdict import ALARM, CALM, WATCH, of_curves, verdict, were_rejected
 
 ROOT = Path(__file__).parents[2]
 NEEDED = ("behavior_log_probs", "proximal_log_probs")
@@ -66,6 +69,7 @@ def told(path: Path, *flags: str) -> tuple[int, dict]:
         (("behaviorLogProbs", "proximalLogprobs"), ["'behaviorLogProbs' -> behavior_log_probs",
                                                     "'proximalLogprobs' -> proximal_log_probs"]),
         (("prompt", "messages"), []),
+        (("ref_log_probs", "teacher_logprobs"), []),
     ],
 )  # fmt: skip
 def test_a_missing_key_is_told_beside_the_nearest_spelling(keys: Sequence[str], renamed: list[str]) -> None:
@@ -90,7 +94,7 @@ def test_rows_that_are_all_rejected_are_no_verdict(
     code, made = told(run)
     assert code == 2 and not made["verdict"]["measured"]
     rejected = 24 if ending == "jsonl" else 1
-    assert f"{rejected} of {rejected} records were rejected" in made["verdict"]["headline"]
+    assert were_rejected(rejected, rejected) in made["verdict"]["headline"]
     assert "'behaviour_log_probs' -> behavior_log_probs" in made["problems"][0]["reason"]
     assert "calm" not in capsys.readouterr().out
 
@@ -102,7 +106,7 @@ def test_a_curve_beside_rejected_rows_is_not_calm(tmp_path: Path) -> None:
     (run / "metrics.jsonl").write_text('{"step": 0, "kl_k3": 0.001}\n')
     code, made = told(run)
     assert code == 0 and made["verdict"]["level"] == WATCH
-    assert made["verdict"]["headline"] == "Not read: 24 of 24 records of tokens were rejected."
+    assert made["verdict"]["headline"] == "Tokens were not read: 24 of 24 records were rejected."
 
 
 def test_a_run_of_which_much_was_rejected_is_not_calm(tmp_path: Path) -> None:
@@ -111,6 +115,82 @@ def test_a_run_of_which_much_was_rejected_is_not_calm(tmp_path: Path) -> None:
     _, made = told(tmp_path / "run.jsonl")
     assert made["verdict"]["level"] == WATCH
     assert any("Not read: 40 of 168 records were rejected" in line for line in made["verdict"]["lines"])
+    assert not any(line.startswith("Why: ") for line in made["verdict"]["lines"])
+    headline = "What was read agrees as well as a healthy run, but 40 of 168 records were rejected."
+    assert made["verdict"]["headline"] == headline
+
+
+def test_a_file_that_broke_off_is_not_calm(tmp_path: Path) -> None:
+    run = tmp_path / "run.jsonl"
+    write_lines(run, records(recorded("bf16", 1)))
+    torn = tmp_path / "run.jsonl.gz"
+    torn.write_bytes(gzip.compress(run.read_bytes())[:60_000])
+    _, made = told(torn)
+    assert (made["verdict"]["level"], made["verdict"]["headline"]) == (
+        WATCH,
+        "What was read agrees as well as a healthy run, but a file broke off.",
+    )
+    assert f"Not read to the end: {torn}. How much is missing is not known." in made["verdict"]["lines"]
+    page = (tmp_path / "out" / "report.html").read_text()
+    assert "mend the files and records that were not read" in page
+
+
+def test_a_dump_that_is_damaged_beside_whole_ones_is_not_calm(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    write_slime(run, records(recorded("bf16", 1)))
+    (whole,) = run.glob("**/*.pt")
+    (run / "9.pt").write_bytes(whole.read_bytes()[:5000])
+    _, made = told(run)
+    assert made["verdict"]["level"] == WATCH and "but a file broke off" in made["verdict"]["headline"]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "why"),
+    [
+        ("a.jsonl", b"", "is empty"),
+        ("a.jsonl", b"a story\nof two lines\n", "line 1: Expecting value"),
+        ("a.json", b"[1, 2]", "line 1: holds list, no object; write one object a line"),
+        ("a.jsonl.gz", gzip.compress(b"{}")[:12], "Compressed file ended before"),
+    ],
+)
+def test_a_file_of_which_nothing_is_read_says_what_is_wrong(
+    tmp_path: Path, name: str, content: bytes, why: str
+) -> None:
+    (tmp_path / name).write_bytes(content)
+    code, made = told(tmp_path / name)
+    start = f"Nothing was read that measures the mismatch: {tmp_path / name}: {why}"
+    assert code == 2 and made["verdict"]["headline"].startswith(start)
+
+
+COLUMNS = {"rollout_log_probs": "rollout_logprobs", "log_probs": "old_log_probs"}
+
+
+@pytest.mark.parametrize(
+    ("write", "key", "misspelt"),
+    [
+        *((write, *both) for write in (write_miles, write_slime) for both in COLUMNS.items()),
+        (write_miles, "response_lengths", "respose_lengths"),
+        (write_slime, "samples", "sampels"),
+    ],
+)
+def test_a_misspelt_key_of_a_hosts_dump_is_told_beside_the_nearest_spelling(
+    tmp_path: Path, write: Callable[..., None], key: str, misspelt: str
+) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    write(run, some_records())
+    for file in run.glob("**/*.pt"):
+        torch.save(renamed(torch.load(file, weights_only=False), {key: misspelt}), file)
+    code, made = told(run)
+    assert code == 2 and f"rename {misspelt!r} -> {key}" in made["verdict"]["headline"]
+
+
+def renamed(value: Any, keys: Mapping[str, str]) -> Any:
+    """A tree with some keys of its dictionaries renamed."""
+    if isinstance(value, dict):
+        return {keys.get(key, key): renamed(inner, keys) for key, inner in value.items()}
+    return [renamed(inner, keys) for inner in value] if isinstance(value, list) else value
 
 
 def test_unknown_numbers_are_told_by_name() -> None:
@@ -251,10 +331,27 @@ def test_the_first_two_causes_say_what_speaks_against_them() -> None:
     first, second = made.findings[:2]
     assert (first.name, second.name) == ("template", "precision")
     assert re.fullmatch(
-        r"It leaves \d+% of the mismatch unexplained\. Its rival, an engine .* accounts for \d+%\.",
+        r"The cause leaves \d+% of the mismatch unexplained\. The rival, an engine .* accounts for \d+%\.",
         first.against,
     )
-    assert "Its rival, a cut or changed template, accounts for" in second.against
+    assert "The rival, a cut or changed template, accounts for" in second.against
+
+
+def test_a_cause_alone_says_whether_another_sign_shows() -> None:
+    (precision,) = surveyed(records(recorded("fp8", 1))).findings
+    assert precision.against == f"No sign of any of the {len(CAUSES) - 1} other causes shows."
+    columns = recorded("int6", 1)
+    swapped = replace(columns, behavior=columns.proximal, proximal=columns.behavior)
+    (found,) = surveyed(records(swapped)).findings
+    assert found.name == "swapped" and found.against == (
+        "The sign of another cause shows too (tokens were not sampled from the reported log-probs), and follows from "
+        "this cause."
+    )
+
+
+def test_placeholders_everywhere_are_no_other_weights() -> None:
+    rows = [replace(one, behavior_log_probs=torch.zeros(one.size)) for one in records(recorded("bf16", 1))]
+    assert [one.name for one in surveyed(rows).findings] == ["placeholder"]
 
 
 @pytest.mark.parametrize("shift", [-2, -1, 1, 2])
@@ -320,7 +417,7 @@ def proposed(rows: Sequence[Record], sweep: str = "own", advantages: bool = Fals
     made = report(survey)
     assert made is not None
     calm = verdict(made, None).level == CALM
-    found = propose(tried, made.outcomes, made.whole, made.opening, made.usable / made.sequences, calm)
+    found = propose(tried, made.outcomes, made.whole, made.steps, made.usable / made.sequences, calm)
     assert found is not None
     return found
 
@@ -354,14 +451,13 @@ def test_a_ranking_beats_readmes_row_beyond_its_interval_alone() -> None:
         "kept_fraction": 1.0, "ess": 1.0, "applied_mean": 1.0, "kept_by_usual_length": {}, "kept_by_advantage": {},
     }  # fmt: skip
     tried = candidates("tis,cis", None)
-    opening = Opening(1, 8, 0.02, 0.9)
 
     def among(cis: float, spread: float):
         without = [cis + spread * (-1) ** part for part in range(16)]
         better = numbers | {"coefficient_cosine": cis, "coefficient_cosine_without": without}
         plain = numbers | {"coefficient_cosine": 0.9, "coefficient_cosine_without": [0.9] * 16}
         outcomes = {"none": plain, "tis": plain, "cis": better}
-        found = propose(tried, outcomes, {FIRST: 0.02}, opening)
+        found = propose(tried, outcomes, {FIRST: 0.02}, {})
         assert found is not None
         return found
 

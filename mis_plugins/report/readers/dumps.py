@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from mis_plugins.report.readers import host, miles
+from mis_plugins.report.readers.keys import lacking
 from mis_plugins.report.readers.source import Problems, Source, natural
 from mis_plugins.report.record import Record
 from mis_plugins.shared.budget import RecordError
@@ -27,7 +28,11 @@ def dumps(files: Iterable[Path], problems: Problems) -> Iterator[Source]:
     trained: dict[tuple[str, str], list[Path]] = defaultdict(list)
     rolled: dict[str, Path] = {}
     for file in files:
-        kind, rollout = problems.read(lambda file=file: _kind(load_foreign(file)), file) or ("", "")
+        content = problems.read(partial(load_foreign, file), file)
+        if content is None:
+            problems.torn[str(file)] = None
+            continue
+        kind, rollout = problems.read(partial(_kind, content), file) or ("", "")
         if kind == "rollout" and not file.stem.startswith(EVALUATION):
             rolled[rollout] = file
         elif kind and kind != "rollout":
@@ -54,8 +59,19 @@ def _kind(content: Any) -> tuple[str, str]:
     elif host.has_samples(content):
         kind = "slime" if "dp_shards" in content else "rollout"
     else:
-        raise RecordError("no dump of training or rollout data by Miles or slime")
+        raise RecordError(f"no dump of training or rollout data by Miles or slime{_lacking(content)}")
     return kind, str(host.rollout_id(content))
+
+
+def _lacking(content: Any) -> str:
+    """What a dump lacks to be one of a host, in words."""
+    if not isinstance(content, dict):
+        return ""
+    columns = content.get("rollout_data")
+    if not isinstance(columns, dict):
+        return f": {lacking(('rollout_id', 'samples'), content)}"
+    held, needed = (columns, "response_lengths") if "rank" in content else (content, "rank")
+    return f": {lacking((needed,), held)}"
 
 
 def _records(kind: str, files: Sequence[Path], rollout: Path | None, problems: Problems) -> Iterator[Record]:
@@ -76,4 +92,4 @@ def _records(kind: str, files: Sequence[Path], rollout: Path | None, problems: P
 
 
 def _of_slime(content: Mapping[str, Any], sample: Mapping[str, Any], index: Any, extra: host.Extra) -> Record:
-    return host.record(sample, host.rollout_id(content), index, extra)
+    return host.record(sample, host.rollout_id(content), index, extra, sample)

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from hashlib import blake2b
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from mis_plugins.report.record import Record, from_mapping
+from mis_plugins.report.readers.keys import lacking
+from mis_plugins.report.record import REQUIRED, Record, from_mapping
 from mis_plugins.shared import runs
 from mis_plugins.shared.budget import RecordError
 from mis_plugins.shared.foreign import tensor_of
@@ -23,6 +24,8 @@ NAMES = {
     "loss_mask": "loss_masks",
     "advantages": "advantages",
 }
+
+SIDES = "the engine's are rollout_log_probs, and log_probs the trainer's, recomputed before training"
 
 # What is read of a sample; a dump may hold gigabytes of experts' routes beside it.
 BESIDE = {"tokens", "raw_reward", "reward", "rewards", "truncated", "prompt", "response", "weight_versions"}
@@ -95,8 +98,13 @@ def _equal(a: Any, b: Any) -> bool:
     return torch.equal(a, b) if isinstance(a, Tensor) and isinstance(b, Tensor) else bool(a == b)
 
 
-def record(sample: Mapping[str, Any], rollout_id: int, index: Any, extra: Extra) -> Record:
+def record(
+    sample: Mapping[str, Any], rollout_id: int, index: Any, extra: Extra, columns: Iterable[Any] = ()
+) -> Record:
     """A record of one response from the columns of a host.
+
+    Args:
+        columns: names of the columns in the host's file.
 
     Raises:
         RecordError: columns are missing or do not fit together.
@@ -106,9 +114,12 @@ def record(sample: Mapping[str, Any], rollout_id: int, index: Any, extra: Extra)
     values = {name: sample.get(theirs) for name, theirs in NAMES.items()}
     if values["behavior_log_probs"] is None:
         values["behavior_log_probs"] = told.get("rollout_log_probs")
-    if values["proximal_log_probs"] is None:
-        raise RecordError(f"sample {index}: no trainer log-probs (recomputed before training, `log_probs`)")
-    size = len(values["proximal_log_probs"])
+    needed = {NAMES[name]: values[name] for name in REQUIRED}
+    if any(value is None for value in needed.values()):
+        others = [name for name in columns if isinstance(name, str) and name not in needed]
+        held = [name for name, value in needed.items() if value is not None]
+        raise RecordError(f"sample {index}: {lacking([*needed], held + others)}; {SIDES}")
+    size = len(values["proximal_log_probs"])  # pyright: ignore[reportArgumentType]
     values["tokens"] = _end_of(sample.get("tokens"), size)
     values |= {
         "reward": _first(sample, told, ("raw_reward", "reward", "rewards")),

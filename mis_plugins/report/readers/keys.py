@@ -13,6 +13,7 @@ BEHAVIOR, PROXIMAL = (
     "behaviour rollout engine sampler sampling mu inference",
     "old trainer train training actor pi",
 )
+OTHERS = {"ref", "reference", "teacher", "critic"}
 ONE_WORD: dict[str, str] = {
     **dict.fromkeys(BEHAVIOR.split(), "behavior"),
     **dict.fromkeys(PROXIMAL.split(), "proximal"),
@@ -22,8 +23,16 @@ ONE_WORD: dict[str, str] = {
 
 
 def nearest(needed: str, found: Iterable[str]) -> str | None:
-    """The key of `found` that is spelled nearest to `needed`, whatever the order of its words; None of no kin."""
-    rated = ((SequenceMatcher(None, _words(needed), _words(key)).ratio(), key) for key in found)
+    """The key of `found` that is spelled nearest to `needed`, whatever the order of its words; None of no kin.
+
+    A key of another model's log-probs, as the reference's, is of no kin.
+    """
+    words = {key: _words(key) for key in found}
+    rated = (
+        (SequenceMatcher(None, _words(needed), spelled).ratio(), key)
+        for key, spelled in words.items()
+        if OTHERS.isdisjoint(spelled.split())
+    )
     rate, key = max(rated, default=(0.0, ""))
     return key if rate >= ALIKE else None
 

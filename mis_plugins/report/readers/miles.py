@@ -85,7 +85,8 @@ def _record(parts: Sequence[Held], extra: host.Extra) -> Record:
     rank, place = parts[0].rank, parts[0].place
     index = parts[0].column("sample_indices")
     index = (rank["rank"], place) if index is None else index
-    return host.record(_joined(index, parts), host.rollout_id(rank), index, extra)
+    columns = dict.fromkeys(name for part in parts for name in part.rank["columns"])
+    return host.record(_joined(index, parts), host.rollout_id(rank), index, extra, columns)
 
 
 def _in_order(ranks: Sequence[Mapping[str, Any]], label: str, problems: Problems) -> list[Mapping[str, Any]]:
@@ -96,7 +97,12 @@ def _in_order(ranks: Sequence[Mapping[str, Any]], label: str, problems: Problems
 
 def _read(rank: Mapping[str, Any]) -> dict[str, Any]:
     columns = {name: tensor_of(rank["rollout_data"].get(name)) for name in (*PIECES, *WHOLE, *LISTED)}
-    return {**rank, "rank": int(tensor_of(rank["rank"])), "rollout_data": columns}
+    return {
+        **rank,
+        "rank": int(tensor_of(rank["rank"])),
+        "rollout_data": columns,
+        "columns": [*rank["rollout_data"]],
+    }
 
 
 def _digest(data: Mapping[str, Any]) -> bytes | None:

@@ -146,10 +146,14 @@ def _shown_by(found: Mapping[str, Any], file: Path) -> str | None:
 
 
 def _nothing(file: Path) -> str:
-    """Why a file is not read: with the keys of its first object, where it has one."""
-    head = Problems().each(objects(file, Problems(), head=True), file, size_of(file))
+    """Why a file is not read: its first object's keys, or what is wrong with its first line."""
+    broken = Problems()
+    head = broken.each(objects(file, broken, head=True), file, size_of(file))
     first = next((found for _, found in head), None)
-    return NOTHING if first is None else f"{NOTHING}; {lacking(REQUIRED, first)}"
+    if first is not None:
+        return f"{NOTHING}; {lacking(REQUIRED, first)}"
+    why = [f"{one.place}: {one.reason}".removeprefix(": ") for one in broken.kept[:1]]
+    return "; ".join([*(why or ["is empty"] * (not size_of(file))), NOTHING])
 
 
 def _plain(file: Path) -> Path:

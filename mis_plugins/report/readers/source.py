@@ -37,12 +37,14 @@ class Problems:
     """What could not be read. The first `EACH` of a file and `MOST` of all are kept, the others are counted.
 
     bytes_read: how far the reader of a long file has come.
+    torn: files that could not be read to their end, in order.
     """
 
     MOST, EACH = 100, 10
     bytes_read: int = 0
     kept: list[Problem] = field(default_factory=list)
     of_file: Counter[str] = field(default_factory=Counter)
+    torn: dict[str, None] = field(default_factory=dict)
 
     def add(self, reason: str, file: object = "", place: object = "") -> None:
         """Tell what was not read, and why."""
@@ -82,6 +84,8 @@ class Problems:
 
         while item := self.read(following, file, place):
             yield from item
+        if item is None:
+            self.torn[str(file)] = None
 
     def first(self, most: int = MOST) -> list[Problem]:
         """The first `most` of them, and how many more there are."""
