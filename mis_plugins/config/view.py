@@ -135,7 +135,8 @@ def _inside(value: Any) -> object:
     """What differs where a value is another, or the same object with something else inside."""
     if _is_hook(value):
         return repr((_path(value), plain(_config(value))))
-    return repr(plain(value)) if isinstance(value, Mapping) or type(value) in PLAIN else value
+    tells = type(value) in PLAIN or isinstance(value, Mapping) or hasattr(value, "__float__")
+    return repr(plain(value)) if tells else value
 
 
 def plain(value: Any) -> Any:

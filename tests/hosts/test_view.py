@@ -197,6 +197,11 @@ INSIDE: dict[str, tuple[Callable[[], Any], Callable[[Any], Any], torch.Tensor]] 
         lambda args: args.mis["weight"].held.update(upper=1.1),
         torch.tensor([0.5, 1.1, 1.1]),
     ),
+    "a number of a library's own": (
+        lambda: {**SWITCHES, "tis_upper_bound": torch.tensor(1.5)},
+        lambda args: args["tis_upper_bound"].fill_(1.1),
+        torch.tensor([0.5, 1.1, 1.1]),
+    ),
     "a property": (Derived, lambda args: setattr(args, "_use_tis", None), UNCORRECTED),
     "inside an attribute of a class": (
         Derived, lambda args: args.mis["weight"].update(upper=1.1), torch.tensor([0.5, 1.1, 1.1])
