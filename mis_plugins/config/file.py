@@ -18,14 +18,11 @@ from typing import Any, NamedTuple
 import yaml
 
 from mis_plugins.config.model import CorrectionConfig
-from mis_plugins.config.view import stamp
+from mis_plugins.config.view import LARGEST_FILE, stamp
 from mis_plugins.errors import ConfigError, MisError
 from mis_plugins.shared.numerals import cut, shown
 
 STDIN = "-"
-LARGEST_FILE = (
-    2**17
-)  # bytes; the largest of verl's own files has 38,000, and 4 MB take PyYAML's own parser 50 s
 DEEPEST = 64  # levels of mappings and lists in one another
 LARGEST_TREE = 2**18  # values and their letters, counted at every place where an alias puts them
 LONGEST_KEY = 200  # letters
@@ -190,8 +187,8 @@ _GIVEN: dict[str, list[tuple[Any, dict[str, Any]]]] = {}  # versions of a file b
 def keys_given(path: str) -> list[dict[str, Any]]:
     """The keys of a file that a host was given, and of its earlier versions that this process has read.
 
-    A host asks for each micro-batch: a file is read again only where it has changed. A file that has become unreadable
-    since keeps its earlier versions.
+    A host asks for each micro-batch: a file is read again only where it may have changed. A file that has become
+    unreadable since keeps its earlier versions.
 
     Raises:
         ConfigError: this node cannot read the file; it names both.

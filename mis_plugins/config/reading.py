@@ -33,6 +33,7 @@ from mis_plugins.config.view import (
     kind,
     of_hooks,
     once,
+    plain,
     view,
 )
 from mis_plugins.errors import ConfigError
@@ -221,13 +222,6 @@ def _lost(args: View, keys: Mapping[str, Any]) -> list[str]:
     said = [key for key, value in keys.items() if value is not None and is_read(key, value)]
     lost = [key for key in said if key != "use_tis" and args.get(key) is None]
     return lost + ["use_tis: true"] * bool(keys.get("use_tis") and not getattr(args, "use_tis", False))
-
-
-def plain(value: Any) -> Any:
-    """A value of a config in the types of YAML, whatever mapping or sequence a host has made of it."""
-    if isinstance(value, Mapping):
-        return {key: plain(inner) for key, inner in value.items()}
-    return [plain(inner) for inner in value] if isinstance(value, list | tuple) else value
 
 
 def equal(one: Any, other: Any) -> bool:

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from operator import is_
-from pathlib import PurePath
+from pathlib import Path, PurePath
+from stat import S_ISREG
 from types import NoneType, SimpleNamespace
 from typing import Any, TypeVar
 
@@ -22,6 +24,10 @@ NAMESPACES = (Namespace, SimpleNamespace)
 PLAIN = frozenset({str, int, float, bool, NoneType, list, tuple, set})
 EXTRAS = "__pydantic_extra__"
 HOOK = {"path", "config"}  # what a hook's argument holds where a host gives a hook its own config
+LARGEST_FILE = (
+    2**17
+)  # bytes; the largest of verl's own files has 38,000, and 4 MB take PyYAML's own parser 50 s
+CLOCK_STEP = 2_000_000_000  # ns; the coarsest clock by which a file system tells when a file was written
 FILES = ("custom_config_path", "config")  # arguments that name a file of keys; the second is Miles's on FSDP
 
 
@@ -34,14 +40,24 @@ class View(Mapping[str, Any]):
     Attributes of the host's object that are no arguments, such as properties, are reached as attributes alone.
     """
 
-    __slots__ = ("_given", "_stated", "_hooks", "_configs", "_made", "_held", "_nested", "_around")
+    __slots__ = (
+        "_given",
+        "_stated",
+        "_hooks",
+        "_configs",
+        "_made",
+        "_reached",
+        "_held",
+        "_nested",
+        "_around",
+    )
 
     def __init__(self, given: Any, stated: Mapping[str, Any]) -> None:
         nested = tuple(name for name, value in stated.items() if type(value) not in PLAIN)
         hooks = tuple(name for name in nested if _is_hook(stated[name]))
         configs = tuple(_config(stated[name]) for name in hooks)
         values = _with_configs(stated, hooks, configs) if hooks else stated
-        held = (given, values, hooks, configs, {}, dict(stated), nested, _around(stated, nested))
+        held = (given, values, hooks, configs, {}, {}, dict(stated), nested, _around(stated, nested))
         for name, value in zip(self.__slots__, held, strict=True):
             object.__setattr__(self, name, value)
 
@@ -60,7 +76,9 @@ class View(Mapping[str, Any]):
         if name in self._stated:
             return self._stated[name]
         if not isinstance(self._given, Mapping) and hasattr(self._given, name):
-            return getattr(self._given, name)
+            value = getattr(self._given, name)
+            self._reached[name] = _inside(value)
+            return value
         raise AttributeError(
             f"{name}: the host's arguments ({type(self._given).__name__}) have none", name=name
         )
@@ -101,24 +119,47 @@ def view(args: Any) -> View:
 def _says_the_same(last: View, stated: Mapping[str, Any]) -> bool:
     """Whether each argument is the object that it was, with the same inside, and nothing around has changed."""
     held = last._held
-    same = stated.keys() == held.keys() and all(map(is_, stated.values(), held.values()))
-    return same and _around(stated, last._nested) == last._around
+    same = list(stated) == list(held) and all(map(is_, stated.values(), held.values()))
+    if not same or _around(stated, last._nested) != last._around:
+        return False
+    return all(_inside(getattr(last._given, name, None)) == inside for name, inside in last._reached.items())
 
 
 def _around(stated: Mapping[str, Any], nested: Iterable[str]) -> tuple[object, ...]:
     """What may change while the arguments are the same objects: mappings in them, files of keys, loaded modules."""
-    values = (_config(stated[name]) if _is_hook(stated[name]) else stated[name] for name in nested)
-    texts = [repr(value) for value in values if isinstance(value, Mapping)]
-    return texts, [stamp(stated.get(name)) for name in FILES], len(sys.modules)
+    inside = [_inside(stated[name]) for name in nested]
+    return inside, [stamp(stated.get(name)) for name in FILES], len(sys.modules)
 
 
-def stamp(path: Any) -> tuple[int, int, int] | None:
-    """What changes with a file's content; None for a file that is gone, and for content in a path."""
+def _inside(value: Any) -> object:
+    """What differs where a value is another, or the same object with something else inside."""
+    if _is_hook(value):
+        return repr((_path(value), plain(_config(value))))
+    tells = type(value) in PLAIN or isinstance(value, Mapping) or hasattr(value, "__float__")
+    return repr(plain(value)) if tells else value
+
+
+def plain(value: Any) -> Any:
+    """A value of a config in the types of YAML, whatever mapping or sequence a host has made of it."""
+    if isinstance(value, Mapping):
+        return {key: plain(inner) for key, inner in value.items()}
+    return [plain(inner) for inner in value] if isinstance(value, list | tuple) else value
+
+
+def stamp(path: Any) -> tuple[object, ...] | None:
+    """What changes with a file's content; None for a file that is gone, and for content in a path.
+
+    Times of a file are steps of a clock, and two versions within one step may be of one size: of a file that has just
+    been written the content counts too.
+    """
     try:
         found = os.stat(path)
+        just_written = time.time_ns() - found.st_mtime_ns < CLOCK_STEP
+        is_config = S_ISREG(found.st_mode) and found.st_size <= LARGEST_FILE
+        content = Path(path).read_bytes() if just_written and is_config else None
     except (OSError, ValueError, TypeError):
         return None
-    return found.st_ino, found.st_mtime_ns, found.st_size
+    return found.st_ino, found.st_mtime_ns, found.st_ctime_ns, found.st_size, content
 
 
 def once(args: View, make: Callable[[View], Made]) -> Made:
@@ -182,6 +223,10 @@ def _is_hook(value: Any) -> bool:
     return isinstance(getattr(value, "path", None), str | PurePath) and hasattr(value, "config")
 
 
+def _path(hook: Any) -> str:
+    return str(hook["path"] if isinstance(hook, Mapping) else hook.path)
+
+
 def _config(hook: Any) -> Mapping[str, Any]:
     config = hook["config"] if isinstance(hook, Mapping) else hook.config
     return {} if config is None else _stated(config)
@@ -193,8 +238,7 @@ def _with_configs(
     """The arguments with the path of each hook in place of the hook's object, and the keys of its config."""
     values = dict(stated)
     for name, config in zip(hooks, configs, strict=True):
-        hook = stated[name]
-        values[name] = str(hook["path"] if isinstance(hook, Mapping) else hook.path)
+        values[name] = _path(stated[name])
         for key, value in config.items():
             if values.get(key) is None:
                 values[key] = value

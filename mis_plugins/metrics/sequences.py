@@ -190,7 +190,7 @@ def of_unit_rule(name: str, rule: RejectRule, totals: Totals) -> Iterator[Quanti
     """Quantities of units with a usable token, of which a rule drops some; without `unit` by valid tokens."""
     compared, count = aggregate(totals, rule), f"{name}_units"
     kept = passes(compared, rule, totals.known)
-    values = compared.nan_to_num(posinf=0.0, neginf=0.0)  # infinite extremes of a unit without a usable token
+    values = torch.where(totals.any_usable, compared, 0)  # extremes of no token are infinite
     yield Quantity(count, totals.any_usable, also="sum")
     more = {f"{name}_mean": mean.within("tokens/"), f"{name}_min": smallest, f"{name}_max": largest}
     yield from _compared(name, rule, values, kept, count, name + "_{side}_fraction", more)

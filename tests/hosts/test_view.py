@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import base64
 import copy
+import os
 import socket
 import sys
 from argparse import Namespace
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, make_dataclass
 from pathlib import Path
 from types import MappingProxyType, ModuleType, SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -22,7 +23,7 @@ from pydantic import BaseModel, ConfigDict, create_model
 from mis_plugins import mis
 from mis_plugins.config import reading
 from mis_plugins.config.model import CorrectionConfig, WeightConfig
-from mis_plugins.config.view import original, view
+from mis_plugins.config.view import original, stamp, view
 from mis_plugins.errors import ConfigError, InputError
 from mis_plugins.hosts import registry, watching
 
@@ -138,7 +139,7 @@ def test_arguments_are_read_anew_where_something_changes(
 ):
     """What the hook answers is never that of the arguments, the file or the host of an earlier call."""
     file = tmp_path / "mis.yaml"
-    file.write_text(yaml.safe_dump({"use_tis": True, "mis": KEYS["mis"]}))
+    file.write_text("use_tis: true\nmis: {weight: {upper: 1.5}}\n")
     monkeypatch.setitem(sys.modules, "made_up_module", ModuleType("made_up_module"))
     args = Namespace(**copy.deepcopy(KEYS), custom_config_path=str(file))
     first = weights(args)
@@ -148,6 +149,85 @@ def test_arguments_are_read_anew_where_something_changes(
     assert view(args) is not seen
     capped = 1.1 if "argument" in what else 1.5
     torch.testing.assert_close(weights(args), torch.tensor([0.5, capped, min(1.2, capped)]))
+
+
+class Blind(Mapping[str, Any]):
+    """A mapping whose text does not tell what is in it."""
+
+    def __init__(self, **held: Any) -> None:
+        self.held = held
+
+    def __getitem__(self, name: str) -> Any:
+        return self.held[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.held)
+
+    def __len__(self) -> int:
+        return len(self.held)
+
+
+class Derived:
+    """Arguments of which one is a property, and another an attribute of the class."""
+
+    mis: ClassVar[Any] = {"weight": {"upper": 1.5}}
+
+    def __init__(self) -> None:
+        self.get_mismatch_metrics, self._use_tis = False, True
+
+    @property
+    def use_tis(self) -> bool:
+        return self._use_tis
+
+
+class Replaced(Derived):
+    mis: ClassVar[Any] = {"weight": {"upper": 1.5}}
+
+
+SWITCHES = {"use_tis": True, "get_mismatch_metrics": False}
+UNCORRECTED = torch.tensor([1.0, 1.0, 1.0])
+INSIDE: dict[str, tuple[Callable[[], Any], Callable[[Any], Any], torch.Tensor]] = {
+    "in another order": (
+        lambda: {"mis": {"weight": {"upper": 1.5}}, **SWITCHES},
+        lambda args: (args.pop("use_tis"), args.update(get_mismatch_metrics=True, use_tis=False)),
+        UNCORRECTED,
+    ),
+    "a mapping of a host's own": (
+        lambda: Namespace(**SWITCHES, mis={"weight": Blind(upper=1.5)}),
+        lambda args: args.mis["weight"].held.update(upper=1.1),
+        torch.tensor([0.5, 1.1, 1.1]),
+    ),
+    "a number of a library's own": (
+        lambda: {**SWITCHES, "tis_upper_bound": torch.tensor(1.5)},
+        lambda args: args["tis_upper_bound"].fill_(1.1),
+        torch.tensor([0.5, 1.1, 1.1]),
+    ),
+    "a property": (Derived, lambda args: setattr(args, "_use_tis", None), UNCORRECTED),
+    "inside an attribute of a class": (
+        Derived, lambda args: args.mis["weight"].update(upper=1.1), torch.tensor([0.5, 1.1, 1.1])
+    ),
+    "an attribute of a class": (
+        Replaced, lambda args: setattr(Replaced, "mis", {"weight": {"upper": 1.1}}), torch.tensor([0.5, 1.1, 1.1])
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", INSIDE)
+def test_what_changes_inside_the_same_arguments_is_read_anew(what: str):
+    make, change, expected = INSIDE[what]
+    args = make()
+    torch.testing.assert_close(weights(args), torch.tensor([0.5, 1.5, 1.2]))
+    seen = view(args)
+    assert view(args) is seen
+    change(args)
+    torch.testing.assert_close(weights(args), expected)
+
+
+def test_the_path_of_a_hook_is_read_anew():
+    args = Namespace(**SWITCHES, rollout_function_path=SimpleNamespace(path="made.up", config=None))
+    assert view(args).rollout_function_path == "made.up" and view(args) is view(args)
+    args.rollout_function_path.path = "made.otherwise"
+    assert view(args).rollout_function_path == "made.otherwise"
 
 
 class Unreadable:
@@ -390,3 +470,28 @@ def test_log_probs_that_are_none_are_said_plainly(lacks: str, said: str):
     kwargs: dict[str, Any] = ratio_batch([[0.5]]).hook_kwargs() | {lacks: None}
     with pytest.raises(InputError, match=f"^{lacks}: None: .*{said}"):
         mis.compute_mis_weights_with_cp(host_args(mis=KEYS["mis"]), **kwargs)
+
+
+def test_a_file_that_was_written_twice_in_one_step_of_the_clock_is_read_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    file = tmp_path / "mis.yaml"
+    file.write_text("mis: {weight: {upper: 1.5}}\n")
+    written = file.stat()
+    monkeypatch.setattr("mis_plugins.config.view.os", SimpleNamespace(stat=lambda path: written))
+    first = stamp(file)
+    assert stamp(file) == first
+    file.write_text("mis: {weight: {upper: 1.1}}\n")
+    assert stamp(file) != first
+
+
+def test_a_file_that_keeps_its_time_is_read_anew(tmp_path: Path):
+    """Copies that keep the time of their source, such as `cp -p` makes, may have the size of what they replace."""
+    file, long_ago = tmp_path / "mis.yaml", (10**9, 10**9)
+    file.write_text("mis: {weight: {upper: 1.5}}\n")
+    os.utime(file, long_ago)
+    first = stamp(file)
+    assert stamp(file) == first
+    file.write_text("mis: {weight: {upper: 1.1}}\n")
+    os.utime(file, long_ago)
+    assert stamp(file) != first

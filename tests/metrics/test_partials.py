@@ -346,6 +346,18 @@ def test_rejection_by_cause():
     assert found["touched_sequences"] == 0.75
 
 
+@pytest.mark.parametrize("over", ["sum", "mean", "max"])
+def test_a_probability_beyond_every_float_lies_above_the_limit(over: str):
+    """A trainer's log-prob of 200 is no 0: the rule drops its sequence. A masked sequence is no number at all."""
+    batch = make_batch([([200.0, -1.0], [-1.0, -1.0], [1, 1]), ([-1.0], [-1.0], [1]), ([-1.0], [-1.0], [0])])
+    rule = {"statistic": "proximal_prob", "over": over, "lower": 0.1, "upper": 0.9}
+    found = step_of(batch, reject=[rule])
+    assert found["rule_1_unit_high_fraction"] == found["rule_1_unit_rejected_fraction"] == 0.5
+    assert found["rule_1_unit_low_fraction"] == 0.0
+    assert found["rule_1_high_fraction"] == found["rule_1_rejected_fraction"] == pytest.approx(2 / 3)
+    assert found["rule_1_min"] == pytest.approx(math.exp(-1))
+
+
 def test_a_truncated_weight_is_watched_on_either_side():
     """Below 1 / upper too, though nothing bounds it there."""
     found = step_of(ratio_batch([[0.1, 1.0, 3.0, 0.2]]), weight={"upper": 2.0})
