@@ -132,11 +132,17 @@ def _around(stated: Mapping[str, Any], nested: Iterable[str]) -> tuple[object, .
 
 
 def _inside(value: Any) -> object:
-    """What differs where a value is another, or the same object with something else inside."""
-    if _is_hook(value):
-        return repr((_path(value), plain(_config(value))))
-    tells = type(value) in PLAIN or isinstance(value, Mapping) or hasattr(value, "__float__")
-    return repr(plain(value)) if tells else value
+    """What differs where a value is another, or the same object with something else inside.
+
+    A mapping that holds itself, or that raises where a value is missing, counts as changed at every call.
+    """
+    try:
+        if _is_hook(value):
+            return repr((_path(value), plain(_config(value))))
+        tells = type(value) in PLAIN or isinstance(value, Mapping) or hasattr(value, "__float__")
+        return repr(plain(value)) if tells else value
+    except Exception:
+        return object()
 
 
 def plain(value: Any) -> Any:

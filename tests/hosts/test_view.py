@@ -495,3 +495,17 @@ def test_a_file_that_keeps_its_time_is_read_anew(tmp_path: Path):
     file.write_text("mis: {weight: {upper: 1.1}}\n")
     os.utime(file, long_ago)
     assert stamp(file) != first
+
+
+def test_an_argument_that_cannot_be_compared_is_read_at_every_call():
+    class Missing(dict[str, Any]):
+        def items(self) -> Any:
+            raise LookupError("a mandatory value is missing")
+
+    within: dict[str, Any] = {}
+    within["within"] = within
+    for other in (Missing(a=1), within):
+        args = host_args(mis={"weight": {"upper": 1.5}}, other=other)
+        kwargs: dict[str, Any] = ratio_batch([[2.0]]).hook_kwargs()
+        assert mis.compute_mis_weights_with_cp(args, **kwargs)[0].item() == pytest.approx(-1.5)
+        assert view(args) is not view(args)
