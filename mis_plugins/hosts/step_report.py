@@ -236,9 +236,8 @@ class Recorder:
         config, cp = correction.config, correction.ragged.ranks.cp
         first = cp is None or cp.rank() == 0
         if config.reports_step and self.step is not None:
-            loss = None if pg_loss is None else pg_loss.detach()
             ages = None if written is None else written.known_age
-            return partials(correction, loss, ages, counts_sequences=first)
+            return partials(correction, pg_loss, ages, counts_sequences=first)
         relates = config.metrics == "full" and self.step is not None and _asked_for_scale(*self.step)
         has_advantages = correction.nonfinite_advantages is not None
         watches = config.metrics != "none" or config.corrects or config.opsm or has_advantages

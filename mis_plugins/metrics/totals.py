@@ -155,7 +155,8 @@ def reduced(
     every = [(quantity, quantity.needs) for quantity in quantities]
     yield Partials(metrics={name: metric for q, _ in every for name, metric in q.calls().items()})
     summed = [(q, "squares" in needs) for q, needs in every if "sum" in needs]
-    yield _sums(sorted(summed, key=lambda row: not row[1]), where, places)
+    if summed:
+        yield _sums(sorted(summed, key=lambda row: not row[1]), where, places)
     ended = [q for q, needs in every if "ends" in needs]
     if ended:
         names = tuple(f"{q.name}_{side}" for side in ("max", "min") for q in ended)

@@ -15,7 +15,7 @@ from mis_plugins.hosts.step_report import Recorder
 
 LOADED = (8_300, 53)  # lines and modules
 MOST_FILES = 20
-MOST_OPERATORS = {"full": 82, "all": 530}
+MOST_OPERATORS = {"full": 70, "all": 250}
 APART = (
     "mis_plugins.report",
     "mis_plugins.explain",
