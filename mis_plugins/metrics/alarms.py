@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from mis_plugins.config.model import CorrectionConfig
 from mis_plugins.config.terms.divergence import LOG_RATIO_CLAMP
 from mis_plugins.metrics import slope
-from mis_plugins.metrics.metric import PREFIX
+from mis_plugins.metrics.quantity import PREFIX
 
 
 def all_rejected(config: CorrectionConfig, sums: Mapping[str, float]) -> Sequence[str]:

@@ -25,12 +25,13 @@ from mis_plugins.metrics.quantity import (
     from_one,
     largest,
     mean,
+    mean_by_tokens,
     minus_mean,
     percentiles,
     rest,
     size,
     smallest,
-    std,
+    std_by_tokens,
     total,
     unbiased_std,
 )
@@ -189,9 +190,9 @@ def of_unit_rule(name: str, rule: RejectRule, totals: Totals) -> Iterator[Quanti
     kept = passes(compared, rule, totals.known)
     values = compared.nan_to_num(posinf=0.0, neginf=0.0)  # infinite extremes of a unit without a usable token
     yield Quantity(count, totals.any_usable, also="sum")
-    more = {f"{name}_mean": mean.within("tokens/"), f"{name}_min": smallest, f"{name}_max": largest}
+    more = {f"{name}_mean": mean_by_tokens, f"{name}_min": smallest, f"{name}_max": largest}
     yield from _compared(name, rule, values, kept, count, name + "_{side}_fraction", more)
-    yield Quantity(f"{name}_bounded", bounded(values, rule), {f"{name}_std": std.within("tokens/")}, count)
+    yield Quantity(f"{name}_bounded", bounded(values, rule), {f"{name}_std": std_by_tokens}, count)
 
 
 # How far products of ratios go, for warnings.

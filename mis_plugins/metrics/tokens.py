@@ -29,6 +29,7 @@ from mis_plugins.metrics.quantity import (
     half_mean,
     largest,
     mean,
+    mean_by_tokens,
     mean_square,
     minus_mean,
     percentiles,
@@ -360,7 +361,7 @@ def beyond(
     for side, marks in (("low", values < low), ("high", values > high)):
         metrics = {name.format(side=side): mean}
         if by_tokens:
-            metrics[by_tokens.format(side=side)] = mean.within("tokens/")
+            metrics[by_tokens.format(side=side)] = mean_by_tokens
         yield Quantity(name.format(side=side), marks, metrics, over=over)
 
 
