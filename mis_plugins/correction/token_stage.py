@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, reduce
 
@@ -89,15 +89,20 @@ class TokenStage:
 
     # In float32, as ratios are computed: a finite float64 may overflow there.
 
+    @cached_property
+    def _nonfinite(self) -> Sequence[Bool[Tensor, " T"]]:
+        pair = torch.stack([self.log_probs.proximal.float(), self.log_probs.behavior.float()])
+        return (self.loss_mask & nonfinite(pair)).unbind()
+
     @property
     def nonfinite_train(self) -> Bool[Tensor, " T"]:
         """Valid tokens whose log pi_old is NaN or infinite."""
-        return self.loss_mask & nonfinite(self.log_probs.proximal.float())
+        return self._nonfinite[0]
 
     @property
     def nonfinite_rollout(self) -> Bool[Tensor, " T"]:
         """Valid tokens whose log mu is NaN or infinite."""
-        return self.loss_mask & nonfinite(self.log_probs.behavior.float())
+        return self._nonfinite[1]
 
     @cached_property
     def unusable(self) -> Bool[Tensor, " T"]:

@@ -12,10 +12,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from mis_plugins.correction.ratios import without_absent
 from mis_plugins.errors import ConfigError, InputError
 from mis_plugins.packing.layout import Layout, Placed, whole, zigzag
 from mis_plugins.packing.ragged import Ranks
-from mis_plugins.shared.absent import without_absent
 
 NO_ROLLOUT_LOG_PROBS = (
     "rollout_log_probs: None: the samples carry no log-probs of the rollout engine, so that no ratio is known; the "

@@ -41,7 +41,6 @@ from mis_plugins.hosts import megatron, tracking
 from mis_plugins.hosts.rank_agreement import Uncorrected, can_add_up, outlives, raise_if_aborted
 from mis_plugins.hosts.registry import current
 from mis_plugins.metrics.alarms import ALARMS, EACH_TIME, ONCE, everything_rejected
-from mis_plugins.metrics.by_age import ByAge
 from mis_plugins.metrics.catalogue import finalize
 from mis_plugins.metrics.partials import partials, watch
 from mis_plugins.metrics.totals import Partials
@@ -51,9 +50,10 @@ from mis_plugins.packing.transfer import Arrival, to_host
 from mis_plugins.shared.notices import warn_once
 
 if TYPE_CHECKING:
+    from mis_plugins.metrics.by_age import ByAge
     from mis_plugins.versions.segment_wise import Written
 else:
-    Written = Any  # loaded where a host says which version wrote each token
+    ByAge = Written = Any  # loaded where a host says which version wrote each token
 
 # A wrong setting that scales log-probs lasts, and need not be looked for at every step. `metrics: watch` and `all`
 # look at every step. `full`, to which the sums cost more, looks at the first step of every tenth rollout. The
@@ -236,9 +236,8 @@ class Recorder:
         config, cp = correction.config, correction.ragged.ranks.cp
         first = cp is None or cp.rank() == 0
         if config.reports_step and self.step is not None:
-            loss = None if pg_loss is None else pg_loss.detach()
             ages = None if written is None else written.known_age
-            return partials(correction, loss, ages, counts_sequences=first)
+            return partials(correction, pg_loss, ages, counts_sequences=first)
         relates = config.metrics == "full" and self.step is not None and _asked_for_scale(*self.step)
         has_advantages = correction.nonfinite_advantages is not None
         watches = config.metrics != "none" or config.corrects or config.opsm or has_advantages

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from mis_plugins.config.model import CorrectionConfig
 from mis_plugins.config.terms.divergence import LOG_RATIO_CLAMP
 from mis_plugins.metrics import slope
-from mis_plugins.metrics.metric import PREFIX
+from mis_plugins.metrics.quantity import PREFIX
 
 
 def all_rejected(config: CorrectionConfig, sums: Mapping[str, float]) -> Sequence[str]:
@@ -62,11 +62,11 @@ def nonfinite_weights(config: CorrectionConfig, sums: Mapping[str, float]) -> Se
 
 def weights_of_one(config: CorrectionConfig, sums: Mapping[str, float]) -> Sequence[str]:
     """Warn where a weight is asked for, log-probs differ, and the loss is that of a run without a correction."""
-    kept, total = sums["kept"], sums.get("kept_weight", 0.0)
+    kept, total = sums["kept"], sums.get("kept/normalized", 0.0)
     differs = sums.get("abs_log_ratio", 0.0) > 1e-5 * kept
     if not config.weight or not kept or kept < sums["usable"] or not differs:
         return []
-    mean, deviation = total / kept, sums["kept_weight_squared"] - total**2 / kept  # squared, over all tokens
+    mean, deviation = total / kept, sums["kept/normalized_squared"] - total**2 / kept
     # Weights of tiny log ratios have a mean near 1 too, and spread as far as the log ratios do.
     all_one = abs(mean - 1) < 1e-6 and deviation < min(1e-6 * kept, 1e-3 * sums["log_ratio_squared"])
     return [

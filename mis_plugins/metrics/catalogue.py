@@ -38,7 +38,12 @@ METRICS: dict[str, Callable[[Step], float]] = {
 def finalize(partials: Partials, config: CorrectionConfig) -> dict[str, float]:
     """Every known metric of a step from its merged partials, which should be on the host by now."""
     step = partials.step()
-    found = {name: metric(step) for name, metric in {**partials.metrics, **METRICS}.items()}
+    found = {
+        name: reduction.of(step, quantity, count)
+        for quantity, metrics, count in partials.records
+        for name, reduction in metrics.items()
+    }
+    found |= {name: metric(step) for name, metric in METRICS.items()}
     for name, _ in rules(config):
         found[f"{name}_rejected_fraction"] = found[f"{name}_low_fraction"] + found[f"{name}_high_fraction"]
     if not any(step.sums[f"{turn}usable"] for turn in OF_TURNS[1:]):

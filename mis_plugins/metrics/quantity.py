@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
 from typing import NamedTuple
 
 from jaxtyping import Float, Shaped
@@ -20,7 +20,12 @@ from mis_plugins.metrics import sketch
 from mis_plugins.metrics.slope import Relation, relation
 
 ROUNDING = 1e-6  # of a mean: a spread below is that of the rounding of sums
+# Prefix of the metrics in a host's log, and the host's key for the number of the step.
+PREFIX, STEP_KEY = "train/mis_step/", "train/step"
 QUANTILES = (25, 50, 75, 95, 99)
+
+Metric = Callable[..., float]
+"""A function of sums and of a place: a rule, an age, a layer. NaN where it cannot be known."""
 
 
 @dataclass(frozen=True)
@@ -102,8 +107,14 @@ class Reduction:
         """A function of what the reduction takes."""
         return replace(self, take=lambda s, x, n: scale(self.take(s, x, n)))
 
+    def of(self, step: Step, name: str, count: str) -> float:
+        """What is taken of a quantity of this name, whose means divide by this count."""
+        return self.take(step, self.at + name, self.at + count)
+
 
 Metrics = dict[str, Reduction]
+Record = tuple[str, Metrics, str]
+"""What a quantity is without its values: its name, its metrics, and the count that its means divide by."""
 
 
 class Quantity(NamedTuple):
@@ -121,18 +132,11 @@ class Quantity(NamedTuple):
     over: str = "usable"
     also: str = ""
 
-    @property
-    def needs(self) -> set[str]:
-        """The totals that a step keeps of the quantity."""
-        return set(" ".join([self.also, *(reduction.needs for reduction in self.metrics.values())]).split())
 
-    def calls(self) -> dict[str, Callable[[Step], float]]:
-        """The metrics as functions of the step."""
-        return {name: _call(r, self.name, self.over) for name, r in self.metrics.items()}
-
-
-def _call(reduction: Reduction, name: str, count: str) -> Callable[[Step], float]:
-    return lambda step: reduction.take(step, reduction.at + name, reduction.at + count)
+@cache
+def needed(*needs: str) -> frozenset[str]:
+    """The totals that a step keeps of a quantity, from `Quantity.also` and the `needs` of its metrics."""
+    return frozenset(" ".join(needs).split())
 
 
 def percentiles(stem: str, scale: Callable[[float], float] = float) -> Metrics:
@@ -149,10 +153,12 @@ mean = Reduction("sum", lambda s, x, n: s.over(x, n))
 minus_mean = mean.then(float.__neg__)
 half_mean = mean.then(lambda x: x / 2)
 rest = mean.then(lambda x: 1 - x)
+mean_by_tokens = mean.within("tokens/")
 mean_square = Reduction("sum squares", lambda s, x, n: s.over(f"{x}_squared", n))
 chi2 = mean_square.then(lambda x: x - 1)
 share = Reduction("sum squares", lambda s, x, n: s.share(x, n))
 std = Reduction("sum squares", lambda s, x, n: s.spread(x, n))
+std_by_tokens = std.within("tokens/")
 unbiased_std = Reduction("sum squares", lambda s, x, n: s.spread(x, n, unbiased=True))
 smallest = Reduction("ends", lambda s, x, _: s.smallest(x))
 largest = Reduction("ends", lambda s, x, _: s.largest(x))

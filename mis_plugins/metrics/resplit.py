@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from mis_plugins.metrics.metric import Metric
-from mis_plugins.metrics.quantity import ratio_of
+from mis_plugins.metrics.quantity import Metric, ratio_of
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from mis_plugins.metrics.metric import Metric
-from mis_plugins.metrics.quantity import ratio_of
+from mis_plugins.metrics.quantity import Metric, ratio_of
 
 
 @dataclass(frozen=True)

@@ -25,12 +25,13 @@ from mis_plugins.metrics.quantity import (
     from_one,
     largest,
     mean,
+    mean_by_tokens,
     minus_mean,
     percentiles,
     rest,
     size,
     smallest,
-    std,
+    std_by_tokens,
     total,
     unbiased_std,
 )
@@ -80,13 +81,10 @@ def of_sequences(c: Correction) -> Iterator[Quantity]:
 def _mismatch(c: Correction) -> Iterator[Quantity]:
     ruled = [(name, rule) for name, rule in rules(c.config) if rule.over == "token"]
     rows = dict.fromkeys(["log_ratio", "proximal", *(row_of(rule.statistic) for _, rule in ruled)])
-    means = dict(
-        zip(rows, (torch.stack([c.totals[row] for row in rows]) / c.usable_count).unbind(), strict=True)
-    )
+    means = {row: c.totals[row] / c.usable_count for row in rows}
     mean_log_ratio, proximal, log_ratio = means["log_ratio"], means["proximal"], c.totals["log_ratio"]
     behavior = proximal - mean_log_ratio
     perplexities = exp_finite(-torch.stack([proximal, behavior, mean_log_ratio])).unbind()
-    geometric, product = exp_clamped(torch.stack([mean_log_ratio, log_ratio])).unbind()
     far = log_ratio.abs()
     yield Sequence("mean_log_ratio", mean_log_ratio, OF_MEAN_LOG_RATIO)
     yield Sequence("abs_mean_log_ratio", mean_log_ratio.abs(), {"log_ppl_abs_diff": mean})
@@ -94,8 +92,8 @@ def _mismatch(c: Correction) -> Iterator[Quantity]:
     yield Sequence("mean_behavior", behavior, {"rollout_log_ppl": minus_mean})
     for name, values in zip(("train_ppl", "rollout_ppl", "ppl_ratio"), perplexities, strict=True):
         yield Sequence(name, values, {name: mean})
-    yield Sequence("geometric", geometric, {"chi2_geometric": chi2})
-    yield Sequence("product", product, {"chi2_sequence": chi2})
+    yield Sequence("geometric", exp_clamped(mean_log_ratio), {"chi2_geometric": chi2})
+    yield Sequence("product", exp_clamped(log_ratio), {"chi2_sequence": chi2})
     yield Sequence("sequence_log_ratio", log_ratio, OF_LOG_RATIO)
     yield Sequence("abs_sequence_log_ratio", far, {"sequence_log_ratio_abs_mean": mean})
     yield Sequence("saturated_sequences", far > LOG_RATIO_CLAMP, {"saturated_sequences": mean})
@@ -192,9 +190,9 @@ def of_unit_rule(name: str, rule: RejectRule, totals: Totals) -> Iterator[Quanti
     kept = passes(compared, rule, totals.known)
     values = torch.where(totals.any_usable, compared, 0)  # extremes of no token are infinite
     yield Quantity(count, totals.any_usable, also="sum")
-    more = {f"{name}_mean": mean.within("tokens/"), f"{name}_min": smallest, f"{name}_max": largest}
+    more = {f"{name}_mean": mean_by_tokens, f"{name}_min": smallest, f"{name}_max": largest}
     yield from _compared(name, rule, values, kept, count, name + "_{side}_fraction", more)
-    yield Quantity(f"{name}_bounded", bounded(values, rule), {f"{name}_std": std.within("tokens/")}, count)
+    yield Quantity(f"{name}_bounded", bounded(values, rule), {f"{name}_std": std_by_tokens}, count)
 
 
 # How far products of ratios go, for warnings.

@@ -14,8 +14,7 @@ from torch import Tensor
 
 from mis_plugins.correction.ratios import LOG_RATIO_CLAMP, finite
 from mis_plugins.metrics.by_age import ByAge, TokenRows, by_age
-from mis_plugins.metrics.metric import Metric
-from mis_plugins.metrics.quantity import ratio_of
+from mis_plugins.metrics.quantity import Metric, ratio_of
 from mis_plugins.versions.loglinear import loglinear
 from mis_plugins.versions.segment_wise import STORED_FROM, BehaviorWeight, Written
 

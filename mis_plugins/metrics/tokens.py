@@ -29,6 +29,7 @@ from mis_plugins.metrics.quantity import (
     half_mean,
     largest,
     mean,
+    mean_by_tokens,
     mean_square,
     minus_mean,
     percentiles,
@@ -47,8 +48,9 @@ TURNS = 4  # turns 1, 2 and 3, and 4 with all later ones
 AGES = 8  # ages 0, 1, ... 6, and 7 with all older tokens
 OF_TURNS = tuple(f"turn_{turn}/" for turn in range(1, TURNS + 1))
 OF_AGES = tuple(f"lag_{age}/" for age in range(AGES))
-PLACES = ("", *OF_TURNS, *OF_AGES)
-"""Parts of the usable tokens: all, by turn of a dialogue (a run of ones in the loss mask), and by age."""
+KEPT = "kept/"
+PLACES = ("", KEPT, *OF_TURNS, *OF_AGES)
+"""Parts of the usable tokens: all, kept, by turn of a dialogue (a run of ones in the loss mask), and by age."""
 
 LOG_RATIO_TAILS = (0.1, 1.0)
 PROB_DIFF_TAILS = (0.05, 0.2, 0.5)
@@ -150,17 +152,14 @@ class Tokens:
         return self.weights.double()
 
     def places(self) -> Places:
-        """The usable tokens, and those of each turn and of each age, where versions are known."""
+        """The usable tokens, the kept ones, and those of each turn and of each age, where versions are known."""
         assert self.turns is not None
-        turns = self.turns.clamp(max=TURNS).mul_(self.usable)  # 0 where the token is not usable
-        columns = [
-            self.usable.unsqueeze(-1),
-            turns.unsqueeze(-1) == torch.arange(1, TURNS + 1, device=turns.device),
-        ]
+        turns = self.turns * self.usable  # 0 where the token is not usable
+        rows = [self.where, self.kept, *(turns == turn for turn in range(1, TURNS)), turns >= TURNS]
         if self.ages is not None:
-            ages = self.ages.clamp(max=AGES - 1).masked_fill_(self.stage.unusable, -1)
-            columns.append(ages.unsqueeze(-1) == torch.arange(AGES, device=ages.device))
-        return Places(PLACES, torch.cat(columns, 1).double())
+            ages = self.ages.masked_fill(self.stage.unusable, -1)
+            rows += [*(ages == age for age in range(AGES - 1)), ages >= AGES - 1]
+        return Places(PLACES, torch.stack(rows).T)
 
 
 def _cut(record: Any, part: slice) -> Any:
@@ -188,6 +187,7 @@ OF_LOG_RATIO = {
     "log_prob_diff_abs_max": size,
     "ratio_min": smallest.then(exp_clamped),
     "ratio_max": largest.then(exp_clamped),
+    "kept_log_ratio_mean": mean.over("kept").within(KEPT),
     **_by_place({"kl_k1": minus_mean}),
     **percentiles("ratio", exp_of),
 }
@@ -197,6 +197,11 @@ OF_RATIO = {"ratio_mean": mean, "chi2_token": chi2, "ess_ratio": share} | _by_pl
 OF_KEPT = _by_place({"kept_fraction": mean})
 OF_PROB_DIFF = {"prob_diff_abs_mean": mean, "prob_diff_abs_std": unbiased_std, "prob_diff_abs_max": largest}
 OF_WEIGHT = {"weight_mean": mean, "weight_std": std, "weight_min": smallest, "weight_max": largest}
+OF_NORMALIZED = {
+    "applied_mean": mean.over("kept").within(KEPT),
+    "applied_valid_mean": mean.over("valid").within(KEPT),
+    "ess": share.over("valid").within(KEPT),
+}
 OF_LOG_WEIGHT = percentiles("weight", exp_of)
 
 
@@ -230,7 +235,11 @@ def of_usable(t: Tokens) -> Iterator[Quantity]:
     weight = t.normalized if t.mean_weight is None else t.normalized * t.mean_weight
     yield Quantity("weight", weight, OF_WEIGHT | {"ess_bounded": share}, over="valid")
     yield Quantity("log_weight", weight.log(), OF_LOG_WEIGHT)
-    yield Quantity("normalized", t.normalized, also="sum")
+    yield Quantity("normalized", t.normalized, OF_NORMALIZED)
+    upper = _lifting_bound(t.config)
+    if upper is not None:
+        lifted = Reduction("sum squares", lambda s, x, _: _lifted_share(s, x, upper), KEPT)
+        yield Quantity("lifted", t.normalized.clamp(1 / upper, upper), {"ess_lifted": lifted})
     if t.config.weight is not None and not t.config.weight.by_sequence:
         unit = t.stage.unit_log_ratio
         assert unit is not None
@@ -276,24 +285,9 @@ def of_valid(t: Tokens) -> Iterator[Quantity]:
 
 
 def of_kept(t: Tokens) -> Iterator[Quantity]:
-    """Quantities of usable tokens that are kept."""
-    metrics = {
-        "applied_mean": mean.over("kept"),
-        "applied_valid_mean": mean.over("valid"),
-        "ess": share.over("valid"),
-        "kept_weight_min": smallest,
-        "applied_min": Reduction("ends", lambda s, x, _: 0.0 if _dropped(s) else s.smallest(x)),
-        "applied_max": Reduction(
-            "ends", lambda s, x, _: s.largest(x) if s.sums["kept_usable"] else _of_none(s)
-        ),
-    }
-    yield Quantity("kept_weight", t.normalized, metrics)
-    metrics = {"kept_log_ratio_mean": mean, "kept_log_ratio_min": smallest, "kept_log_ratio_max": largest}
-    yield Quantity("kept_log_ratio", t.log_ratio, metrics, over="kept")
-    upper = _lifting_bound(t.config)
-    if upper is not None:
-        lifted = Reduction("sum squares", lambda s, x, _: _lifted_share(s, x, upper))
-        yield Quantity("lifted", t.normalized.clamp(1 / upper, upper), {"ess_lifted": lifted})
+    """Extremes of usable tokens that are kept; their sums are those of usable tokens at the place `KEPT`."""
+    yield Quantity("kept_weight", t.normalized, OF_KEPT_WEIGHT)
+    yield Quantity("kept_log_ratio", t.log_ratio, OF_KEPT_LOG_RATIO)
 
 
 # A dropped token weighs 0 in metrics of applied weights, and 1 / upper in those of lifted ones.
@@ -307,6 +301,14 @@ def _dropped(s: Step) -> float:
 def _of_none(s: Step) -> float:
     """The largest weight where no usable token is kept."""
     return 0.0 if s.sums["usable"] else math.nan
+
+
+OF_KEPT_WEIGHT = {
+    "kept_weight_min": smallest,
+    "applied_min": Reduction("ends", lambda s, x, _: 0.0 if _dropped(s) else s.smallest(x)),
+    "applied_max": Reduction("ends", lambda s, x, _: s.largest(x) if s.sums["kept_usable"] else _of_none(s)),
+}
+OF_KEPT_LOG_RATIO = {"kept_log_ratio_min": smallest, "kept_log_ratio_max": largest}
 
 
 def _lifted_share(s: Step, name: str, upper: float) -> float:
@@ -359,7 +361,7 @@ def beyond(
     for side, marks in (("low", values < low), ("high", values > high)):
         metrics = {name.format(side=side): mean}
         if by_tokens:
-            metrics[by_tokens.format(side=side)] = mean.within("tokens/")
+            metrics[by_tokens.format(side=side)] = mean_by_tokens
         yield Quantity(name.format(side=side), marks, metrics, over=over)
 
 

@@ -19,7 +19,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from mis_plugins.metrics import sketch
-from mis_plugins.metrics.quantity import Quantity, Step
+from mis_plugins.metrics.quantity import Quantity, Record, Step, needed
 from mis_plugins.packing.collectives import all_reduce
 
 # Sums of exponentials that overflow a float64: one sum a window of the exponent, each scaled by its window's start.
@@ -32,7 +32,7 @@ class Partials:
     """Sums, maxima and histograms of one micro-batch, or of many merged; equal in kind for all of one config.
 
     names: names of the rows of `sums`, `maxima` and `histograms`.
-    metrics: the metrics that are made of one quantity each, as functions of the step.
+    records: what the quantities are, with the metrics that are made of one quantity each.
     counts: sums that the host knows.
     added: tensors that add: `sums`; `histograms`, one row a sketch; `products`, the sums over sequences of `POWERS` of
         their ratios by window of the exponent; and what a caller keeps beside them.
@@ -40,7 +40,7 @@ class Partials:
     """
 
     names: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    metrics: Mapping[str, Callable[[Step], float]] = field(default_factory=dict)
+    records: tuple[Record, ...] = ()
     counts: Mapping[str, float] = field(default_factory=dict)
     added: Mapping[str, Tensor] = field(default_factory=dict)
     largest: Mapping[str, Tensor] = field(default_factory=dict)
@@ -50,11 +50,11 @@ class Partials:
         """The totals of several populations of one micro-batch together."""
         every = list(parts)
         joined = {kind: sum(names, ()) for kind, names in _by_key(part.names for part in every)}
-        metrics = {name: metric for part in every for name, metric in part.metrics.items()}
+        records = tuple(record for part in every for record in part.records)
         counts = {name: count for part in every for name, count in part.counts.items()}
         tensors = ([part.added for part in every], [part.largest for part in every])
         added, largest = ({kind: _cat(x) for kind, x in _by_key(held)} for held in tensors)
-        return cls(joined, metrics, counts, added, largest)
+        return cls(joined, records, counts, added, largest)
 
     def merge(self, other: Partials) -> Partials:
         """Add the sums and histograms of two, and take the larger of their maxima."""
@@ -152,10 +152,11 @@ def reduced(
         where: 1 at members that enter, else 0; None where all do.
         edges: of the buckets of sketches; None where no quantity has percentiles.
     """
-    every = [(quantity, quantity.needs) for quantity in quantities]
-    yield Partials(metrics={name: metric for q, _ in every for name, metric in q.calls().items()})
+    every = [(q, needed(q.also, *(r.needs for r in q.metrics.values()))) for q in quantities]
+    yield Partials(records=tuple((q.name, q.metrics, q.over) for q, _ in every))
     summed = [(q, "squares" in needs) for q, needs in every if "sum" in needs]
-    yield _sums(sorted(summed, key=lambda row: not row[1]), where, places)
+    if summed:
+        yield _sums(sorted(summed, key=lambda row: not row[1]), where, places)
     ended = [q for q, needs in every if "ends" in needs]
     if ended:
         names = tuple(f"{q.name}_{side}" for side in ("max", "min") for q in ended)

@@ -14,9 +14,9 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from mis_plugins.correction.ratios import without_absent
 from mis_plugins.packing.ragged import Ragged
 from mis_plugins.report.readers.keys import lacking
-from mis_plugins.shared.absent import without_absent
 from mis_plugins.shared.budget import ITEMS, RecordError
 
 

@@ -14,10 +14,6 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import torch
-from jaxtyping import Float, Shaped
-from torch import Tensor
-
 LOWEST = -746.0
 """A number at or below it is no log-prob of a sampled token: exp(-746) is 0 in float64, and what has probability 0 is
 never sampled. One bound serves every dtype, as equality would not: -9999 is -9984 in bfloat16, -10000 in float16."""
@@ -34,9 +30,3 @@ def number_of(entry: Any) -> float:
         return math.nan if isinstance(entry, str | bytes) else float(entry)
     except (TypeError, ValueError):
         return math.nan
-
-
-def without_absent(log_probs: Shaped[Tensor, "*N"]) -> Float[Tensor, "*N"]:
-    """The log-probs, NaN where a number at or below `LOWEST` stands in for one: one operator, and no wait."""
-    floats = log_probs if log_probs.is_floating_point() else log_probs.float()
-    return torch.threshold(floats, LOWEST, math.nan)

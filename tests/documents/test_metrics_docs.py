@@ -36,7 +36,8 @@ def names_of_a_step() -> set[str]:
     made = correct(batch.proximal[0], batch.behavior[0], ragged, config)
     one = torch.ones(1, dtype=torch.float64)
     made = replace(made, on_policy=batch.flat_mask, departure=Departure(one, one, one, one))
-    return {*partials(made).metrics, *METRICS, "rule_1_rejected_fraction"}
+    of_one = {name for _, metrics, _ in partials(made).records for name in metrics}
+    return {*of_one, *METRICS, "rule_1_rejected_fraction"}
 
 
 PLACES = {"{percent}": r"\d\d", "{side}": "(low|high)", "{bound}": r"[\d.]+", "{i}": r"\d", "{age}": r"\d",

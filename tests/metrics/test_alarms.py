@@ -162,4 +162,4 @@ def test_a_step_that_drops_a_sequence_is_corrected_though_the_others_weigh_one()
     weight = {"level": "sequence", "normalize": {"over": "kept"}}
     config = from_mapping({"weight": weight, "reject": [{"over": "mean", "upper": 2}], "metrics": "all"})
     sums = whole_step(batch, config).named_sums
-    assert sums["kept_weight"] == sums["kept"] == 4 and not weights_of_one(config, sums)
+    assert sums["kept/normalized"] == sums["kept"] == 4 and not weights_of_one(config, sums)
