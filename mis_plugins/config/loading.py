@@ -94,7 +94,7 @@ def presets() -> dict[str, Path]:
 
 
 def aliases(file: Path) -> dict[str, str]:
-    """The other names of a preset, each with its source and judge: `# Also NAME: SOURCE | JUDGE` in the header."""
+    """Further names of a preset, each with its source and judge: `# Also NAME: SOURCE | JUDGE` in the header."""
     lines = file.read_text(encoding="utf-8").splitlines()
     also = (line.removeprefix(ALSO).partition(": ") for line in lines if line.startswith(ALSO))
     return {name: words for name, _, words in also}

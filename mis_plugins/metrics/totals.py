@@ -85,7 +85,7 @@ class Partials:
         return replace(self, added=added, largest=largest)
 
     def uncounted(self) -> Partials:
-        """These totals with 0 for all that adds: of the ranks that hold one batch of sequences, one rank counts it."""
+        """Totals with 0 for all that adds: of the ranks that hold one batch of sequences, one rank counts it."""
         added = {name: torch.zeros_like(x) for name, x in self.added.items()}
         return replace(self, counts=dict.fromkeys(self.counts, 0.0), added=added)
 

@@ -87,7 +87,9 @@ def test_wheel_holds_every_module_and_preset(wheel: Path) -> None:
     records = {str(path.relative_to(ROOT)) for path in (ROOT / "mis_plugins/hosts/records").glob("*.txt")}
     presets = {f"mis_plugins/presets/{name}" for name in PRESETS}
     others = {"mis_plugins/explain/rungs.json", "mis_plugins/py.typed"}
-    shown = {f"mis_plugins/report/{name}" for name in ("causes.yaml", "peer_names.yaml", "page.css", "page.html")}
+    shown = {
+        f"mis_plugins/report/{name}" for name in ("causes.yaml", "peer_names.yaml", "page.css", "page.html")
+    }
     assert held == modules | data | presets | records | others | shown
 
 
