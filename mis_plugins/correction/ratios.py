@@ -6,11 +6,10 @@ import math
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Bool, Float, Shaped
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from mis_plugins.config.terms.divergence import LARGEST_EXPONENT, LOG_RATIO_CLAMP
-from mis_plugins.shared.absent import LOWEST
 
 
 @dataclass(frozen=True)
@@ -59,12 +58,6 @@ def finite(x: Tensor) -> Bool[Tensor, " *"]:
 def nonfinite(x: Tensor) -> Bool[Tensor, " *"]:
     """NaN or infinite: such a number less itself is NaN, which counts as true; a CPU compares four times slower."""
     return (x - x).bool()
-
-
-def without_absent(log_probs: Shaped[Tensor, "*N"]) -> Float[Tensor, "*N"]:
-    """The log-probs, NaN where a number at or below `LOWEST` stands in for one: one operator, and no wait."""
-    floats = log_probs if log_probs.is_floating_point() else log_probs.float()
-    return torch.threshold(floats, LOWEST, math.nan)
 
 
 def exp_clamped(log_ratio: Tensor) -> Tensor:

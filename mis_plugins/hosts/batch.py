@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -9,13 +10,13 @@ from functools import cached_property
 from typing import Any, cast
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Shaped
 from torch import Tensor
 
-from mis_plugins.correction.ratios import without_absent
 from mis_plugins.errors import ConfigError, InputError
 from mis_plugins.packing.layout import Layout, Placed, whole, zigzag
 from mis_plugins.packing.ragged import Ranks
+from mis_plugins.shared.absent import LOWEST
 
 NO_ROLLOUT_LOG_PROBS = (
     "rollout_log_probs: None: the samples carry no log-probs of the rollout engine, so that no ratio is known; the "
@@ -227,3 +228,9 @@ def _odd(here: Mapping[str, int], response: int, local: int, is_whole: bool) -> 
     truth = most if 2 * number > len(votes) else local if len(votes) == 2 else -1
     odd = [name for name, vote in zip(here, votes, strict=True) if vote != truth or vote < 0]
     return odd, response if odd == ["loss_masks"] and truth == local else truth
+
+
+def without_absent(log_probs: Shaped[Tensor, "*N"]) -> Float[Tensor, "*N"]:
+    """The log-probs, NaN where a number at or below `LOWEST` stands in for one: one operator, and no wait."""
+    floats = log_probs if log_probs.is_floating_point() else log_probs.float()
+    return torch.threshold(floats, LOWEST, math.nan)

@@ -12,9 +12,8 @@ from torch import Tensor
 from mis_plugins.config import reading
 from mis_plugins.config.model import CorrectionConfig
 from mis_plugins.config.view import original, view
-from mis_plugins.correction.ratios import without_absent
 from mis_plugins.errors import InputError
-from mis_plugins.hosts.batch import check_apart, check_lengths, layout_of
+from mis_plugins.hosts.batch import check_apart, check_lengths, layout_of, without_absent
 from mis_plugins.hosts.host import Batch, Host
 from mis_plugins.hosts.routing import WATCHING
 from mis_plugins.loss.micro_batch import LossInputs, Reduce

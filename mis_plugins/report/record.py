@@ -14,9 +14,9 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from mis_plugins.correction.ratios import without_absent
 from mis_plugins.packing.ragged import Ragged
 from mis_plugins.report.readers.keys import lacking
+from mis_plugins.shared.absent import LOWEST
 from mis_plugins.shared.budget import ITEMS, RecordError
 
 
@@ -107,7 +107,7 @@ def from_mapping(values: Mapping[str, Any], step: Any, sample: str) -> Record:
                 f"sample {sample}: {name} has {value.numel()} values, and behavior_log_probs {size}"
             )
     for name in REQUIRED:
-        found[name] = without_absent(found[name])
+        found[name] = torch.threshold(found[name], LOWEST, math.nan)
         _check_possible(name, found[name][found["loss_mask"]])
     return Record(
         step=step_of(step),

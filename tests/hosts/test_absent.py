@@ -12,7 +12,7 @@ from batches import Batch, host_args, make_batch
 from drive import assert_same_bytes, one_rank, run, same_bytes
 
 from mis_plugins import mis
-from mis_plugins.correction.ratios import without_absent
+from mis_plugins.hosts.batch import without_absent
 from mis_plugins.shared.absent import LOWEST, is_absent
 
 STAND_INS = [-9999.0, -1e4, -65504.0, -1e9, torch.finfo(torch.float32).min, -math.inf]

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from mis_plugins.config.terms.bounds import BOUNDS
 from mis_plugins.config.terms.statistics import STATISTICS
-from mis_plugins.correction.ratios import without_absent
+from mis_plugins.hosts.batch import without_absent
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 MASK_TYPES = (torch.int32, torch.int64, torch.int8, torch.uint8, torch.bool, torch.float32)
