@@ -18,7 +18,8 @@ import yaml
 
 from lab.provenance import parser_of
 from mis_plugins.metrics import sketch, slope
-from mis_plugins.metrics.quantity import PREFIX, QUANTILES, STEP_KEY
+from mis_plugins.metrics.alarms import PREFIX, STEP_KEY
+from mis_plugins.metrics.quantity import QUANTILES
 from mis_plugins.metrics.tokens import AGES, LOG_RATIO_TAILS, PROB_DIFF_TAILS, TURNS
 from mis_plugins.report.peer_names import PEERS
 

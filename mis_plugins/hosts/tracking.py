@@ -8,7 +8,7 @@ from typing import Any
 
 from mis_plugins.config.view import original
 from mis_plugins.hosts.registry import current
-from mis_plugins.metrics.quantity import PREFIX, STEP_KEY
+from mis_plugins.metrics.alarms import PREFIX, STEP_KEY
 
 logger = logging.getLogger("mis_plugins")
 

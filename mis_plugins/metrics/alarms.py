@@ -7,7 +7,9 @@ from collections.abc import Callable, Mapping, Sequence
 from mis_plugins.config.model import CorrectionConfig
 from mis_plugins.config.terms.divergence import LOG_RATIO_CLAMP
 from mis_plugins.metrics import slope
-from mis_plugins.metrics.quantity import PREFIX
+
+# Prefix of the step's metrics in a host's log, and the host's key for the number of the step.
+PREFIX, STEP_KEY = "train/mis_step/", "train/step"
 
 
 def all_rejected(config: CorrectionConfig, sums: Mapping[str, float]) -> Sequence[str]:

@@ -20,8 +20,6 @@ from mis_plugins.metrics import sketch
 from mis_plugins.metrics.slope import Relation, relation
 
 ROUNDING = 1e-6  # of a mean: a spread below is that of the rounding of sums
-# Prefix of the metrics in a host's log, and the host's key for the number of the step.
-PREFIX, STEP_KEY = "train/mis_step/", "train/step"
 QUANTILES = (25, 50, 75, 95, 99)
 
 Metric = Callable[..., float]

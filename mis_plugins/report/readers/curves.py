@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from mis_plugins.metrics.quantity import PREFIX
+from mis_plugins.metrics.alarms import PREFIX
 from mis_plugins.report.peer_names import PEERS
 from mis_plugins.report.readers.files import objects, opened, parsed
 from mis_plugins.report.readers.source import Curve, Problems, size_of
