@@ -761,5 +761,7 @@ def test_under_miles_one_rank_of_one_cell_logs(
     monkeypatch.setitem(sys.modules, MILES.parallel.addresses[0].module, module)
     monkeypatch.setitem(sys.modules, MILES.tracking.addresses[0].module, sys.modules[slimes])
     monkeypatch.delitem(sys.modules, slimes)
+    monkeypatch.delitem(sys.modules, "slime")
+    monkeypatch.setitem(sys.modules, "miles", ModuleType("miles"))
     lose_a_cell(VETO | {"metrics": "all"}, Cells(3))
     assert len(tracked) == ((cell, tp, cp) == (0, 0, 0))
