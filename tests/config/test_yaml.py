@@ -378,7 +378,7 @@ def test_one_config_is_one_file():
 
 
 def test_another_name_is_a_line_of_the_header(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """It is found by its name, listed among those of its package, and has a source and a judge of its own."""
+    """A further name finds its preset, is listed with its package, and has its own source and judge."""
     file = a_folder_of_presets(tmp_path, monkeypatch) / "tis.yaml"
     line = "# Also trl-mine: TRL, mine | TRL, run\n"
     head, rest = file.read_text().split("# Needs", 1)

@@ -98,7 +98,7 @@ TRANSLATE = {"verl": verl.translate, "ms-swift": ms_swift.translate, "AReaL": ar
 
 
 def tree_of(framework: str, said: dict[str, object]) -> str:
-    """The same settings as a yaml, where the framework's own values stand."""
+    """A correction as a yaml of the framework, where the framework's own values stand."""
     if framework == "ms-swift":
         return yaml.safe_dump(said)
     tree: dict = {}

@@ -90,7 +90,7 @@ def test_the_tis_hook_takes_a_stand_in_for_no_log_prob(side: str, place: str, dt
 
 
 def test_a_stand_in_on_both_sides_is_no_agreement():
-    """As --use-rollout-logprobs hands over: the difference of the two is 0."""
+    """With --use-rollout-logprobs a host hands over one list of log-probs as both sides, and every log ratio is 0."""
     batch = put(put(batch_of(), "behavior", [0], -9999.0), "proximal", [0], -9999.0)
     found = run(batch, {"weight": {"upper": 2.0}})
     assert found.weights[0][0] == 0 and found.weights[0][1] == 1

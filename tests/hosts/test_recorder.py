@@ -62,7 +62,9 @@ class Tracking(ModuleType):
 @pytest.fixture
 def tracked(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[dict]]:
     module = Tracking()
-    monkeypatch.setitem(sys.modules, "slime", ModuleType("slime"))  # by which the registry finds the host's record
+    monkeypatch.setitem(
+        sys.modules, "slime", ModuleType("slime")
+    )  # by which the registry finds the host's record
     monkeypatch.setitem(sys.modules, module.__name__, module)
     yield module.logged
 

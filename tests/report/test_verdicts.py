@@ -320,7 +320,7 @@ def test_a_clean_run_is_calm(seed: int) -> None:
 
 
 def test_an_engine_far_beyond_int5_has_no_template_to_blame() -> None:
-    """Of int3 the first tokens differ more than the others, as of any coarse engine: they are 3% of the mismatch."""
+    """An int3 engine differs more at the first tokens, as any coarse engine does, but 3% of the mismatch lies there."""
     for rung in ("int4", "int3"):
         names = [one.name for one in surveyed(records(recorded(rung, 1))).findings]
         assert names[0] in ("precision", "other-weights") and "template" not in names
