@@ -124,8 +124,10 @@ def read(paths: Sequence[Path], arguments: argparse.Namespace) -> Document:
         length = made.usable / max(made.sequences, 1)
         calm = level_of(made) == CALM
         proposal = propose(swept, made.outcomes, made.whole, made.steps, length, calm)
+    known = problems.of_file.total()
     curves = found.read_curves(problems)
-    judgement = verdict(made, proposal) if made else of_curves(curves, survey.rejected, problems.kept)
+    unread = problems.of_file.total() - known
+    judgement = verdict(made, proposal) if made else of_curves(curves, survey.rejected, unread, problems)
     if not judgement.measured:
         nothing = () if made or curves or problems.kept else paths
         for file in found.others or nothing:

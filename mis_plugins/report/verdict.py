@@ -12,14 +12,13 @@ from mis_plugins.report.causes import PRECISION
 from mis_plugins.report.changes import Change, changes, smallest_rise
 from mis_plugins.report.proposal import NOTHING, Proposal
 from mis_plugins.report.readers.keys import lacking
-from mis_plugins.report.readers.source import Curve, Problem
+from mis_plugins.report.readers.source import Curve, Problem, Problems
 from mis_plugins.report.survey import Report
 
 ROUNDING = 1e-5  # by which a number may lie outside of what it can be
 AS_MUCH = 3.0  # within this factor of a rung a mismatch counts as that rung's
 CALM, WATCH, ALARM = "calm", "watch", "alarm"
-MOST_LOST = 0.1  # records rejected for each that was read; with more no run is calm
-RISEN = "rose"
+MOST_LOST = 0.1  # records or rows that were not read, for each that was; with more no run is calm
 TOLD = "No tokens were read, so no cause can be told; name a dump to learn more."
 WHY = (
     "Why: log-probs alone cannot tell. An engine of lower precision differs without the sign of any cause, and so does "
@@ -106,11 +105,15 @@ def _is_open(report: Report) -> bool:
 def _unread(report: Report) -> list[str]:
     """How many records were rejected, and which files could not be read to their end."""
     told = [f"Not read: {_rejected(report)}, so the verdict is on the others."] if report.rejected else []
-    if report.torn:
-        first, *others = report.torn
-        more = f" and {len(others)} more" if others else ""
-        told.append(f"Not read to the end: {first}{more}. How much is missing is not known.")
-    return told
+    return told + _broke_off(report.torn)
+
+
+def _broke_off(torn: Sequence[str]) -> list[str]:
+    """The files that could not be read to their end, in words; nothing of none."""
+    if not torn:
+        return []
+    more = f" and {len(torn) - 1} more" if torn[1:] else ""
+    return [f"Not read to the end: {torn[0]}{more}. How much is missing is not known."]
 
 
 def _rejected(report: Report) -> str:
@@ -134,36 +137,51 @@ def _of_nothing(report: Report) -> Verdict:
     return Verdict(ALARM, f"Nothing was measured: {why}.", (look, *_unread(report)), measured=False)
 
 
-def of_curves(curves: Sequence[Curve], rejected: int = 0, problems: Sequence[Problem] = ()) -> Verdict:
+def of_curves(
+    curves: Sequence[Curve], rejected: int = 0, unread: int = 0, problems: Problems | None = None
+) -> Verdict:
     """The verdict on curves without tokens, by the last value of each number: a log's row holds only some numbers.
 
-    rejected: number of records that could not be read.
+    rejected: number of records of tokens that could not be read.
+    unread: number of rows of the curves that could not be read.
+    problems: what could not be read, and which files broke off; None where all was read.
     """
+    problems = problems or Problems()
     rows = [(name, step, x) for curve in curves for name, (step, x) in _last(curve).items()]
     limits = [f"{limit}, at step {step}" for name, step, x in rows for limit in beyond({name: x})]
     words = "; ".join(dict.fromkeys(limits))
     values = (row.items() for curve in curves for row in curve.values.values())
     if not any(possible(name, x) for row in values for name, x in row if name in LIMITS):
-        why = words or (_unknown(curves) if curves and not rejected else _unreadable(rejected, problems))
+        why = words or (_unknown(curves) if curves and not rejected else _unreadable(rejected, problems.kept))
         return Verdict(ALARM, f"Nothing was read that measures the mismatch: {why}.", (TOLD,), measured=False)
     lost = [f"Tokens were not read: {were_rejected(rejected, rejected)}."] if rejected else []
+    lost += [*_unread_rows(curves, unread), *_broke_off([*problems.torn])]
+    risen, over_time = _over_steps(curves)
     if limits:
         alarming = any(name == FIRST and x > LIMITS[FIRST].alarm for name, _, x in rows)
         return Verdict(
             ALARM if alarming else WATCH,
             f"Last seen beyond its limit: {words}.",
-            (TOLD, _risen(curves), *lost),
+            (TOLD, over_time, *lost),
         )
-    if lost or RISEN in _risen(curves):
-        return Verdict(WATCH, (lost or [_risen(curves)])[0], (TOLD, *lost))
-    return Verdict(CALM, "The curves end within their limits.", (TOLD, _risen(curves)))
+    if lost or risen:
+        headline, *others = [*lost, over_time]
+        return Verdict(WATCH, headline, (TOLD, *others))
+    return Verdict(CALM, "The curves end within their limits.", (TOLD, over_time))
 
 
-def _risen(curves: Sequence[Curve]) -> str:
-    """Since when the kl_k3 of the first curve that has it changed."""
+def _unread_rows(curves: Sequence[Curve], unread: int) -> list[str]:
+    """How many rows of the curves could not be read, in words, where they are more than a calm run may lack."""
+    read = sum(len(curve.values) for curve in curves)
+    return [f"Not read: {unread} of {unread + read} rows of the curves."] if unread > MOST_LOST * read else []
+
+
+def _over_steps(curves: Sequence[Curve]) -> tuple[bool, str]:
+    """Whether the kl_k3 of the first curve that has it rose, and since when it changed, in words."""
     found = ({step: row[FIRST] for step, row in curve.values.items() if FIRST in row} for curve in curves)
     known = next((one for one in found if len(one) > 1), {})
-    return since(known, changes(list(known), list(known.values())))
+    moves = changes(list(known), list(known.values()))
+    return any(one.factor > 1 for one in moves), since(known, moves)
 
 
 def _unknown(curves: Sequence[Curve]) -> str:
@@ -214,7 +232,7 @@ def since(steps: Mapping[int, float], found: Sequence[Change]) -> str:
 
 
 def _change(one: Change) -> str:
-    how = f"{RISEN if one.factor > 1 else 'fell'} {max(one.factor, 1 / one.factor):.3g} times"
+    how = f"{'rose' if one.factor > 1 else 'fell'} {max(one.factor, 1 / one.factor):.3g} times"
     when = "at" if one.sudden else "by"
     return f"{how} {when} step {one.step}, from {one.before:.2g} to {one.after:.2g}"
 

@@ -135,6 +135,20 @@ def test_a_file_that_broke_off_is_not_calm(tmp_path: Path) -> None:
     assert "mend the files and records that were not read" in page
 
 
+def test_curves_that_were_read_in_part_are_not_calm(tmp_path: Path) -> None:
+    rows = [json.dumps({"train/step": step, f"train/mis_step/{FIRST}": 1e-3}) for step in range(300)]
+    packed, torn = gzip.compress("\n".join(rows).encode()), tmp_path / "torn.jsonl.gz"
+    torn.write_bytes(packed[: len(packed) // 2])
+    broken = tmp_path / "broken.jsonl"
+    broken.write_text("\n".join(row if step % 6 == 0 else row[:20] for step, row in enumerate(rows)))
+    for file, said in (
+        (torn, f"Not read to the end: {torn}"),
+        (broken, "Not read: 250 of 300 rows of the curves."),
+    ):
+        _, made = told(file)
+        assert made["verdict"]["level"] == WATCH and made["verdict"]["headline"].startswith(said)
+
+
 def test_a_dump_that_is_damaged_beside_whole_ones_is_not_calm(tmp_path: Path) -> None:
     run = tmp_path / "run"
     run.mkdir()
