@@ -36,7 +36,7 @@ def normalize_rollout(
 ) -> None:
     """The rollout-data hook of `mis.weight.normalize.scope: rollout`: keeps the mean weight of the batch.
 
-    The hook also counts the samples that train, as `count_samples` does. slime and the local host call it as
+    The hook also counts the samples that train, as `count_samples` does. slime and the embedded host call it as
     `(args, rollout_id, rollout_data)` on every rank, after the trainer's log-probs and before training. Miles
     calls it there with `args` alone; the batch is then read from its trainer.
 
@@ -80,7 +80,7 @@ def count_samples(args: View, rest: Sequence[Any], recorder: Recorder) -> None:
     With `mis.resplit_every` the trainer scores some rollouts twice (`hosts/resplit.py`), as in
     `normalize_rollout`.
 
-    slime and the local host call it as `(args, rollout_id, rollout_data)` on every rank, before training. Miles calls
+    slime and the embedded host call it as `(args, rollout_id, rollout_data)` on every rank, before training. Miles calls
     it there with `args` alone; the batch is then read from its trainer. Metrics that Miles's `mis.py` lacks are then
     means over what trains, however a step is split. A rollout of several steps needs `report_step` as well, which says
     which of them trains.

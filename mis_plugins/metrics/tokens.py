@@ -244,9 +244,8 @@ def of_usable(t: Tokens) -> Iterator[Quantity]:
         unit = t.stage.unit_log_ratio
         assert unit is not None
         low, high = beyond("weight_{side}_fraction", unit, weight_limits(t.config.weight))
-        acts = (
-            [low.name, high.name] if t.config.weight.floor else [high.name]
-        )  # the lower limit may be a stand-in
+        # Without a floor the lower limit is a stand-in, outside of which no weight is bounded.
+        acts = [low.name, high.name] if t.config.weight.floor else [high.name]
         outside = Reduction("sum", lambda s, _, n: sum(s.over(x, n) for x in acts))
         yield from (low, high._replace(metrics=high.metrics | {"outside_bound_fraction": outside}))
     for name, rule in rules(t.config):
