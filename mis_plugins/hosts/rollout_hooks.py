@@ -80,8 +80,8 @@ def count_samples(args: View, rest: Sequence[Any], recorder: Recorder) -> None:
     With `mis.resplit_every` the trainer scores some rollouts twice (`hosts/resplit.py`), as in
     `normalize_rollout`.
 
-    slime and the embedded host call it as `(args, rollout_id, rollout_data)` on every rank, before training. Miles calls
-    it there with `args` alone; the batch is then read from its trainer. Metrics that Miles's `mis.py` lacks are then
+    slime and the embedded host call it as `(args, rollout_id, rollout_data)` on every rank, before training. Miles
+    calls it there with `args` alone; the batch is then read from its trainer. Metrics that Miles's `mis.py` lacks are then
     means over what trains, however a step is split. A rollout of several steps needs `report_step` as well, which says
     which of them trains.
 
