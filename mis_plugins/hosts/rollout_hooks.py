@@ -81,9 +81,9 @@ def count_samples(args: View, rest: Sequence[Any], recorder: Recorder) -> None:
     `normalize_rollout`.
 
     slime and the embedded host call it as `(args, rollout_id, rollout_data)` on every rank, before training. Miles
-    calls it there with `args` alone; the batch is then read from its trainer. Metrics that Miles's `mis.py` lacks are then
-    means over what trains, however a step is split. A rollout of several steps needs `report_step` as well, which says
-    which of them trains.
+    calls it there with `args` alone; the batch is then read from its trainer. Metrics that Miles's `mis.py` lacks are
+    then means over what trains, however a step is split. A rollout of several steps needs `report_step` as well, which
+    says which of them trains.
 
     Raises:
         InputError: samples, which slime's documentation promises; `args` alone, from another caller than Miles's
