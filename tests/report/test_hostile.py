@@ -263,7 +263,7 @@ def test_a_bad_record_of_curves_is_told_and_hides_no_good_one(
 ) -> None:
     (tmp_path / name).write_bytes(content)
     code, told = reported(tmp_path / name)
-    assert code == 0 and told["verdict"]["level"] == "calm" and told["problems"]
+    assert code == 0 and told["verdict"]["level"] == "watch" and told["problems"]
     (curve,) = told["curves"]
     assert list(curve["values"]) == ["1"] and curve["values"]["1"]["kl_k3"] == pytest.approx(1e-3)
 
