@@ -62,9 +62,9 @@ Answer = tuple[Tensor, Tensors, Mapping[str, Tensor]]
 ELSEWHERE = {
     "drop_broken_samples": "sample_filter",
     "kept_token_mean": "reducer",
-    "generate_with_versions": "versions.hooks",
-    "convert_with_versions": "versions.hooks",
-    "carry_versions": "versions.hooks",
+    "generate_with_versions": "versions.generate",
+    "convert_with_versions": "versions.rollouts",
+    "carry_versions": "versions.carrying",
 }
 """Hooks of this module that lie whole in a file of `hosts/`, which is loaded where a host asks for one."""
 
