@@ -144,7 +144,7 @@ def carry_versions(args: Any) -> None:
         )
     if actor.role == "critic":
         return
-    carrying, own = Carrying(Trainer(host, needs)), type(actor)
+    carrying, own = Carrying(Trainer(host)), type(actor)
     name = needs.train_actor.name_on(own)
     model, get_batch = needs.get_batch.owner()
     setattr(own, name, _before(getattr(own, name), carrying))
