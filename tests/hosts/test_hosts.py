@@ -46,11 +46,6 @@ def load_function(path: str) -> Callable:
     return getattr(importlib.import_module(module), name)
 
 
-@pytest.mark.parametrize("name", [*HOOKS, "compute_mis_weights", "normalize_rollout"])
-def test_dotted_paths_load(name: str):
-    assert callable(load_function(f"mis_plugins.mis.{name}"))
-
-
 def test_miles_call():
     """Miles's keywords, `parallel_state` and `max_seq_lens` among them."""
     batch = ratio_batch([[0.5, 3.0], [1.2], [0.9, 1.1, 4.0]])
@@ -112,11 +107,6 @@ def test_a_run_that_watches_takes_one_tensor_for_both(name: str):
     called(name, replace(batch, proximal=batch.behavior), mis={"weight": {}}, use_tis=False)
 
 
-def test_responses_without_tokens_may_be_one_tensor():
-    batch = ratio_batch([[], [1.2]])
-    called(HOOKS[0], replace(batch, proximal=[batch.behavior[0], batch.proximal[1]]), mis=CONFIG)
-
-
 def test_a_sequence_without_a_valid_token_has_no_gradient_on_fsdp():
     """0 of 0 tokens are kept, and 0 times NaN is NaN."""
     kwargs = ratio_batch([[0.5, 3.0], [1.2]], [[1, 1], [0]]).hook_kwargs()
@@ -149,15 +139,6 @@ def check_answer(batch: Batch, answer: tuple, by_kept: bool = False) -> None:
         for loss_i, mask in zip(loss.split([2, 1, 3]), masks, strict=True)
     ]
     assert all(torch.isfinite(x) for x in reduced)
-
-
-def test_bshd_on_one_rank():
-    batch = ratio_batch([[0.5, 3.0], [1.2]])
-    thd = run(batch, CONFIG)
-    function = load_function("mis_plugins.mis.compute_mis_weights_with_cp")
-    args = host_args(mis=CONFIG, qkv_format="bshd")
-    _, masks, _ = function(args=args, **batch.hook_kwargs(), parallel_state=one_rank(), max_seq_lens=[16, 16])
-    assert_all_same(thd.masks, masks, "masks")
 
 
 @pytest.mark.parametrize("dtype", MASK_TYPES)
@@ -280,12 +261,6 @@ def test_metrics_of_a_micro_batch_are_one_number(batch: Batch, config: dict):
             assert torch.cat(rows).unique().numel() <= 1, name
 
 
-def test_where_no_weight_is_within_a_mask_bound_both_extremes_read_0():
-    found = run(ratio_batch([[9.0, 8.0], [0.1]]), {"weight": {"bound": "mask", "upper": 2.0}}).metrics
-    for side in ("max", "min"):
-        assert torch.cat(found[f"mis_weight_{side}_mb"]).tolist() == [0.0, 0.0, 0.0]
-
-
 @pytest.mark.parametrize(
     "config", [CONFIG, {"weight": {"upper": 2.0}}, {"weight": None, "reject": CONFIG["reject"]}]
 )
@@ -374,21 +349,6 @@ def test_metrics_only_changes_nothing(settings: dict, warnings: Callable[[], lis
     assert metrics
 
 
-def test_metrics_only_honours_the_size_of_the_catalogue():
-    batch = ratio_batch([[0.5, 3.0], [1.2]])
-    count = {
-        size: len(call(batch, {"metrics": size}, **ONLY_METRICS)[3]) for size in ("full", "core", "none")
-    }
-    assert count["full"] > 8 >= count["core"] > count["none"] == 0
-
-
-def test_metrics_only_does_not_need_finite_inputs_to_leave_the_loss_alone():
-    batch = ratio_batch([[0.5, 3.0], [1.2]])
-    batch.behavior[0][1] = math.nan
-    loss_in, loss, masks, _ = call(batch, CONFIG, **ONLY_METRICS)
-    assert same_bytes(loss, loss_in) and all(bool(m.bool().all()) for m in masks)
-
-
 @pytest.mark.parametrize(
     ("settings", "keys"),
     [
@@ -429,25 +389,6 @@ def test_metrics_only_warns_of_nothing_else_but_doing_nothing(
     )
 
 
-@pytest.mark.parametrize("name", ["kl", "training_log_ppl", "ess_mb"])
-def test_metrics_have_no_other_names_than_the_prefixed_ones(name: str):
-    """One of a token, of a sequence, of a micro-batch: a name that the mapping does not list is none of it."""
-    metrics = call(ratio_batch([[0.5, 3.0], [1.2]]), CONFIG)[3]
-    assert f"mis_{name}" in metrics and name not in metrics
-    with pytest.raises(KeyError, match=f"^'{name}'$"):
-        metrics[name]
-
-
-def test_both_flags_correct_and_warn_once(warnings: Callable[[], list[str]]):
-    """A yaml with `use_tis: true` under `--get-mismatch-metrics`: the host corrects, and so do we."""
-    batch = ratio_batch([[0.5, 3.0], [1.2]])
-    plain = run(batch, {"weight": {"upper": 2.0}})
-    for _ in range(3):
-        both = run(batch, None, use_tis=True, get_mismatch_metrics=True, mis={"weight": {"upper": 2.0}})
-        assert_same_bytes(plain, both)
-    assert len(warnings()) == 1 and "get_mismatch_metrics" in warnings()[0].replace("-", "_")
-
-
 def test_a_rule_alone_weighs_one_or_zero():
     """`weight: null`: 1 where a rollout log-prob is known, 0 where it is not."""
     batch = ratio_batch([[0.5, 3.0], [1.2]])
@@ -456,19 +397,6 @@ def test_a_rule_alone_weighs_one_or_zero():
     weights, masks, _ = load_function("mis_plugins.mis.compute_mis_weights")(args, **batch.lists())
     assert [w.tolist() for w in weights] == [[1.0, 0.0], [1.0]]
     assert [m.tolist() for m in masks] == [[0, 0], [1]]
-
-
-@pytest.mark.parametrize("level", LEVELS)
-def test_lists_of_weights_are_zero_outside_the_mask(level: str):
-    batch = ratio_batch([[0.5, 3.0, 1.0], [1.2]], [[1, 0, 1], [0]])
-    args = host_args(mis={"weight": {"level": level, "bound": "clip", "upper": 2.0}})
-    weights, _, _ = load_function("mis_plugins.mis.compute_mis_weights")(args, **batch.lists())
-    assert [(w != 0).tolist() for w in weights] == [[True, False, True], [False]]
-
-
-def test_no_warning_in_a_plain_run(warnings: Callable[[], list[str]]):
-    run(ratio_batch([[0.5, 3.0], [1.2]]), CONFIG)
-    assert warnings() == []
 
 
 # --------------------------------------------------------------------------------------------------------- gradient
@@ -517,34 +445,3 @@ def test_rollout_scope_does_not_depend_on_the_split(level: str, parts: list[list
         (weights,) = torch.autograd.grad(loss.sum(), kwargs["pg_loss"])
         wanted = torch.tensor([w for i in part for w in expected[i]])
         torch.testing.assert_close(weights, wanted, rtol=normalized_rtol(5.0), atol=0)
-
-
-def test_a_new_rollout_replaces_the_last_ones_mean():
-    config = {"weight": {"upper": 5.0, "normalize": {"scope": "rollout"}}}
-    args = host_args(mis=config)
-    function = load_function("mis_plugins.mis.compute_mis_weights_with_cp")
-    for rollout_id, ratio in enumerate((0.5, 2.0, 4.0)):
-        batch = ratio_batch([[ratio, ratio], [ratio]])
-        load_function("mis_plugins.mis.normalize_rollout")(args, rollout_id, rollout_data(batch))
-        kwargs = batch.hook_kwargs()
-        loss, _, _ = function(args, **kwargs, parallel_state=one_rank(), max_seq_lens=None)
-        torch.testing.assert_close(loss, kwargs["pg_loss"], rtol=8 * EPS, atol=0)
-
-
-def test_rollout_scope_needs_recomputed_log_probs():
-    """slime leaves `log_probs` out when the recompute was skipped."""
-    data = rollout_data(ratio_batch([[0.5, 3.0]]))
-    del data["log_probs"]
-    args = host_args(mis={"weight": {"normalize": {"scope": "rollout"}}})
-    with pytest.raises(ValueError, match="needs log-probs.*recomputed"):
-        load_function("mis_plugins.mis.normalize_rollout")(args, 0, data)
-
-
-def test_arguments_are_a_plain_namespace():
-    """The hook reads args and writes nothing into the host's namespace."""
-    args = host_args(mis=CONFIG)
-    before = dict(vars(args))
-    batch = ratio_batch([[0.5, 3.0]])
-    load_function("mis_plugins.mis.compute_mis_weights_fsdp")(args, **batch.hook_kwargs())
-    assert vars(args) == before
-    assert isinstance(args, SimpleNamespace)

@@ -215,7 +215,12 @@ class Hiding:
         self._held = Namespace(**KEYS)
 
 
-@pytest.mark.parametrize("args", [None, Hiding(), object(), 3])
+class Proxy:
+    def __init__(self) -> None:
+        self._held = Namespace(**KEYS)
+
+
+@pytest.mark.parametrize("args", [None, Hiding(), Proxy(), object(), 3])
 def test_what_cannot_be_read_is_refused_in_words(args: Any):
     with pytest.raises(InputError, match="in which no argument can be read"):
         view(args)

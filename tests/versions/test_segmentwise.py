@@ -13,7 +13,7 @@ from drive import same_bytes
 from hypothesis import given
 from hypothesis import strategies as st
 from segmentwise_oracle import Spec, Token
-from segmentwise_rows import CURRENT, config_of, flat, numerator_of, rows, specs, tokens, written_of
+from segmentwise_rows import CURRENT, config_of, flat, numerator_of, rows, specs, tokens
 from tolerances import weight_rtol
 
 from mis_plugins.config.model import CorrectionConfig
@@ -91,16 +91,6 @@ def test_off_is_standard(row: list[Token]):
 
 
 @given(rows)
-def test_fresh_tokens_at_the_behavior_policy_weigh_one(row: list[Token]):
-    config = SegmentWiseConfig(fresh_tokens="behavior", mode="mask")
-    valid = flat(row, "valid", torch.bool)
-    answer = behavior_weight(numerator_of(row, config), flat(row, "behavior"), valid, config)
-    for token, weight, keep in zip(row, answer.weights.tolist(), answer.keep.tolist(), strict=True):
-        if token.version >= 0 and token.age in (0, 1) and token.valid:
-            assert weight == 1.0 and keep
-
-
-@given(rows)
 def test_areals_rule_weighs_one_at_age_0_and_by_pi_V_at_age_1(row: list[Token]):
     """The bytes of mu at age 0 and of pi_V at age 1; what was stored from age 2 on."""
     found = numerator_of(row, SegmentWiseConfig(fresh_tokens="behavior_at_age_0"))
@@ -108,14 +98,6 @@ def test_areals_rule_weighs_one_at_age_0_and_by_pi_V_at_age_1(row: list[Token]):
         if token.version >= 0 and token.age in (0, 1):
             expected = flat(row, "proximal" if token.age else "behavior")
             assert same_bytes(found[i : i + 1], expected[i : i + 1])
-
-
-@given(rows, specs)
-def test_clip_ratio_is_left_alone(row: list[Token], spec: Spec):
-    """The log-probs that pi_theta is compared with are those handed in, unchanged by the call."""
-    proximal, before = flat(row, "proximal"), flat(row, "proximal")
-    proximal_t(proximal, flat(row, "behavior"), written_of(row), config_of(spec))
-    assert same_bytes(proximal, before)
 
 
 @given(rows, st.sampled_from(["truncate", "mask"]))
@@ -130,26 +112,6 @@ def test_masked_garbage_changes_nothing(row: list[Token], mode: str):
     assert same_bytes(clean.weights, answer.weights) and torch.equal(clean.keep, answer.keep)
 
 
-def test_equal_policies_weigh_one():
-    equal = torch.tensor([-1.5, -0.25, -7.0])
-    written = Written(torch.tensor([0, 8, 9]), equal, CURRENT)
-    config = SegmentWiseConfig()
-    answer = behavior_weight(
-        proximal_t(equal, equal, written, config), equal, torch.ones(3, dtype=torch.bool), config
-    )
-    assert answer.weights.tolist() == [1.0, 1.0, 1.0]
-
-
-def test_sign():
-    """What the next version finds likelier weighs more than 1, though the trainer since went the other way."""
-    behavior = torch.tensor([-1.0])
-    written = Written(torch.tensor([3]), torch.tensor([-1.0 + math.log(1.5)]), CURRENT)
-    config = SegmentWiseConfig()
-    numerator = proximal_t(torch.tensor([-4.0]), behavior, written, config)
-    answer = behavior_weight(numerator, behavior, torch.tensor([True]), config)
-    assert answer.weights.item() == pytest.approx(1.5, rel=weight_rtol(1.0))
-
-
 def test_no_gradient():
     proximal = torch.tensor([-1.0], requires_grad=True)
     written = Written(torch.tensor([8]), torch.tensor([math.nan]), CURRENT)
@@ -161,13 +123,6 @@ def test_loglinear_is_exact_on_a_line():
     age = torch.arange(1, 9)
     behavior, step = torch.full((8,), -2.0), 0.125
     assert loglinear(behavior + step * age, behavior, age).tolist() == [-2.0 + step] * 8
-
-
-def test_loglinear_one_version_behind_is_the_proximal_policy_itself():
-    """Without the rounding of a way there and back."""
-    behavior, proximal = torch.tensor([-10.0]), torch.tensor([-0.1])
-    assert behavior + (proximal - behavior) != proximal
-    assert same_bytes(loglinear(proximal, behavior, torch.tensor([1])), proximal)
 
 
 # Samples that cannot be weighed.
@@ -199,10 +154,6 @@ def test_masked_tokens_may_be_of_no_version():
     (mask,) = admitted(["a"], [one], [valid], SegmentWiseConfig())
     assert mask.tolist() == [False, True, True]
     assert lacking(one, SegmentWiseConfig()).tolist() == [True, False, False]
-
-
-def test_loglinear_lacks_nothing():
-    assert not lacking(sample([0, 5, 9]), SegmentWiseConfig(method="loglinear")).any()
 
 
 def test_a_live_token_has_a_version():
