@@ -249,18 +249,13 @@ def test_counts_do_not_depend_on_the_grid(name: str, tmp_path: Path):
 
 def check_flags(flags: list[tuple[Tensor, Tensor]], cp: int, rank: int, data: int) -> None:
     """Flags of each token: how many layers differ at it, and whether any did before it in its sequence."""
-    for (differs, kind), batch, rows in zip(flags, batches(data), recorded(data), strict=True):
-        told = []
-        for tokens, routes in zip(batch, rows, strict=True):
-            counts = [
-                sum(set(routes[t, n].tolist()) != set(own_route(token, n)) for n in range(LAYERS))
-                for t, token in enumerate(tokens)
-            ]
-            kinds = [1 if count else 2 if any(counts[:t]) else 0 for t, count in enumerate(counts)]
-            both = torch.tensor([counts, kinds]).T
-            both[-1] = -1  # padded, and no loss reads it
-            told.append(held(both, cp, rank, -1))
-        both = torch.cat(told)
+    told, routes = [], routed(data)
+    for batch in batches(data):
+        both = [torch.tensor(next(routes)).T for _ in batch]
+        for each in both:
+            each[-1] = -1  # padded, and no loss reads it
+        told.append(torch.cat([held(each, cp, rank, -1) for each in both]))
+    for (differs, kind), both in zip(flags, told, strict=True):
         live = both[:, 0] >= 0
         assert differs[: len(both)][live].tolist() == both[live, 0].tolist()
         assert kind[: len(both)][live].tolist() == both[live, 1].tolist()
