@@ -331,7 +331,10 @@ SILENT: list[dict[str, Any]] = [{}, {"mis": {"metrics": "core"}}, {"use_rs": Fal
 SAID: list[tuple[dict[str, Any], str]] = [
     (FLAT, "tis_upper_bound, use_rs, rs_veto_threshold"),
     ({"use_rs": True}, "use_rs"),
-    ({"tis_mode": "mask", "tis_batch_normalize": True, **FLAT, "use_rs": False}, "tis_upper_bound"),
+    (
+        {"tis_mode": "mask", "tis_batch_normalize": True, **FLAT, "use_rs": False},
+        "tis_upper_bound, rs_veto_threshold",
+    ),
     ({"tis_upper_bound": 2.0, "use_rs": False, "rs_veto_threshold": None}, "tis_upper_bound"),
     ({"mis": {"weight": {"bound": "mask", "upper": 1.1}}}, "mis.weight"),
     ({"mis": {"segment_wise": {"enabled": False, "weight_cap": 3}}}, "mis.segment_wise"),
@@ -359,7 +362,7 @@ def test_metrics_only_changes_nothing_and_says_once_what_does_not_act(
         assert same_bytes(loss, loss_in)
         for mask, given_mask in zip(masks, batch.loss_masks, strict=True):
             assert torch.equal(mask.float(), given_mask.float())
-        assert len(metrics) == 0 if size == "none" else (len(metrics) <= 8) == (size == "core")
+        assert (len(metrics) == 0) == (size == "none") and (size != "core" or len(metrics) <= 8)
     assert [text.startswith(said or "-") for text in warnings()] == [True] * (said is not None)
 
 

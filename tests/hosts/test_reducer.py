@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import sys
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -120,6 +120,7 @@ def miles_state(size: int, rank: int, **more: Any) -> SimpleNamespace:
 
 
 def load_miles(monkeypatch: pytest.MonkeyPatch, state: SimpleNamespace) -> None:
+    monkeypatch.setitem(sys.modules, "miles", ModuleType("miles"))  # by which the registry finds its record
     monkeypatch.setitem(sys.modules, MILES, SimpleNamespace(get_parallel_state=lambda: state))
 
 
