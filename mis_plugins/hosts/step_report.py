@@ -24,8 +24,7 @@ import atexit
 import logging
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -181,7 +180,6 @@ class Recorder:
     rollout: the rollout of the last call of `check_rollout`.
     ran_in_rollout: whether a hook of ours ran since that call.
     told: names of warnings that are not given again.
-    muted: whether `unobserved` is in force.
     """
 
     step: tuple[int, int] | None = None
@@ -193,7 +191,6 @@ class Recorder:
     rollout: int | None = None
     ran_in_rollout: bool = False
     told: set[str] = field(default_factory=set)
-    muted: bool = False
 
     def record(
         self,
@@ -212,7 +209,7 @@ class Recorder:
         Raises:
             ConfigError: the config needs the step hook, and the hook was never called.
         """
-        if self.muted or torch._C._current_graph_task_id() != -1:
+        if torch._C._current_graph_task_id() != -1:
             return
         self.ran = self.ran_in_rollout = True
         config, ranks = correction.config, correction.ragged.ranks
@@ -242,15 +239,6 @@ class Recorder:
         has_advantages = correction.nonfinite_advantages is not None
         watches = config.metrics != "none" or config.corrects or config.opsm or has_advantages
         return watch(correction, first, relates) if watches else None
-
-    @contextmanager
-    def unobserved(self) -> Iterator[None]:
-        """Record nothing during the block, for a host that calls a hook for what no optimizer step will apply."""
-        before, self.muted = self.muted, True
-        try:
-            yield
-        finally:
-            self.muted = before
 
     def report(self, args: Any, rollout_id: int, step_id: int, ranks: Ranks = ALONE) -> None:
         """Before each optimizer step, on every rank: read what the step before it recorded.

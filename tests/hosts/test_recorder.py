@@ -615,17 +615,6 @@ def test_two_configs_in_one_step(tracked: list[dict]):
         recorder.flush(ARGS)
 
 
-def test_unobserved_records_nothing(tracked: list[dict]):
-    """A gradient that is only looked at; before and after it all counts."""
-    recorder = Recorder()
-    recorder.report(ARGS, 0, 0)
-    with recorder.unobserved():
-        recorder.record(micro_batch([[1.0]], EVERYTHING))
-    recorder.record(micro_batch([[1.0, 2.0]], EVERYTHING))
-    recorder.flush(ARGS)
-    assert [row["train/mis_step/tokens"] for row in tracked] == [2.0]
-
-
 # ------------------------------------------------------------------------------------------------------- lost ranks
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -13,27 +12,18 @@ from drive import same_bytes
 from hypothesis import given
 from hypothesis import strategies as st
 from segmentwise_oracle import Spec, Token
-from segmentwise_rows import CURRENT, config_of, flat, numerator_of, rows, specs, tokens
+from segmentwise_rows import CURRENT, applied, config_of, flat, numerator_of, rows, specs, tokens
 from tolerances import weight_rtol
 
-from mis_plugins.config.model import CorrectionConfig
-from mis_plugins.correction.pipeline import correct
 from mis_plugins.errors import InputError
-from mis_plugins.packing.layout import whole
-from mis_plugins.packing.ragged import Ragged, Ranks
 from mis_plugins.versions.loglinear import loglinear
 from mis_plugins.versions.segment_wise import (
     SegmentWiseConfig,
     Written,
     admitted,
-    behavior_weight,
     lacking,
     proximal_t,
 )
-
-
-def ragged_of(row: Sequence[Token]) -> Ragged:
-    return whole([len(row)]).place(flat(row, "valid", torch.bool), Ranks()).ragged
 
 
 @given(rows, specs)
@@ -54,23 +44,11 @@ def test_loglinear(row: list[Token]):
 @given(rows, specs)
 def test_weight(row: list[Token], spec: Spec):
     config = config_of(spec)
-    answer = behavior_weight(
-        numerator_of(row, config), flat(row, "behavior"), flat(row, "valid", torch.bool), config
-    )
+    answer = applied(numerator_of(row, config), flat(row, "behavior"), flat(row, "valid", torch.bool), config)
     for token, weight, keep in zip(row, answer.weights.tolist(), answer.keep.tolist(), strict=True):
         value, stays = oracle.weight(token, spec)
         assert keep == stays
         assert weight == pytest.approx(value, rel=weight_rtol(2.0), abs=0)
-
-
-@given(rows, specs)
-def test_is_the_pipeline_on_other_log_probs(row: list[Token], spec: Spec):
-    """`correct` with the same bounds makes the same weights and masks of it, so that it serves packed batches."""
-    config = config_of(spec)
-    numerator, behavior = numerator_of(row, config), flat(row, "behavior")
-    answer = behavior_weight(numerator, behavior, flat(row, "valid", torch.bool), config)
-    piped = correct(numerator, behavior, ragged_of(row), CorrectionConfig(config.weight, metrics="none"))
-    assert same_bytes(answer.weights, piped.weights) and torch.equal(answer.keep, piped.keep)
 
 
 @given(st.lists(tokens(st.integers(0, 1)).filter(lambda token: token.version >= 0), max_size=12), specs)
@@ -104,11 +82,11 @@ def test_areals_rule_weighs_one_at_age_0_and_by_pi_V_at_age_1(row: list[Token]):
 def test_masked_garbage_changes_nothing(row: list[Token], mode: str):
     config = SegmentWiseConfig(mode=mode)  # type: ignore[arg-type]
     valid = flat(row, "valid", torch.bool)
-    clean = behavior_weight(numerator_of(row, config), flat(row, "behavior"), valid, config)
+    clean = applied(numerator_of(row, config), flat(row, "behavior"), valid, config)
     poisoned = [
         token if token.valid else replace(token, proximal=math.nan, behavior=math.inf) for token in row
     ]
-    answer = behavior_weight(numerator_of(poisoned, config), flat(poisoned, "behavior"), valid, config)
+    answer = applied(numerator_of(poisoned, config), flat(poisoned, "behavior"), valid, config)
     assert same_bytes(clean.weights, answer.weights) and torch.equal(clean.keep, answer.keep)
 
 

@@ -339,31 +339,6 @@ def test_the_mean_of_other_weights_than_the_micro_batches():
 
 
 @pytest.mark.parametrize(
-    ("areal", "ours"),
-    [
-        ({"enable_segment_wise_ppo": True, "behav_imp_weight_cap": 1.2},
-         {"segment_wise": {"weight_cap": 1.2, "weight_floor": 0, "mode": "zero", "fresh_tokens": "behavior_at_age_0",
-                           "clip_against": "proximal"}}),
-        ({"enable_segment_wise_ppo": True, "behav_imp_weight_cap": "1.2", "behav_imp_weight_floor": 0.9},
-         {"segment_wise": {"weight_cap": 1.2, "weight_floor": 0.9, "mode": "zero",
-                           "fresh_tokens": "behavior_at_age_0", "clip_against": "proximal"}}),
-        ({"enable_segment_wise_ppo": True, "use_decoupled_loss": True},
-         {"segment_wise": {"weight_cap": None, "fresh_tokens": "behavior_at_age_0", "clip_against": "proximal"}}),
-        ({"enable_segment_wise_ppo": False, "behav_imp_weight_cap": 1.2},
-         {"weight": {"bound": "zero", "lower": 0, "upper": 1.2}, "segment_wise": {"enabled": False}}),
-        ({"behav_imp_weight_cap": 1.2, "max_head_offpolicyness": 4},
-         {"weight": {"bound": "zero", "lower": 0, "upper": 1.2}}),
-        ({"use_decoupled_loss": False}, {"objective": {"old": "behavior"}, "segment_wise": {"enabled": False}}),
-    ],
-)  # fmt: skip
-def test_areals_names(areal: dict, ours: dict):
-    step = aged(random_step(8), 8)
-    theirs = call(step, dict(translate(yaml.safe_dump(areal)).mis))
-    assert_same(theirs, call(step, ours))
-    assert not torch.equal(theirs.gradient, call(step, {"weight": {"bound": "clip", "upper": 1.2}}).gradient)
-
-
-@pytest.mark.parametrize(
     ("keys", "places"),
     [
         ({"behav_imp_weight_cap": 1.2, "tis_upper_bound": 2.0}, "behav_imp_weight_cap"),

@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from launch import run_ranks
 from segmentwise_oracle import Spec, Token
-from segmentwise_rows import CURRENT, config_of, flat, numerator_of, rows, specs, written_of
+from segmentwise_rows import CURRENT, applied, config_of, flat, numerator_of, rows, specs, written_of
 from tolerances import step_atol, step_weight_atol
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
@@ -27,7 +27,7 @@ from mis_plugins.metrics.staleness import (
     weight_metrics,
     weights_by_age,
 )
-from mis_plugins.versions.segment_wise import SegmentWiseConfig, Written, behavior_weight, proximal_t
+from mis_plugins.versions.segment_wise import SegmentWiseConfig, Written, proximal_t
 
 
 def measured(row: Sequence[Token], config: SegmentWiseConfig) -> ByAge:
@@ -36,8 +36,8 @@ def measured(row: Sequence[Token], config: SegmentWiseConfig) -> ByAge:
         flat(row, "behavior"),
         flat(row, "valid", torch.bool),
     )
-    applied = behavior_weight(numerator, behavior, valid, config)
-    return weights_by_age(numerator, flat(row, "proximal"), behavior, written_of(row), valid, applied)
+    weighed = applied(numerator, behavior, valid, config)
+    return weights_by_age(numerator, flat(row, "proximal"), behavior, written_of(row), valid, weighed)
 
 
 def errors(row: Sequence[Token]) -> ByAge:
@@ -107,8 +107,8 @@ def test_the_smallest_weights_count_as_others_do():
     behavior, valid = torch.zeros(2), torch.ones(2, dtype=torch.bool)
     numerator = behavior - 20
     written = Written(torch.tensor([3, 3]), numerator, current=5)
-    applied = behavior_weight(numerator, behavior, valid, SegmentWiseConfig())
-    found = weight_metrics(weights_by_age(numerator, numerator, behavior, written, valid, applied))
+    weighed = applied(numerator, behavior, valid, SegmentWiseConfig())
+    found = weight_metrics(weights_by_age(numerator, numerator, behavior, written, valid, weighed))
     assert found["behav_imp_weight/ess"] == found["behav_imp_weight/ess/age_2"] == pytest.approx(1.0)
 
 
@@ -173,8 +173,8 @@ def test_the_last_age_holds_all_above():
         written = replace(written_of([token]), current=token.current)
         one = torch.tensor([-1.0])
         valid = torch.tensor([True])
-        applied = behavior_weight(one, one, valid, SegmentWiseConfig())
-        found.append(weights_by_age(one, one, one, written, valid, applied))
+        weighed = applied(one, one, valid, SegmentWiseConfig())
+        found.append(weights_by_age(one, one, one, written, valid, weighed))
     metrics = weight_metrics(functools.reduce(ByAge.merge, found))
     assert metrics["staleness/tokens/age_16_up"] == 2 and metrics["staleness/tokens/age_15"] == 1
     assert metrics["staleness/avg"] == (AGES - 2 + AGES - 1 + AGES + 40) / 3
@@ -195,8 +195,8 @@ def test_what_was_not_stored_is_not_taken_for_what_is_not_finite():
         torch.full((3,), -1.0),
         torch.ones(3).bool(),
     )
-    applied = behavior_weight(numerator, one, valid, SegmentWiseConfig())
-    row = weights_by_age(numerator, one, one, written_of(row_of([3, 3, 3])), valid, applied).groups[""]
+    weighed = applied(numerator, one, valid, SegmentWiseConfig())
+    row = weights_by_age(numerator, one, one, written_of(row_of([3, 3, 3])), valid, weighed).groups[""]
     assert (row["tokens"], row["unknown"], row["nonfinite"]) == (1, 2, 1)
 
 
@@ -210,8 +210,8 @@ def test_nothing_waits_for_the_device(method: str, mode: str):
         valid, versions = torch.ones(5, dtype=torch.bool), torch.zeros(5, dtype=torch.int64)
         written = Written(versions, recomputed, CURRENT)
         numerator = proximal_t(proximal, behavior, written, config)
-        applied = behavior_weight(numerator, behavior, valid, config)
-        sums = weights_by_age(numerator, proximal, behavior, written, valid, applied)
+        weighed = applied(numerator, behavior, valid, config)
+        sums = weights_by_age(numerator, proximal, behavior, written, valid, weighed)
         loglinear_error_by_age(proximal, behavior, written, valid).merge(
             loglinear_error_by_age(proximal, behavior, written, valid)
         )
