@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -46,29 +46,25 @@ def load_function(path: str) -> Callable:
     return getattr(importlib.import_module(module), name)
 
 
-def test_miles_call():
-    """Miles's keywords, `parallel_state` and `max_seq_lens` among them."""
-    batch = ratio_batch([[0.5, 3.0], [1.2], [0.9, 1.1, 4.0]])
-    kwargs = batch.hook_kwargs() | {"parallel_state": one_rank(), "max_seq_lens": None}
-    function = load_function("mis_plugins.mis.compute_mis_weights_with_cp")
-    check_answer(batch, function(args=host_args(mis=CONFIG), **kwargs))
-
-
-def test_slime_call():
-    """slime's keywords: no `parallel_state`, no `max_seq_lens`; one process without Megatron groups."""
-    batch = ratio_batch([[0.5, 3.0], [1.2], [0.9, 1.1, 4.0]])
-    function = load_function("mis_plugins.mis.compute_mis_weights_with_cp")
-    args = host_args(mis=CONFIG)
-    del args.qkv_format  # slime has no such flag in older releases
-    found = function(args=args, **batch.hook_kwargs())
-    check_answer(batch, found)
-
-
-@pytest.mark.parametrize("extra", [{}, {"cp_rank": 0, "cp_size": 1, "cp_group": None}])
-def test_fsdp_call(extra: dict):
-    batch = ratio_batch([[0.5, 3.0], [1.2], [0.9, 1.1, 4.0]])
-    function = load_function("mis_plugins.mis.compute_mis_weights_fsdp")
-    check_answer(batch, function(args=host_args(mis=CONFIG), **batch.hook_kwargs(), **extra), by_kept=True)
+@pytest.mark.parametrize(
+    ("name", "more", "lacks"),
+    [
+        (HOOKS[0], {"parallel_state": one_rank(), "max_seq_lens": None}, ()),
+        (HOOKS[0], {"parallel_state": one_rank(), "max_seq_lens": [16, 16, 16], "qkv_format": "bshd"}, ()),
+        (HOOKS[0], {}, ("qkv_format",)),
+        (HOOKS[1], {}, ()),
+        (HOOKS[1], {"cp_rank": 0, "cp_size": 1, "cp_group": None}, ()),
+    ],
+    ids=["Miles", "Miles, padded rows", "slime, an older release", "FSDP", "FSDP, other keywords"],
+)
+def test_a_hosts_call(name: str, more: dict[str, Any], lacks: Sequence[str]):
+    """Each host's keywords; one process without Megatron's groups where none are handed over."""
+    batch, more = ratio_batch([[0.5, 3.0], [1.2], [0.9, 1.1, 4.0]]), dict(more)
+    args = host_args(mis=CONFIG, **{key: more.pop(key) for key in ("qkv_format",) if key in more})
+    for argument in lacks:
+        delattr(args, argument)
+    answer = load_function(f"mis_plugins.mis.{name}")(args=args, **batch.hook_kwargs(), **more)
+    check_answer(batch, answer, by_kept=name == HOOKS[1])
 
 
 ROLLOUT_MEAN = {"weight": {"normalize": {"scope": "rollout"}}}
