@@ -57,12 +57,21 @@ def test_what_is_one(entry: Any):
     assert not is_absent(entry)
 
 
+def test_the_bound_lies_where_a_probability_is_zero():
+    assert math.exp(LOWEST) == 0.0 < math.exp(LOWEST + 1)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_each_dtype_rounds_a_stand_in_to_one(dtype: torch.dtype):
     given = torch.tensor([*STAND_INS, math.nan, -700.0, -0.5, 0.0], dtype=torch.float64).to(dtype)
     found = without_absent(given)
     assert found.dtype == dtype and found.isnan().tolist() == [True] * 7 + [False] * 3
     assert same_bytes(found[-3:], given[-3:])
+
+
+def test_whole_numbers_are_log_probs_too():
+    assert same_bytes(without_absent(torch.tensor([-1, 0])), torch.tensor([-1.0, 0.0]))
+    assert without_absent(torch.tensor([-9999])).isnan().all()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

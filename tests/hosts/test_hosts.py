@@ -257,6 +257,12 @@ def test_metrics_of_a_micro_batch_are_one_number(batch: Batch, config: dict):
             assert torch.cat(rows).unique().numel() <= 1, name
 
 
+def test_where_no_weight_is_within_a_mask_bound_both_extremes_read_0():
+    found = run(ratio_batch([[9.0, 8.0], [0.1]]), {"weight": {"bound": "mask", "upper": 2.0}}).metrics
+    for side in ("max", "min"):
+        assert torch.cat(found[f"mis_weight_{side}_mb"]).tolist() == [0.0, 0.0, 0.0]
+
+
 @pytest.mark.parametrize(
     "config", [CONFIG, {"weight": {"upper": 2.0}}, {"weight": None, "reject": CONFIG["reject"]}]
 )
@@ -360,6 +366,28 @@ def test_metrics_only_changes_nothing_and_says_once_what_does_not_act(
             assert torch.equal(mask.float(), given_mask.float())
         assert (len(metrics) == 0) == (size == "none") and (size != "core" or len(metrics) <= 8)
     assert [text.startswith(said or "-") for text in warnings()] == [True] * (said is not None)
+
+
+@pytest.mark.parametrize("name", ["kl", "training_log_ppl", "ess_mb"])
+def test_metrics_have_no_other_names_than_the_prefixed_ones(name: str):
+    """One of a token, of a sequence, of a micro-batch: a name that the mapping does not list is none of it."""
+    metrics = call(ratio_batch([[0.5, 3.0], [1.2]]), CONFIG)[3]
+    assert f"mis_{name}" in metrics and name not in metrics
+    with pytest.raises(KeyError, match=f"^'{name}'$"):
+        metrics[name]
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_lists_of_weights_are_zero_outside_the_mask(level: str):
+    batch = ratio_batch([[0.5, 3.0, 1.0], [1.2]], [[1, 0, 1], [0]])
+    args = host_args(mis={"weight": {"level": level, "bound": "clip", "upper": 2.0}})
+    weights, _, _ = load_function("mis_plugins.mis.compute_mis_weights")(args, **batch.lists())
+    assert [(w != 0).tolist() for w in weights] == [[True, False, True], [False]]
+
+
+def test_no_warning_in_a_plain_run(warnings: Callable[[], list[str]]):
+    run(ratio_batch([[0.5, 3.0], [1.2]]), CONFIG)
+    assert warnings() == []
 
 
 def test_a_rule_alone_weighs_one_or_zero():

@@ -100,6 +100,13 @@ def test_a_step_that_the_host_repeats_was_no_whole_one():
     mis.report_step(args, 0, 0)
 
 
+def test_the_last_step_is_checked_too():
+    args = Namespace(**ASKED)
+    mis.report_step(args, 0, 0)
+    with pytest.raises(ConfigError, match="give --use-tis"):
+        mis.report_last_step(args)
+
+
 def test_a_step_that_was_reported_is_not_judged_again():
     args = Namespace(**ASKED)
     mis.report_step(args, 0, 0)

@@ -164,9 +164,9 @@ def test_nothing_is_scored_that_no_weight_reads(
     config: dict[str, Any], host: Bodies, numbering: Numbering
 ) -> None:
     actor, kept = carried(host, **config)
-    waiting, actor.version = drawn(numbering, [1]), 2
-    kept.before_training(actor, 0, data := rollout(host, numbering, drawn(numbering, [2])))
-    assert host.passes == 0 and kept.of(data).version == 2 and waiting is not None
+    waiting, actor.version = drawn(numbering, [1]), 4
+    kept.before_training(actor, 0, data := rollout(host, numbering, drawn(numbering, [1, 3])))
+    assert host.passes == 0 and kept.of(data).version == 4 and waiting is not None
 
 
 def test_the_loss_hook_gets_what_it_reads(host: Bodies, numbering: Numbering) -> None:

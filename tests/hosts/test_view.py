@@ -8,7 +8,8 @@ import os
 import socket
 import sys
 from argparse import Namespace
-from collections.abc import Callable, Iterator, Mapping
+from collections import UserDict
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, make_dataclass
 from pathlib import Path
 from types import MappingProxyType, ModuleType, SimpleNamespace
@@ -137,20 +138,10 @@ def test_arguments_are_read_anew_where_something_changes(
     torch.testing.assert_close(weights(args), torch.tensor([0.5, capped, min(1.2, capped)]))
 
 
-class Blind(Mapping[str, Any]):
+class Blind(UserDict[str, Any]):
     """A mapping whose text does not tell what is in it."""
 
-    def __init__(self, **held: Any) -> None:
-        self.held = held
-
-    def __getitem__(self, name: str) -> Any:
-        return self.held[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.held)
-
-    def __len__(self) -> int:
-        return len(self.held)
+    __repr__ = object.__repr__
 
 
 class Derived:
@@ -180,7 +171,7 @@ INSIDE: dict[str, tuple[Callable[[], Any], Callable[[Any], Any], torch.Tensor]] 
     ),
     "a mapping of a host's own": (
         lambda: Namespace(**SWITCHES, mis={"weight": Blind(upper=1.5)}),
-        lambda args: args.mis["weight"].held.update(upper=1.1),
+        lambda args: args.mis["weight"].update(upper=1.1),
         torch.tensor([0.5, 1.1, 1.1]),
     ),
     "a property": (Derived, lambda args: setattr(args, "_use_tis", None), UNCORRECTED),

@@ -157,12 +157,31 @@ def test_miles_takes_the_file_itself_in_base64(said: dict, watches: bool):
     assert same_bytes(loss_of(args).loss, call(random_step(0)).loss) == watches
 
 
+def test_what_is_no_base64_is_refused():
+    args = flags(custom_config_path="base64:mis.yaml", **NESTED)
+    with pytest.raises(ConfigError, match=r"cannot read base64:mis\.yaml \(base64: no base64 behind it"):
+        loss_of(args)
+
+
 @pytest.mark.parametrize(("backend", "watches"), [("fsdp", True), ("megatron", False)])
 def test_miles_on_fsdp_has_a_file_of_its_own(backend: str, watches: bool, tmp_path: Path):
     """`--config` sets defaults there, which the command line overrides; elsewhere it is nobody's word."""
     (tmp_path / "fsdp.yaml").write_text("use_tis: false\nlr: 1.0e-6\n")
     args = flags(config=str(tmp_path / "fsdp.yaml"), train_backend=backend, lr=2e-6, **NESTED)
     assert same_bytes(loss_of(args).loss, call(random_step(0)).loss) == watches
+
+
+def test_flat_keys_that_nothing_reads_are_refused():
+    """Without a `tis_upper_bound` nobody reads them, and the loss hook would correct nothing."""
+    with pytest.raises(ConfigError, match=r"^use_rs, rs_veto_threshold: no effect without a tis_upper_bound"):
+        loss_of(flags(use_rs=True, rs_veto_threshold=1e-4))
+
+
+def test_the_mean_of_a_rollout_has_no_effect_where_the_loss_hook_watches(tmp_path: Path):
+    keys = {"mis": {"weight": {"normalize": {"scope": "rollout"}}}, "use_tis": False}
+    args = from_file(tmp_path / "mis.yaml", keys, loss_type="custom_loss")
+    with pytest.raises(ConfigError, match="normalize_rollout has no effect without --use-tis"):
+        mis.normalize_rollout(args, 0, {})
 
 
 def test_metrics_keep_their_size(tmp_path: Path):

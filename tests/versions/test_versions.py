@@ -67,6 +67,12 @@ def test_stored_once_and_only_where_asked(history: list[tuple[int, int, bool]], 
         assert now == (-0.5 - i if i in positions else before)
 
 
+def test_storing_twice_is_a_bug_of_ours():
+    response = grown([(3, 1, False)]).stored([0], [-1.0])
+    with pytest.raises(AssertionError):
+        response.stored([0], [-2.0])
+
+
 def test_tensors():
     written = grown([(1, 1, False), (-1, 1, False), (2, 1, False)]).stored([0], [-0.25]).written(4)
     assert written.versions.tolist() == [1, -1, 2] and written.current == 4
@@ -90,6 +96,11 @@ def reported(*stretches: tuple[str, int, int]) -> dict:
     """`meta_info` of one call of SGLang: of the last version by name, and all of them as spans."""
     named = [{"version": version, "start": start, "end": end} for version, start, end in stretches]
     return {"weight_version": stretches[-1][0], "weight_versions": named}
+
+
+def test_spans_of_a_call():
+    assert spans(reported(("3", 0, 4), ("5", 4, 6)), 6) == [(3, 0, 4), (5, 4, 6)]
+    assert spans(reported(("3", 0, 0)), 0) == []
 
 
 @pytest.mark.parametrize(
