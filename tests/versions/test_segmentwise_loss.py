@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import logging
 import math
 import random
 import re
@@ -556,10 +555,7 @@ def test_a_weight_that_is_not_known_is_warned_of(
     step = aged(random_step(9), 9)
     lost = dataclasses.replace(step, stored=[[None] * len(row) for row in step.stored])
     old = sum(token.valid and token.age >= 2 for row in step.tokens for token in row)
-    mis.report_step(flags(), 0, 0)
-    found = call(lost, CAP)
-    with caplog.at_level(logging.WARNING, "mis_plugins"):
-        mis.report_step(flags(), 0, 1)
+    found = in_a_step(lost, CAP)
     tokens = sum(sum(x.mask) for x in step.responses)
     assert (
         f": {old} of {tokens} tokens weigh 0, as nobody stored what their segment-wise weight needs"
@@ -581,10 +577,7 @@ def test_a_log_prob_that_is_not_finite_is_not_taken_for_one_that_was_not_stored(
     i, t, token = next((i, t, x) for i, row in enumerate(step.tokens) for t, x in enumerate(row) if x.valid)
     assert math.isfinite(token.behavior)
     step.behavior[i][t] = value
-    mis.report_step(flags(), 0, 0)
-    call(step, {"segment_wise": {"method": method}})
-    with caplog.at_level(logging.WARNING, "mis_plugins"):
-        mis.report_step(flags(), 0, 1)
+    in_a_step(step, {"segment_wise": {"method": method}})
     tokens = sum(sum(x.mask) for x in step.responses)
     assert f": 1 of {tokens} tokens weigh 0, as a log-prob of theirs is not finite" in caplog.text
     assert "stored" not in caplog.text
