@@ -302,7 +302,7 @@ class Loop:
         samples = (self.pool(self.fp32(), "first"), self.pool(self.reference, "second"))
         sampled = self.pool(self.engine, "cosine")
         settings = {"grad_cosine": self.args, "grad_cosine_uncorrected": on_policy(self.args)}
-        with RECORDER.unobserved(), routes_apart():
+        with unobserved(), routes_apart():
             reference = on_policy_reference(self.args, self.state, self.trainer, samples)
             gradients = {
                 name: mean_gradient(args, self.state, self.trainer, sampled)
@@ -330,6 +330,16 @@ class Loop:
     def save(self) -> None:
         if self.args.save:
             checkpoint.save(self.args.save, self.trainer, self.reference.config, self.next_rollout)
+
+
+@contextmanager
+def unobserved() -> Iterator[None]:
+    """Record nothing during the block, for gradients that no optimizer step applies."""
+    RECORDER.record = lambda *given, **named: None
+    try:
+        yield
+    finally:
+        del RECORDER.record
 
 
 def _prompts(problems: Sequence[Problem]) -> frozenset[tuple[int, ...]]:

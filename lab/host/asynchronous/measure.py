@@ -12,13 +12,16 @@ from lab.host.train.parallel import ParallelState
 from lab.host.train.trainer import RolloutData
 from mis_plugins.config.model import CorrectionConfig, SegmentWiseConfig, WeightConfig
 from mis_plugins.config.reading import from_args
+from mis_plugins.correction.pipeline import correct
 from mis_plugins.metrics.staleness import (
     error_metrics,
     loglinear_error_by_age,
     weight_metrics,
     weights_by_age,
 )
-from mis_plugins.versions.segment_wise import Written, behavior_weight, proximal_t
+from mis_plugins.packing.layout import whole
+from mis_plugins.packing.ragged import Ranks
+from mis_plugins.versions.segment_wise import BehaviorWeight, Written, proximal_t
 
 OURS = "mis_plugins."
 
@@ -55,7 +58,9 @@ def measured(state: ParallelState, data: RolloutData, config: SegmentWiseConfig)
     versions, recomputed = torch.cat(data["output_versions"]), torch.cat(data["recomputed_log_probs"])
     written = Written(versions, recomputed, data["proximal_version"])
     numerator = proximal_t(proximal, behavior, written, config)
-    applied = behavior_weight(numerator, behavior, mask, config)
+    row = whole([mask.numel()]).place(mask, Ranks()).ragged  # weights of tokens know no sequences
+    bounded = correct(numerator, behavior, row, CorrectionConfig(config.weight, metrics="none"))
+    applied = BehaviorWeight(bounded.weights, bounded.keep)
     weights = weights_by_age(numerator, proximal, behavior, written, mask, applied)
     error = loglinear_error_by_age(proximal, behavior, written, mask)
     ranks = [state.effective_dp_cp.group] if state.effective_dp_cp.group is not None else []
