@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -40,7 +41,7 @@ class HostBatch:
     if_cut: what an error adds where the log-probs of both sides are fewer than their mask; empty for nothing.
 
     Raises:
-        InputError: when built, before any work; it names the list or the sequence, and all counts.
+        InputError: when built, before any work; it names the list that is wrong, the sequence and all counts.
     """
 
     train_log_probs: Handed
@@ -166,7 +167,7 @@ def check_lengths(
         if_cut: what the error adds where all log-probs are fewer than their mask; empty for nothing.
 
     Raises:
-        InputError: it names the first sequence whose lists do not fit, and all its counts.
+        InputError: it names the list that is wrong, the first sequence where it is, and all counts.
     """
     lists, sequences = {"loss_masks": loss_masks, **log_probs}, len(layout.response_lengths)
     for name, tensors in lists.items():
@@ -177,9 +178,9 @@ def check_lengths(
                 raise InputError(f"{name}[{i}]: None; sequence {i} came without {name.replace('_', ' ')}")
     counts = {name: numbers_of(tensors) for name, tensors in lists.items()}
     fits = dict.fromkeys(lists, layout.local_lengths) | {"loss_masks": list(layout.response_lengths)}
-    for i in range(sequences):
-        if any(counts[name][i] != fits[name][i] for name in lists):
-            raise InputError(_misfit(i, {name: count[i] for name, count in counts.items()}, layout, if_cut))
+    if counts != fits:
+        i = next(i for i in range(sequences) if any(counts[name][i] != fits[name][i] for name in lists))
+        raise InputError(_misfit(i, counts, layout, if_cut))
 
 
 def numbers_of(tensors: Sequence[Tensor | None]) -> list[int]:
@@ -187,13 +188,46 @@ def numbers_of(tensors: Sequence[Tensor | None]) -> list[int]:
     return [0 if tensor is None else tensor.numel() for tensor in tensors]
 
 
-def _misfit(i: int, here: Mapping[str, int], layout: Layout, if_cut: str) -> str:
-    """What an error says of a sequence whose lists, of the loss mask first, have several lengths."""
+def _misfit(i: int, counts: Mapping[str, Sequence[int]], layout: Layout, if_cut: str) -> str:
+    """What an error says of the first sequence whose lists have several lengths."""
+    here = {name: count[i] for name, count in counts.items()}
+    response, local = layout.response_lengths[i], layout.local_lengths[i]
+    odd, truth = _odd(here, response, local, layout.spans is None)
     told = ", ".join(f"{name} {count}" for name, count in here.items())
-    here_alone = "" if layout.spans is None else f", of which {layout.local_lengths[i]} on this rank"
-    error = f"sequence {i} has {told} tokens, and response_lengths {layout.response_lengths[i]}{here_alone}"
-    mask, *log_probs = here.values()
-    return f"{error}; {if_cut}" if if_cut and max(log_probs) < mask else error
+    if layout.spans is not None:
+        told += f", response_lengths {response}, of which {local} on this rank"
+    elif response != here["loss_masks"]:
+        told += f", response_lengths {response}"
+    if not odd:
+        return f"response_lengths[{i}]: {response} tokens, but sequence {i} has {truth} ({told})"
+    if len(odd) > 1:
+        return f"{', '.join(odd)}: no two agree on the tokens of sequence {i} ({told})"
+    name, mask = odd[0], here["loss_masks"]
+    error = f"{name}[{i}]: {here[name]} tokens, but sequence {i} has {truth} ({told})"
+    if any(sorted(counts[name]) == sorted(count) for other, count in counts.items() if other != name):
+        error += "; it has the lengths of all sequences in another order"
+    if if_cut and max(list(here.values())[1:]) < mask:
+        error += f"; {if_cut}"
+    return error
+
+
+def _odd(here: Mapping[str, int], response: int, local: int, is_whole: bool) -> tuple[list[str], int]:
+    """The lists that disagree with the majority, and the number of tokens by the majority.
+
+    Every list is named where no two agree, and none where all agree against `response_lengths`, which decides between
+    two lists alone.
+
+    Args:
+        here: number of tokens by list, of the loss mask first.
+        response, local: number of tokens by `response_lengths`, and how many of them lie on this rank.
+        is_whole: whether responses lie whole on this rank, so that masks and log-probs have equal lengths.
+    """
+    mask, *counts = here.values()
+    votes = [local if mask == response else mask if is_whole else -1, *counts]
+    most, number = Counter(votes).most_common(1)[0]
+    truth = most if 2 * number > len(votes) else local if len(votes) == 2 else -1
+    odd = [name for name, vote in zip(here, votes, strict=True) if vote != truth or vote < 0]
+    return odd, response if odd == ["loss_masks"] and truth == local else truth
 
 
 def without_absent(log_probs: Shaped[Tensor, "*N"]) -> Float[Tensor, "*N"]:

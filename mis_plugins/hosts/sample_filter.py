@@ -23,6 +23,8 @@ logger = logging.getLogger("mis_plugins")
 Cause = Literal[
     "missing",
     "of another count",
+    "beside a loss mask of another count",
+    "beside a response_length of another count",
     "not finite",
     "absent",
     "of other tokens",
@@ -102,12 +104,22 @@ def fault_of(sample: Any, drafts: bool = False) -> Fault | None:
 
 
 def _other_lengths(log_probs: int, tokens: int, loss_mask: Any) -> Fault | None:
-    """Whether log-probs, tokens and loss mask, where there is one, differ in number."""
-    mask = tokens if loss_mask is None else len(loss_mask)
+    """Whether log-probs, tokens and loss mask, where there is one, differ in number; the odd one of three is named."""
+    if loss_mask is None:
+        mask, of_mask = tokens, ""
+    else:
+        mask = len(loss_mask)
+        of_mask = f" and a loss mask of {mask}"
     if log_probs == tokens == mask:
         return None
-    beside = "" if loss_mask is None else f" and a loss mask of {mask}"
-    return Fault("of another count", f"{log_probs} rollout log-probs for {tokens} response tokens{beside}")
+    if log_probs == tokens:
+        detail = f"a loss mask of {mask} for {tokens} response tokens and {log_probs} rollout log-probs"
+        return Fault("beside a loss mask of another count", detail)
+    if log_probs == mask:
+        detail = f"a response_length of {tokens} for {log_probs} rollout log-probs{of_mask}"
+        return Fault("beside a response_length of another count", detail)
+    detail = f"{log_probs} rollout log-probs for {tokens} response tokens{of_mask}"
+    return Fault("of another count", detail if mask == tokens else f"{detail}: no two agree")
 
 
 def _without_log_probs(absent: list[Any], tokens: int) -> Fault:

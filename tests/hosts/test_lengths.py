@@ -1,7 +1,8 @@
-"""Lists of a micro-batch that do not fit: the error names the sequence and all counts, before any work."""
+"""Lists of a micro-batch that do not fit: the error names the odd one of the three lists, and all counts."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -19,54 +20,89 @@ from mis_plugins.packing.layout import whole, zigzag
 
 Counts = Sequence[int | None]
 MASK, TRAIN, ROLLOUT = "loss_masks", "train_log_probs", "rollout_log_probs"
-FITS: dict[str, Counts] = {MASK: [5, 3], TRAIN: [5, 3], ROLLOUT: [5, 3]}
-HOOKS = ("compute_mis_weights", "compute_mis_weights_with_cp", "compute_mis_weights_fsdp")
 
 
 def of(counts: Counts) -> list[Tensor | None]:
     return [None if count is None else torch.full((count,), -1.0) for count in counts]
 
 
-def lists(changed: dict[str, Counts]) -> dict[str, Any]:
-    return {name: of(counts) for name, counts in (FITS | changed).items()}
+def lists(mask: Counts, train: Counts, rollout: Counts) -> dict[str, Any]:
+    return dict(zip((MASK, TRAIN, ROLLOUT), map(of, (mask, train, rollout)), strict=True))
 
 
-@pytest.mark.parametrize("hook", HOOKS)
-@pytest.mark.parametrize(
-    ("changed", "said"),
-    [
-        ({MASK: [6, 3]}, "sequence 0 has loss_masks 6, train_log_probs 5, rollout_log_probs 5 tokens"),
-        ({MASK: [5, 0]}, "sequence 1 has loss_masks 0, train_log_probs 3"),
-        ({TRAIN: [5, 4]}, "sequence 1 has loss_masks 3, train_log_probs 4, rollout_log_probs 3 tokens, and"),
-        ({ROLLOUT: [3, 5]}, "sequence 0 has loss_masks 5, train_log_probs 5, rollout_log_probs 3 tokens, and"),
-        ({TRAIN: [5, None]}, r"train_log_probs\[1\]: None; sequence 1 came without train log probs"),
-        ({ROLLOUT: [5, None]}, r"rollout_log_probs\[1\]: None; sequence 1 came without rollout log probs"),
-        ({ROLLOUT: [5, 3, 2]}, "rollout_log_probs: 3 sequences, but the batch has 2"),
-    ],
-)  # fmt: skip
-def test_lists_that_do_not_fit(changed: dict[str, Counts], said: str, hook: str):
-    given, args = lists(changed), host_args(mis={"weight": {}})
-    if hook != HOOKS[0]:
-        given |= {"response_lengths": [5, 3], "total_lengths": [8, 6], "pg_loss": torch.ones(8)}
-        given["parallel_state"] = one_rank()
-    with pytest.raises(InputError, match=f"^{said}"):
-        getattr(mis, hook)(args, **given)
+CASES = [
+    ([6, 3], [5, 3], [5, 3], "loss_masks[0]: 6 tokens, but sequence 0 has 5"),
+    ([4, 3], [5, 3], [5, 3], "loss_masks[0]: 4 tokens, but sequence 0 has 5"),
+    ([5, 0], [5, 3], [5, 3], "loss_masks[1]: 0 tokens, but sequence 1 has 3"),
+    ([5, 3], [5, 4], [5, 3], "train_log_probs[1]: 4 tokens, but sequence 1 has 3"),
+    ([5, 3], [0, 3], [5, 3], "train_log_probs[0]: 0 tokens, but sequence 0 has 5"),
+    ([5, 3], [5, 3], [4, 3], "rollout_log_probs[0]: 4 tokens, but sequence 0 has 5"),
+    ([5, 3], [5, 3], [5, 0], "rollout_log_probs[1]: 0 tokens, but sequence 1 has 3"),
+    ([5, 3], [5, 3], [3, 5], "rollout_log_probs[0]: 3 tokens, but sequence 0 has 5"),
+    ([3, 5], [5, 3], [5, 3], "loss_masks[0]: 3 tokens, but sequence 0 has 5"),
+    ([6, 3], [5, 3], [4, 3], f"{MASK}, {TRAIN}, {ROLLOUT}: no two agree on the tokens of sequence 0"),
+    ([5, 3], [5, None], [5, 3], "train_log_probs[1]: None; sequence 1 came without train log probs"),
+    ([5, 3], [5, 3], [5, None], "rollout_log_probs[1]: None; sequence 1 came without rollout log probs"),
+]  # fmt: skip
 
 
-def test_lengths_that_alone_are_wrong_and_a_sequence_without_a_loss_mask():
-    sides = {TRAIN: of([5, 3]), ROLLOUT: of([5, 3])}
-    with pytest.raises(InputError, match="rollout_log_probs 3 tokens, and response_lengths 4$"):
-        check_lengths(of([5, 3]), sides, whole([5, 4]))
-    with pytest.raises(InputError, match=r"^loss_masks\[0\]: None; sequence 0 came without loss masks"):
-        check_lengths(of([None, 3]), sides, whole([5, 3]))
+def assert_told(error: str, message: str, here: Sequence[tuple[str, int | None]]) -> None:
+    """The error begins with the list that is wrong, and has all counts of the sequence."""
+    assert error.startswith(message)
+    assert "None" in message or all(f"{name} {count}" in error for name, count in here), error
 
 
-@pytest.mark.parametrize(("count", "hinted"), [(4, True), (5, False)])
-def test_a_response_that_may_be_cut_is_told_the_other_hook(count: int, hinted: bool):
-    given = lists({TRAIN: [count, 3], ROLLOUT: [4, 3]}) | {"pg_loss": torch.ones(7)}
+@pytest.mark.parametrize(("mask", "train", "rollout", "message"), CASES)
+def test_lists_without_a_host(mask: Counts, train: Counts, rollout: Counts, message: str):
+    with pytest.raises(InputError, match=re.escape(message)) as caught:
+        mis.compute_mis_weights(host_args(mis={"weight": {}}), **lists(mask, train, rollout))
+    i = int(re.findall(r"sequence (\d)", message)[0])
+    assert_told(str(caught.value), message, [(MASK, mask[i]), (TRAIN, train[i]), (ROLLOUT, rollout[i])])
+
+
+@pytest.mark.parametrize("hook", ["compute_mis_weights_with_cp", "compute_mis_weights_fsdp"])
+@pytest.mark.parametrize("response_lengths", [[5, 3], [6, 4]])
+@pytest.mark.parametrize(("mask", "train", "rollout", "message"), CASES)
+def test_lists_of_a_host_whatever_the_lengths_it_states(
+    mask: Counts, train: Counts, rollout: Counts, message: str, response_lengths: list[int], hook: str
+):
+    given = lists(mask, train, rollout) | {"response_lengths": response_lengths}
+    given |= {"total_lengths": [n + 3 for n in response_lengths], "pg_loss": torch.ones(8)}
+    if response_lengths == [6, 4] and mask[0] == train[0] == rollout[0] and "None" not in message:
+        message = "response_lengths[0]: 6 tokens, but sequence 0 has 5"
     with pytest.raises(InputError) as caught:
-        mis.compute_mis_weights_fsdp(host_args(mis={"weight": {}}), **given)
-    assert ("if context parallelism splits the responses, use --custom-tis" in str(caught.value)) == hinted
+        getattr(mis, hook)(host_args(mis={"weight": {}}), **given, parallel_state=one_rank())
+    if "None" in message or caught.value.args[0].startswith("response_lengths"):
+        assert str(caught.value).startswith(message)
+    else:
+        i = int(re.findall(r"sequence (\d)", message)[0])
+        assert_told(str(caught.value), message, [(MASK, mask[i]), (TRAIN, train[i]), (ROLLOUT, rollout[i])])
+
+
+def test_a_sequence_without_a_loss_mask():
+    with pytest.raises(InputError, match=r"^loss_masks\[0\]: None; sequence 0 came without loss masks"):
+        check_lengths(of([None, 3]), {TRAIN: of([5, 3]), ROLLOUT: of([5, 3])}, whole([5, 3]))
+
+
+def test_lengths_that_alone_are_wrong():
+    with pytest.raises(
+        InputError, match=r"^response_lengths\[1\]: 4 tokens, but sequence 1 has 3 \(loss_masks 3, tr"
+    ):
+        check_lengths(of([5, 3]), {TRAIN: of([5, 3]), ROLLOUT: of([5, 3])}, whole([5, 4]))
+
+
+@pytest.mark.parametrize(("mask", "rollout", "name"), [(6, 5, MASK), (5, 4, ROLLOUT)])
+def test_of_two_lists_the_stated_lengths_decide(mask: int, rollout: int, name: str):
+    with pytest.raises(InputError, match=rf"^{name}\[0\]: .* sequence 0 has 5 "):
+        check_lengths(of([mask]), {ROLLOUT: of([rollout])}, whole([5]))
+
+
+def test_swapped_sequences_are_told():
+    with pytest.raises(InputError, match="it has the lengths of all sequences in another order"):
+        check_lengths(of([5, 3]), {TRAIN: of([5, 3]), ROLLOUT: of([3, 5])}, whole([5, 3]))
+    with pytest.raises(InputError) as caught:
+        check_lengths(of([5, 3]), {TRAIN: of([5, 3]), ROLLOUT: of([3, 4])}, whole([5, 3]))
+    assert "order" not in str(caught.value)
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -77,17 +113,24 @@ def test_pieces_of_context_parallel_ranks(name: str, more: int, rank: int, padde
     """Log-probs are this rank's piece, and the mask is of the full response."""
     layout = zigzag([12, 9], [9, 7], 2, rank, padded)
     counts: dict[str, list[int]] = {MASK: [9, 7], TRAIN: layout.local_lengths, ROLLOUT: layout.local_lengths}
-    check_lengths(of(counts[MASK]), {x: of(counts[x]) for x in (TRAIN, ROLLOUT)}, layout)
-    wrong, local = counts[name][1] + more, layout.local_lengths[1]
+    check_lengths(of(counts[MASK]), {TRAIN: of(counts[TRAIN]), ROLLOUT: of(counts[ROLLOUT])}, layout)
+    right, wrong = counts[name][1], counts[name][1] + more
     changed = {**counts, name: [counts[name][0], wrong]}
-    said = f"^sequence 1 has .*{name} {wrong}.* and response_lengths 7, of which {local} on this rank"
-    with pytest.raises(InputError, match=said):
+    told = rf"^{name}\[1\]: {wrong} tokens, but sequence 1 has {right} \(.*response_lengths 7, of which"
+    with pytest.raises(InputError, match=told):
         check_lengths(of(changed[MASK]), {x: of(changed[x]) for x in (TRAIN, ROLLOUT)}, layout)
+
+
+def test_pieces_that_agree_against_mask_and_stated_length():
+    layout = zigzag([12], [9], 2, 0)
+    short = [layout.local_lengths[0] - 1]
+    with pytest.raises(InputError, match=rf"^loss_masks\[0\]: 9 tokens, but sequence 0 has {short[0]} "):
+        check_lengths(of([9]), {TRAIN: of(short), ROLLOUT: of(short)}, layout)
 
 
 def test_the_rollout_hook_names_the_hosts_own_list():
     data = {"log_probs": of([4]), "rollout_log_probs": of([5]), "loss_masks": of([5])}
     data |= {"total_lengths": [8], "response_lengths": [5]}
     args = host_args(mis={"weight": {"normalize": {"scope": "rollout"}}})
-    with pytest.raises(InputError, match="^sequence 0 has loss_masks 5, log_probs 4, rollout_log_probs 5"):
+    with pytest.raises(InputError, match=r"^log_probs\[0\]: 4 tokens, but sequence 0 has 5 "):
         mis.normalize_rollout(SimpleNamespace(**vars(args)), 0, data)

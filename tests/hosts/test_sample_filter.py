@@ -25,7 +25,9 @@ ARGS = SimpleNamespace()
 
 
 class Status(enum.Enum):
+    PENDING = "pending"
     COMPLETED = "completed"
+    TRUNCATED = "truncated"
     ABORTED = "aborted"
 
 
@@ -57,24 +59,37 @@ BROKEN = {
     "NaN": Sample([-0.5, math.nan]),
     "impossible": Sample([-math.inf, -1.0]),
     "None inside": Sample([None, -1.0]),
+    "NaN in a tensor": Sample(torch.tensor([math.nan, -1.0])),
+    "too few in an array": Sample(numpy.array([-1.0])),
+    "NaN beside a masked token": Sample([math.nan, -1.0], loss_mask=[1, 0]),
+    "aborted half-way": Sample([-0.5], status=Status.ABORTED),
     "a loss mask that the host will refuse": Sample([-0.5, math.nan], loss_mask=[1]),
+    "a loss mask too long": good(loss_mask=[1, 1, 1]),
     "a loss mask too short": good(loss_mask=torch.tensor([1])),
+    "an empty loss mask": good(loss_mask=[]),
     "a response_length too small": good(response_length=1, loss_mask=[1, 1]),
+    "three counts": good(response_length=4, loss_mask=[1, 1, 1]),
     "vLLM's stand-in": Sample([-9999.0, -1.0]),
+    "a whole number": Sample([-9999, -1]),
     "in an array": Sample(numpy.array([-0.5, -9999.0], dtype=numpy.float32)),
+    "in bfloat16": Sample(torch.tensor([-0.5, -9999.0], dtype=torch.bfloat16)),
     "in float16": Sample(torch.tensor([-0.5, -9999.0], dtype=torch.float16)),
     "SGLang's stand-in": Sample([torch.finfo(torch.float32).min, -1.0]),
+    "everywhere": Sample([-1e9, -1e9]),
     "a text": Sample(["-0.5", -1.0]),
     "an entry of SGLang": Sample([[-0.5, 7, None], -1.0]),
 }
 FINE = {
     "plain": good(),
+    "a tuple": Sample((-0.5, -1.0)),
     "a tensor": Sample(torch.tensor([-0.5, -1.0])),
     "an array": Sample(numpy.array([-0.5, -1.0])),
     "certain": Sample([0.0, -0.0]),
+    "whole numbers": Sample([0, -1]),
     "numbers of an array": Sample([numpy.float32(-0.5), torch.tensor(-1.0)]),
     "unlikely": Sample([-104.0, -700.0]),
     "a stand-in at a masked token": Sample([-9999.0, -1.0], loss_mask=[0, 1]),
+    "truncated": good(status=Status.TRUNCATED),
     "aborted, whole": good(status=Status.ABORTED),
     "no response": Sample([], response_length=0),
     "no response, never sampled": Sample(None, response_length=0, status=Status.ABORTED),
@@ -84,12 +99,25 @@ FINE = {
 }
 
 
+@pytest.mark.parametrize("case", BROKEN)
+def test_broken_samples_are_dropped(case: str):
+    sample = replace(BROKEN[case])
+    drop_broken_samples(ARGS, [[good(), sample]])
+    assert sample.remove_sample
+
+
+@pytest.mark.parametrize("case", FINE)
+def test_whole_samples_stay(case: str):
+    sample = replace(FINE[case])
+    drop_broken_samples(ARGS, [[sample, good()]])
+    assert not sample.remove_sample
+
+
 @pytest.mark.parametrize("case", {**BROKEN, **FINE})
-def test_broken_samples_are_dropped_and_what_is_left_can_be_converted(case: str):
+def test_what_is_left_can_be_sliced_and_converted(case: str):
     """The hosts assert the count of dropped samples too, and make tensors of them."""
     sample = replace({**BROKEN, **FINE}[case])
-    drop_broken_samples(ARGS, [[good(), sample]])
-    assert sample.remove_sample == (case in BROKEN)
+    drop_broken_samples(ARGS, [[sample, good()]])
     assert len(sample.rollout_log_probs) == sample.response_length
     assert torch.isfinite(torch.as_tensor(sample.rollout_log_probs)).all()
     assert not any(x < -746 for x in sample.rollout_log_probs)
@@ -113,6 +141,9 @@ def test_only_what_is_outside_the_loss_is_replaced():
     "nest",
     [
         lambda a, b: [a, b],
+        lambda a, b: [[a, b]],
+        lambda a, b: [[a], [b]],
+        lambda a, b: [[[a], [b]]],
         lambda a, b: [[], [[a, None], (b,)], None],
     ],
 )
@@ -121,6 +152,11 @@ def test_samples_are_found_in_whatever_lists(nest: Any):
     first, second = good(), Sample([-0.5])
     drop_broken_samples(ARGS, nest(first, second))
     assert (first.remove_sample, second.remove_sample) == (False, True)
+
+
+def test_nothing_to_look_at():
+    drop_broken_samples(ARGS, [])
+    drop_broken_samples(ARGS, [[]])
 
 
 def test_a_sample_removed_earlier_stays_removed_and_is_not_named(caplog: pytest.LogCaptureFixture):
@@ -144,11 +180,20 @@ def test_the_log_names_samples_with_counts(caplog: pytest.LogCaptureFixture):
 @pytest.mark.parametrize(
     ("sample", "detail"),
     [
-        (good(loss_mask=[]), "2 rollout log-probs for 2 response tokens and a loss mask of 0"),
-        (good(response_length=3), "2 rollout log-probs for 3 response tokens"),
+        (good(loss_mask=[1] * 3), "a loss mask of 3 for 2 response tokens and 2 rollout log-probs"),
+        (good(loss_mask=[]), "a loss mask of 0 for 2 response tokens and 2 rollout log-probs"),
+        (Sample([-0.5], loss_mask=[1, 1]), "1 rollout log-probs for 2 response tokens and a loss mask of 2"),
+        (
+            good(response_length=3, loss_mask=[1, 0]),
+            "a response_length of 3 for 2 rollout log-probs and a loss mask of 2",
+        ),
+        (
+            good(response_length=4, loss_mask=[1] * 3),
+            "2 rollout log-probs for 4 response tokens and a loss mask of 3: no two agree",
+        ),
     ],
 )
-def test_all_counts_are_named(sample: Sample, detail: str):
+def test_the_odd_one_of_log_probs_tokens_and_loss_mask_is_named(sample: Sample, detail: str):
     fault = fault_of(sample)
     assert fault is not None and fault.detail == detail
 
@@ -173,19 +218,22 @@ def test_many_dropped_samples_end_in_a_total(caplog: pytest.LogCaptureFixture):
     assert f"missing in 50; the first {NAMED} are named" in caplog.records[-1].getMessage()
 
 
-@pytest.mark.parametrize(
-    "samples",
-    [
-        [Sample(None), Sample([]), Sample(None, response_length=0)],
-        [Sample(None, remove_sample=True), Sample(None), Sample(None)],
-    ],
-)
-def test_an_engine_that_returns_no_log_probs_is_an_error(samples: list[Sample]):
-    """A sample that was removed earlier hides nothing; a batch that is broken otherwise too is dropped."""
-    with pytest.raises(InputError, match="none of 2 samples has any.*return_logprob"):
-        drop_broken_samples(ARGS, [list(map(replace, samples))])
-    drop_broken_samples(ARGS, [[*map(replace, samples), broken := Sample([math.nan, math.nan])]])
-    assert broken.remove_sample
+def test_an_engine_that_returns_no_log_probs_is_an_error():
+    with pytest.raises(InputError, match="none of 3 samples has any.*return_logprob"):
+        drop_broken_samples(
+            ARGS, [[Sample(None), Sample([])], [Sample(None), Sample(None, response_length=0)]]
+        )
+
+
+def test_a_sample_removed_earlier_hides_no_engine_without_log_probs():
+    with pytest.raises(InputError, match="none of 1 samples has any"):
+        drop_broken_samples(ARGS, [[Sample(None, remove_sample=True), Sample(None)]])
+
+
+def test_all_broken_in_other_ways_is_not():
+    samples = [Sample(None), Sample([math.nan, math.nan])]
+    drop_broken_samples(ARGS, [samples])
+    assert all(sample.remove_sample for sample in samples)
 
 
 def test_what_miles_scores_again_is_left_alone(caplog: pytest.LogCaptureFixture):
@@ -266,11 +314,17 @@ CHANGED = {
 }
 
 
-@pytest.mark.parametrize("case", {**UNCHANGED, **CHANGED})
+@pytest.mark.parametrize("case", UNCHANGED)
+def test_tokens_of_the_engine_stay(case: str):
+    assert fault_of(UNCHANGED[case]) is None
+
+
+@pytest.mark.parametrize("case", CHANGED)
 def test_tokens_that_an_environment_changed_are_dropped(case: str):
     """At equal length, so that every count fits, and the log-probs are those of another text."""
-    fault = fault_of({**UNCHANGED, **CHANGED}[case])
-    assert (fault is not None and fault.cause == "of other tokens") == (case in CHANGED)
+    sample = replace(CHANGED[case])
+    drop_broken_samples(ARGS, [[good(), sample]])
+    assert sample.remove_sample
 
 
 def test_a_drafted_token_may_lie_outside_its_nucleus():

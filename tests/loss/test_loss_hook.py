@@ -753,7 +753,9 @@ def test_a_list_that_does_not_fit_is_named_with_all_counts():
     for name, count in (("loss_masks", 6), ("log_probs", 4), ("rollout_log_probs", 0)):
         batch = random_step(0).batch()
         batch[name][2] = batch[name][2].new_ones(count)
-        with pytest.raises(InputError, match=f"^sequence 2 has .*{name} {count}.*response_lengths 5"):
+        with pytest.raises(
+            InputError, match=rf"^{name}\[2\]: {count} tokens, but sequence 2 has 5 .*{name} {count}"
+        ):
             drive(flags(mis={}), batch, torch.cat(random_step(0).rows("target")))
 
 
