@@ -15,7 +15,7 @@ from mis_plugins.config.model import CorrectionConfig, Population, RejectRule, U
 from mis_plugins.config.terms.statistics import row_of
 from mis_plugins.correction.pipeline import Correction
 from mis_plugins.correction.plan import weighs_tokens
-from mis_plugins.correction.ratios import LOG_RATIO_CLAMP, exp_clamped, exp_finite, log_bound
+from mis_plugins.correction.ratios import LOG_RATIO_CLAMP, exp_clamped, log_bound
 from mis_plugins.correction.rejection import Totals, aggregate, known_log_ratio, passes
 from mis_plugins.metrics.quantity import (
     Metrics,
@@ -79,27 +79,24 @@ def of_sequences(c: Correction) -> Iterator[Quantity]:
 
 
 def _mismatch(c: Correction) -> Iterator[Quantity]:
-    ruled = [(name, rule) for name, rule in rules(c.config) if rule.over == "token"]
-    rows = dict.fromkeys(["log_ratio", "proximal", *(row_of(rule.statistic) for _, rule in ruled)])
-    means = {row: c.totals[row] / c.usable_count for row in rows}
-    mean_log_ratio, proximal, log_ratio = means["log_ratio"], means["proximal"], c.totals["log_ratio"]
-    behavior = proximal - mean_log_ratio
-    perplexities = exp_finite(-torch.stack([proximal, behavior, mean_log_ratio])).unbind()
+    means, log_ratio = c.means, c.totals["log_ratio"]
     far = log_ratio.abs()
-    yield Sequence("mean_log_ratio", mean_log_ratio, OF_MEAN_LOG_RATIO)
-    yield Sequence("abs_mean_log_ratio", mean_log_ratio.abs(), {"log_ppl_abs_diff": mean})
-    yield Sequence("mean_proximal", proximal, {"train_log_ppl": minus_mean})
-    yield Sequence("mean_behavior", behavior, {"rollout_log_ppl": minus_mean})
-    for name, values in zip(("train_ppl", "rollout_ppl", "ppl_ratio"), perplexities, strict=True):
+    yield Sequence("mean_log_ratio", means.log_ratio, OF_MEAN_LOG_RATIO)
+    yield Sequence("abs_mean_log_ratio", means.log_ratio.abs(), {"log_ppl_abs_diff": mean})
+    yield Sequence("mean_proximal", means.proximal, {"train_log_ppl": minus_mean})
+    yield Sequence("mean_behavior", means.behavior, {"rollout_log_ppl": minus_mean})
+    for name, values in zip(("train_ppl", "rollout_ppl", "ppl_ratio"), means.perplexities, strict=True):
         yield Sequence(name, values, {name: mean})
-    yield Sequence("geometric", exp_clamped(mean_log_ratio), {"chi2_geometric": chi2})
+    yield Sequence("geometric", exp_clamped(means.log_ratio), {"chi2_geometric": chi2})
     yield Sequence("product", exp_clamped(log_ratio), {"chi2_sequence": chi2})
     yield Sequence("sequence_log_ratio", log_ratio, OF_LOG_RATIO)
     yield Sequence("abs_sequence_log_ratio", far, {"sequence_log_ratio_abs_mean": mean})
     yield Sequence("saturated_sequences", far > LOG_RATIO_CLAMP, {"saturated_sequences": mean})
-    for name, rule in ruled:
-        values = means[row_of(rule.statistic)]
-        yield from _compared(name, rule, values, _untouched(c.totals, rule), "any_usable", "", {})
+    for name, rule in rules(c.config):
+        if rule.over == "token":
+            row = row_of(rule.statistic)
+            values = means.log_ratio if row == "log_ratio" else c.totals[row] / c.usable_count
+            yield from _compared(name, rule, values, _untouched(c.totals, rule), "any_usable", "", {})
 
 
 def _weights(c: Correction) -> Iterator[Quantity]:

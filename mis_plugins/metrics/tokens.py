@@ -120,14 +120,6 @@ class Tokens:
         return self.stage.log_ratio.double()
 
     @cached_property
-    def abs_log_ratio(self) -> Float[Tensor, " T"]:
-        return self.log_ratio.abs()
-
-    @cached_property
-    def k3(self) -> Float[Tensor, " T"]:
-        return k3(self.log_ratio)
-
-    @cached_property
     def excess(self) -> Float[Tensor, " T"]:
         """The ratio r less 1, with its logarithm clamped."""
         return self.log_ratio.clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP).expm1_()
@@ -137,14 +129,6 @@ class Tokens:
         """log pi_old and log mu; 0 where the token is not usable."""
         pair = torch.stack([self.stage.log_probs.proximal, self.stage.log_probs.behavior]).double()
         return pair.masked_fill_(self.stage.unusable, 0)
-
-    @property
-    def proximal(self) -> Float[Tensor, " T"]:
-        return self.log_probs[0]
-
-    @property
-    def behavior(self) -> Float[Tensor, " T"]:
-        return self.log_probs[1]
 
     @cached_property
     def normalized(self) -> Float[Tensor, " T"]:
@@ -216,18 +200,18 @@ def related(t: Tokens) -> Iterator[Quantity]:
 
 def of_usable(t: Tokens) -> Iterator[Quantity]:
     """Quantities of usable tokens."""
-    x = t.log_ratio
+    x, far = t.log_ratio, t.log_ratio.abs()
     yield Quantity("usable", t.usable, OF_USABLE)
     yield Quantity("log_ratio", x, OF_LOG_RATIO)
-    yield Quantity("abs_log_ratio", t.abs_log_ratio, OF_ABS_LOG_RATIO)
-    yield Quantity("k3", t.k3, OF_K3)
+    yield Quantity("abs_log_ratio", far, OF_ABS_LOG_RATIO)
+    yield Quantity("k3", k3(x), OF_K3)
     *both, ratio = related(t)
     yield from (*both, ratio)
     weighted = ratio.values * x
     yield Quantity("reverse_k1", weighted, {"reverse_kl_k1": mean})
     yield Quantity("reverse_k2", weighted * x, {"reverse_kl_k2": half_mean})
     yield Quantity("reverse_k3", weighted - t.excess, {"reverse_kl_k3": mean})
-    yield Quantity("saturated", t.abs_log_ratio > LOG_RATIO_CLAMP, {"saturated_tokens": mean})
+    yield Quantity("saturated", far > LOG_RATIO_CLAMP, {"saturated_tokens": mean})
     yield Quantity("kept_usable", t.kept, OF_KEPT)
     for bound in LOG_RATIO_TAILS:
         yield from beyond("log_ratio_tail_{side}_" + str(bound), x, (-bound, bound))
