@@ -12,19 +12,8 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from mis_plugins.correction.ratios import LOG_RATIO_CLAMP, finite
-from mis_plugins.metrics.quantity import (
-    Metrics,
-    Quantity,
-    Reduction,
-    Step,
-    known,
-    largest,
-    mean,
-    minus_mean,
-    smallest,
-    std,
-    total,
-)
+from mis_plugins.metrics import quantity as take
+from mis_plugins.metrics.quantity import Metrics, Quantity, Reduction, Step, known
 from mis_plugins.metrics.totals import Partials, Places, reduced
 from mis_plugins.versions.segment_wise import BehaviorWeight, Written
 
@@ -44,23 +33,23 @@ def _effective_share(s: Step, x: str, count: str) -> float:
 
 
 SEGMENT_WISE_ONLY = "behav_imp_weight/var/segment_wise"
-variance = std.then(lambda x: x * x)
-OF_TOKENS: Metrics = {"staleness/tokens": total}
+variance = take.std.then(lambda x: x * x)
+OF_TOKENS: Metrics = {"staleness/tokens": take.total}
 OF_EXCESS: Metrics = {SEGMENT_WISE_ONLY: variance}
 OF_STANDARD_EXCESS: Metrics = {"behav_imp_weight/var/standard": variance}
-OF_STEP: Metrics = {"behav_kl/avg": minus_mean}
-OF_AGE: Metrics = {"staleness/avg": mean}
+OF_STEP: Metrics = {"behav_kl/avg": take.minus_mean}
+OF_AGE: Metrics = {"staleness/avg": take.mean}
 OF_WEIGHT_EXCESS: Metrics = {
-    "behav_imp_weight/avg": mean.then(lambda x: 1 + x),
-    "behav_imp_weight/std": std,
+    "behav_imp_weight/avg": take.mean.then(lambda x: 1 + x),
+    "behav_imp_weight/std": take.std,
 }
 OF_WEIGHT: Metrics = {
-    "behav_imp_weight/min": smallest,
-    "behav_imp_weight/max": largest,
+    "behav_imp_weight/min": take.smallest,
+    "behav_imp_weight/max": take.largest,
     # Weights near 0 would vanish in a sum of squared excesses.
     "behav_imp_weight/ess": Reduction("sum squares", _effective_share),
 }
-OF_UNKNOWN: Metrics = {"staleness/unknown": total}
+OF_UNKNOWN: Metrics = {"staleness/unknown": take.total}
 WEIGHT_METRICS = (
     OF_TOKENS | OF_EXCESS | OF_STANDARD_EXCESS | OF_STEP | OF_AGE | OF_WEIGHT_EXCESS | OF_WEIGHT | OF_UNKNOWN
 )
