@@ -49,10 +49,9 @@ from mis_plugins.packing.transfer import Arrival, to_host
 from mis_plugins.shared.notices import warn_once
 
 if TYPE_CHECKING:
-    from mis_plugins.metrics.by_age import ByAge
     from mis_plugins.versions.segment_wise import Written
 else:
-    ByAge = Written = Any  # loaded where a host says which version wrote each token
+    Written = Any  # loaded where a host says which version wrote each token
 
 # A wrong setting that scales log-probs lasts, and need not be looked for at every step. `metrics: watch` and `all`
 # look at every step. `full`, to which the sums cost more, looks at the first step of every tenth rollout. The
@@ -76,7 +75,7 @@ class Recorded:
     config: CorrectionConfig
     ranks: Ranks
     partials: Partials
-    ages: ByAge | None = None
+    ages: Partials | None = None
 
     def merge(self, other: Recorded) -> Recorded:
         """Merge the records of two sets of micro-batches."""
@@ -116,7 +115,7 @@ class Recorded:
         """
         if self.ages is None or not self.config.segment_wise_on:
             return self.partials.named_sums
-        row = self.ages.groups[""]
+        row = self.ages.named_sums
         why = {"nonfinite_weights": row["nonfinite"], "lacking_weights": row["unknown"] - row["nonfinite"]}
         return self.partials.named_sums | why
 
@@ -416,7 +415,7 @@ def _at_exit(recorder: weakref.ref[Recorder]) -> None:
 
 def _ages(
     correction: Correction, written: Written | None, numerator: Float[Tensor, " T"] | None
-) -> ByAge | None:
+) -> Partials | None:
     if written is None:
         return None
     from mis_plugins.metrics.staleness import weights_by_age

@@ -28,7 +28,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lab import tallies
 from lab.host.train.parallel import EXIT_USER_ERROR
-from mis_plugins.shared.arrays import load_safetensors
+from mis_plugins.shared.arrays import Safetensors
 from true_on_policy import hosts
 from true_on_policy.__main__ import main
 from true_on_policy.diff.log_prob_record import LogProbRecord
@@ -240,7 +240,7 @@ def test_a_sequence_without_log_probs_leaves_the_others_alone(tmp_path: Path, co
     assert counts(found) == (len([one for one in VALID if one[0] != 0]), 1)
     assert comparison.totals.without == 1
     folder = tmp_path / "rollout-0-step-0-rank-0"
-    tokens = load_safetensors(folder / "sample.safetensors", "tokens")
+    tokens = Safetensors(folder / "sample.safetensors").tensor("tokens")
     assert tokens.tolist() == list(range(300, 310))
     where = LogProbRecord.load(folder / "engine.safetensors").metadata["where"]
     assert where.endswith("micro-batch 0, sequence 3, response token 4")
@@ -345,7 +345,8 @@ def test_the_first_differing_sample_is_written_for_diff(
         engine.metadata["where"] == "rollout 7, step 0, rank 0, micro-batch 0, sequence 3, response token 4"
     )
     assert "prefill re-score" in engine.metadata["compared"]
-    sample = {name: load_safetensors(folder / "sample.safetensors", name) for name in ("tokens", "positions")}
+    saved = Safetensors(folder / "sample.safetensors")
+    sample = {name: saved.tensor(name) for name in ("tokens", "positions")}
     assert sample["tokens"].tolist() == list(range(300, 310))
     assert sample["positions"].tolist() == [0, 1, 3, 4, 6]
     assert main(["diff", str(files[0]), str(files[0])]) == 0
@@ -589,7 +590,7 @@ def test_a_bit_on_one_rank_stops_all(broken: tuple[int, int], tmp_path: Path):
     assert folder.name.endswith(f"rank-{[different for _, different, _ in found].index(1)}")
     records = [LogProbRecord.load(folder / f"{side}.safetensors") for side in ("engine", "trainer")]
     (differs,) = (records[0].log_probs != records[1].log_probs).nonzero().flatten().tolist()
-    assert load_safetensors(folder / "sample.safetensors", "positions")[differs] == broken[1]
+    assert Safetensors(folder / "sample.safetensors").tensor("positions")[differs] == broken[1]
     assert records[0].tokens[differs] == 100 * broken[0] + 3 + broken[1]
 
 

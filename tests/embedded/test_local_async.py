@@ -30,7 +30,7 @@ from lab.host.model.engine import DecodeEngine
 from lab.host.rollout.sampler import Rollout, derive_seed, draw
 from lab.host.train.parallel import EXIT_INTERRUPTED, initialize, launch
 from mis_plugins.errors import ConfigError
-from mis_plugins.metrics.by_age import COLUMNS
+from mis_plugins.metrics.staleness import COLUMNS
 
 LEARNS = (
     "--advantage-estimator reinforce --reward-shift -1 --lr 1e-3"  # failures push: --smoke never succeeds

@@ -805,15 +805,6 @@ def test_commands_print_a_file_that_check_passes(tmp_path: Path, capsys: pytest.
         assert "needs:" in capsys.readouterr().out
 
 
-def test_a_command_that_is_gone_names_what_takes_its_place(capsys: pytest.CaptureFixture):
-    assert main(["config", "from-miles", "mis.yaml"]) == 2
-    told = capsys.readouterr().err
-    assert "pass it as --custom-config-path FILE" in told and "`config check FILE`" in told
-    with pytest.raises(SystemExit):
-        main(["config", "--help"])
-    assert "from-miles" not in capsys.readouterr().out
-
-
 @pytest.mark.parametrize("command", ["from-verl", "from-ms-swift", "from-areal"])
 def test_commands_refuse(command: str, tmp_path: Path, capsys: pytest.CaptureFixture):
     broken = tmp_path / "broken.yaml"

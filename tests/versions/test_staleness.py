@@ -20,17 +20,13 @@ from segmentwise_rows import CURRENT, applied, config_of, flat, numerator_of, ro
 from tolerances import step_atol, step_weight_atol
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
-from mis_plugins.metrics.by_age import AGES, ByAge
-from mis_plugins.metrics.staleness import (
-    error_metrics,
-    loglinear_error_by_age,
-    weight_metrics,
-    weights_by_age,
-)
+from lab.host.asynchronous.measure import loglinear_error_by_age
+from mis_plugins.metrics.staleness import AGES, metrics_by_age, weight_metrics, weights_by_age
+from mis_plugins.metrics.totals import Partials
 from mis_plugins.versions.segment_wise import SegmentWiseConfig, Written, proximal_t
 
 
-def measured(row: Sequence[Token], config: SegmentWiseConfig) -> ByAge:
+def measured(row: Sequence[Token], config: SegmentWiseConfig) -> Partials:
     numerator, behavior, valid = (
         numerator_of(row, config),
         flat(row, "behavior"),
@@ -40,7 +36,7 @@ def measured(row: Sequence[Token], config: SegmentWiseConfig) -> ByAge:
     return weights_by_age(numerator, flat(row, "proximal"), behavior, written_of(row), valid, weighed)
 
 
-def errors(row: Sequence[Token]) -> ByAge:
+def errors(row: Sequence[Token]) -> Partials:
     valid = flat(row, "valid", torch.bool)
     return loglinear_error_by_age(flat(row, "proximal"), flat(row, "behavior"), written_of(row), valid)
 
@@ -119,7 +115,7 @@ def test_loglinear_error(row: list[Token]):
         for token in row
         if token.valid and token.version >= 0 and token.age >= 2 and token.recomputed is not None
     ]
-    metrics = error_metrics(errors(row))
+    metrics = metrics_by_age(errors(row))
     if not counted:
         assert metrics == {}
         return
@@ -142,9 +138,9 @@ def test_adds_over_micro_batches(row: list[Token], spec: Spec, cut: int):
     config = config_of(spec)
     whole = measured(row, config)
     parts = measured(row[:cut], config).merge(measured(row[cut:], config))
-    assert torch.equal(whole.maxima, parts.maxima)
+    assert torch.equal(whole.largest["maxima"], parts.largest["maxima"])
     torch.testing.assert_close(
-        whole.sums, parts.sums, rtol=0, atol=step_atol(len(row), 60.0 * max(len(row), 1))
+        whole.added["sums"], parts.added["sums"], rtol=0, atol=step_atol(len(row), 60.0 * max(len(row), 1))
     )
 
 
@@ -168,14 +164,14 @@ def test_adds_over_ranks(tmp_path: Path):
 
 def test_the_last_age_holds_all_above():
     tokens = [Token(-1.0, -1.0, -1.0, 0, version) for version in (AGES - 2, AGES - 1, AGES + 40)]
-    found: list[ByAge] = []
+    found: list[Partials] = []
     for token in tokens:
         written = replace(written_of([token]), current=token.current)
         one = torch.tensor([-1.0])
         valid = torch.tensor([True])
         weighed = applied(one, one, valid, SegmentWiseConfig())
         found.append(weights_by_age(one, one, one, written, valid, weighed))
-    metrics = weight_metrics(functools.reduce(ByAge.merge, found))
+    metrics = weight_metrics(functools.reduce(Partials.merge, found))
     assert metrics["staleness/tokens/age_16_up"] == 2 and metrics["staleness/tokens/age_15"] == 1
     assert metrics["staleness/avg"] == (AGES - 2 + AGES - 1 + AGES + 40) / 3
 
@@ -185,7 +181,7 @@ def test_nothing_at_all():
         "staleness/tokens": 0.0,
         "staleness/unknown": 0.0,
     }
-    assert error_metrics(errors([])) == {}
+    assert metrics_by_age(errors([])) == {}
 
 
 def test_what_was_not_stored_is_not_taken_for_what_is_not_finite():
@@ -196,7 +192,7 @@ def test_what_was_not_stored_is_not_taken_for_what_is_not_finite():
         torch.ones(3).bool(),
     )
     weighed = applied(numerator, one, valid, SegmentWiseConfig())
-    row = weights_by_age(numerator, one, one, written_of(row_of([3, 3, 3])), valid, weighed).groups[""]
+    row = weights_by_age(numerator, one, one, written_of(row_of([3, 3, 3])), valid, weighed).named_sums
     assert (row["tokens"], row["unknown"], row["nonfinite"]) == (1, 2, 1)
 
 

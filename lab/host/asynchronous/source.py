@@ -26,7 +26,7 @@ from lab.host.rollout.sampler import Rollout, draw, judged
 from lab.host.rollout.tasks import Problem, Task
 from lab.host.train.parallel import ParallelState
 from lab.host.train.trainer import RolloutData, Trainer
-from mis_plugins.metrics.by_age import age_column
+from mis_plugins.metrics.staleness import age_column
 from mis_plugins.versions.segment_wise import STORED_FROM
 
 Row = dict[str, int | float]

@@ -20,8 +20,8 @@ from lab.host.rollout.tasks import Problem, Task
 from lab.host.train.loss import of_log_probs, supervised_loss
 from lab.host.train.parallel import ParallelState
 from lab.host.train.trainer import RolloutData, Trainer
+from lab.provenance import tracked
 from mis_plugins.shared.files import replaced
-from mis_plugins.shared.progress import tracked
 
 BATCH = 64
 
