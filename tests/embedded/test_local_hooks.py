@@ -1,10 +1,9 @@
-"""The embedded host's hooks beside the TIS hook: custom loss, reducer, sample filter, train step; and the KL term."""
+"""The embedded host's hooks beside the TIS hook: custom loss, reducer, sample filter, train step."""
 
 from __future__ import annotations
 
 import math
 from argparse import Namespace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +20,9 @@ from lab.host.model.model import packed_logits
 from lab.host.rollout.sampler import Rollout, shard
 from lab.host.rollout.tasks import TASKS
 from lab.host.train import loss, parallel
-from lab.host.train.kl import kl_term
 from lab.host.train.log_probs import get_log_probs_and_entropy
 from lab.host.train.loss import clipped_surrogate, custom_loss, policy_loss
 from lab.host.train.trainer import Trainer
-from mis_plugins.loss.objective import ESTIMATORS, KlType
 from mis_plugins.mis import drop_broken_samples
 
 RTOL = 1e-5  # what the project promises between layouts of ranks, relative
@@ -73,7 +70,7 @@ def test_a_custom_loss_is_called_as_the_hosts_call_it(monkeypatch: pytest.Monkey
     ((handed, given, logits, _),) = calls
     assert handed is args and logits is log_probs
     assert given["log_probs"] is batch.proximal and given["rollout_log_probs"] is batch.behavior
-    assert given["unconcat_tokens"] is batch.tokens and given["ref_log_probs"] is None
+    assert given["unconcat_tokens"] is batch.tokens
     assert (given["total_lengths"], given["response_lengths"]) == ([5, 4], [3, 2])
     assert given["rollout_mask_sums"].tolist() == [2, 2]
     assert total.item() == -15.0
@@ -232,7 +229,7 @@ def test_the_train_step_hook_is_called_once_the_gradients_are_zero(tmp_path: Pat
     assert noted(tmp_path, "steps") == [str(step) for step in steps]
 
 
-# ------------------------------------------------------------------------------------------------ dual clip and KL
+# ------------------------------------------------------------------------------------------------ dual clip
 
 
 def test_the_dual_clip_bounds_the_loss_of_negative_advantages() -> None:
@@ -240,56 +237,6 @@ def test_the_dual_clip_bounds_the_loss_of_negative_advantages() -> None:
     advantages = torch.tensor([-1.0, -2.0, -1.0, 1.0])
     values, _ = clipped_surrogate(log_ratio, advantages, 0.2, 0.28, dual=3.0)
     assert values.tolist() == pytest.approx([3.0, 6.0, 1.0, -1.28], rel=4 * EPS)
-
-
-@pytest.mark.parametrize("kind", ESTIMATORS)
-@pytest.mark.parametrize("unbiased", [True, False])
-def test_the_kl_term(kind: KlType, unbiased: bool) -> None:
-    """Against Schulman's formulas in float64; the reference gets no gradient, the ratio does."""
-    target = torch.tensor([-1.0, -2.0, -0.5, -1.0], dtype=torch.float64, requires_grad=True)
-    reference = torch.tensor([-1.5, -0.5, -0.5, -30.0], dtype=torch.float64)
-    proximal = torch.tensor([-1.2, -2.2, -0.4, -1.0], dtype=torch.float64)
-    ratio = (target - proximal).exp() if unbiased else None
-    found = kl_term(kind, target, reference, ratio)
-    for t in range(4):
-        p, q = target[t].item(), reference[t].item()
-        x = q - p
-        value = {"k1": -x, "k2": x * x / 2}.get(kind, math.exp(x) - 1 - x)
-        if kind == "low_var_kl":
-            value = math.exp(max(x, -20)) - 1 - max(x, -20)
-        value *= math.exp(p - proximal[t].item()) if unbiased else 1
-        expected = min(value, 10.0) if kind == "low_var_kl" else value
-        assert found[t].item() == pytest.approx(expected, rel=1e-12)
-    assert torch.autograd.gradcheck(lambda x: kl_term(kind, x, reference, None)[:3], target)
-
-
-@pytest.mark.parametrize("unbiased", [True, False])
-def test_the_kl_term_enters_the_loss_by_its_coefficient(unbiased: bool) -> None:
-    batch, _, log_probs = micro_batch(rejected=False)
-    object.__setattr__(batch, "reference", [part - 0.5 for part in log_probs.detach().split([3, 2])])
-    args = settings(use_kl_loss=True, kl_loss_coef=0.25, kl_loss_type="k2", use_unbiased_kl=unbiased)
-    total, metrics = policy_loss(args, ALONE, batch, log_probs)
-    # x = -0.5 everywhere: k2 is 1/8 a token; two sequences; target = proximal, so the ratio is 1
-    assert metrics["kl_loss"].item() == pytest.approx(2 / 8)
-    assert total.item() == pytest.approx(-4 + 0.25 * 2 / 8)
-    (gradient,) = torch.autograd.grad(total, log_probs)
-    # per token of weight 1/2: -A, and 0.25 (log target - log reference), and the ratio's own derivative times 1/8
-    extra = 0.25 * (0.5 + (1 / 8 if unbiased else 0))
-    assert gradient[0].item() == pytest.approx((-2 + extra) / 2)
-
-
-def test_kl_to_the_frozen_policy_starts_at_zero_and_survives_a_resume(tmp_path: Path) -> None:
-    """The reference of a resumed run is still the policy of before the first rollout."""
-    kl = "--use-kl-loss --kl-loss-coef 0.01 --kl-loss-type k3 --lr 1e-3"
-    common = f"{FAILURES} {kl} --warmup-cache {tmp_path}"
-    run_one_step_a_rollout = partial(run, global_batch_size=16, micro_batch_size=16)
-    assert run_one_step_a_rollout(common, tmp_path / "straight", num_rollout=4) == 0
-    resumed = tmp_path / "resumed"
-    assert run_one_step_a_rollout(f"{common} --save {tmp_path}/save", resumed, num_rollout=2) == 0
-    assert run_one_step_a_rollout(f"{common} --load {tmp_path}/save", resumed, num_rollout=4) == 0
-    rows = records(tmp_path / "straight")
-    assert rows[0]["kl_loss"] == 0 < rows[1]["kl_loss"]
-    assert numbers(resumed) == numbers(tmp_path / "straight")
 
 
 def test_holding_other_weights_gives_the_own_ones_back(

@@ -12,7 +12,7 @@ import yaml
 
 from lab.host.asynchronous.staleness_bound import HeadOffpolicyness
 from lab.host.asynchronous.update_hooks import Hooks, Point
-from lab.host.cli.flags import REMOVED, TELLING, build_parser, named, spelled
+from lab.host.cli.flags import TELLING, build_parser, named, spelled
 from lab.host.cli.loading import load_function
 from mis_plugins.config.file import keys_of
 from mis_plugins.config.reading import from_args
@@ -45,7 +45,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         vars(args).update(SMOKE)
     if args.custom_config_path is not None:
         merge_custom_config(args, args.custom_config_path)
-    _refuse(_removed(args), _numbers(args))
+    _refuse(_numbers(args))
     _fill_defaults(args)
     _refuse(_sizes(args), _experts(args), _engine(args), _cut(args), _unused_without_async(args))
     if args.asynchronous:
@@ -101,14 +101,6 @@ def _refuse(*faults: Iterator[str]) -> None:
     for fault in faults:
         for message in fault:
             raise ConfigError(message)
-
-
-def _removed(args: argparse.Namespace) -> Iterator[str]:
-    """Flags of earlier releases, and what is to be done about each."""
-    for name, instead in REMOVED.items():
-        if getattr(args, name) is not None:
-            yield f"{spelled(name)} is gone: {instead}"
-        delattr(args, name)
 
 
 def _numbers(args: argparse.Namespace) -> Iterator[str]:
@@ -351,8 +343,6 @@ def _loss(args: argparse.Namespace) -> Iterator[str]:
         yield (
             "--custom-pg-loss-reducer-function-path has no effect with --loss-type custom_loss; drop one of them"
         )
-    if args.use_unbiased_kl and not args.use_kl_loss:
-        yield "--use-unbiased-kl has no effect without --use-kl-loss"
     if args.eps_clip_c is not None and args.eps_clip_c <= 1:
         yield f"--eps-clip-c: got {args.eps_clip_c:g}; a dual clip lies above 1"
 

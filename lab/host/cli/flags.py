@@ -67,7 +67,7 @@ class Run:
     seed: int = flag(0, "of weights, prompts and samples")
     num_rollout: int = flag(200, "rollouts to train on", size=True)
     smoke: bool = flag(False, "a tiny run that only shows that everything works; overrides sizes")
-    quiet: bool = flag(False, "no table and no progress bar; the line that says where the run lies remains")
+    quiet: bool = flag(False, "no rows and no progress bar; the line that says where the run lies remains")
 
 
 @dataclass
@@ -264,16 +264,6 @@ class Clip:
 
 
 @dataclass
-class KlLoss:
-    """KL loss: Towards the policy of before the first rollout, frozen."""
-
-    use_kl_loss: bool = flag(False, "add the KL term to the loss")
-    kl_loss_coef: float = flag(0.0, "its factor")
-    kl_loss_type: Literal["k1", "k2", "k3", "low_var_kl"] = flag("k1", "its estimator")
-    use_unbiased_kl: bool = flag(False, "multiply it by the ratio of target to proximal policy")
-
-
-@dataclass
 class Optimizer:
     """optimizer"""
 
@@ -325,14 +315,9 @@ class Model:
     )
 
 
-REMOVED = {
-    "rollout_health_check_timeout": "a thread of the trainer samples, and no worker process is watched; drop it",
-}
-"""Flags of earlier releases, and what is to be done about each."""
-
 GROUPS = (
     *(Run, Checkpoint, Evaluation, Task, Rollout, Asynchronous, Correction),
-    *(Loss, Advantage, Clip, KlLoss, Optimizer, Ranks, Model),
+    *(Loss, Advantage, Clip, Optimizer, Ranks, Model),
 )
 
 
@@ -360,8 +345,6 @@ def build_parser() -> argparse.ArgumentParser:
         added, types = parser.add_argument_group(title, about or None), get_type_hints(group)
         for one in fields(group):
             added.add_argument(spelled(one.name), dest=one.name, **_taken(one, types[one.name]))
-    for name in REMOVED:
-        parser.add_argument(spelled(name), dest=name, help=argparse.SUPPRESS)
     return parser
 
 

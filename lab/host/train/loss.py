@@ -17,7 +17,6 @@ from torch import Tensor
 from lab.host.cli.loading import load_function
 from lab.host.train.batch import Layout
 from lab.host.train.kept_set import IDS, OFFSETS, KeptSets
-from lab.host.train.kl import kl_term
 from lab.host.train.log_probs import response_log_probs
 from lab.host.train.parallel import ParallelState
 from mis_plugins.config.terms.divergence import k3
@@ -46,7 +45,6 @@ class MicroBatch:
     advantages: list[Tensor]
     proximal: list[Tensor] | None
     behavior: list[Tensor]
-    reference: list[Tensor] | None = None
     versions: list[Tensor] | None = None
     recomputed: list[Tensor] | None = None
     proximal_version: int | None = None
@@ -140,12 +138,6 @@ def policy_loss(args: Namespace, state: ParallelState, batch: MicroBatch, log_pr
         metrics |= {name: reduce(values) for name, values in mismatch.items()}
     reduce_kept = Reducer.of(batch, masks, per_token=args.calculate_per_token_loss)
     total = pg_reducer(args, batch, masks, reduce_kept)(loss)
-    if args.use_kl_loss:
-        ratio = log_ratio.exp() if args.use_unbiased_kl else None
-        assert batch.reference is not None
-        kl = reduce_kept(kl_term(args.kl_loss_type, log_probs, torch.cat(batch.reference), ratio))
-        total = total + args.kl_loss_coef * kl
-        metrics["kl_loss"] = kl
     metrics |= {
         "loss": total,
         "pg_clipfrac": reduce_kept(clipped),
@@ -211,7 +203,6 @@ def host_batch(batch: MicroBatch) -> dict[str, Any]:
         "advantages": batch.advantages,
         "log_probs": batch.proximal,
         "rollout_log_probs": batch.behavior,
-        "ref_log_probs": batch.reference,
         "max_seq_lens": None,
         "output_versions": batch.versions,
         "recomputed_log_probs": batch.recomputed,
