@@ -123,7 +123,6 @@ def wait_for(path: Path, lines: int, limit_s: float = 180.0) -> None:
         ("--rollout-engine vllm --rollout-weights fp32", "--rollout-engine vllm with --kv-channels 16: .*of 32, "),
         ("--true-on-policy --rollout-weights bf16", "--true-on-policy with --rollout-weights bf16: the trainer comp"),
         ("--true-on-policy --tensor-model-parallel-size 2", "--true-on-policy with --tensor-model-parallel-size 2: t"),
-        ("--eps-clip-c 1", "--eps-clip-c: got 1; a dual clip lies above 1"),
         ("--custom-config-path /nowhere.yaml", "--custom-config-path /nowhere.yaml: .*No such file"),
     ],
 )  # fmt: skip
@@ -248,7 +247,7 @@ def test_the_hook_is_called_as_miles_calls_it(use_tis: bool, monkeypatch: pytest
 def settings(**given: Any) -> Namespace:
     return Namespace(**{
         "use_tis": False, "get_mismatch_metrics": False, "use_rollout_logprobs": False, "eps_clip": 0.2,
-        "eps_clip_high": 0.28, "eps_clip_c": None, "calculate_per_token_loss": False,
+        "eps_clip_high": 0.28, "calculate_per_token_loss": False,
         "custom_tis_function_path": "a.b", "custom_pg_loss_reducer_function_path": None, **given,
     })  # fmt: skip
 

@@ -335,7 +335,7 @@ def _advantage(args: argparse.Namespace) -> Iterator[str]:
 
 
 def _loss(args: argparse.Namespace) -> Iterator[str]:
-    """Settings of the loss that nothing would read, and a dual clip that would act on every token."""
+    """Settings of the loss that nothing would read."""
     custom = args.loss_type == "custom_loss"
     if custom != (args.custom_loss_function_path is not None):
         yield "--loss-type custom_loss and --custom-loss-function-path need each other; give both or none"
@@ -343,8 +343,6 @@ def _loss(args: argparse.Namespace) -> Iterator[str]:
         yield (
             "--custom-pg-loss-reducer-function-path has no effect with --loss-type custom_loss; drop one of them"
         )
-    if args.eps_clip_c is not None and args.eps_clip_c <= 1:
-        yield f"--eps-clip-c: got {args.eps_clip_c:g}; a dual clip lies above 1"
 
 
 POINTS: tuple[Point, ...] = get_args(Point)

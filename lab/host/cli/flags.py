@@ -260,7 +260,6 @@ class Clip:
 
     eps_clip: float = flag(0.2, "PPO clip", rate=True)
     eps_clip_high: float | None = flag(None, "upper PPO clip (default: --eps-clip)")
-    eps_clip_c: float | None = flag(None, "dual clip: at most -C A where A < 0", "C")
 
 
 @dataclass

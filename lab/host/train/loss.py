@@ -92,18 +92,15 @@ def of_log_probs(loss: LogProbLoss) -> LossFunction:
 
 
 def clipped_surrogate(
-    log_ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float, dual: float | None = None
+    log_ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float
 ) -> tuple[Tensor, Tensor]:
     """PPO's ``-min(r A, clip(r, 1 - low, 1 + high) A)`` a token, and whether the clip acted.
 
-    ``log_ratio`` is target - proximal. Schulman et al. 2017, arxiv.org/abs/1707.06347. ``dual`` bounds the loss of
-    negative advantages by ``-dual A``. Ye et al. 2019, arxiv.org/abs/1912.09729.
+    ``log_ratio`` is target - proximal. Schulman et al. 2017, arxiv.org/abs/1707.06347.
     """
     ratio = log_ratio.exp()
     free, clipped = -ratio * advantages, -ratio.clamp(1 - clip_low, 1 + clip_high) * advantages
     loss = torch.maximum(free, clipped)
-    if dual is not None:
-        loss = torch.where(advantages < 0, torch.minimum(loss, -dual * advantages), loss)
     return loss, (clipped > free).float()
 
 
@@ -129,7 +126,7 @@ def policy_loss(args: Namespace, state: ParallelState, batch: MicroBatch, log_pr
     reduce = Reducer.of(batch, batch.loss_masks, per_token=args.calculate_per_token_loss)
     log_ratio = log_probs - proximal
     loss, clipped = clipped_surrogate(
-        log_ratio, torch.cat(batch.advantages), args.eps_clip, args.eps_clip_high, args.eps_clip_c
+        log_ratio, torch.cat(batch.advantages), args.eps_clip, args.eps_clip_high
     )
     metrics = mismatch_metrics(reduce, torch.cat(proximal_list), behavior)
     masks: Sequence[Tensor] = batch.loss_masks
