@@ -296,3 +296,11 @@ def test_closed_in_mid_sequence_no_thread_is_left() -> None:
         in_the_midst(made)
         assert made._thread.is_alive()
     assert not made._thread.is_alive()
+
+
+def test_what_may_begin() -> None:
+    assert list(HeadOffpolicyness(0).admitted(3, 3)) == [3]
+    assert list(HeadOffpolicyness(2).admitted(0, 0)) == [0, 1, 2]
+    assert list(HeadOffpolicyness(2).admitted(3, 0)) == []
+    assert list(HeadOffpolicyness(2).admitted(3, 4)) == [3, 4, 5, 6]
+    assert list(HeadOffpolicyness(2).admitted(5, 0)) == [], "a larger bound of before takes nothing back"

@@ -29,7 +29,6 @@ from lab.host.loop import Loop, run_rank
 from lab.host.model.engine import DecodeEngine
 from lab.host.rollout.sampler import Rollout, derive_seed, draw
 from lab.host.train.parallel import EXIT_INTERRUPTED, initialize, launch
-from mis_plugins.errors import ConfigError
 from mis_plugins.metrics.by_age import COLUMNS
 
 LEARNS = (
@@ -250,19 +249,6 @@ def recompute_a_pool(args: Namespace) -> None:
     loop.close()
 
 
-def test_a_trainer_slower_than_the_rollout_trains_at_the_bound(tmp_path: Path, warm: Path) -> None:
-    """A hook that takes its time: generation gets as far ahead as it may, and no further."""
-    slow = f"--rollout-data-postprocess-path {__name__}.take_time"
-    assert run(f"--async --max-head-offpolicyness 2 {slow}", tmp_path, warm, rollouts=6) == 0
-    oldest = [max(ages(row)) for row in records(tmp_path)]
-    assert oldest == [0, 1, 2, 2, 2, 2]
-    assert [min(ages(row)) for row in records(tmp_path)][2:] == [2, 2, 2, 2]
-
-
-def take_time(args: Namespace, rollout_id: int, rollout_data: dict[str, Any]) -> None:
-    time.sleep(1.0)
-
-
 def ages(row: dict[str, Any]) -> list[int]:
     prefix = "staleness/tokens/age_"
     return [int(name.removeprefix(prefix)) for name in row if name.startswith(prefix) and row[name]]
@@ -404,33 +390,6 @@ def test_the_summary_weighs_by_tokens_and_skips_what_is_missing() -> None:
 
 
 # --- errors ---------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        ("--async --max-head-offpolicyness -1", "max_head_offpolicyness: got -1; give 0"),
-        ("--max-head-offpolicyness 2", "--max-head-offpolicyness has no effect without --async"),
-        ("--pause-generation-mode abort", "--pause-generation-mode has no effect without --async"),
-        ("--async --recompute-token-budget 0", "--recompute-token-budget: got 0; give at least 1"),
-        ("--async --rollout-health-check-timeout 60", "--rollout-health-check-timeout is gone: a thread of"),
-        ("--async --rollout-step-seconds -1", "--rollout-step-seconds: got -1; give 0 or more"),
-        ("--async --rollout-steps-per-update -1", "--rollout-steps-per-update: got -1; give 0 or more"),
-        ("--async --grad-cosine-every 2", "--grad-cosine-every with --async"),
-        ("--async --true-on-policy", "--async with --true-on-policy"),
-        (
-            "--async --max-concurrent-rollouts 0",
-            "--max-concurrent-rollouts: got 0; give a whole number, at least 1",
-        ),
-        ("--max-concurrent-rollouts 4", "--max-concurrent-rollouts has no effect without --async"),
-        ("--post-pause-hook-path os.getpid", "--post-pause-hook-path has no effect without --async"),
-        ("--async --pre-pause-hook-path os.nothing", "--pre-pause-hook-path: cannot load 'os.nothing'"),
-        ("--async --pre-resume-hook-path shutil.copy", "--pre-resume-hook-path: shutil.copy needs arguments"),
-    ],
-)
-def test_settings_that_cannot_work_are_refused(flags: str, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        parse_args(flags.split())
 
 
 NOTES = "MIS_TEST_HOOK_NOTES"

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from test_local_loop import ALONE, micro_batch, numbers, records, run, settings
+from test_local_loop import ALONE, micro_batch, records, run, settings
 from test_local_parallel import GRIDS, Grid, recorded, relative, strong_weights, train  # noqa: F401
 from test_local_parallel import settings as grid_settings
 from tolerances import EPS, FP32_LOG_PROB
@@ -156,22 +156,6 @@ def test_the_reducer_gets_the_masks_of_after_rejection(
     assert metrics["kept_fraction"].item() == pytest.approx(1.0 if use_tis else 2.0)
 
 
-def test_our_reducer_divides_by_what_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One of two valid tokens of the first sequence is rejected: the loss of the other one counts whole."""
-    batch, _, log_probs = micro_batch(rejected=False)
-    one_dropped = [torch.tensor([1, 0, 0]), torch.tensor([1, 1])]
-    load = loss.load_function
-    monkeypatch.setattr(
-        loss,
-        "load_function",
-        lambda path, flag: (
-            load(path, flag) if "kept" in path else lambda **kw: (kw["pg_loss"], one_dropped, {})
-        ),
-    )
-    args = settings(use_tis=True, custom_pg_loss_reducer_function_path="mis_plugins.mis.kept_token_mean")
-    assert policy_loss(args, ALONE, batch, log_probs)[0].item() == pytest.approx(-2 * (1 + 1))
-
-
 # ---------------------------------------------------------------------------------------------------- sample filter
 
 
@@ -200,14 +184,6 @@ def test_the_sample_filter_takes_broken_samples_out_of_the_loss(tmp_path: Path) 
     assert noted(tmp_path, "filter") == ["(4, {4}, [(0, 1), (1, 4)])"] * 3
     assert noted(tmp_path, "masks") == ["[1, 4]"] * 3
     assert all(math.isfinite(row["loss"]) and row["grad_norm"] > 0 for row in records(tmp_path))
-
-
-def test_a_filter_that_finds_nothing_changes_nothing(tmp_path: Path) -> None:
-    common = f"{FAILURES} --warmup-cache {tmp_path}"
-    assert run(common, tmp_path / "without") == 0
-    flag = "--rollout-sample-filter-path mis_plugins.mis.drop_broken_samples"
-    assert run(f"{common} {flag}", tmp_path / "with") == 0
-    assert numbers(tmp_path / "with") == numbers(tmp_path / "without")
 
 
 # ------------------------------------------------------------------------------------------------------- train step

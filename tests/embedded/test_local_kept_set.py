@@ -24,7 +24,7 @@ from lab.host.train import parallel
 from lab.host.train.batch import pack
 from lab.host.train.kept_set import KeptSets, kept_columns
 from lab.host.train.log_probs import get_log_probs_and_entropy, response_log_probs
-from mis_plugins.errors import ConfigError, InputError
+from mis_plugins.errors import InputError
 from true_on_policy.engines import protocol
 from true_on_policy.engines.protocol import Cut, EngineError, Request
 from true_on_policy.engines.sglang.engine import _over_kept
@@ -164,40 +164,6 @@ def test_sglangs_answer_is_read_or_refused() -> None:
     for tokens in ((2, 8), (2,), (2, 9, 9)):
         with pytest.raises(EngineError, match="kept sets .* that are not those of the sampled tokens"):
             _over_kept(meta, tokens)
-
-
-@pytest.mark.parametrize(
-    "flags, message",
-    [
-        ("--rollout-top-p 0.9", "--rollout-top-p 0.9 with --rollout-engine local: .*; choose sglang"),
-        (
-            "--rollout-top-k 5 --rollout-engine hf",
-            "--rollout-top-k 5 with --rollout-engine hf: the engine returns no list",
-        ),
-        (
-            "--rollout-top-p 0.9 --rollout-engine vllm --kv-channels 32",
-            "with --rollout-engine vllm: the engine returns no list",
-        ),
-        ("--rollout-top-p 0", "--rollout-top-p: got 0.0; give a number above 0, at most 1"),
-        ("--rollout-top-p 1.5", "--rollout-top-p: got 1.5"),
-        (
-            "--rollout-top-k 1 --rollout-engine sglang",
-            "--rollout-top-k: got 1; give -1 for all tokens, or at least 2",
-        ),
-        ("--rollout-top-k 5 --rollout-engine sglang --async", "with --async: the tokens that are left are"),
-        (
-            "--rollout-top-k 5 --rollout-engine sglang --true-on-policy",
-            "5 with --true-on-policy: engine and trainer",
-        ),
-        (
-            "--rollout-top-p 0.5 --rollout-engine sglang --grad-cosine-every 2",
-            "0.5 with --grad-cosine-every: the grad",
-        ),
-    ],
-)
-def test_what_cannot_be_cut_is_refused_by_name(flags: str, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        parse_args(flags.split())
 
 
 def test_both_flags_make_the_cut() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, get_args
@@ -62,8 +61,6 @@ def _fill_defaults(args: argparse.Namespace) -> None:
     samples = args.rollout_batch_size * args.n_samples_per_prompt
     args.global_batch_size = args.global_batch_size or samples
     ranks = args.tensor_model_parallel_size * args.context_parallel_size
-    if args.data_parallel_size is None:
-        args.data_parallel_size = max(1, int(os.environ.get("WORLD_SIZE", str(ranks))) // ranks)
     args.world_size = ranks * args.data_parallel_size
     args.micro_batch_size = args.micro_batch_size or max(1, args.global_batch_size // args.data_parallel_size)
     args.rollout_weights = args.rollout_weights or ("fp32" if args.true_on_policy else "bf16")
@@ -133,13 +130,6 @@ def _sizes(args: argparse.Namespace) -> Iterator[str]:
     ):
         if total % getattr(args, part):
             yield f"{told} = {total} is not a multiple of {spelled(part)} {getattr(args, part)}"
-    started = os.environ.get("WORLD_SIZE")
-    if started is not None and int(started) != args.world_size:
-        yield (
-            f"torchrun's WORLD_SIZE = {started} is not the product of --tensor-model-parallel-size "
-            f"{args.tensor_model_parallel_size}, --context-parallel-size {args.context_parallel_size} "
-            f"and --data-parallel-size {args.data_parallel_size}"
-        )
 
 
 def _experts(args: argparse.Namespace) -> Iterator[str]:

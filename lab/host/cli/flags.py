@@ -287,13 +287,11 @@ class Optimizer:
 
 @dataclass
 class Ranks:
-    """ranks: Forked by this command, or made by torchrun."""
+    """ranks: Forked by this command."""
 
     context_parallel_size: int = flag(1, "ranks that share each sequence", size=True)
     tensor_model_parallel_size: int = flag(1, "ranks that share each matrix", size=True)
-    data_parallel_size: int | None = flag(
-        None, "ranks that share the samples (default: what torchrun started leaves, else 1)", size=True
-    )
+    data_parallel_size: int = flag(1, "ranks that share the samples", size=True)
 
 
 @dataclass
