@@ -32,7 +32,7 @@ from lab.host.rollout.sampler import (
     sample_responses,
     shard,
 )
-from lab.host.rollout.tasks import TASKS, Problem, Task
+from lab.host.rollout.tasks import Problem, Task
 from lab.host.train.gradients import (
     before_log_probs,
     cosine,
@@ -148,7 +148,7 @@ class Loop:
     @classmethod
     def start(cls, args: Namespace, state: ParallelState) -> Loop:
         """Build everything, from the checkpoint of ``--load`` or from a warm start."""
-        task = TASKS[args.task](args.num_digits)
+        task = Task(args.num_digits)
         config = model_config(args, task.vocab_size)
         held_out = draw_problems(task, args.eval_prompts, derive_seed(args.seed, "held out"))
         saved = checkpoint.load(args.load, config) if args.load else None

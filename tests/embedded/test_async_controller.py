@@ -251,7 +251,7 @@ def test_hooks_run_around_the_update_while_generation_stands_still() -> None:
     with running(bound=3, step_seconds=0.03) as made:
         in_the_midst(made)
         for name in ("pre_pause", "post_pause", "pre_resume", "post_resume"):
-            getattr(made.hooks, f"register_{name}_hook")(note(made, name))
+            made.hooks.register(name, note(made, name))
         made.update(weights(1))
         made.rollout(0)
     assert [(name, version) for name, version, _ in seen] == [
@@ -266,7 +266,7 @@ def test_a_hook_that_raises_leaves_the_weights_and_generation_going(point: str) 
         raise ValueError("no room")
 
     with running(bound=1, step_seconds=0.02) as made:
-        getattr(made.hooks, f"register_{point}_hook")(broken, "mine")
+        made.hooks.register(point, broken, "mine")
         with pytest.raises(HookError, match=f"{point} hook mine raised ValueError: no room"):
             made.update(weights(1))
         assert made.version == 0
@@ -281,7 +281,7 @@ def test_a_hook_that_raises_after_the_update_leaves_the_new_weights_and_what_the
 
     with running(bound=0) as made:
         made.rollout(0)
-        getattr(made.hooks, f"register_{point}_hook")(broken, "mine")
+        made.hooks.register(point, broken, "mine")
         with pytest.raises(HookError, match=f"{point} hook mine raised ValueError: no room"):
             made.update(weights(1))
         assert made.version == 1

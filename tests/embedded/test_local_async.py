@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_local_loop import long_run, records, wait_for
+from test_local_loop import launched, long_run, records, wait_for
 from tolerances import FP32_LOG_PROB
 
 from lab.host import report
@@ -25,7 +25,7 @@ from lab.host.asynchronous.scoring import Scoring
 from lab.host.asynchronous.source import ages as token_ages
 from lab.host.asynchronous.summary import asynchronous_summary
 from lab.host.cli.arguments import parse_args
-from lab.host.loop import Loop, run_rank
+from lab.host.loop import Loop
 from lab.host.model.engine import DecodeEngine
 from lab.host.rollout.sampler import Rollout, derive_seed, draw
 from lab.host.train.parallel import EXIT_INTERRUPTED, initialize, launch
@@ -62,8 +62,7 @@ def settings(flags: str, output: Path, warm: Path, rollouts: int = 3) -> Namespa
 
 
 def run(flags: str, output: Path, warm: Path, rollouts: int = 3) -> int:
-    args = settings(flags, output, warm, rollouts)
-    return launch(args.world_size, lambda: run_rank(args))
+    return launched(settings(flags, output, warm, rollouts))
 
 
 def dump(args: Namespace, rollout_id: int, rollout_data: dict[str, Any]) -> None:

@@ -21,7 +21,7 @@ from lab.host.model.engine import DecodeEngine, Generation
 from lab.host.model.quantize import at_precision
 from lab.host.rollout.sample import make_samples
 from lab.host.rollout.sampler import Rollout, draw_problems
-from lab.host.rollout.tasks import TASKS
+from lab.host.rollout.tasks import Task
 
 CONFIG = replace(DENSE, ffn_size=24, experts=8, top_k=2)
 EXPERTS = "--num-experts 8 --moe-router-topk 2 --moe-ffn-hidden-size 32"
@@ -95,7 +95,7 @@ def yaml(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_the_layout_of_ranks_changes_no_step(yaml: Path, tmp_path: Path) -> None:
     args = settings(Grid(), yaml, EXPERTS)
-    task = TASKS[args.task](args.num_digits)
+    task = Task(args.num_digits)
     engine = DecodeEngine(model_config(args, task.vocab_size), "bf16")
     engine.update_weights(strong_weights(args), version=0)
     problems = [problem for problem in draw_problems(task, 8, seed=3) for _ in range(4)]

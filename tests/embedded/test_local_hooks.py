@@ -18,7 +18,7 @@ from tolerances import EPS, FP32_LOG_PROB
 from lab.host.loop import model_config
 from lab.host.model.model import packed_logits
 from lab.host.rollout.sampler import Rollout, shard
-from lab.host.rollout.tasks import TASKS
+from lab.host.rollout.tasks import Task
 from lab.host.train import loss, parallel
 from lab.host.train.log_probs import get_log_probs_and_entropy
 from lab.host.train.loss import custom_loss, policy_loss
@@ -98,7 +98,7 @@ def test_the_helper_scores_as_the_trainer_does_and_gives_the_entropy(
     grid: Grid, yaml: Path, recorded: Rollout, tmp_path: Path  # noqa: F811
 ) -> None:  # fmt: skip
     args = grid_settings(grid, yaml)
-    config = model_config(args, TASKS[args.task](args.num_digits).vocab_size)
+    config = model_config(args, Task(args.num_digits).vocab_size)
 
     def main() -> None:
         state = parallel.initialize(grid.tp, grid.cp)
@@ -212,7 +212,7 @@ def test_holding_other_weights_gives_the_own_ones_back(
     yaml: Path, recorded: Rollout, tmp_path: Path  # noqa: F811
 ) -> None:  # fmt: skip
     args = grid_settings(Grid(tp=2), yaml)
-    config = model_config(args, TASKS[args.task](args.num_digits).vocab_size)
+    config = model_config(args, Task(args.num_digits).vocab_size)
 
     def main() -> None:
         state = parallel.initialize(2, 1)

@@ -19,7 +19,7 @@ from lab.host.rollout.rollout_engines import cut_of
 from lab.host.rollout.sample import Sample, make_samples
 from lab.host.rollout.sampler import Rollout
 from lab.host.rollout.served import _until
-from lab.host.rollout.tasks import TASKS, Problem
+from lab.host.rollout.tasks import Problem, Task
 from lab.host.train import parallel
 from lab.host.train.batch import pack
 from lab.host.train.kept_set import KeptSets, kept_columns
@@ -119,7 +119,7 @@ def test_kept_sets_of_another_count_are_named() -> None:
 @pytest.fixture(scope="module")
 def cut(recorded: Rollout) -> Rollout:  # noqa: F811
     """The recorded rollout as if each token had been sampled from itself and two thirds of the others."""
-    samples, size = [], TASKS["reverse"](2).vocab_size
+    samples, size = [], Task(2).vocab_size
     for sample in recorded.samples:
         response = sample.tokens[len(sample.tokens) - sample.response_length :]
         rows = [[i for i in range(size) if i == token or (i + t) % 3] for t, token in enumerate(response)]
@@ -151,7 +151,7 @@ def test_what_follows_the_end_of_a_response_is_cut_off_its_kept_sets() -> None:
     generation = _until(9, sample_of(((4, 2), (9,), (5,))))
     assert generation == Generation((4, 9), (-0.5, -0.25), 7, kept=((4, 2), (9,)))
     assert _until(9, sample_of(None)).kept is None
-    task = TASKS["reverse"](2)
+    task = Task(2)
     made: list[Sample] = make_samples(task, [Problem((1,), (4, 9))] * 2, [generation] * 2, 2)
     assert [one.rollout_top_p_token_ids for one in made] == [[4, 2, 9]] * 2
     assert [one.rollout_top_p_token_offsets for one in made] == [[0, 2, 3]] * 2

@@ -12,6 +12,7 @@ from lab.async_weights import FULL, command_line
 from lab.demo import RUNS
 from lab.experiments import recipe
 from lab.experiments.runner import run_arms, training
+from lab.host import report
 from lab.host.cli.arguments import parse_args
 from lab.host.folders import SUMMARY
 from lab.toys.__main__ import DRAWN, RESULTS
@@ -89,7 +90,9 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, float]
     made = {"uncorrected": (None, "int3"), "matched": (None, "fp32")}
     made |= {name: (file, "int3") for name, file in DENSE.items()}
     arms = {name: training(lambda name=name, how=how: words(name, *how)) for name, how in made.items()}
-    assert run_arms([*arms.values()], 2, None) == 0
+    with pytest.MonkeyPatch.context() as patch:  # pictures would take three quarters of the time
+        patch.setattr(report, "draw_histories", lambda histories, output: None)
+        assert run_arms([*arms.values()], 2, None) == 0
     return {name: json.loads((arm.folder / SUMMARY).read_text()) for name, arm in arms.items()}
 
 

@@ -43,21 +43,21 @@ class Hooks:
         default_factory=lambda: {point: [] for point in get_args(Point)}
     )
 
-    def register_pre_pause_hook(self, hook: Hook, name: str | None = None) -> None:
-        """Register a hook that runs while generation still goes on: the place to recompute."""
-        self._register("pre_pause", hook, name)
+    def register(self, point: Point, hook: Hook, name: str | None = None) -> None:
+        """Register a hook. `pre_pause` runs while generation still goes on, and is the place to recompute.
 
-    def register_post_pause_hook(self, hook: Hook, name: str | None = None) -> None:
-        """Register a hook that runs when generation has paused, before the update."""
-        self._register("post_pause", hook, name)
+        `post_pause` runs before the update, `pre_resume` after it, also after a failed one, both while generation is
+        paused; `post_resume` runs when generation goes on again.
 
-    def register_pre_resume_hook(self, hook: Hook, name: str | None = None) -> None:
-        """Register a hook that runs after the update, also a failed one, while generation is still paused."""
-        self._register("pre_resume", hook, name)
-
-    def register_post_resume_hook(self, hook: Hook, name: str | None = None) -> None:
-        """Register a hook that runs when generation goes on again."""
-        self._register("post_resume", hook, name)
+        Raises:
+            ConfigError: the hook is a coroutine function, or needs arguments.
+        """
+        name = name or f"{getattr(hook, '__module__', '?')}.{getattr(hook, '__qualname__', repr(hook))}"
+        if inspect.iscoroutinefunction(hook):
+            raise ConfigError(f"{name} is a coroutine function; give a plain one, hooks are not awaited")
+        if not _takes_nothing(hook):
+            raise ConfigError(f"{name} needs arguments; hooks are called without any")
+        self._registered[point].append((name, hook))
 
     @contextmanager
     def paused(self, pause: Hook, resume: Hook) -> Iterator[None]:
@@ -77,18 +77,6 @@ class Hooks:
             finally:
                 resume()
                 self._run("post_resume")
-
-    def _register(self, point: Point, hook: Hook, name: str | None) -> None:
-        name = name or f"{getattr(hook, '__module__', '?')}.{getattr(hook, '__qualname__', repr(hook))}"
-        if inspect.iscoroutinefunction(hook):
-            raise ConfigError(
-                f"{{register_{point}_hook}}: {name} is a coroutine function; give a plain one, hooks are not awaited"
-            )
-        if not _takes_nothing(hook):
-            raise ConfigError(
-                f"{{register_{point}_hook}}: {name} needs arguments; hooks are called without any"
-            )
-        self._registered[point].append((name, hook))
 
     def _run(self, point: Point) -> None:
         for name, hook in list(self._registered[point]):

@@ -243,9 +243,9 @@ def register_hooks(hooks: Hooks, args: argparse.Namespace) -> None:
         ):  # a file may give a single one as text
             hook = load_function(path, flag)
             try:
-                getattr(hooks, f"register_{point}_hook")(hook, path)
+                hooks.register(point, hook, path)
             except ConfigError as error:
-                raise error.spelled({f"register_{point}_hook": flag}) from None
+                raise ConfigError(f"{flag}: {error}") from None
 
 
 def _hook_path(point: Point) -> str:

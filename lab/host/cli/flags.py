@@ -96,10 +96,9 @@ class Evaluation:
 
 @dataclass
 class Task:
-    """task: A string of digits to reverse, sort or add; reward 1 for exactly the right answer, else 0."""
+    """task: A string of digits to reverse; reward 1 for exactly the right answer, else 0."""
 
-    task: Literal["reverse", "sort", "add"] = flag("reverse")
-    num_digits: int = flag(10, "digits of an operand", size=True)
+    num_digits: int = flag(10, "digits of the string", size=True)
     warmup_steps: int = flag(500, "supervised steps before RL")
     warmup_lr: float = flag(3e-3, "learning rate of the supervised steps", rate=True)
     warmup_cache: str | None = flag(
