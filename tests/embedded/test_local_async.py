@@ -6,6 +6,8 @@ import json
 import os
 import random
 import signal
+import subprocess
+import sys
 import time
 from argparse import Namespace
 from collections import Counter
@@ -15,7 +17,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_local_loop import launched, long_run, records, wait_for
+from test_local_loop import launched, records
 from tolerances import FP32_LOG_PROB
 
 from lab.host import report
@@ -256,9 +258,34 @@ def ages(row: dict[str, Any]) -> list[int]:
 # --- interrupted, resumed --------------------------------------------------------------------------------------
 
 
+def long_run(flags: str, output: Path) -> subprocess.Popen[bytes]:
+    """A run without an end in sight, in a process group of its own."""
+    program = (
+        "import sys; from lab.host import __main__; from lab.host.cli import arguments;"
+        "arguments.SMOKE['num_rollout'] = 100000; sys.exit(__main__.main())"
+    )
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    with (output / "stderr").open("w") as heard:
+        return subprocess.Popen(
+            [sys.executable, "-c", program, *f"--smoke --output {output} --save {output} {flags}".split()],
+            env=environment,
+            stdout=subprocess.DEVNULL,
+            stderr=heard,
+            start_new_session=True,
+        )
+
+
+def wait_for(path: Path, lines: int, limit_s: float = 180.0) -> None:
+    deadline = time.monotonic() + limit_s
+    while not path.exists() or path.read_text().count("\n") < lines:
+        assert time.monotonic() < deadline, f"{path} did not grow to {lines} lines"
+        time.sleep(0.05)
+
+
 def test_interrupted_by_ctrl_c_it_leaves_complete_files_and_no_process(tmp_path: Path, warm: Path) -> None:
     """Sent to the whole foreground group, as a terminal sends it."""
-    process = long_run(f"--async --rollout-step-seconds 0.01 --warmup-cache {warm}", tmp_path)
+    ranks = "--context-parallel-size 2"
+    process = long_run(f"--async --rollout-step-seconds 0.01 {ranks} --warmup-cache {warm}", tmp_path)
     wait_for(tmp_path / "metrics.jsonl", lines=3)
     os.killpg(process.pid, signal.SIGINT)
     assert process.wait(timeout=120) == EXIT_INTERRUPTED
@@ -268,6 +295,7 @@ def test_interrupted_by_ctrl_c_it_leaves_complete_files_and_no_process(tmp_path:
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert summary["status"] == "interrupted" and summary["rollouts"] == len(rows)
     assert summary["behav_imp_weight/var/segment_wise"] >= 0
+    assert (tmp_path / "curves.png").stat().st_size > 0
     saved = torch.load(tmp_path / "checkpoint.pt")
     assert saved["next_rollout"] == len(rows) == rows[-1]["rollout"] + 1
 
