@@ -16,7 +16,7 @@ from lab.host.asynchronous import controller as controller_module
 from lab.host.asynchronous.controller import Controller, PauseMode, Settings, Tally, Wanted
 from lab.host.asynchronous.response import Response
 from lab.host.asynchronous.staleness_bound import HeadOffpolicyness
-from lab.host.asynchronous.update_hooks import HookError
+from lab.host.asynchronous.update_hooks import HookError, Point
 from lab.host.model.decoder import ModelConfig
 from lab.host.model.decoding import Drawn, Sampling
 from lab.host.model.engine import DecodeEngine
@@ -261,7 +261,7 @@ def test_hooks_run_around_the_update_while_generation_stands_still() -> None:
 
 
 @pytest.mark.parametrize("point", ["pre_pause", "post_pause"])
-def test_a_hook_that_raises_leaves_the_weights_and_generation_going(point: str) -> None:
+def test_a_hook_that_raises_leaves_the_weights_and_generation_going(point: Point) -> None:
     def broken() -> None:
         raise ValueError("no room")
 
@@ -275,7 +275,7 @@ def test_a_hook_that_raises_leaves_the_weights_and_generation_going(point: str) 
 
 
 @pytest.mark.parametrize("point", ["pre_resume", "post_resume"])
-def test_a_hook_that_raises_after_the_update_leaves_the_new_weights_and_what_they_admit(point: str) -> None:
+def test_a_hook_that_raises_after_the_update_leaves_the_new_weights_and_what_they_admit(point: Point) -> None:
     def broken() -> None:
         raise ValueError("no room")
 
