@@ -251,7 +251,7 @@ def test_hooks_run_around_the_update_while_generation_stands_still() -> None:
     with running(bound=3, step_seconds=0.03) as made:
         in_the_midst(made)
         for name in ("pre_pause", "post_pause", "pre_resume", "post_resume"):
-            made.hooks.register(name, note(made, name))
+            made.hooks.register(name, note(made, name), name)
         made.update(weights(1))
         made.rollout(0)
     assert [(name, version) for name, version, _ in seen] == [

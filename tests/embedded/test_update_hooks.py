@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import functools
 import itertools
-import logging
 
 import pytest
 
-from lab.host.asynchronous.update_hooks import HookError, Hooks
+from lab.host.asynchronous.update_hooks import HookError, Hooks, Point
 from mis_plugins.errors import ConfigError
 
-POINTS = ("pre_pause", "post_pause", "pre_resume", "post_resume")
+POINTS: tuple[Point, ...] = ("pre_pause", "post_pause", "pre_resume", "post_resume")
 
 
 class Engine:
@@ -37,9 +36,9 @@ class Engine:
         self.note("resume")
 
 
-def hooked(engine: Engine, on_error: str = "stop") -> Hooks:
+def hooked(engine: Engine) -> Hooks:
     """Two hooks at each point."""
-    hooks = Hooks(on_error)  # type: ignore[arg-type]
+    hooks = Hooks()
     for point, which in itertools.product(POINTS, ("a", "b")):
         hooks.register(point, functools.partial(engine.note, f"{point}/{which}"), name=f"{point}/{which}")
     return hooks
@@ -83,24 +82,11 @@ def test_stop(broken: str, log: list[str]):
     assert engine.log == FULL
 
 
-@pytest.mark.parametrize("point", POINTS)
-def test_continue(point: str, caplog: pytest.LogCaptureFixture):
-    """Everything runs, and the log names the hook."""
-    engine = Engine((f"{point}/a",))
-    with caplog.at_level(logging.ERROR, logger="mis_plugins"):
-        cycle(engine, hooked(engine, "continue"))
-    assert engine.log == FULL
-    (record,) = caplog.records
-    assert f"{point} hook {point}/a raised RuntimeError: {point}/a failed" in record.getMessage()
-    assert record.exc_info is not None
-
-
-@pytest.mark.parametrize("on_error", ["stop", "continue"])
-def test_a_failed_update_is_not_a_hook_s(on_error: str):
+def test_a_failed_update_is_not_a_hook_s():
     """It passes as it is; generation goes on."""
     engine = Engine(("update",))
     with pytest.raises(RuntimeError, match="update failed"):
-        cycle(engine, hooked(engine, on_error))
+        cycle(engine, hooked(engine))
     assert engine.log == FULL and not engine.stands
 
 
@@ -124,32 +110,22 @@ def test_an_interrupt_is_no_hook_error():
     def interrupted() -> None:
         raise KeyboardInterrupt
 
-    engine, hooks = Engine(), Hooks("continue")
-    hooks.register("post_pause", interrupted)
+    engine, hooks = Engine(), Hooks()
+    hooks.register("post_pause", interrupted, "mine")
     with pytest.raises(KeyboardInterrupt):
         cycle(engine, hooks)
     assert engine.log == ["pause", "resume"]
-
-
-def test_named_after_itself():
-    hooks = Hooks()
-    hooks.register("pre_pause", Engine(("note",)).pause)
-    hooks.register("pre_pause", functools.partial(Engine(("pause",)).pause))
-    with pytest.raises(HookError, match=r"partial\(.*Engine\.pause"):
-        cycle(Engine(), hooks)
-    with pytest.raises(HookError, match=r"test_update_hooks\..*Engine\.pause raised AssertionError"):
-        cycle(Engine(), hooks)
 
 
 async def coroutine() -> None: ...
 
 
 def test_only_plain_functions():
-    with pytest.raises(ConfigError, match=r"coroutine is a coroutine function"):
-        Hooks().register("pre_pause", coroutine)
+    with pytest.raises(ConfigError, match="mine is a coroutine function"):
+        Hooks().register("pre_pause", coroutine, "mine")
 
 
 def test_only_functions_without_arguments():
-    with pytest.raises(ConfigError, match=r"cycle needs arguments"):
-        Hooks().register("pre_pause", cycle)  # type: ignore[arg-type]
-    Hooks().register("pre_pause", vars)  # tells no signature
+    with pytest.raises(ConfigError, match="mine needs arguments"):
+        Hooks().register("pre_pause", cycle, "mine")  # type: ignore[arg-type]
+    Hooks().register("pre_pause", vars, "vars")  # tells no signature
