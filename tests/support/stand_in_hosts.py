@@ -1,8 +1,7 @@
 """Hosts made from their needs: modules at the addresses, and functions with the parameters, that our table names.
 
 Bodies are small and compute: a vocabulary of eight tokens, logits that are the model's only weight, one rank. A layout
-says which address of each need the host has. `lab/host_stand_ins.py` holds the parameters, and what the hooks
-make of it, to the real hosts.
+says which address of each need the host has.
 """
 
 from __future__ import annotations

@@ -161,7 +161,7 @@ class OrderedExperts:
         by_expert = top_k_index.flatten().argsort(stable=True)
         counts = top_k_index.flatten().bincount(minlength=self.num_experts).tolist()
         received = hidden_states[by_expert // top_k_index.shape[1]].split(counts)
-        outputs = torch.cat([self._expert(index, rows) for index, rows in enumerate(received)])
+        outputs = torch.cat([self._expert(index, rows) for index, rows in enumerate(received) if len(rows)])
         return combined(outputs, by_expert.argsort().view_as(top_k_index), top_k_weights)
 
     def _expert(self, index: int, rows: Float[Tensor, "N H"]) -> Float[Tensor, "N H"]:

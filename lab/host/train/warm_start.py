@@ -84,7 +84,7 @@ def cache_path(args: Namespace, config: ModelConfig) -> Path:
         args.eval_prompts,
     )
     digest = hashlib.blake2b(repr(recipe).encode(), digest_size=6).hexdigest()
-    return folder / f"{args.task}{args.num_digits}-seed{args.seed}-steps{args.warmup_steps}-{digest}.pt"
+    return folder / f"reverse{args.num_digits}-seed{args.seed}-steps{args.warmup_steps}-{digest}.pt"
 
 
 def answers(problems: list[Problem]) -> RolloutData:
