@@ -28,7 +28,7 @@ from true_on_policy.contract.gpu import (
     gpu_contract,
     model_contract,
 )
-from true_on_policy.contract.operations import COMPILED, COMPILED_ALIKE
+from true_on_policy.contract.operations import compiled
 from true_on_policy.errors import ContractError
 from true_on_policy.kernels import gpu
 
@@ -209,7 +209,7 @@ def test_show_prints_every_row(name: str, backend: str, capsys: pytest.CaptureFi
         assert f"{variable}={value}" in printed
     for gap in (*contract.family.missing, "no row for the router", "has not run it on a GPU"):
         assert gap in printed
-    for row in (*LAYOUTS[backend].items(), *COMPILED[backend], *COMPILED_ALIKE):
+    for row in (*LAYOUTS[backend].items(), *compiled(backend)):
         assert all(cell in printed for cell in row)
     assert (
         "the blog runs torch.compile on parts of the models, rope among them; this contract turns it off"

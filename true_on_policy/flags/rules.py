@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from true_on_policy.contract.families import IMAGES
 from true_on_policy.errors import ContractError
 
 # The files in which each owner declares its flags, as pathlib's patterns below the folder of its package. An owner
@@ -121,7 +120,6 @@ def _sources(owner: str) -> list[Path]:
     return []
 
 
-TEXT_ALONE = f"images are not certified: {'; '.join(IMAGES)}. Launch without --multimodal-keys"
 PREFIX = "--sglang-"  # the hosts put this before SGLang's own flags
 
 

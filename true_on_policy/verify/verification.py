@@ -20,9 +20,7 @@ from math import ceil
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from mis_plugins.shared.budget import RecordError
 from mis_plugins.shared.files import check_writable
-from mis_plugins.shared.opened import optional
 from mis_plugins.shared.provenance import commit
 from true_on_policy.contract.cpu import DTYPES, Contract, Shapes
 from true_on_policy.contract.rounding import NormOrder, agreed_order
@@ -37,32 +35,27 @@ from true_on_policy.verify.prompts import Prompts, read_prompts
 from true_on_policy.verify.workload import Workload, arrangements, counted, met, not_met, not_of_engine
 
 EXIT: dict[Verdict, int] = {"equal": 0, "different": 1, "vacuous": 2, "incomplete": 2}
-PICTURES = (".png", ".pdf", ".svg")
 UPDATES = 3
 SCORED_AT_ONCE = 8
 CONTROL_TOKENS = 500
 
 
 def run(arguments: argparse.Namespace) -> int:
+    certificate, _, _ = certified(Plan.of(arguments), arguments.json)
+    return EXIT[certificate.verdict]
+
+
+def certified(plan: Plan, file: Path | None) -> tuple[Certificate, Evidence, Evidence]:
+    """Run and print a verification, write its certificate to `file`, and return what `verify` returns."""
     _quiet()
-    plan = Plan.of(arguments)
-    for flag, path in (("--json", arguments.json), ("--picture", arguments.picture)):
-        if path:
-            check_writable(path, flag)
-    if arguments.picture:  # before the work of minutes
-        if arguments.picture.suffix not in PICTURES:
-            raise RecordError(f"--picture {arguments.picture}: end its name in {' or '.join(PICTURES)}")
-        optional("matplotlib.figure")
+    if file:
+        check_writable(file, "--json")
     with TemporaryDirectory(prefix="true-on-policy-") as scratch:
         certificate, off, on = verify(plan, Path(scratch))
     print(certificate)
-    if arguments.json:
-        certificate.write(arguments.json)
-    if arguments.picture:
-        from true_on_policy.verify.certificate import draw
-
-        draw(off, on, plan.title, arguments.picture)
-    return EXIT[certificate.verdict]
+    if file:
+        certificate.write(file)
+    return certificate, off, on
 
 
 def _quiet() -> None:
