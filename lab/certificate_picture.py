@@ -24,7 +24,7 @@ from mis_plugins.shared.palette import color
 from true_on_policy.contract.model_config import check_model
 from true_on_policy.verify.command import add_parser
 from true_on_policy.verify.links import Evidence
-from true_on_policy.verify.verification import EXIT, Plan, certified
+from true_on_policy.verify.verification import EXIT, certified, title
 
 ZERO = 1e-10  # where the logarithmic axis shows a difference of exactly 0
 FLOOR = 1e-9  # a smaller difference that is not 0 is drawn here, apart from the equal tokens
@@ -38,9 +38,8 @@ def main(argv: list[str] | None = None) -> int:
     arguments = parser.parse_args(sys.argv[1:])
     check_model(arguments.model)
     check_writable(Path(picture), "PICTURE")
-    plan = Plan.of(arguments)
-    certificate, off, on = certified(plan, arguments.json)
-    draw(off, on, plan.title, Path(picture))
+    certificate, off, on = certified(arguments)
+    draw(off, on, title(arguments), Path(picture))
     return EXIT[certificate.verdict]
 
 

@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 from replay import RECORDED, replayed
 
+from true_on_policy.contract.settings import OF_SERVER
 from true_on_policy.doctor import engine_http
 from true_on_policy.doctor.engine_http import (
     ALONE,
     LOG_SOFTMAX,
     PREFILLED,
     PROBED,
-    ROWS,
     SCORED,
     SEEDS,
     observe_engine,
@@ -81,7 +81,7 @@ def test_two_attention_kernels_are_both_named() -> None:
 
 
 def test_a_renamed_setting_is_not_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(ROWS, "KV cache", "kv_cache_kind")
+    monkeypatch.setitem(OF_SERVER, "KV cache", "kv_cache_kind")
     with replayed("pinned") as url:
         seen = observe_engine(url)
     assert seen.why("KV cache") == "/server_info tells no kv_cache_kind" and "KV cache" not in seen.settings

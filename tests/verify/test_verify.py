@@ -29,7 +29,7 @@ from true_on_policy.trainers.megatron import Megatron
 from true_on_policy.verify import verification
 from true_on_policy.verify.certificate import Certificate
 from true_on_policy.verify.links import Evidence, Link, link
-from true_on_policy.verify.workload import LONG_PROMPT, Workload, arrangements, counted, not_met
+from true_on_policy.verify.workload import LONG_PROMPT, Situations, Workload, arrangements, counted
 
 FEW = "60"
 
@@ -396,9 +396,10 @@ def test_situations_are_counted_from_what_the_engine_returned():
         "preemptions": 1,
     }
     lacking = ["batch of 8", "sequence beyond 512 tokens"]
-    assert [*not_met(counted(sampled(2, 1)), ("prefix cache", "preemption"))] == lacking
-    assert [*not_met(counted(sampled()), ("prefix cache", "preemption"))] == [*lacking, *OF_SERVERS]
-    assert [*not_met(counted(sampled()), ())] == lacking
+    not_met = lambda evidence, *able: [*Situations.of(counted(evidence), able).not_met]  # noqa: E731
+    assert not_met(sampled(2, 1), "prefix cache", "preemption") == lacking
+    assert not_met(sampled(), "prefix cache", "preemption") == [*lacking, *OF_SERVERS]
+    assert not_met(sampled()) == lacking
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from jaxtyping import Float32
 from torch import Tensor
 
 from true_on_policy.bitwise import equal_bits, first_mismatch
+from true_on_policy.contract.settings import OF_SERVER
 from true_on_policy.engines.answers import check_counts, list_of, reading, sglang_rows, short
 from true_on_policy.engines.asking import answer_of
 from true_on_policy.errors import EngineError
@@ -27,20 +28,7 @@ LENGTH = 16
 LONGEST = 100  # letters of a setting
 TOKENS = "log-probs of tokens"
 
-# Rows of the doctor and their names in /server_info (0.5.17, 0.5.23; the contract's in branch sglang-miles).
-VERSION = "SGLang"  # the only row of ROWS that is not an argument of the server
-ROWS = {
-    VERSION: "version",
-    "device": "device",
-    "tensor parallel": "tp_size",
-    "contract": "true_on_policy_contract",
-    "deterministic inference": "enable_deterministic_inference",
-    "torch.compile": "enable_torch_compile",
-    "radix cache": "disable_radix_cache",
-    "KV cache": "kv_cache_dtype",
-    "quantization": "quantization",
-    "speculative decoding": "speculative_algorithm",
-}
+VERSION = "SGLang"  # the only row of OF_SERVER that is not an argument of the server
 ATTENTION = ("prefill_attention_backend", "decode_attention_backend")
 
 
@@ -51,7 +39,7 @@ def observe_engine(url: str) -> Observation:
         settings = client.server_info()
     except EngineError as error:
         return Observation({}, {ALL: str(error)})
-    unseen = {row: f"/server_info tells no {name}" for row, name in ROWS.items() if row not in settings}
+    unseen = {row: f"/server_info tells no {name}" for row, name in OF_SERVER.items() if row not in settings}
     configured = tuple(settings.keys() - {VERSION})
     try:
         settings |= _probed(client)
@@ -61,7 +49,7 @@ def observe_engine(url: str) -> Observation:
 
 
 def _told(told: Any) -> dict[str, str]:
-    settings = {row: _plain(name, told[name]) for row, name in ROWS.items() if name in told}
+    settings = {row: _plain(name, told[name]) for row, name in OF_SERVER.items() if name in told}
     settings.setdefault("contract", "not in this release")
     if phases := told.get("cuda_graph_config"):
         settings["CUDA graph"] = ", ".join(

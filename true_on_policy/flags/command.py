@@ -31,7 +31,6 @@ from true_on_policy.contract.model_config import checkpoint_family
 from true_on_policy.contract.operations import REASONS, TABLE
 from true_on_policy.errors import ContractError
 from true_on_policy.flags.rules import (
-    PREFIX,
     RELEASES,
     UNFUSED,
     Flag,
@@ -57,8 +56,19 @@ def launch_flags(contract: GpuContract) -> tuple[Flag, ...]:
     Raises:
         ContractError: no release of the host carries the family; the message says what is missing.
     """
-    name = host_contract(contract.family)
-    return (*_engine_flags(contract, name), *_TRAINERS[contract.backend](contract, name), *_MILES)
+    words = {**vars(contract), "contract": host_contract(contract.family)}
+    rows = (row for row in TABLE["launch"] if row.get("only", contract.backend) == contract.backend)
+    flags = [Flag.of(row["owner"], row["flag"], _value(row.get("value", True), words)) for row in rows]
+    if contract.backend == "megatron":
+        flags += UNFUSED
+    if contract.context_parallel > 1:
+        flags.append(Flag.of("megatron", "--cp-comm-type", "a2a"))
+    return tuple(flags)
+
+
+def _value(stated: Any, words: Mapping[str, Any]) -> Any:
+    """Return what follows a flag: a text, or the attribute of the contract that `{NAME}` stands for."""
+    return words[stated[1:-1]] if str(stated).startswith("{") else stated
 
 
 def host_contract(family: Family) -> str:
@@ -70,47 +80,6 @@ def host_contract(family: Family) -> str:
     if family.host_contract is None:
         raise ContractError(f"{family.name} cannot be launched: {'; '.join(family.missing)}")
     return family.host_contract
-
-
-_MILES = (
-    Flag.of("miles", "--true-on-policy-mode"),
-    Flag.of("miles", "--recompute-logprobs-via-prefill"),
-)
-
-
-def _engine_flags(contract: GpuContract, name: str) -> tuple[Flag, ...]:
-    return (
-        Flag.of("sglang", f"{PREFIX}enable-deterministic-inference"),
-        Flag.of("sglang", f"{PREFIX}true-on-policy-contract", name),
-        Flag.of("sglang", f"{PREFIX}attention-backend", contract.attention),
-        Flag.of("miles", "--rollout-num-gpus-per-engine", contract.engine_tp),
-    )
-
-
-def _megatron_flags(contract: GpuContract, name: str) -> tuple[Flag, ...]:
-    flags = (
-        Flag.of("megatron", "--deterministic-mode"),
-        Flag.of("megatron", "--true-on-policy-contract", name),
-        Flag.of("megatron", "--transformer-impl", "local"),
-        Flag.of("megatron", "--use-cpu-initialization"),
-        Flag.of("megatron", "--batch-invariant-mode"),
-        Flag.of("megatron", "--attention-backend", "flash"),
-        *UNFUSED,
-        Flag.of("megatron", "--tensor-model-parallel-size", contract.trainer_tp),
-        Flag.of("megatron", "--context-parallel-size", contract.context_parallel),
-    )
-    return (*flags, Flag.of("megatron", "--cp-comm-type", "a2a")) if contract.context_parallel > 1 else flags
-
-
-def _fsdp_flags(contract: GpuContract, name: str) -> tuple[Flag, ...]:
-    return (
-        Flag.of("miles", "--train-backend", "fsdp"),
-        Flag.of("fsdp", "--deterministic-mode"),
-        Flag.of("fsdp", "--attn-implementation", "flash_attention_3"),
-    )
-
-
-_TRAINERS = {"megatron": _megatron_flags, "fsdp": _fsdp_flags}
 
 
 def check_host(args: Any, environment: Mapping[str, str] = os.environ) -> GpuContract:

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 from true_on_policy.contract.cpu import Shapes
 from true_on_policy.contract.gpu import MODELS, GpuContract, Size
-from true_on_policy.errors import PinError
+from true_on_policy.errors import PinError, ProbeError
 from true_on_policy.kernels import deep_gemm, flash_attention, megatron, precision, sglang
 from true_on_policy.kernels.gpu_probes import Product
 from true_on_policy.kernels.probes import Failure
@@ -75,6 +75,17 @@ def failures(contract: GpuContract) -> Iterator[Failure]:
     for provider in providers(contract):
         yield from provider.probe(contract, shapes(contract))
     yield from precision.probe(device())
+
+
+def probe(contract: GpuContract) -> None:
+    """Probe every pinned kernel.
+
+    Raises:
+        ProbeError: a kernel gave a row other bits in a batch than alone.
+    """
+    failure = next(failures(contract), None)
+    if failure is not None:
+        raise ProbeError(f"contract.backend: {contract.backend!r} does not hold: {failure}")
 
 
 def products(size: Size, o: Product, down: Product) -> Iterator[tuple[int, int, Product]]:

@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from mis_plugins.config.view import original, view
 from mis_plugins.hosts.needs.miles import NEEDS as MILES
 from true_on_policy.contract.gpu import GpuContract
+from true_on_policy.contract.settings import OF_HOST
 from true_on_policy.errors import NotSeenError, PinError
 from true_on_policy.kernels import gpu, megatron, precision
 from true_on_policy.kernels.gpu_probes import digest
@@ -124,7 +125,7 @@ def surviving(look: Look) -> Look:
 def of_host(args: Any) -> dict[str, str]:
     """Read from a host's parsed arguments the rows that they decide."""
     stated = view(args)
-    rows = {row: stated[name] for row, name in _HOST_ROWS.items() if name in stated}
+    rows = {row: stated[name] for row, name in OF_HOST.items() if name in stated}
     texts = {row: f"{value:g}" if isinstance(value, float) else str(value) for row, value in rows.items()}
     seeded = stated.get("sglang_enable_deterministic_inference")
     return texts | {
@@ -132,16 +133,6 @@ def of_host(args: Any) -> dict[str, str]:
         "log-probs come from": "prefill" if stated.get("recompute_logprobs_via_prefill") else "decode",
         "log-softmax": "bf16" if stated.get("true_on_policy_mode") else "fp32",
     }
-
-
-_HOST_ROWS = {
-    "contract": "sglang_true_on_policy_contract",
-    "tensor parallel": "tensor_model_parallel_size",
-    "context parallel": "context_parallel_size",
-    "temperature": "rollout_temperature",
-    "top-p": "rollout_top_p",
-    "top-k": "rollout_top_k",
-}
 
 
 def _device() -> str:
