@@ -46,6 +46,7 @@ setup(
         "mis_plugins.report": ["*.yaml", "page.css", "page.html"],
         "mis_plugins.presets": ["*.yaml", "peers/*.yaml"],
         "true_on_policy.contract": ["*.yaml"],
+        "true_on_policy.diff": ["*.yaml"],
         "true_on_policy.engines": ["*.sh", "*/packages.txt"],
         "true_on_policy.kernels": ["*.c"],
         "true_on_policy.verify": ["*.txt"],

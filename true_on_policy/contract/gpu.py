@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
-from true_on_policy.contract.families import GPU_FAMILIES, IMAGES, Family, Size
+from true_on_policy.contract.families import GPU_FAMILIES, IMAGES, MODELS, Family, Size
 from true_on_policy.contract.operations import REASONS, TABLE, Operation, operations
 from true_on_policy.contract.row_sums import engine_order, fsdp_order, megatron_order
 from true_on_policy.errors import ContractError
@@ -24,18 +24,6 @@ ModeName = Literal["megatron", "sglang"]
 NOT_COVERED: dict[str, list[str]] = {
     name: [why.format(**REASONS) for why in reasons] for name, reasons in TABLE["not_covered"].items()
 } | {"images": [*IMAGES]}
-
-# The sizes of these models stand in Miles v0.1.0's scripts/models/*.py.
-MODELS = {
-    "qwen3-0.6B": ("qwen3-dense", Size(1024, 3072, 16, 8, 128, 151936)),
-    "qwen3-1.7B": ("qwen3-dense", Size(2048, 6144, 16, 8, 128, 151936)),
-    "qwen3-4B": ("qwen3-dense", Size(2560, 9728, 32, 8, 128, 151936)),
-    "qwen3-8B": ("qwen3-dense", Size(4096, 12288, 32, 8, 128, 151936)),
-    "qwen3-14B": ("qwen3-dense", Size(5120, 17408, 40, 8, 128, 151936)),
-    "qwen3-32B": ("qwen3-dense", Size(5120, 25600, 64, 8, 128, 151936)),
-    "qwen2.5-3B": ("qwen2.5-dense", Size(2048, 11008, 16, 2, 128, 151936)),
-    "llama3.1-8B": ("llama", Size(4096, 14336, 32, 8, 128, 128256)),
-}
 
 # The mode that replaces aten's products in each trainer, and the trainer's GEMM where a user names none.
 _MODES: dict[str, ModeName] = {"megatron": "megatron", "fsdp": "sglang"}

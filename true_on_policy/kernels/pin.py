@@ -19,7 +19,7 @@ from true_on_policy.kernels.provider import Undo
 
 @dataclass(frozen=True)
 class _Kernels:
-    """The kernels of a contract: those of this package on the CPU key, or those of other libraries on an accelerator."""
+    """The kernels of a contract: of this package on the CPU key, or of other libraries on an accelerator."""
 
     name: str
     install: Callable[[], Undo]
