@@ -32,7 +32,7 @@ from true_on_policy.engines.sglang.stand_in import sgl_kernel
 from true_on_policy.engines.vllm import engine as vllm
 from true_on_policy.engines.vllm import plugin as vllm_plugin
 from true_on_policy.engines.vllm.engine import VLLM
-from true_on_policy.engines.vllm.guard import Guard
+from true_on_policy.engines.vllm.plugin import Guard
 from true_on_policy.errors import PinError
 from true_on_policy.kernels.pin import pinned
 from true_on_policy.models.tiny import checkpoint, updated
@@ -351,10 +351,6 @@ def murmur3(words: list[int]) -> int:
     state = (state ^ (state >> 16)) * 0x85EBCA6B % 2**32
     state = (state ^ (state >> 13)) * 0xC2B2AE35 % 2**32
     return state ^ (state >> 16)
-
-
-def test_the_oracle_is_murmur_hash():
-    assert murmur3([int.from_bytes(b"test", "little")]) == 0xBA6BD213  # published test vector
 
 
 def test_the_stand_in_hashes_seed_position_and_column():

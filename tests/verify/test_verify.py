@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -16,14 +15,14 @@ from torch import Tensor
 from lab import certificate_picture
 from mis_plugins.shared.provenance import commit
 from true_on_policy.__main__ import main
-from true_on_policy.contract.cpu import Contract, Shapes
+from true_on_policy.contract.cpu import Contract
 from true_on_policy.contract.families import tiny_models
 from true_on_policy.contract.rounding import ORDERS, NormOrder
 from true_on_policy.contract.sides import ENGINES, TRAINERS
 from true_on_policy.engines.hf.engine import HuggingFace as Engine
 from true_on_policy.engines.protocol import Request, Sample
 from true_on_policy.kernels.pin import active_backend
-from true_on_policy.models.tiny import checkpoint, read_config, updated
+from true_on_policy.models.tiny import checkpoint, updated
 from true_on_policy.trainers.hf import HuggingFace
 from true_on_policy.trainers.megatron import Megatron
 from true_on_policy.verify import verification
@@ -336,14 +335,6 @@ def test_what_cannot_run_exits_with_2(
     assert message in told and "sampled" not in told
 
 
-def test_the_environment_of_sglang_missing_exits_with_2(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
-    monkeypatch.setenv("SGLANG_VENV", str(tmp_path))
-    assert main(["verify", "--engine", "sglang", "--trainer", "hf", "--tokens", FEW]) == 2
-    assert "no sglang there; run `bash" in capsys.readouterr().err
-
-
 # The situations
 
 EVERY = ["batch of 1", "batch of 3", "batch of 8", "temperature 0.7", "temperature 1"]
@@ -467,11 +458,6 @@ def test_a_tiny_model_is_its_seed_and_has_random_norms(tmp_path: Path):
     norms = [p for name, p in HuggingFace(first, "fp32").model.named_parameters() if "norm" in name]
     assert all(norm.unique().numel() == norm.numel() for norm in norms)
     assert (updated(first, tmp_path / "updated", 1) / "model.safetensors").read_bytes() != read[0]
-
-
-def test_the_kernels_are_probed_at_the_models_own_shapes(tiny: Path):
-    shapes = Shapes.of(read_config(tiny))
-    assert (128, 320) in shapes.linear and shapes.attention == ((4, 2, 32),) and 32 in shapes.hidden
 
 
 def test_the_workload_meets_its_situations(tiny: Path):

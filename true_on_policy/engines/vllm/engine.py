@@ -33,7 +33,7 @@ from true_on_policy.engines.server import (
 )
 
 PATH = "/inference/v1/generate"
-GUARD = "true_on_policy.engines.vllm.guard.Guard"
+GUARD = "true_on_policy.engines.vllm.plugin.Guard"
 BLOCK = 32  # slots of a block of the key-value cache
 
 
