@@ -44,9 +44,9 @@ class Setting:
     engine: str | list[str] | Cases | None = None
     remedy: str | Cases = ""
     equal: str | None = None
-    host: str | None = None
-    server: str | None = None
-    module: str | None = None
+    host: str = ""
+    server: str = ""
+    module: str = ""
     off: tuple[Any, ...] = (False, None)
 
     def check(self, cases: Collection[str], words: Mapping[str, str]) -> Check | None:

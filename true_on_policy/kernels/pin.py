@@ -29,8 +29,8 @@ class _Kernels:
 
 def _kernels(contract: Contract | GpuContract) -> _Kernels:
     if isinstance(contract, GpuContract):
-        parts = (partial(part, contract) for part in (gpu.install, gpu.observe, gpu.probe))
-        return _Kernels(gpu.name(contract), *parts)
+        name, install = gpu.name(contract), partial(gpu.install, contract)
+        return _Kernels(name, install, partial(gpu.observe, contract), partial(gpu.probe, contract))
     return _Kernels(contract.backend, partial(_install, contract), _observe, lambda: probe(contract))
 
 
