@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from types import ModuleType
 from typing import Any
@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from stand_ins import Write, write  # noqa: F401
+from stand_ins import write  # noqa: F401
 from triton_interpreter import UNAVAILABLE, on_cpu
 
 from true_on_policy.bitwise import equal_bits
@@ -29,7 +29,6 @@ CONTRACT = gpu_contract("qwen3-dense", "megatron")
 SHAPES = Shapes(linear=((64, 96), (80, 64)), hidden=(64,))
 CPU = torch.device("cpu")
 OURS = "batch_invariant_kernels.py of megatron"
-Plant = Callable[[ModuleType, pytest.MonkeyPatch, Write], None]
 
 
 def registrations() -> list[str]:
@@ -158,6 +157,25 @@ def test_a_mode_that_was_on_stays_on(library: ModuleType):
     turn(library, on=False)
 
 
+def test_a_flag_without_overrides_is_refused(library: ModuleType, monkeypatch):
+    """What a nested context of thinking-machines' original leaves behind."""
+    with monkeypatch.context() as patch:
+        patch.setattr(library, "_batch_invariant_MODE", True)
+        with pytest.raises(
+            PinError, match="flag of the mode says on, but aten::mm runs stock.*call megatron.core.*disable_"
+        ):
+            megatron.pin(CONTRACT)
+
+
+def test_overrides_without_a_flag_are_refused(library: ModuleType, monkeypatch):
+    turn(library, on=True)
+    with monkeypatch.context() as patch:
+        patch.setattr(library, "_batch_invariant_MODE", False)
+        with pytest.raises(PinError, match=f"the flag of the mode says off, but aten::mm runs {OURS}"):
+            megatron.pin(CONTRACT)
+    turn(library, on=False)
+
+
 def test_an_enable_that_half_happens_is_undone(library: ModuleType, monkeypatch):
     """The last of its four overrides cannot be installed; without a pin the other three and the flag stay on."""
     before = registrations()
@@ -171,6 +189,14 @@ def test_an_enable_that_half_happens_is_undone(library: ModuleType, monkeypatch)
     ):
         megatron.pin(CONTRACT)
     assert not library.is_batch_invariant_mode_enabled() and registrations() == before
+
+
+def test_an_enable_that_leaves_an_operator_is_refused(library: ModuleType, monkeypatch):
+    monkeypatch.setattr(
+        library, "enable_batch_invariant_mode", lambda: setattr(library, "_batch_invariant_MODE", True)
+    )
+    with pytest.raises(PinError, match="cannot be enabled .aten::mm runs stock on CPU"):
+        megatron.pin(CONTRACT)
 
 
 def test_an_undo_that_leaves_an_operator_says_so(library: ModuleType, monkeypatch):
@@ -225,6 +251,14 @@ def test_our_cpu_kernels_and_the_mode_refuse_each_other(library: ModuleType):
         with pytest.raises(PinError, match="aten::mm is overridden already .*batch_invariant_kernels.py"):
             with pinned(Contract()):
                 pass
+
+
+def test_this_version_has_no_deep_gemm_of_its_own(library: ModuleType, monkeypatch):
+    monkeypatch.setitem(megatron.BACKENDS, "triton_persistent", "deepgemm")
+    with pytest.raises(
+        PinError, match="megatron-core .* has Triton's GEMM alone; the contract wants deepgemm"
+    ):
+        megatron.pin(CONTRACT)
 
 
 def test_later_versions_are_told_which_products(library: ModuleType, monkeypatch):
@@ -304,54 +338,16 @@ def test_a_transformer_engine_that_is_half_patched_is_restored(library: ModuleTy
     assert symbols() == before
 
 
-def flag(value: bool) -> Plant:
-    return lambda library, patch, write: patch.setattr(library, "_batch_invariant_MODE", value)
-
-
-def leaves_the_operators(library: ModuleType, patch: pytest.MonkeyPatch, write: Write) -> None:
-    turn_flag = lambda: setattr(library, "_batch_invariant_MODE", True)  # noqa: E731
-    patch.setattr(library, "enable_batch_invariant_mode", turn_flag)
-
-
-def no_deep_gemm(library: ModuleType, patch: pytest.MonkeyPatch, write: Write) -> None:
-    patch.setitem(megatron.BACKENDS, "triton_persistent", "deepgemm")
-
-
-def te_multiplies(library: ModuleType, patch: pytest.MonkeyPatch, write: Write) -> None:
+def test_a_transformer_engine_that_still_multiplies_is_refused(library: ModuleType, write, monkeypatch):  # noqa: F811
     write(TE)
-    patch.setattr(library, "_te_patch_for_batch_invariant", lambda: None)
+    monkeypatch.setattr(library, "_te_patch_for_batch_invariant", lambda: None)
+    with pytest.raises(
+        PinError, match="is on, but Transformer Engine multiplies by transformer_engine.pytorch.cpp"
+    ):
+        megatron.pin(CONTRACT)
 
 
-def te_does_not_load(library: ModuleType, patch: pytest.MonkeyPatch, write: Write) -> None:
+def test_a_transformer_engine_that_cannot_be_imported_is_refused(library: ModuleType, write):  # noqa: F811
     write({"transformer_engine/pytorch.py": "raise OSError('libcuda.so.1')\n"})
-
-
-# Whether the mode is on before, what is wrong, and the words of the refusal.
-REFUSED: list[tuple[bool, Plant, str]] = [
-    # What a nested context of thinking-machines' original leaves behind.
-    (False, flag(True), "flag of the mode says on, but aten::mm runs stock.*call megatron.core.*disable_"),
-    (True, flag(False), f"the flag of the mode says off, but aten::mm runs {OURS}"),
-    (False, leaves_the_operators, "cannot be enabled .aten::mm runs stock on CPU"),
-    (False, no_deep_gemm, "megatron-core .* has Triton's GEMM alone; the contract wants deepgemm"),
-    (False, te_multiplies, "is on, but Transformer Engine multiplies by transformer_engine.pytorch.cpp"),
-    (False, te_does_not_load, "Transformer Engine cannot be imported .libcuda.so.1"),
-]
-
-
-@pytest.mark.parametrize(("on", "plant", "message"), REFUSED)
-def test_what_is_wrong_is_refused(
-    library: ModuleType,
-    write: Write,
-    monkeypatch: pytest.MonkeyPatch,
-    on: bool,
-    plant: Plant,
-    message: str,  # noqa: F811
-):
-    if on:
-        turn(library, on=True)
-    with monkeypatch.context() as patch:
-        plant(library, patch, write)
-        with pytest.raises(PinError, match=message):
-            megatron.pin(CONTRACT)
-    if on:
-        turn(library, on=False)
+    with pytest.raises(PinError, match="Transformer Engine cannot be imported .libcuda.so.1"):
+        megatron.pin(CONTRACT)
