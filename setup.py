@@ -49,6 +49,8 @@ setup(
         "true_on_policy.diff": ["*.yaml"],
         "true_on_policy.engines": ["*.sh", "*/packages.txt"],
         "true_on_policy.kernels": ["*.c"],
+        "true_on_policy.models": ["*.yaml"],
+        "true_on_policy.trainers": ["*.yaml"],
         "true_on_policy.verify": ["*.txt"],
     },
     # No bounds: a host brings its own torch, and installing us must never replace it.
