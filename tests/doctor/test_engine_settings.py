@@ -21,6 +21,7 @@ from true_on_policy.doctor.engine_http import (
     SEEDS,
     observe_engine,
 )
+from true_on_policy.engines.protocol import sglang_rows
 from true_on_policy.engines.server import free_port
 from true_on_policy.observe.process import ALL
 
@@ -124,16 +125,16 @@ def test_what_seeds_decide(answers: tuple, found: str, monkeypatch: pytest.Monke
     ],
 )
 def test_a_log_prob_tells_what_it_was_rounded_to(values: tuple[float, ...], found: str) -> None:
-    _, log_probs = engine_http._answer([[value, 7, None] for value in values])
+    _, log_probs = sglang_rows([[value, 7, None] for value in values])
     assert engine_http._dtype(log_probs) == found
 
 
 def test_bits_decide_not_numbers() -> None:
     rows = [[0.0, 7, None]]
-    a, b = (engine_http._answer([[value, 7, None]]) for value in (0.0, -0.0))
+    a, b = (sglang_rows([[value, 7, None]]) for value in (0.0, -0.0))
     assert engine_http._compared(a, b) == "1 of 1 log-probs differ"
-    assert engine_http._compared(a, engine_http._answer(rows)) == "equal"
-    assert engine_http._compared(a, engine_http._answer([[0.0, 8, None]])) == "other tokens"
+    assert engine_http._compared(a, sglang_rows(rows)) == "equal"
+    assert engine_http._compared(a, sglang_rows([[0.0, 8, None]])) == "other tokens"
 
 
 Change = Callable[[Any], Any]

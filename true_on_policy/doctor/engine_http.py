@@ -9,14 +9,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
 from jaxtyping import Float32
 from torch import Tensor
 
 from true_on_policy.bitwise import equal_bits, first_mismatch
 from true_on_policy.contract.settings import OF_SERVER
-from true_on_policy.engines.answers import check_counts, list_of, reading, sglang_rows, short
+from true_on_policy.engines.answers import check_counts, list_of, reading, short
 from true_on_policy.engines.asking import answer_of
+from true_on_policy.engines.protocol import sglang_rows
 from true_on_policy.errors import EngineError
 from true_on_policy.observe.process import ALL, Observation
 
@@ -159,7 +159,7 @@ class _Client:
 def _sampled(prompt: Sequence[int], answer: Any) -> Answer:
     meta = answer["meta_info"]
     check_counts(meta, len(prompt), LENGTH)
-    found = _answer(list_of(meta["output_token_logprobs"], LENGTH, TOKENS))
+    found = sglang_rows(list_of(meta["output_token_logprobs"], LENGTH, TOKENS))
     if answer.get("output_ids", [*found[0]]) != [*found[0]]:
         raise EngineError("log-probs of other tokens than were sampled")
     return found
@@ -169,7 +169,7 @@ def _scored(sequence: Sequence[int], answer: Any) -> Answer:
     meta = answer["meta_info"]
     check_counts(meta, len(sequence))
     (_, first, *_), *rows = list_of(meta["input_token_logprobs"], len(sequence), TOKENS)
-    told, log_probs = _answer(rows)
+    told, log_probs = sglang_rows(rows)
     # SGLang reports the last id of its vocabulary as 0.
     if any(
         found != token and (found or token != max(sequence))
@@ -177,10 +177,3 @@ def _scored(sequence: Sequence[int], answer: Any) -> Answer:
     ):
         raise EngineError("log-probs of other tokens than were asked for")
     return tuple(sequence[1:]), log_probs
-
-
-def _answer(rows: Any) -> Answer:
-    """Convert SGLang's rows (log-prob, token id, text) to token ids and log-probs."""
-    tokens, log_probs = sglang_rows(rows)
-    # JSON carries a float32 as the float64 of equal value: nothing is rounded on the way.
-    return tokens, torch.tensor(log_probs, dtype=torch.float32)
