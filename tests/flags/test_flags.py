@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 from argparse import Namespace
 from collections.abc import Iterator
 from itertools import product
@@ -106,20 +104,6 @@ def test_what_a_refused_layout_is_told_to_set_holds(
     model = words[: 2 * ("--model" in words)]
     assert printed(capsys, *model, "--cp", context, "--tp", tensor, "--engine-tp", engine)
     assert context == dict(zip(words[::2], words[1::2], strict=True)).get("--cp", "1") or context == "1"
-
-
-def test_bash_reads_them_as_an_array() -> None:
-    command = f'mapfile -t A < <("{sys.executable}" -m true_on_policy flags --model qwen3-4B --backend fsdp --miles); '
-    done = subprocess.run(
-        ["bash", "-c", command + 'printf "%s|" "${A[@]}"'],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    words = [word for flag in launch_flags(CONTRACTS["fsdp"]) for word in flag.words]
-    assert done.stdout.split("|")[:-1] == words
-    assert "not installed here" in done.stderr
 
 
 @pytest.mark.parametrize(
