@@ -10,10 +10,10 @@ from types import ModuleType
 import pytest
 
 from true_on_policy.contract.gpu import model_contract
-from true_on_policy.contract.settings import FUSED, Setting
+from true_on_policy.contract.settings import CHOSEN, FUSED, Setting
 from true_on_policy.doctor.diagnosis import diagnose
 from true_on_policy.flags.command import launch_flags
-from true_on_policy.observe.fused import CHOSEN, chosen, of_host
+from true_on_policy.observe.fused import chosen, of_host
 from true_on_policy.observe.process import Observation, observe
 
 MEGATRON = model_contract("qwen3-4B", "megatron", trainer_tp=8, engine_tp=8)
@@ -85,4 +85,4 @@ def test_what_megatron_chose_is_seen_once_it_is_imported(monkeypatch: pytest.Mon
 def test_flags_are_configured_and_choices_observed() -> None:
     seen = observe(MEGATRON, Namespace(apply_rope_fusion=False, true_on_policy_mode=False))
     assert seen.settings[ROPE.name] == "off" and seen.how(ROPE.name) == "configured"
-    assert all(seen.how(row) == "observed" for row, _, _ in CHOSEN)
+    assert all(seen.how(row) == "observed" for row in CHOSEN)

@@ -32,7 +32,6 @@ from true_on_policy.flags.rules import FILES, RELEASES, check_installed, declare
 from true_on_policy.observe.dumps import Dump, Process, load, write
 from true_on_policy.observe.process import Observation
 
-ROOT = Path(__file__).parents[2]
 CONTRACTS = {
     "megatron": model_contract("qwen3-4B", "megatron", trainer_tp=2, engine_tp=8, context_parallel=4),
     "fsdp": model_contract("qwen3-4B", "fsdp"),

@@ -46,6 +46,8 @@ class Setting:
     equal: str | None = None
     host: str = ""
     server: str = ""
+    distribution: str = ""
+    chosen: tuple[str, ...] = ()
     module: str = ""
     off: tuple[Any, ...] = (False, None)
 
@@ -80,3 +82,5 @@ SETTINGS = tuple(
 OF_HOST = {setting.name: setting.host for setting in SETTINGS if setting.host and not setting.module}
 OF_SERVER = {setting.name: setting.server for setting in SETTINGS if setting.server}
 FUSED = tuple(setting for setting in SETTINGS if setting.module)
+VERSIONS = {setting.name: setting.distribution for setting in SETTINGS if setting.distribution}
+CHOSEN = {setting.name: setting.chosen for setting in SETTINGS if setting.chosen}

@@ -13,13 +13,6 @@ from mis_plugins.config.view import view
 from true_on_policy.contract.settings import FUSED, Setting
 from true_on_policy.kernels.provider import findable
 
-# (row, module, name): modules of Megatron-core that choose torch, Apex or Transformer Engine when they are imported.
-CHOSEN = (
-    ("norm of Megatron's block", "megatron.core.transformer.transformer_block", "LayerNormImpl"),
-    ("fused layer norm (Apex)", "megatron.core.fusions.fused_layer_norm", "HAVE_FUSED_LAYER_NORM"),
-    ("Adam of Megatron's optimizer", "megatron.core.optimizer", "Adam"),
-)
-
 
 def of_host(args: Any) -> dict[str, str]:
     """Read the state of each fused kernel that the host's parsed arguments mention, by its row."""

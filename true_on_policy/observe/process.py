@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from mis_plugins.config.view import original, view
 from mis_plugins.hosts.needs.miles import NEEDS as MILES
 from true_on_policy.contract.gpu import GpuContract
-from true_on_policy.contract.settings import OF_HOST
+from true_on_policy.contract.settings import CHOSEN, OF_HOST, VERSIONS
 from true_on_policy.errors import NotSeenError, PinError
 from true_on_policy.kernels import gpu, megatron, precision
 from true_on_policy.kernels.gpu_probes import digest
@@ -34,15 +34,6 @@ KERNELS = "kernels at the model's shapes"
 PRODUCTS = "products of trainer and engine"
 COMPILES = "torch.compile"
 ALL = "*"  # in `unseen`: no row of this side could be observed
-
-# Rows of the doctor, and the distribution whose version each row states.
-VERSIONS = {
-    "Megatron-core": "megatron-core",
-    "SGLang": "sglang",
-    "Transformer Engine": "transformer-engine",
-    "Triton": "triton",
-    "transformers": "transformers",
-}
 
 
 @dataclass(frozen=True)
@@ -252,7 +243,7 @@ LOOKS: dict[str, Look] = {
     **{row: _version(distribution) for row, distribution in VERSIONS.items()},
     "Apex": _apex,
     "norm of the local spec": _local_norm,
-    **{row: partial(fused.chosen, module, name) for row, module, name in fused.CHOSEN},
+    **{row: partial(fused.chosen, *place) for row, place in CHOSEN.items()},
     "TF32": lambda: "off" if next(precision.probe(device()), None) is None else "on",
     COMPILES: _compiles,
 }
