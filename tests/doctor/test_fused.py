@@ -11,10 +11,9 @@ import pytest
 
 from true_on_policy.contract.gpu import model_contract
 from true_on_policy.contract.settings import CHOSEN, FUSED, Setting
-from true_on_policy.doctor.diagnosis import diagnose
 from true_on_policy.flags.command import launch_flags
 from true_on_policy.observe.fused import chosen, of_host
-from true_on_policy.observe.process import Observation, observe
+from true_on_policy.observe.process import observe
 
 MEGATRON = model_contract("qwen3-4B", "megatron", trainer_tp=8, engine_tp=8)
 ROPE = next(fused for fused in FUSED if fused.host == "apply_rope_fusion")
@@ -46,23 +45,6 @@ def test_a_kernel_is_on_where_it_is_asked_for_and_its_library_is_there(
     monkeypatch.setitem(sys.modules, fused.module, ModuleType(fused.module))
     assert of_host(asked(fused)) == {fused.name: "on"}
     assert of_host(Namespace(**{fused.host: fused.off[0]})) == {fused.name: "off"}
-
-
-@pytest.mark.parametrize(
-    ("value", "verdict"), [("off", "green"), ("off, no transformer_engine", "green"), ("on", "red")]
-)
-def test_the_doctor_judges_what_stands_in_the_place_of_a_kernel_of_the_contract(
-    value: str, verdict: str
-) -> None:
-    rows = diagnose(MEGATRON, Observation({ROPE.name: value}, {}), Observation({}, {}))
-    (row,) = [row for row in rows if row.check.name == ROPE.name]
-    assert (row.verdict, row.check.remedy) == (verdict, "--no-rope-fusion")
-
-
-def test_a_kernel_that_no_log_prob_depends_on_is_shown_and_not_judged() -> None:
-    free = {fused.name: "on" for fused in FUSED if not fused.remedy}
-    rows = {row.check.name: row for row in diagnose(MEGATRON, Observation(free, {}), Observation({}, {}))}
-    assert {rows[name].verdict for name in free} == {""} and {rows[name].trainer for name in free} == {"on"}
 
 
 def test_every_remedy_is_a_flag_of_the_launch() -> None:
