@@ -129,21 +129,27 @@ class Family:
 
 
 _TABLE: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("families.yaml").read_text("utf-8"))
-IMAGES: tuple[str, ...] = tuple(
-    _TABLE["images"]
-)  # what is missing before a prompt with an image can be certified
+# What is missing before a prompt with an image can be certified.
+IMAGES: tuple[str, ...] = tuple(_TABLE["images"])
 
 
 def _family(name: str, row: dict[str, Any]) -> Family:
-    proof, tiny = row["proof"], {model: Shape(*sizes) for model, sizes in row["proof"]["tiny"].items()}
-    kinds = {"experts": Experts, "vision": Vision}
-    parts = {part: kind(**row[part]) for part, kind in kinds.items() if part in row}
-    align = {"align": at(proof["align"])} if "align" in proof else {}
+    """Build a record from its row, whose keys are the fields of Family, and below `proof` those of Proof."""
+    proof = dict(row["proof"])
+    proof["tiny"] = {model: Shape(*sizes) for model, sizes in proof["tiny"].items()}
+    if "align" in proof:
+        proof["align"] = at(proof["align"])
     missing = tuple(why.format(**_TABLE["reasons"]) for why in row.get("missing", ()))
-    return Family(
-        name, tuple(row["architectures"]), row.get("qk_norm", False), row.get("qkv_bias", False),
-        row.get("host_contract"), missing, Proof(proof["model_type"], proof["title"], tiny, **align), **parts,
-    )  # fmt: skip
+    fields = {
+        **row,
+        "architectures": tuple(row["architectures"]),
+        "missing": missing,
+        "proof": Proof(**proof),
+    }
+    for part, kind in (("experts", Experts), ("vision", Vision)):
+        if part in row:
+            fields[part] = kind(**row[part])
+    return Family(name, **fields)
 
 
 FAMILIES = {name: _family(name, row) for name, row in _TABLE["families"].items()}
