@@ -33,7 +33,8 @@ evidence the page says what speaks against each cause: what it leaves unexplaine
 no other sign shows.
 
 The verdict is an alarm at any cause but the engine's precision, or at a kl_k3 above 5e-2; a warning beyond any limit
-above, where more than a tenth of the records was rejected, or where a file broke off; else calm.
+above, where more than a tenth of the records was rejected, a file broke off, or fewer than 100 tokens can be compared;
+else calm.
 """
 INTRODUCTION = """# See the mismatch of a run
 
