@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -72,6 +72,7 @@ class Evidence:
     moments: of each number of `of_sequences`.
     sure_yet_unlikely: number of tokens that the engine reports a log-prob of exactly 0 for, while the trainer finds
         the token, or a run of such tokens, unlikely.
+    absent: of each side how often each entry stands in for a log-prob, by its name.
     lists: pairs of both lists of log-probs, for each sequence.
     folds: sums of `RELATED` over the usable tokens of every `FOLDS`-th sequence.
     masses, counts, steps: of each sequence the sum of `mass`, the number of usable tokens, and its step.
@@ -81,6 +82,7 @@ class Evidence:
     moments: defaultdict[str, Moments] = field(default_factory=lambda: defaultdict(Moments))
     sure_yet_unlikely: int = 0
     broken_advantages: int = 0
+    absent: defaultdict[str, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
     lists: Lists = field(default_factory=Lists)
     folds: Float[Tensor, "R F"] = field(default_factory=lambda: torch.zeros(len(RELATED), FOLDS).double())
     masses: list[Float[Tensor, " N"]] = field(default_factory=list)
@@ -97,6 +99,9 @@ class Evidence:
         unlikely = (batch.proximal < UNLIKELY) | in_unlikely_runs(sure, batch)
         self.sure_yet_unlikely += int((sure & unlikely).sum())
         self.broken_advantages += sum(map(_broken_advantages, batch.records))
+        for record in batch.records:
+            for side, names in record.absent.items():
+                self.absent[side].update(names)
         self._add_lists(batch, tokens)
         ids = batch.whole_numbers("tokens")
         if ids is not None:
