@@ -192,12 +192,15 @@ class Shell(Reader):
         clauses = list(_clauses(node))
         for conditions, _ in clauses:
             self.run_all(conditions)
-        self._choose(
+        self.choose(
             [
-                (_joined(conditions), self.truth(conditions[-1]) if conditions else True, body)
+                (_joined(conditions), self.truth(conditions[-1]) if conditions else True, self._work(body))
                 for conditions, body in clauses
             ]
         )
+
+    def _work(self, nodes: Sequence[Node]) -> Callable[[], object]:
+        return lambda: self.run_all(nodes)
 
     def _case(self, node: Node) -> None:
         subject = node.child_by_field_name("value")
@@ -208,20 +211,10 @@ class Shell(Reader):
             patterns = [_said(child).strip("'\"") for child in item.children[:close] if child.is_named]
             fits = None if said is None else any(_fits(said, pattern) for pattern in patterns)
             body = [child for child in item.children[close:] if child.is_named]
-            clauses.append((f"{shown(value)} is {' or '.join(patterns)}", "*" in patterns or fits, body))
-        self._choose(clauses)
-
-    def _choose(self, clauses: Sequence[tuple[str, bool | None, Sequence[Node]]]) -> None:
-        """Run the first clause that holds; those before it that may hold are read both ways."""
-        if not clauses:
-            return
-        (label, truth, body), *rest = clauses
-        if truth is None:
-            self.fork(label, lambda: self.run_all(body), lambda: self._choose(rest))
-        elif truth:
-            self.run_all(body)
-        else:
-            self._choose(rest)
+            clauses.append(
+                (f"{shown(value)} is {' or '.join(patterns)}", "*" in patterns or fits, self._work(body))
+            )
+        self.choose(clauses)
 
     def _for(self, node: Node) -> None:
         name, body = node.child_by_field_name("variable"), node.child_by_field_name("body")

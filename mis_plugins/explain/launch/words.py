@@ -16,6 +16,9 @@ HOLE = "\ue000"  # stands for a part that is not known; a letter of no alphabet,
 COMMAND_LINE = 0  # the line of what the user gave to the script
 DEEPEST = 32  # functions, sourced files and evaluated texts within one another
 Lines = tuple[int, int]
+Clause = tuple[
+    str, bool | None, Callable[[], object]
+]  # a condition, whether it holds where that is known, the work
 
 
 @dataclass(frozen=True)
@@ -272,6 +275,18 @@ class Reader:
                 for name in {**names, **scope}:
                     scope[name] = self.either(names.get(name, ()), scope.get(name, ()), label)
 
+    def choose(self, clauses: Sequence[Clause]) -> None:
+        """Run the first clause that holds; those before it that may hold are read both ways."""
+        if not clauses:
+            return
+        (label, truth, work), *rest = clauses
+        if truth is None:
+            self.fork(label, work, lambda: self.choose(rest))
+        elif truth:
+            work()
+        else:
+            self.choose(rest)
+
     def _restore(self, state: Sequence[Mapping[str, Any]]) -> None:
         for scope, names in zip(self.scopes(), state, strict=False):
             scope.clear()
@@ -281,10 +296,10 @@ class Reader:
         """The value of a place that either branch may have reached: what both begin with is sure."""
         if one is other or type(one) is type(other) and isinstance(one, PLAIN) and one == other:
             return one
-        if () in (one, other):  # a name that one branch alone makes a list
-            one, other = (
-                value if value != () else type(beside)() for value, beside in ((one, other), (other, one))
-            )
+        if () in (one, other) and list in map(
+            type, (one, other)
+        ):  # a name that one branch alone makes a list
+            one, other = one or [], other or []
         if not isinstance(one, tuple | list) or type(one) is not type(other):
             return hole(f"a value that depends on {branch}")
         self.reading.spend(1 + len(one) + len(other))
