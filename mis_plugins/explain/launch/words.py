@@ -6,7 +6,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from itertools import accumulate
+from itertools import accumulate, groupby, pairwise
 from typing import Any
 
 from mis_plugins.errors import ConfigError
@@ -106,15 +106,52 @@ class Word:
     def is_known(self) -> bool:
         return HOLE not in self.text
 
+    @property
+    def place(self) -> str:
+        first, last = self.lines
+        if not first:
+            return "given on the command line, or outside this script"
+        return f"line {first}" if first == last else f"lines {first} to {last}"
+
+    @property
+    def behind_equals(self) -> Word:
+        """The value of KEY=VALUE."""
+        parts = self.text.partition("=")[2], self.source.partition("=")[2]
+        return replace(self, text=parts[0], source=parts[1], span=None)
+
 
 def word_of(text: Text) -> Word:
-    """A word of a text; one of which a branch gives a part only is not known."""
+    """A word of a text; parts that branches give are not known, and are told with the branches."""
     branches, spans = {piece.branch for piece in text}, {piece.span for piece in text}
-    lines = text[0].lines if text else (COMMAND_LINE, COMMAND_LINE)
     if len(branches) > 1:
-        return Word(HOLE, " or ".join(shown((piece,)) for piece in text), lines)
+        text = tuple(
+            piece
+            for is_open, pieces in groupby(text, lambda one: one.branch is not None)
+            for piece in (_alternatives(tuple(pieces)) if is_open else pieces)
+        )
+    lines = text[0].lines if text else (COMMAND_LINE, COMMAND_LINE)
     span = next(iter(spans)) if len(spans) == 1 else None
-    return Word(with_holes(text), shown(text), lines, next(iter(branches), None), span)
+    return Word(
+        with_holes(text), shown(text), lines, next(iter(branches), None) if len(branches) == 1 else None, span
+    )
+
+
+def _alternatives(text: Text) -> Text:
+    said = " or ".join(f"{shown((piece,))} (if {piece.branch})" for piece in text)
+    return hole(said, text[0].lines)
+
+
+def flags_of(words: Sequence[Word], short: Sequence[str] = ()) -> Iterator[tuple[str, Word, Word | None]]:
+    """Each flag of a command with its word and its value, `--flag VALUE` or `--flag=VALUE`; None where it has none.
+
+    Args:
+        short: flags with one dash.
+    """
+    for word, after in pairwise([*words, None]):
+        flag, equals, _ = word.text.partition("=") if word else ("", "", "")
+        if word and (flag.startswith("--") or flag in short):
+            stands_alone = after is None or after.text.startswith("--")
+            yield flag, word, word.behind_equals if equals else None if stands_alone else after
 
 
 def with_holes(text: Text) -> str:
