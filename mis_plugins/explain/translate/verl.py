@@ -161,9 +161,13 @@ def translate(text: str, behind: Sequence[str] = (), asked: Asked = ASKED) -> Tr
     won = dict(map(_override, behind))
     said = _said(text, set(won), asked)
     settings = {**said.settings, **won}
-    if not any(path in PATHS or _is_ours(path) for path in settings):
-        said.prove_nothing()
     given = _given(settings, won)
+    if not given:
+        said.prove_nothing()
+        beside = (
+            f", and {LOSS_MODE}: {as_written(mode)}" if (mode := settings.get(MODE_PATH)) is not None else ""
+        )
+        raise ConfigError(f"nothing to translate: no {SECTION}, and no key of it{beside}")
     made = _translated(Draft(settings, given, notes=[*said.notes, *_left_out(settings)]), text)
     if not made.config().corrects and not made.config().needs_loss_hook:
         said.prove_nothing()
@@ -254,12 +258,13 @@ def _of_script(said: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _is_ours(path: str) -> bool:
-    is_retired = path.rpartition(".")[2] in RETIRED
-    return (
-        is_retired
-        or path.startswith(("algorithm.rollout_", IN_LOSS))
-        or path in ("algorithm", *PATHS, *BESIDE_IT)
-    )
+    whole = ("algorithm", *PATHS, *BESIDE_IT)
+    return path.startswith(("algorithm.rollout_", IN_LOSS)) or path in whole or _is_retired(path)
+
+
+def _is_retired(path: str) -> bool:
+    parent, _, key = path.rpartition(".")
+    return key in RETIRED and parent in ("algorithm", SECTION, ACTOR)
 
 
 def _starts(word: str) -> bool:
@@ -318,21 +323,20 @@ def _given(settings: Mapping[str, Any], behind: Mapping[str, Any]) -> dict[str, 
         given = {key: given[key] for key in given if key in KEYS}
     refuse_open(given, SHORT)
     _check_copy(settings)
-    if not given:
-        beside = "" if mode is None else f", and {LOSS_MODE}: {as_written(mode)}"
-        raise ConfigError(f"nothing to translate: no {SECTION}, and no key of it{beside}")
     return given
 
 
 def _check_known(path: str, value: Any) -> None:
     """Refuse a key of an earlier release, and one that verl does not have."""
     key = path.rpartition(".")[2]
-    if key in RETIRED and value not in (None, False):
+    if _is_retired(path) and value not in (None, False):
         raise ConfigError(f"{key}: {INSTEAD}")
     known = (*PATHS, *BESIDE_IT, SECTION, f"{SECTION}._target_")
-    if _is_ours(path) and key not in RETIRED and path not in known and not path.startswith(IN_LOSS):
+    if _is_ours(path) and not _is_retired(path) and path not in known and not path.startswith(IN_LOSS):
         near = f"; write {SHORT[key]}" if key in SHORT else suggest(key, KNOWN)
-        raise ConfigError(f"{cut(path)}: no key of verl's rollout correction{near}")
+        raise ConfigError(
+            f"{cut(path.removeprefix(f'{SECTION}.'))}: no key of verl's rollout correction{near}"
+        )
 
 
 def _check_copy(settings: Mapping[str, Any]) -> None:
