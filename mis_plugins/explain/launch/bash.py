@@ -41,8 +41,9 @@ if TYPE_CHECKING:
     from tree_sitter import Node
 
 SHELLS = ("bash", "sh", "zsh", "dash")
+ENDS_ROUND = ("break", "continue")
 PRINTS = ("echo", "printf", "cat", "tee")
-STARTS_NOTHING = (":", "true", "pkill", "pgrep", "grep", "ps", "kill")
+STARTS_NOTHING = (":", "true", "pkill", "pgrep", "grep", "ps", "kill", *ENDS_ROUND)
 FILLS = ("read", "mapfile", "readarray", "getopts")
 OUR_PATH = ("-m mis_plugins config path ", "mis-plugins config path ")
 SETS = ("variable_assignment", "variable_assignments", "declaration_command", "compound_statement")
@@ -67,16 +68,11 @@ def launches(script: str, path: Path, reading: Reading, arguments: Sequence[str]
     return shell.found
 
 
-class Broken(Returned):
-    """A loop ends, or goes on with its next round, before the end of its body; `value` tells which."""
-
-
 class Shell(Reader):
     """The variables of a shell as far as they are known.
 
     texts: the script, and every text that it sources or evaluates; `source` numbers the one that is read.
     locals: what the variables that a function declares as its own were before.
-    is_broken: whether only running the script would tell that a loop ends before its last round.
     ran: the statements that were read, by number of the text and id of the node.
     """
 
@@ -85,7 +81,6 @@ class Shell(Reader):
         self.path, self.source = path, 0
         self.texts: list[Node] = []
         self.variables: dict[str, Value] = {"@": []}
-        self.is_broken = False
         self.functions: dict[str, tuple[Node, int]] = {}
         self.locals: dict[str, Value | None] = {}
         self.ran: set[tuple[int, int]] = set()
@@ -106,9 +101,6 @@ class Shell(Reader):
 
     def scopes(self) -> list[dict[str, Value]]:
         return [self.variables]
-
-    def remember(self, branch: str, ended: Ended) -> None:
-        self.is_broken |= isinstance(ended, Broken)
 
     # Running statements.
 
@@ -178,7 +170,11 @@ class Shell(Reader):
             return truth is not False
         left, right = node.named_children[0], node.named_children[-1]
         status, is_and = self._status(left), any(child.type == "&&" for child in node.children)
-        decides = right.type in SETS or one_line(right).partition(" ")[0] in {*COMMANDS, *self.functions}
+        decides = right.type in SETS or one_line(right).partition(" ")[0] in {
+            *COMMANDS,
+            *ENDS_ROUND,
+            *self.functions,
+        }
         if left.type == "command" and decides and self.truth(left) is None:
             status = None  # what a command says of the machine decides a value, or where a loop ends
         if status is None:
@@ -221,35 +217,23 @@ class Shell(Reader):
         values = [word for child in node.children_by_field_name("value") for word in self.words(child)]
         if name is None or body is None:
             return
-        if values and all(known(word) is not None for word in values):
-            self._looped(node, lambda: any(self._round(body, _said(name), word) for word in values))
-        else:
+        if not values or _ends_early(body) or any(known(word) is None for word in values):
             self.variables[_said(name)] = hole(f"${_said(name)}", self.lines(node))
             self._loop(node)
+            return
+        for word in values:
+            self.variables[_said(name)] = word
+            self.run(body)
 
     def _loop(self, node: Node) -> None:
-        body = node.child_by_field_name("body")
+        """Read the body once; what it sets is not known where it may end before its last round."""
+        body, before = node.child_by_field_name("body"), dict(self.variables)
         self.run_all(child for child in node.named_children if child != body)
         if body is not None:
-            self._looped(node, lambda: self.fork(one_line(node), lambda: self._round(body), lambda: None))
-
-    def _looped(self, node: Node, work: Callable[[], object]) -> None:
-        """Run a loop; of one that may end before its last round, what it sets is not known."""
-        outer, before, self.is_broken = self.is_broken, dict(self.variables), False
-        work()
-        changed = [name for name, value in self.variables.items() if before.get(name) != value]
-        if self.is_broken:
-            self.variables |= {name: hole(f"${name}", self.lines(node)) for name in changed}
-        self.is_broken = outer
-
-    def _round(self, body: Node, name: str = "", value: Text = ()) -> bool:
-        """Run the body of a loop once; whether the loop ends there."""
-        self.variables |= {name: value} if name else {}
-        try:
-            self.run(body)
-        except Broken as broken:
-            return broken.value
-        return False
+            self.fork(one_line(node), lambda: self.run(body), lambda: None)
+            changed = [name for name, value in self.variables.items() if before.get(name) != value]
+            if _ends_early(body):
+                self.variables |= {name: hole(f"${name}", self.lines(node)) for name in changed}
 
     def _function(self, node: Node) -> None:
         name, body = node.child_by_field_name("name"), node.child_by_field_name("body")
@@ -336,10 +320,6 @@ class Shell(Reader):
 
     def _return(self, node: Node, words: list[Text]) -> None:
         raise Returned
-
-    def _break(self, node: Node, words: list[Text]) -> None:
-        self.is_broken |= bool(words)  # of an outer loop
-        raise Broken(_said(node).startswith("break"))
 
     def _shift(self, node: Node, words: list[Text]) -> None:
         said = known(words[0]) if words else "1"
@@ -730,7 +710,6 @@ COMMANDS: dict[str, Callable[[Shell, Node, list[Text]], None]] = {
     "exit": Shell._exit,
     "exec": lambda shell, node, words: shell.call(node, words),
     "return": Shell._return,
-    **dict.fromkeys(("break", "continue"), Shell._break),
     "shift": Shell._shift,
     "set": Shell._set,
     "let": Shell._let,
@@ -744,6 +723,12 @@ def _said(node: Node) -> str:
 def one_line(node: Node) -> str:
     """The first line of what a node says."""
     return _said(node).partition("\n")[0]
+
+
+def _ends_early(node: Node) -> bool:
+    """Whether a round of a loop may end before the end of its body."""
+    is_such = node.type == "command" and _said(node).partition(" ")[0] in ENDS_ROUND
+    return is_such or any(map(_ends_early, node.named_children))
 
 
 def _joined(nodes: Iterable[Node]) -> str:
