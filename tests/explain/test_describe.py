@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
+from pathlib import Path
 
 import loss_oracle
 import oracle
@@ -72,153 +73,17 @@ def test_comments_stand_beside_their_settings():
 # ------------------------------------------------------------------------------------------------- words and formula
 
 
-FORMULAS = [
-    (
-        {"weight": {"level": "segment", "bound": "clip", "upper": 4}},
-        "w_t    = min(max(prod_segment r, 0.25), 4)",
-    ),
-    (
-        {"weight": {"bound": "zero", "lower": 0, "upper": 3, "normalize": {"scope": "data_parallel"}}},
-        "w_t    = (r_t where r_t <= 3, else 0) / its mean over the valid tokens of the data parallel",
-    ),
-    (
-        {"weight": {"level": "geometric", "bound": "mask", "lower": 0.9, "upper": 1.1}},
-        "w_t    = (prod r)^(1/n) where 0.9 <= (prod r)^(1/n) <= 1.1, else the token is dropped",
-    ),
-    (
-        {"weight": None, "reject": [{"statistic": "k3", "over": "sum", "upper": 0.5}]},
-        "keep_t = mask_t and sum_t (r_t - 1 - log r_t) <= 0.5",
-    ),
-    (
-        {"weight": None, "reject": [{"over": "mean", "unit": "segment", "lower": 0.8, "upper": 1.2}]},
-        "keep_t = mask_t and 0.8 <= (prod_segment r)^(1/n) <= 1.2",
-    ),
-    (
-        {"weight": None, "reject": [{"statistic": "proximal_prob", "over": "min", "lower": 1e-06}]},
-        "keep_t = mask_t and 1e-06 <= min_t pi_old",
-    ),
-    (
-        {"weight": None, "reject": [{"over": "token", "upper": 2}], "denominator": "kept"},
-        "L      = sum_t L_t / number of kept tokens, of each sequence",
-    ),
-    (
-        {"weight": {"level": "sequence"}, "reject": [{"upper": 2}], "aggregate": "kept"},
-        "prod r = product over the tokens that every rule over tokens keeps, n of them",
-    ),
-    (
-        {
-            "weight": None,
-            "aggregate": "kept",
-            "reject": [
-                {"over": "token", "upper": 2},
-                {"over": "max", "upper": 9, "aggregate": "valid"},
-                {"over": "mean", "upper": 2},
-            ],
-        },
-        "keep_t = mask_t and r_t <= 2 and max_t r_t <= 9 (over all valid tokens) and (prod r)^(1/n) <= 2",
-    ),
-    (
-        {
-            "weight": None,
-            "reject": [{"over": "token", "upper": 2}, {"over": "mean", "upper": 2, "aggregate": "kept"}],
-        },
-        "keep_t = mask_t and r_t <= 2 and (prod r)^(1/n) <= 2 (over the tokens that every rule over tokens keeps)",
-    ),
-    (
-        {"weight": {"bound": "none"}, "objective": {"surrogate": "reinforce", "old": "behavior"}},
-        "L_t    = -w_t A_t log pi_theta(y_t) where keep_t, else 0",
-    ),
-    (
-        {"objective": {"surrogate": "cispo", "ratio": "sequence", "unbiased_kl": True, "weigh_kl": True}},
-        "KL_t   = (pi_theta(y_t) / pi_old(y_t)) * w_t * the host's KL estimate, 0 where not keep_t",
-    ),
-    (
-        {"segment_wise": {"weight_cap": 3, "mode": "clip", "weight_floor": 0.5}},
-        "w_t    = min(max(q_t, 0.5), 3)",
-    ),
-    (
-        {"segment_wise": {}},
-        "       = pi_{v+1}(y_t) / mu(y_t), as stored before the weights moved on, from age 2",
-    ),
-    ({"segment_wise": {"too_old": "drop", "weight_cap": None}}, "w_t    = q_t"),
-    ({"segment_wise": {"weight_cap": 4}}, "s_t    = pi_theta(y_t) / (q_t mu(y_t))"),
-    ({"segment_wise": {"clip_against": "proximal"}}, "s_t    = pi_theta(y_t) / pi_old(y_t)"),
-    (
-        {"weight": {"normalize": {}}, "segment_wise": {"method": "loglinear", "fresh_tokens": "behavior"}},
-        "       = (pi_old(y_t) / mu(y_t))^(1 / age), from age 2",
-    ),
-    (
-        {"weight": {"normalize": {}}, "segment_wise": {"fresh_tokens": "behavior"}},
-        "q_t    = 1 at age 0 and 1",
-    ),
-    ({"segment_wise": {"fresh_tokens": "behavior_at_age_0"}}, "       = pi_old(y_t) / mu(y_t) at age 1"),
-    ({"segment_wise": {"enabled": False, "weight_cap": 3}}, "w_t    = min(r_t, 3)"),
-    ({"weight": {}, "opsm": {"delta": 0.5}}, "w_t    = min(r_t, 2)"),
-    (
-        {
-            "opsm": {"delta": 0.5, "advantage": "sequence", "reference": "proximal"},
-            "on_all_rejected": "raise",
-        },
-        "keep_t = mask_t and not (mean_t A_t < 0 and mean_t(log pi_old - log pi_theta) > 0.5)",
-    ),
-    ({"weight": {"bound": "zero", "lower": 0.5, "upper": 3}}, "w_t    = r_t where 0.5 <= r_t <= 3, else 0"),
-    ({"weight": {"bound": "none", "level": "segment_geometric"}}, "w_t    = (prod_segment r)^(1/n)"),
-    (
-        {"weight": {"bound": "truncate", "level": "sequence", "normalize": {"scope": "rollout"}}},
-        "w_t    = min(prod r, 2) / its mean over the valid sequences of the rollout",
-    ),
-    (
-        {"weight": None, "reject": [{"over": "sum", "lower": 0.5, "upper": 2}]},
-        "keep_t = mask_t and 0.5 <= prod r <= 2",
-    ),
-    (
-        {"weight": None, "reject": [{"over": "min", "unit": "segment", "lower": 0.5}]},
-        "keep_t = mask_t and 0.5 <= min_segment r_t",
-    ),
-    (
-        {"weight": None, "reject": [{"statistic": "k2", "over": "mean", "upper": 2}]},
-        "keep_t = mask_t and mean_t (log r_t)^2 / 2 <= 2",
-    ),
-    (
-        {"weight": {"normalize": {}}, "reject": [{"statistic": "route", "upper": 0.5, "down_weigh": 0.1}]},
-        "w_t    = min(r_t, 2) * (1 where n_t <= 0.5, else 0.1) / its mean over the valid tokens of the micro batch",
-    ),
-    (
-        {
-            "weight": {"level": "geometric", "bound": "zero", "upper": 2, "normalize": {}},
-            "reject": [{"lower": 0.5, "down_weigh": 0.2}, {"upper": 4}],
-        },
-        "w_t    = ((prod r)^(1/n) where 0.5 <= (prod r)^(1/n) <= 2, else 0) / its mean over the valid sequences of the "
-        "micro batch * (1 where 0.5 <= r_t, else 0.2)",
-    ),
-    (
-        {"weight": None, "reject": [{"upper": 4, "down_weigh": 0.5}, {"lower": 0.5, "down_weigh": 0.2}]},
-        "w_t    = (1 where r_t <= 4, else 0.5) * (1 where 0.5 <= r_t, else 0.2)",
-    ),
-    ({"weight": {}, "reject": [{"upper": 4, "down_weigh": 0.5}]}, "keep_t = mask_t"),
-    (
-        {"objective": {"surrogate": "dppo_tv"}},
-        "D_t    = |pi_theta - pi_old|, of the sampled token",
-    ),
-    (
-        {"objective": {"surrogate": "dppo_tv", "old": "behavior"}},
-        "away_t = (A_t > 0 and pi_theta > mu and D_t > eps_high) or (A_t < 0 and pi_theta < mu and D_t > eps)",
-    ),
-    (
-        {"weight": {}, "objective": {"surrogate": "dppo_kl"}},
-        "L_t    = -w_t sg(min(s_t, c)) A_t log pi_theta(y_t) where keep_t and not away_t, else 0",
-    ),
-]
+FORMULAS = yaml.safe_load(Path(__file__).with_name("formulas.yaml").read_text())
 
 
-@pytest.mark.parametrize(("mapping", "line"), FORMULAS)
-def test_formula(mapping: dict, line: str):
-    found = formula.formula(from_mapping(mapping))
-    assert line in found, "\n".join(found)
+@pytest.mark.parametrize("case", FORMULAS, ids=lambda case: case["line"])
+def test_formula(case: dict):
+    found = formula.formula(from_mapping(case["mis"]))
+    assert case["line"] in found, "\n".join(found)
 
 
 def test_every_setting_is_told():
-    told = [describe.describe(from_mapping(mapping)) for mapping, _ in FORMULAS]
+    told = [describe.describe(from_mapping(mapping)) for mapping in (case["mis"] for case in FORMULAS)]
     assert len(set(told)) == len(told)
 
 
