@@ -52,13 +52,6 @@ def read_back(translation: Translation, folder: Path) -> CorrectionConfig:
 # ------------------------------------------------------------------------------------------------------- verl 0.9.1
 
 
-def test_an_override_of_the_policy_losss_section_is_refused():
-    """verl reads the section in bypass mode alone: as an override of the decoupled one it would weigh twice over."""
-    override = "actor_rollout_ref.actor.policy_loss.rollout_correction.rollout_is=token"
-    with pytest.raises(ConfigError, match="verl reads this block in bypass mode alone"):
-        verl.translate("algorithm: {rollout_correction: {rollout_rs: null}}", [override])
-
-
 @pytest.mark.parametrize("name", VERL)
 def test_verl_presets_become_ours(name: str, tmp_path: Path):
     for keys in (
@@ -271,98 +264,7 @@ def test_verl_a_loss_that_is_not_dppo_is_left_alone(mode: str | None):
         from_verl(dppo(), "actor_rollout_ref.actor.policy_loss.loss_mode=vanilla")
 
 
-@pytest.mark.parametrize(
-    ("keys", "overrides", "message"),
-    [
-        (
-            dppo() | {"trainer": {"use_v1": False}, "algorithm": {"rollout_correction": {"bypass_mode": True}}},
-            (),
-            "loss_mode: dppo_tv never acts in verl with bypass_mode: true and trainer.use_v1: false",
-        ),
-        (dppo(clip_ratio_c=0.5), (), "clip_ratio_c: got 0.5; the hosts' --eps-clip-c lies above 1"),
-        (dppo(clip_ratio_low="x"), (), "clip_ratio_low: got 'x'; expected a number"),
-        (TOKEN_IS, ("actor_rollout_ref.actor.clip_ratio_low=0.1",), "clip_ratio_low: read with policy_loss.loss_mode"),
-        (TOKEN_IS, ("actor_rollout_ref.actor.policy_loss.loss_mode=gspo",), "loss_mode: got 'gspo'; choose one of"),
-    ],
-)  # fmt: skip
-def test_verl_dppo_refused(keys: dict, overrides: tuple[str, ...], message: str):
-    with pytest.raises(ConfigError, match=re.escape(message)):
-        from_verl(keys, *overrides)
-
-
 # ---------------------------------------------------------------------------------------------------- verl, refused
-
-
-@pytest.mark.parametrize(
-    ("keys", "message"),
-    [
-        ({"rollout_iss": "token"}, "rollout_iss: no key of verl's.*did you mean rollout_is"),
-        ({"rollout_is": "geometric"}, "rollout_is: got 'geometric'; choose one of token, sequence"),
-        (TOKEN_IS | {"rollout_is_threshold": "a"}, "rollout_is_threshold: got 'a'; expected a number"),
-        (TOKEN_IS | {"rollout_is_threshold": True}, "rollout_is_threshold: got True"),
-        (TOKEN_IS | {"rollout_is_threshold": -1}, "rollout_is_threshold: got -1; every ratio is above 0"),
-        (TOKEN_IS | {"rollout_is_threshold": "5_0.5"}, "rollout_is_threshold: 5 is not below"),
-        (TOKEN_IS | {"rollout_is_threshold": "0_3"}, "rollout_is_threshold: got 0; every ratio is above 0"),
-        ({"rollout_rs": ""}, "rollout_rs: got ''; choose of token_k1, "),
-        ({"rollout_rs": "token,geometric"}, "rollout_rs: got 'token'; choose one of token_k1, .*seq_mean_k1"),
-        ({"rollout_is": True}, "rollout_is: got True; choose one of token, sequence"),
-        (
-            {"algorithm": {"rollout_is": "token"}},
-            "algorithm.rollout_is: no key .*; write algorithm.rollout_correction.rollout_is",
-        ),
-        ({"algorithm": {"rollout_is_level": "token"}}, "rollout_is_level: of verl before 0.7.1"),
-        (
-            dppo(tis_imp_ratio_cap=2),
-            "tis_imp_ratio_cap: of verl before 0.7.1; its weights are rollout_is: token",
-        ),
-        (
-            TOKEN_IS | {"use_policy_gradient": True},
-            "use_policy_gradient: of verl before 0.7.1; .*loss_type: reinforce",
-        ),
-        (
-            {"actor": {"policy_loss": {"rollout_correction": {"rollout_is": "token"}}}},
-            "policy_loss.rollout_correction: verl reads this block .* put its keys under algorithm.rollout_correction",
-        ),
-        ({"rollout_rs": "seq_max_k1", "rollout_rs_threshold": 1}, "rollout_rs: got 'seq_max_k1'"),
-        ({"rollout_rs": "seq_mean_k1"}, "rollout_rs_threshold: got 0 for 1 of rollout_rs"),
-        ({"rollout_rs": "token_k3", "rollout_rs_threshold": "0.1_0.2"}, "k3 has an upper bound only"),
-        ({"rollout_rs": "token_k3", "rollout_rs_threshold": -0.1}, "rollout_rs_threshold.upper: got -0.1"),
-        ({"rollout_rs": "token_k1", "rollout_rs_threshold": 0}, "rollout_rs_threshold: got 0"),
-        ({"rollout_rs": "token_k1", "rollout_rs_threshold": "0_2"}, "rollout_rs_threshold: got 0"),
-        (GEO | {"rollout_rs_threshold_lower": 0.9}, "rollout_rs_threshold_lower: of verl before 0.7.1"),
-        ({"loss_type": "ppo"}, "loss_type: got 'ppo'; choose one of ppo_clip, reinforce"),
-        (
-            {"rollout_token_veto_threshold": 1e-4},
-            "rollout_token_veto_threshold: of verl before 0.7.1; .*over: min",
-        ),
-        (
-            {"algorithm": {"gamma": 1.0, "rollout_iss": True}},
-            "rollout_iss: no key of verl's.*did you mean rollout_is",
-        ),
-        ({"algorithm": {"gamma": 1.0, "rollout_correction": None}}, "nothing to translate"),
-        ({"algorithm": {"gamma": 1.0}}, "nothing to translate: no algorithm.rollout_correction"),
-        ({}, "nothing to translate: no algorithm.rollout_correction"),
-        (
-            {"_target_": "verl.RolloutCorrectionConfig"},
-            "nothing to translate: no algorithm.rollout_correction",
-        ),
-        ([1], r"got \[1\]; expected a yaml of verl's"),
-        (
-            {"algorithm": "grpo"},
-            "algorithm: got 'grpo'; expected a mapping with algorithm.rollout_correction",
-        ),
-        ({"rollout_rs": {"token_k1": 2}}, "rollout_rs: got {'token_k1': 2}; choose one of token_k1"),
-        (
-            {"bypass_mode": "${a.bypass}"},
-            r"only the launch decides bypass_mode: \$\{a.bypass\}; put the values behind",
-        ),
-        (TOKEN_IS | {"bypass_mode": "false"}, "bypass_mode: got 'false'; expected true or false"),
-        (TOKEN_IS | {"rollout_is_batch_normalize": "no"}, "rollout_is_batch_normalize: got 'no'"),
-    ],
-)
-def test_verl_refused(keys: dict | list, message: str):
-    with pytest.raises(ConfigError, match=message):
-        from_verl(keys).text()
 
 
 def test_verl_a_pair_without_quotes():
@@ -392,20 +294,6 @@ def test_verl_override_is_the_number_that_hydra_hands_on(text: str, upper: float
     """010 is 8 to YAML; to Hydra it is text, of which verl makes 10."""
     weight = from_verl(TOKEN_IS, f"rollout_is_threshold={text}").config().weight
     assert weight == WeightConfig(upper=upper)
-
-
-@pytest.mark.parametrize("text", ["0x2", "1:30", ".inf"])
-def test_verl_override_that_verl_takes_for_no_number(text: str):
-    with pytest.raises(ConfigError, match="rollout_is_threshold: got '.*'; expected a number"):
-        from_verl(TOKEN_IS, f"rollout_is_threshold={text}")
-
-
-@pytest.mark.parametrize(
-    "override", ["rollout_is", "trainer.n_gpus=8", "algorithm.rollout_correction.nope=1"]
-)
-def test_verl_override_refused(override: str):
-    with pytest.raises(ConfigError, match="override|n_gpus|nope"):
-        from_verl(TOKEN_IS, override)
 
 
 # --------------------------------------------------------------------------------- verl, launch scripts and presets
@@ -499,50 +387,10 @@ def test_verl_a_variable_is_read_where_its_value_stands_in_the_script(lines: str
     assert ("THRESHOLD is not set" in " ".join(translation.notes)) == ("THRESHOLD:-" in lines + word)
 
 
-@pytest.mark.parametrize("word", ["'${threshold}'", "\\$threshold"])
-def test_verl_what_a_shell_does_not_expand_is_not_expanded(word: str):
-    with pytest.raises(ConfigError, match=r"decides rollout_is_threshold: \$\{?threshold"):
-        verl.translate(f"threshold=3.0{THRESHOLDED}{word}")
-
-
 def test_verl_variables_of_variables():
     lines = "lower=0.5\nupper=4.0\nboth=${lower}_${upper}\n"
     script = f'{lines}python3 -m verl {PREFIX}rollout_is=token {PREFIX}rollout_is_threshold="${{both}}"'
     assert verl.translate(script).config().weight == WeightConfig("token", "zero", 0.5, 4.0)
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (
-            f"{PREFIX}rollout_is=token\nverl {PREFIX}rollout_is=sequence",
-            "2 starts of verl with different settings; .*line 1: .*token; line 2: .*sequence",
-        ),
-        (
-            f"{PREFIX}rollout_is=token {PREFIX}rollout_is=sequence",
-            r"decides rollout_is: token \(line 1\) or sequence \(line 1\); put",
-        ),
-        (
-            f"~{PREFIX}rollout_rs {PREFIX}rollout_is=token",
-            "~algorithm.rollout_correction.rollout_rs: cannot be",
-        ),
-        (f"{PREFIX}rollout_iss=token", "rollout_iss: no key of verl's.*did you mean rollout_is"),
-        (f"algorithm.rollout_correction=${{X}} {PREFIX}rollout_is=token", "beside a value for all of"),
-        (
-            "algorithm.rollout_correction=${X}",
-            r"rollout_correction: got '\$\{X\}'; write its keys behind the file",
-        ),
-        (f"{PREFIX}rollout_is=token 'open", "line 1: .*no bash that the parser knows"),
-    ],
-)
-def test_verl_scripts_refused(words: str, message: str):
-    with pytest.raises(ConfigError, match=message):
-        verl.translate(f"python3 -m verl.trainer.main_ppo {words}")
-
-
-def test_verl_a_script_without_its_keys_has_nothing_to_translate():
-    with pytest.raises(ConfigError, match="nothing to translate"):
-        verl.translate("python3 -m verl.trainer.main_ppo data.train_files=x")
 
 
 @pytest.mark.parametrize("value", ["${oc.env:CAP,2.0}", "${oc.env:CAP}", "${trainer.cap}"])
@@ -558,26 +406,6 @@ def test_verl_interpolation_is_quoted_with_the_way_out(value: str):
 @pytest.mark.parametrize("form", ["{}", "{}()", "RolloutCorrectionConfig.{}()", "rollout_correction: {}()"])
 def test_verl_presets_by_name(name: str, form: str):
     assert verl.translate(form.format(name)).config() == preset(f"verl-{name.replace('_', '-')}")
-
-
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        ("decoupled_token_iss()", "no preset of verl 0.9.1; did you mean decoupled_token_is"),
-        (
-            "decoupled_token_is(upper=3)",
-            "unexpected keyword argument 'upper'; decoupled_token_is takes threshold",
-        ),
-        ("decoupled_token_is(2, 3)", "takes threshold, as numbers or quoted text"),
-        ("decoupled_token_is(threshold=x)", "takes threshold, as numbers or quoted text"),
-        ("decoupled_token_is(2, threshold=3)", "multiple values for argument 'threshold'"),
-        ("bypass_ppo_clip(1)", "bypass_ppo_clip takes nothing"),
-        ("decoupled_token_is(threshold=-1)", "rollout_is_threshold: got -1; every ratio is above 0"),
-    ],
-)
-def test_verl_presets_refused(call: str, message: str):
-    with pytest.raises(ConfigError, match=message):
-        verl.translate(call)
 
 
 def test_verl_preset_and_script_from_the_command_line(
@@ -630,15 +458,6 @@ def test_ms_swift_flags_with_dashes_and_comments():
 )
 def test_ms_swift_scripts_are_read_as_a_shell_reads_them(script: str):
     assert ms_swift.translate(script).config().weight == WeightConfig("token", "zero", 0.0, 3.0)
-
-
-@pytest.mark.parametrize(
-    "text",
-    [f"{MODE}: token_mask\n{THRESHOLD[:-4]}hold_: 3", f"swift rlhf --{MODE} token_mask --{THRESHOLD}s 3"],
-)
-def test_a_misspelled_key_of_ms_swift_is_refused(text: str):
-    with pytest.raises(ConfigError, match=f"{THRESHOLD[:-4]}.*: no key of ms-swift's; known are {MODE}"):
-        ms_swift.translate(text)
 
 
 @pytest.mark.parametrize(
@@ -696,31 +515,6 @@ def test_ms_swift_off_policy_mask():
     assert with_kl == CorrectionConfig(WeightConfig(), opsm=opsm, objective=ObjectiveConfig(weigh_kl=True))
     for no_kl_term in ("beta: 0", "beta: 0.04\nkl_in_reward: true"):
         assert ms_swift.translate(f"{DELTA}: 0.1\n{no_kl_term}").config().objective is None
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        (f"{MODE}: token_clip", f"{MODE}: got 'token_clip'; choose one of token_truncate"),
-        (f"{MODE}: token_mask\n{THRESHOLD}: 0", f"{THRESHOLD}: got 0"),
-        (f"{MODE}: token_mask\n{THRESHOLD}: wide", f"{THRESHOLD}: got 'wide'; expected a number"),
-        (f"{DELTA}: -1", f"{DELTA}: got -1"),
-        (f"swift rlhf --{MODE} token_mask --{THRESHOLD} -1", f"{THRESHOLD}: got -1; every ratio"),
-        (f"swift rlhf --{MODE} $MODE", rf"decides {MODE}: \$MODE; .* as {MODE}=VALUE"),
-        (f"swift rlhf --{MODE} token_mask --system 'it", "line 1: .*no bash that the parser knows"),
-        (f"swift rlhf --{THRESHOLD} --{MODE} token_mask", f"{THRESHOLD}: got True; expected a number"),
-        (
-            "log_rollout_offpolicy_metrics: maybe",
-            "log_rollout_offpolicy_metrics: got 'maybe'; expected true",
-        ),
-        ("rlhf_type: grpo", "nothing to translate"),
-        ("A=1 swift rlhf --rlhf_type grpo", "nothing to translate"),
-        ("[1]", "expected a yaml of ms-swift's, or a launch script"),
-    ],
-)
-def test_ms_swift_refused(text: str, message: str):
-    with pytest.raises(ConfigError, match=message):
-        ms_swift.translate(text).text()
 
 
 # ----------------------------------------------------------------------------------------------------- command line
@@ -838,51 +632,6 @@ def test_areals_own_words_stand_beside_each_setting():
     assert "use_decoupled_loss is not in the file" in areal.translate("behav_imp_weight_cap: 5").text()
     (said,) = areal.translate("actor: {use_decoupled_loss: true}").notes
     assert said.startswith("actor.use_decoupled_loss: AReaL 1.0.4 weighs nothing without rejection_sampling")
-
-
-@pytest.mark.parametrize(
-    ("tree", "message"),
-    [
-        ({"actor": {"path": "x"}, "rollout": {}}, r"^nothing to translate: none of enable_segment_wise_ppo, .* actor:"),
-        ([1], r"^got \[1\]; expected a yaml of AReaL's"),
-        ({"actor": {"behav_imp_weight_cap": "high"}}, r"^actor\.behav_imp_weight_cap: got 'high'; expected a number"),
-        ({"actor": {"behav_imp_weight_cap": 5, "behav_imp_weight_mode": "token_mask"}},
-         r"^actor\.behav_imp_weight_mode: no key that is read here; known are"),
-        ({"enable_segment_wise_ppo": False, "rollout": {"enable_segment_wise_ppo": True}},
-         r"^rollout\.enable_segment_wise_ppo: True contradicts enable_segment_wise_ppo: False; keep one"),
-        ({"actor": {"use_decoupled_loss": False, "recompute_logprob": True}},
-         r"^use_decoupled_loss: false with recompute_logprob: true is PPO on recomputed log-probs, uncorrected"),
-        ({"actor": {"behav_imp_weight_cap": 5, "rejection_sampling": {}}},
-         r"^actor\.behav_imp_weight_cap: actor\.rejection_sampling took its place in AReaL; keep one"),
-        ({"actor": {"rejection_sampling": {"level": "turn"}}},
-         r"^actor\.rejection_sampling\.level: got 'turn'; choose one of token, sequence"),
-        ({"actor": {"use_decoupled_loss": True, "behave_imp_weight_cap": 5.0, "behave_imp_weight_mode": "token_mask"}},
-         r"^actor\.behave_imp_weight_cap: no key that is read here; known are"),
-        ({"actor": {"use_decoupled_loss": True, "rejection_sampling": None}},
-         r"^rejection_sampling: null weighs nothing in AReaL, with use_decoupled_loss: true too; drop both keys"),
-        ({"actor": CAPPED | {"m2_threshold": 0.01}}, r"^actor\.m2_threshold: 0\.01: M2PO masks tokens"),
-        ({"actor": CAPPED | {"use_sapo_loss": True}}, r"^actor\.use_sapo_loss: true: .* actor\.use_sapo_loss=false"),
-        ({"actor": {"rejection_sampling": {"metric": "binary_kl", "upper": 2}}},
-         r"^actor\.rejection_sampling\.metric: binary_kl is AReaL's KPop, the larger binary KL of both directions"),
-        ({"actor": {"behav_imp_weight_cap": "${cap}", "rejection_sampling": {"upper": "${upper}"}}},
-         r"decides actor\.behav_imp_weight_cap: \$\{cap\}, actor\.rejection_sampling\.upper: \$\{upper\}; put"),
-        ({"rejection_sampling": {"uper": 2}}, r"^rejection_sampling\.uper: unknown key; known are level, action"),
-        ({"rejection_sampling": {"metric": "kl_k3"}}, r"^rejection_sampling\.metric: kl_k3 is 1/r - 1 \+ log r"),
-        ({"actor": {"rejection_sampling": {"upper": 1}}},
-         r"^actor\.rejection_sampling\.upper: got 1; AReaL needs one above 1 with metric: ratio"),
-        ({"rejection_sampling": {"metric": "kl_k2", "upper": 0}},
-         r"^rejection_sampling\.upper: got 0; AReaL needs one above 0 with metric: kl_k2"),
-        ({"rejection_sampling": {"lower": 4, "upper": 2}},
-         r"^rejection_sampling\.lower: got 4, which is above rejection_sampling\.upper, 2"),
-        ({"rejection_sampling": {"metric": "kl_k2", "action": "clamp"}},
-         r"^rejection_sampling\.action: clamp needs metric: ratio"),
-        ({"rejection_sampling": {"level": "sequence", "agg": "max", "action": "clamp", "lower": 0.5}},
-         r"^rejection_sampling\.agg: max with action: clamp and a lower bound .* not served; use mean"),
-    ],
-)  # fmt: skip
-def test_areals_yaml_that_cannot_be_translated(tree: object, message: str):
-    with pytest.raises(ConfigError, match=message):
-        areal.translate(yaml.safe_dump(tree))
 
 
 def test_areals_own_file_is_refused_by_the_check_which_names_the_translator(
