@@ -44,7 +44,7 @@ SHELLS = ("bash", "sh", "zsh", "dash")
 ENDS_ROUND = ("break", "continue")
 PRINTS = ("echo", "printf", "cat", "tee")
 STARTS_NOTHING = (":", "true", "pkill", "pgrep", "grep", "ps", "kill", *ENDS_ROUND)
-FILLS = ("read", "mapfile", "readarray", "getopts")
+FILLS = ("read", "mapfile", "readarray", "getopts", "let")
 OUR_PATH = ("-m mis_plugins config path ", "mis-plugins config path ")
 SETS = ("variable_assignment", "variable_assignments", "declaration_command", "compound_statement")
 OF_FUNCTION = ("local", "declare", "typeset")
@@ -338,15 +338,10 @@ class Shell(Reader):
         if any(child.type in ("++", "--") or child.type in ASSIGNS for child in node.children):
             self.variables[_said(node.named_children[0])] = hole(_said(node), self.lines(node))
 
-    def _let(self, node: Node, words: list[Text]) -> None:
-        for word in words:
-            name = shown(word).partition("=")[0].strip("+-*/% ")
-            self.variables[name] = hole(_said(node), self.lines(node))
-
     def _fill(self, node: Node, words: list[Text]) -> None:
         """Variables whose values come from outside, but for a herestring."""
         here = next((child for child in node.children if child.type == "herestring_redirect"), None)
-        names = [name for name in map(shown, words) if not name.startswith("-")]
+        names = [shown(word).partition("=")[0].rstrip("+-*/% ") for word in words if shown(word)[:1] != "-"]
         is_whole = here is not None and len(names) == 1 and node.children[0].type == "command_name"
         value = (
             self.text(here.named_children[0]) if here and is_whole else hole(_said(node), self.lines(node))
@@ -712,7 +707,6 @@ COMMANDS: dict[str, Callable[[Shell, Node, list[Text]], None]] = {
     "return": Shell._return,
     "shift": Shell._shift,
     "set": Shell._set,
-    "let": Shell._let,
 }
 
 

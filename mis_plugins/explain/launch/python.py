@@ -51,7 +51,7 @@ GIVE_NOTHING = (
     "get_default_wandb_args",
     "get_mooncake_object_store_args",
 )  # Miles's helpers: no flag of ours
-PURE = ("strip", "rstrip", "lstrip", "lower", "upper", "startswith", "endswith")
+PLAINLY = {"strip": str.strip, "lower": str.lower}
 LOOPS = 1000  # rounds of one loop
 LARGEST = 2**63  # of a number; a power would fill the memory
 PLAIN = bool | int | float | None
@@ -111,6 +111,13 @@ class Launcher(Reader, ast.NodeVisitor):
 
     def run_everything(self, tree: ast.Module) -> None:
         """Read the file as its start would run it; where that starts no training, each command by itself."""
+        for node in ast.walk(tree):
+            named = (
+                [one.name for one in node.names]
+                if isinstance(node, ast.Import)
+                else [getattr(node, "module", "")]
+            )
+            self.hosts |= {(name or "").partition(".")[0] for name in named} & {"miles", "slime"}
         self.attempt(lambda: self.block(tree.body))
         if self.found:
             return
@@ -142,12 +149,6 @@ class Launcher(Reader, ast.NodeVisitor):
 
     def visit_Expr(self, node: ast.Expr) -> None:
         self.visit(node.value)
-
-    def visit_Import(self, node: ast.Import) -> None:
-        self.hosts |= {alias.name.partition(".")[0] for alias in node.names} & {"miles", "slime"}
-
-    def visit_ImportFrom(self, node: ast.ImportFrom) -> None:
-        self.hosts |= {(node.module or "").partition(".")[0]} & {"miles", "slime"}
 
     def visit_FunctionDef(self, node: ast.FunctionDef | ast.ClassDef) -> None:
         self.locals[node.name] = node
@@ -203,8 +204,6 @@ class Launcher(Reader, ast.NodeVisitor):
             return True
         if isinstance(pattern, ast.MatchValue):
             return _equal(subject, self.visit(pattern.value))
-        if isinstance(pattern, ast.MatchSingleton):
-            return _equal(subject, pattern.value)
         if isinstance(pattern, ast.MatchOr):
             return _any([self.fits(subject, one) for one in pattern.patterns])
         if isinstance(pattern, ast.MatchSequence) and isinstance(subject, list):
@@ -275,14 +274,8 @@ class Launcher(Reader, ast.NodeVisitor):
         return self.call(method, [owner], {}) if method and is_property else self.unknown(node)
 
     def method(self, owner: Record, name: str) -> ast.FunctionDef | None:
-        functions = [one for one in self.members(owner.node) if isinstance(one, ast.FunctionDef)]
-        return next((one for one in reversed(functions) if one.name == name), None)
-
-    def members(self, node: ast.ClassDef) -> list[ast.stmt]:
-        """What the bodies of a class and of its bases in the launcher define, the bases first."""
-        bases = [self.globals.get(_name(base)) for base in node.bases]
-        inherited = [one for base in bases if isinstance(base, ast.ClassDef) for one in self.members(base)]
-        return [*inherited, *node.body]
+        functions = [one for one in owner.node.body if isinstance(one, ast.FunctionDef)]
+        return next((one for one in functions if one.name == name), None)
 
     def visit_IfExp(self, node: ast.IfExp) -> Any:
         truth = _truth(self.visit(node.test))
@@ -386,23 +379,17 @@ class Launcher(Reader, ast.NodeVisitor):
 
     def of_text(self, owner: Text, name: str, given: list[Any]) -> Any:
         """The value of a method of a text, of a path or of an open file; None where that is not known."""
-        said, others = known(owner), [known(_text(one)) for one in given]
+        said = known(owner)
         if name == "join" and given and isinstance(given[0], list) and said is not None:
             parts = [piece for one in given[0] for piece in (*_text(one), Piece(said))]
             return self.reading.paid(tuple(parts[:-1]))
         if name in ("write", "write_text") and given:
             files, path = self.reading.files, shown(owner)
             files[path] = self.reading.paid(files.get(path, ()) + _text(given[0]))
-        if name == "strip" and said is None and any(piece.text for piece in owner):
-            return owner
-        if name not in PURE or said is None or None in others:
-            return None
-        value = getattr(said, name)(*others[:1])
-        return (
-            value
-            if isinstance(value, bool)
-            else self.reading.paid(literal(value, owner[0].lines if owner else (0, 0)))
-        )
+        if name == "strip" and said is None and owner:
+            return owner  # blanks at its ends part no words
+        is_plain = name in PLAINLY and not given and said is not None
+        return self.reading.paid(literal(PLAINLY[name](said))) if is_plain else None
 
     def call(self, node: ast.FunctionDef, given: Sequence[Any], named: Mapping[str, Any]) -> Any:
         outer = self.locals, self.returns
@@ -462,8 +449,8 @@ class Launcher(Reader, ast.NodeVisitor):
         return record
 
     def fields(self, node: ast.ClassDef) -> dict[str, ast.expr | None]:
-        """Fields of a dataclass with their defaults; those of its bases come first."""
-        declared = [one for one in self.members(node) if isinstance(one, ast.AnnAssign)]
+        """Fields of a dataclass with their defaults; those that it inherits are not known."""
+        declared = [one for one in node.body if isinstance(one, ast.AnnAssign)]
         return {one.target.id: one.value for one in declared if isinstance(one.target, ast.Name)}
 
     def default(self, value: ast.expr | None) -> Any:
@@ -514,8 +501,6 @@ class Launcher(Reader, ast.NodeVisitor):
             said = known(text)
             whole = None if said is None else base64.b64encode(said.encode()).decode()
             return (Piece(INLINE, lines=_lines(node)), Piece(whole, _said(node), _lines(node)))
-        if name == "quote":
-            return (Piece("'"), *text, Piece("'"))
         return text if name in ("str", "Path", "open") else self.unknown(node)
 
     def start(self, node: ast.Call, text: Any) -> None:

@@ -223,7 +223,7 @@ def read(text: str, dialect: Dialect, behind: set[str], asked: Asked) -> Said:
     commands = Commands(dialect, asked.path, reading)
     commands.run_script(text, asked.arguments)
     commands.check_bash()
-    starts = list(dict.fromkeys(commands.found_starts()))
+    starts = list(dict.fromkeys(commands.starts))
     start = _chosen(starts, dialect, behind, asked.line) if starts else None
     tree, told, lost = commands.named_yaml(start.file) if start and start.file else ({}, [], [])
     refused, skipped = commands.unread_keys({path.rpartition(".")[2] for path in behind})
@@ -338,7 +338,6 @@ class Commands(Shell):
     """The commands of a script that start a training, and which literals reach them.
 
     starts: what a command gives to a training.
-    bare: lines that begin with a setting.
     read: by number of the text, begin and end of the literals that a start is given.
     """
 
@@ -346,7 +345,6 @@ class Commands(Shell):
         super().__init__(path, reading)
         self.dialect = dialect
         self.starts: list[Start] = []
-        self.bare: list[tuple[Start, list[Text]]] = []
         self.read: set[tuple[int, int, int]] = set()
         self.callers: list[int] = []
 
@@ -358,7 +356,6 @@ class Commands(Shell):
             if given and next(
                 (True for path, _ in self.dialect.settings(given[:1]) if self._is_setting(path)), False
             ):
-                self.bare.append((self._start(given), words))
                 told = (
                     f"{cut(one_line(node))}: begins with a setting; does the line above lack its backslash?"
                 )
@@ -378,12 +375,6 @@ class Commands(Shell):
         if any(map(self._is_setting, paths)) or any(self.dialect.starts(word.text) for word in given):
             self.starts.append(self._start(given))
             self._give(words)
-
-    def found_starts(self) -> list[Start]:
-        """What starts a training; lines that begin with a setting count where there is nothing else."""
-        for _, words in self.bare if not self.starts else ():
-            self._give(words)
-        return self.starts or [start for start, _ in self.bare]
 
     def _give(self, words: Sequence[Text]) -> None:
         """Note the literals that a start is given; a word that is no setting holds one behind a blank, or as a part."""
