@@ -339,6 +339,8 @@ THRESHOLDED = f"\npython3 -m verl {PREFIX}rollout_is=token {PREFIX}rollout_is_th
         ("threshold=3.0\nread threshold", "read threshold"),
         ("threshold=3.0\n((threshold+=1))", "threshold+=1"),
         ("threshold=3.0\nlet threshold=5", "let threshold=5"),
+        ("for threshold in 1 3; do if x; then break; fi; done", "$threshold"),
+        ("threshold=3.0\nwhile x; do threshold=4; continue; done", "$threshold"),
         ("threshold=3.0\nprintf -v threshold 5", "printf -v threshold 5"),
         ("threshold=$1", "$1"),
         ("threshold=$(cat file)", "$(cat file)"),

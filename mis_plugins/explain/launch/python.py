@@ -320,8 +320,9 @@ class Launcher(Reader, ast.NodeVisitor):
             return one + other
         if between is not None and (isinstance(one, tuple) or isinstance(other, tuple)):
             return self.reading.paid((*_text(one), *between, *_text(other)))
-        is_product = isinstance(kind, ast.Mult) and type(one) is type(other) is int
-        return one * other if is_product and abs(one * other) < LARGEST else self.unknown(node)
+        if isinstance(kind, ast.Mult) and isinstance(one, int) and isinstance(other, int):
+            return one * other if abs(one * other) < LARGEST else self.unknown(node)
+        return self.unknown(node)
 
     def visit_List(self, node: ast.List | ast.Tuple | ast.Set) -> Any:
         if any(isinstance(one, ast.Starred) for one in node.elts):
@@ -351,8 +352,9 @@ class Launcher(Reader, ast.NodeVisitor):
         owner, key = self.visit(node.value), self.visit(node.slice)
         if isinstance(owner, list) and isinstance(key, int) and key < len(owner):
             return owner[key]
-        is_found = isinstance(owner, dict) and known(_text(key)) in owner
-        return owner[known(_text(key))] if is_found else self.unknown(node)
+        if isinstance(owner, dict) and (said := known(_text(key))) in owner:
+            return owner[said]
+        return self.unknown(node)
 
     # Calls.
 

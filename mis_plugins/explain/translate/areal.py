@@ -76,8 +76,8 @@ LACKING: dict[str, tuple[Any, str]] = {
 """Keys of `actor:` that correct and cannot be said here: AReaL's default, and why another value is refused."""
 KPOP = (
     "binary_kl is AReaL's KPop, the larger binary KL of both directions, and binary_kl here is that of mu to pi_old "
-    "alone, which drops other tokens; where one direction is enough, put actor.rejection_sampling.metric=ratio behind "
-    "the file, and write {statistic: binary_kl, over: token, upper: UPPER} in its place under `mis:`"
+    "alone, which drops other tokens; where one direction is enough, put rejection_sampling.metric=ratio behind the "
+    "file, and write {statistic: binary_kl, over: token, upper: UPPER} in its place under `mis:`"
 )
 UNSERVED: dict[str, tuple[Any, str]] = {
     "prox_logp_method": (
