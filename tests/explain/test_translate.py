@@ -64,41 +64,56 @@ def test_verl_presets_become_ours(name: str, tmp_path: Path):
         assert read_back(translation, tmp_path) == translation.config()
 
 
-def test_verl_overrides_win():
-    whole = {"algorithm": {"rollout_correction": {"_target_": "verl.RolloutCorrectionConfig", **DEFAULTS}}}
-    prefix = "algorithm.rollout_correction."
-    overrides = (f"{prefix}rollout_is=token", f"+{prefix}rollout_is_threshold=0.5_5.0")
-    assert from_verl(whole, *overrides).config() == preset("verl-decoupled-token-icepop")
-    assert from_verl(whole, f"{prefix}rollout_is=null").config() == CorrectionConfig()
+def ruled(over: str, lower: float | None, upper: float, statistic: str = "ratio") -> CorrectionConfig:
+    denominator = "kept" if over == "token" else "original"
+    return CorrectionConfig(None, (RejectRule(statistic, over, lower, upper),), denominator=denominator)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(
-    ("option", "threshold", "rule"),
-    [
-        ("token_k1", "0.6_1.4", RejectRule(over="token", lower=1 / 1.4, upper=1 / 0.6)),
-        ("seq_mean_k1", 1.25, RejectRule(over="mean", lower=1 / 1.25, upper=1.25)),
-        ("seq_sum_k1", "0.5_4", RejectRule(over="sum", lower=0.25, upper=2.0)),
-        ("token_k2", "0.3", RejectRule("k2", "token", upper=0.3)),
-        ("seq_max_k2", 0.3, RejectRule("k2", "max", upper=0.3)),
-        ("seq_max_k3", 0.3, RejectRule("k3", "max", upper=0.3)),
-        ("seq_sum_k3", 0.3, RejectRule("k3", "sum", upper=0.3)),
-        ("seq_mean_k2", 0.3, RejectRule("k2", "mean", upper=0.3)),
-    ],
+def weighed(*arguments: object, **keys: object) -> CorrectionConfig:
+    return CorrectionConfig(WeightConfig(*arguments, **keys))  # type: ignore[arg-type]
+
+
+def rejecting(option: str, threshold: object) -> dict:
+    return {"rollout_rs": option, "rollout_rs_threshold": threshold}
+
+
+BATCH = {"rollout_is_batch_normalize": True}
+PREFIX = "algorithm.rollout_correction."
+WHOLE = {"algorithm": {"rollout_correction": {"_target_": "verl.RolloutCorrectionConfig", **DEFAULTS}}}
+TWO = CorrectionConfig(
+    None, (RejectRule("k3", "token", upper=0.5), RejectRule("k3", "mean", upper=0.01)), denominator="kept"
 )
-def test_verl_rejection_options(option: str, threshold: object, rule: RejectRule):
-    assert rules_of(rollout_rs=option, rollout_rs_threshold=threshold) == (rule,)
+MEANT = [
+    (rejecting("token_k1", "0.6_1.4"), (), ruled("token", 1 / 1.4, 1 / 0.6)),
+    (rejecting("seq_mean_k1", 1.25), (), ruled("mean", 1 / 1.25, 1.25)),
+    (rejecting("seq_sum_k1", "0.5_4"), (), ruled("sum", 0.25, 2.0)),
+    (rejecting("token_k2", "0.3"), (), ruled("token", None, 0.3, "k2")),
+    (rejecting("seq_max_k2", 0.3), (), ruled("max", None, 0.3, "k2")),
+    (rejecting("seq_max_k3", 0.3), (), ruled("max", None, 0.3, "k3")),
+    (rejecting("seq_sum_k3", 0.3), (), ruled("sum", None, 0.3, "k3")),
+    (rejecting("seq_mean_k2", 0.3), (), ruled("mean", None, 0.3, "k2")),
+    (rejecting("token_k3, seq_mean_k3", "0.5,0.01"), (), TWO),
+    (rejecting(["token_k3", "token_k3", "seq_mean_k3"], [0.5, 0.01]), (), TWO),
+    ({"rollout_is": "sequence", "rollout_is_threshold": "0.5_5"}, (), weighed("sequence", "zero", 0.5, 5.0)),
+    ({"rollout_is": "token", "rollout_is_threshold": None}, (), CorrectionConfig()),
+    # the whole batch on one process; in bypass each micro-batch over all ranks; zeros count in both
+    (TOKEN_IS | BATCH, (), weighed(upper=2.0, normalize=NormalizeConfig("rollout", "valid"))),
+    (TOKEN_IS | PG | BATCH, (), CorrectionConfig(
+        WeightConfig(upper=2.0, normalize=NormalizeConfig("data_parallel", "valid")),
+        objective=ObjectiveConfig("reinforce", "behavior"))),
+    (TOKEN_IS | PPO | BATCH, (), preset("verl-bypass-ppo-clip")),
+    (WHOLE, (f"{PREFIX}rollout_is=token", f"+{PREFIX}rollout_is_threshold=0.5_5.0"),
+     preset("verl-decoupled-token-icepop")),
+    (WHOLE, (f"{PREFIX}rollout_is=null",), CorrectionConfig()),
+    # 010 is 8 to YAML; to Hydra it is text, of which verl makes 10
+    *((TOKEN_IS, (f"rollout_is_threshold={text}",), weighed(upper=upper))
+      for text, upper in (("2", 2), ("2.5", 2.5), ("+.5", 0.5), ("1.0E+1", 10), ("1e1", 10), ("010", 10))),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("names", "thresholds"),
-    [("token_k3, seq_mean_k3", "0.5,0.01"), (["token_k3", "seq_mean_k3"], [0.5, 0.01])],
-)
-def test_verl_options_are_anded(names: object, thresholds: object):
-    both = (RejectRule("k3", "token", upper=0.5), RejectRule("k3", "mean", upper=0.01))
-    translation = from_verl({"rollout_rs": names, "rollout_rs_threshold": thresholds})
-    assert translation.config() == CorrectionConfig(None, both, denominator="kept")
-    assert translation.notes == (verl.TOKENS_LEFT, verl.BY_DEFAULT)
-    assert rules_of(rollout_rs="token_k3,token_k3,seq_mean_k3", rollout_rs_threshold=0.5)[1].upper == 0.5
+@pytest.mark.parametrize(("keys", "overrides", "meant"), MEANT)
+def test_verl_settings_mean(keys: dict, overrides: tuple[str, ...], meant: CorrectionConfig):
+    assert from_verl(keys, *overrides).config() == meant
 
 
 def test_verl_each_rule_stands_beside_its_own_words():
@@ -110,25 +125,6 @@ def test_verl_each_rule_stands_beside_its_own_words():
     ]
 
 
-def test_verl_weight_of_a_sequence_zeroed():
-    config = from_verl({"rollout_is": "sequence", "rollout_is_threshold": "0.5_5"}).config()
-    assert config.weight == WeightConfig("sequence", "zero", 0.5, 5.0)
-    assert from_verl({"rollout_is": "token", "rollout_is_threshold": None}).config().weight is None
-
-
-@pytest.mark.parametrize(("bypass", "scope"), [(PG, "data_parallel"), ({}, "rollout")])
-def test_verl_batch_normalization(bypass: dict, scope: str):
-    """The whole batch on one process; in bypass each micro-batch over all ranks. Zeros count in both."""
-    weight = from_verl(TOKEN_IS | bypass | {"rollout_is_batch_normalize": True}).config().weight
-    assert weight and weight.normalize == NormalizeConfig(scope, "valid")  # type: ignore[arg-type]
-
-
-def test_verl_computes_weights_under_ppo_clip_and_applies_none():
-    translation = from_verl(TOKEN_IS | PPO)
-    assert translation.config() == preset("verl-bypass-ppo-clip")
-    assert from_verl(TOKEN_IS | PPO | {"rollout_is_batch_normalize": True}).notes == translation.notes
-
-
 def whole(keys: dict, **others: dict) -> dict:
     return {"algorithm": {"rollout_correction": keys}, **others}
 
@@ -137,7 +133,6 @@ def losing(mode: str) -> dict:
     return {"actor": {"policy_loss": {"loss_mode": mode}}, "algorithm": {"rollout_correction": TOKEN_IS}}
 
 
-BATCH = {"rollout_is_batch_normalize": True}
 UNSCORED = {"rollout": {"calculate_log_probs": False}}
 LOSS = "actor_rollout_ref.actor.policy_loss.loss_mode="
 AGGREGATED = "actor_rollout_ref.actor.loss_agg_mode="
@@ -267,6 +262,11 @@ def test_verl_a_loss_that_is_not_dppo_is_left_alone(mode: str | None):
 # ---------------------------------------------------------------------------------------------------- verl, refused
 
 
+def test_verl_a_preset_from_the_command_line(capsys: pytest.CaptureFixture):
+    assert main(["config", "from-verl", "decoupled_token_is(threshold=3.5)", f"{PREFIX}rollout_rs=null"]) == 0
+    assert "upper: 3.5" in capsys.readouterr().out
+
+
 def test_verl_a_pair_without_quotes():
     """0.5_5 is 0.55 to YAML, and to verl."""
     with pytest.raises(ConfigError, match='rollout_is_threshold: 0.5_5 without quotes .* write "0.5_5"'):
@@ -287,18 +287,8 @@ def test_verl_override_is_read_as_hydra_reads_it(value: str):
         from_verl({}, "rollout_correction.rollout_is=")
 
 
-@pytest.mark.parametrize(
-    ("text", "upper"), [("2", 2), ("2.5", 2.5), ("+.5", 0.5), ("1.0E+1", 10), ("1e1", 10), ("010", 10)]
-)
-def test_verl_override_is_the_number_that_hydra_hands_on(text: str, upper: float):
-    """010 is 8 to YAML; to Hydra it is text, of which verl makes 10."""
-    weight = from_verl(TOKEN_IS, f"rollout_is_threshold={text}").config().weight
-    assert weight == WeightConfig(upper=upper)
-
-
 # --------------------------------------------------------------------------------- verl, launch scripts and presets
 
-PREFIX = "algorithm.rollout_correction."
 SCRIPT = f"""#!/usr/bin/env bash
 set -xeuo pipefail
 source ~/.bashrc
@@ -317,7 +307,10 @@ echo "rollout_is: ${{rollout_is}}, done if it's over"
 """
 
 
-def test_verl_launch_script():
+def test_verl_launch_script(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture):
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(SCRIPT.encode())))
+    assert main(["config", "from-verl", "-"]) == 0
+    assert "upper: 3.0" in capsys.readouterr().out
     config = verl.translate(SCRIPT).config()
     assert config.weight == WeightConfig("sequence", "truncate", upper=3.0)
     assert config.reject == (
@@ -381,18 +374,13 @@ def test_verl_a_variable_that_is_not_sure_is_refused(lines: str, said: str):
         ("set_it() { threshold=3; }\nset_it", "$threshold"),
         ("threshold=3.\nthreshold+=0", '"$threshold"'),
         ("set -- a 3", "$2"),
+        ("a=3\nthreshold=${a}.0", '"${threshold}"'),
     ],
 )
 def test_verl_a_variable_is_read_where_its_value_stands_in_the_script(lines: str, word: str):
     translation = verl.translate(f"{lines}{THRESHOLDED}{word}")
     assert translation.config().weight == WeightConfig(upper=3.0)
     assert ("THRESHOLD is not set" in " ".join(translation.notes)) == ("THRESHOLD:-" in lines + word)
-
-
-def test_verl_variables_of_variables():
-    lines = "lower=0.5\nupper=4.0\nboth=${lower}_${upper}\n"
-    script = f'{lines}python3 -m verl {PREFIX}rollout_is=token {PREFIX}rollout_is_threshold="${{both}}"'
-    assert verl.translate(script).config().weight == WeightConfig("token", "zero", 0.5, 4.0)
 
 
 @pytest.mark.parametrize("value", ["${oc.env:CAP,2.0}", "${oc.env:CAP}", "${trainer.cap}"])
@@ -408,16 +396,6 @@ def test_verl_interpolation_is_quoted_with_the_way_out(value: str):
 @pytest.mark.parametrize("form", ["{}", "{}()", "RolloutCorrectionConfig.{}()", "rollout_correction: {}()"])
 def test_verl_presets_by_name(name: str, form: str):
     assert verl.translate(form.format(name)).config() == preset(f"verl-{name.replace('_', '-')}")
-
-
-def test_verl_preset_and_script_from_the_command_line(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
-):
-    assert main(["config", "from-verl", "decoupled_token_is(threshold=3.5)", f"{PREFIX}rollout_rs=null"]) == 0
-    assert "upper: 3.5" in capsys.readouterr().out
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(SCRIPT.encode())))
-    assert main(["config", "from-verl", "-"]) == 0
-    assert "upper: 3.0" in capsys.readouterr().out
 
 
 # --------------------------------------------------------------------------------------------------------- ms-swift
@@ -462,14 +440,32 @@ def test_ms_swift_scripts_are_read_as_a_shell_reads_them(script: str):
     assert ms_swift.translate(script).config().weight == WeightConfig("token", "zero", 0.0, 3.0)
 
 
-@pytest.mark.parametrize(
-    ("said", "metrics"), [("", "watch"), (" 'false'", "none"), ("=F", "none"), (" yes", "watch")]
-)
-def test_ms_swift_truths(said: str, metrics: str):
-    assert ms_swift.translate(f"swift rlhf --log_rollout_offpolicy_metrics{said}").config().metrics == metrics
-
-
 WITH_MASK = f"{DELTA}: 0.1\nbeta: 0.04"
+
+
+OPSM = OpsmConfig(0.1, "sequence", "behavior")
+METRICS = "swift rlhf --log_rollout_offpolicy_metrics"
+
+
+@pytest.mark.parametrize(
+    ("text", "meant"),
+    [
+        (f"{MODE}: sequence_mask\n{THRESHOLD}: 1.5",
+         CorrectionConfig(WeightConfig(bound="none"), (RejectRule(over="mean", upper=1.5),))),
+        ("log_rollout_offpolicy_metrics: true", CorrectionConfig()),
+        (f"{MODE}: null", CorrectionConfig(metrics="none")),
+        # its mask, like its weight, hits the KL term
+        (f"{DELTA}: 0.1", CorrectionConfig(opsm=OPSM)),
+        (f"{DELTA}: 0.1\nbeta: 0", CorrectionConfig(opsm=OPSM)),
+        (f"{WITH_MASK}\nkl_in_reward: true", CorrectionConfig(opsm=OPSM)),
+        (f"{MODE}: token_truncate\n{WITH_MASK}",
+         CorrectionConfig(WeightConfig(), opsm=OPSM, objective=ObjectiveConfig(weigh_kl=True))),
+        *((f"{METRICS}{said}", CorrectionConfig()) for said in ("", " yes")),
+        *((f"{METRICS}{said}", CorrectionConfig(metrics="none")) for said in (" 'false'", "=F")),
+    ],
+)  # fmt: skip
+def test_ms_swift_settings_mean(text: str, meant: CorrectionConfig):
+    assert ms_swift.translate(text).config() == meant
 
 
 @pytest.mark.parametrize(
@@ -493,30 +489,12 @@ WITH_MASK = f"{DELTA}: 0.1\nbeta: 0.04"
         (f"{MODE}: sequence_mask", "raw token ratios", DELTA),
         (f"{MODE}: token_mask", "", "raw token ratios"),
         (f"{MODE}: token_mask", "", "corrects nothing"),
+        (f"{MODE}: null", "ms-swift corrects nothing with these arguments.", ""),
     ],
 )  # fmt: skip
 def test_ms_swift_notes(text: str, said: str, unsaid: str):
     told = " ".join(ms_swift.translate(text).notes)
     assert said in told and (not unsaid or unsaid not in told)
-
-
-def test_ms_swift_threshold_and_metrics():
-    config = ms_swift.translate(f"{MODE}: sequence_mask\n{THRESHOLD}: 1.5").config()
-    assert config.reject == (RejectRule(over="mean", upper=1.5),)
-    assert ms_swift.translate("log_rollout_offpolicy_metrics: true").config() == CorrectionConfig()
-    nothing = ms_swift.translate(f"{MODE}: null")
-    assert nothing.config() == CorrectionConfig(metrics="none")
-    assert nothing.notes == ("ms-swift corrects nothing with these arguments.",)
-
-
-def test_ms_swift_off_policy_mask():
-    """Its mask, like its weight, hits the KL term."""
-    opsm = OpsmConfig(0.1, "sequence", "behavior")
-    assert ms_swift.translate(f"{DELTA}: 0.1").config() == CorrectionConfig(opsm=opsm)
-    with_kl = ms_swift.translate(f"{MODE}: token_truncate\n{DELTA}: 0.1\nbeta: 0.04").config()
-    assert with_kl == CorrectionConfig(WeightConfig(), opsm=opsm, objective=ObjectiveConfig(weigh_kl=True))
-    for no_kl_term in ("beta: 0", "beta: 0.04\nkl_in_reward: true"):
-        assert ms_swift.translate(f"{DELTA}: 0.1\n{no_kl_term}").config().objective is None
 
 
 # ----------------------------------------------------------------------------------------------------- command line
