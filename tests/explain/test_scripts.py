@@ -236,9 +236,9 @@ def test_what_only_the_launch_decides_is_listed_at_once_and_whole() -> None:
         verl.translate(script)
     behind = [f"{IS}rollout_is=token", f"{IS}rollout_is_threshold=2", f"{IS}rollout_rs=null"]
     assert verl.translate(script, behind).config().weight == WeightConfig(upper=2.0)
-    twice = f"{TRAIN} {IS}rollout_is=$1 {IS}rollout_is=token"
+    twice = f"{TRAIN} $1 {IS}rollout_is=token"
     with pytest.raises(ConfigError, match=r"sequence \(given on the command line, .*\) or token \(line 1\)"):
-        verl.translate(twice, asked=Asked(arguments=("sequence",)))
+        verl.translate(twice, asked=Asked(arguments=(f"{IS}rollout_is=sequence",)))
     started = Asked(arguments=("ROLLOUT_IS=token", "ROLLOUT_IS_THRESHOLD=3", "null"))
     assert verl.translate(script, asked=started).config().weight == WeightConfig(upper=3.0)
 
