@@ -73,7 +73,7 @@ def weighed(*arguments: object, **keys: object) -> CorrectionConfig:
     return CorrectionConfig(WeightConfig(*arguments, **keys))  # type: ignore[arg-type]
 
 
-def rejecting(option: str, threshold: object) -> dict:
+def rejecting(option: object, threshold: object) -> dict:
     return {"rollout_rs": option, "rollout_rs_threshold": threshold}
 
 

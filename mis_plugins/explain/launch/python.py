@@ -470,11 +470,11 @@ class Launcher(Reader, ast.NodeVisitor):
         for option, said in self.options.items():
             name = option.replace("-", "_")
             negated = name.removeprefix("no_")
-            if name in fields or name in OF_MILES:
-                found[name] = _typed(said, fields.get(name))
-            elif negated in fields and said is None:
+            if name not in fields and negated in fields and said is None:
                 found[negated] = False
-            elif not node.bases:
+            elif name in fields or node.bases:  # a field may be a base's
+                found[name] = _typed(said, fields.get(name))
+            else:
                 raise ConfigError(f"--{option}: no option of the launcher ({', '.join(fields)})")
         return found
 

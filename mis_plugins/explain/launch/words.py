@@ -130,10 +130,9 @@ def word_of(text: Text) -> Word:
             for piece in (_alternatives(tuple(pieces)) if is_open else pieces)
         )
     lines = text[0].lines if text else (COMMAND_LINE, COMMAND_LINE)
+    branch = next(iter(branches)) if len(branches) == 1 else None
     span = next(iter(spans)) if len(spans) == 1 else None
-    return Word(
-        with_holes(text), shown(text), lines, next(iter(branches), None) if len(branches) == 1 else None, span
-    )
+    return Word(with_holes(text), shown(text), lines, branch, span)
 
 
 def _alternatives(text: Text) -> Text:
