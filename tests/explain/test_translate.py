@@ -77,6 +77,10 @@ def rejecting(option: object, threshold: object) -> dict:
     return {"rollout_rs": option, "rollout_rs_threshold": threshold}
 
 
+def dppo(mode: str | None = "dppo_tv", **actor: object) -> dict:
+    return {"actor_rollout_ref": {"actor": {"policy_loss": {"loss_mode": mode}, **actor}}}
+
+
 BATCH = {"rollout_is_batch_normalize": True}
 PREFIX = "algorithm.rollout_correction."
 WHOLE = {"algorithm": {"rollout_correction": {"_target_": "verl.RolloutCorrectionConfig", **DEFAULTS}}}
@@ -105,6 +109,11 @@ MEANT = [
     (WHOLE, (f"{PREFIX}rollout_is=token", f"+{PREFIX}rollout_is_threshold=0.5_5.0"),
      preset("verl-decoupled-token-icepop")),
     (WHOLE, (f"{PREFIX}rollout_is=null",), CorrectionConfig()),
+    *((dppo(mode, clip_ratio_low=0.1) | {"algorithm": {"rollout_correction": TOKEN_IS}}, (), weighed(upper=2.0))
+      for mode in ("vanilla", "gspo", None)),
+    ({"rollout_is": "token", "rollout_is_threshold": "${trainer.cap}"}, (f"{PREFIX}rollout_is_threshold=4",),
+     weighed(upper=4.0)),
+    (TOKEN_IS | PG, (f"{PREFIX}bypass_mode=FALSE",), weighed(upper=2.0)),
     # 010 is 8 to YAML; to Hydra it is text, of which verl makes 10
     *((TOKEN_IS, (f"rollout_is_threshold={text}",), weighed(upper=upper))
       for text, upper in (("2", 2), ("2.5", 2.5), ("+.5", 0.5), ("1.0E+1", 10), ("1e1", 10), ("010", 10))),
@@ -172,10 +181,6 @@ def test_verl_notes(keys: dict, overrides: tuple[str, ...], said: str, unsaid: s
     assert said in told and (not unsaid or unsaid not in told)
 
 
-def dppo(mode: str = "dppo_tv", **actor: object) -> dict:
-    return {"actor_rollout_ref": {"actor": {"policy_loss": {"loss_mode": mode}, **actor}}}
-
-
 @pytest.mark.parametrize("mode", BY_DIVERGENCE)
 def test_verl_dppo(mode: Literal["dppo_tv", "dppo_kl"], tmp_path: Path):
     """Against pi_old, times the weights of the correction; in bypass against mu, without weights and rules."""
@@ -230,33 +235,6 @@ def test_verl_dppo_of_a_launch_script():
     said = verl.translate(script, ["actor_rollout_ref.actor.clip_ratio_low=0.05"])
     assert said.config().objective == ObjectiveConfig("dppo_kl")
     assert "--eps-clip 0.05 --eps-clip-high 0.2" in " ".join(said.notes)
-    other = [
-        f"actor_rollout_ref.actor.{key}" for key in ("policy_loss.loss_mode=dppo_tv", "clip_ratio_low=0.1")
-    ]
-    assert verl.translate(script, other).config().objective == ObjectiveConfig("dppo_tv")
-    unsure = script.replace("MODE=dppo_kl\n", "")
-    with pytest.raises(
-        ConfigError, match=r"decides loss_mode: \$\{MODE\}; .*actor.policy_loss.loss_mode=VALUE"
-    ):
-        verl.translate(unsure)
-    beside = verl.translate(unsure.replace("verl ", f"verl {PREFIX}rollout_is=token "))
-    assert beside.config().objective is None and "loss_mode: ${MODE} is for the launch" in " ".join(
-        beside.notes
-    )
-
-
-@pytest.mark.parametrize("mode", ["vanilla", "gspo", None])
-def test_verl_a_loss_that_is_not_dppo_is_left_alone(mode: str | None):
-    keys = dppo(mode, clip_ratio_low=0.1) | {"algorithm": {"rollout_correction": TOKEN_IS}}  # type: ignore[arg-type]
-    translation = from_verl(keys)
-    assert translation.config() == from_verl(TOKEN_IS).config()
-    assert ("policy_loss.loss_mode: gspo is not translated" in " ".join(translation.notes)) == (
-        mode == "gspo"
-    )
-    with pytest.raises(ConfigError, match="nothing to translate"):
-        from_verl(dppo(mode))  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="nothing to translate: .*loss_mode: vanilla"):
-        from_verl(dppo(), "actor_rollout_ref.actor.policy_loss.loss_mode=vanilla")
 
 
 # ---------------------------------------------------------------------------------------------------- verl, refused
@@ -265,26 +243,6 @@ def test_verl_a_loss_that_is_not_dppo_is_left_alone(mode: str | None):
 def test_verl_a_preset_from_the_command_line(capsys: pytest.CaptureFixture):
     assert main(["config", "from-verl", "decoupled_token_is(threshold=3.5)", f"{PREFIX}rollout_rs=null"]) == 0
     assert "upper: 3.5" in capsys.readouterr().out
-
-
-def test_verl_a_pair_without_quotes():
-    """0.5_5 is 0.55 to YAML, and to verl."""
-    with pytest.raises(ConfigError, match='rollout_is_threshold: 0.5_5 without quotes .* write "0.5_5"'):
-        verl.translate("rollout_is: token\nrollout_is_threshold: 0.5_5")
-    assert verl.translate('rollout_is: token\nrollout_is_threshold: "0.5_5"').config().weight is not None
-
-
-@pytest.mark.parametrize("value", ["no", "OFF", "yes"])
-def test_verl_override_is_read_as_hydra_reads_it(value: str):
-    """`no` on a command line is text to Hydra, which verl takes for true; in a yaml it is false to both."""
-    with pytest.raises(ConfigError, match=f"bypass_mode: got '{value}'; expected true or false"):
-        from_verl(TOKEN_IS, f"algorithm.rollout_correction.bypass_mode={value}")
-    assert not verl.translate(f"rollout_is: token\nbypass_mode: {value.replace('yes', 'no')}").config().bypass
-    assert (
-        from_verl(TOKEN_IS | PG, "algorithm.rollout_correction.bypass_mode=FALSE").config().objective is None
-    )
-    with pytest.raises(ConfigError, match="rollout_is: got ''"):
-        from_verl({}, "rollout_correction.rollout_is=")
 
 
 # --------------------------------------------------------------------------------- verl, launch scripts and presets
@@ -381,15 +339,6 @@ def test_verl_a_variable_is_read_where_its_value_stands_in_the_script(lines: str
     translation = verl.translate(f"{lines}{THRESHOLDED}{word}")
     assert translation.config().weight == WeightConfig(upper=3.0)
     assert ("THRESHOLD is not set" in " ".join(translation.notes)) == ("THRESHOLD:-" in lines + word)
-
-
-@pytest.mark.parametrize("value", ["${oc.env:CAP,2.0}", "${oc.env:CAP}", "${trainer.cap}"])
-def test_verl_interpolation_is_quoted_with_the_way_out(value: str):
-    told = rf"decides rollout_is_threshold: {re.escape(value)}; put the values behind the file, as {PREFIX}"
-    with pytest.raises(ConfigError, match=told):
-        from_verl({"algorithm": {"rollout_correction": TOKEN_IS | {"rollout_is_threshold": value}}})
-    given = from_verl(TOKEN_IS | {"rollout_is_threshold": value}, f"{PREFIX}rollout_is_threshold=4")
-    assert given.config().weight == WeightConfig(upper=4.0)
 
 
 @pytest.mark.parametrize("name", VERL)
