@@ -25,6 +25,8 @@ from mis_plugins.explain.launch.words import (
     Reading,
     Returned,
     Text,
+    all_of,
+    any_of,
     fields,
     hole,
     is_train,
@@ -655,9 +657,7 @@ class Shell(Reader):
 
     def _compared(self, operator: str, left: Node, right: Node) -> bool | None:
         if operator in ("&&", "||"):
-            found = [self.truth(left), self.truth(right)]
-            decides = operator == "||"
-            return decides if decides in found else None if None in found else not decides
+            return (any_of if operator == "||" else all_of)([self.truth(left), self.truth(right)])
         one, other = known(self.text(left)), known(self.text(right))
         if one is None or other is None or operator not in ("=", "==", "!="):
             return None

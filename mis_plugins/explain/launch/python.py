@@ -29,6 +29,8 @@ from mis_plugins.explain.launch.words import (
     Reading,
     Returned,
     Text,
+    all_of,
+    any_of,
     hole,
     is_train,
     known,
@@ -205,11 +207,10 @@ class Launcher(Reader, ast.NodeVisitor):
         if isinstance(pattern, ast.MatchValue):
             return _equal(subject, self.visit(pattern.value))
         if isinstance(pattern, ast.MatchOr):
-            return _any([self.fits(subject, one) for one in pattern.patterns])
+            return any_of([self.fits(subject, one) for one in pattern.patterns])
         if isinstance(pattern, ast.MatchSequence) and isinstance(subject, list):
             pairs = zip(subject, pattern.patterns, strict=False)
-            fits = [self.fits(*pair) for pair in pairs] if len(subject) == len(pattern.patterns) else [False]
-            return False if False in fits else None if None in fits else True
+            return all_of([len(subject) == len(pattern.patterns), *(self.fits(*pair) for pair in pairs)])
         return None
 
     def visit_For(self, node: ast.For) -> None:
@@ -304,7 +305,7 @@ class Launcher(Reader, ast.NodeVisitor):
         if isinstance(kind, ast.Eq | ast.Is | ast.NotEq | ast.IsNot):
             found = _equal(one, other)
         elif isinstance(kind, ast.In | ast.NotIn) and isinstance(other, list | dict):
-            found = _any([_equal(one, literal(key) if isinstance(other, dict) else key) for key in other])
+            found = any_of([_equal(one, literal(key) if isinstance(other, dict) else key) for key in other])
         if found is None or len(node.ops) > 1:
             return self.unknown(node)
         return found != isinstance(kind, ast.NotEq | ast.IsNot | ast.NotIn)
@@ -594,7 +595,3 @@ def _equal(one: Any, other: Any) -> bool | None:
     is_known = [isinstance(value, PLAIN) or isinstance(value, tuple) and known(value) is not None
                 for value in (one, other)]  # fmt: skip
     return said[0] == said[1] if all(is_known) else None
-
-
-def _any(found: Sequence[bool | None]) -> bool | None:
-    return True if True in found else None if None in found else False

@@ -236,6 +236,15 @@ class Launch:
     in_python: bool = False
 
 
+def any_of(found: Sequence[bool | None]) -> bool | None:
+    """Whether one of some conditions holds; None where that is not known."""
+    return True if True in found else None if None in found else False
+
+
+def all_of(found: Sequence[bool | None]) -> bool | None:
+    return False if False in found else None if None in found else True
+
+
 def is_train(word: str) -> bool:
     """Whether a word names the file that trains, of either host."""
     return word.rpartition("/")[2] in ("train.py", "train_async.py")
