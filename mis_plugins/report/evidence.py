@@ -113,7 +113,8 @@ class Evidence:
         owner = ragged.to_tokens(torch.arange(ragged.size))[usable]
         turns = batch.whole_numbers("turns")
         turn = (ragged.turns if turns is None else turns)[usable]
-        x, y, r = tokens.behavior[usable], tokens.proximal[usable], 1 + tokens.excess[usable]
+        y, x = tokens.log_probs[:, usable]
+        r = 1 + tokens.excess[usable]
         self.lists.add(x, y, owner, turn, ragged.size)
         masses, counts = ragged.sums(mass(tokens), usable)
         for held, column in ((self.masses, masses), (self.counts, counts)):
@@ -125,7 +126,7 @@ class Evidence:
 
     def _add_ids(self, ids: Int[Tensor, " T"], tokens: Tokens) -> None:
         known = tokens.usable & (ids >= 0) & (ids < LARGEST_ID)
-        index, r, m = ids[known], tokens.log_ratio[known], tokens.behavior[known]
+        index, r, m = ids[known], tokens.log_ratio[known], tokens.log_probs[1, known]
         if not index.numel():
             return
         size = int(index.max()) + 1
@@ -165,7 +166,7 @@ def mass(tokens: Tokens) -> Float[Tensor, " T"]:
 
     Unlike k3 no single token outweighs a run, so that shares of it tell what a cause accounts for.
     """
-    return k3(-tokens.abs_log_ratio)
+    return k3(-tokens.log_ratio.abs())
 
 
 def of_sequences(ragged: Ragged, tokens: Tokens, ended: Bool[Tensor, " N"]) -> dict[str, Float[Tensor, " L"]]:
@@ -177,7 +178,7 @@ def of_sequences(ragged: Ragged, tokens: Tokens, ended: Bool[Tensor, " N"]) -> d
         and `end` are above `middle`; and the sum of `mass` that the first tokens (`beginning_mass`) and the last one
         (`end_mass`) have beyond the others, beside the sum of all (`mass`).
     """
-    usable, size, masses = tokens.usable, tokens.abs_log_ratio, mass(tokens)
+    usable, size, masses = tokens.usable, tokens.log_ratio.abs(), mass(tokens)
     place = usable.cumsum(0)
     starts = torch.cat([place.new_zeros(1), place])[ragged.cu_seqlens]
     place = place - ragged.to_tokens(starts[:-1])

@@ -391,7 +391,7 @@ def test_a_difference_outweighs_a_situation_that_was_not_met(
 ):
     links, broken = [Link("a", link, 1, None, 0.0)], Link("b", control, 1, None, furthest)
     certificate = SimpleNamespace(links=links, control=broken, not_met=not_met)
-    assert Certificate.verdict.__get__(certificate) == verdict
+    assert Certificate.verdict.fget(certificate) == verdict  # pyright: ignore[reportOptionalCall]
 
 
 def test_a_full_set_that_an_earlier_call_sampled_is_not_sampled_again():
