@@ -73,9 +73,9 @@ def _in_case(value: Any, cases: Collection[str]) -> Any:
 
 
 def _setting(row: dict[str, Any]) -> Setting:
-    named = {"remedy" if key == "set" else key: value for key, value in row.items()}
-    lists = {key: tuple(named[key]) for key in ("chosen", "off") if key in named}
-    return Setting(**named | lists)
+    named: dict[str, Any] = {"remedy" if key == "set" else key: value for key, value in row.items()}
+    named |= {key: tuple(named[key]) for key in ("chosen", "off") if key in named}
+    return Setting(**named)
 
 
 SETTINGS = tuple(

@@ -267,10 +267,13 @@ def _is_retired(path: str) -> bool:
     return key in RETIRED and parent in ("algorithm", SECTION, ACTOR)
 
 
+TRAINERS = ("verl.trainer.main_ppo", "recipe.dapo.main_dapo")
+
+
 def _starts(word: str) -> bool:
-    """Whether a word tells that its command starts a training: an override of what only a trainer of verl's has."""
+    """Whether a word tells that its command starts a training: its module, or an override that only a trainer has."""
     is_override = word.lstrip("+~").startswith(("algorithm.", "actor_rollout_ref."))
-    return "=" in word and is_override or word.partition("=")[0] in OF_FILE
+    return "=" in word and is_override or word.partition("=")[0] in OF_FILE or word in TRAINERS
 
 
 def _file(words: Sequence[Word]) -> Word | None:
