@@ -57,8 +57,14 @@ def _beyond(name: str, value: float) -> str:
     if not possible(name, value):
         return f"{value:.3g}, which cannot be"
     if value > limits.high:
-        return f"{value:.3g}, above {limits.high:g}"
-    return f"{value:.3g}, below {limits.low:g}" if value < limits.low else ""
+        return f"{_apart(value, limits.high)}, above {limits.high:g}"
+    return f"{_apart(value, limits.low)}, below {limits.low:g}" if value < limits.low else ""
+
+
+def _apart(value: float, limit: float) -> str:
+    """The value with three digits, or with as many as tell it from the limit."""
+    digits = next((n for n in range(3, 18) if float(f"{value:.{n}g}") != limit), 17)
+    return f"{value:.{digits}g}"
 
 
 def possible(name: str, value: float) -> bool:

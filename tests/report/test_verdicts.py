@@ -31,7 +31,7 @@ from mis_plugins.report.readers.source import Curve
 from mis_plugins.report.record import Record
 from mis_plugins.report.survey import Report, Survey, report
 from mis_plugins.report.sweep import candidates
-from mis_plugins.report.verdict import ALARM, CALM, WATCH, of_curves, verdict, were_rejected
+from mis_plugins.report.verdict import ALARM, CALM, WATCH, beyond, of_curves, verdict, were_rejected
 
 ROOT = Path(__file__).parents[2]
 NEEDED = ("behavior_log_probs", "proximal_log_probs")
@@ -298,6 +298,11 @@ def test_the_reports_advice_is_the_pages_row_at_each_rung(page: str) -> None:
         assert found.preset in [preset for low, high, preset in rows if low <= rung.k3 < high], rung.name
     assert {one.below for one in ROWS} <= {high for _, high, _ in rows}
     assert row(ROWS[-1].below) is None
+
+
+def test_a_number_just_beyond_its_limit_is_shown_with_the_digits_that_tell_it() -> None:
+    assert beyond({"ratio_mean": 1.0213}) == ["ratio_mean is 1.021, above 1.02"]
+    assert beyond({"kept_fraction": 0.4999999}) == ["kept_fraction is 0.4999999, below 0.5"]
 
 
 def test_limits_of_k3_are_those_of_the_pages() -> None:
