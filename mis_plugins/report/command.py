@@ -19,7 +19,7 @@ from mis_plugins.report.beside import found_config, spell, tokenizer_of
 from mis_plugins.report.causes import FEW
 from mis_plugins.report.numbers import FIRST
 from mis_plugins.report.proposal import Proposal, propose
-from mis_plugins.report.readers.paths import NOTHING, check_exists, find, nothing
+from mis_plugins.report.readers.paths import NOTHING, find, nothing
 from mis_plugins.report.readers.source import Problems
 from mis_plugins.report.survey import Survey, keep_freed_memory, report, walk
 from mis_plugins.report.sweep import Candidate, candidates, load
@@ -48,13 +48,6 @@ SHOWN = (
 
 def run(arguments: argparse.Namespace) -> int:
     """Make the report once, or again and again with `--watch`."""
-    if arguments.against:
-        raise InputError(
-            f"--against {arguments.against}: one report reads one run; call `report` once for each run, with an "
-            "--output of its own, and compare the two report.json"
-        )
-    for path in arguments.paths:
-        check_exists(path)
     ever = False
     finish_killed(arguments.output)
     while True:

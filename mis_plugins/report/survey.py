@@ -18,7 +18,7 @@ from mis_plugins.report.numbers import FIRST, StepNumbers, corrected, ordered
 from mis_plugins.report.places import Tables
 from mis_plugins.report.readers.source import Problems, Source
 from mis_plugins.report.record import Batch, Record, batches
-from mis_plugins.report.sweep import Candidate, Sweep
+from mis_plugins.report.sweep import Candidate, Outcome, Shared
 from mis_plugins.report.worst import Worst
 from mis_plugins.shared.budget import CHANGES, STEPS
 
@@ -38,7 +38,7 @@ class Survey:
 
     own: CorrectionConfig
     numbers: StepNumbers
-    sweep: Sweep
+    outcomes: tuple[Outcome, ...]
     tables: Tables = field(default_factory=Tables)
     worst: Worst = field(default_factory=Worst)
     evidence: Evidence = field(default_factory=Evidence)
@@ -49,7 +49,7 @@ class Survey:
     @classmethod
     def of(cls, own: CorrectionConfig, candidates: Sequence[Candidate]) -> Survey:
         asked = replace(own, metrics="all", segment_wise=None, opsm=None, objective=None)
-        return cls(asked, StepNumbers(asked), Sweep.of(candidates))
+        return cls(asked, StepNumbers(asked), tuple(map(Outcome, candidates)))
 
     def add(self, batch: Batch) -> None:
         """Let every collector see a batch."""
@@ -59,7 +59,10 @@ class Survey:
         self.evidence.add(batch, correction, tokens)
         for collector in (self.tables, self.worst):
             collector.add(batch, tokens)
-        self.sweep.add(batch, correction.stage.ratio)
+        if self.outcomes:
+            shared = Shared.of(batch, correction.stage.ratio)
+            for outcome in self.outcomes:
+                outcome.add(shared)
         self.sequences += len(batch.records)
 
     def add_all(self, records: Iterable[Record], told: Callable[[], None] = lambda: None) -> None:
@@ -150,7 +153,7 @@ def report(survey: Survey) -> Report | None:
         alarms=list(survey.numbers.alarms()),
         worst_tokens=survey.worst.worst_tokens(),
         worst_sequences=survey.worst.worst_sequences(),
-        outcomes=survey.sweep.numbers(),
+        outcomes={one.candidate.name: one.numbers() for one in survey.outcomes if one.sums},
         sequences=survey.sequences,
         rejected=survey.rejected,
         torn=survey.torn,
