@@ -72,6 +72,11 @@ def _of_report(report: Report) -> dict[str, Any]:
     }
 
 
+def _of_proposal(proposal: Proposal) -> dict[str, Any]:
+    ranking = [{"name": one.candidate.name, "against": one.reasons} for one in proposal.ranking]
+    return {name: getattr(proposal, name) for name in OF_PROPOSAL} | {"ranking": ranking}
+
+
 def plain(value: Any) -> Any:
     """The value without numbers that JSON lacks: NaN and infinity become null."""
     if isinstance(value, Mapping):
