@@ -17,7 +17,7 @@ from mis_plugins.metrics import slope
 from mis_plugins.metrics.tokens import Tokens
 from mis_plugins.packing.ragged import Ragged
 from mis_plugins.report.lists import Lists
-from mis_plugins.report.record import Batch, Record
+from mis_plugins.report.record import Batch
 
 BEGINNING = 4  # valid tokens that count as the beginning of a response
 LONG_ENOUGH = 16  # valid tokens of a sequence whose ends are compared with its middle
@@ -25,10 +25,7 @@ LARGEST_ID = 1_000_000
 FOLDS = 32  # of the sequences, for the standard errors of slopes and means
 RELATED = ("usable", *slope.RELATED_SUMS, "inverse")
 UNLIKELY = -1.0  # log-prob of the trainer where the engine reports a probability of exactly 1
-RUN, UNLIKELY_RUN = (
-    3,
-    -3.0,
-)  # the same of a run of such tokens: the fewest tokens, and the sum of the log-probs
+RUN, UNLIKELY_RUN = 3, -3.0  # of a run of such tokens: the fewest tokens, and the sum of the log-probs
 
 
 @dataclass(frozen=True)
@@ -92,14 +89,16 @@ class Evidence:
     by_id: Float[Tensor, "6 V"] | None = None
 
     def add(self, batch: Batch, correction: Correction, tokens: Tokens) -> None:
-        numbers = of_sequences(batch.ragged, tokens, _ended(batch))
+        ended = torch.tensor([record.truncated is not True for record in batch.records])
+        numbers = of_sequences(batch.ragged, tokens, ended)
         for name, values in numbers.items():
             self.moments[name] = self.moments[name].plus(values)
         sure = tokens.usable & (batch.behavior == 0)
         unlikely = (batch.proximal < UNLIKELY) | in_unlikely_runs(sure, batch)
         self.sure_yet_unlikely += int((sure & unlikely).sum())
-        self.broken_advantages += sum(map(_broken_advantages, batch.records))
         for record in batch.records:
+            if record.advantages is not None:
+                self.broken_advantages += int((~record.advantages.isfinite() & record.loss_mask).sum())
             for side, names in record.absent.items():
                 self.absent[side].update(names)
         self._add_lists(batch, tokens)
@@ -143,21 +142,11 @@ def in_unlikely_runs(sure: Bool[Tensor, " T"], batch: Batch) -> Bool[Tensor, " T
     return sure & unlikely[number]
 
 
-def _broken_advantages(record: Record) -> int:
-    """Number of valid tokens whose advantage is NaN or infinite."""
-    return 0 if record.advantages is None else int((~record.advantages.isfinite() & record.loss_mask).sum())
-
-
 def _added(first: Tensor, second: Tensor) -> Tensor:
-    longer, shorter = (first, second) if first.shape[1] >= second.shape[1] else (second, first)
+    shorter, longer = sorted((first, second), key=lambda table: table.shape[1])
     total = longer.clone()
     total[:, : shorter.shape[1]] += shorter
     return total
-
-
-def _ended(batch: Batch) -> Bool[Tensor, " N"]:
-    """Responses that ended by themselves, as far as that is known."""
-    return torch.tensor([record.truncated is not True for record in batch.records])
 
 
 def mass(tokens: Tokens) -> Float[Tensor, " T"]:

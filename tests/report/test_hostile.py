@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import tokenizers
 import torch
-from test_readers import event, field, read, some_records, varint, wandb_record
+from test_readers import event, field, read, reported, some_records, varint, wandb_record
 
 from mis_plugins.__main__ import main
 from mis_plugins.report import survey
@@ -35,12 +35,6 @@ GOOD = {
     "tokens": list(range(SIZE)),
 }
 LINE = json.dumps(GOOD)
-
-
-def reported(folder: Path, *more: str) -> tuple[int, dict]:
-    """Exit code and report.json."""
-    code = main(["report", str(folder), "--sweep", "none", "--output", str(folder.parent / "out"), *more])
-    return code, json.loads((folder.parent / "out" / "report.json").read_text())
 
 
 def with_step(text: str) -> str:

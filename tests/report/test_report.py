@@ -191,7 +191,7 @@ def test_worst_sequences_keep_no_file_in_memory() -> None:
     """A column of a dump lies in a mapped file: whoever holds the column holds the pages of the whole file."""
     survey, records = Survey.of(NONE, []), some_records()
     survey.add_all(records)
-    held = {one.behavior_log_probs.data_ptr() for _, one in survey.worst.sequences}
+    held = {one.behavior_log_probs.data_ptr() for _, one in survey.worst.sequences.held}
     assert held and not held & {one.behavior_log_probs.data_ptr() for one in records}
 
 

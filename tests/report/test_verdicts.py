@@ -15,12 +15,11 @@ import pyarrow
 import pytest
 import torch
 from report_dumps import write_miles, write_slime
-from test_readers import read, some_records, write_lines
+from test_readers import read, reported, some_records, write_lines
 from test_report import PLAIN, surveyed
 
 from lab.pages.metrics import WORDS
 from lab.planted_runs import IN_RECORDINGS, clean, planted_in_recording, recorded, records
-from mis_plugins.__main__ import main
 from mis_plugins.config.model import CorrectionConfig
 from mis_plugins.explain.limits import FIRST, LIMITS, ROWS, row
 from mis_plugins.explain.rungs import record
@@ -40,12 +39,6 @@ NEEDED = ("behavior_log_probs", "proximal_log_probs")
 
 def first_cause(rows: Sequence[Record]) -> str:
     return next((one.name for one in surveyed(rows).findings), "")
-
-
-def told(path: Path, *flags: str) -> tuple[int, dict]:
-    output = path.parent / "out"
-    code = main(["report", str(path), "--sweep", "none", "--output", str(output), *flags])
-    return code, json.loads((output / "report.json").read_text())
 
 
 # Never calm about nothing.
@@ -85,7 +78,7 @@ def test_rows_that_are_all_rejected_are_no_verdict(
         parquet.write_table(pyarrow.Table.from_pylist(rows), run)
     else:
         run.write_text("".join(json.dumps(one) + "\n" for one in rows))
-    code, made = told(run)
+    code, made = reported(run)
     assert code == 2 and not made["verdict"]["measured"]
     rejected = 24 if ending == "jsonl" else 1
     assert were_rejected(rejected, rejected) in made["verdict"]["headline"]
@@ -146,7 +139,7 @@ def test_what_was_read_in_part_is_not_calm(
 ) -> None:
     (tmp_path / "run").mkdir()
     write(tmp_path / "run")
-    code, made = told(tmp_path / "run")
+    code, made = reported(tmp_path / "run")
     assert code == 0 and made["verdict"]["level"] == WATCH
     headline, line = said
     assert made["verdict"]["headline"].startswith(headline)
@@ -173,7 +166,7 @@ def test_a_file_of_which_nothing_is_read_says_what_is_wrong(
     tmp_path: Path, name: str, content: bytes, why: str
 ) -> None:
     (tmp_path / name).write_bytes(content)
-    code, made = told(tmp_path / name)
+    code, made = reported(tmp_path / name)
     start = f"Nothing was read that measures the mismatch: {tmp_path / name}: {why}"
     assert code == 2 and made["verdict"]["headline"].startswith(start)
 
@@ -197,7 +190,7 @@ def test_a_misspelt_key_of_a_hosts_dump_is_told_beside_the_nearest_spelling(
     write(run, some_records())
     for file in run.glob("**/*.pt"):
         torch.save(renamed(torch.load(file, weights_only=False), {key: misspelt}), file)
-    code, made = told(run)
+    code, made = reported(run)
     assert code == 2 and f"rename {misspelt!r} -> {key}" in made["verdict"]["headline"]
 
 
@@ -215,8 +208,8 @@ def test_packed_lines_are_read(tmp_path: Path, ending: str) -> None:
     packed = gzip.compress(plain) if ending == "gz" else pyarrow.compress(plain, codec="zstd", asbytes=True)
     run = tmp_path / f"packed.jsonl.{ending}"
     run.write_bytes(packed)
-    _, wanted = told(tmp_path / "run.jsonl")
-    code, made = told(run)
+    _, wanted = reported(tmp_path / "run.jsonl")
+    code, made = reported(run)
     assert code == 0 and not made["problems"] and made["whole"] == wanted["whole"]
 
 
@@ -228,7 +221,7 @@ def test_packed_lines_that_inflate_beyond_the_budget_are_left(
     monkeypatch.setattr(files, "INFLATED", replace(files.INFLATED, base=1000, per_byte=0))
     write_lines(tmp_path / "rows.jsonl", some_records())
     (tmp_path / "run.jsonl.gz").write_bytes(gzip.compress((tmp_path / "rows.jsonl").read_bytes() * 9))
-    _, made = told(tmp_path / "run.jsonl.gz")
+    _, made = reported(tmp_path / "run.jsonl.gz")
     assert any("inflated bytes" in one["reason"] for one in made["problems"])
 
 
@@ -460,7 +453,7 @@ def test_what_stands_in_for_a_log_prob_is_counted_by_its_name(tmp_path: Path) ->
         "loss_mask": [1] * 100,
     }
     (tmp_path / "run.jsonl").write_text(json.dumps(row) + "\n" + json.dumps(row | {"loss_mask": [0] * 100}))
-    _, made = told(tmp_path / "run.jsonl")
+    _, made = reported(tmp_path / "run.jsonl")
     named = {"-9999": 1, "None": 2, "nan": 1, "-1e+09": 1}
     assert made["absent"] == {"behavior_log_probs": named, "proximal_log_probs": {"-65504": 1}}
     (found,) = made["causes"]
