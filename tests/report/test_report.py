@@ -125,7 +125,7 @@ UNSTABLE = [*(10 ** (-4 + 2 * x) for x in NOISE[:20]), *(0.1 * (1 + 2 * x) for x
     [
         (LEVEL, [], []),
         ([*LEVEL[:25], *(4 * x for x in LEVEL[25:])], [True], [True]),
-        ([1e-3 * 1.1**step for step in range(40)], [False] * 3, [True] * 3),  # a drift: no step is to blame
+        ([1e-3 * 1.1**step for step in range(40)], [False] * 5, [True] * 5),  # a drift: no step is to blame
         (UNSTABLE, [True], [True]),
         ([0.15, *UNSTABLE[1:]], [True], [False]),  # one step of the calm level that reaches the later ones
     ],
