@@ -85,7 +85,7 @@ def _ladder(document: Document) -> plots.Plot | None:
 
 def _first_lines(document: Document) -> dict[str, str]:
     """Since when and what to do: the two lines below the headline, as far as they are known."""
-    parts, level, report = document.verdict.parts, document.verdict.level, document.report
+    parts, level, report = document.verdict.told, document.verdict.level, document.report
     if report and report.findings:
         do = report.findings[0].cause.fix.partition(". ")[0]
     elif level == WATCH and any(name.startswith("Not read") for name in parts):

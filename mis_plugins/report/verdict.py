@@ -33,7 +33,7 @@ class Verdict:
 
     level: calm, watch or alarm.
     headline: one sentence.
-    parts: how large, since when, where, and what would have helped: a sentence beside each.
+    parts: how large, since when, where, and what would have helped: a sentence beside each, or none.
     measured: whether a number of the mismatch was read; otherwise the level says nothing of the run.
     """
 
@@ -45,7 +45,12 @@ class Verdict:
     @property
     def lines(self) -> list[str]:
         """The parts in words."""
-        return [f"{name}: {text}" for name, text in self.parts.items()]
+        return [f"{name}: {text}" for name, text in self.told.items()]
+
+    @property
+    def told(self) -> dict[str, str]:
+        """The parts that have a sentence."""
+        return {name: text for name, text in self.parts.items() if text}
 
 
 def beyond(values: Mapping[str, float]) -> list[str]:
@@ -83,15 +88,13 @@ def verdict(report: Report, proposal: Proposal | None) -> Verdict:
         "Beyond its limit": f"{'; '.join(limits)}." if limits else "",
         "Why": WHY if limits and not told else "",
         **_unread(report),
-        "Since when": since(_finite_steps(report), report.changes),
+        "Since when": since(
+            {step: row[FIRST] for step, row in report.steps.items() if FIRST in row}, report.changes
+        ),
         "Where": _where(report),
         "What to run with": _helped(proposal) if proposal else "",
     }
-    return Verdict(level, _headline(report, level), {name: text for name, text in parts.items() if text})
-
-
-def _finite_steps(report: Report) -> dict[int, float]:
-    return {step: values[FIRST] for step, values in report.steps.items() if FIRST in values}
+    return Verdict(level, _headline(report, level), parts)
 
 
 def _all_are_zero(report: Report) -> bool:
@@ -113,13 +116,13 @@ def _much_is_lost(report: Report) -> bool:
 def _unread(report: Report) -> dict[str, str]:
     """How many records were rejected, and which files could not be read to their end."""
     told = f"{_rejected(report)}, so the verdict is on the others." if report.rejected else ""
-    return ({"Not read": told} if told else {}) | _broke_off(report.torn)
+    return {"Not read": told} | _broke_off(report.torn)
 
 
 def _broke_off(torn: Sequence[str]) -> dict[str, str]:
     """The files that could not be read to their end, in words; nothing of none."""
     more = f" and {len(torn) - 1} more" if torn[1:] else ""
-    return {"Not read to the end": f"{torn[0]}{more}. How much is missing is not known."} if torn else {}
+    return {"Not read to the end": f"{torn[0]}{more}. How much is missing is not known." if torn else ""}
 
 
 def _rejected(report: Report) -> str:
@@ -162,24 +165,18 @@ def of_curves(
         return Verdict(ALARM, f"Nothing was read that measures the mismatch: {why}.", TOLD, measured=False)
     steps, moves = _over_steps(curves)
     over_time = {"Since when": since(steps, moves)}
-    lost = {"Tokens were not read": f"{were_rejected(rejected, rejected)}."} if rejected else {}
-    lost |= _unread_rows(curves, unread) | _broke_off([*problems.torn])
+    read = sum(len(curve.values) for curve in curves)
+    few = f"{unread} of {unread + read} rows of the curves." if unread > MOST_LOST * read else ""
+    tokens = f"{were_rejected(rejected, rejected)}." if rejected else ""
+    lost = {"Tokens were not read": tokens, "Not read": few} | _broke_off([*problems.torn])
     if limits:
         alarming = any(name == FIRST and x > LIMITS[FIRST].alarm for name, _, x in rows)
         level, headline = ALARM if alarming else WATCH, f"Last seen beyond its limit: {words}."
         return Verdict(level, headline, TOLD | over_time | lost)
-    if lost or any(one.factor > 1 for one in moves):
-        name, text = next(iter((lost | over_time).items()))
-        others = {part: said for part, said in (lost | over_time).items() if part != name}
-        return Verdict(WATCH, f"{name}: {text}", TOLD | others)
+    if any(lost.values()) or any(one.factor > 1 for one in moves):
+        name, text = next((name, text) for name, text in (lost | over_time).items() if text)
+        return Verdict(WATCH, f"{name}: {text}", TOLD | lost | over_time | {name: ""})
     return Verdict(CALM, "The curves end within their limits.", TOLD | over_time)
-
-
-def _unread_rows(curves: Sequence[Curve], unread: int) -> dict[str, str]:
-    """How many rows of the curves could not be read, in words, where they are more than a calm run may lack."""
-    read = sum(len(curve.values) for curve in curves)
-    told = {"Not read": f"{unread} of {unread + read} rows of the curves."}
-    return told if unread > MOST_LOST * read else {}
 
 
 def _over_steps(curves: Sequence[Curve]) -> tuple[dict[int, float], list[Change]]:
