@@ -450,13 +450,6 @@ DETECTORS: dict[str, Callable[[Facts], Numbers | None]] = {
     "differing-weights": _differing_weights,
     "route": partial(_of_bucket, place="route", usual="same", factor=ROUTE_FACTOR),
 }
-CAUSES = {
-    name: Cause(**words)
-    for name, words in yaml.safe_load(Path(__file__).with_name("causes.yaml").read_text("utf-8")).items()
-}
-CANNOT = (
-    "Log-probs of sampled tokens alone cannot tell: which layer differs, whether both sides share one mistake, what "
-    "the tokens would have been without the mismatch, and lower precision from weights that are a little old in a "
-    "single step without versions. Nor do they tell whether the run would have fallen without any mismatch, by its "
-    "learning rate or its rewards, which no config mends: run it once with the trainer's own precision in the engine."
-)
+WORDS = yaml.safe_load(Path(__file__).with_name("causes.yaml").read_text("utf-8"))
+CANNOT: str = WORDS.pop("cannot-tell")
+CAUSES = {name: Cause(**words) for name, words in WORDS.items()}

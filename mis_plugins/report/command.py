@@ -15,9 +15,9 @@ from pathlib import Path
 
 from mis_plugins.config.model import CorrectionConfig
 from mis_plugins.errors import InputError
+from mis_plugins.explain.limits import FIRST
 from mis_plugins.report.beside import found_config, spell, tokenizer_of
 from mis_plugins.report.causes import FEW
-from mis_plugins.report.numbers import FIRST
 from mis_plugins.report.proposal import Proposal, propose
 from mis_plugins.report.readers.paths import NOTHING, find, nothing
 from mis_plugins.report.readers.source import Problems

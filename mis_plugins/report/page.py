@@ -12,10 +12,10 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from mis_plugins import __version__
+from mis_plugins.explain.limits import FIRST
 from mis_plugins.explain.rungs import record
 from mis_plugins.report import plots
 from mis_plugins.report.causes import CANNOT, CAUSES
-from mis_plugins.report.numbers import FIRST
 from mis_plugins.report.places import PLACES
 from mis_plugins.report.verdict import CALM, WATCH
 from mis_plugins.report.written import Document

@@ -21,7 +21,6 @@ from mis_plugins.correction.pipeline import correct
 from mis_plugins.correction.ratios import exp_clamped
 from mis_plugins.errors import ConfigError
 from mis_plugins.packing.ragged import Ragged
-from mis_plugins.report.numbers import with_own_mean
 from mis_plugins.report.places import PLACES, doubling
 from mis_plugins.report.record import Batch
 
@@ -29,6 +28,14 @@ USUAL = 0.05  # least share of the tokens with which a bucket of lengths can sho
 SEQUENCES = 32  # least number of responses with which products of ratios are read
 LEAST_ESS = 0.25  # least effective share of the responses with which products of ratios are read
 PARTS = 16  # of the responses, each of which is left out in turn for the interval of a cosine
+
+
+def with_own_mean(config: CorrectionConfig) -> CorrectionConfig:
+    """The config with normalization over the batch at hand, whatever scope it names."""
+    weight = config.weight
+    if weight is None or weight.normalize is None:
+        return config
+    return replace(config, weight=replace(weight, normalize=replace(weight.normalize, scope="micro_batch")))
 
 
 @dataclass(frozen=True)

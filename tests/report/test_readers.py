@@ -297,16 +297,25 @@ def varint(value: int) -> bytes:
     return head + (varint(value >> 7) if value > 127 else b"")
 
 
+def framed(content: bytes) -> bytes:
+    """A record of a tensorboard file."""
+    return struct.pack("<Q", len(content)) + bytes(4) + content + bytes(4)
+
+
 def event(step: int, name: str, value: float) -> bytes:
     tag = field(1, name.encode()) + varint(2 << 3 | 5) + struct.pack("<f", value)
-    content = field(2, step) + field(5, field(1, tag))
-    return struct.pack("<Q", len(content)) + bytes(4) + content + bytes(4)
+    return framed(field(2, step) + field(5, field(1, tag)))
+
+
+def logged(content: bytes, kind: int = 1, size: int | None = None) -> bytes:
+    """A piece of wandb's log; a whole record is of kind 1."""
+    return struct.pack("<IHB", zlib.crc32(content), len(content) if size is None else size, kind) + content
 
 
 def wandb_record(step: int, value: float) -> bytes:
     item = field(2, b"train/mis_k3_kl") + field(16, json.dumps(value).encode())
     content = field(2, field(1, item) + field(2, field(1, step)))
-    return struct.pack("<IHB", zlib.crc32(content), len(content), 1) + content
+    return logged(content)
 
 
 LINES = b'{"rollout": 0, "k3_kl": 0.5, "seconds": 1.0}\n{"rollout": 1, "rollout_corr/k3_kl": 0.25}\n'
