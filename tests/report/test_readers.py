@@ -169,8 +169,12 @@ def test_versions_that_this_pack_carries_are_those_of_each_token(tmp_path: Path,
     if beside:  # the rollout's own dump says version 3 of whole samples
         write_rollout(tmp_path, some_records())
     notes = ([9, 0, 4, 3, 5, 4], [9, 1, 6, 1], [9, 2, 4, 29])  # the last one is a token short
-    change = partial(map, lambda sample, note: sample.update(weight_versions=note))
-    edit(tmp_path / "train_data" / "3.pt", lambda content: [*change(content["samples"], notes)])
+
+    def change(content: dict[str, Any]) -> None:
+        for sample, note in zip(content["samples"], notes, strict=True):
+            sample["weight_versions"] = note
+
+    edit(tmp_path / "train_data" / "3.pt", change)
     first, second, third = read(tmp_path)[0]
     assert first.versions is not None and first.versions.tolist() == [4, 4, 4, 5, 5, 5, 5]
     assert first.ages is not None and first.ages.tolist() == [1, 1, 1, 0, 0, 0, 0]

@@ -464,7 +464,7 @@ CURVES = [  # of each file its rows, hosts log rollouts in rows of their own, an
     ([[{"kl_k3": math.nan}]], None, f"{NOTHING}kl_k3 is NaN"),
     ([[{"kl_k3": -5.0}]], None, f"{NOTHING}kl_k3 is -5, which cannot be"),
     ([[{"ess_ratio": 1.5}]], None, f"{NOTHING}ess_ratio is 1.5, which cannot be"),
-    ([[{"prob_correlation": math.inf}]], None, f"{NOTHING}prob_correlation is inf, which cannot be"),
+    ([[{"kl_k3": math.inf}]], None, f"{NOTHING}kl_k3 is inf, which cannot be"),
     ([[{"kept_fraction": -0.1}]], None, f"{NOTHING}kept_fraction is -0.1, which cannot be"),
 ]  # fmt: skip
 
