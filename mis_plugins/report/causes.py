@@ -220,7 +220,7 @@ def _pairing(facts: Facts, of_all: bool) -> Numbers | None:
     found = facts.pairing
     if found is None or of_all != bool(found.shift or found.share > 0.5):
         return None
-    masses = torch.cat(facts.evidence.masses)
+    *_, masses = torch.cat(facts.evidence.rows, 1)
     share = masses[facts.evidence.lists.broken(facts.kl)].sum() / masses.sum().clamp(min=1e-30)
     return {"found": found, "share_of_all": float(share)}
 
@@ -380,8 +380,7 @@ def _of_change(
     first = next(filter(fits, facts.changes if among is None else among), None)
     if first is None:
         return None
-    evidence = facts.evidence
-    steps, masses, counts = map(torch.cat, (evidence.steps, evidence.masses, evidence.counts))
+    steps, counts, masses = torch.cat(facts.evidence.rows, 1)
     before = steps < facts.changes[0].step
     usual = masses[before].sum() / counts[before].sum().clamp(min=1)
     return {"change": first, "share_of_all": 1 - float(usual * counts.sum() / masses.sum().clamp(min=1e-30))}

@@ -72,7 +72,7 @@ class Evidence:
     absent: of each side how often each entry stands in for a log-prob, by its name.
     lists: pairs of both lists of log-probs, for each sequence.
     folds: sums of `RELATED` over the usable tokens of every `FOLDS`-th sequence.
-    masses, counts, steps: of each sequence the sum of `mass`, the number of usable tokens, and its step.
+    rows: of each sequence its step, the number of usable tokens, and their sum of `mass`.
     by_id: of each token id the count, and the sums of log r, log mu, (log r)^2, (log mu)^2 and their product.
     """
 
@@ -82,9 +82,7 @@ class Evidence:
     absent: defaultdict[str, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
     lists: Lists = field(default_factory=Lists)
     folds: Float[Tensor, "R F"] = field(default_factory=lambda: torch.zeros(len(RELATED), FOLDS).double())
-    masses: list[Float[Tensor, " N"]] = field(default_factory=list)
-    counts: list[Float[Tensor, " N"]] = field(default_factory=list)
-    steps: list[Int[Tensor, " N"]] = field(default_factory=list)
+    rows: list[Float[Tensor, "3 N"]] = field(default_factory=list)
     sequences: int = 0
     by_id: Float[Tensor, "6 V"] | None = None
 
@@ -114,10 +112,8 @@ class Evidence:
         turn = (ragged.turns if turns is None else turns)[usable]
         x, y, r = tokens.behavior[usable], tokens.proximal[usable], 1 + tokens.excess[usable]
         self.lists.add(x, y, owner, turn, ragged.size)
-        masses, counts = ragged.sums(mass(tokens), usable)
-        for held, column in ((self.masses, masses), (self.counts, counts)):
-            held.append(column)
-        self.steps.append(torch.full((ragged.size,), batch.step))
+        counts, masses = ragged.sums(usable, mass(tokens))
+        self.rows.append(torch.stack([torch.full_like(masses, batch.step), counts, masses]))
         rows = torch.stack([torch.ones_like(x), x, y, x * x, y * y, x * y, r, r * r, 1 / r])
         self.folds.index_add_(1, (owner + self.sequences) % FOLDS, rows)
         self.sequences += ragged.size
