@@ -473,6 +473,9 @@ KINDS = {
     "a resumed run": (resumed, BF16, ""),
     "versions that are mixed": (lines, mixed(BF16, INT6), "stale-weights"),
     "a part of the response in another version": (lines, mixed(BF16, BF16), ""),
+    "versions of an engine that agrees to the bit": (
+        lines, [replace(one, behavior_log_probs=one.proximal_log_probs) for one in mixed(BF16, BF16)], "",
+    ),
 }  # fmt: skip
 
 
