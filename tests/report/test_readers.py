@@ -323,7 +323,10 @@ def wandb_record(step: int, value: float) -> bytes:
     return logged(content)
 
 
-LINES = b'{"rollout": 0, "k3_kl": 0.5, "seconds": 1.0}\n{"rollout": 1, "rollout_corr/k3_kl": 0.25}\n'
+LINES = b"""{"rollout": 0, "k3_kl": 0.5, "seconds": 1.0}
+{"rollout": 1, "rollout_corr/k3_kl": 0.25}
+{"step": 2, "mis_step/kl_k3": 0.125}
+"""
 CUT = event(300, "train/mis_step/kl_k3", 0.5) + event(301, "train/mis_step/kl_k3", 0.25)[:-3]
 OFFLINE = b":W&B" + bytes(3) + wandb_record(1, 0.5) + wandb_record(2, 0.25)
 
@@ -331,7 +334,7 @@ OFFLINE = b":W&B" + bytes(3) + wandb_record(1, 0.5) + wandb_record(2, 0.25)
 @pytest.mark.parametrize(
     ("name", "content", "wanted", "told"),
     [
-        ("metrics.jsonl", LINES, {0: 0.5, 1: 0.25}, ""),
+        ("metrics.jsonl", LINES, {0: 0.5, 1: 0.25, 2: 0.125}, ""),
         ("run-a.wandb", OFFLINE, {1: 0.5, 2: 0.25}, ""),
         (
             "events.out.tfevents.1.host",

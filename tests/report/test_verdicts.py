@@ -461,6 +461,13 @@ def mixed(fresh: Sequence[Record], old: Sequence[Record]) -> list[Record]:
     return rows
 
 
+def coarser(rows: Sequence[Record], factor: float) -> list[Record]:
+    """Responses of which every log ratio is larger by a factor."""
+    ratios = [one.proximal_log_probs - one.behavior_log_probs for one in rows]
+    behavior = [one.proximal_log_probs - factor * ratio for one, ratio in zip(rows, ratios, strict=True)]
+    return [replace(one, behavior_log_probs=mu) for one, mu in zip(rows, behavior, strict=True)]
+
+
 BF16, INT6 = records(recorded("bf16", 3)), records(recorded("int6", 3))
 KINDS = {
     "short responses": (lines, short(BF16), ""),
@@ -473,6 +480,7 @@ KINDS = {
     "a resumed run": (resumed, BF16, ""),
     "versions that are mixed": (lines, mixed(BF16, INT6), "stale-weights"),
     "a part of the response in another version": (lines, mixed(BF16, BF16), ""),
+    "an age that adds less than its factor": (lines, mixed(BF16, coarser(BF16, 1.2)), ""),
     "versions of an engine that agrees to the bit": (
         lines, [replace(one, behavior_log_probs=one.proximal_log_probs) for one in mixed(BF16, BF16)], "",
     ),
