@@ -308,7 +308,6 @@ SOURCES: Arguments = {
 }  # fmt: skip
 OUTPUTS: Arguments = {
     "--output": {"type": Path, "default": Path("mismatch-report"), "metavar": "DIR", "help": "(default: %(default)s)"},
-    "--against": {"help": argparse.SUPPRESS},  # gone: refused with what to do
     "--watch": {"action": "store_true", "help": "read again as the run goes on; exit 3 at the first alarm"},
     "--every": {
         "type": float, "default": 60.0, "metavar": "SECONDS", "help": "between two looks (default: %(default)s)"
