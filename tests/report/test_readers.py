@@ -74,7 +74,7 @@ def edit(file: Path, change: Callable[[Any], object]) -> None:
 WRITERS = [write_slime, *(partial(write_miles, cp=cp) for cp in (1, 2, 4))]
 
 
-@pytest.mark.parametrize("write", WRITERS, ids=str)
+@pytest.mark.parametrize("write", WRITERS, ids=("slime", "miles", "miles-cp2", "miles-cp4"))
 def test_a_hosts_dump_is_read_whole(tmp_path: Path, write: Callable[..., None]) -> None:
     write(tmp_path, some_records())
     found, told = read(tmp_path)
