@@ -189,7 +189,6 @@ run_command({command!r}, {extra!r})
 """
 EXTRAS = {"megatron", "numpy", "safetensors", "transformers", "rich", "matplotlib"}
 LOCAL, VERIFY = ("lab.host.__main__:main", "verify"), ("true_on_policy.__main__:main", None)
-PICTURE = "verify --engine hf --trainer hf --tokens 4 --picture p.png"
 
 
 @pytest.mark.parametrize(
@@ -200,7 +199,6 @@ PICTURE = "verify --engine hf --trainer hf --tokens 4 --picture p.png"
         (EXTRAS, ("lab.demo:main", "verify"), "--smoke", "verify"),
         (EXTRAS, VERIFY, "verify --engine hf --trainer megatron", "verify"),
         ({"transformers"}, VERIFY, "verify --engine hf --trainer hf", "verify"),
-        ({"matplotlib"}, VERIFY, PICTURE, "verify"),
     ],
 )
 def test_a_package_that_is_not_installed_is_one_line_with_its_extra(
