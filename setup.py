@@ -57,7 +57,7 @@ setup(
     install_requires=["torch", "pyyaml", "jaxtyping"],
     extras_require={
         "docs": ["zensical", "mkdocstrings[python]", "latex2mathml"],  # the site: bash scripts/docs.sh
-        "report": ["numpy", "safetensors", "rich", "pyarrow", "tokenizers"],
+        "report": ["numpy", "safetensors", "rich", "matplotlib", "pyarrow", "tokenizers"],
         "scripts": ["tree-sitter", "tree-sitter-bash"],  # launch scripts: `config check`, and the translators
         "gpu": [
             "transformer-engine[pytorch]; platform_system == 'Linux'"

@@ -139,7 +139,7 @@ def read(paths: Sequence[Path], arguments: argparse.Namespace) -> Document:
 
 def write(document: Document, output: Path) -> None:
     """Write report.json and report.html, as files of one run."""
-    from mis_plugins.report.page import page  # the proposal alone needs no page
+    from mis_plugins.report.page import page  # it draws; the proposal alone needs no matplotlib
 
     replace_together(output, {"report.json": as_text(document), PAGE: page(document)})
 

@@ -74,7 +74,7 @@ def _template() -> Any:
     return environment.get_template("page.html")
 
 
-def _ladder(document: Document) -> plots.Plot | None:
+def _ladder(document: Document) -> str | None:
     """The run beside a real model; None of a run without a token to compare."""
     if document.report is None or FIRST not in document.report.whole:
         return None
@@ -107,10 +107,10 @@ def _spelling(tokens: Sequence[Mapping[str, Any]]) -> dict[str, str]:
 
 def _place(name: str, rows: list[dict[str, Any]], all_rows: Iterable[list[dict[str, Any]]]) -> dict[str, Any]:
     words = PLACES[name].what
-    return {"words": words, "plot": plots.dots(rows, f"kl_k3 by {words}", plots.span(all_rows)), "rows": rows}
+    return {"words": words, "svg": plots.dots(rows, f"kl_k3 by {words}", plots.span(all_rows)), "rows": rows}
 
 
-def _curves(document: Document) -> Iterator[tuple[str, plots.Plot]]:
+def _curves(document: Document) -> Iterator[tuple[str, str]]:
     """Name and picture of each number over the steps, of the tokens and of the logs beside them."""
     runs = {Path(curve.label).name: curve.values for curve in document.curves if len(curve.values) > 1}
     marks: list[int] = []

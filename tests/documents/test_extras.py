@@ -116,7 +116,7 @@ def test_an_extra_brings_all_that_its_commands_import(extra: str) -> None:
 
 
 OF_MODELS = {"torch", "transformers", "megatron-core", "safetensors", "rich", "matplotlib"}
-MET = {"verify": OF_MODELS, "report": {"torch", "rich"}}
+MET = {"verify": OF_MODELS, "report": {"torch", "rich", "matplotlib"}}
 
 
 @pytest.mark.parametrize("extra", SERVED)

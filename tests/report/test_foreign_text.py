@@ -13,6 +13,7 @@ from xml.dom.minidom import parseString
 import pytest
 
 from mis_plugins.__main__ import main
+from mis_plugins.report import plots
 
 EVIL = "nul\0 esc\x1b[31m rlo\u202e sur\udcff zero\u200b $\\x$ <b>&\"'"
 SEEN = r"nul\x00 esc\x1b[31m rlo\u202e sur\udcff zero\u200b $\x$ &lt;b&gt;&amp;&#34;&#39;"
@@ -42,19 +43,22 @@ def test_no_control_reaches_page_json_or_terminal(tmp_path: Path, capsys: pytest
     assert told == []
 
 
-def test_plots_draw_foreign_names_as_they_are(tmp_path: Path) -> None:
-    for name in ("_under", "$x$ $y", "名", 'id="a url(#b) &', "x" * 90):
-        (tmp_path / f"{name}.jsonl").write_text(
-            "".join(f'{{"step": {k}, "kl_k3": 0.{k}}}\n' for k in range(1, 3))
-        )
-    main(["report", str(tmp_path), "--output", str(tmp_path / "out"), "--sweep", "none"])
-    (plot,) = re.findall("<svg.*?</svg>", (tmp_path / "out" / "report.html").read_text(), re.DOTALL)
-    parseString(plot)
-    for shown in (
-        "_under.jsonl",
-        "$x$ $y.jsonl",
-        "名.jsonl",
-        "id=&#34;a url(#b) &amp;.jsonl",
-        "x" * 39 + "…",
-    ):
-        assert f">{shown}</text>" in plot
+def test_pictures_draw_foreign_names_as_they_are() -> None:
+    names = ["_under", "$\\x$ $y", "", "名", "\0\x1b\u202e\udcff \\$", 'id="a url(#b) #010101', "x" * 300]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        lines = {name: {0: 0.1, 1: 0.2} for name in names}
+        rows = [{"bucket": name, "tokens": 1, "kl_k3": 0.1} for name in [*names, "_under"]]
+        drawn = [
+            plots.curve(lines, "a"),
+            plots.dots(rows, "b", plots.span([rows])),
+            *(plots.ladder(one, 0.1, "c") for one in names),
+        ]
+    expected = ["_under", "$\\x$ $y", "名", r"\x00\x1b\u202e\udcff \$", names[5], "x" * 39 + "…"]
+    for svg in drawn:
+        parseString(svg)
+    for svg in (*drawn[:2], "".join(drawn[2:])):
+        shown = [text.strip() for text in re.findall("<text[^>]*>(.*?)</text>", svg)]
+        shown = [text.removesuffix("0.1").strip() for text in shown]
+        assert [text for text in shown if text in expected][: len(expected)] == expected
+    assert drawn[1].count(">_under<") + drawn[1].count("> _under<") == 2

@@ -15,7 +15,7 @@ import torch
 from test_readers import event, field, framed, logged, read, reported, some_records, varint, wandb_record
 
 from mis_plugins.__main__ import main
-from mis_plugins.report import survey
+from mis_plugins.report import plots, survey
 from mis_plugins.report.beside import spell
 from mis_plugins.report.changes import changes
 from mis_plugins.report.readers import curves, files, neutral
@@ -25,6 +25,13 @@ from mis_plugins.report.survey import Survey
 from mis_plugins.shared import budget
 
 SIZE = 20
+
+
+@pytest.fixture(autouse=True)
+def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pictures take most of the time of a page."""
+    for name in ("curve", "dots", "ladder"):
+        monkeypatch.setattr(plots, name, lambda *_: "")
 
 
 GOOD = {
