@@ -372,6 +372,12 @@ def test_text_of_a_run_cannot_become_markup(dumped: Path) -> None:
     assert "<script" not in page and "<b><" not in page and "<i>" not in page
 
 
+def test_a_grid_names_what_took_its_place(dumped: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = ["report", str(dumped / "run"), "--output", str(dumped / "out"), "--sweep", "weight.upper=1.5,2"]
+    assert main(run) == 2
+    assert "write each config to" in capsys.readouterr().err and not (dumped / "out").exists()
+
+
 def test_watch_ends_with_its_own_code_at_an_alarm(dumped: Path) -> None:
     assert main(["report", str(dumped / "run"), "--output", str(dumped / "out"), "--watch"]) == 3
 
