@@ -29,6 +29,7 @@ from mis_plugins.explain.translate.translation import (
     load,
     places,
     refuse_open,
+    truth,
 )
 from mis_plugins.shared.numerals import cut, shown
 
@@ -60,7 +61,6 @@ SOURCES = {
     "objective.weigh_kl": ("beta",),
     "metrics": (METRICS,),
 }
-TRUE, FALSE = ("true", "yes", "t", "y", "1"), ("false", "no", "f", "n", "0")
 
 # By mode: the weight and the rules for a threshold. `sequence` is the geometric mean; `mask` sets the weight
 # to 0.
@@ -98,7 +98,7 @@ def translate(text: str, behind: Sequence[str] = (), asked: Asked = ASKED) -> Tr
     mis = _weighed(given) | _masked(given)
     if not mis:
         said.prove_nothing()
-    mis["metrics"] = "watch" if mis or _truth(given.get(METRICS, False), METRICS) else "none"
+    mis["metrics"] = "watch" if mis or truth(given.get(METRICS, False), METRICS) else "none"
     return Translation("ms-swift", given, mis, SOURCES, (*said.notes, *_notes(given)))
 
 
@@ -163,7 +163,7 @@ def _has_kl(given: Mapping[str, Any]) -> bool:
         return False
     if given.get(KL_IN_REWARD) is None:
         return given.get("advantage_estimator", "grpo") == "grpo"
-    return not _truth(given[KL_IN_REWARD], KL_IN_REWARD)
+    return not truth(given[KL_IN_REWARD], KL_IN_REWARD)
 
 
 def _said(text: str, behind: set[str], asked: Asked) -> Said:
@@ -211,11 +211,3 @@ def _file(words: Sequence[Word]) -> Word | None:
 
 
 DIALECT = Dialect("ms-swift", KEYS, flags, _is_ours, _starts, _file, last_wins=True)
-
-
-def _truth(value: Any, key: str) -> bool:
-    """Truth value of a text, as ms-swift's parser reads it."""
-    text = str(value).lower()
-    if text not in TRUE + FALSE:
-        raise ConfigError(f"{key}: got {shown(value)}; expected true or false")
-    return text in TRUE
