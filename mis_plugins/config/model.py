@@ -21,6 +21,7 @@ Population = Literal["valid", "kept"]
 Over = Literal["token", "sum", "mean", "min", "max"]
 Unit = Literal["sequence", "segment"]
 Metrics = Literal["watch", "all", "full", "core", "none"]
+GroupBaseline = Literal["grpo", "rloo"]
 # A name from a table that may grow; the annotation holds the function that lists them: see
 # `reading.choices_of`.
 BoundName = Annotated[str, bounds.bound_names]
@@ -391,6 +392,9 @@ class CorrectionConfig:
     resplit_every: N scores every N-th rollout twice: the trainer computes its log-probs again, from
         micro-batches that are cut otherwise, and logs what differs. null is never. The rollout-data hooks
         do it.
+    group_baseline: the baseline of a group's rewards, over the samples that train: `grpo`, their mean and the host's
+        standard deviation, or `rloo`, the mean of the others. null leaves the host's, over all samples. The
+        rollout-data hooks do it.
     """
 
     weight: WeightConfig | None = None
@@ -405,6 +409,7 @@ class CorrectionConfig:
     segment_wise: SegmentWiseConfig | None = None
     routing: RoutingConfig | None = None
     resplit_every: int | None = None
+    group_baseline: GroupBaseline | None = None
 
     def __post_init__(self) -> None:
         if self.segment_wise is not None:
@@ -425,6 +430,7 @@ class CorrectionConfig:
             raise ConfigError(
                 f"{{resplit_every}}: got {self.resplit_every}; give at least 1 rollout, or null for never"
             )
+        self._check_group_baseline()
         if self.weight and self.objective and self.bypass and self.objective.surrogate != "reinforce":
             raise ConfigError(
                 "{weight}: with {objective.old}: behavior the clipped ratio is pi_theta / mu already, and a weight "
@@ -467,6 +473,25 @@ class CorrectionConfig:
             raise ConfigError(
                 "{on_all_rejected}: keep has nothing to add up where {aggregate}: kept dropped every token; use skip, "
                 "or {aggregate}: valid"
+            )
+
+    def _check_group_baseline(self) -> None:
+        """Refuse a baseline of what trains where nothing is rejected, or where that is not known before training."""
+        if self.group_baseline is None:
+            return
+        said = f"{{group_baseline}}: {self.group_baseline}"
+        if not self.corrects:
+            raise ConfigError(f"{said} has no effect without a weight or a rule, which say what trains")
+        unknown = {
+            "{objective.old}: behavior, whose weights and rules are of pi_theta": self.bypass,
+            "{segment_wise}, whose weights are of pi_{v+1}": self.segment_wise_on,
+            "a rule with statistic: route": self.reads_routes,
+            "{on_all_rejected}: keep, which asks what else is in the micro-batch": self.on_all_rejected
+            == "keep",
+        }
+        for why in (why for why, holds in unknown.items() if holds):
+            raise ConfigError(
+                f"{said} needs to know before training what is rejected; drop one of it and {why}"
             )
 
     def _check_segment_wise(self, segment_wise: SegmentWiseConfig) -> None:

@@ -108,6 +108,12 @@ ABILITIES = (
         ),
     ),
     Check(
+        "baseline without rollout batch",
+        ("command",),
+        lambda given: given.config.group_baseline is not None and not given.host.rollout_batch,
+        "{group_baseline} needs the rollout batch, which no hook of {host} sees; leave it out",
+    ),
+    Check(
         "no second pass",
         ("command",),
         lambda given: given.config.resplit_every is not None and given.host.rescore is None,

@@ -217,6 +217,7 @@ def test_an_attribute_of_the_class_is_an_argument_too(hook: checks.Hook):
         checks.run(hook, Arguments(), from_mapping(KEPT), every_host()["miles"])
 
 
+GROUP, LEAVE_ONE_OUT = ({**WEIGHT, "group_baseline": kind} for kind in ("grpo", "rloo"))
 OTHER_SAMPLES = {"custom_convert_samples_to_train_data_path": "mine.convert"}
 # The check, who asks, the host's arguments, what `mis:` says (None: flat keys), the host, and a host without the fault.
 HELD: list[tuple[str, checks.Hook, dict[str, Any], dict[str, Any] | None, str, str]] = [
@@ -227,6 +228,11 @@ HELD: list[tuple[str, checks.Hook, dict[str, Any], dict[str, Any] | None, str, s
     ("routers out of reach", "command", {}, ROUTE, "fsdp", "slime"),
     ("routers out of reach", "command", {}, {**WEIGHT, "routing": {"on_fault": "raise"}}, "fsdp", "miles"),
     ("no second pass", "command", {}, {**WEIGHT, "resplit_every": 5}, "fsdp", "miles"),
+    ("baseline without rollout batch", "command", {}, GROUP, "fsdp", "miles"),
+    ("baseline without its hook", "tis", {}, GROUP, "miles", ""),
+    ("baseline of another estimator", "loss", {"advantage_estimator": "ppo"}, GROUP, "miles", ""),
+    *((f"baseline beside {name}", "tis", {name: True}, GROUP, "slime", "") for name in checks.OTHER_ADVANTAGES),
+    ("others' mean in deviations", "tis", {"grpo_std_normalization": True}, LEAVE_ONE_OUT, "miles", ""),
     ("no step to skip", "command", {}, {**ORIGINAL, "on_all_rejected": "raise"}, "fsdp", "miles"),
     ("no step to report", "command", {}, {**WEIGHT, "metrics": "all"}, "fsdp", "miles"),
     ("kept beside a mean over the step", "tis", {"calculate_per_token_loss": True}, KEPT, "miles", ""),
