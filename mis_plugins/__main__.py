@@ -200,9 +200,13 @@ def from_verl(arguments: argparse.Namespace) -> str:
 def from_ms_swift(arguments: argparse.Namespace) -> str:
     """ms-swift's rollout_importance_sampling_* and off_policy_sequence_mask_delta, from yaml or a launch script.
 
-    Its code is followed where its document says otherwise (sequence_mask). KEY=VALUE may follow, which win.
+    Its code is followed where its document says otherwise (sequence_mask), or the document with --as-documented.
+    KEY=VALUE may follow, which win.
     """
-    return ms_swift.translate(text_of(arguments.target), arguments.overrides, _asked(arguments)).text()
+    asked = _asked(arguments)
+    return ms_swift.translate(
+        text_of(arguments.target), arguments.overrides, asked, arguments.as_documented
+    ).text()
 
 
 def from_areal(arguments: argparse.Namespace) -> str:
@@ -314,6 +318,12 @@ TRANSLATED: Arguments = FILE | {
         "help": "the start of the training to read, of a script with several",
     },
 }
+DOCUMENTED: Arguments = {
+    "--as-documented": {
+        "action": "store_true",
+        "help": "sequence_mask by ms-swift's document, not by its code",
+    }
+}
 TRANSLATORS = ("from-verl", "from-ms-swift", "from-areal", "from-trl", "from-prime-rl")
 SOURCES: Arguments = {
     "paths": {"nargs": "+", "type": Path, "metavar": "PATH", "help": "dumps, folders of dumps, logs of metrics"},
@@ -355,7 +365,7 @@ COMMANDS: dict[str, dict[str, tuple[Run, Arguments]]] = {
         "check": (check, CHECKED),
         "path": (path, TARGET | WATCH),
         "from-verl": (from_verl, TRANSLATED),
-        "from-ms-swift": (from_ms_swift, TRANSLATED),
+        "from-ms-swift": (from_ms_swift, TRANSLATED | DOCUMENTED),
         "from-areal": (from_areal, TRANSLATED),
         "from-trl": (from_trl, TRANSLATED),
         "from-prime-rl": (from_prime_rl, TRANSLATED),

@@ -149,7 +149,7 @@ def _check_groups(
     if args.get("rewards_normalization", True) and size > 1 and mean > LARGEST_MEAN:
         raise InputError(
             f"{FIELD}: rewards of the groups by sample_indices // {size} have a mean of {mean:.2g}, and the host "
-            "subtracts it: its groups are others, or incomplete; leave the key out"
+            "subtracts that mean: the groups of the host are others, or incomplete; leave the key out"
         )
 
 

@@ -446,6 +446,16 @@ def test_ms_swift_notes(text: str, said: str, unsaid: str):
     assert said in told and (not unsaid or unsaid not in told)
 
 
+def test_ms_swift_by_its_document(tmp_path: Path, capsys: pytest.CaptureFixture):
+    """`sequence_mask` weighs a kept sequence by its geometric mean; of another mode the flag has no effect."""
+    (tmp_path / "a.yaml").write_text(f"{MODE}: sequence_mask")
+    assert main(["config", "from-ms-swift", str(tmp_path / "a.yaml"), "--as-documented"]) == 0
+    (tmp_path / "ours.yaml").write_text(capsys.readouterr().out)
+    assert load(tmp_path / "ours.yaml") == preset("ms-swift-sequence-mask-as-documented")
+    with pytest.raises(ConfigError, match="^--as-documented has no effect without .*: sequence_mask"):
+        ms_swift.translate(f"{MODE}: token_mask", as_documented=True)
+
+
 # ----------------------------------------------------------------------------------------------------- command line
 
 

@@ -72,11 +72,19 @@ MODES = {
 }
 
 
-def translate(text: str, behind: Sequence[str] = (), asked: Asked = ASKED) -> Translation:
+def _as_documented(upper: float) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """`sequence_mask` by ms-swift's document: the geometric mean of a kept sequence weighs it, and not each ratio."""
+    return {"level": "geometric", "bound": "zero", "lower": 0.0, "upper": upper}, []
+
+
+def translate(
+    text: str, behind: Sequence[str] = (), asked: Asked = ASKED, as_documented: bool = False
+) -> Translation:
     """Translate ms-swift's arguments as its code reads them, also where its document says otherwise.
 
     Args:
         behind: KEY=VALUE, which win over the file.
+        as_documented: follow the document, and not the code, where the two differ.
 
     Raises:
         ConfigError: no key of ms-swift's, an unknown mode, or a value that only the launch decides.
@@ -95,18 +103,23 @@ def translate(text: str, behind: Sequence[str] = (), asked: Asked = ASKED) -> Tr
     if not set(given) & set(KEYS):
         said.prove_nothing()
         raise ConfigError(f"nothing to translate: none of {', '.join(KEYS)} in it")
-    mis = _weighed(given) | _masked(given)
+    if as_documented and given.get(MODE) != "sequence_mask":
+        raise ConfigError(
+            f"--as-documented has no effect without {MODE}: sequence_mask, of which alone document and code differ"
+        )
+    mis = _weighed(given, as_documented) | _masked(given)
     if not mis:
         said.prove_nothing()
     mis["metrics"] = "watch" if mis or truth(given.get(METRICS, False), METRICS) else "none"
-    return Translation("ms-swift", given, mis, SOURCES, (*said.notes, *_notes(given)))
+    return Translation("ms-swift", given, mis, SOURCES, (*said.notes, *_notes(given, as_documented)))
 
 
-def _weighed(given: Mapping[str, Any]) -> dict[str, Any]:
+def _weighed(given: Mapping[str, Any], as_documented: bool) -> dict[str, Any]:
     if given.get(MODE) is None:
         return {}
     upper = number(given.get(THRESHOLD, DEFAULT_THRESHOLD), THRESHOLD)
-    weight, reject = MODES[choice(given[MODE], MODE, tuple(MODES))](upper)
+    made = MODES[choice(given[MODE], MODE, tuple(MODES))]
+    weight, reject = (_as_documented if as_documented else made)(upper)
     return {"weight": weight} | ({"reject": reject} if reject else {})
 
 
@@ -119,14 +132,16 @@ def _masked(given: Mapping[str, Any]) -> dict[str, Any]:
     return mis
 
 
-def _notes(given: Mapping[str, Any]) -> Iterator[str]:
+def _notes(given: Mapping[str, Any], as_documented: bool) -> Iterator[str]:
     mode = given.get(MODE)
     if mode is None and given.get(DELTA) is None:
         yield "ms-swift corrects nothing with these arguments."
-    if mode == "sequence_mask":
+    if mode == "sequence_mask" and as_documented:
+        yield "sequence_mask: as the document says; the code multiplies raw token ratios by the mask."
+    elif mode == "sequence_mask":
         yield (
-            "sequence_mask: the code multiplies raw token ratios by the mask; the document's formula is the preset "
-            "ms-swift-sequence-mask-as-documented."
+            "sequence_mask: the code multiplies raw token ratios by the mask; --as-documented gives the document's "
+            "formula, the preset ms-swift-sequence-mask-as-documented."
         )
     masks = given.get(DELTA) is not None
     if (mode is not None or masks) and _has_kl(given) and not (masks and _weighs_kl(given)):
