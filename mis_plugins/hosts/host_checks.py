@@ -85,6 +85,20 @@ NO_ROUTERS = (
     " needs a hook before each log-prob pass, which {host} does not call: nothing can watch its routers; leave it out, "
     "or train with Megatron on Miles or slime"
 )
+PAUSES = (
+    Check(
+        "cache of earlier weights",
+        ("command",),
+        lambda given: (
+            given.get("pause_generation_mode") == "in_place" and not given.has("sglang_disable_radix_cache")
+        ),
+        "pause_generation_mode: in_place keeps the prefix cache over an update of the weights: whatever shares a "
+        "prefix is then sampled over keys and values of earlier weights, under the new version's number (miles#2782); use "
+        "retract, or give --sglang-disable-radix-cache, unless your Miles keeps a cache for each version (miles#2783)",
+        "warn",
+        ("pause_generation_mode", "sglang_disable_radix_cache"),
+    ),
+)
 ABILITIES = (
     Check(
         "scope without rollout batch",
@@ -141,4 +155,4 @@ ABILITIES = (
         "warn",
     ),
 )
-HOST_CHECKS = (*ABILITIES, *REPLAYS)
+HOST_CHECKS = (*ABILITIES, *REPLAYS, *PAUSES)
