@@ -93,8 +93,9 @@ PAUSES = (
             given.get("pause_generation_mode") == "in_place" and not given.has("sglang_disable_radix_cache")
         ),
         "pause_generation_mode: in_place keeps the prefix cache over an update of the weights: whatever shares a "
-        "prefix is then sampled over keys and values of earlier weights, under the new version's number (miles#2782); use "
-        "retract, or give --sglang-disable-radix-cache, unless your Miles keeps a cache for each version (miles#2783)",
+        "prefix is then sampled over keys and values of earlier weights, under the new version's number (miles#2782); "
+        "use retract, or give --sglang-disable-radix-cache, unless your Miles keeps a cache for each version "
+        "(miles#2783)",
         "warn",
         ("pause_generation_mode", "sglang_disable_radix_cache"),
     ),
