@@ -77,6 +77,14 @@ def test_command_lines_mean(script: str, meant: CorrectionConfig):
     assert of(script).config() == meant
 
 
+@pytest.mark.parametrize("said", [f"{DELTA}: 0.5", f"trl grpo --{DELTA} 0.5"])
+def test_without_vllm_nothing_is_corrected_by_default(said: str):
+    """TRL samples with the trainer itself there, so that OPSM compares with pi_old."""
+    found = translate(said)
+    assert found.config() == CorrectionConfig(opsm=OpsmConfig(0.5, "sequence", "proximal"))
+    assert "corrects nothing; so does this file, OPSM aside" in " ".join(found.notes)
+
+
 def test_settings_behind_the_file_win():
     assert of(
         {MODE: "token_mask"}, f"--{MODE.replace('_', '-')}=token_truncate", f"{CLIP_MAX}=2"

@@ -49,7 +49,6 @@ KEYS = (USE_VLLM, CORRECTION, MODE, CLIP_MAX, CLIP_MIN, CAP, DELTA)
 OF_LOSS = ("beta", UNBIASED, "loss_type", "importance_sampling_level")
 CLIPS = ("epsilon", "epsilon_high", "delta")
 DEFAULTS: dict[str, Any] = {CORRECTION: True, MODE: "sequence_mask", CLIP_MAX: 3.0}
-SWITCHES = (USE_VLLM, CORRECTION, UNBIASED)
 OFF = tuple(f"no_{key}" for key in (CORRECTION, UNBIASED))  # flags of TRL's parser, for switches that are on
 MODES = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
 LOSSES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "luspo")
@@ -127,8 +126,8 @@ def translate(text: str, behind: Sequence[str] = (), asked: Asked = ASKED) -> Tr
 
 
 def _has_engine(given: Mapping[str, Any]) -> bool:
-    """Whether vLLM samples; a part of a file that sets the correction alone is read as if it did."""
-    return truth(given.get(USE_VLLM, True), USE_VLLM)
+    """Whether vLLM samples; a part of a file that says how to correct is read as if it did."""
+    return truth(given.get(USE_VLLM, any(key.startswith(FAMILY) for key in given)), USE_VLLM)
 
 
 def _corrects(given: Mapping[str, Any]) -> bool:
@@ -205,15 +204,17 @@ def _level(given: Mapping[str, Any]) -> str:
 
 
 def _of_correction(given: Mapping[str, Any], weight: Mapping[str, Any] | None) -> Iterator[str]:
+    if USE_VLLM not in given:
+        then = "here it is read as true" if weight else "so does this file, OPSM aside"
+        yield f"{USE_VLLM} is not in it: TRL has it false by default, and then corrects nothing; {then}."
     if weight is None:
         key = CORRECTION if _has_engine(given) else USE_VLLM
-        yield f"{key}: {as_written(given[key])} corrects nothing in TRL."
+        if key in given:
+            yield f"{key}: {as_written(given[key])} corrects nothing in TRL."
         return
     said = {*given, CLIP_MAX} if CAP in given else {*given}
     if unsaid := [f"{key}: {str(value).lower()}" for key, value in DEFAULTS.items() if key not in said]:
         yield f"TRL 1.16 corrects by default: {', '.join(unsaid)}, where the file says nothing."
-    if USE_VLLM not in given:
-        yield f"{USE_VLLM} is not in it: TRL has it false by default, and corrects nothing; here it is read as true."
     if weight.get("upper") == NO_BOUND:
         yield f"{CLIP_MAX}: null: {NO_BOUND:g} stands for no upper bound, since no ratio of the hooks is above e^20."
     yield "A log-prob that is not a number weighs 1 in TRL, and 0 here."
