@@ -181,16 +181,18 @@ def _sums(
     summed: list[tuple[Quantity, bool]], where: Float[Tensor, " M"] | None, places: Places | None
 ) -> Partials:
     """Sums of all quantities and of the squares of the first ones, over all members and over each place."""
-    names = [q.name for q, _ in summed]
-    squared = [f"{q.name}_squared" for q, squares in summed if squares]
-    rows = torch.stack([q.values for q, _ in summed])
+    squared = [q for q, squares in summed if squares]
+    names = [q.name for q, _ in summed] + [f"{q.name}_squared" for q in squared]
+    # The first rows stand in the stack twice, and their copies are squared in place: one product adds up all of them.
+    rows = torch.stack([q.values for q in (*(q for q, _ in summed), *squared)])
     columns = where if places is None else places.columns
     if columns is None:
+        assert not squared
         return Partials({"sums": tuple(names)}, added={"sums": rows.sum(-1, dtype=torch.float64)})
-    sums = rows.to(columns.dtype) @ columns
+    rows = rows.to(columns.dtype)
     if squared:
-        sums = torch.cat([sums, rows[: len(squared)].square() @ columns])
-    names += squared
+        rows[len(summed) :].square_()
+    sums = rows @ columns
     if places is not None:
         names = [f"{place}{name}" for name in names for place in places.names]
         missing = len(places.names) - sums.shape[1]
