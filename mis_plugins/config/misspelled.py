@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import cache
+from typing import Any
 
 from mis_plugins.config import recorded
 from mis_plugins.config.file import OURS as BESIDE
@@ -30,6 +31,15 @@ BELOW = {
     for part, kind in (("reject", RejectRule), ("weight", WeightConfig))
     for field in dataclasses.fields(kind)
 }  # parts of `mis:` by the keys that stand in them
+WEIGHING = (
+    "mis",
+    "mis.weight",
+    "mis.segment_wise",
+)  # where somebody may ask for weights by the target policy
+BY_TARGET = (
+    "target is refused: the surrogate holds pi_theta / pi_old already, and a weight of pi_theta / mu would make it "
+    "pi_theta^2 / (pi_old mu). Drop the key: the weight is pi_old / mu, and both multiply to pi_theta / mu"
+)
 SWITCH_KEYS = tuple(key for key in (*FLAT_KEYS, "use_tis") if key.startswith("use_"))
 
 
@@ -45,6 +55,12 @@ def check(names: tuple[str, ...]) -> None:
             raise ConfigError(f"{name}: unknown key{suggest(name, _family(name))}")
         if meant := _meant(name, names):
             raise ConfigError(f"{name}: nobody reads this key; write {meant}")
+
+
+def unknown(path: str, key: str, value: Any, known: Iterable[str]) -> str:
+    """What an error says of a key under `mis:` that is none of the known ones; `path` is where it stands."""
+    by_target = key == "reference" and value == "target" and path in WEIGHING
+    return f"{path}.{key}: {BY_TARGET if by_target else f'unknown key{suggest(key, known)}'}"
 
 
 def _family(name: str) -> tuple[str, ...]:

@@ -15,9 +15,9 @@ from typing import Any, Literal, cast
 
 from mis_plugins.config import reading
 from mis_plugins.config.recorded import lines as lines_of
+from mis_plugins.errors import shown
 from mis_plugins.hosts.host import Host
 from mis_plugins.hosts.registry import every_host
-from mis_plugins.shared.numerals import shown
 
 Kind = Literal["switch", "number", "text", "other"]
 TOLD = 20  # keys, of a file that may have thousands

@@ -18,7 +18,7 @@ from torch import Tensor
 from mis_plugins.config import reading
 from mis_plugins.config.model import CorrectionConfig
 from mis_plugins.config.view import original, view
-from mis_plugins.errors import ConfigError, InputError
+from mis_plugins.errors import ConfigError, InputError, warn_once
 from mis_plugins.hosts import megatron, tracking
 from mis_plugins.hosts.batch import layout_of
 from mis_plugins.hosts.needs.record import Needs
@@ -27,7 +27,6 @@ from mis_plugins.metrics.alarms import COUNT
 from mis_plugins.metrics.resplit import resplit_metrics
 from mis_plugins.packing.collectives import all_reduce
 from mis_plugins.packing.ragged import Ranks
-from mis_plugins.shared.notices import warn_once
 
 Groups = list[list[int]]  # the samples of each micro-batch of an optimizer step
 

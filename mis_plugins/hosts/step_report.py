@@ -35,7 +35,7 @@ from torch import Tensor
 from mis_plugins.config.model import CorrectionConfig
 from mis_plugins.config.view import view
 from mis_plugins.correction.pipeline import Correction
-from mis_plugins.errors import ConfigError, MisError
+from mis_plugins.errors import ConfigError, MisError, warn_once
 from mis_plugins.hosts import megatron, tracking
 from mis_plugins.hosts.rank_agreement import Uncorrected, can_add_up, outlives, raise_if_aborted
 from mis_plugins.hosts.registry import current
@@ -46,7 +46,6 @@ from mis_plugins.metrics.totals import Partials
 from mis_plugins.packing.collectives import RANK_LOST
 from mis_plugins.packing.ragged import Ranks
 from mis_plugins.packing.transfer import Arrival, to_host
-from mis_plugins.shared.notices import warn_once
 
 if TYPE_CHECKING:
     from mis_plugins.versions.segment_wise import Written

@@ -7,10 +7,10 @@ from typing import Any
 from mis_plugins.config import reading
 from mis_plugins.config.model import CorrectionConfig
 from mis_plugins.config.view import View, view
+from mis_plugins.errors import warn_once
 from mis_plugins.hosts import watching
 from mis_plugins.hosts.host import LOSS_HOOK, Ranks
 from mis_plugins.hosts.registry import current
-from mis_plugins.shared.notices import warn_once
 
 OF_SEQUENCES = ("sequence", "geometric")  # levels at which all tokens of a sequence share one weight
 OURS = ("mis_plugins.", "true_on_policy.")

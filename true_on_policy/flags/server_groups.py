@@ -9,7 +9,7 @@ from typing import Any
 
 from mis_plugins.config.file import parsed, text_of
 from mis_plugins.config.view import view
-from mis_plugins.shared.numerals import cut, shown
+from mis_plugins.errors import cut, shown
 
 logger = logging.getLogger("true_on_policy")
 
