@@ -47,7 +47,7 @@ from lab.host_checkout import run_ranks, stand_in_for_missing_packages, start_gr
 from lab.provenance import as_markdown, markdown_table, parser_of, provenance, target, write_record
 from lab.tallies import peak_bytes, tally
 from mis_plugins.shared.numerals import count, counts
-from mis_plugins.shared.table import print_table
+from mis_plugins.shared.terminal import print_table
 
 OURS = "mis_plugins.mis.compute_mis_weights_with_cp"
 LOOP = "lab.correction_cost.sequence_by_sequence"

@@ -1,4 +1,9 @@
-"""Keys that look like ours and are not: each is refused with the key that it may be meant for."""
+"""Keys that look like ours and are not: each is refused with the key that it may be meant for.
+
+A name that the parser of a host is recorded to make is the host's own. The records lie in `hosts/records/`. Their first
+lines name what each was made from: `lab/host_arguments.py` and a checkout, or single files of a host where no checkout
+can be had.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +11,9 @@ import dataclasses
 import difflib
 from collections.abc import Iterable, Sequence
 from functools import cache
+from pathlib import Path
 from typing import Any
 
-from mis_plugins.config import recorded
 from mis_plugins.config.file import OURS as BESIDE
 from mis_plugins.config.file import SWITCHES
 from mis_plugins.config.model import RejectRule, WeightConfig
@@ -74,7 +79,7 @@ def _meant(name: str, names: Sequence[str]) -> str | None:
     Args:
         names: every key of the file; a word such as `level` may be a user's own where none of ours is beside it.
     """
-    if name in READ_KEYS or name in recorded.names():
+    if name in READ_KEYS or name in recorded_names():
         return None
     parts = name.lower().replace("-", "_").split(".")
     plain = "_".join(parts)
@@ -101,3 +106,20 @@ def _nested(parts: Sequence[str]) -> str:
     for part in reversed(parts):
         text = f"{{{part}: [{text}]}}" if part == "reject" and text != "..." else f"{{{part}: {text}}}"
     return f"`mis: {text}`"
+
+
+FOLDER = Path(__file__).parents[1] / "hosts" / "records"
+
+
+def recorded_lines(record: str) -> list[str]:
+    """The lines of a record: a name, what the host takes for it, and flags that are not just `--name`."""
+    text = (FOLDER / f"{record}.txt").read_text(encoding="utf-8")
+    return [line for line in text.splitlines() if not line.startswith("#")]
+
+
+@cache
+def recorded_names() -> frozenset[str]:
+    """Every recorded name, of all hosts."""
+    return frozenset(
+        line.split()[0] for file in FOLDER.glob("*.txt") for line in recorded_lines(file.stem) if line
+    )

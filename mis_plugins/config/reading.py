@@ -125,9 +125,9 @@ def is_ours(name: str) -> bool:
         return True
     if not plain.startswith(OUR_PREFIXES):
         return False
-    from mis_plugins.config import recorded
+    from mis_plugins.config.misspelled import recorded_names
 
-    return plain not in recorded.names()
+    return plain not in recorded_names()
 
 
 def is_read(name: str, value: Any) -> bool:

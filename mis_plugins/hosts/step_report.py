@@ -40,8 +40,7 @@ from mis_plugins.hosts import megatron, tracking
 from mis_plugins.hosts.rank_agreement import Uncorrected, can_add_up, outlives, raise_if_aborted
 from mis_plugins.hosts.registry import current
 from mis_plugins.metrics.alarms import ALARMS, EACH_TIME, ONCE, everything_rejected
-from mis_plugins.metrics.catalogue import finalize
-from mis_plugins.metrics.partials import partials, watch
+from mis_plugins.metrics.partials import finalize, partials, watch
 from mis_plugins.metrics.totals import Partials
 from mis_plugins.packing.collectives import RANK_LOST
 from mis_plugins.packing.ragged import Ranks
@@ -417,14 +416,9 @@ def _ages(
 ) -> Partials | None:
     if written is None:
         return None
-    from mis_plugins.metrics.staleness import weights_by_age
-    from mis_plugins.versions.segment_wise import BehaviorWeight
+    from mis_plugins.metrics.staleness import of_correction
 
-    log_probs = correction.stage.log_probs
-    multiplied = BehaviorWeight(correction.weights, correction.keep)
-    mask = correction.ragged.loss_mask
-    numerator = log_probs.proximal if numerator is None else numerator  # None with standard weights
-    return weights_by_age(numerator, log_probs.proximal, log_probs.behavior, written, mask, multiplied)
+    return of_correction(correction, written, numerator)
 
 
 def _asked_for_scale(rollout_id: int, step_id: int) -> bool:
