@@ -260,17 +260,9 @@ def config_in_force(args: Any, host: Host | None = None) -> CorrectionConfig:
 
         resplit.check_hook(args, config)
     if config.needs_loss_hook:
-        key = "opsm" if config.opsm else "objective" if config.objective else "segment_wise"
-        unseen = (
-            "which version wrote a token" if key == "segment_wise" else "advantages and the target policy"
-        )
-        flag = (
-            "--use-tis" if args.use_tis else "--get-mismatch-metrics, and to watch use_tis: false in the file"
-        )
-        raise ConfigError(
-            f"{{{key}}}: the TIS hook does not see {unseen}; pass --loss-type custom_loss --custom-loss-function-path "
-            f"mis_plugins.mis.policy_loss in place of {flag}"
-        ).spelled(reading.spelling(args), "mis.")
+        from mis_plugins.config import messages
+
+        raise ConfigError(messages.needs_loss_hook(args, config)).spelled(reading.spelling(args), "mis.")
     if not args.use_tis:
         from mis_plugins.hosts import watching
 

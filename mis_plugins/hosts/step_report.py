@@ -35,7 +35,7 @@ from torch import Tensor
 from mis_plugins.config.model import CorrectionConfig
 from mis_plugins.config.view import view
 from mis_plugins.correction.pipeline import Correction
-from mis_plugins.errors import ConfigError, MisError, warn_once
+from mis_plugins.errors import ConfigError, MisError
 from mis_plugins.hosts import megatron, tracking
 from mis_plugins.hosts.rank_agreement import Uncorrected, can_add_up, outlives, raise_if_aborted
 from mis_plugins.hosts.registry import current
@@ -58,7 +58,6 @@ ROLLOUTS_BETWEEN = 10
 ALONE = Ranks()
 LAST = "no step followed; end the run with mis_plugins.mis.report_last_step(args) on each rank"
 REGROUPED = "a rank joined or left since"
-HOOK = "--custom-megatron-before-train-step-hook-path mis_plugins.mis.report_step"
 
 logger = logging.getLogger("mis_plugins")
 
@@ -211,7 +210,7 @@ class Recorder:
         self.ran = self.ran_in_rollout = True
         config, ranks = correction.config, correction.ragged.ranks
         if self.step is None:
-            _check_without_hook(config)
+            _uncorrected().check_step_hook(config)
         added = self._partials(correction, pg_loss, written)
         if added is not None:
             ages = _ages(correction, written, numerator) if self.reports_weights(config) else None
@@ -396,7 +395,7 @@ def _why_lost(error: Exception, ranks: Ranks) -> str:
 
 
 def _uncorrected() -> Any:
-    from mis_plugins.hosts import uncorrected  # loaded where no hook of ours ran
+    from mis_plugins.hosts import uncorrected  # loaded where a hook of ours did not run
 
     return uncorrected
 
@@ -423,14 +422,3 @@ def _ages(
 
 def _asked_for_scale(rollout_id: int, step_id: int) -> bool:
     return step_id == 0 and rollout_id % ROLLOUTS_BETWEEN == 0
-
-
-def _check_without_hook(config: CorrectionConfig) -> None:
-    if config.on_all_rejected == "raise":
-        raise ConfigError(f"{{on_all_rejected}}: raise needs {HOOK}").spelled({}, "mis.")
-    if config.reports_step:
-        without = {
-            "all": "there is no more than with mis.metrics: full",
-            "watch": "the five of the TIS hook are all",
-        }
-        warn_once(f"mis.metrics: {config.metrics} needs {HOOK}; without it {without[config.metrics]}")
