@@ -64,7 +64,7 @@ def run(name: str, method: str, options: argparse.Namespace) -> int:
         "20",
         *(["--smoke"] if options.smoke else []),
     ]
-    argv = command_line(method, "R-1", options.seed, options.output / name, *extra)
+    argv = command_line(method, options.seed, options.output / name, *extra)
     print(f"\n{name}: python -m lab.host {shlex.join(argv)}", flush=True)
     args = parse_args(argv)
     return launch(args.world_size, lambda: run_rank(args))

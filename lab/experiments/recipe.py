@@ -1,4 +1,4 @@
-"""The recipe of the demonstration and of the collapse experiment: one small setting in which the mismatch is large.
+"""The recipe of the demonstration: one small setting in which the mismatch is large.
 
 Digits are reversed by a policy that was warm-started to a reward near 0.95 and is sampled by an engine with int3
 weights. With the advantage R - 1 only failures have a gradient, and a failure of the rollout policy says
@@ -15,33 +15,24 @@ import yaml
 
 RECIPE = (
     "--num-digits 10 --warmup-steps 500 "
-    "--num-rollout 200 --rollout-batch-size 16 --n-samples-per-prompt 8 --global-batch-size 64 --lr 5e-5"
+    "--num-rollout 200 --rollout-batch-size 16 --n-samples-per-prompt 8 --global-batch-size 64 --lr 5e-5 "
+    "--advantage-estimator reinforce --reward-shift -1 --rollout-weights int3"
 ).split()
-
-ESTIMATORS = {
-    "R-1": "--advantage-estimator reinforce --reward-shift -1".split(),
-    "group": "--advantage-estimator grpo".split(),
-}
-
-TOKEN_TIS = {"level": "token", "bound": "truncate", "upper": 2.0}
 
 # What --custom-config-path holds under `mis:`, or None without the hook. The geometric bounds are wide: int3 weights
 # mismatch a hundred times as much as a real engine does.
 METHODS: dict[str, Mapping[str, Any] | None] = {
     "uncorrected": None,
     "TIS + geometric + BN": {
-        "weight": {**TOKEN_TIS, "normalize": {"scope": "micro_batch", "over": "valid"}},
+        "weight": {
+            "level": "token",
+            "bound": "truncate",
+            "upper": 2.0,
+            "normalize": {"scope": "micro_batch", "over": "valid"},
+        },
         "reject": [{"over": "mean", "lower": 0.8, "upper": 1.25}],
     },
-    "sequence": {"weight": {"level": "sequence", "bound": "truncate", "upper": 5.0}},
-    "token TIS": {"weight": TOKEN_TIS},
-    "matched": None,
 }
-
-
-def precision(method: str) -> str:
-    """Return the precision of the rollout weights: the trainer's fp32 for `matched`, else int3."""
-    return "fp32" if method == "matched" else "int3"
 
 
 def hook_flags(method: str, folder: Path) -> list[str]:
@@ -56,12 +47,6 @@ def hook_flags(method: str, folder: Path) -> list[str]:
     return ["--use-tis", "--custom-tis-function-path", hook, "--custom-config-path", str(path)]
 
 
-def command_line(method: str, estimator: str, seed: int, output: Path, *extra: str) -> list[str]:
+def command_line(method: str, seed: int, output: Path, *extra: str) -> list[str]:
     """Return the arguments of `python -m lab.host` for one run of the recipe."""
-    return [
-        *RECIPE,
-        *ESTIMATORS[estimator],
-        *("--rollout-weights", precision(method), "--seed", str(seed), "--output", str(output)),
-        *hook_flags(method, output),
-        *extra,
-    ]
+    return [*RECIPE, "--seed", str(seed), "--output", str(output), *hook_flags(method, output), *extra]
