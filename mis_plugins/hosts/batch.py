@@ -171,7 +171,7 @@ def check_lengths(
         i = next(i for i in range(sequences) if any(counts[name][i] != fits[name][i] for name in lists))
         from mis_plugins.hosts import misfit
 
-        raise InputError(misfit.told(i, counts, layout, if_cut))
+        raise InputError(misfit.message(i, counts, layout, if_cut))
 
 
 def numbers_of(tensors: Sequence[Tensor | None]) -> list[int]:

@@ -20,7 +20,7 @@ NO_TRAIN_LOG_PROBS = (
 )
 
 
-def told(i: int, counts: Mapping[str, Sequence[int]], layout: Layout, if_cut: str) -> str:
+def message(i: int, counts: Mapping[str, Sequence[int]], layout: Layout, if_cut: str) -> str:
     """What an error says of the first sequence whose lists have several lengths."""
     here = {name: count[i] for name, count in counts.items()}
     response, local = layout.response_lengths[i], layout.local_lengths[i]
