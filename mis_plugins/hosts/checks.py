@@ -13,9 +13,8 @@ from typing import Any, Literal
 from mis_plugins.config import reading
 from mis_plugins.config.model import CorrectionConfig
 from mis_plugins.config.view import View, view
-from mis_plugins.errors import ConfigError
+from mis_plugins.errors import ConfigError, warn_once
 from mis_plugins.hosts.host import LOSS_HOOK, Host
-from mis_plugins.shared.notices import warn_once
 
 Hook = Literal["file", "command", "tis", "loss", "watch", "routes"]
 Severity = Literal["refuse", "warn"]

@@ -16,8 +16,7 @@ from lab.host.cli.flags import TELLING, build_parser, named, spelled
 from lab.host.cli.loading import load_function
 from mis_plugins.config.file import keys_of
 from mis_plugins.config.reading import from_args
-from mis_plugins.errors import ConfigError
-from mis_plugins.shared.numerals import LARGEST, shown
+from mis_plugins.errors import LARGEST, ConfigError, shown
 from true_on_policy.contract.sides import ENGINES
 
 SMOKE = {
