@@ -1,0 +1,246 @@
+"""Score centering: the drift that a mismatch adds to the policy gradient, estimated from the engine's likeliest tokens.
+
+Fix a prefix. The trainer has the distribution p over the next token v, the engine sampled from q, and s_v is the score
+grad log p_v. A token weighs w_v = f(p_v / q_v). Under q the weighted score has the mean
+
+    m = sum_v q_v w_v s_v,
+
+which is not 0 where p and q differ, so that a constant reward moves the policy: that is the drift. The centered
+surrogate of the sampled token a is
+
+    loss = -A [ sg(w_a) log p_a - sum_v sg(c_v) log p_v ],
+
+whose gradient -A (w_a s_a - m) has the mean 0 under q. The engine names a head H of the vocabulary. Beyond H the
+engine is taken to be q_v = rho p_v, and sum_v p_v s_v = 0 leaves
+
+    rho = (1 - sum_H q) / (1 - sum_H p),   alpha = rho f(1 / rho),   c_v = q_v f(p_v / q_v) - alpha p_v   within H.
+
+Marek and Ryabinin 2026, "Score Centering Stabilizes Off-policy Reinforcement Learning", arxiv.org/abs/2609.20807,
+equations 9, 12 and 14, and appendix A.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+
+import torch
+import torch.distributed as dist
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from mis_plugins.config.model import WeightConfig
+from mis_plugins.correction.ratios import exp_clamped, widened
+from mis_plugins.correction.rejection import bounded_weight, in_bounds
+from mis_plugins.packing.collectives import all_reduce
+
+SMALLEST_TAIL = 1e-6
+"""The least probability that either side is taken to have beyond the head; appendix A of the paper."""
+
+CHUNK = 1 << 18
+"""Candidates that are computed at once, in float64: 2 MB for each of a few tensors."""
+
+Weigh = Callable[[Tensor], Tensor]
+"""The weight w of each log ratio log p - log q."""
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """Which tokens of the vocabulary the logits of this rank score.
+
+    start: the id of the first.
+    group: the tensor-parallel ranks that score the others; None where this rank scores all.
+    """
+
+    start: int = 0
+    group: dist.ProcessGroup | None = None
+
+
+@dataclass(frozen=True)
+class Candidates:
+    """The tokens that the engine named at each position, on one rank.
+
+    rows: the row of the logits that scores each position.
+    sampled: the id of the token that the engine sampled.
+    ids: ids of the head H. A padded entry may hold any id.
+    behavior: log q of the head as the engine sampled from it; -inf in a padded entry.
+    whole: positions whose head is all that the engine could sample, as with top-p or top-k.
+    usable: positions that have a term; elsewhere any number may stand, NaN too, and the term is 0.
+    """
+
+    rows: Int[Tensor, " T"]
+    sampled: Int[Tensor, " T"]
+    ids: Int[Tensor, "T K"]
+    behavior: Float[Tensor, "T K"]
+    whole: Bool[Tensor, " T"]
+    usable: Bool[Tensor, " T"]
+
+    def __getitem__(self, some: slice) -> Candidates:
+        return Candidates(*(getattr(self, field.name)[some] for field in fields(self)))
+
+
+@dataclass(frozen=True)
+class Center:
+    """What the surrogate of each position is less, and how large it is. Only `log_probs` has a gradient.
+
+    log_probs: sum over H of c_v log p_v, whose gradient is the drift m.
+    total: sum over H of c_v.
+    drift: the norm of m as a step of the logits, its part within H.
+    target_mass, behavior_mass: sum over H of p, and of q.
+    tail_ratio: rho; 1 where the head is whole.
+    tail_weight: f(1 / rho), the weight that a token beyond H is taken to have.
+    """
+
+    log_probs: Float[Tensor, " T"]
+    total: Float[Tensor, " T"]
+    drift: Float[Tensor, " T"]
+    target_mass: Float[Tensor, " T"]
+    behavior_mass: Float[Tensor, " T"]
+    tail_ratio: Float[Tensor, " T"]
+    tail_weight: Float[Tensor, " T"]
+
+
+def weigh_with(weight: WeightConfig | None) -> Weigh:
+    """f of a weight of tokens. A ratio beyond a bound that drops or zeroes its token weighs 0; no weight is 1."""
+    if weight is None:
+        return torch.ones_like
+
+    def weigh(log_ratio: Tensor) -> Tensor:
+        known = torch.ones_like(log_ratio, dtype=torch.bool)
+        inside = in_bounds(log_ratio, known, weight)
+        return bounded_weight(exp_clamped(log_ratio), known, inside, weight) * inside
+
+    return weigh
+
+
+def center(
+    logits: Float[Tensor, "R V"],
+    target: Float[Tensor, " T"],
+    candidates: Candidates,
+    weigh: Weigh,
+    temperature: float = 1.0,
+    vocabulary: Vocabulary = Vocabulary(),
+) -> Center:
+    """The centering term of every position, with one gather and one collective over tensor-parallel ranks.
+
+    No second softmax is taken. The logit of the sampled token less its log-prob is the log-sum-exp of the position:
+
+        sum_H c_v log p_v = sum_H c_v z_v - C z_a + C log p_a,   C = sum_H c_v.
+
+    The gradient of log p_a is the host's own. The gradient of the logits z is added in place to the gradient that the
+    logits have when it is complete, so that nothing of the vocabulary's size is made.
+
+    Args:
+        logits: logits of this rank's vocabulary, with gradient, before the temperature divides them.
+        target: log p_a of the sampled tokens at this temperature, with gradient.
+        temperature: what the engine divided its logits by.
+    """
+    steps = _candidate_logits(logits.detach(), candidates, temperature, vocabulary)
+    parts = []
+    for some in _chunks(*steps.shape):
+        step, *numbers = _of_positions(steps[some].double(), target.detach()[some], candidates[some], weigh)
+        steps[some] = step / temperature  # the logits have served: what they shall move by takes their place
+        parts.append(torch.stack(numbers).to(steps.dtype))
+    linear, total, *numbers = torch.cat(parts, -1).unbind()
+    linear = _moves(linear, logits, candidates, steps, vocabulary)
+    target = torch.where(candidates.usable, widened(target), 0)
+    return Center(linear + total * target, total, *numbers)
+
+
+def _of_positions(z: Tensor, target: Tensor, head: Candidates, weigh: Weigh) -> tuple[Tensor, ...]:
+    """What the logits of sampled token and head shall move by; the term less C log p_a, C, and the other numbers.
+
+    A tail of 1e-5 keeps no more than two digits in float32, and rho divides two of them: all is computed in float64.
+    """
+    known = (head.behavior > -torch.inf) & head.usable[:, None]
+    relative = torch.where(known, z[:, 1:] - z[:, :1], 0)
+    log_p = torch.where(known, relative + target.double()[:, None], -torch.inf)
+    log_q = torch.where(known, head.behavior.double(), -torch.inf)
+    p, q = log_p.exp(), log_q.exp()
+    target_mass, behavior_mass = p.sum(-1), q.sum(-1)
+    rho = (1 - behavior_mass).clamp(min=SMALLEST_TAIL) / (1 - target_mass).clamp(min=SMALLEST_TAIL)
+    rho = torch.where(head.whole, 1, rho)
+    tail_weight = weigh(-rho.log())
+    alpha = torch.where(head.whole, 0, rho * tail_weight)
+    weights = weigh(torch.where(known, log_p - log_q, 0))
+    c = q * weights - alpha[:, None] * p
+    total = c.sum(-1)
+    drift = (c - total[:, None] * p).norm(dim=-1)
+    steps = _once(-total, c, head.ids == head.sampled[:, None])
+    return steps, (c * relative).sum(-1), total, drift, target_mass, behavior_mass, rho, tail_weight
+
+
+def _once(of_sampled: Tensor, of_head: Tensor, same: Tensor) -> Tensor:
+    """One step for each token: where the head names the sampled token, its entry takes both, in a fixed order."""
+    inside = same.any(-1)
+    first = same & (same.cumsum(-1) == 1)
+    of_head = of_head + torch.where(first, of_sampled[:, None], 0)
+    return torch.cat([torch.where(inside, 0, of_sampled)[:, None], of_head], -1)
+
+
+def _chunks(positions: int, candidates: int) -> list[slice]:
+    size = max(1, CHUNK // candidates)
+    return [slice(i, i + size) for i in range(0, positions, size)] or [slice(0, 0)]
+
+
+def _places(some: Candidates, width: int, vocabulary: Vocabulary) -> tuple[Tensor, Tensor]:
+    """Column of the sampled token and of the head in this rank's logits, and which of them this rank scores."""
+    ids = torch.cat([some.sampled[:, None], some.ids], -1).long() - vocabulary.start
+    return ids.clamp(0, width - 1), (ids >= 0) & (ids < width)
+
+
+def _candidate_logits(
+    logits: Tensor, candidates: Candidates, temperature: float, vocabulary: Vocabulary
+) -> Float[Tensor, "T K+1"]:
+    """Logits over the temperature of the sampled token, then of the head, on every tensor-parallel rank."""
+    z = widened(logits.new_zeros(candidates.ids.shape[0], candidates.ids.shape[1] + 1))
+    for some in _chunks(*z.shape):
+        column, own = _places(candidates[some], logits.shape[-1], vocabulary)
+        z[some] = torch.where(own, logits[candidates.rows[some, None], column], 0) / temperature
+    if vocabulary.group is not None:
+        all_reduce(z, vocabulary.group)
+    return z
+
+
+class _Received(torch.autograd.Function):
+    """A number that takes part in the gradient of the logits, and leaves it to another to write that gradient down."""
+
+    @staticmethod
+    def forward(ctx, number: Tensor, logits: Tensor, received: list[Tensor]) -> Tensor:
+        ctx.received = received
+        return number.clone()
+
+    @staticmethod
+    def backward(ctx, *gradients: Tensor) -> tuple[None, None, None]:
+        ctx.received.append(gradients[0])
+        return None, None, None
+
+
+def _moves(
+    number: Float[Tensor, " T"],
+    logits: Float[Tensor, "R V"],
+    candidates: Candidates,
+    steps: Float[Tensor, "T K+1"],
+    vocabulary: Vocabulary,
+) -> Float[Tensor, " T"]:
+    """The number, with `steps` as its gradient by the logits of sampled token and head.
+
+    The steps are added to the gradient that everything else gives the logits, at the moment when it is complete.
+    """
+    if not logits.requires_grad:
+        return number
+    received: list[Tensor] = []
+
+    def add(gradient: Tensor) -> Tensor:
+        gradient = gradient.contiguous()  # of its own, if it was one number expanded
+        while received:
+            upstream = received.pop()
+            for some in _chunks(*steps.shape):
+                column, own = _places(candidates[some], logits.shape[-1], vocabulary)
+                place = candidates.rows[some, None].long() * logits.shape[-1] + column
+                values = torch.where(own, steps[some] * upstream[some, None], 0)
+                gradient.view(-1).index_add_(0, place.flatten(), values.flatten().to(gradient.dtype))
+        return gradient
+
+    logits.register_hook(add)
+    return _Received.apply(number, logits, received)
