@@ -15,6 +15,9 @@ engine is taken to be q_v = rho p_v, and sum_v p_v s_v = 0 leaves
 
     rho = (1 - sum_H q) / (1 - sum_H p),   alpha = rho f(1 / rho),   c_v = q_v f(p_v / q_v) - alpha p_v   within H.
 
+With top-p or top-k sampling both sides are normalized over the support. A head that is the whole support leaves rho
+without effect, because sum_H p_v s_v is then 0.
+
 Marek and Ryabinin 2026, "Score Centering Stabilizes Off-policy Reinforcement Learning", arxiv.org/abs/2609.20807,
 equations 9, 12 and 14, and appendix A.
 """
@@ -64,7 +67,6 @@ class Candidates:
     sampled: the id of the token that the engine sampled.
     ids: ids of the head H. A padded entry may hold any id.
     behavior: log q of the head as the engine sampled from it; -inf in a padded entry.
-    whole: positions whose head is all that the engine could sample, as with top-p or top-k.
     usable: positions that have a term; elsewhere any number may stand, NaN too, and the term is 0.
     """
 
@@ -72,7 +74,6 @@ class Candidates:
     sampled: Int[Tensor, " T"]
     ids: Int[Tensor, "T K"]
     behavior: Float[Tensor, "T K"]
-    whole: Bool[Tensor, " T"]
     usable: Bool[Tensor, " T"]
 
     def __getitem__(self, some: slice) -> Candidates:
@@ -87,7 +88,7 @@ class Center:
     total: sum over H of c_v.
     drift: the norm of m as a step of the logits, its part within H.
     target_mass, behavior_mass: sum over H of p, and of q.
-    tail_ratio: rho; 1 where the head is whole.
+    tail_ratio: rho.
     tail_weight: f(1 / rho), the weight that a token beyond H is taken to have.
     """
 
@@ -159,11 +160,9 @@ def _of_positions(z: Tensor, target: Tensor, head: Candidates, weigh: Weigh) -> 
     p, q = log_p.exp(), log_q.exp()
     target_mass, behavior_mass = p.sum(-1), q.sum(-1)
     rho = (1 - behavior_mass).clamp(min=SMALLEST_TAIL) / (1 - target_mass).clamp(min=SMALLEST_TAIL)
-    rho = torch.where(head.whole, 1, rho)
     tail_weight = weigh(-rho.log())
-    alpha = torch.where(head.whole, 0, rho * tail_weight)
     weights = weigh(torch.where(known, log_p - log_q, 0))
-    c = q * weights - alpha[:, None] * p
+    c = q * weights - (rho * tail_weight)[:, None] * p
     total = c.sum(-1)
     drift = (c - total[:, None] * p).norm(dim=-1)
     steps = _once(-total, c, head.ids == head.sampled[:, None])

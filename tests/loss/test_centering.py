@@ -75,7 +75,6 @@ def candidates_of(batch: Sequence[Position], dtype: torch.dtype, padding: int = 
         behavior=torch.tensor(
             [[one.engine[v] for v in one.head] + [0.0] * padding for one in batch], dtype=torch.float64
         ).log().to(dtype),
-        whole=torch.tensor([one.whole for one in batch]),
         usable=torch.ones(len(batch), dtype=torch.bool),
     )  # fmt: skip
 
@@ -197,7 +196,7 @@ def test_positions_without_a_term_may_hold_anything() -> None:
     known = candidates_of(batch, torch.float64)
     behavior = known.behavior.clone()
     behavior[1], behavior[4] = torch.nan, -torch.inf
-    hidden = Candidates(known.rows, known.sampled, known.ids, behavior, known.whole, ~masked)
+    hidden = Candidates(known.rows, known.sampled, known.ids, behavior, ~masked)
     target = torch.where(masked, torch.nan, target_of(batch, logits))
     weigh = weigh_with(weight_config("truncate"))
     term = center(logits, target, hidden, weigh, TEMPERATURE)
@@ -290,7 +289,7 @@ def test_nothing_of_the_vocabularys_size_is_made(monkeypatch: pytest.MonkeyPatch
     logits = torch.randn(tokens, vocabulary, requires_grad=True)
     top = logits.detach().log_softmax(-1).topk(k)
     sampled, every = top.indices[:, 3], torch.ones(tokens, dtype=torch.bool)
-    head = Candidates(torch.arange(tokens), sampled, top.indices.int(), top.values, ~every, every)
+    head = Candidates(torch.arange(tokens), sampled, top.indices.int(), top.values, every)
     target = torch.log_softmax(logits, -1).gather(-1, sampled[:, None])[:, 0].detach()
     with Largest() as forward:
         term = center(logits, target, head, weigh_with(weight_config("truncate")))

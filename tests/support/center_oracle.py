@@ -43,8 +43,7 @@ def surrogate(one: Position, logits: Tensor, weigh: Weigh) -> Tensor:
     log_p = logits - torch.logsumexp(logits, 0)
     p = [float(x) for x in log_p.detach().exp()]
     tails = [max(1 - sum(side[v] for v in one.head), 1e-6) for side in (one.engine, p)]
-    rho = 1.0 if one.whole else tails[0] / tails[1]
-    alpha = 0.0 if one.whole else rho * weigh(1 / rho)
+    alpha = 0.0 if one.whole else tails[0] / tails[1] * weigh(tails[1] / tails[0])
     term = weigh(p[one.sampled] / one.engine[one.sampled]) * log_p[one.sampled]
     for v in one.head:
         term = term - (one.engine[v] * weigh(p[v] / one.engine[v]) - alpha * p[v]) * log_p[v]
