@@ -362,6 +362,22 @@ class RoutingConfig:
     on_fault: Literal["warn", "raise"] = "warn"
 
 
+@dataclass(frozen=True)
+class CenterConfig:
+    """Score centering: subtract the mean of the weighted score, with which any mismatch moves the policy.
+
+    top_k: the largest head, in tokens of the vocabulary that the rollout engine names at each position.
+
+    Marek and Ryabinin 2026, arxiv.org/abs/2609.20807.
+    """
+
+    top_k: int = 32
+
+    def __post_init__(self) -> None:
+        if self.top_k < 1:
+            raise ConfigError(f"{{top_k}}: got {self.top_k}; give at least 1 token")
+
+
 WEIGHT_BOUNDS = ("weight_cap", "weight_floor", "mode")  # fields that `weight` has too
 
 
@@ -376,7 +392,7 @@ class CorrectionConfig:
     metrics: `watch` hands the host five metrics a token, and leaves all others to the step hook, which logs them
         of whole steps; where a host has no step hook it is `full`, which hands every metric back. `all` is both
         `full` and the step hook's. `core` is at most eight, `none` none. Miles's flat keys have `full`.
-    opsm, objective: only the loss hook can serve them, and segment-wise weights: `--loss-type custom_loss
+    opsm, objective, center: only the loss hook can serve them, and segment-wise weights: `--loss-type custom_loss
         --custom-loss-function-path mis_plugins.mis.policy_loss`.
     denominator: what a sequence's loss is divided by once tokens are rejected: its `original` number of tokens, or
         the `kept` ones. The TIS hook changes the policy term alone; the loss hook changes KL and entropy too.
@@ -405,8 +421,11 @@ class CorrectionConfig:
     segment_wise: SegmentWiseConfig | None = None
     routing: RoutingConfig | None = None
     resplit_every: int | None = None
+    center: CenterConfig | None = None
 
     def __post_init__(self) -> None:
+        if self.center is not None:
+            self._check_center()
         if self.segment_wise is not None:
             self._check_segment_wise(self.segment_wise)
             if self.weight is None and not self.bypass:
@@ -429,6 +448,31 @@ class CorrectionConfig:
             raise ConfigError(
                 "{weight}: with {objective.old}: behavior the clipped ratio is pi_theta / mu already, and a weight "
                 "would count it twice; set {weight}: null"
+            )
+
+    def _check_center(self) -> None:
+        """Refuse what no term of centering is known for: pi_old of the head, and weights of more than a token."""
+        objective = self.objective
+        if objective is None or not self.bypass:
+            raise ConfigError(
+                "{center}: needs {objective.old}: behavior; with proximal the ratio to pi_old would be needed for each "
+                "token of the head, which no log-prob pass computes"
+            )
+        if objective.surrogate != "reinforce":
+            raise ConfigError(
+                f"{{center}}: needs {{objective.surrogate}}: reinforce; {objective.surrogate} weighs a token by its "
+                "advantage too, so that its mean is not the score's"
+            )
+        if self.weight and self.weight.level != "token":
+            raise ConfigError(
+                f"{{weight.level}}: {self.weight.level} with {{center}}; a weight of more than a token has no value at "
+                "tokens that were not sampled: use token, or leave {center} out"
+            )
+        if self.weight and self.weight.record.drops_token and self.looks_at_kept:
+            raise ConfigError(
+                f"{{weight.bound}}: {self.weight.bound} with {{center}} and {{aggregate}}: kept; a token that the bound "
+                "drops keeps its centering term, and rules cannot tell it from one that a rule drops: use "
+                "{weight.bound}: zero, whose policy loss is equal"
             )
 
     def _check_kept(self) -> None:
@@ -601,4 +645,6 @@ class CorrectionConfig:
     @cached_property
     def needs_loss_hook(self) -> bool:
         """Whether the config needs advantages, the target policy or versions, which the TIS hook does not get."""
-        return self.opsm is not None or self.objective is not None or self.segment_wise_on
+        return (
+            self.opsm is not None or self.objective is not None or self.segment_wise_on
+        )  # and `center` has one

@@ -14,6 +14,7 @@ from mis_plugins.config.model import CorrectionConfig
 from mis_plugins.config.view import original, view
 from mis_plugins.errors import InputError
 from mis_plugins.hosts.batch import check_apart, check_lengths, layout_of, without_absent
+from mis_plugins.hosts.head import head_of
 from mis_plugins.hosts.host import Batch, Host
 from mis_plugins.hosts.routing import WATCHING
 from mis_plugins.loss.micro_batch import LossInputs, Reduce
@@ -63,6 +64,7 @@ def read(
         advantages=_flat("advantages", batch["advantages"], layout.local_lengths).detach(),
         entropy=None if entropy is None else _flat("entropy", entropy, layout.local_lengths),
         written=written(batch, layout.local_lengths) if reads_versions else None,
+        head=head_of(args, batch, logits, layout, cp, ranks, config.center) if config.center else None,
     )
 
 

@@ -115,7 +115,7 @@ def weigh_with(weight: WeightConfig | None) -> Weigh:
 
 
 def center(
-    logits: Float[Tensor, "R V"],
+    logits: Float[Tensor, "... V"],
     target: Float[Tensor, " T"],
     candidates: Candidates,
     weigh: Weigh,
@@ -132,11 +132,12 @@ def center(
     logits have when it is complete, so that nothing of the vocabulary's size is made.
 
     Args:
-        logits: logits of this rank's vocabulary, with gradient, before the temperature divides them.
+        logits: logits of this rank's vocabulary, with gradient, before the temperature divides them: the tensor that
+            the host scored, because its gradient is what is added to.
         target: log p_a of the sampled tokens at this temperature, with gradient.
         temperature: what the engine divided its logits by.
     """
-    steps = _candidate_logits(logits.detach(), candidates, temperature, vocabulary)
+    steps = _candidate_logits(logits.detach().flatten(0, -2), candidates, temperature, vocabulary)
     parts = []
     for some in _chunks(*steps.shape):
         step, *numbers = _of_positions(steps[some].double(), target.detach()[some], candidates[some], weigh)
@@ -217,7 +218,7 @@ class _Received(torch.autograd.Function):
 
 def _moves(
     number: Float[Tensor, " T"],
-    logits: Float[Tensor, "R V"],
+    logits: Float[Tensor, "... V"],
     candidates: Candidates,
     steps: Float[Tensor, "T K+1"],
     vocabulary: Vocabulary,
@@ -230,7 +231,9 @@ def _moves(
         return number
     received: list[Tensor] = []
 
-    def add(gradient: Tensor) -> Tensor:
+    def add(gradient: Tensor | None) -> Tensor:
+        if gradient is None:  # nothing else gives the logits one
+            gradient = torch.zeros_like(logits)
         gradient = gradient.contiguous()  # of its own, if it was one number expanded
         while received:
             upstream = received.pop()

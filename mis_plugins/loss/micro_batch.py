@@ -14,6 +14,7 @@ from mis_plugins.config.model import CorrectionConfig, ObjectiveConfig
 from mis_plugins.correction.opsm import Departure, departure_rows, on_policy, reference_policy
 from mis_plugins.correction.pipeline import Correction, Kept, correct, denominator_scale, nothing_rejected
 from mis_plugins.correction.ratios import exp_clamped, nonfinite, widened
+from mis_plugins.loss.centering import Candidates, Center, Vocabulary, center, weigh_with
 from mis_plugins.loss.objective import (
     Clip,
     KlType,
@@ -31,6 +32,34 @@ Reduce = Callable[[Float[Tensor, " T"]], Float[Tensor, ""]]
 
 
 @dataclass(frozen=True)
+class Head:
+    """What score centering reads of one micro-batch.
+
+    logits: logits of this rank's share of the vocabulary, with gradient, before the temperature divides them.
+    candidates: the tokens that the engine named at each position; `usable` may hold anything.
+    """
+
+    logits: Float[Tensor, "... V"]
+    candidates: Candidates
+    temperature: float
+    vocabulary: Vocabulary
+
+    @cached_property
+    def named(self) -> Bool[Tensor, " T"]:
+        """Positions at which the engine named a token."""
+        return (self.candidates.behavior > -torch.inf).any(-1)
+
+    def center(
+        self, target: Float[Tensor, " T"], usable: Bool[Tensor, " T"], config: CorrectionConfig
+    ) -> Center:
+        """The centering term of each usable position; see `loss/centering.py`."""
+        candidates = replace(self.candidates, usable=usable & self.named)
+        return center(
+            self.logits, target, candidates, weigh_with(config.weight), self.temperature, self.vocabulary
+        )
+
+
+@dataclass(frozen=True)
 class LossInputs:
     """The tokens of one micro-batch on this rank, packed, with their log-probs under each policy.
 
@@ -41,6 +70,7 @@ class LossInputs:
     advantages: the host's advantages, without gradient; the loss reads `finite_advantages`.
     entropy: entropy of pi_theta's distribution at each token; None where it is not wanted.
     written: which version wrote each token; None where the host does not know.
+    head: the engine's likeliest tokens at each position; None without score centering.
     """
 
     ragged: Ragged
@@ -51,6 +81,7 @@ class LossInputs:
     advantages: Float[Tensor, " T"]
     entropy: Float[Tensor, " T"] | None
     written: Written | None = None
+    head: Head | None = None
 
     @cached_property
     def finite_advantages(self) -> Float[Tensor, " T"]:
@@ -93,6 +124,8 @@ class Share:
     factor: factor of the surrogate: the scaled weight, 0 where the token is rejected or masked by OPSM.
     all_rejected: whether there are valid tokens and rules, or rules and OPSM, leave none with a weight. None where
         nothing can reject. The flag does not depend on `on_all_rejected`.
+    of_center: factor of the centering term: `factor` without the weight's bound, which the term holds itself; 0 where
+        a rule or OPSM drops the token. None without score centering.
     """
 
     keep: Bool[Tensor, " T"]
@@ -100,6 +133,7 @@ class Share:
     scale: Float[Tensor, " T"]
     factor: Float[Tensor, " T"]
     all_rejected: Bool[Tensor, ""] | None
+    of_center: Float[Tensor, " T"] | None = None
 
     def kept(self, x: Float[Tensor, " T"]) -> Float[Tensor, " T"]:
         return torch.where(self.keep, x, 0)
@@ -160,7 +194,12 @@ def share_of(x: LossInputs, correction: Correction | None, config: CorrectionCon
         if correction.rescale is not None:
             scale = x.ragged.to_tokens(correction.rescale.float())
     if config.opsm is None:
-        return Share(keep, None, scale, torch.where(keep, weights * scale, 0), all_rejected)
+        return _centered(
+            Share(keep, None, scale, torch.where(keep, weights * scale, 0), all_rejected),
+            x,
+            correction,
+            scale,
+        )
     reference = reference_policy(x.behavior, x.proximal, config.opsm)
     stays = on_policy(x.target.detach(), reference, x.finite_advantages, x.ragged, config.opsm)
     valid, after, weighed = x.ragged.sums(mask, keep & stays, keep & stays & (weights > 0))
@@ -175,7 +214,38 @@ def share_of(x: LossInputs, correction: Correction | None, config: CorrectionCon
     factor = torch.where(keep & stays, weights * of_surrogate, 0)
     # Where rules reject everything, OPSM sees the tokens that `on_all_rejected` gave back.
     all_rejected = nothing_left if all_rejected is None else nothing_left | all_rejected
-    return Share(keep, stays, scale, factor, all_rejected)
+    return _centered(Share(keep, stays, scale, factor, all_rejected), x, correction, of_surrogate)
+
+
+def _centered(share: Share, x: LossInputs, correction: Correction | None, scale: Tensor) -> Share:
+    """The share with the factor of the centering term, and without tokens at which the engine named no head.
+
+    A token beyond a mask bound weighs 0 and keeps its term, because the mean that the term subtracts counts the token
+    as weighing 0. A token that a rule or OPSM drops loses its term too.
+
+    Args:
+        scale: factor from the host's denominator to that of the surrogate.
+    """
+    if x.head is None or correction is None:
+        return share
+    stage = correction.stage
+    keep = kept_by_rules(correction) & stage.usable & x.head.named
+    if share.on_policy is not None:
+        keep = keep & share.on_policy
+    scale = scale if correction.mean_weight is None else scale / correction.mean_weight
+    scale = scale if stage.down_weight is None else scale * stage.down_weight
+    factor = torch.where(x.head.named, share.factor, 0)
+    return replace(share, factor=factor, of_center=torch.where(keep, scale, 0))
+
+
+def kept_by_rules(correction: Correction) -> Bool[Tensor, " T"]:
+    """Tokens that every rule keeps, whatever the weight's bound drops."""
+    config = correction.config
+    if config.weight is None or not config.weight.record.drops_token:
+        return correction.keep
+    rules = CorrectionConfig(reject=config.reject, metrics="none")
+    log_probs = correction.stage.log_probs
+    return correct(log_probs.proximal, log_probs.behavior, correction.ragged, rules).keep
 
 
 def given_back(correction: Correction, share: Share) -> Correction:
@@ -237,6 +307,9 @@ def micro_batch_loss(
     objective = config.objective or ObjectiveConfig()
     old = compared_with(x, config)
     term = policy_term(x.target, old, x.finite_advantages, share.factor, x.ragged, objective, flags.clip)
+    centered = None if x.head is None else x.head.center(x.target, term.known, config)
+    if centered is not None and share.of_center is not None:
+        term = replace(term, loss=term.loss + x.finite_advantages * share.of_center * centered.log_probs)
     loss = pg_loss = (reduce_policy or reduce)(term.loss)
     terms = {"pg_loss": pg_loss, "entropy_loss": torch.zeros_like(pg_loss)}
     if x.entropy is not None:
@@ -248,6 +321,8 @@ def micro_batch_loss(
     with torch.no_grad():
         reported = {name: value.detach() for name, value in ({"loss": loss} | terms).items()}
         reported |= {name: reduce(value) for name, value in _host_metrics(x, term, share, config)}
+        if centered is not None and config.metrics != "none":
+            reported |= {name: reduce(value) for name, value in _center_metrics(x, centered, share)}
         if config.metrics != "none":
             lost = x.nonfinite_advantages.to(term.clipped.dtype)
             reported["nonfinite_advantages"] = reduce(scaled_back(lost, correction, flags.average))
@@ -298,6 +373,20 @@ def _host_metrics(
     yield "train_rollout_kl", share.kept(kl_term(x.behavior, compared, x.ragged.loss_mask, "low_var_kl"))
     if config.corrects:
         yield "ois", torch.where(x.ragged.loss_mask, exp_clamped(term.log_ratio), 0)
+
+
+def _center_metrics(
+    x: LossInputs, centered: Center, share: Share
+) -> Iterator[tuple[str, Float[Tensor, " T"]]]:
+    """Numbers of score centering, one a token; 0 at tokens without a term."""
+    assert x.head is not None and share.of_center is not None
+    moved = (x.finite_advantages * share.of_center * centered.log_probs.detach()).abs()
+    yield "center_drift", share.kept(centered.drift)
+    yield "center_size", share.kept(moved)
+    yield "center_target_mass", share.kept(centered.target_mass)
+    yield "center_behavior_mass", share.kept(centered.behavior_mass)
+    yield "center_tail_ratio", share.kept(centered.tail_ratio)
+    yield "center_missing", (x.ragged.loss_mask & ~x.head.named).to(moved.dtype)
 
 
 def _effective_share(ratio: Float[Tensor, " T"], ragged: Ragged) -> Float[Tensor, " T"]:

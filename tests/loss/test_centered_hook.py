@@ -1,0 +1,278 @@
+"""The loss hook with `mis.center`: a host's micro-batch, over context- and tensor-parallel ranks, against the oracle.
+
+The embedded host scores: Megatron's cross entropy over shards of the vocabulary, sequences packed zigzag.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import random
+from argparse import Namespace
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import center_oracle
+import pytest
+import torch
+from center_oracle import WEIGHTS, Position
+from launch import run_ranks
+from megatron.core import parallel_state as mpu
+from megatron.core import tensor_parallel
+from tolerances import normalized_rtol
+from torch import Tensor
+
+import lab.host  # noqa: F401  (registers the embedded host)
+from lab.host.train.batch import pack
+from mis_plugins import mis
+from mis_plugins.config.reading import from_mapping
+from mis_plugins.errors import ConfigError, InputError
+
+VOCABULARY, PROMPT, LENGTHS, TOP, TEMPERATURE = 16, 3, (5, 1, 7, 0, 4), 6, 0.8
+LOWER, UPPER = 0.7, 1.4
+OBJECTIVE = {"old": "behavior", "surrogate": "reinforce"}
+
+
+class Batch:
+    """Responses with the logits of the trainer and of the engine at each position; some tokens are masked."""
+
+    def __init__(self, seed: int, masked: float = 0.2) -> None:
+        draw = random.Random(seed)
+        row = lambda scale: [draw.gauss(0, scale) for _ in range(VOCABULARY)]  # noqa: E731
+        self.logits = [[row(1.2) for _ in range(n)] for n in LENGTHS]
+        self.engine = [[[x + draw.gauss(0, 0.3) for x in one] for one in rows] for rows in self.logits]
+        self.tokens = [[draw.randrange(VOCABULARY) for _ in rows] for rows in self.logits]
+        self.mask = [[draw.random() >= masked for _ in rows] for rows in self.logits]
+        self.advantages = [[draw.gauss(0, 1)] * len(rows) for rows in self.logits]
+
+    def positions(self, sequence: int) -> list[Position]:
+        found = []
+        for logits, engine, token in zip(
+            self.logits[sequence], self.engine[sequence], self.tokens[sequence], strict=True
+        ):
+            q = torch.tensor(engine, dtype=torch.float64).softmax(0).float().log().double().exp().tolist()
+            head = sorted(range(VOCABULARY), key=lambda v: -q[v])[:TOP]
+            found.append(Position(logits, q, token, head))
+        return found
+
+    def host(self) -> dict[str, Any]:
+        """What a host hands to the loss, with two padded entries and a shuffled head."""
+        every = [self.positions(i) for i in range(len(LENGTHS))]
+        order = [5, 0, 3, 1, 4, 2]
+        ids = [[[one.head[v] for v in order] + [-1, -1] for one in rows] for rows in every]
+        heads = [[[one.engine[one.head[v]] for v in order] + [0.0, 0.0] for one in rows] for rows in every]
+        shaped = lambda rows, dtype: torch.tensor(rows, dtype=dtype).reshape(len(rows), TOP + 2)  # noqa: E731
+        sampled = [[math.log(one.engine[one.sampled]) for one in rows] for rows in every]
+        return {
+            "unconcat_tokens": [torch.tensor([1] * PROMPT + row) for row in self.tokens],
+            "total_lengths": [PROMPT + n for n in LENGTHS], "response_lengths": list(LENGTHS), "max_seq_lens": None,
+            "loss_masks": [torch.tensor(row, dtype=torch.int32) for row in self.mask],
+            "advantages": list(map(torch.tensor, self.advantages)),
+            "rollout_log_probs": list(map(torch.tensor, sampled)),
+            "rollout_topk_token_ids": [shaped(rows, torch.int32) for rows in ids],
+            "rollout_topk_log_probs": [shaped(rows, torch.float32).log() for rows in heads],
+        }  # fmt: skip
+
+    def full_logits(self) -> Tensor:
+        """Logits of every position of every sequence, [sum of totals, V], times the temperature."""
+        idle = [[0.0] * VOCABULARY]
+        rows = [row for one in self.logits for row in idle * (PROMPT - 1) + one + idle]
+        return torch.tensor(rows) * TEMPERATURE
+
+
+def args(**mis_keys: Any) -> Namespace:
+    return Namespace(
+        use_tis=False, qkv_format="thd", advantage_estimator="grpo", use_rollout_logprobs=True, eps_clip=0.2,
+        eps_clip_high=0.2, eps_clip_c=None, use_unbiased_kl=False, use_kl_loss=False, use_opsm=False, entropy_coef=0.0,
+        calculate_per_token_loss=False, custom_pg_loss_reducer_function_path=None, rollout_temperature=TEMPERATURE,
+        true_on_policy=False, loss_type="custom_loss", use_rollout_routing_replay=False,
+        custom_loss_function_path="mis_plugins.mis.policy_loss",
+        mis={"center": {"top_k": TOP}, "objective": OBJECTIVE, "metrics": "none"} | mis_keys,
+    )  # fmt: skip
+
+
+def weight(bound: str | None) -> dict[str, Any] | None:
+    limits = {None: {}, "none": {}, "truncate": {"upper": UPPER}}.get(bound, {"lower": LOWER, "upper": UPPER})
+    return None if bound is None else {"bound": bound, **limits}
+
+
+def weigh_of(bound: str | None) -> center_oracle.Weigh:
+    return lambda ratio: 1.0 if bound is None else WEIGHTS[bound](ratio, LOWER, UPPER)
+
+
+def reducer(masks: Sequence[Tensor], local: Sequence[int]) -> Callable[[Tensor], Tensor]:
+    """The sum over all tokens, so that ranks add up; where it is from tells the hook which host runs."""
+
+    def total(x: Tensor) -> Tensor:
+        return x.sum()
+
+    total.__module__ = "lab.host.train.loss"
+    return total
+
+
+def run(
+    batch: Batch, settings: Namespace, cp: int = 1, tp: int = 1
+) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """The loss of this rank, the gradient of its logits placed among all, and what is logged."""
+    host = batch.host()
+    rank = mpu.get_context_parallel_rank() if cp > 1 else 0
+    layout = pack(host["unconcat_tokens"], LENGTHS, rank, cp)
+    starts = torch.tensor([0, *host["total_lengths"]]).cumsum(0)[:-1]
+    place = (starts[layout.sequence] + layout.positions).clamp(max=sum(host["total_lengths"]) - 1)
+    width = VOCABULARY // tp
+    first = width * (mpu.get_tensor_model_parallel_rank() if tp > 1 else 0)
+    full = batch.full_logits()
+    logits = full[place][None, :, first : first + width].clone().requires_grad_()
+    for name in ("advantages", "rollout_log_probs"):
+        joined = torch.cat(host[name])[layout.response_index]
+        host[name] = list(joined.split(layout.local_lengths))
+    loss, logged = mis.policy_loss(settings, host, logits, reducer(host["loss_masks"], layout.local_lengths))
+    loss.backward()
+    assert logits.grad is not None
+    gradient = torch.zeros(len(full), VOCABULARY)
+    real = layout.positions < torch.tensor(host["total_lengths"])[layout.sequence]
+    gradient[place[real], first : first + width] = logits.grad[0, real]
+    return loss.detach(), gradient, logged
+
+
+def wanted(batch: Batch, bound: str | None, keep: Callable[[int, int], bool] = lambda i, t: True) -> Tensor:
+    """The oracle's gradient of every position's logits."""
+    found = torch.zeros(sum(PROMPT + n for n in LENGTHS), VOCABULARY, dtype=torch.float64)
+    end = 0
+    for i, length in enumerate(LENGTHS):
+        end += PROMPT + length
+        for t, one in enumerate(batch.positions(i)):
+            if batch.mask[i][t] and keep(i, t):
+                row = end - length - 1 + t
+                found[row] = (
+                    -batch.advantages[i][t] * center_oracle.gradient(one, weigh_of(bound)) / TEMPERATURE
+                )
+    return found
+
+
+def error(found: Tensor, oracle: Tensor) -> float:
+    return float((found.double() - oracle).abs().max() / oracle.abs().max())
+
+
+@pytest.fixture
+def one_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The embedded host alone: torch's cross entropy for Megatron's, whose groups no forked rank may inherit."""
+    plain = functools.partial(torch.nn.functional.cross_entropy, reduction="none")
+    monkeypatch.setattr(tensor_parallel, "vocab_parallel_cross_entropy", plain)
+    monkeypatch.setattr(mpu, "get_context_parallel_rank", lambda: 0)
+    monkeypatch.setattr(mpu, "get_context_parallel_world_size", lambda: 1)
+
+
+@pytest.mark.parametrize("bound", [None, *WEIGHTS])
+def test_the_gradient_is_the_oracles(one_process: None, bound: str | None) -> None:
+    batch = Batch(3)
+    _, gradient, _ = run(batch, args(weight=weight(bound)))
+    assert error(gradient, wanted(batch, bound)) < 1e-6
+
+
+@pytest.mark.parametrize(("cp", "tp"), [(2, 1), (1, 2), (2, 2)])
+def test_ranks_add_up_to_the_oracle(tmp_path: Path, cp: int, tp: int) -> None:
+    batch, settings = (
+        Batch(5),
+        args(weight=weight("truncate"), reject=[{"statistic": "k2", "over": "mean", "upper": 0.08}]),
+    )
+    alone = run_ranks(1, 1, lambda rank: run(batch, settings), tmp_path)[0]
+    (tmp_path / "ranks").mkdir()
+    ranks = run_ranks(cp * tp, cp, lambda rank: run(batch, settings, cp, tp), tmp_path / "ranks",
+                      tensor_model_parallel_size=tp)  # fmt: skip
+    total = torch.stack([gradient for _, gradient, _ in ranks]).sum(0)
+    assert error(total, alone[1].double()) < 1e-6
+    torch.testing.assert_close(sum(loss for loss, _, _ in ranks) / tp, alone[0], rtol=1e-6, atol=1e-6)
+
+
+def test_a_rule_takes_the_term_along_and_a_mask_bound_does_not(one_process: None) -> None:
+    batch = Batch(7)
+    ratios = [[math.exp(math.log(p) - math.log(one.engine[one.sampled]))
+               for one in batch.positions(i)
+               for p in [float(torch.tensor(one.logits, dtype=torch.float64).softmax(0)[one.sampled])]]
+              for i in range(len(LENGTHS))]  # fmt: skip
+    kept = lambda i, t: 0.8 <= ratios[i][t] <= 1.2  # noqa: E731
+    rule = {"over": "token", "lower": 0.8, "upper": 1.2}
+    _, gradient, _ = run(batch, args(weight=weight("mask"), reject=[rule]))
+    assert error(gradient, wanted(batch, "mask", kept)) < 1e-6
+    assert any(not kept(i, t) for i, n in enumerate(LENGTHS) for t in range(n) if batch.mask[i][t])
+
+
+def test_a_mean_divides_all_three_alike(one_process: None) -> None:
+    batch = Batch(9, masked=0.0)
+    given = weight("truncate")
+    assert given is not None
+    _, plain, _ = run(batch, args(weight=given))
+    _, divided, _ = run(batch, args(weight=given | {"normalize": {}}))
+    weights = [min(float(torch.tensor(one.logits, dtype=torch.float64).softmax(0)[one.sampled]) / one.engine[one.sampled],
+                   UPPER) for i in range(len(LENGTHS)) for one in batch.positions(i)]  # fmt: skip
+    torch.testing.assert_close(
+        divided * (sum(weights) / len(weights)), plain, rtol=normalized_rtol(10.0), atol=1e-6
+    )
+
+
+def test_tokens_without_a_head_are_left_out_and_counted(one_process: None) -> None:
+    batch, none = Batch(11, masked=0.0), (2, 3)
+    own = batch.host
+
+    def host() -> dict[str, Any]:
+        made = own()
+        made["rollout_topk_log_probs"][none[0]][none[1]] = -math.inf
+        return made
+
+    batch.host = host
+    _, gradient, logged = run(batch, args(weight=weight("truncate"), metrics="full"))
+    assert error(gradient, wanted(batch, "truncate", lambda i, t: (i, t) != none)) < 1e-6
+    assert float(logged["center_missing"]) == 1
+    assert float(logged["center_drift"]) > 0 and float(logged["center_target_mass"]) > 0
+
+
+def test_a_larger_head_is_cut_to_its_likeliest(one_process: None) -> None:
+    batch = Batch(13)
+    _, gradient, _ = run(batch, args(center={"top_k": 3}))
+    small = [
+        [Position(x.logits, x.engine, x.sampled, x.head[:3]) for x in batch.positions(i)]
+        for i in range(len(LENGTHS))
+    ]
+    batch.positions = lambda i: small[i]
+    assert error(gradient, wanted(batch, None)) < 1e-6
+
+
+@pytest.mark.parametrize(
+    ("mapping", "message"),
+    [
+        ({"center": {}}, "mis.center: needs mis.objective.old: behavior"),
+        ({"center": {}, "objective": {"old": "behavior"}}, "mis.center: needs mis.objective.surrogate: reinforce"),
+        ({"center": {}, "objective": OBJECTIVE, "weight": {"level": "sequence"}}, "mis.weight.level: sequence with"),
+        ({"center": {"top_k": 0}, "objective": OBJECTIVE}, "mis.center.top_k: got 0"),
+    ],
+)  # fmt: skip
+def test_other_configs_are_refused(mapping: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        from_mapping(mapping)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda x: x.pop("rollout_topk_token_ids"), "rollout_topk_token_ids: none in this micro-batch"),
+        (lambda x: x["rollout_topk_log_probs"].__setitem__(2, None), r"rollout_topk_log_probs\[2\]: None, but"),
+        (lambda x: x["rollout_topk_token_ids"].__setitem__(0, torch.zeros(4, 8)), r"\[0\]: 4 positions, but"),
+        (lambda x: x["rollout_topk_token_ids"].__setitem__(0, torch.zeros(5, 7)), "differs between sequences"),
+    ],
+)  # fmt: skip
+def test_heads_that_do_not_fit_are_refused(
+    one_process: None, change: Callable[..., Any], message: str
+) -> None:
+    batch = Batch(15)
+    own = batch.host
+
+    def host() -> dict[str, Any]:
+        made = own()
+        change(made)
+        return made
+
+    batch.host = host
+    with pytest.raises(InputError, match=message):
+        run(batch, args())
