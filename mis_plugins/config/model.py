@@ -470,8 +470,8 @@ class CorrectionConfig:
             )
         if self.weight and self.weight.record.drops_token and self.looks_at_kept:
             raise ConfigError(
-                f"{{weight.bound}}: {self.weight.bound} with {{center}} and {{aggregate}}: kept; a token that the bound "
-                "drops keeps its centering term, and rules cannot tell it from one that a rule drops: use "
+                f"{{weight.bound}}: {self.weight.bound} with {{center}} and {{aggregate}}: kept; a token that the "
+                "bound drops keeps its centering term, and rules cannot tell it from one that a rule drops: use "
                 "{weight.bound}: zero, whose policy loss is equal"
             )
 

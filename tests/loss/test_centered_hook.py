@@ -56,6 +56,11 @@ class Batch:
             found.append(Position(logits, q, token, head))
         return found
 
+    def ratios(self) -> list[list[float]]:
+        """p over q of each sampled token."""
+        of = lambda one: float(torch.tensor(one.logits, dtype=torch.float64).softmax(0)[one.sampled])  # noqa: E731
+        return [[of(one) / one.engine[one.sampled] for one in self.positions(i)] for i in range(len(LENGTHS))]
+
     def host(self) -> dict[str, Any]:
         """What a host hands to the loss, with two padded entries and a shuffled head."""
         every = [self.positions(i) for i in range(len(LENGTHS))]
@@ -188,10 +193,7 @@ def test_ranks_add_up_to_the_oracle(tmp_path: Path, cp: int, tp: int) -> None:
 
 def test_a_rule_takes_the_term_along_and_a_mask_bound_does_not(one_process: None) -> None:
     batch = Batch(7)
-    ratios = [[math.exp(math.log(p) - math.log(one.engine[one.sampled]))
-               for one in batch.positions(i)
-               for p in [float(torch.tensor(one.logits, dtype=torch.float64).softmax(0)[one.sampled])]]
-              for i in range(len(LENGTHS))]  # fmt: skip
+    ratios = batch.ratios()
     kept = lambda i, t: 0.8 <= ratios[i][t] <= 1.2  # noqa: E731
     rule = {"over": "token", "lower": 0.8, "upper": 1.2}
     _, gradient, _ = run(batch, args(weight=weight("mask"), reject=[rule]))
@@ -205,8 +207,7 @@ def test_a_mean_divides_all_three_alike(one_process: None) -> None:
     assert given is not None
     _, plain, _ = run(batch, args(weight=given))
     _, divided, _ = run(batch, args(weight=given | {"normalize": {}}))
-    weights = [min(float(torch.tensor(one.logits, dtype=torch.float64).softmax(0)[one.sampled]) / one.engine[one.sampled],
-                   UPPER) for i in range(len(LENGTHS)) for one in batch.positions(i)]  # fmt: skip
+    weights = [min(ratio, UPPER) for row in batch.ratios() for ratio in row]
     torch.testing.assert_close(
         divided * (sum(weights) / len(weights)), plain, rtol=normalized_rtol(10.0), atol=1e-6
     )
