@@ -45,8 +45,12 @@ setup(
         "mis_plugins.hosts": ["records/*.txt"],
         "mis_plugins.report": ["*.yaml", "page.css", "page.html"],
         "mis_plugins.presets": ["*.yaml", "peers/*.yaml"],
+        "true_on_policy.contract": ["*.yaml"],
+        "true_on_policy.diff": ["*.yaml"],
         "true_on_policy.engines": ["*.sh", "*/packages.txt"],
         "true_on_policy.kernels": ["*.c"],
+        "true_on_policy.models": ["*.yaml"],
+        "true_on_policy.trainers": ["*.yaml"],
         "true_on_policy.verify": ["*.txt"],
     },
     # No bounds: a host brings its own torch, and installing us must never replace it.

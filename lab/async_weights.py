@@ -31,7 +31,7 @@ from lab.provenance import markdown_table, write_record
 
 PROGRAM = "bash scripts/experiment-async-weights.sh"
 RECIPE = (
-    "--task reverse --num-digits 8 --warmup-steps 230 --num-rollout 97 --eval-interval 16 --eval-prompts 256 "
+    "--num-digits 8 --warmup-steps 230 --num-rollout 97 --eval-interval 16 --eval-prompts 256 "
     "--rollout-batch-size 32 --n-samples-per-prompt 8 --disable-grpo-std-normalization --adam-beta2 0.999"
 ).split()
 LOSS = "--loss-type custom_loss --custom-loss-function-path mis_plugins.mis.policy_loss".split()

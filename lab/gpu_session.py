@@ -42,6 +42,8 @@ def main(arguments: list[str]) -> int:
     write(
         options.json, measured, found
     )  # refuses a place that cannot be written to before any second is spent
+    if options.dry_run:
+        sections.preload()
     with sections.warming(options.dry_run):
         for name in options.sections:
             print(f"{name} ...", file=sys.stderr, flush=True)

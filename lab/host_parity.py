@@ -48,9 +48,8 @@ from lab.parity.verdict import (
     magnitude,
     what_theirs_gave,
 )
-from lab.provenance import as_markdown, markdown_table, provenance, write_record
+from lab.provenance import as_markdown, markdown_table, provenance, tracked, write_record
 from mis_plugins.shared.numerals import count
-from mis_plugins.shared.progress import tracked
 from mis_plugins.shared.table import print_table
 
 Group = tuple[str, str]

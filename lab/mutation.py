@@ -48,9 +48,9 @@ import torch
 import yaml
 
 from lab.mutants import Mutant, mutants_of
-from lab.provenance import markdown_table, parser_of
+from lab.provenance import as_given, as_markdown, markdown_table, measured_with, parser_of
 from mis_plugins.shared.numerals import count, whole
-from mis_plugins.shared.provenance import REPOSITORY, as_given, as_markdown, measured_with
+from mis_plugins.shared.provenance import REPOSITORY
 
 MATH = ("correction", "config/terms", "loss", "versions")
 ROOMS = (*MATH, "packing", "config", "metrics", "hosts")

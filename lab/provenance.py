@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import os
+import platform
+import shlex
 import sys
 from argparse import ArgumentParser, ArgumentTypeError, RawDescriptionHelpFormatter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from mis_plugins.shared.files import write_text
-from mis_plugins.shared.provenance import as_given, as_markdown, measured_with
+from mis_plugins.shared.provenance import REPOSITORY, commit, cpu_lines, cpu_name, git
+from mis_plugins.shared.terminal import steered
 
-__all__ = ["as_markdown", "markdown_table", "parser_of", "provenance", "target", "write_record"]
-
+T = TypeVar("T")
 MEASURED = ("mis_plugins", "true_on_policy", "lab", ":!lab/host", ":!lab/results")
 
 
@@ -48,3 +51,56 @@ def target(text: str) -> Path:
     if path.is_dir() or not os.access(path.parent, os.W_OK):
         raise ArgumentTypeError(f"{text} cannot be written; name a file in a folder that is there")
     return path
+
+
+def measured_with(
+    command: str, measured: Sequence[str], checkouts: Mapping[str, Path] | None = None
+) -> dict[str, str]:
+    """The command, versions, commits and processor that somebody needs to repeat a figure.
+
+    Args:
+        measured: git's paths of the code that the figures follow from; uncommitted changes there are told.
+        checkouts: any folder of each other repository, by the repository's name.
+    """
+    found = {
+        "command": command,
+        "python": platform.python_version(),
+        "cpu": f"{cpu_name()}, {_cores()} cores",
+    }
+    found |= {name: importlib.metadata.version(name) for name in ("torch", "megatron-core")}
+    found["mis-plugins commit"] = commit(REPOSITORY, measured)
+    return found | {f"{name} commit": commit(_top(path), (".",)) for name, path in (checkouts or {}).items()}
+
+
+def as_given(program: str, words: Sequence[str]) -> str:
+    """A command as a shell reads it, with absolute paths cut to their last part."""
+    shown = [Path(word).name if Path(word).is_absolute() else word for word in words]
+    return " ".join([program, *map(shlex.quote, shown)])
+
+
+def as_markdown(found: Mapping[str, str]) -> str:
+    rows = "\n".join(f"| {key} | {value} |" for key, value in found.items() if key != "command")
+    return f"```\n{found['command']}\n```\n\n| measured with | |\n|---|---|\n{rows}\n"
+
+
+def committed_tree(folder: str) -> str | None:
+    """Git's name of a folder's content at HEAD; None where the folder holds changes that no commit has."""
+    changed = git(REPOSITORY, "status", "--porcelain", "--", folder)
+    return None if changed else git(REPOSITORY, "rev-parse", "--quiet", "--verify", f"HEAD:{folder}") or None
+
+
+def _top(folder: Path) -> Path:
+    """Top folder of the repository that holds a folder; the folder itself where no repository does."""
+    return Path(git(folder, "rev-parse", "--show-toplevel") or folder)
+
+
+def _cores() -> int:
+    return sum(line.startswith("processor") for line in cpu_lines())
+
+
+def tracked(items: Sequence[T], what: str, silent: bool = False) -> Iterable[T]:
+    """Yield the items, under a bar that rich draws on stdout."""
+    from rich.console import Console  # of the extra `local`
+    from rich.progress import track
+
+    return track(items, what, console=Console(file=steered(sys.stdout)), disable=silent)

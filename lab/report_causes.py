@@ -23,13 +23,12 @@ from pathlib import Path
 import torch
 
 from lab.planted_runs import IN_RECORDINGS, LADDER, PLANTS, clean, planted, planted_in_recording
-from lab.provenance import markdown_table, parser_of, write_record
+from lab.provenance import as_given, as_markdown, markdown_table, measured_with, parser_of, write_record
 from mis_plugins.config.model import CorrectionConfig
 from mis_plugins.report.record import Record
 from mis_plugins.report.survey import Survey, report
 from mis_plugins.report.verdict import verdict
 from mis_plugins.shared.progress import told
-from mis_plugins.shared.provenance import as_given, as_markdown, measured_with
 
 RESULTS = Path("lab/results")
 MEASURED = ("mis_plugins/report", "mis_plugins/metrics", "lab/planted_runs.py")

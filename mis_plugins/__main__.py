@@ -278,14 +278,6 @@ def hosts_check(arguments: argparse.Namespace) -> int:
     return run(arguments)
 
 
-def from_miles(arguments: argparse.Namespace) -> str:
-    """Gone: the flat mis.yaml of Miles and slime works as it is."""
-    raise ConfigError(
-        "from-miles is gone, since the flat file works as it is: pass it as --custom-config-path FILE, and see what it "
-        "does with `config check FILE`"
-    )
-
-
 Run = Callable[[argparse.Namespace], str | int]
 Arguments = dict[str, dict[str, Any]]
 
@@ -322,7 +314,6 @@ OUTPUTS: Arguments = {
         "type": float, "default": 60.0, "metavar": "SECONDS", "help": "between two looks (default: %(default)s)"
     },
 }  # fmt: skip
-GONE = "from-miles"  # no listing has the command; it answers with what to do instead
 CHECKOUT: Arguments = {
     "checkout": {"type": Path, "metavar": "CHECKOUT"},
     "--history": {"action": "store_true", "help": argparse.SUPPRESS},  # refused, with its successor
@@ -337,7 +328,6 @@ COMMANDS: dict[str, dict[str, tuple[Run, Arguments]]] = {
         "from-verl": (from_verl, TRANSLATED),
         "from-ms-swift": (from_ms_swift, TRANSLATED),
         "from-areal": (from_areal, TRANSLATED),
-        GONE: (from_miles, FILE),
         "suggest": (suggest, SOURCES),
     },
     "report": {"": (report, SOURCES | OUTPUTS)},
@@ -362,13 +352,12 @@ def _parser() -> argparse.ArgumentParser:
             made = groups.add_parser(
                 group, help=GROUPS[group], description=__doc__, formatter_class=AS_WRITTEN
             )
-            into = made.add_subparsers(
-                required=True, metavar="|".join(name for name in named if name != GONE)
-            )
+            into = made.add_subparsers(required=True, metavar="|".join(named))
         for name, (run, arguments) in named.items():
             text = inspect.cleandoc(run.__doc__ or "")
-            listed: dict[str, Any] = {} if name == GONE else {"help": text.partition("\n")[0]}
-            command = into.add_parser(name, **listed, description=text, formatter_class=AS_WRITTEN)
+            command = into.add_parser(
+                name, help=text.partition("\n")[0], description=text, formatter_class=AS_WRITTEN
+            )
             command.set_defaults(run=run)
             for argument, options in arguments.items():
                 choices = options.get("choices")  # a function where hosts may be registered later

@@ -14,7 +14,7 @@ for model in tiny-qwen3-moe tiny-qwen3-moe-64; do
     for dtype in bf16 fp32; do
         name="$results/certificate-sglang-megatron-$model-$dtype-engine"
         echo "$name"
-        python -m true_on_policy verify --engine sglang --trainer megatron --model "$model" --dtype "$dtype" \
-            --json "$name.json" --picture "$name.png" "$@"
+        python -m lab.certificate_picture "$name.png" --engine sglang --trainer megatron --model "$model" --dtype "$dtype" \
+            --json "$name.json" "$@"
     done
 done

@@ -13,6 +13,6 @@ PYTHON=$(command -v python) bash true_on_policy/engines/install.sh sglang
 for dtype in bf16 fp32; do
     name="$results/certificate-sglang-megatron-smollm2-135m-$dtype-engine"
     echo "$name"
-    python -m true_on_policy verify --engine sglang --trainer megatron --model smollm2-135m --prompts builtin \
-        --tokens 5000 --dtype "$dtype" --json "$name.json" --picture "$name.png" "$@"
+    python -m lab.certificate_picture "$name.png" --engine sglang --trainer megatron --model smollm2-135m --prompts builtin \
+        --tokens 5000 --dtype "$dtype" --json "$name.json" "$@"
 done

@@ -13,7 +13,7 @@ verify() {
     local name="$results/certificate-sglang-$1-$2-$3-$4"
     shift 4
     echo "$name"
-    python -m true_on_policy verify --engine sglang --json "$name.json" --picture "$name.png" "$@"
+    python -m lab.certificate_picture "$name.png" --engine sglang --json "$name.json" "$@"
 }
 
 PYTHON=$(command -v python) bash true_on_policy/engines/install.sh sglang

@@ -12,9 +12,9 @@ results=${RESULTS:-lab/results}
 verify() { # ranks of the engine, ranks of the trainer, dtype
     local name="$results/certificate-sglang-tp$1-megatron-tp$2-$3"
     echo "$name"
-    python -m true_on_policy verify --engine sglang --engine-tensor-parallel "$1" \
+    python -m lab.certificate_picture "$name.png" --engine sglang --engine-tensor-parallel "$1" \
         --trainer megatron --trainer-tensor-parallel "$2" --leaves 4 --dtype "$3" \
-        --json "$name.json" --picture "$name.png" "${@:4}"
+        --json "$name.json" "${@:4}"
 }
 
 PYTHON=$(command -v python) bash true_on_policy/engines/install.sh sglang

@@ -14,7 +14,7 @@ from typing import Any
 import yaml
 
 RECIPE = (
-    "--task reverse --num-digits 10 --warmup-steps 500 "
+    "--num-digits 10 --warmup-steps 500 "
     "--num-rollout 200 --rollout-batch-size 16 --n-samples-per-prompt 8 --global-batch-size 64 --lr 5e-5"
 ).split()
 

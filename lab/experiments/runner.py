@@ -33,8 +33,8 @@ from torch.multiprocessing.spawn import ProcessContext, ProcessExitedException, 
 from lab.host.cli.arguments import parse_args
 from lab.host.folders import set_aside
 from lab.host.report import write_json
+from lab.provenance import as_given, committed_tree, measured_with
 from mis_plugins.shared.numerals import count, whole
-from mis_plugins.shared.provenance import as_given, committed_tree, measured_with
 from mis_plugins.shared.shell import INTERRUPTED, add_version
 
 STAMP, LOG = "made_of.json", "run.log"

@@ -6,6 +6,7 @@ stand_in_server replaces SGLang. A wait is counted where an operator would wait 
 
 from __future__ import annotations
 
+import importlib
 import sys
 import tempfile
 import time
@@ -54,10 +55,16 @@ class Cpu:
             raise RuntimeError(f"operators that wait on CUDA: {', '.join(counting.tally.waits)}")
 
 
+def interpret() -> None:
+    """Switch Triton's interpreter on, before anything imports Triton's kernels."""
+    sys.path.append(str(TESTS))
+    importlib.import_module("triton_interpreter")
+
+
 @contextmanager
 def swapped() -> Iterator[Cuda]:
     """Swap kernels for stand-ins, and the contract's model for a tiny one, in the body; yield the machine."""
-    sys.path.append(str(TESTS))
+    interpret()
     import triton_interpreter
     from stand_ins import FLASH_ATTENTION, deep_gemm_source
 

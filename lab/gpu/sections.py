@@ -58,6 +58,13 @@ def warming(dry_run: bool) -> Iterator[None]:
         process.join()
 
 
+def preload() -> None:
+    """Import what sections import, for the forks of a dry run; beside a GPU this process must not touch CUDA."""
+    importlib.import_module("lab.gpu.dry_run").interpret()
+    for name in ("stand_in_server", *SECTIONS):
+        importlib.import_module(f"lab.gpu.{name}")
+
+
 def _warm(dry_run: bool) -> None:
     try:
         with _machine(dry_run) as machine:

@@ -7,7 +7,6 @@ if __name__ == "__main__":
 
     run_command("lab.host.__main__:main", extra="verify")
 
-import os
 import sys
 from pathlib import Path
 
@@ -41,9 +40,7 @@ def _refused(why: MisError | str) -> int:
 
 
 def _told(folder: Path, code: int) -> int:
-    """Say how the run ended, unless its error was printed: once, whatever the number of ranks under torchrun."""
-    if os.environ.get("RANK", "0") != "0":
-        return code
+    """Say how the run ended, unless its error was printed."""
     if code == INTERRUPTED:
         print("interrupted", file=sys.stderr)
     if code in (0, INTERRUPTED) and (folder / SUMMARY).exists():

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
 import sys
 from argparse import Namespace
 from collections.abc import Iterable
@@ -62,8 +61,7 @@ def unused(folder: Path, runs: Iterable[str] = (".",)) -> Path:
     if not any(_holds_run(folder / run) for run in runs):
         return folder
     free = _numbered(folder)
-    if os.environ.get("RANK", "0") == "0":  # torchrun starts this once a rank
-        print(f"{folder} holds an earlier run; the new one goes to {free}", file=sys.stderr)
+    print(f"{folder} holds an earlier run; the new one goes to {free}", file=sys.stderr)
     return free
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,7 +13,6 @@ from statistics import fmean
 from typing import Any
 
 import torch.distributed as dist
-from rich.console import Console
 from torch import Tensor
 
 from lab.host import report
@@ -25,7 +23,6 @@ from lab.host.folders import CURVES, METRICS, SUMMARY
 from lab.host.model import checkpoint
 from lab.host.model.decoder import ModelConfig
 from lab.host.model.engine import DecodeEngine, RolloutEngine
-from lab.host.model.replay import ROUTES
 from lab.host.rollout.rollout_engines import kernels, rollout_engine
 from lab.host.rollout.sampler import (
     Rollout,
@@ -35,7 +32,7 @@ from lab.host.rollout.sampler import (
     sample_responses,
     shard,
 )
-from lab.host.rollout.tasks import TASKS, Problem, Task
+from lab.host.rollout.tasks import Problem, Task
 from lab.host.train.gradients import (
     before_log_probs,
     cosine,
@@ -108,14 +105,15 @@ def recording(args: Namespace, first_rollout: int) -> Iterator[Callable[[Row], N
     log.truncate(after=first_rollout - 1)
     status = "failed"
     arguments = dict(vars(args))  # as they were given: a hook may keep its own things on args
+    tell = (lambda text: None) if args.quiet else partial(print, flush=True)
+
+    def record(row: Row) -> None:
+        log.append(row)
+        tell(report.row_of(row))
+
     try:
-        with _table(args, folder, first_rollout) as table:
-
-            def record(row: Row) -> None:
-                log.append(row)
-                table.add(row)
-
-            yield record
+        tell(report.headings(folder.name, args.num_rollout))
+        yield record
         status = "finished"
     except (KeyboardInterrupt, Unread):
         status = "interrupted"
@@ -128,16 +126,11 @@ def recording(args: Namespace, first_rollout: int) -> Iterator[Callable[[Row], N
         report.draw_histories({folder.name: records}, folder / CURVES)
 
 
-def _table(args: Namespace, folder: Path, completed: int) -> report.LiveTable:
-    console = Console(file=open(os.devnull, "w")) if args.quiet else None
-    return report.LiveTable(folder.name, args.num_rollout, completed, console)
-
-
 @dataclass
 class Loop:
     """The parts of a run that exist from its start to its end.
 
-    ``next_rollout`` is also the version of the weights. ``frozen`` is the reference policy of ``--use-kl-loss``.
+    ``next_rollout`` is also the version of the weights.
     ``asynchronous`` is where the training samples come from with ``--async``, in place of ``engine``.
     """
 
@@ -149,19 +142,18 @@ class Loop:
     engine: RolloutEngine
     reference: DecodeEngine
     postprocess: Callable[..., Any] | None
-    frozen: dict[str, Tensor] | None
     next_rollout: int
     asynchronous: AsynchronousRollouts | None
 
     @classmethod
     def start(cls, args: Namespace, state: ParallelState) -> Loop:
         """Build everything, from the checkpoint of ``--load`` or from a warm start."""
-        task = TASKS[args.task](args.num_digits)
+        task = Task(args.num_digits)
         config = model_config(args, task.vocab_size)
         held_out = draw_problems(task, args.eval_prompts, derive_seed(args.seed, "held out"))
         saved = checkpoint.load(args.load, config) if args.load else None
-        warm = WarmStart(args, config, task, state, _prompts(held_out)).weights
-        weights = saved["weights"] if saved else warm()
+        warm = WarmStart(args, config, task, state, _prompts(held_out))
+        weights = saved["weights"] if saved else warm.weights()
         trainer = Trainer(args, config, state, weights, args.lr)
         if saved:
             trainer.load_optimizer_state(saved["optimizer"])
@@ -176,7 +168,6 @@ class Loop:
             engine=rollout_engine(args, config),
             reference=DecodeEngine(config, "fp32"),
             postprocess=load_function(path, "--rollout-data-postprocess-path") if path else None,
-            frozen=warm() if args.use_kl_loss else None,
             next_rollout=first,
             asynchronous=AsynchronousRollouts(
                 args, task, config, state, trainer, _prompts(held_out), weights, first
@@ -268,15 +259,10 @@ class Loop:
             hook(self.args, rollout_id, step_id, [self.trainer.ddp], self.trainer.optimizer, None)
 
     def prepare(self, rollout_id: int, data: RolloutData) -> None:
-        """Compute the log-probs of proximal and reference policy and call the rollout-data hook, in slime's order."""
+        """Compute the log-probs of the proximal policy and call the rollout-data hook, in slime's order."""
         if not self.args.use_rollout_logprobs or self.args.get_mismatch_metrics:
             before_log_probs(self.args, self.trainer)
             data["log_probs"] = self.trainer.log_probs(data)
-        if self.frozen is not None:
-            before_log_probs(self.args, self.trainer, "ref_")
-            unrouted = {name: value for name, value in data.items() if name != ROUTES}
-            with self.trainer.holding(self.frozen):
-                data["ref_log_probs"] = self.trainer.log_probs(unrouted)
         if self.postprocess is not None:
             self.postprocess(self.args, rollout_id, data)
 
@@ -302,7 +288,7 @@ class Loop:
         samples = (self.pool(self.fp32(), "first"), self.pool(self.reference, "second"))
         sampled = self.pool(self.engine, "cosine")
         settings = {"grad_cosine": self.args, "grad_cosine_uncorrected": on_policy(self.args)}
-        with RECORDER.unobserved(), routes_apart():
+        with unobserved(), routes_apart():
             reference = on_policy_reference(self.args, self.state, self.trainer, samples)
             gradients = {
                 name: mean_gradient(args, self.state, self.trainer, sampled)
@@ -330,6 +316,16 @@ class Loop:
     def save(self) -> None:
         if self.args.save:
             checkpoint.save(self.args.save, self.trainer, self.reference.config, self.next_rollout)
+
+
+@contextmanager
+def unobserved() -> Iterator[None]:
+    """Record nothing during the block, for gradients that no optimizer step applies."""
+    RECORDER.record = lambda *given, **named: None
+    try:
+        yield
+    finally:
+        del RECORDER.record
 
 
 def _prompts(problems: Sequence[Problem]) -> frozenset[tuple[int, ...]]:

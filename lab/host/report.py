@@ -1,4 +1,4 @@
-"""What a run shows and leaves: a live table, metrics.jsonl, summary.json, curves.png, a sentence.
+"""What a run shows and leaves: a row a rollout, metrics.jsonl, summary.json, curves.png, a sentence.
 
 A rollout's record in metrics.jsonl has these keys, and the metrics of the TIS hook under their own names.
 
@@ -20,25 +20,18 @@ from __future__ import annotations
 import itertools
 import json
 import math
-import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
-from types import TracebackType
 from typing import Any, TypedDict
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
-from rich.console import Console, Group
-from rich.live import Live
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.table import Table
 
 from mis_plugins.shared.files import replaced, write_text
 from mis_plugins.shared.palette import FRAME, GRID, TEXT, color
-from mis_plugins.shared.terminal import steered
 
 
 class Summary(TypedDict):
@@ -282,61 +275,18 @@ COLUMNS: dict[str, tuple[str, Callable[[float], str]]] = {
     "kept_fraction": (" kept", "{:.3f}".format),
     "seconds": ("seconds", "{:.2f}".format),
 }
-"""What the live table shows: record key to heading, as wide as a number, and format."""
-
-_HEADINGS = [heading for heading, _ in COLUMNS.values()]
-
-SHOWN_ROWS = 10
+"""What is printed of each rollout: record key to heading, as wide as a number, and format."""
 
 
-class LiveTable:
-    """The last rollouts and a progress bar, redrawn in place; plain lines where output is no terminal.
+def headings(name: str, rollouts: int) -> str:
+    """The lines above the rows of a run."""
+    return f"{name}, {rollouts} rollouts\n" + "  ".join(heading for heading, _ in COLUMNS.values())
 
-    with LiveTable("uncorrected", total=200) as table:
-        table.add(record)
-    """
 
-    def __init__(self, title: str, total: int, completed: int = 0, console: Console | None = None) -> None:
-        self._title = title
-        self._console = console or Console(file=steered(sys.stdout))
-        self._rows: list[list[str]] = []
-        name = TextColumn("{task.description}", markup=False)
-        self._progress = Progress(name, BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-        self._bar = self._progress.add_task(title, total=total, completed=completed)
-        self._live = Live(console=self._console, get_renderable=self._render, refresh_per_second=4)
-
-    def __enter__(self) -> LiveTable:
-        if self._console.is_terminal:
-            self._live.start()
-        else:
-            self._print(self._title)
-            self._print(*_HEADINGS)
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._console.is_terminal:
-            self._live.stop()
-
-    def add(self, record: Mapping[str, Any]) -> None:
-        """Show one more rollout."""
-        row = [_cell(record.get(key), form) for key, (_, form) in COLUMNS.items()]
-        self._rows = [*self._rows, row][-SHOWN_ROWS:]
-        self._progress.advance(self._bar)
-        if not self._console.is_terminal:
-            self._print(*(cell.rjust(len(heading)) for cell, heading in zip(row, _HEADINGS, strict=True)))
-
-    def _print(self, *cells: str) -> None:
-        print(*cells, sep="  ", file=self._console.file, flush=True)
-
-    def _render(self) -> Group:
-        table = Table(box=None, header_style="bold", padding=(0, 2))
-        for heading in _HEADINGS:
-            table.add_column(heading, justify="right")
-        for row in self._rows:
-            table.add_row(*row)
-        return Group(table, self._progress)
+def row_of(record: Mapping[str, Any]) -> str:
+    """One rollout as a row below `headings`."""
+    cells = ((_cell(record.get(key), form), heading) for key, (heading, form) in COLUMNS.items())
+    return "  ".join(cell.rjust(len(heading)) for cell, heading in cells)
 
 
 def _cell(value: int | float | None, form: Callable[[float], str]) -> str:

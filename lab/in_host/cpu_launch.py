@@ -9,11 +9,12 @@ from collections.abc import Mapping
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any
 
+from true_on_policy.contract.operations import REASONS
 from true_on_policy.contract.sides import TRAINERS
 from true_on_policy.contract.specs import NormOrder
 from true_on_policy.engines.handover import CONTRACT, ORDER, handed_over, stated_contract
 from true_on_policy.errors import ContractError
-from true_on_policy.flags.rules import PREFIX, TEXT_ALONE, UNFUSED, Flag, Refusal, faults, refuse
+from true_on_policy.flags.rules import PREFIX, UNFUSED, Flag, Refusal, faults, refuse
 
 if TYPE_CHECKING:
     from true_on_policy.contract.cpu import Contract
@@ -33,7 +34,7 @@ REFUSALS = (
     Refusal("sequence_parallel", (False,), "row-parallel layers add up whole rows; drop --sequence-parallel"),
     Refusal("num_experts", (None, 0), _PLAIN),
     Refusal("add_qkv_bias", (False,), _PLAIN),
-    Refusal("multimodal_keys", (None,), TEXT_ALONE),
+    Refusal("multimodal_keys", (None,), f"images are not certified: {REASONS['images']}"),
     Refusal("lora_rank", (None, 0), _PLAIN),
     Refusal("fp16", (False,), "the CPU contract has fp32 and bf16; launch without --fp16"),
     Refusal("sglang_quantization", (None,), f"{_PLAIN}; drop --sglang-quantization"),

@@ -77,7 +77,7 @@ class Row:
         contract: fields of the CPU contract that pins both sides; None leaves both sides stock.
         again: flags of a second run, of the host's synchronous train.py, over the rollouts that the first run
             dumped; None for no second run.
-        model: a tiny model of `true_on_policy/contract/families.py`.
+        model: a tiny model of `true_on_policy/contract/families.yaml`.
         resplit: what another split of the micro-batches must leave of the trainer's log-probs: all `equal`,
             or some `different`. None where log-probs are computed once.
         saves: whether the trainer saves its weights before each update, and the engine returns digests of its

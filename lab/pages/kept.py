@@ -1,8 +1,6 @@
 """The part of `docs/presets.md` that says what presets keep at the mismatch of a real model, from its record.
 
-    python -m lab.pages.kept
-
-Only what lies between the two comments that name this module is made.
+python -m lab.pages.kept
 """
 
 from __future__ import annotations
@@ -14,27 +12,24 @@ if __name__ == "__main__":
 
 import json
 import math
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from lab.ladder.rungs import RUNGS
 from lab.ladder.shipped import SAMPLED_AS_TRAINED, by_k3, commits
+from lab.pages.parts import filled
 from lab.provenance import parser_of
 from mis_plugins.explain.rungs import short
 
 ROOT = Path(__file__).parents[2]
 PAGE, RECORD = ROOT / "docs" / "presets.md", ROOT / "lab" / "results" / "mismatch.json"
-BEGIN, END = "<!-- made by python -m lab.pages.kept -->\n", "<!-- end of what was made -->"
-PART = re.compile(f"{re.escape(BEGIN)}.*{re.escape(END)}", re.DOTALL)
 Rung = Mapping[str, Any]
 
 
 def page(text: str, record: Mapping[str, Any]) -> str:
     """The page with its tables of the record made anew."""
-    made = "\n".join(_part(record))
-    return PART.sub(lambda _: f"{BEGIN}\n{made}\n\n{END}", text)
+    return filled(text, lambda _: "\n".join(_part(record)))
 
 
 def _part(record: Mapping[str, Any]) -> Iterator[str]:

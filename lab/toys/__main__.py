@@ -1,4 +1,4 @@
-"""Pictures of toy experiments, drawn anew from their records, and the page of the report's.
+"""Pictures of toy experiments, drawn anew from their records.
 
     python -m lab.toys [NAME ...]
 
@@ -12,33 +12,32 @@ if __name__ == "__main__":
 
     run_command("lab.toys.__main__:main", extra="verify")
 
-import importlib
 import json
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 from lab.provenance import parser_of
+from lab.toys import async_picture, endings, presets
 
-DRAWN = {name: f"lab.toys.{name}" for name in ("collapse", "experts", "presets", "truly_on_policy")}
-DRAWN["async"] = "lab.toys.async_picture"
-WRITTEN = {"report_collapse": "lab.toys.report_collapse"}
-TOYS = DRAWN | WRITTEN
-"""The module that draws or writes each experiment, by the name of its record."""
 RESULTS = Path("lab/results")
+DRAWN: dict[str, Callable[[Mapping[str, Any], Path], None]] = {
+    "async": async_picture.draw,
+    "collapse": endings.of_collapse,
+    "experts": endings.of_experts,
+    "presets": presets.draw,
+    "truly_on_policy": endings.of_truth,
+}
+"""What draws each experiment, by the name of its record."""
 
 
 def main() -> int:
     parser = parser_of(__doc__)
-    parser.add_argument(
-        "names", nargs="*", metavar="NAME", help=f"of {', '.join(sorted(TOYS))} (default: all)"
-    )
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(DRAWN)} (default: all)")
     options = parser.parse_args()
-    if unknown := [name for name in options.names if name not in TOYS]:
-        parser.error(f"no experiment {', '.join(unknown)}; choose from {', '.join(sorted(TOYS))}")
-    for name in options.names or TOYS:
-        toy, record = importlib.import_module(TOYS[name]), RESULTS / f"{name}.json"
-        content = json.loads(record.read_text(encoding="utf-8"))
-        if name in DRAWN:
-            toy.draw(content, record.with_suffix(".png"))
-        else:
-            record.with_suffix(".md").write_text(toy.markdown(content), encoding="utf-8")
+    if unknown := [name for name in options.names if name not in DRAWN]:
+        parser.error(f"no experiment {', '.join(unknown)}; choose from {', '.join(DRAWN)}")
+    for name in options.names or DRAWN:
+        record = RESULTS / f"{name}.json"
+        DRAWN[name](json.loads(record.read_text(encoding="utf-8")), record.with_suffix(".png"))
     return 0

@@ -98,3 +98,38 @@ def _key() -> list[Line2D]:
         label="the rollout engine's, of the same seed",
     )
     return [trainer, rollout]
+
+
+def of_collapse(content: Mapping[str, Any], path: Path) -> None:
+    """Does correction help? A panel for each method, of the runs with the advantage R - 1."""
+    draw(content["runs"]["R-1"], path)
+
+
+ARMS_OF_EXPERTS = {
+    "uncorrected": "no correction",
+    "token TIS": "token weights up to 2",
+    "route": "token TIS, and tokens of another route dropped",
+    "R3": "the engine's routes replayed",
+    "R3 + TIS": "routes replayed, and token TIS",
+    "truly on policy": "an engine in fp32 on the trainer's kernels",
+    "blog 1": "Miles blog, MoE 1: TIS up to 2, window, normalized",
+    "blog 2": "Miles blog, MoE 2: TIS up to 1.5, window, normalized",
+    "blog 3": "Miles blog, MoE 3: TIS up to 1.5, window",
+    "blog 4": "Miles blog, MoE 4: TIS up to 1.5",
+}
+
+
+def of_experts(content: Mapping[str, Any], path: Path) -> None:
+    """A mixture of experts: what each arm of the recipe does about the mismatch."""
+    draw(content["runs"], path, ARMS_OF_EXPERTS)
+
+
+def of_truth(content: Mapping[str, Any], path: Path) -> None:
+    """The demonstration's collapse, and a run on equal log-probs: a KL of exactly 0 has no place on a log axis."""
+    runs: Mapping[str, Mapping[str, Any]] = content["runs"]
+    notes = {
+        name: f"{run['equal']:,} of {run['tokens']:,} log-probs equal\nk3 {run['k3_kl']:.2g}"
+        + (", exactly" if run["k3_kl"] == 0 else "")
+        for name, run in runs.items()
+    }
+    draw({name: [run] for name, run in runs.items()}, path, notes)

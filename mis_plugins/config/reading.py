@@ -28,9 +28,7 @@ from mis_plugins.config.view import (
     FILES,
     View,
     contradicted,
-    hooks_of,
     is_untyped,
-    kind,
     of_hooks,
     once,
     plain,
@@ -182,7 +180,9 @@ def _from_view(stated: View) -> CorrectionConfig:
     config = _of_keys({name: plain(value) for name, value in said.items()})
     corrects = config.corrects or config.needs_loss_hook
     if not corrects and getattr(stated, "use_tis", False):
-        raise ConfigError(f"{NOTHING_SAID} (looked for in: {looked_at(stated)})")
+        from mis_plugins.config import told
+
+        raise ConfigError(f"{told.NOTHING} (looked for in: {told.looked_at(stated)})")
     if FILES[0] in files_of(stated):
         _check_handed_on(stated, corrects)
     return config
@@ -202,7 +202,7 @@ def _check_handed_on(args: View, corrects: bool) -> None:
         if corrects and isinstance(error.__cause__, OSError):
             return  # a file that is gone since the job read it
         raise
-    if lost := _lost(args, keys):
+    if lost := lost_of(args, keys):
         raise ConfigError(f"{name} says {', '.join(lost)}, and the host has not made arguments of it")
     hosts = [key for key in HOST_KEYS if key in keys and not equal(args.get(key), keys[key])]
     differs = differing(args, keys)
@@ -217,7 +217,7 @@ def _check_handed_on(args: View, corrects: bool) -> None:
         )
 
 
-def _lost(args: View, keys: Mapping[str, Any]) -> list[str]:
+def lost_of(args: View, keys: Mapping[str, Any]) -> list[str]:
     """The keys of a file that are read here, and that the arguments lack."""
     said = [key for key, value in keys.items() if value is not None and is_read(key, value)]
     lost = [key for key in said if key != "use_tis" and args.get(key) is None]
@@ -231,12 +231,6 @@ def equal(one: Any, other: Any) -> bool:
         with suppress(TypeError, ValueError):
             return float(one) == float(other)
     return bool(one == other)
-
-
-NOTHING_SAID = (
-    "--use-tis is set but nothing says how to correct: pass a preset, for example "
-    "--custom-config-path $(python -m mis_plugins config path tis); `config list --family start` has the others"
-)
 
 
 def _is_the_hosts(args: View, name: str) -> bool:
@@ -291,26 +285,6 @@ def differing(args: View, keys: Mapping[str, Any]) -> list[str]:
     return [key for key, value in read if not equal(args.get(key), value)]
 
 
-def looked_at(args: View) -> str:
-    """Where a config was looked for, and not found."""
-    files = files_of(args)
-    places = [f"{kind(args)}: mis, {FLAT_KEYS[0]} ... {FLAT_KEYS[-1]}"]
-    places += [f"the config beside {name}" for name in hooks_of(args)]
-    places += [f"--{name.replace('_', '-')} {short(files[name])}, {_found_in(args, name)}" for name in files]
-    return "; ".join(places if files else [*places, "no --custom-config-path is given"])
-
-
-def _found_in(args: View, argument: str) -> str:
-    try:
-        keys = keys_given(files_of(args)[argument])[0]
-    except ConfigError as error:
-        return str(error)
-    said, lost = [key for key, value in keys.items() if is_read(key, value)], _lost(args, keys)
-    if lost:
-        return f"which says {', '.join(lost)}, and the host has not made arguments of it"
-    return f"which says {', '.join(said) or 'none of them'}"
-
-
 def _of_keys(said: Mapping[str, Any]) -> CorrectionConfig:
     check_names(said)
     nested = said.get("mis")
@@ -327,20 +301,6 @@ def _of_keys(said: Mapping[str, Any]) -> CorrectionConfig:
     from mis_plugins.config.flat import from_flat
 
     return from_flat(flat, metrics) if corrects else CorrectionConfig(metrics=metrics)
-
-
-def correcting_keys(args: Any, config: CorrectionConfig) -> list[str]:
-    """The user's names of what would change a loss: parts of `config`, and flat switches that are unread."""
-    args = view(args)
-    names = spelling(args)
-    nested = "mis.segment_wise" if config.weighs_by_segment_wise else "mis.weight"
-    weighs = [names.get("weight", nested)] if config.weight else []
-    rules = [key for key in ("use_rs", "use_mask", "rs_veto_threshold") if getattr(args, key, None)]
-    rules = rules or ["mis.reject"] * bool(config.reject)
-    others = [
-        names.get(part, f"mis.{part}") for part in ("opsm", "objective") if getattr(config, part) is not None
-    ]
-    return weighs + rules + others
 
 
 def says_denominator(args: Any) -> bool:

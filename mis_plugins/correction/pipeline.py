@@ -13,6 +13,7 @@ from torch import Tensor
 
 from mis_plugins.config.model import CorrectionConfig, Level, Population, WeightConfig
 from mis_plugins.correction.plan import UNREJECTED, Plan, plan_of
+from mis_plugins.correction.ratios import exp_finite
 from mis_plugins.correction.rejection import Totals, kept_units, passing_units, unit_weight
 from mis_plugins.correction.token_stage import TokenStage, token_stage, totals_by_population
 from mis_plugins.errors import InputError
@@ -67,17 +68,17 @@ class Verdict:
 
 
 @dataclass(frozen=True)
-class LogPerplexity:
-    """Log perplexities of each sequence: means over its usable tokens, 0 where it has none.
+class Means:
+    """Means of each sequence over its usable tokens, 0 where it has none: of log pi_old, log mu and log r."""
 
-    training: mean of -log pi_old.
-    rollout: mean of -log mu.
-    excess: training less rollout.
-    """
+    proximal: Float[Tensor, " N"]
+    behavior: Float[Tensor, " N"]
+    log_ratio: Float[Tensor, " N"]
 
-    training: Float[Tensor, " N"]
-    rollout: Float[Tensor, " N"]
-    excess: Float[Tensor, " N"]
+    @cached_property
+    def perplexities(self) -> tuple[Float[Tensor, " N"], ...]:
+        """Perplexity under the trainer, perplexity under the engine, and the first over the second."""
+        return exp_finite(-torch.stack([self.proximal, self.behavior, self.log_ratio])).unbind()
 
 
 @dataclass(frozen=True)
@@ -143,11 +144,10 @@ class Correction:
         return self.totals["usable"].clamp(min=1)
 
     @cached_property
-    def log_ppl(self) -> LogPerplexity:
-        """Log perplexities of each sequence; the config must have metrics."""
-        count = -self.usable_count
-        training, excess = (self.totals[name] / count for name in ("proximal", "log_ratio"))
-        return LogPerplexity(training, training - excess, excess)
+    def means(self) -> Means:
+        """Means of each sequence's log-probs; the config must have metrics."""
+        proximal, log_ratio = (self.totals[name] / self.usable_count for name in ("proximal", "log_ratio"))
+        return Means(proximal, proximal - log_ratio, log_ratio)
 
     @cached_property
     def valid_count(self) -> Float[Tensor, " N"]:

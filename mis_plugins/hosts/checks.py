@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 from mis_plugins.config import reading
 from mis_plugins.config.model import CorrectionConfig
 from mis_plugins.config.view import View, view
 from mis_plugins.errors import ConfigError
-from mis_plugins.hosts.host import Host
+from mis_plugins.hosts.host import LOSS_HOOK, Host
 from mis_plugins.shared.notices import warn_once
 
 Hook = Literal["file", "command", "tis", "loss", "watch", "routes"]
@@ -108,24 +109,20 @@ def _is_cut(given: Given, name: str) -> bool:
 
 
 WEIGHTS: tuple[Hook, ...] = ("command", "watch", "tis", "loss")
-CUTS = (
+UNCUT = {
+    "p": "rollout_top_p: 1.0",
+    "k": "rollout_top_k: -1 (slime hands them on beside a rollout_top_p below 1: set both in this file)",
+}
+CUTS = tuple(
     Check(
-        "top-p",
+        f"top-{cut}",
         WEIGHTS,
-        lambda given: _is_cut(given, "rollout_top_p"),
-        "rollout_top_p: the engine samples from the tokens that top-p leaves, and {host} does not hand them to the "
-        "trainer, so that every importance ratio would be wrong; set rollout_top_p: 1.0",
-        arguments=("rollout_top_p",),
-    ),
-    Check(
-        "top-k",
-        WEIGHTS,
-        lambda given: _is_cut(given, "rollout_top_k"),
-        "rollout_top_k: the engine samples from the tokens that top-k leaves, and {host} does not hand them to the "
-        "trainer, so that every importance ratio would be wrong; set rollout_top_k: -1 (slime hands them on beside a "
-        "rollout_top_p below 1: set both in this file)",
-        arguments=("rollout_top_k",),
-    ),
+        partial(_is_cut, name=f"rollout_top_{cut}"),
+        f"rollout_top_{cut}: the engine samples from the tokens that top-{cut} leaves, and {{host}} does not hand them "
+        f"to the trainer, so that every importance ratio would be wrong; set {uncut}",
+        arguments=(f"rollout_top_{cut}",),
+    )
+    for cut, uncut in UNCUT.items()
 )
 
 
@@ -148,16 +145,12 @@ def _other_terms(given: Given) -> list[str]:
 
 
 def _told_other_terms(given: Given) -> str:
-    by_kept, masks = given.host.divides_by_kept(given.args), given.has("use_mask")
-    said = (
-        "use_mask: the denominator of all tokens" if masks else f"mis.denominator: {given.config.denominator}"
-    )
-    theirs = "kept tokens" if by_kept else "tokens of before rejection"
-    instead = (
-        f"use {'use_rs' if masks else 'denominator: kept'}"
-        if by_kept
-        else "--loss-type custom_loss --custom-loss-function-path mis_plugins.mis.policy_loss divides every term alike"
-    )
+    said, to_keep = f"mis.denominator: {given.config.denominator}", "denominator: kept"
+    if given.has("use_mask"):
+        said, to_keep = "use_mask: the denominator of all tokens", "use_rs"
+    theirs, instead = "tokens of before rejection", f"{LOSS_HOOK} divides every term alike"
+    if given.host.divides_by_kept(given.args):
+        theirs, instead = "kept tokens", f"use {to_keep}"
     return (
         f"{said} is that of the policy term alone: the TIS hook is not handed the terms "
         f"of {' and '.join(_other_terms(given))}, which the host divides by the {theirs}; {instead}"

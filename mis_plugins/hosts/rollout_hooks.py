@@ -16,7 +16,7 @@ from mis_plugins.config.view import View
 from mis_plugins.correction.pipeline import mean_weight_of
 from mis_plugins.errors import ConfigError, InputError
 from mis_plugins.hosts import loss_batch, megatron, resplit, tracking, watching
-from mis_plugins.hosts.batch import HostBatch, check_apart, host_layout
+from mis_plugins.hosts.batch import HostBatch, check_apart, layout_of
 from mis_plugins.hosts.host import ONE_STEP
 from mis_plugins.hosts.needs.miles import NEEDS as MILES
 from mis_plugins.hosts.rank_agreement import check_agreement
@@ -59,7 +59,7 @@ def normalize_rollout(
         ROLLOUT.keep(Held(rollout_id, asked(args), None, config))
         return
     ranks, cp = current(args).parallel()
-    layout = host_layout(args, data["total_lengths"], data["response_lengths"], data.get("max_seq_lens"), *cp)
+    layout = layout_of(args, data, cp)
     behavior = data.get("rollout_log_probs")
     batch = HostBatch(data["log_probs"], behavior, data["loss_masks"], layout, ranks, trainer="log_probs")
     check_apart(data["log_probs"], behavior, "log_probs")

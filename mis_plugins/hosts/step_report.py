@@ -24,8 +24,7 @@ import atexit
 import logging
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -50,10 +49,9 @@ from mis_plugins.packing.transfer import Arrival, to_host
 from mis_plugins.shared.notices import warn_once
 
 if TYPE_CHECKING:
-    from mis_plugins.metrics.by_age import ByAge
     from mis_plugins.versions.segment_wise import Written
 else:
-    ByAge = Written = Any  # loaded where a host says which version wrote each token
+    Written = Any  # loaded where a host says which version wrote each token
 
 # A wrong setting that scales log-probs lasts, and need not be looked for at every step. `metrics: watch` and `all`
 # look at every step. `full`, to which the sums cost more, looks at the first step of every tenth rollout. The
@@ -77,7 +75,7 @@ class Recorded:
     config: CorrectionConfig
     ranks: Ranks
     partials: Partials
-    ages: ByAge | None = None
+    ages: Partials | None = None
 
     def merge(self, other: Recorded) -> Recorded:
         """Merge the records of two sets of micro-batches."""
@@ -117,7 +115,7 @@ class Recorded:
         """
         if self.ages is None or not self.config.segment_wise_on:
             return self.partials.named_sums
-        row = self.ages.groups[""]
+        row = self.ages.named_sums
         why = {"nonfinite_weights": row["nonfinite"], "lacking_weights": row["unknown"] - row["nonfinite"]}
         return self.partials.named_sums | why
 
@@ -181,7 +179,6 @@ class Recorder:
     rollout: the rollout of the last call of `check_rollout`.
     ran_in_rollout: whether a hook of ours ran since that call.
     told: names of warnings that are not given again.
-    muted: whether `unobserved` is in force.
     """
 
     step: tuple[int, int] | None = None
@@ -193,7 +190,6 @@ class Recorder:
     rollout: int | None = None
     ran_in_rollout: bool = False
     told: set[str] = field(default_factory=set)
-    muted: bool = False
 
     def record(
         self,
@@ -212,7 +208,7 @@ class Recorder:
         Raises:
             ConfigError: the config needs the step hook, and the hook was never called.
         """
-        if self.muted or torch._C._current_graph_task_id() != -1:
+        if torch._C._current_graph_task_id() != -1:
             return
         self.ran = self.ran_in_rollout = True
         config, ranks = correction.config, correction.ragged.ranks
@@ -243,15 +239,6 @@ class Recorder:
         watches = config.metrics != "none" or config.corrects or config.opsm or has_advantages
         return watch(correction, first, relates) if watches else None
 
-    @contextmanager
-    def unobserved(self) -> Iterator[None]:
-        """Record nothing during the block, for a host that calls a hook for what no optimizer step will apply."""
-        before, self.muted = self.muted, True
-        try:
-            yield
-        finally:
-            self.muted = before
-
     def report(self, args: Any, rollout_id: int, step_id: int, ranks: Ranks = ALONE) -> None:
         """Before each optimizer step, on every rank: read what the step before it recorded.
 
@@ -279,13 +266,11 @@ class Recorder:
     def _report_ended(self, ended: Ended | None, ranks: Ranks) -> None:
         """Report the pending records, config by config in one order on every rank."""
         pending, self.pending = ({} if ended is None else self.pending), {}
-        apart = self._why_apart(pending, ended, ranks)
+        ran, self.ran = self.ran, False
+        apart = self._why_apart(pending, ended, ran, ranks)
         for config in sorted(pending, key=repr):
             assert ended is not None
-            if apart is None:
-                apart = self._report(pending[config], ranks, ended)
-            else:
-                self._report_alone(pending[config], ranks, apart, ended)
+            apart = self._report(pending[config], ranks, ended, apart)
 
     def check_rollout(self, args: Any, rollout_id: int, ranks: Ranks) -> None:
         """Where the host has no step hook: check at the next rollout that a hook of ours corrected in this one.
@@ -299,8 +284,7 @@ class Recorder:
         ended, self.rollout = self.rollout, rollout_id
         ran, self.ran_in_rollout = self.ran_in_rollout, False
         whole = ended is not None and ended != rollout_id  # else the host repeats the rollout
-        corrected = self._corrected(ran) if whole else None
-        self._add_up_or_why({}, whole, ranks, corrected, f"rollout {ended}")
+        self._why_apart({}, f"rollout {ended}" if whole else None, ran, ranks)
 
     def _corrected(self, ran: bool) -> bool | None:
         """Whether a hook of ours ran; None on a rank that computes no policy loss, or is asked for no correction."""
@@ -309,51 +293,50 @@ class Recorder:
         return ran or (None if _uncorrected().asked_for(self.args) is None else False)
 
     def _why_apart(
-        self, pending: Mapping[CorrectionConfig, Recorded], ended: Ended | None, ranks: Ranks
+        self, pending: Mapping[CorrectionConfig, Recorded], ended: object | None, ran: bool, ranks: Ranks
     ) -> str | None:
-        """Why the records of the ranks cannot be added up; None where they can."""
-        ran, self.ran = self.ran, False
-        corrected = None if ended is None else self._corrected(ran)
-        return self._add_up_or_why(pending, ended is not None, ranks, corrected, str(ended))
+        """Why the records of the ranks cannot be added up; None where they can.
 
-    def _add_up_or_why(
-        self,
-        pending: Mapping[CorrectionConfig, Recorded],
-        began: bool,
-        ranks: Ranks,
-        corrected: bool | None,
-        ended: str,
-    ) -> str | None:
+        Args:
+            ended: the step or rollout that is over; None where this rank was not there when it began.
+            ran: whether a hook of ours ran in it.
+        """
+        corrected = None if ended is None else self._corrected(ran)
         same_ranks = all(recorded.ranks == ranks for recorded in pending.values())
         pipeline = megatron.pipeline()[0]
         try:
-            agreed = can_add_up(list(pending), began, same_ranks, ranks, corrected, pipeline)
-            return None if agreed else REGROUPED
+            agreed = can_add_up(list(pending), ended is not None, same_ranks, ranks, corrected, pipeline)
         except Uncorrected:
-            raise ConfigError(_uncorrected().told(ended, self.args)) from None
+            raise ConfigError(_uncorrected().told(str(ended), self.args)) from None
         except RANK_LOST as error:
-            if not outlives(ranks):
-                raise
-            return f"a rank was lost ({error})"
+            return _why_lost(error, ranks)
+        return None if agreed else REGROUPED
 
-    def _report(self, pending: Recorded, ranks: Ranks, ended: Ended) -> str | None:
-        """Report what all ranks recorded. Where a rank is lost, report this rank alone and return why."""
-        try:
-            recorded = Copy.begin(pending.over_ranks()).wait()
-        except RANK_LOST as error:
-            if not outlives(ranks):
-                raise
-            why = f"a rank was lost ({error})"
-            self._report_alone(pending, ranks, why, ended)
-            return why
-        sums = recorded.sums
-        if current(self.args).reports(recorded.ranks):
-            self._warn(recorded.config, sums, str(ended))
-            if metrics := recorded.metrics():
-                tracking.log(self.args, metrics, ended.number(self.args))
-        if recorded.config.on_all_rejected == "raise" and sums["all_rejected"]:
-            raise MisError(f"{everything_rejected(recorded.config, sums)}, in {ended}")
-        return None
+    def _report(self, pending: Recorded, ranks: Ranks, ended: Ended, apart: str | None) -> str | None:
+        """Report what all ranks recorded, or this rank alone; return why it is alone.
+
+        Args:
+            apart: why the records cannot be added up; None where they can.
+        """
+        recorded = None
+        if apart is None:
+            try:
+                recorded = Copy.begin(pending.over_ranks()).wait()
+            except RANK_LOST as error:
+                apart = _why_lost(error, ranks)
+        recorded = recorded or Copy.begin(pending).wait()
+        config, sums = recorded.config, recorded.sums
+        reports = current(self.args).reports(ranks)
+        if reports or apart is not None:
+            self._warn(config, sums, str(ended) if apart is None else f"{ended}, this rank")
+        if reports and apart is None and (metrics := recorded.metrics()):
+            tracking.log(self.args, metrics, ended.number(self.args))
+        if reports and apart is not None and config.reports_step:
+            logger.warning("%s: the step's metrics are not logged, which takes all ranks: %s", ended, apart)
+        if config.on_all_rejected == "raise" and sums["all_rejected"]:
+            where = "" if apart is None else ", on this rank"
+            raise MisError(f"{everything_rejected(config, sums)}, in {ended}{where}")
+        return apart
 
     def flush(self, args: Any, ranks: Ranks = ALONE) -> None:
         """Report the last step; on every rank, when nothing will be recorded any more."""
@@ -374,10 +357,7 @@ class Recorder:
         pending, self.pending = self.pending, {}
         for recorded in pending.values():
             try:
-                if recorded.alone:
-                    self._report(recorded, recorded.ranks, ended)
-                else:
-                    self._report_alone(recorded, recorded.ranks, LAST, ended)
+                self._report(recorded, recorded.ranks, ended, None if recorded.alone else LAST)
             except Exception as error:
                 logger.error("the last step, reported at exit: %s", error)
 
@@ -388,15 +368,6 @@ class Recorder:
                 logger.error("%s", _uncorrected().told(f"{ended}, this rank", self.args))
         except MisError as error:
             logger.error("%s, judged at exit: %s", ended, error)
-
-    def _report_alone(self, pending: Recorded, ranks: Ranks, why: str, ended: Ended) -> None:
-        recorded = Copy.begin(pending).wait()
-        sums = recorded.sums
-        self._warn(recorded.config, sums, f"{ended}, this rank")
-        if recorded.config.reports_step and current(self.args).reports(ranks):
-            logger.warning("%s: the step's metrics are not logged, which takes all ranks: %s", ended, why)
-        if recorded.config.on_all_rejected == "raise" and sums["all_rejected"]:
-            raise MisError(f"{everything_rejected(recorded.config, sums)}, in {ended}, on this rank")
 
     def _add(self, recorded: Recorded) -> None:
         earlier = self.pending.get(recorded.config)
@@ -419,6 +390,13 @@ class Recorder:
         self.told = ((self.told | set(holding)) & (set(holding) | ONCE)) - EACH_TIME
 
 
+def _why_lost(error: Exception, ranks: Ranks) -> str:
+    """Why this rank reports alone. Without fault tolerance the error of a collective is raised again."""
+    if not outlives(ranks):
+        raise error
+    return f"a rank was lost ({error})"
+
+
 def _uncorrected() -> Any:
     from mis_plugins.hosts import uncorrected  # loaded where no hook of ours ran
 
@@ -437,7 +415,7 @@ def _at_exit(recorder: weakref.ref[Recorder]) -> None:
 
 def _ages(
     correction: Correction, written: Written | None, numerator: Float[Tensor, " T"] | None
-) -> ByAge | None:
+) -> Partials | None:
     if written is None:
         return None
     from mis_plugins.metrics.staleness import weights_by_age

@@ -70,14 +70,11 @@ def lacking(args: Any) -> str:
     given, config = view(args), asked_for(args)
     if config is None:
         return "see the logs of the ranks of the last pipeline stage"
-    by_loss = given.get("loss_type") == "custom_loss"
-    if by_loss or config.needs_loss_hook:
-        path = given.get("custom_loss_function_path") if by_loss else None
+    if given.get("loss_type") == "custom_loss":
+        path = given.get("custom_loss_function_path")
         return f"give {LOSS_HOOK}" if path is None else f"{path} corrects nothing; give {LOSS_HOOK}"
-    return _lacking_of_tis(given)
-
-
-def _lacking_of_tis(given: View) -> str:
+    if config.needs_loss_hook:
+        return f"give {LOSS_HOOK}"
     path = given.get("custom_tis_function_path")
     missing = ["--use-tis"] * (not given.get("use_tis"))
     missing += [f"--custom-tis-function-path {current(given).tis_hook}"] * (path is None)

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from mis_plugins.config import reading
+from mis_plugins.config import reading, told
 from mis_plugins.config.file import short
 from mis_plugins.config.model import CorrectionConfig
 from mis_plugins.config.view import View, of_hooks, view
@@ -27,14 +27,13 @@ class Reason:
     way_out: str
 
 
-NO_UPPER = "no effect without a tis_upper_bound; give one (mis.yaml has 2.0)"
 WITHOUT_USE_TIS = Reason("--use-tis is not set", "give --use-tis to correct")
 MISMATCH_METRICS = Reason("--get-mismatch-metrics without --use-tis", "give --use-tis to correct")
 
 
 def metrics_alone(args: Any, config: CorrectionConfig, reason: Reason) -> CorrectionConfig:
     """A config that changes no loss, with the metrics of `config`; a warning names what does not act."""
-    if idle := reading.correcting_keys(args, config):
+    if idle := told.correcting_keys(args, config):
         warn_once(
             f"{reason.what}: metrics only, nothing is weighed or rejected, whatever {', '.join(idle)} say; "
             f"{reason.way_out}"
@@ -53,17 +52,24 @@ def for_loss_hook(args: Any, config: CorrectionConfig) -> CorrectionConfig:
     Raises:
         ConfigError: flat keys that nothing reads; a file that may say `use_tis: false` and cannot be read here.
     """
-    asked = reading.correcting_keys(args, config)
+    asked = told.correcting_keys(args, config)
     reason = _reason(args) if asked else None
     if reason is not None:
         return metrics_alone(args, config, reason)
-    if not asked:
-        _check_flat(args, config)
-        _warn_where_nothing_is_said(view(args), config)
+    if config.corrects or config.needs_loss_hook:
         return config
-    if not (config.corrects or config.needs_loss_hook):
-        raise ConfigError(f"{', '.join(asked)}: {NO_UPPER}")
+    if idle := asked or _flat_keys(view(args)):
+        raise ConfigError(
+            f"{', '.join(idle)}: no effect without a tis_upper_bound; give one (mis.yaml has 2.0)"
+        )
+    _warn_where_nothing_is_said(view(args))
     return config
+
+
+def _flat_keys(args: View) -> list[str]:
+    """The flat keys that the user's file says; a host's parser may have defaults for some of them."""
+    said = {key for _, keys in _files(args) for key, value in keys.items() if value is not None}
+    return sorted(said.intersection(reading.FLAT_KEYS))
 
 
 WATCHERS = ("metrics", "resplit_every", "routing")  # keys of `mis:` that ask for no correction
@@ -74,30 +80,17 @@ BY_FLAG = (
 )  # what a run of the loss hook may be for
 
 
-def _warn_where_nothing_is_said(args: View, config: CorrectionConfig) -> None:
+def _warn_where_nothing_is_said(args: View) -> None:
     """Warn that the loss hook weighs and rejects nothing, in a run that asks neither to watch nor for another cure."""
     said = args.get("mis")
     watches_only = isinstance(said, Mapping) and not said.keys().isdisjoint(WATCHERS)
-    if config.corrects or config.needs_loss_hook or watches_only or any(args.get(flag) for flag in BY_FLAG):
+    if watches_only or any(args.get(flag) for flag in BY_FLAG):
         return
     warn_once(
         "mis_plugins.mis.policy_loss weighs and rejects nothing, since nothing says how to correct (looked for in: "
-        f"{reading.looked_at(args)}); pass a preset of `python -m mis_plugins config list`, or to watch "
+        f"{told.looked_at(args)}); pass a preset of `python -m mis_plugins config list`, or to watch "
         "`mis: {metrics: watch}`"
     )
-
-
-def _check_flat(args: Any, config: CorrectionConfig) -> None:
-    """Refuse flat keys of the user's file that nothing reads; a host's parser may have defaults for some of them.
-
-    Raises:
-        ConfigError: the file says them without a `tis_upper_bound`.
-    """
-    said = {key for _, keys in _files(view(args)) for key in keys if keys[key] is not None} & {
-        *reading.FLAT_KEYS
-    }
-    if said and not (config.corrects or config.needs_loss_hook):
-        raise ConfigError(f"{', '.join(sorted(said))}: {NO_UPPER}")
 
 
 def watches(args: Any) -> bool:

@@ -22,9 +22,6 @@ from mis_plugins.metrics.slope import Relation, relation
 ROUNDING = 1e-6  # of a mean: a spread below is that of the rounding of sums
 QUANTILES = (25, 50, 75, 95, 99)
 
-Metric = Callable[..., float]
-"""A function of sums and of a place: a rule, an age, a layer. NaN where it cannot be known."""
-
 
 @dataclass(frozen=True)
 class Step:

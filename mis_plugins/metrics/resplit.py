@@ -3,36 +3,20 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
-from mis_plugins.metrics.quantity import Metric, ratio_of
+from mis_plugins.metrics.quantity import known, ratio_of
 
-
-@dataclass(frozen=True)
-class Resplit:
-    """Sums over the valid tokens of a rollout.
-
-    tokens: how many there are.
-    differing: how many have another log-prob in the second pass.
-    apart: the sum of |difference|.
-    largest: the largest |difference|.
-    """
-
-    tokens: float
-    differing: float
-    apart: float
-    largest: float
-
-
-RESPLIT: dict[str, Metric] = {
-    "resplit_differs": lambda s: ratio_of(s.differing, s.tokens),
-    "resplit_diff_abs_mean": lambda s: ratio_of(s.apart, s.tokens),
-    "resplit_diff_abs_max": lambda s: s.largest if s.tokens else math.nan,
-}
+RESPLIT = ("resplit_differs", "resplit_diff_abs_mean", "resplit_diff_abs_max")
 
 
 def resplit_metrics(tokens: float, differing: float, apart: float, largest: float) -> dict[str, float]:
-    """Every known metric of two log-prob passes of a rollout, by name."""
-    sums = Resplit(tokens, differing, apart, largest)
-    found = {name: metric(sums) for name, metric in RESPLIT.items()}
-    return {name: value for name, value in found.items() if not math.isnan(value)}
+    """Every known metric of two log-prob passes over the valid tokens of a rollout, by name.
+
+    Args:
+        differing: how many tokens have another log-prob in the second pass.
+        apart, largest: the sum of |difference|, and the largest.
+    """
+    most = largest if tokens else math.nan
+    return known(
+        dict(zip(RESPLIT, (ratio_of(differing, tokens), ratio_of(apart, tokens), most), strict=True))
+    )

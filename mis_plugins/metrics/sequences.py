@@ -15,26 +15,10 @@ from mis_plugins.config.model import CorrectionConfig, Population, RejectRule, U
 from mis_plugins.config.terms.statistics import row_of
 from mis_plugins.correction.pipeline import Correction
 from mis_plugins.correction.plan import weighs_tokens
-from mis_plugins.correction.ratios import LOG_RATIO_CLAMP, exp_clamped, exp_finite, log_bound
+from mis_plugins.correction.ratios import LOG_RATIO_CLAMP, exp_clamped, log_bound
 from mis_plugins.correction.rejection import Totals, aggregate, known_log_ratio, passes
-from mis_plugins.metrics.quantity import (
-    Metrics,
-    Quantity,
-    chi2,
-    exp_of,
-    from_one,
-    largest,
-    mean,
-    mean_by_tokens,
-    minus_mean,
-    percentiles,
-    rest,
-    size,
-    smallest,
-    std_by_tokens,
-    total,
-    unbiased_std,
-)
+from mis_plugins.metrics import quantity as take
+from mis_plugins.metrics.quantity import Metrics, Quantity
 from mis_plugins.metrics.tokens import beyond, bounded, rules, weight_limits
 
 if TYPE_CHECKING:
@@ -43,28 +27,28 @@ else:
     Departure = Any  # loaded where a config has OPSM
 
 OF_MEAN_LOG_RATIO = {
-    "log_ppl_diff": minus_mean,
-    "log_ppl_diff_max": smallest.then(float.__neg__),
-    "log_ppl_diff_min": largest.then(float.__neg__),
-    **percentiles("geometric_ratio", exp_of),
+    "log_ppl_diff": take.minus_mean,
+    "log_ppl_diff_max": take.smallest.then(float.__neg__),
+    "log_ppl_diff_min": take.largest.then(float.__neg__),
+    **take.percentiles("geometric_ratio", take.exp_of),
 }
 OF_LOG_RATIO = {
-    "sequence_log_ratio_mean": mean,
-    "sequence_log_ratio_min": smallest,
-    "sequence_log_ratio_max": largest,
-    **percentiles("sequence_log_ratio"),
+    "sequence_log_ratio_mean": take.mean,
+    "sequence_log_ratio_min": take.smallest,
+    "sequence_log_ratio_max": take.largest,
+    **take.percentiles("sequence_log_ratio"),
 }
 OF_WEIGHT = {
-    "sequence_weight_mean": mean,
-    "sequence_weight_std": unbiased_std,
-    "sequence_weight_min": smallest,
-    "sequence_weight_max": largest,
-    "sequence_weight_max_deviation": from_one,
+    "sequence_weight_mean": take.mean,
+    "sequence_weight_std": take.unbiased_std,
+    "sequence_weight_min": take.smallest,
+    "sequence_weight_max": take.largest,
+    "sequence_weight_max_deviation": take.from_one,
 }
 OF_KEPT_WEIGHT = {
-    "sequence_applied_mean": mean,
-    "sequence_applied_min": smallest,
-    "sequence_applied_max": largest,
+    "sequence_applied_mean": take.mean,
+    "sequence_applied_min": take.smallest,
+    "sequence_applied_max": take.largest,
 }
 
 
@@ -79,27 +63,24 @@ def of_sequences(c: Correction) -> Iterator[Quantity]:
 
 
 def _mismatch(c: Correction) -> Iterator[Quantity]:
-    ruled = [(name, rule) for name, rule in rules(c.config) if rule.over == "token"]
-    rows = dict.fromkeys(["log_ratio", "proximal", *(row_of(rule.statistic) for _, rule in ruled)])
-    means = {row: c.totals[row] / c.usable_count for row in rows}
-    mean_log_ratio, proximal, log_ratio = means["log_ratio"], means["proximal"], c.totals["log_ratio"]
-    behavior = proximal - mean_log_ratio
-    perplexities = exp_finite(-torch.stack([proximal, behavior, mean_log_ratio])).unbind()
+    means, log_ratio = c.means, c.totals["log_ratio"]
     far = log_ratio.abs()
-    yield Sequence("mean_log_ratio", mean_log_ratio, OF_MEAN_LOG_RATIO)
-    yield Sequence("abs_mean_log_ratio", mean_log_ratio.abs(), {"log_ppl_abs_diff": mean})
-    yield Sequence("mean_proximal", proximal, {"train_log_ppl": minus_mean})
-    yield Sequence("mean_behavior", behavior, {"rollout_log_ppl": minus_mean})
-    for name, values in zip(("train_ppl", "rollout_ppl", "ppl_ratio"), perplexities, strict=True):
-        yield Sequence(name, values, {name: mean})
-    yield Sequence("geometric", exp_clamped(mean_log_ratio), {"chi2_geometric": chi2})
-    yield Sequence("product", exp_clamped(log_ratio), {"chi2_sequence": chi2})
+    yield Sequence("mean_log_ratio", means.log_ratio, OF_MEAN_LOG_RATIO)
+    yield Sequence("abs_mean_log_ratio", means.log_ratio.abs(), {"log_ppl_abs_diff": take.mean})
+    yield Sequence("mean_proximal", means.proximal, {"train_log_ppl": take.minus_mean})
+    yield Sequence("mean_behavior", means.behavior, {"rollout_log_ppl": take.minus_mean})
+    for name, values in zip(("train_ppl", "rollout_ppl", "ppl_ratio"), means.perplexities, strict=True):
+        yield Sequence(name, values, {name: take.mean})
+    yield Sequence("geometric", exp_clamped(means.log_ratio), {"chi2_geometric": take.chi2})
+    yield Sequence("product", exp_clamped(log_ratio), {"chi2_sequence": take.chi2})
     yield Sequence("sequence_log_ratio", log_ratio, OF_LOG_RATIO)
-    yield Sequence("abs_sequence_log_ratio", far, {"sequence_log_ratio_abs_mean": mean})
-    yield Sequence("saturated_sequences", far > LOG_RATIO_CLAMP, {"saturated_sequences": mean})
-    for name, rule in ruled:
-        values = means[row_of(rule.statistic)]
-        yield from _compared(name, rule, values, _untouched(c.totals, rule), "any_usable", "", {})
+    yield Sequence("abs_sequence_log_ratio", far, {"sequence_log_ratio_abs_mean": take.mean})
+    yield Sequence("saturated_sequences", far > LOG_RATIO_CLAMP, {"saturated_sequences": take.mean})
+    for name, rule in rules(c.config):
+        if rule.over == "token":
+            row = row_of(rule.statistic)
+            values = means.log_ratio if row == "log_ratio" else c.totals[row] / c.usable_count
+            yield from _compared(name, rule, values, _untouched(c.totals, rule), "any_usable", "", {})
 
 
 def _weights(c: Correction) -> Iterator[Quantity]:
@@ -120,7 +101,7 @@ def _weights(c: Correction) -> Iterator[Quantity]:
     for name in (stem, "weight_{side}_fraction"):
         yield from beyond(name, unit, limits, "any_usable")
     outside = (unit < log_bound(weight.floor)) | (unit > log_bound(weight.ceiling))
-    yield Quantity("outside_bound", outside * totals["usable"], {"outside_bound_fraction": mean})
+    yield Quantity("outside_bound", outside * totals["usable"], {"outside_bound_fraction": take.mean})
 
 
 def _kept_weight(c: Correction) -> Float[Tensor, " N"]:
@@ -138,16 +119,18 @@ def _kept_weight(c: Correction) -> Float[Tensor, " N"]:
 def of_valid_sequences(c: Correction) -> Iterator[Quantity]:
     """Quantities of sequences with a valid token; 0 of the others."""
     kept = c.verdict.kept_usable if c.after_opsm is None else c.after_opsm.usable
-    yield Quantity("any_valid", c.any_valid, {"sequences": total})
-    yield Quantity("nonfinite_train", c.totals["nonfinite_train"], {"nonfinite_train_tokens": total})
-    yield Quantity("nonfinite_rollout", c.totals["nonfinite_rollout"], {"nonfinite_rollout_tokens": total})
-    yield Quantity("kept_sequences", kept > 0, {"kept_sequences": mean}, over="any_valid")
+    yield Quantity("any_valid", c.any_valid, {"sequences": take.total})
+    yield Quantity("nonfinite_train", c.totals["nonfinite_train"], {"nonfinite_train_tokens": take.total})
     yield Quantity(
-        "touched_sequences", kept < c.totals["valid"], {"touched_sequences": mean}, over="any_valid"
+        "nonfinite_rollout", c.totals["nonfinite_rollout"], {"nonfinite_rollout_tokens": take.total}
+    )
+    yield Quantity("kept_sequences", kept > 0, {"kept_sequences": take.mean}, over="any_valid")
+    yield Quantity(
+        "touched_sequences", kept < c.totals["valid"], {"touched_sequences": take.mean}, over="any_valid"
     )
     if c.departure is not None:
         unknown = c.departure.divergence.isinf() & c.any_valid
-        yield Quantity("opsm_unknown", unknown, {"opsm_unknown_sequences": total})
+        yield Quantity("opsm_unknown", unknown, {"opsm_unknown_sequences": take.total})
 
 
 # What each rule would drop alone.
@@ -165,14 +148,14 @@ def _compared(
     """What a rule compares, or would compare, of units, and the units that it leaves as they are."""
     unit = f"{name}_unit"
     metrics = {
-        f"{unit}_mean": mean,
-        f"{unit}_std": unbiased_std,
-        f"{unit}_min": smallest,
-        f"{unit}_max": largest,
+        f"{unit}_mean": take.mean,
+        f"{unit}_std": take.unbiased_std,
+        f"{unit}_min": take.smallest,
+        f"{unit}_max": take.largest,
     }
-    yield Quantity(unit, values, metrics | {f"{unit}_max_deviation": size} | more, over)
+    yield Quantity(unit, values, metrics | {f"{unit}_max_deviation": take.size} | more, over)
     yield from beyond(unit + "_{side}_fraction", values, rule.limits, over, by_tokens)
-    yield Quantity(f"{unit}_untouched", untouched, {f"{unit}_rejected_fraction": rest}, over)
+    yield Quantity(f"{unit}_untouched", untouched, {f"{unit}_rejected_fraction": take.rest}, over)
 
 
 def _untouched(totals: Totals, rule: RejectRule) -> Bool[Tensor, " N"]:
@@ -190,9 +173,9 @@ def of_unit_rule(name: str, rule: RejectRule, totals: Totals) -> Iterator[Quanti
     kept = passes(compared, rule, totals.known)
     values = torch.where(totals.any_usable, compared, 0)  # extremes of no token are infinite
     yield Quantity(count, totals.any_usable, also="sum")
-    more = {f"{name}_mean": mean_by_tokens, f"{name}_min": smallest, f"{name}_max": largest}
+    more = {f"{name}_mean": take.mean_by_tokens, f"{name}_min": take.smallest, f"{name}_max": take.largest}
     yield from _compared(name, rule, values, kept, count, name + "_{side}_fraction", more)
-    yield Quantity(f"{name}_bounded", bounded(values, rule), {f"{name}_std": std_by_tokens}, count)
+    yield Quantity(f"{name}_bounded", bounded(values, rule), {f"{name}_std": take.std_by_tokens}, count)
 
 
 # How far products of ratios go, for warnings.
@@ -213,10 +196,10 @@ def multiplies(config: CorrectionConfig) -> tuple[Unit, Population] | None:
 
 def of_product(totals: Totals) -> Iterator[Quantity]:
     """Quantities of units with a usable token whose ratios are multiplied."""
-    size = totals["log_ratio"].abs()
+    far = totals["log_ratio"].abs()
     yield Quantity("product_count", totals.any_usable, also="sum")
-    yield Quantity("product_size", size, also="sum")
-    yield Quantity("product_saturated", size > LOG_RATIO_CLAMP, also="sum")
+    yield Quantity("product_size", far, also="sum")
+    yield Quantity("product_saturated", far > LOG_RATIO_CLAMP, also="sum")
 
 
 # What OPSM compares.
@@ -234,4 +217,4 @@ DEPARTURES: dict[str, Callable[[Departure], Float[Tensor, " N"]]] = {
 def of_departure(name: str, values: Float[Tensor, " N"]) -> Iterator[Quantity]:
     """Quantities of the sequences that have one of the numbers of `DEPARTURES`."""
     yield Quantity(f"{name}_count", torch.ones_like(values), also="sum")
-    yield Quantity(name, values, {f"{name}_mean": mean} | percentiles(name), f"{name}_count")
+    yield Quantity(name, values, {f"{name}_mean": take.mean} | take.percentiles(name), f"{name}_count")

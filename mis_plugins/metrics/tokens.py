@@ -18,30 +18,8 @@ from mis_plugins.config.terms.statistics import row_of
 from mis_plugins.correction.pipeline import Correction
 from mis_plugins.correction.ratios import LOG_RATIO_CLAMP, LogProbs, log_bound
 from mis_plugins.correction.token_stage import TokenStage
-from mis_plugins.metrics.quantity import (
-    Metrics,
-    Quantity,
-    Reduction,
-    Step,
-    chi2,
-    exp_clamped,
-    exp_of,
-    half_mean,
-    largest,
-    mean,
-    mean_by_tokens,
-    mean_square,
-    minus_mean,
-    percentiles,
-    ratio_of,
-    rest,
-    share,
-    size,
-    smallest,
-    std,
-    total,
-    unbiased_std,
-)
+from mis_plugins.metrics import quantity as take
+from mis_plugins.metrics.quantity import Metrics, Quantity, Reduction, Step
 from mis_plugins.metrics.totals import Places
 
 TURNS = 4  # turns 1, 2 and 3, and 4 with all later ones
@@ -120,14 +98,6 @@ class Tokens:
         return self.stage.log_ratio.double()
 
     @cached_property
-    def abs_log_ratio(self) -> Float[Tensor, " T"]:
-        return self.log_ratio.abs()
-
-    @cached_property
-    def k3(self) -> Float[Tensor, " T"]:
-        return k3(self.log_ratio)
-
-    @cached_property
     def excess(self) -> Float[Tensor, " T"]:
         """The ratio r less 1, with its logarithm clamped."""
         return self.log_ratio.clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP).expm1_()
@@ -137,14 +107,6 @@ class Tokens:
         """log pi_old and log mu; 0 where the token is not usable."""
         pair = torch.stack([self.stage.log_probs.proximal, self.stage.log_probs.behavior]).double()
         return pair.masked_fill_(self.stage.unusable, 0)
-
-    @property
-    def proximal(self) -> Float[Tensor, " T"]:
-        return self.log_probs[0]
-
-    @property
-    def behavior(self) -> Float[Tensor, " T"]:
-        return self.log_probs[1]
 
     @cached_property
     def normalized(self) -> Float[Tensor, " T"]:
@@ -177,32 +139,45 @@ def _by_place(metrics: Metrics, places: tuple[str, ...] = OF_TURNS + OF_AGES) ->
 
 def _share_of_place(s: Step, x: str, _: str) -> float:
     places = OF_TURNS if x.startswith("turn") else OF_AGES
-    return ratio_of(s.sums[x], sum(s.sums[f"{place}usable"] for place in places))
+    return take.ratio_of(s.sums[x], sum(s.sums[f"{place}usable"] for place in places))
 
 
 OF_USABLE = _by_place({"share": Reduction("sum", _share_of_place)})
 OF_LOG_RATIO = {
-    "kl_k1": minus_mean,
-    "kl_k2": mean_square.then(lambda x: x / 2),
-    "log_prob_diff_abs_max": size,
-    "ratio_min": smallest.then(exp_clamped),
-    "ratio_max": largest.then(exp_clamped),
-    "kept_log_ratio_mean": mean.over("kept").within(KEPT),
-    **_by_place({"kl_k1": minus_mean}),
-    **percentiles("ratio", exp_of),
+    "kl_k1": take.minus_mean,
+    "kl_k2": take.mean_square.then(lambda x: x / 2),
+    "log_prob_diff_abs_max": take.size,
+    "ratio_min": take.smallest.then(take.exp_clamped),
+    "ratio_max": take.largest.then(take.exp_clamped),
+    "kept_log_ratio_mean": take.mean.over("kept").within(KEPT),
+    **_by_place({"kl_k1": take.minus_mean}),
+    **take.percentiles("ratio", take.exp_of),
 }
-OF_ABS_LOG_RATIO = {"log_prob_diff_abs_mean": mean} | _by_place({"log_prob_diff_abs_mean": mean}, OF_TURNS)
-OF_K3 = {"kl_k3": mean} | _by_place({"kl_k3": mean})
-OF_RATIO = {"ratio_mean": mean, "chi2_token": chi2, "ess_ratio": share} | _by_place({"ratio_mean": mean})
-OF_KEPT = _by_place({"kept_fraction": mean})
-OF_PROB_DIFF = {"prob_diff_abs_mean": mean, "prob_diff_abs_std": unbiased_std, "prob_diff_abs_max": largest}
-OF_WEIGHT = {"weight_mean": mean, "weight_std": std, "weight_min": smallest, "weight_max": largest}
+OF_ABS_LOG_RATIO = {"log_prob_diff_abs_mean": take.mean} | _by_place(
+    {"log_prob_diff_abs_mean": take.mean}, OF_TURNS
+)
+OF_K3 = {"kl_k3": take.mean} | _by_place({"kl_k3": take.mean})
+OF_RATIO = {"ratio_mean": take.mean, "chi2_token": take.chi2, "ess_ratio": take.share} | _by_place(
+    {"ratio_mean": take.mean}
+)
+OF_KEPT = _by_place({"kept_fraction": take.mean})
+OF_PROB_DIFF = {
+    "prob_diff_abs_mean": take.mean,
+    "prob_diff_abs_std": take.unbiased_std,
+    "prob_diff_abs_max": take.largest,
+}
+OF_WEIGHT = {
+    "weight_mean": take.mean,
+    "weight_std": take.std,
+    "weight_min": take.smallest,
+    "weight_max": take.largest,
+}
 OF_NORMALIZED = {
-    "applied_mean": mean.over("kept").within(KEPT),
-    "applied_valid_mean": mean.over("valid").within(KEPT),
-    "ess": share.over("valid").within(KEPT),
+    "applied_mean": take.mean.over("kept").within(KEPT),
+    "applied_valid_mean": take.mean.over("valid").within(KEPT),
+    "ess": take.share.over("valid").within(KEPT),
 }
-OF_LOG_WEIGHT = percentiles("weight", exp_of)
+OF_LOG_WEIGHT = take.percentiles("weight", take.exp_of)
 
 
 def related(t: Tokens) -> Iterator[Quantity]:
@@ -216,24 +191,24 @@ def related(t: Tokens) -> Iterator[Quantity]:
 
 def of_usable(t: Tokens) -> Iterator[Quantity]:
     """Quantities of usable tokens."""
-    x = t.log_ratio
+    x, far = t.log_ratio, t.log_ratio.abs()
     yield Quantity("usable", t.usable, OF_USABLE)
     yield Quantity("log_ratio", x, OF_LOG_RATIO)
-    yield Quantity("abs_log_ratio", t.abs_log_ratio, OF_ABS_LOG_RATIO)
-    yield Quantity("k3", t.k3, OF_K3)
+    yield Quantity("abs_log_ratio", far, OF_ABS_LOG_RATIO)
+    yield Quantity("k3", k3(x), OF_K3)
     *both, ratio = related(t)
     yield from (*both, ratio)
     weighted = ratio.values * x
-    yield Quantity("reverse_k1", weighted, {"reverse_kl_k1": mean})
-    yield Quantity("reverse_k2", weighted * x, {"reverse_kl_k2": half_mean})
-    yield Quantity("reverse_k3", weighted - t.excess, {"reverse_kl_k3": mean})
-    yield Quantity("saturated", t.abs_log_ratio > LOG_RATIO_CLAMP, {"saturated_tokens": mean})
+    yield Quantity("reverse_k1", weighted, {"reverse_kl_k1": take.mean})
+    yield Quantity("reverse_k2", weighted * x, {"reverse_kl_k2": take.half_mean})
+    yield Quantity("reverse_k3", weighted - t.excess, {"reverse_kl_k3": take.mean})
+    yield Quantity("saturated", far > LOG_RATIO_CLAMP, {"saturated_tokens": take.mean})
     yield Quantity("kept_usable", t.kept, OF_KEPT)
     for bound in LOG_RATIO_TAILS:
         yield from beyond("log_ratio_tail_{side}_" + str(bound), x, (-bound, bound))
     yield from _probabilities(t)
     weight = t.normalized if t.mean_weight is None else t.normalized * t.mean_weight
-    yield Quantity("weight", weight, OF_WEIGHT | {"ess_bounded": share}, over="valid")
+    yield Quantity("weight", weight, OF_WEIGHT | {"ess_bounded": take.share}, over="valid")
     yield Quantity("log_weight", weight.log(), OF_LOG_WEIGHT)
     yield Quantity("normalized", t.normalized, OF_NORMALIZED)
     upper = _lifting_bound(t.config)
@@ -261,15 +236,15 @@ def _probabilities(t: Tokens) -> Iterator[Quantity]:
     yield Quantity("prob_product", proximal * behavior, also="sum")
     yield Quantity("abs_prob_diff", difference, OF_PROB_DIFF)
     for bound in PROB_DIFF_TAILS:
-        yield Quantity(f"prob_diff_tail_{bound}", difference > bound, {f"prob_diff_tail_{bound}": mean})
+        yield Quantity(f"prob_diff_tail_{bound}", difference > bound, {f"prob_diff_tail_{bound}": take.mean})
 
 
 def of_valid(t: Tokens) -> Iterator[Quantity]:
     """Quantities of valid tokens."""
     valid, lost = t.stage.loss_mask, t.nonfinite_advantages
     nothing = torch.zeros_like(valid)
-    yield Quantity("valid", valid, {"tokens": total})
-    yield Quantity("kept", t.keep, {"kept_fraction": mean, "rejected_fraction": rest}, over="valid")
+    yield Quantity("valid", valid, {"tokens": take.total})
+    yield Quantity("kept", t.keep, {"kept_fraction": take.mean, "rejected_fraction": take.rest}, over="valid")
     yield Quantity("with_advantage", nothing if lost is None else valid, also="sum")
     yield Quantity("nonfinite_advantages", nothing if lost is None else lost, also="sum")
     loss = corrected = nothing
@@ -277,10 +252,10 @@ def of_valid(t: Tokens) -> Iterator[Quantity]:
         loss = t.pg_loss.double().masked_fill(~valid, 0)
         corrected = (loss * t.weights if t.config.corrects else loss).masked_fill(~t.keep, 0)
     yield Quantity("with_loss", nothing if t.pg_loss is None else valid, also="sum")
-    yield Quantity("loss", loss, {"loss_uncorrected": mean}, over="with_loss")
-    yield Quantity("corrected_loss", corrected, {"loss_original_denominator": mean}, over="with_loss")
+    yield Quantity("loss", loss, {"loss_uncorrected": take.mean}, over="with_loss")
+    yield Quantity("corrected_loss", corrected, {"loss_original_denominator": take.mean}, over="with_loss")
     if t.on_policy is not None:
-        yield Quantity("opsm_masked", valid & ~t.on_policy, {"opsm_masked_fraction": mean}, over="valid")
+        yield Quantity("opsm_masked", valid & ~t.on_policy, {"opsm_masked_fraction": take.mean}, over="valid")
 
 
 def of_kept(t: Tokens) -> Iterator[Quantity]:
@@ -303,11 +278,11 @@ def _of_none(s: Step) -> float:
 
 
 OF_KEPT_WEIGHT = {
-    "kept_weight_min": smallest,
+    "kept_weight_min": take.smallest,
     "applied_min": Reduction("ends", lambda s, x, _: 0.0 if _dropped(s) else s.smallest(x)),
     "applied_max": Reduction("ends", lambda s, x, _: s.largest(x) if s.sums["kept_usable"] else _of_none(s)),
 }
-OF_KEPT_LOG_RATIO = {"kept_log_ratio_min": smallest, "kept_log_ratio_max": largest}
+OF_KEPT_LOG_RATIO = {"kept_log_ratio_min": take.smallest, "kept_log_ratio_max": take.largest}
 
 
 def _lifted_share(s: Step, name: str, upper: float) -> float:
@@ -315,7 +290,7 @@ def _lifted_share(s: Step, name: str, upper: float) -> float:
     valid = s.sums["valid"]
     others = valid - s.sums["kept_usable"]
     lifted, squares = s.sums[name] + others / upper, s.sums[f"{name}_squared"] + others / upper**2
-    return ratio_of(lifted**2, valid * squares)
+    return take.ratio_of(lifted**2, valid * squares)
 
 
 def _lifting_bound(config: CorrectionConfig) -> float | None:
@@ -358,9 +333,9 @@ def beyond(
         (math.inf if limits[1] is None else limits[1]),
     )
     for side, marks in (("low", values < low), ("high", values > high)):
-        metrics = {name.format(side=side): mean}
+        metrics = {name.format(side=side): take.mean}
         if by_tokens:
-            metrics[by_tokens.format(side=side)] = mean_by_tokens
+            metrics[by_tokens.format(side=side)] = take.mean_by_tokens
         yield Quantity(name.format(side=side), marks, metrics, over=over)
 
 
@@ -371,6 +346,8 @@ def bounded(values: Tensor, rule: RejectRule) -> Float[Tensor, " *"]:
 
 
 def _of_rule(name: str, rule: RejectRule, values: Tensor) -> Iterator[Quantity]:
-    yield Quantity(name, values, {f"{name}_mean": mean, f"{name}_min": smallest, f"{name}_max": largest})
-    yield Quantity(f"{name}_bounded", bounded(values, rule), {f"{name}_std": std})
+    yield Quantity(
+        name, values, {f"{name}_mean": take.mean, f"{name}_min": take.smallest, f"{name}_max": take.largest}
+    )
+    yield Quantity(f"{name}_bounded", bounded(values, rule), {f"{name}_std": take.std})
     yield from beyond(name + "_{side}_fraction", values, rule.limits)

@@ -96,11 +96,13 @@ class Partials:
 
     def step(self) -> Step:
         """The totals as numbers: they should be on the host by now."""
+        maxima, histograms = self.names.get("maxima", ()), self.names.get("histograms", ())
+        products = self.added["products"].tolist() if "products" in self.added else ()
         return Step(
             self.named_sums,
-            dict(zip(self.names["maxima"], self.largest["maxima"].tolist(), strict=True)),
-            dict(zip(self.names["histograms"], self.added["histograms"].unbind(), strict=True)),
-            {p: _log_sum(row) for p, row in zip(POWERS, self.added["products"].tolist(), strict=True)},
+            dict(zip(maxima, self.largest["maxima"].tolist(), strict=True)) if maxima else {},
+            dict(zip(histograms, self.added["histograms"].unbind(), strict=True)) if histograms else {},
+            {power: _log_sum(row) for power, row in zip(POWERS, products, strict=False)},
         )
 
 
@@ -149,7 +151,7 @@ def reduced(
 
     Args:
         quantities: finite where they are added up, at members that do not enter too.
-        where: 1 at members that enter, else 0; None where all do.
+        where: 1 at members that enter, else 0; None where all do, or where extremes too are taken over each place.
         edges: of the buckets of sketches; None where no quantity has percentiles.
     """
     every = [(q, needed(q.also, *(r.needs for r in q.metrics.values()))) for q in quantities]
@@ -159,8 +161,15 @@ def reduced(
         yield _sums(sorted(summed, key=lambda row: not row[1]), where, places)
     ended = [q for q, needs in every if "ends" in needs]
     if ended:
-        names = tuple(f"{q.name}_{side}" for side in ("max", "min") for q in ended)
-        yield Partials({"maxima": names}, largest={"maxima": _extremes(ended, where)})
+        at = places if where is None else None
+        names = tuple(
+            f"{place}{q.name}_{side}"
+            for side in ("max", "min")
+            for q in ended
+            for place in (at.names if at else ("",))
+        )
+        columns = where if at is None else at.columns
+        yield Partials({"maxima": names}, largest={"maxima": _extremes(ended, columns)})
     sketched = [q for q, needs in every if "sketch" in needs]
     if sketched:
         assert edges is not None and where is not None
@@ -175,10 +184,10 @@ def _sums(
     names = [q.name for q, _ in summed]
     squared = [f"{q.name}_squared" for q, squares in summed if squares]
     rows = torch.stack([q.values for q, _ in summed])
-    if where is None:
-        return Partials({"sums": tuple(names)}, added={"sums": rows.sum(-1, dtype=torch.float64)})
     columns = where if places is None else places.columns
-    sums = rows @ columns
+    if columns is None:
+        return Partials({"sums": tuple(names)}, added={"sums": rows.sum(-1, dtype=torch.float64)})
+    sums = rows.to(columns.dtype) @ columns
     if squared:
         sums = torch.cat([sums, rows[: len(squared)].square() @ columns])
     names += squared
@@ -189,17 +198,18 @@ def _sums(
     return Partials({"sums": tuple(names)}, added={"sums": sums})
 
 
-def _extremes(ended: list[Quantity], where: Float[Tensor, " M"] | None) -> Float[Tensor, " E"]:
-    """Largest value of each quantity, then of each negated one; minus infinity of nothing.
+def _extremes(ended: list[Quantity], columns: Float[Tensor, "M *P"] | None) -> Float[Tensor, " E"]:
+    """Largest value of each quantity, then of each negated one, over each column; minus infinity of nothing.
 
     A context-parallel rank may own no token.
     """
     rows = torch.stack([q.values for q in ended]).double()
     both = torch.cat([rows, -rows])
+    if columns is not None:  # members that do not enter are put at log 0
+        both = both.unsqueeze(1) + columns.T.log() if columns.dim() == 2 else both.add_(columns.log())
     if not both.shape[-1]:
-        return both.new_full((len(both),), -torch.inf)
-    # Members that do not enter are put at log 0.
-    return (both if where is None else both.add_(where.log())).amax(-1)
+        return both.new_full((both.shape[:-1].numel(),), -torch.inf)
+    return both.amax(-1).flatten()
 
 
 def powers(log_ratio: Float[Tensor, " N"], where: Bool[Tensor, " N"]) -> Partials:

@@ -16,9 +16,10 @@ from pathlib import Path
 from mis_plugins.config.model import CorrectionConfig
 from mis_plugins.errors import InputError
 from mis_plugins.report.beside import found_config, spell, tokenizer_of
+from mis_plugins.report.causes import FEW
 from mis_plugins.report.numbers import FIRST
 from mis_plugins.report.proposal import Proposal, propose
-from mis_plugins.report.readers.paths import NOTHING, check_exists, find
+from mis_plugins.report.readers.paths import NOTHING, check_exists, find, nothing
 from mis_plugins.report.readers.source import Problems
 from mis_plugins.report.survey import Survey, keep_freed_memory, report, walk
 from mis_plugins.report.sweep import Candidate, candidates, load
@@ -79,8 +80,10 @@ def run(arguments: argparse.Namespace) -> int:
 
 def alarmed(document: Document) -> bool:
     """Whether an alarm of docs/metrics.md fires, a cause shows, or a number lies beyond its limit."""
-    beyond = document.verdict.measured and document.verdict.level != CALM
-    return beyond or bool(document.report and document.report.alarms)
+    made = document.report
+    few = made is not None and made.usable < FEW and document.verdict.level != ALARM
+    beyond = document.verdict.measured and document.verdict.level != CALM and not few
+    return beyond or bool(made and made.alarms)
 
 
 def suggest(arguments: argparse.Namespace) -> int:
@@ -127,11 +130,10 @@ def read(paths: Sequence[Path], arguments: argparse.Namespace) -> Document:
     known = problems.of_file.total()
     curves = found.read_curves(problems)
     unread = problems.of_file.total() - known
+    if not (made or curves):
+        for file in found.others or (() if problems.kept else paths):
+            problems.add(nothing(file) if file in found.others else NOTHING, file)
     judgement = verdict(made, proposal) if made else of_curves(curves, survey.rejected, unread, problems)
-    if not judgement.measured:
-        nothing = () if made or curves or problems.kept else paths
-        for file in found.others or nothing:
-            problems.add(NOTHING, file)
     title = ", ".join(path.name or str(path) for path in paths)
     inputs = (
         *([f"the run's config: {own.name}"] if own else []),

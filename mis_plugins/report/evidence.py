@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -72,6 +72,7 @@ class Evidence:
     moments: of each number of `of_sequences`.
     sure_yet_unlikely: number of tokens that the engine reports a log-prob of exactly 0 for, while the trainer finds
         the token, or a run of such tokens, unlikely.
+    absent: of each side how often each entry stands in for a log-prob, by its name.
     lists: pairs of both lists of log-probs, for each sequence.
     folds: sums of `RELATED` over the usable tokens of every `FOLDS`-th sequence.
     masses, counts, steps: of each sequence the sum of `mass`, the number of usable tokens, and its step.
@@ -81,6 +82,7 @@ class Evidence:
     moments: defaultdict[str, Moments] = field(default_factory=lambda: defaultdict(Moments))
     sure_yet_unlikely: int = 0
     broken_advantages: int = 0
+    absent: defaultdict[str, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
     lists: Lists = field(default_factory=Lists)
     folds: Float[Tensor, "R F"] = field(default_factory=lambda: torch.zeros(len(RELATED), FOLDS).double())
     masses: list[Float[Tensor, " N"]] = field(default_factory=list)
@@ -97,6 +99,9 @@ class Evidence:
         unlikely = (batch.proximal < UNLIKELY) | in_unlikely_runs(sure, batch)
         self.sure_yet_unlikely += int((sure & unlikely).sum())
         self.broken_advantages += sum(map(_broken_advantages, batch.records))
+        for record in batch.records:
+            for side, names in record.absent.items():
+                self.absent[side].update(names)
         self._add_lists(batch, tokens)
         ids = batch.whole_numbers("tokens")
         if ids is not None:
@@ -108,7 +113,8 @@ class Evidence:
         owner = ragged.to_tokens(torch.arange(ragged.size))[usable]
         turns = batch.whole_numbers("turns")
         turn = (ragged.turns if turns is None else turns)[usable]
-        x, y, r = tokens.behavior[usable], tokens.proximal[usable], 1 + tokens.excess[usable]
+        y, x = tokens.log_probs[:, usable]
+        r = 1 + tokens.excess[usable]
         self.lists.add(x, y, owner, turn, ragged.size)
         masses, counts = ragged.sums(mass(tokens), usable)
         for held, column in ((self.masses, masses), (self.counts, counts)):
@@ -120,7 +126,7 @@ class Evidence:
 
     def _add_ids(self, ids: Int[Tensor, " T"], tokens: Tokens) -> None:
         known = tokens.usable & (ids >= 0) & (ids < LARGEST_ID)
-        index, r, m = ids[known], tokens.log_ratio[known], tokens.behavior[known]
+        index, r, m = ids[known], tokens.log_ratio[known], tokens.log_probs[1, known]
         if not index.numel():
             return
         size = int(index.max()) + 1
@@ -160,7 +166,7 @@ def mass(tokens: Tokens) -> Float[Tensor, " T"]:
 
     Unlike k3 no single token outweighs a run, so that shares of it tell what a cause accounts for.
     """
-    return k3(-tokens.abs_log_ratio)
+    return k3(-tokens.log_ratio.abs())
 
 
 def of_sequences(ragged: Ragged, tokens: Tokens, ended: Bool[Tensor, " N"]) -> dict[str, Float[Tensor, " L"]]:
@@ -172,7 +178,7 @@ def of_sequences(ragged: Ragged, tokens: Tokens, ended: Bool[Tensor, " N"]) -> d
         and `end` are above `middle`; and the sum of `mass` that the first tokens (`beginning_mass`) and the last one
         (`end_mass`) have beyond the others, beside the sum of all (`mass`).
     """
-    usable, size, masses = tokens.usable, tokens.abs_log_ratio, mass(tokens)
+    usable, size, masses = tokens.usable, tokens.log_ratio.abs(), mass(tokens)
     place = usable.cumsum(0)
     starts = torch.cat([place.new_zeros(1), place])[ragged.cu_seqlens]
     place = place - ragged.to_tokens(starts[:-1])

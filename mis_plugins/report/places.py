@@ -10,6 +10,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from mis_plugins.config.terms.divergence import k3
 from mis_plugins.metrics.tokens import Tokens
 from mis_plugins.report.evidence import mass
 from mis_plugins.report.record import Batch
@@ -85,9 +86,9 @@ PLACES: dict[str, Place] = {
 ROWS: dict[str, Callable[[Tokens], Float[Tensor, " T"]]] = {
     "tokens": lambda t: t.usable.double(),
     "kl_k1": lambda t: -t.log_ratio,
-    "kl_k3": lambda t: t.k3,
-    "log_prob_diff_abs_mean": lambda t: t.abs_log_ratio,
-    "k3_squared": lambda t: t.k3.square(),
+    "kl_k3": lambda t: k3(t.log_ratio),
+    "log_prob_diff_abs_mean": lambda t: t.log_ratio.abs(),
+    "k3_squared": lambda t: k3(t.log_ratio).square(),
     "mass": mass,
 }
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate
 from reprlib import repr as shortened
@@ -38,6 +39,7 @@ class Record:
     turns: number of the turn that each token belongs to.
     route_differs: true where trainer and engine chose other experts for a token.
     truncated: whether the response ran into a limit before its end token.
+    absent: of each side's valid tokens without a log-prob, how often each entry stands in for one, by its name.
     """
 
     step: int
@@ -56,6 +58,7 @@ class Record:
     turns: Int[Tensor, " R"] | None = None
     route_differs: Bool[Tensor, " R"] | None = None
     truncated: bool | None = None
+    absent: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
 
     @property
     def size(self) -> int:
@@ -106,6 +109,7 @@ def from_mapping(values: Mapping[str, Any], step: Any, sample: str) -> Record:
             raise RecordError(
                 f"sample {sample}: {name} has {value.numel()} values, and behavior_log_probs {size}"
             )
+    absent = {name: _absent(values[name], found[name], found["loss_mask"]) for name in REQUIRED}
     for name in REQUIRED:
         found[name] = torch.threshold(found[name], LOWEST, math.nan)
         _check_possible(name, found[name][found["loss_mask"]])
@@ -118,6 +122,7 @@ def from_mapping(values: Mapping[str, Any], step: Any, sample: str) -> Record:
         reward=_number("reward", values.get("reward")),
         trainer_version=_version(values.get("trainer_version")),
         truncated=values.get("truncated") if isinstance(values.get("truncated"), bool) else None,
+        absent=absent,
         **found,  # pyright: ignore[reportArgumentType]
     )
 
@@ -157,11 +162,19 @@ def _of_list(name: str, values: Any, kind: torch.dtype) -> Tensor:
         if kind.is_floating_point and None in values:
             values = [math.nan if value is None else value for value in values]
         found = torch.as_tensor(values) if isinstance(values, list | tuple) else None
-    except (TypeError, ValueError, RuntimeError, ArithmeticError) as error:
-        raise RecordError(f"{name}: no list of numbers: {error}") from error
+    except (TypeError, ValueError, RuntimeError, ArithmeticError):
+        found = None
     if found is None or found.dim() != 1:
         raise RecordError(f"{name}: no list of numbers: {shortened(values)}")
     return found
+
+
+def _absent(given: Any, column: Float[Tensor, " R"], mask: Bool[Tensor, " R"]) -> dict[str, int]:
+    """How many valid entries are no log-prob, by what stands there: `-9999`, `None`, `nan`."""
+    places = (mask & ~(column.isfinite() & (column > LOWEST))).nonzero().flatten().tolist()
+    lacking = 0 if isinstance(given, Tensor) else sum(given[place] is None for place in places)
+    numbers = Counter(f"{x:g}" for x in column[places].tolist())
+    return {name: n for name, n in {"None": lacking, **numbers, "nan": numbers["nan"] - lacking}.items() if n}
 
 
 def _are_whole(found: Tensor) -> bool:

@@ -78,6 +78,7 @@ class Report:
     whole: the metrics over all steps together.
     rejected, torn: as of a `Survey`.
     usable: number of tokens that the loss mask keeps and whose two log-probs are finite; all means are over them.
+    absent: as of an `Evidence`.
     """
 
     steps: dict[int, dict[str, float]]
@@ -93,6 +94,7 @@ class Report:
     rejected: int
     torn: tuple[str, ...]
     usable: int
+    absent: dict[str, dict[str, int]]
 
 
 def walk(survey: Survey, sources: Sequence[Source], problems: Problems, told: Told) -> bool:
@@ -153,6 +155,7 @@ def report(survey: Survey) -> Report | None:
         rejected=survey.rejected,
         torn=survey.torn,
         usable=int(whole.named_sums["usable"]),
+        absent={side: dict(names) for side, names in survey.evidence.absent.items() if names},
     )
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from mis_plugins.explain.limits import FIRST, LIMITS
 from mis_plugins.explain.rungs import Rung, record
-from mis_plugins.report.causes import PRECISION
+from mis_plugins.report.causes import FEW, PRECISION
 from mis_plugins.report.changes import Change, changes, smallest_rise
 from mis_plugins.report.proposal import NOTHING, Proposal
 from mis_plugins.report.readers.keys import lacking
@@ -69,7 +69,7 @@ def possible(name: str, value: float) -> bool:
 
 def verdict(report: Report, proposal: Proposal | None) -> Verdict:
     """The verdict on a run with tokens."""
-    if not report.usable:
+    if not report.usable or _all_are_zero(report):
         return _of_nothing(report)
     limits = beyond(report.whole)
     level = level_of(report)
@@ -85,12 +85,16 @@ def verdict(report: Report, proposal: Proposal | None) -> Verdict:
     return Verdict(level, _headline(report, level), lines)
 
 
+def _all_are_zero(report: Report) -> bool:
+    return report.whole["train_log_ppl"] == 0 == report.whole["rollout_log_ppl"]
+
+
 def level_of(report: Report) -> str:
     """An alarm at a kl_k3 beyond its alarm or at a cause that is more than low precision; calm within all limits."""
     told = any(one.name != PRECISION for one in report.findings)
     if told or not report.whole[FIRST] <= LIMITS[FIRST].alarm:
         return ALARM
-    return WATCH if beyond(report.whole) or _much_is_lost(report) else CALM
+    return WATCH if beyond(report.whole) or _much_is_lost(report) or report.usable < FEW else CALM
 
 
 def _much_is_lost(report: Report) -> bool:
@@ -128,11 +132,11 @@ def were_rejected(count: int, of: int) -> str:
 def _of_nothing(report: Report) -> Verdict:
     """The verdict where no token can be compared, so that no number tells of a mismatch."""
     valid = int(report.whole["tokens"])
-    why = (
-        f"none of the {valid} valid tokens has two finite log-probs"
-        if valid
-        else "the loss mask keeps no token"
-    )
+    why = f"none of the {valid} valid tokens has two finite log-probs"
+    if report.usable:
+        why = f"all log-probs of the {valid} valid tokens are 0"
+    elif not valid:
+        why = "the loss mask keeps no token"
     look = "Look at the loss masks and at the log-probs of both sides."
     return Verdict(ALARM, f"Nothing was measured: {why}.", (look, *_unread(report)), measured=False)
 
@@ -208,6 +212,10 @@ def _headline(report: Report, level: str) -> str:
         first, *others = report.findings
         more = f", and {len(others)} other cause{'s' if len(others) > 1 else ''}" if others else ""
         return f"{first.cause.title}{more}."
+    if report.usable < FEW:
+        return (
+            f"{report.usable} token{'s' * (report.usable > 1)} can be compared, too few to tell anything by."
+        )
     if level == CALM:
         return "Rollout engine and trainer agree as well as a healthy run."
     if not beyond(report.whole):

@@ -49,8 +49,9 @@ class Worst:
     sequences: Largest = field(default_factory=lambda: Largest(SEQUENCES))
 
     def add(self, batch: Batch, tokens: Tokens) -> None:
-        total, usable = batch.ragged.sums(tokens.abs_log_ratio, tokens.usable)
-        self.tokens.add(tokens.abs_log_ratio, lambda place: _token(batch, place))
+        size = tokens.log_ratio.abs()
+        total, usable = batch.ragged.sums(size, tokens.usable)
+        self.tokens.add(size, lambda place: _token(batch, place))
         self.sequences.add(total / usable.clamp(min=1), lambda place: batch.records[place].copied())
 
     def worst_tokens(self) -> list[Mapping[str, Any]]:

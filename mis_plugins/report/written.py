@@ -17,7 +17,7 @@ from mis_plugins.report.verdict import Verdict
 
 FORMAT = 2
 OF_PROPOSAL = ("name", "trusted", "why", "yaml", "flags")
-OF_REPORT = ("whole", "sequences", "places", "worst_tokens", "worst_sequences")
+OF_REPORT = ("whole", "sequences", "absent", "places", "worst_tokens", "worst_sequences")
 
 
 @dataclass(frozen=True)

@@ -114,7 +114,8 @@ def _read(watch: Watch, groups: Groups, strange: Sequence[Tensor]) -> Seen:
     split = sums.split if groups.counts_tokens else torch.zeros_like(sums.split)
     parts = [table, split, _of_layers(watch).to(device), sum(named, faulty), unknown]
     samples = [one.samples if groups.counts_rows else torch.zeros_like(one.samples) for one in sums.ran]
-    of_replica = _summed(_packed([*parts, *samples]), groups.of_replica)
+    packed = torch.cat([part.flatten().double() for part in (*parts, *samples)])
+    of_replica = _summed(packed, groups.of_replica)
     sizes = [part.numel() for part in parts]
     whole, by_sample = of_replica.split([sum(sizes), of_replica.numel() - sum(sizes)])
     whole, by_sample, *strange = (
@@ -133,10 +134,6 @@ def _read(watch: Watch, groups: Groups, strange: Sequence[Tensor]) -> Seen:
         faulty=round(faulty.item()) + len(layers),
         unknown=round(unknown.item()),
     )
-
-
-def _packed(parts: Sequence[Tensor]) -> Float[Tensor, " N"]:
-    return torch.cat([part.flatten().double() for part in parts])
 
 
 def _read_samples(ran: Sequence[Ran], sums: Float[Tensor, " N"]) -> list[Ran]:

@@ -13,7 +13,7 @@ from torch import Tensor
 from mis_plugins.config.terms.divergence import k3
 from mis_plugins.correction.pipeline import Correction
 from mis_plugins.routing.choice import Compared
-from mis_plugins.routing.placement import BUCKETS, Placement, first_of
+from mis_plugins.routing.placement import Placement, first_of
 
 LOG_PROB, TRAIN = "log_prob", "train"  # passes that are watched
 KINDS: tuple[str, ...] = ("tokens", "differs", "strange", "margin", "rows", "unequal", "broken")
@@ -100,10 +100,6 @@ class Gathered:
 
     flags: tuple[Flags, ...]
     strange: tuple[Float[Tensor, " _"], ...]
-
-
-def empty_table(layers: int, device: torch.device) -> Float[Tensor, "L K P"]:
-    return torch.zeros(layers, len(KINDS), BUCKETS, dtype=torch.float64, device=device)
 
 
 def gather(

@@ -19,9 +19,10 @@ from torch import Tensor, nn
 
 from mis_plugins.routing.choice import compare, selection_scores, strange_at_random
 from mis_plugins.routing.fault import Fault, Kind
-from mis_plugins.routing.placement import Grid, placement
+from mis_plugins.routing.placement import BUCKETS, Grid, placement
 from mis_plugins.routing.table import (
     CLASSES,
+    KINDS,
     LOG_PROB,
     SPLIT,
     TRAIN,
@@ -29,7 +30,6 @@ from mis_plugins.routing.table import (
     Gathered,
     Passed,
     Ran,
-    empty_table,
 )
 
 MTP = re.compile(r"(^|\.)mtp(\.|$)")
@@ -142,8 +142,9 @@ class Sums:
 
     @classmethod
     def empty(cls, layers: int, device: torch.device | None = None) -> Sums:
-        split = torch.zeros(len(CLASSES), len(SPLIT), dtype=torch.float64, device=device)
-        return cls(empty_table(layers, device or torch.device("cpu")), split)
+        shapes = (layers, len(KINDS), BUCKETS), (len(CLASSES), len(SPLIT))
+        table, split = (torch.zeros(shape, dtype=torch.float64, device=device) for shape in shapes)
+        return cls(table, split)
 
     def cleared(self) -> Sums:
         """Sums of as many layers, on the device, in which nothing was counted."""

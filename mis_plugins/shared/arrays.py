@@ -93,11 +93,6 @@ def _is_text(metadata: Any) -> bool:
     return isinstance(metadata, dict) and all(isinstance(one, str) for one in metadata.values())
 
 
-def load_safetensors(path: Path, name: str) -> Tensor:
-    """One tensor of a safetensors file."""
-    return Safetensors(path).tensor(name)
-
-
 class Npz:
     """An npz file: the names of its arrays, in the order in which they were written, and each array.
 

@@ -23,8 +23,6 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from mis_plugins.config.model import SegmentWiseConfig
-from mis_plugins.correction.ratios import exp_clamped, log_ratio
-from mis_plugins.correction.rejection import bounded_weight, in_bounds
 from mis_plugins.errors import InputError
 from mis_plugins.versions.loglinear import loglinear
 
@@ -108,24 +106,6 @@ class BehaviorWeight:
 
     weights: Float[Tensor, " T"]
     keep: Bool[Tensor, " T"]
-
-
-@torch.no_grad()
-def behavior_weight(
-    proximal_t: Float[Tensor, " T"],
-    behavior: Float[Tensor, " T"],
-    loss_mask: Bool[Tensor, " T"],
-    config: SegmentWiseConfig,
-) -> BehaviorWeight:
-    """w_t = bound(exp(log pi_{v+1} - log pi_v)), for an engine without packed sequences.
-
-    The weights equal those of the pipeline's `correct` for these log-probs and `config.weight`.
-    """
-    log_r, usable = log_ratio(proximal_t, behavior, loss_mask)
-    passing = in_bounds(log_r, usable, config.weight)
-    ratio = exp_clamped(log_r) * usable
-    weights = bounded_weight(ratio, usable, passing, config.weight)
-    return BehaviorWeight(weights, passing if config.weight.record.drops_token else loss_mask)
 
 
 def lacking(written: Written, config: SegmentWiseConfig) -> Bool[Tensor, " T"]:

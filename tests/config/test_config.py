@@ -9,11 +9,12 @@ from typing import Any
 
 import oracle
 import pytest
-from batches import flat_configs, nested
+from batches import MILES_YAML, flat_configs, nested
 from hypothesis import given
 from tolerances import EPS64
 
 from mis_plugins.config.flat import from_flat
+from mis_plugins.config.loading import load, preset_path
 from mis_plugins.config.model import (
     CorrectionConfig,
     NormalizeConfig,
@@ -21,16 +22,11 @@ from mis_plugins.config.model import (
     RejectRule,
     WeightConfig,
 )
-from mis_plugins.config.reading import correcting_keys, from_args, from_mapping, spelling
+from mis_plugins.config.reading import from_args, from_mapping, spelling
 from mis_plugins.config.terms.statistics import LARGEST_BINARY_KL, LEAST_PROBABILITY
+from mis_plugins.config.told import correcting_keys
 from mis_plugins.config.writing import as_mapping
 from mis_plugins.errors import ConfigError
-
-MILES_YAML = {
-    "use_rs": True, "tis_level": "token", "rs_level": "token", "tis_mode": "truncate", "tis_lower_bound": 0.5,
-    "tis_upper_bound": 2.0, "rs_lower_bound": None, "rs_upper_bound": None, "rs_veto_threshold": 1.0e-4,
-    "tis_batch_normalize": True,
-}  # fmt: skip
 
 
 def test_nested_defaults():
@@ -60,7 +56,7 @@ def test_rejection_alone():
 
 
 def test_miles_yaml():
-    """The mis.yaml that Miles ships."""
+    """The file that Miles ships, in both spellings, and our preset of it."""
     expected = CorrectionConfig(
         WeightConfig(upper=2.0, normalize=NormalizeConfig()),
         (RejectRule(over="token", lower=0.5, upper=2.0), RejectRule(over="min", lower=1e-4)),
@@ -68,6 +64,7 @@ def test_miles_yaml():
     )
     assert from_flat(MILES_YAML) == expected
     assert from_args(SimpleNamespace(use_tis=True, **MILES_YAML)) == expected
+    assert load(preset_path("mis")) == expected
 
 
 @given(flat_configs())

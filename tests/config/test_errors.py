@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from batches import host_args, ratio_batch
+from batches import MILES_YAML, host_args, ratio_batch
 from drive import one_rank
 
 from mis_plugins import mis
@@ -132,11 +132,6 @@ FLAT = [
     ({"use_rs": "yes"}, r"use_rs: got 'yes'; expected true or false"),
     ({"tis_batch_normalize": "micro"}, r"tis_batch_normalize: got 'micro'; expected true or false"),
 ]
-MILES = {
-    "use_rs": True, "tis_level": "token", "rs_level": "token", "tis_mode": "truncate", "tis_lower_bound": 0.5,
-    "tis_upper_bound": 2.0, "rs_lower_bound": None, "rs_upper_bound": None, "rs_veto_threshold": 1e-4,
-    "tis_batch_normalize": True,
-}  # fmt: skip
 
 
 @pytest.mark.parametrize(("mapping", "message"), NESTED)
@@ -148,14 +143,14 @@ def test_nested(mapping: object, message: str):
 @pytest.mark.parametrize(("change", "message"), FLAT)
 def test_flat(change: dict, message: str):
     with pytest.raises(ConfigError, match=message):
-        from_flat(MILES | change)
+        from_flat(MILES_YAML | change)
 
 
 @pytest.mark.parametrize(
     ("attributes", "message"),
     [
-        ({"tis_levle": "token", **MILES}, r"tis_levle: unknown key.*tis_level"),
-        ({"rs_veto": 1e-4, **MILES}, r"rs_veto: unknown key"),
+        ({"tis_levle": "token", **MILES_YAML}, r"tis_levle: unknown key.*tis_level"),
+        ({"rs_veto": 1e-4, **MILES_YAML}, r"rs_veto: unknown key"),
         ({"mis_weight": {}}, r"mis_weight: unknown key"),
         ({"tis_batch_normalise": True}, r"tis_batch_normalise: unknown key.*tis_batch_normalize"),
         ({"mis": GOOD, "tis_level": "token"}, r"both `mis:` and .*tis_level"),

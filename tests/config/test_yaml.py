@@ -24,7 +24,6 @@ from lab.pages import presets as presets_page
 from mis_plugins import mis
 from mis_plugins.__main__ import load, main
 from mis_plugins.config import families, loading, writing
-from mis_plugins.config.flat import from_flat
 from mis_plugins.config.loading import preset_path, presets
 from mis_plugins.config.model import (
     CorrectionConfig,
@@ -127,15 +126,6 @@ def test_corrects_as_the_oracle_says(file: Path):
     assert_matches_oracle(run(batch, config), batch, oracle.correct(batch.samples, config))
 
 
-def test_mis_yaml_is_miless_default():
-    """The same as the flat keys of the file that Miles ships."""
-    flat = {
-        "use_rs": True, "tis_level": "token", "rs_level": "token", "tis_mode": "truncate", "tis_lower_bound": 0.5,
-        "tis_upper_bound": 2.0, "rs_veto_threshold": 1.0e-4, "tis_batch_normalize": True,
-    }  # fmt: skip
-    assert load(FOLDER / "mis.yaml") == from_flat(flat)
-
-
 def test_a_product_of_2000_ratios_of_1_001():
     """What `sequence.yaml` and the length warning say, by the hook."""
     batch = ratio_batch([[1.001] * 2000])
@@ -187,21 +177,6 @@ def test_check_refuses(command: str, text: str, message: str, tmp_path: Path, co
     assert str(tmp_path / "my config.yaml") in told and message in told
 
 
-@pytest.mark.parametrize(
-    ("text", "warns"),
-    [
-        ("{metrics: none}", True),
-        ("{metrics: core}", False),
-        ("{weight: {upper: 2}, metrics: none}", False),
-        ("{weight: null, reject: [{over: min, lower: 1e-4}], metrics: none}", False),
-        ("{opsm: {delta: 1e-4}, metrics: none}", False),
-    ],
-)
-def test_check_warns_of_a_file_that_does_nothing(text: str, warns: bool, config_command: ConfigCommand):
-    told = config_command(f"mis: {text}").out
-    assert ("warning: metrics: none alone weighs nothing, drops nothing and reports nothing" in told) == warns
-
-
 def test_check_refuses_what_is_no_text(tmp_path: Path, capsys: pytest.CaptureFixture):
     file = tmp_path / "broken.yaml"
     file.write_bytes("mis: {weight: {upper: 2}}".encode("utf-16"))
@@ -236,25 +211,30 @@ def test_check_warns_of_the_hosts_own_switches(text: str, warning: str | None, c
     assert len(warnings) == (warning is not None) and (warning or "") in "".join(warnings)
 
 
+NOTHING = "warning: metrics: none alone weighs nothing, drops nothing and reports nothing"
+# KL and entropy that the file itself asks for, which the TIS hook is not handed.
+POLICY_ALONE = "warning: mis.denominator: kept is that of the policy term alone"
+KEPT = "mis: {weight: null, reject: [{upper: 2}], denominator: kept}"
+
+
 @pytest.mark.parametrize(
-    ("keys", "warns"),
+    ("text", "warning", "warns"),
     [
-        ("use_kl_loss: true", True),
-        ("entropy_coef: 0.01", True),
-        ("use_kl_loss: false\nentropy_coef: 0", False),
-        (
-            "use_kl_loss: true\nmis: {weight: null, reject: [{upper: 2}], denominator: kept, objective: {}}",
-            False,
-        ),
+        ("mis: {metrics: none}", NOTHING, True),
+        ("mis: {metrics: core}", NOTHING, False),
+        ("mis: {weight: {upper: 2}, metrics: none}", NOTHING, False),
+        ("mis: {weight: null, reject: [{over: min, lower: 1e-4}], metrics: none}", NOTHING, False),
+        ("mis: {opsm: {delta: 1e-4}, metrics: none}", NOTHING, False),
+        (f"use_kl_loss: true\n{KEPT}", POLICY_ALONE, True),
+        (f"entropy_coef: 0.01\n{KEPT}", POLICY_ALONE, True),
+        (f"use_kl_loss: false\nentropy_coef: 0\n{KEPT}", POLICY_ALONE, False),
+        (f"use_kl_loss: true\n{KEPT[:-1]}, objective: {{}}}}", POLICY_ALONE, False),
     ],
 )
-def test_check_warns_of_terms_that_kept_does_not_divide(
-    keys: str, warns: bool, config_command: ConfigCommand
+def test_check_warns_of_what_has_no_effect(
+    text: str, warning: str, warns: bool, config_command: ConfigCommand
 ):
-    """KL and entropy that the file itself asks for, which the TIS hook is not handed."""
-    kept = "mis: {weight: null, reject: [{upper: 2}], denominator: kept}"
-    told = config_command(keys if "mis:" in keys else f"{keys}\n{kept}").out
-    assert ("warning: mis.denominator: kept is that of the policy term alone" in told) == warns
+    assert (warning in config_command(text).out) == warns
 
 
 def test_check_refuses_a_missing_file(capsys: pytest.CaptureFixture):

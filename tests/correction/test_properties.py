@@ -20,7 +20,7 @@ from batches import (
     ratio_batch,
     weight_configs,
 )
-from drive import assert_all_same, assert_same_bytes, run, same_bytes, spread
+from drive import assert_all_same, assert_same_bytes, run, same_bytes
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from oracle import UNITS, correct, host_scale, members
@@ -220,29 +220,6 @@ def test_inputs_are_left_alone(batch: Batch, config: dict):
     before = [x.clone() for x in batch.proximal + batch.behavior + batch.loss_masks]
     run(batch, config)
     assert_all_same(before, batch.proximal + batch.behavior + batch.loss_masks, "inputs")
-
-
-@given(batches(), weight_configs(), st.sampled_from([1.5, 4.0]))
-def test_a_wider_bound_never_shrinks_a_weight(batch: Batch, weight: dict, factor: float):
-    weight = {"upper": 2.0} | weight | {"bound": "truncate"}
-    weight = {key: value for key, value in weight.items() if key not in ("lower", "normalize")}
-    narrow = run(batch, {"weight": weight})
-    wide = run(batch, {"weight": weight | {"upper": weight["upper"] * factor}})
-    for a, b in zip(narrow.weights, wide.weights, strict=True):
-        assert bool((b >= a).all())
-
-
-@given(batches(), weight_configs())
-def test_normalization_is_one_factor(batch: Batch, weight: dict):
-    """Normalized and plain weights differ by a single positive number, the reported factor."""
-    weight = weight | {"normalize": {"scope": "micro_batch", "over": "valid"}}
-    plain = {key: value for key, value in weight.items() if key != "normalize"}
-    normalized, raw = run(batch, {"weight": weight}), run(batch, {"weight": plain})
-    rtol = normalized_rtol(max(spread(s) for s in batch.samples))
-    for i, mask in enumerate(batch.loss_masks):
-        factor = normalized.metrics["mis_batch_norm_factor"][i]
-        expected = raw.weights[i] / torch.where(mask.bool(), factor, 1.0)
-        torch.testing.assert_close(normalized.weights[i], expected, rtol=rtol, atol=0)
 
 
 def test_no_state_between_configs():

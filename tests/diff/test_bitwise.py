@@ -17,7 +17,6 @@ from true_on_policy.bitwise import (
     FURTHEST,
     INTEGERS,
     LABELS,
-    NO_DISTANCE,
     SIGNED,
     UNSIGNED,
     equal_bits,
@@ -30,7 +29,6 @@ ORDERED = sorted(FLOATS | UNSIGNED | SIGNED, key=str)
 WIDTHS = {dtype: torch.empty(0, dtype=dtype).element_size() for dtype in ORDERED}
 
 shapes = st.lists(st.integers(1, 5), min_size=0, max_size=4)
-every_dtype = pytest.mark.parametrize("dtype", ORDERED, ids=str)
 
 
 def of_bits(bits: list[int], dtype: torch.dtype) -> torch.Tensor:
@@ -59,12 +57,6 @@ def tensors(draw: st.DrawFn) -> torch.Tensor:
     return of_bits(bits, dtype).reshape(shape)
 
 
-@given(tensors())
-def test_same_bytes_are_no_mismatch(x: torch.Tensor):
-    assert first_mismatch(x, x.clone()) is None
-    assert equal_bits(x, x.clone())
-
-
 @given(tensors(), st.data())
 def test_one_flipped_bit_is_found(x: torch.Tensor, data: st.DataObject):
     """At its coordinate, with both values, and as far away as Python's integers say."""
@@ -86,18 +78,6 @@ def test_one_flipped_bit_is_found(x: torch.Tensor, data: st.DataObject):
     assert found.ulps == (None if nan else min(distance, FURTHEST))
     assert found.furthest == found.ulps
     assert not equal_bits(x, y)
-
-
-@every_dtype
-def test_neighbours_are_one_apart(dtype: torch.dtype):
-    """All finite neighbours of the small dtypes, and those around interesting values of the large."""
-    bits = range(256) if WIDTHS[dtype] == 1 else [0, 1, 2, 127, 128, 1000, (1 << (8 * WIDTHS[dtype] - 2)) - 1]
-    for low in bits:
-        pair = of_bits([low, (low + 1) % (1 << 8 * WIDTHS[dtype])], dtype)
-        if dtype == torch.bool or pair.double().isnan().any():
-            continue
-        expected = abs(position(low, dtype) - position((low + 1) % (1 << 8 * WIDTHS[dtype]), dtype))
-        assert int(ulps(pair[:1], pair[1:])) == min(expected, FURTHEST)
 
 
 @pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
@@ -131,12 +111,13 @@ def test_payload_of_a_nan_counts():
     found = first_mismatch(quiet, other)
     assert found is not None and found.bits == ("0x7fc00000", "0x7fc00001")
     assert (found.ulps, found.furthest, found.histogram) == (None, None, {"NaN": 1})
-    assert "no distance" in str(found)
+    assert str(found).endswith("(0x7fc00001), no distance")
 
 
 def test_a_nan_does_not_hide_a_distance():
     found = first_mismatch(torch.tensor([1.0, 2.0]), torch.tensor([math.nan, 2.0000002384185791]))
     assert found is not None and (found.ulps, found.furthest, found.count) == (None, 1, 2)
+    assert str(found).endswith(", no distance, at most 1")
 
 
 @pytest.mark.parametrize(
@@ -245,9 +226,3 @@ def test_an_expanded_tensor_is_not_copied():
     """A terabyte of one repeated value, of which the first block differs."""
     a, b = (torch.full((1,), value).expand(2**38) for value in (1.0, 2.0))
     assert not equal_bits(a, b)
-
-
-def test_ulps_of_unequal_nans_have_no_distance():
-    pair = torch.tensor([math.nan, 1.0])
-    assert ulps(pair, pair).tolist() == [0, 0]
-    assert ulps(pair, pair.flip(0)).tolist() == [NO_DISTANCE, NO_DISTANCE]

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import io
 import json
 import os
-import random
 import re
 import struct
-import zipfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import hypothesis.strategies as st
 import numpy as np
@@ -24,7 +22,6 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as recomputed
 
 from mis_plugins.shared.budget import RecordError
-from mis_plugins.shared.files import replaced
 from true_on_policy.__main__ import main
 from true_on_policy.contract.cpu import Contract
 from true_on_policy.contract.rounding import ORDERS, NormOrder
@@ -125,27 +122,18 @@ def test_the_command_line(tmp_path: Path):
     assert f"2 of 6 values differ, first at [0, 0]: {pair}" in done.stdout
 
 
-def test_an_error_is_never_different(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture):
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [(ZeroDivisionError("unforeseen"), NOT_COMPARABLE), (KeyboardInterrupt("interrupted"), 130)],
+)
+def test_an_error_is_never_different(
+    error: BaseException, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+):
     """An unforeseen exception would leave Python with exit code 1."""
     a = dump_all(tmp_path / "a", BASE)
-
-    def broken(*_: object) -> None:
-        raise ZeroDivisionError("unforeseen")
-
-    monkeypatch.setattr(comparison, "first_mismatch", broken)
-    assert diff(a, a) == NOT_COMPARABLE
-    assert "unforeseen" in capsys.readouterr().err
-
-
-def test_an_interrupt_is_told_in_a_word(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture):
-    a = dump_all(tmp_path / "a", BASE)
-
-    def interrupted(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(comparison, "first_mismatch", interrupted)
-    assert diff(a, a) == 130
-    assert capsys.readouterr().err == "interrupted\n"
+    monkeypatch.setattr(comparison, "first_mismatch", Mock(side_effect=error))
+    assert diff(a, a) == code
+    assert capsys.readouterr().err.endswith(f"{error}\n")
 
 
 @pytest.mark.parametrize("target", [".", "/proc/none/out.json"])
@@ -154,22 +142,6 @@ def test_a_file_that_cannot_be_written_is_told_before_anything_is_compared(
 ):
     assert diff(tmp_path / "missing", tmp_path / "missing", "--json", target) == NOT_COMPARABLE
     assert capsys.readouterr().err.startswith(f"--json {target}: ")
-
-
-def test_a_comparison_outlives_a_full_disk(tmp_path: Path, capsys: Capture):
-    a, full = dump_all(tmp_path / "a", BASE), tmp_path / "full.json"
-    full.symlink_to("/dev/full")
-    assert diff(a, a, "--json", full) == NOT_COMPARABLE
-    assert capsys.readouterr().out.endswith("equal\n")
-
-
-def test_a_link_stays_a_link(tmp_path: Path):
-    a, link = dump_all(tmp_path / "a", BASE), tmp_path / "link.json"
-    link.symlink_to(tmp_path / "out.json")
-    (tmp_path / "out.json").write_text("before")
-    assert diff(a, a, "--json", link) == EQUAL
-    assert link.is_symlink()
-    assert json.loads((tmp_path / "out.json").read_text())["verdict"] == "equal"
 
 
 def test_another_command_that_cannot_be_imported(
@@ -308,11 +280,6 @@ def test_files_of_many_tensors(write: Callable[[Path, dict[str, Tensor]], Path],
     assert first.mismatch is not None and first.mismatch.coordinate == (0, 0)
 
 
-def test_formats_can_be_mixed(tmp_path: Path):
-    tensors = {"a": X, "b": torch.arange(3)}
-    assert diff(as_npz(tmp_path / "x", tensors), as_safetensors(tmp_path / "x", tensors)) == EQUAL
-
-
 def test_a_folder_of_shards(tmp_path: Path):
     """The names of files count, so two shards may hold a tensor of one name."""
     for side, value in (("a", X), ("b", Y)):
@@ -331,12 +298,6 @@ def test_files_beside_dumps_come_last(tmp_path: Path):
     dump(tmp_path, 1, "c.output", X)
     torch.save(X, tmp_path / "a.pt")
     assert [entry.key.name for entry in read_recording(tmp_path).entries] == ["c.output", "b.output", "a"]
-
-
-def test_two_files_of_one_tensor(tmp_path: Path):
-    torch.save(X, tmp_path / "x.pt")
-    torch.save(nn.Parameter(X), tmp_path / "y.pt")
-    assert diff(tmp_path / "x.pt", tmp_path / "y.pt") == EQUAL
 
 
 def huge(file: Path, gigabytes: int, last: float) -> Path:
@@ -399,21 +360,6 @@ def test_a_truncated_file_is_not_comparable(
     cut = tmp_path / f"cut{good.suffix}"
     cut.write_bytes(whole[: data.draw(st.integers(0, len(whole) - 1))])
     assert diff(good, cut) == NOT_COMPARABLE
-
-
-@every_format
-def test_a_damaged_file_never_crashes(
-    write: Callable[[Path, dict[str, Tensor]], Path], tmp_path: Path, capsys: Capture
-):
-    """Whatever byte is hit: it is the same tensor, another one, or unreadable."""
-    good = write(tmp_path / "good", {"w": X, "b": torch.arange(3)})
-    whole, bad, draw = good.read_bytes(), tmp_path / f"bad{good.suffix}", random.Random(0)
-    for _ in range(60):
-        damaged = bytearray(whole)
-        damaged[draw.randrange(len(whole))] ^= 1 << draw.randrange(8)
-        bad.write_bytes(damaged)
-        assert diff(good, bad) in (EQUAL, DIFFERENT, NOT_COMPARABLE)
-    assert "Traceback" not in capsys.readouterr().err
 
 
 class Malice:
@@ -637,12 +583,6 @@ def test_a_hosts_dump_that_cannot_be_compared_says_why(
     assert message in (tmp_path / "r.json").read_text()
 
 
-def test_a_sample_without_log_probs_is_no_number(tmp_path: Path):
-    dump = miles_dump(rollout_log_probs=[torch.tensor([-1.0, -2.0]), None])
-    file = str(saved(tmp_path / "a.pt", dump))
-    assert main(["diff", file, file]) == NOT_COMPARABLE
-
-
 @pytest.mark.parametrize("number", [np.float32(1), np.float64(1), np.int64(1), np.bool_(True)])
 def test_a_number_of_numpy_hides_nothing_in_a_dump(number: Any, tmp_path: Path, capsys: Capture):
     """A numpy number beside tensors is read as inert: no tensor is made of it, and nothing is called."""
@@ -687,14 +627,6 @@ def test_log_probs_of_a_rollout_in_arrays_of_numpy(tmp_path: Path):
     assert main(["diff", str(a), str(b)]) == EQUAL
 
 
-@pytest.mark.parametrize("order", ["longdouble", object, "U3"])
-def test_an_array_of_anything_else_stays_inert(order: Any, tmp_path: Path):
-    file = saved(
-        tmp_path / "step=0___rank=0___dump_index=1___name=x.pt", {"value": np.array([1, 2]).astype(order)}
-    )
-    assert main(["diff", str(file), str(file)]) == NOT_COMPARABLE
-
-
 def test_an_npz_that_is_named_like_a_dump(tmp_path: Path, capsys: Capture):
     file = tmp_path / "step=0___rank=0___dump_index=1___name=x.npz"
     np.savez(file, value=np.float32(1))
@@ -714,35 +646,6 @@ def test_integers_are_not_told_in_ulps(tmp_path: Path, capsys: Capture):
 def test_records_of_nothing_are_not_equal(tmp_path: Path):
     LogProbRecord.from_sequences([], []).save(tmp_path / "a.safetensors")
     assert diff(tmp_path / "a.safetensors", tmp_path / "a.safetensors") == NOT_COMPARABLE
-
-
-def test_two_tokens_without_log_prob_are_not_equal(tmp_path: Path):
-    """NaN and NaN have the same bytes; still nobody knows whether the engines agree."""
-    a, b = (
-        save(tmp_path / f"{side}.safetensors", log_probs=[[-0.5, None, -3.0], [], [-1.0, -2.0]])
-        for side in "ab"
-    )
-    assert diff(a, b) == NOT_COMPARABLE
-
-
-@given(st.lists(st.lists(st.floats(-50, 0, width=32), max_size=5), min_size=1, max_size=5), st.data())
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=30)
-def test_one_flipped_bit_of_one_log_prob(tmp_path: Path, log_probs: list[list[float]], data: st.DataObject):
-    flat = [(i, j) for i, sequence in enumerate(log_probs) for j in range(len(sequence))]
-    if not flat:
-        return
-    tokens = [list(range(len(sequence))) for sequence in log_probs]
-    a = LogProbRecord.from_sequences(tokens, log_probs)
-    index, bit = (
-        data.draw(st.integers(0, len(flat) - 1)),
-        data.draw(st.integers(0, 22)),
-    )  # of the mantissa: no NaN
-    bits = a.log_probs.view(torch.int32).clone()
-    bits[index] ^= 1 << bit
-    b = LogProbRecord(a.tokens, bits.view(torch.float32), a.versions, a.cu_seqlens)
-    row = comparison.compare_log_probs(a, b)
-    assert row.mismatch is not None and row.mismatch.coordinate == flat[index]
-    assert row.mismatch.ulps == 1 << bit and row.mismatch.count == 1
 
 
 @pytest.mark.parametrize(
@@ -803,24 +706,6 @@ def test_a_changed_record_is_refused(tmp_path: Path):
         LogProbRecord.load(file)
     with pytest.raises(RecordError, match="not a log-prob record"):
         LogProbRecord.load(as_safetensors(tmp_path / "plain", {"x": X}))
-
-
-def test_an_interrupted_write_leaves_what_was_there(tmp_path: Path):
-    file = tmp_path / "deep" / "file"
-    with replaced(file) as partial:
-        partial.write_text("whole")
-    with pytest.raises(KeyboardInterrupt), replaced(file) as partial:
-        partial.write_text("hal")
-        raise KeyboardInterrupt
-    assert file.read_text() == "whole" and os.listdir(file.parent) == ["file"]
-
-
-def test_processes_of_one_number_write_into_one_folder(tmp_path: Path):
-    """As ranks in containers on several machines do."""
-    with replaced(tmp_path / "a") as first, replaced(tmp_path / "b") as second:
-        first.write_text("a")
-        second.write_text("b")
-    assert (tmp_path / "a").read_text() == "a" and (tmp_path / "b").read_text() == "b"
 
 
 # ------------------------------------------------------------------------------------------------------ names
@@ -1047,14 +932,3 @@ def test_hugging_face_and_megatron(qwen: Path, tmp_path: Path):
     with torch.no_grad(), record(megatron.model, tmp_path / "stock"):
         megatron.logits([IDS[0].tolist()])
     assert report(tmp_path / "hf", tmp_path / "stock", heads=Heads.of(qwen)).exit_code == DIFFERENT
-
-
-def test_an_npz_with_a_longer_local_header(tmp_path: Path):
-    """A writer that streams leaves fields in the local header that the directory lacks."""
-    with (tmp_path / "a.npz").open("wb") as raw, zipfile.ZipFile(raw, "w") as archive:
-        buffer = io.BytesIO()
-        np.save(buffer, X.numpy())
-        info = zipfile.ZipInfo("x.npy")
-        info.extra = struct.pack("<HH4s", 0x7777, 4, b"more")
-        archive.writestr(info, buffer.getvalue())
-    assert diff(tmp_path / "a.npz", as_safetensors(tmp_path / "b", {"x": X})) == EQUAL

@@ -236,12 +236,6 @@ def test_no_value_of_a_strangers_file_is_more_than_an_error_in_words(tmp_path: P
             load(file)
 
 
-def test_nested_brackets_are_refused(tmp_path: Path) -> None:
-    (tmp_path / "trainer.json").write_text("[" * 100_000)
-    with pytest.raises(DumpError, match="not written by"):
-        load(tmp_path)
-
-
 def test_a_damaged_file_hides_no_other_engine(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     seen = Observation({"device": "cuda"}, {})
     write(tmp_path / "engine-a-30000.json", Dump(this_process("http://h:30000"), seen, None))

@@ -3,26 +3,25 @@
 from __future__ import annotations
 
 import math
-import socket
 from collections.abc import Callable
 from copy import deepcopy
-from threading import Thread
 from typing import Any
 
 import pytest
 from replay import RECORDED, replayed
 
+from true_on_policy.contract.settings import OF_SERVER
 from true_on_policy.doctor import engine_http
 from true_on_policy.doctor.engine_http import (
     ALONE,
     LOG_SOFTMAX,
     PREFILLED,
     PROBED,
-    ROWS,
     SCORED,
     SEEDS,
     observe_engine,
 )
+from true_on_policy.engines.protocol import sglang_rows
 from true_on_policy.engines.server import free_port
 from true_on_policy.observe.process import ALL
 
@@ -81,7 +80,7 @@ def test_two_attention_kernels_are_both_named() -> None:
 
 
 def test_a_renamed_setting_is_not_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(ROWS, "KV cache", "kv_cache_kind")
+    monkeypatch.setitem(OF_SERVER, "KV cache", "kv_cache_kind")
     with replayed("pinned") as url:
         seen = observe_engine(url)
     assert seen.why("KV cache") == "/server_info tells no kv_cache_kind" and "KV cache" not in seen.settings
@@ -106,39 +105,6 @@ def test_a_server_of_something_else_is_not_seen() -> None:
         assert "not an answer of SGLang" in observe_engine(url).why("SGLang")
 
 
-def test_answers_of_another_shape_are_not_seen() -> None:
-    answers = [
-        (asked, [{"embedding": [0.0]} for _ in answer]) for asked, answer in RECORDED["pinned"]["generate"]
-    ]
-    with replayed("pinned", answers=answers) as url:
-        seen = observe_engine(url)
-    assert seen.settings["SGLang"] == "0.5.23"
-    for row in PROBED:
-        assert row not in seen.settings
-        wrong = f"{url}/generate: not an answer of SGLang (KeyError('meta_info'))"
-        assert seen.why(row) == f"could not compare: {wrong}"
-
-
-def test_a_port_that_speaks_no_http_is_not_seen() -> None:
-    """As one of NCCL or Ray would answer."""
-
-    def answer(listener: socket.socket) -> None:
-        connection, _ = listener.accept()
-        connection.recv(4096)
-        connection.sendall(b"\x00\x01\r\n\r\n")
-        connection.close()
-
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        Thread(target=answer, args=(listener,), daemon=True).start()
-        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-        assert observe_engine(url).why("SGLang").startswith(f"{url}/server_info: ")
-
-
-@pytest.mark.parametrize("url", ["http://127.0.0.1:port", "http://[::1"])
-def test_a_url_that_is_none_is_not_seen(url: str) -> None:
-    assert observe_engine(url).why("SGLang").startswith(f"{url}/server_info: ")
-
-
 @pytest.mark.parametrize(
     ("answers", "found"),
     [(([1], [1], [2]), "without effect"), (([1], [1], [1]), "one for all"), (([1], [2], [1]), "one each")],
@@ -159,16 +125,16 @@ def test_what_seeds_decide(answers: tuple, found: str, monkeypatch: pytest.Monke
     ],
 )
 def test_a_log_prob_tells_what_it_was_rounded_to(values: tuple[float, ...], found: str) -> None:
-    _, log_probs = engine_http._answer([[value, 7, None] for value in values])
+    _, log_probs = sglang_rows([[value, 7, None] for value in values])
     assert engine_http._dtype(log_probs) == found
 
 
 def test_bits_decide_not_numbers() -> None:
     rows = [[0.0, 7, None]]
-    a, b = (engine_http._answer([[value, 7, None]]) for value in (0.0, -0.0))
+    a, b = (sglang_rows([[value, 7, None]]) for value in (0.0, -0.0))
     assert engine_http._compared(a, b) == "1 of 1 log-probs differ"
-    assert engine_http._compared(a, engine_http._answer(rows)) == "equal"
-    assert engine_http._compared(a, engine_http._answer([[0.0, 8, None]])) == "other tokens"
+    assert engine_http._compared(a, sglang_rows(rows)) == "equal"
+    assert engine_http._compared(a, sglang_rows([[0.0, 8, None]])) == "other tokens"
 
 
 Change = Callable[[Any], Any]
@@ -252,8 +218,3 @@ def test_settings_of_another_shape_are_not_seen(told: dict) -> None:
     with replayed("pinned", told) as url:
         seen = observe_engine(url)
     assert not seen.settings and seen.why("device").startswith(f"{url}/server_info: ")
-
-
-def test_a_missing_log_prob_is_no_number() -> None:
-    with pytest.raises(engine_http.EngineError, match="a token without a log-prob"):
-        engine_http._answer([[None, 7, None]])

@@ -10,14 +10,13 @@ from types import ModuleType
 import pytest
 
 from true_on_policy.contract.gpu import model_contract
-from true_on_policy.doctor.diagnosis import checks, diagnose
+from true_on_policy.contract.settings import CHOSEN, FUSED, Setting
 from true_on_policy.flags.command import launch_flags
-from true_on_policy.observe.fused import CHOSEN, FUSED, Fused, chosen, of_host
-from true_on_policy.observe.process import Observation, observe
+from true_on_policy.observe.fused import chosen, of_host
+from true_on_policy.observe.process import observe
 
 MEGATRON = model_contract("qwen3-4B", "megatron", trainer_tp=8, engine_tp=8)
-FSDP = model_contract("qwen3-4B", "fsdp")
-ROPE = next(fused for fused in FUSED if fused.attribute == "apply_rope_fusion")
+ROPE = next(fused for fused in FUSED if fused.host == "apply_rope_fusion")
 
 
 class AttnBackend(enum.Enum):
@@ -31,56 +30,26 @@ class AttnBackend(enum.Enum):
 ASKED = {"transformer_impl": "transformer_engine", "attention_backend": AttnBackend.auto}
 
 
-def asked(fused: Fused) -> Namespace:
-    return Namespace(**{fused.attribute: ASKED.get(fused.attribute, True)})
+def asked(fused: Setting) -> Namespace:
+    return Namespace(**{fused.host: ASKED.get(fused.host, True)})
 
 
-@pytest.mark.parametrize("fused", FUSED, ids=lambda fused: fused.attribute)
+@pytest.mark.parametrize("fused", FUSED, ids=lambda fused: fused.host)
 def test_a_kernel_is_on_where_it_is_asked_for_and_its_library_is_there(
-    fused: Fused, monkeypatch: pytest.MonkeyPatch
+    fused: Setting, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     absent = f"off, no {fused.module}"
-    assert of_host(asked(fused)) == {fused.row: absent}
+    assert of_host(asked(fused)) == {fused.name: absent}
     monkeypatch.setattr("true_on_policy.observe.fused.findable", lambda module: module == fused.module)
-    assert of_host(asked(fused)) == {fused.row: f"asked for, {fused.module} not imported"}
+    assert of_host(asked(fused)) == {fused.name: f"asked for, {fused.module} not imported"}
     monkeypatch.setitem(sys.modules, fused.module, ModuleType(fused.module))
-    assert of_host(asked(fused)) == {fused.row: "on"}
-    assert of_host(Namespace(**{fused.attribute: fused.off[0]})) == {fused.row: "off"}
-
-
-def test_an_argument_that_the_host_lacks_is_not_stated() -> None:
-    assert of_host(Namespace()) == {}
-    assert of_host(Namespace(attention_backend=AttnBackend.flash)) == {
-        "fused attention (Transformer Engine)": "off"
-    }
-
-
-@pytest.mark.parametrize(
-    ("value", "verdict"), [("off", "green"), ("off, no transformer_engine", "green"), ("on", "red")]
-)
-def test_the_doctor_judges_what_stands_in_the_place_of_a_kernel_of_the_contract(
-    value: str, verdict: str
-) -> None:
-    rows = diagnose(MEGATRON, Observation({ROPE.row: value}, {}), Observation({}, {}))
-    (row,) = [row for row in rows if row.check.name == ROPE.row]
-    assert (row.verdict, row.check.remedy) == (verdict, "--no-rope-fusion")
-
-
-def test_a_kernel_that_no_log_prob_depends_on_is_shown_and_not_judged() -> None:
-    free = {fused.row: "on" for fused in FUSED if not fused.remedy}
-    rows = {row.check.name: row for row in diagnose(MEGATRON, Observation(free, {}), Observation({}, {}))}
-    assert {rows[name].verdict for name in free} == {""} and {rows[name].trainer for name in free} == {"on"}
+    assert of_host(asked(fused)) == {fused.name: "on"}
+    assert of_host(Namespace(**{fused.host: fused.off[0]})) == {fused.name: "off"}
 
 
 def test_every_remedy_is_a_flag_of_the_launch() -> None:
     words = [" ".join(flag.words) for flag in launch_flags(MEGATRON)]
     assert all(fused.remedy in words for fused in FUSED if fused.remedy)
-
-
-def test_the_rows_are_those_of_megatron_alone() -> None:
-    rows = {fused.row for fused in FUSED} | {row for row, _, _ in CHOSEN}
-    assert rows <= {check.name for check in checks(MEGATRON, scored=False)}
-    assert not rows & {check.name for check in checks(FSDP, scored=False)}
 
 
 def test_what_megatron_chose_is_seen_once_it_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -97,5 +66,5 @@ def test_what_megatron_chose_is_seen_once_it_is_imported(monkeypatch: pytest.Mon
 
 def test_flags_are_configured_and_choices_observed() -> None:
     seen = observe(MEGATRON, Namespace(apply_rope_fusion=False, true_on_policy_mode=False))
-    assert seen.settings[ROPE.row] == "off" and seen.how(ROPE.row) == "configured"
-    assert all(seen.how(row) == "observed" for row, _, _ in CHOSEN)
+    assert seen.settings[ROPE.name] == "off" and seen.how(ROPE.name) == "configured"
+    assert all(seen.how(row) == "observed" for row in CHOSEN)

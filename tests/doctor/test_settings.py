@@ -201,20 +201,6 @@ def test_another_release_of_the_host_stops_no_trainer(monkeypatch: pytest.Monkey
     assert (seen.settings["log-softmax"], seen.how("log-softmax")) == ("bf16", "configured")
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(
-    not torch.cuda.is_available(), reason="no CUDA device here: TF32 is a matter of its products"
-)
-def test_tf32_is_seen_in_a_product() -> None:
-    found = torch.backends.cuda.matmul.allow_tf32
-    try:
-        for allowed, seen in ((True, "on"), (False, "off")):
-            torch.backends.cuda.matmul.allow_tf32 = allowed
-            assert LOOKS["TF32"]() == seen
-    finally:
-        torch.backends.cuda.matmul.allow_tf32 = found
-
-
 def test_kernels_that_are_not_those_of_the_contract_are_told() -> None:
     def failures() -> Iterator[Failure]:
         raise PinError("linear falls back to Triton")

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from mis_plugins.shared.provenance import UNKNOWN, commit, measured_with
+from lab.provenance import measured_with
+from mis_plugins.shared.provenance import UNKNOWN, commit
 
 
 @pytest.fixture

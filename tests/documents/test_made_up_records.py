@@ -89,16 +89,13 @@ MADE_UP: dict[str, tuple[int, Edits]] = {
         },
     ),
     "family": (
-        2,
+        1,
         {
-            "true_on_policy/contract/families.py": (
-                '    Family(\n        name="qwen3-dense",',
-                '    Family("mistral", ("MistralForCausalLM",), proof=Proof("mistral", "dense Mistral", {\n'
-                '        "tiny-made-up": Shape(64, 96, 2, 4, 2, 16, 160, tied=False)})),\n',
-            ),
-            "true_on_policy/contract/gpu.py": (
-                '    "qwen3-0.6B":',
-                '    "made-up-7B": ("mistral", Size(4096, 14336, 32, 8, 128, 32000)),\n',
+            "true_on_policy/contract/families.yaml": (
+                "models:\n",
+                "  mistral:\n    architectures: [MistralForCausalLM]\n    proof:\n      model_type: mistral\n"
+                "      title: dense Mistral\n"
+                "      tiny: {tiny-made-up: [64, 96, 2, 4, 2, 16, 160, false]}\n",
             ),
         },
     ),
@@ -108,13 +105,13 @@ CODE = """
 import sys
 from mis_plugins.__main__ import main
 from mis_plugins.hosts.registry import current, every_host
-from true_on_policy.contract.gpu import family_and_size
+from true_on_policy.contract.families import FAMILIES
 
 assert main(["config", "check", "made-up", "--host", "made-up"]) == 0
 assert "made-up" in every_host() and current().name == "unknown"
 sys.modules["made_up"] = sys
 assert current().name == "made-up"
-assert family_and_size("made-up-7B")[0] == "mistral"
+assert "mistral" in FAMILIES
 """
 VERIFY = "verify --engine made_up --trainer hf --model tiny-made-up --dtype bf16 --tokens 20"
 

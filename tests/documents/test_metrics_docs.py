@@ -10,8 +10,8 @@ import pytest
 import torch
 from batches import make_batch
 
-from lab.pages.metrics import BY_STEP, FIRST, SAID, WORDS, cells_of, document, sections
-from mis_plugins.config.model import CorrectionConfig
+from lab.pages.metrics import BY_STEP, NUMBERS, PARTS, SAID, WORDS, cells_of, part, sections
+from lab.pages.parts import current, named
 from mis_plugins.config.reading import from_mapping
 from mis_plugins.correction.opsm import Departure
 from mis_plugins.correction.pipeline import correct
@@ -58,8 +58,8 @@ VETO = {"over": "min", "lower": 1e-4}
 
 
 def test_the_committed_document_is_the_generated_one():
-    committed = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")
-    assert committed == document(), "python -m lab.pages.metrics > docs/metrics.md"
+    assert current("metrics.md", part), "python -m lab.pages.metrics"
+    assert {*named("metrics.md")} == {*NUMBERS, *PARTS, *sections()}
 
 
 @pytest.mark.parametrize("name", EVERY)
@@ -76,7 +76,6 @@ def test_each_metric_has_words_and_no_words_are_of_a_metric_that_is_gone():
 
 def test_every_metric_stands_in_one_section():
     found = sections()
-    assert list(found) == list(FIRST)
     assert [name for names in found.values() for name in names] == list(WORDS)
 
 
@@ -92,7 +91,7 @@ def test_every_metric_of_the_hook_that_mis_py_lacks_has_its_row():
     configs = [
         from_mapping({"weight": weight, "reject": rules + vetoes, "metrics": "full"}) for weight in weights
     ]
-    found = {name for config in configs for name in _hook_names(config) - OF_MIS_PY}
+    found = {name for config in configs for name in catalogue(config).keys() - OF_MIS_PY}
     named = {name.removeprefix("mis_") for name in BY_STEP} - {"nonfinite_advantages"}
     assert {re.sub(r"_[2-9]$", "_{i}", name) for name in found} == named
     said = {name for words in BY_STEP.values() for name in re.findall("`(.*?)`", words)}
@@ -109,7 +108,7 @@ def test_every_name_that_a_default_log_lost_says_where_it_went():
     ]
     mappings = [{"weight": weight, "reject": rules} for weight in weights]
     full, watch = (
-        {name for mapping in mappings for name in _hook_names(from_mapping(mapping | {"metrics": size}))}
+        {name for mapping in mappings for name in catalogue(from_mapping(mapping | {"metrics": size}))}
         for size in ("full", "watch")
     )
     listed = {one for names in SAID["vanished"] for part in names.split(", ") for one in _spread(part)}
@@ -123,11 +122,6 @@ def _spread(name: str) -> list[str]:
     """`a_{b,c}_d` as a_b_d and a_c_d."""
     found = re.search(r"\{(.*)\}", name)
     return [name.replace(found[0], one) for one in found[1].split(",")] if found else [name]
-
-
-def _hook_names(config: CorrectionConfig) -> set[str]:
-    kinds = catalogue(config)
-    return {*kinds.token, *kinds.sequence, *kinds.micro_batch}
 
 
 def test_what_the_peers_have_is_ours_too():

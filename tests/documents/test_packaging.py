@@ -81,7 +81,7 @@ def test_wheel_holds_every_module_and_preset(wheel: Path) -> None:
     }
     data = {
         str(path.relative_to(ROOT))
-        for pattern in ("engines/*.sh", "engines/*/packages.txt", "kernels/*.c", "verify/*.txt")
+        for pattern in ("*/*.yaml", "engines/*.sh", "engines/*/packages.txt", "kernels/*.c", "verify/*.txt")
         for path in (ROOT / "true_on_policy").glob(pattern)
     }
     records = {str(path.relative_to(ROOT)) for path in (ROOT / "mis_plugins/hosts/records").glob("*.txt")}

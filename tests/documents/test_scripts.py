@@ -13,6 +13,8 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -104,6 +106,23 @@ def launch(script: str, folder: Path, **environment: str) -> subprocess.Complete
     )
 
 
+Launched = Callable[..., Path]
+
+
+@pytest.fixture(scope="module")
+def launched(tmp_path_factory: pytest.TempPathFactory) -> Launched:
+    """Launch a script that must succeed, once for all tests; return the folder of the launch."""
+
+    @cache
+    def folder(script: str, environment: frozenset[tuple[str, str]]) -> Path:
+        made = tmp_path_factory.mktemp("launch")
+        done = launch(script, made, **dict(environment))
+        assert done.returncode == 0, done.stderr
+        return made
+
+    return lambda script, **environment: folder(script, frozenset(environment.items()))
+
+
 def trainer_arguments(folder: Path) -> list[str]:
     """What follows `-- python3 .../train.py`."""
     words = (folder / "ray.txt").read_text().splitlines()
@@ -115,17 +134,16 @@ def trainer_arguments(folder: Path) -> list[str]:
 
 @pytest.mark.parametrize(("script", "parsers", "environment"), LAUNCHES)
 def test_launch_passes_only_flags_of_its_host(
-    script: str, parsers: tuple[str, ...], environment: dict[str, str], tmp_path: Path
+    script: str, parsers: tuple[str, ...], environment: dict[str, str], launched: Launched
 ) -> None:
-    done = launch(script, tmp_path, **environment)
-    assert done.returncode == 0, done.stderr
-    arguments = trainer_arguments(tmp_path)
+    folder = launched(script, **environment)
+    arguments = trainer_arguments(folder)
     flags = [word for word in arguments if word.startswith("--")]
     assert set(flags) - accepted(*parsers) == set()
     assert len(flags) == len(set(flags))
     assert arguments[-2:] == ["--seed", "7"]
     model = "Qwen2.5-1.5B-Instruct" if script == ASYNC else "Qwen3-4B"
-    assert str(tmp_path / "my models" / model) in arguments
+    assert str(folder / "my models" / model) in arguments
     assert ("--num-layers" in arguments) == ("megatron" in parsers)
 
 
@@ -148,20 +166,19 @@ def test_the_hosts_own_launchers_are_corrected_as_the_oracle_says() -> None:
     assert all(any(abs(weight - 1) > 0.1 for weight in row["oracle"]) for row in theirs)
 
 
-@pytest.mark.parametrize("launched", [name for name, row in ROWS.items() if row["ours"]])
-def test_the_record_is_of_the_words_that_a_launch_passes_today(launched: str, tmp_path: Path) -> None:
-    *environment, script = launched.split()
-    assert launch(script, tmp_path, **dict(one.split("=") for one in environment)).returncode == 0
-    words = Counter(word for word in trainer_arguments(tmp_path) if "/" not in word)
+@pytest.mark.parametrize("row", [name for name, row in ROWS.items() if row["ours"]])
+def test_the_record_is_of_the_words_that_a_launch_passes_today(row: str, launched: Launched) -> None:
+    *environment, script = row.split()
+    folder = launched(script, **dict(one.split("=") for one in environment))
+    words = Counter(word for word in trainer_arguments(folder) if "/" not in word)
     words.subtract(FAKE_SHAPE)
-    assert +words - Counter(shlex.split(ROWS[launched]["words"])) == Counter()
+    assert +words - Counter(shlex.split(ROWS[row]["words"])) == Counter()
 
 
 @pytest.mark.parametrize("recipe", [*BLOG_PRESETS, "moe-r3"])
-def test_each_run_of_the_blog_is_launched_with_its_own_config(recipe: str, tmp_path: Path) -> None:
-    done = launch(BLOG, tmp_path, RECIPE=recipe)
-    assert done.returncode == 0, done.stderr
-    arguments = trainer_arguments(tmp_path)
+def test_each_run_of_the_blog_is_launched_with_its_own_config(recipe: str, launched: Launched) -> None:
+    folder = launched(BLOG, RECIPE=recipe)
+    arguments = trainer_arguments(folder)
     flags = [word for word in arguments if word.startswith("--")]
     assert set(flags) - accepted("miles", "megatron", "sglang") == set() and len(flags) == len(set(flags))
     preset = Path(arguments[arguments.index("--custom-config-path") + 1])
@@ -169,7 +186,7 @@ def test_each_run_of_the_blog_is_launched_with_its_own_config(recipe: str, tmp_p
     assert ("--use-tis" in flags) != ("--get-mismatch-metrics" in flags) == (recipe in WATCHES)
     assert ("--use-rollout-routing-replay" in flags) == (recipe == "moe-r3")
     model = "Qwen3-4B-Base" if recipe.startswith("dense") else "Qwen3-30B-A3B-Base"
-    assert str(tmp_path / "my models" / model) in arguments
+    assert str(folder / "my models" / model) in arguments
     assert ("--ckpt-step" in flags) == recipe.startswith("moe")
     assert {"aime24", "aime25"} < set(arguments)
 
@@ -192,9 +209,8 @@ def test_an_asynchronous_launch_says_which_version_wrote_a_token(enabled: str, t
 
 
 @launch_script
-def test_launch_loads_our_function_with_our_config(script: str, tmp_path: Path) -> None:
-    launch(script, tmp_path)
-    arguments = trainer_arguments(tmp_path)
+def test_launch_loads_our_function_with_our_config(script: str, launched: Launched) -> None:
+    arguments = trainer_arguments(launched(script))
     module, function = arguments[arguments.index("--custom-tis-function-path") + 1].rsplit(".", 1)
     assert callable(getattr(importlib.import_module(module), function))
     assert Path(arguments[arguments.index("--custom-config-path") + 1]).name == "tis.yaml"

@@ -16,7 +16,7 @@ from lab.host.asynchronous import controller as controller_module
 from lab.host.asynchronous.controller import Controller, PauseMode, Settings, Tally, Wanted
 from lab.host.asynchronous.response import Response
 from lab.host.asynchronous.staleness_bound import HeadOffpolicyness
-from lab.host.asynchronous.update_hooks import HookError
+from lab.host.asynchronous.update_hooks import HookError, Point
 from lab.host.model.decoder import ModelConfig
 from lab.host.model.decoding import Drawn, Sampling
 from lab.host.model.engine import DecodeEngine
@@ -251,7 +251,7 @@ def test_hooks_run_around_the_update_while_generation_stands_still() -> None:
     with running(bound=3, step_seconds=0.03) as made:
         in_the_midst(made)
         for name in ("pre_pause", "post_pause", "pre_resume", "post_resume"):
-            getattr(made.hooks, f"register_{name}_hook")(note(made, name))
+            made.hooks.register(name, note(made, name), name)
         made.update(weights(1))
         made.rollout(0)
     assert [(name, version) for name, version, _ in seen] == [
@@ -261,12 +261,12 @@ def test_hooks_run_around_the_update_while_generation_stands_still() -> None:
 
 
 @pytest.mark.parametrize("point", ["pre_pause", "post_pause"])
-def test_a_hook_that_raises_leaves_the_weights_and_generation_going(point: str) -> None:
+def test_a_hook_that_raises_leaves_the_weights_and_generation_going(point: Point) -> None:
     def broken() -> None:
         raise ValueError("no room")
 
     with running(bound=1, step_seconds=0.02) as made:
-        getattr(made.hooks, f"register_{point}_hook")(broken, "mine")
+        made.hooks.register(point, broken, "mine")
         with pytest.raises(HookError, match=f"{point} hook mine raised ValueError: no room"):
             made.update(weights(1))
         assert made.version == 0
@@ -275,13 +275,13 @@ def test_a_hook_that_raises_leaves_the_weights_and_generation_going(point: str) 
 
 
 @pytest.mark.parametrize("point", ["pre_resume", "post_resume"])
-def test_a_hook_that_raises_after_the_update_leaves_the_new_weights_and_what_they_admit(point: str) -> None:
+def test_a_hook_that_raises_after_the_update_leaves_the_new_weights_and_what_they_admit(point: Point) -> None:
     def broken() -> None:
         raise ValueError("no room")
 
     with running(bound=0) as made:
         made.rollout(0)
-        getattr(made.hooks, f"register_{point}_hook")(broken, "mine")
+        made.hooks.register(point, broken, "mine")
         with pytest.raises(HookError, match=f"{point} hook mine raised ValueError: no room"):
             made.update(weights(1))
         assert made.version == 1
@@ -296,3 +296,11 @@ def test_closed_in_mid_sequence_no_thread_is_left() -> None:
         in_the_midst(made)
         assert made._thread.is_alive()
     assert not made._thread.is_alive()
+
+
+def test_what_may_begin() -> None:
+    assert list(HeadOffpolicyness(0).admitted(3, 3)) == [3]
+    assert list(HeadOffpolicyness(2).admitted(0, 0)) == [0, 1, 2]
+    assert list(HeadOffpolicyness(2).admitted(3, 0)) == []
+    assert list(HeadOffpolicyness(2).admitted(3, 4)) == [3, 4, 5, 6]
+    assert list(HeadOffpolicyness(2).admitted(5, 0)) == [], "a larger bound of before takes nothing back"

@@ -60,14 +60,6 @@ def test_numbers_go_on_where_folders_are_taken(tmp_path: Path) -> None:
     assert unused(first) == tmp_path / "run-4"
 
 
-def test_only_the_first_rank_says_where_a_run_goes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
-) -> None:
-    monkeypatch.setenv("RANK", "1")
-    assert unused(a_run(tmp_path / "run")) == tmp_path / "run-2"
-    assert capsys.readouterr().err == ""
-
-
 def test_a_run_of_several_parts_is_seen_by_any_of_them(tmp_path: Path) -> None:
     a_run(tmp_path / "demo/corrected")
     assert unused(tmp_path / "demo", ("uncorrected", "corrected")) == tmp_path / "demo-2"

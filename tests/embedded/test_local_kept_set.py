@@ -19,12 +19,12 @@ from lab.host.rollout.rollout_engines import cut_of
 from lab.host.rollout.sample import Sample, make_samples
 from lab.host.rollout.sampler import Rollout
 from lab.host.rollout.served import _until
-from lab.host.rollout.tasks import TASKS, Problem
+from lab.host.rollout.tasks import Problem, Task
 from lab.host.train import parallel
 from lab.host.train.batch import pack
 from lab.host.train.kept_set import KeptSets, kept_columns
 from lab.host.train.log_probs import get_log_probs_and_entropy, response_log_probs
-from mis_plugins.errors import ConfigError, InputError
+from mis_plugins.errors import InputError
 from true_on_policy.engines import protocol
 from true_on_policy.engines.protocol import Cut, EngineError, Request
 from true_on_policy.engines.sglang.engine import _over_kept
@@ -119,7 +119,7 @@ def test_kept_sets_of_another_count_are_named() -> None:
 @pytest.fixture(scope="module")
 def cut(recorded: Rollout) -> Rollout:  # noqa: F811
     """The recorded rollout as if each token had been sampled from itself and two thirds of the others."""
-    samples, size = [], TASKS["reverse"](2).vocab_size
+    samples, size = [], Task(2).vocab_size
     for sample in recorded.samples:
         response = sample.tokens[len(sample.tokens) - sample.response_length :]
         rows = [[i for i in range(size) if i == token or (i + t) % 3] for t, token in enumerate(response)]
@@ -151,7 +151,7 @@ def test_what_follows_the_end_of_a_response_is_cut_off_its_kept_sets() -> None:
     generation = _until(9, sample_of(((4, 2), (9,), (5,))))
     assert generation == Generation((4, 9), (-0.5, -0.25), 7, kept=((4, 2), (9,)))
     assert _until(9, sample_of(None)).kept is None
-    task = TASKS["reverse"](2)
+    task = Task(2)
     made: list[Sample] = make_samples(task, [Problem((1,), (4, 9))] * 2, [generation] * 2, 2)
     assert [one.rollout_top_p_token_ids for one in made] == [[4, 2, 9]] * 2
     assert [one.rollout_top_p_token_offsets for one in made] == [[0, 2, 3]] * 2
@@ -164,40 +164,6 @@ def test_sglangs_answer_is_read_or_refused() -> None:
     for tokens in ((2, 8), (2,), (2, 9, 9)):
         with pytest.raises(EngineError, match="kept sets .* that are not those of the sampled tokens"):
             _over_kept(meta, tokens)
-
-
-@pytest.mark.parametrize(
-    "flags, message",
-    [
-        ("--rollout-top-p 0.9", "--rollout-top-p 0.9 with --rollout-engine local: .*; choose sglang"),
-        (
-            "--rollout-top-k 5 --rollout-engine hf",
-            "--rollout-top-k 5 with --rollout-engine hf: the engine returns no list",
-        ),
-        (
-            "--rollout-top-p 0.9 --rollout-engine vllm --kv-channels 32",
-            "with --rollout-engine vllm: the engine returns no list",
-        ),
-        ("--rollout-top-p 0", "--rollout-top-p: got 0.0; give a number above 0, at most 1"),
-        ("--rollout-top-p 1.5", "--rollout-top-p: got 1.5"),
-        (
-            "--rollout-top-k 1 --rollout-engine sglang",
-            "--rollout-top-k: got 1; give -1 for all tokens, or at least 2",
-        ),
-        ("--rollout-top-k 5 --rollout-engine sglang --async", "with --async: the tokens that are left are"),
-        (
-            "--rollout-top-k 5 --rollout-engine sglang --true-on-policy",
-            "5 with --true-on-policy: engine and trainer",
-        ),
-        (
-            "--rollout-top-p 0.5 --rollout-engine sglang --grad-cosine-every 2",
-            "0.5 with --grad-cosine-every: the grad",
-        ),
-    ],
-)
-def test_what_cannot_be_cut_is_refused_by_name(flags: str, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        parse_args(flags.split())
 
 
 def test_both_flags_make_the_cut() -> None:

@@ -25,7 +25,7 @@ from lab.host.model.engine import DecodeEngine
 from lab.host.model.model import initial_weights
 from lab.host.rollout.sample import make_samples
 from lab.host.rollout.sampler import Rollout, derive_seed, draw_problems, shard
-from lab.host.rollout.tasks import TASKS
+from lab.host.rollout.tasks import Task
 from lab.host.train import parallel
 from lab.host.train.batch import pack
 from lab.host.train.loss import LOSSES
@@ -62,7 +62,7 @@ def settings(grid: Grid, yaml: Path, extra: str = "") -> Namespace:
 
 def strong_weights(args: Namespace) -> dict[str, torch.Tensor]:
     """Weights large enough that int3 changes the policy and responses end early or late."""
-    config = model_config(args, TASKS[args.task](args.num_digits).vocab_size)
+    config = model_config(args, Task(args.num_digits).vocab_size)
     weights = initial_weights(config, seed=1)
     return {name: weight * (1 if weight.dim() == 1 else 4) for name, weight in weights.items()}
 
@@ -83,7 +83,7 @@ def yaml(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def recorded(yaml: Path) -> Rollout:
     """A rollout of the int3 engine, with advantages of both signs."""
     args = settings(Grid(), yaml)
-    task = TASKS[args.task](args.num_digits)
+    task = Task(args.num_digits)
     engine = DecodeEngine(model_config(args, task.vocab_size), "int3")
     engine.update_weights(strong_weights(args), version=0)
     problems = [problem for problem in draw_problems(task, 8, seed=3) for _ in range(4)]
@@ -98,7 +98,7 @@ def train(grid: Grid, args: Namespace, rollout: Rollout, folder: Path) -> dict[s
 
     def main() -> None:
         state = parallel.initialize(grid.tp, grid.cp)
-        config = model_config(args, TASKS[args.task](args.num_digits).vocab_size)
+        config = model_config(args, Task(args.num_digits).vocab_size)
         trainer = Trainer(args, config, state, strong_weights(args), args.lr)
         data = shard(args, state, rollout)
         data["log_probs"] = trainer.log_probs(data)
@@ -182,7 +182,7 @@ def test_the_engine_scores_with_exported_weights_as_the_trainer_does(
 ) -> None:
     """Two forward passes that share no code: names, the interleaving of q, k and v, RoPE and norms all agree."""
     args = settings(Grid(tp=tp), yaml)
-    config = model_config(args, TASKS[args.task](args.num_digits).vocab_size)
+    config = model_config(args, Task(args.num_digits).vocab_size)
 
     def main() -> None:
         state = parallel.initialize(tp, 1)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import signal
@@ -12,12 +11,10 @@ from pathlib import Path
 
 import pytest
 from matplotlib.image import imread
-from rich.console import Console
 
 from lab.host import report
 from lab.host.folders import METRICS
 from lab.host.report import (
-    LiveTable,
     MetricsLog,
     draw_histories,
     in_words,
@@ -124,9 +121,7 @@ def test_a_picture_of_a_mismatch_that_is_zero_throughout(tmp_path: Path) -> None
     assert imread(tmp_path / "curves.png").ndim == 3
 
 
-def test_the_table_is_left_on_an_interrupt() -> None:
-    console = Console(file=io.StringIO(), force_terminal=True)
-    with pytest.raises(KeyboardInterrupt), LiveTable("uncorrected", total=3, console=console) as table:
-        table.add(records(0.5)[0])
-        raise KeyboardInterrupt
-    assert not table._live.is_started
+def test_a_row_of_a_rollout_stands_below_its_headings() -> None:
+    _, heads = report.headings("uncorrected", 40).split("\n")
+    row = report.row_of({"rollout": 7, "k3_kl": 0.5, "kept_fraction": None, "seconds": 1.5})
+    assert len(row) == len(heads) and row.split() == ["7", "-", "-", "5.00e-01", "-", "1.50"]

@@ -13,7 +13,7 @@ import pytest
 import torch
 from test_local_loop import MIS, records, run
 
-from lab.host.rollout.tasks import TASKS
+from lab.host.rollout.tasks import Task
 from lab.host.train.parallel import EXIT_USER_ERROR
 from mis_plugins.mis import Answer, compute_mis_weights_with_cp
 
@@ -111,7 +111,7 @@ def test_off_policy_the_same_corrections_do_change_them(tmp_path: Path) -> None:
 
 
 def test_a_response_ends_at_its_first_end_of_sequence(tmp_path: Path) -> None:
-    eos, whole = TASKS["reverse"](10).eos, []
+    eos, whole = Task(10).eos, []
     for kept in trained("--rollout-engine hf --true-on-policy", tmp_path / "run"):
         for tokens, length in zip(kept["tokens"], kept["response_lengths"], strict=True):
             assert eos not in tokens[-length:-1].tolist()

@@ -189,59 +189,6 @@ def response(version: int, tokens: int, prompt: int = 1) -> Response:
     return Response((0,) * prompt).append(list(range(1, tokens + 1)), [-0.5] * tokens, version)
 
 
-def test_dropped_between_the_question_and_the_answer():
-    """The answer for a dropped response reaches no other response; all other responses get their answers."""
-    pool, model = Pool(), Model(4)
-    numbers = [pool.add(response(3, 2)) for _ in range(3)]
-    late: list[int] = []
-
-    def score(sequences: Sequence[Sequence[int]], counts: Sequence[int]) -> list[list[float]]:
-        assert pool.take(numbers[1]) is not None
-        late.append(pool.add(response(4, 2)))
-        return model(sequences, counts)
-
-    done = recompute(pool, 4, 100, each(score))
-    assert (done.tokens, done.gone) == (4, 2)
-    assert pool.snapshot().keys() == {numbers[0], numbers[2], *late}
-    for one in pool.snapshot().values():
-        check(one, 4)
-
-
-def test_what_a_lagging_worker_appends_meanwhile():
-    """A token of V - 1 that arrives while V - 1 is being scored is scored too, in a further batch."""
-    pool, model = Pool(), Model(4)
-    number = pool.add(response(3, 2))
-    more = iter([1, 0])
-
-    def score(sequences: Sequence[Sequence[int]], counts: Sequence[int]) -> list[list[float]]:
-        if next(more, 0):
-            pool.update(number, lambda now: now.append([9], [-0.5], 3))
-        return model(sequences, counts)
-
-    assert recompute(pool, 4, 100, each(score)) == Recomputed(tokens=3, scored=3 + 4, batches=2)
-    check(pool.snapshot()[number], 5)
-
-
-def test_current_and_older_tokens_are_left_alone():
-    pool, model = Pool(), Model(4)
-    old = pool.add(response(2, 2))
-    fresh = pool.add(response(4, 2))
-    assert recompute(pool, 4, 100, each(model)) == Recomputed() and model.calls == []
-    assert pool.snapshot()[old].recomputed == pool.snapshot()[fresh].recomputed == (None, None)
-
-
-def test_only_the_prefix_is_scored():
-    """Tokens of later versions behind the wanted ones cost nothing; a tool's in between are skipped."""
-    one = response(2, 2, prompt=3).append([3], [-0.5], 3).observe([4, 5]).append([6], [-0.5], 3)
-    one = one.append([7, 8], [-0.5] * 2, 4)
-    pool = Pool()
-    pool.add(one)
-    (request,) = requests(pool, 3)
-    assert request.tokens == (0, 0, 0, 1, 2, 3, 4, 5, 6)
-    assert request.positions == (2, 5) and request.count == 4
-    assert request.wanted([-1.0, -2.0, -3.0, -4.0]) == [-1.0, -4.0]
-
-
 def test_a_score_that_fails_costs_only_itself():
     """Batches before it are stored, those after it wait for the next call, and none is asked for twice."""
     pool, model = Pool(), Model(4)
@@ -340,10 +287,3 @@ def test_ranks_share_batches_that_are_the_same_for_any_number_of_them():
             check(one, 5 - 1)
             assert one.lacking(3) == []
     assert asked[1] == asked[2] == asked[3] and found[1] == found[2] == found[3]
-
-
-def test_nothing_precedes_the_first_version():
-    """Version 0 has no predecessor, and a tool's tokens, of version -1, are not its."""
-    pool, model = Pool(), Model(0)
-    pool.add(Response((1,)).observe([2, 3]).append([4], [-1.0], 0))
-    assert recompute(pool, 0, 8, each(model)) == Recomputed() and model.calls == []

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
@@ -17,8 +18,10 @@ from true_on_policy.contract.rounding import ORDERS
 from true_on_policy.contract.sides import ENGINES
 from true_on_policy.engines.handover import FOLDER
 from true_on_policy.engines.protocol import Engine
+from true_on_policy.engines.server import HERE, interpreter
 from true_on_policy.models.tiny import read_config
 
+ROOT = Path(__file__).parents[2]
 WANTED = bool(os.environ.get("MIS_TEST_ENGINES"))
 collect_ignore_glob = [] if WANTED else ["test_*.py"]
 MARK = "MIS_TEST_ENGINES_SESSION"
@@ -61,6 +64,35 @@ def _read(path: Path) -> str:
         return path.read_text(errors="replace")
     except OSError:  # it ended meanwhile, or is another user's
         return ""
+
+
+Ran = Callable[..., str]
+
+
+@pytest.fixture(scope="session")
+def ran_in_sglang() -> Ran:
+    """ran(program, *arguments, folders=()): what a program of this folder prints in SGLang's own environment."""
+
+    def ran(program: str, *arguments: object, folders: Sequence[Path] = ()) -> str:
+        paths = os.pathsep.join(map(str, (ROOT, HERE / "sglang" / "stand_in", *folders)))
+        done = subprocess.run(
+            [
+                interpreter("sglang"),
+                "-W",
+                "ignore",
+                ROOT / "tests" / "engines" / program,
+                *map(str, arguments),
+            ],
+            env=os.environ
+            | {"PYTHONPATH": paths, "SGLANG_USE_CPU_ENGINE": "1", "TORCH_COMPILE_DISABLE": "1"},
+            capture_output=True,
+            text=True,
+            timeout=500,
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    return ran
 
 
 @pytest.fixture(scope="session")

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,15 +13,14 @@ from safetensors.torch import load_file, save_file
 
 from true_on_policy.bitwise import equal_bits
 from true_on_policy.contract.cpu import Contract
-from true_on_policy.engines.server import HERE, interpreter
 from true_on_policy.kernels.pin import pinned
-
-ROOT = Path(__file__).parents[2]
 
 pytestmark = pytest.mark.timeout(600)
 
 
-def test_sglangs_own_functions_have_the_bits_of_megatrons_layer(tmp_path: Path) -> None:
+def test_sglangs_own_functions_have_the_bits_of_megatrons_layer(
+    ran_in_sglang: Callable[..., str], tmp_path: Path
+) -> None:
     """Eight, 64 and 128 experts; in the last, gates tie at the border of the choice."""
     cases = {f"{experts}-{top_k}": Case.random(experts, top_k, TOKENS) for experts, top_k in SIZES}
     tensors = {}
@@ -37,16 +35,7 @@ def test_sglangs_own_functions_have_the_bits_of_megatrons_layer(tmp_path: Path) 
         tensors |= {f"{name}.{part}": value.detach().contiguous() for part, value in parts.items()}
     given, made = tmp_path / "cases.safetensors", tmp_path / "outputs.safetensors"
     save_file(tensors, given, {"top_k": json.dumps({name: case.top_k for name, case in cases.items()})})
-    paths = os.pathsep.join(map(str, (ROOT, HERE / "sglang" / "stand_in")))
-    program = ROOT / "tests" / "engines" / "sglang_experts.py"
-    done = subprocess.run(
-        [interpreter("sglang"), "-W", "ignore", program, given, made],
-        env=os.environ | {"PYTHONPATH": paths, "SGLANG_USE_CPU_ENGINE": "1", "TORCH_COMPILE_DISABLE": "1"},
-        capture_output=True,
-        text=True,
-        timeout=500,
-    )
-    assert done.returncode == 0, done.stderr
+    ran_in_sglang("sglang_experts.py", given, made)
     theirs = load_file(made)
     for name, case in cases.items():
         with torch.no_grad(), pinned(Contract(dtype="bf16")):

@@ -3,43 +3,27 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sysconfig
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from stand_ins import deep_gemm_source
 
-from true_on_policy.engines.server import HERE, interpreter
 from true_on_policy.kernels.deep_gemm import SWITCHES
 
-ROOT = Path(__file__).parents[2]
 OFF, ON = ["off", False, False, False], ["on", True, True, False]
 
 pytestmark = pytest.mark.timeout(600)
 
 
 @pytest.fixture(scope="module")
-def seen(tmp_path_factory: pytest.TempPathFactory) -> dict:
+def seen(ran_in_sglang: Callable[..., str], tmp_path_factory: pytest.TempPathFactory) -> dict:
     folder = tmp_path_factory.mktemp("deep_gemm")
     (folder / "deep_gemm.py").write_text(deep_gemm_source(SWITCHES[0], before=True), encoding="utf-8")
-    paths = (ROOT, ROOT / "tests" / "support", HERE / "sglang" / "stand_in", folder)
-    done = subprocess.run(
-        [
-            interpreter("sglang"),
-            "-W",
-            "ignore",
-            ROOT / "tests" / "engines" / "sglang_mode.py",
-            sysconfig.get_path("purelib"),
-        ],
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(map(str, paths)), "SGLANG_USE_CPU_ENGINE": "1"},
-        capture_output=True,
-        text=True,
-        timeout=500,
-    )
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
+    support = Path(__file__).parents[1] / "support"
+    told = ran_in_sglang("sglang_mode.py", sysconfig.get_path("purelib"), folders=(support, folder))
+    return json.loads(told.splitlines()[-1])
 
 
 def test_a_pin_stands_and_is_undone(seen: dict):

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
+from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 
@@ -17,7 +16,6 @@ from true_on_policy.contract import rounding as rope
 from true_on_policy.contract.cpu import Contract, Shapes
 from true_on_policy.contract.rounding import ORDERS
 from true_on_policy.engines.protocol import Request
-from true_on_policy.engines.server import HERE, interpreter
 from true_on_policy.engines.sglang.engine import PROOF, SGLang
 from true_on_policy.kernels.pin import pinned
 from true_on_policy.models.tiny import checkpoint, read_config, read_weights, updated
@@ -25,7 +23,6 @@ from true_on_policy.trainers.hf import HuggingFace
 from true_on_policy.trainers.megatron import Megatron
 from true_on_policy.weights.comparison import compare
 
-ROOT = Path(__file__).parents[2]
 PLACEHOLDER = 316  # of an image: without one it is a token like any other
 REQUESTS = [
     Request((5, 6, 7), 40, seed=1),
@@ -54,22 +51,16 @@ def test_on_text_alone_it_has_the_trainers_bits(tmp_path: Path):
         assert compare(engine.weights_checker, read_weights(weights)).equal  # the vision tower's among them
 
 
-def test_its_mrope_with_equal_positions_is_plain_rope_whatever_the_section(tmp_path: Path):
+def test_its_mrope_with_equal_positions_is_plain_rope_whatever_the_section(
+    ran_in_sglang: Callable[..., str], tmp_path: Path
+):
     sections, base, width = [[6, 5, 5], [5, 6, 5], [16, 0, 0], [0, 0, 16], [1, 14, 1], [4, 4, 8]], 5e6, 32
     positions = torch.tensor([0, 1, 2, 3, 100, 511, 512, 2047])
     heads = torch.randn(len(positions), 4, width, generator=torch.Generator().manual_seed(0)).bfloat16()
     given, made = tmp_path / "case.safetensors", tmp_path / "outputs.safetensors"
     asked = json.dumps({"sections": sections, "base": base})
     save_file({"heads": heads, "positions": positions}, given, {"asked": asked})
-    paths = os.pathsep.join(map(str, (ROOT, HERE / "sglang" / "stand_in")))
-    done = subprocess.run(
-        [interpreter("sglang"), "-W", "ignore", ROOT / "tests" / "engines" / "sglang_mrope.py", given, made],
-        env=os.environ | {"PYTHONPATH": paths, "SGLANG_USE_CPU_ENGINE": "1", "TORCH_COMPILE_DISABLE": "1"},
-        capture_output=True,
-        text=True,
-        timeout=500,
-    )
-    assert done.returncode == 0, done.stderr
+    ran_in_sglang("sglang_mrope.py", given, made)
     angles = positions[:, None] * (1.0 / base ** (torch.arange(0, width, 2).float() / width))
     turned = rope.rotated(heads, torch.cat((angles, angles), -1)[:, None])
     plain = torch.cat((turned, turned[:, :1]), 1).flatten(1)

@@ -89,32 +89,59 @@ def test_the_changed_script_starts_a_job_that_corrects(
     assert_corrects(started(tmp_path / name, tmp_path, *given))
 
 
-@pytest.mark.parametrize(("name", "script"), [("run.sh", shell("", UNSWITCHED)), ("run.py", PYTHON)])
-def test_a_hook_that_is_never_called_is_told(
-    name: str, script: str, tmp_path: Path, capsys, monkeypatch
+UNREAD = (
+    shell()
+    .replace("ray job", "source /nowhere/model.sh\nray job")
+    .replace("${CUSTOM", "${MODEL_ARGS[@]} ${CUSTOM")
+)
+SWITCHED = shell("", UNSWITCHED).replace(
+    "ray job", "if [ $MODE = watch ]; then GRPO_ARGS+=(--get-mismatch-metrics); fi\nray job"
+)
+OWN_LOSS = shell("--use-tis", f"{OURS}\n--loss-type custom_loss\n--custom-loss-function-path mine.loss")
+ESCAPES = shell("--use-tis", "--custom-tis-function-path x\x1b[31m.y\n--custom-config-path \x1b[2Jz")
+GIVEN = ("--", "--extra-args", "--use-tis --custom-tis-function-path x.y", "--upper", "3", "--enable-mis")
+
+
+def branch(test: str) -> tuple:
+    script = shell("", OURS).replace("ray job", f"if {test}; then GRPO_ARGS+=(--use-tis); fi\nray job")
+    told = (
+        f"--use-tis (line 13): there only if this holds: {test}",
+        "nothing is proposed as long as that is unsure",
+    )
+    return "run.sh", script, (), 2, told
+
+
+TOLD = [
+    ("run.sh", shell("", UNSWITCHED), (), 1, (NEVER, "nothing is corrected, and its log has no mis_ metric")),
+    ("run.py", PYTHON, (), 1, (NEVER, "nothing is corrected, and its log has no mis_ metric")),
+    ("run.sh", shell("", OURS), (), 0, ("nothing has to change",)),  # a preset switches the correction on by itself
+    ("run.sh", shell("--get-mismatch-metrics", UNSWITCHED), (), 0, ("by --get-mismatch-metrics (line 7)",)),
+    ("run.sh", shell("--use-tis", OURS), ("--preset", "metrics-only"), 1,
+     ("-   --use-tis", "+   --get-mismatch-metrics", PRESET.replace("tis)", "metrics-only)"))),
+    *(branch(test) for test in ('[ "$1" = x ]', "[[ -n $HOST ]]", "grep -q x file", '[[ "$A" == c* || x == y ]]')),
+    ("run.py", PYTHON, GIVEN, 1, ("capped at 3", "x.y (given on the command line")),
+    ("run.py", PYTHON, ("--", "--upper", "high"), 2, ("could not convert string to float: 'high'",)),
+    ("run.sh", OWN_LOSS, (), 2, ("mine.loss runs in place of the host's policy loss",)),
+    ("run.sh", SWITCHED, ("--", "MODE=watch"), 0, ()),
+    ("run.sh", SWITCHED, ("--", "MODE=train"), 1, (NEVER,)),
+    ("run.sh", UNREAD, (), 1, ("not read: line 10: source /nowhere/model.sh: the file is not here",
+                               "${MODEL_ARGS[@]} may give more flags")),
+    ("run.sh", shell().replace('a model" \\', 'a model"'), (), 1, ("does the line above lack its backslash?",)),
+    ("run.sh", shell("--use-tiss"), ("--host", "slime"), 1,
+     ("warning: --use-tiss (line 7): no flag of slime where its parser was recorded",)),
+    ("run.sh", ESCAPES, (), 1, (r"x\x1b[31m.y",)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "script", "given", "code", "said"), TOLD)
+def test_what_is_told_of_a_script(
+    name: str, script: str, given: tuple, code: int, said: tuple, tmp_path: Path, capsys, monkeypatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    Path("unswitched.yaml").write_text("tis_upper_bound: 2.0\n")
-    code, told = check(capsys, tmp_path, name, script)
-    assert code == 1 and NEVER in told and "nothing is corrected, and its log has no mis_ metric" in told
-
-
-def test_a_preset_switches_the_correction_on_by_itself(tmp_path: Path, capsys) -> None:
-    assert check(capsys, tmp_path, "run.sh", shell("", OURS))[0] == 0
-
-
-def test_watching_is_enough_of_a_switch(tmp_path: Path, capsys, monkeypatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("unswitched.yaml").write_text("tis_upper_bound: 2.0\n")
-    code, told = check(capsys, tmp_path, "run.sh", shell("--get-mismatch-metrics", UNSWITCHED))
-    assert (code, "by --get-mismatch-metrics (line 7)" in told) == (0, True)
-
-
-def test_a_preset_takes_the_place_of_the_scripts_config(tmp_path: Path, capsys) -> None:
-    code, told = check(capsys, tmp_path, "run.sh", shell("--use-tis", OURS), "--preset", "metrics-only")
-    assert code == 1
-    for line in ("-   --use-tis", "+   --get-mismatch-metrics", PRESET.replace("tis)", "metrics-only)")):
-        assert line in told
+    Path("unswitched.yaml").write_text("tis_upper_bound: 2.0\n")  # a file without use_tis
+    found, told = check(capsys, tmp_path, name, script, *given)
+    assert found == code and all(text in told for text in said), told
+    assert "\x1b" not in told and (code == 1) == ("\n+++ " in told or "no diff: " in told)
 
 
 @pytest.mark.parametrize(
@@ -144,22 +171,6 @@ def test_a_config_that_the_script_writes_is_read(lines: str, told: str, tmp_path
     script = body.replace("set -e\n", "ON=true\nOUT=$HOME/out\n" + lines.format(file="$OUT/mis.yaml"))
     _, output = check(capsys, tmp_path, "run.sh", script)
     assert told in output
-
-
-@pytest.mark.parametrize(
-    "test",
-    ['[ "$1" = x ]', "[[ -n $HOST ]]", "grep -q x file", '[[ "$A" == c* || x == y ]]'],
-)
-def test_a_branch_that_is_not_known_is_unsure_and_nothing_is_proposed(
-    test: str, tmp_path: Path, capsys
-) -> None:
-    script = shell("", OURS).replace("ray job", f"if {test}; then GRPO_ARGS+=(--use-tis); fi\nray job")
-    code, told = check(capsys, tmp_path, "run.sh", script)
-    assert (
-        code == 2
-        and f"--use-tis (line 13): there only if this holds: {test}" in told
-        and "\n+++ " not in told
-    )
 
 
 def test_a_branch_that_is_known_is_taken(tmp_path: Path, capsys) -> None:
@@ -212,55 +223,10 @@ def test_words_of_a_launcher(body: str, expected: list[str]) -> None:
     assert texts(body, reader=python) == expected
 
 
-def test_the_launchers_own_arguments_decide(tmp_path: Path, capsys) -> None:
-    given = ("--", "--extra-args", "--use-tis --custom-tis-function-path x.y", "--upper", "3", "--enable-mis")
-    code, told = check(capsys, tmp_path, "run.py", PYTHON, *given)
-    assert code == 1 and "capped at 3" in told and "x.y (given on the command line" in told
-
-
-def test_an_option_that_the_launcher_cannot_take_is_refused(tmp_path: Path, capsys) -> None:
-    code, told = check(capsys, tmp_path, "run.py", PYTHON, "--", "--upper", "high")
-    assert code == 2 and "high: no number, as 2.0 is" in told
-
-
-def test_a_loss_of_the_users_own_is_unsure(tmp_path: Path, capsys) -> None:
-    loss = "--loss-type custom_loss\n--custom-loss-function-path mine.loss"
-    code, told = check(capsys, tmp_path, "run.sh", shell("--use-tis", f"{OURS}\n{loss}"))
-    assert code == 2 and "mine.loss runs in place of the host's policy loss" in told
-
-
-def test_a_variable_of_the_scripts_environment_decides(tmp_path: Path, capsys, monkeypatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("unswitched.yaml").write_text("tis_upper_bound: 2.0\n")
-    script = shell("", UNSWITCHED).replace(
-        "ray job", "if [ $MODE = watch ]; then GRPO_ARGS+=(--get-mismatch-metrics); fi\nray job"
-    )
-    assert check(capsys, tmp_path, "run.sh", script, "--", "MODE=watch")[0] == 0
-    assert check(capsys, tmp_path, "run.sh", script, "--", "MODE=train")[0] == 1
-
-
 def test_a_flag_of_a_branch_that_is_not_known_names_it() -> None:
     script = 'a = "--x "\nif U.cuda():\n    a += "--use-tis "\nU.execute_train(a)'
     found = [(word.text, word.branch) for word in words(script, reader=python)]
     assert found == [("--x", None), ("--use-tis", "U.cuda()")]
-
-
-def test_what_is_not_read_is_told(tmp_path: Path, capsys) -> None:
-    script = shell().replace("ray job", "source /nowhere/model.sh\nray job")
-    script = script.replace("${CUSTOM", "${MODEL_ARGS[@]} ${CUSTOM")
-    _, told = check(capsys, tmp_path, "run.sh", script)
-    assert "${MODEL_ARGS[@]} may give more flags" in told
-    assert "not read: line 10: source /nowhere/model.sh: the file is not here" in told
-
-
-def test_a_line_without_its_backslash_is_told(tmp_path: Path, capsys) -> None:
-    script = shell().replace('a model" \\', 'a model"')
-    assert "does the line above lack its backslash?" in check(capsys, tmp_path, "run.sh", script)[1]
-
-
-def test_a_flag_that_the_host_does_not_know_is_told(tmp_path: Path, capsys) -> None:
-    told = check(capsys, tmp_path, "run.sh", shell("--use-tiss"), "--host", "slime")[1]
-    assert "warning: --use-tiss (line 7): no flag of slime where its parser was recorded" in told
 
 
 @pytest.mark.parametrize(
@@ -294,11 +260,6 @@ def test_a_script_is_never_executed(tmp_path: Path, capsys) -> None:
     check(capsys, tmp_path, "run.sh", f"A=$(touch {made})\ntouch {made}\n{shell()}")
     check(capsys, tmp_path, "run.py", f"open({str(made)!r}, 'w').write('x')\n{PYTHON}")
     assert not made.exists()
-
-
-def test_control_characters_do_not_reach_the_terminal(tmp_path: Path, capsys) -> None:
-    script = shell("--use-tis", "--custom-tis-function-path x\x1b[31m.y\n--custom-config-path \x1b[2Jz")
-    assert "\x1b" not in check(capsys, tmp_path, "run.sh", script)[1]
 
 
 def test_other_targets_take_no_arguments_of_a_script(capsys) -> None:

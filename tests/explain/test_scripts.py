@@ -236,6 +236,9 @@ def test_what_only_the_launch_decides_is_listed_at_once_and_whole() -> None:
         verl.translate(script)
     behind = [f"{IS}rollout_is=token", f"{IS}rollout_is_threshold=2", f"{IS}rollout_rs=null"]
     assert verl.translate(script, behind).config().weight == WeightConfig(upper=2.0)
+    twice = f"{TRAIN} $1 {IS}rollout_is=token"
+    with pytest.raises(ConfigError, match=r"sequence \(given on the command line, .*\) or token \(line 1\)"):
+        verl.translate(twice, asked=Asked(arguments=(f"{IS}rollout_is=sequence",)))
     started = Asked(arguments=("ROLLOUT_IS=token", "ROLLOUT_IS_THRESHOLD=3", "null"))
     assert verl.translate(script, asked=started).config().weight == WeightConfig(upper=3.0)
 
@@ -275,51 +278,7 @@ def test_ms_swift_an_unknown_flag_of_the_loss_is_no_refusal() -> None:
 # --------------------------------------------------------------------------------------------------- never lost
 
 
-@pytest.mark.parametrize(
-    ("script", "told"),
-    [
-        (f"{SWIFT} --beta 0\n  --{MODE} token_mask", f"{MODE} in line 2 .*lack its backslash"),
-        (f"cat > a.yaml <<EOF\n{MODE}: $X\nEOF\n{SWIFT} --config a.yaml", f"{MODE} in line 2"),
-        (f"if x; then\ncat > a.yaml <<EOF\n{MODE}: x\nEOF\nfi\n{SWIFT} --config a.yaml", f"{MODE} in line 3"),
-        (f"cat > b.yaml <<EOF\n{MODE}: token_mask\nEOF\n{SWIFT} --config a.yaml", f"{MODE} in line 2"),
-        (f"python - <<EOF\nx['{MODE}'] = 1\nEOF\n{SWIFT}", f"{MODE} in line 2"),
-        (f"sed -i 's/{MODE}.*/x/' a.yaml\n{SWIFT}", f"{MODE} in line 1"),
-        (f"export A='--{MODE} token_mask'\nbash one.sh", f"{MODE} in line 1"),
-        (f"A='--{MODE} token_mask'\nbash one.sh \"${{A/x/y}}\"", f"{MODE} in line 1"),
-        (f"train() {{\n{SWIFT} --{MODE} token_mask\n}}", f"{MODE} in line 2"),
-        (f"echo '{SWIFT} --{MODE} token_mask' | bash", f"{MODE} in line 1"),
-        (f"ssh host '{SWIFT} --{MODE} token_mask'", f"{MODE} in line 1"),
-        (f"cat <<EOF | sbatch\n{SWIFT} --{MODE} token_mask\nEOF", f"{MODE} in line 2"),
-        (f"cat <<EOF > a.sh\n{SWIFT} --{MODE} token_mask\nEOF\nsbatch a.sh", f"{MODE} in line 2"),
-        (f"A='--{MODE} token_mask'\n{SWIFT}", f"nothing that runs corrects, .*{MODE} in line 1 .*which nothing reads"),
-        (f"if false; then\n{SWIFT} --{MODE} token_mask\nelse\n{SWIFT}\nfi", f"{MODE} in line 2 .*which does not run"),
-        (f"exit 0\n{SWIFT} --{MODE} token_mask", f"{MODE} in line 2 .*which does not run"),
-        (f"if [ $X ]; then A=(--{MODE} token_mask); fi\n{SWIFT} ${{A[@]}}", rf"{MODE}: token_mask \(line 1, only if"),
-        (f"grep moe cfg && A='--{MODE} token_mask'\n{SWIFT} $A", rf"{MODE}: token_mask \(line 1, only if grep moe"),
-        (f"grep moe cfg || A='--{MODE} token_mask'\n{SWIFT} $A", rf"{MODE}: token_mask \(line 1, only if not: grep"),
-        (f"read A B <<< '2.0 3.0'\n{SWIFT} --{MODE} token_mask --{THRESHOLD} $B", f"decides {THRESHOLD}: read A B"),
-        (f"source args.sh\n{SWIFT} --{MODE} token_mask $ARGS", r"tell \$ARGS .*not read: source args.sh: the file"),
-        (f"{SWIFT} --{MODE} token_mask $(cat args)", r"tell \$\(cat args\) \(line 1\), which may hold settings"),
-        (f"{SWIFT} --{MODE} token_mask --rollout_${{KEY%x}} 3", r"tell --rollout_\$\{KEY%x\} \(line 1\), which may"),
-        (f"{SWIFT} --{MODE} token_mask\nif x; then", "no bash that the parser knows"),
-    ],
-)  # fmt: skip
-def test_a_key_that_no_start_is_given_is_named_with_its_line(script: str, told: str) -> None:
-    with pytest.raises(ConfigError, match=told):
-        ms_swift.translate(script)
-
-
-@pytest.mark.parametrize(
-    ("word", "told"),
-    [
-        ("algorithm@algorithm.rollout_correction=tis", "given rollout_correction in line 1"),
-        ("+algo.rollout_correction.rollout_is=token", "given rollout_is in line 1"),
-        ("algorithm=mine", "algorithm: got 'mine'; expected a mapping"),
-    ],
-)
-def test_verl_a_group_or_a_strange_path_is_no_command_without_keys(word: str, told: str) -> None:
-    with pytest.raises(ConfigError, match=told):
-        verl.translate(f"{TRAIN} {word} actor_rollout_ref.model.path=x")
+def test_verl_a_key_within_a_name_is_no_key() -> None:
     named = f"{TRAIN} trainer.experiment_name=gsm8k-rollout_is-2 {WEIGHT}"
     assert verl.translate(named).config().weight == WeightConfig(upper=2.0)
 
@@ -332,15 +291,6 @@ def test_a_key_that_an_override_gives_may_stand_anywhere(word: str) -> None:
     assert verl.translate(script, [f"{IS}rollout_is=sequence"]).config().weight == WeightConfig(
         "sequence", upper=2.0
     )
-
-
-def test_a_yaml_with_keys_where_nobody_reads_them_is_no_yaml_without_keys() -> None:
-    with pytest.raises(ConfigError, match="yet there are base.algorithm.rollout_correction.rollout_is; put"):
-        verl.translate("data: {n: 1}\nbase: {algorithm: {rollout_correction: {rollout_is: token}}}")
-    with pytest.raises(ConfigError, match=f"yet there are grpo.{MODE}"):
-        ms_swift.translate(f"grpo: {{{MODE}: token_mask}}")
-    with pytest.raises(ConfigError, match="yet there are base.behav_imp_weight_cap"):
-        areal.translate("base: {behav_imp_weight_cap: 5}")
 
 
 def test_a_default_that_an_unread_file_may_replace_is_told() -> None:
@@ -398,27 +348,6 @@ def test_a_yaml_that_a_script_names_is_read_from_its_folder_or_one_above(
     assert made.config().weight == WeightConfig(bound="clip", lower=0.0, upper=4.0)
 
 
-@pytest.mark.parametrize(
-    ("translate", "script", "name"),
-    [
-        (verl.translate, f"{HYDRA}=$DIR --config-name=mine", r"\$DIR/mine.yaml"),
-        (verl.translate, f"{TRAIN} --config-name mine algorithm.gamma=1", "mine.yaml"),
-        (verl.translate, f"{HYDRA} /elsewhere trainer.nnodes=1", "/elsewhere/ppo_trainer.yaml"),
-        (verl.translate, "python -m recipe.main --config-name ppo_trainer algorithm.gamma=1", "ppo_trainer.yaml"),
-        (ms_swift.translate, "swift rlhf --config a.yaml", "a.yaml"),
-        (ms_swift.translate, "NPROC_PER_NODE=2 megatron rlhf $DIR/a.json --beta 0", r"\$DIR/a.json"),
-        (ms_swift.translate, f"{SWIFT} --config $1 --log_rollout_offpolicy_metrics true", r"\$1"),
-        (areal.translate, f"{AREAL} examples/grpo.yaml trial_name=x", "examples/grpo.yaml"),
-    ],
-)  # fmt: skip
-def test_a_yaml_that_is_not_here_proves_nothing(
-    translate: Callable, script: str, name: str, tmp_path: Path
-) -> None:
-    told = f"nothing that runs corrects, and yet there are settings in {name}, a yaml that is not here; put"
-    with pytest.raises(ConfigError, match=told):
-        translate(script, asked=Asked(tmp_path / "run.sh"))
-
-
 def test_a_yaml_that_is_not_here_is_told_beside_what_the_command_says() -> None:
     made = verl.translate(f"{TRAIN} --config-name=mine {WEIGHT}")
     assert made.config().weight == WeightConfig(upper=2.0)
@@ -428,17 +357,23 @@ def test_a_yaml_that_is_not_here_is_told_beside_what_the_command_says() -> None:
     assert own.config() == made.config() and not any("not read" in note for note in own.notes)
 
 
-@pytest.mark.parametrize("base", ["mine", "algorithm@algorithm.rollout_correction: mine"])
-def test_verl_a_yaml_on_a_base_of_the_users_own_proves_nothing(base: str) -> None:
-    tree = f"defaults: [ppo_trainer, actor@actor_rollout_ref.actor: dp_actor, {{{base}}}, _self_]\ndata: {{n: 1}}"
-    tree = tree.replace("{mine}", "mine")
+OF_VERL = (verl.translate, "algorithm: {rollout_correction: {rollout_is: token}}")
+OF_AREAL = (areal.translate, "actor: {use_decoupled_loss: true}")
+BASES = [
+    *((*OF_VERL, base) for base in ("mine", "x: mine", "actor@actor_rollout_ref.actor: [dp_actor, mine]")),
+    (*OF_VERL, "algorithm@algorithm.rollout_correction: mine"),
+    *((*OF_AREAL, base) for base in ("mine", "recipe: mine", "actor@actor: mine", "mine@_global_: mine")),
+]
+
+
+@pytest.mark.parametrize(("translate", "setting", "base"), BASES)
+def test_a_yaml_on_a_base_of_the_users_own_proves_nothing(
+    translate: Callable, setting: str, base: str
+) -> None:
+    defaults = f"defaults:\n- {base}\n- _self_\n"
     with pytest.raises(ConfigError, match="yet there are settings in mine, which `defaults` names"):
-        verl.translate(tree)
-    made = verl.translate(f"{tree}\nalgorithm: {{rollout_correction: {{rollout_is: token}}}}")
-    assert "not read: settings in mine, which `defaults`" in " ".join(made.notes)
-    own = tree.replace("mine", "rollout_correction") if ":" in base else tree.replace("mine, ", "")
-    with pytest.raises(ConfigError, match="nothing to translate"):
-        verl.translate(own)
+        translate(f"{defaults}data: {{n: 1}}")
+    assert "not read: settings in mine, which `defaults`" in " ".join(translate(defaults + setting).notes)
 
 
 def test_a_yaml_that_the_script_writes_is_read() -> None:

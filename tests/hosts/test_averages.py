@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,8 +19,8 @@ from test_recorder import ARGS
 from mis_plugins import mis
 from mis_plugins.config.reading import from_mapping
 from mis_plugins.errors import InputError
-from mis_plugins.hosts.averages import average
 from mis_plugins.hosts.rollout_hooks import Counted, count
+from mis_plugins.hosts.rollout_store import average
 from mis_plugins.hosts.step_report import Recorder
 from mis_plugins.metrics.token_metrics import OF_MIS_PY, diagnose
 from mis_plugins.packing.ragged import Ranks
@@ -239,46 +238,38 @@ def test_a_host_that_hands_no_rollout_is_told(given: tuple, said: str):
 # ------------------------------------------------------------------------------------------------------- the warning
 
 
-def step(rows: Rows, config: dict) -> Recorder:
+NO_TOKEN = "2 of 4 sequences have no token in the loss"
+WATCHED, EXACT = (
+    "mis.metrics: watch logs means over the rest",
+    "numbers under train/mis_step/ are means over the rest",
+)
+
+
+@pytest.mark.parametrize(
+    ("rows", "config", "has_hook", "said"),
+    [
+        (LIVE + MASKED, CONFIG, True, WATCHED),
+        (LIVE + MASKED, CONFIG | {"metrics": "all"}, True, EXACT),
+        *((LIVE + MASKED, {"metrics": size}, hook, WATCHED) for size in ("core", "full") for hook in (True, False)),
+        (LIVE + MASKED, CONFIG | {"metrics": "none"}, True, None),
+        (LIVE, CONFIG, True, None),
+        (LIVE, CONFIG | {"metrics": "all"}, True, None),
+    ],
+)  # fmt: skip
+def test_masked_samples_are_told_once_with_what_they_do(
+    rows: Rows, config: dict, has_hook: bool, said: str | None, caplog: pytest.LogCaptureFixture
+):
+    """Of a run that only watches too; without the step hook each rank tells of its own micro-batches, one late."""
     recorder = Recorder()
-    recorder.report(ARGS, 1, 0)
-    recorder.record(corrected(make_batch(rows), from_mapping(config)))
-    recorder.flush(ARGS)
-    return recorder
-
-
-def test_masked_samples_are_told_with_what_they_do(caplog: pytest.LogCaptureFixture):
-    with caplog.at_level(logging.WARNING, "mis_plugins"):
-        recorder = step(LIVE + MASKED, CONFIG)
-        recorder.record(corrected(make_batch(LIVE + MASKED), from_mapping(CONFIG)))
-        recorder.flush(ARGS)
-    said = [x.getMessage() for x in caplog.records if "have no token in the loss" in x.getMessage()]
-    assert len(said) == 1
-    assert said[0].startswith("rollout 1, step 0: 2 of 4 sequences have no token in the loss")
-    assert "mis.metrics: watch logs means over the rest" in said[0]
-
-
-def test_with_exact_numbers_beside_them_the_diluted_ones_are_told_too(caplog: pytest.LogCaptureFixture):
-    step(LIVE + MASKED, CONFIG | {"metrics": "all"})
-    said = [x.getMessage() for x in caplog.records if "have no token in the loss" in x.getMessage()]
-    assert len(said) == 1 and "the numbers under train/mis_step/ are means over the rest" in said[0]
-
-
-@pytest.mark.parametrize("metrics", ["core", "full", "all"])
-@pytest.mark.parametrize("has_hook", [True, False])
-def test_a_run_that_only_watches_is_told(caplog: pytest.LogCaptureFixture, metrics: str, has_hook: bool):
-    """Without the step hook as well, where each rank tells of its own micro-batches, one late."""
-    recorder, config = Recorder(), from_mapping({"metrics": metrics})
-    if has_hook:
-        recorder.report(ARGS, 1, 0)
-    for _ in range(2):
-        recorder.record(corrected(make_batch(LIVE + MASKED), config))
+    for number in range(2):
+        if has_hook:
+            recorder.report(ARGS, 1, number)
+        recorder.record(corrected(make_batch(rows), from_mapping(config)))
     if has_hook:
         recorder.flush(ARGS)
-    assert caplog.text.count("have no token in the loss") == 1
-
-
-@pytest.mark.parametrize(("rows", "metrics"), [(LIVE, "full"), (LIVE, "all"), (LIVE + MASKED, "none")])
-def test_nothing_to_tell(caplog: pytest.LogCaptureFixture, rows: Rows, metrics: str):
-    step(rows, CONFIG | {"metrics": metrics})
-    assert "no token in the loss" not in caplog.text
+    found = [x.getMessage() for x in caplog.records if "have no token in the loss" in x.getMessage()]
+    where = "rollout 1, step 0" if has_hook else "this rank"
+    assert [text.startswith(f"{where}: {NO_TOKEN}") and said in text for text in found if said] == (
+        [True] if said else []
+    )
+    assert len(found) == bool(said)

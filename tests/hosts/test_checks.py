@@ -118,17 +118,6 @@ def test_every_conflict_arises_somewhere_and_quotes_an_argument(name: str):
     assert name in [case[0] for case in FOUND]
 
 
-@pytest.mark.parametrize("mis", [ROUTE, {**WEIGHT, "routing": {"on_fault": "raise"}}])
-def test_routes_cannot_be_watched_on_fsdp(mis: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture):
-    assert checked({}, mis, "fsdp", tmp_path) == 2
-    key = "mis.reject: statistic: route" if mis is ROUTE else "mis.routing"
-    assert (
-        f"{key} needs a hook before each log-prob pass, which Miles on FSDP does not call"
-        in capsys.readouterr().err
-    )
-    assert all(checked({}, mis, host, tmp_path) == 0 for host in MEGATRON)
-
-
 @pytest.mark.parametrize(("mis", "host", "told"), [
     (ROUTE, "fsdp", "mis.reject: statistic: route needs a hook before each log-prob pass, which Miles on FSDP"),
     ({**WEIGHT, "routing": {}}, "fsdp", "mis.routing needs a hook before each log-prob pass, which Miles on FSDP"),
@@ -183,21 +172,19 @@ def called(hook: str, host: str, mis: dict[str, Any], **arguments: Any) -> Any:
 @pytest.mark.parametrize("hook", HOOKS)
 @pytest.mark.parametrize(
     ("host", "cut"),
-    [("miles", CUT), ("miles", {"rollout_top_k": 5}), ("slime", {"rollout_top_k": 5}), ("vime", CUT), ("unknown", CUT)],
+    [("miles", CUT), ("miles", {"rollout_top_k": 5}), ("slime", {"rollout_top_k": 5}), ("vime", CUT), ("fsdp", CUT),
+     ("unknown", CUT)],
 )  # fmt: skip
 def test_a_correction_of_a_cut_engine_is_refused_by_the_hook_itself(
     hook: str, host: str, cut: dict[str, Any]
 ):
     """Flags of the command line are in no file that `config check` could read."""
-    with pytest.raises(
-        ConfigError, match=f"{[*cut][0]}: the engine samples from the tokens that top-. leaves"
-    ):
+    title = every_host()[host].title
+    said = (
+        f"{[*cut][0]}: the engine samples from the tokens that top-. leaves, and {title} does not hand them"
+    )
+    with pytest.raises(ConfigError, match=said):
         called(hook, host, WEIGHT, **cut)
-
-
-def test_a_cut_engine_is_refused_on_fsdp_too():
-    with pytest.raises(ConfigError, match="and Miles on FSDP does not hand them to the trainer"):
-        called("compute_mis_weights_with_cp", "fsdp", WEIGHT, **CUT)
 
 
 @pytest.mark.parametrize("host", ["miles", "fsdp", "unknown"])
@@ -237,6 +224,8 @@ HELD: list[tuple[str, checks.Hook, dict[str, Any], dict[str, Any] | None, str, s
     ("versions unknown", "command", {}, {"segment_wise": {"enabled": True}}, "unknown", "miles"),
     ("versions by flags", "command", {}, {"segment_wise": {"enabled": True}}, "miles", ""),
     ("routers out of reach", "routes", {}, ROUTE, "fsdp", "miles"),
+    ("routers out of reach", "command", {}, ROUTE, "fsdp", "slime"),
+    ("routers out of reach", "command", {}, {**WEIGHT, "routing": {"on_fault": "raise"}}, "fsdp", "miles"),
     ("no second pass", "command", {}, {**WEIGHT, "resplit_every": 5}, "fsdp", "miles"),
     ("no step to skip", "command", {}, {**ORIGINAL, "on_all_rejected": "raise"}, "fsdp", "miles"),
     ("no step to report", "command", {}, {**WEIGHT, "metrics": "all"}, "fsdp", "miles"),

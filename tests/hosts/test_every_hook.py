@@ -25,7 +25,7 @@ from lab.in_host import cpu_trainer
 from mis_plugins import mis
 from mis_plugins.errors import ConfigError
 from mis_plugins.hosts import replay
-from mis_plugins.hosts.needs.record import HOOKS, Need, NeedError
+from mis_plugins.hosts.needs.record import HOOKS, NeedError
 from mis_plugins.hosts.registry import current
 from mis_plugins.hosts.step_report import Recorder
 from mis_plugins.hosts.versions import generate, scores
@@ -95,15 +95,14 @@ def trained(
     host: Bodies, data: dict[str, Any] | None = None, rollout_id: int = 3, **settings: Any
 ) -> list[Any]:
     """What the losses of one step of this host's trainer give, with these settings."""
-    need: Need = host.layout.needs.train_actor
-    actor = getattr(sys.modules[need.addresses[0].module], need.addresses[0].names[0])()
+    actor = stand_in_hosts.trainer(host)()
     args = arguments(host.layout, **settings)
     if hasattr(host.layout.needs, "init"):
         actor.init(args, "actor")
     else:
         host.init(actor, args, "actor")
     actor.leak = settings.get("leak", 0.0)
-    return need.of(actor)(rollout_id, rollout() if data is None else data)
+    return host.layout.needs.train_actor.of(actor)(rollout_id, rollout() if data is None else data)
 
 
 def expected(divided_by: float = 1.0) -> list[float]:
@@ -325,13 +324,9 @@ def test_versions_travel_from_the_engine_to_the_loss(
     """Tokens of version 1, trained on at version 3, and scored by version 2 in between."""
     host = stand_in_hosts.load(LAYOUTS[name], monkeypatch)
     monkeypatch.setattr(scores, "dist", rollout_process.alone_in_world())
-    need, settings = (
-        host.layout.needs.train_actor,
-        {"custom_megatron_init_path": "mis_plugins.mis.carry_versions"},
-    )
-    settings |= {"mis": {"segment_wise": {}}, "sglang_disable_overlap_schedule": True, **LOSS}
-    args = arguments(host.layout, **settings)
-    actor = getattr(sys.modules[need.addresses[0].module], need.addresses[0].names[0])()
+    settings: dict[str, Any] = {"custom_megatron_init_path": "mis_plugins.mis.carry_versions", **LOSS}
+    args = arguments(host.layout, mis={"segment_wise": {}}, sglang_disable_overlap_schedule=True, **settings)
+    actor = stand_in_hosts.trainer(host)()
     actor.init(args, "actor")
     early, late = (generated(host, 1, monkeypatch) for _ in range(2))
     assert early.payload["extra_key"] == ("train:-:7" if name != "August" else None)
@@ -340,7 +335,7 @@ def test_versions_travel_from_the_engine_to_the_loss(
         data = mis.convert_with_versions(
             args, [sample, *(generated(host, version, monkeypatch) for _ in range(2))]
         )
-        need.of(actor)(version, data)
+        host.layout.needs.train_actor.of(actor)(version, data)
     log_probs = (2 * torch.linspace(-1, 1, VOCABULARY)).log_softmax(0)
     assert data["output_versions"][0].tolist() == [1, 1] and data["proximal_version"] == 3
     assert data["recomputed_log_probs"][0].tolist() == pytest.approx(log_probs[1:3].tolist())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import subprocess
-from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
@@ -163,22 +162,3 @@ def test_what_a_host_cannot_serve_is_refused(
     config_command({"mis": mis})
     told = config_command({"mis": mis}, "--host", host, code=2 if host in refused else 0).err
     assert (said in told) == (host in refused)
-
-
-@every_host
-def test_step_metrics_that_a_host_lacks_are_warned_of(host: str, config_command: ConfigCommand):
-    told = config_command("mis: {metrics: all}", "--host", host).out
-    assert ("no more than with mis.metrics: full" in told) == (not registry.every_host()[host].step_hook)
-
-
-@every_host
-def test_kept_with_kl_is_warned_of_where_the_host_divides_by_all_tokens(
-    host: str, config_command: ConfigCommand
-):
-    """Miles on FSDP divides every term by the kept tokens, and so every term but the policy's with `original`."""
-    for denominator in ("kept", "original"):
-        mis = {"weight": None, "reject": [{"upper": 2}], "denominator": denominator}
-        told = config_command({"use_kl_loss": True, "mis": mis}, "--host", host).out
-        warns = "is that of the policy term alone" in told
-        by_kept = registry.every_host()[host].divides_by_kept(Namespace())
-        assert warns == (by_kept != (denominator == "kept"))

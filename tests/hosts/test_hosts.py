@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -46,34 +46,25 @@ def load_function(path: str) -> Callable:
     return getattr(importlib.import_module(module), name)
 
 
-@pytest.mark.parametrize("name", [*HOOKS, "compute_mis_weights", "normalize_rollout"])
-def test_dotted_paths_load(name: str):
-    assert callable(load_function(f"mis_plugins.mis.{name}"))
-
-
-def test_miles_call():
-    """Miles's keywords, `parallel_state` and `max_seq_lens` among them."""
-    batch = ratio_batch([[0.5, 3.0], [1.2], [0.9, 1.1, 4.0]])
-    kwargs = batch.hook_kwargs() | {"parallel_state": one_rank(), "max_seq_lens": None}
-    function = load_function("mis_plugins.mis.compute_mis_weights_with_cp")
-    check_answer(batch, function(args=host_args(mis=CONFIG), **kwargs))
-
-
-def test_slime_call():
-    """slime's keywords: no `parallel_state`, no `max_seq_lens`; one process without Megatron groups."""
-    batch = ratio_batch([[0.5, 3.0], [1.2], [0.9, 1.1, 4.0]])
-    function = load_function("mis_plugins.mis.compute_mis_weights_with_cp")
-    args = host_args(mis=CONFIG)
-    del args.qkv_format  # slime has no such flag in older releases
-    found = function(args=args, **batch.hook_kwargs())
-    check_answer(batch, found)
-
-
-@pytest.mark.parametrize("extra", [{}, {"cp_rank": 0, "cp_size": 1, "cp_group": None}])
-def test_fsdp_call(extra: dict):
-    batch = ratio_batch([[0.5, 3.0], [1.2], [0.9, 1.1, 4.0]])
-    function = load_function("mis_plugins.mis.compute_mis_weights_fsdp")
-    check_answer(batch, function(args=host_args(mis=CONFIG), **batch.hook_kwargs(), **extra), by_kept=True)
+@pytest.mark.parametrize(
+    ("name", "more", "lacks"),
+    [
+        (HOOKS[0], {"parallel_state": one_rank(), "max_seq_lens": None}, ()),
+        (HOOKS[0], {"parallel_state": one_rank(), "max_seq_lens": [16, 16, 16], "qkv_format": "bshd"}, ()),
+        (HOOKS[0], {}, ("qkv_format",)),
+        (HOOKS[1], {}, ()),
+        (HOOKS[1], {"cp_rank": 0, "cp_size": 1, "cp_group": None}, ()),
+    ],
+    ids=["Miles", "Miles, padded rows", "slime, an older release", "FSDP", "FSDP, other keywords"],
+)
+def test_a_hosts_call(name: str, more: dict[str, Any], lacks: Sequence[str]):
+    """Each host's keywords; one process without Megatron's groups where none are handed over."""
+    batch, more = ratio_batch([[0.5, 3.0], [1.2], [0.9, 1.1, 4.0]]), dict(more)
+    args = host_args(mis=CONFIG, **{key: more.pop(key) for key in ("qkv_format",) if key in more})
+    for argument in lacks:
+        delattr(args, argument)
+    answer = load_function(f"mis_plugins.mis.{name}")(args=args, **batch.hook_kwargs(), **more)
+    check_answer(batch, answer, by_kept=name == HOOKS[1])
 
 
 ROLLOUT_MEAN = {"weight": {"normalize": {"scope": "rollout"}}}
@@ -112,11 +103,6 @@ def test_a_run_that_watches_takes_one_tensor_for_both(name: str):
     called(name, replace(batch, proximal=batch.behavior), mis={"weight": {}}, use_tis=False)
 
 
-def test_responses_without_tokens_may_be_one_tensor():
-    batch = ratio_batch([[], [1.2]])
-    called(HOOKS[0], replace(batch, proximal=[batch.behavior[0], batch.proximal[1]]), mis=CONFIG)
-
-
 def test_a_sequence_without_a_valid_token_has_no_gradient_on_fsdp():
     """0 of 0 tokens are kept, and 0 times NaN is NaN."""
     kwargs = ratio_batch([[0.5, 3.0], [1.2]], [[1, 1], [0]]).hook_kwargs()
@@ -149,15 +135,6 @@ def check_answer(batch: Batch, answer: tuple, by_kept: bool = False) -> None:
         for loss_i, mask in zip(loss.split([2, 1, 3]), masks, strict=True)
     ]
     assert all(torch.isfinite(x) for x in reduced)
-
-
-def test_bshd_on_one_rank():
-    batch = ratio_batch([[0.5, 3.0], [1.2]])
-    thd = run(batch, CONFIG)
-    function = load_function("mis_plugins.mis.compute_mis_weights_with_cp")
-    args = host_args(mis=CONFIG, qkv_format="bshd")
-    _, masks, _ = function(args=args, **batch.hook_kwargs(), parallel_state=one_rank(), max_seq_lens=[16, 16])
-    assert_all_same(thd.masks, masks, "masks")
 
 
 @pytest.mark.parametrize("dtype", MASK_TYPES)
@@ -352,81 +329,43 @@ def warnings(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) 
 ONLY_METRICS = {"use_tis": False, "get_mismatch_metrics": True}
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {},
-        {"mis": CONFIG},
-        {"mis": {"weight": {"bound": "mask", "upper": 1.1}}},
-        {"mis": {"metrics": "core"}},
-        FLAT,
+SILENT: list[dict[str, Any]] = [{}, {"mis": {"metrics": "core"}}, {"use_rs": False}]
+SAID: list[tuple[dict[str, Any], str]] = [
+    (FLAT, "tis_upper_bound, use_rs, rs_veto_threshold"),
+    ({"use_rs": True}, "use_rs"),
+    (
         {"tis_mode": "mask", "tis_batch_normalize": True, **FLAT, "use_rs": False},
-    ],
-)
-def test_metrics_only_changes_nothing(settings: dict, warnings: Callable[[], list[str]]):
+        "tis_upper_bound, rs_veto_threshold",
+    ),
+    ({"tis_upper_bound": 2.0, "use_rs": False, "rs_veto_threshold": None}, "tis_upper_bound"),
+    ({"mis": {"weight": {"bound": "mask", "upper": 1.1}}}, "mis.weight"),
+    ({"mis": {"segment_wise": {"enabled": False, "weight_cap": 3}}}, "mis.segment_wise"),
+    ({"mis": CONFIG}, "mis.weight, mis.reject"),
+]
+NOTHING_ACTS = "--use-tis is not set: metrics only, nothing is weighed or rejected, whatever {} say"
+NO_METRICS = "mis.metrics: none without --use-tis: nothing is weighed"
+ONLY = [
+    *((settings, None) for settings in SILENT),
+    *((settings, NOTHING_ACTS.format(keys)) for settings, keys in SAID),
+    ({"mis": {"metrics": "none"}}, NO_METRICS),
+]
+
+
+@pytest.mark.parametrize(("settings", "said"), ONLY)
+def test_metrics_only_changes_nothing_and_says_once_what_does_not_act(
+    settings: dict, said: str | None, warnings: Callable[[], list[str]]
+):
     """`--get-mismatch-metrics` without `--use-tis`: the same loss, the same masks, the mismatch metrics."""
     batch = ratio_batch([[0.5, 3.0], [1.2, 1e-9]], [[1, 1], [1, 0]])
-    loss_in, loss, masks, metrics = call(batch, None, **ONLY_METRICS, **settings)
-    assert loss is loss_in or same_bytes(loss, loss_in)
-    for mask, given_mask in zip(masks, batch.loss_masks, strict=True):
-        assert torch.equal(mask.float(), given_mask.float())
-    assert {"mis_k3_kl"} <= metrics.keys() or settings.get("mis", {}).get("metrics") == "core"
-    assert metrics
-
-
-def test_metrics_only_honours_the_size_of_the_catalogue():
-    batch = ratio_batch([[0.5, 3.0], [1.2]])
-    count = {
-        size: len(call(batch, {"metrics": size}, **ONLY_METRICS)[3]) for size in ("full", "core", "none")
-    }
-    assert count["full"] > 8 >= count["core"] > count["none"] == 0
-
-
-def test_metrics_only_does_not_need_finite_inputs_to_leave_the_loss_alone():
-    batch = ratio_batch([[0.5, 3.0], [1.2]])
-    batch.behavior[0][1] = math.nan
-    loss_in, loss, masks, _ = call(batch, CONFIG, **ONLY_METRICS)
-    assert same_bytes(loss, loss_in) and all(bool(m.bool().all()) for m in masks)
-
-
-@pytest.mark.parametrize(
-    ("settings", "keys"),
-    [
-        (FLAT, "tis_upper_bound, use_rs, rs_veto_threshold"),
-        ({"use_rs": True}, "use_rs"),
-        ({"rs_veto_threshold": 1e-4}, "rs_veto_threshold"),
-        ({"tis_upper_bound": 2.0, "use_rs": False, "rs_veto_threshold": None}, "tis_upper_bound"),
-        ({"mis": {"weight": {"upper": 2.0}}}, "mis.weight"),
-        ({"mis": {"segment_wise": {"enabled": False, "weight_cap": 3}}}, "mis.segment_wise"),
-        ({"mis": {"weight": None, "reject": [{"over": "min", "lower": 1e-4}]}}, "mis.reject"),
-        ({"mis": {"weight": {}, "reject": [{"upper": 2.0}]}}, "mis.weight, mis.reject"),
-    ],
-)
-def test_what_does_not_act_without_use_tis_is_said_once(
-    settings: dict, keys: str, warnings: Callable[[], list[str]]
-):
-    batch = ratio_batch([[0.5, 1e-5], [1.2]])
-    for _ in range(3):
-        loss_in, loss, masks, _ = call(batch, None, **ONLY_METRICS, **settings)
-        assert same_bytes(loss, loss_in) and all(bool(m.bool().all()) for m in masks)
-    (said,) = warnings()
-    assert said.startswith(
-        f"--use-tis is not set: metrics only, nothing is weighed or rejected, whatever {keys} say"
-    )
-
-
-@pytest.mark.parametrize(
-    ("settings", "count"),
-    [({}, 0), ({"mis": {"metrics": "core"}}, 0), ({"use_rs": False}, 0), ({"mis": {"metrics": "none"}}, 1)],
-)
-def test_metrics_only_warns_of_nothing_else_but_doing_nothing(
-    settings: dict, count: int, warnings: Callable[[], list[str]]
-):
-    call(ratio_batch([[0.5, 3.0]]), None, **ONLY_METRICS, **settings)
-    assert len(warnings()) == count
-    assert all(
-        text.startswith("mis.metrics: none without --use-tis: nothing is weighed") for text in warnings()
-    )
+    batch.behavior[1][0] = math.nan
+    size = settings.get("mis", {}).get("metrics")
+    for _ in range(2):
+        loss_in, loss, masks, metrics = call(batch, None, **ONLY_METRICS, **settings)
+        assert same_bytes(loss, loss_in)
+        for mask, given_mask in zip(masks, batch.loss_masks, strict=True):
+            assert torch.equal(mask.float(), given_mask.float())
+        assert (len(metrics) == 0) == (size == "none") and (size != "core" or len(metrics) <= 8)
+    assert [text.startswith(said or "-") for text in warnings()] == [True] * (said is not None)
 
 
 @pytest.mark.parametrize("name", ["kl", "training_log_ppl", "ess_mb"])
@@ -436,26 +375,6 @@ def test_metrics_have_no_other_names_than_the_prefixed_ones(name: str):
     assert f"mis_{name}" in metrics and name not in metrics
     with pytest.raises(KeyError, match=f"^'{name}'$"):
         metrics[name]
-
-
-def test_both_flags_correct_and_warn_once(warnings: Callable[[], list[str]]):
-    """A yaml with `use_tis: true` under `--get-mismatch-metrics`: the host corrects, and so do we."""
-    batch = ratio_batch([[0.5, 3.0], [1.2]])
-    plain = run(batch, {"weight": {"upper": 2.0}})
-    for _ in range(3):
-        both = run(batch, None, use_tis=True, get_mismatch_metrics=True, mis={"weight": {"upper": 2.0}})
-        assert_same_bytes(plain, both)
-    assert len(warnings()) == 1 and "get_mismatch_metrics" in warnings()[0].replace("-", "_")
-
-
-def test_a_rule_alone_weighs_one_or_zero():
-    """`weight: null`: 1 where a rollout log-prob is known, 0 where it is not."""
-    batch = ratio_batch([[0.5, 3.0], [1.2]])
-    batch.behavior[0][1] = math.nan
-    args = host_args(mis={"weight": None, "reject": [{"over": "min", "lower": 1e-4}]})
-    weights, masks, _ = load_function("mis_plugins.mis.compute_mis_weights")(args, **batch.lists())
-    assert [w.tolist() for w in weights] == [[1.0, 0.0], [1.0]]
-    assert [m.tolist() for m in masks] == [[0, 0], [1]]
 
 
 @pytest.mark.parametrize("level", LEVELS)
@@ -469,6 +388,16 @@ def test_lists_of_weights_are_zero_outside_the_mask(level: str):
 def test_no_warning_in_a_plain_run(warnings: Callable[[], list[str]]):
     run(ratio_batch([[0.5, 3.0], [1.2]]), CONFIG)
     assert warnings() == []
+
+
+def test_a_rule_alone_weighs_one_or_zero():
+    """`weight: null`: 1 where a rollout log-prob is known, 0 where it is not."""
+    batch = ratio_batch([[0.5, 3.0], [1.2]])
+    batch.behavior[0][1] = math.nan
+    args = host_args(mis={"weight": None, "reject": [{"over": "min", "lower": 1e-4}]})
+    weights, masks, _ = load_function("mis_plugins.mis.compute_mis_weights")(args, **batch.lists())
+    assert [w.tolist() for w in weights] == [[1.0, 0.0], [1.0]]
+    assert [m.tolist() for m in masks] == [[0, 0], [1]]
 
 
 # --------------------------------------------------------------------------------------------------------- gradient
@@ -517,34 +446,3 @@ def test_rollout_scope_does_not_depend_on_the_split(level: str, parts: list[list
         (weights,) = torch.autograd.grad(loss.sum(), kwargs["pg_loss"])
         wanted = torch.tensor([w for i in part for w in expected[i]])
         torch.testing.assert_close(weights, wanted, rtol=normalized_rtol(5.0), atol=0)
-
-
-def test_a_new_rollout_replaces_the_last_ones_mean():
-    config = {"weight": {"upper": 5.0, "normalize": {"scope": "rollout"}}}
-    args = host_args(mis=config)
-    function = load_function("mis_plugins.mis.compute_mis_weights_with_cp")
-    for rollout_id, ratio in enumerate((0.5, 2.0, 4.0)):
-        batch = ratio_batch([[ratio, ratio], [ratio]])
-        load_function("mis_plugins.mis.normalize_rollout")(args, rollout_id, rollout_data(batch))
-        kwargs = batch.hook_kwargs()
-        loss, _, _ = function(args, **kwargs, parallel_state=one_rank(), max_seq_lens=None)
-        torch.testing.assert_close(loss, kwargs["pg_loss"], rtol=8 * EPS, atol=0)
-
-
-def test_rollout_scope_needs_recomputed_log_probs():
-    """slime leaves `log_probs` out when the recompute was skipped."""
-    data = rollout_data(ratio_batch([[0.5, 3.0]]))
-    del data["log_probs"]
-    args = host_args(mis={"weight": {"normalize": {"scope": "rollout"}}})
-    with pytest.raises(ValueError, match="needs log-probs.*recomputed"):
-        load_function("mis_plugins.mis.normalize_rollout")(args, 0, data)
-
-
-def test_arguments_are_a_plain_namespace():
-    """The hook reads args and writes nothing into the host's namespace."""
-    args = host_args(mis=CONFIG)
-    before = dict(vars(args))
-    batch = ratio_batch([[0.5, 3.0]])
-    load_function("mis_plugins.mis.compute_mis_weights_fsdp")(args, **batch.hook_kwargs())
-    assert vars(args) == before
-    assert isinstance(args, SimpleNamespace)

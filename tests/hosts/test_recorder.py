@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import re
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -127,33 +128,23 @@ def test_no_log_prob_is_too_small_for_a_step(value: float, side: str, config: di
     assert [name for name, value in tracked[0].items() if not math.isfinite(value)] == []
 
 
-def test_without_a_host_the_metrics_go_to_the_log(caplog: pytest.LogCaptureFixture):
-    recorder = Recorder()
-    with caplog.at_level(logging.INFO, "mis_plugins"):
-        recorder.report(ARGS, 0, 0)
-        recorder.record(micro_batch([[1.0]], EVERYTHING))
-        recorder.flush(ARGS)
-    assert "'train/mis_step/tokens': 1.0" in caplog.text
-
-
-def test_with_a_host_they_go_to_the_log_as_well(tracked: list[dict], caplog: pytest.LogCaptureFixture):
+@pytest.mark.parametrize("metrics", ["all", "full"])
+@pytest.mark.parametrize("has_tracker", [True, False])
+def test_the_metrics_of_all_go_to_the_log_and_to_the_hosts_tracking(
+    has_tracker: bool, metrics: str, request: pytest.FixtureRequest, caplog: pytest.LogCaptureFixture
+):
     """The hosts' tracking writes nothing where neither wandb nor tensorboard is on; their log has every step."""
+    tracked = request.getfixturevalue("tracked") if has_tracker else []
     recorder = Recorder()
     with caplog.at_level(logging.INFO, "mis_plugins"):
         recorder.report(ARGS, 3, 1)
-        recorder.record(micro_batch([[1.0]], EVERYTHING))
+        recorder.record(micro_batch([[1.0]], EVERYTHING | {"metrics": metrics}))
         recorder.report(ARGS, 4, 0)
-    (record,) = [x for x in caplog.records if x.levelno == logging.INFO]
-    assert record.getMessage() == f"step 7: {tracked[0]}"
-    assert tracked[0]["train/mis_step/tokens"] == 1.0
-
-
-def test_only_metrics_all_reaches_the_tracking(tracked: list[dict]):
-    recorder = Recorder()
-    recorder.report(ARGS, 0, 0)
-    recorder.record(micro_batch([[1.0]], EVERYTHING | {"metrics": "full"}))
-    recorder.flush(ARGS)
-    assert tracked == []
+    told = [x.getMessage() for x in caplog.records if x.levelno == logging.INFO]
+    assert [text.startswith("step 7: {") and "'train/mis_step/tokens': 1.0" in text for text in told] == (
+        [True] if metrics == "all" else []
+    )
+    assert [f"step 7: {row}" for row in tracked] == (told if has_tracker else [])
 
 
 def test_a_recompute_inside_a_backward_adds_nothing(tracked: list[dict]):
@@ -176,21 +167,18 @@ def test_a_recompute_inside_a_backward_adds_nothing(tracked: list[dict]):
     assert [row["train/mis_step/tokens"] for row in tracked] == [1.0]
 
 
-def test_the_number_of_a_step_is_the_hosts():
-    assert tracking.steps_per_rollout(ARGS) == 2
-    assert tracking.steps_per_rollout(SimpleNamespace(num_steps_per_rollout=5, global_batch_size=8)) == 5
-    assert tracking.steps_per_rollout(SimpleNamespace()) == 1
-
-
-def test_a_dynamic_global_batch_makes_one_step_of_a_rollout(tracked: list[dict]):
-    """Miles's --use-dynamic-global-batch-size, whatever the other flags say of the batch."""
-    args = SimpleNamespace(**vars(ARGS), use_dynamic_global_batch_size=True, num_steps_per_rollout=2)
-    recorder = Recorder()
-    for rollout in (5, 6):
-        recorder.report(args, rollout, 0)
-        recorder.record(micro_batch([[1.0]], EVERYTHING))
-    recorder.flush(args)
-    assert [row["train/step"] for row in tracked] == [5, 6]
+@pytest.mark.parametrize(
+    ("given", "steps"),
+    [
+        (vars(ARGS), 2),
+        ({"num_steps_per_rollout": 5, "global_batch_size": 8}, 5),
+        ({}, 1),
+        (vars(ARGS) | {"use_dynamic_global_batch_size": True, "num_steps_per_rollout": 2}, 1),
+    ],
+)
+def test_the_number_of_a_step_is_the_hosts(given: dict, steps: int):
+    """Miles's --use-dynamic-global-batch-size makes one step of a rollout, whatever the other flags say."""
+    assert tracking.steps_per_rollout(SimpleNamespace(**given)) == steps
 
 
 def test_the_last_step_of_a_rollout_tells_how_many_it_had(tracked: list[dict]):
@@ -231,26 +219,33 @@ def run_steps(config: dict, *steps: list[list[float]]) -> Recorder:
     return recorder
 
 
-def test_a_rejected_micro_batch_is_told_every_time(caplog: pytest.LogCaptureFixture):
-    run_steps(VETO, [[0.01], [0.02]], [[1.0]], [[0.01]])
-    assert said(caplog, "every sequence of 1 of 1 micro-batches was rejected") == 2
-    assert "rollout 0, step 0" in caplog.text and "rollout 2, step 0" in caplog.text
+FEW, MOST, LONG = [[1.0], [0.01] * 19], [[1.0], [1.0]], [[1.001] * 2000]
+PRODUCTS = "|sum of log ratios| has a mean of 2.00 over {} of them; for 0.0% it is above 20"
+# The config, the steps, what is looked for, and how often it is told.
+TOLD: dict[str, tuple[dict, list[list[list[float]]], str, int]] = {
+    "all rejected, every time": (VETO, [[[0.01], [0.02]], [[1.0]], [[0.01]]],
+                                 "every sequence of 1 of 1 micro-batches was rejected", 2),
+    "a weight alone rejects nothing": ({"weight": {"upper": 2.0}}, [[[0.01], [3.0]]], "rejected", 0),
+    "few kept, when that begins": (VETO, [FEW, FEW, MOST, FEW],
+                                   "5.0% of 20 tokens are kept, less than mis.keep_floor: 10%", 2),
+    "a keep floor of zero": (VETO | {"keep_floor": 0.0}, [FEW], "are kept", 0),
+    "products of sequences, once": ({"weight": {"level": "sequence"}}, [LONG, LONG], PRODUCTS.format(1), 1),
+    "products of segments": ({"weight": {"level": "segment"}}, [LONG], PRODUCTS.format(1), 1),
+    "above and below 1": ({"weight": {"level": "sequence"}}, [[*LONG, [1 / 1.001] * 2000]], PRODUCTS.format(2), 1),
+    "a rule over the product": ({"weight": None, "reject": [{"over": "sum", "upper": 5.0}]}, [[[1.02] * 2000]],
+                                "for 100.0% it is above 20", 1),
+    **{f"no product at level {level}": ({"weight": {"level": level}}, [[[1.02] * 2000]], "multiplied", 0)
+       for level in ("geometric", "token", "segment_geometric")},
+}  # fmt: skip
 
 
-def test_a_weight_alone_rejects_no_micro_batch(caplog: pytest.LogCaptureFixture):
-    run_steps({"weight": {"upper": 2.0}}, [[0.01], [3.0]])
-    assert said(caplog, "rejected") == 0
-
-
-def test_few_kept_tokens_are_told_when_that_begins(caplog: pytest.LogCaptureFixture):
-    few, most = [[1.0], [0.01] * 19], [[1.0], [1.0]]
-    run_steps(VETO, few, few, most, few)
-    assert said(caplog, "5.0% of 20 tokens are kept, less than mis.keep_floor: 10%") == 2
-
-
-def test_a_keep_floor_of_zero_is_silent(caplog: pytest.LogCaptureFixture):
-    run_steps(VETO | {"keep_floor": 0.0}, [[1.0], [0.01] * 19])
-    assert said(caplog, "are kept") == 0
+@pytest.mark.parametrize("name", TOLD)
+def test_a_warning_is_told_as_often_as_it_helps(name: str, caplog: pytest.LogCaptureFixture):
+    config, steps, words, times = TOLD[name]
+    run_steps(config, *steps)
+    assert said(caplog, words) == times
+    found = [record.getMessage() for record in caplog.records if words in record.getMessage()]
+    assert all(re.match(r"rollout \d, step 0: ", text) for text in found)
 
 
 @pytest.mark.parametrize("metrics", ["full", "all"])
@@ -264,29 +259,6 @@ def test_log_probs_that_are_no_numbers_are_told_when_that_begins(
     assert said(caplog, "1 of 2 tokens have a log-prob that is NaN or infinite") == 1
     assert said(caplog, "3 of 3 tokens have a log-prob that is NaN or infinite") == 1
     assert said(caplog, "A token without a finite ratio weighs 0") == 2 * weighs
-
-
-@pytest.mark.parametrize("level", ["sequence", "segment"])
-def test_products_over_long_sequences_are_told_once_with_the_numbers(
-    caplog: pytest.LogCaptureFixture, level: str
-):
-    """1.001 at each of 2000 tokens: |sum of log ratios| = 2."""
-    long = [[1.001] * 2000]
-    run_steps({"weight": {"level": level}}, long, long)
-    assert said(caplog, "|sum of log ratios| has a mean of 2.00 over 1 of them; for 0.0% it is above 20") == 1
-
-
-def test_a_rule_over_the_product_is_told_too(caplog: pytest.LogCaptureFixture):
-    run_steps({"weight": None, "reject": [{"over": "sum", "upper": 5.0}]}, [[1.02] * 2000])
-    assert said(caplog, "for 100.0% it is above 20") == 1
-
-
-@pytest.mark.parametrize(
-    "weight", [{"level": "geometric"}, {"level": "token"}, {"level": "segment_geometric"}]
-)
-def test_what_is_not_multiplied_is_not_told(caplog: pytest.LogCaptureFixture, weight: dict):
-    run_steps({"weight": weight}, [[1.02] * 2000])
-    assert said(caplog, "multiplied") == 0
 
 
 TOKENS = {"over": "token", "upper": 10.0}
@@ -329,11 +301,6 @@ def test_products_are_of_the_tokens_that_the_rule_looks_at(
 )  # fmt: skip
 def test_of_several_products_the_longest_is_watched(config: dict, product: tuple[str, str] | None):
     assert multiplies(from_mapping(config)) == product
-
-
-def test_products_above_and_below_one_do_not_make_up_for_each_other(caplog: pytest.LogCaptureFixture):
-    run_steps({"weight": {"level": "sequence"}}, [[1.001] * 2000, [1 / 1.001] * 2000])
-    assert said(caplog, "|sum of log ratios| has a mean of 2.00 over 2 of them") == 1
 
 
 @pytest.mark.parametrize(("metrics", "started", "times"), [("all", (3, 1), 1), ("full", (10, 0), 1),
@@ -581,40 +548,25 @@ def test_a_rank_that_joins_has_nothing_to_add(tmp_path: Path, groups_changed: bo
     assert any("raised: " in x and "on this rank" in x for x in words) == (on_all_rejected == "raise")
 
 
-def together(rank: int) -> list[bool]:
-    """All there as before, two configs in whatever order; rank 1 in another's place; rank 1 new; all new."""
-    ranks, one = Ranks(dp=dist.group.WORLD), [from_mapping(EVERYTHING)]
-    two = [*one, from_mapping(VETO)]
-    return [
-        can_add_up(two if rank == 0 else two[::-1], True, True, ranks),
-        can_add_up(one, True, rank == 0, ranks),
-        can_add_up(one if rank == 0 else [], rank == 0, True, ranks),
-        can_add_up([], False, True, ranks),
-    ]
-
-
-def test_ranks_agree_on_whether_they_add_up(tmp_path: Path):
-    assert run_ranks(2, 1, together, tmp_path) == [[True, False, False, True]] * 2
-    assert [can_add_up([], True, same, Ranks()) for same in (True, False)] == [True, False]
-
-
 def odd_one_out(rank: int) -> list[list[bool]]:
-    """On two context-parallel ranks for each of two data-parallel ones; in turn one has joined, or been moved."""
+    """On a grid of two by two, in turn one has joined, or been moved; then all have two configs, or all are new."""
     from megatron.core import parallel_state as mpu
 
     group = lambda g: g if g.size() > 1 else None  # noqa: E731
     ranks = Ranks(group(mpu.get_context_parallel_group()), group(mpu.get_data_parallel_group()))
     one, none, of_rank = [from_mapping(VETO)], list[CorrectionConfig](), [rank == odd for odd in range(4)]
+    two = [*one, from_mapping(EVERYTHING)]
     return [
         [can_add_up(none if odd else one, not odd, True, ranks) for odd in of_rank],
         [can_add_up(one, True, not odd, ranks) for odd in of_rank],
-        [can_add_up(one, True, True, ranks)],
+        [can_add_up(two if rank else two[::-1], True, True, ranks), can_add_up(none, False, True, ranks)],
     ]
 
 
 def test_what_one_rank_of_the_grid_knows_all_ranks_heed(tmp_path: Path):
     """Over both groups: neither alone reaches the rank that is of another sequence and holds another part of it."""
-    assert run_ranks(4, 2, odd_one_out, tmp_path) == [[[False] * 4, [False] * 4, [True]]] * 4
+    assert run_ranks(4, 2, odd_one_out, tmp_path) == [[[False] * 4, [False] * 4, [True, True]]] * 4
+    assert [can_add_up([], True, same, Ranks()) for same in (True, False)] == [True, False]
 
 
 def under_two_configs(rank: int) -> str:
@@ -661,17 +613,6 @@ def test_two_configs_in_one_step(tracked: list[dict]):
     recorder.record(micro_batch([[1.0]], EVERYTHING))
     with pytest.raises(MisError, match="every sequence of 1 of 1 micro-batches was rejected"):
         recorder.flush(ARGS)
-
-
-def test_unobserved_records_nothing(tracked: list[dict]):
-    """A gradient that is only looked at; before and after it all counts."""
-    recorder = Recorder()
-    recorder.report(ARGS, 0, 0)
-    with recorder.unobserved():
-        recorder.record(micro_batch([[1.0]], EVERYTHING))
-    recorder.record(micro_batch([[1.0, 2.0]], EVERYTHING))
-    recorder.flush(ARGS)
-    assert [row["train/mis_step/tokens"] for row in tracked] == [2.0]
 
 
 # ------------------------------------------------------------------------------------------------------- lost ranks

@@ -50,35 +50,26 @@ def told(process: subprocess.Popen[str], code: int = 0) -> str:
     return out
 
 
-def test_a_process_alone_reports_it():
-    out = told(run("step()"))
-    assert "rollout 3, step 1: every sequence of 1 of 1 micro-batches was rejected" in out
-    assert "'train/mis_step/tokens': 3.0" in out and "'train/mis_step/kept_fraction': 0.0" in out
+REJECTED = "rollout 3, step 1: every sequence of 1 of 1 micro-batches was rejected"
+ASKED = "ASKED = SimpleNamespace(mis={'weight': {}}, use_tis=False, loss_type='policy_loss')"
+# How a process ends, its exit code, and what it says exactly once.
+ENDINGS: list[tuple[str, int, list[str]]] = [
+    ("step()", 0, [REJECTED, "'train/mis_step/tokens': 3.0", "'train/mis_step/kept_fraction': 0.0"]),
+    ("step(); mis.report_last_step(ARGS)", 0, [REJECTED, "'train/mis_step/tokens'"]),
+    ("step(on_all_rejected='raise')", 0, ["ERROR:mis_plugins:the last step, reported at exit: every sequence"]),
+    ("step(); raise ValueError", 1, []),
+    ("step(); 1 / 0", 1, []),
+    ("mis.RECORDER.flush(ARGS)", 0, []),
+    (f"{ASKED}; mis.count_samples(ASKED, 0, {{'loss_masks': [torch.ones(2)]}})", 0,
+     ["ERROR:mis_plugins:rollout 0, this rank: the arguments ask for a correction"]),
+]  # fmt: skip
 
 
-def test_once():
-    out = told(run("step(); mis.report_last_step(ARGS)"))
-    assert out.count("'train/mis_step/tokens'") == out.count("was rejected") == 1
-
-
-def test_what_would_stop_the_job_is_said():
-    out = told(run("step(on_all_rejected='raise')"))
-    assert "ERROR:mis_plugins:the last step, reported at exit: every sequence" in out
-
-
-@pytest.mark.parametrize("ending", ["step(); raise ValueError", "step(); 1 / 0"])
-def test_a_step_that_an_exception_ended_is_not_a_step(ending: str):
-    assert told(run(ending), 1) == ""
-
-
-def test_a_process_without_the_hook_says_nothing_more():
-    assert told(run("mis.RECORDER.flush(ARGS)")) == ""
-
-
-def test_a_run_of_one_rollout_that_nothing_corrected_is_told():
-    asked = "ASKED = SimpleNamespace(mis={'weight': {}}, use_tis=False, loss_type='policy_loss')"
-    out = told(run(f"{asked}; mis.count_samples(ASKED, 0, {{'loss_masks': [torch.ones(2)]}})"))
-    assert "ERROR:mis_plugins:rollout 0, this rank: the arguments ask for a correction" in out
+@pytest.mark.parametrize(("ending", "code", "says"), ENDINGS)
+def test_the_end_of_a_process_alone(ending: str, code: int, says: list[str]):
+    """A step that an exception ended is none; without the hook, or after the report of the last step, no word more."""
+    out = told(run(ending), code)
+    assert [out.count(text) for text in says] == [1] * len(says) and bool(out) == bool(says)
 
 
 def test_a_last_report_that_raised_is_not_judged_again():

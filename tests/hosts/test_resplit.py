@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from mis_plugins import mis
-from mis_plugins.__main__ import main
 from mis_plugins.config.reading import from_mapping
 from mis_plugins.errors import ConfigError, InputError
 from mis_plugins.explain.words import describe
@@ -263,18 +262,6 @@ def test_the_words_and_the_flags_of_a_config() -> None:
     assert "of each 10 rollouts one is scored again" in told and FLAG in told
     rollout = {"weight": {"upper": 2, "normalize": {"scope": "rollout"}}, "resplit_every": 10}
     assert "count_samples" not in describe(from_mapping(rollout)), "its hook does it too"
-
-
-def test_config_check_refuses_it_where_no_hook_reaches_the_pass(
-    tmp_path: Any, capsys: pytest.CaptureFixture[str]
-) -> None:
-    file = tmp_path / "mis.yaml"
-    file.write_text("mis: {weight: {upper: 2}, resplit_every: 10}\n")
-    assert main(["config", "check", str(file), "--host", "fsdp"]) == 2
-    assert "mis.resplit_every needs the rollout-data hook, which Miles on FSDP" in capsys.readouterr().err
-    for host in ("miles", "slime"):
-        assert main(["config", "check", str(file), "--host", host]) == 0
-        assert FLAG in capsys.readouterr().out
 
 
 def test_every_host_that_hands_the_rollout_batch_can_be_asked() -> None:

@@ -1,4 +1,4 @@
-"""Versions of tokens inside slime: from the answers of its calls to the micro-batch of the loss hook.
+"""Versions of tokens inside slime: from the answers of its calls to the notes that travel to the trainer.
 
 The host's modules are stand-ins with the signatures of slime 624b824; `scripts/run-in-host.sh rows slime-fully-async`
 runs its own.
@@ -16,14 +16,10 @@ from typing import Any
 import pytest
 import rollout_process
 import stand_ins
-import torch
-from rollout_process import DataIterator, get_batch, log_prob, scored
 
 from mis_plugins import mis
 from mis_plugins.errors import ConfigError, InputError
-from mis_plugins.hosts import loss_batch
-from mis_plugins.hosts.needs.slime import SLIME
-from mis_plugins.hosts.versions import carrying, rollouts, scores
+from mis_plugins.hosts.versions import rollouts
 from mis_plugins.hosts.versions.samples import Note, Numbering
 
 CONFIG = {"mis": {"segment_wise": {}}}
@@ -161,121 +157,6 @@ def test_images_are_refused_where_tokens_are_scored_again(
         return
     with pytest.raises(InputError, match="sample 4: multimodal_train_inputs.*method: loglinear"):
         rollouts._convert_samples_to_train_data([sample])
-
-
-ACTOR = """
-class MegatronTrainRayActor:
-    def init(self, args, role):
-        self.args, self.role, self._active_model_tag = args, role, "actor"
-        self.train_parallel_config = {
-            "dp_size": 1, "cp_size": 1, "vpp_size": 1, "microbatch_group_size_per_vp_stage": 1
-        }
-        carry_versions(args)
-
-    def train_actor(self, rollout_id, rollout_data, external_data=None):
-        return f"trained {rollout_id}"
-"""
-
-
-@pytest.fixture
-def actor(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """slime's trainer on one rank, not yet initialized: its log-probs are a formula of token and version."""
-
-    def compute_log_prob(self: Any, iterators: Any, counts: list[int], store_prefix: str = "") -> Any:
-        return scored(self, iterators, counts, store_prefix)
-
-    package = "slime.backends.megatron_utils"
-    names = {
-        "slime.observability.logging_utils": {},
-        f"{package}.data": {"DataIterator": DataIterator},
-        f"{package}.actor": {"carry_versions": mis.carry_versions},
-        f"{package}.model": {"get_batch": get_batch},
-    }
-    stand_ins.load(names, monkeypatch)
-    monkeypatch.setattr(scores, "dist", rollout_process.alone_in_world())
-    module = vars(sys.modules[f"{package}.actor"])
-    exec(ACTOR, module)
-    made = module["MegatronTrainRayActor"]
-    made.compute_log_prob = compute_log_prob
-    return made()
-
-
-def started(actor: Any, **args: Any) -> Any:
-    actor.weight_updater = Namespace(weight_version=1)
-    actor.init(Namespace(max_tokens_per_gpu=16, **{**CONFIG, **args}), "actor")
-    return actor
-
-
-def rollout(numbering: Numbering, samples: Sequence[Any]) -> dict[str, Any]:
-    return rollout_process.rollout(numbering, samples, SLIME.notes)
-
-
-def batch_of(data: dict[str, Any]) -> dict[str, Any]:
-    carried_batch = sys.modules["slime.backends.megatron_utils.model"].get_batch
-    return carried_batch(Namespace(rollout_data=data), ["tokens", "advantages"])
-
-
-def test_every_token_is_scored_by_the_version_after_its_own(
-    monkeypatch: pytest.MonkeyPatch, numbering: Numbering, actor: Any
-) -> None:
-    """A response that versions 1, 2 and 3 write, each in a call of its own; it is trained on at version 4."""
-    trained, held = started(actor), Sample(1)
-    engine(monkeypatch, [(1, 2)], [(2, 2)], [(3, 2)])
-    for version in (1, 2, 3):
-        asyncio.run(mis.generate_with_versions(trained.args, held, {}))
-        other = Sample()
-        other.tokens, other.response_length, number = [7, 1], 1, numbering.begin(other, [7])
-        numbering.shelf.say(number, 0, [1], [version])
-        other.output_versions = [version]  # type: ignore[attr-defined]
-        trained.weight_updater.weight_version = version
-        assert trained.train_actor(version, rollout(numbering, [other])) == f"trained {version}"
-    trained.weight_updater.weight_version = 4
-    trained.train_actor(4, data := rollout(numbering, [held]))
-    batch = batch_of(data)
-    assert loss_batch.knows_versions(batch) and batch["proximal_version"] == 4
-    written = loss_batch.written(batch, [6])
-    assert written.versions.tolist() == [1, 1, 2, 2, 3, 3]
-    wanted = [log_prob(token, version + 1) for token, version in enumerate([1, 1, 2, 2])]
-    assert written.recomputed[:4].tolist() == torch.tensor(wanted).tolist()
-    assert written.recomputed[4:].isnan().all(), "at an age of 1 the trainer's own log-prob is log pi_{v+1}"
-
-
-def test_without_recompute_nothing_is_asked(
-    monkeypatch: pytest.MonkeyPatch, numbering: Numbering, actor: Any
-) -> None:
-    trained = started(actor, mis={"segment_wise": {"method": "loglinear"}})
-    monkeypatch.setattr(rollouts, "waiting", None)
-    trained.weight_updater.weight_version = 4
-    trained.train_actor(0, data := rollout(numbering, [drawn(monkeypatch, [(1, 1)], [(3, 1)])]))
-    written = loss_batch.written(batch_of(data), [2])
-    assert written.age.tolist() == [3, 1] and written.recomputed.isnan().all()
-
-
-def test_the_hosts_own_source_names_are_no_notes(
-    monkeypatch: pytest.MonkeyPatch, numbering: Numbering, actor: Any
-) -> None:
-    data = rollout(numbering, [drawn(monkeypatch, [(1, 1)])])
-    with pytest.raises(InputError, match="source_names: not those of mis_plugins; give --custom-convert"):
-        started(actor).train_actor(0, {**data, "source_names": ["gsm8k"]})
-
-
-@pytest.mark.parametrize(
-    "args",
-    [
-        {"keep_old_actor": True},
-        {"allgather_cp": True},
-        {"use_rollout_routing_replay": True},
-        {"release_train": True},
-        {"rollout_top_p": 0.9},
-    ],
-)
-def test_arguments_under_which_versions_would_mislead_are_refused(args: dict[str, Any], actor: Any) -> None:
-    (name,) = args
-    with pytest.raises(ConfigError, match="--" + name.replace("_", "-")):
-        carrying.check(Namespace(**{**CONFIG, **args}), SLIME.refusals)
-    refusals = (*carrying.REFUSALS, *SLIME.refusals)
-    if any(each.scored and each.when(args) for each in refusals):
-        started(actor, **args, mis={"segment_wise": {"method": "loglinear"}})
 
 
 def test_a_number_of_another_process_is_no_ones_here(

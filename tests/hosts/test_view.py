@@ -8,7 +8,8 @@ import os
 import socket
 import sys
 from argparse import Namespace
-from collections.abc import Callable, Iterator, Mapping
+from collections import UserDict
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, make_dataclass
 from pathlib import Path
 from types import MappingProxyType, ModuleType, SimpleNamespace
@@ -69,20 +70,8 @@ def of_fields(**values: Any) -> BaseModel:
     return make("Arguments", __config__=ConfigDict(frozen=True, extra="allow"), **fields)(**values)
 
 
-def of_dataclass(slots: bool) -> Any:
-    def made(**values: Any) -> Any:
-        fields = [(name, Any) for name in values]
-        return make_dataclass("Arguments", fields, frozen=True, slots=slots)(**values)
-
-    return made
-
-
-def of_slots(**values: Any) -> Any:
-    kind = type("Arguments", (), {"__slots__": tuple(values)})
-    made = kind()
-    for name, value in values.items():
-        setattr(made, name, value)
-    return made
+def of_dataclass(**values: Any) -> Any:
+    return make_dataclass("Arguments", [(name, Any) for name in values], frozen=True, slots=True)(**values)
 
 
 KINDS = {
@@ -90,9 +79,7 @@ KINDS = {
     "SimpleNamespace": SimpleNamespace,
     "extra fields of pydantic": Frozen,
     "fields of pydantic": of_fields,
-    "dataclass": of_dataclass(False),
-    "dataclass with slots": of_dataclass(True),
-    "slots": of_slots,
+    "dataclass": of_dataclass,
     "property": Behind,
     "dict": dict,
     "mapping": lambda **values: MappingProxyType(values),
@@ -151,20 +138,10 @@ def test_arguments_are_read_anew_where_something_changes(
     torch.testing.assert_close(weights(args), torch.tensor([0.5, capped, min(1.2, capped)]))
 
 
-class Blind(Mapping[str, Any]):
+class Blind(UserDict[str, Any]):
     """A mapping whose text does not tell what is in it."""
 
-    def __init__(self, **held: Any) -> None:
-        self.held = held
-
-    def __getitem__(self, name: str) -> Any:
-        return self.held[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.held)
-
-    def __len__(self) -> int:
-        return len(self.held)
+    __repr__ = object.__repr__
 
 
 class Derived:
@@ -194,18 +171,10 @@ INSIDE: dict[str, tuple[Callable[[], Any], Callable[[Any], Any], torch.Tensor]] 
     ),
     "a mapping of a host's own": (
         lambda: Namespace(**SWITCHES, mis={"weight": Blind(upper=1.5)}),
-        lambda args: args.mis["weight"].held.update(upper=1.1),
-        torch.tensor([0.5, 1.1, 1.1]),
-    ),
-    "a number of a library's own": (
-        lambda: {**SWITCHES, "tis_upper_bound": torch.tensor(1.5)},
-        lambda args: args["tis_upper_bound"].fill_(1.1),
+        lambda args: args.mis["weight"].update(upper=1.1),
         torch.tensor([0.5, 1.1, 1.1]),
     ),
     "a property": (Derived, lambda args: setattr(args, "_use_tis", None), UNCORRECTED),
-    "inside an attribute of a class": (
-        Derived, lambda args: args.mis["weight"].update(upper=1.1), torch.tensor([0.5, 1.1, 1.1])
-    ),
     "an attribute of a class": (
         Replaced, lambda args: setattr(Replaced, "mis", {"weight": {"upper": 1.1}}), torch.tensor([0.5, 1.1, 1.1])
     ),
@@ -230,11 +199,19 @@ def test_the_path_of_a_hook_is_read_anew():
     assert view(args).rollout_function_path == "made.otherwise"
 
 
-class Unreadable:
-    __slots__ = ()
+class Hiding:
+    __slots__ = ("_held",)
+
+    def __init__(self) -> None:
+        self._held = Namespace(**KEYS)
 
 
-@pytest.mark.parametrize("args", [None, Unreadable(), object(), 3])
+class Proxy:
+    def __init__(self) -> None:
+        self._held = Namespace(**KEYS)
+
+
+@pytest.mark.parametrize("args", [None, Hiding(), Proxy(), object(), 3])
 def test_what_cannot_be_read_is_refused_in_words(args: Any):
     with pytest.raises(InputError, match="in which no argument can be read"):
         view(args)
@@ -270,150 +247,17 @@ TYPO = "rs_levle"
 CORRECTS = CorrectionConfig(WeightConfig(upper=1.5))
 
 
-def from_file(folder: Path, said: dict[str, Any], inline: bool = False, **flags: Any) -> Namespace:
-    """The arguments of a host that has read a file."""
-    text = yaml.safe_dump(said)
-    (folder / "mis.yaml").write_text(text)
-    path = f"base64:{base64.b64encode(text.encode()).decode()}" if inline else str(folder / "mis.yaml")
-    return Namespace(**{"use_tis": True, "custom_config_path": path, **flags, **said})
-
-
-@pytest.mark.parametrize("value", [5e-3, None])
-@pytest.mark.parametrize("path", [{}, {"custom_config_path": None}])
-def test_a_recorded_argument_of_a_host_is_none_of_ours(value: float | None, path: dict):
-    args = Namespace(use_tis=True, mis=KEYS["mis"], tis_binary_kl_threshold=value, **path)
-    assert reading.from_args(args) == CORRECTS
-
-
-@pytest.mark.parametrize("inline", [False, True])
-@pytest.mark.parametrize("name", ["tis_of_the_next_host", "rs_of_the_next_host", "mis_next"])
-def test_a_name_is_ours_where_the_file_says_it(name: str, inline: bool, tmp_path: Path):
-    assert reading.from_args(from_file(tmp_path, {"mis": KEYS["mis"]}, inline, **{name: 1.0})) == CORRECTS
-    with pytest.raises(ConfigError, match=f"^{name}: unknown key"):
-        reading.from_args(from_file(tmp_path, {"mis": KEYS["mis"], name: 1.0}, inline))
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_without_a_file_a_typo_is_an_error_where_anybody_may_have_written_it(kind: str):
-    args = KINDS[kind](use_tis=True, mis=KEYS["mis"], **{TYPO: "token"})
-    if kind in ("Namespace", "SimpleNamespace", "dict", "mapping"):
-        with pytest.raises(ConfigError, match=f"^{TYPO}: unknown key; did you mean rs_level"):
-            reading.from_args(args)
-    else:
-        assert reading.from_args(args) == CORRECTS
-
-
-def test_a_host_without_a_file_made_each_name_itself():
-    args = Namespace(
-        use_tis=True, mis=KEYS["mis"], custom_config_path=None, rejection_sampling=True, **{TYPO: 1}
-    )
-    assert reading.from_args(args) == CORRECTS
-
-
-def test_a_file_that_this_node_lacks_is_named_with_the_node(tmp_path: Path):
-    args = from_file(tmp_path, {"mis": KEYS["mis"]}, tis_of_the_next_host=1)
-    (tmp_path / "mis.yaml").unlink()
-    with pytest.raises(ConfigError, match=rf"^node {socket.gethostname()} cannot read .*mis\.yaml"):
-        reading.from_args(args)
-
-
-def test_a_file_is_read_once_and_again_for_another_job(tmp_path: Path):
-    first = from_file(tmp_path, {"mis": KEYS["mis"]}, tis_of_the_next_host=1)
-    assert reading.from_args(first) == CORRECTS
-    second = from_file(tmp_path, {"tis_upper_bound": 1.5, "tis_of_the_next_host": 1})
-    assert reading.from_args(first) == CORRECTS, "a job goes on with the file that it has read"
-    with pytest.raises(ConfigError, match="^tis_of_the_next_host: unknown key"):
-        reading.from_args(second)
-
-
-def test_use_tis_without_a_config_says_every_place_that_was_looked_at(tmp_path: Path):
-    hook = Hook(path="a.b", config=None)
-    lost = from_file(tmp_path, {"lr": 1e-6})
-    with pytest.raises(
-        ConfigError, match="nothing says how.*arguments in a Namespace.*mis.yaml, which says none"
-    ):
-        weights(Namespace(**vars(lost), get_mismatch_metrics=False))
-    typed = Frozen(use_tis=True, custom_tis_function_path=hook)
-    with pytest.raises(
-        ConfigError, match="in a Extra.*beside custom_tis_function_path; no --custom-config-path"
-    ):
-        weights(typed)
-    (tmp_path / "mis.yaml").write_text(yaml.safe_dump({"mis": KEYS["mis"]}))
-    dropped = Frozen(use_tis=True, custom_config_path=str(tmp_path / "mis.yaml"))
-    with pytest.raises(ConfigError, match="which says mis, and the host has not made arguments of it"):
-        weights(dropped)
-
-
-def test_attributes_of_a_class_are_arguments_too():
-    kind = type("Arguments", (), {"use_tis": True, "qkv_format": "thd", "mis": KEYS["mis"]})
-    args: Any = kind()
-    args.lr = 1e-6
-    assert reading.from_args(args) == CORRECTS
-    without: Any = type("Arguments", (), {"use_tis": True})()
-    without.lr = 1e-6
-    with pytest.raises(ConfigError, match="nothing says how to correct.*1 arguments in a Arguments"):
-        reading.from_args(without)
-
-
+NAMED = ("tis_of_the_next_host", "rs_of_the_next_host", "mis_next")
 CAPPED = {"weight": {"upper": 100.0}}
 
 
-def handed(tmp_path: Path, text: str, **given: Any) -> Namespace:
-    """Arguments beside a file, of which the host may have made other arguments."""
-    (tmp_path / "mis.yaml").write_text(text)
-    return Namespace(
-        **{"use_tis": True, "custom_config_path": str(tmp_path / "mis.yaml"), "mis": CAPPED, **given}
-    )
-
-
-LOST: dict[str, tuple[str, dict[str, Any], str]] = {
-    "a rule beside mis": ("mis: {weight: {upper: 100}}\nreject: []\n", {}, "stands beside"),
-    "a key twice": ("mis: {weight: {upper: 100}}\nmis:\n", {}, "again in line 2"),
-    "a key that the host lost": ("mis: {weight: {upper: 100}}\ntis_clip: 2.0\n", {}, "says tis_clip"),
-    "a switch that the host lost": (
-        "use_tis: true\nmis: {}\n",
-        {"use_tis": False, "mis": {}},
-        "says use_tis",
-    ),
-    "another config": (
-        "mis: {weight: {upper: 1.2}}\n",
-        {"use_tis": False, "mis": {"metrics": "core"}},
-        "another mis",
-    ),
-}
-
-
-@pytest.mark.parametrize("name", LOST)
-def test_what_a_file_says_and_the_arguments_lack_is_refused(name: str, tmp_path: Path):
-    text, given, message = LOST[name]
-    with pytest.raises(ConfigError, match=message):
-        reading.from_args(handed(tmp_path, text, **given))
-
-
-def test_flat_keys_that_nothing_reads_are_refused_by_the_loss_hook(tmp_path: Path):
-    args = handed(tmp_path, "tis_level: token\n", mis=None, tis_level="token", use_tis=False)
-    with pytest.raises(ConfigError, match="^tis_level: no effect without a tis_upper_bound"):
-        watching.for_loss_hook(args, reading.from_args(args))
-
-
-def test_a_file_that_says_another_weight_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture):
-    args = handed(tmp_path, "mis: {weight: {upper: 1.2}}\n")
-    assert reading.from_args(args) == reading.from_mapping(CAPPED)
-    assert "says another mis than the job's arguments" in caplog.text
-
-
-def test_a_file_edited_for_the_next_job_switches_no_running_job_off(tmp_path: Path):
-    args = handed(tmp_path, "mis: {weight: {upper: 100}}\n", use_tis=False)
-    assert not watching.watches(args)
-    (tmp_path / "mis.yaml").write_text("mis: {weight: {upper: 100}}\nuse_tis: false\n")
-    assert not watching.watches(args)
-
-
-def test_a_typed_host_may_make_numbers_and_tuples_of_a_files_values(tmp_path: Path):
-    rules = {"weight": {"upper": 2.0}, "reject": ({"over": "token", "upper": 3.0},)}
-    text = "tis_clip: 2e1\nmis: {weight: {upper: 2.0}, reject: [{over: token, upper: 3.0}]}\n"
-    args = handed(tmp_path, text, mis=rules, tis_clip=20.0, use_tis=False)
-    assert not watching.watches(args) and reading.from_args(args).rejects
+def job(folder: Path, said: str | dict[str, Any], inline: bool = False, **given: Any) -> Namespace:
+    """The arguments of a host that has read a file, or that made other arguments of it."""
+    text = said if isinstance(said, str) else yaml.safe_dump(said)
+    (folder / "mis.yaml").write_text(text)
+    path = f"base64:{base64.b64encode(text.encode()).decode()}" if inline else str(folder / "mis.yaml")
+    keys = {} if isinstance(said, str) else said
+    return Namespace(**{"use_tis": True, "custom_config_path": path, **given, **keys})
 
 
 @dataclass
@@ -422,43 +266,126 @@ class HookOf:
     config: dict[str, Any]
 
 
-@pytest.mark.parametrize(
-    ("config", "message"),
-    [
-        ({"mis": KEYS["mis"], "tis_uper_bound": 1.2}, "tis_uper_bound: unknown key"),
-        ({"mis_weight": {"upper": 1.2}}, "mis_weight: unknown key"),
-        ({"mis": KEYS["mis"], "reject": []}, "reject: stands beside `mis:`"),
-    ],
-)
-def test_the_config_beside_a_hook_is_judged_as_a_file_is(config: dict[str, Any], message: str):
-    args = Namespace(use_tis=True, custom_config_path=None, custom_tis_function_path=HookOf("a.b", config))
+def class_of(**attributes: Any) -> Any:
+    """Arguments that are attributes of a class, beside one of their own."""
+    made: Any = type("Arguments", (), {"use_tis": True, **attributes})()
+    made.lr = 1e-6
+    return made
+
+
+ASKED = {"use_tis": True, "mis": KEYS["mis"]}
+CORRECTED: dict[str, Callable[[Path], Any]] = {
+    "a number that a host recorded": lambda folder: Namespace(**ASKED, tis_binary_kl_threshold=5e-3),
+    "none of a number that a host recorded": lambda folder: Namespace(
+        **ASKED, tis_binary_kl_threshold=None, custom_config_path=None
+    ),
+    "a name of the host, beside a file": lambda folder: job(folder, {"mis": KEYS["mis"]}, **dict.fromkeys(NAMED, 1)),
+    "a name of the host, beside a file in base64": lambda folder: job(
+        folder, {"mis": KEYS["mis"]}, True, **dict.fromkeys(NAMED, 1)
+    ),
+    "a name of a host that reads no file": lambda folder: Namespace(
+        **ASKED, custom_config_path=None, rejection_sampling=True, **{TYPO: 1}
+    ),
+    "attributes of a class": lambda folder: class_of(qkv_format="thd", mis=KEYS["mis"]),
+    "numbers that a typed host made of a file's texts": lambda folder: job(
+        folder, "tis_clip: 2e1\nmis: {weight: {upper: 1.5}}\n", tis_clip=20.0, mis=KEYS["mis"]
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CORRECTED)
+def test_what_is_no_key_of_ours_is_left_alone(name: str, tmp_path: Path):
+    assert reading.from_args(CORRECTED[name](tmp_path)) == CORRECTS
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_without_a_file_a_typo_is_an_error_where_anybody_may_have_written_it(kind: str):
+    args = KINDS[kind](**ASKED, **{TYPO: "token"})
+    if kind in ("Namespace", "SimpleNamespace", "dict", "mapping"):
+        with pytest.raises(ConfigError, match=f"^{TYPO}: unknown key; did you mean rs_level"):
+            reading.from_args(args)
+    else:
+        assert reading.from_args(args) == CORRECTS
+
+
+def hooked(config: dict[str, Any]) -> Namespace:
+    return Namespace(use_tis=True, custom_config_path=None, custom_tis_function_path=HookOf("a.b", config))
+
+
+REFUSED: dict[str, tuple[Callable[[Path], Any], str]] = {
+    **{name: (lambda folder, name=name: job(folder, {"mis": KEYS["mis"], name: 1.0}), f"^{name}: unknown key")
+       for name in NAMED},
+    "in base64": (lambda folder: job(folder, {"mis": KEYS["mis"], NAMED[0]: 1.0}, True), f"^{NAMED[0]}: unknown key"),
+    "a rule beside mis": (lambda folder: job(folder, "mis: {weight: {upper: 100}}\nreject: []\n", mis=CAPPED),
+                          "stands beside"),
+    "a key twice": (lambda folder: job(folder, "mis: {weight: {upper: 100}}\nmis:\n", mis=CAPPED),
+                    "again in line 2"),
+    "a key that the host lost": (lambda folder: job(folder, "mis: {weight: {upper: 100}}\ntis_clip: 2.0\n", mis=CAPPED),
+                                 "says tis_clip"),
+    "a switch that the host lost": (lambda folder: job(folder, "use_tis: true\nmis: {}\n", use_tis=False, mis={}),
+                                    "says use_tis"),
+    "another config": (lambda folder: job(folder, "mis: {weight: {upper: 1.2}}\n", use_tis=False,
+                                          mis={"metrics": "core"}), "another mis"),
+    "a typed host that lost all keys": (lambda folder: Frozen(**vars(job(folder, "mis: {opsm: {delta: 1.0e-4}}\n",
+                                                                         use_tis=False))),
+                                        "mis.yaml says mis, and the host has not made arguments of it"),
+    "beside a hook, a typo": (lambda folder: hooked({"mis": KEYS["mis"], "tis_uper_bound": 1.2}),
+                              "tis_uper_bound: unknown key"),
+    "beside a hook, a prefix": (lambda folder: hooked({"mis_weight": {"upper": 1.2}}), "mis_weight: unknown key"),
+    "beside a hook, a rule": (lambda folder: hooked({"mis": KEYS["mis"], "reject": []}),
+                              "reject: stands beside `mis:`"),
+    "two hooks": (lambda folder: Namespace(use_tis=True, a_path=HookOf("a.b", {"mis": KEYS["mis"]}),
+                                           b_path=HookOf("c.d", {"mis": CAPPED})),
+                  "mis: two hooks' configs give it two values"),
+    "nothing in a file": (lambda folder: job(folder, {"lr": 1e-6}),
+                          "nothing says how.*arguments in a Namespace.*mis.yaml, which says none"),
+    "nothing beside a hook": (lambda folder: Frozen(use_tis=True, custom_tis_function_path=Hook(path="a.b")),
+                              "in a Extra.*beside custom_tis_function_path; no --custom-config-path"),
+    "nothing in a class": (lambda folder: class_of(), "nothing says how to correct.*1 arguments in a Arguments"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_the_user_said_and_nobody_reads_is_refused(name: str, tmp_path: Path):
+    """A loss hook needs no use_tis, and would leave the loss as it is where its keys were lost."""
+    make, message = REFUSED[name]
     with pytest.raises(ConfigError, match=message):
+        reading.from_args(make(tmp_path))
+
+
+def test_a_file_that_this_node_lacks_is_named_with_the_node(tmp_path: Path):
+    args = job(tmp_path, {"mis": KEYS["mis"]}, tis_of_the_next_host=1)
+    (tmp_path / "mis.yaml").unlink()
+    with pytest.raises(ConfigError, match=rf"^node {socket.gethostname()} cannot read .*mis\.yaml"):
         reading.from_args(args)
 
 
-def test_two_hooks_with_two_configs_are_refused():
-    hooks = {"a_path": HookOf("a.b", {"mis": KEYS["mis"]}), "b_path": HookOf("c.d", {"mis": CAPPED})}
-    with pytest.raises(ConfigError, match="mis: two hooks' configs give it two values"):
-        reading.from_args(Namespace(use_tis=True, **hooks))
+def test_a_file_is_read_once_and_again_for_another_job(tmp_path: Path):
+    first = job(tmp_path, {"mis": KEYS["mis"]}, tis_of_the_next_host=1)
+    assert reading.from_args(first) == CORRECTS
+    second = job(tmp_path, {"tis_upper_bound": 1.5, "tis_of_the_next_host": 1})
+    assert reading.from_args(first) == CORRECTS, "a job goes on with the file that it has read"
+    with pytest.raises(ConfigError, match="^tis_of_the_next_host: unknown key"):
+        reading.from_args(second)
 
 
-def test_an_object_that_hides_its_arguments_is_refused():
-    class Proxy:
-        def __init__(self, held: Namespace):
-            self._held = held
-
-    with pytest.raises(InputError, match="in which no argument can be read"):
-        reading.from_args(Proxy(Namespace(use_tis=False, mis=KEYS["mis"])))
+def test_flat_keys_that_nothing_reads_are_refused_by_the_loss_hook(tmp_path: Path):
+    args = job(tmp_path, {"tis_level": "token"}, mis=None, use_tis=False)
+    with pytest.raises(ConfigError, match="^tis_level: no effect without a tis_upper_bound"):
+        watching.for_loss_hook(args, reading.from_args(args))
 
 
-def test_a_loss_hook_whose_keys_the_host_lost_is_refused(tmp_path: Path):
-    """The loss hook needs no use_tis, and would leave the loss as it is."""
-    file = tmp_path / "mis.yaml"
-    file.write_text(yaml.safe_dump({"mis": {"opsm": {"delta": 1e-4}}}))
-    with pytest.raises(ConfigError, match="mis.yaml says mis, and the host has not made arguments of it"):
-        reading.from_args(Frozen(use_tis=False, custom_config_path=str(file)))
-    file.write_text(yaml.safe_dump({"lr": 1e-6}))
-    assert reading.from_args(Frozen(use_tis=False, custom_config_path=str(file))) == CorrectionConfig()
+def test_a_file_that_says_another_weight_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    args = job(tmp_path, "mis: {weight: {upper: 1.2}}\n", mis=CAPPED)
+    assert reading.from_args(args) == reading.from_mapping(CAPPED)
+    assert "says another mis than the job's arguments" in caplog.text
+
+
+def test_a_file_edited_for_the_next_job_switches_no_running_job_off(tmp_path: Path):
+    args = job(tmp_path, "mis: {weight: {upper: 100}}\n", use_tis=False, mis=CAPPED)
+    assert not watching.watches(args)
+    (tmp_path / "mis.yaml").write_text("mis: {weight: {upper: 100}}\nuse_tis: false\n")
+    assert not watching.watches(args)
 
 
 @pytest.mark.parametrize(
@@ -472,28 +399,25 @@ def test_log_probs_that_are_none_are_said_plainly(lacks: str, said: str):
         mis.compute_mis_weights_with_cp(host_args(mis=KEYS["mis"]), **kwargs)
 
 
-def test_a_file_that_was_written_twice_in_one_step_of_the_clock_is_read_anew(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("stands_still", [True, False])
+def test_a_file_that_keeps_its_time_is_read_anew(
+    stands_still: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
+    """Written twice in one step of the clock; or a copy that keeps the time of its source, as `cp -p` makes."""
     file = tmp_path / "mis.yaml"
-    file.write_text("mis: {weight: {upper: 1.5}}\n")
+
+    def write(upper: float) -> None:
+        file.write_text(f"mis: {{weight: {{upper: {upper}}}}}\n")
+        if not stands_still:
+            os.utime(file, (10**9, 10**9))
+
+    write(1.5)
     written = file.stat()
-    monkeypatch.setattr("mis_plugins.config.view.os", SimpleNamespace(stat=lambda path: written))
+    if stands_still:
+        monkeypatch.setattr("mis_plugins.config.view.os", SimpleNamespace(stat=lambda path: written))
     first = stamp(file)
     assert stamp(file) == first
-    file.write_text("mis: {weight: {upper: 1.1}}\n")
-    assert stamp(file) != first
-
-
-def test_a_file_that_keeps_its_time_is_read_anew(tmp_path: Path):
-    """Copies that keep the time of their source, such as `cp -p` makes, may have the size of what they replace."""
-    file, long_ago = tmp_path / "mis.yaml", (10**9, 10**9)
-    file.write_text("mis: {weight: {upper: 1.5}}\n")
-    os.utime(file, long_ago)
-    first = stamp(file)
-    assert stamp(file) == first
-    file.write_text("mis: {weight: {upper: 1.1}}\n")
-    os.utime(file, long_ago)
+    write(1.1)
     assert stamp(file) != first
 
 

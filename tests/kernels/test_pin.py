@@ -12,7 +12,7 @@ from other_backend import BACKWARDS
 from torch import Tensor
 
 from true_on_policy.bitwise import equal_bits
-from true_on_policy.contract.cpu import Contract, Shapes
+from true_on_policy.contract.cpu import Contract
 from true_on_policy.errors import ContractError, PinError, ProbeError
 from true_on_policy.kernels import cpu
 from true_on_policy.kernels import pin as pins
@@ -177,8 +177,3 @@ def test_contracts_that_cannot_hold(setting, message):
 def test_leaves_let_tensor_parallelism_differ():
     for trainer, engine in ((1, 4), (2, 1), (4, 2)):
         Contract(leaves=4, trainer_tensor_parallel=trainer, engine_tensor_parallel=engine)
-
-
-def test_wide_heads_are_probed_where_they_are_wide():
-    with pinned(Contract(shapes=Shapes(linear=((64, 20_000),)))):
-        pass

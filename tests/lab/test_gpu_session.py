@@ -65,13 +65,6 @@ needs_triton = pytest.mark.skipif(bool(UNAVAILABLE), reason=UNAVAILABLE)
 
 
 @needs_triton
-def test_a_dry_run_runs_every_section(dry_run):
-    assert {name: section["ended"] for name, section in dry_run.items()} == dict.fromkeys(
-        sections.SECTIONS, "done"
-    )
-
-
-@needs_triton
 def test_what_is_demanded_is_compared_and_its_control_differs(dry_run):
     pinned, stock = (table(dry_run["model"], f"A Qwen3 on {name}") for name in ("pinned", "stock"))
     assert [(row["equal"], row["of"]) for row in pinned] == [(10, 10), (6, 6)]
@@ -272,14 +265,6 @@ def test_what_is_compiled_is_what_is_measured(monkeypatch: pytest.MonkeyPatch):
     assert asked and asked <= warmed
 
 
-def test_an_error_of_the_session_is_no_difference(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    def broken(*asked):
-        raise ValueError("broken")
-
-    monkeypatch.setattr(sections, "run", broken)
-    assert gpu_session.ended(["--json", str(tmp_path / "x.json"), "--dry-run"]) == 2
-
-
 def test_without_git_and_nvidia_smi_a_session_still_says_what_it_measured(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("PATH", "/nowhere")
     found = gpu_session.measured_with(gpu_session.parse(["--json", "x"]))
@@ -325,14 +310,10 @@ def without(name: str) -> dict[str, str]:
         ({}, 0),
         ({"session": 1}, 1),
         ({"session": 2}, 2),
-        ({"session": 137}, 2),
         ({"tests": 1}, 1),
         ({"tests": 124}, 2),
-        ({"tests": 5}, 2),
         ({"session": 2, "tests": 1}, 1),
-        ({"session": 1, "tests": 124}, 1),
         ({"pytest": 1}, 2),
-        ({"pytest": 1, "session": 1}, 1),
         ({"imported": 1}, 2),
     ],
 )
@@ -375,15 +356,8 @@ esac
     assert (tmp_path / "cuda").read_text() == "/opt/cuda-13\n"
 
 
-def test_an_nvcc_that_does_not_answer_ends_no_session(tmp_path: Path):
-    """DeepGEMM then looks for it on PATH; what cannot be compiled is told by the sections that need it."""
-    programs = {"python3": "#!/bin/sh\n", "nvcc": "#!/bin/sh\nexit 1\n"}
-    assert run_script(tmp_path, tmp_path / "no wheels", programs, without("CUDA_HOME")) == 0
-
-
-@pytest.mark.parametrize("arguments", [(), ("wheels",)])
-def test_the_script_says_what_it_lacks(arguments: tuple[str, ...]):
-    done = subprocess.run(["bash", str(RUN), *arguments], capture_output=True, text=True)
+def test_the_script_says_what_it_lacks():
+    done = subprocess.run(["bash", str(RUN), "wheels"], capture_output=True, text=True)
     assert (done.returncode, done.stderr.startswith("usage: ")) == (2, True)
 
 

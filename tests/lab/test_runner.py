@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
+from lab import provenance
 from lab.experiments import runner
 from lab.experiments.runner import LOG, STAMP, Arm, parsed, run_arms, training
 from lab.host.folders import SUMMARY
-from mis_plugins.shared import provenance
 
 
 def arm(root: Path, name: str = "arm", work: Callable[[], int] = lambda: 0, **settings: object) -> Arm:

@@ -65,11 +65,6 @@ def test_a_stop_is_a_file_in_which_what_was_given_is_changed_on_its_way_to_the_a
     assert (found.files, found.returns) == (3, 1)
 
 
-def test_what_was_given_to_somebody_else_is_not_followed(call: walk.Call):
-    other = torch.ones(1)
-    assert walk.follow("example", walk.Call(call.run, [other])).stops == []
-
-
 @pytest.mark.parametrize("preset", walk.SERVED)
 def test_the_walk_does_not_grow(preset: str):
     """From the hook to its answer; docs/architecture.md tells the walk of `mis`."""

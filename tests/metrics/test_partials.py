@@ -148,8 +148,8 @@ def operand_sizes(batch: Batch, config: CorrectionConfig) -> dict[str, float]:
     rows = {q.name: q.values.double() for q in (*of_usable(t), *of_valid(t), *of_kept(t))}
     sizes = {name: float(row.abs().sum()) for name, row in rows.items()}
     sizes |= {f"{name}_squared": float(row.square().sum()) for name, row in rows.items()}
-    operands = rows["ratio"] * (1 + t.abs_log_ratio.clamp(max=20)) + t.abs_log_ratio
-    operands = operands + t.proximal.abs() + t.behavior.abs()
+    far = t.log_ratio.abs()
+    operands = rows["ratio"] * (1 + far.clamp(max=20)) + far + t.log_probs.abs().sum(0)
     return sizes | {"any": float(operands.sum()) + 1}
 
 

@@ -229,6 +229,8 @@ def write_lines(path: Path, records: Sequence[Record], *more: str) -> None:
             "proximal_log_probs": one.proximal_log_probs.tolist(), "loss_mask": one.loss_mask.int().tolist(),
             "tokens": None if one.tokens is None else one.tokens.tolist(),
             "advantages": None if one.advantages is None else one.advantages.tolist(),
+            **{name: value.tolist() for name in ("versions", "turns", "route_differs")
+               if (value := getattr(one, name)) is not None}, "trainer_version": one.trainer_version,
         })
         for one in records
     ]  # fmt: skip

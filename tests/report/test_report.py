@@ -205,7 +205,7 @@ def test_a_mismatch_without_a_cause_says_that_it_cannot_tell() -> None:
             + 0.3
             - 0.75 * torch.rand(one.size, generator=generator),
         )
-        for one in some_records(lengths=(20, 20))
+        for one in some_records(lengths=(80, 80))
     ]
     found = surveyed(records)
     assert [one.name for one in found.findings] == ["precision"]

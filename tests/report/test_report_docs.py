@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from lab.pages import parts
 from lab.pages import report as docs
 from mis_plugins.report.causes import CAUSES
 from mis_plugins.report.record import KINDS
@@ -15,10 +16,9 @@ from mis_plugins.report.record import KINDS
 PAGE = Path(__file__).parents[2] / "docs" / "report.md"
 
 
-def test_the_page_is_current(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "argv", ["report"])
-    assert docs.main() == 0
-    assert capsys.readouterr().out == PAGE.read_text(encoding="utf-8")
+def test_the_page_is_current() -> None:
+    assert parts.current("report.md", docs.part), "python -m lab.pages.report"
+    assert parts.named("report.md") == list(docs.PARTS)
 
 
 def test_the_page_has_every_cause_and_every_key() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import html
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -14,7 +15,7 @@ import pyarrow
 import pytest
 import torch
 from report_dumps import write_miles, write_slime
-from test_readers import some_records, write_lines
+from test_readers import read, some_records, write_lines
 
 from lab.pages.metrics import WORDS
 from lab.planted_runs import IN_RECORDINGS, clean, planted_in_recording, recorded, records
@@ -389,23 +390,41 @@ def test_lists_of_different_tokens_are_told_with_the_shift_that_restores_them(sh
     assert found.name == "different-tokens" and f"read {way}, {scope}, it is 1.00." in found.evidence
 
 
-def test_short_lists_of_different_tokens_are_told() -> None:
-    """Responses of ten tokens cannot be judged alone: together they can."""
-    rows = records(recorded("bf16", 2))
-    short = [replace(one, behavior_log_probs=one.behavior_log_probs[:10], loss_mask=one.loss_mask[:10],
-                     proximal_log_probs=one.proximal_log_probs[1:11]) for one in rows if one.size > 11]  # fmt: skip
-    assert first_cause(short) == "different-tokens"
+# Kinds of runs, from their files.
 
 
-def test_a_resumed_run_is_as_calm_as_its_parts() -> None:
-    """A resumed run dumps some steps twice, and goes back to an earlier step."""
-    rows = records(recorded("bf16", 3))
-    made = surveyed([*rows, *rows[len(rows) // 2 :]])
-    assert verdict(made, None).level == CALM
+def lines(folder: Path, rows: Sequence[Record]) -> None:
+    write_lines(folder / "run.jsonl", rows)
 
 
-def test_versions_that_are_mixed_within_a_response_are_stale_weights() -> None:
-    fresh, old = (records(recorded(rung, 3)) for rung in ("bf16", "int6"))
+def resumed(folder: Path, rows: Sequence[Record]) -> None:
+    """Dumps of a run that went back to an earlier step, and dumped some steps twice."""
+    for name, part in (("first", rows), ("again", rows[len(rows) // 2 :])):
+        for step in {one.step for one in part}:
+            write_slime(folder / name, [one for one in part if one.step == step])
+
+
+def short(rows: Sequence[Record], places: int = 0) -> list[Record]:
+    """Responses of ten tokens, which cannot be judged alone; the trainer's list may lie some places on."""
+    return [
+        replace(one, behavior_log_probs=one.behavior_log_probs[:10], loss_mask=one.loss_mask[:10],
+                proximal_log_probs=one.proximal_log_probs[places : places + 10])
+        for one in rows if one.size > 11
+    ]  # fmt: skip
+
+
+def in_turns(rows: Sequence[Record]) -> list[Record]:
+    """Turns of ten tokens, of which every second one is a tool's answer that the engine has no log-prob of."""
+    turns = [torch.arange(one.size) // 10 for one in rows]
+    masks = [turn % 2 == 0 for turn in turns]
+    return [
+        replace(one, turns=turn, loss_mask=mask, behavior_log_probs=torch.where(mask, one.behavior_log_probs, 0))
+        for one, turn, mask in zip(rows, turns, masks, strict=True)
+    ]  # fmt: skip
+
+
+def mixed(fresh: Sequence[Record], old: Sequence[Record]) -> list[Record]:
+    """Responses that an older version goes on with, as a resumed or a partial rollout has them."""
     rows = []
     for one, other in zip(fresh, old, strict=True):
         both = {
@@ -413,7 +432,67 @@ def test_versions_that_are_mixed_within_a_response_are_stale_weights() -> None:
         }
         versions = torch.tensor([3] * one.size + [2] * other.size)
         rows.append(replace(one, **both, versions=versions, trainer_version=3))
-    assert first_cause(rows) == "stale-weights"
+    return rows
+
+
+BF16, INT6 = records(recorded("bf16", 3)), records(recorded("int6", 3))
+KINDS = {
+    "short responses": (lines, short(BF16), ""),
+    "short lists of other tokens": (lines, short(BF16, 1), "different-tokens"),
+    "a mixture of experts": (lines, planted_in_recording("route", 3, "bf16", 0), "route"),
+    "turns with a tool's answers": (lines, in_turns(BF16), ""),
+    "a tool's answers in the loss": (
+        lines, [replace(one, loss_mask=torch.ones_like(one.loss_mask)) for one in in_turns(BF16)], "placeholder",
+    ),
+    "a resumed run": (resumed, BF16, ""),
+    "versions that are mixed": (lines, mixed(BF16, INT6), "stale-weights"),
+    "a part of the response in another version": (lines, mixed(BF16, BF16), ""),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("write", "rows", "cause"), KINDS.values(), ids=KINDS)
+def test_a_kind_of_run_is_judged_by_its_files(
+    tmp_path: Path, write: Callable[..., None], rows: Sequence[Record], cause: str
+) -> None:
+    write(tmp_path, rows)
+    found, problems = read(tmp_path)
+    made = surveyed(found)
+    assert not problems and len(found) >= len(rows)
+    assert next((one.name for one in made.findings), "") == cause
+    assert verdict(made, None).level == (ALARM if cause else CALM)
+
+
+def test_what_stands_in_for_a_log_prob_is_counted_by_its_name(tmp_path: Path) -> None:
+    behavior = [-9999, None, None, float("nan"), -1e9, *[-0.5] * 95]
+    row = {
+        "behavior_log_probs": behavior,
+        "proximal_log_probs": [*[-0.5] * 99, -65504.0],
+        "loss_mask": [1] * 100,
+    }
+    (tmp_path / "run.jsonl").write_text(json.dumps(row) + "\n" + json.dumps(row | {"loss_mask": [0] * 100}))
+    _, made = told(tmp_path / "run.jsonl")
+    named = {"-9999": 1, "None": 2, "nan": 1, "-1e+09": 1}
+    assert made["absent"] == {"behavior_log_probs": named, "proximal_log_probs": {"-65504": 1}}
+    (found,) = made["causes"]
+    assert found["name"] == "non-finite" and "behavior_log_probs: None (2), -9999 (1)" in found["evidence"]
+    assert found["evidence"] in html.unescape((tmp_path / "out" / "report.html").read_text())
+
+
+@pytest.mark.parametrize(("tokens", "level"), [(1, WATCH), (99, WATCH), (100, CALM)])
+def test_too_few_tokens_tell_nothing(tokens: int, level: str) -> None:
+    proximal = torch.full((tokens,), -0.5)
+    for behavior in (proximal, proximal - 0.18):  # the latter has a kl_k3 above the limit
+        row = Record(0, "a", behavior, proximal, torch.ones(tokens, dtype=torch.bool))
+        found = verdict(surveyed([row]), None)
+        few = f"{tokens} token{'s' * (tokens > 1)} can be compared, too few to tell anything by."
+        assert (found.headline == few) == (level == WATCH) and found.level in (level, WATCH)
+
+
+def test_zeros_alone_are_no_log_probs() -> None:
+    zeros = [replace(one, behavior_log_probs=torch.zeros(one.size), proximal_log_probs=torch.zeros(one.size))
+             for one in BF16]  # fmt: skip
+    found = verdict(surveyed(zeros), None)
+    assert not found.measured and found.headline.startswith("Nothing was measured: all log-probs of the ")
 
 
 # Proposal.

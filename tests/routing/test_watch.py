@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import sys
 from argparse import Namespace
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -249,18 +249,13 @@ def test_counts_do_not_depend_on_the_grid(name: str, tmp_path: Path):
 
 def check_flags(flags: list[tuple[Tensor, Tensor]], cp: int, rank: int, data: int) -> None:
     """Flags of each token: how many layers differ at it, and whether any did before it in its sequence."""
-    for (differs, kind), batch, rows in zip(flags, batches(data), recorded(data), strict=True):
-        told = []
-        for tokens, routes in zip(batch, rows, strict=True):
-            counts = [
-                sum(set(routes[t, n].tolist()) != set(own_route(token, n)) for n in range(LAYERS))
-                for t, token in enumerate(tokens)
-            ]
-            kinds = [1 if count else 2 if any(counts[:t]) else 0 for t, count in enumerate(counts)]
-            both = torch.tensor([counts, kinds]).T
-            both[-1] = -1  # padded, and no loss reads it
-            told.append(held(both, cp, rank, -1))
-        both = torch.cat(told)
+    told, routes = [], routed(data)
+    for batch in batches(data):
+        both = [torch.tensor(next(routes)).T for _ in batch]
+        for each in both:
+            each[-1] = -1  # padded, and no loss reads it
+        told.append(torch.cat([held(each, cp, rank, -1) for each in both]))
+    for (differs, kind), both in zip(flags, told, strict=True):
         live = both[:, 0] >= 0
         assert differs[: len(both)][live].tolist() == both[live, 0].tolist()
         assert kind[: len(both)][live].tolist() == both[live, 1].tolist()
@@ -313,83 +308,37 @@ def use_others(mine: Tensor, layers: list[Any]) -> None:
     real, router.router_replay.get_replay_topk = router.router_replay.get_replay_topk, shifted
 
 
-FUSED, OTHERS = r".*--moe-router-fusion does so", r"so it is in 2 more samples"
-STRANGE, REPEATED = (
-    r"\d+ of \d+ tokens .* belong to another layer, stage or sample",
-    r"repeated, stale or missing",
+def of_layers(layers: Sequence[int], says: str, stages: int = 2) -> tuple[str, ...]:
+    """What is said of each of these layers, of which each stage has equally many."""
+    return tuple(rf"layer {layer} \(pipeline stage {layer * stages // LAYERS}\), {says}" for layer in layers)
+
+
+ALL_OF, ONE_OF = "all samples of micro-batch 0: .*", r"sample \d of micro-batch \d: "
+STRANGE = (
+    rf"{ONE_OF}\d+ of \d+ tokens .* belong to another layer, stage or sample; so it is in 2 more samples"
 )
-REPEATED_SAMPLE = (
-    rf"sample 0 of micro-batch 1, layers 0, 1, 2, 3 \(pipeline stage 0\): \d+ tokens .* {REPEATED}",
-)
+REPEATED = r"\d+ tokens .* repeated, stale or missing"
+REPEATED_SAMPLE = (rf"sample 0 of micro-batch 1, layers 0, 1, 2, 3 \(pipeline stage 0\): {REPEATED}",)
+BY_STAGE = r"layers 0, 1 \(pipeline stage 0\); layers 2, 3 \(pipeline stage 1\)"
+BROKEN = "1 of {} recorded rows name an expert twice"
 # The grid, the plant (None fuses the routers), and what the ranks of the grid have to say, all together.
 PLANTS: dict[str, tuple[str, Plant | None, tuple[str, ...]]] = {
-    "a dropped layer": (
-        "pp 2",
-        drop,
-        (
-            r"layer 1 \(pipeline stage 0\), all samples of micro-batch 0: .*the layer was left out",
-            r"layer 3 \(pipeline stage 1\), all samples of micro-batch 0: .*the layer was left out",
-        ),
-    ),
-    "swapped layers": (
-        "one rank",
-        swap,
-        (
-            rf"layer 0 \(pipeline stage 0\), sample \d of micro-batch \d: {STRANGE}; {OTHERS}",
-            rf"layer 1 \(pipeline stage 0\), sample \d of micro-batch \d: {STRANGE}; {OTHERS}",
-        ),
-    ),
-    "a swapped stage": (
-        "pp 2",
-        swap_stages,
-        tuple(
-            rf"layer {layer} \(pipeline stage {layer // 2}\), sample \d of micro-batch \d: {STRANGE}; {OTHERS}"
-            for layer in range(LAYERS)
-        ),
-    ),
-    "a repeated row": (
-        "pp 2",
-        repeat,
-        (
-            r"sample 0 of micro-batch 1, layers 0, 1 \(pipeline stage 0\); layers 2, 3 \(pipeline stage 1\): "
-            rf"\d+ tokens .* {REPEATED}",
-        ),
-    ),
+    "a dropped layer": ("pp 2", drop, of_layers((1, 3), f"{ALL_OF}the layer was left out")),
+    "swapped layers": ("one rank", swap, of_layers((0, 1), STRANGE, stages=1)),
+    "a swapped stage": ("pp 2", swap_stages, of_layers(range(LAYERS), STRANGE)),
+    "a repeated row": ("pp 2", repeat, (f"sample 0 of micro-batch 1, {BY_STAGE}: {REPEATED}",)),
     "a repeated row on context-parallel ranks": ("cp 2", repeat, REPEATED_SAMPLE),
     "a repeated row on sequence-parallel ranks": ("sp 2", repeat, REPEATED_SAMPLE),
     "a repeated row on expert-parallel ranks": ("ep 2", repeat, REPEATED_SAMPLE),
-    "a broken row": (
-        "one rank",
-        break_row,
-        (
-            r"layer 0 \(pipeline stage 0\), sample 0 of micro-batch 0: 1 of 21 recorded rows name an expert twice",
-        ),
-    ),
+    "a broken row": ("one rank", break_row, of_layers([0], f"sample 0 of micro-batch 0: {BROKEN.format(21)}")),
     "a broken row of the second sample": (
-        "one rank",
-        break_second_sample,
-        (
-            r"layer 0 \(pipeline stage 0\), sample 1 of micro-batch 0: 1 of 9 recorded rows name an expert twice",
-        ),
+        "one rank", break_second_sample, of_layers([0], f"sample 1 of micro-batch 0: {BROKEN.format(9)}")
     ),
     "other experts than recorded": (
-        "pp 2",
-        use_others,
-        tuple(
-            rf"layer {layer} \(pipeline stage {stage}\), sample \d of micro-batch \d: "
-            r"\d+ of \d+ rows were used with other experts than recorded"
-            for stage, layer in ((0, 1), (1, 3))
-        ),
+        "pp 2", use_others, of_layers((1, 3), rf"{ONE_OF}\d+ of \d+ rows were used with other experts than recorded")
     ),
-    "router fusion": (
-        "pp 2",
-        None,
-        tuple(
-            rf"layer {layer} \(pipeline stage {layer // 2}\), all samples of micro-batch 0: {FUSED}"
-            for layer in range(LAYERS)
-        ),
-    ),
-}
+    "router fusion": ("pp 2", None, of_layers(range(LAYERS), f"{ALL_OF}--moe-router-fusion does so")),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", PLANTS)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from mis_plugins.shared.moved import MOVED
+from mis_plugins.shared.addresses import MOVED
 
 ROOT = Path(__file__).parents[2]
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from itertools import product
+from itertools import product, takewhile
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -41,6 +41,13 @@ ORDER = ORDERS["sglang"]
 AGREED_ROPE = rope.rotated
 ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"
 Trained = Callable[[Path, Sequence[Sample]], LogProbs]
+
+
+def rows_of_the_page(heading: str) -> list[str]:
+    """The operations that the first table below a heading of docs/engines.md lists."""
+    page = (Path(__file__).parents[2] / "docs" / "engines.md").read_text(encoding="utf-8")
+    lines = page.partition(f"{heading}\n")[2].partition("|---")[2].splitlines()[1:]
+    return [line.split("|")[1].strip() for line in takewhile(lambda line: line.startswith("|"), lines)]
 
 
 def equal_share(samples: list[Sample], log_probs: LogProbs) -> float:

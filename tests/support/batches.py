@@ -17,6 +17,12 @@ from mis_plugins.config.terms.statistics import STATISTICS
 from mis_plugins.hosts.batch import without_absent
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+# The mis.yaml that Miles ships.
+MILES_YAML = {
+    "use_rs": True, "tis_level": "token", "rs_level": "token", "tis_mode": "truncate", "tis_lower_bound": 0.5,
+    "tis_upper_bound": 2.0, "rs_lower_bound": None, "rs_upper_bound": None, "rs_veto_threshold": 1e-4,
+    "tis_batch_normalize": True,
+}  # fmt: skip
 MASK_TYPES = (torch.int32, torch.int64, torch.int8, torch.uint8, torch.bool, torch.float32)
 
 

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from true_on_policy.kernels.cpu import register
+from true_on_policy.contract.cpu import CHOICES
+from true_on_policy.kernels.cpu import BACKENDS
 from true_on_policy.kernels.native import Native
 
 
@@ -20,4 +21,5 @@ class Backwards(Native):
 
 
 BACKWARDS = Backwards()
-register(BACKWARDS)
+BACKENDS[BACKWARDS.name] = BACKWARDS
+CHOICES["backend"] = tuple(BACKENDS)

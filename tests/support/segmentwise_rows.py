@@ -10,7 +10,11 @@ from hypothesis import strategies as st
 from segmentwise_oracle import Spec, Token
 from torch import Tensor
 
-from mis_plugins.versions.segment_wise import SegmentWiseConfig, Written, proximal_t
+from mis_plugins.config.model import CorrectionConfig
+from mis_plugins.correction.pipeline import correct
+from mis_plugins.packing.layout import whole
+from mis_plugins.packing.ragged import Ranks
+from mis_plugins.versions.segment_wise import BehaviorWeight, SegmentWiseConfig, Written, proximal_t
 
 CURRENT = 9
 GRID = 2.0**-10  # log-probs on a grid: their differences are exact in float32
@@ -69,3 +73,10 @@ def written_of(row: Sequence[Token]) -> Written:
 
 def numerator_of(row: Sequence[Token], config: SegmentWiseConfig) -> Tensor:
     return proximal_t(flat(row, "proximal"), flat(row, "behavior"), written_of(row), config)
+
+
+def applied(numerator: Tensor, behavior: Tensor, valid: Tensor, config: SegmentWiseConfig) -> BehaviorWeight:
+    """The bounded weights of one sequence, by the pipeline."""
+    ragged = whole([valid.numel()]).place(valid, Ranks()).ragged
+    found = correct(numerator, behavior, ragged, CorrectionConfig(config.weight, metrics="none"))
+    return BehaviorWeight(found.weights, found.keep)

@@ -1,13 +1,13 @@
 """Hosts made from their needs: modules at the addresses, and functions with the parameters, that our table names.
 
 Bodies are small and compute: a vocabulary of eight tokens, logits that are the model's only weight, one rank. A layout
-says which address of each need the host has. `lab/host_stand_ins.py` holds the parameters, and what the hooks
-make of it, to the real hosts.
+says which address of each need the host has.
 """
 
 from __future__ import annotations
 
 import pkgutil
+import sys
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -87,6 +87,7 @@ class Bodies:
     def __init__(self, layout: Layout) -> None:
         self.layout = layout
         self.logged: list[Mapping[str, float]] = []
+        self.passes = 0
         alone = Namespace(size=1, rank=0, group=None)
         self.state = Namespace(
             cp=alone, tp=alone, effective_dp=alone, vpp_size=1, microbatch_group_size_per_vp_stage=None
@@ -201,6 +202,7 @@ class Bodies:
                       rollout_id: Any = None) -> dict[str, list[Tensor]]:  # fmt: skip
         """Log-probs under the trainer's weights, in the order of the samples, times 1 plus `leak` a neighbour."""
         iterator = data_iterator[0]
+        self.passes += 1
         data, rows = iterator.rollout_data, {}
         for group in iterator.micro_batch_indices:
             for i in group:
@@ -298,6 +300,12 @@ def data_of(samples: Sequence[Any]) -> Data:
         "advantages": [torch.ones(sample.response_length) for sample in samples],
         "sample_indices": list(range(len(samples))),
     }
+
+
+def trainer(host: Bodies) -> Any:
+    """The class of the host's trainer."""
+    address = host.layout.needs.train_actor.addresses[0]
+    return getattr(sys.modules[address.module], address.names[0])
 
 
 def load(layout: Layout, monkeypatch: pytest.MonkeyPatch) -> Bodies:

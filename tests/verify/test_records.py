@@ -20,7 +20,6 @@ from true_on_policy.contract.rounding import NormOrder
 from true_on_policy.contract.sides import ENGINES, TRAINERS
 from true_on_policy.models import hf_decoder
 
-ROOT = Path(__file__).parents[2]
 FUSED = NormOrder(rounds_sum=True, rounds_normalized=False)  # neither vLLM's nor Hugging Face's
 SHAPE = Shape(64, 96, 2, 4, 2, 16, 160, tied=False)
 FEW = ("--tokens", "20")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -13,27 +12,18 @@ from drive import same_bytes
 from hypothesis import given
 from hypothesis import strategies as st
 from segmentwise_oracle import Spec, Token
-from segmentwise_rows import CURRENT, config_of, flat, numerator_of, rows, specs, tokens, written_of
+from segmentwise_rows import CURRENT, applied, config_of, flat, numerator_of, rows, specs, tokens
 from tolerances import weight_rtol
 
-from mis_plugins.config.model import CorrectionConfig
-from mis_plugins.correction.pipeline import correct
 from mis_plugins.errors import InputError
-from mis_plugins.packing.layout import whole
-from mis_plugins.packing.ragged import Ragged, Ranks
 from mis_plugins.versions.loglinear import loglinear
 from mis_plugins.versions.segment_wise import (
     SegmentWiseConfig,
     Written,
     admitted,
-    behavior_weight,
     lacking,
     proximal_t,
 )
-
-
-def ragged_of(row: Sequence[Token]) -> Ragged:
-    return whole([len(row)]).place(flat(row, "valid", torch.bool), Ranks()).ragged
 
 
 @given(rows, specs)
@@ -54,23 +44,11 @@ def test_loglinear(row: list[Token]):
 @given(rows, specs)
 def test_weight(row: list[Token], spec: Spec):
     config = config_of(spec)
-    answer = behavior_weight(
-        numerator_of(row, config), flat(row, "behavior"), flat(row, "valid", torch.bool), config
-    )
+    answer = applied(numerator_of(row, config), flat(row, "behavior"), flat(row, "valid", torch.bool), config)
     for token, weight, keep in zip(row, answer.weights.tolist(), answer.keep.tolist(), strict=True):
         value, stays = oracle.weight(token, spec)
         assert keep == stays
         assert weight == pytest.approx(value, rel=weight_rtol(2.0), abs=0)
-
-
-@given(rows, specs)
-def test_is_the_pipeline_on_other_log_probs(row: list[Token], spec: Spec):
-    """`correct` with the same bounds makes the same weights and masks of it, so that it serves packed batches."""
-    config = config_of(spec)
-    numerator, behavior = numerator_of(row, config), flat(row, "behavior")
-    answer = behavior_weight(numerator, behavior, flat(row, "valid", torch.bool), config)
-    piped = correct(numerator, behavior, ragged_of(row), CorrectionConfig(config.weight, metrics="none"))
-    assert same_bytes(answer.weights, piped.weights) and torch.equal(answer.keep, piped.keep)
 
 
 @given(st.lists(tokens(st.integers(0, 1)).filter(lambda token: token.version >= 0), max_size=12), specs)
@@ -91,16 +69,6 @@ def test_off_is_standard(row: list[Token]):
 
 
 @given(rows)
-def test_fresh_tokens_at_the_behavior_policy_weigh_one(row: list[Token]):
-    config = SegmentWiseConfig(fresh_tokens="behavior", mode="mask")
-    valid = flat(row, "valid", torch.bool)
-    answer = behavior_weight(numerator_of(row, config), flat(row, "behavior"), valid, config)
-    for token, weight, keep in zip(row, answer.weights.tolist(), answer.keep.tolist(), strict=True):
-        if token.version >= 0 and token.age in (0, 1) and token.valid:
-            assert weight == 1.0 and keep
-
-
-@given(rows)
 def test_areals_rule_weighs_one_at_age_0_and_by_pi_V_at_age_1(row: list[Token]):
     """The bytes of mu at age 0 and of pi_V at age 1; what was stored from age 2 on."""
     found = numerator_of(row, SegmentWiseConfig(fresh_tokens="behavior_at_age_0"))
@@ -110,44 +78,16 @@ def test_areals_rule_weighs_one_at_age_0_and_by_pi_V_at_age_1(row: list[Token]):
             assert same_bytes(found[i : i + 1], expected[i : i + 1])
 
 
-@given(rows, specs)
-def test_clip_ratio_is_left_alone(row: list[Token], spec: Spec):
-    """The log-probs that pi_theta is compared with are those handed in, unchanged by the call."""
-    proximal, before = flat(row, "proximal"), flat(row, "proximal")
-    proximal_t(proximal, flat(row, "behavior"), written_of(row), config_of(spec))
-    assert same_bytes(proximal, before)
-
-
 @given(rows, st.sampled_from(["truncate", "mask"]))
 def test_masked_garbage_changes_nothing(row: list[Token], mode: str):
     config = SegmentWiseConfig(mode=mode)  # type: ignore[arg-type]
     valid = flat(row, "valid", torch.bool)
-    clean = behavior_weight(numerator_of(row, config), flat(row, "behavior"), valid, config)
+    clean = applied(numerator_of(row, config), flat(row, "behavior"), valid, config)
     poisoned = [
         token if token.valid else replace(token, proximal=math.nan, behavior=math.inf) for token in row
     ]
-    answer = behavior_weight(numerator_of(poisoned, config), flat(poisoned, "behavior"), valid, config)
+    answer = applied(numerator_of(poisoned, config), flat(poisoned, "behavior"), valid, config)
     assert same_bytes(clean.weights, answer.weights) and torch.equal(clean.keep, answer.keep)
-
-
-def test_equal_policies_weigh_one():
-    equal = torch.tensor([-1.5, -0.25, -7.0])
-    written = Written(torch.tensor([0, 8, 9]), equal, CURRENT)
-    config = SegmentWiseConfig()
-    answer = behavior_weight(
-        proximal_t(equal, equal, written, config), equal, torch.ones(3, dtype=torch.bool), config
-    )
-    assert answer.weights.tolist() == [1.0, 1.0, 1.0]
-
-
-def test_sign():
-    """What the next version finds likelier weighs more than 1, though the trainer since went the other way."""
-    behavior = torch.tensor([-1.0])
-    written = Written(torch.tensor([3]), torch.tensor([-1.0 + math.log(1.5)]), CURRENT)
-    config = SegmentWiseConfig()
-    numerator = proximal_t(torch.tensor([-4.0]), behavior, written, config)
-    answer = behavior_weight(numerator, behavior, torch.tensor([True]), config)
-    assert answer.weights.item() == pytest.approx(1.5, rel=weight_rtol(1.0))
 
 
 def test_no_gradient():
@@ -161,13 +101,6 @@ def test_loglinear_is_exact_on_a_line():
     age = torch.arange(1, 9)
     behavior, step = torch.full((8,), -2.0), 0.125
     assert loglinear(behavior + step * age, behavior, age).tolist() == [-2.0 + step] * 8
-
-
-def test_loglinear_one_version_behind_is_the_proximal_policy_itself():
-    """Without the rounding of a way there and back."""
-    behavior, proximal = torch.tensor([-10.0]), torch.tensor([-0.1])
-    assert behavior + (proximal - behavior) != proximal
-    assert same_bytes(loglinear(proximal, behavior, torch.tensor([1])), proximal)
 
 
 # Samples that cannot be weighed.
@@ -199,10 +132,6 @@ def test_masked_tokens_may_be_of_no_version():
     (mask,) = admitted(["a"], [one], [valid], SegmentWiseConfig())
     assert mask.tolist() == [False, True, True]
     assert lacking(one, SegmentWiseConfig()).tolist() == [True, False, False]
-
-
-def test_loglinear_lacks_nothing():
-    assert not lacking(sample([0, 5, 9]), SegmentWiseConfig(method="loglinear")).any()
 
 
 def test_a_live_token_has_a_version():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import logging
 import math
 import random
 import re
@@ -324,33 +323,6 @@ def test_the_mean_of_the_rollout_is_of_the_same_weights():
     assert_same(drive(args, batch, step), call(step, alone))
 
 
-@pytest.mark.parametrize(
-    ("lost", "message"),
-    [
-        ("output_versions", r"output_versions: none here, and proximal_version: 7 says"),
-        ("proximal_version", r"proximal_version: none beside output_versions"),
-        ("recomputed_log_probs", r"recomputed_log_probs: none here; beside output_versions"),
-    ],
-)
-def test_the_mean_of_a_rollout_without_what_the_weights_read(lost: str, message: str):
-    """It would be that of the standard weights, which no micro-batch has."""
-    step = aged(random_step(3), 3)
-    args = flags(mis={"weight": {"normalize": {"scope": "rollout"}}}, loss_type="custom_loss")
-    with pytest.raises(InputError, match=message):
-        mis.normalize_rollout(args, 0, step.batch() | {lost: None})
-    assert not hasattr(args, "_mis_rollout_mean")
-
-
-def test_the_mean_of_a_rollout_whose_host_knows_no_versions():
-    args = flags(
-        mis={"segment_wise": {}, "weight": {"normalize": {"scope": "rollout"}}}, loss_type="custom_loss"
-    )
-    with pytest.raises(
-        InputError, match=r"output_versions: none here; mis\.segment_wise needs to know which version"
-    ):
-        mis.normalize_rollout(args, 0, random_step(3).batch())
-
-
 def test_the_mean_of_other_weights_than_the_micro_batches():
     """The rollout-data hook saw no versions, the loss hook does."""
     step = aged(random_step(3), 3)
@@ -363,31 +335,6 @@ def test_the_mean_of_other_weights_than_the_micro_batches():
 
 
 # ---------------------------------------------------------------------------------------------------- what is read
-
-
-@pytest.mark.parametrize(
-    ("areal", "ours"),
-    [
-        ({"enable_segment_wise_ppo": True, "behav_imp_weight_cap": 1.2},
-         {"segment_wise": {"weight_cap": 1.2, "weight_floor": 0, "mode": "zero", "fresh_tokens": "behavior_at_age_0",
-                           "clip_against": "proximal"}}),
-        ({"enable_segment_wise_ppo": True, "behav_imp_weight_cap": "1.2", "behav_imp_weight_floor": 0.9},
-         {"segment_wise": {"weight_cap": 1.2, "weight_floor": 0.9, "mode": "zero",
-                           "fresh_tokens": "behavior_at_age_0", "clip_against": "proximal"}}),
-        ({"enable_segment_wise_ppo": True, "use_decoupled_loss": True},
-         {"segment_wise": {"weight_cap": None, "fresh_tokens": "behavior_at_age_0", "clip_against": "proximal"}}),
-        ({"enable_segment_wise_ppo": False, "behav_imp_weight_cap": 1.2},
-         {"weight": {"bound": "zero", "lower": 0, "upper": 1.2}, "segment_wise": {"enabled": False}}),
-        ({"behav_imp_weight_cap": 1.2, "max_head_offpolicyness": 4},
-         {"weight": {"bound": "zero", "lower": 0, "upper": 1.2}}),
-        ({"use_decoupled_loss": False}, {"objective": {"old": "behavior"}, "segment_wise": {"enabled": False}}),
-    ],
-)  # fmt: skip
-def test_areals_names(areal: dict, ours: dict):
-    step = aged(random_step(8), 8)
-    theirs = call(step, dict(translate(yaml.safe_dump(areal)).mis))
-    assert_same(theirs, call(step, ours))
-    assert not torch.equal(theirs.gradient, call(step, {"weight": {"bound": "clip", "upper": 1.2}}).gradient)
 
 
 @pytest.mark.parametrize(
@@ -429,18 +376,35 @@ def test_areals_names_that_cannot_work(flat: dict, message: str):
 FLAT = {"tis_upper_bound": 2.0}
 
 
-@pytest.mark.parametrize(
-    ("said", "lost", "message"),
-    [
-        (FLAT, ("recomputed_log_probs",),
-         r"mis\.segment_wise\.method \(in place of Miles's flat keys\): loglinear, or "
-         r"mis\.segment_wise\.enabled \(in place of Miles's flat keys\): false$"),
-    ],
-)  # fmt: skip
-def test_what_a_batch_lacks_is_told_in_the_users_words(said: dict, lost: tuple[str, ...], message: str):
-    step = aged(random_step(0), 0)
+TOKEN, ON_NOTHING = {"weight": {"level": "token"}}, {"segment_wise": {}}
+NO_VERSIONS = {"output_versions": None, "proximal_version": None, "recomputed_log_probs": None}
+KNOWN = r"output_versions: none here, and proximal_version: 7 says .*hand it on with every micro-batch"
+STORES = (
+    r"recomputed_log_probs: none .*mis\.segment_wise\.method: loglinear, or mis\.segment_wise\.enabled: false"
+)
+# What `mis:` says (None: flat keys), what the batch has in place of its own, and the error.
+LACKS: list[tuple[dict | None, dict, str]] = [
+    (None, {"recomputed_log_probs": None}, r"method \(in place of Miles's flat keys\): loglinear, or .*keys\): false$"),
+    (ON_NOTHING, NO_VERSIONS, r"output_versions: none here; mis\.segment_wise needs .*docs/async\.md.*as mis\.weight"),
+    (ON_NOTHING, {"proximal_version": None}, r"proximal_version: none beside output_versions; hand on the version"),
+    (ON_NOTHING, {"output_versions": [torch.zeros(3)]}, r"output_versions: \[3\] tokens a sequence, but this"),
+    (ON_NOTHING, {"recomputed_log_probs": [torch.zeros(3)]}, r"recomputed_log_probs: \[3\] tokens a sequence"),
+    *((said, {"output_versions": None}, KNOWN) for said in (ON_NOTHING, TOKEN, {"metrics": "all"})),
+    *((said, {"recomputed_log_probs": None}, STORES) for said in (ON_NOTHING, TOKEN)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("said", "change", "message"), LACKS)
+def test_what_a_batch_lacks_is_told_in_the_users_words(said: dict | None, change: dict, message: str):
+    """Tokens would silently have other weights than on ranks whose batches are whole, or none."""
+    step, keys = aged(random_step(0), 0), FLAT if said is None else {"mis": said}
     with pytest.raises(InputError, match=message):
-        drive(flags(**said), step.batch() | dict.fromkeys(lost), step)
+        drive(flags(**keys), step.batch() | change, step)
+    if said in (ON_NOTHING, TOKEN):  # the mean of a rollout would be of those weights too
+        weight = said.get("weight", {}) | {"normalize": {"scope": "rollout"}}
+        args = flags(mis=said | {"weight": weight}, loss_type="custom_loss")
+        with pytest.raises(InputError, match=message.replace("mis\\.weight", "")):
+            mis.normalize_rollout(args, 0, step.batch() | change)
 
 
 @pytest.mark.parametrize(
@@ -456,48 +420,10 @@ def test_what_a_flag_contradicts_is_told_in_the_users_words(said: dict, message:
         drive(flags(use_rollout_logprobs=True, **said), random_step(0).batch(), random_step(0))
 
 
-def test_versions_that_are_asked_for_and_not_there():
-    message = r"output_versions: none here; mis\.segment_wise needs .*docs/async\.md.*as mis\.weight"
-    with pytest.raises(InputError, match=message):
-        call(random_step(0), {"segment_wise": {}})
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"proximal_version": None}, r"proximal_version: none beside output_versions; hand on the version"),
-        ({"output_versions": [torch.zeros(3)]}, r"output_versions: \[3\] tokens a sequence, but this rank expects"),
-        ({"recomputed_log_probs": [torch.zeros(3)]}, r"recomputed_log_probs: \[3\] tokens a sequence"),
-    ],
-)  # fmt: skip
-def test_versions_that_do_not_fit(change: dict, message: str):
-    step = aged(random_step(0), 0)
-    with pytest.raises(InputError, match=message):
-        drive(flags(mis={"segment_wise": {}}), step.batch() | change, step)
-
-
-@pytest.mark.parametrize("config", [{"segment_wise": {}}, {"weight": {"level": "token"}}, {"metrics": "all"}])
-def test_a_batch_without_versions_of_a_host_that_knows_them(config: dict):
-    """Its weights would be the standard ones, where the batches of other ranks have segment-wise ones."""
-    step = aged(random_step(0), 0)
-    message = r"output_versions: none here, and proximal_version: 7 says .*hand it on with every micro-batch"
-    with pytest.raises(InputError, match=message):
-        drive(flags(mis=config), step.batch() | {"output_versions": None}, step)
-
-
 def test_a_batch_without_versions_that_nobody_reads():
     step, config = aged(random_step(0), 0), STANDARD | {"metrics": "full"}
     batch = step.batch() | {"output_versions": None, "recomputed_log_probs": None}
     assert_same(drive(flags(mis=config), batch, step), call(step, config))
-
-
-@pytest.mark.parametrize("config", [{"segment_wise": {}}, {"weight": {"level": "token"}}])
-def test_a_host_that_stores_nothing(config: dict):
-    """Tokens that are two versions old would silently weigh 0."""
-    step = aged(random_step(0), 0)
-    message = r"recomputed_log_probs: none .*mis\.segment_wise\.method: loglinear, or mis\.segment_wise\.enabled: false"
-    with pytest.raises(InputError, match=message):
-        drive(flags(mis=config), step.batch() | {"recomputed_log_probs": None}, step)
 
 
 def test_the_interpolation_needs_nothing_stored():
@@ -529,42 +455,54 @@ def cut(step: Aged, part: slice) -> Aged:
 
 
 CAP = {"segment_wise": {"weight_cap": 1.2}}
+AGES = (None, 0, 1, 2, 5)
+
+
+def valid_tokens(step: Aged) -> list[Token]:
+    return [token for row in step.tokens for token in row if token.valid]
+
+
+def of_age(found: dict[str, float], age: int | None) -> dict[str, float]:
+    """The metrics of one age, or of all, without the suffix that names it."""
+    suffix = "" if age is None else f"/age_{age}"
+    return {name.removesuffix(suffix): x for name, x in found.items() if name.endswith(suffix)}
 
 
 @pytest.mark.parametrize("metrics", ["full", "core", "all"])
-def test_a_step_reports_its_weights_by_age(metrics: str, logged: list[dict[str, float]]):
-    """Of the whole step, however it is split: both variances over the same tokens, and the weights applied."""
-    step, config = aged(random_step(9), 9), CAP | {"metrics": metrics}
+@pytest.mark.parametrize("config", [CAP, STANDARD], ids=["segment-wise", "standard"])
+def test_a_step_reports_its_weights_by_age(
+    config: dict, metrics: str, logged: list[dict[str, float]], caplog: pytest.LogCaptureFixture
+):
+    """Of the whole step, however it is split: both variances over the same tokens, and the weights applied.
+
+    Switched off, AReaL's names are of what pi_old / pi_v weighs, with no word of pi_{v+1}, which nobody knows.
+    """
+    step, is_on = aged(random_step(9), 9), config is CAP
     mis.report_step(flags(), 0, 0)
-    call(cut(step, slice(0, 2)), config)
-    call(cut(step, slice(2, None)), config)
+    call(cut(step, slice(0, 2)), config | {"metrics": metrics})
+    call(cut(step, slice(2, None)), config | {"metrics": metrics})
     mis.report_step(flags(), 0, 1)
     (found,) = logged
-    valid = [token for row in step.tokens for token in row if token.valid]
-    for age in (None, 0, 1, 2, 5):
-        part = [token for token in valid if age is None or token.age == age]
-        suffix = "" if age is None else f"/age_{age}"
-        assert found[f"staleness/tokens{suffix}"] == len(part) > 0
-        rows = [
-            (token, segmentwise_oracle.numerator(token, segmentwise_oracle.Spec(cap=1.2))) for token in part
-        ]
-        one_step = [math.exp(top - token.behavior) for token, top in rows if top is not None]
-        standard = [math.exp(token.proximal - token.behavior) for token, _ in rows]
-        weights = [min(x, 1.2) for x in one_step]
-        atol = step_atol(len(part), max(one_step + standard) ** 2)
-        expected = {
-            "var/segment_wise": segmentwise_oracle.variance(one_step),
-            "var/standard": segmentwise_oracle.variance(standard),
-        }
-        for name, value in expected.items():
-            assert found[f"behav_imp_weight/{name}{suffix}"] == pytest.approx(value, abs=atol)
-        atol = step_weight_atol(len(part), max(weights) ** 2)
-        assert found[f"behav_imp_weight/avg{suffix}"] == pytest.approx(
-            math.fsum(weights) / len(part), abs=atol
-        )
-        assert found[f"behav_imp_weight/max{suffix}"] == pytest.approx(max(weights), abs=atol)
+    assert any("segment_wise" in name for name in found) == is_on and "segment-wise" not in caplog.text
+    cap, spec = (1.2 if is_on else 1.3), segmentwise_oracle.Spec(cap=1.2)
+    for age in AGES:
+        part = [token for token in valid_tokens(step) if age is None or token.age == age]
+        tops = [segmentwise_oracle.numerator(x, spec) if is_on else x.proximal for x in part]
+        steps = [top - x.behavior for x, top in zip(part, tops, strict=True) if top is not None]
+        standard = [math.exp(x.proximal - x.behavior) for x in part]
+        ratios, row = list(map(math.exp, steps)), of_age(found, age)
+        weights = [min(x, cap) for x in ratios]
+        assert row["staleness/tokens"] == len(part) == len(steps) > 0
+        coarse, fine = step_weight_atol(len(part), cap**2), step_atol(len(part), max(ratios + standard) ** 2)
+        mean = math.fsum(weights) / len(part)
+        assert row["behav_imp_weight/avg"] == pytest.approx(mean, abs=coarse)
+        assert row["behav_imp_weight/max"] == pytest.approx(max(weights), abs=coarse)
         ess = segmentwise_oracle.effective_share(weights)
-        assert found[f"behav_imp_weight/ess{suffix}"] == pytest.approx(ess, abs=atol)
+        assert row["behav_imp_weight/ess"] == pytest.approx(ess, abs=coarse)
+        assert row["behav_kl/avg"] == pytest.approx(-math.fsum(steps) / len(part), abs=coarse)
+        for name, values in {"segment_wise": ratios, "standard": standard}.items() if is_on else ():
+            variance = segmentwise_oracle.variance(values)
+            assert row[f"behav_imp_weight/var/{name}"] == pytest.approx(variance, abs=fine)
     assert ("kl_k3" in found) == (metrics == "all")
 
 
@@ -572,7 +510,7 @@ def test_what_is_dropped_is_no_applied_weight(logged: list[dict[str, float]]):
     """Rules and OPSM take tokens from what is averaged, not from the ratios beside it."""
     step, config = aged(random_step(9), 9), CAP | {"reject": [{"over": "token", "upper": 1.1}]}
     in_a_step(step, config)
-    valid = [token for row in step.tokens for token in row if token.valid]
+    valid = valid_tokens(step)
     kept = [token for token in valid if math.exp(token.proximal - token.behavior) <= 1.1]
     tops = [segmentwise_oracle.numerator(token, segmentwise_oracle.Spec()) for token in kept]
     weights = [
@@ -591,36 +529,12 @@ def test_the_mismatch_is_split_by_lag(enabled: bool, logged: list[dict[str, floa
     (found,) = logged
     assert "behav_imp_weight/avg" in found
     assert ("behav_imp_weight/var/segment_wise" in found) == enabled
-    valid = [token for row in step.tokens for token in row if token.valid]
+    valid = valid_tokens(step)
     for lag in range(6):
         part = [token.proximal - token.behavior for token in valid if token.age == lag]
         assert found[f"lag_{lag}_share"] == pytest.approx(len(part) / len(valid))
         mean = -math.fsum(part) / len(part)
         assert found[f"lag_{lag}_kl_k1"] == pytest.approx(mean, abs=step_weight_atol(len(part), 3.0))
-
-
-@pytest.mark.parametrize("metrics", ["full", "core", "all"])
-def test_switched_off_the_standard_weights_are_reported_by_age(
-    metrics: str, logged: list[dict[str, float]], caplog: pytest.LogCaptureFixture
-):
-    """AReaL's names with its feature off: what pi_old / pi_v weighs, and no word of pi_{v+1}, which nobody knows."""
-    step = aged(random_step(9), 9)
-    mis.report_step(flags(), 0, 0)
-    call(step, STANDARD | {"metrics": metrics})
-    with caplog.at_level(logging.WARNING, "mis_plugins"):
-        mis.report_step(flags(), 0, 1)
-    (found,) = logged
-    assert not [name for name in found if "segment_wise" in name] and "segment-wise" not in caplog.text
-    valid = [token for row in step.tokens for token in row if token.valid]
-    for age in (None, 0, 1, 2, 5):
-        part = [token.proximal - token.behavior for token in valid if age is None or token.age == age]
-        suffix, atol = "" if age is None else f"/age_{age}", step_weight_atol(len(part), 1.3**2)
-        weights = [min(math.exp(x), 1.3) for x in part]
-        assert found[f"behav_imp_weight/avg{suffix}"] == pytest.approx(
-            math.fsum(weights) / len(part), abs=atol
-        )
-        assert found[f"behav_imp_weight/max{suffix}"] == pytest.approx(max(weights), abs=atol)
-        assert found[f"behav_kl/avg{suffix}"] == pytest.approx(-math.fsum(part) / len(part), abs=atol)
 
 
 def test_nothing_is_added_up_without_metrics_or_without_a_weight_of_tokens(logged: list[dict[str, float]]):
@@ -641,10 +555,7 @@ def test_a_weight_that_is_not_known_is_warned_of(
     step = aged(random_step(9), 9)
     lost = dataclasses.replace(step, stored=[[None] * len(row) for row in step.stored])
     old = sum(token.valid and token.age >= 2 for row in step.tokens for token in row)
-    mis.report_step(flags(), 0, 0)
-    found = call(lost, CAP)
-    with caplog.at_level(logging.WARNING, "mis_plugins"):
-        mis.report_step(flags(), 0, 1)
+    found = in_a_step(lost, CAP)
     tokens = sum(sum(x.mask) for x in step.responses)
     assert (
         f": {old} of {tokens} tokens weigh 0, as nobody stored what their segment-wise weight needs"
@@ -666,10 +577,7 @@ def test_a_log_prob_that_is_not_finite_is_not_taken_for_one_that_was_not_stored(
     i, t, token = next((i, t, x) for i, row in enumerate(step.tokens) for t, x in enumerate(row) if x.valid)
     assert math.isfinite(token.behavior)
     step.behavior[i][t] = value
-    mis.report_step(flags(), 0, 0)
-    call(step, {"segment_wise": {"method": method}})
-    with caplog.at_level(logging.WARNING, "mis_plugins"):
-        mis.report_step(flags(), 0, 1)
+    in_a_step(step, {"segment_wise": {"method": method}})
     tokens = sum(sum(x.mask) for x in step.responses)
     assert f": 1 of {tokens} tokens weigh 0, as a log-prob of theirs is not finite" in caplog.text
     assert "stored" not in caplog.text

@@ -16,31 +16,27 @@ from hypothesis import given
 from hypothesis import strategies as st
 from launch import run_ranks
 from segmentwise_oracle import Spec, Token
-from segmentwise_rows import CURRENT, config_of, flat, numerator_of, rows, specs, written_of
+from segmentwise_rows import CURRENT, applied, config_of, flat, numerator_of, rows, specs, written_of
 from tolerances import step_atol, step_weight_atol
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
-from mis_plugins.metrics.by_age import AGES, ByAge, age_column
-from mis_plugins.metrics.staleness import (
-    error_metrics,
-    loglinear_error_by_age,
-    weight_metrics,
-    weights_by_age,
-)
-from mis_plugins.versions.segment_wise import SegmentWiseConfig, Written, behavior_weight, proximal_t
+from lab.host.asynchronous.measure import loglinear_error_by_age
+from mis_plugins.metrics.staleness import AGES, metrics_by_age, weight_metrics, weights_by_age
+from mis_plugins.metrics.totals import Partials
+from mis_plugins.versions.segment_wise import SegmentWiseConfig, Written, proximal_t
 
 
-def measured(row: Sequence[Token], config: SegmentWiseConfig) -> ByAge:
+def measured(row: Sequence[Token], config: SegmentWiseConfig) -> Partials:
     numerator, behavior, valid = (
         numerator_of(row, config),
         flat(row, "behavior"),
         flat(row, "valid", torch.bool),
     )
-    applied = behavior_weight(numerator, behavior, valid, config)
-    return weights_by_age(numerator, flat(row, "proximal"), behavior, written_of(row), valid, applied)
+    weighed = applied(numerator, behavior, valid, config)
+    return weights_by_age(numerator, flat(row, "proximal"), behavior, written_of(row), valid, weighed)
 
 
-def errors(row: Sequence[Token]) -> ByAge:
+def errors(row: Sequence[Token]) -> Partials:
     valid = flat(row, "valid", torch.bool)
     return loglinear_error_by_age(flat(row, "proximal"), flat(row, "behavior"), written_of(row), valid)
 
@@ -107,8 +103,8 @@ def test_the_smallest_weights_count_as_others_do():
     behavior, valid = torch.zeros(2), torch.ones(2, dtype=torch.bool)
     numerator = behavior - 20
     written = Written(torch.tensor([3, 3]), numerator, current=5)
-    applied = behavior_weight(numerator, behavior, valid, SegmentWiseConfig())
-    found = weight_metrics(weights_by_age(numerator, numerator, behavior, written, valid, applied))
+    weighed = applied(numerator, behavior, valid, SegmentWiseConfig())
+    found = weight_metrics(weights_by_age(numerator, numerator, behavior, written, valid, weighed))
     assert found["behav_imp_weight/ess"] == found["behav_imp_weight/ess/age_2"] == pytest.approx(1.0)
 
 
@@ -119,7 +115,7 @@ def test_loglinear_error(row: list[Token]):
         for token in row
         if token.valid and token.version >= 0 and token.age >= 2 and token.recomputed is not None
     ]
-    metrics = error_metrics(errors(row))
+    metrics = metrics_by_age(errors(row))
     if not counted:
         assert metrics == {}
         return
@@ -142,9 +138,9 @@ def test_adds_over_micro_batches(row: list[Token], spec: Spec, cut: int):
     config = config_of(spec)
     whole = measured(row, config)
     parts = measured(row[:cut], config).merge(measured(row[cut:], config))
-    assert torch.equal(whole.maxima, parts.maxima)
+    assert torch.equal(whole.largest["maxima"], parts.largest["maxima"])
     torch.testing.assert_close(
-        whole.sums, parts.sums, rtol=0, atol=step_atol(len(row), 60.0 * max(len(row), 1))
+        whole.added["sums"], parts.added["sums"], rtol=0, atol=step_atol(len(row), 60.0 * max(len(row), 1))
     )
 
 
@@ -166,55 +162,18 @@ def test_adds_over_ranks(tmp_path: Path):
         assert metrics == pytest.approx(whole, abs=step_atol(4, 1.0))
 
 
-def test_one_step_varies_less_than_many():
-    """The claim in one line: the same tokens, one update apart all alike, V - v apart all different."""
-    metrics = weight_metrics(measured(row_of([2, 3, 5, 7]), SegmentWiseConfig()))
-    assert metrics["behav_imp_weight/var/segment_wise"] == 0.0
-    assert metrics["behav_imp_weight/var/standard"] > 0.01
-    assert metrics["behav_kl/avg"] == 0.125
-
-
-def test_one_version_behind_both_are_the_same():
-    row = [replace(token, proximal=-1.0 - 0.1 * i) for i, token in enumerate(row_of([0, 1, 1, 0, 1]))]
-    metrics = weight_metrics(measured(row, SegmentWiseConfig()))
-    for suffix in ("", "/age_0", "/age_1"):
-        both = [metrics[f"behav_imp_weight/var/{kind}{suffix}"] for kind in ("segment_wise", "standard")]
-        assert both[0] == both[1] > 0
-
-
-def test_equal_policies():
-    row = [replace(token, proximal=-1.0, recomputed=-1.0) for token in row_of([0, 1, 2, 9])]
-    metrics = weight_metrics(measured(row, SegmentWiseConfig()))
-    expected = {
-        "avg": 1.0,
-        "std": 0.0,
-        "min": 1.0,
-        "max": 1.0,
-        "ess": 1.0,
-        "var/segment_wise": 0.0,
-        "var/standard": 0.0,
-    }
-    for name, value in expected.items():
-        assert metrics[f"behav_imp_weight/{name}"] == value
-
-
 def test_the_last_age_holds_all_above():
     tokens = [Token(-1.0, -1.0, -1.0, 0, version) for version in (AGES - 2, AGES - 1, AGES + 40)]
-    found: list[ByAge] = []
+    found: list[Partials] = []
     for token in tokens:
         written = replace(written_of([token]), current=token.current)
         one = torch.tensor([-1.0])
         valid = torch.tensor([True])
-        applied = behavior_weight(one, one, valid, SegmentWiseConfig())
-        found.append(weights_by_age(one, one, one, written, valid, applied))
-    metrics = weight_metrics(functools.reduce(ByAge.merge, found))
+        weighed = applied(one, one, valid, SegmentWiseConfig())
+        found.append(weights_by_age(one, one, one, written, valid, weighed))
+    metrics = weight_metrics(functools.reduce(Partials.merge, found))
     assert metrics["staleness/tokens/age_16_up"] == 2 and metrics["staleness/tokens/age_15"] == 1
     assert metrics["staleness/avg"] == (AGES - 2 + AGES - 1 + AGES + 40) / 3
-
-
-def test_the_column_of_an_age():
-    ages = [0, 1, AGES - 2, AGES - 1, AGES, AGES + 1, 1000]
-    assert [age_column(age) for age in ages] == ["age_0", "age_1", "age_15", *["age_16_up"] * 4]
 
 
 def test_nothing_at_all():
@@ -222,7 +181,7 @@ def test_nothing_at_all():
         "staleness/tokens": 0.0,
         "staleness/unknown": 0.0,
     }
-    assert error_metrics(errors([])) == {}
+    assert metrics_by_age(errors([])) == {}
 
 
 def test_what_was_not_stored_is_not_taken_for_what_is_not_finite():
@@ -232,14 +191,9 @@ def test_what_was_not_stored_is_not_taken_for_what_is_not_finite():
         torch.full((3,), -1.0),
         torch.ones(3).bool(),
     )
-    applied = behavior_weight(numerator, one, valid, SegmentWiseConfig())
-    row = weights_by_age(numerator, one, one, written_of(row_of([3, 3, 3])), valid, applied).groups[""]
+    weighed = applied(numerator, one, valid, SegmentWiseConfig())
+    row = weights_by_age(numerator, one, one, written_of(row_of([3, 3, 3])), valid, weighed).named_sums
     assert (row["tokens"], row["unknown"], row["nonfinite"]) == (1, 2, 1)
-
-
-def test_everything_masked():
-    row = [replace(token, valid=False) for token in row_of([0, 3])]
-    assert weight_metrics(measured(row, SegmentWiseConfig()))["staleness/tokens"] == 0.0
 
 
 @pytest.mark.parametrize("method", ["recompute", "loglinear"])
@@ -252,8 +206,8 @@ def test_nothing_waits_for_the_device(method: str, mode: str):
         valid, versions = torch.ones(5, dtype=torch.bool), torch.zeros(5, dtype=torch.int64)
         written = Written(versions, recomputed, CURRENT)
         numerator = proximal_t(proximal, behavior, written, config)
-        applied = behavior_weight(numerator, behavior, valid, config)
-        sums = weights_by_age(numerator, proximal, behavior, written, valid, applied)
+        weighed = applied(numerator, behavior, valid, config)
+        sums = weights_by_age(numerator, proximal, behavior, written, valid, weighed)
         loglinear_error_by_age(proximal, behavior, written, valid).merge(
             loglinear_error_by_age(proximal, behavior, written, valid)
         )

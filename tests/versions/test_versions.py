@@ -73,31 +73,11 @@ def test_storing_twice_is_a_bug_of_ours():
         response.stored([0], [-2.0])
 
 
-def test_nothing_is_changed_in_place():
-    response = grown([(0, 2, False)])
-    response.append([1], [-1.0], 1)
-    response.observe([1])
-    response.stored([0], [-1.0])
-    assert response == grown([(0, 2, False)])
-
-
-def test_resumed_by_later_weights():
-    """An aborted response waits; what later weights add does not touch what is there."""
-    partial = grown([(2, 2, False)]).stored([0, 1], [-9.0, -8.0])
-    resumed = partial.append([2], [-2.0], 5).append([3], [-3.0], 5, stale_cache=True)
-    assert resumed.versions == (2, 2, 5, 5) and resumed.recomputed == (-9.0, -8.0, None, None)
-    assert resumed.newest == 5 and resumed.stale_cache == (False, False, False, True)
-
-
 def test_tensors():
     written = grown([(1, 1, False), (-1, 1, False), (2, 1, False)]).stored([0], [-0.25]).written(4)
     assert written.versions.tolist() == [1, -1, 2] and written.current == 4
     stored = written.recomputed.tolist()
     assert stored[0] == -0.25 and all(math.isnan(x) for x in stored[1:])
-
-
-def test_an_empty_response():
-    assert Response((1,)).written(0).versions.shape == (0,) and list(Response((1,)).runs()) == []
 
 
 def test_versions_never_go_back():

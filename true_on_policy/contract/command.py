@@ -16,7 +16,7 @@ from true_on_policy.contract.gpu import (
     family,
     gpu_contract,
 )
-from true_on_policy.contract.operations import COMPILED, COMPILED_ALIKE
+from true_on_policy.contract.operations import compiled
 
 NOT_RUN = "Read in the sources of Miles, SGLang and Megatron; this project has not run it on a GPU."
 NOT_LAUNCHED = "No release launches this family; what it would take, and at the end what is missing."
@@ -43,7 +43,7 @@ def run(arguments: argparse.Namespace) -> int:
     tables = {
         ("operation", "bits", "trainer", "engine"): map(astuple, contract.operations),
         ("instead", "holds"): contract.alternatives.items(),
-        ("torch.compile", "region", "compiled"): (*COMPILED[contract.backend], *COMPILED_ALIKE),
+        ("torch.compile", "region", "compiled"): compiled(contract.backend),
         ("layout", "holds"): LAYOUTS[contract.backend].items(),
         ("environment", "why"): [
             (f"{name}={value}", WHY[name]) for name, value in contract.environment.items()

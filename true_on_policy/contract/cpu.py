@@ -12,7 +12,7 @@ from true_on_policy.contract.specs import BackendName, DtypeName, Side
 from true_on_policy.errors import ContractError
 
 CHOICES: dict[str, tuple[str, ...]] = {
-    "backend": get_args(BackendName),  # kernels.cpu.register adds to it
+    "backend": get_args(BackendName),
     "dtype": get_args(DtypeName),
     "norm_order": get_args(Side),
 }

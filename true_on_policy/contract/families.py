@@ -1,14 +1,13 @@
-"""One record for each family of models, which is read without torch.
-
-A new family needs one record in FAMILIES. The default `Proof.align` fits a decoder with a norm before each
-branch; a family that rounds differently names another function there.
-"""
+"""One record for each family of models, which is read without torch from `families.yaml`."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
+
+import yaml
 
 from true_on_policy.contract.specs import at
 
@@ -76,7 +75,7 @@ class Vision:
 
     text_type: str
     decoder: str
-    mrope_section: tuple[int, int, int]
+    mrope_section: Sequence[int]
 
 
 @dataclass(frozen=True)
@@ -129,122 +128,33 @@ class Family:
         return self.vision.decoder if self.vision else "model"
 
 
-# Sources: SGLang 0.5.23, transformers 5.23 and megatron-core 0.16.1.
-IMAGES = (
-    "no row for the vision tower: SGLang and transformers embed patches, interpolate positions and mask attention by "
-    "different operations, and Megatron's GPTModel has no tower",
-    "no row for rope where a token's time, height and width differ (on text alone they are equal)",
-    "no row for what the tower adds to the decoder's first layers",
-)
-"""What is missing before a prompt with an image can be certified."""
+_TABLE: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("families.yaml").read_text("utf-8"))
+# What is missing before a prompt with an image can be certified.
+IMAGES: tuple[str, ...] = tuple(_TABLE["images"])
 
-_NO_CONTRACT = (
-    "Miles v0.1.0 knows one contract, qwen3_dense_true_on_policy_v1 (miles/true_on_policy/schema.py)"
-)
-_NARROW_ROPE = (
-    "SGLang's native rope computes in q's dtype (rotary_embedding/utils.py), which is bf16 without a norm of q and k; "
-    "megatron-core 0.16.1 and transformers cast cos and sin to the same dtype; Miles's fork of Megatron (2e64d788) "
-    "computes in fp32"
-)
 
-_RECORDS = (
-    Family(
-        name="qwen3-dense",
-        architectures=("Qwen3ForCausalLM",),
-        qk_norm=True,
-        host_contract="qwen3_dense_true_on_policy_v1",
-        proof=Proof(
-            model_type="qwen3",
-            title="dense Qwen3",
-            # The second model has sizes that no vector of 16 divides (712, 333), and a tied head.
-            tiny={
-                "tiny-qwen3": Shape(128, 256, 3, 4, 2, 32, 320, tied=False),
-                "tiny-qwen3-tied": Shape(320, 712, 5, 6, 2, 64, 333, tied=True),
-            },
-        ),
-    ),
-    Family(
-        name="qwen2.5-dense",
-        architectures=("Qwen2ForCausalLM",),
-        qkv_bias=True,
-        proof=Proof(
-            model_type="qwen2",
-            title="dense Qwen2.5",
-            tiny={"tiny-qwen2.5": Shape(128, 256, 3, 4, 2, 32, 320, tied=True)},
-        ),
-        missing=(
-            _NO_CONTRACT,
-            "SGLang 0.5.23 aligns embedding, MLP and final norm of Qwen2 (models/qwen2.py), not its layers' norms",
-            _NARROW_ROPE,
-        ),
-    ),
-    Family(
-        name="qwen3-vl-dense",
-        architectures=("Qwen3VLForConditionalGeneration",),
-        qk_norm=True,
-        vision=Vision("qwen3_vl_text", "model.language_model", (6, 5, 5)),
-        proof=Proof(
-            model_type="qwen3_vl",
-            title="Qwen3-VL (its text path)",
-            tiny={"tiny-qwen3-vl": Shape(128, 256, 3, 4, 2, 32, 320, tied=False, rope_theta=5e6)},
-        ),
-        missing=(
-            _NO_CONTRACT,
-            "the text path is SGLang's Qwen3 with mrope (models/qwen3_vl.py); images are outside of it",
-        ),
-    ),
-    Family(
-        name="llama",
-        architectures=("LlamaForCausalLM",),
-        proof=Proof(
-            model_type="llama",
-            title="dense Llama",
-            tiny={"tiny-llama": Shape(128, 256, 3, 4, 2, 32, 320, tied=True, rope_theta=1e5, norm_eps=1e-5)},
-        ),
-        missing=(
-            _NO_CONTRACT,
-            "SGLang 0.5.23's models/llama.py does not read rl_on_policy_target: its norms, residual and q, k stay as "
-            "they are in serving",
-            _NARROW_ROPE,
-        ),
-    ),
-    Family(
-        name="qwen3-moe",
-        architectures=("Qwen3MoeForCausalLM",),
-        qk_norm=True,
-        experts=Experts(),
-        proof=Proof(
-            model_type="qwen3_moe",
-            title="Qwen3-MoE",
-            tiny={
-                "tiny-qwen3-moe": Shape(128, 64, 3, 4, 2, 32, 320, tied=False, experts=8, top_k=2),
-                "tiny-qwen3-moe-64": Shape(128, 32, 6, 4, 2, 32, 320, tied=False, experts=64, top_k=8),
-            },
-            align=at("true_on_policy.models.hf_decoder:align_experts"),
-        ),
-        missing=(
-            _NO_CONTRACT,
-            "radixark/Megatron-LM has a contract on its branch feat/true_on_policy_qwen_moe, and miles-main has none",
-            "miles-main's provider falls back to the ordinary GroupedMLP with a warning (provider.py)",
-        ),
-    ),
-    Family(
-        name="qwen2-moe",
-        architectures=("Qwen2MoeForCausalLM",),
-        qkv_bias=True,
-        experts=Experts(divided=False, shared=True),
-        proof=Proof(
-            model_type="qwen2_moe",
-            title="Qwen2-MoE",
-            tiny={
-                "tiny-qwen2-moe": Shape(128, 64, 3, 4, 2, 32, 320, tied=False, experts=8, top_k=2, shared=96)
-            },
-            align=at("true_on_policy.models.hf_decoder:align_experts"),
-        ),
-        missing=(_NO_CONTRACT, _NARROW_ROPE),
-    ),
-)
-FAMILIES = {family.name: family for family in _RECORDS}
+def _family(name: str, row: dict[str, Any]) -> Family:
+    """Build a record from its row, whose keys are the fields of Family, and below `proof` those of Proof."""
+    proof = dict(row["proof"])
+    proof["tiny"] = {model: Shape(*sizes) for model, sizes in proof["tiny"].items()}
+    if "align" in proof:
+        proof["align"] = at(proof["align"])
+    missing = tuple(why.format(**_TABLE["reasons"]) for why in row.get("missing", ()))
+    fields = {
+        **row,
+        "architectures": tuple(row["architectures"]),
+        "missing": missing,
+        "proof": Proof(**proof),
+    }
+    for part, kind in (("experts", Experts), ("vision", Vision)):
+        if part in row:
+            fields[part] = kind(**row[part])
+    return Family(name, **fields)
+
+
+FAMILIES = {name: _family(name, row) for name, row in _TABLE["families"].items()}
+# The family and the sizes of models that a launch may name.
+MODELS = {name: (row[0], Size(*row[1:])) for name, row in _TABLE["models"].items()}
 
 # The GPU contract has no row for experts.
 GPU_FAMILIES = {name: one for name, one in FAMILIES.items() if not one.experts}

@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
-from true_on_policy.contract.families import GPU_FAMILIES, IMAGES, Family, Size
-from true_on_policy.contract.operations import Operation, operations
+from true_on_policy.contract.families import GPU_FAMILIES, IMAGES, MODELS, Family, Size
+from true_on_policy.contract.operations import REASONS, TABLE, Operation, operations
 from true_on_policy.contract.row_sums import engine_order, fsdp_order, megatron_order
 from true_on_policy.errors import ContractError
 
@@ -21,31 +21,9 @@ AttentionName = Literal["fa3", "flashinfer", "triton"]
 GemmName = Literal["deep_gemm", "triton_persistent"]
 ModeName = Literal["megatron", "sglang"]
 
-NOT_COVERED = {
-    "MoE": (
-        "no row for the router, top-k ties, the grouped product and the order in which experts' outputs are added on "
-        "GPUs; on CPU, `verify` proves Qwen3-MoE",
-        "Miles v0.1.0 and radixark/Megatron-LM miles-main have no contract for it; the branch "
-        "feat/true_on_policy_qwen_moe of the latter holds one",
-        "miles-main's provider falls back to the ordinary GroupedMLP with a warning (provider.py)",
-    ),
-    "quantized weights": ("fp8 on one side is another number: no row",),
-    "scaled rope": ("the row of rope is the plain one; YaRN, linear and llama3 scaling have none",),
-    "images": IMAGES,
-    "LoRA": ("the adapter's products have no row, and SGLang batches adapters",),
-}
-
-# The sizes of these models stand in Miles v0.1.0's scripts/models/*.py.
-MODELS = {
-    "qwen3-0.6B": ("qwen3-dense", Size(1024, 3072, 16, 8, 128, 151936)),
-    "qwen3-1.7B": ("qwen3-dense", Size(2048, 6144, 16, 8, 128, 151936)),
-    "qwen3-4B": ("qwen3-dense", Size(2560, 9728, 32, 8, 128, 151936)),
-    "qwen3-8B": ("qwen3-dense", Size(4096, 12288, 32, 8, 128, 151936)),
-    "qwen3-14B": ("qwen3-dense", Size(5120, 17408, 40, 8, 128, 151936)),
-    "qwen3-32B": ("qwen3-dense", Size(5120, 25600, 64, 8, 128, 151936)),
-    "qwen2.5-3B": ("qwen2.5-dense", Size(2048, 11008, 16, 2, 128, 151936)),
-    "llama3.1-8B": ("llama", Size(4096, 14336, 32, 8, 128, 128256)),
-}
+NOT_COVERED: dict[str, list[str]] = {
+    name: [why.format(**REASONS) for why in reasons] for name, reasons in TABLE["not_covered"].items()
+} | {"images": [*IMAGES]}
 
 # The mode that replaces aten's products in each trainer, and the trainer's GEMM where a user names none.
 _MODES: dict[str, ModeName] = {"megatron": "megatron", "fsdp": "sglang"}
@@ -61,29 +39,10 @@ CHOICES = {
     "engine_gemm": get_args(GemmName),
 }
 
-RING = "ring context parallelism adds attention over ranks in another order than one rank does"
-SEQUENCE = "sequence parallelism reduce-scatters partial sums in NCCL's order"
-# radixark/Megatron-LM 2e64d788, megatron/core/transformer/transformer_layer.py: `output._sglang_residual = residual`.
-_RIDES = "the Megatron fork's layers hand their residual on as an attribute of the hidden states, which"
-PIPELINE = f"{_RIDES} a pipeline stage does not send"
-RECOMPUTE = f"{_RIDES} a full recompute does not keep: gradients would lack the residual's part"
 LAYOUTS = {
-    "megatron": {
-        "data parallel": "any",
-        "tensor parallel": "such that both sides add up the o and down products in one order (row_sums.py): with equal "
-        "ranks above 1 where each has 1, 2, 3, 4, 8, 16, ... times 128 columns, or no multiple of 128",
-        "pipeline parallel": f"refused: {PIPELINE}",
-        "context parallel": f"Ulysses alone (--cp-comm-type a2a); refused otherwise: {RING}",
-        "sequence parallel": f"refused: {SEQUENCE}",
-        "full recompute": f"refused: {RECOMPUTE}",
-    },
-    "fsdp": {
-        "data parallel": "any: a weight is gathered before it is used",
-        "tensor parallel": "1 on both sides: the trainer has no other",
-        "pipeline, context, sequence parallel": "none: Miles's FSDP trainer is data parallel alone",
-    },
+    backend: {name: holds.format(**REASONS) for name, holds in rows.items()}
+    for backend, rows in TABLE["layouts"].items()
 }
-
 NO_TWIN = "has no twin in Miles's trainers; --sglang-attention-backend fa3"
 
 
@@ -160,27 +119,8 @@ class GpuContract:
 
 
 DEEP_GEMM = "SGLANG_BATCH_INVARIANT_OPS_ENABLE_MM_DEEPGEMM"
-
-# Miles v0.1.0 sets the first three (miles/true_on_policy/config.py). NCCL_ALGO is Ring because the --deterministic-mode
-# of the Megatron fork refuses "allreduce:tree" (megatron/training/arguments.py), which SGLang sets on several ranks.
-ENVIRONMENT = {
-    "NCCL_ALGO": "Ring",
-    "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0",
-    "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
-    # Where this is unset, Miles starts engines with "true": shapes that DeepGEMM does not take then run torch.einsum.
-    "SGLANG_BATCH_INVARIANT_OPS_ENABLE_MM_FALLBACK_VARIANT": "0",
-    # SGLang 0.5.23 compiles rope in on-policy mode (rotary_embedding/base.py); the trainers run rope eagerly.
-    "TORCH_COMPILE_DISABLE": "1",
-}
-
-WHY = {
-    "NCCL_ALGO": "one order of NCCL's sums; --deterministic-mode of Megatron refuses to start without",
-    "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "Transformer Engine, where a module uses it",
-    "CUBLAS_WORKSPACE_CONFIG": "cuBLAS with one workspace size: read at its first call",
-    "SGLANG_BATCH_INVARIANT_OPS_ENABLE_MM_FALLBACK_VARIANT": "no batch-dependent product where DeepGEMM cannot run",
-    DEEP_GEMM: "the engine's products run the trainer's kernel; read at import",
-    "TORCH_COMPILE_DISABLE": "compiled on both sides or on neither: neither",
-}
+ENVIRONMENT = {name: row["value"] for name, row in TABLE["variables"].items() if name != DEEP_GEMM}
+WHY = {name: row["why"] for name, row in TABLE["variables"].items()}
 
 
 def family(name: str) -> Family:

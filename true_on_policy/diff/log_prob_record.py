@@ -101,11 +101,6 @@ class LogProbRecord:
         )
 
     @property
-    def without_log_prob(self) -> Int64[Tensor, "missing"]:
-        """Return the indices of the tokens without a log-prob."""
-        return self.log_probs.isnan().nonzero().flatten()
-
-    @property
     def tensors(self) -> dict[str, Tensor]:
         return {name: getattr(self, name) for name in ("tokens", "log_probs", "versions", "cu_seqlens")}
 

@@ -25,41 +25,17 @@ from mis_plugins.shared.budget import RecordError
 # Tensors that identify requests: their values differ between two runs of one engine.
 BOOKKEEPING = frozenset({"rids", "req_pool_indices"})
 
-# One row a tensor, in execution order. None where a framework has no such tensor, or no equal one: SGLang computes only
-# the logits that it samples from, and keeps a rounded sum where a trainer's norm may take the sum unrounded.
-FRAMEWORKS = ("hf", "sglang", "megatron")
-_LAYERS = ("model.layers.*", "model.layers.*", "decoder.layers.*")
-_IN_LAYER: tuple[tuple[str, str | None, str | None], ...] = (
-    ("input_layernorm.inputs.0", None, "input_layernorm.inputs.0"),
-    ("input_layernorm.output", "input_layernorm.output(.0)", "input_layernorm.output"),
-    ("self_attn.q_proj.output", "self_attn.qkv_proj.output[q]", "self_attention.linear_qkv.output[grouped q]"),
-    ("self_attn.k_proj.output", "self_attn.qkv_proj.output[k]", "self_attention.linear_qkv.output[grouped k]"),
-    ("self_attn.v_proj.output", "self_attn.qkv_proj.output[v]", "self_attention.linear_qkv.output[grouped v]"),
-    ("self_attn.q_norm.output", "self_attn.q_norm.output", "self_attention.q_layernorm.output"),
-    ("self_attn.k_norm.output", "self_attn.k_norm.output", "self_attention.k_layernorm.output"),
-    ("self_attn.o_proj.inputs.0", "self_attn.o_proj.inputs.0", "self_attention.linear_proj.inputs.0"),
-    ("self_attn.o_proj.output", "self_attn.o_proj.output", "self_attention.linear_proj.output"),
-    ("post_attention_layernorm.inputs.0", None, "pre_mlp_layernorm.inputs.0"),
-    ("post_attention_layernorm.output", "post_attention_layernorm.output(.0)", "pre_mlp_layernorm.output"),
-    ("mlp.gate_proj.output", "mlp.gate_up_proj.output[gate]", "mlp.linear_fc1.output[gate]"),
-    ("mlp.up_proj.output", "mlp.gate_up_proj.output[up]", "mlp.linear_fc1.output[up]"),
-    ("mlp.down_proj.inputs.0", "mlp.down_proj.inputs.0", "mlp.linear_fc2.inputs.0"),
-    ("mlp.down_proj.output", "mlp.down_proj.output", "mlp.linear_fc2.output"),
-    ("mlp.gate.output.0", "mlp.gate.output(.0)", None),
-    ("mlp.output", "mlp.output", "mlp.output"),
-)  # fmt: skip
-POINTS: tuple[tuple[str | None, ...], ...] = (
-    ("input_ids", "input_ids", "input_ids"),
-    ("model.embed_tokens.output", "model.embed_tokens.output", "embedding.word_embeddings.output"),
-    *(
-        tuple(name and f"{layer}.{name}" for layer, name in zip(_LAYERS, row, strict=True))
-        for row in _IN_LAYER
-    ),
-    ("model.norm.inputs.0", None, "decoder.final_layernorm.inputs.0"),
-    ("model.norm.output", "model.norm.output(.0)", "decoder.final_layernorm.output"),
-    ("lm_head.output", None, "output_layer.output"),
-    ("log_probs", "log_probs", "log_probs"),
-)
+FRAMEWORKS = ("hf", "sglang", "megatron")  # the columns of `names.yaml`
+
+
+@cache
+def points() -> list[list[str | None]]:
+    """Read the rows of `names.yaml`, those of a layer with the prefix of the layer."""
+    table = yaml.safe_load(Path(__file__).with_name("names.yaml").read_text(encoding="utf-8"))
+    pairs = (zip(table["layers"], row, strict=True) for row in table["in_layer"])
+    in_layer = [[name and f"{layer}.{name}" for layer, name in pair] for pair in pairs]
+    return [*table["before"], *in_layer, *table["after"]]
+
 
 # A piece of a module's name that only one framework has.
 SIGNATURES = {"megatron": "decoder.layers.", "sglang": ".qkv_proj.", "hf": ".q_proj."}
@@ -211,7 +187,7 @@ class Correspondence:
 
 
 def correspondence(a: Iterable[str], b: Iterable[str], file: Path | None = None) -> Correspondence:
-    """Pair names by `file` if given, else by POINTS between two frameworks, else each name with itself."""
+    """Pair names by `file` if given, else by `points` between two frameworks, else each name with itself."""
     if file is not None:
         return _from_file(file)
     frameworks = framework(a), framework(b)
@@ -219,7 +195,7 @@ def correspondence(a: Iterable[str], b: Iterable[str], file: Path | None = None)
         unchanged = Renaming(tuple((Pattern(name), None) for name in sorted(BOOKKEEPING)))
         return Correspondence(unchanged, unchanged)
     columns = [FRAMEWORKS.index(name) for name in frameworks if name]
-    rows = [row for row in POINTS if all(row[column] for column in columns)]
+    rows = [row for row in points() if all(row[column] for column in columns)]
     sides = (Renaming(tuple((_pattern(row[column]), _pattern(row[0])) for row in rows), rest=False)
              for column in columns)  # fmt: skip
     return Correspondence(*sides, regroup=True)

@@ -139,7 +139,8 @@ def compare_log_probs(a: LogProbRecord, b: LogProbRecord, key: Key = LOG_PROBS_K
     missing = a.log_probs.isnan() | b.log_probs.isnan()
     if missing.any():
         where = coordinate(int(missing.int().argmax()), missing.shape, a.cu_seqlens)
-        without = f"A {len(a.without_log_prob)}, B {len(b.without_log_prob)} of {len(a.tokens)} tokens"
+        lacking = [int(side.log_probs.isnan().sum()) for side in (a, b)]
+        without = f"A {lacking[0]}, B {lacking[1]} of {len(a.tokens)} tokens"
         return Row(key, "not comparable", detail=f"without a log-prob: {without}; first at {list(where)}")
     return verdict(key, first_mismatch(a.log_probs, b.log_probs, a.cu_seqlens))
 

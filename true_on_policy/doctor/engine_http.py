@@ -9,13 +9,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
 from jaxtyping import Float32
 from torch import Tensor
 
 from true_on_policy.bitwise import equal_bits, first_mismatch
-from true_on_policy.engines.answers import check_counts, list_of, reading, sglang_rows, short
+from true_on_policy.contract.settings import OF_SERVER
+from true_on_policy.engines.answers import check_counts, list_of, reading, short
 from true_on_policy.engines.asking import answer_of
+from true_on_policy.engines.protocol import sglang_rows
 from true_on_policy.errors import EngineError
 from true_on_policy.observe.process import ALL, Observation
 
@@ -27,20 +28,7 @@ LENGTH = 16
 LONGEST = 100  # letters of a setting
 TOKENS = "log-probs of tokens"
 
-# Rows of the doctor and their names in /server_info (0.5.17, 0.5.23; the contract's in branch sglang-miles).
-VERSION = "SGLang"  # the only row of ROWS that is not an argument of the server
-ROWS = {
-    VERSION: "version",
-    "device": "device",
-    "tensor parallel": "tp_size",
-    "contract": "true_on_policy_contract",
-    "deterministic inference": "enable_deterministic_inference",
-    "torch.compile": "enable_torch_compile",
-    "radix cache": "disable_radix_cache",
-    "KV cache": "kv_cache_dtype",
-    "quantization": "quantization",
-    "speculative decoding": "speculative_algorithm",
-}
+VERSION = "SGLang"  # the only row of OF_SERVER that is not an argument of the server
 ATTENTION = ("prefill_attention_backend", "decode_attention_backend")
 
 
@@ -51,7 +39,7 @@ def observe_engine(url: str) -> Observation:
         settings = client.server_info()
     except EngineError as error:
         return Observation({}, {ALL: str(error)})
-    unseen = {row: f"/server_info tells no {name}" for row, name in ROWS.items() if row not in settings}
+    unseen = {row: f"/server_info tells no {name}" for row, name in OF_SERVER.items() if row not in settings}
     configured = tuple(settings.keys() - {VERSION})
     try:
         settings |= _probed(client)
@@ -61,7 +49,7 @@ def observe_engine(url: str) -> Observation:
 
 
 def _told(told: Any) -> dict[str, str]:
-    settings = {row: _plain(name, told[name]) for row, name in ROWS.items() if name in told}
+    settings = {row: _plain(name, told[name]) for row, name in OF_SERVER.items() if name in told}
     settings.setdefault("contract", "not in this release")
     if phases := told.get("cuda_graph_config"):
         settings["CUDA graph"] = ", ".join(
@@ -171,7 +159,7 @@ class _Client:
 def _sampled(prompt: Sequence[int], answer: Any) -> Answer:
     meta = answer["meta_info"]
     check_counts(meta, len(prompt), LENGTH)
-    found = _answer(list_of(meta["output_token_logprobs"], LENGTH, TOKENS))
+    found = sglang_rows(list_of(meta["output_token_logprobs"], LENGTH, TOKENS))
     if answer.get("output_ids", [*found[0]]) != [*found[0]]:
         raise EngineError("log-probs of other tokens than were sampled")
     return found
@@ -181,7 +169,7 @@ def _scored(sequence: Sequence[int], answer: Any) -> Answer:
     meta = answer["meta_info"]
     check_counts(meta, len(sequence))
     (_, first, *_), *rows = list_of(meta["input_token_logprobs"], len(sequence), TOKENS)
-    told, log_probs = _answer(rows)
+    told, log_probs = sglang_rows(rows)
     # SGLang reports the last id of its vocabulary as 0.
     if any(
         found != token and (found or token != max(sequence))
@@ -189,10 +177,3 @@ def _scored(sequence: Sequence[int], answer: Any) -> Answer:
     ):
         raise EngineError("log-probs of other tokens than were asked for")
     return tuple(sequence[1:]), log_probs
-
-
-def _answer(rows: Any) -> Answer:
-    """Convert SGLang's rows (log-prob, token id, text) to token ids and log-probs."""
-    tokens, log_probs = sglang_rows(rows)
-    # JSON carries a float32 as the float64 of equal value: nothing is rounded on the way.
-    return tokens, torch.tensor(log_probs, dtype=torch.float32)

@@ -106,11 +106,6 @@ def log_prob(value: Any) -> float:
     return float(value)
 
 
-def sglang_rows(rows: Any) -> tuple[tuple[int, ...], list[float]]:
-    """Read token ids and log-probs from SGLang's rows (log-prob, token id, text)."""
-    return tuple(whole(row[1], "token id") for row in rows), [log_prob(row[0]) for row in rows]
-
-
 def check_counts(meta: Any, prompt: int, sampled: int | None = None) -> None:
     """Check the numbers of tokens that an answer of SGLang states beside its log-probs, where it states any.
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
+import torch
 from jaxtyping import Float32
 from torch import Tensor
 
+from true_on_policy.engines.answers import log_prob, whole
 from true_on_policy.errors import EngineError as EngineError
 
 
@@ -106,3 +108,13 @@ class Engine(Protocol):
         ...
 
     def close(self) -> None: ...
+
+
+def log_probs(values: Iterable[Any]) -> Float32[Tensor, "_"]:
+    """Read an answer's log-probs; JSON carries a float32 as the float64 of equal value, so nothing is rounded."""
+    return torch.tensor([*map(log_prob, values)], dtype=torch.float32)
+
+
+def sglang_rows(rows: Any) -> tuple[tuple[int, ...], Float32[Tensor, "_"]]:
+    """Read token ids and log-probs from SGLang's rows (log-prob, token id, text)."""
+    return tuple(whole(row[1], "token id") for row in rows), log_probs(row[0] for row in rows)

@@ -17,11 +17,6 @@ from true_on_policy.contract.gpu import (
     DEEP_GEMM,
     GPU_FAMILIES,
     MODELS,
-    NOT_COVERED,
-    PIPELINE,
-    RECOMPUTE,
-    RING,
-    SEQUENCE,
     TRAINER_GEMMS,
     Family,
     GemmName,
@@ -33,11 +28,10 @@ from true_on_policy.contract.gpu import (
     model_contract,
 )
 from true_on_policy.contract.model_config import checkpoint_family
+from true_on_policy.contract.operations import REASONS, TABLE
 from true_on_policy.errors import ContractError
 from true_on_policy.flags.rules import (
-    PREFIX,
     RELEASES,
-    TEXT_ALONE,
     UNFUSED,
     Flag,
     Refusal,
@@ -50,69 +44,9 @@ from true_on_policy.flags.server_groups import groups
 
 HOOK = "true_on_policy.fsdp_worker.watch"  # Ray's worker_process_setup_hook, for Miles's FSDP trainer
 
-# By Miles's model_provider.py, the flags of a launch reach only layers that Megatron's own config and spec build.
-_OWN_LAYERS = "builds layers that know no --true-on-policy-contract"
-
-_QUANTIZED = NOT_COVERED["quantized weights"][0]
-_WHOLE = "log-probs are those of the whole vocabulary"
-REFUSALS = (
-    Refusal("rollout_temperature", (1,), "the engine's prefill scores ignore it; --rollout-temperature 1"),
-    Refusal("rollout_top_p", (1,), f"{_WHOLE}; leave --rollout-top-p at 1"),
-    Refusal("rollout_top_k", (-1,), f"{_WHOLE}; leave --rollout-top-k at -1"),
-    Refusal("pipeline_model_parallel_size", (1,), f"{PIPELINE}; --pipeline-model-parallel-size 1"),
-    Refusal("recompute_granularity", (None, "selective"), f"{RECOMPUTE}; drop --recompute-granularity full"),
-    Refusal("sequence_parallel", (False,), f"{SEQUENCE}; launch without --sequence-parallel"),
-    Refusal(
-        "megatron_to_hf_mode", ("raw",), f"Megatron-Bridge {_OWN_LAYERS}; drop --megatron-to-hf-mode bridge"
-    ),
-    Refusal(
-        "spec", (None,), f"--spec {_OWN_LAYERS}; launch without --spec (CPU: lab/in_host/cpu_trainer.py)"
-    ),
-    Refusal("custom_model_provider_path", (None,), f"it {_OWN_LAYERS}; drop --custom-model-provider-path"),
-    Refusal("num_experts", (None, 0), f"MoE is not covered: {NOT_COVERED['MoE'][0]}"),
-    Refusal("fp8", (None, False), f"{_QUANTIZED}; launch without --fp8-format"),
-    Refusal("fp16", (False,), "kernels for both sides exist in bf16 alone; launch without --fp16"),
-    Refusal("sglang_quantization", (None,), f"{_QUANTIZED}; drop --sglang-quantization"),
-    Refusal("sglang_torchao_config", (None, ""), f"{_QUANTIZED}; drop --sglang-torchao-config"),
-    Refusal(
-        "sglang_kv_cache_dtype",
-        ("auto", "bf16", "bfloat16"),
-        "a quantized cache is another number; drop --sglang-kv-cache-dtype",
-    ),
-    Refusal(
-        "sglang_speculative_algorithm",
-        (None,),
-        "verification of drafts has no row in the contract; drop --sglang-speculative-algorithm",
-    ),
-    *(
-        Refusal(
-            f"sglang_{phase}_attention_backend",
-            (None, "fa3"),
-            f"a backend of {phase} replaces --sglang-attention-backend fa3; drop --sglang-{phase}-attention-backend",
-        )
-        for phase in ("prefill", "decode")
-    ),
-    Refusal(
-        "sglang_enable_mixed_chunk",
-        (False,),
-        "FlashAttention-3 gives other bits where decode and prefill share a call; drop --sglang-enable-mixed-chunk",
-    ),
-    Refusal("sglang_enable_fp32_lm_head", (False,), "logits are bf16; drop --sglang-enable-fp32-lm-head"),
-    Refusal(
-        "sglang_enable_dp_attention",
-        (False,),
-        "the o product is then cut over fewer ranks than the down product; drop --sglang-enable-dp-attention",
-    ),
-    Refusal(
-        "sglang_enable_quant_communications",
-        (None, False),
-        "sums over ranks are then of 8 bits; drop --sglang-enable-quant-communications",
-    ),
-    Refusal("multimodal_keys", (None,), TEXT_ALONE),
-    Refusal("lora_rank", (None, 0), f"{NOT_COVERED['LoRA'][0]}; launch without --lora-rank"),
-    Refusal(
-        "keep_fp32_master", (True,), "the contract's norms take fp32 weights; drop --no-keep-fp32-master"
-    ),
+REFUSALS = tuple(
+    Refusal(name, tuple(rule["allowed"]), rule["why"].format(**REASONS))
+    for name, rule in TABLE["refusals"].items()
 )
 
 
@@ -122,8 +56,19 @@ def launch_flags(contract: GpuContract) -> tuple[Flag, ...]:
     Raises:
         ContractError: no release of the host carries the family; the message says what is missing.
     """
-    name = host_contract(contract.family)
-    return (*_engine_flags(contract, name), *_TRAINERS[contract.backend](contract, name), *_MILES)
+    words = {**vars(contract), "contract": host_contract(contract.family)}
+    rows = (row for row in TABLE["launch"] if row.get("only", contract.backend) == contract.backend)
+    flags = [Flag.of(row["owner"], row["flag"], _value(row.get("value", True), words)) for row in rows]
+    if contract.backend == "megatron":
+        flags += UNFUSED
+    if contract.context_parallel > 1:
+        flags.append(Flag.of("megatron", "--cp-comm-type", "a2a"))
+    return tuple(flags)
+
+
+def _value(stated: Any, words: Mapping[str, Any]) -> Any:
+    """Return what follows a flag: a text, or the attribute of the contract that `{NAME}` stands for."""
+    return words[stated[1:-1]] if str(stated).startswith("{") else stated
 
 
 def host_contract(family: Family) -> str:
@@ -135,47 +80,6 @@ def host_contract(family: Family) -> str:
     if family.host_contract is None:
         raise ContractError(f"{family.name} cannot be launched: {'; '.join(family.missing)}")
     return family.host_contract
-
-
-_MILES = (
-    Flag.of("miles", "--true-on-policy-mode"),
-    Flag.of("miles", "--recompute-logprobs-via-prefill"),
-)
-
-
-def _engine_flags(contract: GpuContract, name: str) -> tuple[Flag, ...]:
-    return (
-        Flag.of("sglang", f"{PREFIX}enable-deterministic-inference"),
-        Flag.of("sglang", f"{PREFIX}true-on-policy-contract", name),
-        Flag.of("sglang", f"{PREFIX}attention-backend", contract.attention),
-        Flag.of("miles", "--rollout-num-gpus-per-engine", contract.engine_tp),
-    )
-
-
-def _megatron_flags(contract: GpuContract, name: str) -> tuple[Flag, ...]:
-    flags = (
-        Flag.of("megatron", "--deterministic-mode"),
-        Flag.of("megatron", "--true-on-policy-contract", name),
-        Flag.of("megatron", "--transformer-impl", "local"),
-        Flag.of("megatron", "--use-cpu-initialization"),
-        Flag.of("megatron", "--batch-invariant-mode"),
-        Flag.of("megatron", "--attention-backend", "flash"),
-        *UNFUSED,
-        Flag.of("megatron", "--tensor-model-parallel-size", contract.trainer_tp),
-        Flag.of("megatron", "--context-parallel-size", contract.context_parallel),
-    )
-    return (*flags, Flag.of("megatron", "--cp-comm-type", "a2a")) if contract.context_parallel > 1 else flags
-
-
-def _fsdp_flags(contract: GpuContract, name: str) -> tuple[Flag, ...]:
-    return (
-        Flag.of("miles", "--train-backend", "fsdp"),
-        Flag.of("fsdp", "--deterministic-mode"),
-        Flag.of("fsdp", "--attn-implementation", "flash_attention_3"),
-    )
-
-
-_TRAINERS = {"megatron": _megatron_flags, "fsdp": _fsdp_flags}
 
 
 def check_host(args: Any, environment: Mapping[str, str] = os.environ) -> GpuContract:
@@ -204,7 +108,7 @@ def _asked_contract(args: Any, environment: Mapping[str, str]) -> GpuContract:
     megatron = backend == "megatron"
     context = args.context_parallel_size if megatron else 1
     if context > 1 and plain(getattr(args, "cp_comm_type", None)) != "a2a":
-        raise ContractError(f"cp_comm_type: got {args.cp_comm_type!r}: {RING}; --cp-comm-type a2a")
+        raise ContractError(f"cp_comm_type: got {args.cp_comm_type!r}: {REASONS['ring']}; --cp-comm-type a2a")
     return gpu_contract(
         family.name,
         backend,

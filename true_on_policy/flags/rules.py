@@ -15,29 +15,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from true_on_policy.contract.families import IMAGES
+from true_on_policy.contract.operations import TABLE
 from true_on_policy.errors import ContractError
 
-# The files in which each owner declares its flags, as pathlib's patterns below the folder of its package. An owner
-# without its first file is not installed: the wheel megatron-core, for one, holds no megatron/training.
-FILES = {
-    "miles": ("utils/arguments.py",),
-    "fsdp": ("backends/fsdp_utils/arguments.py",),
-    "slime": ("utils/arguments.py",),
-    "sglang": ("srt/server_args.py", "srt/arg_groups/fields/*.py"),
-    "megatron": (
-        *("training/arguments.py", "training/config/*.py"),
-        *("core/transformer/transformer_config.py", "core/model_parallel_config.py"),
-    ),
-}
-# The package of each owner, and the distribution that states its version.
-PACKAGES = {
-    "miles": ("miles", "miles"),
-    "fsdp": ("miles", "miles"),
-    "slime": ("slime", "slime"),
-    "sglang": ("sglang", "sglang"),
-    "megatron": ("megatron", "megatron-core"),
-}
+FILES: dict[str, list[str]] = {owner: row["files"] for owner, row in TABLE["owners"].items()}
 
 
 @dataclass(frozen=True)
@@ -52,24 +33,10 @@ class Release:
 
     owner: str
     name: str
-    lacks: tuple[str, ...] = ()
+    lacks: Sequence[str] = ()
 
 
-_NO_MODE = ("--true-on-policy-mode", "--recompute-logprobs-via-prefill")
-RELEASES = (
-    Release("miles", "Miles v0.1.0 (78527b91)"),
-    Release("miles", "Miles main (31f1ca96)"),
-    Release("fsdp", "Miles v0.1.0 (78527b91)"),
-    Release("fsdp", "Miles main (31f1ca96)"),
-    Release("sglang", "sgl-project/sglang branch sglang-miles (98f6dd71)"),
-    Release("sglang", "SGLang 0.5.17 (PyPI)", lacks=("--true-on-policy-contract",)),
-    Release("sglang", "SGLang 0.5.23 (PyPI)", lacks=("--true-on-policy-contract",)),
-    Release("megatron", "radixark/Megatron-LM miles-main (37f91617, pinned by Miles v0.1.0)"),
-    Release("megatron", "radixark/Megatron-LM miles-main (2e64d788)"),
-    Release("megatron", "NVIDIA/Megatron-LM main (d98e8a64)", lacks=("--true-on-policy-contract",)),
-    Release("slime", "slime v0.3.1", lacks=_NO_MODE),
-    Release("slime", "slime main (624b824a)", lacks=_NO_MODE),
-)
+RELEASES = tuple(Release(**row) for row in TABLE["releases"])
 
 
 def releases_with(owner: str, flag: str) -> list[str]:
@@ -79,13 +46,13 @@ def releases_with(owner: str, flag: str) -> list[str]:
 
 def installed(owner: str) -> str | None:
     """Return the package and version of an owner that is installed here; None where it is not."""
-    package, distribution = PACKAGES[owner]
     if not _sources(owner):
         return None
+    distribution = TABLE["owners"][owner]["distribution"]
     try:
         return f"{distribution} {importlib.metadata.version(distribution)}"
     except importlib.metadata.PackageNotFoundError:
-        return f"{package} (a checkout)"
+        return f"{TABLE['owners'][owner]['package']} (a checkout)"
 
 
 def check_installed(owner: str, flags: Sequence[str]) -> bool:
@@ -114,14 +81,13 @@ def declares(text: str, flag: str) -> bool:
 
 
 def _sources(owner: str) -> list[Path]:
-    spec = importlib.util.find_spec(PACKAGES[owner][0])
+    spec = importlib.util.find_spec(TABLE["owners"][owner]["package"])
     for folder in map(Path, (spec and spec.submodule_search_locations) or ()):
         if (folder / FILES[owner][0]).exists():
             return [path for pattern in FILES[owner] for path in sorted(folder.glob(pattern))]
     return []
 
 
-TEXT_ALONE = f"images are not certified: {'; '.join(IMAGES)}. Launch without --multimodal-keys"
 PREFIX = "--sglang-"  # the hosts put this before SGLang's own flags
 
 

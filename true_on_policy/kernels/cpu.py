@@ -5,61 +5,18 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from functools import partial
-from typing import Protocol, runtime_checkable
 
 import torch
-from jaxtyping import Float
 from torch import Tensor
 
-from true_on_policy.contract.cpu import CHOICES
-from true_on_policy.kernels.native import NATIVE
+from true_on_policy.kernels.native import NATIVE, Native
 from true_on_policy.kernels.overrides import OVERRIDES
 
 Uninstall = Callable[[], None]
 
 
-@runtime_checkable
-class Backend(Protocol):
-    """A backend computes a matrix product and attention; every override is built from these two."""
-
-    @property
-    def name(self) -> str: ...
-
-    def prepare(self) -> None:
-        """Make the backend ready.
-
-        Raises:
-            PinError: the backend cannot run on this machine.
-        """
-        ...
-
-    def product(
-        self, a: Float[Tensor, "B M K"], b: Float[Tensor, "B K N"], out_dtype: torch.dtype
-    ) -> Float[Tensor, "B M N"]:
-        """Multiply a @ b; the bits of an output depend on its row of `a` and its column of `b` alone."""
-        ...
-
-    def attend(
-        self,
-        query: Float[Tensor, "B H Q D"],
-        key: Float[Tensor, "B G T D"],
-        value: Float[Tensor, "B G T D"],
-        bias: Float[Tensor, "..."] | None,
-        is_causal: bool,
-        scale: float,
-    ) -> tuple[Float[Tensor, "B H Q D"], Float[Tensor, "B H Q"]]:
-        """Return attention and its logsumexp; a row's bits depend on its visible keys and their order alone."""
-        ...
-
-
-BACKENDS: dict[str, Backend] = {NATIVE.name: NATIVE}
-
-
-def register(backend: Backend) -> None:
-    """Offer another backend in this process, as the `backend` of a Contract."""
-    BACKENDS[backend.name] = backend
-    CHOICES["backend"] = tuple(BACKENDS)
-
+# By the `backend` of a Contract.
+BACKENDS: dict[str, Native] = {NATIVE.name: NATIVE}
 
 # Other spellings of an operator: the form that writes into `out`, and the form that writes into its first argument.
 OUT_FORMS = {f"{name}.out": name for name in OVERRIDES if "." not in name and "flash" not in name}
@@ -69,7 +26,7 @@ INPLACE_FORMS = {f"{name}_": name for name in ("addmm", "baddbmm", "silu", "sigm
 OPERATORS = (*OVERRIDES, *OUT_FORMS, *INPLACE_FORMS)
 
 
-def install(backend: Backend) -> Uninstall:
+def install(backend: Native) -> Uninstall:
     """Override `OPERATORS` on the CPU key, and return a function that restores the previous kernels.
 
     Raises:
@@ -89,7 +46,7 @@ def install(backend: Backend) -> Uninstall:
     return library._destroy
 
 
-def _overrides(backend: Backend) -> dict[str, Callable]:
+def _overrides(backend: Native) -> dict[str, Callable]:
     """Build every override around its stock kernel, before the first override is installed."""
     stock = {name: torch.library.get_kernel(f"aten::{name}", "CPU") for name in OVERRIDES}
     functions = {name: partial(function, backend, stock[name]) for name, function in OVERRIDES.items()}

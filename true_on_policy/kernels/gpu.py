@@ -4,23 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack
+from types import ModuleType
 
 import torch.nn.functional as F
 
 from true_on_policy.contract.cpu import Shapes
 from true_on_policy.contract.gpu import MODELS, GpuContract, Size
-from true_on_policy.errors import PinError
+from true_on_policy.errors import PinError, ProbeError
 from true_on_policy.kernels import deep_gemm, flash_attention, megatron, precision, sglang
 from true_on_policy.kernels.gpu_probes import Product
 from true_on_policy.kernels.probes import Failure
-from true_on_policy.kernels.provider import Provider, Undo, device
+from true_on_policy.kernels.provider import Undo, device
 
-PROVIDERS: dict[str, Provider] = {
-    megatron.NAME: megatron,
-    sglang.NAME: sglang,
-    deep_gemm.NAME: deep_gemm,
-    flash_attention.NAME: flash_attention,
-}
+PROVIDERS = {provider.NAME: provider for provider in (megatron, sglang, deep_gemm, flash_attention)}
 
 # The sizes at which kernels are probed where a contract names no model.
 PROBED: Size = MODELS["qwen3-4B"][1]
@@ -31,7 +27,7 @@ def name(contract: GpuContract) -> str:
     return "+".join(provider.NAME for provider in providers(contract))
 
 
-def providers(contract: GpuContract) -> tuple[Provider, ...]:
+def providers(contract: GpuContract) -> tuple[ModuleType, ...]:
     """List the providers that the trainer pins for a contract, in the order of pinning."""
     names = [contract.mode]
     if contract.trainer_gemm == "deep_gemm":
@@ -75,6 +71,17 @@ def failures(contract: GpuContract) -> Iterator[Failure]:
     for provider in providers(contract):
         yield from provider.probe(contract, shapes(contract))
     yield from precision.probe(device())
+
+
+def probe(contract: GpuContract) -> None:
+    """Probe every pinned kernel.
+
+    Raises:
+        ProbeError: a kernel gave a row other bits in a batch than alone.
+    """
+    failure = next(failures(contract), None)
+    if failure is not None:
+        raise ProbeError(f"contract.backend: {contract.backend!r} does not hold: {failure}")
 
 
 def products(size: Size, o: Product, down: Product) -> Iterator[tuple[int, int, Product]]:

@@ -68,6 +68,11 @@ class Mode:
     library: str  # its name in errors
     module: str  # registers the overrides, holds the flag, and has the functions that turn it
 
+    @property
+    def file(self) -> str:
+        """The file of the overrides, as `described` says it."""
+        return f"{self.module.rpartition('.')[2]}.py of {self.module.partition('.')[0]}"
+
 
 def settings(mode: Mode) -> dict[str, str]:
     """Read the mode's flag, and which kernel serves each shared operator; no library is imported for this."""

@@ -13,6 +13,7 @@ from functools import cache
 from pathlib import Path
 
 import torch
+from jaxtyping import Float
 from torch import Tensor
 
 from true_on_policy.errors import PinError
@@ -113,14 +114,18 @@ class _Attention(ctypes.Structure):
 
 @dataclass(frozen=True)
 class Native:
-    """The backend that calls compiled C kernels; `Backend` describes its methods."""
+    """The backend that calls compiled C kernels for a matrix product and attention; overrides are built from both."""
 
     name: str = "native"
 
     def prepare(self) -> None:
+        """Build and load the kernels; a PinError where they cannot run on this machine."""
         library()
 
-    def product(self, a: Tensor, b: Tensor, out_dtype: torch.dtype) -> Tensor:
+    def product(
+        self, a: Float[Tensor, "B M K"], b: Float[Tensor, "B K N"], out_dtype: torch.dtype
+    ) -> Float[Tensor, "B M N"]:
+        """Multiply a @ b; the bits of an output depend on its row of `a` and its column of `b` alone."""
         a, columns = _rows(a), _rows(b.transpose(1, 2))
         (batch, rows, depth), width = a.shape, b.shape[2]
         out = torch.empty(batch, rows, width, dtype=out_dtype)
@@ -136,7 +141,11 @@ class Native:
 
     def attend(
         self, query, key, value, bias: Tensor | None, is_causal: bool, scale: float
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Float[Tensor, "B H Q D"], Float[Tensor, "B H Q"]]:
+        """Return attention and its logsumexp; a row's bits depend on its visible keys and their order alone.
+
+        Query is [B, H, Q, D]; key and value are [B, G, T, D].
+        """
         query, key, value = (x if x.stride(3) == 1 else x.contiguous() for x in (query, key, value))
         (batch, heads, queries, width), (_, groups, keys, _) = query.shape, key.shape
         if bias is not None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 from true_on_policy.contract.cpu import Contract
 from true_on_policy.contract.gpu import GpuContract
-from true_on_policy.errors import PinError, ProbeError
+from true_on_policy.errors import PinError
 from true_on_policy.kernels import cpu, gpu
 from true_on_policy.kernels.mode import registration
 from true_on_policy.kernels.probes import probe
@@ -17,49 +18,31 @@ from true_on_policy.kernels.provider import Undo
 
 
 @dataclass(frozen=True)
-class _Cpu:
-    """The kernels of this package, on the CPU key of the dispatcher."""
+class _Kernels:
+    """The kernels of a contract: of this package on the CPU key, or of other libraries on an accelerator."""
 
-    contract: Contract
-
-    @property
-    def name(self) -> str:
-        return self.contract.backend
-
-    def install(self) -> Undo:
-        for name, kernel in self.observe().items():
-            if ".py:" in kernel:  # another library's batch-invariant mode put it there
-                raise PinError(f"{name} is overridden already ({kernel}); leave that mode before you pin")
-        return cpu.install(cpu.BACKENDS[self.name])
-
-    def observe(self) -> dict[str, str]:
-        """Return the kernel in force now of each operator, by name."""
-        return {f"aten::{name}": registration(name, "CPU") for name in cpu.OPERATORS}
-
-    def probe(self) -> None:
-        probe(self.contract)
+    name: str
+    install: Callable[[], Undo]
+    observe: Callable[[], dict[str, str]]  # the kernel or setting in force now, by its name
+    probe: Callable[[], None]
 
 
-@dataclass(frozen=True)
-class _Gpu:
-    """The kernels of other libraries, on an accelerator; each library refuses the overrides of another."""
+def _kernels(contract: Contract | GpuContract) -> _Kernels:
+    if isinstance(contract, GpuContract):
+        name, install = gpu.name(contract), partial(gpu.install, contract)
+        return _Kernels(name, install, partial(gpu.observe, contract), partial(gpu.probe, contract))
+    return _Kernels(contract.backend, partial(_install, contract), _observe, lambda: probe(contract))
 
-    contract: GpuContract
 
-    @property
-    def name(self) -> str:
-        return gpu.name(self.contract)
+def _install(contract: Contract) -> Undo:
+    for name, kernel in _observe().items():
+        if ".py:" in kernel:  # another library's batch-invariant mode put it there
+            raise PinError(f"{name} is overridden already ({kernel}); leave that mode before you pin")
+    return cpu.install(cpu.BACKENDS[contract.backend])
 
-    def install(self) -> Undo:
-        return gpu.install(self.contract)
 
-    def observe(self) -> dict[str, str]:
-        return gpu.observe(self.contract)
-
-    def probe(self) -> None:
-        failure = next(gpu.failures(self.contract), None)
-        if failure is not None:
-            raise ProbeError(f"contract.backend: {self.contract.backend!r} does not hold: {failure}")
+def _observe() -> dict[str, str]:
+    return {f"aten::{name}": registration(name, "CPU") for name in cpu.OPERATORS}
 
 
 @dataclass
@@ -102,7 +85,7 @@ def active_backend() -> str | None:
 def pin(contract: Contract | GpuContract) -> None:
     """Pin `contract` for the rest of this process, for a host's init hook; raises the errors of `pinned`."""
     global _active
-    kernels = _Gpu(contract) if isinstance(contract, GpuContract) else _Cpu(contract)
+    kernels = _kernels(contract)
     with _lock:
         if _active is None:
             _active = _installed(kernels)
@@ -122,7 +105,7 @@ def pin(contract: Contract | GpuContract) -> None:
             raise
 
 
-def _installed(kernels: _Cpu | _Gpu) -> _Active:
+def _installed(kernels: _Kernels) -> _Active:
     """Install the kernels and note which kernels run; uninstall them where this cannot be read."""
     uninstall = kernels.install()
     try:

@@ -1,59 +1,27 @@
-"""A GPU provider is a library whose own public functions make its kernels batch-invariant in this process.
+"""What the GPU providers share: libraries whose own functions make their kernels batch-invariant in this process.
 
-Each provider is a module of this package. Importing the module imports no library that may be missing.
+Each provider is a module of this package with a NAME. Importing the module imports no library that may be missing.
+
+    version() -> str | None               distribution and version, without importing the library; None: not installed
+    settings() -> dict[str, str]          the settings in force, from getters, symbols and the dispatcher
+    pin(contract) -> Undo                 switches the kernels on, all or none; PinError where it cannot
+    probe(contract, shapes) -> failures   each row whose bits depend on the rows beside it; PinError where another
+                                          kernel serves a shape, NotSeenError without an accelerator or the library
 """
 
 from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Protocol, runtime_checkable
 
 import torch
 
-from true_on_policy.contract.cpu import Shapes
-from true_on_policy.contract.gpu import GpuContract
 from true_on_policy.errors import NotSeenError
-from true_on_policy.kernels.probes import Failure
 
 Undo = Callable[[], None]
-
-
-@runtime_checkable
-class Provider(Protocol):
-    """A provider of kernels; `true_on_policy.kernels.gpu` pins the several providers of a contract."""
-
-    @property
-    def NAME(self) -> str: ...
-
-    def version(self) -> str | None:
-        """Name the distribution and version of the library without importing it; None where it is not installed."""
-        ...
-
-    def settings(self) -> dict[str, str]:
-        """Read the settings in force from getters, symbols and the dispatcher; empty without the library."""
-        ...
-
-    def pin(self, contract: GpuContract) -> Undo:
-        """Switch on the library's batch-invariant kernels, and return a function that undoes this exactly.
-
-        Raises:
-            PinError: the library is not installed, another copy holds the operators, or the library switched on only
-                a part of them. Nothing stays switched on.
-        """
-        ...
-
-    def probe(self, contract: GpuContract, shapes: Shapes) -> Iterator[Failure]:
-        """Yield a failure for each row whose bits depend on the rows beside it, at the shapes of a model.
-
-        Raises:
-            PinError: another kernel than the contract's serves one of the shapes.
-            NotSeenError: there is no accelerator here, or the library is not installed.
-        """
-        ...
 
 
 def device() -> torch.device:

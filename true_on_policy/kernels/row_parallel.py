@@ -21,7 +21,8 @@ from torch import Tensor
 
 from true_on_policy.contract.cpu import Contract
 from true_on_policy.errors import ContractError
-from true_on_policy.kernels.cpu import BACKENDS, Backend
+from true_on_policy.kernels.cpu import BACKENDS
+from true_on_policy.kernels.native import Native
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,7 @@ def agreed_tree(contract: Contract) -> Tree | None:
 
 
 def row_parallel(
-    backend: Backend,
+    backend: Native,
     x: Float[Tensor, "*B K"],
     weight: Float[Tensor, "N K"],
     leaves: int,
@@ -77,7 +78,7 @@ class _RowParallel(torch.autograd.Function):
     """The forward adds over the ranks; the backward gives each rank its own share's gradient, as in Megatron-core."""
 
     @staticmethod
-    def forward(ctx, backend: Backend, x: Tensor, weight: Tensor, leaves: int, group):
+    def forward(ctx, backend: Native, x: Tensor, weight: Tensor, leaves: int, group):
         ctx.save_for_backward(x, weight)
         rows, columns = x.reshape(-1, x.shape[-1]), weight.t()
         parts = zip(rows.chunk(leaves, 1), columns.chunk(leaves, 0), strict=True)

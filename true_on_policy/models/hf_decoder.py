@@ -64,24 +64,14 @@ def of_both(ours: type, kind: type) -> type:
 class OrderedNorm:
     """The forward pass of a norm that follows an order, for `of_both`."""
 
-    order: NormOrder
-    weight: Tensor
-    variance_epsilon: float
-
-    def forward(self, hidden_states: Tensor) -> Tensor:
+    def forward(self: Any, hidden_states: Tensor) -> Tensor:
         return rms_norm(hidden_states, self.weight, self.variance_epsilon, self.order)
 
 
 class OrderedLayer:
     """The forward pass of a layer that follows an order, for `of_both`."""
 
-    order: NormOrder
-    input_layernorm: Any
-    post_attention_layernorm: Any
-    self_attn: Any
-    mlp: Any
-
-    def forward(self, hidden_states: Tensor, **attention: Any) -> Tensor:
+    def forward(self: Any, hidden_states: Tensor, **attention: Any) -> Tensor:
         branch, _ = self.self_attn(hidden_states=self.input_layernorm(hidden_states), **attention)
         stream = add_residual(branch, hidden_states, self.order)
         return add_residual(self.mlp(self.post_attention_layernorm(stream)), stream, self.order)
@@ -135,11 +125,7 @@ def align_experts(model: Any, order: NormOrder) -> None:
 class OrderedRouter:
     """The forward pass of a router in the order of experts, for `of_both`."""
 
-    top_k: int
-    norm_topk_prob: bool
-    weight: Tensor
-
-    def forward(self, hidden_states: Float[Tensor, "T H"]) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(self: Any, hidden_states: Float[Tensor, "T H"]) -> tuple[Tensor, Tensor, Tensor]:
         logits = F.linear(hidden_states, self.weight)
         return logits, *chosen(logits, self.top_k, self.norm_topk_prob)
 
@@ -147,13 +133,8 @@ class OrderedRouter:
 class OrderedExperts:
     """The forward pass of the experts in the order of experts, for `of_both`."""
 
-    num_experts: int
-    gate_up_proj: Tensor
-    down_proj: Tensor
-    act_fn: Any
-
     def forward(
-        self,
+        self: Any,
         hidden_states: Float[Tensor, "T H"],
         top_k_index: Int64[Tensor, "T K"],
         top_k_weights: Float32[Tensor, "T K"],
@@ -161,9 +142,9 @@ class OrderedExperts:
         by_expert = top_k_index.flatten().argsort(stable=True)
         counts = top_k_index.flatten().bincount(minlength=self.num_experts).tolist()
         received = hidden_states[by_expert // top_k_index.shape[1]].split(counts)
-        outputs = torch.cat([self._expert(index, rows) for index, rows in enumerate(received)])
+        outputs = torch.cat([self._expert(index, rows) for index, rows in enumerate(received) if len(rows)])
         return combined(outputs, by_expert.argsort().view_as(top_k_index), top_k_weights)
 
-    def _expert(self, index: int, rows: Float[Tensor, "N H"]) -> Float[Tensor, "N H"]:
+    def _expert(self: Any, index: int, rows: Float[Tensor, "N H"]) -> Float[Tensor, "N H"]:
         gate, up = F.linear(rows, self.gate_up_proj[index]).chunk(2, -1)
         return F.linear(self.act_fn(gate) * up, self.down_proj[index])

@@ -22,7 +22,7 @@ from transformers import AutoConfig
 from mis_plugins.shared.opened import optional
 from true_on_policy.contract.model_config import PRETRAINED, Pretrained, cache_folder
 from true_on_policy.errors import ModelError
-from true_on_policy.models.tiny import checkpoint, weights_hash
+from true_on_policy.models.tiny import NAMES, checkpoint, weights_hash
 
 Tell = Callable[[str], None]
 
@@ -119,41 +119,19 @@ def convert(gguf: Any, source: Path, folder: Path) -> None:
     _tokenizer(fields).save_pretrained(folder)
 
 
-# GGUF's names of a Llama's weights, each with Hugging Face's.
-ENDS = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
-LAYER = {
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
+ENDS, LAYER = NAMES["gguf"]["ends"], NAMES["gguf"]["layer"]
 
 
 def _config(fields: dict[str, Any], tied: bool) -> Any:
-    llama = {name.removeprefix("llama."): value for name, value in fields.items()}
-    heads = llama["attention.head_count"]
+    llama = {ours: fields[theirs] for theirs, ours in NAMES["gguf"]["config"].items()}
     return AutoConfig.for_model(
         "llama",
-        vocab_size=llama["vocab_size"],
-        hidden_size=llama["embedding_length"],
-        intermediate_size=llama["feed_forward_length"],
-        num_hidden_layers=llama["block_count"],
-        num_attention_heads=heads,
-        num_key_value_heads=llama["attention.head_count_kv"],
-        head_dim=llama["embedding_length"] // heads,
-        max_position_embeddings=llama["context_length"],
-        rms_norm_eps=float(f"{llama['attention.layer_norm_rms_epsilon']:.6g}"),  # GGUF holds a float32
-        rope_parameters={"rope_type": "default", "rope_theta": llama["rope.freq_base"]},
+        **llama,
+        head_dim=llama["hidden_size"] // llama["num_attention_heads"],
+        rms_norm_eps=float(f"{fields['llama.attention.layer_norm_rms_epsilon']:.6g}"),  # GGUF holds a float32
+        rope_parameters={"rope_type": "default", "rope_theta": fields["llama.rope.freq_base"]},
         tie_word_embeddings=tied,
         architectures=["LlamaForCausalLM"],
-        bos_token_id=fields["tokenizer.ggml.bos_token_id"],
-        eos_token_id=fields["tokenizer.ggml.eos_token_id"],
-        pad_token_id=fields["tokenizer.ggml.padding_token_id"],
         dtype=torch.float32,
     )
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 import transformers
+import yaml
 from safetensors.torch import load_file, save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
@@ -27,15 +28,8 @@ from true_on_policy.errors import ContractError, ModelError
 
 MAX_POSITIONS = 2048
 UPDATE = 0.01
-# The config fields of a vision tower of two layers; a layer of the decoder adds the output of each.
-TOWER = {
-    "depth": 2,
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_heads": 2,
-    "num_position_embeddings": 64,
-    "deepstack_visual_indexes": [0, 1],
-}
+NAMES: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("names.yaml").read_text(encoding="utf-8"))
+PLACEHOLDERS: dict[str, str] = NAMES["placeholders"]
 
 
 def config_of(family: Family, shape: Shape, dtype: torch.dtype) -> Any:
@@ -48,7 +42,7 @@ def config_of(family: Family, shape: Shape, dtype: torch.dtype) -> Any:
     return AutoConfig.for_model(
         family.proof.model_type,
         text_config={**text, "dtype": dtype},
-        vision_config={**TOWER, "out_hidden_size": shape.hidden, "dtype": dtype},
+        vision_config={**NAMES["tower"], "out_hidden_size": shape.hidden, "dtype": dtype},
         **of_models,
         **placeholders(shape.vocab),
     )
@@ -56,34 +50,17 @@ def config_of(family: Family, shape: Shape, dtype: torch.dtype) -> Any:
 
 def _decoder(family: Family, shape: Shape) -> dict[str, Any]:
     """The config fields of a decoder, with experts in every layer where its family has them."""
-    experts: dict[str, Any] = {}
+    fields = {name: getattr(shape, ours) for name, ours in NAMES["decoder"].items()}
     if family.experts:
-        experts = {
-            "num_experts": shape.experts,
-            "num_experts_per_tok": shape.top_k,
-            "moe_intermediate_size": shape.ffn,
-            **({"shared_expert_intermediate_size": shape.shared} if family.experts.shared else {}),
-            **with_experts(family.experts),
-        }
-    mrope = (
-        {"mrope_section": [*family.vision.mrope_section], "mrope_interleaved": True} if family.vision else {}
-    )
-    return dict(
-        vocab_size=shape.vocab,
-        hidden_size=shape.hidden,
-        intermediate_size=shape.ffn,
-        num_hidden_layers=shape.layers,
-        num_attention_heads=shape.heads,
-        num_key_value_heads=shape.kv_heads,
-        head_dim=shape.head_dim,
-        max_position_embeddings=MAX_POSITIONS,
-        rms_norm_eps=shape.norm_eps,
-        rope_parameters={"rope_type": "default", "rope_theta": shape.rope_theta, **mrope},
-        bos_token_id=0,
-        eos_token_id=1,
-        pad_token_id=0,
-        **experts,
-    )
+        fields |= {name: getattr(shape, ours) for name, ours in NAMES["experts"].items()}
+        fields |= with_experts(family.experts)
+        if family.experts.shared:
+            fields["shared_expert_intermediate_size"] = shape.shared
+    rope = {"rope_type": "default", "rope_theta": shape.rope_theta}
+    if family.vision:
+        rope |= {"mrope_section": [*family.vision.mrope_section], "mrope_interleaved": True}
+    ids = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 0}
+    return {**fields, "max_position_embeddings": MAX_POSITIONS, "rope_parameters": rope, **ids}
 
 
 def checkpoint(name: str, folder: Path, dtype: torch.dtype, seed: int) -> Path:
@@ -214,15 +191,6 @@ def check_shares(config: Any, contract: Contract) -> None:
             raise ContractError(
                 f"contract.leaves: {contract.leaves} do not divide the {inputs} inputs of {layer}"
             )
-
-
-PLACEHOLDERS = {
-    "image_token_id": "<|image_pad|>",
-    "video_token_id": "<|video_pad|>",
-    "vision_start_token_id": "<|vision_start|>",
-    "vision_end_token_id": "<|vision_end|>",
-}
-"""Fields of a config.json, each with the token whose id it states."""
 
 
 def placeholders(vocabulary: int) -> dict[str, int]:

@@ -7,83 +7,11 @@ doctor says both.
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
 from typing import Any
 
 from mis_plugins.config.view import view
+from true_on_policy.contract.settings import FUSED, Setting
 from true_on_policy.kernels.provider import findable
-
-TE = "transformer_engine"
-OFF = "off"
-
-
-@dataclass(frozen=True)
-class Fused:
-    """A fused kernel gives other bits than torch's operators.
-
-    Attributes:
-        row: the name of the kernel's row in the doctor.
-        attribute: the name in the host's parsed arguments that asks for the kernel.
-        off: values of the attribute that do not ask for the kernel.
-        remedy: the flag that switches the kernel off where the contract has its own kernel; empty where the
-            contract's log-probs do not depend on the kernel.
-    """
-
-    row: str
-    attribute: str
-    module: str
-    off: tuple[Any, ...] = (False, None)
-    remedy: str = ""
-
-    @property
-    def wanted(self) -> tuple[str, ...]:
-        """List the values that the contract accepts; empty where no log-prob depends on the kernel."""
-        return (OFF, self._absent) if self.remedy else ()
-
-    def value(self, asked: Any) -> str:
-        """Tell whether the kernel is on where the host's argument is `asked`."""
-        if asked in self.off:
-            return OFF
-        if not findable(self.module):
-            return self._absent
-        return "on" if self.module in sys.modules else f"asked for, {self.module} not imported"
-
-    @property
-    def _absent(self) -> str:
-        return f"{OFF}, no {self.module}"
-
-
-FUSED = (
-    Fused(
-        "RMSNorm and linear layers of Transformer Engine",
-        "transformer_impl",
-        TE,
-        ("local",),
-        "--transformer-impl local",
-    ),
-    Fused("fused rope (Transformer Engine)", "apply_rope_fusion", TE, remedy="--no-rope-fusion"),
-    Fused(
-        *("fused attention (Transformer Engine)", "attention_backend", TE),
-        off=("flash", "unfused", "local"),
-        remedy="--attention-backend flash",
-    ),
-    Fused("fused cross entropy (Transformer Engine)", "cross_entropy_loss_fusion", TE),
-    Fused("router fusion (Transformer Engine)", "moe_router_fusion", TE),
-    Fused("fused softmax (Apex)", "masked_softmax_fusion", "scaled_upper_triang_masked_softmax_cuda"),
-    Fused("persistent layer norm (Apex)", "persist_layer_norm", "apex.contrib.layer_norm"),
-    Fused(
-        "gradient accumulation fusion (Apex)",
-        "gradient_accumulation_fusion",
-        "fused_weight_gradient_mlp_cuda",
-    ),
-)
-
-# (row, module, name): modules of Megatron-core that choose torch, Apex or Transformer Engine when they are imported.
-CHOSEN = (
-    ("norm of Megatron's block", "megatron.core.transformer.transformer_block", "LayerNormImpl"),
-    ("fused layer norm (Apex)", "megatron.core.fusions.fused_layer_norm", "HAVE_FUSED_LAYER_NORM"),
-    ("Adam of Megatron's optimizer", "megatron.core.optimizer", "Adam"),
-)
 
 
 def of_host(args: Any) -> dict[str, str]:
@@ -91,7 +19,16 @@ def of_host(args: Any) -> dict[str, str]:
     stated = view(args)
     # Megatron makes an enum's member of an attention backend.
     named = {name: getattr(value, "name", value) for name, value in stated.items()}
-    return {fused.row: fused.value(named[fused.attribute]) for fused in FUSED if fused.attribute in named}
+    return {kernel.name: _state(kernel, named[kernel.host]) for kernel in FUSED if kernel.host in named}
+
+
+def _state(kernel: Setting, asked: Any) -> str:
+    """Tell whether a kernel is on where the host's argument is `asked`."""
+    if asked in kernel.off:
+        return "off"
+    if not findable(kernel.module):
+        return f"off, no {kernel.module}"
+    return "on" if kernel.module in sys.modules else f"asked for, {kernel.module} not imported"
 
 
 def chosen(module: str, name: str) -> str:

@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from mis_plugins.config.view import original, view
 from mis_plugins.hosts.needs.miles import NEEDS as MILES
 from true_on_policy.contract.gpu import GpuContract
+from true_on_policy.contract.settings import CHOSEN, OF_HOST, VERSIONS
 from true_on_policy.errors import NotSeenError, PinError
 from true_on_policy.kernels import gpu, megatron, precision
 from true_on_policy.kernels.gpu_probes import digest
@@ -33,15 +34,6 @@ KERNELS = "kernels at the model's shapes"
 PRODUCTS = "products of trainer and engine"
 COMPILES = "torch.compile"
 ALL = "*"  # in `unseen`: no row of this side could be observed
-
-# Rows of the doctor, and the distribution whose version each row states.
-VERSIONS = {
-    "Megatron-core": "megatron-core",
-    "SGLang": "sglang",
-    "Transformer Engine": "transformer-engine",
-    "Triton": "triton",
-    "transformers": "transformers",
-}
 
 
 @dataclass(frozen=True)
@@ -124,7 +116,7 @@ def surviving(look: Look) -> Look:
 def of_host(args: Any) -> dict[str, str]:
     """Read from a host's parsed arguments the rows that they decide."""
     stated = view(args)
-    rows = {row: stated[name] for row, name in _HOST_ROWS.items() if name in stated}
+    rows = {row: stated[name] for row, name in OF_HOST.items() if name in stated}
     texts = {row: f"{value:g}" if isinstance(value, float) else str(value) for row, value in rows.items()}
     seeded = stated.get("sglang_enable_deterministic_inference")
     return texts | {
@@ -132,16 +124,6 @@ def of_host(args: Any) -> dict[str, str]:
         "log-probs come from": "prefill" if stated.get("recompute_logprobs_via_prefill") else "decode",
         "log-softmax": "bf16" if stated.get("true_on_policy_mode") else "fp32",
     }
-
-
-_HOST_ROWS = {
-    "contract": "sglang_true_on_policy_contract",
-    "tensor parallel": "tensor_model_parallel_size",
-    "context parallel": "context_parallel_size",
-    "temperature": "rollout_temperature",
-    "top-p": "rollout_top_p",
-    "top-k": "rollout_top_k",
-}
 
 
 def _device() -> str:
@@ -261,7 +243,7 @@ LOOKS: dict[str, Look] = {
     **{row: _version(distribution) for row, distribution in VERSIONS.items()},
     "Apex": _apex,
     "norm of the local spec": _local_norm,
-    **{row: partial(fused.chosen, module, name) for row, module, name in fused.CHOSEN},
+    **{row: partial(fused.chosen, *place) for row, place in CHOSEN.items()},
     "TF32": lambda: "off" if next(precision.probe(device()), None) is None else "on",
     COMPILES: _compiles,
 }

@@ -40,26 +40,9 @@ from true_on_policy.models.tiny import family_of, read_config, read_weights
 from true_on_policy.trainers import experts
 from true_on_policy.trainers.attention import SpecAttention, in_order, of_all_ranks, zigzag
 from true_on_policy.trainers.protocol import InProcess
-from true_on_policy.trainers.shards import Shard, padded_rows
+from true_on_policy.trainers.shards import NAMES, Shard, padded_rows
 
-DECODER: dict[str, Any] = {
-    "normalization": "RMSNorm",
-    "gated_linear_unit": True,
-    "activation_func": F.silu,
-    "add_bias_linear": False,
-    "hidden_dropout": 0.0,
-    "attention_dropout": 0.0,
-    "use_cpu_initialization": True,
-    "perform_initialization": False,
-    "bias_activation_fusion": False,
-    "bias_dropout_fusion": False,
-    "apply_rope_fusion": False,
-    "masked_softmax_fusion": False,
-    "gradient_accumulation_fusion": False,
-    "cuda_graph_scope": [],  # Megatron's default would only print a warning on a CPU
-}
-"""Arguments of a TransformerConfig."""
-
+DECODER: dict[str, Any] = {**NAMES["decoder"], "activation_func": F.silu}  # arguments of a TransformerConfig
 
 os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # silences Megatron's advice for GPUs
 
@@ -209,13 +192,7 @@ def _build(config: Any, dtype: torch.dtype, order: NormOrder | None, tree: Tree 
 
 def _transformer_config(config: Any, family: Family, dtype: torch.dtype, ordered: bool) -> TransformerConfig:
     return TransformerConfig(
-        num_layers=config.num_hidden_layers,
-        hidden_size=config.hidden_size,
-        num_attention_heads=config.num_attention_heads,
-        num_query_groups=config.num_key_value_heads,
-        kv_channels=config.head_dim,
-        ffn_hidden_size=config.intermediate_size,
-        layernorm_epsilon=config.rms_norm_eps,
+        **_named("config", config),
         qk_layernorm=family.qk_norm,
         add_qkv_bias=family.qkv_bias,
         tensor_model_parallel_size=mpu.get_tensor_model_parallel_world_size(),
@@ -227,19 +204,17 @@ def _transformer_config(config: Any, family: Family, dtype: torch.dtype, ordered
     )
 
 
+def _named(part: str, config: Any) -> dict[str, Any]:
+    """Return the fields of a TransformerConfig that a Hugging Face config gives."""
+    return {ours: getattr(config, theirs) for ours, theirs in NAMES[part].items()}
+
+
 def _experts(config: Any, how: Experts, ordered: bool) -> dict[str, Any]:
-    shared = {}
+    fields = _named("experts", config) | {"moe_router_pre_softmax": ordered or not how.divided}
     if how.shared:
         width = config.shared_expert_intermediate_size
-        shared = {"moe_shared_expert_intermediate_size": width, "moe_shared_expert_gate": True}
-    return {
-        "num_moe_experts": config.num_experts,
-        "moe_router_topk": config.num_experts_per_tok,
-        "moe_ffn_hidden_size": config.moe_intermediate_size,
-        "moe_router_pre_softmax": ordered or not how.divided,
-        **shared,
-        **experts.RUNS_HERE,
-    }
+        fields |= {"moe_shared_expert_intermediate_size": width, "moe_shared_expert_gate": True}
+    return fields | experts.RUNS_HERE
 
 
 def _packed(lengths: Sequence[int]) -> PackedSeqParams:

@@ -5,8 +5,11 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import torch
+import yaml
 from jaxtyping import Float
 from torch import Tensor
 
@@ -29,21 +32,23 @@ class Shard:
     def parameter(self, name: str, weights: Mapping[str, Tensor]) -> Tensor:
         """Build a parameter, given by Megatron's name, from weights by Hugging Face's names."""
         module, _, kind = name.replace(*SHARED_GATE).rpartition(".")  # weight or bias
-        if module in ENDS:
-            source, held = ENDS[module]
-            return held([weights[f"{source.replace('*', self.decoder)}.{kind}"]], self)
+        if module in NAMES["ends"]:
+            held, source = NAMES["ends"][module]
+            return HELD[held]([weights[f"{source.replace('*', self.decoder)}.{kind}"]], self)
         _, _, index, part = module.split(".", 3)
         expert = re.search(r"local_experts\.(\d+)", part)
-        sources, held = LAYER[part if expert is None else part.replace(expert[0], "local_experts.*")]
+        part = part if expert is None else part.replace(expert[0], "local_experts.*")
+        held, *sources = NAMES["layer"][part]
         number = expert[1] if expert else ""
         named = [f"{self.decoder}.layers.{index}.{source.replace('*', number)}.{kind}" for source in sources]
-        return held([weights[name] for name in named], self)
+        return HELD[held]([weights[name] for name in named], self)
 
     def rows(self, weight: Float[Tensor, "N *K"]) -> Float[Tensor, "_ *K"]:
         """Return this rank's share of a weight or a bias, cut along the first dimension."""
         return weight.chunk(self.ranks)[self.rank]
 
 
+NAMES: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("megatron.yaml").read_text(encoding="utf-8"))
 # Megatron's gate of a shared expert is no module, so its parameter is renamed as if it were a module's.
 SHARED_GATE = ("shared_experts.gate_weight", "shared_experts.gate.weight")
 Held = Callable[[Sequence[Tensor], Shard], Tensor]
@@ -80,36 +85,10 @@ def _columns(sources: Sequence[Tensor], shard: Shard) -> Tensor:
     return sources[0].chunk(shard.ranks, 1)[shard.rank]
 
 
-# Megatron's parameters within a layer, each with its Hugging Face weights and the function that joins them.
-# A star stands for the number of an expert.
-LAYER: dict[str, tuple[tuple[str, ...], Held]] = {
-    "input_layernorm": (("input_layernorm",), _whole),
-    "self_attention.linear_qkv": (
-        ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-        _rows_by_group,
-    ),
-    "self_attention.q_layernorm": (("self_attn.q_norm",), _whole),
-    "self_attention.k_layernorm": (("self_attn.k_norm",), _whole),
-    "self_attention.linear_proj": (("self_attn.o_proj",), _columns),
-    "pre_mlp_layernorm": (("post_attention_layernorm",), _whole),
-    "mlp.linear_fc1": (("mlp.gate_proj", "mlp.up_proj"), _rows_of_each),
-    "mlp.linear_fc2": (("mlp.down_proj",), _columns),
-    "mlp.router": (("mlp.gate",), _whole),
-    "mlp.experts.local_experts.*.linear_fc1": (
-        ("mlp.experts.*.gate_proj", "mlp.experts.*.up_proj"),
-        _rows_of_each,
-    ),
-    "mlp.experts.local_experts.*.linear_fc2": (("mlp.experts.*.down_proj",), _columns),
-    "mlp.shared_experts.gate": (("mlp.shared_expert_gate",), _whole),
-    "mlp.shared_experts.linear_fc1": (
-        ("mlp.shared_expert.gate_proj", "mlp.shared_expert.up_proj"),
-        _rows_of_each,
-    ),
-    "mlp.shared_experts.linear_fc2": (("mlp.shared_expert.down_proj",), _columns),
-}
-# A star stands for the decoder's prefix.
-ENDS: dict[str, tuple[str, Held]] = {
-    "embedding.word_embeddings": ("*.embed_tokens", _rows_padded),
-    "decoder.final_layernorm": ("*.norm", _whole),
-    "output_layer": ("lm_head", _rows_padded),
+HELD: dict[str, Held] = {
+    "whole": _whole,
+    "rows padded": _rows_padded,
+    "rows by group": _rows_by_group,
+    "rows of each": _rows_of_each,
+    "columns": _columns,
 }

@@ -1,4 +1,4 @@
-"""The certificate of a verification, and its picture: what ran, where, and how many log-probs were equal."""
+"""The certificate of a verification: what ran, where, and how many log-probs were equal."""
 
 from __future__ import annotations
 
@@ -13,8 +13,6 @@ from typing import Any, Literal
 import torch
 
 from mis_plugins.shared.files import write_text
-from mis_plugins.shared.opened import optional
-from mis_plugins.shared.palette import color
 from mis_plugins.shared.provenance import cpu_name
 from true_on_policy.contract.cpu import Contract
 from true_on_policy.contract.rounding import NormOrder
@@ -110,28 +108,3 @@ def hashes(evidence: Evidence) -> dict[str, str]:
         "trainer": evidence.trainer,
     }
     return {name: digest(torch.cat(log_probs)) for name, log_probs in named.items()}
-
-
-ZERO = 1e-10  # where the logarithmic axis shows a difference of exactly 0
-FLOOR = 1e-9  # a smaller difference that is not 0 is drawn here, apart from the equal tokens
-
-
-def draw(off: Evidence, on: Evidence, title: str, path: Path) -> None:
-    """Draw |engine decode - trainer| of each sampled token, stock and pinned side by side, to `path`.
-
-    Raises:
-        RecordError: matplotlib is not installed.
-    """
-    figure = optional("matplotlib.figure").Figure(figsize=(9, 3.6), layout="constrained")
-    panels = figure.subplots(1, 2, sharey=True)
-    for panel, name, evidence in zip(panels, ("stock", "truly on policy"), (off, on), strict=True):
-        gaps = (torch.cat(evidence.decode) - torch.cat(evidence.trainer_tempered)).abs()
-        equal = int((gaps == 0).sum())
-        drawn = torch.where(gaps == 0, ZERO, gaps.clamp(min=FLOOR))
-        panel.plot(drawn, ".", markersize=2.5, color=color(name))
-        panel.set(title=f"{name}: {equal} of {len(gaps)} equal", xlabel="sampled token", yscale="log")
-        panel.set_yticks([ZERO, 1e-7, 1e-5, 1e-3, 1e-1], ["0", "1e-7", "1e-5", "1e-3", "1e-1"])
-    panels[0].set(ylabel="|engine log-prob - trainer log-prob|", ylim=(ZERO / 3, 1))
-    figure.suptitle(title)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120)

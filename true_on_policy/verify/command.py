@@ -48,7 +48,6 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     parser.add_argument("--leaves", type=whole, default=1, help=leaves)
     parser.add_argument("--seed", type=whole, default=0)
     parser.add_argument("--json", type=Path, help="write the certificate here")
-    parser.add_argument("--picture", type=Path, help="draw the differences, off and on, here")
     parser.set_defaults(run=run)
 
 

@@ -19,50 +19,44 @@ from logging import ERROR, getLogger
 from math import ceil
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
-from mis_plugins.shared.budget import RecordError
 from mis_plugins.shared.files import check_writable
-from mis_plugins.shared.opened import optional
 from mis_plugins.shared.provenance import commit
 from true_on_policy.contract.cpu import DTYPES, Contract, Shapes
 from true_on_policy.contract.rounding import NormOrder, agreed_order
 from true_on_policy.contract.sides import ENGINES, TRAINERS
-from true_on_policy.contract.specs import BackendName, DtypeName, Side
 from true_on_policy.engines.protocol import Engine, Sample
 from true_on_policy.errors import ContractError
 from true_on_policy.trainers.protocol import Trainer
 from true_on_policy.verify.certificate import Certificate, Verdict, hashes
 from true_on_policy.verify.links import Evidence, LogProbs, conclusion, links
 from true_on_policy.verify.prompts import Prompts, read_prompts
-from true_on_policy.verify.workload import Workload, arrangements, counted, met, not_met, not_of_engine
+from true_on_policy.verify.workload import Situations, Workload, arrangements, counted
 
 EXIT: dict[Verdict, int] = {"equal": 0, "different": 1, "vacuous": 2, "incomplete": 2}
-PICTURES = (".png", ".pdf", ".svg")
 UPDATES = 3
 SCORED_AT_ONCE = 8
 CONTROL_TOKENS = 500
 
 
 def run(arguments: argparse.Namespace) -> int:
+    certificate, _, _ = certified(arguments)
+    return EXIT[certificate.verdict]
+
+
+def certified(arguments: argparse.Namespace) -> tuple[Certificate, Evidence, Evidence]:
+    """Run and print the verification of a command line, write its certificate, and return what `verify` returns."""
     _quiet()
-    plan = Plan.of(arguments)
-    for flag, path in (("--json", arguments.json), ("--picture", arguments.picture)):
-        if path:
-            check_writable(path, flag)
-    if arguments.picture:  # before the work of minutes
-        if arguments.picture.suffix not in PICTURES:
-            raise RecordError(f"--picture {arguments.picture}: end its name in {' or '.join(PICTURES)}")
-        optional("matplotlib.figure")
+    check(arguments)
+    if arguments.json:
+        check_writable(arguments.json, "--json")
     with TemporaryDirectory(prefix="true-on-policy-") as scratch:
-        certificate, off, on = verify(plan, Path(scratch))
+        certificate, off, on = verify(arguments, Path(scratch))
     print(certificate)
     if arguments.json:
         certificate.write(arguments.json)
-    if arguments.picture:
-        from true_on_policy.verify.certificate import draw
-
-        draw(off, on, plan.title, arguments.picture)
-    return EXIT[certificate.verdict]
+    return certificate, off, on
 
 
 def _quiet() -> None:
@@ -79,49 +73,43 @@ def _tell(what: str) -> None:
     print(what, file=sys.stderr, flush=True)
 
 
-@dataclass(frozen=True)
-class Plan:
-    """A plan holds the choices of the command line."""
+def check(arguments: argparse.Namespace) -> None:
+    """Check what the command line chooses, before anything starts.
 
-    engine: str
-    trainer: str
-    model: str
-    dtype: DtypeName
-    tokens: int
-    backend: BackendName
-    norm_order: Side
-    trainer_tensor_parallel: int
-    engine_tensor_parallel: int
-    leaves: int
-    seed: int
-    prompts: str | None = None
+    Raises:
+        ContractError: no token is to be compared, or a side cannot have so many ranks.
+    """
+    if arguments.tokens < 1:
+        raise ContractError(f"--tokens: got {arguments.tokens}; compare one at least")
+    for side, specs in (("engine", ENGINES), ("trainer", TRAINERS)):
+        name, able = getattr(arguments, side), [name for name, spec in specs.items() if spec.splits]
+        if getattr(arguments, f"{side}_tensor_parallel") > 1 and name not in able:
+            raise ContractError(
+                f"--{side}-tensor-parallel: {name} runs on one rank; choose --{side} {' or '.join(able)}"
+            )
 
-    @classmethod
-    def of(cls, arguments: argparse.Namespace) -> Plan:
-        if arguments.tokens < 1:
-            raise ContractError(f"--tokens: got {arguments.tokens}; compare one at least")
-        for side, specs in (("engine", ENGINES), ("trainer", TRAINERS)):
-            name, able = getattr(arguments, side), [name for name, spec in specs.items() if spec.splits]
-            if getattr(arguments, f"{side}_tensor_parallel") > 1 and name not in able:
-                raise ContractError(
-                    f"--{side}-tensor-parallel: {name} runs on one rank; choose --{side} {' or '.join(able)}"
-                )
-        return cls(**{name: getattr(arguments, name) for name in cls.__dataclass_fields__})
 
-    @property
-    def title(self) -> str:
-        of = lambda name, ranks: f"{name} on {ranks} ranks" if ranks > 1 else name  # noqa: E731
-        engine, trainer = (
-            of(self.engine, self.engine_tensor_parallel),
-            of(self.trainer, self.trainer_tensor_parallel),
+def title(plan: argparse.Namespace) -> str:
+    sides = [
+        f"{name} on {ranks} ranks" if ranks > 1 else name
+        for name, ranks in (
+            (plan.engine, plan.engine_tensor_parallel),
+            (plan.trainer, plan.trainer_tensor_parallel),
         )
-        return f"{engine} against {trainer}, {self.model}, {self.dtype}"
+    ]
+    return f"{' against '.join(sides)}, {plan.model}, {plan.dtype}"
 
 
 @dataclass(frozen=True)
 class Setup:
-    """A setup holds what both sides start from: the checkpoint in `source`, the contract, and the work to do."""
+    """A setup holds what both sides start from, and the work to do.
 
+    Attributes:
+        plan: the arguments of the command line.
+        source: the folder of the checkpoint.
+    """
+
+    plan: argparse.Namespace
     source: Path
     contract: Contract
     order: NormOrder
@@ -129,7 +117,7 @@ class Setup:
     workload: Workload
 
     @classmethod
-    def of(cls, plan: Plan, folder: Path) -> Setup:
+    def of(cls, plan: argparse.Namespace, folder: Path) -> Setup:
         from true_on_policy.models.pretrained import checkpoint_of
         from true_on_policy.models.tiny import check_shares, read_config
 
@@ -143,20 +131,24 @@ class Setup:
         check_shares(config, contract)
         order = agreed_order(contract, plan.engine, plan.trainer)
         workload = Workload(config.vocab_size, plan.seed, prompts.tokens if prompts else ())
-        return cls(source, contract, order, prompts, workload)
+        return cls(plan, source, contract, order, prompts, workload)
+
+    def started(self, sides: Mapping[str, Any], name: str, stock: bool = False) -> Any:
+        """Start an engine or a trainer, to be closed at the end of a `with` block."""
+        return closing(sides[name].start(self.source, self.contract, None if stock else self.order))
 
 
-def verify(plan: Plan, scratch: Path) -> tuple[Certificate, Evidence, Evidence]:
+def verify(plan: argparse.Namespace, scratch: Path) -> tuple[Certificate, Evidence, Evidence]:
     """Run the chain and the control; return the certificate, the control's evidence and the chain's evidence."""
     from true_on_policy.models.tiny import weights_hash
 
     started, ran = time.monotonic(), commit()
     setup = Setup.of(plan, scratch / "0")
-    _tell(f"{plan.title}: starting the engine")
-    versions, on = _chain(plan, setup, scratch)
+    _tell(f"{title(plan)}: starting the engine")
+    versions, on = _chain(setup, scratch)
     _tell("control: starting the engine with stock kernels")
-    off = _control(plan, setup)
-    counts, abilities = counted(on), ENGINES[plan.engine].abilities
+    off = _control(setup)
+    counts = counted(on)
     certificate = Certificate(
         engine={"name": plan.engine, **versions},
         trainer=plan.trainer,
@@ -168,9 +160,7 @@ def verify(plan: Plan, scratch: Path) -> tuple[Certificate, Evidence, Evidence]:
         links=links(on),
         control=conclusion(off, "control: stock engine decode == stock trainer"),
         situations=counts,
-        met=met(counts, abilities),
-        not_met=not_met(counts, abilities),
-        not_of_engine=not_of_engine(abilities),
+        **vars(Situations.of(counts, ENGINES[plan.engine].abilities)),
         hashes=hashes(on),
         commit=ran,
         seconds=round(time.monotonic() - started, 1),
@@ -178,29 +168,29 @@ def verify(plan: Plan, scratch: Path) -> tuple[Certificate, Evidence, Evidence]:
     return certificate, off, on
 
 
-def _chain(plan: Plan, setup: Setup, scratch: Path) -> tuple[Mapping[str, str], Evidence]:
+def _chain(setup: Setup, scratch: Path) -> tuple[Mapping[str, str], Evidence]:
     """Start both sides with pinned kernels; return the versions of the engine's packages and the chain's evidence."""
     from true_on_policy.kernels.pin import pinned
 
     with (
         pinned(setup.contract),
-        closing(ENGINES[plan.engine].start(setup.source, setup.contract, setup.order)) as engine,
-        closing(TRAINERS[plan.trainer].start(setup.source, setup.contract, setup.order)) as trainer,
+        setup.started(ENGINES, setup.plan.engine) as engine,
+        setup.started(TRAINERS, setup.plan.trainer) as trainer,
     ):
-        return engine.versions(), _evidence(plan, setup, engine, trainer, scratch)
+        return engine.versions(), _evidence(setup, engine, trainer, scratch)
 
 
-def _evidence(plan: Plan, setup: Setup, engine: Engine, trainer: Trainer, scratch: Path) -> Evidence:
+def _evidence(setup: Setup, engine: Engine, trainer: Trainer, scratch: Path) -> Evidence:
     """Collect the evidence of all versions of the weights; both sides read each version from one file."""
     from true_on_policy.models.tiny import updated
 
-    evidence = Evidence()
+    evidence, seed = Evidence(), setup.plan.seed
     for version in range(UPDATES + 1):
         if version:
-            update = updated(setup.source, scratch / str(version), plan.seed + version)
+            update = updated(setup.source, scratch / str(version), seed + version)
             engine.update_weights(update, version)
             trainer.load(update)
-        share = ceil(plan.tokens / (UPDATES + 1))
+        share = ceil(setup.plan.tokens / (UPDATES + 1))
         batches = setup.workload.sample(engine.generate, share, full_set=version == UPDATES)
         samples = [*chain.from_iterable(batches)]
         _tell(f"weights {version}: sampled {sum(len(sample.tokens) for sample in samples)} tokens")
@@ -211,18 +201,18 @@ def _evidence(plan: Plan, setup: Setup, engine: Engine, trainer: Trainer, scratc
             trainer=[trainer.log_probs([sample], [1.0])[0] for sample in samples],
             trainer_tempered=_tempered(trainer, samples),
             packed={
-                name: _packed(trainer, samples, batches) for name, batches in arrangements(samples, plan.seed)
+                name: _packed(trainer, samples, batches) for name, batches in arrangements(samples, seed)
             },
         )
     return evidence
 
 
-def _control(plan: Plan, setup: Setup) -> Evidence:
+def _control(setup: Setup) -> Evidence:
     """Collect the evidence of the control: decoded and recomputed with stock kernels, each side in its own order."""
-    with closing(ENGINES[plan.engine].start(setup.source, setup.contract, None)) as engine:
-        batches = setup.workload.sample(engine.generate, min(plan.tokens, CONTROL_TOKENS))
+    with setup.started(ENGINES, setup.plan.engine, stock=True) as engine:
+        batches = setup.workload.sample(engine.generate, min(setup.plan.tokens, CONTROL_TOKENS))
     samples = [*chain.from_iterable(batches)]
-    with closing(TRAINERS[plan.trainer].start(setup.source, setup.contract, None)) as trainer:
+    with setup.started(TRAINERS, setup.plan.trainer, stock=True) as trainer:
         return Evidence(samples=samples, trainer_tempered=_tempered(trainer, samples))
 
 

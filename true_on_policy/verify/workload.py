@@ -111,52 +111,6 @@ def arrangements(samples: Sequence[Sample], seed: int) -> Iterator[tuple[str, li
         yield name, [order[start : start + size] for start in range(0, len(order), size)]
 
 
-Counts = Mapping[str, Any]
-
-
-@dataclass(frozen=True)
-class Situation:
-    """A situation is a circumstance that a verification must meet.
-
-    Attributes:
-        count: reads from `counted` how often the situation was met.
-        needs: the ability that the engine needs; None where every engine can meet the situation.
-        remedy: how a user meets the situation.
-    """
-
-    name: str
-    count: Callable[[Counts], int]
-    needs: Ability | None = None
-    remedy: str = "give more --tokens"
-
-
-SITUATIONS = (
-    *(
-        Situation(f"batch of {size}", lambda counts, size=size: counts["batches"][str(size)])
-        for size in BATCH_SIZES
-    ),
-    *(
-        Situation(f"temperature {value:g}", lambda counts, value=value: value in counts["temperatures"])
-        for value in sorted(set(TEMPERATURES))
-    ),
-    Situation(f"sequence beyond {STOCK_KEYS} tokens", lambda counts: counts["longest_sequence"] > STOCK_KEYS),
-    Situation("continued sequence", lambda counts: counts["continued_sequences"]),
-    Situation("weight update", lambda counts: counts["weight_updates"]),
-    Situation(
-        "prefix-cache hit",
-        lambda counts: counts["prompt_tokens_from_cache"],
-        "prefix cache",
-        "give more --tokens, and leave the engine's prefix cache on",
-    ),
-    Situation(
-        "preemption",
-        lambda counts: counts["preemptions"],
-        "preemption",
-        "give more --tokens: the engine preempts only after some decode steps of one batch",
-    ),
-)
-
-
 def counted(evidence: Evidence) -> dict[str, Any]:
     """Count how often the engine met each circumstance while it sampled."""
     samples = evidence.samples
@@ -175,21 +129,46 @@ def counted(evidence: Evidence) -> dict[str, Any]:
     }
 
 
-def not_met(counts: Counts, abilities: Collection[Ability]) -> dict[str, str]:
-    """Name the situations that the engine could meet and did not, each with its remedy."""
-    return {one.name: one.remedy for one in _possible(abilities) if not one.count(counts)}
+MORE = "give more --tokens"
+# The situations that not every engine can meet: the ability that the engine needs, and how a user meets the situation.
+OF_ABLE: dict[str, tuple[Ability, str]] = {
+    "prefix-cache hit": ("prefix cache", f"{MORE}, and leave the engine's prefix cache on"),
+    "preemption": ("preemption", f"{MORE}: the engine preempts only after some decode steps of one batch"),
+}
 
 
-def met(counts: Counts, abilities: Collection[Ability]) -> list[str]:
-    """Name the situations that were met."""
-    return [one.name for one in _possible(abilities) if one.count(counts)]
+@dataclass(frozen=True)
+class Situations:
+    """Situations are the circumstances that a verification must meet.
+
+    Attributes:
+        met: the situations that were met.
+        not_met: the situations that the engine could meet and did not, each with its remedy.
+        not_of_engine: the situations that this engine cannot meet, or does not report.
+    """
+
+    met: list[str]
+    not_met: dict[str, str]
+    not_of_engine: list[str]
+
+    @classmethod
+    def of(cls, counts: Mapping[str, Any], abilities: Collection[Ability]) -> Situations:
+        """Sort the situations by what `counted` has counted."""
+        found = _met(counts)
+        foreign = [name for name, (ability, _) in OF_ABLE.items() if ability not in abilities]
+        remedies = {name: OF_ABLE.get(name, ("", MORE))[1] for name in found if name not in foreign}
+        not_met = {name: remedy for name, remedy in remedies.items() if not found[name]}
+        return cls([name for name in remedies if name not in not_met], not_met, foreign)
 
 
-def not_of_engine(abilities: Collection[Ability]) -> list[str]:
-    """Name the situations that this engine cannot meet, or does not report."""
-    possible = _possible(abilities)
-    return [one.name for one in SITUATIONS if one not in possible]
-
-
-def _possible(abilities: Collection[Ability]) -> list[Situation]:
-    return [one for one in SITUATIONS if one.needs is None or one.needs in abilities]
+def _met(counts: Mapping[str, Any]) -> dict[str, bool]:
+    """Tell of each situation whether it was met."""
+    return {
+        **{f"batch of {size}": counts["batches"][str(size)] > 0 for size in BATCH_SIZES},
+        **{f"temperature {value:g}": value in counts["temperatures"] for value in sorted(set(TEMPERATURES))},
+        f"sequence beyond {STOCK_KEYS} tokens": counts["longest_sequence"] > STOCK_KEYS,
+        "continued sequence": counts["continued_sequences"] > 0,
+        "weight update": counts["weight_updates"] > 0,
+        "prefix-cache hit": counts["prompt_tokens_from_cache"] > 0,
+        "preemption": counts["preemptions"] > 0,
+    }

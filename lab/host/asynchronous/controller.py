@@ -152,7 +152,7 @@ class Controller:
         """Generate with the next version of the weights; then begin the rollouts that the bound admits.
 
         Raises:
-            HookError: a hook with `on_error: stop` failed. Up to the post-pause hooks the weights have not
+            HookError: a hook failed. Up to the post-pause hooks the weights have not
                 moved. Later they have moved, and the rollouts that the bound admits have begun.
         """
         try:

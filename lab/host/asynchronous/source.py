@@ -26,7 +26,7 @@ from lab.host.rollout.sampler import Rollout, draw, judged
 from lab.host.rollout.tasks import Problem, Task
 from lab.host.train.parallel import ParallelState
 from lab.host.train.trainer import RolloutData, Trainer
-from mis_plugins.metrics.by_age import age_column
+from mis_plugins.metrics.staleness import age_column
 from mis_plugins.versions.segment_wise import STORED_FROM
 
 Row = dict[str, int | float]
@@ -59,7 +59,7 @@ class AsynchronousRollouts:
         self._seconds_a_token: dict[int, float] = defaultdict(float)
         self.controller = self._controller(config, first) if dist.get_rank() == 0 else None
         if self.controller is not None and self.recomputes:
-            self.controller.hooks.register_pre_pause_hook(self._recompute, "recompute")
+            self.controller.hooks.register("pre_pause", self._recompute, "recompute")
         if self.controller is not None:
             register_hooks(self.controller.hooks, args)
 

@@ -3,68 +3,56 @@
     with hooks.paused(engine.pause, engine.resume):
         engine.update_weights(...)
 
-Hooks are plain functions without arguments, called in the order of their registration, on the caller's thread.
+Hooks are plain functions without arguments, called in the order of their registration, on the caller's thread. When one
+raises, the later hooks of its point do not run, nor does the update where it is still to come. Once generation has
+paused, the pre-resume hooks, the resume and the post-resume hooks follow. Then a `HookError` names the hook.
 """
 
 from __future__ import annotations
 
 import inspect
-import logging
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import Literal, get_args
+from typing import Literal
 
 from mis_plugins.errors import ConfigError, MisError
 
-logger = logging.getLogger("mis_plugins")
-
 Hook = Callable[[], object]
 Point = Literal["pre_pause", "post_pause", "pre_resume", "post_resume"]
-OnError = Literal["stop", "continue"]
 
 
 class HookError(MisError):
     """A hook raised; the exception is its cause."""
 
 
-@dataclass
 class Hooks:
-    """The registered hooks.
+    """The registered hooks."""
 
-    on_error: what happens when a hook raises. `stop`: the later hooks of its point do not run, nor does the update
-        where it is still to come. Once generation has paused, the pre-resume hooks, the resume and the post-resume
-        hooks follow. Then the exception is raised as a `HookError`. `continue`: the exception is logged, and everything
-        goes on. Both messages name the hook.
-    """
+    def __init__(self) -> None:
+        self._registered: dict[Point, list[tuple[str, Hook]]] = defaultdict(list)
 
-    on_error: OnError = "stop"
-    _registered: dict[Point, list[tuple[str, Hook]]] = field(
-        default_factory=lambda: {point: [] for point in get_args(Point)}
-    )
+    def register(self, point: Point, hook: Hook, name: str) -> None:
+        """Register a hook. `pre_pause` runs while generation still goes on, and is the place to recompute.
 
-    def register_pre_pause_hook(self, hook: Hook, name: str | None = None) -> None:
-        """Register a hook that runs while generation still goes on: the place to recompute."""
-        self._register("pre_pause", hook, name)
+        `post_pause` runs before the update, `pre_resume` after it, also after a failed one, both while generation is
+        paused; `post_resume` runs when generation goes on again.
 
-    def register_post_pause_hook(self, hook: Hook, name: str | None = None) -> None:
-        """Register a hook that runs when generation has paused, before the update."""
-        self._register("post_pause", hook, name)
-
-    def register_pre_resume_hook(self, hook: Hook, name: str | None = None) -> None:
-        """Register a hook that runs after the update, also a failed one, while generation is still paused."""
-        self._register("pre_resume", hook, name)
-
-    def register_post_resume_hook(self, hook: Hook, name: str | None = None) -> None:
-        """Register a hook that runs when generation goes on again."""
-        self._register("post_resume", hook, name)
+        Raises:
+            ConfigError: the hook is a coroutine function, or needs arguments.
+        """
+        if inspect.iscoroutinefunction(hook):
+            raise ConfigError(f"{name} is a coroutine function; give a plain one, hooks are not awaited")
+        if not _takes_nothing(hook):
+            raise ConfigError(f"{name} needs arguments; hooks are called without any")
+        self._registered[point].append((name, hook))
 
     @contextmanager
     def paused(self, pause: Hook, resume: Hook) -> Iterator[None]:
         """Keep generation paused during the block. Once `pause` is called, `resume` will be, whatever raises.
 
         Raises:
-            HookError: a hook raised, with `on_error: stop`. If it was a pre-pause hook, `pause` was not called.
+            HookError: a hook raised. If it was a pre-pause hook, `pause` was not called.
         """
         self._run("pre_pause")
         try:
@@ -78,27 +66,13 @@ class Hooks:
                 resume()
                 self._run("post_resume")
 
-    def _register(self, point: Point, hook: Hook, name: str | None) -> None:
-        name = name or f"{getattr(hook, '__module__', '?')}.{getattr(hook, '__qualname__', repr(hook))}"
-        if inspect.iscoroutinefunction(hook):
-            raise ConfigError(
-                f"{{register_{point}_hook}}: {name} is a coroutine function; give a plain one, hooks are not awaited"
-            )
-        if not _takes_nothing(hook):
-            raise ConfigError(
-                f"{{register_{point}_hook}}: {name} needs arguments; hooks are called without any"
-            )
-        self._registered[point].append((name, hook))
-
     def _run(self, point: Point) -> None:
-        for name, hook in list(self._registered[point]):
+        for name, hook in self._registered[point]:
             try:
                 hook()
             except Exception as error:
                 message = f"{point} hook {name} raised {type(error).__name__}: {error}"
-                if self.on_error == "stop":
-                    raise HookError(message) from error
-                logger.exception("%s; on_error: continue, so the update goes on", message)
+                raise HookError(message) from error
 
 
 def _takes_nothing(hook: Hook) -> bool:

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import argparse
-import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, get_args
 
 import yaml
 
 from lab.host.asynchronous.staleness_bound import HeadOffpolicyness
 from lab.host.asynchronous.update_hooks import Hooks, Point
-from lab.host.cli.flags import REMOVED, TELLING, build_parser, named, spelled
+from lab.host.cli.flags import TELLING, build_parser, named, spelled
 from lab.host.cli.loading import load_function
 from mis_plugins.config.file import keys_of
 from mis_plugins.config.reading import from_args
@@ -45,15 +45,14 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         vars(args).update(SMOKE)
     if args.custom_config_path is not None:
         merge_custom_config(args, args.custom_config_path)
-    _refuse(_removed(args), _numbers(args))
+    _refuse(_numbers(args))
     _fill_defaults(args)
-    _refuse(_sizes(args), _experts(args), _engine(args), _cut(args), _unused_without_async(args))
+    _refuse(_sizes(args), _unused(args), _pairs(args))
     if args.asynchronous:
         _fill_asynchronous(args)
         _refuse(_asynchronous(args))
     _refuse(_correction(args), _loss(args))
     _check_hooks(args)
-    _refuse(_advantage(args))
     return args
 
 
@@ -62,8 +61,6 @@ def _fill_defaults(args: argparse.Namespace) -> None:
     samples = args.rollout_batch_size * args.n_samples_per_prompt
     args.global_batch_size = args.global_batch_size or samples
     ranks = args.tensor_model_parallel_size * args.context_parallel_size
-    if args.data_parallel_size is None:
-        args.data_parallel_size = max(1, int(os.environ.get("WORLD_SIZE", str(ranks))) // ranks)
     args.world_size = ranks * args.data_parallel_size
     args.micro_batch_size = args.micro_batch_size or max(1, args.global_batch_size // args.data_parallel_size)
     args.rollout_weights = args.rollout_weights or ("fp32" if args.true_on_policy else "bf16")
@@ -103,22 +100,21 @@ def _refuse(*faults: Iterator[str]) -> None:
             raise ConfigError(message)
 
 
-def _removed(args: argparse.Namespace) -> Iterator[str]:
-    """Flags of earlier releases, and what is to be done about each."""
-    for name, instead in REMOVED.items():
-        if getattr(args, name) is not None:
-            yield f"{spelled(name)} is gone: {instead}"
-        delattr(args, name)
-
-
 def _numbers(args: argparse.Namespace) -> Iterator[str]:
-    """Sizes below 1, and rates below 0: a file may say anything, and its 1e-4 is text to YAML."""
+    """Numbers that no run can have: a file may say anything, and its 1e-4 is text to YAML."""
     for name in named("size"):
         value = getattr(args, name)
         if value is not None and not isinstance(value, int):
             yield f"{spelled(name)}: got {shown(value)}; give a whole number"
         elif value is not None and not 1 <= value <= LARGEST:
             yield f"{spelled(name)}: got {shown(value)}; give at least 1, at most {LARGEST}"
+    top_p, top_k = args.rollout_top_p, args.rollout_top_k
+    if not isinstance(top_p, int | float) or not 0 < top_p <= 1:
+        yield f"--rollout-top-p: got {shown(top_p)}; give a number above 0, at most 1"
+    if not isinstance(top_k, int) or (top_k != -1 and top_k < 2):
+        yield (
+            f"--rollout-top-k: got {shown(top_k)}; give -1 for all tokens, or at least 2: a single one has no gradient"
+        )
     if args.rollout_temperature <= 0:
         yield f"--rollout-temperature: got {args.rollout_temperature}; give a number above 0"
     for name in named("rate"):
@@ -141,104 +137,54 @@ def _sizes(args: argparse.Namespace) -> Iterator[str]:
     ):
         if total % getattr(args, part):
             yield f"{told} = {total} is not a multiple of {spelled(part)} {getattr(args, part)}"
-    started = os.environ.get("WORLD_SIZE")
-    if started is not None and int(started) != args.world_size:
-        yield (
-            f"torchrun's WORLD_SIZE = {started} is not the product of --tensor-model-parallel-size "
-            f"{args.tensor_model_parallel_size}, --context-parallel-size {args.context_parallel_size} "
-            f"and --data-parallel-size {args.data_parallel_size}"
-        )
 
 
-def _experts(args: argparse.Namespace) -> Iterator[str]:
-    """Flags of experts without ``--num-experts``, and what experts or their replay cannot do here."""
-    given = [name for name in _OF_EXPERTS if getattr(args, name)]
-    if given and not args.num_experts:
-        yield f"{spelled(given[0])} has no effect without --num-experts; give both, or drop it"
-    if not args.num_experts:
-        return
-    if args.moe_router_topk > args.num_experts:
-        yield (
-            f"--moe-router-topk {args.moe_router_topk} with --num-experts {args.num_experts}: a token cannot take more "
-            "experts than there are"
-        )
-    if args.tensor_model_parallel_size > 1:
-        yield (
-            f"--num-experts with --tensor-model-parallel-size {args.tensor_model_parallel_size}: Megatron-core trains "
-            "experts so with sequence parallelism alone, which this host lacks; use context or data parallelism"
-        )
-    if not args.qk_layernorm:
-        yield "--num-experts with --no-qk-layernorm: the experts are Qwen3-MoE's, which has it; drop one"
-    if args.use_rollout_routing_replay and args.rollout_engine != "local":
-        yield (
-            f"--use-rollout-routing-replay with --rollout-engine {args.rollout_engine}: on a CPU that engine does not "
-            "return its routes; choose local"
-        )
-    if args.use_rollout_routing_replay and args.asynchronous:
-        yield (
-            "--use-rollout-routing-replay with --async: a response that outlives an update has routes of several "
-            "weights, which are not handed on; drop one"
-        )
+def _unused(args: argparse.Namespace) -> Iterator[str]:
+    """Settings that nothing reads without another one."""
+    for name, needed in NEEDS.items():
+        given = getattr(args, name) is not None and getattr(args, name) is not False
+        if given and not getattr(args, needed):
+            yield f"{spelled(name)} has no effect without {spelled(needed)}; give both, or drop it"
 
 
-def _engine(args: argparse.Namespace) -> Iterator[str]:
-    """An engine that lacks precision or head size, and --true-on-policy where sides must differ."""
-    engine = f"--rollout-engine {args.rollout_engine}"
-    if args.rollout_engine != "local" and args.rollout_weights not in ("fp32", "bf16"):
-        yield (
-            f"{engine} with --rollout-weights {args.rollout_weights}: only the local engine emulates integers; choose "
-            "fp32 or bf16"
-        )
+@dataclass(frozen=True)
+class Pair:
+    """Two settings that cannot work together, and why; they meet where both are given, or where `meet` says so."""
+
+    one: str
+    other: str
+    why: str
+    meet: Callable[[argparse.Namespace], object] | None = None
+
+    def of(self, args: argparse.Namespace) -> bool:
+        if self.meet is not None:
+            return bool(self.meet(args))
+        return bool(getattr(args, self.one) and getattr(args, self.other))
+
+
+def _pairs(args: argparse.Namespace) -> Iterator[str]:
+    """Settings that exclude each other, and heads of a size that an engine does not know."""
+    for pair in PAIRS:
+        if pair.of(args):
+            yield f"{_told(args, pair.one)} with {_told(args, pair.other)}: {pair.why}"
     sizes = ENGINES[args.rollout_engine].head_sizes if args.rollout_engine in ENGINES else ()
     if sizes and args.kv_channels not in sizes:
         yield (
-            f"{engine} with --kv-channels {args.kv_channels}: on a CPU the engine knows heads of "
+            f"{_told(args, 'rollout_engine')} with {_told(args, 'kv_channels')}: on a CPU the engine knows heads of "
             f"{', '.join(map(str, sizes))}; give one of these sizes"
         )
-    if args.check_weights_every and (args.asynchronous or args.rollout_engine not in TELLING):
-        yield (
-            f"--check-weights-every with {'--async' if args.asynchronous else engine}: no weights can be asked for "
-            f"there; give --rollout-engine {' or '.join(TELLING)}, without --async, or drop it"
-        )
-    if args.true_on_policy and args.rollout_weights != "fp32":
-        yield (
-            f"--true-on-policy with --rollout-weights {args.rollout_weights}: the trainer computes in float32, so its "
-            "rollout engine must; drop one of them"
-        )
-    if args.true_on_policy and args.tensor_model_parallel_size > 1:
-        yield (
-            f"--true-on-policy with --tensor-model-parallel-size {args.tensor_model_parallel_size}: the ranks' partial "
-            "sums round differently than the engine's whole ones; use context or data parallelism"
-        )
 
 
-def _cut(args: argparse.Namespace) -> Iterator[str]:
-    """Impossible top-p and top-k, and a cut where the trainer cannot know which tokens are left."""
-    top_p, top_k = args.rollout_top_p, args.rollout_top_k
-    if not isinstance(top_p, int | float) or not 0 < top_p <= 1:
-        yield f"--rollout-top-p: got {shown(top_p)}; give a number above 0, at most 1"
-    if not isinstance(top_k, int) or (top_k != -1 and top_k < 2):
-        yield (
-            f"--rollout-top-k: got {shown(top_k)}; give -1 for all tokens, or at least 2: a single one has no gradient"
-        )
-    if top_p == 1 and top_k == -1:
-        return
-    flag = f"--rollout-top-p {top_p:g}" if top_p != 1 else f"--rollout-top-k {top_k}"
-    if args.rollout_engine not in ENGINES or not ENGINES[args.rollout_engine].cuts:
-        cutting = ", ".join(name for name, spec in ENGINES.items() if spec.cuts and spec.serve)
-        yield (
-            f"{flag} with --rollout-engine {args.rollout_engine}: the engine returns no list of the tokens that it "
-            f"samples from, over which the trainer has to renormalize; choose {cutting}"
-        )
-    for name, why in _UNCUT.items():
-        if getattr(args, name):
-            yield f"{flag} with {spelled(name)}: {why}; drop one"
+def _told(args: argparse.Namespace, name: str) -> str:
+    """A setting as the command line would spell it."""
+    value, flag = getattr(args, name), spelled(name)
+    if isinstance(value, bool):
+        return flag if value else f"--no-{flag.removeprefix('--')}"
+    return f"{flag} {value:g}" if isinstance(value, float) else f"{flag} {value}"
 
 
-def _unused_without_async(args: argparse.Namespace) -> Iterator[str]:
-    for name in [*named("later"), *map(_hook_path, POINTS)]:
-        if getattr(args, name) is not None and not args.asynchronous:
-            yield f"{spelled(name)} has no effect without --async; give both, or drop it"
+def _cuts(engine: str) -> bool:
+    return engine in ENGINES and ENGINES[engine].cuts
 
 
 def _fill_asynchronous(args: argparse.Namespace) -> None:
@@ -261,9 +207,9 @@ def register_hooks(hooks: Hooks, args: argparse.Namespace) -> None:
         ):  # a file may give a single one as text
             hook = load_function(path, flag)
             try:
-                getattr(hooks, f"register_{point}_hook")(hook, path)
+                hooks.register(point, hook, path)
             except ConfigError as error:
-                raise error.spelled({f"register_{point}_hook": flag}) from None
+                raise ConfigError(f"{flag}: {error}") from None
 
 
 def _hook_path(point: Point) -> str:
@@ -282,23 +228,11 @@ def _asynchronous(args: argparse.Namespace) -> Iterator[str]:
     for name in ("rollout_step_seconds", "rollout_steps_per_update"):
         if getattr(args, name) < 0:
             yield f"{spelled(name)}: got {getattr(args, name):g}; give 0 or more"
-    if args.true_on_policy:
-        yield "--async with --true-on-policy: what older weights sampled is off policy whatever the kernels; drop one"
-    if args.grad_cosine_every:
-        yield (
-            "--grad-cosine-every with --async: the gradient would be of fresh samples, not of stale ones; drop one, or "
-            "see scripts/experiment-async-weights.sh"
-        )
 
 
 def _correction(args: argparse.Namespace) -> Iterator[str]:
-    """A hook or a config that nothing would read, and a correction of a policy that is bypassed."""
+    """A hook or a config that nothing would read."""
     asked = "--use-tis" if args.use_tis else "--get-mismatch-metrics" if args.get_mismatch_metrics else None
-    if args.use_tis and args.use_rollout_logprobs:
-        yield (
-            "--use-tis with --use-rollout-logprobs: the first corrects the proximal policy that the second bypasses; "
-            "drop one"
-        )
     by_loss_hook = args.custom_loss_function_path == "mis_plugins.mis.policy_loss"
     if asked and args.custom_tis_function_path is None and not by_loss_hook:
         yield (
@@ -331,19 +265,8 @@ def _check_hooks(args: argparse.Namespace) -> None:
             from_args(args)
 
 
-def _advantage(args: argparse.Namespace) -> Iterator[str]:
-    """Groups of one, and a shift of rewards that a group's baseline takes away again."""
-    if args.advantage_estimator == "grpo" and args.n_samples_per_prompt < 2:
-        yield (
-            f"--advantage-estimator grpo with --n-samples-per-prompt {args.n_samples_per_prompt}: a group of one has "
-            "no baseline; give at least 2 samples a prompt, or use reinforce"
-        )
-    if args.advantage_estimator == "grpo" and args.reward_shift != 0:
-        yield "--reward-shift has no effect with --advantage-estimator grpo; use reinforce or drop it"
-
-
 def _loss(args: argparse.Namespace) -> Iterator[str]:
-    """Settings of the loss that nothing would read, and a dual clip that would act on every token."""
+    """Settings of the loss that nothing would read."""
     custom = args.loss_type == "custom_loss"
     if custom != (args.custom_loss_function_path is not None):
         yield "--loss-type custom_loss and --custom-loss-function-path need each other; give both or none"
@@ -351,19 +274,63 @@ def _loss(args: argparse.Namespace) -> Iterator[str]:
         yield (
             "--custom-pg-loss-reducer-function-path has no effect with --loss-type custom_loss; drop one of them"
         )
-    if args.use_unbiased_kl and not args.use_kl_loss:
-        yield "--use-unbiased-kl has no effect without --use-kl-loss"
-    if args.eps_clip_c is not None and args.eps_clip_c <= 1:
-        yield f"--eps-clip-c: got {args.eps_clip_c:g}; a dual clip lies above 1"
 
 
 POINTS: tuple[Point, ...] = get_args(Point)
 
-_UNCUT = {
-    "asynchronous": "the tokens that are left are not handed on",
-    "true_on_policy": "engine and trainer renormalize by other formulas, which round differently",
-    "grad_cosine_every": "the gradient that it compares with is of the whole vocabulary",
-}
-"""Arguments that exclude top-p and top-k, and why."""
+NEEDS = dict.fromkeys(("moe_router_topk", "moe_ffn_hidden_size", "use_rollout_routing_replay"), "num_experts")
+NEEDS |= dict.fromkeys([*named("later"), *map(_hook_path, POINTS)], "asynchronous")
+"""Settings by name, each with the setting without which it has no effect."""
 
-_OF_EXPERTS = ("moe_router_topk", "moe_ffn_hidden_size", "use_rollout_routing_replay")
+_CUTTING = ", ".join(name for name, spec in ENGINES.items() if spec.cuts and spec.serve)
+PAIRS: tuple[Pair, ...] = (
+    Pair("num_experts", "tensor_model_parallel_size",
+         "Megatron-core trains experts so with sequence parallelism alone, which this host lacks; use context or data "
+         "parallelism", lambda args: args.num_experts and args.tensor_model_parallel_size > 1),
+    Pair("num_experts", "qk_layernorm", "the experts are Qwen3-MoE's, which has it; drop one",
+         lambda args: args.num_experts and not args.qk_layernorm),
+    Pair("moe_router_topk", "num_experts", "a token cannot take more experts than there are",
+         lambda args: args.num_experts and args.moe_router_topk > args.num_experts),
+    Pair("use_rollout_routing_replay", "rollout_engine",
+         "on a CPU that engine does not return its routes; choose local",
+         lambda args: args.use_rollout_routing_replay and args.rollout_engine != "local"),
+    Pair("use_rollout_routing_replay", "asynchronous",
+         "a response that outlives an update has routes of several weights, which are not handed on; drop one"),
+    Pair("rollout_engine", "rollout_weights", "only the local engine emulates integers; choose fp32 or bf16",
+         lambda args: args.rollout_engine != "local" and args.rollout_weights not in ("fp32", "bf16")),
+    Pair("check_weights_every", "asynchronous", "no weights can be asked for there; drop one"),
+    Pair("check_weights_every", "rollout_engine",
+         f"no weights can be asked for there; give --rollout-engine {' or '.join(TELLING)}, or drop it",
+         lambda args: args.check_weights_every and args.rollout_engine not in TELLING),
+    Pair("true_on_policy", "rollout_weights",
+         "the trainer computes in float32, so its rollout engine must; drop one of them",
+         lambda args: args.true_on_policy and args.rollout_weights != "fp32"),
+    Pair("true_on_policy", "tensor_model_parallel_size",
+         "the ranks' partial sums round differently than the engine's whole ones; use context or data parallelism",
+         lambda args: args.true_on_policy and args.tensor_model_parallel_size > 1),
+    Pair("asynchronous", "true_on_policy",
+         "what older weights sampled is off policy whatever the kernels; drop one"),
+    Pair("grad_cosine_every", "asynchronous", "the gradient would be of fresh samples, not of stale ones; drop one, "
+         "or see scripts/experiment-async-weights.sh"),
+    Pair("use_tis", "use_rollout_logprobs",
+         "the first corrects the proximal policy that the second bypasses; drop one"),
+    Pair("advantage_estimator", "n_samples_per_prompt",
+         "a group of one has no baseline; give at least 2 samples a prompt, or use reinforce",
+         lambda args: args.advantage_estimator == "grpo" and args.n_samples_per_prompt < 2),
+    Pair("reward_shift", "advantage_estimator", "a group's baseline takes it away again; use reinforce or drop it",
+         lambda args: args.advantage_estimator == "grpo" and args.reward_shift != 0),
+    *(
+        Pair(cut, other, why, lambda args, cut=cut, all=all, meet=meet: getattr(args, cut) != all and meet(args))
+        for cut, all in (("rollout_top_p", 1), ("rollout_top_k", -1))
+        for other, why, meet in (
+            ("rollout_engine", "the engine returns no list of the tokens that it samples from, over which the trainer "
+             f"has to renormalize; choose {_CUTTING}", lambda args: not _cuts(args.rollout_engine)),
+            ("asynchronous", "the tokens that are left are not handed on; drop one", lambda args: args.asynchronous),
+            ("true_on_policy", "engine and trainer renormalize by other formulas, which round differently; drop one",
+             lambda args: args.true_on_policy),
+            ("grad_cosine_every", "the gradient that it compares with is of the whole vocabulary; drop one",
+             lambda args: args.grad_cosine_every),
+        )
+    ),
+)  # fmt: skip
+"""What excludes each other."""

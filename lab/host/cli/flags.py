@@ -67,7 +67,7 @@ class Run:
     seed: int = flag(0, "of weights, prompts and samples")
     num_rollout: int = flag(200, "rollouts to train on", size=True)
     smoke: bool = flag(False, "a tiny run that only shows that everything works; overrides sizes")
-    quiet: bool = flag(False, "no table and no progress bar; the line that says where the run lies remains")
+    quiet: bool = flag(False, "no rows and no progress bar; the line that says where the run lies remains")
 
 
 @dataclass
@@ -96,10 +96,9 @@ class Evaluation:
 
 @dataclass
 class Task:
-    """task: A string of digits to reverse, sort or add; reward 1 for exactly the right answer, else 0."""
+    """task: A string of digits to reverse; reward 1 for exactly the right answer, else 0."""
 
-    task: Literal["reverse", "sort", "add"] = flag("reverse")
-    num_digits: int = flag(10, "digits of an operand", size=True)
+    num_digits: int = flag(10, "digits of the string", size=True)
     warmup_steps: int = flag(500, "supervised steps before RL")
     warmup_lr: float = flag(3e-3, "learning rate of the supervised steps", rate=True)
     warmup_cache: str | None = flag(
@@ -260,17 +259,6 @@ class Clip:
 
     eps_clip: float = flag(0.2, "PPO clip", rate=True)
     eps_clip_high: float | None = flag(None, "upper PPO clip (default: --eps-clip)")
-    eps_clip_c: float | None = flag(None, "dual clip: at most -C A where A < 0", "C")
-
-
-@dataclass
-class KlLoss:
-    """KL loss: Towards the policy of before the first rollout, frozen."""
-
-    use_kl_loss: bool = flag(False, "add the KL term to the loss")
-    kl_loss_coef: float = flag(0.0, "its factor")
-    kl_loss_type: Literal["k1", "k2", "k3", "low_var_kl"] = flag("k1", "its estimator")
-    use_unbiased_kl: bool = flag(False, "multiply it by the ratio of target to proximal policy")
 
 
 @dataclass
@@ -298,13 +286,11 @@ class Optimizer:
 
 @dataclass
 class Ranks:
-    """ranks: Forked by this command, or made by torchrun."""
+    """ranks: Forked by this command."""
 
     context_parallel_size: int = flag(1, "ranks that share each sequence", size=True)
     tensor_model_parallel_size: int = flag(1, "ranks that share each matrix", size=True)
-    data_parallel_size: int | None = flag(
-        None, "ranks that share the samples (default: what torchrun started leaves, else 1)", size=True
-    )
+    data_parallel_size: int = flag(1, "ranks that share the samples", size=True)
 
 
 @dataclass
@@ -325,14 +311,9 @@ class Model:
     )
 
 
-REMOVED = {
-    "rollout_health_check_timeout": "a thread of the trainer samples, and no worker process is watched; drop it",
-}
-"""Flags of earlier releases, and what is to be done about each."""
-
 GROUPS = (
     *(Run, Checkpoint, Evaluation, Task, Rollout, Asynchronous, Correction),
-    *(Loss, Advantage, Clip, KlLoss, Optimizer, Ranks, Model),
+    *(Loss, Advantage, Clip, Optimizer, Ranks, Model),
 )
 
 
@@ -360,8 +341,6 @@ def build_parser() -> argparse.ArgumentParser:
         added, types = parser.add_argument_group(title, about or None), get_type_hints(group)
         for one in fields(group):
             added.add_argument(spelled(one.name), dest=one.name, **_taken(one, types[one.name]))
-    for name in REMOVED:
-        parser.add_argument(spelled(name), dest=name, help=argparse.SUPPRESS)
     return parser
 
 

@@ -31,7 +31,6 @@ def on_policy(args: Namespace) -> Namespace:
         "use_tis": False,
         "get_mismatch_metrics": False,
         "use_rollout_logprobs": False,
-        "use_kl_loss": False,
         "use_rollout_routing_replay": False,
         "custom_megatron_before_log_prob_hook_path": None,
     }

@@ -17,7 +17,6 @@ from torch import Tensor
 from lab.host.cli.loading import load_function
 from lab.host.train.batch import Layout
 from lab.host.train.kept_set import IDS, OFFSETS, KeptSets
-from lab.host.train.kl import kl_term
 from lab.host.train.log_probs import response_log_probs
 from lab.host.train.parallel import ParallelState
 from mis_plugins.config.terms.divergence import k3
@@ -46,7 +45,6 @@ class MicroBatch:
     advantages: list[Tensor]
     proximal: list[Tensor] | None
     behavior: list[Tensor]
-    reference: list[Tensor] | None = None
     versions: list[Tensor] | None = None
     recomputed: list[Tensor] | None = None
     proximal_version: int | None = None
@@ -94,18 +92,15 @@ def of_log_probs(loss: LogProbLoss) -> LossFunction:
 
 
 def clipped_surrogate(
-    log_ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float, dual: float | None = None
+    log_ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float
 ) -> tuple[Tensor, Tensor]:
     """PPO's ``-min(r A, clip(r, 1 - low, 1 + high) A)`` a token, and whether the clip acted.
 
-    ``log_ratio`` is target - proximal. Schulman et al. 2017, arxiv.org/abs/1707.06347. ``dual`` bounds the loss of
-    negative advantages by ``-dual A``. Ye et al. 2019, arxiv.org/abs/1912.09729.
+    ``log_ratio`` is target - proximal. Schulman et al. 2017, arxiv.org/abs/1707.06347.
     """
     ratio = log_ratio.exp()
     free, clipped = -ratio * advantages, -ratio.clamp(1 - clip_low, 1 + clip_high) * advantages
     loss = torch.maximum(free, clipped)
-    if dual is not None:
-        loss = torch.where(advantages < 0, torch.minimum(loss, -dual * advantages), loss)
     return loss, (clipped > free).float()
 
 
@@ -131,7 +126,7 @@ def policy_loss(args: Namespace, state: ParallelState, batch: MicroBatch, log_pr
     reduce = Reducer.of(batch, batch.loss_masks, per_token=args.calculate_per_token_loss)
     log_ratio = log_probs - proximal
     loss, clipped = clipped_surrogate(
-        log_ratio, torch.cat(batch.advantages), args.eps_clip, args.eps_clip_high, args.eps_clip_c
+        log_ratio, torch.cat(batch.advantages), args.eps_clip, args.eps_clip_high
     )
     metrics = mismatch_metrics(reduce, torch.cat(proximal_list), behavior)
     masks: Sequence[Tensor] = batch.loss_masks
@@ -140,12 +135,6 @@ def policy_loss(args: Namespace, state: ParallelState, batch: MicroBatch, log_pr
         metrics |= {name: reduce(values) for name, values in mismatch.items()}
     reduce_kept = Reducer.of(batch, masks, per_token=args.calculate_per_token_loss)
     total = pg_reducer(args, batch, masks, reduce_kept)(loss)
-    if args.use_kl_loss:
-        ratio = log_ratio.exp() if args.use_unbiased_kl else None
-        assert batch.reference is not None
-        kl = reduce_kept(kl_term(args.kl_loss_type, log_probs, torch.cat(batch.reference), ratio))
-        total = total + args.kl_loss_coef * kl
-        metrics["kl_loss"] = kl
     metrics |= {
         "loss": total,
         "pg_clipfrac": reduce_kept(clipped),
@@ -211,7 +200,6 @@ def host_batch(batch: MicroBatch) -> dict[str, Any]:
         "advantages": batch.advantages,
         "log_probs": batch.proximal,
         "rollout_log_probs": batch.behavior,
-        "ref_log_probs": batch.reference,
         "max_seq_lens": None,
         "output_versions": batch.versions,
         "recomputed_log_probs": batch.recomputed,

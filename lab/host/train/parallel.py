@@ -1,7 +1,7 @@
 """The ranks of the embedded host: who they are, how they start and how they stop.
 
-Ranks are forked after Megatron has been imported: its import costs seconds, a fork does not. Under ``torchrun``
-the ranks exist already and only join the process group. All collectives run over gloo, so no GPU is needed.
+Ranks are forked after Megatron has been imported: its import costs seconds, a fork does not.
+All collectives run over gloo, so no GPU is needed.
 """
 
 from __future__ import annotations
@@ -107,16 +107,7 @@ def launch(world_size: int, main: Callable[[], None]) -> int:
     130: interrupted. 141: nobody reads what a rank prints.
     """
     with tempfile.TemporaryDirectory(prefix="mis-local-") as scratch:
-        if "RANK" in os.environ:
-            return _torchrun_rank(main, Path(scratch))
         return _fork_ranks(world_size, main, Path(scratch))
-
-
-def _torchrun_rank(main: Callable[[], None], scratch: Path) -> int:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    code = _run_rank(main, scratch, dist.get_rank())
-    return _print_report(scratch) if code in (EXIT_FAILURE, EXIT_USER_ERROR) else code
 
 
 def _fork_ranks(world_size: int, main: Callable[[], None], scratch: Path) -> int:

@@ -221,7 +221,6 @@ class Trainer:
             advantages=pick("advantages"),
             proximal=pick("log_probs") if "log_probs" in data else None,
             behavior=pick("rollout_log_probs"),
-            reference=pick("ref_log_probs") if "ref_log_probs" in data else None,
             versions=pick("output_versions") if "output_versions" in data else None,
             recomputed=pick("recomputed_log_probs") if "recomputed_log_probs" in data else None,
             proximal_version=data.get("proximal_version"),

@@ -20,8 +20,8 @@ from lab.host.rollout.tasks import Problem, Task
 from lab.host.train.loss import of_log_probs, supervised_loss
 from lab.host.train.parallel import ParallelState
 from lab.host.train.trainer import RolloutData, Trainer
+from lab.provenance import tracked
 from mis_plugins.shared.files import replaced
-from mis_plugins.shared.progress import tracked
 
 BATCH = 64
 
@@ -84,7 +84,7 @@ def cache_path(args: Namespace, config: ModelConfig) -> Path:
         args.eval_prompts,
     )
     digest = hashlib.blake2b(repr(recipe).encode(), digest_size=6).hexdigest()
-    return folder / f"{args.task}{args.num_digits}-seed{args.seed}-steps{args.warmup_steps}-{digest}.pt"
+    return folder / f"reverse{args.num_digits}-seed{args.seed}-steps{args.warmup_steps}-{digest}.pt"
 
 
 def answers(problems: list[Problem]) -> RolloutData:

@@ -25,6 +25,8 @@ from mis_plugins.explain.launch.words import (
     Reading,
     Returned,
     Text,
+    all_of,
+    any_of,
     fields,
     hole,
     is_train,
@@ -41,9 +43,10 @@ if TYPE_CHECKING:
     from tree_sitter import Node
 
 SHELLS = ("bash", "sh", "zsh", "dash")
+ENDS_ROUND = ("break", "continue")
 PRINTS = ("echo", "printf", "cat", "tee")
-STARTS_NOTHING = (":", "true", "pkill", "pgrep", "grep", "ps", "kill")
-FILLS = ("read", "mapfile", "readarray", "getopts")
+STARTS_NOTHING = (":", "true", "pkill", "pgrep", "grep", "ps", "kill", *ENDS_ROUND)
+FILLS = ("read", "mapfile", "readarray", "getopts", "let")
 OUR_PATH = ("-m mis_plugins config path ", "mis-plugins config path ")
 SETS = ("variable_assignment", "variable_assignments", "declaration_command", "compound_statement")
 OF_FUNCTION = ("local", "declare", "typeset")
@@ -67,16 +70,11 @@ def launches(script: str, path: Path, reading: Reading, arguments: Sequence[str]
     return shell.found
 
 
-class Broken(Returned):
-    """A loop ends, or goes on with its next round, before the end of its body; `value` tells which."""
-
-
 class Shell(Reader):
     """The variables of a shell as far as they are known.
 
     texts: the script, and every text that it sources or evaluates; `source` numbers the one that is read.
     locals: what the variables that a function declares as its own were before.
-    is_broken: whether only running the script would tell that a loop ends before its last round.
     ran: the statements that were read, by number of the text and id of the node.
     """
 
@@ -85,7 +83,6 @@ class Shell(Reader):
         self.path, self.source = path, 0
         self.texts: list[Node] = []
         self.variables: dict[str, Value] = {"@": []}
-        self.is_broken = False
         self.functions: dict[str, tuple[Node, int]] = {}
         self.locals: dict[str, Value | None] = {}
         self.ran: set[tuple[int, int]] = set()
@@ -106,9 +103,6 @@ class Shell(Reader):
 
     def scopes(self) -> list[dict[str, Value]]:
         return [self.variables]
-
-    def remember(self, branch: str, ended: Ended) -> None:
-        self.is_broken |= isinstance(ended, Broken)
 
     # Running statements.
 
@@ -178,7 +172,11 @@ class Shell(Reader):
             return truth is not False
         left, right = node.named_children[0], node.named_children[-1]
         status, is_and = self._status(left), any(child.type == "&&" for child in node.children)
-        decides = right.type in SETS or one_line(right).partition(" ")[0] in {*COMMANDS, *self.functions}
+        decides = right.type in SETS or one_line(right).partition(" ")[0] in {
+            *COMMANDS,
+            *ENDS_ROUND,
+            *self.functions,
+        }
         if left.type == "command" and decides and self.truth(left) is None:
             status = None  # what a command says of the machine decides a value, or where a loop ends
         if status is None:
@@ -192,12 +190,15 @@ class Shell(Reader):
         clauses = list(_clauses(node))
         for conditions, _ in clauses:
             self.run_all(conditions)
-        self._choose(
+        self.choose(
             [
-                (_joined(conditions), self.truth(conditions[-1]) if conditions else True, body)
+                (_joined(conditions), self.truth(conditions[-1]) if conditions else True, self._work(body))
                 for conditions, body in clauses
             ]
         )
+
+    def _work(self, nodes: Sequence[Node]) -> Callable[[], object]:
+        return lambda: self.run_all(nodes)
 
     def _case(self, node: Node) -> None:
         subject = node.child_by_field_name("value")
@@ -208,55 +209,33 @@ class Shell(Reader):
             patterns = [_said(child).strip("'\"") for child in item.children[:close] if child.is_named]
             fits = None if said is None else any(_fits(said, pattern) for pattern in patterns)
             body = [child for child in item.children[close:] if child.is_named]
-            clauses.append((f"{shown(value)} is {' or '.join(patterns)}", "*" in patterns or fits, body))
-        self._choose(clauses)
-
-    def _choose(self, clauses: Sequence[tuple[str, bool | None, Sequence[Node]]]) -> None:
-        """Run the first clause that holds; those before it that may hold are read both ways."""
-        if not clauses:
-            return
-        (label, truth, body), *rest = clauses
-        if truth is None:
-            self.fork(label, lambda: self.run_all(body), lambda: self._choose(rest))
-        elif truth:
-            self.run_all(body)
-        else:
-            self._choose(rest)
+            clauses.append(
+                (f"{shown(value)} is {' or '.join(patterns)}", "*" in patterns or fits, self._work(body))
+            )
+        self.choose(clauses)
 
     def _for(self, node: Node) -> None:
         name, body = node.child_by_field_name("variable"), node.child_by_field_name("body")
         values = [word for child in node.children_by_field_name("value") for word in self.words(child)]
         if name is None or body is None:
             return
-        if values and all(known(word) is not None for word in values):
-            self._looped(node, lambda: any(self._round(body, _said(name), word) for word in values))
-        else:
+        if not values or _ends_early(body) or any(known(word) is None for word in values):
             self.variables[_said(name)] = hole(f"${_said(name)}", self.lines(node))
             self._loop(node)
+            return
+        for word in values:
+            self.variables[_said(name)] = word
+            self.run(body)
 
     def _loop(self, node: Node) -> None:
-        body = node.child_by_field_name("body")
+        """Read the body once; what it sets is not known where it may end before its last round."""
+        body, before = node.child_by_field_name("body"), dict(self.variables)
         self.run_all(child for child in node.named_children if child != body)
         if body is not None:
-            self._looped(node, lambda: self.fork(one_line(node), lambda: self._round(body), lambda: None))
-
-    def _looped(self, node: Node, work: Callable[[], object]) -> None:
-        """Run a loop; of one that may end before its last round, what it sets is not known."""
-        outer, before, self.is_broken = self.is_broken, dict(self.variables), False
-        work()
-        changed = [name for name, value in self.variables.items() if before.get(name) != value]
-        if self.is_broken:
-            self.variables |= {name: hole(f"${name}", self.lines(node)) for name in changed}
-        self.is_broken = outer
-
-    def _round(self, body: Node, name: str = "", value: Text = ()) -> bool:
-        """Run the body of a loop once; whether the loop ends there."""
-        self.variables |= {name: value} if name else {}
-        try:
-            self.run(body)
-        except Broken as broken:
-            return broken.value
-        return False
+            self.fork(one_line(node), lambda: self.run(body), lambda: None)
+            changed = [name for name, value in self.variables.items() if before.get(name) != value]
+            if _ends_early(body):
+                self.variables |= {name: hole(f"${name}", self.lines(node)) for name in changed}
 
     def _function(self, node: Node) -> None:
         name, body = node.child_by_field_name("name"), node.child_by_field_name("body")
@@ -344,10 +323,6 @@ class Shell(Reader):
     def _return(self, node: Node, words: list[Text]) -> None:
         raise Returned
 
-    def _break(self, node: Node, words: list[Text]) -> None:
-        self.is_broken |= bool(words)  # of an outer loop
-        raise Broken(_said(node).startswith("break"))
-
     def _shift(self, node: Node, words: list[Text]) -> None:
         said = known(words[0]) if words else "1"
         count = int(said) if said and said.isdigit() and len(said) < 8 else 1
@@ -365,15 +340,10 @@ class Shell(Reader):
         if any(child.type in ("++", "--") or child.type in ASSIGNS for child in node.children):
             self.variables[_said(node.named_children[0])] = hole(_said(node), self.lines(node))
 
-    def _let(self, node: Node, words: list[Text]) -> None:
-        for word in words:
-            name = shown(word).partition("=")[0].strip("+-*/% ")
-            self.variables[name] = hole(_said(node), self.lines(node))
-
     def _fill(self, node: Node, words: list[Text]) -> None:
         """Variables whose values come from outside, but for a herestring."""
         here = next((child for child in node.children if child.type == "herestring_redirect"), None)
-        names = [name for name in map(shown, words) if not name.startswith("-")]
+        names = [shown(word).partition("=")[0].rstrip("+-*/% ") for word in words if shown(word)[:1] != "-"]
         is_whole = here is not None and len(names) == 1 and node.children[0].type == "command_name"
         value = (
             self.text(here.named_children[0]) if here and is_whole else hole(_said(node), self.lines(node))
@@ -687,9 +657,7 @@ class Shell(Reader):
 
     def _compared(self, operator: str, left: Node, right: Node) -> bool | None:
         if operator in ("&&", "||"):
-            found = [self.truth(left), self.truth(right)]
-            decides = operator == "||"
-            return decides if decides in found else None if None in found else not decides
+            return (any_of if operator == "||" else all_of)([self.truth(left), self.truth(right)])
         one, other = known(self.text(left)), known(self.text(right))
         if one is None or other is None or operator not in ("=", "==", "!="):
             return None
@@ -737,10 +705,8 @@ COMMANDS: dict[str, Callable[[Shell, Node, list[Text]], None]] = {
     "exit": Shell._exit,
     "exec": lambda shell, node, words: shell.call(node, words),
     "return": Shell._return,
-    **dict.fromkeys(("break", "continue"), Shell._break),
     "shift": Shell._shift,
     "set": Shell._set,
-    "let": Shell._let,
 }
 
 
@@ -751,6 +717,12 @@ def _said(node: Node) -> str:
 def one_line(node: Node) -> str:
     """The first line of what a node says."""
     return _said(node).partition("\n")[0]
+
+
+def _ends_early(node: Node) -> bool:
+    """Whether a round of a loop may end before the end of its body."""
+    is_such = node.type == "command" and _said(node).partition(" ")[0] in ENDS_ROUND
+    return is_such or any(map(_ends_early, node.named_children))
 
 
 def _joined(nodes: Iterable[Node]) -> str:

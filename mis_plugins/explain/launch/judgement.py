@@ -6,7 +6,7 @@ import base64
 import itertools
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from mis_plugins.config.loading import file_of, read_keys
 from mis_plugins.config.model import CorrectionConfig
 from mis_plugins.config.reading import is_read
 from mis_plugins.errors import UserError
-from mis_plugins.explain.launch.words import HOLE, Launch, Reading, Word, known
+from mis_plugins.explain.launch.words import HOLE, Launch, Reading, Word, flags_of, known
 from mis_plugins.explain.words import flags as flags_for
 from mis_plugins.hosts.arguments import flags as recorded_flags
 from mis_plugins.hosts.arguments import kinds, recorded
@@ -162,16 +162,7 @@ def _number(text: str) -> float | int | str:
 
 
 def _flags(words: Sequence[Word]) -> dict[str, Flag]:
-    found: dict[str, Flag] = {}
-    for index, word in enumerate(words):
-        if not word.text.startswith("--"):
-            continue
-        name, equals, value = word.text.partition("=")
-        after = words[index + 1] if index + 1 < len(words) else None
-        if equals:
-            after = replace(word, text=value, span=None)
-        found[name] = Flag(word, after if after is not None and not after.text.startswith("--") else None)
-    return found
+    return {name: Flag(word, value) for name, word, value in flags_of(words)}
 
 
 def _host(launch: Launch, flags: Mapping[str, Flag]) -> Host | None:
@@ -190,7 +181,7 @@ def _host(launch: Launch, flags: Mapping[str, Flag]) -> Host | None:
 def _unsure(launch: Launch, flags: Mapping[str, Flag]) -> Iterator[str]:
     for word in launch.words:
         if not word.is_known and any(flag in word.source for flag in DECIDES):
-            yield f"{_place(word)}: one of {word.source}"
+            yield f"({word.place}): one of {word.source}"
     loss = _loss(flags)
     if loss is not None and not loss.startswith(OURS):
         yield (
@@ -200,11 +191,11 @@ def _unsure(launch: Launch, flags: Mapping[str, Flag]) -> Iterator[str]:
     for name, flag in flags.items():
         for word in (flag.word, flag.value):
             if name in DECIDES and word is not None and word.branch:
-                yield f"{name} {_place(word)}: there only if this holds: {word.branch}"
+                yield f"{name} ({word.place}): there only if this holds: {word.branch}"
                 break
         value = flag.value
         if name in DECIDES - {CONFIG} and value is not None and not value.is_known and name not in SWITCHES:
-            yield f"{name} {_place(flag.word)}: only running the script would tell its value, {value.source}"
+            yield f"{name} ({flag.word.place}): only running the script would tell its value, {value.source}"
 
 
 def _loads(flags: Mapping[str, Flag]) -> Iterator[str]:
@@ -214,10 +205,10 @@ def _loads(flags: Mapping[str, Flag]) -> Iterator[str]:
             continue
         value = flag.value.source
         if value.startswith(OURS):
-            yield f"loads: {name} {value} {_place(flag.value)}: a hook of this pack"
+            yield f"loads: {name} {value} ({flag.value.place}): a hook of this pack"
         elif name in (TIS, LOSS):
             whose = "the host's own example" if HOSTS_OWN in value else "no hook of this pack"
-            yield f"loads: {name} {value} {_place(flag.value)}: {whose}"
+            yield f"loads: {name} {value} ({flag.value.place}): {whose}"
     if TIS not in flags and "--use-tis" in flags:
         yield "loads: the host's own truncated weights: --use-tis without --custom-tis-function-path"
 
@@ -227,7 +218,7 @@ def _config(flag: Flag | None, reading: Reading, path: Path) -> Given:
         return Given()
     word = flag.value
     if word is None:
-        return Given("", None, f"{CONFIG} {_place(flag.word)}: no file behind it", True)
+        return Given("", None, f"{CONFIG} ({flag.word.place}): no file behind it", True)
     if word.source in reading.files:
         text = known(reading.files[word.source])
         if text is None:
@@ -235,7 +226,7 @@ def _config(flag: Flag | None, reading: Reading, path: Path) -> Given:
             return Given(word.source, None, why)
         return _read(word.source, f"{INLINE}{base64.b64encode(text.encode()).decode()}")
     if not word.is_known:
-        return Given(word.source, None, f"not known: {word.source} {_place(word)}")
+        return Given(word.source, None, f"not known: {word.source} ({word.place})")
     if word.text.startswith(INLINE):
         return _read("FILE", word.text)
     file = _located(word.text, path)
@@ -265,18 +256,18 @@ def _said(given: Given, flags: Mapping[str, Flag]) -> str:
     if given.problem:
         return given.problem
     word = flags[CONFIG].value or flags[CONFIG].word
-    return f"{'written in the script' if given.source == 'FILE' else given.source} {_place(word)}"
+    return f"{'written in the script' if given.source == 'FILE' else given.source} ({word.place})"
 
 
 def _called(flags: Mapping[str, Flag], keys: Mapping[str, Any]) -> str | None:
     """What makes the host call a correction hook, or None; keys of the file win over flags."""
     if _loss(flags) == OUR_LOSS:
-        return f"in each step, by --loss-type custom_loss {_place(flags[LOSS].word)}"
+        return f"in each step, by --loss-type custom_loss ({flags[LOSS].word.place})"
     for flag, key in SWITCHES.items():
         if key in keys and keys[key]:
             return f"in each step, by {key}: true of the config"
         if key not in keys and flag in flags:
-            return f"in each step, by {flag} {_place(flags[flag].word)}"
+            return f"in each step, by {flag} ({flags[flag].word.place})"
     return None
 
 
@@ -292,7 +283,7 @@ def _unknown_flags(flags: Mapping[str, Flag], host: Host | None) -> Iterator[str
     for name, flag in flags.items():
         is_open = not flag.word.is_known or name.startswith("--eval-sglang-") or len(name) < 3
         if host and name not in taken and not is_open:
-            yield f"warning: {name} {_place(flag.word)}: no flag of {host.title} where its parser was recorded"
+            yield f"warning: {name} ({flag.word.place}): no flag of {host.title} where its parser was recorded"
 
 
 def _unread(launch: Launch, host: Host | None) -> Iterator[str]:
@@ -301,14 +292,7 @@ def _unread(launch: Launch, host: Host | None) -> Iterator[str]:
     for before, word in itertools.pairwise((ABSENT.word, *launch.words)):
         takes = before.text.startswith("--") and before.text[2:].replace("-", "_") not in switches
         if word.text == HOLE and not takes:
-            yield f"not read: {_place(word)}: {word.source} may give more flags"
-
-
-def _place(word: Word) -> str:
-    first, last = word.lines
-    if not first:
-        return "(given on the command line, or outside this script)"
-    return f"(line {first})" if first == last else f"(lines {first} to {last})"
+            yield f"not read: ({word.place}): {word.source} may give more flags"
 
 
 def _want(found: Judgement, flags: Mapping[str, Flag], given: Given, preset: str | None) -> None:

@@ -3,17 +3,15 @@
 The values of a dataclass of arguments are its defaults, and what the user gives on the launcher's command line. A
 branch whose condition is not known is read both ways, and what only one way gives is marked with the condition.
 
-A value is a `Text`, a number, a bool, None, a list, a dict, a `Record` or a `Bound`. A value that only running the
-launcher would tell is a text with a piece that is not known.
+A value is a `Text`, a number, a bool, None, a list, a dict, a `Record`, or the node of a function or class of the
+launcher. A value that only running the launcher would tell is a text with a piece that is not known.
 """
 
 from __future__ import annotations
 
 import ast
 import base64
-import operator
-import textwrap
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -31,6 +29,8 @@ from mis_plugins.explain.launch.words import (
     Reading,
     Returned,
     Text,
+    all_of,
+    any_of,
     hole,
     is_train,
     known,
@@ -49,27 +49,14 @@ OF_MILES = {
     "output_dir": literal("/root/shared_data"),
 }
 """What a launcher has from Miles's own dataclass, by its defaults at 31f1ca9."""
+GIVE_NOTHING = (
+    "get_default_wandb_args",
+    "get_mooncake_object_store_args",
+)  # Miles's helpers: no flag of ours
+PLAINLY = {"strip": str.strip, "lower": str.lower}
 LOOPS = 1000  # rounds of one loop
 LARGEST = 2**63  # of a number; a power would fill the memory
-KEEPS = {
-    "strip": str.strip,
-    "rstrip": str.rstrip,
-    "lstrip": str.lstrip,
-    "lower": str.lower,
-    "upper": str.upper,
-}
-COMPUTES: dict[type, Callable[[Any, Any], Any]] = {
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-    ast.Div: operator.truediv,
-    ast.FloorDiv: operator.floordiv,
-    ast.Mod: operator.mod,
-    ast.Lt: operator.lt,
-    ast.LtE: operator.le,
-    ast.Gt: operator.gt,
-    ast.GtE: operator.ge,
-}
+PLAIN = bool | int | float | None
 
 
 @dataclass
@@ -77,14 +64,7 @@ class Record:
     """An object of a dataclass of the launcher."""
 
     fields: dict[str, Any]
-    node: ast.ClassDef | None
-
-
-@dataclass(frozen=True)
-class Bound:
-    """A function or class of the launcher."""
-
-    node: ast.FunctionDef | ast.ClassDef
+    node: ast.ClassDef
 
 
 def launches(script: str, path: Path, reading: Reading, arguments: Sequence[str] = ()) -> list[Launch]:
@@ -94,7 +74,7 @@ def launches(script: str, path: Path, reading: Reading, arguments: Sequence[str]
         arguments: what the user gives to the launcher: its command, where it has several, and options.
 
     Raises:
-        ConfigError: the launcher is no Python, or nests deeper than any launcher does.
+        ConfigError: the launcher is no Python, nests deeper than any launcher does, or takes no such option.
     """
     try:
         launcher = Launcher(script, path, reading, arguments)
@@ -106,9 +86,7 @@ def launches(script: str, path: Path, reading: Reading, arguments: Sequence[str]
             "nested deeper than any launcher; give a shell script that starts train.py"
         ) from None
     except ValueError as error:
-        if isinstance(error, ConfigError) or type(error) is not ValueError:
-            raise
-        raise ConfigError(f"no Python ({error})") from None
+        raise error if isinstance(error, ConfigError) else ConfigError(str(error)) from None
     return launcher.found
 
 
@@ -117,8 +95,8 @@ class Launcher(Reader, ast.NodeVisitor):
 
     def __init__(self, script: str, path: Path, reading: Reading, arguments: Sequence[str]):
         super().__init__(reading)
-        self.source, self.path = script.encode(), path
-        self.starts = [0, *accumulate(map(len, self.source.splitlines(keepends=True)))]
+        self.path = path
+        self.starts = [0, *accumulate(map(len, script.encode().splitlines(keepends=True)))]
         self.command, self.options = _options(arguments)
         self.globals: dict[str, Any] = {"__name__": literal("__main__")}
         self.locals = self.globals
@@ -135,24 +113,35 @@ class Launcher(Reader, ast.NodeVisitor):
 
     def run_everything(self, tree: ast.Module) -> None:
         """Read the file as its start would run it; where that starts no training, each command by itself."""
+        for node in ast.walk(tree):
+            named = (
+                [one.name for one in node.names]
+                if isinstance(node, ast.Import)
+                else [getattr(node, "module", "")]
+            )
+            self.hosts |= {(name or "").partition(".")[0] for name in named} & {"miles", "slime"}
         self.attempt(lambda: self.block(tree.body))
         if self.found:
             return
-        functions = [one for one in self.globals.values() if isinstance(one, Bound)]
-        commands = [
-            one for one in functions if isinstance(one.node, ast.FunctionDef) and one.node.decorator_list
-        ]
+        functions = [one for one in self.globals.values() if isinstance(one, ast.FunctionDef)]
+        commands = [one for one in functions if one.decorator_list]
         asked = (self.command or "").replace("-", "_")
-        for bound in [one for one in commands if one.node.name == asked] or commands:
-            self.attempt(lambda bound=bound: self.call(bound, [], {}))
+        for node in [one for one in commands if one.name == asked] or commands:
+            self.attempt(lambda node=node: self.call(node, [], {}))
 
     def visit(self, node: ast.AST) -> Any:
         self.reading.spend()
         return super().visit(node)
 
     def generic_visit(self, node: ast.AST) -> Any:
-        """What has no rule of its own is not known."""
+        """What has no rule of its own is not known, nor is a name that it sets."""
+        for part in ast.walk(node) if isinstance(node, ast.stmt) else ():
+            if isinstance(part, ast.Name) and isinstance(part.ctx, ast.Store | ast.Del):
+                self.locals[part.id] = self.unknown(node)
         return self.unknown(node) if isinstance(node, ast.expr) else None
+
+    def unknown(self, node: ast.AST) -> Text:
+        return hole(_said(node), _lines(node))
 
     # Statements.
 
@@ -163,14 +152,8 @@ class Launcher(Reader, ast.NodeVisitor):
     def visit_Expr(self, node: ast.Expr) -> None:
         self.visit(node.value)
 
-    def visit_Import(self, node: ast.Import) -> None:
-        self.hosts |= {alias.name.partition(".")[0] for alias in node.names} & {"miles", "slime"}
-
-    def visit_ImportFrom(self, node: ast.ImportFrom) -> None:
-        self.hosts |= {(node.module or "").partition(".")[0]} & {"miles", "slime"}
-
     def visit_FunctionDef(self, node: ast.FunctionDef | ast.ClassDef) -> None:
-        self.locals[node.name] = Bound(node)
+        self.locals[node.name] = node
 
     visit_ClassDef = visit_FunctionDef
 
@@ -184,9 +167,8 @@ class Launcher(Reader, ast.NodeVisitor):
             self.assign(node.target, self.visit(node.value))
 
     def visit_AugAssign(self, node: ast.AugAssign) -> None:
-        if isinstance(node.target, ast.Name | ast.Attribute):
-            before = self.visit(node.target)
-            self.assign(node.target, self.operate(node, before, node.op, self.visit(node.value)))
+        before = self.visit(node.target)
+        self.assign(node.target, self.operate(node, before, node.op, self.visit(node.value)))
 
     def assign(self, target: ast.expr, value: Any) -> None:
         if isinstance(target, ast.Name):
@@ -196,47 +178,39 @@ class Launcher(Reader, ast.NodeVisitor):
             if isinstance(owner, Record):
                 owner.fields[target.attr] = value
         elif isinstance(target, ast.Tuple | ast.List):
-            parts = value if isinstance(value, list) and len(value) == len(target.elts) else None
+            is_known = isinstance(value, list) and len(value) == len(target.elts)
             for index, part in enumerate(target.elts):
-                self.assign(part, parts[index] if parts else self.unknown(target))
-        elif isinstance(target, ast.Subscript) and isinstance(target.value, ast.Name):
-            self.locals[target.value.id] = self.unknown(target)
+                self.assign(part, value[index] if is_known else self.unknown(target))
+        elif isinstance(target, ast.Subscript):
+            self.assign(target.value, self.unknown(target))
 
     def visit_If(self, node: ast.If) -> None:
-        truth = _truth(self.visit(node.test))
-        if truth is None:
-            self.fork(self.said(node.test), lambda: self.block(node.body), lambda: self.block(node.orelse))
-        else:
-            self.block(node.body if truth else node.orelse)
+        test = (_said(node.test), _truth(self.visit(node.test)), lambda: self.block(node.body))
+        self.choose([test, ("else", True, lambda: self.block(node.orelse))])
 
     def visit_Match(self, node: ast.Match) -> None:
-        self.cases(self.said(node.subject), self.visit(node.subject), node.cases)
-
-    def cases(self, said: str, subject: Any, cases: Sequence[ast.match_case]) -> None:
-        if not cases:
-            return
-        case, *rest = cases
-        fits = self.fits(subject, case.pattern) if case.guard is None else None
-        if fits:
-            self.block(case.body)
-        elif fits is False:
-            self.cases(said, subject, rest)
-        else:
-            label = f"{said} is {self.said(case.pattern)}"
-            self.fork(label, lambda: self.block(case.body), lambda: self.cases(said, subject, rest))
+        said, subject = _said(node.subject), self.visit(node.subject)
+        self.choose(
+            [
+                (
+                    f"{said} is {_said(case.pattern)}",
+                    self.fits(subject, case.pattern) if case.guard is None else None,
+                    lambda case=case: self.block(case.body),
+                )
+                for case in node.cases
+            ]
+        )
 
     def fits(self, subject: Any, pattern: ast.pattern) -> bool | None:
         if isinstance(pattern, ast.MatchAs) and pattern.pattern is None:
             return True
-        if isinstance(pattern, ast.MatchValue | ast.MatchSingleton):
-            value = pattern.value
-            return _equal(subject, self.visit(value) if isinstance(value, ast.expr) else value)
+        if isinstance(pattern, ast.MatchValue):
+            return _equal(subject, self.visit(pattern.value))
         if isinstance(pattern, ast.MatchOr):
-            return _any([self.fits(subject, one) for one in pattern.patterns])
+            return any_of([self.fits(subject, one) for one in pattern.patterns])
         if isinstance(pattern, ast.MatchSequence) and isinstance(subject, list):
             pairs = zip(subject, pattern.patterns, strict=False)
-            fits = [self.fits(*pair) for pair in pairs] if len(subject) == len(pattern.patterns) else [False]
-            return False if False in fits else None if None in fits else True
+            return all_of([len(subject) == len(pattern.patterns), *(self.fits(*pair) for pair in pairs)])
         return None
 
     def visit_For(self, node: ast.For) -> None:
@@ -247,11 +221,11 @@ class Launcher(Reader, ast.NodeVisitor):
                 self.block(node.body)
             return
         self.assign(node.target, self.unknown(node.target))
-        label = f"for {self.said(node.target)} in {self.said(node.iter)}"
+        label = f"for {_said(node.target)} in {_said(node.iter)}"
         self.fork(label, lambda: self.block(node.body), lambda: None)
 
     def visit_While(self, node: ast.While) -> None:
-        self.fork(f"while {self.said(node.test)}", lambda: self.block(node.body), lambda: None)
+        self.fork(f"while {_said(node.test)}", lambda: self.block(node.body), lambda: None)
 
     def visit_With(self, node: ast.With) -> None:
         for item in node.items:
@@ -276,16 +250,15 @@ class Launcher(Reader, ast.NodeVisitor):
     def visit_Constant(self, node: ast.Constant) -> Any:
         if isinstance(node.value, str):
             return self.reading.paid(literal(node.value, _lines(node)))
-        is_plain = node.value is None or isinstance(node.value, bool | int | float)
-        return node.value if is_plain else self.unknown(node)
+        return node.value if isinstance(node.value, PLAIN) else self.unknown(node)
 
     def visit_JoinedStr(self, node: ast.JoinedStr) -> Text:
         return self.reading.paid(tuple(piece for part in node.values for piece in _text(self.visit(part))))
 
     def visit_FormattedValue(self, node: ast.FormattedValue) -> Text:
         value = self.visit(node.value)
-        plain = node.format_spec is None and node.conversion == -1
-        return _text(value, _lines(node)) if plain else self.unknown(node.value)
+        is_plain = node.format_spec is None and node.conversion == -1
+        return _text(value, _lines(node)) if is_plain else self.unknown(node.value)
 
     def visit_Name(self, node: ast.Name) -> Any:
         names = self.locals if node.id in self.locals else self.globals
@@ -298,30 +271,17 @@ class Launcher(Reader, ast.NodeVisitor):
         if node.attr in owner.fields:
             return owner.fields[node.attr]
         method = self.method(owner, node.attr)
-        decorators = {_name(one) for one in method.node.decorator_list} if method else set()
-        return self.call(method, [owner], {}) if method and decorators & PROPERTIES else self.unknown(node)
+        is_property = method is not None and "property" in map(_name, method.decorator_list)
+        return self.call(method, [owner], {}) if method and is_property else self.unknown(node)
 
-    def method(self, owner: Record, name: str) -> Bound | None:
-        statements = (statement for part in self.lineage(owner.node) for statement in part.body)
-        named = (one for one in statements if isinstance(one, ast.FunctionDef) and one.name == name)
-        return next((Bound(one) for one in named), None)
-
-    def lineage(self, node: ast.ClassDef | None) -> Iterator[ast.ClassDef]:
-        """A class and its bases in the launcher, the class first, each of them once."""
-        waiting, met = [] if node is None else [node], set()
-        while waiting:
-            part = waiting.pop(0)
-            if part not in met:
-                met.add(part)
-                yield part
-                bases = (self.globals.get(_name(base)) for base in part.bases)
-                nodes = [base.node for base in bases if isinstance(base, Bound)]
-                waiting[:0] = [base for base in nodes if isinstance(base, ast.ClassDef)]
+    def method(self, owner: Record, name: str) -> ast.FunctionDef | None:
+        functions = [one for one in owner.node.body if isinstance(one, ast.FunctionDef)]
+        return next((one for one in functions if one.name == name), None)
 
     def visit_IfExp(self, node: ast.IfExp) -> Any:
         truth = _truth(self.visit(node.test))
         if truth is None:
-            return self.either(self.visit(node.body), self.visit(node.orelse), self.said(node.test))
+            return self.either(self.visit(node.body), self.visit(node.orelse), _said(node.test))
         return self.visit(node.body if truth else node.orelse)
 
     def visit_BoolOp(self, node: ast.BoolOp) -> Any:
@@ -336,25 +296,17 @@ class Launcher(Reader, ast.NodeVisitor):
         return value if is_sure else self.unknown(node)
 
     def visit_UnaryOp(self, node: ast.UnaryOp) -> Any:
-        value = self.visit(node.operand)
-        truth = _truth(value)
-        if isinstance(node.op, ast.Not):
-            return self.unknown(node) if truth is None else not truth
-        is_number = isinstance(value, int | float) and isinstance(node.op, ast.USub)
-        return -value if is_number else self.unknown(node)
+        truth = _truth(self.visit(node.operand)) if isinstance(node.op, ast.Not) else None
+        return self.unknown(node) if truth is None else not truth
 
     def visit_Compare(self, node: ast.Compare) -> Any:
-        if len(node.ops) != 1:
-            return self.unknown(node)
         one, kind, other = self.visit(node.left), node.ops[0], self.visit(node.comparators[0])
         found: bool | None = None
         if isinstance(kind, ast.Eq | ast.Is | ast.NotEq | ast.IsNot):
             found = _equal(one, other)
         elif isinstance(kind, ast.In | ast.NotIn) and isinstance(other, list | dict):
-            found = _any([_equal(one, literal(key) if isinstance(other, dict) else key) for key in other])
-        elif type(kind) in COMPUTES and _are_numbers(one, other):
-            found = COMPUTES[type(kind)](one, other)
-        if found is None:
+            found = any_of([_equal(one, literal(key) if isinstance(other, dict) else key) for key in other])
+        if found is None or len(node.ops) > 1:
             return self.unknown(node)
         return found != isinstance(kind, ast.NotEq | ast.IsNot | ast.NotIn)
 
@@ -362,23 +314,16 @@ class Launcher(Reader, ast.NodeVisitor):
         return self.operate(node, self.visit(node.left), node.op, self.visit(node.right))
 
     def operate(self, node: ast.AST, one: Any, kind: ast.operator, other: Any) -> Any:
-        if isinstance(one, list) and isinstance(other, list) and isinstance(kind, ast.Add):
+        """Texts and lists are added, paths divided and whole numbers multiplied; any other value is not known."""
+        between = {ast.Add: (), ast.Div: (Piece("/"),)}.get(type(kind))
+        if isinstance(one, list) and isinstance(other, list) and between == ():
             self.reading.spend(len(one) + len(other))
             return one + other
-        if isinstance(one, tuple) or isinstance(other, tuple):
-            between = {ast.Add: (), ast.Div: (Piece("/"),)}.get(type(kind))  # paths are divided
-            return (
-                self.unknown(node)
-                if between is None
-                else self.reading.paid((*_text(one), *between, *_text(other)))
-            )
-        if type(kind) not in COMPUTES or not _are_numbers(one, other):
-            return self.unknown(node)
-        try:
-            value = COMPUTES[type(kind)](one, other)
-        except ArithmeticError:
-            return self.unknown(node)
-        return value if abs(value) < LARGEST else self.unknown(node)
+        if between is not None and (isinstance(one, tuple) or isinstance(other, tuple)):
+            return self.reading.paid((*_text(one), *between, *_text(other)))
+        if isinstance(kind, ast.Mult) and isinstance(one, int) and isinstance(other, int):
+            return one * other if abs(one * other) < LARGEST else self.unknown(node)
+        return self.unknown(node)
 
     def visit_List(self, node: ast.List | ast.Tuple | ast.Set) -> Any:
         if any(isinstance(one, ast.Starred) for one in node.elts):
@@ -389,10 +334,9 @@ class Launcher(Reader, ast.NodeVisitor):
 
     def visit_ListComp(self, node: ast.ListComp | ast.GeneratorExp) -> Any:
         first, *more = node.generators
-        values = self.visit(first.iter)
+        values, found = self.visit(first.iter), []
         if more or first.ifs or not isinstance(values, list) or len(values) > LOOPS:
             return self.unknown(node)
-        found = []
         for value in values:
             self.assign(first.target, value)
             found.append(self.visit(node.elt))
@@ -407,13 +351,11 @@ class Launcher(Reader, ast.NodeVisitor):
 
     def visit_Subscript(self, node: ast.Subscript) -> Any:
         owner, key = self.visit(node.value), self.visit(node.slice)
-        if isinstance(owner, list) and isinstance(key, int) and -len(owner) <= key < len(owner):
+        if isinstance(owner, list) and isinstance(key, int) and key < len(owner):
             return owner[key]
-        return (
-            owner.get(known(_text(key)), self.unknown(node))
-            if isinstance(owner, dict)
-            else self.unknown(node)
-        )
+        if isinstance(owner, dict) and (said := known(_text(key))) in owner:
+            return owner[said]
+        return self.unknown(node)
 
     # Calls.
 
@@ -425,8 +367,6 @@ class Launcher(Reader, ast.NodeVisitor):
             owner = self.visit(node.func.value)
             if isinstance(owner, Record):
                 target, given = self.method(owner, name), [owner, *given]
-                if target is None and name == "write" and "path" in owner.fields:
-                    self.write(owner.fields["path"], given[1])
             elif isinstance(owner, list) and name in ("append", "extend") and given:
                 added = given[:1] if name == "append" else given[0]
                 self.assign(node.func.value, owner + added if isinstance(added, list) else self.unknown(node))
@@ -434,47 +374,32 @@ class Launcher(Reader, ast.NodeVisitor):
                 return found
         else:
             target = self.visit(node.func)
-        return (
-            self.call(target, given, named)
-            if isinstance(target, Bound)
-            else self.foreign(node, name, given, named)
-        )
+        if isinstance(target, ast.FunctionDef):
+            return self.call(target, given, named)
+        if isinstance(target, ast.ClassDef):
+            return self.instance(target, given, named)
+        return self.foreign(node, name, given, named)
 
     def of_text(self, owner: Text, name: str, given: list[Any]) -> Any:
-        """The value of a method of a text or of a path; None where it has none, or that is not known."""
+        """The value of a method of a text, of a path or of an open file; None where that is not known."""
         said = known(owner)
         if name == "join" and given and isinstance(given[0], list) and said is not None:
             parts = [piece for one in given[0] for piece in (*_text(one), Piece(said))]
             return self.reading.paid(tuple(parts[:-1]))
-        if name == "write_text" and given:
-            self.write(owner, given[0])
-        if name in KEEPS and not given and said is not None:
-            return self.reading.paid(literal(KEEPS[name](said), owner[0].lines if owner else (0, 0)))
-        if name == "strip" and not given and owner:
-            ends = {0: str.lstrip, len(owner) - 1: str.rstrip}
-            return tuple(
-                Piece(
-                    piece.text and ends.get(place, str)(piece.text), piece.source, piece.lines, piece.branch
-                )
-                for place, piece in enumerate(owner)
-            )
-        other = known(given[0]) if given and isinstance(given[0], tuple) else None
-        if name in ("startswith", "endswith") and said is not None and other is not None:
-            return getattr(said, name)(other)
-        return None
+        if name in ("write", "write_text") and given:
+            files, path = self.reading.files, shown(owner)
+            files[path] = self.reading.paid(files.get(path, ()) + _text(given[0]))
+        if name == "strip" and said is None and owner:
+            return owner  # blanks at its ends part no words
+        is_plain = name in PLAINLY and not given and said is not None
+        return self.reading.paid(literal(PLAINLY[name](said))) if is_plain else None
 
-    def write(self, path: Any, value: Any) -> None:
-        files, name = self.reading.files, shown(_text(path))
-        files[name] = self.reading.paid(files.get(name, ()) + _text(value))
-
-    def call(self, bound: Bound, given: Sequence[Any], named: Mapping[str, Any]) -> Any:
-        if isinstance(bound.node, ast.ClassDef):
-            return self.instance(bound.node, given, named)
+    def call(self, node: ast.FunctionDef, given: Sequence[Any], named: Mapping[str, Any]) -> Any:
         outer = self.locals, self.returns
         with self.deeper():
-            self.locals, self.returns = self.parameters(bound.node, given, named), []
+            self.locals, self.returns = self.parameters(node, given, named), []
             try:
-                ended = self.attempt(lambda: self.block(bound.node.body))
+                ended = self.attempt(lambda: self.block(node.body))
                 if ended and not isinstance(ended, Returned) and not self.returns:
                     raise ended
                 returned = (
@@ -492,14 +417,12 @@ class Launcher(Reader, ast.NodeVisitor):
         """The names of a function's parameters with their values."""
         asked = node.args
         plain = [*asked.posonlyargs, *asked.args]
+        defaults = [*[None] * (len(plain) - len(asked.defaults)), *asked.defaults, *asked.kw_defaults]
         names = [*plain, *asked.kwonlyargs]
-        missing = len(plain) - len(asked.defaults)
-        defaults = [*[None] * missing, *asked.defaults, *asked.kw_defaults]
-        found = dict(zip((one.arg for one in names), given, strict=False))
+        found = dict(zip((one.arg for one in names), given, strict=False)) | dict(named)
         for parameter, default in zip(names, defaults, strict=True):
             if parameter.arg not in found:
-                is_named = parameter.arg in named
-                found[parameter.arg] = named[parameter.arg] if is_named else self.left_out(parameter, default)
+                found[parameter.arg] = self.left_out(parameter, default)
         return found
 
     def left_out(self, parameter: ast.arg, default: ast.expr | None) -> Any:
@@ -507,32 +430,30 @@ class Launcher(Reader, ast.NodeVisitor):
         if default is not None:
             return self.visit(default)
         kind = self.globals.get(_name(parameter.annotation))
-        if isinstance(kind, Bound) and isinstance(kind.node, ast.ClassDef):
-            return self.instance(kind.node, [], self.from_options(kind.node))
-        return hole(parameter.arg, _lines(parameter))
+        is_filled = isinstance(kind, ast.ClassDef)
+        return (
+            self.instance(kind, [], self.from_options(kind))
+            if is_filled
+            else hole(parameter.arg, _lines(parameter))
+        )
 
     def instance(self, node: ast.ClassDef, given: Sequence[Any], named: Mapping[str, Any]) -> Record:
         record = Record({}, node)
         self.records.append(record)
         fields = self.fields(node)
-        if self.is_of_miles(node):
+        if BASE_OF_MILES in map(_name, node.bases):
             self.reading.assume_unset("SLURM_JOB_NUM_NODES")
             record.fields |= OF_MILES
         record.fields |= {name: self.default(value) for name, value in fields.items()}
-        record.fields.update(zip(fields, given, strict=False))
-        record.fields.update(named)
+        record.fields |= dict(zip(fields, given, strict=False)) | dict(named)
         after = self.method(record, "__post_init__")
         if after is not None:
             self.call(after, [record], {})
         return record
 
-    def is_of_miles(self, node: ast.ClassDef) -> bool:
-        return BASE_OF_MILES in {_name(base) for part in self.lineage(node) for base in part.bases}
-
     def fields(self, node: ast.ClassDef) -> dict[str, ast.expr | None]:
-        """Fields of a dataclass with their defaults; those of its bases come first."""
-        statements = [one for part in reversed(list(self.lineage(node))) for one in part.body]
-        declared = [one for one in statements if isinstance(one, ast.AnnAssign)]
+        """Fields of a dataclass with their defaults; those that it inherits are not known."""
+        declared = [one for one in node.body if isinstance(one, ast.AnnAssign)]
         return {one.target.id: one.value for one in declared if isinstance(one.target, ast.Name)}
 
     def default(self, value: ast.expr | None) -> Any:
@@ -545,17 +466,16 @@ class Launcher(Reader, ast.NodeVisitor):
 
     def from_options(self, node: ast.ClassDef) -> dict[str, Any]:
         """The fields that the launcher's command line sets, each of the type of its default."""
-        fields = self.fields(node) | dict.fromkeys(OF_MILES if self.is_of_miles(node) else ())
-        is_whole = all(isinstance(base, ast.Name) for part in self.lineage(node) for base in part.bases)
+        fields = self.fields(node)
         found: dict[str, Any] = {}
         for option, said in self.options.items():
             name = option.replace("-", "_")
             negated = name.removeprefix("no_")
-            if name in fields:
-                found[name] = _typed(said, fields[name])
-            elif negated in fields and said is None:
+            if name not in fields and negated in fields and said is None:
                 found[negated] = False
-            elif is_whole:
+            elif name in fields or node.bases:  # a field may be a base's
+                found[name] = _typed(said, fields.get(name))
+            else:
                 raise ConfigError(f"--{option}: no option of the launcher ({', '.join(fields)})")
         return found
 
@@ -566,32 +486,25 @@ class Launcher(Reader, ast.NodeVisitor):
             return None
         for command in (*given, *named.values()):
             self.shell(node, command)
-        first = given[0] if given else None
-        text, said = _text(first), known(_text(first)) if given else None
-        if name == "run" and isinstance(first, Bound):  # typer.run(main)
-            return self.call(first, [], {})
-        if name in (
-            "get_default_wandb_args",
-            "get_mooncake_object_store_args",
-        ):  # Miles's helpers give none of ours
+        if name in GIVE_NOTHING:
             return ()
+        if not given:
+            return self.unknown(node)
+        first, text = given[0], _text(given[0])
+        if name == "run" and isinstance(first, ast.FunctionDef):  # typer.run(main)
+            return self.call(first, [], {})
         if (
             name in ("get", "getenv")
-            and said
+            and known(text)
             and _name(getattr(node.func, "value", None)) in ("environ", "os")
         ):
-            self.reading.assume_unset(said)
+            self.reading.assume_unset(shown(text))
             return given[1] if len(given) > 1 else None
-        if name == "encode_pseudo_file" and given:  # Miles's: a path that holds the text of a file
+        if name == "encode_pseudo_file":  # Miles's: a path that holds the text of a file
+            said = known(text)
             whole = None if said is None else base64.b64encode(said.encode()).decode()
-            return (Piece(INLINE, lines=_lines(node)), Piece(whole, self.said(node), _lines(node)))
-        if name in ("str", "Path") and given:
-            return text
-        if name == "quote" and given:
-            return (Piece("'"), *text, Piece("'"))
-        if name == "dedent" and said is not None:
-            return literal(textwrap.dedent(said), _lines(node))
-        return Record({"path": first}, None) if name == "open" and given else self.unknown(node)
+            return (Piece(INLINE, lines=_lines(node)), Piece(whole, _said(node), _lines(node)))
+        return text if name in ("str", "Path", "open") else self.unknown(node)
 
     def start(self, node: ast.Call, text: Any) -> None:
         """`execute_train(train_args=...)`, which appends the text to `python3 train.py`."""
@@ -612,28 +525,18 @@ class Launcher(Reader, ast.NodeVisitor):
     def launch(self, node: ast.Call, text: Text, place: tuple[int, int]) -> None:
         for found in bash.launches(with_holes(text), self.path, self.reading):
             words, branch = tuple(with_places(found.words, text)), self.branch or found.branch
-            self.found.append(
-                Launch(node.lineno, words, frozenset(self.hosts), place, branch, in_python=True)
-            )
+            hosts = frozenset(self.hosts)
+            self.found.append(Launch(node.lineno, words, hosts, place, branch, in_python=True))
 
-    # Helpers.
-
-    def unknown(self, node: ast.AST) -> Text:
-        return hole(self.said(node), _lines(node))
-
-    def said(self, node: ast.AST) -> str:
-        """What the launcher says in a place, on one line."""
-        begin, end = self.span(node) if isinstance(node, ast.expr | ast.pattern) else (0, 0)
-        said = self.source[begin:end].decode(errors="replace") or type(node).__name__
-        return " ".join(said.split())[:200]
-
-    def span(self, node: ast.expr | ast.pattern) -> tuple[int, int]:
-        """The bytes of a place in the launcher."""
+    def span(self, node: ast.expr) -> tuple[int, int]:
+        """The bytes of an expression in the launcher."""
         last, column = node.end_lineno or node.lineno, node.end_col_offset or 0
         return self.starts[node.lineno - 1] + node.col_offset, self.starts[last - 1] + column
 
 
-PROPERTIES = {"property", "cached_property"}
+def _said(node: ast.AST) -> str:
+    """What the launcher says in a place, on one line."""
+    return " ".join(ast.unparse(node).split())[:200]
 
 
 def _lines(node: ast.AST) -> Lines:
@@ -664,23 +567,16 @@ def _options(arguments: Sequence[str]) -> tuple[str | None, dict[str, str | None
 
 
 def _typed(said: str | None, default: ast.expr | None) -> Any:
-    """The value of an option, of the type of the default of its field."""
-    plain = default.value if isinstance(default, ast.Constant) else None
-    if said is None:
-        return True
-    if not isinstance(plain, int | float) or isinstance(plain, bool):
-        return literal(said)
-    try:
-        return type(plain)(said)
-    except ValueError:
-        raise ConfigError(f"{said}: no number, as {plain} is") from None
+    """The value of an option, a number where the default of its field is one."""
+    kind = type(default.value) if isinstance(default, ast.Constant) else str
+    return True if said is None else kind(said) if kind in (int, float) else literal(said)
 
 
 def _text(value: Any, lines: Lines = (0, 0)) -> Text:
     """A value as an f-string shows it."""
     if isinstance(value, tuple):
         return value
-    if value is None or isinstance(value, bool | int | float):
+    if isinstance(value, PLAIN):
         return literal(str(value), lines)
     return hole("a value that is no text", lines)
 
@@ -688,31 +584,14 @@ def _text(value: Any, lines: Lines = (0, 0)) -> Text:
 def _truth(value: Any) -> bool | None:
     """Whether a value counts as true; None where it is not known."""
     if isinstance(value, tuple):
-        said = known(value)
-        return (
-            True
-            if any(piece.text and not piece.branch for piece in value)
-            else None
-            if said is None
-            else False
-        )
-    return bool(value) if value is None or isinstance(value, bool | int | float | list | dict) else None
-
-
-def _are_numbers(*values: Any) -> bool:
-    return all(isinstance(value, int | float) for value in values)
+        is_sure = any(piece.text and not piece.branch for piece in value)
+        return True if is_sure else None if known(value) is None else False
+    return bool(value) if isinstance(value, PLAIN | list | dict) else None
 
 
 def _equal(one: Any, other: Any) -> bool | None:
-    if any(
-        isinstance(value, Record | Bound) or isinstance(value, tuple) and known(value) is None
-        for value in (one, other)
-    ):
-        return None
-    if isinstance(one, tuple) and isinstance(other, tuple):
-        return known(one) == known(other)
-    return type(one) is type(other) and one == other
-
-
-def _any(found: Sequence[bool | None]) -> bool | None:
-    return True if True in found else None if None in found else False
+    """Whether two texts or plain values are equal; None where one is not known, or is another value."""
+    said = [shown(value) if isinstance(value, tuple) else value for value in (one, other)]
+    is_known = [isinstance(value, PLAIN) or isinstance(value, tuple) and known(value) is not None
+                for value in (one, other)]  # fmt: skip
+    return said[0] == said[1] if all(is_known) else None

@@ -6,7 +6,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from itertools import accumulate
+from itertools import accumulate, groupby, pairwise
 from typing import Any
 
 from mis_plugins.errors import ConfigError
@@ -16,6 +16,9 @@ HOLE = "\ue000"  # stands for a part that is not known; a letter of no alphabet,
 COMMAND_LINE = 0  # the line of what the user gave to the script
 DEEPEST = 32  # functions, sourced files and evaluated texts within one another
 Lines = tuple[int, int]
+Clause = tuple[
+    str, bool | None, Callable[[], object]
+]  # a condition, whether it holds where that is known, the work
 
 
 @dataclass(frozen=True)
@@ -103,15 +106,51 @@ class Word:
     def is_known(self) -> bool:
         return HOLE not in self.text
 
+    @property
+    def place(self) -> str:
+        first, last = self.lines
+        if not first:
+            return "given on the command line, or outside this script"
+        return f"line {first}" if first == last else f"lines {first} to {last}"
+
+    @property
+    def behind_equals(self) -> Word:
+        """The value of KEY=VALUE."""
+        parts = self.text.partition("=")[2], self.source.partition("=")[2]
+        return replace(self, text=parts[0], source=parts[1], span=None)
+
 
 def word_of(text: Text) -> Word:
-    """A word of a text; one of which a branch gives a part only is not known."""
+    """A word of a text; parts that branches give are not known, and are told with the branches."""
     branches, spans = {piece.branch for piece in text}, {piece.span for piece in text}
-    lines = text[0].lines if text else (COMMAND_LINE, COMMAND_LINE)
     if len(branches) > 1:
-        return Word(HOLE, " or ".join(shown((piece,)) for piece in text), lines)
+        text = tuple(
+            piece
+            for is_open, pieces in groupby(text, lambda one: one.branch is not None)
+            for piece in (_alternatives(tuple(pieces)) if is_open else pieces)
+        )
+    lines = text[0].lines if text else (COMMAND_LINE, COMMAND_LINE)
+    branch = next(iter(branches)) if len(branches) == 1 else None
     span = next(iter(spans)) if len(spans) == 1 else None
-    return Word(with_holes(text), shown(text), lines, next(iter(branches), None), span)
+    return Word(with_holes(text), shown(text), lines, branch, span)
+
+
+def _alternatives(text: Text) -> Text:
+    said = " or ".join(f"{shown((piece,))} (if {piece.branch})" for piece in text)
+    return hole(said, text[0].lines)
+
+
+def flags_of(words: Sequence[Word], short: Sequence[str] = ()) -> Iterator[tuple[str, Word, Word | None]]:
+    """Each flag of a command with its word and its value, `--flag VALUE` or `--flag=VALUE`; None where it has none.
+
+    Args:
+        short: flags with one dash.
+    """
+    for word, after in pairwise([*words, None]):
+        flag, equals, _ = word.text.partition("=") if word else ("", "", "")
+        if word and (flag.startswith("--") or flag in short):
+            stands_alone = after is None or after.text.startswith("--")
+            yield flag, word, word.behind_equals if equals else None if stands_alone else after
 
 
 def with_holes(text: Text) -> str:
@@ -197,6 +236,15 @@ class Launch:
     in_python: bool = False
 
 
+def any_of(found: Sequence[bool | None]) -> bool | None:
+    """Whether one of some conditions holds; None where that is not known."""
+    return True if True in found else None if None in found else False
+
+
+def all_of(found: Sequence[bool | None]) -> bool | None:
+    return False if False in found else None if None in found else True
+
+
 def is_train(word: str) -> bool:
     """Whether a word names the file that trains, of either host."""
     return word.rpartition("/")[2] in ("train.py", "train_async.py")
@@ -272,6 +320,18 @@ class Reader:
                 for name in {**names, **scope}:
                     scope[name] = self.either(names.get(name, ()), scope.get(name, ()), label)
 
+    def choose(self, clauses: Sequence[Clause]) -> None:
+        """Run the first clause that holds; those before it that may hold are read both ways."""
+        if not clauses:
+            return
+        (label, truth, work), *rest = clauses
+        if truth is None:
+            self.fork(label, work, lambda: self.choose(rest))
+        elif truth:
+            work()
+        else:
+            self.choose(rest)
+
     def _restore(self, state: Sequence[Mapping[str, Any]]) -> None:
         for scope, names in zip(self.scopes(), state, strict=False):
             scope.clear()
@@ -281,10 +341,10 @@ class Reader:
         """The value of a place that either branch may have reached: what both begin with is sure."""
         if one is other or type(one) is type(other) and isinstance(one, PLAIN) and one == other:
             return one
-        if () in (one, other):  # a name that one branch alone makes a list
-            one, other = (
-                value if value != () else type(beside)() for value, beside in ((one, other), (other, one))
-            )
+        if () in (one, other) and list in map(
+            type, (one, other)
+        ):  # a name that one branch alone makes a list
+            one, other = one or [], other or []
         if not isinstance(one, tuple | list) or type(one) is not type(other):
             return hole(f"a value that depends on {branch}")
         self.reading.spend(1 + len(one) + len(other))

@@ -18,7 +18,15 @@ from mis_plugins.config.model import CorrectionConfig, ObjectiveConfig, SegmentW
 from mis_plugins.config.reading import number
 from mis_plugins.errors import ConfigError
 from mis_plugins.explain.launch.words import Word
-from mis_plugins.explain.translate.script import ASKED, Asked, Dialect, overrides, setting_of, tree_or_script
+from mis_plugins.explain.translate.script import (
+    ASKED,
+    Asked,
+    Bases,
+    Dialect,
+    overrides,
+    setting_of,
+    tree_or_script,
+)
 from mis_plugins.explain.translate.translation import (
     Translation,
     as_written,
@@ -68,8 +76,8 @@ LACKING: dict[str, tuple[Any, str]] = {
 """Keys of `actor:` that correct and cannot be said here: AReaL's default, and why another value is refused."""
 KPOP = (
     "binary_kl is AReaL's KPop, the larger binary KL of both directions, and binary_kl here is that of mu to pi_old "
-    "alone, which drops other tokens; where one direction is enough, put actor.rejection_sampling.metric=ratio behind "
-    "the file, and write {statistic: binary_kl, over: token, upper: UPPER} in its place under `mis:`"
+    "alone, which drops other tokens; where one direction is enough, put rejection_sampling.metric=ratio behind the "
+    "file, and write {statistic: binary_kl, over: token, upper: UPPER} in its place under `mis:`"
 )
 UNSERVED: dict[str, tuple[Any, str]] = {
     "prox_logp_method": (
@@ -96,8 +104,6 @@ def translate(text: str, behind: Sequence[str] = (), asked: Asked = ASKED) -> Tr
     """
     won = dict(map(_override, behind))
     said = tree_or_script(text, DIALECT, set(won), asked)
-    if not isinstance(said.tree, Mapping):
-        raise ConfigError(f"got {shown(said.tree)}; expected a mapping with AReaL's actor: and rollout:")
     own = {path: value if is_open(value) else load(str(value)) for path, value in said.settings.items()}
     tree, said = said.tree, replace(said, skipped=(*said.skipped, *places(said.tree, KNOWN)))
     for path, value in {**own, **won}.items():
@@ -140,7 +146,8 @@ def _file(words: Sequence[Word]) -> Word | None:
     return setting_of(words, "--config")
 
 
-DIALECT = Dialect("AReaL", KNOWN, overrides, _is_read, _starts, _file, last_wins=True)
+BASES = Bases((), reading.AREAL_BLOCKS)
+DIALECT = Dialect("AReaL", KNOWN, overrides, _is_read, _starts, _file, last_wins=True, bases=BASES)
 
 
 def _place(tree: Mapping[str, Any], path: str) -> str:
@@ -193,7 +200,6 @@ def _placed(where: Mapping[str, str]) -> Iterator[None]:
 
 def _config(keys: Mapping[str, Any]) -> CorrectionConfig:
     for key in keys:
-        _check_spelling(key)
         if key not in KNOWN:
             raise ConfigError(f"{key}: no key that is read here; known are {', '.join(KNOWN)}")
     config = _from_flat({key: value for key, value in keys.items() if key != REJECTION})
@@ -276,21 +282,6 @@ def _check_decoupled(found: Mapping[str, Any], blocks: Mapping[str, Mapping[str,
         raise ConfigError(
             "use_decoupled_loss: false with recompute_logprob: true is PPO on recomputed log-probs, uncorrected: the "
             "hosts do that without a hook, so drop both keys"
-        )
-
-
-def _check_spelling(name: str) -> None:
-    """Refuse the keys of the releases of AReaL that spelled `behave`, whose weights are others than `behav_imp_*`.
-
-    Raises:
-        ConfigError: it tells what AReaL has had in place of the key since 1.0.
-    """
-    if name.startswith("behave_imp_"):
-        raise ConfigError(
-            f"{name}: AReaL itself has refused it since 1.0. Give `config from-areal` a rejection_sampling block: "
-            "action: mask for the modes token_mask and sequence_mask, action: clamp for token_truncate and "
-            "sequence_truncate, level: sequence for sequence_*, upper for the cap; with the mode disabled drop "
-            "use_decoupled_loss too"
         )
 
 

@@ -172,10 +172,6 @@ def _said(text: str, behind: set[str], asked: Asked) -> Said:
     ms-swift's parser takes `--a-key` for `--a_key`.
     """
     said = tree_or_script(text, DIALECT, behind, asked)
-    if not isinstance(said.tree, Mapping):
-        raise ConfigError(
-            f"got {shown(said.tree)}; expected a yaml mapping or a launch script with --key value"
-        )
     found = {_plain(key): value for key, value in said.tree.items()}
     for key in said.settings.keys() & found.keys() - behind:
         if _is_ours(key) and str(said.settings[key]) != str(found[key]):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,18 +17,17 @@ from mis_plugins.errors import ConfigError
 from mis_plugins.explain.launch.bash import PRINTS, RUN, Shell, one_line, parts_of
 from mis_plugins.explain.launch.words import (
     HOLE,
-    Piece,
     Reading,
     Text,
     Word,
+    flags_of,
     hole,
     known,
-    shown,
-    with_holes,
     word_of,
 )
 from mis_plugins.explain.translate.translation import Open, listed, load
 from mis_plugins.shared.numerals import cut
+from mis_plugins.shared.numerals import shown as quoted
 
 if TYPE_CHECKING:
     from tree_sitter import Node
@@ -58,6 +57,29 @@ ASKED = Asked()
 
 
 @dataclass(frozen=True)
+class Bases:
+    """Which yamls Hydra reads before the one that names them under `defaults`.
+
+    own: names of the framework's own, which correct nothing.
+    blocks: paths of the blocks that the translator reads.
+    """
+
+    own: tuple[str, ...]
+    blocks: Collection[str]
+
+    def unread(self, tree: Mapping[str, Any]) -> Iterator[str]:
+        """Names in `defaults: [NAME, GROUP: NAME, GROUP@PATH: NAME]` that may hold settings and are not read."""
+        defaults = tree.get("defaults")
+        for entry in defaults if isinstance(defaults, list) else ():
+            group, names = next(iter(entry.items()), ("", "")) if isinstance(entry, Mapping) else ("", entry)
+            _, at, package = str(group).partition("@")
+            for name in names if isinstance(names, list) else [names]:
+                is_own = name in (None, "_self_", *self.own)
+                if not is_own and (not at or package in ("_global_", *self.blocks)):
+                    yield f"settings in {cut(str(name), 60)}, which `defaults` names and nothing here reads"
+
+
+@dataclass(frozen=True)
 class Dialect:
     """How the command line of a framework says its settings.
 
@@ -68,6 +90,7 @@ class Dialect:
     starts: whether a word tells that its command starts a training.
     file: the yaml that a command names, whose settings count beside those of the command; None where it names none.
     last_wins: whether a setting that stands twice in one command has its last value.
+    bases: the yamls that Hydra reads too; None where the framework has no Hydra.
     """
 
     name: str
@@ -77,6 +100,7 @@ class Dialect:
     starts: Callable[[str], bool]
     file: Callable[[Sequence[Word]], Word | None]
     last_wins: bool = False
+    bases: Bases | None = None
 
 
 @dataclass(frozen=True)
@@ -128,30 +152,22 @@ class Said:
 def overrides(words: Sequence[Word]) -> Iterator[tuple[str, Value]]:
     """The settings of a command line of Hydra's: PATH=VALUE, +PATH=VALUE and ~PATH."""
     for word in words:
-        path, equals, value = word.text.partition("=")
+        path, equals, _ = word.text.partition("=")
         if equals or path.startswith("~"):
-            yield path.lstrip("+"), replace(word, text=value, source=word.source.partition("=")[2])
+            yield path.lstrip("+"), word.behind_equals
 
 
 def flags(words: Sequence[Word]) -> Iterator[tuple[str, Value]]:
     """The settings of a command line of flags, `--a-key VALUE` or `--a_key=VALUE`, with underscores."""
-    for word, after in itertools.pairwise([*words, Word("--", "")]):
-        flag, equals, value = word.text.partition("=")
-        if flag.startswith("--"):
-            branch = after.branch or word.branch
-            told = replace(after, branch=branch) if not after.text.startswith("--") else None
-            own = replace(word, text=value, source=word.source.partition("=")[2])
-            yield flag[2:].replace("-", "_"), own if equals else told
+    for flag, word, value in flags_of(words):
+        branch = value and (value.branch or word.branch)
+        yield flag[2:].replace("-", "_"), value and replace(value, branch=branch)
 
 
 def setting_of(words: Sequence[Word], *names: str) -> Word | None:
-    """The value of the last of some flags, `--name VALUE` or `--name=VALUE`, of a command; None where none is there."""
-    found = None
-    for word, after in itertools.pairwise([*words, Word("", "")]):
-        flag, equals, value = word.text.partition("=")
-        if flag in names:
-            found = replace(word, text=value, source=word.source.partition("=")[2]) if equals else after
-    return found
+    """The value of the last of some flags of a command; None where none is there."""
+    found = [value for flag, _, value in flags_of(words, names) if flag in names]
+    return found[-1] if found else None
 
 
 def tree_or_script(text: str, dialect: Dialect, behind: set[str], asked: Asked) -> Said:
@@ -160,21 +176,33 @@ def tree_or_script(text: str, dialect: Dialect, behind: set[str], asked: Asked) 
     Raises:
         ConfigError: the text is neither.
     """
-    problem = None
-    if not text.startswith("#!") and asked.path.suffix != ".sh":
-        try:
-            tree = load(text)
-        except ConfigError as error:
-            tree, problem = "", error
-        if not isinstance(tree, str) or asked.path.suffix in (".yaml", ".yml"):
-            if problem or asked.line or asked.arguments:
-                raise problem or ConfigError("--line, and arguments behind --, belong to a launch script")
-            return Said({}, tree)
+    is_yaml, problem, tree = asked.path.suffix in (".yaml", ".yml"), None, ""
+    try:
+        tree = "" if text.startswith("#!") or asked.path.suffix == ".sh" else load(text)
+    except ConfigError as error:
+        problem = error
+        if is_yaml:
+            raise
+    if isinstance(tree, str) and not is_yaml:
+        said = _script(text, dialect, behind, asked, problem)
+    elif asked.line or asked.arguments:
+        raise ConfigError("--line, and arguments behind --, belong to a launch script")
+    else:
+        said = Said({}, tree)
+    if not isinstance(said.tree, Mapping):
+        raise ConfigError(f"got {quoted(said.tree)}; expected a yaml of {dialect.name}'s, or a launch script")
+    unread = tuple(dialect.bases.unread(said.tree)) if dialect.bases else ()
+    notes = (f"not read: {one}; those that count go behind the file." for one in unread)
+    return replace(said, notes=(*said.notes, *notes), skipped=(*said.skipped, *unread))
+
+
+def _script(text: str, dialect: Dialect, behind: set[str], asked: Asked, problem: ConfigError | None) -> Said:
+    """What a launch script says; `problem` is why the text is no yaml."""
     try:
         said = read(text, dialect, behind, asked)
     except ConfigError as error:
-        raise (
-            ConfigError(f"{problem}; as a launch script: {cut(str(error), 300)}") if problem else error
+        raise ConfigError(
+            f"{problem}; as a launch script: {cut(str(error), 300)}" if problem else str(error)
         ) from None
     if problem and not said.starts:
         raise problem
@@ -195,7 +223,7 @@ def read(text: str, dialect: Dialect, behind: set[str], asked: Asked) -> Said:
     commands = Commands(dialect, asked.path, reading)
     commands.run_script(text, asked.arguments)
     commands.check_bash()
-    starts = list(dict.fromkeys(commands.found_starts()))
+    starts = list(dict.fromkeys(commands.starts))
     start = _chosen(starts, dialect, behind, asked.line) if starts else None
     tree, told, lost = commands.named_yaml(start.file) if start and start.file else ({}, [], [])
     refused, skipped = commands.unread_keys({path.rpartition(".")[2] for path in behind})
@@ -292,7 +320,7 @@ def _value(values: list[Value], last_wins: bool) -> str | bool:
 def _alternative(value: Value) -> str:
     if value is None:
         return "true"
-    return f"{value.source} (line {value.lines[0]}{_branch(value.branch)})"
+    return f"{value.source} ({value.place}{_branch(value.branch)})"
 
 
 def _notes(start: Start, reading: Reading) -> Iterator[str]:
@@ -310,7 +338,6 @@ class Commands(Shell):
     """The commands of a script that start a training, and which literals reach them.
 
     starts: what a command gives to a training.
-    bare: lines that begin with a setting.
     read: by number of the text, begin and end of the literals that a start is given.
     """
 
@@ -318,7 +345,6 @@ class Commands(Shell):
         super().__init__(path, reading)
         self.dialect = dialect
         self.starts: list[Start] = []
-        self.bare: list[tuple[Start, list[Text]]] = []
         self.read: set[tuple[int, int, int]] = set()
         self.callers: list[int] = []
 
@@ -326,11 +352,10 @@ class Commands(Shell):
         line = self.lines(node)[0]
         self.callers += [line] if line else []
         try:
-            given = [_word(word) for word in words]
+            given = [word_of(word) for word in words]
             if given and next(
                 (True for path, _ in self.dialect.settings(given[:1]) if self._is_setting(path)), False
             ):
-                self.bare.append((self._start(given), words))
                 told = (
                     f"{cut(one_line(node))}: begins with a setting; does the line above lack its backslash?"
                 )
@@ -345,22 +370,16 @@ class Commands(Shell):
         return self.dialect.reads(path.lstrip("~"))
 
     def _launch(self, node: Node, words: list[Text]) -> None:
-        given = [_word(word) for word in words]
+        given = [word_of(word) for word in words]
         paths = [path for path, _ in self.dialect.settings(given)]
         if any(map(self._is_setting, paths)) or any(self.dialect.starts(word.text) for word in given):
             self.starts.append(self._start(given))
             self._give(words)
 
-    def found_starts(self) -> list[Start]:
-        """What starts a training; lines that begin with a setting count where there is nothing else."""
-        for _, words in self.bare if not self.starts else ():
-            self._give(words)
-        return self.starts or [start for start, _ in self.bare]
-
     def _give(self, words: Sequence[Text]) -> None:
         """Note the literals that a start is given; a word that is no setting holds one behind a blank, or as a part."""
         for text in words:
-            word = _word(text)
+            word = word_of(text)
             paths = [path for path, _ in self.dialect.settings([word])]
             parts = {part for path in paths for part in path.replace("@", ".").split(".")}
             is_lost = bool(word.text.split()[1:]) or not parts.isdisjoint(self.dialect.keys)
@@ -484,18 +503,6 @@ class Commands(Shell):
             if not _is_harmless(chain[1:]) and not self._idle(number, root, chain[1:], seen | {name}):
                 return True
         return False
-
-
-def _word(text: Text) -> Word:
-    """A word; parts that branches give are not known, and are told with the branches."""
-    if len({piece.branch for piece in text}) < 2:
-        return word_of(text)
-    parts: list[Piece] = []
-    for is_open, group in itertools.groupby(text, key=lambda piece: piece.branch is not None):
-        pieces = tuple(group)
-        told = " or ".join(f"{shown((piece,))} (if {piece.branch})" for piece in pieces)
-        parts += [Piece(None, told)] if is_open else pieces
-    return Word(with_holes(tuple(parts)), shown(tuple(parts)), text[0].lines)
 
 
 def _may_be_settings(word: Word) -> bool:

@@ -7,20 +7,20 @@ Settings are read by their full path, whether a yaml, a launch script or a Hydra
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from mis_plugins.config.model import BY_DIVERGENCE
-from mis_plugins.config.reading import number
+from mis_plugins.config.reading import number, suggest
 from mis_plugins.errors import ConfigError
 from mis_plugins.explain.launch.words import Word
 from mis_plugins.explain.translate import verl_presets
 from mis_plugins.explain.translate.script import (
     ASKED,
     Asked,
+    Bases,
     Dialect,
     Said,
     overrides,
@@ -48,7 +48,7 @@ KEYS = ("rollout_is", "rollout_is_threshold", "rollout_is_batch_normalize", "rol
 LOSS_MODE = "loss_mode"
 WIDTHS = ("clip_ratio", "clip_ratio_low", "clip_ratio_high", "clip_ratio_c")
 KNOWN = (*KEYS, LOSS_MODE, *WIDTHS)
-IN_LOSS, CAP = f"{ACTOR}.policy_loss.rollout_correction", f"{ACTOR}.tis_imp_ratio_cap"
+IN_LOSS = f"{ACTOR}.policy_loss.rollout_correction"
 MODE_PATH, AGGREGATED = f"{ACTOR}.policy_loss.{LOSS_MODE}", f"{ACTOR}.loss_agg_mode"
 LOG_PROBS, USE_V1 = "actor_rollout_ref.rollout.calculate_log_probs", "trainer.use_v1"
 PATHS = {f"{SECTION}.{key}": key for key in KEYS}
@@ -56,22 +56,20 @@ PATHS |= {MODE_PATH: LOSS_MODE} | {f"{ACTOR}.{key}": key for key in WIDTHS}
 OF_NAME, OF_FOLDER = ("--config-name", "-cn"), ("--config-path", "-cp", "--config-dir", "-cd")
 OF_FILE = (*OF_NAME, *OF_FOLDER)  # flags of Hydra's that name a yaml
 OWN = ("ppo_trainer", "ppo_megatron_trainer")  # verl's own, which correct nothing
+OWN_PARTS = (*OWN, "rollout_correction", "rollout", "legacy_reward_impl", "dp", "megatron", "veomni", "torchtitan",
+             "${model_engine}_actor", "dp_actor", "megatron_actor", "veomni_actor", "torchtitan_actor")  # fmt: skip
 BESIDE_IT = (AGGREGATED, LOG_PROBS, USE_V1)  # settings outside of the correction that a note is about
-SHORT = {key: path for path, key in PATHS.items()} | {
-    "rollout_correction": SECTION,
-    "actor": ACTOR,
-    "tis_imp_ratio_cap": CAP,
-}
+SHORT = {key: path for path, key in PATHS.items()} | {"rollout_correction": SECTION, "actor": ACTOR}
 PARENTS = {"algorithm", SECTION, "actor_rollout_ref", ACTOR, f"{ACTOR}.policy_loss", IN_LOSS,
            "actor_rollout_ref.rollout", "trainer"}  # fmt: skip
-WHOLE = (
+WHOLE = {
     "algorithm",
     "rollout_correction",
     "actor_rollout_ref",
     "actor",
     "trainer",
     "data",
-)  # a whole file's parts
+}  # a whole file's parts
 IDLE = {"rollout_is_threshold": "rollout_is", "rollout_is_batch_normalize": "rollout_is",
         "rollout_rs_threshold": "rollout_rs", "loss_type": "bypass_mode"}  # fmt: skip
 """By key: the key without which it has no effect."""
@@ -85,24 +83,15 @@ SURROGATE = {"ppo_clip": "clip", "reinforce": "reinforce"}
 OTHER_LOSSES = ("vanilla", "bypass_mode")  # losses that an override behind the file may name in place of DPPO
 CLIP_RATIO, CLIP_RATIO_C = 0.2, 3.0  # of an actor in verl 0.9.1 that sets none: all three widths, and the cap
 
-LEVELS = (
-    "of verl 0.6.1 and 0.7.0; write rollout_rs: token_k1, seq_sum_k1 or seq_mean_k1, whose bounds are of 1/r"
+RETIRED = ("rollout_rs_threshold_lower", "rollout_token_veto_threshold", "rollout_is_veto_threshold",
+           "use_policy_gradient", "rollout_is_level", "rollout_is_mode", "rollout_is_threshold_lower",
+           "tis_imp_ratio_cap")  # fmt: skip
+"""Keys of releases before 0.7.1."""
+INSTEAD = (
+    "of verl before 0.7.1; its weights are rollout_is: token or sequence with rollout_is_threshold: upper or "
+    "lower_upper, its rules rollout_rs: token_k1, seq_sum_k1 or seq_mean_k1, its loss without a clip loss_type: "
+    "reinforce; a veto is the rule {over: min, lower: THRESHOLD} under `mis:` in the file made here"
 )
-LEVEL_OF_0_6_0 = "of verl 0.6.0; write rollout_is: token or sequence under algorithm.rollout_correction"
-VETOED = (
-    "of verl before 0.7.1; write the rule {over: min, lower: THRESHOLD} under `mis:` in the file made here"
-)
-RETIRED = {
-    "rollout_rs_threshold_lower": "of verl 0.6.1 and 0.7.0; write rollout_rs_threshold: lower_upper",
-    "rollout_token_veto_threshold": VETOED,
-    "rollout_is_veto_threshold": VETOED,
-    "use_policy_gradient": "of verl 0.6.1; write loss_type: reinforce",
-    "rollout_is_level": LEVEL_OF_0_6_0,
-    "rollout_is_mode": "of verl 0.6.0; write rollout_is_threshold: upper, or lower_upper in place of mask",
-    "rollout_is_threshold_lower": "of verl 0.6.0; write rollout_is_threshold: lower_upper",
-    "tis_imp_ratio_cap": "of verl before 0.6.0; write rollout_is: token and rollout_is_threshold: CAP",
-}
-"""Keys of earlier releases, and what has taken their place."""
 
 TOKENS_LEFT = (
     "denominator: verl divides by the tokens that are left; so does each sequence here. The hosts refuse it with "
@@ -172,11 +161,14 @@ def translate(text: str, behind: Sequence[str] = (), asked: Asked = ASKED) -> Tr
     won = dict(map(_override, behind))
     said = _said(text, set(won), asked)
     settings = {**said.settings, **won}
-    if not any(path in PATHS or path.startswith(("algorithm.rollout_", IN_LOSS, CAP)) for path in settings):
-        said.prove_nothing()
     given = _given(settings, won)
-    draft = Draft(settings, given, notes=[*said.notes, *_left_out(settings)])
-    made = _translated(draft, text)
+    if not given:
+        said.prove_nothing()
+        beside = (
+            f", and {LOSS_MODE}: {as_written(mode)}" if (mode := settings.get(MODE_PATH)) is not None else ""
+        )
+        raise ConfigError(f"nothing to translate: no {SECTION}, and no key of it{beside}")
+    made = _translated(Draft(settings, given, notes=[*said.notes, *_left_out(settings)]), text)
     if not made.config().corrects and not made.config().needs_loss_hook:
         said.prove_nothing()
     return made
@@ -210,8 +202,6 @@ def _override(text: str) -> tuple[str, Any]:
     """The full path and the value of a Hydra override."""
     name, equals, value = text.partition("=")
     path = _full(name.lstrip("+"))
-    algorithms = path.removeprefix("algorithm.")
-    path = SHORT.get(algorithms, path) if algorithms in KEYS else path
     if not equals or not _is_ours(path):
         raise ConfigError(f"override {shown(text)}: expected {SECTION}.KEY=VALUE")
     return path, _of_hydra(value)
@@ -229,27 +219,10 @@ def _said(text: str, behind: set[str], asked: Asked) -> Said:
     if verl_presets.is_call(text):
         return Said(_of_section(text))
     said = tree_or_script(text, DIALECT, behind, asked)
-    if not isinstance(said.tree, Mapping):
-        raise ConfigError(f"got {shown(said.tree)}; expected a mapping with {SECTION}")
-    found = dict(_flat(said.tree, is_whole=any(name in said.tree for name in WHOLE)))
+    found = dict(_flat(said.tree, is_whole=not WHOLE.isdisjoint(said.tree)))
     seen = {part for path in found for part in path.split(".")}
     strays = [place for place in places(said.tree, DIALECT.keys) if place.rpartition(".")[2] not in seen]
-    bases = [
-        f"settings in {base}, which `defaults` names and nothing here reads" for base in _bases(said.tree)
-    ]
-    notes = (*said.notes, *(f"not read: {one}; those that count go behind the file." for one in bases))
-    settings = {**found, **_of_script(said.settings)}
-    return replace(said, settings=settings, notes=notes, skipped=(*said.skipped, *strays, *bases))
-
-
-def _bases(tree: Mapping[str, Any]) -> Iterator[str]:
-    """The yamls that Hydra reads before this one, other than verl's own: `defaults: [NAME, GROUP@PATH: NAME]`."""
-    defaults = tree.get("defaults")
-    for entry in defaults if isinstance(defaults, list) else ():
-        group, name = next(iter(entry.items()), ("", "")) if isinstance(entry, Mapping) else ("", entry)
-        is_ours = not group or "rollout_correction" in group
-        if is_ours and isinstance(name, str) and name not in (*OWN, "_self_", "rollout_correction"):
-            yield name
+    return replace(said, settings={**found, **_of_script(said.settings)}, skipped=(*said.skipped, *strays))
 
 
 def _of_section(call: str) -> dict[str, Any]:
@@ -286,7 +259,12 @@ def _of_script(said: Mapping[str, Any]) -> dict[str, Any]:
 
 def _is_ours(path: str) -> bool:
     whole = ("algorithm", *PATHS, *BESIDE_IT)
-    return path.startswith(("algorithm.rollout_", IN_LOSS, CAP)) or path in whole
+    return path.startswith(("algorithm.rollout_", IN_LOSS)) or path in whole or _is_retired(path)
+
+
+def _is_retired(path: str) -> bool:
+    parent, _, key = path.rpartition(".")
+    return key in RETIRED and parent in ("algorithm", SECTION, ACTOR)
 
 
 def _starts(word: str) -> bool:
@@ -316,6 +294,7 @@ DIALECT = Dialect(
     _is_ours,
     _starts,
     _file,
+    bases=Bases(OWN_PARTS, PARENTS),
 )
 
 
@@ -326,14 +305,10 @@ def _given(settings: Mapping[str, Any], behind: Mapping[str, Any]) -> dict[str, 
         ConfigError: nothing to translate, an unknown key, or one of an earlier release.
     """
     for path, value in settings.items():
-        is_off = value in (None, False) and path.rpartition(".")[2] in RETIRED
-        known = path in (*PATHS, *BESIDE_IT, SECTION, f"{SECTION}._target_") or path.startswith(IN_LOSS)
-        if _is_ours(path) and not known and not is_off:
-            _refuse(path)
+        _check_known(path, value)
     given = {key: settings[path] for path, key in PATHS.items() if path in settings}
     idle = {key for key, other in IDLE.items() if is_open(given.get(key)) and not given.get(other)}
     given = {key: value for key, value in given.items() if key not in idle}
-    _check_retired(given)
     mode = given.get(LOSS_MODE)
     if MODE_PATH in behind:
         choice(mode, LOSS_MODE, (*BY_DIVERGENCE, *OTHER_LOSSES))
@@ -348,10 +323,20 @@ def _given(settings: Mapping[str, Any], behind: Mapping[str, Any]) -> dict[str, 
         given = {key: given[key] for key in given if key in KEYS}
     refuse_open(given, SHORT)
     _check_copy(settings)
-    if not given:
-        beside = "" if mode is None else f", and {LOSS_MODE}: {as_written(mode)}"
-        raise ConfigError(f"nothing to translate: no {SECTION}, and no key of it{beside}")
     return given
+
+
+def _check_known(path: str, value: Any) -> None:
+    """Refuse a key of an earlier release, and one that verl does not have."""
+    key = path.rpartition(".")[2]
+    if _is_retired(path) and value not in (None, False):
+        raise ConfigError(f"{key}: {INSTEAD}")
+    known = (*PATHS, *BESIDE_IT, SECTION, f"{SECTION}._target_")
+    if _is_ours(path) and not _is_retired(path) and path not in known and not path.startswith(IN_LOSS):
+        near = f"; write {SHORT[key]}" if key in SHORT else suggest(key, KNOWN)
+        raise ConfigError(
+            f"{cut(path.removeprefix(f'{SECTION}.'))}: no key of verl's rollout correction{near}"
+        )
 
 
 def _check_copy(settings: Mapping[str, Any]) -> None:
@@ -360,38 +345,15 @@ def _check_copy(settings: Mapping[str, Any]) -> None:
         if path.startswith(IN_LOSS):
             twin = f"{SECTION}{path.removeprefix(IN_LOSS)}"
             if settings.get(f"{SECTION}.bypass_mode") is not True or twin not in settings:
-                _refuse(path)
+                raise ConfigError(
+                    f"{IN_LOSS}: verl reads this block in bypass mode alone, and its trainer fills it; put its keys "
+                    f"under {SECTION}, with bypass_mode: true"
+                )
             if settings[twin] != value:
                 raise ConfigError(
                     f"{path}: {as_written(value)} contradicts {twin}: {as_written(settings[twin])}; put the one that "
                     "counts behind the file, under both"
                 )
-
-
-def _refuse(path: str) -> None:
-    """Raise for a key that this release of verl does not read."""
-    key = path.rpartition(".")[2]
-    if path.startswith(IN_LOSS):
-        raise ConfigError(
-            f"{IN_LOSS}: verl reads this block in bypass mode alone, and its trainer fills it; put its keys under "
-            f"{SECTION}, with bypass_mode: true"
-        )
-    if key in RETIRED:
-        raise ConfigError(f"{key}: {RETIRED[key]}")
-    if key in KEYS:
-        raise ConfigError(f"{path}: of verl 0.6.0; write {SECTION}.{key}, whose values are token or sequence")
-    close = difflib.get_close_matches(key, KNOWN, n=1)
-    hint = f"did you mean {close[0]}?" if close else f"known are {', '.join(KEYS)}"
-    raise ConfigError(f"{cut(key)}: no key of verl's rollout correction; {hint}")
-
-
-def _check_retired(given: Mapping[str, Any]) -> None:
-    """Raise for values that earlier releases alone have."""
-    if isinstance(given.get("rollout_is"), bool):
-        raise ConfigError(f"rollout_is: {as_written(given['rollout_is'])} is {LEVEL_OF_0_6_0}")
-    levels = [name for name in _parts(given.get("rollout_rs")) if name in ("token", "sequence", "geometric")]
-    if levels:
-        raise ConfigError(f"rollout_rs: {levels[0]} is {LEVELS}")
 
 
 def _left_out(settings: Mapping[str, Any]) -> Iterator[str]:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import ast
-import difflib
+import inspect
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from mis_plugins.config.reading import suggest
 from mis_plugins.errors import ConfigError
 
 CALL = re.compile(r"\s*(?:\w+\.)*(?P<name>\w+)\s*(?P<arguments>\(.*\))?\s*", re.DOTALL)
@@ -85,27 +86,20 @@ def keys_of(text: str) -> dict[str, Any]:
     found = CALL.fullmatch(text)
     name = found["name"] if found else text
     if found is None or name not in PRESETS:
-        close = difflib.get_close_matches(name, PRESETS, n=1)
-        hint = f"did you mean {close[0]}?" if close else f"known are {', '.join(PRESETS)}"
-        raise ConfigError(f"{name}: no preset of verl 0.9.1; {hint}")
+        raise ConfigError(f"{name}: no preset of verl 0.9.1{suggest(name, PRESETS)}")
     preset = PRESETS[name]
     return preset.keys(_arguments(name, found["arguments"] or "()", tuple(preset.parameters())))
 
 
 def _arguments(name: str, text: str, parameters: tuple[str, ...]) -> dict[str, Any]:
-    takes = f"{name} takes {', '.join(parameters) or 'nothing'}"
     try:
         call = ast.parse(f"{name}{text}", mode="eval").body
         if not isinstance(call, ast.Call):
-            raise ValueError
-        words = [(parameters[i], word) for i, word in enumerate(call.args)]
-        words += [(str(word.arg), word.value) for word in call.keywords]
-        given = {key: ast.literal_eval(word) for key, word in words}
-    except (SyntaxError, ValueError, IndexError):
-        raise ConfigError(f"{name}{text}: {takes}, as numbers or quoted text") from None
-    for key in given:
-        if key not in parameters:
-            raise ConfigError(f"{name}{text}: {key} is none of its parameters; {takes}")
-    if len(given) < len(words):
-        raise ConfigError(f"{name}{text}: a parameter is given twice; {takes}")
-    return given
+            raise ValueError("no call")
+        takes = [inspect.Parameter(one, inspect.Parameter.POSITIONAL_OR_KEYWORD) for one in parameters]
+        given = {str(word.arg): ast.literal_eval(word.value) for word in call.keywords}
+        return inspect.Signature(takes).bind_partial(*map(ast.literal_eval, call.args), **given).arguments
+    except (SyntaxError, TypeError, ValueError) as error:
+        raise ConfigError(
+            f"{name}{text}: {error}; {name} takes {', '.join(parameters) or 'nothing'}, as numbers or quoted text"
+        ) from None

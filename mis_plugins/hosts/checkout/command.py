@@ -26,9 +26,10 @@ def run(arguments: argparse.Namespace) -> int:
             "`git bisect reset`, git bisect run python -m mis_plugins hosts check . finds the commit"
         )
     root = arguments.checkout
-    host = host_among(name for name in packages() if (root / name).is_dir())
+    hosts = by_package()
+    host = next((host for package, host in hosts.items() if (root / package).is_dir()), None)
     if host is None:
-        raise InputError(f"no folder {' or '.join(packages())} in it; give the root of a host's checkout")
+        raise InputError(f"no folder {' or '.join(hosts)} in it; give the root of a host's checkout")
     folder = source.Folder(root)
     found = {
         name: search.elsewhere(one, folder)
@@ -51,15 +52,13 @@ def run(arguments: argparse.Namespace) -> int:
     return MOVED if any(one.moved for one in found.values()) else GOOD
 
 
-def packages() -> list[str]:
-    """The packages of hosts that have a table of needs."""
-    return list(dict.fromkeys(host.package for host in every_host().values() if host.needs is not None))
-
-
-def host_among(names: Iterator[str]) -> Host | None:
-    """The host of the first of these packages."""
-    of_package = {host.package: host for host in reversed(every_host().values()) if host.needs is not None}
-    return next((of_package[name] for name in names), None)
+def by_package() -> dict[str, Host]:
+    """The first host of each package that has a table of needs."""
+    found = dict[str, Host]()
+    for host in every_host().values():
+        if host.needs is not None:
+            found.setdefault(host.package, host)
+    return found
 
 
 def _row(one: search.Found) -> tuple[str, str, str]:

@@ -105,11 +105,14 @@ class Need:
         Raises:
             NeedError: no address has it.
         """
-        for address in self.addresses:
-            found = address.owner(_imported(address.module))
-            if found is not None:
-                return found
-        raise self.error()
+        found = self._found(_imported)
+        if found is None:
+            raise self.error()
+        return found
+
+    def _found(self, module_of: Callable[[str], Any | None]) -> tuple[Any, str] | None:
+        owners = (address.owner(module_of(address.module)) for address in self.addresses)
+        return next((owner for owner in owners if owner is not None), None)
 
     def loaded(self) -> Any | None:
         """What the need names, where this process runs the host; None where the host's package is not loaded.
@@ -117,10 +120,9 @@ class Need:
         Raises:
             NeedError: the host's package is loaded, and no address has it.
         """
-        for address in self.addresses:
-            found = address.owner(sys.modules.get(address.module))
-            if found is not None:
-                return getattr(*found)
+        found = self._found(sys.modules.get)
+        if found is not None:
+            return getattr(*found)
         package = self.addresses[0].module.partition(".")[0]
         return self.get() if package in sys.modules else None
 
@@ -146,11 +148,6 @@ class Need:
     def frame(self) -> Mapping[str, Any]:
         """Local variables of the function further up the call stack; empty where the stack lacks it."""
         return held_by(*((address.module, address.names[-1]) for address in self.addresses))
-
-    def in_fork(self, package: str) -> Need:
-        """The need of a host that was made from this one, and has its modules under another package."""
-        at = (f"{package}.{address.partition('.')[2]}" for address in self.at)
-        return replace(self, host=package, at=tuple(at))
 
     def error(self) -> NeedError:
         still = ", ".join(hook for hook in HOOKS if hook not in self.hooks)

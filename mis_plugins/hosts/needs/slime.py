@@ -104,5 +104,13 @@ class Slime(VersionNeeds):
 
 
 SLIME = Slime()
-_OF_VIME = {each.name: getattr(SLIME, each.name).in_fork("vime") for each in fields(Needs)}
-VIME = Needs(**_OF_VIME | {"tracking": replace(_OF_VIME["tracking"], at=_OF_VIME["tracking"].at[1:])})
+
+
+def _of_vime(need: Need, newest: int = 0) -> Need:
+    """A need of slime's in vime, which has slime's modules under its own name, but not the newest of the tracking."""
+    return replace(need, host="vime", at=tuple(at.replace("slime", "vime", 1) for at in need.at[newest:]))
+
+
+VIME = Needs(
+    **{each.name: _of_vime(getattr(SLIME, each.name), each.name == "tracking") for each in fields(Needs)}
+)

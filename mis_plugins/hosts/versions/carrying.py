@@ -23,10 +23,10 @@ from torch import Tensor
 from mis_plugins.config.model import SegmentWiseConfig
 from mis_plugins.config.view import view
 from mis_plugins.errors import ConfigError, InputError
-from mis_plugins.hosts.host import Host
 from mis_plugins.hosts.loss_batch import VERSION, VERSIONS
 from mis_plugins.hosts.needs.record import LOGLINEAR, Refusal
-from mis_plugins.hosts.versions.samples import Note, recomputes, segment_wise
+from mis_plugins.hosts.ownership import Hook
+from mis_plugins.hosts.versions.samples import Note, recomputes, segment_wise, served
 from mis_plugins.hosts.versions.scores import Data, Scores, Trainer
 from mis_plugins.versions.segment_wise import Written, admitted
 
@@ -124,13 +124,17 @@ class Carrying:
         self.scored, self._alive = max(self.scored, version), waiting.alive
 
 
-def install(args: Any, host: Host) -> None:
-    """Replace the two names, once a process; not for a critic, which no weight corrects.
+@Hook
+def carry_versions(args: Any) -> None:
+    """The init hook of Miles and slime on Megatron: the loss hook gets versions, and log pi_{v+1} by recompute.
+
+    It replaces the two names, once a process; not for a critic, which no weight corrects.
 
     Raises:
-        ConfigError: an argument of the host under which versions would say something else, or the caller is
-            not the host's trainer.
+        ConfigError: versions are not carried on this host, an argument under which they would say something else,
+            or the caller is not the host's trainer.
     """
+    host = served(args, INIT)
     needs = host.needs
     check(args, needs.refusals)
     actor = needs.init.frame().get("self")
@@ -140,7 +144,7 @@ def install(args: Any, host: Host) -> None:
         )
     if actor.role == "critic":
         return
-    carrying, own = Carrying(Trainer(host, needs)), type(actor)
+    carrying, own = Carrying(Trainer(host)), type(actor)
     name = needs.train_actor.name_on(own)
     model, get_batch = needs.get_batch.owner()
     setattr(own, name, _before(getattr(own, name), carrying))

@@ -21,6 +21,7 @@ from mis_plugins.errors import InputError
 from mis_plugins.hosts.needs.miles import NEEDS
 from mis_plugins.hosts.needs.record import more_of
 from mis_plugins.hosts.needs.slime import SLIME
+from mis_plugins.hosts.ownership import Hook
 from mis_plugins.hosts.versions.rollouts import NUMBERING
 from mis_plugins.hosts.versions.samples import FAULT, NUMBER, VERSIONS
 from mis_plugins.versions.spans import spans, written_by
@@ -30,6 +31,22 @@ logger = logging.getLogger("mis_plugins")
 TRIES, PAUSE_S = 60, 1.0  # of a request that fails, as the host's own
 Chunk = Mapping[str, Any]
 Row = list[Any]  # log-prob and token, as SGLang lists them
+
+
+@Hook
+async def generate_with_versions(
+    input: Any, sample: Any = None, sampling_params: Any = None, evaluation: bool = False
+) -> Any:
+    """The generate function of Miles and slime: the host's own, with the version of every token on the sample.
+
+    Miles calls it with `input` alone, and needs `--sglang-stream-interval 1` and
+    `--sglang-incremental-streaming-output` beside it. slime calls it as
+    `(args, sample, sampling_params, evaluation)`. An evaluation runs the host's own function unchanged.
+
+    Raises:
+        InputError: on Miles, the engine does not name the version of each token; on slime the conversion raises it.
+    """
+    return await (miles(input) if sample is None else slime(input, sample, sampling_params, evaluation))
 
 
 async def miles(input: Any) -> Any:

@@ -15,8 +15,8 @@ from contextlib import suppress
 from typing import Any
 
 from mis_plugins.errors import ConfigError
-from mis_plugins.hosts.needs.record import VersionNeeds
-from mis_plugins.hosts.versions.samples import GENERATE, Numbering, recomputes, segment_wise
+from mis_plugins.hosts.ownership import Hook
+from mis_plugins.hosts.versions.samples import GENERATE, Numbering, recomputes, segment_wise, served
 from mis_plugins.hosts.versions.shelf import Shelf, Waiting
 
 NAME = "mis_plugins_rollouts"
@@ -96,14 +96,18 @@ def waiting(version: int, trained: int) -> Waiting:
     return ray.get(questions.ask.remote(version, trained))
 
 
-def convert(args: Any, samples: Sequence[Any], needs: VersionNeeds) -> dict[str, Any]:
-    """The host's own train data, with a `Note` of each sample under the key of its list that can carry one.
+@Hook
+def convert_with_versions(args: Any, samples: Sequence[Any]) -> dict[str, Any]:
+    """The conversion of Miles and slime: the host's own train data, with a `Note` of each sample for `carry_versions`.
 
     Raises:
-        ConfigError: the caller is not the host's process of the rollouts, or an argument whose conversion needs inputs
-            that the host does not hand to this function.
+        ConfigError: versions are not carried on this host, the caller is not its process of the rollouts, or its
+            conversion needs inputs that it does not hand to this function.
         InputError: a sample without versions, or with others than its tokens, or with images where recompute scores.
     """
+    needs = served(
+        args, "--custom-convert-samples-to-train-data-path mis_plugins.mis.convert_with_versions"
+    ).needs
     own = needs.own_conversion(args)
     notes = NUMBERING.noted(samples, scored=recomputes(segment_wise(args)))
     return own(samples) | {needs.notes: notes}

@@ -13,8 +13,10 @@ from typing import Any
 
 from mis_plugins.config import reading
 from mis_plugins.config.model import SegmentWiseConfig
-from mis_plugins.errors import InputError
+from mis_plugins.errors import ConfigError, InputError
+from mis_plugins.hosts.host import Host
 from mis_plugins.hosts.needs.record import LOGLINEAR
+from mis_plugins.hosts.registry import current
 from mis_plugins.hosts.versions.shelf import Shelf
 from mis_plugins.shared import runs
 
@@ -22,6 +24,18 @@ from mis_plugins.shared import runs
 NUMBER, VERSIONS, FAULT = "response_number", "output_versions", "versions_fault"
 NO_NUMBER = -1
 GENERATE = "--custom-generate-function-path mis_plugins.mis.generate_with_versions"
+
+
+def served(args: Any, flag: str) -> Host:
+    """The host that runs.
+
+    Raises:
+        ConfigError: versions are not carried on it; the message names the flag of the hook that asks.
+    """
+    host = current(args)
+    if not host.version_flags:
+        raise ConfigError(f"{flag}: versions are not carried on {host.title}; leave the flag out")
+    return host
 
 
 def segment_wise(args: Any) -> SegmentWiseConfig | None:

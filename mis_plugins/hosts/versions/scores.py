@@ -55,7 +55,10 @@ class Trainer:
     """The trainer of a host on Megatron, as far as it scores waiting tokens."""
 
     host: Host
-    needs: VersionNeeds
+
+    @property
+    def needs(self) -> VersionNeeds:
+        return self.host.needs
 
     @cached_property
     def group(self) -> Any:

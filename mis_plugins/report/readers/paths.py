@@ -71,7 +71,7 @@ def find(paths: Sequence[Path], problems: Problems) -> Found:
         elif kind == "verl":
             problems.add(VERL, file)
         elif file in paths or _plain(file).suffix == ".jsonl":
-            problems.add(_nothing(file), file)
+            problems.add(nothing(file), file)
         else:
             others.append(file)
     return Found(tuple(sources), tuple(lines), tuple(files), tuple(others))
@@ -145,7 +145,7 @@ def _shown_by(found: Mapping[str, Any], file: Path) -> str | None:
     return "metrics.jsonl" if _plain(file).suffix in (".jsonl", ".json") and curves.has_step(found) else None
 
 
-def _nothing(file: Path) -> str:
+def nothing(file: Path) -> str:
     """Why a file is not read: its first object's keys, or what is wrong with its first line."""
     broken = Problems()
     head = broken.each(objects(file, broken, head=True), file, size_of(file))

@@ -9,7 +9,6 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
 from jaxtyping import Float32
 from torch import Tensor
 
@@ -17,9 +16,9 @@ from true_on_policy.contract.cpu import Contract
 from true_on_policy.contract.model_config import text_of
 from true_on_policy.contract.sides import ENGINES
 from true_on_policy.contract.specs import NormOrder
-from true_on_policy.engines.answers import check_counts, list_of, log_prob, reading, sglang_rows, short, whole
+from true_on_policy.engines.answers import check_counts, list_of, reading, short, whole
 from true_on_policy.engines.handover import ASKED, handed_over
-from true_on_policy.engines.protocol import EngineError, Request, Sample
+from true_on_policy.engines.protocol import EngineError, Request, Sample, log_probs, sglang_rows
 from true_on_policy.engines.server import (
     DTYPES,
     GENERATE_SECONDS,
@@ -150,16 +149,15 @@ class SGLang(Served):
         meta = answer["meta_info"]
         check_counts(meta, len(request.prompt))
         tokens = tuple(whole(token, "token id", self._last_id) for token in answer["output_ids"])
-        log_probs = _log_probs(meta["output_token_logprobs"], tokens)
-        kept = None
+        drawn, kept = _log_probs(meta["output_token_logprobs"], tokens), None
         if request.cut is not None:
-            log_probs, kept = _over_kept(meta, tokens)
+            drawn, kept = _over_kept(meta, tokens)
         if not request.over(tokens):
             raise EngineError(f"sglang: {request.length} tokens asked, {len(tokens)} sampled")
         return Sample(
             request,
             tokens,
-            log_probs,
+            drawn,
             int(meta["weight_version"]),
             whole(meta["cached_tokens"], "cached_tokens"),
             whole(meta["num_retractions"], "num_retractions"),
@@ -248,9 +246,7 @@ def _log_probs(rows: Sequence[Sequence[Any]], tokens: Sequence[int]) -> Float32[
         raise EngineError(
             f"sglang: log-probs of other tokens than were asked, or none: {rows[:3]} for {tokens[:3]}"
         )
-    _, log_probs = sglang_rows(rows)
-    # SGLang's JSON carries a float32 as the float64 of equal value: nothing is rounded on the way.
-    return torch.tensor(log_probs, dtype=torch.float32)
+    return sglang_rows(rows)[1]
 
 
 def _over_kept(
@@ -268,4 +264,4 @@ def _over_kept(
             f"sglang: kept sets {kept[:3]} that are not those of the sampled tokens {tokens[:3]}"
         )
     values = list_of(meta["output_token_sampling_logprobs"], len(tokens), "log-probs of tokens")
-    return torch.tensor([*map(log_prob, values)], dtype=torch.float32), kept
+    return log_probs(values), kept

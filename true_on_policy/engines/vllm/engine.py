@@ -9,16 +9,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from jaxtyping import Float32
 from torch import Tensor
 
 from true_on_policy.contract.cpu import Contract
 from true_on_policy.contract.sides import ENGINES
 from true_on_policy.contract.specs import NormOrder
-from true_on_policy.engines.answers import check_counts, list_of, log_prob, reading, short, whole
+from true_on_policy.engines.answers import check_counts, list_of, reading, short, whole
 from true_on_policy.engines.handover import handed_over
-from true_on_policy.engines.protocol import EngineError, Request, Sample
+from true_on_policy.engines.protocol import EngineError, Request, Sample, log_probs
 from true_on_policy.engines.server import (
     DTYPES,
     GENERATE_SECONDS,
@@ -33,7 +32,7 @@ from true_on_policy.engines.server import (
 )
 
 PATH = "/inference/v1/generate"
-GUARD = "true_on_policy.engines.vllm.guard.Guard"
+GUARD = "true_on_policy.engines.vllm.plugin.Guard"
 BLOCK = 32  # slots of a block of the key-value cache
 
 
@@ -128,11 +127,11 @@ class VLLM(Served):
         if [row["token_id"] for row in rows] != tokens or not request.over(tokens):
             raise EngineError(f"vllm: {request.length} tokens asked, got {short(tokens)} and {short(rows)}")
         ids = tuple(whole(token, "token id") for token in tokens)
-        log_probs = _log_probs([row["logprob"] for row in rows])
+        drawn = log_probs(row["logprob"] for row in rows)
         usage = answer["usage"]
         check_counts(usage, len(request.prompt), len(ids))
         cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
-        return Sample(request, ids, log_probs, self._version, whole(cached, "cached_tokens"))
+        return Sample(request, ids, drawn, self._version, whole(cached, "cached_tokens"))
 
     def score(self, samples: Sequence[Sample]) -> list[Float32[Tensor, "_"]]:
         wanted = {"max_tokens": 1, "prompt_logprobs": 0, "temperature": 1.0}
@@ -168,7 +167,7 @@ def _scored(sample: Sample, answer: Any) -> Float32[Tensor, "N"]:
     told = list_of(answer["prompt_logprobs"], len(sample.sequence), "log-probs of tokens")
     rows = told[-len(sample.tokens) :]
     found = [row.get(str(token)) for row, token in zip(rows, sample.tokens, strict=True)]
-    return _log_probs([None if row is None else row["logprob"] for row in found])
+    return log_probs(None if row is None else row["logprob"] for row in found)
 
 
 def _arguments(checkpoint: Path, dtype: str, pool: Pool) -> list[str]:
@@ -202,9 +201,3 @@ def _environment(contract: Contract | None, order: NormOrder | None) -> dict[str
     }
     # vLLM's own norm may be a compiled kernel: a pinned engine always takes our norm, even in vLLM's order.
     return inherited() | added | handed_over(contract, contract and (order or ENGINES["vllm"].order))
-
-
-def _log_probs(values: Sequence[float | None]) -> Float32[Tensor, "N"]:
-    """Convert vLLM's log-probs to a tensor, without rounding."""
-    # vLLM's JSON carries a float32 as the float64 of equal value: nothing is rounded on the way.
-    return torch.tensor([*map(log_prob, values)], dtype=torch.float32)

@@ -7,7 +7,15 @@ does nothing.
 
 from __future__ import annotations
 
-from true_on_policy.engines.handover import asked_for, ordered_norm, pin_as_asked
+import hmac
+import os
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from true_on_policy.engines.handover import KEY, asked_for, ordered_norm, pin_as_asked
+
+Receive = Callable[[], Awaitable[Any]]
+Send = Callable[[dict[str, Any]], Awaitable[None]]
 
 
 def activate() -> None:
@@ -71,3 +79,23 @@ def _attend(self, layer, query, key, value, kv_cache, attn_metadata, output, *un
         target = output[starts[row] : starts[row + 1]]
         target.copy_(mixed[0].transpose(0, 1).reshape(target.shape))
     return output
+
+
+class Guard:
+    """ASGI middleware of vLLM's server, which answers 401 to every request without `Authorization: Bearer KEY`.
+
+    vLLM's own `--api-key` leaves `/collective_rpc` and `/reset_prefix_cache` open, by which anybody on the machine
+    could load other weights.
+    """
+
+    def __init__(self, app: Callable[[dict[str, Any], Receive, Send], Awaitable[None]]):
+        self.app = app
+        self._wanted = f"Bearer {os.environ[KEY]}".encode()
+
+    async def __call__(self, scope: dict[str, Any], receive: Receive, send: Send) -> None:
+        given = dict(scope.get("headers", ())).get(b"authorization", b"")
+        if scope["type"] == "lifespan" or hmac.compare_digest(given, self._wanted):
+            await self.app(scope, receive, send)
+            return
+        await send({"type": "http.response.start", "status": 401, "headers": []})
+        await send({"type": "http.response.body", "body": b"the key of this server is asked for"})
