@@ -165,6 +165,12 @@ def _objective(config: CorrectionConfig) -> list[str]:
         lines.append(f"D_t    = {DIVERGENCE[objective.surrogate].format(old=old)}, of the sampled token")
         lines.append(AWAY.format(old=old))
     lines.append(f"L_t    = {SURROGATE[objective.surrogate]} where {kept}, else 0")
+    if config.center is not None:
+        lines.append(
+            f"       + A_t sum_v c_v log pi_theta(v) over the engine's {config.center.top_k} likeliest tokens v: "
+            f"c_v = mu(v) f(r_v) - rho f(1/rho) pi_theta(v), f = {'the bound' if config.weight else '1'}, "
+            "rho = the tail's mass under mu over that under pi_theta"
+        )
     factors = [f"({ratio})"] * objective.unbiased_kl + ["w_t"] * objective.weigh_kl
     if factors:
         kept = ", 0 where not keep_t" if objective.weigh_kl else ""
