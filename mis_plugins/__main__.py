@@ -49,7 +49,7 @@ from mis_plugins.hosts.arguments import recorded, surprises
 from mis_plugins.hosts.host import Host
 from mis_plugins.hosts.registry import every_host
 from mis_plugins.shared.numerals import count, cut
-from mis_plugins.shared.shell import REFUSED, add_version, is_foreign, not_installed
+from mis_plugins.shared.shell import REFUSED, Gone, add_version, is_foreign, not_installed
 from mis_plugins.shared.terminal import print_error, printable
 
 LONGEST_TARGET, LONGEST_ERROR = 300, 2000  # letters; a path of `base64:` holds a whole file
@@ -308,17 +308,29 @@ SOURCES: Arguments = {
 }  # fmt: skip
 OUTPUTS: Arguments = {
     "--output": {"type": Path, "default": Path("mismatch-report"), "metavar": "DIR", "help": "(default: %(default)s)"},
-    "--against": {"help": argparse.SUPPRESS},  # gone: refused with what to do
+    "--against": {
+        "action": Gone,
+        "successor": "call `report` once for each run, with an --output of its own, and compare the two report.json",
+    },
     "--watch": {"action": "store_true", "help": "read again as the run goes on; exit 3 at the first alarm"},
     "--every": {
         "type": float, "default": 60.0, "metavar": "SECONDS", "help": "between two looks (default: %(default)s)"
     },
 }  # fmt: skip
+BY_GIT = (
+    "in the host's checkout, between `git bisect start BAD GOOD` and `git bisect reset`, git bisect run "
+    "python -m mis_plugins hosts check . finds the commit"
+)
 CHECKOUT: Arguments = {
     "checkout": {"type": Path, "metavar": "CHECKOUT"},
-    "--history": {"action": "store_true", "help": argparse.SUPPRESS},  # refused, with its successor
-    "--since": {"help": argparse.SUPPRESS},  # refused too
+    **dict.fromkeys(("--history", "--since"), {"action": Gone, "successor": BY_GIT}),
 }  # fmt: skip
+GONE = {
+    "config": {
+        "from-miles": "the flat file works as it is: pass it as --custom-config-path FILE, and see what it does with "
+        "`config check FILE`"
+    }
+}
 COMMANDS: dict[str, dict[str, tuple[Run, Arguments]]] = {
     "config": {
         "list": (names, FAMILY),
@@ -353,6 +365,8 @@ def _parser() -> argparse.ArgumentParser:
                 group, help=GROUPS[group], description=__doc__, formatter_class=AS_WRITTEN
             )
             into = made.add_subparsers(required=True, metavar="|".join(named))
+        for name, successor in GONE.get(group, {}).items():
+            into.add_parser(name).add_argument("file", action=Gone, successor=successor)
         for name, (run, arguments) in named.items():
             text = inspect.cleandoc(run.__doc__ or "")
             command = into.add_parser(

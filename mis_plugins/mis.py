@@ -39,7 +39,7 @@ from mis_plugins.config.model import CorrectionConfig
 from mis_plugins.config.view import View, once, view
 from mis_plugins.correction.pipeline import Correction, correct
 from mis_plugins.errors import ConfigError, InputError
-from mis_plugins.hosts import checks, megatron, rollout_store
+from mis_plugins.hosts import averages, checks, megatron
 from mis_plugins.hosts.batch import Handed, HostBatch, Tensors, check_apart, host_layout, numbers_of
 from mis_plugins.hosts.host import Host
 from mis_plugins.hosts.ownership import Hook
@@ -298,7 +298,7 @@ def _settled(args: View, host: Host | None = None) -> Settled:
     return Settled(
         config if host.step_hook else config.without_step_hook,
         host.divides_by_kept(args) and reading.says_denominator(args),
-        rollout_store.of_host(args),
+        averages.of_host(args),
     )
 
 
@@ -328,7 +328,7 @@ def _hook(args: View, pg_loss: Tensor, batch: HostBatch, settled: Settled, flags
     RECORDER.record(correction, pg_loss)
     if flags is not None:
         _watch().record(correction, flags)
-    average = rollout_store.average(args, RECORDER.step) if ROLLOUT.held else settled.average
+    average = averages.average(args, RECORDER.step) if ROLLOUT.held else settled.average
     return loss, masks, diagnose(correction, average=average)
 
 

@@ -23,7 +23,7 @@ from mis_plugins.metrics import sketch, slope
 from mis_plugins.metrics.alarms import PREFIX
 from mis_plugins.metrics.quantity import QUANTILES
 from mis_plugins.metrics.tokens import AGES, LOG_RATIO_TAILS, PROB_DIFF_TAILS, TURNS
-from mis_plugins.report.peer_names import PEERS
+from mis_plugins.report.readers.curves import PEERS
 
 SAID = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
 SIMULATED = Path(__file__).with_name("slope.md").read_text(encoding="utf-8")

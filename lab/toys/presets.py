@@ -35,7 +35,8 @@ def draw(content: Mapping[str, Any], path: Path) -> None:
     rewards.set_ylim(len(ranked) - 0.4, -0.6)
     missing = ", ".join(name for name in START if name not in ranked)
     _dress(rewards, "Final reward, one seed")
-    rewards.set_xlabel(f"bold: README's table; of it not run: {missing or 'none'}", loc="left", fontsize=9)
+    not_run = f"; of it not run: {missing}" if missing else ""
+    rewards.set_xlabel(f"bold: README's table{not_run}", loc="left", fontsize=9)
     _dress(shares, "Share of the tokens")
     figure.legend(loc="outside upper center", ncols=4, frameon=False, fontsize=9)
     figure.savefig(path, dpi=100, format="png")

@@ -180,9 +180,9 @@ def _from_view(stated: View) -> CorrectionConfig:
     config = _of_keys({name: plain(value) for name, value in said.items()})
     corrects = config.corrects or config.needs_loss_hook
     if not corrects and getattr(stated, "use_tis", False):
-        from mis_plugins.config import told
+        from mis_plugins.config import messages
 
-        raise ConfigError(f"{told.NOTHING} (looked for in: {told.looked_at(stated)})")
+        raise ConfigError(f"{messages.NOTHING} (looked for in: {messages.looked_at(stated)})")
     if FILES[0] in files_of(stated):
         _check_handed_on(stated, corrects)
     return config

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from mis_plugins.config import reading, told
+from mis_plugins.config import messages, reading
 from mis_plugins.config.file import short
 from mis_plugins.config.model import CorrectionConfig
 from mis_plugins.config.view import View, of_hooks, view
@@ -33,7 +33,7 @@ MISMATCH_METRICS = Reason("--get-mismatch-metrics without --use-tis", "give --us
 
 def metrics_alone(args: Any, config: CorrectionConfig, reason: Reason) -> CorrectionConfig:
     """A config that changes no loss, with the metrics of `config`; a warning names what does not act."""
-    if idle := told.correcting_keys(args, config):
+    if idle := messages.correcting_keys(args, config):
         warn_once(
             f"{reason.what}: metrics only, nothing is weighed or rejected, whatever {', '.join(idle)} say; "
             f"{reason.way_out}"
@@ -52,7 +52,7 @@ def for_loss_hook(args: Any, config: CorrectionConfig) -> CorrectionConfig:
     Raises:
         ConfigError: flat keys that nothing reads; a file that may say `use_tis: false` and cannot be read here.
     """
-    asked = told.correcting_keys(args, config)
+    asked = messages.correcting_keys(args, config)
     reason = _reason(args) if asked else None
     if reason is not None:
         return metrics_alone(args, config, reason)
@@ -88,7 +88,7 @@ def _warn_where_nothing_is_said(args: View) -> None:
         return
     warn_once(
         "mis_plugins.mis.policy_loss weighs and rejects nothing, since nothing says how to correct (looked for in: "
-        f"{told.looked_at(args)}); pass a preset of `python -m mis_plugins config list`, or to watch "
+        f"{messages.looked_at(args)}); pass a preset of `python -m mis_plugins config list`, or to watch "
         "`mis: {metrics: watch}`"
     )
 

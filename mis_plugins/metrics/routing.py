@@ -7,14 +7,13 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from mis_plugins.metrics.quantity import known, ratio_of
 
-# Metrics as a sum of `mis_plugins/routing/table.py` over another.
 ROUTED = {
     "route_differs": ("differs", "tokens"),
     "route_strange": ("strange", "tokens"),
     "route_margin": ("margin", "differs"),
     "route_unequal": ("unequal", "rows"),
 }
-"""Of the sums over (token, layer) of some layers and positions."""
+"""A metric of some layers and positions is one sum over (token, layer) divided by another (`routing/table.py`)."""
 SPLIT = {
     "route_tokens": ("tokens", "all_tokens"),
     "route_kl_k3": ("k3", "tokens"),
@@ -22,7 +21,7 @@ SPLIT = {
     "route_tail": ("tail", "tokens"),
     "route_kept": ("kept", "tokens"),
 }
-"""Of the sums over the tokens of one class, and over tokens of all classes."""
+"""A metric of one class of tokens is a sum over the class divided by a sum over that class or over all classes."""
 
 
 def routing_metrics(

@@ -102,7 +102,7 @@ class Partials:
             self.named_sums,
             dict(zip(maxima, self.largest["maxima"].tolist(), strict=True)) if maxima else {},
             dict(zip(histograms, self.added["histograms"].unbind(), strict=True)) if histograms else {},
-            {power: _log_sum(row) for power, row in zip(POWERS, products, strict=False)},
+            {power: _log_sum(row) for power, row in zip(POWERS, products, strict=True)} if products else {},
         )
 
 

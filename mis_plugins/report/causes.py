@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -61,25 +61,34 @@ class Facts:
         return _relation(self.evidence.folds.sum(1))
 
     @cached_property
+    def means(self) -> dict[str, float]:
+        """Means over the usable tokens, by the names of `RELATED`; 0 of none."""
+        n, *totals = self.evidence.folds.sum(1).tolist()
+        return {name: total / max(n, 1) for name, total in zip(RELATED[1:], totals, strict=True)}
+
+    @property
     def mean(self) -> float:
-        """The mean of log pi_old - log mu over the usable tokens; 0 of none."""
-        n, x, y, *_ = self.evidence.folds.sum(1).tolist()
-        return (y - x) / max(n, 1)
+        """The mean of log pi_old - log mu."""
+        return self.means["proximal"] - self.means["behavior"]
 
-    @cached_property
+    @property
     def kl_k3(self) -> float:
-        n, *_, ratio, _, _ = self.evidence.folds.sum(1).tolist()
-        return ratio / max(n, 1) - 1 - self.mean
+        return self.means["ratio"] - 1 - self.mean
 
-    @cached_property
+    @property
     def square(self) -> float:
         """The mean of (log pi_old - log mu)^2."""
-        n, _, _, xx, yy, xy, *_ = self.evidence.folds.sum(1).tolist()
-        return max((xx + yy - 2 * xy) / max(n, 1), 1e-30)
+        squares = self.means["behavior_squared"] + self.means["proximal_squared"]
+        return max(squares - 2 * self.means["log_prob_product"], 1e-30)
+
+    @property
+    def kl(self) -> float:
+        """The KL that correlations of clean runs are compared at."""
+        return min(abs(self.mean), self.kl_k3)
 
     @cached_property
     def pairing(self) -> Pairing | None:
-        return self.evidence.lists.verdict(min(abs(self.mean), self.kl_k3))
+        return self.evidence.lists.verdict(self.kl)
 
     @cached_property
     def related(self) -> slope.Relation | None:
@@ -206,42 +215,14 @@ def _placeholder(facts: Facts) -> Numbers | None:
     return {"count": count, "share": share} if count >= 3 and share >= SURE_SHARE else None
 
 
-def _different_tokens(facts: Facts) -> Numbers | None:
-    """Lists that a shift restores, or most of the responses."""
+def _pairing(facts: Facts, of_all: bool) -> Numbers | None:
+    """Lists of different tokens: a shift restores them, or most responses have them. Else a response was changed."""
     found = facts.pairing
-    if found is None or not (found.shift or found.share > 0.5):
+    if found is None or of_all != bool(found.shift or found.share > 0.5):
         return None
-    how = f"no shift of up to two tokens restores it (the best leads to {found.restored:.2f})"
-    if found.shift:
-        way = "later" if found.shift > 0 else "earlier"
-        moved = (
-            f"read {abs(found.shift)} {'place' if abs(found.shift) == 1 else 'places'} {way}, {found.scope}"
-        )
-        how = f"with the trainer's list {moved}, it is {found.restored:.2f}"
-    return {"found": found, "how": how, "share_of_all": _mass_of_broken(facts)}
-
-
-def _changed_response(facts: Facts) -> Numbers | None:
-    found = facts.pairing
-    if found is None or found.shift or found.share > 0.5:
-        return None
-    return {"found": found, "share_of_all": _mass_of_broken(facts)}
-
-
-def _mass_of_broken(facts: Facts) -> float:
-    masses, broken = (
-        torch.cat(facts.evidence.masses),
-        facts.evidence.lists.broken(min(abs(facts.mean), facts.kl_k3)),
-    )
-    return float(masses[broken].sum() / masses.sum().clamp(min=1e-30))
-
-
-def _end_token(facts: Facts) -> Numbers | None:
-    return _of_part(facts, "end", END_FACTOR)
-
-
-def _template(facts: Facts) -> Numbers | None:
-    return _of_part(facts, "beginning", BEGINNING_FACTOR)
+    *_, masses = torch.cat(facts.evidence.rows, 1)
+    share = masses[facts.evidence.lists.broken(facts.kl)].sum() / masses.sum().clamp(min=1e-30)
+    return {"found": found, "share_of_all": float(share)}
 
 
 def _of_part(facts: Facts, part: str, factor: float) -> Numbers | None:
@@ -282,15 +263,15 @@ def _is_multiple(facts: Facts) -> bool:
     found = facts.related
     if found is None:
         return False
-    n, _, _, xx, yy, xy, *_ = facts.evidence.folds.sum(1).tolist()
-    left = (yy - xy * xy / max(xx, 1e-30)) / n / facts.square
+    xx, yy, xy = (facts.means[name] for name in ("behavior_squared", "proximal_squared", "log_prob_product"))
+    left = (yy - xy * xy / max(xx, 1e-30)) / facts.square
     return abs(found.nearest - 1) > slope.SLOPE_MARGIN and left < 1 - PROPORTIONAL
 
 
 def _of_line(facts: Facts, found: slope.Relation) -> float:
     """The share of (log r)^2 that a line in log mu accounts for."""
-    n, _, y, _, yy, *_ = facts.evidence.folds.sum(1).tolist()
-    return 1 - found.unexplained * (yy / n - (y / n) ** 2) / facts.square
+    variance = facts.means["proximal_squared"] - facts.means["proximal"] ** 2
+    return 1 - found.unexplained * variance / facts.square
 
 
 def _inverse(facts: Facts) -> tuple[float, float]:
@@ -357,50 +338,27 @@ def _share_of(facts: Facts, part: str) -> float:
     return moments[f"{part}_mass"].total / max(moments["mass"].total, 1e-30)
 
 
-def _of_places(facts: Facts, place: str, usual: str) -> float:
-    """The share of the mismatch that lies beyond the level of the usual bucket."""
-    rows = {
-        str(row["bucket"]): (float(row["tokens"]), float(row["mass"])) for row in facts.places.get(place, ())
-    }
-    every = sum(n * mean for n, mean in rows.values())
-    return 1 - sum(n for n, _ in rows.values()) * rows[usual][1] / every if every and usual in rows else 0.0
-
-
-def _buckets(facts: Facts, place: str) -> dict[str, Moments]:
-    """Moments of k3 in each bucket of a place."""
-    rows = facts.places.get(place, ())
-    numbers = ([float(row[name]) for name in ("tokens", "kl_k3", "k3_squared")] for row in rows)
-    moments = [Moments(n, n * mean, n * square) for n, mean, square in numbers]
-    return {str(row["bucket"]): one for row, one in zip(rows, moments, strict=True)}
-
-
-def _beyond(low: Moments, high: Moments, factor: float) -> bool:
-    """Whether the mean of `high` lies above that of `low` by a factor, and by `STANDARD_ERRORS`."""
-    if high.count < LEAST_TOKENS or not low.count:
-        return False
-    error = math.sqrt(low.variance / low.count + high.variance / high.count)
-    return high.mean >= factor * low.mean and high.mean - low.mean >= STANDARD_ERRORS * error
-
-
-def _stale(facts: Facts) -> Numbers | None:
-    known = _buckets(facts, "age")
-    fresh, old = known.pop("0", Moments()), Moments.sum(known.values())
-    stale = fresh.count >= LEAST_TOKENS and _beyond(fresh, old, AGE_FACTOR)
-    return {"fresh": fresh, "old": old, "share_of_all": _of_places(facts, "age", "0")} if stale else None
-
-
-def _route(facts: Facts) -> Numbers | None:
-    known = _buckets(facts, "route")
-    same, differs = (known.get(name, Moments()) for name in ("same", "differs"))
-    if not _beyond(same, differs, ROUTE_FACTOR):
+def _of_bucket(facts: Facts, place: str, usual: str, factor: float, least: int = 1) -> Numbers | None:
+    """A bucket of a place, beyond which k3 is higher by a factor and by `STANDARD_ERRORS`."""
+    rows = {str(row["bucket"]): row for row in facts.places.get(place, ())}
+    moments = {bucket: _moments(row) for bucket, row in rows.items()}
+    low = moments.pop(usual, Moments())
+    high = Moments.sum(moments.values())
+    if high.count < LEAST_TOKENS or low.count < least or high.mean <= 0 or high.mean < factor * low.mean:
         return None
-    share = differs.count / (same.count + differs.count)
-    return {
-        "same": same,
-        "differs": differs,
-        "share": share,
-        "share_of_all": _of_places(facts, "route", "same"),
-    }
+    if high.mean - low.mean < STANDARD_ERRORS * math.sqrt(
+        low.variance / low.count + high.variance / high.count
+    ):
+        return None
+    tokens = low.count + high.count
+    every = sum(float(row["tokens"]) * float(row["mass"]) for row in rows.values())
+    explained = 1 - tokens * float(rows[usual]["mass"]) / every
+    return {"usual": low, "others": high, "share": high.count / tokens, "share_of_all": explained}
+
+
+def _moments(row: Mapping[str, float | str]) -> Moments:
+    n, mean, square = (float(row[name]) for name in ("tokens", "kl_k3", "k3_squared"))
+    return Moments(n, n * mean, n * square)
 
 
 def _jump(facts: Facts) -> Numbers | None:
@@ -422,8 +380,7 @@ def _of_change(
     first = next(filter(fits, facts.changes if among is None else among), None)
     if first is None:
         return None
-    evidence = facts.evidence
-    steps, masses, counts = map(torch.cat, (evidence.steps, evidence.masses, evidence.counts))
+    steps, counts, masses = torch.cat(facts.evidence.rows, 1)
     before = steps < facts.changes[0].step
     usual = masses[before].sum() / counts[before].sum().clamp(min=1)
     return {"change": first, "share_of_all": 1 - float(usual * counts.sum() / masses.sum().clamp(min=1e-30))}
@@ -477,28 +434,21 @@ DETECTORS: dict[str, Callable[[Facts], Numbers | None]] = {
     "non-finite": _nonfinite,
     "non-finite-advantage": _broken_advantages,
     "placeholder": _placeholder,
-    "different-tokens": _different_tokens,
-    "changed-response": _changed_response,
+    "different-tokens": partial(_pairing, of_all=True),
+    "changed-response": partial(_pairing, of_all=False),
     "swapped": _swapped,
-    "end-token": _end_token,
-    "template": _template,
+    "end-token": partial(_of_part, part="end", factor=END_FACTOR),
+    "template": partial(_of_part, part="beginning", factor=BEGINNING_FACTOR),
     "raw-log-probs": _raw,
     "temperature": _temperature,
     "top-p": _cut_off,
     "other-weights": _other_weights,
-    "stale-weights": _stale,
+    "stale-weights": partial(_of_bucket, place="age", usual="0", factor=AGE_FACTOR, least=LEAST_TOKENS),
     "jump": _jump,
     "rise": _rise,
     "differing-weights": _differing_weights,
-    "route": _route,
+    "route": partial(_of_bucket, place="route", usual="same", factor=ROUTE_FACTOR),
 }
-CAUSES = {
-    name: Cause(**words)
-    for name, words in yaml.safe_load(Path(__file__).with_name("causes.yaml").read_text("utf-8")).items()
-}
-CANNOT = (
-    "Log-probs of sampled tokens alone cannot tell: which layer differs, whether both sides share one mistake, what "
-    "the tokens would have been without the mismatch, and lower precision from weights that are a little old in a "
-    "single step without versions. Nor do they tell whether the run would have fallen without any mismatch, by its "
-    "learning rate or its rewards, which no config mends: run it once with the trainer's own precision in the engine."
-)
+WORDS = yaml.safe_load(Path(__file__).with_name("causes.yaml").read_text("utf-8"))
+CANNOT: str = WORDS.pop("cannot-tell")
+CAUSES = {name: Cause(**words) for name, words in WORDS.items()}

@@ -15,13 +15,13 @@ from pathlib import Path
 
 from mis_plugins.config.model import CorrectionConfig
 from mis_plugins.errors import InputError
+from mis_plugins.explain.limits import FIRST
 from mis_plugins.report.beside import found_config, spell, tokenizer_of
 from mis_plugins.report.causes import FEW
-from mis_plugins.report.numbers import FIRST
 from mis_plugins.report.proposal import Proposal, propose
-from mis_plugins.report.readers.paths import NOTHING, check_exists, find, nothing
+from mis_plugins.report.readers.paths import NOTHING, find, nothing
 from mis_plugins.report.readers.source import Problems
-from mis_plugins.report.survey import Survey, keep_freed_memory, report, walk
+from mis_plugins.report.survey import Survey, Told, keep_freed_memory, report, walk
 from mis_plugins.report.sweep import Candidate, candidates, load
 from mis_plugins.report.verdict import ALARM, CALM, level_of, of_curves, verdict
 from mis_plugins.report.written import Document, as_text
@@ -48,13 +48,6 @@ SHOWN = (
 
 def run(arguments: argparse.Namespace) -> int:
     """Make the report once, or again and again with `--watch`."""
-    if arguments.against:
-        raise InputError(
-            f"--against {arguments.against}: one report reads one run; call `report` once for each run, with an "
-            "--output of its own, and compare the two report.json"
-        )
-    for path in arguments.paths:
-        check_exists(path)
     ever = False
     finish_killed(arguments.output)
     while True:
@@ -117,7 +110,7 @@ def read(paths: Sequence[Path], arguments: argparse.Namespace) -> Document:
     own = own or found_config(found.files, problems)
     swept = [] if arguments.sweep == "none" else candidates(arguments.sweep, own)
     survey = Survey.of(own.config if own else CorrectionConfig(), swept)
-    complete = walk(survey, found.sources, problems, Progress())
+    complete = walk(survey, found.sources, problems, progress())
     made = report(survey)
     if made:
         shown = (token for one in made.worst_sequences for token in one["tokens"])
@@ -151,19 +144,19 @@ def write(document: Document, output: Path) -> None:
     replace_together(output, {"report.json": as_text(document), PAGE: page(document)})
 
 
-class Progress:
-    """Progress on stderr, with the time left, where the work takes longer than a moment."""
+def progress() -> Told:
+    """A function that tells on stderr how far the work is, and the time left, where it takes longer than a moment."""
+    begun = last = time.monotonic()
 
-    def __init__(self) -> None:
-        self.begun = self.last = time.monotonic()
-
-    def __call__(self, done: int, total: int) -> None:
+    def told(done: int, total: int) -> None:
+        nonlocal last
         now = time.monotonic()
-        if now - self.last < SECONDS or not done:
-            return
-        self.last = now
-        left = (now - self.begun) * (total - done) / done
-        print(f"{done / 1e6:.0f} of {total / 1e6:.0f} MB, {left:.0f} s left", file=sys.stderr, flush=True)
+        if done and now - last >= SECONDS:
+            last = now
+            left = (now - begun) * (total - done) / done
+            print(f"{done / 1e6:.0f} of {total / 1e6:.0f} MB, {left:.0f} s left", file=sys.stderr, flush=True)
+
+    return told
 
 
 # The terminal's summary: verdict, causes, numbers, proposal; by rich where stdout is a terminal.

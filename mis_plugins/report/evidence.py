@@ -17,7 +17,7 @@ from mis_plugins.metrics import slope
 from mis_plugins.metrics.tokens import Tokens
 from mis_plugins.packing.ragged import Ragged
 from mis_plugins.report.lists import Lists
-from mis_plugins.report.record import Batch, Record
+from mis_plugins.report.record import Batch
 
 BEGINNING = 4  # valid tokens that count as the beginning of a response
 LONG_ENOUGH = 16  # valid tokens of a sequence whose ends are compared with its middle
@@ -25,10 +25,7 @@ LARGEST_ID = 1_000_000
 FOLDS = 32  # of the sequences, for the standard errors of slopes and means
 RELATED = ("usable", *slope.RELATED_SUMS, "inverse")
 UNLIKELY = -1.0  # log-prob of the trainer where the engine reports a probability of exactly 1
-RUN, UNLIKELY_RUN = (
-    3,
-    -3.0,
-)  # the same of a run of such tokens: the fewest tokens, and the sum of the log-probs
+RUN, UNLIKELY_RUN = 3, -3.0  # of a run of such tokens: the fewest tokens, and the sum of the log-probs
 
 
 @dataclass(frozen=True)
@@ -75,7 +72,7 @@ class Evidence:
     absent: of each side how often each entry stands in for a log-prob, by its name.
     lists: pairs of both lists of log-probs, for each sequence.
     folds: sums of `RELATED` over the usable tokens of every `FOLDS`-th sequence.
-    masses, counts, steps: of each sequence the sum of `mass`, the number of usable tokens, and its step.
+    rows: of each sequence its step, the number of usable tokens, and their sum of `mass`.
     by_id: of each token id the count, and the sums of log r, log mu, (log r)^2, (log mu)^2 and their product.
     """
 
@@ -85,21 +82,21 @@ class Evidence:
     absent: defaultdict[str, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
     lists: Lists = field(default_factory=Lists)
     folds: Float[Tensor, "R F"] = field(default_factory=lambda: torch.zeros(len(RELATED), FOLDS).double())
-    masses: list[Float[Tensor, " N"]] = field(default_factory=list)
-    counts: list[Float[Tensor, " N"]] = field(default_factory=list)
-    steps: list[Int[Tensor, " N"]] = field(default_factory=list)
+    rows: list[Float[Tensor, "3 N"]] = field(default_factory=list)
     sequences: int = 0
     by_id: Float[Tensor, "6 V"] | None = None
 
     def add(self, batch: Batch, correction: Correction, tokens: Tokens) -> None:
-        numbers = of_sequences(batch.ragged, tokens, _ended(batch))
+        ended = torch.tensor([record.truncated is not True for record in batch.records])
+        numbers = of_sequences(batch.ragged, tokens, ended)
         for name, values in numbers.items():
             self.moments[name] = self.moments[name].plus(values)
         sure = tokens.usable & (batch.behavior == 0)
         unlikely = (batch.proximal < UNLIKELY) | in_unlikely_runs(sure, batch)
         self.sure_yet_unlikely += int((sure & unlikely).sum())
-        self.broken_advantages += sum(map(_broken_advantages, batch.records))
         for record in batch.records:
+            if record.advantages is not None:
+                self.broken_advantages += int((~record.advantages.isfinite() & record.loss_mask).sum())
             for side, names in record.absent.items():
                 self.absent[side].update(names)
         self._add_lists(batch, tokens)
@@ -116,10 +113,8 @@ class Evidence:
         y, x = tokens.log_probs[:, usable]
         r = 1 + tokens.excess[usable]
         self.lists.add(x, y, owner, turn, ragged.size)
-        masses, counts = ragged.sums(mass(tokens), usable)
-        for held, column in ((self.masses, masses), (self.counts, counts)):
-            held.append(column)
-        self.steps.append(torch.full((ragged.size,), batch.step))
+        counts, masses = ragged.sums(usable, mass(tokens))
+        self.rows.append(torch.stack([torch.full_like(masses, batch.step), counts, masses]))
         rows = torch.stack([torch.ones_like(x), x, y, x * x, y * y, x * y, r, r * r, 1 / r])
         self.folds.index_add_(1, (owner + self.sequences) % FOLDS, rows)
         self.sequences += ragged.size
@@ -144,21 +139,11 @@ def in_unlikely_runs(sure: Bool[Tensor, " T"], batch: Batch) -> Bool[Tensor, " T
     return sure & unlikely[number]
 
 
-def _broken_advantages(record: Record) -> int:
-    """Number of valid tokens whose advantage is NaN or infinite."""
-    return 0 if record.advantages is None else int((~record.advantages.isfinite() & record.loss_mask).sum())
-
-
 def _added(first: Tensor, second: Tensor) -> Tensor:
-    longer, shorter = (first, second) if first.shape[1] >= second.shape[1] else (second, first)
+    shorter, longer = sorted((first, second), key=lambda table: table.shape[1])
     total = longer.clone()
     total[:, : shorter.shape[1]] += shorter
     return total
-
-
-def _ended(batch: Batch) -> Bool[Tensor, " N"]:
-    """Responses that ended by themselves, as far as that is known."""
-    return torch.tensor([record.truncated is not True for record in batch.records])
 
 
 def mass(tokens: Tokens) -> Float[Tensor, " T"]:

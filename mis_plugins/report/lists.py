@@ -116,5 +116,14 @@ class Pairing:
     scope: str
 
     @property
+    def repair(self) -> str:
+        """The shift that restores the correlation, in words."""
+        if not self.shift:
+            return f"no shift of up to two tokens restores it (the best leads to {self.restored:.2f})"
+        places = f"{abs(self.shift)} {'place' if abs(self.shift) == 1 else 'places'}"
+        way = "later" if self.shift > 0 else "earlier"
+        return f"with the trainer's list read {places} {way}, {self.scope}, it is {self.restored:.2f}"
+
+    @property
     def share(self) -> float:
         return self.broken / max(self.of, 1)

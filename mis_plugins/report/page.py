@@ -12,12 +12,11 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from mis_plugins import __version__
+from mis_plugins.explain.limits import FIRST
 from mis_plugins.explain.rungs import record
 from mis_plugins.report import plots
 from mis_plugins.report.causes import CANNOT, CAUSES
-from mis_plugins.report.numbers import FIRST
 from mis_plugins.report.places import PLACES
-from mis_plugins.report.proposal import Judged
 from mis_plugins.report.verdict import CALM, WATCH
 from mis_plugins.report.written import Document
 from mis_plugins.shared.terminal import printable
@@ -58,49 +57,45 @@ def page(document: Document) -> str:
         first_lines=_first_lines(document),
         places=[_place(name, rows, places.values()) for name, rows in places.items()],
         place_columns=PLACE_COLUMNS,
-        config_rows=[_config_row(one) for one in proposal.ranking] if proposal else (),
         **_spelling([token for one in report.worst_sequences for token in one["tokens"]] if report else []),
     )
     return printable(whole, keep="\n\t")
 
 
 def _template() -> Any:
-    loader = FileSystemLoader(Path(__file__).parent)
     environment = Environment(
-        loader=loader, autoescape=True, trim_blocks=True, undefined=StrictUndefined, lstrip_blocks=True
-    )
-    filters = {"number": _number, "numbers": _numbers, "code": _code, "bold_start": _bold_start, "shade": _shade,
-               "tip": _tip, "text": _text, "counted": _counted, "token_rows": _token_rows,
-               "cause_title": lambda name: CAUSES[name].title,
-               "problem": lambda one: (one.file, one.place, one.reason)}  # fmt: skip
-    environment.filters |= filters
+        loader=FileSystemLoader(Path(__file__).parent), autoescape=True, trim_blocks=True, lstrip_blocks=True,
+        undefined=StrictUndefined,
+    )  # fmt: skip
+    environment.filters |= {
+        "number": _number, "code": _code, "shade": _shade, "text": _text, "counted": _counted, "percent": _percent,
+        "cause_title": lambda name: CAUSES[name].title,
+    }  # fmt: skip
     return environment.get_template("page.html")
 
 
 def _ladder(document: Document) -> str | None:
     """The run beside a real model; None of a run without a token to compare."""
-    kl_k3 = document.report.whole.get(FIRST) if document.report else None
-    return (
-        None
-        if kl_k3 is None
-        else plots.ladder(document.title, kl_k3, f"{FIRST} on the ladder of a real model")
+    if document.report is None or FIRST not in document.report.whole:
+        return None
+    return plots.ladder(
+        document.title, document.report.whole[FIRST], f"{FIRST} on the ladder of a real model"
     )
 
 
 def _first_lines(document: Document) -> dict[str, str]:
     """Since when and what to do: the two lines below the headline, as far as they are known."""
-    lines = document.verdict.lines
-    since = next((line.partition(": ")[2] for line in lines if line.startswith("Since when: ")), "")
-    proposed = [line.partition(": ")[2].partition(";")[0] for line in lines if line.startswith("What to ")]
-    if document.report and document.report.findings:
-        do = document.report.findings[0].cause.fix.partition(". ")[0]
-    elif any(line.startswith("Not read") for line in lines) and document.verdict.level == WATCH:
+    parts, level, report = document.verdict.told, document.verdict.level, document.report
+    if report and report.findings:
+        do = report.findings[0].cause.fix.partition(". ")[0]
+    elif level == WATCH and any(name.startswith("Not read") for name in parts):
         do = LOST
-    elif proposed:
-        do = f"run with {proposed[0]}"
+    elif "What to run with" in parts:
+        do = f"run with {parts['What to run with'].partition(';')[0]}"
     else:
-        do = UNPROPOSED.get(document.verdict.level, lines[-1]) if document.report else lines[-1]
-    return {**({"Since when": since} if since else {}), "What to do": f"{do.rstrip('.')}."}
+        do = parts.get("What to do") or UNPROPOSED.get(level, document.verdict.lines[-1])
+    since = {name: text for name, text in parts.items() if name == "Since when"}
+    return since | {"What to do": f"{do.rstrip('.')}."}
 
 
 def _spelling(tokens: Sequence[Mapping[str, Any]]) -> dict[str, str]:
@@ -112,8 +107,7 @@ def _spelling(tokens: Sequence[Mapping[str, Any]]) -> dict[str, str]:
 
 def _place(name: str, rows: list[dict[str, Any]], all_rows: Iterable[list[dict[str, Any]]]) -> dict[str, Any]:
     words = PLACES[name].what
-    table = [(row["bucket"], *(_number(row[column]) for column in PLACE_COLUMNS[1:])) for row in rows]
-    return {"words": words, "svg": plots.dots(rows, f"kl_k3 by {words}", plots.span(all_rows)), "rows": table}
+    return {"words": words, "svg": plots.dots(rows, f"kl_k3 by {words}", plots.span(all_rows)), "rows": rows}
 
 
 def _curves(document: Document) -> Iterator[tuple[str, str]]:
@@ -149,19 +143,6 @@ def _line(run: Mapping[int, Mapping[str, float]], name: str) -> dict[int, float]
     return {step: row[name] for step, row in run.items() if math.isfinite(row.get(name, math.nan))}
 
 
-def _config_row(one: Judged) -> list[Any]:
-    """Cells of a config; the first one has its name, and what speaks against it."""
-    n, signs = one.numbers, one.numbers["kept_by_advantage"]
-    lengths = list(n["kept_by_length"].values())
-    by_sign = " / ".join(f"{signs[name]:.0%}" if name in signs else "–" for name in ("positive", "negative"))
-    by_length = f"{lengths[0]:.0%} / {lengths[-1]:.0%}" if lengths else "–"
-    shares = (f"{n[name]:.1%}" for name in ("kept_fraction", "kept_sequences", "ess"))
-    weights = (f"{n['applied_mean']:.3f}", _number(n.get("weight_p99")))
-    cosine = "–" if one.cosine is None else f"{one.cosine:.3f}"
-    name = Markup("{}<small>{}</small>").format(one.candidate.name, "; ".join(one.reasons) or "nothing")
-    return [name, *shares, *weights, by_length, by_sign if signs else "–", cosine]
-
-
 # Filters of the template.
 
 
@@ -178,10 +159,6 @@ def _counted(count: float, one: str, more: str = "") -> str:
     return f"{_number(count)} {one if count == 1 else more or f'{one}s'}"
 
 
-def _numbers(values: Mapping[str, float]) -> list[tuple[str, str]]:
-    return [(name, _number(value)) for name, value in values.items()]
-
-
 def _code(text: str) -> Markup:
     """Text with `code` in backticks."""
     parts = (
@@ -189,11 +166,6 @@ def _code(text: str) -> Markup:
         for place, part in enumerate(text.split("`"))
     )
     return Markup("").join(parts)
-
-
-def _bold_start(line: str) -> Markup | str:
-    start, colon, rest = line.partition(":")
-    return Markup("<b>{}</b>:{}").format(start, rest) if colon and len(start) < 24 else line
 
 
 def _shade(token: Mapping[str, Any], valid: bool) -> Markup:
@@ -207,25 +179,6 @@ def _shade(token: Mapping[str, Any], valid: bool) -> Markup:
 
 def _text(token: Mapping[str, Any], missing: str = "·") -> str:
     return str(token.get("text", token.get("token", missing))).replace("\n", "⏎\n")
-
-
-def _token_rows(tokens: Iterable[Mapping[str, Any]]) -> Iterator[tuple[Any, ...]]:
-    for one in tokens:
-        place = one["step"], one["sample"], one["position"], _text(one, "–")
-        sides = _number(one["behavior_log_prob"]), _number(one["proximal_log_prob"])
-        yield *place, *sides, f"{one['log_ratio']:+.3f}"
-
-
-def _tip(token: Mapping[str, Any]) -> str:
-    sides = (("engine", token["behavior_log_prob"]), ("trainer", token["proximal_log_prob"]))
-    known = (f"{name} {token[name]:.3g}" for name in ("advantage", "version") if name in token)
-    return "\n".join([
-        f"position {token['position']}",
-        *(f"{name} {log_prob:.3f} ({_percent(log_prob)})" for name, log_prob in sides),
-        f"log r {token['log_ratio']:+.3f}",
-        *known,
-        *([f"token {token['token']}"] if "token" in token else []),
-    ])  # fmt: skip
 
 
 def _percent(log_prob: float) -> str:

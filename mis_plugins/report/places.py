@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor
 
 from mis_plugins.config.terms.divergence import k3
@@ -100,30 +100,24 @@ class Tables:
     sums: dict[str, Float[Tensor, "rows buckets"]] = field(default_factory=dict)
 
     def add(self, batch: Batch, tokens: Tokens) -> None:
-        rows = {name: row(tokens) for name, row in ROWS.items()}
+        rows = [row(tokens) for row in ROWS.values()]
         for name, place in PLACES.items():
-            bucket = place.bucket(batch)
-            if bucket is not None:
-                self.sums[name] = self.sums.get(name, 0) + _by_bucket(rows, bucket, len(place.labels))
+            bucket, size = place.bucket(batch), len(place.labels)
+            if bucket is None:
+                continue
+            index = torch.where(
+                bucket < 0, size, bucket
+            )  # one bucket more, at the end, takes what is unknown
+            sums = torch.stack([torch.bincount(index, row, size + 1)[:size] for row in rows])
+            self.sums[name] = self.sums.get(name, 0) + sums
 
     def rows(self) -> dict[str, list[dict[str, float | str]]]:
         """Rows of each table: bucket, tokens, and means over the bucket's usable tokens. Empty buckets are left out."""
-        return {name: _table(PLACES[name].labels, sums) for name, sums in self.sums.items()}
+        return {name: list(_rows(PLACES[name].labels, sums)) for name, sums in self.sums.items()}
 
 
-def _by_bucket(
-    rows: Mapping[str, Tensor], bucket: Int[Tensor, " T"], size: int
-) -> Float[Tensor, "rows buckets"]:
-    # One bucket more, at the end, takes what is unknown.
-    index = torch.where(bucket < 0, size, bucket)
-    return torch.stack([torch.bincount(index, row, size + 1)[:size] for row in rows.values()])
-
-
-def _table(labels: Sequence[str], sums: Tensor) -> list[dict[str, float | str]]:
-    found: list[dict[str, float | str]] = []
-    for label, column in zip(labels, sums.T.tolist(), strict=True):
-        count, *totals = column
+def _rows(labels: Sequence[str], sums: Tensor) -> Iterator[dict[str, float | str]]:
+    for label, (count, *totals) in zip(labels, sums.T.tolist(), strict=True):
         if count:
             means = {name: total / count for name, total in zip(list(ROWS)[1:], totals, strict=True)}
-            found.append({"bucket": label, "tokens": count} | means)
-    return found
+            yield {"bucket": label, "tokens": count, **means}

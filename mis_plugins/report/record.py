@@ -112,7 +112,9 @@ def from_mapping(values: Mapping[str, Any], step: Any, sample: str) -> Record:
     absent = {name: _absent(values[name], found[name], found["loss_mask"]) for name in REQUIRED}
     for name in REQUIRED:
         found[name] = torch.threshold(found[name], LOWEST, math.nan)
-        _check_possible(name, found[name][found["loss_mask"]])
+        mean = float(found[name][found["loss_mask"] & found[name].isfinite()].double().mean())
+        if mean > CERTAIN:  # as of probabilities, or of negative log-probs
+            raise RecordError(f"{name}: the mean is {mean:.3g}, and no log-probability is above 0")
     return Record(
         step=step_of(step),
         sample=printed(sample, LONGEST_WORD),
@@ -180,17 +182,6 @@ def _absent(given: Any, column: Float[Tensor, " R"], mask: Bool[Tensor, " R"]) -
 def _are_whole(found: Tensor) -> bool:
     inside = (found >= -LARGEST) & (found <= LARGEST)
     return bool((inside & (found == found.trunc()) if found.is_floating_point() else inside).all())
-
-
-def _check_possible(name: str, valid: Float[Tensor, " V"]) -> None:
-    """Check the log-probs of valid tokens.
-
-    Raises:
-        RecordError: their mean is above 0, as of probabilities or of negative log-probs.
-    """
-    mean = float(valid[valid.isfinite()].double().mean())
-    if mean > CERTAIN:
-        raise RecordError(f"{name}: the mean is {mean:.3g}, and no log-probability is above 0")
 
 
 def _text(values: Any, size: int) -> tuple[str, ...] | None:

@@ -1,30 +1,89 @@
-"""One pass over the records: every collector sees each batch once, and memory holds sums and the worst cases."""
+"""One pass over the records: every collector sees each batch once, and memory holds sums and the worst cases.
+
+The step metrics are those of the training path: `correct` makes weights and masks, `partials` their sums, and
+`finalize` the numbers. A dump of one optimizer step therefore gives the numbers that `metrics: all` logged for it.
+"""
 
 from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from mis_plugins.config.model import CorrectionConfig
+from mis_plugins.correction.pipeline import Correction, correct
+from mis_plugins.explain.limits import FIRST
+from mis_plugins.metrics.alarms import ALARMS
 from mis_plugins.metrics.catalogue import finalize
+from mis_plugins.metrics.partials import partials
 from mis_plugins.metrics.tokens import Tokens
+from mis_plugins.metrics.totals import Partials
 from mis_plugins.report.causes import Facts, Finding, findings
 from mis_plugins.report.changes import Change, changes
 from mis_plugins.report.evidence import Evidence
-from mis_plugins.report.numbers import FIRST, StepNumbers, corrected, ordered
 from mis_plugins.report.places import Tables
 from mis_plugins.report.readers.source import Problems, Source
 from mis_plugins.report.record import Batch, Record, batches
-from mis_plugins.report.sweep import Candidate, Sweep
+from mis_plugins.report.sweep import Candidate, Outcome, Shared, with_own_mean
 from mis_plugins.report.worst import Worst
 from mis_plugins.shared.budget import CHANGES, STEPS
 
 Told = Callable[[int, int], None]  # called with bytes done and bytes in all
 TRIM_THRESHOLD, MMAP_THRESHOLD = -1, -3  # of glibc's mallopt
 KEPT, LARGEST = 2**28, 2**25  # bytes at the end of the heap; largest piece that is taken from there
+
+
+@dataclass
+class StepNumbers:
+    """Partials of every step. Steps beyond the last `OPEN` are kept sparse: a tenth of 0.1 MB each."""
+
+    OPEN = 8
+    config: CorrectionConfig
+    steps: dict[int, Partials] = field(default_factory=dict)
+
+    def add(self, batch: Batch, correction: Correction) -> None:
+        """Add a batch; `correction` is of this config."""
+        added = partials(correction, ages=batch.whole_numbers("ages"))
+        earlier = self.steps.pop(batch.step, None)
+        self.steps[batch.step] = added if earlier is None else _dense(earlier).merge(added)
+        if len(self.steps) > self.OPEN:
+            last = list(self.steps)[-1 - self.OPEN]
+            self.steps[last] = _sparse(self.steps[last])
+
+    def metrics(self) -> Iterator[tuple[int, dict[str, float]]]:
+        """Metrics of each step, in order."""
+        for step in sorted(self.steps):
+            yield step, ordered(finalize(_dense(self.steps[step]), self.config))
+
+    def whole(self) -> Partials:
+        """Partials of the whole run."""
+        found = list(self.steps.values())
+        merged = _dense(found[0])
+        for part in found[1:]:
+            merged = merged.merge(_dense(part))
+        return merged
+
+    def alarms(self) -> Iterator[tuple[int, str, str]]:
+        """Step, name and message of every alarm of docs/metrics.md that fires."""
+        for step in sorted(self.steps):
+            sums = self.steps[step].named_sums
+            for name, alarm in ALARMS.items():
+                yield from ((step, name, message) for message in alarm(self.config, sums))
+
+
+def _sparse(part: Partials) -> Partials:
+    return part.map(lambda x: x.to_sparse() if x.dim() == 2 and not x.is_sparse else x)
+
+
+def _dense(part: Partials) -> Partials:
+    return part.map(lambda x: x.to_dense() if x.is_sparse else x)
+
+
+def ordered(values: Mapping[str, float]) -> dict[str, float]:
+    """Metrics with `kl_k3` first."""
+    return ({FIRST: values[FIRST]} if FIRST in values else {}) | dict(values)
 
 
 @dataclass
@@ -38,7 +97,7 @@ class Survey:
 
     own: CorrectionConfig
     numbers: StepNumbers
-    sweep: Sweep
+    outcomes: tuple[Outcome, ...]
     tables: Tables = field(default_factory=Tables)
     worst: Worst = field(default_factory=Worst)
     evidence: Evidence = field(default_factory=Evidence)
@@ -49,17 +108,20 @@ class Survey:
     @classmethod
     def of(cls, own: CorrectionConfig, candidates: Sequence[Candidate]) -> Survey:
         asked = replace(own, metrics="all", segment_wise=None, opsm=None, objective=None)
-        return cls(asked, StepNumbers(asked), Sweep.of(candidates))
+        return cls(asked, StepNumbers(asked), tuple(map(Outcome, candidates)))
 
     def add(self, batch: Batch) -> None:
         """Let every collector see a batch."""
-        correction = corrected(batch, self.own)
+        correction = correct(batch.proximal, batch.behavior, batch.ragged, with_own_mean(self.own))
         tokens = Tokens.of(correction)
         self.numbers.add(batch, correction)
         self.evidence.add(batch, correction, tokens)
         for collector in (self.tables, self.worst):
             collector.add(batch, tokens)
-        self.sweep.add(batch, correction.stage.ratio)
+        if self.outcomes:
+            shared = Shared.of(batch, correction.stage.ratio)
+            for outcome in self.outcomes:
+                outcome.add(shared)
         self.sequences += len(batch.records)
 
     def add_all(self, records: Iterable[Record], told: Callable[[], None] = lambda: None) -> None:
@@ -150,7 +212,7 @@ def report(survey: Survey) -> Report | None:
         alarms=list(survey.numbers.alarms()),
         worst_tokens=survey.worst.worst_tokens(),
         worst_sequences=survey.worst.worst_sequences(),
-        outcomes=survey.sweep.numbers(),
+        outcomes={one.candidate.name: one.numbers() for one in survey.outcomes if one.sums},
         sequences=survey.sequences,
         rejected=survey.rejected,
         torn=survey.torn,

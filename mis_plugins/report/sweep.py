@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -21,17 +21,21 @@ from mis_plugins.correction.pipeline import correct
 from mis_plugins.correction.ratios import exp_clamped
 from mis_plugins.errors import ConfigError
 from mis_plugins.packing.ragged import Ragged
-from mis_plugins.report.numbers import with_own_mean
 from mis_plugins.report.places import PLACES, doubling
 from mis_plugins.report.record import Batch
 
-# Weights are counted by their logarithm, in steps of 1%.
-STEP, HALF = 0.01, 2000
 USUAL = 0.05  # least share of the tokens with which a bucket of lengths can show a bias
 SEQUENCES = 32  # least number of responses with which products of ratios are read
 LEAST_ESS = 0.25  # least effective share of the responses with which products of ratios are read
 PARTS = 16  # of the responses, each of which is left out in turn for the interval of a cosine
-QUANTILES = (0.01, 0.25, 0.5, 0.75, 0.99)
+
+
+def with_own_mean(config: CorrectionConfig) -> CorrectionConfig:
+    """The config with normalization over the batch at hand, whatever scope it names."""
+    weight = config.weight
+    if weight is None or weight.normalize is None:
+        return config
+    return replace(config, weight=replace(weight, normalize=replace(weight.normalize, scope="micro_batch")))
 
 
 @dataclass(frozen=True)
@@ -42,36 +46,15 @@ class Candidate:
     config: CorrectionConfig
 
 
-@dataclass(frozen=True)
-class Direction:
-    """Products of A (1 - p) and v A (1 - p), the coefficients that unbounded weights v give the scores of tokens.
-
-    A is the advantage, and p the trainer's probability: the score of a token, grad log pi, has a size of about 1 - p.
-
-    both, squares: A (1 - p) times v A (1 - p), and times itself.
-    wanted: the squares of v A (1 - p).
-    """
-
-    both: Float[Tensor, " T"]
-    squares: Float[Tensor, " T"]
-    wanted: Float[Tensor, " T"]
-
-    @classmethod
-    def of(cls, plain: Float[Tensor, " T"], weights: Float[Tensor, " T"]) -> Direction:
-        wanted = plain * weights
-        return cls(plain * wanted, plain * plain, wanted * wanted)
-
-
 def _plain(batch: Batch) -> Float[Tensor, " T"] | None:
+    """A (1 - p) of each token, of advantage A and the trainer's probability p; None without advantages.
+
+    The score of a token, grad log pi, has a size of about 1 - p.
+    """
     if batch.advantages is None:
         return None
-    plain = _finite(batch.advantages) * (1 - _finite(batch.proximal).exp())
-    return plain.double()
-
-
-def _finite(x: Float[Tensor, " T"]) -> Float[Tensor, " T"]:
-    """0 where a number is NaN or infinite; `nan_to_num` makes an infinite one 3.4e38, which outweighs all others."""
-    return torch.where(x.isfinite(), x, 0)
+    advantages, log_probs = (torch.where(x.isfinite(), x, 0) for x in (batch.advantages, batch.proximal))
+    return (advantages * (1 - log_probs.exp())).double()
 
 
 def _products(ragged: Ragged, ratio: Float[Tensor, " T"]) -> Float[Tensor, " T"] | None:
@@ -95,28 +78,28 @@ class Shared:
     valid: valid tokens of each sequence.
     lengths: bucket of each sequence's length.
     signs: the valid tokens in each bucket of the advantage's sign; none without advantages.
-    directions: of unbounded weights of tokens, and of whole responses where those can be known, by the cosine's name.
+    plain: as of `_plain`; the cosines are of `weight * plain` and of `wanted`, by the cosine's name.
+    wanted: `plain` times unbounded weights of tokens, or of whole responses where those can be known.
     """
 
     batch: Batch
     valid: Float[Tensor, " N"]
     lengths: Int[Tensor, " N"]
     signs: tuple[Bool[Tensor, " T"], ...]
-    directions: Mapping[str, Direction]
+    plain: Float[Tensor, " T"] | None
+    wanted: Mapping[str, Float[Tensor, " T"]]
 
     @classmethod
     def of(cls, batch: Batch, ratio: Float[Tensor, " T"]) -> Shared:
-        mask, sign = batch.ragged.loss_mask, PLACES["advantage"].bucket(batch)
+        mask, place = batch.ragged.loss_mask, PLACES["advantage"]
+        sign = place.bucket(batch)
         (valid,) = batch.ragged.sums(mask)
         lengths = doubling(batch.ragged.cu_seqlens.diff())
-        signs = (
-            () if sign is None else tuple(mask & (sign == k) for k in range(len(PLACES["advantage"].labels)))
-        )
-        plain, products = _plain(batch), _products(batch.ragged, ratio)
-        weights = {"coefficient_cosine": ratio.double(), "response_cosine": products}
-        known = {} if plain is None else {name: w for name, w in weights.items() if w is not None}
-        directions = {name: Direction.of(plain, w) for name, w in known.items() if plain is not None}
-        return cls(batch, valid, lengths, signs, directions)
+        signs = () if sign is None else tuple(mask & (sign == k) for k in range(len(place.labels)))
+        plain = _plain(batch)
+        weights = {"coefficient_cosine": ratio, "response_cosine": _products(batch.ragged, ratio)}
+        wanted = {name: plain * w for name, w in weights.items() if plain is not None and w is not None}
+        return cls(batch, valid, lengths, signs, plain, wanted)
 
     @cached_property
     def all_valid(self) -> dict[str, Float[Tensor, " K"]]:
@@ -136,17 +119,12 @@ class Outcome:
     """Sums of one candidate over the data.
 
     shares: by length and by advantage the valid tokens, and among them kept ones, in each bucket.
-    histogram: kept tokens by the logarithm of their weight.
     parts: for each cosine its three sums over every `PARTS`-th response.
     """
 
     candidate: Candidate
     sums: Counter[str] = field(default_factory=Counter)
     shares: dict[str, Float[Tensor, "2 K"]] = field(default_factory=dict)
-    histogram: Float[Tensor, " B"] = field(
-        default_factory=lambda: torch.zeros(2 * HALF + 1, dtype=torch.float64)
-    )
-
     parts: dict[str, Float[Tensor, "3 P"]] = field(default_factory=dict)
 
     @cached_property
@@ -159,32 +137,20 @@ class Outcome:
         keep = correction.keep & correction.stage.usable
         weights = torch.where(keep, correction.weights, 0)
         (kept,) = batch.ragged.sums(keep)
-        mean = 1.0 if correction.mean_weight is None else correction.mean_weight
         wide = weights.double()
-        self._plus(
-            valid=shared.valid.sum(), kept=kept.sum(), weight=wide.sum(), weight_squared=wide @ wide,
-            sequences=(shared.valid > 0).sum(), kept_sequences=(kept > 0).sum(), batches=1, factor=mean,
-        )  # fmt: skip
+        added = {
+            "valid": shared.valid.sum(), "kept": kept.sum(), "weight": wide.sum(), "weight_squared": wide @ wide,
+            "sequences": (shared.valid > 0).sum(), "kept_sequences": (kept > 0).sum(),
+        }  # fmt: skip
+        self.sums.update({name: float(value) for name, value in added.items()})
         for name, counts in shared.counts(keep, kept).items():
             self.shares[name] = self.shares.get(name, 0) + torch.stack([shared.all_valid[name], counts])
-        self._add_weights(weights, float(kept.sum()))
         part = torch.arange(batch.ragged.size) % PARTS
-        for name, one in shared.directions.items():
-            rows = batch.ragged.sums(wide * one.both, wide.square() * one.squares, one.wanted)
+        turned = wide if shared.plain is None else wide * shared.plain
+        for name, wanted in shared.wanted.items():
+            rows = batch.ragged.sums(turned * wanted, turned.square(), wanted.square())
             held = self.parts.setdefault(name, torch.zeros(3, PARTS, dtype=torch.float64))
             held.index_add_(1, part, torch.stack(rows))
-
-    def _add_weights(self, weights: Float[Tensor, " T"], kept: float) -> None:
-        """Count the weights of kept tokens; others weigh 0, and are taken out of the first bucket again."""
-        if self.config.weight is None:
-            self.histogram[HALF] += kept
-            return
-        steps = weights.clamp(min=1e-30).log_().mul_(1 / STEP).round_().clamp_(-HALF, HALF).add_(HALF)
-        self.histogram += torch.bincount(steps.short(), minlength=2 * HALF + 1)
-        self.histogram[0] -= weights.numel() - kept
-
-    def _plus(self, **added: Any) -> None:
-        self.sums.update({name: float(value) for name, value in added.items()})
 
     def numbers(self) -> dict[str, Any]:
         """Numbers for the report; those that docs/metrics.md knows have its names."""
@@ -195,10 +161,7 @@ class Outcome:
             "kept_fraction": s["kept"] / valid,
             "kept_sequences": s["kept_sequences"] / max(s["sequences"], 1.0),
             "applied_mean": s["weight"] / max(s["kept"], 1.0),
-            "applied_valid_mean": s["weight"] / valid,
             "ess": s["weight"] ** 2 / (valid * s["weight_squared"]) if s["weight_squared"] else 0.0,
-            "normalization_factor": s["factor"] / s["batches"],
-            **{f"weight_p{percent:g}": value for percent, value in self._quantiles()},
             "kept_by_length": _shares("length", lengths),
             "kept_by_usual_length": _shares("length", lengths * (lengths[0] >= USUAL * valid)),
             "kept_by_advantage": _shares("advantage", self.shares.get("advantage")),
@@ -210,37 +173,6 @@ class Outcome:
                 found[name] = dot / math.sqrt(given * wanted)
                 found[f"{name}_without"] = (left[0] / (left[1] * left[2]).clamp(min=1e-300).sqrt()).tolist()
         return found
-
-    def _quantiles(self) -> list[tuple[float, float]]:
-        cumulative = self.histogram.cumsum(0)
-        if not cumulative[-1]:
-            return []
-        ranks = torch.tensor(QUANTILES, dtype=torch.float64) * cumulative[-1]
-        places = torch.searchsorted(cumulative, ranks.clamp(min=1)).tolist()
-        return [
-            (100 * q, math.exp((place - HALF) * STEP)) for q, place in zip(QUANTILES, places, strict=True)
-        ]
-
-
-@dataclass
-class Sweep:
-    """The outcomes of all candidates, in one pass over the data."""
-
-    outcomes: tuple[Outcome, ...]
-
-    @classmethod
-    def of(cls, candidates: Sequence[Candidate]) -> Sweep:
-        return cls(tuple(map(Outcome, candidates)))
-
-    def add(self, batch: Batch, ratio: Float[Tensor, " T"]) -> None:
-        if self.outcomes:
-            shared = Shared.of(batch, ratio)
-            for outcome in self.outcomes:
-                outcome.add(shared)
-
-    def numbers(self) -> dict[str, dict[str, Any]]:
-        """Numbers of each candidate by its name."""
-        return {outcome.candidate.name: outcome.numbers() for outcome in self.outcomes if outcome.sums}
 
 
 def candidates(asked: str, own: Candidate | None) -> list[Candidate]:
@@ -260,8 +192,8 @@ def candidates(asked: str, own: Candidate | None) -> list[Candidate]:
     names = asked.split(",")
     if asked in ("all", "own"):
         files = presets()
-        peers = [name for name, file in files.items() if is_of_peer(name, file)]
-        names = [name for name in files if name not in peers] + (peers if asked == "all" else [])
+        names = sorted(files, key=lambda name: is_of_peer(name, files[name]))
+        names = [name for name in names if asked == "all" or not is_of_peer(name, files[name])]
         names = [name for name in names if judged(load_file(file_of(name)))]
     found = [Candidate("none", CorrectionConfig()), *([own] if own else [])]
     kept: dict[CorrectionConfig, Candidate] = {}

@@ -19,9 +19,9 @@ ROUNDING = 1e-5  # by which a number may lie outside of what it can be
 AS_MUCH = 3.0  # within this factor of a rung a mismatch counts as that rung's
 CALM, WATCH, ALARM = "calm", "watch", "alarm"
 MOST_LOST = 0.1  # records or rows that were not read, for each that was; with more no run is calm
-TOLD = "No tokens were read, so no cause can be told; name a dump to learn more."
+TOLD = {"What to do": "name a dump: without tokens no cause can be told."}
 WHY = (
-    "Why: log-probs alone cannot tell. An engine of lower precision differs without the sign of any cause, and so does "
+    "log-probs alone cannot tell. An engine of lower precision differs without the sign of any cause, and so does "
     "one whose weights are a little old: look at its quantization, and compare layers with "
     "`python -m true_on_policy diff`."
 )
@@ -33,14 +33,24 @@ class Verdict:
 
     level: calm, watch or alarm.
     headline: one sentence.
-    lines: how large, since when, where, and what would have helped.
+    parts: how large, since when, where, and what would have helped: a sentence beside each, or none.
     measured: whether a number of the mismatch was read; otherwise the level says nothing of the run.
     """
 
     level: str
     headline: str
-    lines: tuple[str, ...]
+    parts: Mapping[str, str]
     measured: bool = True
+
+    @property
+    def lines(self) -> list[str]:
+        """The parts in words."""
+        return [f"{name}: {text}" for name, text in self.told.items()]
+
+    @property
+    def told(self) -> dict[str, str]:
+        """The parts that have a sentence."""
+        return {name: text for name, text in self.parts.items() if text}
 
 
 def beyond(values: Mapping[str, float]) -> list[str]:
@@ -57,8 +67,14 @@ def _beyond(name: str, value: float) -> str:
     if not possible(name, value):
         return f"{value:.3g}, which cannot be"
     if value > limits.high:
-        return f"{value:.3g}, above {limits.high:g}"
-    return f"{value:.3g}, below {limits.low:g}" if value < limits.low else ""
+        return f"{_apart(value, limits.high)}, above {limits.high:g}"
+    return f"{_apart(value, limits.low)}, below {limits.low:g}" if value < limits.low else ""
+
+
+def _apart(value: float, limit: float) -> str:
+    """The value with three digits, or with as many as tell it from the limit."""
+    digits = next((n for n in range(3, 18) if float(f"{value:.{n}g}") != limit), 17)
+    return f"{value:.{digits}g}"
 
 
 def possible(name: str, value: float) -> bool:
@@ -71,18 +87,20 @@ def verdict(report: Report, proposal: Proposal | None) -> Verdict:
     """The verdict on a run with tokens."""
     if not report.usable or _all_are_zero(report):
         return _of_nothing(report)
-    limits = beyond(report.whole)
-    level = level_of(report)
-    lines = (
-        f"How large: {FIRST} is {report.whole[FIRST]:.3g} a token. {in_words(report.whole[FIRST])}",
-        *([f"Beyond its limit: {'; '.join(limits)}."] if limits else []),
-        *([WHY] if limits and _is_open(report) else []),
-        *_unread(report),
-        _since(report),
-        _where(report),
-        *([_helped(proposal)] if proposal else []),
-    )
-    return Verdict(level, _headline(report, level), lines)
+    limits, level, kl_k3 = beyond(report.whole), level_of(report), report.whole[FIRST]
+    told = report.findings and report.findings[0].name != PRECISION
+    parts = {
+        "How large": f"{FIRST} is {kl_k3:.3g} a token. {in_words(kl_k3)}",
+        "Beyond its limit": f"{'; '.join(limits)}." if limits else "",
+        "Why": WHY if limits and not told else "",
+        **_unread(report),
+        "Since when": since(
+            {step: row[FIRST] for step, row in report.steps.items() if FIRST in row}, report.changes
+        ),
+        "Where": _where(report),
+        "What to run with": _helped(proposal) if proposal else "",
+    }
+    return Verdict(level, _headline(report, level), parts)
 
 
 def _all_are_zero(report: Report) -> bool:
@@ -101,23 +119,16 @@ def _much_is_lost(report: Report) -> bool:
     return bool(report.torn) or report.rejected > MOST_LOST * report.sequences
 
 
-def _is_open(report: Report) -> bool:
-    """Whether no cause shows that log-probs can tell."""
-    return not report.findings or report.findings[0].name == PRECISION
-
-
-def _unread(report: Report) -> list[str]:
+def _unread(report: Report) -> dict[str, str]:
     """How many records were rejected, and which files could not be read to their end."""
-    told = [f"Not read: {_rejected(report)}, so the verdict is on the others."] if report.rejected else []
-    return told + _broke_off(report.torn)
+    told = f"{_rejected(report)}, so the verdict is on the others." if report.rejected else ""
+    return {"Not read": told} | _broke_off(report.torn)
 
 
-def _broke_off(torn: Sequence[str]) -> list[str]:
+def _broke_off(torn: Sequence[str]) -> dict[str, str]:
     """The files that could not be read to their end, in words; nothing of none."""
-    if not torn:
-        return []
     more = f" and {len(torn) - 1} more" if torn[1:] else ""
-    return [f"Not read to the end: {torn[0]}{more}. How much is missing is not known."]
+    return {"Not read to the end": f"{torn[0]}{more}. How much is missing is not known." if torn else ""}
 
 
 def _rejected(report: Report) -> str:
@@ -137,8 +148,8 @@ def _of_nothing(report: Report) -> Verdict:
         why = f"all log-probs of the {valid} valid tokens are 0"
     elif not valid:
         why = "the loss mask keeps no token"
-    look = "Look at the loss masks and at the log-probs of both sides."
-    return Verdict(ALARM, f"Nothing was measured: {why}.", (look, *_unread(report)), measured=False)
+    look = {"What to do": "look at the loss masks and at the log-probs of both sides."}
+    return Verdict(ALARM, f"Nothing was measured: {why}.", look | _unread(report), measured=False)
 
 
 def of_curves(
@@ -157,35 +168,28 @@ def of_curves(
     values = (row.items() for curve in curves for row in curve.values.values())
     if not any(possible(name, x) for row in values for name, x in row if name in LIMITS):
         why = words or (_unknown(curves) if curves and not rejected else _unreadable(rejected, problems.kept))
-        return Verdict(ALARM, f"Nothing was read that measures the mismatch: {why}.", (TOLD,), measured=False)
-    lost = [f"Tokens were not read: {were_rejected(rejected, rejected)}."] if rejected else []
-    lost += [*_unread_rows(curves, unread), *_broke_off([*problems.torn])]
-    risen, over_time = _over_steps(curves)
+        return Verdict(ALARM, f"Nothing was read that measures the mismatch: {why}.", TOLD, measured=False)
+    steps, moves = _over_steps(curves)
+    over_time = {"Since when": since(steps, moves)}
+    read = sum(len(curve.values) for curve in curves)
+    few = f"{unread} of {unread + read} rows of the curves." if unread > MOST_LOST * read else ""
+    tokens = f"{were_rejected(rejected, rejected)}." if rejected else ""
+    lost = {"Tokens were not read": tokens, "Not read": few} | _broke_off([*problems.torn])
     if limits:
         alarming = any(name == FIRST and x > LIMITS[FIRST].alarm for name, _, x in rows)
-        return Verdict(
-            ALARM if alarming else WATCH,
-            f"Last seen beyond its limit: {words}.",
-            (TOLD, over_time, *lost),
-        )
-    if lost or risen:
-        headline, *others = [*lost, over_time]
-        return Verdict(WATCH, headline, (TOLD, *others))
-    return Verdict(CALM, "The curves end within their limits.", (TOLD, over_time))
+        level, headline = ALARM if alarming else WATCH, f"Last seen beyond its limit: {words}."
+        return Verdict(level, headline, TOLD | over_time | lost)
+    if any(lost.values()) or any(one.factor > 1 for one in moves):
+        name, text = next((name, text) for name, text in (lost | over_time).items() if text)
+        return Verdict(WATCH, f"{name}: {text}", TOLD | lost | over_time | {name: ""})
+    return Verdict(CALM, "The curves end within their limits.", TOLD | over_time)
 
 
-def _unread_rows(curves: Sequence[Curve], unread: int) -> list[str]:
-    """How many rows of the curves could not be read, in words, where they are more than a calm run may lack."""
-    read = sum(len(curve.values) for curve in curves)
-    return [f"Not read: {unread} of {unread + read} rows of the curves."] if unread > MOST_LOST * read else []
-
-
-def _over_steps(curves: Sequence[Curve]) -> tuple[bool, str]:
-    """Whether the kl_k3 of the first curve that has it rose, and since when it changed, in words."""
+def _over_steps(curves: Sequence[Curve]) -> tuple[dict[int, float], list[Change]]:
+    """The kl_k3 of the first curve that has several, and its changes."""
     found = ({step: row[FIRST] for step, row in curve.values.items() if FIRST in row} for curve in curves)
     known = next((one for one in found if len(one) > 1), {})
-    moves = changes(list(known), list(known.values()))
-    return any(one.factor > 1 for one in moves), since(known, moves)
+    return known, changes(list(known), list(known.values()))
 
 
 def _unknown(curves: Sequence[Curve]) -> str:
@@ -224,19 +228,14 @@ def _headline(report: Report, level: str) -> str:
     return "Rollout engine and trainer differ more than a healthy run; no single cause shows."
 
 
-def _since(report: Report) -> str:
-    steps = {step: values[FIRST] for step, values in report.steps.items() if FIRST in values}
-    return since(steps, report.changes)
-
-
 def since(steps: Mapping[int, float], found: Sequence[Change]) -> str:
     """How kl_k3 changed over the steps, or the smallest rise that would have shown."""
     if len(steps) < 2:
-        return "Since when: one step was read, so no change over time can be seen."
+        return "one step was read, so no change over time can be seen."
     if not found:
         least = smallest_rise([x for x in steps.values() if math.isfinite(x)])
-        return f"Since when: {FIRST} shows no change over {len(steps)} steps; a rise of {least:.2g} times would show."
-    return f"Since when: {FIRST} {', then '.join(map(_change, found))}."
+        return f"{FIRST} shows no change over {len(steps)} steps; a rise of {least:.2g} times would show."
+    return f"{FIRST} {', then '.join(map(_change, found))}."
 
 
 def _change(one: Change) -> str:
@@ -258,16 +257,16 @@ def _where(report: Report) -> str:
         high, low = max(wide, default=0.0), min(wide, default=0.0)
         if high > 3 * max(low, 1e-12) and name != "probability":
             found.append(f"{name} {wide[high]} ({high:.2g}, against {low:.2g} at {wide[low]})")
-    if not found:
-        return "Where: nowhere in particular; the mismatch is spread evenly."
-    return f"Where: most at {'; '.join(found)}."
+    return (
+        f"most at {'; '.join(found)}." if found else "nowhere in particular; the mismatch is spread evenly."
+    )
 
 
 def _helped(proposal: Proposal) -> str:
     if proposal.name == NOTHING:
-        return f"What to run with: nothing else is proposed, as {proposal.why[0]}."
+        return f"nothing else is proposed, as {proposal.why[0]}."
     first = proposal.name if proposal.trusted else "an engine closer to the trainer"
-    return f"What to run with: {first}; {'; '.join(proposal.why)}."
+    return f"{first}; {'; '.join(proposal.why)}."
 
 
 # How large a mismatch is, beside that of one real model, which `explain/rungs.py` records.
@@ -289,13 +288,11 @@ def in_words(kl_k3: float) -> str:
     rung = nearest(kl_k3, rungs)
     if rung.k3 / AS_MUCH <= kl_k3 <= AS_MUCH * rung.k3:
         return f"A real model shows as much ({rung.k3:.2g}) with an engine in {rung.words}."
-    shown = f"a real model shows with an engine in {rung.name}"
-    below = [one for one in rungs if one.k3 < kl_k3]
-    above = [one for one in rungs if one.k3 > kl_k3]
-    if not below:
-        return f"The mismatch is {rung.k3 / kl_k3:.0f} times less than {shown}."
-    if not above:
-        return f"The mismatch is {kl_k3 / rung.k3:.0f} times what {shown}."
+    below, above = ([one for one in rungs if (one.k3 > kl_k3) == side] for side in (False, True))
+    if not (below and above):
+        shown = f"a real model shows with an engine in {rung.name}"
+        far = f"{kl_k3 / rung.k3:.0f} times what" if below else f"{rung.k3 / kl_k3:.0f} times less than"
+        return f"The mismatch is {far} {shown}."
     low, high = below[-1], above[0]
     return (
         f"The mismatch lies between what a real model shows with an engine in {low.name} ({low.k3:.2g}) and in "

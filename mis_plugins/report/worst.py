@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import heapq
-import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,24 +19,18 @@ AROUND = 100  # tokens of a sequence that a page shows on either side of its wor
 
 @dataclass
 class Largest:
-    """The items with the largest values, at most `most` of them, as a heap."""
+    """The items with the largest values above 0, at most `most` of them, the largest first."""
 
     most: int
-    heap: list[tuple[float, int, Any]] = field(default_factory=list)
-    numbers: itertools.count = field(default_factory=itertools.count)
+    held: list[tuple[float, Any]] = field(default_factory=list)
 
     def add(self, values: Float[Tensor, " N"], item: Callable[[int], Any]) -> None:
-        """Add values above 0; `item` is called with the places of those that are kept."""
+        """Add values; `item` is called with the places of those that may be kept."""
         found = values.topk(min(self.most, values.numel()))
-        for value, place in zip(found.values.tolist(), found.indices.tolist(), strict=True):
-            full = len(self.heap) == self.most
-            if value > 0 and (not full or value > self.heap[0][0]):
-                push = heapq.heappushpop if full else heapq.heappush
-                push(self.heap, (value, next(self.numbers), item(place)))
-
-    def __iter__(self) -> Iterator[tuple[float, Any]]:
-        """Values and items, the largest first."""
-        return ((value, item) for value, _, item in sorted(self.heap, key=lambda held: -held[0]))
+        least = self.held[-1][0] if len(self.held) == self.most else 0.0
+        pairs = zip(found.values.tolist(), found.indices.tolist(), strict=True)
+        added = [(value, item(place)) for value, place in pairs if value > least]
+        self.held = sorted(self.held + added, key=lambda pair: -pair[0])[: self.most]
 
 
 @dataclass
@@ -55,11 +47,11 @@ class Worst:
         self.sequences.add(total / usable.clamp(min=1), lambda place: batch.records[place].copied())
 
     def worst_tokens(self) -> list[Mapping[str, Any]]:
-        return [token for _, token in self.tokens]
+        return [token for _, token in self.tokens.held]
 
     def worst_sequences(self) -> list[dict[str, Any]]:
         """The worst sequences, each with its numbers and the tokens around its worst token."""
-        return [_sequence(value, record) for value, record in self.sequences]
+        return [_sequence(value, record) for value, record in self.sequences.held]
 
 
 def _token(batch: Batch, place: int) -> dict[str, Any]:

@@ -48,7 +48,8 @@ def as_json(document: Document) -> dict[str, Any]:
         "title": document.title,
         "inputs": list(document.inputs),
         "complete": document.complete,
-        "verdict": asdict(document.verdict),
+        "verdict": asdict(document.verdict)
+        | {"parts": document.verdict.told, "lines": document.verdict.lines},
         **(_of_report(document.report) if document.report else {}),
         **({"proposal": _of_proposal(document.proposal)} if document.proposal else {}),
         "curves": [{"label": curve.label, "values": dict(curve.values)} for curve in document.curves],
@@ -58,23 +59,16 @@ def as_json(document: Document) -> dict[str, Any]:
 
 
 def _of_report(report: Report) -> dict[str, Any]:
+    causes = (
+        asdict(one) | {"cause": one.cause.cause, "title": one.cause.title, "fix": one.cause.fix}
+        for one in report.findings
+    )
     return {
         **{name: getattr(report, name) for name in OF_REPORT},
         "steps": [{"step": step, **values} for step, values in report.steps.items()],
         "changes": [{**asdict(change), "factor": change.factor} for change in report.changes],
-        "causes": [
-            {
-                "name": one.name,
-                "title": one.cause.title,
-                "evidence": one.evidence,
-                "against": one.against,
-                "share": one.share,
-                "fix": one.cause.fix,
-                "also": one.also,
-            }
-            for one in report.findings
-        ],
-        "alarms": [{"step": step, "name": name, "message": text} for step, name, text in report.alarms],
+        "causes": list(causes),
+        "alarms": [dict(zip(("step", "name", "message"), one, strict=True)) for one in report.alarms],
         "configs": report.outcomes,
     }
 

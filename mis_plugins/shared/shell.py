@@ -174,6 +174,18 @@ def add_version(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--version", action="version", version=f"mis-plugins {__version__}")
 
 
+class Gone(argparse.Action):
+    """An argument that is gone: no help lists it, and giving it is an error that names its successor."""
+
+    def __init__(self, option_strings: Sequence[str], dest: str, successor: str, required: bool = False):
+        super().__init__(option_strings, dest, nargs="?", required=required, help=argparse.SUPPRESS)
+        self.successor = successor
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> NoReturn:
+        name = self.option_strings[0] if self.option_strings else parser.prog.rpartition(" ")[2]
+        parser.error(f"{name} is gone: {self.successor}")
+
+
 def watched(stream: Any) -> Any:
     """A standard stream that shows foreign text safely, and raises `Unread` where nobody reads on.
 

@@ -15,6 +15,7 @@ from tolerances import EPS64
 
 from mis_plugins.config.flat import from_flat
 from mis_plugins.config.loading import load, preset_path
+from mis_plugins.config.messages import correcting_keys
 from mis_plugins.config.model import (
     CorrectionConfig,
     NormalizeConfig,
@@ -24,7 +25,6 @@ from mis_plugins.config.model import (
 )
 from mis_plugins.config.reading import from_args, from_mapping, spelling
 from mis_plugins.config.terms.statistics import LARGEST_BINARY_KL, LEAST_PROBABILITY
-from mis_plugins.config.told import correcting_keys
 from mis_plugins.config.writing import as_mapping
 from mis_plugins.errors import ConfigError
 

@@ -22,7 +22,7 @@ from mis_plugins.metrics.routing import ROUTED, SPLIT
 from mis_plugins.metrics.staleness import WEIGHT_METRICS
 from mis_plugins.metrics.token_metrics import OF_MIS_PY, catalogue
 from mis_plugins.packing.ragged import Ragged
-from mis_plugins.report.peer_names import PEERS
+from mis_plugins.report.readers.curves import PEERS
 
 ROOT = Path(__file__).resolve().parents[2]
 

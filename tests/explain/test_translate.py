@@ -562,3 +562,14 @@ def test_areals_own_file_is_refused_by_the_check_which_names_the_translator(
     assert main(["config", "check", str(file)]) == 2
     assert "actor.behav_imp_weight_cap, actor.behav_imp_weight_floor" in (said := capsys.readouterr().err)
     assert "config from-areal" in said
+
+
+def test_a_command_that_is_gone_names_what_takes_its_place(capsys: pytest.CaptureFixture):
+    with pytest.raises(SystemExit) as ended:
+        main(["config", "from-miles", "mis.yaml"])
+    assert ended.value.code == 2
+    told = capsys.readouterr().err
+    assert "pass it as --custom-config-path FILE" in told and "`config check FILE`" in told
+    with pytest.raises(SystemExit):
+        main(["config", "--help"])
+    assert "from-miles" not in capsys.readouterr().out

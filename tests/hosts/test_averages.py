@@ -19,8 +19,8 @@ from test_recorder import ARGS
 from mis_plugins import mis
 from mis_plugins.config.reading import from_mapping
 from mis_plugins.errors import InputError
+from mis_plugins.hosts.averages import average
 from mis_plugins.hosts.rollout_hooks import Counted, count
-from mis_plugins.hosts.rollout_store import average
 from mis_plugins.hosts.step_report import Recorder
 from mis_plugins.metrics.token_metrics import OF_MIS_PY, diagnose
 from mis_plugins.packing.ragged import Ranks
@@ -259,7 +259,7 @@ WATCHED, EXACT = (
 def test_masked_samples_are_told_once_with_what_they_do(
     rows: Rows, config: dict, has_hook: bool, said: str | None, caplog: pytest.LogCaptureFixture
 ):
-    """Of a run that only watches too; without the step hook each rank tells of its own micro-batches, one late."""
+    """A run that only watches is told of a fully masked sample; without the step hook a rank tells one step late."""
     recorder = Recorder()
     for number in range(2):
         if has_hook:

@@ -154,9 +154,3 @@ def test_a_name_is_followed_to_where_it_is_defined(
 def test_a_folder_without_a_host_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, text = told(capsys, tmp_path)
     assert code == 2 and "no folder miles or slime or vime in it; give the root of a host's checkout" in text
-
-
-@pytest.mark.parametrize("flags", [["--history"], ["--history", "--since", "2026-03-01"]])
-def test_the_history_is_gits(flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    code, text = told(capsys, *flags, tmp_path)
-    assert code == 2 and "git bisect run python -m mis_plugins hosts check ." in text

@@ -20,6 +20,14 @@ from true_on_policy.kernels.pin import pinned
 SHORT = (33, 100, 130)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_no_row_notices_its_company(dtype):
+    with pinned(Contract(dtype=dtype)):
+        tally = exhaustive.run(DTYPES[dtype], SHORT, SHORT, every_row=False)
+    assert tally.labels == []
+    assert tally.compared.total() > 3000
+
+
 def test_ten_thousand_comparisons():
     """M from 1 to 64 at three positions, K and N of 33, 37, 100, 130 and 2560."""
     with pinned(Contract()):

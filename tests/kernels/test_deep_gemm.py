@@ -10,7 +10,7 @@ from stand_ins import Write, deep_gemm_source, write  # noqa: F401
 
 from true_on_policy.contract.cpu import Shapes
 from true_on_policy.contract.gpu import gpu_contract
-from true_on_policy.errors import PinError
+from true_on_policy.errors import NotSeenError, PinError
 from true_on_policy.kernels import deep_gemm, gpu_probes
 from true_on_policy.kernels.gpu_probes import product_failures
 
@@ -46,6 +46,13 @@ def test_every_switch_is_turned_and_turned_back(write: Write, switches, before: 
     assert all(getattr(library, getter)() is before for getter in getters)
 
 
+def test_off_it_is_found_out(write: Write):  # noqa: F811
+    write({"deep_gemm.py": deep_gemm_source(SGL)})
+    deep_gemm.pin(CONTRACT)()
+    assert deep_gemm.settings()["DeepGEMM mode"] == "cuBLASLt"
+    assert {failure.company for failure in failures()} >= {"1 of 7 rows and all"}
+
+
 def test_one_switch_of_two_is_not_enough(write: Write):  # noqa: F811
     write({"deep_gemm.py": deep_gemm_source(SGL, FORK)})
     deep_gemm.pin(CONTRACT)()
@@ -78,6 +85,12 @@ def test_a_switch_without_effect_is_refused_and_the_first_turned_back(write: Wri
     assert sys.modules["deep_gemm"].get_deterministic_algorithms() is False
 
 
+def test_a_library_that_does_not_load_is_refused(write: Write):  # noqa: F811
+    write({"deep_gemm.py": "raise OSError('libcudart.so.13')\n"})
+    with pytest.raises(PinError, match="DeepGEMM: deep_gemm cannot be imported .libcudart.so.13"):
+        deep_gemm.pin(CONTRACT)
+
+
 def test_where_it_is_not_installed():
     assert deep_gemm.version() is None and deep_gemm.settings() == {}
     with pytest.raises(PinError, match="deep_gemm cannot be imported"):
@@ -90,3 +103,9 @@ def test_its_version_is_read_without_importing_it(write: Write):  # noqa: F811
     write({"sgl_deep_gemm-0.2.5.dist-info/METADATA": "Name: sgl-deep-gemm\nVersion: 0.2.5\n"})
     assert deep_gemm.version() == "sgl-deep-gemm 0.2.5"
     assert deep_gemm.settings() == {"DeepGEMM switch": "not imported", "DeepGEMM mode": "not imported"}
+
+
+def test_without_a_device_nothing_is_seen(write: Write):  # noqa: F811
+    write({"deep_gemm.py": deep_gemm_source()})
+    with pytest.raises(NotSeenError, match="not seen: no CUDA device"):
+        next(deep_gemm.probe(CONTRACT, SHAPES))

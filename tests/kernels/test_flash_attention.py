@@ -11,9 +11,10 @@ from stand_ins import FLASH_ATTENTION, Write, write  # noqa: F401
 
 from lab.gpu import decoding
 from lab.gpu.decoding import decode_failures, mixed_failures
+from true_on_policy.bitwise import equal_bits
 from true_on_policy.contract.cpu import Shapes
 from true_on_policy.contract.gpu import gpu_contract
-from true_on_policy.errors import PinError
+from true_on_policy.errors import NotSeenError, PinError
 from true_on_policy.kernels import flash_attention, gpu_probes
 
 CONTRACT = gpu_contract("qwen3-dense", "megatron")
@@ -67,6 +68,16 @@ def test_a_pin_holds_where_a_lone_query_has_other_tiles(library, monkeypatch: py
         "a decoding sequence alone and in a mixed batch"
     ]
     undo()
+
+
+def test_the_two_calls_of_a_lone_query_are_one(library):
+    """As one row of a batch, and as a packed sequence of at most one token."""
+    q, k, v = torch.randn(1, 1, 4, 16), torch.randn(1, 9, 2, 16), torch.randn(1, 9, 2, 16)
+    asked = {"cache_seqlens": torch.tensor([9]), "causal": True, "num_splits": 1}
+    starts = torch.tensor([0, 1])
+    row, _ = library.flash_attn_with_kvcache(q, k, v, **asked)
+    packed, _ = library.flash_attn_with_kvcache(q[0], k, v, cu_seqlens_q=starts, max_seqlen_q=1, **asked)
+    assert equal_bits(row[0], packed)
 
 
 def test_every_caller_is_pinned_under_its_own_name_and_restored(library):
@@ -135,3 +146,8 @@ def test_where_it_is_not_installed():
     assert flash_attention.version() is None and flash_attention.settings() == {}
     with pytest.raises(PinError, match="not installed; looked for flash_attn_interface, flash_attn_3"):
         flash_attention.pin(CONTRACT)
+
+
+def test_without_a_device_nothing_is_seen(library):
+    with pytest.raises(NotSeenError, match="not seen: no CUDA device"):
+        next(flash_attention.probe(CONTRACT, SHAPES))

@@ -12,11 +12,13 @@ from torch import Tensor
 
 from lab.gpu import decoding
 from lab.gpu.decoding import decode_failures, mixed_failures
+from true_on_policy.bitwise import equal_bits
 from true_on_policy.contract.cpu import Shapes
 from true_on_policy.kernels import gpu_probes
 from true_on_policy.kernels.gpu_probes import (
     attention_failures,
     digest,
+    drawing,
     in_company,
     product_failures,
 )
@@ -168,3 +170,8 @@ def test_a_digest_is_of_every_bit():
     assert digest("fp32", products, CPU) != here
     other = lambda x, weight: nudged(F.linear(x, weight), 0)  # noqa: E731
     assert digest("bf16", [(8, 6, other)], CPU) != here
+
+
+def test_numbers_are_the_same_in_each_process():
+    assert equal_bits(drawing("bf16", CPU)(3, 4), drawing("bf16", CPU)(3, 4))
+    assert drawing("bf16", CPU)(1).dtype is torch.bfloat16

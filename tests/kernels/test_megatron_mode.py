@@ -14,10 +14,10 @@ import torch.nn.functional as F
 from stand_ins import write  # noqa: F401
 from triton_interpreter import UNAVAILABLE, on_cpu
 
-from true_on_policy.bitwise import equal_bits
+from true_on_policy.bitwise import equal_bits, ulps
 from true_on_policy.contract.cpu import Contract, Shapes
 from true_on_policy.contract.gpu import GpuContract, gpu_contract
-from true_on_policy.errors import PinError
+from true_on_policy.errors import NotSeenError, PinError
 from true_on_policy.kernels import gpu_probes, megatron, mode
 from true_on_policy.kernels import mode as dispatcher
 from true_on_policy.kernels.gpu_probes import aten_failures
@@ -104,6 +104,15 @@ def test_a_bias_is_added_before_the_sum_is_rounded(library: ModuleType):
 
 def biased() -> GpuContract:
     return gpu_contract("qwen2.5-dense", "megatron")
+
+
+def test_log_softmax_of_bf16_is_summed_in_fp32(library: ModuleType):
+    """A sum of 3000 ones in bfloat16 would end at 256."""
+    logits = torch.zeros(2, 3000).bfloat16()
+    with standing():
+        found = torch.log_softmax(logits, -1)
+    assert found.dtype == torch.bfloat16
+    assert ulps(found, logits.float().log_softmax(-1).bfloat16()).max() <= 1
 
 
 def test_stock_kernels_are_found_out():
@@ -280,6 +289,11 @@ def test_later_versions_are_told_which_products(library: ModuleType, monkeypatch
     ):
         megatron.pin(CONTRACT)
     turn(library, on=False)
+
+
+def test_without_a_device_nothing_is_seen():
+    with pytest.raises(NotSeenError, match="not seen: no CUDA device"):
+        next(megatron.probe(CONTRACT, SHAPES))
 
 
 # What Megatron-core 0.16 replaces in Transformer Engine, with an RMSNorm that inherits its forward.

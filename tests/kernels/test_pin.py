@@ -16,6 +16,7 @@ from true_on_policy.contract.cpu import Contract
 from true_on_policy.errors import ContractError, PinError, ProbeError
 from true_on_policy.kernels import cpu
 from true_on_policy.kernels import pin as pins
+from true_on_policy.kernels.native import Native
 from true_on_policy.kernels.pin import active_backend, pin, pinned
 
 NATIVE, OTHER = Contract(), Contract(backend=BACKWARDS.name)
@@ -106,7 +107,7 @@ print(active_backend(), ".py:" in torch._C._dispatch_dump("aten::mm"))
 
 
 @dataclass(frozen=True)
-class Broken:
+class Broken(Native):
     """A backend whose rows see the batch, in one bit."""
 
     name: str = "native"

@@ -133,6 +133,14 @@ def test_digests_agree_where_the_orders_do(
     assert (of_trainer(o, down) == of_engine(o, down, engine)) == same
 
 
+def test_layouts_of_both_kinds_are_tried() -> None:
+    found = {
+        all(megatron_order(n, tensor, context) == engine_order(n, engine) for n in (o, down))
+        for tensor, context, engine, o, down in LAYOUTS
+    }
+    assert found == {True, False}
+
+
 def test_one_rank_of_an_engine_is_one_product_as_on_fsdp() -> None:
     contract = gpu_contract("qwen3-dense", "fsdp", size=size(1024, 2048))
     exact = lambda x, weight: (x.double() @ weight.double().t()).to(x.dtype)  # noqa: E731

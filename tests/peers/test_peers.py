@@ -49,7 +49,7 @@ from mis_plugins.explain.translate import areal as from_areal
 from mis_plugins.explain.translate import verl_presets
 from mis_plugins.explain.translate.verl import translate
 from mis_plugins.loss.objective import DPPO_CAP, Clip, kl_term, policy_term, target_log_ratio
-from mis_plugins.report.peer_names import PEERS
+from mis_plugins.report.readers.curves import PEERS
 
 CLIP, DUAL_CLIP = Clip(0.2, 0.28), Clip(0.2, 0.28, 3.0)
 few = settings(max_examples=40)  # for a test that is one of many alike

@@ -6,14 +6,13 @@ import json
 import os
 import struct
 import time
-import zlib
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import tokenizers
 import torch
-from test_readers import event, field, read, some_records, varint, wandb_record
+from test_readers import event, field, framed, logged, read, reported, some_records, varint, wandb_record
 
 from mis_plugins.__main__ import main
 from mis_plugins.report import plots, survey
@@ -42,12 +41,6 @@ GOOD = {
     "tokens": list(range(SIZE)),
 }
 LINE = json.dumps(GOOD)
-
-
-def reported(folder: Path, *more: str) -> tuple[int, dict]:
-    """Exit code and report.json."""
-    code = main(["report", str(folder), "--sweep", "none", "--output", str(folder.parent / "out"), *more])
-    return code, json.loads((folder.parent / "out" / "report.json").read_text())
 
 
 def with_step(text: str) -> str:
@@ -232,28 +225,20 @@ def test_an_error_of_ours_is_no_bad_file(tmp_path: Path, monkeypatch: pytest.Mon
         reported(tmp_path / "run.jsonl")
 
 
-def tensorboard(*content: bytes) -> bytes:
-    return b"".join(struct.pack("<Q", len(one)) + bytes(4) + one + bytes(4) for one in content)
-
-
 GOOD_EVENT = event(1, "kl_k3", 1e-3)
 WANDB = b":W&B" + bytes(3)
-
-
-def wandb(content: bytes, kind: int = 1, size: int | None = None) -> bytes:
-    return struct.pack("<IHB", zlib.crc32(content), len(content) if size is None else size, kind) + content
 
 
 @pytest.mark.parametrize(
     ("name", "content"),
     [
         ("a.tfevents", GOOD_EVENT + struct.pack("<Q", 2**63) + bytes(99)),
-        ("a.tfevents", tensorboard(b"\xff" * 1000) + GOOD_EVENT),
-        ("a.tfevents", tensorboard(varint(5 << 3 | 3)) + GOOD_EVENT),
+        ("a.tfevents", framed(b"\xff" * 1000) + GOOD_EVENT),
+        ("a.tfevents", framed(varint(5 << 3 | 3)) + GOOD_EVENT),
         ("a.tfevents", event(2**64 - 5, "kl_k3", 1e-3) + GOOD_EVENT),
-        ("a.tfevents", tensorboard(field(2, 1) + field(5, field(1, field(1, b"a") + field(2, b"abc")))) + GOOD_EVENT),
-        ("a.wandb", WANDB + wandb_record(1, 1e-3) + wandb(b"abc", 1, 60_000)),
-        ("a.wandb", WANDB + wandb(field(2, field(1, field(16, b"[" * 9000)))) + wandb_record(1, 1e-3)),
+        ("a.tfevents", framed(field(2, 1) + field(5, field(1, field(1, b"a") + field(2, b"abc")))) + GOOD_EVENT),
+        ("a.wandb", WANDB + wandb_record(1, 1e-3) + logged(b"abc", 1, 60_000)),
+        ("a.wandb", WANDB + logged(field(2, field(1, field(16, b"[" * 9000)))) + wandb_record(1, 1e-3)),
         ("a.wandb", WANDB + wandb_record(2**64 - 1, 1e-3) + wandb_record(1, 1e-3)),
         ("metrics.jsonl", b'{"step": 1, "kl_k3": 1e-3}\n{"step": NaN}\n{"step": 1, "loss": ' + b"9" * 400 + b"}\n"),
     ],
@@ -381,24 +366,22 @@ def test_a_tokenizer_decodes_by_nothing_but_its_vocabulary(tmp_path: Path) -> No
         assert token["text"] == word[:200] and not problems.told
 
 
-def test_records_of_other_kinds_of_numbers_are_refused_by_name() -> None:
-    good = some_records(lengths=(3,))[0]
-    for name, value in (
-        ("versions", torch.tensor([0.5, 1, 2])),
-        ("advantages", torch.ones(3, dtype=torch.complex64)),
-    ):
-        with pytest.raises(budget.RecordError, match=name):
-            from_mapping(vars(good) | {name: value}, 0, "a")
-
-
-def test_truth_values_are_no_log_probs() -> None:
-    with pytest.raises(budget.RecordError, match="behavior_log_probs: holds numbers of another kind"):
-        from_mapping({"behavior_log_probs": [False], "proximal_log_probs": [-1.0]}, 0, "a")
+@pytest.mark.parametrize(
+    ("name", "value", "why"),
+    [
+        ("versions", torch.tensor([0.5, 1, 2]), "holds a number that is not whole"),
+        ("advantages", torch.ones(3, dtype=torch.complex64), "holds numbers of another kind"),
+        ("behavior_log_probs", [False] * 3, "holds numbers of another kind"),
+    ],
+)
+def test_other_kinds_of_numbers_are_refused_by_name(name: str, value: object, why: str) -> None:
+    with pytest.raises(budget.RecordError, match=f"{name}: {why}"):
+        from_mapping(vars(some_records(lengths=(3,))[0]) | {name: value}, 0, "a")
 
 
 def test_the_end_of_a_wandb_record_without_its_beginning_is_told(tmp_path: Path) -> None:
     """A reader that kept the record before would hand it out once more for each such piece."""
-    pieces = b"".join(struct.pack("<IHB", 0, 2, kind) + b"\x08\x00" for kind in (2, 4, 4, 4))
+    pieces = b"".join(logged(b"\x08\x00", kind) for kind in (2, 4, 4, 4))
     (tmp_path / "a.wandb").write_bytes(b":W&B\0\0\0" + pieces)
     problems = Problems()
     curves.curve(tmp_path / "a.wandb", "wandb", problems)

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import json
-import struct
-import zlib
 from pathlib import Path
 from typing import Any
 
 import pytest
-from test_readers import field, some_records, write_lines
+from test_readers import field, logged, reported, some_records, write_lines
 
-from mis_plugins.__main__ import main
 from mis_plugins.report.beside import found_config
 from mis_plugins.report.readers.source import Problems
 
@@ -32,8 +29,7 @@ def wandb(folder: Path, **config: Any) -> Path:
     )
     content = field(17, field(1, b"name") + field(4, items))
     file = folder / "run-a.wandb"
-    header = struct.pack("<IHB", zlib.crc32(content), len(content), 1)
-    file.write_bytes(b":W&B" + bytes(3) + header + content)
+    file.write_bytes(b":W&B" + bytes(3) + logged(content))
     return file
 
 
@@ -71,9 +67,6 @@ def test_numbers_are_of_the_config_that_is_named(tmp_path: Path) -> None:
     """A window around 1 drops tokens, and the report says whose window it was."""
     summary(tmp_path, use_tis=True, mis={"weight": {"upper": 1.1, "bound": "mask"}})
     write_lines(tmp_path / "run.jsonl", some_records(lengths=(200, 200)))
-    assert main(["report", str(tmp_path), "--sweep", "none", "--output", str(tmp_path / "out")]) == 0
-    told = json.loads((tmp_path / "out" / "report.json").read_text())
-    assert (
-        "the run's config: the config in summary.json" in told["inputs"]
-        and told["whole"]["kept_fraction"] < 0.9
-    )
+    code, told = reported(tmp_path)
+    assert code == 0 and told["whole"]["kept_fraction"] < 0.9
+    assert "the run's config: the config in summary.json" in told["inputs"]

@@ -89,10 +89,11 @@ def test_a_phone_shows_verdict_since_when_and_what_to_do_at_once(phone: Any) -> 
     assert [one.inner_text() for one in shown if len(one.inner_text()) > 160] == []
 
 
-def test_a_tapped_token_shows_both_policies(phone: Any) -> None:
+@pytest.mark.parametrize("way", ["tap", "focus"])
+def test_a_token_shows_both_policies(phone: Any, way: str) -> None:
     token = phone.locator(".tokens span").first
     assert token.evaluate("one => getComputedStyle(one, '::after').content") == "none"
-    token.tap()
+    getattr(token, way)()
     shown = token.evaluate("one => getComputedStyle(one, '::after').content")
     assert "engine" in shown and "trainer" in shown
 
@@ -113,16 +114,6 @@ def test_a_config_keeps_its_name_and_what_speaks_against_it_in_sight(phone: Any)
     phone.locator(".configs .scroll").evaluate("one => one.scrollLeft = 400")
     box = first.bounding_box()
     assert box is not None and 0 <= box["x"] < PHONE[0] / 4
-
-
-def test_a_focused_token_shows_both_policies(browser: Any, page_file: Path) -> None:
-    page = browser.new_page()
-    page.goto(page_file.as_uri())
-    token = page.locator(".tokens span").first
-    token.focus()
-    shown = token.evaluate("one => getComputedStyle(one, '::after').content")
-    assert "engine" in shown and "trainer" in shown
-    page.close()
 
 
 def test_paper_shows_the_whole_page(browser: Any, page_file: Path) -> None:

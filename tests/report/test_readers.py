@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import json
-import math
 import pickle
 import struct
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy
 import pytest
 import torch
 from report_dumps import write_miles, write_rollout, write_slime
 
+from lab import report_memory
+from mis_plugins.__main__ import main
 from mis_plugins.errors import InputError
 from mis_plugins.report.readers.paths import find
 from mis_plugins.report.readers.source import Problems
@@ -46,6 +49,13 @@ def read(*paths: Path) -> tuple[list[Record], list[str]]:
     return [record for source in found.sources for record in source.records(problems)], problems.told
 
 
+def reported(path: Path, *flags: str) -> tuple[int, dict[str, Any]]:
+    """Exit code and report.json of a report that tries no config, written into `out` beside the path."""
+    output = path.parent / "out"
+    code = main(["report", str(path), "--sweep", "none", "--output", str(output), *flags])
+    return code, json.loads((output / "report.json").read_text())
+
+
 def assert_alike(found: Sequence[Record], wanted: Sequence[Record]) -> None:
     assert [record.sample for record in found] == [record.sample for record in wanted]
     for one, other in zip(found, wanted, strict=True):
@@ -54,9 +64,19 @@ def assert_alike(found: Sequence[Record], wanted: Sequence[Record]) -> None:
             assert torch.equal(getattr(one, name), getattr(other, name)), name
 
 
-@pytest.mark.parametrize("cp", [1, 2, 4])
-def test_miles_joins_all_ranks(tmp_path: Path, cp: int) -> None:
-    write_miles(tmp_path, some_records(), cp)
+def edit(file: Path, change: Callable[[Any], object]) -> None:
+    """Change what a file of torch holds, in place."""
+    content = torch.load(file, weights_only=True)
+    change(content)
+    torch.save(content, file)
+
+
+WRITERS = [write_slime, *(partial(write_miles, cp=cp) for cp in (1, 2, 4))]
+
+
+@pytest.mark.parametrize("write", WRITERS, ids=("slime", "miles", "miles-cp2", "miles-cp4"))
+def test_a_hosts_dump_is_read_whole(tmp_path: Path, write: Callable[..., None]) -> None:
+    write(tmp_path, some_records())
     found, told = read(tmp_path)
     assert_alike(found, some_records())
     assert not told
@@ -105,9 +125,7 @@ def test_many_samples_that_share_an_index_are_read_in_linear_time(tmp_path: Path
 def test_a_sample_without_an_index_is_read(tmp_path: Path) -> None:
     write_miles(tmp_path, some_records())
     for file in (tmp_path / "train_data").iterdir():
-        content = torch.load(file, weights_only=True)
-        content["rollout_data"]["sample_indices"][1] = None
-        torch.save(content, file)
+        edit(file, lambda content: content["rollout_data"]["sample_indices"].__setitem__(1, None))
     found, told = read(tmp_path)
     assert [record.sample for record in found] == ["0", "(0, 1)", "2"] and not told
 
@@ -116,25 +134,12 @@ def test_an_evaluations_dump_is_not_taken_for_the_rollouts(tmp_path: Path) -> No
     write_miles(tmp_path, some_records())
     write_rollout(tmp_path, some_records())
     file = tmp_path / "rollout_data" / "3.pt"
-    content = torch.load(file, weights_only=True)
-    for sample in content["samples"]:
-        sample |= {"reward": 100.0, "tokens": [1, 2, 3]}
-    torch.save(content, file.with_name("eval_3.pt"))
+    other = file.with_name("eval_3.pt")
+    other.write_bytes(file.read_bytes())
+    edit(other, lambda content: [one.update(reward=100.0, tokens=[1, 2, 3]) for one in content["samples"]])
     assert [record.reward for record in read(tmp_path)[0]] == [0.0, 1.0, 2.0]
-    file.write_bytes(file.with_name("eval_3.pt").read_bytes())  # other tokens are another sample's
+    other.replace(file)  # other tokens are another sample's
     assert [record.reward for record in read(tmp_path)[0]] == [0.0, 0.0, 0.0]
-
-
-def test_versions_of_single_tokens_are_kept_beside_a_rollouts_own_dump(tmp_path: Path) -> None:
-    records = some_records(lengths=(7,))
-    write_slime(tmp_path, records)
-    write_rollout(tmp_path, records)
-    file = tmp_path / "train_data" / "3.pt"
-    content = torch.load(file, weights_only=True)
-    content["samples"][0]["weight_versions"] = [9, 0, 4, 3, 5, 4]
-    torch.save(content, file)
-    (found,) = read(tmp_path)[0]
-    assert found.versions is not None and found.versions.tolist() == [4, 4, 4, 5, 5, 5, 5]
 
 
 def test_shards_with_the_same_indices_stay_apart(tmp_path: Path) -> None:
@@ -145,11 +150,6 @@ def test_shards_with_the_same_indices_stay_apart(tmp_path: Path) -> None:
     found, told = read(tmp_path)
     assert_alike(found, [one, other])
     assert not told
-
-
-def test_slime(tmp_path: Path) -> None:
-    write_slime(tmp_path, some_records())
-    assert_alike(read(tmp_path)[0], some_records())
 
 
 @pytest.mark.parametrize("write", [write_miles, write_slime])
@@ -163,20 +163,24 @@ def test_the_rollouts_own_dump_adds_what_it_knows(tmp_path: Path, write) -> None
     assert all(record.versions is not None and set(record.versions.tolist()) == {3} for record in found)
 
 
-def test_versions_that_this_pack_carries_are_those_of_each_token(tmp_path: Path) -> None:
+@pytest.mark.parametrize("beside", [False, True])
+def test_versions_that_this_pack_carries_are_those_of_each_token(tmp_path: Path, beside: bool) -> None:
     """A response that was retracted is gone on with by newer weights: `convert_with_versions` notes who wrote what."""
     write_slime(tmp_path, some_records())
+    if beside:  # the rollout's own dump says version 3 of whole samples
+        write_rollout(tmp_path, some_records())
     notes = ([9, 0, 4, 3, 5, 4], [9, 1, 6, 1], [9, 2, 4, 29])  # the last one is a token short
-    file = tmp_path / "train_data" / "3.pt"
-    content = torch.load(file, weights_only=True)
-    for sample, note in zip(content["samples"], notes, strict=True):
-        sample["weight_versions"] = note
-    torch.save(content, file)
+
+    def change(content: dict[str, Any]) -> None:
+        for sample, note in zip(content["samples"], notes, strict=True):
+            sample["weight_versions"] = note
+
+    edit(tmp_path / "train_data" / "3.pt", change)
     first, second, third = read(tmp_path)[0]
     assert first.versions is not None and first.versions.tolist() == [4, 4, 4, 5, 5, 5, 5]
     assert first.ages is not None and first.ages.tolist() == [1, 1, 1, 0, 0, 0, 0]
     assert second.versions is not None and second.versions.tolist() == [6]
-    assert third.versions is None
+    assert (third.versions is None) == (not beside)
 
 
 def test_rollouts_are_read_in_the_order_of_their_numbers(tmp_path: Path) -> None:
@@ -260,11 +264,6 @@ def test_parquet(tmp_path: Path) -> None:
     assert_alike(read(tmp_path / "run.parquet")[0], some_records())
 
 
-def test_a_missing_log_prob_is_nan() -> None:
-    record = from_mapping({"behavior_log_probs": [None, -1.0], "proximal_log_probs": [-1.0, -1.0]}, 0, "a")
-    assert math.isnan(record.behavior_log_probs[0]) and record.loss_mask.all()
-
-
 def test_ages_follow_the_trainers_version_or_the_newest_token() -> None:
     given = {"behavior_log_probs": [0.0, 0.0], "proximal_log_probs": [0.0, 0.0], "versions": [3, 4]}
     for values, ages in ((given, [1, 0]), (given | {"trainer_version": 6}, [3, 2])):
@@ -292,13 +291,6 @@ def curves(path: Path) -> tuple[dict, list[str]]:
     return dict(curve.values), problems.told
 
 
-def test_metrics_of_the_embedded_host_have_our_names(tmp_path: Path) -> None:
-    lines = [{"rollout": 0, "k3_kl": 0.5, "seconds": 1.0}, {"rollout": 1, "rollout_corr/k3_kl": 0.25}]
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    values, _ = curves(tmp_path)
-    assert values[0]["kl_k3"] == 0.5 and values[1]["kl_k3"] == 0.25
-
-
 def field(number: int, content: bytes | int) -> bytes:
     if isinstance(content, int):
         return varint(number << 3) + varint(content)
@@ -310,27 +302,65 @@ def varint(value: int) -> bytes:
     return head + (varint(value >> 7) if value > 127 else b"")
 
 
-def event(step: int, name: str, value: float) -> bytes:
-    tag = field(1, name.encode()) + varint(2 << 3 | 5) + struct.pack("<f", value)
-    content = field(2, step) + field(5, field(1, tag))
+def framed(content: bytes) -> bytes:
+    """A record of a tensorboard file."""
     return struct.pack("<Q", len(content)) + bytes(4) + content + bytes(4)
 
 
-def test_tensorboard_and_its_cut_end(tmp_path: Path) -> None:
-    file = tmp_path / "events.out.tfevents.1.host"
-    file.write_bytes(event(300, "train/mis_step/kl_k3", 0.5) + event(301, "train/mis_step/kl_k3", 0.25)[:-3])
-    values, told = curves(file)
-    assert values == {300: {"kl_k3": 0.5}}
-    assert "tensorboard is damaged after step 300: the end of the file is cut" in told[0]
+def event(step: int, name: str, value: float) -> bytes:
+    tag = field(1, name.encode()) + varint(2 << 3 | 5) + struct.pack("<f", value)
+    return framed(field(2, step) + field(5, field(1, tag)))
+
+
+def logged(content: bytes, kind: int = 1, size: int | None = None) -> bytes:
+    """A piece of wandb's log; a whole record is of kind 1."""
+    return struct.pack("<IHB", zlib.crc32(content), len(content) if size is None else size, kind) + content
 
 
 def wandb_record(step: int, value: float) -> bytes:
     item = field(2, b"train/mis_k3_kl") + field(16, json.dumps(value).encode())
     content = field(2, field(1, item) + field(2, field(1, step)))
-    return struct.pack("<IHB", zlib.crc32(content), len(content), 1) + content
+    return logged(content)
 
 
-def test_wandb_offline(tmp_path: Path) -> None:
-    file = tmp_path / "run-a.wandb"
-    file.write_bytes(b":W&B" + bytes(3) + wandb_record(1, 0.5) + wandb_record(2, 0.25))
-    assert curves(file)[0] == {1: {"kl_k3": 0.5}, 2: {"kl_k3": 0.25}}
+LINES = b"""{"rollout": 0, "k3_kl": 0.5, "seconds": 1.0}
+{"rollout": 1, "rollout_corr/k3_kl": 0.25}
+{"step": 2, "mis_step/kl_k3": 0.125}
+"""
+CUT = event(300, "train/mis_step/kl_k3", 0.5) + event(301, "train/mis_step/kl_k3", 0.25)[:-3]
+OFFLINE = b":W&B" + bytes(3) + wandb_record(1, 0.5) + wandb_record(2, 0.25)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "wanted", "told"),
+    [
+        ("metrics.jsonl", LINES, {0: 0.5, 1: 0.25, 2: 0.125}, ""),
+        ("run-a.wandb", OFFLINE, {1: 0.5, 2: 0.25}, ""),
+        (
+            "events.out.tfevents.1.host",
+            CUT,
+            {300: 0.5},
+            "tensorboard is damaged after step 300: the end of the file is cut",
+        ),
+    ],
+)
+def test_curves_have_our_names(
+    tmp_path: Path, name: str, content: bytes, wanted: dict[int, float], told: str
+) -> None:
+    (tmp_path / name).write_bytes(content)
+    values, problems = curves(tmp_path / name)
+    assert {step: row["kl_k3"] for step, row in values.items()} == wanted
+    assert told in "".join(problems) and bool(told) == bool(problems)
+
+
+def test_the_dumps_of_the_memory_benchmark_are_read_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(report_memory, "RESPONSES", 3)
+    monkeypatch.setattr(report_memory, "LENGTH", 40)
+    made = report_memory.write_dumps(tmp_path / "train_data", 20_000)
+    found, told = read(tmp_path)
+    assert not told and made["rollouts"] > 1
+    assert {one.step for one in found} == set(range(made["rollouts"]))
+    assert sum(int(one.loss_mask.sum()) for one in found) == made["tokens"]
+    assert made["bytes"] == made["rollouts"] * made["bytes of a rollout"] >= 20_000

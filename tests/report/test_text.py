@@ -9,9 +9,8 @@ import pytest
 import tokenizers
 import torch
 from report_dumps import write_rollout, write_slime
-from test_readers import read, some_records
+from test_readers import read, reported, some_records
 
-from mis_plugins.__main__ import main
 from mis_plugins.report.record import from_mapping
 
 
@@ -24,16 +23,11 @@ def tokenizer(folder: Path) -> Path:
     return folder / "tokenizer" / "tokenizer.json"
 
 
-def told(folder: Path) -> dict:
-    assert main(["report", str(folder), "--sweep", "none", "--output", str(folder.parent / "out")]) == 0
-    return json.loads((folder.parent / "out" / "report.json").read_text())
-
-
 def test_tokens_have_the_text_of_the_tokenizer_beside_the_dump(tmp_path: Path) -> None:
     run = tmp_path / "run"
     write_slime(run, some_records())
     tokenizer(run)
-    found = told(run)
+    _, found = reported(run)
     shown = [token for one in found["worst_sequences"] for token in one["tokens"]] + found["worst_tokens"]
     assert shown and all(token["text"] == f"word{token['token']}" for token in shown)
     page = (tmp_path / "out" / "report.html").read_text()
@@ -47,13 +41,13 @@ def test_a_tokenizer_beside_or_above_the_dumps_is_found(tmp_path: Path, beside: 
     made = tokenizer(tmp_path / "made")
     (run.parent / beside).parent.mkdir(exist_ok=True)
     made.rename(run.parent / beside)
-    assert all("text" in token for token in told(run)["worst_tokens"])
+    assert all("text" in token for token in reported(run)[1]["worst_tokens"])
 
 
 def test_without_a_tokenizer_a_hint_says_where_it_belongs(tmp_path: Path) -> None:
     run = tmp_path / "run"
     write_slime(run, some_records())
-    told(run)
+    reported(run)
     page = (tmp_path / "out" / "report.html").read_text()
     assert "no tokenizer was found" in page and "<code>tokenizer.json</code>" in page
 
@@ -61,7 +55,7 @@ def test_without_a_tokenizer_a_hint_says_where_it_belongs(tmp_path: Path) -> Non
 def test_tokens_with_blanks_of_their_own_are_read_as_text(tmp_path: Path) -> None:
     line = {"step": 0, "behavior_log_probs": [-1.0] * 3, "proximal_log_probs": [-0.5] * 3}
     (tmp_path / "run.jsonl").write_text(json.dumps(line | {"text": ["one", " two", "\n"]}) + "\n")
-    told(tmp_path / "run.jsonl")
+    reported(tmp_path / "run.jsonl")
     page = (tmp_path / "out" / "report.html").read_text()
     assert "one</span><span" in page and ">⏎\n</span></p>" in page
 
@@ -70,7 +64,7 @@ def test_a_broken_tokenizer_is_named_and_ids_stay(tmp_path: Path) -> None:
     run = tmp_path / "run"
     write_slime(run, some_records())
     tokenizer(run).write_text("{")
-    found = told(run)
+    _, found = reported(run)
     (lost,) = found["problems"]
     assert lost["file"].endswith("tokenizer.json") and "line 1 column 2" in lost["reason"]
     assert all("text" not in token and "token" in token for token in found["worst_tokens"])
@@ -88,7 +82,11 @@ def test_prompt_and_response_are_those_of_the_rollouts_dump(tmp_path: Path) -> N
     found, _ = read(run)
     assert [one.response for one in found] == ["<four 0>", "<four 1>", "<four 2>"]
     assert {one.prompt for one in found} == {"user: 2 + 2?"}
-    assert {one["response"] for one in told(run)["worst_sequences"]} == {"<four 0>", "<four 1>", "<four 2>"}
+    assert {one["response"] for one in reported(run)[1]["worst_sequences"]} == {
+        "<four 0>",
+        "<four 1>",
+        "<four 2>",
+    }
     assert "&lt;four 1&gt;</pre>" in (tmp_path / "out" / "report.html").read_text()
 
 

@@ -15,11 +15,11 @@ import pyarrow
 import pytest
 import torch
 from report_dumps import write_miles, write_slime
-from test_readers import read, some_records, write_lines
+from test_readers import read, reported, some_records, write_lines
+from test_report import PLAIN, surveyed
 
 from lab.pages.metrics import WORDS
 from lab.planted_runs import IN_RECORDINGS, clean, planted_in_recording, recorded, records
-from mis_plugins.__main__ import main
 from mis_plugins.config.model import CorrectionConfig
 from mis_plugins.explain.limits import FIRST, LIMITS, ROWS, row
 from mis_plugins.explain.rungs import record
@@ -29,30 +29,27 @@ from mis_plugins.report.proposal import NOTHING, propose
 from mis_plugins.report.readers.keys import lacking
 from mis_plugins.report.readers.source import Curve
 from mis_plugins.report.record import Record
-from mis_plugins.report.survey import Report, Survey, report
+from mis_plugins.report.survey import Survey, report
 from mis_plugins.report.sweep import candidates
-from mis_plugins.report.verdict import ALARM, CALM, WATCH, of_curves, verdict, were_rejected
+from mis_plugins.report.verdict import (
+    ALARM,
+    AS_MUCH,
+    CALM,
+    WATCH,
+    beyond,
+    in_words,
+    nearest,
+    of_curves,
+    verdict,
+    were_rejected,
+)
 
 ROOT = Path(__file__).parents[2]
 NEEDED = ("behavior_log_probs", "proximal_log_probs")
 
 
-def surveyed(rows: Sequence[Record]) -> Report:
-    survey = Survey.of(CorrectionConfig(), [])
-    survey.add_all(rows)
-    made = report(survey)
-    assert made is not None
-    return made
-
-
 def first_cause(rows: Sequence[Record]) -> str:
     return next((one.name for one in surveyed(rows).findings), "")
-
-
-def told(path: Path, *flags: str) -> tuple[int, dict]:
-    output = path.parent / "out"
-    code = main(["report", str(path), "--sweep", "none", "--output", str(output), *flags])
-    return code, json.loads((output / "report.json").read_text())
 
 
 # Never calm about nothing.
@@ -92,7 +89,7 @@ def test_rows_that_are_all_rejected_are_no_verdict(
         parquet.write_table(pyarrow.Table.from_pylist(rows), run)
     else:
         run.write_text("".join(json.dumps(one) + "\n" for one in rows))
-    code, made = told(run)
+    code, made = reported(run)
     assert code == 2 and not made["verdict"]["measured"]
     rejected = 24 if ending == "jsonl" else 1
     assert were_rejected(rejected, rejected) in made["verdict"]["headline"]
@@ -100,64 +97,71 @@ def test_rows_that_are_all_rejected_are_no_verdict(
     assert "calm" not in capsys.readouterr().out
 
 
-def test_a_curve_beside_rejected_rows_is_not_calm(tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    run.mkdir()
-    (run / "run.jsonl").write_text('{"behavior_log_probs": [0.0], "proximal_log_probs": [0.0, 1.0]}\n' * 24)
+BROKEN = '{"behavior_log_probs": [0.0], "proximal_log_probs": [0.0, 1.0]}'
+CLEAN = records(recorded("bf16", 1))
+OF_CURVES = [json.dumps({"train/step": step, f"train/mis_step/{FIRST}": 1e-3}) for step in range(300)]
+
+
+def torn_lines(run: Path) -> None:
+    write_lines(run / "rows", CLEAN)
+    packed = gzip.compress((run / "rows").read_bytes())
+    (run / "rows").unlink()
+    (run / "run.jsonl.gz").write_bytes(packed[:60_000])
+
+
+def rejected_beside_curves(run: Path) -> None:
+    (run / "run.jsonl").write_text(f"{BROKEN}\n" * 24)
     (run / "metrics.jsonl").write_text('{"step": 0, "kl_k3": 0.001}\n')
-    code, made = told(run)
-    assert code == 0 and made["verdict"]["level"] == WATCH
-    assert made["verdict"]["headline"] == "Tokens were not read: 24 of 24 records were rejected."
 
 
-def test_a_run_of_which_much_was_rejected_is_not_calm(tmp_path: Path) -> None:
-    broken = ['{"behavior_log_probs": [0.0], "proximal_log_probs": [0.0, 1.0]}'] * 40
-    write_lines(tmp_path / "run.jsonl", records(recorded("bf16", 1)), *broken)
-    _, made = told(tmp_path / "run.jsonl")
-    assert made["verdict"]["level"] == WATCH
-    assert any("Not read: 40 of 168 records were rejected" in line for line in made["verdict"]["lines"])
-    assert not any(line.startswith("Why: ") for line in made["verdict"]["lines"])
-    headline = "What was read agrees as well as a healthy run, but 40 of 168 records were rejected."
-    assert made["verdict"]["headline"] == headline
+def torn_curves(run: Path) -> None:
+    packed = gzip.compress("\n".join(OF_CURVES).encode())
+    (run / "metrics.jsonl.gz").write_bytes(packed[: len(packed) // 2])
 
 
-def test_a_file_that_broke_off_is_not_calm(tmp_path: Path) -> None:
-    run = tmp_path / "run.jsonl"
-    write_lines(run, records(recorded("bf16", 1)))
-    torn = tmp_path / "run.jsonl.gz"
-    torn.write_bytes(gzip.compress(run.read_bytes())[:60_000])
-    _, made = told(torn)
-    assert (made["verdict"]["level"], made["verdict"]["headline"]) == (
-        WATCH,
-        "What was read agrees as well as a healthy run, but a file broke off.",
+def lost_rows(run: Path) -> None:
+    (run / "metrics.jsonl").write_text(
+        "\n".join(row if at % 6 == 0 else row[:20] for at, row in enumerate(OF_CURVES))
     )
-    assert f"Not read to the end: {torn}. How much is missing is not known." in made["verdict"]["lines"]
-    page = (tmp_path / "out" / "report.html").read_text()
-    assert "mend the files and records that were not read" in page
 
 
-def test_curves_that_were_read_in_part_are_not_calm(tmp_path: Path) -> None:
-    rows = [json.dumps({"train/step": step, f"train/mis_step/{FIRST}": 1e-3}) for step in range(300)]
-    packed, torn = gzip.compress("\n".join(rows).encode()), tmp_path / "torn.jsonl.gz"
-    torn.write_bytes(packed[: len(packed) // 2])
-    broken = tmp_path / "broken.jsonl"
-    broken.write_text("\n".join(row if step % 6 == 0 else row[:20] for step, row in enumerate(rows)))
-    for file, said in (
-        (torn, f"Not read to the end: {torn}"),
-        (broken, "Not read: 250 of 300 rows of the curves."),
-    ):
-        _, made = told(file)
-        assert made["verdict"]["level"] == WATCH and made["verdict"]["headline"].startswith(said)
-
-
-def test_a_dump_that_is_damaged_beside_whole_ones_is_not_calm(tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    run.mkdir()
-    write_slime(run, records(recorded("bf16", 1)))
+def torn_dump(run: Path) -> None:
+    write_slime(run, CLEAN)
     (whole,) = run.glob("**/*.pt")
     (run / "9.pt").write_bytes(whole.read_bytes()[:5000])
-    _, made = told(run)
-    assert made["verdict"]["level"] == WATCH and "but a file broke off" in made["verdict"]["headline"]
+
+
+AGREES = "What was read agrees as well as a healthy run, but "
+IN_PART: dict[Callable[[Path], None], tuple[str, str]] = {
+    rejected_beside_curves: ("Tokens were not read: 24 of 24 records were rejected.", ""),
+    lambda run: write_lines(run / "run.jsonl", CLEAN, *[BROKEN] * 40): (
+        f"{AGREES}40 of 168 records were rejected.", "Not read: 40 of 168 records were rejected"
+    ),
+    torn_lines: (f"{AGREES}a file broke off.", "Not read to the end: "),
+    torn_dump: (f"{AGREES}a file broke off.", "Not read to the end: "),
+    torn_curves: ("Not read to the end: ", ""),
+    lost_rows: ("Not read: 250 of 300 rows of the curves.", ""),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("write", "said"), IN_PART.items())
+def test_what_was_read_in_part_is_not_calm(
+    tmp_path: Path, write: Callable[[Path], None], said: tuple[str, str]
+) -> None:
+    (tmp_path / "run").mkdir()
+    write(tmp_path / "run")
+    code, made = reported(tmp_path / "run")
+    assert code == 0 and made["verdict"]["level"] == WATCH
+    headline, line = said
+    assert made["verdict"]["headline"].startswith(headline)
+    assert (
+        any(one.startswith(line) for one in made["verdict"]["lines"])
+        and "Why" not in made["verdict"]["parts"]
+    )
+    if line:
+        assert (
+            "mend the files and records that were not read" in (tmp_path / "out" / "report.html").read_text()
+        )
 
 
 @pytest.mark.parametrize(
@@ -166,14 +170,14 @@ def test_a_dump_that_is_damaged_beside_whole_ones_is_not_calm(tmp_path: Path) ->
         ("a.jsonl", b"", "is empty"),
         ("a.jsonl", b"a story\nof two lines\n", "line 1: Expecting value"),
         ("a.json", b"[1, 2]", "line 1: holds list, no object; write one object a line"),
-        ("a.jsonl.gz", gzip.compress(b"{}")[:12], "Compressed file ended before"),
+        ("a.jsonl.gz", gzip.compress(b"{}", mtime=0)[:12], "Compressed file ended before"),
     ],
 )
 def test_a_file_of_which_nothing_is_read_says_what_is_wrong(
     tmp_path: Path, name: str, content: bytes, why: str
 ) -> None:
     (tmp_path / name).write_bytes(content)
-    code, made = told(tmp_path / name)
+    code, made = reported(tmp_path / name)
     start = f"Nothing was read that measures the mismatch: {tmp_path / name}: {why}"
     assert code == 2 and made["verdict"]["headline"].startswith(start)
 
@@ -197,7 +201,7 @@ def test_a_misspelt_key_of_a_hosts_dump_is_told_beside_the_nearest_spelling(
     write(run, some_records())
     for file in run.glob("**/*.pt"):
         torch.save(renamed(torch.load(file, weights_only=False), {key: misspelt}), file)
-    code, made = told(run)
+    code, made = reported(run)
     assert code == 2 and f"rename {misspelt!r} -> {key}" in made["verdict"]["headline"]
 
 
@@ -208,11 +212,6 @@ def renamed(value: Any, keys: Mapping[str, str]) -> Any:
     return [renamed(inner, keys) for inner in value] if isinstance(value, list) else value
 
 
-def test_unknown_numbers_are_told_by_name() -> None:
-    found = of_curves([Curve("a run", {0: {"loss": 1.0, "k3kl": 0.1}})])
-    assert not found.measured and "'loss', 'k3kl'" in found.headline
-
-
 @pytest.mark.parametrize("ending", ["gz", "zst"])
 def test_packed_lines_are_read(tmp_path: Path, ending: str) -> None:
     write_lines(tmp_path / "run.jsonl", records(recorded("fp8", 1)))
@@ -220,8 +219,8 @@ def test_packed_lines_are_read(tmp_path: Path, ending: str) -> None:
     packed = gzip.compress(plain) if ending == "gz" else pyarrow.compress(plain, codec="zstd", asbytes=True)
     run = tmp_path / f"packed.jsonl.{ending}"
     run.write_bytes(packed)
-    _, wanted = told(tmp_path / "run.jsonl")
-    code, made = told(run)
+    _, wanted = reported(tmp_path / "run.jsonl")
+    code, made = reported(run)
     assert code == 0 and not made["problems"] and made["whole"] == wanted["whole"]
 
 
@@ -233,7 +232,7 @@ def test_packed_lines_that_inflate_beyond_the_budget_are_left(
     monkeypatch.setattr(files, "INFLATED", replace(files.INFLATED, base=1000, per_byte=0))
     write_lines(tmp_path / "rows.jsonl", some_records())
     (tmp_path / "run.jsonl.gz").write_bytes(gzip.compress((tmp_path / "rows.jsonl").read_bytes() * 9))
-    _, made = told(tmp_path / "run.jsonl.gz")
+    _, made = reported(tmp_path / "run.jsonl.gz")
     assert any("inflated bytes" in one["reason"] for one in made["problems"])
 
 
@@ -267,11 +266,6 @@ def test_a_level_is_told_with_the_smallest_rise_that_would_have_shown(steps: int
     assert f"over {steps} steps; a rise of {least:.2g} times would show" in of_curves([curve]).lines[1]
 
 
-def test_curves_that_rise_are_not_calm() -> None:
-    found = of_curves([Curve("a run", {0: {FIRST: 1e-4}, 1: {FIRST: 5e-3}})])
-    assert found.level == WATCH and "rose 50 times" in found.headline
-
-
 # Limits: one record, which the pages say too.
 
 
@@ -300,6 +294,11 @@ def test_the_reports_advice_is_the_pages_row_at_each_rung(page: str) -> None:
     assert row(ROWS[-1].below) is None
 
 
+def test_a_number_just_beyond_its_limit_is_shown_with_the_digits_that_tell_it() -> None:
+    assert beyond({"ratio_mean": 1.0213}) == ["ratio_mean is 1.021, above 1.02"]
+    assert beyond({"kept_fraction": 0.4999999}) == ["kept_fraction is 0.4999999, below 0.5"]
+
+
 def test_limits_of_k3_are_those_of_the_pages() -> None:
     (line,) = re.findall(r"^\| `mis_k3_kl` \| KL .*$", (ROOT / "docs/choose.md").read_text(), re.MULTILINE)
     limits = LIMITS[FIRST]
@@ -316,6 +315,39 @@ def test_size_alone_warns_and_alarms(rung: str, level: str) -> None:
     made = surveyed(records(recorded(rung, 1)))
     assert verdict(made, None).level == level
     assert {one.name for one in made.findings} <= {"precision", "other-weights"}
+
+
+# A mismatch beside the real model's: nothing between two rungs is claimed.
+
+RUNGS = record().steps
+
+
+@pytest.mark.parametrize("rung", RUNGS, ids=lambda rung: rung.name)
+def test_each_rung_is_named_at_its_own_mismatch(rung) -> None:
+    assert nearest(rung.k3, RUNGS) is rung
+    assert in_words(rung.k3) == f"A real model shows as much ({rung.k3:.2g}) with an engine in {rung.words}."
+
+
+def test_beyond_the_ladder_the_last_rung_is_a_measure() -> None:
+    first, last = RUNGS[0], RUNGS[-1]
+    assert in_words(first.k3 / 10) == (
+        f"The mismatch is 10 times less than a real model shows with an engine in {first.name}."
+    )
+    assert in_words(10 * last.k3) == (
+        f"The mismatch is 10 times what a real model shows with an engine in {last.name}."
+    )
+    assert "nothing to correct" in in_words(0.0)
+
+
+def test_between_two_rungs_neither_is_named_as_the_engine() -> None:
+    wide = [
+        (low, high)
+        for low, high in zip(RUNGS, RUNGS[1:], strict=False)
+        if high.k3 > 1.2 * AS_MUCH**2 * low.k3
+    ]
+    for low, high in wide:
+        said = in_words((low.k3 * high.k3) ** 0.5)
+        assert f"an engine in {low.name} ({low.k3:.2g}) and in {high.name} ({high.k3:.2g})" in said
 
 
 # Causes.
@@ -435,6 +467,13 @@ def mixed(fresh: Sequence[Record], old: Sequence[Record]) -> list[Record]:
     return rows
 
 
+def coarser(rows: Sequence[Record], factor: float) -> list[Record]:
+    """Responses of which every log ratio is larger by a factor."""
+    ratios = [one.proximal_log_probs - one.behavior_log_probs for one in rows]
+    behavior = [one.proximal_log_probs - factor * ratio for one, ratio in zip(rows, ratios, strict=True)]
+    return [replace(one, behavior_log_probs=mu) for one, mu in zip(rows, behavior, strict=True)]
+
+
 BF16, INT6 = records(recorded("bf16", 3)), records(recorded("int6", 3))
 KINDS = {
     "short responses": (lines, short(BF16), ""),
@@ -447,6 +486,10 @@ KINDS = {
     "a resumed run": (resumed, BF16, ""),
     "versions that are mixed": (lines, mixed(BF16, INT6), "stale-weights"),
     "a part of the response in another version": (lines, mixed(BF16, BF16), ""),
+    "an age that adds less than its factor": (lines, mixed(BF16, coarser(BF16, 1.2)), ""),
+    "versions of an engine that agrees to the bit": (
+        lines, [replace(one, behavior_log_probs=one.proximal_log_probs) for one in mixed(BF16, BF16)], "",
+    ),
 }  # fmt: skip
 
 
@@ -470,7 +513,7 @@ def test_what_stands_in_for_a_log_prob_is_counted_by_its_name(tmp_path: Path) ->
         "loss_mask": [1] * 100,
     }
     (tmp_path / "run.jsonl").write_text(json.dumps(row) + "\n" + json.dumps(row | {"loss_mask": [0] * 100}))
-    _, made = told(tmp_path / "run.jsonl")
+    _, made = reported(tmp_path / "run.jsonl")
     named = {"-9999": 1, "None": 2, "nan": 1, "-1e+09": 1}
     assert made["absent"] == {"behavior_log_probs": named, "proximal_log_probs": {"-65504": 1}}
     (found,) = made["causes"]
@@ -540,9 +583,7 @@ def test_beyond_readmes_table_the_engine_is_repaired_first() -> None:
 
 
 def test_a_ranking_beats_readmes_row_beyond_its_interval_alone() -> None:
-    numbers = {
-        "kept_fraction": 1.0, "ess": 1.0, "applied_mean": 1.0, "kept_by_usual_length": {}, "kept_by_advantage": {},
-    }  # fmt: skip
+    numbers = {name: value for name, value in PLAIN.items() if name != "response_cosine"}
     tried = candidates("tis,cis", None)
 
     def among(cis: float, spread: float):

@@ -72,7 +72,7 @@ def test_a_benchmark_refuses_a_number_in_one_line(command: str, message: str):
         f"true_on_policy verify --engine hf --trainer hf --seed {HUGE}",
         f"true_on_policy flags --miles --tp {HUGE}",
         f"lab.host --seed {HUGE}",
-        "lab.host --kl-loss-coef nan",
+        "lab.host --reward-shift nan",
         "lab.host --weight-decay inf",
     ],
 )

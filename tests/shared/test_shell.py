@@ -189,7 +189,6 @@ run_command({command!r}, {extra!r})
 """
 EXTRAS = {"megatron", "numpy", "safetensors", "transformers", "rich", "matplotlib"}
 LOCAL, VERIFY = ("lab.host.__main__:main", "verify"), ("true_on_policy.__main__:main", None)
-PICTURE = "verify --engine hf --trainer hf --tokens 4 --picture p.png"
 
 
 @pytest.mark.parametrize(
@@ -200,7 +199,6 @@ PICTURE = "verify --engine hf --trainer hf --tokens 4 --picture p.png"
         (EXTRAS, ("lab.demo:main", "verify"), "--smoke", "verify"),
         (EXTRAS, VERIFY, "verify --engine hf --trainer megatron", "verify"),
         ({"transformers"}, VERIFY, "verify --engine hf --trainer hf", "verify"),
-        ({"matplotlib"}, VERIFY, PICTURE, "verify"),
     ],
 )
 def test_a_package_that_is_not_installed_is_one_line_with_its_extra(
@@ -233,3 +231,22 @@ def test_a_wrong_model_is_refused_before_torch_is_imported(words: str, why: str,
     given = words.format(folder=tmp_path).split()
     done = ran("-c", HIDE.format(names={"torch"}, words=given, command=VERIFY[0], extra=None))
     assert done.returncode == 2 and why in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("command", "successor"),
+    [
+        ("mis_plugins report x --against y", "call `report` once for each run"),
+        ("mis_plugins hosts check x --history", "git bisect run python -m mis_plugins hosts check ."),
+        (
+            "mis_plugins hosts check x --since 2026-03-01",
+            "git bisect run python -m mis_plugins hosts check .",
+        ),
+        ("true_on_policy verify --engine hf --trainer hf --picture p.png", "lab.certificate_picture FILE"),
+    ],
+)
+def test_an_argument_that_is_gone_names_its_successor(command: str, successor: str) -> None:
+    name, *words = command.split()
+    done = ran("-m", name, *words)
+    flag = next(word for word in reversed(words) if word.startswith("--"))
+    assert done.returncode == 2 and f"error: {flag} is gone: " in done.stderr and successor in done.stderr

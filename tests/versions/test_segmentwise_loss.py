@@ -473,7 +473,7 @@ def of_age(found: dict[str, float], age: int | None) -> dict[str, float]:
 def test_a_step_reports_its_weights_by_age(
     config: dict, metrics: str, logged: list[dict[str, float]], caplog: pytest.LogCaptureFixture
 ):
-    """Of the whole step, however it is split: both variances over the same tokens, and the weights applied.
+    """A step has both variances over one set of tokens, and the weights applied, however it is split.
 
     Switched off, AReaL's names are of what pi_old / pi_v weighs, with no word of pi_{v+1}, which nobody knows.
     """

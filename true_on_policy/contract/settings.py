@@ -73,7 +73,9 @@ def _in_case(value: Any, cases: Collection[str]) -> Any:
 
 
 def _setting(row: dict[str, Any]) -> Setting:
-    return Setting(**{"remedy" if key == "set" else key: value for key, value in row.items()})
+    named: dict[str, Any] = {"remedy" if key == "set" else key: value for key, value in row.items()}
+    named |= {key: tuple(named[key]) for key in ("chosen", "off") if key in named}
+    return Setting(**named)
 
 
 SETTINGS = tuple(

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import get_args
 
 from mis_plugins.shared.numerals import whole
-from mis_plugins.shared.shell import importing
+from mis_plugins.shared.shell import Gone, importing
 from true_on_policy.contract.families import covered
 from true_on_policy.contract.model_config import PRETRAINED, check_model
 from true_on_policy.contract.sides import ENGINES, TRAINERS
@@ -48,6 +48,8 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     parser.add_argument("--leaves", type=whole, default=1, help=leaves)
     parser.add_argument("--seed", type=whole, default=0)
     parser.add_argument("--json", type=Path, help="write the certificate here")
+    drawn = "in a checkout of mis-plugins, `python -m lab.certificate_picture FILE` draws it, with verify's arguments"
+    parser.add_argument("--picture", action=Gone, successor=drawn)
     parser.set_defaults(run=run)
 
 

@@ -353,9 +353,10 @@ class Commands(Shell):
         self.callers += [line] if line else []
         try:
             given = [word_of(word) for word in words]
-            if given and next(
-                (True for path, _ in self.dialect.settings(given[:1]) if self._is_setting(path)), False
-            ):
+            begins = any(self._is_setting(path) for path, _ in self.dialect.settings(given[:1]))
+            if given and _is_whole(node) and (begins or given[0].text.startswith("--")):
+                self._launch(node, words)
+            elif begins:
                 told = (
                     f"{cut(one_line(node))}: begins with a setting; does the line above lack its backslash?"
                 )
@@ -508,6 +509,11 @@ class Commands(Shell):
 def _may_be_settings(word: Word) -> bool:
     key, equals, _ = word.text.partition("=")
     return HOLE in key and (bool(equals) or key.startswith("--") or not key.strip(HOLE))
+
+
+def _is_whole(node: Node) -> bool:
+    """Whether a command is all that its text holds: the settings of a start, without the start."""
+    return node.parent is not None and node.parent.parent is None and node.parent.named_child_count == 1
 
 
 def _errors(root: Node) -> Iterator[Node]:

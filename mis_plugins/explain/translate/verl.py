@@ -267,10 +267,18 @@ def _is_retired(path: str) -> bool:
     return key in RETIRED and parent in ("algorithm", SECTION, ACTOR)
 
 
+TRAINERS = ("main_ppo", "main_dapo")
+
+
 def _starts(word: str) -> bool:
-    """Whether a word tells that its command starts a training: an override of what only a trainer of verl's has."""
+    """Whether a word tells that its command starts a training: its module, or an override that only a trainer has."""
     is_override = word.lstrip("+~").startswith(("algorithm.", "actor_rollout_ref."))
-    return "=" in word and is_override or word.partition("=")[0] in OF_FILE
+    return "=" in word and is_override or word.partition("=")[0] in OF_FILE or _module(word) in TRAINERS
+
+
+def _module(word: str) -> str:
+    """The last name of a module, `verl.trainer.main_ppo`, or of a file, `recipe/dapo/main_dapo.py`."""
+    return word.removesuffix(".py").replace("/", ".").rpartition(".")[2]
 
 
 def _file(words: Sequence[Word]) -> Word | None:

@@ -7,7 +7,7 @@ import ast
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from mis_plugins.errors import ConfigError, InputError
+from mis_plugins.errors import InputError
 from mis_plugins.hosts import arguments as recorded
 from mis_plugins.hosts.checkout import search, source
 from mis_plugins.hosts.host import Host
@@ -20,11 +20,6 @@ SCRIPTS = Path(__file__).parents[3] / "scripts"
 
 def run(arguments: argparse.Namespace) -> int:
     """Check a checkout."""
-    if arguments.history or arguments.since:
-        raise ConfigError(
-            "--history and --since are gone: in the host's checkout, between `git bisect start BAD GOOD` and "
-            "`git bisect reset`, git bisect run python -m mis_plugins hosts check . finds the commit"
-        )
     root = arguments.checkout
     hosts = by_package()
     host = next((host for package, host in hosts.items() if (root / package).is_dir()), None)

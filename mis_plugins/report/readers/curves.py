@@ -13,14 +13,19 @@ from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
+import yaml
+
 from mis_plugins.metrics.alarms import PREFIX
-from mis_plugins.report.peer_names import PEERS
 from mis_plugins.report.readers.files import objects, opened, parsed
 from mis_plugins.report.readers.source import Curve, Problems, size_of
 from mis_plugins.report.record import LONGEST_WORD, printed, step_of
 from mis_plugins.shared.budget import ITEMS, LINE, STEPS, RecordError
 
 STEPS_OF_HOSTS = ("rollout", "step", "train/step", "rollout/step", "_step", "rollout_id")
+# What other packages call our metrics: by package, ours beside a name of theirs.
+PEERS: dict[str, dict[str, str]] = yaml.safe_load(
+    Path(__file__).parents[1].joinpath("peer_names.yaml").read_text("utf-8")
+)
 OURS = {theirs: ours for names in PEERS.values() for theirs, ours in names.items()} | {"k3_kl": "kl_k3"}
 BLOCK, HEADER = 32_768, 7  # of wandb's log, which has the layout of LevelDB's
 FIXED = {1: 8, 5: 4}  # bytes of a protobuf field of a fixed size

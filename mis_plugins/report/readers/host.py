@@ -120,10 +120,11 @@ def record(
         held = [name for name, value in needed.items() if value is not None]
         raise RecordError(f"sample {index}: {lacking([*needed], held + others)}; {SIDES}")
     size = len(values["proximal_log_probs"])  # pyright: ignore[reportArgumentType]
+    said = sample.get("truncated")
     values["tokens"] = _end_of(sample.get("tokens"), size)
     values |= {
         "reward": _first(sample, told, ("raw_reward", "reward", "rewards")),
-        "truncated": _truncated(sample, told),
+        "truncated": told.get("truncated") if said is None else bool(said),
         "prompt": _first(sample, told, ("prompt",)),
         "text": _first(sample, told, ("response",)),
     }
@@ -143,11 +144,6 @@ def _end_of(tokens: Any, size: int) -> Tensor | None:
         return None
     ids = torch.as_tensor(tokens).reshape(-1)
     return ids[ids.numel() - size :]
-
-
-def _truncated(sample: Mapping[str, Any], told: Mapping[str, Any]) -> bool | None:
-    said = sample.get("truncated")
-    return told.get("truncated") if said is None else bool(said)
 
 
 def _versions(versions: Any, size: int) -> dict[str, Any]:

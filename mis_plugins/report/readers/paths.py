@@ -81,23 +81,17 @@ def find(paths: Sequence[Path], problems: Problems) -> Found:
 BESIDE = {"policy_loss_debug", "dashboard_columns", "dashboard", "events", "trajectory", "tokenizer"}
 
 
-def check_exists(path: Path) -> None:
-    """Check a path that the user named.
+def _files(path: Path, problems: Problems) -> list[Path]:
+    """The regular files of a path in natural order; everything else in a folder is told.
 
     Raises:
         InputError: the path does not exist, or cannot be looked at.
     """
     try:
         path.stat()
-    except FileNotFoundError as error:
-        raise InputError(f"{path}: no such file or folder") from error
     except OSError as error:
-        raise InputError(f"{path}: {error.strerror}") from error
-
-
-def _files(path: Path, problems: Problems) -> list[Path]:
-    """The regular files of a path in natural order; everything else in a folder is told."""
-    check_exists(path)
+        missing = isinstance(error, FileNotFoundError)
+        raise InputError(f"{path}: {'no such file or folder' if missing else error.strerror}") from error
     found = _within(path, problems) if path.is_dir() else [path]
     return sorted((file for file in found if _is_regular(file, problems)), key=natural)
 

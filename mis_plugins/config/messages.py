@@ -1,6 +1,6 @@
-"""What is told of a host's arguments: which of the user's keys correct, and where a config was looked for.
+"""Words of errors and warnings about a host's arguments: the keys that correct, and where a config was looked for.
 
-Errors and warnings need it, so that a hook that corrects does not load this file.
+A hook that corrects has no such error, and does not load this file.
 """
 
 from __future__ import annotations

@@ -278,6 +278,20 @@ def test_ms_swift_an_unknown_flag_of_the_loss_is_no_refusal() -> None:
 # --------------------------------------------------------------------------------------------------- never lost
 
 
+@pytest.mark.parametrize(
+    ("framework", "start"),
+    [
+        ("verl", "python3 -m verl.trainer.main_ppo trainer.nnodes=1"),
+        ("ms-swift", "swift rlhf --rlhf_type grpo"),
+        ("AReaL", "python3 -m areal.launcher.local train.py --config grpo.yaml"),
+    ],
+)
+def test_what_a_command_gives_to_a_start_is_not_taken_for_nothing(framework: str, start: str) -> None:
+    """No key of a correction stands in the script, and one may stand in what the command prints."""
+    with pytest.raises(ConfigError, match=r"only running the script would tell \$\(cat more\.txt\)"):
+        TRANSLATE[framework](f"#!/bin/bash\nMORE=$(cat more.txt)\n{start} $MORE\n")
+
+
 def test_verl_a_key_within_a_name_is_no_key() -> None:
     named = f"{TRAIN} trainer.experiment_name=gsm8k-rollout_is-2 {WEIGHT}"
     assert verl.translate(named).config().weight == WeightConfig(upper=2.0)
