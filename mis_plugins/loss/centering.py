@@ -36,6 +36,7 @@ from mis_plugins.config.model import WeightConfig
 from mis_plugins.correction.ratios import exp_clamped, widened
 from mis_plugins.correction.rejection import bounded_weight, in_bounds
 from mis_plugins.packing.collectives import all_reduce
+from mis_plugins.packing.exchange import Exchange
 
 SMALLEST_TAIL = 1e-6
 """The least probability that either side is taken to have beyond the head; appendix A of the paper."""
@@ -61,20 +62,18 @@ class Vocabulary:
 
 @dataclass(frozen=True)
 class Candidates:
-    """The tokens that the engine named at each position, on one rank.
+    """The tokens that the engine named at each position whose logits lie on this rank.
 
     rows: the row of the logits that scores each position.
     sampled: the id of the token that the engine sampled.
     ids: ids of the head H. A padded entry may hold any id.
     behavior: log q of the head as the engine sampled from it; -inf in a padded entry.
-    usable: positions that have a term; elsewhere any number may stand, NaN too, and the term is 0.
     """
 
-    rows: Int[Tensor, " T"]
-    sampled: Int[Tensor, " T"]
-    ids: Int[Tensor, "T K"]
-    behavior: Float[Tensor, "T K"]
-    usable: Bool[Tensor, " T"]
+    rows: Int[Tensor, " S"]
+    sampled: Int[Tensor, " S"]
+    ids: Int[Tensor, "S K"]
+    behavior: Float[Tensor, "S K"]
 
     def __getitem__(self, some: slice) -> Candidates:
         return Candidates(*(getattr(self, field.name)[some] for field in fields(self)))
@@ -90,6 +89,7 @@ class Center:
     target_mass, behavior_mass: sum over H of p, and of q.
     tail_ratio: rho.
     tail_weight: f(1 / rho), the weight that a token beyond H is taken to have.
+    beyond: 1 where the sampled token lies beyond H.
     """
 
     log_probs: Float[Tensor, " T"]
@@ -99,6 +99,7 @@ class Center:
     behavior_mass: Float[Tensor, " T"]
     tail_ratio: Float[Tensor, " T"]
     tail_weight: Float[Tensor, " T"]
+    beyond: Float[Tensor, " T"]
 
 
 def weigh_with(weight: WeightConfig | None) -> Weigh:
@@ -117,10 +118,12 @@ def weigh_with(weight: WeightConfig | None) -> Weigh:
 def center(
     logits: Float[Tensor, "... V"],
     target: Float[Tensor, " T"],
+    usable: Bool[Tensor, " T"],
     candidates: Candidates,
     weigh: Weigh,
     temperature: float = 1.0,
     vocabulary: Vocabulary = Vocabulary(),
+    exchange: Exchange | None = None,
 ) -> Center:
     """The centering term of every position, with one gather and one collective over tensor-parallel ranks.
 
@@ -135,28 +138,42 @@ def center(
         logits: logits of this rank's vocabulary, with gradient, before the temperature divides them: the tensor that
             the host scored, because its gradient is what is added to.
         target: log p_a of the sampled tokens at this temperature, with gradient.
+        usable: positions that have a term; elsewhere any number may stand, NaN too, and the term is 0.
         temperature: what the engine divided its logits by.
+        exchange: to the rank whose logits score a token, and back; None where the rank of a token scores it.
     """
+    known, scored = target.detach().double(), usable
+    if exchange is not None:
+        known, scored = exchange.to_scored(torch.stack([known, usable.double()])).unbind()
     steps = _candidate_logits(logits.detach().flatten(0, -2), candidates, temperature, vocabulary)
     parts = []
     for some in _chunks(*steps.shape):
-        step, *numbers = _of_positions(steps[some].double(), target.detach()[some], candidates[some], weigh)
+        here = known[some], candidates[some], scored[some].bool()
+        step, *numbers = _of_positions(steps[some].double(), *here, weigh)
         steps[some] = step / temperature  # the logits have served: what they shall move by takes their place
         parts.append(torch.stack(numbers).to(steps.dtype))
-    linear, total, *numbers = torch.cat(parts, -1).unbind()
-    linear = _moves(linear, logits, candidates, steps, vocabulary)
-    target = torch.where(candidates.usable, widened(target), 0)
-    return Center(linear + total * target, total, *numbers)
+    linear, *numbers = torch.cat(parts, -1).unbind()
+    rows = torch.stack([_moves(linear, logits, candidates, steps, vocabulary), *numbers])
+    linear, total, *numbers = (rows if exchange is None else exchange.to_held(rows)).unbind()
+    total = total.detach()
+    sampled = torch.where(usable, widened(target), 0)
+    return Center(linear + total * sampled, total, *(number.detach() for number in numbers))
 
 
-def _of_positions(z: Tensor, target: Tensor, head: Candidates, weigh: Weigh) -> tuple[Tensor, ...]:
+def _of_positions(
+    z: Float[Tensor, "S C"],
+    target: Float[Tensor, " S"],
+    head: Candidates,
+    usable: Bool[Tensor, " S"],
+    weigh: Weigh,
+) -> tuple[Tensor, ...]:
     """What the logits of sampled token and head shall move by; the term less C log p_a, C, and the other numbers.
 
     A tail of 1e-5 keeps no more than two digits in float32, and rho divides two of them: all is computed in float64.
     """
-    known = (head.behavior > -torch.inf) & head.usable[:, None]
+    known = (head.behavior > -torch.inf) & usable[:, None]
     relative = torch.where(known, z[:, 1:] - z[:, :1], 0)
-    log_p = torch.where(known, relative + target.double()[:, None], -torch.inf)
+    log_p = torch.where(known, relative + target[:, None], -torch.inf)
     log_q = torch.where(known, head.behavior.double(), -torch.inf)
     p, q = log_p.exp(), log_q.exp()
     target_mass, behavior_mass = p.sum(-1), q.sum(-1)
@@ -166,8 +183,10 @@ def _of_positions(z: Tensor, target: Tensor, head: Candidates, weigh: Weigh) -> 
     c = q * weights - (rho * tail_weight)[:, None] * p
     total = c.sum(-1)
     drift = (c - total[:, None] * p).norm(dim=-1)
-    steps = _once(-total, c, head.ids == head.sampled[:, None])
-    return steps, (c * relative).sum(-1), total, drift, target_mass, behavior_mass, rho, tail_weight
+    same = known & (head.ids == head.sampled[:, None])
+    beyond = (usable & ~same.any(-1)).double()
+    term = (c * relative).sum(-1)
+    return _once(-total, c, same), term, total, drift, target_mass, behavior_mass, rho, tail_weight, beyond
 
 
 def _once(of_sampled: Tensor, of_head: Tensor, same: Tensor) -> Tensor:
@@ -191,7 +210,7 @@ def _places(some: Candidates, width: int, vocabulary: Vocabulary) -> tuple[Tenso
 
 def _candidate_logits(
     logits: Tensor, candidates: Candidates, temperature: float, vocabulary: Vocabulary
-) -> Float[Tensor, "T K+1"]:
+) -> Float[Tensor, "T C"]:
     """Logits over the temperature of the sampled token, then of the head, on every tensor-parallel rank."""
     z = widened(logits.new_zeros(candidates.ids.shape[0], candidates.ids.shape[1] + 1))
     for some in _chunks(*z.shape):
@@ -220,7 +239,7 @@ def _moves(
     number: Float[Tensor, " T"],
     logits: Float[Tensor, "... V"],
     candidates: Candidates,
-    steps: Float[Tensor, "T K+1"],
+    steps: Float[Tensor, "T C"],
     vocabulary: Vocabulary,
 ) -> Float[Tensor, " T"]:
     """The number, with `steps` as its gradient by the logits of sampled token and head.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import TYPE_CHECKING, Any
 
 import torch
 from jaxtyping import Bool, Float
@@ -14,7 +15,6 @@ from mis_plugins.config.model import CorrectionConfig, ObjectiveConfig
 from mis_plugins.correction.opsm import Departure, departure_rows, on_policy, reference_policy
 from mis_plugins.correction.pipeline import Correction, Kept, correct, denominator_scale, nothing_rejected
 from mis_plugins.correction.ratios import exp_clamped, nonfinite, widened
-from mis_plugins.loss.centering import Candidates, Center, Vocabulary, center, weigh_with
 from mis_plugins.loss.objective import (
     Clip,
     KlType,
@@ -28,35 +28,12 @@ from mis_plugins.metrics.token_metrics import Average, diagnose, scaled_back
 from mis_plugins.packing.ragged import Ragged
 from mis_plugins.versions.segment_wise import Written, proximal_t
 
+if TYPE_CHECKING:
+    from mis_plugins.loss.centered import Head
+else:
+    Head = Any  # loaded where a batch has one: other jobs pay nothing for it
+
 Reduce = Callable[[Float[Tensor, " T"]], Float[Tensor, ""]]
-
-
-@dataclass(frozen=True)
-class Head:
-    """What score centering reads of one micro-batch.
-
-    logits: logits of this rank's share of the vocabulary, with gradient, before the temperature divides them.
-    candidates: the tokens that the engine named at each position; `usable` may hold anything.
-    """
-
-    logits: Float[Tensor, "... V"]
-    candidates: Candidates
-    temperature: float
-    vocabulary: Vocabulary
-
-    @cached_property
-    def named(self) -> Bool[Tensor, " T"]:
-        """Positions at which the engine named a token."""
-        return (self.candidates.behavior > -torch.inf).any(-1)
-
-    def center(
-        self, target: Float[Tensor, " T"], usable: Bool[Tensor, " T"], config: CorrectionConfig
-    ) -> Center:
-        """The centering term of each usable position; see `loss/centering.py`."""
-        candidates = replace(self.candidates, usable=usable & self.named)
-        return center(
-            self.logits, target, candidates, weigh_with(config.weight), self.temperature, self.vocabulary
-        )
 
 
 @dataclass(frozen=True)
@@ -70,7 +47,7 @@ class LossInputs:
     advantages: the host's advantages, without gradient; the loss reads `finite_advantages`.
     entropy: entropy of pi_theta's distribution at each token; None where it is not wanted.
     written: which version wrote each token; None where the host does not know.
-    head: the engine's likeliest tokens at each position; None without score centering.
+    head: the engine's likeliest tokens at each position; None where neither loss nor metrics read them.
     """
 
     ragged: Ragged
@@ -194,12 +171,8 @@ def share_of(x: LossInputs, correction: Correction | None, config: CorrectionCon
         if correction.rescale is not None:
             scale = x.ragged.to_tokens(correction.rescale.float())
     if config.opsm is None:
-        return _centered(
-            Share(keep, None, scale, torch.where(keep, weights * scale, 0), all_rejected),
-            x,
-            correction,
-            scale,
-        )
+        share = Share(keep, None, scale, torch.where(keep, weights * scale, 0), all_rejected)
+        return _centered(share, x, correction, config, scale)
     reference = reference_policy(x.behavior, x.proximal, config.opsm)
     stays = on_policy(x.target.detach(), reference, x.finite_advantages, x.ragged, config.opsm)
     valid, after, weighed = x.ragged.sums(mask, keep & stays, keep & stays & (weights > 0))
@@ -214,38 +187,16 @@ def share_of(x: LossInputs, correction: Correction | None, config: CorrectionCon
     factor = torch.where(keep & stays, weights * of_surrogate, 0)
     # Where rules reject everything, OPSM sees the tokens that `on_all_rejected` gave back.
     all_rejected = nothing_left if all_rejected is None else nothing_left | all_rejected
-    return _centered(Share(keep, stays, scale, factor, all_rejected), x, correction, of_surrogate)
+    return _centered(Share(keep, stays, scale, factor, all_rejected), x, correction, config, of_surrogate)
 
 
-def _centered(share: Share, x: LossInputs, correction: Correction | None, scale: Tensor) -> Share:
-    """The share with the factor of the centering term, and without tokens at which the engine named no head.
-
-    A token beyond a mask bound weighs 0 and keeps its term, because the mean that the term subtracts counts the token
-    as weighing 0. A token that a rule or OPSM drops loses its term too.
-
-    Args:
-        scale: factor from the host's denominator to that of the surrogate.
-    """
-    if x.head is None or correction is None:
+def _centered(
+    share: Share, x: LossInputs, correction: Correction | None, config: CorrectionConfig, scale: Tensor
+) -> Share:
+    """The share with the factor of the centering term, where the config centers."""
+    if x.head is None or correction is None or config.center is None:
         return share
-    stage = correction.stage
-    keep = kept_by_rules(correction) & stage.usable & x.head.named
-    if share.on_policy is not None:
-        keep = keep & share.on_policy
-    scale = scale if correction.mean_weight is None else scale / correction.mean_weight
-    scale = scale if stage.down_weight is None else scale * stage.down_weight
-    factor = torch.where(x.head.named, share.factor, 0)
-    return replace(share, factor=factor, of_center=torch.where(keep, scale, 0))
-
-
-def kept_by_rules(correction: Correction) -> Bool[Tensor, " T"]:
-    """Tokens that every rule keeps, whatever the weight's bound drops."""
-    config = correction.config
-    if config.weight is None or not config.weight.record.drops_token:
-        return correction.keep
-    rules = CorrectionConfig(reject=config.reject, metrics="none")
-    log_probs = correction.stage.log_probs
-    return correct(log_probs.proximal, log_probs.behavior, correction.ragged, rules).keep
+    return x.head.shared(share, correction, scale)
 
 
 def given_back(correction: Correction, share: Share) -> Correction:
@@ -321,8 +272,8 @@ def micro_batch_loss(
     with torch.no_grad():
         reported = {name: value.detach() for name, value in ({"loss": loss} | terms).items()}
         reported |= {name: reduce(value) for name, value in _host_metrics(x, term, share, config)}
-        if centered is not None and config.metrics != "none":
-            reported |= {name: reduce(value) for name, value in _center_metrics(x, centered, share)}
+        if x.head is not None and centered is not None and config.metrics != "none":
+            reported |= {name: reduce(value) for name, value in x.head.metrics(x, centered, share)}
         if config.metrics != "none":
             lost = x.nonfinite_advantages.to(term.clipped.dtype)
             reported["nonfinite_advantages"] = reduce(scaled_back(lost, correction, flags.average))
@@ -373,20 +324,6 @@ def _host_metrics(
     yield "train_rollout_kl", share.kept(kl_term(x.behavior, compared, x.ragged.loss_mask, "low_var_kl"))
     if config.corrects:
         yield "ois", torch.where(x.ragged.loss_mask, exp_clamped(term.log_ratio), 0)
-
-
-def _center_metrics(
-    x: LossInputs, centered: Center, share: Share
-) -> Iterator[tuple[str, Float[Tensor, " T"]]]:
-    """Numbers of score centering, one a token; 0 at tokens without a term."""
-    assert x.head is not None and share.of_center is not None
-    moved = (x.finite_advantages * share.of_center * centered.log_probs.detach()).abs()
-    yield "center_drift", share.kept(centered.drift)
-    yield "center_size", share.kept(moved)
-    yield "center_target_mass", share.kept(centered.target_mass)
-    yield "center_behavior_mass", share.kept(centered.behavior_mass)
-    yield "center_tail_ratio", share.kept(centered.tail_ratio)
-    yield "center_missing", (x.ragged.loss_mask & ~x.head.named).to(moved.dtype)
 
 
 def _effective_share(ratio: Float[Tensor, " T"], ragged: Ragged) -> Float[Tensor, " T"]:

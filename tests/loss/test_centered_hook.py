@@ -10,6 +10,7 @@ import math
 import random
 from argparse import Namespace
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +23,10 @@ from megatron.core import parallel_state as mpu
 from megatron.core import tensor_parallel
 from tolerances import normalized_rtol
 from torch import Tensor
+from torch.distributed.nn.functional import all_reduce
 
 import lab.host  # noqa: F401  (registers the embedded host)
+from lab.host.adapter import HOST
 from lab.host.train.batch import pack
 from mis_plugins import mis
 from mis_plugins.config.reading import from_mapping
@@ -31,6 +34,8 @@ from mis_plugins.errors import ConfigError, InputError
 
 VOCABULARY, PROMPT, LENGTHS, TOP, TEMPERATURE = 16, 3, (5, 1, 7, 0, 4), 6, 0.8
 LOWER, UPPER = 0.7, 1.4
+HEAD = ("rollout_topk_token_ids", "rollout_topk_log_probs")
+GATHERED_ROWS = 17  # of each of two ranks: the stream has 32, and its end is padded
 OBJECTIVE = {"old": "behavior", "surrogate": "reinforce"}
 
 
@@ -92,7 +97,7 @@ def args(**mis_keys: Any) -> Namespace:
         eps_clip_high=0.2, eps_clip_c=None, use_unbiased_kl=False, use_kl_loss=False, use_opsm=False, entropy_coef=0.0,
         calculate_per_token_loss=False, custom_pg_loss_reducer_function_path=None, rollout_temperature=TEMPERATURE,
         true_on_policy=False, loss_type="custom_loss", use_rollout_routing_replay=False,
-        custom_loss_function_path="mis_plugins.mis.policy_loss",
+        custom_loss_function_path="mis_plugins.mis.policy_loss", allgather_cp=False, host_cuts_heads=False,
         mis={"center": {"top_k": TOP}, "objective": OBJECTIVE, "metrics": "none"} | mis_keys,
     )  # fmt: skip
 
@@ -124,19 +129,24 @@ def run(
     rank = mpu.get_context_parallel_rank() if cp > 1 else 0
     layout = pack(host["unconcat_tokens"], LENGTHS, rank, cp)
     starts = torch.tensor([0, *host["total_lengths"]]).cumsum(0)[:-1]
-    place = (starts[layout.sequence] + layout.positions).clamp(max=sum(host["total_lengths"]) - 1)
+    stream = sum(host["total_lengths"])
+    place = starts[layout.sequence] + layout.positions
+    real = layout.positions < torch.tensor(host["total_lengths"])[layout.sequence]
+    if settings.allgather_cp:
+        place = torch.arange(GATHERED_ROWS) + rank * GATHERED_ROWS
+        real = place < stream
+    place = place.clamp(max=stream - 1)
     width = VOCABULARY // tp
     first = width * (mpu.get_tensor_model_parallel_rank() if tp > 1 else 0)
     full = batch.full_logits()
     logits = full[place][None, :, first : first + width].clone().requires_grad_()
-    for name in ("advantages", "rollout_log_probs"):
+    for name in ("advantages", "rollout_log_probs", *HEAD * settings.host_cuts_heads):
         joined = torch.cat(host[name])[layout.response_index]
         host[name] = list(joined.split(layout.local_lengths))
     loss, logged = mis.policy_loss(settings, host, logits, reducer(host["loss_masks"], layout.local_lengths))
     loss.backward()
     assert logits.grad is not None
     gradient = torch.zeros(len(full), VOCABULARY)
-    real = layout.positions < torch.tensor(host["total_lengths"])[layout.sequence]
     gradient[place[real], first : first + width] = logits.grad[0, real]
     return loss.detach(), gradient, logged
 
@@ -176,19 +186,52 @@ def test_the_gradient_is_the_oracles(one_process: None, bound: str | None) -> No
     assert error(gradient, wanted(batch, bound)) < 1e-6
 
 
-@pytest.mark.parametrize(("cp", "tp"), [(2, 1), (1, 2), (2, 2)])
-def test_ranks_add_up_to_the_oracle(tmp_path: Path, cp: int, tp: int) -> None:
-    batch, settings = (
-        Batch(5),
-        args(weight=weight("truncate"), reject=[{"statistic": "k2", "over": "mean", "upper": 0.08}]),
-    )
+def gathered_scores(given: Namespace, batch: dict[str, Any], logits: Tensor) -> tuple[list[Tensor], None]:
+    """Log-probs of a host with --allgather-cp: scored from a piece of the stream, then handed on zigzag."""
+    rank, cp = mpu.get_context_parallel_rank(), mpu.get_context_parallel_world_size()
+    starts = torch.tensor([0, *batch["total_lengths"]]).cumsum(0)[:-1]
+    rows = torch.cat([start + PROMPT - 1 + torch.arange(n) for start, n in zip(starts, LENGTHS, strict=True)])
+    here = torch.nonzero(rows // GATHERED_ROWS == rank)[:, 0]
+    scored = logits[0, rows[here] - rank * GATHERED_ROWS].float() / given.rollout_temperature
+    targets = torch.cat(batch["unconcat_tokens"])[rows[here] + 1]
+    found = -tensor_parallel.vocab_parallel_cross_entropy(scored, targets)
+    every = torch.zeros(len(rows)).index_copy(0, here, found) + 0 * logits.sum()
+    every = all_reduce(every, group=mpu.get_context_parallel_group())
+    layout = pack(batch["unconcat_tokens"], LENGTHS, rank, cp)
+    return list(every[layout.response_index].split(layout.local_lengths)), None
+
+
+GRIDS = [
+    (2, 1, "zigzag"),
+    (1, 2, "zigzag"),
+    (2, 2, "zigzag"),
+    (2, 2, "cut"),
+    (2, 1, "gathered"),
+    (2, 2, "gathered"),
+]
+
+
+@pytest.mark.parametrize(("cp", "tp", "layout"), GRIDS)
+def test_ranks_add_up_to_the_oracle(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cp: int, tp: int, layout: str
+) -> None:
+    """Heads come whole, or cut to the rank's tokens; logits lie zigzag, or as pieces of the packed stream."""
+    rule = {"statistic": "k2", "over": "mean", "upper": 0.08}
+    batch, settings = Batch(5), args(weight=weight("truncate"), reject=[rule], metrics="full")
     alone = run_ranks(1, 1, lambda rank: run(batch, settings), tmp_path)[0]
     (tmp_path / "ranks").mkdir()
+    settings.host_cuts_heads, settings.allgather_cp = layout == "cut", layout == "gathered"
+    if settings.allgather_cp:
+        gathered = replace(HOST, scores=gathered_scores)
+        monkeypatch.setattr(mis, "current", lambda *given: gathered)
     ranks = run_ranks(cp * tp, cp, lambda rank: run(batch, settings, cp, tp), tmp_path / "ranks",
                       tensor_model_parallel_size=tp)  # fmt: skip
     total = torch.stack([gradient for _, gradient, _ in ranks]).sum(0)
     assert error(total, alone[1].double()) < 1e-6
     torch.testing.assert_close(sum(loss for loss, _, _ in ranks) / tp, alone[0], rtol=1e-6, atol=1e-6)
+    for name in (name for name in alone[2] if name.startswith("center_")):
+        among = sum(logged[name] for _, _, logged in ranks) / tp
+        torch.testing.assert_close(among, alone[2][name], rtol=1e-5, atol=1e-6)
 
 
 def test_a_rule_takes_the_term_along_and_a_mask_bound_does_not(one_process: None) -> None:

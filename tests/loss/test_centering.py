@@ -75,8 +75,11 @@ def candidates_of(batch: Sequence[Position], dtype: torch.dtype, padding: int = 
         behavior=torch.tensor(
             [[one.engine[v] for v in one.head] + [0.0] * padding for one in batch], dtype=torch.float64
         ).log().to(dtype),
-        usable=torch.ones(len(batch), dtype=torch.bool),
     )  # fmt: skip
+
+
+def all_of(batch: Sequence[Position]) -> Tensor:
+    return torch.ones(len(batch), dtype=torch.bool)
 
 
 def logits_of(batch: Sequence[Position], dtype: torch.dtype) -> Tensor:
@@ -101,7 +104,9 @@ def surrogates(
     """sg(w) log p less the centering term, by ours."""
     target, weigh = target_of(batch, logits), weigh_with(weight_config(bound))
     behavior = torch.tensor([one.engine[one.sampled] for one in batch], dtype=torch.float64).log()
-    term = center(logits, target, candidates_of(batch, logits.dtype, padding), weigh, TEMPERATURE)
+    term = center(
+        logits, target, all_of(batch), candidates_of(batch, logits.dtype, padding), weigh, TEMPERATURE
+    )
     return weigh(target.detach() - behavior) * target - term.log_probs, term
 
 
@@ -196,11 +201,11 @@ def test_positions_without_a_term_may_hold_anything() -> None:
     known = candidates_of(batch, torch.float64)
     behavior = known.behavior.clone()
     behavior[1], behavior[4] = torch.nan, -torch.inf
-    hidden = Candidates(known.rows, known.sampled, known.ids, behavior, ~masked)
+    hidden = Candidates(known.rows, known.sampled, known.ids, behavior)
     target = torch.where(masked, torch.nan, target_of(batch, logits))
     weigh = weigh_with(weight_config("truncate"))
-    term = center(logits, target, hidden, weigh, TEMPERATURE)
-    plain = center(logits, target_of(batch, logits), known, weigh, TEMPERATURE)
+    term = center(logits, target, ~masked, hidden, weigh, TEMPERATURE)
+    plain = center(logits, target_of(batch, logits), all_of(batch), known, weigh, TEMPERATURE)
     assert torch.equal(term.log_probs[~masked], plain.log_probs[~masked]) and not term.log_probs[masked].any()
     used = torch.where(masked, 0, term.log_probs).sum()
     (gradient,) = torch.autograd.grad(used, logits)
@@ -210,7 +215,7 @@ def test_positions_without_a_term_may_hold_anything() -> None:
 def test_a_rank_without_a_token() -> None:
     logits = torch.zeros(3, VOCABULARY, requires_grad=True)
     nothing = candidates_of(positions(1, 4), torch.float32)[slice(0, 0)]
-    term = center(logits, logits[:0].sum(-1), nothing, weigh_with(None))
+    term = center(logits, logits[:0].sum(-1), all_of([]), nothing, weigh_with(None))
     (term.log_probs.sum() + logits.sum()).backward()
     assert logits.grad is not None and term.log_probs.shape == (0,)
     assert torch.equal(logits.grad, torch.ones(3, VOCABULARY))
@@ -234,7 +239,14 @@ class Shard(torch.autograd.Function):
 def test_two_ranks_score_a_half_of_the_vocabulary_each(tmp_path: Path) -> None:
     batch, half = positions(41, 4), VOCABULARY // 2
     logits, weigh = logits_of(batch, torch.float64), weigh_with(weight_config("truncate"))
-    alone = center(logits, target_of(batch, logits), candidates_of(batch, torch.float64), weigh, TEMPERATURE)
+    alone = center(
+        logits,
+        target_of(batch, logits),
+        all_of(batch),
+        candidates_of(batch, torch.float64),
+        weigh,
+        TEMPERATURE,
+    )
     (wanted,) = torch.autograd.grad(alone.log_probs.sum(), logits)
 
     def work(rank: int) -> tuple[Tensor, Tensor, int]:
@@ -248,7 +260,9 @@ def test_two_ranks_score_a_half_of_the_vocabulary_each(tmp_path: Path) -> None:
         with pytest.MonkeyPatch.context() as patch:
             own = dist.all_reduce
             patch.setattr(dist, "all_reduce", lambda *given, **more: (calls.append(1), own(*given, **more)))
-            term = center(shard, target, head, weigh, TEMPERATURE, Vocabulary(start, dist.group.WORLD))
+            term = center(
+                shard, target, all_of(batch), head, weigh, TEMPERATURE, Vocabulary(start, dist.group.WORLD)
+            )
         (gradient,) = torch.autograd.grad(term.log_probs.sum(), shard)
         return term.log_probs.detach(), gradient, len(calls)
 
@@ -290,10 +304,10 @@ def test_nothing_of_the_vocabularys_size_is_made(monkeypatch: pytest.MonkeyPatch
     logits = torch.randn(tokens, vocabulary, requires_grad=True)
     top = logits.detach().log_softmax(-1).topk(k)
     sampled, every = top.indices[:, 3], torch.ones(tokens, dtype=torch.bool)
-    head = Candidates(torch.arange(tokens), sampled, top.indices.int(), top.values, every)
+    head = Candidates(torch.arange(tokens), sampled, top.indices.int(), top.values)
     target = torch.log_softmax(logits, -1).gather(-1, sampled[:, None])[:, 0].detach()
     with Largest() as forward:
-        term = center(logits, target, head, weigh_with(weight_config("truncate")))
+        term = center(logits, target, every, head, weigh_with(weight_config("truncate")))
     assert forward.peak < 2 * tokens * k * 4
     outputs, received = (
         [term.log_probs, logits.view_as(logits)],
@@ -308,7 +322,11 @@ def test_a_gradient_that_is_one_number_expanded_is_not_written_to() -> None:
     batch = positions(51, 4)
     logits = logits_of(batch, torch.float64)
     term = center(
-        logits, target_of(batch, logits).detach(), candidates_of(batch, torch.float64), weigh_with(None)
+        logits,
+        target_of(batch, logits).detach(),
+        all_of(batch),
+        candidates_of(batch, torch.float64),
+        weigh_with(None),
     )
     (term.log_probs.sum() + logits.sum()).backward()
     assert logits.grad is not None and logits.grad.is_contiguous()
