@@ -11,7 +11,7 @@ from jaxtyping import Int, Shaped
 from torch import Tensor
 
 from mis_plugins.errors import InputError
-from mis_plugins.hosts.host import Batch
+from mis_plugins.hosts.host import HEAD_IDS, HEAD_LOG_PROBS, Batch
 from mis_plugins.loss.centered import Head
 from mis_plugins.loss.centering import Candidates, Vocabulary
 from mis_plugins.packing.exchange import Exchange, contiguous
@@ -19,7 +19,7 @@ from mis_plugins.packing.layout import Layout
 from mis_plugins.packing.ragged import Ranks
 from mis_plugins.routing.placement import Grid, response_rows
 
-IDS, LOG_PROBS = "rollout_topk_token_ids", "rollout_topk_log_probs"
+IDS, LOG_PROBS = HEAD_IDS, HEAD_LOG_PROBS
 """Keys of a micro-batch: `[response, k]` of each sequence, whole on every rank, or the tokens of this rank alone."""
 ABSENT = -1  # the id of an entry beyond what the engine named
 

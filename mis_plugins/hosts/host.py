@@ -26,6 +26,8 @@ VERSION_FLAGS = (
     "--custom-convert-samples-to-train-data-path mis_plugins.mis.convert_with_versions "
     "--custom-megatron-init-path mis_plugins.mis.carry_versions"
 )
+HEAD_IDS, HEAD_LOG_PROBS = "rollout_topk_token_ids", "rollout_topk_log_probs"
+"""Keys of a micro-batch: the tokens that the engine named as its likeliest at each position, `[response, k]`."""
 Batch = Mapping[str, Any]
 Parallel = tuple[Ranks, tuple[int, int]]  # process groups, and (size, rank) of context parallelism
 Scores = tuple[Sequence[Tensor], Sequence[Tensor] | None]  # log-probs and entropy, one tensor a sequence

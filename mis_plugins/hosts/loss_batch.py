@@ -14,7 +14,7 @@ from mis_plugins.config.model import CorrectionConfig
 from mis_plugins.config.view import original, view
 from mis_plugins.errors import InputError
 from mis_plugins.hosts.batch import check_apart, check_lengths, layout_of, without_absent
-from mis_plugins.hosts.host import Batch, Host, Parallel
+from mis_plugins.hosts.host import HEAD_IDS, Batch, Host, Parallel
 from mis_plugins.hosts.routing import WATCHING
 from mis_plugins.loss.micro_batch import Head, LossInputs, Reduce
 from mis_plugins.packing.layout import Layout
@@ -72,7 +72,7 @@ def _head(
     args: Any, batch: Batch, logits: Tensor, layout: Layout, parallel: Parallel, config: CorrectionConfig
 ) -> Head | None:
     """The engine's likeliest tokens, where the config centers, or full metrics find them in the batch."""
-    if config.center is None and not (config.metrics in ("full", "all") and batch.get(HEAD)):
+    if config.center is None and not (config.metrics in ("full", "all") and batch.get(HEAD_IDS)):
         return None
     from mis_plugins.hosts.head import head_of
 
@@ -97,7 +97,6 @@ def _on_the_tape(target: Tensor, logits: Tensor) -> Tensor:
     return target if target.numel() else target + logits[..., :0].flatten().to(target.dtype)
 
 
-HEAD = "rollout_topk_token_ids"  # what the engine named beside each token
 VERSIONS = "output_versions"  # which version wrote each token
 VERSION = "proximal_version"  # which one the proximal policy is
 
