@@ -72,12 +72,16 @@ def _head(
     args: Any, batch: Batch, logits: Tensor, layout: Layout, parallel: Parallel, config: CorrectionConfig
 ) -> Head | None:
     """The engine's likeliest tokens, where the config centers, or full metrics find them in the batch."""
-    if config.center is None and not (config.metrics in ("full", "all") and batch.get(HEAD_IDS)):
+    if config.center is None and not (config.metrics in ("full", "all") and _names_heads(batch)):
         return None
     from mis_plugins.hosts.head import head_of
 
     ranks, cp = parallel
     return head_of(args, batch, logits, layout, cp, ranks, config.center and config.center.top_k)
+
+
+def _names_heads(batch: Batch) -> bool:
+    return bool(batch.get(HEAD_IDS) and batch.get("rollout_log_probs"))
 
 
 def flags(host: Host, args: Any, batch: Batch, device: torch.device) -> Flags | None:

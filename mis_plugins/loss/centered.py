@@ -11,8 +11,9 @@ from torch import Tensor
 
 from mis_plugins.config.model import CorrectionConfig
 from mis_plugins.correction.pipeline import Correction, correct
-from mis_plugins.loss.centering import Candidates, Center, Vocabulary, center, weigh_with
+from mis_plugins.loss.centering import Candidates, Center, Vocabulary, Weigh, center, weigh_with
 from mis_plugins.loss.micro_batch import LossInputs, Share
+from mis_plugins.loss.objective import target_log_ratio
 from mis_plugins.packing.exchange import Exchange
 
 
@@ -38,16 +39,15 @@ class Head:
     ) -> Center:
         """The centering term of each usable position at which the engine named a token; see `loss/centering.py`.
 
-        A config that does not center has no gradient here, and a weight of more than a token counts as 1.
+        The term has no gradient where the config does not center.
         """
-        weight = config.weight if config.weight and config.weight.level == "token" else None
         with torch.set_grad_enabled(config.center is not None):
             return center(
                 self.logits,
                 target,
                 usable & self.named,
                 self.candidates,
-                weigh_with(weight if config.corrects else None),
+                weigh_in(config),
                 self.temperature,
                 self.vocabulary,
                 self.exchange,
@@ -74,16 +74,35 @@ class Head:
         return replace(share, factor=factor, of_center=torch.where(keep, scale, 0))
 
     def metrics(
-        self, x: LossInputs, centered: Center, share: Share
+        self, x: LossInputs, centered: Center, share: Share, config: CorrectionConfig
     ) -> Iterator[tuple[str, Float[Tensor, " T"]]]:
         """Numbers of score centering, one a token; 0 at tokens without a term."""
         mask = x.ragged.loss_mask
+        named = mask & self.named
         for name in ("drift", "target_mass", "behavior_mass", "tail_ratio"):
-            yield f"center_{name}", torch.where(mask, getattr(centered, name), 0)
+            yield f"center_{name}", torch.where(named, getattr(centered, name), 0)
+        yield "center_tail_error", torch.where(named, tail_error(x, centered, config), 0)
         yield "center_missing", (mask & ~self.named).to(centered.drift.dtype)
         if share.of_center is not None:
             moved = x.finite_advantages * share.of_center * centered.log_probs.detach()
             yield "center_size", share.kept(moved.abs())
+
+
+def weigh_in(config: CorrectionConfig) -> Weigh:
+    """f of a config: the bound of its weight of tokens; 1 where it weighs nothing, or more than a token at once."""
+    weight = config.weight if config.corrects else None
+    return weigh_with(weight if weight is None or weight.level == "token" else None)
+
+
+def tail_error(x: LossInputs, centered: Center, config: CorrectionConfig) -> Float[Tensor, " T"]:
+    """The weight of a token sampled beyond the head, else 0, less the weight that the tail is taken to have.
+
+    Its mean over tokens is the part of the drift that centering leaves, and 0 where the tail's model holds.
+    """
+    assert x.behavior is not None
+    log_ratio, _ = target_log_ratio(x.target.detach(), x.behavior, x.ragged.loss_mask)
+    taken = (1 - centered.behavior_mass) * centered.tail_weight
+    return centered.beyond * weigh_in(config)(log_ratio) - taken
 
 
 def kept_by_rules(correction: Correction) -> Bool[Tensor, " T"]:

@@ -273,7 +273,7 @@ def micro_batch_loss(
         reported = {name: value.detach() for name, value in ({"loss": loss} | terms).items()}
         reported |= {name: reduce(value) for name, value in _host_metrics(x, term, share, config)}
         if x.head is not None and centered is not None and config.metrics != "none":
-            reported |= {name: reduce(value) for name, value in x.head.metrics(x, centered, share)}
+            reported |= {name: reduce(value) for name, value in x.head.metrics(x, centered, share, config)}
         if config.metrics != "none":
             lost = x.nonfinite_advantages.to(term.clipped.dtype)
             reported["nonfinite_advantages"] = reduce(scaled_back(lost, correction, flags.average))

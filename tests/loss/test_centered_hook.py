@@ -283,6 +283,72 @@ def test_a_larger_head_is_cut_to_its_likeliest(one_process: None) -> None:
     assert error(gradient, wanted(batch, None)) < 1e-6
 
 
+def test_opsm_takes_the_term_along(one_process: None) -> None:
+    """Sequences with negative advantages that the policy has left lose their loss and its centering."""
+    batch = Batch(17)
+    opsm = {"delta": 1e-9, "reference": "behavior"}
+    _, gradient, _ = run(batch, args(weight=weight("truncate"), opsm=opsm))
+    logs = [[math.log(ratio) for ratio in row] for row in batch.ratios()]
+    masked = [
+        [x for x, valid in zip(*pair, strict=True) if valid] for pair in zip(logs, batch.mask, strict=True)
+    ]
+    left = [-sum(row) / max(len(row), 1) > 1e-9 for row in masked]
+    kept = lambda i, t: not (left[i] and batch.advantages[i][t] < 0)  # noqa: E731
+    assert error(gradient, wanted(batch, "truncate", kept)) < 1e-6
+    assert not all(kept(i, t) for i, n in enumerate(LENGTHS) for t in range(n))
+
+
+def test_a_rule_that_down_weighs_scales_the_term(one_process: None) -> None:
+    batch = Batch(19)
+    rule = {"over": "token", "upper": 1.1, "down_weigh": 0.25}
+    _, gradient, _ = run(batch, args(weight=weight("truncate"), reject=[rule]))
+    ratios, oracle = batch.ratios(), wanted(batch, "truncate")
+    outside = wanted(batch, "truncate", lambda i, t: ratios[i][t] > 1.1)
+    assert outside.any() and error(gradient, oracle - 0.75 * outside) < 1e-6
+
+
+def test_full_metrics_measure_the_drift_where_nothing_centers(one_process: None) -> None:
+    """The numbers are those of a run that centers with the bound's weights, or with none, and the loss stays."""
+    batch = Batch(23)
+    centered = run(batch, args(weight=weight("truncate"), center={"top_k": TOP + 2}, metrics="full"))
+    plain = run(batch, args(weight=weight("truncate"), center=None, metrics="full"))
+    without = run(batch, args(weight=weight("truncate"), center=None, metrics="none"))
+    assert torch.equal(plain[0], without[0]) and torch.equal(plain[1], without[1])
+    assert not any(name.startswith("center_") for name in without[2])
+    for name in ("drift", "target_mass", "behavior_mass", "tail_ratio", "tail_error", "missing"):
+        torch.testing.assert_close(plain[2][f"center_{name}"], centered[2][f"center_{name}"])
+    watched = run(batch, args(weight=None, objective=None, center=None, metrics="full"))
+    unweighed = run(batch, args(weight=None, center={"top_k": TOP + 2}, metrics="full"))
+    torch.testing.assert_close(watched[2]["center_drift"], unweighed[2]["center_drift"])
+
+
+def numbers(one: Position, weigh: center_oracle.Weigh) -> dict[str, float]:
+    """What is reported of a position, from the vocabulary's probabilities."""
+    p = torch.tensor(one.logits, dtype=torch.float64).softmax(0).tolist()
+    masses = [sum(side[v] for v in one.head) for side in (p, one.engine)]
+    rho = (1 - masses[1]) / (1 - masses[0])
+    tail = weigh(1 / rho)
+    c = {v: one.engine[v] * weigh(p[v] / one.engine[v]) - rho * tail * p[v] for v in one.head}
+    beyond = 0.0 if one.sampled in one.head else weigh(p[one.sampled] / one.engine[one.sampled])
+    return {
+        "drift": math.dist([c[v] for v in one.head], [sum(c.values()) * p[v] for v in one.head]),
+        "target_mass": masses[0], "behavior_mass": masses[1], "tail_ratio": rho,
+        "tail_error": beyond - (1 - masses[1]) * tail,
+        "size": abs(sum(c[v] * math.log(p[v]) for v in one.head)),
+    }  # fmt: skip
+
+
+def test_metrics_are_those_of_the_oracle(one_process: None) -> None:
+    batch = Batch(21)
+    _, _, logged = run(batch, args(weight=weight("clip"), metrics="full"))
+    rows = [(i, numbers(one, weigh_of("clip"))) for i in range(len(LENGTHS))
+            for one, valid in zip(batch.positions(i), batch.mask[i], strict=True) if valid]  # fmt: skip
+    for name in rows[0][1]:
+        scale = [abs(batch.advantages[i][0]) if name == "size" else 1.0 for i, _ in rows]
+        total = sum(factor * row[name] for factor, (_, row) in zip(scale, rows, strict=True))
+        assert float(logged[f"center_{name}"]) == pytest.approx(total, rel=1e-5, abs=1e-6), name
+
+
 @pytest.mark.parametrize(
     ("mapping", "message"),
     [
