@@ -425,7 +425,9 @@ class CorrectionConfig:
 
     def __post_init__(self) -> None:
         if self.center is not None:
-            self._check_center()
+            from mis_plugins.config.centering import check
+
+            check(self)
         if self.segment_wise is not None:
             self._check_segment_wise(self.segment_wise)
             if self.weight is None and not self.bypass:
@@ -448,31 +450,6 @@ class CorrectionConfig:
             raise ConfigError(
                 "{weight}: with {objective.old}: behavior the clipped ratio is pi_theta / mu already, and a weight "
                 "would count it twice; set {weight}: null"
-            )
-
-    def _check_center(self) -> None:
-        """Refuse what no term of centering is known for: pi_old of the head, and weights of more than a token."""
-        objective = self.objective
-        if objective is None or not self.bypass:
-            raise ConfigError(
-                "{center}: needs {objective.old}: behavior; with proximal the ratio to pi_old would be needed for each "
-                "token of the head, which no log-prob pass computes"
-            )
-        if objective.surrogate != "reinforce":
-            raise ConfigError(
-                f"{{center}}: needs {{objective.surrogate}}: reinforce; {objective.surrogate} weighs a token by its "
-                "advantage too, so that its mean is not the score's"
-            )
-        if self.weight and self.weight.level != "token":
-            raise ConfigError(
-                f"{{weight.level}}: {self.weight.level} with {{center}}; a weight of more than a token has no value at "
-                "tokens that were not sampled: use token, or leave {center} out"
-            )
-        if self.weight and self.weight.record.drops_token and self.looks_at_kept:
-            raise ConfigError(
-                f"{{weight.bound}}: {self.weight.bound} with {{center}} and {{aggregate}}: kept; a token that the "
-                "bound drops keeps its centering term, and rules cannot tell it from one that a rule drops: use "
-                "{weight.bound}: zero, whose policy loss is equal"
             )
 
     def _check_kept(self) -> None:
@@ -645,6 +622,4 @@ class CorrectionConfig:
     @cached_property
     def needs_loss_hook(self) -> bool:
         """Whether the config needs advantages, the target policy or versions, which the TIS hook does not get."""
-        return (
-            self.opsm is not None or self.objective is not None or self.segment_wise_on
-        )  # and `center` has one
+        return self.opsm is not None or self.objective is not None or self.segment_wise_on

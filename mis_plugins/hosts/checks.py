@@ -248,64 +248,29 @@ OBJECTIVES = (
         "warn",
     ),
 )
-CENTERS = (
-    Check(
-        "center beside true on policy",
-        ("command", "loss"),
-        lambda given: given.config.center is not None and given.has("true_on_policy_mode"),
-        "true_on_policy_mode: the trainer rounds its logits before it scores the sampled token, and mis.center scores "
-        "the engine's likeliest tokens without; drop one of them",
-        arguments=("true_on_policy_mode",),
-    ),
-    Check(
-        "center beside top-p",
-        ("command", "loss"),
-        lambda given: (
-            given.config.center is not None
-            and given.get("rollout_top_p", 1) != 1
-            and given.host.kept_set(given.args)
-        ),
-        "rollout_top_p: {host} scores tokens over those that top-p leaves, and mis.center reads the engine's likeliest "
-        "tokens of the whole vocabulary; set rollout_top_p: 1.0",
-        arguments=("rollout_top_p",),
-    ),
-    Check(
-        "head not asked",
-        ("command", "loss"),
-        lambda given: (
-            given.config.center is not None
-            and given.get("rollout_top_logprobs_num") == 0
-            and given.get("custom_generate_function_path") is None
-        ),
-        "rollout_top_logprobs_num: 0 asks the engine for no token but the sampled ones, and mis.center reads its "
-        "likeliest; give --rollout-top-logprobs-num 32",
-        arguments=("rollout_top_logprobs_num",),
-    ),
-    Check(
-        "smaller head",
-        ("command", "loss"),
-        lambda given: (
-            given.config.center is not None
-            and 0 < (given.get("rollout_top_logprobs_num") or 0) < given.config.center.top_k
-        ),
-        "rollout_top_logprobs_num: the engine names fewer tokens than mis.center.top_k reads; give both one number",
-        "warn",
-        ("rollout_top_logprobs_num",),
-    ),
-)
-CHECKS: tuple[Check, ...] = (*CUTS, *DENOMINATORS, *OBJECTIVES, *CENTERS)
+CHECKS: tuple[Check, ...] = (*CUTS, *DENOMINATORS, *OBJECTIVES)
 
 
 def every_check() -> tuple[Check, ...]:
-    """All checks: those of `host_checks.py`, for which the hooks of a loss never ask, and those of this file."""
+    """All checks: those of `host_checks.py`, for which the hooks of a loss never ask, and those of such hooks."""
+    from mis_plugins.hosts.center_checks import CENTERS
     from mis_plugins.hosts.host_checks import HOST_CHECKS
 
-    return (*HOST_CHECKS, *CHECKS)
+    return (*HOST_CHECKS, *CHECKS, *CENTERS)
+
+
+def _of_losses(config: CorrectionConfig) -> tuple[Check, ...]:
+    """The checks for which the hooks of a loss ask; those of score centering only where a config centers."""
+    if config.center is None:
+        return CHECKS
+    from mis_plugins.hosts.center_checks import CENTERS
+
+    return (*CHECKS, *CENTERS)
 
 
 def found(hook: Hook, given: Given, severity: Severity) -> Iterator[Check]:
     """The checks of a hook that hold."""
-    for check in CHECKS if hook in ("tis", "loss") else every_check():
+    for check in _of_losses(given.config) if hook in ("tis", "loss") else every_check():
         asked = hook in check.hooks and check.severity == severity and all(map(given.takes, check.arguments))
         if asked and check.when(given):
             yield check
