@@ -63,7 +63,7 @@ class NamedTokens:
         return named
 
     def behind(self, earlier: NamedTokens | None, before: int) -> NamedTokens:
-        """These tokens behind the first `before` positions, of which earlier calls may have named fewer."""
+        """The tokens of the first `before` positions, which earlier calls may have left unnamed, and then these."""
         width = self.ids.shape[1]
         known = NamedTokens.none(0, width) if earlier is None else earlier
         parts = known.ids[:before], known.log_probs[:before]
