@@ -118,7 +118,7 @@ def _width(batch: Batch) -> int:
 
 
 def _joined(responses: Sequence[Shaped[Tensor, "_ ..."]], layout: Layout) -> Shaped[Tensor, "T ..."]:
-    """The tokens of this rank in one tensor, from whole responses, or from what the host has cut to the rank already."""
+    """The tokens of this rank in one tensor, from whole responses, or from what the host has cut to the rank."""
     pieces = []
     for i, response in enumerate(responses):
         is_whole = len(response) == layout.response_lengths[i]
