@@ -100,7 +100,7 @@ def _check(batch: Batch, layout: Layout, whole: bool) -> None:
         if not batch.get(name):
             raise InputError(
                 f"{name}: none in this micro-batch; mis.center needs the engine's likeliest tokens at each position: "
-                "let the host ask for them (docs/centering.md)"
+                "let the host ask for them (docs/algorithms.md says how)"
             )
         for i, (rows, response) in enumerate(zip(batch[name], layout.response_lengths, strict=True)):
             fits = (response,) if whole else (response, layout.local_lengths[i])
