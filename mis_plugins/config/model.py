@@ -362,6 +362,22 @@ class RoutingConfig:
     on_fault: Literal["warn", "raise"] = "warn"
 
 
+@dataclass(frozen=True)
+class CenterConfig:
+    """Score centering: subtract the mean of the weighted score, with which any mismatch moves the policy.
+
+    top_k: the largest head, in tokens of the vocabulary that the rollout engine names at each position.
+
+    Marek and Ryabinin 2026, arxiv.org/abs/2609.20807.
+    """
+
+    top_k: int = 32
+
+    def __post_init__(self) -> None:
+        if self.top_k < 1:
+            raise ConfigError(f"{{top_k}}: got {self.top_k}; give at least 1 token")
+
+
 WEIGHT_BOUNDS = ("weight_cap", "weight_floor", "mode")  # fields that `weight` has too
 
 
@@ -376,7 +392,7 @@ class CorrectionConfig:
     metrics: `watch` hands the host five metrics a token, and leaves all others to the step hook, which logs them
         of whole steps; where a host has no step hook it is `full`, which hands every metric back. `all` is both
         `full` and the step hook's. `core` is at most eight, `none` none. Miles's flat keys have `full`.
-    opsm, objective: only the loss hook can serve them, and segment-wise weights: `--loss-type custom_loss
+    opsm, objective, center: only the loss hook can serve them, and segment-wise weights: `--loss-type custom_loss
         --custom-loss-function-path mis_plugins.mis.policy_loss`.
     denominator: what a sequence's loss is divided by once tokens are rejected: its `original` number of tokens, or
         the `kept` ones. The TIS hook changes the policy term alone; the loss hook changes KL and entropy too.
@@ -405,8 +421,13 @@ class CorrectionConfig:
     segment_wise: SegmentWiseConfig | None = None
     routing: RoutingConfig | None = None
     resplit_every: int | None = None
+    center: CenterConfig | None = None
 
     def __post_init__(self) -> None:
+        if self.center is not None:
+            from mis_plugins.config.centering import check
+
+            check(self)
         if self.segment_wise is not None:
             self._check_segment_wise(self.segment_wise)
             if self.weight is None and not self.bypass:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from mis_plugins.config.model import (
+    CenterConfig,
     CorrectionConfig,
     Level,
     ObjectiveConfig,
@@ -135,6 +136,7 @@ def describe(config: CorrectionConfig, host: Host | None = None, file: str = "FI
         *([_opsm(config.opsm)] if config.opsm else []),
         *([_routing(config.routing)] if config.routing else []),
         *([_objective(config.objective, config.clips_against_next)] if config.objective else []),
+        *([_center(config.center)] if config.center else []),
         *([KEPT_AGGREGATE] if config.aggregate == "kept" else []),
         *(_consequences(config) if config.can_end_empty or config.opsm else []),
         *([RESPLIT.format(every=config.resplit_every)] if config.resplit_every is not None else []),
@@ -314,6 +316,13 @@ def _opsm(opsm: OpsmConfig) -> str:
 
 def _routing(routing: RoutingConfig) -> str:
     return f"routing: {EXPERTS[routing.experts]}; a replay that did not happen {ON_FAULT[routing.on_fault]}"
+
+
+def _center(center: CenterConfig) -> str:
+    return (
+        f"center: the mean of the weighted score under mu is subtracted, so that a constant reward moves nothing; from "
+        f"the engine's {center.top_k} likeliest tokens at each position, and a model of all others"
+    )
 
 
 def _objective(objective: ObjectiveConfig, next_version: bool) -> str:
