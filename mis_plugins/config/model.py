@@ -21,11 +21,20 @@ Population = Literal["valid", "kept"]
 Over = Literal["token", "sum", "mean", "min", "max"]
 Unit = Literal["sequence", "segment"]
 Metrics = Literal["watch", "all", "full", "core", "none"]
+
+
+def _surrogate_names() -> tuple[str, ...]:
+    from mis_plugins.config.terms.surrogates import SURROGATES  # loaded where a config has an objective
+
+    return tuple(SURROGATES)
+
+
 # A name from a table that may grow; the annotation holds the function that lists them: see
 # `reading.choices_of`.
 BoundName = Annotated[str, bounds.bound_names]
 CappingBoundName = Annotated[str, bounds.capping_names]
 StatisticName = Annotated[str, statistics.statistic_names]
+SurrogateName = Annotated[str, _surrogate_names]
 
 DEFAULT_UPPER = 2.0
 LEVEL_OVER: dict[Level, Over] = {
@@ -259,44 +268,40 @@ class OpsmConfig:
             raise ConfigError(f"{{delta}}: got {self.delta:g}; give a finite number of nats, at least 0")
 
 
-BY_DIVERGENCE = ("dppo_tv", "dppo_kl")  # surrogates that mask a token by how far its probability has moved
-
-
 @dataclass(frozen=True)
 class ObjectiveConfig:
     """The policy loss of `--custom-loss-function-path mis_plugins.mis.policy_loss`; clip widths are the host's flags.
 
-    surrogate: `clip` (PPO, GRPO); `reinforce`, -w A log pi_theta; `cispo`, `reinforce` with the clipped ratio
-        as a constant factor; `dppo_tv` and `dppo_kl`, `reinforce` with the capped ratio as a constant factor.
-        DPPO's factor is 0 where the token's probability has moved away from `old` in the direction of A by
-        more than the clip width, measured as a total variation or as a KL divergence.
+    surrogate: a row of `terms/surrogates.py`, with its formula and its own settings.
     old: what pi_theta is compared with: `proximal`, the trainer before the update (decoupled PPO), or `behavior`,
         the rollout engine (bypass; weights and rules then compare pi_theta with mu).
     ratio: of one `token`, or of the `sequence`, its geometric mean (GSPO).
     unbiased_kl: multiply the KL term by pi_theta / old (DeepSeek-V3.2).
     weigh_kl: multiply the KL term by the importance weight, and drop it also where OPSM masks. Tokens that
         the rules reject leave KL and entropy in any case, as in the hosts.
+    kl_tau: factor of a penalty (log pi_theta - log old)^2 on each token, which weight and rules act on too.
+    tau_pos, tau_neg: temperatures of `sapo` where A > 0, and elsewhere.
+    k_pos, lambda_pos, k_neg, lambda_neg: power and decay of `vespo` where A >= 0, and elsewhere.
     """
 
-    surrogate: Literal["clip", "reinforce", "cispo", "dppo_tv", "dppo_kl"] = "clip"
+    surrogate: SurrogateName = "clip"
     old: Literal["proximal", "behavior"] = "proximal"
     ratio: Literal["token", "sequence"] = "token"
     unbiased_kl: bool = False
     weigh_kl: bool = False
+    kl_tau: float = 0.0
+    tau_pos: float | None = None
+    tau_neg: float | None = None
+    k_pos: float | None = None
+    lambda_pos: float | None = None
+    k_neg: float | None = None
+    lambda_neg: float | None = None
 
     def __post_init__(self) -> None:
-        if self.surrogate == "reinforce" and self.old == "proximal":
-            raise ConfigError(
-                "{old}: proximal with {surrogate}: reinforce leaves pi_theta / pi_old out of the gradient; "
-                "use {old}: behavior"
-            )
-        if self.surrogate == "reinforce" and self.ratio == "sequence":
-            raise ConfigError("{ratio}: sequence has no effect with {surrogate}: reinforce")
-        if self.surrogate in BY_DIVERGENCE and self.ratio == "sequence":
-            raise ConfigError(
-                f"{{ratio}}: sequence contradicts {{surrogate}}: {self.surrogate}, whose divergence is of a token; use "
-                "token"
-            )
+        from mis_plugins.config.terms import surrogates
+
+        for name, default in surrogates.check(self).items():
+            object.__setattr__(self, name, default)
 
 
 @dataclass(frozen=True)

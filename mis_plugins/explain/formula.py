@@ -11,7 +11,6 @@ s_t      what a surrogate clips: pi_theta(y_t) / pi_old(y_t); over mu(y_t) in by
 from __future__ import annotations
 
 from mis_plugins.config.model import (
-    BY_DIVERGENCE,
     CorrectionConfig,
     Level,
     ObjectiveConfig,
@@ -21,6 +20,7 @@ from mis_plugins.config.model import (
     SegmentWiseConfig,
     WeightConfig,
 )
+from mis_plugins.config.terms.surrogates import SURROGATES
 
 RATIO: dict[Level, str] = {
     "token": "r_t",
@@ -34,18 +34,6 @@ AMONG: dict[Population | None, str] = {
     None: "",
     "valid": " (over all valid tokens)",
     "kept": " (over the tokens that every rule over tokens keeps)",
-}
-SURROGATE: dict[str, str] = {
-    "clip": "-w_t min(s_t A_t, clip(s_t, 1 - eps, 1 + eps_high) A_t)",
-    "reinforce": "-w_t A_t log pi_theta(y_t)",
-    "cispo": "-w_t sg(clip(s_t, 1 - eps, 1 + eps_high)) A_t log pi_theta(y_t)",
-    "dppo_tv": "-w_t sg(min(s_t, c)) A_t log pi_theta(y_t)",
-    "dppo_kl": "-w_t sg(min(s_t, c)) A_t log pi_theta(y_t)",
-}
-AWAY = "away_t = (A_t > 0 and pi_theta > {old} and D_t > eps_high) or (A_t < 0 and pi_theta < {old} and D_t > eps)"
-DIVERGENCE: dict[str, str] = {
-    "dppo_tv": "|pi_theta - {old}|",
-    "dppo_kl": "{old} * log({old} / pi_theta) + (1 - {old}) * log((1 - {old}) / (1 - pi_theta))",
 }
 
 
@@ -158,13 +146,14 @@ def _objective(config: CorrectionConfig) -> list[str]:
     ratio = f"pi_theta(y_t) / {old}(y_t)"
     if config.clips_against_next:
         old, ratio = "(q_t mu)", "pi_theta(y_t) / (q_t mu(y_t))"
-    lines = [] if objective.surrogate == "reinforce" else [f"s_t    = {_of_sequence(ratio, objective)}"]
-    kept = "keep_t"
-    if objective.surrogate in BY_DIVERGENCE:
-        kept = "keep_t and not away_t"
-        lines.append(f"D_t    = {DIVERGENCE[objective.surrogate].format(old=old)}, of the sampled token")
-        lines.append(AWAY.format(old=old))
-    lines.append(f"L_t    = {SURROGATE[objective.surrogate]} where {kept}, else 0")
+    record = SURROGATES[objective.surrogate]
+    reads_ratio = objective.surrogate != "reinforce" or bool(objective.kl_tau)
+    lines = [f"s_t    = {_of_sequence(ratio, objective)}"] * (reads_ratio and record.of_sequence is None)
+    lines += [line.format(**vars(objective) | {"old": old, "ratio": ratio}) for line in record.lines]
+    kept = "keep_t and not away_t" if record.masks else "keep_t"
+    lines.append(f"L_t    = {record.formula} where {kept}, else 0")
+    if objective.kl_tau:
+        lines.append(f"       + w_t {objective.kl_tau:g} (log s_t)^2 where keep_t")
     factors = [f"({ratio})"] * objective.unbiased_kl + ["w_t"] * objective.weigh_kl
     if factors:
         kept = ", 0 where not keep_t" if objective.weigh_kl else ""

@@ -16,7 +16,6 @@ from documented import DEFAULTS, GEO, PG, PPO, TOKEN_IS, VERL
 from mis_plugins.__main__ import load, main
 from mis_plugins.config.loading import preset_path
 from mis_plugins.config.model import (
-    BY_DIVERGENCE,
     CorrectionConfig,
     NormalizeConfig,
     ObjectiveConfig,
@@ -170,7 +169,7 @@ NOTES = [
     (losing("gspo"), (), "gspo is not translated; mis.objective.ratio: sequence gives GSPO's ratio.", ""),
     (losing("cispo"), (), "cispo is not translated; mis.objective.surrogate: cispo gives CISPO's loss.", ""),
     (losing("clip_cov"), (), "policy_loss.loss_mode: clip_cov is not translated.", ""),
-    (losing("${MODE}"), (), "where it is dppo_tv or dppo_kl", ""),
+    (losing("${MODE}"), (), "where it is dppo_tv or dppo_kl or sapo or geo_mean", ""),
     (losing("clip_cov"), (f"{LOSS}vanilla",), "", "loss_mode"),
 ]  # fmt: skip
 
@@ -181,7 +180,7 @@ def test_verl_notes(keys: dict, overrides: tuple[str, ...], said: str, unsaid: s
     assert said in told and (not unsaid or unsaid not in told)
 
 
-@pytest.mark.parametrize("mode", BY_DIVERGENCE)
+@pytest.mark.parametrize("mode", verl.BY_DIVERGENCE)
 def test_verl_dppo(mode: Literal["dppo_tv", "dppo_kl"], tmp_path: Path):
     """Against pi_old, times the weights of the correction; in bypass against mu, without weights and rules."""
     for keys in (dppo(mode), {"loss_mode": mode}):
@@ -194,7 +193,7 @@ def test_verl_dppo(mode: Literal["dppo_tv", "dppo_kl"], tmp_path: Path):
         dppo(mode) | {"algorithm": {"rollout_correction": TOKEN_IS | GEO | {"bypass_mode": True}}}
     )
     assert bypass.config() == preset(mode.replace("_", "-"))
-    assert verl.DPPO_IN_BYPASS in bypass.notes
+    assert verl.MODE_IN_BYPASS.format(mode=mode) in bypass.notes
     assert {"rollout_is: dropped, as verl does there.", "rollout_rs: dropped, as verl does there."} <= set(
         bypass.notes
     )

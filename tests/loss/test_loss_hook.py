@@ -302,6 +302,13 @@ OBJECTIVES = [
     ({"old": "behavior", "surrogate": "reinforce"}, Spec("reinforce")),
     ({"old": "behavior", "surrogate": "dppo_tv"}, Spec("dppo_tv")),
     ({"surrogate": "dppo_kl"}, Spec("dppo_kl", dual=1.3)),
+    ({"surrogate": "dppo_tv", "kl_tau": 0.1}, Spec("dppo_tv", kl_tau=0.1)),
+    ({"old": "behavior", "surrogate": "ipo", "kl_tau": 0.1}, Spec("ipo", kl_tau=0.1)),
+    ({"surrogate": "sapo", "tau_neg": 2.0}, Spec("sapo", taus=(1.0, 2.0))),
+    ({"old": "behavior", "surrogate": "sapo", "ratio": "sequence"}, Spec("sapo", "sequence")),
+    ({"surrogate": "vespo", "k_neg": 1.0}, Spec("vespo", gammas=(2.0, 3.0, 1.0, 2.0))),
+    ({"old": "behavior", "surrogate": "gmpo"}, Spec("gmpo")),
+    ({"surrogate": "gmpo"}, Spec("gmpo")),
 ]
 
 

@@ -7,6 +7,7 @@ import math
 import random
 from collections.abc import Sequence
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 
 import loss_oracle
@@ -23,6 +24,7 @@ from torch import Tensor
 from mis_plugins.config.model import ObjectiveConfig
 from mis_plugins.errors import ConfigError
 from mis_plugins.loss.objective import (
+    APART,
     ESTIMATORS,
     TERMS,
     Clip,
@@ -38,6 +40,11 @@ from mis_plugins.packing.ragged import Ragged, Ranks
 
 KINK = 1000 * FINITE_STEP  # so that a finite difference does not straddle one
 KL_TYPES = tuple(ESTIMATORS)
+EVERY_TERM = [
+    *TERMS,
+    *((name, ratio) for name in APART for ratio in import_module(f"mis_plugins.loss.{name}").TERMS),
+]
+UNCLIPPED = ("reinforce", "sapo", "vespo")  # surrogates that hold no token back
 
 
 def random_responses(seed: int, lengths: Sequence[int] = (7, 1, 5, 0, 9, 4)) -> list[Response]:
@@ -71,7 +78,7 @@ def ragged_of(batch: Sequence[Response]) -> Ragged:
 
 
 def objective(spec: Spec) -> ObjectiveConfig:
-    return ObjectiveConfig(spec.surrogate, "behavior", spec.ratio)  # type: ignore[arg-type]
+    return ObjectiveConfig(spec.surrogate, "behavior", spec.ratio, **spec.settings)  # type: ignore[arg-type]
 
 
 def clip_of(spec: Spec) -> Clip:
@@ -99,9 +106,13 @@ def assert_rows_close(found: list[list[float]], expected: list[list[float]], ato
 
 SPECS = [
     Spec(surrogate, ratio, low, high, dual)
-    for surrogate, ratio in TERMS
+    for surrogate, ratio in EVERY_TERM
     for low, high, dual in [(0.2, 0.28, None), (0.05, 0.05, 1.6), (1.0, 0.1, None)]
-    if surrogate in ("clip", "dppo_tv", "dppo_kl") or dual is None
+    if surrogate in ("clip", "dppo_tv", "dppo_kl", "ipo") or dual is None
+] + [
+    *(Spec("sapo", ratio, taus=(0.5, 3.0)) for ratio in ("token", "sequence")),
+    Spec("vespo", gammas=(1.5, 0.25, 0.5, 1.0)),
+    *(Spec(surrogate, kl_tau=0.3) for surrogate in ("clip", "reinforce", "dppo_tv", "ipo", "sapo")),
 ]
 
 
@@ -142,10 +153,10 @@ def test_fraction_and_log_ratio(spec: Spec):
         for t in x.valid:
             assert bool(clipped[t]) == loss_oracle.held_back(x, t, spec)
             assert abs(log_ratio[t] - loss_oracle.unit_log_ratio(x, t, spec)) <= atol
-    assert bool(term.clipped.any()) == (spec.surrogate != "reinforce")
+    assert bool(term.clipped.any()) == (spec.surrogate not in UNCLIPPED)
 
 
-@pytest.mark.parametrize("terms", TERMS)
+@pytest.mark.parametrize("terms", EVERY_TERM)
 def test_only_the_target_learns(terms: tuple[str, str]):
     """Advantages and factor are constants, whoever hands them over; CISPO's ratio is one too."""
     batch = random_responses(3)
@@ -159,7 +170,7 @@ def test_only_the_target_learns(terms: tuple[str, str]):
     assert not cispo_surrogate(ratio, torch.ones(2), torch.ones(2), Clip(0.2, 0.28)).requires_grad
 
 
-@pytest.mark.parametrize("terms", TERMS)
+@pytest.mark.parametrize("terms", EVERY_TERM)
 def test_a_ratio_on_its_bound_is_inside(terms: tuple[str, str]):
     """Equal policies are not clipped, however narrow the range."""
     batch = random_responses(3)
@@ -170,7 +181,7 @@ def test_a_ratio_on_its_bound_is_inside(terms: tuple[str, str]):
     assert not term.clipped.any()
 
 
-@pytest.mark.parametrize("terms", TERMS)
+@pytest.mark.parametrize("terms", EVERY_TERM)
 def test_masked_tokens_have_no_loss(terms: tuple[str, str]):
     """By themselves, whatever the host's average does with them."""
     batch = random_responses(3)
@@ -246,15 +257,18 @@ def test_on_policy_every_clip_is_the_policy_gradient():
     """pi_theta = old: nothing is clipped and the gradient is -f A, of a token; GSPO spreads its mean."""
     batch = [replace(x, old=x.target) for x in random_responses(3)]
     expected = -flat(batch, "factor") * flat(batch, "advantages") * flat(batch, "mask")
-    for surrogate, ratio in TERMS:
+    for surrogate, ratio in EVERY_TERM:
         target = flat(batch, "target").requires_grad_()
         term = term_of(batch, Spec(surrogate, ratio), target)
         (gradient,) = torch.autograd.grad(term.loss.sum(), target)
         assert not term.clipped.any() and not term.log_ratio.any()
-        if (surrogate, ratio) == ("clip", "sequence"):
+        atol = float64_atol(loss_oracle.magnitude(batch), 9)
+        if (surrogate, ratio) in (("clip", "sequence"), ("sapo", "sequence"), ("gmpo", "token")):
             sums = [math.fsum(row) for row in split(gradient, batch)]
             direct = [math.fsum(row) for row in split(expected, batch)]
-            assert_rows_close([sums], [direct], float64_atol(loss_oracle.magnitude(batch), 9))
+            assert_rows_close([sums], [direct], atol)
+        elif surrogate == "sapo":  # 4 / tau times tau / 4 rounds
+            assert_rows_close(split(gradient, batch), split(expected, batch), atol)
         else:
             assert torch.equal(gradient, expected)
 
@@ -355,7 +369,7 @@ def test_nothing_under_the_mask_counts(spec: Spec, value: float):
     assert not answers[0][1][hidden].any()
 
 
-@pytest.mark.parametrize("surrogate, ratio", TERMS)
+@pytest.mark.parametrize("surrogate, ratio", EVERY_TERM)
 def test_an_unknown_ratio_drops_what_it_enters(surrogate: str, ratio: str):
     """Its token; where the ratio is a sequence's, the sequence. Everything else is as it was."""
     spec = Spec(surrogate, ratio)
@@ -367,7 +381,7 @@ def test_an_unknown_ratio_drops_what_it_enters(surrogate: str, ratio: str):
     loss = term_of(batch, spec, target, old=old).loss
     (gradient,) = torch.autograd.grad(loss.sum(), target)
     mask = list(batch[0].mask)
-    mask = [False] * len(mask) if ratio == "sequence" else [m and t != broken for t, m in enumerate(mask)]
+    mask = [False] * len(mask) if spec.of_sequence else [m and t != broken for t, m in enumerate(mask)]
     again = flat(batch, "target").requires_grad_()
     expected = term_of([replace(batch[0], mask=mask), *batch[1:]], spec, again).loss
     assert torch.equal(loss, expected)
