@@ -381,6 +381,8 @@ class CorrectionConfig:
     metrics: `watch` hands the host five metrics a token, and leaves all others to the step hook, which logs them
         of whole steps; where a host has no step hook it is `full`, which hands every metric back. `all` is both
         `full` and the step hook's. `core` is at most eight, `none` none. Miles's flat keys have `full`.
+    m2_threshold: M2PO. The tokens with the largest (log r)^2 of a micro-batch leave the loss, until the mean of those
+        that are left is below the threshold. Rules follow.
     opsm, objective: only the loss hook can serve them, and segment-wise weights: `--loss-type custom_loss
         --custom-loss-function-path mis_plugins.mis.policy_loss`.
     denominator: what a sequence's loss is divided by once tokens are rejected: its `original` number of tokens, or
@@ -410,10 +412,14 @@ class CorrectionConfig:
     segment_wise: SegmentWiseConfig | None = None
     routing: RoutingConfig | None = None
     resplit_every: int | None = None
+    m2_threshold: float | None = None
 
     def __post_init__(self) -> None:
+        if self.segment_wise is not None or self.m2_threshold is not None:
+            from mis_plugins.config import contradictions
+
+            contradictions.check(self)
         if self.segment_wise is not None:
-            self._check_segment_wise(self.segment_wise)
             if self.weight is None and not self.bypass:
                 object.__setattr__(self, "weight", self.segment_wise.weight)
         self._check_kept()
@@ -474,26 +480,6 @@ class CorrectionConfig:
                 "or {aggregate}: valid"
             )
 
-    def _check_segment_wise(self, segment_wise: SegmentWiseConfig) -> None:
-        """Refuse settings that contradict `segment_wise`, and bounds that another setting decides."""
-        if segment_wise.enabled and self.bypass:
-            raise ConfigError(
-                "{segment_wise}: a weight pi_{v+1} / mu belongs to {objective.old}: proximal; with behavior pi_theta "
-                "is compared with mu itself: use proximal, or {segment_wise.enabled}: false"
-            )
-        weight = self.weight
-        if segment_wise.enabled and weight and weight.level != "token":
-            raise ConfigError(
-                f"{{weight.level}}: {weight.level} beside {{segment_wise}}, which weighs each token by itself; use "
-                "token, or {segment_wise.enabled}: false"
-            )
-        if weight == segment_wise.weight or (weight is None and not self.bypass):
-            return
-        for name in WEIGHT_BOUNDS:
-            if getattr(segment_wise, name) != getattr(SegmentWiseConfig, name):
-                why = "beside {weight}, which has bounds" if weight else "with {objective.old}: behavior"
-                raise ConfigError(f"{{segment_wise.{name}}}: has no effect {why}; drop it")
-
     @cached_property
     def bypass(self) -> bool:
         """Whether weights and rules compare pi_theta with mu, and not the trainer before the update."""
@@ -534,7 +520,7 @@ class CorrectionConfig:
     @cached_property
     def rejects(self) -> bool:
         """Whether anything can be dropped from the loss mask, OPSM aside."""
-        by_rule = any(rule.drops for rule in self.reject)
+        by_rule = self.m2_threshold is not None or any(rule.drops for rule in self.reject)
         return by_rule or (self.weight is not None and self.weight.record.drops_token)
 
     @cached_property
@@ -551,7 +537,7 @@ class CorrectionConfig:
         """Whether rules or the weight's bound can drop parts of a unit: tokens, or segments of a sequence."""
         masks = self.weight if self.weight and self.weight.record.drops_token else None
         by_token = any(rule.over == "token" and rule.drops for rule in self.reject)
-        tokens = by_token or (masks and masks.level == "token")
+        tokens = by_token or self.m2_threshold is not None or (masks and masks.level == "token")
         segments = any(rule.unit == "segment" for rule in self.reject) or (masks and masks.by_segment)
         return bool(tokens or (unit == "sequence" and segments))
 
@@ -595,7 +581,7 @@ class CorrectionConfig:
     @cached_property
     def corrects(self) -> bool:
         """Whether the config can change a loss, OPSM and objective aside."""
-        return self.weight is not None or bool(self.reject)
+        return self.weight is not None or bool(self.reject) or self.m2_threshold is not None
 
     @cached_property
     def reads_behavior(self) -> bool:

@@ -47,6 +47,9 @@ def formula(config: CorrectionConfig) -> list[str]:
         lines += _segment_wise(config.segment_wise)
     lines.append(f"w_t    = {_weight(config, trainer)}")
     rules = [_rule(rule, trainer) for rule in config.reject if rule.drops]
+    if config.m2_threshold is not None:
+        lines.append(f"m2     = the most of the smallest (log r_t)^2 with a mean < {config.m2_threshold:g}")
+        rules.insert(0, "(log r_t)^2 in m2")
     lines.append("keep_t = " + " and ".join(["mask_t", *rules, *_opsm(config.opsm)]))
     if config.needs_loss_hook:
         lines += _objective(config)

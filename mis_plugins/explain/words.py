@@ -86,6 +86,10 @@ WHOSE_MEAN: dict[Scope, str] = {
 KEPT_AGGREGATE = (
     "aggregate: what a sequence or segment adds up to leaves out the tokens that a rule has dropped"
 )
+M2PO = (
+    "m2_threshold: the tokens with the largest (log r)^2 of each micro-batch leave the loss, until the mean of the "
+    "others is below {:g}"
+)
 RESPLIT = (
     "trainer against itself: of each {every} rollouts one is scored again from other micro-batches, which costs a "
     "log-prob pass; resplit_differs is 0 where no kernel depends on the batch"
@@ -121,6 +125,7 @@ def describe(config: CorrectionConfig, host: Host | None = None, file: str = "FI
         _weight(config.weight, "pi_{v+1}" if config.segment_wise_on else trainer),
         *_segment_wise(config),
         *_normalization(config.weight),
+        *([M2PO.format(config.m2_threshold)] if config.m2_threshold is not None else []),
         *(_rule(rule, trainer) for rule in config.reject),
         *([_opsm(config.opsm)] if config.opsm else []),
         *([_routing(config.routing)] if config.routing else []),

@@ -325,6 +325,63 @@ def test_dppo_on_policy_is_reinforce(surrogate: str):
     assert same_bytes(found[0], term.loss) and same_bytes(found[1], gradient)
 
 
+@pytest.mark.parametrize("surrogate", ["dppo_tv", "ipo"])
+def test_prime_rls_losses_by_formula(surrogate: str):
+    """-A r + tau (log r)^2, the first 0 where the probability moved too far: the gradient, of tokens of every kind.
+
+    prime-rl (559b447, trainer/rl/loss.py) is on no index. Its default masks by the direction of A, its IPO by the
+    distance alone; both leave the penalty on masked tokens, and neither caps the ratio.
+    """
+    spec = Spec(surrogate, low=0.1, high=0.15, dual=1e4, kl_tau=0.02)
+    batch = [replace(x, factor=[1.0] * len(x.factor)) for x in clear_responses(4, spec)]
+    slopes = [
+        [prime_rl_slope(*token, spec) * valid for *token, valid in rows]
+        for rows in (zip(x.target, x.old, x.advantages, x.mask, strict=True) for x in batch)
+    ]
+    target = flat(batch, "target").requires_grad_()
+    term = term_of(batch, spec, target)
+    (gradient,) = torch.autograd.grad(term.loss.sum(), target)
+    assert_rows_close(split(gradient, batch), slopes, float64_atol(loss_oracle.magnitude(batch), 1))
+    masked = [t for t, held in enumerate(term.clipped.tolist()) if held]
+    assert masked and all(gradient[t] != 0 for t in masked)
+
+
+def prime_rl_slope(target: float, old: float, advantage: float, spec: Spec) -> float:
+    """The derivative of prime-rl's loss of one token by log pi_theta."""
+    moved, log_ratio = math.exp(target) - math.exp(old), target - old
+    up, down = moved > spec.high, moved < -spec.low
+    masked = up or down if spec.surrogate == "ipo" else (up if advantage > 0 else down)
+    return -(not masked) * advantage * math.exp(log_ratio) + 2 * spec.kl_tau * log_ratio
+
+
+@pytest.mark.parametrize("surrogate", ["sapo", "vespo"])
+def test_soft_objectives_let_go_of_far_ratios(surrogate: str):
+    """A pull that is largest near r = 1, and fades on both sides for either sign of A."""
+    pulls = []
+    for log_ratio in (-4.0, 0.0, 2.5):
+        for advantage in (1.0, -1.0):
+            batch = [Response([-5.0 + log_ratio], [-5.0], [-1.0], [advantage], [1.0], [True])]
+            target = flat(batch, "target").requires_grad_()
+            loss = term_of(batch, Spec(surrogate), target).loss
+            pulls.append(-advantage * torch.autograd.grad(loss.sum(), target)[0].item())
+    assert all(pull > 0 for pull in pulls)
+    assert min(pulls[2:4]) == pytest.approx(1.0, rel=WRITTEN) and max(pulls[:2] + pulls[4:]) < 0.1
+
+
+def test_gmpo_of_one_token_is_the_clip_of_its_log_ratio():
+    """At widths log(0.8) and log(1.28), GMPO and PPO's clip of one token are one loss."""
+    batch = [x for seed in range(9) for x in clear_responses(seed, Spec())]
+    single = [replace(x, **{k: v[:1] for k, v in vars(x).items()}) for x in batch if x.mask[:1]]
+    widths = {"low": -math.log(0.8), "high": math.log(1.28)}
+    found = []
+    for spec in (Spec(), Spec("gmpo", **widths)):
+        target = flat(single, "target").requires_grad_()
+        term = term_of(single, spec, target)
+        found.append((term.loss.detach(), term.clipped, *torch.autograd.grad(term.loss.sum(), target)))
+    atol = float64_atol(loss_oracle.magnitude(single), 1)
+    assert all((a - b).abs().max() <= atol for a, b in zip(*found, strict=True))
+
+
 def test_a_clipped_token_teaches_in_cispo_alone():
     batch = [Response([-1.0], [-2.0], [-1.0], [1.5], [1.0], [True])]
     slopes = {}

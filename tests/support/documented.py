@@ -60,6 +60,7 @@ DOCUMENTED = {
     "gmpo": CorrectionConfig(objective=ObjectiveConfig("gmpo")),
     "prime-rl-dppo": CorrectionConfig(objective=ObjectiveConfig("dppo_tv", "behavior", kl_tau=1e-3)),
     "prime-rl-ipo": CorrectionConfig(objective=ObjectiveConfig("ipo", "behavior", kl_tau=1e-3)),
+    "m2po": CorrectionConfig(m2_threshold=0.04),
     "opsm": CorrectionConfig(opsm=OpsmConfig(1e-4, "token", "behavior")),
     "segment-wise": CorrectionConfig(segment_wise=SegmentWiseConfig(weight_cap=5.0)),
     "metrics-only": NOTHING,

@@ -143,8 +143,8 @@ def check(objective: ObjectiveConfig) -> dict[str, float]:
         value = getattr(objective, name)
         if value is not None and owner != objective.surrogate:
             raise ConfigError(
-                f"{{{name}}}: {value:g} is of {{surrogate}}: {owner}, beside {surrogate}; a config names one objective: "
-                "drop one of them"
+                f"{{{name}}}: {value:g} is of {{surrogate}}: {owner}, beside {surrogate}; a config names one "
+                "objective: drop one of them"
             )
         if value is not None and not 0 < value < math.inf:
             raise ConfigError(f"{{{name}}}: got {value:g}; give a finite number above 0")
@@ -159,11 +159,11 @@ def _check_unit(objective: ObjectiveConfig, record: Surrogate, surrogate: str) -
     if by_sequence and objective.surrogate == "reinforce":
         raise ConfigError(f"{{ratio}}: sequence has no effect with {surrogate}")
     if by_sequence and record.of_token is not None:
-        raise ConfigError(
-            f"{{ratio}}: sequence contradicts {surrogate}, whose {record.of_token}; use token"
-        )
+        raise ConfigError(f"{{ratio}}: sequence contradicts {surrogate}, whose {record.of_token}; use token")
     if by_sequence and record.of_sequence is not None:
-        raise ConfigError(f"{{ratio}}: sequence beside {surrogate}, which {record.of_sequence}; drop {{ratio}}")
+        raise ConfigError(
+            f"{{ratio}}: sequence beside {surrogate}, which {record.of_sequence}; drop {{ratio}}"
+        )
     if objective.kl_tau and (by_sequence or record.of_sequence is not None):
         unit = "{ratio}: sequence" if by_sequence else surrogate
         raise ConfigError(

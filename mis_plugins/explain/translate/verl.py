@@ -82,9 +82,15 @@ OPTIONS = tuple(
 )
 SURROGATE = {"ppo_clip": "clip", "reinforce": "reinforce"}
 BY_DIVERGENCE = ("dppo_tv", "dppo_kl")
-LOSS_MODES = {mode: (mode, WIDTHS) for mode in BY_DIVERGENCE} | {"sapo": ("sapo", TAUS), "geo_mean": ("gmpo", WIDTHS)}
+LOSS_MODES = {mode: (mode, WIDTHS) for mode in BY_DIVERGENCE} | {
+    "sapo": ("sapo", TAUS),
+    "geo_mean": ("gmpo", WIDTHS),
+}
 """By verl's name of a loss: our surrogate, and the keys of the actor that the loss reads."""
-OTHER_LOSSES = ("vanilla", "bypass_mode")  # losses that an override behind the file may name in place of these
+OTHER_LOSSES = (
+    "vanilla",
+    "bypass_mode",
+)  # losses that an override behind the file may name in place of these
 CLIP_RATIO, CLIP_RATIO_C = 0.2, 3.0  # of an actor in verl 0.9.1 that sets none: all three widths, and the cap
 
 RETIRED = ("rollout_rs_threshold_lower", "rollout_token_veto_threshold", "rollout_is_veto_threshold",
@@ -114,13 +120,13 @@ MU_BY_BYPASS = (
     "file does. The paper compares with mu: objective.old: behavior."
 )
 MODE_IN_BYPASS = (
-    "bypass_mode: verl's trainer since 0.9.0 (trainer.use_v1: true) hands {mode} mu for pi_old, and neither weights nor "
-    "rules, as here. The trainer before replaces this loss by that of bypass_mode."
+    "bypass_mode: verl's trainer since 0.9.0 (trainer.use_v1: true) hands {mode} mu for pi_old, and neither weights "
+    "nor rules, as here. The trainer before replaces this loss by that of bypass_mode."
 )
 OVER_SEQUENCES = f"loss_agg_mode: not read by verl's {{mode}}, which {OVER_RESPONSES}."
 GEOMETRIC_WEIGHTS = (
-    "rollout_is: verl's geo_mean multiplies the loss of a sequence by the geometric mean of its weights, and here w_t "
-    "multiplies A_t before the mean over the sequence."
+    "rollout_is: verl's geo_mean multiplies the loss of a sequence by the geometric mean of its weights, and here "
+    "w_t multiplies A_t before the mean over the sequence."
 )
 NO_LOG_PROBS = (
     "actor_rollout_ref.rollout.calculate_log_probs: false leaves verl without rollout log-probs, and nothing is "

@@ -155,8 +155,10 @@ def bypass_loss(batch: Rows, target: Tensor, settings: Any, mode: str, **clip: f
     return loss
 
 
-def surrogate_loss(batch: Rows, target: Tensor, settings: dict, name: str, mode: str, clip: Clip) -> Tensor:
-    """Another of its policy losses (gspo, cispo, dppo) on the same weights; these insist on an actor's own config."""
+def surrogate_loss(
+    batch: Rows, target: Tensor, settings: dict, name: str, mode: str, clip: Clip, **more: float
+) -> Tensor:
+    """Another of its policy losses (gspo, dppo, sapo, geo_mean, ...) on the same weights, by an actor's own config."""
     weights, mask, _ = correction(batch, settings)
     losses = load(PEERS["losses"])
     config = object.__new__(losses.ActorConfig)
@@ -166,9 +168,16 @@ def surrogate_loss(batch: Rows, target: Tensor, settings: dict, name: str, mode:
         clip_ratio_high=clip.high,
         clip_ratio_c=clip.dual,
         global_batch_info={},
+        **more,
     )
     compute = getattr(losses, f"compute_policy_loss_{name}")
     return compute(batch.proximal, target, batch.token_advantages, mask, mode, config, weights)[0]
+
+
+def actor_defaults(*names: str) -> dict[str, float]:
+    """What an actor's config sets where the user sets nothing."""
+    fields = load(PEERS["losses"]).ActorConfig.__dataclass_fields__
+    return {name: fields[name].default for name in names}
 
 
 def debug_metrics(batch: Rows) -> dict[str, float]:
