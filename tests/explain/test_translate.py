@@ -171,6 +171,9 @@ NOTES = [
     (losing("clip_cov"), (), "policy_loss.loss_mode: clip_cov is not translated.", ""),
     (losing("${MODE}"), (), "where it is dppo_tv or dppo_kl or sapo or geo_mean", ""),
     (losing("clip_cov"), (f"{LOSS}vanilla",), "", "loss_mode"),
+    *(({"algorithm": {"rollout_correction": TOKEN_IS, "adv_estimator": name}}, (), said, unsaid)
+      for name, said, unsaid in (("grpo", "", "adv_estimator"),
+                                 ("optimal_token_baseline", "reads the sum of squared probabilities", ""))),
 ]  # fmt: skip
 
 

@@ -386,6 +386,9 @@ def test_flags_and_objective_say_the_same(settings: dict, objective: dict):
          r"mis\.objective\.ratio: token contradicts --advantage-estimator gspo, which means ratio: sequence"),
         ({"surrogate": "cispo", "ratio": "sequence"}, {"advantage_estimator": "gspo"},
          r"mis\.objective\.surrogate: cispo contradicts --advantage-estimator gspo"),
+        *(({"surrogate": name}, {"advantage_estimator": estimator},
+           rf"mis\.objective\.surrogate: {name} contradicts --advantage-estimator {estimator}, which means")
+          for name in ("sapo", "vespo", "gmpo", "ipo") for estimator in ("gspo", "cispo")),
         ({"ratio": "sequence"}, {"advantage_estimator": "cispo"},
          r"mis\.objective\.surrogate: clip contradicts --advantage-estimator cispo, which means surrogate: cispo"),
         ({"old": "proximal"}, {"use_rollout_logprobs": True},

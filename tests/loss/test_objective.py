@@ -481,8 +481,8 @@ def plain_gspo(batch: Sequence[Response], clip: Clip) -> tuple[list[float], list
     return values, slopes
 
 
-def gspo_on_rank(batch: Sequence[Response], prompts: Sequence[int], cp: int) -> dict:
-    rank, spec = dist.get_rank(), Spec(ratio="sequence")
+def on_rank(batch: Sequence[Response], prompts: Sequence[int], cp: int, spec: Spec) -> dict:
+    rank = dist.get_rank()
     responses = [len(x.mask) for x in batch]
     totals = [p + r for p, r in zip(prompts, responses, strict=True)]
     owned = [oracle.zigzag(t, r, cp, rank) for t, r in zip(totals, responses, strict=True)]
@@ -505,8 +505,31 @@ def test_gspo_over_ranks_has_the_gradient_of_one(cp: int, tmp_path: Path):
     """Some ranks own nothing of a sequence, and weights and advantages differ within it."""
     batch = random_responses(21, (9, 1, 20, 0, 13, 6))
     prompts = [3, 30, 1, 5, 25, 8]
-    ranks = run_ranks(cp, cp, lambda _: gspo_on_rank(batch, prompts, cp), tmp_path, megatron=False)
+    spec = Spec(ratio="sequence")
+    ranks = run_ranks(cp, cp, lambda _: on_rank(batch, prompts, cp, spec), tmp_path, megatron=False)
     values, slopes = plain_gspo(batch, clip_of(Spec()))
+    assert_ranks_have(ranks, batch, values, slopes)
+    assert any(not own for part in ranks for own in part["owned"][1:2])
+
+
+def test_other_sequence_objectives_over_ranks_have_the_gradient_of_one(tmp_path: Path):
+    """Those that make one number of a sequence, against one process, which the oracle judges above."""
+    batch = random_responses(21, (9, 1, 20, 0, 13, 6))
+    prompts, specs = [3, 30, 1, 5, 25, 8], [Spec("sapo", "sequence"), Spec("vespo"), Spec("gmpo")]
+    every = run_ranks(
+        2, 2, lambda _: [on_rank(batch, prompts, 2, spec) for spec in specs], tmp_path, megatron=False
+    )
+    for spec, *ranks in zip(specs, *every, strict=True):
+        target = flat(batch, "target").requires_grad_()
+        loss = term_of(batch, spec, target).loss
+        (gradient,) = torch.autograd.grad(loss.sum(), target)
+        assert_ranks_have(ranks, batch, [sum(row) for row in split(loss, batch)], split(gradient, batch))
+
+
+def assert_ranks_have(
+    ranks: Sequence[dict], batch: Sequence[Response], values: list[float], slopes: list[list[float]]
+) -> None:
+    """What the ranks own of each sequence adds up to these losses, and has these gradients."""
     sums, gradient = [0.0] * len(batch), [[math.nan] * len(x.mask) for x in batch]
     for part in ranks:
         lengths = [len(own) for own in part["owned"]]
@@ -519,4 +542,3 @@ def test_gspo_over_ranks_has_the_gradient_of_one(cp: int, tmp_path: Path):
     atol = float64_atol(loss_oracle.magnitude(batch), sum(len(x.mask) for x in batch))
     assert_rows_close([sums], [values], atol)
     assert_rows_close(gradient, slopes, atol)
-    assert any(not own for part in ranks for own in part["owned"][1:2])

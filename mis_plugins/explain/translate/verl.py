@@ -52,6 +52,10 @@ KNOWN = (*KEYS, LOSS_MODE, *WIDTHS, *TAUS)
 IN_LOSS = f"{ACTOR}.policy_loss.rollout_correction"
 MODE_PATH, AGGREGATED = f"{ACTOR}.policy_loss.{LOSS_MODE}", f"{ACTOR}.loss_agg_mode"
 LOG_PROBS, USE_V1 = "actor_rollout_ref.rollout.calculate_log_probs", "trainer.use_v1"
+ESTIMATOR, TOKEN_BASELINES = (
+    "algorithm.adv_estimator",
+    ("optimal_token_baseline", "tir_optimal_token_baseline"),
+)
 PATHS = {f"{SECTION}.{key}": key for key in KEYS}
 PATHS |= {MODE_PATH: LOSS_MODE} | {f"{ACTOR}.{key}": key for key in (*WIDTHS, *TAUS)}
 OF_NAME, OF_FOLDER = ("--config-name", "-cn"), ("--config-path", "-cp", "--config-dir", "-cd")
@@ -127,6 +131,10 @@ OVER_SEQUENCES = f"loss_agg_mode: not read by verl's {{mode}}, which {OVER_RESPO
 GEOMETRIC_WEIGHTS = (
     "rollout_is: verl's geo_mean multiplies the loss of a sequence by the geometric mean of its weights, and here "
     "w_t multiplies A_t before the mean over the sequence."
+)
+NO_BASELINE = (
+    f"{ESTIMATOR}: {{estimator}} is not translated: the baseline of a token reads the sum of squared probabilities, "
+    "and no hook of Miles or slime sees logits before the advantages. verl's rollout_is weights enter the baseline too."
 )
 NO_LOG_PROBS = (
     "actor_rollout_ref.rollout.calculate_log_probs: false leaves verl without rollout log-probs, and nothing is "
@@ -386,6 +394,8 @@ def _left_out(settings: Mapping[str, Any]) -> Iterator[str]:
             when = f"where it is {' or '.join(LOSS_MODES)}, " if path == MODE_PATH else ""
             told = f"{path.removeprefix(f'{ACTOR}.')}: {as_written(settings[path])}"
             yield f"{told} is for the launch to decide; {when}put it behind the file, as {path}=VALUE."
+    if (estimator := settings.get(ESTIMATOR)) in TOKEN_BASELINES:
+        yield NO_BASELINE.format(estimator=estimator)
     mode = settings.get(MODE_PATH)
     if mode not in (None, *OTHER_LOSSES, *LOSS_MODES) and not is_open(mode):
         yield f"policy_loss.loss_mode: {as_written(mode)} is not translated{BESIDE.get(str(mode), '')}."
