@@ -5,6 +5,8 @@ q_t      segment-wise, for a token that version v wrote: pi_{v+1}(y_t) / mu(y_t)
 prod r   over the valid tokens of a sequence (or of a segment), n of them
 w_t      importance weight
 n_t      number of layers of a mixture of experts that route the token to other experts than the engine
+m2       the squares that M2PO leaves, of the tokens of a micro-batch
+s        the ratio of a sequence, where a surrogate makes one number of its tokens
 s_t      what a surrogate clips: pi_theta(y_t) / pi_old(y_t); over mu(y_t) in bypass, over q_t mu(y_t) segment-wise
 """
 

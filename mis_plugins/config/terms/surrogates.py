@@ -101,7 +101,7 @@ SURROGATES: dict[str, Surrogate] = {
     "vespo": Surrogate(
         formula="-w_t sg(phi_t) A_t log pi_theta(y_t)",
         words="VESPO, -A log pi_theta, with a soft weight of the product of {ratio} over the sequence as a constant "
-        "factor",
+        "factor, of power {k_pos:g} and decay {lambda_pos:g} where A is at least 0, else {k_neg:g} and {lambda_neg:g}",
         lines=(
             "s      = prod_t {ratio}",
             "phi_t  = e^lambda s^k e^(-lambda s), (k, lambda) = ({k_pos:g}, {lambda_pos:g}) where A_t >= 0, else "
