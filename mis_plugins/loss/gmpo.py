@@ -24,12 +24,12 @@ def gmpo(x: Operands, ragged: Ragged, clip: Clip) -> PolicyTerm:
 
     Each token carries its share of value and gradient through sg(log s) + c_t - sg(c_t), as `shared_term` explains.
     """
-    own = clipped_log_ratio(x.log_ratio, x.advantages, clip)
-    known, mean, advantage, clipped_mean = sequence_means(x, ragged, x.factor * x.advantages, own.detach())
+    own, log_r = clipped_log_ratio(x.log_ratio, x.advantages, clip), x.log_ratio.detach()
+    known, _, advantage, clipped_mean = sequence_means(x, ragged, x.factor * x.advantages, own.detach())
     loss = -exp_clamped(clipped_mean + own - own.detach()) * advantage
-    held = (own.detach() != x.log_ratio.detach()) & (x.advantages != 0)
+    held = (own.detach() != log_r) & (x.advantages != 0)
     alone = lambda: torch.where(known, -exp_clamped(clipped_mean) * x.advantages, 0)  # noqa: E731
-    return PolicyTerm(torch.where(known, loss, 0), held.to(own.dtype), mean, known, alone)
+    return PolicyTerm(torch.where(known, loss, 0), held.to(own.dtype), log_r, known, alone)
 
 
 TERMS = {"token": gmpo}
