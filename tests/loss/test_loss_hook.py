@@ -920,14 +920,24 @@ def test_opsm_of_everything_stops_the_job(metrics: str, without: Sequence[str]):
 
 
 @pytest.mark.parametrize("lost", [lambda step: step, lambda step: without_advantages(step, math.nan)])
-@pytest.mark.parametrize("ratio", ["token", "sequence"])
-def test_both_denominators_are_reported(logged: list[dict], ratio: str, lost: Callable[[Step], Step]):
+@pytest.mark.parametrize(
+    "objective",
+    [
+        {"ratio": "token"},
+        {"ratio": "sequence"},
+        {"surrogate": "sapo", "ratio": "sequence"},
+        {"surrogate": "vespo"},
+        {"surrogate": "gmpo"},
+    ],
+    ids=str,
+)
+def test_both_denominators_are_reported(logged: list[dict], objective: dict, lost: Callable[[Step], Step]):
     """Of the whole step, whatever the loss is divided by: its sum over valid and over kept tokens.
 
     Of a ratio of the sequence too, where advantages differ from token to token.
     """
     config = {"weight": {"upper": 1.2}, "reject": [{"over": "token", "upper": 1.3}], "opsm": {"delta": 0.05},
-              "objective": {"ratio": ratio}, "metrics": "all"}  # fmt: skip
+              "objective": objective, "metrics": "all"}  # fmt: skip
     step = lost(random_step(5))
     found = in_a_step(step, config, calculate_per_token_loss=True)
     valid = sum(sum(x.mask) for x in step.responses)
@@ -940,12 +950,13 @@ def test_both_denominators_are_reported(logged: list[dict], ratio: str, lost: Ca
 
 
 def test_a_sequence_whose_ratio_nobody_knows_adds_to_no_loss(logged: list[dict]):
-    config, step = {"objective": {"ratio": "sequence", "old": "behavior"}, "metrics": "all"}, random_step(5)
-    step.behavior[0][step.responses[0].mask.index(True)] = math.nan
-    found = in_a_step(step, config, calculate_per_token_loss=True)
-    valid = sum(sum(x.mask) for x in step.responses)
-    total = torch.tensor(logged[0]["loss_original_denominator"] * valid)
-    assert_close(total, found.metrics["pg_loss"].double())
+    valid = sum(sum(x.mask) for x in random_step(5).responses)
+    for objective in ({"ratio": "sequence"}, {"surrogate": "vespo"}, {"surrogate": "gmpo"}):
+        config, step = {"objective": objective | {"old": "behavior"}, "metrics": "all"}, random_step(5)
+        step.behavior[0][step.responses[0].mask.index(True)] = math.nan
+        found = in_a_step(step, config, calculate_per_token_loss=True)
+        total = torch.tensor(logged[-1]["loss_original_denominator"] * valid)
+        assert_close(total, found.metrics["pg_loss"].double())
 
 
 @pytest.mark.parametrize(
