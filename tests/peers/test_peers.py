@@ -51,6 +51,7 @@ from mis_plugins.explain.translate import areal as from_areal
 from mis_plugins.explain.translate import verl_presets
 from mis_plugins.explain.translate.verl import translate
 from mis_plugins.loss.objective import DPPO_CAP, Clip, kl_term, policy_term, target_log_ratio
+from mis_plugins.loss.token_baseline import token_advantages
 from mis_plugins.report.readers.curves import PEERS
 
 CLIP, DUAL_CLIP = Clip(0.2, 0.28), Clip(0.2, 0.28, 3.0)
@@ -911,6 +912,24 @@ def test_the_defaults_of_soft_objectives_are_those_of_their_owners():
     assert record["sapo"] == verl.actor_defaults("tau_pos", "tau_neg") == areal.sapo_defaults()
     width = trl.gmpo_width()
     assert f"--eps-clip {width} --eps-clip-high {width}" in preset_path("gmpo").read_text()
+
+
+@few
+@given(batch=rows(max_responses=5), weigh=st.booleans(), seed=st.integers(0, 99))
+def test_verl_token_baseline(batch: Rows, weigh: bool, seed: int):
+    """Over turns, with and without importance weights, of squares that leave each token a gradient."""
+    torch.manual_seed(seed)
+    rewards, others = (torch.rand_like(batch.mask) for _ in range(2))
+    squares = batch.proximal.exp().square() + others + 0.01
+    groups = [i % 2 for i in range(len(batch.mask))]
+    weights = batch.log_ratio.exp() if weigh else None
+    theirs = verl.token_advantages(batch, rewards, squares, groups, weights)
+    flat = lambda x: torch.cat([row[:n] for row, n in zip(x, batch.batch.response_lengths, strict=True)])  # noqa: E731
+    rows_of = [flat(x) for x in (rewards, batch.proximal, squares)]
+    own = token_advantages(
+        *rows_of, batch.ragged, torch.tensor(groups), None if weights is None else flat(weights)
+    )
+    assert_all_close(batch.padded(own), theirs, 1e-9, "advantage", atol=1e-9)
 
 
 @given(batch=rows(dead=True), threshold=st.sampled_from([1e-4, 0.01, 0.04, 0.3]))

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import yaml
 from torch import Tensor
 
@@ -172,6 +173,15 @@ def surrogate_loss(
     )
     compute = getattr(losses, f"compute_policy_loss_{name}")
     return compute(batch.proximal, target, batch.token_advantages, mask, mode, config, weights)[0]
+
+
+def token_advantages(
+    batch: Rows, rewards: Tensor, squares: Tensor, groups: list[int], weights: Tensor | None
+) -> Tensor:
+    """The optimal token baseline over turns, `[N, L]`; of a response without holes the same as without turns."""
+    compute = load(PEERS["losses"]).compute_multi_turn_optimal_token_baseline_advantage
+    index = np.array(groups)
+    return compute(rewards, batch.mask, index, batch.proximal, squares, weights, epsilon=0.0)[0]
 
 
 def actor_defaults(*names: str) -> dict[str, float]:
