@@ -566,6 +566,8 @@ CAPPED = {"behav_imp_weight_cap": 5.0, "behav_imp_weight_floor": 0.2, "use_decou
         ({"actor": {"m2_threshold": 0.04, "rejection_sampling": {"level": "sequence", "upper": 3.0}}},
          CorrectionConfig(WeightConfig("geometric", "none"), (RejectRule(over="mean", upper=3.0),), aggregate="kept",
                           m2_threshold=0.04)),
+        ({"actor": {"m2_threshold": 0.04, "rejection_sampling": {"action": "clamp", "level": "sequence"}}},
+         CorrectionConfig(WeightConfig("geometric", "clip", 0.0, 5.0), aggregate="kept", m2_threshold=0.04)),
         ({"actor": {"use_sapo_loss": True, "m2_threshold": "1e-2"}},
          CorrectionConfig(objective=ObjectiveConfig("sapo", "behavior"), m2_threshold=0.01)),
         ({"rejection_sampling": {"metric": "kl_k2", "upper": 0.5}},

@@ -942,6 +942,22 @@ def test_areal_m2po(batch: Rows, threshold: float):
 
 
 @few
+@given(batch=rows(), level=st.sampled_from(["token", "sequence"]), action=st.sampled_from(["mask", "clamp"]))
+def test_areal_m2po_comes_before_rejection(batch: Rows, level: str, action: str):
+    """Its rejection sees the tokens that M2PO leaves, alone where it adds them up: the file through `from-areal`."""
+    block = {"level": level, "action": action, "upper": 1.2}
+    text = yaml.safe_dump({"actor": {"m2_threshold": 0.04, "rejection_sampling": block}})
+    mapping = {"reject": []} | dict(from_areal.translate(text).mis)
+    left = areal.m2po_mask(batch, 0.04)
+    masks = [row[:n] for row, n in zip(left.int(), batch.batch.response_lengths, strict=True)]
+    narrowed = replace(batch, batch=replace(batch.batch, loss_masks=masks))
+    expected = oracle.correct(batch.batch.samples, mapping)
+    assume(expected.margin > DECISION and any(map(any, expected.keep)))
+    weights, mask, _ = areal.correction(narrowed, areal.settings(**block))
+    assert_same_weights(batch, ours(batch, mapping), weights, mask)
+
+
+@few
 @given(batch=rows())
 def test_dual_clip(batch: Rows):
     """AReaL's, OpenRLHF's and SkyRL's; verl's is part of its presets."""

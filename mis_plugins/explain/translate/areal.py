@@ -198,8 +198,9 @@ def _config(keys: Mapping[str, Any]) -> CorrectionConfig:
     if M2 in keys:
         threshold = reading.convert(float, keys[M2], M2)
         rest = _config({key: value for key, value in keys.items() if key != M2})
-        aggregate = "kept" if rest.reject and rest.reject[0].over != "token" else rest.aggregate
-        return replace(rest, m2_threshold=threshold, aggregate=aggregate)
+        of_sequences = rest.weight is not None and rest.weight.level != "token"
+        adds_up = of_sequences or any(rule.over != "token" for rule in rest.reject)
+        return replace(rest, m2_threshold=threshold, aggregate="kept" if adds_up else "valid")
     if SAPO in keys:
         return _sapo(keys)
     config = _from_flat({key: value for key, value in keys.items() if key != REJECTION})
