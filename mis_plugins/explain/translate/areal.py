@@ -42,9 +42,8 @@ from mis_plugins.shared.numerals import shown
 CAP, FLOOR, ENABLE = "behav_imp_weight_cap", "behav_imp_weight_floor", "enable_segment_wise_ppo"
 DECOUPLED, REJECTION = "use_decoupled_loss", "rejection_sampling"
 SAPO, M2 = "use_sapo_loss", "m2_threshold"
-OF_SAPO = {SAPO: SAPO, "sapo_tau_pos": "tau_pos", "sapo_tau_neg": "tau_neg", "importance_sampling_level": "ratio",
-           "recompute_logprob": "old"}  # fmt: skip
-"""Keys of `actor:` that AReaL's SAPO reads, and what each decides of `mis.objective`."""
+OF_SAPO = (SAPO, "sapo_tau_pos", "sapo_tau_neg", "importance_sampling_level", "recompute_logprob")
+"""Keys of `actor:` that AReaL's SAPO reads."""
 KNOWN = (*reading.AREAL_KEYS, REJECTION, SAPO, M2)
 SOURCES = {
     "weight.bound": (CAP, REJECTION),
@@ -229,9 +228,16 @@ def _sapo(keys: Mapping[str, Any]) -> CorrectionConfig:
     level = choice(
         keys.get("importance_sampling_level", "token"), "importance_sampling_level", CHOICES["level"]
     )
-    taus = {name: keys[key] for key, name in OF_SAPO.items() if name.startswith("tau") and key in keys}
-    said = {"surrogate": "sapo", "old": "proximal" if recomputes else "behavior", "ratio": level, **taus}
-    return reading.from_mapping({"objective": said})
+    pos, neg = (reading.convert(float | None, keys.get(key), key) for key in ("sapo_tau_pos", "sapo_tau_neg"))
+    with spelled(tau_pos="sapo_tau_pos", tau_neg="sapo_tau_neg"):
+        objective = ObjectiveConfig(
+            "sapo",
+            "proximal" if recomputes else "behavior",
+            "sequence" if level == "sequence" else "token",
+            tau_pos=pos,
+            tau_neg=neg,
+        )
+    return CorrectionConfig(objective=objective)
 
 
 def _from_flat(keys: Mapping[str, Any]) -> CorrectionConfig:
