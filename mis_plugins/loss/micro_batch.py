@@ -14,12 +14,11 @@ from torch import Tensor
 from mis_plugins.config.model import CorrectionConfig, ObjectiveConfig
 from mis_plugins.correction.opsm import Departure, departure_rows, on_policy, reference_policy
 from mis_plugins.correction.pipeline import Correction, Kept, correct, denominator_scale, nothing_rejected
-from mis_plugins.correction.ratios import exp_clamped, nonfinite, widened
+from mis_plugins.correction.ratios import exp_clamped, nonfinite
 from mis_plugins.loss.objective import (
     Clip,
     KlType,
     PolicyTerm,
-    clipped_surrogate,
     kl_term,
     policy_term,
     target_log_ratio,
@@ -289,11 +288,8 @@ def uncorrected(x: LossInputs, config: CorrectionConfig, flags: LossConfig) -> F
     old = compared_with(x, config)
     every, advantages = x.ragged.loss_mask.float(), x.finite_advantages
     term = policy_term(x.target.detach(), old, advantages, every, x.ragged, objective, flags.clip)
-    if (objective.surrogate, objective.ratio) != ("clip", "sequence"):
-        return term.loss
-    # A clipped sequence ratio gives each token a share of its sequence's loss, which no token weight or mask can split.
-    own = clipped_surrogate(exp_clamped(term.log_ratio), widened(advantages), flags.clip)
-    return torch.where(term.known, own, 0)
+    # A share of a sequence's loss is what no token weight or mask can split.
+    return term.loss if term.alone is None else term.alone()
 
 
 def _kl(

@@ -1,0 +1,52 @@
+"""Contradictions between settings that few configs have, loaded where a config has one of them."""
+
+from __future__ import annotations
+
+import math
+
+from mis_plugins.config.model import WEIGHT_BOUNDS, CorrectionConfig, SegmentWiseConfig
+from mis_plugins.errors import ConfigError
+
+
+def check(config: CorrectionConfig) -> None:
+    """Refuse what contradicts `segment_wise` or `m2_threshold`.
+
+    Raises:
+        ConfigError: it quotes both settings.
+    """
+    if config.segment_wise is not None:
+        _check_segment_wise(config, config.segment_wise)
+    if config.m2_threshold is not None:
+        _check_m2(config, config.m2_threshold)
+
+
+def _check_m2(config: CorrectionConfig, threshold: float) -> None:
+    if not 0 < threshold < math.inf:
+        raise ConfigError(f"{{m2_threshold}}: got {threshold:g}; give a finite number above 0")
+    normalize = config.weight and config.weight.normalize
+    if normalize and (normalize.scope, normalize.over) == ("rollout", "kept"):
+        raise ConfigError(
+            "{weight.normalize.over}: kept with {weight.normalize.scope}: rollout is a mean over the rollout, and "
+            "{m2_threshold} drops tokens of each micro-batch; use valid"
+        )
+
+
+def _check_segment_wise(config: CorrectionConfig, segment_wise: SegmentWiseConfig) -> None:
+    """Refuse settings that contradict `segment_wise`, and bounds that another setting decides."""
+    if segment_wise.enabled and config.bypass:
+        raise ConfigError(
+            "{segment_wise}: a weight pi_{v+1} / mu belongs to {objective.old}: proximal; with behavior pi_theta "
+            "is compared with mu itself: use proximal, or {segment_wise.enabled}: false"
+        )
+    weight = config.weight
+    if segment_wise.enabled and weight and weight.level != "token":
+        raise ConfigError(
+            f"{{weight.level}}: {weight.level} beside {{segment_wise}}, which weighs each token by itself; use "
+            "token, or {segment_wise.enabled}: false"
+        )
+    if weight == segment_wise.weight or (weight is None and not config.bypass):
+        return
+    for name in WEIGHT_BOUNDS:
+        if getattr(segment_wise, name) != getattr(SegmentWiseConfig, name):
+            why = "beside {weight}, which has bounds" if weight else "with {objective.old}: behavior"
+            raise ConfigError(f"{{segment_wise.{name}}}: has no effect {why}; drop it")
