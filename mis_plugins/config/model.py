@@ -21,6 +21,7 @@ Population = Literal["valid", "kept"]
 Over = Literal["token", "sum", "mean", "min", "max"]
 Unit = Literal["sequence", "segment"]
 Metrics = Literal["watch", "all", "full", "core", "none"]
+GroupBaseline = Literal["grpo", "rloo"]
 
 
 def _surrogate_names() -> tuple[str, ...]:
@@ -414,6 +415,9 @@ class CorrectionConfig:
     resplit_every: N scores every N-th rollout twice: the trainer computes its log-probs again, from
         micro-batches that are cut otherwise, and logs what differs. null is never. The rollout-data hooks
         do it.
+    group_baseline: the baseline of a group's rewards, over the samples that train: `grpo`, their mean and the host's
+        standard deviation, or `rloo`, the mean of the others. null leaves the host's, over all samples. The
+        rollout-data hooks do it.
     """
 
     weight: WeightConfig | None = None
@@ -429,6 +433,7 @@ class CorrectionConfig:
     routing: RoutingConfig | None = None
     resplit_every: int | None = None
     m2_threshold: float | None = None
+    group_baseline: GroupBaseline | None = None
     center: CenterConfig | None = None
 
     def __post_init__(self) -> None:
@@ -457,6 +462,10 @@ class CorrectionConfig:
             raise ConfigError(
                 f"{{resplit_every}}: got {self.resplit_every}; give at least 1 rollout, or null for never"
             )
+        if self.group_baseline is not None:
+            from mis_plugins.config import contradictions
+
+            contradictions.check_group_baseline(self)
         if self.weight and self.objective and self.bypass and self.objective.surrogate != "reinforce":
             raise ConfigError(
                 "{weight}: with {objective.old}: behavior the clipped ratio is pi_theta / mu already, and a weight "

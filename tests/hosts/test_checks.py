@@ -46,6 +46,7 @@ FOUND: list[Case] = [
     ("speculation", {**REPLAYED, "sglang_speculative_algorithm": "EAGLE"}, WEIGHT, ALL),
     ("gate dtype", {**REPLAYED, "moe_router_dtype": "fp32"}, WEIGHT, MEGATRON),
     ("gate dtype", {"moe_router_dtype": "fp64"}, ROUTE, MEGATRON),
+    ("cache of earlier weights", {"pause_generation_mode": "in_place"}, WEIGHT, ("miles", "fsdp")),
     ("top-p", {"rollout_top_p": 0.95}, WEIGHT, ("miles", "fsdp")),
     ("top-p", {"rollout_top_p": 0.95, "rollout_top_k": 50}, WEIGHT, ("miles", "fsdp")),
     ("top-k", {"rollout_top_k": 50}, WEIGHT, ALL),
@@ -67,6 +68,8 @@ CALM: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({**REPLAYED, "sglang_enable_hierarchical_cache": False, "moe_router_fusion": False}, ROUTE),
     ({**REPLAYED, "sglang_chunked_prefill_size": 8192, "rollout_max_context_len": 8192}, WEIGHT),
     ({"use_rollout_routing_replay": False, "moe_router_dtype": "fp32"}, WEIGHT),
+    ({"pause_generation_mode": "retract"}, WEIGHT),
+    ({"pause_generation_mode": "in_place", "sglang_disable_radix_cache": True}, WEIGHT),
     ({"rollout_top_p": 1.0}, WEIGHT),
     ({"rollout_top_k": -1}, WEIGHT),
     ({"rollout_top_k": 50}, {"metrics": "full"}),
@@ -230,6 +233,7 @@ def test_an_attribute_of_the_class_is_an_argument_too(hook: checks.Hook):
         checks.run(hook, Arguments(), from_mapping(KEPT), every_host()["miles"])
 
 
+GROUP, LEAVE_ONE_OUT = ({**WEIGHT, "group_baseline": kind} for kind in ("grpo", "rloo"))
 OTHER_SAMPLES = {"custom_convert_samples_to_train_data_path": "mine.convert"}
 # The check, who asks, the host's arguments, what `mis:` says (None: flat keys), the host, and a host without the fault.
 HELD: list[tuple[str, checks.Hook, dict[str, Any], dict[str, Any] | None, str, str]] = [
@@ -242,6 +246,11 @@ HELD: list[tuple[str, checks.Hook, dict[str, Any], dict[str, Any] | None, str, s
     ("routers out of reach", "command", {}, ROUTE, "fsdp", "slime"),
     ("routers out of reach", "command", {}, {**WEIGHT, "routing": {"on_fault": "raise"}}, "fsdp", "miles"),
     ("no second pass", "command", {}, {**WEIGHT, "resplit_every": 5}, "fsdp", "miles"),
+    ("baseline without rollout batch", "command", {}, GROUP, "fsdp", "miles"),
+    ("baseline without its hook", "tis", {}, GROUP, "miles", ""),
+    ("baseline of another estimator", "loss", {"advantage_estimator": "ppo"}, GROUP, "miles", ""),
+    *((f"baseline beside {name}", "tis", {name: True}, GROUP, "slime", "") for name in checks.OTHER_ADVANTAGES),
+    ("others' mean in deviations", "tis", {"grpo_std_normalization": True}, LEAVE_ONE_OUT, "miles", ""),
     ("no step to skip", "command", {}, {**ORIGINAL, "on_all_rejected": "raise"}, "fsdp", "miles"),
     ("no step to report", "command", {}, {**WEIGHT, "metrics": "all"}, "fsdp", "miles"),
     ("kept beside a mean over the step", "tis", {"calculate_per_token_loss": True}, KEPT, "miles", ""),
