@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from mis_plugins.config import reading
-from mis_plugins.config.file import STDIN, as_arguments, keys_of
+from mis_plugins.config.file import STDIN, keys_of
 from mis_plugins.config.model import CorrectionConfig
-from mis_plugins.errors import ConfigError
-from mis_plugins.shared.numerals import shown
+from mis_plugins.errors import ConfigError, shown
 
 
 def load(file: Path) -> CorrectionConfig:
@@ -20,6 +20,13 @@ def load(file: Path) -> CorrectionConfig:
     then fails here, not in the job.
     """
     return read_keys(keys_of(file))
+
+
+def as_arguments(keys: Mapping[str, Any]) -> argparse.Namespace:
+    """The keys of a file as a host's arguments, whatever their names: `self` and `__class__` too."""
+    arguments = argparse.Namespace()
+    vars(arguments).update(keys)
+    return arguments
 
 
 def read_keys(keys: Mapping[str, Any]) -> CorrectionConfig:

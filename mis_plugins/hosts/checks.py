@@ -13,9 +13,8 @@ from typing import Any, Literal
 from mis_plugins.config import reading
 from mis_plugins.config.model import CorrectionConfig
 from mis_plugins.config.view import View, view
-from mis_plugins.errors import ConfigError
+from mis_plugins.errors import ConfigError, warn_once
 from mis_plugins.hosts.host import LOSS_HOOK, Host
-from mis_plugins.shared.notices import warn_once
 
 Hook = Literal["file", "command", "tis", "loss", "watch", "routes"]
 Severity = Literal["refuse", "warn"]
@@ -302,15 +301,25 @@ CHECKS: tuple[Check, ...] = (*CUTS, *DENOMINATORS, *OBJECTIVES, *BASELINES)
 
 
 def every_check() -> tuple[Check, ...]:
-    """All checks: those of `host_checks.py`, for which the hooks of a loss never ask, and those of this file."""
+    """All checks: those of `host_checks.py`, for which the hooks of a loss never ask, and those of such hooks."""
+    from mis_plugins.hosts.center_checks import CENTERS
     from mis_plugins.hosts.host_checks import HOST_CHECKS
 
-    return (*HOST_CHECKS, *CHECKS)
+    return (*HOST_CHECKS, *CHECKS, *CENTERS)
+
+
+def _of_losses(config: CorrectionConfig) -> tuple[Check, ...]:
+    """The checks for which the hooks of a loss ask; those of score centering only where a config centers."""
+    if config.center is None:
+        return CHECKS
+    from mis_plugins.hosts.center_checks import CENTERS
+
+    return (*CHECKS, *CENTERS)
 
 
 def found(hook: Hook, given: Given, severity: Severity) -> Iterator[Check]:
     """The checks of a hook that hold."""
-    for check in CHECKS if hook in ("tis", "loss") else every_check():
+    for check in _of_losses(given.config) if hook in ("tis", "loss") else every_check():
         asked = hook in check.hooks and check.severity == severity and all(map(given.takes, check.arguments))
         if asked and check.when(given):
             yield check

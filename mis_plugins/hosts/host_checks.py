@@ -115,6 +115,13 @@ ABILITIES = (
         "give its bounds as {weight}",
     ),
     Check(
+        "head unknown",
+        ("command",),
+        lambda given: given.config.center is not None and not given.host.head_flags,
+        "{center} reads rollout_topk_token_ids and rollout_topk_log_probs, which no micro-batch of {host} has; leave "
+        "it out, or train with Megatron on Miles or slime",
+    ),
+    Check(
         "routers out of reach",
         ("command", "routes"),
         lambda given: not given.host.routers and given.reads_routes,
@@ -145,6 +152,13 @@ ABILITIES = (
         ("command",),
         lambda given: given.config.segment_wise_on and not given.host.versions,
         lambda given: f"mis.segment_wise on {{host}} needs {given.host.version_flags}",
+        "warn",
+    ),
+    Check(
+        "head by flags",
+        ("command",),
+        lambda given: given.config.center is not None and bool(given.host.head_flags),
+        lambda given: f"mis.center on {{host}} needs {given.host.head_flags}",
         "warn",
     ),
     Check(

@@ -20,7 +20,7 @@ from mis_plugins.config import reading
 from mis_plugins.config.file import LARGEST_FILE, keys_of, parsed, text_of
 from mis_plugins.errors import ConfigError, UserError
 from mis_plugins.explain.translate import areal, ms_swift, prime_rl, trl, verl
-from true_on_policy.flags.server_groups import groups
+from true_on_policy.flags.command import groups
 
 VERL = "main_ppo algorithm.rollout_correction.rollout_is=token algorithm.rollout_correction.rollout_is_threshold=2\n"
 SWIFT = "swift rlhf --rollout_importance_sampling_mode token_mask\n"

@@ -169,6 +169,7 @@ def test_a_batch_that_does_not_fit_is_refused(change: dict[str, Any], said: str)
          "mis.group_baseline: rloo needs to know before training .* mis.objective.old: behavior"),
         ({"segment_wise": {}, "group_baseline": "grpo"}, "drop one of it and mis.segment_wise"),
         (RULE | {"on_all_rejected": "keep", "group_baseline": "grpo"}, "drop one of it and mis.on_all_rejected: keep"),
+        (RULE | {"m2_threshold": 0.04, "group_baseline": "grpo"}, "drop one of it and mis.m2_threshold"),
     ],
 )  # fmt: skip
 def test_a_config_that_cannot_work_is_refused(mis: dict[str, Any], said: str):

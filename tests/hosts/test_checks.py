@@ -30,6 +30,7 @@ WEIGHT = {"weight": {"upper": 2}}
 ROUTE = {"weight": None, "reject": [{"statistic": "route", "upper": 0.5}]}
 BYPASS = {"weight": None, "objective": {"surrogate": "clip", "old": "behavior"}}
 OPSM = {"opsm": {"delta": 1.0e-4}}
+CENTER = {"center": {}, "objective": {"surrogate": "reinforce", "old": "behavior"}}
 Case = tuple[str, dict[str, Any], dict[str, Any], tuple[str, ...]]
 # The conflict, keys beside `mis:`, what `mis:` says, and the hosts that have the conflict.
 FOUND: list[Case] = [
@@ -54,6 +55,10 @@ FOUND: list[Case] = [
     ("top-k", {"rollout_top_k": 50}, BYPASS, ALL),
     ("top-p", {"rollout_top_p": 0.95}, OPSM, ("miles", "fsdp")),
     ("top-k", {"rollout_top_k": 50}, OPSM, ALL),
+    ("center beside true on policy", {"true_on_policy_mode": True}, CENTER, ("miles",)),
+    ("center beside top-p", {"rollout_top_p": 0.95}, CENTER, ("slime",)),
+    ("head not asked", {"rollout_top_logprobs_num": 0}, CENTER, MEGATRON),
+    ("smaller head", {"rollout_top_logprobs_num": 8}, CENTER, MEGATRON),
 ]  # fmt: skip
 CALM: list[tuple[dict[str, Any], dict[str, Any]]] = [
     (REPLAYED, ROUTE),
@@ -70,6 +75,14 @@ CALM: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"rollout_top_k": 50}, {"metrics": "full"}),
     ({"rollout_top_p": 0.95}, {"metrics": "full"}),
     ({"rollout_top_p": 0.95}, {"opsm": {"delta": 1.0e-4, "reference": "proximal"}}),
+    (
+        {
+            "rollout_top_logprobs_num": 0,
+            "custom_generate_function_path": "mis_plugins.mis.generate_with_versions",
+        },
+        CENTER,
+    ),
+    ({"rollout_top_logprobs_num": 32, "rollout_top_p": 1.0}, CENTER),
 ]
 
 NAMED = {check.name: check for check in every_check()}
@@ -227,6 +240,8 @@ HELD: list[tuple[str, checks.Hook, dict[str, Any], dict[str, Any] | None, str, s
     ("scope without rollout batch", "command", {}, ROLLOUT_MEAN, "unknown", "miles"),
     ("versions unknown", "command", {}, {"segment_wise": {"enabled": True}}, "unknown", "miles"),
     ("versions by flags", "command", {}, {"segment_wise": {"enabled": True}}, "miles", ""),
+    ("head unknown", "command", {}, CENTER, "vime", "miles"),
+    ("head by flags", "command", {}, CENTER, "slime", ""),
     ("routers out of reach", "routes", {}, ROUTE, "fsdp", "miles"),
     ("routers out of reach", "command", {}, ROUTE, "fsdp", "slime"),
     ("routers out of reach", "command", {}, {**WEIGHT, "routing": {"on_fault": "raise"}}, "fsdp", "miles"),

@@ -23,8 +23,7 @@ from mis_plugins.config.loading import file_of, load
 from mis_plugins.config.model import CorrectionConfig
 from mis_plugins.correction.pipeline import correct
 from mis_plugins.errors import ConfigError
-from mis_plugins.metrics.catalogue import finalize
-from mis_plugins.metrics.partials import partials
+from mis_plugins.metrics.partials import finalize, partials
 from mis_plugins.packing.ragged import Ragged
 from mis_plugins.report import survey as surveys
 from mis_plugins.report.causes import CAUSES, DETECTORS
@@ -269,6 +268,15 @@ def test_a_config_that_reads_routes_is_left_out_of_all_and_refused_by_name() -> 
     for asked in ("route", "tis,route"):
         with pytest.raises(ConfigError, match="route: statistic: route reads .* which no dump holds"):
             candidates(asked, None)
+
+
+@pytest.mark.parametrize("asked", ["own", "all"])
+def test_m2po_needs_micro_batches_which_no_dump_has(asked: str):
+    assert not [one.name for one in candidates(asked, None) if one.config.m2_threshold is not None]
+    with pytest.raises(
+        ConfigError, match="m2po: m2_threshold compares the tokens of a micro-batch, and no dump"
+    ):
+        candidates("tis,m2po", None)
 
 
 def test_products_of_whole_responses_rank_where_they_bear_it() -> None:

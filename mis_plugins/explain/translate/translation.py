@@ -15,7 +15,7 @@ from mis_plugins.config.model import CorrectionConfig
 from mis_plugins.errors import ConfigError
 from mis_plugins.explain.words import flags
 from mis_plugins.shared.numerals import cut, shown
-from mis_plugins.shared.table import printable
+from mis_plugins.shared.terminal import printable
 
 COLUMNS = 100
 LONGEST_VALUE = 80  # letters of a value within a comment

@@ -22,6 +22,7 @@ HOST = replace(
     needs=VIME,
     records=("vime", "megatron", "vllm"),
     version_flags="",
+    head_flags="",
     kept_set=lambda keys: False,
     rescore=megatron.rescore_of(VIME),
 )
