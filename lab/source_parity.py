@@ -150,10 +150,10 @@ def nemo_rl(checkout: Path) -> dict[str, Peer]:
 
 
 LOSSES = {
-    "prime-rl's default": "[loss]\nkl_tau = 0",
-    "prime-rl's ipo": "[loss]\ntype = 'ipo'\nkl_tau = 0",
+    "prime-rl-dppo": "[loss]\nkl_tau = 0.02",
+    "prime-rl-ipo": "[loss]\ntype = 'ipo'\nkl_tau = 0.02",
 }
-"""prime-rl's losses by a toml; nothing here adds the term of `kl_tau`."""
+"""prime-rl's losses by a toml, each with another factor of the penalty than its preset."""
 
 
 def prime_rl(checkout: Path) -> dict[str, Peer]:
@@ -169,7 +169,7 @@ def prime_rl(checkout: Path) -> dict[str, Peer]:
     taken(source, [*names, "default_loss_fn", "ipo_loss_fn"], scope)
 
     def gradient(name: str, keys: dict[str, Any]) -> Peer:
-        config = SimpleNamespace(adv_tau=1.0, kl_tau=0.0, **keys)
+        config = SimpleNamespace(adv_tau=1.0, kl_tau=0.02, **keys)
 
         def differentiate(x: Padded) -> Answer:
             target = x.proximal.double().requires_grad_()
@@ -209,7 +209,7 @@ def gradient_difference(name: str, peer: Peer, x: Padded) -> tuple[float, int]:
     correction = correct(target.detach(), mu, ragged, config)
     factor = torch.where(correction.keep, correction.weights, 0)
     assert config.objective is not None
-    clip = Clip(0.2, 0.2, CAP)
+    clip = Clip(0.1, 0.1, CAP) if name.endswith("ipo") else Clip(0.2, 0.2, CAP)
     term = policy_term(target, mu, advantages(x).flatten(), factor, ragged, config.objective, clip)
     mine = torch.autograd.grad(term.loss.sum(), target)[0].view_as(x.mask)[x.mask]
     theirs = peer(x)[0][x.mask]

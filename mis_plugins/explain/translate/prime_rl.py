@@ -36,11 +36,11 @@ RETIRED = ("ratio_type", "mask_ratio_low", "mask_ratio_high", "sequence_mask_rat
            "sequence_mask_high", "sequence_clip_high", "ipo_mask_low", "ipo_mask_high", "clip_ratio",
            "norm_type")  # fmt: skip
 """Keys of earlier prime-rl, whose losses were others."""
+SURROGATE = {"default": "dppo_tv", "ipo": "ipo"}
+WIDTHS = {"default": ("dppo_mask_low", "dppo_mask_high"), "ipo": ("ipo_threshold", "ipo_threshold")}
+"""By `type`: the keys of the largest moves of a probability, down and up."""
 CAP = 1e9  # above every ratio of the hooks: prime-rl bounds none
-SOURCES = {
-    "objective.surrogate": ("type",),
-    "reject[0]": ("ipo_threshold",),
-}
+SOURCES = {"objective.surrogate": ("type",), "objective.kl_tau": ("kl_tau",)}
 STALE = "max_off_policy_steps"
 ROUTES = "enable_router_replay"
 BESIDE = {
@@ -87,36 +87,24 @@ def translate(text: str, behind: Sequence[str] = (), asked: Asked = ASKED) -> Tr
     values = {key: _value(loss, key, table, kind) for key in DEFAULTS[kind]}
     given = {f"{table}.{key}": value for key, value in loss.items()}
     sources = {path: tuple(f"{table}.{key}" for key in keys) for path, keys in SOURCES.items()}
-    notes = (*_of_loss(loss, table, values), *_beside(tree))
+    notes = (*_of_loss(loss, table, kind, values), *_beside(tree))
     return Translation("prime-rl", given, _mis(kind, values) | {"metrics": "watch"}, sources, notes)
 
 
 def _mis(kind: str, values: Mapping[str, float]) -> dict[str, Any]:
-    """prime-rl's loss is -A pi_theta / mu of the tokens that are left; its gradient is REINFORCE's with that weight."""
-    if kind == "default":
-        return {"objective": {"surrogate": "dppo_tv", "old": "behavior"}}
-    rule = {"statistic": "abs_prob_diff", "over": "token", "upper": values["ipo_threshold"]}
-    return {
-        "weight": {"level": "token", "bound": "none"},
-        "reject": [rule],
-        "objective": {"surrogate": "reinforce", "old": "behavior"},
-    }
+    penalty = {"kl_tau": values["kl_tau"]} if values["kl_tau"] else {}
+    return {"objective": {"surrogate": SURROGATE[kind], "old": "behavior"} | penalty}
 
 
-def _of_loss(loss: Mapping[str, Any], table: str, values: Mapping[str, float]) -> Iterator[str]:
+def _of_loss(loss: Mapping[str, Any], table: str, kind: str, values: Mapping[str, float]) -> Iterator[str]:
     if unsaid := [f"{key}: {value:g}" for key, value in values.items() if key not in loss]:
-        kind = "" if "type" in loss else "type: default, "
-        yield f"prime-rl corrects by default: {table}.{kind}{', '.join(unsaid)}, where the file says nothing."
-    if "dppo_mask_low" in values:
-        yield (
-            f"dppo_mask_low, dppo_mask_high: pass --eps-clip {values['dppo_mask_low']:g} --eps-clip-high "
-            f"{values['dppo_mask_high']:g} --eps-clip-c {CAP:g} (DPPO's largest divergences; prime-rl caps no ratio)."
-        )
-    if values["kl_tau"]:
-        yield (
-            f"kl_tau: {values['kl_tau']:g}: prime-rl adds kl_tau (log pi_theta - log mu)^2 to the loss of each token, "
-            "and nothing here does."
-        )
+        said = "" if "type" in loss else "type: default, "
+        yield f"prime-rl corrects by default: {table}.{said}{', '.join(unsaid)}, where the file says nothing."
+    low, high = WIDTHS[kind]
+    yield (
+        f"{', '.join(dict.fromkeys((low, high)))}: pass --eps-clip {values[low]:g} --eps-clip-high {values[high]:g} "
+        f"--eps-clip-c {CAP:g} (how far a probability may move, down and up; prime-rl caps no ratio)."
+    )
     if values["adv_tau"] != 1:
         yield f"adv_tau: {values['adv_tau']:g} multiplies the advantages, and nothing here does; scale the rewards."
     yield f"prime-rl {OVER_TOKENS}."

@@ -51,18 +51,18 @@ CLIPS = ("epsilon", "epsilon_high", "delta")
 DEFAULTS: dict[str, Any] = {CORRECTION: True, MODE: "sequence_mask", CLIP_MAX: 3.0}
 OFF = tuple(f"no_{key}" for key in (CORRECTION, UNBIASED))  # flags of TRL's parser, for switches that are on
 MODES = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
-LOSSES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "luspo")
 LEVELS = ("token", "sequence")
 CONFIG = "GRPOConfig"
 NO_BOUND = 1e9  # above every ratio of the hooks, which is at most e^20
-LACKING = {
-    "sapo": "SAPO's soft gate takes the place of PPO's clip, and no surrogate here has it",
-    "vespo": "VESPO puts the correction inside its own weight of a sequence, and no surrogate here has it",
+SOFT: dict[str, dict[str, str]] = {
+    "cispo": {},
+    "sapo": {f"sapo_temperature_{sign}": f"tau_{sign}" for sign in ("pos", "neg")},
+    "vespo": {f"vespo_{name}": name for name in ("k_pos", "lambda_pos", "k_neg", "lambda_neg")},
 }
-"""Values of `loss_type` that correct and cannot be said here."""
+"""By a value of `loss_type` that is a surrogate here: TRL's own keys of it, and ours."""
 AVERAGES = {
-    "grpo": OVER_RESPONSES,
-    **dict.fromkeys(("bnpo", "dapo", "cispo"), OVER_TOKENS),
+    **dict.fromkeys(("grpo", "sapo"), OVER_RESPONSES),
+    **dict.fromkeys(("bnpo", "dapo", "cispo", "vespo"), OVER_TOKENS),
     "dr_grpo": "divides by max_completion_length, which no flag of the hosts does; their average stays",
     "luspo": "multiplies each sequence by its length, which no flag of the hosts does; their average stays",
 }
@@ -74,7 +74,8 @@ UNSERVED = {
     "mask_truncated_completions": ("false", "drops truncated responses from the loss; nothing here does."),
 }
 """Keys that mask the loss and that nothing here reads: TRL's default, and what another value does."""
-READ = (*KEYS, *OF_LOSS, *CLIPS, *UNSERVED)
+OF_SOFT = {key: ours for keys in SOFT.values() for key, ours in keys.items()}
+READ = (*KEYS, *OF_LOSS, *CLIPS, *UNSERVED, *OF_SOFT)
 SOURCES = {
     "weight.level": (MODE,),
     "weight.bound": (CORRECTION, MODE),
@@ -85,6 +86,7 @@ SOURCES = {
     "objective.surrogate": ("loss_type",),
     "objective.ratio": ("importance_sampling_level",),
     "objective.unbiased_kl": ("beta", UNBIASED),
+    **{f"objective.{ours}": (key,) for key, ours in OF_SOFT.items()},
 }
 
 
@@ -111,7 +113,7 @@ def translate(text: str, behind: Sequence[str] = (), asked: Asked = ASKED) -> Tr
             f"nothing to translate: none of {', '.join(KEYS)} in it; TRL corrects by default with {USE_VLLM}: true, so "
             f"put {USE_VLLM}=true behind the file if the script sets it"
         )
-    refuse_open({key: given[key] for key in given if key in (*KEYS, *OF_LOSS)}, {})
+    refuse_open({key: given[key] for key in given if key in (*KEYS, *OF_LOSS, *OF_SOFT)}, {})
     weight = _weight(given)
     mis = ({"weight": weight} if weight else {}) | _masked(given)
     if not mis:
@@ -170,21 +172,20 @@ def _masked(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _objective(given: Mapping[str, Any]) -> dict[str, Any]:
-    """CISPO's loss, which not every host has a flag for; other losses are flags, told in notes."""
-    loss = choice(given.get("loss_type", "dapo"), "loss_type", (*LOSSES, *LACKING))
-    if loss in LACKING:
-        raise ConfigError(
-            f"loss_type: {loss}: {LACKING[loss]}; for the rest, put loss_type=dapo behind the file"
-        )
-    if loss != "cispo":
+    """A loss that not every host has a flag for; other losses are flags, told in notes."""
+    loss = choice(given.get("loss_type", "dapo"), "loss_type", tuple(AVERAGES))
+    if loss not in SOFT:
         return {}
-    objective = {
-        "surrogate": "cispo",
-        "old": "proximal",
-        "ratio": _level(given),
-        "unbiased_kl": _unbiased(given),
-    }
-    return {"objective": objective}
+    if loss == "vespo" and _corrects(given):
+        raise ConfigError(
+            f"loss_type: vespo beside {CORRECTION}: TRL multiplies the bounded ratios into VESPO's own weight of a "
+            f"sequence, and here a weight stands beside it; put {CORRECTION}=false behind the file, and say "
+            "objective.old: behavior in what is written, for ratios to the engine without a bound"
+        )
+    own = {ours: number(given[key], key) for key, ours in SOFT[loss].items() if given.get(key) is not None}
+    ratio = {} if loss == "vespo" else {"ratio": _level(given)}
+    objective = {"surrogate": loss, "old": "proximal", **ratio, "unbiased_kl": _unbiased(given)}
+    return {"objective": objective | own}
 
 
 def _unbiased(given: Mapping[str, Any]) -> bool:
@@ -243,8 +244,9 @@ def _of_loss(given: Mapping[str, Any], mis: Mapping[str, Any]) -> Iterator[str]:
 def _widths(given: Mapping[str, Any]) -> Iterator[str]:
     """The hosts' flags for the clip, where the file sets any width."""
     found = {key: number(given[key], key) for key in CLIPS if given.get(key) is not None}
-    is_cispo = given.get("loss_type") == "cispo"
-    if not found and not is_cispo:
+    loss = given.get("loss_type")
+    is_cispo = loss == "cispo"
+    if loss in ("sapo", "vespo") or not found and not is_cispo:
         return  # TRL's default, 0.2, is the hosts' too
     low = found.get("epsilon", 0.2)
     high = found.get("epsilon_high", low)
