@@ -269,7 +269,6 @@ def test_trl_defaults_are_those_that_the_translator_takes_for_granted():
     assert granted == {key: trl.default_of(key) for key in granted}
     for key, (default, _) in from_trl.UNSERVED.items():
         assert str(trl.default_of(key)).lower() == default
-    assert set(from_trl.OF_SOFT) == set(trl.soft_defaults())
 
 
 @pytest.mark.parametrize("mode", trl.MODES)

@@ -36,11 +36,11 @@ RETIRED = ("ratio_type", "mask_ratio_low", "mask_ratio_high", "sequence_mask_rat
            "sequence_mask_high", "sequence_clip_high", "ipo_mask_low", "ipo_mask_high", "clip_ratio",
            "norm_type")  # fmt: skip
 """Keys of earlier prime-rl, whose losses were others."""
-SURROGATE = {"default": "dppo_tv", "ipo": "ipo"}
-WIDTHS = {"default": ("dppo_mask_low", "dppo_mask_high"), "ipo": ("ipo_threshold", "ipo_threshold")}
-"""By `type`: the keys of the largest moves of a probability, down and up."""
 CAP = 1e9  # above every ratio of the hooks: prime-rl bounds none
-SOURCES = {"objective.surrogate": ("type",), "objective.kl_tau": ("kl_tau",)}
+SOURCES = {
+    "objective.surrogate": ("type",),
+    "objective.kl_tau": ("kl_tau",),
+}
 STALE = "max_off_policy_steps"
 ROUTES = "enable_router_replay"
 BESIDE = {
@@ -74,7 +74,7 @@ def translate(text: str, behind: Sequence[str] = (), asked: Asked = ASKED) -> Tr
         )
     tree = _tree(text)
     table, loss = _loss(tree)
-    if not loss and not behind and not ({"trainer", "orchestrator", "inference"} & tree.keys()):
+    if not behind and not ({"loss", "trainer", "orchestrator", "inference"} & tree.keys()):
         raise ConfigError(f"nothing to translate: no table [{'] or ['.join(TABLES)}] in it, and no [trainer]")
     loss |= dict(_override(one) for one in behind)
     kind = choice(loss.get("type", "default"), f"{table}.type", tuple(DEFAULTS))
@@ -87,23 +87,25 @@ def translate(text: str, behind: Sequence[str] = (), asked: Asked = ASKED) -> Tr
     values = {key: _value(loss, key, table, kind) for key in DEFAULTS[kind]}
     given = {f"{table}.{key}": value for key, value in loss.items()}
     sources = {path: tuple(f"{table}.{key}" for key in keys) for path, keys in SOURCES.items()}
-    notes = (*_of_loss(loss, table, kind, values), *_beside(tree))
+    notes = (*_of_loss(loss, table, values), *_beside(tree))
     return Translation("prime-rl", given, _mis(kind, values) | {"metrics": "watch"}, sources, notes)
 
 
 def _mis(kind: str, values: Mapping[str, float]) -> dict[str, Any]:
+    """-A pi_theta / mu of the tokens that are left, and a penalty on the log ratio of every token."""
     penalty = {"kl_tau": values["kl_tau"]} if values["kl_tau"] else {}
-    return {"objective": {"surrogate": SURROGATE[kind], "old": "behavior"} | penalty}
+    return {"objective": {"surrogate": "dppo_tv" if kind == "default" else kind, "old": "behavior"} | penalty}
 
 
-def _of_loss(loss: Mapping[str, Any], table: str, kind: str, values: Mapping[str, float]) -> Iterator[str]:
+def _of_loss(loss: Mapping[str, Any], table: str, values: Mapping[str, float]) -> Iterator[str]:
     if unsaid := [f"{key}: {value:g}" for key, value in values.items() if key not in loss]:
-        said = "" if "type" in loss else "type: default, "
-        yield f"prime-rl corrects by default: {table}.{said}{', '.join(unsaid)}, where the file says nothing."
-    low, high = WIDTHS[kind]
+        kind = "" if "type" in loss else "type: default, "
+        yield f"prime-rl corrects by default: {table}.{kind}{', '.join(unsaid)}, where the file says nothing."
+    bounds = [key for key in values if key not in ("adv_tau", "kl_tau")]
+    low, high = values[bounds[0]], values[bounds[-1]]
     yield (
-        f"{', '.join(dict.fromkeys((low, high)))}: pass --eps-clip {values[low]:g} --eps-clip-high {values[high]:g} "
-        f"--eps-clip-c {CAP:g} (how far a probability may move, down and up; prime-rl caps no ratio)."
+        f"{', '.join(bounds)}: pass --eps-clip {low:g} --eps-clip-high {high:g} --eps-clip-c {CAP:g} (how far a "
+        "token's probability may fall and rise; prime-rl caps no ratio)."
     )
     if values["adv_tau"] != 1:
         yield f"adv_tau: {values['adv_tau']:g} multiplies the advantages, and nothing here does; scale the rewards."

@@ -51,15 +51,17 @@ CLIPS = ("epsilon", "epsilon_high", "delta")
 DEFAULTS: dict[str, Any] = {CORRECTION: True, MODE: "sequence_mask", CLIP_MAX: 3.0}
 OFF = tuple(f"no_{key}" for key in (CORRECTION, UNBIASED))  # flags of TRL's parser, for switches that are on
 MODES = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
+OWN = {
+    "cispo": {},
+    "sapo": {f"tau_{sign}": f"sapo_temperature_{sign}" for sign in ("pos", "neg")},
+    "vespo": {name: f"vespo_{name}" for name in ("k_pos", "lambda_pos", "k_neg", "lambda_neg")},
+}
+"""Values of `loss_type` that are surrogates here: by our setting, TRL's key."""
+OWN_KEYS = tuple(key for keys in OWN.values() for key in keys.values())
+LOSSES = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo", *OWN)
 LEVELS = ("token", "sequence")
 CONFIG = "GRPOConfig"
 NO_BOUND = 1e9  # above every ratio of the hooks, which is at most e^20
-SOFT: dict[str, dict[str, str]] = {
-    "cispo": {},
-    "sapo": {f"sapo_temperature_{sign}": f"tau_{sign}" for sign in ("pos", "neg")},
-    "vespo": {f"vespo_{name}": name for name in ("k_pos", "lambda_pos", "k_neg", "lambda_neg")},
-}
-"""By a value of `loss_type` that is a surrogate here: TRL's own keys of it, and ours."""
 AVERAGES = {
     **dict.fromkeys(("grpo", "sapo"), OVER_RESPONSES),
     **dict.fromkeys(("bnpo", "dapo", "cispo", "vespo"), OVER_TOKENS),
@@ -74,8 +76,7 @@ UNSERVED = {
     "mask_truncated_completions": ("false", "drops truncated responses from the loss; nothing here does."),
 }
 """Keys that mask the loss and that nothing here reads: TRL's default, and what another value does."""
-OF_SOFT = {key: ours for keys in SOFT.values() for key, ours in keys.items()}
-READ = (*KEYS, *OF_LOSS, *CLIPS, *UNSERVED, *OF_SOFT)
+READ = (*KEYS, *OF_LOSS, *OWN_KEYS, *CLIPS, *UNSERVED)
 SOURCES = {
     "weight.level": (MODE,),
     "weight.bound": (CORRECTION, MODE),
@@ -86,7 +87,7 @@ SOURCES = {
     "objective.surrogate": ("loss_type",),
     "objective.ratio": ("importance_sampling_level",),
     "objective.unbiased_kl": ("beta", UNBIASED),
-    **{f"objective.{ours}": (key,) for key, ours in OF_SOFT.items()},
+    **{f"objective.{ours}": (key,) for keys in OWN.values() for ours, key in keys.items()},
 }
 
 
@@ -113,12 +114,12 @@ def translate(text: str, behind: Sequence[str] = (), asked: Asked = ASKED) -> Tr
             f"nothing to translate: none of {', '.join(KEYS)} in it; TRL corrects by default with {USE_VLLM}: true, so "
             f"put {USE_VLLM}=true behind the file if the script sets it"
         )
-    refuse_open({key: given[key] for key in given if key in (*KEYS, *OF_LOSS, *OF_SOFT)}, {})
+    refuse_open({key: given[key] for key in given if key in (*KEYS, *OF_LOSS, *OWN_KEYS)}, {})
     weight = _weight(given)
     mis = ({"weight": weight} if weight else {}) | _masked(given)
     if not mis:
         said.prove_nothing()
-    mis |= _objective(given)
+    mis |= _objective(given, weight)
     sources = {path: keys for path, keys in SOURCES.items() if path.partition(".")[0] in mis}
     notes = (*said.notes, *_of_correction(given, weight), *_of_loss(given, mis))
     return Translation("TRL's GRPOConfig", given, mis | {"metrics": "watch"}, sources, notes)
@@ -171,21 +172,24 @@ def _masked(given: Mapping[str, Any]) -> dict[str, Any]:
     return {"opsm": {"delta": number(given[DELTA], DELTA), "advantage": "sequence", "reference": reference}}
 
 
-def _objective(given: Mapping[str, Any]) -> dict[str, Any]:
-    """A loss that not every host has a flag for; other losses are flags, told in notes."""
-    loss = choice(given.get("loss_type", "dapo"), "loss_type", tuple(AVERAGES))
-    if loss not in SOFT:
+def _objective(given: Mapping[str, Any], weight: Mapping[str, Any] | None) -> dict[str, Any]:
+    """CISPO, SAPO or VESPO, for which not every host has a flag; other losses are flags, told in notes."""
+    loss = choice(given.get("loss_type", "dapo"), "loss_type", LOSSES)
+    if strays := [key for key in OWN_KEYS if key in given and key not in OWN.get(loss, {}).values()]:
+        raise ConfigError(f"{strays[0]}: has no effect with loss_type: {loss}; drop it")
+    if loss not in OWN:
         return {}
-    if loss == "vespo" and _corrects(given):
+    if loss == "vespo" and weight:
         raise ConfigError(
-            f"loss_type: vespo beside {CORRECTION}: TRL multiplies the bounded ratios into VESPO's own weight of a "
-            f"sequence, and here a weight stands beside it; put {CORRECTION}=false behind the file, and say "
-            "objective.old: behavior in what is written, for ratios to the engine without a bound"
+            "loss_type: vespo: TRL multiplies the bounded ratios into VESPO's weight of a sequence, and here a weight "
+            f"multiplies the loss; put {CORRECTION}=false behind the file for VESPO alone, or take the preset vespo, "
+            "which compares pi_theta with the engine itself"
         )
-    own = {ours: number(given[key], key) for key, ours in SOFT[loss].items() if given.get(key) is not None}
-    ratio = {} if loss == "vespo" else {"ratio": _level(given)}
-    objective = {"surrogate": loss, "old": "proximal", **ratio, "unbiased_kl": _unbiased(given)}
-    return {"objective": objective | own}
+    ratio = {"ratio": _level(given, ("token",) if loss == "vespo" else LEVELS)}
+    own = {name: number(given[key], key) for name, key in OWN[loss].items() if key in given}
+    return {
+        "objective": {"surrogate": loss, "old": "proximal", "unbiased_kl": _unbiased(given)} | ratio | own
+    }
 
 
 def _unbiased(given: Mapping[str, Any]) -> bool:
@@ -197,8 +201,8 @@ def _coefficient(given: Mapping[str, Any]) -> float:
     return number(given.get("beta") or 0.0, "beta")
 
 
-def _level(given: Mapping[str, Any]) -> str:
-    return choice(given.get("importance_sampling_level", "token"), "importance_sampling_level", LEVELS)
+def _level(given: Mapping[str, Any], levels: tuple[str, ...] = LEVELS) -> str:
+    return choice(given.get("importance_sampling_level", "token"), "importance_sampling_level", levels)
 
 
 # What the file does not hold.
@@ -244,9 +248,8 @@ def _of_loss(given: Mapping[str, Any], mis: Mapping[str, Any]) -> Iterator[str]:
 def _widths(given: Mapping[str, Any]) -> Iterator[str]:
     """The hosts' flags for the clip, where the file sets any width."""
     found = {key: number(given[key], key) for key in CLIPS if given.get(key) is not None}
-    loss = given.get("loss_type")
-    is_cispo = loss == "cispo"
-    if loss in ("sapo", "vespo") or not found and not is_cispo:
+    is_cispo = given.get("loss_type") == "cispo"
+    if not found and not is_cispo:
         return  # TRL's default, 0.2, is the hosts' too
     low = found.get("epsilon", 0.2)
     high = found.get("epsilon_high", low)
