@@ -178,7 +178,7 @@ def prime_rl(checkout: Path) -> dict[str, Peer]:
             inputs = (
                 scope["LossInputs"](row, mu, None, advantage, mask) for row, mu, advantage, mask in rows
             )
-            loss = sum(scope[name](one, config).loss for one in inputs)
+            loss = torch.stack([scope[name](one, config).loss for one in inputs]).sum()
             return torch.autograd.grad(loss, target)[0], x.mask
 
         return differentiate

@@ -52,8 +52,8 @@ ROLLOUT=(
     --rollout-temperature 1
     --global-batch-size 1024
     --balance-data
-    --sglang-mem-fraction-static 0.8
 )
+ENGINE=(--sglang-mem-fraction-static 0.8)
 OBJECTIVE=(
     --advantage-estimator grpo
     --eps-clip 0.4

@@ -71,7 +71,7 @@ def their_gradient(batch: Rows, drops: Tensor, kl_tau: float = 1e-3) -> Tensor:
 def our_gradient(batch: Rows, text: str) -> Tensor:
     """By the config and the flags that the translation prints."""
     made = translate(text)
-    mapping = {"weight": None} | dict(made.mis) | {"metrics": "none"}
+    mapping: dict = {"weight": None} | dict(made.mis) | {"metrics": "none"}
     flags = re.findall(r"--eps-clip\S* (\S+)", " ".join(made.notes))
     keep_away(batch, mapping, batch.target)
     correction = ours(batch, mapping, batch.target)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import statistics
+from collections.abc import Set
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -46,8 +47,8 @@ def normalized(raw: list[float], by_deviation: bool) -> list[float]:
 
 
 def rollout(
-    raw: list[float], far: set[int], masked: set[int] = frozenset(), by_deviation: bool = True
-) -> dict:  # type: ignore[assignment]
+    raw: list[float], far: Set[int], masked: Set[int] = frozenset(), by_deviation: bool = True
+) -> dict:
     """A rollout of two-token responses with the host's advantages."""
     batch = make_batch([
         ([-2.0 + (FAR if i in far else NEAR)] * 2, [-2.0] * 2, [0 if i in masked else 1] * 2) for i in range(len(raw))
