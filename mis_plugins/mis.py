@@ -171,7 +171,7 @@ def count_samples(args: Any, *rest: Any) -> None:
     """The rollout-data hook that counts which share of a step trains; see `hosts/rollout_hooks.py`."""
     from mis_plugins.hosts import rollout_hooks
 
-    rollout_hooks.count_samples(view(args), rest, RECORDER)
+    rollout_hooks.count_samples(view(args), rest, config_in_force, RECORDER)
 
 
 @Hook

@@ -79,5 +79,6 @@ HOST = Host(
     rollout_batch=True,
     rescore=rescore,
     versions=True,
+    head_flags="--rollout-top-logprobs-num 32",
     kept_set=lambda keys: True,  # of top-p and of top-k
 )

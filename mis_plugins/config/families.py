@@ -76,7 +76,7 @@ def families(presets: Mapping[str, Path]) -> dict[str, list[str]]:
 
 def package(name: str) -> str:
     """The package that a preset of `yaml/peers/` is named after."""
-    known = ("ms-swift", "nemo-rl")
+    known = ("ms-swift", "nemo-rl", "prime-rl")
     return next((one for one in known if name.startswith(one)), name.partition("-")[0])
 
 

@@ -38,15 +38,25 @@ def read_keys(keys: Mapping[str, Any]) -> CorrectionConfig:
     reading.check_areal(keys)
     reading.check_names(keys)
     if not any(reading.is_read(key, value) for key, value in keys.items()):
-        verls = "; of a file of verl's `config from-verl` makes one" if "algorithm" in keys else ""
+        others = [
+            f"; of a file of {whose} `config {by}` makes one"
+            for key, (whose, by) in FOREIGN.items()
+            if key in keys
+        ]
         raise ConfigError(
-            f"nothing says how to correct: neither the key `mis:` nor one of Miles's flat keys is in it{verls}"
+            "nothing says how to correct: neither the key `mis:` nor one of Miles's flat keys is in it"
+            + "".join(others[:1])
         )
     mis = keys.get("mis")
     only_metrics = isinstance(mis, dict) and set(mis) == {"metrics"}
     return reading.from_args(as_arguments({"use_tis": not only_metrics, **keys}))
 
 
+FOREIGN = {
+    "algorithm": ("verl's", "from-verl"),
+    **dict.fromkeys(("use_vllm", "vllm_importance_sampling_mode"), ("TRL's", "from-trl")),
+}
+"""By a key that another framework's file has at its top: whose it is, and the command that translates it."""
 WATCHING = "metrics-only"
 ALSO = "# Also "  # begins a line of a preset's header
 

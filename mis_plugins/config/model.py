@@ -21,11 +21,21 @@ Population = Literal["valid", "kept"]
 Over = Literal["token", "sum", "mean", "min", "max"]
 Unit = Literal["sequence", "segment"]
 Metrics = Literal["watch", "all", "full", "core", "none"]
+GroupBaseline = Literal["grpo", "rloo"]
+
+
+def _surrogate_names() -> tuple[str, ...]:
+    from mis_plugins.config.terms.surrogates import SURROGATES  # loaded where a config has an objective
+
+    return tuple(SURROGATES)
+
+
 # A name from a table that may grow; the annotation holds the function that lists them: see
 # `reading.choices_of`.
 BoundName = Annotated[str, bounds.bound_names]
 CappingBoundName = Annotated[str, bounds.capping_names]
 StatisticName = Annotated[str, statistics.statistic_names]
+SurrogateName = Annotated[str, _surrogate_names]
 
 DEFAULT_UPPER = 2.0
 LEVEL_OVER: dict[Level, Over] = {
@@ -259,44 +269,40 @@ class OpsmConfig:
             raise ConfigError(f"{{delta}}: got {self.delta:g}; give a finite number of nats, at least 0")
 
 
-BY_DIVERGENCE = ("dppo_tv", "dppo_kl")  # surrogates that mask a token by how far its probability has moved
-
-
 @dataclass(frozen=True)
 class ObjectiveConfig:
     """The policy loss of `--custom-loss-function-path mis_plugins.mis.policy_loss`; clip widths are the host's flags.
 
-    surrogate: `clip` (PPO, GRPO); `reinforce`, -w A log pi_theta; `cispo`, `reinforce` with the clipped ratio
-        as a constant factor; `dppo_tv` and `dppo_kl`, `reinforce` with the capped ratio as a constant factor.
-        DPPO's factor is 0 where the token's probability has moved away from `old` in the direction of A by
-        more than the clip width, measured as a total variation or as a KL divergence.
+    surrogate: a row of `terms/surrogates.py`, with its formula and its own settings.
     old: what pi_theta is compared with: `proximal`, the trainer before the update (decoupled PPO), or `behavior`,
         the rollout engine (bypass; weights and rules then compare pi_theta with mu).
     ratio: of one `token`, or of the `sequence`, its geometric mean (GSPO).
     unbiased_kl: multiply the KL term by pi_theta / old (DeepSeek-V3.2).
     weigh_kl: multiply the KL term by the importance weight, and drop it also where OPSM masks. Tokens that
         the rules reject leave KL and entropy in any case, as in the hosts.
+    kl_tau: factor of a penalty (log pi_theta - log old)^2 on each token, which weight and rules act on too.
+    tau_pos, tau_neg: temperatures of `sapo` where A > 0, and elsewhere.
+    k_pos, lambda_pos, k_neg, lambda_neg: power and decay of `vespo` where A >= 0, and elsewhere.
     """
 
-    surrogate: Literal["clip", "reinforce", "cispo", "dppo_tv", "dppo_kl"] = "clip"
+    surrogate: SurrogateName = "clip"
     old: Literal["proximal", "behavior"] = "proximal"
     ratio: Literal["token", "sequence"] = "token"
     unbiased_kl: bool = False
     weigh_kl: bool = False
+    kl_tau: float = 0.0
+    tau_pos: float | None = None
+    tau_neg: float | None = None
+    k_pos: float | None = None
+    lambda_pos: float | None = None
+    k_neg: float | None = None
+    lambda_neg: float | None = None
 
     def __post_init__(self) -> None:
-        if self.surrogate == "reinforce" and self.old == "proximal":
-            raise ConfigError(
-                "{old}: proximal with {surrogate}: reinforce leaves pi_theta / pi_old out of the gradient; "
-                "use {old}: behavior"
-            )
-        if self.surrogate == "reinforce" and self.ratio == "sequence":
-            raise ConfigError("{ratio}: sequence has no effect with {surrogate}: reinforce")
-        if self.surrogate in BY_DIVERGENCE and self.ratio == "sequence":
-            raise ConfigError(
-                f"{{ratio}}: sequence contradicts {{surrogate}}: {self.surrogate}, whose divergence is of a token; use "
-                "token"
-            )
+        from mis_plugins.config.terms import surrogates
+
+        for name, default in surrogates.check(self).items():
+            object.__setattr__(self, name, default)
 
 
 @dataclass(frozen=True)
@@ -362,6 +368,22 @@ class RoutingConfig:
     on_fault: Literal["warn", "raise"] = "warn"
 
 
+@dataclass(frozen=True)
+class CenterConfig:
+    """Score centering: subtract the mean of the weighted score, with which any mismatch moves the policy.
+
+    top_k: the largest head, in tokens of the vocabulary that the rollout engine names at each position.
+
+    Marek and Ryabinin 2026, arxiv.org/abs/2609.20807.
+    """
+
+    top_k: int = 32
+
+    def __post_init__(self) -> None:
+        if self.top_k < 1:
+            raise ConfigError(f"{{top_k}}: got {self.top_k}; give at least 1 token")
+
+
 WEIGHT_BOUNDS = ("weight_cap", "weight_floor", "mode")  # fields that `weight` has too
 
 
@@ -376,7 +398,9 @@ class CorrectionConfig:
     metrics: `watch` hands the host five metrics a token, and leaves all others to the step hook, which logs them
         of whole steps; where a host has no step hook it is `full`, which hands every metric back. `all` is both
         `full` and the step hook's. `core` is at most eight, `none` none. Miles's flat keys have `full`.
-    opsm, objective: only the loss hook can serve them, and segment-wise weights: `--loss-type custom_loss
+    m2_threshold: M2PO. The tokens with the largest (log r)^2 of a micro-batch leave the loss, until the mean of those
+        that are left is below the threshold. Rules follow.
+    opsm, objective, center: only the loss hook can serve them, and segment-wise weights: `--loss-type custom_loss
         --custom-loss-function-path mis_plugins.mis.policy_loss`.
     denominator: what a sequence's loss is divided by once tokens are rejected: its `original` number of tokens, or
         the `kept` ones. The TIS hook changes the policy term alone; the loss hook changes KL and entropy too.
@@ -391,6 +415,9 @@ class CorrectionConfig:
     resplit_every: N scores every N-th rollout twice: the trainer computes its log-probs again, from
         micro-batches that are cut otherwise, and logs what differs. null is never. The rollout-data hooks
         do it.
+    group_baseline: the baseline of a group's rewards, over the samples that train: `grpo`, their mean and the host's
+        standard deviation, or `rloo`, the mean of the others. null leaves the host's, over all samples. The
+        rollout-data hooks do it.
     """
 
     weight: WeightConfig | None = None
@@ -405,10 +432,20 @@ class CorrectionConfig:
     segment_wise: SegmentWiseConfig | None = None
     routing: RoutingConfig | None = None
     resplit_every: int | None = None
+    m2_threshold: float | None = None
+    group_baseline: GroupBaseline | None = None
+    center: CenterConfig | None = None
 
     def __post_init__(self) -> None:
+        if self.segment_wise is not None or self.m2_threshold is not None:
+            from mis_plugins.config import contradictions
+
+            contradictions.check(self)
+        if self.center is not None:
+            from mis_plugins.config import centering
+
+            centering.check(self)
         if self.segment_wise is not None:
-            self._check_segment_wise(self.segment_wise)
             if self.weight is None and not self.bypass:
                 object.__setattr__(self, "weight", self.segment_wise.weight)
         self._check_kept()
@@ -425,6 +462,10 @@ class CorrectionConfig:
             raise ConfigError(
                 f"{{resplit_every}}: got {self.resplit_every}; give at least 1 rollout, or null for never"
             )
+        if self.group_baseline is not None:
+            from mis_plugins.config import contradictions
+
+            contradictions.check_group_baseline(self)
         if self.weight and self.objective and self.bypass and self.objective.surrogate != "reinforce":
             raise ConfigError(
                 "{weight}: with {objective.old}: behavior the clipped ratio is pi_theta / mu already, and a weight "
@@ -469,26 +510,6 @@ class CorrectionConfig:
                 "or {aggregate}: valid"
             )
 
-    def _check_segment_wise(self, segment_wise: SegmentWiseConfig) -> None:
-        """Refuse settings that contradict `segment_wise`, and bounds that another setting decides."""
-        if segment_wise.enabled and self.bypass:
-            raise ConfigError(
-                "{segment_wise}: a weight pi_{v+1} / mu belongs to {objective.old}: proximal; with behavior pi_theta "
-                "is compared with mu itself: use proximal, or {segment_wise.enabled}: false"
-            )
-        weight = self.weight
-        if segment_wise.enabled and weight and weight.level != "token":
-            raise ConfigError(
-                f"{{weight.level}}: {weight.level} beside {{segment_wise}}, which weighs each token by itself; use "
-                "token, or {segment_wise.enabled}: false"
-            )
-        if weight == segment_wise.weight or (weight is None and not self.bypass):
-            return
-        for name in WEIGHT_BOUNDS:
-            if getattr(segment_wise, name) != getattr(SegmentWiseConfig, name):
-                why = "beside {weight}, which has bounds" if weight else "with {objective.old}: behavior"
-                raise ConfigError(f"{{segment_wise.{name}}}: has no effect {why}; drop it")
-
     @cached_property
     def bypass(self) -> bool:
         """Whether weights and rules compare pi_theta with mu, and not the trainer before the update."""
@@ -529,7 +550,7 @@ class CorrectionConfig:
     @cached_property
     def rejects(self) -> bool:
         """Whether anything can be dropped from the loss mask, OPSM aside."""
-        by_rule = any(rule.drops for rule in self.reject)
+        by_rule = self.m2_threshold is not None or any(rule.drops for rule in self.reject)
         return by_rule or (self.weight is not None and self.weight.record.drops_token)
 
     @cached_property
@@ -546,7 +567,7 @@ class CorrectionConfig:
         """Whether rules or the weight's bound can drop parts of a unit: tokens, or segments of a sequence."""
         masks = self.weight if self.weight and self.weight.record.drops_token else None
         by_token = any(rule.over == "token" and rule.drops for rule in self.reject)
-        tokens = by_token or (masks and masks.level == "token")
+        tokens = by_token or self.m2_threshold is not None or (masks and masks.level == "token")
         segments = any(rule.unit == "segment" for rule in self.reject) or (masks and masks.by_segment)
         return bool(tokens or (unit == "sequence" and segments))
 
@@ -590,7 +611,7 @@ class CorrectionConfig:
     @cached_property
     def corrects(self) -> bool:
         """Whether the config can change a loss, OPSM and objective aside."""
-        return self.weight is not None or bool(self.reject)
+        return self.weight is not None or bool(self.reject) or self.m2_threshold is not None
 
     @cached_property
     def reads_behavior(self) -> bool:

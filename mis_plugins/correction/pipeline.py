@@ -289,6 +289,10 @@ def _verdict(
 ) -> Verdict:
     """Tokens, then segments, then sequences: what each weighs and whether its rules keep it."""
     stage = token_stage(proximal, behavior, ragged.loss_mask, plan, numerator, routes)
+    if plan.config.m2_threshold is not None:
+        from mis_plugins.correction.m2po import trimmed
+
+        stage = trimmed(stage, ragged, plan.config.m2_threshold)
     segments = None
     if plan.segments is not None:
         from mis_plugins.correction.segments import segment_stage

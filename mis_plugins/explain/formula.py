@@ -5,13 +5,14 @@ q_t      segment-wise, for a token that version v wrote: pi_{v+1}(y_t) / mu(y_t)
 prod r   over the valid tokens of a sequence (or of a segment), n of them
 w_t      importance weight
 n_t      number of layers of a mixture of experts that route the token to other experts than the engine
+m2       the squares that M2PO leaves, of the tokens of a micro-batch
+s        the ratio of a sequence, where a surrogate makes one number of its tokens
 s_t      what a surrogate clips: pi_theta(y_t) / pi_old(y_t); over mu(y_t) in bypass, over q_t mu(y_t) segment-wise
 """
 
 from __future__ import annotations
 
 from mis_plugins.config.model import (
-    BY_DIVERGENCE,
     CorrectionConfig,
     Level,
     ObjectiveConfig,
@@ -21,6 +22,7 @@ from mis_plugins.config.model import (
     SegmentWiseConfig,
     WeightConfig,
 )
+from mis_plugins.config.terms.surrogates import SURROGATES
 
 RATIO: dict[Level, str] = {
     "token": "r_t",
@@ -35,18 +37,6 @@ AMONG: dict[Population | None, str] = {
     "valid": " (over all valid tokens)",
     "kept": " (over the tokens that every rule over tokens keeps)",
 }
-SURROGATE: dict[str, str] = {
-    "clip": "-w_t min(s_t A_t, clip(s_t, 1 - eps, 1 + eps_high) A_t)",
-    "reinforce": "-w_t A_t log pi_theta(y_t)",
-    "cispo": "-w_t sg(clip(s_t, 1 - eps, 1 + eps_high)) A_t log pi_theta(y_t)",
-    "dppo_tv": "-w_t sg(min(s_t, c)) A_t log pi_theta(y_t)",
-    "dppo_kl": "-w_t sg(min(s_t, c)) A_t log pi_theta(y_t)",
-}
-AWAY = "away_t = (A_t > 0 and pi_theta > {old} and D_t > eps_high) or (A_t < 0 and pi_theta < {old} and D_t > eps)"
-DIVERGENCE: dict[str, str] = {
-    "dppo_tv": "|pi_theta - {old}|",
-    "dppo_kl": "{old} * log({old} / pi_theta) + (1 - {old}) * log((1 - {old}) / (1 - pi_theta))",
-}
 
 
 def formula(config: CorrectionConfig) -> list[str]:
@@ -59,6 +49,9 @@ def formula(config: CorrectionConfig) -> list[str]:
         lines += _segment_wise(config.segment_wise)
     lines.append(f"w_t    = {_weight(config, trainer)}")
     rules = [_rule(rule, trainer) for rule in config.reject if rule.drops]
+    if config.m2_threshold is not None:
+        lines.append(f"m2     = the most of the smallest (log r_t)^2 with a mean < {config.m2_threshold:g}")
+        rules.insert(0, "(log r_t)^2 in m2")
     lines.append("keep_t = " + " and ".join(["mask_t", *rules, *_opsm(config.opsm)]))
     if config.needs_loss_hook:
         lines += _objective(config)
@@ -152,19 +145,33 @@ def _opsm(opsm: OpsmConfig | None) -> list[str]:
     return [f"not ({advantage} < 0 and mean_t(log {reference} - log pi_theta) > {opsm.delta:g})"]
 
 
+def _center(config: CorrectionConfig) -> list[str]:
+    """The centering term, and what its coefficients are made of."""
+    assert config.center is not None
+    bound = "the weight's bound" if config.weight else "1"
+    return [
+        f"         + A_t sum_v c_v log pi_theta(v), v the engine's {config.center.top_k} likeliest tokens",
+        f"c_v    = mu(v) f(r(v)) - rho f(1/rho) pi_theta(v), f = {bound}",
+        "rho    = (1 - sum_v mu(v)) / (1 - sum_v pi_theta(v))",
+    ]
+
+
 def _objective(config: CorrectionConfig) -> list[str]:
     objective = config.objective or ObjectiveConfig()
     old = "mu" if config.bypass else "pi_old"
     ratio = f"pi_theta(y_t) / {old}(y_t)"
     if config.clips_against_next:
         old, ratio = "(q_t mu)", "pi_theta(y_t) / (q_t mu(y_t))"
-    lines = [] if objective.surrogate == "reinforce" else [f"s_t    = {_of_sequence(ratio, objective)}"]
-    kept = "keep_t"
-    if objective.surrogate in BY_DIVERGENCE:
-        kept = "keep_t and not away_t"
-        lines.append(f"D_t    = {DIVERGENCE[objective.surrogate].format(old=old)}, of the sampled token")
-        lines.append(AWAY.format(old=old))
-    lines.append(f"L_t    = {SURROGATE[objective.surrogate]} where {kept}, else 0")
+    record = SURROGATES[objective.surrogate]
+    reads_ratio = objective.surrogate != "reinforce" or bool(objective.kl_tau)
+    lines = [f"s_t    = {_of_sequence(ratio, objective)}"] * (reads_ratio and record.of_sequence is None)
+    lines += [line.format(**vars(objective) | {"old": old, "ratio": ratio}) for line in record.lines]
+    kept = "keep_t and not away_t" if record.masks else "keep_t"
+    lines.append(f"L_t    = {record.formula} where {kept}, else 0")
+    if objective.kl_tau:
+        lines.append(f"       + w_t {objective.kl_tau:g} (log s_t)^2 where keep_t")
+    if config.center is not None:
+        lines += _center(config)
     factors = [f"({ratio})"] * objective.unbiased_kl + ["w_t"] * objective.weigh_kl
     if factors:
         kept = ", 0 where not keep_t" if objective.weigh_kl else ""

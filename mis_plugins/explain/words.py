@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from mis_plugins.config.model import (
+    CenterConfig,
     CorrectionConfig,
     Level,
     ObjectiveConfig,
@@ -15,6 +16,7 @@ from mis_plugins.config.model import (
     WeightConfig,
 )
 from mis_plugins.config.terms.bounds import Outside
+from mis_plugins.config.terms.surrogates import SURROGATES
 from mis_plugins.explain.formula import trainer_policy
 from mis_plugins.hosts.host import LOSS_HOOK, ONE_STEP, ROUTES_HOOK, Host
 from mis_plugins.metrics.alarms import COUNT
@@ -45,17 +47,6 @@ AMONG: dict[Population | None, str] = {
     None: "",
     "valid": ", dropped tokens included",
     "kept": ", tokens that a rule has dropped left out",
-}
-DPPO = (
-    "DPPO, -A log pi_theta, with {{ratio}} (at most --eps-clip-c, or 20) as a constant factor, and 0 where A moved the "
-    "token's probability {by} --eps-clip-high up, or --eps-clip down"
-)
-SURROGATE: dict[str, str] = {
-    "clip": "PPO's clip of {ratio}",
-    "reinforce": "REINFORCE, -A log pi_theta, with the weight as a constant factor",
-    "cispo": "CISPO, -A log pi_theta, with the clipped {ratio} as a constant factor",
-    "dppo_tv": DPPO.format(by="by more than"),
-    "dppo_kl": DPPO.format(by="by a binary KL of more than"),
 }
 FRESH = {
     "proximal": "at ages 0 and 1, pi_old",
@@ -96,10 +87,20 @@ WHOSE_MEAN: dict[Scope, str] = {
 KEPT_AGGREGATE = (
     "aggregate: what a sequence or segment adds up to leaves out the tokens that a rule has dropped"
 )
+M2PO = (
+    "m2_threshold: the tokens with the largest (log r)^2 of each micro-batch leave the loss, until the mean of the "
+    "others is below {:g}"
+)
 RESPLIT = (
     "trainer against itself: of each {every} rollouts one is scored again from other micro-batches, which costs a "
     "log-prob pass; resplit_differs is 0 where no kernel depends on the batch"
 )
+BASELINE = {
+    "grpo": "group baseline: rewards less the mean over the group's samples that train, over the host's deviation of "
+    "these; a sample alone has the advantage 0",
+    "rloo": "group baseline: rewards less the mean over the group's other samples that train; a sample alone has the "
+    "advantage 0",
+}
 NOTHING = (
     "metrics: none alone weighs nothing, drops nothing and reports nothing: drop it, or say how to correct (it has "
     f"its effect beside a weight or rules, and where the host's flags make up the loss: {LOSS_HOOK})"
@@ -131,12 +132,15 @@ def describe(config: CorrectionConfig, host: Host | None = None, file: str = "FI
         _weight(config.weight, "pi_{v+1}" if config.segment_wise_on else trainer),
         *_segment_wise(config),
         *_normalization(config.weight),
+        *([M2PO.format(config.m2_threshold)] if config.m2_threshold is not None else []),
         *(_rule(rule, trainer) for rule in config.reject),
         *([_opsm(config.opsm)] if config.opsm else []),
         *([_routing(config.routing)] if config.routing else []),
         *([_objective(config.objective, config.clips_against_next)] if config.objective else []),
+        *([_center(config.center)] if config.center else []),
         *([KEPT_AGGREGATE] if config.aggregate == "kept" else []),
         *(_consequences(config) if config.can_end_empty or config.opsm else []),
+        *([BASELINE[config.group_baseline]] if config.group_baseline else []),
         *([RESPLIT.format(every=config.resplit_every)] if config.resplit_every is not None else []),
         _metrics(config, host),
         f"needs: {flags(config, host)} --custom-config-path {file}",
@@ -158,7 +162,7 @@ def flags(config: CorrectionConfig, host: Host | None = None) -> str:
     found = [LOSS_HOOK if config.needs_loss_hook else f"{switch} {tis}"]
     if _has_rollout_mean(config):
         found.append(ROLLOUT_HOOK)
-    elif config.resplit_every is not None:
+    elif config.resplit_every is not None or config.group_baseline:
         found.append(COUNT)
     watches = config.reads_routes or config.routing is not None
     steps = config.reports_step or config.on_all_rejected == "raise" or watches
@@ -316,14 +320,24 @@ def _routing(routing: RoutingConfig) -> str:
     return f"routing: {EXPERTS[routing.experts]}; a replay that did not happen {ON_FAULT[routing.on_fault]}"
 
 
+def _center(center: CenterConfig) -> str:
+    return (
+        f"center: the mean of the weighted score under mu is subtracted, so that a constant reward moves nothing; from "
+        f"the engine's {center.top_k} likeliest tokens at each position, and a model of all others"
+    )
+
+
 def _objective(objective: ObjectiveConfig, next_version: bool) -> str:
     old = "pi_{v+1}" if next_version else "mu" if objective.old == "behavior" else "pi_old"
     ratio = f"pi_theta / {old}" + (
         "" if objective.ratio == "token" else " (geometric mean over the sequence)"
     )
-    line = f"objective: {SURROGATE[objective.surrogate].format(ratio=ratio)}"
+    words = SURROGATES[objective.surrogate].words
+    line = f"objective: {words.format(**vars(objective) | {'ratio': ratio})}"
     if objective.old == "behavior":
         line += "; weight and rules look at pi_theta / mu too (bypass)"
+    if objective.kl_tau:
+        line += f"; a penalty of {objective.kl_tau:g} times the square of log pi_theta - log {old}"
     if objective.unbiased_kl:
         line += f"; the KL term times pi_theta / {old}"
     return line + ("; the KL term weighted and dropped like the loss" if objective.weigh_kl else "")

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
+from importlib import import_module
 from typing import Literal
 
 import torch
@@ -50,12 +52,14 @@ class PolicyTerm:
     clipped: 1 where the clip holds the token back, else 0.
     log_ratio: log pi_theta - log old of the token, or the sequence's mean, without gradient.
     known: where the log ratio is known; the loss is 0 elsewhere.
+    alone: makes the surrogate of each token by itself, where `loss` is a share of its sequence's; else None.
     """
 
     loss: Float[Tensor, " T"]
     clipped: Float[Tensor, " T"]
     log_ratio: Float[Tensor, " T"]
     known: Bool[Tensor, " T"]
+    alone: Callable[[], Float[Tensor, " T"]] | None = None
 
 
 @dataclass(frozen=True)
@@ -66,6 +70,7 @@ class Operands:
     target, log_ratio: log-probs under pi_theta and log pi_theta - log old, with gradient.
     old: log-probs under the policy that pi_theta is compared with, without gradient.
     advantages, factor: the host's advantages and the correction's factor, without gradient.
+    config: the objective, for the settings of a surrogate.
     """
 
     usable: Bool[Tensor, " T"]
@@ -74,6 +79,7 @@ class Operands:
     old: Float[Tensor, " T"]
     advantages: Float[Tensor, " T"]
     factor: Float[Tensor, " T"]
+    config: ObjectiveConfig
 
 
 def policy_term(
@@ -87,6 +93,10 @@ def policy_term(
 ) -> PolicyTerm:
     """The loss of every token under `config.surrogate` and `config.ratio`, in float32 or wider.
 
+        f_t (s_t + kl_tau (log pi_theta - log old)^2)
+
+    s_t is the surrogate. The penalty is that of Kimi Team 2026, "Kimi K2.5", arxiv.org/abs/2602.02276.
+
     Args:
         target: log-probs under pi_theta, with gradient.
         old: log-probs under the policy that the ratio compares pi_theta with; NaN where they are not known.
@@ -95,8 +105,11 @@ def policy_term(
     log_r, usable = target_log_ratio(target, old, ragged.loss_mask)
     or_0 = lambda x: torch.where(usable, widened(x), 0)  # noqa: E731
     constants = (or_0(x.detach()) for x in (old, advantages, factor))
-    operands = Operands(usable, or_0(target), log_r, *constants)
-    return TERMS[config.surrogate, config.ratio](operands, ragged, clip)
+    operands = Operands(usable, or_0(target), log_r, *constants, config)
+    term = term_of(config.surrogate, config.ratio)(operands, ragged, clip)
+    if not config.kl_tau:
+        return term
+    return replace(term, loss=term.loss + config.kl_tau * operands.factor * log_r.square())
 
 
 def target_log_ratio(
@@ -178,7 +191,13 @@ def token_clip(x: Operands, ragged: Ragged, clip: Clip) -> PolicyTerm:
 
 
 def sequence_clip(x: Operands, ragged: Ragged, clip: Clip) -> PolicyTerm:
-    """GSPO: r is exp of the sequence's mean log ratio. Zheng et al. 2025, arxiv.org/abs/2507.18071.
+    """GSPO: r is exp of the sequence's mean log ratio. Zheng et al. 2025, arxiv.org/abs/2507.18071."""
+    term = shared_term(x, ragged, partial(clipped_surrogate, clip=clip))
+    return replace(term, clipped=held_back(exp_clamped(term.log_ratio), x.advantages, clip))
+
+
+def shared_term(x: Operands, ragged: Ragged, surrogate: Callable[[Tensor, Tensor], Tensor]) -> PolicyTerm:
+    """A surrogate s(r, A) of the sequence's ratio r, exp of its mean log ratio, of which nothing is clipped.
 
     Each token's surrogate depends on the log-prob of every token of its sequence, on whatever rank:
 
@@ -192,11 +211,11 @@ def sequence_clip(x: Operands, ragged: Ragged, clip: Clip) -> PolicyTerm:
     """
     weighted = x.factor * x.advantages
     rows = weighted.clamp(min=0), weighted.clamp(max=0)
-    known, mean, gain, cost = _sequence_means(x, ragged, *rows)
+    known, mean, gain, cost = sequence_means(x, ragged, *rows)
     ratio = exp_clamped(mean + x.log_ratio - x.log_ratio.detach())
-    loss = clipped_surrogate(ratio, gain, clip) + clipped_surrogate(ratio, cost, clip)
-    loss = torch.where(known, loss, 0)
-    return PolicyTerm(loss, held_back(ratio, x.advantages, clip), mean, known)
+    loss = torch.where(known, surrogate(ratio, gain) + surrogate(ratio, cost), 0)
+    alone = lambda: torch.where(known, surrogate(exp_clamped(mean), x.advantages), 0)  # noqa: E731
+    return PolicyTerm(loss, torch.zeros_like(x.advantages), mean, known, alone)
 
 
 def token_cispo(x: Operands, ragged: Ragged, clip: Clip) -> PolicyTerm:
@@ -205,7 +224,7 @@ def token_cispo(x: Operands, ragged: Ragged, clip: Clip) -> PolicyTerm:
 
 def sequence_cispo(x: Operands, ragged: Ragged, clip: Clip) -> PolicyTerm:
     """CISPO on the sequence's ratio, which is a constant: no gradient crosses tokens."""
-    known, mean = _sequence_means(x, ragged)
+    known, mean = sequence_means(x, ragged)
     return _cispo(replace(x, factor=torch.where(known, x.factor, 0)), mean, known, clip)
 
 
@@ -219,17 +238,23 @@ def _cispo(x: Operands, log_ratio: Tensor, known: Tensor, clip: Clip) -> PolicyT
 def dppo_tv(x: Operands, ragged: Ragged, clip: Clip) -> PolicyTerm:
     """DPPO with the total variation |pi_theta - old| of the sampled token against all others."""
     moved = prob_diff(x.target.detach(), x.old)
-    return _dppo(x, moved.abs(), moved, clip)
+    return _dppo(x, moved_away(moved.abs(), moved, x.advantages, clip), clip)
 
 
 def dppo_kl(x: Operands, ragged: Ragged, clip: Clip) -> PolicyTerm:
     """DPPO with the binary KL divergence from old to pi_theta of the sampled token against all others."""
     target = x.target.detach()
-    return _dppo(x, binary_kl(target, x.old), prob_diff(target, x.old), clip)
+    divergence, moved = binary_kl(target, x.old), prob_diff(target, x.old)
+    return _dppo(x, moved_away(divergence, moved, x.advantages, clip), clip)
 
 
-def _dppo(x: Operands, divergence: Tensor, moved: Tensor, clip: Clip) -> PolicyTerm:
-    away = moved_away(divergence, moved, x.advantages, clip)
+def ipo(x: Operands, ragged: Ragged, clip: Clip) -> PolicyTerm:
+    """IPO, prime-rl's: DPPO that masks a token beyond the trust region whatever the sign of A."""
+    moved = prob_diff(x.target.detach(), x.old)
+    return _dppo(x, (moved > clip.high) | (moved < -clip.low), clip)
+
+
+def _dppo(x: Operands, away: Bool[Tensor, " T"], clip: Clip) -> PolicyTerm:
     ratio = exp_clamped(x.log_ratio.detach())
     loss = x.factor * dppo_surrogate(ratio, x.target, x.advantages, away, clip)
     return PolicyTerm(loss, away.to(ratio.dtype), x.log_ratio.detach(), x.usable)
@@ -241,18 +266,28 @@ def reinforce(x: Operands, ragged: Ragged, clip: Clip) -> PolicyTerm:
     return PolicyTerm(loss, torch.zeros_like(x.advantages), x.log_ratio.detach(), x.usable)
 
 
-TERMS: dict[tuple[str, str], Callable[[Operands, Ragged, Clip], PolicyTerm]] = {
+Term = Callable[[Operands, Ragged, Clip], PolicyTerm]
+TERMS: dict[tuple[str, str], Term] = {
     ("clip", "token"): token_clip,
     ("clip", "sequence"): sequence_clip,
     ("cispo", "token"): token_cispo,
     ("cispo", "sequence"): sequence_cispo,
     ("dppo_tv", "token"): dppo_tv,
     ("dppo_kl", "token"): dppo_kl,
+    ("ipo", "token"): ipo,
     ("reinforce", "token"): reinforce,
 }
+APART = ("sapo", "vespo", "gmpo")  # each in a file of this room, which is loaded where a config asks for it
 
 
-def _sequence_means(x: Operands, ragged: Ragged, *rows: Float[Tensor, " T"]) -> list[Shaped[Tensor, " T"]]:
+def term_of(surrogate: str, ratio: str) -> Term:
+    """The term of a surrogate, by what `mis.objective.ratio` says."""
+    if surrogate in APART:
+        return import_module(f"mis_plugins.loss.{surrogate}").TERMS[ratio]
+    return TERMS[surrogate, ratio]
+
+
+def sequence_means(x: Operands, ragged: Ragged, *rows: Float[Tensor, " T"]) -> list[Shaped[Tensor, " T"]]:
     """Numbers of a sequence at each of its tokens: whether it is known, its mean log ratio, its means of `rows`.
 
     A sequence is known if all its valid tokens are usable. The sums cost one collective over context-parallel ranks.

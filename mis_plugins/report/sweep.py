@@ -213,12 +213,18 @@ def load(target: str) -> CorrectionConfig:
         raise ConfigError(
             f"{target}: statistic: route reads what the trainer's routers did, which no dump holds; leave the rule out"
         )
+    if config.m2_threshold is not None:
+        raise ConfigError(
+            f"{target}: m2_threshold compares the tokens of a micro-batch, and no dump says how micro-batches were "
+            "cut; leave m2_threshold out"
+        )
     return config
 
 
 def judged(config: CorrectionConfig) -> bool:
     """Whether a config corrects, and a dump holds everything that it reads."""
-    return config.corrects and not (config.needs_loss_hook or config.reads_routes)
+    reads_more = config.needs_loss_hook or config.reads_routes or config.m2_threshold is not None
+    return config.corrects and not reads_more
 
 
 def _shares(place: str, both: Float[Tensor, "2 K"] | None) -> dict[str, float]:

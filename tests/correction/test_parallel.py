@@ -102,8 +102,14 @@ def make_cases(dp: int, scopes: tuple[str, ...]) -> list[Case]:
         cases.append(
             Case(config, tuple(clear_batch(7 * i + d, config) for d in range(dp)), FORMATS[i % 2], i % 5 == 0)
         )
-    alone = {"weight": None, "reject": [{"over": "min", "lower": 0.2}]}
-    return [*cases, Case(alone, tuple(clear_batch(900 + d, alone) for d in range(dp)))]
+    alone = [
+        {"weight": None, "reject": [{"over": "min", "lower": 0.2}]},
+        {"weight": None, "reject": [], "m2_threshold": 0.02},
+        {"weight": {"level": "geometric", "bound": "truncate", "upper": 1.4}, "m2_threshold": 0.1,
+         "reject": [{"over": "mean", "lower": 0.8, "upper": 1.2}], "aggregate": "kept", "denominator": "kept"},
+    ]  # fmt: skip
+    numbered = enumerate(alone, 9)
+    return cases + [Case(c, tuple(clear_batch(100 * i + d, c) for d in range(dp))) for i, c in numbered]
 
 
 # ------------------------------------------------------------------------------------------------- on the ranks

@@ -301,7 +301,8 @@ def test_losses_are_the_oracles(name: str):
     objective = config.objective or ObjectiveConfig()
     worked = six_tokens.work(config)
     assert worked.loss is not None
-    spec = loss_oracle.Spec(objective.surrogate, objective.ratio, six_tokens.CLIP, six_tokens.CLIP)
+    widths = six_tokens.CLIP, six_tokens.CLIP
+    spec = loss_oracle.Spec(objective.surrogate, objective.ratio, *widths, kl_tau=objective.kl_tau)
     old = six_tokens.BEHAVIOR if config.bypass else six_tokens.PROXIMAL
     if config.clips_against_next:  # stored of tokens of age 2 and more, which at younger ones is pi_old
         old = [x if math.isnan(kept) else kept for x, kept in zip(old, six_tokens.NEXT, strict=True)]

@@ -13,10 +13,9 @@ import pytest
 import yaml
 from documented import DEFAULTS, GEO, PG, PPO, TOKEN_IS, VERL
 
-from mis_plugins.__main__ import load, main
+from mis_plugins.__main__ import TRANSLATORS, load, main
 from mis_plugins.config.loading import preset_path
 from mis_plugins.config.model import (
-    BY_DIVERGENCE,
     CorrectionConfig,
     NormalizeConfig,
     ObjectiveConfig,
@@ -170,8 +169,11 @@ NOTES = [
     (losing("gspo"), (), "gspo is not translated; mis.objective.ratio: sequence gives GSPO's ratio.", ""),
     (losing("cispo"), (), "cispo is not translated; mis.objective.surrogate: cispo gives CISPO's loss.", ""),
     (losing("clip_cov"), (), "policy_loss.loss_mode: clip_cov is not translated.", ""),
-    (losing("${MODE}"), (), "where it is dppo_tv or dppo_kl", ""),
+    (losing("${MODE}"), (), "where it is dppo_tv or dppo_kl or sapo or geo_mean", ""),
     (losing("clip_cov"), (f"{LOSS}vanilla",), "", "loss_mode"),
+    *(({"algorithm": {"rollout_correction": TOKEN_IS, "adv_estimator": name}}, (), said, unsaid)
+      for name, said, unsaid in (("grpo", "", "adv_estimator"),
+                                 ("optimal_token_baseline", "reads the sum of squared probabilities", ""))),
 ]  # fmt: skip
 
 
@@ -181,7 +183,7 @@ def test_verl_notes(keys: dict, overrides: tuple[str, ...], said: str, unsaid: s
     assert said in told and (not unsaid or unsaid not in told)
 
 
-@pytest.mark.parametrize("mode", BY_DIVERGENCE)
+@pytest.mark.parametrize("mode", verl.BY_DIVERGENCE)
 def test_verl_dppo(mode: Literal["dppo_tv", "dppo_kl"], tmp_path: Path):
     """Against pi_old, times the weights of the correction; in bypass against mu, without weights and rules."""
     for keys in (dppo(mode), {"loss_mode": mode}):
@@ -194,7 +196,7 @@ def test_verl_dppo(mode: Literal["dppo_tv", "dppo_kl"], tmp_path: Path):
         dppo(mode) | {"algorithm": {"rollout_correction": TOKEN_IS | GEO | {"bypass_mode": True}}}
     )
     assert bypass.config() == preset(mode.replace("_", "-"))
-    assert verl.DPPO_IN_BYPASS in bypass.notes
+    assert verl.MODE_IN_BYPASS.format(mode=mode) in bypass.notes
     assert {"rollout_is: dropped, as verl does there.", "rollout_rs: dropped, as verl does there."} <= set(
         bypass.notes
     )
@@ -219,6 +221,34 @@ def test_verl_dppo_widths_are_flags(widths: dict, flags: str):
     told = " ".join(from_verl(dppo(**widths)).notes)
     assert flags in told
     assert ("clip_ratio: 0.5 has no effect" in told) == (widths == {"clip_ratio": 0.5})
+
+
+@pytest.mark.parametrize("bypass", [False, True])
+def test_verl_sapo_and_gmpo(bypass: bool, tmp_path: Path):
+    """SAPO's temperatures are settings, GMPO's widths are flags; both average each response, whatever verl is told."""
+    section = {"algorithm": {"rollout_correction": TOKEN_IS | {"bypass_mode": bypass}}}
+    old = "behavior" if bypass else "proximal"
+    weight = None if bypass else WeightConfig(upper=2.0)
+    sapo = from_verl(dppo("sapo", tau_neg=2.0, clip_ratio_low=0.1, loss_agg_mode="token-mean") | section)
+    assert sapo.config() == CorrectionConfig(weight, objective=ObjectiveConfig("sapo", old, tau_neg=2.0))
+    gmpo = from_verl(dppo("geo_mean", clip_ratio_low=0.4, clip_ratio_high=0.3, tau_pos=3.0) | section)
+    assert gmpo.config() == CorrectionConfig(weight, objective=ObjectiveConfig("gmpo", old))
+    for made in (sapo, gmpo):
+        notes = " ".join(made.notes)
+        assert read_back(made, tmp_path) == made.config()
+        assert "averages each response and then all" in notes and "over all tokens" not in notes
+        assert ("hands" in notes) == bypass and verl.MU_BY_BYPASS not in made.notes
+        assert ("--eps-clip 0.4 --eps-clip-high 0.3" in notes) == (made is gmpo) == ("--eps-clip" in notes)
+    assert "tau_neg: 2.0" in sapo.text()
+    assert (verl.GEOMETRIC_WEIGHTS in gmpo.notes) != bypass
+
+
+@pytest.mark.parametrize(
+    ("mode", "key"), [("sapo", "clip_ratio_low"), ("dppo_tv", "tau_pos"), ("geo_mean", "tau_neg")]
+)
+def test_verl_a_key_that_the_loss_does_not_read_is_refused(mode: str, key: str):
+    with pytest.raises(ConfigError, match=rf"{key}: read with policy_loss\.loss_mode: .* alone"):
+        from_verl(dppo(mode), f"actor_rollout_ref.actor.{key}=0.5")
 
 
 def test_verl_dppo_of_a_launch_script():
@@ -409,6 +439,14 @@ METRICS = "swift rlhf --log_rollout_offpolicy_metrics"
         (f"{WITH_MASK}\nkl_in_reward: true", CorrectionConfig(opsm=OPSM)),
         (f"{MODE}: token_truncate\n{WITH_MASK}",
          CorrectionConfig(WeightConfig(), opsm=OPSM, objective=ObjectiveConfig(weigh_kl=True))),
+        ("loss_type: sapo", preset("sapo")),
+        ("swift rlhf --loss_type sapo --tau_neg 2 --importance_sampling_level sequence",
+         CorrectionConfig(objective=ObjectiveConfig("sapo", ratio="sequence", tau_neg=2.0))),
+        (f"{MODE}: token_truncate\nloss_type: sapo\ntau_pos: 0.5",
+         CorrectionConfig(WeightConfig(), objective=ObjectiveConfig("sapo", tau_pos=0.5))),
+        (f"{WITH_MASK}\nloss_type: sapo",
+         CorrectionConfig(opsm=OPSM, objective=ObjectiveConfig("sapo", weigh_kl=True))),
+        (f"{MODE}: token_truncate\nloss_type: grpo\ntau_pos: 0.5", CorrectionConfig(WeightConfig())),
         *((f"{METRICS}{said}", CorrectionConfig()) for said in ("", " yes")),
         *((f"{METRICS}{said}", CorrectionConfig(metrics="none")) for said in (" 'false'", "=F")),
     ],
@@ -446,6 +484,16 @@ def test_ms_swift_notes(text: str, said: str, unsaid: str):
     assert said in told and (not unsaid or unsaid not in told)
 
 
+def test_ms_swift_by_its_document(tmp_path: Path, capsys: pytest.CaptureFixture):
+    """`sequence_mask` weighs a kept sequence by its geometric mean; of another mode the flag has no effect."""
+    (tmp_path / "a.yaml").write_text(f"{MODE}: sequence_mask")
+    assert main(["config", "from-ms-swift", str(tmp_path / "a.yaml"), "--as-documented"]) == 0
+    (tmp_path / "ours.yaml").write_text(capsys.readouterr().out)
+    assert load(tmp_path / "ours.yaml") == preset("ms-swift-sequence-mask-as-documented")
+    with pytest.raises(ConfigError, match="^--as-documented has no effect without .*: sequence_mask"):
+        ms_swift.translate(f"{MODE}: token_mask", as_documented=True)
+
+
 # ----------------------------------------------------------------------------------------------------- command line
 
 
@@ -454,6 +502,8 @@ def test_commands_print_a_file_that_check_passes(tmp_path: Path, capsys: pytest.
         "from-verl": yaml.safe_dump({"algorithm": {"rollout_correction": TOKEN_IS | GEO}}),
         "from-ms-swift": f"{MODE}: token_mask",
         "from-areal": "actor: {behav_imp_weight_cap: 5.0}",
+        "from-trl": "use_vllm: true",
+        "from-prime-rl": "[trainer.loss]",
     }
     for command, text in files.items():
         theirs, ours = tmp_path / "theirs.yaml", tmp_path / "ours.yaml"
@@ -465,7 +515,7 @@ def test_commands_print_a_file_that_check_passes(tmp_path: Path, capsys: pytest.
         assert "needs:" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("command", ["from-verl", "from-ms-swift", "from-areal"])
+@pytest.mark.parametrize("command", TRANSLATORS)
 def test_commands_refuse(command: str, tmp_path: Path, capsys: pytest.CaptureFixture):
     broken = tmp_path / "broken.yaml"
     broken.write_text("model: {path: x}")
@@ -480,10 +530,15 @@ def test_commands_refuse(command: str, tmp_path: Path, capsys: pytest.CaptureFix
 def test_a_file_of_another_framework_is_told_from_an_empty_one(
     command: str, tmp_path: Path, capsys: pytest.CaptureFixture
 ):
-    theirs = tmp_path / "ppo_trainer.yaml"
-    theirs.write_text(yaml.safe_dump({"algorithm": {"rollout_correction": TOKEN_IS}}))
-    assert main(["config", command, str(theirs)]) == 2
-    assert re.search("neither the key `mis:` nor .*`config from-verl`", capsys.readouterr().err)
+    files = {
+        "from-verl": {"algorithm": {"rollout_correction": TOKEN_IS}},
+        "from-trl": {"use_vllm": True, "vllm_importance_sampling_mode": "token_mask"},
+    }
+    for translator, keys in files.items():
+        theirs = tmp_path / "theirs.yaml"
+        theirs.write_text(yaml.safe_dump(keys))
+        assert main(["config", command, str(theirs)]) == 2
+        assert re.search(f"neither the key `mis:` nor .*`config {translator}`", capsys.readouterr().err)
 
 
 # ------------------------------------------------------------------------------------------------------------ AReaL
@@ -517,6 +572,21 @@ CAPPED = {"behav_imp_weight_cap": 5.0, "behav_imp_weight_floor": 0.2, "use_decou
          CorrectionConfig(WeightConfig("geometric", "none"), (RejectRule(over="sum", lower=0.5, upper=5.0),))),
         ({"rejection_sampling": {"level": "sequence", "metric": "kl_k1", "agg": "max", "upper": 0.5, "lower": -2}},
          CorrectionConfig(WeightConfig("token", "none"), (RejectRule("k1", "min", -0.5, 2.0),))),
+        ({"actor": {"use_sapo_loss": True}}, preset("areal-sapo")),
+        ({"actor": {"use_sapo_loss": True, "use_decoupled_loss": False, "sapo_tau_neg": 2, "sapo_tau_pos": 0.5,
+                    "recompute_logprob": True, "importance_sampling_level": "sequence",
+                    "rejection_sampling": {"upper": 3.0}}},
+         CorrectionConfig(objective=ObjectiveConfig("sapo", ratio="sequence", tau_pos=0.5, tau_neg=2.0))),
+        ({"actor": {"use_sapo_loss": False, "m2_threshold": 0.04, "use_decoupled_loss": True,
+                    "rejection_sampling": {"upper": 3.0}}},
+         CorrectionConfig(WeightConfig("token", "none"), (RejectRule(over="token", upper=3.0),), m2_threshold=0.04)),
+        ({"actor": {"m2_threshold": 0.04, "rejection_sampling": {"level": "sequence", "upper": 3.0}}},
+         CorrectionConfig(WeightConfig("geometric", "none"), (RejectRule(over="mean", upper=3.0),), aggregate="kept",
+                          m2_threshold=0.04)),
+        ({"actor": {"m2_threshold": 0.04, "rejection_sampling": {"action": "clamp", "level": "sequence"}}},
+         CorrectionConfig(WeightConfig("geometric", "clip", 0.0, 5.0), aggregate="kept", m2_threshold=0.04)),
+        ({"actor": {"use_sapo_loss": True, "m2_threshold": "1e-2"}},
+         CorrectionConfig(objective=ObjectiveConfig("sapo", "behavior"), m2_threshold=0.01)),
         ({"rejection_sampling": {"metric": "kl_k2", "upper": 0.5}},
          CorrectionConfig(WeightConfig("token", "none"), (RejectRule("k2", "token", upper=0.5),))),
     ],

@@ -65,7 +65,8 @@ def hook(file: Path | None) -> list[str]:
         return []
     config = load(file)
     called = f"--use-tis {TIS}" if config.corrects else f"--get-mismatch-metrics {TIS}"
-    return [*(LOSS if config.needs_loss_hook else called).split(), "--custom-config-path", str(file)]
+    head = [] if config.center is None else ["--rollout-top-logprobs-num", str(config.center.top_k)]
+    return [*(LOSS if config.needs_loss_hook else called).split(), *head, "--custom-config-path", str(file)]
 
 
 @pytest.fixture(scope="module")

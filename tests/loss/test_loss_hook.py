@@ -302,6 +302,13 @@ OBJECTIVES = [
     ({"old": "behavior", "surrogate": "reinforce"}, Spec("reinforce")),
     ({"old": "behavior", "surrogate": "dppo_tv"}, Spec("dppo_tv")),
     ({"surrogate": "dppo_kl"}, Spec("dppo_kl", dual=1.3)),
+    ({"surrogate": "dppo_tv", "kl_tau": 0.1}, Spec("dppo_tv", kl_tau=0.1)),
+    ({"old": "behavior", "surrogate": "ipo", "kl_tau": 0.1}, Spec("ipo", kl_tau=0.1)),
+    ({"surrogate": "sapo", "tau_neg": 2.0}, Spec("sapo", taus=(1.0, 2.0))),
+    ({"old": "behavior", "surrogate": "sapo", "ratio": "sequence"}, Spec("sapo", "sequence")),
+    ({"surrogate": "vespo", "k_neg": 1.0}, Spec("vespo", gammas=(2.0, 3.0, 1.0, 2.0))),
+    ({"old": "behavior", "surrogate": "gmpo"}, Spec("gmpo")),
+    ({"surrogate": "gmpo"}, Spec("gmpo")),
 ]
 
 
@@ -379,6 +386,9 @@ def test_flags_and_objective_say_the_same(settings: dict, objective: dict):
          r"mis\.objective\.ratio: token contradicts --advantage-estimator gspo, which means ratio: sequence"),
         ({"surrogate": "cispo", "ratio": "sequence"}, {"advantage_estimator": "gspo"},
          r"mis\.objective\.surrogate: cispo contradicts --advantage-estimator gspo"),
+        *(({"surrogate": name}, {"advantage_estimator": estimator},
+           rf"mis\.objective\.surrogate: {name} contradicts --advantage-estimator {estimator}, which means")
+          for name in ("sapo", "vespo", "gmpo", "ipo") for estimator in ("gspo", "cispo")),
         ({"ratio": "sequence"}, {"advantage_estimator": "cispo"},
          r"mis\.objective\.surrogate: clip contradicts --advantage-estimator cispo, which means surrogate: cispo"),
         ({"old": "proximal"}, {"use_rollout_logprobs": True},
@@ -910,14 +920,24 @@ def test_opsm_of_everything_stops_the_job(metrics: str, without: Sequence[str]):
 
 
 @pytest.mark.parametrize("lost", [lambda step: step, lambda step: without_advantages(step, math.nan)])
-@pytest.mark.parametrize("ratio", ["token", "sequence"])
-def test_both_denominators_are_reported(logged: list[dict], ratio: str, lost: Callable[[Step], Step]):
+@pytest.mark.parametrize(
+    "objective",
+    [
+        {"ratio": "token"},
+        {"ratio": "sequence"},
+        {"surrogate": "sapo", "ratio": "sequence"},
+        {"surrogate": "vespo"},
+        {"surrogate": "gmpo"},
+    ],
+    ids=str,
+)
+def test_both_denominators_are_reported(logged: list[dict], objective: dict, lost: Callable[[Step], Step]):
     """Of the whole step, whatever the loss is divided by: its sum over valid and over kept tokens.
 
     Of a ratio of the sequence too, where advantages differ from token to token.
     """
     config = {"weight": {"upper": 1.2}, "reject": [{"over": "token", "upper": 1.3}], "opsm": {"delta": 0.05},
-              "objective": {"ratio": ratio}, "metrics": "all"}  # fmt: skip
+              "objective": objective, "metrics": "all"}  # fmt: skip
     step = lost(random_step(5))
     found = in_a_step(step, config, calculate_per_token_loss=True)
     valid = sum(sum(x.mask) for x in step.responses)
@@ -930,12 +950,13 @@ def test_both_denominators_are_reported(logged: list[dict], ratio: str, lost: Ca
 
 
 def test_a_sequence_whose_ratio_nobody_knows_adds_to_no_loss(logged: list[dict]):
-    config, step = {"objective": {"ratio": "sequence", "old": "behavior"}, "metrics": "all"}, random_step(5)
-    step.behavior[0][step.responses[0].mask.index(True)] = math.nan
-    found = in_a_step(step, config, calculate_per_token_loss=True)
-    valid = sum(sum(x.mask) for x in step.responses)
-    total = torch.tensor(logged[0]["loss_original_denominator"] * valid)
-    assert_close(total, found.metrics["pg_loss"].double())
+    valid = sum(sum(x.mask) for x in random_step(5).responses)
+    for objective in ({"ratio": "sequence"}, {"surrogate": "vespo"}, {"surrogate": "gmpo"}):
+        config, step = {"objective": objective | {"old": "behavior"}, "metrics": "all"}, random_step(5)
+        step.behavior[0][step.responses[0].mask.index(True)] = math.nan
+        found = in_a_step(step, config, calculate_per_token_loss=True)
+        total = torch.tensor(logged[-1]["loss_original_denominator"] * valid)
+        assert_close(total, found.metrics["pg_loss"].double())
 
 
 @pytest.mark.parametrize(

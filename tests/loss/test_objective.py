@@ -7,6 +7,7 @@ import math
 import random
 from collections.abc import Sequence
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 
 import loss_oracle
@@ -23,6 +24,7 @@ from torch import Tensor
 from mis_plugins.config.model import ObjectiveConfig
 from mis_plugins.errors import ConfigError
 from mis_plugins.loss.objective import (
+    APART,
     ESTIMATORS,
     TERMS,
     Clip,
@@ -38,6 +40,11 @@ from mis_plugins.packing.ragged import Ragged, Ranks
 
 KINK = 1000 * FINITE_STEP  # so that a finite difference does not straddle one
 KL_TYPES = tuple(ESTIMATORS)
+EVERY_TERM = [
+    *TERMS,
+    *((name, ratio) for name in APART for ratio in import_module(f"mis_plugins.loss.{name}").TERMS),
+]
+UNCLIPPED = ("reinforce", "sapo", "vespo")  # surrogates that hold no token back
 
 
 def random_responses(seed: int, lengths: Sequence[int] = (7, 1, 5, 0, 9, 4)) -> list[Response]:
@@ -71,7 +78,7 @@ def ragged_of(batch: Sequence[Response]) -> Ragged:
 
 
 def objective(spec: Spec) -> ObjectiveConfig:
-    return ObjectiveConfig(spec.surrogate, "behavior", spec.ratio)  # type: ignore[arg-type]
+    return ObjectiveConfig(spec.surrogate, "behavior", spec.ratio, **spec.settings)  # type: ignore[arg-type]
 
 
 def clip_of(spec: Spec) -> Clip:
@@ -99,9 +106,13 @@ def assert_rows_close(found: list[list[float]], expected: list[list[float]], ato
 
 SPECS = [
     Spec(surrogate, ratio, low, high, dual)
-    for surrogate, ratio in TERMS
+    for surrogate, ratio in EVERY_TERM
     for low, high, dual in [(0.2, 0.28, None), (0.05, 0.05, 1.6), (1.0, 0.1, None)]
-    if surrogate in ("clip", "dppo_tv", "dppo_kl") or dual is None
+    if surrogate in ("clip", "dppo_tv", "dppo_kl", "ipo") or dual is None
+] + [
+    *(Spec("sapo", ratio, taus=(0.5, 3.0)) for ratio in ("token", "sequence")),
+    Spec("vespo", gammas=(1.5, 0.25, 0.5, 1.0)),
+    *(Spec(surrogate, kl_tau=0.3) for surrogate in ("clip", "reinforce", "dppo_tv", "ipo", "sapo")),
 ]
 
 
@@ -142,10 +153,10 @@ def test_fraction_and_log_ratio(spec: Spec):
         for t in x.valid:
             assert bool(clipped[t]) == loss_oracle.held_back(x, t, spec)
             assert abs(log_ratio[t] - loss_oracle.unit_log_ratio(x, t, spec)) <= atol
-    assert bool(term.clipped.any()) == (spec.surrogate != "reinforce")
+    assert bool(term.clipped.any()) == (spec.surrogate not in UNCLIPPED)
 
 
-@pytest.mark.parametrize("terms", TERMS)
+@pytest.mark.parametrize("terms", EVERY_TERM)
 def test_only_the_target_learns(terms: tuple[str, str]):
     """Advantages and factor are constants, whoever hands them over; CISPO's ratio is one too."""
     batch = random_responses(3)
@@ -159,7 +170,7 @@ def test_only_the_target_learns(terms: tuple[str, str]):
     assert not cispo_surrogate(ratio, torch.ones(2), torch.ones(2), Clip(0.2, 0.28)).requires_grad
 
 
-@pytest.mark.parametrize("terms", TERMS)
+@pytest.mark.parametrize("terms", EVERY_TERM)
 def test_a_ratio_on_its_bound_is_inside(terms: tuple[str, str]):
     """Equal policies are not clipped, however narrow the range."""
     batch = random_responses(3)
@@ -170,7 +181,7 @@ def test_a_ratio_on_its_bound_is_inside(terms: tuple[str, str]):
     assert not term.clipped.any()
 
 
-@pytest.mark.parametrize("terms", TERMS)
+@pytest.mark.parametrize("terms", EVERY_TERM)
 def test_masked_tokens_have_no_loss(terms: tuple[str, str]):
     """By themselves, whatever the host's average does with them."""
     batch = random_responses(3)
@@ -246,15 +257,18 @@ def test_on_policy_every_clip_is_the_policy_gradient():
     """pi_theta = old: nothing is clipped and the gradient is -f A, of a token; GSPO spreads its mean."""
     batch = [replace(x, old=x.target) for x in random_responses(3)]
     expected = -flat(batch, "factor") * flat(batch, "advantages") * flat(batch, "mask")
-    for surrogate, ratio in TERMS:
+    for surrogate, ratio in EVERY_TERM:
         target = flat(batch, "target").requires_grad_()
         term = term_of(batch, Spec(surrogate, ratio), target)
         (gradient,) = torch.autograd.grad(term.loss.sum(), target)
         assert not term.clipped.any() and not term.log_ratio.any()
-        if (surrogate, ratio) == ("clip", "sequence"):
+        atol = float64_atol(loss_oracle.magnitude(batch), 9)
+        if (surrogate, ratio) in (("clip", "sequence"), ("sapo", "sequence"), ("gmpo", "token")):
             sums = [math.fsum(row) for row in split(gradient, batch)]
             direct = [math.fsum(row) for row in split(expected, batch)]
-            assert_rows_close([sums], [direct], float64_atol(loss_oracle.magnitude(batch), 9))
+            assert_rows_close([sums], [direct], atol)
+        elif surrogate == "sapo":  # 4 / tau times tau / 4 rounds
+            assert_rows_close(split(gradient, batch), split(expected, batch), atol)
         else:
             assert torch.equal(gradient, expected)
 
@@ -311,6 +325,63 @@ def test_dppo_on_policy_is_reinforce(surrogate: str):
     assert same_bytes(found[0], term.loss) and same_bytes(found[1], gradient)
 
 
+@pytest.mark.parametrize("surrogate", ["dppo_tv", "ipo"])
+def test_prime_rls_losses_by_formula(surrogate: str):
+    """-A r + tau (log r)^2, the first 0 where the probability moved too far: the gradient, of tokens of every kind.
+
+    prime-rl (559b447, trainer/rl/loss.py) is on no index. Its default masks by the direction of A, its IPO by the
+    distance alone; both leave the penalty on masked tokens, and neither caps the ratio.
+    """
+    spec = Spec(surrogate, low=0.1, high=0.15, dual=1e4, kl_tau=0.02)
+    batch = [replace(x, factor=[1.0] * len(x.factor)) for x in clear_responses(4, spec)]
+    slopes = [
+        [prime_rl_slope(*token, spec) * valid for *token, valid in rows]
+        for rows in (zip(x.target, x.old, x.advantages, x.mask, strict=True) for x in batch)
+    ]
+    target = flat(batch, "target").requires_grad_()
+    term = term_of(batch, spec, target)
+    (gradient,) = torch.autograd.grad(term.loss.sum(), target)
+    assert_rows_close(split(gradient, batch), slopes, float64_atol(loss_oracle.magnitude(batch), 1))
+    masked = [t for t, held in enumerate(term.clipped.tolist()) if held]
+    assert masked and all(gradient[t] != 0 for t in masked)
+
+
+def prime_rl_slope(target: float, old: float, advantage: float, spec: Spec) -> float:
+    """The derivative of prime-rl's loss of one token by log pi_theta."""
+    moved, log_ratio = math.exp(target) - math.exp(old), target - old
+    up, down = moved > spec.high, moved < -spec.low
+    masked = up or down if spec.surrogate == "ipo" else (up if advantage > 0 else down)
+    return -(not masked) * advantage * math.exp(log_ratio) + 2 * spec.kl_tau * log_ratio
+
+
+@pytest.mark.parametrize("surrogate", ["sapo", "vespo"])
+def test_soft_objectives_let_go_of_far_ratios(surrogate: str):
+    """A pull that is largest near r = 1, and fades on both sides for either sign of A."""
+    pulls = []
+    for log_ratio in (-4.0, 0.0, 2.5):
+        for advantage in (1.0, -1.0):
+            batch = [Response([-5.0 + log_ratio], [-5.0], [-1.0], [advantage], [1.0], [True])]
+            target = flat(batch, "target").requires_grad_()
+            loss = term_of(batch, Spec(surrogate), target).loss
+            pulls.append(-advantage * torch.autograd.grad(loss.sum(), target)[0].item())
+    assert all(pull > 0 for pull in pulls)
+    assert min(pulls[2:4]) == pytest.approx(1.0, rel=WRITTEN) and max(pulls[:2] + pulls[4:]) < 0.1
+
+
+def test_gmpo_of_one_token_is_the_clip_of_its_log_ratio():
+    """At widths log(0.8) and log(1.28), GMPO and PPO's clip of one token are one loss."""
+    batch = [x for seed in range(9) for x in clear_responses(seed, Spec())]
+    single = [replace(x, **{k: v[:1] for k, v in vars(x).items()}) for x in batch if x.mask[:1]]
+    widths = {"low": -math.log(0.8), "high": math.log(1.28)}
+    found = []
+    for spec in (Spec(), Spec("gmpo", **widths)):
+        target = flat(single, "target").requires_grad_()
+        term = term_of(single, spec, target)
+        found.append((term.loss.detach(), term.clipped, *torch.autograd.grad(term.loss.sum(), target)))
+    atol = float64_atol(loss_oracle.magnitude(single), 1)
+    assert all((a - b).abs().max() <= atol for a, b in zip(*found, strict=True))
+
+
 def test_a_clipped_token_teaches_in_cispo_alone():
     batch = [Response([-1.0], [-2.0], [-1.0], [1.5], [1.0], [True])]
     slopes = {}
@@ -355,7 +426,7 @@ def test_nothing_under_the_mask_counts(spec: Spec, value: float):
     assert not answers[0][1][hidden].any()
 
 
-@pytest.mark.parametrize("surrogate, ratio", TERMS)
+@pytest.mark.parametrize("surrogate, ratio", EVERY_TERM)
 def test_an_unknown_ratio_drops_what_it_enters(surrogate: str, ratio: str):
     """Its token; where the ratio is a sequence's, the sequence. Everything else is as it was."""
     spec = Spec(surrogate, ratio)
@@ -367,7 +438,7 @@ def test_an_unknown_ratio_drops_what_it_enters(surrogate: str, ratio: str):
     loss = term_of(batch, spec, target, old=old).loss
     (gradient,) = torch.autograd.grad(loss.sum(), target)
     mask = list(batch[0].mask)
-    mask = [False] * len(mask) if ratio == "sequence" else [m and t != broken for t, m in enumerate(mask)]
+    mask = [False] * len(mask) if spec.of_sequence else [m and t != broken for t, m in enumerate(mask)]
     again = flat(batch, "target").requires_grad_()
     expected = term_of([replace(batch[0], mask=mask), *batch[1:]], spec, again).loss
     assert torch.equal(loss, expected)
@@ -410,8 +481,8 @@ def plain_gspo(batch: Sequence[Response], clip: Clip) -> tuple[list[float], list
     return values, slopes
 
 
-def gspo_on_rank(batch: Sequence[Response], prompts: Sequence[int], cp: int) -> dict:
-    rank, spec = dist.get_rank(), Spec(ratio="sequence")
+def on_rank(batch: Sequence[Response], prompts: Sequence[int], cp: int, spec: Spec) -> dict:
+    rank = dist.get_rank()
     responses = [len(x.mask) for x in batch]
     totals = [p + r for p, r in zip(prompts, responses, strict=True)]
     owned = [oracle.zigzag(t, r, cp, rank) for t, r in zip(totals, responses, strict=True)]
@@ -434,8 +505,31 @@ def test_gspo_over_ranks_has_the_gradient_of_one(cp: int, tmp_path: Path):
     """Some ranks own nothing of a sequence, and weights and advantages differ within it."""
     batch = random_responses(21, (9, 1, 20, 0, 13, 6))
     prompts = [3, 30, 1, 5, 25, 8]
-    ranks = run_ranks(cp, cp, lambda _: gspo_on_rank(batch, prompts, cp), tmp_path, megatron=False)
+    spec = Spec(ratio="sequence")
+    ranks = run_ranks(cp, cp, lambda _: on_rank(batch, prompts, cp, spec), tmp_path, megatron=False)
     values, slopes = plain_gspo(batch, clip_of(Spec()))
+    assert_ranks_have(ranks, batch, values, slopes)
+    assert any(not own for part in ranks for own in part["owned"][1:2])
+
+
+def test_other_sequence_objectives_over_ranks_have_the_gradient_of_one(tmp_path: Path):
+    """Those that make one number of a sequence, against one process, which the oracle judges above."""
+    batch = random_responses(21, (9, 1, 20, 0, 13, 6))
+    prompts, specs = [3, 30, 1, 5, 25, 8], [Spec("sapo", "sequence"), Spec("vespo"), Spec("gmpo")]
+    every = run_ranks(
+        2, 2, lambda _: [on_rank(batch, prompts, 2, spec) for spec in specs], tmp_path, megatron=False
+    )
+    for spec, *ranks in zip(specs, *every, strict=True):
+        target = flat(batch, "target").requires_grad_()
+        loss = term_of(batch, spec, target).loss
+        (gradient,) = torch.autograd.grad(loss.sum(), target)
+        assert_ranks_have(ranks, batch, [sum(row) for row in split(loss, batch)], split(gradient, batch))
+
+
+def assert_ranks_have(
+    ranks: Sequence[dict], batch: Sequence[Response], values: list[float], slopes: list[list[float]]
+) -> None:
+    """What the ranks own of each sequence adds up to these losses, and has these gradients."""
     sums, gradient = [0.0] * len(batch), [[math.nan] * len(x.mask) for x in batch]
     for part in ranks:
         lengths = [len(own) for own in part["owned"]]
@@ -448,4 +542,3 @@ def test_gspo_over_ranks_has_the_gradient_of_one(cp: int, tmp_path: Path):
     atol = float64_atol(loss_oracle.magnitude(batch), sum(len(x.mask) for x in batch))
     assert_rows_close([sums], [values], atol)
     assert_rows_close(gradient, slopes, atol)
-    assert any(not own for part in ranks for own in part["owned"][1:2])

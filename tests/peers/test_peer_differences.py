@@ -460,6 +460,43 @@ def test_sequence_ratio_gradient_differs():
         assert torch.autograd.grad(loss, target)[0][0].tolist() == pytest.approx([-mean, -mean], rel=WRITTEN)
 
 
+def test_areal_m2po_keeps_one_token():
+    """AReaL leaves the smallest square where no mean is below the threshold, and one of two equal ones; we neither."""
+    for log_ratios, theirs, ours_ in (([2.0, 3.0], [1, 0], [0, 0]), ([1.0, 0.0, -1.0], [0, 1, 1], [0, 1, 0])):
+        batch = fixed_rows([log_ratios])
+        assert areal.m2po_mask(batch, 0.6).sum().item() == sum(theirs)
+        assert ours(batch, {"weight": None, "m2_threshold": 0.6}).keep.int().tolist() == ours_
+
+
+def test_vespo_weights_differ():
+    """TRL multiplies the capped ratios to the rollout engine into the sequence's ratio; our weight multiplies phi.
+
+    log r of 1 at both tokens, capped at 1: TRL's s is 1, and its phi; ours, against mu, is phi(e^2).
+    """
+    batch = fixed_rows([[1.0, 1.0]])
+    capped, _ = trl.correction(batch, "token_truncate", 1.0)
+    target = batch.pad(batch.target)
+    plain = -target.mean().item()
+    close(trl.loss(batch, target, capped, loss_type="vespo").item(), plain)
+    objective = {"surrogate": "vespo", "old": "behavior"}
+    mine = surrogate_loss(
+        batch, target, batch.behavior, ours(batch, {"weight": None}), objective, Clip(0.2, 0.2)
+    )
+    close(mine.mean().item(), plain * math.exp(3 + 2 * 2 - 3 * math.exp(2)))
+
+
+def test_gmpo_weights_differ():
+    """verl's weight of a sequence is the geometric mean of its tokens', ours their mean: of 1 and e^0.6."""
+    batch, weights = fixed_rows([[0.0, 0.6]]), {"rollout_is": "token", "rollout_is_threshold": 9.0}
+    target, clip = batch.pad(batch.target), Clip(0.4, 0.4, 3.0)
+    theirs = verl.surrogate_loss(batch, target, weights, "geo_mean", "token-mean", clip)
+    close(theirs.item(), -math.exp(0.3))
+    correction = ours(batch, verl.mapping_of(weights))
+    mine = surrogate_loss(batch, target, batch.proximal, correction, {"surrogate": "gmpo"}, clip)
+    close(mine.mean().item(), -(1 + math.exp(0.6)) / 2)
+    assert trl.gmpo_loss(batch, target, clip).item() == pytest.approx(-1.0, rel=WRITTEN)  # TRL weighs nothing
+
+
 def test_dppo_kl_of_a_certain_token_differs():
     """From 0.994 to almost 1 at A > 0 and delta 0.05: TRL, verl and SkyRL mask the token, and ours holds it.
 

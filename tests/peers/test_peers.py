@@ -12,6 +12,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
+import oracle
 import pytest
 import torch
 import yaml
@@ -42,13 +43,16 @@ from lab.pages.metrics import OTHERWISE
 from mis_plugins.config.loading import preset_path
 from mis_plugins.config.model import OpsmConfig
 from mis_plugins.config.reading import from_mapping
+from mis_plugins.config.terms.surrogates import SURROGATES
 from mis_plugins.correction.opsm import on_policy
 from mis_plugins.correction.pipeline import Correction
 from mis_plugins.errors import ConfigError
 from mis_plugins.explain.translate import areal as from_areal
+from mis_plugins.explain.translate import trl as from_trl
 from mis_plugins.explain.translate import verl_presets
 from mis_plugins.explain.translate.verl import translate
 from mis_plugins.loss.objective import DPPO_CAP, Clip, kl_term, policy_term, target_log_ratio
+from mis_plugins.loss.token_baseline import token_advantages
 from mis_plugins.report.readers.curves import PEERS
 
 CLIP, DUAL_CLIP = Clip(0.2, 0.28), Clip(0.2, 0.28, 3.0)
@@ -228,6 +232,43 @@ def test_trl_modes(mode: str, batch: Rows, bounds: tuple):
     keep_away(batch, mapping)
     ratio, _ = trl.correction(batch, mode, *bounds)
     assert_same_weights(batch, ours(batch, mapping), ratio.expand_as(batch.mask), batch.mask)
+
+
+@st.composite
+def trl_files(draw: Callable) -> dict:
+    """Keys of a GRPOConfig that corrects; those that are left out have TRL's defaults."""
+    keys = {
+        from_trl.MODE: st.sampled_from(trl.MODES),
+        from_trl.CLIP_MAX: st.sampled_from([1.2, 2.0, None]),
+        from_trl.CLIP_MIN: st.sampled_from([0.5, 0.9, None]),
+    }
+    return draw(st.fixed_dictionaries({}, optional=keys))
+
+
+@given(batch=rows(dead=True), keys=trl_files())
+def test_trl_yaml_is_translated(batch: Rows, keys: dict):
+    """Random files through `config from-trl`: TRL's own weights by its own defaults, or refused as TRL refuses."""
+    text = yaml.safe_dump({"use_vllm": True} | keys)
+    names = (from_trl.MODE, from_trl.CLIP_MAX, from_trl.CLIP_MIN)
+    mode, upper, lower = (keys.get(name, trl.default_of(name)) for name in names)
+    if upper is None and lower is None and mode.endswith("truncate"):
+        with pytest.raises(ConfigError, match="TRL refuses"):
+            from_trl.translate(text)
+        return
+    mapping = dict(from_trl.translate(text).mis)
+    keep_away(batch, mapping)
+    ratio, _ = trl.correction(batch, mode, upper, lower)
+    assert_same_weights(batch, ours(batch, mapping), ratio.expand_as(batch.mask), batch.mask)
+
+
+def test_trl_defaults_are_those_that_the_translator_takes_for_granted():
+    assert from_trl.DEFAULTS == {key: trl.default_of(key) for key in from_trl.DEFAULTS}
+    granted = {"use_vllm": False, from_trl.CLIP_MIN: None, from_trl.CAP: None, from_trl.DELTA: None, "beta": 0.0,
+               from_trl.UNBIASED: True, "loss_type": "dapo", "importance_sampling_level": "token", "epsilon": 0.2,
+               "epsilon_high": None, "delta": None}  # fmt: skip
+    assert granted == {key: trl.default_of(key) for key in granted}
+    for key, (default, _) in from_trl.UNSERVED.items():
+        assert str(trl.default_of(key)).lower() == default
 
 
 @pytest.mark.parametrize("mode", trl.MODES)
@@ -831,6 +872,127 @@ def test_dppo_masks_the_tokens_that_verl_and_skyrl_mask(kind: str):
         (theirs,) = torch.autograd.grad(judge(their_target), their_target)
         assert (mine == 0).tolist() == (theirs == 0).tolist() == masked
         assert_all_close(mine, theirs, batch.rtol, "gradient", atol=batch.rtol * 1e-12)
+
+
+TAUS = st.sampled_from([{"tau_pos": 1.0, "tau_neg": 1.05}, {"tau_pos": 0.5, "tau_neg": 3.0}])
+
+
+@pytest.mark.parametrize("level", ["token", "sequence"])
+@few
+@given(batch=rows(), taus=TAUS)
+def test_sapo(level: str, batch: Rows, taus: dict):
+    """TRL's and ms-swift's, of tokens and sequences, and AReaL's, which compares with the rollout engine."""
+    clean = ours(batch, {"weight": None})
+    trls = {f"sapo_temperature_{name[4:]}": value for name, value in taus.items()}
+    ratio = {"importance_sampling_level": level}
+    judges: list[tuple[str, Callable[[Tensor], Tensor]]] = [
+        (
+            "proximal",
+            lambda x: trl.loss(batch, x, None, loss_type="sapo", args=SimpleNamespace(**trls), **ratio),
+        ),
+        ("proximal", lambda x: ms_swift.loss(batch, x, loss_type="sapo", **taus, **ratio)),
+        ("behavior", lambda x: areal.sapo_loss(batch, x, batch.behavior, level, **taus)),
+    ]
+    for old, theirs in judges:
+        objective = {"surrogate": "sapo", "old": old, "ratio": level} | taus
+        target, tokens = token_losses(batch, clean, objective, CLIP)
+        mean = mean_of_means(batch, tokens) if old == "proximal" else tokens / batch.mask.sum()
+        assert_same_loss(batch, theirs, target, mean)
+
+
+@few
+@given(batch=rows(), taus=TAUS)
+def test_verl_and_skyrl_sapo(batch: Rows, taus: dict):
+    """verl's with the weights of its rollout correction."""
+    weights = {"rollout_is": "token", "rollout_is_threshold": 1.2}
+    correction = weighs_something(batch, verl.mapping_of(weights), batch.batch.proximal)
+    target, tokens = token_losses(batch, correction, {"surrogate": "sapo"} | taus, CLIP)
+    theirs = lambda x: verl.surrogate_loss(batch, x, weights, "sapo", "token-sum", DUAL_CLIP, **taus)  # noqa: E731
+    assert_same_loss(batch, theirs, target, mean_of_means(batch, tokens))
+    target, tokens = token_losses(batch, ours(batch, {"weight": None}), {"surrogate": "sapo"} | taus, CLIP)
+    assert_same_loss(batch, lambda x: skyrl.sapo_loss(batch, x, **taus), target, tokens)
+
+
+@few
+@given(batch=rows())
+def test_trl_vespo(batch: Rows):
+    """Against pi_old; with TRL's ratio of tokens, of which the cap does not act, against mu."""
+    uncapped, _ = trl.correction(batch, "token_truncate", 1e9)
+    for old, ratio in (("proximal", None), ("behavior", uncapped)):
+        objective = {"surrogate": "vespo", "old": old}
+        target, tokens = token_losses(batch, ours(batch, {"weight": None}), objective, CLIP)
+        theirs = lambda x, ratio=ratio: trl.loss(batch, x, ratio, loss_type="vespo")  # noqa: E731
+        assert_same_loss(batch, theirs, target, tokens / batch.mask.sum())
+
+
+@few
+@given(batch=rows())
+def test_trl_and_verl_gmpo(batch: Rows):
+    keep_off_the_clip(batch)
+    target, tokens = token_losses(batch, ours(batch, {"weight": None}), {"surrogate": "gmpo"}, CLIP)
+    mean = mean_of_means(batch, tokens)
+    assert_same_loss(batch, lambda x: trl.gmpo_loss(batch, x, CLIP), target, mean)
+    theirs = lambda x: verl.surrogate_loss(batch, x, {}, "geo_mean", "token-mean", DUAL_CLIP)  # noqa: E731
+    assert_same_loss(batch, theirs, target, mean)
+
+
+def keep_off_the_clip(batch: Rows) -> None:
+    """Skip a batch with a log ratio at a width of `CLIP`, where the gradient has no value."""
+    log_ratio = (batch.pad(batch.target) - batch.proximal)[batch.mask.bool()]
+    assume(all(bool(((log_ratio - x).abs() > DECISION).all()) for x in (-CLIP.low, CLIP.high)))
+
+
+def test_the_defaults_of_soft_objectives_are_those_of_their_owners():
+    record = {name: SURROGATES[name].settings for name in ("sapo", "vespo")}
+    found = trl.soft_defaults()
+    assert record["sapo"] == {f"tau_{sign}": found[f"sapo_temperature_{sign}"] for sign in ("pos", "neg")}
+    assert record["vespo"] == {name: found[f"vespo_{name}"] for name in record["vespo"]}
+    assert record["sapo"] == verl.actor_defaults("tau_pos", "tau_neg") == areal.sapo_defaults()
+    width = trl.gmpo_width()
+    assert f"--eps-clip {width} --eps-clip-high {width}" in preset_path("gmpo").read_text()
+
+
+@few
+@given(batch=rows(max_responses=5), weigh=st.booleans(), seed=st.integers(0, 99))
+def test_verl_token_baseline(batch: Rows, weigh: bool, seed: int):
+    """Over turns, with and without importance weights, of squares that leave each token a gradient."""
+    torch.manual_seed(seed)
+    rewards, others = (torch.rand_like(batch.mask) for _ in range(2))
+    squares = batch.proximal.exp().square() + others + 0.01
+    groups = [i % 2 for i in range(len(batch.mask))]
+    weights = batch.log_ratio.exp() if weigh else None
+    theirs = verl.token_advantages(batch, rewards, squares, groups, weights)
+    flat = lambda x: torch.cat([row[:n] for row, n in zip(x, batch.batch.response_lengths, strict=True)])  # noqa: E731
+    rows_of = [flat(x) for x in (rewards, batch.proximal, squares)]
+    own = token_advantages(
+        *rows_of, batch.ragged, torch.tensor(groups), None if weights is None else flat(weights)
+    )
+    assert_all_close(batch.padded(own), theirs, 1e-9, "advantage", atol=1e-9)
+
+
+@given(batch=rows(dead=True), threshold=st.sampled_from([1e-4, 0.01, 0.04, 0.3]))
+def test_areal_m2po(batch: Rows, threshold: float):
+    """Where AReaL keeps no token against its own threshold, see `test_areal_m2po_keeps_one_token`."""
+    expected = oracle.correct(batch.batch.samples, {"m2_threshold": threshold})
+    assume(expected.margin > DECISION and any(map(any, expected.keep)))
+    correction = ours(batch, {"weight": None, "m2_threshold": threshold})
+    assert torch.equal(batch.padded(correction.keep).bool(), areal.m2po_mask(batch, threshold))
+
+
+@few
+@given(batch=rows(), level=st.sampled_from(["token", "sequence"]), action=st.sampled_from(["mask", "clamp"]))
+def test_areal_m2po_comes_before_rejection(batch: Rows, level: str, action: str):
+    """Its rejection sees the tokens that M2PO leaves, alone where it adds them up: the file through `from-areal`."""
+    block = {"level": level, "action": action, "upper": 1.2}
+    text = yaml.safe_dump({"actor": {"m2_threshold": 0.04, "rejection_sampling": block}})
+    mapping = {"reject": []} | dict(from_areal.translate(text).mis)
+    left = areal.m2po_mask(batch, 0.04)
+    masks = [row[:n] for row, n in zip(left.int(), batch.batch.response_lengths, strict=True)]
+    narrowed = replace(batch, batch=replace(batch.batch, loss_masks=masks))
+    expected = oracle.correct(batch.batch.samples, mapping)
+    assume(expected.margin > DECISION and any(map(any, expected.keep)))
+    weights, mask, _ = areal.correction(narrowed, areal.settings(**block))
+    assert_same_weights(batch, ours(batch, mapping), weights, mask)
 
 
 @few

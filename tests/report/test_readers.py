@@ -15,7 +15,7 @@ from typing import Any
 import numpy
 import pytest
 import torch
-from report_dumps import write_miles, write_rollout, write_slime
+from report_dumps import write_miles, write_rollout, write_slime, write_vime
 
 from mis_plugins.__main__ import main
 from mis_plugins.errors import InputError
@@ -70,10 +70,10 @@ def edit(file: Path, change: Callable[[Any], object]) -> None:
     torch.save(content, file)
 
 
-WRITERS = [write_slime, *(partial(write_miles, cp=cp) for cp in (1, 2, 4))]
+WRITERS = [write_slime, write_vime, *(partial(write_miles, cp=cp) for cp in (1, 2, 4))]
 
 
-@pytest.mark.parametrize("write", WRITERS, ids=("slime", "miles", "miles-cp2", "miles-cp4"))
+@pytest.mark.parametrize("write", WRITERS, ids=("slime", "vime", "miles", "miles-cp2", "miles-cp4"))
 def test_a_hosts_dump_is_read_whole(tmp_path: Path, write: Callable[..., None]) -> None:
     write(tmp_path, some_records())
     found, told = read(tmp_path)

@@ -270,6 +270,15 @@ def test_a_config_that_reads_routes_is_left_out_of_all_and_refused_by_name() -> 
             candidates(asked, None)
 
 
+@pytest.mark.parametrize("asked", ["own", "all"])
+def test_m2po_needs_micro_batches_which_no_dump_has(asked: str):
+    assert not [one.name for one in candidates(asked, None) if one.config.m2_threshold is not None]
+    with pytest.raises(
+        ConfigError, match="m2po: m2_threshold compares the tokens of a micro-batch, and no dump"
+    ):
+        candidates("tis,m2po", None)
+
+
 def test_products_of_whole_responses_rank_where_they_bear_it() -> None:
     """Forty short responses tell products apart: a weight of the whole response is the direction itself."""
     generator = torch.Generator().manual_seed(1)

@@ -52,6 +52,15 @@ DOCUMENTED = {
     "seq-mask-tis": corrected(RAW, mean_ratio(0.999, 1.002)),
     "dppo-tv": CorrectionConfig(objective=ObjectiveConfig("dppo_tv", "behavior")),
     "dppo-kl": CorrectionConfig(objective=ObjectiveConfig("dppo_kl", "behavior")),
+    "sapo": CorrectionConfig(objective=ObjectiveConfig("sapo", tau_pos=1.0, tau_neg=1.05)),
+    "areal-sapo": CorrectionConfig(objective=ObjectiveConfig("sapo", "behavior")),
+    "vespo": CorrectionConfig(
+        objective=ObjectiveConfig("vespo", "behavior", k_pos=2, lambda_pos=3, k_neg=3, lambda_neg=2)
+    ),
+    "gmpo": CorrectionConfig(objective=ObjectiveConfig("gmpo")),
+    "prime-rl-dppo": CorrectionConfig(objective=ObjectiveConfig("dppo_tv", "behavior", kl_tau=1e-3)),
+    "prime-rl-ipo": CorrectionConfig(objective=ObjectiveConfig("ipo", "behavior", kl_tau=1e-3)),
+    "m2po": CorrectionConfig(m2_threshold=0.04),
     "opsm": CorrectionConfig(opsm=OpsmConfig(1e-4, "token", "behavior")),
     "segment-wise": CorrectionConfig(segment_wise=SegmentWiseConfig(weight_cap=5.0)),
     "metrics-only": NOTHING,
@@ -101,6 +110,7 @@ DOCUMENTED = {
     "openrlhf-seq-mask-tis": corrected(RAW, mean_ratio(0.5, 5.0)),
     "openrlhf-token-binary-kl": corrected(RAW, RejectRule("binary_kl", upper=5e-3)),
     "openrlhf-seq-binary-kl": corrected(RAW, RejectRule("binary_kl", "mean", upper=5e-3)),
+    "miles-binary-kl": corrected(RAW, RejectRule("binary_kl", "mean", upper=5e-3)),
     "openrlhf-token-tv": corrected(RAW, RejectRule("abs_prob_diff", upper=0.05)),
     "openrlhf-seq-tv": corrected(RAW, RejectRule("abs_prob_diff", "mean", upper=0.05)),
 }

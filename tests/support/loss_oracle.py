@@ -36,19 +36,42 @@ class Response:
 
 @dataclass(frozen=True)
 class Spec:
-    """Which loss: `surrogate` clip, cispo, dppo_tv, dppo_kl or reinforce, of the `ratio` of a token or a sequence."""
+    """Which loss: `surrogate` by its name in a config, of the `ratio` of a token or a sequence."""
 
     surrogate: str = "clip"
     ratio: str = "token"
     low: float = 0.2
     high: float = 0.28
     dual: float | None = None
+    kl_tau: float = 0.0
+    taus: tuple[float, float] = (1.0, 1.05)
+    gammas: tuple[float, float, float, float] = (2.0, 3.0, 3.0, 2.0)
+
+    @property
+    def settings(self) -> dict[str, float]:
+        """The keys of a config that belong to the surrogate."""
+        own = {
+            "sapo": dict(zip(("tau_pos", "tau_neg"), self.taus, strict=True)),
+            "vespo": dict(zip(("k_pos", "lambda_pos", "k_neg", "lambda_neg"), self.gammas, strict=True)),
+        }
+        return {"kl_tau": self.kl_tau} | own.get(self.surrogate, {})
+
+    @property
+    def by_divergence(self) -> bool:
+        return self.surrogate in ("dppo_tv", "dppo_kl", "ipo")
+
+    @property
+    def of_sequence(self) -> bool:
+        """Whether one unknown ratio leaves its whole sequence without a loss."""
+        return self.ratio == "sequence" or self.surrogate in ("vespo", "gmpo")
 
     @property
     def kinks(self) -> list[float]:
         """Ratios at which the loss has no derivative."""
-        if self.surrogate.startswith("dppo"):
+        if self.by_divergence or self.surrogate in ("sapo", "vespo"):
             return []
+        if self.surrogate == "gmpo":
+            return [math.exp(-self.low), math.exp(self.high)]
         return [1 - self.low, 1 + self.high] + ([] if self.dual is None else [self.dual])
 
 
@@ -64,10 +87,24 @@ def clamp(x: float, low: float, high: float) -> float:
 
 def surrogate(response: Response, frozen: Response, t: int, spec: Spec) -> float:
     """The loss of one token. `frozen` is what a stop-gradient sees."""
+    return _without_penalty(response, frozen, t, spec) + spec.kl_tau * response.log_ratios[t] ** 2
+
+
+def _without_penalty(response: Response, frozen: Response, t: int, spec: Spec) -> float:
     ratio, advantage = math.exp(unit_log_ratio(response, t, spec)), response.learned[t]
     if spec.surrogate == "reinforce":
         return -advantage * response.target[t]
-    if spec.surrogate.startswith("dppo"):
+    if spec.surrogate == "sapo":
+        tau = spec.taus[0] if advantage > 0 else spec.taus[1]
+        return -advantage * 4 / tau / (1 + math.exp(-tau * (ratio - 1)))
+    if spec.surrogate == "vespo":
+        k, lam = spec.gammas[:2] if advantage >= 0 else spec.gammas[2:]
+        product = math.exp(math.fsum(frozen.log_ratios[i] for i in frozen.valid))
+        return -advantage * response.target[t] * math.exp(lam * (1 - product)) * product**k
+    if spec.surrogate == "gmpo":
+        bounded = [gmpo_log_ratio(response, i, spec) for i in response.valid]
+        return -advantage * math.exp(math.fsum(bounded) / len(bounded))
+    if spec.by_divergence:
         constant = 0.0 if away(frozen, t, spec) else min(math.exp(frozen.log_ratios[t]), spec.dual or 20.0)
         return -constant * advantage * response.target[t]
     if spec.surrogate == "cispo":
@@ -79,17 +116,26 @@ def surrogate(response: Response, frozen: Response, t: int, spec: Spec) -> float
     return -gain
 
 
+def gmpo_log_ratio(response: Response, t: int, spec: Spec) -> float:
+    """The token's log ratio, clipped on the side to which its advantage pushes it."""
+    log_ratio = response.log_ratios[t]
+    return min(log_ratio, spec.high) if response.learned[t] > 0 else max(log_ratio, -spec.low)
+
+
 def divergence(response: Response, t: int, spec: Spec) -> float:
     """DPPO's divergence over two outcomes, the sampled token and any other: |p - q|, or KL(q || p), clamped."""
     p, q = math.exp(response.target[t]), math.exp(response.old[t])
-    if spec.surrogate == "dppo_tv":
+    if spec.surrogate in ("dppo_tv", "ipo"):
         return abs(p - q)
     p, q = clamp(p, 1e-6, 1 - 1e-6), clamp(q, 1e-6, 1 - 1e-6)
     return q * math.log(q / p) + (1 - q) * math.log((1 - q) / (1 - p))
 
 
 def away(response: Response, t: int, spec: Spec) -> bool:
-    """DPPO's mask: the probability lies beyond the trust region on the side to which the advantage pushes it."""
+    """DPPO's mask: the probability lies beyond the trust region on the side to which A pushes it; IPO's: on any."""
+    if spec.surrogate == "ipo":
+        bound = spec.high if response.target[t] > response.old[t] else spec.low
+        return divergence(response, t, spec) > bound
     if response.learned[t] > 0:
         return response.target[t] > response.old[t] and divergence(response, t, spec) > spec.high
     if response.learned[t] < 0:
@@ -105,8 +151,10 @@ def policy_sums(batch: Sequence[Response], spec: Spec, frozen: Sequence[Response
 
 def held_back(response: Response, t: int, spec: Spec) -> bool:
     """PPO's fraction: the clip decides against the ratio; CISPO's: the ratio lies outside; DPPO's: its mask."""
-    if spec.surrogate.startswith("dppo"):
+    if spec.by_divergence:
         return away(response, t, spec)
+    if spec.surrogate == "gmpo":
+        return response.learned[t] != 0 and gmpo_log_ratio(response, t, spec) != response.log_ratios[t]
     ratio = math.exp(unit_log_ratio(response, t, spec))
     inside = clamp(ratio, 1 - spec.low, 1 + spec.high)
     if spec.surrogate == "clip":
@@ -143,7 +191,7 @@ def gradient(
 
 def margin(batch: Sequence[Response], spec: Spec) -> float:
     """How far, in log units, the nearest ratio lies from a kink; how far a divergence lies from its bound."""
-    if spec.surrogate.startswith("dppo"):
+    if spec.by_divergence:
         found = [divergence(x, t, spec) for x in batch for t in x.valid]
         return min((abs(d - bound) for d in found for bound in (spec.low, spec.high)), default=math.inf)
     gaps = [

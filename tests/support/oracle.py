@@ -2,7 +2,8 @@
 
 Imports nothing of `mis_plugins`. The config is the plain nested `mis:` mapping, with every key optional:
 `{"weight": {"level", "bound", "lower", "upper", "normalize": {"scope", "over"}},
-"reject": [{"statistic", "over", "unit", "lower", "upper", "down_weigh"}], "denominator", "on_all_rejected"}`.
+"reject": [{"statistic", "over", "unit", "lower", "upper", "down_weigh"}], "denominator", "on_all_rejected",
+"m2_threshold"}`.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ class Sample:
     aggregate: str = "valid"
     numerator: Sequence[float] | None = None
     routes: Sequence[float] | None = None  # how many layers route each token otherwise than the engine
+    outliers: Sequence[bool] | None = None  # what M2PO drops
 
     @cached_property
     def valid(self) -> list[int]:
@@ -93,11 +95,12 @@ class Corrected:
 def correct(batch: Sequence[Sample], config: dict, others: Iterable[Sequence[Sample]] = ()) -> Corrected:
     """Correct one micro-batch; `others` are the batches (of other ranks, other steps) that share its normalization."""
     weight = config.get("weight")
-    batch = [pooled(s, config) for s in batch]
+    batch = [pooled(s, config) for s in without_outliers(batch, config)]
     bounded = [bounded_weights(s, weight) for s in batch]
     keep, pool, restored = [kept_tokens(s, config) for s in batch], config, False
     if config.get("on_all_rejected") == "keep" and all_rejected(batch, bounded, keep):
         keep, restored = [[bool(valid) for valid in s.mask] for s in batch], True
+        batch = [replace(s, outliers=None) for s in batch]
         pool = {**config, "reject": [rule for rule in config.get("reject", []) if "down_weigh" in rule]}
     factor = 1.0
     if normalizes(weight):
@@ -147,9 +150,9 @@ def pooled(sample: Sample, config: dict) -> Sample:
     sample = replace(sample, aggregate=config.get("aggregate", "valid"))
     for unit, smaller in (("segment", ("token",)), ("sequence", ("token", "segment"))):
         weight = config.get("weight")
-        part = {"reject": [r for r in config["reject"] if unit_of(r) in smaller and "down_weigh" not in r],
+        part = {"reject": [r for r in config.get("reject", []) if unit_of(r) in smaller and "down_weigh" not in r],
                 "weight": weight if weight and UNITS[weight["level"]] in smaller else None}  # fmt: skip
-        if not part["reject"] and not drops(part["weight"]):
+        if not part["reject"] and not drops(part["weight"]) and sample.outliers is None:
             continue  # nothing smaller is dropped, and a token that is not known leaves its unit unknown
         pool = [kept and t in sample.usable for t, kept in enumerate(kept_tokens(sample, part))]
         sample = replace(sample, pools={**sample.pools, unit: pool})
@@ -348,10 +351,29 @@ def kept_tokens(sample: Sample, config: dict) -> list[bool]:
     rules = [rule for rule in config.get("reject", []) if "down_weigh" not in rule]
     return [
         bool(valid)
+        and not (sample.outliers and sample.outliers[t])
         and inside(sample, t, config.get("weight"))
         and all(passes(sample, t, rule) for rule in rules)
         for t, valid in enumerate(sample.mask)
     ]
+
+
+def without_outliers(batch: Sequence[Sample], config: dict) -> list[Sample]:
+    """M2PO: what the micro-batch drops so that the squares of the other log ratios have a mean below the threshold."""
+    if config.get("m2_threshold") is None:
+        return list(batch)
+    squares, stay = squares_of(batch, config["m2_threshold"])
+    first = [*squares, math.inf][stay]
+    return [
+        replace(s, outliers=[t not in s.usable or s.log_ratios[t] ** 2 >= first for t in range(len(s.mask))])
+        for s in batch
+    ]
+
+
+def squares_of(batch: Sequence[Sample], threshold: float) -> tuple[list[float], int]:
+    """The squares of all log ratios, ascending, and the largest number of them with a mean below the threshold."""
+    squares = sorted(s.log_ratios[t] ** 2 for s in batch for t in s.usable)
+    return squares, max((n for n in range(1, len(squares) + 1) if mean(squares[:n]) < threshold), default=0)
 
 
 # ---------------------------------------------------------------------------------------------------- normalization
@@ -487,7 +509,7 @@ def metric_names(config: dict) -> list[str]:
 
 def batch_metrics(batch: Sequence[Sample], config: dict, corrected: Corrected) -> dict[str, float]:
     """One number a micro-batch. Extremes and fractions of nothing are 0."""
-    batch = [pooled(s, config) for s in batch]
+    batch = [pooled(s, config) for s in without_outliers(batch, config)]
     ratios = [math.exp(clamp(s.log_ratios[t])) for s in batch for t in s.usable]
     rows = zip(batch, corrected.weights, corrected.keep, strict=True)
     applied = [w[t] if keep[t] else 0.0 for s, w, keep in rows for t in s.valid]
@@ -557,6 +579,14 @@ def decision_margin(batch: Sequence[Sample], config: dict) -> float:
                 gaps += rule_gaps(sample, t, rule)
     if normalizes(weight):
         gaps.append(abs(mean_gap(batch, config)))
+    if config.get("m2_threshold") is not None:
+        squares, stay = squares_of(batch, config["m2_threshold"])
+        gaps += [abs(mean(squares[:n]) - config["m2_threshold"]) for n in range(1, len(squares) + 1)]
+        gaps += (
+            [b - a for a, b in [squares[max(stay - 1, 0) : stay + 1]] if b > a]
+            if 0 < stay < len(squares)
+            else []
+        )
     return min(gaps)
 
 

@@ -7,7 +7,7 @@ until `rejection_sampling` took their place.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -28,6 +28,7 @@ from mis_plugins.explain.translate.script import (
     tree_or_script,
 )
 from mis_plugins.explain.translate.translation import (
+    OVER_TOKENS,
     Translation,
     as_written,
     choice,
@@ -40,7 +41,10 @@ from mis_plugins.shared.numerals import shown
 
 CAP, FLOOR, ENABLE = "behav_imp_weight_cap", "behav_imp_weight_floor", "enable_segment_wise_ppo"
 DECOUPLED, REJECTION = "use_decoupled_loss", "rejection_sampling"
-KNOWN = (*reading.AREAL_KEYS, REJECTION)
+SAPO, M2 = "use_sapo_loss", "m2_threshold"
+OF_SAPO = (SAPO, "sapo_tau_pos", "sapo_tau_neg", "importance_sampling_level", "recompute_logprob")
+"""Keys of `actor:` that AReaL's SAPO reads."""
+KNOWN = (*reading.AREAL_KEYS, REJECTION, SAPO, M2)
 SOURCES = {
     "weight.bound": (CAP, REJECTION),
     "weight.upper": (CAP, REJECTION),
@@ -49,7 +53,12 @@ SOURCES = {
     "segment_wise.enabled": (ENABLE,),
     "segment_wise.fresh_tokens": (ENABLE,),
     "segment_wise.clip_against": (ENABLE,),
-    "objective.old": (DECOUPLED,),
+    "objective.old": (DECOUPLED, "recompute_logprob"),
+    "objective.surrogate": (SAPO,),
+    "objective.tau_pos": ("sapo_tau_pos",),
+    "objective.tau_neg": ("sapo_tau_neg",),
+    "objective.ratio": ("importance_sampling_level",),
+    "m2_threshold": (M2,),
 }
 DEFAULTS: dict[str, Any] = {
     "level": "token",
@@ -65,15 +74,6 @@ CHOICES = {
     "metric": ("ratio", "kl_k1", "kl_k2", "kl_k3"),
     "agg": ("sum", "mean", "max"),
 }
-LACKING: dict[str, tuple[Any, str]] = {
-    "m2_threshold": (
-        None,
-        "M2PO masks tokens until the second moment of the log ratios of a batch is below the threshold, and every rule "
-        "here judges a token, segment or sequence by itself; {statistic: k2, over: token} is the nearest",
-    ),
-    "use_sapo_loss": (False, "SAPO's soft gate takes the place of PPO's clip, and no surrogate here has it"),
-}
-"""Keys of `actor:` that correct and cannot be said here: AReaL's default, and why another value is refused."""
 KPOP = (
     "binary_kl is AReaL's KPop, the larger binary KL of both directions, and binary_kl here is that of mu to pi_old "
     "alone, which drops other tokens; where one direction is enough, put rejection_sampling.metric=ratio behind the "
@@ -109,7 +109,6 @@ def translate(text: str, behind: Sequence[str] = (), asked: Asked = ASKED) -> Tr
     for path, value in {**own, **won}.items():
         tree = _with(tree, _place(tree, path).split("."), value)
     found = _places(tree)
-    _check_served(tree)
     if not found:
         said.prove_nothing()
         raise ConfigError(
@@ -120,7 +119,7 @@ def translate(text: str, behind: Sequence[str] = (), asked: Asked = ASKED) -> Tr
     with _placed(where):
         config = _config({key: value for key, (_, value) in found.items()})
     sources = {path: tuple(where[key] for key in keys if key in where) for path, keys in SOURCES.items()}
-    told = (*said.notes, *_of_loss(where), *notes(tree))
+    told = (*said.notes, *_of_loss(where), *notes(tree, where))
     return Translation("AReaL", dict(found.values()), writing.as_mapping(config), sources, told)
 
 
@@ -134,7 +133,11 @@ def _override(text: str) -> tuple[str, Any]:
 
 def _is_read(path: str) -> bool:
     block, _, rest = path.partition(".")
-    return block in reading.AREAL_BLOCKS and bool(rest) or reading.is_areals(block)
+    return block in reading.AREAL_BLOCKS and bool(rest) or _is_areals(block)
+
+
+def _is_areals(key: str) -> bool:
+    return reading.is_areals(key) or key in (SAPO, M2)
 
 
 def _starts(word: str) -> bool:
@@ -154,7 +157,7 @@ def _place(tree: Mapping[str, Any], path: str) -> str:
     """The path of an override of a key, where the tree has the key already."""
     parts = path.split(".")
     key, *rest = parts[1:] if parts[0] in reading.AREAL_BLOCKS else parts
-    for block in ("", *reading.AREAL_BLOCKS) if reading.is_areals(key) else ():
+    for block in ("", *reading.AREAL_BLOCKS) if _is_areals(key) else ():
         within = tree.get(block) if block else tree
         if isinstance(within, Mapping) and key in within:
             return ".".join([*([block] if block else []), key, *rest])
@@ -177,17 +180,6 @@ def _leaves(found: Mapping[str, tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
         )
 
 
-def _check_served(tree: Mapping[str, Any]) -> None:
-    """Refuse the keys of `actor:` that correct and cannot be said here."""
-    actor = block if isinstance(block := tree.get("actor"), Mapping) else {}
-    for key, (default, why) in LACKING.items():
-        if actor.get(key) not in (None, default):
-            off = str(default).lower() if default is not None else "null"
-            raise ConfigError(
-                f"actor.{key}: {as_written(actor[key])}: {why}; for the rest, put actor.{key}={off} behind the file"
-            )
-
-
 @contextmanager
 def _placed(where: Mapping[str, str]) -> Iterator[None]:
     """Make a ConfigError in the block quote keys by where they stand: `actor.behav_imp_weight_cap`."""
@@ -200,8 +192,16 @@ def _placed(where: Mapping[str, str]) -> Iterator[None]:
 
 def _config(keys: Mapping[str, Any]) -> CorrectionConfig:
     for key in keys:
-        if key not in KNOWN:
+        if key not in (*KNOWN, *OF_SAPO):
             raise ConfigError(f"{key}: no key that is read here; known are {', '.join(KNOWN)}")
+    if M2 in keys:
+        threshold = reading.convert(float, keys[M2], M2)
+        rest = _config({key: value for key, value in keys.items() if key != M2})
+        of_sequences = rest.weight is not None and rest.weight.level != "token"
+        adds_up = of_sequences or any(rule.over != "token" for rule in rest.reject)
+        return replace(rest, m2_threshold=threshold, aggregate="kept" if adds_up else "valid")
+    if SAPO in keys:
+        return _sapo(keys)
     config = _from_flat({key: value for key, value in keys.items() if key != REJECTION})
     if REJECTION not in keys or config.bypass:  # AReaL ignores it in bypass
         return config
@@ -209,6 +209,35 @@ def _config(keys: Mapping[str, Any]) -> CorrectionConfig:
         raise ConfigError(f"{CAP}: rejection_sampling took its place in AReaL; keep one of them")
     said = reading.from_mapping(_rejection(keys[REJECTION]))
     return replace(said, segment_wise=config.segment_wise)
+
+
+def _sapo(keys: Mapping[str, Any]) -> CorrectionConfig:
+    """SAPO against the log-probs of the rollout engine, or against recomputed ones; AReaL rejects nothing there.
+
+    Raises:
+        ConfigError: AReaL has SAPO in place of decoupled PPO, so that one config names both.
+    """
+    reading.convert(bool, keys[SAPO], SAPO)
+    for name in (DECOUPLED, CAP, FLOOR, ENABLE):
+        if keys.get(name):
+            raise ConfigError(
+                f"{name}: {as_written(keys[name])} beside use_sapo_loss: true, which AReaL refuses with decoupled "
+                "PPO; a config names one objective: drop one of them"
+            )
+    recomputes = reading.convert(bool, keys.get("recompute_logprob", False), "recompute_logprob")
+    level = choice(
+        keys.get("importance_sampling_level", "token"), "importance_sampling_level", CHOICES["level"]
+    )
+    pos, neg = (reading.convert(float | None, keys.get(key), key) for key in ("sapo_tau_pos", "sapo_tau_neg"))
+    with spelled(tau_pos="sapo_tau_pos", tau_neg="sapo_tau_neg"):
+        objective = ObjectiveConfig(
+            "sapo",
+            "proximal" if recomputes else "behavior",
+            "sequence" if level == "sequence" else "token",
+            tau_pos=pos,
+            tau_neg=neg,
+        )
+    return CorrectionConfig(objective=objective)
 
 
 def _from_flat(keys: Mapping[str, Any]) -> CorrectionConfig:
@@ -257,14 +286,20 @@ def _places(said: Mapping[str, Any]) -> dict[str, tuple[str, Any]]:
     found: dict[str, tuple[str, Any]] = {}
     for prefix, block in {"": said, **blocks}.items():
         for key, given in block.items():
-            if given is None or not reading.is_areals(str(key)):
+            if given is None or not _is_areals(str(key)) or (key == SAPO and given is False):
                 continue
             place, value = found.setdefault(str(key), (f"{prefix}{key}", given))
             if value != given:
                 raise ConfigError(
                     f"{prefix}{key}: {shown(given)} contradicts {place}: {shown(value)}; keep one of them"
                 )
-    _check_decoupled({key: value for key, (_, value) in found.items()}, {"": said, **blocks})
+    if SAPO in found:
+        read = {
+            key: (f"{at}{key}", block[key]) for at, block in blocks.items() for key in OF_SAPO if key in block
+        }
+        found |= {key: place for key, place in read.items() if place[1] is not None}
+    else:
+        _check_decoupled({key: value for key, (_, value) in found.items()}, {"": said, **blocks})
     return found
 
 
@@ -364,6 +399,14 @@ RULES = {"ratio": _ratio_rule, "kl_k1": _k1_rule, "kl_k2": _k2_rule, "kl_k3": _k
 
 
 def _of_loss(where: Mapping[str, str]) -> Iterator[str]:
+    if M2 in where:
+        yield (
+            f"{where[M2]}: of each micro-batch in AReaL as here; the hosts cut micro-batches of their own, and divide "
+            "by the tokens of before."
+        )
+    if SAPO in where:
+        yield f"{where[SAPO]}: AReaL {OVER_TOKENS}."
+        return
     if DECOUPLED not in where:
         yield (
             f"{DECOUPLED} is not in the file: AReaL's main branch has it false by default, and then weighs nothing; "
@@ -383,7 +426,7 @@ def _of_loss(where: Mapping[str, str]) -> Iterator[str]:
         yield f"{where[REJECTION]}: a log-prob that is not finite weighs 1 in AReaL, and 0 here."
 
 
-def notes(tree: Mapping[Any, Any]) -> Iterator[str]:
+def notes(tree: Mapping[Any, Any], where: Collection[str] = ()) -> Iterator[str]:
     """Notes on keys of AReaL's blocks that bound the rollout or that nothing here reads."""
     actor, rollout = (
         block if isinstance(block := tree.get(name), Mapping) else {} for name in reading.AREAL_BLOCKS
@@ -401,5 +444,5 @@ def notes(tree: Mapping[Any, Any]) -> Iterator[str]:
             "--max-concurrent-rollouts counts responses, so multiply by the samples of a prompt."
         )
     for key, (default, why) in UNSERVED.items():
-        if actor.get(key) not in (None, default):
+        if actor.get(key) not in (None, default) and key not in where:
             yield f"actor.{key}: {as_written(actor[key])}: {why}"

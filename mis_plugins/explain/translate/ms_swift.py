@@ -29,11 +29,13 @@ from mis_plugins.explain.translate.translation import (
     load,
     places,
     refuse_open,
+    truth,
 )
 from mis_plugins.shared.numerals import cut, shown
 
 MODE, THRESHOLD = "rollout_importance_sampling_mode", "rollout_importance_sampling_threshold"
 DELTA, METRICS = "off_policy_sequence_mask_delta", "log_rollout_offpolicy_metrics"
+TAUS, LOSS, SAPO, LEVEL = ("tau_pos", "tau_neg"), "loss_type", "sapo", "importance_sampling_level"
 KEYS = (MODE, THRESHOLD, DELTA, METRICS)
 FAMILIES = ("rollout_importance_sampling_", "off_policy_sequence_mask_")
 KL_IN_REWARD = "kl_in_reward"
@@ -45,6 +47,7 @@ BESIDE = {
         "grpo": OVER_RESPONSES,
         "bnpo": OVER_TOKENS,
         "dapo": OVER_TOKENS,
+        "sapo": OVER_RESPONSES,
     },
     "importance_sampling_level": {
         "token": "is what the hosts' policy loss does",
@@ -58,9 +61,11 @@ SOURCES = {
     "reject[0]": (MODE, THRESHOLD),
     "opsm.delta": (DELTA,),
     "objective.weigh_kl": ("beta",),
+    "objective.surrogate": (LOSS,),
+    "objective.ratio": (LEVEL,),
+    **{f"objective.{key}": (key,) for key in TAUS},
     "metrics": (METRICS,),
 }
-TRUE, FALSE = ("true", "yes", "t", "y", "1"), ("false", "no", "f", "n", "0")
 
 # By mode: the weight and the rules for a threshold. `sequence` is the geometric mean; `mask` sets the weight
 # to 0.
@@ -72,11 +77,19 @@ MODES = {
 }
 
 
-def translate(text: str, behind: Sequence[str] = (), asked: Asked = ASKED) -> Translation:
+def _as_documented(upper: float) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """`sequence_mask` by ms-swift's document: the geometric mean of a kept sequence weighs it, and not each ratio."""
+    return {"level": "geometric", "bound": "zero", "lower": 0.0, "upper": upper}, []
+
+
+def translate(
+    text: str, behind: Sequence[str] = (), asked: Asked = ASKED, as_documented: bool = False
+) -> Translation:
     """Translate ms-swift's arguments as its code reads them, also where its document says otherwise.
 
     Args:
         behind: KEY=VALUE, which win over the file.
+        as_documented: follow the document, and not the code, where the two differ.
 
     Raises:
         ConfigError: no key of ms-swift's, an unknown mode, or a value that only the launch decides.
@@ -87,46 +100,63 @@ def translate(text: str, behind: Sequence[str] = (), asked: Asked = ASKED) -> Tr
     for key in keys:
         if key not in KEYS and key.startswith(FAMILIES):
             raise ConfigError(f"{cut(key)}: no key of ms-swift's; known are {', '.join(KEYS)}")
-    given = {key: keys[key] for key in (*KEYS, *OF_KL, *OF_CLIP) if key in keys}
+    sapo = (*OF_CLIP, *TAUS) if keys.get(LOSS) == SAPO else ()
+    given = {key: keys[key] for key in dict.fromkeys((*KEYS, *OF_KL, *OF_CLIP, *sapo)) if key in keys}
     if given.get(MODE) is None and is_open(given.get(THRESHOLD)):
         del given[THRESHOLD]  # without effect
-    decide = (*KEYS, *(OF_KL if given.get(DELTA) is not None else ()))
+    decide = (*KEYS, *sapo, *(OF_KL if given.get(DELTA) is not None else ()))
     refuse_open({key: value for key, value in given.items() if key in decide}, {})
-    if not set(given) & set(KEYS):
+    if not set(given) & set(KEYS) and not sapo:
         said.prove_nothing()
         raise ConfigError(f"nothing to translate: none of {', '.join(KEYS)} in it")
-    mis = _weighed(given) | _masked(given)
+    if as_documented and given.get(MODE) != "sequence_mask":
+        raise ConfigError(
+            f"--as-documented has no effect without {MODE}: sequence_mask, of which alone document and code differ"
+        )
+    mis = _weighed(given, as_documented) | _masked(given) | _objective(given)
     if not mis:
         said.prove_nothing()
-    mis["metrics"] = "watch" if mis or _truth(given.get(METRICS, False), METRICS) else "none"
-    return Translation("ms-swift", given, mis, SOURCES, (*said.notes, *_notes(given)))
+    mis["metrics"] = "watch" if mis or truth(given.get(METRICS, False), METRICS) else "none"
+    return Translation("ms-swift", given, mis, SOURCES, (*said.notes, *_notes(given, as_documented)))
 
 
-def _weighed(given: Mapping[str, Any]) -> dict[str, Any]:
+def _weighed(given: Mapping[str, Any], as_documented: bool) -> dict[str, Any]:
     if given.get(MODE) is None:
         return {}
     upper = number(given.get(THRESHOLD, DEFAULT_THRESHOLD), THRESHOLD)
-    weight, reject = MODES[choice(given[MODE], MODE, tuple(MODES))](upper)
+    made = MODES[choice(given[MODE], MODE, tuple(MODES))]
+    weight, reject = (_as_documented if as_documented else made)(upper)
     return {"weight": weight} | ({"reject": reject} if reject else {})
 
 
 def _masked(given: Mapping[str, Any]) -> dict[str, Any]:
     if given.get(DELTA) is None:
         return {}
-    mis = {"opsm": {"delta": number(given[DELTA], DELTA), "advantage": "sequence", "reference": "behavior"}}
-    if _weighs_kl(given):
-        mis["objective"] = {"old": "proximal", "surrogate": "clip", "weigh_kl": True}
-    return mis
+    return {"opsm": {"delta": number(given[DELTA], DELTA), "advantage": "sequence", "reference": "behavior"}}
 
 
-def _notes(given: Mapping[str, Any]) -> Iterator[str]:
+def _objective(given: Mapping[str, Any]) -> dict[str, Any]:
+    """SAPO, or PPO's clip where a mask hits the KL term, which no flag of the hosts says."""
+    weighs_kl = {"weigh_kl": True} if given.get(DELTA) is not None and _weighs_kl(given) else {}
+    if given.get(LOSS) != SAPO:
+        return {"objective": {"old": "proximal", "surrogate": "clip"} | weighs_kl} if weighs_kl else {}
+    level = choice(given.get(LEVEL, "token"), LEVEL, ("token", "sequence"))
+    taus = {key: number(given[key], key) for key in TAUS if key in given}
+    said = {"old": "proximal", "surrogate": SAPO, "ratio": level} | taus
+    return {"objective": said | weighs_kl}
+
+
+def _notes(given: Mapping[str, Any], as_documented: bool) -> Iterator[str]:
     mode = given.get(MODE)
-    if mode is None and given.get(DELTA) is None:
+    sapo = given.get(LOSS) == SAPO
+    if mode is None and given.get(DELTA) is None and not sapo:
         yield "ms-swift corrects nothing with these arguments."
-    if mode == "sequence_mask":
+    if mode == "sequence_mask" and as_documented:
+        yield "sequence_mask: as the document says; the code multiplies raw token ratios by the mask."
+    elif mode == "sequence_mask":
         yield (
-            "sequence_mask: the code multiplies raw token ratios by the mask; the document's formula is the preset "
-            "ms-swift-sequence-mask-as-documented."
+            "sequence_mask: the code multiplies raw token ratios by the mask; --as-documented gives the document's "
+            "formula, the preset ms-swift-sequence-mask-as-documented."
         )
     masks = given.get(DELTA) is not None
     if (mode is not None or masks) and _has_kl(given) and not (masks and _weighs_kl(given)):
@@ -140,12 +170,12 @@ def _notes(given: Mapping[str, Any]) -> Iterator[str]:
         if is_open(given[key]) and (mode is not None or masks):
             yield f"{key}: {as_written(given[key])} is for the launch to decide; put {key}=VALUE behind the file."
     for key, words in BESIDE.items():
-        if key in given and not is_open(given[key]):
+        if key in given and not is_open(given[key]) and not (sapo and key == LEVEL):
             means = words.get(str(given[key]), "has no flag in the hosts; their loss stays")
             yield f"{key}: {as_written(given[key])} {means}."
     for key, clips in OF_CLIP.items():
         own = given.get(key, clips[0])
-        if masks and _weighs_kl(given) and own not in clips and not is_open(own):
+        if masks and _weighs_kl(given) and not sapo and own not in clips and not is_open(own):
             yield (
                 f"{key}: {as_written(given[key])} is another policy loss than the objective written, PPO's clip of "
                 "token ratios."
@@ -163,7 +193,7 @@ def _has_kl(given: Mapping[str, Any]) -> bool:
         return False
     if given.get(KL_IN_REWARD) is None:
         return given.get("advantage_estimator", "grpo") == "grpo"
-    return not _truth(given[KL_IN_REWARD], KL_IN_REWARD)
+    return not truth(given[KL_IN_REWARD], KL_IN_REWARD)
 
 
 def _said(text: str, behind: set[str], asked: Asked) -> Said:
@@ -196,7 +226,7 @@ def _plain(key: str) -> str:
 
 
 def _is_ours(key: str) -> bool:
-    return key in (*KEYS, *OF_KL, *OF_CLIP) or key.startswith(FAMILIES)
+    return key in (*KEYS, *OF_KL, *OF_CLIP, *TAUS) or key.startswith(FAMILIES)
 
 
 def _starts(word: str) -> bool:
@@ -211,11 +241,3 @@ def _file(words: Sequence[Word]) -> Word | None:
 
 
 DIALECT = Dialect("ms-swift", KEYS, flags, _is_ours, _starts, _file, last_wins=True)
-
-
-def _truth(value: Any, key: str) -> bool:
-    """Truth value of a text, as ms-swift's parser reads it."""
-    text = str(value).lower()
-    if text not in TRUE + FALSE:
-        raise ConfigError(f"{key}: got {shown(value)}; expected true or false")
-    return text in TRUE

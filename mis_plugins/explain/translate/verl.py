@@ -1,7 +1,8 @@
 """verl's rollout correction, as releases 0.7.1 to 0.9.1 read it.
 
 `rollout_rs` names statistics (`seq_mean_k1`). Their thresholds bound k1 = -log r, so that "lo_hi" means a ratio in
-[1/hi, 1/lo]. DPPO is a loss of the actor, `policy_loss.loss_mode`; its largest divergences are the actor's clip ratios.
+[1/hi, 1/lo]. DPPO, SAPO and GMPO are losses of the actor, `policy_loss.loss_mode`; the actor's clip ratios are the
+largest divergences of DPPO, and the clip of GMPO.
 Settings are read by their full path, whether a yaml, a launch script or a Hydra override says them.
 """
 
@@ -12,7 +13,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from mis_plugins.config.model import BY_DIVERGENCE
 from mis_plugins.config.reading import number, suggest
 from mis_plugins.errors import ConfigError
 from mis_plugins.explain.launch.words import Word
@@ -47,12 +47,17 @@ KEYS = ("rollout_is", "rollout_is_threshold", "rollout_is_batch_normalize", "rol
         "bypass_mode", "loss_type")  # fmt: skip
 LOSS_MODE = "loss_mode"
 WIDTHS = ("clip_ratio", "clip_ratio_low", "clip_ratio_high", "clip_ratio_c")
-KNOWN = (*KEYS, LOSS_MODE, *WIDTHS)
+TAUS = ("tau_pos", "tau_neg")
+KNOWN = (*KEYS, LOSS_MODE, *WIDTHS, *TAUS)
 IN_LOSS = f"{ACTOR}.policy_loss.rollout_correction"
 MODE_PATH, AGGREGATED = f"{ACTOR}.policy_loss.{LOSS_MODE}", f"{ACTOR}.loss_agg_mode"
 LOG_PROBS, USE_V1 = "actor_rollout_ref.rollout.calculate_log_probs", "trainer.use_v1"
+ESTIMATOR, TOKEN_BASELINES = (
+    "algorithm.adv_estimator",
+    ("optimal_token_baseline", "tir_optimal_token_baseline"),
+)
 PATHS = {f"{SECTION}.{key}": key for key in KEYS}
-PATHS |= {MODE_PATH: LOSS_MODE} | {f"{ACTOR}.{key}": key for key in WIDTHS}
+PATHS |= {MODE_PATH: LOSS_MODE} | {f"{ACTOR}.{key}": key for key in (*WIDTHS, *TAUS)}
 OF_NAME, OF_FOLDER = ("--config-name", "-cn"), ("--config-path", "-cp", "--config-dir", "-cd")
 OF_FILE = (*OF_NAME, *OF_FOLDER)  # flags of Hydra's that name a yaml
 OWN = ("ppo_trainer", "ppo_megatron_trainer")  # verl's own, which correct nothing
@@ -80,7 +85,16 @@ OPTIONS = tuple(
     f"{unit}_{k}" for unit in AGGREGATION for k in ("k1", "k2", "k3") if (unit, k) != ("seq_max", "k1")
 )
 SURROGATE = {"ppo_clip": "clip", "reinforce": "reinforce"}
-OTHER_LOSSES = ("vanilla", "bypass_mode")  # losses that an override behind the file may name in place of DPPO
+BY_DIVERGENCE = ("dppo_tv", "dppo_kl")
+LOSS_MODES = {mode: (mode, WIDTHS) for mode in BY_DIVERGENCE} | {
+    "sapo": ("sapo", TAUS),
+    "geo_mean": ("gmpo", WIDTHS),
+}
+"""By verl's name of a loss: our surrogate, and the keys of the actor that the loss reads."""
+OTHER_LOSSES = (
+    "vanilla",
+    "bypass_mode",
+)  # losses that an override behind the file may name in place of these
 CLIP_RATIO, CLIP_RATIO_C = 0.2, 3.0  # of an actor in verl 0.9.1 that sets none: all three widths, and the cap
 
 RETIRED = ("rollout_rs_threshold_lower", "rollout_token_veto_threshold", "rollout_is_veto_threshold",
@@ -109,9 +123,18 @@ MU_BY_BYPASS = (
     "policy_loss.loss_mode: without algorithm.rollout_correction.bypass_mode: true verl compares with pi_old, as this "
     "file does. The paper compares with mu: objective.old: behavior."
 )
-DPPO_IN_BYPASS = (
-    "bypass_mode: verl's trainer since 0.9.0 (trainer.use_v1: true) hands DPPO mu for pi_old, and neither weights nor "
-    "rules, as here. The trainer before replaces this loss by that of bypass_mode."
+MODE_IN_BYPASS = (
+    "bypass_mode: verl's trainer since 0.9.0 (trainer.use_v1: true) hands {mode} mu for pi_old, and neither weights "
+    "nor rules, as here. The trainer before replaces this loss by that of bypass_mode."
+)
+OVER_SEQUENCES = f"loss_agg_mode: not read by verl's {{mode}}, which {OVER_RESPONSES}."
+GEOMETRIC_WEIGHTS = (
+    "rollout_is: verl's geo_mean multiplies the loss of a sequence by the geometric mean of its weights, and here "
+    "w_t multiplies A_t before the mean over the sequence."
+)
+NO_BASELINE = (
+    f"{ESTIMATOR}: {{estimator}} is not translated: the baseline of a token reads the sum of squared probabilities, "
+    "and no hook of Miles or slime sees logits before the advantages. verl's rollout_is weights enter the baseline too."
 )
 NO_LOG_PROBS = (
     "actor_rollout_ref.rollout.calculate_log_probs: false leaves verl without rollout log-probs, and nothing is "
@@ -180,7 +203,7 @@ def _translated(draft: Draft, text: str) -> Translation:
         draft.notes.append(verl_presets.NOTE)
     _weigh(draft)
     _reject(draft)
-    _dppo(draft) if given.get(LOSS_MODE) in BY_DIVERGENCE else _bypass(draft)
+    _of_mode(draft) if given.get(LOSS_MODE) in LOSS_MODES else _bypass(draft)
     _normalize(draft)
     _finish(draft)
     notes = tuple(dict.fromkeys(draft.notes))
@@ -307,7 +330,7 @@ DIALECT = Dialect(
 
 
 def _given(settings: Mapping[str, Any], behind: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings of the correction and of DPPO's loss by verl's keys.
+    """The settings of the correction and of a loss of `LOSS_MODES` by verl's keys.
 
     Raises:
         ConfigError: nothing to translate, an unknown key, or one of an earlier release.
@@ -319,16 +342,16 @@ def _given(settings: Mapping[str, Any], behind: Mapping[str, Any]) -> dict[str, 
     given = {key: value for key, value in given.items() if key not in idle}
     mode = given.get(LOSS_MODE)
     if MODE_PATH in behind:
-        choice(mode, LOSS_MODE, (*BY_DIVERGENCE, *OTHER_LOSSES))
-    if mode not in BY_DIVERGENCE:
-        for key in WIDTHS:
-            if SHORT[key] in behind:
-                raise ConfigError(
-                    f"{key}: read with policy_loss.loss_mode: {' or '.join(BY_DIVERGENCE)} alone; give --eps-clip or "
-                    "--eps-clip-high to the host"
-                )
+        choice(mode, LOSS_MODE, (*LOSS_MODES, *OTHER_LOSSES))
+    read = LOSS_MODES[mode][1] if mode in LOSS_MODES else ()
+    for key in (*WIDTHS, *TAUS):
+        if SHORT[key] in behind and key not in read:
+            modes = " or ".join(name for name, (_, keys) in LOSS_MODES.items() if key in keys)
+            instead = "; give --eps-clip or --eps-clip-high to the host" * (key in WIDTHS)
+            raise ConfigError(f"{key}: read with policy_loss.loss_mode: {modes} alone{instead}")
+    if not read:
         refuse_open({key: given[key] for key in given if key in KEYS} or {LOSS_MODE: mode}, SHORT)
-        given = {key: given[key] for key in given if key in KEYS}
+    given = {key: given[key] for key in given if key in (*KEYS, *read, *([LOSS_MODE] * bool(read)))}
     refuse_open(given, SHORT)
     _check_copy(settings)
     return given
@@ -368,11 +391,13 @@ def _left_out(settings: Mapping[str, Any]) -> Iterator[str]:
     """Notes on the actor's loss, where it is neither PPO's clip nor translated, and on settings that are left open."""
     for path in (MODE_PATH, *BESIDE_IT):
         if is_open(settings.get(path)):
-            when = f"where it is {' or '.join(BY_DIVERGENCE)}, " if path == MODE_PATH else ""
+            when = f"where it is {' or '.join(LOSS_MODES)}, " if path == MODE_PATH else ""
             told = f"{path.removeprefix(f'{ACTOR}.')}: {as_written(settings[path])}"
             yield f"{told} is for the launch to decide; {when}put it behind the file, as {path}=VALUE."
+    if (estimator := settings.get(ESTIMATOR)) in TOKEN_BASELINES:
+        yield NO_BASELINE.format(estimator=estimator)
     mode = settings.get(MODE_PATH)
-    if mode not in (None, *OTHER_LOSSES, *BY_DIVERGENCE) and not is_open(mode):
+    if mode not in (None, *OTHER_LOSSES, *LOSS_MODES) and not is_open(mode):
         yield f"policy_loss.loss_mode: {as_written(mode)} is not translated{BESIDE.get(str(mode), '')}."
 
 
@@ -473,9 +498,10 @@ def _bypass(draft: Draft) -> None:
         )
 
 
-def _dppo(draft: Draft) -> None:
-    """The surrogate, against pi_old or in bypass against mu; the widths become flags."""
+def _of_mode(draft: Draft) -> None:
+    """The surrogate of a loss of the actor, against pi_old or in bypass against mu; the widths become flags."""
     given, mode = draft.given, draft.given[LOSS_MODE]
+    surrogate, read = LOSS_MODES[mode]
     choice(given.get("loss_type", "ppo_clip"), "loss_type", tuple(SURROGATE))
     bypass = switch(given, "bypass_mode")
     if bypass and draft.settings.get(USE_V1) is False:
@@ -483,28 +509,39 @@ def _dppo(draft: Draft) -> None:
             f"{LOSS_MODE}: {mode} never acts in verl with bypass_mode: true and trainer.use_v1: false, which put "
             "the loss of bypass_mode in its place; drop one of them"
         )
-    draft.mis["objective"] = {"surrogate": mode, "old": "behavior" if bypass else "proximal"}
+    own = {key: number(given[key], key) for key in TAUS if key in given}
+    draft.mis["objective"] = {"surrogate": surrogate, "old": "behavior" if bypass else "proximal"} | own
     draft.sources |= {"objective.surrogate": (LOSS_MODE,), "objective.old": ("bypass_mode",)}
-    draft.notes.append(DPPO_IN_BYPASS if bypass else MU_BY_BYPASS)
+    draft.sources |= {f"objective.{key}": (key,) for key in own}
+    if bypass:
+        draft.notes.append(MODE_IN_BYPASS.format(mode=mode))
+    elif mode in BY_DIVERGENCE:
+        draft.notes.append(MU_BY_BYPASS)
+    if mode == "geo_mean" and draft.mis.get("weight") and not bypass:
+        draft.notes.append(GEOMETRIC_WEIGHTS)
     for part in ("weight", "reject"):
         if bypass and draft.mis.get(part):
             draft.drop(part, f"rollout_{'is' if part == 'weight' else 'rs'}: dropped, as verl does there.")
             draft.mis.pop("denominator", None)
             draft.notes = [note for note in draft.notes if note not in (TOKENS_LEFT, SEQUENCES_LEFT)]
-    draft.notes += _widths(given)
+    if read == WIDTHS:
+        draft.notes += _widths(given)
 
 
 def _widths(given: Mapping[str, Any]) -> list[str]:
-    """What to pass to the host for DPPO's largest divergences and its largest ratio, as an actor of verl has them."""
+    """What to pass to the host for a loss's widths and its largest ratio, as an actor of verl has them."""
     base = number(given.get("clip_ratio", CLIP_RATIO), "clip_ratio")
     ends = {key: given.get(key, CLIP_RATIO) for key in ("clip_ratio_low", "clip_ratio_high")}
     low, high = (base if value is None else number(value, key) for key, value in ends.items())
     cap = number(given.get("clip_ratio_c", CLIP_RATIO_C), "clip_ratio_c")
     if cap <= 1:
         raise ConfigError(f"clip_ratio_c: got {cap:g}; the hosts' --eps-clip-c lies above 1")
+    what = "DPPO's largest divergences and ratio"
+    if given[LOSS_MODE] == "geo_mean":
+        what = "the clip of GMPO's log ratios, which reads no --eps-clip-c; the paper has 0.4 for both"
     told = [
         f"clip_ratio_low, clip_ratio_high, clip_ratio_c: pass --eps-clip {low:g} --eps-clip-high {high:g} "
-        f"--eps-clip-c {cap:g}, DPPO's largest divergences and ratio. An actor of verl that sets none has "
+        f"--eps-clip-c {cap:g}, {what}. An actor of verl that sets none has "
         f"{CLIP_RATIO:g}, {CLIP_RATIO:g} and {CLIP_RATIO_C:g}."
     ]
     if "clip_ratio" in given and base not in (low, high):
@@ -523,8 +560,10 @@ def _finish(draft: Draft) -> None:
         draft.notes.append("verl corrects nothing with these settings and computes metrics alone.")
     if draft.settings.get(LOG_PROBS) is False:
         draft.notes.append(NO_LOG_PROBS)
-    mode = draft.settings.get(AGGREGATED)
-    if not is_open(mode):
+    mode, loss = draft.settings.get(AGGREGATED), draft.given.get(LOSS_MODE)
+    if loss in ("sapo", "geo_mean"):
+        draft.notes.append(OVER_SEQUENCES.format(mode=loss))
+    elif not is_open(mode):
         how = REDUCTIONS.get(str(mode), NO_REDUCTION)
         draft.notes.append(BY_DEFAULT if mode is None else f"loss_agg_mode: {as_written(mode)} {how}")
     mis["metrics"] = "watch"

@@ -19,6 +19,12 @@ ABSENT = ("hydra", "omegaconf", "uvloop", "einops", "torchdata", "areal.infra", 
           "areal.utils.name_resolve", "areal.utils.seqpack")  # fmt: skip
 FUNCTIONAL = Peer("areal.utils.functional.functional", BARE, ABSENT)
 CONFIG = Peer("areal.api.cli_args", BARE, ABSENT)
+ACTOR = Peer(
+    "areal.trainer.ppo.actor",
+    ("areal", "areal.trainer", "areal.trainer.ppo", "areal.utils"),
+    (*ABSENT, "areal.api", "areal.experimental", "areal.trainer.ppo.stats", "areal.utils.data",
+     "areal.utils.functional", "areal.utils.perf_tracer", "areal.utils.stats_tracker"),
+)  # fmt: skip
 TRACKER = Peer("areal.utils.stats_tracker", BARE, ABSENT)
 
 
@@ -58,6 +64,24 @@ def loss(batch: Rows, target: Tensor, config: Any, **keys: Any) -> tuple[Tensor,
         target, batch.proximal, batch.behavior, batch.token_advantages, 0.2, batch.mask.bool(),
         eps_clip_higher=0.28, rejection_sampling=config, **keys,
     )  # fmt: skip
+
+
+def sapo_loss(batch: Rows, target: Tensor, old: Tensor, level: str, **taus: float) -> Tensor:
+    """`sapo_loss_fn`: the mean over all valid tokens."""
+    return load(FUNCTIONAL).sapo_loss_fn(
+        target, old, batch.token_advantages, loss_mask=batch.mask.bool(), importance_sampling_level=level, **taus
+    )[0]  # fmt: skip
+
+
+def sapo_defaults() -> dict[str, float]:
+    """What its actor's config sets where the user sets nothing."""
+    fields = {field.name: field.default for field in dataclasses.fields(load(CONFIG).PPOActorConfig)}
+    return {name: fields[f"sapo_{name}"] for name in ("tau_pos", "tau_neg")}
+
+
+def m2po_mask(batch: Rows, threshold: float) -> Tensor:
+    """`_apply_m2po_masking`: the loss mask `[N, L]` that is left."""
+    return load(ACTOR)._apply_m2po_masking(batch.behavior, batch.proximal, batch.mask.bool(), threshold)
 
 
 def metrics(batch: Rows, config: Any) -> dict[str, float]:

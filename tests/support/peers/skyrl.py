@@ -66,6 +66,15 @@ def dppo_loss(batch: Rows, target: Tensor, kind: str, clip: Clip) -> Tensor:
     return compute(target, batch.proximal, batch.token_advantages, algorithm, batch.mask, batch.behavior)[0]
 
 
+def sapo_loss(batch: Rows, target: Tensor, **taus: float) -> Tensor:
+    """The sum over tokens of `sapo_policy_loss`, without a correction."""
+    algorithm = SimpleNamespace(
+        sapo=SimpleNamespace(**taus), loss_reduction="sequence_mean", off_policy_correction=settings()
+    )
+    compute = load(LOSSES).sapo_policy_loss
+    return compute(target, batch.proximal, batch.token_advantages, algorithm, batch.mask, batch.behavior)[0]
+
+
 def mapping_of(config: SimpleNamespace) -> dict:
     """Our words for the chain: outliers, tokens, weights, sequences.
 

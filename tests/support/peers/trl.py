@@ -25,6 +25,7 @@ from peers.rows import Rows
 
 ABSENT = ("pandas", "datasets", "pyarrow", "psutil")
 TRAINER = Peer("trl.trainer.grpo_trainer", absent=ABSENT)
+GMPO = Peer("trl.experimental.gmpo.gmpo_trainer", absent=ABSENT)
 DPPO = Peer("trl.experimental.dppo.dppo_trainer", absent=ABSENT, earlier=True)
 MODES = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
 CORRECTS = "self.use_vllm and self.vllm_importance_sampling_correction"
@@ -82,7 +83,9 @@ def bare_trainer(kind: Any = None, **settings: Any) -> Any:
         accelerator=SimpleNamespace(gather=same, reduce=same, num_processes=1, sync_gradients=True),
         model=SimpleNamespace(training=True),
         _metrics={"train": defaultdict(list)},
-        args=SimpleNamespace(use_bias_correction_kl=False, delta=None, steps_per_generation=1),
+        args=SimpleNamespace(
+            use_bias_correction_kl=False, delta=None, steps_per_generation=1, **soft_defaults()
+        ),
         off_policy_mask_threshold=None,
         importance_sampling_level="token",
         beta=0.0,
@@ -96,6 +99,23 @@ def bare_trainer(kind: Any = None, **settings: Any) -> Any:
     )
     vars(trainer).update(settings)
     return trainer
+
+
+def soft_defaults() -> dict[str, float]:
+    """What its `GRPOConfig` sets of SAPO and VESPO where the user sets nothing."""
+    fields = load(TRAINER).GRPOConfig.__dataclass_fields__
+    return {name: field.default for name, field in fields.items() if name.startswith(("sapo_", "vespo_"))}
+
+
+def gmpo_loss(batch: Rows, target: Tensor, clip: Clip) -> Tensor:
+    """GMPO's own `_compute_loss`, against the proximal policy: the mean over responses."""
+    trainer = bare_trainer(load(GMPO).GMPOTrainer, epsilon_low=clip.low, epsilon_high=clip.high)
+    return computed_loss(trainer, batch, target)
+
+
+def gmpo_width() -> float:
+    """The width of the clip where the user sets nothing."""
+    return load(GMPO).GMPOConfig.__dataclass_fields__["epsilon"].default
 
 
 def off_policy_mask(batch: Rows, threshold: float, behavior: Tensor | None = None) -> Tensor:
@@ -157,6 +177,11 @@ def computed_loss(
         "ref_per_token_logps": reference, "num_items_in_batch": batch.mask.sum(),
     }  # fmt: skip
     return type(trainer)._compute_loss(trainer, None, inputs)
+
+
+def default_of(key: str) -> Any:
+    """What its `GRPOConfig` sets where the user sets nothing."""
+    return load(TRAINER).GRPOConfig.__dataclass_fields__[key].default
 
 
 def metric_table(mode: str) -> dict[str, str]:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import yaml
 from torch import Tensor
 
@@ -155,8 +156,10 @@ def bypass_loss(batch: Rows, target: Tensor, settings: Any, mode: str, **clip: f
     return loss
 
 
-def surrogate_loss(batch: Rows, target: Tensor, settings: dict, name: str, mode: str, clip: Clip) -> Tensor:
-    """Another of its policy losses (gspo, cispo, dppo) on the same weights; these insist on an actor's own config."""
+def surrogate_loss(
+    batch: Rows, target: Tensor, settings: dict, name: str, mode: str, clip: Clip, **more: float
+) -> Tensor:
+    """Another of its policy losses (gspo, dppo, sapo, geo_mean, ...) on the same weights, by an actor's own config."""
     weights, mask, _ = correction(batch, settings)
     losses = load(PEERS["losses"])
     config = object.__new__(losses.ActorConfig)
@@ -166,9 +169,25 @@ def surrogate_loss(batch: Rows, target: Tensor, settings: dict, name: str, mode:
         clip_ratio_high=clip.high,
         clip_ratio_c=clip.dual,
         global_batch_info={},
+        **more,
     )
     compute = getattr(losses, f"compute_policy_loss_{name}")
     return compute(batch.proximal, target, batch.token_advantages, mask, mode, config, weights)[0]
+
+
+def token_advantages(
+    batch: Rows, rewards: Tensor, squares: Tensor, groups: list[int], weights: Tensor | None
+) -> Tensor:
+    """The optimal token baseline over turns, `[N, L]`; of a response without holes the same as without turns."""
+    compute = load(PEERS["losses"]).compute_multi_turn_optimal_token_baseline_advantage
+    index = np.array(groups)
+    return compute(rewards, batch.mask, index, batch.proximal, squares, weights, epsilon=0.0)[0]
+
+
+def actor_defaults(*names: str) -> dict[str, float]:
+    """What an actor's config sets where the user sets nothing."""
+    fields = load(PEERS["losses"]).ActorConfig.__dataclass_fields__
+    return {name: fields[name].default for name in names}
 
 
 def debug_metrics(batch: Rows) -> dict[str, float]:

@@ -1,0 +1,73 @@
+"""Contradictions between settings that few configs have, loaded where a config has one of them."""
+
+from __future__ import annotations
+
+import math
+
+from mis_plugins.config.model import WEIGHT_BOUNDS, CorrectionConfig, SegmentWiseConfig
+from mis_plugins.errors import ConfigError
+
+
+def check(config: CorrectionConfig) -> None:
+    """Refuse what contradicts `segment_wise` or `m2_threshold`.
+
+    Raises:
+        ConfigError: it quotes both settings.
+    """
+    if config.segment_wise is not None:
+        _check_segment_wise(config, config.segment_wise)
+    if config.m2_threshold is not None:
+        _check_m2(config, config.m2_threshold)
+
+
+def _check_m2(config: CorrectionConfig, threshold: float) -> None:
+    if not 0 < threshold < math.inf:
+        raise ConfigError(f"{{m2_threshold}}: got {threshold:g}; give a finite number above 0")
+    normalize = config.weight and config.weight.normalize
+    if normalize and (normalize.scope, normalize.over) == ("rollout", "kept"):
+        raise ConfigError(
+            "{weight.normalize.over}: kept with {weight.normalize.scope}: rollout is a mean over the rollout, and "
+            "{m2_threshold} drops tokens of each micro-batch; use valid"
+        )
+
+
+def _check_segment_wise(config: CorrectionConfig, segment_wise: SegmentWiseConfig) -> None:
+    """Refuse settings that contradict `segment_wise`, and bounds that another setting decides."""
+    if segment_wise.enabled and config.bypass:
+        raise ConfigError(
+            "{segment_wise}: a weight pi_{v+1} / mu belongs to {objective.old}: proximal; with behavior pi_theta "
+            "is compared with mu itself: use proximal, or {segment_wise.enabled}: false"
+        )
+    weight = config.weight
+    if segment_wise.enabled and weight and weight.level != "token":
+        raise ConfigError(
+            f"{{weight.level}}: {weight.level} beside {{segment_wise}}, which weighs each token by itself; use "
+            "token, or {segment_wise.enabled}: false"
+        )
+    if weight == segment_wise.weight or (weight is None and not config.bypass):
+        return
+    for name in WEIGHT_BOUNDS:
+        if getattr(segment_wise, name) != getattr(SegmentWiseConfig, name):
+            why = "beside {weight}, which has bounds" if weight else "with {objective.old}: behavior"
+            raise ConfigError(f"{{segment_wise.{name}}}: has no effect {why}; drop it")
+
+
+def check_group_baseline(config: CorrectionConfig) -> None:
+    """Refuse a baseline of what trains where nothing is rejected, or where that is not known before training.
+
+    Raises:
+        ConfigError: it quotes `group_baseline`, and the setting that it cannot stand beside.
+    """
+    said = f"{{group_baseline}}: {config.group_baseline}"
+    if not config.corrects:
+        raise ConfigError(f"{said} has no effect without a weight or a rule, which say what trains")
+    unknown = {
+        "{objective.old}: behavior, whose weights and rules are of pi_theta": config.bypass,
+        "{segment_wise}, whose weights are of pi_{v+1}": config.segment_wise_on,
+        "{m2_threshold}, which asks what else is in the micro-batch": config.m2_threshold is not None,
+        "a rule with statistic: route": config.reads_routes,
+        "{on_all_rejected}: keep, which asks what else is in the micro-batch": config.on_all_rejected
+        == "keep",
+    }
+    for why in (why for why, holds in unknown.items() if holds):
+        raise ConfigError(f"{said} needs to know before training what is rejected; drop one of it and {why}")

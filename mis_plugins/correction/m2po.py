@@ -1,0 +1,51 @@
+"""M2PO: tokens with the largest log ratios leave the loss, until the second moment of those that are left is small.
+
+Zheng et al. 2025, "Prosperity before Collapse", arxiv.org/abs/2510.01161.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float
+from torch import Tensor
+
+from mis_plugins.correction.token_stage import TokenStage
+from mis_plugins.packing.collectives import all_reduce
+from mis_plugins.packing.ragged import Ragged
+
+
+def trimmed(stage: TokenStage, ragged: Ragged, threshold: float) -> TokenStage:
+    """The stage without the tokens of the micro-batch whose (log r)^2 is too large for a mean below the threshold.
+
+    One collective over context-parallel ranks: the squares of the whole responses.
+    """
+    assert stage.keep is not None
+    squares = torch.where(stage.usable, stage.log_ratio.square(), torch.inf)
+    return replace(
+        stage, keep=stage.keep & (squares < first_dropped(_of_all_ranks(squares, ragged), threshold))
+    )
+
+
+def first_dropped(squares: Float[Tensor, " R"], threshold: float) -> Float[Tensor, " 1"]:
+    """The smallest square that is dropped, with every equal one; infinite where all of the finite ones stay.
+
+    Of ascending numbers the mean of the first n never falls with n, so that a count of small means tells how many stay.
+    """
+    ordered = squares.sort().values
+    counts = torch.arange(1, ordered.numel() + 1, device=ordered.device)
+    stay = (ordered.double().cumsum(0) / counts < threshold).sum()
+    return F.pad(ordered, (0, 1), value=torch.inf).index_select(0, stay.view(1))
+
+
+def _of_all_ranks(squares: Float[Tensor, " T"], ragged: Ragged) -> Float[Tensor, " R"]:
+    """The squares of all response tokens: each lies on one context-parallel rank, so that a sum joins them."""
+    if ragged.ranks.cp is None or ragged.responses is None:
+        return squares
+    whole = squares.new_zeros(ragged.responses.loss_mask.numel()).index_copy_(
+        0, ragged.responses.index, squares
+    )
+    all_reduce(whole, ragged.ranks.cp)
+    return whole

@@ -1,0 +1,85 @@
+"""M2PO against its twin in the oracle: which tokens of a micro-batch leave the loss, alone and beside rules."""
+
+from __future__ import annotations
+
+import math
+
+import oracle
+import pytest
+import torch
+from batches import Batch, batches, make_batch
+from drive import assert_matches_oracle, run
+from hypothesis import assume, given
+from hypothesis import strategies as st
+from tolerances import DECISION
+
+from mis_plugins.config.reading import from_mapping
+from mis_plugins.correction.m2po import first_dropped
+from mis_plugins.correction.pipeline import correct
+from mis_plugins.packing.layout import whole
+from mis_plugins.packing.ragged import Ranks
+
+THRESHOLDS = [1e-3, 0.04, 0.5, 50.0]
+BESIDE: list[dict] = [
+    {"weight": None},
+    {"weight": {"level": "token", "bound": "mask", "upper": 2.0}},
+    {"weight": {"level": "token", "bound": "truncate", "upper": 2.0, "normalize": {"over": "kept"}}},
+    {"weight": {"level": "geometric", "bound": "truncate", "upper": 2.0}, "aggregate": "kept"},
+    {"weight": None, "reject": [{"over": "mean", "lower": 0.9, "upper": 1.1}], "denominator": "kept"},
+    {"weight": None, "reject": [{"over": "mean", "lower": 0.9, "upper": 1.1}], "aggregate": "kept"},
+    {"weight": None, "reject": [{"over": "mean", "unit": "segment", "upper": 1.1, "aggregate": "kept"}]},
+    {"weight": None, "on_all_rejected": "keep"},
+]
+
+
+@given(batch=batches(), threshold=st.sampled_from(THRESHOLDS), beside=st.sampled_from(BESIDE))
+def test_the_hook_drops_what_the_twin_drops(batch: Batch, threshold: float, beside: dict) -> None:
+    config = {**beside, "m2_threshold": threshold, "metrics": "full"}
+    expected = oracle.correct(batch.samples, config)
+    assume(expected.margin > DECISION)
+    assert_matches_oracle(run(batch, config), batch, expected)
+
+
+def kept(log_ratios: list[list[float]], threshold: float, masks: list[list[int]] | None = None) -> list[bool]:
+    """Which tokens of responses with these log ratios stay."""
+    masks = [[1] * len(row) for row in log_ratios] if masks is None else masks
+    batch = make_batch(
+        [([x - 2.0 for x in row], [-2.0] * len(row), m) for row, m in zip(log_ratios, masks, strict=True)]
+    )
+    ragged = whole(batch.response_lengths).place(batch.flat_mask, Ranks()).ragged
+    config = from_mapping({"weight": None, "m2_threshold": threshold})
+    return correct(*batch.joined(), ragged, config).keep.tolist()
+
+
+def test_the_largest_squares_leave_whatever_their_sign_and_sequence() -> None:
+    """Of 0, 0.25, 1 and 4 the first three have a mean of 0.417, all four one of 1.3125."""
+    rows = [[1.0, -2.0], [0.0, -0.5]]
+    assert kept(rows, 0.5) == [True, False, True, True]
+    assert kept(rows, 1.32) == [True] * 4
+    assert kept(rows, 0.4) == [False, False, True, True]
+    assert kept(rows[::-1], 0.5) == [True, True, True, False]
+
+
+def test_a_mean_at_the_threshold_is_not_below_it() -> None:
+    assert kept([[0.0, 1.0]], 0.5) == [True, False]
+    assert kept([[0.0, 1.0]], 0.5000001) == [True, True]
+
+
+def test_equal_squares_go_together() -> None:
+    """0 and one 1 have a mean of 0.5, but no rule says which 1."""
+    assert kept([[1.0, 0.0, -1.0]], 0.6) == [False, True, False]
+
+
+def test_nothing_is_left_of_squares_that_all_are_large() -> None:
+    assert kept([[2.0, 3.0]], 0.5) == [False, False]
+
+
+def test_masked_and_unknown_tokens_neither_stay_nor_count() -> None:
+    rows = [[9.0, 0.1, math.nan], [0.2]]
+    assert kept(rows, 0.03, [[0, 1, 1], [1]]) == [False, True, False, True]
+
+
+@pytest.mark.parametrize("count", [0, 1])
+def test_an_empty_micro_batch_drops_nothing(count: int) -> None:
+    squares = torch.full((count,), torch.inf)
+    assert first_dropped(squares, 0.04).tolist() == [math.inf]

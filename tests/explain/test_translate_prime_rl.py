@@ -1,0 +1,108 @@
+"""prime-rl's toml, translated; its loss by its formula, since no package index has it."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from peers.rows import Rows, assert_all_close, keep_away, ours, rows, surrogate_loss
+from tolerances import DECISION
+from torch import Tensor
+
+from mis_plugins.__main__ import load
+from mis_plugins.config.loading import preset_path
+from mis_plugins.explain.translate.prime_rl import translate
+from mis_plugins.loss.objective import Clip
+
+WHOLE = "[trainer.model]\nseq_len = 2048\n[orchestrator]\nbatch_size = 8\n"
+
+
+@pytest.mark.parametrize("text", [WHOLE, "[trainer]", "[loss]", '[trainer.loss]\ntype = "default"'])
+def test_the_default_loss_is_dppo_with_a_penalty(text: str):
+    assert translate(text).config() == load(preset_path("prime-rl-dppo"))
+
+
+def test_without_a_penalty_the_loss_is_dppo():
+    assert translate("[loss]\nkl_tau = 0").config() == load(preset_path("dppo-tv"))
+
+
+@pytest.mark.parametrize(
+    ("text", "behind"),
+    [
+        ('[trainer.loss]\ntype = "ipo"\nipo_threshold = 0.3', ()),
+        ('[loss]\ntype = "ipo"', ("--loss.ipo-threshold=0.3",)),
+        (WHOLE, ("trainer.loss.type=ipo", "ipo_threshold=0.3")),
+    ],
+)
+def test_ipo_is_a_surrogate_against_the_engine(text: str, behind: tuple[str, ...]):
+    made = translate(text, behind)
+    assert made.config() == load(preset_path("prime-rl-ipo"))
+    assert "ipo_threshold: pass --eps-clip 0.3 --eps-clip-high 0.3 --eps-clip-c 1e+09" in " ".join(made.notes)
+
+
+NOTES = [
+    (WHOLE, "corrects by default: trainer.loss.type: default, dppo_mask_low: 0.2, dppo_mask_high: 0.2, adv_tau", ""),
+    ("[loss]\ndppo_mask_low = 0.1\ndppo_mask_high = 0.3", "--eps-clip 0.1 --eps-clip-high 0.3 --eps-clip-c 1e+09", ""),
+    ("[loss]\nadv_tau = 2", "adv_tau: 2 multiplies the advantages", ""),
+    ("[loss]\nadv_tau = 1.0", "", "multiplies the advantages"),
+    ("[orchestrator]\nmax_off_policy_steps = 8", "orchestrator.max_off_policy_steps: bounds the age of a rollout", ""),
+    ("[trainer]\nenable_router_replay = true", "trainer.enable_router_replay: replays the engine's routes", ""),
+    ('[[orchestrator.train.source]]\nalgo = {type = "opd"}', "algo.type: opd: drops tokens whose probability fell", ""),
+    ('[orchestrator.algo]\ntype = "grpo"', "", "algo.type"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("text", "said", "unsaid"), NOTES)
+def test_notes(text: str, said: str, unsaid: str):
+    told = " ".join(translate(text).notes)
+    assert said in told and (not unsaid or unsaid not in told)
+
+
+def their_gradient(batch: Rows, drops: Tensor, kl_tau: float = 1e-3) -> Tensor:
+    """-A pi_theta / mu over the tokens that are left, and kl_tau (log r)^2 over all, differentiated."""
+    log_ratio = batch.pad(batch.target) - batch.behavior
+    slope = torch.where(drops, 0, -batch.token_advantages * log_ratio.exp())
+    return (slope + 2 * kl_tau * log_ratio) * batch.mask
+
+
+def our_gradient(batch: Rows, text: str) -> Tensor:
+    """By the config and the flags that the translation prints."""
+    made = translate(text)
+    mapping = {"weight": None} | dict(made.mis) | {"metrics": "none"}
+    flags = re.findall(r"--eps-clip\S* (\S+)", " ".join(made.notes))
+    keep_away(batch, mapping, batch.target)
+    correction = ours(batch, mapping, batch.target)
+    target = batch.pad(batch.target).requires_grad_()
+    clip = Clip(*map(float, flags or (0.2, 0.2)))
+    tokens = surrogate_loss(batch, target, batch.behavior, correction, mapping["objective"], clip)
+    return torch.autograd.grad(tokens.sum(), target)[0]
+
+
+@settings(max_examples=40)
+@given(
+    batch=rows(),
+    low=st.sampled_from([0.001, 0.1]),
+    high=st.sampled_from([0.002, 0.2]),
+    kl_tau=st.sampled_from([0, 0.5]),
+)
+def test_the_default_loss_has_its_gradient(batch: Rows, low: float, high: float, kl_tau: float):
+    moved = batch.pad(batch.target).exp() - batch.behavior.exp()
+    assume(all(((moved.abs() - bound).abs() > DECISION).all() for bound in (low, high)))
+    drops = torch.where(batch.token_advantages > 0, moved > high, moved < -low)
+    found = our_gradient(batch, f"[loss]\ndppo_mask_low = {low}\ndppo_mask_high = {high}\nkl_tau = {kl_tau}")
+    theirs = their_gradient(batch, drops, kl_tau)
+    assert_all_close(found, theirs, batch.rtol, "gradient", atol=batch.rtol * 1e-12)
+
+
+@settings(max_examples=40)
+@given(batch=rows(), threshold=st.sampled_from([0.001, 0.1]))
+def test_ipo_has_its_gradient(batch: Rows, threshold: float):
+    moved = (batch.pad(batch.target).exp() - batch.behavior.exp()).abs()
+    assume(((moved - threshold).abs() > DECISION).all())
+    found = our_gradient(batch, f'[loss]\ntype = "ipo"\nipo_threshold = {threshold}')
+    assert_all_close(
+        found, their_gradient(batch, moved > threshold), batch.rtol, "gradient", atol=batch.rtol * 1e-12
+    )

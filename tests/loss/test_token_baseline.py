@@ -1,0 +1,117 @@
+"""The optimal token baseline against a second implementation, one loop a token, and what it is in simple cases."""
+
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+from tolerances import float64_atol
+from torch import Tensor
+
+from mis_plugins.loss.token_baseline import token_advantages
+from mis_plugins.packing.layout import whole
+from mis_plugins.packing.ragged import Ranks
+
+
+@dataclass(frozen=True)
+class Response:
+    """One response, a number a token: reward, log pi_old, sum of squared probabilities, weight; and its prompt."""
+
+    reward: list[float]
+    log_prob: list[float]
+    squares: list[float]
+    weight: list[float]
+    mask: list[bool]
+    group: int
+    valid: list[int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "valid", [t for t, valid in enumerate(self.mask) if valid])
+
+    def returns(self, rank: int) -> float:
+        return math.fsum(self.reward[t] for t in self.valid[rank:])
+
+    def path(self, rank: int) -> float:
+        return math.fsum(
+            self.weight[t] ** 2 * (1 - 2 * math.exp(self.log_prob[t]) + self.squares[t])
+            for t in self.valid[: rank + 1]
+        )
+
+
+def advantages_of(batch: list[Response]) -> list[list[float]]:
+    found = [[0.0] * len(x.mask) for x in batch]
+    for i, x in enumerate(batch):
+        for rank, t in enumerate(x.valid):
+            group = [y for y in batch if y.group == x.group and len(y.valid) > rank]
+            total = math.fsum(y.path(rank) for y in group)
+            mean = math.fsum(y.path(rank) * y.returns(rank) for y in group) / total
+            found[i][t] = x.returns(rank) - (mean if len(group) > 1 else 0.0)
+    return found
+
+
+def random_batch(seed: int, lengths: tuple[int, ...] = (5, 9, 0, 7, 1, 6, 4)) -> list[Response]:
+    rng = random.Random(seed)
+    drawn = lambda n, low, high: [rng.uniform(low, high) for _ in range(n)]  # noqa: E731
+    return [
+        Response(
+            drawn(n, -1, 1), drawn(n, -4, -0.01), drawn(n, 0.2, 1), drawn(n, 0, 2),
+            [rng.random() < 0.8 for _ in range(n)], i % 3,
+        )
+        for i, n in enumerate(lengths)
+    ]  # fmt: skip
+
+
+def ours(batch: list[Response], weigh: bool = True) -> Tensor:
+    flat = lambda name: torch.tensor([v for x in batch for v in getattr(x, name)], dtype=torch.float64)  # noqa: E731
+    ragged = whole([len(x.mask) for x in batch]).place(flat("mask").bool(), Ranks()).ragged
+    rows = flat("reward"), flat("log_prob"), flat("squares")
+    weights = flat("weight") if weigh else None
+    return token_advantages(*rows, ragged, torch.tensor([x.group for x in batch]), weights)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_advantages_are_the_twins(seed: int) -> None:
+    batch = random_batch(seed)
+    expected = [value for row in advantages_of(batch) for value in row]
+    found = ours(batch)
+    assert (found - torch.tensor(expected, dtype=torch.float64)).abs().max() <= float64_atol(
+        100.0, len(expected)
+    )
+    assert found.count_nonzero() == sum(len(x.valid) for x in batch)
+
+
+def test_equal_norms_leave_the_group_mean() -> None:
+    """Two certain rewards of 1 and 0 at the end, and tokens of one probability: half up, half down."""
+    token = [-1.0] * 3, [0.3] * 3, [1.0] * 3, [True] * 3
+    batch = [Response([0.0, 0.0, reward], *token, 0) for reward in (1.0, 0.0)]
+    expected = torch.tensor([0.5] * 3 + [-0.5] * 3, dtype=torch.float64)
+    assert (ours(batch, weigh=False) - expected).abs().max() <= float64_atol(2.0, 6)
+
+
+def test_a_response_that_is_alone_or_longer_keeps_its_return() -> None:
+    batch = [
+        Response([0.0, 0.0, 1.0], [-1.0] * 3, [0.3] * 3, [1.0] * 3, [True] * 3, 0),
+        Response([1.0], [-1.0], [0.3], [1.0], [True], 0),
+        Response([2.0], [-1.0], [0.3], [1.0], [True], 1),
+    ]
+    assert ours(batch).tolist() == [0.0, 1.0, 1.0, 0.0, 2.0]
+
+
+def test_tokens_that_were_certain_have_no_gradient_and_no_baseline() -> None:
+    batch = [Response([reward], [0.0], [1.0], [1.0], [True], 0) for reward in (1.0, 0.0)]
+    assert ours(batch).tolist() == [1.0, 0.0]
+
+
+def test_what_lies_under_the_mask_does_not_count() -> None:
+    batch = random_batch(3)
+    hidden = [
+        Response(
+            *([v if m else math.nan for v, m in zip(row, x.mask, strict=True)]
+              for row in (x.reward, x.log_prob, x.squares, x.weight)), x.mask, x.group,
+        )
+        for x in batch
+    ]  # fmt: skip
+    assert torch.equal(ours(hidden), ours(batch))
