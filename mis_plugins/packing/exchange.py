@@ -33,6 +33,23 @@ def contiguous(total_lengths: Sequence[int], response_lengths: Sequence[int], ro
     return Layout(response_lengths, spans)
 
 
+def gathered(
+    layout: Layout, rows: Sequence[Shaped[Tensor, "_"]], group: dist.ProcessGroup | None
+) -> Sequence[Shaped[Tensor, "_"]]:
+    """Whole responses from each rank's tokens, the inverse of `Layout.cut`. Collective over the group."""
+    if group is None:
+        return rows
+    full = [row.new_zeros(length) for row, length in zip(rows, layout.response_lengths, strict=True)]
+    for i, row in enumerate(rows):
+        pieces = layout.pieces(i)
+        parts = row.split([stop - start for start, stop in pieces])
+        for (start, stop), part in zip(pieces, parts, strict=True):
+            full[i][start:stop] = part
+    joined = torch.cat(full)
+    all_reduce(joined, group)
+    return joined.split(list(layout.response_lengths))
+
+
 @dataclass(frozen=True)
 class Exchange:
     """The way of a number between the rank that holds its token in the loss and the one whose logits score the token.

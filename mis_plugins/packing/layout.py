@@ -17,7 +17,6 @@ import torch.distributed as dist
 from jaxtyping import Bool, Shaped
 from torch import Tensor
 
-from mis_plugins.packing.collectives import all_reduce
 from mis_plugins.packing.ragged import Ragged, Ranks, Responses, to_device
 
 Span = tuple[int, int]  # [start, stop) within a response
@@ -108,23 +107,6 @@ class Placed:
         full.index_copy_(0, responses.index, tokens.byte())
         dist.all_reduce(full, group=self.ragged.ranks.cp)
         return full.bool()
-
-
-def gathered(
-    layout: Layout, rows: Sequence[Shaped[Tensor, "_"]], group: dist.ProcessGroup | None
-) -> Sequence[Shaped[Tensor, "_"]]:
-    """Whole responses from each rank's tokens, the inverse of `Layout.cut`. Collective over the group."""
-    if group is None:
-        return rows
-    full = [row.new_zeros(length) for row, length in zip(rows, layout.response_lengths, strict=True)]
-    for i, row in enumerate(rows):
-        pieces = layout.pieces(i)
-        parts = row.split([stop - start for start, stop in pieces])
-        for (start, stop), part in zip(pieces, parts, strict=True):
-            full[i][start:stop] = part
-    joined = torch.cat(full)
-    all_reduce(joined, group)
-    return joined.split(list(layout.response_lengths))
 
 
 def whole(response_lengths: Sequence[int]) -> Layout:

@@ -11,7 +11,8 @@ from megatron.core import parallel_state as mpu
 from oracle import zigzag as owned
 from torch.distributed import ProcessGroup
 
-from mis_plugins.packing.layout import gathered, whole, zigzag
+from mis_plugins.packing.exchange import gathered
+from mis_plugins.packing.layout import whole, zigzag
 
 RESPONSES = [5, 1, 9, 3, 0]
 TOTALS = [12, 2, 10, 40, 6]  # the fourth response lies on one of two ranks alone

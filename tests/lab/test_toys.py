@@ -34,12 +34,12 @@ def test_a_picture_is_drawn_from_the_record(name: str, tmp_path: Path) -> None:
 
 
 def test_the_demonstration_corrects_where_its_name_says(tmp_path: Path) -> None:
-    for name in RUNS:
-        args = parse_args(command_line_of_demo(name, 3, tmp_path / name))
+    runs = {name: parse_args(command_line_of_demo(name, 3, tmp_path / name)) for name in RUNS}
+    for name, args in runs.items():
         assert args.num_rollout >= 200 and args.seed == 3
         assert args.rollout_weights == "int3" and args.advantage_estimator == "reinforce"
         assert args.use_tis == (name == "corrected")
-    config = from_args(args)
+    config = from_args(runs["corrected"])
     assert config.weight is not None and config.weight.normalize is not None and config.reject
 
 

@@ -25,7 +25,8 @@ from mis_plugins.hosts.needs.record import VersionNeeds
 from mis_plugins.hosts.versions import rollouts
 from mis_plugins.hosts.versions.samples import Note
 from mis_plugins.hosts.versions.shelf import Waiting
-from mis_plugins.packing.layout import Layout, gathered
+from mis_plugins.packing.exchange import gathered
+from mis_plugins.packing.layout import Layout
 from mis_plugins.versions.recompute import Request, batches
 from mis_plugins.versions.segment_wise import Written
 
