@@ -44,6 +44,7 @@ setup(
         "mis_plugins.explain": ["rungs.json"],
         "mis_plugins.hosts": ["records/*.txt"],
         "mis_plugins.report": ["*.yaml", "page.css", "page.html"],
+        "mis_plugins.shared": ["moved.yaml"],
         "mis_plugins.presets": ["*.yaml", "peers/*.yaml"],
         "true_on_policy.contract": ["*.yaml"],
         "true_on_policy.diff": ["*.yaml"],

@@ -19,8 +19,8 @@ from pathlib import Path
 import torch
 from matplotlib.figure import Figure
 
+from lab.palette import color
 from mis_plugins.shared.files import check_writable
-from mis_plugins.shared.palette import color
 from true_on_policy.contract.model_config import check_model
 from true_on_policy.verify.command import add_parser
 from true_on_policy.verify.links import Evidence

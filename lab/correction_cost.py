@@ -46,8 +46,9 @@ from torch import Tensor
 from lab.host_checkout import run_ranks, stand_in_for_missing_packages, start_groups
 from lab.provenance import as_markdown, markdown_table, parser_of, provenance, target, write_record
 from lab.tallies import peak_bytes, tally
+from mis_plugins.packing.layout import zigzag
 from mis_plugins.shared.numerals import count, counts
-from mis_plugins.shared.table import print_table
+from mis_plugins.shared.terminal import print_table
 
 OURS = "mis_plugins.mis.compute_mis_weights_with_cp"
 LOOP = "lab.correction_cost.sequence_by_sequence"
@@ -115,31 +116,18 @@ def lengths(text: str) -> list[str]:
     return [part if part == "mixed" else str(count(part)) for part in text.split(",")]
 
 
-def zigzag(full: Tensor, total: int, cp: int, rank: int) -> Tensor:
-    """Take the two pieces of a response that the hosts give a context-parallel rank."""
-    if cp == 1:
-        return full
-    chunk = -(-total // (2 * cp))
-    first = total - len(full) - 1
-    cuts = [(n * chunk - first, (n + 1) * chunk - first) for n in (rank, 2 * cp - 1 - rank)]
-    return torch.cat([full[max(a, 0) : max(b, 0)] for a, b in cuts])
-
-
 def hook_kwargs(lengths: Sequence[int], cp: int, rank: int) -> dict[str, Any]:
     """Build a single-turn micro-batch whose log ratios have a standard deviation of 0.1."""
     torch.manual_seed(0)
     totals = [PROMPT + length for length in lengths]
     proximal = [-2 * torch.rand(length) for length in lengths]
     behavior = [x - 0.1 * torch.randn_like(x) for x in proximal]
-
-    def share(values: list[Tensor]) -> list[Tensor]:
-        return [zigzag(x, total, cp, rank) for x, total in zip(values, totals, strict=True)]
-
-    local = share(proximal)
+    layout = zigzag(totals, lengths, cp, rank)
+    local = layout.cut(proximal)
     return {
         "pg_loss": torch.randn(sum(map(len, local))).requires_grad_(),
         "train_log_probs": local,
-        "rollout_log_probs": share(behavior),
+        "rollout_log_probs": layout.cut(behavior),
         "loss_masks": [torch.ones(length, dtype=torch.int) for length in lengths],
         "total_lengths": totals,
         "response_lengths": list(lengths),

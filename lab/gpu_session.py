@@ -30,7 +30,7 @@ from lab.gpu import sections
 from lab.gpu.results import Section, exit_code, write
 from lab.provenance import parser_of, provenance
 from mis_plugins.shared.numerals import finite
-from mis_plugins.shared.table import print_table
+from mis_plugins.shared.terminal import print_table
 from true_on_policy.kernels import gpu
 
 

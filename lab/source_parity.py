@@ -1,9 +1,10 @@
-"""Are the presets of ROLL and NeMo-RL, which no package index has, what their source computes?
+"""Are the configs of ROLL, NeMo-RL and prime-rl, which no package index has, what their source computes?
 
 The program takes the statements of the correction from a git checkout of each package. It runs them in float64 on
-random padded batches, and compares weights and masks with those of the presets. Clusters and engines are not imported.
+random padded batches. Weights and masks of ROLL and NeMo-RL are compared with those of the presets, and the gradients
+of prime-rl's losses with what `config from-prime-rl` makes of their toml. Clusters and engines are not imported.
 
-    python -m lab.source_parity --roll CHECKOUT --nemo-rl CHECKOUT
+    python -m lab.source_parity --roll CHECKOUT --nemo-rl CHECKOUT --prime-rl CHECKOUT
 
 Exit status: 0 equal, 1 different, 2 could not compare.
 """
@@ -35,6 +36,8 @@ from lab.provenance import parser_of
 from mis_plugins.config.loading import preset_path
 from mis_plugins.config.reading import from_mapping
 from mis_plugins.correction.pipeline import correct
+from mis_plugins.explain.translate.prime_rl import CAP, translate
+from mis_plugins.loss.objective import Clip, policy_term
 from mis_plugins.packing.ragged import Ragged
 
 BATCHES = 300
@@ -146,6 +149,75 @@ def nemo_rl(checkout: Path) -> dict[str, Peer]:
     }
 
 
+LOSSES = {
+    "prime-rl's default": "[loss]\nkl_tau = 0",
+    "prime-rl's ipo": "[loss]\ntype = 'ipo'\nkl_tau = 0",
+}
+"""prime-rl's losses by a toml; nothing here adds the term of `kl_tau`."""
+
+
+def prime_rl(checkout: Path) -> dict[str, Peer]:
+    """Take prime-rl's losses of one sample; the answer is the gradient of their sum to the trainer's log-probs."""
+    scope: dict[str, Any] = {
+        "torch": torch,
+        "dataclass": dataclass,
+        "field": dataclasses.field,
+        "__name__": __name__,
+    }
+    names = ["LossInputs", "LossOutputs", "_safe_mean", "compute_importance_ratio_and_mismatch_kl"]
+    source = text(checkout, "src/prime_rl/trainer/rl/loss.py")
+    taken(source, [*names, "default_loss_fn", "ipo_loss_fn"], scope)
+
+    def gradient(name: str, keys: dict[str, Any]) -> Peer:
+        config = SimpleNamespace(adv_tau=1.0, kl_tau=0.0, **keys)
+
+        def differentiate(x: Padded) -> Answer:
+            target = x.proximal.double().requires_grad_()
+            rows = zip(target, x.behavior.double(), advantages(x).double(), x.mask, strict=True)
+            inputs = (
+                scope["LossInputs"](row, mu, None, advantage, mask) for row, mu, advantage, mask in rows
+            )
+            loss = sum(scope[name](one, config).loss for one in inputs)
+            return torch.autograd.grad(loss, target)[0], x.mask
+
+        return differentiate
+
+    both = {"dppo_mask_low": 0.2, "dppo_mask_high": 0.2}, {"ipo_threshold": 0.1}
+    functions = zip(LOSSES, ("default_loss_fn", "ipo_loss_fn"), both, strict=True)
+    return {title: gradient(name, keys) for title, name, keys in functions}
+
+
+def advantages(x: Padded) -> Tensor:
+    """An advantage of each token, of either sign by sequence."""
+    rows = torch.arange(len(x.mask)) % 2 * 2.0 - 1
+    return rows[:, None].expand(x.mask.shape)
+
+
+def gradient_difference(name: str, peer: Peer, x: Padded) -> tuple[float, int]:
+    """Return the largest difference of the gradients, and how many tokens have one.
+
+    Raises:
+        Different: prime-rl gives other tokens a gradient than the translated config.
+    """
+    config = from_mapping({"weight": None} | dict(translate(LOSSES[name]).mis))
+    starts = torch.arange(len(x.mask) + 1) * x.mask.shape[1]
+    target, mu, ragged = (
+        x.proximal.flatten().requires_grad_(),
+        x.behavior.flatten(),
+        Ragged(starts, x.mask.flatten()),
+    )
+    correction = correct(target.detach(), mu, ragged, config)
+    factor = torch.where(correction.keep, correction.weights, 0)
+    assert config.objective is not None
+    clip = Clip(0.2, 0.2, CAP)
+    term = policy_term(target, mu, advantages(x).flatten(), factor, ragged, config.objective, clip)
+    mine = torch.autograd.grad(term.loss.sum(), target)[0].view_as(x.mask)[x.mask]
+    theirs = peer(x)[0][x.mask]
+    if not torch.equal(theirs != 0, mine != 0):
+        raise Different(f"{name}: other tokens have a gradient")
+    return ((theirs - mine).abs() / theirs.abs().clamp(min=1)).max().item(), int((mine != 0).sum())
+
+
 def difference(name: str, peer: Peer, x: Padded) -> tuple[float, int]:
     """Return the largest difference of the applied weights, and how many tokens have a weight above 0.
 
@@ -165,22 +237,28 @@ def difference(name: str, peer: Peer, x: Padded) -> tuple[float, int]:
 
 def main() -> int:
     parser = parser_of(__doc__)
-    parser.add_argument("--roll", type=Path, required=True)
-    parser.add_argument("--nemo-rl", type=Path, required=True)
-    options = parser.parse_args()
+    sources = {"roll": roll, "nemo_rl": nemo_rl, "prime_rl": prime_rl}
+    for name in sources:
+        parser.add_argument(f"--{name.replace('_', '-')}", type=Path)
+    options = {name: path for name, path in vars(parser.parse_args()).items() if path is not None}
+    if not options:
+        parser.error("name a checkout")
     try:
-        peers = roll(options.roll) | nemo_rl(options.nemo_rl)
+        peers = {title: peer for name, path in options.items() for title, peer in sources[name](path).items()}
     except (subprocess.CalledProcessError, KeyError, ValueError) as error:
         print(f"could not compare: {error!r}", file=sys.stderr)
         return 2
     tokens, worst = sum(int(x.mask.sum()) for x in batches(BATCHES)), 0.0
     for name, peer in peers.items():
+        compare, what = (
+            (gradient_difference, "with a gradient") if name in LOSSES else (difference, "weighed")
+        )
         try:
-            rows = [difference(name, peer, x) for x in batches(BATCHES)]
+            rows = [compare(name, peer, x) for x in batches(BATCHES)]
         except Different as error:
             print(error)
             return 1
-        largest, weighed = max(row[0] for row in rows), sum(row[1] for row in rows)
+        largest, counted = max(row[0] for row in rows), sum(row[1] for row in rows)
         worst = max(worst, largest)
-        print(f"{name}: {weighed} of {tokens} tokens weighed, largest difference {largest:.1e}")
+        print(f"{name}: {counted} of {tokens} tokens {what}, largest difference {largest:.1e}")
     return int(worst > TOLERANCE)

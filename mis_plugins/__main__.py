@@ -41,7 +41,7 @@ from mis_plugins.errors import ConfigError, UserError
 from mis_plugins.explain import rungs
 from mis_plugins.explain.formula import formula
 from mis_plugins.explain.launch import command as launch
-from mis_plugins.explain.translate import areal, ms_swift, verl, verl_presets
+from mis_plugins.explain.translate import areal, ms_swift, prime_rl, trl, verl, verl_presets
 from mis_plugins.explain.translate.script import Asked
 from mis_plugins.explain.words import describe
 from mis_plugins.hosts import checks, ownership
@@ -200,9 +200,13 @@ def from_verl(arguments: argparse.Namespace) -> str:
 def from_ms_swift(arguments: argparse.Namespace) -> str:
     """ms-swift's rollout_importance_sampling_* and off_policy_sequence_mask_delta, from yaml or a launch script.
 
-    Its code is followed where its document says otherwise (sequence_mask). KEY=VALUE may follow, which win.
+    Its code is followed where its document says otherwise (sequence_mask), or the document with --as-documented.
+    KEY=VALUE may follow, which win.
     """
-    return ms_swift.translate(text_of(arguments.target), arguments.overrides, _asked(arguments)).text()
+    asked = _asked(arguments)
+    return ms_swift.translate(
+        text_of(arguments.target), arguments.overrides, asked, arguments.as_documented
+    ).text()
 
 
 def from_areal(arguments: argparse.Namespace) -> str:
@@ -213,6 +217,23 @@ def from_areal(arguments: argparse.Namespace) -> str:
     which win.
     """
     return areal.translate(text_of(arguments.target), arguments.overrides, _asked(arguments)).text()
+
+
+def from_trl(arguments: argparse.Namespace) -> str:
+    """TRL's GRPOConfig: a yaml, a launch script, or the call GRPOConfig(...) in a Python script, which is never run.
+
+    With `use_vllm: true` TRL corrects by default: the output then holds a correction that the file never names.
+    KEY=VALUE may follow, which win.
+    """
+    return trl.translate(text_of(arguments.target), arguments.overrides, _asked(arguments)).text()
+
+
+def from_prime_rl(arguments: argparse.Namespace) -> str:
+    """prime-rl's toml: its table [trainer.loss], or [loss] of a trainer's own file.
+
+    prime-rl corrects by default, by DPPO's mask. trainer.loss.KEY=VALUE may follow, which win.
+    """
+    return prime_rl.translate(text_of(arguments.target), arguments.overrides, _asked(arguments)).text()
 
 
 def _asked(arguments: argparse.Namespace) -> Asked:
@@ -297,7 +318,13 @@ TRANSLATED: Arguments = FILE | {
         "help": "the start of the training to read, of a script with several",
     },
 }
-TRANSLATORS = ("from-verl", "from-ms-swift", "from-areal")
+DOCUMENTED: Arguments = {
+    "--as-documented": {
+        "action": "store_true",
+        "help": "sequence_mask by ms-swift's document, not by its code",
+    }
+}
+TRANSLATORS = ("from-verl", "from-ms-swift", "from-areal", "from-trl", "from-prime-rl")
 SOURCES: Arguments = {
     "paths": {"nargs": "+", "type": Path, "metavar": "PATH", "help": "dumps, folders of dumps, logs of metrics"},
     "--config": {"metavar": "PRESET_OR_FILE", "help": "what the run was corrected with (default: nothing)"},
@@ -338,8 +365,10 @@ COMMANDS: dict[str, dict[str, tuple[Run, Arguments]]] = {
         "check": (check, CHECKED),
         "path": (path, TARGET | WATCH),
         "from-verl": (from_verl, TRANSLATED),
-        "from-ms-swift": (from_ms_swift, TRANSLATED),
+        "from-ms-swift": (from_ms_swift, TRANSLATED | DOCUMENTED),
         "from-areal": (from_areal, TRANSLATED),
+        "from-trl": (from_trl, TRANSLATED),
+        "from-prime-rl": (from_prime_rl, TRANSLATED),
         "suggest": (suggest, SOURCES),
     },
     "report": {"": (report, SOURCES | OUTPUTS)},

@@ -1,13 +1,20 @@
-"""What a user can get wrong, as one family of exceptions."""
+"""What a user can get wrong: a family of exceptions, a warning that is said once, and how both show a value."""
 
 from __future__ import annotations
 
+import functools
+import logging
+import math
 import re
 from collections.abc import Mapping
 from typing import TypeVar
 
 Error = TypeVar("Error", bound="MisError")
 FIELD = re.compile(r"(?<!\$)\{(\w+(?:\.\w+)*)\}")  # `{field}`, but not a user's own `${...}`
+LARGEST = 2**63 - 1  # the largest 64-bit integer: seeds and sizes are such integers
+SHOWN = 40  # how many characters of a user's value an error shows
+
+logger = logging.getLogger("mis_plugins")
 
 
 class UserError(ValueError):
@@ -45,3 +52,24 @@ class ConfigError(MisError):
 
 class InputError(MisError):
     """Log-probs, masks or lengths that do not fit together."""
+
+
+@functools.cache
+def warn_once(message: str) -> None:
+    """Log `message` as a warning the first time this process says it: a training log holds it once, not once a step."""
+    logger.warning(message)
+
+
+def shown(value: object) -> str:
+    """A user's value as an error shows it: a long value by its beginning and its length."""
+    return cut(repr(value) if not isinstance(value, int) or abs(value) <= LARGEST else _digits(value))
+
+
+def cut(text: str, most: int = SHOWN) -> str:
+    """A text as an error or a comment shows it: a text longer than `most` by its beginning and its length."""
+    return text if len(text) <= most else f"{text[:most]}... ({len(text)} characters)"
+
+
+def _digits(value: int) -> str:
+    """A large integer by its number of digits: Python refuses to write more than 4300 digits."""
+    return f"an integer of about {math.floor(value.bit_length() * math.log10(2)) + 1} digits"

@@ -39,7 +39,7 @@ from mis_plugins.config.model import CorrectionConfig
 from mis_plugins.config.view import View, once, view
 from mis_plugins.correction.pipeline import Correction, correct
 from mis_plugins.errors import ConfigError, InputError
-from mis_plugins.hosts import averages, checks, megatron
+from mis_plugins.hosts import checks, megatron, tracking
 from mis_plugins.hosts.batch import Handed, HostBatch, Tensors, check_apart, host_layout, numbers_of
 from mis_plugins.hosts.host import Host
 from mis_plugins.hosts.ownership import Hook
@@ -171,7 +171,7 @@ def count_samples(args: Any, *rest: Any) -> None:
     """The rollout-data hook that counts which share of a step trains; see `hosts/rollout_hooks.py`."""
     from mis_plugins.hosts import rollout_hooks
 
-    rollout_hooks.count_samples(view(args), rest, RECORDER)
+    rollout_hooks.count_samples(view(args), rest, config_in_force, RECORDER)
 
 
 @Hook
@@ -260,17 +260,9 @@ def config_in_force(args: Any, host: Host | None = None) -> CorrectionConfig:
 
         resplit.check_hook(args, config)
     if config.needs_loss_hook:
-        key = "opsm" if config.opsm else "objective" if config.objective else "segment_wise"
-        unseen = (
-            "which version wrote a token" if key == "segment_wise" else "advantages and the target policy"
-        )
-        flag = (
-            "--use-tis" if args.use_tis else "--get-mismatch-metrics, and to watch use_tis: false in the file"
-        )
-        raise ConfigError(
-            f"{{{key}}}: the TIS hook does not see {unseen}; pass --loss-type custom_loss --custom-loss-function-path "
-            f"mis_plugins.mis.policy_loss in place of {flag}"
-        ).spelled(reading.spelling(args), "mis.")
+        from mis_plugins.config import messages
+
+        raise ConfigError(messages.needs_loss_hook(args, config)).spelled(reading.spelling(args), "mis.")
     if not args.use_tis:
         from mis_plugins.hosts import watching
 
@@ -298,7 +290,7 @@ def _settled(args: View, host: Host | None = None) -> Settled:
     return Settled(
         config if host.step_hook else config.without_step_hook,
         host.divides_by_kept(args) and reading.says_denominator(args),
-        averages.of_host(args),
+        tracking.average_of_host(args),
     )
 
 
@@ -328,7 +320,7 @@ def _hook(args: View, pg_loss: Tensor, batch: HostBatch, settled: Settled, flags
     RECORDER.record(correction, pg_loss)
     if flags is not None:
         _watch().record(correction, flags)
-    average = averages.average(args, RECORDER.step) if ROLLOUT.held else settled.average
+    average = tracking.average(args, RECORDER.step) if ROLLOUT.held else settled.average
     return loss, masks, diagnose(correction, average=average)
 
 

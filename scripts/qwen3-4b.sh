@@ -25,8 +25,8 @@ ROLLOUT=(
     --rollout-temperature 1
     --global-batch-size 256
     --balance-data
-    --sglang-mem-fraction-static 0.7
 )
+ENGINE=(--sglang-mem-fraction-static 0.7) # of SGLang
 OBJECTIVE=(
     --advantage-estimator grpo
     --eps-clip 0.2
@@ -79,5 +79,5 @@ with_megatron() { # the Ray environment of the host in folder $1 beside Megatron
 
 submit() { # a job of the host in folder $1, in the Ray environment $2, with the arguments above and "${@:3}"
     ray job submit --address "$RAY_ADDRESS" --runtime-env-json "$2" -- python3 "$1/${TRAIN_SCRIPT:-train.py}" \
-        "${CHECKPOINT[@]}" "${ROLLOUT[@]}" "${OBJECTIVE[@]}" "${OPTIMIZER[@]}" "${PLACEMENT[@]}" "${@:3}"
+        "${CHECKPOINT[@]}" "${ROLLOUT[@]}" "${ENGINE[@]}" "${OBJECTIVE[@]}" "${OPTIMIZER[@]}" "${PLACEMENT[@]}" "${@:3}"
 }

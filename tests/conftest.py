@@ -23,12 +23,11 @@ import yaml
 from commands import ConfigCommand
 from process_groups import destroy_process_groups
 
-from mis_plugins import mis
+from mis_plugins import errors, mis
 from mis_plugins.__main__ import main
 from mis_plugins.config import file, view
 from mis_plugins.hosts.rollout_store import ROLLOUT
 from mis_plugins.hosts.step_report import Recorder
-from mis_plugins.shared import notices
 
 ALLOWED_SKIPS = Path(__file__).with_name("allowed_skips.txt")
 PEERS_INSTALLED = Path(
@@ -136,7 +135,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def said_once(caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
     """What is warned of once a process: the settings. The step report speaks of the data, and warns each time."""
     caplog.set_level(logging.WARNING, logger="mis_plugins")
-    return lambda: [record.getMessage() for record in caplog.records if record.module == "notices"]
+    return lambda: [record.getMessage() for record in caplog.records if record.module == "errors"]
 
 
 @pytest.fixture
@@ -165,7 +164,7 @@ def own_recorder(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(autouse=True)
 def nothing_was_said() -> None:
     """A warning that comes once a process comes once a test, in whatever order those run."""
-    notices.warn_once.cache_clear()
+    errors.warn_once.cache_clear()
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -37,9 +37,9 @@ def rescore(args: Any, data: Batch, ranks: Ranks) -> Sequence[Tensor] | None:
         InputError: the loop does not call the hook.
     """
     from lab.host.train.gradients import before_log_probs
+    from mis_plugins.errors import warn_once
     from mis_plugins.hosts.needs.record import held_by
     from mis_plugins.hosts.resplit import ONE_SPLIT, PREFIX
-    from mis_plugins.shared.notices import warn_once
 
     held = held_by(("lab.host.loop", "prepare"))
     if "self" not in held:
@@ -79,5 +79,6 @@ HOST = Host(
     rollout_batch=True,
     rescore=rescore,
     versions=True,
+    head_flags="--rollout-top-logprobs-num 32",
     kept_set=lambda keys: True,  # of top-p and of top-k
 )

@@ -30,8 +30,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
 
+from lab.palette import FRAME, GRID, TEXT, color
 from mis_plugins.shared.files import replaced, write_text
-from mis_plugins.shared.palette import FRAME, GRID, TEXT, color
 
 
 class Summary(TypedDict):

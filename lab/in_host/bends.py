@@ -1,7 +1,7 @@
 """The bends: changes of modules that let a host run on a machine without a GPU, one record each.
 
-A record quotes the lines of the host that need the bend. `changed` reads the quoted lines in the checkouts
-before a run, and a line that is no longer there stops the run: the bend may be wrong now, or needless.
+A record of `bends.yaml` quotes the lines of the host that need the bend. `changed` reads the quoted lines in the
+checkouts before a run, and a line that is no longer there stops the run: the bend may be wrong now, or needless.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+
+import yaml
 
 
 @dataclass(frozen=True)
@@ -37,7 +39,7 @@ class Bend:
     Attributes:
         why: what the lines do that a CPU cannot.
         wanted_by: the lines that need the bend.
-        module: the module whose import applies `change`.
+        module: the module whose import applies `change`; `classes` names empty ones that the module shall have.
         serves: modules that are served where they are missing, with the names `stand_ins`.
     """
 
@@ -216,160 +218,25 @@ def _by_name(module: ModuleType) -> None:
 
 
 ROUTER_S = 600
-DIRECT = "backends/megatron_utils/update_weight/hf_weight_iterator_direct.py"
 FROM_TENSOR = "backends/megatron_utils/update_weight/update_weight_from_tensor.py"
-SERIALIZED = (
-    "serialized_tensors.append(MultiprocessingSerializer.serialize(flattened_tensor_data, output_str=True))"
-)
-UPDATES = "miles/backends/megatron_utils/update_weight/update_weight_from_distributed/"
+CHANGES: dict[str, Callable[[ModuleType], None]] = {
+    change.__name__.removeprefix("_"): change
+    for change in (
+        *(_unchanged, _gloo, _fields_of_structs, _fake_gpu, _mesh_of_cpus, _one_generator, _numpy_one),
+        *(_patient, _forwards_new_names, _cpu_accelerator, _cuda_is_there, _asked_for_routes),
+        *(_plain_memory, _without_a_gpu_s_name, _by_name),
+    )
+}
+"""What a bend does to its module, by the names of `bends.yaml`."""
 
-BENDS: tuple[Bend, ...] = (
-    Bend(
-        "SGLang 0.5.16 had this module, 0.5.23 does not; only models of DeepSeek call it",
-        (Line("miles", "miles/utils/chat_template_utils/deepseek.py", 19,
-              "from sglang.srt.entrypoints.openai import encoding_dsv4"),),
-        "sglang.srt.entrypoints.openai",
-        serves=("sglang.srt.entrypoints.openai.encoding_dsv4",),
-    ),
-    Bend(
-        "weights sent from memory to memory, which a CPU does not do, import names that SGLang 0.5.23 lacks",
-        (Line("miles", UPDATES + "p2p.py", 12,
-              "from sglang.srt.distributed.parallel_state import ParallelismContext, RankParallelismConfig"),),
-        "sglang.srt.distributed.parallel_state",
-        _named("ParallelismContext", "RankParallelismConfig"),
-    ),
-    Bend(
-        "weights sent from memory to memory import a module that SGLang 0.5.23 lacks",
-        (Line("miles", UPDATES + "p2p.py", 17,
-              "from sglang.srt.model_loader.parameter_mapper import ParameterMapper"),),
-        "sglang.srt.model_loader",
-        serves=("sglang.srt.model_loader.parameter_mapper",),
-        stand_ins=("ParameterMapper",),
-    ),
-    Bend(
-        "weights sent from memory to memory import Mooncake, which is not needed on a CPU",
-        (Line("miles", UPDATES + "p2p_transfer_utils.py", 11, "from mooncake.engine import TransferEngine"),),
-        "mooncake.engine",
-        serves=("mooncake", "mooncake.engine"),
-        stand_ins=("TransferEngine",),
-    ),
-    Bend(
-        "SGLang's arguments are no dataclass any more",
-        (Line("miles", "miles/backends/sglang_utils/sglang_engine.py", 806,
-              "for attr in dataclasses.fields(ServerArgs):"),
-         Line("slime", "slime/backends/sglang_utils/sglang_engine.py", 575,
-              "server_arg_fields = dataclasses.fields(ServerArgs)")),
-        "sglang.srt.server_args",
-        _fields_of_structs,
-    ),
-    Bend(
-        "process groups of trainers, and the group that carries weights to the engine, are of NCCL",
-        (Line("miles", "miles/ray/train_actor.py", 109, "dist.init_process_group("),
-         Line("slime", "slime/ray/train_actor.py", 65, "dist.init_process_group(")),
-        "torch.distributed.distributed_c10d",
-        _gloo,
-    ),
-    Bend(
-        "a trainer takes a GPU for granted",
-        (Line("miles", "miles/ray/train_actor.py", 95, 'torch.cuda.set_device(f"cuda:{local_rank}")'),),
-        "megatron.core",
-        _fake_gpu,
-    ),
-    Bend(
-        "a trainer on FSDP takes a GPU for granted, and imports Megatron's core only at its first log-prob",
-        (Line("miles", "miles/ray/train_actor.py", 95, 'torch.cuda.set_device(f"cuda:{local_rank}")'),),
-        "miles.backends.fsdp_utils.actor",
-        _fake_gpu,
-    ),
-    Bend(
-        "FSDP spreads its parameters over a mesh of GPUs",
-        (Line("miles", "miles/backends/fsdp_utils/parallel.py", 52, 'device_type="cuda",'),),
-        "torch.distributed.device_mesh",
-        _mesh_of_cpus,
-    ),
-    Bend(
-        "Megatron keeps random states of the GPU",
-        (Line("megatron-miles", "megatron/core/tensor_parallel/random.py", 55,
-              "return torch.cuda.random.get_rng_state(device=device)"),
-         Line("megatron-slime", "megatron/core/tensor_parallel/random.py", 55,
-              "return torch.cuda.random.get_rng_state(device=device)")),
-        "megatron.core.tensor_parallel.random",
-        _one_generator,
-    ),
-    Bend(
-        "slime looks for a GPU in every process that it starts, the engine's actor too",
-        (Line("slime", "slime/utils/accelerator/__init__.py", 127,
-              "return bool(torch.cuda.is_available() and torch.cuda.device_count() > 0)"),),
-        "slime.utils.accelerator",
-        _cuda_is_there,
-    ),
-    Bend(
-        "slime's accelerator numbers its devices",
-        (Line("slime", "slime/utils/accelerator/torch_accelerator.py", 46,
-              "return int(self._module().current_device())"),
-         Line("slime", "slime/utils/accelerator/cuda.py", 21,
-              "return bool(torch.cuda.is_available() and torch.cuda.device_count() > 0)")),
-        "slime.utils.accelerator.cuda",
-        _cpu_accelerator,
-    ),
-    Bend(
-        "slime asks for numpy 1, and SGLang for numpy 2",
-        (Line("slime", "slime/backends/megatron_utils/initialize.py", 66,
-              'assert np.__version__.startswith("1."), "Megatron does not support numpy 2.x"'),),
-        "slime.backends.megatron_utils.initialize",
-        _numpy_one,
-    ),
-    Bend(
-        "Miles gives its router 30 s, and a loaded machine takes longer to import it",
-        (Line("miles", "miles/ray/rollout/router_manager.py", 75,
-              "wait_for_server_ready(router_ip, router_port, process, timeout=30)"),),
-        "miles.ray.rollout.router_manager",
-        _patient,
-    ),
-    Bend(
-        "torch 2.13 renamed collectives, which the host's group of its own forwards by their names of before",
-        (Line("miles", "miles/utils/reloadable_process_group.py", 219, "def _reduce_scatter_base(self, *a, **kw):"),),
-        "miles.utils.reloadable_process_group",
-        _forwards_new_names,
-    ),
-    Bend(
-        "torch 2.13 renamed collectives, which the host's group of its own forwards by their names of before",
-        (Line("slime", "slime/utils/reloadable_process_group.py", 423, "def _reduce_scatter_base(self, *a, **kw):"),),
-        "slime.utils.reloadable_process_group",
-        _forwards_new_names,
-    ),
-    Bend(
-        "SGLang keeps the routes that it returns in memory which it registers with CUDA (state_capturer/base.py)",
-        (Line("miles", "miles/backends/sglang_utils/sglang_engine.py", 758,
-              'kwargs["enable_return_routed_experts"] = True'),
-         Line("slime", "slime/backends/sglang_utils/sglang_engine.py", 570,
-              'kwargs["enable_return_routed_experts"] = True')),
-        "sglang.srt.mem_cache.pool_host.common",
-        _plain_memory,
-    ),
-    Bend(
-        "sglang-router 0.3.2 of PyPI drops the word of a request that asks for routes; Miles has a router of its own",
-        (Line("slime", "slime/rollout/sglang_rollout.py", 182, 'payload["return_routed_experts"] = True'),),
-        "sglang.srt.managers.tokenizer_manager",
-        _asked_for_routes,
-    ),
-    Bend(
-        "SGLang has torch's handles of tensors name a GPU, which those of a CPU's tensors have no place for",
-        (Line("miles", f"miles/{DIRECT}", 66, "monkey_patch_torch_reductions()"),
-         Line("slime", f"slime/{DIRECT}", 74, "monkey_patch_torch_reductions()")),
-        "sglang.srt.utils.patch_torch",
-        _without_a_gpu_s_name,
-    ),
-    Bend(
-        "a colocated trainer hands on handles of GPU memory; torch opens those of a CPU's memory to children alone",
-        (Line("miles", f"miles/{FROM_TENSOR}", 496, SERIALIZED),),
-        "miles.backends.megatron_utils.update_weight.update_weight_from_tensor",
-        _by_name,
-    ),
-    Bend(
-        "a colocated trainer hands on handles of GPU memory; torch opens those of a CPU's memory to children alone",
-        (Line("slime", f"slime/{FROM_TENSOR}", 389, SERIALIZED),),
-        "slime.backends.megatron_utils.update_weight.update_weight_from_tensor",
-        _by_name,
-    ),
-)  # fmt: skip
+
+def _read_bend(row: Mapping[str, Any]) -> Bend:
+    change = _named(*row["classes"]) if "classes" in row else CHANGES[row.get("change", "unchanged")]
+    lines = tuple(Line(**line) for line in row["wanted_by"])
+    served = (tuple(row.get(name, ())) for name in ("serves", "stand_ins"))
+    return Bend(row["why"], lines, row["module"], change, *served)
+
+
+BENDS = tuple(
+    map(_read_bend, yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8")))
+)

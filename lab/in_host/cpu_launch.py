@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any
 
-from true_on_policy.contract.operations import REASONS
+from true_on_policy.contract.gpu import REASONS
 from true_on_policy.contract.sides import TRAINERS
 from true_on_policy.contract.specs import NormOrder
 from true_on_policy.engines.handover import CONTRACT, ORDER, handed_over, stated_contract

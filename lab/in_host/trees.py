@@ -71,7 +71,7 @@ def check(host: Host, checkout: Path, megatron: Path) -> list[str]:
             )
     if lines := bends.changed({host.name: checkout, f"megatron-{host.name}": megatron}):
         raise CannotRun(
-            "a bend of lab/in_host/bends.py quotes a line that changed; read it anew:\n" + "\n".join(lines)
+            "a bend of lab/in_host/bends.yaml quotes a line that changed; read it anew:\n" + "\n".join(lines)
         )
     return warnings
 

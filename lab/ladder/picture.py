@@ -12,10 +12,10 @@ from matplotlib.figure import Figure
 
 from lab.ladder.rungs import RUNGS
 from lab.ladder.shipped import SAMPLED_AS_TRAINED, by_k3
+from lab.palette import BLACK, FRAME, GRID, OTHERS, TEXT
 from mis_plugins.config.loading import load, presets
 from mis_plugins.explain.rungs import windows
 from mis_plugins.shared.files import replaced
-from mis_plugins.shared.palette import BLACK, FRAME, GRID, OTHERS, TEXT
 
 EXPERTS = (1e-3, 1e-1)  # k3 of mixtures of experts, as the Miles blog tells it
 PRESET = "geometric-mis"  # whose window is drawn beside the responses

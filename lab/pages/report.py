@@ -22,8 +22,6 @@ from mis_plugins.report.causes import CANNOT, CAUSES
 from mis_plugins.report.places import PLACES
 from mis_plugins.shared.budget import BUDGETS, MEGABYTE
 
-# The bound on resident memory that the page states: bytes, and times the file of the largest rollout.
-MEMORY_BESIDE, MEMORY_TIMES = 10**9, 2
 RESULTS = Path(__file__).parents[1] / "results"
 
 

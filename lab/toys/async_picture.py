@@ -11,7 +11,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
-from mis_plugins.shared.palette import FRAME, GRID, TEXT, color
+from lab.palette import FRAME, GRID, TEXT, color
 
 WORDS = {
     "synchronous": "no token is old",

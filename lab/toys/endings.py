@@ -16,8 +16,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
+from lab.palette import FRAME, GRID, TEXT, color
 from mis_plugins.shared.files import replaced
-from mis_plugins.shared.palette import FRAME, GRID, TEXT, color
 
 Run = Mapping[str, Any]
 MOST_PANELS = 5  # beside each other

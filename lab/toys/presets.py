@@ -9,8 +9,8 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from lab.palette import BLACK, BLUE, FRAME, GRID, SKY
 from mis_plugins.config.families import START
-from mis_plugins.shared.palette import BLACK, BLUE, FRAME, GRID, SKY
 
 
 def draw(content: Mapping[str, Any], path: Path) -> None:

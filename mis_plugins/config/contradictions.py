@@ -50,3 +50,24 @@ def _check_segment_wise(config: CorrectionConfig, segment_wise: SegmentWiseConfi
         if getattr(segment_wise, name) != getattr(SegmentWiseConfig, name):
             why = "beside {weight}, which has bounds" if weight else "with {objective.old}: behavior"
             raise ConfigError(f"{{segment_wise.{name}}}: has no effect {why}; drop it")
+
+
+def check_group_baseline(config: CorrectionConfig) -> None:
+    """Refuse a baseline of what trains where nothing is rejected, or where that is not known before training.
+
+    Raises:
+        ConfigError: it quotes `group_baseline`, and the setting that it cannot stand beside.
+    """
+    said = f"{{group_baseline}}: {config.group_baseline}"
+    if not config.corrects:
+        raise ConfigError(f"{said} has no effect without a weight or a rule, which say what trains")
+    unknown = {
+        "{objective.old}: behavior, whose weights and rules are of pi_theta": config.bypass,
+        "{segment_wise}, whose weights are of pi_{v+1}": config.segment_wise_on,
+        "{m2_threshold}, which asks what else is in the micro-batch": config.m2_threshold is not None,
+        "a rule with statistic: route": config.reads_routes,
+        "{on_all_rejected}: keep, which asks what else is in the micro-batch": config.on_all_rejected
+        == "keep",
+    }
+    for why in (why for why, holds in unknown.items() if holds):
+        raise ConfigError(f"{said} needs to know before training what is rejected; drop one of it and {why}")

@@ -6,12 +6,10 @@ one wins. A rule that stands beside `mis:`, and not under it, becomes an argumen
 
 from __future__ import annotations
 
-import argparse
 import base64
 import dataclasses
 import socket
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,8 +17,7 @@ import yaml
 
 from mis_plugins.config.model import CorrectionConfig
 from mis_plugins.config.view import LARGEST_FILE, stamp
-from mis_plugins.errors import ConfigError, MisError
-from mis_plugins.shared.numerals import cut, shown
+from mis_plugins.errors import ConfigError, MisError, cut, shown
 
 STDIN = "-"
 DEEPEST = 64  # levels of mappings and lists in one another
@@ -172,13 +169,6 @@ def keys_of(file: Path | str) -> dict[str, Any]:
         if key in SWITCHES and not isinstance(value, bool):
             raise ConfigError(f"{key}: got {shown(value)}; expected true or false")
     return {str(key): value for key, value in keys.items()}
-
-
-def as_arguments(keys: Mapping[str, Any]) -> argparse.Namespace:
-    """The keys of a file as a host's arguments, whatever their names: `self` and `__class__` too."""
-    arguments = argparse.Namespace()
-    vars(arguments).update(keys)
-    return arguments
 
 
 _GIVEN: dict[str, list[tuple[Any, dict[str, Any]]]] = {}  # versions of a file by its path, the newest first

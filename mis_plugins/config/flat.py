@@ -22,6 +22,13 @@ from mis_plugins.errors import ConfigError
 FlatLevel = Literal["token", "sequence", "geometric"]
 FlatMode = Literal["truncate", "clip", "mask"]
 
+# Fields without a flat key are said under `mis:`, which excludes the flat keys.
+FLAT_NAMES = {
+    "segment_wise.enabled": "mis.segment_wise.enabled (in place of Miles's flat keys)",
+    "segment_wise.method": "mis.segment_wise.method (in place of Miles's flat keys)",
+    "weight": "tis_upper_bound",
+}
+
 
 def from_flat(keys: Mapping[str, Any], metrics: Metrics = "full") -> CorrectionConfig:
     """Read Miles's flat keys, as its `mis.yaml` documents them, and `use_mask` of its blog.

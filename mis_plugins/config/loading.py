@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from mis_plugins.config import reading
-from mis_plugins.config.file import STDIN, as_arguments, keys_of
+from mis_plugins.config.file import STDIN, keys_of
 from mis_plugins.config.model import CorrectionConfig
-from mis_plugins.errors import ConfigError
-from mis_plugins.shared.numerals import shown
+from mis_plugins.errors import ConfigError, shown
 
 
 def load(file: Path) -> CorrectionConfig:
@@ -22,6 +22,13 @@ def load(file: Path) -> CorrectionConfig:
     return read_keys(keys_of(file))
 
 
+def as_arguments(keys: Mapping[str, Any]) -> argparse.Namespace:
+    """The keys of a file as a host's arguments, whatever their names: `self` and `__class__` too."""
+    arguments = argparse.Namespace()
+    vars(arguments).update(keys)
+    return arguments
+
+
 def read_keys(keys: Mapping[str, Any]) -> CorrectionConfig:
     """Read the keys of a file as `load` does.
 
@@ -31,15 +38,25 @@ def read_keys(keys: Mapping[str, Any]) -> CorrectionConfig:
     reading.check_areal(keys)
     reading.check_names(keys)
     if not any(reading.is_read(key, value) for key, value in keys.items()):
-        verls = "; of a file of verl's `config from-verl` makes one" if "algorithm" in keys else ""
+        others = [
+            f"; of a file of {whose} `config {by}` makes one"
+            for key, (whose, by) in FOREIGN.items()
+            if key in keys
+        ]
         raise ConfigError(
-            f"nothing says how to correct: neither the key `mis:` nor one of Miles's flat keys is in it{verls}"
+            "nothing says how to correct: neither the key `mis:` nor one of Miles's flat keys is in it"
+            + "".join(others[:1])
         )
     mis = keys.get("mis")
     only_metrics = isinstance(mis, dict) and set(mis) == {"metrics"}
     return reading.from_args(as_arguments({"use_tis": not only_metrics, **keys}))
 
 
+FOREIGN = {
+    "algorithm": ("verl's", "from-verl"),
+    **dict.fromkeys(("use_vllm", "vllm_importance_sampling_mode"), ("TRL's", "from-trl")),
+}
+"""By a key that another framework's file has at its top: whose it is, and the command that translates it."""
 WATCHING = "metrics-only"
 ALSO = "# Also "  # begins a line of a preset's header
 

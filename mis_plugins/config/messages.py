@@ -33,6 +33,17 @@ def correcting_keys(args: Any, config: CorrectionConfig) -> list[str]:
     return weighs + rules + others
 
 
+def needs_loss_hook(args: Any, config: CorrectionConfig) -> str:
+    """What an error says of a config that the TIS hook cannot serve; `{field}` stands for what it lacks."""
+    key = "opsm" if config.opsm else "objective" if config.objective else "segment_wise"
+    unseen = "which version wrote a token" if key == "segment_wise" else "advantages and the target policy"
+    flag = "--use-tis" if args.use_tis else "--get-mismatch-metrics, and to watch use_tis: false in the file"
+    return (
+        f"{{{key}}}: the TIS hook does not see {unseen}; pass --loss-type custom_loss --custom-loss-function-path "
+        f"mis_plugins.mis.policy_loss in place of {flag}"
+    )
+
+
 def looked_at(args: View) -> str:
     """Where a config was looked for, and not found."""
     files = reading.files_of(args)

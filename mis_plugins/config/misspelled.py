@@ -1,13 +1,19 @@
-"""Keys that look like ours and are not: each is refused with the key that it may be meant for."""
+"""Keys that look like ours and are not: each is refused with the key that it may be meant for.
+
+A name that the parser of a host is recorded to make is the host's own. The records lie in `hosts/records/`. Their first
+lines name what each was made from: `lab/host_arguments.py` and a checkout, or single files of a host where no checkout
+can be had.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import difflib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import cache
+from pathlib import Path
+from typing import Any
 
-from mis_plugins.config import recorded
 from mis_plugins.config.file import OURS as BESIDE
 from mis_plugins.config.file import SWITCHES
 from mis_plugins.config.model import RejectRule, WeightConfig
@@ -30,6 +36,15 @@ BELOW = {
     for part, kind in (("reject", RejectRule), ("weight", WeightConfig))
     for field in dataclasses.fields(kind)
 }  # parts of `mis:` by the keys that stand in them
+WEIGHING = (
+    "mis",
+    "mis.weight",
+    "mis.segment_wise",
+)  # where somebody may ask for weights by the target policy
+BY_TARGET = (
+    "target is refused: the surrogate holds pi_theta / pi_old already, and a weight of pi_theta / mu would make it "
+    "pi_theta^2 / (pi_old mu). Drop the key: the weight is pi_old / mu, and both multiply to pi_theta / mu"
+)
 SWITCH_KEYS = tuple(key for key in (*FLAT_KEYS, "use_tis") if key.startswith("use_"))
 
 
@@ -47,6 +62,12 @@ def check(names: tuple[str, ...]) -> None:
             raise ConfigError(f"{name}: nobody reads this key; write {meant}")
 
 
+def unknown(path: str, key: str, value: Any, known: Iterable[str]) -> str:
+    """What an error says of a key under `mis:` that is none of the known ones; `path` is where it stands."""
+    by_target = key == "reference" and value == "target" and path in WEIGHING
+    return f"{path}.{key}: {BY_TARGET if by_target else f'unknown key{suggest(key, known)}'}"
+
+
 def _family(name: str) -> tuple[str, ...]:
     """The keys of ours that a name may be meant for."""
     return SWITCH_KEYS if name.startswith("use_") else FLAT_KEYS
@@ -58,7 +79,7 @@ def _meant(name: str, names: Sequence[str]) -> str | None:
     Args:
         names: every key of the file; a word such as `level` may be a user's own where none of ours is beside it.
     """
-    if name in READ_KEYS or name in recorded.names():
+    if name in READ_KEYS or name in recorded_names():
         return None
     parts = name.lower().replace("-", "_").split(".")
     plain = "_".join(parts)
@@ -85,3 +106,20 @@ def _nested(parts: Sequence[str]) -> str:
     for part in reversed(parts):
         text = f"{{{part}: [{text}]}}" if part == "reject" and text != "..." else f"{{{part}: {text}}}"
     return f"`mis: {text}`"
+
+
+FOLDER = Path(__file__).parents[1] / "hosts" / "records"
+
+
+def recorded_lines(record: str) -> list[str]:
+    """The lines of a record: a name, what the host takes for it, and flags that are not just `--name`."""
+    text = (FOLDER / f"{record}.txt").read_text(encoding="utf-8")
+    return [line for line in text.splitlines() if not line.startswith("#")]
+
+
+@cache
+def recorded_names() -> frozenset[str]:
+    """Every recorded name, of all hosts."""
+    return frozenset(
+        line.split()[0] for file in FOLDER.glob("*.txt") for line in recorded_lines(file.stem) if line
+    )

@@ -21,6 +21,7 @@ Population = Literal["valid", "kept"]
 Over = Literal["token", "sum", "mean", "min", "max"]
 Unit = Literal["sequence", "segment"]
 Metrics = Literal["watch", "all", "full", "core", "none"]
+GroupBaseline = Literal["grpo", "rloo"]
 
 
 def _surrogate_names() -> tuple[str, ...]:
@@ -367,6 +368,22 @@ class RoutingConfig:
     on_fault: Literal["warn", "raise"] = "warn"
 
 
+@dataclass(frozen=True)
+class CenterConfig:
+    """Score centering: subtract the mean of the weighted score, with which any mismatch moves the policy.
+
+    top_k: the largest head, in tokens of the vocabulary that the rollout engine names at each position.
+
+    Marek and Ryabinin 2026, arxiv.org/abs/2609.20807.
+    """
+
+    top_k: int = 32
+
+    def __post_init__(self) -> None:
+        if self.top_k < 1:
+            raise ConfigError(f"{{top_k}}: got {self.top_k}; give at least 1 token")
+
+
 WEIGHT_BOUNDS = ("weight_cap", "weight_floor", "mode")  # fields that `weight` has too
 
 
@@ -383,7 +400,7 @@ class CorrectionConfig:
         `full` and the step hook's. `core` is at most eight, `none` none. Miles's flat keys have `full`.
     m2_threshold: M2PO. The tokens with the largest (log r)^2 of a micro-batch leave the loss, until the mean of those
         that are left is below the threshold. Rules follow.
-    opsm, objective: only the loss hook can serve them, and segment-wise weights: `--loss-type custom_loss
+    opsm, objective, center: only the loss hook can serve them, and segment-wise weights: `--loss-type custom_loss
         --custom-loss-function-path mis_plugins.mis.policy_loss`.
     denominator: what a sequence's loss is divided by once tokens are rejected: its `original` number of tokens, or
         the `kept` ones. The TIS hook changes the policy term alone; the loss hook changes KL and entropy too.
@@ -398,6 +415,9 @@ class CorrectionConfig:
     resplit_every: N scores every N-th rollout twice: the trainer computes its log-probs again, from
         micro-batches that are cut otherwise, and logs what differs. null is never. The rollout-data hooks
         do it.
+    group_baseline: the baseline of a group's rewards, over the samples that train: `grpo`, their mean and the host's
+        standard deviation, or `rloo`, the mean of the others. null leaves the host's, over all samples. The
+        rollout-data hooks do it.
     """
 
     weight: WeightConfig | None = None
@@ -413,12 +433,18 @@ class CorrectionConfig:
     routing: RoutingConfig | None = None
     resplit_every: int | None = None
     m2_threshold: float | None = None
+    group_baseline: GroupBaseline | None = None
+    center: CenterConfig | None = None
 
     def __post_init__(self) -> None:
         if self.segment_wise is not None or self.m2_threshold is not None:
             from mis_plugins.config import contradictions
 
             contradictions.check(self)
+        if self.center is not None:
+            from mis_plugins.config import centering
+
+            centering.check(self)
         if self.segment_wise is not None:
             if self.weight is None and not self.bypass:
                 object.__setattr__(self, "weight", self.segment_wise.weight)
@@ -436,6 +462,10 @@ class CorrectionConfig:
             raise ConfigError(
                 f"{{resplit_every}}: got {self.resplit_every}; give at least 1 rollout, or null for never"
             )
+        if self.group_baseline is not None:
+            from mis_plugins.config import contradictions
+
+            contradictions.check_group_baseline(self)
         if self.weight and self.objective and self.bypass and self.objective.surrogate != "reinforce":
             raise ConfigError(
                 "{weight}: with {objective.old}: behavior the clipped ratio is pi_theta / mu already, and a weight "

@@ -34,9 +34,7 @@ from mis_plugins.config.view import (
     plain,
     view,
 )
-from mis_plugins.errors import ConfigError
-from mis_plugins.shared.notices import warn_once
-from mis_plugins.shared.numerals import shown
+from mis_plugins.errors import ConfigError, shown, warn_once
 
 FLAT_KEYS = tuple(
     """tis_level tis_mode tis_lower_bound tis_upper_bound tis_batch_normalize use_rs use_mask
@@ -127,9 +125,9 @@ def is_ours(name: str) -> bool:
         return True
     if not plain.startswith(OUR_PREFIXES):
         return False
-    from mis_plugins.config import recorded
+    from mis_plugins.config.misspelled import recorded_names
 
-    return plain not in recorded.names()
+    return plain not in recorded_names()
 
 
 def is_read(name: str, value: Any) -> bool:
@@ -319,27 +317,10 @@ def idle_rule(keys: Mapping[str, Any]) -> str | None:
 def spelling(args: Any) -> dict[str, str]:
     """The user's flat keys by the fields that they set, for `MisError.spelled`; empty without flat keys."""
     if any(getattr(args, key, None) is not None for key in FLAT_KEYS):
+        from mis_plugins.config.flat import FLAT_NAMES
+
         return FLAT_NAMES
     return {}
-
-
-# Fields without a flat key are said under `mis:`, which excludes the flat keys.
-FLAT_NAMES = {
-    "segment_wise.enabled": "mis.segment_wise.enabled (in place of Miles's flat keys)",
-    "segment_wise.method": "mis.segment_wise.method (in place of Miles's flat keys)",
-    "weight": "tis_upper_bound",
-}
-
-
-WEIGHING = (
-    "mis",
-    "mis.weight",
-    "mis.segment_wise",
-)  # where somebody may ask for weights by the target policy
-BY_TARGET = (
-    "target is refused: the surrogate holds pi_theta / pi_old already, and a weight of pi_theta / mu would make it "
-    "pi_theta^2 / (pi_old mu). Drop the key: the weight is pi_old / mu, and both multiply to pi_theta / mu"
-)
 
 
 def _parse(cls: type, value: Any, path: str) -> Any:
@@ -350,9 +331,9 @@ def _parse(cls: type, value: Any, path: str) -> Any:
     hints = typing.get_type_hints(cls, include_extras=True)
     for key in value:
         if key not in hints:
-            by_target = key == "reference" and value[key] == "target" and path in WEIGHING
-            why = BY_TARGET if by_target else f"unknown key{suggest(str(key), hints)}"
-            raise ConfigError(f"{path}.{key}: {why}")
+            from mis_plugins.config.misspelled import unknown
+
+            raise ConfigError(unknown(path, str(key), value[key], hints))
     for field in dataclasses.fields(cls):
         if field.default is dataclasses.MISSING and field.name not in value:
             raise ConfigError(f"{path}.{field.name}: missing; give a value, as the key has no default")

@@ -9,6 +9,7 @@ from typing import Any
 import yaml
 
 from mis_plugins.config.model import (
+    CenterConfig,
     CorrectionConfig,
     NormalizeConfig,
     ObjectiveConfig,
@@ -29,6 +30,7 @@ SPELLED_OUT: dict[type, tuple[str, ...]] = {
     ObjectiveConfig: ("old", "surrogate"),
     SegmentWiseConfig: ("enabled",),
     RoutingConfig: ("experts", "on_fault"),
+    CenterConfig: ("top_k",),
 }
 # One setting a line; everything else stands on the line of its key.
 BLOCKS = ("weight", "opsm", "objective", "segment_wise", "routing")

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from mis_plugins.config.model import OpsmConfig
 from mis_plugins.correction.ratios import log_ratio
+from mis_plugins.errors import warn_once
 from mis_plugins.packing.ragged import Ragged
-from mis_plugins.shared.notices import warn_once
 
 
 @dataclass(frozen=True)

@@ -10,14 +10,42 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from mis_plugins.config.model import Population, WeightConfig
 from mis_plugins.correction.plan import UnitPlan
 from mis_plugins.correction.rejection import Totals, kept_units, known_log_ratio, passing_units, unit_weight
 from mis_plugins.correction.token_stage import TokenStage, totals_by_population
-from mis_plugins.packing.ragged import Ragged, Segments
+from mis_plugins.packing.ragged import Ragged, run_of_token
+
+
+@dataclass(frozen=True)
+class Segments:
+    """S segments in the order of the tokens. S is the largest possible number: the last segments may have no token.
+
+    ragged: the local tokens packed by segment. A masked token lies in any segment, and enters no total.
+    owner: the sequence of each segment.
+    """
+
+    ragged: Ragged
+    owner: Int[Tensor, " S"]
+
+    @classmethod
+    def of(cls, sequences: Ragged) -> Segments:
+        whole = sequences.responses
+        starts, mask = (sequences if whole is None else whole).cu_seqlens, (whole or sequences).loss_mask
+        size = (mask.numel() + sequences.size) // 2 + 1  # runs of n tokens number at most (n + 1) / 2
+        numbers = torch.arange(1, size + 2, device=mask.device)
+        of_token = run_of_token(starts, mask)
+        first = torch.searchsorted(of_token, numbers[:-1])
+        owner = torch.searchsorted(starts, first, right=True).sub_(1).clamp_(max=max(sequences.size - 1, 0))
+        local = (
+            of_token.clamp_(min=1) if whole is None else of_token.clamp_(min=1).index_select(0, whole.index)
+        )
+        # Response tokens keep their order on every rank, so that local numbers never decrease.
+        bounds = torch.searchsorted(local, numbers)
+        return cls(Ragged(bounds, sequences.loss_mask, sequences.ranks), owner)
 
 
 @dataclass(frozen=True)
@@ -44,7 +72,7 @@ def segment_stage(stage: TokenStage, ragged: Ragged, plan: UnitPlan) -> tuple[To
 
     One collective over context-parallel ranks for each population that is read: valid tokens, kept tokens.
     """
-    segments = ragged.segments
+    segments = Segments.of(ragged)
     by_population = totals_by_population(stage, segments.ragged, plan)
     totals = by_population[plan.population]
     keep = kept_units(by_population, plan)

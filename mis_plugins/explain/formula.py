@@ -145,6 +145,17 @@ def _opsm(opsm: OpsmConfig | None) -> list[str]:
     return [f"not ({advantage} < 0 and mean_t(log {reference} - log pi_theta) > {opsm.delta:g})"]
 
 
+def _center(config: CorrectionConfig) -> list[str]:
+    """The centering term, and what its coefficients are made of."""
+    assert config.center is not None
+    bound = "the weight's bound" if config.weight else "1"
+    return [
+        f"         + A_t sum_v c_v log pi_theta(v), v the engine's {config.center.top_k} likeliest tokens",
+        f"c_v    = mu(v) f(r(v)) - rho f(1/rho) pi_theta(v), f = {bound}",
+        "rho    = (1 - sum_v mu(v)) / (1 - sum_v pi_theta(v))",
+    ]
+
+
 def _objective(config: CorrectionConfig) -> list[str]:
     objective = config.objective or ObjectiveConfig()
     old = "mu" if config.bypass else "pi_old"
@@ -159,6 +170,8 @@ def _objective(config: CorrectionConfig) -> list[str]:
     lines.append(f"L_t    = {record.formula} where {kept}, else 0")
     if objective.kl_tau:
         lines.append(f"       + w_t {objective.kl_tau:g} (log s_t)^2 where keep_t")
+    if config.center is not None:
+        lines += _center(config)
     factors = [f"({ratio})"] * objective.unbiased_kl + ["w_t"] * objective.weigh_kl
     if factors:
         kept = ", 0 where not keep_t" if objective.weigh_kl else ""

@@ -98,6 +98,8 @@ def table(config: CorrectionConfig) -> str:
     text = _aligned(list(_token_rows(example))) + "\n\n" + _aligned(list(_sequence_rows(example)))
     if example.correction.mean_weight is not None:
         text += f"\n\nweights are divided by {_number(example.correction.mean_weight)}"
+    if config.center is not None:
+        text += "\n\nL is told without its centering term, which reads the whole vocabulary"
     return text
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from mis_plugins.config.model import (
+    CenterConfig,
     CorrectionConfig,
     Level,
     ObjectiveConfig,
@@ -94,6 +95,12 @@ RESPLIT = (
     "trainer against itself: of each {every} rollouts one is scored again from other micro-batches, which costs a "
     "log-prob pass; resplit_differs is 0 where no kernel depends on the batch"
 )
+BASELINE = {
+    "grpo": "group baseline: rewards less the mean over the group's samples that train, over the host's deviation of "
+    "these; a sample alone has the advantage 0",
+    "rloo": "group baseline: rewards less the mean over the group's other samples that train; a sample alone has the "
+    "advantage 0",
+}
 NOTHING = (
     "metrics: none alone weighs nothing, drops nothing and reports nothing: drop it, or say how to correct (it has "
     f"its effect beside a weight or rules, and where the host's flags make up the loss: {LOSS_HOOK})"
@@ -130,8 +137,10 @@ def describe(config: CorrectionConfig, host: Host | None = None, file: str = "FI
         *([_opsm(config.opsm)] if config.opsm else []),
         *([_routing(config.routing)] if config.routing else []),
         *([_objective(config.objective, config.clips_against_next)] if config.objective else []),
+        *([_center(config.center)] if config.center else []),
         *([KEPT_AGGREGATE] if config.aggregate == "kept" else []),
         *(_consequences(config) if config.can_end_empty or config.opsm else []),
+        *([BASELINE[config.group_baseline]] if config.group_baseline else []),
         *([RESPLIT.format(every=config.resplit_every)] if config.resplit_every is not None else []),
         _metrics(config, host),
         f"needs: {flags(config, host)} --custom-config-path {file}",
@@ -153,7 +162,7 @@ def flags(config: CorrectionConfig, host: Host | None = None) -> str:
     found = [LOSS_HOOK if config.needs_loss_hook else f"{switch} {tis}"]
     if _has_rollout_mean(config):
         found.append(ROLLOUT_HOOK)
-    elif config.resplit_every is not None:
+    elif config.resplit_every is not None or config.group_baseline:
         found.append(COUNT)
     watches = config.reads_routes or config.routing is not None
     steps = config.reports_step or config.on_all_rejected == "raise" or watches
@@ -309,6 +318,13 @@ def _opsm(opsm: OpsmConfig) -> str:
 
 def _routing(routing: RoutingConfig) -> str:
     return f"routing: {EXPERTS[routing.experts]}; a replay that did not happen {ON_FAULT[routing.on_fault]}"
+
+
+def _center(center: CenterConfig) -> str:
+    return (
+        f"center: the mean of the weighted score under mu is subtracted, so that a constant reward moves nothing; from "
+        f"the engine's {center.top_k} likeliest tokens at each position, and a model of all others"
+    )
 
 
 def _objective(objective: ObjectiveConfig, next_version: bool) -> str:

@@ -14,10 +14,10 @@ from functools import cache
 from typing import Any, Literal, cast
 
 from mis_plugins.config import reading
-from mis_plugins.config.recorded import lines as lines_of
+from mis_plugins.config.misspelled import recorded_lines
+from mis_plugins.errors import shown
 from mis_plugins.hosts.host import Host
 from mis_plugins.hosts.registry import every_host
-from mis_plugins.shared.numerals import shown
 
 Kind = Literal["switch", "number", "text", "other"]
 TOLD = 20  # keys, of a file that may have thousands
@@ -34,7 +34,7 @@ def recorded() -> dict[str, Host]:
 def kinds(host: Host) -> Mapping[str, Kind]:
     """What `host` takes for each of its recorded arguments, by name."""
     records = (NEWER, *reversed(host.records)) if host.records else ()
-    lines = [line.split() for record in records for line in lines_of(record)]
+    lines = [line.split() for record in records for line in recorded_lines(record)]
     found: dict[str, Kind] = {name: cast(Kind, kind) for name, kind, *_ in lines}
     engines = [name for name in found if host.eval_engines and name.startswith("sglang_")]
     repeated: dict[str, Kind] = {f"eval_{name}": found[name] for name in engines}
@@ -43,7 +43,7 @@ def kinds(host: Host) -> Mapping[str, Kind]:
 
 def flags(record: str) -> set[str]:
     """Every flag of the parser that `record` is named after."""
-    rows = [line.split() for line in lines_of(record)]
+    rows = [line.split() for line in recorded_lines(record)]
     return {flag for name, _, *given in rows for flag in given or ["--" + name.replace("_", "-")]}
 
 

@@ -13,9 +13,8 @@ from typing import Any, Literal
 from mis_plugins.config import reading
 from mis_plugins.config.model import CorrectionConfig
 from mis_plugins.config.view import View, view
-from mis_plugins.errors import ConfigError
+from mis_plugins.errors import ConfigError, warn_once
 from mis_plugins.hosts.host import LOSS_HOOK, Host
-from mis_plugins.shared.notices import warn_once
 
 Hook = Literal["file", "command", "tis", "loss", "watch", "routes"]
 Severity = Literal["refuse", "warn"]
@@ -248,19 +247,79 @@ OBJECTIVES = (
         "warn",
     ),
 )
-CHECKS: tuple[Check, ...] = (*CUTS, *DENOMINATORS, *OBJECTIVES)
+
+
+def _has_baseline(given: Given) -> bool:
+    return given.config.group_baseline is not None
+
+
+ESTIMATORS = ("grpo", "gspo", "cispo")  # whose advantages are the rewards of a group less its mean
+OTHER_ADVANTAGES = {
+    "normalize_advantages": "whitens all advantages over the batch",
+    "custom_advantage_function_path": "makes the advantages itself",
+    "custom_reward_post_process_path": "makes the rewards of a group itself",
+}
+BASELINES = (
+    Check(
+        "baseline without its hook",
+        ("tis", "loss"),
+        lambda given: _has_baseline(given) and given.get("rollout_data_postprocess_path") is None,
+        "{group_baseline} needs --rollout-data-postprocess-path mis_plugins.mis.count_samples (normalize_rollout does "
+        "it too); without it the host's baselines stay",
+    ),
+    Check(
+        "baseline of another estimator",
+        WEIGHTS,
+        lambda given: _has_baseline(given) and given.get("advantage_estimator", "grpo") not in ESTIMATORS,
+        lambda given: (
+            f"{{group_baseline}} replaces the baseline of {', '.join(ESTIMATORS)}, and advantage_estimator: "
+            f"{given.get('advantage_estimator')} has another; leave the key out"
+        ),
+    ),
+    *(
+        Check(
+            f"baseline beside {name}",
+            WEIGHTS,
+            lambda given, name=name: _has_baseline(given) and given.has(name),
+            f"{{group_baseline}} moves rewards from one mean to another, and {name} {why}; drop one",
+        )
+        for name, why in OTHER_ADVANTAGES.items()
+    ),
+    Check(
+        "others' mean in deviations",
+        WEIGHTS,
+        lambda given: (
+            given.config.group_baseline == "rloo"
+            and given.has("grpo_std_normalization")
+            and given.get("rewards_normalization", True)
+        ),
+        "{group_baseline}: rloo divides by no standard deviation, and the host has divided by that of all samples; "
+        "give --disable-grpo-std-normalization, or use grpo",
+    ),
+)
+CHECKS: tuple[Check, ...] = (*CUTS, *DENOMINATORS, *OBJECTIVES, *BASELINES)
 
 
 def every_check() -> tuple[Check, ...]:
-    """All checks: those of `host_checks.py`, for which the hooks of a loss never ask, and those of this file."""
+    """All checks: those of `host_checks.py`, for which the hooks of a loss never ask, and those of such hooks."""
+    from mis_plugins.hosts.center_checks import CENTERS
     from mis_plugins.hosts.host_checks import HOST_CHECKS
 
-    return (*HOST_CHECKS, *CHECKS)
+    return (*HOST_CHECKS, *CHECKS, *CENTERS)
+
+
+def _of_losses(config: CorrectionConfig) -> tuple[Check, ...]:
+    """The checks for which the hooks of a loss ask; those of score centering only where a config centers."""
+    if config.center is None:
+        return CHECKS
+    from mis_plugins.hosts.center_checks import CENTERS
+
+    return (*CHECKS, *CENTERS)
 
 
 def found(hook: Hook, given: Given, severity: Severity) -> Iterator[Check]:
     """The checks of a hook that hold."""
-    for check in CHECKS if hook in ("tis", "loss") else every_check():
+    for check in _of_losses(given.config) if hook in ("tis", "loss") else every_check():
         asked = hook in check.hooks and check.severity == severity and all(map(given.takes, check.arguments))
         if asked and check.when(given):
             yield check

@@ -26,6 +26,9 @@ VERSION_FLAGS = (
     "--custom-convert-samples-to-train-data-path mis_plugins.mis.convert_with_versions "
     "--custom-megatron-init-path mis_plugins.mis.carry_versions"
 )
+OWN_HEAD_FLAGS = "--rollout-top-logprobs-num 32"  # of a host that asks its engine by itself
+HEAD_IDS, HEAD_LOG_PROBS = "rollout_topk_token_ids", "rollout_topk_log_probs"
+"""Keys of a micro-batch: the tokens that the engine named as its likeliest at each position, `[response, k]`."""
 Batch = Mapping[str, Any]
 Parallel = tuple[Ranks, tuple[int, int]]  # process groups, and (size, rank) of context parallelism
 Scores = tuple[Sequence[Tensor], Sequence[Tensor] | None]  # log-probs and entropy, one tensor a sequence
@@ -87,6 +90,7 @@ class Host:
         versions: whether it says which version wrote each token.
         version_flags: flags with which it says so, where `versions` is false; "" where none do.
             `needs` are then those of `VersionNeeds`.
+        head_flags: flags with which its micro-batches have the engine's likeliest tokens; "" where none do.
         step_hook: whether it calls a hook before each train step.
         routers: whether it calls a hook before each log-prob pass, from which routers can be watched.
         kept_set: called with arguments by name: whether it hands the trainer the tokens that top-p or top-k
@@ -121,6 +125,7 @@ class Host:
     rollout_batch: bool = False
     versions: bool = False
     version_flags: str = ""
+    head_flags: str = ""
     step_hook: bool = True
     routers: bool = True
     kept_set: Callable[[Mapping[str, Any]], bool] = lambda keys: False

@@ -85,6 +85,21 @@ NO_ROUTERS = (
     " needs a hook before each log-prob pass, which {host} does not call: nothing can watch its routers; leave it out, "
     "or train with Megatron on Miles or slime"
 )
+PAUSES = (
+    Check(
+        "cache of earlier weights",
+        ("command",),
+        lambda given: (
+            given.get("pause_generation_mode") == "in_place" and not given.has("sglang_disable_radix_cache")
+        ),
+        "pause_generation_mode: in_place keeps the prefix cache over an update of the weights: whatever shares a "
+        "prefix is then sampled over keys and values of earlier weights, under the new version's number (miles#2782); "
+        "use retract, or give --sglang-disable-radix-cache, unless your Miles keeps a cache for each version "
+        "(miles#2783)",
+        "warn",
+        ("pause_generation_mode", "sglang_disable_radix_cache"),
+    ),
+)
 ABILITIES = (
     Check(
         "scope without rollout batch",
@@ -100,12 +115,25 @@ ABILITIES = (
         "give its bounds as {weight}",
     ),
     Check(
+        "head unknown",
+        ("command",),
+        lambda given: given.config.center is not None and not given.host.head_flags,
+        "{center} reads rollout_topk_token_ids and rollout_topk_log_probs, which no micro-batch of {host} has; leave "
+        "it out, or train with Megatron on Miles or slime",
+    ),
+    Check(
         "routers out of reach",
         ("command", "routes"),
         lambda given: not given.host.routers and given.reads_routes,
         lambda given: (
             ("{reject}: statistic: route" if given.config.reads_routes else "{routing}") + NO_ROUTERS
         ),
+    ),
+    Check(
+        "baseline without rollout batch",
+        ("command",),
+        lambda given: given.config.group_baseline is not None and not given.host.rollout_batch,
+        "{group_baseline} needs the rollout batch, which no hook of {host} sees; leave it out",
     ),
     Check(
         "no second pass",
@@ -127,6 +155,13 @@ ABILITIES = (
         "warn",
     ),
     Check(
+        "head by flags",
+        ("command",),
+        lambda given: given.config.center is not None and bool(given.host.head_flags),
+        lambda given: f"mis.center on {{host}} needs {given.host.head_flags}",
+        "warn",
+    ),
+    Check(
         "no step to report",
         ("command",),
         lambda given: not given.host.step_hook and given.config.metrics == "all",
@@ -135,4 +170,4 @@ ABILITIES = (
         "warn",
     ),
 )
-HOST_CHECKS = (*ABILITIES, *REPLAYS)
+HOST_CHECKS = (*ABILITIES, *REPLAYS, *PAUSES)

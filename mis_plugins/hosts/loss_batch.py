@@ -14,9 +14,10 @@ from mis_plugins.config.model import CorrectionConfig
 from mis_plugins.config.view import original, view
 from mis_plugins.errors import InputError
 from mis_plugins.hosts.batch import check_apart, check_lengths, layout_of, without_absent
-from mis_plugins.hosts.host import Batch, Host
+from mis_plugins.hosts.host import HEAD_IDS, Batch, Host, Parallel
 from mis_plugins.hosts.routing import WATCHING
-from mis_plugins.loss.micro_batch import LossInputs, Reduce
+from mis_plugins.loss.micro_batch import Head, LossInputs, Reduce
+from mis_plugins.packing.layout import Layout
 from mis_plugins.routing.table import Flags
 from mis_plugins.versions.segment_wise import Written
 
@@ -63,7 +64,24 @@ def read(
         advantages=_flat("advantages", batch["advantages"], layout.local_lengths).detach(),
         entropy=None if entropy is None else _flat("entropy", entropy, layout.local_lengths),
         written=written(batch, layout.local_lengths) if reads_versions else None,
+        head=_head(args, batch, logits, layout, (ranks, cp), config),
     )
+
+
+def _head(
+    args: Any, batch: Batch, logits: Tensor, layout: Layout, parallel: Parallel, config: CorrectionConfig
+) -> Head | None:
+    """The engine's likeliest tokens, where the config centers, or full metrics find them in the batch."""
+    if config.center is None and not (config.metrics in ("full", "all") and _names_heads(batch)):
+        return None
+    from mis_plugins.hosts.head import head_of
+
+    ranks, cp = parallel
+    return head_of(args, batch, logits, layout, cp, ranks, config.center and config.center.top_k)
+
+
+def _names_heads(batch: Batch) -> bool:
+    return bool(batch.get(HEAD_IDS) and batch.get("rollout_log_probs"))
 
 
 def flags(host: Host, args: Any, batch: Batch, device: torch.device) -> Flags | None:

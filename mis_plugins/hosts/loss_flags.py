@@ -9,7 +9,7 @@ from typing import Any
 from mis_plugins.config import reading
 from mis_plugins.config.model import CorrectionConfig, ObjectiveConfig, OpsmConfig
 from mis_plugins.errors import ConfigError
-from mis_plugins.hosts import averages, checks, watching
+from mis_plugins.hosts import checks, tracking, watching
 from mis_plugins.hosts.host import Host
 from mis_plugins.loss.micro_batch import LossConfig
 from mis_plugins.loss.objective import ESTIMATORS, Clip
@@ -105,4 +105,4 @@ def loss_config(args: Any, step: tuple[int, int] | None = None) -> LossConfig:
     except ConfigError as error:
         raise error.spelled({"dual": "--eps-clip-c"}) from None
     entropy_coef, kl_coef = getattr(args, "entropy_coef", 0.0), getattr(args, "kl_loss_coef", 0.0)
-    return LossConfig(clip, entropy_coef, kl_type, kl_coef, averages.average(args, step))
+    return LossConfig(clip, entropy_coef, kl_type, kl_coef, tracking.average(args, step))

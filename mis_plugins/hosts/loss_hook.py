@@ -39,7 +39,7 @@ def policy_loss(
     check_agreement(config, ranks.cp, ranks.tp, logits.device)
     numerator = numerator_of(inputs.proximal, inputs.behavior, inputs.written, config)
     correction = None
-    if inputs.behavior is not None and (config.corrects or config.metrics != "none"):
+    if inputs.behavior is not None and (config.corrects or config.center or config.metrics != "none"):
         warn_of_one_sequence(config, len(batch["loss_masks"]), ranks)
         correction = _corrected(args, batch, inputs, config, host, numerator)
     share = share_of(inputs, correction, config)

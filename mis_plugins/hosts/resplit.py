@@ -6,6 +6,7 @@ causes this part of the mismatch, and no update of weights removes it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from itertools import islice
 from typing import Any
@@ -18,16 +19,15 @@ from torch import Tensor
 from mis_plugins.config import reading
 from mis_plugins.config.model import CorrectionConfig
 from mis_plugins.config.view import original, view
-from mis_plugins.errors import ConfigError, InputError
+from mis_plugins.errors import ConfigError, InputError, warn_once
 from mis_plugins.hosts import megatron, tracking
 from mis_plugins.hosts.batch import layout_of
 from mis_plugins.hosts.needs.record import Needs
 from mis_plugins.hosts.registry import current
 from mis_plugins.metrics.alarms import COUNT
-from mis_plugins.metrics.resplit import resplit_metrics
+from mis_plugins.metrics.quantity import known, ratio_of
 from mis_plugins.packing.collectives import all_reduce
 from mis_plugins.packing.ragged import Ranks
-from mis_plugins.shared.notices import warn_once
 
 Groups = list[list[int]]  # the samples of each micro-batch of an optimizer step
 
@@ -196,3 +196,19 @@ def _anywhere(here: bool, data: Mapping[str, Any], ranks: Ranks) -> bool:
     if ranks.dp is not None:
         all_reduce(found, ranks.dp, dist.ReduceOp.MAX)
     return bool(found)
+
+
+RESPLIT = ("resplit_differs", "resplit_diff_abs_mean", "resplit_diff_abs_max")
+
+
+def resplit_metrics(tokens: float, differing: float, apart: float, largest: float) -> dict[str, float]:
+    """Every known metric of two log-prob passes over the valid tokens of a rollout, by name.
+
+    Args:
+        differing: how many tokens have another log-prob in the second pass.
+        apart, largest: the sum of |difference|, and the largest.
+    """
+    most = largest if tokens else math.nan
+    return known(
+        dict(zip(RESPLIT, (ratio_of(differing, tokens), ratio_of(apart, tokens), most), strict=True))
+    )

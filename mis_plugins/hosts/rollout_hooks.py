@@ -15,7 +15,7 @@ from mis_plugins.config.model import CorrectionConfig
 from mis_plugins.config.view import View
 from mis_plugins.correction.pipeline import mean_weight_of
 from mis_plugins.errors import ConfigError, InputError
-from mis_plugins.hosts import loss_batch, megatron, resplit, tracking, watching
+from mis_plugins.hosts import baselines, loss_batch, megatron, resplit, tracking, watching
 from mis_plugins.hosts.batch import HostBatch, check_apart, layout_of
 from mis_plugins.hosts.host import ONE_STEP
 from mis_plugins.hosts.needs.miles import NEEDS as MILES
@@ -45,8 +45,8 @@ def normalize_rollout(
             recomputed log-probs; `args` alone from another caller than Miles's trainer.
         ConfigError: the hook would have no effect; context- or tensor-parallel ranks have different configs.
     """
-    by_loss_hook = getattr(args, "loss_type", None) == "custom_loss"
-    config = watching.for_loss_hook(args, reading.from_args(args)) if by_loss_hook else tis_config(args)
+    by_loss_hook = _is_by_loss_hook(args)
+    config = _in_force(args, tis_config)
     if not config.weight or not config.weight.normalize or config.weight.normalize.scope != "rollout":
         raise ConfigError(
             "--rollout-data-postprocess-path mis_plugins.mis.normalize_rollout has no effect without --use-tis and "
@@ -55,6 +55,7 @@ def normalize_rollout(
     rollout_id, data = rollout_data(rest, "mis.weight.normalize.scope: rollout", "use scope: data_parallel")
     recorder.check_rollout(args, rollout_id, current(args).parallel()[0])
     resplit.compare(args, rollout_id, data)
+    baselines.rebase(args, rollout_id, data, lambda _: config)
     if not _has_log_probs(data):
         ROLLOUT.keep(Held(rollout_id, asked(args), None, config))
         return
@@ -74,11 +75,13 @@ def normalize_rollout(
     ROLLOUT.keep(Held(rollout_id, asked(args), count(args, rollout_id, data, ranks), config, mean))
 
 
-def count_samples(args: View, rest: Sequence[Any], recorder: Recorder) -> None:
+def count_samples(
+    args: View, rest: Sequence[Any], tis_config: Callable[[View], CorrectionConfig], recorder: Recorder
+) -> None:
     """The rollout-data hook for metrics beside fully masked samples: keeps which share of a step trains.
 
-    With `mis.resplit_every` the trainer scores some rollouts twice (`hosts/resplit.py`), as in
-    `normalize_rollout`.
+    With `mis.resplit_every` the trainer scores some rollouts twice (`hosts/resplit.py`), and with
+    `mis.group_baseline` rejected samples leave the baselines (`hosts/baselines.py`), both as in `normalize_rollout`.
 
     slime and the embedded host call it as `(args, rollout_id, rollout_data)` on every rank, before training. Miles
     calls it there with `args` alone; the batch is then read from its trainer. Metrics that Miles's `mis.py` lacks are
@@ -95,8 +98,20 @@ def count_samples(args: View, rest: Sequence[Any], recorder: Recorder) -> None:
     ranks = current(args).parallel()[0]
     recorder.check_rollout(args, rollout_id, ranks)
     resplit.compare(args, rollout_id, data)
+    baselines.rebase(args, rollout_id, data, lambda args: _in_force(args, tis_config))
     counted = count(args, rollout_id, data, ranks) if megatron.holds_log_probs() else None
     ROLLOUT.keep(Held(rollout_id, asked(args), counted))
+
+
+def _is_by_loss_hook(args: View) -> bool:
+    return getattr(args, "loss_type", None) == "custom_loss"
+
+
+def _in_force(args: View, tis_config: Callable[[View], CorrectionConfig]) -> CorrectionConfig:
+    """The config of the hook that makes the loss: one that changes nothing where the run only watches."""
+    return (
+        watching.for_loss_hook(args, reading.from_args(args)) if _is_by_loss_hook(args) else tis_config(args)
+    )
 
 
 def _has_log_probs(data: Mapping[str, Any]) -> bool:

@@ -14,8 +14,7 @@ from torch import Tensor
 from mis_plugins.config import reading
 from mis_plugins.config.model import CorrectionConfig
 from mis_plugins.config.view import view
-from mis_plugins.errors import ConfigError, InputError
-from mis_plugins.shared.notices import warn_once
+from mis_plugins.errors import ConfigError, InputError, warn_once
 
 if TYPE_CHECKING:
     from mis_plugins.hosts.rollout_hooks import Counted

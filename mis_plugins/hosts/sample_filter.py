@@ -13,10 +13,9 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from mis_plugins.errors import InputError
+from mis_plugins.errors import InputError, warn_once
 from mis_plugins.hosts.ownership import Hook
 from mis_plugins.shared.absent import is_absent, number_of
-from mis_plugins.shared.notices import warn_once
 
 logger = logging.getLogger("mis_plugins")
 

@@ -40,13 +40,11 @@ from mis_plugins.hosts import megatron, tracking
 from mis_plugins.hosts.rank_agreement import Uncorrected, can_add_up, outlives, raise_if_aborted
 from mis_plugins.hosts.registry import current
 from mis_plugins.metrics.alarms import ALARMS, EACH_TIME, ONCE, everything_rejected
-from mis_plugins.metrics.catalogue import finalize
-from mis_plugins.metrics.partials import partials, watch
+from mis_plugins.metrics.partials import finalize, partials, watch
 from mis_plugins.metrics.totals import Partials
 from mis_plugins.packing.collectives import RANK_LOST
 from mis_plugins.packing.ragged import Ranks
 from mis_plugins.packing.transfer import Arrival, to_host
-from mis_plugins.shared.notices import warn_once
 
 if TYPE_CHECKING:
     from mis_plugins.versions.segment_wise import Written
@@ -60,7 +58,6 @@ ROLLOUTS_BETWEEN = 10
 ALONE = Ranks()
 LAST = "no step followed; end the run with mis_plugins.mis.report_last_step(args) on each rank"
 REGROUPED = "a rank joined or left since"
-HOOK = "--custom-megatron-before-train-step-hook-path mis_plugins.mis.report_step"
 
 logger = logging.getLogger("mis_plugins")
 
@@ -213,7 +210,7 @@ class Recorder:
         self.ran = self.ran_in_rollout = True
         config, ranks = correction.config, correction.ragged.ranks
         if self.step is None:
-            _check_without_hook(config)
+            _uncorrected().check_step_hook(config)
         added = self._partials(correction, pg_loss, written)
         if added is not None:
             ages = _ages(correction, written, numerator) if self.reports_weights(config) else None
@@ -398,7 +395,7 @@ def _why_lost(error: Exception, ranks: Ranks) -> str:
 
 
 def _uncorrected() -> Any:
-    from mis_plugins.hosts import uncorrected  # loaded where no hook of ours ran
+    from mis_plugins.hosts import uncorrected  # loaded where a hook of ours did not run
 
     return uncorrected
 
@@ -418,26 +415,10 @@ def _ages(
 ) -> Partials | None:
     if written is None:
         return None
-    from mis_plugins.metrics.staleness import weights_by_age
-    from mis_plugins.versions.segment_wise import BehaviorWeight
+    from mis_plugins.metrics.staleness import of_correction
 
-    log_probs = correction.stage.log_probs
-    multiplied = BehaviorWeight(correction.weights, correction.keep)
-    mask = correction.ragged.loss_mask
-    numerator = log_probs.proximal if numerator is None else numerator  # None with standard weights
-    return weights_by_age(numerator, log_probs.proximal, log_probs.behavior, written, mask, multiplied)
+    return of_correction(correction, written, numerator)
 
 
 def _asked_for_scale(rollout_id: int, step_id: int) -> bool:
     return step_id == 0 and rollout_id % ROLLOUTS_BETWEEN == 0
-
-
-def _check_without_hook(config: CorrectionConfig) -> None:
-    if config.on_all_rejected == "raise":
-        raise ConfigError(f"{{on_all_rejected}}: raise needs {HOOK}").spelled({}, "mis.")
-    if config.reports_step:
-        without = {
-            "all": "there is no more than with mis.metrics: full",
-            "watch": "the five of the TIS hook are all",
-        }
-        warn_once(f"mis.metrics: {config.metrics} needs {HOOK}; without it {without[config.metrics]}")

@@ -1,4 +1,4 @@
-"""Runs that ask for a correction and do not get one, since the host calls no hook of ours that corrects."""
+"""Runs that ask for what they do not get, since the host calls no hook of ours that corrects, or no step hook."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ from typing import Any
 from mis_plugins.config import reading
 from mis_plugins.config.model import CorrectionConfig
 from mis_plugins.config.view import View, view
+from mis_plugins.errors import ConfigError, warn_once
 from mis_plugins.hosts import watching
 from mis_plugins.hosts.host import LOSS_HOOK, Ranks
 from mis_plugins.hosts.registry import current
-from mis_plugins.shared.notices import warn_once
 
 OF_SEQUENCES = ("sequence", "geometric")  # levels at which all tokens of a sequence share one weight
+STEP_HOOK = "--custom-megatron-before-train-step-hook-path mis_plugins.mis.report_step"
 OURS = ("mis_plugins.", "true_on_policy.")
 
 
@@ -56,6 +57,22 @@ def warn_of_one_sequence(config: CorrectionConfig, sequences: int, ranks: Ranks)
             "weight by itself, which leaves 1: nothing is corrected; use scope: rollout, leave normalize out, or let "
             "micro-batches hold more sequences"
         )
+
+
+def check_step_hook(config: CorrectionConfig) -> None:
+    """Refuse, or warn of, what the step hook alone can do, where the host has never called it.
+
+    Raises:
+        ConfigError: `on_all_rejected: raise`.
+    """
+    if config.on_all_rejected == "raise":
+        raise ConfigError(f"{{on_all_rejected}}: raise needs {STEP_HOOK}").spelled({}, "mis.")
+    if config.reports_step:
+        without = {
+            "all": "there is no more than with mis.metrics: full",
+            "watch": "the five of the TIS hook are all",
+        }
+        warn_once(f"mis.metrics: {config.metrics} needs {STEP_HOOK}; without it {without[config.metrics]}")
 
 
 def told(ended: str, args: Any) -> str:

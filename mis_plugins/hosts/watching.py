@@ -14,9 +14,8 @@ from mis_plugins.config import messages, reading
 from mis_plugins.config.file import short
 from mis_plugins.config.model import CorrectionConfig
 from mis_plugins.config.view import View, of_hooks, view
-from mis_plugins.errors import ConfigError
+from mis_plugins.errors import ConfigError, warn_once
 from mis_plugins.hosts.registry import current
-from mis_plugins.shared.notices import warn_once
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import TYPE_CHECKING, Any
 
 import torch
 from jaxtyping import Bool, Float
@@ -26,6 +27,11 @@ from mis_plugins.metrics.token_metrics import Average, diagnose, scaled_back
 from mis_plugins.packing.ragged import Ragged
 from mis_plugins.versions.segment_wise import Written, proximal_t
 
+if TYPE_CHECKING:
+    from mis_plugins.loss.centered import Head
+else:
+    Head = Any  # loaded where a batch has one: other jobs pay nothing for it
+
 Reduce = Callable[[Float[Tensor, " T"]], Float[Tensor, ""]]
 
 
@@ -40,6 +46,7 @@ class LossInputs:
     advantages: the host's advantages, without gradient; the loss reads `finite_advantages`.
     entropy: entropy of pi_theta's distribution at each token; None where it is not wanted.
     written: which version wrote each token; None where the host does not know.
+    head: the engine's likeliest tokens at each position; None where neither loss nor metrics read them.
     """
 
     ragged: Ragged
@@ -50,6 +57,7 @@ class LossInputs:
     advantages: Float[Tensor, " T"]
     entropy: Float[Tensor, " T"] | None
     written: Written | None = None
+    head: Head | None = None
 
     @cached_property
     def finite_advantages(self) -> Float[Tensor, " T"]:
@@ -92,6 +100,8 @@ class Share:
     factor: factor of the surrogate: the scaled weight, 0 where the token is rejected or masked by OPSM.
     all_rejected: whether there are valid tokens and rules, or rules and OPSM, leave none with a weight. None where
         nothing can reject. The flag does not depend on `on_all_rejected`.
+    of_center: factor of the centering term: `factor` without the weight's bound, which the term holds itself; 0 where
+        a rule or OPSM drops the token. None without score centering.
     """
 
     keep: Bool[Tensor, " T"]
@@ -99,6 +109,7 @@ class Share:
     scale: Float[Tensor, " T"]
     factor: Float[Tensor, " T"]
     all_rejected: Bool[Tensor, ""] | None
+    of_center: Float[Tensor, " T"] | None = None
 
     def kept(self, x: Float[Tensor, " T"]) -> Float[Tensor, " T"]:
         return torch.where(self.keep, x, 0)
@@ -159,7 +170,8 @@ def share_of(x: LossInputs, correction: Correction | None, config: CorrectionCon
         if correction.rescale is not None:
             scale = x.ragged.to_tokens(correction.rescale.float())
     if config.opsm is None:
-        return Share(keep, None, scale, torch.where(keep, weights * scale, 0), all_rejected)
+        share = Share(keep, None, scale, torch.where(keep, weights * scale, 0), all_rejected)
+        return _centered(share, x, correction, config, scale)
     reference = reference_policy(x.behavior, x.proximal, config.opsm)
     stays = on_policy(x.target.detach(), reference, x.finite_advantages, x.ragged, config.opsm)
     valid, after, weighed = x.ragged.sums(mask, keep & stays, keep & stays & (weights > 0))
@@ -174,7 +186,16 @@ def share_of(x: LossInputs, correction: Correction | None, config: CorrectionCon
     factor = torch.where(keep & stays, weights * of_surrogate, 0)
     # Where rules reject everything, OPSM sees the tokens that `on_all_rejected` gave back.
     all_rejected = nothing_left if all_rejected is None else nothing_left | all_rejected
-    return Share(keep, stays, scale, factor, all_rejected)
+    return _centered(Share(keep, stays, scale, factor, all_rejected), x, correction, config, of_surrogate)
+
+
+def _centered(
+    share: Share, x: LossInputs, correction: Correction | None, config: CorrectionConfig, scale: Tensor
+) -> Share:
+    """The share with the factor of the centering term, where the config centers."""
+    if x.head is None or correction is None or config.center is None:
+        return share
+    return x.head.shared(share, correction, scale)
 
 
 def given_back(correction: Correction, share: Share) -> Correction:
@@ -236,6 +257,9 @@ def micro_batch_loss(
     objective = config.objective or ObjectiveConfig()
     old = compared_with(x, config)
     term = policy_term(x.target, old, x.finite_advantages, share.factor, x.ragged, objective, flags.clip)
+    centered = None if x.head is None else x.head.center(x.target, term.known, config)
+    if centered is not None and share.of_center is not None:
+        term = replace(term, loss=term.loss + x.finite_advantages * share.of_center * centered.log_probs)
     loss = pg_loss = (reduce_policy or reduce)(term.loss)
     terms = {"pg_loss": pg_loss, "entropy_loss": torch.zeros_like(pg_loss)}
     if x.entropy is not None:
@@ -247,6 +271,8 @@ def micro_batch_loss(
     with torch.no_grad():
         reported = {name: value.detach() for name, value in ({"loss": loss} | terms).items()}
         reported |= {name: reduce(value) for name, value in _host_metrics(x, term, share, config)}
+        if x.head is not None and centered is not None and config.metrics != "none":
+            reported |= {name: reduce(value) for name, value in x.head.metrics(x, centered, share, config)}
         if config.metrics != "none":
             lost = x.nonfinite_advantages.to(term.clipped.dtype)
             reported["nonfinite_advantages"] = reduce(scaled_back(lost, correction, flags.average))

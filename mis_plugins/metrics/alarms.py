@@ -41,7 +41,11 @@ def product_too_long(config: CorrectionConfig, sums: Mapping[str, float]) -> Seq
 
 
 def processed_log_probs(config: CorrectionConfig, sums: Mapping[str, float]) -> Sequence[str]:
-    return slope.warnings_of(sums) if "log_prob_product" in sums else []
+    if "log_prob_product" not in sums or not slope.is_suspect(sums):
+        return []
+    from mis_plugins.metrics.processed import warnings_of
+
+    return warnings_of(sums)
 
 
 def lacking_weights(config: CorrectionConfig, sums: Mapping[str, float]) -> Sequence[str]:

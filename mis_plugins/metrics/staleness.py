@@ -11,6 +11,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from mis_plugins.correction.pipeline import Correction
 from mis_plugins.correction.ratios import LOG_RATIO_CLAMP, finite
 from mis_plugins.metrics import quantity as take
 from mis_plugins.metrics.quantity import Metrics, Quantity, Reduction, Step, known
@@ -54,6 +55,17 @@ WEIGHT_METRICS = (
     OF_TOKENS | OF_EXCESS | OF_STANDARD_EXCESS | OF_STEP | OF_AGE | OF_WEIGHT_EXCESS | OF_WEIGHT | OF_UNKNOWN
 )
 """The metrics of `weights_by_age` by name."""
+
+
+def of_correction(
+    correction: Correction, written: Written, numerator: Float[Tensor, " T"] | None = None
+) -> Partials:
+    """What the micro-batch of a correction adds; `numerator` is log pi_{v+1}, None with standard weights."""
+    log_probs = correction.stage.log_probs
+    multiplied = BehaviorWeight(correction.weights, correction.keep)
+    mask = correction.ragged.loss_mask
+    numerator = log_probs.proximal if numerator is None else numerator
+    return weights_by_age(numerator, log_probs.proximal, log_probs.behavior, written, mask, multiplied)
 
 
 @torch.no_grad()

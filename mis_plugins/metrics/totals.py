@@ -156,9 +156,9 @@ def reduced(
     """
     every = [(q, needed(q.also, *(r.needs for r in q.metrics.values()))) for q in quantities]
     yield Partials(records=tuple((q.name, q.metrics, q.over) for q, _ in every))
-    summed = [(q, "squares" in needs) for q, needs in every if "sum" in needs]
+    summed = [q for q, needs in every if "sum" in needs]
     if summed:
-        yield _sums(sorted(summed, key=lambda row: not row[1]), where, places)
+        yield _sums(summed, [q for q, needs in every if "squares" in needs], where, places)
     ended = [q for q, needs in every if "ends" in needs]
     if ended:
         at = places if where is None else None
@@ -178,19 +178,22 @@ def reduced(
 
 
 def _sums(
-    summed: list[tuple[Quantity, bool]], where: Float[Tensor, " M"] | None, places: Places | None
+    summed: list[Quantity],
+    squared: list[Quantity],
+    where: Float[Tensor, " M"] | None,
+    places: Places | None,
 ) -> Partials:
-    """Sums of all quantities and of the squares of the first ones, over all members and over each place."""
-    names = [q.name for q, _ in summed]
-    squared = [f"{q.name}_squared" for q, squares in summed if squares]
-    rows = torch.stack([q.values for q, _ in summed])
+    """Sums of quantities, and of the squares of some of them, over all members and over each place."""
+    names = [q.name for q in summed] + [f"{q.name}_squared" for q in squared]
+    # These rows stand in the stack twice, and their copies are squared in place: one product adds up all of them.
+    rows = torch.stack([q.values for q in (*summed, *squared)])
+    if squared:
+        rows = rows.double()
+        rows[len(summed) :].square_()
     columns = where if places is None else places.columns
     if columns is None:
         return Partials({"sums": tuple(names)}, added={"sums": rows.sum(-1, dtype=torch.float64)})
     sums = rows.to(columns.dtype) @ columns
-    if squared:
-        sums = torch.cat([sums, rows[: len(squared)].square() @ columns])
-    names += squared
     if places is not None:
         names = [f"{place}{name}" for name in names for place in places.names]
         missing = len(places.names) - sums.shape[1]

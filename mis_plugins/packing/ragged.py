@@ -79,11 +79,6 @@ class Ragged:
         return self.cu_seqlens.diff() if self.counts is None else self.counts
 
     @cached_property
-    def segments(self) -> Segments:
-        """The local tokens packed by segment: a run of ones in the loss mask of one sequence."""
-        return Segments.of(self)
-
-    @cached_property
     def turns(self) -> Int[Tensor, " T"]:
         """Number, from 1, of the run of ones that began last in each token's own sequence; 0 before the first run.
 
@@ -91,7 +86,7 @@ class Ragged:
         """
         whole = self.responses
         starts, mask = (self if whole is None else whole).cu_seqlens, (whole or self).loss_mask
-        begun = _run_of_token(starts, mask)
+        begun = run_of_token(starts, mask)
         of_token = begun if whole is None else begun.index_select(0, whole.index)
         begun = F.pad(begun, (1, 0))  # before each token, and at the end
         return of_token - self.to_tokens(begun.index_select(0, starts[:-1]))
@@ -162,35 +157,7 @@ class Ragged:
         return row.new_full((self.size,), start).scatter_reduce_(0, self._sequence_of_token, row, reduce)
 
 
-@dataclass(frozen=True)
-class Segments:
-    """S segments in the order of the tokens. S is the largest possible number: the last segments may have no token.
-
-    ragged: the local tokens packed by segment. A masked token lies in any segment, and enters no total.
-    owner: the sequence of each segment.
-    """
-
-    ragged: Ragged
-    owner: Int[Tensor, " S"]
-
-    @classmethod
-    def of(cls, sequences: Ragged) -> Segments:
-        whole = sequences.responses
-        starts, mask = (sequences if whole is None else whole).cu_seqlens, (whole or sequences).loss_mask
-        size = (mask.numel() + sequences.size) // 2 + 1  # runs of n tokens number at most (n + 1) / 2
-        numbers = torch.arange(1, size + 2, device=mask.device)
-        of_token = _run_of_token(starts, mask)
-        first = torch.searchsorted(of_token, numbers[:-1])
-        owner = torch.searchsorted(starts, first, right=True).sub_(1).clamp_(max=max(sequences.size - 1, 0))
-        local = (
-            of_token.clamp_(min=1) if whole is None else of_token.clamp_(min=1).index_select(0, whole.index)
-        )
-        # Response tokens keep their order on every rank, so that local numbers never decrease.
-        bounds = torch.searchsorted(local, numbers)
-        return cls(Ragged(bounds, sequences.loss_mask, sequences.ranks), owner)
-
-
-def _run_of_token(starts: Int[Tensor, " bounds"], mask: Bool[Tensor, " R"]) -> Int[Tensor, " R"]:
+def run_of_token(starts: Int[Tensor, " bounds"], mask: Bool[Tensor, " R"]) -> Int[Tensor, " R"]:
     """Number, from 1, of the run of ones that began last at or before each token; 0 before the first run."""
     previous = F.pad(mask, (1, 0)).index_fill_(0, starts, False)
     return (mask > previous[:-1]).cumsum(0)  # on bools a > b is a & ~b, in one kernel

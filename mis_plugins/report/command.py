@@ -27,8 +27,7 @@ from mis_plugins.report.verdict import ALARM, CALM, level_of, of_curves, verdict
 from mis_plugins.report.written import Document, as_text
 from mis_plugins.shared.files import finish_killed, replace_together
 from mis_plugins.shared.shell import INTERRUPTED, REFUSED
-from mis_plugins.shared.table import print_table
-from mis_plugins.shared.terminal import print_error, printable
+from mis_plugins.shared.terminal import print_error, print_table, printable
 
 ALARMED = 3
 NEEDED = "it takes behavior_log_probs and proximal_log_probs of tokens, or curves of kl_k3 and its like"

@@ -16,18 +16,16 @@ from mis_plugins.config.model import CorrectionConfig
 from mis_plugins.correction.pipeline import Correction, correct
 from mis_plugins.explain.limits import FIRST
 from mis_plugins.metrics.alarms import ALARMS
-from mis_plugins.metrics.catalogue import finalize
-from mis_plugins.metrics.partials import partials
+from mis_plugins.metrics.partials import finalize, partials
 from mis_plugins.metrics.tokens import Tokens
 from mis_plugins.metrics.totals import Partials
 from mis_plugins.report.causes import Facts, Finding, findings
 from mis_plugins.report.changes import Change, changes
 from mis_plugins.report.evidence import Evidence
-from mis_plugins.report.places import Tables
+from mis_plugins.report.places import Tables, Worst
 from mis_plugins.report.readers.source import Problems, Source
 from mis_plugins.report.record import Batch, Record, batches
 from mis_plugins.report.sweep import Candidate, Outcome, Shared, with_own_mean
-from mis_plugins.report.worst import Worst
 from mis_plugins.shared.budget import CHANGES, STEPS
 
 Told = Callable[[int, int], None]  # called with bytes done and bytes in all

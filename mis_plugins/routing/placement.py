@@ -103,12 +103,21 @@ def _unfolded(within: Int[Tensor, " n"], local: Int[Tensor, " n"], grid: Grid) -
 
 
 def response_rows(
-    layout: Layout, total_lengths: Sequence[int], grid: Grid, device: torch.device
+    layout: Layout,
+    total_lengths: Sequence[int],
+    grid: Grid,
+    device: torch.device,
+    padded_lengths: Sequence[int] | None = None,
 ) -> Int[Tensor, " T"]:
-    """The row of a packed micro-batch at which each local response token was predicted."""
+    """The row of a micro-batch at which each local response token was predicted.
+
+    Args:
+        padded_lengths: the length that each sequence was padded to (`bshd`); None where sequences are packed.
+    """
     starts, counts, base = [], [], 0
     for sequence, (total, response) in enumerate(zip(total_lengths, layout.response_lengths, strict=True)):
-        chunk = total if grid.cp_size == 1 else -(-total // (2 * grid.cp_size))
+        padded = total if padded_lengths is None else padded_lengths[sequence]
+        chunk = padded if grid.cp_size == 1 else -(-padded // (2 * grid.cp_size))
         numbers = (0,) if grid.cp_size == 1 else (grid.cp_rank, 2 * grid.cp_size - 1 - grid.cp_rank)
         for place, (number, (start, stop)) in enumerate(zip(numbers, layout.pieces(sequence), strict=True)):
             counts.append(stop - start)

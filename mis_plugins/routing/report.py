@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from mis_plugins.metrics.routing import routing_metrics
+from mis_plugins.metrics.quantity import known, ratio_of
 from mis_plugins.packing.collectives import RANK_LOST, all_reduce
 from mis_plugins.packing.transfer import Arrival, to_host
 from mis_plugins.routing.fault import faulty_layers, of_layer, of_sample
@@ -206,3 +207,48 @@ def metrics_of(seen: Seen) -> dict[str, float]:
     classes = zip(CLASSES, seen.split.tolist(), strict=True)
     by_class = {kind: dict(zip(SPLIT, row, strict=True)) for kind, row in classes}
     return routing_metrics(layers, by_position, by_class)
+
+
+ROUTED = {
+    "route_differs": ("differs", "tokens"),
+    "route_strange": ("strange", "tokens"),
+    "route_margin": ("margin", "differs"),
+    "route_unequal": ("unequal", "rows"),
+}
+"""A metric of some layers and positions is one sum over (token, layer) divided by another (`routing/table.py`)."""
+BY_CLASS = {
+    "route_tokens": ("tokens", "all_tokens"),
+    "route_kl_k3": ("k3", "tokens"),
+    "route_share_of_k3": ("k3", "all_k3"),
+    "route_tail": ("tail", "tokens"),
+    "route_kept": ("kept", "tokens"),
+}
+"""A metric of one class of tokens is a sum over the class divided by a sum over that class or over all classes."""
+
+
+def routing_metrics(
+    by_layer: Sequence[Mapping[str, float]],
+    by_position: Mapping[int, Mapping[str, float]],
+    by_class: Mapping[str, Mapping[str, float]],
+) -> dict[str, float]:
+    """Every known metric of a step's routing, by name; those of a layer or a place behind a slash."""
+    places = {"": _added(by_position.values())}
+    places |= {f"/layer_{layer}": sums for layer, sums in enumerate(by_layer)}
+    places |= {f"/position_{start}": sums for start, sums in by_position.items()}
+    every = {f"all_{name}": value for name, value in _added(by_class.values()).items()}
+    classes = {f"/{kind}": {**sums, **every} for kind, sums in by_class.items()}
+    return known(
+        {
+            name + place: ratio_of(sums[part], sums[whole])
+            for metrics, of in ((ROUTED, places), (BY_CLASS, classes))
+            for place, sums in of.items()
+            for name, (part, whole) in metrics.items()
+        }
+    )
+
+
+def _added(rows: Iterable[Mapping[str, float]]) -> Mapping[str, float]:
+    total = Counter[str]()
+    for row in rows:
+        total.update(row)
+    return total

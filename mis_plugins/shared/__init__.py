@@ -1,1 +1,1 @@
-"""What both packages need: whole files, tables, progress, commits, warnings."""
+"""What both packages need: strangers' files, the terminal, commits, numbers of a command line."""

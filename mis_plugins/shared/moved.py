@@ -1,11 +1,19 @@
-"""Modules of earlier releases: an import is refused with the module that took its place, for one release."""
+"""Modules of earlier releases: an import is refused with what took its place, for one release (`moved.yaml`)."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 OURS = ("mis_plugins.", "true_on_policy.", "lab.")
+
+
+def moved() -> Mapping[str, str]:
+    """What took the place of each module: a module, or a command."""
+    import yaml  # loaded where an import fails
+
+    return yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
 
 
 class Former:
@@ -16,9 +24,7 @@ class Former:
         """Raise ModuleNotFoundError for a module of an earlier release."""
         if not name.startswith(OURS):
             return
-        from mis_plugins.shared.addresses import MOVED  # loaded where an import fails
-
-        if new := MOVED.get(name):
+        if new := moved().get(name):
             where = "in a checkout of mis-plugins, " if "lab." in new else ""
             raise ModuleNotFoundError(f"{name} is gone: {where}{new} takes its place", name=name)
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 from argparse import ArgumentTypeError
 
-LARGEST = 2**63 - 1  # the largest 64-bit integer: seeds and sizes are such integers
-SHOWN = 40  # how many characters of a user's value an error shows
+from mis_plugins.errors import LARGEST, cut, shown
+
+__all__ = ["count", "counts", "cut", "finite", "shown", "whole"]
 
 
 def whole(text: str) -> int:
@@ -58,18 +59,3 @@ def finite(text: str) -> float:
     if not math.isfinite(value):
         raise ArgumentTypeError(f"got {shown(text)}; expected a finite number")
     return value
-
-
-def shown(value: object) -> str:
-    """A user's value as an error shows it: a long value by its beginning and its length."""
-    return cut(repr(value) if not isinstance(value, int) or abs(value) <= LARGEST else _digits(value))
-
-
-def cut(text: str, most: int = SHOWN) -> str:
-    """A text as an error or a comment shows it: a text longer than `most` by its beginning and its length."""
-    return text if len(text) <= most else f"{text[:most]}... ({len(text)} characters)"
-
-
-def _digits(value: int) -> str:
-    """A large integer by its number of digits: Python refuses to write more than 4300 digits."""
-    return f"an integer of about {math.floor(value.bit_length() * math.log10(2)) + 1} digits"

@@ -1,13 +1,17 @@
-"""Foreign text for terminal and page: names and texts of strangers' files are shown, and steer nothing."""
+"""What a terminal shows: text of strangers that steers nothing, tables, and the progress of long work.
+
+Names and texts of strangers' files are shown on a page by the same escapes.
+"""
 
 from __future__ import annotations
 
 import functools
 import io
 import sys
+import time
 import unicodedata
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar
 
 UNSEEN = {"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"}
 """Unicode's categories of what steers or hides: controls, bidi and zero width, surrogates, private use, unassigned,
@@ -68,3 +72,44 @@ class _Escapes(dict[int, str]):
 @functools.cache
 def _escapes(keep: str) -> _Escapes:
     return _Escapes((ord(character), character) for character in keep)
+
+
+T = TypeVar("T")
+SECONDS = 2.0
+
+
+def progress(items: Sequence[T], what: str) -> Iterator[T]:
+    """Yield the items, and print every two seconds on stderr how many of them are done."""
+    said = time.monotonic()
+    for done, item in enumerate(items):
+        if time.monotonic() - said >= SECONDS:
+            print(f"{done} of {len(items)} {what}", file=sys.stderr, flush=True)
+            said = time.monotonic()
+        yield item
+
+
+def print_table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
+    """Print a table, one line a row. Plain text cuts off no column."""
+    lines = [[printable(str(cell)) for cell in line] for line in (columns, *rows)]
+    if sys.stdout.isatty() and _print_rich(lines):
+        return
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    for line in lines:
+        print("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
+
+
+def _print_rich(lines: Sequence[Sequence[str]]) -> bool:
+    """Print a table by rich, its first line as titles; false if rich is not installed."""
+    try:
+        from rich.console import Console
+        from rich.table import Table
+        from rich.text import Text
+    except ImportError:
+        return False
+    table = Table(box=None, pad_edge=False)
+    for title in lines[0]:  # as Text: of a plain string rich would read `[link=...]` as markup
+        table.add_column(Text(title))
+    for line in lines[1:]:
+        table.add_row(*map(Text, line))
+    Console(file=steered(sys.stdout)).print(table)
+    return True

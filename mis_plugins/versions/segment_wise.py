@@ -23,8 +23,8 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from mis_plugins.config.model import SegmentWiseConfig
+from mis_plugins.correction.ratios import widened
 from mis_plugins.errors import InputError
-from mis_plugins.versions.loglinear import loglinear
 
 NO_VERSION = -1  # stands for the version of a token that no version wrote: a prompt's, a tool's
 STORED_FROM = 2  # from this age on the trainer has left pi_{v+1}, whose log-probs must have been stored
@@ -82,6 +82,24 @@ def proximal_t(
 
 
 Numerator = Callable[[Tensor, Tensor, Written], Float[Tensor, " T"]]
+
+
+@torch.no_grad()
+def loglinear(
+    proximal: Float[Tensor, " T"], behavior: Float[Tensor, " T"], age: Int[Tensor, " T"]
+) -> Float[Tensor, " T"]:
+    """Log pi_{v+1} without a forward pass: a straight line in log-probs between pi_v and the trainer's pi_V.
+
+        log pi_{v+1}  ~  log pi_v + alpha (log pi_V - log pi_v),        alpha = 1 / (V - v)
+
+    The line is exact at age V - v = 1, and where every update moves a token's log-prob by the same amount. At age 0
+    nothing lies between the two versions, and pi_V stands in. AReaL's `prox_logp_method: loglinear` takes a point of
+    this line at alpha = (V - 1 - v) / (V - v): AReaL's proximal policy is one update older than the one being trained.
+    Both points agree at age 2 alone.
+    """
+    near, far = widened(behavior), widened(proximal)
+    return torch.where(age > 1, near + (far - near) / age, far)
+
 
 FRESH: dict[str, Numerator] = {
     "proximal": lambda proximal, behavior, written: proximal,

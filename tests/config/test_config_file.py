@@ -14,7 +14,7 @@ from commands import ConfigCommand
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mis_plugins.__main__ import main
+from mis_plugins.__main__ import TRANSLATORS, main
 from mis_plugins.config.file import LARGEST_FILE, keys_of, parsed
 from mis_plugins.config.loading import presets
 from mis_plugins.errors import ConfigError
@@ -50,7 +50,7 @@ UNREADABLE = {
 }
 
 
-@pytest.mark.parametrize("command", ["check", "show", "from-verl", "from-ms-swift", "from-areal"])
+@pytest.mark.parametrize("command", ["check", "show", *TRANSLATORS])
 @pytest.mark.parametrize("name", UNREADABLE)
 def test_every_command_refuses_quickly_and_names_the_place(
     name: str, command: str, config_command: ConfigCommand

@@ -19,8 +19,8 @@ from mis_plugins.__main__ import main
 from mis_plugins.config import reading
 from mis_plugins.config.file import LARGEST_FILE, keys_of, parsed, text_of
 from mis_plugins.errors import ConfigError, UserError
-from mis_plugins.explain.translate import areal, ms_swift, verl
-from true_on_policy.flags.server_groups import groups
+from mis_plugins.explain.translate import areal, ms_swift, prime_rl, trl, verl
+from true_on_policy.flags.command import groups
 
 VERL = "main_ppo algorithm.rollout_correction.rollout_is=token algorithm.rollout_correction.rollout_is_threshold=2\n"
 SWIFT = "swift rlhf --rollout_importance_sampling_mode token_mask\n"
@@ -198,6 +198,7 @@ PLACES = {
         *(f"actor.rejection_sampling.{name}" for name in areal.DEFAULTS),
         "rollout.max_head_offpolicyness",
     ],
+    "from-trl": [*trl.READ],
 }
 
 
@@ -226,7 +227,14 @@ def test_any_value_gives_a_config_or_an_error_in_words(
 
 @given(text=st.text(max_size=60))
 def test_any_text_is_read_or_refused(text: str):
-    for read in (parsed, verl.translate, ms_swift.translate, areal.translate):
+    for read in (
+        parsed,
+        verl.translate,
+        ms_swift.translate,
+        areal.translate,
+        trl.translate,
+        prime_rl.translate,
+    ):
         try:
             read(text)
         except UserError as error:

@@ -19,13 +19,13 @@ from true_on_policy.contract.gpu import (
     RANKS,
     Size,
     check_environment,
+    compiled,
     equal_ranks,
     family,
     fewest_ranks,
     gpu_contract,
     model_contract,
 )
-from true_on_policy.contract.operations import compiled
 from true_on_policy.errors import ContractError
 from true_on_policy.kernels import gpu
 

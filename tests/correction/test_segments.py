@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tolerances import weight_rtol
 
+from mis_plugins.correction.segments import Segments
 from mis_plugins.packing.layout import whole, zigzag
 from mis_plugins.packing.ragged import Ranks
 
@@ -32,7 +33,7 @@ def test_numbers_and_owners(batch: Batch, cp: int):
     for rank in range(cp):
         layout = whole(lengths) if cp == 1 else zigzag(batch.total_lengths, lengths, cp, rank)
         ragged = layout.place(mask, Ranks()).ragged
-        segments = ragged.segments
+        segments = Segments.of(ragged)
         found = segments.ragged.to_tokens(torch.arange(segments.ragged.size))
         _, owned = batch.shard(cp, rank, None) if cp > 1 else (None, [list(range(n)) for n in lengths])
         expected = [runs[i, s.run(t)[0]] if s.mask[t] else None

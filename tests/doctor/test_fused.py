@@ -12,8 +12,7 @@ import pytest
 from true_on_policy.contract.gpu import model_contract
 from true_on_policy.contract.settings import CHOSEN, FUSED, Setting
 from true_on_policy.flags.command import launch_flags
-from true_on_policy.observe.fused import chosen, of_host
-from true_on_policy.observe.process import observe
+from true_on_policy.observe.process import chosen, fused_of_host, observe
 
 MEGATRON = model_contract("qwen3-4B", "megatron", trainer_tp=8, engine_tp=8)
 ROPE = next(fused for fused in FUSED if fused.host == "apply_rope_fusion")
@@ -39,12 +38,12 @@ def test_a_kernel_is_on_where_it_is_asked_for_and_its_library_is_there(
     fused: Setting, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     absent = f"off, no {fused.module}"
-    assert of_host(asked(fused)) == {fused.name: absent}
-    monkeypatch.setattr("true_on_policy.observe.fused.findable", lambda module: module == fused.module)
-    assert of_host(asked(fused)) == {fused.name: f"asked for, {fused.module} not imported"}
+    assert fused_of_host(asked(fused)) == {fused.name: absent}
+    monkeypatch.setattr("true_on_policy.observe.process.findable", lambda module: module == fused.module)
+    assert fused_of_host(asked(fused)) == {fused.name: f"asked for, {fused.module} not imported"}
     monkeypatch.setitem(sys.modules, fused.module, ModuleType(fused.module))
-    assert of_host(asked(fused)) == {fused.name: "on"}
-    assert of_host(Namespace(**{fused.host: fused.off[0]})) == {fused.name: "off"}
+    assert fused_of_host(asked(fused)) == {fused.name: "on"}
+    assert fused_of_host(Namespace(**{fused.host: fused.off[0]})) == {fused.name: "off"}
 
 
 def test_every_remedy_is_a_flag_of_the_launch() -> None:

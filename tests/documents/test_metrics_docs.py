@@ -15,14 +15,13 @@ from lab.pages.parts import current, named
 from mis_plugins.config.reading import from_mapping
 from mis_plugins.correction.opsm import Departure
 from mis_plugins.correction.pipeline import correct
-from mis_plugins.metrics.catalogue import METRICS
-from mis_plugins.metrics.partials import partials
-from mis_plugins.metrics.resplit import RESPLIT
-from mis_plugins.metrics.routing import ROUTED, SPLIT
+from mis_plugins.hosts.resplit import RESPLIT
+from mis_plugins.metrics.partials import METRICS, partials
 from mis_plugins.metrics.staleness import WEIGHT_METRICS
 from mis_plugins.metrics.token_metrics import OF_MIS_PY, catalogue
 from mis_plugins.packing.ragged import Ragged
 from mis_plugins.report.readers.curves import PEERS
+from mis_plugins.routing.report import BY_CLASS, ROUTED
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -52,7 +51,7 @@ def pattern(name: str) -> str:
 
 
 EVERY = list(WORDS)
-OTHERS = {*WEIGHT_METRICS, *ROUTED, *SPLIT, *RESPLIT}
+OTHERS = {*WEIGHT_METRICS, *ROUTED, *BY_CLASS, *RESPLIT}
 
 VETO = {"over": "min", "lower": 1e-4}
 

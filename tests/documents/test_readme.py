@@ -15,6 +15,9 @@ from pathlib import Path
 
 import pytest
 
+from mis_plugins.__main__ import TRANSLATORS
+from mis_plugins.hosts.registry import every_host
+
 ROOT = Path(__file__).parents[2]
 BLOCK = re.compile(
     r"(?:^<!-- ci: (?P<note>.+?) -->\n+)?^```bash\n(?P<body>.*?)^```$", re.MULTILINE | re.DOTALL
@@ -111,6 +114,15 @@ def sentences(text: str) -> list[str]:
 
 def test_the_readme_is_short() -> None:
     assert len(README.split()) <= MOST_WORDS and len(README.splitlines()) <= MOST_LINES
+
+
+def test_the_readme_says_who_is_served() -> None:
+    """Every host with hooks, and every framework whose files a command translates, has a row."""
+    table = README.partition("## Who is served")[2].partition("##")[0]
+    rows = [line.split(" | ")[0] for line in table.splitlines() if line.startswith("| ")]
+    hosts = {host.title.split(" ")[0] for host in every_host().values() if host.needs is not None}
+    assert all(any(row.startswith(f"| {host}") for row in rows) for host in hosts)
+    assert set(re.findall(r"`config (from-\S+)`", table)) == set(TRANSLATORS)
 
 
 @pytest.mark.parametrize("page", ["README", "choose", "opsm", "index"])

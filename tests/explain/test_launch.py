@@ -273,3 +273,21 @@ def test_a_missing_parser_of_bash_names_the_extra(
     monkeypatch.setitem(__import__("sys").modules, "tree_sitter", None)
     code, told = check(capsys, tmp_path, "run.sh", shell())
     assert code == 2 and "mis-plugins[scripts]" in told
+
+
+@pytest.mark.parametrize(
+    ("flags", "host"),
+    [
+        ("--vllm-gpu-memory-utilization 0.7", "vime"),
+        ("--train-memory-margin-bytes 1 --sglang-mem-fraction-static 0.7", "Miles"),
+        ("--rollout-sample-hook-path a.b --custom-advantage-function-path c.d", "slime"),
+        ("--custom-advantage-function-path c.d", "Miles, slime or vime"),
+        ("--lr 1e-6 --no-such-flag", "Miles, slime or vime"),
+        ("--vllm-gpu-memory-utilization 0.7 --sglang-mem-fraction-static 0.7", "Miles, slime or vime"),
+    ],
+)
+def test_flags_tell_whose_train_py_it_is(
+    flags: str, host: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _, told = check(capsys, tmp_path, "run.sh", f"python3 train.py {flags}\n")
+    assert f"starts: train.py of {host} (line 1)" in told

@@ -8,9 +8,15 @@ import pytest
 import yaml
 
 from mis_plugins.errors import ConfigError
-from mis_plugins.explain.translate import areal, ms_swift, verl
+from mis_plugins.explain.translate import areal, ms_swift, prime_rl, trl, verl
 
-TRANSLATE = {"verl": verl.translate, "ms-swift": ms_swift.translate, "AReaL": areal.translate}
+TRANSLATE = {
+    "verl": verl.translate,
+    "ms-swift": ms_swift.translate,
+    "AReaL": areal.translate,
+    "TRL": trl.translate,
+    "prime-rl": prime_rl.translate,
+}
 REFUSED = yaml.safe_load(Path(__file__).with_name("refused.yaml").read_text())
 CASES = [(framework, case) for framework in REFUSED for case in REFUSED[framework]]
 

@@ -13,7 +13,7 @@ import pytest
 import yaml
 from documented import DEFAULTS, GEO, PG, PPO, TOKEN_IS, VERL
 
-from mis_plugins.__main__ import load, main
+from mis_plugins.__main__ import TRANSLATORS, load, main
 from mis_plugins.config.loading import preset_path
 from mis_plugins.config.model import (
     CorrectionConfig,
@@ -484,6 +484,16 @@ def test_ms_swift_notes(text: str, said: str, unsaid: str):
     assert said in told and (not unsaid or unsaid not in told)
 
 
+def test_ms_swift_by_its_document(tmp_path: Path, capsys: pytest.CaptureFixture):
+    """`sequence_mask` weighs a kept sequence by its geometric mean; of another mode the flag has no effect."""
+    (tmp_path / "a.yaml").write_text(f"{MODE}: sequence_mask")
+    assert main(["config", "from-ms-swift", str(tmp_path / "a.yaml"), "--as-documented"]) == 0
+    (tmp_path / "ours.yaml").write_text(capsys.readouterr().out)
+    assert load(tmp_path / "ours.yaml") == preset("ms-swift-sequence-mask-as-documented")
+    with pytest.raises(ConfigError, match="^--as-documented has no effect without .*: sequence_mask"):
+        ms_swift.translate(f"{MODE}: token_mask", as_documented=True)
+
+
 # ----------------------------------------------------------------------------------------------------- command line
 
 
@@ -492,6 +502,8 @@ def test_commands_print_a_file_that_check_passes(tmp_path: Path, capsys: pytest.
         "from-verl": yaml.safe_dump({"algorithm": {"rollout_correction": TOKEN_IS | GEO}}),
         "from-ms-swift": f"{MODE}: token_mask",
         "from-areal": "actor: {behav_imp_weight_cap: 5.0}",
+        "from-trl": "use_vllm: true",
+        "from-prime-rl": "[trainer.loss]",
     }
     for command, text in files.items():
         theirs, ours = tmp_path / "theirs.yaml", tmp_path / "ours.yaml"
@@ -503,7 +515,7 @@ def test_commands_print_a_file_that_check_passes(tmp_path: Path, capsys: pytest.
         assert "needs:" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("command", ["from-verl", "from-ms-swift", "from-areal"])
+@pytest.mark.parametrize("command", TRANSLATORS)
 def test_commands_refuse(command: str, tmp_path: Path, capsys: pytest.CaptureFixture):
     broken = tmp_path / "broken.yaml"
     broken.write_text("model: {path: x}")
@@ -518,10 +530,15 @@ def test_commands_refuse(command: str, tmp_path: Path, capsys: pytest.CaptureFix
 def test_a_file_of_another_framework_is_told_from_an_empty_one(
     command: str, tmp_path: Path, capsys: pytest.CaptureFixture
 ):
-    theirs = tmp_path / "ppo_trainer.yaml"
-    theirs.write_text(yaml.safe_dump({"algorithm": {"rollout_correction": TOKEN_IS}}))
-    assert main(["config", command, str(theirs)]) == 2
-    assert re.search("neither the key `mis:` nor .*`config from-verl`", capsys.readouterr().err)
+    files = {
+        "from-verl": {"algorithm": {"rollout_correction": TOKEN_IS}},
+        "from-trl": {"use_vllm": True, "vllm_importance_sampling_mode": "token_mask"},
+    }
+    for translator, keys in files.items():
+        theirs = tmp_path / "theirs.yaml"
+        theirs.write_text(yaml.safe_dump(keys))
+        assert main(["config", command, str(theirs)]) == 2
+        assert re.search(f"neither the key `mis:` nor .*`config {translator}`", capsys.readouterr().err)
 
 
 # ------------------------------------------------------------------------------------------------------------ AReaL

@@ -19,9 +19,9 @@ from test_recorder import ARGS
 from mis_plugins import mis
 from mis_plugins.config.reading import from_mapping
 from mis_plugins.errors import InputError
-from mis_plugins.hosts.averages import average
 from mis_plugins.hosts.rollout_hooks import Counted, count
 from mis_plugins.hosts.step_report import Recorder
+from mis_plugins.hosts.tracking import average
 from mis_plugins.metrics.token_metrics import OF_MIS_PY, diagnose
 from mis_plugins.packing.ragged import Ranks
 

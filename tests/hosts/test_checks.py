@@ -30,6 +30,7 @@ WEIGHT = {"weight": {"upper": 2}}
 ROUTE = {"weight": None, "reject": [{"statistic": "route", "upper": 0.5}]}
 BYPASS = {"weight": None, "objective": {"surrogate": "clip", "old": "behavior"}}
 OPSM = {"opsm": {"delta": 1.0e-4}}
+CENTER = {"center": {}, "objective": {"surrogate": "reinforce", "old": "behavior"}}
 Case = tuple[str, dict[str, Any], dict[str, Any], tuple[str, ...]]
 # The conflict, keys beside `mis:`, what `mis:` says, and the hosts that have the conflict.
 FOUND: list[Case] = [
@@ -45,6 +46,7 @@ FOUND: list[Case] = [
     ("speculation", {**REPLAYED, "sglang_speculative_algorithm": "EAGLE"}, WEIGHT, ALL),
     ("gate dtype", {**REPLAYED, "moe_router_dtype": "fp32"}, WEIGHT, MEGATRON),
     ("gate dtype", {"moe_router_dtype": "fp64"}, ROUTE, MEGATRON),
+    ("cache of earlier weights", {"pause_generation_mode": "in_place"}, WEIGHT, ("miles", "fsdp")),
     ("top-p", {"rollout_top_p": 0.95}, WEIGHT, ("miles", "fsdp")),
     ("top-p", {"rollout_top_p": 0.95, "rollout_top_k": 50}, WEIGHT, ("miles", "fsdp")),
     ("top-k", {"rollout_top_k": 50}, WEIGHT, ALL),
@@ -53,6 +55,10 @@ FOUND: list[Case] = [
     ("top-k", {"rollout_top_k": 50}, BYPASS, ALL),
     ("top-p", {"rollout_top_p": 0.95}, OPSM, ("miles", "fsdp")),
     ("top-k", {"rollout_top_k": 50}, OPSM, ALL),
+    ("center beside true on policy", {"true_on_policy_mode": True}, CENTER, ("miles",)),
+    ("center beside top-p", {"rollout_top_p": 0.95}, CENTER, ("slime",)),
+    ("head not asked", {"rollout_top_logprobs_num": 0}, CENTER, MEGATRON),
+    ("smaller head", {"rollout_top_logprobs_num": 8}, CENTER, MEGATRON),
 ]  # fmt: skip
 CALM: list[tuple[dict[str, Any], dict[str, Any]]] = [
     (REPLAYED, ROUTE),
@@ -62,11 +68,21 @@ CALM: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({**REPLAYED, "sglang_enable_hierarchical_cache": False, "moe_router_fusion": False}, ROUTE),
     ({**REPLAYED, "sglang_chunked_prefill_size": 8192, "rollout_max_context_len": 8192}, WEIGHT),
     ({"use_rollout_routing_replay": False, "moe_router_dtype": "fp32"}, WEIGHT),
+    ({"pause_generation_mode": "retract"}, WEIGHT),
+    ({"pause_generation_mode": "in_place", "sglang_disable_radix_cache": True}, WEIGHT),
     ({"rollout_top_p": 1.0}, WEIGHT),
     ({"rollout_top_k": -1}, WEIGHT),
     ({"rollout_top_k": 50}, {"metrics": "full"}),
     ({"rollout_top_p": 0.95}, {"metrics": "full"}),
     ({"rollout_top_p": 0.95}, {"opsm": {"delta": 1.0e-4, "reference": "proximal"}}),
+    (
+        {
+            "rollout_top_logprobs_num": 0,
+            "custom_generate_function_path": "mis_plugins.mis.generate_with_versions",
+        },
+        CENTER,
+    ),
+    ({"rollout_top_logprobs_num": 32, "rollout_top_p": 1.0}, CENTER),
 ]
 
 NAMED = {check.name: check for check in every_check()}
@@ -217,16 +233,24 @@ def test_an_attribute_of_the_class_is_an_argument_too(hook: checks.Hook):
         checks.run(hook, Arguments(), from_mapping(KEPT), every_host()["miles"])
 
 
+GROUP, LEAVE_ONE_OUT = ({**WEIGHT, "group_baseline": kind} for kind in ("grpo", "rloo"))
 OTHER_SAMPLES = {"custom_convert_samples_to_train_data_path": "mine.convert"}
 # The check, who asks, the host's arguments, what `mis:` says (None: flat keys), the host, and a host without the fault.
 HELD: list[tuple[str, checks.Hook, dict[str, Any], dict[str, Any] | None, str, str]] = [
     ("scope without rollout batch", "command", {}, ROLLOUT_MEAN, "unknown", "miles"),
     ("versions unknown", "command", {}, {"segment_wise": {"enabled": True}}, "unknown", "miles"),
     ("versions by flags", "command", {}, {"segment_wise": {"enabled": True}}, "miles", ""),
+    ("head unknown", "command", {}, CENTER, "vime", "miles"),
+    ("head by flags", "command", {}, CENTER, "slime", ""),
     ("routers out of reach", "routes", {}, ROUTE, "fsdp", "miles"),
     ("routers out of reach", "command", {}, ROUTE, "fsdp", "slime"),
     ("routers out of reach", "command", {}, {**WEIGHT, "routing": {"on_fault": "raise"}}, "fsdp", "miles"),
     ("no second pass", "command", {}, {**WEIGHT, "resplit_every": 5}, "fsdp", "miles"),
+    ("baseline without rollout batch", "command", {}, GROUP, "fsdp", "miles"),
+    ("baseline without its hook", "tis", {}, GROUP, "miles", ""),
+    ("baseline of another estimator", "loss", {"advantage_estimator": "ppo"}, GROUP, "miles", ""),
+    *((f"baseline beside {name}", "tis", {name: True}, GROUP, "slime", "") for name in checks.OTHER_ADVANTAGES),
+    ("others' mean in deviations", "tis", {"grpo_std_normalization": True}, LEAVE_ONE_OUT, "miles", ""),
     ("no step to skip", "command", {}, {**ORIGINAL, "on_all_rejected": "raise"}, "fsdp", "miles"),
     ("no step to report", "command", {}, {**WEIGHT, "metrics": "all"}, "fsdp", "miles"),
     ("kept beside a mean over the step", "tis", {"calculate_per_token_loss": True}, KEPT, "miles", ""),

@@ -221,6 +221,22 @@ def test_samples_that_do_not_train_leave_no_trace_in_the_mean(host: Bodies) -> N
     assert float(logged) == pytest.approx((4.4817 + 2.7183) / 2, rel=1e-3)
 
 
+@pytest.mark.parametrize("hook", [TIS, LOSS], ids=["the TIS hook", "the loss hook"])
+def test_a_rejected_sample_leaves_the_baseline_of_its_group(host: Bodies, hook: dict[str, Any]) -> None:
+    """The rule drops the first of three; the rewards of the others, 0 and -2, then lie 1 above and below their mean."""
+    data = rollout() | {"rewards": [2.0, 0.0, -2.0], "sample_indices": [0, 1, 2]}
+    data["advantages"] = [
+        torch.full((len(x),), reward) for x, reward in zip(SHIFTS, data["rewards"], strict=True)
+    ]
+    config = {"reject": [{"over": "mean", "upper": 1.2}], "group_baseline": "grpo"}
+    group = {"n_samples_per_prompt": 3, "rewards_normalization": True, "grpo_std_normalization": False,
+             "rollout_data_postprocess_path": "mis_plugins.mis.count_samples"}  # fmt: skip
+    _, second, third = expected()
+    assert losses(trained(host, data, mis=config, **hook, **group)) == pytest.approx(
+        [second, -third], rel=1e-5
+    )
+
+
 def test_a_second_pass_of_the_trainer_finds_what_depends_on_the_batch(host: Bodies) -> None:
     hook: dict[str, Any] = {"rollout_data_postprocess_path": "mis_plugins.mis.count_samples", "leak": 0.125}
     trained(host, mis={"resplit_every": 1}, **TIS, **hook)

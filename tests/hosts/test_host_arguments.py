@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -30,13 +31,11 @@ every_host = pytest.mark.parametrize("host", HOSTS)
         ("loss_type: on", "loss_type: YAML reads True, and the host expects text; put it in quotes"),
         ("use_kl_los: true", "(did you mean use_kl_loss?)"),
         ("zzzzzz: 1", "; only a function of your own would read it"),
-        ("sglang_mem_fraction_static: 7e-1", "sglang_mem_fraction_static: YAML reads '7e-1' as text"),
         ("lr: 1.0e-6", None),
         ("lr: null", None),
         ("use_kl_loss: true", None),
         ("kl_loss_coef: 0", None),
         ("advantage_estimator: grpo", None),
-        ("router_selector: [a=b]", None),
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("options", [(), *(("--host", host) for host in HOSTS)])
@@ -48,14 +47,32 @@ def test_keys_beside_ours(
     assert len(warnings) == (said is not None) and (said or "") in "".join(warnings)
 
 
+ON_SGLANG = [(), *(("--host", host) for host in HOSTS if "sglang" in registry.every_host()[host].records)]
+OF_ENGINES = [
+    ("sglang_mem_fraction_static: 7e-1", "sglang_mem_fraction_static: YAML reads '7e-1' as text", ON_SGLANG),
+    ("router_selector: [a=b]", None, ON_SGLANG),
+    ("vllm_gpu_memory_utilization: 7e-1", "utilization: YAML reads '7e-1' as text", [(), ("--host", "vime")]),
+    ("sglang_attention_backend: x", "sglang_attention_backend: no argument of vime", [("--host", "vime")]),
+]
+
+
+@pytest.mark.parametrize(("text", "said", "hosts"), OF_ENGINES)
+def test_keys_of_an_engine(
+    text: str, said: str | None, hosts: list[tuple[str, ...]], config_command: ConfigCommand
+):
+    for options in hosts:
+        test_keys_beside_ours(text, said, options, config_command)
+
+
 @pytest.mark.parametrize(
     ("key", "known"),
     [
         ("mask_high_ratios", ()),
         ("true_on_policy_mode", ("miles", "fsdp")),
         ("warmup_ratio", ("fsdp",)),
-        ("swiglu", ("miles", "slime")),
-        ("custom_advantage_function_path", ("slime",)),
+        ("swiglu", ("miles", "slime", "vime")),
+        ("custom_advantage_function_path", ("slime", "vime")),
+        ("vllm_gpu_memory_utilization", ("vime",)),
         ("eval_sglang_mem_fraction_static", ("miles", "fsdp")),
         ("debug_train_only", HOSTS),
         ("router_policy", HOSTS),
@@ -87,8 +104,9 @@ def test_what_number_text_means_is_what_is_proposed(host: str):
 def test_records_are_whole(host: str):
     """Arguments of every part of a host are there, with the kind that its parser says."""
     expected = {"use_tis": "switch", "eps_clip": "number", "custom_config_path": "text", "lr": "number",
-                "weight_decay": "number", "sglang_server_concurrency": "number", "sglang_attention_backend": "text",
-                "train_backend": "text"}  # fmt: skip
+                "weight_decay": "number", "train_backend": "text"}  # fmt: skip
+    engine, backend = ("vllm", "other") if host == "vime" else ("sglang", "text")
+    expected |= {f"{engine}_server_concurrency": "number", f"{engine}_attention_backend": backend}
     if registry.every_host()[host].package == "miles":
         expected["opd_teacher_urls"] = "other"
     assert {name: kinds(registry.every_host()[host])[name] for name in expected} == expected
@@ -101,7 +119,12 @@ def test_records_are_whole(host: str):
 )
 def test_records_name_what_they_were_made_from(record: str):
     first, *lines = (ROOT / "mis_plugins" / "hosts" / "records" / f"{record}.txt").read_text().splitlines()
-    assert f"lab.host_arguments {record} CHECKOUT`; CHECKOUT at " in first
+    if record == "vime":
+        assert re.match(
+            "# Arguments of vime's parsers, .* at [0-9a-f]{9} and", first
+        ) and "were read" in lines.pop(0)
+    else:
+        assert f"lab.host_arguments {record} CHECKOUT`; CHECKOUT at " in first
     assert lines == sorted(lines) and {line.split()[1] for line in lines} <= {
         "switch",
         "number",
@@ -116,6 +139,7 @@ def test_records_name_what_they_were_made_from(record: str):
         ("miles", "mis_plugins.mis.compute_mis_weights_with_cp"),
         ("slime", "mis_plugins.mis.compute_mis_weights_with_cp"),
         ("fsdp", "mis_plugins.mis.compute_mis_weights_fsdp"),
+        ("vime", "mis_plugins.mis.compute_mis_weights_with_cp"),
     ],
 )
 def test_flags_are_ready_to_paste(
@@ -150,7 +174,7 @@ def test_a_pipe_has_no_path():
     [
         ({"weight": {"normalize": {"scope": "rollout"}}}, ("fsdp",),
          "mis.weight.normalize.scope: rollout needs the rollout batch, which no hook of Miles on FSDP sees"),
-        ({"segment_wise": {}}, ("fsdp",), " does not say which version wrote each token"),
+        ({"segment_wise": {}}, ("fsdp", "vime"), " does not say which version wrote each token"),
         ({"weight": None, "reject": [{"upper": 2}], "on_all_rejected": "raise"}, ("fsdp",),
          "mis.on_all_rejected: raise needs a hook before each train step, which Miles on FSDP does not call; use skip"),
     ],

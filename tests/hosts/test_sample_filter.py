@@ -16,9 +16,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lab.host.cli.loading import load_function
+from mis_plugins import errors
 from mis_plugins.errors import InputError
 from mis_plugins.hosts.sample_filter import NAMED, fault_of
-from mis_plugins.shared import notices
 
 drop_broken_samples = load_function("mis_plugins.mis.drop_broken_samples", "--rollout-sample-filter-path")
 ARGS = SimpleNamespace()
@@ -238,7 +238,7 @@ def test_all_broken_in_other_ways_is_not():
 
 def test_what_miles_scores_again_is_left_alone(caplog: pytest.LogCaptureFixture):
     """--recompute-logprobs-via-prefill runs after this hook, but not for aborted samples."""
-    notices.warn_once.cache_clear()
+    errors.warn_once.cache_clear()
     args = SimpleNamespace(recompute_logprobs_via_prefill=True)
     later, aborted = Sample(None), Sample([-0.5], status=Status.ABORTED)
     drop_broken_samples(args, [[later, aborted, good()]])

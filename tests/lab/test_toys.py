@@ -10,7 +10,7 @@ import pytest
 
 from lab.async_weights import FULL, command_line
 from lab.demo import RUNS
-from lab.experiments import recipe
+from lab.demo import command_line as command_line_of_demo
 from lab.experiments.runner import run_arms, training
 from lab.host import report
 from lab.host.cli.arguments import parse_args
@@ -33,28 +33,18 @@ def test_a_picture_is_drawn_from_the_record(name: str, tmp_path: Path) -> None:
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.parametrize("estimator", recipe.ESTIMATORS)
-@pytest.mark.parametrize("method", recipe.METHODS)
-def test_every_run_of_the_recipe_parses_to_what_its_name_says(
-    method: str, estimator: str, tmp_path: Path
-) -> None:
-    args = parse_args(recipe.command_line(method, estimator, 3, tmp_path))
-    assert args.num_rollout >= 200 and args.seed == 3
-    assert (args.rollout_weights == "fp32") == (method == "matched")
-    assert args.advantage_estimator == ("grpo" if estimator == "group" else "reinforce")
-    assert args.use_tis == (recipe.METHODS[method] is not None)
-    if args.use_tis:
-        config = from_args(args)
-        assert config.weight is not None
-        assert (config.weight.level == "sequence") == (method == "sequence")
-        assert bool(config.reject) == ("geometric" in method)
-        assert (config.weight.normalize is not None) == ("BN" in method)
+def test_the_demonstration_corrects_where_its_name_says(tmp_path: Path) -> None:
+    for name in RUNS:
+        args = parse_args(command_line_of_demo(name, 3, tmp_path / name))
+        assert args.num_rollout >= 200 and args.seed == 3
+        assert args.rollout_weights == "int3" and args.advantage_estimator == "reinforce"
+        assert args.use_tis == (name == "corrected")
+    config = from_args(args)
+    assert config.weight is not None and config.weight.normalize is not None and config.reject
 
 
 def test_the_demonstration_differs_in_the_correction_alone(tmp_path: Path) -> None:
-    plain, corrected = (
-        vars(parse_args(recipe.command_line(RUNS[name], "R-1", 0, tmp_path))) for name in RUNS
-    )
+    plain, corrected = (vars(parse_args(command_line_of_demo(name, 0, tmp_path))) for name in RUNS)
     differing = {key for key in corrected if corrected[key] != plain.get(key)}
     assert differing == {"use_tis", "custom_tis_function_path", "custom_config_path", "mis"}
 
@@ -75,7 +65,8 @@ def hook(file: Path | None) -> list[str]:
         return []
     config = load(file)
     called = f"--use-tis {TIS}" if config.corrects else f"--get-mismatch-metrics {TIS}"
-    return [*(LOSS if config.needs_loss_hook else called).split(), "--custom-config-path", str(file)]
+    head = [] if config.center is None else ["--rollout-top-logprobs-num", str(config.center.top_k)]
+    return [*(LOSS if config.needs_loss_hook else called).split(), *head, "--custom-config-path", str(file)]
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,8 @@ from test_partials import step_of, whole_step
 from lab.pages.metrics import WORDS
 from mis_plugins.config.reading import from_mapping
 from mis_plugins.metrics.alarms import everything_rejected, weights_of_one
-from mis_plugins.metrics.slope import cut_off, relation, unlikely, warnings, warnings_of
+from mis_plugins.metrics.processed import warnings, warnings_of
+from mis_plugins.metrics.slope import cut_off, relation, unlikely
 
 BOUND = re.compile(r"(above|below) (-?\d[\d.e+-]*\d|-?\d)", re.IGNORECASE)
 SEQUENCES, TOKENS = 16, 100

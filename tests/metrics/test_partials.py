@@ -22,8 +22,7 @@ from mis_plugins.config.model import CorrectionConfig
 from mis_plugins.config.reading import from_mapping
 from mis_plugins.correction.pipeline import Correction, correct
 from mis_plugins.metrics import sketch, tokens
-from mis_plugins.metrics.catalogue import METRICS, finalize
-from mis_plugins.metrics.partials import partials
+from mis_plugins.metrics.partials import METRICS, finalize, partials
 from mis_plugins.metrics.quantity import QUANTILES
 from mis_plugins.metrics.tokens import Tokens, of_kept, of_usable, of_valid
 from mis_plugins.metrics.totals import Partials

@@ -9,7 +9,8 @@ import slope_simulation as simulation
 import torch
 from slope_simulation import BF16, INT3, INT8, KINDS, Error, Kind, found_in, sums
 
-from mis_plugins.metrics.slope import cut_off, not_sampled_from, relation, scaled, warnings
+from mis_plugins.metrics.processed import warnings
+from mis_plugins.metrics.slope import cut_off, not_sampled_from, relation, scaled
 
 TOKENS = 20000
 

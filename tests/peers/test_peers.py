@@ -48,6 +48,7 @@ from mis_plugins.correction.opsm import on_policy
 from mis_plugins.correction.pipeline import Correction
 from mis_plugins.errors import ConfigError
 from mis_plugins.explain.translate import areal as from_areal
+from mis_plugins.explain.translate import trl as from_trl
 from mis_plugins.explain.translate import verl_presets
 from mis_plugins.explain.translate.verl import translate
 from mis_plugins.loss.objective import DPPO_CAP, Clip, kl_term, policy_term, target_log_ratio
@@ -231,6 +232,43 @@ def test_trl_modes(mode: str, batch: Rows, bounds: tuple):
     keep_away(batch, mapping)
     ratio, _ = trl.correction(batch, mode, *bounds)
     assert_same_weights(batch, ours(batch, mapping), ratio.expand_as(batch.mask), batch.mask)
+
+
+@st.composite
+def trl_files(draw: Callable) -> dict:
+    """Keys of a GRPOConfig that corrects; those that are left out have TRL's defaults."""
+    keys = {
+        from_trl.MODE: st.sampled_from(trl.MODES),
+        from_trl.CLIP_MAX: st.sampled_from([1.2, 2.0, None]),
+        from_trl.CLIP_MIN: st.sampled_from([0.5, 0.9, None]),
+    }
+    return draw(st.fixed_dictionaries({}, optional=keys))
+
+
+@given(batch=rows(dead=True), keys=trl_files())
+def test_trl_yaml_is_translated(batch: Rows, keys: dict):
+    """Random files through `config from-trl`: TRL's own weights by its own defaults, or refused as TRL refuses."""
+    text = yaml.safe_dump({"use_vllm": True} | keys)
+    names = (from_trl.MODE, from_trl.CLIP_MAX, from_trl.CLIP_MIN)
+    mode, upper, lower = (keys.get(name, trl.default_of(name)) for name in names)
+    if upper is None and lower is None and mode.endswith("truncate"):
+        with pytest.raises(ConfigError, match="TRL refuses"):
+            from_trl.translate(text)
+        return
+    mapping = dict(from_trl.translate(text).mis)
+    keep_away(batch, mapping)
+    ratio, _ = trl.correction(batch, mode, upper, lower)
+    assert_same_weights(batch, ours(batch, mapping), ratio.expand_as(batch.mask), batch.mask)
+
+
+def test_trl_defaults_are_those_that_the_translator_takes_for_granted():
+    assert from_trl.DEFAULTS == {key: trl.default_of(key) for key in from_trl.DEFAULTS}
+    granted = {"use_vllm": False, from_trl.CLIP_MIN: None, from_trl.CAP: None, from_trl.DELTA: None, "beta": 0.0,
+               from_trl.UNBIASED: True, "loss_type": "dapo", "importance_sampling_level": "token", "epsilon": 0.2,
+               "epsilon_high": None, "delta": None}  # fmt: skip
+    assert granted == {key: trl.default_of(key) for key in granted}
+    for key, (default, _) in from_trl.UNSERVED.items():
+        assert str(trl.default_of(key)).lower() == default
 
 
 @pytest.mark.parametrize("mode", trl.MODES)

@@ -15,9 +15,8 @@ from typing import Any
 import numpy
 import pytest
 import torch
-from report_dumps import write_miles, write_rollout, write_slime
+from report_dumps import write_miles, write_rollout, write_slime, write_vime
 
-from lab import report_memory
 from mis_plugins.__main__ import main
 from mis_plugins.errors import InputError
 from mis_plugins.report.readers.paths import find
@@ -71,10 +70,10 @@ def edit(file: Path, change: Callable[[Any], object]) -> None:
     torch.save(content, file)
 
 
-WRITERS = [write_slime, *(partial(write_miles, cp=cp) for cp in (1, 2, 4))]
+WRITERS = [write_slime, write_vime, *(partial(write_miles, cp=cp) for cp in (1, 2, 4))]
 
 
-@pytest.mark.parametrize("write", WRITERS, ids=("slime", "miles", "miles-cp2", "miles-cp4"))
+@pytest.mark.parametrize("write", WRITERS, ids=("slime", "vime", "miles", "miles-cp2", "miles-cp4"))
 def test_a_hosts_dump_is_read_whole(tmp_path: Path, write: Callable[..., None]) -> None:
     write(tmp_path, some_records())
     found, told = read(tmp_path)
@@ -351,16 +350,3 @@ def test_curves_have_our_names(
     values, problems = curves(tmp_path / name)
     assert {step: row["kl_k3"] for step, row in values.items()} == wanted
     assert told in "".join(problems) and bool(told) == bool(problems)
-
-
-def test_the_dumps_of_the_memory_benchmark_are_read_whole(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(report_memory, "RESPONSES", 3)
-    monkeypatch.setattr(report_memory, "LENGTH", 40)
-    made = report_memory.write_dumps(tmp_path / "train_data", 20_000)
-    found, told = read(tmp_path)
-    assert not told and made["rollouts"] > 1
-    assert {one.step for one in found} == set(range(made["rollouts"]))
-    assert sum(int(one.loss_mask.sum()) for one in found) == made["tokens"]
-    assert made["bytes"] == made["rollouts"] * made["bytes of a rollout"] >= 20_000

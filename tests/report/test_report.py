@@ -23,8 +23,7 @@ from mis_plugins.config.loading import file_of, load
 from mis_plugins.config.model import CorrectionConfig
 from mis_plugins.correction.pipeline import correct
 from mis_plugins.errors import ConfigError
-from mis_plugins.metrics.catalogue import finalize
-from mis_plugins.metrics.partials import partials
+from mis_plugins.metrics.partials import finalize, partials
 from mis_plugins.packing.ragged import Ragged
 from mis_plugins.report import survey as surveys
 from mis_plugins.report.causes import CAUSES, DETECTORS

@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from mis_plugins.shared.addresses import MOVED
+from mis_plugins.shared.moved import moved
 
 ROOT = Path(__file__).parents[2]
+MOVED = moved()
 
 
 @pytest.mark.parametrize("old, new", MOVED.items())

@@ -10,7 +10,8 @@ from collections.abc import Callable
 import pytest
 from commands import ran
 
-from mis_plugins.shared.numerals import LARGEST, count, counts, finite, shown, whole
+from mis_plugins.errors import LARGEST, shown
+from mis_plugins.shared.numerals import count, counts, finite, whole
 
 HUGE = "1" + "0" * 400
 

@@ -27,9 +27,7 @@ PARTS = {
 EVIL, SHOWN = "a".join(PARTS), "a".join(PARTS.values())
 PRINTING = """
 import logging, sys, warnings
-from mis_plugins.shared.progress import told
-from mis_plugins.shared.table import print_table
-from mis_plugins.shared.terminal import print_error
+from mis_plugins.shared.terminal import print_error, print_table
 def main():
     evil = {evil!r}
     print(evil)

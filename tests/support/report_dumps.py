@@ -1,4 +1,4 @@
-"""Dumps as Miles and slime write them: ranks, context-parallel pieces, copies and stages without log-probs."""
+"""Dumps as Miles, slime and vime write them: ranks, context-parallel pieces, copies and stages without log-probs."""
 
 from __future__ import annotations
 
@@ -58,7 +58,12 @@ def write_miles(folder: Path, records: Sequence[Record], cp: int = 2, first_rank
             rank += 1
 
 
-def write_slime(folder: Path, records: Sequence[Record]) -> None:
+def write_vime(folder: Path, records: Sequence[Record]) -> None:
+    """One rollout of vime: slime's rows, in a file whose name has the rank that writes it."""
+    write_slime(folder, records, f"{records[0].step}_0")
+
+
+def write_slime(folder: Path, records: Sequence[Record], name: str | None = None) -> None:
     """One rollout of slime: samples in rows."""
     whole = columns(records)
     samples = [
@@ -74,7 +79,7 @@ def write_slime(folder: Path, records: Sequence[Record]) -> None:
         "samples": samples,
         "dp_shards": [shard],
     }
-    _save(folder / "train_data" / f"{records[0].step}.pt", content)
+    _save(folder / "train_data" / f"{name or records[0].step}.pt", content)
 
 
 def write_rollout(folder: Path, records: Sequence[Record], foreign: Any = None) -> None:

@@ -22,8 +22,7 @@ from mis_plugins.correction.pipeline import Correction, correct
 from mis_plugins.errors import ConfigError
 from mis_plugins.explain.formula import formula
 from mis_plugins.explain.words import describe
-from mis_plugins.metrics.catalogue import METRICS, finalize
-from mis_plugins.metrics.partials import partials
+from mis_plugins.metrics.partials import METRICS, finalize, partials
 from mis_plugins.metrics.token_metrics import diagnose
 from mis_plugins.packing.ragged import Ragged
 

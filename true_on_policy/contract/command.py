@@ -6,17 +6,17 @@ import argparse
 from dataclasses import astuple
 from typing import get_args
 
-from mis_plugins.shared.table import print_table
+from mis_plugins.shared.terminal import print_table
 from true_on_policy.contract.gpu import (
     GPU_FAMILIES,
     LAYOUTS,
     NOT_COVERED,
     WHY,
     TrainBackend,
+    compiled,
     family,
     gpu_contract,
 )
-from true_on_policy.contract.operations import compiled
 
 NOT_RUN = "Read in the sources of Miles, SGLang and Megatron; this project has not run it on a GPU."
 NOT_LAUNCHED = "No release launches this family; what it would take, and at the end what is missing."

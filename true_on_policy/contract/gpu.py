@@ -1,20 +1,72 @@
 """The GPU contract: what trainer and engine must share on GPUs for bitwise equal log-probs, as data that is checked.
 
 The GPU contract names kernels of other libraries, and this project has not run it on a GPU. The CPU contract
-(`contract/cpu.py`) names the kernels of this package, which are pinned and proven here.
+(`contract/cpu.py`) names the kernels of this package, which are pinned and proven here. `gpu.yaml` holds the contract's
+words and values. An operation is a row of the contract: what both sides share, and who provides each side's kernel.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal, get_args
 
+import yaml
+
 from true_on_policy.contract.families import GPU_FAMILIES, IMAGES, MODELS, Family, Size
-from true_on_policy.contract.operations import REASONS, TABLE, Operation, operations
 from true_on_policy.contract.row_sums import engine_order, fsdp_order, megatron_order
 from true_on_policy.errors import ContractError
+
+TABLE: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("gpu.yaml").read_text(encoding="utf-8"))
+REASONS: dict[str, str] = {**TABLE["reasons"], "images": "; ".join(IMAGES)}
+PLUGIN = "miles_megatron_plugins/true_on_policy"  # in radixark/Megatron-LM
+
+
+@dataclass(frozen=True)
+class Operation:
+    """An operation is one row of the contract.
+
+    Attributes:
+        bits: dtype and order of rounding, equal on both sides.
+        trainer, engine: the kernel that runs on each side.
+    """
+
+    name: str
+    bits: str
+    trainer: str
+    engine: str
+
+
+def operations(
+    backend: str, attention: str, trainer_gemm: str, engine_gemm: str, qk_norm: bool, qkv_bias: bool
+) -> tuple[Operation, ...]:
+    """List the operations of a contract in the order of a forward pass."""
+    chosen = {
+        "plugin": PLUGIN,
+        "attention": TABLE["attentions"][attention],
+        "trainer_gemm": TABLE["gemms"][trainer_gemm],
+        "engine_gemm": TABLE["gemms"][engine_gemm],
+        "bias": f", {TABLE['biases'][trainer_gemm]}" if qkv_bias else "",
+    }
+    return tuple(
+        Operation(
+            row["name"], *(_of(row[part], backend).format(**chosen) for part in ("bits", "trainer", "engine"))
+        )
+        for row in TABLE["operations"]
+        if row.get("only", backend) == backend and (qk_norm or row["name"] != "q and k norm")
+    )
+
+
+def compiled(backend: str) -> Iterator[tuple[str, ...]]:
+    """Yield (side, region, whether it is compiled) for each region that torch.compile could compile."""
+    return (tuple(_of(cell, backend) for cell in row.values()) for row in TABLE["compiled"])
+
+
+def _of(cell: str | dict[str, str], backend: str) -> str:
+    return cell if isinstance(cell, str) else cell[backend]
+
 
 TrainBackend = Literal["megatron", "fsdp"]
 AttentionName = Literal["fa3", "flashinfer", "triton"]

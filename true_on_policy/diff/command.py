@@ -14,8 +14,7 @@ import json
 from pathlib import Path
 
 from mis_plugins.shared.files import check_writable, write_text
-from mis_plugins.shared.table import print_table
-from mis_plugins.shared.terminal import printable
+from mis_plugins.shared.terminal import print_table, printable
 from true_on_policy.diff.names import Heads, correspondence
 from true_on_policy.diff.records import engine_and_trainer, read_recording
 from true_on_policy.diff.tensors import Report, Row, compare

@@ -14,7 +14,7 @@ from typing import Literal, get_args
 from torch import Tensor
 
 from mis_plugins.shared.budget import RecordError
-from mis_plugins.shared.progress import told
+from mis_plugins.shared.terminal import progress
 from true_on_policy.bitwise import Mismatch, coordinate, first_mismatch
 from true_on_policy.diff.log_prob_record import LogProbRecord
 from true_on_policy.diff.names import PARTS, Correspondence, Heads, Renaming, regrouped
@@ -115,7 +115,7 @@ class Report:
 def compare(a: Recording, b: Recording, names: Correspondence, heads: Heads | None = None) -> Report:
     """Compare every tensor of A with its counterpart in B; one pair is loaded at a time."""
     left, right = renamed(a, names.a, heads), renamed(b, names.b, heads)
-    keys = told([*dict.fromkeys((*left, *right))], "tensors compared")
+    keys = progress([*dict.fromkeys((*left, *right))], "tensors compared")
     rows = [row_of(key, left.get(key), right.get(key), names.regroup) for key in keys]
     return Report(
         a.path,

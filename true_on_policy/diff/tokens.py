@@ -24,7 +24,7 @@ from torch import Tensor
 
 from mis_plugins.shared.budget import RecordError
 from mis_plugins.shared.opened import read
-from mis_plugins.shared.progress import told
+from mis_plugins.shared.terminal import progress
 from true_on_policy.bitwise import Mismatch, first_mismatch
 from true_on_policy.diff.names import Correspondence, Heads, Renaming
 from true_on_policy.diff.records import LOG_PROBS, Entry, Key, Recording, Value
@@ -103,7 +103,7 @@ def compare_by_token(a: Recording, b: Recording, names: Correspondence, heads: H
     )
     pairs = _pairs(left, right)
     keys = [key for key in dict.fromkeys((*left.keys, *right.keys)) if key.name not in LAYOUT]
-    rows = [_row(key, left, right, pairs) for key in told(keys, "tensors compared")]
+    rows = [_row(key, left, right, pairs) for key in progress(keys, "tensors compared")]
     alone = [*_unmatched(left, right, "missing in B"), *_unmatched(right, left, "missing in A")]
     return Report(
         a.path,

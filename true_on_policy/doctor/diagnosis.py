@@ -12,7 +12,7 @@ from typing import Literal
 
 import torch
 
-from mis_plugins.shared.table import print_table, printable
+from mis_plugins.shared.terminal import print_table, printable
 from true_on_policy.contract.gpu import GpuContract
 from true_on_policy.contract.settings import SETTINGS, Check, Wanted
 from true_on_policy.doctor.engine_http import VERSION, observe_engine

@@ -19,7 +19,6 @@ from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
 
-from mis_plugins.shared.loopback import on_loopback
 from true_on_policy.contract.sides import ENGINES
 from true_on_policy.engines.answers import parsed
 from true_on_policy.engines.asking import Address, exchanged
@@ -306,3 +305,9 @@ def _wait_for_group(leader: subprocess.Popen, seconds: float) -> None:
         if not _signal_group(leader.pid, 0):
             return
         time.sleep(0.05)
+
+
+def on_loopback() -> dict[str, str]:
+    """Return the variables that bind gloo to loopback: by itself it takes the interface of the machine's name."""
+    names = [name for _, name in socket.if_nameindex() if name.startswith("lo")]
+    return {"GLOO_SOCKET_IFNAME": names[0]} if names else {}

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from true_on_policy.contract.operations import TABLE
+from true_on_policy.contract.gpu import TABLE
 from true_on_policy.errors import ContractError
 
 FILES: dict[str, list[str]] = {owner: row["files"] for owner, row in TABLE["owners"].items()}

@@ -1,7 +1,14 @@
-"""Batch-invariant kernels on the CPU dispatch key, below autograd, and one way to install them."""
+"""Batch-invariant kernels on the CPU dispatch key, below autograd, and one way to install them.
+
+Products and attention come from a backend, other operators from their stock kernels. Measured hazards of the stock
+kernels: a reduction over a strided dimension adds in another order; a mean with one output is split over threads;
+silu, sigmoid and rsqrt take another code path for elements beyond the last whole vector of a thread's share. So every
+tensor is made contiguous, a single row is doubled, and the number of elements is padded.
+"""
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable
 from functools import partial
@@ -10,7 +17,143 @@ import torch
 from torch import Tensor
 
 from true_on_policy.kernels.native import NATIVE, Native
-from true_on_policy.kernels.overrides import OVERRIDES
+
+SERVED = (torch.float32, torch.bfloat16)
+
+
+def mm(backend, stock, keyset, a: Tensor, b: Tensor) -> Tensor:
+    if not _served(a, b):
+        return stock.call_boxed(keyset, a, b)
+    return backend.product(a[None], b[None], a.dtype)[0]
+
+
+def bmm(backend, stock, keyset, a: Tensor, b: Tensor) -> Tensor:
+    if not _served(a, b):
+        return stock.call_boxed(keyset, a, b)
+    return backend.product(a, b, a.dtype)
+
+
+def addmm(backend, stock, keyset, bias: Tensor, a: Tensor, b: Tensor, *, beta=1, alpha=1) -> Tensor:
+    if not _served(a, b, bias):
+        return stock.call_boxed(keyset, bias, a, b, beta=beta, alpha=alpha)
+    return _add(bias, backend.product(a[None], b[None], torch.float32)[0], beta, alpha)
+
+
+def baddbmm(backend, stock, keyset, bias: Tensor, a: Tensor, b: Tensor, *, beta=1, alpha=1) -> Tensor:
+    if not _served(a, b, bias):
+        return stock.call_boxed(keyset, bias, a, b, beta=beta, alpha=alpha)
+    return _add(bias, backend.product(a, b, torch.float32), beta, alpha)
+
+
+def _served(a: Tensor, b: Tensor, *others: Tensor) -> bool:
+    """Whether the backend serves this call; other dtypes and shapes that do not fit go to the stock kernel."""
+    return a.dtype in SERVED and all(x.dtype == a.dtype for x in (b, *others)) and a.shape[-1] == b.shape[-2]
+
+
+def _add(bias: Tensor, product: Tensor, beta: float, alpha: float) -> Tensor:
+    """Compute beta * bias + alpha * product in float32 and round once; beta 0 ignores even a NaN in bias."""
+    if alpha != 1:
+        product = product * alpha
+    if beta == 0:
+        return product.to(bias.dtype)
+    return (product + (bias if beta == 1 else bias.float() * beta)).to(bias.dtype)
+
+
+def attention(
+    backend,
+    stock,
+    keyset,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    attn_mask: Tensor | None = None,
+    scale: float | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Attend by the backend, or by the stock kernel for a dtype that the backend does not serve.
+
+    Returns:
+        Output [B, H, Q, D] and logsumexp [B, H, Q], in the memory layout of the stock kernel.
+    """
+    if query.dtype not in SERVED:
+        kwargs = {"attn_mask": attn_mask, "scale": scale}
+        return stock.call_boxed(keyset, query, key, value, dropout_p, is_causal, **kwargs)
+    scale, bias = query.shape[-1] ** -0.5 if scale is None else scale, attn_mask
+    if attn_mask is not None and attn_mask.dtype == torch.bool:  # 0 shows a key, -inf hides it
+        bias = torch.zeros(attn_mask.shape).masked_fill_(~attn_mask, float("-inf"))
+    return backend.attend(query, key, value, None if bias is None else bias.float(), is_causal, scale)
+
+
+# ATen splits elementwise work into shares of at least this many elements (at::internal::GRAIN_SIZE).
+GRAIN = 32768
+# The most elements that ATen's unrolled loop takes at once: two 512-bit vectors of 16-bit lanes.
+VECTORS = 64
+
+
+def softmax(_, stock, keyset, x: Tensor, dim: int, half_to_float: bool) -> Tensor:
+    """Compute _softmax or _log_softmax along `dim`, on contiguous rows."""
+    if x.dim() == 0:
+        return stock.call_boxed(keyset, x, dim, half_to_float)
+    rows = x.movedim(dim, -1).contiguous()
+    return stock.call_boxed(keyset, rows, rows.dim() - 1, half_to_float).movedim(-1, dim)
+
+
+def mean(_, stock, keyset, x: Tensor, dim, keepdim: bool = False, *, dtype=None) -> Tensor:
+    """Compute mean.dim; a single row is summed beside a copy of itself."""
+    rows, shape = _rows(x, dim, keepdim)
+    if len(rows) == 1:
+        rows = rows.expand(2, -1).contiguous()
+    return stock.call_boxed(keyset, rows, [1], False, dtype=dtype)[: math.prod(shape)].reshape(shape)
+
+
+def _rows(x: Tensor, dim, keepdim: bool) -> tuple[Tensor, list[int]]:
+    """Return `x` as contiguous [outputs, reduced], and the shape of its mean."""
+    reduced = {d % x.dim() for d in dim} if dim else set(range(x.dim()))
+    kept = [d for d in range(x.dim()) if d not in reduced]
+    shape = [1 if d in reduced else x.shape[d] for d in range(x.dim()) if keepdim or d not in reduced]
+    outputs = math.prod(x.shape[d] for d in kept)
+    elements = math.prod(x.shape[d] for d in reduced)
+    return x.permute(*kept, *sorted(reduced)).reshape(outputs, elements).contiguous(), shape
+
+
+def pointwise(_, stock, keyset, x: Tensor) -> Tensor:
+    """Compute an elementwise kernel on `x`, padded so that only whole vectors are computed."""
+    if x.dtype not in SERVED:
+        return stock.call_boxed(keyset, x)
+    flat = x.contiguous().view(-1)
+    elements = flat.numel()
+    extra = whole_vectors(elements, torch.get_num_threads()) - elements
+    if extra:
+        flat = torch.nn.functional.pad(flat, (0, extra))
+    return stock.call_boxed(keyset, flat)[:elements].view(x.shape)
+
+
+def whole_vectors(elements: int, threads: int) -> int:
+    """Return the least number, not below `elements`, that splits into whole vectors for every thread."""
+    padded = elements
+    while True:
+        shares = max(min(threads, math.ceil(padded / GRAIN)), 1)
+        if padded % (shares * VECTORS) == 0:
+            return padded
+        padded = math.ceil(padded / (shares * VECTORS)) * shares * VECTORS
+
+
+OVERRIDES = {
+    "mm": mm,
+    "bmm": bmm,
+    "addmm": addmm,
+    "baddbmm": baddbmm,
+    "_scaled_dot_product_flash_attention_for_cpu": attention,
+    "_softmax": softmax,
+    "_log_softmax": softmax,
+    "mean.dim": mean,
+    "silu": pointwise,
+    "sigmoid": pointwise,
+    "rsqrt": pointwise,
+}
+
 
 Uninstall = Callable[[], None]
 

@@ -19,8 +19,7 @@ from true_on_policy.contract.gpu import GpuContract
 from true_on_policy.errors import NotSeenError, PinError
 from true_on_policy.kernels.gpu_probes import attention_failures
 from true_on_policy.kernels.probes import Failure
-from true_on_policy.kernels.provider import Undo, device, findable, installed
-from true_on_policy.kernels.symbols import replace_everywhere
+from true_on_policy.kernels.provider import Undo, device, findable, installed, replace_everywhere
 
 NAME = "flash_attention"
 

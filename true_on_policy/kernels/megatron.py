@@ -14,7 +14,7 @@ from torch import Tensor
 from true_on_policy.contract.cpu import Shapes
 from true_on_policy.contract.gpu import GpuContract
 from true_on_policy.errors import NotSeenError, PinError
-from true_on_policy.kernels import mode, symbols
+from true_on_policy.kernels import mode, provider
 from true_on_policy.kernels.gpu_probes import Product, aten_failures, over_ranks
 from true_on_policy.kernels.probes import Failure
 from true_on_policy.kernels.provider import Undo, device, findable, installed
@@ -57,7 +57,7 @@ def pin(contract: GpuContract) -> Undo:
             with _without_te():
                 library.disable_batch_invariant_mode()
         finally:
-            symbols.put_back(te)
+            provider.put_back(te)
 
     undo = mode.switch_on(MODE, enable, disable)
     if has_te() and _te_gemm() != MODE.module:
@@ -128,7 +128,7 @@ def _without_te() -> Iterator[None]:
             raise
 
 
-def _te_functions() -> list[symbols.Held]:
+def _te_functions() -> list[provider.Held]:
     """Note which functions Transformer Engine's modules and its RMSNorm hold, before the mode replaces any."""
     if not has_te():
         return []
@@ -136,5 +136,5 @@ def _te_functions() -> list[symbols.Held]:
         root, _ = import_module(TE_ROOT), import_module(TE_WRAPPER)
     except Exception as error:
         raise PinError(f"Megatron-core: Transformer Engine cannot be imported ({error})") from error
-    norms = [symbols.held(root.RMSNorm, "forward")] if hasattr(root, "RMSNorm") else []
-    return symbols.held_by((TE, TE_WRAPPER)) + norms
+    norms = [provider.held(root.RMSNorm, "forward")] if hasattr(root, "RMSNorm") else []
+    return provider.held_by((TE, TE_WRAPPER)) + norms

@@ -16,8 +16,7 @@ from true_on_policy.kernels import mode
 from true_on_policy.kernels.gpu_probes import aten_failures, linear_once
 from true_on_policy.kernels.mode import accelerator_key, holder
 from true_on_policy.kernels.probes import Failure
-from true_on_policy.kernels.provider import Undo, device, installed
-from true_on_policy.kernels.symbols import counted
+from true_on_policy.kernels.provider import Undo, counted, device, installed
 
 NAME = "sglang"
 MODE = mode.Mode("SGLang", "sglang.srt.batch_invariant_ops.batch_invariant_ops")

@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from mis_plugins.errors import UserError
 from mis_plugins.shared.files import replaced
-from mis_plugins.shared.table import printable
+from mis_plugins.shared.terminal import printable
 from true_on_policy.contract.gpu import GpuContract, Size, gpu_contract
 from true_on_policy.errors import TrueOnPolicyError
 from true_on_policy.observe.process import Observation, observe

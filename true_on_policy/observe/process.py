@@ -21,13 +21,12 @@ import torch.nn.functional as F
 from mis_plugins.config.view import original, view
 from mis_plugins.hosts.needs.miles import NEEDS as MILES
 from true_on_policy.contract.gpu import GpuContract
-from true_on_policy.contract.settings import CHOSEN, OF_HOST, VERSIONS
+from true_on_policy.contract.settings import CHOSEN, FUSED, OF_HOST, VERSIONS, Setting
 from true_on_policy.errors import NotSeenError, PinError
 from true_on_policy.kernels import gpu, megatron, precision
 from true_on_policy.kernels.gpu_probes import digest
 from true_on_policy.kernels.probes import Failure
-from true_on_policy.kernels.provider import device
-from true_on_policy.observe import fused
+from true_on_policy.kernels.provider import device, findable
 
 ABSENT = "absent"
 KERNELS = "kernels at the model's shapes"
@@ -81,7 +80,7 @@ def observe(contract: GpuContract, args: Any = None) -> Observation:
     if torch.cuda.is_available():
         settings |= gpu.observe(contract)
     if args is not None:
-        configured |= of_host(args) | fused.of_host(args)
+        configured |= of_host(args) | fused_of_host(args)
         strict = torch.are_deterministic_algorithms_enabled()
         settings |= {"deterministic algorithms": "on" if strict else "off"} | _parallel()
         settings |= looked({"log-softmax": surviving(lambda: _log_softmax(args))})[0]
@@ -234,6 +233,37 @@ def _nccl() -> str:
     return ".".join(map(str, nccl.version()))
 
 
+# Kernels of Transformer Engine and NVIDIA's Apex that change bits in Megatron's trainer. A flag of the host asks for a
+# kernel, and Megatron runs the kernel only where its library is installed: a row of the doctor says both.
+
+
+def fused_of_host(args: Any) -> dict[str, str]:
+    """Read the state of each fused kernel that the host's parsed arguments mention, by its row."""
+    stated = view(args)
+    # Megatron makes an enum's member of an attention backend.
+    named = {name: getattr(value, "name", value) for name, value in stated.items()}
+    return {kernel.name: _state(kernel, named[kernel.host]) for kernel in FUSED if kernel.host in named}
+
+
+def _state(kernel: Setting, asked: Any) -> str:
+    """Tell whether a kernel is on where the host's argument is `asked`."""
+    if asked in kernel.off:
+        return "off"
+    if not findable(kernel.module):
+        return f"off, no {kernel.module}"
+    return "on" if kernel.module in sys.modules else f"asked for, {kernel.module} not imported"
+
+
+def chosen(module: str, name: str) -> str:
+    """Tell what a module of Megatron-core chose: a class and its library, or whether it found a kernel."""
+    found = getattr(sys.modules.get(module), name, None)
+    if found is None:
+        return "not imported"
+    if isinstance(found, bool):
+        return "found" if found else "absent"
+    return f"{found.__name__} of {found.__module__.partition('.')[0]}"
+
+
 # The look of each row of the doctor; a NotSeenError says why the row could not be observed.
 LOOKS: dict[str, Look] = {
     "device": _device,
@@ -243,7 +273,7 @@ LOOKS: dict[str, Look] = {
     **{row: _version(distribution) for row, distribution in VERSIONS.items()},
     "Apex": _apex,
     "norm of the local spec": _local_norm,
-    **{row: partial(fused.chosen, *place) for row, place in CHOSEN.items()},
+    **{row: partial(chosen, *place) for row, place in CHOSEN.items()},
     "TF32": lambda: "off" if next(precision.probe(device()), None) is None else "on",
     COMPILES: _compiles,
 }

@@ -25,10 +25,10 @@ from jaxtyping import Float32
 from megatron.core import parallel_state as mpu
 from torch import Tensor
 
-from mis_plugins.shared.loopback import on_loopback
 from true_on_policy.contract.cpu import Contract, Shapes
 from true_on_policy.contract.rounding import NormOrder
 from true_on_policy.engines.protocol import Sample
+from true_on_policy.engines.server import on_loopback
 from true_on_policy.errors import TrueOnPolicyError
 from true_on_policy.kernels.pin import pinned
 from true_on_policy.kernels.row_parallel import agreed_tree

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from mis_plugins.shared.shell import importing
-from mis_plugins.shared.table import printable
+from mis_plugins.shared.terminal import printable
 from true_on_policy.engines.asking import HELP, answer_of, url_of_engine
 
 SECONDS = 600

@@ -22,8 +22,7 @@ from mis_plugins.metrics.staleness import by_age, metrics_by_age, weight_metrics
 from mis_plugins.metrics.totals import Partials
 from mis_plugins.packing.layout import whole
 from mis_plugins.packing.ragged import Ranks
-from mis_plugins.versions.loglinear import loglinear
-from mis_plugins.versions.segment_wise import STORED_FROM, BehaviorWeight, Written, proximal_t
+from mis_plugins.versions.segment_wise import STORED_FROM, BehaviorWeight, Written, loglinear, proximal_t
 
 OURS = "mis_plugins."
 

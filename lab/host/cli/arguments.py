@@ -16,8 +16,7 @@ from lab.host.cli.flags import TELLING, build_parser, named, spelled
 from lab.host.cli.loading import load_function
 from mis_plugins.config.file import keys_of
 from mis_plugins.config.reading import from_args
-from mis_plugins.errors import ConfigError
-from mis_plugins.shared.numerals import LARGEST, shown
+from mis_plugins.errors import LARGEST, ConfigError, shown
 from true_on_policy.contract.sides import ENGINES
 
 SMOKE = {
@@ -115,6 +114,8 @@ def _numbers(args: argparse.Namespace) -> Iterator[str]:
         yield (
             f"--rollout-top-k: got {shown(top_k)}; give -1 for all tokens, or at least 2: a single one has no gradient"
         )
+    if not isinstance(args.rollout_top_logprobs_num, int) or args.rollout_top_logprobs_num < 0:
+        yield f"--rollout-top-logprobs-num: got {shown(args.rollout_top_logprobs_num)}; give a whole number, 0 for none"
     if args.rollout_temperature <= 0:
         yield f"--rollout-temperature: got {args.rollout_temperature}; give a number above 0"
     for name in named("rate"):
@@ -319,6 +320,9 @@ PAIRS: tuple[Pair, ...] = (
          lambda args: args.advantage_estimator == "grpo" and args.n_samples_per_prompt < 2),
     Pair("reward_shift", "advantage_estimator", "a group's baseline takes it away again; use reinforce or drop it",
          lambda args: args.advantage_estimator == "grpo" and args.reward_shift != 0),
+    Pair("rollout_top_logprobs_num", "rollout_engine", "no other engine hands on what it names; choose local",
+         lambda args: args.rollout_top_logprobs_num and args.rollout_engine != "local"),
+    Pair("rollout_top_logprobs_num", "asynchronous", "the tokens that the engine names are not handed on; drop one"),
     *(
         Pair(cut, other, why, lambda args, cut=cut, all=all, meet=meet: getattr(args, cut) != all and meet(args))
         for cut, all in (("rollout_top_p", 1), ("rollout_top_k", -1))

@@ -128,6 +128,11 @@ class Rollout:
         "all tokens",
         "K",
     )
+    rollout_top_logprobs_num: int = flag(
+        0,
+        "have the engine name its K likeliest tokens at each position, which mis.center reads (--rollout-engine local)",
+        "K",
+    )
     rollout_weights: str | None = flag(
         None,
         "precision of the rollout engine's weights; the trainer is float32 (default: bf16)",

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
-from jaxtyping import Int
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from lab.host.model.decoder import Decoder, LeftPadded
-from lab.host.model.sampling import counter_uniform, sample
+from lab.host.model.sampling import counter_uniform, likeliest, sample
 
 
 @dataclass(frozen=True)
@@ -33,21 +33,27 @@ class Sampling:
     """How tokens are drawn.
 
     max_new_tokens: most tokens of a response, the tokens that it began with included.
+    named: how many of the likeliest tokens at each position are named beside the one that is drawn.
     """
 
     max_new_tokens: int
     temperature: float
     eos: int
+    named: int = 0
 
 
 @dataclass(frozen=True)
 class Drawn:
-    """One step: a token of each response that had not ended. Log-probs are taken after temperature."""
+    """One step: a token of each response that had not ended. Log-probs are taken after temperature.
+
+    named: the likeliest tokens of each response and their log-probs, a row each; None where none are named.
+    """
 
     numbers: list[int]
     tokens: list[int]
     log_probs: list[float]
     ended: list[bool]
+    named: tuple[Int[Tensor, "N K"], Float[Tensor, "N K"]] | None = None
 
 
 class Decoding:
@@ -109,6 +115,8 @@ class Decoding:
         uniform = self._uniform.gather(1, place[:, None])[:, 0]
         tokens, log_probs = sample(logits, self.sampling.temperature, uniform)
         rows = self._alive.nonzero()[:, 0]
+        k = self.sampling.named
+        named = likeliest(logits[rows], self.sampling.temperature, k) if k else None
         self._position += 1
         self._alive &= (tokens != self.sampling.eos) & (self._position < self.sampling.max_new_tokens)
         self._pending = tokens[:, None]
@@ -117,6 +125,7 @@ class Decoding:
             tokens[rows].tolist(),
             log_probs[rows].tolist(),
             (~self._alive[rows]).tolist(),
+            named,
         )
         for row, token in zip(rows.tolist(), drawn.tokens, strict=True):
             self._added[row].append(token)

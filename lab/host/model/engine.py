@@ -27,6 +27,7 @@ class Generation:
         routes: experts of each token of prompt and response but the last, layer by layer, as SGLang returns them; None
             in a dense model, and from an engine that does not tell.
         kept: the tokens that each token was sampled from; None where that is the whole vocabulary.
+        named: the engine's likeliest tokens at each position, and their log-probs; None where none are asked for.
     """
 
     tokens: tuple[int, ...]
@@ -34,6 +35,7 @@ class Generation:
     version: int
     routes: Int[Tensor, "N L K"] | None = field(default=None, compare=False)
     kept: tuple[tuple[int, ...], ...] | None = None
+    named: tuple[Int[Tensor, "T K"], Float[Tensor, "T K"]] | None = field(default=None, compare=False)
 
 
 @runtime_checkable
@@ -95,13 +97,20 @@ class DecodeEngine:
         decoding = self.begin(responses, sampling)
         tokens: list[list[int]] = [[] for _ in prompts]
         log_probs: list[list[float]] = [[] for _ in prompts]
+        named: list[list[tuple[Tensor, Tensor]]] = [[] for _ in prompts]
         while not decoding.ended:
             drawn = decoding.step()
             for row, token, log_prob in zip(drawn.numbers, drawn.tokens, drawn.log_probs, strict=True):
                 tokens[row].append(token)
                 log_probs[row].append(log_prob)
-        made = zip(tokens, log_probs, decoding.routes or [None] * len(prompts), strict=True)
-        return [Generation(tuple(row), tuple(scores), self.version, routes) for row, scores, routes in made]
+            if drawn.named is not None:
+                for row, *pair in zip(drawn.numbers, *drawn.named, strict=True):
+                    named[row].append((pair[0], pair[1]))
+        made = zip(tokens, log_probs, decoding.routes or [None] * len(prompts), named, strict=True)
+        return [
+            Generation(tuple(row), tuple(scores), self.version, routes, named=_joined(heads))
+            for row, scores, routes, heads in made
+        ]
 
     def begin(self, responses: Sequence[Unfinished], sampling: Sampling) -> Decoding:
         """Begin a batch of responses, which the caller steps."""
@@ -136,6 +145,11 @@ class DecodeEngine:
         if self._decoder is None:
             raise InputError("the rollout engine holds no weights; call update_weights first")
         return self._decoder
+
+
+def _joined(heads: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor] | None:
+    """The likeliest tokens of a response, position after position; None where none were named."""
+    return (torch.stack([ids for ids, _ in heads]), torch.stack([row for _, row in heads])) if heads else None
 
 
 def _check_weights(weights: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]]) -> None:

@@ -28,6 +28,14 @@ def sample(
     return token[:, 0], log_probs.gather(-1, token)[:, 0]
 
 
+def likeliest(
+    logits: Float[Tensor, "B V"], temperature: float, k: int
+) -> tuple[Int[Tensor, "B K"], Float[Tensor, "B K"]]:
+    """The k likeliest tokens of each row, or all that there are, and their log-probabilities."""
+    found = (logits.float() / temperature).log_softmax(-1).topk(min(k, logits.shape[-1]), -1)
+    return found.indices, found.values
+
+
 def counter_uniform(seeds: Sequence[int], count: int) -> Float[Tensor, "B count"]:
     """Uniform numbers in [0, 1), float64: column `t` of a row depends on its seed and `t` alone.
 

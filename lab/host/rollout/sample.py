@@ -15,6 +15,7 @@ from torch import Tensor
 from lab.host.cli.loading import load_function
 from lab.host.model.engine import Generation
 from lab.host.rollout.tasks import Problem, Task
+from mis_plugins.hosts.host import HEAD_IDS, HEAD_LOG_PROBS
 
 
 class Status(enum.Enum):
@@ -38,6 +39,8 @@ class Sample:
         in a dense model, and from an engine that does not tell.
     rollout_top_p_token_ids, rollout_top_p_token_offsets: the tokens that each token of the response was sampled from,
         set after set, and where each set begins and the last one ends, as in slime; None without top-p and top-k.
+    rollout_topk_token_ids, rollout_topk_log_probs: the engine's likeliest tokens at each position of the response, as
+        in Miles; None where none were asked for.
     remove_sample: whether to leave the sample out of the loss, though not out of its group's advantages.
     """
 
@@ -57,6 +60,8 @@ class Sample:
     rollout_routed_experts: Tensor | None = field(default=None, compare=False)
     rollout_top_p_token_ids: list[int] | None = None
     rollout_top_p_token_offsets: list[int] | None = None
+    rollout_topk_token_ids: Tensor | None = field(default=None, compare=False)
+    rollout_topk_log_probs: Tensor | None = field(default=None, compare=False)
 
     @property
     def mask(self) -> list[int]:
@@ -83,6 +88,7 @@ def make_samples(
             output_versions=[generation.version] * len(generation.tokens),
             rollout_routed_experts=generation.routes,
             **_kept(generation),
+            **dict(zip((HEAD_IDS, HEAD_LOG_PROBS), generation.named or (None, None), strict=True)),
             status=Status.COMPLETED if generation.tokens[-1:] == (task.eos,) else Status.TRUNCATED,
         )
         for index, (problem, generation) in enumerate(pairs)

@@ -30,6 +30,7 @@ from mis_plugins.config import reading
 from mis_plugins.config.model import SegmentWiseConfig
 from mis_plugins.errors import ConfigError, InputError
 from mis_plugins.hosts import watching
+from mis_plugins.hosts.host import HEAD_IDS, HEAD_LOG_PROBS
 from mis_plugins.versions.segment_wise import Written, admitted
 
 MAX_DRAWS = 1000
@@ -62,11 +63,20 @@ def draw_problems(
 
 
 def sample_responses(
-    engine: RolloutEngine, task: Task, problems: Sequence[Problem], seeds: Sequence[int], temperature: float
+    engine: RolloutEngine,
+    task: Task,
+    problems: Sequence[Problem],
+    seeds: Sequence[int],
+    temperature: float,
+    named: int = 0,
 ) -> list[Generation]:
-    """One response a problem. Every rank decodes its share of them and receives all. Collective."""
+    """One response a problem. Every rank decodes its share of them and receives all. Collective.
+
+    Args:
+        named: how many of the likeliest tokens the engine names at each position.
+    """
     rank, size = dist.get_rank(), dist.get_world_size()
-    sampling = Sampling(task.max_response, temperature, task.eos)
+    sampling = Sampling(task.max_response, temperature, task.eos, named)
     mine = engine.generate([one.prompt for one in problems[rank::size]], sampling, seeds[rank::size])
     shares: list[list[Generation]] = [[] for _ in range(size)]
     dist.all_gather_object(shares, mine)
@@ -102,7 +112,8 @@ def collect(
     ``stream`` names the random choices.
     """
     problems, seeds = draw(args, task, stream, excluded)
-    generations = sample_responses(engine, task, problems, seeds, args.rollout_temperature)
+    temperature, named = args.rollout_temperature, args.rollout_top_logprobs_num
+    generations = sample_responses(engine, task, problems, seeds, temperature, named)
     return judged(args, make_samples(task, problems, generations, args.n_samples_per_prompt), engine.version)
 
 
@@ -155,6 +166,7 @@ def shard(args: Namespace, state: ParallelState, rollout: Rollout) -> RolloutDat
         versions
         | ({} if routes is None else {ROUTES: routes})
         | _kept(samples)
+        | ({name: [getattr(sample, name) for sample in samples] for name in _named(args)})
         | {
             "tokens": tokens,
             "total_lengths": [len(sequence) for sequence in tokens],
@@ -166,6 +178,11 @@ def shard(args: Namespace, state: ParallelState, rollout: Rollout) -> RolloutDat
             "weight_versions": [sample.weight_versions for sample in samples],
         }
     )
+
+
+def _named(args: Namespace) -> tuple[str, ...]:
+    """The keys of the engine's likeliest tokens, whole responses on every rank."""
+    return (HEAD_IDS, HEAD_LOG_PROBS) if args.rollout_top_logprobs_num else ()
 
 
 def _kept(samples: Sequence[Sample]) -> RolloutData:

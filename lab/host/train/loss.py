@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -50,6 +50,9 @@ class MicroBatch:
     recomputed: list[Tensor] | None = None
     proximal_version: int | None = None
     kept: list[KeptSets] | None = None
+    named: Mapping[str, list[Tensor]] = field(
+        default_factory=dict
+    )  # the engine's likeliest tokens, by the hosts' keys
 
     def masked(self, masks: Sequence[Tensor]) -> Tensor:
         """``[R]`` full-response masks, cut to this rank's tokens."""
@@ -208,6 +211,7 @@ def host_batch(batch: MicroBatch) -> dict[str, Any]:
         "proximal_version": batch.proximal_version,
         IDS: None if batch.kept is None else [sets.ids for sets in batch.kept],
         OFFSETS: None if batch.kept is None else [sets.offsets for sets in batch.kept],
+        **batch.named,
     }
 
 

@@ -24,11 +24,11 @@ from megatron.core import parallel_state as mpu
 from torch.multiprocessing.spawn import ProcessExitedException, start_processes
 
 from mis_plugins.errors import UserError
-from mis_plugins.shared.loopback import on_loopback
 from mis_plugins.shared.shell import INTERRUPTED as EXIT_INTERRUPTED
 from mis_plugins.shared.shell import REFUSED as EXIT_USER_ERROR
 from mis_plugins.shared.shell import UNREAD as EXIT_UNREAD
 from mis_plugins.shared.shell import Unread, undisturbed
+from true_on_policy.engines.server import on_loopback
 
 EXIT_FAILURE = 1
 

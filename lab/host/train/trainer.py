@@ -24,6 +24,7 @@ from lab.host.train.kept_set import IDS, OFFSETS, KeptSets, kept_sets
 from lab.host.train.log_probs import response_log_probs
 from lab.host.train.loss import LossFunction, Metrics, MicroBatch, masked
 from lab.host.train.parallel import ParallelState
+from mis_plugins.hosts.host import HEAD_IDS, HEAD_LOG_PROBS
 
 RolloutData = dict[str, Any]
 """The hosts' ``rollout_data``: lists with one entry a sample of this data-parallel rank, in training order."""
@@ -225,6 +226,7 @@ class Trainer:
             recomputed=pick("recomputed_log_probs") if "recomputed_log_probs" in data else None,
             proximal_version=data.get("proximal_version"),
             kept=_kept(data, indices),
+            named={name: pick(name) for name in (HEAD_IDS, HEAD_LOG_PROBS) if name in data},
         )
 
 

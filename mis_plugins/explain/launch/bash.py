@@ -17,6 +17,7 @@ from mis_plugins.config.file import text_of
 from mis_plugins.config.loading import file_of, watching
 from mis_plugins.errors import ConfigError, UserError
 from mis_plugins.explain.launch.words import (
+    PACKAGES,
     Ended,
     Launch,
     Lines,
@@ -313,7 +314,7 @@ class Shell(Reader):
         place = (0, 0) if self.elsewhere else (ends[-1], ends[-1])
         parts = {part.lower() for word in words for part in shown(word).replace(":", "/").split("/")}
         given = tuple(map(word_of, words[at + 1 :]))
-        hosts = frozenset(parts & {"miles", "slime"})
+        hosts = frozenset(parts & PACKAGES)
         self.found.append(Launch(self.lines(node)[0], given, hosts, place, self.branch))
 
     def _exit(self, node: Node, words: list[Text]) -> None:

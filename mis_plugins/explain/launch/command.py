@@ -17,7 +17,7 @@ from mis_plugins.explain.launch.words import Launch, Reading
 from mis_plugins.hosts import checks
 from mis_plugins.hosts.host import Host
 from mis_plugins.shared.shell import REFUSED
-from mis_plugins.shared.table import printable
+from mis_plugins.shared.terminal import printable
 
 READERS = {".sh": bash.launches, ".py": python.launches}
 DIFFERENT = 1

@@ -17,7 +17,7 @@ from mis_plugins.config.loading import file_of, read_keys
 from mis_plugins.config.model import CorrectionConfig
 from mis_plugins.config.reading import is_read
 from mis_plugins.errors import UserError
-from mis_plugins.explain.launch.words import HOLE, Launch, Reading, Word, flags_of, known
+from mis_plugins.explain.launch.words import HOLE, PACKAGES, Launch, Reading, Word, flags_of, known
 from mis_plugins.explain.words import flags as flags_for
 from mis_plugins.hosts.arguments import flags as recorded_flags
 from mis_plugins.hosts.arguments import kinds, recorded
@@ -113,7 +113,7 @@ def judge(launch: Launch, reading: Reading, path: Path, asked: Host | None, pres
     unread = list(_unread(launch, host))
     never = f"{NEVER}{'; what is not read may say otherwise' if unread else ''}"
     told = [
-        f"starts: train.py of {host.title if host else 'Miles or slime'} {where}{only}",
+        f"starts: train.py of {host.title if host else 'Miles, slime or vime'} {where}{only}",
         *_loads(flags),
         f"config: {_said(given, flags)}",
         f"called: {_called(flags, given.keys or {}) or never}",
@@ -166,15 +166,17 @@ def _flags(words: Sequence[Word]) -> dict[str, Flag]:
 
 
 def _host(launch: Launch, flags: Mapping[str, Flag]) -> Host | None:
-    """The host whose folder or package the script names, else the one that alone has one of its flags."""
+    """The host whose folder or package the script names, else the one that alone has all flags that any host has."""
     hosts = recorded()
     if flags.get("--train-backend", ABSENT).says("fsdp"):
         return hosts["fsdp"]
     if len(launch.hosts) == 1:
         return hosts[next(iter(launch.hosts))]
-    miles, slime = recorded_flags("miles"), recorded_flags("slime")
-    alone = {"miles": flags.keys() & (miles - slime), "slime": flags.keys() & (slime - miles)}
-    only = [name for name, own in alone.items() if own]
+    theirs = {
+        name: {flag for record in hosts[name].records for flag in recorded_flags(record)} for name in PACKAGES
+    }
+    given = flags.keys() & set().union(*theirs.values())
+    only = [name for name in theirs if given <= theirs[name]]
     return hosts[only[0]] if len(only) == 1 else None
 
 

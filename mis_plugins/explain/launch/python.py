@@ -21,6 +21,7 @@ from mis_plugins.config.file import INLINE
 from mis_plugins.errors import ConfigError
 from mis_plugins.explain.launch import bash
 from mis_plugins.explain.launch.words import (
+    PACKAGES,
     Ended,
     Launch,
     Lines,
@@ -119,7 +120,7 @@ class Launcher(Reader, ast.NodeVisitor):
                 if isinstance(node, ast.Import)
                 else [getattr(node, "module", "")]
             )
-            self.hosts |= {(name or "").partition(".")[0] for name in named} & {"miles", "slime"}
+            self.hosts |= {(name or "").partition(".")[0] for name in named} & PACKAGES
         self.attempt(lambda: self.block(tree.body))
         if self.found:
             return

@@ -13,6 +13,7 @@ from mis_plugins.errors import ConfigError
 from mis_plugins.shared.budget import VALUES, Clock
 
 HOLE = "\ue000"  # stands for a part that is not known; a letter of no alphabet, and of no meaning to a shell
+PACKAGES = {"miles", "slime", "vime"}  # of the hosts whose launch scripts are read
 COMMAND_LINE = 0  # the line of what the user gave to the script
 DEEPEST = 32  # functions, sourced files and evaluated texts within one another
 Lines = tuple[int, int]

@@ -29,6 +29,7 @@ from mis_plugins.explain.translate.translation import (
     load,
     places,
     refuse_open,
+    truth,
 )
 from mis_plugins.shared.numerals import cut, shown
 
@@ -65,7 +66,6 @@ SOURCES = {
     **{f"objective.{key}": (key,) for key in TAUS},
     "metrics": (METRICS,),
 }
-TRUE, FALSE = ("true", "yes", "t", "y", "1"), ("false", "no", "f", "n", "0")
 
 # By mode: the weight and the rules for a threshold. `sequence` is the geometric mean; `mask` sets the weight
 # to 0.
@@ -77,11 +77,19 @@ MODES = {
 }
 
 
-def translate(text: str, behind: Sequence[str] = (), asked: Asked = ASKED) -> Translation:
+def _as_documented(upper: float) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """`sequence_mask` by ms-swift's document: the geometric mean of a kept sequence weighs it, and not each ratio."""
+    return {"level": "geometric", "bound": "zero", "lower": 0.0, "upper": upper}, []
+
+
+def translate(
+    text: str, behind: Sequence[str] = (), asked: Asked = ASKED, as_documented: bool = False
+) -> Translation:
     """Translate ms-swift's arguments as its code reads them, also where its document says otherwise.
 
     Args:
         behind: KEY=VALUE, which win over the file.
+        as_documented: follow the document, and not the code, where the two differ.
 
     Raises:
         ConfigError: no key of ms-swift's, an unknown mode, or a value that only the launch decides.
@@ -101,18 +109,23 @@ def translate(text: str, behind: Sequence[str] = (), asked: Asked = ASKED) -> Tr
     if not set(given) & set(KEYS) and not sapo:
         said.prove_nothing()
         raise ConfigError(f"nothing to translate: none of {', '.join(KEYS)} in it")
-    mis = _weighed(given) | _masked(given) | _objective(given)
+    if as_documented and given.get(MODE) != "sequence_mask":
+        raise ConfigError(
+            f"--as-documented has no effect without {MODE}: sequence_mask, of which alone document and code differ"
+        )
+    mis = _weighed(given, as_documented) | _masked(given) | _objective(given)
     if not mis:
         said.prove_nothing()
-    mis["metrics"] = "watch" if mis or _truth(given.get(METRICS, False), METRICS) else "none"
-    return Translation("ms-swift", given, mis, SOURCES, (*said.notes, *_notes(given)))
+    mis["metrics"] = "watch" if mis or truth(given.get(METRICS, False), METRICS) else "none"
+    return Translation("ms-swift", given, mis, SOURCES, (*said.notes, *_notes(given, as_documented)))
 
 
-def _weighed(given: Mapping[str, Any]) -> dict[str, Any]:
+def _weighed(given: Mapping[str, Any], as_documented: bool) -> dict[str, Any]:
     if given.get(MODE) is None:
         return {}
     upper = number(given.get(THRESHOLD, DEFAULT_THRESHOLD), THRESHOLD)
-    weight, reject = MODES[choice(given[MODE], MODE, tuple(MODES))](upper)
+    made = MODES[choice(given[MODE], MODE, tuple(MODES))]
+    weight, reject = (_as_documented if as_documented else made)(upper)
     return {"weight": weight} | ({"reject": reject} if reject else {})
 
 
@@ -133,15 +146,17 @@ def _objective(given: Mapping[str, Any]) -> dict[str, Any]:
     return {"objective": said | weighs_kl}
 
 
-def _notes(given: Mapping[str, Any]) -> Iterator[str]:
+def _notes(given: Mapping[str, Any], as_documented: bool) -> Iterator[str]:
     mode = given.get(MODE)
     sapo = given.get(LOSS) == SAPO
     if mode is None and given.get(DELTA) is None and not sapo:
         yield "ms-swift corrects nothing with these arguments."
-    if mode == "sequence_mask":
+    if mode == "sequence_mask" and as_documented:
+        yield "sequence_mask: as the document says; the code multiplies raw token ratios by the mask."
+    elif mode == "sequence_mask":
         yield (
-            "sequence_mask: the code multiplies raw token ratios by the mask; the document's formula is the preset "
-            "ms-swift-sequence-mask-as-documented."
+            "sequence_mask: the code multiplies raw token ratios by the mask; --as-documented gives the document's "
+            "formula, the preset ms-swift-sequence-mask-as-documented."
         )
     masks = given.get(DELTA) is not None
     if (mode is not None or masks) and _has_kl(given) and not (masks and _weighs_kl(given)):
@@ -178,7 +193,7 @@ def _has_kl(given: Mapping[str, Any]) -> bool:
         return False
     if given.get(KL_IN_REWARD) is None:
         return given.get("advantage_estimator", "grpo") == "grpo"
-    return not _truth(given[KL_IN_REWARD], KL_IN_REWARD)
+    return not truth(given[KL_IN_REWARD], KL_IN_REWARD)
 
 
 def _said(text: str, behind: set[str], asked: Asked) -> Said:
@@ -226,11 +241,3 @@ def _file(words: Sequence[Word]) -> Word | None:
 
 
 DIALECT = Dialect("ms-swift", KEYS, flags, _is_ours, _starts, _file, last_wins=True)
-
-
-def _truth(value: Any, key: str) -> bool:
-    """Truth value of a text, as ms-swift's parser reads it."""
-    text = str(value).lower()
-    if text not in TRUE + FALSE:
-        raise ConfigError(f"{key}: got {shown(value)}; expected true or false")
-    return text in TRUE

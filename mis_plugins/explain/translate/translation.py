@@ -15,7 +15,7 @@ from mis_plugins.config.model import CorrectionConfig
 from mis_plugins.errors import ConfigError
 from mis_plugins.explain.words import flags
 from mis_plugins.shared.numerals import cut, shown
-from mis_plugins.shared.table import printable
+from mis_plugins.shared.terminal import printable
 
 COLUMNS = 100
 LONGEST_VALUE = 80  # letters of a value within a comment
@@ -24,6 +24,7 @@ MOST_NAMES = 20  # within a sentence
 OVER_RESPONSES = "averages each response and then all, as the hosts do without --calculate-per-token-loss"
 OVER_TOKENS = "averages over all tokens, as the hosts do with --calculate-per-token-loss"
 """A foreign framework's way to average a loss, in the hosts' flags."""
+TRUE, FALSE = ("true", "yes", "t", "y", "1"), ("false", "no", "f", "n", "0")  # of Hugging Face's parser
 
 
 @dataclass(frozen=True)
@@ -160,6 +161,14 @@ def switch(given: Mapping[str, Any], key: str) -> bool:
     if not isinstance(value, bool | None):
         raise ConfigError(f"{key}: got {shown(value)}; expected true or false")
     return bool(value)
+
+
+def truth(value: Any, key: str) -> bool:
+    """Truth value of a text, as the parser of TRL and ms-swift reads it."""
+    text = str(value).lower()
+    if text not in TRUE + FALSE:
+        raise ConfigError(f"{key}: got {shown(value)}; expected true or false")
+    return text in TRUE
 
 
 def choice(value: Any, key: str, choices: tuple[str, ...]) -> str:

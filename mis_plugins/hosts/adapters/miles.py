@@ -8,6 +8,7 @@ from typing import Any
 from mis_plugins.errors import InputError
 from mis_plugins.hosts import megatron
 from mis_plugins.hosts.host import (
+    OWN_HEAD_FLAGS,
     VERSION_FLAGS,
     Batch,
     Host,
@@ -127,6 +128,7 @@ HOST = Host(
     records=("miles", "megatron", "sglang"),
     eval_engines=True,
     version_flags=f"--fully-async {VERSION_FLAGS}",
+    head_flags=f"{OWN_HEAD_FLAGS} (Miles of autumn 2026), or {VERSION_FLAGS}",
     rollout_batch=True,
     rescore=megatron.rescore_of(NEEDS),
 )

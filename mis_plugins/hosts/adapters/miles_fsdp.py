@@ -67,6 +67,7 @@ HOST = replace(
     tis_hook="mis_plugins.mis.compute_mis_weights_fsdp",
     step_hook=False,
     version_flags="",
+    head_flags="",
     rollout_batch=False,
     rescore=None,
     routers=False,

@@ -59,6 +59,7 @@ HOST = Host(
     one_sample_a_rollout=True,
     records=("slime", "megatron", "sglang"),
     version_flags=f"{FULLY_ASYNC} {VERSION_FLAGS}",
+    head_flags=VERSION_FLAGS,
     rollout_batch=True,
     kept_set=hands_on_kept_sets,
     rescore=megatron.rescore_of(SLIME),

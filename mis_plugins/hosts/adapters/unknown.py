@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from mis_plugins.errors import InputError
+from mis_plugins.errors import InputError, warn_once
 from mis_plugins.hosts import megatron
 from mis_plugins.hosts.host import Host
-from mis_plugins.shared.notices import warn_once
 
 NOTICE = (
     "No host that mis_plugins knows runs in this process: process groups are Megatron's own where it is initialized, "

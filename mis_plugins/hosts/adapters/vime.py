@@ -20,8 +20,9 @@ HOST = replace(
     log_probs=None,
     tracking=VIME.tracking.loaded,
     needs=VIME,
-    records=(),
+    records=("vime", "megatron", "vllm"),
     version_flags="",
+    head_flags="",
     kept_set=lambda keys: False,
     rescore=megatron.rescore_of(VIME),
 )

@@ -9,10 +9,10 @@ from pathlib import Path
 
 from mis_plugins.errors import InputError
 from mis_plugins.hosts import arguments as recorded
-from mis_plugins.hosts.checkout import search, source
+from mis_plugins.hosts.checkout import search
 from mis_plugins.hosts.host import Host
 from mis_plugins.hosts.registry import every_host
-from mis_plugins.shared.table import print_table
+from mis_plugins.shared.terminal import print_table
 
 GOOD, MOVED, FAILS = 0, 1, 2
 SCRIPTS = Path(__file__).parents[3] / "scripts"
@@ -25,7 +25,7 @@ def run(arguments: argparse.Namespace) -> int:
     host = next((host for package, host in hosts.items() if (root / package).is_dir()), None)
     if host is None:
         raise InputError(f"no folder {' or '.join(hosts)} in it; give the root of a host's checkout")
-    folder = source.Folder(root)
+    folder = search.Folder(root)
     found = {
         name: search.elsewhere(one, folder)
         for name, one in search.find_all(host.needs, folder.module).items()
@@ -83,16 +83,16 @@ def given_flags(host: Host) -> dict[str, str]:
     return places
 
 
-def _unknown_flags(host: Host, folder: source.Folder) -> dict[str, str]:
+def _unknown_flags(host: Host, folder: search.Folder) -> dict[str, str]:
     """Flags that our scripts give and that nothing in the host's package defines any more."""
     defined = {flag for module in folder.modules(host.package) for flag in _defined(module)}
     return {flag: place for flag, place in given_flags(host).items() if flag not in defined}
 
 
-def _defined(module: source.Module) -> Iterator[str]:
+def _defined(module: search.Module) -> Iterator[str]:
     """Texts that begin as flags do, and flags of the fields of classes, from which typed arguments are made."""
     for node in (node for statement in module.body for node in ast.walk(statement)):
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.startswith("--"):
             yield node.value
         elif isinstance(node, ast.ClassDef):
-            yield from (f"--{name.replace('_', '-')}" for name in source.fields(node))
+            yield from (f"--{name.replace('_', '-')}" for name in search.fields(node))

@@ -1,23 +1,152 @@
-"""Look for each need in a host's source, and say which hooks work with it."""
+"""Read what the modules of a host's source define, and look for each need there: by syntax, nothing is imported."""
 
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
 from typing import Any
 
-from mis_plugins.hosts.checkout.source import (
-    Folder,
-    Function,
-    Lookup,
-    Module,
-    handed_on,
-    locals_of,
-    member,
-    parameters,
-)
 from mis_plugins.hosts.needs.record import Address, Need
+
+Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+@dataclass(frozen=True, eq=False)
+class Module:
+    """The syntax of one file.
+
+    path: of the file, within the host's source.
+    name: the module's dotted path.
+    body: its statements; none where Python cannot parse the file.
+    """
+
+    path: str
+    name: str
+    body: Sequence[ast.stmt]
+
+    @classmethod
+    def of(cls, source: bytes, path: str, name: str) -> Module:
+        try:
+            return cls(path, name, ast.parse(source).body)
+        except (SyntaxError, ValueError, RecursionError):
+            return cls(path, name, ())
+
+    @cached_property
+    def names(self) -> dict[str, ast.stmt]:
+        """The statement that binds each name of the module: a definition, an assignment, or an import."""
+        return {name: node for node in statements(self.body) for name in bound(node)}
+
+    def imported_from(self, name: str) -> tuple[str, str] | None:
+        """The module and the name there from which this module imports a name; None where it does not."""
+        node = self.names.get(name)
+        if not isinstance(node, ast.ImportFrom):
+            return None
+        original = next(alias.name for alias in node.names if (alias.asname or alias.name) == name)
+        is_package = self.path.endswith("__init__.py")
+        above = self.name.split(".")[: len(self.name.split(".")) - node.level + is_package]
+        parts = [*(above if node.level else ()), *([node.module] if node.module else ())]
+        return ".".join(parts), original
+
+
+Lookup = Callable[[str], Module | None]
+"""The module of a dotted path; None where the host has no such file."""
+
+
+@dataclass(frozen=True)
+class Folder:
+    """A checkout on disk."""
+
+    root: Path
+    _parsed: dict[str, Module | None] = field(default_factory=dict)
+
+    def module(self, name: str) -> Module | None:
+        """Parse a module once; None where there is no such file."""
+        if name not in self._parsed:
+            path = next((path for path in paths(name) if (self.root / path).is_file()), None)
+            parsed = None if path is None else Module.of((self.root / path).read_bytes(), path, name)
+            self._parsed[name] = parsed
+        return self._parsed[name]
+
+    def modules(self, package: str) -> Iterator[Module]:
+        """Each module of a package."""
+        for file in sorted((self.root / package).rglob("*.py")):
+            name = ".".join(file.relative_to(self.root).with_suffix("").parts).removesuffix(".__init__")
+            if (module := self.module(name)) is not None:
+                yield module
+
+
+def paths(module: str) -> tuple[str, str]:
+    """The two files that a module may be."""
+    path = module.replace(".", "/")
+    return f"{path}.py", f"{path}/__init__.py"
+
+
+def statements(body: Sequence[ast.stmt]) -> Iterator[ast.stmt]:
+    """Statements of a body, those under `if`, `try` and `with` too."""
+    for node in body:
+        yield node
+        for name in ("body", "orelse", "finalbody"):
+            if not isinstance(node, Definition):
+                yield from statements(getattr(node, name, []))
+        for handler in getattr(node, "handlers", []):
+            yield from statements(handler.body)
+
+
+def bound(node: ast.stmt) -> Iterator[str]:
+    """Names that one statement binds."""
+    if isinstance(node, Definition):
+        yield node.name
+    elif isinstance(node, ast.Import | ast.ImportFrom):
+        yield from (alias.asname or alias.name for alias in node.names)
+    else:
+        targets = [node.target] if isinstance(node, ast.AnnAssign) else getattr(node, "targets", [])
+        yield from (each.id for target in targets for each in ast.walk(target) if isinstance(each, ast.Name))
+
+
+def fields(owner: ast.ClassDef) -> set[str]:
+    """Annotated names of a class."""
+    return {name for each in owner.body if isinstance(each, ast.AnnAssign) for name in bound(each)}
+
+
+def member(owner: ast.ClassDef, name: str) -> ast.stmt | ast.Attribute | None:
+    """The definition of a class's member, or the first `self.NAME = ...` in its methods; None where it has none."""
+    defined = {one: node for node in statements(owner.body) for one in bound(node)}
+    if name in defined:
+        return defined[name]
+    for node in ast.walk(owner):
+        if isinstance(node, ast.Attribute) and node.attr == name and isinstance(node.ctx, ast.Store):
+            if isinstance(node.value, ast.Name) and node.value.id == "self":
+                return node
+    return None
+
+
+def parameters(node: ast.AST) -> set[str] | None:
+    """Names of the parameters of a function, or of a class's `__init__`; None where any keyword is taken."""
+    if isinstance(node, ast.ClassDef):
+        init = member(node, "__init__")
+        return fields(node) if init is None else parameters(init)
+    if not isinstance(node, Function) or node.args.kwarg is not None:
+        return None
+    return {each.arg for each in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)}
+
+
+def locals_of(node: ast.AST) -> set[str]:
+    """Names that a function assigns."""
+    names = (each for each in ast.walk(node) if isinstance(each, ast.Name))
+    return {name.id for name in names if isinstance(name.ctx, ast.Store)}
+
+
+def handed_on(node: ast.AST) -> set[str]:
+    """Keywords that a function hands on: of its calls, and text keys of its dicts."""
+    keywords = {each.arg for each in ast.walk(node) if isinstance(each, ast.keyword) and each.arg}
+    keys = (key for each in ast.walk(node) if isinstance(each, ast.Dict) for key in each.keys)
+    texts = (key.value for key in keys if isinstance(key, ast.Constant))
+    return keywords | {text for text in texts if isinstance(text, str)}
+
 
 FOLLOWED = 8  # imports from module to module
 

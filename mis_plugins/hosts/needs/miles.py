@@ -40,6 +40,7 @@ class Miles(VersionNeeds):
 
     commit: ClassVar[str] = "Miles 31f1ca9"
     notes: ClassVar[str] = "weight_versions"
+    asks_for_head: ClassVar[str] = "rollout_top_logprobs_num"
     refusals: ClassVar[tuple[Refusal, ...]] = (
         Refusal(
             lambda args: args.get("multi_lora"),

@@ -259,11 +259,14 @@ class VersionNeeds(Needs, ABC):
     commit: the host, and the commit whose lines were read.
     notes: the key of a rollout that carries a note of each sample, the one key that the host packs and nobody reads.
     refusals: arguments beyond those of every host.
+    asks_for_head: the argument with which the host itself asks for the engine's likeliest tokens and carries them;
+        empty where it has none.
     """
 
     commit: ClassVar[str]
     notes: ClassVar[str]
     refusals: ClassVar[tuple[Refusal, ...]]
+    asks_for_head: ClassVar[str] = ""
 
     init: Need
     weight_version: Need

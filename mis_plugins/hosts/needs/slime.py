@@ -70,6 +70,10 @@ class Slime(VersionNeeds):
         asked("its generation of one response", record.GENERATE, "args sample sampling_params"),
         "slime.rollout.sglang_rollout:generate",
     )
+    post: Need = _need(
+        asked("the request of its generation", record.GENERATE, "url payload"),
+        "slime.rollout.sglang_rollout:post",
+    )
 
     def version_of(self, actor: Any) -> int:
         return int(self.weight_version.of(actor).weight_version)

@@ -4,7 +4,7 @@ A host hands its trainer to no hook, and its micro-batches hold a fixed list of 
 replaces two names in the trainer's process, as the needs of the host name them:
 
     train_actor   called as before, after the waiting tokens are scored
-    get_batch     called as before, with two more keys and the version
+    get_batch     called as before, with more keys of tokens and the version
 
 Ray may run a subclass of its own making, into which it copied every method. So `train_actor` is replaced in the class
 of the trainer that is calling the hook, not in the module.
@@ -26,6 +26,7 @@ from mis_plugins.errors import ConfigError, InputError
 from mis_plugins.hosts.loss_batch import VERSION, VERSIONS
 from mis_plugins.hosts.needs.record import LOGLINEAR, Refusal
 from mis_plugins.hosts.ownership import Hook
+from mis_plugins.hosts.versions import heads
 from mis_plugins.hosts.versions.samples import Note, recomputes, segment_wise, served
 from mis_plugins.hosts.versions.scores import Data, Scores, Trainer
 from mis_plugins.versions.segment_wise import Written, admitted
@@ -53,7 +54,10 @@ REFUSALS = (
 
 @dataclass(frozen=True)
 class Columns:
-    """What the micro-batches of one rollout get: two keys of tokens, and the version of its proximal policy."""
+    """What the micro-batches of one rollout get: keys of tokens, and the version of its proximal policy.
+
+    tokens: versions and recomputed log-probs of this rank's tokens, and whole responses' heads where notes have them.
+    """
 
     version: int
     tokens: Mapping[str, Sequence[Tensor]]
@@ -113,7 +117,8 @@ class Carrying:
             VERSIONS: layout.cut([one.versions for one in written]),
             RECOMPUTED: layout.cut([one.recomputed for one in written]),
         }
-        return Columns(version, {name: [row.to(device) for row in cut] for name, cut in rows.items()})
+        moved = {name: [row.to(device) for row in cut] for name, cut in rows.items()}
+        return Columns(version, moved | _heads(notes))
 
     def _score(self, actor: Any, rollout_id: int, data: Data, version: int, trained: int) -> None:
         """Score the tokens of `version` - 1, unless that was done, and note the responses that are still to come."""
@@ -188,6 +193,12 @@ def _with_columns(get_batch: Callable[..., Any], carrying: Carrying) -> Callable
         return batch
 
     return carried
+
+
+def _heads(notes: Sequence[Note]) -> dict[str, Sequence[Tensor]]:
+    """The engine's likeliest tokens of whole responses, on the CPU: the loss hook moves those of its own tokens."""
+    named = [heads.unpacked(note.head, len(note.versions)) for note in notes if note.head is not None]
+    return {name: [one[name] for one in named] for name in (named[0] if named else ())}
 
 
 def _admit(data: Data, written: Sequence[Written], config: SegmentWiseConfig) -> None:

@@ -22,6 +22,7 @@ from mis_plugins.hosts.needs.miles import NEEDS
 from mis_plugins.hosts.needs.record import more_of
 from mis_plugins.hosts.needs.slime import SLIME
 from mis_plugins.hosts.ownership import Hook
+from mis_plugins.hosts.versions import heads
 from mis_plugins.hosts.versions.rollouts import NUMBERING
 from mis_plugins.hosts.versions.samples import FAULT, NUMBER, VERSIONS
 from mis_plugins.versions.spans import spans, written_by
@@ -38,6 +39,8 @@ async def generate_with_versions(
     input: Any, sample: Any = None, sampling_params: Any = None, evaluation: bool = False
 ) -> Any:
     """The generate function of Miles and slime: the host's own, with the version of every token on the sample.
+
+    With `mis.center` the engine also names its likeliest tokens at each position, which stand on the sample too.
 
     Miles calls it with `input` alone, and needs `--sglang-stream-interval 1` and
     `--sglang-incremental-streaming-output` beside it. slime calls it as
@@ -69,8 +72,12 @@ async def miles(input: Any) -> Any:
         return output_of(samples=sample)
     url = f"http://{args.sglang_router_ip}:{args.sglang_router_port}/generate"
     headers = NEEDS.headers.get()(args, sample)
-    output = await answered(lambda: _stream(url, {**payload, "stream": True}, headers), number)
+    k = heads.wanted(args, NEEDS.asks_for_head)
+    asked = {**payload, "stream": True} | ({"top_logprobs_num": k} if k else {})
+    output = await answered(lambda: _stream(url, asked, headers), number)
     await NEEDS.update_sample.get()(args, sample, payload=payload, output=output)
+    if k:
+        heads.extend(sample, output["meta_info"], 0, k)
     runs = spans(output["meta_info"], sample.response_length)
     # The newest Miles has itself put the spans of each call there, and reads them again.
     if not any(hasattr(call, "spans") for call in sample.weight_versions):
@@ -84,12 +91,14 @@ async def slime(args: Any, sample: Any, sampling_params: Mapping[str, Any], eval
     own = SLIME.generation.get()
     if evaluation:
         return await own(args, sample, sampling_params)
-    before = sample.response_length
-    with _answers_to(sample) as answers:
+    before, k = sample.response_length, heads.wanted(args)
+    with _answers_to(sample) as answers, _asking(k):
         await own(args, sample, sampling_params)
     if answers and sample.response_length > before:
         try:
             _continue(sample, before, answers[-1])
+            if k:
+                heads.extend(sample, answers[-1], before, k)
         except InputError as error:
             # The conversion raises it later: slime only logs an error raised here, and waits for the group
             # for ever.
@@ -112,6 +121,18 @@ def _answers_to(sample: Any) -> Iterator[list[Mapping[str, Any]]]:
         yield answers
     finally:
         del sample.append_response_tokens
+
+
+@contextmanager
+def _asking(k: int) -> Iterator[None]:
+    """Have the requests of this task ask for the k likeliest tokens at each position."""
+    if k:
+        heads.ask_through(SLIME.post)
+    token = heads.ASKED.set(k)
+    try:
+        yield
+    finally:
+        heads.ASKED.reset(token)
 
 
 def _continue(sample: Any, before: int, meta_info: Mapping[str, Any]) -> None:
@@ -157,6 +178,7 @@ async def heard(chunks: AsyncIterator[Chunk], number: int) -> dict[str, Any]:
     import httpx  # type: ignore[import-not-found]
 
     rows: list[Row] = []
+    named: list[Any] = []
     versions: list[int] = []
     text, meta = "", {}
     async for chunk in chunks:
@@ -172,9 +194,12 @@ async def heard(chunks: AsyncIterator[Chunk], number: int) -> dict[str, Any]:
         versions += [_version(meta)] * len(new)
         NUMBERING.shelf.say(number, len(rows), [row[1] for row in new], versions[len(rows) :])
         rows += new
+        top = meta.get("output_top_logprobs") or []
+        named += top[len(named) :] if whole else top
     if not meta.get("finish_reason"):
         raise httpx.RemoteProtocolError("the stream ended before the response did")
-    return {"text": text, "meta_info": {**meta, "output_token_logprobs": rows}}
+    told = {"output_token_logprobs": rows} | ({"output_top_logprobs": named} if named else {})
+    return {"text": text, "meta_info": {**meta, **told}}
 
 
 def _version(meta: Mapping[str, Any]) -> int:

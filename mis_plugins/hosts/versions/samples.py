@@ -17,6 +17,7 @@ from mis_plugins.errors import ConfigError, InputError
 from mis_plugins.hosts.host import Host
 from mis_plugins.hosts.needs.record import LOGLINEAR
 from mis_plugins.hosts.registry import current
+from mis_plugins.hosts.versions import heads
 from mis_plugins.hosts.versions.shelf import Shelf
 from mis_plugins.shared import runs
 
@@ -51,15 +52,19 @@ def recomputes(config: SegmentWiseConfig | None) -> bool:
 
 @dataclass(frozen=True)
 class Note:
-    """What travels to the trainer beside a sample: its batch and number on the shelf, and who wrote its tokens."""
+    """What travels to the trainer beside a sample: its batch and number on the shelf, and who wrote its tokens.
+
+    head: the bytes of the engine's likeliest tokens (`heads.py`); None where nothing asked for them.
+    """
 
     batch: int
     number: int
     versions: Sequence[int]
+    head: tuple[bytes, bytes] | None = None
 
-    def packed(self) -> list[int]:
-        """Batch, number, and then version and count of each run of tokens that one version wrote."""
-        return [self.batch, self.number, *runs.packed(self.versions)]
+    def packed(self) -> list[Any]:
+        """Batch, number, version and count of each run of tokens that one version wrote, and then the head."""
+        return [self.batch, self.number, *runs.packed(self.versions), *(self.head or ())]
 
     @classmethod
     def of(cls, packed: Any, key: str) -> Note:
@@ -71,13 +76,15 @@ class Note:
         Raises:
             InputError: `packed` is the host's own value, not a note.
         """
-        whole = isinstance(packed, Sequence) and all(isinstance(x, int) for x in packed)
-        if not whole or len(packed) < 2 or len(packed) % 2:
+        written = list(packed) if isinstance(packed, Sequence) else []
+        head = tuple(written[-2:]) if written and isinstance(written[-1], bytes) else None
+        numbers = written[:-2] if head else written
+        if len(numbers) < 2 or len(numbers) % 2 or not all(isinstance(x, int) for x in numbers):
             raise InputError(
                 f"{key}: not those of mis_plugins; give --custom-convert-samples-to-train-data-path "
                 "mis_plugins.mis.convert_with_versions"
             )
-        return cls(packed[0], packed[1], runs.unpacked(packed[2:]))
+        return cls(numbers[0], numbers[1], runs.unpacked(numbers[2:]), head)
 
 
 class Numbering:
@@ -113,18 +120,20 @@ class Numbering:
         """Whether this process numbered the sample: a copy, or one from a file, carries the number of another."""
         return self._number(sample) != NO_NUMBER
 
-    def noted(self, samples: Sequence[Any], scored: bool) -> list[list[int]]:
+    def noted(self, samples: Sequence[Any], scored: bool, named: bool = False) -> list[list[Any]]:
         """A packed note of each sample of a batch, which the trainer gets next.
 
         Args:
             scored: whether the trainer asks for waiting tokens and scores them. Else the shelf forgets the
                 batch.
+            named: whether each sample must have the engine's likeliest tokens.
 
         Raises:
-            InputError: a sample without versions, or with others than its tokens; a scored one with images.
+            InputError: a sample without versions or likeliest tokens, or with others than its tokens; a scored one with
+                images.
         """
         for sample in samples:
-            _check(sample, scored)
+            _check(sample, scored, named)
         batch, numbers = next(self._batches), [self._number(sample) for sample in samples]
         if scored:
             self.shelf.take(batch, numbers)
@@ -133,7 +142,7 @@ class Numbering:
                 self._gone.put(number)
         self._sweep()
         return [
-            Note(batch, number, getattr(sample, VERSIONS)).packed()
+            Note(batch, number, getattr(sample, VERSIONS), heads.noted(sample)).packed()
             for number, sample in zip(numbers, samples, strict=True)
         ]
 
@@ -154,12 +163,16 @@ class Numbering:
         return number if reference is not None and reference() is sample else NO_NUMBER
 
 
-def _check(sample: Any, scored: bool) -> None:
+def _check(sample: Any, scored: bool, named: bool) -> None:
     if (fault := getattr(sample, FAULT, None)) is not None:
         raise InputError(f"sample {sample.index}: {fault}")
     versions = getattr(sample, VERSIONS, None)
     if versions is None or not hasattr(sample, NUMBER):
         raise InputError(f"sample {sample.index}: no {VERSIONS}; generate with {GENERATE}")
+    if named and not hasattr(sample, heads.HEAD):
+        raise InputError(
+            f"sample {sample.index}: no {heads.HEAD}, which mis.center reads; generate with {GENERATE}"
+        )
     if len(versions) != sample.response_length:
         raise InputError(
             f"sample {sample.index}: {VERSIONS} of {len(versions)} tokens, and the response has "

@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mis_plugins.errors import LARGEST, shown
 from mis_plugins.report.readers.keys import lacking
 from mis_plugins.report.record import REQUIRED, Record, from_mapping
 from mis_plugins.shared import runs
 from mis_plugins.shared.budget import RecordError
 from mis_plugins.shared.foreign import tensor_of
-from mis_plugins.shared.numerals import LARGEST, shown
 
 # What a host calls the columns of the neutral form.
 NAMES = {

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mis_plugins.errors import shown
 from mis_plugins.packing.layout import zigzag
 from mis_plugins.report.readers import host
 from mis_plugins.report.readers.source import Problems
@@ -27,7 +28,6 @@ from mis_plugins.report.record import Record
 from mis_plugins.shared.archive import Stored
 from mis_plugins.shared.budget import RecordError
 from mis_plugins.shared.foreign import tensor_of
-from mis_plugins.shared.numerals import shown
 
 PIECES = ("rollout_log_probs", "log_probs", "advantages")  # cut over context-parallel ranks
 WHOLE = ("tokens", "loss_masks", "rewards", "truncated", "weight_versions")

@@ -27,8 +27,7 @@ from mis_plugins.config.model import ObjectiveConfig
 from mis_plugins.config.reading import from_mapping
 from mis_plugins.correction.pipeline import Correction, correct
 from mis_plugins.loss.objective import Clip, policy_term
-from mis_plugins.metrics.catalogue import finalize
-from mis_plugins.metrics.partials import partials
+from mis_plugins.metrics.partials import finalize, partials
 from mis_plugins.packing.layout import whole
 from mis_plugins.packing.ragged import Ragged, Ranks
 

@@ -179,6 +179,11 @@ def computed_loss(
     return type(trainer)._compute_loss(trainer, None, inputs)
 
 
+def default_of(key: str) -> Any:
+    """What its `GRPOConfig` sets where the user sets nothing."""
+    return load(TRAINER).GRPOConfig.__dataclass_fields__[key].default
+
+
 def metric_table(mode: str) -> dict[str, str]:
     """Their name of every metric, and ours."""
     of = "sequence_weight" if mode.startswith("sequence") else "weight"

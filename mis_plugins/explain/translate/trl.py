@@ -1,0 +1,356 @@
+"""TRL's GRPOConfig, as release 1.16 reads it: a yaml, a command line, or the call in a Python script.
+
+With `use_vllm: true` TRL corrects unless it is told otherwise: the product of the ratios of a sequence, 0 above 3.
+"""
+
+from __future__ import annotations
+
+import ast
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from mis_plugins.config.reading import number
+from mis_plugins.errors import ConfigError
+from mis_plugins.explain.launch.words import Word
+from mis_plugins.explain.translate.script import (
+    ASKED,
+    Asked,
+    Dialect,
+    Said,
+    Value,
+    flags,
+    setting_of,
+    tree_or_script,
+)
+from mis_plugins.explain.translate.translation import (
+    OVER_RESPONSES,
+    OVER_TOKENS,
+    Open,
+    Translation,
+    as_written,
+    choice,
+    is_open,
+    listed,
+    load,
+    places,
+    refuse_open,
+    truth,
+)
+from mis_plugins.shared.numerals import cut, shown
+
+FAMILY = "vllm_importance_sampling_"
+USE_VLLM, CORRECTION, MODE = "use_vllm", f"{FAMILY}correction", f"{FAMILY}mode"
+CLIP_MAX, CLIP_MIN, CAP = f"{FAMILY}clip_max", f"{FAMILY}clip_min", f"{FAMILY}cap"
+DELTA, UNBIASED = "off_policy_mask_threshold", "use_bias_correction_kl"
+KEYS = (USE_VLLM, CORRECTION, MODE, CLIP_MAX, CLIP_MIN, CAP, DELTA)
+OF_LOSS = ("beta", UNBIASED, "loss_type", "importance_sampling_level")
+CLIPS = ("epsilon", "epsilon_high", "delta")
+DEFAULTS: dict[str, Any] = {CORRECTION: True, MODE: "sequence_mask", CLIP_MAX: 3.0}
+OFF = tuple(f"no_{key}" for key in (CORRECTION, UNBIASED))  # flags of TRL's parser, for switches that are on
+MODES = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
+LOSSES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "luspo")
+LEVELS = ("token", "sequence")
+CONFIG = "GRPOConfig"
+NO_BOUND = 1e9  # above every ratio of the hooks, which is at most e^20
+LACKING = {
+    "sapo": "SAPO's soft gate takes the place of PPO's clip, and no surrogate here has it",
+    "vespo": "VESPO puts the correction inside its own weight of a sequence, and no surrogate here has it",
+}
+"""Values of `loss_type` that correct and cannot be said here."""
+AVERAGES = {
+    "grpo": OVER_RESPONSES,
+    **dict.fromkeys(("bnpo", "dapo", "cispo"), OVER_TOKENS),
+    "dr_grpo": "divides by max_completion_length, which no flag of the hosts does; their average stays",
+    "luspo": "multiplies each sequence by its length, which no flag of the hosts does; their average stays",
+}
+UNSERVED = {
+    "top_entropy_quantile": (
+        "1.0",
+        "keeps tokens of high entropy alone in the policy loss; nothing here does.",
+    ),
+    "mask_truncated_completions": ("false", "drops truncated responses from the loss; nothing here does."),
+}
+"""Keys that mask the loss and that nothing here reads: TRL's default, and what another value does."""
+READ = (*KEYS, *OF_LOSS, *CLIPS, *UNSERVED)
+SOURCES = {
+    "weight.level": (MODE,),
+    "weight.bound": (CORRECTION, MODE),
+    "weight.lower": (CLIP_MIN,),
+    "weight.upper": (CLIP_MAX, CAP),
+    "opsm.delta": (DELTA,),
+    "opsm.reference": (USE_VLLM,),
+    "objective.surrogate": ("loss_type",),
+    "objective.ratio": ("importance_sampling_level",),
+    "objective.unbiased_kl": ("beta", UNBIASED),
+}
+
+
+def translate(text: str, behind: Sequence[str] = (), asked: Asked = ASKED) -> Translation:
+    """Translate TRL's arguments as its code reads them.
+
+    Args:
+        behind: KEY=VALUE, which win over the file.
+
+    Raises:
+        ConfigError: no key of TRL's, a value that TRL refuses, a loss without a counterpart, or a value that only the
+            launch decides.
+    """
+    won = dict(map(_override, behind))
+    said = _said(text, set(won), asked)
+    keys = {**said.settings, **won}
+    for key in keys:
+        if key.startswith(FAMILY) and key not in KEYS:
+            raise ConfigError(f"{cut(key)}: no key of TRL's; known are {', '.join(KEYS)}")
+    given = {key: _nothing(keys[key]) for key in READ if key in keys}
+    if not given.keys() & set(KEYS):
+        said.prove_nothing()
+        raise ConfigError(
+            f"nothing to translate: none of {', '.join(KEYS)} in it; TRL corrects by default with {USE_VLLM}: true, so "
+            f"put {USE_VLLM}=true behind the file if the script sets it"
+        )
+    refuse_open({key: given[key] for key in given if key in (*KEYS, *OF_LOSS)}, {})
+    weight = _weight(given)
+    mis = ({"weight": weight} if weight else {}) | _masked(given)
+    if not mis:
+        said.prove_nothing()
+    mis |= _objective(given)
+    sources = {path: keys for path, keys in SOURCES.items() if path.partition(".")[0] in mis}
+    notes = (*said.notes, *_of_correction(given, weight), *_of_loss(given, mis))
+    return Translation("TRL's GRPOConfig", given, mis | {"metrics": "watch"}, sources, notes)
+
+
+# What the settings mean.
+
+
+def _has_engine(given: Mapping[str, Any]) -> bool:
+    """Whether vLLM samples; a part of a file that says how to correct is read as if it did."""
+    return truth(given.get(USE_VLLM, any(key.startswith(FAMILY) for key in given)), USE_VLLM)
+
+
+def _corrects(given: Mapping[str, Any]) -> bool:
+    return _has_engine(given) and truth(given.get(CORRECTION, True), CORRECTION)
+
+
+def _weight(given: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The importance weight: of a token, or the product over a sequence; `mask` sets it to 0 outside the bounds."""
+    if not _corrects(given):
+        return None
+    mode = choice(given.get(MODE, DEFAULTS[MODE]), MODE, MODES)
+    lower, upper = _bound(given, CLIP_MIN), _bound(given, CLIP_MAX)
+    if given.get(CAP) is not None:  # as in TRL, the retired key wins
+        upper = _bound(given, CAP)
+    level, _, action = mode.partition("_")
+    if lower is None and upper is None:
+        if action == "truncate":
+            raise ConfigError(
+                f"{CLIP_MAX}: null without {CLIP_MIN}: TRL refuses {MODE}: {mode} without a bound"
+            )
+        return {"level": level, "bound": "none"}
+    most = {"upper": NO_BOUND if upper is None else upper}
+    if action == "mask":
+        return {"level": level, "bound": "zero", "lower": lower or 0.0, **most}
+    bound = {"bound": "truncate"} if lower is None else {"bound": "clip", "lower": lower}
+    return {"level": level, **bound, **most}
+
+
+def _bound(given: Mapping[str, Any], key: str) -> float | None:
+    value = given.get(key, DEFAULTS.get(key))
+    return None if value is None else number(value, key)
+
+
+def _masked(given: Mapping[str, Any]) -> dict[str, Any]:
+    """OPSM, against the engine, or without one against the trainer before the update."""
+    if given.get(DELTA) is None:
+        return {}
+    reference = "behavior" if _has_engine(given) else "proximal"
+    return {"opsm": {"delta": number(given[DELTA], DELTA), "advantage": "sequence", "reference": reference}}
+
+
+def _objective(given: Mapping[str, Any]) -> dict[str, Any]:
+    """CISPO's loss, which not every host has a flag for; other losses are flags, told in notes."""
+    loss = choice(given.get("loss_type", "dapo"), "loss_type", (*LOSSES, *LACKING))
+    if loss in LACKING:
+        raise ConfigError(
+            f"loss_type: {loss}: {LACKING[loss]}; for the rest, put loss_type=dapo behind the file"
+        )
+    if loss != "cispo":
+        return {}
+    objective = {
+        "surrogate": "cispo",
+        "old": "proximal",
+        "ratio": _level(given),
+        "unbiased_kl": _unbiased(given),
+    }
+    return {"objective": objective}
+
+
+def _unbiased(given: Mapping[str, Any]) -> bool:
+    return _coefficient(given) != 0 and truth(given.get(UNBIASED, True), UNBIASED)
+
+
+def _coefficient(given: Mapping[str, Any]) -> float:
+    """TRL's coefficient of the KL term, 0 by default."""
+    return number(given.get("beta") or 0.0, "beta")
+
+
+def _level(given: Mapping[str, Any]) -> str:
+    return choice(given.get("importance_sampling_level", "token"), "importance_sampling_level", LEVELS)
+
+
+# What the file does not hold.
+
+
+def _of_correction(given: Mapping[str, Any], weight: Mapping[str, Any] | None) -> Iterator[str]:
+    if USE_VLLM not in given:
+        then = "here it is read as true" if weight else "so does this file, OPSM aside"
+        yield f"{USE_VLLM} is not in it: TRL has it false by default, and then corrects nothing; {then}."
+    if weight is None:
+        key = CORRECTION if _has_engine(given) else USE_VLLM
+        if key in given:
+            yield f"{key}: {as_written(given[key])} corrects nothing in TRL."
+        return
+    said = {*given, CLIP_MAX} if CAP in given else {*given}
+    if unsaid := [f"{key}: {str(value).lower()}" for key, value in DEFAULTS.items() if key not in said]:
+        yield f"TRL 1.16 corrects by default: {', '.join(unsaid)}, where the file says nothing."
+    if weight.get("upper") == NO_BOUND:
+        yield f"{CLIP_MAX}: null: {NO_BOUND:g} stands for no upper bound, since no ratio of the hooks is above e^20."
+    yield "A log-prob that is not a number weighs 1 in TRL, and 0 here."
+
+
+def _of_loss(given: Mapping[str, Any], mis: Mapping[str, Any]) -> Iterator[str]:
+    loss, level = given.get("loss_type"), _level(given)
+    by_default = "" if loss else ", TRL's default,"
+    yield f"loss_type: {loss or 'dapo'}{by_default} {AVERAGES[loss or 'dapo']}."
+    if level == "sequence" and "objective" not in mis:
+        yield f"importance_sampling_level: {level} is --advantage-estimator gspo of the hosts."
+    if coefficient := _coefficient(given):
+        unbiased = f" --use-unbiased-kl ({UNBIASED}: true by default)" if _unbiased(given) else ""
+        yield f"beta: pass --use-kl-loss --kl-loss-coef {coefficient:g} --kl-loss-type low_var_kl{unbiased}."
+    for key in (*CLIPS, *UNSERVED):
+        if is_open(given.get(key)):
+            yield f"{key}: {as_written(given[key])} is for the launch to decide; put {key}=VALUE behind the file."
+    if not any(is_open(given.get(key)) for key in CLIPS):
+        yield from _widths(given)
+    for key, (default, why) in UNSERVED.items():
+        value = given.get(key, default)
+        if not is_open(value) and str(value).lower() != default:
+            yield f"{key}: {as_written(value)} {why}"
+
+
+def _widths(given: Mapping[str, Any]) -> Iterator[str]:
+    """The hosts' flags for the clip, where the file sets any width."""
+    found = {key: number(given[key], key) for key in CLIPS if given.get(key) is not None}
+    is_cispo = given.get("loss_type") == "cispo"
+    if not found and not is_cispo:
+        return  # TRL's default, 0.2, is the hosts' too
+    low = found.get("epsilon", 0.2)
+    high = found.get("epsilon_high", low)
+    if is_cispo:
+        low, high = 1.0, high - 1  # TRL's bound of CISPO is of the ratio itself
+    dual = f" --eps-clip-c {found['delta']:g}" if "delta" in found else ""
+    yield f"{', '.join(found) or 'epsilon'}: pass --eps-clip {low:g} --eps-clip-high {high:g}{dual}."
+
+
+# Reading the user's settings.
+
+
+def _said(text: str, behind: set[str], asked: Asked) -> Said:
+    """The flags of a launch script, a yaml, or the keywords of `GRPOConfig(...)` in a Python script."""
+    if (
+        asked.path.suffix == ".py"
+        or f"{CONFIG}(" in text
+        and asked.path.suffix not in (".sh", ".yaml", ".yml")
+    ):
+        return Said(_of_call(text, behind))
+    said = tree_or_script(text, DIALECT, behind, asked)
+    found = {str(key): value for key, value in said.tree.items()}
+    strays = [place for place in places(said.tree, KEYS) if "." in place]
+    return replace(said, settings={**found, **said.settings}, skipped=(*said.skipped, *strays))
+
+
+def _of_call(text: str, behind: set[str]) -> dict[str, Any]:
+    """The keywords of the one call `GRPOConfig(...)` in Python source, which is never run.
+
+    Raises:
+        ConfigError: no Python, no or several calls, or a key of the correction that stands elsewhere.
+    """
+    try:
+        with warnings.catch_warnings(action="ignore"):  # of the user's own script
+            nodes = list(ast.walk(ast.parse(text)))
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        raise ConfigError(f"no Python that can be read: {cut(str(error))}") from None
+    calls = [node for node in nodes if isinstance(node, ast.Call) and _name(node.func) == CONFIG]
+    if len(calls) != 1:
+        raise ConfigError(
+            f"{len(calls)} calls of {CONFIG}(...), of which one is read; write its keys as a yaml"
+        )
+    (call,) = calls
+    elsewhere = [f"{key} (line {line})" for line, key in _keys_in(nodes, call) if key not in behind]
+    said = partial(ast.get_source_segment, text)
+    unread = [f"**{said(word.value)}" for word in call.keywords if word.arg is None] + [*map(said, call.args)]
+    if elsewhere or unread:
+        raise ConfigError(
+            f"only running the script would tell {listed([*unread, *elsewhere])}, beside the keywords of "
+            f"{CONFIG}(...); put the values that count behind the file"
+        )
+    return {word.arg: _literal(word.value, str(said(word.value))) for word in call.keywords if word.arg}
+
+
+def _keys_in(nodes: Sequence[ast.AST], call: ast.Call) -> Iterator[tuple[int, str]]:
+    """Where Python source names a key of the correction outside of the call's own keywords: by line, the key."""
+    for node in nodes:
+        match node:
+            case ast.keyword(arg=str(key)) if node not in call.keywords and key in KEYS:
+                yield node.lineno, key
+            case ast.Attribute(attr=key, ctx=ast.Store()) if key in KEYS:
+                yield node.lineno, key
+            case ast.Constant(value=str(key)) if key in KEYS:
+                yield node.lineno, key
+
+
+def _name(node: ast.AST) -> str:
+    return getattr(node, "attr", getattr(node, "id", ""))
+
+
+def _literal(node: ast.expr, source: str) -> Any:
+    try:
+        return ast.literal_eval(node)
+    except (ValueError, TypeError, RecursionError):
+        return Open(source)
+
+
+def _nothing(value: Any) -> Any:
+    """None for the words that TRL's parser takes for it."""
+    return None if isinstance(value, str) and value.lower() in ("none", "null") else value
+
+
+def _override(text: str) -> tuple[str, Any]:
+    key, equals, value = text.partition("=")
+    key = key.lstrip("-").replace("-", "_")
+    if not equals or not _is_read(key):
+        raise ConfigError(f"override {shown(text)}: expected KEY=VALUE, KEY one of {', '.join(READ)}")
+    return key, load(value)
+
+
+def _is_read(key: str) -> bool:
+    return key in READ or key.startswith(FAMILY)
+
+
+def _flags(words: Sequence[Word]) -> Iterator[tuple[str, Value]]:
+    """The settings of a command line of TRL's, with `--no_KEY` as the value false."""
+    for key, value in flags(words):
+        yield (key[3:], Word("false", f"--{key}")) if key in OFF else (key, value)
+
+
+def _starts(word: str) -> bool:
+    return word == "grpo" or word.endswith(".py") and "grpo" in word
+
+
+def _file(words: Sequence[Word]) -> Word | None:
+    return setting_of(words, "--config")
+
+
+DIALECT = Dialect("TRL", (*KEYS, *OFF), _flags, _is_read, _starts, _file, last_wins=True)

@@ -1,0 +1,145 @@
+"""The engine's likeliest tokens at each position: asked of SGLang, kept on the sample, and packed for the trainer.
+
+A head of k tokens is 8 k bytes a token of the response: an id in int32 and a log-prob in float32 for each. Bytes travel
+in the sample's note (`samples.py`), because a host packs the keys of a fixed list alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass
+from functools import wraps
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mis_plugins.config import reading
+from mis_plugins.errors import InputError
+from mis_plugins.hosts.host import HEAD_IDS, HEAD_LOG_PROBS
+from mis_plugins.hosts.needs.record import Need
+
+HEAD = "output_head"  # the attribute of a sample
+NOT_NAMED = -1, -np.inf  # id and log-prob of an entry beyond what the engine named
+
+
+@dataclass(frozen=True)
+class NamedTokens:
+    """Tokens of the vocabulary that the engine named at each position of a response, k a position.
+
+    ids: `[response, k]` int32, -1 where fewer were named.
+    log_probs: `[response, k]` float32 as the engine sampled from them, -inf where fewer were named.
+    """
+
+    ids: np.ndarray
+    log_probs: np.ndarray
+
+    @classmethod
+    def none(cls, positions: int, k: int) -> NamedTokens:
+        """Positions at which the engine named no token."""
+        return cls(
+            *(np.full((positions, k), fill, kind) for fill, kind in zip(NOT_NAMED, KINDS, strict=True))
+        )
+
+    @classmethod
+    def read(cls, meta_info: Mapping[str, Any], positions: int, k: int) -> NamedTokens:
+        """What the `meta_info` of an answer names: pairs of a log-prob and an id at each position.
+
+        Raises:
+            InputError: the engine named no tokens for these positions.
+        """
+        rows = meta_info.get("output_top_logprobs") or []
+        if len(rows) != positions:
+            raise InputError(
+                f"meta_info: output_top_logprobs of {len(rows)} tokens, and the answer has {positions}; mis.center "
+                "needs an engine that takes top_logprobs_num"
+            )
+        named = cls.none(positions, k)
+        for position, row in enumerate(rows):
+            for place, (log_prob, token, *_) in enumerate((row or ())[:k]):
+                named.ids[position, place], named.log_probs[position, place] = token, log_prob
+        return named
+
+    def behind(self, earlier: NamedTokens | None, before: int) -> NamedTokens:
+        """The tokens of the first `before` positions, which earlier calls may have left unnamed, and then these."""
+        width = self.ids.shape[1]
+        known = NamedTokens.none(0, width) if earlier is None else earlier
+        parts = known.ids[:before], known.log_probs[:before]
+        gap = NamedTokens.none(before - len(parts[0]), width)
+        return NamedTokens(
+            np.concatenate([parts[0], gap.ids, self.ids]),
+            np.concatenate([parts[1], gap.log_probs, self.log_probs]),
+        )
+
+    def packed(self) -> tuple[bytes, bytes]:
+        return self.ids.tobytes(), self.log_probs.tobytes()
+
+
+KINDS = np.int32, np.float32
+
+
+def unpacked(packed: Sequence[bytes], positions: int) -> dict[str, Tensor]:
+    """The two tensors that `NamedTokens.packed` wrote, `[response, k]`, by the keys of the loss hook's batch."""
+    kinds = {HEAD_IDS: torch.int32, HEAD_LOG_PROBS: torch.float32}
+    return {
+        name: torch.frombuffer(bytearray(one), dtype=kind).reshape(positions, -1)
+        if positions
+        else torch.empty(0, 1, dtype=kind)
+        for (name, kind), one in zip(kinds.items(), packed, strict=True)
+    }
+
+
+def wanted(args: Any, flag: str = "") -> int:
+    """How many tokens our hooks ask the engine to name at each position; 0 where nothing centers, or the host asks.
+
+    Args:
+        flag: the argument with which the host itself asks for them; empty where it has none.
+    """
+    config = reading.from_args(args)
+    asks_itself = bool(flag and getattr(args, flag, 0))
+    return 0 if config.center is None or asks_itself else config.center.top_k
+
+
+def extend(sample: Any, meta_info: Mapping[str, Any], before: int, k: int) -> None:
+    """Add the tokens that one answer names to the sample, whose response had `before` tokens before the answer."""
+    new = NamedTokens.read(meta_info, sample.response_length - before, k)
+    setattr(sample, HEAD, new.behind(getattr(sample, HEAD, None), before))
+
+
+def noted(sample: Any) -> tuple[bytes, bytes] | None:
+    """The packed head of a sample; None where it has none.
+
+    Raises:
+        InputError: the head is of another number of tokens than the response.
+    """
+    head = getattr(sample, HEAD, None)
+    if head is None:
+        return None
+    if len(head.ids) != sample.response_length:
+        raise InputError(
+            f"sample {sample.index}: {HEAD} of {len(head.ids)} tokens, and the response has {sample.response_length}; "
+            "change responses before they are generated on, not after"
+        )
+    return head.packed()
+
+
+ASKED: ContextVar[int] = ContextVar("top_logprobs_num", default=0)
+"""How many tokens the requests of the task that runs shall ask for."""
+
+
+def ask_through(post: Need) -> None:
+    """Replace the host's function that posts a request, once, so that it asks for as many tokens as `ASKED` says."""
+    module, name = post.owner()
+    own = getattr(module, name)
+    if hasattr(own, "asks"):
+        return
+
+    @wraps(own)
+    async def asking(url: str, payload: Any, *rest: Any, **more: Any) -> Any:
+        k = ASKED.get()
+        return await own(url, {**payload, "top_logprobs_num": k} if k else payload, *rest, **more)
+
+    asking.asks = True  # type: ignore[attr-defined]
+    setattr(module, name, asking)

@@ -1,0 +1,86 @@
+"""Score centering in the embedded host: its engine names the likeliest tokens, and all layouts of ranks train alike."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from test_local_parallel import RTOL, Grid, assert_same_run, relative, strong_weights, train
+from test_local_parallel import settings as grid_settings
+
+from lab.host.cli.arguments import parse_args
+from lab.host.loop import model_config
+from lab.host.model.decoding import Sampling
+from lab.host.model.engine import DecodeEngine
+from lab.host.rollout.sample import make_samples
+from lab.host.rollout.sampler import Rollout, derive_seed, draw_problems
+from lab.host.rollout.tasks import Task
+from mis_plugins.errors import ConfigError
+
+NAMED = 6
+OURS = "--loss-type custom_loss --custom-loss-function-path mis_plugins.mis.policy_loss"
+BOUND = (
+    "weight: {level: token, bound: truncate, upper: 1.1}, objective: {old: behavior, surrogate: reinforce}"
+)
+
+
+@pytest.fixture(scope="module")
+def named(tmp_path_factory: pytest.TempPathFactory) -> Rollout:
+    """A rollout of the int3 engine, which names a part of the vocabulary at each position."""
+    file = tmp_path_factory.mktemp("config") / "plain.yaml"
+    file.write_text(f"mis: {{{BOUND}}}\n")
+    args = grid_settings(Grid(), file)
+    task = Task(args.num_digits)
+    engine = DecodeEngine(model_config(args, task.vocab_size), "int3")
+    engine.update_weights(strong_weights(args), version=0)
+    problems = [problem for problem in draw_problems(task, 8, seed=3) for _ in range(4)]
+    seeds = [derive_seed("named", index) for index in range(len(problems))]
+    sampling = Sampling(9, 1.0, task.eos, NAMED)
+    generations = engine.generate([one.prompt for one in problems], sampling, seeds)
+    rewards = torch.arange(len(problems)) % 3 / 2
+    return Rollout(make_samples(task, problems, generations, 4), rewards - rewards.mean())
+
+
+def test_the_engine_names_its_likeliest_tokens(named: Rollout) -> None:
+    """The likeliest come first, and a sampled token among them has the log-prob that it was sampled with."""
+    inside = 0
+    for sample in named.samples:
+        ids, log_probs = sample.rollout_topk_token_ids, sample.rollout_topk_log_probs
+        assert ids is not None and log_probs is not None and sample.rollout_log_probs is not None
+        assert ids.shape == log_probs.shape == (sample.response_length, NAMED)
+        assert torch.equal(log_probs, log_probs.sort(-1, descending=True).values)
+        assert (log_probs.exp().sum(-1) < 1).all()
+        tokens = sample.tokens[len(sample.tokens) - sample.response_length :]
+        for t, (token, log_prob) in enumerate(zip(tokens, sample.rollout_log_probs, strict=True)):
+            found = log_probs[t][ids[t] == token].tolist()
+            assert found == [log_prob] if found else log_prob <= float(log_probs[t].min())
+            inside += len(found)
+    assert 0 < inside < sum(sample.response_length for sample in named.samples)
+
+
+def test_four_centered_steps_agree_in_every_layout(named: Rollout, tmp_path: Path) -> None:
+    """The term changes the gradient, and not by the layout of ranks."""
+    files = {name: tmp_path / f"{name}.yaml" for name in ("centered", "plain")}
+    files["centered"].write_text(f"mis: {{metrics: full, center: {{top_k: {NAMED}}}, {BOUND}}}\n")
+    files["plain"].write_text(f"mis: {{metrics: full, {BOUND}}}\n")
+    flags = f"{OURS} --rollout-top-logprobs-num {NAMED}"
+    one = train(Grid(), grid_settings(Grid(), files["centered"], flags), named, tmp_path / "one")
+    grid = Grid(tp=2, cp=2)
+    assert_same_run(train(grid, grid_settings(grid, files["centered"], flags), named, tmp_path / "many"), one)
+    plain = train(Grid(), grid_settings(Grid(), files["plain"], flags), named, tmp_path / "plain")
+    assert relative(plain["steps"][0][1], one["steps"][0][1]) > 1000 * RTOL
+    measured = [step[0]["center_drift"] for step in (plain["steps"][0], one["steps"][0])]
+    assert measured[0] == pytest.approx(measured[1]) and measured[0] > 0
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--rollout-top-logprobs-num 4 --rollout-engine sglang", "no other engine hands on what it names"),
+        ("--rollout-top-logprobs-num -1", "--rollout-top-logprobs-num: got -1; give a whole number"),
+    ],
+)
+def test_flags_that_name_nothing_are_refused(flags: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        parse_args(flags.split())

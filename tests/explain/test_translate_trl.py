@@ -1,0 +1,132 @@
+"""TRL's GRPOConfig, translated: by yaml, command line and Python call; TRL's own functions judge in tests/peers."""
+
+from __future__ import annotations
+
+import pytest
+import yaml
+
+from mis_plugins.__main__ import load
+from mis_plugins.config.loading import preset_path
+from mis_plugins.config.model import CorrectionConfig, ObjectiveConfig, OpsmConfig, WeightConfig
+from mis_plugins.explain.translate.script import Asked
+from mis_plugins.explain.translate.translation import Translation
+from mis_plugins.explain.translate.trl import (
+    CAP,
+    CLIP_MAX,
+    CLIP_MIN,
+    CORRECTION,
+    DELTA,
+    MODE,
+    MODES,
+    NO_BOUND,
+    translate,
+)
+
+BY_DEFAULT = CorrectionConfig(WeightConfig("sequence", "zero", 0.0, 3.0))
+
+
+def of(keys: dict | str, *behind: str) -> Translation:
+    return translate(keys if isinstance(keys, str) else yaml.safe_dump({"use_vllm": True} | keys), behind)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("form", ["{key}: {value}\n", "trl grpo --{key} {value}", "trl grpo --{key}={value}",
+                                  "GRPOConfig({key}='{value}', use_vllm=True)"])  # fmt: skip
+def test_modes_are_the_presets(mode: str, form: str):
+    found = translate(form.format(key=MODE, value=mode)).config()
+    assert found == load(preset_path(f"trl-{mode.replace('_', '-')}"))
+
+
+@pytest.mark.parametrize(
+    ("keys", "meant"),
+    [
+        ({}, BY_DEFAULT),
+        ({CORRECTION: False}, CorrectionConfig()),
+        ({"use_vllm": False, MODE: "token_mask"}, CorrectionConfig()),
+        ({CAP: 2.0, CLIP_MAX: 4.0}, CorrectionConfig(WeightConfig("sequence", "zero", 0.0, 2.0))),
+        ({MODE: "token_truncate", CLIP_MIN: 0.5}, CorrectionConfig(WeightConfig("token", "clip", 0.5, 3.0))),
+        ({MODE: "token_mask", CLIP_MIN: 0.5}, CorrectionConfig(WeightConfig("token", "zero", 0.5, 3.0))),
+        ({CLIP_MAX: None}, CorrectionConfig(WeightConfig("sequence", "none"))),
+        ({CLIP_MAX: None, CLIP_MIN: 0.5}, CorrectionConfig(WeightConfig("sequence", "zero", 0.5, NO_BOUND))),
+        ({CORRECTION: False, DELTA: 0.5}, CorrectionConfig(opsm=OpsmConfig(0.5, "sequence"))),
+        ({"use_vllm": False, DELTA: 0.5}, CorrectionConfig(opsm=OpsmConfig(0.5, "sequence", "proximal"))),
+        ({CORRECTION: False, "loss_type": "cispo", "beta": 0.1},
+         CorrectionConfig(objective=ObjectiveConfig("cispo", unbiased_kl=True))),
+        ({CORRECTION: False, "loss_type": "cispo", "importance_sampling_level": "sequence"},
+         CorrectionConfig(objective=ObjectiveConfig("cispo", ratio="sequence"))),
+    ],
+)  # fmt: skip
+def test_settings_mean(keys: dict, meant: CorrectionConfig):
+    assert of(keys).config() == meant
+
+
+COMMANDS = [
+    (f"trl grpo --use_vllm --no_{CORRECTION}", CorrectionConfig()),
+    (f"trl grpo --use-vllm true --no-{CORRECTION.replace('_', '-')}", CorrectionConfig()),
+    ("accelerate launch --config_file ds.yaml grpo_vlm.py --use_vllm", BY_DEFAULT),
+    (f"trl grpo --use_vllm --{CLIP_MAX} None", CorrectionConfig(WeightConfig("sequence", "none"))),
+    ("cat > g.yaml <<EOF\nuse_vllm: true\nvllm_importance_sampling_cap: 2.0\nEOF\ntrl grpo --config g.yaml",
+     CorrectionConfig(WeightConfig("sequence", "zero", 0.0, 2.0))),
+    (f"cat > g.yaml <<EOF\nuse_vllm: true\n{MODE}: token_mask\nEOF\ntrl grpo --config g.yaml --{MODE} token_truncate",
+     CorrectionConfig(WeightConfig(upper=3.0))),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("script", "meant"), COMMANDS)
+def test_command_lines_mean(script: str, meant: CorrectionConfig):
+    assert of(script).config() == meant
+
+
+@pytest.mark.parametrize("said", [f"{DELTA}: 0.5", f"trl grpo --{DELTA} 0.5"])
+def test_without_vllm_nothing_is_corrected_by_default(said: str):
+    """TRL samples with the trainer itself there, so that OPSM compares with pi_old."""
+    found = translate(said)
+    assert found.config() == CorrectionConfig(opsm=OpsmConfig(0.5, "sequence", "proximal"))
+    assert "corrects nothing; so does this file, OPSM aside" in " ".join(found.notes)
+
+
+def test_settings_behind_the_file_win():
+    assert of(
+        {MODE: "token_mask"}, f"--{MODE.replace('_', '-')}=token_truncate", f"{CLIP_MAX}=2"
+    ).config() == (CorrectionConfig(WeightConfig()))
+
+
+NOTES = [
+    ({}, f"TRL 1.16 corrects by default: {CORRECTION}: true, {MODE}: sequence_mask, {CLIP_MAX}: 3.0, where", ""),
+    ({MODE: "token_mask", CORRECTION: True, CAP: 2.0}, "", "by default"),
+    ({CORRECTION: False}, f"{CORRECTION}: false corrects nothing in TRL.", "by default: vllm"),
+    ({"use_vllm": False}, "use_vllm: false corrects nothing in TRL.", "by default: vllm"),
+    (f"{MODE}: token_mask", "use_vllm is not in it: TRL has it false by default", ""),
+    ({}, "loss_type: dapo, TRL's default, averages over all tokens, as the hosts do with --calculate-per", "eps-clip"),
+    ({"loss_type": "grpo"}, "loss_type: grpo averages each response and then all", ""),
+    ({"loss_type": "dr_grpo"}, "dr_grpo divides by max_completion_length, which no flag", ""),
+    ({"importance_sampling_level": "sequence"}, "sequence is --advantage-estimator gspo of the hosts", ""),
+    ({"beta": 0.04}, "--kl-loss-coef 0.04 --kl-loss-type low_var_kl --use-unbiased-kl", ""),
+    ({"beta": 0.04, "use_bias_correction_kl": False}, "low_var_kl.", "unbiased"),
+    ({"beta": 0.0}, "", "kl-loss"),
+    ({"epsilon_high": 0.28, "delta": 4}, "pass --eps-clip 0.2 --eps-clip-high 0.28 --eps-clip-c 4.", ""),
+    ({"loss_type": "cispo", "epsilon_high": 5}, "pass --eps-clip 1 --eps-clip-high 4.", ""),
+    ({"top_entropy_quantile": 0.2}, "top_entropy_quantile: 0.2 keeps tokens of high entropy alone", ""),
+    ({"top_entropy_quantile": 1.0, "mask_truncated_completions": False}, "", "entropy"),
+    ({"mask_truncated_completions": True}, "mask_truncated_completions: true drops truncated responses", ""),
+    ({CLIP_MAX: None, CLIP_MIN: 0.5}, f"{CLIP_MAX}: null: 1e+09 stands for no upper bound", ""),
+    ("trl grpo --use_vllm --epsilon $E", 'epsilon: $E is for the launch to decide; put epsilon=VALUE behind', ""),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("keys", "said", "unsaid"), NOTES)
+def test_notes(keys: dict | str, said: str, unsaid: str):
+    told = " ".join(of(keys).notes)
+    assert said in told and (not unsaid or unsaid not in told)
+
+
+CALL = "config = trl.GRPOConfig(\n    use_vllm=True, vllm_importance_sampling_clip_max={value},\n)\n{more}"
+
+
+def test_a_python_script_is_read_and_never_run(tmp_path):
+    script = tmp_path / "train.py"
+    text = "raise SystemExit\n" + CALL.format(value="2.0", more="print('\\d')\n")
+    found = translate(text, asked=Asked(script)).config()
+    assert found == CorrectionConfig(WeightConfig("sequence", "zero", 0.0, 2.0))
+    behind = translate(CALL.format(value="CAP", more=""), [f"{CLIP_MAX}=2.0"], Asked(script)).config()
+    assert behind == found

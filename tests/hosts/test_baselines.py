@@ -1,0 +1,183 @@
+"""Group baselines without the samples that do not train, against a loop over samples in Python."""
+
+from __future__ import annotations
+
+import random
+import statistics
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from batches import host_args, make_batch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from launch import run_ranks
+
+from lab.host.cli.loading import load_function
+from mis_plugins.config.reading import from_mapping
+from mis_plugins.errors import ConfigError, InputError
+from mis_plugins.explain.words import describe
+from mis_plugins.hosts import baselines
+
+hook = load_function("mis_plugins.mis.count_samples", "--rollout-data-postprocess-path")
+RULE = {"weight": None, "reject": [{"over": "mean", "upper": 2.0}]}
+FAR, NEAR = 1.5, 0.1  # log ratios of a sample that the rule drops, and of one that it keeps
+SIZE = 4
+
+
+def arguments(kind: str | None, mis: dict[str, Any] | None = None, **more: Any) -> SimpleNamespace:
+    given = {"n_samples_per_prompt": SIZE, "advantage_estimator": "grpo", "grpo_std_normalization": True,
+             "rewards_normalization": True, "normalize_advantages": False, "num_steps_per_rollout": 1,
+             "rollout_data_postprocess_path": "mis_plugins.mis.count_samples"}  # fmt: skip
+    return host_args(mis=(mis or RULE) | {"group_baseline": kind}, **(given | more))
+
+
+def normalized(raw: list[float], by_deviation: bool) -> list[float]:
+    """The hosts' rewards: less the mean of all samples of the group, over their deviation where asked."""
+    found = []
+    for start in range(0, len(raw), SIZE):
+        group = raw[start : start + SIZE]
+        mean = statistics.fmean(group)
+        deviation = statistics.stdev(group) + 1e-6 if by_deviation else 1.0
+        found += [(reward - mean) / deviation for reward in group]
+    return found
+
+
+def rollout(
+    raw: list[float], far: set[int], masked: set[int] = frozenset(), by_deviation: bool = True
+) -> dict:  # type: ignore[assignment]
+    """A rollout of two-token responses with the host's advantages."""
+    batch = make_batch([
+        ([-2.0 + (FAR if i in far else NEAR)] * 2, [-2.0] * 2, [0 if i in masked else 1] * 2) for i in range(len(raw))
+    ])  # fmt: skip
+    rewards = normalized(raw, by_deviation)
+    return {
+        "log_probs": batch.proximal, "rollout_log_probs": batch.behavior, "loss_masks": batch.loss_masks,
+        "total_lengths": batch.total_lengths, "response_lengths": batch.response_lengths,
+        "rewards": rewards, "sample_indices": [40 + i for i in range(len(raw))],
+        "advantages": [torch.full((2,), reward) for reward in rewards],
+    }  # fmt: skip
+
+
+def oracle(raw: list[float], out: set[int], kind: str, by_deviation: bool) -> list[float | None]:
+    """The advantage of each sample that trains, from raw rewards; None for the others."""
+    found: list[float | None] = []
+    for i, reward in enumerate(raw):
+        start = i - i % SIZE
+        others = [raw[j] for j in range(start, start + SIZE) if j not in out and j != i]
+        if i in out:
+            found.append(None)
+        elif not others:
+            found.append(0.0)
+        elif kind == "rloo":
+            found.append(reward - statistics.fmean(others))
+        else:
+            deviation = statistics.stdev([reward, *others]) if by_deviation else 1.0
+            centered = reward - statistics.fmean([reward, *others])
+            found.append(centered / deviation if deviation else 0.0)
+    return found
+
+
+def advantages(data: dict[str, Any]) -> list[float]:
+    assert all(bool((row == row[0]).all()) for row in data["advantages"])
+    return [float(row[0]) for row in data["advantages"]]
+
+
+def assert_alike(data: dict[str, Any], wanted: list[float | None], before: list[float]) -> None:
+    for found, want, host in zip(advantages(data), wanted, before, strict=True):
+        assert found == pytest.approx(host if want is None else want, rel=1e-4, abs=1e-4)
+
+
+@settings(max_examples=60, deadline=None)
+@given(seed=st.integers(0, 2**32 - 1), kind=st.sampled_from(["grpo", "rloo"]), by_deviation=st.booleans())
+def test_advantages_are_those_of_what_trains(seed: int, kind: str, by_deviation: bool):
+    rng = random.Random(seed)
+    raw = [float(rng.choice([0, 1, 1, 5])) for _ in range(3 * SIZE)]
+    far, masked = ({i for i in range(len(raw)) if rng.random() < share} for share in (0.4, 0.2))
+    by_deviation = by_deviation and kind == "grpo"
+    data = rollout(raw, far, masked, by_deviation)
+    before = advantages(data)
+    hook(arguments(kind, grpo_std_normalization=by_deviation), 3, data)
+    assert_alike(data, oracle(raw, far | masked, kind, by_deviation), before)
+
+
+@pytest.mark.parametrize(("kind", "wanted"), [("grpo", [-2 / 3, 1 / 3, 1 / 3]), ("rloo", [-1.0, 0.5, 0.5])])
+def test_a_rejected_reward_of_100_moves_no_sibling(kind: str, wanted: list[float]):
+    """verl#6375: beside it, the host gives a correct answer a large negative advantage."""
+    data = rollout([100.0, 0.0, 1.0, 1.0], {0}, by_deviation=False)
+    assert advantages(data)[2] == -24.5
+    hook(arguments(kind, grpo_std_normalization=False), 3, data)
+    assert advantages(data)[1:] == pytest.approx(wanted, abs=1e-5)
+
+
+@pytest.mark.parametrize("bound", ["zero", "mask"])
+def test_a_sample_that_weighs_nothing_does_not_train(bound: str):
+    weighed = {"weight": {"level": "sequence", "bound": bound, "lower": 0.5, "upper": 2.0}}
+    data = rollout([100.0, 0.0, 1.0, 1.0], {0}, by_deviation=False)
+    hook(arguments("grpo", weighed, grpo_std_normalization=False), 3, data)
+    assert advantages(data)[1:] == pytest.approx([-2 / 3, 1 / 3, 1 / 3], abs=1e-5)
+
+
+@pytest.mark.parametrize("more", [{"mis": RULE}, {"use_tis": False}])
+def test_it_is_off_by_default_and_where_a_run_only_watches(more: dict[str, Any]):
+    data = rollout([100.0, 0.0, 1.0, 1.0], {0})
+    before = advantages(data)
+    hook(SimpleNamespace(**vars(arguments("grpo")) | more), 3, data)
+    assert advantages(data) == before
+
+
+def test_groups_that_lie_on_two_ranks(tmp_path: Path):
+    """Samples of one group on both data-parallel ranks have the advantages of one rank that holds all."""
+    raw, far = [3.0, 0.0, 1.0, 1.0, 9.0, 2.0, 2.0, 0.0], {0, 4}
+
+    def work(rank: int) -> list[float]:
+        whole = rollout(raw, far)
+        data = {name: column[rank::2] for name, column in whole.items()}
+        hook(arguments("grpo"), 3, data)
+        return advantages(data)
+
+    found = run_ranks(2, 1, work, tmp_path)
+    wanted = oracle(raw, far, "grpo", True)
+    for i, want in enumerate(wanted):
+        assert want is None or found[i % 2][i // 2] == pytest.approx(want, abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"sample_indices": [40, 41, 42, 43, 40, 41, 42, 43]}, "a group has 8 samples by sample_indices // 4, more"),
+        ({"sample_indices": [41, 42, 43, 44, 45, 46, 47, 48]}, "a mean of .*: the groups of the host are others"),
+        ({"sample_indices": None}, "needs sample_indices of the rollout batch, and rollout_data has none"),
+        ({"sample_indices": [40, 41, 42, 2**40, 44, 45, 46, 47]}, "span .* groups"),
+        ({"log_probs": None}, "needs log_probs .*with one step give --get-mismatch-metrics"),
+    ],
+)  # fmt: skip
+def test_a_batch_that_does_not_fit_is_refused(change: dict[str, Any], said: str):
+    data = rollout([3.0, 0.0, 1.0, 1.0, 9.0, 2.0, 2.0, 0.0], {0}) | change
+    with pytest.raises(InputError, match=f"^{baselines.FIELD}.*{said}"):
+        hook(arguments("grpo"), 3, data)
+
+
+@pytest.mark.parametrize(
+    ("mis", "said"),
+    [
+        ({"group_baseline": "grpo"}, "mis.group_baseline: grpo has no effect without a weight or a rule"),
+        ({"group_baseline": "mean"}, "mis.group_baseline: got 'mean'; choose one of grpo, rloo"),
+        (RULE | {"group_baseline": "rloo", "objective": {"surrogate": "clip", "old": "behavior"}},
+         "mis.group_baseline: rloo needs to know before training .* mis.objective.old: behavior"),
+        ({"segment_wise": {}, "group_baseline": "grpo"}, "drop one of it and mis.segment_wise"),
+        (RULE | {"on_all_rejected": "keep", "group_baseline": "grpo"}, "drop one of it and mis.on_all_rejected: keep"),
+        (RULE | {"m2_threshold": 0.04, "group_baseline": "grpo"}, "drop one of it and mis.m2_threshold"),
+    ],
+)  # fmt: skip
+def test_a_config_that_cannot_work_is_refused(mis: dict[str, Any], said: str):
+    with pytest.raises(ConfigError, match=said):
+        from_mapping(mis)
+
+
+def test_it_is_told_in_words():
+    told = describe(from_mapping(RULE | {"group_baseline": "rloo"}))
+    assert "group baseline: rewards less the mean over the group's other samples that train" in told
+    assert "--rollout-data-postprocess-path mis_plugins.mis.count_samples" in told

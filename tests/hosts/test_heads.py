@@ -1,0 +1,261 @@
+"""The engine's likeliest tokens: asked of SGLang by our generate functions, and carried to the loss hook's batch."""
+
+from __future__ import annotations
+
+import asyncio
+from argparse import Namespace
+from collections.abc import AsyncIterator, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import rollout_process
+import stand_in_hosts
+import stand_ins
+from stand_in_hosts import LAYOUTS, VOCABULARY
+from test_every_hook import LOSS, trained
+
+from mis_plugins import mis
+from mis_plugins.errors import InputError
+from mis_plugins.hosts.host import HEAD_IDS, HEAD_LOG_PROBS
+from mis_plugins.hosts.versions import generate, heads, scores
+from mis_plugins.hosts.versions.heads import HEAD, NamedTokens
+from mis_plugins.hosts.versions.samples import Note, Numbering
+
+K = 3
+CENTER = {"center": {"top_k": K}, "weight": None, "objective": {"old": "behavior", "surrogate": "reinforce"}}
+
+
+def row(position: int) -> list[list[Any]]:
+    """What SGLang says of one position, and one token more than is asked for."""
+    return [
+        [-1.0 * (place + 1) - position / 8, (3 * position + place) % VOCABULARY, None]
+        for place in range(K + 1)
+    ]
+
+
+def expected(*positions: int | None) -> tuple[list[list[int]], list[list[float]]]:
+    """Ids and log-probs of these positions; None is a position of which the engine said nothing."""
+    nothing = [[-float("inf"), -1]] * K
+    rows = [nothing if position is None else row(position)[:K] for position in positions]
+    return [[pair[1] for pair in one] for one in rows], [[pair[0] for pair in one] for one in rows]
+
+
+def told(head: NamedTokens) -> tuple[list[list[int]], list[list[float]]]:
+    assert (head.ids.dtype, head.log_probs.dtype) == (np.int32, np.float32)
+    return head.ids.tolist(), head.log_probs.tolist()
+
+
+class Sample:
+    def __init__(self, index: int = 0) -> None:
+        self.index, self.prompt, self.multimodal_inputs = index, (7, 8), None
+        self.tokens: list[int] = []
+        self.response_length, self.rollout_log_probs, self.weight_versions = 0, [], []
+
+    def append_response_tokens(self, args: Any, *, tokens: Any, log_probs: Any, meta_info: Any) -> None:
+        self.tokens += tokens
+        self.response_length += len(tokens)
+        self.rollout_log_probs += log_probs
+
+
+@pytest.fixture(autouse=True)
+def numbering(monkeypatch: pytest.MonkeyPatch) -> Iterator[Numbering]:
+    stand_ins.load({"httpx": {"HTTPError": OSError, "RemoteProtocolError": OSError}}, monkeypatch)
+    with rollout_process.fresh(monkeypatch) as own:
+        yield own
+
+
+def spans(versions: Sequence[int]) -> list[dict[str, Any]]:
+    return [{"version": str(version), "start": i, "end": i + 1} for i, version in enumerate(versions)]
+
+
+# ----------------------------------------------------------------------------------------------------------- Miles
+
+
+async def stream(payload: Any, incremental: bool) -> AsyncIterator[dict[str, Any]]:
+    """Four tokens in two chunks, with as many likeliest tokens at each as the request asks for."""
+    k = payload.get("top_logprobs_num", 0)
+    for start, stop in ((0, 1), (1, 4)):
+        some = slice(start if incremental else 0, stop)
+        positions = range(4)[some]
+        meta = {"output_token_logprobs": [[-1.0, position] for position in positions], "completion_tokens": stop,
+                "weight_version": "3", "finish_reason": {"type": "stop"} if stop == 4 else None,
+                "weight_versions": spans([3] * stop)}  # fmt: skip
+        if k:
+            meta["output_top_logprobs"] = [row(position)[:k] for position in positions]
+        yield {"text": "abcd"[some], "meta_info": meta}
+
+
+def generated(monkeypatch: pytest.MonkeyPatch, incremental: bool = True, **args: Any) -> Any:
+    monkeypatch.setattr(generate, "_stream", lambda url, payload, headers: stream(payload, incremental))
+    stand_in_hosts.load(LAYOUTS["August"], monkeypatch)
+    given = Namespace(sglang_router_ip="127.0.0.1", sglang_router_port=1, **args)
+    asked = Namespace(args=given, sample=Sample(), state=None, sampling_params={}, evaluation=False)
+    return asyncio.run(mis.generate_with_versions(asked)).samples
+
+
+@pytest.mark.parametrize("incremental", [False, True])
+def test_miles_leaves_the_head_of_a_stream_on_the_sample(
+    incremental: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sample = generated(monkeypatch, incremental, mis=CENTER)
+    assert told(getattr(sample, HEAD)) == expected(0, 1, 2, 3)
+
+
+def test_a_stream_that_is_asked_for_again_has_the_head_of_its_last_try(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(generate, "PAUSE_S", 0.0)
+    tries = []
+
+    async def broken(payload: Any) -> AsyncIterator[dict[str, Any]]:
+        tries.append(1)
+        async for chunk in stream(payload, True):
+            yield chunk
+            if len(tries) == 1:
+                raise OSError
+
+    output = asyncio.run(generate.answered(lambda: broken({"top_logprobs_num": K}), 0))
+    head = NamedTokens.read(output["meta_info"], 4, K)
+    assert told(head) == expected(0, 1, 2, 3) and len(tries) == 2
+
+
+@pytest.mark.parametrize(
+    "args",
+    [{"mis": {"weight": {"upper": 2.0}}}, {"mis": CENTER, "rollout_top_logprobs_num": 8}],
+    ids=["does not center", "the host asks"],
+)
+def test_nothing_is_asked_for_where_nobody_reads_it_or_the_host_asks(
+    args: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert not hasattr(generated(monkeypatch, **args), HEAD)
+
+
+# ----------------------------------------------------------------------------------------------------------- slime
+
+
+def slime(monkeypatch: pytest.MonkeyPatch, *calls: Sequence[int]) -> list[dict[str, Any]]:
+    """slime's module: call i answers with tokens at the positions `calls[i]`; the requests that were posted."""
+    left, requests = list(calls), list[dict[str, Any]]()
+
+    async def post(url: str, payload: dict[str, Any], headers: Any = None) -> dict[str, Any]:
+        requests.append(payload)
+        positions = left.pop(0)
+        meta = {"weight_versions": spans([1] * len(positions))} if positions else {}
+        if k := payload.get("top_logprobs_num"):
+            meta["output_top_logprobs"] = [row(position)[:k] for position in positions]
+        return {"positions": positions, "meta_info": meta}
+
+    async def own(args: Any, sample: Any, sampling_params: Any) -> Any:
+        answer = await sys_post()("http://one", {"return_logprob": True}, headers=None)
+        count = len(answer["positions"])
+        sample.append_response_tokens(
+            args, tokens=[5] * count, log_probs=[-1.0] * count, meta_info=answer["meta_info"]
+        )
+
+    def sys_post() -> Any:
+        import slime.rollout.sglang_rollout as host  # type: ignore[import-not-found]
+
+        return host.post
+
+    stand_ins.load({"slime.rollout.sglang_rollout": {"generate": own, "post": post}}, monkeypatch)
+    return requests
+
+
+def called(sample: Any, **args: Any) -> None:
+    asyncio.run(mis.generate_with_versions(Namespace(**args), sample, {}))
+
+
+def test_slime_asks_in_every_call_and_joins_what_the_calls_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    requests, sample = (
+        slime(monkeypatch, [0, 1], [], [2]),
+        Sample(),
+    )  # aborted, aborted before a token, finished
+    for _ in range(3):
+        called(sample, mis=CENTER)
+    assert told(getattr(sample, HEAD)) == expected(0, 1, 2)
+    assert [request["top_logprobs_num"] for request in requests] == [K] * 3
+
+
+def test_tokens_that_no_call_wrote_have_an_empty_head(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tokens of a tool stand between two turns."""
+    slime(monkeypatch, [0, 1], [2])
+    sample = Sample()
+    called(sample, mis=CENTER)
+    sample.append_response_tokens(None, tokens=[1, 1], log_probs=[0.0] * 2, meta_info={})
+    called(sample, mis=CENTER)
+    assert told(getattr(sample, HEAD)) == expected(0, 1, None, None, 2)
+
+
+def test_a_response_that_begins_anew_has_a_head_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    slime(monkeypatch, [0, 1], [2])
+    sample = Sample()
+    called(sample, mis=CENTER)
+    sample.tokens, sample.response_length = [], 0
+    called(sample, mis=CENTER)
+    assert told(getattr(sample, HEAD)) == expected(2)
+
+
+def test_jobs_that_do_not_center_post_the_hosts_own_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    requests = slime(monkeypatch, [0], [1], [2])
+    for mapping in ({"weight": {"upper": 2.0}}, CENTER, {"weight": {"upper": 2.0}}):
+        called(Sample(), mis=mapping)
+    assert ["top_logprobs_num" in request for request in requests] == [False, True, False]
+
+
+# ------------------------------------------------------------------------------------------------------- on the way
+
+
+def drawn(own: Numbering, positions: Sequence[int], index: int = 0) -> Any:
+    sample: Any = Namespace(index=index, tokens=[7, *range(len(positions))], response_length=len(positions),
+                            rollout_log_probs=[-1.0] * len(positions))  # fmt: skip
+    own.begin(sample, [7])
+    sample.output_versions = [1] * len(positions)
+    meta = {"output_top_logprobs": [row(position)[:K] for position in positions]}
+    setattr(sample, HEAD, NamedTokens.read(meta, len(positions), K))
+    return sample
+
+
+def test_a_note_tells_the_head_that_was_packed(numbering: Numbering) -> None:
+    (packed,) = numbering.noted([drawn(numbering, [0, 2])], scored=False, named=True)
+    note = Note.of(packed, "notes")
+    assert note.versions == [1, 1] and note.head is not None
+    assert [len(one) for one in note.head] == [4 * 2 * K] * 2, "8 k bytes a token"
+    found = heads.unpacked(note.head, 2)
+    assert (found[HEAD_IDS].tolist(), found[HEAD_LOG_PROBS].tolist()) == expected(0, 2)
+    assert all(len(one) == 0 for one in heads.unpacked((b"", b""), 0).values())
+
+
+def test_samples_without_their_head_are_refused(numbering: Numbering) -> None:
+    sample = drawn(numbering, [0, 1], index=4)
+    sample.response_length, sample.output_versions = 3, [1] * 3
+    with pytest.raises(InputError, match="sample 4: output_head of 2 tokens, and the response has 3"):
+        numbering.noted([sample], scored=False, named=True)
+    delattr(sample, HEAD)
+    with pytest.raises(InputError, match="sample 4: no output_head, which mis.center reads"):
+        numbering.noted([sample], scored=False, named=True)
+    assert numbering.noted([sample], scored=False)
+
+
+def test_an_engine_that_names_no_tokens_is_refused() -> None:
+    with pytest.raises(InputError, match="output_top_logprobs of 0 tokens, and the answer has 2"):
+        NamedTokens.read({}, 2, K)
+
+
+@pytest.mark.parametrize("name", ["August", "slime"])
+def test_a_step_of_the_hosts_trainer_is_centered(
+    name: str, numbering: Numbering, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From the notes of three samples to the metrics of the loss hook."""
+    monkeypatch.setattr(scores, "dist", rollout_process.alone_in_world())
+    host = stand_in_hosts.load(LAYOUTS[name], monkeypatch)
+    samples = [drawn(numbering, positions, i) for i, positions in enumerate(([0, 1], [4], [2]))]
+    notes = numbering.noted(samples, scored=False, named=True)
+    data = stand_in_hosts.data_of(samples) | {host.layout.needs.notes: notes}
+    init = "mis_plugins.mis.carry_versions"
+    answers = trained(host, data, mis=CENTER | {"metrics": "full"}, custom_megatron_init_path=init, **LOSS)
+    assert data[HEAD_IDS][0].tolist() == expected(0, 1)[0], "the host dumps what it trained on"
+    logged = [metrics for _, metrics in answers]
+    assert all(loss.isfinite() for loss, _ in answers)
+    assert sum(float(metrics["center_drift"]) for metrics in logged) > 0
+    assert not any(float(metrics["center_missing"]) for metrics in logged)
