@@ -18,6 +18,7 @@ if __name__ == "__main__":
 
 import ast
 import dataclasses
+import re
 import subprocess
 import sys
 import textwrap
@@ -36,7 +37,7 @@ from lab.provenance import parser_of
 from mis_plugins.config.loading import preset_path
 from mis_plugins.config.reading import from_mapping
 from mis_plugins.correction.pipeline import correct
-from mis_plugins.explain.translate.prime_rl import CAP, translate
+from mis_plugins.explain.translate.prime_rl import translate
 from mis_plugins.loss.objective import Clip, policy_term
 from mis_plugins.packing.ragged import Ragged
 
@@ -150,10 +151,10 @@ def nemo_rl(checkout: Path) -> dict[str, Peer]:
 
 
 LOSSES = {
-    "prime-rl's default": "[loss]\nkl_tau = 0",
-    "prime-rl's ipo": "[loss]\ntype = 'ipo'\nkl_tau = 0",
+    "prime-rl's default": "[loss]",
+    "prime-rl's ipo": "[loss]\ntype = 'ipo'",
 }
-"""prime-rl's losses by a toml; nothing here adds the term of `kl_tau`."""
+"""prime-rl's losses by a toml."""
 
 
 def prime_rl(checkout: Path) -> dict[str, Peer]:
@@ -169,7 +170,7 @@ def prime_rl(checkout: Path) -> dict[str, Peer]:
     taken(source, [*names, "default_loss_fn", "ipo_loss_fn"], scope)
 
     def gradient(name: str, keys: dict[str, Any]) -> Peer:
-        config = SimpleNamespace(adv_tau=1.0, kl_tau=0.0, **keys)
+        config = SimpleNamespace(adv_tau=1.0, kl_tau=1e-3, **keys)
 
         def differentiate(x: Padded) -> Answer:
             target = x.proximal.double().requires_grad_()
@@ -199,7 +200,8 @@ def gradient_difference(name: str, peer: Peer, x: Padded) -> tuple[float, int]:
     Raises:
         Different: prime-rl gives other tokens a gradient than the translated config.
     """
-    config = from_mapping({"weight": None} | dict(translate(LOSSES[name]).mis))
+    made = translate(LOSSES[name])
+    config = from_mapping({"weight": None} | dict(made.mis))
     starts = torch.arange(len(x.mask) + 1) * x.mask.shape[1]
     target, mu, ragged = (
         x.proximal.flatten().requires_grad_(),
@@ -209,7 +211,7 @@ def gradient_difference(name: str, peer: Peer, x: Padded) -> tuple[float, int]:
     correction = correct(target.detach(), mu, ragged, config)
     factor = torch.where(correction.keep, correction.weights, 0)
     assert config.objective is not None
-    clip = Clip(0.2, 0.2, CAP)
+    clip = Clip(*map(float, re.findall(r"--eps-clip\S* (\S+)", " ".join(made.notes))))
     term = policy_term(target, mu, advantages(x).flatten(), factor, ragged, config.objective, clip)
     mine = torch.autograd.grad(term.loss.sum(), target)[0].view_as(x.mask)[x.mask]
     theirs = peer(x)[0][x.mask]

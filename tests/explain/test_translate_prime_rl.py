@@ -14,23 +14,19 @@ from torch import Tensor
 
 from mis_plugins.__main__ import load
 from mis_plugins.config.loading import preset_path
-from mis_plugins.config.model import CorrectionConfig, ObjectiveConfig, RejectRule, WeightConfig
 from mis_plugins.explain.translate.prime_rl import translate
 from mis_plugins.loss.objective import Clip
 
 WHOLE = "[trainer.model]\nseq_len = 2048\n[orchestrator]\nbatch_size = 8\n"
-IPO = CorrectionConfig(
-    WeightConfig("token", "none"),
-    (RejectRule("abs_prob_diff", "token", upper=0.3),),
-    objective=ObjectiveConfig("reinforce", "behavior"),
-)
 
 
-@pytest.mark.parametrize(
-    "text", [WHOLE, "[trainer]", "[loss]\nkl_tau = 0", '[trainer.loss]\ntype = "default"']
-)
-def test_the_default_loss_is_dppo(text: str):
-    assert translate(text).config() == load(preset_path("dppo-tv"))
+@pytest.mark.parametrize("text", [WHOLE, "[trainer]", "[loss]", '[trainer.loss]\ntype = "default"'])
+def test_the_default_loss_is_dppo_with_a_penalty(text: str):
+    assert translate(text).config() == load(preset_path("prime-rl-dppo"))
+
+
+def test_without_a_penalty_the_loss_is_dppo():
+    assert translate("[loss]\nkl_tau = 0").config() == load(preset_path("dppo-tv"))
 
 
 @pytest.mark.parametrize(
@@ -41,15 +37,15 @@ def test_the_default_loss_is_dppo(text: str):
         (WHOLE, ("trainer.loss.type=ipo", "ipo_threshold=0.3")),
     ],
 )
-def test_ipo_is_a_rule_and_reinforce_against_the_engine(text: str, behind: tuple[str, ...]):
-    assert translate(text, behind).config() == IPO
+def test_ipo_is_a_surrogate_against_the_engine(text: str, behind: tuple[str, ...]):
+    made = translate(text, behind)
+    assert made.config() == load(preset_path("prime-rl-ipo"))
+    assert "ipo_threshold: pass --eps-clip 0.3 --eps-clip-high 0.3 --eps-clip-c 1e+09" in " ".join(made.notes)
 
 
 NOTES = [
     (WHOLE, "corrects by default: trainer.loss.type: default, dppo_mask_low: 0.2, dppo_mask_high: 0.2, adv_tau", ""),
     ("[loss]\ndppo_mask_low = 0.1\ndppo_mask_high = 0.3", "--eps-clip 0.1 --eps-clip-high 0.3 --eps-clip-c 1e+09", ""),
-    ("[loss]\nkl_tau = 0.002", "kl_tau: 0.002: prime-rl adds kl_tau (log pi_theta - log mu)^2", ""),
-    ("[loss]\nkl_tau = 0", "averages over all tokens", "log mu"),
     ("[loss]\nadv_tau = 2", "adv_tau: 2 multiplies the advantages", ""),
     ("[loss]\nadv_tau = 1.0", "", "multiplies the advantages"),
     ("[orchestrator]\nmax_off_policy_steps = 8", "orchestrator.max_off_policy_steps: bounds the age of a rollout", ""),
@@ -65,10 +61,11 @@ def test_notes(text: str, said: str, unsaid: str):
     assert said in told and (not unsaid or unsaid not in told)
 
 
-def their_gradient(batch: Rows, drops: Tensor) -> Tensor:
-    """-A pi_theta / mu over the tokens that are left, differentiated: prime-rl's loss without its KL term."""
-    ratio = (batch.pad(batch.target) - batch.behavior).exp()
-    return torch.where(drops, 0, -batch.token_advantages * ratio * batch.mask)
+def their_gradient(batch: Rows, drops: Tensor, kl_tau: float = 1e-3) -> Tensor:
+    """-A pi_theta / mu over the tokens that are left, and kl_tau (log r)^2 over all, differentiated."""
+    log_ratio = batch.pad(batch.target) - batch.behavior
+    slope = torch.where(drops, 0, -batch.token_advantages * log_ratio.exp())
+    return (slope + 2 * kl_tau * log_ratio) * batch.mask
 
 
 def our_gradient(batch: Rows, text: str) -> Tensor:
@@ -85,13 +82,19 @@ def our_gradient(batch: Rows, text: str) -> Tensor:
 
 
 @settings(max_examples=40)
-@given(batch=rows(), low=st.sampled_from([0.001, 0.1]), high=st.sampled_from([0.002, 0.2]))
-def test_the_default_loss_has_its_gradient(batch: Rows, low: float, high: float):
+@given(
+    batch=rows(),
+    low=st.sampled_from([0.001, 0.1]),
+    high=st.sampled_from([0.002, 0.2]),
+    kl_tau=st.sampled_from([0, 0.5]),
+)
+def test_the_default_loss_has_its_gradient(batch: Rows, low: float, high: float, kl_tau: float):
     moved = batch.pad(batch.target).exp() - batch.behavior.exp()
     assume(all(((moved.abs() - bound).abs() > DECISION).all() for bound in (low, high)))
     drops = torch.where(batch.token_advantages > 0, moved > high, moved < -low)
-    found = our_gradient(batch, f"[loss]\ndppo_mask_low = {low}\ndppo_mask_high = {high}")
-    assert_all_close(found, their_gradient(batch, drops), batch.rtol, "gradient", atol=batch.rtol * 1e-12)
+    found = our_gradient(batch, f"[loss]\ndppo_mask_low = {low}\ndppo_mask_high = {high}\nkl_tau = {kl_tau}")
+    theirs = their_gradient(batch, drops, kl_tau)
+    assert_all_close(found, theirs, batch.rtol, "gradient", atol=batch.rtol * 1e-12)
 
 
 @settings(max_examples=40)

@@ -54,6 +54,12 @@ def test_modes_are_the_presets(mode: str, form: str):
          CorrectionConfig(objective=ObjectiveConfig("cispo", unbiased_kl=True))),
         ({CORRECTION: False, "loss_type": "cispo", "importance_sampling_level": "sequence"},
          CorrectionConfig(objective=ObjectiveConfig("cispo", ratio="sequence"))),
+        ({CORRECTION: False, "loss_type": "sapo", "sapo_temperature_neg": 2},
+         CorrectionConfig(objective=ObjectiveConfig("sapo", tau_neg=2.0))),
+        ({MODE: "token_truncate", "loss_type": "sapo", "importance_sampling_level": "sequence"},
+         CorrectionConfig(WeightConfig(upper=3.0), objective=ObjectiveConfig("sapo", ratio="sequence"))),
+        ({CORRECTION: False, "loss_type": "vespo", "vespo_k_pos": 1, "vespo_lambda_neg": 0.5},
+         CorrectionConfig(objective=ObjectiveConfig("vespo", k_pos=1.0, lambda_neg=0.5))),
     ],
 )  # fmt: skip
 def test_settings_mean(keys: dict, meant: CorrectionConfig):

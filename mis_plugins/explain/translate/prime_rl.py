@@ -39,7 +39,7 @@ RETIRED = ("ratio_type", "mask_ratio_low", "mask_ratio_high", "sequence_mask_rat
 CAP = 1e9  # above every ratio of the hooks: prime-rl bounds none
 SOURCES = {
     "objective.surrogate": ("type",),
-    "reject[0]": ("ipo_threshold",),
+    "objective.kl_tau": ("kl_tau",),
 }
 STALE = "max_off_policy_steps"
 ROUTES = "enable_router_replay"
@@ -74,7 +74,7 @@ def translate(text: str, behind: Sequence[str] = (), asked: Asked = ASKED) -> Tr
         )
     tree = _tree(text)
     table, loss = _loss(tree)
-    if not loss and not behind and not ({"trainer", "orchestrator", "inference"} & tree.keys()):
+    if not behind and not ({"loss", "trainer", "orchestrator", "inference"} & tree.keys()):
         raise ConfigError(f"nothing to translate: no table [{'] or ['.join(TABLES)}] in it, and no [trainer]")
     loss |= dict(_override(one) for one in behind)
     kind = choice(loss.get("type", "default"), f"{table}.type", tuple(DEFAULTS))
@@ -92,31 +92,21 @@ def translate(text: str, behind: Sequence[str] = (), asked: Asked = ASKED) -> Tr
 
 
 def _mis(kind: str, values: Mapping[str, float]) -> dict[str, Any]:
-    """prime-rl's loss is -A pi_theta / mu of the tokens that are left; its gradient is REINFORCE's with that weight."""
-    if kind == "default":
-        return {"objective": {"surrogate": "dppo_tv", "old": "behavior"}}
-    rule = {"statistic": "abs_prob_diff", "over": "token", "upper": values["ipo_threshold"]}
-    return {
-        "weight": {"level": "token", "bound": "none"},
-        "reject": [rule],
-        "objective": {"surrogate": "reinforce", "old": "behavior"},
-    }
+    """-A pi_theta / mu of the tokens that are left, and a penalty on the log ratio of every token."""
+    penalty = {"kl_tau": values["kl_tau"]} if values["kl_tau"] else {}
+    return {"objective": {"surrogate": "dppo_tv" if kind == "default" else kind, "old": "behavior"} | penalty}
 
 
 def _of_loss(loss: Mapping[str, Any], table: str, values: Mapping[str, float]) -> Iterator[str]:
     if unsaid := [f"{key}: {value:g}" for key, value in values.items() if key not in loss]:
         kind = "" if "type" in loss else "type: default, "
         yield f"prime-rl corrects by default: {table}.{kind}{', '.join(unsaid)}, where the file says nothing."
-    if "dppo_mask_low" in values:
-        yield (
-            f"dppo_mask_low, dppo_mask_high: pass --eps-clip {values['dppo_mask_low']:g} --eps-clip-high "
-            f"{values['dppo_mask_high']:g} --eps-clip-c {CAP:g} (DPPO's largest divergences; prime-rl caps no ratio)."
-        )
-    if values["kl_tau"]:
-        yield (
-            f"kl_tau: {values['kl_tau']:g}: prime-rl adds kl_tau (log pi_theta - log mu)^2 to the loss of each token, "
-            "and nothing here does."
-        )
+    bounds = [key for key in values if key not in ("adv_tau", "kl_tau")]
+    low, high = values[bounds[0]], values[bounds[-1]]
+    yield (
+        f"{', '.join(bounds)}: pass --eps-clip {low:g} --eps-clip-high {high:g} --eps-clip-c {CAP:g} (how far a "
+        "token's probability may fall and rise; prime-rl caps no ratio)."
+    )
     if values["adv_tau"] != 1:
         yield f"adv_tau: {values['adv_tau']:g} multiplies the advantages, and nothing here does; scale the rewards."
     yield f"prime-rl {OVER_TOKENS}."

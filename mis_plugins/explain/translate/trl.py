@@ -51,18 +51,20 @@ CLIPS = ("epsilon", "epsilon_high", "delta")
 DEFAULTS: dict[str, Any] = {CORRECTION: True, MODE: "sequence_mask", CLIP_MAX: 3.0}
 OFF = tuple(f"no_{key}" for key in (CORRECTION, UNBIASED))  # flags of TRL's parser, for switches that are on
 MODES = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
-LOSSES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "luspo")
+OWN = {
+    "cispo": {},
+    "sapo": {f"tau_{sign}": f"sapo_temperature_{sign}" for sign in ("pos", "neg")},
+    "vespo": {name: f"vespo_{name}" for name in ("k_pos", "lambda_pos", "k_neg", "lambda_neg")},
+}
+"""Values of `loss_type` that are surrogates here: by our setting, TRL's key."""
+OWN_KEYS = tuple(key for keys in OWN.values() for key in keys.values())
+LOSSES = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo", *OWN)
 LEVELS = ("token", "sequence")
 CONFIG = "GRPOConfig"
 NO_BOUND = 1e9  # above every ratio of the hooks, which is at most e^20
-LACKING = {
-    "sapo": "SAPO's soft gate takes the place of PPO's clip, and no surrogate here has it",
-    "vespo": "VESPO puts the correction inside its own weight of a sequence, and no surrogate here has it",
-}
-"""Values of `loss_type` that correct and cannot be said here."""
 AVERAGES = {
-    "grpo": OVER_RESPONSES,
-    **dict.fromkeys(("bnpo", "dapo", "cispo"), OVER_TOKENS),
+    **dict.fromkeys(("grpo", "sapo"), OVER_RESPONSES),
+    **dict.fromkeys(("bnpo", "dapo", "cispo", "vespo"), OVER_TOKENS),
     "dr_grpo": "divides by max_completion_length, which no flag of the hosts does; their average stays",
     "luspo": "multiplies each sequence by its length, which no flag of the hosts does; their average stays",
 }
@@ -74,7 +76,7 @@ UNSERVED = {
     "mask_truncated_completions": ("false", "drops truncated responses from the loss; nothing here does."),
 }
 """Keys that mask the loss and that nothing here reads: TRL's default, and what another value does."""
-READ = (*KEYS, *OF_LOSS, *CLIPS, *UNSERVED)
+READ = (*KEYS, *OF_LOSS, *OWN_KEYS, *CLIPS, *UNSERVED)
 SOURCES = {
     "weight.level": (MODE,),
     "weight.bound": (CORRECTION, MODE),
@@ -85,6 +87,7 @@ SOURCES = {
     "objective.surrogate": ("loss_type",),
     "objective.ratio": ("importance_sampling_level",),
     "objective.unbiased_kl": ("beta", UNBIASED),
+    **{f"objective.{ours}": (key,) for keys in OWN.values() for ours, key in keys.items()},
 }
 
 
@@ -111,12 +114,12 @@ def translate(text: str, behind: Sequence[str] = (), asked: Asked = ASKED) -> Tr
             f"nothing to translate: none of {', '.join(KEYS)} in it; TRL corrects by default with {USE_VLLM}: true, so "
             f"put {USE_VLLM}=true behind the file if the script sets it"
         )
-    refuse_open({key: given[key] for key in given if key in (*KEYS, *OF_LOSS)}, {})
+    refuse_open({key: given[key] for key in given if key in (*KEYS, *OF_LOSS, *OWN_KEYS)}, {})
     weight = _weight(given)
     mis = ({"weight": weight} if weight else {}) | _masked(given)
     if not mis:
         said.prove_nothing()
-    mis |= _objective(given)
+    mis |= _objective(given, weight)
     sources = {path: keys for path, keys in SOURCES.items() if path.partition(".")[0] in mis}
     notes = (*said.notes, *_of_correction(given, weight), *_of_loss(given, mis))
     return Translation("TRL's GRPOConfig", given, mis | {"metrics": "watch"}, sources, notes)
@@ -169,22 +172,24 @@ def _masked(given: Mapping[str, Any]) -> dict[str, Any]:
     return {"opsm": {"delta": number(given[DELTA], DELTA), "advantage": "sequence", "reference": reference}}
 
 
-def _objective(given: Mapping[str, Any]) -> dict[str, Any]:
-    """CISPO's loss, which not every host has a flag for; other losses are flags, told in notes."""
-    loss = choice(given.get("loss_type", "dapo"), "loss_type", (*LOSSES, *LACKING))
-    if loss in LACKING:
-        raise ConfigError(
-            f"loss_type: {loss}: {LACKING[loss]}; for the rest, put loss_type=dapo behind the file"
-        )
-    if loss != "cispo":
+def _objective(given: Mapping[str, Any], weight: Mapping[str, Any] | None) -> dict[str, Any]:
+    """CISPO, SAPO or VESPO, for which not every host has a flag; other losses are flags, told in notes."""
+    loss = choice(given.get("loss_type", "dapo"), "loss_type", LOSSES)
+    if strays := [key for key in OWN_KEYS if key in given and key not in OWN.get(loss, {}).values()]:
+        raise ConfigError(f"{strays[0]}: has no effect with loss_type: {loss}; drop it")
+    if loss not in OWN:
         return {}
-    objective = {
-        "surrogate": "cispo",
-        "old": "proximal",
-        "ratio": _level(given),
-        "unbiased_kl": _unbiased(given),
+    if loss == "vespo" and weight:
+        raise ConfigError(
+            "loss_type: vespo: TRL multiplies the bounded ratios into VESPO's weight of a sequence, and here a weight "
+            f"multiplies the loss; put {CORRECTION}=false behind the file for VESPO alone, or take the preset vespo, "
+            "which compares pi_theta with the engine itself"
+        )
+    ratio = {"ratio": _level(given, ("token",) if loss == "vespo" else LEVELS)}
+    own = {name: number(given[key], key) for name, key in OWN[loss].items() if key in given}
+    return {
+        "objective": {"surrogate": loss, "old": "proximal", "unbiased_kl": _unbiased(given)} | ratio | own
     }
-    return {"objective": objective}
 
 
 def _unbiased(given: Mapping[str, Any]) -> bool:
@@ -196,8 +201,8 @@ def _coefficient(given: Mapping[str, Any]) -> float:
     return number(given.get("beta") or 0.0, "beta")
 
 
-def _level(given: Mapping[str, Any]) -> str:
-    return choice(given.get("importance_sampling_level", "token"), "importance_sampling_level", LEVELS)
+def _level(given: Mapping[str, Any], levels: tuple[str, ...] = LEVELS) -> str:
+    return choice(given.get("importance_sampling_level", "token"), "importance_sampling_level", levels)
 
 
 # What the file does not hold.
