@@ -104,8 +104,8 @@ def policy_term(
     """
     log_r, usable = target_log_ratio(target, old, ragged.loss_mask)
     or_0 = lambda x: torch.where(usable, widened(x), 0)  # noqa: E731
-    constants = (or_0(x.detach()) for x in (old, advantages, factor))
-    operands = Operands(usable, or_0(target), log_r, *constants, config)
+    fixed = lambda x: or_0(x.detach())  # noqa: E731
+    operands = Operands(usable, or_0(target), log_r, fixed(old), fixed(advantages), fixed(factor), config)
     term = term_of(config.surrogate, config.ratio)(operands, ragged, clip)
     if not config.kl_tau:
         return term

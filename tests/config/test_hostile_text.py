@@ -188,13 +188,13 @@ PLACES = {
         *(f"algorithm.rollout_correction.{name}" for name in verl.KNOWN),
         *(
             f"actor_rollout_ref.actor.{name}"
-            for name in (*verl.WIDTHS, "policy_loss.loss_mode", "loss_agg_mode")
+            for name in (*verl.WIDTHS, *verl.TAUS, "policy_loss.loss_mode", "loss_agg_mode")
         ),
         "trainer.use_v1",
     ],
-    "from-ms-swift": [*ms_swift.KEYS, *ms_swift.OF_KL, *ms_swift.OF_CLIP],
+    "from-ms-swift": [*ms_swift.KEYS, *ms_swift.OF_KL, *ms_swift.OF_CLIP, *ms_swift.TAUS],
     "from-areal": [
-        *(f"actor.{name}" for name in (*areal.KNOWN, *areal.UNSERVED)),
+        *(f"actor.{name}" for name in (*areal.KNOWN, *areal.OF_SAPO, *areal.UNSERVED)),
         *(f"actor.rejection_sampling.{name}" for name in areal.DEFAULTS),
         "rollout.max_head_offpolicyness",
     ],

@@ -335,8 +335,11 @@ def test_prime_rls_losses_by_formula(surrogate: str):
     spec = Spec(surrogate, low=0.1, high=0.15, dual=1e4, kl_tau=0.02)
     batch = [replace(x, factor=[1.0] * len(x.factor)) for x in clear_responses(4, spec)]
     slopes = [
-        [prime_rl_slope(*token, spec) * valid for *token, valid in rows]
-        for rows in (zip(x.target, x.old, x.advantages, x.mask, strict=True) for x in batch)
+        [
+            prime_rl_slope(target, old, advantage, spec) * valid
+            for target, old, advantage, valid in zip(x.target, x.old, x.advantages, x.mask, strict=True)
+        ]
+        for x in batch
     ]
     target = flat(batch, "target").requires_grad_()
     term = term_of(batch, spec, target)
@@ -372,9 +375,8 @@ def test_gmpo_of_one_token_is_the_clip_of_its_log_ratio():
     """At widths log(0.8) and log(1.28), GMPO and PPO's clip of one token are one loss."""
     batch = [x for seed in range(9) for x in clear_responses(seed, Spec())]
     single = [replace(x, **{k: v[:1] for k, v in vars(x).items()}) for x in batch if x.mask[:1]]
-    widths = {"low": -math.log(0.8), "high": math.log(1.28)}
     found = []
-    for spec in (Spec(), Spec("gmpo", **widths)):
+    for spec in (Spec(), Spec("gmpo", low=-math.log(0.8), high=math.log(1.28))):
         target = flat(single, "target").requires_grad_()
         term = term_of(single, spec, target)
         found.append((term.loss.detach(), term.clipped, *torch.autograd.grad(term.loss.sum(), target)))

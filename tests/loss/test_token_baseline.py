@@ -107,11 +107,12 @@ def test_tokens_that_were_certain_have_no_gradient_and_no_baseline() -> None:
 
 def test_what_lies_under_the_mask_does_not_count() -> None:
     batch = random_batch(3)
-    hidden = [
-        Response(
-            *([v if m else math.nan for v, m in zip(row, x.mask, strict=True)]
-              for row in (x.reward, x.log_prob, x.squares, x.weight)), x.mask, x.group,
-        )
-        for x in batch
-    ]  # fmt: skip
+    hidden = []
+    for x in batch:
+        rows = {name: getattr(x, name) for name in ("reward", "log_prob", "squares", "weight")}
+        poisoned = {
+            name: [v if valid else math.nan for v, valid in zip(row, x.mask, strict=True)]
+            for name, row in rows.items()
+        }
+        hidden.append(Response(**poisoned, mask=x.mask, group=x.group))
     assert torch.equal(ours(hidden), ours(batch))

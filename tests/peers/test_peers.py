@@ -884,7 +884,7 @@ def test_sapo(level: str, batch: Rows, taus: dict):
     """TRL's and ms-swift's, of tokens and sequences, and AReaL's, which compares with the rollout engine."""
     clean = ours(batch, {"weight": None})
     trls = {f"sapo_temperature_{name[4:]}": value for name, value in taus.items()}
-    ratio = {"importance_sampling_level": level}
+    ratio: dict[str, Any] = {"importance_sampling_level": level}
     judges: list[tuple[str, Callable[[Tensor], Tensor]]] = [
         (
             "proximal",
@@ -963,10 +963,10 @@ def test_verl_token_baseline(batch: Rows, weigh: bool, seed: int):
     weights = batch.log_ratio.exp() if weigh else None
     theirs = verl.token_advantages(batch, rewards, squares, groups, weights)
     flat = lambda x: torch.cat([row[:n] for row, n in zip(x, batch.batch.response_lengths, strict=True)])  # noqa: E731
-    rows_of = [flat(x) for x in (rewards, batch.proximal, squares)]
     own = token_advantages(
-        *rows_of, batch.ragged, torch.tensor(groups), None if weights is None else flat(weights)
-    )
+        flat(rewards), flat(batch.proximal), flat(squares), batch.ragged, torch.tensor(groups),
+        None if weights is None else flat(weights),
+    )  # fmt: skip
     assert_all_close(batch.padded(own), theirs, 1e-9, "advantage", atol=1e-9)
 
 

@@ -203,7 +203,7 @@ def _translated(draft: Draft, text: str) -> Translation:
         draft.notes.append(verl_presets.NOTE)
     _weigh(draft)
     _reject(draft)
-    _of_mode(draft) if given.get(LOSS_MODE) in LOSS_MODES else _bypass(draft)
+    _of_mode(draft) if LOSS_MODE in given else _bypass(draft)
     _normalize(draft)
     _finish(draft)
     notes = tuple(dict.fromkeys(draft.notes))
@@ -343,7 +343,7 @@ def _given(settings: Mapping[str, Any], behind: Mapping[str, Any]) -> dict[str, 
     mode = given.get(LOSS_MODE)
     if MODE_PATH in behind:
         choice(mode, LOSS_MODE, (*LOSS_MODES, *OTHER_LOSSES))
-    read = LOSS_MODES[mode][1] if mode in LOSS_MODES else ()
+    read = LOSS_MODES[mode][1] if isinstance(mode, str) and mode in LOSS_MODES else ()
     for key in (*WIDTHS, *TAUS):
         if SHORT[key] in behind and key not in read:
             modes = " or ".join(name for name, (_, keys) in LOSS_MODES.items() if key in keys)

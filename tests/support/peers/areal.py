@@ -73,7 +73,7 @@ def sapo_loss(batch: Rows, target: Tensor, old: Tensor, level: str, **taus: floa
     )[0]  # fmt: skip
 
 
-def sapo_defaults() -> dict[str, float]:
+def sapo_defaults() -> dict[str, Any]:
     """What its actor's config sets where the user sets nothing."""
     fields = {field.name: field.default for field in dataclasses.fields(load(CONFIG).PPOActorConfig)}
     return {name: fields[f"sapo_{name}"] for name in ("tau_pos", "tau_neg")}
