@@ -104,8 +104,8 @@ class DecodeEngine:
                 tokens[row].append(token)
                 log_probs[row].append(log_prob)
             if drawn.named is not None:
-                for row, *pair in zip(drawn.numbers, *drawn.named, strict=True):
-                    named[row].append((pair[0], pair[1]))
+                for row, ids, scores in zip(drawn.numbers, *drawn.named, strict=True):
+                    named[row].append((ids, scores))
         made = zip(tokens, log_probs, decoding.routes or [None] * len(prompts), named, strict=True)
         return [
             Generation(tuple(row), tuple(scores), self.version, routes, named=_joined(heads))

@@ -166,7 +166,7 @@ def shard(args: Namespace, state: ParallelState, rollout: Rollout) -> RolloutDat
         versions
         | ({} if routes is None else {ROUTES: routes})
         | _kept(samples)
-        | ({name: [getattr(sample, name) for sample in samples] for name in _named(args)})
+        | {name: [getattr(sample, name) for sample in samples] for name in _named(args)}
         | {
             "tokens": tokens,
             "total_lengths": [len(sequence) for sequence in tokens],
