@@ -26,8 +26,7 @@ import yaml
 
 from lab.experiments.runner import Arm, in_ranks, made_with, parsed, run_arms, this_code
 from lab.host.cli.arguments import parse_args
-from lab.host.report import write_json
-from lab.provenance import markdown_table, write_record
+from lab.provenance import markdown_table, write_json, write_record
 
 PROGRAM = "bash scripts/experiment-async-weights.sh"
 RECIPE = (

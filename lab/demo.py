@@ -21,8 +21,9 @@ from lab.experiments.runner import made_with
 from lab.host.cli.arguments import parse_args
 from lab.host.folders import CURVES, METRICS, SUMMARY, unused
 from lab.host.loop import run_rank
-from lab.host.report import PANELS, MetricsLog, draw_histories, in_words, write_json
+from lab.host.report import PANELS, MetricsLog, draw_histories, in_words
 from lab.host.train.parallel import launch
+from lab.provenance import write_json
 from mis_plugins.shared.numerals import whole
 from mis_plugins.shared.shell import add_version
 

@@ -34,7 +34,6 @@ from typing import Any
 
 import torch
 
-from lab.host.report import write_json
 from lab.ladder import picture, shipped
 from lab.ladder.dialogues import TURN_LENGTH, TURNS, Chat, drawn_tool_turns, tool_turns
 from lab.ladder.page import page
@@ -43,7 +42,7 @@ from lab.ladder.rollouts import Amount, Rollouts, commits, start_engine, start_t
 from lab.ladder.rungs import RUNGS, USUAL, Rung, write_rollout_weights
 from lab.ladder.statistics import by_turn, summary
 from lab.ladder.workloads import ChatSettings, Settings, Workload, chats, responses
-from lab.provenance import parser_of, provenance
+from lab.provenance import parser_of, provenance, write_json
 from mis_plugins.errors import UserError
 from mis_plugins.shared.numerals import count
 from true_on_policy.contract.model_config import check_model

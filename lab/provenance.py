@@ -6,6 +6,7 @@ import importlib.metadata
 import json
 import os
 import platform
+import re
 import shlex
 import sys
 from argparse import ArgumentParser, ArgumentTypeError, RawDescriptionHelpFormatter
@@ -18,6 +19,7 @@ from mis_plugins.shared.provenance import REPOSITORY, commit, cpu_lines, cpu_nam
 from mis_plugins.shared.terminal import steered
 
 T = TypeVar("T")
+NUMBERS = re.compile(r'\[\n[^][{}"]*]')  # a list without texts, as `json.dumps` writes it over lines
 MEASURED = ("mis_plugins", "true_on_policy", "lab", ":!lab/host", ":!lab/results")
 
 
@@ -35,8 +37,14 @@ def markdown_table(headings: Sequence[str], rows: Iterable[Sequence[object]]) ->
 def write_record(path: Path, content: Mapping[str, Any], text: str) -> None:
     """Write a record to `path` as JSON for programs, and to a .md beside it for people, each whole or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_text(path, json.dumps(content, indent=1) + "\n")
+    write_json(path, content)
     write_text(path.with_suffix(".md"), text)
+
+
+def write_json(path: Path, content: Mapping[str, Any]) -> None:
+    """Write a JSON file that is complete whenever it exists, a list of numbers on one line."""
+    text = json.dumps(content, indent=1)
+    write_text(path, NUMBERS.sub(lambda found: f"[{' '.join(found[0][1:-1].split())}]", text) + "\n")
 
 
 def provenance(checkouts: dict[str, Path] | None = None) -> dict[str, str]:

@@ -32,8 +32,7 @@ from torch.multiprocessing.spawn import ProcessContext, ProcessExitedException, 
 
 from lab.host.cli.arguments import parse_args
 from lab.host.folders import set_aside
-from lab.host.report import write_json
-from lab.provenance import as_given, committed_tree, measured_with
+from lab.provenance import as_given, committed_tree, measured_with, write_json
 from mis_plugins.shared.numerals import count, whole
 from mis_plugins.shared.shell import INTERRUPTED, add_version
 

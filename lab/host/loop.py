@@ -45,6 +45,7 @@ from lab.host.train.loss import LOSSES
 from lab.host.train.parallel import ParallelState, StopSignal, initialize
 from lab.host.train.trainer import RolloutData, Trainer
 from lab.host.train.warm_start import WarmStart
+from lab.provenance import write_json
 from mis_plugins.hosts.step_report import RECORDER
 from mis_plugins.shared.shell import Unread
 
@@ -122,7 +123,7 @@ def recording(args: Namespace, first_rollout: int) -> Iterator[Callable[[Row], N
         records = log.read()
         summary = {**report.summarize(records), **asynchronous_summary(records)}
         summary |= {"status": status, "arguments": arguments}
-        report.write_json(folder / SUMMARY, summary)
+        write_json(folder / SUMMARY, summary)
         report.draw_histories({folder.name: records}, folder / CURVES)
 
 

@@ -83,11 +83,6 @@ class MetricsLog:
         write_text(self.path, "".join(json.dumps(record) + "\n" for record in kept))
 
 
-def write_json(path: Path, content: Mapping[str, Any]) -> None:
-    """Write a JSON file that is complete whenever it exists."""
-    write_text(path, json.dumps(content, indent=2) + "\n")
-
-
 def summarize(records: Sequence[Mapping[str, Any]]) -> Summary:
     """The numbers of a whole run."""
     trainer_start, trainer_final = _start_and_final(records, "eval_trainer")
