@@ -58,7 +58,7 @@ class NamedTokens:
             )
         named = cls.none(positions, k)
         for position, row in enumerate(rows):
-            for place, (log_prob, token, *_) in enumerate((row or ())[:k]):
+            for place, (log_prob, token, *_) in enumerate(list(row or [])[:k]):
                 named.ids[position, place], named.log_probs[position, place] = token, log_prob
         return named
 
