@@ -141,7 +141,7 @@ def slime(monkeypatch: pytest.MonkeyPatch, *calls: Sequence[int]) -> list[dict[s
     async def post(url: str, payload: dict[str, Any], headers: Any = None) -> dict[str, Any]:
         requests.append(payload)
         positions = left.pop(0)
-        meta = {"weight_versions": spans([1] * len(positions))} if positions else {}
+        meta: dict[str, Any] = {"weight_versions": spans([1] * len(positions))} if positions else {}
         if k := payload.get("top_logprobs_num"):
             meta["output_top_logprobs"] = [row(position)[:k] for position in positions]
         return {"positions": positions, "meta_info": meta}
@@ -251,7 +251,8 @@ def test_a_step_of_the_hosts_trainer_is_centered(
     host = stand_in_hosts.load(LAYOUTS[name], monkeypatch)
     samples = [drawn(numbering, positions, i) for i, positions in enumerate(([0, 1], [4], [2]))]
     notes = numbering.noted(samples, scored=False, named=True)
-    data = stand_in_hosts.data_of(samples) | {host.layout.needs.notes: notes}
+    data: dict[str, Any] = stand_in_hosts.data_of(samples)
+    data[host.layout.needs.notes] = notes
     init = "mis_plugins.mis.carry_versions"
     answers = trained(host, data, mis=CENTER | {"metrics": "full"}, custom_megatron_init_path=init, **LOSS)
     assert data[HEAD_IDS][0].tolist() == expected(0, 1)[0], "the host dumps what it trained on"

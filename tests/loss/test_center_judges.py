@@ -9,6 +9,7 @@ prime-rl 349283dbb, src/prime_rl/trainer/rl/score_centering.py.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -60,11 +61,11 @@ def prime(p_a: Tensor, p_head: Tensor, q_a: Tensor, q_head: Tensor) -> Tensor:
 
 
 JUDGES: dict[str, tuple[Judge, WeightConfig | None]] = {
-    "miles none": (lambda *given: miles(*given, one), None),
-    "miles tis": (lambda *given: miles(*given, tis), WeightConfig("token", "truncate", upper=2.0)),
-    "vime tis": (lambda *given: miles(*given, tis), WeightConfig("token", "clip", lower=0.0, upper=2.0)),
-    "miles mis": (lambda *given: miles(*given, mis), WeightConfig("token", "zero", lower=0.5, upper=5.0)),
-    "vime icepop": (lambda *given: miles(*given, mis), WeightConfig("token", "mask", lower=0.5, upper=5.0)),
+    "miles none": (partial(miles, f=one), None),
+    "miles tis": (partial(miles, f=tis), WeightConfig("token", "truncate", upper=2.0)),
+    "vime tis": (partial(miles, f=tis), WeightConfig("token", "clip", lower=0.0, upper=2.0)),
+    "miles mis": (partial(miles, f=mis), WeightConfig("token", "zero", lower=0.5, upper=5.0)),
+    "vime icepop": (partial(miles, f=mis), WeightConfig("token", "mask", lower=0.5, upper=5.0)),
     "prime-rl": (prime, None),
 }
 

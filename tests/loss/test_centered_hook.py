@@ -23,6 +23,7 @@ from megatron.core import parallel_state as mpu
 from megatron.core import tensor_parallel
 from tolerances import normalized_rtol
 from torch import Tensor
+from torch.distributed import ProcessGroup
 from torch.distributed.nn.functional import all_reduce
 
 import lab.host  # noqa: F401  (registers the embedded host)
@@ -196,7 +197,9 @@ def gathered_scores(given: Namespace, batch: dict[str, Any], logits: Tensor) -> 
     targets = torch.cat(batch["unconcat_tokens"])[rows[here] + 1]
     found = -tensor_parallel.vocab_parallel_cross_entropy(scored, targets)
     every = torch.zeros(len(rows)).index_copy(0, here, found) + 0 * logits.sum()
-    every = all_reduce(every, group=mpu.get_context_parallel_group())
+    group = mpu.get_context_parallel_group()
+    assert isinstance(group, ProcessGroup)
+    every = all_reduce(every, group=group)
     layout = pack(batch["unconcat_tokens"], LENGTHS, rank, cp)
     return list(every[layout.response_index].split(layout.local_lengths)), None
 
@@ -279,7 +282,7 @@ def test_a_larger_head_is_cut_to_its_likeliest(one_process: None) -> None:
         [Position(x.logits, x.engine, x.sampled, x.head[:3]) for x in batch.positions(i)]
         for i in range(len(LENGTHS))
     ]
-    batch.positions = lambda i: small[i]
+    batch.positions = lambda sequence: small[sequence]
     assert error(gradient, wanted(batch, None)) < 1e-6
 
 

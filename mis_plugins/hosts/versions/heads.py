@@ -50,7 +50,7 @@ class NamedTokens:
         Raises:
             InputError: the engine named no tokens for these positions.
         """
-        rows = meta_info.get("output_top_logprobs") or []
+        rows: Sequence[Any] = meta_info.get("output_top_logprobs") or ()
         if len(rows) != positions:
             raise InputError(
                 f"meta_info: output_top_logprobs of {len(rows)} tokens, and the answer has {positions}; mis.center "
@@ -58,7 +58,7 @@ class NamedTokens:
             )
         named = cls.none(positions, k)
         for position, row in enumerate(rows):
-            for place, (log_prob, token, *_) in enumerate((row or ())[:k]):
+            for place, (log_prob, token, *_) in enumerate(list(row or [])[:k]):
                 named.ids[position, place], named.log_probs[position, place] = token, log_prob
         return named
 
