@@ -166,6 +166,7 @@ VERSIONED = (
     "-m lab.host",
     "-m lab.demo",
     "-m lab.async_weights",
+    "-m lab.centered",
     "-m true_on_policy",
 )
 
