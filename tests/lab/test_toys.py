@@ -7,7 +7,9 @@ import math
 from pathlib import Path
 
 import pytest
+from commands import ran
 
+from lab import centered
 from lab.async_weights import FULL, command_line
 from lab.demo import RUNS
 from lab.demo import command_line as command_line_of_demo
@@ -107,3 +109,12 @@ def test_equal_configs_give_equal_runs(runs: dict[str, dict[str, float]]) -> Non
         for other in others:
             assert all(runs[first][key] == runs[other][key] for key in NUMBERS), (first, other)
     assert any(runs["tis"][key] != runs["uncorrected"][key] for key in NUMBERS)
+
+
+def test_the_experiment_of_centering_runs(tmp_path: Path):
+    places = "--runs", tmp_path / "runs", "--results", tmp_path
+    done = ran("-m", "lab.centered", "--smoke", "--seeds", 0, *places)
+    assert done.returncode == 0, done.stderr
+    rows = json.loads((tmp_path / "centered.json").read_text())["rows"]
+    assert [row["arm"] for row in rows] == list(centered.ARMS)
+    assert all(f"| {name} |" in (tmp_path / "centered.md").read_text() for name in centered.ARMS)
