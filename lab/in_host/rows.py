@@ -65,7 +65,8 @@ class Row:
         flags: words that follow the launch script's words.
         dropped: flags of the launch script that the row leaves out, each with the number of words after it.
         loss: how the step's loss follows from weights: `tis`, `uncorrected` where nothing corrects, a name in
-            `BY_VERSION`, `kept` with the mean over kept tokens, or `objective` with the config's surrogate and OPSM.
+            `BY_VERSION`, `kept` with the mean over kept tokens, `objective` with the config's surrogate and OPSM, or
+            `centered` with the surrogate less its mean over the tokens that the engine names.
         train: the host's script.
         fsdp: whether Miles trains with FSDP, one rank a share of the data, in place of Megatron.
         rollouts: the recorded rollouts of `rollouts/` that the trainer takes in place of an engine's; None
@@ -114,7 +115,7 @@ class Row:
     @property
     def launched_with(self) -> str:
         """Name the config that the launch script checks for the TIS hook; the row's own config wins."""
-        return "token.yaml" if self.loss in ("objective", *BY_VERSION) else self.config
+        return "token.yaml" if self.loss in ("objective", "centered", *BY_VERSION) else self.config
 
     @property
     def stale(self) -> bool:
@@ -235,6 +236,8 @@ ROWS: tuple[Row, ...] = (
     *_resplit("-planted", "different", "--custom-megatron-init-path", "lab.in_host.batch_dependence.init"),
     *_both("tis-cp2", sizes=Sizes(context=2)),
     *_both("policy-loss", flags=LOSS_HOOK, dropped=_BY_LOSS),
+    *_both("centered", "centered.yaml", Sizes(steps=10), flags=(*LOSS_HOOK, *CARRIED), dropped=_BY_LOSS,
+           loss="centered"),
     *_both("report-step", "all_metrics.yaml", flags=(*REPORT, *TENSORBOARD), log_holds=("mis_step/",),
            curves=("tensorboard",)),
     *_both("turns", "all_metrics.yaml", flags=(*REPORT, "--custom-rm-path", "lab.in_host.reward.score_a_dialogue"),

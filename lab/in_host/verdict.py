@@ -37,6 +37,9 @@ ROUTED, REPLAYED = f"{STEP}route_differs", f"{STEP}route_unequal"
 ROUTED_LIMIT = 0.1
 """Share of rows that trainer and engine may route differently: 0.7 to 1.2 % were seen with 8 experts in bf16."""
 GRADIENT = 1e-9
+CENTERED, CENTER = "centered", ("missing", "target_mass", "behavior_mass", "tail_ratio", "drift", "size")
+TAIL = 0.05
+"""How far the tail's mass of the trainer may lie from the engine's, where both hold equal bf16 weights."""
 WEIGHT_RELATIVE, WEIGHT_ABSOLUTE = 1e-4, 1e-8
 """Tolerances of weights: both sides start from the dump's float32 log-probs, and weights are float32."""
 
@@ -198,7 +201,10 @@ def _of_the_step(record: Mapping[str, Any]) -> Iterator[Line]:
         yield Line("versions in the dump", "of every token", "none", False)
         return
     expected = Expected(batches, record["config"], record["loss"], record.get("flags", ()))
-    yield _close(f"loss of step {number}", expected.loss(), metrics.get("train/loss"))
+    if record["loss"] == CENTERED:
+        yield from _centered(expected.loss(), metrics, number)
+    else:
+        yield _close(f"loss of step {number}", expected.loss(), metrics.get("train/loss"))
     yield from _of_the_objective(expected, metrics, number)
     if record["loss"] in BY_VERSION:
         yield from _weights_by_age(batches, record, metrics, number)
@@ -216,6 +222,23 @@ def _of_the_step(record: Mapping[str, Any]) -> Iterator[Line]:
     yield from _of_the_filter(record, batches, number)
     yield from _exact(expected, metrics, number)
     yield from _of_the_curves(record)
+
+
+def _centered(uncentered: float, metrics: Mapping[str, float], number: int) -> Iterator[Line]:
+    """Check that the engine named a head for each token, and that the loss moved by no more than what was subtracted.
+
+    The dump holds no head, so that the loss itself has no oracle here; tests/loss/test_centering.py has one.
+    """
+    found = {name: metrics.get(f"train/mis_center_{name}", math.nan) for name in CENTER}
+    yield _equal(f"share of tokens of step {number} without a head", 0.0, found["missing"])
+    for name in ("target_mass", "behavior_mass"):
+        yield Line(f"{name} of the head in step {number}", "above 0, at most 1", f"{found[name]:.4g}",
+                   0 < found[name] <= 1 + RELATIVE)  # fmt: skip
+    yield Line(f"tail ratio of step {number}", f"1, to {TAIL:g}", f"{found['tail_ratio']:.6g}",
+               abs(found["tail_ratio"] - 1) <= TAIL)  # fmt: skip
+    yield Line(f"drift of step {number}", "above 0", f"{found['drift']:.3g}", 0 < found["drift"] < math.inf)
+    moved = abs(metrics.get("train/loss", math.nan) - uncentered)
+    yield _at_most(f"what centering moves the loss of step {number} by", moved, found["size"] + ABSOLUTE)
 
 
 def _of_the_objective(expected: Expected, metrics: Mapping[str, float], number: int) -> Iterator[Line]:
@@ -365,7 +388,7 @@ class Expected:
         for batch, corrected in zip(self.batches, self.corrected, strict=True):
             for i, row in enumerate(batch):
                 factors = self._factors(row, corrected.weights[i], corrected.keep[i])
-                if self.kind in ("objective", NEXT):
+                if self.kind in ("objective", CENTERED, NEXT):
                     total += self._surrogate(row, factors)
                     continue
                 counted = corrected.keep[i] if self.kind == "kept" else row.mask
