@@ -229,7 +229,7 @@ def _centered(uncentered: float, metrics: Mapping[str, float], number: int) -> I
 
     The dump holds no head, so that the loss itself has no oracle here; tests/loss/test_centering.py has one.
     """
-    found = {name: metrics.get(f"train/mis_center_{name}", math.nan) for name in CENTER}
+    found = {name: metrics.get(f"train/center_{name}", math.nan) for name in CENTER}
     yield _equal(f"share of tokens of step {number} without a head", 0.0, found["missing"])
     for name in ("target_mass", "behavior_mass"):
         yield Line(f"{name} of the head in step {number}", "above 0, at most 1", f"{found[name]:.4g}",
