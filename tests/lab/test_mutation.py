@@ -91,7 +91,8 @@ FATES = ("killed", "survived", "too slow", "survived")
 
 def test_an_unknown_file_is_refused() -> None:
     with pytest.raises(
-        SystemExit, match=r"no\.py: no such file of correction, config/terms, .*; choose from m2po\.py, opsm\.py, pipe"
+        SystemExit,
+        match=r"no\.py: no such file of correction, config/terms, .*; choose from m2po\.py, opsm\.py, pipe",
     ):
         mutation.sources(["no.py"])
 
