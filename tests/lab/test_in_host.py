@@ -476,6 +476,17 @@ def test_a_recorded_run_holds(name: str) -> None:
     assert [line for line in verdict.judge(RECORDS[name]) if not line.holds] == []
 
 
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [("loss", 0.1), ("center_missing", 1e-3), ("center_target_mass", 1), ("center_behavior_mass", -1),
+     ("center_tail_ratio", 0.1), ("center_drift", -1)],
+)  # fmt: skip
+def test_each_line_on_centering_can_break(name: str, change: float) -> None:
+    record = copy.deepcopy(RECORDS["slime-centered"])
+    record["steps"][record["recorded"]]["metrics"][f"train/{name}"] += change
+    assert len([line for line in verdict.judge(record) if not line.holds]) == 1
+
+
 def test_an_archive_holds_the_bytes_of_its_records_and_takes_the_newer(tmp_path: Path) -> None:
     folder, archive = tmp_path / "loose", tmp_path / "packed.tar.xz"
     folder.mkdir()
@@ -659,8 +670,8 @@ def test_a_launch_script_checks_a_config_of_its_own_hook() -> None:
 
     for row in ROWS:
         given = yaml.safe_load((run_in_host.CONFIGS / row.launched_with).read_text())
-        assert not {"opsm", "objective", "segment_wise"} & set(given.get("mis") or {}), row.name
-        needs_loss_hook = row.loss in ("objective", *by_version.BY_VERSION)
+        assert not {"opsm", "objective", "segment_wise", "center"} & set(given.get("mis") or {}), row.name
+        needs_loss_hook = row.loss in ("objective", "centered", *by_version.BY_VERSION)
         assert needs_loss_hook == (row.launched_with != row.config)
 
 
