@@ -65,8 +65,8 @@ class Row:
         flags: words that follow the launch script's words.
         dropped: flags of the launch script that the row leaves out, each with the number of words after it.
         loss: how the step's loss follows from weights: `tis`, `uncorrected` where nothing corrects, a name in
-            `BY_VERSION`, `kept` with the mean over kept tokens, `objective` with the config's surrogate and OPSM, or
-            `centered` with the surrogate less its mean over the tokens that the engine names.
+            `BY_VERSION`, `kept` with the mean over kept tokens, or `objective` with the config's surrogate and OPSM.
+            `centered` is REINFORCE less its mean over the tokens that the engine names.
         train: the host's script.
         fsdp: whether Miles trains with FSDP, one rank a share of the data, in place of Megatron.
         rollouts: the recorded rollouts of `rollouts/` that the trainer takes in place of an engine's; None
