@@ -37,7 +37,7 @@ from mis_plugins.config.families import header
 from mis_plugins.config.file import STDIN, keys_of, text_of
 from mis_plugins.config.loading import WATCHING, file_of, load, presets, read_keys, watching
 from mis_plugins.config.model import CorrectionConfig
-from mis_plugins.errors import ConfigError, UserError
+from mis_plugins.errors import ConfigError, UserError, cut
 from mis_plugins.explain import rungs
 from mis_plugins.explain.formula import formula
 from mis_plugins.explain.launch import command as launch
@@ -48,7 +48,7 @@ from mis_plugins.hosts import checks, ownership
 from mis_plugins.hosts.arguments import recorded, surprises
 from mis_plugins.hosts.host import Host
 from mis_plugins.hosts.registry import every_host
-from mis_plugins.shared.numerals import count, cut
+from mis_plugins.shared.numerals import count
 from mis_plugins.shared.shell import REFUSED, Gone, add_version, is_foreign, not_installed
 from mis_plugins.shared.terminal import print_error, printable
 

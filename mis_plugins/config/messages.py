@@ -18,6 +18,9 @@ NOTHING = (
     "--custom-config-path $(python -m mis_plugins config path tis); `config list --family start` has the others"
 )
 
+OTHERS = ("m2_threshold", "opsm", "objective", "center", "group_baseline")
+"""Keys of `mis:` that change a loss, weight and rules aside."""
+
 
 def correcting_keys(args: Any, config: CorrectionConfig) -> list[str]:
     """The user's names of what would change a loss: parts of `config`, and flat switches that are unread."""
@@ -27,9 +30,7 @@ def correcting_keys(args: Any, config: CorrectionConfig) -> list[str]:
     weighs = [names.get("weight", nested)] if config.weight else []
     rules = [key for key in ("use_rs", "use_mask", "rs_veto_threshold") if getattr(args, key, None)]
     rules = rules or ["mis.reject"] * bool(config.reject)
-    others = [
-        names.get(part, f"mis.{part}") for part in ("opsm", "objective") if getattr(config, part) is not None
-    ]
+    others = [names.get(part, f"mis.{part}") for part in OTHERS if getattr(config, part) is not None]
     return weighs + rules + others
 
 

@@ -5,9 +5,7 @@ from __future__ import annotations
 import math
 from argparse import ArgumentTypeError
 
-from mis_plugins.errors import LARGEST, cut, shown
-
-__all__ = ["count", "counts", "cut", "finite", "shown", "whole"]
+from mis_plugins.errors import LARGEST, shown
 
 
 def whole(text: str) -> int:

@@ -224,6 +224,13 @@ def test_flat_keys_are_what_an_error_of_a_hook_quotes():
         ({"mis": {"weight": {}, "reject": [{"upper": 2}]}}, ["mis.weight", "mis.reject"]),
         ({"mis": {"weight": None, "reject": [{"upper": 2}]}}, ["mis.reject"]),
         ({"mis": {"segment_wise": {}}}, ["mis.segment_wise"]),
+        ({"mis": {"m2_threshold": 0.04, "group_baseline": None}}, ["mis.m2_threshold"]),
+        ({"mis": {"m2_threshold": 0.04, "opsm": {"delta": 0.1}}}, ["mis.m2_threshold", "mis.opsm"]),
+        ({"mis": {"weight": {}, "group_baseline": "rloo"}}, ["mis.weight", "mis.group_baseline"]),
+        (
+            {"mis": {"center": {"top_k": 8}, "objective": {"surrogate": "reinforce", "old": "behavior"}}},
+            ["mis.objective", "mis.center"],
+        ),
         ({}, []),
     ],
 )

@@ -52,7 +52,7 @@ def kept(log_ratios: list[list[float]], threshold: float, masks: list[list[int]]
 
 
 def test_the_largest_squares_leave_whatever_their_sign_and_sequence() -> None:
-    """Of 0, 0.25, 1 and 4 the first three have a mean of 0.417, all four one of 1.3125."""
+    """The squares are 0, 0.25, 1 and 4. The mean of the smallest three is 0.417, and the mean of all four 1.3125."""
     rows = [[1.0, -2.0], [0.0, -0.5]]
     assert kept(rows, 0.5) == [True, False, True, True]
     assert kept(rows, 1.32) == [True] * 4

@@ -22,9 +22,9 @@ from tolerances import EPS, FINITE_STEP, WRITTEN, finite_difference_atol, float6
 from torch import Tensor
 
 from mis_plugins.config.model import ObjectiveConfig
+from mis_plugins.config.terms.surrogates import SURROGATES
 from mis_plugins.errors import ConfigError
 from mis_plugins.loss.objective import (
-    APART,
     ESTIMATORS,
     TERMS,
     Clip,
@@ -40,6 +40,7 @@ from mis_plugins.packing.ragged import Ragged, Ranks
 
 KINK = 1000 * FINITE_STEP  # so that a finite difference does not straddle one
 KL_TYPES = tuple(ESTIMATORS)
+APART = sorted(SURROGATES.keys() - {name for name, _ in TERMS})  # each in a file of its own
 EVERY_TERM = [
     *TERMS,
     *((name, ratio) for name in APART for ratio in import_module(f"mis_plugins.loss.{name}").TERMS),
@@ -515,7 +516,7 @@ def test_gspo_over_ranks_has_the_gradient_of_one(cp: int, tmp_path: Path):
 
 
 def test_other_sequence_objectives_over_ranks_have_the_gradient_of_one(tmp_path: Path):
-    """Those that make one number of a sequence, against one process, which the oracle judges above."""
+    """Surrogates of a whole sequence give on several ranks what they give in one process, which the oracle judges."""
     batch = random_responses(21, (9, 1, 20, 0, 13, 6))
     prompts, specs = [3, 30, 1, 5, 25, 8], [Spec("sapo", "sequence"), Spec("vespo"), Spec("gmpo")]
     every = run_ranks(

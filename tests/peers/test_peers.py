@@ -988,7 +988,7 @@ def test_areal_m2po(batch: Rows, threshold: float):
 @few
 @given(batch=rows(), level=st.sampled_from(["token", "sequence"]), action=st.sampled_from(["mask", "clamp"]))
 def test_areal_m2po_comes_before_rejection(batch: Rows, level: str, action: str):
-    """Its rejection sees the tokens that M2PO leaves, alone where it adds them up: the file through `from-areal`."""
+    """AReaL's rejection adds up the tokens that M2PO leaves, and so does what `from-areal` writes of its file."""
     block = {"level": level, "action": action, "upper": 1.2}
     text = yaml.safe_dump({"actor": {"m2_threshold": 0.04, "rejection_sampling": block}})
     mapping = {"reject": []} | dict(from_areal.translate(text).mis)

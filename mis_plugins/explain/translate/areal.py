@@ -16,7 +16,7 @@ from mis_plugins.config import reading, writing
 from mis_plugins.config.flat import spelled
 from mis_plugins.config.model import CorrectionConfig, ObjectiveConfig, SegmentWiseConfig, WeightConfig
 from mis_plugins.config.reading import number
-from mis_plugins.errors import ConfigError
+from mis_plugins.errors import ConfigError, shown
 from mis_plugins.explain.launch.words import Word
 from mis_plugins.explain.translate.script import (
     ASKED,
@@ -37,7 +37,6 @@ from mis_plugins.explain.translate.translation import (
     places,
     refuse_open,
 )
-from mis_plugins.shared.numerals import shown
 
 CAP, FLOOR, ENABLE = "behav_imp_weight_cap", "behav_imp_weight_floor", "enable_segment_wise_ppo"
 DECOUPLED, REJECTION = "use_decoupled_loss", "rejection_sampling"

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from mis_plugins.config.reading import number
-from mis_plugins.errors import ConfigError
+from mis_plugins.errors import ConfigError, cut, shown
 from mis_plugins.explain.launch.words import Word
 from mis_plugins.explain.translate.script import (
     ASKED,
@@ -31,7 +31,6 @@ from mis_plugins.explain.translate.translation import (
     refuse_open,
     truth,
 )
-from mis_plugins.shared.numerals import cut, shown
 
 MODE, THRESHOLD = "rollout_importance_sampling_mode", "rollout_importance_sampling_threshold"
 DELTA, METRICS = "off_policy_sequence_mask_delta", "log_rollout_offpolicy_metrics"

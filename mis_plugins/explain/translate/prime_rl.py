@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from mis_plugins.config.reading import number, suggest
-from mis_plugins.errors import ConfigError
+from mis_plugins.errors import ConfigError, cut, shown
 from mis_plugins.explain.translate.script import ASKED, Asked
 from mis_plugins.explain.translate.translation import (
     OVER_TOKENS,
@@ -20,7 +20,6 @@ from mis_plugins.explain.translate.translation import (
     load,
     places,
 )
-from mis_plugins.shared.numerals import cut, shown
 
 TABLES = ("trainer.loss", "loss")
 """Where the settings stand: in the toml of a whole run, and in the trainer's own."""

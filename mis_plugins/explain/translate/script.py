@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mis_plugins.config.file import text_of
-from mis_plugins.errors import ConfigError
+from mis_plugins.errors import ConfigError, cut
+from mis_plugins.errors import shown as quoted
 from mis_plugins.explain.launch.bash import PRINTS, RUN, Shell, one_line, parts_of
 from mis_plugins.explain.launch.words import (
     HOLE,
@@ -26,8 +27,6 @@ from mis_plugins.explain.launch.words import (
     word_of,
 )
 from mis_plugins.explain.translate.translation import Open, listed, load
-from mis_plugins.shared.numerals import cut
-from mis_plugins.shared.numerals import shown as quoted
 
 if TYPE_CHECKING:
     from tree_sitter import Node

@@ -12,9 +12,8 @@ import yaml
 from mis_plugins.config import reading, writing
 from mis_plugins.config.file import StrictLoader, parsed
 from mis_plugins.config.model import CorrectionConfig
-from mis_plugins.errors import ConfigError
+from mis_plugins.errors import ConfigError, cut, shown
 from mis_plugins.explain.words import flags
-from mis_plugins.shared.numerals import cut, shown
 from mis_plugins.shared.terminal import printable
 
 COLUMNS = 100

@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any
 
 from mis_plugins.config.reading import number
-from mis_plugins.errors import ConfigError
+from mis_plugins.errors import ConfigError, cut, shown
 from mis_plugins.explain.launch.words import Word
 from mis_plugins.explain.translate.script import (
     ASKED,
@@ -39,7 +39,6 @@ from mis_plugins.explain.translate.translation import (
     refuse_open,
     truth,
 )
-from mis_plugins.shared.numerals import cut, shown
 
 FAMILY = "vllm_importance_sampling_"
 USE_VLLM, CORRECTION, MODE = "use_vllm", f"{FAMILY}correction", f"{FAMILY}mode"

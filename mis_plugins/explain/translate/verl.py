@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from mis_plugins.config.reading import number, suggest
-from mis_plugins.errors import ConfigError
+from mis_plugins.errors import ConfigError, cut, shown
 from mis_plugins.explain.launch.words import Word
 from mis_plugins.explain.translate import verl_presets
 from mis_plugins.explain.translate.script import (
@@ -40,7 +40,6 @@ from mis_plugins.explain.translate.translation import (
     refuse_open,
     switch,
 )
-from mis_plugins.shared.numerals import cut, shown
 
 SECTION, ACTOR = "algorithm.rollout_correction", "actor_rollout_ref.actor"
 KEYS = ("rollout_is", "rollout_is_threshold", "rollout_is_batch_normalize", "rollout_rs", "rollout_rs_threshold",
