@@ -76,10 +76,10 @@ def command_line(name: str, seed: int, root: Path, more: Sequence[str]) -> list[
 
 
 def _outcome(folder: Path) -> dict[str, Any]:
-    """Held-out rewards, the trainer's at the start and lowest and both policies' at the end, and the last k3."""
+    """Held-out rewards, the trainer's lowest on the way and both policies' at the end, and the last k3."""
     summary = json.loads((folder / SUMMARY).read_text())
     way = [row["eval_trainer"] for row in MetricsLog(folder / METRICS).read() if "eval_trainer" in row]
-    kept = ("trainer_start", "trainer_final", "rollout_final", "k3_kl")
+    kept = ("trainer_final", "rollout_final", "k3_kl")
     return {key: summary[key] for key in kept} | {"lowest": min(way)}
 
 
@@ -88,9 +88,9 @@ def markdown(content: Mapping[str, Any]) -> Iterator[str]:
     yield "# Score centering on a toy\n"
     yield f"Made by `{PROGRAM}`: the demonstration's recipe (int3 engine, advantage R - 1) with REINFORCE and"
     yield "`old: behavior`, 100 rollouts. Rewards on held-out prompts at the end, one number a seed. *Lowest* is the"
-    yield "trainer's lowest on the way, and *start* what the warm start had.\n"
-    headings = ("arm", "start", "trainer", "engine", "lowest", "k3 of the last rollouts")
-    keys = ("trainer_start", "trainer_final", "rollout_final", "lowest", "k3_kl")
+    yield "trainer's lowest on the way.\n"
+    headings = ("arm", "trainer", "engine", "lowest", "k3 of the last rollouts")
+    keys = ("trainer_final", "rollout_final", "lowest", "k3_kl")
     found = {name: [row for row in content["rows"] if row["arm"] == name] for name in ARMS}
     yield markdown_table(
         headings,
