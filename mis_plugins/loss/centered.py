@@ -110,6 +110,6 @@ def kept_by_rules(correction: Correction) -> Bool[Tensor, " T"]:
     config = correction.config
     if config.weight is None or not config.weight.record.drops_token:
         return correction.keep
-    rules = CorrectionConfig(reject=config.reject, metrics="none")
+    rules = CorrectionConfig(reject=config.reject, m2_threshold=config.m2_threshold, metrics="none")
     log_probs = correction.stage.log_probs
     return correct(log_probs.proximal, log_probs.behavior, correction.ragged, rules).keep

@@ -247,6 +247,24 @@ def test_a_rule_takes_the_term_along_and_a_mask_bound_does_not(one_process: None
     assert any(not kept(i, t) for i, n in enumerate(LENGTHS) for t in range(n) if batch.mask[i][t])
 
 
+@pytest.mark.parametrize("bound", [None, "truncate", "mask"])
+def test_m2po_takes_the_term_along(one_process: None, bound: str | None) -> None:
+    """Tokens beyond M2PO's second moment lose their loss and its centering, whatever the weight's bound drops."""
+    batch = Batch(7)
+    squares = {
+        (i, t): math.log(ratio) ** 2
+        for i, row in enumerate(batch.ratios())
+        for t, ratio in enumerate(row)
+        if batch.mask[i][t]
+    }
+    smallest = sorted(squares, key=squares.__getitem__)
+    half = smallest[: len(smallest) // 2]
+    below = math.fsum(squares[place] for place in half) / len(half)
+    above = math.fsum(squares[place] for place in smallest[: len(half) + 1]) / (len(half) + 1)
+    _, gradient, _ = run(batch, args(weight=weight(bound), m2_threshold=(below + above) / 2))
+    assert error(gradient, wanted(batch, bound, lambda i, t: (i, t) in half)) < 1e-6
+
+
 def test_a_mean_divides_all_three_alike(one_process: None) -> None:
     batch = Batch(9, masked=0.0)
     given = weight("truncate")
