@@ -22,8 +22,14 @@ def few_kept(config: CorrectionConfig, sums: Mapping[str, float]) -> Sequence[st
         return []
     return [
         f"{share:.1%} of {sums['valid']:.0f} tokens are kept, less than mis.keep_floor: {config.keep_floor:.0%}; "
-        "widen the bounds of mis.reject, or lower the mismatch"
+        f"{_way_out(config)}, or lower the mismatch"
     ]
+
+
+def _way_out(config: CorrectionConfig) -> str:
+    """How a config drops less."""
+    raised = ["raise mis.m2_threshold"] * (config.m2_threshold is not None)
+    return " and ".join(["widen the bounds of mis.reject"] * bool(config.reject or not raised) + raised)
 
 
 def product_too_long(config: CorrectionConfig, sums: Mapping[str, float]) -> Sequence[str]:
@@ -146,5 +152,5 @@ def everything_rejected(config: CorrectionConfig, sums: Mapping[str, float]) -> 
     return (
         f"every sequence of {sums['all_rejected']:.0f} of {sums['micro_batches']:.0f} micro-batches was rejected "
         f"(mis.on_all_rejected: {config.on_all_rejected}); {sums['kept'] / max(sums['valid'], 1):.1%} of the step's "
-        f"tokens are kept. Widen the bounds of mis.reject, or see which rule it is by {by}"
+        f"tokens are kept; {_way_out(config)}, or see which rule it is by {by}"
     )

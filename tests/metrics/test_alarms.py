@@ -158,6 +158,21 @@ def test_what_says_which_rule_rejects_everything_is_in_the_log_or_is_asked_for(m
     )
 
 
+@pytest.mark.parametrize(
+    ("dropping", "way_out"),
+    [
+        ({"reject": [{"upper": 2.0}]}, "; widen the bounds of mis.reject, or see"),
+        ({"m2_threshold": 0.04}, "; raise mis.m2_threshold, or see"),
+        ({"reject": [{"upper": 2.0}], "m2_threshold": 0.04},
+         "; widen the bounds of mis.reject and raise mis.m2_threshold, or see"),
+    ],
+)  # fmt: skip
+def test_what_drops_everything_is_what_shall_drop_less(dropping: dict, way_out: str):
+    config = from_mapping({"weight": None} | dropping)
+    sums = {"all_rejected": 1, "micro_batches": 1, "kept": 0, "valid": 4}
+    assert way_out in everything_rejected(config, sums)
+
+
 def test_a_step_that_drops_a_sequence_is_corrected_though_the_others_weigh_one():
     batch = make_batch([([x - 3] * 4, [-3.0] * 4, [1] * 4) for x in (0.3, 2.0)])
     weight = {"level": "sequence", "normalize": {"over": "kept"}}
