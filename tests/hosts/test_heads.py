@@ -240,6 +240,8 @@ def test_samples_without_their_head_are_refused(numbering: Numbering) -> None:
 def test_an_engine_that_names_no_tokens_is_refused() -> None:
     with pytest.raises(InputError, match="output_top_logprobs of 0 tokens, and the answer has 2"):
         NamedTokens.read({}, 2, K)
+    with pytest.raises(InputError, match="names no token at any of 2 positions"):
+        NamedTokens.read({"output_top_logprobs": [None, []]}, 2, K)
 
 
 @pytest.mark.parametrize("name", ["August", "slime"])

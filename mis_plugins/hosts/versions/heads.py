@@ -56,6 +56,11 @@ class NamedTokens:
                 f"meta_info: output_top_logprobs of {len(rows)} tokens, and the answer has {positions}; mis.center "
                 "needs an engine that takes top_logprobs_num"
             )
+        if positions and not any(rows):
+            raise InputError(
+                f"meta_info: output_top_logprobs names no token at any of {positions} positions, and mis.center would "
+                "leave all of them out of the loss; let the engine answer top_logprobs_num"
+            )
         named = cls.none(positions, k)
         for position, row in enumerate(rows):
             for place, (log_prob, token, *_) in enumerate(list(row or [])[:k]):
