@@ -46,7 +46,7 @@ def _contract() -> Iterator[Result]:
         with pinned(CONTRACT):
             observed = gpu.observe(CONTRACT)
     except ProbeError as error:
-        yield Result(title, columns, (("probe", str(error)),), False)
+        yield Result(title, ("setting", "first difference"), (("probe", str(error)),), False)
     else:
         yield Result(title, columns, tuple(observed.items()), True)
 

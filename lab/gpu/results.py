@@ -1,14 +1,14 @@
-"""Results of a session: one table a question, written as JSON and as Markdown."""
+"""Results of a session: one table a question, and how they are drawn as Markdown."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
-from lab.provenance import as_markdown, markdown_table, write_record
+from lab.provenance import markdown_table
 from true_on_policy.verify.links import Link
+
+Cell = str | int | float | None
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class Result:
 
     title: str
     columns: tuple[str, ...]
-    rows: tuple[tuple[Any, ...], ...]
+    rows: tuple[tuple[Cell, ...], ...]
     holds: bool | None = None
     note: str = ""
 
@@ -64,26 +64,33 @@ def exit_code(sections: Sequence[Section]) -> int:
     return 0 if demanded and all(section.ended == "done" for section in sections) else 2
 
 
-def write(path: Path, measured: dict[str, str], sections: Sequence[Section]) -> None:
-    """Write the sections to `path` as JSON and to a .md beside it."""
-    listed = [asdict(section) for section in sections]
-    tables = "\n".join(_section(section) for section in sections)
-    write_record(path, {"measured with": measured, "sections": listed}, f"{as_markdown(measured)}\n{tables}")
+def held(sections: Sequence[Section]) -> str:
+    """How many demands hold, and which sections did not finish, in words."""
+    asked = [result.holds for section in sections for result in section.results if result.holds is not None]
+    unfinished = [f"{section.name} ({section.ended})" for section in sections if section.ended != "done"]
+    words = f"{sum(asked)} of {len(asked)} demands hold" if asked else "nothing was demanded"
+    return f"{words}; not finished: {', '.join(unfinished)}" if unfinished else words
 
 
-def _section(section: Section) -> str:
-    tables = "\n".join(_table(result) for result in section.results)
-    return f"## {section.name}: {section.ended}, {section.seconds:.0f} s\n\n{tables}"
+def tables(sections: Sequence[Section], shown: Callable[[object], str]) -> str:
+    """Draw each section as Markdown; `shown` writes every text of a result."""
+    return "\n".join(_section(section, shown) for section in sections)
 
 
-def _table(result: Result) -> str:
+def _section(section: Section, shown: Callable[[object], str]) -> str:
+    drawn = "\n".join(_table(result, shown) for result in section.results)
+    return f"## {shown(section.name)}: {shown(section.ended)}, {section.seconds:.0f} s\n\n{drawn}"
+
+
+def _table(result: Result, shown: Callable[[object], str]) -> str:
     verdict = {True: " All hold.", False: " **Not all hold.**", None: ""}[result.holds]
-    body = markdown_table(list(map(cell, result.columns)), (list(map(cell, row)) for row in result.rows))
-    return f"**{result.title}.**{verdict} {result.note}\n\n{body}"
+    rows = ([shown(rounded(value)) for value in row] for row in result.rows)
+    table = markdown_table([shown(name) for name in result.columns], rows)
+    return f"**{shown(result.title)}.**{verdict} {shown(result.note)}\n\n{table}"
 
 
-def cell(value: Any) -> str:
-    """Write a value with three significant digits, which is more than a second run repeats."""
+def rounded(value: Cell) -> Cell:
+    """A number with three significant digits, which is more than a second run repeats."""
     if isinstance(value, float):
         return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
-    return str(value).replace("|", "\\|")
+    return value

@@ -24,6 +24,7 @@ SECTIONS = {
     "model": 90,
     "kernels": 180,
     "cost": 180,
+    "probes": 70,
     "engine": 450,
 }
 # The section `engine` is left out: SGLang comes in a second set of wheels.

@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# One session on an offline machine with a Hopper GPU, its own torch and the wheels of scripts/gpu/README.md:
+# One session on a machine with a Hopper GPU and its own torch, which ends in one file, RESULTS/receipt.json:
 #   bash scripts/gpu/run.sh WHEELS RESULTS [arguments of lab/gpu_session.py]
-# Installs the wheels of the folder WHEELS, or what pack.sh left there, beside the machine's packages, writes
-# RESULTS/gpu_session.{json,md}, and runs the tests marked gpu. The exit code is 1 where gpu_session.py or a
-# test found a difference, else 2 where one of them did not finish or this script failed, else 0.
+# Installs the wheels of the folder WHEELS, or what pack.sh left there, beside the machine's packages. A folder WHEELS
+# that is missing is made, and wheels.txt fetched into it, but for --dry-run. The exit code is that of gpu_session.py: 0
+# every demand holds, 1 one does not, 2 a section did not finish or this script failed.
 set -Eeuo pipefail
 trap 'exit 2' ERR
 if [ $# -lt 2 ]; then
@@ -16,6 +16,10 @@ repository=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
 export PYTHONPATH=$repository PYTHONUNBUFFERED=1 TORCH_COMPILE_DISABLE=1 CUBLAS_WORKSPACE_CONFIG=:4096:8
 export SGLANG_ENABLE_JIT_DEEPGEMM=0 # SGLang and its trainer both multiply by Triton
 
+if [ ! -e "$wheels" ] && [[ " $* " != *" --dry-run "* ]]; then
+    echo "fetching the wheels of scripts/gpu/wheels.txt into $wheels" >&2
+    python3 -m pip download -q --no-deps --only-binary=:all: -r "$repository/scripts/gpu/wheels.txt" -d "$wheels"
+fi
 shopt -s nullglob
 wheel=("$wheels"/*.whl) part=("$wheels"/part.*)
 if [ $((${#wheel[@]} + ${#part[@]})) -gt 0 ]; then
@@ -39,23 +43,7 @@ if command -v nvcc >/dev/null; then # for kernels that are compiled at run time;
     export CUDA_HOME
 fi
 
-mkdir -p "$results"
 python3 -m lab.gpu_session --help >/dev/null # ends here where a package cannot be imported
-code=0 tested=0
-python3 -m lab.gpu_session --json "$results/gpu_session.json" "$@" || code=$?
-if command -v nvidia-smi >/dev/null; then # the tests that need a device, for 70 seconds at most
-    if python3 -c 'import pytest'; then
-        timeout 70 python3 -m pytest -m gpu -r s "$repository/tests/kernels/test_on_gpu.py" >"$results/pytest.txt" 2>&1 || tested=$?
-        tail -n 1 "$results/pytest.txt"
-    else
-        tested=2
-    fi
-fi
-for each in $code $tested; do # 1 is a difference or a failed test; 124, 137 and others did not finish
-    case $each in
-    0) ;;
-    1) exit 1 ;;
-    *) code=2 ;;
-    esac
-done
-exit $code
+code=0
+python3 -m lab.gpu_session --receipt "$results/receipt.json" "$@" || code=$?
+exit $((code > 1 ? 2 : code)) # a session that was killed did not finish

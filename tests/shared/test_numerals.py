@@ -56,7 +56,7 @@ def test_a_long_value_is_shown_by_its_beginning():
         ("correction_cost --length 8,long", "argument --length: got 'long'; expected a whole number"),
         ("correction_cost --cp 1,x", "argument --cp: got 'x'; expected a whole number"),
         ("host_parity --host miles --checkout . --limit 0", "argument --limit: got 0"),
-        ("gpu_session --json a.json --seconds nan", "argument --seconds: got 'nan'; expected a finite"),
+        ("gpu_session --receipt a.json --seconds nan", "argument --seconds: got 'nan'; expected a finite"),
     ],
 )
 def test_a_benchmark_refuses_a_number_in_one_line(command: str, message: str):
