@@ -17,18 +17,24 @@ def version() -> str:
     return found.group(1)
 
 
-def long_description() -> str:
-    """The README without pictures and links to files, which a package index cannot reach: no address is published."""
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
-    text = re.sub(r"^!\[[^\]]*\]\([^)]*\)\n", "", text, flags=re.MULTILINE)
-    return re.sub(r"\[([^\]]*)\]\((?!https?:)[^)]*\)", r"\1", text)
+# The first page on a package index: it links to nothing, because no address of the project is published.
+FIRST_PAGE = """# mis-plugins
 
+For people who train language models with RL on Miles or slime. SGLang samples, Megatron or FSDP trains, and for the
+same tokens and weights they give different log-probs. This pack corrects the mismatch by importance weights and
+rejection, or removes it: equal kernels on both sides, compared bit by bit. On GPUs nothing of it was run yet.
+
+```bash
+pip install 'mis-plugins[scripts]'            # keeps the torch that is there
+mis-plugins config check YOUR_LAUNCH_SCRIPT   # says what your launch lacks, and changes nothing
+```
+"""
 
 setup(
     name="mis-plugins",
     version=version(),
     description="Corrects the train-inference mismatch of RL training: importance weights, rejection, diagnostics",
-    long_description=long_description(),
+    long_description=FIRST_PAGE,
     long_description_content_type="text/markdown",
     license="Apache-2.0",
     license_files=["LICENSE"],
@@ -85,6 +91,9 @@ setup(
             "playwright",  # drives a Chromium that is installed, in the tests of the report's page
             "latex2mathml",
             "ruff",
+            "build",  # scripts/release.sh
+            "setuptools>=77",
+            "readme_renderer[md]",  # renders the first page as a package index does
             "pyright[nodejs]",
             "tree-sitter",
             "tree-sitter-bash",
