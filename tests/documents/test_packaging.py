@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import ast
 import os
-import re
 import shutil
 import subprocess
 import sys
 import sysconfig
+import tarfile
 from email.parser import HeaderParser
 from pathlib import Path
 from zipfile import ZipFile
 
 import pytest
+from packaging.metadata import Metadata
+from readme_renderer import markdown
 
 ROOT = Path(__file__).parents[2]
 SHIPPED = ("mis_plugins", "true_on_policy", "yaml", "setup.py", "pyproject.toml", "README.md", "LICENSE")
@@ -21,25 +23,45 @@ PRESETS = sorted(path.relative_to(ROOT / "yaml").as_posix() for path in (ROOT / 
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Built from a copy: a build inside the tree would leave folders there that a later build picks up."""
-    source, built = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
-    for name in SHIPPED:
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A repository of its own, whose one commit holds what lies in the tree."""
+    folder = tmp_path_factory.mktemp("source")
+    for name in (*SHIPPED, "scripts"):
         copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
-        copy(ROOT / name, source / name)
-    run(
-        sys.executable,
-        "-m",
-        "pip",
-        "wheel",
-        "--quiet",
-        "--no-deps",
-        "--wheel-dir",
-        str(built),
-        str(source),
-        cwd=built,
-    )
+        copy(ROOT / name, folder / name)
+    (folder / ".gitignore").write_text("__pycache__/\n")
+    for words in ("init -q", "add .", "-c user.name=a -c user.email=a@b commit -q -m all"):
+        run("git", *words.split(), cwd=folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def built(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of what scripts/release.sh builds."""
+    folder = tmp_path_factory.mktemp("built")
+    release(source, folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def wheel(built: Path) -> Path:
     return next(built.glob("*.whl"))
+
+
+def release(source: Path, folder: Path) -> None:
+    run(
+        "env", f"PYTHON={sys.executable}", "bash", str(source / "scripts/release.sh"), str(folder), cwd=folder
+    )
+
+
+def test_a_release_has_the_same_bytes_again(source: Path, built: Path, tmp_path: Path) -> None:
+    """At another hour, and with other files beside it that no commit holds."""
+    (source / "mis_plugins" / "notes.py").touch()
+    release(source, tmp_path)
+    (source / "mis_plugins" / "notes.py").unlink()
+    names = ["mis_plugins-0.1.0-py3-none-any.whl", "mis_plugins-0.1.0.tar.gz"]
+    assert sorted(file.name for file in built.iterdir()) == names
+    assert all((tmp_path / name).read_bytes() == (built / name).read_bytes() for name in names)
 
 
 @pytest.fixture(scope="module")
@@ -102,13 +124,53 @@ def test_base_install_needs_little(wheel: Path) -> None:
     assert set(metadata["Requires-Python"].split(",")) == {">=3.11", "<3.14"}
 
 
-def test_the_long_description_has_no_dead_link(wheel: Path) -> None:
-    """No address of the project is published, so that a picture or a path of the checkout would lead nowhere."""
-    with ZipFile(wheel) as archive:
+def test_the_first_page_is_what_an_index_renders(built: Path) -> None:
+    """By the index's own renderer, from metadata that holds to the standard; wheel and sdist say one thing."""
+    with ZipFile(next(built.glob("*.whl"))) as archive:
         name = next(name for name in archive.namelist() if name.endswith("METADATA"))
-        text = archive.read(name).decode()
-    assert "# mis-plugins" in text and "![" not in text
-    assert [target for target in re.findall(r"\]\(([^)]*)\)", text) if not target.startswith("https:")] == []
+        stated = archive.read(name)
+    with tarfile.open(next(built.glob("*.tar.gz"))) as archive:
+        packed = archive.extractfile("mis_plugins-0.1.0/PKG-INFO")
+        assert packed is not None and packed.read() == stated
+    metadata = Metadata.from_email(stated, validate=True)
+    assert metadata.description_content_type == "text/markdown" and metadata.description is not None
+    assert len(metadata.description.splitlines()) <= 10
+    page = markdown.render(metadata.description)
+    assert page is not None and page.count("<h1") == page.count("<pre") == 1
+    assert "pip install" in page and "config check" in page and "href=" not in page and "<img" not in page
+
+
+def made_up(folder: Path, name: str, version: str, lines: str = "") -> Path:
+    """A wheel of one empty module."""
+    file, stem = folder / f"{name}-{version}-py3-none-any.whl", f"{name}-{version}.dist-info"
+    with ZipFile(file, "w") as archive:
+        archive.writestr(f"{name}/__init__.py", lines)
+        archive.writestr(f"{stem}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+        archive.writestr(f"{stem}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        archive.writestr(
+            f"{stem}/RECORD", f"{name}/__init__.py,,\n{stem}/METADATA,,\n{stem}/WHEEL,,\n{stem}/RECORD,,\n"
+        )
+    return file
+
+
+@pytest.mark.parametrize("way", [(), ("--upgrade",)])
+def test_an_install_leaves_a_foreign_torch_alone(way: tuple[str, ...], wheel: Path, tmp_path: Path) -> None:
+    """A host's torch, built by its vendor, beside an index that has a newer one; no flag keeps pip from it."""
+    index, python = tmp_path / "index", tmp_path / "host" / "bin" / "python"
+    index.mkdir()
+    shutil.copy(wheel, index)
+    for name, version in {"torch": "2.99.0", "pyyaml": "6.0", "jaxtyping": "0.3"}.items():
+        made_up(index, name, version)
+    vendors = made_up(tmp_path, "torch", "2.11.0a0+ecf3bae40a.nv26.4", "__version__ = 'foreign'")
+    run(sys.executable, "-m", "venv", "--without-pip", str(tmp_path / "host"), cwd=tmp_path)
+    pip = (sys.executable, "-m", "pip", "--python", str(python), "install", "--quiet", "--no-index")
+    run(*pip, str(vendors), cwd=tmp_path)
+    site = next((tmp_path / "host").glob("lib/python*/site-packages"))
+    before = {file: (file.stat().st_mtime_ns, file.read_bytes()) for file in site.glob("torch*/*")}
+    run(*pip, *way, "--find-links", str(index), "mis-plugins", cwd=tmp_path)
+    after = {file: (file.stat().st_mtime_ns, file.read_bytes()) for file in site.glob("torch*/*")}
+    assert before == after and any(file.name == "__init__.py" for file in before)
+    assert (site / "mis_plugins").is_dir() and (site / "jaxtyping").is_dir()
 
 
 def test_yaml_folder_does_not_shadow_pyyaml() -> None:
