@@ -68,8 +68,10 @@ def works(host: Host, folder: search.Folder) -> set[str]:
 
 
 def served(root: Path) -> tuple[Host, Mapping[str, Any]]:
-    """The newest commit of a host's main line, and for each hook the first from which it works up to there."""
-    host = next(host for package, host in by_package().items() if (root / package).is_dir())
+    """The ends of a host's main line, and for each hook the commit from which it works up to the newest."""
+    host = next((host for package, host in by_package().items() if (root / package).is_dir()), None)
+    if host is None:
+        raise SystemExit(f"{root}: no checkout of {' or '.join(by_package())}; name one with its history")
     form = ("--first-parent", "--reverse", f"--since={SINCE}", "--format=%cs %H")
     points = git(root, "log", *form).splitlines()
     since: dict[str, str] = {}

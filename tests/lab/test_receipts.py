@@ -113,7 +113,7 @@ def test_the_reader_draws_and_judges(
 
 
 def test_the_page_is_current_and_has_no_receipt() -> None:
-    assert parts.current("receipts.md", part), "python -m lab.pages.receipts"
+    assert parts.named("receipts.md") and parts.current("receipts.md", part), "python -m lab.pages.receipts"
     assert part("receipts") == f"{NONE}\n"
 
 
