@@ -22,12 +22,16 @@ from lab.served import RECORD
 def part(_: str) -> str:
     """A table for each version, the newest first."""
     versions = json.loads(RECORD.read_text(encoding="utf-8"))["versions"]
-    return "\n".join(text for version in reversed(versions) for text in _version(version, versions[version]))
+    told = (text for version in reversed(versions) for text in _version(version, versions[version]))
+    return "\n".join(told).rstrip()
 
 
 def _version(version: str, hosts: Mapping[str, Any]) -> Iterator[str]:
-    read = "; ".join(f"{title} {told['from']} to {told['to']}" for title, told in hosts.items())
-    yield f"**{version}**, over the main lines of {read}:\n"
+    yield f"**Version {version}**, searched in these commits:\n"
+    yield markdown_table(
+        ("host", "first commit", "newest commit"),
+        ((title, told["from"], told["to"]) for title, told in hosts.items()),
+    )
     hooks = dict.fromkeys(hook for told in hosts.values() for hook in told["hooks"])
     rows = ([f"`{hook}`", *(told["hooks"].get(hook, "-") for told in hosts.values())] for hook in hooks)
     yield markdown_table(("hook", *(f"{title} from" for title in hosts)), rows)
