@@ -38,9 +38,8 @@ def part(_: str, folder: Path = FOLDER) -> str:
             )
         else:
             proofs.append(tuple(row(file.name, receipt)))
-    return (
-        (markdown_table(COLUMNS, proofs) if proofs else f"{NONE}\n") + "\n" * bool(refused) + "".join(refused)
-    )
+    table = markdown_table(COLUMNS, proofs) if proofs else f"{NONE}\n"
+    return "\n".join([table, "".join(refused)]).rstrip()
 
 
 def proof(file: Path) -> Receipt:

@@ -114,7 +114,7 @@ def test_the_reader_draws_and_judges(
 
 def test_the_page_is_current_and_has_no_receipt() -> None:
     assert parts.named("receipts.md") and parts.current("receipts.md", part), "python -m lab.pages.receipts"
-    assert part("receipts") == f"{NONE}\n"
+    assert part("receipts") == NONE
 
 
 def test_the_page_tells_proofs_from_dry_runs_and_other_files(tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ def test_the_page_has_every_cause_and_every_key() -> None:
     assert all(f"`{name}`" in text for name in KINDS)
 
 
-@pytest.mark.parametrize("name", ["kept", "metrics", "presets", "report"])
+@pytest.mark.parametrize("name", ["kept", "metrics", "presets", "receipts", "report", "served"])
 def test_the_help_of_a_page_writes_nothing(
     name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
