@@ -40,6 +40,10 @@ SLIME_FULLY_ASYNC = ("--rollout-function-path", "slime.rollout.fully_async_rollo
                      "--sglang-server-concurrency", "8", *CARRIED)  # fmt: skip
 
 
+# SGLang returns the tokens that top-p leaves only where top-k bounds their number.
+TOP_P = ("--rollout-top-p", "0.9", "--rollout-top-k", "16", *CARRIED)
+
+
 def fully_async(bound: int) -> tuple[str, ...]:
     """List the flags by which Miles says which version wrote each token; `bound` limits a group's oldest age.
 
@@ -238,6 +242,10 @@ ROWS: tuple[Row, ...] = (
     *_both("policy-loss", flags=LOSS_HOOK, dropped=_BY_LOSS),
     *_both("centered", "centered.yaml", Sizes(steps=10), flags=(*LOSS_HOOK, *CARRIED), dropped=_BY_LOSS,
            loss="centered"),
+    Row("miles-top-p", "miles", flags=TOP_P),
+    Row("miles-top-p-cp2", "miles", sizes=Sizes(context=2), flags=TOP_P),
+    Row("miles-top-p-centered", "miles", "centered.yaml", flags=(*LOSS_HOOK, *TOP_P), dropped=_BY_LOSS,
+        loss="centered"),
     *_both("report-step", "all_metrics.yaml", flags=(*REPORT, *TENSORBOARD), log_holds=("mis_step/",),
            curves=("tensorboard",)),
     *_both("turns", "all_metrics.yaml", flags=(*REPORT, "--custom-rm-path", "lab.in_host.reward.score_a_dialogue"),

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import wraps
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -26,10 +26,13 @@ from mis_plugins.errors import ConfigError, InputError
 from mis_plugins.hosts.loss_batch import VERSION, VERSIONS
 from mis_plugins.hosts.needs.record import LOGLINEAR, Refusal
 from mis_plugins.hosts.ownership import Hook
-from mis_plugins.hosts.versions import heads
+from mis_plugins.hosts.versions import heads, kept
 from mis_plugins.hosts.versions.samples import Note, recomputes, segment_wise, served
 from mis_plugins.hosts.versions.scores import Data, Scores, Trainer
 from mis_plugins.versions.segment_wise import Written, admitted
+
+if TYPE_CHECKING:
+    from mis_plugins.hosts.versions.kept_scoring import KeptScoring
 
 INIT = "--custom-megatron-init-path mis_plugins.mis.carry_versions"
 RECOMPUTED = "recomputed_log_probs"
@@ -69,6 +72,7 @@ class Carrying:
     def __init__(self, trainer: Trainer) -> None:
         self.trainer = trainer
         self.scores, self.scored = Scores(), -1
+        self.kept: KeptScoring | None = None  # where top-p or top-k leaves a part of the vocabulary
         self._columns: Columns | None = None
         self._data: Data | None = None
         self._rollout_id, self._alive = -1, frozenset[int]()
@@ -107,6 +111,8 @@ class Carrying:
             )
         notes = [Note.of(packed, key) for packed in data[key]]
         config = segment_wise(actor.args)
+        if self.kept is not None:
+            self.kept.take(data["tokens"], [kept.KeptSets.of(note.more) for note in notes])
         if recomputes(config):
             self._score(actor, rollout_id, data, version, max(note.batch for note in notes))
         written = [self.scores.written(note, version) for note in notes]
@@ -150,6 +156,11 @@ def carry_versions(args: Any) -> None:
     if actor.role == "critic":
         return
     carrying, own = Carrying(Trainer(host)), type(actor)
+    if needs.keeps_sets and kept.asked(args):
+        from mis_plugins.hosts.versions.kept_scoring import KeptScoring
+
+        carrying.kept = KeptScoring(host)
+        carrying.kept.install()
     name = needs.train_actor.name_on(own)
     model, get_batch = needs.get_batch.owner()
     setattr(own, name, _before(getattr(own, name), carrying))
@@ -197,7 +208,7 @@ def _with_columns(get_batch: Callable[..., Any], carrying: Carrying) -> Callable
 
 def _heads(notes: Sequence[Note]) -> dict[str, Sequence[Tensor]]:
     """The engine's likeliest tokens of whole responses, on the CPU: the loss hook moves those of its own tokens."""
-    named = [heads.unpacked(note.head, len(note.versions)) for note in notes if note.head is not None]
+    named = [heads.unpacked(note.more, len(note.versions)) for note in notes]
     return {name: [one[name] for one in named] for name in (named[0] if named else ())}
 
 
