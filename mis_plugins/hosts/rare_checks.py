@@ -44,8 +44,8 @@ CENTERS = (
         "part of a kept set",
         ("command", "loss"),
         lambda given: 0 < _top_k(given) < (given.get("rollout_top_k") or -1),
-        "rollout_top_k: mis.center.top_k is smaller, so that it names a part of the tokens that top-k keeps, and models "
-        "the rest (center_behavior_mass says how much it names); give both one number",
+        "rollout_top_k: mis.center.top_k is smaller, so that the head names a part of the tokens that top-k keeps, and "
+        "the rest is modelled (center_behavior_mass says how much is named); give both one number",
         "warn",
         ("rollout_top_k",),
     ),

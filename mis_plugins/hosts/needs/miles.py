@@ -81,7 +81,9 @@ class Miles(VersionNeeds):
     log_probs: Need = _need("log_probs", *_loss("math_utils:compute_log_probs"), takes="process_group")
     responses: Need = _need(
         asked(
-            "the logits of each response", (*CARRY, *record.BITWISE_INIT), f"logits args {record.SEQUENCES} max_seq_lens"
+            "the logits of each response",
+            (*CARRY, *record.BITWISE_INIT),
+            f"logits args {record.SEQUENCES} max_seq_lens",
         ),
         *_loss(f"{LOGITS}:get_responses"),
     )

@@ -23,10 +23,11 @@ from torch import Tensor
 from mis_plugins.config.model import SegmentWiseConfig
 from mis_plugins.config.view import view
 from mis_plugins.errors import ConfigError, InputError
+from mis_plugins.hosts import megatron, tracking
 from mis_plugins.hosts.loss_batch import VERSION, VERSIONS
 from mis_plugins.hosts.needs.record import LOGLINEAR, Refusal
 from mis_plugins.hosts.ownership import Hook
-from mis_plugins.hosts.versions import heads, kept
+from mis_plugins.hosts.versions import heads, kept, retractions
 from mis_plugins.hosts.versions.samples import Note, recomputes, segment_wise, served
 from mis_plugins.hosts.versions.scores import Data, Scores, Trainer
 from mis_plugins.versions.segment_wise import Written, admitted
@@ -83,10 +84,11 @@ class Carrying:
         A host may repeat a rollout, with other samples on this rank, and with masks from which nothing was taken. So
         columns are made each time, and scores of the rollout in training stay until another one begins.
         """
-        if rollout_id != self._rollout_id:
+        begins = rollout_id != self._rollout_id
+        if begins:
             self.scores.keep(self._alive)
             self._rollout_id = rollout_id
-        self._columns, self._data = self._made(actor, rollout_id, data), data
+        self._columns, self._data = self._made(actor, rollout_id, data, begins), data
 
     def of(self, data: Data) -> Columns:
         """The columns of this rollout.
@@ -101,7 +103,7 @@ class Carrying:
             )
         return self._columns
 
-    def _made(self, actor: Any, rollout_id: int, data: Data) -> Columns:
+    def _made(self, actor: Any, rollout_id: int, data: Data, begins: bool) -> Columns:
         needs = self.trainer.needs
         version, key = needs.version_of(actor), needs.notes
         if data.get(key) is None:
@@ -110,6 +112,8 @@ class Carrying:
                 "mis_plugins.mis.convert_with_versions"
             )
         notes = [Note.of(packed, key) for packed in data[key]]
+        if begins:
+            self._log(actor.args, rollout_id, notes)
         config = segment_wise(actor.args)
         if self.kept is not None:
             self.kept.take(data["tokens"], [kept.KeptSets.of(note.more) for note in notes])
@@ -125,6 +129,13 @@ class Carrying:
         }
         moved = {name: [row.to(device) for row in cut] for name, cut in rows.items()}
         return Columns(version, moved | _heads(notes))
+
+    def _log(self, args: Any, rollout_id: int, notes: Sequence[Note]) -> None:
+        """Log what every note tells of the batch, on the rank that logs."""
+        told, host = notes[0].more if notes else {}, self.trainer.host
+        if retractions.SHARE in told and megatron.holds_log_probs() and host.reports(host.parallel()[0]):
+            metrics = {retractions.SHARE: told[retractions.SHARE]}
+            tracking.log(args, metrics, tracking.number_of(args, rollout_id, 0))
 
     def _score(self, actor: Any, rollout_id: int, data: Data, version: int, trained: int) -> None:
         """Score the tokens of `version` - 1, unless that was done, and note the responses that are still to come."""

@@ -22,14 +22,14 @@ from mis_plugins.hosts.needs.miles import NEEDS
 from mis_plugins.hosts.needs.record import more_of
 from mis_plugins.hosts.needs.slime import SLIME
 from mis_plugins.hosts.ownership import Hook
-from mis_plugins.hosts.versions import heads, kept
+from mis_plugins.hosts.versions import heads, kept, retractions
 from mis_plugins.hosts.versions.rollouts import NUMBERING
 from mis_plugins.hosts.versions.samples import FAULT, NUMBER, VERSIONS
 from mis_plugins.versions.spans import spans, written_by
 
 logger = logging.getLogger("mis_plugins")
 
-MORE = ("output_top_logprobs", kept.MASK, kept.LOG_PROBS)  # lists of tokens that a chunk may hold beside log-probs
+MORE = ("output_top_logprobs", kept.MASK, kept.LOG_PROBS)  # lists of a chunk, beside its log-probs
 TRIES, PAUSE_S = 60, 1.0  # of a request that fails, as the host's own
 Chunk = Mapping[str, Any]
 Row = list[Any]  # log-prob and token, as SGLang lists them
@@ -80,6 +80,7 @@ async def miles(input: Any) -> Any:
     if cut:
         output["meta_info"], sets = kept.over_sets(output["meta_info"], k)
         setattr(sample, kept.KEPT, sets)
+    retractions.hear(sample, output["meta_info"], 0)
     await NEEDS.update_sample.get()(args, sample, payload=payload, output=output)
     if k:
         heads.extend(sample, output["meta_info"], 0, k)
@@ -100,6 +101,7 @@ async def slime(args: Any, sample: Any, sampling_params: Mapping[str, Any], eval
     with _answers_to(sample) as answers, _asking(k):
         await own(args, sample, sampling_params)
     if answers and sample.response_length > before:
+        retractions.hear(sample, answers[-1], before)
         try:
             _continue(sample, before, answers[-1])
             if k:

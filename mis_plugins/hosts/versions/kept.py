@@ -53,12 +53,13 @@ def asked(args: Any) -> bool:
     limit = getattr(args, LIMIT, None)
     if top_k <= 0 and top_p != 1:
         raise ConfigError(
-            f"rollout_top_p: {top_p} with rollout_top_k: {top_k}; SGLang returns the tokens that top-p leaves only where "
-            "top-k bounds their number: give --rollout-top-k 512, or --rollout-top-p 1"
+            f"rollout_top_p: {top_p} with rollout_top_k: {top_k}; SGLang returns the tokens that top-p leaves only "
+            "where top-k bounds their number: give --rollout-top-k 512, or --rollout-top-p 1"
         )
     if limit is not None and top_k > limit:
         raise ConfigError(
-            f"rollout_top_k: {top_k}, and SGLang returns at most {limit} tokens: raise --sglang-sampling-mask-max-tokens"
+            f"rollout_top_k: {top_k}, and SGLang returns {limit} tokens at most: raise "
+            "--sglang-sampling-mask-max-tokens"
         )
     return top_k > 0
 
@@ -85,8 +86,9 @@ def over_sets(meta_info: Mapping[str, Any], head: int) -> tuple[dict[str, Any], 
     sets, values = meta_info.get(MASK) or (), meta_info.get(LOG_PROBS) or ()
     if not len(rows) == len(sets) == len(values):
         raise InputError(
-            f"meta_info: {MASK} of {len(sets)} tokens, and the answer has {len(rows)}; top-p and top-k need an engine and "
-            "a router that take return_sampling_mask (SGLang 0.5.23 does): else set --rollout-top-p 1 --rollout-top-k -1"
+            f"meta_info: {MASK} of {len(sets)} tokens, and the answer has {len(rows)}; top-p and top-k need an engine "
+            "and a router that take return_sampling_mask, as SGLang 0.5.23 does; else give --rollout-top-p 1 "
+            "--rollout-top-k -1"
         )
     told: dict[str, Any] = {**meta_info, "output_token_logprobs": []}
     for position, (row, ids, value) in enumerate(zip(rows, sets, values, strict=True)):

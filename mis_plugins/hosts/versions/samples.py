@@ -55,7 +55,7 @@ def recomputes(config: SegmentWiseConfig | None) -> bool:
 class Note:
     """What travels to the trainer beside a sample: its batch and number on the shelf, and who wrote its tokens.
 
-    more: what else the engine said of the tokens, in bytes by name (`heads.py`, `kept.py`).
+    more: what else the engine said of the tokens, in bytes by name (`heads.py`, `kept.py`), and numbers of the batch.
     """
 
     batch: int
@@ -123,7 +123,11 @@ class Numbering:
         return self._number(sample) != NO_NUMBER
 
     def noted(
-        self, samples: Sequence[Any], scored: bool, needed: Mapping[str, str] = {}
+        self,
+        samples: Sequence[Any],
+        scored: bool,
+        needed: Mapping[str, str] = {},
+        of_batch: Mapping[str, float] = {},
     ) -> list[list[Any]]:
         """A packed note of each sample of a batch, which the trainer gets next.
 
@@ -131,6 +135,7 @@ class Numbering:
             scored: whether the trainer asks for waiting tokens and scores them. Else the shelf forgets the
                 batch.
             needed: attributes that each sample must have, and who reads each.
+            of_batch: numbers of the batch, which each note tells.
 
         Raises:
             InputError: a sample without versions or a needed attribute, or with those of other tokens; a scored one
@@ -146,7 +151,7 @@ class Numbering:
                 self._gone.put(number)
         self._sweep()
         return [
-            Note(batch, number, getattr(sample, VERSIONS), _said(sample)).packed()
+            Note(batch, number, getattr(sample, VERSIONS), {**_said(sample), **of_batch}).packed()
             for number, sample in zip(numbers, samples, strict=True)
         ]
 
