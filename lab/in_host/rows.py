@@ -25,6 +25,11 @@ DROPPED = (
     "dropped sample 21 of group 5: 1 of ",
     "dropped 1 of 16 samples from the loss: rollout log-probs not finite in 1",
 )
+RETOKENIZED = (
+    "dropped sample 5 of group 1: turn 2: the engine sampled other tokens than the trainer has, the first at ",
+    "dropped sample 21 of group 5: turn 2: ",
+    "dropped 1 of 16 samples from the loss: rollout log-probs of other tokens in 1",
+)
 KEPT = ("--custom-pg-loss-reducer-function-path", "mis_plugins.mis.kept_token_mean")
 GSPO = (*LOSS_HOOK, "--eps-clip", "1e-3", "--eps-clip-high", "1e-3")
 WANDB = ("--use-wandb", "--wandb-mode", "offline", "--wandb-project", "in-host", "--wandb-group", "in-host",
@@ -251,6 +256,11 @@ ROWS: tuple[Row, ...] = (
     *_both("turns", "all_metrics.yaml", flags=(*REPORT, "--custom-rm-path", "lab.in_host.reward.score_a_dialogue"),
            log_holds=("mis_step/turn_1_kl_k3", "mis_step/turn_2_kl_k3", "mis_step/turn_3_kl_k3")),
     *_both("filter", flags=FILTER, broken=1, log_holds=DROPPED),
+    *_both("turns-checked", flags=("--custom-generate-function-path", "lab.in_host.dialogue.generate", *FILTER[:2]),
+           log_holds=RETOKENIZED),
+    Row("miles-retracted", "miles", sizes=Sizes(response=96), flags=(
+        *CARRIED, "--sglang-max-total-tokens", "640", "--sglang-schedule-conservativeness", "0.01"),
+        log_holds=("the engine retracted the requests of", "mis_step/retracted_fraction")),
     *_both("weights", flags=("--custom-rm-path", "lab.in_host.weights.compare"), log_holds=(
         "weights of rollout 1, saved 0 updates earlier: exit 0: ",
         "weights of rollout 2, saved 0 updates earlier: exit 0: ",

@@ -41,7 +41,9 @@ def served(args: Any, flag: str) -> Host:
 
 
 def segment_wise(args: Any) -> SegmentWiseConfig | None:
-    """Segment-wise weights as the loss hook will have them; None where they are off."""
+    """Segment-wise weights as the loss hook will have them; None where they are off, or the TIS hook weighs."""
+    if getattr(args, "loss_type", None) != "custom_loss":
+        return None
     config = reading.from_args(args).where_versions_are_known()
     return config.segment_wise if config.segment_wise_on else None
 
