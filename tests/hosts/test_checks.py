@@ -64,7 +64,7 @@ FOUND: list[Case] = [
     ("top-k", {"rollout_top_k": 50}, OPSM, ALL),
     ("center beside true on policy", {"true_on_policy_mode": True}, CENTER, ("miles",)),
     ("center beside top-p", {"rollout_top_p": 0.95}, CENTER, ("slime",)),
-    ("center beside top-p", {**KEPT_BY_HOOKS, "rollout_top_logprobs_num": 32}, CENTER, ("miles",)),
+    ("center beside top-p", {**KEPT_BY_HOOKS, "rollout_top_logprobs_num": 32}, CENTER, MEGATRON),
     ("part of a kept set", {**KEPT_BY_HOOKS, "rollout_top_k": 64}, CENTER, ("miles",)),
     ("head not asked", {"rollout_top_logprobs_num": 0}, CENTER, MEGATRON),
     ("smaller head", {"rollout_top_logprobs_num": 8}, CENTER, MEGATRON),

@@ -88,7 +88,7 @@ class NamedTokens:
 KINDS = np.int32, np.float32
 
 
-def unpacked(packed: Mapping[str, bytes], positions: int) -> dict[str, Tensor]:
+def unpacked(packed: Mapping[str, Any], positions: int) -> dict[str, Tensor]:
     """The two tensors that `NamedTokens.packed` wrote, `[response, k]`, by the keys of the loss hook's batch."""
     kinds = {HEAD_IDS: torch.int32, HEAD_LOG_PROBS: torch.float32}
     return {

@@ -38,7 +38,7 @@ class KeptSets:
         return {KEPT_IDS: self.ids.tobytes(), KEPT_SIZES: self.sizes.tobytes()}
 
     @classmethod
-    def of(cls, packed: Mapping[str, bytes]) -> KeptSets:
+    def of(cls, packed: Mapping[str, Any]) -> KeptSets:
         """Read what `packed` wrote."""
         return cls(*(np.frombuffer(packed[name], np.int32) for name in (KEPT_IDS, KEPT_SIZES)))
 
