@@ -94,10 +94,9 @@ def turns_checked(generate: Callable[..., Awaitable[Any]]) -> Callable[..., Awai
 def judge(sample: Any, answers: Sequence[Answer]) -> None:
     """Leave on the sample what its turns have of these answers; a call that continues a sample judges the rest."""
     tokens, before = _ids(sample.tokens), getattr(sample, JUDGED, None)
-    continues = before is not None and answers and answers[0].given == before.tokens
-    start = before.tokens if continues else 0
-    fault = before.fault if continues else None
-    fault = fault or fault_of(tokens, list(_turns(sample, len(tokens))), answers, start)
+    if before is None or not answers or answers[0].given != before.tokens:
+        before = Judged(0, None)
+    fault = before.fault or fault_of(tokens, list(_turns(sample, len(tokens))), answers, before.tokens)
     setattr(sample, JUDGED, Judged(len(tokens), fault))
     if fault:
         logger.warning("sample %s of group %s: %s", sample.index, sample.group_index, fault)

@@ -179,7 +179,7 @@ def test_the_trainer_scores_over_the_kept_sets(scoring: tuple[Any, KeptScoring])
         assert log_probs.tolist() == pytest.approx(expected, rel=1e-12)
         whole = row.log_softmax(-1)
         assert torch.allclose(entropy, -(whole.exp() * whole).sum(-1)), "of the whole vocabulary"
-    sum(log_probs.sum() for log_probs, _ in found).backward()
+    torch.cat([log_probs for log_probs, _ in found]).sum().backward()
     assert logits.grad is not None and (logits.grad[0, 1] == 0).all(), "a set of one token has no gradient"
     assert logits.grad[0, 0].nonzero().flatten().tolist() == sorted(SETS[0])
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from mis_plugins.errors import InputError
-from mis_plugins.hosts.batch import host_layout
+from mis_plugins.hosts.batch import layout_of
 from mis_plugins.hosts.host import Host
 from mis_plugins.hosts.versions.kept import KeptSets
 from mis_plugins.packing.layout import Span
@@ -49,8 +49,7 @@ class KeptScoring:
         def responses(
             logits: Tensor, *, args: Any, unconcat_tokens: Sequence[Tensor], **more: Any
         ) -> Iterator[tuple[Tensor, Tensor]]:
-            lengths = (more.get(name) for name in ("total_lengths", "response_lengths", "max_seq_lens"))
-            layout = host_layout(args, *lengths, *self.host.parallel()[1])
+            layout = layout_of(args, more, self.host.parallel()[1])
             chunks = own(logits, args=args, unconcat_tokens=unconcat_tokens, **more)
             for i, (sequence, (scored, tokens)) in enumerate(zip(unconcat_tokens, chunks, strict=True)):
                 if sequence not in self._of_sequence:
