@@ -61,6 +61,7 @@ Answer = tuple[Tensor, Tensors, Mapping[str, Tensor]]
 
 ELSEWHERE = {
     "drop_broken_samples": "sample_filter",
+    "turns_checked": "turns",
     "kept_token_mean": "reducer",
     "generate_with_versions": "versions.generate",
     "convert_with_versions": "versions.rollouts",

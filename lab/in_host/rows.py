@@ -25,6 +25,11 @@ DROPPED = (
     "dropped sample 21 of group 5: 1 of ",
     "dropped 1 of 16 samples from the loss: rollout log-probs not finite in 1",
 )
+RETOKENIZED = (
+    "dropped sample 5 of group 1: turn 2: the engine sampled other tokens than the trainer has, the first at ",
+    "dropped sample 21 of group 5: turn 2: ",
+    "dropped 1 of 16 samples from the loss: rollout log-probs of other tokens in 1",
+)
 KEPT = ("--custom-pg-loss-reducer-function-path", "mis_plugins.mis.kept_token_mean")
 GSPO = (*LOSS_HOOK, "--eps-clip", "1e-3", "--eps-clip-high", "1e-3")
 WANDB = ("--use-wandb", "--wandb-mode", "offline", "--wandb-project", "in-host", "--wandb-group", "in-host",
@@ -38,6 +43,10 @@ CARRIED = ("--custom-generate-function-path", "mis_plugins.mis.generate_with_ver
 # slime bounds no staleness: eight groups are under way, and as many may wait; a step trains four groups.
 SLIME_FULLY_ASYNC = ("--rollout-function-path", "slime.rollout.fully_async_rollout.generate_rollout_fully_async",
                      "--sglang-server-concurrency", "8", *CARRIED)  # fmt: skip
+
+
+# SGLang returns the tokens that top-p leaves only where top-k bounds their number.
+TOP_P = ("--rollout-top-p", "0.9", "--rollout-top-k", "16", *CARRIED)
 
 
 def fully_async(bound: int) -> tuple[str, ...]:
@@ -238,11 +247,20 @@ ROWS: tuple[Row, ...] = (
     *_both("policy-loss", flags=LOSS_HOOK, dropped=_BY_LOSS),
     *_both("centered", "centered.yaml", Sizes(steps=10), flags=(*LOSS_HOOK, *CARRIED), dropped=_BY_LOSS,
            loss="centered"),
+    Row("miles-top-p", "miles", flags=TOP_P),
+    Row("miles-top-p-cp2", "miles", sizes=Sizes(context=2), flags=TOP_P),
+    Row("miles-top-p-centered", "miles", "centered.yaml", flags=(*LOSS_HOOK, *TOP_P), dropped=_BY_LOSS,
+        loss="centered"),
     *_both("report-step", "all_metrics.yaml", flags=(*REPORT, *TENSORBOARD), log_holds=("mis_step/",),
            curves=("tensorboard",)),
     *_both("turns", "all_metrics.yaml", flags=(*REPORT, "--custom-rm-path", "lab.in_host.reward.score_a_dialogue"),
            log_holds=("mis_step/turn_1_kl_k3", "mis_step/turn_2_kl_k3", "mis_step/turn_3_kl_k3")),
     *_both("filter", flags=FILTER, broken=1, log_holds=DROPPED),
+    *_both("turns-checked", flags=("--custom-generate-function-path", "lab.in_host.dialogue.generate", *FILTER[:2]),
+           log_holds=RETOKENIZED),
+    Row("miles-retracted", "miles", sizes=Sizes(response=96), flags=(
+        *CARRIED, "--sglang-max-total-tokens", "640", "--sglang-schedule-conservativeness", "0.01"),
+        log_holds=("the engine retracted the requests of", "mis_step/retracted_fraction")),
     *_both("weights", flags=("--custom-rm-path", "lab.in_host.weights.compare"), log_holds=(
         "weights of rollout 1, saved 0 updates earlier: exit 0: ",
         "weights of rollout 2, saved 0 updates earlier: exit 0: ",

@@ -109,8 +109,9 @@ def _is_cut(given: Given, name: str) -> bool:
 
 WEIGHTS: tuple[Hook, ...] = ("command", "watch", "tis", "loss")
 UNCUT = {
-    "p": "rollout_top_p: 1.0",
-    "k": "rollout_top_k: -1 (slime hands them on beside a rollout_top_p below 1: set both in this file)",
+    "p": "rollout_top_p: 1.0 (Miles hands them on by our hooks of versions and a rollout_top_k above 0: docs/hooks.md)",
+    "k": "rollout_top_k: -1 (slime hands them on beside a rollout_top_p below 1, Miles by our hooks of versions: set "
+    "all of them in this file; docs/hooks.md)",
 }
 CUTS = tuple(
     Check(

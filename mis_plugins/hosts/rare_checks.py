@@ -12,6 +12,13 @@ def _centers(given: Given) -> bool:
     return given.config.center is not None
 
 
+def _names_other_tokens(given: Given) -> bool:
+    """Whether the engine names its likeliest tokens of the whole vocabulary, and the trainer scores over kept sets."""
+    by_us = getattr(given.host.needs, "keeps_sets", False) and not given.has("rollout_top_logprobs_num")
+    cut = given.get("rollout_top_p", 1) != 1 or (given.get("rollout_top_k") or -1) > 0
+    return cut and given.host.kept_set(given.args) and not by_us
+
+
 def _top_k(given: Given) -> int:
     return 0 if given.config.center is None else given.config.center.top_k
 
@@ -28,12 +35,19 @@ CENTERS = (
     Check(
         "center beside top-p",
         ("command", "loss"),
-        lambda given: (
-            _centers(given) and given.get("rollout_top_p", 1) != 1 and given.host.kept_set(given.args)
-        ),
+        lambda given: _centers(given) and _names_other_tokens(given),
         "rollout_top_p: {host} scores tokens over those that top-p leaves, and mis.center reads the engine's likeliest "
         "tokens of the whole vocabulary; set rollout_top_p: 1.0",
         arguments=("rollout_top_p",),
+    ),
+    Check(
+        "part of a kept set",
+        ("command", "loss"),
+        lambda given: 0 < _top_k(given) < (given.get("rollout_top_k") or -1),
+        "rollout_top_k: mis.center.top_k is smaller, so that the head names a part of the tokens that top-k keeps, and "
+        "the rest is modelled (center_behavior_mass says how much is named); give both one number",
+        "warn",
+        ("rollout_top_k",),
     ),
     Check(
         "head not asked",

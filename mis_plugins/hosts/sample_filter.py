@@ -15,6 +15,7 @@ from torch import Tensor
 
 from mis_plugins.errors import InputError, warn_once
 from mis_plugins.hosts.ownership import Hook
+from mis_plugins.hosts.turns import JUDGED, NOT_HEARD
 from mis_plugins.shared.absent import is_absent, number_of
 
 logger = logging.getLogger("mis_plugins")
@@ -58,10 +59,10 @@ def drop_broken_samples(args: Any, data: Iterable[Any]) -> None:
     that does not fit zeros, all of them outside the loss by then.
 
     Tokens, which an environment may rewrite, are compared where a sample holds what the engine returned. A generate
-    function of the user's may keep SGLang's entries, one for each response token and None where no engine sampled, in
-    `metadata["output_token_logprobs"]`. slime has `rollout_top_p_token_ids`: the set that each token was sampled from.
-    Sets are not compared with `--sglang-speculative-algorithm`, as slime's engine may accept a draft's
-    token from outside its set.
+    function of the user's may be wrapped in `turns_checked`, which compares them by turn. It may also keep SGLang's
+    entries, one for each response token and None where no engine sampled, in `metadata["output_token_logprobs"]`. slime
+    has `rollout_top_p_token_ids`: the set that each token was sampled from. Sets are not compared with
+    `--sglang-speculative-algorithm`, as slime's engine may accept a draft's token from outside its set.
 
     Args:
         args: the host's. With Miles's `recompute_logprobs_via_prefill` the host scores all but aborted
@@ -69,7 +70,8 @@ def drop_broken_samples(args: Any, data: Iterable[Any]) -> None:
         data: samples, or groups of them, nested however the rollout function left them.
 
     Raises:
-        InputError: none of the samples that were not removed before has any rollout log-prob.
+        InputError: none of the samples that were not removed before has any rollout log-prob, or the function that
+            compares turns heard nothing of the engine.
     """
     samples = [sample for sample in _flat(data) if not _scored_later(args, sample)]
     judged = [sample for sample in samples if not sample.remove_sample]
@@ -79,7 +81,7 @@ def drop_broken_samples(args: Any, data: Iterable[Any]) -> None:
         if fault is not None:
             dropped.append((sample, fault))
             sample.remove_sample = True
-    _refuse_an_engine_without_log_probs(judged, dropped)
+    _refuse_what_tells_nothing(judged, dropped)
     for sample in samples:
         _make_readable(sample)
     _report(dropped, len(samples))
@@ -136,6 +138,9 @@ def _without_log_probs(absent: list[Any], tokens: int) -> Fault:
 
 def _other_tokens(sample: Any, drafts: bool) -> Fault | None:
     """Whether a token of the loss is another than the engine returned, as far as the sample tells."""
+    judged = getattr(sample, JUDGED, None)
+    if judged is not None and judged.fault:
+        return Fault("of other tokens", judged.fault)
     length, metadata = sample.response_length, getattr(sample, "metadata", None)
     entries = metadata.get(ENTRIES) if isinstance(metadata, Mapping) else None
     if entries is not None and len(entries) != length:
@@ -217,7 +222,12 @@ def _make_readable(sample: Any) -> None:
         sample.loss_mask = [0] * tokens
 
 
-def _refuse_an_engine_without_log_probs(samples: list[Any], dropped: list[tuple[Any, Fault]]) -> None:
+def _refuse_what_tells_nothing(samples: list[Any], dropped: list[tuple[Any, Fault]]) -> None:
+    if any(fault.detail == NOT_HEARD for _, fault in dropped):
+        raise InputError(
+            f"turns_checked: {NOT_HEARD}; it hears requests to /generate by the host's own post, in the process that "
+            "generates: drop --use-distributed-post, and sessions, or generate without turns_checked"
+        )
     missing = sum(fault.cause == "missing" for _, fault in dropped)
     if missing and missing == sum(sample.response_length > 0 for sample in samples):
         raise InputError(

@@ -16,6 +16,7 @@ from mis_plugins.config.reading import from_mapping
 from mis_plugins.correction.opsm import Departure
 from mis_plugins.correction.pipeline import correct
 from mis_plugins.hosts.resplit import RESPLIT
+from mis_plugins.hosts.versions.retractions import SHARE
 from mis_plugins.metrics.partials import METRICS, partials
 from mis_plugins.metrics.staleness import WEIGHT_METRICS
 from mis_plugins.metrics.token_metrics import OF_MIS_PY, catalogue
@@ -51,7 +52,7 @@ def pattern(name: str) -> str:
 
 
 EVERY = list(WORDS)
-OTHERS = {*WEIGHT_METRICS, *ROUTED, *BY_CLASS, *RESPLIT}
+OTHERS = {*WEIGHT_METRICS, *ROUTED, *BY_CLASS, *RESPLIT, SHARE}
 
 VETO = {"over": "min", "lower": 1e-4}
 

@@ -30,6 +30,13 @@ WEIGHT = {"weight": {"upper": 2}}
 ROUTE = {"weight": None, "reject": [{"statistic": "route", "upper": 0.5}]}
 BYPASS = {"weight": None, "objective": {"surrogate": "clip", "old": "behavior"}}
 OPSM = {"opsm": {"delta": 1.0e-4}}
+KEPT_BY_HOOKS = {
+    "rollout_top_p": 0.95,
+    "rollout_top_k": 16,
+    "custom_generate_function_path": "mis_plugins.mis.generate_with_versions",
+    "custom_convert_samples_to_train_data_path": "mis_plugins.mis.convert_with_versions",
+    "custom_megatron_init_path": "mis_plugins.mis.carry_versions",
+}
 CENTER = {"center": {}, "objective": {"surrogate": "reinforce", "old": "behavior"}}
 Case = tuple[str, dict[str, Any], dict[str, Any], tuple[str, ...]]
 # The conflict, keys beside `mis:`, what `mis:` says, and the hosts that have the conflict.
@@ -57,6 +64,8 @@ FOUND: list[Case] = [
     ("top-k", {"rollout_top_k": 50}, OPSM, ALL),
     ("center beside true on policy", {"true_on_policy_mode": True}, CENTER, ("miles",)),
     ("center beside top-p", {"rollout_top_p": 0.95}, CENTER, ("slime",)),
+    ("center beside top-p", {**KEPT_BY_HOOKS, "rollout_top_logprobs_num": 32}, CENTER, MEGATRON),
+    ("part of a kept set", {**KEPT_BY_HOOKS, "rollout_top_k": 64}, CENTER, ("miles",)),
     ("head not asked", {"rollout_top_logprobs_num": 0}, CENTER, MEGATRON),
     ("smaller head", {"rollout_top_logprobs_num": 8}, CENTER, MEGATRON),
 ]  # fmt: skip

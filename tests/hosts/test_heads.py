@@ -23,6 +23,7 @@ from mis_plugins.hosts.versions.heads import HEAD, NamedTokens
 from mis_plugins.hosts.versions.samples import Note, Numbering
 
 K = 3
+NEEDED = {HEAD: "mis.center"}
 CENTER = {"center": {"top_k": K}, "weight": None, "objective": {"old": "behavior", "surrogate": "reinforce"}}
 
 
@@ -217,23 +218,23 @@ def drawn(own: Numbering, positions: Sequence[int], index: int = 0) -> Any:
 
 
 def test_a_note_tells_the_head_that_was_packed(numbering: Numbering) -> None:
-    (packed,) = numbering.noted([drawn(numbering, [0, 2])], scored=False, named=True)
+    (packed,) = numbering.noted([drawn(numbering, [0, 2])], scored=False, needed=NEEDED)
     note = Note.of(packed, "notes")
-    assert note.versions == [1, 1] and note.head is not None
-    assert [len(one) for one in note.head] == [4 * 2 * K] * 2, "8 k bytes a token"
-    found = heads.unpacked(note.head, 2)
+    assert note.versions == [1, 1]
+    assert [len(one) for one in note.more.values()] == [4 * 2 * K] * 2, "8 k bytes a token"
+    found = heads.unpacked(note.more, 2)
     assert (found[HEAD_IDS].tolist(), found[HEAD_LOG_PROBS].tolist()) == expected(0, 2)
-    assert all(len(one) == 0 for one in heads.unpacked((b"", b""), 0).values())
+    assert all(len(one) == 0 for one in heads.unpacked({HEAD_IDS: b"", HEAD_LOG_PROBS: b""}, 0).values())
 
 
 def test_samples_without_their_head_are_refused(numbering: Numbering) -> None:
     sample = drawn(numbering, [0, 1], index=4)
     sample.response_length, sample.output_versions = 3, [1] * 3
     with pytest.raises(InputError, match="sample 4: output_head of 2 tokens, and the response has 3"):
-        numbering.noted([sample], scored=False, named=True)
+        numbering.noted([sample], scored=False, needed=NEEDED)
     delattr(sample, HEAD)
     with pytest.raises(InputError, match="sample 4: no output_head, which mis.center reads"):
-        numbering.noted([sample], scored=False, named=True)
+        numbering.noted([sample], scored=False, needed=NEEDED)
     assert numbering.noted([sample], scored=False)
 
 
@@ -252,7 +253,7 @@ def test_a_step_of_the_hosts_trainer_is_centered(
     monkeypatch.setattr(scores, "dist", rollout_process.alone_in_world())
     host = stand_in_hosts.load(LAYOUTS[name], monkeypatch)
     samples = [drawn(numbering, positions, i) for i, positions in enumerate(([0, 1], [4], [2]))]
-    notes = numbering.noted(samples, scored=False, named=True)
+    notes = numbering.noted(samples, scored=False, needed=NEEDED)
     data: dict[str, Any] = stand_in_hosts.data_of(samples)
     data[host.layout.needs.notes] = notes
     init = "mis_plugins.mis.carry_versions"

@@ -151,7 +151,7 @@ def test_images_are_refused_where_tokens_are_scored_again(
 ) -> None:
     sample = drawn(monkeypatch, [(1, 1)], index=4)
     sample.multimodal_train_inputs = {"pixel_values": 0}
-    rollouts = manager(monkeypatch, mis={"segment_wise": {"method": method}})
+    rollouts = manager(monkeypatch, mis={"segment_wise": {"method": method}}, loss_type="custom_loss")
     if method == "loglinear":
         assert rollouts._convert_samples_to_train_data([sample])["source_names"]
         return

@@ -22,7 +22,7 @@ from mis_plugins import mis
 from mis_plugins.errors import ConfigError, InputError
 from mis_plugins.hosts import loss_batch
 from mis_plugins.hosts.registry import current
-from mis_plugins.hosts.versions import scores
+from mis_plugins.hosts.versions import retractions, scores
 from mis_plugins.hosts.versions.carrying import Carrying
 from mis_plugins.hosts.versions.samples import Note, Numbering
 from mis_plugins.hosts.versions.scores import Scores, Trainer, shares
@@ -167,6 +167,26 @@ def test_nothing_is_scored_that_no_weight_reads(
     waiting, actor.version = drawn(numbering, [1]), 4
     kept.before_training(actor, 0, data := rollout(host, numbering, drawn(numbering, [1, 3])))
     assert host.passes == 0 and kept.of(data).version == 4 and waiting is not None
+
+
+def test_the_share_of_retracted_samples_is_told_and_logged_once(
+    host: Bodies, numbering: Numbering, caplog: pytest.LogCaptureFixture
+) -> None:
+    actor, kept = carried(host, enabled=False)
+    samples = [drawn(numbering, [1, 1], index) for index in range(4)]
+    for one, calls in zip(samples, ([0], [2], [1, 0], [0, 0]), strict=True):
+        for before, told in enumerate(calls):
+            retractions.hear(one, {"num_retractions": told}, before)
+    share = retractions.share(Namespace(use_rollout_routing_replay=True), samples)
+    assert "retracted the requests of 2 of 4 samples; --use-rollout-routing-replay" in caplog.text
+    data = rollout(host, numbering, *samples)
+    data[host.layout.needs.notes] = numbering.noted(samples, scored=False, of_batch=share)
+    for _ in range(2):  # the host repeats the rollout
+        kept.before_training(actor, 3, dict(data))
+    assert [told["train/mis_step/retracted_fraction"] for told in host.logged] == [0.5]
+    retractions.hear(samples[0], {"num_retractions": 0}, 0)
+    delattr(samples[1], retractions.RETRACTIONS)
+    assert not retractions.share(Namespace(), samples), "not known of every sample"
 
 
 def test_the_loss_hook_gets_what_it_reads(host: Bodies, numbering: Numbering) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mis_plugins.errors import InputError
@@ -84,6 +84,14 @@ def recomputes(args: Any) -> Recomputes:
     return "never" if args.skip_actor_forward_only else "always"
 
 
+def hands_on_kept_sets(keys: Mapping[str, Any]) -> bool:
+    """Whether our three hooks of versions have the engine return kept sets and the trainer score over them."""
+    words = VERSION_FLAGS.split()
+    ours = zip(words[::2], words[1::2], strict=True)
+    bounded = keys.get("rollout_top_k", -1) > 0
+    return bounded and all(keys.get(flag[2:].replace("-", "_")) == path for flag, path in ours)
+
+
 def _check_whole_vocabulary(args: Any, batch: Batch) -> None:
     """Refuse log-probs of the engine that are renormalized over what top-p or top-k left of the vocabulary.
 
@@ -96,8 +104,8 @@ def _check_whole_vocabulary(args: Any, batch: Batch) -> None:
     if carried:
         raise InputError(
             f"{carried[0]}: rollout_log_probs are renormalized over the tokens that top-p or top-k left, and "
-            "mis_plugins.mis.policy_loss scores the whole vocabulary on Miles; give --rollout-top-p 1 and "
-            "--rollout-top-k -1, or the TIS hook where Miles itself scores those tokens"
+            "mis_plugins.mis.policy_loss does not score over these of Miles; give our hooks of docs/hooks.md, or "
+            "--rollout-top-p 1 and --rollout-top-k -1"
         )
 
 
@@ -130,5 +138,6 @@ HOST = Host(
     version_flags=f"--fully-async {VERSION_FLAGS}",
     head_flags=f"{OWN_HEAD_FLAGS} (Miles of autumn 2026), or {VERSION_FLAGS}",
     rollout_batch=True,
+    kept_set=hands_on_kept_sets,
     rescore=megatron.rescore_of(NEEDS),
 )

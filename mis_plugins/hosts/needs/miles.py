@@ -41,6 +41,7 @@ class Miles(VersionNeeds):
     commit: ClassVar[str] = "Miles 31f1ca9"
     notes: ClassVar[str] = "weight_versions"
     asks_for_head: ClassVar[str] = "rollout_top_logprobs_num"
+    keeps_sets: ClassVar[bool] = True
     refusals: ClassVar[tuple[Refusal, ...]] = (
         Refusal(
             lambda args: args.get("multi_lora"),
@@ -61,6 +62,11 @@ class Miles(VersionNeeds):
             f"--qkv-format bshd: recompute scores packed sequences alone; {LOGLINEAR}",
             scored=True,
         ),
+        Refusal(
+            lambda args: args.get("rollout_top_p", 1.0) != 1.0 or args.get("rollout_top_k", -1) > 0,
+            f"--rollout-top-p below 1, or --rollout-top-k: recompute scores the whole vocabulary; {LOGLINEAR}",
+            scored=True,
+        ),
     )
 
     tis_call: Need = _need(
@@ -75,12 +81,14 @@ class Miles(VersionNeeds):
     log_probs: Need = _need("log_probs", *_loss("math_utils:compute_log_probs"), takes="process_group")
     responses: Need = _need(
         asked(
-            "the logits of each response", record.BITWISE_INIT, f"logits args {record.SEQUENCES} max_seq_lens"
+            "the logits of each response",
+            (*CARRY, *record.BITWISE_INIT),
+            f"logits args {record.SEQUENCES} max_seq_lens",
         ),
         *_loss(f"{LOGITS}:get_responses"),
     )
     log_probs_and_entropy: Need = _need(
-        asked("its log-softmax", record.BITWISE_INIT, "logits tokens tp_group true_on_policy"),
+        asked("its log-softmax", (*CARRY, *record.BITWISE_INIT), "logits tokens tp_group true_on_policy"),
         *_loss(f"{LOGITS}:calculate_log_probs_and_entropy"),
     )
     train_actor: Need = _need("train_actor", f"{ACTOR}._train_actor", f"{ACTOR}.train_actor")

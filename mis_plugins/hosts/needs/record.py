@@ -261,12 +261,14 @@ class VersionNeeds(Needs, ABC):
     refusals: arguments beyond those of every host.
     asks_for_head: the argument with which the host itself asks for the engine's likeliest tokens and carries them;
         empty where it has none.
+    keeps_sets: whether our hooks ask its engine for kept sets, and have its trainer score over them.
     """
 
     commit: ClassVar[str]
     notes: ClassVar[str]
     refusals: ClassVar[tuple[Refusal, ...]]
     asks_for_head: ClassVar[str] = ""
+    keeps_sets: ClassVar[bool] = False
 
     init: Need
     weight_version: Need

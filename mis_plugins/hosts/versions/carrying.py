@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import wraps
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -23,13 +23,17 @@ from torch import Tensor
 from mis_plugins.config.model import SegmentWiseConfig
 from mis_plugins.config.view import view
 from mis_plugins.errors import ConfigError, InputError
+from mis_plugins.hosts import megatron, tracking
 from mis_plugins.hosts.loss_batch import VERSION, VERSIONS
 from mis_plugins.hosts.needs.record import LOGLINEAR, Refusal
 from mis_plugins.hosts.ownership import Hook
-from mis_plugins.hosts.versions import heads
+from mis_plugins.hosts.versions import heads, kept, retractions
 from mis_plugins.hosts.versions.samples import Note, recomputes, segment_wise, served
 from mis_plugins.hosts.versions.scores import Data, Scores, Trainer
 from mis_plugins.versions.segment_wise import Written, admitted
+
+if TYPE_CHECKING:
+    from mis_plugins.hosts.versions.kept_scoring import KeptScoring
 
 INIT = "--custom-megatron-init-path mis_plugins.mis.carry_versions"
 RECOMPUTED = "recomputed_log_probs"
@@ -69,6 +73,7 @@ class Carrying:
     def __init__(self, trainer: Trainer) -> None:
         self.trainer = trainer
         self.scores, self.scored = Scores(), -1
+        self.kept: KeptScoring | None = None  # where top-p or top-k leaves a part of the vocabulary
         self._columns: Columns | None = None
         self._data: Data | None = None
         self._rollout_id, self._alive = -1, frozenset[int]()
@@ -79,10 +84,11 @@ class Carrying:
         A host may repeat a rollout, with other samples on this rank, and with masks from which nothing was taken. So
         columns are made each time, and scores of the rollout in training stay until another one begins.
         """
-        if rollout_id != self._rollout_id:
+        begins = rollout_id != self._rollout_id
+        if begins:
             self.scores.keep(self._alive)
             self._rollout_id = rollout_id
-        self._columns, self._data = self._made(actor, rollout_id, data), data
+        self._columns, self._data = self._made(actor, rollout_id, data, begins), data
 
     def of(self, data: Data) -> Columns:
         """The columns of this rollout.
@@ -97,7 +103,7 @@ class Carrying:
             )
         return self._columns
 
-    def _made(self, actor: Any, rollout_id: int, data: Data) -> Columns:
+    def _made(self, actor: Any, rollout_id: int, data: Data, begins: bool) -> Columns:
         needs = self.trainer.needs
         version, key = needs.version_of(actor), needs.notes
         if data.get(key) is None:
@@ -106,7 +112,11 @@ class Carrying:
                 "mis_plugins.mis.convert_with_versions"
             )
         notes = [Note.of(packed, key) for packed in data[key]]
+        if begins:
+            self._log(actor.args, rollout_id, notes)
         config = segment_wise(actor.args)
+        if self.kept is not None:
+            self.kept.take(data["tokens"], [kept.KeptSets.of(note.more) for note in notes])
         if recomputes(config):
             self._score(actor, rollout_id, data, version, max(note.batch for note in notes))
         written = [self.scores.written(note, version) for note in notes]
@@ -119,6 +129,13 @@ class Carrying:
         }
         moved = {name: [row.to(device) for row in cut] for name, cut in rows.items()}
         return Columns(version, moved | _heads(notes))
+
+    def _log(self, args: Any, rollout_id: int, notes: Sequence[Note]) -> None:
+        """Log what every note tells of the batch, on the rank that logs."""
+        told, host = notes[0].more if notes else {}, self.trainer.host
+        if retractions.SHARE in told and megatron.holds_log_probs() and host.reports(host.parallel()[0]):
+            metrics = {retractions.SHARE: told[retractions.SHARE]}
+            tracking.log(args, metrics, tracking.number_of(args, rollout_id, 0))
 
     def _score(self, actor: Any, rollout_id: int, data: Data, version: int, trained: int) -> None:
         """Score the tokens of `version` - 1, unless that was done, and note the responses that are still to come."""
@@ -150,6 +167,11 @@ def carry_versions(args: Any) -> None:
     if actor.role == "critic":
         return
     carrying, own = Carrying(Trainer(host)), type(actor)
+    if needs.keeps_sets and kept.asked(args):
+        from mis_plugins.hosts.versions.kept_scoring import KeptScoring
+
+        carrying.kept = KeptScoring(host)
+        carrying.kept.install()
     name = needs.train_actor.name_on(own)
     model, get_batch = needs.get_batch.owner()
     setattr(own, name, _before(getattr(own, name), carrying))
@@ -197,7 +219,7 @@ def _with_columns(get_batch: Callable[..., Any], carrying: Carrying) -> Callable
 
 def _heads(notes: Sequence[Note]) -> dict[str, Sequence[Tensor]]:
     """The engine's likeliest tokens of whole responses, on the CPU: the loss hook moves those of its own tokens."""
-    named = [heads.unpacked(note.head, len(note.versions)) for note in notes if note.head is not None]
+    named = [heads.unpacked(note.more, len(note.versions)) for note in notes]
     return {name: [one[name] for one in named] for name in (named[0] if named else ())}
 
 

@@ -22,13 +22,14 @@ from mis_plugins.hosts.needs.miles import NEEDS
 from mis_plugins.hosts.needs.record import more_of
 from mis_plugins.hosts.needs.slime import SLIME
 from mis_plugins.hosts.ownership import Hook
-from mis_plugins.hosts.versions import heads
+from mis_plugins.hosts.versions import heads, kept, retractions
 from mis_plugins.hosts.versions.rollouts import NUMBERING
 from mis_plugins.hosts.versions.samples import FAULT, NUMBER, VERSIONS
 from mis_plugins.versions.spans import spans, written_by
 
 logger = logging.getLogger("mis_plugins")
 
+MORE = ("output_top_logprobs", kept.MASK, kept.LOG_PROBS)  # lists of a chunk, beside its log-probs
 TRIES, PAUSE_S = 60, 1.0  # of a request that fails, as the host's own
 Chunk = Mapping[str, Any]
 Row = list[Any]  # log-prob and token, as SGLang lists them
@@ -72,9 +73,14 @@ async def miles(input: Any) -> Any:
         return output_of(samples=sample)
     url = f"http://{args.sglang_router_ip}:{args.sglang_router_port}/generate"
     headers = NEEDS.headers.get()(args, sample)
-    k = heads.wanted(args, NEEDS.asks_for_head)
-    asked = {**payload, "stream": True} | ({"top_logprobs_num": k} if k else {})
+    k, cut = heads.wanted(args, NEEDS.asks_for_head), kept.asked(args)
+    asked = {**payload, "stream": True} | ({"top_logprobs_num": k} if k and not cut else {})
+    asked |= kept.request(k) if cut else {}
     output = await answered(lambda: _stream(url, asked, headers), number)
+    if cut:
+        output["meta_info"], sets = kept.over_sets(output["meta_info"], k)
+        setattr(sample, kept.KEPT, sets)
+    retractions.hear(sample, output["meta_info"], 0)
     await NEEDS.update_sample.get()(args, sample, payload=payload, output=output)
     if k:
         heads.extend(sample, output["meta_info"], 0, k)
@@ -95,6 +101,7 @@ async def slime(args: Any, sample: Any, sampling_params: Mapping[str, Any], eval
     with _answers_to(sample) as answers, _asking(k):
         await own(args, sample, sampling_params)
     if answers and sample.response_length > before:
+        retractions.hear(sample, answers[-1], before)
         try:
             _continue(sample, before, answers[-1])
             if k:
@@ -178,7 +185,7 @@ async def heard(chunks: AsyncIterator[Chunk], number: int) -> dict[str, Any]:
     import httpx  # type: ignore[import-not-found]
 
     rows: list[Row] = []
-    named: list[Any] = []
+    more: dict[str, list[Any]] = {name: [] for name in MORE}
     versions: list[int] = []
     text, meta = "", {}
     async for chunk in chunks:
@@ -194,12 +201,12 @@ async def heard(chunks: AsyncIterator[Chunk], number: int) -> dict[str, Any]:
         versions += [_version(meta)] * len(new)
         NUMBERING.shelf.say(number, len(rows), [row[1] for row in new], versions[len(rows) :])
         rows += new
-        top = meta.get("output_top_logprobs") or []
-        named += top[len(named) :] if whole else top
+        for name, said in more.items():
+            said += (meta.get(name) or [])[len(said) if whole else 0 :]
     if not meta.get("finish_reason"):
         raise httpx.RemoteProtocolError("the stream ended before the response did")
-    told = {"output_token_logprobs": rows} | ({"output_top_logprobs": named} if named else {})
-    return {"text": text, "meta_info": {**meta, **told}}
+    more = {name: said for name, said in more.items() if said}
+    return {"text": text, "meta_info": {**meta, "output_token_logprobs": rows, **more}}
 
 
 def _version(meta: Mapping[str, Any]) -> int:

@@ -78,21 +78,25 @@ class NamedTokens:
             np.concatenate([parts[1], gap.log_probs, self.log_probs]),
         )
 
-    def packed(self) -> tuple[bytes, bytes]:
-        return self.ids.tobytes(), self.log_probs.tobytes()
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def packed(self) -> dict[str, bytes]:
+        return {HEAD_IDS: self.ids.tobytes(), HEAD_LOG_PROBS: self.log_probs.tobytes()}
 
 
 KINDS = np.int32, np.float32
 
 
-def unpacked(packed: Sequence[bytes], positions: int) -> dict[str, Tensor]:
+def unpacked(packed: Mapping[str, Any], positions: int) -> dict[str, Tensor]:
     """The two tensors that `NamedTokens.packed` wrote, `[response, k]`, by the keys of the loss hook's batch."""
     kinds = {HEAD_IDS: torch.int32, HEAD_LOG_PROBS: torch.float32}
     return {
-        name: torch.frombuffer(bytearray(one), dtype=kind).reshape(positions, -1)
+        name: torch.frombuffer(bytearray(packed[name]), dtype=kind).reshape(positions, -1)
         if positions
         else torch.empty(0, 1, dtype=kind)
-        for (name, kind), one in zip(kinds.items(), packed, strict=True)
+        for name, kind in kinds.items()
+        if name in packed
     }
 
 
@@ -111,23 +115,6 @@ def extend(sample: Any, meta_info: Mapping[str, Any], before: int, k: int) -> No
     """Add the tokens that one answer names to the sample, whose response had `before` tokens before the answer."""
     new = NamedTokens.read(meta_info, sample.response_length - before, k)
     setattr(sample, HEAD, new.behind(getattr(sample, HEAD, None), before))
-
-
-def noted(sample: Any) -> tuple[bytes, bytes] | None:
-    """The packed head of a sample; None where it has none.
-
-    Raises:
-        InputError: the head is of another number of tokens than the response.
-    """
-    head = getattr(sample, HEAD, None)
-    if head is None:
-        return None
-    if len(head.ids) != sample.response_length:
-        raise InputError(
-            f"sample {sample.index}: {HEAD} of {len(head.ids)} tokens, and the response has {sample.response_length}; "
-            "change responses before they are generated on, not after"
-        )
-    return head.packed()
 
 
 ASKED: ContextVar[int] = ContextVar("top_logprobs_num", default=0)

@@ -16,7 +16,7 @@ from typing import Any
 
 from mis_plugins.errors import ConfigError
 from mis_plugins.hosts.ownership import Hook
-from mis_plugins.hosts.versions import heads
+from mis_plugins.hosts.versions import heads, kept, retractions
 from mis_plugins.hosts.versions.samples import GENERATE, Numbering, recomputes, segment_wise, served
 from mis_plugins.hosts.versions.shelf import Shelf, Waiting
 
@@ -110,6 +110,8 @@ def convert_with_versions(args: Any, samples: Sequence[Any]) -> dict[str, Any]:
         args, "--custom-convert-samples-to-train-data-path mis_plugins.mis.convert_with_versions"
     ).needs
     own = needs.own_conversion(args)
-    named = heads.wanted(args, needs.asks_for_head) > 0
-    notes = NUMBERING.noted(samples, recomputes(segment_wise(args)), named)
+    needed = {heads.HEAD: "mis.center"} if heads.wanted(args, needs.asks_for_head) else {}
+    if needs.keeps_sets and kept.asked(args):
+        needed[kept.KEPT] = "--rollout-top-k"
+    notes = NUMBERING.noted(samples, recomputes(segment_wise(args)), needed, retractions.share(args, samples))
     return own(samples) | {needs.notes: notes}

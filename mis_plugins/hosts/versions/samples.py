@@ -6,9 +6,9 @@ import functools
 import itertools
 import queue
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from mis_plugins.config import reading
@@ -17,7 +17,8 @@ from mis_plugins.errors import ConfigError, InputError
 from mis_plugins.hosts.host import Host
 from mis_plugins.hosts.needs.record import LOGLINEAR
 from mis_plugins.hosts.registry import current
-from mis_plugins.hosts.versions import heads
+from mis_plugins.hosts.versions.heads import HEAD
+from mis_plugins.hosts.versions.kept import KEPT
 from mis_plugins.hosts.versions.shelf import Shelf
 from mis_plugins.shared import runs
 
@@ -40,7 +41,9 @@ def served(args: Any, flag: str) -> Host:
 
 
 def segment_wise(args: Any) -> SegmentWiseConfig | None:
-    """Segment-wise weights as the loss hook will have them; None where they are off."""
+    """Segment-wise weights as the loss hook will have them; None where they are off, or the TIS hook weighs."""
+    if getattr(args, "loss_type", None) != "custom_loss":
+        return None
     config = reading.from_args(args).where_versions_are_known()
     return config.segment_wise if config.segment_wise_on else None
 
@@ -54,17 +57,18 @@ def recomputes(config: SegmentWiseConfig | None) -> bool:
 class Note:
     """What travels to the trainer beside a sample: its batch and number on the shelf, and who wrote its tokens.
 
-    head: the bytes of the engine's likeliest tokens (`heads.py`); None where nothing asked for them.
+    more: what else the engine said of the tokens, in bytes by name (`heads.py`, `kept.py`), and numbers of the batch.
     """
 
     batch: int
     number: int
     versions: Sequence[int]
-    head: tuple[bytes, bytes] | None = None
+    more: Mapping[str, Any] = field(default_factory=dict)
 
     def packed(self) -> list[Any]:
-        """Batch, number, version and count of each run of tokens that one version wrote, and then the head."""
-        return [self.batch, self.number, *runs.packed(self.versions), *(self.head or ())]
+        """Batch, number, version and count of each run of tokens that one version wrote, and what else there is."""
+        more = [dict(self.more)] if self.more else []
+        return [self.batch, self.number, *runs.packed(self.versions), *more]
 
     @classmethod
     def of(cls, packed: Any, key: str) -> Note:
@@ -77,14 +81,14 @@ class Note:
             InputError: `packed` is the host's own value, not a note.
         """
         written = list(packed) if isinstance(packed, Sequence) else []
-        head = tuple(written[-2:]) if written and isinstance(written[-1], bytes) else None
-        numbers = written[:-2] if head else written
+        more = written[-1] if written and isinstance(written[-1], Mapping) else {}
+        numbers = written[:-1] if more else written
         if len(numbers) < 2 or len(numbers) % 2 or not all(isinstance(x, int) for x in numbers):
             raise InputError(
                 f"{key}: not those of mis_plugins; give --custom-convert-samples-to-train-data-path "
                 "mis_plugins.mis.convert_with_versions"
             )
-        return cls(numbers[0], numbers[1], runs.unpacked(numbers[2:]), head)
+        return cls(numbers[0], numbers[1], runs.unpacked(numbers[2:]), more)
 
 
 class Numbering:
@@ -120,20 +124,27 @@ class Numbering:
         """Whether this process numbered the sample: a copy, or one from a file, carries the number of another."""
         return self._number(sample) != NO_NUMBER
 
-    def noted(self, samples: Sequence[Any], scored: bool, named: bool = False) -> list[list[Any]]:
+    def noted(
+        self,
+        samples: Sequence[Any],
+        scored: bool,
+        needed: Mapping[str, str] = {},
+        of_batch: Mapping[str, float] = {},
+    ) -> list[list[Any]]:
         """A packed note of each sample of a batch, which the trainer gets next.
 
         Args:
             scored: whether the trainer asks for waiting tokens and scores them. Else the shelf forgets the
                 batch.
-            named: whether each sample must have the engine's likeliest tokens.
+            needed: attributes that each sample must have, and who reads each.
+            of_batch: numbers of the batch, which each note tells.
 
         Raises:
-            InputError: a sample without versions or likeliest tokens, or with others than its tokens; a scored one with
-                images.
+            InputError: a sample without versions or a needed attribute, or with those of other tokens; a scored one
+                with images.
         """
         for sample in samples:
-            _check(sample, scored, named)
+            _check(sample, scored, needed)
         batch, numbers = next(self._batches), [self._number(sample) for sample in samples]
         if scored:
             self.shelf.take(batch, numbers)
@@ -142,7 +153,7 @@ class Numbering:
                 self._gone.put(number)
         self._sweep()
         return [
-            Note(batch, number, getattr(sample, VERSIONS), heads.noted(sample)).packed()
+            Note(batch, number, getattr(sample, VERSIONS), {**_said(sample), **of_batch}).packed()
             for number, sample in zip(numbers, samples, strict=True)
         ]
 
@@ -163,21 +174,35 @@ class Numbering:
         return number if reference is not None and reference() is sample else NO_NUMBER
 
 
-def _check(sample: Any, scored: bool, named: bool) -> None:
+SAID = (HEAD, KEPT)  # attributes that hold what the engine said of each token, beside its version
+
+
+def _said(sample: Any) -> dict[str, bytes]:
+    """What the engine said of the tokens of a sample, packed by name."""
+    packed: dict[str, bytes] = {}
+    for name in SAID:
+        packed |= getattr(sample, name).packed() if hasattr(sample, name) else {}
+    return packed
+
+
+def _check(sample: Any, scored: bool, needed: Mapping[str, str]) -> None:
     if (fault := getattr(sample, FAULT, None)) is not None:
         raise InputError(f"sample {sample.index}: {fault}")
     versions = getattr(sample, VERSIONS, None)
     if versions is None or not hasattr(sample, NUMBER):
         raise InputError(f"sample {sample.index}: no {VERSIONS}; generate with {GENERATE}")
-    if named and not hasattr(sample, heads.HEAD):
-        raise InputError(
-            f"sample {sample.index}: no {heads.HEAD}, which mis.center reads; generate with {GENERATE}"
-        )
-    if len(versions) != sample.response_length:
-        raise InputError(
-            f"sample {sample.index}: {VERSIONS} of {len(versions)} tokens, and the response has "
-            f"{sample.response_length}; change responses before they are generated on, not after"
-        )
+    for name, reader in needed.items():
+        if not hasattr(sample, name):
+            raise InputError(
+                f"sample {sample.index}: no {name}, which {reader} reads; generate with {GENERATE}"
+            )
+    said = {name: getattr(sample, name) for name in (VERSIONS, *SAID) if hasattr(sample, name)}
+    for name, of_tokens in said.items():
+        if len(of_tokens) != sample.response_length:
+            raise InputError(
+                f"sample {sample.index}: {name} of {len(of_tokens)} tokens, and the response has "
+                f"{sample.response_length}; change responses before they are generated on, not after"
+            )
     if scored and getattr(sample, "multimodal_train_inputs", None):
         raise InputError(
             f"sample {sample.index}: multimodal_train_inputs, and recompute would score its tokens without them; "
