@@ -18,9 +18,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mis_plugins.config.view import view
+from mis_plugins.errors import warn_once
 from mis_plugins.hosts.needs.record import Need, VersionNeeds
 from mis_plugins.hosts.registry import current
-from true_on_policy.engines.sglang.weights import DIGESTS
+from true_on_policy.engines.digests import DIGESTS
 from true_on_policy.errors import DifferenceError, HostConfigError, NotSeenError
 from true_on_policy.hosts.config import BitwiseConfig
 from true_on_policy.weights.comparison import Comparison, Part, against, told, untold
@@ -78,8 +79,9 @@ class Proof:
     Attributes:
         package: the host's, in which its conversion to Hugging Face's names is found.
         before: what each engine held before the latest update; on rank 0 alone.
-        due: whether an update is over and not proven yet.
+        due: whether an update is to be proven and is not yet.
         proven: whether an update was compared.
+        sent: how many updates have reached the engines.
     """
 
     config: BitwiseConfig
@@ -87,6 +89,7 @@ class Proof:
     before: list[list[Part]] = field(default_factory=list)
     due: bool = False
     proven: bool = False
+    sent: int = 0
 
     @property
     def wanted(self) -> bool:
@@ -94,7 +97,7 @@ class Proof:
 
     def begin(self, actor: Any) -> None:
         """Note what the engines hold, so that an update that does not arrive is told from a wrong one."""
-        self.due = self.wanted
+        self.due, self.sent = self.wanted, self.sent + 1
         if self.due:
             self.before = _on_rank_0(lambda: self.before or _of_engines(actor), [])
 
@@ -120,7 +123,9 @@ class Proof:
         reference = self._reference(actor)
         said = ""
         if first is not None:
-            equals = _equals(found[first], before[first], now[first], reference)
+            equals = _equals(
+                found[first], before[first] if first < len(before) else (), now[first], reference
+            )
             said = f"{update}, engine {first}: {found[first].summary}{equals}"
             logger.warning("%s", said)
         if self.config.on_difference == "raise":
@@ -151,7 +156,7 @@ def _following(update: Callable[..., R], proof: Proof, deferred: bool) -> Callab
 
     @wraps(update)
     def followed(actor: Any, *given: Any, **named: Any) -> R:
-        updater = actor.weight_updater
+        updater, sent = actor.weight_updater, proof.sent
         publish = updater.update_weights
 
         def published(*given: Any, **named: Any) -> None:
@@ -162,9 +167,12 @@ def _following(update: Callable[..., R], proof: Proof, deferred: bool) -> Callab
 
         updater.update_weights = published
         try:
-            return update(actor, *given, **named)
+            done = update(actor, *given, **named)
         finally:
             del updater.update_weights
+        if proof.sent == sent:
+            warn_once("bitwise.weights: the host sent no weights at an update, which is therefore not proven")
+        return done
 
     return followed
 
@@ -204,7 +212,7 @@ def _of_engines(actor: Any) -> list[list[Part]]:
         # A further node of an engine answers None.
         answers = [answer for answer in map(ray.get, asked) if answer is not None]
     except Exception as error:
-        raise NotSeenError(untold(error)) from error
+        raise NotSeenError(untold(str(error).rstrip().rpartition("\n")[2])) from error
     if not answers:
         raise NotSeenError("bitwise.weights: the host updates no engine, so that nothing can be compared")
     return [told(lambda body, answer=answer: answer) for answer in answers]

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from true_on_policy.bitwise import FLOATS, first_mismatch
 from true_on_policy.engines.answers import LIMIT, reading, whole
+from true_on_policy.engines.digests import DIGESTS, VALUES, Digest, read_values
 from true_on_policy.engines.handover import ASKED
-from true_on_policy.engines.sglang.weights import DIGESTS, VALUES, Digest, read_values
 from true_on_policy.errors import EngineError, NotSeenError
 from true_on_policy.weights.held import Lacking, Weights
 
@@ -137,8 +137,8 @@ def told(ask: Ask) -> list[Part]:
     strange = [f"{name} ({one.dtype})" for name, one in digests if one.dtype not in ROUNDED]
     if strange:
         raise NotSeenError(
-            f"the engine holds {len(strange)} tensors in a quantized form, the first {strange[0]}, and quantized bits "
-            "are not the trainer's by design"
+            f"the engine holds {len(strange)} tensors in a quantized or packed form, the first {strange[0]}, and such "
+            "bits are not the trainer's by design"
         )
     return parts
 
@@ -185,11 +185,11 @@ def _by_rank(answer: Any) -> dict[int, Mapping[str, str]]:
     return ranks
 
 
-def untold(error: Exception) -> str:
+def untold(error: object) -> str:
     """Say what to do about an engine that does not tell its weights."""
     return (
-        f"{error}\nthe engine did not tell its weights: start SGLang with {ASKED}=1 in its environment, where "
-        "mis-plugins is installed"
+        f"{error}\nthe engine did not tell its weights: start SGLang, or vLLM with VLLM_SERVER_DEV_MODE=1, with "
+        f"{ASKED}=1 in its environment, where mis-plugins is installed"
     )
 
 
