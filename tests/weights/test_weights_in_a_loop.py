@@ -44,7 +44,7 @@ PLANTS: dict[str, tuple[dict[str, Tensor], str]] = {
     "reference": (REFERENCE, f"engine 0: {ALL}{HELD} the reference's weights \\(--ref-load\\) \\("),
     "lost": (ACTOR | {LOST: START[LOST]}, f"1 of .* first: {LOST}: other values{HELD} what it held before this"),
     "stranger": (loaded(moved(3)), f"engine 0: {ALL} \\(bitwise.weights"),
-    "absent": ({name: x for name, x in ACTOR.items() if name != LOST}, f"1 of .*{LOST}: the engine holds nothing of it"),
+    "absent": ({name: x for name, x in ACTOR.items() if name != LOST}, f"1 of .*{LOST}: the engine holds nothing"),
 }  # fmt: skip
 
 
