@@ -21,6 +21,7 @@ class MegatronTrainRayActor:
     def init(self, args, role):
         self.args, self.role = args, role
         prove(args)
+        self.weight_updater = updater
 
     def update_weights(self):
         if not self.args.debug_train_only:
@@ -61,19 +62,24 @@ class Loop:
         patch.setitem(sys.modules, address, SimpleNamespace(HfWeightIteratorBase=base))
         patch.setitem(sys.modules, "ray", SimpleNamespace(get=lambda answer: answer))
         patch.setattr(weights, "current", lambda args: SimpleNamespace(needs=needs, package="slime"))
-        module: dict[str, Any] = {"__name__": "slime.backends.megatron_utils.actor", "prove": prove_weights}
+        updater = Updater(self.engine, args.get("update_weight_transport") == "disk")
+        module = {
+            "__name__": "slime.backends.megatron_utils.actor",
+            "prove": prove_weights,
+            "updater": updater,
+        }
         exec(TRAINER, module)
-        self.trainer = module["MegatronTrainRayActor"]()
+        own: Any = module["MegatronTrainRayActor"]
+        self.trainer, self._update_weights = own(), own.update_weights  # Ray keeps the methods of a class
         self.trainer.model = None
         self.trainer.weights_backuper = SimpleNamespace(backup_tags=list(named), get=named.__getitem__)
-        self.trainer.weight_updater = Updater(self.engine, args.get("update_weight_transport") == "disk")
         bitwise = bitwise or {"weights": "every", "on_difference": "raise"}
         self.trainer.init(Namespace(**{"debug_train_only": False, "bitwise": bitwise} | args), "actor")
 
     def update(self, held: dict[str, Tensor]) -> None:
         """Update the weights, and begin to train on a rollout."""
         self.trainer.weight_updater.next = dict(held)
-        self.trainer.update_weights()
+        self._update_weights(self.trainer)
         self.engine.ranks[0] = dict(held)
         self.trainer.train_actor(0, {})
 
@@ -128,7 +134,7 @@ def test_what_cannot_be_proven_is_an_error_or_said(
     with pytest.raises(NotSeenError, match="updates no engine"):
         loop.update(ACTOR)
     Loop(monkeypatch, debug_train_only=True).update(ACTOR)
-    assert "the host sent no weights at an update" in caplog.text
+    assert "the host has sent no weights to an engine" in caplog.text
     disk = {"update_weight_transport": "disk", "update_weight_mode": "full"}
     for name in ("release_train", "offload_rollout"):
         with pytest.raises(HostConfigError, match=f"^--{name.replace('_', '-')} beside"):

@@ -1,7 +1,8 @@
 """Prove in a host's loop that its engines hold the trainer's weights: before the first rollout, or after each update.
 
-A host hands its weight update to no hook. So the init hook replaces `update_weights` in the class of the trainer that
-calls it, as `carry_versions` replaces `train_actor`. The trainer's weights are those that the host keeps under the tag
+A host hands its weight update to no hook, and Ray keeps the methods that it calls of a class. So the init hook waits
+for the trainer's `weight_updater`, which both hosts make after the hook, and proves what its `update_weights` has sent:
+there process groups are up and engines resident. The trainer's weights are those that the host keeps under the tag
 `actor`, in Hugging Face's names by the host's own conversion; an engine tells its digests to the host's own
 `check_weights`. Rank 0 compares, and holds one copy of the model in its CPU memory while it does.
 """
@@ -31,11 +32,12 @@ R = TypeVar("R")
 
 HOOK = "true_on_policy.hosts.prove_weights"
 ACTOR, REFERENCE = "actor", "ref"  # tags under which both hosts keep weights
+UPDATER = "weight_updater"
 BASE = "backends.megatron_utils.update_weight.hf_weight_iterator_base:HfWeightIteratorBase.create"
 
 
 def install(args: Any) -> None:
-    """Have each weight update of the calling trainer be followed by the proof that `bitwise.weights` asks for.
+    """Have the weight updates of the calling trainer be followed by the proof that `bitwise.weights` asks for.
 
     Raises:
         HostConfigError: the caller is not the trainer of Miles or slime on Megatron, or an argument takes from the
@@ -53,10 +55,9 @@ def install(args: Any) -> None:
         return
     deferred = _reloads_later(view(args))
     proof, own = Proof(BitwiseConfig.from_args(args), host.package), type(actor)
-    own.update_weights = _following(own.update_weights, proof, deferred)
-    if deferred:
-        name = host.needs.train_actor.name_on(own)
-        setattr(own, name, _preceding(getattr(own, name), proof))
+    setattr(own, UPDATER, Updater(proof, deferred))
+    name = host.needs.train_actor.name_on(own)
+    setattr(own, name, _preceding(getattr(own, name), proof))
 
 
 def _reloads_later(args: Mapping[str, Any]) -> bool:
@@ -151,35 +152,37 @@ def _equals(
     return f"; where they differ, the engine holds {' and '.join(known)}" if known else ""
 
 
-def _following(update: Callable[..., R], proof: Proof, deferred: bool) -> Callable[..., R]:
-    """Prove within the host's own update, where its process groups are still up and its engines are resident."""
+@dataclass(frozen=True)
+class Updater:
+    """The trainer's attribute `weight_updater`: once it is set, each of its updates is proven.
 
-    @wraps(update)
-    def followed(actor: Any, *given: Any, **named: Any) -> R:
-        updater, sent = actor.weight_updater, proof.sent
-        publish = updater.update_weights
+    Attributes:
+        deferred: whether engines read the weights only after the update.
+    """
 
+    proof: Proof
+    deferred: bool
+
+    def __set__(self, actor: Any, updater: Any) -> None:
+        vars(actor)[UPDATER], publish = updater, updater.update_weights
+
+        @wraps(publish)
         def published(*given: Any, **named: Any) -> None:
-            proof.begin(actor)
+            self.proof.begin(actor)
             publish(*given, **named)
-            if not deferred:
-                proof.end(actor)
+            if not self.deferred:
+                self.proof.end(actor)
 
         updater.update_weights = published
-        try:
-            done = update(actor, *given, **named)
-        finally:
-            del updater.update_weights
-        if proof.sent == sent:
-            warn_once("bitwise.weights: the host sent no weights at an update, which is therefore not proven")
-        return done
-
-    return followed
 
 
 def _preceding(train: Callable[..., R], proof: Proof) -> Callable[..., R]:
+    """Prove before the training what the latest update left to be proven."""
+
     @wraps(train)
     def preceded(actor: Any, *given: Any, **named: Any) -> R:
+        if not proof.sent:
+            warn_once("bitwise.weights: the host has sent no weights to an engine, so that nothing is proven")
         proof.end(actor)
         return train(actor, *given, **named)
 
