@@ -139,6 +139,8 @@ def test_what_cannot_be_proven_is_an_error_or_said(
     for name in ("release_train", "offload_rollout"):
         with pytest.raises(HostConfigError, match=f"^--{name.replace('_', '-')} beside"):
             Loop(monkeypatch, **disk, **{name: True})
+    with pytest.raises(HostConfigError, match="^--lora-rank: "):
+        Loop(monkeypatch, lora_rank=8)
     with pytest.raises(HostConfigError, match="not called by the init"):
         Loop(monkeypatch, needs=VIME)
     with pytest.raises(HostConfigError, match=r"bitwise\.weights: got 'all'; choose one of first, every"):

@@ -53,6 +53,10 @@ def install(args: Any) -> None:
         )
     if actor.role == "critic":
         return
+    if view(args).get("lora_rank") or view(args).get("multi_lora"):
+        raise HostConfigError(
+            "--lora-rank: engines hold adapters apart, which are not compared; leave out bitwise.weights"
+        )
     deferred = _reloads_later(view(args))
     proof, own = Proof(BitwiseConfig.from_args(args), host.package), type(actor)
     setattr(own, UPDATER, Updater(proof, deferred))
