@@ -60,6 +60,7 @@ from true_on_policy.contract.cpu import Contract
 from true_on_policy.engines.handover import ASKED
 
 MEASURED = ("mis_plugins", "true_on_policy", "lab/in_host", "scripts")
+PROVEN = "proven.yaml"  # asks for digests of the engine's weights
 CONFIGS = REPOSITORY / "lab" / "in_host" / "configs"
 RECORDS = REPOSITORY / "lab" / "results" / "in_host.tar.xz"
 OWN = REPOSITORY / "outputs" / "in_host" / "records"
@@ -223,13 +224,19 @@ def _shrunk(
     asked = launching.without(words, dict(row.dropped))
     if row.fsdp:
         return launching.shrunk_fsdp(asked, work, run, row.sizes)
-    _convert(host, checkout, work, words, settings)
-    return launching.shrunk(host, asked, work, run, row.sizes, row.colocate)
+    _convert(host, checkout, work / "model", work / "torch_dist", words, settings)
+    shrunk = launching.shrunk(host, asked, work, run, row.sizes, row.colocate)
+    if not row.resumes:
+        return shrunk
+    later = model.write(work / "later", row.model, model.SEED + 1)
+    _convert(host, checkout, later, work / "later_dist", words, settings)
+    return [*shrunk, "--load", str(work / "later_dist"), "--finetune", "--no-load-optim", "--no-load-rng",
+            "--start-rollout-id", "0"]  # fmt: skip
 
 
 def _environment(row: Row, contract: Contract | None) -> dict[str, str]:
     """Return the variables of a contract; on FSDP the job's own environment names the hook of Ray's workers, too."""
-    if row.saves:
+    if row.config == PROVEN:
         return {ASKED: "1"}
     if contract is None:
         return {}
@@ -268,14 +275,16 @@ def _saved(row: Row, run: Path) -> list[str]:
     ]
 
 
-def _convert(host: Host, checkout: Path, work: Path, words: Sequence[str], settings: dict[str, str]) -> None:
+def _convert(
+    host: Host, checkout: Path, source: Path, made: Path, words: Sequence[str], settings: dict[str, str]
+) -> None:
     """Make the trainer's checkpoint once, by the host's own converter."""
-    if (work / "torch_dist" / "latest_checkpointed_iteration.txt").exists():
+    if (made / "latest_checkpointed_iteration.txt").exists():
         return
-    flags = [*launching.shape(words), *model.shape_flags(work / "model"), *launching.SPEC]
+    flags = [*launching.shape(words), *model.shape_flags(source), *launching.SPEC]
     command = [sys.executable, "tools/convert_hf_to_torch_dist.py", *flags,
-               "--hf-checkpoint", str(work / "model"), "--save", str(work / "torch_dist")]  # fmt: skip
-    log = work / "convert.log"
+               "--hf-checkpoint", str(source), "--save", str(made)]  # fmt: skip
+    log = made.with_name(f"convert-{made.name}.log")
     if processes.run(command, checkout, settings, log, LIMIT_S) != 0:
         raise CannotRun(f"{host.name}: its converter failed; read {log}")
 
@@ -299,7 +308,7 @@ def _record(row: Row, folder: Path, code: int | None, left: int) -> dict[str, An
         "row": row.name, "host": row.host, "exit": code, "left": left, "sizes": asdict(row.sizes), "loss": row.loss,
         "config": yaml.safe_load((CONFIGS / row.config).read_text()).get("mis", {}), "flags": list(row.flags),
         "versions": sorted(set(dumps.versions(log))),
-        "wanted_versions": [] if row.rollouts else list(range(1, 2 if row.stopped else row.sizes.steps + 2)),
+        "wanted_versions": list(range(1, row.updates + 1)),
         "steps": [
             {"metrics": steps[number], "k3": verdict.k3(batches), "reward": rewards[number].get("rollout/raw_reward")}
             | _versions_of(row, batches, perf[number])

@@ -10,7 +10,7 @@ from typing import Any
 MODEL, SEED, PROMPTS = "tiny-qwen3", 0, 64
 
 
-def write(folder: Path, name: str = MODEL) -> Path:
+def write(folder: Path, name: str = MODEL, seed: int = SEED) -> Path:
     """Write the checkpoint once in Hugging Face's format, with a tokenizer, and the prompts beside it."""
     import torch
 
@@ -18,7 +18,7 @@ def write(folder: Path, name: str = MODEL) -> Path:
 
     done = folder / "prompts.jsonl"
     if not done.exists():
-        checkpoint(name, folder, torch.bfloat16, SEED)
+        checkpoint(name, folder, torch.bfloat16, seed)
         write_tokenizer(folder, json.loads((folder / "config.json").read_text())["vocab_size"])
         done.write_text(
             "".join(json.dumps({"prompt": _prompt(i), "label": ""}) + "\n" for i in range(PROMPTS))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 from lab.in_host.bends import FROM_TENSOR
 from lab.in_host.by_version import BY_VERSION
 from lab.in_host.launching import Sizes
+from lab.in_host.lost_weights import LOST
 from lab.in_host.model import MODEL
 from true_on_policy.contract.cpu import Contract, Shapes
 from true_on_policy.engines.handover import ACTIVE
@@ -90,8 +92,8 @@ class Row:
         model: a tiny model of `true_on_policy/contract/families.yaml`.
         resplit: what another split of the micro-batches must leave of the trainer's log-probs: all `equal`,
             or some `different`. None where log-probs are computed once.
-        saves: whether the trainer saves its weights before each update, and the engine returns digests of its
-            weights.
+        saves: whether the trainer saves its weights before each update.
+        resumes: whether the trainer starts from other weights than engine and reference, as a resumed run does.
         stopped: what the log must say as the job stops before its first optimizer step; None where it runs through.
         named: a pattern that the first group of `stopped` must match, which names the fault.
         blocked: the line of the host at which the row cannot run here, and why; the row is then not started.
@@ -117,6 +119,7 @@ class Row:
     model: str = MODEL
     resplit: str | None = None
     saves: bool = False
+    resumes: bool = False
     stopped: str | None = None
     named: str = ""
     blocked: str = ""
@@ -125,6 +128,13 @@ class Row:
     def launched_with(self) -> str:
         """Name the config that the launch script checks for the TIS hook; the row's own config wins."""
         return "token.yaml" if self.loss in ("objective", "centered", *BY_VERSION) else self.config
+
+    @property
+    def updates(self) -> int:
+        """Count the weight updates that an engine's rollouts or its evaluations tell of."""
+        if self.stopped:
+            return 0 if self.resumes and self.host == "miles" else 1  # Miles proves before the first rollout
+        return 0 if self.rollouts else self.sizes.steps + 1
 
     @property
     def stale(self) -> bool:
@@ -166,7 +176,20 @@ COMPARED_ON_FSDP = (
 COMPARED = (*COMPARED_ON_FSDP,
             "--custom-megatron-before-train-step-hook-path", "true_on_policy.hosts.report_step")  # fmt: skip
 PINNED = (*COMPARED, "--custom-megatron-init-path", "lab.in_host.cpu_trainer.miles_init")
+PROVEN = ("--custom-megatron-init-path", "true_on_policy.hosts.prove_weights")
+WHERE = "where they differ, the engine holds "
+EVERY = rf"^(\d+) of \1 tensors differ, .*; {WHERE}"
+REFERENCE = ("--use-kl-loss", "--kl-loss-coef", "0.001", "--kl-loss-type", "low_var_kl")
 STEPS = 20
+
+
+def _unproven(host: str, name: str, hook: str, words: str) -> Row:
+    """Build a row whose resumed trainer publishes other weights than its own: the proof stops it at the start.
+
+    slime 624b824 itself publishes the reference's, which it loaded last, where the trainer is not offloaded.
+    """
+    return Row(f"{host}-weights-{name}", host, "proven.yaml", flags=("--custom-megatron-init-path", hook, *REFERENCE),
+               resumes=True, stopped=r"DifferenceError: weights of version 1, engine 0: (.*)", named=words)  # fmt: skip
 
 
 def _on_policy(host: str, name: str, contract: Mapping[str, Any], **sizes: int) -> Row:
@@ -261,11 +284,18 @@ ROWS: tuple[Row, ...] = (
     Row("miles-retracted", "miles", sizes=Sizes(response=96), flags=(
         *CARRIED, "--sglang-max-total-tokens", "640", "--sglang-schedule-conservativeness", "0.01"),
         log_holds=("the engine retracted the requests of", "mis_step/retracted_fraction")),
-    *_both("weights", flags=("--custom-rm-path", "lab.in_host.weights.compare"), log_holds=(
+    *_both("weights", "proven.yaml", flags=("--custom-rm-path", "lab.in_host.weights.compare", *PROVEN), log_holds=(
         "weights of rollout 1, saved 0 updates earlier: exit 0: ",
         "weights of rollout 2, saved 0 updates earlier: exit 0: ",
         "weights of rollout 2, saved 1 updates earlier: exit 1: ",
+        *(f"weights of version {version}, 1 engines: the engine's weights are the trainer's" for version in (1, 2, 3)),
     ), saves=True),
+    Row("miles-weights-resumed", "miles", "proven.yaml", flags=(*PROVEN, *REFERENCE), resumes=True, log_holds=(
+        "weights of version 1, 1 engines: the engine's weights are the trainer's",)),
+    _unproven("slime", "reference", "true_on_policy.hosts.prove_weights", rf"{EVERY}.*the reference's weights"),
+    _unproven("miles", "stale", "lab.in_host.lost_weights.all_of_them", f"{EVERY}what it held before this update"),
+    _unproven("miles", "lost", "lab.in_host.lost_weights.one", r"^1 of \d+ tensors differ, the first: "
+              rf"{re.escape(LOST)}: other values; {WHERE}what it held before this update"),
     *_both("async", train="train_async.py"),
     Row("miles-colocate", "miles", colocate=True),
     Row("slime-colocate", "slime", colocate=True, blocked=f"slime/{FROM_TENSOR}:423 hands on weights that no "

@@ -22,5 +22,5 @@ def test_the_settings_of_the_comparison_are_shown_with_their_defaults() -> None:
 
 def test_the_hooks_that_are_named_exist() -> None:
     named = set(re.findall(r"true_on_policy\.hosts\.(\w+)", TEXT))
-    assert named == {"policy_loss", "report_step", "miles_init"}
+    assert named == {"policy_loss", "report_step", "miles_init", "prove_weights"}
     assert all(callable(getattr(hosts, name)) for name in named)

@@ -108,6 +108,20 @@ def test_an_update_drops_the_cache_once_the_last_request_has_ended(
     assert (sample.version, sample.cached) == (4, 0)
 
 
+def test_no_version_tells_of_a_prompt_that_was_cached_before_an_update(
+    engine: SGLang, tiny: Path, tmp_path: Path
+) -> None:
+    prompt = Request(tuple(range(2, 60)), 20)
+    engine.update_weights(tiny, 5)
+    engine.generate([prompt])
+    newer = updated(tiny, tmp_path / "6", seed=1)
+    engine.update_weights(newer, 6, keep_cache=True)  # as the pause `in_place` of Miles has it
+    [sample] = engine.generate([prompt])
+    engine.update_weights(newer, 7)
+    off = (engine.score([sample])[0] - sample.log_probs).abs()
+    assert sample.version == 6 and sample.cached >= 57 and off.max() > CLOSE, off
+
+
 @pytest.mark.parametrize("engine", ["sglang", "vllm --kv-channels 32"])
 def test_an_asynchronous_run_on_its_server(engine: str, tmp_path: Path) -> None:
     """SGLang names the version of each token; vLLM names none, and samples between two updates alone."""

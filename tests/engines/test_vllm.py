@@ -20,10 +20,13 @@ from true_on_policy.engines.asking import answer_of
 from true_on_policy.engines.protocol import EngineError, Request, Sample
 from true_on_policy.engines.server import GENERATE_SECONDS
 from true_on_policy.engines.vllm.engine import VLLM, Pool
+from true_on_policy.errors import NotSeenError
 from true_on_policy.kernels.pin import pinned
-from true_on_policy.models.tiny import checkpoint, updated
+from true_on_policy.models.tiny import checkpoint, read_weights, updated
 from true_on_policy.trainers.hf import HuggingFace
 from true_on_policy.trainers.megatron import Megatron
+from true_on_policy.weights.comparison import compare
+from true_on_policy.weights.held import EMBEDDING
 
 pytestmark = pytest.mark.timeout(1200)  # a server may take 600 s to start
 
@@ -44,7 +47,9 @@ def test_every_log_prob_is_the_trainers_through_an_update(dtype: str, order: str
     with closing(VLLM(source, dtype, contract, agreed, Pool(prefill_chunk=64))) as engine:
         for version, path in enumerate((source, updated(source, tmp_path / "1", seed=1))):
             if version:
+                assert compare(engine.weights_checker, read_weights(path)).differences[0].name == EMBEDDING
                 engine.update_weights(path, version)
+            assert compare(engine.weights_checker, read_weights(path)).equal
             samples = engine.generate(REQUESTS) + engine.generate(AGAIN)
             scored = torch.cat(engine.score(samples))
             assert samples[-1].cached >= 128 and {sample.version for sample in samples} == {version}
@@ -108,6 +113,11 @@ def test_a_stranger_without_the_key_is_refused_also_where_weights_change(stock: 
             answer_of(stock._server.url, path, {}, 60)
     listed = subprocess.run(["ps", "-eww", "-o", "args="], capture_output=True, text=True, check=True)
     assert "vllm.entrypoints" in listed.stdout and stock._server.key not in listed.stdout
+
+
+def test_packed_weights_are_not_compared(stock: VLLM, source: Path):
+    with pytest.raises(NotSeenError, match=r"packed form, the first .*qkv_proj\.weight \(packed_float32\)"):
+        compare(stock.weights_checker, read_weights(source))
 
 
 def test_a_missing_checkpoint_is_an_error(stock: VLLM, tmp_path: Path):

@@ -21,8 +21,9 @@ from lab.host.rollout.served import ServedEngine
 from lab.host.train.parallel import EXIT_USER_ERROR, launch
 from mis_plugins.errors import ConfigError
 from true_on_policy.__main__ import main
+from true_on_policy.engines.digests import DIGESTS, VALUES, Digest, read_values, values
 from true_on_policy.engines.protocol import EngineError
-from true_on_policy.engines.sglang.weights import DIGESTS, VALUES, Digest, answered, read_values, values
+from true_on_policy.engines.sglang.weights import answered
 from true_on_policy.errors import NotSeenError
 from true_on_policy.models.tiny import read_weights
 from true_on_policy.weights.comparison import compare
@@ -249,7 +250,7 @@ def test_a_quantized_engine_is_not_compared() -> None:
     held = loaded(checkpoint())
     held["lm_head.weight"] = held["lm_head.weight"].to(torch.int8)
     with pytest.raises(
-        NotSeenError, match=r"1 tensors in a quantized form, the first lm_head.weight \(int8\)"
+        NotSeenError, match=r"1 tensors in a quantized or packed form, the first lm_head.weight \(int8\)"
     ):
         compare(Engine([held]), checkpoint())
 
@@ -300,9 +301,7 @@ LIES: dict[str, Any] = {
 
 @pytest.mark.parametrize("lie", LIES)
 def test_an_answer_of_another_shape_is_not_compared(lie: str) -> None:
-    with pytest.raises(
-        NotSeenError, match=r"could not compare: the engine's weight checker: |quantized form"
-    ):
+    with pytest.raises(NotSeenError, match=r"could not compare: the engine's weight checker: |packed form"):
         compare(lambda body: LIES[lie], checkpoint())
 
 

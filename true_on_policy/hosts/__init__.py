@@ -2,7 +2,7 @@
 
     --custom-loss-function-path  true_on_policy.hosts.policy_loss          (with --loss-type custom_loss)
     --custom-megatron-before-train-step-hook-path  true_on_policy.hosts.report_step
-    --custom-megatron-init-path  true_on_policy.hosts.miles_init
+    --custom-megatron-init-path  true_on_policy.hosts.miles_init, or true_on_policy.hosts.prove_weights
 
 A host's flag takes one hook, so each hook here calls a second function: the host's own policy loss, or the
 hook that `bitwise.loss` or `bitwise.step_hook` names (`config.py`). Hosts are read through the records of
@@ -94,6 +94,23 @@ def miles_init(args: Any) -> None:
     from true_on_policy.hosts.start import start  # imports the kernels, which no other hook needs
 
     start(args)
+    if BitwiseConfig.from_args(args).weights:
+        prove_weights(args)
+
+
+@Hook
+def prove_weights(args: Any) -> None:
+    """Have the trainer of Miles or slime on Megatron prove that its engines hold its weights, in the init hook.
+
+    Every tensor is compared by digest: before the first rollout, and with `bitwise.weights: every` after each weight
+    update. `bitwise.on_difference` says whether a difference stops the run. SGLang needs TRUE_ON_POLICY_WEIGHTS=1.
+
+    Raises:
+        HostConfigError: the host, or one of its arguments, leaves no place where the trainer could compare.
+    """
+    from true_on_policy.hosts.weights import install  # imports digests, which no other hook needs
+
+    install(args)
 
 
 def layout_of(args: Any, batch: Batch, cp: tuple[int, int]) -> LayoutOf:

@@ -12,6 +12,7 @@ from mis_plugins.config.view import view
 from true_on_policy.errors import HostConfigError
 
 OnDifference = Literal["warn", "raise"]
+Proven = Literal["first", "every"]
 
 
 @dataclass(frozen=True)
@@ -24,6 +25,8 @@ class BitwiseConfig:
             (embedded host) or of `--save` (Miles and slime).
         loss: dotted path of the policy loss that our loss calls; None is the host's own.
         step_hook: dotted path of the before-train-step hook that our hook calls first; None is no hook.
+        weights: after which weight updates the engines' weights are compared with the trainer's, a Proven: the one
+            before the first rollout, or every; None compares none, unless the hook `prove_weights` is given.
 
     Raises:
         HostConfigError: a value cannot work; the message quotes the key.
@@ -33,13 +36,16 @@ class BitwiseConfig:
     folder: str | None = None
     loss: str | None = None
     step_hook: str | None = None
+    weights: str | None = None
 
     def __post_init__(self) -> None:
-        if self.on_difference not in get_args(OnDifference):
-            choices = ", ".join(get_args(OnDifference))
-            raise HostConfigError(
-                f"bitwise.on_difference: got {self.on_difference!r}; choose one of {choices}"
-            )
+        for name, choices in (
+            ("on_difference", get_args(OnDifference)),
+            ("weights", (None, *get_args(Proven))),
+        ):
+            if (given := getattr(self, name)) not in choices:
+                listed = ", ".join(filter(None, choices))
+                raise HostConfigError(f"bitwise.{name}: got {given!r}; choose one of {listed}")
 
     @classmethod
     def from_args(cls, args: Any) -> BitwiseConfig:

@@ -1,8 +1,9 @@
-"""`python -m true_on_policy weights`: are the weights of a running SGLang those of a checkpoint, bit for bit?
+"""`python -m true_on_policy weights`: are the weights of a running engine those of a checkpoint, bit for bit?
 
-Every tensor of the engine is compared by name with what SGLang makes of the checkpoint's, fused and rounded to the
-engine's dtype: the one that the trainer saved at this version (`--save-hf` of Miles and slime), or the one that a run
-resumed from. The engine tells its tensors' digests over HTTP, where it was started with TRUE_ON_POLICY_WEIGHTS=1.
+Every tensor of the engine is compared by name with what SGLang and vLLM make of the checkpoint's, fused and rounded to
+the engine's dtype: the one that the trainer saved at this version (`--save-hf` of Miles and slime), or the one that a
+run resumed from. The engine tells its tensors' digests over HTTP, where it was started with TRUE_ON_POLICY_WEIGHTS=1;
+vLLM needs VLLM_SERVER_DEV_MODE=1 too.
 
 Exit codes: 0 equal; 1 different, and the first tensor that differs is named; 2 could not compare.
 """
@@ -16,7 +17,9 @@ from typing import Any
 
 from mis_plugins.shared.shell import importing
 from mis_plugins.shared.terminal import printable
+from true_on_policy.engines.answers import reading
 from true_on_policy.engines.asking import HELP, answer_of, url_of_engine
+from true_on_policy.errors import EngineError
 
 SECONDS = 600
 
@@ -32,11 +35,20 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     with importing():  # torch: seconds
+        from true_on_policy.engines.vllm import weights as vllm
         from true_on_policy.models.tiny import read_weights
         from true_on_policy.weights.comparison import LIMITS, compare
 
     def ask(body: Mapping[str, Any]) -> Any:
-        return answer_of(arguments.engine, "/weights_checker", body, SECONDS, LIMITS[body["action"]])
+        limit = LIMITS[body["action"]]
+        try:
+            return answer_of(arguments.engine, "/weights_checker", body, SECONDS, limit)
+        except EngineError as error:
+            if " answered 404" not in str(error):  # vLLM has no such path
+                raise
+        answer = answer_of(arguments.engine, vllm.PATH, vllm.request(body), SECONDS, limit)
+        with reading(vllm.PATH, "vllm"):
+            return vllm.answer_as_sglang(answer)
 
     found = compare(ask, read_weights(arguments.trainer))
     print("\n".join(map(printable, str(found).splitlines())))

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import torch
@@ -11,8 +11,8 @@ from torch import Tensor
 
 from true_on_policy.bitwise import FLOATS, first_mismatch
 from true_on_policy.engines.answers import LIMIT, reading, whole
+from true_on_policy.engines.digests import DIGESTS, VALUES, Digest, read_values
 from true_on_policy.engines.handover import ASKED
-from true_on_policy.engines.sglang.weights import DIGESTS, VALUES, Digest, read_values
 from true_on_policy.errors import EngineError, NotSeenError
 from true_on_policy.weights.held import Lacking, Weights
 
@@ -34,6 +34,11 @@ class Part:
     rank: int
     ranks: int
     digests: Mapping[str, Digest]
+
+    @property
+    def place(self) -> int | None:
+        """Return the rank as a `Difference` has it."""
+        return self.rank if self.ranks > 1 else None
 
 
 @dataclass(frozen=True)
@@ -70,12 +75,20 @@ class Comparison:
     def equal(self) -> bool:
         return not self.differences
 
-    def __str__(self) -> str:
+    @property
+    def places(self) -> set[tuple[str, int | None]]:
+        """Name the tensors that differ, each with its rank."""
+        return {(one.name, one.rank) for one in self.differences}
+
+    @property
+    def summary(self) -> str:
         if self.equal:
             return f"the engine's weights are the trainer's: {self.compared} tensors, equal in every bit"
-        first, *others = self.differences
-        lines = [f"{len(self.differences)} of {self.compared} tensors differ, the first: {first}"]
-        lines += [f"  {other}" for other in others[: SHOWN - 1]]
+        return f"{len(self.differences)} of {self.compared} tensors differ, the first: {self.differences[0]}"
+
+    def __str__(self) -> str:
+        others = self.differences[1:]
+        lines = [self.summary, *(f"  {other}" for other in others[: SHOWN - 1])]
         if len(others) >= SHOWN:
             lines.append(f"  and {len(others) - SHOWN + 1} more")
         return "\n".join(lines)
@@ -92,11 +105,23 @@ def compare(ask: Ask, weights: Mapping[str, Tensor]) -> Comparison:
     Raises:
         NotSeenError: the engine does not tell its weights, or holds them in a form that cannot be compared.
     """
-    parts, ours = told(ask), Weights(weights)
+    parts = told(ask)
+    found = against(parts, weights)
+    if found.equal:
+        return found
+    first, *others = found.differences
+    return replace(found, differences=(_by_how_much(ask, first, parts, Weights(weights)), *others))
+
+
+def against(parts: Sequence[Part], weights: Mapping[str, Tensor]) -> Comparison:
+    """Compare the digests that an engine told with the tensors that a trainer's weights should give.
+
+    Args:
+        weights: by Hugging Face name.
+    """
+    ours = Weights(weights)
     found = [difference for part in parts for difference in _of(part, ours)]
     found += [Difference(name, None, "the engine holds nothing of it") for name in ours.unused]
-    if found:
-        found[0] = _by_how_much(ask, found[0], parts, ours)
     return Comparison(sum(len(part.digests) for part in parts), tuple(found))
 
 
@@ -112,8 +137,8 @@ def told(ask: Ask) -> list[Part]:
     strange = [f"{name} ({one.dtype})" for name, one in digests if one.dtype not in ROUNDED]
     if strange:
         raise NotSeenError(
-            f"the engine holds {len(strange)} tensors in a quantized form, the first {strange[0]}, and quantized bits "
-            "are not the trainer's by design"
+            f"the engine holds {len(strange)} tensors in a quantized or packed form, the first {strange[0]}, and such "
+            "bits are not the trainer's by design"
         )
     return parts
 
@@ -160,15 +185,20 @@ def _by_rank(answer: Any) -> dict[int, Mapping[str, str]]:
     return ranks
 
 
+def untold(error: object) -> str:
+    """Say what to do about an engine that does not tell its weights."""
+    return (
+        f"{error}\nthe engine did not tell its weights: start SGLang, or vLLM with VLLM_SERVER_DEV_MODE=1, with "
+        f"{ASKED}=1 in its environment, where mis-plugins is installed"
+    )
+
+
 def _answered(ask: Ask, body: Mapping[str, Any], read: Callable[[Any], T]) -> T:
     """Ask the engine, and read its answer."""
     try:
         answer = ask(body)
     except EngineError as error:
-        raise NotSeenError(
-            f"{error}\nthe engine did not tell its weights: start SGLang with {ASKED}=1 in its environment, where "
-            "mis-plugins is installed"
-        ) from error
+        raise NotSeenError(untold(error)) from error
     try:
         with reading("could not compare: the engine's weight checker", "our plugin"):
             return read(answer)
@@ -177,7 +207,7 @@ def _answered(ask: Ask, body: Mapping[str, Any], read: Callable[[Any], T]) -> T:
 
 
 def _of(part: Part, weights: Weights) -> Iterator[Difference]:
-    rank = part.rank if part.ranks > 1 else None
+    rank = part.place
     for name, digest in part.digests.items():
         try:
             ours = weights.held(name, digest.shape, part.rank, part.ranks)

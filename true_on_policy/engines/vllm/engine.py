@@ -16,7 +16,7 @@ from true_on_policy.contract.cpu import Contract
 from true_on_policy.contract.sides import ENGINES
 from true_on_policy.contract.specs import NormOrder
 from true_on_policy.engines.answers import check_counts, list_of, reading, short, whole
-from true_on_policy.engines.handover import handed_over
+from true_on_policy.engines.handover import ASKED, handed_over
 from true_on_policy.engines.protocol import EngineError, Request, Sample, log_probs
 from true_on_policy.engines.server import (
     DTYPES,
@@ -30,6 +30,7 @@ from true_on_policy.engines.server import (
     patience,
     started,
 )
+from true_on_policy.engines.vllm import weights
 
 PATH = "/inference/v1/generate"
 GUARD = "true_on_policy.engines.vllm.plugin.Guard"
@@ -158,6 +159,12 @@ class VLLM(Served):
         with reading("/reset_prefix_cache", self.name):
             return answer["success"] is True
 
+    def weights_checker(self, body: Mapping[str, Any]) -> Any:
+        """Ask each worker for its weights, which our plugin tells (`weights.py`), in the form of SGLang's answer."""
+        answer = self._server.post(weights.PATH, weights.request(body))
+        with reading(weights.PATH, self.name):
+            return weights.answer_as_sglang(answer)
+
     def close(self) -> None:
         super().close()
         self._senders.shutdown(wait=False)  # a request that still waits has its error by now
@@ -198,6 +205,7 @@ def _environment(contract: Contract | None, order: NormOrder | None) -> dict[str
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_API_KEY": "",  # of the user's other servers; Guard asks for the key of the run
         "VLLM_LOGGING_LEVEL": "INFO",
+        ASKED: "1",
     }
     # vLLM's own norm may be a compiled kernel: a pinned engine always takes our norm, even in vLLM's order.
     return inherited() | added | handed_over(contract, contract and (order or ENGINES["vllm"].order))

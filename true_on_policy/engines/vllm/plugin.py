@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import hmac
 import os
+import pkgutil
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from true_on_policy.engines.handover import KEY, asked_for, ordered_norm, pin_as_asked
+from true_on_policy.engines.handover import ASKED, KEY, asked_for, ordered_norm, pin_as_asked
 
 Receive = Callable[[], Awaitable[Any]]
 Send = Callable[[dict[str, Any]], Awaitable[None]]
@@ -20,6 +21,10 @@ Send = Callable[[dict[str, Any]], Awaitable[None]]
 
 def activate() -> None:
     """Replace what vLLM computes in its own kernels; vLLM calls this function early in each process."""
+    if ASKED in os.environ:
+        from true_on_policy.engines.vllm import weights
+
+        setattr(pkgutil.resolve_name(weights.TARGET), weights.METHOD, weights.answered)
     if not asked_for():
         return
     import vllm._custom_ops as custom_ops  # pyright: ignore[reportMissingImports]
