@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -16,6 +16,7 @@ import pytest
 import torch
 from test_local_async import versions_of_a_run
 
+from mis_plugins.hosts.versions import kept
 from mis_plugins.versions.spans import spans
 from true_on_policy.engines.protocol import Request, Sample
 from true_on_policy.engines.server import GENERATE_SECONDS, Private, Server, started
@@ -42,13 +43,14 @@ def engine(tiny: Path) -> Iterator[SGLang]:
         yield engine
 
 
-def streamed(engine: SGLang) -> Iterator[dict[str, Any]]:
+def streamed(engine: SGLang, cut: Mapping[str, float] = {}, **more: Any) -> Iterator[dict[str, Any]]:
     """What is told of one request after each of its tokens."""
     body = {
         "input_ids": list(PROMPT),
-        "sampling_params": {"temperature": 1.0, "max_new_tokens": LENGTH, "ignore_eos": True},
+        "sampling_params": {"temperature": 1.0, "max_new_tokens": LENGTH, "ignore_eos": True, **cut},
         "return_logprob": True,
         "stream": True,
+        **more,
     }
     headers = {"Content-Type": "application/json", "Authorization": f"Bearer {engine._server.key}"}
     asked = urllib.request.Request(engine._server.url + "/generate", json.dumps(body).encode(), headers)
@@ -90,6 +92,28 @@ def test_the_spans_of_a_request_name_the_token_where_its_weights_moved(
     engine.update_weights(tiny, 3)  # the weights of version 1 again
     off = (engine.score([sample])[0] - told).abs()
     assert off[:moved].max() < CLOSE < off[moved]
+
+
+@pytest.mark.parametrize("head", [0, 8])
+def test_log_probs_over_kept_sets_are_the_engines_renormalized(engine: SGLang, head: int) -> None:
+    cut = {"top_p": 0.9, "top_k": 8, "max_new_tokens": 40}
+    *_, answer = streamed(engine, cut, top_logprobs_num=8, **kept.request(head))
+    meta = answer["meta_info"]
+    told, sets = kept.over_sets(meta, head)
+    assert len(sets) == 40 and len(set(sets.sizes.tolist())) > 1 and sets.sizes.max() <= 8
+    ids = torch.tensor(sets.ids).split(sets.sizes.tolist())
+    for position, (row, of_set) in enumerate(zip(told["output_token_logprobs"], ids, strict=True)):
+        top = {token: log_prob for log_prob, token, *_ in meta["output_top_logprobs"][position]}
+        of_engine = torch.tensor([top[token] for token in of_set.tolist()])
+        mass = of_engine.double().logsumexp(0)
+        whole, token = meta["output_token_logprobs"][position][:2]
+        assert row[0] == pytest.approx(float(whole - mass), abs=1e-5) and row[1] == token
+        if head:
+            named = told["output_top_logprobs"][position]
+            assert [log_prob for log_prob, _ in named] == pytest.approx(
+                sorted((of_engine - mass).tolist(), reverse=True), abs=1e-5
+            )
+    assert meta["num_retractions"] == 0, "what retractions.py reads"
 
 
 def test_an_update_drops_the_cache_once_the_last_request_has_ended(
