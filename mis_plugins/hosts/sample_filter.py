@@ -225,8 +225,8 @@ def _make_readable(sample: Any) -> None:
 def _refuse_what_tells_nothing(samples: list[Any], dropped: list[tuple[Any, Fault]]) -> None:
     if any(fault.detail == NOT_HEARD for _, fault in dropped):
         raise InputError(
-            f"turns_checked: {NOT_HEARD}; it hears requests to /generate by the host's own post, in the process that "
-            "generates: drop --use-distributed-post, and sessions, or generate without turns_checked"
+            f"turns_checked: {NOT_HEARD}; answers of /generate are heard by the host's own post alone, in the process "
+            "that generates: drop --use-distributed-post, and sessions, or generate without turns_checked"
         )
     missing = sum(fault.cause == "missing" for _, fault in dropped)
     if missing and missing == sum(sample.response_length > 0 for sample in samples):
