@@ -14,7 +14,7 @@ from torch import Tensor
 
 from mis_plugins.hosts.needs.slime import SLIME, VIME
 from true_on_policy.errors import DifferenceError, HostConfigError, NotSeenError
-from true_on_policy.hosts import prove_weights, weights
+from true_on_policy.hosts import prove_weights, report_step, weights
 
 TRAINER = """
 class MegatronTrainRayActor:
@@ -145,3 +145,6 @@ def test_what_cannot_be_proven_is_an_error_or_said(
         Loop(monkeypatch, needs=VIME)
     with pytest.raises(HostConfigError, match=r"bitwise\.weights: got 'all'; choose one of first, every"):
         Loop(monkeypatch, {"weights": "all"})
+    monkeypatch.delitem(sys.modules, weights.__name__)
+    with pytest.raises(HostConfigError, match=r"bitwise\.weights: nothing proves the engines' weights"):
+        report_step(Namespace(bitwise={"weights": "first"}), 0, 0)

@@ -11,6 +11,7 @@ hook that `bitwise.loss` or `bitwise.step_hook` names (`config.py`). Hosts are r
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -21,12 +22,14 @@ from mis_plugins.hosts.batch import host_layout
 from mis_plugins.hosts.ownership import Hook
 from mis_plugins.hosts.registry import current
 from mis_plugins.packing.layout import Layout
+from true_on_policy.errors import HostConfigError
 from true_on_policy.hosts.config import BitwiseConfig
 from true_on_policy.hosts.micro_batch import LayoutOf, MicroBatch
 from true_on_policy.hosts.watch import COMPARISON
 
 Batch = Mapping[str, Any]
 Loss = tuple[Tensor, dict[str, Tensor]]
+PROOF = "true_on_policy.hosts.weights"
 
 
 @Hook
@@ -70,8 +73,14 @@ def report_step(args: Any, rollout_id: int, step_id: int, *rest: Any) -> None:
 
     Raises:
         DifferenceError: a rank found a difference, with `bitwise.on_difference: raise`; every rank raises.
+        HostConfigError: `bitwise.weights` asks for a proof that no init hook has begun.
     """
     config = BitwiseConfig.from_args(args)
+    if config.weights and PROOF not in sys.modules:
+        raise HostConfigError(
+            "bitwise.weights: nothing proves the engines' weights; give --custom-megatron-init-path "
+            "true_on_policy.hosts.prove_weights, or leave the key out"
+        )
     wrapped = config.hook("step_hook")
     if wrapped is not None:
         wrapped(args, rollout_id, step_id, *rest)
