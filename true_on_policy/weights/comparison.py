@@ -188,8 +188,8 @@ def _by_rank(answer: Any) -> dict[int, Mapping[str, str]]:
 def untold(error: object) -> str:
     """Say what to do about an engine that does not tell its weights."""
     return (
-        f"{error}\nthe engine did not tell its weights: start SGLang, or vLLM with VLLM_SERVER_DEV_MODE=1, with "
-        f"{ASKED}=1 in its environment, where mis-plugins is installed"
+        f"{error}\nthe engine did not tell its weights: start SGLang with {ASKED}=1 in its environment, where "
+        "mis-plugins is installed, and vLLM with VLLM_SERVER_DEV_MODE=1 beside it"
     )
 
 
