@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
@@ -372,16 +372,19 @@ def test_every_other_action_is_sglangs() -> None:
 
 @pytest.fixture
 def served() -> Iterator[tuple[str, Engine]]:
-    """A server whose weight checker is an `Engine`'s."""
+    """A server whose weight checker is an `Engine`'s; under /vllm it answers as vLLM does."""
     engine = Engine([loaded(checkpoint())])
+    paths: dict[str, Callable[[Any], Any]] = {
+        "/weights_checker": engine,
+        "/vllm/collective_rpc": lambda body: {"results": engine(body["kwargs"])["ranks"]},
+    }
 
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            answer = json.dumps(engine(body)).encode()
-            self.send_response(200 if self.path == "/weights_checker" else 404)
+            self.send_response(200 if self.path in paths else 404)
             self.end_headers()
-            self.wfile.write(answer)
+            self.wfile.write(json.dumps(paths[self.path](body)).encode() if self.path in paths else b"")
 
         def log_message(self, *_: Any) -> None: ...
 
@@ -397,8 +400,9 @@ def test_the_exit_code_says_equal_different_or_not_compared(
     url, engine = served
     save_file(checkpoint(), tmp_path / "model.safetensors")
     asked = ["weights", "--engine", url, "--trainer", str(tmp_path)]
-    assert main(asked) == 0
-    assert "8 tensors, equal in every bit" in capsys.readouterr().out
+    for where in ("", "/vllm"):
+        assert main(["weights", "--engine", url + where, "--trainer", str(tmp_path)]) == 0
+        assert "8 tensors, equal in every bit" in capsys.readouterr().out
     engine.ranks[0]["lm_head.weight"] += 1
     assert main(asked) == 1
     assert "1 of 8 tensors differ, the first: lm_head.weight" in capsys.readouterr().out
