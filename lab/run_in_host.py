@@ -308,7 +308,7 @@ def _record(row: Row, folder: Path, code: int | None, left: int) -> dict[str, An
         "row": row.name, "host": row.host, "exit": code, "left": left, "sizes": asdict(row.sizes), "loss": row.loss,
         "config": yaml.safe_load((CONFIGS / row.config).read_text()).get("mis", {}), "flags": list(row.flags),
         "versions": sorted(set(dumps.versions(log))),
-        "wanted_versions": list(range(1, row.updates + 1)),
+        "wanted_versions": [] if row.rollouts else list(range(1, 2 if row.stopped else row.sizes.steps + 2)),
         "steps": [
             {"metrics": steps[number], "k3": verdict.k3(batches), "reward": rewards[number].get("rollout/raw_reward")}
             | _versions_of(row, batches, perf[number])

@@ -130,13 +130,6 @@ class Row:
         return "token.yaml" if self.loss in ("objective", "centered", *BY_VERSION) else self.config
 
     @property
-    def updates(self) -> int:
-        """Count the weight updates that an engine's rollouts or its evaluations tell of."""
-        if self.stopped:
-            return 0 if self.resumes and self.host == "miles" else 1  # Miles proves before the first rollout
-        return 0 if self.rollouts else self.sizes.steps + 1
-
-    @property
     def stale(self) -> bool:
         """Whether the rollouts were sampled with other weights than the trainer's."""
         return self.rollouts is not None or self.train == "train_async.py"
