@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[2]
 FLOORS = {
     "mis_plugins": "__main__ report mis explain hosts routing loss metrics versions correction config "
     "packing shared errors __version__",
-    "true_on_policy": "__main__ doctor weights verify fsdp_worker trainers hosts engines observe models diff "
+    "true_on_policy": "__main__ doctor verify fsdp_worker trainers hosts weights engines observe models diff "
     "flags kernels contract bitwise errors",
 }
 OPEN_TO_TRUE_ON_POLICY = {"packing", "config", "hosts", "mis", "shared", "errors"}
