@@ -172,7 +172,7 @@ PINNED = (*COMPARED, "--custom-megatron-init-path", "lab.in_host.cpu_trainer.mil
 PROVEN = ("--custom-megatron-init-path", "true_on_policy.hosts.prove_weights")
 WHERE = "where they differ, the engine holds "
 EVERY = rf"^(\d+) of \1 tensors differ, .*; {WHERE}"
-REFERENCE = ("--use-kl-loss", "--kl-loss-coef", "0.001", "--kl-loss-type", "low_var_kl")
+REFERENCE = ("--use-kl-loss", "--kl-loss-coef", "0", "--kl-loss-type", "low_var_kl")
 STEPS = 20
 
 
