@@ -26,6 +26,7 @@ from true_on_policy.kernels.provider import replace_everywhere
 
 ROWS = (64, 1, 2, 5000)
 """Rows of a call: several, one, which inductor compiles by itself, and more than one loop of inductor's sums takes."""
+ROUNDS = {"emulate_precision_casts": True}  # inductor rounds between fused operations, as eager code does
 MOST_GRAPHS = 64  # that one function may need: widths, dtypes, ROWS, with a gradient and without
 EPSILON = 1e-6
 ORDERED = (rms_norm, add_residual, chosen, combined)
@@ -92,7 +93,7 @@ def _cases(dtype: str, shapes: Shapes, order: NormOrder, device: torch.device) -
     branch = draw(rows, shapes.hidden[0])
     yield _Case(add_residual, (branch, branch.flip(0)), more=(order,))
     if dtype != "fp32" and not order.rounds_sum:  # the stream stays in float32
-        stream = draw(*branch.shape).float()
+        stream = branch.flip(0).float() + draw(*branch.shape).float()  # more bits than the dtype holds
         yield _Case(rms_norm, (stream,), (draw(stream.shape[-1]),), (EPSILON, order))
         yield _Case(add_residual, (branch, stream), more=(order,))
     for *_, width in shapes.attention:
@@ -142,7 +143,7 @@ def _compile(function: Function) -> tuple[Function, list[Any]]:
 
     def inductor(graph: Any, inputs: Any) -> Any:
         graphs.append(graph)
-        return compile_fx(graph, inputs)
+        return compile_fx(graph, inputs, config_patches=ROUNDS)
 
     return torch.compile(function, backend=inductor, dynamic=True, fullgraph=True), graphs
 
