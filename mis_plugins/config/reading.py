@@ -20,11 +20,9 @@ from typing import Annotated, Any, Literal
 
 from mis_plugins.config.file import OURS as BESIDE
 from mis_plugins.config.file import keys_given, short
-from mis_plugins.config.model import (
-    WEIGHT_BOUNDS,
-    CorrectionConfig,
-)
+from mis_plugins.config.model import WEIGHT_BOUNDS, CorrectionConfig
 from mis_plugins.config.view import (
+    BACKENDS,
     FILES,
     View,
     contradicted,
@@ -247,7 +245,7 @@ def _is_the_hosts(args: View, name: str) -> bool:
 
 def files_of(args: View) -> dict[str, str]:
     """The files of keys that a host was given, by the argument that names each."""
-    read = FILES if args.get("train_backend") == "fsdp" else FILES[:1]
+    read = FILES if args.get("train_backend") in BACKENDS else FILES[:1]
     given = {name: args.get(name) for name in read}
     return {
         name: os.fsdecode(path)

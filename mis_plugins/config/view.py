@@ -28,7 +28,8 @@ LARGEST_FILE = (
     2**17
 )  # bytes; the largest of verl's own files has 38,000, and 4 MB take PyYAML's own parser 50 s
 CLOCK_STEP = 2_000_000_000  # ns; the coarsest clock by which a file system tells when a file was written
-FILES = ("custom_config_path", "config")  # arguments that name a file of keys; the second is Miles's on FSDP
+BACKENDS = ("fsdp", "torchtitan")  # Miles's beside Megatron, each a host of its own
+FILES = ("custom_config_path", "config")  # arguments that name a file of keys; the second is that of BACKENDS
 
 
 class View(Mapping[str, Any]):

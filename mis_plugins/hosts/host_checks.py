@@ -100,7 +100,43 @@ PAUSES = (
         ("pause_generation_mode", "sglang_disable_radix_cache"),
     ),
 )
+
+
+def _never_called(given: Given) -> list[str]:
+    """Arguments that name a hook which the host's trainer does not call."""
+    called = {
+        "rollout_data_postprocess_path": given.host.rollout_batch,
+        "custom_megatron_before_train_step_hook_path": given.host.step_hook,
+        "custom_megatron_before_log_prob_hook_path": given.host.routers,
+    }
+    return [name for name, is_called in called.items() if given.has(name) and not is_called]
+
+
+SESSIONS = "use_session_server"  # Miles's, of samples that an agent makes in several turns
 ABILITIES = (
+    Check(
+        "hook never called",
+        ("command",),
+        lambda given: bool(_never_called(given)),
+        lambda given: (
+            f"{', '.join(_never_called(given))}: {{host}} has no such hook, and calls none; leave it out"
+        ),
+        "warn",
+    ),
+    Check(
+        "sessions without versions",
+        ("command",),
+        lambda given: given.config.segment_wise_on and given.has(SESSIONS),
+        "{segment_wise}: no sample of use_session_server says which version wrote each token; drop one of them",
+    ),
+    Check(
+        "samples of a rollout by themselves",
+        ("command",),
+        lambda given: given.get(SESSIONS) == "v2" and given.host.divides_by_kept(given.args),
+        "use_session_server: v2 can make several samples of one rollout, and {host} averages each by itself, so that "
+        "such a rollout weighs as many times; on Megatron they share one mean",
+        "warn",
+    ),
     Check(
         "scope without rollout batch",
         ("command",),

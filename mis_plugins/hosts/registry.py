@@ -38,9 +38,10 @@ def every_host() -> dict[str, Host]:
 
 @cache
 def _modules(*folders: str) -> dict[str, set[str]]:
-    """The adapters, each with the packages that the beginning of its file's name may mean."""
-    names = (module.name for module in iter_modules(folders))
-    return {name: set(accumulate(name.split("_"), "{}_{}".format)) for name in names}
+    """The adapters, each with the packages that the beginning of its name may mean: none for a backend of another."""
+    names = {module.name for module in iter_modules(folders)}
+    meant = {name: set(accumulate(name.split("_"), "{}_{}".format)) for name in sorted(names)}
+    return {name: some if some & names == {name} else set() for name, some in meant.items()}
 
 
 def _record(module: str) -> Host:

@@ -248,6 +248,10 @@ OTHER_SAMPLES = {"custom_convert_samples_to_train_data_path": "mine.convert"}
 HELD: list[tuple[str, checks.Hook, dict[str, Any], dict[str, Any] | None, str, str]] = [
     ("scope without rollout batch", "command", {}, ROLLOUT_MEAN, "unknown", "miles"),
     ("versions unknown", "command", {}, {"segment_wise": {"enabled": True}}, "unknown", "miles"),
+    ("hook never called", "command", {"rollout_data_postprocess_path": "mine.hook"}, WEIGHT, "torchtitan", "miles"),
+    ("hook never called", "command", {"custom_megatron_before_train_step_hook_path": "mine"}, WEIGHT, "fsdp", "miles"),
+    ("sessions without versions", "command", {"use_session_server": True}, {"segment_wise": {}}, "miles", ""),
+    ("samples of a rollout by themselves", "command", {"use_session_server": "v2"}, WEIGHT, "torchtitan", "miles"),
     ("versions by flags", "command", {}, {"segment_wise": {"enabled": True}}, "miles", ""),
     ("head unknown", "command", {}, CENTER, "vime", "miles"),
     ("head by flags", "command", {}, CENTER, "slime", ""),

@@ -37,7 +37,7 @@ SHIFTS = [[0.5, 0.0, 1.5], [-0.5, 0.25], [0.0, 0.0, 1.0, -1.0]]  # trainer minus
 UPPER = 2.0
 TIS = {"use_tis": True, "custom_tis_function_path": "mis_plugins.mis.compute_mis_weights_with_cp"}
 FSDP = {
-    "use_tis": True,
+    **TIS,
     "custom_tis_function_path": "mis_plugins.mis.compute_mis_weights_fsdp",
     "train_backend": "fsdp",
 }
@@ -166,17 +166,23 @@ def by_the_oracle(config: dict[str, Any], samples: list[oracle.Sample]) -> float
 
 
 @pytest.mark.parametrize("config", FSDP_CONFIGS)
+@pytest.mark.parametrize(
+    "hook",
+    [FSDP, *(hook | {"train_backend": "torchtitan"} for hook in (TIS, LOSS))],
+    ids=["FSDP", "torchtitan, TIS", "torchtitan, loss"],
+)
 @pytest.mark.parametrize("name", MILES)
-def test_the_loss_on_fsdp_is_corrected(
-    name: str, config: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+def test_the_loss_without_megatron_is_corrected(
+    name: str, hook: dict[str, Any], config: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Miles alone trains with FSDP, and divides a sample by the tokens that the returned mask keeps."""
+    """Miles's own loss divides a sample by the tokens that the returned mask keeps, where the batch has no sums."""
     host, data = stand_in_hosts.load(LAYOUTS[name], monkeypatch), rollout()
     samples = [
         oracle.Sample((row + torch.tensor(shifts)).tolist(), row.tolist(), [True] * len(shifts))
         for row, shifts in zip(data["rollout_log_probs"], SHIFTS, strict=True)
     ]
-    outcomes = trained(host, data, mis=config, **FSDP)
+    outcomes = trained(host, data, mis=config, **hook)
+    assert current(arguments(host.layout, **hook)).name == hook["train_backend"]
     right = [by_the_oracle(config, some) for some in (samples[:2], samples[2:])]
     assert losses(outcomes) == pytest.approx(right, rel=1e-5) and abs(right[0] + 2) > 1e-3
     assert all(any(name.startswith("mis_") for name in told) for _, told in outcomes)

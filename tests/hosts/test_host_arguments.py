@@ -68,12 +68,13 @@ def test_keys_of_an_engine(
     ("key", "known"),
     [
         ("mask_high_ratios", ()),
-        ("true_on_policy_mode", ("miles", "fsdp")),
-        ("warmup_ratio", ("fsdp",)),
+        ("true_on_policy_mode", ("miles", "fsdp", "torchtitan")),
+        ("warmup_ratio", ("fsdp", "torchtitan")),
+        ("titan_model_name", ("torchtitan",)),
         ("swiglu", ("miles", "slime", "vime")),
         ("custom_advantage_function_path", ("slime", "vime")),
         ("vllm_gpu_memory_utilization", ("vime",)),
-        ("eval_sglang_mem_fraction_static", ("miles", "fsdp")),
+        ("eval_sglang_mem_fraction_static", ("miles", "fsdp", "torchtitan")),
         ("debug_train_only", HOSTS),
         ("router_policy", HOSTS),
     ],
@@ -119,10 +120,8 @@ def test_records_are_whole(host: str):
 )
 def test_records_name_what_they_were_made_from(record: str):
     first, *lines = (ROOT / "mis_plugins" / "hosts" / "records" / f"{record}.txt").read_text().splitlines()
-    if record == "vime":
-        assert re.match(
-            "# Arguments of vime's parsers, .* at [0-9a-f]{9} and", first
-        ) and "were read" in lines.pop(0)
+    if record in ("vime", "miles-torchtitan"):
+        assert re.match(r"# Arguments of .*, .*\.py at [0-9a-f]{9} and", first) and " read: " in lines.pop(0)
     else:
         assert f"lab.host_arguments {record} CHECKOUT`; CHECKOUT at " in first
     assert lines == sorted(lines) and {line.split()[1] for line in lines} <= {
@@ -139,6 +138,7 @@ def test_records_name_what_they_were_made_from(record: str):
         ("miles", "mis_plugins.mis.compute_mis_weights_with_cp"),
         ("slime", "mis_plugins.mis.compute_mis_weights_with_cp"),
         ("fsdp", "mis_plugins.mis.compute_mis_weights_fsdp"),
+        ("torchtitan", "mis_plugins.mis.compute_mis_weights_with_cp"),
         ("vime", "mis_plugins.mis.compute_mis_weights_with_cp"),
     ],
 )
@@ -172,11 +172,11 @@ def test_a_pipe_has_no_path():
 @pytest.mark.parametrize(
     ("mis", "refused", "said"),
     [
-        ({"weight": {"normalize": {"scope": "rollout"}}}, ("fsdp",),
-         "mis.weight.normalize.scope: rollout needs the rollout batch, which no hook of Miles on FSDP sees"),
-        ({"segment_wise": {}}, ("fsdp", "vime"), " does not say which version wrote each token"),
-        ({"weight": None, "reject": [{"upper": 2}], "on_all_rejected": "raise"}, ("fsdp",),
-         "mis.on_all_rejected: raise needs a hook before each train step, which Miles on FSDP does not call; use skip"),
+        ({"weight": {"normalize": {"scope": "rollout"}}}, ("fsdp", "torchtitan"),
+         "mis.weight.normalize.scope: rollout needs the rollout batch, which no hook of Miles on "),
+        ({"segment_wise": {}}, ("fsdp", "torchtitan", "vime"), " does not say which version wrote each token"),
+        ({"weight": None, "reject": [{"upper": 2}], "on_all_rejected": "raise"}, ("fsdp", "torchtitan"),
+         "mis.on_all_rejected: raise needs a hook before each train step, which Miles on "),
     ],
 )  # fmt: skip
 @every_host

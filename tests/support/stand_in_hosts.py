@@ -123,7 +123,7 @@ class Bodies:
     def own_loss(
         self, args: Any, batch: Data, logits: Tensor, sum_of_sample_mean: Any
     ) -> tuple[Tensor, Data]:
-        """PPO's clipped loss with the TIS hook behind it, summed as the hosts do; FSDP divides by what is kept."""
+        """PPO's clipped loss with the TIS hook behind it, summed as the hosts do."""
         keys = {name: batch[name] for name in LOSS_KEYS[:3]}
         found = self.scores(logits, args=args, with_entropy=True, **keys)
         log_probs = torch.cat((found if self.layout.needs is MILES else found[1])["log_probs"])
@@ -134,21 +134,17 @@ class Bodies:
         reduce = sum_of_sample_mean
         if args.use_tis:
             given = {"args": handed(args), "pg_loss": loss, "train_log_probs": batch["log_probs"], "max_seq_lens": None,
-                     "parallel_state": self.state, **{name: batch[name] for name in LOSS_KEYS[1:]}}  # fmt: skip
+                     "parallel_state": self.state, **{name: batch.get(name) for name in LOSS_KEYS[1:]}}  # fmt: skip
             hook = pkgutil.resolve_name(args.custom_tis_function_path)
             loss, masks, told = hook(**{name: given[name] for name in self.layout.needs.tis_call.hands})
             metrics = {name: sum_of_sample_mean(value) for name, value in told.items()}
-            kept = (
-                {"rollout_mask_sums": [mask.sum() for mask in masks]}
-                if getattr(args, "train_backend", None) == "fsdp"
-                else {}
-            )
-            reduce = self.reducer({**batch, "loss_masks": masks, **kept})
+            reduce = self.reducer({**batch, "loss_masks": masks})
         return reduce(loss), metrics
 
     def reducer(self, batch: Data) -> Callable[[Tensor], Tensor]:
-        """The hosts' sum over samples of masked means, divided by the sums from before any rejection."""
-        masks, sums, lengths = batch["loss_masks"], batch["rollout_mask_sums"], batch["response_lengths"]
+        """The hosts' sum over samples of masked means, divided by the sums of before any rejection that a batch has."""
+        masks, lengths = batch["loss_masks"], batch["response_lengths"]
+        sums = batch.get("rollout_mask_sums") or [mask.sum() for mask in masks]
 
         def sum_of_sample_mean(x: Tensor) -> Tensor:
             rows = zip(x.split(list(lengths)), masks, sums, strict=True)
@@ -219,25 +215,31 @@ class Bodies:
     def train_actor(
         self, actor: Any, rollout_id: int, data: Data, iterators: list[Any], numbers: list[int]
     ) -> Any:
-        """Log-probs, the rollout-data hook, the step hook, and a loss a micro-batch: losses and what they told."""
+        """Log-probs, the rollout-data hook, the step hook, and a loss a micro-batch: losses and what they told.
+
+        Miles's trainers without Megatron call neither hook, and ask for no sums over masks: `_train_core`, `TRAIN_KEYS`
+        of `miles/backends/training_utils/torch_native/actor.py` at 044f7c8ce, read for FSDP and torchtitan.
+        """
         args, batches = actor.args, []
         data.update(self.layout.needs.log_prob_pass.of(actor)(iterators, numbers, store_prefix=""))
-        if args.rollout_data_postprocess_path:
+        on_megatron = args.train_backend == "megatron"
+        keys = LOSS_KEYS if on_megatron else tuple(key for key in LOSS_KEYS if key != "rollout_mask_sums")
+        if args.rollout_data_postprocess_path and on_megatron:
             batch = (rollout_id, data) if self.layout.hands_batch else ()
             pkgutil.resolve_name(args.rollout_data_postprocess_path)(handed(args), *batch)
-        if args.custom_megatron_before_train_step_hook_path:
+        if args.custom_megatron_before_train_step_hook_path and on_megatron:
             hook = pkgutil.resolve_name(args.custom_megatron_before_train_step_hook_path)
             hook(handed(args), rollout_id, 0, [], None, None)
         loss_of = (
             pkgutil.resolve_name(args.custom_loss_function_path)
             if args.loss_type == "custom_loss"
-            else self.own_loss
+            else self.layout.needs.own_loss.get()
         )
         found = getattr(self.layout.needs, "get_batch", None)
         get_batch = self.get_batch if found is None else found.get()
         for group in iterators[0].micro_batch_indices:
             iterators[0].group = group
-            batch = get_batch(iterators[0], LOSS_KEYS)
+            batch = get_batch(iterators[0], keys)
             logits = torch.cat(
                 [(actor.logits * actor.version).expand(n, -1) for n in batch["total_lengths"]]
             )[None]

@@ -16,6 +16,7 @@ from mis_plugins.config.file import INLINE, keys_of
 from mis_plugins.config.loading import file_of, read_keys
 from mis_plugins.config.model import CorrectionConfig
 from mis_plugins.config.reading import is_read
+from mis_plugins.config.view import BACKENDS
 from mis_plugins.errors import UserError
 from mis_plugins.explain.launch.words import HOLE, PACKAGES, Launch, Reading, Word, flags_of, known
 from mis_plugins.explain.words import flags as flags_for
@@ -168,8 +169,9 @@ def _flags(words: Sequence[Word]) -> dict[str, Flag]:
 def _host(launch: Launch, flags: Mapping[str, Flag]) -> Host | None:
     """The host whose folder or package the script names, else the one that alone has all flags that any host has."""
     hosts = recorded()
-    if flags.get("--train-backend", ABSENT).says("fsdp"):
-        return hosts["fsdp"]
+    for backend in BACKENDS:
+        if flags.get("--train-backend", ABSENT).says(backend):
+            return hosts[backend]
     if len(launch.hosts) == 1:
         return hosts[next(iter(launch.hosts))]
     theirs = {

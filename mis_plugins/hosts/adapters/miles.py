@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from mis_plugins.config.view import BACKENDS
 from mis_plugins.errors import InputError
 from mis_plugins.hosts import megatron
 from mis_plugins.hosts.host import (
@@ -32,14 +33,15 @@ SAMPLING_SUPPORT = (
 )
 
 
-def on_fsdp(args: Any) -> bool:
-    """Whether Miles trains with FSDP in place of Megatron, whichever hook it calls."""
-    return getattr(args, "train_backend", None) == "fsdp"
+def trains_on(backend: str, args: Any) -> bool:
+    """Whether Miles trains with this backend in place of Megatron, whichever hook it calls."""
+    return getattr(args, "train_backend", None) == backend
 
 
 def runs(args: Any) -> bool:
     """Whether this process has Miles's groups or tracking, and trains with Megatron."""
-    return not on_fsdp(args) and (NEEDS.parallel.is_loaded or NEEDS.tracking.is_loaded)
+    elsewhere = any(trains_on(backend, args) for backend in BACKENDS)
+    return not elsewhere and (NEEDS.parallel.is_loaded or NEEDS.tracking.is_loaded)
 
 
 def parallel() -> Parallel:

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import inspect
-import sys
 from dataclasses import replace
-from functools import cache
+from functools import partial
 from typing import Any
 
 from mis_plugins.errors import InputError
 from mis_plugins.hosts import megatron
 from mis_plugins.hosts.adapters import miles
 from mis_plugins.hosts.host import Ranks
+from mis_plugins.hosts.needs.miles import NEEDS
 
-ACTOR = "miles.backends.fsdp_utils.actor"
 USE_CP = "use --custom-tis-function-path mis_plugins.mis.compute_mis_weights_with_cp"
 IF_CUT = f"if context parallelism splits the responses, {USE_CP}"
 
@@ -37,28 +35,22 @@ def ranks(parallel_state: Any | None) -> Ranks:
 def divides_by_kept(args: Any) -> bool:
     """Whether this host divides a sequence's loss by the tokens that the returned mask keeps.
 
-    False with a reducer of the user's, and with --calculate-per-token-loss, where no mask divides the loss.
+    False with a reducer of the user's, and with --calculate-per-token-loss, where no mask divides the loss. False too
+    where the micro-batch has `rollout_mask_sums`, by which Megatron's trainer divides. Miles's loss holds the
+    micro-batch while it calls the TIS hook; before a job, and in releases without that function, none has them.
     """
-    if getattr(args, "calculate_per_token_loss", False) or _asks_for_mask_sums():
+    if getattr(args, "calculate_per_token_loss", False):
         return False
-    return getattr(args, "custom_pg_loss_reducer_function_path", None) is None
-
-
-@cache
-def _asks_for_mask_sums() -> bool:
-    """Whether the FSDP trainer takes `rollout_mask_sums`, by which Megatron's trainer divides.
-
-    Miles v0.1.0 and main (31f1ca96) do not. No hook is handed the batch, so the trainer's source is searched.
-    """
-    actor = sys.modules.get(ACTOR)
-    return actor is not None and "rollout_mask_sums" in inspect.getsource(actor)
+    batch = NEEDS.tis_call.frame().get("batch", {})
+    by_sums = batch.get("rollout_mask_sums") is not None
+    return not by_sums and getattr(args, "custom_pg_loss_reducer_function_path", None) is None
 
 
 HOST = replace(
     miles.HOST,
     name="fsdp",
     title="Miles on FSDP",
-    runs=miles.on_fsdp,
+    runs=partial(miles.trains_on, "fsdp"),
     told_by="arguments",  # slime's parser has --train-backend too
     divides_by_kept=divides_by_kept,
     megatron=False,
