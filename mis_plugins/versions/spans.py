@@ -39,7 +39,7 @@ def spans(meta_info: Mapping[str, Any], count: int) -> list[Run]:
             raise InputError(f"meta_info weight_versions: version {shown(version)} is not a number")
         if start != at or end < at:
             raise InputError(
-                f"meta_info weight_versions: tokens {start} to {end} of version {version}, where token {at} should follow"
+                f"meta_info weight_versions: version {version} from {start} to {end}, where token {at} should follow"
             )
         found.append((int(version), start, end))
         at = end
