@@ -1,4 +1,4 @@
-"""Room `answers`: an engine's answer that was truncated, swapped, doubled, or that lies, as our generate functions read it.
+"""Room `answers`: an engine's answer, truncated, swapped, doubled or lying, as our generate functions read it.
 
 An answer is right where it says what the honest one says, or where each of its own numbers can be trusted; else it must
 be refused by an error of ours, since slime would wait for ever where another error is raised.
@@ -9,11 +9,11 @@ from __future__ import annotations
 import asyncio
 import copy
 import math
-import sys
 from collections.abc import AsyncIterator
-from types import ModuleType
 from typing import Any
 
+import pytest
+import stand_ins
 from hypothesis import strategies as st
 
 from mis_plugins.errors import InputError
@@ -78,11 +78,16 @@ class HTTPError(Exception):
     """What httpx raises where a stream breaks: a host brings httpx, and this pack does without."""
 
 
+PATCHED = pytest.MonkeyPatch()
+
+
 def install() -> None:
-    stand_in = ModuleType("httpx")
-    vars(stand_in).update(HTTPError=HTTPError, RemoteProtocolError=HTTPError)
-    sys.modules.setdefault("httpx", stand_in)
-    NUMBERING.__dict__["shelf"] = Shelf()
+    stand_ins.load({"httpx": {"HTTPError": HTTPError, "RemoteProtocolError": HTTPError}}, PATCHED)
+    PATCHED.setitem(vars(NUMBERING), "shelf", Shelf())
+
+
+def remove() -> None:
+    PATCHED.undo()
 
 
 def judge(chunks: list[dict[str, Any]]) -> str:
@@ -97,7 +102,7 @@ def judge(chunks: list[dict[str, Any]]) -> str:
         head = NamedTokens.read(answer["meta_info"], len(rows), K)
     except InputError as error:
         assert len(str(error)) < 700
-        return "error"
+        return "our error"
     except HTTPError:
         return "asked again"
     versions = written_by(runs)

@@ -17,6 +17,7 @@ from typing import Any
 import center_oracle
 import loss_oracle
 import oracle
+import pytest
 import stand_ins
 import torch
 from batches import configs
@@ -193,7 +194,7 @@ class Formula(Expected):
             k and w > 0 for rows in zip(left, weights, strict=True) for k, w in zip(*rows, strict=True)
         )
         self.restored = "opsm" in said and said.get("on_all_rejected") == "keep" and not weighed
-        scale = self.corrected.scale
+        scale = self.corrected.scale if corrects else [1.0] * len(valid)
         if said.get("denominator") == "kept" and "opsm" in said:
             scale = [
                 len(x.valid) / n if (n := sum(row)) else 0.0
@@ -203,7 +204,7 @@ class Formula(Expected):
             left, scale = valid, [1.0] * len(valid)
         self.left = left
         self.share = valid if self.restored else keep
-        self.rest = [1.0] * len(valid) if self.restored else self.corrected.scale
+        self.rest = [1.0] * len(valid) if self.restored or not corrects else self.corrected.scale
         self.surrogate_scale = scale
         return [
             [w * s if k else 0.0 for w, k in zip(ws, ks, strict=True)]
@@ -385,15 +386,15 @@ def _clear(self: Formula) -> bool:
 Formula.clear = property(_clear)
 
 
-def install() -> Any:
-    import pytest
+PATCHED = pytest.MonkeyPatch()
 
-    patch = pytest.MonkeyPatch()
-    stand_ins.load(
-        {
-            "miles.backends.training_utils.parallel": {"get_parallel_state": one_rank},
-            "miles.backends.training_utils.loss_hub.logit_processors": {"get_log_probs_and_entropy": scores},
-        },
-        patch,
-    )
-    return patch
+
+def install() -> None:
+    stand_ins.load({
+        "miles.backends.training_utils.parallel": {"get_parallel_state": one_rank},
+        "miles.backends.training_utils.loss_hub.logit_processors": {"get_log_probs_and_entropy": scores},
+    }, PATCHED)  # fmt: skip
+
+
+def remove() -> None:
+    PATCHED.undo()
