@@ -26,7 +26,7 @@ from types import ModuleType
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
-sys.path += [str(ROOT / "tests" / folder) for folder in ("support", "loss", "shared")]
+sys.path += [str(ROOT / "tests" / folder) for folder in ("support", "loss", "shared", "correction")]
 
 from hypothesis import HealthCheck, Phase, given, seed, settings  # noqa: E402
 
@@ -35,7 +35,7 @@ from mis_plugins import errors  # noqa: E402
 from mis_plugins.config import view  # noqa: E402
 from mis_plugins.errors import UserError  # noqa: E402
 
-ROOMS = ("weights", "losses", "config", "answers", "scripts", "translate", "dumps")
+ROOMS = ("weights", "losses", "config", "answers", "scripts", "translate", "dumps", "ranks")
 RECORD = ROOT / "lab" / "results" / "break_it.json"
 ROUND = 100  # cases of one seed
 OURS = "our error"
