@@ -252,9 +252,7 @@ class Shell(Reader):
         before = _of_lines_before(node)
         self.run_all(before)
         name = node.child_by_field_name("name")
-        if (
-            before and name is not None and _said(name) in DECLARES
-        ):  # which the parser then takes for a command
+        if before and name is not None and _said(name) in DECLARES:  # the parser takes it for a command then
             said = (node.text or b"")[name.start_byte - node.start_byte :].decode(errors="replace")
             self.evaluate(literal(said, self.lines(node)), shares=True)
         else:

@@ -210,7 +210,7 @@ async def heard(chunks: AsyncIterator[Chunk], number: int) -> dict[str, Any]:
     return {"text": text, "meta_info": {**meta, "output_token_logprobs": rows, **more}}
 
 
-def _said(chunk: Chunk) -> tuple[str, Chunk, list[Row], int]:
+def _said(chunk: Any) -> tuple[str, Chunk, list[Row], int]:
     """Text, `meta_info`, log-probs with their tokens, and the number of tokens, of one chunk.
 
     Raises:
@@ -218,7 +218,7 @@ def _said(chunk: Chunk) -> tuple[str, Chunk, list[Row], int]:
     """
     try:
         meta = chunk["meta_info"]
-        rows, *_ = (list(meta.get(name) or ()) for name in ("output_token_logprobs", *MORE))
+        rows, *_ = ((meta.get(name) or []) + [] for name in ("output_token_logprobs", *MORE))
         _ = [(row[0] + 0.0, index(row[1])) for row in rows]
         return chunk["text"] + "", meta, rows, index(meta.get("completion_tokens", 0))
     except (LookupError, TypeError, AttributeError):
