@@ -298,10 +298,7 @@ class Shell(Reader):
             pass
         finally:
             for branch, state in self.returned:
-                for name in {**state, **self.variables}:
-                    self.variables[name] = self.either(
-                        state.get(name, ()), self.variables.get(name, ()), branch
-                    )
+                self.join(state, self.variables, branch)
             for name, value in self.locals.items():
                 self.variables.pop(name, None)
                 self.variables |= {} if value is None else {name: value}
@@ -366,9 +363,13 @@ class Shell(Reader):
         here = next((child for child in node.children if child.type == "herestring_redirect"), None)
         names = [shown(word).partition("=")[0].rstrip("+-*/% ") for word in words if shown(word)[:1] != "-"]
         is_whole = here is not None and len(names) == 1 and node.children[0].type == "command_name"
-        value = (
-            self.text(here.named_children[0]) if here and is_whole else hole(_said(node), self.lines(node))
-        )
+        text = self.text(here.named_children[0]) if here and is_whole else hole(_said(node), self.lines(node))
+        value: Value = text
+        if _said(node.children[0]) in ("mapfile", "readarray"):
+            said = known(text)
+            value = [text] if said is None else [literal(line, self.lines(node)) for line in said.split("\n")]
+        elif any(shown(word)[:1] == "-" and "a" in shown(word) for word in words):  # read -ra NAME
+            value = fields(text)
         self.variables |= dict.fromkeys(names, value)
 
     def _unset(self, node: Node) -> None:
