@@ -109,7 +109,8 @@ def main(argv: list[str] | None = None) -> int:
 def _write(found: dict[str, Counter[str]], seeds: tuple[int, int]) -> None:
     """Add the counts to those of the record, and show all."""
     known = json.loads(RECORD.read_text())["rooms"] if RECORD.exists() else {}
-    rooms = {name: dict(Counter(known.get(name, {})) + found.get(name, Counter())) for name in ROOMS}
+    counted = {name: Counter(known.get(name, {})) + found.get(name, Counter()) for name in ROOMS}
+    rooms = {name: dict(answers) for name, answers in counted.items() if answers}
     measured = provenance()
     table = markdown_table(
         ("room", "cases", "right", "our errors", "others", "faults"), map(_row, rooms.items())
