@@ -19,7 +19,7 @@ SCRIPTS = {
     "an empty text is an item": ('A=\nA+=(y)\npython3 train.py "${A[@]}"', ["", "y"]),
     "two assignments in a line": ("A=1\nA=x B=c\npython3 train.py $A $B", ["x", "c"]),
     "two assignments before an export": ("A=1 B=2\nexport C=3\npython3 train.py $A $C", ["1", "3"]),
-    "a line that goes on": ("A=1 B=2 \\\npython3 train.py x$A", ["x"]),
+    "a line that goes on": ("A=0\nA=1 B=2 \\\npython3 train.py x$A", ["x0"]),
     "an early return": ("A=c\nf() {\n[[ $A < b ]] && return 0\nA=z\n}\nf\npython3 train.py $A", ["z"]),
     "an item that is gone": ("X=(a b)\nunset 'X[0]'\npython3 train.py \"${X[@]}\"", ["b"]),
     "items within a text": ('X=(a b)\npython3 train.py "p ${X[@]}"', ["p a", "b"]),
