@@ -58,7 +58,7 @@ def check_ratio_bounds(lower: float | None, upper: float | None, unbounded: str 
             f"{{lower}}: got {lower:g}; a ratio is never below 0, so give a finite number above 0, or {unbounded} for "
             "no lower bound"
         )
-    if upper is not None and not 0 < upper < math.inf:
+    if upper is not None and not 0 < single(upper) < math.inf:
         raise ConfigError(
             f"{{upper}}: got {upper:g}; every ratio is above 0, so give a finite number above 0"
         )

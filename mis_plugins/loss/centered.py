@@ -111,5 +111,6 @@ def kept_by_rules(correction: Correction) -> Bool[Tensor, " T"]:
     if config.weight is None or not config.weight.record.drops_token:
         return correction.keep
     rules = CorrectionConfig(reject=config.reject, m2_threshold=config.m2_threshold, metrics="none")
-    log_probs = correction.stage.log_probs
-    return correct(log_probs.proximal, log_probs.behavior, correction.ragged, rules).keep
+    stage = correction.stage
+    log_probs = stage.log_probs.proximal, stage.log_probs.behavior
+    return correct(*log_probs, correction.ragged, rules, routes=stage.routes).keep

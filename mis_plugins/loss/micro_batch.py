@@ -296,8 +296,11 @@ def _kl(
     x: LossInputs, old: Tensor, share: Share, objective: ObjectiveConfig, kind: KlType
 ) -> Float[Tensor, " T"]:
     assert x.reference is not None
-    mask = x.ragged.loss_mask
-    log_ratio = target_log_ratio(x.target, old, mask)[0] if objective.unbiased_kl else None
+    mask, log_ratio = x.ragged.loss_mask, None
+    if objective.unbiased_kl:
+        log_ratio, mask = target_log_ratio(
+            x.target, old, mask
+        )  # the product is not known where the ratio is not
     kl = kl_term(x.target, x.reference, mask, kind, log_ratio)
     return kl * share.factor if objective.weigh_kl else share.kept(kl * share.scale)
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from operator import index
 from typing import Any
 
-from mis_plugins.errors import InputError
+from mis_plugins.errors import InputError, shown
 
 Run = tuple[int, int, int]
 """(version, start, stop) of a stretch of tokens that one version wrote."""
+LONGEST = 18  # digits of a version, which tensors hold in 64 bits
 
 
 def spans(meta_info: Mapping[str, Any], count: int) -> list[Run]:
@@ -25,14 +27,22 @@ def spans(meta_info: Mapping[str, Any], count: int) -> list[Run]:
             "meta_info: no weight_versions; weight_version alone names the version that wrote the last token of a "
             "call, not those before an update in its midst: use an SGLang that reports them"
         )
-    found, at = [], 0
-    for span in meta_info["weight_versions"]:
-        if not str(span["version"]).isdigit():
-            raise InputError(f"meta_info weight_versions: version {span['version']!r} is not a number")
-        if span["start"] != at or span["end"] < at:
-            raise InputError(f"meta_info weight_versions: {span} where token {at} should follow")
-        found.append((int(span["version"]), at, span["end"]))
-        at = span["end"]
+    told, found, at = meta_info["weight_versions"], [], 0
+    try:
+        named = [(str(span["version"]), index(span["start"]), index(span["end"])) for span in told]
+    except (LookupError, TypeError):
+        raise InputError(
+            f"meta_info weight_versions: got {shown(told)}; each span needs a version, a start and an end"
+        ) from None
+    for version, start, end in named:
+        if not version.isdecimal() or len(version) > LONGEST:
+            raise InputError(f"meta_info weight_versions: version {shown(version)} is not a number")
+        if start != at or end < at:
+            raise InputError(
+                f"meta_info weight_versions: version {version} from {start} to {end}, where token {at} should follow"
+            )
+        found.append((int(version), start, end))
+        at = end
     if at != count:
         raise InputError(f"meta_info weight_versions: up to token {at} of {count}")
     return [one for one in found if one[1] < one[2]]

@@ -78,6 +78,7 @@ def test_where_versions_are_known_it_is_on_unless_something_speaks_against_it(ma
          r"^mis\.segment_wise\.too_old: got 'error'; choose one of raise, drop"),
         ({"segment_wise": {"weight_cap": "high"}}, r"^mis\.segment_wise\.weight_cap: got 'high'; expected a number"),
         ({"segment_wise": {"weight_cap": 0}}, r"^mis\.segment_wise\.weight_cap: got 0; every ratio is above 0"),
+        ({"weight": {"upper": 1e-46}}, r"^mis\.weight\.upper: got 1e-46; every ratio is above 0"),
         ({"segment_wise": {"mode": "clip", "weight_floor": 6}},
          r"^mis\.segment_wise\.weight_floor: 6 is not below mis\.segment_wise\.weight_cap: 5"),
         ({"segment_wise": {"weight_floor": 0.2}},

@@ -245,6 +245,23 @@ def test_an_engine_that_names_no_tokens_is_refused() -> None:
         NamedTokens.read({"output_top_logprobs": [None, []]}, 2, K)
 
 
+@pytest.mark.parametrize(
+    ("named", "message"),
+    [
+        ([[-1.0, 4, None], [-2.0, 4, None]], "names a token twice"),
+        ([[-0.1, 4, None], [-0.2, 5, None]], "names probabilities of more than 1"),
+        ([[None, 4, None]], "each entry needs a log-prob"),
+        ([[-1.0, 2**40, None]], "each entry needs a log-prob, and the id of a token"),
+        ([[-1.0, 4.5, None]], "the id of a token"),
+        ([[-1.0]], "the id of a token"),
+        ([None], "the id of a token"),
+    ],
+)
+def test_a_head_that_no_distribution_has_is_refused(named: list[Any], message: str) -> None:
+    with pytest.raises(InputError, match=rf"output_top_logprobs\[1\].*{message}"):
+        NamedTokens.read({"output_top_logprobs": [row(0), named]}, 2, K)
+
+
 @pytest.mark.parametrize("name", ["August", "slime"])
 def test_a_step_of_the_hosts_trainer_is_centered(
     name: str, numbering: Numbering, monkeypatch: pytest.MonkeyPatch

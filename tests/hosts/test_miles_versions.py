@@ -119,12 +119,36 @@ def test_a_stream_is_heard_whole(incremental: bool, fresh: Numbering) -> None:
     assert shelf(fresh).waiting(3, -1).requests == [Request(number, (7, 8, 11, 12, 13), (0, 1, 2))]
 
 
-def test_a_chunk_with_too_few_log_probs_is_refused(fresh: Numbering) -> None:
-    async def told() -> AsyncIterator[dict[str, Any]]:
-        yield {"text": "", "meta_info": {"output_token_logprobs": [[-1.0, 1]], "completion_tokens": 3}}
+def answer(count: Any, *rows: Any) -> dict[str, Any]:
+    return {"text": "", "meta_info": {"output_token_logprobs": list(rows), "completion_tokens": count}}
 
-    with pytest.raises(InputError, match="completion_tokens: 3"):
+
+@pytest.mark.parametrize(
+    ("sent", "message"),
+    [
+        ([answer(3, [-1.0, 1])], "completion_tokens: 3"),
+        (
+            [answer(2, [-1.0, 1], [-1.0, 2]), answer(1, [-1.0, 1])],
+            "1 log-probs after 2, and completion_tokens: 1",
+        ),
+        ([{"error": {"message": "out of memory"}}], "the engine answered .*out of memory"),
+        ([answer(1, [None, 1])], "a log-prob and a token in each entry"),
+        ([answer(1, [-1.0, "x"])], "a log-prob and a token in each entry"),
+        ([answer(None)], "the engine answered"),
+    ],
+)
+def test_a_chunk_that_cannot_be_is_refused(sent: list[Any], message: str, fresh: Numbering) -> None:
+    async def told() -> AsyncIterator[dict[str, Any]]:
+        for chunk in sent:
+            yield chunk
+
+    with pytest.raises(InputError, match=message):
         asyncio.run(generate.heard(told(), 0))
+
+
+def test_a_stream_that_ends_within_a_chunk_is_asked_for_again(fresh: Numbering) -> None:
+    with pytest.raises(HTTPError, match="within a chunk"):
+        generate._chunk(b'{"text": "ab')
 
 
 def test_a_stream_that_breaks_is_asked_for_again(fresh: Numbering) -> None:

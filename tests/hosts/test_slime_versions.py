@@ -98,13 +98,19 @@ def test_an_evaluation_is_the_hosts_own(monkeypatch: pytest.MonkeyPatch) -> None
     assert sample.response_length == 2 and not hasattr(sample, "output_versions")
 
 
-def test_an_engine_without_spans_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("meta", "message"),
+    [({"weight_version": "3"}, "meta_info: no weight_versions"), (None, ".*Error")],
+)
+def test_an_answer_without_spans_is_refused(meta: Any, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the conversion: slime logs what is raised here, and waits."""
+
     async def own(args: Any, sample: Any, sampling_params: Any) -> None:
-        sample.append_response_tokens(args, tokens=[1], log_probs=[-1.0], meta_info={"weight_version": "3"})
+        sample.append_response_tokens(args, tokens=[1], log_probs=[-1.0], meta_info=meta)
 
     stand_ins.load({"slime.rollout.sglang_rollout": {"generate": own}}, monkeypatch)
     sample = asyncio.run(mis.generate_with_versions(Namespace(), Sample(3), {}))
-    with pytest.raises(InputError, match="sample 3: meta_info: no weight_versions"):
+    with pytest.raises(InputError, match=f"sample 3: {message}"):
         manager(monkeypatch, **CONFIG)._convert_samples_to_train_data([sample])
 
 

@@ -31,7 +31,11 @@ from lab.host.adapter import HOST
 from lab.host.train.batch import pack
 from mis_plugins import mis
 from mis_plugins.config.reading import from_mapping
+from mis_plugins.correction.pipeline import correct
 from mis_plugins.errors import ConfigError, InputError
+from mis_plugins.loss.centered import kept_by_rules
+from mis_plugins.packing.layout import whole
+from mis_plugins.packing.ragged import Ranks
 
 VOCABULARY, PROMPT, LENGTHS, TOP, TEMPERATURE = 16, 3, (5, 1, 7, 0, 4), 6, 0.8
 LOWER, UPPER = 0.7, 1.4
@@ -185,6 +189,18 @@ def test_the_gradient_is_the_oracles(one_process: None, bound: str | None) -> No
     batch = Batch(3)
     _, gradient, _ = run(batch, args(weight=weight(bound)))
     assert error(gradient, wanted(batch, bound)) < 1e-6
+
+
+def test_a_rule_over_routes_judges_beside_a_mask_bound() -> None:
+    """What the bound alone drops keeps its term; what the rule drops loses it."""
+    said = {"weight": weight("mask"), "reject": [{"statistic": "route", "upper": 1}], "objective": OBJECTIVE,
+            "center": {"top_k": TOP}}  # fmt: skip
+    proximal, behavior = torch.tensor([-1.0, -1.0, -1.0]), torch.tensor([-1.0, -2.0, -1.0])
+    ragged = whole([3]).place(torch.ones(3, dtype=torch.bool), Ranks()).ragged
+    routes = torch.tensor([0.0, 0.0, 2.0])
+    correction = correct(proximal, behavior, ragged, from_mapping(said), routes=routes)
+    assert correction.keep.tolist() == [True, False, False]
+    assert kept_by_rules(correction).tolist() == [True, True, False]
 
 
 def gathered_scores(given: Namespace, batch: dict[str, Any], logits: Tensor) -> tuple[list[Tensor], None]:

@@ -350,6 +350,16 @@ def test_composition(question: Question):
     assert_loss_and_gradient(found, expected)
 
 
+@pytest.mark.parametrize("unbiased", [True, False])
+def test_a_kl_times_a_ratio_that_is_not_known_is_left_out(unbiased: bool):
+    """`unbiased_kl` multiplies by pi_theta / old: without log old the KL term is 0, and not the term itself."""
+    step = random_step(1)
+    step.responses[0].old[t := step.responses[0].valid[0]] = math.nan
+    kl = {"use_kl_loss": True, "kl_loss_type": "k2", "kl_loss_coef": 0.3}
+    found = call(step, {"objective": {"unbiased_kl": unbiased}}, **kl)
+    assert (found.gradient[t] == 0) == unbiased and found.gradient.isfinite().all()
+
+
 # --------------------------------------------------------------------------------------------- flags of the host
 
 

@@ -110,6 +110,11 @@ def test_spans_of_a_call():
         (reported(("3", 0, 4), ("5", 5, 6)), "where token 4 should follow"),
         (reported(("3", 0, 4)), "up to token 4 of 6"),
         (reported(("default", 0, 6)), "version 'default' is not a number"),
+        (reported(("\u00b2", 0, 6)), "version '\u00b2' is not a number"),
+        (reported(("9" * 19, 0, 6)), "version '9.*' is not a number"),
+        (reported(("3", 0, 6.0)), "each span needs a version, a start and an end"),
+        ({"weight_versions": None}, "got None; each span needs"),
+        ({"weight_versions": [{"start": 0, "end": 6}]}, "each span needs"),
     ],
 )
 def test_spans_that_cannot_be_trusted(meta_info: dict, message: str):

@@ -50,6 +50,7 @@ STARTS_NOTHING = (":", "true", "pkill", "pgrep", "grep", "ps", "kill", *ENDS_ROU
 FILLS = ("read", "mapfile", "readarray", "getopts", "let")
 OUR_PATH = ("-m mis_plugins config path ", "mis-plugins config path ")
 SETS = ("variable_assignment", "variable_assignments", "declaration_command", "compound_statement")
+DECLARES = ("export", "readonly", "declare", "typeset", "local", "unset")
 OF_FUNCTION = ("local", "declare", "typeset")
 ASSIGNS = ("=", "+=", "-=", "*=", "/=", "%=", "<<=", ">>=", "&=", "|=", "^=")
 EXPANSIONS = ("simple_expansion", "expansion", "command_substitution")
@@ -76,6 +77,7 @@ class Shell(Reader):
 
     texts: the script, and every text that it sources or evaluates; `source` numbers the one that is read.
     locals: what the variables that a function declares as its own were before.
+    returned: the variables with which one branch of the function that is read returns, by the branch.
     ran: the statements that were read, by number of the text and id of the node.
     """
 
@@ -86,6 +88,7 @@ class Shell(Reader):
         self.variables: dict[str, Value] = {"@": []}
         self.functions: dict[str, tuple[Node, int]] = {}
         self.locals: dict[str, Value | None] = {}
+        self.returned: list[tuple[str, dict[str, Value]]] = []
         self.ran: set[tuple[int, int]] = set()
 
     @property
@@ -246,7 +249,14 @@ class Shell(Reader):
     # Commands.
 
     def _command(self, node: Node) -> None:
-        self.call(node, self.command_words(node))
+        before = _of_lines_before(node)
+        self.run_all(before)
+        name = node.child_by_field_name("name")
+        if before and name is not None and _said(name) in DECLARES:  # the parser takes it for a command then
+            said = (node.text or b"")[name.start_byte - node.start_byte :].decode(errors="replace")
+            self.evaluate(literal(said, self.lines(node)), shares=True)
+        else:
+            self.call(node, self.command_words(node))
 
     def command_words(self, node: Node) -> list[Text]:
         name = node.child_by_field_name("name")
@@ -279,18 +289,20 @@ class Shell(Reader):
         Args:
             shares: whether the arguments that it sets are those of the script too.
         """
-        outer = self.positional, self.source, self.locals
-        self.positional, self.source, self.locals = positional, source, {}
+        outer = self.positional, self.source, self.locals, self.returned
+        self.positional, self.source, self.locals, self.returned = positional, source, {}, []
         try:
             with self.deeper():
                 work()
         except Returned:
             pass
         finally:
+            for branch, state in self.returned:
+                self.join(state, self.variables, branch)
             for name, value in self.locals.items():
                 self.variables.pop(name, None)
                 self.variables |= {} if value is None else {name: value}
-            positional, self.source, self.locals = outer
+            positional, self.source, self.locals, self.returned = outer
             self.positional = self.positional if shares else positional
 
     def _declare(self, node: Node) -> None:
@@ -315,14 +327,19 @@ class Shell(Reader):
         parts = {part.lower() for word in words for part in shown(word).replace(":", "/").split("/")}
         given = tuple(map(word_of, words[at + 1 :]))
         hosts = frozenset(parts & PACKAGES)
-        self.found.append(Launch(self.lines(node)[0], given, hosts, place, self.branch))
+        line = self.lines(node.child_by_field_name("name") or node)[0]
+        self.found.append(Launch(line, given, hosts, place, self.branch))
 
     def _exit(self, node: Node, words: list[Text]) -> None:
         self.reading.ended = f": the script exits in line {self.lines(node)[0]}"
         raise Ended
 
     def _return(self, node: Node, words: list[Text]) -> None:
-        raise Returned
+        raise Returned(dict(self.variables))
+
+    def remember(self, branch: str, ended: Ended) -> None:
+        if isinstance(ended, Returned):
+            self.returned.append((branch, ended.value))
 
     def _shift(self, node: Node, words: list[Text]) -> None:
         said = known(words[0]) if words else "1"
@@ -346,14 +363,20 @@ class Shell(Reader):
         here = next((child for child in node.children if child.type == "herestring_redirect"), None)
         names = [shown(word).partition("=")[0].rstrip("+-*/% ") for word in words if shown(word)[:1] != "-"]
         is_whole = here is not None and len(names) == 1 and node.children[0].type == "command_name"
-        value = (
-            self.text(here.named_children[0]) if here and is_whole else hole(_said(node), self.lines(node))
-        )
+        text = self.text(here.named_children[0]) if here and is_whole else hole(_said(node), self.lines(node))
+        value: Value = text
+        if _said(node.children[0]) in ("mapfile", "readarray"):
+            said = known(text)
+            value = [text] if said is None else [literal(line, self.lines(node)) for line in said.split("\n")]
+        elif any(shown(word)[:1] == "-" and "a" in shown(word) for word in words):  # read -ra NAME
+            value = fields(text)
         self.variables |= dict.fromkeys(names, value)
 
     def _unset(self, node: Node) -> None:
         for word in (word for child in node.named_children for word in self.words(child)):
-            self.variables.pop(shown(word), None)
+            name, item, _ = shown(word).partition("[")
+            self.variables.pop(name, None)
+            self.variables |= {name: hole(_said(node), self.lines(node))} if item else {}
 
     def _source(self, node: Node, words: list[Text]) -> None:
         """Read a file that the script sources, where it can be found."""
@@ -440,17 +463,19 @@ class Shell(Reader):
         if name.type == "subscript":
             self.variables[_said(name.named_children[0])] = hole(_said(node), self.lines(node))
             return
-        made: Value = () if value is None else self.text(value)
+        before = self.variables.get(_said(name))
+        adds = any(child.type == "+=" for child in node.children)
+        made: Value
         if value is not None and value.type == "array":
-            made = [word for child in value.named_children for word in self.words(child)]
-        before = (
-            self.variables.get(_said(name), ()) if any(child.type == "+=" for child in node.children) else ()
-        )
-        if isinstance(before, list) or isinstance(made, list):
-            made = [*_as_words(before), *_as_words(made)]
+            kept = [] if before is None or not adds else before if isinstance(before, list) else [before]
+            made = [*kept, *(word for child in value.named_children for word in self.words(child))]
+            if any(shown(word)[:1] == "[" and "]=" in shown(word) for word in made):
+                made = [hole(_said(node), self.lines(node))]
             self.reading.spend(1 + len(made))
-        else:
-            made = self.reading.paid(before + made)
+        else:  # of an array it sets the first item
+            first, *rest = (before or [()]) if isinstance(before, list) else [before or ()]
+            text = self.reading.paid((first if adds else ()) + (() if value is None else self.text(value)))
+            made = [text, *rest] if isinstance(before, list) else text
         self.variables[_said(name)] = made
 
     # Words and texts.
@@ -465,9 +490,23 @@ class Shell(Reader):
             return listed
         text = self.text(node)
         if node.type in EXPANSIONS:
-            return fields(self.reading.paid(text))
+            return self._split(self.reading.paid(text))
+        if node.type in ("concatenation", "string") and any(map(self._may_be_several, node.named_children)):
+            return [hole(_said(node), self.lines(node))]
         span = None if self.elsewhere else (node.start_byte, node.end_byte)
         return [tuple(replace(piece, lines=self.lines(node), span=span) for piece in text)]
+
+    def _split(self, text: Text) -> list[Text]:
+        """The words of an expansion without quotes; not known where the script sets other letters to cut at."""
+        return [hole(shown(text))] if text and "IFS" in self.variables else fields(text)
+
+    def _may_be_several(self, part: Node) -> bool:
+        """Whether a part of a word makes several words: items of an array, or blanks that no quotes hold."""
+        if _said(part).startswith(("$@", "${@")) or "[@]" in _said(part):
+            return True
+        is_split = part.type in EXPANSIONS and part.parent is not None and part.parent.type == "concatenation"
+        texts = (piece.text for piece in self.text(part)) if is_split else ()
+        return any(text is not None and text.split() != [text] for text in texts)
 
     def _listed(self, node: Node) -> list[Text] | None:
         """The words of an array that stands alone, quoted or not."""
@@ -476,19 +515,24 @@ class Shell(Reader):
             said = said[1:-1]
         if node.type not in ("string", "simple_expansion", "expansion"):
             return None
+        items = (lambda found: list(found)) if node.type == "string" else self._items_split
         if said in ("$@", "${@}"):
-            return list(self.positional)
+            return items(self.positional)
         name = said[2:].partition("[@]")[0]
         if said.startswith("${@:"):
-            return (
-                list(self.positional[int(said[4:-1]) - 1 :])
-                if said[4:-1].isdigit() and len(said) < 8
-                else None
-            )
+            first = int(said[4:-1]) if said[4:-1].isdigit() and len(said) < 8 else 0
+            is_sure = first > 0 and all(map(_is_one, self.positional[: first - 1]))
+            return items(self.positional[first - 1 :]) if is_sure else None
         if said != f"${{{name}[@]}}" or not name.isidentifier():
             return None
         value = self.variables.get(name)
-        return [hole(said, self.lines(node))] if value is None else list(_as_words(value))
+        if value is None:
+            return [hole(said, self.lines(node))]
+        return items(value if isinstance(value, list) else [value])
+
+    def _items_split(self, items: Iterable[Text]) -> list[Text]:
+        """The words of items that no quotes hold."""
+        return [word for item in items for word in self._split(item)]
 
     def text(self, node: Node) -> Text:
         self.reading.spend()
@@ -533,8 +577,8 @@ class Shell(Reader):
         plain(end)
         return self.reading.paid(tuple(piece for part in parts for piece in part))
 
-    def _valued(self, node: Node, name: str) -> Text:
-        """`$NAME`, and `$1`, `$0`, `$@`."""
+    def _valued(self, node: Node, name: str, whole: bool = False) -> Text:
+        """`$NAME`, and `$1`, `$0`, `$@`; of an array its first item, or all items with `whole`."""
         if name == "0":
             return literal(str(self.path))
         if name.isdigit():
@@ -542,7 +586,11 @@ class Shell(Reader):
         value = self.positional if name in ("@", "*") else self.variables.get(name)
         if value is None:
             return hole(_said(node), self.lines(node))
-        return spaced(value) if isinstance(value, list) else value
+        if not isinstance(value, list):
+            return value
+        if not whole and name not in ("@", "*"):
+            return next(iter(value), ())
+        return hole(_said(node), self.lines(node)) if "IFS" in self.variables else spaced(value)
 
     def _argument(self, name: str) -> list[Text]:
         """`$NAME` of the script's own arguments, which is not known behind a word that may be several."""
@@ -564,9 +612,18 @@ class Shell(Reader):
             child.type for child in node.children if not child.is_named and child.type not in ("${", "}")
         ]
         value = self.variables.get(name, self._argument(name) if name.isdigit() else None)
-        is_set = value is not None and value != [] if operators and operators[0] in ("-", "=", "+") else value
+        whole = named.type == "subscript"
+        if isinstance(value, list) and not whole:
+            value = next(iter(value), None)  # an array's name alone is its first item
+        is_set = (
+            value is not None and value != []
+            if operators and operators[0] in ("-", "=", "+")
+            else spaced(value)
+            if isinstance(value, list)
+            else value
+        )
         if not operators or operators[0] in (":?", "?") or is_set and operators[0] in DEFAULTS:
-            return self._valued(node, name)
+            return self._valued(node, name, whole)
         is_alternative = is_set and operators[0] in ("+", ":+")
         if not is_alternative and operators[0] not in DEFAULTS or len(node.named_children) < 2:
             return unknown
@@ -718,6 +775,21 @@ def _said(node: Node) -> str:
 def one_line(node: Node) -> str:
     """The first line of what a node says."""
     return _said(node).partition("\n")[0]
+
+
+def _of_lines_before(node: Node) -> list[Node]:
+    """Assignments of the lines before a command, `A=x B=y`, which the parser puts in front of the command."""
+    found: list[Node] = []
+    held: list[Node] = []
+    for child in node.children:
+        end = held[-1].end_byte if held else child.start_byte
+        between = (node.text or b"")[end - node.start_byte : child.start_byte - node.start_byte]
+        if b"\n" in between.replace(b"\\\n", b""):
+            found, held = [*found, *held], []
+        if child.type != "variable_assignment":
+            break
+        held.append(child)
+    return found
 
 
 def _ends_early(node: Node) -> bool:

@@ -318,8 +318,18 @@ class Reader:
             for scope, names in zip(
                 self.scopes(), first, strict=False
             ):  # a branch may open scopes of its own
-                for name in {**names, **scope}:
-                    scope[name] = self.either(names.get(name, ()), scope.get(name, ()), label)
+                self.join(names, scope, label)
+
+    def join(self, names: Mapping[str, Any], scope: dict[str, Any], branch: str) -> None:
+        """Give a scope what `names`, of the branch, and the scope itself hold."""
+        for name in {**names, **scope}:
+            one, other = names.get(name, ()), scope.get(name, ())
+            is_sure = (
+                one or other or (name in names) == (name in scope)
+            )  # an empty text is not a name that is gone
+            scope[name] = (
+                self.either(one, other, branch) if is_sure else hole(f"a value that depends on {branch}")
+            )
 
     def choose(self, clauses: Sequence[Clause]) -> None:
         """Run the first clause that holds; those before it that may hold are read both ways."""

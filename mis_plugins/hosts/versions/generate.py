@@ -15,9 +15,10 @@ import logging
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
+from operator import index
 from typing import Any
 
-from mis_plugins.errors import InputError
+from mis_plugins.errors import InputError, cut
 from mis_plugins.hosts.needs.miles import NEEDS
 from mis_plugins.hosts.needs.record import more_of
 from mis_plugins.hosts.needs.slime import SLIME
@@ -30,6 +31,7 @@ from mis_plugins.versions.spans import spans, written_by
 logger = logging.getLogger("mis_plugins")
 
 MORE = ("output_top_logprobs", kept.MASK, kept.LOG_PROBS)  # lists of a chunk, beside its log-probs
+LONGEST_ANSWER = 300  # letters that an error quotes of what is no answer
 TRIES, PAUSE_S = 60, 1.0  # of a request that fails, as the host's own
 Chunk = Mapping[str, Any]
 Row = list[Any]  # log-prob and token, as SGLang lists them
@@ -106,10 +108,10 @@ async def slime(args: Any, sample: Any, sampling_params: Mapping[str, Any], eval
             _continue(sample, before, answers[-1])
             if k:
                 heads.extend(sample, answers[-1], before, k)
-        except InputError as error:
+        except Exception as error:
             # The conversion raises it later: slime only logs an error raised here, and waits for the group
             # for ever.
-            setattr(sample, FAULT, str(error))
+            setattr(sample, FAULT, str(error) if isinstance(error, InputError) else repr(error))
     return sample
 
 
@@ -179,7 +181,7 @@ async def heard(chunks: AsyncIterator[Chunk], number: int) -> dict[str, Any]:
     """Read a stream to its end, telling the shelf of each token. A chunk holds all tokens, or only new ones.
 
     Raises:
-        InputError: a chunk that does neither.
+        InputError: a chunk that does neither, or that is no answer.
         httpx.RemoteProtocolError: the stream ends before the response does.
     """
     import httpx  # type: ignore[import-not-found]
@@ -189,15 +191,14 @@ async def heard(chunks: AsyncIterator[Chunk], number: int) -> dict[str, Any]:
     versions: list[int] = []
     text, meta = "", {}
     async for chunk in chunks:
-        meta = chunk["meta_info"]
-        told, count = meta.get("output_token_logprobs") or [], meta.get("completion_tokens", 0)
+        new_text, meta, told, count = _said(chunk)
         whole = len(told) == count
-        if not whole and len(rows) + len(told) != count:
+        if (len(told) < len(rows)) if whole else (len(rows) + len(told) != count):
             raise InputError(
                 f"meta_info: {len(told)} log-probs after {len(rows)}, and completion_tokens: {count}"
             )
         new = told[len(rows) :] if whole else told
-        text = chunk["text"] if whole else text + chunk["text"]
+        text = new_text if whole else text + new_text
         versions += [_version(meta)] * len(new)
         NUMBERING.shelf.say(number, len(rows), [row[1] for row in new], versions[len(rows) :])
         rows += new
@@ -209,10 +210,28 @@ async def heard(chunks: AsyncIterator[Chunk], number: int) -> dict[str, Any]:
     return {"text": text, "meta_info": {**meta, "output_token_logprobs": rows, **more}}
 
 
+def _said(chunk: Any) -> tuple[str, Chunk, list[Row], int]:
+    """Text, `meta_info`, log-probs with their tokens, and the number of tokens, of one chunk.
+
+    Raises:
+        InputError: the chunk is no answer, such as an error that the engine sends in its place.
+    """
+    try:
+        meta = chunk["meta_info"]
+        rows, *_ = ((meta.get(name) or []) + [] for name in ("output_token_logprobs", *MORE))
+        _ = [(row[0] + 0.0, index(row[1])) for row in rows]
+        return chunk["text"] + "", meta, rows, index(meta.get("completion_tokens", 0))
+    except (LookupError, TypeError, AttributeError):
+        raise InputError(
+            f"the engine answered {cut(repr(chunk), LONGEST_ANSWER)}; expected text, and meta_info with a log-prob and "
+            "a token in each entry of output_token_logprobs"
+        ) from None
+
+
 def _version(meta: Mapping[str, Any]) -> int:
     """The engine's version; -1 where it has no number yet, so that nothing is scored."""
     version = str(meta.get("weight_version"))
-    return int(version) if version.isdigit() else -1
+    return int(version) if version.isdecimal() else -1
 
 
 async def _stream(
@@ -222,7 +241,21 @@ async def _stream(
         response.raise_for_status()
         async for line in lines(response.aiter_bytes()):
             if line.startswith(b"data:") and (data := line.removeprefix(b"data:").strip()) != b"[DONE]":
-                yield json.loads(data)
+                yield _chunk(data)
+
+
+def _chunk(data: bytes) -> Chunk:
+    """One chunk of a stream.
+
+    Raises:
+        httpx.RemoteProtocolError: the stream was cut within it.
+    """
+    import httpx  # type: ignore[import-not-found]
+
+    try:
+        return json.loads(data)
+    except ValueError as error:
+        raise httpx.RemoteProtocolError(f"the stream ended within a chunk: {error}") from error
 
 
 async def lines(parts: AsyncIterator[bytes]) -> AsyncIterator[bytes]:

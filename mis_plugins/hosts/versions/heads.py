@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import wraps
+from operator import index
 from typing import Any
 
 import numpy as np
@@ -17,11 +18,12 @@ import torch
 from torch import Tensor
 
 from mis_plugins.config import reading
-from mis_plugins.errors import InputError
+from mis_plugins.errors import InputError, shown
 from mis_plugins.hosts.host import HEAD_IDS, HEAD_LOG_PROBS
 from mis_plugins.hosts.needs.record import Need
 
 HEAD = "output_head"  # the attribute of a sample
+LARGEST_MASS = 1.01  # of the probabilities that an engine names at a position, which it may have rounded
 NOT_NAMED = -1, -np.inf  # id and log-prob of an entry beyond what the engine named
 
 
@@ -48,7 +50,7 @@ class NamedTokens:
         """What the `meta_info` of an answer names: pairs of a log-prob and an id at each position.
 
         Raises:
-            InputError: the engine named no tokens for these positions.
+            InputError: the engine named no tokens for these positions, a token twice, or what no distribution can have.
         """
         rows: Sequence[Any] = meta_info.get("output_top_logprobs") or ()
         if len(rows) != positions:
@@ -63,9 +65,32 @@ class NamedTokens:
             )
         named = cls.none(positions, k)
         for position, row in enumerate(rows):
-            for place, (log_prob, token, *_) in enumerate(list(row or [])[:k]):
-                named.ids[position, place], named.log_probs[position, place] = token, log_prob
+            try:
+                for place, (log_prob, token, *_) in enumerate(list(row or [])[:k]):
+                    named.ids[position, place], named.log_probs[position, place] = (
+                        index(token),
+                        float(log_prob),
+                    )
+            except (TypeError, ValueError, OverflowError):
+                raise InputError(
+                    f"meta_info: output_top_logprobs[{position}]: got {shown(row)}; each entry needs a log-prob, and "
+                    "the id of a token"
+                ) from None
+        named.check()
         return named
+
+    def check(self) -> None:
+        """Refuse what no distribution over tokens can have: centering would add up a token's probability twice.
+
+        Raises:
+            InputError: it names the first such position.
+        """
+        ids = np.sort(self.ids, axis=1)
+        twice = ((ids[:, 1:] == ids[:, :-1]) & (ids[:, 1:] >= 0)).any(1)
+        mass = np.exp(np.minimum(self.log_probs, 1.0), dtype=np.float64).sum(1)
+        for said, wrong in (("a token twice", twice), ("probabilities of more than 1", mass > LARGEST_MASS)):
+            if wrong.any():
+                raise InputError(f"meta_info: output_top_logprobs[{int(wrong.argmax())}] names {said}")
 
     def behind(self, earlier: NamedTokens | None, before: int) -> NamedTokens:
         """The tokens of the first `before` positions, which earlier calls may have left unnamed, and then these."""

@@ -1,0 +1,125 @@
+"""Room `scripts`: random bash programs that start train.py; bash itself says what it is given, and our reader must too.
+
+What the reader calls unsure is no fault: a word that it takes for known must be bash's own.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+import subprocess
+import tempfile
+from pathlib import Path
+
+from hypothesis import strategies as st
+
+from mis_plugins.explain.launch import bash
+from mis_plugins.explain.launch.words import Reading
+
+PLAIN = "--tis 1.5 mis.yaml a b a=b x/y.yaml -v".split()
+USES = """$A ${A} ${A:-b} ${A-b} ${A:+b} ${A:=b} ${A%.yaml} ${A#*/} ${A##*/} ${A/a/c} ${A//a/c} ${#A} ${A^^}
+     ${A:1} ${A:0:2}
+    ${!A} ${X[0]} ${X[1]} ${X[@]} ${X[*]} ${#X[@]} ${X[@]:1} $X $((1+2)) ${X[-1]} $# $1 $@ $* ${A+set} ${A%/*}
+     ${X[@]/a/b}
+    ${X[@]:-b} ${1:-b} ${A:-$B} ${A:-"$B"} ${@:2} ${A//\\//_} ${X[@]%.yaml}""".split()
+CONDITIONS = """[ "$A" = a ]|[[ $A == b ]]|[[ $A == a* ]]|[[ -n $A ]]|[ -z "$A" ]|[[ ! $A != b ]]|true|false|
+    [[ $A == a && -n $B ]]|
+    [ "${A:-a}" = a ]|[[ ${#A} -gt 2 ]]|(( ${#A} > 2 ))|[[ $A =~ ^a ]]|test "$A" != b|! [ -n "$A" ]|
+    [ $# -gt 0 ]|
+    [[ -z $A || $A = b ]]|[ -n $A ]|[[ -v A ]]|[ "$A" ]|[[ $A == "a*" ]]|[ "$A" = a -o "$B" = b ]|
+    [[ $A < b ]]"""
+SIMPLE = """A=W|A=W|export A=W|A+=W|X=(W W)|X+=(W)|X[1]=W|unset A|unset 'X[0]'|set -- W W|: ${A:=P}|eval 'A=P'|
+    (A=W)|A=W true|
+    read -r A <<< "P P"|read -ra X <<< "P P"|A=$(cat <<E\nP $B\nE\n)|shift|echo W \\| read -r A|declare A=W|
+    printf -v A '%s' P|
+    X=("${X[@]}" W)|unset X|X=()|A=|mapfile -t X <<< P|[ -n "$A" ] && A=W|A=$B|A=$(echo W)|A=`echo W`|A="$A W"|
+    X=($A)|
+    A=(W)|declare -a X=(W W)|set -- "$@" W|A=${X[*]}|IFS=, A=W|eval "A=$B"|B=A|A=$'P\\tx'|export B|X=([1]=W)|
+    X+=W|A="${A} P"|
+    unset A B|readonly Z=1; A=W|A=$((1+1))|let A=2|A=P B=W|: "${A:=W}"|read A B <<< "P P"|
+    [[ $A == a ]] \\|\\| A=W"""
+NESTED = """if C; then\nS\nelse\nS\nfi|if C; then\nS\nfi|for A in W W; do\nS\ndone|
+    case $A in a*\\|b) S ;; *) S ;; esac|
+    f() {\nS\n}\nf W|f() {\nlocal A=W\nS\n}\nf|C && {\nS\n}|C \\|\\| {\nS\n}|{\nS\n}|(\nS\n)|
+    for i in 1 2; do\nS\n[ $i = 1 ] && continue\nS\ndone|while true; do\nS\nbreak\ndone|
+    f() {\nC && return 0\nS\n}\nf W|
+    if C; then\nS\nelif C; then\nS\nfi|for A in "${X[@]}"; do\nS\ndone|for ((i=0; i<2; i++)); do\nS\ndone|
+    f() {\nA=$1\nS\n}\nf W W|case $A in a) S ;& b) S ;; esac|until C; do\nS\nbreak\ndone|f() { A=W; }\nB=$(f)|
+    g() {\nS\n}"""
+
+
+def pick(rng: random.Random, listed: str) -> str:
+    """One of the templates that `|` separates; `\\|` is a bar within a template."""
+    return rng.choice(re.split(r"(?<!\\)\|\s*", listed)).strip().replace("\\|", "|").replace("\\n", "\n")
+
+
+def word(rng: random.Random) -> str:
+    """One word of a command as a script spells it: it may expand to several, or to none."""
+    plain, use = rng.choice(PLAIN), rng.choice(USES)
+    spelled = [
+        plain,
+        plain,
+        f"'{plain} x'",
+        f'"{plain}"',
+        f'"{use}"',
+        use,
+        f'"{plain} {use}"',
+        f"{plain}{use}",
+        '""',
+    ]
+    return rng.choice(spelled).replace("A", rng.choice("AB")) if "A" in use else rng.choice(spelled)
+
+
+def block(rng: random.Random, depth: int) -> str:
+    """A few statements; in a template C is a condition, S statements, W a word and P a plain one."""
+    fill = {"C": lambda: pick(rng, CONDITIONS), "S": lambda: block(rng, depth - 1), "W": lambda: word(rng),
+            "P": lambda: rng.choice(PLAIN)}  # fmt: skip
+    filled, lines = (lambda found: fill[found[0]]()), list[str]()
+    for _ in range(rng.randint(1, 3)):
+        text = pick(rng, NESTED if depth and rng.random() < 0.4 else SIMPLE)
+        lines.append(re.sub(r"(?<![\w$])[CSWP](?!\w)", filled, text))
+    return "\n".join(lines)
+
+
+def script_of(number: int) -> str:
+    """A script that ends with one start of train.py."""
+    rng = random.Random(number)
+    given = " ".join(word(rng) for _ in range(rng.randint(1, 4)))
+    return f"{block(rng, 2)}\n{block(rng, 1)}\npython3 train.py {given}\n"
+
+
+def cases() -> st.SearchStrategy[str]:
+    return st.integers(0, 2**32).map(script_of)
+
+
+def given_by_bash(script: str) -> list[str] | None:
+    """What bash gives to train.py; None where the script does not end well."""
+    shim = "python3() { shift; printf '%s\\0' x \"$@\" >&9; }\n"
+    with tempfile.TemporaryDirectory() as folder:
+        done = subprocess.run(
+            ["bash", "--norc", "-c", f"exec 9>&1 >/dev/null 2>&1\n{shim}{script}", "s"], cwd=folder,
+            env={"PATH": "/usr/bin:/bin"}, capture_output=True, timeout=10, stdin=subprocess.DEVNULL,
+        )  # fmt: skip
+    said = done.stdout.decode(errors="replace")
+    return (
+        said.removesuffix("\0").split("\0")[1:] if done.returncode == 0 and said.count("x\0") >= 1 else None
+    )
+
+
+def judge(script: str) -> str:
+    """`right`, `unsure`, or `no start`; an AssertionError where the reader is sure of what bash does not give."""
+    theirs = given_by_bash(script)
+    if theirs is None:
+        return "no start"
+    reading = Reading(len(script.encode()), "s.sh")
+    found = bash.launches(script, Path("s.sh"), reading)
+    sure = [
+        one
+        for one in found
+        if not one.branch and all(word.is_known and not word.branch for word in one.words)
+    ]
+    if not found or len(sure) < len(found) or reading.unread:
+        return "unsure"
+    ours = [word.text for word in sure[-1].words]
+    assert ours == theirs, f"read {ours}, and bash gives {theirs}"
+    return "right"

@@ -1,0 +1,49 @@
+"""A short round of the campaign, seeded by the commit, and the cases in which it found faults."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from lab.break_it import scripts
+from lab.break_it.__main__ import ROOMS, room, tried
+
+CASES = {"losses": 15, "weights": 25, "dumps": 10}
+SCRIPTS = {
+    "an array's name is its first item": ('X=(a b)\npython3 train.py "$X" $X', ["a", "a"]),
+    "items are cut at blanks": ('X=("a b" "")\npython3 train.py ${X[@]} "${X[@]}"', ["a", "b", "a b", ""]),
+    "a text behind an array joins its first item": ('X=(a b)\nX+=c\npython3 train.py "${X[@]}"', ["ac", "b"]),
+    "a text in an array's name sets its first item": ('X=(a b)\nX=c\npython3 train.py "${X[@]}"', ["c", "b"]),
+    "an empty text is an item": ('A=\nA+=(y)\npython3 train.py "${A[@]}"', ["", "y"]),
+    "two assignments in a line": ("A=1\nA=x B=c\npython3 train.py $A $B", ["x", "c"]),
+    "two assignments before an export": ("A=1 B=2\nexport C=3\npython3 train.py $A $C", ["1", "3"]),
+    "a line that goes on": ("A=0\nA=1 B=2 \\\npython3 train.py x$A", ["x0"]),
+    "an early return": ("A=c\nf() {\n[[ $A < b ]] && return 0\nA=z\n}\nf\npython3 train.py $A", ["z"]),
+    "an item that is gone": ("X=(a b)\nunset 'X[0]'\npython3 train.py \"${X[@]}\"", ["b"]),
+    "items within a text": ('X=(a b)\npython3 train.py "p ${X[@]}"', ["p a", "b"]),
+    "blanks within a word": ("A='a b'\npython3 train.py x$A", ["xa", "b"]),
+    "other letters to cut at": ("IFS=,\nA=a,b\npython3 train.py $A", ["a", "b"]),
+    "an array by its places": ('X=([1]=a b)\npython3 train.py "${X[@]}"', ["a", "b"]),
+}
+UNSURE = list(SCRIPTS)[-6:]
+
+
+@pytest.mark.parametrize("name", ROOMS)
+def test_a_short_round_finds_no_fault(name: str, own_recorder: None) -> None:
+    commit = subprocess.run(
+        ["git", "rev-parse", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True
+    ).stdout
+    made = room(name)
+    try:
+        assert sum(tried(name, int(commit[:8] or "0", 16), CASES.get(name, 50)).values())
+    finally:
+        getattr(made, "remove", lambda: None)()
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_script_is_read_as_bash_reads_it_or_not_at_all(name: str) -> None:
+    script, given = SCRIPTS[name]
+    assert scripts.given_by_bash(script) == given
+    assert scripts.judge(script) == ("unsure" if name in UNSURE or name == "an early return" else "right")
