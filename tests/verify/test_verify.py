@@ -42,9 +42,15 @@ def run(*more: str) -> int:
 # The command
 
 
-@pytest.mark.parametrize("norm_order", ["engine", "trainer"])
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-@pytest.mark.parametrize("trainer", ["hf", "megatron"])
+@pytest.mark.parametrize(
+    ("trainer", "dtype", "norm_order"),
+    [
+        ("hf", "fp32", "engine"),
+        ("hf", "bf16", "trainer"),
+        ("megatron", "fp32", "trainer"),
+        ("megatron", "bf16", "engine"),
+    ],
+)
 def test_engine_and_trainer_agree(
     trainer: str, dtype: str, norm_order: str, capsys: pytest.CaptureFixture[str]
 ):
@@ -66,18 +72,15 @@ def test_another_backend_is_refused_by_the_name_of_ours(capsys: pytest.CaptureFi
 @pytest.mark.parametrize(
     ("model", "trainer", "dtype", "norm_order"),
     [
-        ("tiny-llama", "megatron", "fp32", "engine"),
         ("tiny-llama", "megatron", "bf16", "engine"),
         ("tiny-qwen2.5", "megatron", "bf16", "engine"),
         ("tiny-qwen2.5", "megatron", "bf16", "trainer"),
         ("tiny-qwen3-vl", "megatron", "bf16", "engine"),
         ("tiny-qwen3-vl", "hf", "bf16", "trainer"),
-        ("tiny-qwen3-moe", "megatron", "bf16", "engine"),
         ("tiny-qwen3-moe", "megatron", "fp32", "trainer"),
         ("tiny-qwen3-moe-64", "megatron", "bf16", "engine"),
         ("tiny-qwen3-moe", "hf", "bf16", "trainer"),
         ("tiny-qwen2-moe", "megatron", "bf16", "engine"),
-        ("tiny-qwen2-moe", "megatron", "fp32", "trainer"),
     ],
 )
 def test_other_families_agree(model: str, trainer: str, dtype: str, norm_order: str):
@@ -126,10 +129,9 @@ def test_a_model_that_departs_from_its_family_is_refused_by_the_fields_name(
     assert f"--model {tmp_path}: {message}" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize(
-    ("trainer", "ranks", "norm_order"),
-    [("hf", 1, "engine"), ("megatron", 2, "trainer"), ("megatron", 4, "engine")],
+    ("trainer", "ranks", "norm_order", "dtype"),
+    [("hf", 1, "engine", "fp32"), ("megatron", 2, "trainer", "fp32"), ("megatron", 4, "engine", "bf16")],
 )
 def test_on_a_tree_they_agree_whatever_the_trainers_ranks(
     trainer: str, ranks: int, norm_order: str, dtype: str, tmp_path: Path
