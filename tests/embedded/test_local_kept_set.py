@@ -73,7 +73,7 @@ def flat(rows: list[list[int]]) -> tuple[list[int], list[int]]:
     return sum(rows, []), [sum(map(len, rows[:i])) for i in range(len(rows) + 1)]
 
 
-@pytest.mark.parametrize("tp, cp", [(1, 1), (2, 1), (1, 2), (2, 2)])
+@pytest.mark.parametrize("tp, cp", [(1, 1), (2, 2)])
 def test_log_probs_and_gradient_are_those_of_the_kept_sets(tp: int, cp: int) -> None:
     """On shards of the vocabulary and on parts of sequences; the helper of custom losses gives the same."""
     given = Sequences()
@@ -128,15 +128,15 @@ def cut(recorded: Rollout) -> Rollout:  # noqa: F811
     return replace(recorded, samples=samples)
 
 
-@pytest.mark.parametrize("grid", [Grid(tp=2, cp=2), Grid(dp=2, cp=2)], ids=str)
 def test_four_steps_over_kept_sets_agree_in_every_layout(
-    grid: Grid, cut: Rollout, recorded: Rollout, tmp_path: Path  # noqa: F811
+    cut: Rollout, recorded: Rollout, tmp_path: Path  # noqa: F811
 ) -> None:  # fmt: skip
     """By the host's loss and by ours; without the sets the gradient would be another."""
     weight = tmp_path / "tis.yaml"
     weight.write_text("mis: {weight: {level: token, bound: truncate, upper: 1.1}}\n")
     one = train(Grid(), grid_settings(Grid(), weight), cut, tmp_path / "one")
-    assert_same_run(train(grid, grid_settings(grid, weight), cut, tmp_path / "many"), one)
+    for grid in (Grid(tp=2, cp=2), Grid(dp=2, cp=2)):
+        assert_same_run(train(grid, grid_settings(grid, weight), cut, tmp_path / "many"), one)
     custom = train(grid, grid_settings(grid, weight, OURS), cut, tmp_path / "custom")
     whole = train(Grid(), grid_settings(Grid(), weight), recorded, tmp_path / "whole")
     assert relative(custom["steps"][0][1], one["steps"][0][1]) < RTOL

@@ -53,7 +53,7 @@ class Grid:
         return " ".join(f"--{name}-parallel-size {size}" for name, size in sizes.items())
 
 
-GRIDS = [Grid(cp=2), Grid(cp=4), Grid(tp=2), Grid(tp=2, cp=2), Grid(dp=2, cp=2)]
+GRIDS = [Grid(cp=4), Grid(tp=2, cp=2), Grid(dp=2, cp=2)]
 
 
 def settings(grid: Grid, yaml: Path, extra: str = "") -> Namespace:
