@@ -209,7 +209,7 @@ def shared(engine: SGLang, stock: SGLang, tiny: Path) -> Iterator[None]:
         "--trainer hf --dtype bf16 --norm-order engine",
         "--trainer hf --dtype bf16 --norm-order trainer",
         "--trainer megatron --dtype bf16 --trainer-tensor-parallel 2 --leaves 4",
-        "--trainer megatron --dtype fp32 --engine-tensor-parallel 2 --leaves 2",
+        "--trainer megatron --dtype bf16 --engine-tensor-parallel 2 --leaves 2",
     ],
 )
 def test_the_command_certifies_it(arguments: str, shared: None, tmp_path: Path):

@@ -46,7 +46,7 @@ def train(flags: str, output: Path) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """The folder of a run, made at its first use: without correction, under each, on vLLM, or on the stock engine."""
+    """The folder of a run, made at its first use: without correction, under one, on vLLM, or on the stock engine."""
     folder = tmp_path_factory.mktemp("runs")
     hook = f"{HOOKS}.note_extremes"
 
@@ -80,10 +80,9 @@ def test_the_stock_engine_is_not_the_trainer(run: Run):
     assert weights(run("stock")) != weights(run("plain"))
 
 
-@pytest.mark.parametrize("correction", ["TIS", "MIS"])
-def test_no_correction_changes_a_bit_of_the_parameters(correction: str, run: Run):
-    assert weights(run(correction)) == weights(run("plain"))
-    assert (run(correction) / EXTREMES).read_text().split() == ["1.0"] * 4 * 6  # steps
+def test_a_correction_changes_no_bit_of_the_parameters(run: Run):
+    assert weights(run("MIS")) == weights(run("plain"))
+    assert (run("MIS") / EXTREMES).read_text().split() == ["1.0"] * 4 * 6  # steps
 
 
 def keep_kept_sets(args: Namespace, rollout_id: int, data: dict[str, Any]) -> None:
@@ -91,9 +90,7 @@ def keep_kept_sets(args: Namespace, rollout_id: int, data: dict[str, Any]) -> No
     torch.save(data, Path(args.output) / f"rollout-{rollout_id}.pt")
 
 
-@pytest.mark.parametrize(
-    "flags", ["--rollout-top-p 0.6", "--rollout-top-k 3", "--rollout-top-p 0.8 --rollout-top-k 4"]
-)
+@pytest.mark.parametrize("flags", ["--rollout-top-p 0.6", "--rollout-top-p 0.8 --rollout-top-k 4"])
 def test_both_sides_renormalize_over_what_sglang_sampled_from(flags: str, tmp_path: Path):
     output, cut = tmp_path / "run", f"{STOCK} {flags} --rollout-temperature 1.3"
     done = train(f"{cut} --rollout-data-postprocess-path {__name__}.keep_kept_sets", output)
