@@ -17,9 +17,8 @@ from launch import run_ranks
 from loss_oracle import Response
 from torch import Tensor
 
-from mis_plugins.config.model import CorrectionConfig, OpsmConfig, RejectRule
+from mis_plugins.config.model import OpsmConfig
 from mis_plugins.correction.opsm import Departure, on_policy, reference_policy, sequence_means
-from mis_plugins.correction.pipeline import correct
 from mis_plugins.packing.layout import whole, zigzag
 from mis_plugins.packing.ragged import Ragged, Ranks
 
@@ -88,45 +87,6 @@ def test_strictly_above_delta():
         assert kept(batch, config) == [[True] * 2, [False] * 2, [True] * 2, [True] * 2, [True] * 2]
 
 
-@pytest.mark.parametrize("seed", range(10))
-def test_outcome_advantages_make_token_and_sequence_equal(seed: int):
-    batch = [
-        Response(x.target, x.old, x.reference, [x.advantages[0]] * len(x.mask) if x.mask else [], x.factor, x.mask)
-        for x in random_responses(seed)
-    ]  # fmt: skip
-    assert kept(batch, OpsmConfig(DELTA, "token")) == kept(batch, OpsmConfig(DELTA, "sequence"))
-
-
-def test_factored():
-    """Mismatch once a rollout, staleness once a step: their means add up to the divergence, and the masks are equal."""
-    batch = [x for seed in range(20) for x in random_responses(seed)]
-    ragged, advantages = ragged_of(batch), flat(batch, "advantages")
-    target, proximal, behavior = (flat(batch, name) for name in ("target", "old", "reference"))
-    mismatch, _ = sequence_means(proximal, behavior, advantages, ragged)
-    staleness, _ = sequence_means(target, proximal, advantages, ragged)
-    keeps = [
-        ragged.loss_mask & ~((advantages < 0) & ragged.to_tokens(divergence > DELTA))
-        for divergence in (mismatch + staleness, mismatch, staleness)
-    ]
-    keep = on_policy(target, behavior, advantages, ragged, OpsmConfig(DELTA))
-    assert torch.equal(keeps[0], keep)
-    assert not torch.equal(keeps[1], keep) and not torch.equal(keeps[2], keep)
-
-
-@pytest.mark.parametrize("seed", range(10))
-def test_is_a_geometric_mask_on_one_side(seed: int):
-    """Where every advantage is negative: pi_theta / mu, its geometric mean, at least exp(-delta)."""
-    batch = random_responses(seed)
-    target, behavior, ragged = flat(batch, "target"), flat(batch, "reference"), ragged_of(batch)
-    rule = RejectRule(over="mean", lower=math.exp(-DELTA))
-    geometric = correct(target, behavior, ragged, CorrectionConfig(reject=(rule,), metrics="none")).keep
-    keep = on_policy(target, behavior, torch.full_like(target, -1.0), ragged, OpsmConfig(DELTA))
-    assert torch.equal(keep, geometric)
-    assert torch.equal(
-        on_policy(target, behavior, torch.ones_like(target), ragged, OpsmConfig(DELTA)), ragged.loss_mask
-    )
-
-
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_an_unknown_divergence_counts_as_far(value: float):
     batch = random_responses(1, (4, 4, 4))
@@ -157,12 +117,6 @@ def test_means_over_the_valid_tokens():
     target, reference = torch.tensor([-2.0, -1.0, -9.0, -9.0]), torch.tensor([-1.5, -0.75, 0.0, 0.0])
     means = sequence_means(target, reference, torch.tensor([1.0, 2.0, 99.0, 99.0]), ragged)
     assert [mean.tolist() for mean in means] == [[0.375, 0.0], [1.5, 0.0]]
-
-
-def test_means_of_a_single_token_are_its_own():
-    ragged = whole([1]).place(torch.tensor([True]), Ranks()).ragged
-    means = sequence_means(torch.tensor([-2.0]), torch.tensor([-1.5]), torch.tensor([3.0]), ragged)
-    assert [mean.tolist() for mean in means] == [[0.5], [3.0]]
 
 
 def test_no_gradient():

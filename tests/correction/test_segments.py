@@ -72,13 +72,6 @@ def test_neighbouring_sequences_are_not_one_turn():
     torch.testing.assert_close(torch.cat(weights), torch.tensor([2.0, 3.0]), rtol=weight_rtol(2.0), atol=0)
 
 
-def test_a_nan_costs_its_own_turn_only():
-    batch = ratio_batch([[0.5, 1.2, 9.0, 3.0]], [[1, 1, 0, 1]])
-    batch.behavior[0][1] = math.nan
-    weights = run(batch, {"weight": {"level": "segment", "upper": 10.0}}).weights[0]
-    torch.testing.assert_close(weights, torch.tensor([0.0, 0.0, 0.0, 3.0]), rtol=weight_rtol(3.0), atol=0)
-
-
 def test_a_nan_is_dropped_alone_by_rules_over_tokens_only():
     """With `aggregate: kept` too a rule over turns drops the turn, whose statistic is not known."""
     batch = ratio_batch([[0.5, 1.2, 9.0, 3.0]], [[1, 1, 0, 1]])
