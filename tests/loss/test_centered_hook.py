@@ -220,20 +220,8 @@ def gathered_scores(given: Namespace, batch: dict[str, Any], logits: Tensor) -> 
     return list(every[layout.response_index].split(layout.local_lengths)), None
 
 
-GRIDS = [
-    (2, 1, "zigzag"),
-    (1, 2, "zigzag"),
-    (2, 2, "zigzag"),
-    (2, 2, "cut"),
-    (2, 1, "gathered"),
-    (2, 2, "gathered"),
-]
-
-
-@pytest.mark.parametrize(("cp", "tp", "layout"), GRIDS)
-def test_ranks_add_up_to_the_oracle(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cp: int, tp: int, layout: str
-) -> None:
+@pytest.mark.parametrize("layout", ["zigzag", "cut", "gathered"])
+def test_ranks_add_up_to_the_oracle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, layout: str) -> None:
     """Heads come whole, or cut to the rank's tokens; logits lie zigzag, or as pieces of the packed stream."""
     rule = {"statistic": "k2", "over": "mean", "upper": 0.08}
     batch, settings = Batch(5), args(weight=weight("truncate"), reject=[rule], metrics="full")
@@ -243,13 +231,13 @@ def test_ranks_add_up_to_the_oracle(
     if settings.allgather_cp:
         gathered = replace(HOST, scores=gathered_scores)
         monkeypatch.setattr(mis, "current", lambda *given: gathered)
-    ranks = run_ranks(cp * tp, cp, lambda rank: run(batch, settings, cp, tp), tmp_path / "ranks",
-                      tensor_model_parallel_size=tp)  # fmt: skip
+    ranks = run_ranks(4, 2, lambda rank: run(batch, settings, 2, 2), tmp_path / "ranks",
+                      tensor_model_parallel_size=2)  # fmt: skip
     total = torch.stack([gradient for _, gradient, _ in ranks]).sum(0)
     assert error(total, alone[1].double()) < 1e-6
-    torch.testing.assert_close(sum(loss for loss, _, _ in ranks) / tp, alone[0], rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(sum(loss for loss, _, _ in ranks) / 2, alone[0], rtol=1e-6, atol=1e-6)
     for name in (name for name in alone[2] if name.startswith("center_")):
-        among = sum(logged[name] for _, _, logged in ranks) / tp
+        among = sum(logged[name] for _, _, logged in ranks) / 2
         torch.testing.assert_close(among, alone[2][name], rtol=1e-5, atol=1e-6)
 
 
