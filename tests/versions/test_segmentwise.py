@@ -12,7 +12,7 @@ from drive import same_bytes
 from hypothesis import given
 from hypothesis import strategies as st
 from segmentwise_oracle import Spec, Token
-from segmentwise_rows import CURRENT, applied, config_of, flat, numerator_of, rows, specs, tokens
+from segmentwise_rows import CURRENT, applied, config_of, flat, numerator_of, rows, specs
 from tolerances import weight_rtol
 
 from mis_plugins.errors import InputError
@@ -51,31 +51,12 @@ def test_weight(row: list[Token], spec: Spec):
         assert weight == pytest.approx(value, rel=weight_rtol(2.0), abs=0)
 
 
-@given(st.lists(tokens(st.integers(0, 1)).filter(lambda token: token.version >= 0), max_size=12), specs)
-def test_one_version_behind_is_standard(row: list[Token], spec: Spec):
-    """pi_{v+1} is pi_V there: the very bytes of the proximal policy, whatever was stored."""
-    if spec.fresh != "proximal":
-        return
-    assert same_bytes(numerator_of(row, config_of(spec)), flat(row, "proximal"))
-    assert same_bytes(numerator_of(row, SegmentWiseConfig(method="loglinear")), flat(row, "proximal"))
-
-
 @given(rows)
 def test_off_is_standard(row: list[Token]):
     """The same tensor, not an equal one: no kernel runs."""
     proximal = flat(row, "proximal")
     none = Written(torch.empty(0, dtype=torch.int64), torch.empty(0), CURRENT)
     assert proximal_t(proximal, flat(row, "behavior"), none, SegmentWiseConfig(enabled=False)) is proximal
-
-
-@given(rows)
-def test_areals_rule_weighs_one_at_age_0_and_by_pi_V_at_age_1(row: list[Token]):
-    """The bytes of mu at age 0 and of pi_V at age 1; what was stored from age 2 on."""
-    found = numerator_of(row, SegmentWiseConfig(fresh_tokens="behavior_at_age_0"))
-    for i, token in enumerate(row):
-        if token.version >= 0 and token.age in (0, 1):
-            expected = flat(row, "proximal" if token.age else "behavior")
-            assert same_bytes(found[i : i + 1], expected[i : i + 1])
 
 
 @given(rows, st.sampled_from(["truncate", "mask"]))
