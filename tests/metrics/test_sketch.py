@@ -48,24 +48,11 @@ def test_a_quantile_keeps_to_the_stated_error(x: list[float], q: float):
     assert abs(quantile(sketch(x), q) - exact) <= stated_error(x, q)
 
 
-@given(samples)
-def test_the_ends_are_those_of_the_data(x: list[float]):
-    for q, end in ((0.0, min(x)), (1.0, max(x))):
-        assert abs(quantile(sketch(x), q) - end) <= stated_error(x, q)
-
-
 @given(samples, st.data())
 def test_any_split_gives_the_same_histogram(x: list[float], data: st.DataObject):
     order = data.draw(st.permutations(x))
     cut = data.draw(st.integers(0, len(x)))
     assert torch.equal(sketch(order[:cut]) + sketch(order[cut:]), sketch(x))
-
-
-@given(samples)
-def test_negated_numbers_have_negated_quantiles(x: list[float]):
-    for q in (0.0, 0.25, 0.5, 1.0):
-        mirrored = quantile(sketch([-value for value in x]), 1 - q)
-        assert abs(quantile(sketch(x), q) + mirrored) <= 2 * stated_error(x, q)
 
 
 @pytest.mark.parametrize("x", [LARGEST * 2, 1e300, math.inf])
