@@ -50,8 +50,13 @@ UNREADABLE = {
 }
 
 
-@pytest.mark.parametrize("command", ["check", "show", *TRANSLATORS])
-@pytest.mark.parametrize("name", UNREADABLE)
+@pytest.mark.parametrize(
+    ("command", "name"),
+    [
+        *(("check", name) for name in UNREADABLE),
+        *((command, "aliases") for command in ("show", *TRANSLATORS)),
+    ],
+)
 def test_every_command_refuses_quickly_and_names_the_place(
     name: str, command: str, config_command: ConfigCommand
 ):

@@ -299,9 +299,18 @@ FLAGS = [
 ]
 
 
-@pytest.mark.parametrize("flags", FLAGS, ids=lambda flags: "+".join(flags) or "neither")
-@pytest.mark.parametrize("hook", ["compute_mis_weights_with_cp", "compute_mis_weights_fsdp"])
-@pytest.mark.parametrize("file", [file for file in FILES if load(file).corrects], ids=lambda file: file.stem)
+CORRECTING = [file for file in FILES if load(file).corrects]
+MEGATRON, BY_FSDP = "compute_mis_weights_with_cp", "compute_mis_weights_fsdp"
+
+
+@pytest.mark.parametrize(
+    ("file", "hook", "flags"),
+    [
+        *((file, MEGATRON, {}) for file in CORRECTING),
+        *((preset_path("mis"), hook, flags) for hook in (MEGATRON, BY_FSDP) for flags in FLAGS),
+    ],
+    ids=str,
+)
 def test_the_file_decides_whatever_the_flags_say(
     file: Path, hook: str, flags: dict, monkeypatch: pytest.MonkeyPatch
 ):
