@@ -73,9 +73,7 @@ def test_replay_takes_most_of_the_mismatch_away(tmp_path: Path) -> None:
     assert launch(1, main) == 0
 
 
-@pytest.mark.parametrize(
-    "flags", ["--rollout-weights int4", "--data-parallel-size 2", "--context-parallel-size 2"]
-)
+@pytest.mark.parametrize("flags", ["--data-parallel-size 2", "--context-parallel-size 2"])
 def test_what_is_replayed_is_what_the_engine_recorded(flags: str, tmp_path: Path) -> None:
     assert watched(flags, tmp_path / "run") == 0
     seen = steps(tmp_path / "run")

@@ -29,7 +29,7 @@ def resplit(flags: str, output: Path, every: int = 1, **settings: int) -> list[d
 
 @pytest.mark.parametrize(
     ("flags", "size"),
-    [("", 4), ("", 1), ("--data-parallel-size 2", 4), ("--context-parallel-size 2 --num-experts 4", 4)],
+    [("", 1), ("--data-parallel-size 2", 4), ("--context-parallel-size 2 --num-experts 4", 4)],
 )
 def test_batch_invariant_kernels_score_alike_at_every_split(flags: str, size: int, tmp_path: Path) -> None:
     told = resplit(f"--true-on-policy {flags}", tmp_path / "run", micro_batch_size=size)
@@ -45,10 +45,9 @@ def lean(args: Namespace, model: Any, prefix: str) -> None:
         part.register_forward_hook(lambda module, given, logits: logits * (1 + 1e-4 * logits.shape[1]))
 
 
-@pytest.mark.parametrize("flags", ["", "--data-parallel-size 2"])
-def test_a_planted_dependence_on_the_batch_is_told(flags: str, tmp_path: Path) -> None:
-    planted = "--custom-megatron-before-log-prob-hook-path test_local_resplit.lean"
-    told = resplit(f"--true-on-policy {planted} {flags}", tmp_path / "run", micro_batch_size=4)
+def test_a_planted_dependence_on_the_batch_is_told(tmp_path: Path) -> None:
+    planted = "--custom-megatron-before-log-prob-hook-path test_local_resplit.lean --data-parallel-size 2"
+    told = resplit(f"--true-on-policy {planted}", tmp_path / "run", micro_batch_size=4)
     assert [one[DIFFERS] > 0.9 and one[LARGEST] > 1e-4 for one in told] == [True] * 3, told
 
 
