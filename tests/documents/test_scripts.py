@@ -222,15 +222,14 @@ def test_launch_loads_our_function_with_our_config(script: str, launched: Launch
     assert "--use-tis" in arguments
 
 
-@launch_script
 @pytest.mark.parametrize(
-    ("config", "said"),
+    ("script", "config", "said"),
     [
         # No hook of Miles on FSDP sees the rollout batch.
-        ("mis: {weight: {normalize: {scope: rollout}}}",
-         "rollout needs the rollout batch, which no hook of Miles on FSDP sees"),
-        ("mis: {weight: {level: token, bound: clip, lower: 3.0, upper: 2.0}}", "mine.yaml"),
-        ("mis: {opsm: {delta: 0.1}}", "mine.yaml needs the flags above"),
+        *((script, "mis: {weight: {normalize: {scope: rollout}}}",
+           "rollout needs the rollout batch, which no hook of Miles on FSDP sees") for script in sorted(CORRECTIONS)),
+        (VIME, "mis: {weight: {level: token, bound: clip, lower: 3.0, upper: 2.0}}", "mine.yaml"),
+        ("run-qwen3-4b-mis-slime.sh", "mis: {opsm: {delta: 0.1}}", "mine.yaml needs the flags above"),
     ],
 )  # fmt: skip
 def test_launch_stops_at_a_config_that_its_host_cannot_serve(
@@ -245,8 +244,9 @@ def test_launch_stops_at_a_config_that_its_host_cannot_serve(
     assert "opsm" not in config or "--loss-type custom_loss" in done.stdout
 
 
-@launch_script
-@pytest.mark.parametrize("given", ["geometric-mis", "mine.yaml"])
+@pytest.mark.parametrize(
+    ("script", "given"), [(VIME, "geometric-mis"), *((script, "mine.yaml") for script in sorted(CORRECTIONS))]
+)
 def test_a_job_is_handed_a_path_that_it_finds_from_its_own_folder(
     given: str, script: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
