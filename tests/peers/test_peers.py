@@ -147,19 +147,6 @@ def test_verl_preset_by_its_name_is_what_its_class_method_sets(name: str):
         assert translate(f"{name}({arguments})").config() == translate(yaml.safe_dump(said)).config()
 
 
-@pytest.mark.parametrize("name", verl.PRESETS)
-@few
-@given(batch=rows())
-def test_verl_preset_by_its_name_weighs_and_rejects_alike(name: str, batch: Rows):
-    mapping = dict(translate(f"{name}()").mis) | {"metrics": "none"}
-    mapping = {"weight": None, "reject": []} | mapping
-    proximal = compared_with_mu(name, batch)
-    correction = weighs_something(batch, mapping, proximal)
-    weights, mask, _ = verl.correction(batch, verl.preset(name), batch.pad(proximal))
-    weights = weights if mapping["weight"] else batch.mask  # ppo_clip: for verl's metrics alone
-    assert_same_weights(batch, correction, weights, mask)
-
-
 @pytest.mark.parametrize("name", ["algorithm/rollout_correction.yaml", "_generated_ppo_trainer.yaml"])
 def test_verl_files_of_its_own_are_translated(name: str):
     """As they lie in the package, where they correct nothing, and with what a command line sets in them."""
