@@ -99,11 +99,10 @@ def part(batch: Batch, cp: int, rank: int) -> dict:
     return {"loss": loss.item(), "gradient": gradient, "owned": owned}
 
 
-@pytest.mark.parametrize("cp", [1, 2, 4])
-def test_context_parallel(cp: int, tmp_path: Path):
+def test_context_parallel(tmp_path: Path):
     """The ranks' sums add up to the whole mean; each gradient is the whole one's, bit for bit."""
     batch = sharded_batch()
-    parts = run_ranks(cp, cp, lambda rank: part(batch, cp, rank), tmp_path)
+    parts = run_ranks(4, 4, lambda rank: part(batch, 4, rank), tmp_path)
     x = batch.pg_loss()
     assert_near(math.fsum(one["loss"] for one in parts), *expected(batch, x), x.numel())
     wanted = gradients(batch)
