@@ -66,9 +66,7 @@ setup(
         "docs": ["zensical", "mkdocstrings[python]", "latex2mathml"],  # the site: bash scripts/docs.sh
         "report": ["numpy", "safetensors", "rich", "matplotlib", "pyarrow", "tokenizers"],
         "scripts": ["tree-sitter", "tree-sitter-bash"],  # launch scripts: `config check`, and the translators
-        "gpu": [
-            "transformer-engine[pytorch]; platform_system == 'Linux'"
-        ],  # Apex is from source: docs/gpu.md
+        "gpu": ["transformer-engine[pytorch]; platform_system == 'Linux'"],  # Apex is from source: docs/gpu.md
         "verify": [
             "megatron-core==0.16.*",
             "numpy",

@@ -140,10 +140,7 @@ def _table(rows: Sequence[Mapping[str, Any]]) -> list[str]:
             _spread([one["single"] for one in found]),
             _spread(share),
         ]
-        own = [
-            f"{fmean(one[what] for one in found):.3g}" if what in found[0] else ""
-            for what in ("mean", "variance")
-        ]
+        own = [f"{fmean(one[what] for one in found):.3g}" if what in found[0] else "" for what in ("mean", "variance")]
         lines.append((name, *cells, *own))
     headings = ("weight", "pooled", "single", "of the noise", "mean", "variance")
     return markdown_table(headings, lines).splitlines()

@@ -94,10 +94,7 @@ def markdown(content: Mapping[str, Any]) -> Iterator[str]:
     found = {name: [row for row in content["rows"] if row["arm"] == name] for name in ARMS}
     yield markdown_table(
         headings,
-        [
-            [name, *(", ".join(f"{row[key]:.2f}" for row in rows) for key in keys)]
-            for name, rows in found.items()
-        ],
+        [[name, *(", ".join(f"{row[key]:.2f}" for row in rows) for key in keys)] for name, rows in found.items()],
     )
     yield "```\n" + yaml.safe_dump(json.loads(json.dumps(ARMS)), sort_keys=False) + "```\n"
     yield markdown_table(("measured with", ""), content["measured_with"].items())

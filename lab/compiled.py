@@ -69,16 +69,12 @@ def measured(dtype: str, rounds: int) -> dict[str, Any]:
             for one in tried(dtype, shapes, ORDER, torch.device("cpu")):
                 print(f"{dtype} {one.function} {one.shape}: {one.differs or 'equal'}", file=sys.stderr)
                 found.append(one)
-            return {"tried": [asdict(one) for one in found]} | steps(
-                hf_decoder.load(path, dtype, ORDER), found, rounds
-            )
+            return {"tried": [asdict(one) for one in found]} | steps(hf_decoder.load(path, dtype, ORDER), found, rounds)
 
 
 def steps(model: Any, found: list[Tried], rounds: int) -> dict[str, Any]:
     """Eager and compiled steps in turn; the first of each, which compiles, is not counted."""
-    tokens = torch.randint(
-        0, model.config.vocab_size, (SEQUENCES, LENGTH), generator=torch.Generator().manual_seed(0)
-    )
+    tokens = torch.randint(0, model.config.vocab_size, (SEQUENCES, LENGTH), generator=torch.Generator().manual_seed(0))
     eager, fast, equal, kept = [], [], True, list[str]()
     for _ in range(rounds + 1):
         began = time.perf_counter()
@@ -117,9 +113,7 @@ def page(record: dict[str, Any]) -> str:
         text += [
             f"## {dtype}: {same} of {len(rows)} equal",
             "",
-            markdown_table(
-                ("function", "widths, dtype", "result, compiled against eager", "gradients"), rows
-            ),
+            markdown_table(("function", "widths, dtype", "result, compiled against eager", "gradients"), rows),
             f"A step of {SEQUENCES} x {LENGTH} tokens with {' and '.join(one['kept']) or 'nothing'} compiled: "
             f"{one['compiled ms']:.1f} ms against {one['eager ms']:.1f} ms eager, {ratio:.2f} times; log-probs of the "
             f"steps are {'equal' if one['log-probs are equal'] else 'DIFFERENT'}.",

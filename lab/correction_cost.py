@@ -262,9 +262,7 @@ def cost_of(call: Callable[[], Any], spent: Sequence[Spent]) -> Cost:
     )
 
 
-HEADINGS = tuple(
-    "N x length,CP,,time,cpu,faults,operators,waits,copies,collectives,bytes,peak,ratio".split(",")
-)
+HEADINGS = tuple("N x length,CP,,time,cpu,faults,operators,waits,copies,collectives,bytes,peak,ratio".split(","))
 
 
 def lines(rows: Sequence[Row]) -> list[tuple[str, ...]]:
@@ -313,9 +311,7 @@ def parse_arguments() -> Namespace:
         help="tokens of each; mixed: ragged (default: 128,1024,8192,mixed)",
     )
     parser.add_argument("--cp", type=counts, default=[1, 2, 4], help="ranks (default: 1,2,4)")
-    parser.add_argument(
-        "--baseline", default=LOOP, help="dotted path of a hook to compare with (default: %(default)s)"
-    )
+    parser.add_argument("--baseline", default=LOOP, help="dotted path of a hook to compare with (default: %(default)s)")
     parser.add_argument("--metrics", choices=METRICS, default="full", help="of ours")
     parser.add_argument("--json", type=target, help="write the figures here, and beside it a .md")
     parser.add_argument("--smoke", action="store_true", help="two small shapes, a few calls")

@@ -65,9 +65,7 @@ def main() -> int:
         help="(default: %(default)s; where an earlier demonstration lies there, the first free of DIR-2, DIR-3, ...)",
     )
     parser.add_argument("--seed", type=whole, default=1, help="(default: %(default)s)")
-    parser.add_argument(
-        "--smoke", action="store_true", help="a few tiny rollouts that show nothing but that it works"
-    )
+    parser.add_argument("--smoke", action="store_true", help="a few tiny rollouts that show nothing but that it works")
     add_version(parser)
     options = parser.parse_args()
     options.output = unused(options.output, RUNS)
@@ -99,9 +97,7 @@ def record(folder: Path, measured: Mapping[str, str]) -> dict[str, Any]:
     """Collect what the picture shows of both runs by rollout, and what the runs were measured with."""
     held = {name: MetricsLog(folder / name / METRICS).read() for name in RUNS}
     shown = ("rollout", *(panel.key for panel in PANELS))
-    runs = {
-        name: [{key: one[key] for key in shown if key in one} for one in rows] for name, rows in held.items()
-    }
+    runs = {name: [{key: one[key] for key in shown if key in one} for one in rows] for name, rows in held.items()}
     return {"measured_with": dict(measured), "runs": runs}
 
 

@@ -159,9 +159,7 @@ def _batches(draw) -> Iterator[Comparison]:
             one = slice(i, i + 1)
             yield Comparison("bmm", f"{inner} {outer} alone", together[one], torch.bmm(a[one], b[one]))
             yield Comparison("bmm", f"{inner} {outer} as mm", together[i], a[i] @ b[i])
-            yield Comparison(
-                "bmm", f"{inner} {outer} one row", together[one, 3:4], torch.bmm(a[one, 3:4], b[one])
-            )
+            yield Comparison("bmm", f"{inner} {outer} one row", together[one, 3:4], torch.bmm(a[one, 3:4], b[one]))
             alone = torch.baddbmm(bias[one], a[one], b[one])
             yield Comparison("bmm", f"{inner} {outer} baddbmm", biased[one], alone)
 

@@ -69,9 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _made_from(parser: str, checkout: Path) -> str:
-    packages = ", ".join(
-        f"{name} {version(name)}" for name in BY_PARSER.get(parser, ("sglang", "sglang-router"))
-    )
+    packages = ", ".join(f"{name} {version(name)}" for name in BY_PARSER.get(parser, ("sglang", "sglang-router")))
     command = f"python -m lab.host_arguments {parser} CHECKOUT"
     at = "any commit, since none is read" if parser == "vllm" else commit(checkout)
     return f"# Made by `{command}`; CHECKOUT at {at}; {packages}."
@@ -127,8 +125,7 @@ def _as_vime_has_it(line: str) -> str:
     """A line of vLLM's own argument with vime's prefix."""
     name, kind, *flags = line.split()
     renamed = (
-        f"--no-vllm-{flag[5:]}" if flag == f"--no-{name.replace('_', '-')}" else f"--vllm-{flag[2:]}"
-        for flag in flags
+        f"--no-vllm-{flag[5:]}" if flag == f"--no-{name.replace('_', '-')}" else f"--vllm-{flag[2:]}" for flag in flags
     )
     return " ".join([f"vllm_{name}", kind, *renamed])
 

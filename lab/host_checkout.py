@@ -55,9 +55,7 @@ class _StandInFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     def __init__(self, packages: Sequence[str]):
         self.packages = packages
 
-    def find_spec(
-        self, fullname: str, path: Any = None, target: Any = None
-    ) -> importlib.machinery.ModuleSpec | None:
+    def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
         if fullname.split(".")[0] in self.packages:
             return importlib.machinery.ModuleSpec(fullname, self, is_package=True)
         return None
@@ -90,9 +88,7 @@ def load_host(name: str, checkout: Path) -> Host:
     """
     host = HOSTS[name]
     if not (checkout / name).is_dir():
-        raise CannotCompare(
-            f"--checkout {checkout}: no package {name}/ in it; give the root of a {name} checkout"
-        )
+        raise CannotCompare(f"--checkout {checkout}: no package {name}/ in it; give the root of a {name} checkout")
     sys.path.insert(0, str(checkout.resolve()))
     stand_in_for_missing_packages()
     _keep_float32_gradients()
@@ -113,8 +109,8 @@ def _keep_float32_gradients() -> None:
     from megatron.core.fusions import fused_cross_entropy
     from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
 
-    fused_cross_entropy.fused_vocab_parallel_cross_entropy = lambda logits, tokens, group: (
-        vocab_parallel_cross_entropy(logits, tokens)
+    fused_cross_entropy.fused_vocab_parallel_cross_entropy = lambda logits, tokens, group: vocab_parallel_cross_entropy(
+        logits, tokens
     )
 
 

@@ -68,9 +68,7 @@ def compare_product(host: Host, limit: int | None) -> dict[Group, Difference]:
     for case in tracked(config_product()[:limit], f"{host.name}: config product"):
         for batch, per_token_loss in itertools.product(batches(), (False, True)):
             group, found = _compare(host, case, batch, asker(host, per_token_loss))
-            groups[group].worse_of(
-                found.asked_about(f"{case}, {batch.name}, per-token loss {per_token_loss}")
-            )
+            groups[group].worse_of(found.asked_about(f"{case}, {batch.name}, per-token loss {per_token_loss}"))
     return groups
 
 
@@ -117,9 +115,7 @@ def _special(host: Host, case: Case) -> Iterator[tuple[str, Difference]]:
 
 def _under_the_mask(host: Host, case: Case, clean: Batch, value: float, ask: Ask) -> Difference:
     """Compare with a non-finite value under the mask, where no bit of gradient or loss may change."""
-    behavior = [
-        torch.where(m.bool(), b, value) for m, b in zip(clean.loss_masks, clean.behavior, strict=True)
-    ]
+    behavior = [torch.where(m.bool(), b, value) for m, b in zip(clean.loss_masks, clean.behavior, strict=True)]
     poisoned = replace(clean, behavior=behavior)
     right = right_answer(ask, host.tis_path, case, clean)
     ours, ours_clean = ask(case, poisoned, OURS), ask(case, clean, OURS)
@@ -174,9 +170,7 @@ def compare_context_parallel(host: Host, limit: int | None) -> dict[Group, Diffe
             split = _over_ranks(host, size, cases, batch, qkv_format)
             for case, ours, right in zip(cases, split, alone, strict=True):
                 found = difference(ours, right, torch.empty(0, dtype=torch.bool))
-                groups["ours at CP 1", f"CP {size}, {qkv_format}"].worse_of(
-                    found.asked_about(f"{case}, {batch.name}")
-                )
+                groups["ours at CP 1", f"CP {size}, {qkv_format}"].worse_of(found.asked_about(f"{case}, {batch.name}"))
     return groups
 
 
@@ -318,9 +312,7 @@ def main() -> int:
         print(f"could not compare: {error}")
         return 2
     measured = provenance({arguments.host: arguments.checkout})
-    title = (
-        "policy_loss_function" if arguments.hook == "tis" else "loss_function, as --custom-loss-function-path"
-    )
+    title = "policy_loss_function" if arguments.hook == "tis" else "loss_function, as --custom-loss-function-path"
     print(f"mis_plugins in {arguments.host}'s own {title}")
     print_table(HEADINGS, lines(groups))
     for (_, name), found in groups.items():

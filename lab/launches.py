@@ -93,9 +93,7 @@ class Launch:
 
     @property
     def title(self) -> str:
-        return " ".join(
-            [*(f"{name}={value}" for name, value in self.environment), self.script, *self.arguments]
-        )
+        return " ".join([*(f"{name}={value}" for name, value in self.environment), self.script, *self.arguments])
 
 
 BLOG = [
@@ -146,9 +144,7 @@ def write(path: Path, rows: Sequence[Mapping[str, Any]], measured: Mapping[str, 
     """Write the rows as JSON, and a table of them beside it."""
     shown = [(row["launch"], row["model"], row["result"], row["said"]) for row in rows]
     table = markdown_table(["launch", "model", "result", "what was seen"], shown)
-    write_record(
-        path, {"measured with": measured, "rows": rows}, f"# Launches\n\n{as_markdown(measured)}\n{table}"
-    )
+    write_record(path, {"measured with": measured, "rows": rows}, f"# Launches\n\n{as_markdown(measured)}\n{table}")
 
 
 def _row(launch: Launch, arguments: Namespace) -> dict[str, Any]:
@@ -247,11 +243,7 @@ def _judged(launch: Launch, arguments: Namespace, folder: Path, words: list[str]
         timeout=600,
     )
     found = json.loads(done.stdout.splitlines()[-1])
-    kept = (
-        [word.replace(str(folder), "FOLDER").replace(str(ROOT), "PACK") for word in words]
-        if launch.ours
-        else []
-    )
+    kept = [word.replace(str(folder), "FOLDER").replace(str(ROOT), "PACK") for word in words] if launch.ours else []
     return found | {"words": shlex.join(kept)}
 
 
@@ -292,8 +284,6 @@ def _parser() -> ArgumentParser:
     parser.add_argument("--checkout", type=Path, required=True, help="root of a source checkout of the host")
     parser.add_argument("--megatron", type=Path, required=True, help="root of the host's Megatron")
     parser.add_argument("--json", type=target, help="write the rows here")
-    parser.add_argument(
-        "--parse", action="store_true", help="parse words from the standard input, and no more"
-    )
+    parser.add_argument("--parse", action="store_true", help="parse words from the standard input, and no more")
     parser.add_argument("--weighs", action="store_true", help="with --parse: call the TIS hook too")
     return parser

@@ -79,9 +79,7 @@ class Climb:
             with closing(start_engine(rung.engine or asked.settings.engine, held)) as engine:
                 return self._go_on(path, rung, asked, engine, rollouts)
 
-    def _go_on(
-        self, path: Path, rung: Rung, asked: Workload, engine: Engine, rollouts: Rollouts | None
-    ) -> Rollouts:
+    def _go_on(self, path: Path, rung: Rung, asked: Workload, engine: Engine, rollouts: Rollouts | None) -> Rollouts:
         """Sample and score batches until there is enough; each batch is saved as soon as it is scored."""
         trainers = {dtype: start_trainer(self.source, dtype, rung.fp32_head) for dtype in TRAINERS}
         words = {
@@ -112,8 +110,7 @@ def _scored(
     return Rollouts(
         behavior=torch.cat([one.log_probs for _, one in turns]),
         proximal={
-            dtype: torch.cat([asked.score(trainer, chat) for _, chat in found])
-            for dtype, trainer in trainers.items()
+            dtype: torch.cat([asked.score(trainer, chat) for _, chat in found]) for dtype, trainer in trainers.items()
         },
         lengths=torch.tensor([len(one.tokens) for _, one in turns]),
         prompts=torch.tensor([index for index, _ in turns]),
@@ -187,9 +184,7 @@ def _workloads(options: Namespace, source: Path) -> tuple[Workload, Workload]:
     named, prompts = _prompts(options, source, config.vocab_size)
     alike = (options.model, weights_hash(source), named, options.engine)
     amount = Amount(options.prompts, options.tokens)
-    tools = (
-        drawn_tool_turns(config.vocab_size, end) if options.source == "random" else tool_turns(source, end)
-    )
+    tools = drawn_tool_turns(config.vocab_size, end) if options.source == "random" else tool_turns(source, end)
     return (
         responses(Settings(*alike, options.length), amount, prompts, end),
         chats(ChatSettings(*alike, TURN_LENGTH), options.chats, prompts, tools, end),
@@ -203,9 +198,7 @@ def _prompts(options: Namespace, source: Path, vocabulary: int) -> tuple[str, Se
         return f"random {options.prompts}", [tuple(prompt) for prompt in drawn.tolist()]
     found = read_prompts(options.source, source)
     if len(found.tokens) < options.prompts:
-        raise UserError(
-            f"--prompts {options.prompts}: {options.source} holds {len(found.tokens)}; give fewer"
-        )
+        raise UserError(f"--prompts {options.prompts}: {options.source} holds {len(found.tokens)}; give fewer")
     return f"{found.name} {found.sha256}", found.tokens
 
 
@@ -225,9 +218,7 @@ def main() -> int:
     parser.add_argument("--tokens", type=count, default=20000, help="sampled on each rung, at least")
     parser.add_argument("--chats", type=count, default=32, help="chats of four turns on each rung")
     parser.add_argument("--length", type=count, default=1024, help="tokens of a response, at most")
-    parser.add_argument(
-        "--smoke", action="store_true", help="a tiny model, few tokens, Hugging Face's engine"
-    )
+    parser.add_argument("--smoke", action="store_true", help="a tiny model, few tokens, Hugging Face's engine")
     parser.add_argument("--runs", type=Path, help="where rollouts are kept (default: lab/results/mismatch)")
     parser.add_argument("--results", type=Path, help="(default: lab/results)")
     options = parser.parse_args()

@@ -326,9 +326,7 @@ def sources(names: Sequence[str], rooms: Sequence[str] = MATH) -> list[str]:
     unknown = [name for name in names if not any(file.endswith(f"/{name}") for file in files)]
     if unknown:
         known = ", ".join(Path(file).name for file in files)
-        sys.exit(
-            f"error: --files {' '.join(unknown)}: no such file of {', '.join(rooms)}; choose from {known}"
-        )
+        sys.exit(f"error: --files {' '.join(unknown)}: no such file of {', '.join(rooms)}; choose from {known}")
     return [file for file in files if not names or any(file.endswith(f"/{name}") for name in names)]
 
 
@@ -374,9 +372,7 @@ def report(
 
 def score(rows: Mapping[str, Mapping[str, int]]) -> str:
     """Write the share of killed mutants among the mutants that are not equivalent."""
-    total, killed, equivalent = (
-        sum(row[key] for row in rows.values()) for key in ("mutants", "killed", "equivalent")
-    )
+    total, killed, equivalent = (sum(row[key] for row in rows.values()) for key in ("mutants", "killed", "equivalent"))
     counted = total - equivalent
     return f"{killed} of {counted} mutants killed, {killed / max(counted, 1):.1%}; {equivalent} more are equivalent"
 
@@ -384,10 +380,7 @@ def score(rows: Mapping[str, Mapping[str, int]]) -> str:
 def markdown(content: Mapping[str, Any]) -> str:
     """The table by file, and the survivors."""
     rows = content["files"]
-    counted = [
-        (file, *row.values(), row["mutants"] - row["killed"] - row["equivalent"])
-        for file, row in rows.items()
-    ]
+    counted = [(file, *row.values(), row["mutants"] - row["killed"] - row["equivalent"]) for file, row in rows.items()]
     table = markdown_table(("file", "mutants", "killed", "equivalent", "survived"), counted)
     lines = [
         "# Mutation score of the math",
@@ -405,12 +398,8 @@ def markdown(content: Mapping[str, Any]) -> str:
 
 def main() -> int:
     parser = parser_of(__doc__)
-    parser.add_argument(
-        "--sample", type=whole, default=SAMPLE, help="how many mutants; 0: all (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--files", nargs="+", default=[], metavar="NAME", help="every mutant of these files alone"
-    )
+    parser.add_argument("--sample", type=whole, default=SAMPLE, help="how many mutants; 0: all (default: %(default)s)")
+    parser.add_argument("--files", nargs="+", default=[], metavar="NAME", help="every mutant of these files alone")
     parser.add_argument(
         "--rooms", nargs="+", choices=ROOMS, default=list(MATH), metavar="ROOM", help=f"of {', '.join(ROOMS)}"
     )

@@ -121,9 +121,7 @@ def sampled(run: Run) -> Columns:
     """Draw the tokens, and score them on both sides."""
     source = run.engine if run.sampling is None else run.sampling
     tokens = torch.multinomial(source.softmax(-1), 1, generator=run.generator)
-    behavior, proximal = (
-        side.log_softmax(-1).gather(1, tokens).squeeze(1) for side in (run.engine, run.trainer)
-    )
+    behavior, proximal = (side.log_softmax(-1).gather(1, tokens).squeeze(1) for side in (run.engine, run.trainer))
     return Columns(run.lengths, behavior, proximal, run.generator, tokens.squeeze(1), versions=run.versions)
 
 
@@ -303,9 +301,7 @@ def _route(columns: Columns, size: float) -> Columns:
 
 def _cut_prompt(columns: Columns, size: float) -> Columns:
     noise = torch.randn(columns.proximal.shape, generator=columns.generator)
-    return replace(
-        columns, proximal=columns.proximal - size * torch.exp(-columns.positions / 4.0) * noise.abs()
-    )
+    return replace(columns, proximal=columns.proximal - size * torch.exp(-columns.positions / 4.0) * noise.abs())
 
 
 def _lost_end(columns: Columns, size: float) -> Columns:
@@ -397,13 +393,8 @@ def planted_in_recording(plant: str, seed: int, rung: str = "bf16", severity: in
     if plant == "stale-weights":
         fresh, old = records(columns), records(recorded(coarse, seed))
         mixed = [(old if place % 2 else fresh)[place] for place in range(len(fresh))]
-        ages = [
-            torch.full_like(one.loss_mask, NEWEST - place % 2, dtype=torch.long)
-            for place, one in enumerate(mixed)
-        ]
-        return [
-            replace(one, versions=age, trainer_version=NEWEST) for one, age in zip(mixed, ages, strict=True)
-        ]
+        ages = [torch.full_like(one.loss_mask, NEWEST - place % 2, dtype=torch.long) for place, one in enumerate(mixed)]
+        return [replace(one, versions=age, trainer_version=NEWEST) for one, age in zip(mixed, ages, strict=True)]
     make, sizes = OF_RECORDINGS[plant]
     return records(make(columns, sizes[severity]))
 

@@ -61,9 +61,7 @@ def target(text: str) -> Path:
     return path
 
 
-def measured_with(
-    command: str, measured: Sequence[str], checkouts: Mapping[str, Path] | None = None
-) -> dict[str, str]:
+def measured_with(command: str, measured: Sequence[str], checkouts: Mapping[str, Path] | None = None) -> dict[str, str]:
     """The command, versions, commits and processor that somebody needs to repeat a figure.
 
     Args:

@@ -55,9 +55,7 @@ def of_seed(seed: int) -> dict[Key, tuple[str, str]]:
     grades = range(SEVERITIES)
     made = {("made up", name, one): planted(name, seed, precision, one) for name in PLANTS for one in grades}
     kept = {
-        ("recorded", name, one): planted_in_recording(name, seed, rung, one)
-        for name in IN_RECORDINGS
-        for one in grades
+        ("recorded", name, one): planted_in_recording(name, seed, rung, one) for name in IN_RECORDINGS for one in grades
     }
     return {key: verdict_on(records) for key, records in (made | kept).items()}
 
@@ -120,9 +118,7 @@ def main() -> int:
     parser.add_argument("--first", type=int, default=1000, help="first seed; thresholds were set on others")
     parser.add_argument("--processes", type=int, default=1, help="(default: %(default)s)")
     parser.add_argument("--results", type=Path, default=RESULTS, metavar="FOLDER")
-    parser.add_argument(
-        "--smoke", action="store_true", help="one seed, two clean runs, and nothing is written"
-    )
+    parser.add_argument("--smoke", action="store_true", help="one seed, two clean runs, and nothing is written")
     options = parser.parse_args()
     torch.set_num_threads(1)
     runs, cleans = (1, 2) if options.smoke else (options.runs, options.clean)
@@ -136,10 +132,7 @@ def main() -> int:
 
 def write(folder: Path, counts: Mapping[Key, Counter[str]], made: dict[str, str]) -> None:
     """Write the record: json for programs, markdown for people."""
-    rows = [
-        {"run": where, "plant": name, "severity": grade, **one}
-        for (where, name, grade), one in counts.items()
-    ]
+    rows = [{"run": where, "plant": name, "severity": grade, **one} for (where, name, grade), one in counts.items()]
     content = {"measured_with": made, "summary": summary(counts), "counts": rows}
     text = f"# The report's verdicts on planted and clean runs\n\n{table(counts)}\n{as_markdown(made)}"
     write_record(folder / "report_causes.json", content, text)

@@ -296,13 +296,9 @@ def _record(row: Row, folder: Path, code: int | None, left: int) -> dict[str, An
     steps = {number: metrics for number, metrics in said.items() if "train/loss" in metrics}
     recorded = [dumps.micro_batches(folder / "details", number) for number in sorted(steps)]
     reported = [
-        i
-        for i, number in enumerate(sorted(steps))
-        if any(name.startswith(verdict.STEP) for name in steps[number])
+        i for i, number in enumerate(sorted(steps)) if any(name.startswith(verdict.STEP) for name in steps[number])
     ]
-    last = max(
-        reported, default=len(recorded) - 1
-    )  # a step's exact metrics are logged when the next one starts
+    last = max(reported, default=len(recorded) - 1)  # a step's exact metrics are logged when the next one starts
     perf = dumps.logged(log, dumps.PERF)
     return {
         "row": row.name, "host": row.host, "exit": code, "left": left, "sizes": asdict(row.sizes), "loss": row.loss,
@@ -348,9 +344,7 @@ def _curve(folder: Path, kind: str, steps: Mapping[int, Mapping[str, float]]) ->
     or less.
     """
     found: dict[int, dict[str, float]] = {}
-    for path in sorted(
-        path for path in folder.rglob("*") if path.is_file() and paths.format_of(path) == kind
-    ):
+    for path in sorted(path for path in folder.rglob("*") if path.is_file() and paths.format_of(path) == kind):
         for number, values in curves.curve(path, kind, Problems()).values.items():
             found[number] = {**found.get(number, {}), **values}
     exact = {number: {curves.our_name(name) for name in steps[number] if name.startswith(verdict.STEP)}
@@ -371,9 +365,7 @@ def _tell(row: Row, record: dict[str, Any]) -> int:
     )  # fmt: skip
     lines = verdict.judge(record)
     failed = [line for line in lines if not line.holds]
-    print_table(
-        ["asserted", "wanted", "found", "holds"], [list(asdict(line).values()) for line in failed or lines]
-    )
+    print_table(["asserted", "wanted", "found", "holds"], [list(asdict(line).values()) for line in failed or lines])
     print(f"{row.name}: {len(lines) - len(failed)} of {len(lines)} lines hold", flush=True)
     return 1 if failed else 0
 
@@ -410,9 +402,7 @@ def _table_line(row: Row, record: dict[str, Any] | None) -> str:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=[*HOSTS, "rows", "matrix", "on-policy", "table"])
     parser.add_argument("words", nargs="*", help="rows by name; or after --, flags of the host")
     parser.add_argument("--checkout", type=Path, help="the host's checkout; default ~/miles or ~/slime")
@@ -421,7 +411,5 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--work", type=Path, default=REPOSITORY / "outputs" / "in_host", help="checkpoints, logs, dumps"
     )
-    parser.add_argument(
-        "--record", type=Path, default=OWN, help="folder of new records; the table lies beside it"
-    )
+    parser.add_argument("--record", type=Path, default=OWN, help="folder of new records; the table lies beside it")
     return parser

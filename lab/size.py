@@ -59,9 +59,7 @@ def closure() -> dict[str, int]:
         command = [sys.executable, "-c", CLOSURE, str(config)]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     if done.returncode:
-        raise RuntimeError(
-            f"the hook did not run, so that nothing can be said of what it loads: {done.stderr}"
-        )
+        raise RuntimeError(f"the hook did not run, so that nothing can be said of what it loads: {done.stderr}")
     return {name: lines([_file_of(name)]) for name in done.stdout.splitlines()[-1].split()}
 
 
@@ -74,9 +72,7 @@ def test_functions() -> int:
     """Functions of tests; a parametrized one counts once."""
     trees = (ast.parse(file.read_text(encoding="utf-8")) for file in python_files("tests"))
     return sum(
-        isinstance(node, ast.FunctionDef) and node.name.startswith("test_")
-        for tree in trees
-        for node in ast.walk(tree)
+        isinstance(node, ast.FunctionDef) and node.name.startswith("test_") for tree in trees for node in ast.walk(tree)
     )
 
 

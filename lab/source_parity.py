@@ -81,9 +81,7 @@ def text(checkout: Path, path: str) -> str:
 
 def taken(source: str, names: list[str], scope: dict[str, Any]) -> None:
     """Define the named functions and classes of a source, and no other name of the source."""
-    found = {
-        node.name: node for node in ast.parse(source).body if isinstance(node, ast.FunctionDef | ast.ClassDef)
-    }
+    found = {node.name: node for node in ast.parse(source).body if isinstance(node, ast.FunctionDef | ast.ClassDef)}
     future = ast.parse("from __future__ import annotations").body
     module = ast.Module([*future, *(found[name] for name in names)], [])
     exec(compile(ast.fix_missing_locations(module), "<taken>", "exec"), scope)
@@ -120,9 +118,7 @@ def nemo_rl(checkout: Path) -> dict[str, Peer]:
     middle = stripped.index("# ---- Truncated Importance Sampling ----")
     start = middle - stripped[:middle][::-1].index("# Token-level correction")
     end = stripped.index("actor_importance_weights = actor_importance_weights_expanded")
-    statements = "\n".join(
-        textwrap.dedent("\n".join(part)) for part in (lines[start:middle], lines[middle:end])
-    )
+    statements = "\n".join(textwrap.dedent("\n".join(part)) for part in (lines[start:middle], lines[middle:end]))
     code = compile(statements, "<taken>", "exec")
 
     def truncated(kind: str, low: float | None, high: float) -> Peer:
@@ -175,9 +171,7 @@ def prime_rl(checkout: Path) -> dict[str, Peer]:
         def differentiate(x: Padded) -> Answer:
             target = x.proximal.double().requires_grad_()
             rows = zip(target, x.behavior.double(), advantages(x).double(), x.mask, strict=True)
-            inputs = (
-                scope["LossInputs"](row, mu, None, advantage, mask) for row, mu, advantage, mask in rows
-            )
+            inputs = (scope["LossInputs"](row, mu, None, advantage, mask) for row, mu, advantage, mask in rows)
             loss = torch.stack([scope[name](one, config).loss for one in inputs]).sum()
             return torch.autograd.grad(loss, target)[0], x.mask
 
@@ -252,9 +246,7 @@ def main() -> int:
         return 2
     tokens, worst = sum(int(x.mask.sum()) for x in batches(BATCHES)), 0.0
     for name, peer in peers.items():
-        compare, what = (
-            (gradient_difference, "with a gradient") if name in LOSSES else (difference, "weighed")
-        )
+        compare, what = (gradient_difference, "with a gradient") if name in LOSSES else (difference, "weighed")
         try:
             rows = [compare(name, peer, x) for x in batches(BATCHES)]
         except Different as error:

@@ -122,9 +122,7 @@ class Trace(TorchDispatchMode):
         read, written = _tensors((args, kwargs)), _tensors(found)
         self._held += [*read, *written]
         after = frozenset().union(*(self._writers.get(_memory(x), ()) for x in read))
-        follows = any(_memory(x) in self._given for x in read) or any(
-            self.operators[i].follows for i in after
-        )
+        follows = any(_memory(x) in self._given for x in read) or any(self.operators[i].follows for i in after)
         for x in written:
             self._writers.setdefault(_memory(x), set()).add(len(self.operators))
         self.operators.append(Operator(_running(), after, follows))
@@ -192,9 +190,7 @@ def hook_call(preset: str) -> Call:
     proximal = [-torch.ones(length) for length in lengths]
     behavior = [x + 5e-4 for x in proximal]
     alone = SimpleNamespace(rank=0, size=1, group=None)
-    groups = SimpleNamespace(
-        cp=alone, tp=alone, effective_dp=alone, effective_dp_cp=alone, is_ulysses_cp=False
-    )
+    groups = SimpleNamespace(cp=alone, tp=alone, effective_dp=alone, effective_dp_cp=alone, is_ulysses_cp=False)
 
     def run() -> Iterable[Tensor]:
         loss, masks, _ = mis.compute_mis_weights_with_cp(

@@ -176,9 +176,7 @@ def names(arguments: argparse.Namespace) -> str:
     if arguments.family is not None:
         return "\n".join([LEGEND, "", *map(row, families.of_family(arguments.family, files))])
     grouped = families.families(files)
-    parts = (
-        "\n".join([f"{kind}: {words}", *map(row, grouped[kind])]) for kind, words in families.KINDS.items()
-    )
+    parts = ("\n".join([f"{kind}: {words}", *map(row, grouped[kind])]) for kind, words in families.KINDS.items())
     return "\n\n".join([LEGEND, f"where to start: {', '.join(families.START)}", *parts])
 
 
@@ -204,9 +202,7 @@ def from_ms_swift(arguments: argparse.Namespace) -> str:
     KEY=VALUE may follow, which win.
     """
     asked = _asked(arguments)
-    return ms_swift.translate(
-        text_of(arguments.target), arguments.overrides, asked, arguments.as_documented
-    ).text()
+    return ms_swift.translate(text_of(arguments.target), arguments.overrides, asked, arguments.as_documented).text()
 
 
 def from_areal(arguments: argparse.Namespace) -> str:
@@ -248,11 +244,7 @@ def _switched(keys: Mapping[str, Any], config: CorrectionConfig) -> Iterator[str
             "use_tis: false wins over --use-tis: metrics alone through the loss hook, or with --get-mismatch-metrics, "
             "else nothing at all"
         )
-    if (
-        keys.get("use_tis") is None
-        and keys.get("get_mismatch_metrics")
-        and (config.corrects or config.needs_loss_hook)
-    ):
+    if keys.get("use_tis") is None and keys.get("get_mismatch_metrics") and (config.corrects or config.needs_loss_hook):
         yield "get_mismatch_metrics: true corrects nothing by itself: metrics alone, unless with --use-tis"
     if keys.get("use_tis") and keys.get("get_mismatch_metrics"):
         yield "use_tis and get_mismatch_metrics are both true: the loss is corrected"
@@ -380,9 +372,7 @@ AS_WRITTEN = argparse.RawDescriptionHelpFormatter
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m mis_plugins", description=__doc__, formatter_class=AS_WRITTEN
-    )
+    parser = argparse.ArgumentParser(prog="python -m mis_plugins", description=__doc__, formatter_class=AS_WRITTEN)
     add_version(parser)
     groups = parser.add_subparsers(required=True, metavar="|".join(COMMANDS), dest="group")
     for group, commands in COMMANDS.items():
@@ -390,17 +380,13 @@ def _parser() -> argparse.ArgumentParser:
         if "" in commands:
             named = {group: commands[""]}
         else:
-            made = groups.add_parser(
-                group, help=GROUPS[group], description=__doc__, formatter_class=AS_WRITTEN
-            )
+            made = groups.add_parser(group, help=GROUPS[group], description=__doc__, formatter_class=AS_WRITTEN)
             into = made.add_subparsers(required=True, metavar="|".join(named))
         for name, successor in GONE.get(group, {}).items():
             into.add_parser(name).add_argument("file", action=Gone, successor=successor)
         for name, (run, arguments) in named.items():
             text = inspect.cleandoc(run.__doc__ or "")
-            command = into.add_parser(
-                name, help=text.partition("\n")[0], description=text, formatter_class=AS_WRITTEN
-            )
+            command = into.add_parser(name, help=text.partition("\n")[0], description=text, formatter_class=AS_WRITTEN)
             command.set_defaults(run=run)
             for argument, options in arguments.items():
                 choices = options.get("choices")  # a function where hosts may be registered later

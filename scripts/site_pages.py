@@ -65,9 +65,7 @@ def reached() -> tuple[list[Path], list[str]]:
             if not target.exists() or not target.is_relative_to(ROOT):
                 dead.append(f"{file.relative_to(ROOT)}: no file {target}")
             elif target.is_dir():
-                dead.append(
-                    f"{file.relative_to(ROOT)}: {target.relative_to(ROOT)} is a folder; name a file of it"
-                )
+                dead.append(f"{file.relative_to(ROOT)}: {target.relative_to(ROOT)} is a folder; name a file of it")
             elif heading and heading not in headings(target):
                 dead.append(f"{file.relative_to(ROOT)}: {target.relative_to(ROOT)} has no heading #{heading}")
             else:
@@ -86,9 +84,7 @@ def records() -> str:
     """A table of every record under lab/results: its page, the commit that ran, and the command."""
     rows = ["| record | commit | command |", "|---|---|---|"]
     for file in sorted((ROOT / "lab" / "results").glob("*.json")):
-        shown = next(
-            (page for page in (file.with_suffix(".md"), file.with_suffix(".png")) if page.exists()), file
-        )
+        shown = next((page for page in (file.with_suffix(".md"), file.with_suffix(".png")) if page.exists()), file)
         commit, command = ran(file)
         rows.append(f"| [{file.stem}](../lab/results/{shown.name}) | {commit} | `{command}` |")
     return "\n".join(rows)

@@ -30,9 +30,7 @@ from mis_plugins.hosts.rollout_store import ROLLOUT
 from mis_plugins.hosts.step_report import Recorder
 
 ALLOWED_SKIPS = Path(__file__).with_name("allowed_skips.txt")
-PEERS_INSTALLED = Path(
-    sys.prefix, ".mis-plugins-peers"
-).exists()  # scripts/peers.sh leaves it in what it makes
+PEERS_INSTALLED = Path(sys.prefix, ".mis-plugins-peers").exists()  # scripts/peers.sh leaves it in what it makes
 IN_CI = os.environ.get("CI", "").lower() == "true"
 NO_DEVICE = "no CUDA device here: run `pytest -m gpu` where there is one"
 
@@ -91,9 +89,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
         return
     surprises = unexpected_skips([_reason(report) for report in terminal.stats.get("skipped", [])])
     for reason in surprises:
-        terminal.write_line(
-            f"skip not allowed in CI: {reason}; list it in tests/{ALLOWED_SKIPS.name}", red=True
-        )
+        terminal.write_line(f"skip not allowed in CI: {reason}; list it in tests/{ALLOWED_SKIPS.name}", red=True)
     if surprises:
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
 

@@ -153,9 +153,7 @@ def ulps(a: Shaped[Tensor, "*S"], b: Shaped[Tensor, "*S"]) -> Int64[Tensor, "*S"
     return torch.where(left == right, 0, distance)
 
 
-def coordinate(
-    index: int, shape: torch.Size, cu_seqlens: Int[Tensor, "boundaries"] | None = None
-) -> tuple[int, ...]:
+def coordinate(index: int, shape: torch.Size, cu_seqlens: Int[Tensor, "boundaries"] | None = None) -> tuple[int, ...]:
     """Return the coordinate of the value at row-major `index`: (sequence, position) with `cu_seqlens`."""
     if cu_seqlens is None:
         return tuple(int(i) for i in torch.unravel_index(torch.tensor(index), shape))

@@ -112,9 +112,7 @@ def _write(found: dict[str, Counter[str]], seeds: tuple[int, int]) -> None:
     counted = {name: Counter(known.get(name, {})) + found.get(name, Counter()) for name in ROOMS}
     rooms = {name: dict(answers) for name, answers in counted.items() if answers}
     measured = provenance()
-    table = markdown_table(
-        ("room", "cases", "right", "our errors", "others", "faults"), map(_row, rooms.items())
-    )
+    table = markdown_table(("room", "cases", "right", "our errors", "others", "faults"), map(_row, rooms.items()))
     text = f"# Break it\n\n{SAID}\n\n{table}\n{as_markdown(measured)}"
     write_record(RECORD, {"rooms": rooms, "last_seeds": seeds, "provenance": measured}, text)
 
@@ -129,9 +127,7 @@ def _row(named: tuple[str, dict[str, int]]) -> tuple[str, ...]:
 def _parser() -> ArgumentParser:
     parser = parser_of(__doc__)
     parser.add_argument("--minutes", type=float, default=5.0, help="how long; 0 is one round of each room")
-    parser.add_argument(
-        "--seed", type=int, default=0, help="of the first round; each next round takes the next"
-    )
+    parser.add_argument("--seed", type=int, default=0, help="of the first round; each next round takes the next")
     parser.add_argument("--room", choices=ROOMS, help="this room alone")
     parser.add_argument("--record", action="store_true", help=f"add the counts to {RECORD.name}")
     return parser

@@ -106,9 +106,7 @@ def judge(chunks: list[dict[str, Any]]) -> str:
     except HTTPError:
         return "asked again"
     versions = written_by(runs)
-    assert len(versions) == len(rows) and all(isinstance(v, int) and 0 <= v < 2**63 for v in versions), (
-        versions
-    )
+    assert len(versions) == len(rows) and all(isinstance(v, int) and 0 <= v < 2**63 for v in versions), versions
     assert all(isinstance(row[1], int) for row in rows), "a token that is no number"
     for ids, log_probs in zip(head.ids.tolist(), head.log_probs.tolist(), strict=True):
         named = [(i, x) for i, x in zip(ids, log_probs, strict=True) if i >= 0]

@@ -71,14 +71,14 @@ def cases(draw: st.DrawFn) -> str:
         if edit == "drop":
             del holder[key]
         elif edit == "add" and isinstance(holder, dict):
-            holder[
-                draw(st.text(max_size=4) | st.sampled_from(["upper", "lower", "over", "unit", "self", "<<"]))
-            ] = draw(ODD)
+            holder[draw(st.text(max_size=4) | st.sampled_from(["upper", "lower", "over", "unit", "self", "<<"]))] = (
+                draw(ODD)
+            )
         elif edit == "case" and isinstance(holder, dict):
             holder[
-                draw(
-                    st.sampled_from([str.upper, str.title, lambda x: x + " ", lambda x: x.replace("_", "-")])
-                )(str(key))
+                draw(st.sampled_from([str.upper, str.title, lambda x: x + " ", lambda x: x.replace("_", "-")]))(
+                    str(key)
+                )
             ] = holder.pop(key)
         elif edit == "twice" and isinstance(holder, list):
             holder.append(holder[key])  # an alias
@@ -99,9 +99,7 @@ def judge(text: str) -> str:
         config_again = from_mapping(parsed(to_yaml(as_mapping(config)))["mis"])
         assert config_again == config, f"written and read again it is {config_again}"
         assert words.describe(config) and formula.formula(config)
-        weights, masks, metrics = mis.compute_mis_weights(
-            as_arguments({"use_tis": True, **keys}), **BATCH.lists()
-        )
+        weights, masks, metrics = mis.compute_mis_weights(as_arguments({"use_tis": True, **keys}), **BATCH.lists())
     except MisError as error:
         said = str(error)
         assert len(said) < LONGEST, f"an error of {len(said)} letters: {said!r}"
@@ -115,9 +113,7 @@ def judge(text: str) -> str:
         for t in sample.valid:
             wanted = expected.weights[i][t] * expected.scale[i] if expected.keep[i][t] else 0.0
             found = float(weights[i][t]) if expected.keep[i][t] else 0.0
-            assert math.isclose(found, wanted, rel_tol=1e-4, abs_tol=0), (
-                f"weight {i}:{t}: {found}, not {wanted}"
-            )
+            assert math.isclose(found, wanted, rel_tol=1e-4, abs_tol=0), f"weight {i}:{t}: {found}, not {wanted}"
     return "right"
 
 

@@ -19,9 +19,7 @@ def watch() -> Watch:
 
 def cases() -> st.SearchStrategy[tuple[str, bytes]]:
     warnings.filterwarnings("ignore", "Duplicate name")  # of zipfile, while an archive is made
-    return st.sampled_from(sorted(KINDS)).flatmap(
-        lambda kind: KINDS[kind][0].map(lambda content: (kind, content))
-    )
+    return st.sampled_from(sorted(KINDS)).flatmap(lambda kind: KINDS[kind][0].map(lambda content: (kind, content)))
 
 
 def judge(case: tuple[str, bytes]) -> str:

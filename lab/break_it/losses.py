@@ -83,9 +83,7 @@ def cases(draw: st.DrawFn) -> Case:
     rows = ["old", "behavior", "advantages", "reference"]
     fault = st.tuples(st.sampled_from(rows), st.integers(0, 30), st.sampled_from(ABSENT))
     faults = tuple(draw(st.just([]) | st.lists(fault, max_size=2)))
-    return Case(
-        config, spec, kl, draw(st.sampled_from([0.0, 0.01])), draw(st.integers(0, 2**20)), lengths, faults
-    )
+    return Case(config, spec, kl, draw(st.sampled_from([0.0, 0.01])), draw(st.integers(0, 2**20)), lengths, faults)
 
 
 @st.composite
@@ -102,9 +100,7 @@ def objectives(draw: st.DrawFn, center: bool, weighs: bool) -> tuple[Spec, dict[
     if weighs and name != "reinforce":
         old = "proximal"
     ratio = draw(st.sampled_from(["token", "sequence"])) if name in ("clip", "cispo", "sapo") else "token"
-    kl_tau = (
-        draw(st.sampled_from([0.0, 0.0, 0.1])) if ratio == "token" and name not in ("vespo", "gmpo") else 0.0
-    )
+    kl_tau = draw(st.sampled_from([0.0, 0.0, 0.1])) if ratio == "token" and name not in ("vespo", "gmpo") else 0.0
     own = {"sapo": {"taus": (1.0, 2.0)}, "vespo": {"gammas": (2.0, 3.0, 1.0, 2.0)}}.get(name, {})
     dual = draw(st.sampled_from([None, 1.3])) if name in ("clip", "dppo_tv", "dppo_kl", "ipo") else None
     spec = Spec(name, ratio, dual=dual, kl_tau=kl_tau, **own)
@@ -190,15 +186,12 @@ class Formula(Expected):
         keep = keep if corrects else valid
         stays = [self._stays(i, x) for i, x in enumerate(self.step.responses)]
         left = [[a and b for a, b in zip(*rows, strict=True)] for rows in zip(keep, stays, strict=True)]
-        weighed = any(
-            k and w > 0 for rows in zip(left, weights, strict=True) for k, w in zip(*rows, strict=True)
-        )
+        weighed = any(k and w > 0 for rows in zip(left, weights, strict=True) for k, w in zip(*rows, strict=True))
         self.restored = "opsm" in said and said.get("on_all_rejected") == "keep" and not weighed
         scale = self.corrected.scale if corrects else [1.0] * len(valid)
         if said.get("denominator") == "kept" and "opsm" in said:
             scale = [
-                len(x.valid) / n if (n := sum(row)) else 0.0
-                for x, row in zip(self.step.responses, left, strict=True)
+                len(x.valid) / n if (n := sum(row)) else 0.0 for x, row in zip(self.step.responses, left, strict=True)
             ]
         if self.restored:
             left, scale = valid, [1.0] * len(valid)
@@ -239,11 +232,7 @@ class Formula(Expected):
         if question.entropy_coef:
             total -= question.entropy_coef * share * -(x.target[t] ** 2)
         unbiased = bool(question.objective.get("unbiased_kl"))
-        if (
-            question.kl
-            and (self.known[i][t] or not unbiased)
-            and is_log_prob(self.step.responses[i].reference[t])
-        ):
+        if question.kl and (self.known[i][t] or not unbiased) and is_log_prob(self.step.responses[i].reference[t]):
             kl = loss_oracle.kl(x, t, question.kl, unbiased)
             total += 0.3 * kl * (self._factor(i, x)[t] if question.objective.get("weigh_kl") else share)
         return total
@@ -306,9 +295,7 @@ def handed(case: Case, made: Made) -> tuple[dict[str, Any], Tensor]:
     """The micro-batch as a host hands it over, and the logits."""
     batch = made.step.batch()
     batch["total_lengths"] = [PROMPT + n for n in case.lengths]
-    batch["unconcat_tokens"] = [
-        torch.tensor([0] * PROMPT + [one.sampled for one in rows]) for rows in made.positions
-    ]
+    batch["unconcat_tokens"] = [torch.tensor([0] * PROMPT + [one.sampled for one in rows]) for rows in made.positions]
     if "center" in case.mis:
         pad = lambda one, values, fill: (values + [fill] * TOP)[:TOP]  # noqa: E731
         ids = [[pad(one, list(one.head), -1) for one in rows] for rows in made.positions]
@@ -319,9 +306,7 @@ def handed(case: Case, made: Made) -> tuple[dict[str, Any], Tensor]:
         batch[HEAD[0]] = [torch.tensor(rows).reshape(-1, TOP) for rows in ids]
         batch[HEAD[1]] = [torch.tensor(rows, dtype=torch.float64).reshape(-1, TOP) for rows in log_q]
     idle = [[0.0] * VOCABULARY]
-    stream = [
-        row for rows in made.positions for row in idle * (PROMPT - 1) + [list(o.logits) for o in rows] + idle
-    ]
+    stream = [row for rows in made.positions for row in idle * (PROMPT - 1) + [list(o.logits) for o in rows] + idle]
     return batch, torch.tensor([stream], dtype=torch.float64)
 
 
@@ -375,11 +360,7 @@ def _clear(self: Formula) -> bool:
         if opsm and x.valid:
             for r in (b, x.old):
                 terms = [r[t] - x.target[t] for t in x.valid]
-                gaps += (
-                    [abs(math.fsum(terms) / len(terms) - opsm["delta"])]
-                    if all(map(math.isfinite, terms))
-                    else []
-                )
+                gaps += [abs(math.fsum(terms) / len(terms) - opsm["delta"])] if all(map(math.isfinite, terms)) else []
     return min(gaps) > DECISION
 
 

@@ -50,9 +50,7 @@ def cases(draw: st.DrawFn) -> Grid:
         seed = draw(st.integers(0, 2**20))
         batches = tuple(some_of(random_batch(seed + d), draw(st.integers(1, 7))) for d in range(dp))
         asked.append(Case(config, batches, draw(st.sampled_from(FORMATS))))
-    return Grid(
-        cp, dp, tuple(asked), tuple(draw(st.lists(st.booleans(), min_size=OFFERED, max_size=OFFERED)))
-    )
+    return Grid(cp, dp, tuple(asked), tuple(draw(st.lists(st.booleans(), min_size=OFFERED, max_size=OFFERED))))
 
 
 def some_of(batch: Batch, number: int) -> Batch:

@@ -101,9 +101,7 @@ def given_by_bash(script: str) -> list[str] | None:
             env={"PATH": "/usr/bin:/bin"}, capture_output=True, timeout=10, stdin=subprocess.DEVNULL,
         )  # fmt: skip
     said = done.stdout.decode(errors="replace")
-    return (
-        said.removesuffix("\0").split("\0")[1:] if done.returncode == 0 and said.count("x\0") >= 1 else None
-    )
+    return said.removesuffix("\0").split("\0")[1:] if done.returncode == 0 and said.count("x\0") >= 1 else None
 
 
 def judge(script: str) -> str:
@@ -113,11 +111,7 @@ def judge(script: str) -> str:
         return "no start"
     reading = Reading(len(script.encode()), "s.sh")
     found = bash.launches(script, Path("s.sh"), reading)
-    sure = [
-        one
-        for one in found
-        if not one.branch and all(word.is_known and not word.branch for word in one.words)
-    ]
+    sure = [one for one in found if not one.branch and all(word.is_known and not word.branch for word in one.words)]
     if not found or len(sure) < len(found) or reading.unread:
         return "unsure"
     ours = [word.text for word in sure[-1].words]

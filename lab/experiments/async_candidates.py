@@ -116,9 +116,7 @@ def _decode(loop: Loop, versions: Sequence[Weights], pool: Pool, seeds: Mapping[
             return
 
 
-def direction(
-    loop: Loop, args: Namespace, rollouts: Sequence[Rollout], reference: Tensor
-) -> dict[str, float]:
+def direction(loop: Loop, args: Namespace, rollouts: Sequence[Rollout], reference: Tensor) -> dict[str, float]:
     """Compare the gradient of rollouts with the on-policy one.
 
     `pooled` is the cosine of the gradient over all rollouts, which shows bias. `single` is the mean cosine of one
@@ -260,9 +258,7 @@ def tokens_of(loop: Loop, versions: Sequence[Weights], rollout: Rollout) -> Toke
         behavior=torch.cat([torch.tensor(s.rollout_log_probs) for s in samples]),
         under=torch.stack(under),
         wrote=torch.cat([torch.tensor(s.output_versions) for s in samples]),
-        advantages=torch.cat(
-            [torch.full((s.response_length,), s.reward - means[s.group_index]) for s in samples]
-        ),
+        advantages=torch.cat([torch.full((s.response_length,), s.reward - means[s.group_index]) for s in samples]),
     )
 
 

@@ -204,9 +204,7 @@ class Queue:
     def _tell(self, one: Running, code: int) -> None:
         done = self._total - len(self._waiting) - len(self._running)
         left = (time.monotonic() - self._begun) / done * (self._total - done) / 60
-        fate = {0: "done", INTERRUPTED: "interrupted"}.get(
-            code, f"failed with exit code {code}, see {LOG} there"
-        )
+        fate = {0: "done", INTERRUPTED: "interrupted"}.get(code, f"failed with exit code {code}, see {LOG} there")
         seconds = time.monotonic() - one.begun
         said = f"{done} of {self._total}: {one.arm.folder} {fate} after {seconds:.0f} s; some {left:.0f} min left"
         print(said, file=sys.stderr, flush=True)

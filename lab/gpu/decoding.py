@@ -35,9 +35,7 @@ def decode_failures(
 
 
 @torch.no_grad()
-def mixed_failures(
-    dtype: str, shapes: Shapes, device: torch.device, library: ModuleType
-) -> Iterator[Failure]:
+def mixed_failures(dtype: str, shapes: Shapes, device: torch.device, library: ModuleType) -> Iterator[Failure]:
     """Compare a mixed (chunked) batch, where one sequence decodes and one prefills, with each sequence alone."""
     for heads, groups, width in shapes.attention:
         batch = Packed(drawing(dtype, device), heads, groups, width)

@@ -106,9 +106,7 @@ def _stand_in(machine: Cuda, checkpoint: Path, mode: str) -> Engine:
     return StandIn(checkpoint, mode, machine)
 
 
-def _interpreted(
-    pin: Callable[[GpuContract], Undo], on_cpu: Callable[[], Any]
-) -> Callable[[GpuContract], Undo]:
+def _interpreted(pin: Callable[[GpuContract], Undo], on_cpu: Callable[[], Any]) -> Callable[[GpuContract], Undo]:
     """Wrap a pin so that, until its undo, Triton is interpreted and tensors claim to lie on a GPU."""
 
     def interpreted(contract: GpuContract) -> Undo:

@@ -106,9 +106,7 @@ def _requests(plan: Plan, seed: int) -> list[Request]:
 
 
 @torch.no_grad()
-def _recomputed(
-    trainer: Qwen3ForCausalLM, samples: Sequence[Sample], machine: Cuda, dtype: torch.dtype
-) -> LogProbs:
+def _recomputed(trainer: Qwen3ForCausalLM, samples: Sequence[Sample], machine: Cuda, dtype: torch.dtype) -> LogProbs:
     """Recompute the log-probs of sampled tokens in one pass over all samples: log_softmax in `dtype` of bf16 logits."""
     tokens = torch.tensor([sample.sequence for sample in samples], device=machine.device)
     with torch.autocast(machine.device.type, torch.bfloat16):

@@ -62,9 +62,7 @@ def _in_company(plan: Plan, machine: Cuda, product) -> Iterator[Row]:
     return (_row(*case, plan.rows) for case in _cases(plan, machine, product))
 
 
-def _row(
-    kernel: str, shape: tuple[int, ...], function: Kernel, x: torch.Tensor, sizes: tuple[int, ...]
-) -> Row:
+def _row(kernel: str, shape: tuple[int, ...], function: Kernel, x: torch.Tensor, sizes: tuple[int, ...]) -> Row:
     found = list(in_company(kernel, shape, function, x, sizes))
     asked = 1 + sum(size < len(x) for size in sizes)
     return kernel, _times(shape), asked, asked - len(found), _first(found)

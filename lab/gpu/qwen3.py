@@ -20,16 +20,12 @@ from true_on_policy.models.tiny import config_of
 FA3 = "fa3_of_the_session"
 
 
-def build(
-    network: Network, machine: Cuda, attention: str, dtype: torch.dtype = torch.bfloat16
-) -> Qwen3ForCausalLM:
+def build(network: Network, machine: Cuda, attention: str, dtype: torch.dtype = torch.bfloat16) -> Qwen3ForCausalLM:
     """Build a Qwen3 with equal weights for every attention; norms are not ones, which would hide the order of casts."""
     torch.manual_seed(0)
     AttentionInterface.register(FA3, flash_attention)
     with torch.device(machine.device):
-        model = Qwen3ForCausalLM._from_config(
-            _config(network, dtype), attn_implementation=attention, dtype=dtype
-        )
+        model = Qwen3ForCausalLM._from_config(_config(network, dtype), attn_implementation=attention, dtype=dtype)
     for parameter in model.parameters():
         if parameter.dim() == 1:
             parameter.data = torch.rand(len(parameter), device=machine.device).to(parameter.dtype) + 0.5

@@ -56,9 +56,7 @@ class Section:
 
 def exit_code(sections: Sequence[Section]) -> int:
     """Return 0 if all demands hold, 1 if one does not, 2 if a section is unfinished or none demands."""
-    demanded = [
-        result.holds for section in sections for result in section.results if result.holds is not None
-    ]
+    demanded = [result.holds for section in sections for result in section.results if result.holds is not None]
     if not all(demanded):
         return 1
     return 0 if demanded and all(section.ended == "done" for section in sections) else 2

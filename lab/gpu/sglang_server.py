@@ -61,9 +61,7 @@ def start(checkpoint: Path, mode: str) -> Engine:
     if sglang.version() is None:
         raise NotSeenError("not seen: no SGLang is installed; scripts/gpu/README.md has the steps")
     if flash_attention.interface() != ENGINES_FA3:
-        raise NotSeenError(
-            f"not seen: the trainer would run {flash_attention.interface()}, SGLang runs {ENGINES_FA3}"
-        )
+        raise NotSeenError(f"not seen: the trainer would run {flash_attention.interface()}, SGLang runs {ENGINES_FA3}")
     return OnGpu(checkpoint, mode)
 
 

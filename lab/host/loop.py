@@ -170,9 +170,7 @@ class Loop:
             reference=DecodeEngine(config, "fp32"),
             postprocess=load_function(path, "--rollout-data-postprocess-path") if path else None,
             next_rollout=first,
-            asynchronous=AsynchronousRollouts(
-                args, task, config, state, trainer, _prompts(held_out), weights, first
-            )
+            asynchronous=AsynchronousRollouts(args, task, config, state, trainer, _prompts(held_out), weights, first)
             if args.asynchronous
             else None,
         )
@@ -244,9 +242,7 @@ class Loop:
         steps = [range(start, start + share) for start in range(0, len(data["tokens"]), share)]
         loss = LOSSES[self.args.loss_type]
         rows = [
-            self.trainer.accumulate(
-                self.args, data, indices, loss, partial(self.begin_step, rollout_id, step_id)
-            )
+            self.trainer.accumulate(self.args, data, indices, loss, partial(self.begin_step, rollout_id, step_id))
             | {"grad_norm": self.trainer.step()}
             for step_id, indices in enumerate(steps)
         ]
@@ -292,8 +288,7 @@ class Loop:
         with unobserved(), routes_apart():
             reference = on_policy_reference(self.args, self.state, self.trainer, samples)
             gradients = {
-                name: mean_gradient(args, self.state, self.trainer, sampled)
-                for name, args in settings.items()
+                name: mean_gradient(args, self.state, self.trainer, sampled) for name, args in settings.items()
             }
         found = {name: cosine(gradient, reference.mean) for name, gradient in gradients.items()}
         return found | {"grad_cosine_on_policy": reference.agreement}

@@ -169,9 +169,7 @@ def _draw(axis: Axes, panel: Panel, histories: Histories) -> None:
     _name(axis, ends, panel)
     if zero is not None and any(0.0 in curve.values() for curve in curves.values()):
         axis.axhline(zero, color=FRAME, linewidth=0.8, linestyle=":")
-        axis.text(
-            0.01, zero, "exactly 0", transform=axis.get_yaxis_transform(), fontsize=8, color=TEXT, va="bottom"
-        )
+        axis.text(0.01, zero, "exactly 0", transform=axis.get_yaxis_transform(), fontsize=8, color=TEXT, va="bottom")
 
 
 def _shown(history: Sequence[Mapping[str, Any]], key: str) -> dict[int, float]:

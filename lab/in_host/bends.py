@@ -237,6 +237,4 @@ def _read_bend(row: Mapping[str, Any]) -> Bend:
     return Bend(row["why"], lines, row["module"], change, *served)
 
 
-BENDS = tuple(
-    map(_read_bend, yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8")))
-)
+BENDS = tuple(map(_read_bend, yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))))

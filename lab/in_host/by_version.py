@@ -100,8 +100,7 @@ def metrics(batches: Sequence[MicroBatch], upper: float, loss: str) -> dict[str,
     """Compute the metrics of weights that the step must log, over all tokens and by age."""
     found = tokens(batches, loss)
     groups = {"": found} | {
-        f"/age_{age}": [token for token in found if token.age == age]
-        for age in {token.age for token in found}
+        f"/age_{age}": [token for token in found if token.age == age] for age in {token.age for token in found}
     }
     return {f"{name}{end}": value for end, group in groups.items() for name, value in _of(group, upper, loss)}
 

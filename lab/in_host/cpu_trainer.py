@@ -61,9 +61,7 @@ def align(contract: Contract, args: Any) -> None:
     vocabulary = _vocabulary(args) if host.megatron else None  # on FSDP no column pads the vocabulary
     _replace_in(
         *scored.owner(),
-        lambda own: (
-            log_probs_and_entropy_of(own, vocabulary) if scored.beside_entropy else log_probs_of(vocabulary)
-        ),
+        lambda own: log_probs_and_entropy_of(own, vocabulary) if scored.beside_entropy else log_probs_of(vocabulary),
     )
     if host.megatron:
         _align_megatron(contract)

@@ -51,8 +51,7 @@ def _load(path: Path) -> Any:
 
 def _of_slime(dump: Mapping[str, Any]) -> Iterator[MicroBatch]:
     samples = {
-        (row["data_parallel_rank"], row["sample_index"], row["rollout_position"]): row
-        for row in dump["samples"]
+        (row["data_parallel_rank"], row["sample_index"], row["rollout_position"]): row for row in dump["samples"]
     }
     for shard in dump["dp_shards"]:
         mine = [row for (rank, _, _), row in samples.items() if rank == shard["data_parallel_rank"]]

@@ -44,9 +44,7 @@ def align(actor: Any, contract: Contract) -> None:
     actor.precision_policy.sync_dtype_resolver = lambda name, stated: contract.torch_dtype
     registry = import_module(REGISTRY)
     if not hasattr(registry, "register_model_instance_patch"):
-        raise ContractError(
-            f"{REGISTRY} has no register_model_instance_patch: no model would be in the engine's order"
-        )
+        raise ContractError(f"{REGISTRY} has no register_model_instance_patch: no model would be in the engine's order")
     order = ORDERS["sglang"] if contract.norm_order == "engine" else HUGGING_FACE
     put = partial(put_in_order, order=order, tree=agreed_tree(contract))
     registry.register_model_instance_patch(

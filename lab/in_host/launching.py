@@ -105,9 +105,7 @@ def without(words: Sequence[str], dropped: dict[str, int]) -> list[str]:
     return kept
 
 
-def shrunk(
-    host: Host, words: Sequence[str], work: Path, run: Path, sizes: Sizes, colocate: bool
-) -> list[str]:
+def shrunk(host: Host, words: Sequence[str], work: Path, run: Path, sizes: Sizes, colocate: bool) -> list[str]:
     """Return the launch script's words, followed by the words of a tiny run, which win."""
     dropped = DROPPED if colocate else DROPPED | {"--colocate": 0}
     if sizes.tensor == 1:

@@ -113,9 +113,7 @@ def _norm(normalize: Normalize) -> ModuleSpec:
 class Norm(torch.nn.Module):
     """RMSNorm whose weight is marked where tensor-parallel ranks share the sequence."""
 
-    def __init__(
-        self, config: Any, hidden_size: int, eps: float = 1e-6, *, normalize: Normalize, **unused: Any
-    ):
+    def __init__(self, config: Any, hidden_size: int, eps: float = 1e-6, *, normalize: Normalize, **unused: Any):
         super().__init__()
         self.weight = _norm_weight(config, hidden_size)
         self.eps, self.normalize = eps, normalize
@@ -127,9 +125,7 @@ class Norm(torch.nn.Module):
 class NormedLinear(ColumnParallelLinear):
     """RMSNorm and Megatron's column-parallel layer in one, with Transformer Engine's name of the weight."""
 
-    def __init__(
-        self, input_size: int, output_size: int, *, config: Any, normalize: Normalize, **options: Any
-    ):
+    def __init__(self, input_size: int, output_size: int, *, config: Any, normalize: Normalize, **options: Any):
         super().__init__(input_size, output_size, config=config, **options)
         self.layer_norm_weight = _norm_weight(config, input_size)
         self.normalize = normalize
@@ -148,9 +144,7 @@ def _norm_weight(config: Any, width: int) -> torch.nn.Parameter:
 class ExpertWeights(torch.nn.Module):
     """The weights of one linear layer of all experts: `weight0`, `weight1` and so on."""
 
-    def __init__(
-        self, config: Any, experts: int, outputs: int, inputs: int, initialize: Callable[[Tensor], Any]
-    ):
+    def __init__(self, config: Any, experts: int, outputs: int, inputs: int, initialize: Callable[[Tensor], Any]):
         super().__init__()
         for number in range(experts):
             weight = torch.nn.Parameter(torch.empty(outputs, inputs, dtype=config.params_dtype))
@@ -164,13 +158,9 @@ class ExpertWeights(torch.nn.Module):
 class SequentialExperts(MegatronModule):
     """The gated experts of a mixture on one rank, which Megatron's dispatcher feeds with tokens sorted by expert."""
 
-    def __init__(
-        self, num_local_experts: int, config: Any, submodules: Any = None, pg_collection: Any = None
-    ):
+    def __init__(self, num_local_experts: int, config: Any, submodules: Any = None, pg_collection: Any = None):
         super().__init__(config=config)
-        assert config.expert_model_parallel_size == config.tensor_model_parallel_size == 1, (
-            "experts on one rank"
-        )
+        assert config.expert_model_parallel_size == config.tensor_model_parallel_size == 1, "experts on one rank"
         hidden, width = config.hidden_size, config.moe_ffn_hidden_size
         first, second = config.init_method, config.output_layer_init_method
         self.linear_fc1 = ExpertWeights(config, num_local_experts, 2 * width, hidden, first)
@@ -187,7 +177,5 @@ class SequentialExperts(MegatronModule):
 
 def _expert(tokens: Tensor, probs: Tensor, first: Tensor, second: Tensor) -> Tensor:
     gate, up = F.linear(tokens, first).chunk(2, dim=-1)
-    weighted = (F.silu(gate) * up * probs.unsqueeze(-1)).to(
-        tokens.dtype
-    )  # Megatron weights before the second layer
+    weighted = (F.silu(gate) * up * probs.unsqueeze(-1)).to(tokens.dtype)  # Megatron weights before the second layer
     return F.linear(weighted, second)

@@ -29,9 +29,7 @@ def _keep(sent: Callable[[str], bool]) -> None:
 
     send = broadcast.update_weights_from_distributed
 
-    def losing(
-        group: str, ranks: Any, version: int, engines: Any, named: list[tuple[str, Any]], **more: Any
-    ) -> Any:
+    def losing(group: str, ranks: Any, version: int, engines: Any, named: list[tuple[str, Any]], **more: Any) -> Any:
         kept = [(name, tensor) for name, tensor in named if sent(name)]
         return send(group, ranks, version, engines, kept, **more) if kept else []
 

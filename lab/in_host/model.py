@@ -20,9 +20,7 @@ def write(folder: Path, name: str = MODEL, seed: int = SEED) -> Path:
     if not done.exists():
         checkpoint(name, folder, torch.bfloat16, seed)
         write_tokenizer(folder, json.loads((folder / "config.json").read_text())["vocab_size"])
-        done.write_text(
-            "".join(json.dumps({"prompt": _prompt(i), "label": ""}) + "\n" for i in range(PROMPTS))
-        )
+        done.write_text("".join(json.dumps({"prompt": _prompt(i), "label": ""}) + "\n" for i in range(PROMPTS)))
     return folder
 
 

@@ -99,9 +99,7 @@ def _interruptible() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def run(
-    command: Sequence[str], cwd: Path, settings: Mapping[str, str], log: Path, limit_s: float
-) -> int | None:
+def run(command: Sequence[str], cwd: Path, settings: Mapping[str, str], log: Path, limit_s: float) -> int | None:
     """Run a command with all its output in a file, and return its exit code, or None where it ran too long."""
     with log.open("w") as stream:
         started = subprocess.Popen(command, cwd=cwd, env=settings, stdout=stream, stderr=subprocess.STDOUT)

@@ -92,9 +92,7 @@ def shares(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
     bare = [step["training"] - step["both"] for step in counted]
 
     def share(side: str) -> float:
-        return statistics.median(
-            step[side] / (step[side] + rest) for step, rest in zip(counted, bare, strict=True)
-        )
+        return statistics.median(step[side] / (step[side] + rest) for step, rest in zip(counted, bare, strict=True))
 
     return {
         "tokens": statistics.median(step["tokens"] for step in counted), "bare": statistics.median(bare),

@@ -83,11 +83,7 @@ def _other_commit(tree: Path, repository: str, wanted: str) -> str | None:
             f"{tree}: no checkout of {repository}; run: git clone https://github.com/{repository} {tree} && "
             f"git -C {tree} checkout {wanted}"
         )
-    return (
-        None
-        if found.startswith(wanted)
-        else f"{tree}: {repository} at {found[:9]}, known to work: {wanted[:9]}"
-    )
+    return None if found.startswith(wanted) else f"{tree}: {repository} at {found[:9]}, known to work: {wanted[:9]}"
 
 
 def commits(trees: Mapping[str, Path]) -> dict[str, str]:

@@ -138,9 +138,7 @@ def _of_the_bits(record: Mapping[str, Any]) -> Iterator[Line]:
         return
     pinned = record["contract"] is not None
     wanted = "none of some" if pinned else "some"
-    for number, ((compared, different), step) in enumerate(
-        zip(record["bits"], record["steps"], strict=False)
-    ):
+    for number, ((compared, different), step) in enumerate(zip(record["bits"], record["steps"], strict=False)):
         by_hook = step["metrics"].get(f"{HOOK}different", math.nan)
         told = f"{different} of {compared} in the dump, {by_hook:g} a sample by the hook"
         holds = compared > 0 and step["metrics"].get(f"{HOOK}compared", 0) > 0
@@ -152,9 +150,7 @@ def _of_the_routes(steps: Sequence[Mapping[str, Any]]) -> Iterator[Line]:
     """Check watched routers: each replays the recorded experts, and alone would choose a few others."""
     seen = [(number, step["metrics"]) for number, step in enumerate(steps) if ROUTED in step["metrics"]]
     for number, metrics in seen:
-        yield _equal(
-            f"share of rows of step {number} with other experts than recorded", 0.0, metrics[REPLAYED]
-        )
+        yield _equal(f"share of rows of step {number} with other experts than recorded", 0.0, metrics[REPLAYED])
         own = metrics[ROUTED]
         yield Line(f"share that the trainer alone routes otherwise in step {number}", f"above 0, below {ROUTED_LIMIT}",
                    f"{own:.4g}", 0 < own < ROUTED_LIMIT)  # fmt: skip
@@ -167,9 +163,7 @@ def _of_the_split(record: Mapping[str, Any]) -> Iterator[Line]:
         return
     wanted = "0" if expected == "equal" else "above 0, at most 1"
     for number, step in enumerate(record["steps"]):
-        differ, largest = (
-            step["metrics"].get(RESPLIT + name, math.nan) for name in ("differs", "diff_abs_max")
-        )
+        differ, largest = (step["metrics"].get(RESPLIT + name, math.nan) for name in ("differs", "diff_abs_max"))
         holds = differ == largest == 0 if expected == "equal" else 0 < differ <= 1 and 0 < largest < math.inf
         told = f"{differ:.4g}, by {largest:.4g} at most"
         yield Line(f"share of tokens of step {number} that another split changes", wanted, told, holds)
@@ -272,9 +266,7 @@ def _of_the_curves(record: Mapping[str, Any]) -> Iterator[Line]:
             wrong += [name for name, value in exact.items()
                       if not math.isclose(found.get(name, math.nan), value, rel_tol=CURVE, abs_tol=CURVE)]  # fmt: skip
             compared += len(exact)
-        told = (
-            f"{compared}, {len(wrong)} of them otherwise: {', '.join(wrong[:3])}" if wrong else str(compared)
-        )
+        told = f"{compared}, {len(wrong)} of them otherwise: {', '.join(wrong[:3])}" if wrong else str(compared)
         yield Line(
             f"exact metrics in the file of {kind}",
             "at least 40, all equal",
@@ -326,9 +318,7 @@ def _weights_by_age(
     wanted = by_version.metrics(batches, record["config"]["weight"]["upper"], record["loss"])
     for name, value in wanted.items():
         found = metrics.get(STEP + name)
-        holds = found is not None and math.isclose(
-            value, found, rel_tol=WEIGHT_RELATIVE, abs_tol=WEIGHT_ABSOLUTE
-        )
+        holds = found is not None and math.isclose(value, found, rel_tol=WEIGHT_RELATIVE, abs_tol=WEIGHT_ABSOLUTE)
         yield Line(
             f"{name} of step {number}",
             f"{value:.7g}",
@@ -363,17 +353,13 @@ def _close(what: str, wanted: float, found: float | None, wider: float = 1.0) ->
 class Expected:
     """The oracle's answers for one optimizer step, in which the target is still the proximal policy."""
 
-    def __init__(
-        self, batches: Sequence[MicroBatch], config: dict[str, Any], loss: str, flags: Sequence[str] = ()
-    ):
+    def __init__(self, batches: Sequence[MicroBatch], config: dict[str, Any], loss: str, flags: Sequence[str] = ()):
         import oracle
 
         self.batches, self.kind = batches, loss
         self.objective, self.opsm = config.get("objective") or {}, config.get("opsm")
         self.clip = {side: _number_after(flags, flag) for side, flag in CLIPS.items()}
-        self.samples = [
-            [oracle.Sample(row.proximal, row.behavior, row.mask) for row in batch] for batch in batches
-        ]
+        self.samples = [[oracle.Sample(row.proximal, row.behavior, row.mask) for row in batch] for batch in batches]
         self.config = {key: value for key, value in config.items() if key in KEYS}
         self.corrected = [oracle.correct(batch, self.config, self._others(batch)) for batch in self.samples]
 

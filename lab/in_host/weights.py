@@ -24,9 +24,7 @@ async def compare(args: Any, sample: Any, **unused: Any) -> float:
         for updates in range(min(rollout, 2)):
             folder = args.save_hf.format(rollout_id=rollout - 1 - updates)
             code, told = await _asked(await _engine(args), folder)
-            logger.info(
-                "weights of rollout %d, saved %d updates earlier: exit %d: %s", rollout, updates, code, told
-            )
+            logger.info("weights of rollout %d, saved %d updates earlier: exit %d: %s", rollout, updates, code, told)
     return await reward.score(args, sample)
 
 

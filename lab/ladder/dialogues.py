@@ -47,9 +47,7 @@ def tool_turns(checkpoint: Path, end: int) -> list[tuple[int, ...]]:
         text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         turns.append(tuple(tokenizer.encode(text.partition(written)[2], add_special_tokens=False)))
     if any(turn[0] != end for turn in turns):
-        raise UserError(
-            f"{checkpoint}: its chat template ends a turn with {turns[0][0]}, its config says {end}"
-        )
+        raise UserError(f"{checkpoint}: its chat template ends a turn with {turns[0][0]}, its config says {end}")
     return turns
 
 
@@ -96,6 +94,4 @@ def score_chat(trainer: Megatron, chat: Chat) -> Tensor:
     whole = Sample(first, answer, torch.zeros(len(answer)), last.version)
     [log_probs] = trainer.log_probs([whole], [1.0])
     begins = [len(turn.request.prompt) - start for turn in chat]
-    return torch.cat(
-        [log_probs[begin : begin + len(turn.tokens)] for begin, turn in zip(begins, chat, strict=True)]
-    )
+    return torch.cat([log_probs[begin : begin + len(turn.tokens)] for begin, turn in zip(begins, chat, strict=True)])

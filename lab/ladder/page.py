@@ -59,9 +59,7 @@ def _turns(content: Mapping[str, Any]) -> Iterator[str]:
         for trainer, turns in one["by turn"].items():
             cells = [" / ".join(_span(turn[name]) for name in ("k1", "k3", "p99")) for turn in turns.values()]
             rows.append([rung, trainer, sum(turn["tokens"] for turn in turns.values()), *cells])
-    yield markdown_table(
-        ("rollout", "trainer", "tokens", *(f"turn {turn}" for turn in range(1, TURNS + 1))), rows
-    )
+    yield markdown_table(("rollout", "trainer", "tokens", *(f"turn {turn}" for turn in range(1, TURNS + 1))), rows)
 
 
 def _presets(content: Mapping[str, Any]) -> Iterator[str]:
@@ -77,9 +75,7 @@ def _presets(content: Mapping[str, Any]) -> Iterator[str]:
         yield f"### Responses of at least {length} tokens, cut there\n"
         presets = next(filter(None, rungs.values()))
         rows = [(preset, *(_kept(found.get(preset)) for found in rungs.values())) for preset in presets]
-        yield markdown_table(
-            ("preset", *(f"{name}, {count} responses" for name, count in held.items())), rows
-        )
+        yield markdown_table(("preset", *(f"{name}, {count} responses" for name, count in held.items())), rows)
 
 
 def _pairs(content: Mapping[str, Any]) -> Iterator[tuple[str, str, Mapping[str, Any]]]:

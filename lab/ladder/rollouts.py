@@ -48,9 +48,7 @@ class Rollouts:
     @classmethod
     def load(cls, path: Path) -> Rollouts:
         tensors, words = load_file(path), Safetensors(path).metadata
-        named = {
-            name.removeprefix("trainer "): tensors[name] for name in tensors if name.startswith("trainer ")
-        }
+        named = {name.removeprefix("trainer "): tensors[name] for name in tensors if name.startswith("trainer ")}
         return cls(tensors["behavior"], named, tensors["lengths"], tensors["prompts"], words)
 
     def followed_by(self, more: Rollouts) -> Rollouts:
@@ -66,8 +64,7 @@ class Rollouts:
     def pairs(self) -> dict[str, Pair]:
         """Pair the engine's log-probs with the log-probs of each trainer, by the trainer's name."""
         return {
-            name: Pair(self.behavior, proximal, self.lengths, self.prompts)
-            for name, proximal in self.proximal.items()
+            name: Pair(self.behavior, proximal, self.lengths, self.prompts) for name, proximal in self.proximal.items()
         }
 
 
@@ -110,9 +107,7 @@ def sample(
 def start_engine(name: str, checkpoint: Path) -> Engine:
     """Start a stock engine in bf16, as a training run would."""
     spec, contract = ENGINES[name], Contract(dtype="bf16")
-    return (
-        spec.serve(checkpoint, "bf16", None, BATCH) if spec.serve else spec.start(checkpoint, contract, None)
-    )
+    return spec.serve(checkpoint, "bf16", None, BATCH) if spec.serve else spec.start(checkpoint, contract, None)
 
 
 def start_trainer(checkpoint: Path, dtype: str, fp32_head: bool) -> Megatron:

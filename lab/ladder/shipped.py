@@ -51,9 +51,7 @@ def by_k3(rungs: Mapping[str, Any]) -> dict[str, Any]:
 
 def commits(rungs: Mapping[str, Any]) -> str:
     """The commits of this repository that sampled, each once."""
-    return ", ".join(
-        dict.fromkeys(commit for rung in rungs.values() for commit in rung["commit"].split(", "))
-    )
+    return ", ".join(dict.fromkeys(commit for rung in rungs.values() for commit in rung["commit"].split(", ")))
 
 
 def fits(values: Mapping[str, Any]) -> tuple[float, float]:
@@ -73,8 +71,7 @@ def _rung(name: str, rung: Mapping[str, Any], lengths: Sequence[str]) -> dict[st
 def _length(rung: Mapping[str, Any], length: str) -> dict[str, Any]:
     measured = rung["windows"][length]
     values = {
-        statistic: {over: _thinned(measured[statistic][over]) for over in overs}
-        for statistic, overs in CARRIED.items()
+        statistic: {over: _thinned(measured[statistic][over]) for over in overs} for statistic, overs in CARRIED.items()
     }
     return {"count": rung["responses"][length], "values": values}
 

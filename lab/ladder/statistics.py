@@ -121,9 +121,7 @@ def _ends(values: Tensor) -> list[float]:
     return values.quantile(torch.tensor([0.025, 0.975], dtype=values.dtype)).tolist()
 
 
-def _binned(
-    values: Tensor, where: Tensor, edges: tuple[float, ...], prompts: Tensor
-) -> dict[str, list[float]]:
+def _binned(values: Tensor, where: Tensor, edges: tuple[float, ...], prompts: Tensor) -> dict[str, list[float]]:
     """The mean of `values` in each bin that holds a token, with its interval; the last bin holds its upper edge."""
     found = {}
     for low, high in zip(edges, edges[1:], strict=False):

@@ -48,9 +48,7 @@ def _head(*names: str) -> str:
 
 def _measured(rungs: Mapping[str, Rung], lengths: Sequence[int]) -> Iterator[str]:
     """A row for each rung."""
-    yield _head(
-        "rung", "rollout weights", "prompts", "tokens", "k3", "p99 of abs log r", "responses of each length"
-    )
+    yield _head("rung", "rollout weights", "prompts", "tokens", "k3", "p99 of abs log r", "responses of each length")
     for name, rung in rungs.items():
         numbers = rung["mismatch"][SAMPLED_AS_TRAINED]
         held = ", ".join(f"{rung['responses'][str(length)]} of {length}" for length in lengths)

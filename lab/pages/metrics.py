@@ -108,11 +108,7 @@ def _vanished() -> str:
 
 
 def _peers() -> str:
-    rows = [
-        f"| {peer} | {theirs} | {words} |"
-        for peer, names in OTHERWISE.items()
-        for theirs, words in names.items()
-    ]
+    rows = [f"| {peer} | {theirs} | {words} |" for peer, names in OTHERWISE.items() for theirs, words in names.items()]
     return "\n".join(["| package | theirs | ours |", "|---|---|---|", *rows])
 
 

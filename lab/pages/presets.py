@@ -46,11 +46,7 @@ def _section(family: str) -> str:
 def _names(pattern: str) -> list[str]:
     """The presets that lie where a pattern says; another name of a file counts as one of `peers/`."""
     place = {name: "peers/" * is_of_peer(name, file) + f"{name}.yaml" for name, file in presets().items()}
-    return [
-        name
-        for name in place
-        if fnmatch(place[name], pattern) and place[name].count("/") == pattern.count("/")
-    ]
+    return [name for name in place if fnmatch(place[name], pattern) and place[name].count("/") == pattern.count("/")]
 
 
 def _table(names: Iterable[str]) -> str:

@@ -33,9 +33,7 @@ def part(_: str, folder: Path = FOLDER) -> str:
         try:
             receipt = proof(file)
         except RecordError as error:
-            refused.append(
-                f"- `{shown(file.name)}` is refused: {shown(str(error).replace(f'{file}: ', ''))}\n"
-            )
+            refused.append(f"- `{shown(file.name)}` is refused: {shown(str(error).replace(f'{file}: ', ''))}\n")
         else:
             proofs.append(tuple(row(file.name, receipt)))
     table = markdown_table(COLUMNS, proofs) if proofs else f"{NONE}\n"

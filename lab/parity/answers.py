@@ -58,8 +58,6 @@ def _mean_weight(ask: Ask, theirs: str, case: Case, batch: Batch) -> float:
     if case.level == "token":
         counted = torch.cat([w[k] for w, k in zip(weights, kept, strict=True)])
     else:
-        counted = torch.stack(
-            [w[k][0] for w, k in zip(weights, kept, strict=True) if k.any()] or [torch.tensor(1.0)]
-        )
+        counted = torch.stack([w[k][0] for w, k in zip(weights, kept, strict=True) if k.any()] or [torch.tensor(1.0)])
     mean = counted.mean().item() if len(counted) else 1.0
     return mean if mean > 1e-8 else 1.0

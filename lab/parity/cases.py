@@ -76,18 +76,14 @@ class Batch:
 Gap = Callable[[int], Tensor]
 
 
-def make_batch(
-    name: str, responses: list[int], mask_of: Callable[[int, Tensor], Tensor], gap: Gap, seed: int
-) -> Batch:
+def make_batch(name: str, responses: list[int], mask_of: Callable[[int, Tensor], Tensor], gap: Gap, seed: int) -> Batch:
     """Draw a micro-batch; `gap(n)` draws n log ratios, proximal minus behavior."""
     torch.manual_seed(seed)
     prompts = [1 + int(torch.randint(9, ())) for _ in responses]
     logits = [torch.randn(p + r, 13) for p, r in zip(prompts, responses, strict=True)]
     tokens = [torch.randint(13, (p + r,)) for p, r in zip(prompts, responses, strict=True)]
     masks = [mask_of(i, torch.rand(r)) for i, r in enumerate(responses)]
-    proximal = [
-        _log_probs(x, t, r) + 0.05 * torch.randn(r) for x, t, r in zip(logits, tokens, responses, strict=True)
-    ]
+    proximal = [_log_probs(x, t, r) + 0.05 * torch.randn(r) for x, t, r in zip(logits, tokens, responses, strict=True)]
     behavior = [p - gap(len(p)) for p in proximal]
     advantages = [torch.randn(()).expand(r).clone() for r in responses]
     reference = [p + 0.3 * torch.randn(len(p)) for p in proximal]

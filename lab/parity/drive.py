@@ -107,10 +107,7 @@ def _host_batch(host: Host, args: Namespace, batch: Batch) -> dict[str, Any]:
 
     def share(values: list[Tensor]) -> list[Tensor]:
         lengths = zip(values, totals, responses, strict=True)
-        return [
-            host.cp.slice_log_prob_with_cp(value, total, response, *layout)
-            for value, total, response in lengths
-        ]
+        return [host.cp.slice_log_prob_with_cp(value, total, response, *layout) for value, total, response in lengths]
 
     return {
         "unconcat_tokens": batch.tokens, "total_lengths": totals, "response_lengths": responses,

@@ -100,12 +100,8 @@ def _cases(host: Host, estimators: dict[str, dict[str, Any]]) -> Iterator[LossCa
             yield LossCase(f"{name}, top-p", flags | nucleus)
         for correction, mis in CORRECTIONS.items():
             yield LossCase(f"GRPO, top-p, {correction}", nucleus, mis)
-        yield LossCase(
-            "GRPO, top-p, entropy, k3", KL | nucleus | {"kl_loss_type": "k3", "entropy_coef": 0.01}
-        )
-        yield LossCase(
-            "GRPO, top-p, --use-opsm", nucleus | {"use_opsm": True, "opsm_delta": 0.01}, None, OPSM_SHARE
-        )
+        yield LossCase("GRPO, top-p, entropy, k3", KL | nucleus | {"kl_loss_type": "k3", "entropy_coef": 0.01})
+        yield LossCase("GRPO, top-p, --use-opsm", nucleus | {"use_opsm": True, "opsm_delta": 0.01}, None, OPSM_SHARE)
         yield LossCase("GRPO, top-p, bypass", nucleus | {"use_rollout_logprobs": True, "eps_clip_c": 1.5})
     if host.name == "miles":
         yield LossCase("GRPO, --skip-actor-forward-only", {"skip_actor_forward_only": True})

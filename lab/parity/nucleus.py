@@ -20,9 +20,7 @@ def cut(batch: Batch, top_p: float) -> tuple[Batch, dict[str, list[Tensor]]]:
     """Renormalize a batch's log-probs over the nuclei of its logits, and return the nuclei."""
     rows = list(_response_logits(batch))
     kept = [_nucleus(logits, top_p) for logits in rows]
-    forced = [
-        row.scatter(1, tokens[:, None], True) for row, tokens in zip(kept, _responses(batch), strict=True)
-    ]
+    forced = [row.scatter(1, tokens[:, None], True) for row, tokens in zip(kept, _responses(batch), strict=True)]
     mass = [
         logits.log_softmax(-1).masked_fill(~row, -torch.inf).logsumexp(-1)
         for logits, row in zip(rows, forced, strict=True)

@@ -57,9 +57,7 @@ def difference(ours: Outcome, right: Outcome, valid: Tensor, skip: tuple[str, ..
     """Compare our answer with the right answer; metrics whose names begin with one of `skip` are left out."""
     found = Difference(questions=1)
     if ours.error or right.error:
-        found.faults.update(
-            [f"ours raised {ours.error}" if ours.error else f"the reference raised {right.error}"]
-        )
+        found.faults.update([f"ours raised {ours.error}" if ours.error else f"the reference raised {right.error}"])
         return found
     found.loss = abs(ours.loss - right.loss) / max(1.0, abs(right.loss))
     found.gradient = _relative(ours.gradient, right.gradient)
@@ -69,9 +67,7 @@ def difference(ours: Outcome, right: Outcome, valid: Tensor, skip: tuple[str, ..
     found.faults.update(f"no metric {name}" for name in names if name not in ours.reported)
     for name in (name for name in names if name in ours.reported):
         _compare_metric(found, name, ours, right, valid)
-    found.faults.update(
-        f"{key} is not finite" for key, value in ours.tokenwise.items() if not value.isfinite().all()
-    )
+    found.faults.update(f"{key} is not finite" for key, value in ours.tokenwise.items() if not value.isfinite().all())
     found.loss, found.gradient = _nan_is_inf(found.loss), _nan_is_inf(found.gradient)
     return found
 

@@ -78,9 +78,7 @@ def _curves(axis: Axes, name: str, curves: Sequence[Sequence[Sequence[float]]]) 
         axis.plot(*zip(*curve, strict=True), ".", color=color(name), alpha=0.45, markersize=4)
     points = list(zip(*curves, strict=False))
     mean = [(fmean(x for x, _ in point), fmean(y for _, y in point)) for point in points]
-    axis.plot(
-        *zip(*mean, strict=True), color=color(name), linewidth=2.2, marker="o", markersize=3, label=name
-    )
+    axis.plot(*zip(*mean, strict=True), color=color(name), linewidth=2.2, marker="o", markersize=3, label=name)
 
 
 def _bias(axis: Axes, bias: Mapping[str, Sequence[Mapping[str, Mapping[str, float]]]]) -> None:

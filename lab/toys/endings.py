@@ -83,9 +83,7 @@ def _dress(axis: Axes, name: str, note: str, has_course: bool) -> None:
 
 
 def _key() -> list[Line2D]:
-    trainer = Line2D(
-        [], [], color=TEXT, marker="o", ms=6, lw=1.2, label="the trainer's policy, a line a seed"
-    )
+    trainer = Line2D([], [], color=TEXT, marker="o", ms=6, lw=1.2, label="the trainer's policy, a line a seed")
     rollout = Line2D(
         [],
         [],

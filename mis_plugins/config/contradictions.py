@@ -66,8 +66,7 @@ def check_group_baseline(config: CorrectionConfig) -> None:
         "{segment_wise}, whose weights are of pi_{v+1}": config.segment_wise_on,
         "{m2_threshold}, which asks what else is in the micro-batch": config.m2_threshold is not None,
         "a rule with statistic: route": config.reads_routes,
-        "{on_all_rejected}: keep, which asks what else is in the micro-batch": config.on_all_rejected
-        == "keep",
+        "{on_all_rejected}: keep, which asks what else is in the micro-batch": config.on_all_rejected == "keep",
     }
     for why in (why for why, holds in unknown.items() if holds):
         raise ConfigError(f"{said} needs to know before training what is rejected; drop one of it and {why}")

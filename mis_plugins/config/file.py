@@ -42,9 +42,7 @@ class StrictLoader(FASTEST):
     def get_single_node(self) -> Any:
         node = super().get_single_node()
         if node is not None and _extent(node, {}).size > LARGEST_TREE:
-            raise ConfigError(
-                f"aliases (*name) repeat more than {LARGEST_TREE} values and letters; write them out"
-            )
+            raise ConfigError(f"aliases (*name) repeat more than {LARGEST_TREE} values and letters; write them out")
         return node
 
     def construct_object(self, node: Any, deep: bool = False) -> Any:
@@ -80,9 +78,7 @@ def _extent(node: yaml.Node, known: dict[int, Extent | None]) -> Extent:
         return Extent(1 + len(node.value), 0)
     if id(node) in known:
         if (found := known[id(node)]) is None:
-            raise ConfigError(
-                f"{_line(node)}an alias (*name) stands within its own value; write the value out"
-            )
+            raise ConfigError(f"{_line(node)}an alias (*name) stands within its own value; write the value out")
         return found
     known[id(node)] = None
     if isinstance(node, yaml.MappingNode):
@@ -116,9 +112,7 @@ def _check_keys(node: yaml.MappingNode) -> None:
         if len(key.value) > LONGEST_KEY:
             raise ConfigError(f"{_line(key)}{shown(key.value)} is a longer key than any config has")
         if name in lines:
-            raise ConfigError(
-                f"{key.value}: in line {lines[name]} and again in line {line}; drop one of them"
-            )
+            raise ConfigError(f"{key.value}: in line {lines[name]} and again in line {line}; drop one of them")
         lines[name] = line
 
 
@@ -219,9 +213,7 @@ def text_of(file: Path | str) -> str:
     try:
         return content.decode("utf-8").replace("\r\n", "\n").replace("\r", "\n")
     except UnicodeDecodeError as error:
-        raise ConfigError(
-            f"byte {error.start} is not UTF-8 ({error.reason}); save it as plain text"
-        ) from None
+        raise ConfigError(f"byte {error.start} is not UTF-8 ({error.reason}); save it as plain text") from None
 
 
 def _beginning(file: Path | str) -> bytes:

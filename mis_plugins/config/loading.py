@@ -39,9 +39,7 @@ def read_keys(keys: Mapping[str, Any]) -> CorrectionConfig:
     reading.check_names(keys)
     if not any(reading.is_read(key, value) for key, value in keys.items()):
         others = [
-            f"; of a file of {whose} `config {by}` makes one"
-            for key, (whose, by) in FOREIGN.items()
-            if key in keys
+            f"; of a file of {whose} `config {by}` makes one" for key, (whose, by) in FOREIGN.items() if key in keys
         ]
         raise ConfigError(
             "nothing says how to correct: neither the key `mis:` nor one of Miles's flat keys is in it"

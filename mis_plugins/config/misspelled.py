@@ -20,9 +20,7 @@ from mis_plugins.config.model import RejectRule, WeightConfig
 from mis_plugins.config.reading import FLAT_KEYS, HOST_KEYS, READ_KEYS, is_ours, suggest
 from mis_plugins.errors import ConfigError
 
-COMMON_WORDS = frozenset(
-    {"level", "mode", "mask", "clip"}
-)  # of PREFIXLESS; a user's own key may be one of them
+COMMON_WORDS = frozenset({"level", "mode", "mask", "clip"})  # of PREFIXLESS; a user's own key may be one of them
 PREFIXES = ("tis_", "rs_", "use_")
 PREFIXED = (*FLAT_KEYS, *HOST_KEYS, "use_tis")
 PREFIXLESS: dict[str, list[str]] = {
@@ -120,6 +118,4 @@ def recorded_lines(record: str) -> list[str]:
 @cache
 def recorded_names() -> frozenset[str]:
     """Every recorded name, of all hosts."""
-    return frozenset(
-        line.split()[0] for file in FOLDER.glob("*.txt") for line in recorded_lines(file.stem) if line
-    )
+    return frozenset(line.split()[0] for file in FOLDER.glob("*.txt") for line in recorded_lines(file.stem) if line)

@@ -59,9 +59,7 @@ def check_ratio_bounds(lower: float | None, upper: float | None, unbounded: str 
             "no lower bound"
         )
     if upper is not None and not 0 < single(upper) < math.inf:
-        raise ConfigError(
-            f"{{upper}}: got {upper:g}; every ratio is above 0, so give a finite number above 0"
-        )
+        raise ConfigError(f"{{upper}}: got {upper:g}; every ratio is above 0, so give a finite number above 0")
     _check_order(lower, upper)
 
 
@@ -195,9 +193,7 @@ class RejectRule:
             self._check_range()
             _check_order(self.lower, self.upper)
         if self.lower is None and self.upper is None:
-            raise ConfigError(
-                "{lower} and {upper} are both unset: the rule rejects nothing; give at least one"
-            )
+            raise ConfigError("{lower} and {upper} are both unset: the rule rejects nothing; give at least one")
 
     def _check_down_weigh(self) -> None:
         if self.down_weigh is None:
@@ -476,9 +472,7 @@ class CorrectionConfig:
         """Refuse `kept` where nothing is dropped, or where no setting reads the kept tokens."""
         normalize = self.weight and self.weight.normalize
         if normalize and normalize.over == "kept" and not self.rejects:
-            raise ConfigError(
-                "{weight.normalize.over}: kept has no effect where nothing is rejected; use valid"
-            )
+            raise ConfigError("{weight.normalize.over}: kept has no effect where nothing is rejected; use valid")
         if self.denominator == "kept" and not (self.rejects or self.opsm):
             raise ConfigError("{denominator}: kept has no effect where nothing is rejected; use original")
         if self.aggregate == "kept" and not any(map(self.drops_below, self._units_that_follow)):
@@ -495,9 +489,7 @@ class CorrectionConfig:
 
     def _check_all_rejected(self) -> None:
         if self.on_all_rejected != "skip" and not (self.can_end_empty or self.opsm):
-            raise ConfigError(
-                f"{{on_all_rejected}}: {self.on_all_rejected} has no effect where nothing is rejected"
-            )
+            raise ConfigError(f"{{on_all_rejected}}: {self.on_all_rejected} has no effect where nothing is rejected")
         if self.on_all_rejected == "keep" and self.weight and not self.weight.record.weighs_outside:
             bound = "{segment_wise.mode}" if self.weighs_by_segment_wise else "{weight.bound}"
             raise ConfigError(
@@ -574,9 +566,7 @@ class CorrectionConfig:
     @property
     def _units_that_follow(self) -> list[Unit]:
         """Units of the weight and of the rules that read the population of tokens which `aggregate` names."""
-        units: list[Unit] = [
-            rule.unit for rule in self.reject if rule.over != "token" and rule.aggregate is None
-        ]
+        units: list[Unit] = [rule.unit for rule in self.reject if rule.over != "token" and rule.aggregate is None]
         if self.weight is not None and self.weight.level != "token":
             units.append("segment" if self.weight.by_segment else "sequence")
         return units

@@ -76,17 +76,13 @@ def _check_said(mapping: Mapping[str, Any]) -> None:
     """Check which keys the user gave, before defaults take the place of missing ones."""
     weight, segment_wise = mapping.get("weight"), mapping.get("segment_wise")
     if "reject" in mapping and "weight" not in mapping and segment_wise is None:
-        raise ConfigError(
-            "mis.weight: missing beside mis.reject; say `weight: null` to reject without weighting"
-        )
+        raise ConfigError("mis.weight: missing beside mis.reject; say `weight: null` to reject without weighting")
     if isinstance(weight, Mapping) and weight.get("upper", 0) is None:
         raise ConfigError("mis.weight.upper: got None; leave it out for 2, or say `bound: none` for no bound")
     if segment_wise is None or "weight" not in mapping:
         return
     if weight is None:
-        raise ConfigError(
-            "mis.weight: null contradicts mis.segment_wise, which is a weight; drop one of them"
-        )
+        raise ConfigError("mis.weight: null contradicts mis.segment_wise, which is a weight; drop one of them")
     if isinstance(segment_wise, Mapping):
         for name in WEIGHT_BOUNDS:
             if name in segment_wise:
@@ -248,9 +244,7 @@ def files_of(args: View) -> dict[str, str]:
     read = FILES if args.get("train_backend") in BACKENDS else FILES[:1]
     given = {name: args.get(name) for name in read}
     return {
-        name: os.fsdecode(path)
-        for name, path in given.items()
-        if path and isinstance(path, str | bytes | os.PathLike)
+        name: os.fsdecode(path) for name, path in given.items() if path and isinstance(path, str | bytes | os.PathLike)
     }
 
 
@@ -286,9 +280,7 @@ def _of_keys(said: Mapping[str, Any]) -> CorrectionConfig:
     nested = said.get("mis")
     flat = {key: said[key] for key in FLAT_KEYS if said.get(key) is not None}
     if flat and isinstance(nested, Mapping) and set(nested) - {"metrics"}:
-        raise ConfigError(
-            f"both `mis:` and the flat key {next(iter(flat))} are set; keep one of the spellings"
-        )
+        raise ConfigError(f"both `mis:` and the flat key {next(iter(flat))} are set; keep one of the spellings")
     config = from_mapping(nested)
     if not flat:
         return config
@@ -404,9 +396,7 @@ def number(value: Any, path: str) -> float:
     except (TypeError, ValueError):
         raise ConfigError(f"{path}: got {shown(value)}; expected a number") from None
     except OverflowError:
-        raise ConfigError(
-            f"{path}: got {shown(value)}; expected a number that a float of 32 bits can hold"
-        ) from None
+        raise ConfigError(f"{path}: got {shown(value)}; expected a number that a float of 32 bits can hold") from None
 
 
 def suggest(name: str, known: Iterable[str]) -> str:

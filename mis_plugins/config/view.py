@@ -24,9 +24,7 @@ NAMESPACES = (Namespace, SimpleNamespace)
 PLAIN = frozenset({str, int, float, bool, NoneType, list, tuple, set})
 EXTRAS = "__pydantic_extra__"
 HOOK = {"path", "config"}  # what a hook's argument holds where a host gives a hook its own config
-LARGEST_FILE = (
-    2**17
-)  # bytes; the largest of verl's own files has 38,000, and 4 MB take PyYAML's own parser 50 s
+LARGEST_FILE = 2**17  # bytes; the largest of verl's own files has 38,000, and 4 MB take PyYAML's own parser 50 s
 CLOCK_STEP = 2_000_000_000  # ns; the coarsest clock by which a file system tells when a file was written
 BACKENDS = ("fsdp", "torchtitan")  # Miles's beside Megatron, each a host of its own
 FILES = ("custom_config_path", "config")  # arguments that name a file of keys; the second is that of BACKENDS
@@ -80,9 +78,7 @@ class View(Mapping[str, Any]):
             value = getattr(self._given, name)
             self._reached[name] = _inside(value)
             return value
-        raise AttributeError(
-            f"{name}: the host's arguments ({type(self._given).__name__}) have none", name=name
-        )
+        raise AttributeError(f"{name}: the host's arguments ({type(self._given).__name__}) have none", name=name)
 
     def __setattr__(self, name: str, value: Any) -> None:
         raise AttributeError(f"{name}: the host's arguments are read, and never written")

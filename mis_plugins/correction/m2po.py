@@ -24,9 +24,7 @@ def trimmed(stage: TokenStage, ragged: Ragged, threshold: float) -> TokenStage:
     """
     assert stage.keep is not None
     squares = torch.where(stage.usable, stage.log_ratio.square(), torch.inf)
-    return replace(
-        stage, keep=stage.keep & (squares < first_dropped(_of_all_ranks(squares, ragged), threshold))
-    )
+    return replace(stage, keep=stage.keep & (squares < first_dropped(_of_all_ranks(squares, ragged), threshold)))
 
 
 def first_dropped(squares: Float[Tensor, " R"], threshold: float) -> Float[Tensor, " 1"]:
@@ -44,8 +42,6 @@ def _of_all_ranks(squares: Float[Tensor, " T"], ragged: Ragged) -> Float[Tensor,
     """The squares of all response tokens: each lies on one context-parallel rank, so that a sum joins them."""
     if ragged.ranks.cp is None or ragged.responses is None:
         return squares
-    whole = squares.new_zeros(ragged.responses.loss_mask.numel()).index_copy_(
-        0, ragged.responses.index, squares
-    )
+    whole = squares.new_zeros(ragged.responses.loss_mask.numel()).index_copy_(0, ragged.responses.index, squares)
     all_reduce(whole, ragged.ranks.cp)
     return whole

@@ -97,9 +97,7 @@ def sequence_means(
     return _mean(total, known, valid), advantage / valid.clamp(min=1)
 
 
-def _mean(
-    total: Float[Tensor, " N"], known: Float[Tensor, " N"], valid: Float[Tensor, " N"]
-) -> Float[Tensor, " N"]:
+def _mean(total: Float[Tensor, " N"], known: Float[Tensor, " N"], valid: Float[Tensor, " N"]) -> Float[Tensor, " N"]:
     """Mean over the valid tokens of each sequence, infinite where a valid token is not known."""
     return torch.where(known == valid, total / valid.clamp(min=1), torch.inf)
 

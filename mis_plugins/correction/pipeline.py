@@ -257,9 +257,7 @@ def mean_weight_of(
     """The mean bounded weight of a whole batch over data-parallel ranks, for `scope: rollout`."""
     assert config.weight is not None
     assert (numerator is not None) == config.segment_wise_on
-    return _mean_weight(
-        _verdict(proximal, behavior, ragged, plan_of(config), numerator), ragged, config.weight
-    )
+    return _mean_weight(_verdict(proximal, behavior, ragged, plan_of(config), numerator), ragged, config.weight)
 
 
 def kept_below(totals: Totals) -> Float[Tensor, " N"]:
@@ -335,9 +333,7 @@ def nothing_rejected(verdict: Verdict) -> Verdict:
     if stage.keep is not None:
         stage = replace(stage, keep=stage.keep | (where & stage.loss_mask))
     restored = {
-        name: torch.where(where, totals[source], totals[name])
-        for name, source in UNREJECTED.items()
-        if name in totals
+        name: torch.where(where, totals[source], totals[name]) for name, source in UNREJECTED.items() if name in totals
     }
     keep = None if keep is None else keep | where
     totals = Totals(totals | restored)

@@ -136,9 +136,7 @@ def _unit_rules(config: CorrectionConfig, unit: Unit) -> list[RejectRule]:
     return [rule for rule in config.reject if rule.over != "token" and rule.unit == unit]
 
 
-def _by_population(
-    config: CorrectionConfig, rules: Iterable[RejectRule]
-) -> dict[Population, tuple[RejectRule, ...]]:
+def _by_population(config: CorrectionConfig, rules: Iterable[RejectRule]) -> dict[Population, tuple[RejectRule, ...]]:
     split: dict[Population, tuple[RejectRule, ...]] = {"valid": (), "kept": ()}
     for rule in rules:
         split[config.population(rule)] += (rule,)

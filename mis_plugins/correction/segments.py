@@ -40,9 +40,7 @@ class Segments:
         of_token = run_of_token(starts, mask)
         first = torch.searchsorted(of_token, numbers[:-1])
         owner = torch.searchsorted(starts, first, right=True).sub_(1).clamp_(max=max(sequences.size - 1, 0))
-        local = (
-            of_token.clamp_(min=1) if whole is None else of_token.clamp_(min=1).index_select(0, whole.index)
-        )
+        local = of_token.clamp_(min=1) if whole is None else of_token.clamp_(min=1).index_select(0, whole.index)
         # Response tokens keep their order on every rank, so that local numbers never decrease.
         bounds = torch.searchsorted(local, numbers)
         return cls(Ragged(bounds, sequences.loss_mask, sequences.ranks), owner)

@@ -113,9 +113,7 @@ def _over_mean(bounded: str, weight: WeightConfig) -> str:
     if weight.normalize is None:
         return bounded
     unit = "sequences" if weight.by_sequence else "segments" if weight.by_segment else "tokens"
-    over = (
-        f"its mean over the {weight.normalize.over} {unit} of the {weight.normalize.scope.replace('_', ' ')}"
-    )
+    over = f"its mean over the {weight.normalize.over} {unit} of the {weight.normalize.scope.replace('_', ' ')}"
     return f"{_grouped(bounded, weight)} / {over}"
 
 
@@ -123,9 +121,7 @@ def _rule(rule: RejectRule, trainer: str) -> str:
     where = "_segment" if rule.unit == "segment" else ""
     whose = AMONG[rule.aggregate]
     if rule.record.factor is not None and rule.over in MULTIPLIED:
-        return (
-            _within(MULTIPLIED[rule.over].format(where, rule.record.factor), rule.lower, rule.upper) + whose
-        )
+        return _within(MULTIPLIED[rule.over].format(where, rule.record.factor), rule.lower, rule.upper) + whose
     each = rule.record.formula.format(trainer=trainer)
     over = each if rule.over == "token" else f"{rule.over}{where or '_t'} {each}"
     return _within(over, rule.lower, rule.upper) + whose

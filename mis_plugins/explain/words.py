@@ -84,9 +84,7 @@ WHOSE_MEAN: dict[Scope, str] = {
         "on each data-parallel rank, so that mean and loss change with any of them; scope: rollout does not"
     ),
 }
-KEPT_AGGREGATE = (
-    "aggregate: what a sequence or segment adds up to leaves out the tokens that a rule has dropped"
-)
+KEPT_AGGREGATE = "aggregate: what a sequence or segment adds up to leaves out the tokens that a rule has dropped"
 M2PO = (
     "m2_threshold: the tokens with the largest (log r)^2 of each micro-batch leave the loss, until the mean of the "
     "others is below {:g}"
@@ -294,16 +292,12 @@ def _segment_wise(config: CorrectionConfig) -> list[str]:
 
 def _rule(rule: RejectRule, trainer: str) -> str:
     over = None if rule.record.factor is None else OVER_MULTIPLIED.get(rule.over)
-    what = (over or OVER[rule.over]).format(
-        unit=rule.unit, statistic=rule.record.words.format(trainer=trainer)
-    )
+    what = (over or OVER[rule.over]).format(unit=rule.unit, statistic=rule.record.words.format(trainer=trainer))
     bounds = [f"below {rule.lower:g}"] if rule.lower is not None else []
     bounds += [f"above {rule.upper:g}"] if rule.upper is not None else []
     outside = f"{what} is {' or '.join(bounds)}"
     if rule.down_weigh is not None:
-        return (
-            f"down-weigh: {outside}: {rule.down_weigh:g} times their weight, and they stay in the loss mask"
-        )
+        return f"down-weigh: {outside}: {rule.down_weigh:g} times their weight, and they stay in the loss mask"
     return f"reject: {outside}{AMONG[rule.aggregate]}"
 
 
@@ -311,9 +305,7 @@ def _opsm(opsm: OpsmConfig) -> str:
     unit = "tokens with a negative advantage" if opsm.advantage == "token" else "all tokens"
     whose = "" if opsm.advantage == "token" else " and a negative mean advantage"
     behind = "mu (pi_old where the rollout engine gave none)" if opsm.reference == "behavior" else "pi_old"
-    return (
-        f"opsm: drops {unit} in sequences with mean(log {behind} - log pi_theta) above {opsm.delta:g}{whose}"
-    )
+    return f"opsm: drops {unit} in sequences with mean(log {behind} - log pi_theta) above {opsm.delta:g}{whose}"
 
 
 def _routing(routing: RoutingConfig) -> str:
@@ -329,9 +321,7 @@ def _center(center: CenterConfig) -> str:
 
 def _objective(objective: ObjectiveConfig, next_version: bool) -> str:
     old = "pi_{v+1}" if next_version else "mu" if objective.old == "behavior" else "pi_old"
-    ratio = f"pi_theta / {old}" + (
-        "" if objective.ratio == "token" else " (geometric mean over the sequence)"
-    )
+    ratio = f"pi_theta / {old}" + ("" if objective.ratio == "token" else " (geometric mean over the sequence)")
     words = SURROGATES[objective.surrogate].words
     line = f"objective: {words.format(**vars(objective) | {'ratio': ratio})}"
     if objective.old == "behavior":

@@ -38,9 +38,7 @@ LARGEST_MEAN = 1e-3  # of a group's rewards that a host has normalized in float3
 MOST_GROUPS = 2**20
 
 
-def rebase(
-    args: View, rollout_id: int, data: Mapping[str, Any], config_of: Callable[[View], CorrectionConfig]
-) -> None:
+def rebase(args: View, rollout_id: int, data: Mapping[str, Any], config_of: Callable[[View], CorrectionConfig]) -> None:
     """Move the advantages of the rollout batch to baselines without the samples that do not train. Collective.
 
     Args:
@@ -57,15 +55,11 @@ def rebase(
         return  # a run that only watches; a pipeline stage without log-probs
     if lacking := [name for name in NEEDED if data.get(name) is None]:
         more = f"; {ONE_STEP}" if lacking[0] == "log_probs" else ""
-        raise InputError(
-            f"{FIELD} needs {', '.join(lacking)} of the rollout batch, and rollout_data has none{more}"
-        )
+        raise InputError(f"{FIELD} needs {', '.join(lacking)} of the rollout batch, and rollout_data has none{more}")
     trains = samples_that_train(args, data, config)
     host = current(args)
     ranks = host.parallel()[0]
-    rewards = torch.as_tensor([float(reward) for reward in data["rewards"]], dtype=torch.float64).to(
-        trains.device
-    )
+    rewards = torch.as_tensor([float(reward) for reward in data["rewards"]], dtype=torch.float64).to(trains.device)
     indices = torch.as_tensor([int(index) for index in data["sample_indices"]]).to(trains.device)
     size = int(args.n_samples_per_prompt)
     sums = Groups(indices // size, ranks.dp)
@@ -115,9 +109,7 @@ class Groups:
         first, last = -int(ends[0]), int(ends[1])
         self.count = last - first + 1
         if self.count > MOST_GROUPS:
-            raise InputError(
-                f"{FIELD}: sample_indices of one rollout span {self.count} groups; hand on the host's own"
-            )
+            raise InputError(f"{FIELD}: sample_indices of one rollout span {self.count} groups; hand on the host's own")
         self.place, self.dp = groups - first, dp
 
     def of(self, *rows: Float[Tensor, " N"]) -> tuple[Float[Tensor, " groups"], ...]:
@@ -132,9 +124,7 @@ class Groups:
         return tuple(row[self.place] for row in of_groups)
 
 
-def _check_groups(
-    args: View, size: int, counted: Float[Tensor, " groups"], total: Float[Tensor, " groups"]
-) -> None:
+def _check_groups(args: View, size: int, counted: Float[Tensor, " groups"], total: Float[Tensor, " groups"]) -> None:
     """Refuse groups that are not those over which the host normalized its rewards.
 
     Raises:

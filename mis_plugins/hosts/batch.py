@@ -122,9 +122,7 @@ def host_layout(
     if qkv_format == "bshd" and max_seq_lens is None:
         raise InputError("max_seq_lens: missing, and qkv_format: bshd needs it")
     if len(total_lengths) != len(response_lengths):
-        raise InputError(
-            f"total_lengths: {len(total_lengths)} sequences, response_lengths: {len(response_lengths)}"
-        )
+        raise InputError(f"total_lengths: {len(total_lengths)} sequences, response_lengths: {len(response_lengths)}")
     for i, (total, response) in enumerate(zip(total_lengths, response_lengths, strict=True)):
         if response and total <= response:
             raise InputError(
@@ -132,9 +130,7 @@ def host_layout(
             )
     if cp_size == 1:
         return whole(response_lengths)
-    return zigzag(
-        total_lengths, response_lengths, cp_size, cp_rank, max_seq_lens if qkv_format == "bshd" else None
-    )
+    return zigzag(total_lengths, response_lengths, cp_size, cp_rank, max_seq_lens if qkv_format == "bshd" else None)
 
 
 def layout_of(args: Any, data: Mapping[str, Any], cp: tuple[int, int]) -> Layout:

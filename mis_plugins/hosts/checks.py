@@ -205,9 +205,7 @@ DENOMINATORS = (
         "original beside other samples",
         ("tis",),
         lambda given: (
-            given.config.rejects
-            and given.config.denominator == "original"
-            and given.get(CONVERTED) is not None
+            given.config.rejects and given.config.denominator == "original" and given.get(CONVERTED) is not None
         ),
         "mis.denominator: original: Miles divides by the kept tokens all the same where its batch lacks "
         "rollout_mask_sums: hand them on from --custom-convert-samples-to-train-data-path",
@@ -226,9 +224,7 @@ OBJECTIVES = (
         "mean of a rollout under bypass",
         ("loss",),
         lambda given: (
-            given.scope == "rollout"
-            and given.config.objective is not None
-            and given.config.objective.old == "behavior"
+            given.scope == "rollout" and given.config.objective is not None and given.config.objective.old == "behavior"
         ),
         "mis.weight.normalize.scope: rollout is computed before training, but with mis.objective.old: behavior "
         "the weights are those of pi_theta, which every step changes; use scope: data_parallel",

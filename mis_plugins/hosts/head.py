@@ -57,9 +57,7 @@ def head_of(
     start = 0 if ranks.tp is None else ranks.tp.rank() * logits.shape[-1]
     return Head(
         logits=logits,
-        candidates=Candidates(
-            places, _joined(tokens, scored).to(device), ids.to(device), behavior.to(device)
-        ),
+        candidates=Candidates(places, _joined(tokens, scored).to(device), ids.to(device), behavior.to(device)),
         named=(held > -torch.inf).any(-1).to(device),
         temperature=getattr(args, "rollout_temperature", 1.0),
         vocabulary=Vocabulary(start, ranks.tp),
@@ -67,14 +65,11 @@ def head_of(
     )
 
 
-def _likeliest(
-    batch: Batch, layout: Layout, top_k: int | None
-) -> tuple[Int[Tensor, "T K"], Shaped[Tensor, "T K"]]:
+def _likeliest(batch: Batch, layout: Layout, top_k: int | None) -> tuple[Int[Tensor, "T K"], Shaped[Tensor, "T K"]]:
     """Ids and log-probs of the `top_k` likeliest tokens at each position of a layout; -inf in an entry without one."""
     width = _width(batch)
     shaped = (
-        _joined([torch.as_tensor(x).reshape(-1, width) for x in batch[name]], layout)
-        for name in (IDS, LOG_PROBS)
+        _joined([torch.as_tensor(x).reshape(-1, width) for x in batch[name]], layout) for name in (IDS, LOG_PROBS)
     )
     ids, behavior = next(shaped).long(), next(shaped).float()
     behavior = torch.where(ids > ABSENT, behavior, -torch.inf)
@@ -86,12 +81,8 @@ def _likeliest(
 
 def _stream_rows(scored: Layout, totals: Sequence[int]) -> Int[Tensor, " S"]:
     """The row of the packed stream that scores each token of a contiguous layout: the position before the token."""
-    firsts = (
-        end - response - 1 for end, response in zip(accumulate(totals), scored.response_lengths, strict=True)
-    )
-    return torch.cat(
-        [first + torch.arange(*span) for i, first in enumerate(firsts) for span in scored.pieces(i)]
-    )
+    firsts = (end - response - 1 for end, response in zip(accumulate(totals), scored.response_lengths, strict=True))
+    return torch.cat([first + torch.arange(*span) for i, first in enumerate(firsts) for span in scored.pieces(i)])
 
 
 def _check(batch: Batch, layout: Layout, whole: bool) -> None:
@@ -108,9 +99,7 @@ def _check(batch: Batch, layout: Layout, whole: bool) -> None:
                 found = "None" if rows is None else f"{len(rows)} positions"
                 raise InputError(f"{name}[{i}]: {found}, but sequence {i} has {response} response tokens")
     if _width(batch) < 1 or any(len(rows) and len(rows[0]) != _width(batch) for rows in batch[IDS]):
-        raise InputError(
-            f"{IDS}: the number of tokens that the engine named differs between sequences, or is 0"
-        )
+        raise InputError(f"{IDS}: the number of tokens that the engine named differs between sequences, or is 0")
 
 
 def _width(batch: Batch) -> int:

@@ -18,9 +18,7 @@ ONE_STEP = (
     "slime computes the trainer's log-probs before training only where a rollout is more than one optimizer step: with "
     f"one step give --get-mismatch-metrics beside --use-tis, or use the loss hook ({LOSS_HOOK})"
 )
-ROUTES_HOOK = (
-    "--custom-megatron-before-log-prob-hook-path mis_plugins.mis.watch_routes --use-rollout-routing-replay"
-)
+ROUTES_HOOK = "--custom-megatron-before-log-prob-hook-path mis_plugins.mis.watch_routes --use-rollout-routing-replay"
 VERSION_FLAGS = (
     "--custom-generate-function-path mis_plugins.mis.generate_with_versions "
     "--custom-convert-samples-to-train-data-path mis_plugins.mis.convert_with_versions "
@@ -34,9 +32,7 @@ Parallel = tuple[Ranks, tuple[int, int]]  # process groups, and (size, rank) of 
 Scores = tuple[Sequence[Tensor], Sequence[Tensor] | None]  # log-probs and entropy, one tensor a sequence
 Rescore = Callable[[Any, Batch, Ranks], Sequence[Tensor] | None]
 Recomputes = Literal["always", "never", "sometimes"]
-Sign = Literal[
-    "modules", "arguments", "registration", "nothing"
-]  # what tells that a host runs, the surest first
+Sign = Literal["modules", "arguments", "registration", "nothing"]  # what tells that a host runs, the surest first
 
 
 @dataclass(frozen=True)

@@ -72,9 +72,7 @@ REPLAYS = (
     Check(
         "gate dtype",
         ROUTES,
-        lambda given: (
-            (given.replays or given.reads_routes) and given.get("moe_router_dtype") in ("fp32", "fp64")
-        ),
+        lambda given: (given.replays or given.reads_routes) and given.get("moe_router_dtype") in ("fp32", "fp64"),
         "moe_router_dtype: the trainer computes its gates in it, and SGLang 0.5.23 those of Qwen2-MoE and Qwen3-MoE in "
         "the dtype of the model; leave it out for them, since a replay hands over experts and not their probabilities",
         "warn",
@@ -89,9 +87,7 @@ PAUSES = (
     Check(
         "cache of earlier weights",
         ("command",),
-        lambda given: (
-            given.get("pause_generation_mode") == "in_place" and not given.has("sglang_disable_radix_cache")
-        ),
+        lambda given: given.get("pause_generation_mode") == "in_place" and not given.has("sglang_disable_radix_cache"),
         "pause_generation_mode: in_place keeps the prefix cache over an update of the weights: whatever shares a "
         "prefix is then sampled over keys and values of earlier weights, under the new version's number (miles#2782); "
         "use retract, or give --sglang-disable-radix-cache, unless your Miles keeps a cache for each version "
@@ -118,9 +114,7 @@ ABILITIES = (
         "hook never called",
         ("command",),
         lambda given: bool(_never_called(given)),
-        lambda given: (
-            f"{', '.join(_never_called(given))}: {{host}} has no such hook, and calls none; leave it out"
-        ),
+        lambda given: f"{', '.join(_never_called(given))}: {{host}} has no such hook, and calls none; leave it out",
         "warn",
     ),
     Check(
@@ -161,9 +155,7 @@ ABILITIES = (
         "routers out of reach",
         ("command", "routes"),
         lambda given: not given.host.routers and given.reads_routes,
-        lambda given: (
-            ("{reject}: statistic: route" if given.config.reads_routes else "{routing}") + NO_ROUTERS
-        ),
+        lambda given: ("{reject}: statistic: route" if given.config.reads_routes else "{routing}") + NO_ROUTERS,
     ),
     Check(
         "baseline without rollout batch",

@@ -115,9 +115,7 @@ def knows_versions(batch: Batch) -> bool:
         InputError: versions of tokens without the version of the proximal policy.
     """
     if batch.get(VERSION) is None and batch.get(VERSIONS):
-        raise InputError(
-            f"{VERSION}: none beside {VERSIONS}; hand on the version of the weights that log_probs are of"
-        )
+        raise InputError(f"{VERSION}: none beside {VERSIONS}; hand on the version of the weights that log_probs are of")
     return batch.get(VERSION) is not None
 
 
@@ -140,9 +138,7 @@ def _reads_versions(batch: Batch, config: CorrectionConfig, reports_weights: boo
     return config.segment_wise_on or (by_age and knows_versions(batch))
 
 
-def _check_present(
-    host: Host, args: Any, batch: Batch, config: CorrectionConfig, reads_versions: bool
-) -> None:
+def _check_present(host: Host, args: Any, batch: Batch, config: CorrectionConfig, reads_versions: bool) -> None:
     always_recomputed = host.recomputes(args) == "always" and not config.bypass
     rows = (
         (

@@ -15,9 +15,7 @@ from mis_plugins.loss.micro_batch import LossConfig
 from mis_plugins.loss.objective import ESTIMATORS, Clip
 
 
-def config_in_force(
-    args: Any, config: CorrectionConfig, host: Host, versions_known: bool = False
-) -> CorrectionConfig:
+def config_in_force(args: Any, config: CorrectionConfig, host: Host, versions_known: bool = False) -> CorrectionConfig:
     """Complete `config` with objective and OPSM of the user, which no flag may contradict, or of the flags.
 
     In a run that only watches, `config` keeps its metrics alone; objective and OPSM come from the flags.

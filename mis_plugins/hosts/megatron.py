@@ -65,11 +65,7 @@ def pipeline() -> tuple[ProcessGroup | None, int]:
 def tensor() -> tuple[int, int]:
     """Size and rank of tensor parallelism."""
     mpu = _mpu()
-    return (
-        (1, 0)
-        if mpu is None
-        else (mpu.get_tensor_model_parallel_world_size(), mpu.get_tensor_model_parallel_rank())
-    )
+    return (1, 0) if mpu is None else (mpu.get_tensor_model_parallel_world_size(), mpu.get_tensor_model_parallel_rank())
 
 
 def arguments() -> Any:

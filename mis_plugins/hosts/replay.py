@@ -45,9 +45,7 @@ class Queues:
         if at is None or at >= self.recorded(router):
             return None
         rows = router.routing_replay.top_indices_list[at]
-        return (
-            rows if hasattr(rows, "shape") else None
-        )  # slime may read them from a file when they are consumed
+        return rows if hasattr(rows, "shape") else None  # slime may read them from a file when they are consumed
 
     @contextmanager
     def passing_over(self, router: Any) -> Iterator[None]:

@@ -75,9 +75,7 @@ def compare(args: Any, rollout_id: int, data: Mapping[str, Any]) -> None:
             "(slime with one step a rollout: --get-mismatch-metrics beside --use-tis)"
         )
     if host.rescore is None:
-        raise ConfigError(
-            f"mis.resplit_every: no hook of {host.title} reaches its log-prob pass; leave it out"
-        )
+        raise ConfigError(f"mis.resplit_every: no hook of {host.title} reaches its log-prob pass; leave it out")
     ranks, cp = host.parallel()
     again = host.rescore(original(args), data, ranks)
     if again is None:
@@ -209,6 +207,4 @@ def resplit_metrics(tokens: float, differing: float, apart: float, largest: floa
         apart, largest: the sum of |difference|, and the largest.
     """
     most = largest if tokens else math.nan
-    return known(
-        dict(zip(RESPLIT, (ratio_of(differing, tokens), ratio_of(apart, tokens), most), strict=True))
-    )
+    return known(dict(zip(RESPLIT, (ratio_of(differing, tokens), ratio_of(apart, tokens), most), strict=True)))

@@ -92,9 +92,7 @@ def count_samples(
         InputError: samples, which slime's documentation promises; `args` alone, from another caller than Miles's
             trainer.
     """
-    rollout_id, data = rollout_data(
-        rest, "mis_plugins.mis.count_samples", "drop it: the step hook logs exact means"
-    )
+    rollout_id, data = rollout_data(rest, "mis_plugins.mis.count_samples", "drop it: the step hook logs exact means")
     ranks = current(args).parallel()[0]
     recorder.check_rollout(args, rollout_id, ranks)
     resplit.compare(args, rollout_id, data)
@@ -109,9 +107,7 @@ def _is_by_loss_hook(args: View) -> bool:
 
 def _in_force(args: View, tis_config: Callable[[View], CorrectionConfig]) -> CorrectionConfig:
     """The config of the hook that makes the loss: one that changes nothing where the run only watches."""
-    return (
-        watching.for_loss_hook(args, reading.from_args(args)) if _is_by_loss_hook(args) else tis_config(args)
-    )
+    return watching.for_loss_hook(args, reading.from_args(args)) if _is_by_loss_hook(args) else tis_config(args)
 
 
 def _has_log_probs(data: Mapping[str, Any]) -> bool:

@@ -46,9 +46,7 @@ class Watching:
         watch = self._installed(args, model)
         watch.begin(LOG_PROB if prefix == "" else None)
 
-    def before_step(
-        self, args: Any, rollout_id: int, step_id: int, model: Sequence[nn.Module] | None
-    ) -> None:
+    def before_step(self, args: Any, rollout_id: int, step_id: int, model: Sequence[nn.Module] | None) -> None:
         """Read what was seen since the last call, log it, and watch the forwards of the step that begins.
 
         Raises:
@@ -85,16 +83,10 @@ class Watching:
             self.watch = watch
         return self.watch
 
-    def flags(
-        self, args: Any, layout: Layout, total_lengths: Sequence[int], device: torch.device
-    ) -> Flags | None:
+    def flags(self, args: Any, layout: Layout, total_lengths: Sequence[int], device: torch.device) -> Flags | None:
         """Flags of each local response token of the micro-batch that is trained now; None where none are known."""
         flags = None if self.watch is None else self.watch.flags()
-        if (
-            flags is None
-            or getattr(args, "allgather_cp", False)
-            or getattr(args, "qkv_format", "thd") != "thd"
-        ):
+        if flags is None or getattr(args, "allgather_cp", False) or getattr(args, "qkv_format", "thd") != "thd":
             return None
         assert self.watch is not None
         rows = response_rows(layout, total_lengths, self.watch.grid, device)
@@ -111,9 +103,7 @@ class Watching:
         if flags is None:
             checks.refuse("routes", args, config, current(args))
         if config.routing is not None and self.watch is None:
-            raise InputError(f"{{routing}}: nothing watches the routers; give {ROUTES_HOOK}").spelled(
-                names, "mis."
-            )
+            raise InputError(f"{{routing}}: nothing watches the routers; give {ROUTES_HOOK}").spelled(names, "mis.")
         if not config.reads_routes:
             return None
         if flags is None:

@@ -127,8 +127,7 @@ def _without_log_probs(absent: list[Any], tokens: int) -> Fault:
     """The fault of a sample whose entries for tokens of the loss are no log-probs; what stands there is named."""
     numbers = [number_of(x) for x in absent]
     names = [
-        shortened(x) if x is None or isinstance(x, str) else f"{y:g}"
-        for x, y in zip(absent, numbers, strict=True)
+        shortened(x) if x is None or isinstance(x, str) else f"{y:g}" for x, y in zip(absent, numbers, strict=True)
     ]
     named = Counter(name for name in names if name not in ("nan", "inf", "-inf"))
     cause: Cause = "absent" if set(named) - {"None"} else "not finite"

@@ -410,9 +410,7 @@ def _at_exit(recorder: weakref.ref[Recorder]) -> None:
         alive.at_exit()
 
 
-def _ages(
-    correction: Correction, written: Written | None, numerator: Float[Tensor, " T"] | None
-) -> Partials | None:
+def _ages(correction: Correction, written: Written | None, numerator: Float[Tensor, " T"] | None) -> Partials | None:
     if written is None:
         return None
     from mis_plugins.metrics.staleness import of_correction

@@ -51,9 +51,7 @@ class Answer:
         """How many leading tokens are those of this answer and of its prompt."""
         prompt = tokens[: self.given] if self.prompt is None else self.prompt
         pairs = enumerate(zip([*prompt, *self.tokens], tokens, strict=False))
-        return next(
-            (i for i, (one, other) in pairs if one != other), min(self.given + len(self.tokens), len(tokens))
-        )
+        return next((i for i, (one, other) in pairs if one != other), min(self.given + len(self.tokens), len(tokens)))
 
 
 @dataclass(frozen=True)
@@ -102,9 +100,7 @@ def judge(sample: Any, answers: Sequence[Answer]) -> None:
         logger.warning("sample %s of group %s: %s", sample.index, sample.group_index, fault)
 
 
-def fault_of(
-    tokens: Ids, turns: Sequence[tuple[int, int]], answers: Sequence[Answer], start: int = 0
-) -> str | None:
+def fault_of(tokens: Ids, turns: Sequence[tuple[int, int]], answers: Sequence[Answer], start: int = 0) -> str | None:
     """Name the first turn with a token from `start` on that no answer has at its place; None where there is none."""
     for turn, (begin, end) in enumerate(turns, 1):
         place = max(begin, start)

@@ -77,9 +77,7 @@ def check_step_hook(config: CorrectionConfig) -> None:
 
 def told(ended: str, args: Any) -> str:
     """The error of a step or rollout that no hook of ours corrected, though the arguments ask for it."""
-    return (
-        f"{ended}: the arguments ask for a correction, and no hook of mis_plugins corrected: {lacking(args)}"
-    )
+    return f"{ended}: the arguments ask for a correction, and no hook of mis_plugins corrected: {lacking(args)}"
 
 
 def lacking(args: Any) -> str:

@@ -58,9 +58,7 @@ def for_loss_hook(args: Any, config: CorrectionConfig) -> CorrectionConfig:
     if config.corrects or config.needs_loss_hook:
         return config
     if idle := asked or _flat_keys(view(args)):
-        raise ConfigError(
-            f"{', '.join(idle)}: no effect without a tis_upper_bound; give one (mis.yaml has 2.0)"
-        )
+        raise ConfigError(f"{', '.join(idle)}: no effect without a tis_upper_bound; give one (mis.yaml has 2.0)")
     _warn_where_nothing_is_said(view(args))
     return config
 

@@ -34,9 +34,7 @@ class Head:
     vocabulary: Vocabulary
     exchange: Exchange | None = None
 
-    def center(
-        self, target: Float[Tensor, " T"], usable: Bool[Tensor, " T"], config: CorrectionConfig
-    ) -> Center:
+    def center(self, target: Float[Tensor, " T"], usable: Bool[Tensor, " T"], config: CorrectionConfig) -> Center:
         """The centering term of each usable position at which the engine named a token; see `loss/centering.py`.
 
         The term has no gradient where the config does not center.

@@ -292,15 +292,11 @@ def uncorrected(x: LossInputs, config: CorrectionConfig, flags: LossConfig) -> F
     return term.loss if term.alone is None else term.alone()
 
 
-def _kl(
-    x: LossInputs, old: Tensor, share: Share, objective: ObjectiveConfig, kind: KlType
-) -> Float[Tensor, " T"]:
+def _kl(x: LossInputs, old: Tensor, share: Share, objective: ObjectiveConfig, kind: KlType) -> Float[Tensor, " T"]:
     assert x.reference is not None
     mask, log_ratio = x.ragged.loss_mask, None
     if objective.unbiased_kl:
-        log_ratio, mask = target_log_ratio(
-            x.target, old, mask
-        )  # the product is not known where the ratio is not
+        log_ratio, mask = target_log_ratio(x.target, old, mask)  # the product is not known where the ratio is not
     kl = kl_term(x.target, x.reference, mask, kind, log_ratio)
     return kl * share.factor if objective.weigh_kl else share.kept(kl * share.scale)
 
@@ -332,7 +328,5 @@ def _effective_share(ratio: Float[Tensor, " T"], ragged: Ragged) -> Float[Tensor
     """
     valid_ratio = torch.where(ragged.loss_mask, ratio, 0)
     sums = ragged.totals({"valid": ragged.loss_mask, "ratio": valid_ratio}, {"ratio_squared": valid_ratio})
-    share = sums["ratio"].square() / (sums["valid"] * sums["ratio_squared"]).clamp(
-        min=torch.finfo(torch.float32).tiny
-    )
+    share = sums["ratio"].square() / (sums["valid"] * sums["ratio_squared"]).clamp(min=torch.finfo(torch.float32).tiny)
     return ragged.to_tokens(share.to(ratio.dtype))

@@ -26,9 +26,7 @@ def soft_weight(
     assert config.k_pos and config.lambda_pos and config.k_neg and config.lambda_neg
     ratio = exp_clamped(log_ratio)
     phi = lambda k, lam: exp_finite(lam + k * log_ratio - lam * ratio)  # noqa: E731
-    return torch.where(
-        advantages >= 0, phi(config.k_pos, config.lambda_pos), phi(config.k_neg, config.lambda_neg)
-    )
+    return torch.where(advantages >= 0, phi(config.k_pos, config.lambda_pos), phi(config.k_neg, config.lambda_neg))
 
 
 def vespo(x: Operands, ragged: Ragged, clip: Clip) -> PolicyTerm:

@@ -94,9 +94,7 @@ def nonfinite_log_probs(config: CorrectionConfig, sums: Mapping[str, float]) -> 
     if config.segment_wise_on or not count:
         return []
     meant = (
-        "A token without a finite ratio weighs 0, and is"
-        if config.corrects
-        else "A token without a finite ratio is"
+        "A token without a finite ratio weighs 0, and is" if config.corrects else "A token without a finite ratio is"
     )
     return [
         f"{count:.0f} of {sums['valid']:.0f} tokens have a log-prob that is NaN or infinite, or that stands in for "

@@ -72,16 +72,12 @@ def _of_sequences(c: Correction, edges: Tensor) -> Iterator[Partials]:
         for name, row in sequences.DEPARTURES.items():
             values = row(c.departure)
             known = c.any_valid & values.isfinite()
-            yield from reduced(
-                sequences.of_departure(name, torch.where(known, values, 0)), known.double(), edges=edges
-            )
+            yield from reduced(sequences.of_departure(name, torch.where(known, values, 0)), known.double(), edges=edges)
 
 
 def _of_units(c: Correction) -> Iterator[tuple[Totals, list[Quantity]]]:
     """The quantities of units with a usable token, with the totals of each kind of unit and population of tokens."""
-    found: dict[tuple[Unit, Population], list[Quantity]] = {
-        ("sequence", "valid"): [*sequences.of_sequences(c)]
-    }
+    found: dict[tuple[Unit, Population], list[Quantity]] = {("sequence", "valid"): [*sequences.of_sequences(c)]}
     for name, rule in tokens.rules(c.config):
         if rule.over != "token":
             kind = rule.unit, c.config.population(rule)
@@ -102,9 +98,7 @@ def _totals(c: Correction, kind: tuple[Unit, Population]) -> Totals:
 
 def _of_micro_batch(c: Correction, **numbers: Tensor) -> Partials:
     """Counts of one micro-batch, some of which the host knows, and numbers that it does not know."""
-    counts = {"micro_batches": 1.0} | (
-        {} if c.config.metrics == "none" else {"sequences": float(c.ragged.size)}
-    )
+    counts = {"micro_batches": 1.0} | ({} if c.config.metrics == "none" else {"sequences": float(c.ragged.size)})
     if c.all_rejected is None:
         counts["all_rejected"] = 0.0
     else:
@@ -149,9 +143,7 @@ def _watched_sequences(c: Correction) -> Iterator[Partials]:
 
 METRICS: dict[str, Callable[[Step], float]] = {
     "live_sequences_fraction": lambda s: s.over("any_valid", "sequences"),
-    "nonfinite_advantage_tokens": lambda s: (
-        s.sums["nonfinite_advantages"] if s.sums["with_advantage"] else math.nan
-    ),
+    "nonfinite_advantage_tokens": lambda s: s.sums["nonfinite_advantages"] if s.sums["with_advantage"] else math.nan,
     "prob_correlation": lambda s: s.correlation("proximal_prob", "behavior_prob", "prob_product"),
     "log_prob_correlation": lambda s: s.correlation("proximal", "behavior", "log_prob_product"),
     "slope": lambda s: s.related("slope"),

@@ -109,9 +109,7 @@ def _kept_weight(c: Correction) -> Float[Tensor, " N"]:
     if c.after_opsm is not None:
         return c.after_opsm.weight
     verdict = c.verdict
-    total = (
-        verdict.of_kept_sequences(c.totals["kept_weight"]) if weighs_tokens(c.config) else verdict.kept_usable
-    )
+    total = verdict.of_kept_sequences(c.totals["kept_weight"]) if weighs_tokens(c.config) else verdict.kept_usable
     total = total if c.sequence_weight is None else total * c.sequence_weight
     return total if c.mean_weight is None else total / c.mean_weight
 
@@ -121,13 +119,9 @@ def of_valid_sequences(c: Correction) -> Iterator[Quantity]:
     kept = c.verdict.kept_usable if c.after_opsm is None else c.after_opsm.usable
     yield Quantity("any_valid", c.any_valid, {"sequences": take.total})
     yield Quantity("nonfinite_train", c.totals["nonfinite_train"], {"nonfinite_train_tokens": take.total})
-    yield Quantity(
-        "nonfinite_rollout", c.totals["nonfinite_rollout"], {"nonfinite_rollout_tokens": take.total}
-    )
+    yield Quantity("nonfinite_rollout", c.totals["nonfinite_rollout"], {"nonfinite_rollout_tokens": take.total})
     yield Quantity("kept_sequences", kept > 0, {"kept_sequences": take.mean}, over="any_valid")
-    yield Quantity(
-        "touched_sequences", kept < c.totals["valid"], {"touched_sequences": take.mean}, over="any_valid"
-    )
+    yield Quantity("touched_sequences", kept < c.totals["valid"], {"touched_sequences": take.mean}, over="any_valid")
     if c.departure is not None:
         unknown = c.departure.divergence.isinf() & c.any_valid
         yield Quantity("opsm_unknown", unknown, {"opsm_unknown_sequences": take.total})

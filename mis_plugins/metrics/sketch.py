@@ -36,9 +36,7 @@ def edges(device: torch.device) -> Float[Tensor, " _"]:
     return torch.cat([-positive.flip(0), positive])
 
 
-def histograms(
-    x: Float[Tensor, "H K"], where: Float[Tensor, " K"], edges: Float[Tensor, " _"]
-) -> Float[Tensor, "H B"]:
+def histograms(x: Float[Tensor, "H K"], where: Float[Tensor, " K"], edges: Float[Tensor, " _"]) -> Float[Tensor, "H B"]:
     """How many of the values of each row lie in each bucket, as whole numbers.
 
     Args:

@@ -57,9 +57,7 @@ WEIGHT_METRICS = (
 """The metrics of `weights_by_age` by name."""
 
 
-def of_correction(
-    correction: Correction, written: Written, numerator: Float[Tensor, " T"] | None = None
-) -> Partials:
+def of_correction(correction: Correction, written: Written, numerator: Float[Tensor, " T"] | None = None) -> Partials:
     """What the micro-batch of a correction adds; `numerator` is log pi_{v+1}, None with standard weights."""
     log_probs = correction.stage.log_probs
     multiplied = BehaviorWeight(correction.weights, correction.keep)
@@ -114,9 +112,7 @@ def weights_by_age(
     return Partials.beside(part for found in parts for part in found)
 
 
-def by_age(
-    quantities: Iterable[Quantity], where: Bool[Tensor, " T"], ages: Int[Tensor, " T"]
-) -> Iterator[Partials]:
+def by_age(quantities: Iterable[Quantity], where: Bool[Tensor, " T"], ages: Int[Tensor, " T"]) -> Iterator[Partials]:
     """The totals of the tokens that `where` marks, of all and by age.
 
     Args:

@@ -61,9 +61,7 @@ class TokenMetrics(Mapping[str, Tensor]):
     Metrics per sequence are computed together when the first of them is read; so are metrics per micro-batch.
     """
 
-    def __init__(
-        self, correction: Correction, catalogue: Catalogue, prefix: str, average: Average | None = None
-    ):
+    def __init__(self, correction: Correction, catalogue: Catalogue, prefix: str, average: Average | None = None):
         self._correction, self._catalogue, self._prefix = correction, catalogue, prefix
         self._average: Average | None = average
 
@@ -113,9 +111,7 @@ class TokenMetrics(Mapping[str, Tensor]):
         return len(self._catalogue)
 
 
-def scaled_back(
-    value: Float[Tensor, " T"], correction: Correction, average: Average | None
-) -> Float[Tensor, " T"]:
+def scaled_back(value: Float[Tensor, " T"], correction: Correction, average: Average | None) -> Float[Tensor, " T"]:
     """A metric of a token, scaled so that fully masked samples of the micro-batch do not lower the host's mean."""
     share = _live_share(correction, average)
     return value if share is None else value / share
@@ -188,9 +184,7 @@ def effective_sample_size(c: Correction) -> Float[Tensor, ""]:
     total, squares = _applied_moments(c)
     if c.keep_sequences is not None:
         total, squares = (torch.where(c.keep_sequences, x, 0) for x in (total, squares))
-    return total.sum() ** 2 / (c.totals["valid"].sum() * squares.sum()).clamp(
-        min=torch.finfo(torch.float64).tiny
-    )
+    return total.sum() ** 2 / (c.totals["valid"].sum() * squares.sum()).clamp(min=torch.finfo(torch.float64).tiny)
 
 
 KL = of("token", kl=lambda c: k1(c.log_ratio), k3_kl=lambda c: k3(c.log_ratio))
@@ -202,9 +196,7 @@ NONFINITE = of(
     nonfinite_train_mb=lambda c: c.totals["nonfinite_train"].sum(),
     nonfinite_rollout_mb=lambda c: c.totals["nonfinite_rollout"].sum(),
 )
-OF_CORRECTION = of("token", kept_fraction=lambda c: as_bytes(c.keep)) | of(
-    "micro_batch", ess_mb=effective_sample_size
-)
+OF_CORRECTION = of("token", kept_fraction=lambda c: as_bytes(c.keep)) | of("micro_batch", ess_mb=effective_sample_size)
 PPL_RATIO = of("sequence", ppl_ratio=lambda c: c.means.perplexities[2])
 WATCH = {"k3_kl": KL["k3_kl"]} | SATURATED | PPL_RATIO
 CORE = KL | RATIO_MAX | NONFINITE

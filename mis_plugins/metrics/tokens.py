@@ -153,9 +153,7 @@ OF_LOG_RATIO = {
     **_by_place({"kl_k1": take.minus_mean}),
     **take.percentiles("ratio", take.exp_of),
 }
-OF_ABS_LOG_RATIO = {"log_prob_diff_abs_mean": take.mean} | _by_place(
-    {"log_prob_diff_abs_mean": take.mean}, OF_TURNS
-)
+OF_ABS_LOG_RATIO = {"log_prob_diff_abs_mean": take.mean} | _by_place({"log_prob_diff_abs_mean": take.mean}, OF_TURNS)
 OF_K3 = {"kl_k3": take.mean} | _by_place({"kl_k3": take.mean})
 OF_RATIO = {"ratio_mean": take.mean, "chi2_token": take.chi2, "ess_ratio": take.share} | _by_place(
     {"ratio_mean": take.mean}
@@ -319,9 +317,7 @@ def weight_limits(weight: WeightConfig) -> tuple[float, float]:
     return (log_bound(weight.floor) if weight.floor else -high), high
 
 
-def beyond(
-    name: str, values: Tensor, limits: Limits, over: str = "usable", by_tokens: str = ""
-) -> Iterator[Quantity]:
+def beyond(name: str, values: Tensor, limits: Limits, over: str = "usable", by_tokens: str = "") -> Iterator[Quantity]:
     """Where a number lies below, and where above its limits, if it has any.
 
     Args:
@@ -346,8 +342,6 @@ def bounded(values: Tensor, rule: RejectRule) -> Float[Tensor, " *"]:
 
 
 def _of_rule(name: str, rule: RejectRule, values: Tensor) -> Iterator[Quantity]:
-    yield Quantity(
-        name, values, {f"{name}_mean": take.mean, f"{name}_min": take.smallest, f"{name}_max": take.largest}
-    )
+    yield Quantity(name, values, {f"{name}_mean": take.mean, f"{name}_min": take.smallest, f"{name}_max": take.largest})
     yield Quantity(f"{name}_bounded", bounded(values, rule), {f"{name}_std": take.std})
     yield from beyond(name + "_{side}_fraction", values, rule.limits)

@@ -163,10 +163,7 @@ def reduced(
     if ended:
         at = places if where is None else None
         names = tuple(
-            f"{place}{q.name}_{side}"
-            for side in ("max", "min")
-            for q in ended
-            for place in (at.names if at else ("",))
+            f"{place}{q.name}_{side}" for side in ("max", "min") for q in ended for place in (at.names if at else ("",))
         )
         columns = where if at is None else at.columns
         yield Partials({"maxima": names}, largest={"maxima": _extremes(ended, columns)})

@@ -64,9 +64,7 @@ class Exchange:
     group: dist.ProcessGroup
 
     @classmethod
-    def between(
-        cls, held: Layout, scored: Layout, group: dist.ProcessGroup, device: torch.device
-    ) -> Exchange:
+    def between(cls, held: Layout, scored: Layout, group: dist.ProcessGroup, device: torch.device) -> Exchange:
         """The exchange of two layouts of the same responses."""
         lengths = list(held.response_lengths)
         places = torch.arange(sum(lengths), device=device).split(lengths)

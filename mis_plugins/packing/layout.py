@@ -46,8 +46,7 @@ class Layout:
     def cut(self, responses: Sequence[Shaped[Tensor, "_"]]) -> list[Shaped[Tensor, "_"]]:
         """The tokens of whole responses that lie on this rank."""
         return [
-            torch.cat([response[start:stop] for start, stop in self.pieces(i)])
-            for i, response in enumerate(responses)
+            torch.cat([response[start:stop] for start, stop in self.pieces(i)]) for i, response in enumerate(responses)
         ]
 
     def place(self, loss_mask: Shaped[Tensor, " R"], ranks: Ranks) -> Placed:
@@ -85,9 +84,7 @@ class Placed:
 
     ragged: Ragged
 
-    def full_mask(
-        self, tokens: Bool[Tensor, " T"] | None, sequences: Bool[Tensor, " N"] | None
-    ) -> Bool[Tensor, " R"]:
+    def full_mask(self, tokens: Bool[Tensor, " T"] | None, sequences: Bool[Tensor, " N"] | None) -> Bool[Tensor, " R"]:
         """Mask of the tokens that are kept in whole responses. A mask of tokens costs one collective.
 
         Args:

@@ -137,9 +137,7 @@ class Ragged:
         """Sums of each row by sequence, row after row; rows from `first_square` on are squared first."""
         tokens, device = self.loss_mask.numel(), self.loss_mask.device
         if len(rows) > 1 and device.type == "cpu" and tokens >= LONG_ON_CPU:
-            return torch.cat(
-                [self._added([as_bytes(row)], int(i < first_square)) for i, row in enumerate(rows)]
-            )
+            return torch.cat([self._added([as_bytes(row)], int(i < first_square)) for i, row in enumerate(rows)])
         wide = torch.empty(len(rows) * tokens, dtype=torch.float64, device=device)
         if not rows:
             return wide
@@ -150,9 +148,7 @@ class Ragged:
         # `unsafe` skips a check of the lengths that would wait for the device.
         return torch.segment_reduce(wide, "sum", lengths=self.lengths.repeat(len(rows)), unsafe=True)
 
-    def _extreme(
-        self, row: Float[Tensor, " T"], start: float, reduce: Literal["amin", "amax"]
-    ) -> Float[Tensor, " N"]:
+    def _extreme(self, row: Float[Tensor, " T"], start: float, reduce: Literal["amin", "amax"]) -> Float[Tensor, " N"]:
         # Extremes are scattered, in any order: segment_reduce takes three times as long on a CPU.
         return row.new_full((self.size,), start).scatter_reduce_(0, self._sequence_of_token, row, reduce)
 
@@ -187,9 +183,7 @@ def _added(total: Float[Tensor, " K"], group: dist.ProcessGroup) -> Float[Tensor
     return added
 
 
-def _combine(
-    totals: Float[Tensor, "K N"], minima: int, maxima: int, group: dist.ProcessGroup
-) -> Float[Tensor, "K N"]:
+def _combine(totals: Float[Tensor, "K N"], minima: int, maxima: int, group: dist.ProcessGroup) -> Float[Tensor, "K N"]:
     """Combine the totals of all ranks: sums add, extremes compete, in rank order, so that all bits agree."""
     gathered = totals.new_empty(dist.get_world_size(group), *totals.shape)
     dist.all_gather_into_tensor(gathered.view(-1), totals.reshape(-1), group=group)

@@ -152,9 +152,7 @@ class Finding:
 def findings(facts: Facts) -> list[Finding]:
     """The causes that show, the best first, less those whose signs a better one explains."""
     seen = {name: numbers for name, detect in DETECTORS.items() if (numbers := detect(facts)) is not None}
-    shares = {
-        name: min(max(float(numbers.get("share_of_all", 1.0)), 0.0), 1.0) for name, numbers in seen.items()
-    }
+    shares = {name: min(max(float(numbers.get("share_of_all", 1.0)), 0.0), 1.0) for name, numbers in seen.items()}
     weak = {name for name in seen if CAUSES[name].alike and shares[name] < LEAST_SHARE}
     left = [name for name in seen if not any(_explains(other, name, shares) for other in seen.keys() - weak)]
     rest = 1 - max((shares[name] for name in left if name not in weak), default=0.0)
@@ -172,9 +170,7 @@ def _explains(name: str, other: str, shares: Mapping[str, float]) -> bool:
     return other in CAUSES[name].explains and not mutual
 
 
-def _finding(
-    name: str, seen: Mapping[str, Numbers], shares: Mapping[str, float], order: Sequence[str]
-) -> Finding:
+def _finding(name: str, seen: Mapping[str, Numbers], shares: Mapping[str, float], order: Sequence[str]) -> Finding:
     cause = CAUSES[name]
     also = tuple(other for other in cause.explains if other in seen)
     rest = 1 - shares[name]
@@ -346,9 +342,7 @@ def _of_bucket(facts: Facts, place: str, usual: str, factor: float, least: int =
     high = Moments.sum(moments.values())
     if high.count < LEAST_TOKENS or low.count < least or high.mean <= 0 or high.mean < factor * low.mean:
         return None
-    if high.mean - low.mean < STANDARD_ERRORS * math.sqrt(
-        low.variance / low.count + high.variance / high.count
-    ):
+    if high.mean - low.mean < STANDARD_ERRORS * math.sqrt(low.variance / low.count + high.variance / high.count):
         return None
     tokens = low.count + high.count
     every = sum(float(row["tokens"]) * float(row["mass"]) for row in rows.values())
@@ -374,9 +368,7 @@ def _rise(facts: Facts) -> Numbers | None:
     return _of_change(facts, lambda one: one.factor >= JUMP_FACTOR, [whole])
 
 
-def _of_change(
-    facts: Facts, fits: Callable[[Change], bool], among: Sequence[Change] | None = None
-) -> Numbers | None:
+def _of_change(facts: Facts, fits: Callable[[Change], bool], among: Sequence[Change] | None = None) -> Numbers | None:
     first = next(filter(fits, facts.changes if among is None else among), None)
     if first is None:
         return None

@@ -171,9 +171,7 @@ def print_summary(document: Document) -> None:
     if document.report is not None:
         whole = document.report.whole
         print()
-        print_table(
-            ["", document.title], [(name, f"{whole[name]:.4g}" if name in whole else "-") for name in SHOWN]
-        )
+        print_table(["", document.title], [(name, f"{whole[name]:.4g}" if name in whole else "-") for name in SHOWN])
     if document.proposal is not None:
         print()
         columns = ["config", "kept", "ess", "mean weight", "cosine", "judged"]

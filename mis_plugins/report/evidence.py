@@ -39,9 +39,7 @@ class Moments:
     def plus(self, x: Float[Tensor, " N"]) -> Moments:
         """Moments with the finite numbers of `x` added."""
         x = x[x.isfinite()].double()
-        return Moments(
-            self.count + x.numel(), self.total + float(x.sum()), self.squares + float(x.square().sum())
-        )
+        return Moments(self.count + x.numel(), self.total + float(x.sum()), self.squares + float(x.square().sum()))
 
     @property
     def mean(self) -> float:
@@ -170,9 +168,7 @@ def of_sequences(ragged: Ragged, tokens: Tokens, ended: Bool[Tensor, " N"]) -> d
     last = usable & (place == ragged.to_tokens(starts.diff()))
     first = usable & (place <= BEGINNING)
     parts = ((first, size), (first, tokens.log_ratio), (last, size), (first, masses), (last, masses))
-    rows = torch.stack(
-        [*ragged.sums(usable, size, masses, *(torch.where(where, x, 0) for where, x in parts))]
-    )
+    rows = torch.stack([*ragged.sums(usable, size, masses, *(torch.where(where, x, 0) for where, x in parts))])
     n, total, whole, begins, signed, end, begins_mass, end_mass = rows[:, rows[0] >= LONG_ENOUGH].unbind()
     long = ended[rows[0] >= LONG_ENOUGH]
     middle, rest = (total - begins - end) / (n - BEGINNING - 1), n - BEGINNING - 1

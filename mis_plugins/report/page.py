@@ -78,9 +78,7 @@ def _ladder(document: Document) -> str | None:
     """The run beside a real model; None of a run without a token to compare."""
     if document.report is None or FIRST not in document.report.whole:
         return None
-    return plots.ladder(
-        document.title, document.report.whole[FIRST], f"{FIRST} on the ladder of a real model"
-    )
+    return plots.ladder(document.title, document.report.whole[FIRST], f"{FIRST} on the ladder of a real model")
 
 
 def _first_lines(document: Document) -> dict[str, str]:
@@ -162,8 +160,7 @@ def _counted(count: float, one: str, more: str = "") -> str:
 def _code(text: str) -> Markup:
     """Text with `code` in backticks."""
     parts = (
-        Markup("<code>{}</code>" if place % 2 else "{}").format(part)
-        for place, part in enumerate(text.split("`"))
+        Markup("<code>{}</code>" if place % 2 else "{}").format(part) for place, part in enumerate(text.split("`"))
     )
     return Markup("").join(parts)
 

@@ -106,9 +106,7 @@ class Tables:
             bucket, size = place.bucket(batch), len(place.labels)
             if bucket is None:
                 continue
-            index = torch.where(
-                bucket < 0, size, bucket
-            )  # one bucket more, at the end, takes what is unknown
+            index = torch.where(bucket < 0, size, bucket)  # one bucket more, at the end, takes what is unknown
             sums = torch.stack([torch.bincount(index, row, size + 1)[:size] for row in rows])
             self.sums[name] = self.sums.get(name, 0) + sums
 

@@ -46,9 +46,7 @@ LONGEST = 40  # letters of a name in a picture
 _numbers = itertools.count()
 
 
-def curve(
-    lines: Mapping[str, Mapping[int, float]], label: str, log: bool = False, marks: Sequence[int] = ()
-) -> str:
+def curve(lines: Mapping[str, Mapping[int, float]], label: str, log: bool = False, marks: Sequence[int] = ()) -> str:
     """Values over steps, a line for each name. `marks` are steps at which something changed.
 
     `log` asks for a logarithmic axis, which values within a factor of ten do not get: theirs begins at 0.

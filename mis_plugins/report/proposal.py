@@ -14,9 +14,7 @@ from mis_plugins.explain.words import flags
 from mis_plugins.report.sweep import Candidate, load
 
 NOTHING = "nothing"  # the name of a proposal to a calm run
-NO_ADVANTAGES = (
-    "configs are not ranked by gradient without advantages: write the column `advantages`, and report again"
-)
+NO_ADVANTAGES = "configs are not ranked by gradient without advantages: write the column `advantages`, and report again"
 SHOWN = 6  # configs that are as good
 LEAST_KEPT = 0.5
 # Noise averages out over steps and a wrong direction adds up: only ten times the noise puts a candidate out.
@@ -113,9 +111,7 @@ def propose(
     judged = [judge(one, outcomes[one.name]) for one in candidates if one.name in outcomes]
     if not judged:
         return None
-    ranking = sorted(
-        judged, key=lambda one: (len(one.reasons), -one.direction, one.parts, one.candidate.name != "tis")
-    )
+    ranking = sorted(judged, key=lambda one: (len(one.reasons), -one.direction, one.parts, one.candidate.name != "tis"))
     kl_k3 = whole[FIRST]
     found = row(kl_k3)
     beyond = _beyond_all_rows(kl_k3, steps)
@@ -162,9 +158,7 @@ def _ranked(named: Judged, ranking: Sequence[Judged], by_row: str) -> tuple[Cand
             return best.candidate, [words, *_why(best, None), by_row]
     alike = [name for name, (gain, interval) in gains.items() if abs(gain) <= max(interval, ALIKE)]
     if alike:
-        told.append(
-            f"as good within the interval: {', '.join(sorted(alike, key=lambda name: name != 'tis')[:SHOWN])}"
-        )
+        told.append(f"as good within the interval: {', '.join(sorted(alike, key=lambda name: name != 'tis')[:SHOWN])}")
     return named.candidate if named.candidate.config.corrects else _preset("metrics-only"), told
 
 
@@ -176,9 +170,7 @@ def _interval(one: Judged, other: Judged) -> float:
     return 2 * math.sqrt((len(gains) - 1) * pvariance(gains)) if len(gains) > 1 else 0.0
 
 
-def _proposal(
-    chosen: Candidate, why: tuple[str, ...], ranking: Sequence[Judged], trusted: bool = True
-) -> Proposal:
+def _proposal(chosen: Candidate, why: tuple[str, ...], ranking: Sequence[Judged], trusted: bool = True) -> Proposal:
     config = chosen.config
     text = writing.to_yaml(writing.as_mapping(config))
     words = f"{flags(config)} --custom-config-path mis.yaml"

@@ -106,9 +106,7 @@ def from_mapping(values: Mapping[str, Any], step: Any, sample: str) -> Record:
     found.setdefault("loss_mask", torch.ones(size, dtype=torch.bool))
     for name, value in found.items():
         if value.numel() != size:
-            raise RecordError(
-                f"sample {sample}: {name} has {value.numel()} values, and behavior_log_probs {size}"
-            )
+            raise RecordError(f"sample {sample}: {name} has {value.numel()} values, and behavior_log_probs {size}")
     absent = {name: _absent(values[name], found[name], found["loss_mask"]) for name in REQUIRED}
     for name in REQUIRED:
         found[name] = torch.threshold(found[name], LOWEST, math.nan)
@@ -148,9 +146,7 @@ def printed(text: Any, most: int) -> str:
 
 def _tensor(name: str, values: Any) -> Tensor:
     kind = KINDS[name]
-    found = (
-        values.detach().reshape(-1).to("cpu") if isinstance(values, Tensor) else _of_list(name, values, kind)
-    )
+    found = values.detach().reshape(-1).to("cpu") if isinstance(values, Tensor) else _of_list(name, values, kind)
     ITEMS.check(found.numel(), 0, name)
     if found.is_complex() or (kind.is_floating_point and found.dtype == torch.bool):
         raise RecordError(f"{name}: holds numbers of another kind ({found.dtype})")

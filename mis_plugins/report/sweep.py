@@ -105,9 +105,7 @@ class Shared:
     def all_valid(self) -> dict[str, Float[Tensor, " K"]]:
         return self.counts(self.batch.ragged.loss_mask, self.valid)
 
-    def counts(
-        self, tokens: Bool[Tensor, " T"], of_sequence: Float[Tensor, " N"]
-    ) -> dict[str, Float[Tensor, " K"]]:
+    def counts(self, tokens: Bool[Tensor, " T"], of_sequence: Float[Tensor, " N"]) -> dict[str, Float[Tensor, " K"]]:
         """Number of tokens in each bucket of the response's length, and of the advantage's sign where it is known."""
         lengths = torch.bincount(self.lengths, of_sequence, len(PLACES["length"].labels))
         signs = [(tokens & sign).count_nonzero() for sign in self.signs]

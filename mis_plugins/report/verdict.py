@@ -55,9 +55,7 @@ class Verdict:
 
 def beyond(values: Mapping[str, float]) -> list[str]:
     """The numbers that lie beyond their limits, in words."""
-    return [
-        f"{name} is {words}" for name in LIMITS if name in values and (words := _beyond(name, values[name]))
-    ]
+    return [f"{name} is {words}" for name in LIMITS if name in values and (words := _beyond(name, values[name]))]
 
 
 def _beyond(name: str, value: float) -> str:
@@ -94,9 +92,7 @@ def verdict(report: Report, proposal: Proposal | None) -> Verdict:
         "Beyond its limit": f"{'; '.join(limits)}." if limits else "",
         "Why": WHY if limits and not told else "",
         **_unread(report),
-        "Since when": since(
-            {step: row[FIRST] for step, row in report.steps.items() if FIRST in row}, report.changes
-        ),
+        "Since when": since({step: row[FIRST] for step, row in report.steps.items() if FIRST in row}, report.changes),
         "Where": _where(report),
         "What to run with": _helped(proposal) if proposal else "",
     }
@@ -152,9 +148,7 @@ def _of_nothing(report: Report) -> Verdict:
     return Verdict(ALARM, f"Nothing was measured: {why}.", look | _unread(report), measured=False)
 
 
-def of_curves(
-    curves: Sequence[Curve], rejected: int = 0, unread: int = 0, problems: Problems | None = None
-) -> Verdict:
+def of_curves(curves: Sequence[Curve], rejected: int = 0, unread: int = 0, problems: Problems | None = None) -> Verdict:
     """The verdict on curves without tokens, by the last value of each number: a log's row holds only some numbers.
 
     rejected: number of records of tokens that could not be read.
@@ -217,9 +211,7 @@ def _headline(report: Report, level: str) -> str:
         more = f", and {len(others)} other cause{'s' if len(others) > 1 else ''}" if others else ""
         return f"{first.cause.title}{more}."
     if report.usable < FEW:
-        return (
-            f"{report.usable} token{'s' * (report.usable > 1)} can be compared, too few to tell anything by."
-        )
+        return f"{report.usable} token{'s' * (report.usable > 1)} can be compared, too few to tell anything by."
     if level == CALM:
         return "Rollout engine and trainer agree as well as a healthy run."
     if not beyond(report.whole):
@@ -249,17 +241,11 @@ def _where(report: Report) -> str:
     found = []
     total = sum(float(row["tokens"]) for row in report.places.get("position", ()))
     for name, rows in report.places.items():
-        wide = {
-            float(row["kl_k3"]): row["bucket"]
-            for row in reversed(rows)
-            if float(row["tokens"]) > 0.01 * total
-        }
+        wide = {float(row["kl_k3"]): row["bucket"] for row in reversed(rows) if float(row["tokens"]) > 0.01 * total}
         high, low = max(wide, default=0.0), min(wide, default=0.0)
         if high > 3 * max(low, 1e-12) and name != "probability":
             found.append(f"{name} {wide[high]} ({high:.2g}, against {low:.2g} at {wide[low]})")
-    return (
-        f"most at {'; '.join(found)}." if found else "nowhere in particular; the mismatch is spread evenly."
-    )
+    return f"most at {'; '.join(found)}." if found else "nowhere in particular; the mismatch is spread evenly."
 
 
 def _helped(proposal: Proposal) -> str:

@@ -48,8 +48,7 @@ def as_json(document: Document) -> dict[str, Any]:
         "title": document.title,
         "inputs": list(document.inputs),
         "complete": document.complete,
-        "verdict": asdict(document.verdict)
-        | {"parts": document.verdict.told, "lines": document.verdict.lines},
+        "verdict": asdict(document.verdict) | {"parts": document.verdict.told, "lines": document.verdict.lines},
         **(_of_report(document.report) if document.report else {}),
         **({"proposal": _of_proposal(document.proposal)} if document.proposal else {}),
         "curves": [{"label": curve.label, "values": dict(curve.values)} for curve in document.curves],

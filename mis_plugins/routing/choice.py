@@ -32,11 +32,7 @@ def selection_scores(router: Any, logits: Float[Tensor, "T E"]) -> Float[Tensor,
         # A sum of logits may choose another group than the sum of their softmax.
         scores = logits.softmax(-1, dtype=torch.float32).type_as(logits)
     groups = router.config.moe_router_group_topk
-    return (
-        scores
-        if not groups
-        else _within_groups(scores, router.config.moe_router_num_groups, groups, router.topk)
-    )
+    return scores if not groups else _within_groups(scores, router.config.moe_router_num_groups, groups, router.topk)
 
 
 def _check_known(router: Any) -> None:

@@ -86,9 +86,7 @@ def of_sample(sample: int, one: Ran, strange: float, stage_of: Mapping[int, int]
     for layer, stage in stage_of.items():
         if one.of(layer, "strange")[sample]:
             by_stage.setdefault(stage, []).append(str(layer))
-    layers = "; ".join(
-        f"layers {', '.join(each)} (pipeline stage {stage})" for stage, each in by_stage.items()
-    )
+    layers = "; ".join(f"layers {', '.join(each)} (pipeline stage {stage})" for stage, each in by_stage.items())
     return (
         f"sample {sample} of {one}, {layers}: {strange:.0f} tokens share less than half of their recorded experts "
         "with most routers: rows of another token, repeated, stale or missing"

@@ -51,9 +51,7 @@ class Placement:
         return x.chunk(self.grid.sp_size)[self.grid.sp_rank] if self.grid.sp_size > 1 else x
 
 
-def placement(
-    loss_mask: Shaped[Tensor, "b s"], cu_seqlens: Int[Tensor, " bounds"] | None, grid: Grid
-) -> Placement:
+def placement(loss_mask: Shaped[Tensor, "b s"], cu_seqlens: Int[Tensor, " bounds"] | None, grid: Grid) -> Placement:
     """Place the rows of a micro-batch, without waiting for the device.
 
     Args:
@@ -69,9 +67,7 @@ def placement(
     return Placement(grid, sequences, sequence, position, bucket, counted)
 
 
-Placed = tuple[
-    int, Int[Tensor, " n"], Int[Tensor, " n"]
-]  # sequences; of each row its sequence and its position
+Placed = tuple[int, Int[Tensor, " n"], Int[Tensor, " n"]]  # sequences; of each row its sequence and its position
 
 
 def _in_rows(loss_mask: Shaped[Tensor, "b s"], grid: Grid) -> Placed:

@@ -119,9 +119,7 @@ def _read(watch: Watch, groups: Groups, strange: Sequence[Tensor]) -> Seen:
     of_replica = _summed(packed, groups.of_replica)
     sizes = [part.numel() for part in parts]
     whole, by_sample = of_replica.split([sum(sizes), of_replica.numel() - sum(sizes)])
-    whole, by_sample, *strange = (
-        to_host(x) for x in (_summed(whole, groups.of_replicas), by_sample, *strange)
-    )
+    whole, by_sample, *strange = (to_host(x) for x in (_summed(whole, groups.of_replicas), by_sample, *strange))
     Arrival.of_copies_from(sums.table).wait()
     table, split, of_layers, faulty, unknown = whole.split(sizes)
     table, (stage_of, random) = table.view_as(sums.table), _read_layers(of_layers.view(3, -1))
@@ -193,9 +191,7 @@ def _summed(x: Tensor, groups: Sequence[Group]) -> Tensor:
         if error is None:
             x = added
         else:
-            logger.warning(
-                "routes of this step are those of this rank's cell alone: a rank was lost (%s)", error
-            )
+            logger.warning("routes of this step are those of this rank's cell alone: a rank was lost (%s)", error)
     return x
 
 

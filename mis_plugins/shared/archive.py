@@ -22,9 +22,7 @@ from torch import Tensor
 from mis_plugins.shared.budget import RecordError
 from mis_plugins.shared.opened import Opened, read
 
-LOCAL_HEADER = struct.Struct(
-    "<4s4xH"
-)  # of a record of an archive: its mark, and how the record is compressed
+LOCAL_HEADER = struct.Struct("<4s4xH")  # of a record of an archive: its mark, and how the record is compressed
 MARK = b"PK\x03\x04"
 
 Entry = tuple[str, int, int]  # name of a record, place of its header, and size
@@ -44,9 +42,7 @@ class Archive:
         self.reader = torch._C.PyTorchFileReader(self.opened.file)
         names = self.reader.get_all_records()
         if self._listed(names) != _listed_by_zipfile(self.opened):
-            raise RecordError(
-                f"{path}: shows two readers of archives two lists of records, so neither is believed"
-            )
+            raise RecordError(f"{path}: shows two readers of archives two lists of records, so neither is believed")
         if any(name.endswith("constants.pkl") for name in names):
             raise RecordError(f"{path}: a TorchScript program, not a dump")
         if "byteorder" in names and self.read("byteorder") != sys.byteorder.encode():
@@ -54,9 +50,7 @@ class Archive:
 
     def _listed(self, names: Iterable[str]) -> list[Entry]:
         reader: Any = self.reader
-        return sorted(
-            (name, reader.get_record_header_offset(name), reader.get_record_size(name)) for name in names
-        )
+        return sorted((name, reader.get_record_header_offset(name), reader.get_record_size(name)) for name in names)
 
     def place(self, name: str) -> tuple[int, int]:
         """Offset and size of a record, which `torch.save` never compresses.
@@ -80,9 +74,7 @@ def _listed_by_zipfile(opened: Opened) -> list[Entry]:
     with zipfile.ZipFile(opened.file) as archive:
         entries = archive.infolist()
     folder = entries[0].filename.partition("/")[0] if entries else ""
-    return sorted(
-        (one.filename.removeprefix(f"{folder}/"), one.header_offset, one.file_size) for one in entries
-    )
+    return sorted((one.filename.removeprefix(f"{folder}/"), one.header_offset, one.file_size) for one in entries)
 
 
 @dataclass(frozen=True, eq=False)
@@ -131,8 +123,4 @@ def _strided(flat: Tensor, told: Stored) -> Tensor:
     last = told.offset + sum((count - 1) * step for count, step in steps)
     if told.numel and last >= flat.numel():
         raise RecordError(f"a tensor of shape {list(told.shape)} names numbers beyond its storage")
-    return (
-        torch.as_strided(flat, told.shape, told.strides, told.offset)
-        if told.numel
-        else flat.new_empty(told.shape)
-    )
+    return torch.as_strided(flat, told.shape, told.strides, told.offset) if told.numel else flat.new_empty(told.shape)

@@ -75,9 +75,7 @@ class Safetensors:
         if not all(type(n) is int and n >= 0 for n in (*shape, begin, end)):
             raise RecordError(f"{self.path}: {name}: has a shape or a place that no tensor has")
         if end - begin != math.prod(shape) * dtype.itemsize:
-            raise RecordError(
-                f"{self.path}: {name}: has {end - begin} bytes, and its shape {shape} needs others"
-            )
+            raise RecordError(f"{self.path}: {name}: has {end - begin} bytes, and its shape {shape} needs others")
         return self.opened.tensor_at(self._begin + begin, math.prod(shape), dtype).reshape(shape)
 
 
@@ -142,9 +140,7 @@ def _array(file: Any, size: int) -> Tensor:
     return torch.from_numpy(flat.reshape(shape, order="F" if by_columns else "C"))
 
 
-def save_safetensors(
-    path: Path, tensors: Mapping[str, Tensor], header: Mapping[str, str] | None = None
-) -> None:
+def save_safetensors(path: Path, tensors: Mapping[str, Tensor], header: Mapping[str, str] | None = None) -> None:
     """Write a safetensors file, whole or not at all.
 
     Raises:

@@ -49,18 +49,12 @@ class Budget:
 
 INFLATED = Budget("inflated bytes", 256 * MEGABYTE, 20, "a small archive would inflate to gigabytes")
 VALUES = Budget("values", 4 * MEGABYTE, 2, "a few bytes would name billions of numbers, entries or letters")
-OBJECTS = Budget(
-    "objects", MEGABYTE, 1 / 8, "an object takes a hundred times the memory of its bytes in a file"
-)
+OBJECTS = Budget("objects", MEGABYTE, 1 / 8, "an object takes a hundred times the memory of its bytes in a file")
 DEPTH = Budget("levels of nesting", 64, 0, "recursion would end the process")
 LINE = Budget("bytes of one line", 64 * MEGABYTE, 0, "one line would be parsed into gigabytes of objects")
-ITEMS = Budget(
-    "values of one record", 4 * MEGABYTE, 0, "empty lists in one record would take a hundred bytes each"
-)
+ITEMS = Budget("values of one record", 4 * MEGABYTE, 0, "empty lists in one record would take a hundred bytes each")
 STEPS = Budget("steps", 100_000, 0, "each step of a run takes memory of its own, and a place on every curve")
-CHANGES = Budget(
-    "changes of the step", 2000, 1e-4, "each change of the step begins a batch, which takes milliseconds"
-)
+CHANGES = Budget("changes of the step", 2000, 1e-4, "each change of the step begins a batch, which takes milliseconds")
 SECONDS = Budget("seconds of reading", 8, 10 / MEGABYTE, "a reader would never come to the end")
 BUDGETS = (INFLATED, VALUES, OBJECTS, DEPTH, LINE, ITEMS, STEPS, CHANGES, SECONDS)
 

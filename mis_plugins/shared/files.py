@@ -98,9 +98,7 @@ def finish_killed(folder: Path) -> None:
             dead = partial.name.startswith(_own_prefix()) and _got_lock(descriptor)
             if dead and (partial / COMPLETE).is_dir():
                 _move(partial / COMPLETE, folder)
-            if (
-                dead or time.time() - partial.stat().st_mtime > DAY
-            ):  # other machines need not show us their locks
+            if dead or time.time() - partial.stat().st_mtime > DAY:  # other machines need not show us their locks
                 shutil.rmtree(partial)
 
 
@@ -124,16 +122,12 @@ def check_writable(path: Path, flag: str) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise RecordError(
-            f"{flag} {path}: the folder of the file cannot be made: {error.strerror}"
-        ) from error
+        raise RecordError(f"{flag} {path}: the folder of the file cannot be made: {error.strerror}") from error
     if path.exists() and not os.access(path, os.W_OK):
         raise RecordError(f"{flag} {path}: may not be written")
     target = _target(path)
     if target is not None and not os.access(target.parent, os.W_OK):
-        raise RecordError(
-            f"{flag} {path}: the folder of the file may not be written, where a new file is made first"
-        )
+        raise RecordError(f"{flag} {path}: the folder of the file may not be written, where a new file is made first")
 
 
 def _target(path: Path) -> Path | None:

@@ -25,9 +25,7 @@ from mis_plugins.shared.budget import MEGABYTE, RecordError
 from mis_plugins.shared.shell import not_installed
 
 T = TypeVar("T")
-IN_MEMORY = (
-    256 * MEGABYTE
-)  # bytes of a tensor; a larger tensor is copied to a temporary file, which is mapped
+IN_MEMORY = 256 * MEGABYTE  # bytes of a tensor; a larger tensor is copied to a temporary file, which is mapped
 PIECE = 16 * MEGABYTE
 
 
@@ -75,9 +73,7 @@ class Opened:
     def __init__(self, path: Path):
         self.path = path
         try:
-            _check_regular(
-                path, os.stat(path)
-            )  # before the opening, which is an act of its own on some devices
+            _check_regular(path, os.stat(path))  # before the opening, which is an act of its own on some devices
             self.file = os.fdopen(_descriptor(path), "rb")
         except OSError as error:
             raise RecordError(f"{path}: cannot be read: {error.strerror}") from error
@@ -144,9 +140,7 @@ def _check_regular(path: Path, status: os.stat_result) -> None:
 
 def _descriptor(path: Path) -> int:
     """A descriptor of the file. A run of a thousand ranks has more files than a process may have open at first."""
-    flags = (
-        os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC
-    )  # without O_NONBLOCK opening a pipe would wait for a writer
+    flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC  # without O_NONBLOCK opening a pipe would wait for a writer
     try:
         return os.open(path, flags)
     except OSError as error:

@@ -261,9 +261,7 @@ def _key(key: Any) -> Any:
     if isinstance(key, float | bytes):
         return Opaque(repr(key)[:LONGEST_KEY])
     if not isinstance(key, str | int | None | Opaque) or (isinstance(key, int) and key.bit_length() > 63):
-        raise RecordError(
-            f"holds a dict with a {type(key).__name__} as a key; expected a text or a whole number"
-        )
+        raise RecordError(f"holds a dict with a {type(key).__name__} as a key; expected a text or a whole number")
     return key
 
 

@@ -56,9 +56,7 @@ def run_command(command: str, extra: str | None = None) -> NoReturn:
     sys.stdout, sys.stderr = watched(sys.stdout), watched(sys.stderr)
     # torch warns of a missing numpy, which an extra installs.
     warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
-    os.environ.setdefault(
-        "PYTHON_COLORS", "0"
-    )  # Python colours a traceback by escapes, which the streams show
+    os.environ.setdefault("PYTHON_COLORS", "0")  # Python colours a traceback by escapes, which the streams show
     try:
         with _ended_by_sigterm():
             code = _call(command, extra)

@@ -104,9 +104,7 @@ def loglinear(
 FRESH: dict[str, Numerator] = {
     "proximal": lambda proximal, behavior, written: proximal,
     "behavior": lambda proximal, behavior, written: behavior,
-    "behavior_at_age_0": lambda proximal, behavior, written: torch.where(
-        written.age == 0, behavior, proximal
-    ),
+    "behavior_at_age_0": lambda proximal, behavior, written: torch.where(written.age == 0, behavior, proximal),
 }
 OLDER: dict[str, Numerator] = {
     "recompute": lambda proximal, behavior, written: written.recomputed,

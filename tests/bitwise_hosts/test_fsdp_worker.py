@@ -65,9 +65,7 @@ def test_the_flag_that_miles_does_not_read_has_its_effect(
 ) -> None:
     """Before our own start, which writes down what is in force."""
     seen = []
-    monkeypatch.setattr(
-        start, "start", lambda args: seen.append(torch.are_deterministic_algorithms_enabled())
-    )
+    monkeypatch.setattr(start, "start", lambda args: seen.append(torch.are_deterministic_algorithms_enabled()))
     write({FILE: ACTOR})
     fsdp_worker.watch()
     try:

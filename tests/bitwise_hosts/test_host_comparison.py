@@ -192,9 +192,7 @@ def test_half_precision_is_compared_as_it_stands(dtype: torch.dtype, tmp_path: P
 
 def test_log_probs_of_other_dtypes_have_no_bits_in_common(tmp_path: Path):
     half = [x.to(torch.bfloat16) for x in example().behavior]
-    with pytest.raises(
-        ContractError, match="torch.bfloat16 and log_probs torch.float32.*--true-on-policy-mode"
-    ):
+    with pytest.raises(ContractError, match="torch.bfloat16 and log_probs torch.float32.*--true-on-policy-mode"):
         loss(settings(tmp_path), handed(example(), rollout_log_probs=half))
 
 
@@ -328,14 +326,10 @@ def test_the_first_differing_sample_is_written_for_diff(
     assert list(tmp_path.iterdir()) == [folder]
     files = [folder / f"{side}.safetensors" for side in ("engine", "trainer")]
     assert main(["diff", *map(str, files)]) == 1
-    assert (
-        "first at [0, 3]" in capsys.readouterr().out
-    )  # the fourth token of the loss; tokens 2 and 5 are outside it
+    assert "first at [0, 3]" in capsys.readouterr().out  # the fourth token of the loss; tokens 2 and 5 are outside it
     engine = LogProbRecord.load(files[0])
     assert engine.tokens.tolist() == [303, 304, 306, 307, 309]
-    assert (
-        engine.metadata["where"] == "rollout 7, step 0, rank 0, micro-batch 0, sequence 3, response token 4"
-    )
+    assert engine.metadata["where"] == "rollout 7, step 0, rank 0, micro-batch 0, sequence 3, response token 4"
     assert "prefill re-score" in engine.metadata["compared"]
     saved = Safetensors(folder / "sample.safetensors")
     sample = {name: saved.tensor(name) for name in ("tokens", "positions")}
@@ -391,9 +385,7 @@ def test_raise_stops_at_the_next_step(tmp_path: Path):
     args = settings(tmp_path, **RAISE)
     hosts.report_step(args, 3, 1)
     loss(args, handed(flip(example(), 0, 0)))
-    with pytest.raises(
-        DifferenceError, match=r"rollout 3, step 1, rank 0: .* is in .*rollout-3-step-1-rank-0"
-    ):
+    with pytest.raises(DifferenceError, match=r"rollout 3, step 1, rank 0: .* is in .*rollout-3-step-1-rank-0"):
         hosts.report_step(args, 4, 0)
 
 
@@ -648,7 +640,6 @@ def test_a_mismatched_engine_is_found_and_with_warn_the_run_goes_on(tmp_path: Pa
     assert all(0 < row["true_on_policy_different"] <= row["true_on_policy_compared"] for row in rows)
     assert all("mis_kl" in row for row in rows)
     engine, trainer = (
-        tmp_path / "samples" / "rollout-0-step-0-rank-0" / f"{side}.safetensors"
-        for side in ("engine", "trainer")
+        tmp_path / "samples" / "rollout-0-step-0-rank-0" / f"{side}.safetensors" for side in ("engine", "trainer")
     )
     assert main(["diff", str(engine), str(trainer)]) == 1

@@ -84,9 +84,7 @@ def test_it_is_written_after_the_pin_and_by_every_rank(
     assert dumps.load(folder)[1].settings[dumps.RANKS] == "all"
 
 
-def test_a_rank_that_does_not_start_leaves_no_file_of_an_earlier_run(
-    args: Namespace, pins: list[GpuContract]
-):
+def test_a_rank_that_does_not_start_leaves_no_file_of_an_earlier_run(args: Namespace, pins: list[GpuContract]):
     miles_init(args)
     args.sequence_parallel = True
     with pytest.raises(ContractError):
@@ -132,13 +130,9 @@ def test_nothing_is_pinned_where_something_cannot_hold(
     assert pins == [] and not Path(args.save).exists()
 
 
-def test_a_variable_that_does_not_stand(
-    args: Namespace, pins: list[GpuContract], monkeypatch: pytest.MonkeyPatch
-):
+def test_a_variable_that_does_not_stand(args: Namespace, pins: list[GpuContract], monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delenv("NCCL_ALGO")
-    with pytest.raises(
-        ContractError, match="environment: NCCL_ALGO is None; start the processes with NCCL_ALGO=Ring"
-    ):
+    with pytest.raises(ContractError, match="environment: NCCL_ALGO is None; start the processes with NCCL_ALGO=Ring"):
         miles_init(args)
     assert pins == []
 

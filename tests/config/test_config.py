@@ -240,9 +240,7 @@ def test_what_weighs_and_rejects_goes_by_the_users_own_key(said: dict, keys: lis
 
 
 def test_reinforce_needs_the_behavior_policy():
-    with pytest.raises(
-        ConfigError, match=r"mis\.objective\.old: proximal with mis\.objective\.surrogate: reinforce"
-    ):
+    with pytest.raises(ConfigError, match=r"mis\.objective\.old: proximal with mis\.objective\.surrogate: reinforce"):
         from_mapping({"objective": {"surrogate": "reinforce"}})
 
 

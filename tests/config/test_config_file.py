@@ -21,12 +21,8 @@ from mis_plugins.errors import ConfigError
 
 HUGE = "1" + "0" * 400
 BIG = "mis: {weight: {upper: 2}}\n" + "".join(f"key_{i}: [1, 2.5, word, {{a: 1}}]\n" for i in range(120_000))
-ALIASES = "a0: &a0 [x, x, x, x]\n" + "".join(
-    f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]\n" for i in range(1, 9)
-)
-MERGES = "a0: &a0 {x: 1}\n" + "".join(
-    f"a{i}: &a{i} {{<<: [{', '.join([f'*a{i - 1}'] * 9)}]}}\n" for i in range(1, 9)
-)
+ALIASES = "a0: &a0 [x, x, x, x]\n" + "".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]\n" for i in range(1, 9))
+MERGES = "a0: &a0 {x: 1}\n" + "".join(f"a{i}: &a{i} {{<<: [{', '.join([f'*a{i - 1}'] * 9)}]}}\n" for i in range(1, 9))
 UNREADABLE = {
     "an integer": (
         f"mis: {{weight: {{upper: {HUGE}}}}}",
@@ -57,9 +53,7 @@ UNREADABLE = {
         *((command, "aliases") for command in ("show", *TRANSLATORS)),
     ],
 )
-def test_every_command_refuses_quickly_and_names_the_place(
-    name: str, command: str, config_command: ConfigCommand
-):
+def test_every_command_refuses_quickly_and_names_the_place(name: str, command: str, config_command: ConfigCommand):
     text, message = UNREADABLE[name]
     began = time.process_time()
     told = config_command(text, command=command, code=2).err
@@ -89,9 +83,7 @@ def test_libyaml_reads_what_the_hosts_read(file: Path):
 scalars = st.one_of(
     st.none(), st.booleans(), st.integers(), st.floats(allow_nan=False), st.text(max_size=9), st.dates()
 )
-trees = st.recursive(
-    scalars, lambda x: st.lists(x, max_size=4) | st.dictionaries(st.text(max_size=6), x, max_size=4)
-)
+trees = st.recursive(scalars, lambda x: st.lists(x, max_size=4) | st.dictionaries(st.text(max_size=6), x, max_size=4))
 
 
 @given(tree=trees, flow=st.booleans())

@@ -189,11 +189,7 @@ def test_namespace(attributes: dict, message: str):
 
 def test_one_family():
     """A user catches MisError, or ValueError."""
-    assert (
-        issubclass(ConfigError, MisError)
-        and issubclass(InputError, MisError)
-        and issubclass(MisError, ValueError)
-    )
+    assert issubclass(ConfigError, MisError) and issubclass(InputError, MisError) and issubclass(MisError, ValueError)
 
 
 def test_a_field_of_a_field_is_quoted_by_its_own_name_or_by_that_of_the_whole():
@@ -208,9 +204,7 @@ def test_a_field_of_a_field_is_quoted_by_its_own_name_or_by_that_of_the_whole():
 # ---------------------------------------------------------------------------------------------------------- inputs
 
 
-def call(
-    entry: str = "compute_mis_weights_with_cp", args: SimpleNamespace | None = None, **change: object
-) -> None:
+def call(entry: str = "compute_mis_weights_with_cp", args: SimpleNamespace | None = None, **change: object) -> None:
     batch = ratio_batch([[0.5, 2.0, 1.0], [1.5], [1.1, 0.9]])
     kwargs = batch.hook_kwargs() | {"parallel_state": one_rank(), "max_seq_lens": None} | change
     getattr(mis, entry)(args or host_args(mis=GOOD), **kwargs)

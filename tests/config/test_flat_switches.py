@@ -45,10 +45,7 @@ HOOKS = {
 def test_use_mask_is_a_rule_whose_tokens_stay_in_the_denominator():
     config = from_flat(FLAT | {"use_mask": True})
     rule = RejectRule(lower=0.7, upper=1.5)
-    assert (
-        config == CorrectionConfig(WeightConfig(upper=2.0), (rule,), "full")
-        and config.denominator == "original"
-    )
+    assert config == CorrectionConfig(WeightConfig(upper=2.0), (rule,), "full") and config.denominator == "original"
     assert from_flat(FLAT | {"use_mask": False}).reject == ()
 
 
@@ -79,9 +76,7 @@ def test_masked_tokens_get_no_gradient_and_the_batch_keeps_its_structure(hook: s
 def test_the_loss_hook_masks():
     step = random_step(0)
     batch, logits = step.batch(), torch.cat(step.rows("target"))
-    losses = [
-        drive(flags(**FLAT, **switch), batch, logits) for switch in ({"use_mask": True}, {"use_mask": False})
-    ]
+    losses = [drive(flags(**FLAT, **switch), batch, logits) for switch in ({"use_mask": True}, {"use_mask": False})]
     nested = {"weight": {"upper": 2.0}, "reject": [{"lower": 0.7, "upper": 1.5}]}
     assert same_bytes(losses[0].gradient, drive(flags(mis=nested), batch, logits).gradient)
     assert (losses[0].gradient == 0).sum() > (losses[1].gradient == 0).sum()
@@ -142,9 +137,7 @@ def test_a_use_mask_that_cannot_be(keys: dict, message: str):
 
 @pytest.mark.parametrize("switches", [{}, {"use_rs": False}, {"use_rs": False, "use_mask": False}])
 @pytest.mark.parametrize("path", ["tis", "loss"])
-def test_a_rule_that_nothing_switches_on_is_told_once(
-    switches: dict, path: str, said_once: Callable[[], list[str]]
-):
+def test_a_rule_that_nothing_switches_on_is_told_once(switches: dict, path: str, said_once: Callable[[], list[str]]):
     keys: dict[str, Any] = FLAT | {"rs_lower_bound": None} | switches
     for _ in range(2):
         if path == "tis":

@@ -79,9 +79,7 @@ def test_of_hundreds_of_unknown_keys_twenty_are_told(config_command: ConfigComma
 
 
 @pytest.mark.parametrize("text", [DOUBLED, CHAINED, GROWN], ids=["doubled", "chained", "grown"])
-@pytest.mark.parametrize(
-    ("command", "line"), [("from-verl", VERL), ("from-ms-swift", SWIFT)], ids=["verl", "swift"]
-)
+@pytest.mark.parametrize(("command", "line"), [("from-verl", VERL), ("from-ms-swift", SWIFT)], ids=["verl", "swift"])
 def test_variables_that_grow_are_refused(
     text: str, command: str, line: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
@@ -135,9 +133,7 @@ def test_what_is_written_reads_back(value: str):
         areal.translate(block),
     ):
         assert yaml.safe_load(made.text()) == {"mis": made.mis}
-        assert made.text().isprintable() or set(made.text()) - {"\n"} <= set(
-            filter(str.isprintable, made.text())
-        )
+        assert made.text().isprintable() or set(made.text()) - {"\n"} <= set(filter(str.isprintable, made.text()))
 
 
 @pytest.mark.parametrize("payload", ["\xe9", "A", "x!"])
@@ -159,9 +155,7 @@ def test_a_path_of_100_kilobytes_is_cut_in_the_error(command: str, capsys: pytes
 
 
 @pytest.mark.parametrize("text", ["sglang: &a [*a]", "sglang: " + "[" * 90_000, "sglang: 0x" + "f" * 6000])
-def test_groups_of_engines_that_cannot_be_read_are_told(
-    text: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
-):
+def test_groups_of_engines_that_cannot_be_read_are_told(text: str, tmp_path: Path, caplog: pytest.LogCaptureFixture):
     (tmp_path / "engines.yaml").write_text(text)
     args = argparse.Namespace(sglang_config=str(tmp_path / "engines.yaml"))
     assert list(groups(args)) == []

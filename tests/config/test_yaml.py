@@ -231,9 +231,7 @@ KEPT = "mis: {weight: null, reject: [{upper: 2}], denominator: kept}"
         (f"use_kl_loss: true\n{KEPT[:-1]}, objective: {{}}}}", POLICY_ALONE, False),
     ],
 )
-def test_check_warns_of_what_has_no_effect(
-    text: str, warning: str, warns: bool, config_command: ConfigCommand
-):
+def test_check_warns_of_what_has_no_effect(text: str, warning: str, warns: bool, config_command: ConfigCommand):
     assert (warning in config_command(text).out) == warns
 
 
@@ -274,9 +272,7 @@ def test_one_rule_says_which_file_corrects(file: Path, capsys: pytest.CaptureFix
     assert watched == CorrectionConfig(), "the step hook logs every metric of the preset"
     assert main(["config", "check", str(file)]) == 0
     told = capsys.readouterr().out
-    assert (
-        "switch: use_tis: true in the file corrects, whatever the command line says" in told
-    ) == by_tis_hook
+    assert ("switch: use_tis: true in the file corrects, whatever the command line says" in told) == by_tis_hook
 
 
 def test_a_file_of_yours_has_no_other_that_watches(tmp_path: Path, capsys: pytest.CaptureFixture):
@@ -285,10 +281,7 @@ def test_a_file_of_yours_has_no_other_that_watches(tmp_path: Path, capsys: pytes
     assert main(["config", "path", str(file), "--watch"]) == 2
     assert "in a file of yours drop use_tis: true" in capsys.readouterr().err
     assert main(["config", "check", str(file)]) == 0
-    assert (
-        "switch: without use_tis in the file, --use-tis on the command line corrects"
-        in capsys.readouterr().out
-    )
+    assert "switch: without use_tis in the file, --use-tis on the command line corrects" in capsys.readouterr().out
 
 
 FLAGS = [
@@ -311,9 +304,7 @@ MEGATRON, BY_FSDP = "compute_mis_weights_with_cp", "compute_mis_weights_fsdp"
     ],
     ids=str,
 )
-def test_the_file_decides_whatever_the_flags_say(
-    file: Path, hook: str, flags: dict, monkeypatch: pytest.MonkeyPatch
-):
+def test_the_file_decides_whatever_the_flags_say(file: Path, hook: str, flags: dict, monkeypatch: pytest.MonkeyPatch):
     """What a host does: it sets each key of the file over its flags, and calls the TIS hook where either is on."""
     config = load(file)
     if config.needs_loss_hook or config.reads_routes:

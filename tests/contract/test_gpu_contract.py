@@ -102,17 +102,13 @@ def test_ulysses_shares_the_heads_of_a_tensor_parallel_rank() -> None:
     size = Size(1024, 4096, 24, 8, 128, 151936)
     layout = {"trainer_tp": 8, "engine_tp": 8, "size": size}
     gpu_contract("qwen3-dense", "megatron", **layout)
-    with pytest.raises(
-        ContractError, match="tensor parallel 8 x context parallel 2 does not share out 24 heads"
-    ):
+    with pytest.raises(ContractError, match="tensor parallel 8 x context parallel 2 does not share out 24 heads"):
         gpu_contract("qwen3-dense", "megatron", **{**layout, "engine_tp": 16}, context_parallel=2)
 
 
 def test_unknown_names_list_the_choices() -> None:
     for name in ("qwen3-30B-A3B", "Qwen3-235B-A22B-Instruct", "olmoe-7B"):
-        with pytest.raises(
-            ContractError, match=f"--model: '{name}' is not covered: MoE: no row for the router"
-        ):
+        with pytest.raises(ContractError, match=f"--model: '{name}' is not covered: MoE: no row for the router"):
             model_contract(name, "megatron")
     with pytest.raises(ContractError, match="--model: got 'qwen3-5B'; choose one of qwen3-0.6B, "):
         model_contract("qwen3-5B", "fsdp")
@@ -165,9 +161,7 @@ def test_the_environment_is_checked_name_by_name() -> None:
     check_environment(contract, contract.environment | {"HOME": "/"})
     for name in contract.environment:
         missing = {key: value for key, value in contract.environment.items() if key != name}
-        with pytest.raises(
-            ContractError, match=f"{name} is None; start .* with {name}={contract.environment[name]}$"
-        ):
+        with pytest.raises(ContractError, match=f"{name} is None; start .* with {name}={contract.environment[name]}$"):
             check_environment(contract, missing)
     with pytest.raises(ContractError, match="NCCL_ALGO is 'Tree'; .* NCCL_ALGO=Ring$"):
         check_environment(contract, contract.environment | {"NCCL_ALGO": "Tree"})
@@ -187,10 +181,7 @@ def test_show_prints_every_row(name: str, backend: str, capsys: pytest.CaptureFi
         assert gap in printed
     for row in (*LAYOUTS[backend].items(), *compiled(backend)):
         assert all(cell in printed for cell in row)
-    assert (
-        "the blog runs torch.compile on parts of the models, rope among them; this contract turns it off"
-        in printed
-    )
+    assert "the blog runs torch.compile on parts of the models, rope among them; this contract turns it off" in printed
     assert ("No release launches this family" in printed) == bool(contract.family.missing)
 
 
@@ -219,9 +210,7 @@ ROUNDINGS = {
 }
 
 
-@pytest.mark.parametrize(
-    ("name", "given"), [("RMSNorm of a layer", torch.float32), ("q and k norm", torch.bfloat16)]
-)
+@pytest.mark.parametrize(("name", "given"), [("RMSNorm of a layer", torch.float32), ("q and k norm", torch.bfloat16)])
 def test_norms_round_as_hugging_faces_do_on_the_trainers_dtypes(name: str, given: torch.dtype) -> None:
     """The FSDP trainer's own class, on the fp32 stream and on the bf16 product: the other row's rounding is no twin."""
     (row,) = (row for row in gpu_contract("qwen3-dense", "fsdp").operations if row.name == name)

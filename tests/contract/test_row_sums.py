@@ -10,9 +10,7 @@ from true_on_policy.contract.row_sums import engine_order, fsdp_order, megatron_
 from true_on_policy.errors import ContractError
 
 LAYOUTS = [(1, 1, 1), (2, 1, 2), (2, 4, 8), (1, 2, 2), (4, 2, 8), (8, 1, 8), (2, 1, 1)]
-COLUMNS = sorted(
-    {n for _, s in MODELS.values() for n in (s.num_attention_heads * s.head_dim, s.intermediate_size)}
-)
+COLUMNS = sorted({n for _, s in MODELS.values() for n in (s.num_attention_heads * s.head_dim, s.intermediate_size)})
 
 
 def leaves(order) -> list[tuple[int, int]]:
@@ -65,9 +63,7 @@ def test_a_share_that_leaves_do_not_divide_is_one_product() -> None:
 @pytest.mark.parametrize("columns", COLUMNS)
 def test_one_rank_on_both_sides_agrees_on_fsdp_alone(columns: int) -> None:
     assert fsdp_order(columns) == engine_order(columns, 1)
-    assert (megatron_order(columns, 1, 1) == engine_order(columns, 1)) == (
-        columns % 128 != 0 or columns == 128
-    )
+    assert (megatron_order(columns, 1, 1) == engine_order(columns, 1)) == (columns % 128 != 0 or columns == 128)
 
 
 def test_the_layout_that_miles_tests_agrees_for_qwen3_4b() -> None:

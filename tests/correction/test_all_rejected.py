@@ -245,9 +245,7 @@ def test_where_it_cannot_be_had(settings: dict, message: str):
     ({"weight": {}, "objective": {}}, r"mis\.objective"),
 ])  # fmt: skip
 def test_what_only_the_loss_hook_can_serve(config: dict, key: str):
-    with pytest.raises(
-        ConfigError, match=rf"{key}: .*--custom-loss-function-path mis_plugins\.mis\.policy_loss"
-    ):
+    with pytest.raises(ConfigError, match=rf"{key}: .*--custom-loss-function-path mis_plugins\.mis\.policy_loss"):
         mis.compute_mis_weights(host_args(mis=config), **BATCH.lists())
 
 
@@ -256,9 +254,7 @@ def test_probability_veto():
     batch = ratio_batch([[1.0, 1.0], [1.0]])
     batch.proximal[0][1] = batch.behavior[0][1] = math.log(3e-7)
     for statistic in ("proximal_prob", "behavior_prob"):
-        outcome = run(
-            batch, {"weight": None, "reject": [{"statistic": statistic, "over": "min", "lower": 1e-6}]}
-        )
+        outcome = run(batch, {"weight": None, "reject": [{"statistic": statistic, "over": "min", "lower": 1e-6}]})
         assert [mask.tolist() for mask in outcome.masks] == [[0, 0], [1]]
         assert outcome.metrics["mis_rs_catastrophic_seq_fraction"][0].tolist() == [1.0, 1.0]
 

@@ -106,9 +106,7 @@ def test_a_down_weighed_token_is_kept(level: str | None):
     of = [torch.cat(one.weights) for one in (plain, lowered, dropped)]
     factor = torch.where(torch.tensor(far), 0.25, 1.0)
     assert same_bytes(of[1], of[0] * factor) and same_bytes(of[2], torch.where(torch.tensor(far), 0.0, of[0]))
-    assert torch.equal(
-        torch.cat(lowered.metrics["mis_kept_fraction"]), torch.cat(plain.metrics["mis_kept_fraction"])
-    )
+    assert torch.equal(torch.cat(lowered.metrics["mis_kept_fraction"]), torch.cat(plain.metrics["mis_kept_fraction"]))
     shares = [torch.cat(one.metrics["mis_rs_mask_fraction_high"]) for one in (lowered, dropped)]
     assert same_bytes(*shares)
 

@@ -99,9 +99,7 @@ def make_cases(dp: int, scopes: tuple[str, ...]) -> list[Case]:
         config = {"weight": weight, "reject": reject}
         if i % 5 == 0 and (reject or bound == "mask"):
             config["denominator"] = "kept"
-        cases.append(
-            Case(config, tuple(clear_batch(7 * i + d, config) for d in range(dp)), FORMATS[i % 2], i % 5 == 0)
-        )
+        cases.append(Case(config, tuple(clear_batch(7 * i + d, config) for d in range(dp)), FORMATS[i % 2], i % 5 == 0))
     alone = [
         {"weight": None, "reject": [{"over": "min", "lower": 0.2}]},
         {"weight": None, "reject": [], "m2_threshold": 0.02},
@@ -192,9 +190,7 @@ def check(cases: list[Case], results: list[list[dict]], cp: int, dp: int) -> Non
         for d in range(dp):
             batch, parts = case.batches[d], [results[d * cp + r][number] for r in range(cp)]
             for part in parts[1:]:
-                assert all(map(same_bytes, part["masks"], parts[0]["masks"])), (
-                    "CP ranks must hand on the same masks"
-                )
+                assert all(map(same_bytes, part["masks"], parts[0]["masks"])), "CP ranks must hand on the same masks"
             outcome, expected = whole(parts, batch), case.expected(d)
             assert_matches_oracle(outcome, batch, expected, counted=counted)
             if case.config["weight"] is not None:
@@ -215,9 +211,7 @@ def test_context_parallel(tmp_path: Path):
 def test_data_parallel_times_context_parallel(host: str, tmp_path: Path):
     """DP 2 x CP 2: a CP-replicated number is reduced over DP without CP. Handed groups are the ones used."""
     scopes = (
-        ("data_parallel", "rollout", "micro_batch")
-        if host == "megatron's groups"
-        else ("data_parallel", "micro_batch")
+        ("data_parallel", "rollout", "micro_batch") if host == "megatron's groups" else ("data_parallel", "micro_batch")
     )
     cases = make_cases(2, scopes)[:: 1 if host == "megatron's groups" else 2]
 
@@ -256,18 +250,14 @@ def test_garbage_under_the_mask_on_another_rank(tmp_path: Path):
     dirty = Batch([torch.where(m.bool(), x, math.nan) for x, m in zip(clean.proximal, clean.loss_masks, strict=True)],
                   clean.behavior, clean.loss_masks, clean.prompts)  # fmt: skip
     cases = [Case(config, (clean,)), Case(config, (dirty,))]
-    for first, second in run_ranks(
-        2, 2, lambda rank: [correct_on_rank(case, 2, None) for case in cases], tmp_path
-    ):
+    for first, second in run_ranks(2, 2, lambda rank: [correct_on_rank(case, 2, None) for case in cases], tmp_path):
         assert same_bytes(first["weights"], second["weights"])
         assert all(map(same_bytes, first["masks"], second["masks"]))
 
 
 def test_context_parallel_agrees_with_one_rank_to_the_last_bits(tmp_path: Path):
     """Sums over ranks are float64: what reaches float32 differs by its rounding at most."""
-    case = Case(
-        {"weight": {"level": "sequence", "bound": "clip", "upper": 3.0}, "reject": []}, (random_batch(3),)
-    )
+    case = Case({"weight": {"level": "sequence", "bound": "clip", "upper": 3.0}, "reject": []}, (random_batch(3),))
     alone = run(case.batches[0], case.config)
     results = run_ranks(2, 2, lambda rank: [correct_on_rank(case, 2, None)], tmp_path)
     outcome = whole([parts[0] for parts in results], case.batches[0])
@@ -325,18 +315,11 @@ def test_collectives_do_not_grow_with_the_sequences(tmp_path: Path):
         counts = []
         for config, _ in BUDGETS:
             cases = [Case(config, (random_batch(1),) * 2), Case(config, (doubled(random_batch(1)),) * 2)]
-            calls = [
-                (host_args(mis=config), host_kwargs(c, c.batches[0], 2, rank % 2, None)[0]) for c in cases
-            ]
+            calls = [(host_args(mis=config), host_kwargs(c, c.batches[0], 2, rank % 2, None)[0]) for c in cases]
             for args, kwargs in calls:
-                mis.compute_mis_weights_with_cp(
-                    args, **kwargs
-                )  # the config digest is exchanged once, at first use
+                mis.compute_mis_weights_with_cp(args, **kwargs)  # the config digest is exchanged once, at first use
             counts.append(
-                [
-                    count_collectives(lambda c=call: mis.compute_mis_weights_with_cp(c[0], **c[1]))
-                    for call in calls
-                ]
+                [count_collectives(lambda c=call: mis.compute_mis_weights_with_cp(c[0], **c[1])) for call in calls]
             )
         return counts
 

@@ -39,8 +39,7 @@ def test_equal_policies_change_nothing(batch: Batch, config: dict):
         assert torch.equal(kept.bool(), mask.bool())
     for name in ("mis_kl", "mis_k3_kl", "mis_log_ppl_diff", "mis_chi2_token", "mis_chi2_seq"):
         assert all(
-            bool((x[m.bool()] == 0).all())
-            for x, m in zip(outcome.metrics[name], batch.loss_masks, strict=True)
+            bool((x[m.bool()] == 0).all()) for x, m in zip(outcome.metrics[name], batch.loss_masks, strict=True)
         ), name
     scale, valid = host_scale("ess_mb", batch.samples), batch.flat_mask
     ess = torch.cat(outcome.metrics["mis_ess_mb"])[valid]
@@ -61,9 +60,7 @@ def test_a_vanishing_mean_divides_nothing(log_ratio: float, weight: float):
     batch = make_batch([([log_ratio] * 2, [0.0] * 2, [1, 1]), ([log_ratio], [0.0], [1])])
     for level in ("token", "geometric"):
         weights = run(batch, {"weight": {"level": level, "normalize": {}}}).weights
-        torch.testing.assert_close(
-            torch.cat(weights), torch.full((3,), weight), rtol=normalized_rtol(20.0), atol=0
-        )
+        torch.testing.assert_close(torch.cat(weights), torch.full((3,), weight), rtol=normalized_rtol(20.0), atol=0)
 
 
 def test_ess_counts_the_weights_really_applied():
@@ -78,9 +75,7 @@ def test_ess_counts_the_weights_really_applied():
 
 
 @given(batches(), configs(), garbage | st.just(3.0), garbage | st.just(-7.0))
-def test_what_stands_under_the_mask_changes_not_one_bit(
-    batch: Batch, config: dict, proximal: float, behavior: float
-):
+def test_what_stands_under_the_mask_changes_not_one_bit(batch: Batch, config: dict, proximal: float, behavior: float):
     clean = run(poisoned(batch, -1.0, -1.0), config)
     assert_same_bytes(clean, run(poisoned(batch, proximal, behavior), config))
 

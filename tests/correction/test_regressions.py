@@ -152,9 +152,7 @@ def test_true_extremes_of_the_weight():
     batch = ratio_batch([[1.0, math.exp(18.0)], [0.8]])
     outcome = run(batch, **flat(tis_mode="mask", tis_batch_normalize=False, **NO_REJECTION))
     assert outcome.metrics["mis_weight_max_mb"][0][0].item() <= 2.0
-    assert outcome.metrics["mis_is_ratio_max_final"][0][0].item() == pytest.approx(
-        math.exp(18.0), rel=32 * EPS
-    )
+    assert outcome.metrics["mis_is_ratio_max_final"][0][0].item() == pytest.approx(math.exp(18.0), rel=32 * EPS)
 
 
 def test_one_of_two_sequences_vetoed_reads_a_half():

@@ -38,9 +38,7 @@ def test_numbers_and_owners(batch: Batch, cp: int):
         _, owned = batch.shard(cp, rank, None) if cp > 1 else (None, [list(range(n)) for n in lengths])
         expected = [runs[i, s.run(t)[0]] if s.mask[t] else None
                     for (i, s), own in zip(enumerate(batch.samples), owned, strict=True) for t in own]  # fmt: skip
-        assert [
-            n if e is not None else None for n, e in zip(found.tolist(), expected, strict=True)
-        ] == expected
+        assert [n if e is not None else None for n, e in zip(found.tolist(), expected, strict=True)] == expected
         assert segments.owner[: len(owners)].tolist() == owners
 
 

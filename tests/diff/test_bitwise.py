@@ -91,9 +91,7 @@ def test_ulps_are_steps_of_nextafter(dtype: type, value: float, steps: int):
     assert int(ulps(pair[:1], pair[1:])) == steps
 
 
-@pytest.mark.parametrize(
-    "dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e5m2]
-)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e5m2])
 def test_minus_zero_is_not_zero(dtype: torch.dtype):
     zero, minus = torch.zeros(3).to(dtype), torch.tensor([0.0, -0.0, 0.0]).to(dtype)
     assert torch.equal(zero.float(), minus.float())  # what a comparison of values says
@@ -103,9 +101,7 @@ def test_minus_zero_is_not_zero(dtype: torch.dtype):
 
 
 def test_payload_of_a_nan_counts():
-    quiet, other = (
-        torch.tensor([bits], dtype=torch.int32).view(torch.float32) for bits in (0x7FC00000, 0x7FC00001)
-    )
+    quiet, other = (torch.tensor([bits], dtype=torch.int32).view(torch.float32) for bits in (0x7FC00000, 0x7FC00001))
     assert quiet.isnan().all() and other.isnan().all()
     assert first_mismatch(quiet, quiet.clone()) is None
     found = first_mismatch(quiet, other)

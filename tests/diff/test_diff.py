@@ -144,9 +144,7 @@ def test_a_file_that_cannot_be_written_is_told_before_anything_is_compared(
     assert capsys.readouterr().err.startswith(f"--json {target}: ")
 
 
-def test_another_command_that_cannot_be_imported(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
-):
+def test_another_command_that_cannot_be_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture):
     """It stops nobody from comparing; asked for, it is an error, and an error is never "different"."""
     monkeypatch.setattr("true_on_policy.__main__.COMMANDS", {"gone": "gone", "diff": "diff"})
     a = dump_all(tmp_path / "a", BASE)
@@ -415,9 +413,7 @@ def test_an_unreadable_file_does_not_hide_the_others(tmp_path: Path):
         ),
     ],
 )
-def test_what_cannot_be_read_says_why(
-    build: Callable[[Path], object], message: str, tmp_path: Path, capsys: Capture
-):
+def test_what_cannot_be_read_says_why(build: Callable[[Path], object], message: str, tmp_path: Path, capsys: Capture):
     build(tmp_path / "a")
     assert diff(tmp_path / "a", tmp_path / "a") == NOT_COMPARABLE
     said = capsys.readouterr()
@@ -450,10 +446,7 @@ def test_a_record_comes_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         assert torch.equal(found.tensors[name], tensor) and found.tensors[name].dtype == tensor.dtype
     assert found.versions.tolist() == [0, 0, 1, 1, 1] and found.cu_seqlens.tolist() == [0, 3, 3, 5]
     environment = json.loads(found.metadata["environment"])
-    assert (
-        environment["packages"]["torch"] == torch.__version__
-        and environment["threads"] == torch.get_num_threads()
-    )
+    assert environment["packages"]["torch"] == torch.__version__ and environment["threads"] == torch.get_num_threads()
     assert json.loads(found.metadata["contract"])["dtype"] == "bf16"
     assert json.loads(found.metadata["sha256"])["log_probs"] == digest(made.log_probs)
 
@@ -479,9 +472,7 @@ def test_records_compared(case: str, swapped: bool, tmp_path: Path, capsys: Capt
     assert said in capsys.readouterr().out
 
 
-def test_a_hosts_dump_is_read_as_the_document_says(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
-):
+def test_a_hosts_dump_is_read_as_the_document_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture):
     """Sequence 0 differs in its second token, which the mask leaves out of the metrics; sequence 1 is equal."""
     engine = [torch.tensor([-0.5, -1.0]), torch.tensor([-2.0])]
     sides = {"rollout_log_probs": engine, "log_probs": [torch.tensor([-0.5, -3.0]), engine[1]]}
@@ -575,9 +566,7 @@ def test_the_two_sides_of_one_hosts_dump(tmp_path: Path, capsys: Capture):
         ({"response_lengths": None}, "a sample without response_lengths"),
     ],
 )
-def test_a_hosts_dump_that_cannot_be_compared_says_why(
-    columns: dict, message: str, tmp_path: Path, capsys: Capture
-):
+def test_a_hosts_dump_that_cannot_be_compared_says_why(columns: dict, message: str, tmp_path: Path, capsys: Capture):
     file = str(saved(tmp_path / "a.pt", miles_dump(**columns)))
     assert main(["diff", file, file, "--json", str(tmp_path / "r.json")]) == NOT_COMPARABLE
     assert message in (tmp_path / "r.json").read_text()
@@ -666,9 +655,7 @@ def test_a_record_that_does_not_fit(arguments: dict, message: str, tmp_path: Pat
 @pytest.mark.parametrize("boundaries", [[0, 4], [1, 5], [0, 3, 2, 5], []])
 def test_boundaries_that_do_not_fit(boundaries: list):
     with pytest.raises(RecordError, match="cu_seqlens: expected to rise from 0 to 5"):
-        LogProbRecord(
-            torch.zeros(5).long(), torch.zeros(5), torch.zeros(5).long(), torch.tensor(boundaries).long()
-        )
+        LogProbRecord(torch.zeros(5).long(), torch.zeros(5), torch.zeros(5).long(), torch.tensor(boundaries).long())
 
 
 @pytest.mark.parametrize(
@@ -727,9 +714,7 @@ def test_fused_projections_are_taken_apart():
 def test_regrouping_keeps_the_order_of_values():
     x = torch.arange(24.0)
     for shape in ((4, 6), (1, 4, 6), (4, 1, 2, 3), (24,), (2, 2, 6), (8, 3)):
-        assert regrouped(x.reshape(4, 1, 6), x.reshape(shape)).shape == (
-            (4, 1, 6) if shape != (8, 3) else (8, 3)
-        )
+        assert regrouped(x.reshape(4, 1, 6), x.reshape(shape)).shape == ((4, 1, 6) if shape != (8, 3) else (8, 3))
     assert regrouped(x.reshape(4, 6), x.reshape(6, 4)).shape == (6, 4)  # a transposed batch is another order
 
 

@@ -33,9 +33,7 @@ def test_a_name_of_a_strangers_hides_no_other_file_and_steers_no_terminal(
         (folder / file).write_bytes(bytes_of(X))
     diff(folder, folder, "--json", tmp_path / "out.json")
     rows = json.loads((tmp_path / "out.json").read_text())["rows"]
-    assert {"z.output", "good"} <= {row["name"] for row in rows if row["status"] == "equal"} and len(
-        rows
-    ) == 3
+    assert {"z.output", "good"} <= {row["name"] for row in rows if row["status"] == "equal"} and len(rows) == 3
     read = capsys.readouterr()
     assert "Traceback" not in read.err
     assert all(character.isprintable() or character == "\n" for character in read.out + read.err)
@@ -51,16 +49,12 @@ NESTED: list = []
 for _ in range(300):
     NESTED = [NESTED]
 ODD: dict[str, object] = {
-    "columns of numbers": {
-        "rollout_data": {"tokens": [1, 2], "log_probs": [1, 2], "response_lengths": [1, "x"]}
-    },
+    "columns of numbers": {"rollout_data": {"tokens": [1, 2], "log_probs": [1, 2], "response_lengths": [1, "x"]}},
     "tokens that are a number": {"samples": [{"tokens": 5, "log_probs": 3, "response_length": 1}]},
     "tokens of many digits": {"samples": [{"tokens": [10**30], "log_probs": [-1.0], "response_length": 1}]},
     "log-probs in words": {"samples": [{"tokens": [1], "log_probs": ["a"], "response_length": 1}]},
     "a dict of log-probs": {"samples": [{"tokens": [1], "log_probs": {"a": 1}, "response_length": 1}]},
-    "a length of many digits": {
-        "samples": [{"tokens": [1], "log_probs": [-1.0], "response_length": 10**400}]
-    },
+    "a length of many digits": {"samples": [{"tokens": [1], "log_probs": [-1.0], "response_length": 10**400}]},
     "a length in words": {"samples": [{"tokens": [1], "log_probs": [-1.0], "response_length": "one"}]},
     "matrices": {"samples": [{"tokens": X, "log_probs": X, "response_length": X}]},
     "names that are numbers": {"samples": [{"tokens": [1], "log_probs": [-1.0], "response_length": 1, 3: 4}]},
@@ -101,9 +95,7 @@ def test_a_config_without_heads_is_refused(config: str, tmp_path: Path, capsys: 
 
 
 @pytest.mark.parametrize("pattern", ["*.*", "x(.0)(.0)"])
-def test_a_pattern_whose_search_may_never_end_is_refused(
-    pattern: str, tmp_path: Path, capsys: Capture
-) -> None:
+def test_a_pattern_whose_search_may_never_end_is_refused(pattern: str, tmp_path: Path, capsys: Capture) -> None:
     folder = dump_all(tmp_path / "a", {"z.output": X})
     (tmp_path / "map.yaml").write_text(json.dumps({pattern: "x"}))
     assert diff(folder, folder, "--map", tmp_path / "map.yaml") == NOT_COMPARABLE

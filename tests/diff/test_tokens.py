@@ -72,9 +72,7 @@ def engine(drawn: Drawn, chunk: int = 100) -> Memory:
     engine_pass(memory, {"HEALTH_CHECK_1": [1]}, [("HEALTH_CHECK_1", 0, 1)])
     for start in range(0, 4, chunk):
         ends = {f"r{n}": len(prompt) for n, (prompt, _) in enumerate(drawn)}
-        engine_pass(
-            memory, requests, [(r, start, min(start + chunk, end)) for r, end in ends.items() if start < end]
-        )
+        engine_pass(memory, requests, [(r, start, min(start + chunk, end)) for r, end in ends.items() if start < end])
     for step in range(4):  # the last sampled token is never fed
         starts = {f"r{n}": len(prompt) + step for n, (prompt, _) in enumerate(drawn)}
         running = [(r, start, start + 1) for r, start in starts.items() if start + 1 < len(requests[r])]
@@ -82,9 +80,7 @@ def engine(drawn: Drawn, chunk: int = 100) -> Memory:
     return memory
 
 
-def engine_pass(
-    memory: Memory, requests: Mapping[str, Sequence[int]], parts: Sequence[tuple[str, int, int]]
-) -> None:
+def engine_pass(memory: Memory, requests: Mapping[str, Sequence[int]], parts: Sequence[tuple[str, int, int]]) -> None:
     """Requests end to end, each from a position to another, as SGLang's dumper records it."""
     if not parts:
         return
@@ -162,9 +158,7 @@ def test_another_value_is_found_at_its_token(drawn: Drawn, data: st.DataObject):
     assert found.first.mismatch.coordinate == (number, position, place)
     assert found.first.mismatch.count == 1
     # The engine never computes on the last token; an earlier one is found in its steps too.
-    followed = any(
-        s[: position + 1] == whole[number][: position + 1] and len(s) > position + 1 for s in whole
-    )
+    followed = any(s[: position + 1] == whole[number][: position + 1] and len(s) > position + 1 for s in whole)
     stepped = engine(drawn)
     wanted = DIFFERENT if followed else EQUAL
     assert by_token(stepped, packed(whole, (row, place))).exit_code == wanted

@@ -47,11 +47,7 @@ def healthy(contract: GpuContract) -> dict[str, Observation]:
     for side in ("trainer", "engine"):
         wanted = {check.name: getattr(check, side) for check in checks(contract, scored=False)}
         sides[side] = Observation(
-            {
-                name: choices[0] if choices else "shown"
-                for name, choices in wanted.items()
-                if choices is not None
-            },
+            {name: choices[0] if choices else "shown" for name, choices in wanted.items() if choices is not None},
             {},
         )
     return sides
@@ -134,13 +130,9 @@ def test_a_trainer_on_the_engines_kernels_needs_its_version() -> None:
 
 
 def test_deep_gemm_is_asked_for_where_the_trainer_runs_it() -> None:
-    asked = {
-        backend: {check.name for check in checks(contract, False)} for backend, contract in CONTRACTS.items()
-    }
+    asked = {backend: {check.name for check in checks(contract, False)} for backend, contract in CONTRACTS.items()}
     assert "deep_gemm: DeepGEMM mode" in asked["fsdp"] - asked["megatron"]
-    mixed = {
-        check.name: check for check in checks(replace(CONTRACTS["megatron"], engine_gemm="deep_gemm"), False)
-    }
+    mixed = {check.name: check for check in checks(replace(CONTRACTS["megatron"], engine_gemm="deep_gemm"), False)}
     switch = mixed["deep_gemm: DeepGEMM mode"]
     assert switch.trainer is None and "deterministic" in (switch.engine or ())
     assert "megatron: te general_gemm" in mixed
@@ -263,9 +255,7 @@ def test_how_a_value_was_seen_stands_in_its_row() -> None:
     assert rows["temperature"].how == "observed"
 
 
-def test_a_recorded_engine_and_a_file_stand_side_by_side(
-    tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
+def test_a_recorded_engine_and_a_file_stand_side_by_side(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     file = tmp_path / "trainer.json"
     dump(file, CONTRACTS["fsdp"], Namespace(**vars(HOST) | {"recompute_logprobs_via_prefill": False}))
     with replayed("stock") as url:
@@ -328,9 +318,7 @@ def test_a_contract_beside_that_of_the_file_is_exit_2(tmp_path: Path, capsys: py
     words = ["--backend", "megatron", "--engine-tp", "8"]
     assert main(["doctor", "--trainer-dump", str(tmp_path), *words]) == 2
     read = capsys.readouterr()
-    assert read.out == "" and read.err.startswith(
-        "--backend, --engine-tp: without effect, the trainer's file"
-    )
+    assert read.out == "" and read.err.startswith("--backend, --engine-tp: without effect, the trainer's file")
 
 
 @pytest.mark.parametrize(
@@ -388,8 +376,6 @@ def test_a_machine_that_cannot_pin_is_red(accelerated, capsys: pytest.CaptureFix
 
 def test_what_was_pinned_for_a_moment_is_undone(accelerated, monkeypatch, capsys) -> None:
     done = []
-    monkeypatch.setattr(
-        gpu, "install", lambda contract: done.append(contract) or (lambda: done.append("undone"))
-    )
+    monkeypatch.setattr(gpu, "install", lambda contract: done.append(contract) or (lambda: done.append("undone")))
     main(["doctor"])
     assert done == [CONTRACTS["megatron"], "undone"]

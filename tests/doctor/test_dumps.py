@@ -193,9 +193,7 @@ def test_engines_of_one_port_are_told_apart_by_their_machine(tmp_path: Path) -> 
         ("http://[::1]:1", "10.0.0.2"),
     ):
         assert load_engine(tmp_path, url).settings["at"] == found
-    with pytest.raises(
-        DumpError, match="0 engines at http://10.0.0.3:1; there are: engine-10.0.0.1-1.json, "
-    ):
+    with pytest.raises(DumpError, match="0 engines at http://10.0.0.3:1; there are: engine-10.0.0.1-1.json, "):
         load_engine(tmp_path, "http://10.0.0.3:1")
 
 

@@ -150,10 +150,7 @@ def each_token(value: Any) -> Change:
 
 
 def changed_rows(answers: Any, change: Change) -> Any:
-    return [
-        {"meta_info": {name: change(rows) for name, rows in answer["meta_info"].items()}}
-        for answer in answers
-    ]
+    return [{"meta_info": {name: change(rows) for name, rows in answer["meta_info"].items()}} for answer in answers]
 
 
 def beside(**told: Any) -> Change:

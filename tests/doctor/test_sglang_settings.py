@@ -56,11 +56,7 @@ def runner(**changed: Any) -> Any:
 def shorter(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
     for name, value in {"SIZES": (1, 2, 7), "FEW": (1, 2), "DIGESTED": (3, 16)}.items():
         monkeypatch.setattr(gpu_probes, name, value)
-    write(
-        {
-            "sglang/srt/distributed/parallel_state.py": "def get_tensor_model_parallel_world_size():\n    return 2\n"
-        }
-    )
+    write({"sglang/srt/distributed/parallel_state.py": "def get_tensor_model_parallel_world_size():\n    return 2\n"})
 
 
 def test_what_a_process_runs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -166,9 +162,7 @@ def test_it_is_written_where_the_doctor_finds_it(tmp_path: Path, monkeypatch: py
     assert load_engine(folder, "http://127.0.0.1:30000").settings["attention"] == "fa3"
 
 
-@pytest.mark.parametrize(
-    ("first", "named"), [("10.0.0.2:15003", "10.0.0.2"), ("[fe80::1]:15003", "_fe80__1_")]
-)
+@pytest.mark.parametrize(("first", "named"), [("10.0.0.2:15003", "10.0.0.2"), ("[fe80::1]:15003", "_fe80__1_")])
 def test_engines_of_two_machines_with_one_port_write_two_files(
     first: str, named: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

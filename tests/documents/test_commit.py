@@ -38,9 +38,7 @@ def test_a_file_that_git_does_not_track_changes_nothing(checkout: Path):
     assert "modified" not in commit(checkout, (".",))
 
 
-def test_what_is_no_checkout_of_its_own_has_no_commit(
-    checkout: Path, tmp_path_factory: pytest.TempPathFactory
-):
+def test_what_is_no_checkout_of_its_own_has_no_commit(checkout: Path, tmp_path_factory: pytest.TempPathFactory):
     installed = checkout / "site-packages"
     installed.mkdir()
     assert commit(installed) == commit(tmp_path_factory.mktemp("nowhere")) == UNKNOWN

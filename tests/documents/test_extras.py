@@ -46,10 +46,7 @@ SERVED = {
 @cache
 def modules() -> dict[str, Path]:
     files = (file for top in OURS for file in (ROOT / top).rglob("*.py"))
-    return {
-        ".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): file
-        for file in files
-    }
+    return {".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): file for file in files}
 
 
 @cache

@@ -59,9 +59,7 @@ def test_every_link_to_a_record_shows_the_commit_that_ran() -> None:
     pages = staging()
     commit, _ = pages.ran(ROOT / "lab" / "results" / "mismatch.json")
     for link in ("[a](../lab/results/mismatch.md)", "![b](../lab/results/mismatch.png)"):
-        assert pages.staged(link, "docs/a.md").startswith(link) and f"@{commit[:7]}<" in pages.staged(
-            link, ""
-        )
+        assert pages.staged(link, "docs/a.md").startswith(link) and f"@{commit[:7]}<" in pages.staged(link, "")
     assert pages.staged("[a](../lab/results/compiled-fp32.md)", "docs/a.md") == "[a](../lab/results/compiled-fp32.md)"
 
 
@@ -110,6 +108,4 @@ def test_a_heading_has_what_people_type(words: str) -> None:
 
 def test_no_page_opens_with_the_age_of_its_figures() -> None:
     pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
-    assert [
-        page.name for page in pages if "Figures here are of older" in page.read_text(encoding="utf-8")
-    ] == []
+    assert [page.name for page in pages if "Figures here are of older" in page.read_text(encoding="utf-8")] == []

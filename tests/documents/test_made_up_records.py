@@ -18,9 +18,7 @@ ROOT = Path(__file__).parents[2]
 COPIED = ("mis_plugins", "true_on_policy", "lab", "yaml", "docs", "tests", "README.md", "pyproject.toml")
 TERMS, ENGINE = "mis_plugins/config/terms", "true_on_policy/engines/made_up"
 ORACLE, ALGORITHMS = "tests/support/oracle.py", "docs/algorithms.md"
-Edits = dict[
-    str, tuple[str, str]
-]  # by file: the text before which a line is put, or "" for a new file; the line
+Edits = dict[str, tuple[str, str]]  # by file: the text before which a line is put, or "" for a new file; the line
 
 MADE_UP: dict[str, tuple[int, Edits]] = {
     "statistic": (

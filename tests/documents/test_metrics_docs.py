@@ -88,9 +88,7 @@ def test_every_metric_of_the_hook_that_mis_py_lacks_has_its_row():
         for level in ("token", "segment", "sequence", "geometric")
         for bound in ("truncate", "clip", "zero")
     ]
-    configs = [
-        from_mapping({"weight": weight, "reject": rules + vetoes, "metrics": "full"}) for weight in weights
-    ]
+    configs = [from_mapping({"weight": weight, "reject": rules + vetoes, "metrics": "full"}) for weight in weights]
     found = {name for config in configs for name in catalogue(config).keys() - OF_MIS_PY}
     named = {name.removeprefix("mis_") for name in BY_STEP} - {"nonfinite_advantages"}
     assert {re.sub(r"_[2-9]$", "_{i}", name) for name in found} == named

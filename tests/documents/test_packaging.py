@@ -50,9 +50,7 @@ def wheel(built: Path) -> Path:
 
 
 def release(source: Path, folder: Path) -> None:
-    run(
-        "env", f"PYTHON={sys.executable}", "bash", str(source / "scripts/release.sh"), str(folder), cwd=folder
-    )
+    run("env", f"PYTHON={sys.executable}", "bash", str(source / "scripts/release.sh"), str(folder), cwd=folder)
 
 
 def test_a_release_has_the_same_bytes_again(source: Path, built: Path, tmp_path: Path) -> None:
@@ -98,9 +96,7 @@ def test_setup_imports_nothing_of_the_package() -> None:
 def test_wheel_holds_every_module_and_preset(wheel: Path) -> None:
     held = {name for name in ZipFile(wheel).namelist() if ".dist-info/" not in name}
     modules = {
-        str(path.relative_to(ROOT))
-        for top in ("mis_plugins", "true_on_policy")
-        for path in (ROOT / top).rglob("*.py")
+        str(path.relative_to(ROOT)) for top in ("mis_plugins", "true_on_policy") for path in (ROOT / top).rglob("*.py")
     }
     data = {
         str(path.relative_to(ROOT))
@@ -110,9 +106,7 @@ def test_wheel_holds_every_module_and_preset(wheel: Path) -> None:
     records = {str(path.relative_to(ROOT)) for path in (ROOT / "mis_plugins/hosts/records").glob("*.txt")}
     presets = {f"mis_plugins/presets/{name}" for name in PRESETS}
     others = {"mis_plugins/explain/rungs.json", "mis_plugins/py.typed", "mis_plugins/shared/moved.yaml"}
-    shown = {
-        f"mis_plugins/report/{name}" for name in ("causes.yaml", "peer_names.yaml", "page.css", "page.html")
-    }
+    shown = {f"mis_plugins/report/{name}" for name in ("causes.yaml", "peer_names.yaml", "page.css", "page.html")}
     assert held == modules | data | presets | records | others | shown
 
 
@@ -203,9 +197,7 @@ def test_installed_presets_are_found_and_good(bare: Path, tmp_path: Path) -> Non
         assert path.is_relative_to(bare.parent.parent)
         assert path.as_posix().endswith(f"mis_plugins/presets/{place}")
         assert path.read_bytes() == (ROOT / "yaml" / place).read_bytes()
-    assert run(str(bare), "-m", "mis_plugins", "config", "path", "mis", cwd=tmp_path).strip() in map(
-        str, found
-    )
+    assert run(str(bare), "-m", "mis_plugins", "config", "path", "mis", cwd=tmp_path).strip() in map(str, found)
 
 
 def test_import_takes_no_host_and_no_megatron(bare: Path, tmp_path: Path) -> None:

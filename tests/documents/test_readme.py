@@ -19,9 +19,7 @@ from mis_plugins.__main__ import TRANSLATORS
 from mis_plugins.hosts.registry import every_host
 
 ROOT = Path(__file__).parents[2]
-BLOCK = re.compile(
-    r"(?:^<!-- ci: (?P<note>.+?) -->\n+)?^```bash\n(?P<body>.*?)^```$", re.MULTILINE | re.DOTALL
-)
+BLOCK = re.compile(r"(?:^<!-- ci: (?P<note>.+?) -->\n+)?^```bash\n(?P<body>.*?)^```$", re.MULTILINE | re.DOTALL)
 SYNTAX_ONLY = re.compile(r"syntax only, because \S.*")
 
 
@@ -132,6 +130,4 @@ def test_sentences_of_a_page_for_newcomers_are_short(page: str) -> None:
 
 def test_a_long_sentence_of_a_page_is_seen() -> None:
     long = " ".join(["word"] * (LONGEST + 1))
-    assert [
-        len(one.split()) for one in sentences(f"Short.\n\n* {long}.\n| {long} |\n```\n{long}\n```\n")
-    ] == [1, 32]
+    assert [len(one.split()) for one in sentences(f"Short.\n\n* {long}.\n| {long} |\n```\n{long}\n```\n")] == [1, 32]

@@ -88,11 +88,7 @@ def test_report_knows_no_host() -> None:
         if room(target)[0] == "mis_plugins"
     ]
     given = [pair for pair in ours if room(pair[0])[1] == "report" and room(pair[1])[1] not in READ_BY_REPORT]
-    taken = [
-        pair
-        for pair in ours
-        if room(pair[1])[1] == "report" and room(pair[0])[1] not in ("report", "__main__")
-    ]
+    taken = [pair for pair in ours if room(pair[1])[1] == "report" and room(pair[0])[1] not in ("report", "__main__")]
     assert not [pair for pair in given if pair[1] != "mis_plugins.__version__"] and not taken
 
 

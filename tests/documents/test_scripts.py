@@ -63,14 +63,7 @@ def test_syntax(script: Path) -> None:
 
 
 def test_quick_names_tests_that_exist() -> None:
-    words = (
-        (ROOT / "scripts" / "test.sh")
-        .read_text()
-        .replace("(", " ")
-        .replace("=", " ")
-        .replace(")", " ")
-        .split()
-    )
+    words = (ROOT / "scripts" / "test.sh").read_text().replace("(", " ").replace("=", " ").replace(")", " ").split()
     named = [ROOT / word for word in words if word.startswith("tests/")]
     assert len(named) > 4 and all(path.exists() for path in named)
 
@@ -259,9 +252,7 @@ def test_a_job_is_handed_a_path_that_it_finds_from_its_own_folder(
     assert config.stem == Path(given).stem
 
 
-@pytest.mark.parametrize(
-    ("name", "value"), [("BITWISE_CONFIG", "/no/such.yaml"), ("TRAIN_BACKEND", "deepspeed")]
-)
+@pytest.mark.parametrize(("name", "value"), [("BITWISE_CONFIG", "/no/such.yaml"), ("TRAIN_BACKEND", "deepspeed")])
 def test_a_true_on_policy_launch_stops_where_it_cannot_hold(name: str, value: str, tmp_path: Path) -> None:
     done = launch("run-qwen3-4b-true-on-policy.sh", tmp_path, **{name: value})
     assert done.returncode != 0 and value in done.stderr
@@ -273,9 +264,7 @@ def test_a_true_on_policy_launch_keeps_its_contract(backend: str, tmp_path: Path
     """The host would parse what `check_host` asks for, in an environment that `check_environment` accepts."""
     config = tmp_path / "bitwise.yaml"
     config.write_text("bitwise: {on_difference: raise}")
-    done = launch(
-        "run-qwen3-4b-true-on-policy.sh", tmp_path, TRAIN_BACKEND=backend, BITWISE_CONFIG=str(config)
-    )
+    done = launch("run-qwen3-4b-true-on-policy.sh", tmp_path, TRAIN_BACKEND=backend, BITWISE_CONFIG=str(config))
     assert done.returncode == 0, done.stderr
     arguments = trainer_arguments(tmp_path)
     ranks = 8 if backend == "megatron" else 1

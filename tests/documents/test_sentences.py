@@ -12,9 +12,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("mis_plugins", "true_on_policy", "lab")
 NAMES_NOTHING = "a pronoun names nothing: write the noun"
-OPENINGS = dict.fromkeys(
-    "it its they them their theirs these those this that such his".split(), NAMES_NOTHING
-) | {
+OPENINGS = dict.fromkeys("it its they them their theirs these those this that such his".split(), NAMES_NOTHING) | {
     "the same": "says how two things agree, not what one of them is",
     "the other": "leans on the thing named before",
     "the others": "leans on the things named before",
@@ -78,9 +76,7 @@ def too_long(text: str) -> list[str]:
 # What leans on a sentence before, at the head of a clause of an error or a notice.
 LEANING = "it|its|they|them|their|theirs|this|that|these|those|such|the same|the others?|another|ours"
 CLAUSE = re.compile(rf"(?:^|[.!?;:]\s+)(?:{LEANING})\b.{{,40}}", re.IGNORECASE)
-SENTENCE = re.compile(
-    rf"(?:^|[.!?]\s+)(?:{'|'.join(word.capitalize() for word in LEANING.split('|'))})\b.{{,40}}"
-)
+SENTENCE = re.compile(rf"(?:^|[.!?]\s+)(?:{'|'.join(word.capitalize() for word in LEANING.split('|'))})\b.{{,40}}")
 LOGGED = {"warn_once", "warning", "error", "exception", "info"}
 
 
@@ -126,9 +122,7 @@ def files(path: str) -> list[Path]:
 @pytest.mark.parametrize("room", ROOMS_DONE)
 def test_docstrings_stand_alone(room: str) -> None:
     assert files(room), f"{room}: no such room"
-    faults = [
-        f"{place} {fault(text)}" for file in files(room) for place, text in docstrings(file) if fault(text)
-    ]
+    faults = [f"{place} {fault(text)}" for file in files(room) for place, text in docstrings(file) if fault(text)]
     assert not faults, "\n".join(faults)
 
 
@@ -167,9 +161,7 @@ def test_openings_are_refused(opening: str) -> None:
 
 @pytest.mark.parametrize("room", ["mis_plugins", "true_on_policy", "lab"])
 def test_sentences_are_short(room: str) -> None:
-    found = [
-        (place, one) for file in files(room) for place, text in docstrings(file) for one in too_long(text)
-    ]
+    found = [(place, one) for file in files(room) for place, text in docstrings(file) for one in too_long(text)]
     assert not found, f"more than {LONGEST} words: " + "\n".join(f"{place}: {one}" for place, one in found)
 
 

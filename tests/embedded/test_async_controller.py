@@ -46,9 +46,7 @@ def running(
     steps_per_update: int = 0,
     places: int | None = None,
 ) -> Iterator[Controller]:
-    settings = Settings(
-        CONFIG, "fp32", Sampling(LENGTH, 1.0, eos=-1), mode, step_seconds, steps_per_update, places
-    )
+    settings = Settings(CONFIG, "fp32", Sampling(LENGTH, 1.0, eos=-1), mode, step_seconds, steps_per_update, places)
     made = Controller(settings, HeadOffpolicyness(bound), wanted, range(ROLLOUTS), weights(0))
     try:
         yield made
@@ -157,9 +155,7 @@ def test_the_tally_adds_up_what_happened_since_the_last_one(monkeypatch: pytest.
         assert made.take_tally() == Tally()
 
 
-@pytest.mark.parametrize(
-    ("mode", "places"), [("in_place", 4), ("retract", 4), ("abort", 4), ("retract", None)]
-)
+@pytest.mark.parametrize(("mode", "places"), [("in_place", 4), ("retract", 4), ("abort", 4), ("retract", None)])
 def test_no_more_responses_are_in_flight_than_there_are_places(
     mode: PauseMode, places: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -193,9 +189,7 @@ def test_a_trainer_slower_than_the_rollout_finds_no_more_begun_than_may(bound: i
             until(lambda v=version, k=last: all(made.complete(one) for one in range(v, k + 1)))
             time.sleep(0.05)  # nothing else is generated meanwhile
             assert set(lengths(made)) == {LENGTH}
-            (ages,) = (
-                {version - wrote for response in made.rollout(version) for wrote in response.versions},
-            )
+            (ages,) = ({version - wrote for response in made.rollout(version) for wrote in response.versions},)
             assert ages == {min(version, bound)}
             made.update(weights(version + 1))
 

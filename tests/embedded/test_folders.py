@@ -31,14 +31,10 @@ def chosen(output: Path, save: Path | None = None, load: Path | None = None) -> 
 
 
 @pytest.mark.parametrize("name", [METRICS, SUMMARY])
-def test_a_folder_that_holds_a_run_is_left_to_it(
-    name: str, tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
+def test_a_folder_that_holds_a_run_is_left_to_it(name: str, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     first = a_run(tmp_path / "run", name=name)
     assert chosen(first) == tmp_path / "run-2"
-    assert (
-        f"{first} holds an earlier run; the new one goes to {tmp_path / 'run-2'}" in capsys.readouterr().err
-    )
+    assert f"{first} holds an earlier run; the new one goes to {tmp_path / 'run-2'}" in capsys.readouterr().err
 
 
 def test_a_free_folder_is_taken_as_it_is(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:

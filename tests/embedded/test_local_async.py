@@ -33,9 +33,7 @@ from lab.host.rollout.sampler import Rollout, derive_seed, draw
 from lab.host.train.parallel import EXIT_INTERRUPTED, initialize, launch
 from mis_plugins.metrics.staleness import COLUMNS
 
-LEARNS = (
-    "--advantage-estimator reinforce --reward-shift -1 --lr 1e-3"  # failures push: --smoke never succeeds
-)
+LEARNS = "--advantage-estimator reinforce --reward-shift -1 --lr 1e-3"  # failures push: --smoke never succeeds
 SEGMENT_WISE = "--loss-type custom_loss --custom-loss-function-path mis_plugins.mis.policy_loss"
 DUMP = f"--rollout-data-postprocess-path {__name__}.dump"
 
@@ -203,9 +201,7 @@ def check_rollout(loop: Loop, engines: list[DecodeEngine], current: int, rollout
     return ages
 
 
-def test_data_parallel_ranks_share_the_recompute_to_the_bit(
-    tmp_path: Path, warm: Path, segment_wise: str
-) -> None:
+def test_data_parallel_ranks_share_the_recompute_to_the_bit(tmp_path: Path, warm: Path, segment_wise: str) -> None:
     """Whatever their number every batch holds the same; each of them scores about its part of the batches."""
     found, shares = {}, {}
     for size in (1, 2):
@@ -361,9 +357,7 @@ def test_log_and_summary_hold_both_variances_by_age(tmp_path: Path, warm: Path, 
     assert last["staleness/unknown"] == 0
     assert 0 < summary["recompute/share"] < 1 and summary["recompute/tokens"] > 0
     for age in (2, 3):
-        wise, standard = (
-            summary[f"behav_imp_weight/var/{kind}/age_{age}"] for kind in ("segment_wise", "standard")
-        )
+        wise, standard = (summary[f"behav_imp_weight/var/{kind}/age_{age}"] for kind in ("segment_wise", "standard"))
         assert 0 < wise < standard
         assert summary[f"recompute/seconds/age_{age}"] > 0
     name = "behav_imp_weight/var/standard"
@@ -373,9 +367,7 @@ def test_log_and_summary_hold_both_variances_by_age(tmp_path: Path, warm: Path, 
     assert summary["behav_imp_weight/var/segment_wise/age_1"] == summary[f"{name}/age_1"]
 
 
-def test_switched_off_nothing_is_recomputed_and_the_standard_weights_are_measured(
-    tmp_path: Path, warm: Path
-) -> None:
+def test_switched_off_nothing_is_recomputed_and_the_standard_weights_are_measured(tmp_path: Path, warm: Path) -> None:
     path = tmp_path / "mis.yaml"
     path.write_text("mis: {segment_wise: {enabled: false}}\n")
     flags = f"{SEGMENT_WISE} --custom-config-path {path} --async --max-head-offpolicyness 2"
@@ -435,14 +427,10 @@ def broken() -> None:
     raise RuntimeError("no disk")
 
 
-def test_hooks_of_the_user_run_around_every_update(
-    tmp_path: Path, warm: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_hooks_of_the_user_run_around_every_update(tmp_path: Path, warm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One of each kind, and two of one, by their dotted path."""
     monkeypatch.setenv(NOTES, str(tmp_path / "notes"))
-    paths = [
-        f"--{point.replace('_', '-')}-hook-path {__name__}.note_{point}" for point in (*POINTS, "pre_pause")
-    ]
+    paths = [f"--{point.replace('_', '-')}-hook-path {__name__}.note_{point}" for point in (*POINTS, "pre_pause")]
     assert run(f"--async --max-concurrent-rollouts 3 {' '.join(paths)}", tmp_path, warm) == 0
     once = ["pre_pause", *POINTS]
     found = (tmp_path / "notes").read_text().split()
@@ -474,6 +462,4 @@ def test_settings_may_stand_in_the_yaml(text: str, said: dict[str, Any], tmp_pat
 
 
 def test_every_sample_has_a_seed_of_its_own() -> None:
-    assert (
-        len({derive_seed(0, "rollout", rollout, "sample", i) for rollout in range(9) for i in range(9)}) == 81
-    )
+    assert len({derive_seed(0, "rollout", rollout, "sample", i) for rollout in range(9) for i in range(9)}) == 81

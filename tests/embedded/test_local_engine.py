@@ -53,9 +53,7 @@ def hf() -> torch.nn.Module:
     """A Qwen3 with random weights, large enough that its distributions are far from uniform."""
     torch.manual_seed(0)
     model = transformers.Qwen3ForCausalLM(
-        transformers.Qwen3Config(
-            **transformers_sizes(CONFIG), head_dim=CONFIG.head_dim, tie_word_embeddings=False
-        )
+        transformers.Qwen3Config(**transformers_sizes(CONFIG), head_dim=CONFIG.head_dim, tie_word_embeddings=False)
     ).eval()
     with torch.no_grad():
         for parameter in model.parameters():
@@ -279,9 +277,7 @@ def test_an_engine_without_weights_says_so(weights) -> None:
 
 
 def test_impossible_models_and_precisions_are_refused() -> None:
-    with pytest.raises(
-        ConfigError, match="--rollout-weights: got 'int2'; choose one of fp32, bf16, int8, int4, int3"
-    ):
+    with pytest.raises(ConfigError, match="--rollout-weights: got 'int2'; choose one of fp32, bf16, int8, int4, int3"):
         DecodeEngine(CONFIG, "int2")
     with pytest.raises(ConfigError, match="num_heads: got 3; make it a multiple of num_kv_heads, 2"):
         ModelConfig(16, 32, 1, 3, 2, 8, 48)

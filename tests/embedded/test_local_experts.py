@@ -79,9 +79,7 @@ def test_the_engine_computes_and_routes_as_transformers_does(
 
 
 def test_integers_leave_the_gate_as_it_is(weights: dict[str, torch.Tensor]) -> None:
-    rounded = {
-        name for name, weight in weights.items() if not at_precision(name, weight, "int4").equal(weight)
-    }
+    rounded = {name for name, weight in weights.items() if not at_precision(name, weight, "int4").equal(weight)}
     assert {name for name in weights if "experts" in name} <= rounded
     assert not [name for name in rounded if name.endswith("mlp.gate.weight")]
 

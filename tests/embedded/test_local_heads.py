@@ -20,9 +20,7 @@ from mis_plugins.errors import ConfigError
 
 NAMED = 6
 OURS = "--loss-type custom_loss --custom-loss-function-path mis_plugins.mis.policy_loss"
-BOUND = (
-    "weight: {level: token, bound: truncate, upper: 1.1}, objective: {old: behavior, surrogate: reinforce}"
-)
+BOUND = "weight: {level: token, bound: truncate, upper: 1.1}, objective: {old: behavior, surrogate: reinforce}"
 
 
 @pytest.fixture(scope="module")

@@ -123,9 +123,7 @@ def test_the_helper_scores_as_the_trainer_does_and_gives_the_entropy(
     assert parallel.launch(grid.tp * grid.cp, main) == 0
     for rank in range(grid.tp * grid.cp):
         found, expected = torch.load(tmp_path / f"{rank}.pt")
-        torch.testing.assert_close(
-            torch.cat(found["log_probs"]), torch.cat(expected), rtol=0, atol=FP32_LOG_PROB
-        )
+        torch.testing.assert_close(torch.cat(found["log_probs"]), torch.cat(expected), rtol=0, atol=FP32_LOG_PROB)
         assert [part.numel() for part in found["entropy"]] == [part.numel() for part in expected]
         entropy = torch.cat(found["entropy"])
         assert ((entropy >= 0) & (entropy <= math.log(config.vocab_size) * (1 + 4 * EPS))).all()
@@ -136,9 +134,7 @@ def test_the_helper_scores_as_the_trainer_does_and_gives_the_entropy(
 
 
 @pytest.mark.parametrize("use_tis", [True, False])
-def test_the_reducer_gets_the_masks_of_after_rejection(
-    use_tis: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_reducer_gets_the_masks_of_after_rejection(use_tis: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """And reduces the policy loss alone: everything else keeps the host's average."""
     batch, kept, log_probs = micro_batch(rejected=True)
     calls: list[tuple[Any, ...]] = []
@@ -149,9 +145,7 @@ def test_the_reducer_gets_the_masks_of_after_rejection(
 
     hooks = {"a.tis": lambda **kw: (kw["pg_loss"], kept, {}), "a.reducer": build}
     monkeypatch.setattr(loss, "load_function", lambda path, flag: hooks[path])
-    args = settings(
-        use_tis=use_tis, custom_tis_function_path="a.tis", custom_pg_loss_reducer_function_path="a.reducer"
-    )
+    args = settings(use_tis=use_tis, custom_tis_function_path="a.tis", custom_pg_loss_reducer_function_path="a.reducer")
     total, metrics = policy_loss(args, ALONE, batch, log_probs)
     ((total_lengths, response_lengths, masks, per_token),) = calls
     assert (total_lengths, response_lengths, per_token) == ([5, 4], [3, 2], False)
@@ -168,9 +162,7 @@ def break_some(args: Namespace, data: list[list[Any]]) -> None:
     data[0][1].rollout_log_probs = None
     data[1][0].rollout_log_probs.pop()
     drop_broken_samples(args, data)
-    removed = [
-        (sample.group_index, sample.index) for group in data for sample in group if sample.remove_sample
-    ]
+    removed = [(sample.group_index, sample.index) for group in data for sample in group if sample.remove_sample]
     note(args, "filter", (len(data), {len(group) for group in data}, removed))
 
 
@@ -193,9 +185,7 @@ def test_the_sample_filter_takes_broken_samples_out_of_the_loss(tmp_path: Path) 
 # ------------------------------------------------------------------------------------------------------- train step
 
 
-def note_step(
-    args: Namespace, rollout_id: int, step_id: int, model: Any, optimizer: Any, scheduler: Any
-) -> None:
+def note_step(args: Namespace, rollout_id: int, step_id: int, model: Any, optimizer: Any, scheduler: Any) -> None:
     (module,) = model
     clean = not any(parameter.main_grad.any() for parameter in module.parameters())
     note(args, "steps", (rollout_id, step_id, clean, isinstance(optimizer, torch.optim.Optimizer), scheduler))

@@ -42,10 +42,7 @@ class Sequences:
         self.tokens = [torch.randint(VOCABULARY, (total,), generator=generator) for total, _ in LENGTHS]
         self.logits = [torch.randn(total, VOCABULARY, generator=generator) for total, _ in LENGTHS]
         self.rows = [
-            [
-                torch.randperm(VOCABULARY, generator=generator)[: 1 + (t + i) % 5].tolist()
-                for t in range(response)
-            ]
+            [torch.randperm(VOCABULARY, generator=generator)[: 1 + (t + i) % 5].tolist() for t in range(response)]
             for i, (_, response) in enumerate(LENGTHS)
         ]
         self.kept = [KeptSets(*map(torch.tensor, flat(rows))) for rows in self.rows]
@@ -53,18 +50,14 @@ class Sequences:
     def expected(self) -> tuple[list[float], list[torch.Tensor]]:
         """The log-prob of every response token in float64, and its derivative by the logits of its place."""
         values, slopes = [], []
-        for (total, response), tokens, logits, rows in zip(
-            LENGTHS, self.tokens, self.logits, self.rows, strict=True
-        ):
+        for (total, response), tokens, logits, rows in zip(LENGTHS, self.tokens, self.logits, self.rows, strict=True):
             for t, row in enumerate(rows):
                 place = total - response + t
                 scaled = [x / ARGS.rollout_temperature for x in logits[place - 1].tolist()]
                 token = int(tokens[place])
                 mass = {i: math.exp(scaled[i]) for i in {*row, token}}
                 values.append(scaled[token] - math.log(math.fsum(mass.values())))
-                slope = [
-                    float(i == token) - mass.get(i, 0.0) / math.fsum(mass.values()) for i in range(VOCABULARY)
-                ]
+                slope = [float(i == token) - mass.get(i, 0.0) / math.fsum(mass.values()) for i in range(VOCABULARY)]
                 slopes.append(torch.tensor(slope) / ARGS.rollout_temperature)
         return values, slopes
 

@@ -56,9 +56,7 @@ def records(output: Path) -> list[dict[str, Any]]:
 
 def numbers(output: Path) -> list[dict[str, Any]]:
     """The records without what a clock measured."""
-    return [
-        {key: value for key, value in record.items() if "seconds" not in key} for record in records(output)
-    ]
+    return [{key: value for key, value in record.items() if "seconds" not in key} for record in records(output)]
 
 
 # --- errors ---------------------------------------------------------------------------------------------------
@@ -205,9 +203,7 @@ def test_every_key_of_the_yaml_lands_on_args_as_in_the_hosts(tmp_path: Path) -> 
         ("weight: {upper: 2}", "weight: stands beside `mis:`"),
     ],
 )
-def test_a_yaml_that_hosts_would_misread_is_refused_by_its_name(
-    text: str, message: str, tmp_path: Path
-) -> None:
+def test_a_yaml_that_hosts_would_misread_is_refused_by_its_name(text: str, message: str, tmp_path: Path) -> None:
     path = tmp_path / "custom.yaml"
     path.write_text(text)
     with pytest.raises(ConfigError, match=f"--custom-config-path {path}: {message}"):
@@ -279,9 +275,7 @@ def settings(**given: Any) -> Namespace:
 def test_a_rejected_token_leaves_the_numerator_only(monkeypatch: pytest.MonkeyPatch) -> None:
     batch, _, log_probs = micro_batch(rejected=False)
     one_dropped = [torch.tensor([1, 0, 0]), torch.tensor([1, 1])]
-    monkeypatch.setattr(
-        loss, "load_function", lambda path, flag: lambda **kw: (kw["pg_loss"], one_dropped, {})
-    )
+    monkeypatch.setattr(loss, "load_function", lambda path, flag: lambda **kw: (kw["pg_loss"], one_dropped, {}))
     total, _ = policy_loss(settings(use_tis=True), ALONE, batch, log_probs)
     assert total.item() == pytest.approx(-2 * (1 / 2 + 2 / 2))
 
@@ -342,13 +336,9 @@ def test_advantages() -> None:
     grpo = Namespace(disable_grpo_std_normalization=False)
     centred = Namespace(disable_grpo_std_normalization=True)
     half = 0.5 / torch.tensor([1.0, 0.0, 0.0, 1.0]).std()
-    assert torch.allclose(
-        ESTIMATORS["grpo"](grpo, rewards)[0], half * torch.tensor([1.0, -1, -1, 1]), rtol=1e-5
-    )
+    assert torch.allclose(ESTIMATORS["grpo"](grpo, rewards)[0], half * torch.tensor([1.0, -1, -1, 1]), rtol=1e-5)
     assert torch.equal(ESTIMATORS["grpo"](centred, rewards)[0], torch.tensor([0.5, -0.5, -0.5, 0.5]))
-    assert torch.equal(ESTIMATORS["grpo"](grpo, rewards)[1], torch.zeros(4)), (
-        "a group of equals teaches nothing"
-    )
+    assert torch.equal(ESTIMATORS["grpo"](grpo, rewards)[1], torch.zeros(4)), "a group of equals teaches nothing"
     assert torch.equal(ESTIMATORS["reinforce"](Namespace(reward_shift=-1.0), rewards), rewards - 1)
 
 

@@ -33,9 +33,7 @@ from lab.host.train.trainer import Trainer
 
 RTOL = 1e-5  # what the project promises, relative, for four steps in any layout
 LOG_RATIO = 16 * EPS  # rounding of a difference of log-probs near -3, each a few dozen operations deep
-SIZES = (
-    "--rollout-batch-size 8 --n-samples-per-prompt 4 --global-batch-size 8 --num-digits 5 --hidden-size 32"
-)
+SIZES = "--rollout-batch-size 8 --n-samples-per-prompt 4 --global-batch-size 8 --num-digits 5 --hidden-size 32"
 HOOK = "--use-tis --custom-tis-function-path mis_plugins.mis.compute_mis_weights_with_cp"
 
 
@@ -123,13 +121,9 @@ def relative(got: torch.Tensor, expected: torch.Tensor) -> float:
 
 def assert_same_run(got: dict[str, Any], expected: dict[str, Any]) -> None:
     assert len(got["steps"]) == len(expected["steps"]) == 4
-    for (metrics, gradient), (reference_metrics, reference) in zip(
-        got["steps"], expected["steps"], strict=True
-    ):
+    for (metrics, gradient), (reference_metrics, reference) in zip(got["steps"], expected["steps"], strict=True):
         assert metrics["loss"] == pytest.approx(reference_metrics["loss"], rel=RTOL)
-        shared = [
-            name for name in metrics if not name.endswith("_mb")
-        ]  # a micro-batch is a data-parallel rank's
+        shared = [name for name in metrics if not name.endswith("_mb")]  # a micro-batch is a data-parallel rank's
         for name in shared:
             assert metrics[name] == pytest.approx(reference_metrics[name], rel=RTOL, abs=LOG_RATIO), name
         assert relative(gradient, reference) < RTOL
@@ -169,9 +163,7 @@ def test_micro_batches_do_not_change_a_loss_without_normalization(recorded: Roll
     yaml.write_text("mis: {weight: {level: token, bound: truncate, upper: 1.1}}\n")
     whole = train(Grid(), settings(Grid(), yaml), recorded, tmp_path / "whole")
     split = train(Grid(), settings(Grid(), yaml, "--micro-batch-size 2"), recorded, tmp_path / "split")
-    for (metrics, gradient), (reference_metrics, reference) in zip(
-        split["steps"], whole["steps"], strict=True
-    ):
+    for (metrics, gradient), (reference_metrics, reference) in zip(split["steps"], whole["steps"], strict=True):
         assert metrics["loss"] == pytest.approx(reference_metrics["loss"], rel=RTOL)
         assert relative(gradient, reference) < RTOL
 

@@ -86,9 +86,7 @@ def test_truly_on_policy_no_token_is_routed_otherwise(tmp_path: Path) -> None:
     # A second step of a rollout would start from other parameters than the engine has.
     assert watched("--true-on-policy", tmp_path / "run", global_batch_size=16) == 0
     assert [one[DIFFERS] for one in steps(tmp_path / "run")] == [0] * 3
-    assert [(row["k3_kl"], row["train_rollout_logprob_abs_diff"]) for row in records(tmp_path / "run")] == [
-        (0, 0)
-    ] * 3
+    assert [(row["k3_kl"], row["train_rollout_logprob_abs_diff"]) for row in records(tmp_path / "run")] == [(0, 0)] * 3
 
 
 def test_tokens_of_other_routes_are_dropped_and_a_compared_gradient_is_apart(tmp_path: Path) -> None:

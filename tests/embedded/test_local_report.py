@@ -90,9 +90,7 @@ def test_an_interrupt_leaves_whole_lines(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("final", "collapsed"), [(0.1, True), (0.4, True), (0.46, False), (0.9, False)])
-def test_a_run_has_collapsed_when_its_last_tenth_is_below_half_its_start(
-    final: float, collapsed: bool
-) -> None:
+def test_a_run_has_collapsed_when_its_last_tenth_is_below_half_its_start(final: float, collapsed: bool) -> None:
     summary = summarize(records(final, grad_cosine=0.5))
     last = [0.9 + (final - 0.9) * rollout / 39 for rollout in (36, 38)]
     assert summary["collapsed"] is collapsed

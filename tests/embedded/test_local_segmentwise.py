@@ -23,9 +23,7 @@ LOSS = "--loss-type custom_loss --custom-loss-function-path mis_plugins.mis.poli
 CURRENT = 5
 
 
-def sample(
-    index: int, versions: Sequence[int] | None, stored: Sequence[float | None] | None = None
-) -> Sample:
+def sample(index: int, versions: Sequence[int] | None, stored: Sequence[float | None] | None = None) -> Sample:
     return Sample(
         index=index,
         group_index=0,
@@ -48,8 +46,7 @@ def sharded(
     state: ParallelState = ALONE,
 ) -> RolloutData:
     args: Namespace = parse_args(
-        f"--rollout-batch-size 1 --n-samples-per-prompt {len(samples)} --advantage-estimator reinforce "
-        f"{flags}".split()
+        f"--rollout-batch-size 1 --n-samples-per-prompt {len(samples)} --advantage-estimator reinforce {flags}".split()
     )
     args.mis = mis
     return shard(args, state, Rollout(list(samples), torch.ones(len(samples)), version))
@@ -69,9 +66,7 @@ STALE = sample(41, [2, 4, 5]), sample(42, [4, 4, 5])
 
 @pytest.mark.parametrize("mis", [{"segment_wise": {}}, {"weight": {"upper": 3}}], ids=["said", "by default"])
 def test_a_token_too_old_names_its_sample(mis: dict):
-    message = (
-        r"sample 41, token 0: version 2, with the trainer at 5: what its next version gives it was not stored"
-    )
+    message = r"sample 41, token 0: version 2, with the trainer at 5: what its next version gives it was not stored"
     with pytest.raises(InputError, match=message):
         sharded(mis, *STALE)
 
@@ -104,9 +99,7 @@ def test_what_nobody_knows_is_not_handed_on(versions: list[int] | None, version:
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_sample_without_versions_beside_others(rank: int):
     """Every rank refuses the rollout, whichever of them got the sample."""
-    state = dataclasses.replace(
-        ALONE, effective_dp=dataclasses.replace(ALONE.effective_dp, rank=rank, size=2)
-    )
+    state = dataclasses.replace(ALONE, effective_dp=dataclasses.replace(ALONE.effective_dp, rank=rank, size=2))
     message = r"sample 41: no output_versions, which other samples of the rollout have.*\(1 such samples\)"
     with pytest.raises(InputError, match=message):
         sharded({"segment_wise": {}}, sample(40, [5, 5, 5]), sample(41, None), state=state)

@@ -22,9 +22,7 @@ from true_on_policy.contract.sides import ENGINES
 from true_on_policy.engines.hf.engine import HuggingFace
 from true_on_policy.engines.protocol import EngineError, Request, Sample
 
-CONFIG = ModelConfig(
-    vocab_size=16, hidden_size=32, ffn_size=48, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8
-)
+CONFIG = ModelConfig(vocab_size=16, hidden_size=32, ffn_size=48, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8)
 PROMPTS = ((1, 2, 3), (4,), (5, 6, 7, 8, 9))
 
 
@@ -70,10 +68,7 @@ def test_a_server_is_stepped_by_calls_of_one_token(keep: bool, served: Callable[
         assert decoding.stale_cache == keep and Server.kept == [keep, keep]
         drawn += [decoding.step() for _ in range(4)]
     assert decoding.ended and decoding.unfinished == []
-    tokens = {
-        number: [d.tokens[d.numbers.index(number)] for d in drawn if number in d.numbers]
-        for number in range(3)
-    }
+    tokens = {number: [d.tokens[d.numbers.index(number)] for d in drawn if number in d.numbers] for number in range(3)}
     assert all(15 not in row[:-1] and (len(row) == 8 or row[-1] == 15) for row in tokens.values())
     assert sum(sum(d.ended) for d in drawn) == 3 and all(d.numbers.count(3) == 0 for d in drawn)
 

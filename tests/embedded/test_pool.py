@@ -274,9 +274,7 @@ def test_ranks_share_batches_that_are_the_same_for_any_number_of_them():
         for length in (3, 9, 4, 8, 5, 7):
             pool.add(response(3, length))
 
-        def score(
-            batches: Sequence[Batch], model: Model = model, calls: list[int] = calls
-        ) -> list[list[list[float]]]:
+        def score(batches: Sequence[Batch], model: Model = model, calls: list[int] = calls) -> list[list[list[float]]]:
             calls.append(len(batches))
             return [model(*batch) for batch in batches]
 

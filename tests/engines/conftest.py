@@ -83,8 +83,7 @@ def ran_in_sglang() -> Ran:
                 ROOT / "tests" / "engines" / program,
                 *map(str, arguments),
             ],
-            env=os.environ
-            | {"PYTHONPATH": paths, "SGLANG_USE_CPU_ENGINE": "1", "TORCH_COMPILE_DISABLE": "1"},
+            env=os.environ | {"PYTHONPATH": paths, "SGLANG_USE_CPU_ENGINE": "1", "TORCH_COMPILE_DISABLE": "1"},
             capture_output=True,
             text=True,
             timeout=500,

@@ -26,9 +26,7 @@ def main(case: str, made: str) -> None:
     width, found = heads.shape[-1], {}
     for interleaved in (False, True):
         for section in asked["sections"]:
-            rope = MRotaryEmbedding(
-                width, width, 4096, asked["base"], True, heads.dtype, section, interleaved
-            )
+            rope = MRotaryEmbedding(width, width, 4096, asked["base"], True, heads.dtype, section, interleaved)
             for name, three in (("alike", positions.expand(3, -1)), ("moved", moved)):
                 query, key = rope.forward_native(three, heads.flatten(1), heads[:, :1].flatten(1))
                 found[f"{name} {section} {interleaved}"] = torch.cat((query, key), -1)

@@ -240,9 +240,7 @@ def test_one_bit_of_either_process_is_seen(side: str, code: int, engine: SGLang,
         patch.dict(ENGINES, sglang=replace(ENGINES["sglang"], start=lambda *_: running)),
         patch.dict(
             TRAINERS,
-            hf=replace(
-                TRAINERS["hf"], start=lambda path, contract, order: trainer(path, contract.dtype, order)
-            ),
+            hf=replace(TRAINERS["hf"], start=lambda path, contract, order: trainer(path, contract.dtype, order)),
         ),
         patch.object(verification, "_control", lambda *_: unequal),
     ):

@@ -116,9 +116,7 @@ def test_log_probs_over_kept_sets_are_the_engines_renormalized(engine: SGLang, h
     assert meta["num_retractions"] == 0, "what retractions.py reads"
 
 
-def test_an_update_drops_the_cache_once_the_last_request_has_ended(
-    engine: SGLang, tiny: Path, tmp_path: Path
-) -> None:
+def test_an_update_drops_the_cache_once_the_last_request_has_ended(engine: SGLang, tiny: Path, tmp_path: Path) -> None:
     checkpoint = updated(tiny, tmp_path / "4", seed=1)
     with ThreadPoolExecutor(1) as beside:
         for number, _ in enumerate(streamed(engine)):

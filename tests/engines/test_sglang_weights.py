@@ -29,9 +29,7 @@ MODELS = ("tiny-qwen3-tied", "tiny-qwen3-moe")
 
 
 @pytest.fixture(scope="module", params=MODELS)
-def served(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[tuple[SGLang, Path]]:
+def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[SGLang, Path]]:
     """A stock server in bf16, and the checkpoint that it was started from."""
     source = checkpoint(request.param, tmp_path_factory.mktemp("weights") / "0", DTYPES["bf16"], 0)
     with closing(SGLang(source, "bf16")) as engine:

@@ -52,9 +52,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
 
     @cache
     def made(name: str) -> Path:
-        flags = {"plain": ON, "vllm": VLLM, "stock": STOCK}.get(
-            name
-        ) or f"{ON} {corrected(name, folder, hook)}"
+        flags = {"plain": ON, "vllm": VLLM, "stock": STOCK}.get(name) or f"{ON} {corrected(name, folder, hook)}"
         done = train(f"{flags} {KEEP} --save {folder / name}/save", folder / name)
         assert done.returncode == 0, done.stderr
         return folder / name

@@ -106,14 +106,10 @@ def test_bypass_compares_the_policy_itself_with_mu():
         config = from_mapping(mapping | {"objective": objective})
         assert formula.formula(config)[0] == f"r_t    = {scored}(y_t) / mu(y_t)"
         assert formula.formula(config)[2] == f"keep_t = mask_t and ({scored} - mu) <= 0.2"
-        assert f"tokens whose probability difference ({scored} - mu) is above 0.2" in describe.describe(
-            config
-        )
+        assert f"tokens whose probability difference ({scored} - mu) is above 0.2" in describe.describe(config)
 
 
-@pytest.mark.parametrize(
-    ("host", "handed"), [("miles", "watch"), ("fsdp", "full, since Miles on FSDP calls no hook")]
-)
+@pytest.mark.parametrize(("host", "handed"), [("miles", "watch"), ("fsdp", "full, since Miles on FSDP calls no hook")])
 def test_metrics_are_told_as_the_host_is_handed_them(host: str, handed: str, capsys: pytest.CaptureFixture):
     """A host without a step hook is handed all metrics in place of five: nothing else would log the others."""
     assert main(["config", "check", "tis", "--host", host]) == 0
@@ -280,9 +276,7 @@ def stays_of(part: slice, config: CorrectionConfig) -> list[bool]:
     if config.opsm is None:
         return [True] * (part.stop - part.start)
     behavior = _log(six_tokens.BEHAVIOR[part])
-    return loss_oracle.opsm_keep(
-        response(part), behavior, config.opsm.delta, config.opsm.advantage == "sequence"
-    )
+    return loss_oracle.opsm_keep(response(part), behavior, config.opsm.delta, config.opsm.advantage == "sequence")
 
 
 def response(

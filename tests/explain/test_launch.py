@@ -19,9 +19,7 @@ from mis_plugins.explain.launch.words import HOLE, Reading, Word
 PRESET = '"$(python -m mis_plugins config path tis)"'
 STEP = "--custom-megatron-before-train-step-hook-path mis_plugins.mis.report_step"
 OURS = f"--custom-tis-function-path {HOOK}\n{STEP}\n--custom-config-path {PRESET}"
-UNSWITCHED = (
-    f"--custom-tis-function-path {HOOK}\n--custom-config-path unswitched.yaml"  # a file without use_tis
-)
+UNSWITCHED = f"--custom-tis-function-path {HOOK}\n--custom-config-path unswitched.yaml"  # a file without use_tis
 NEVER = "called: never: neither --use-tis nor --get-mismatch-metrics is set"
 ORACLE = {"weight": {"level": "token", "bound": "truncate", "upper": 2.0}}
 
@@ -36,9 +34,7 @@ def texts(script: str, *arguments: str, reader=bash) -> list[str]:
     return [word.text for word in words(script, *arguments, reader=reader)]
 
 
-def check(
-    capsys: pytest.CaptureFixture[str], folder: Path, name: str, script: str, *arguments: str
-) -> tuple[int, str]:
+def check(capsys: pytest.CaptureFixture[str], folder: Path, name: str, script: str, *arguments: str) -> tuple[int, str]:
     (folder / name).write_text(script)
     code = main(["config", "check", str(folder / name), *arguments])
     captured = capsys.readouterr()
@@ -71,9 +67,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_the_changed_script_starts_a_job_that_corrects(
-    case: str, tmp_path: Path, capsys, monkeypatch
-) -> None:
+def test_the_changed_script_starts_a_job_that_corrects(case: str, tmp_path: Path, capsys, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     name, script, given = CASES[case]
     (tmp_path / "mis.yaml").write_text(FLAT)
@@ -82,17 +76,13 @@ def test_the_changed_script_starts_a_job_that_corrects(
     assert code == 1
     done = subprocess.run(["patch", "-p0", "-d/"], input=told, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout
-    code, told = check(
-        capsys, tmp_path, name, (tmp_path / name).read_text(), *(("--", *given) if given else ())
-    )
+    code, told = check(capsys, tmp_path, name, (tmp_path / name).read_text(), *(("--", *given) if given else ()))
     assert code == 0 and told.endswith("nothing has to change\n")
     assert_corrects(started(tmp_path / name, tmp_path, *given))
 
 
 UNREAD = (
-    shell()
-    .replace("ray job", "source /nowhere/model.sh\nray job")
-    .replace("${CUSTOM", "${MODEL_ARGS[@]} ${CUSTOM")
+    shell().replace("ray job", "source /nowhere/model.sh\nray job").replace("${CUSTOM", "${MODEL_ARGS[@]} ${CUSTOM")
 )
 SWITCHED = shell("", UNSWITCHED).replace(
     "ray job", "if [ $MODE = watch ]; then GRPO_ARGS+=(--get-mismatch-metrics); fi\nray job"
@@ -250,9 +240,7 @@ def test_a_flag_of_a_branch_that_is_not_known_names_it() -> None:
 )
 def test_a_hostile_script_is_an_error_in_words(name: str, script: str, tmp_path: Path, capsys) -> None:
     code, told = check(capsys, tmp_path, name, script)
-    assert (
-        code == 2 and told.startswith(str(tmp_path / name)) and "Traceback" not in told and len(told) < 1000
-    )
+    assert code == 2 and told.startswith(str(tmp_path / name)) and "Traceback" not in told and len(told) < 1000
 
 
 def test_a_script_is_never_executed(tmp_path: Path, capsys) -> None:
@@ -267,9 +255,7 @@ def test_other_targets_take_no_arguments_of_a_script(capsys) -> None:
     assert "belong to a launch script" in capsys.readouterr().err
 
 
-def test_a_missing_parser_of_bash_names_the_extra(
-    tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_missing_parser_of_bash_names_the_extra(tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "tree_sitter", None)
     code, told = check(capsys, tmp_path, "run.sh", shell())
     assert code == 2 and "mis-plugins[scripts]" in told

@@ -64,9 +64,7 @@ COMMAND = {"verl": TRAIN, "ms-swift": "swift rlhf --rlhf_type grpo", "AReaL": "p
 
 @st.composite
 def verl_settings(draw: st.DrawFn) -> dict[str, object]:
-    rules = draw(
-        st.lists(st.sampled_from(["token_k3", "seq_mean_k3", "seq_max_k2", "seq_sum_k2"]), unique=True)
-    )
+    rules = draw(st.lists(st.sampled_from(["token_k3", "seq_mean_k3", "seq_max_k2", "seq_sum_k2"]), unique=True))
     found: dict[str, object] = {"rollout_is": draw(st.sampled_from(["token", "sequence", "null"]))}
     found["rollout_is_threshold"] = draw(st.sampled_from([2.0, 5, 1.5, "0.5_5.0"]))
     if rules:
@@ -125,14 +123,9 @@ def given_by_bash(script: str, command: str) -> list[str]:
 @pytest.mark.parametrize("framework", SETTINGS)
 @settings(max_examples=40, deadline=None)
 @given(data=st.data())
-def test_a_random_correction_in_a_random_idiom_is_read_back(
-    framework: str, data: st.DataObject, tmp_path_factory
-):
+def test_a_random_correction_in_a_random_idiom_is_read_back(framework: str, data: st.DataObject, tmp_path_factory):
     said = data.draw(SETTINGS[framework])
-    pairs = [
-        [f"--{key}", str(value)] if framework == "ms-swift" else [f"{key}={value}"]
-        for key, value in said.items()
-    ]
+    pairs = [[f"--{key}", str(value)] if framework == "ms-swift" else [f"{key}={value}"] for key, value in said.items()]
     at = data.draw(st.integers(0, len(pairs)))
     before, line = "#!/usr/bin/env bash\nset -e\n", COMMAND[framework]
     idioms = data.draw(st.lists(st.sampled_from(sorted(IDIOMS)), min_size=2, max_size=2, unique=True))
@@ -190,9 +183,7 @@ def test_verl_bypass_in_variables_and_its_copy_in_the_loss() -> None:
     )
     for behind in ([], [f"{ACTOR}policy_loss.loss_mode=bypass_mode"]):
         assert verl.translate(script, behind).config() == expected
-    with pytest.raises(
-        ConfigError, match="rollout_rs_threshold: 0.01 contradicts algorithm.rollout_correction"
-    ):
+    with pytest.raises(ConfigError, match="rollout_rs_threshold: 0.01 contradicts algorithm.rollout_correction"):
         verl.translate(script.replace("policy_loss.rollout_correction.rollout_rs_threshold=${rollout_rs_threshold}",
                                       "policy_loss.rollout_correction.rollout_rs_threshold=0.01"))  # fmt: skip
 
@@ -230,9 +221,7 @@ def test_what_only_the_launch_decides_is_listed_at_once_and_whole() -> None:
     }
     script = " ".join([TRAIN, *(f'{IS}{key}="{name}"' for key, name in names.items()), "data.n=$N"])
     told = r"rollout_is: \$ROLLOUT_IS, rollout_is_threshold: \$\{ROLLOUT_IS_THRESHOLD\}, rollout_rs: \$1; put"
-    with pytest.raises(
-        ConfigError, match=f"decides {told} .*{IS}rollout_is=VALUE {IS}rollout_is_threshold=VALUE"
-    ):
+    with pytest.raises(ConfigError, match=f"decides {told} .*{IS}rollout_is=VALUE {IS}rollout_is_threshold=VALUE"):
         verl.translate(script)
     behind = [f"{IS}rollout_is=token", f"{IS}rollout_is_threshold=2", f"{IS}rollout_rs=null"]
     assert verl.translate(script, behind).config().weight == WeightConfig(upper=2.0)
@@ -269,9 +258,7 @@ def test_ms_swift_an_unknown_flag_of_the_loss_is_no_refusal() -> None:
     made = ms_swift.translate(script)
     assert made.config().weight == WeightConfig()
     assert "beta: ${REF_BETA} is for the launch to decide" in made.text()
-    with pytest.raises(
-        ConfigError, match=r"decides beta: \$\{REF_BETA\}; .*beta=VALUE"
-    ):  # the mask hits the KL too
+    with pytest.raises(ConfigError, match=r"decides beta: \$\{REF_BETA\}; .*beta=VALUE"):  # the mask hits the KL too
         ms_swift.translate(script + " --off_policy_sequence_mask_delta 0.1")
 
 
@@ -302,16 +289,12 @@ def test_a_key_that_an_override_gives_may_stand_anywhere(word: str) -> None:
     script = f"sed -i 's/rollout_is: .*/rollout_is: token/' a.yaml\n{TRAIN} {word}"
     with pytest.raises(ConfigError, match="rollout_is in line 1"):
         verl.translate(script)
-    assert verl.translate(script, [f"{IS}rollout_is=sequence"]).config().weight == WeightConfig(
-        "sequence", upper=2.0
-    )
+    assert verl.translate(script, [f"{IS}rollout_is=sequence"]).config().weight == WeightConfig("sequence", upper=2.0)
 
 
 def test_a_default_that_an_unread_file_may_replace_is_told() -> None:
     note, *_ = ms_swift.translate(f"source env.sh\n{SWIFT} --{MODE} ${{M:-token_mask}}").notes
-    assert note.startswith("taken for granted: M is not set") and note.endswith(
-        "and may set them: source env.sh."
-    )
+    assert note.startswith("taken for granted: M is not set") and note.endswith("and may set them: source env.sh.")
 
 
 def test_a_sourced_file_is_read_where_it_is_found(tmp_path: Path) -> None:
@@ -319,9 +302,7 @@ def test_a_sourced_file_is_read_where_it_is_found(tmp_path: Path) -> None:
     script = f'source "$(dirname "$0")/args.sh"\n{SWIFT} "${{ARGS[@]}}"'
     made = ms_swift.translate(script, asked=Asked(tmp_path / "run.sh"))
     assert made.config().weight == WeightConfig("token", "zero", 0.0, 2.0)
-    assert any(
-        f"{THRESHOLD} in line 2 of a sourced" in note and "nothing reads" in note for note in made.notes
-    )
+    assert any(f"{THRESHOLD} in line 2 of a sourced" in note and "nothing reads" in note for note in made.notes)
 
 
 # ------------------------------------------------------------------------------------ a yaml that a script names
@@ -341,9 +322,7 @@ def test_a_yaml_that_a_script_names_is_read_from_its_folder_or_one_above(
     mis = {"rollout_is": "token", "rollout_is_threshold": 3}
     (at / "verl.yaml").write_text(yaml.safe_dump({"algorithm": {"rollout_correction": mis}}))
     (at / "swift.yaml").write_text(f"{MODE}: token_truncate\n{THRESHOLD}: 3\n")
-    (at / "areal.yaml").write_text(
-        "actor: {use_decoupled_loss: true, rejection_sampling: {action: clamp, upper: 3}}"
-    )
+    (at / "areal.yaml").write_text("actor: {use_decoupled_loss: true, rejection_sampling: {action: clamp, upper: 3}}")
     asked = Asked(tmp_path / started_in / "run.sh")
     read = f"read too: {at / 'verl.yaml'}."
     for script in (
@@ -381,9 +360,7 @@ BASES = [
 
 
 @pytest.mark.parametrize(("translate", "setting", "base"), BASES)
-def test_a_yaml_on_a_base_of_the_users_own_proves_nothing(
-    translate: Callable, setting: str, base: str
-) -> None:
+def test_a_yaml_on_a_base_of_the_users_own_proves_nothing(translate: Callable, setting: str, base: str) -> None:
     defaults = f"defaults:\n- {base}\n- _self_\n"
     with pytest.raises(ConfigError, match="yet there are settings in mine, which `defaults` names"):
         translate(f"{defaults}data: {{n: 1}}")
@@ -397,9 +374,7 @@ def test_a_yaml_that_the_script_writes_is_read() -> None:
     assert "read too: /tmp/a.yaml, which the script writes." in made.notes
     with pytest.raises(ConfigError, match=f"{MODE}: token_truncate contradicts token_mask in the yaml"):
         ms_swift.translate(f"{script} --{MODE} token_truncate")
-    with pytest.raises(
-        ConfigError, match="2 starts of ms-swift .*line 4: the yaml /tmp/a.yaml; line 5: .* b.yaml"
-    ):
+    with pytest.raises(ConfigError, match="2 starts of ms-swift .*line 4: the yaml /tmp/a.yaml; line 5: .* b.yaml"):
         ms_swift.translate(f"{script}\n{SWIFT} --config b.yaml")
 
 
@@ -409,10 +384,7 @@ def test_areal_overrides_reach_a_key_where_it_stands() -> None:
         for behind in ("behav_imp_weight_cap=4", "actor.behav_imp_weight_cap=4"):
             assert areal.translate(text, [behind]).config().weight == WeightConfig("token", "zero", 0.0, 4.0)
     m2 = f"actor: {flat[:-1]}, m2_threshold: 0.04}}"
-    assert (
-        areal.translate(m2, ["actor.m2_threshold=null"]).config()
-        == areal.translate(f"actor: {flat}").config()
-    )
+    assert areal.translate(m2, ["actor.m2_threshold=null"]).config() == areal.translate(f"actor: {flat}").config()
     with pytest.raises(ConfigError, match="override 'lr=1': expected actor.KEY=VALUE"):
         areal.translate(m2, ["lr=1"])
 
@@ -434,7 +406,5 @@ def test_without_the_parser_of_bash_a_yaml_works_and_a_script_is_refused(
 ) -> None:
     monkeypatch.setitem(__import__("sys").modules, "tree_sitter", None)
     assert verl.translate("rollout_is: token").config().weight == WeightConfig(upper=2.0)
-    with pytest.raises(
-        ConfigError, match=r"tree_sitter is not installed; pip install 'mis-plugins\[scripts\]'"
-    ):
+    with pytest.raises(ConfigError, match=r"tree_sitter is not installed; pip install 'mis-plugins\[scripts\]'"):
         verl.translate(f"#!/bin/bash\n{TRAIN} {WEIGHT}")

@@ -111,9 +111,7 @@ def test_the_committed_record_is_the_benchmarks():
         said = MADE["rungs"][rung.name]
         numbers = said["mismatch"]["bf16"]
         assert (rung.tokens, rung.prompts) == (numbers["tokens"], numbers["prompts"])
-        assert (
-            rung.k3 == pytest.approx(numbers["k3"][0], rel=1e-3) and said["commit"] in rungs.record().commits
-        )
+        assert rung.k3 == pytest.approx(numbers["k3"][0], rel=1e-3) and said["commit"] in rungs.record().commits
         assert {n: one.count for n, one in rung.by_length.items()}.items() <= {
             int(n): count for n, count in said["responses"].items()
         }.items()
@@ -132,9 +130,7 @@ def test_windows_and_presets_of_the_record_agree():
         for rung in rungs.record().steps:
             for length, responses in rung.by_length.items():
                 measured = MADE["rungs"][rung.name]["presets"][str(length)]
-                kept_by = (
-                    measured.get(name) or measured[file.stem]
-                )  # a name that came later has its file's config
+                kept_by = measured.get(name) or measured[file.stem]  # a name that came later has its file's config
                 seen += 1
                 share = windows[0].keeps(responses)
                 assert share == pytest.approx(kept_by["sequences"], abs=0.09), (

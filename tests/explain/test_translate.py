@@ -192,14 +192,10 @@ def test_verl_dppo(mode: Literal["dppo_tv", "dppo_kl"], tmp_path: Path):
         assert verl.MU_BY_BYPASS in alone.notes
     weighed = from_verl(dppo(mode) | {"algorithm": {"rollout_correction": TOKEN_IS}})
     assert weighed.config() == CorrectionConfig(WeightConfig(upper=2.0), objective=ObjectiveConfig(mode))
-    bypass = from_verl(
-        dppo(mode) | {"algorithm": {"rollout_correction": TOKEN_IS | GEO | {"bypass_mode": True}}}
-    )
+    bypass = from_verl(dppo(mode) | {"algorithm": {"rollout_correction": TOKEN_IS | GEO | {"bypass_mode": True}}})
     assert bypass.config() == preset(mode.replace("_", "-"))
     assert verl.MODE_IN_BYPASS.format(mode=mode) in bypass.notes
-    assert {"rollout_is: dropped, as verl does there.", "rollout_rs: dropped, as verl does there."} <= set(
-        bypass.notes
-    )
+    assert {"rollout_is: dropped, as verl does there.", "rollout_rs: dropped, as verl does there."} <= set(bypass.notes)
     assert f"surrogate: {mode}  # loss_mode: {mode}" in bypass.text()
     assert read_back(bypass, tmp_path) == bypass.config()
 
@@ -243,9 +239,7 @@ def test_verl_sapo_and_gmpo(bypass: bool, tmp_path: Path):
     assert (verl.GEOMETRIC_WEIGHTS in gmpo.notes) != bypass
 
 
-@pytest.mark.parametrize(
-    ("mode", "key"), [("sapo", "clip_ratio_low"), ("dppo_tv", "tau_pos"), ("geo_mean", "tau_neg")]
-)
+@pytest.mark.parametrize(("mode", "key"), [("sapo", "clip_ratio_low"), ("dppo_tv", "tau_pos"), ("geo_mean", "tau_neg")])
 def test_verl_a_key_that_the_loss_does_not_read_is_refused(mode: str, key: str):
     with pytest.raises(ConfigError, match=rf"{key}: read with policy_loss\.loss_mode: .* alone"):
         from_verl(dppo(mode), f"actor_rollout_ref.actor.{key}=0.5")
@@ -342,9 +336,7 @@ def test_verl_a_variable_that_is_not_sure_is_refused(lines: str, said: str):
     told = rf"decides rollout_is_threshold: {re.escape(said)}; .*{PREFIX}rollout_is_threshold=VALUE"
     with pytest.raises(ConfigError, match=told):
         verl.translate(script)
-    assert verl.translate(script, [f"{PREFIX}rollout_is_threshold=3"]).config().weight == WeightConfig(
-        upper=3.0
-    )
+    assert verl.translate(script, [f"{PREFIX}rollout_is_threshold=3"]).config().weight == WeightConfig(upper=3.0)
 
 
 @pytest.mark.parametrize(

@@ -103,6 +103,4 @@ def test_ipo_has_its_gradient(batch: Rows, threshold: float):
     moved = (batch.pad(batch.target).exp() - batch.behavior.exp()).abs()
     assume(((moved - threshold).abs() > DECISION).all())
     found = our_gradient(batch, f'[loss]\ntype = "ipo"\nipo_threshold = {threshold}')
-    assert_all_close(
-        found, their_gradient(batch, moved > threshold), batch.rtol, "gradient", atol=batch.rtol * 1e-12
-    )
+    assert_all_close(found, their_gradient(batch, moved > threshold), batch.rtol, "gradient", atol=batch.rtol * 1e-12)

@@ -92,9 +92,9 @@ def test_without_vllm_nothing_is_corrected_by_default(said: str):
 
 
 def test_settings_behind_the_file_win():
-    assert of(
-        {MODE: "token_mask"}, f"--{MODE.replace('_', '-')}=token_truncate", f"{CLIP_MAX}=2"
-    ).config() == (CorrectionConfig(WeightConfig()))
+    assert of({MODE: "token_mask"}, f"--{MODE.replace('_', '-')}=token_truncate", f"{CLIP_MAX}=2").config() == (
+        CorrectionConfig(WeightConfig())
+    )
 
 
 NOTES = [

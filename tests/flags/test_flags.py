@@ -83,16 +83,12 @@ def test_what_a_user_leaves_out_of_a_layout_is_chosen_so_that_it_holds(
 
 @pytest.mark.parametrize("words", [("--cp", "4", "--tp", "8", "--engine-tp", "8"), ("--cp", "2", "--tp", "1"),
                                    ("--model", "qwen3-0.6B", "--cp", "2"), ("--tp", "2")])  # fmt: skip
-def test_what_a_refused_layout_is_told_to_set_holds(
-    words: tuple[str, ...], capsys: pytest.CaptureFixture
-) -> None:
+def test_what_a_refused_layout_is_told_to_set_holds(words: tuple[str, ...], capsys: pytest.CaptureFixture) -> None:
     """Beside the user's own context parallelism, or without any."""
     assert main(["flags", "--miles", *words]) == 2
     told = capsys.readouterr().err
     advised = dict(
-        re.findall(
-            r"--(context-parallel-size|tensor-model-parallel-size|rollout-num-gpus-per-engine) (\d+)", told
-        )
+        re.findall(r"--(context-parallel-size|tensor-model-parallel-size|rollout-num-gpus-per-engine) (\d+)", told)
     )
     both = re.findall(r"both to (\d+)", told)
     assert ("--cp" in words) == ("context-parallel-size" in advised), "the user's own is kept or taken back"
@@ -139,9 +135,7 @@ def test_sources_declare_a_flag_by_name_or_as_a_field() -> None:
     assert declares('parser.add_argument(\n    "--train-backend",', "--train-backend")
     assert declares("group.add_argument('--no-rope-fusion', action=", "--no-rope-fusion")
     assert declares("class C:\n    batch_invariant_mode: bool = False", "--batch-invariant-mode")
-    assert not declares(
-        "# --batch-invariant-mode is gone\n    batch_invariant_mode_of: int", "--batch-invariant-mode"
-    )
+    assert not declares("# --batch-invariant-mode is gone\n    batch_invariant_mode_of: int", "--batch-invariant-mode")
     assert not declares('"--train-backends"', "--train-backend")
     assert not declares("batch_invariant_mode: bool", "--batch-invariant-mode")  # not in a class
 
@@ -182,9 +176,7 @@ def test_a_core_without_a_trainer_is_not_installed() -> None:
     assert not check_installed("megatron", ["--true-on-policy-contract"])
 
 
-def config(
-    folder: Path, architecture: str = "Qwen3ForCausalLM", size: Size = MODELS["qwen3-4B"][1], **changes
-) -> Path:
+def config(folder: Path, architecture: str = "Qwen3ForCausalLM", size: Size = MODELS["qwen3-4B"][1], **changes) -> Path:
     stated = {
         "architectures": [architecture],
         **{name: getattr(size, name) for name in size.__dataclass_fields__},
@@ -219,9 +211,7 @@ def test_a_flag_that_was_not_parsed_is_named(backend: str, tmp_path: Path) -> No
         if flag.attribute in layout:
             continue
         other = "other" if isinstance(flag.value, str) else not flag.value
-        with pytest.raises(
-            ContractError, match=f"{flag.attribute} is {other!r}; launch with {flag.words[0]}"
-        ):
+        with pytest.raises(ContractError, match=f"{flag.attribute} is {other!r}; launch with {flag.words[0]}"):
             check_host(host_args(backend, config(tmp_path), **{flag.attribute: other}))
 
 
@@ -312,9 +302,7 @@ def test_a_fault_of_all_engines_is_told_once(tmp_path: Path) -> None:
     assert str(raised.value).count("sglang_enable_mixed_chunk") == 1
 
 
-@pytest.mark.parametrize(
-    "text", [GROUPS.format(changed="overrides: {}"), "", "[]", "sglang: 3", ":\n-", None]
-)
+@pytest.mark.parametrize("text", [GROUPS.format(changed="overrides: {}"), "", "[]", "sglang: 3", ":\n-", None])
 def test_groups_that_change_nothing_or_cannot_be_read_stop_nothing(
     text: str | None, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -339,16 +327,12 @@ def test_every_fault_is_a_line(tmp_path: Path) -> None:
 def test_a_host_without_a_flag_is_told_which_release_has_it(tmp_path: Path) -> None:
     args = host_args("fsdp", config(tmp_path))
     delattr(args, "sglang_true_on_policy_contract")
-    with pytest.raises(
-        ContractError, match="the host has no --sglang-true-on-policy-contract; seen in sgl-project"
-    ):
+    with pytest.raises(ContractError, match="the host has no --sglang-true-on-policy-contract; seen in sgl-project"):
         check_host(args)
 
 
 def test_megatron_spells_some_values_in_its_own_way(tmp_path: Path) -> None:
-    args = host_args(
-        "megatron", config(tmp_path), cp_comm_type=["a2a"], attention_backend=Namespace(name="flash")
-    )
+    args = host_args("megatron", config(tmp_path), cp_comm_type=["a2a"], attention_backend=Namespace(name="flash"))
     assert check_host(args) == CONTRACTS["megatron"]
 
 
@@ -364,9 +348,7 @@ def test_families_are_read_from_a_checkpoint(tmp_path: Path) -> None:
     _, bare = checkpoint_family(config(tmp_path, "LlamaForCausalLM", head_dim=None) / "config.json")
     assert bare.head_dim == 2560 // 32
     nested = {"text_config": dict(size.__dict__), "hidden_size": 1}
-    vision, text = checkpoint_family(
-        config(tmp_path, "Qwen3VLForConditionalGeneration", **nested) / "config.json"
-    )
+    vision, text = checkpoint_family(config(tmp_path, "Qwen3VLForConditionalGeneration", **nested) / "config.json")
     assert (vision.name, text) == ("qwen3-vl-dense", size)
 
 
@@ -416,9 +398,7 @@ def as_parsed(words: list[str]) -> dict[str, Any]:
         if word.startswith("--no-"):
             found |= dict([ELSEWHERE.get(word, (word[5:].replace("-", "_"), False))])
         elif word.startswith("--"):
-            value = (
-                True if following.startswith("--") else int(following) if following.isdecimal() else following
-            )
+            value = True if following.startswith("--") else int(following) if following.isdecimal() else following
             found[word[2:].replace("-", "_")] = value
     return found
 
@@ -452,9 +432,7 @@ def test_what_flags_print_is_what_the_trainer_finds(tmp_path: Path, capsys: pyte
         written = write(tmp_path / "trainer.json", Dump(Process(), Observation({}, {}), contract))
         assert load(written)[0] == contract
         seen.append((contract.backend, contract.trainer_tp, contract.context_parallel, contract.engine_tp))
-    assert {("fsdp", 1, 1, 1), ("megatron", 8, 1, 8), ("megatron", 2, 4, 8), ("megatron", 4, 2, 8)} <= set(
-        seen
-    )
+    assert {("fsdp", 1, 1, 1), ("megatron", 8, 1, 8), ("megatron", 2, 4, 8), ("megatron", 4, 2, 8)} <= set(seen)
 
 
 def test_names_of_hugging_face_are_those_of_their_models() -> None:

@@ -45,9 +45,7 @@ def put(batch: Batch, side: str, places: list[int], value: float) -> Batch:
     return replace(batch, **{side: rows})
 
 
-@pytest.mark.parametrize(
-    "entry", [None, "-0.5", b"-1", [-0.5, 7], math.nan, math.inf, -9999, LOWEST, *STAND_INS]
-)
+@pytest.mark.parametrize("entry", [None, "-0.5", b"-1", [-0.5, 7], math.nan, math.inf, -9999, LOWEST, *STAND_INS])
 def test_what_is_no_log_prob(entry: Any):
     assert is_absent(entry)
 
@@ -117,9 +115,7 @@ def test_the_other_hooks_of_lists(hook: Any, value: float):
 
 
 @pytest.mark.parametrize("metrics", ["watch", "all"])
-def test_the_metrics_of_a_step(
-    metrics: str, logged: list[dict[str, float]], caplog: pytest.LogCaptureFixture
-):
+def test_the_metrics_of_a_step(metrics: str, logged: list[dict[str, float]], caplog: pytest.LogCaptureFixture):
     config = CONFIG | {"metrics": metrics}
     reports = {"custom_megatron_before_train_step_hook_path": "mis_plugins.mis.report_step"}
     args = host_args(mis=config, **reports)

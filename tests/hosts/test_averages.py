@@ -66,9 +66,7 @@ def test_our_names_do_not_notice_masked_samples(masked: Rows, settings: dict):
 def test_names_of_mis_py_mean_what_they_mean_there():
     """A batch with two of four samples fully masked logs half of the mean over the other two."""
     alone, among = logged([LIVE]), logged([LIVE + MASKED])
-    assert of(among, theirs=True) == pytest.approx(
-        {name: x / 2 for name, x in of(alone, True).items()}, rel=1e-5
-    )
+    assert of(among, theirs=True) == pytest.approx({name: x / 2 for name, x in of(alone, True).items()}, rel=1e-5)
 
 
 def test_over_micro_batches_it_is_their_mean_by_samples():
@@ -171,9 +169,7 @@ def test_counted_samples_dilute_none_of_our_names(split: list[Rows], settings: d
 def test_each_step_of_a_rollout_has_its_own_share():
     steps = [UNEVEN, [LIVE], DEAD_LAST]
     for found, step in zip(counted(steps, (7, 0)), steps, strict=True):
-        assert of(found, theirs=False) == pytest.approx(
-            of(logged(without_masked(step)), theirs=False), rel=1e-5
-        )
+        assert of(found, theirs=False) == pytest.approx(of(logged(without_masked(step)), theirs=False), rel=1e-5)
 
 
 def test_a_step_beyond_what_the_arguments_promise_has_no_share():

@@ -46,9 +46,7 @@ def normalized(raw: list[float], by_deviation: bool) -> list[float]:
     return found
 
 
-def rollout(
-    raw: list[float], far: Set[int], masked: Set[int] = frozenset(), by_deviation: bool = True
-) -> dict:
+def rollout(raw: list[float], far: Set[int], masked: Set[int] = frozenset(), by_deviation: bool = True) -> dict:
     """A rollout of two-token responses with the host's advantages."""
     batch = make_batch([
         ([-2.0 + (FAR if i in far else NEAR)] * 2, [-2.0] * 2, [0 if i in masked else 1] * 2) for i in range(len(raw))

@@ -61,9 +61,7 @@ def told(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, s
 
 
 @pytest.mark.parametrize("needs", [MILES, SLIME, VIME])
-def test_a_checkout_that_has_everything(
-    needs: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_checkout_that_has_everything(needs: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, text = told(capsys, write(tmp_path, needs, RAN))
     assert code == 0 and "MISSING" not in text and "moved" not in text
     assert f"{needs.tracking.addresses[0].module.replace('.', '/')}.py:1" in text

@@ -200,14 +200,10 @@ def called(hook: str, host: str, mis: dict[str, Any], **arguments: Any) -> Any:
     [("miles", CUT), ("miles", {"rollout_top_k": 5}), ("slime", {"rollout_top_k": 5}), ("vime", CUT), ("fsdp", CUT),
      ("unknown", CUT)],
 )  # fmt: skip
-def test_a_correction_of_a_cut_engine_is_refused_by_the_hook_itself(
-    hook: str, host: str, cut: dict[str, Any]
-):
+def test_a_correction_of_a_cut_engine_is_refused_by_the_hook_itself(hook: str, host: str, cut: dict[str, Any]):
     """Flags of the command line are in no file that `config check` could read."""
     title = every_host()[host].title
-    said = (
-        f"{[*cut][0]}: the engine samples from the tokens that top-. leaves, and {title} does not hand them"
-    )
+    said = f"{[*cut][0]}: the engine samples from the tokens that top-. leaves, and {title} does not hand them"
     with pytest.raises(ConfigError, match=said):
         called(hook, host, WEIGHT, **cut)
 
@@ -286,9 +282,7 @@ def names(hook: checks.Hook, args: dict[str, Any], mis: dict[str, Any], host: st
 
 
 @pytest.mark.parametrize(("name", "hook", "args", "mis", "host", "safe"), HELD)
-def test_a_check_holds(
-    name: str, hook: checks.Hook, args: dict[str, Any], mis: dict[str, Any], host: str, safe: str
-):
+def test_a_check_holds(name: str, hook: checks.Hook, args: dict[str, Any], mis: dict[str, Any], host: str, safe: str):
     """Where it shall, and neither on a host that serves the settings nor without the arguments that it names."""
     assert name in names(hook, args, mis, host)
     assert not safe or name not in names(hook, args, mis, safe)

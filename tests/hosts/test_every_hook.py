@@ -91,9 +91,7 @@ def rollout() -> dict[str, Any]:
     return stand_in_hosts.data_of(samples)
 
 
-def trained(
-    host: Bodies, data: dict[str, Any] | None = None, rollout_id: int = 3, **settings: Any
-) -> list[Any]:
+def trained(host: Bodies, data: dict[str, Any] | None = None, rollout_id: int = 3, **settings: Any) -> list[Any]:
     """What the losses of one step of this host's trainer give, with these settings."""
     actor = stand_in_hosts.trainer(host)()
     args = arguments(host.layout, **settings)
@@ -192,18 +190,14 @@ def test_the_loss_without_megatron_is_corrected(
 def test_log_probs_of_the_target_policy_leave_the_weight_as_it_is(host: Bodies, name: str) -> None:
     """The surrogate holds pi_theta / pi_old already: a weight of pi_theta / mu would make pi_theta^2 / (pi_old mu)."""
     data = rollout()
-    lists = {
-        key: data[key] for key in ("rollout_log_probs", "loss_masks", "total_lengths", "response_lengths")
-    }
+    lists = {key: data[key] for key in ("rollout_log_probs", "loss_masks", "total_lengths", "response_lengths")}
     train = [x + torch.tensor(s) for x, s in zip(data["rollout_log_probs"], SHIFTS, strict=True)]
     args, pg_loss = arguments(host.layout, **TIS), -torch.ones(9)
     given = {"pg_loss": pg_loss, "train_log_probs": train, **lists, name: [x + 1 for x in train]}
     found, _, _ = mis.compute_mis_weights_with_cp(args, **given)
     assert torch.allclose(-found, torch.tensor(sum(SHIFTS, [])).exp().clamp(max=UPPER))
     with pytest.raises(ConfigError, match=r"^mis\.weight\.reference: target .* pi_theta\^2 / \(pi_old mu\)"):
-        mis.compute_mis_weights_with_cp(
-            arguments(host.layout, mis={"weight": {"reference": "target"}}, **TIS), **given
-        )
+        mis.compute_mis_weights_with_cp(arguments(host.layout, mis={"weight": {"reference": "target"}}, **TIS), **given)
 
 
 def test_a_mean_of_the_rollout_divides_the_weights(host: Bodies) -> None:
@@ -211,9 +205,7 @@ def test_a_mean_of_the_rollout_divides_the_weights(host: Bodies) -> None:
     weights = torch.cat([torch.tensor(shifts).exp().clamp(max=UPPER) for shifts in SHIFTS])
     first, second, third = expected(float(weights.mean()))
     hook: dict[str, Any] = {"rollout_data_postprocess_path": "mis_plugins.mis.normalize_rollout"}
-    assert losses(trained(host, mis=config, **TIS, **hook)) == pytest.approx(
-        [first + second, third], rel=1e-5
-    )
+    assert losses(trained(host, mis=config, **TIS, **hook)) == pytest.approx([first + second, third], rel=1e-5)
 
 
 def test_samples_that_do_not_train_leave_no_trace_in_the_mean(host: Bodies) -> None:
@@ -231,16 +223,12 @@ def test_samples_that_do_not_train_leave_no_trace_in_the_mean(host: Bodies) -> N
 def test_a_rejected_sample_leaves_the_baseline_of_its_group(host: Bodies, hook: dict[str, Any]) -> None:
     """The rule drops the first of three; the rewards of the others, 0 and -2, then lie 1 above and below their mean."""
     data = rollout() | {"rewards": [2.0, 0.0, -2.0], "sample_indices": [0, 1, 2]}
-    data["advantages"] = [
-        torch.full((len(x),), reward) for x, reward in zip(SHIFTS, data["rewards"], strict=True)
-    ]
+    data["advantages"] = [torch.full((len(x),), reward) for x, reward in zip(SHIFTS, data["rewards"], strict=True)]
     config = {"reject": [{"over": "mean", "upper": 1.2}], "group_baseline": "grpo"}
     group = {"n_samples_per_prompt": 3, "rewards_normalization": True, "grpo_std_normalization": False,
              "rollout_data_postprocess_path": "mis_plugins.mis.count_samples"}  # fmt: skip
     _, second, third = expected()
-    assert losses(trained(host, data, mis=config, **hook, **group)) == pytest.approx(
-        [second, -third], rel=1e-5
-    )
+    assert losses(trained(host, data, mis=config, **hook, **group)) == pytest.approx([second, -third], rel=1e-5)
 
 
 def test_a_second_pass_of_the_trainer_finds_what_depends_on_the_batch(host: Bodies) -> None:
@@ -264,9 +252,7 @@ def test_the_comparison_wraps_the_hosts_own_loss(host: Bodies, tmp_path: Path) -
         "bitwise": {"on_difference": "warn", "folder": str(tmp_path)},
     }
     (first, told), (second, more) = trained(host, **{**LOSS, **TIS, **settings})
-    assert losses([(first, told), (second, more)]) == pytest.approx(
-        [sum(expected()[:2]), expected()[2]], rel=1e-5
-    )
+    assert losses([(first, told), (second, more)]) == pytest.approx([sum(expected()[:2]), expected()[2]], rel=1e-5)
     assert (float(told["true_on_policy_compared"]), float(more["true_on_policy_compared"])) == (5, 4)
     assert float(told["true_on_policy_different"]) + float(more["true_on_policy_different"]) == 6
 
@@ -340,9 +326,7 @@ def generated(host: Bodies, version: int, monkeypatch: pytest.MonkeyPatch) -> An
 
 
 @pytest.mark.parametrize("name", MILES)
-def test_versions_travel_from_the_engine_to_the_loss(
-    name: str, rollouts: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_versions_travel_from_the_engine_to_the_loss(name: str, rollouts: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tokens of version 1, trained on at version 3, and scored by version 2 in between."""
     host = stand_in_hosts.load(LAYOUTS[name], monkeypatch)
     monkeypatch.setattr(scores, "dist", rollout_process.alone_in_world())
@@ -354,25 +338,19 @@ def test_versions_travel_from_the_engine_to_the_loss(
     assert early.payload["extra_key"] == ("train:-:7" if name != "August" else None)
     for version, sample in ((2, early), (3, late)):
         actor.version = version
-        data = mis.convert_with_versions(
-            args, [sample, *(generated(host, version, monkeypatch) for _ in range(2))]
-        )
+        data = mis.convert_with_versions(args, [sample, *(generated(host, version, monkeypatch) for _ in range(2))])
         host.layout.needs.train_actor.of(actor)(version, data)
     log_probs = (2 * torch.linspace(-1, 1, VOCABULARY)).log_softmax(0)
     assert data["output_versions"][0].tolist() == [1, 1] and data["proximal_version"] == 3
     assert data["recomputed_log_probs"][0].tolist() == pytest.approx(log_probs[1:3].tolist())
-    spans = (
-        [call.spans[0].version for call in late.weight_versions] if name != "August" else late.weight_versions
-    )
+    spans = [call.spans[0].version for call in late.weight_versions] if name != "August" else late.weight_versions
     assert spans == ["1"]
 
 
 # ------------------------------------------------------------------------------------------------- what has moved
 
 
-def test_a_need_that_no_address_answers_names_what_still_works(
-    host: Bodies, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_need_that_no_address_answers_names_what_still_works(host: Bodies, monkeypatch: pytest.MonkeyPatch) -> None:
     need = host.layout.needs.scores
     for address in need.addresses:
         monkeypatch.delitem(sys.modules, address.module, raising=False)
@@ -383,9 +361,7 @@ def test_a_need_that_no_address_answers_names_what_still_works(
     assert all(address.module in told for address in need.addresses) and "compute_mis_weights_with_cp" in told
 
 
-def test_a_host_that_moved_its_tracking_is_not_taken_for_another(
-    host: Bodies, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_host_that_moved_its_tracking_is_not_taken_for_another(host: Bodies, monkeypatch: pytest.MonkeyPatch) -> None:
     for need in (
         host.layout.needs.tracking,
         getattr(host.layout.needs, "parallel", host.layout.needs.tracking),

@@ -29,10 +29,7 @@ CENTER = {"center": {"top_k": K}, "weight": None, "objective": {"old": "behavior
 
 def row(position: int) -> list[list[Any]]:
     """What SGLang says of one position, and one token more than is asked for."""
-    return [
-        [-1.0 * (place + 1) - position / 8, (3 * position + place) % VOCABULARY, None]
-        for place in range(K + 1)
-    ]
+    return [[-1.0 * (place + 1) - position / 8, (3 * position + place) % VOCABULARY, None] for place in range(K + 1)]
 
 
 def expected(*positions: int | None) -> tuple[list[list[int]], list[list[float]]]:
@@ -96,9 +93,7 @@ def generated(monkeypatch: pytest.MonkeyPatch, incremental: bool = True, **args:
 
 
 @pytest.mark.parametrize("incremental", [False, True])
-def test_miles_leaves_the_head_of_a_stream_on_the_sample(
-    incremental: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_miles_leaves_the_head_of_a_stream_on_the_sample(incremental: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     sample = generated(monkeypatch, incremental, mis=CENTER)
     assert told(getattr(sample, HEAD)) == expected(0, 1, 2, 3)
 
@@ -150,9 +145,7 @@ def slime(monkeypatch: pytest.MonkeyPatch, *calls: Sequence[int]) -> list[dict[s
     async def own(args: Any, sample: Any, sampling_params: Any) -> Any:
         answer = await sys_post()("http://one", {"return_logprob": True}, headers=None)
         count = len(answer["positions"])
-        sample.append_response_tokens(
-            args, tokens=[5] * count, log_probs=[-1.0] * count, meta_info=answer["meta_info"]
-        )
+        sample.append_response_tokens(args, tokens=[5] * count, log_probs=[-1.0] * count, meta_info=answer["meta_info"])
 
     def sys_post() -> Any:
         import slime.rollout.sglang_rollout as host  # type: ignore[import-not-found]

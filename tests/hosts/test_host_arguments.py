@@ -39,9 +39,7 @@ every_host = pytest.mark.parametrize("host", HOSTS)
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("options", [(), *(("--host", host) for host in HOSTS)])
-def test_keys_beside_ours(
-    text: str, said: str | None, options: tuple[str, ...], config_command: ConfigCommand
-):
+def test_keys_beside_ours(text: str, said: str | None, options: tuple[str, ...], config_command: ConfigCommand):
     told = config_command(f"{text}\nmis: {{weight: {{upper: 3}}}}\n", *options).out
     warnings = [line for line in told.splitlines() if line.startswith("warning: ")]
     assert len(warnings) == (said is not None) and (said or "") in "".join(warnings)
@@ -57,9 +55,7 @@ OF_ENGINES = [
 
 
 @pytest.mark.parametrize(("text", "said", "hosts"), OF_ENGINES)
-def test_keys_of_an_engine(
-    text: str, said: str | None, hosts: list[tuple[str, ...]], config_command: ConfigCommand
-):
+def test_keys_of_an_engine(text: str, said: str | None, hosts: list[tuple[str, ...]], config_command: ConfigCommand):
     for options in hosts:
         test_keys_beside_ours(text, said, options, config_command)
 
@@ -82,9 +78,7 @@ def test_keys_of_an_engine(
 def test_who_knows_a_key(key: str, known: tuple[str, ...]):
     """A key passes in silence where at least one of several hosts knows it."""
     assert tuple(host for host in HOSTS if key in kinds(registry.every_host()[host])) == known
-    assert [host for host in HOSTS if not list(surprises({key: None}, registry.every_host()[host]))] == list(
-        known
-    )
+    assert [host for host in HOSTS if not list(surprises({key: None}, registry.every_host()[host]))] == list(known)
     assert bool(list(surprises({key: None}, None))) == (not known)
 
 
@@ -115,9 +109,7 @@ def test_records_are_whole(host: str):
     assert {"--use-tis", "--custom-config-path"} <= flags("slime") & flags("miles")
 
 
-@pytest.mark.parametrize(
-    "record", sorted({record for host in recorded().values() for record in host.records})
-)
+@pytest.mark.parametrize("record", sorted({record for host in recorded().values() for record in host.records}))
 def test_records_name_what_they_were_made_from(record: str):
     first, *lines = (ROOT / "mis_plugins" / "hosts" / "records" / f"{record}.txt").read_text().splitlines()
     if record in ("vime", "miles-torchtitan"):
@@ -158,9 +150,7 @@ def test_flags_are_ready_to_paste(
     assert words[-2:] == ["--custom-config-path", str(tmp_path / "my config.yaml")]
     assert ("mis_plugins.mis.report_step" in words) == registry.every_host()[host].step_hook
     parsers = registry.every_host()[host].records
-    assert {word for word in words if word.startswith("--")} <= {
-        flag for name in parsers for flag in flags(name)
-    }
+    assert {word for word in words if word.startswith("--")} <= {flag for name in parsers for flag in flags(name)}
 
 
 def test_a_pipe_has_no_path():

@@ -125,9 +125,7 @@ def check_answer(batch: Batch, answer: tuple, by_kept: bool = False) -> None:
         for row, kept in zip(expected.weights, expected.keep, strict=True)
         for w, keep in zip(row, kept, strict=True)
     ]
-    torch.testing.assert_close(
-        loss, batch.pg_loss() * torch.tensor(applied), rtol=normalized_rtol(4.0), atol=0
-    )
+    torch.testing.assert_close(loss, batch.pg_loss() * torch.tensor(applied), rtol=normalized_rtol(4.0), atol=0)
     for value in [loss, *metrics.values()]:
         assert value.shape == (sum(batch.response_lengths),)
     reduced = [
@@ -255,9 +253,7 @@ def test_where_no_weight_is_within_a_mask_bound_both_extremes_read_0():
         assert torch.cat(found[f"mis_weight_{side}_mb"]).tolist() == [0.0, 0.0, 0.0]
 
 
-@pytest.mark.parametrize(
-    "config", [CONFIG, {"weight": {"upper": 2.0}}, {"weight": None, "reject": CONFIG["reject"]}]
-)
+@pytest.mark.parametrize("config", [CONFIG, {"weight": {"upper": 2.0}}, {"weight": None, "reject": CONFIG["reject"]}])
 def test_metrics_full_watch_core_none(config: dict):
     """Fewer metrics, the same correction; watch and core are parts of full, of five metrics and of at most 8."""
     batch = ratio_batch([[0.5, 3.0], [1.2], [0.3, 8.0]])
@@ -424,9 +420,7 @@ def test_an_empty_micro_batch():
 def test_rollout_scope_does_not_depend_on_the_split(level: str, parts: list[list[int]]):
     """The same sequences in one micro-batch, two or four: the same weights. mis.py (B4): loss 2.18 to -0.03."""
     batch = ratio_batch([[0.5, 3.0], [1.2], [0.9, 1.1, 4.0], [0.2, 2.0]], [[1, 1], [1], [1, 0, 1], [1, 1]])
-    config = {
-        "weight": {"level": level, "bound": "truncate", "upper": 1.5, "normalize": {"scope": "rollout"}}
-    }
+    config = {"weight": {"level": level, "bound": "truncate", "upper": 1.5, "normalize": {"scope": "rollout"}}}
     whole = config["weight"] | {"normalize": {"scope": "micro_batch"}}
     expected = oracle.correct(batch.samples, {"weight": whole}).weights
     args = host_args(mis=config)

@@ -67,9 +67,7 @@ def test_an_installed_host_is_served(tmp_path: Path, monkeypatch: pytest.MonkeyP
     step = random_step(0)
     batch, logits = step.batch(), torch.cat(step.rows("target")).requires_grad_()
     config = {"weight": {"upper": 1.05}}
-    plain = replace(
-        MADE_UP, package="plain", scores=lambda args, batch, logits: scores(args, batch, 2 * logits)
-    )
+    plain = replace(MADE_UP, package="plain", scores=lambda args, batch, logits: scores(args, batch, 2 * logits))
     monkeypatch.setitem(every_host(), MADE_UP.name, plain)
     here = mis.policy_loss(flags(mis=config), batch, logits, reducer(batch, "plain"))[0]
     assert float(first) == float(here) and code == "0" and told

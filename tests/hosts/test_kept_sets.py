@@ -139,9 +139,7 @@ def over(logits: torch.Tensor, ids: Sequence[int], token: int) -> float:
 def scoring(monkeypatch: pytest.MonkeyPatch) -> tuple[Any, KeptScoring]:
     """The host's two functions with ours around them: whole sequences, and a log-softmax that writes on its input."""
 
-    def get_responses(
-        logits: Any, *, args: Any, unconcat_tokens: Any, response_lengths: Any, **_: Any
-    ) -> Any:
+    def get_responses(logits: Any, *, args: Any, unconcat_tokens: Any, response_lengths: Any, **_: Any) -> Any:
         end = 0
         for tokens, n in zip(unconcat_tokens, response_lengths, strict=True):
             end += len(tokens)

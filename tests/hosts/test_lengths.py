@@ -85,9 +85,7 @@ def test_a_sequence_without_a_loss_mask():
 
 
 def test_lengths_that_alone_are_wrong():
-    with pytest.raises(
-        InputError, match=r"^response_lengths\[1\]: 4 tokens, but sequence 1 has 3 \(loss_masks 3, tr"
-    ):
+    with pytest.raises(InputError, match=r"^response_lengths\[1\]: 4 tokens, but sequence 1 has 3 \(loss_masks 3, tr"):
         check_lengths(of([5, 3]), {TRAIN: of([5, 3]), ROLLOUT: of([5, 3])}, whole([5, 4]))
 
 

@@ -108,9 +108,7 @@ def test_a_host_is_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     assert set(registry.every_host()) == known
 
 
-TRACKING = {
-    name: registry.every_host()[name].needs.tracking.addresses[0].module for name in ("slime", "miles")
-}
+TRACKING = {name: registry.every_host()[name].needs.tracking.addresses[0].module for name in ("slime", "miles")}
 BY_MODULE = {"made_up": "made-up", **{path: name for name, path in TRACKING.items()}, "argparse": "unknown"}
 
 
@@ -120,11 +118,7 @@ def test_the_order_of_hosts_decides_nothing(order: Sequence[str], monkeypatch: p
     known = registry.every_host() | {"made-up": MADE_UP}
     monkeypatch.setattr(registry, "HOSTS", {name: known[name] for name in order})
     fsdp = flags(train_backend="fsdp")
-    assert (
-        registry.current(fsdp).name
-        == registry.current(fsdp, reducer({"loss_masks": []}, "miles")).name
-        == "fsdp"
-    )
+    assert registry.current(fsdp).name == registry.current(fsdp, reducer({"loss_masks": []}, "miles")).name == "fsdp"
     assert registry.current(flags(), reducer({"loss_masks": []}, "miles")).name == "miles"
     for module, name in BY_MODULE.items():
         with monkeypatch.context() as loaded:
@@ -136,9 +130,7 @@ def test_the_order_of_hosts_decides_nothing(order: Sequence[str], monkeypatch: p
 def test_two_hosts_of_one_process_are_refused(monkeypatch: pytest.MonkeyPatch):
     for module in TRACKING.values():
         monkeypatch.setitem(sys.modules, module, ModuleType(module))
-    with pytest.raises(
-        InputError, match="^Miles and slime: modules of both say that this process is theirs; load"
-    ):
+    with pytest.raises(InputError, match="^Miles and slime: modules of both say that this process is theirs; load"):
         registry.current()
 
 

@@ -133,10 +133,7 @@ def test_values_travel_to_the_workers(file: Path):
 
 
 EVERY_HOOK = [
-    hook
-    for module in (mis, bitwise_hosts)
-    for hook in vars(module).values()
-    if isinstance(hook, ownership.Hook)
+    hook for module in (mis, bitwise_hosts) for hook in vars(module).values() if isinstance(hook, ownership.Hook)
 ] + [getattr(mis, name) for name in mis.ELSEWHERE]
 
 

@@ -63,9 +63,7 @@ class Tracking(ModuleType):
 @pytest.fixture
 def tracked(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[dict]]:
     module = Tracking()
-    monkeypatch.setitem(
-        sys.modules, "slime", ModuleType("slime")
-    )  # by which the registry finds the host's record
+    monkeypatch.setitem(sys.modules, "slime", ModuleType("slime"))  # by which the registry finds the host's record
     monkeypatch.setitem(sys.modules, module.__name__, module)
     yield module.logged
 
@@ -108,9 +106,7 @@ LOOKED_AT = [
     for over in ("token", "sum", "mean", "min", "max")
     for unit in ({"unit": "sequence"}, {"unit": "segment"})[: 1 + (over != "token")]
 ]
-BOUNDING = [
-    {"weight": {"level": level, "bound": "clip"}} for level in ("token", "segment", "sequence", "geometric")
-]
+BOUNDING = [{"weight": {"level": level, "bound": "clip"}} for level in ("token", "segment", "sequence", "geometric")]
 LOWEST = torch.finfo(torch.float32).min  # engines clamp -inf to it
 
 
@@ -329,17 +325,13 @@ def test_raise_comes_at_the_next_step():
     recorder.report(ARGS, 7, 2)
     recorder.record(micro_batch([[1.0]], config))
     recorder.record(micro_batch([[0.01]], config))
-    with pytest.raises(
-        MisError, match=r"every sequence of 1 of 2 micro-batches was rejected .*rollout 7, step 2"
-    ):
+    with pytest.raises(MisError, match=r"every sequence of 1 of 2 micro-batches was rejected .*rollout 7, step 2"):
         recorder.report(ARGS, 7, 3)
     recorder.report(ARGS, 7, 4)  # it is told once
 
 
 def test_raise_needs_the_hook():
-    with pytest.raises(
-        ConfigError, match=r"mis\.on_all_rejected: raise needs --custom-megatron-before-train-step"
-    ):
+    with pytest.raises(ConfigError, match=r"mis\.on_all_rejected: raise needs --custom-megatron-before-train-step"):
         Recorder().record(micro_batch([[1.0]], VETO | {"on_all_rejected": "raise"}))
 
 
@@ -430,9 +422,7 @@ def corrected_on(batch: Batch, cp: int, cp_rank: int, ranks: Ranks, config: dict
     """The correction of a rank's part of a batch."""
     local, _ = batch.shard(cp, cp_rank, None)
     layout = (
-        whole(batch.response_lengths)
-        if cp == 1
-        else zigzag(batch.total_lengths, batch.response_lengths, cp, cp_rank)
+        whole(batch.response_lengths) if cp == 1 else zigzag(batch.total_lengths, batch.response_lengths, cp, cp_rank)
     )
     host = HostBatch(local.proximal, local.behavior, batch.loss_masks, layout, ranks)
     return correct(host.proximal, host.behavior, host.place().ragged, from_mapping(config))
@@ -541,9 +531,7 @@ def test_a_rank_that_joins_has_nothing_to_add(tmp_path: Path, groups_changed: bo
     assert [(row["train/step"], row["train/mis_step/tokens"]) for row in logged] == [(2, 4.0)]
     assert nothing == silence == []
     assert any("rollout 0, step 0, this rank: every sequence of 1 of 1 micro-batches" in x for x in words)
-    assert any(
-        "rollout 0, step 0: the step's metrics are not logged" in x and "joined or left" in x for x in words
-    )
+    assert any("rollout 0, step 0: the step's metrics are not logged" in x and "joined or left" in x for x in words)
     assert any("raised: " in x and "on this rank" in x for x in words) == (on_all_rejected == "raise")
 
 
@@ -580,9 +568,7 @@ def under_two_configs(rank: int) -> str:
 
 def test_ranks_that_corrected_differently_do_not_wait_for_each_other(tmp_path: Path):
     for message in run_ranks(2, 1, under_two_configs, tmp_path):
-        assert message.startswith(
-            "ranks corrected under different mis configs, this rank under [CorrectionConfig("
-        )
+        assert message.startswith("ranks corrected under different mis configs, this rank under [CorrectionConfig(")
 
 
 def in_another_order(rank: int) -> list[float]:
@@ -670,9 +656,7 @@ def test_where_a_rank_is_lost_the_others_report_alone(
     assert tracked == []
     assert "rollout 0, step 0, this rank: every sequence of 1 of 1 micro-batches was rejected" in caplog.text
     said = "aborted" if aborts else "Connection closed by peer"
-    assert (
-        f"the step's metrics are not logged, which takes all ranks: a rank was lost ({said})" in caplog.text
-    )
+    assert f"the step's metrics are not logged, which takes all ranks: a rank was lost ({said})" in caplog.text
 
 
 @pytest.mark.parametrize("succeed", [0, 1, 2])

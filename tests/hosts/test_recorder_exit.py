@@ -39,9 +39,7 @@ def step(ranks=Ranks(), **more):
 def run(ending: str, *arguments: str) -> subprocess.Popen[str]:
     code = SCRIPT.format(ending=textwrap.dedent(ending))
     command = [sys.executable, "-c", code, *arguments]
-    return subprocess.Popen(
-        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=None
-    )
+    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=None)
 
 
 def told(process: subprocess.Popen[str], code: int = 0) -> str:

@@ -140,16 +140,12 @@ def test_miles_own_state_comes_before_megatrons(cp: int, ulysses: bool, monkeypa
 
 def test_per_token_loss_is_refused():
     batch = sharded_batch()
-    with pytest.raises(
-        ConfigError, match="kept_token_mean with --calculate-per-token-loss: the host divides by its"
-    ):
+    with pytest.raises(ConfigError, match="kept_token_mean with --calculate-per-token-loss: the host divides by its"):
         kept_token_mean(batch.total_lengths, batch.response_lengths, batch.loss_masks, True)
 
 
 @pytest.mark.parametrize(("size", "refused"), [(1, False), (2, True)])
-def test_padded_rows_under_context_parallelism_are_refused(
-    size: int, refused: bool, monkeypatch: pytest.MonkeyPatch
-):
+def test_padded_rows_under_context_parallelism_are_refused(size: int, refused: bool, monkeypatch: pytest.MonkeyPatch):
     """`--qkv-format bshd`, read from the arguments that the host gave to Megatron: the hook itself is not told."""
     load_miles(monkeypatch, miles_state(size, 0))
     megatron = SimpleNamespace(_GLOBAL_ARGS=SimpleNamespace(qkv_format="bshd"))

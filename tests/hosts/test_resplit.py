@@ -63,9 +63,7 @@ def test_equal_passes_differ_by_0_exactly_and_one_bit_is_seen() -> None:
 
 @pytest.mark.parametrize("lost", [float("nan"), float("-inf")])
 def test_a_number_that_is_lost_in_one_pass_differs_by_infinity(lost: float) -> None:
-    sums, largest = differences(
-        torch.tensor([-1.0, -1.0]), torch.tensor([-1.0, lost]), torch.tensor([True, True])
-    )
+    sums, largest = differences(torch.tensor([-1.0, -1.0]), torch.tensor([-1.0, lost]), torch.tensor([True, True]))
     assert sums.tolist() == [2, 1, float("inf")] and float(largest) == float("inf")
 
 
@@ -82,9 +80,7 @@ SAMPLES = 6
 class Iterator:
     """Both hosts' iterator over micro-batches, as far as a second pass reads it."""
 
-    def __init__(
-        self, rollout_data: Any, micro_batch_size: int | None = None, micro_batch_indices: Any = None
-    ) -> None:
+    def __init__(self, rollout_data: Any, micro_batch_size: int | None = None, micro_batch_indices: Any = None) -> None:
         self.rollout_data, self.micro_batch_size = rollout_data, micro_batch_size
         self.micro_batch_indices = micro_batch_indices
 
@@ -170,9 +166,7 @@ def test_a_trainer_that_does_not_depend_on_the_batch_differs_in_nothing(
 
 @MEGATRON
 @pytest.mark.parametrize("groups", [3, [[4, 0, 2], [1, 5, 3]]])
-def test_a_planted_dependence_on_the_batch_is_told(
-    host: str, groups: Any, monkeypatch: Any, caplog: Any
-) -> None:
+def test_a_planted_dependence_on_the_batch_is_told(host: str, groups: Any, monkeypatch: Any, caplog: Any) -> None:
     _, told = trained(host, monkeypatch, caplog, groups, leak=0.25)
     assert told["resplit_differs"] == 1
     assert told["resplit_diff_abs_max"] == 0.5, "a sample that is alone, and was one of three"

@@ -99,7 +99,5 @@ def test_slime_with_one_step_a_rollout_is_told_the_ways_out():
 @pytest.mark.parametrize("settings", [{"mis": MICRO_BATCH}, {"mis": ROLLOUT, "use_tis": False}])
 def test_a_hook_without_effect_is_refused(call: Any, settings: dict):
     """Under every host alike, before it looks at what it was handed."""
-    with pytest.raises(
-        ConfigError, match="has no effect without --use-tis and mis.weight.normalize.scope: rollout"
-    ):
+    with pytest.raises(ConfigError, match="has no effect without --use-tis and mis.weight.normalize.scope: rollout"):
         call(host_args(**settings))

@@ -220,9 +220,7 @@ def test_many_dropped_samples_end_in_a_total(caplog: pytest.LogCaptureFixture):
 
 def test_an_engine_that_returns_no_log_probs_is_an_error():
     with pytest.raises(InputError, match="none of 3 samples has any.*return_logprob"):
-        drop_broken_samples(
-            ARGS, [[Sample(None), Sample([])], [Sample(None), Sample(None, response_length=0)]]
-        )
+        drop_broken_samples(ARGS, [[Sample(None), Sample([])], [Sample(None), Sample(None, response_length=0)]])
 
 
 def test_a_sample_removed_earlier_hides_no_engine_without_log_probs():

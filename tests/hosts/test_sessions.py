@@ -54,9 +54,7 @@ def right(config: dict[str, Any], divisors: tuple[int, ...]) -> list[float]:
 
 
 @pytest.mark.parametrize("config", CONFIGS)
-@pytest.mark.parametrize(
-    ("backend", "divisors"), [("megatron", SHARED), ("fsdp", ALONE), ("torchtitan", ALONE)]
-)
+@pytest.mark.parametrize(("backend", "divisors"), [("megatron", SHARED), ("fsdp", ALONE), ("torchtitan", ALONE)])
 @pytest.mark.parametrize("hook", [TIS, LOSS], ids=["the TIS hook", "the loss hook"])
 def test_turns_are_corrected_and_a_tools_tokens_are_not_seen(
     hook: dict[str, Any], backend: str, divisors: tuple[int, ...], config: dict[str, Any],

@@ -152,9 +152,7 @@ def test_a_conversion_out_of_place_is_refused(monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.parametrize("method", ["recompute", "loglinear"])
-def test_images_are_refused_where_tokens_are_scored_again(
-    method: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_images_are_refused_where_tokens_are_scored_again(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     sample = drawn(monkeypatch, [(1, 1)], index=4)
     sample.multimodal_train_inputs = {"pixel_values": 0}
     rollouts = manager(monkeypatch, mis={"segment_wise": {"method": method}}, loss_type="custom_loss")
@@ -165,9 +163,7 @@ def test_images_are_refused_where_tokens_are_scored_again(
         rollouts._convert_samples_to_train_data([sample])
 
 
-def test_a_number_of_another_process_is_no_ones_here(
-    monkeypatch: pytest.MonkeyPatch, numbering: Numbering
-) -> None:
+def test_a_number_of_another_process_is_no_ones_here(monkeypatch: pytest.MonkeyPatch, numbering: Numbering) -> None:
     ours = drawn(monkeypatch, [(1, 2)])
     theirs = Sample(5)
     theirs.tokens, theirs.response_length = [9, 4], 1

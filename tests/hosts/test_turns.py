@@ -123,9 +123,7 @@ def test_a_call_that_continues_a_sample_judges_the_rest(monkeypatch: pytest.Monk
 
 def test_a_function_whose_requests_are_not_heard_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     module = host("slime", monkeypatch)
-    own = dialogue(
-        Namespace(_post=module._post), drifts=False
-    )  # its own client, bound before ours stands there
+    own = dialogue(Namespace(_post=module._post), drifts=False)  # its own client, bound before ours stands there
     one = asyncio.run(own(Namespace(), sample(0), {}))
     with pytest.raises(InputError, match="turns_checked: no answer of the engine was heard"):
         mis.drop_broken_samples(Namespace(), [[one]])

@@ -122,9 +122,7 @@ BEGINS = {
 }
 
 
-def told_at_exit(
-    ended: str, args: Any, caplog: pytest.LogCaptureFixture, corrects: bool = False
-) -> list[str]:
+def told_at_exit(ended: str, args: Any, caplog: pytest.LogCaptureFixture, corrects: bool = False) -> list[str]:
     BEGINS[ended](args)
     if corrects:
         corrected_once()
@@ -134,9 +132,7 @@ def told_at_exit(
 
 @pytest.mark.parametrize("ended", BEGINS)
 @pytest.mark.parametrize(("settings", "said"), MISSING)
-def test_a_run_of_one_step_is_judged_at_exit(
-    ended: str, settings: dict, said: str, caplog: pytest.LogCaptureFixture
-):
+def test_a_run_of_one_step_is_judged_at_exit(ended: str, settings: dict, said: str, caplog: pytest.LogCaptureFixture):
     (message,) = told_at_exit(ended, Namespace(**ASKED | settings), caplog)
     assert re.search(f"^{ended}, this rank: the arguments ask for a correction.*{said}", message)
 

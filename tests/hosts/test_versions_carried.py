@@ -122,15 +122,11 @@ def test_a_rollout_that_is_repeated_is_not_scored_again(host: Bodies, numbering:
     for _ in range(2):
         kept.before_training(actor, 0, data := dict(data))
     assert host.passes == 1 and kept.of(data).version == 2
-    kept.before_training(
-        actor, 1, rollout(host, numbering, drawn(numbering, [2]))
-    )  # at the weights of before
+    kept.before_training(actor, 1, rollout(host, numbering, drawn(numbering, [2])))  # at the weights of before
     assert host.passes == 1 and waiting is not None
 
 
-def test_a_repeated_rollout_trains_with_the_columns_of_its_own_samples(
-    host: Bodies, numbering: Numbering
-) -> None:
+def test_a_repeated_rollout_trains_with_the_columns_of_its_own_samples(host: Bodies, numbering: Numbering) -> None:
     """A rank is lost, and the rollout is split anew: this rank gets another sample, whose scores it still has."""
     actor, kept = carried(host)
     first, second = drawn(numbering, [1, 1]), drawn(numbering, [1], index=1)
@@ -160,9 +156,7 @@ def test_a_token_that_nobody_scored(too_old: str, host: Bodies, numbering: Numbe
 
 
 @pytest.mark.parametrize("config", [{"method": "loglinear"}, {"enabled": False}])
-def test_nothing_is_scored_that_no_weight_reads(
-    config: dict[str, Any], host: Bodies, numbering: Numbering
-) -> None:
+def test_nothing_is_scored_that_no_weight_reads(config: dict[str, Any], host: Bodies, numbering: Numbering) -> None:
     actor, kept = carried(host, **config)
     waiting, actor.version = drawn(numbering, [1]), 4
     kept.before_training(actor, 0, data := rollout(host, numbering, drawn(numbering, [1, 3])))
@@ -226,9 +220,7 @@ def test_a_subclass_that_ray_makes_is_carried_too(host: Bodies, numbering: Numbe
     assert data["proximal_version"] == 1
 
 
-@pytest.mark.parametrize(
-    ("notes", "said"), [(None, "none in this rollout"), ([["a"]], "not those of mis_plugins")]
-)
+@pytest.mark.parametrize(("notes", "said"), [(None, "none in this rollout"), ([["a"]], "not those of mis_plugins")])
 def test_a_rollout_without_notes_of_ours_is_refused(notes: Any, said: str, host: Bodies) -> None:
     actor, kept = carried(host)
     key = host.layout.needs.notes

@@ -121,9 +121,7 @@ CHANGES: dict[str, Callable[[Namespace, Path], Any]] = {
 
 
 @pytest.mark.parametrize("what", CHANGES)
-def test_arguments_are_read_anew_where_something_changes(
-    what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_arguments_are_read_anew_where_something_changes(what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """What the hook answers is never that of the arguments, the file or the host of an earlier call."""
     file = tmp_path / "mis.yaml"
     file.write_text("use_tis: true\nmis: {weight: {upper: 1.5}}\n")
@@ -400,9 +398,7 @@ def test_log_probs_that_are_none_are_said_plainly(lacks: str, said: str):
 
 
 @pytest.mark.parametrize("stands_still", [True, False])
-def test_a_file_that_keeps_its_time_is_read_anew(
-    stands_still: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_file_that_keeps_its_time_is_read_anew(stands_still: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Written twice in one step of the clock; or a copy that keeps the time of its source, as `cp -p` makes."""
     file = tmp_path / "mis.yaml"
 

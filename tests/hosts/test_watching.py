@@ -99,9 +99,7 @@ def test_the_hosts_own_objective_and_opsm_act_all_the_same(tmp_path: Path):
         ({"use_rs": True}, "use_rs"),
     ],
 )
-def test_what_does_not_act_is_named_once(
-    keys: dict, named: str, tmp_path: Path, said_once: Callable[[], list[str]]
-):
+def test_what_does_not_act_is_named_once(keys: dict, named: str, tmp_path: Path, said_once: Callable[[], list[str]]):
     path = tmp_path / "mis.yaml"
     by_file = from_file(path, keys | {"use_tis": False})
     by_flag = Namespace(**vars(flags(get_mismatch_metrics=True)) | keys)

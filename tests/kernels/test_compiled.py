@@ -19,9 +19,7 @@ NAMES = ["rms_norm", "add_residual", "rms_norm", "add_residual", "rotated", "gat
          "log_softmax"]  # fmt: skip
 
 
-def found(
-    monkeypatch: pytest.MonkeyPatch, change: Callable[[Callable], Callable], graphs: list[Any]
-) -> list[Tried]:
+def found(monkeypatch: pytest.MonkeyPatch, change: Callable[[Callable], Callable], graphs: list[Any]) -> list[Tried]:
     """What is found where a function is compiled to `change` of it, by a compiler that made these graphs."""
     monkeypatch.setattr(compiled, "_compile", lambda function: (change(function), graphs))
     return list(tried("bf16", SHAPES, ORDERS["sglang"], torch.device("cpu")))
@@ -61,9 +59,7 @@ def test_what_was_not_compiled_is_no_proof(monkeypatch: pytest.MonkeyPatch) -> N
     assert {one.differs for one in found(monkeypatch, lambda f: f, [])} == {
         "nothing was compiled: leave TORCH_COMPILE_DISABLE out"
     }
-    assert {one.differs for one in found(monkeypatch, fails, [0])} == {
-        "does not run: NotImplementedError: no compiler"
-    }
+    assert {one.differs for one in found(monkeypatch, fails, [0])} == {"does not run: NotImplementedError: no compiler"}
 
 
 def test_a_gradient_of_other_bits_is_told_and_keeps_the_function(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -149,9 +149,7 @@ def test_a_mask_of_numbers_that_differs_between_heads(dtype):
     exact = attend(query.double(), key.double(), value.double(), mask=bias.double())
     with pinned(Contract(dtype=dtype)):
         ours = attend(query, key, value, mask=bias)
-    assert (
-        (ours.double() - exact).abs() <= attention_atol(query, key.repeat_interleave(2, 1), value, bias)
-    ).all()
+    assert ((ours.double() - exact).abs() <= attention_atol(query, key.repeat_interleave(2, 1), value, bias)).all()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -77,9 +77,7 @@ def test_a_setter_without_a_getter_is_refused(write: Write):  # noqa: F811
 def test_a_switch_without_effect_is_refused_and_the_first_turned_back(write: Write):  # noqa: F811
     deaf = "def set_batch_invariant(on): ...\ndef get_batch_invariant(): return False\n"
     write({"deep_gemm.py": deep_gemm_source(SGL) + deaf})
-    with pytest.raises(
-        PinError, match=r"cannot be switched on \(set_batch_invariant\(True\) has no effect\)"
-    ):
+    with pytest.raises(PinError, match=r"cannot be switched on \(set_batch_invariant\(True\) has no effect\)"):
         deep_gemm.pin(CONTRACT)
     assert deep_gemm.settings()["DeepGEMM mode"] == "cuBLASLt"
     assert sys.modules["deep_gemm"].get_deterministic_algorithms() is False

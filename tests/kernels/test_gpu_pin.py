@@ -94,9 +94,7 @@ def test_tf32_that_is_allowed_inside_a_pin_is_found(trainer: ModuleType, allowed
     allowed()
     with pinned(CONTRACT):
         allowed()
-        with pytest.raises(
-            PinError, match="TF32 allowed by was overridden inside a pin .*cuda.matmul.fp32_prec"
-        ):
+        with pytest.raises(PinError, match="TF32 allowed by was overridden inside a pin .*cuda.matmul.fp32_prec"):
             pin(CONTRACT)
 
 
@@ -125,9 +123,7 @@ def test_a_failing_probe_restores_everything(trainer: ModuleType, monkeypatch):
     """The second provider's kernels, which are probed after the first's."""
     right = trainer._attend
     monkeypatch.setattr(trainer, "_attend", lambda q, *rest: right(q, *rest) + torch.rand(q.shape))
-    with pytest.raises(
-        ProbeError, match=r"'megatron' does not hold: attention at \(4, 2, 16\), a sequence of 1 al"
-    ):
+    with pytest.raises(ProbeError, match=r"'megatron' does not hold: attention at \(4, 2, 16\), a sequence of 1 al"):
         pin(CONTRACT)
 
 
@@ -153,9 +149,7 @@ def test_what_is_not_installed_is_named_before_anything_is_touched(trainer: Modu
         PinError, match=r"pins megatron\+flash_attention, but flash_attention is not installed; install it$"
     ):
         pin(CONTRACT)
-    with pytest.raises(
-        PinError, match="but sglang, deep_gemm, flash_attention is not installed; .* --gemm triton"
-    ):
+    with pytest.raises(PinError, match="but sglang, deep_gemm, flash_attention is not installed; .* --gemm triton"):
         pin(FSDP)
 
 

@@ -77,12 +77,9 @@ def library(varies) -> Any:
         lengths = [starts.diff().tolist() for starts in (q_starts, k_starts)]
         assert causal and [q_longest, k_longest] == [max(each) for each in lengths]
         parts = [
-            attend(*rows)
-            for rows in zip(q.split(lengths[0]), k.split(lengths[1]), v.split(lengths[1]), strict=True)
+            attend(*rows) for rows in zip(q.split(lengths[0]), k.split(lengths[1]), v.split(lengths[1]), strict=True)
         ]
-        return torch.cat(
-            [nudged(part, 0) if varies(i, *lengths) else part for i, part in enumerate(parts)]
-        ), None
+        return torch.cat([nudged(part, 0) if varies(i, *lengths) else part for i, part in enumerate(parts)]), None
 
     def cached(q, k, v, cache_seqlens, cu_seqlens_q, max_seqlen_q, causal):
         assert causal and q.shape[0] == 1 and cu_seqlens_q.tolist() == [0, 1]
@@ -113,9 +110,7 @@ def test_attention_without_company_passes():
 
 
 def test_attention_that_depends_on_its_neighbours_is_found():
-    assert found(lambda i, queries, keys: len(queries) > 1 and keys[i] == 5) == [
-        "a sequence of 5 alone and packed"
-    ]
+    assert found(lambda i, queries, keys: len(queries) > 1 and keys[i] == 5) == ["a sequence of 5 alone and packed"]
 
 
 def test_attention_that_depends_on_its_place_is_found():

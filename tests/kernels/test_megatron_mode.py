@@ -129,9 +129,7 @@ def test_stock_kernels_are_found_out():
         ("_log_softmax_batch_invariant", "log_softmax of torch.bfloat16"),
     ],
 )
-def test_one_bit_in_the_first_row_of_a_batch_is_found(
-    library: ModuleType, monkeypatch, kernel: str, found: str
-):
+def test_one_bit_in_the_first_row_of_a_batch_is_found(library: ModuleType, monkeypatch, kernel: str, found: str):
     right = getattr(library, kernel)
 
     def nudged(*args, **kwargs):
@@ -193,17 +191,13 @@ def test_an_enable_that_half_happens_is_undone(library: ModuleType, monkeypatch)
         library.enable_batch_invariant_mode()
     assert library.is_batch_invariant_mode_enabled() and registrations() != before
     turn(library, on=False)
-    with pytest.raises(
-        PinError, match="Megatron-core: the batch-invariant mode cannot be enabled .*callable"
-    ):
+    with pytest.raises(PinError, match="Megatron-core: the batch-invariant mode cannot be enabled .*callable"):
         megatron.pin(CONTRACT)
     assert not library.is_batch_invariant_mode_enabled() and registrations() == before
 
 
 def test_an_enable_that_leaves_an_operator_is_refused(library: ModuleType, monkeypatch):
-    monkeypatch.setattr(
-        library, "enable_batch_invariant_mode", lambda: setattr(library, "_batch_invariant_MODE", True)
-    )
+    monkeypatch.setattr(library, "enable_batch_invariant_mode", lambda: setattr(library, "_batch_invariant_MODE", True))
     with pytest.raises(PinError, match="cannot be enabled .aten::mm runs stock on CPU"):
         megatron.pin(CONTRACT)
 
@@ -212,9 +206,7 @@ def test_an_undo_that_leaves_an_operator_says_so(library: ModuleType, monkeypatc
     undo = megatron.pin(CONTRACT)
     with monkeypatch.context() as patch:
         patch.setattr(library, "disable_batch_invariant_mode", lambda: None)
-        with pytest.raises(
-            PinError, match="undoing the mode leaves aten::mm to .*batch_invariant_kernels.py"
-        ):
+        with pytest.raises(PinError, match="undoing the mode leaves aten::mm to .*batch_invariant_kernels.py"):
             undo()
     undo()
 
@@ -226,9 +218,7 @@ def test_two_copies_at_once_are_refused(library: ModuleType, write):  # noqa: F8
 
     other_copy.library.impl("rms_norm", lambda *args: args[0], "CPU")
     try:
-        with pytest.raises(
-            PinError, match="aten::rms_norm is overridden already by .*other_copy.py. Two batch-inv"
-        ):
+        with pytest.raises(PinError, match="aten::rms_norm is overridden already by .*other_copy.py. Two batch-inv"):
             megatron.pin(CONTRACT)
         assert not library.is_batch_invariant_mode_enabled()
     finally:
@@ -264,9 +254,7 @@ def test_our_cpu_kernels_and_the_mode_refuse_each_other(library: ModuleType):
 
 def test_this_version_has_no_deep_gemm_of_its_own(library: ModuleType, monkeypatch):
     monkeypatch.setitem(megatron.BACKENDS, "triton_persistent", "deepgemm")
-    with pytest.raises(
-        PinError, match="megatron-core .* has Triton's GEMM alone; the contract wants deepgemm"
-    ):
+    with pytest.raises(PinError, match="megatron-core .* has Triton's GEMM alone; the contract wants deepgemm"):
         megatron.pin(CONTRACT)
 
 
@@ -284,9 +272,7 @@ def test_later_versions_are_told_which_products(library: ModuleType, monkeypatch
     assert asked == ["triton"]
     with suppress(ModuleNotFoundError):
         library.enable_batch_invariant_mode()
-    with pytest.raises(
-        PinError, match="the mode is on with 'te_native'.*Set --batch-invariant-backend triton"
-    ):
+    with pytest.raises(PinError, match="the mode is on with 'te_native'.*Set --batch-invariant-backend triton"):
         megatron.pin(CONTRACT)
     turn(library, on=False)
 
@@ -355,9 +341,7 @@ def test_a_transformer_engine_that_is_half_patched_is_restored(library: ModuleTy
 def test_a_transformer_engine_that_still_multiplies_is_refused(library: ModuleType, write, monkeypatch):  # noqa: F811
     write(TE)
     monkeypatch.setattr(library, "_te_patch_for_batch_invariant", lambda: None)
-    with pytest.raises(
-        PinError, match="is on, but Transformer Engine multiplies by transformer_engine.pytorch.cpp"
-    ):
+    with pytest.raises(PinError, match="is on, but Transformer Engine multiplies by transformer_engine.pytorch.cpp"):
         megatron.pin(CONTRACT)
 
 

@@ -42,9 +42,7 @@ def test_the_number_of_ranks_changes_no_bit(tmp_path, ranks):
     def work(rank: int) -> list[list[torch.Tensor]]:
         return [step(*case, rank, ranks, dist.group.WORLD) for case in cases]
 
-    for case, whole, *shares in zip(
-        cases, alone, *run_ranks(ranks, 1, work, tmp_path, megatron=False), strict=True
-    ):
+    for case, whole, *shares in zip(cases, alone, *run_ranks(ranks, 1, work, tmp_path, megatron=False), strict=True):
         out, *gradients = whole
         assert all(equal_bits(share[0], out) for share in shares), case
         if case[0] == "native":  # its columns do not notice each other, whatever their number

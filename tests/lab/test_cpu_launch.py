@@ -48,9 +48,7 @@ def test_a_launch_on_fsdp_is_told_by_its_environment() -> None:
     flags = {flag.attribute: flag.value for flag in cpu.launch_flags(ON_FSDP, cpu.FSDP)}
     environment = cpu.environment_of(ON_FSDP, cpu.FSDP)
     assert cpu.check(Namespace(**flags), environment) == ON_FSDP
-    assert environment[ORDER] != cpu.environment_of(ON_FSDP)[ORDER], (
-        "Hugging Face rounds otherwise than Megatron"
-    )
+    assert environment[ORDER] != cpu.environment_of(ON_FSDP)[ORDER], "Hugging Face rounds otherwise than Megatron"
     flags["attn_implementation"] = "eager"
     with pytest.raises(ContractError, match="launch with --attn-implementation sdpa"):
         cpu.check(Namespace(**flags), environment)
@@ -84,9 +82,7 @@ def test_the_order_and_the_compiler_are_of_the_environment() -> None:
     told = refused(CONTRACTS[1], {CONTRACT: given[CONTRACT]})
     assert f"{ORDER} is None" in told and "TORCH_COMPILE_DISABLE=1" in told
     other = cpu.environment_of(CONTRACTS[0]) | {ORDER: given[ORDER]}
-    assert f"{ORDER} is '{given[ORDER]}' in the environment; start Ray's job without it" in refused(
-        CONTRACTS[0], other
-    )
+    assert f"{ORDER} is '{given[ORDER]}' in the environment; start Ray's job without it" in refused(CONTRACTS[0], other)
 
 
 def test_an_engine_without_our_entry_points_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -86,9 +86,7 @@ def test_a_trainer_is_aligned(monkeypatch: pytest.MonkeyPatch, host: str, dtype:
     assert equal_bits(found[0][:, 0] if host == "slime" else found, expected)
     rotates = getattr(import_module(rope.ROPE_MODULE), rope.ROPE_NAME) is rope.rotated
     assert rotates == every_host()[host].megatron
-    wanted = (
-        (False, torch.float32) if dtype == "fp32" and every_host()[host].megatron else (True, torch.bfloat16)
-    )
+    wanted = (False, torch.float32) if dtype == "fp32" and every_host()[host].megatron else (True, torch.bfloat16)
     assert (own.bf16, own.params_dtype) == wanted
 
 

@@ -110,9 +110,7 @@ def test_a_server_runs_where_the_session_runs(monkeypatch: pytest.MonkeyPatch, t
     assert served["asked"][3]["PYTHONPATH"] == ""
 
 
-def test_without_sglang_or_with_another_attention_nothing_is_started(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-):
+def test_without_sglang_or_with_another_attention_nothing_is_started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     monkeypatch.setattr(sglang_server.sglang, "version", lambda: None)
     with pytest.raises(NotSeenError, match="no SGLang is installed"):
         sglang_server.start(tmp_path, "stock")
@@ -124,9 +122,7 @@ def test_without_sglang_or_with_another_attention_nothing_is_started(
 
 @needs_triton
 def test_the_correction_does_not_wait_and_a_loop_does(dry_run):
-    waits = {
-        row["what"]: row["waits for the device"] for row in table(dry_run["correction"], "The correction")
-    }
+    waits = {row["what"]: row["waits for the device"] for row in table(dry_run["correction"], "The correction")}
     assert waits["ours"] == "none"
     assert "_local_scalar_dense" in waits["a loop"]
 
@@ -204,9 +200,7 @@ def test_a_section_that_crashes_or_hangs_takes_nothing_with_it(monkeypatch: pyte
 def test_sections_share_the_seconds_of_a_session(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     """A lent machine is taken back whatever still runs: none gets more than is left."""
     asked: list[float] = []
-    monkeypatch.setattr(
-        sections, "run", lambda name, seconds, dry_run: asked.append(seconds) or section("done", EQUAL)
-    )
+    monkeypatch.setattr(sections, "run", lambda name, seconds, dry_run: asked.append(seconds) or section("done", EQUAL))
     options = ["--receipt", str(tmp_path / "x.json"), "--dry-run", "--seconds", "50", "--commit", "abc"]
     assert gpu_session.main([*options, "--sections", "ceilings", "cost"]) == 0
     assert asked[0] == sections.SECTIONS["ceilings"] and asked[1] <= 50
@@ -222,9 +216,7 @@ def test_a_place_that_cannot_be_written_to_costs_no_section(monkeypatch: pytest.
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_kernels_are_compiled_beside_the_sections_and_may_fail(
-    fails: bool, monkeypatch, tmp_path: Path, capfd
-):
+def test_kernels_are_compiled_beside_the_sections_and_may_fail(fails: bool, monkeypatch, tmp_path: Path, capfd):
     def warm(plan, machine) -> None:
         (tmp_path / "warm").touch()
         if fails:
@@ -396,8 +388,6 @@ def test_a_clock_is_asked_for_the_median(monkeypatch: pytest.MonkeyPatch):
 
 def test_the_parent_never_touches_cuda():
     """A process that forks after CUDA's start leaves its children without it; transformers and Triton may start it."""
-    code = (
-        "import sys, gpu_session; print({'torch', 'triton', 'transformers', 'megatron'} & set(sys.modules))"
-    )
+    code = "import sys, gpu_session; print({'torch', 'triton', 'transformers', 'megatron'} & set(sys.modules))"
     done = ran("-c", code, PYTHONPATH=f"{ROOT}:{ROOT / 'lab'}")
     assert done.stdout.strip() == "{'torch'}", done.stderr

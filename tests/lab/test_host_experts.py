@@ -44,9 +44,7 @@ def test_each_token_takes_its_expert_with_its_weight() -> None:
 
 def test_an_expert_without_a_token_has_a_gradient_of_zero() -> None:
     experts = made()
-    experts(torch.ones(5, HIDDEN, dtype=torch.float64), COUNTS, torch.ones(5, dtype=torch.float64))[
-        0
-    ].sum().backward()
+    experts(torch.ones(5, HIDDEN, dtype=torch.float64), COUNTS, torch.ones(5, dtype=torch.float64))[0].sum().backward()
     grads = {name: parameter.grad for name, parameter in experts.named_parameters()}
     assert {name.rpartition("weight")[2] for name in grads} == {"0", "1", "2"} and len(grads) == 2 * EXPERTS
     for name, grad in grads.items():

@@ -64,7 +64,5 @@ def test_the_layers_have_the_bits_of_the_proof(
 
 
 def test_without_a_pin_the_layers_are_refused() -> None:
-    with pytest.raises(
-        ContractError, match="nothing is pinned here; set --custom-megatron-init-path lab.in_host"
-    ):
+    with pytest.raises(ContractError, match="nothing is pinned here; set --custom-megatron-init-path lab.in_host"):
         host_layers.layers(ARGS, None)

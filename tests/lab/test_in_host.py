@@ -86,9 +86,7 @@ def test_a_tree_without_the_line_stops_the_run(tmp_path: Path, monkeypatch: pyte
 
 
 def test_no_checkout_says_how_to_get_one(tmp_path: Path) -> None:
-    with pytest.raises(
-        trees.CannotRun, match=r"git clone https://github.com/radixark/miles .* checkout 31f1ca9"
-    ):
+    with pytest.raises(trees.CannotRun, match=r"git clone https://github.com/radixark/miles .* checkout 31f1ca9"):
         trees.check(trees.HOSTS["miles"], tmp_path / "none", tmp_path)
 
 
@@ -102,9 +100,7 @@ def imports() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("imports")
-def test_a_module_is_changed_once_its_own_code_has_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_module_is_changed_once_its_own_code_has_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "bent_here.py").write_text("value = 1\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     double = Bend("", (), "bent_here", lambda module: setattr(module, "value", module.value * 2))
@@ -173,9 +169,7 @@ torch.cuda.current_stream().record_event().synchronize()
 assert all(size >= 3 << 30 for size in torch.cuda.mem_get_info("cuda:0"))
 """
     folders = os.pathsep.join([str(ROOT), str(ROOT / "lab")])
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": folders}, capture_output=True
-    )
+    done = subprocess.run([sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": folders}, capture_output=True)
     assert done.returncode == 0, done.stderr.decode()
 
 
@@ -348,9 +342,7 @@ def test_a_dump_of_fsdp_does_not_tell_its_micro_batches(tmp_path: Path) -> None:
     torch.save(dump, tmp_path / "train_data" / "5_0.pt")
     assert [len(batch) for batch in dumps.micro_batches(tmp_path, 5)] == [1, 1]
     record = RECORDS["miles-replay-cp2"]
-    every, without = (
-        {line.what for line in verdict.judge(record | more)} for more in ({}, {"micro_batched": False})
-    )
+    every, without = ({line.what for line in verdict.judge(record | more)} for more in ({}, {"micro_batched": False}))
     assert every - without and all("_mb of" in what for what in every - without)
 
 
@@ -434,28 +426,20 @@ def test_each_line_on_versions_can_break(loss: str) -> None:
         "age of the oldest token": lambda x: x["steps"][0]["by_version"].update(ages={"1": 6}),
         "sequences of several versions": lambda x: x["steps"][0]["by_version"].update(mixed=0),
         "tokens that cannot be weighed": lambda x: x["steps"][0]["by_version"].update(lacking=1),
-        "k3 of step 0, of sequences by version V alone": lambda x: x["steps"][0]["by_version"].update(
-            k3_fresh=2e-3
-        ),
+        "k3 of step 0, of sequences by version V alone": lambda x: x["steps"][0]["by_version"].update(k3_fresh=2e-3),
         "k3 of step 0, at most one update apart": lambda x: x["steps"][0]["by_version"].update(k3_near=0.02),
-        "steps with sequences by version V alone": lambda x: x["steps"][0]["by_version"].update(
-            k3_fresh=None
+        "steps with sequences by version V alone": lambda x: x["steps"][0]["by_version"].update(k3_fresh=None),
+        "steps with tokens at most one update apart": lambda x: x["steps"][0]["by_version"].update(k3_near=None),
+        "behav_imp_weight/var/standard/age_2 of step 0": lambda x: x["micro_batches"][1][0]["behavior"].__setitem__(
+            0, -0.6
         ),
-        "steps with tokens at most one update apart": lambda x: x["steps"][0]["by_version"].update(
-            k3_near=None
-        ),
-        "behav_imp_weight/var/standard/age_2 of step 0": lambda x: x["micro_batches"][1][0][
-            "behavior"
-        ].__setitem__(0, -0.6),
         "loss of step 0": lambda x: x["micro_batches"][1][0]["advantages"].__setitem__(0, 9.0),
         "steps with a recompute": lambda x: x["steps"][0].update(
             times={"recompute": 0.1} if loss == "standard" else {}
         ),
     }
     if loss != "standard":
-        changes["k3 of old tokens to log pi_{v+1}"] = lambda x: x["steps"][0]["by_version"].update(
-            k3_next=9.0
-        )
+        changes["k3 of old tokens to log pi_{v+1}"] = lambda x: x["steps"][0]["by_version"].update(k3_next=9.0)
     for what, change in changes.items():
         change(record := versioned(loss))
         assert what in failed(record)
@@ -553,9 +537,7 @@ def test_one_log_prob_decides(name: str) -> None:
 
 def test_bits_are_compared_and_not_values() -> None:
     def row(*pairs: tuple[float, float], live: bool = True) -> dumps.Recorded:
-        return dumps.Recorded(
-            [a for a, _ in pairs], [b for _, b in pairs], [0.0] * len(pairs), [live] * len(pairs)
-        )
+        return dumps.Recorded([a for a, _ in pairs], [b for _, b in pairs], [0.0] * len(pairs), [live] * len(pairs))
 
     assert verdict.bits([[row((0.5, 0.5), (0.0, -0.0))], [row((1.0, 1.5)), row((1.0, 2.0), live=False)]]) == (
         3,
@@ -609,18 +591,12 @@ def test_a_response_that_the_filter_left_in_the_loss_fails() -> None:
 
 def test_the_tracker_s_file_must_hold_the_log_s_numbers() -> None:
     record = RECORDS["miles-report-step"]
-    step = max(
-        number for number, x in enumerate(record["steps"]) if f"{verdict.STEP}kept_fraction" in x["metrics"]
-    )
-    logged = {
-        name: x for name, x in record["steps"][step]["metrics"].items() if name.startswith(verdict.STEP)
-    }
+    step = max(number for number, x in enumerate(record["steps"]) if f"{verdict.STEP}kept_fraction" in x["metrics"])
+    logged = {name: x for name, x in record["steps"][step]["metrics"].items() if name.startswith(verdict.STEP)}
     found = {verdict.our_name(name): value for name, value in logged.items()}
     word = "exact metrics in the file"
     assert lines_of(record | {"curves": {"wandb": {str(step): found}}}, word) == [True]
-    assert lines_of(record | {"curves": {"wandb": {str(step): found | {"kept_fraction": 2.0}}}}, word) == [
-        False
-    ]
+    assert lines_of(record | {"curves": {"wandb": {str(step): found | {"kept_fraction": 2.0}}}}, word) == [False]
     assert lines_of(record | {"curves": {"wandb": {}}}, word) == [False]
 
 
@@ -631,9 +607,7 @@ def test_a_tracker_s_files_are_read_back(tmp_path: Path) -> None:
     steps = {1: {"train/mis_step/kl_k3": 0.0}}
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
-    (tmp_path / "a" / "run-a.wandb").write_bytes(
-        b":W&B" + bytes(3) + wandb_record(1, 0.5) + wandb_record(2, 0.25)
-    )
+    (tmp_path / "a" / "run-a.wandb").write_bytes(b":W&B" + bytes(3) + wandb_record(1, 0.5) + wandb_record(2, 0.25))
     (tmp_path / "b" / "run-b.wandb").write_bytes(b":W&B" + bytes(3))
     found = run_in_host._curve(tmp_path, "wandb", steps)
     assert list(found) == [1] and found[1]["kl_k3"] == 0.5
@@ -656,8 +630,7 @@ def test_a_row_that_cannot_run_does_not_stop_the_others(
     words = ["matrix", "--hosts", str(tmp_path), "--record", str(tmp_path / "records")]
     assert run_in_host.main(words) == 2
     assert (
-        asked == [row.name for row in ROWS if not row.blocked]
-        and "slime-tis: no checkout" in capsys.readouterr().err
+        asked == [row.name for row in ROWS if not row.blocked] and "slime-tis: no checkout" in capsys.readouterr().err
     )
     asked.clear()
     assert run_in_host.main(words) == 2 and {name.split("-")[0] for name in asked} == {"slime"}
@@ -697,9 +670,7 @@ def test_one_sample_of_each_rollout_is_broken() -> None:
     from lab.in_host import reward
 
     def score(index: int) -> list[float]:
-        sample = types.SimpleNamespace(
-            index=index, tokens=[1, 2, 4], response_length=2, rollout_log_probs=[-1.0, -1.0]
-        )
+        sample = types.SimpleNamespace(index=index, tokens=[1, 2, 4], response_length=2, rollout_log_probs=[-1.0, -1.0])
         assert asyncio.run(reward.score_and_break(None, sample)) == 1.0
         return sample.rollout_log_probs
 
@@ -715,9 +686,7 @@ def scored(plant: str, index: int, rows: np.ndarray) -> np.ndarray:
 
     from lab.in_host import routes
 
-    sample = types.SimpleNamespace(
-        index=index, tokens=[1, 2, 4], response_length=2, rollout_routed_experts=rows
-    )
+    sample = types.SimpleNamespace(index=index, tokens=[1, 2, 4], response_length=2, rollout_routed_experts=rows)
     assert asyncio.run(getattr(routes, plant)(None, sample)) == 1.0
     return sample.rollout_routed_experts
 
@@ -764,9 +733,7 @@ def test_routers_replay_all_rows_and_would_have_chosen_a_little_otherwise(
     assert [line.holds for line in verdict._of_the_routes([step, {"metrics": {}}])] == holds
 
 
-def test_a_row_that_a_line_of_the_host_stops_is_not_started(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_row_that_a_line_of_the_host_stops_is_not_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stopped = next(row for row in ROWS if row.blocked)
     monkeypatch.setattr(run_in_host, "run_row", lambda *_: pytest.fail("started"))
     arguments = types.SimpleNamespace(record=tmp_path, words=[], hosts=tmp_path, work=tmp_path)
@@ -786,8 +753,7 @@ def test_a_mixture_of_experts_states_its_sizes(tmp_path: Path) -> None:
 
     words = model.shape_flags(model.write(tmp_path, MIXTURE))
     sizes = {
-        name: words[words.index(f"--{name}") + 1]
-        for name in ("num-experts", "moe-router-topk", "moe-ffn-hidden-size")
+        name: words[words.index(f"--{name}") + 1] for name in ("num-experts", "moe-router-topk", "moe-ffn-hidden-size")
     }
     assert sizes == {"num-experts": "8", "moe-router-topk": "2", "moe-ffn-hidden-size": "64"}
 
@@ -801,9 +767,7 @@ def test_a_mixture_of_experts_states_its_sizes(tmp_path: Path) -> None:
         ("slime-resplit-planted", "diff_abs_max", math.inf),
     ],
 )
-def test_another_split_changes_nothing_but_where_a_kernel_was_planted(
-    row: str, name: str, value: float
-) -> None:
+def test_another_split_changes_nothing_but_where_a_kernel_was_planted(row: str, name: str, value: float) -> None:
     record = copy.deepcopy(RECORDS[row])
     assert all(line.holds for line in verdict.judge(record))
     record["steps"][1]["metrics"][f"{verdict.RESPLIT}{name}"] = value

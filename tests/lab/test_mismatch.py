@@ -68,9 +68,7 @@ def test_only_linear_layers_are_rounded_beyond_bf16(name: str, tmp_path: Path):
     before, after = read_weights(source), read_weights(folder)
     assert {weight.dtype for weight in after.values()} == {torch.bfloat16}
     changed = {one for one in before if not torch.equal(before[one].bfloat16(), after[one])}
-    assert changed == (
-        {one for one in before if one.endswith("_proj.weight")} if RUNGS[name].rounding else set()
-    )
+    assert changed == ({one for one in before if one.endswith("_proj.weight")} if RUNGS[name].rounding else set())
     said = json.loads((folder / "config.json").read_text())
     assert said.get("enable_lm_head_fp32", False) == (name == "fp32-head")
 
@@ -106,9 +104,7 @@ def test_means_products_and_bins_are_those_of_loops():
     products = [sum(ratios[a:b]) for a, b in zip(starts, starts[1:], strict=False)]
     assert found["log product"][0] == pytest.approx(sum(products) / len(products))
     lengths = one.lengths.tolist()
-    early = [
-        math.exp(x) - 1 - x for a, n in zip(starts, lengths, strict=False) for x in ratios[a : a + min(n, 16)]
-    ]
+    early = [math.exp(x) - 1 - x for a, n in zip(starts, lengths, strict=False) for x in ratios[a : a + min(n, 16)]]
     assert found["k3 by position"]["0 to 16"][0] == pytest.approx(sum(early) / len(early))
 
 
@@ -118,9 +114,7 @@ def test_an_interval_is_drawn_over_prompts_and_holds_the_mean():
     assert low < mean < high
     by_prompt = torch.where(one.prompts[one.owners] == 0, 1.0, 0.0)
     alike = Pair(one.behavior, one.behavior + by_prompt, one.lengths, torch.zeros(8, dtype=torch.long))
-    assert summary(alike)["k1"][1:] == pytest.approx(
-        [summary(alike)["k1"][0]] * 2
-    )  # one prompt: nothing to draw
+    assert summary(alike)["k1"][1:] == pytest.approx([summary(alike)["k1"][0]] * 2)  # one prompt: nothing to draw
 
 
 def test_a_mismatch_beyond_the_window_is_dropped_and_a_shorter_response_has_a_smaller_product():
@@ -167,9 +161,7 @@ def test_a_window_keeps_what_the_pipeline_keeps(
 
 
 @pytest.mark.parametrize("level", ["sequence", "geometric"])
-def test_a_mask_bound_of_sequences_is_a_window_too(
-    level: Level, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_mask_bound_of_sequences_is_a_window_too(level: Level, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     one = of_length(pair(0.02, 0.1), 8)
     held = carried(tmp_path, monkeypatch, one)
     for upper in (1.01, 1.1, 1.5):
@@ -204,9 +196,7 @@ def test_a_run_for_more_prompts_adds_to_what_is_there(tmp_path: Path, monkeypatc
     few = climb.rollouts("bf16", of_five(8))
     more = climb.rollouts("bf16", of_five(16))
     whole = replace(climb, runs=tmp_path / "whole").rollouts("bf16", of_five(16))
-    assert (
-        len(few.lengths) == 8 and len(more.lengths) == 16 and more.prompts.tolist() == [*range(5)] * 3 + [0]
-    )
+    assert len(few.lengths) == 8 and len(more.lengths) == 16 and more.prompts.tolist() == [*range(5)] * 3 + [0]
     for one in ("behavior", "lengths", "prompts"):
         assert torch.equal(getattr(more, one), getattr(whole, one))
     assert more.words["commit"] == few.words["commit"]  # each commit once

@@ -54,9 +54,7 @@ def test_equal_changes_of_one_function_are_told_apart() -> None:
 
 
 def test_what_runs_at_import_asks_every_test_of_the_file() -> None:
-    known = mutation.Guards(
-        {"a.py:3": ["slow"], "a.py:6": ["quick"], "b.py:1": ["other"]}, {"slow": 2, "quick": 1}
-    )
+    known = mutation.Guards({"a.py:3": ["slow"], "a.py:6": ["quick"], "b.py:1": ["other"]}, {"slow": 2, "quick": 1})
     at_import, default, *_ = mutants("\nX = 1\ndef f(y=2):\n\n\n    return y + 3\n", "a.py")
     *_, in_body = mutants("\nX = 1\ndef f(y=2):\n\n\n    return y + 3\n", "a.py")
     assert known.of(at_import) == known.of(default) == ["quick", "slow"]
@@ -65,9 +63,7 @@ def test_what_runs_at_import_asks_every_test_of_the_file() -> None:
 
 def test_a_mutant_is_what_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
     path = "mis_plugins/config/terms/divergence.py"
-    flipped = next(
-        one for one in mutants((mutation.REPOSITORY / path).read_text(), path) if "k1" in one.place
-    )
+    flipped = next(one for one in mutants((mutation.REPOSITORY / path).read_text(), path) if "k1" in one.place)
     monkeypatch.setattr(sys, "meta_path", [mutation.Mutated(flipped), *sys.meta_path])
     module = types.ModuleType("mis_plugins.config.terms.divergence")
     spec = sys.meta_path[0].find_spec("mis_plugins.config.terms.divergence")  # type: ignore[union-attr]
@@ -128,9 +124,7 @@ def test_a_matrix_names_every_case_that_kills_and_goes_on_where_it_stopped(
     (first, *_), found = chosen, {}
     found |= mutation.measure([first], known, 1, record, matrix=True)
     assert [name[-6:] for name in found[first.name]["killers"]] == ["test_a", "test_c"]
-    monkeypatch.setattr(
-        mutation, "fates", lambda missing, *_: iter([(one, {"fate": "new"}) for one in missing])
-    )
+    monkeypatch.setattr(mutation, "fates", lambda missing, *_: iter([(one, {"fate": "new"}) for one in missing]))
     again = mutation.measure(chosen, known, 1, record, matrix=True)
     assert again[first.name] == found[first.name] and {fate["fate"] for fate in again.values()} == {
         "killed",

@@ -27,9 +27,7 @@ COST = Result("Cost", ("kernel", "pinned / stock"), (("linear", 1.25),))
 
 
 def receipt(*results: Result, **measured: Any) -> Receipt:
-    on = Measured(
-        "run", "0123456789ab", "3.12", "a CPU", "cuda", "an H100", "570", "80 GB", "2.11", "13.0", {}
-    )
+    on = Measured("run", "0123456789ab", "3.12", "a CPU", "cuda", "an H100", "570", "80 GB", "2.11", "13.0", {})
     sections = (
         Section("model", "done", 1.0, (LINKS,) * (BROKEN in results)),
         Section("kernels", "done", 2.0, results),
@@ -124,8 +122,7 @@ def test_the_page_tells_proofs_from_dry_runs_and_other_files(tmp_path: Path) -> 
     (tmp_path / "broken.json").touch()
     head, _, row, _, *refused = part("receipts", tmp_path).splitlines()
     assert (
-        "[good.json](../lab/results/receipts/good.json) | 0123456789ab | &lt;b&gt;&#124;[an H100]&#40;x)&#96; |"
-        in row
+        "[good.json](../lab/results/receipts/good.json) | 0123456789ab | &lt;b&gt;&#124;[an H100]&#40;x)&#96; |" in row
     )
     assert row.count(" | ") == head.count(" | ") and "1 of 3 demands hold" in row
     assert [line.partition(": ")[0] for line in refused] == [

@@ -52,9 +52,7 @@ def test_an_arm_runs_again_for_other_settings_and_other_code_alone(tmp_path: Pat
     assert (tmp_path / "arm" / LOG).read_text() == "said\n"
 
 
-def test_a_failure_ends_the_experiment_and_is_repeated(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_failure_ends_the_experiment_and_is_repeated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Though an earlier run of the arm was finished, no stamp of it is left."""
     first, second, third = (arm(tmp_path, name, work=lambda name=name: 2 * (name == "b")) for name in "abc")
     second.stamp("earlier")

@@ -36,9 +36,7 @@ PRESETS = {name: yaml.safe_load((walk.PRESETS / f"{name}.yaml").read_text()) for
 
 
 @pytest.mark.parametrize("keys", [correction_cost.MIS_YAML, *PRESETS.values()], ids=["mis.yaml", *PRESETS])
-def test_a_warm_call_asks_the_config_nothing(
-    keys: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-):
+def test_a_warm_call_asks_the_config_nothing(keys: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     """What a config drops, weighs and reads is derived once: no function of `config/model.py` runs again."""
     (tmp_path / "mis.yaml").write_text(yaml.safe_dump(keys))
     flags = {"qkv_format": "thd", "get_mismatch_metrics": False, "custom_config_path": tmp_path / "mis.yaml"}

@@ -126,9 +126,7 @@ def reducer(masks: Sequence[Tensor], local: Sequence[int]) -> Callable[[Tensor],
     return total
 
 
-def run(
-    batch: Batch, settings: Namespace, cp: int = 1, tp: int = 1
-) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+def run(batch: Batch, settings: Namespace, cp: int = 1, tp: int = 1) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     """The loss of this rank, the gradient of its logits placed among all, and what is logged."""
     host = batch.host()
     rank = mpu.get_context_parallel_rank() if cp > 1 else 0
@@ -165,9 +163,7 @@ def wanted(batch: Batch, bound: str | None, keep: Callable[[int, int], bool] = l
         for t, one in enumerate(batch.positions(i)):
             if batch.mask[i][t] and keep(i, t):
                 row = end - length - 1 + t
-                found[row] = (
-                    -batch.advantages[i][t] * center_oracle.gradient(one, weigh_of(bound)) / TEMPERATURE
-                )
+                found[row] = -batch.advantages[i][t] * center_oracle.gradient(one, weigh_of(bound)) / TEMPERATURE
     return found
 
 
@@ -276,9 +272,7 @@ def test_a_mean_divides_all_three_alike(one_process: None) -> None:
     _, plain, _ = run(batch, args(weight=given))
     _, divided, _ = run(batch, args(weight=given | {"normalize": {}}))
     weights = [min(ratio, UPPER) for row in batch.ratios() for ratio in row]
-    torch.testing.assert_close(
-        divided * (sum(weights) / len(weights)), plain, rtol=normalized_rtol(10.0), atol=1e-6
-    )
+    torch.testing.assert_close(divided * (sum(weights) / len(weights)), plain, rtol=normalized_rtol(10.0), atol=1e-6)
 
 
 def test_tokens_without_a_head_are_left_out_and_counted(one_process: None) -> None:
@@ -301,8 +295,7 @@ def test_a_larger_head_is_cut_to_its_likeliest(one_process: None) -> None:
     batch = Batch(13)
     _, gradient, _ = run(batch, args(center={"top_k": 3}))
     small = [
-        [Position(x.logits, x.engine, x.sampled, x.head[:3]) for x in batch.positions(i)]
-        for i in range(len(LENGTHS))
+        [Position(x.logits, x.engine, x.sampled, x.head[:3]) for x in batch.positions(i)] for i in range(len(LENGTHS))
     ]
     batch.positions = lambda sequence: small[sequence]
     assert error(gradient, wanted(batch, None)) < 1e-6
@@ -314,9 +307,7 @@ def test_opsm_takes_the_term_along(one_process: None) -> None:
     opsm = {"delta": 1e-9, "reference": "behavior"}
     _, gradient, _ = run(batch, args(weight=weight("truncate"), opsm=opsm))
     logs = [[math.log(ratio) for ratio in row] for row in batch.ratios()]
-    masked = [
-        [x for x, valid in zip(*pair, strict=True) if valid] for pair in zip(logs, batch.mask, strict=True)
-    ]
+    masked = [[x for x, valid in zip(*pair, strict=True) if valid] for pair in zip(logs, batch.mask, strict=True)]
     left = [-sum(row) / max(len(row), 1) > 1e-9 for row in masked]
     kept = lambda i, t: not (left[i] and batch.advantages[i][t] < 0)  # noqa: E731
     assert error(gradient, wanted(batch, "truncate", kept)) < 1e-6
@@ -397,9 +388,7 @@ def test_other_configs_are_refused(mapping: dict[str, Any], message: str) -> Non
         (lambda x: x["rollout_topk_token_ids"].__setitem__(0, torch.zeros(5, 7)), "differs between sequences"),
     ],
 )  # fmt: skip
-def test_heads_that_do_not_fit_are_refused(
-    one_process: None, change: Callable[..., Any], message: str
-) -> None:
+def test_heads_that_do_not_fit_are_refused(one_process: None, change: Callable[..., Any], message: str) -> None:
     batch = Batch(15)
     own = batch.host
 

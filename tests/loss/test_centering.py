@@ -39,15 +39,11 @@ def weigh_of(bound: str | None) -> center_oracle.Weigh:
 
 def softmax(logits: Sequence[float], kept: Sequence[int] | None = None) -> list[float]:
     allowed = range(len(logits)) if kept is None else kept
-    masses = torch.tensor(
-        [x if v in allowed else -torch.inf for v, x in enumerate(logits)], dtype=torch.float64
-    )
+    masses = torch.tensor([x if v in allowed else -torch.inf for v, x in enumerate(logits)], dtype=torch.float64)
     return masses.softmax(0).tolist()
 
 
-def positions(
-    seed: int, size: int, whole: bool = False, sharpness: float = 1.5, count: int = 6
-) -> list[Position]:
+def positions(seed: int, size: int, whole: bool = False, sharpness: float = 1.5, count: int = 6) -> list[Position]:
     """Positions whose ratios keep clear of every bound; the sampled token lies within the head at some alone."""
     draw, found = random.Random(seed), []
     while len(found) < count:
@@ -55,9 +51,7 @@ def positions(
         engine = [x + draw.gauss(0, 0.3) for x in logits]
         head = sorted(range(VOCABULARY), key=lambda v: -engine[v])[:size]
         q = softmax(engine, head if whole else None)
-        sampled = (
-            draw.choices(range(VOCABULARY), q)[0] if len(found) % 2 or whole else draw.randrange(VOCABULARY)
-        )
+        sampled = draw.choices(range(VOCABULARY), q)[0] if len(found) % 2 or whole else draw.randrange(VOCABULARY)
         p = softmax(logits, head if whole else None)
         tails = [max(1 - sum(side[v] for v in head), 1e-6) for side in (p, q)]
         ratios = [p[v] / q[v] for v in range(VOCABULARY) if q[v] > 0] + [tails[0] / tails[1]] * (not whole)
@@ -98,15 +92,11 @@ def target_of(batch: Sequence[Position], logits: Tensor) -> Tensor:
     )[:, 0]  # fmt: skip
 
 
-def surrogates(
-    batch: Sequence[Position], bound: str | None, logits: Tensor, padding: int = 0
-) -> tuple[Tensor, Center]:
+def surrogates(batch: Sequence[Position], bound: str | None, logits: Tensor, padding: int = 0) -> tuple[Tensor, Center]:
     """sg(w) log p less the centering term, by ours."""
     target, weigh = target_of(batch, logits), weigh_with(weight_config(bound))
     behavior = torch.tensor([one.engine[one.sampled] for one in batch], dtype=torch.float64).log()
-    term = center(
-        logits, target, all_of(batch), candidates_of(batch, logits.dtype, padding), weigh, TEMPERATURE
-    )
+    term = center(logits, target, all_of(batch), candidates_of(batch, logits.dtype, padding), weigh, TEMPERATURE)
     return weigh(target.detach() - behavior) * target - term.log_probs, term
 
 
@@ -174,9 +164,7 @@ def test_the_top_of_the_vocabulary_comes_near_the_dense_term() -> None:
                  for x in positions(11, VOCABULARY, count=12)]  # fmt: skip
         logits = logits_of(batch, torch.float64)
         (gradient,) = torch.autograd.grad(surrogates(batch, "truncate", logits)[0].sum(), logits)
-        dense = [
-            center_oracle.gradient(x, weigh_of("truncate"), center_oracle.dense_surrogate) for x in batch
-        ]
+        dense = [center_oracle.gradient(x, weigh_of("truncate"), center_oracle.dense_surrogate) for x in batch]
         errors.append(float((gradient[1:-1] - torch.stack(dense) / TEMPERATURE).norm()))
     assert errors == sorted(errors, reverse=True) and errors[-1] < 1e-12
 
@@ -253,23 +241,17 @@ def test_two_ranks_score_a_half_of_the_vocabulary_each(tmp_path: Path) -> None:
         start = rank * half
         shard = logits.detach()[:, start : start + half].clone().requires_grad_()
         head = candidates_of(batch, torch.float64)
-        target = Shard.apply(
-            shard[1:-1] / TEMPERATURE, logits.detach()[1:-1] / TEMPERATURE, head.sampled, start
-        )
+        target = Shard.apply(shard[1:-1] / TEMPERATURE, logits.detach()[1:-1] / TEMPERATURE, head.sampled, start)
         calls = []
         with pytest.MonkeyPatch.context() as patch:
             own = dist.all_reduce
             patch.setattr(dist, "all_reduce", lambda *given, **more: (calls.append(1), own(*given, **more)))
-            term = center(
-                shard, target, all_of(batch), head, weigh, TEMPERATURE, Vocabulary(start, dist.group.WORLD)
-            )
+            term = center(shard, target, all_of(batch), head, weigh, TEMPERATURE, Vocabulary(start, dist.group.WORLD))
         (gradient,) = torch.autograd.grad(term.log_probs.sum(), shard)
         return term.log_probs.detach(), gradient, len(calls)
 
     ranks = run_ranks(2, 1, work, tmp_path, megatron=False)
-    torch.testing.assert_close(
-        torch.cat([gradient for _, gradient, _ in ranks], -1), wanted, rtol=1e-12, atol=1e-15
-    )
+    torch.testing.assert_close(torch.cat([gradient for _, gradient, _ in ranks], -1), wanted, rtol=1e-12, atol=1e-15)
     for value, _, calls in ranks:
         torch.testing.assert_close(value, alone.log_probs.detach(), rtol=1e-12, atol=1e-15)
         assert calls == 1
@@ -338,6 +320,4 @@ def test_float32_rounds_no_more_than_its_numbers(seeds: range = range(5)) -> Non
         found, _ = surrogates(batch, "truncate", logits_of(batch, torch.float32))
         wanted = [float(center_oracle.surrogate(x, torch.tensor(x.logits, dtype=torch.float64), weigh_of("truncate")))
                   for x in batch]  # fmt: skip
-        assert found.detach().tolist() == pytest.approx(
-            wanted, rel=normalized_rtol(50.0), abs=normalized_rtol(50.0)
-        )
+        assert found.detach().tolist() == pytest.approx(wanted, rel=normalized_rtol(50.0), abs=normalized_rtol(50.0))

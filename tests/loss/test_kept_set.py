@@ -99,9 +99,7 @@ def doubles(values: Any) -> Tensor:
 def asked(args: Namespace, batch: dict[str, Any]) -> dict[str, Any]:
     """What slime hands its helper beside the sequences: nothing unless top-p cuts."""
     names = ("top_p_token_ids", "top_p_token_offsets")
-    return (
-        {} if args.rollout_top_p == 1.0 else {name: batch[key] for name, key in zip(names, KEYS, strict=True)}
-    )
+    return {} if args.rollout_top_p == 1.0 else {name: batch[key] for name, key in zip(names, KEYS, strict=True)}
 
 
 def helper(
@@ -154,10 +152,7 @@ class Expected:
         self.samples = [oracle.Sample(*row) for row in zip(old, engine, sampled.mask, strict=True)]
         corrected = oracle.correct(self.samples, CONFIG)
         self.keep = corrected.keep
-        factors = [
-            [w * k for w, k in zip(*row, strict=True)]
-            for row in zip(corrected.weights, self.keep, strict=True)
-        ]
+        factors = [[w * k for w, k in zip(*row, strict=True)] for row in zip(corrected.weights, self.keep, strict=True)]
         policies = sampled.over_kept(target), old, reference
         rows = zip(*policies, sampled.advantages, factors, sampled.mask, strict=True)
         self.responses = [Response(*row) for row in rows]

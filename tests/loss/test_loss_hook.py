@@ -82,9 +82,7 @@ def random_step(seed: int, lengths: Sequence[int] = LENGTHS) -> Step:
         near = lambda p, scale, shift=0.0: p + rng.gauss(shift, scale)  # noqa: E731
         old = [near(p, 0.15, rng.choice([-0.3, 0.0, 0.3])) for p in target]
         behavior.append([near(p, 0.3, rng.choice([-0.2, 0.0, 0.2])) for p in old])
-        advantages = (
-            [rng.choice([-1.0, 1.0]) * rng.uniform(0.2, 2)] * n if i % 2 else [rng.gauss(0, 1) for _ in old]
-        )
+        advantages = [rng.choice([-1.0, 1.0]) * rng.uniform(0.2, 2)] * n if i % 2 else [rng.gauss(0, 1) for _ in old]
         mask = [rng.random() < 0.85 and i != 5 for _ in range(n)]
         reference = [near(p, 0.3) for p in target]
         responses.append(Response(target, old, reference, advantages, [1.0] * n, mask))
@@ -256,9 +254,7 @@ class Expected:
         learned = [sum(map(bool, x.factor)) for x in self.frozen]
         valid = [len(x.valid) for x in self.frozen]
         opsm, by_rule = self.question.mis.get("opsm"), "reject" in self.question.mis
-        if opsm and not any(
-            a < b and (a or opsm.get("advantage")) for a, b in zip(learned, kept, strict=True)
-        ):
+        if opsm and not any(a < b and (a or opsm.get("advantage")) for a, b in zip(learned, kept, strict=True)):
             return False
         return sum(learned) > 0 and (not by_rule or sum(kept) < sum(valid))
 
@@ -315,16 +311,12 @@ OBJECTIVES = [
 def every_two(*axes: Sequence[Any]) -> Iterator[tuple[Any, ...]]:
     """A third of the product of three axes, in which every two values of different axes meet; one axis has three."""
     places = itertools.product(*(range(len(axis)) for axis in axes))
-    return (
-        tuple(axis[i] for axis, i in zip(axes, place, strict=True)) for place in places if not sum(place) % 3
-    )
+    return (tuple(axis[i] for axis, i in zip(axes, place, strict=True)) for place in places if not sum(place) % 3)
 
 
 def questions() -> Iterator[Question]:
     """Every two of a correction, an OPSM and an objective; KL and entropy in turn."""
-    turn = itertools.cycle(
-        itertools.product((None, "k1", "k2", "k3", "low_var_kl"), (False, True), (False, True))
-    )
+    turn = itertools.cycle(itertools.product((None, "k1", "k2", "k3", "low_var_kl"), (False, True), (False, True)))
     for correction, opsm, (objective, spec) in every_two(CORRECTIONS, OPSM, OBJECTIVES):
         if objective.get("old") == "behavior" and spec.surrogate != "reinforce" and correction.get("weight"):
             continue  # refused: the ratio would count twice
@@ -477,9 +469,7 @@ def with_support(host: str, carried: dict[str, Any], **settings: Any) -> Outcome
 def test_sampling_support_is_refused_on_miles(name: str):
     """The engine's log-probs are renormalized there, and ours of the whole vocabulary; slime scores the nucleus."""
     rows = [torch.arange(n) for n in LENGTHS]
-    refused = (
-        f"^{name}: rollout_log_probs are renormalized .* the whole vocabulary on Miles; give --rollout-top-p"
-    )
+    refused = f"^{name}: rollout_log_probs are renormalized .* the whole vocabulary on Miles; give --rollout-top-p"
     with pytest.raises(InputError, match=refused):
         with_support("miles", {name: rows})
     with pytest.raises(InputError, match=refused):
@@ -507,9 +497,7 @@ def test_what_does_not_fit_is_named():
     batch = random_step(0).batch()
     logits = torch.cat(random_step(0).rows("target"))
     batch["advantages"] = batch["advantages"][:-1]
-    with pytest.raises(
-        InputError, match=r"advantages: \[7, 1, 5, 9, 4\] tokens a sequence, but this rank expects"
-    ):
+    with pytest.raises(InputError, match=r"advantages: \[7, 1, 5, 9, 4\] tokens a sequence, but this rank expects"):
         drive(flags(), batch, logits)
     batch = random_step(0).batch()
     batch["ref_log_probs"] = batch["ref_log_probs"][::-1]  # as many tokens in all
@@ -591,9 +579,7 @@ def test_pg_loss_reducer(monkeypatch: pytest.MonkeyPatch):
         config = RULES | {"objective": objective}
         kl = {"use_kl_loss": True, "kl_loss_type": "k3", "kl_loss_coef": 0.3, "entropy_coef": 0.01}
         plain = call(step, config, calculate_per_token_loss=True, **kl)
-        reduced = call(
-            step, config, custom_pg_loss_reducer_function_path=path, calculate_per_token_loss=True, **kl
-        )
+        reduced = call(step, config, custom_pg_loss_reducer_function_path=path, calculate_per_token_loss=True, **kl)
         assert_close(reduced.metrics["pg_loss"], plain.metrics["pg_loss"] / 50)
         for name in ("kl_loss", "entropy_loss"):
             assert torch.equal(reduced.metrics[name], plain.metrics[name]) and plain.metrics[name] != 0
@@ -667,10 +653,7 @@ def test_names_depend_on_the_config_alone(config: dict):
 
 def test_core_has_no_metric_of_its_own():
     """One that costs sums over sequences: `core` and `none` leave it out."""
-    reported = {
-        x: "ess_ratio" in call(random_step(6), {"metrics": x}).metrics
-        for x in ("all", "full", "core", "none")
-    }
+    reported = {x: "ess_ratio" in call(random_step(6), {"metrics": x}).metrics for x in ("all", "full", "core", "none")}
     assert reported == {"all": True, "full": True, "core": False, "none": False}
 
 
@@ -781,18 +764,14 @@ def test_a_list_that_does_not_fit_is_named_with_all_counts():
     for name, count in (("loss_masks", 6), ("log_probs", 4), ("rollout_log_probs", 0)):
         batch = random_step(0).batch()
         batch[name][2] = batch[name][2].new_ones(count)
-        with pytest.raises(
-            InputError, match=rf"^{name}\[2\]: {count} tokens, but sequence 2 has 5 .*{name} {count}"
-        ):
+        with pytest.raises(InputError, match=rf"^{name}\[2\]: {count} tokens, but sequence 2 has 5 .*{name} {count}"):
             drive(flags(mis={}), batch, torch.cat(random_step(0).rows("target")))
 
 
 def without_advantages(step: Step, value: float) -> Step:
     """The first valid token of every response but one has the advantage `value`."""
     responses = [
-        dataclasses.replace(
-            x, advantages=[value if t == x.valid[0] else a for t, a in enumerate(x.advantages)]
-        )
+        dataclasses.replace(x, advantages=[value if t == x.valid[0] else a for t, a in enumerate(x.advantages)])
         if i and x.valid
         else x
         for i, x in enumerate(step.responses)
@@ -801,15 +780,11 @@ def without_advantages(step: Step, value: float) -> Step:
 
 
 @pytest.mark.parametrize(("value", "opsm", "objective"), every_two(GARBAGE, OPSM, OBJECTIVES), ids=str)
-def test_an_advantage_that_is_no_number_teaches_nothing(
-    objective: tuple[dict, Spec], opsm: dict, value: float
-):
+def test_an_advantage_that_is_no_number_teaches_nothing(objective: tuple[dict, Spec], opsm: dict, value: float):
     """Loss and gradient are the formulas' with the advantage 0, whose bits they have; the KL term stays."""
     question = Question({**opsm, "objective": objective[0], "metrics": "none"}, objective[1], "k3")
     steps = (without_advantages(random_step(seed), value) for seed in itertools.count())
-    expected = next(
-        e for e in (Expected(step, question) for step in steps) if e.margin > DECISION and e.decides
-    )
+    expected = next(e for e in (Expected(step, question) for step in steps) if e.margin > DECISION and e.decides)
     found = call(expected.step, question.mis, **question.settings)
     zero = [dataclasses.replace(x, advantages=x.learned) for x in expected.step.responses]
     assert_same(found, call(Step(zero, expected.step.behavior), question.mis, **question.settings))
@@ -929,9 +904,7 @@ def test_opsm_of_everything_stops_the_job(metrics: str, without: Sequence[str]):
         responses = [dataclasses.replace(x, old=[p + 5 for p in x.old]) for x in bad.responses]
         bad = dataclasses.replace(bad, responses=responses)
     call(bad, config, without=without)
-    with pytest.raises(
-        MisError, match=r"every sequence of 1 of 1 micro-batches.*; 0\.0% of the step's tokens"
-    ):
+    with pytest.raises(MisError, match=r"every sequence of 1 of 1 micro-batches.*; 0\.0% of the step's tokens"):
         mis.report_step(flags(), 0, 2)
 
 
@@ -975,9 +948,7 @@ def test_a_sequence_whose_ratio_nobody_knows_adds_to_no_loss(logged: list[dict])
         assert_close(total, found.metrics["pg_loss"].double())
 
 
-@pytest.mark.parametrize(
-    "correction", [{}, {"weight": {"upper": 1.2}, "reject": [{"over": "token", "upper": 1.3}]}]
-)
+@pytest.mark.parametrize("correction", [{}, {"weight": {"upper": 1.2}, "reject": [{"over": "token", "upper": 1.3}]}])
 @pytest.mark.parametrize("opsm", [{"delta": 0.05}, {"delta": 0.05, "advantage": "sequence"}])
 def test_metrics_of_sequences_count_what_opsm_masks(logged: list[dict], correction: dict, opsm: dict):
     config, step = correction | {"opsm": opsm, "metrics": "all"}, random_step(7)
@@ -1023,9 +994,7 @@ def test_what_opsm_looks_at_is_reported(logged: list[dict], config: dict, change
     for step in steps:
         call(step, config | {"metrics": "all"})
     mis.report_step(flags(), 0, 1)
-    responses, behavior = (
-        [x for step in steps for x in getattr(step, name)] for name in ("responses", "behavior")
-    )
+    responses, behavior = ([x for step in steps for x in getattr(step, name)] for name in ("responses", "behavior"))
     found = {name: value for name, value in logged[0].items() if name.startswith("opsm_")}
     atol = 4 * sum_rtol(len(responses)) * 4  # of log-probs up to 4 in size, each rounded to float32
     for name, value in step_oracle.opsm(responses, behavior, config["opsm"]).items():
@@ -1081,9 +1050,7 @@ def test_the_breaker_hears_of_rules_whose_work_opsm_goes_on_with():
 def test_the_uncorrected_loss_is_that_of_the_objective(logged: list[dict]):
     """In bypass it compares pi_theta with mu; where nothing is corrected it is the loss."""
     step = random_step(5)
-    found = in_a_step(
-        step, {"objective": {"old": "behavior"}, "metrics": "all"}, calculate_per_token_loss=True
-    )
+    found = in_a_step(step, {"objective": {"old": "behavior"}, "metrics": "all"}, calculate_per_token_loss=True)
     valid = sum(sum(x.mask) for x in step.responses)
     assert_close(torch.tensor(logged[0]["loss_uncorrected"] * valid), found.metrics["pg_loss"].double())
 
@@ -1115,17 +1082,13 @@ def test_opsm_of_everything_skips_or_keeps():
     step = all_bad(random_step(5))
     skipped = call(step, {"opsm": {"delta": 0.05}})
     assert skipped.loss == 0 and not skipped.gradient.any()
-    assert_close(
-        skipped.metrics["opsm_clipfrac"], torch.tensor(float(sum(any(x.mask) for x in step.responses)))
-    )
+    assert_close(skipped.metrics["opsm_clipfrac"], torch.tensor(float(sum(any(x.mask) for x in step.responses))))
     for denominator in ("original", "kept"):
         config = {"opsm": {"delta": 0.05}, "on_all_rejected": "keep", "denominator": denominator}
         assert_same(call(step, config), call(step, {}))
         assert call(step, config).metrics["opsm_clipfrac"] == 0
     mended = all_bad(random_step(5))
-    mended.responses[0] = dataclasses.replace(
-        mended.responses[0], advantages=[1.0] * len(mended.responses[0].mask)
-    )
+    mended.responses[0] = dataclasses.replace(mended.responses[0], advantages=[1.0] * len(mended.responses[0].mask))
     partly = call(mended, {"opsm": {"delta": 0.05}, "on_all_rejected": "keep"})
     assert_same(partly, call(mended, {"opsm": {"delta": 0.05}}))
 
@@ -1139,9 +1102,7 @@ def test_a_rank_without_tokens_still_has_a_gradient(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(helper, "get_log_probs_and_entropy", empty)
     batch = Step([Response([], [], [], [], [], [])], [[]]).batch()
     for objective in ({}, {"ratio": "sequence"}):
-        found = drive(
-            flags(mis=TIS | {"objective": objective}), batch, torch.tensor([1.0, -math.inf, math.nan, 2.0])
-        )
+        found = drive(flags(mis=TIS | {"objective": objective}), batch, torch.tensor([1.0, -math.inf, math.nan, 2.0]))
         assert found.loss == 0 and torch.equal(found.gradient, torch.zeros(4))
 
 
@@ -1179,9 +1140,7 @@ CURED = [
 
 
 @pytest.mark.parametrize("settings", CURED)
-def test_a_run_that_watches_or_has_another_cure_is_not_told_so(
-    settings: dict, caplog: pytest.LogCaptureFixture
-):
+def test_a_run_that_watches_or_has_another_cure_is_not_told_so(settings: dict, caplog: pytest.LogCaptureFixture):
     drive(flags(**settings), random_step(6).batch(), torch.cat(random_step(6).rows("target")))
     assert "weighs and rejects nothing" not in caplog.text
 
@@ -1275,10 +1234,7 @@ def outcome_of(
 def embedded_batch(step: Step, rank: int, cp: int) -> tuple[Layout, MicroBatch]:
     responses = [len(x.mask) for x in step.responses]
     generator = torch.Generator().manual_seed(1)
-    tokens = [
-        torch.randint(VOCABULARY, (p + r,), generator=generator)
-        for p, r in zip(PROMPTS, responses, strict=True)
-    ]
+    tokens = [torch.randint(VOCABULARY, (p + r,), generator=generator) for p, r in zip(PROMPTS, responses, strict=True)]
     layout = pack(tokens, responses, rank, cp)
 
     def local(name: str) -> list[Tensor]:
@@ -1344,9 +1300,7 @@ def opsm_of_rank(args: Namespace, steps: Sequence[Step], cp: int) -> list[dict]:
 def test_what_opsm_looks_at_is_the_same_over_ranks(tmp_path: Path):
     """Of a step of two micro-batches, over context-parallel ranks and over data-parallel ones."""
     steps = [broken(random_step(seed, (9, 1, 20, 13, 6))) for seed in (11, 12)]
-    args = flags(
-        mis={"opsm": {"delta": 0.1}, "metrics": "all"}, rollout_temperature=1.0, true_on_policy=False
-    )
+    args = flags(mis={"opsm": {"delta": 0.1}, "metrics": "all"}, rollout_temperature=1.0, true_on_policy=False)
     answers = []
     for world, cp in ((1, 1), (2, 2), (2, 1), (4, 2)):
         folder = tmp_path / f"{world}-{cp}"
@@ -1370,9 +1324,7 @@ def test_a_rank_without_tokens_recomputes_with_the_others(
     def graph_with_tokens(logits: Tensor, **kwargs: Any) -> dict[str, Any]:
         found = scores(logits, **kwargs)
         on_the_tape = any(map(len, found["log_probs"]))
-        return (
-            found if on_the_tape else {name: [x.detach() for x in values] for name, values in found.items()}
-        )
+        return found if on_the_tape else {name: [x.detach() for x in values] for name, values in found.items()}
 
     monkeypatch.setattr(log_probs, "get_log_probs_and_entropy", graph_with_tokens)
     monkeypatch.setattr(sys.modules[__name__], "PROMPTS", [3])

@@ -86,9 +86,7 @@ def clip_of(spec: Spec) -> Clip:
     return Clip(spec.low, spec.high, spec.dual)
 
 
-def term_of(
-    batch: Sequence[Response], spec: Spec, target: Tensor | None = None, **fields: Tensor
-) -> PolicyTerm:
+def term_of(batch: Sequence[Response], spec: Spec, target: Tensor | None = None, **fields: Tensor) -> PolicyTerm:
     rows = {name: flat(batch, name) for name in ("target", "old", "advantages", "factor")}
     if target is not None:
         rows["target"] = target
@@ -202,9 +200,7 @@ def test_kl(kind: str, unbiased: bool):
     target, size = flat(batch, "target").requires_grad_(), loss_oracle.magnitude(batch)
     value = math.fsum(loss_oracle.kl_sums(batch, kind, unbiased))
     assert abs(summed(target).item() - value) <= float64_atol(size, target.numel())
-    assert torch.autograd.gradcheck(
-        summed, (target,), eps=FINITE_STEP, atol=finite_difference_atol(size), rtol=0.0
-    )
+    assert torch.autograd.gradcheck(summed, (target,), eps=FINITE_STEP, atol=finite_difference_atol(size), rtol=0.0)
 
 
 def test_low_var_kl_is_bounded():
@@ -373,9 +369,7 @@ def test_objectives_of_a_sequence_over_ranks_have_the_gradient_of_one(tmp_path: 
     batch = random_responses(21, (9, 1, 20, 0, 13, 6))
     prompts = [3, 30, 1, 5, 25, 8]
     specs = [Spec(ratio="sequence"), Spec("sapo", "sequence"), Spec("vespo"), Spec("gmpo")]
-    every = run_ranks(
-        4, 4, lambda _: [on_rank(batch, prompts, 4, spec) for spec in specs], tmp_path, megatron=False
-    )
+    every = run_ranks(4, 4, lambda _: [on_rank(batch, prompts, 4, spec) for spec in specs], tmp_path, megatron=False)
     assert any(not own for (part, *_) in every for own in part["owned"][1:2]), "a rank without a token of one"
     for spec, *ranks in zip(specs, *every, strict=True):
         target = flat(batch, "target").requires_grad_()

@@ -36,8 +36,7 @@ class Response:
 
     def path(self, rank: int) -> float:
         return math.fsum(
-            self.weight[t] ** 2 * (1 - 2 * math.exp(self.log_prob[t]) + self.squares[t])
-            for t in self.valid[: rank + 1]
+            self.weight[t] ** 2 * (1 - 2 * math.exp(self.log_prob[t]) + self.squares[t]) for t in self.valid[: rank + 1]
         )
 
 
@@ -77,9 +76,7 @@ def test_advantages_are_the_twins(seed: int) -> None:
     batch = random_batch(seed)
     expected = [value for row in advantages_of(batch) for value in row]
     found = ours(batch)
-    assert (found - torch.tensor(expected, dtype=torch.float64)).abs().max() <= float64_atol(
-        100.0, len(expected)
-    )
+    assert (found - torch.tensor(expected, dtype=torch.float64)).abs().max() <= float64_atol(100.0, len(expected))
     assert found.count_nonzero() == sum(len(x.valid) for x in batch)
 
 
@@ -111,8 +108,7 @@ def test_what_lies_under_the_mask_does_not_count() -> None:
     for x in batch:
         rows = {name: getattr(x, name) for name in ("reward", "log_prob", "squares", "weight")}
         poisoned = {
-            name: [v if valid else math.nan for v, valid in zip(row, x.mask, strict=True)]
-            for name, row in rows.items()
+            name: [v if valid else math.nan for v, valid in zip(row, x.mask, strict=True)] for name, row in rows.items()
         }
         hidden.append(Response(**poisoned, mask=x.mask, group=x.group))
     assert torch.equal(ours(hidden), ours(batch))

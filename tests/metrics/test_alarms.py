@@ -83,9 +83,7 @@ def test_an_engine_that_matches_sounds_none():
 def test_products_that_vanish_are_no_good_sign():
     """Sums of -100 a sequence: their chi-square has a logarithm of -200, which no bound above 0 sees."""
     found = step_of(shifted(-1.0), weight={"level": "sequence"})
-    assert found["log_chi2_sequence"] < -100 and sounds(
-        WORDS["log_chi2_sequence"]["bad"], found["log_chi2_sequence"]
-    )
+    assert found["log_chi2_sequence"] < -100 and sounds(WORDS["log_chi2_sequence"]["bad"], found["log_chi2_sequence"])
 
 
 @pytest.mark.parametrize("spread", [0.03, 1.5])
@@ -115,9 +113,7 @@ def test_a_trainer_whose_log_probs_have_nothing_to_do_with_the_engines_is_told(s
     assert relation(found) is None
     (message,) = warnings_of(found)
     mean = float((proximal - behavior).mean())
-    assert message.startswith(
-        f"the mean of log pi_old - log mu over 20000 tokens is {mean:.2f}: the trainer finds"
-    )
+    assert message.startswith(f"the mean of log pi_old - log mu over 20000 tokens is {mean:.2f}: the trainer finds")
     assert not warnings_of(sums(behavior[:2] - 5, behavior[:2]))
 
 
@@ -153,9 +149,7 @@ def test_a_step_in_which_every_weight_is_one_is_told(rows: list[list[float]], we
 )
 def test_what_says_which_rule_rejects_everything_is_in_the_log_or_is_asked_for(metrics: str, where: str):
     config = from_mapping({"metrics": metrics, "weight": None, "reject": [{"upper": 2.0}]})
-    assert where in everything_rejected(
-        config, {"all_rejected": 1, "micro_batches": 1, "kept": 0, "valid": 4}
-    )
+    assert where in everything_rejected(config, {"all_rejected": 1, "micro_batches": 1, "kept": 0, "valid": 4})
 
 
 @pytest.mark.parametrize(

@@ -43,9 +43,7 @@ def corrected(batch: Batch, config: CorrectionConfig) -> Correction:
 def shard(c: Correction, owned: list[list[int]]) -> Correction:
     """What one context-parallel rank holds: its tokens, and the totals of all."""
     starts = c.ragged.cu_seqlens.tolist()
-    index = torch.tensor(
-        [s + t for s, piece in zip(starts[:-1], owned, strict=True) for t in piece], dtype=torch.long
-    )
+    index = torch.tensor([s + t for s, piece in zip(starts[:-1], owned, strict=True) for t in piece], dtype=torch.long)
     ends = torch.tensor([0, *map(len, owned)]).cumsum(0)
     pick = lambda x: x[index] if isinstance(x, Tensor) else x  # noqa: E731
     log_probs = type(c.stage.log_probs)(pick(c.stage.log_probs.proximal), pick(c.stage.log_probs.behavior))
@@ -111,9 +109,7 @@ def whole_step(batch: Batch, config: CorrectionConfig) -> Partials:
 def test_any_split_adds_up_to_the_same(batch: Batch, config: dict, cp: int, data: st.DataObject):
     """Micro-batches, their order, data-parallel and context-parallel ranks."""
     if config["weight"]:
-        config["weight"].pop(
-            "normalize", None
-        )  # a mean over the micro-batch depends on the split by its nature
+        config["weight"].pop("normalize", None)  # a mean over the micro-batch depends on the split by its nature
     config.pop("on_all_rejected", None)
     parsed = from_mapping(config)
     order = data.draw(st.permutations(range(len(batch.loss_masks))))
@@ -218,9 +214,7 @@ def assert_metric(name: str, found: float, value: float, s: step_oracle.Everythi
     return assert_close(found, value, atol, name)
 
 
-OF_WEIGHTS = re.compile(
-    "weight|kept_weight|applied|ess|sequence_weight|sequence_applied|normalization|loss|rule"
-)
+OF_WEIGHTS = re.compile("weight|kept_weight|applied|ess|sequence_weight|sequence_applied|normalization|loss|rule")
 
 
 def assert_correlation(name: str, found: float, value: float, s: step_oracle.Everything) -> None:
@@ -352,9 +346,7 @@ def test_the_mismatch_is_split_by_turn():
     ratios = [[9.0, 1.0, 2.0, 9.0, 4.0, 8.0, 9.0, 9.0, 1.0, 9.0, 2.0, 9.0, 0.5], [1.0, 1.0]]
     masks = [[0, 1, 1, 0, 1, 1, 0, 0, 1, 0, 1, 0, 1], [1, 1]]
     found = step_of(ratio_batch(ratios, masks), reject=[{"over": "token", "upper": 3.0}])
-    assert [found[f"turn_{turn}_share"] for turn in (1, 2, 3, 4)] == pytest.approx(
-        [4 / 9, 2 / 9, 1 / 9, 2 / 9]
-    )
+    assert [found[f"turn_{turn}_share"] for turn in (1, 2, 3, 4)] == pytest.approx([4 / 9, 2 / 9, 1 / 9, 2 / 9])
     assert found["turn_1_kl_k1"] == pytest.approx(-math.log(2) / 4, rel=1e-6)
     assert found["turn_2_ratio_mean"] == pytest.approx(6.0, rel=1e-6)
     assert found["turn_2_kept_fraction"] == 0.0 and found["turn_3_kept_fraction"] == 1.0
@@ -375,9 +367,7 @@ def test_turns_are_those_of_the_whole_response(cp: int):
         values = [ratios[i][t] for i, t in places]
         assert found[f"turn_{turn}_share"] == pytest.approx(len(values) / 18)
         assert found[f"turn_{turn}_ratio_mean"] == pytest.approx(sum(values) / len(values), rel=1e-6)
-        assert found[f"turn_{turn}_kl_k1"] == pytest.approx(
-            -sum(map(math.log, values)) / len(values), rel=1e-6
-        )
+        assert found[f"turn_{turn}_kl_k1"] == pytest.approx(-sum(map(math.log, values)) / len(values), rel=1e-6)
     assert found["turn_4_share"] == 0.0
 
 

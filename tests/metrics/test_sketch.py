@@ -98,8 +98,7 @@ def test_long_rows_fall_into_the_buckets_of_short_ones():
     assert x.shape[1] >= LONG
     marks = torch.ones_like(x[0])
     parts = [
-        histograms(part, mark, ends)
-        for part, mark in zip(x.split(LONG // 2, 1), marks.split(LONG // 2), strict=True)
+        histograms(part, mark, ends) for part, mark in zip(x.split(LONG // 2, 1), marks.split(LONG // 2), strict=True)
     ]
     assert torch.equal(histograms(x, marks, ends), torch.stack(parts).sum(0))
     nan, low = x.masked_fill(x > 1, math.nan), (x[0] <= 1).double()

@@ -153,9 +153,7 @@ def test_veto_differs():
     ratios = fixed_rows([[0.0, 5.0], [0.0, -10.0], [0.0, 1.0]])
     assert skyrl.correction(ratios, settings)[1].tolist() == [[0, 0], [0, 0], [1, 1]]
     assert ours(ratios, skyrl.mapping_of(settings)).keep.tolist() == [False] * 4 + [True] * 2
-    unlikely = Rows(
-        make_batch([([-1.0, -15.0], [-1.0, -15.0], [1, 1])]), [], torch.zeros(1)
-    )  # p = 3e-7 under both
+    unlikely = Rows(make_batch([([-1.0, -15.0], [-1.0, -15.0], [1, 1])]), [], torch.zeros(1))  # p = 3e-7 under both
     assert skyrl.correction(unlikely, settings)[1].tolist() == [[1, 1]]
     blog = {"statistic": "proximal_prob", "over": "min", "lower": 1e-6}
     assert ours(unlikely, {"weight": None, "reject": [blog]}).keep.tolist() == [False, False]
@@ -188,8 +186,7 @@ def test_denominator_differs():
     target = batch.pad(batch.target)
     rule = {"rollout_rs": "token_k1", "rollout_rs_threshold": "0.5_2.0"}
     by_token, by_response = (
-        verl.decoupled_loss(batch, target, rule, mode).item()
-        for mode in ("token-mean", "seq-mean-token-mean")
+        verl.decoupled_loss(batch, target, rule, mode).item() for mode in ("token-mean", "seq-mean-token-mean")
     )
     close(by_token, -1.0)
     close(by_response, -1.0)
@@ -397,9 +394,7 @@ def test_clamped_tokens_differ():
     batch = fixed_rows([[30.0, -20.5]])
     _, mask, _ = verl.correction(batch, {"rollout_rs": "seq_sum_k1", "rollout_rs_threshold": "0.5_2.0"})
     assert mask.tolist() == [[1, 1]]
-    assert (
-        ours(batch, {"weight": None, "reject": [{"over": "sum", "lower": 0.5, "upper": 2.0}]}).keep.sum() == 0
-    )
+    assert ours(batch, {"weight": None, "reject": [{"over": "sum", "lower": 0.5, "upper": 2.0}]}).keep.sum() == 0
     weight = verl.correction(batch, {"rollout_is": "sequence", "rollout_is_threshold": 1e9})[0][0, 0].item()
     close(weight, math.exp(9.5))
     close(weights_of(batch, {"level": "sequence", "upper": 1e9})[0], math.exp(9.5))
@@ -449,13 +444,9 @@ def test_sequence_ratio_gradient_differs():
     )
     assert theirs[0].tolist() == pytest.approx([-1.0, -math.exp(0.6)], rel=WRITTEN)
     mean = (1 + math.exp(0.6)) / 2
-    trl_loss = 2 * trl.loss(
-        batch, target, trl.correction(batch, "token_mask")[0], importance_sampling_level="sequence"
-    )
+    trl_loss = 2 * trl.loss(batch, target, trl.correction(batch, "token_mask")[0], importance_sampling_level="sequence")
     correction = ours(batch, verl.mapping_of(weights))
-    our_loss = surrogate_loss(
-        batch, target, batch.proximal, correction, {"ratio": "sequence"}, Clip(0.2, 0.28)
-    ).sum()
+    our_loss = surrogate_loss(batch, target, batch.proximal, correction, {"ratio": "sequence"}, Clip(0.2, 0.28)).sum()
     for loss in (trl_loss, our_loss):
         assert torch.autograd.grad(loss, target)[0][0].tolist() == pytest.approx([-mean, -mean], rel=WRITTEN)
 
@@ -479,9 +470,7 @@ def test_vespo_weights_differ():
     plain = -target.mean().item()
     close(trl.loss(batch, target, capped, loss_type="vespo").item(), plain)
     objective = {"surrogate": "vespo", "old": "behavior"}
-    mine = surrogate_loss(
-        batch, target, batch.behavior, ours(batch, {"weight": None}), objective, Clip(0.2, 0.2)
-    )
+    mine = surrogate_loss(batch, target, batch.behavior, ours(batch, {"weight": None}), objective, Clip(0.2, 0.2))
     close(mine.mean().item(), plain * math.exp(3 + 2 * 2 - 3 * math.exp(2)))
 
 

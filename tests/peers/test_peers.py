@@ -342,9 +342,7 @@ def test_trl_sequence_ratio(batch: Rows):
     """GSPO."""
     mapping = preset("trl-token-truncate")
     keep_away(batch, mapping)
-    target, tokens = token_losses(
-        batch, ours(batch, mapping), {"surrogate": "clip", "ratio": "sequence"}, CLIP
-    )
+    target, tokens = token_losses(batch, ours(batch, mapping), {"surrogate": "clip", "ratio": "sequence"}, CLIP)
     ratio, _ = trl.correction(batch, "token_truncate")
     theirs = lambda x: trl.loss(batch, x, ratio, importance_sampling_level="sequence")  # noqa: E731
     assert_same_loss(batch, theirs, target, mean_of_means(batch, tokens))
@@ -526,9 +524,7 @@ def test_areal_yaml_is_translated_into_the_loss(batch: Rows, block: dict):
 def test_openrlhf_every_correction_has_a_preset():
     """Level, mode and gate, as far as its constructor takes them together."""
     ours = [{"is_correction_gating": "ratio"} | chosen for chosen in openrlhf.PRESETS.values()]
-    assert sorted(map(sorted, map(dict.items, openrlhf.settings_taken()))) == sorted(
-        map(sorted, map(dict.items, ours))
-    )
+    assert sorted(map(sorted, map(dict.items, openrlhf.settings_taken()))) == sorted(map(sorted, map(dict.items, ours)))
 
 
 @pytest.mark.parametrize("name", sorted(openrlhf.PRESETS))
@@ -690,9 +686,7 @@ def test_verl_names_are_those_that_it_logs(logged_by_verl: set[str]):
     """None is missing in the table of names, and none stands there that it does not log."""
     listed = [name for name in PEERS["verl"] if name.startswith("rollout_corr/")]
     words = " ".join(OTHERWISE["verl"])
-    assert {
-        x for x in logged_by_verl if not any(is_named(x, name) for name in listed) and x not in words
-    } == set()
+    assert {x for x in logged_by_verl if not any(is_named(x, name) for name in listed) and x not in words} == set()
     assert {name for name in listed if not any(is_named(x, name) for x in logged_by_verl)} == set()
 
 
@@ -767,9 +761,7 @@ def test_trl_dppo(kind: str, batch: Rows, cap: float | None):
     assert_same_loss(batch, theirs, target, tokens / batch.mask.sum())
 
 
-@pytest.mark.parametrize(
-    "clip", [Clip(0.15, 0.15), Clip(0.05, 0.05), Clip(0.02, 0.1), Clip(0.1, 0.02)], ids=str
-)
+@pytest.mark.parametrize("clip", [Clip(0.15, 0.15), Clip(0.05, 0.05), Clip(0.02, 0.1), Clip(0.1, 0.02)], ids=str)
 @pytest.mark.parametrize("kind", ["tv", "kl"])
 def test_trl_dppo_mask(kind: str, clip: Clip):
     """The mask of 2,000 tokens, most of them probable: at both widths that TRL advises, and where low is not high."""
@@ -789,9 +781,7 @@ def test_trl_dppo_mask(kind: str, clip: Clip):
     clear = ((away - clip.low).abs() > DECISION) & ((away - clip.high).abs() > DECISION)
     assert torch.equal((term.clipped == 0)[clear], held[clear]) and clear.sum() > 1990
     for sign in (-1, 1):
-        assert (
-            20 < (~held & (sign * each > 0)).sum() < 700
-        )  # neither side of the mask is empty, nor all of it
+        assert 20 < (~held & (sign * each > 0)).sum() < 700  # neither side of the mask is empty, nor all of it
 
 
 def test_trl_dppo_defaults_are_those_of_the_preset():
@@ -1006,9 +996,7 @@ def test_sequence_ratio(batch: Rows):
     """GSPO as AReaL and OpenRLHF have it, the latter with the behavior policy as old once it corrects."""
     target, tokens = token_losses(batch, ours(batch, {"weight": None}), GSPO, CLIP)
     level = {"importance_sampling_level": "sequence"}
-    assert_same_loss(
-        batch, lambda x: areal.loss(batch, x, None, **level)[0], target, tokens / batch.mask.sum()
-    )
+    assert_same_loss(batch, lambda x: areal.loss(batch, x, None, **level)[0], target, tokens / batch.mask.sum())
     target, tokens = token_losses(batch, ours(batch, {"weight": None}), GSPO | {"old": "behavior"}, CLIP)
     gspo: dict[str, Any] = {"policy_loss_type": "gspo", "is_correction_level": "token"}
     theirs = lambda x: openrlhf.loss(batch, x, openrlhf.BOUNDS, **gspo)[0]  # noqa: E731

@@ -243,9 +243,7 @@ WANDB = b":W&B" + bytes(3)
         ("metrics.jsonl", b'{"step": 1, "kl_k3": 1e-3}\n{"step": NaN}\n{"step": 1, "loss": ' + b"9" * 400 + b"}\n"),
     ],
 )  # fmt: skip
-def test_a_bad_record_of_curves_is_told_and_hides_no_good_one(
-    tmp_path: Path, name: str, content: bytes
-) -> None:
+def test_a_bad_record_of_curves_is_told_and_hides_no_good_one(tmp_path: Path, name: str, content: bytes) -> None:
     (tmp_path / name).write_bytes(content)
     code, told = reported(tmp_path / name)
     assert code == 0 and told["verdict"]["level"] == "watch" and told["problems"]
@@ -296,9 +294,7 @@ def test_a_parquet_that_inflates_is_refused(
     (tmp_path / "b.jsonl").write_text(LINE)
     found, told = read(tmp_path)
     assert [one.size for one in found] == [SIZE]
-    assert (
-        len(told) == 1 and told[0].startswith(f"{tmp_path / 'a.parquet'}: row group 1: ") and why in told[0]
-    )
+    assert len(told) == 1 and told[0].startswith(f"{tmp_path / 'a.parquet'}: row group 1: ") and why in told[0]
 
 
 def test_a_library_gets_no_more_memory_than_the_budget() -> None:
@@ -327,9 +323,7 @@ def test_a_line_beyond_its_budget_is_left_out(
 
 
 @pytest.mark.parametrize("name", ["STEPS", "CHANGES"])
-def test_steps_beyond_the_budget_end_the_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
+def test_steps_beyond_the_budget_end_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.setattr(survey, name, budget.Budget(getattr(budget, name).what, 3, 0, ""))
     run = tmp_path / "run.jsonl"
     run.write_text("".join(with_step(str(step)) + "\n" for step in range(9)))

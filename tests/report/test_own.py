@@ -24,8 +24,7 @@ def summary(folder: Path, **arguments: Any) -> Path:
 def wandb(folder: Path, **config: Any) -> Path:
     """An offline wandb run: its first record holds the config."""
     items = b"".join(
-        field(1, field(2, key.encode()) + field(16, json.dumps(value).encode()))
-        for key, value in config.items()
+        field(1, field(2, key.encode()) + field(16, json.dumps(value).encode())) for key, value in config.items()
     )
     content = field(17, field(1, b"name") + field(4, items))
     file = folder / "run-a.wandb"

@@ -52,9 +52,7 @@ def page_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("size", [PHONE, DESK], ids=["phone", "desk"])
-def test_the_page_has_no_error_and_fits(
-    browser: Any, page_file: Path, size: tuple[int, int], scheme: str
-) -> None:
+def test_the_page_has_no_error_and_fits(browser: Any, page_file: Path, size: tuple[int, int], scheme: str) -> None:
     width, height = size
     context = browser.new_context(viewport={"width": width, "height": height}, color_scheme=scheme)
     page = context.new_page()

@@ -25,9 +25,7 @@ def test_tables_share_one_axis_on_which_every_value_lies() -> None:
 def test_a_table_has_a_dot_a_bucket_and_no_bar() -> None:
     svg = plots.dots(LOW, "kl_k3", plots.span([LOW]))
     assert "75%" in svg and "25%" in svg
-    assert not re.search(
-        r'<path d="[^"]*z\s*" clip-path[^>]*var\(--first\)', svg
-    )  # a filled patch in the axes
+    assert not re.search(r'<path d="[^"]*z\s*" clip-path[^>]*var\(--first\)', svg)  # a filled patch in the axes
 
 
 def test_values_within_a_factor_of_ten_stand_on_an_axis_from_0() -> None:

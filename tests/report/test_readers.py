@@ -242,15 +242,10 @@ def write_lines(path: Path, records: Sequence[Record], *more: str) -> None:
 
 def test_a_broken_line_is_named_and_the_rest_is_read(tmp_path: Path) -> None:
     file = tmp_path / "run.jsonl"
-    write_lines(
-        file, some_records(), "{broken", '{"behavior_log_probs": [0.0], "proximal_log_probs": [0.0, 1.0]}'
-    )
+    write_lines(file, some_records(), "{broken", '{"behavior_log_probs": [0.0], "proximal_log_probs": [0.0, 1.0]}')
     found, told = read(file)
     assert_alike(found, some_records())
-    assert (
-        f"{file}: line 2" in told[0]
-        and "proximal_log_probs has 2 values, and behavior_log_probs 1" in told[1]
-    )
+    assert f"{file}: line 2" in told[0] and "proximal_log_probs has 2 values, and behavior_log_probs 1" in told[1]
 
 
 def test_parquet(tmp_path: Path) -> None:
@@ -271,9 +266,7 @@ def test_ages_follow_the_trainers_version_or_the_newest_token() -> None:
 
 
 def test_verl_is_told_that_it_writes_no_log_probs(tmp_path: Path) -> None:
-    (tmp_path / "1.jsonl").write_text(
-        json.dumps({"input": "a", "output": "b", "score": 1.0, "step": 1}) + "\n"
-    )
+    (tmp_path / "1.jsonl").write_text(json.dumps({"input": "a", "output": "b", "score": 1.0, "step": 1}) + "\n")
     found, told = read(tmp_path)
     assert not found and "holds texts and scores, and no log-probs" in told[0]
 
@@ -343,9 +336,7 @@ OFFLINE = b":W&B" + bytes(3) + wandb_record(1, 0.5) + wandb_record(2, 0.25)
         ),
     ],
 )
-def test_curves_have_our_names(
-    tmp_path: Path, name: str, content: bytes, wanted: dict[int, float], told: str
-) -> None:
+def test_curves_have_our_names(tmp_path: Path, name: str, content: bytes, wanted: dict[int, float], told: str) -> None:
     (tmp_path / name).write_bytes(content)
     values, problems = curves(tmp_path / name)
     assert {step: row["kl_k3"] for step, row in values.items()} == wanted

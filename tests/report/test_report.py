@@ -180,9 +180,7 @@ def test_a_mismatch_without_a_cause_says_that_it_cannot_tell() -> None:
 
 def test_an_infinite_log_prob_leaves_the_sum_of_its_sequence() -> None:
     mu, pi = torch.tensor([-0.5, -torch.inf, -0.75]), torch.tensor([-0.75, -0.5, -0.75])
-    (worst,) = surveyed(
-        [from_mapping({"behavior_log_probs": mu, "proximal_log_probs": pi}, 0, "a")]
-    ).worst_sequences
+    (worst,) = surveyed([from_mapping({"behavior_log_probs": mu, "proximal_log_probs": pi}, 0, "a")]).worst_sequences
     assert worst["sequence_log_ratio"] == -0.25
 
 
@@ -214,8 +212,7 @@ def test_shares_quantiles_and_direction_are_counted_token_by_token(preset: str) 
     """Shares, quantiles and cosine of a candidate equal those of plain loops over the tokens."""
     records = some_records(lengths=(7, 20, 30, 5, 90))
     signs = [
-        torch.where(torch.arange(one.size) % 3 > 0, float(place % 2 * 2 - 1), 0.0)
-        for place, one in enumerate(records)
+        torch.where(torch.arange(one.size) % 3 > 0, float(place % 2 * 2 - 1), 0.0) for place, one in enumerate(records)
     ]
     given = [None, *signs[1:]]
     records = [replace(one, advantages=advantages) for one, advantages in zip(records, given, strict=True)]
@@ -250,8 +247,7 @@ def test_shares_quantiles_and_direction_are_counted_token_by_token(preset: str) 
     assert found["applied_mean"] == pytest.approx(sum(weights) / len(weights))
     pairs = [(kept * w * a * (1 - p), r * a * (1 - p)) for kept, w, _, a, p, r in live if not math.isnan(a)]
     dot, left, right = (
-        sum(x * y for x, y in both)
-        for both in (pairs, [(x, x) for x, _ in pairs], [(y, y) for _, y in pairs])
+        sum(x * y for x, y in both) for both in (pairs, [(x, x) for x, _ in pairs], [(y, y) for _, y in pairs])
     )
     assert found["coefficient_cosine"] == pytest.approx(dot / math.sqrt(left * right), rel=1e-5)
 
@@ -273,9 +269,7 @@ def test_a_config_that_reads_routes_is_left_out_of_all_and_refused_by_name() -> 
 @pytest.mark.parametrize("asked", ["own", "all"])
 def test_m2po_needs_micro_batches_which_no_dump_has(asked: str):
     assert not [one.name for one in candidates(asked, None) if one.config.m2_threshold is not None]
-    with pytest.raises(
-        ConfigError, match="m2po: m2_threshold compares the tokens of a micro-batch, and no dump"
-    ):
+    with pytest.raises(ConfigError, match="m2po: m2_threshold compares the tokens of a micro-batch, and no dump"):
         candidates("tis,m2po", None)
 
 
@@ -314,9 +308,7 @@ def test_the_command_writes_whole_files(dumped: Path, capsys: pytest.CaptureFixt
     told = json.loads((dumped / "out" / "report.json").read_text())
     assert list(told["whole"])[0] == "kl_k3" and len(told["steps"]) == 3
     page = (dumped / "out" / "report.html").read_text()
-    assert (
-        page.startswith("<!doctype html>") and page.count("<svg") >= 3 and "http" not in _without_names(page)
-    )
+    assert page.startswith("<!doctype html>") and page.count("<svg") >= 3 and "http" not in _without_names(page)
     assert "kl_k3" in capsys.readouterr().out
 
 
@@ -435,10 +427,7 @@ def test_suggest_without_tokens_is_refused(tmp_path: Path, capsys: pytest.Captur
 def test_a_broken_advantage_decides_nothing(broken: float) -> None:
     """What one response's advantages would be is unknown: rankings are those of the others, and its sign is none."""
     records = [replace(one, advantages=one.advantages) for one in some_records(lengths=(70, 80, 90))]
-    known = [
-        replace(one, advantages=torch.zeros(one.size)) if not place else one
-        for place, one in enumerate(records)
-    ]
+    known = [replace(one, advantages=torch.zeros(one.size)) if not place else one for place, one in enumerate(records)]
     records[0] = replace(records[0], advantages=torch.full((70,), broken))
     found, wanted = (surveyed(rows, sweep="tis,sequence") for rows in (records, known))
     for name, numbers in wanted.outcomes.items():

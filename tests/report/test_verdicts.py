@@ -120,9 +120,7 @@ def torn_curves(run: Path) -> None:
 
 
 def lost_rows(run: Path) -> None:
-    (run / "metrics.jsonl").write_text(
-        "\n".join(row if at % 6 == 0 else row[:20] for at, row in enumerate(OF_CURVES))
-    )
+    (run / "metrics.jsonl").write_text("\n".join(row if at % 6 == 0 else row[:20] for at, row in enumerate(OF_CURVES)))
 
 
 def torn_dump(run: Path) -> None:
@@ -154,14 +152,9 @@ def test_what_was_read_in_part_is_not_calm(
     assert code == 0 and made["verdict"]["level"] == WATCH
     headline, line = said
     assert made["verdict"]["headline"].startswith(headline)
-    assert (
-        any(one.startswith(line) for one in made["verdict"]["lines"])
-        and "Why" not in made["verdict"]["parts"]
-    )
+    assert any(one.startswith(line) for one in made["verdict"]["lines"]) and "Why" not in made["verdict"]["parts"]
     if line:
-        assert (
-            "mend the files and records that were not read" in (tmp_path / "out" / "report.html").read_text()
-        )
+        assert "mend the files and records that were not read" in (tmp_path / "out" / "report.html").read_text()
 
 
 @pytest.mark.parametrize(
@@ -224,9 +217,7 @@ def test_packed_lines_are_read(tmp_path: Path, ending: str) -> None:
     assert code == 0 and not made["problems"] and made["whole"] == wanted["whole"]
 
 
-def test_packed_lines_that_inflate_beyond_the_budget_are_left(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_packed_lines_that_inflate_beyond_the_budget_are_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from mis_plugins.report.readers import files
 
     monkeypatch.setattr(files, "INFLATED", replace(files.INFLATED, base=1000, per_byte=0))
@@ -340,11 +331,7 @@ def test_beyond_the_ladder_the_last_rung_is_a_measure() -> None:
 
 
 def test_between_two_rungs_neither_is_named_as_the_engine() -> None:
-    wide = [
-        (low, high)
-        for low, high in zip(RUNGS, RUNGS[1:], strict=False)
-        if high.k3 > 1.2 * AS_MUCH**2 * low.k3
-    ]
+    wide = [(low, high) for low, high in zip(RUNGS, RUNGS[1:], strict=False) if high.k3 > 1.2 * AS_MUCH**2 * low.k3]
     for low, high in wide:
         said = in_words((low.k3 * high.k3) ** 0.5)
         assert f"an engine in {low.name} ({low.k3:.2g}) and in {high.name} ({high.k3:.2g})" in said
@@ -459,9 +446,7 @@ def mixed(fresh: Sequence[Record], old: Sequence[Record]) -> list[Record]:
     """Responses that an older version goes on with, as a resumed or a partial rollout has them."""
     rows = []
     for one, other in zip(fresh, old, strict=True):
-        both = {
-            name: torch.cat([getattr(one, name), getattr(other, name)]) for name in (*NEEDED, "loss_mask")
-        }
+        both = {name: torch.cat([getattr(one, name), getattr(other, name)]) for name in (*NEEDED, "loss_mask")}
         versions = torch.tensor([3] * one.size + [2] * other.size)
         rows.append(replace(one, **both, versions=versions, trainer_version=3))
     return rows
@@ -543,10 +528,7 @@ def test_zeros_alone_are_no_log_probs() -> None:
 
 def proposed(rows: Sequence[Record], sweep: str = "own", advantages: bool = False):
     if advantages:
-        rows = [
-            replace(one, advantages=torch.full((one.size,), place % 2 * 2.0 - 1))
-            for place, one in enumerate(rows)
-        ]
+        rows = [replace(one, advantages=torch.full((one.size,), place % 2 * 2.0 - 1)) for place, one in enumerate(rows)]
     tried = candidates(sweep, None)
     survey = Survey.of(CorrectionConfig(), tried)
     survey.add_all(rows)
@@ -595,9 +577,6 @@ def test_a_ranking_beats_readmes_row_beyond_its_interval_alone() -> None:
         assert found is not None
         return found
 
-    assert (
-        among(0.95, 0.0).name == "cis"
-        and "README's row `tis` has 0.900; cis has 0.950" in among(0.95, 0.0).why[0]
-    )
+    assert among(0.95, 0.0).name == "cis" and "README's row `tis` has 0.900; cis has 0.950" in among(0.95, 0.0).why[0]
     assert among(0.95, 0.02).name == "tis" and "as good within the interval: cis" in among(0.95, 0.02).why[-1]
     assert among(0.902, 0.0).name == "tis"

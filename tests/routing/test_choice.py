@@ -26,12 +26,8 @@ def router(
     return SimpleNamespace(score_function=score, expert_bias=bias, topk=topk, config=config)
 
 
-@pytest.mark.parametrize(
-    ("experts", "topk", "groups", "chosen"), [(64, 6, None, None), (160, 6, 8, 3), (16, 4, 4, 1)]
-)
-@pytest.mark.parametrize(
-    "kind", ["softmax", "softmax before the selection", "sigmoid", "sigmoid with a bias"]
-)
+@pytest.mark.parametrize(("experts", "topk", "groups", "chosen"), [(64, 6, None, None), (160, 6, 8, 3), (16, 4, 4, 1)])
+@pytest.mark.parametrize("kind", ["softmax", "softmax before the selection", "sigmoid", "sigmoid with a bias"])
 def test_the_routers_own_choice_differs_nowhere(
     kind: str, experts: int, topk: int, groups: int | None, chosen: int | None
 ) -> None:
@@ -51,9 +47,7 @@ def test_the_routers_own_choice_differs_nowhere(
 
 
 def test_a_score_function_that_is_not_known_is_refused() -> None:
-    with pytest.raises(
-        ConfigError, match="--moe-router-score-function sqrtsoftplus: routes are compared for softmax"
-    ):
+    with pytest.raises(ConfigError, match="--moe-router-score-function sqrtsoftplus: routes are compared for softmax"):
         selection_scores(router("sqrtsoftplus", False, 2, None, None, None), torch.zeros(1, 4))
 
 

@@ -100,9 +100,7 @@ def stage_of_model(manager: Manager, sequence_parallel: bool = False) -> Stage:
         sequence_parallel=sequence_parallel,
     )
     made = Stage(range(stage * each, (stage + 1) * each), LAYERS, manager, **sizes)
-    trains = (
-        sequence_parallel or sizes["tensor_model_parallel_size"] == 1
-    )  # Megatron refuses to train the other
+    trains = sequence_parallel or sizes["tensor_model_parallel_size"] == 1  # Megatron refuses to train the other
     return made.train(trains)
 
 
@@ -230,9 +228,7 @@ def on_ranks(name: str, work: Callable[[int], Any], folder: Path) -> list[Any]:
     return run_ranks(world, sizes.pop("cp", 1), work, folder, **sizes)
 
 
-@pytest.mark.parametrize(
-    "name", ["one rank", "dp 2", "cp 4", "tp 2", "ep 2, sp 2", "sp 2, pp 2", "cp 2, pp 2"]
-)
+@pytest.mark.parametrize("name", ["one rank", "dp 2", "cp 4", "tp 2", "ep 2, sp 2", "sp 2, pp 2", "cp 2, pp 2"])
 def test_counts_do_not_depend_on_the_grid(name: str, tmp_path: Path):
     args = host_args(sequence_parallel="sp 2" in name)
 
@@ -316,9 +312,7 @@ def of_layers(layers: Sequence[int], says: str, stages: int = 2) -> tuple[str, .
 
 
 ALL_OF, ONE_OF = "all samples of micro-batch 0: .*", r"sample \d of micro-batch \d: "
-STRANGE = (
-    rf"{ONE_OF}\d+ of \d+ tokens .* belong to another layer, stage or sample; so it is in 2 more samples"
-)
+STRANGE = rf"{ONE_OF}\d+ of \d+ tokens .* belong to another layer, stage or sample; so it is in 2 more samples"
 REPEATED = r"\d+ tokens .* repeated, stale or missing"
 REPEATED_SAMPLE = (rf"sample 0 of micro-batch 1, layers 0, 1, 2, 3 \(pipeline stage 0\): {REPEATED}",)
 BY_STAGE = r"layers 0, 1 \(pipeline stage 0\); layers 2, 3 \(pipeline stage 1\)"
@@ -394,8 +388,7 @@ def hooked(kept: list[list[bool]], weights: list[dict[int, float]] | None = None
         lengths = [len(tokens) - PROMPT for tokens in batch]
         spans = zigzag([len(tokens) for tokens in batch], lengths, cp, rank) if cp > 1 else whole(lengths)
         pieces = [
-            [torch.cat([x[a:b] for a, b in spans.pieces(i)]) for i, x in enumerate(rows)]
-            for rows in log_probs(batch)
+            [torch.cat([x[a:b] for a, b in spans.pieces(i)]) for i, x in enumerate(rows)] for rows in log_probs(batch)
         ]
         weighed, masks, _ = mis.compute_mis_weights_with_cp(
             args,
@@ -429,9 +422,7 @@ def routed(data: int) -> Iterator[tuple[list[int], list[int]]]:
 ROUTED = [(name, None) for name in ("one rank", "cp 2", "tp 2", "sp 2", "sp 2, pp 2")]
 
 
-@pytest.mark.parametrize(
-    ("name", "down_weigh"), [*ROUTED, ("one rank", 0.25), ("cp 2", 0.25), ("cp 4", 0.25)]
-)
+@pytest.mark.parametrize(("name", "down_weigh"), [*ROUTED, ("one rank", 0.25), ("cp 2", 0.25), ("cp 4", 0.25)])
 def test_tokens_by_route_in_the_hook(name: str, down_weigh: float | None, tmp_path: Path):
     """`statistic: route` drops or down-weighs tokens that differ in a layer; k3 is split by class, as by an oracle."""
     reject = [{"statistic": "route", "upper": 0.5, "down_weigh": down_weigh}]
@@ -458,9 +449,7 @@ def test_tokens_by_route_in_the_hook(name: str, down_weigh: float | None, tmp_pa
             held[i] |= weights[i].keys()
             for t, p, b in zip(places, proximal[i].tolist(), behavior[i].tolist(), strict=True):
                 row, ratio = expected[kinds[t]], p - b
-                for n, value in enumerate(
-                    (1, oracle.k3(ratio), abs(ratio) > 0.5, counts[t] == 0 or not drops)
-                ):
+                for n, value in enumerate((1, oracle.k3(ratio), abs(ratio) > 0.5, counts[t] == 0 or not drops)):
                     row[n] += value
         if "pp" not in name:  # elsewhere only the last stage has a loss, and here each one calls the hook
             assert split == [pytest.approx(row, rel=1e-5) for row in expected]
@@ -548,9 +537,7 @@ def test_the_statistic_is_refused_where_no_pass_was_watched(host: Host, error: t
 
 def test_the_mean_of_a_rollout_is_refused_beside_the_statistic():
     weight = {"normalize": {"scope": "rollout"}}
-    with pytest.raises(
-        ConfigError, match=r"mis\.weight\.normalize\.scope: rollout is computed before the routes"
-    ):
+    with pytest.raises(ConfigError, match=r"mis\.weight\.normalize\.scope: rollout is computed before the routes"):
         from_mapping({"weight": weight, "reject": [{"statistic": "route", "upper": 0.5}]})
 
 

@@ -53,9 +53,7 @@ NAMES = ("posix\nsystem", "builtins\neval", "torch\nload", "torch.jit\nload", "t
          "collections\nOrderedDict", "_codecs\nencode", "builtins\nset", "builtins\ncomplex",
          "antigravity\nx")  # fmt: skip
 RECORDS = st.sampled_from(["data/0", "version", "constants.pkl", "byteorder", "x"])
-WHOLE = st.one_of(
-    st.sampled_from([0, 1, 2, 4, 7, -1, 2**31, 2**33, 2**62, 2**63, 2**64]), st.integers(-300, 70_000)
-)
+WHOLE = st.one_of(st.sampled_from([0, 1, 2, 4, 7, -1, 2**31, 2**33, 2**62, 2**63, 2**64]), st.integers(-300, 70_000))
 
 
 class Watch:
@@ -174,8 +172,7 @@ def honest(host: str) -> dict[str, Any]:
         return {"rollout_id": 1, "rank": 0, "cp_size": 1, "cp_rank": 0,
                 "rollout_data": {**columns, **layout, "num_rollouts": [2]}}  # fmt: skip
     samples = [
-        {name: column[place] for name, column in columns.items()}
-        | {"rollout_position": place, "data_parallel_rank": 0}
+        {name: column[place] for name, column in columns.items()} | {"rollout_position": place, "data_parallel_rank": 0}
         for place in range(2)
     ]
     shard = {"data_parallel_rank": 0, "partition": [0, 1], **layout, "global_batch_sizes": [2]}
@@ -237,9 +234,7 @@ def headers(draw: st.DrawFn) -> bytes:
     entry = st.fixed_dictionaries(
         {"dtype": st.sampled_from(["F32", "I64", "U8", "X", 3]), "shape": numbers, "data_offsets": numbers}
     )
-    header = json.dumps(
-        draw(st.dictionaries(st.text(max_size=4), st.one_of(entry, VALUES), max_size=3))
-    ).encode()
+    header = json.dumps(draw(st.dictionaries(st.text(max_size=4), st.one_of(entry, VALUES), max_size=3))).encode()
     length = draw(st.sampled_from([len(header), len(header), len(header), 2**62, 0]))
     return changed(draw, struct.pack("<Q", length) + header + bytes(32), 2)
 

@@ -124,9 +124,7 @@ def interrupted(words: str, after: float) -> tuple[int, str]:
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
-        preexec_fn=lambda: signal.signal(
-            signal.SIGINT, signal.SIG_DFL
-        ),  # a background job of a script ignores it
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a background job of a script ignores it
     )
     time.sleep(after)
     os.killpg(process.pid, signal.SIGINT)
@@ -195,9 +193,7 @@ def test_a_package_that_is_not_installed_is_one_line_with_its_extra(
     code = HIDE.format(names=hidden, words=words.split(), command=program[0], extra=program[1])
     done = ran("-c", code, folder=tmp_path, PYTHONPATH=str(ROOT))
     assert done.returncode == 2 and "demo is not" not in done.stderr
-    assert re.fullmatch(
-        rf"(error: )?\w+ is not installed; pip install 'mis-plugins\[{extra}\]' .*\n", done.stderr
-    )
+    assert re.fullmatch(rf"(error: )?\w+ is not installed; pip install 'mis-plugins\[{extra}\]' .*\n", done.stderr)
 
 
 def test_a_module_of_ours_that_is_missing_is_a_fault() -> None:

@@ -75,9 +75,7 @@ def test_on_a_terminal_rich_alone_draws(tmp_path: Path) -> None:
         "COLUMNS": "400",
         "NO_COLOR": "",
     }
-    with subprocess.Popen(
-        [sys.executable, "-c", RUN], cwd=tmp_path, env=environment, stdout=theirs, stderr=theirs
-    ):
+    with subprocess.Popen([sys.executable, "-c", RUN], cwd=tmp_path, env=environment, stdout=theirs, stderr=theirs):
         os.close(theirs)
         shown = b""
         with open(ours, "rb", buffering=0) as screen:

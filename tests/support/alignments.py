@@ -163,9 +163,7 @@ def _cross_entropy(rows: Tensor, tokens: Tensor, temperature: float) -> Tensor:
 
 FORMULAS: dict[str, Callable[[Tensor, Tensor, float], Tensor]] = {
     "log_softmax(logits / T)": lambda x, t, T: _picked((x.float() / T).log_softmax(-1), t),
-    "logits / T - logsumexp": lambda x, t, T: _picked(
-        x.float() / T - (x.float() / T).logsumexp(-1, keepdim=True), t
-    ),
+    "logits / T - logsumexp": lambda x, t, T: _picked(x.float() / T - (x.float() / T).logsumexp(-1, keepdim=True), t),
     "log(softmax)": lambda x, t, T: _picked((x.float() / T).softmax(-1).log(), t),
     "log_softmax in bf16": lambda x, t, T: _picked((x.float() / T).bfloat16().log_softmax(-1), t),
     "logits divided in bf16": lambda x, t, T: _picked((x / T).float().log_softmax(-1), t),

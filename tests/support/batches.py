@@ -67,9 +67,7 @@ class Batch:
     def pg_loss(self) -> Tensor:
         """A loss a token, `[T]`, distinct and with gradient, as the host's clipped objective gives it."""
         count = sum(self.response_lengths)
-        return (
-            torch.linspace(-1.0, 1.5, count).requires_grad_() if count else torch.zeros(0, requires_grad=True)
-        )
+        return torch.linspace(-1.0, 1.5, count).requires_grad_() if count else torch.zeros(0, requires_grad=True)
 
     def hook_kwargs(self) -> dict:
         """What slime hands to the TIS hook; Miles adds two more."""
@@ -91,15 +89,11 @@ class Batch:
         """The zigzag part of one CP rank (masks stay whole, as the hosts leave them), and which tokens it owns."""
         lengths = zip(self.total_lengths, self.response_lengths, strict=True)
         owned = [zigzag(total, response, cp, rank, row) for total, response in lengths]
-        local = [
-            [x[i] for x, i in zip(field, owned, strict=True)] for field in (self.proximal, self.behavior)
-        ]
+        local = [[x[i] for x, i in zip(field, owned, strict=True)] for field in (self.proximal, self.behavior)]
         return replace(self, proximal=local[0], behavior=local[1]), owned
 
 
-def make_batch(
-    rows: Sequence[tuple[Sequence[float], Sequence[float], Sequence[int]]], prompt: int = 3
-) -> Batch:
+def make_batch(rows: Sequence[tuple[Sequence[float], Sequence[float], Sequence[int]]], prompt: int = 3) -> Batch:
     """A batch from (proximal, behavior, mask) lists."""
     proximal, behavior, masks = zip(*rows, strict=True)
     tensors = lambda column, dtype: [torch.tensor(x, dtype=dtype) for x in column]  # noqa: E731
@@ -166,8 +160,7 @@ stand_ins = st.sampled_from([-9999.0, -1e4, -1e9, torch.finfo(torch.float32).min
 def poisoned(batch: Batch, proximal: float, behavior: float) -> Batch:
     """The same batch with these values at every masked position."""
     fill = lambda rows, value: [  # noqa: E731
-        torch.where(m.bool(), x, torch.full_like(x, value))
-        for x, m in zip(rows, batch.loss_masks, strict=True)
+        torch.where(m.bool(), x, torch.full_like(x, value)) for x, m in zip(rows, batch.loss_masks, strict=True)
     ]
     return replace(batch, proximal=fill(batch.proximal, proximal), behavior=fill(batch.behavior, behavior))
 
@@ -200,9 +193,7 @@ def drawn_statistics() -> list[str]:
 
 
 @st.composite
-def weight_configs(
-    draw: Callable, scope: str = "micro_batch", rejects: bool = False, level: str | None = None
-) -> dict:
+def weight_configs(draw: Callable, scope: str = "micro_batch", rejects: bool = False, level: str | None = None) -> dict:
     """`mis.weight`: every key that has an effect for the drawn bound.
 
     Args:

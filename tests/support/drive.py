@@ -32,9 +32,7 @@ class Outcome:
 def one_rank() -> SimpleNamespace:
     """Miles's `parallel_state` of a single process."""
     alone = SimpleNamespace(rank=0, size=1, group=None)
-    return SimpleNamespace(
-        cp=alone, tp=alone, pp=alone, effective_dp=alone, effective_dp_cp=alone, is_ulysses_cp=False
-    )
+    return SimpleNamespace(cp=alone, tp=alone, pp=alone, effective_dp=alone, effective_dp_cp=alone, is_ulysses_cp=False)
 
 
 def call(
@@ -125,9 +123,7 @@ def spread(sample: oracle.Sample) -> float:
 
 
 def assert_close(actual: float, expected: float, rtol: float, atol: float, what: str) -> None:
-    assert abs(actual - expected) <= rtol * abs(expected) + atol, (
-        f"{what}: got {actual!r}, expected {expected!r}"
-    )
+    assert abs(actual - expected) <= rtol * abs(expected) + atol, f"{what}: got {actual!r}, expected {expected!r}"
 
 
 def same_bytes(first: Tensor, second: Tensor) -> bool:

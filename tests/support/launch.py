@@ -41,9 +41,7 @@ def run_ranks(
     return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(world)]
 
 
-def _rank(
-    rank: int, world: int, cp: int, work: Work, folder: Path, megatron: bool, sizes: dict[str, Any]
-) -> None:
+def _rank(rank: int, world: int, cp: int, work: Work, folder: Path, megatron: bool, sizes: dict[str, Any]) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world)
     if megatron:

@@ -174,9 +174,7 @@ def kl_sums(batch: Sequence[Response], kind: str, unbiased: bool) -> list[float]
     return [math.fsum(x.factor[t] * kl(x, t, kind, unbiased) for t in x.valid) for x in batch]
 
 
-def gradient(
-    total: Callable[[Sequence[Response]], float], batch: Sequence[Response], step: float
-) -> list[list[float]]:
+def gradient(total: Callable[[Sequence[Response]], float], batch: Sequence[Response], step: float) -> list[list[float]]:
     """d total / d target, by central differences."""
 
     def moved(i: int, t: int, by: float) -> float:

@@ -72,11 +72,7 @@ class Sample:
         first = t
         while first >= 0 and self.mask[first]:
             first -= 1
-        return (
-            list(itertools.takewhile(lambda i: self.mask[i], range(first + 1, len(self.mask))))
-            if first < t
-            else []
-        )
+        return list(itertools.takewhile(lambda i: self.mask[i], range(first + 1, len(self.mask)))) if first < t else []
 
 
 @dataclass(frozen=True)
@@ -392,9 +388,7 @@ def normalizer(samples: Sequence[Sample], config: dict) -> float:
         tokens = bounded_weights(sample, weight)
         tokens = down_weighed(sample, tokens, config) if level == "token" else tokens
         enters = (
-            kept_tokens(sample, config)
-            if over == "kept"
-            else [inside(sample, t, weight) for t in range(len(tokens))]
+            kept_tokens(sample, config) if over == "kept" else [inside(sample, t, weight) for t in range(len(tokens))]
         )
         by_unit = {members(sample, t, UNITS[level])[0]: tokens[t] for t in sample.valid
                 if has_weight(sample, t, level) and enters[t]}  # fmt: skip
@@ -417,11 +411,7 @@ def all_metrics(batch, config, bounded_tokens, weights, keep, factor) -> Metrics
         values: dict[str, list[float]] = {}
         for t in range(len(sample.mask)):
             blank = t not in sample.valid or sample.faulty
-            here = (
-                {}
-                if blank
-                else token_metrics(sample, t, config, bounded_tokens[i], weights[i], keep[i], factor)
-            )
+            here = {} if blank else token_metrics(sample, t, config, bounded_tokens[i], weights[i], keep[i], factor)
             for name in metric_names(config):
                 values.setdefault(name, []).append(here.get(name, math.nan))
         for name in metric_names(config):
@@ -571,9 +561,7 @@ def decision_margin(batch: Sequence[Sample], config: dict) -> float:
             if weight and has_weight(sample, t, weight["level"]):
                 bounds = [upper_of(weight), lower_of(weight), math.exp(CLAMP), math.exp(-CLAMP)]
                 gaps += [
-                    abs(unit_log_ratio(sample, t, weight["level"]) - math.log(b))
-                    for b in bounds
-                    if 0 < b < math.inf
+                    abs(unit_log_ratio(sample, t, weight["level"]) - math.log(b)) for b in bounds if 0 < b < math.inf
                 ]
             for rule in config.get("reject", []):
                 gaps += rule_gaps(sample, t, rule)
@@ -582,11 +570,7 @@ def decision_margin(batch: Sequence[Sample], config: dict) -> float:
     if config.get("m2_threshold") is not None:
         squares, stay = squares_of(batch, config["m2_threshold"])
         gaps += [abs(mean(squares[:n]) - config["m2_threshold"]) for n in range(1, len(squares) + 1)]
-        gaps += (
-            [b - a for a, b in [squares[max(stay - 1, 0) : stay + 1]] if b > a]
-            if 0 < stay < len(squares)
-            else []
-        )
+        gaps += [b - a for a, b in [squares[max(stay - 1, 0) : stay + 1]] if b > a] if 0 < stay < len(squares) else []
     return min(gaps)
 
 

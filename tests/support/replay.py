@@ -15,17 +15,13 @@ RECORDED = json.loads((Path(__file__).parent / "recorded_sglang.json").read_text
 
 
 @contextmanager
-def replayed(
-    kind: str, told: dict | None = None, broken: str = "", answers: list | None = None
-) -> Iterator[str]:
+def replayed(kind: str, told: dict | None = None, broken: str = "", answers: list | None = None) -> Iterator[str]:
     """The URL of a server that answers as `kind` did; `told` replaces keys of /server_info, `answers` its generations.
 
     Requests of the path `broken` are answered 500.
     """
 
-    left = list(
-        answers or RECORDED[kind]["generate"]
-    )  # a request that was repeated has several answers, in order
+    left = list(answers or RECORDED[kind]["generate"])  # a request that was repeated has several answers, in order
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self):

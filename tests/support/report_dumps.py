@@ -43,12 +43,9 @@ def write_miles(folder: Path, records: Sequence[Record], cp: int = 2, first_rank
         spans = [layout.pieces(place) for place in range(len(records))]
         for name in ("rollout_log_probs", "log_probs", "advantages"):
             whole[name] = [
-                torch.cat([x[low:high] for low, high in pieces])
-                for x, pieces in zip(whole[name], spans, strict=True)
+                torch.cat([x[low:high] for low, high in pieces]) for x, pieces in zip(whole[name], spans, strict=True)
             ]
-        first_stage = {
-            name: column for name, column in whole.items() if name not in ("log_probs", "advantages")
-        }
+        first_stage = {name: column for name, column in whole.items() if name not in ("log_probs", "advantages")}
         for data in (first_stage, whole, whole):
             _save(
                 folder / "train_data" / f"{records[0].step}_{rank}.pt",
@@ -90,9 +87,7 @@ def write_rollout(folder: Path, records: Sequence[Record], foreign: Any = None) 
          "tokens": torch.cat([torch.arange(PROMPT), _tokens(record)]).tolist()}
         for place, record in enumerate(records)
     ]  # fmt: skip
-    _save(
-        folder / "rollout_data" / f"{records[0].step}.pt", {"rollout_id": records[0].step, "samples": samples}
-    )
+    _save(folder / "rollout_data" / f"{records[0].step}.pt", {"rollout_id": records[0].step, "samples": samples})
 
 
 def _save(path: Path, content: Any) -> None:

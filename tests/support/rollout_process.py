@@ -52,9 +52,7 @@ class Ray:
         self.loop.call_soon_threadsafe(self.loop.stop)
 
     def remote(self, made: type) -> Any:
-        assert any(map(inspect.iscoroutinefunction, vars(made).values())), (
-            "Ray would run its calls one by one"
-        )
+        assert any(map(inspect.iscoroutinefunction, vars(made).values())), "Ray would run its calls one by one"
 
         def options(name: str, num_cpus: int) -> Any:
             assert num_cpus == 0, "a cluster whose CPUs are taken would never start it"
@@ -99,11 +97,7 @@ def scored(trainer: Any, iterators: Any, counts: list[int], prefix: str) -> dict
     (iterator,) = iterators
     assert counts == [len(iterator.micro_batch_indices)]
     data, version = iterator.rollout_data, trainer.weight_updater.weight_version
-    pairs = [
-        (data["tokens"][i], data["response_lengths"][i])
-        for each in iterator.micro_batch_indices
-        for i in each
-    ]
+    pairs = [(data["tokens"][i], data["response_lengths"][i]) for each in iterator.micro_batch_indices for i in each]
     rows = [torch.tensor([log_prob(int(token), version) for token in tokens[-n:]]) for tokens, n in pairs]
     return {f"{prefix}log_probs": rows}
 

@@ -65,9 +65,7 @@ class Stage(nn.Module):
             ffn_hidden_size=HIDDEN, moe_ffn_hidden_size=HIDDEN, add_bias_linear=False, use_cpu_initialization=True,
             params_dtype=torch.float32, gradient_accumulation_fusion=False, **parallel,
         )  # fmt: skip
-        moe_utils.te_general_gemm = (
-            None  # megatron-core 0.16.1 forgets the name where Transformer Engine is absent
-        )
+        moe_utils.te_general_gemm = None  # megatron-core 0.16.1 forgets the name where Transformer Engine is absent
         mlp = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
         experts = ModuleSpec(module=SequentialMLP, submodules=mlp)
         torch.manual_seed(0)
@@ -84,9 +82,7 @@ class Stage(nn.Module):
                 router.routing_replay = Queue()
                 router.router_replay = Bridge(manager, router.routing_replay)
 
-    def forward(
-        self, input_ids: Tensor, packed_seq_params: Any, loss_mask: Tensor, sp: tuple[int, int]
-    ) -> Tensor:
+    def forward(self, input_ids: Tensor, packed_seq_params: Any, loss_mask: Tensor, sp: tuple[int, int]) -> Tensor:
         hidden = self.embeddings[input_ids[0]].unsqueeze(1).chunk(sp[0])[sp[1]]
         with patch.object(torch.cuda, "current_device", lambda: torch.device("cpu")):
             return torch.stack([layer(hidden)[0].sum() for layer in self.layers]).sum()

@@ -120,9 +120,7 @@ class Bodies:
     def kept_sets(self, args: Any, batch: Data) -> dict[str, Any]:
         return {}
 
-    def own_loss(
-        self, args: Any, batch: Data, logits: Tensor, sum_of_sample_mean: Any
-    ) -> tuple[Tensor, Data]:
+    def own_loss(self, args: Any, batch: Data, logits: Tensor, sum_of_sample_mean: Any) -> tuple[Tensor, Data]:
         """PPO's clipped loss with the TIS hook behind it, summed as the hosts do."""
         keys = {name: batch[name] for name in LOSS_KEYS[:3]}
         found = self.scores(logits, args=args, with_entropy=True, **keys)
@@ -148,9 +146,7 @@ class Bodies:
 
         def sum_of_sample_mean(x: Tensor) -> Tensor:
             rows = zip(x.split(list(lengths)), masks, sums, strict=True)
-            return torch.stack(
-                [(row * mask).sum() / divisor.clamp(min=1) for row, mask, divisor in rows]
-            ).sum()
+            return torch.stack([(row * mask).sum() / divisor.clamp(min=1) for row, mask, divisor in rows]).sum()
 
         sum_of_sample_mean.__module__ = f"{self.layout.package}.backends.reducers"
         return sum_of_sample_mean
@@ -161,9 +157,7 @@ class Bodies:
         found = self._scored(logits.double(), tokens)[0].float()
         return found if self.layout.needs is MILES else (found[:, None], None)
 
-    def responses(
-        self, logits: Tensor, unconcat_tokens: Any, response_lengths: Any, **_: Any
-    ) -> Iterator[Any]:
+    def responses(self, logits: Tensor, unconcat_tokens: Any, response_lengths: Any, **_: Any) -> Iterator[Any]:
         (tokens,), (n,) = unconcat_tokens, response_lengths
         yield logits[0, :n].to(torch.bfloat16), tokens[:n]
 
@@ -212,9 +206,7 @@ class Bodies:
         groups = [[0, 1], list(range(2, len(data["tokens"])))]
         return [self.iterator(data, groups)], [len(groups)]
 
-    def train_actor(
-        self, actor: Any, rollout_id: int, data: Data, iterators: list[Any], numbers: list[int]
-    ) -> Any:
+    def train_actor(self, actor: Any, rollout_id: int, data: Data, iterators: list[Any], numbers: list[int]) -> Any:
         """Log-probs, the rollout-data hook, the step hook, and a loss a micro-batch: losses and what they told.
 
         Miles's trainers without Megatron call neither hook, and ask for no sums over masks: `_train_core`, `TRAIN_KEYS`
@@ -240,9 +232,7 @@ class Bodies:
         for group in iterators[0].micro_batch_indices:
             iterators[0].group = group
             batch = get_batch(iterators[0], keys)
-            logits = torch.cat(
-                [(actor.logits * actor.version).expand(n, -1) for n in batch["total_lengths"]]
-            )[None]
+            logits = torch.cat([(actor.logits * actor.version).expand(n, -1) for n in batch["total_lengths"]])[None]
             batches.append(loss_of(handed(args), batch, logits.clone().requires_grad_(), self.reducer(batch)))
         return batches
 
@@ -316,9 +306,7 @@ def load(layout: Layout, monkeypatch: pytest.MonkeyPatch) -> Bodies:
     for name, need in vars(layout.needs).items():
         member = len(need.addresses[0].names) > 1
         address = need.addresses[layout.members if member else layout.modules]
-        module = modules.setdefault(
-            address.module, {"__name__": address.module, "BODIES": bodies, "Output": Output}
-        )
+        module = modules.setdefault(address.module, {"__name__": address.module, "BODIES": bodies, "Output": Output})
         owner, last = module, address.names[-1]
         if member:
             owner = module.setdefault("CLASSES", {}).setdefault(address.names[0], {})

@@ -63,9 +63,7 @@ class Everything:
         self.valid_sequences = [i for i, s in enumerate(samples) if s.valid]
         self.usable_sequences = [i for i, s in enumerate(samples) if s.usable]
         self.gaps: list[float] = [1.0]  # distances of decisions that only metrics make from their bounds
-        self.sizes: dict[
-            str, float
-        ] = {}  # of what enters a metric, where that is more than the metric itself
+        self.sizes: dict[str, float] = {}  # of what enters a metric, where that is more than the metric itself
 
     def std(self, name: str, x: np.ndarray, unbiased: bool = False) -> dict[str, float]:
         self.sizes[name] = float(np.max(np.abs(x), initial=1.0))
@@ -81,18 +79,12 @@ class Everything:
 
     def mean_x(self) -> np.ndarray:
         return np.array(
-            [
-                np.mean([self.samples[i].log_ratios[t] for t in self.samples[i].usable])
-                for i in self.usable_sequences
-            ]
+            [np.mean([self.samples[i].log_ratios[t] for t in self.samples[i].usable]) for i in self.usable_sequences]
         )
 
     def sum_x(self) -> np.ndarray:
         return np.array(
-            [
-                math.fsum(self.samples[i].log_ratios[t] for t in self.samples[i].usable)
-                for i in self.usable_sequences
-            ]
+            [math.fsum(self.samples[i].log_ratios[t] for t in self.samples[i].usable) for i in self.usable_sequences]
         )
 
 
@@ -114,9 +106,7 @@ def kish(w, n: int) -> float:
 
 def correlation(a, b) -> float:
     centered = [v - np.mean(v) for v in (a, b)] if len(a) else [np.zeros(1)] * 2
-    return divide(
-        float(np.sum(centered[0] * centered[1])), math.sqrt(float(np.prod([np.sum(v**2) for v in centered])))
-    )
+    return divide(float(np.sum(centered[0] * centered[1])), math.sqrt(float(np.prod([np.sum(v**2) for v in centered]))))
 
 
 def log_mean_exp(x) -> float:
@@ -127,9 +117,7 @@ def log_mean_exp(x) -> float:
 
 def counts(s: Everything) -> dict[str, float]:
     def wrong(rows) -> float:
-        return float(
-            sum(not oracle.is_log_prob(rows[i][t]) for i in s.valid_sequences for t in s.samples[i].valid)
-        )
+        return float(sum(not oracle.is_log_prob(rows[i][t]) for i in s.valid_sequences for t in s.samples[i].valid))
 
     return {
         "tokens": float(len(s.usable)), "sequences": float(len(s.valid_sequences)),
@@ -290,9 +278,7 @@ def statistic_of(rule: dict, s: Everything) -> np.ndarray:
 def of_rule(s: Everything, rule: dict) -> tuple[dict[str, float], float]:
     """The metrics of one rule, and the size of what enters them."""
     logs = rule.get("statistic", "ratio") in oracle.LOGARITHMS
-    low, high = (
-        None if rule.get(k) is None else math.log(rule[k]) if logs else rule[k] for k in ("lower", "upper")
-    )
+    low, high = (None if rule.get(k) is None else math.log(rule[k]) if logs else rule[k] for k in ("lower", "upper"))
     low, high = -math.inf if low is None else low, math.inf if high is None else high
     tokens = statistic_of(rule, s)
     over, places = rule.get("over", "token"), units(s, rule.get("unit", "sequence"))
@@ -311,9 +297,7 @@ def of_rule(s: Everything, rule: dict) -> tuple[dict[str, float], float]:
     weighted = lambda v: divide(float(np.sum(v * sizes)), float(np.sum(sizes)))  # noqa: E731
     bounded = np.clip(values, max(low, 0) if low == -math.inf else low, high)
     size = float(
-        np.sum(np.abs(tokens))
-        + np.sum(np.exp(s.c))
-        + np.max(np.abs(bounded[np.isfinite(bounded)]), initial=1)
+        np.sum(np.abs(tokens)) + np.sum(np.exp(s.c)) + np.max(np.abs(bounded[np.isfinite(bounded)]), initial=1)
     )
     return {
         "mean": weighted(values), "min": ends(values)[0], "max": ends(values)[1],
@@ -330,9 +314,7 @@ def of_rule(s: Everything, rule: dict) -> tuple[dict[str, float], float]:
 
 def units(s: Everything, kind: str) -> list[tuple[np.ndarray, int]]:
     """Of each sequence or segment with a usable token: which of the usable tokens are its, and its valid ones."""
-    names = np.array(
-        [(i, tuple(s.samples[i].run(t)) if kind == "segment" else ()) for i, t in s.places], dtype=object
-    )
+    names = np.array([(i, tuple(s.samples[i].run(t)) if kind == "segment" else ()) for i, t in s.places], dtype=object)
     found = []
     for name in dict.fromkeys(map(tuple, names.tolist())):
         mine = np.array([tuple(other) == name for other in names.tolist()], dtype=bool)
@@ -351,9 +333,7 @@ def losses(s: Everything, loss: Sequence[Sequence[float]]) -> dict[str, float]:
     }
 
 
-def departures(
-    responses: Sequence[Response], behavior: Sequence[Sequence[float]], opsm: dict
-) -> dict[str, np.ndarray]:
+def departures(responses: Sequence[Response], behavior: Sequence[Sequence[float]], opsm: dict) -> dict[str, np.ndarray]:
     """What OPSM looks at: one number a sequence that has a valid token and finite log-probs, by the metric's name."""
     taking_part = [(x, b) for x, b in zip(responses, behavior, strict=True) if x.valid]
 
@@ -365,9 +345,7 @@ def departures(
         gaps([(b, x.old) for x, b in taking_part]),
         gaps([(x.old, x.target) for x, _ in taking_part]),
     )
-    divergence = (
-        staleness if opsm.get("reference") == "proximal" else gaps([(b, x.target) for x, b in taking_part])
-    )
+    divergence = staleness if opsm.get("reference") == "proximal" else gaps([(b, x.target) for x, b in taking_part])
     advantage = np.array([np.mean([x.learned[t] for t in x.valid]) for x, _ in taking_part])
     found = {
         "divergence": divergence, "divergence_negative": divergence[advantage < 0],
@@ -376,9 +354,7 @@ def departures(
     return {f"opsm_{name}": x[np.isfinite(x)] for name, x in found.items()}
 
 
-def opsm(
-    responses: Sequence[Response], behavior: Sequence[Sequence[float]], config: dict
-) -> dict[str, float]:
+def opsm(responses: Sequence[Response], behavior: Sequence[Sequence[float]], config: dict) -> dict[str, float]:
     """The metrics of OPSM, percentiles aside."""
     data, tokens = departures(responses, behavior, config), sum(len(x.valid) for x in responses)
     reference = [x.old for x in responses] if config.get("reference") == "proximal" else behavior

@@ -73,9 +73,7 @@ def compute(case: Case, folder: Path) -> dict:
 def _rank(rank: int, tensor: int, context: int, folder: Path) -> None:
     torch.set_num_threads(1)
     name = f"{tensor}x{context}"
-    dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/store-{name}", rank=rank, world_size=tensor * context
-    )
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store-{name}", rank=rank, world_size=tensor * context)
     mpu.initialize_model_parallel(tensor_model_parallel_size=tensor, context_parallel_size=context)
     made = {str(case): compute(case, folder) for case in CASES if (tensor, context) in case.layouts}
     torch.save(made, folder / f"{name}-{rank}.pt")

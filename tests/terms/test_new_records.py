@@ -158,9 +158,7 @@ def test_a_bound_that_gives_no_weight_outside(outside: str):
     correction = corrected(config)
     inside = [not math.isnan(pi) and 0.5 <= pi / mu <= 2 for pi, mu in zip(PROXIMAL, BEHAVIOR, strict=True)]
     assert correction.keep.tolist() == (inside if outside == "dropped" else [True] * 6)
-    root = [
-        math.sqrt(pi / mu) if within else 0 for pi, mu, within in zip(PROXIMAL, BEHAVIOR, inside, strict=True)
-    ]
+    root = [math.sqrt(pi / mu) if within else 0 for pi, mu, within in zip(PROXIMAL, BEHAVIOR, inside, strict=True)]
     mean = sum(root) / (sum(inside) if outside == "dropped" else 5)
     factor = torch.where(correction.keep, correction.weights, 0)
     torch.testing.assert_close(factor, torch.tensor(root) / mean)
@@ -171,18 +169,14 @@ def test_a_bound_that_gives_no_weight_outside(outside: str):
 
 
 def test_a_bound_is_held_to_its_sides(tmp_path: Path):
-    with pytest.raises(
-        ConfigError, match=r"lower: 0\.5 has no effect with mis\.weight\.bound: root; drop it"
-    ):
+    with pytest.raises(ConfigError, match=r"lower: 0\.5 has no effect with mis\.weight\.bound: root; drop it"):
         read("{weight: {bound: root, lower: 0.5}}")
     with pytest.raises(ConfigError, match=r"choose one of none, .*, root, "):
         read("{weight: {bound: roots}}")
     assert read("{segment_wise: {mode: root}}").weight == read("{weight: {bound: root, upper: 5}}").weight
 
 
-def test_a_preset_is_a_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
+def test_a_preset_is_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
     (tmp_path / "made-up.yaml").write_text("use_tis: true\nmis: {weight: {bound: root, upper: 3}}\n")
     monkeypatch.setattr(loading, "_preset_folder", lambda: tmp_path)
     assert main(["config", "check", "made-up"]) == 0

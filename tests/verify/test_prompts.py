@@ -72,9 +72,7 @@ def test_a_workload_asks_every_real_prompt_and_joins_them_to_a_long_one():
         ("a" * (LONGEST + 1), f"has {LONGEST + 7} tokens; give {LONGEST} at most"),
     ],
 )
-def test_prompts_that_cannot_be_used_are_refused(
-    text: str | None, message: str, spelled: Path, tmp_path: Path
-):
+def test_prompts_that_cannot_be_used_are_refused(text: str | None, message: str, spelled: Path, tmp_path: Path):
     file = tmp_path / "p.txt"
     if text is not None:
         file.write_text(text)
@@ -117,17 +115,12 @@ def test_prompts_of_text_alone_are_taken_by_a_model_that_sees(seeing: Path, tmp_
     file = tmp_path / "p.txt"
     file.write_text('{"images": [], "prompt": "a"}\n{not JSON, an image}\nab\n')
     *_, short = read_prompts(str(file), seeing).tokens
-    assert [len(tokens) for tokens in read_prompts(str(file), seeing).tokens] == [29, 20, 2] and len(
-        short
-    ) == 2
+    assert [len(tokens) for tokens in read_prompts(str(file), seeing).tokens] == [29, 20, 2] and len(short) == 2
 
 
 def test_a_model_without_a_tokenizer_is_told_so(capsys: pytest.CaptureFixture[str]):
     assert main("verify --engine hf --trainer hf --prompts builtin".split()) == 2
-    assert (
-        "--prompts builtin: the model has no tokenizer.json; choose --model smollm2-135m"
-        in capsys.readouterr().err
-    )
+    assert "--prompts builtin: the model has no tokenizer.json; choose --model smollm2-135m" in capsys.readouterr().err
 
 
 def test_our_own_prompts_are_128_different_ones():

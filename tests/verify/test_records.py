@@ -125,7 +125,4 @@ def test_two_families_of_one_model_type_are_told() -> None:
 
 def test_without_its_record_a_family_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["verify", "--engine", "hf", "--trainer", "hf", "--model", "tiny-new"]) == 2
-    assert (
-        f"got 'tiny-new'; choose one of {', '.join(tiny_models())}, smollm2-135m, or"
-        in capsys.readouterr().err
-    )
+    assert f"got 'tiny-new'; choose one of {', '.join(tiny_models())}, smollm2-135m, or" in capsys.readouterr().err

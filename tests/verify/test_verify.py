@@ -51,9 +51,7 @@ def run(*more: str) -> int:
         ("megatron", "bf16", "engine"),
     ],
 )
-def test_engine_and_trainer_agree(
-    trainer: str, dtype: str, norm_order: str, capsys: pytest.CaptureFixture[str]
-):
+def test_engine_and_trainer_agree(trainer: str, dtype: str, norm_order: str, capsys: pytest.CaptureFixture[str]):
     assert run("--trainer", trainer, "--dtype", dtype, "--norm-order", norm_order) == 0
     assert capsys.readouterr().out.endswith("verdict: equal\n")
     assert active_backend() is None
@@ -169,9 +167,7 @@ def replaced(monkeypatch: pytest.MonkeyPatch, sides: dict, start: Callable) -> N
     monkeypatch.setitem(sides, "hf", dataclasses.replace(sides["hf"], start=start))
 
 
-def test_one_bit_of_the_engine_is_different(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
+def test_one_bit_of_the_engine_is_different(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
     replaced(monkeypatch, ENGINES, lambda path, contract, order: OneBitOffDecode(path, contract.dtype, order))
     assert run("--trainer", "hf") == 1
     out = capsys.readouterr().out
@@ -179,12 +175,8 @@ def test_one_bit_of_the_engine_is_different(
     assert out.endswith("verdict: different\n")
 
 
-def test_one_bit_of_the_trainer_is_different(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
-    replaced(
-        monkeypatch, TRAINERS, lambda path, contract, order: OneBitOffTrainer(path, contract.dtype, order)
-    )
+def test_one_bit_of_the_trainer_is_different(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    replaced(monkeypatch, TRAINERS, lambda path, contract, order: OneBitOffTrainer(path, contract.dtype, order))
     assert run("--trainer", "hf") == 1
     assert "engine prefill == trainer: " in capsys.readouterr().out
 
@@ -293,9 +285,7 @@ def test_a_target_without_permission_is_told_before_the_work(
             "contract.trainer_tensor_parallel: 2 but engine_tensor_parallel: 1. A row-parallel layer adds",
         ),
         (
-            tuple(
-                "--trainer megatron --trainer-tensor-parallel 4 --leaves 4 --model tiny-qwen3-tied".split()
-            ),
+            tuple("--trainer megatron --trainer-tensor-parallel 4 --leaves 4 --model tiny-qwen3-tied".split()),
             "contract.trainer_tensor_parallel: 4 ranks cannot share the model's 6 attention heads",
         ),
         (
@@ -312,9 +302,7 @@ def test_a_target_without_permission_is_told_before_the_work(
         ),
     ],
 )
-def test_what_cannot_run_exits_with_2(
-    arguments: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
-):
+def test_what_cannot_run_exits_with_2(arguments: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]):
     assert run("--trainer", "hf", *arguments) == 2
     told = capsys.readouterr().err
     assert message in told and "sampled" not in told
@@ -330,9 +318,7 @@ OF_SERVERS = ["prefix-cache hit", "preemption"]
 def test_few_tokens_meet_every_situation_and_the_certificate_names_them(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
-    assert (
-        main(["verify", *"--engine hf --trainer hf --tokens 1 --json".split(), str(tmp_path / "c.json")]) == 0
-    )
+    assert main(["verify", *"--engine hf --trainer hf --tokens 1 --json".split(), str(tmp_path / "c.json")]) == 0
     said = json.loads((tmp_path / "c.json").read_text())
     assert said["met"] == EVERY and said["not_met"] == {} and said["not_of_engine"] == OF_SERVERS
     assert {"1", "3", "8"} == said["situations"]["batches"].keys()
@@ -419,8 +405,7 @@ def test_megatron_holds_the_weights_of_the_checkpoint(name: str, tmp_path: Path)
 
 def test_a_tiny_model_is_its_seed_and_has_random_norms(tmp_path: Path):
     first, again, other = (
-        checkpoint("tiny-qwen3", tmp_path / str(number), torch.float32, seed)
-        for number, seed in enumerate((0, 0, 1))
+        checkpoint("tiny-qwen3", tmp_path / str(number), torch.float32, seed) for number, seed in enumerate((0, 0, 1))
     )
     read = [(path / "model.safetensors").read_bytes() for path in (first, again, other)]
     assert read[0] == read[1] != read[2]

@@ -97,8 +97,7 @@ def trained(model, sequences: list[Tensor], grad: bool = False) -> list[Tensor]:
     with nullcontext() if grad else torch.no_grad():
         logits = model(input_ids=tokens, attention_mask=present).logits
         return [
-            gathered(row[: len(sequence) - 1], sequence[1:])
-            for row, sequence in zip(logits, sequences, strict=True)
+            gathered(row[: len(sequence) - 1], sequence[1:]) for row, sequence in zip(logits, sequences, strict=True)
         ]
 
 

@@ -64,9 +64,7 @@ def test_masked_garbage_changes_nothing(row: list[Token], mode: str):
     config = SegmentWiseConfig(mode=mode)  # type: ignore[arg-type]
     valid = flat(row, "valid", torch.bool)
     clean = applied(numerator_of(row, config), flat(row, "behavior"), valid, config)
-    poisoned = [
-        token if token.valid else replace(token, proximal=math.nan, behavior=math.inf) for token in row
-    ]
+    poisoned = [token if token.valid else replace(token, proximal=math.nan, behavior=math.inf) for token in row]
     answer = applied(numerator_of(poisoned, config), flat(poisoned, "behavior"), valid, config)
     assert same_bytes(clean.weights, answer.weights) and torch.equal(clean.keep, answer.keep)
 
@@ -95,9 +93,7 @@ ALL = [torch.ones(3, dtype=torch.bool)]
 
 
 def test_too_old_names_the_sample():
-    with pytest.raises(
-        InputError, match=r"sample group 4/1, token 1: version 7, with the trainer at 9.*too_old"
-    ):
+    with pytest.raises(InputError, match=r"sample group 4/1, token 1: version 7, with the trainer at 9.*too_old"):
         admitted(["group 4/1"], [sample([9, 7, 7])], ALL, SegmentWiseConfig())
 
 

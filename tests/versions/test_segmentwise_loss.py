@@ -299,9 +299,7 @@ def test_nothing_said_is_on_where_versions_are_known():
     assert not torch.equal(call(step, weight).gradient, call(random_step(5), weight).gradient)
 
 
-@pytest.mark.parametrize(
-    "config", [{}, {"weight": None, "reject": [SEQUENCE_RULE]}, {"weight": {"level": "sequence"}}]
-)
+@pytest.mark.parametrize("config", [{}, {"weight": None, "reject": [SEQUENCE_RULE]}, {"weight": {"level": "sequence"}}])
 def test_without_a_weight_of_tokens_versions_change_nothing(config: dict):
     assert_same(call(aged(random_step(5), 5), config), call(random_step(5), config))
 
@@ -349,9 +347,7 @@ def test_the_mean_of_other_weights_than_the_micro_batches():
 )  # fmt: skip
 def test_areals_keys_are_refused_by_the_hook_which_names_the_translator(keys: dict, places: str):
     step = random_step(0)
-    with pytest.raises(
-        ConfigError, match=f"^{places}: of AReaL; give the host the file .* config from-areal"
-    ):
+    with pytest.raises(ConfigError, match=f"^{places}: of AReaL; give the host the file .* config from-areal"):
         drive(flags(**keys), step.batch(), step)
 
 
@@ -380,9 +376,7 @@ FLAT = {"tis_upper_bound": 2.0}
 TOKEN, ON_NOTHING = {"weight": {"level": "token"}}, {"segment_wise": {}}
 NO_VERSIONS = {"output_versions": None, "proximal_version": None, "recomputed_log_probs": None}
 KNOWN = r"output_versions: none here, and proximal_version: 7 says .*hand it on with every micro-batch"
-STORES = (
-    r"recomputed_log_probs: none .*mis\.segment_wise\.method: loglinear, or mis\.segment_wise\.enabled: false"
-)
+STORES = r"recomputed_log_probs: none .*mis\.segment_wise\.method: loglinear, or mis\.segment_wise\.enabled: false"
 # What `mis:` says (None: flat keys), what the batch has in place of its own, and the error.
 LACKS: list[tuple[dict | None, dict, str]] = [
     (None, {"recomputed_log_probs": None}, r"method \(in place of Miles's flat keys\): loglinear, or .*keys\): false$"),
@@ -514,9 +508,7 @@ def test_what_is_dropped_is_no_applied_weight(logged: list[dict[str, float]]):
     valid = valid_tokens(step)
     kept = [token for token in valid if math.exp(token.proximal - token.behavior) <= 1.1]
     tops = [segmentwise_oracle.numerator(token, segmentwise_oracle.Spec()) for token in kept]
-    weights = [
-        min(math.exp(top - t.behavior), 1.2) for t, top in zip(kept, tops, strict=True) if top is not None
-    ]
+    weights = [min(math.exp(top - t.behavior), 1.2) for t, top in zip(kept, tops, strict=True) if top is not None]
     assert 0 < len(kept) < len(valid) and logged[0]["staleness/tokens"] == len(valid)
     mean = math.fsum(weights) / len(weights)
     assert logged[0]["behav_imp_weight/avg"] == pytest.approx(mean, abs=step_weight_atol(len(weights), 2.0))
@@ -550,18 +542,13 @@ def test_nothing_is_added_up_without_metrics_or_without_a_weight_of_tokens(logge
     assert logged == []
 
 
-def test_a_weight_that_is_not_known_is_warned_of(
-    logged: list[dict[str, float]], caplog: pytest.LogCaptureFixture
-):
+def test_a_weight_that_is_not_known_is_warned_of(logged: list[dict[str, float]], caplog: pytest.LogCaptureFixture):
     step = aged(random_step(9), 9)
     lost = dataclasses.replace(step, stored=[[None] * len(row) for row in step.stored])
     old = sum(token.valid and token.age >= 2 for row in step.tokens for token in row)
     found = in_a_step(lost, CAP)
     tokens = sum(sum(x.mask) for x in step.responses)
-    assert (
-        f": {old} of {tokens} tokens weigh 0, as nobody stored what their segment-wise weight needs"
-        in caplog.text
-    )
+    assert f": {old} of {tokens} tokens weigh 0, as nobody stored what their segment-wise weight needs" in caplog.text
     assert "not finite" not in caplog.text
     assert logged[0]["staleness/unknown"] == old > 0
     ages = [CURRENT - v if v >= 0 else -1 for row in step.versions for v in row]

@@ -84,17 +84,14 @@ def test_weights(row: list[Token], spec: Spec):
     metrics = weight_metrics(measured(row, config_of(spec)))
     # A root amplifies what rounding leaves near 0: variances are compared.
     metrics = {
-        name.replace("/std", "/variance"): value**2 if "/std" in name else value
-        for name, value in metrics.items()
+        name.replace("/std", "/variance"): value**2 if "/std" in name else value for name, value in metrics.items()
     }
     for suffix, part in groups(row).items():
         wanted = expected_weights(part, spec)
         if suffix and not (wanted["staleness/tokens"] or wanted["staleness/unknown"]):
             continue
         for name, value in wanted.items():
-            assert metrics.pop(name + suffix) == pytest.approx(value, abs=tolerance(name, len(row))), (
-                name + suffix
-            )
+            assert metrics.pop(name + suffix) == pytest.approx(value, abs=tolerance(name, len(row))), name + suffix
     assert metrics == {}
 
 
@@ -111,9 +108,7 @@ def test_the_smallest_weights_count_as_others_do():
 @given(rows)
 def test_loglinear_error(row: list[Token]):
     counted = [
-        token
-        for token in row
-        if token.valid and token.version >= 0 and token.age >= 2 and token.recomputed is not None
+        token for token in row if token.valid and token.version >= 0 and token.age >= 2 and token.recomputed is not None
     ]
     metrics = metrics_by_age(errors(row))
     if not counted:
@@ -128,9 +123,7 @@ def test_loglinear_error(row: list[Token]):
     }  # fmt: skip
     for name, value in expected.items():
         # The line is drawn in float32, at log-probs of at most 10 in size.
-        assert metrics[f"loglinear/error/{name}"] == pytest.approx(
-            value, abs=step_weight_atol(len(row), 10.0)
-        )
+        assert metrics[f"loglinear/error/{name}"] == pytest.approx(value, abs=step_weight_atol(len(row), 10.0))
 
 
 @given(rows, specs, st.integers(0, 12))

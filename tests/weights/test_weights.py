@@ -57,9 +57,7 @@ def checkpoint(tied: bool = False, experts: bool = False) -> dict[str, Tensor]:
     return {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
 
 
-def loaded(
-    weights: Mapping[str, Tensor], rank: int = 0, ranks: int = 1, ep: bool = False
-) -> dict[str, Tensor]:
+def loaded(weights: Mapping[str, Tensor], rank: int = 0, ranks: int = 1, ep: bool = False) -> dict[str, Tensor]:
     """What a rank of SGLang holds of a checkpoint, written out here by slices and without the code under test."""
     attn, mlp = f"{LAYER}.self_attn", f"{LAYER}.mlp"
     heads = slice(rank * HEADS // ranks * HEAD, (rank + 1) * HEADS // ranks * HEAD)
@@ -89,9 +87,7 @@ def loaded(
         mine = range(EXPERTS)
     w13, w2 = [], []
     for index in mine:
-        gate, up, down = (
-            weights[f"{mlp}.experts.{index}.{part}_proj.weight"] for part in ("gate", "up", "down")
-        )
+        gate, up, down = (weights[f"{mlp}.experts.{index}.{part}_proj.weight"] for part in ("gate", "up", "down"))
         w13.append(torch.cat([gate[ffn], up[ffn]]))
         w2.append(down[:, ffn])
     held[f"{mlp}.experts.w13_weight"], held[f"{mlp}.experts.w2_weight"] = torch.stack(w13), torch.stack(w2)
@@ -116,9 +112,7 @@ class Engine:
             _get_model=lambda: SimpleNamespace(state_dict=lambda: self.ranks[rank]),
             _parallelism_info=lambda role: info,
         )
-        told = answered(
-            pytest.fail, checker, body["action"], False, body.get("skip_tensor_list"), role="target"
-        )
+        told = answered(pytest.fail, checker, body["action"], False, body.get("skip_tensor_list"), role="target")
         return told | {"parallelism_info": [told["parallelism_info"]]}
 
 
@@ -415,9 +409,7 @@ def test_the_exit_code_says_equal_different_or_not_compared(
 
 @pytest.mark.parametrize("flags", ["", "--rollout-engine hf", "--rollout-engine sglang --async"])
 def test_the_embedded_host_refuses_an_engine_that_tells_no_weights(flags: str) -> None:
-    with pytest.raises(
-        ConfigError, match=r"--check-weights-every \d+ with .*: no weights can be asked for there"
-    ):
+    with pytest.raises(ConfigError, match=r"--check-weights-every \d+ with .*: no weights can be asked for there"):
         parse_args(f"--smoke --check-weights-every 1 {flags}".split())
 
 
@@ -449,7 +441,4 @@ def test_the_embedded_host_stops_at_a_stale_engine_and_names_the_tensor(
     assert launch(1, run) == EXIT_USER_ERROR
     said = capfd.readouterr().err
     name = f"{LAYER}.self_attn.qkv_proj.weight"
-    assert (
-        f"error: --check-weights-every, weights 1: 1 of 7 tensors differ, the first: {name}: 64 of 256"
-        in said
-    )
+    assert f"error: --check-weights-every, weights 1: 1 of 7 tensors differ, the first: {name}: 64 of 256" in said

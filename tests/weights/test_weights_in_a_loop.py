@@ -52,9 +52,7 @@ PLANTS: dict[str, tuple[dict[str, Tensor], str]] = {
 class Loop:
     """slime's loop of one rank and one engine, which holds what `rank` says after each update."""
 
-    def __init__(
-        self, patch: pytest.MonkeyPatch, bitwise: Any = None, needs: Any = SLIME, **args: Any
-    ) -> None:
+    def __init__(self, patch: pytest.MonkeyPatch, bitwise: Any = None, needs: Any = SLIME, **args: Any) -> None:
         self.engine, named = Engine([dict(START)]), {"actor": moved(1), "ref": moved(2)}
         chunks = SimpleNamespace(get_hf_weight_chunks=lambda local: [[item] for item in local.items()])
         base = SimpleNamespace(create=lambda args, model, model_name, quantization_config: chunks)

@@ -23,9 +23,7 @@ NOT_LAUNCHED = "No release launches this family; what it would take, and at the 
 
 
 def add_parser(subparsers: argparse._SubParsersAction) -> None:
-    parser = subparsers.add_parser(
-        "contract", help="what trainer and engine must share on GPUs", description=__doc__
-    )
+    parser = subparsers.add_parser("contract", help="what trainer and engine must share on GPUs", description=__doc__)
     actions = parser.add_subparsers(required=True, metavar="show")
     show = actions.add_parser("show", help="print one", description=__doc__)
     show.add_argument("family", help=f"one of {', '.join(GPU_FAMILIES)}")
@@ -45,9 +43,7 @@ def run(arguments: argparse.Namespace) -> int:
         ("instead", "holds"): contract.alternatives.items(),
         ("torch.compile", "region", "compiled"): compiled(contract.backend),
         ("layout", "holds"): LAYOUTS[contract.backend].items(),
-        ("environment", "why"): [
-            (f"{name}={value}", WHY[name]) for name, value in contract.environment.items()
-        ],
+        ("environment", "why"): [(f"{name}={value}", WHY[name]) for name, value in contract.environment.items()],
         ("not covered", "what is missing"): gaps,
     }
     for number, (headings, rows) in enumerate(tables.items()):

@@ -165,9 +165,7 @@ def proven() -> dict[str, tuple[Family, Proof]]:
     proofs = [(one.proof.model_type, (one, one.proof)) for one in FAMILIES.values() if one.proof]
     types = [model_type for model_type, _ in proofs]
     if twice := sorted({one for one in types if types.count(one) > 1}):
-        raise ValueError(
-            f"two records of FAMILIES prove the model_type {', '.join(twice)}; one would hide the other"
-        )
+        raise ValueError(f"two records of FAMILIES prove the model_type {', '.join(twice)}; one would hide the other")
     return dict(proofs)
 
 

@@ -51,9 +51,7 @@ def operations(
         "bias": f", {TABLE['biases'][trainer_gemm]}" if qkv_bias else "",
     }
     return tuple(
-        Operation(
-            row["name"], *(_of(row[part], backend).format(**chosen) for part in ("bits", "trainer", "engine"))
-        )
+        Operation(row["name"], *(_of(row[part], backend).format(**chosen) for part in ("bits", "trainer", "engine")))
         for row in TABLE["operations"]
         if row.get("only", backend) == backend and (qk_norm or row["name"] != "q and k norm")
     )
@@ -282,9 +280,7 @@ def _check_layout(contract: GpuContract) -> None:
     if contract.dtype != "bf16":
         raise ContractError(f"dtype: got {contract.dtype!r}; kernels for both sides exist in bf16 alone")
     if contract.backend == "fsdp" and (contract.trainer_tp, contract.context_parallel) != (1, 1):
-        raise ContractError(
-            "fsdp: Miles's FSDP trainer is data parallel alone; set tensor and context parallel 1"
-        )
+        raise ContractError("fsdp: Miles's FSDP trainer is data parallel alone; set tensor and context parallel 1")
     if contract.attention != "fa3":
         raise ContractError(f"attention: {contract.attention!r} {NO_TWIN}")
     if contract.size is not None:
@@ -296,16 +292,10 @@ def _check_size(contract: GpuContract, size: Size) -> None:
     tensor, context = contract.trainer_tp, contract.context_parallel
     for name, columns in _cut(size).items():
         if not 0 < columns <= MOST_COLUMNS:
-            raise ContractError(
-                f"the {name} product has {columns} columns; a model's has 1 to {MOST_COLUMNS}"
-            )
+            raise ContractError(f"the {name} product has {columns} columns; a model's has 1 to {MOST_COLUMNS}")
         ours = fsdp_order(columns) if contract.backend == "fsdp" else megatron_order(columns, tensor, context)
         if ours != engine_order(columns, contract.engine_tp):
-            advice = (
-                "set --rollout-num-gpus-per-engine 1"
-                if contract.backend == "fsdp"
-                else _advice(size, context)
-            )
+            advice = "set --rollout-num-gpus-per-engine 1" if contract.backend == "fsdp" else _advice(size, context)
             raise ContractError(
                 f"trainer tensor parallel {tensor} x context parallel {context}, engine tensor "
                 f"parallel {contract.engine_tp}: the {name} product adds the parts of its {columns} columns in two "
@@ -330,9 +320,7 @@ def _advice(size: Size, context: int) -> str:
             )
         if ranks:
             fitting, alone = " or ".join(map(str, ranks)), "--context-parallel-size 1, " * (context > 1)
-            return (
-                f"set {alone}--tensor-model-parallel-size and --rollout-num-gpus-per-engine both to {fitting}"
-            )
+            return f"set {alone}--tensor-model-parallel-size and --rollout-num-gpus-per-engine both to {fitting}"
     tried = ", ".join(map(str, RANKS))
     fsdp = "train it with FSDP (--backend fsdp here, --train-backend fsdp of Miles)"
     return f"with as many on both sides none of {tried} holds for this model; {fsdp}"

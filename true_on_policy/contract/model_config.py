@@ -27,9 +27,7 @@ def checkpoint_family(config: Path) -> tuple[Family, Size]:
         moe = any("Moe" in name for name in architectures)
         names = ", ".join(name for family in GPU_FAMILIES.values() for name in family.architectures)
         why = f"MoE: {'; '.join(NOT_COVERED['MoE'])}" if moe else f"covered are {names}"
-        raise ContractError(
-            f"{config}: {', '.join(architectures) or 'no architecture'} is not covered; {why}"
-        )
+        raise ContractError(f"{config}: {', '.join(architectures) or 'no architecture'} is not covered; {why}")
     text = text_of(stated)
     if refusal := departure(known[0], text):
         raise ContractError(f"{config}: {refusal}")

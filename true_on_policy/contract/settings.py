@@ -78,9 +78,7 @@ def _setting(row: dict[str, Any]) -> Setting:
     return Setting(**named)
 
 
-SETTINGS = tuple(
-    map(_setting, yaml.safe_load(Path(__file__).with_name("settings.yaml").read_text(encoding="utf-8")))
-)
+SETTINGS = tuple(map(_setting, yaml.safe_load(Path(__file__).with_name("settings.yaml").read_text(encoding="utf-8"))))
 OF_HOST = {setting.name: setting.host for setting in SETTINGS if setting.host and not setting.module}
 OF_SERVER = {setting.name: setting.server for setting in SETTINGS if setting.server}
 FUSED = tuple(setting for setting in SETTINGS if setting.module)

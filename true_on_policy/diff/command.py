@@ -89,13 +89,9 @@ def divergence(report: Report, first: Row) -> str:
     mismatch = first.mismatch
     lines = [f"first divergence: {first.operation}", f"  {first.key}: {mismatch}"]
     if mismatch and mismatch.histogram and mismatch.has_distance:
-        lines.append(
-            f"  ulps: {', '.join(f'{apart}: {count}' for apart, count in mismatch.histogram.items())}"
-        )
+        lines.append(f"  ulps: {', '.join(f'{apart}: {count}' for apart, count in mismatch.histogram.items())}")
     if report.feeds and not first.is_output:
-        lines.append(
-            "  no recorded module returned the tensor: the tensors below, or others like them, gave it"
-        )
+        lines.append("  no recorded module returned the tensor: the tensors below, or others like them, gave it")
     lines += [f"  equal before it: {row.key}" for row in report.feeds]
     if not report.feeds:
         lines.append("  nothing equal was recorded before it")

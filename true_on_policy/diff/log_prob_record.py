@@ -93,9 +93,7 @@ class LogProbRecord:
         return cls(
             tokens=torch.tensor([token for sequence in tokens for token in sequence], dtype=torch.int64),
             log_probs=_exact(flat, dtype),
-            versions=torch.tensor(
-                [version for sequence in versions for version in sequence], dtype=torch.int64
-            ),
+            versions=torch.tensor([version for sequence in versions for version in sequence], dtype=torch.int64),
             cu_seqlens=torch.tensor([0, *lengths], dtype=torch.int64).cumsum(0),
             metadata=metadata or {},
         )
@@ -153,7 +151,5 @@ def _exact(values: Sequence[float | None], dtype: torch.dtype) -> Float[Tensor, 
     rounded = (stored.to(torch.float64) != given) & ~given.isnan()
     if rounded.any():
         value = given[rounded][0].item()
-        raise RecordError(
-            f"log_probs: {value!r} is no {dtype}; pass the dtype in which the engine computed it"
-        )
+        raise RecordError(f"log_probs: {value!r} is no {dtype}; pass the dtype in which the engine computed it")
     return stored

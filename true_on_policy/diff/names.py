@@ -62,9 +62,7 @@ class Heads:
                 raise ValueError(heads)
             return heads
         except Exception as error:  # the file is a stranger's
-            raise RecordError(
-                f"--model {checkpoint}: no config.json with the attention heads: {error!r}"
-            ) from error
+            raise RecordError(f"--model {checkpoint}: no config.json with the attention heads: {error!r}") from error
 
     @property
     def width(self) -> int:
@@ -104,9 +102,7 @@ def _half(part: int) -> Part:
 
 def _checked(x: Tensor, heads: Heads | None) -> Heads:
     if heads is None:
-        raise RecordError(
-            "queries, keys and values are fused; name the checkpoint with --model to take them apart"
-        )
+        raise RecordError("queries, keys and values are fused; name the checkpoint with --model to take them apart")
     if x.shape[-1] != heads.width:
         raise RecordError(
             f"a fused projection of width {x.shape[-1]}, but --model says {heads.width}; "
@@ -223,9 +219,7 @@ def _from_file(file: Path) -> Correspondence:
         raise RecordError(f"--map {file}: expected lines of `name in A: name in B`")
     for name, other in lines.items():
         if not isinstance(other, str | None):
-            raise RecordError(
-                f"--map {file}: {name}: got {other!r}; expected a name in B, or null to leave it out"
-            )
+            raise RecordError(f"--map {file}: {name}: got {other!r}; expected a name in B, or null to leave it out")
     pairs = [(_pattern(name), other and _pattern(other)) for name, other in lines.items()]
     b = [(other, other) if other else (name, None) for name, other in pairs]
     return Correspondence(Renaming(tuple(pairs)), Renaming(tuple(b)), regroup=True)

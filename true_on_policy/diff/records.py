@@ -111,9 +111,7 @@ def engine_and_trainer(dump: Recording) -> tuple[Recording, Recording]:
     """
     loads, sides = {entry.key.name: entry.load for entry in dump.entries}, (BEHAVIOR, LOG_PROBS)
     if lacking := [name for name in sides if name not in loads]:
-        raise RecordError(
-            f"{dump.path}: holds no {' and no '.join(lacking)}, so it needs a B to compare with"
-        )
+        raise RecordError(f"{dump.path}: holds no {' and no '.join(lacking)}, so it needs a B to compare with")
     engine, trainer = (Recording(dump.path, (Entry(Key(LOG_PROBS), loads[name]),)) for name in sides)
     return engine, trainer
 
@@ -345,9 +343,7 @@ def _record(name: str, samples: Samples) -> LogProbRecord:
     try:
         return LogProbRecord.from_sequences(tokens, log_probs, dtype=dtypes.pop())
     except RecordError as error:
-        raise RecordError(
-            f"{name}: {error}; a rank of context parallelism dumps its own part alone"
-        ) from error
+        raise RecordError(f"{name}: {error}; a rank of context parallelism dumps its own part alone") from error
 
 
 def _response(sample: Mapping[str, Any]) -> list[int]:

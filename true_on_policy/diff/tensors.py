@@ -25,9 +25,7 @@ LOG_PROBS_KEY = Key(LOG_PROBS)
 EMPTY = "no values"
 NEAREST = 5  # at most this many equal tensors are named as inputs of an operation
 
-Status = Literal[
-    "equal", "different", "other dtype", "other shape", "missing in A", "missing in B", "not comparable"
-]
+Status = Literal["equal", "different", "other dtype", "other shape", "missing in A", "missing in B", "not comparable"]
 DIVERGED: Mapping[str, Status] = {"bytes": "different", "dtype": "other dtype", "shape": "other shape"}
 
 

@@ -98,9 +98,7 @@ def compare_by_token(a: Recording, b: Recording, names: Correspondence, heads: H
     Raises:
         RecordError: a recording does not tell which row is which token.
     """
-    left, right = (
-        read(one.path, partial(_side, one, naming, heads)) for one, naming in ((a, names.a), (b, names.b))
-    )
+    left, right = (read(one.path, partial(_side, one, naming, heads)) for one, naming in ((a, names.a), (b, names.b)))
     pairs = _pairs(left, right)
     keys = [key for key in dict.fromkeys((*left.keys, *right.keys)) if key.name not in LAYOUT]
     rows = [_row(key, left, right, pairs) for key in progress(keys, "tensors compared")]
@@ -162,9 +160,7 @@ def _layout(entries: Sequence[Entry], forward: int) -> Iterator[tuple[object, in
     if any(entry.key.name == "rids" for entry in entries):
         return _engine_layout(entries)
     if any("decoder.layers." in entry.key.name for entry in entries) and len(_load(entries, "input_ids")) > 1:
-        raise RecordError(
-            "rows of a batch of Megatron's stand in another order than its input_ids; pack the sequences"
-        )
+        raise RecordError("rows of a batch of Megatron's stand in another order than its input_ids; pack the sequences")
     return _trainer_layout(entries, forward)
 
 

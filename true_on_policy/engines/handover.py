@@ -38,9 +38,7 @@ def _tuples(value: Any) -> Any:
     return tuple(map(_tuples, value)) if isinstance(value, list) else value
 
 
-FOLDER = (
-    "TRUE_ON_POLICY_ENGINE_DUMP"  # where the processes that run the model say what they run, for the doctor
-)
+FOLDER = "TRUE_ON_POLICY_ENGINE_DUMP"  # where the processes that run the model say what they run, for the doctor
 ASKED = "TRUE_ON_POLICY_WEIGHTS"  # set for an engine whose weight checker is to return digests of its weights
 KEY = "TRUE_ON_POLICY_ENGINE_KEY"  # the key that a server of ours asks of each request, and that our clients send
 ACTIVE = "true_on_policy: pinned"  # printed by the process that runs the model, once its probes have passed

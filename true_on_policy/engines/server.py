@@ -39,9 +39,7 @@ def interpreter(engine: str) -> Path:
     folder = Path(os.environ.get(variable) or HERE.parent.parent / f".venv-{engine}")
     python = folder / "bin" / "python"
     if not python.exists():
-        raise EngineError(
-            f"{folder}: no {engine} there; run `bash {HERE / 'install.sh'} {engine}`, or set {variable}"
-        )
+        raise EngineError(f"{folder}: no {engine} there; run `bash {HERE / 'install.sh'} {engine}`, or set {variable}")
     return python
 
 
@@ -60,9 +58,7 @@ def inherited() -> dict[str, str]:
     """Return the variables of an engine on this machine: this process's, with torch.compile off, which changes bits."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(WITHHELD)}
     eager = {"TORCH_COMPILE_DISABLE": "1"}
-    return (
-        kept | eager | on_loopback() | {"PYTHONSAFEPATH": "1", "PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1"}
-    )
+    return kept | eager | on_loopback() | {"PYTHONSAFEPATH": "1", "PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1"}
 
 
 START_SECONDS = 600  # a start took 15 s on two idle cores, and over 300 s on overloaded cores
@@ -202,9 +198,7 @@ class Server:
         """
         if ACTIVE not in self.output():
             self.close()
-            raise EngineError(
-                f"{self.name}: runs, but never printed {ACTIVE!r}: our plugin is not installed there"
-            )
+            raise EngineError(f"{self.name}: runs, but never printed {ACTIVE!r}: our plugin is not installed there")
 
     def post(self, path: str, body: Mapping[str, Any], seconds: float = GENERATE_SECONDS) -> Any:
         """Post JSON, and return the JSON answer.

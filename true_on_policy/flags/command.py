@@ -50,8 +50,7 @@ from true_on_policy.flags.rules import (
 HOOK = "true_on_policy.fsdp_worker.watch"  # Ray's worker_process_setup_hook, for Miles's FSDP trainer
 
 REFUSALS = tuple(
-    Refusal(name, tuple(rule["allowed"]), rule["why"].format(**REASONS))
-    for name, rule in TABLE["refusals"].items()
+    Refusal(name, tuple(rule["allowed"]), rule["why"].format(**REASONS)) for name, rule in TABLE["refusals"].items()
 )
 
 

@@ -33,9 +33,7 @@ PROOF = "true_on_policy.hosts.weights"
 
 
 @Hook
-def policy_loss(
-    args: Any, batch: Batch, logits: Tensor, sum_of_sample_mean: Callable[[Tensor], Tensor]
-) -> Loss:
+def policy_loss(args: Any, batch: Batch, logits: Tensor, sum_of_sample_mean: Callable[[Tensor], Tensor]) -> Loss:
     """Compute the host's policy loss unchanged, and compare the log-probs of this rank's tokens by bits.
 
     The hook compares `rollout_log_probs` and `log_probs` of the batch. The comparison is not a TIS hook: a
@@ -126,9 +124,7 @@ def layout_of(args: Any, batch: Batch, cp: tuple[int, int]) -> LayoutOf:
     """Return a function that lays out sequences of a micro-batch; `cp` is (size, rank) of context parallelism."""
 
     def layout(sequences: Sequence[int]) -> Layout:
-        total, response = (
-            [batch[name][i] for i in sequences] for name in ("total_lengths", "response_lengths")
-        )
+        total, response = ([batch[name][i] for i in sequences] for name in ("total_lengths", "response_lengths"))
         padded = batch.get("max_seq_lens")
         return host_layout(args, total, response, padded and [padded[i] for i in sequences], *cp)
 

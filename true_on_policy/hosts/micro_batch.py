@@ -75,9 +75,7 @@ class MicroBatch:
         masks = [batch["loss_masks"][i] for i in present]
         valid = layout.place(torch.cat(masks), Ranks()).ragged.loss_mask
         named = zip(("rollout_log_probs", "log_probs"), sides, strict=True)
-        engine, trainer = (
-            _packed(name, [side[i] for i in present], layout, valid.device) for name, side in named
-        )
+        engine, trainer = (_packed(name, [side[i] for i in present], layout, valid.device) for name, side in named)
         if engine.dtype != trainer.dtype:
             raise ContractError(
                 f"rollout_log_probs are {engine.dtype} and log_probs {trainer.dtype}: two dtypes have no bits in "
@@ -132,9 +130,7 @@ def _packed(name: str, log_probs: Sequence[Any], layout: Layout, device: torch.d
 NO_VERSION = -1
 
 
-def write_sample(
-    batch: MicroBatch, sequence: int, folder: Path, metadata: Mapping[str, str]
-) -> tuple[Path, Path]:
+def write_sample(batch: MicroBatch, sequence: int, folder: Path, metadata: Mapping[str, str]) -> tuple[Path, Path]:
     """Write one sequence of a micro-batch, and return the two files to compare.
 
     Raises:

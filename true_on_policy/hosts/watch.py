@@ -166,9 +166,7 @@ class Comparison:
         except Exception as error:
             logger.error("the last step, compared at exit: %s", error)
 
-    def _read(
-        self, batches: Sequence[MicroBatch], args: Any, config: BitwiseConfig, step: Step | None
-    ) -> bool:
+    def _read(self, batches: Sequence[MicroBatch], args: Any, config: BitwiseConfig, step: Step | None) -> bool:
         """Read the flags of micro-batches, log and write the differences, and return whether there is one."""
         totals, differing = Totals(), []
         for number, batch in enumerate(batches):

@@ -128,9 +128,7 @@ class Proof:
         reference = self._reference(actor)
         said = ""
         if first is not None:
-            equals = _equals(
-                found[first], before[first] if first < len(before) else (), now[first], reference
-            )
+            equals = _equals(found[first], before[first] if first < len(before) else (), now[first], reference)
             said = f"{update}, engine {first}: {found[first].summary}{equals}"
             logger.warning("%s", said)
         if self.config.on_difference == "raise":

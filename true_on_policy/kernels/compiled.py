@@ -156,9 +156,7 @@ def _compared(case: _Case, fast: Function) -> tuple[str | None, bool]:
             found = (first_mismatch(a, b) for a, b in zip(ours, theirs, strict=True))
             first = next(filter(None, found), None)
             differs = differs or (first and f"{rows} rows{' with a gradient' * graph}: {first}")
-            gradient_differs |= any(
-                first_mismatch(a, b) is not None for a, b in zip(slopes, others, strict=True)
-            )
+            gradient_differs |= any(first_mismatch(a, b) is not None for a, b in zip(slopes, others, strict=True))
     return differs, gradient_differs
 
 

@@ -114,9 +114,7 @@ def linear_once(dtype: str, shape: tuple[int, int], device: torch.device) -> Non
 
 
 @torch.no_grad()
-def attention_failures(
-    dtype: str, shapes: Shapes, device: torch.device, library: ModuleType
-) -> Iterator[Failure]:
+def attention_failures(dtype: str, shapes: Shapes, device: torch.device, library: ModuleType) -> Iterator[Failure]:
     """Compare causal attention over packed sequences with each sequence alone, and with another order of packing."""
     for heads, groups, width in shapes.attention:
         shape, batch = (heads, groups, width), Packed(drawing(dtype, device), heads, groups, width)

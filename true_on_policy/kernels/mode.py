@@ -47,9 +47,7 @@ def described(operator: str, key: str) -> str:
     file = holder(operator, key)
     if file is None:
         return "stock"
-    files = (
-        (name, getattr(module, "__dict__", {}).get("__file__")) for name, module in [*sys.modules.items()]
-    )
+    files = ((name, getattr(module, "__dict__", {}).get("__file__")) for name, module in [*sys.modules.items()])
     module = next((name for name, own in files if own == file), None)
     return f"{Path(file).name} of {module.partition('.')[0] if module else Path(file).parent.name}"
 
@@ -150,6 +148,4 @@ def _switch_off(mode: Mode, disable: Callable[[], None], found: dict[str, str | 
     disable()
     for name, file in _holders(key).items():
         if file != found[name]:
-            raise PinError(
-                f"{mode.library}: undoing the mode leaves aten::{name} to {file or 'the stock kernel'}"
-            )
+            raise PinError(f"{mode.library}: undoing the mode leaves aten::{name} to {file or 'the stock kernel'}")

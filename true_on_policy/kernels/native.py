@@ -55,9 +55,7 @@ def find_compiler() -> str:
     found = (shutil.which(name) for name in (os.environ.get("CC", "cc"), "cc", "gcc", "clang"))
     compiler = next(filter(None, found), None)
     if compiler is None:
-        raise PinError(
-            "contract.backend: 'native' needs a C compiler and none was found; install gcc or clang"
-        )
+        raise PinError("contract.backend: 'native' needs a C compiler and none was found; install gcc or clang")
     return compiler
 
 

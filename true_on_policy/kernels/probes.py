@@ -89,9 +89,7 @@ def failures(contract: Contract) -> Iterator[Failure]:
             yield from _rows(name, (width,), partial(function, dim=-1), draw(ROWS, width).float())
 
 
-def _rows(
-    kernel: str, shape: tuple[int, ...], function: Kernel, x: Float[Tensor, "M K"]
-) -> Iterator[Failure]:
+def _rows(kernel: str, shape: tuple[int, ...], function: Kernel, x: Float[Tensor, "M K"]) -> Iterator[Failure]:
     """Compare each row alone with the row in a batch, and the batch in two orders."""
     together = function(x)
     alone = torch.cat([function(row) for row in x.split(1)])
@@ -116,9 +114,7 @@ def _attention(heads: int, groups: int, width: int, draw) -> Iterator[Failure]:
     shape = (heads, groups, width)
     for t in range(TOKENS):
         decode = attend(query[:1, :, t, None], key[:1, :, : t + 1], value[:1, :, : t + 1])
-        yield from compare(
-            "attention", shape, f"token {t} decoded and prefilled", decode, prefill[:1, :, t, None]
-        )
+        yield from compare("attention", shape, f"token {t} decoded and prefilled", decode, prefill[:1, :, t, None])
     padding = 5
     behind = lambda x: F.pad(x, (0, 0, padding, 0))  # noqa: E731
     mask = torch.ones(TOKENS + padding, TOKENS + padding, dtype=torch.bool).tril()

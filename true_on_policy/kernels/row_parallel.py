@@ -64,13 +64,9 @@ def row_parallel(
     if leaves < 1 or leaves & (leaves - 1):
         raise ContractError(f"leaves: got {leaves}; choose a power of two")
     if leaves % ranks:
-        raise ContractError(
-            f"leaves: {leaves} do not share out over {ranks} ranks; choose a multiple of {ranks}"
-        )
+        raise ContractError(f"leaves: {leaves} do not share out over {ranks} ranks; choose a multiple of {ranks}")
     if depth % (leaves // ranks):
-        raise ContractError(
-            f"leaves: {leaves // ranks} a rank do not divide its K of {depth}; choose fewer leaves"
-        )
+        raise ContractError(f"leaves: {leaves // ranks} a rank do not divide its K of {depth}; choose fewer leaves")
     return _RowParallel.apply(backend, x, weight, leaves // ranks, group if ranks > 1 else None)
 
 

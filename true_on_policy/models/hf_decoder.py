@@ -107,9 +107,7 @@ def stacked(weights: Mapping[str, Tensor], experts: int) -> dict[str, Tensor]:
         each = [f"{layer}.mlp.experts.{index}" for index in range(experts)]
         pairs = [torch.cat([weights[f"{one}.{part}_proj.weight"] for part in ("gate", "up")]) for one in each]
         others[f"{layer}.mlp.experts.gate_up_proj"] = torch.stack(pairs)
-        others[f"{layer}.mlp.experts.down_proj"] = torch.stack(
-            [weights[f"{one}.down_proj.weight"] for one in each]
-        )
+        others[f"{layer}.mlp.experts.down_proj"] = torch.stack([weights[f"{one}.down_proj.weight"] for one in each])
     return others
 
 

@@ -145,9 +145,7 @@ def _tokenizer(fields: dict[str, Any]) -> Any:
     from transformers import PreTrainedTokenizerFast
 
     if fields["tokenizer.ggml.pre"] != "smollm":
-        raise ModelError(
-            f"tokenizer.ggml.pre: {fields['tokenizer.ggml.pre']!r} is unknown; smollm alone is read"
-        )
+        raise ModelError(f"tokenizer.ggml.pre: {fields['tokenizer.ggml.pre']!r} is unknown; smollm alone is read")
     tokens, types = fields["tokenizer.ggml.tokens"], fields["tokenizer.ggml.token_type"]
     merges = [tuple(merge.split(" ")) for merge in fields["tokenizer.ggml.merges"]]
     tokenizer = Tokenizer(models.BPE({token: index for index, token in enumerate(tokens)}, merges))

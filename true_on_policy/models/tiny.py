@@ -188,9 +188,7 @@ def check_shares(config: Any, contract: Contract) -> None:
                 )
     for inputs, layer in ((heads * config.head_dim, "o_proj"), (ffn, "down_proj")):
         if inputs % contract.leaves:
-            raise ContractError(
-                f"contract.leaves: {contract.leaves} do not divide the {inputs} inputs of {layer}"
-            )
+            raise ContractError(f"contract.leaves: {contract.leaves} do not divide the {inputs} inputs of {layer}")
 
 
 def placeholders(vocabulary: int) -> dict[str, int]:

@@ -119,9 +119,7 @@ def load(path: Path) -> tuple[GpuContract, Observation]:
     if all(other.contract == contract for other in dumps):
         return contract, seen
     values = _by_rank({each.process.rank: str(each.contract) for each in dumps})
-    return contract, replace(
-        seen, settings={**seen.settings, CONTRACT: values}, split=(*seen.split, CONTRACT)
-    )
+    return contract, replace(seen, settings={**seen.settings, CONTRACT: values}, split=(*seen.split, CONTRACT))
 
 
 def load_engine(path: Path, url: str | None) -> Observation:
@@ -157,9 +155,7 @@ def _one_engine(folder: Path, url: str | None) -> Path:
         meant = [file for file in meant if _same_host(processes[file], url)]
     if len(meant) != 1:
         named = ", ".join(file.name for file in firsts) or "none"
-        raise DumpError(
-            f"{folder}: {len(meant)} engines at {url or 'any URL'}; there are: {named}; name one file"
-        )
+        raise DumpError(f"{folder}: {len(meant)} engines at {url or 'any URL'}; there are: {named}; name one file")
     return meant[0]
 
 

@@ -28,9 +28,7 @@ class HuggingFace(InProcess):
 
     name = "hf"
 
-    def __init__(
-        self, checkpoint: Path, dtype: str, order: NormOrder | None = None, tree: Tree | None = None
-    ):
+    def __init__(self, checkpoint: Path, dtype: str, order: NormOrder | None = None, tree: Tree | None = None):
         self.model = hf_decoder.load(checkpoint, dtype, order, tree)
 
     def load(self, checkpoint: Path) -> None:

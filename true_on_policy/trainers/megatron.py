@@ -58,9 +58,7 @@ class Megatron(InProcess):
 
     name = "megatron"
 
-    def __init__(
-        self, checkpoint: Path, dtype: str, order: NormOrder | None = None, tree: Tree | None = None
-    ):
+    def __init__(self, checkpoint: Path, dtype: str, order: NormOrder | None = None, tree: Tree | None = None):
         one_rank()
         config: Any = read_config(checkpoint)  # to a type checker, the config's fields are optional
         rank, ranks = mpu.get_tensor_model_parallel_rank(), mpu.get_tensor_model_parallel_world_size()
@@ -119,9 +117,7 @@ class SpecNorm(torch.nn.Module):
 class SpecColumnParallel(ColumnParallelLinear):
     """Megatron's column-parallel layer with its bias added before the product is rounded, as engines add it."""
 
-    def _forward_impl(
-        self, input: Tensor, weight: Tensor, *args: Any, bias: Tensor, **options: Any
-    ) -> Tensor:
+    def _forward_impl(self, input: Tensor, weight: Tensor, *args: Any, bias: Tensor, **options: Any) -> Tensor:
         if options["allreduce_dgrad"]:  # Megatron's own product adds up the input's gradient over the ranks
             input = copy_to_tensor_model_parallel_region(input, self.tp_group)
         return F.linear(input, weight, bias)

@@ -49,9 +49,7 @@ class InProcess:
         """Do nothing: the trainer has no process beside this one."""
 
 
-def sampled_log_probs(
-    logits: Float[Tensor, "T V"], sample: Sample, temperature: float
-) -> Float32[Tensor, "N"]:
+def sampled_log_probs(logits: Float[Tensor, "T V"], sample: Sample, temperature: float) -> Float32[Tensor, "N"]:
     """Compute log_softmax(logits / temperature) of a sequence's sampled tokens, from the logits at its T positions.
 
     This formula agrees with SGLang's to the bit: in float32, a division (not a product with the inverse), and

@@ -23,14 +23,10 @@ from true_on_policy.verify.prompts import BUILTIN, prompt_lines
 
 
 def add_parser(subparsers: argparse._SubParsersAction) -> None:
-    parser = subparsers.add_parser(
-        "verify", help="is every log-prob of the engine the trainer's?", description=__doc__
-    )
+    parser = subparsers.add_parser("verify", help="is every log-prob of the engine the trainer's?", description=__doc__)
     parser.add_argument("--engine", required=True, choices=list(ENGINES))
     parser.add_argument("--trainer", required=True, choices=list(TRAINERS))
-    models = (
-        f"a tiny model, {' or '.join(PRETRAINED)} (fetched once), or a folder of a {covered()} checkpoint"
-    )
+    models = f"a tiny model, {' or '.join(PRETRAINED)} (fetched once), or a folder of a {covered()} checkpoint"
     parser.add_argument("--model", default="tiny-qwen3", help=models)
     prompts = f"real prompts, one a line; {BUILTIN} takes 128 of ours; else random tokens"
     parser.add_argument("--prompts", metavar="FILE", help=prompts)
@@ -39,9 +35,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     parser.add_argument("--tokens", type=whole, default=2000, help=tokens)
     backends = get_args(BackendName)
     parser.add_argument("--backend", default="native", choices=backends, help="the kernels of both sides")
-    parser.add_argument(
-        "--norm-order", default="engine", choices=get_args(Side), help="whose both sides take"
-    )
+    parser.add_argument("--norm-order", default="engine", choices=get_args(Side), help="whose both sides take")
     parser.add_argument("--trainer-tensor-parallel", type=whole, default=1, help="ranks of the trainer")
     parser.add_argument("--engine-tensor-parallel", type=whole, default=1, help="ranks of the engine")
     leaves = "of the tree in which both sides add up a row-parallel product"

@@ -85,10 +85,7 @@ def links(evidence: Evidence) -> list[Link]:
     """Compare the evidence link by link, and add the conclusion that follows from the three links."""
     at_one = [index for index, sample in enumerate(evidence.samples) if sample.request.temperature == 1]
     return [
-        *(
-            link(f"trainer: alone == {name}", evidence.trainer, packed)
-            for name, packed in evidence.packed.items()
-        ),
+        *(link(f"trainer: alone == {name}", evidence.trainer, packed) for name, packed in evidence.packed.items()),
         link("engine prefill == trainer", evidence.prefill, evidence.trainer),
         link(
             "engine decode == engine prefill, where temperature is 1",
@@ -99,9 +96,7 @@ def links(evidence: Evidence) -> list[Link]:
     ]
 
 
-def conclusion(
-    evidence: Evidence, name: str = "hence engine decode == trainer, at every temperature"
-) -> Link:
+def conclusion(evidence: Evidence, name: str = "hence engine decode == trainer, at every temperature") -> Link:
     """Compare the log-probs that the engine sampled with and the log-probs that the trainer computes."""
     return link(name, evidence.decode, evidence.trainer_tempered)
 

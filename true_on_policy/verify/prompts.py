@@ -107,9 +107,7 @@ def read_prompts(source: str, checkpoint: Path) -> Prompts:
             what = f"the token {token}, which is {placeholders[token]} in the model's config.json"
             raise PromptsError(_refusal(source, prompt, what))
         if len(ids) > LONGEST:
-            raise PromptsError(
-                f"--prompts {source}: {prompt[:40]!r} has {len(ids)} tokens; give {LONGEST} at most"
-            )
+            raise PromptsError(f"--prompts {source}: {prompt[:40]!r} has {len(ids)} tokens; give {LONGEST} at most")
     name = BUILTIN if source == BUILTIN else path.name
     return Prompts(name, hashlib.sha256(path.read_bytes()).hexdigest(), tokens)
 

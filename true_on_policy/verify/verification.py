@@ -200,9 +200,7 @@ def _evidence(setup: Setup, engine: Engine, trainer: Trainer, scratch: Path) -> 
             prefill=_scores(engine, samples),
             trainer=[trainer.log_probs([sample], [1.0])[0] for sample in samples],
             trainer_tempered=_tempered(trainer, samples),
-            packed={
-                name: _packed(trainer, samples, batches) for name, batches in arrangements(samples, seed)
-            },
+            packed={name: _packed(trainer, samples, batches) for name, batches in arrangements(samples, seed)},
         )
     return evidence
 

@@ -172,9 +172,7 @@ def _by_rank(answer: Any) -> dict[int, Mapping[str, str]]:
         (place,) = one["parallelism_info"]
         for axis in ("pp_size", "dp_size"):
             if whole(place[axis], axis) != 1:
-                raise NotSeenError(
-                    f"the engine runs with {axis} {place[axis]}: served is tensor parallelism alone"
-                )
+                raise NotSeenError(f"the engine runs with {axis} {place[axis]}: served is tensor parallelism alone")
         rank = whole(place["tp_rank"], "tp_rank")
         if rank in ranks:
             raise EngineError(f"rank {rank} is told twice")

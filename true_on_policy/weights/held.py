@@ -95,19 +95,14 @@ class Weights:
         """Stack the experts of a rank: `[K, 2F, H]` gate above up, or `[K, H, F]` down."""
         pattern = re.compile(rf"{re.escape(module)}\.(\d+)\.")
         numbers = {int(found[1]) for found in map(pattern.match, self.named) if found}
-        rows = [
-            [self[f"{module}.{number}.{source}.weight"] for source in EXPERTS[kind]]
-            for number in sorted(numbers)
-        ]
+        rows = [[self[f"{module}.{number}.{source}.weight"] for source in EXPERTS[kind]] for number in sorted(numbers)]
         if not rows:
             raise Lacking(f"{module}.0")
         dim, mine = (0, shape[1] // 2) if kind == "w13_weight" else (1, shape[2])
         parts = max(rows[0][0].shape[dim] // mine, 1)  # the number of ranks that share each expert
         group, part = divmod(rank, parts)
         held = rows[group * shape[0] : (group + 1) * shape[0]] if shape[0] < len(rows) else rows
-        return torch.stack(
-            [torch.cat([_padded(source, mine, part, dim) for source in expert]) for expert in held]
-        )
+        return torch.stack([torch.cat([_padded(source, mine, part, dim) for source in expert]) for expert in held])
 
 
 def in_sglang(name: str) -> str:

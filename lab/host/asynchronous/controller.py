@@ -100,9 +100,7 @@ class Controller:
         self._keep_cache = settings.pause_mode == "in_place"
         self.engine = stepped(settings.engine, settings.config, settings.precision, self._keep_cache)
         self.engine.update_weights(weights, rollouts.start)
-        self._open: dict[
-            int, dict[int, int]
-        ] = {}  # of each rollout the numbers of its responses, and their seeds
+        self._open: dict[int, dict[int, int]] = {}  # of each rollout the numbers of its responses, and their seeds
         self._ended: set[int] = set()
         self._waiting: list[tuple[int, list[Unfinished]]] = []
         self._batches: list[Batch] = []
@@ -185,9 +183,7 @@ class Controller:
             self._changed.wait_for(lambda: not self._stepping)
             if self.settings.pause_mode == "abort":
                 self._batches = []
-                self._waiting = [
-                    batch for rollout in sorted(self._open) for batch in self._unfinished(rollout)
-                ]
+                self._waiting = [batch for rollout in sorted(self._open) for batch in self._unfinished(rollout)]
 
     def _resume(self) -> None:
         with self._changed:

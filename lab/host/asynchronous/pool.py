@@ -119,9 +119,7 @@ def _asked(batch: Sequence[Request]) -> Batch:
     return [request.tokens for request in batch], [request.count for request in batch]
 
 
-def _stored(
-    pool: Pool, batch: Sequence[Request], answers: Sequence[Sequence[float]], done: Recomputed
-) -> Recomputed:
+def _stored(pool: Pool, batch: Sequence[Request], answers: Sequence[Sequence[float]], done: Recomputed) -> Recomputed:
     tokens = gone = 0
     for request, answer in zip(batch, answers, strict=True):
         positions, log_probs = request.positions, request.wanted(answer)

@@ -63,9 +63,7 @@ class Response:
     def lacking(self, version: int) -> list[int]:
         """Positions of the tokens of `version` that wait for their log-prob under the next version."""
         pairs = zip(self.versions, self.recomputed, strict=True)
-        return [
-            i for i, (wrote, stored) in enumerate(pairs) if wrote == version > NO_VERSION and stored is None
-        ]
+        return [i for i, (wrote, stored) in enumerate(pairs) if wrote == version > NO_VERSION and stored is None]
 
     def stored(self, positions: Sequence[int], log_probs: Sequence[float]) -> Response:
         """Store the log-probs of some tokens under the next version."""
@@ -92,9 +90,7 @@ class Response:
                 yield self.versions[start], start, stop
                 start = stop
 
-    def _extended(
-        self, tokens: Sequence[int], log_probs: Sequence[float], version: int, stale_cache: bool
-    ) -> Response:
+    def _extended(self, tokens: Sequence[int], log_probs: Sequence[float], version: int, stale_cache: bool) -> Response:
         count = len(tokens)
         return replace(
             self,

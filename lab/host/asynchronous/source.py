@@ -187,9 +187,7 @@ def _recompute_row(done: Recomputed, seconds: float) -> Row:
     }
 
 
-def samples_of(
-    task: Task, problems: Sequence[Problem], responses: Sequence[Response], group_size: int
-) -> list[Sample]:
+def samples_of(task: Task, problems: Sequence[Problem], responses: Sequence[Response], group_size: int) -> list[Sample]:
     """Samples of `make_samples` with the version of each token and the recomputed log-probs."""
     generations = [Generation(one.tokens, one.log_probs, one.newest) for one in responses]
     samples = make_samples(task, problems, generations, group_size)

@@ -24,9 +24,7 @@ class HeadOffpolicyness:
 
     def __post_init__(self) -> None:
         if self.bound < 0:
-            raise ConfigError(
-                f"{{max_head_offpolicyness}}: got {self.bound}; give 0, which is synchronous, or more"
-            )
+            raise ConfigError(f"{{max_head_offpolicyness}}: got {self.bound}; give 0, which is synchronous, or more")
 
     def admitted(self, begun: int, version: int) -> range:
         """Numbers of the rollouts that may begin at `version`, when the first `begun` rollouts have begun."""

@@ -203,9 +203,7 @@ def register_hooks(hooks: Hooks, args: argparse.Namespace) -> None:
     """
     for point in POINTS:
         flag, paths = spelled(_hook_path(point)), getattr(args, _hook_path(point))
-        for path in (
-            [paths] if isinstance(paths, str) else paths or []
-        ):  # a file may give a single one as text
+        for path in [paths] if isinstance(paths, str) else paths or []:  # a file may give a single one as text
             hook = load_function(path, flag)
             try:
                 hooks.register(point, hook, path)
@@ -241,14 +239,8 @@ def _correction(args: argparse.Namespace) -> Iterator[str]:
             "of your own"
         )
     if args.custom_tis_function_path is not None and not asked:
-        yield (
-            "--custom-tis-function-path has no effect without --use-tis or --get-mismatch-metrics; give one of them"
-        )
-    if (
-        hasattr(args, "mis")
-        and not args.asynchronous
-        and not any(getattr(args, name) for name in named("hook"))
-    ):
+        yield ("--custom-tis-function-path has no effect without --use-tis or --get-mismatch-metrics; give one of them")
+    if hasattr(args, "mis") and not args.asynchronous and not any(getattr(args, name) for name in named("hook")):
         yield (
             "--custom-config-path: `mis:` in the file has no effect without a hook that reads it; give --use-tis "
             "--custom-tis-function-path mis_plugins.mis.compute_mis_weights_with_cp"
@@ -272,9 +264,7 @@ def _loss(args: argparse.Namespace) -> Iterator[str]:
     if custom != (args.custom_loss_function_path is not None):
         yield "--loss-type custom_loss and --custom-loss-function-path need each other; give both or none"
     if custom and args.custom_pg_loss_reducer_function_path is not None:
-        yield (
-            "--custom-pg-loss-reducer-function-path has no effect with --loss-type custom_loss; drop one of them"
-        )
+        yield ("--custom-pg-loss-reducer-function-path has no effect with --loss-type custom_loss; drop one of them")
 
 
 POINTS: tuple[Point, ...] = get_args(Point)

@@ -76,9 +76,7 @@ class Checkpoint:
 
     save: str | None = flag(None, "write a checkpoint here, at --save-interval and at the end", "DIR")
     save_interval: int = flag(50, "rollouts between checkpoints")
-    load: str | None = flag(
-        None, "resume from the checkpoint in this folder; any layout of ranks may read it", "DIR"
-    )
+    load: str | None = flag(None, "resume from the checkpoint in this folder; any layout of ranks may read it", "DIR")
 
 
 @dataclass
@@ -200,9 +198,7 @@ class Asynchronous:
     recompute_token_budget: int | None = flag(
         None, "tokens a forward pass when the waiting samples are scored before an update", later=8192
     )
-    pre_pause_hook_path: list[str] | None = flag(
-        None, "called before generation pauses for new weights", "FN"
-    )
+    pre_pause_hook_path: list[str] | None = flag(None, "called before generation pauses for new weights", "FN")
     post_pause_hook_path: list[str] | None = flag(
         None, "called once nothing is generated any more, before the weights move", "FN"
     )
@@ -218,15 +214,11 @@ class Correction:
 
     use_tis: bool = flag(False, "let the hook change the loss and its masks")
     get_mismatch_metrics: bool = flag(False, "call the hook for its metrics")
-    custom_tis_function_path: str | None = hook(
-        "dotted path, e.g. mis_plugins.mis.compute_mis_weights_with_cp"
-    )
+    custom_tis_function_path: str | None = hook("dotted path, e.g. mis_plugins.mis.compute_mis_weights_with_cp")
     custom_config_path: str | None = flag(
         None, "each top-level key becomes an attribute of args, as in the hosts", "YAML"
     )
-    use_rollout_logprobs: bool = flag(
-        False, "PPO against the rollout engine's log-probs, without recomputing them"
-    )
+    use_rollout_logprobs: bool = flag(False, "PPO against the rollout engine's log-probs, without recomputing them")
 
 
 @dataclass
@@ -236,9 +228,7 @@ class Loss:
     loss_type: Literal["policy_loss", "custom_loss"] = flag(
         "policy_loss", "of the host, or of --custom-loss-function-path"
     )
-    custom_loss_function_path: str | None = hook(
-        "fn(args, batch, logits, sum_of_sample_mean) -> (loss, metrics)"
-    )
+    custom_loss_function_path: str | None = hook("fn(args, batch, logits, sum_of_sample_mean) -> (loss, metrics)")
     custom_pg_loss_reducer_function_path: str | None = hook(
         "fn(total_lengths, response_lengths, masks, calculate_per_token_loss) -> a function of the policy loss of "
         "every token"
@@ -270,9 +260,7 @@ class Clip:
 class Optimizer:
     """optimizer"""
 
-    global_batch_size: int | None = flag(
-        None, "samples an optimizer step (default: the whole rollout)", size=True
-    )
+    global_batch_size: int | None = flag(None, "samples an optimizer step (default: the whole rollout)", size=True)
     micro_batch_size: int | None = flag(
         None, "samples of one data-parallel rank a forward pass (default: all of its share)", size=True
     )
@@ -311,9 +299,7 @@ class Model:
     ffn_hidden_size: int = flag(128, size=True)
     num_experts: int | None = flag(None, "experts of each layer (default: none, a dense model)", size=True)
     moe_router_topk: int | None = flag(None, "experts of each token (default: 2)", size=True)
-    moe_ffn_hidden_size: int | None = flag(
-        None, "width of each expert (default: --ffn-hidden-size)", size=True
-    )
+    moe_ffn_hidden_size: int | None = flag(None, "width of each expert (default: --ffn-hidden-size)", size=True)
 
 
 GROUPS = (
@@ -364,7 +350,5 @@ def _taken(one: Field[Any], annotated: Any) -> dict[str, Any]:
     if kind is int:
         return told | {"type": whole, "metavar": one.metadata["metavar"] or "N"}
     if kind is float:  # a rate is checked once the file is read, as a file may say anything
-        return told | {
-            "type": float if "rate" in one.metadata or one.name == "rollout_temperature" else finite
-        }
+        return told | {"type": float if "rate" in one.metadata or one.name == "rollout_temperature" else finite}
     return told | ({"action": "append"} if get_origin(kind) is list else {})

@@ -85,9 +85,7 @@ class ModelConfig:
             return {"mlp.gate_proj": wide, "mlp.up_proj": wide, "mlp.down_proj": narrow}
         each = {"gate_proj": wide, "up_proj": wide, "down_proj": narrow}
         return {"mlp.gate": (self.experts, self.hidden_size)} | {
-            f"mlp.experts.{number}.{name}": shape
-            for number in range(self.experts)
-            for name, shape in each.items()
+            f"mlp.experts.{number}.{name}": shape for number in range(self.experts) for name, shape in each.items()
         }
 
 
@@ -105,9 +103,7 @@ class LeftPadded:
             if not len(sequence):
                 raise InputError(f"sequence {index} is empty; give it at least one token")
             if min(sequence) < 0 or max(sequence) >= vocab_size:
-                raise InputError(
-                    f"sequence {index}: {list(sequence)} leaves the vocabulary, 0 to {vocab_size - 1}"
-                )
+                raise InputError(f"sequence {index}: {list(sequence)} leaves the vocabulary, 0 to {vocab_size - 1}")
         padding = [longest - len(sequence) for sequence in sequences]
         rows = [[0] * pad + list(sequence) for pad, sequence in zip(padding, sequences, strict=True)]
         return cls(torch.tensor(rows), torch.tensor(padding))

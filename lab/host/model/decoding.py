@@ -100,9 +100,7 @@ class Decoding:
             return None
         rows = enumerate(zip(self._responses, self._added, self._padding, strict=True))
         return [
-            held[:, row, start : start + len(one.prompt + one.tokens) + len(added) - 1]
-            .transpose(0, 1)
-            .contiguous()
+            held[:, row, start : start + len(one.prompt + one.tokens) + len(added) - 1].transpose(0, 1).contiguous()
             for row, (one, added, start) in rows
         ]
 

@@ -52,9 +52,7 @@ class RolloutEngine(Protocol):
         """
         ...
 
-    def generate(
-        self, prompts: Sequence[Sequence[int]], sampling: Sampling, seeds: Sequence[int]
-    ) -> list[Generation]:
+    def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling, seeds: Sequence[int]) -> list[Generation]:
         """Sample one response a prompt.
 
         `seeds[i]` alone decides the randomness of response `i`: batched with others or alone, it is the
@@ -85,9 +83,7 @@ class DecodeEngine:
         held = {name: at_precision(name, weight, self.precision) for name, weight in weights.items()}
         self._decoder, self.version = Decoder(self.config, held), version
 
-    def generate(
-        self, prompts: Sequence[Sequence[int]], sampling: Sampling, seeds: Sequence[int]
-    ) -> list[Generation]:
+    def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling, seeds: Sequence[int]) -> list[Generation]:
         if len(seeds) != len(prompts):
             raise InputError(f"seeds: got {len(seeds)} for {len(prompts)} prompts; give one seed a prompt")
         if not prompts:

@@ -157,9 +157,7 @@ class Shards:
         share = tp.size if self.cut == "rows" else 1
         rows = [shapes[name][0] // share // self.groups for name in self.names]
         parts = local.unflatten(0, (self.groups, -1)).split(rows, 1)
-        return {
-            name: _gather(part.flatten(0, 1), dim, tp) for name, part in zip(self.names, parts, strict=True)
-        }
+        return {name: _gather(part.flatten(0, 1), dim, tp) for name, part in zip(self.names, parts, strict=True)}
 
 
 def _gather(local: Tensor, dim: int, group: GroupInfo) -> Tensor:

@@ -57,9 +57,7 @@ def draw_problems(
         problems += [problem for problem in drawn if problem.prompt not in excluded]
         if len(problems) == count:
             return problems
-    raise ConfigError(
-        "--eval-prompts holds out nearly every prompt there is; give fewer, or more --num-digits"
-    )
+    raise ConfigError("--eval-prompts holds out nearly every prompt there is; give fewer, or more --num-digits")
 
 
 def sample_responses(
@@ -159,9 +157,7 @@ def shard(args: Namespace, state: ParallelState, rollout: Rollout) -> RolloutDat
     advantages = rollout.advantages[torch.tensor(order)]
     masks = [torch.tensor(sample.mask, dtype=torch.int) for sample in samples]
     versions, masks = _versions(args, rollout, samples, masks, layout)
-    routes = (
-        [sample.rollout_routed_experts for sample in samples] if args.use_rollout_routing_replay else None
-    )
+    routes = [sample.rollout_routed_experts for sample in samples] if args.use_rollout_routing_replay else None
     return (
         versions
         | ({} if routes is None else {ROUTES: routes})

@@ -84,9 +84,7 @@ class ServedEngine(Served):
         self.version = version
         dist.barrier()
 
-    def generate(
-        self, prompts: Sequence[Sequence[int]], sampling: Sampling, seeds: Sequence[int]
-    ) -> list[Generation]:
+    def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling, seeds: Sequence[int]) -> list[Generation]:
         requests = [
             Request(tuple(prompt), sampling.max_new_tokens, seed, sampling.temperature, self._cut)
             for prompt, seed in zip(prompts, seeds, strict=True)

@@ -47,15 +47,10 @@ class ServedSteps(Served):
         """
         assert self._engine is not None, "the first weights start it"
         samples = self._engine.generate(
-            [
-                Request(one.prompt + one.tokens, 1, one.seed + len(one.tokens), temperature)
-                for one in responses
-            ]
+            [Request(one.prompt + one.tokens, 1, one.seed + len(one.tokens), temperature) for one in responses]
         )
         if wrong := {sample.version for sample in samples} - {self.version}:
-            raise EngineError(
-                f"{self._engine.name}: tokens of version {wrong}, with weights of {self.version}"
-            )
+            raise EngineError(f"{self._engine.name}: tokens of version {wrong}, with weights of {self.version}")
         return samples
 
     def update_weights(self, weights: Mapping[str, Tensor], version: int) -> None:
@@ -93,13 +88,9 @@ class ServedDecoding:
         """Draw the next token of every response."""
         samples = self._engine.one_token_each(self._growing, self._sampling.temperature)
         tokens = [sample.tokens[0] for sample in samples]
-        grown = [
-            replace(one, tokens=(*one.tokens, token))
-            for one, token in zip(self._growing, tokens, strict=True)
-        ]
+        grown = [replace(one, tokens=(*one.tokens, token)) for one, token in zip(self._growing, tokens, strict=True)]
         ended = [
-            one.tokens[-1] == self._sampling.eos or len(one.tokens) == self._sampling.max_new_tokens
-            for one in grown
+            one.tokens[-1] == self._sampling.eos or len(one.tokens) == self._sampling.max_new_tokens for one in grown
         ]
         self._growing = [one for one, over in zip(grown, ended, strict=True) if not over]
         log_probs = [float(sample.log_probs[0]) for sample in samples]

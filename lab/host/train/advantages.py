@@ -26,9 +26,7 @@ def shifted(rewards: Float[Tensor, "*shape"], shift: float) -> Float[Tensor, "*s
 
 
 ESTIMATORS: dict[str, Callable[[Namespace, Tensor], Tensor]] = {
-    "grpo": lambda args, rewards: group_relative(
-        rewards, normalize_std=not args.disable_grpo_std_normalization
-    ),
+    "grpo": lambda args, rewards: group_relative(rewards, normalize_std=not args.disable_grpo_std_normalization),
     "reinforce": lambda args, rewards: shifted(rewards, args.reward_shift),
 }
 """``--advantage-estimator``: called with ``args`` and rewards ``[prompts, samples]``."""

@@ -50,9 +50,7 @@ def _grid(length: Tensor, width: int) -> tuple[Tensor, Tensor]:
     return column, column < length[:, None]
 
 
-def pack(
-    tokens: Sequence[Tensor], response_lengths: Sequence[int], cp_rank: int = 0, cp_size: int = 1
-) -> Layout:
+def pack(tokens: Sequence[Tensor], response_lengths: Sequence[int], cp_rank: int = 0, cp_size: int = 1) -> Layout:
     """Lay sequences out for rank ``cp_rank`` of ``cp_size``. ``tokens`` are full: prompt, then response."""
     flat = torch.cat(list(tokens))
     total = torch.tensor([len(sequence) for sequence in tokens])

@@ -71,9 +71,7 @@ def _gather_routes(args: Namespace) -> None:
         watch.begin(TRAIN)
 
 
-def mean_gradient(
-    args: Namespace, state: ParallelState, trainer: Trainer, rollouts: Sequence[Rollout]
-) -> Tensor:
+def mean_gradient(args: Namespace, state: ParallelState, trainer: Trainer, rollouts: Sequence[Rollout]) -> Tensor:
     """Gradient of the policy loss at the current weights, averaged over the rollouts. Collective; no step is taken."""
     total = torch.zeros(())
     whole = Namespace(**{**vars(args), "global_batch_size": len(rollouts[0].samples)})

@@ -48,9 +48,7 @@ def kept_columns(layout: Layout, kept: Sequence[KeptSets], first: int, width: in
     sizes = [sets.offsets.long().diff() for sets in kept]
     for sample, (found, length) in enumerate(zip(sizes, layout.response_lengths, strict=True)):
         if len(found) != length:
-            raise InputError(
-                f"{OFFSETS} of sample {sample}: {len(found)} kept sets for {length} response tokens"
-            )
+            raise InputError(f"{OFFSETS} of sample {sample}: {len(found)} kept sets for {length} response tokens")
     ids = torch.cat([sets.ids.long() for sets in kept])
     row = torch.repeat_interleave(torch.cat(sizes))
     return (_members(row, ids - first, sum(map(len, sizes)), width))[layout.response_index] | _members(

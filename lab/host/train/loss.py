@@ -50,9 +50,7 @@ class MicroBatch:
     recomputed: list[Tensor] | None = None
     proximal_version: int | None = None
     kept: list[KeptSets] | None = None
-    named: Mapping[str, list[Tensor]] = field(
-        default_factory=dict
-    )  # the engine's likeliest tokens, by the hosts' keys
+    named: Mapping[str, list[Tensor]] = field(default_factory=dict)  # the engine's likeliest tokens, by the hosts' keys
 
     def masked(self, masks: Sequence[Tensor]) -> Tensor:
         """``[R]`` full-response masks, cut to this rank's tokens."""
@@ -129,9 +127,7 @@ def policy_loss(args: Namespace, state: ParallelState, batch: MicroBatch, log_pr
     proximal = behavior if args.use_rollout_logprobs else torch.cat(proximal_list)
     reduce = Reducer.of(batch, batch.loss_masks, per_token=args.calculate_per_token_loss)
     log_ratio = log_probs - proximal
-    loss, clipped = clipped_surrogate(
-        log_ratio, torch.cat(batch.advantages), args.eps_clip, args.eps_clip_high
-    )
+    loss, clipped = clipped_surrogate(log_ratio, torch.cat(batch.advantages), args.eps_clip, args.eps_clip_high)
     metrics = mismatch_metrics(reduce, torch.cat(proximal_list), behavior)
     masks: Sequence[Tensor] = batch.loss_masks
     if args.use_tis or args.get_mismatch_metrics:

@@ -47,9 +47,7 @@ class Trainer:
         self.replay = Replay(model)
         self.parameters = dict(model.named_parameters())
         self.load_weights(weights)
-        self.ddp = DistributedDataParallel(
-            model.config, DistributedDataParallelConfig(grad_reduce_in_fp32=True), model
-        )
+        self.ddp = DistributedDataParallel(model.config, DistributedDataParallelConfig(grad_reduce_in_fp32=True), model)
         self.optimizer = torch.optim.AdamW(
             self.parameters.values(),
             lr=lr,
@@ -149,9 +147,7 @@ class Trainer:
 
     def _average(self, sums: Sequence[Metrics], total: float) -> dict[str, float]:
         names = sorted(sums[0])
-        stacked = torch.stack(
-            [torch.stack([metrics[name].double() for name in names]) for metrics in sums]
-        ).sum(0)
+        stacked = torch.stack([torch.stack([metrics[name].double() for name in names]) for metrics in sums]).sum(0)
         dist.all_reduce(stacked, group=self.state.effective_dp_cp.group)
         return dict(zip(names, (stacked / total).tolist(), strict=True))
 
@@ -181,9 +177,7 @@ class Trainer:
 
     def gradient(self) -> Tensor:
         """The whole accumulated gradient as one float64 vector, the same in every layout. Collective."""
-        whole = self.naming.to_hf(
-            {name: _main_grad(parameter) for name, parameter in self.parameters.items()}
-        )
+        whole = self.naming.to_hf({name: _main_grad(parameter) for name, parameter in self.parameters.items()})
         return torch.cat([tensor.double().flatten() for tensor in whole.values()])
 
     def optimizer_state(self) -> dict[str, Any]:
@@ -235,11 +229,7 @@ def _routes(data: RolloutData, indices: Sequence[int]) -> list[Tensor] | None:
 
 
 def _kept(data: RolloutData, indices: Sequence[int]) -> list[KeptSets] | None:
-    return (
-        kept_sets(*([data[key][index] for index in indices] for key in (IDS, OFFSETS)))
-        if IDS in data
-        else None
-    )
+    return kept_sets(*([data[key][index] for index in indices] for key in (IDS, OFFSETS))) if IDS in data else None
 
 
 def _main_grad(parameter: torch.nn.Parameter) -> Tensor:

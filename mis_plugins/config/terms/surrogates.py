@@ -93,9 +93,7 @@ SURROGATES: dict[str, Surrogate] = {
         formula="-w_t g_t A_t",
         words="SAPO, a soft gate of {ratio} in the place of PPO's clip, of temperature {tau_pos:g} where A is above 0, "
         "else {tau_neg:g}",
-        lines=(
-            "g_t    = 4 / tau * sigmoid(tau * (s_t - 1)), tau = {tau_pos:g} where A_t > 0, else {tau_neg:g}",
-        ),
+        lines=("g_t    = 4 / tau * sigmoid(tau * (s_t - 1)), tau = {tau_pos:g} where A_t > 0, else {tau_neg:g}",),
         settings={"tau_pos": 1.0, "tau_neg": 1.05},
     ),
     "vespo": Surrogate(
@@ -161,9 +159,7 @@ def _check_unit(objective: ObjectiveConfig, record: Surrogate, surrogate: str) -
     if by_sequence and record.of_token is not None:
         raise ConfigError(f"{{ratio}}: sequence contradicts {surrogate}, whose {record.of_token}; use token")
     if by_sequence and record.of_sequence is not None:
-        raise ConfigError(
-            f"{{ratio}}: sequence beside {surrogate}, which {record.of_sequence}; drop {{ratio}}"
-        )
+        raise ConfigError(f"{{ratio}}: sequence beside {surrogate}, which {record.of_sequence}; drop {{ratio}}")
     if objective.kl_tau and (by_sequence or record.of_sequence is not None):
         unit = "{ratio}: sequence" if by_sequence else surrogate
         raise ConfigError(

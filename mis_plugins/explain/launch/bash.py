@@ -120,9 +120,7 @@ class Shell(Reader):
         try:
             self.attempt(lambda: self.run_text(script))
         except RecursionError:
-            raise ConfigError(
-                "nested deeper than any launch script; give the part that starts the training"
-            ) from None
+            raise ConfigError("nested deeper than any launch script; give the part that starts the training") from None
 
     def run_text(self, script: str) -> None:
         self.texts.append(self.parsed(script))
@@ -213,9 +211,7 @@ class Shell(Reader):
             patterns = [_said(child).strip("'\"") for child in item.children[:close] if child.is_named]
             fits = None if said is None else any(_fits(said, pattern) for pattern in patterns)
             body = [child for child in item.children[close:] if child.is_named]
-            clauses.append(
-                (f"{shown(value)} is {' or '.join(patterns)}", "*" in patterns or fits, self._work(body))
-            )
+            clauses.append((f"{shown(value)} is {' or '.join(patterns)}", "*" in patterns or fits, self._work(body)))
         self.choose(clauses)
 
     def _for(self, node: Node) -> None:
@@ -281,9 +277,7 @@ class Shell(Reader):
             if not inner:
                 self._launch(node, words)
 
-    def _within(
-        self, positional: list[Text], source: int, work: Callable[[], object], shares: bool = False
-    ) -> None:
+    def _within(self, positional: list[Text], source: int, work: Callable[[], object], shares: bool = False) -> None:
         """Run a function, a sourced file or an evaluated text, from which the script may return.
 
         Args:
@@ -608,9 +602,7 @@ class Shell(Reader):
             return literal(str(self.path))
         if named.type == "subscript" and not _said(named).endswith(("[@]", "[*]")):
             return unknown
-        operators = [
-            child.type for child in node.children if not child.is_named and child.type not in ("${", "}")
-        ]
+        operators = [child.type for child in node.children if not child.is_named and child.type not in ("${", "}")]
         value = self.variables.get(name, self._argument(name) if name.isdigit() else None)
         whole = named.type == "subscript"
         if isinstance(value, list) and not whole:
@@ -810,12 +802,8 @@ def _is_one(word: Text) -> bool:
 def _commands_of(words: Sequence[Text]) -> list[Text]:
     """The texts of `bash -c TEXT`, wherever it stands among the words of a command."""
     said = [word_of(word).text.rpartition("/")[2] for word in words]
-    switches = [
-        place for place, one in enumerate(said) if one[:1] == "-" and one[-1:] == "c" and one[1:].isalpha()
-    ]
-    return [
-        words[place + 1] for place in switches if set(SHELLS) & set(said[:place]) and place + 1 < len(words)
-    ]
+    switches = [place for place, one in enumerate(said) if one[:1] == "-" and one[-1:] == "c" and one[1:].isalpha()]
+    return [words[place + 1] for place in switches if set(SHELLS) & set(said[:place]) and place + 1 < len(words)]
 
 
 def _as_words(value: Value) -> list[Text]:

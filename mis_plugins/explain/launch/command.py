@@ -29,9 +29,7 @@ def is_script(target: str) -> bool:
     return Path(target).suffix in READERS
 
 
-def check(
-    target: str, given: Sequence[str], host: Host | None, preset: str | None, tell: Tell
-) -> tuple[str, int]:
+def check(target: str, given: Sequence[str], host: Host | None, preset: str | None, tell: Tell) -> tuple[str, int]:
     """What a launch script would load, in words, and the exit code.
 
     The code is 0 where it corrects or watches with this pack, 1 where lines have to change, which a diff shows, and 2
@@ -56,9 +54,7 @@ def check(
     parts = ["\n".join(_told(launch, judgement, tell)) for launch, judgement in found]
     parts += _notes(reading)
     if any(judgement.unsure for _, judgement in found):
-        parts.append(
-            "nothing is proposed as long as that is unsure; behind -- stands what you start the script with"
-        )
+        parts.append("nothing is proposed as long as that is unsure; behind -- stands what you start the script with")
         return "\n\n".join(parts), REFUSED
     if not any(judgement.wants for _, judgement in found):
         return "\n\n".join([*parts, "nothing has to change"]), 0
@@ -103,10 +99,7 @@ def _beside(launch: Launch, judgement: Judgement) -> Iterator[str]:
 
 
 def _notes(reading: Reading) -> list[str]:
-    lines = [
-        f"not read: line {line}: {text}" if line else f"not read: {text}"
-        for line, text in reading.unread.items()
-    ]
+    lines = [f"not read: line {line}: {text}" if line else f"not read: {text}" for line, text in reading.unread.items()]
     if reading.assumed:
         lines.append(f"taken for granted: {', '.join(reading.assumed)}")
     return ["\n".join(map(printable, lines))] if lines else []
@@ -139,9 +132,7 @@ def changed(script: str, wanted: Sequence[tuple[Launch, Sequence[Want]]]) -> str
 
 
 def diff(before: str, after: str, name: str) -> str:
-    lines = difflib.unified_diff(
-        before.splitlines(keepends=True), after.splitlines(keepends=True), name, name, n=3
-    )
+    lines = difflib.unified_diff(before.splitlines(keepends=True), after.splitlines(keepends=True), name, name, n=3)
     return "".join(_line(line) for line in lines).rstrip("\n")
 
 

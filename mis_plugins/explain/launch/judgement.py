@@ -121,9 +121,7 @@ def judge(launch: Launch, reading: Reading, path: Path, asked: Host | None, pres
         *_unknown_flags(flags, host),
         *unread,
     ]
-    found = Judgement(
-        host, told, unsure=[*_unsure(launch, flags), *([] if preset else _unsure_config(given))]
-    )
+    found = Judgement(host, told, unsure=[*_unsure(launch, flags), *([] if preset else _unsure_config(given))])
     if not found.unsure:
         _want(found, flags, given, preset)
     return found
@@ -174,9 +172,7 @@ def _host(launch: Launch, flags: Mapping[str, Flag]) -> Host | None:
             return hosts[backend]
     if len(launch.hosts) == 1:
         return hosts[next(iter(launch.hosts))]
-    theirs = {
-        name: {flag for record in hosts[name].records for flag in recorded_flags(record)} for name in PACKAGES
-    }
+    theirs = {name: {flag for record in hosts[name].records for flag in recorded_flags(record)} for name in PACKAGES}
     given = flags.keys() & set().union(*theirs.values())
     only = [name for name in theirs if given <= theirs[name]]
     return hosts[only[0]] if len(only) == 1 else None
@@ -235,9 +231,7 @@ def _config(flag: Flag | None, reading: Reading, path: Path) -> Given:
         return _read("FILE", word.text)
     file = _located(word.text, path)
     if file is None:
-        return Given(
-            word.text, None, f"{word.text}: no such file, here or in a folder above the script", True
-        )
+        return Given(word.text, None, f"{word.text}: no such file, here or in a folder above the script", True)
     return _read(str(file), file)
 
 

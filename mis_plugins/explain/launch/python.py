@@ -83,9 +83,7 @@ def launches(script: str, path: Path, reading: Reading, arguments: Sequence[str]
     except SyntaxError as error:
         raise ConfigError(f"line {error.lineno}: no Python ({error.msg})") from None
     except (RecursionError, MemoryError):
-        raise ConfigError(
-            "nested deeper than any launcher; give a shell script that starts train.py"
-        ) from None
+        raise ConfigError("nested deeper than any launcher; give a shell script that starts train.py") from None
     except ValueError as error:
         raise error if isinstance(error, ConfigError) else ConfigError(str(error)) from None
     return launcher.found
@@ -115,11 +113,7 @@ class Launcher(Reader, ast.NodeVisitor):
     def run_everything(self, tree: ast.Module) -> None:
         """Read the file as its start would run it; where that starts no training, each command by itself."""
         for node in ast.walk(tree):
-            named = (
-                [one.name for one in node.names]
-                if isinstance(node, ast.Import)
-                else [getattr(node, "module", "")]
-            )
+            named = [one.name for one in node.names] if isinstance(node, ast.Import) else [getattr(node, "module", "")]
             self.hosts |= {(name or "").partition(".")[0] for name in named} & PACKAGES
         self.attempt(lambda: self.block(tree.body))
         if self.found:
@@ -403,18 +397,14 @@ class Launcher(Reader, ast.NodeVisitor):
                 ended = self.attempt(lambda: self.block(node.body))
                 if ended and not isinstance(ended, Returned) and not self.returns:
                     raise ended
-                returned = (
-                    ended.value if isinstance(ended, Returned) else self.returns.pop()[1] if ended else None
-                )
+                returned = ended.value if isinstance(ended, Returned) else self.returns.pop()[1] if ended else None
                 for branch, earlier in reversed(self.returns):
                     returned = self.either(earlier, returned, branch)
                 return returned
             finally:
                 self.locals, self.returns = outer
 
-    def parameters(
-        self, node: ast.FunctionDef, given: Sequence[Any], named: Mapping[str, Any]
-    ) -> dict[str, Any]:
+    def parameters(self, node: ast.FunctionDef, given: Sequence[Any], named: Mapping[str, Any]) -> dict[str, Any]:
         """The names of a function's parameters with their values."""
         asked = node.args
         plain = [*asked.posonlyargs, *asked.args]
@@ -432,11 +422,7 @@ class Launcher(Reader, ast.NodeVisitor):
             return self.visit(default)
         kind = self.globals.get(_name(parameter.annotation))
         is_filled = isinstance(kind, ast.ClassDef)
-        return (
-            self.instance(kind, [], self.from_options(kind))
-            if is_filled
-            else hole(parameter.arg, _lines(parameter))
-        )
+        return self.instance(kind, [], self.from_options(kind)) if is_filled else hole(parameter.arg, _lines(parameter))
 
     def instance(self, node: ast.ClassDef, given: Sequence[Any], named: Mapping[str, Any]) -> Record:
         record = Record({}, node)
@@ -494,11 +480,7 @@ class Launcher(Reader, ast.NodeVisitor):
         first, text = given[0], _text(given[0])
         if name == "run" and isinstance(first, ast.FunctionDef):  # typer.run(main)
             return self.call(first, [], {})
-        if (
-            name in ("get", "getenv")
-            and known(text)
-            and _name(getattr(node.func, "value", None)) in ("environ", "os")
-        ):
+        if name in ("get", "getenv") and known(text) and _name(getattr(node.func, "value", None)) in ("environ", "os"):
             self.reading.assume_unset(shown(text))
             return given[1] if len(given) > 1 else None
         if name == "encode_pseudo_file":  # Miles's: a path that holds the text of a file

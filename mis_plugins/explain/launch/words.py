@@ -17,9 +17,7 @@ PACKAGES = {"miles", "slime", "vime"}  # of the hosts whose launch scripts are r
 COMMAND_LINE = 0  # the line of what the user gave to the script
 DEEPEST = 32  # functions, sourced files and evaluated texts within one another
 Lines = tuple[int, int]
-Clause = tuple[
-    str, bool | None, Callable[[], object]
-]  # a condition, whether it holds where that is known, the work
+Clause = tuple[str, bool | None, Callable[[], object]]  # a condition, whether it holds where that is known, the work
 
 
 @dataclass(frozen=True)
@@ -315,21 +313,15 @@ class Reader:
             self._restore(first)
             self.remember(f"not: {label}", ended_other)
         elif not ended:
-            for scope, names in zip(
-                self.scopes(), first, strict=False
-            ):  # a branch may open scopes of its own
+            for scope, names in zip(self.scopes(), first, strict=False):  # a branch may open scopes of its own
                 self.join(names, scope, label)
 
     def join(self, names: Mapping[str, Any], scope: dict[str, Any], branch: str) -> None:
         """Give a scope what `names`, of the branch, and the scope itself hold."""
         for name in {**names, **scope}:
             one, other = names.get(name, ()), scope.get(name, ())
-            is_sure = (
-                one or other or (name in names) == (name in scope)
-            )  # an empty text is not a name that is gone
-            scope[name] = (
-                self.either(one, other, branch) if is_sure else hole(f"a value that depends on {branch}")
-            )
+            is_sure = one or other or (name in names) == (name in scope)  # an empty text is not a name that is gone
+            scope[name] = self.either(one, other, branch) if is_sure else hole(f"a value that depends on {branch}")
 
     def choose(self, clauses: Sequence[Clause]) -> None:
         """Run the first clause that holds; those before it that may hold are read both ways."""
@@ -352,9 +344,7 @@ class Reader:
         """The value of a place that either branch may have reached: what both begin with is sure."""
         if one is other or type(one) is type(other) and isinstance(one, PLAIN) and one == other:
             return one
-        if () in (one, other) and list in map(
-            type, (one, other)
-        ):  # a name that one branch alone makes a list
+        if () in (one, other) and list in map(type, (one, other)):  # a name that one branch alone makes a list
             one, other = one or [], other or []
         if not isinstance(one, tuple | list) or type(one) is not type(other):
             return hole(f"a value that depends on {branch}")

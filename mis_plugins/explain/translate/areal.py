@@ -110,9 +110,7 @@ def translate(text: str, behind: Sequence[str] = (), asked: Asked = ASKED) -> Tr
     found = _places(tree)
     if not found:
         said.prove_nothing()
-        raise ConfigError(
-            f"nothing to translate: none of {', '.join(KNOWN)} in it, nor in its actor: and rollout:"
-        )
+        raise ConfigError(f"nothing to translate: none of {', '.join(KNOWN)} in it, nor in its actor: and rollout:")
     refuse_open(dict(_leaves(found)), {})
     where = {key: place for key, (place, _) in found.items()}
     with _placed(where):
@@ -224,9 +222,7 @@ def _sapo(keys: Mapping[str, Any]) -> CorrectionConfig:
                 "PPO; a config names one objective: drop one of them"
             )
     recomputes = reading.convert(bool, keys.get("recompute_logprob", False), "recompute_logprob")
-    level = choice(
-        keys.get("importance_sampling_level", "token"), "importance_sampling_level", CHOICES["level"]
-    )
+    level = choice(keys.get("importance_sampling_level", "token"), "importance_sampling_level", CHOICES["level"])
     pos, neg = (reading.convert(float | None, keys.get(key), key) for key in ("sapo_tau_pos", "sapo_tau_neg"))
     with spelled(tau_pos="sapo_tau_pos", tau_neg="sapo_tau_neg"):
         objective = ObjectiveConfig(
@@ -260,13 +256,9 @@ def _from_flat(keys: Mapping[str, Any]) -> CorrectionConfig:
         off = SegmentWiseConfig(enabled=False)
         return CorrectionConfig(objective=ObjectiveConfig(old="behavior"), segment_wise=off)
     if cap is None and floor is not None:
-        raise ConfigError(
-            f"behav_imp_weight_floor: {floor:g} alone is not served; give a behav_imp_weight_cap too"
-        )
+        raise ConfigError(f"behav_imp_weight_floor: {floor:g} alone is not served; give a behav_imp_weight_cap too")
     with spelled(lower="behav_imp_weight_floor", upper="behav_imp_weight_cap"):
-        weight = (
-            WeightConfig(bound="none") if cap is None else WeightConfig("token", "zero", floor or 0.0, cap)
-        )
+        weight = WeightConfig(bound="none") if cap is None else WeightConfig("token", "zero", floor or 0.0, cap)
     # AReaL never scores what the current version wrote: such a token keeps the weight 1 that it starts with.
     areals = SegmentWiseConfig(fresh_tokens="behavior_at_age_0", clip_against="proximal")
     chosen = {None: None, False: SegmentWiseConfig(enabled=False), True: areals}
@@ -293,9 +285,7 @@ def _places(said: Mapping[str, Any]) -> dict[str, tuple[str, Any]]:
                     f"{prefix}{key}: {shown(given)} contradicts {place}: {shown(value)}; keep one of them"
                 )
     if SAPO in found:
-        read = {
-            key: (f"{at}{key}", block[key]) for at, block in blocks.items() for key in OF_SAPO if key in block
-        }
+        read = {key: (f"{at}{key}", block[key]) for at, block in blocks.items() for key in OF_SAPO if key in block}
         found |= {key: place for key, place in read.items() if place[1] is not None}
     else:
         _check_decoupled({key: value for key, (_, value) in found.items()}, {"": said, **blocks})
@@ -347,15 +337,11 @@ def _bounds(keys: Mapping[str, Any]) -> tuple[float | None, float]:
     metric = keys["metric"]
     least = {"ratio": 1.0, "kl_k2": 0.0}.get(metric)
     if least is not None and upper <= least:
-        raise ConfigError(
-            f"{REJECTION}.upper: got {upper:g}; AReaL needs one above {least:g} with metric: {metric}"
-        )
+        raise ConfigError(f"{REJECTION}.upper: got {upper:g}; AReaL needs one above {least:g} with metric: {metric}")
     if lower is not None and lower > upper:
         raise ConfigError(f"{REJECTION}.lower: got {lower:g}, which is above {REJECTION}.upper, {upper:g}")
     if metric == "ratio" and lower is not None and lower <= 0:
-        raise ConfigError(
-            f"{REJECTION}.lower: got {lower:g}; AReaL needs a positive one with metric: ratio, or none"
-        )
+        raise ConfigError(f"{REJECTION}.lower: got {lower:g}; AReaL needs a positive one with metric: ratio, or none")
     return lower, upper
 
 
@@ -427,9 +413,7 @@ def _of_loss(where: Mapping[str, str]) -> Iterator[str]:
 
 def notes(tree: Mapping[Any, Any], where: Collection[str] = ()) -> Iterator[str]:
     """Notes on keys of AReaL's blocks that bound the rollout or that nothing here reads."""
-    actor, rollout = (
-        block if isinstance(block := tree.get(name), Mapping) else {} for name in reading.AREAL_BLOCKS
-    )
+    actor, rollout = (block if isinstance(block := tree.get(name), Mapping) else {} for name in reading.AREAL_BLOCKS)
     bound, places = rollout.get("max_head_offpolicyness"), rollout.get("max_concurrent_rollouts")
     if bound is not None:
         told = as_written(bound)

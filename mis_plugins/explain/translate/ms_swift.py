@@ -81,9 +81,7 @@ def _as_documented(upper: float) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     return {"level": "geometric", "bound": "zero", "lower": 0.0, "upper": upper}, []
 
 
-def translate(
-    text: str, behind: Sequence[str] = (), asked: Asked = ASKED, as_documented: bool = False
-) -> Translation:
+def translate(text: str, behind: Sequence[str] = (), asked: Asked = ASKED, as_documented: bool = False) -> Translation:
     """Translate ms-swift's arguments as its code reads them, also where its document says otherwise.
 
     Args:

@@ -68,9 +68,7 @@ def translate(text: str, behind: Sequence[str] = (), asked: Asked = ASKED) -> Tr
         ConfigError: no toml, a key or value that prime-rl refuses, or a loss of the user's own.
     """
     if asked.line or asked.arguments:
-        raise ConfigError(
-            "--line, and arguments behind --, belong to a launch script; prime-rl's toml has none"
-        )
+        raise ConfigError("--line, and arguments behind --, belong to a launch script; prime-rl's toml has none")
     tree = _tree(text)
     table, loss = _loss(tree)
     if not behind and not ({"loss", "trainer", "orchestrator", "inference"} & tree.keys()):
@@ -121,12 +119,8 @@ def _beside(tree: Mapping[str, Any]) -> Iterator[str]:
 
 def _algorithms(tree: Any) -> Iterator[Any]:
     """Types of the algorithms of a run, and of each of its sources."""
-    for key, value in (
-        tree.items() if isinstance(tree, Mapping) else enumerate(tree if isinstance(tree, list) else ())
-    ):
-        yield from (
-            [str(value.get("type"))] if key == "algo" and isinstance(value, Mapping) else _algorithms(value)
-        )
+    for key, value in tree.items() if isinstance(tree, Mapping) else enumerate(tree if isinstance(tree, list) else ()):
+        yield from ([str(value.get("type"))] if key == "algo" and isinstance(value, Mapping) else _algorithms(value))
 
 
 # Reading the user's settings.
@@ -152,9 +146,7 @@ def _loss(tree: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
     }
     found = {name: table for name, table in found.items() if table is not None}
     if len(found) > 1:
-        raise ConfigError(
-            f"[{'] and ['.join(found)}] both stand in the file; keep the one that prime-rl reads"
-        )
+        raise ConfigError(f"[{'] and ['.join(found)}] both stand in the file; keep the one that prime-rl reads")
     for name, table in found.items():
         if not isinstance(table, Mapping):
             raise ConfigError(f"{name}: got {shown(table)}; expected a table [{name}]")
@@ -167,9 +159,7 @@ def _override(text: str) -> tuple[str, Any]:
     path, equals, value = text.lstrip("-").partition("=")
     table, _, key = path.replace("-", "_").rpartition(".")
     if not equals or table not in ("", *TABLES):
-        raise ConfigError(
-            f"override {shown(text)}: expected {TABLES[0]}.KEY=VALUE, KEY one of {', '.join(KEYS)}"
-        )
+        raise ConfigError(f"override {shown(text)}: expected {TABLES[0]}.KEY=VALUE, KEY one of {', '.join(KEYS)}")
     return key, load(value)
 
 

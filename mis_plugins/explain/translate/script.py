@@ -200,9 +200,7 @@ def _script(text: str, dialect: Dialect, behind: set[str], asked: Asked, problem
     try:
         said = read(text, dialect, behind, asked)
     except ConfigError as error:
-        raise ConfigError(
-            f"{problem}; as a launch script: {cut(str(error), 300)}" if problem else str(error)
-        ) from None
+        raise ConfigError(f"{problem}; as a launch script: {cut(str(error), 300)}" if problem else str(error)) from None
     if problem and not said.starts:
         raise problem
     return said
@@ -246,14 +244,11 @@ def _chosen(starts: Sequence[Start], dialect: Dialect, behind: set[str], line: i
     """The start that the user asks for, or the one whose settings all others have too."""
     asked = [start for start in starts if line in (None, *start.lines)]
     own = {
-        start: (_merged(start, dialect, behind), start.file and (start.file.text, start.file.source))
-        for start in asked
+        start: (_merged(start, dialect, behind), start.file and (start.file.text, start.file.source)) for start in asked
     }
     if asked and all(found == own[asked[0]] for found in own.values()):
         return asked[0]
-    told = "; ".join(
-        f"line {_lines(start)}{_branch(start.branch)}: {_listed(start, dialect)}" for start in starts
-    )
+    told = "; ".join(f"line {_lines(start)}{_branch(start.branch)}: {_listed(start, dialect)}" for start in starts)
     raise ConfigError(
         f"{len(starts)} starts of {dialect.name} with different settings; choose one by --line N, start the script as "
         f"you do, behind --, or put the values that count behind the file: {told}"
@@ -269,9 +264,7 @@ def _lines(start: Start) -> str:
 
 
 def _listed(start: Start, dialect: Dialect) -> str:
-    said = [
-        f"{path}: {word.source if word else 'true'}" for path, word in start.settings if dialect.reads(path)
-    ]
+    said = [f"{path}: {word.source if word else 'true'}" for path, word in start.settings if dialect.reads(path)]
     said += [f"the yaml {start.file.source}"] if start.file else []
     return listed(said) or "nothing of the correction"
 
@@ -308,9 +301,7 @@ def _value(values: list[Value], last_wins: bool) -> str | bool:
         values = values[sure[-1] :]
     texts = dict.fromkeys(True if value is None else value.text for value in values)
     labels = {value.branch for value in values if value is not None}
-    if len(texts) == 1 and (
-        None in labels or not labels or any(f"not: {label}" in labels for label in labels)
-    ):
+    if len(texts) == 1 and (None in labels or not labels or any(f"not: {label}" in labels for label in labels)):
         value = values[0]
         return True if value is None else value.text if value.is_known else Open(value.source)
     return Open(" or ".join(dict.fromkeys(map(_alternative, values))))
@@ -324,9 +315,7 @@ def _alternative(value: Value) -> str:
 
 def _notes(start: Start, reading: Reading) -> Iterator[str]:
     if reading.assumed:
-        sources = "".join(
-            f"; not read, and may set them: {one.partition(': ')[0]}" for one in _sources(reading)
-        )
+        sources = "".join(f"; not read, and may set them: {one.partition(': ')[0]}" for one in _sources(reading))
         yield f"taken for granted: {listed(list(reading.assumed))}; other values go behind --, as NAME=VALUE{sources}."
     if start.unset:
         told = f"{listed(start.unset)} (line {_lines(start)})"
@@ -356,9 +345,7 @@ class Commands(Shell):
             if given and _is_whole(node) and (begins or given[0].text.startswith("--")):
                 self._launch(node, words)
             elif begins:
-                told = (
-                    f"{cut(one_line(node))}: begins with a setting; does the line above lack its backslash?"
-                )
+                told = f"{cut(one_line(node))}: begins with a setting; does the line above lack its backslash?"
                 self.reading.unread.setdefault(line, told)
             else:
                 super().call(node, words)
@@ -388,9 +375,7 @@ class Commands(Shell):
 
     def _start(self, given: Sequence[Word]) -> Start:
         marks = enumerate(itertools.pairwise([Word("", ""), *given]))
-        program = next(
-            (i for i, (before, word) in marks if before.text == "-m" or self.dialect.starts(word.text)), 0
-        )
+        program = next((i for i, (before, word) in marks if before.text == "-m" or self.dialect.starts(word.text)), 0)
         open_words = [
             word.source
             for before, word in itertools.pairwise(given[program:])
@@ -453,9 +438,7 @@ class Commands(Shell):
             wrong = next(_errors(root), None)
             if wrong is not None:
                 line = wrong.start_point[0] + 1
-                raise ConfigError(
-                    f"line {line}: {cut(one_line(wrong) or wrong.type)}: no bash that the parser knows"
-                )
+                raise ConfigError(f"line {line}: {cut(one_line(wrong) or wrong.type)}: no bash that the parser knows")
 
     def unread_keys(self, behind: set[str]) -> tuple[list[str], list[str]]:
         """Places of keys that no start of a training is given: those to refuse, and those that do not count."""
@@ -472,9 +455,7 @@ class Commands(Shell):
                     continue
                 idle = self._idle(number, root, chain, set())
                 (skipped if idle else refused).setdefault(f"{_place(number, chain)}{idle}", {})[key] = None
-        told = (
-            [f"{', '.join(keys)} in {place}" for place, keys in one.items()] for one in (refused, skipped)
-        )
+        told = ([f"{', '.join(keys)} in {place}" for place, keys in one.items()] for one in (refused, skipped))
         return next(told), next(told)
 
     def _idle(self, number: int, root: Node, chain: Sequence[Node], seen: set[str]) -> str:
@@ -486,9 +467,7 @@ class Commands(Shell):
             return "" if chain[never[-1] + 1].type == "function_definition" else ", which does not run"
         for node in chain:
             name = node.child_by_field_name("name") if node.type == "variable_assignment" else None
-            if name is not None and not (
-                node.parent and one_line(node.parent).startswith(("export", "declare -x"))
-            ):
+            if name is not None and not (node.parent and one_line(node.parent).startswith(("export", "declare -x"))):
                 is_used = self._is_used(number, root, one_line(name).partition("[")[0], seen)
                 return "" if is_used else ", which nothing reads"
         return ""

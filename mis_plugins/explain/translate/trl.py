@@ -147,9 +147,7 @@ def _weight(given: Mapping[str, Any]) -> dict[str, Any] | None:
     level, _, action = mode.partition("_")
     if lower is None and upper is None:
         if action == "truncate":
-            raise ConfigError(
-                f"{CLIP_MAX}: null without {CLIP_MIN}: TRL refuses {MODE}: {mode} without a bound"
-            )
+            raise ConfigError(f"{CLIP_MAX}: null without {CLIP_MIN}: TRL refuses {MODE}: {mode} without a bound")
         return {"level": level, "bound": "none"}
     most = {"upper": NO_BOUND if upper is None else upper}
     if action == "mask":
@@ -186,9 +184,7 @@ def _objective(given: Mapping[str, Any], weight: Mapping[str, Any] | None) -> di
         )
     ratio = {"ratio": _level(given, ("token",) if loss == "vespo" else LEVELS)}
     own = {name: number(given[key], key) for name, key in OWN[loss].items() if key in given}
-    return {
-        "objective": {"surrogate": loss, "old": "proximal", "unbiased_kl": _unbiased(given)} | ratio | own
-    }
+    return {"objective": {"surrogate": loss, "old": "proximal", "unbiased_kl": _unbiased(given)} | ratio | own}
 
 
 def _unbiased(given: Mapping[str, Any]) -> bool:
@@ -263,11 +259,7 @@ def _widths(given: Mapping[str, Any]) -> Iterator[str]:
 
 def _said(text: str, behind: set[str], asked: Asked) -> Said:
     """The flags of a launch script, a yaml, or the keywords of `GRPOConfig(...)` in a Python script."""
-    if (
-        asked.path.suffix == ".py"
-        or f"{CONFIG}(" in text
-        and asked.path.suffix not in (".sh", ".yaml", ".yml")
-    ):
+    if asked.path.suffix == ".py" or f"{CONFIG}(" in text and asked.path.suffix not in (".sh", ".yaml", ".yml"):
         return Said(_of_call(text, behind))
     said = tree_or_script(text, DIALECT, behind, asked)
     found = {str(key): value for key, value in said.tree.items()}
@@ -288,9 +280,7 @@ def _of_call(text: str, behind: set[str]) -> dict[str, Any]:
         raise ConfigError(f"no Python that can be read: {cut(str(error))}") from None
     calls = [node for node in nodes if isinstance(node, ast.Call) and _name(node.func) == CONFIG]
     if len(calls) != 1:
-        raise ConfigError(
-            f"{len(calls)} calls of {CONFIG}(...), of which one is read; write its keys as a yaml"
-        )
+        raise ConfigError(f"{len(calls)} calls of {CONFIG}(...), of which one is read; write its keys as a yaml")
     (call,) = calls
     elsewhere = [f"{key} (line {line})" for line, key in _keys_in(nodes, call) if key not in behind]
     said = partial(ast.get_source_segment, text)

@@ -80,9 +80,7 @@ IDLE = {"rollout_is_threshold": "rollout_is", "rollout_is_batch_normalize": "rol
 HYDRAS_TOO = re.compile(r"true|false|[-+]?(?!0\d)[\d.]+(e[-+]?\d+)?", re.IGNORECASE)
 
 AGGREGATION = {"token": "token", "seq_sum": "sum", "seq_mean": "mean", "seq_max": "max"}
-OPTIONS = tuple(
-    f"{unit}_{k}" for unit in AGGREGATION for k in ("k1", "k2", "k3") if (unit, k) != ("seq_max", "k1")
-)
+OPTIONS = tuple(f"{unit}_{k}" for unit in AGGREGATION for k in ("k1", "k2", "k3") if (unit, k) != ("seq_max", "k1"))
 SURROGATE = {"ppo_clip": "clip", "reinforce": "reinforce"}
 BY_DIVERGENCE = ("dppo_tv", "dppo_kl")
 LOSS_MODES = {mode: (mode, WIDTHS) for mode in BY_DIVERGENCE} | {
@@ -186,9 +184,7 @@ def translate(text: str, behind: Sequence[str] = (), asked: Asked = ASKED) -> Tr
     given = _given(settings, won)
     if not given:
         said.prove_nothing()
-        beside = (
-            f", and {LOSS_MODE}: {as_written(mode)}" if (mode := settings.get(MODE_PATH)) is not None else ""
-        )
+        beside = f", and {LOSS_MODE}: {as_written(mode)}" if (mode := settings.get(MODE_PATH)) is not None else ""
         raise ConfigError(f"nothing to translate: no {SECTION}, and no key of it{beside}")
     made = _translated(Draft(settings, given, notes=[*said.notes, *_left_out(settings)]), text)
     if not made.config().corrects and not made.config().needs_loss_hook:
@@ -364,9 +360,7 @@ def _check_known(path: str, value: Any) -> None:
     known = (*PATHS, *BESIDE_IT, SECTION, f"{SECTION}._target_")
     if _is_ours(path) and not _is_retired(path) and path not in known and not path.startswith(IN_LOSS):
         near = f"; write {SHORT[key]}" if key in SHORT else suggest(key, KNOWN)
-        raise ConfigError(
-            f"{cut(path.removeprefix(f'{SECTION}.'))}: no key of verl's rollout correction{near}"
-        )
+        raise ConfigError(f"{cut(path.removeprefix(f'{SECTION}.'))}: no key of verl's rollout correction{near}")
 
 
 def _check_copy(settings: Mapping[str, Any]) -> None:

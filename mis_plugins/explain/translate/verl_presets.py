@@ -63,10 +63,7 @@ PRESETS = {
     "bypass_ppo_clip_k3_rs": Preset(None, "seq_mean_k3", "ppo_clip"),
     "bypass_pg_is": Preset("sequence", None, "reinforce"),
     "bypass_pg_token_icepop": Preset("token", None, "reinforce", icepop=True),
-    **{
-        f"bypass_pg_geo_rs{name}": Preset(level, "seq_mean_k1", "reinforce")
-        for name, level in WEIGHTS.items()
-    },
+    **{f"bypass_pg_geo_rs{name}": Preset(level, "seq_mean_k1", "reinforce") for name, level in WEIGHTS.items()},
     "disabled": Preset(),
 }
 

@@ -31,9 +31,7 @@ def scores(args: Any, batch: Batch, logits: Tensor) -> Scores:
     return scored(SLIME, args, batch, logits, SLIME.kept_sets.get()(args, batch))
 
 
-def scored(
-    needs: Needs, args: Any, batch: Batch, logits: Tensor, more: Mapping[str, Any] | None = None
-) -> Scores:
+def scored(needs: Needs, args: Any, batch: Batch, logits: Tensor, more: Mapping[str, Any] | None = None) -> Scores:
     """Log-probs and entropy by the host's own function, which returns them behind an empty tensor."""
     _, found = needs.scores.get()(logits, args=args, with_entropy=True, **sequences_of(batch), **(more or {}))
     return found["log_probs"], found["entropy"]

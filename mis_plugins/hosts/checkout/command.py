@@ -26,10 +26,7 @@ def run(arguments: argparse.Namespace) -> int:
     if host is None:
         raise InputError(f"no folder {' or '.join(hosts)} in it; give the root of a host's checkout")
     folder = search.Folder(root)
-    found = {
-        name: search.elsewhere(one, folder)
-        for name, one in search.find_all(host.needs, folder.module).items()
-    }
+    found = {name: search.elsewhere(one, folder) for name, one in search.find_all(host.needs, folder.module).items()}
     print(f"{host.title}: what our hooks need of it")
     print_table(("need", "where", "hooks"), [_row(one) for one in found.values()])
     print()
@@ -39,9 +36,7 @@ def run(arguments: argparse.Namespace) -> int:
     for flag, place in missing.items():
         print(f"{flag}: given in {place}, and nothing in {host.package}/ defines it any more")
     if not SCRIPTS.is_dir():
-        print(
-            "flags: not compared; our launch scripts are not installed, run the command in a checkout of ours"
-        )
+        print("flags: not compared; our launch scripts are not installed, run the command in a checkout of ours")
     if missing or any(one.place is None for one in found.values()):
         return FAILS
     return MOVED if any(one.moved for one in found.values()) else GOOD

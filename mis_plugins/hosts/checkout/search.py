@@ -238,10 +238,7 @@ def _classes(place: Place, module_of: Lookup, left: int = FOLLOWED) -> Iterator[
         return
     yield place.module, place.node
     for base in place.node.bases:
-        if (
-            isinstance(base, ast.Name)
-            and (above := _defined(place.module.name, base.id, module_of)) is not None
-        ):
+        if isinstance(base, ast.Name) and (above := _defined(place.module.name, base.id, module_of)) is not None:
             yield from _classes(above, module_of, left - 1)
 
 

@@ -96,18 +96,12 @@ class Miles(VersionNeeds):
         "log_prob_pass", f"{ACTOR}._compute_log_prob", f"{ACTOR}.compute_log_prob", takes="rollout_id"
     )
     init: Need = _need("init", f"{ACTOR}.init")
-    weight_version: Need = _need(
-        "weight_version", f"{ACTOR}._get_actor_weight_version", f"{ACTOR}.weight_updater"
-    )
-    replay_stage: Need = _need(
-        asked("the switch of its replays", CARRY, "self stage"), f"{ACTOR}._set_replay_stage"
-    )
+    weight_version: Need = _need("weight_version", f"{ACTOR}._get_actor_weight_version", f"{ACTOR}.weight_updater")
+    replay_stage: Need = _need(asked("the switch of its replays", CARRY, "self stage"), f"{ACTOR}._set_replay_stage")
     active_model: Need = _need("active_model", f"{ACTOR}._active_model_tag")
     switch_model: Need = _need("switch_model", f"{ACTOR}._switch_model")
     get_batch: Need = _need("get_batch", f"{MEGATRON}.model:get_batch")
-    iterator: Need = _need(
-        "iterator", f"{TRAINING}.data.rollout:DataIterator", f"{TRAINING}.data:DataIterator"
-    )
+    iterator: Need = _need("iterator", f"{TRAINING}.data.rollout:DataIterator", f"{TRAINING}.data:DataIterator")
     replay_managers: Need = _need(asked("its replays", CARRY), "miles.utils.replay_base:all_replay_managers")
     routing_replay: Need = _need("routing_replay", "miles.utils.replay_base:routing_replay_manager")
     conversion: Need = _need(

@@ -320,9 +320,7 @@ def more_of(function: Any, *sources: Any) -> dict[str, Any]:
     """
     parameters = inspect.signature(function).parameters.values()
     named = [one.name for one in parameters if one.kind is inspect.Parameter.KEYWORD_ONLY]
-    return {
-        name: getattr(source, name) for name in named for source in reversed(sources) if hasattr(source, name)
-    }
+    return {name: getattr(source, name) for name in named for source in reversed(sources) if hasattr(source, name)}
 
 
 def _imported(module: str) -> Any | None:

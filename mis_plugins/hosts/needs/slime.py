@@ -39,9 +39,7 @@ class Slime(VersionNeeds):
     )
 
     tis_call: Need = _need("tis_call", f"{BACKEND}.loss:policy_loss_function")
-    tracking: Need = _need(
-        "tracking", "slime.observability.logging_utils:log", "slime.utils.logging_utils:log", ran=0
-    )
+    tracking: Need = _need("tracking", "slime.observability.logging_utils:log", "slime.utils.logging_utils:log", ran=0)
     scores: Need = _need("scores", f"{BACKEND}.loss:get_log_probs_and_entropy")
     own_loss: Need = _need("own_loss", f"{BACKEND}.loss:policy_loss_function")
     train_actor: Need = _need("train_actor", f"{ACTOR}.train_actor")
@@ -115,6 +113,4 @@ def _of_vime(need: Need, newest: int = 0) -> Need:
     return replace(need, host="vime", at=tuple(at.replace("slime", "vime", 1) for at in need.at[newest:]))
 
 
-VIME = Needs(
-    **{each.name: _of_vime(getattr(SLIME, each.name), each.name == "tracking") for each in fields(Needs)}
-)
+VIME = Needs(**{each.name: _of_vime(getattr(SLIME, each.name), each.name == "tracking") for each in fields(Needs)})

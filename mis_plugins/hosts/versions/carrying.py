@@ -230,6 +230,4 @@ def _admit(data: Data, written: Sequence[Written], config: SegmentWiseConfig) ->
     names = [str(index) for index in data["sample_indices"]]
     left = admitted(names, written, masks, config)
     if config.too_old == "drop":
-        data["loss_masks"] = [
-            old.new_tensor(mask.tolist()) for old, mask in zip(data["loss_masks"], left, strict=True)
-        ]
+        data["loss_masks"] = [old.new_tensor(mask.tolist()) for old, mask in zip(data["loss_masks"], left, strict=True)]

@@ -194,9 +194,7 @@ async def heard(chunks: AsyncIterator[Chunk], number: int) -> dict[str, Any]:
         new_text, meta, told, count = _said(chunk)
         whole = len(told) == count
         if (len(told) < len(rows)) if whole else (len(rows) + len(told) != count):
-            raise InputError(
-                f"meta_info: {len(told)} log-probs after {len(rows)}, and completion_tokens: {count}"
-            )
+            raise InputError(f"meta_info: {len(told)} log-probs after {len(rows)}, and completion_tokens: {count}")
         new = told[len(rows) :] if whole else told
         text = new_text if whole else text + new_text
         versions += [_version(meta)] * len(new)
@@ -234,9 +232,7 @@ def _version(meta: Mapping[str, Any]) -> int:
     return int(version) if version.isdecimal() else -1
 
 
-async def _stream(
-    url: str, payload: Mapping[str, Any], headers: Mapping[str, str] | None
-) -> AsyncIterator[Chunk]:
+async def _stream(url: str, payload: Mapping[str, Any], headers: Mapping[str, str] | None) -> AsyncIterator[Chunk]:
     async with _client().stream("POST", url, json=payload, headers=headers) as response:
         response.raise_for_status()
         async for line in lines(response.aiter_bytes()):

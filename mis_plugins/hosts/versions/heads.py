@@ -41,9 +41,7 @@ class NamedTokens:
     @classmethod
     def none(cls, positions: int, k: int) -> NamedTokens:
         """Positions at which the engine named no token."""
-        return cls(
-            *(np.full((positions, k), fill, kind) for fill, kind in zip(NOT_NAMED, KINDS, strict=True))
-        )
+        return cls(*(np.full((positions, k), fill, kind) for fill, kind in zip(NOT_NAMED, KINDS, strict=True)))
 
     @classmethod
     def read(cls, meta_info: Mapping[str, Any], positions: int, k: int) -> NamedTokens:

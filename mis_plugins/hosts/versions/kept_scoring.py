@@ -77,9 +77,7 @@ class KeptScoring:
         return calculate
 
 
-def columns(
-    kept: KeptSets, pieces: Sequence[Span], first: int, logits: Float[Tensor, "T V"]
-) -> Bool[Tensor, "T V"]:
+def columns(kept: KeptSets, pieces: Sequence[Span], first: int, logits: Float[Tensor, "T V"]) -> Bool[Tensor, "T V"]:
     """Which tokens `first` to `first + V` of the vocabulary are in the set of each token of these pieces of a response.
 
     A token that no engine sampled has an empty set, and is scored over the whole vocabulary.

@@ -40,7 +40,5 @@ def share(args: Any, samples: Sequence[Any]) -> dict[str, float]:
     retracted = sum(map(bool, told))
     if retracted:
         routes = ROUTES if getattr(args, "use_rollout_routing_replay", False) else ""
-        logger.warning(
-            "the engine retracted the requests of %d of %d samples%s", retracted, len(told), routes
-        )
+        logger.warning("the engine retracted the requests of %d of %d samples%s", retracted, len(told), routes)
     return {SHARE: retracted / len(told)}

@@ -91,9 +91,7 @@ def waiting(version: int, trained: int) -> Waiting:
     try:
         questions = ray.get_actor(NAME)
     except ValueError as error:
-        raise ConfigError(
-            f"no rollout of this job answers under the name {NAME}; generate with {GENERATE}"
-        ) from error
+        raise ConfigError(f"no rollout of this job answers under the name {NAME}; generate with {GENERATE}") from error
     return ray.get(questions.ask.remote(version, trained))
 
 
@@ -106,9 +104,7 @@ def convert_with_versions(args: Any, samples: Sequence[Any]) -> dict[str, Any]:
             conversion needs inputs that it does not hand to this function.
         InputError: a sample without versions, or with others than its tokens, or with images where recompute scores.
     """
-    needs = served(
-        args, "--custom-convert-samples-to-train-data-path mis_plugins.mis.convert_with_versions"
-    ).needs
+    needs = served(args, "--custom-convert-samples-to-train-data-path mis_plugins.mis.convert_with_versions").needs
     own = needs.own_conversion(args)
     needed = {heads.HEAD: "mis.center"} if heads.wanted(args, needs.asks_for_head) else {}
     if needs.keeps_sets and kept.asked(args):

@@ -193,9 +193,7 @@ def _check(sample: Any, scored: bool, needed: Mapping[str, str]) -> None:
         raise InputError(f"sample {sample.index}: no {VERSIONS}; generate with {GENERATE}")
     for name, reader in needed.items():
         if not hasattr(sample, name):
-            raise InputError(
-                f"sample {sample.index}: no {name}, which {reader} reads; generate with {GENERATE}"
-            )
+            raise InputError(f"sample {sample.index}: no {name}, which {reader} reads; generate with {GENERATE}")
     said = {name: getattr(sample, name) for name in (VERSIONS, *SAID) if hasattr(sample, name)}
     for name, of_tokens in said.items():
         if len(of_tokens) != sample.response_length:

@@ -75,9 +75,7 @@ class Trainer:
         assert told[0] is not None
         return told[0]
 
-    def answers(
-        self, actor: Any, rollout_id: int, requests: Sequence[Request], device: torch.device
-    ) -> Answers:
+    def answers(self, actor: Any, rollout_id: int, requests: Sequence[Request], device: torch.device) -> Answers:
         """Log-probs of the requested tokens, by the host's own log-prob pass, on every rank. Collective."""
         ranks, (cp_size, cp_rank) = self.host.parallel()
         chunks, multiple = self.needs.virtual_pipeline(actor)

@@ -79,9 +79,7 @@ def _records(kind: str, files: Sequence[Path], rollout: Path | None, problems: P
     loaded = [(file, problems.read(partial(load_foreign, file), file)) for file in files]
     whole = [(file, content) for file, content in loaded if content is not None]
     if kind == "Miles":
-        yield from miles.records(
-            [content for _, content in whole], f"{files[0].parent}", extra or {}, problems
-        )
+        yield from miles.records([content for _, content in whole], f"{files[0].parent}", extra or {}, problems)
         return
     for file, content in whole:
         for place, sample in enumerate(content["samples"]):

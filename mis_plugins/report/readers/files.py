@@ -128,6 +128,4 @@ def _held_memory() -> int | None:
         told = Path("/proc/self/status").read_text()
     except OSError:
         return None
-    return next(
-        (1024 * int(line.split()[1]) for line in told.splitlines() if line.startswith("VmData")), None
-    )
+    return next((1024 * int(line.split()[1]) for line in told.splitlines() if line.startswith("VmData")), None)

@@ -79,13 +79,9 @@ def rollout_extra(content: Mapping[str, Any]) -> Extra:
 def _told(extra: Extra, index: Any, sample: Mapping[str, Any]) -> Mapping[str, Any]:
     """What the rollout's dump tells of one sample: of those with its index and tokens, all that they agree on."""
     tokens = _digest(sample.get("tokens"))
-    known = [
-        one for one in extra.get(index, ()) if None in (tokens, one["tokens"]) or one["tokens"] == tokens
-    ]
+    known = [one for one in extra.get(index, ()) if None in (tokens, one["tokens"]) or one["tokens"] == tokens]
     first, *others = known or [{}]
-    return {
-        name: value for name, value in first.items() if all(_equal(value, other[name]) for other in others)
-    }
+    return {name: value for name, value in first.items() if all(_equal(value, other[name]) for other in others)}
 
 
 def _digest(tokens: Any) -> bytes | None:
@@ -98,9 +94,7 @@ def _equal(a: Any, b: Any) -> bool:
     return torch.equal(a, b) if isinstance(a, Tensor) and isinstance(b, Tensor) else bool(a == b)
 
 
-def record(
-    sample: Mapping[str, Any], rollout_id: int, index: Any, extra: Extra, columns: Iterable[Any] = ()
-) -> Record:
+def record(sample: Mapping[str, Any], rollout_id: int, index: Any, extra: Extra, columns: Iterable[Any] = ()) -> Record:
     """A record of one response from the columns of a host.
 
     Args:

@@ -53,6 +53,4 @@ def lacking(needed: Sequence[str], found: Iterable[str]) -> str:
             near[key] = close
     renamed = ", ".join(f"{shortened(close)} -> {key}" for key, close in near.items())
     shown = ", ".join(map(shortened, keys[:SHOWN])) + (", ..." if len(keys) > SHOWN else "")
-    return f"no {' and no '.join(missing)}; found {shown or 'no key'}" + (
-        f"; rename {renamed}" if renamed else ""
-    )
+    return f"no {' and no '.join(missing)}; found {shown or 'no key'}" + (f"; rename {renamed}" if renamed else "")

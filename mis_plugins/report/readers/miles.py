@@ -64,9 +64,7 @@ def is_train_dump(content: Any) -> bool:
     return isinstance(lengths, list | tuple | Tensor | Stored) and "rank" in content
 
 
-def records(
-    ranks: Sequence[Mapping[str, Any]], label: str, extra: host.Extra, problems: Problems
-) -> Iterator[Record]:
+def records(ranks: Sequence[Mapping[str, Any]], label: str, extra: host.Extra, problems: Problems) -> Iterator[Record]:
     """Records of one rollout from the files of all its ranks."""
     held: dict[tuple[bytes | int, int], list[Held]] = defaultdict(list)
     for number, rank in enumerate(_in_order(ranks, label, problems)):
@@ -113,16 +111,12 @@ def _digest(data: Mapping[str, Any]) -> bytes | None:
     for name in ("tokens", "loss_masks"):
         column = data.get(name)
         for value in () if column is None else column:
-            digest.update(
-                b"" if value is None else torch.as_tensor(tensor_of(value)).contiguous().numpy().tobytes()
-            )
+            digest.update(b"" if value is None else torch.as_tensor(tensor_of(value)).contiguous().numpy().tobytes())
     return digest.digest()
 
 
 def _joined(index: Any, parts: Sequence[Held]) -> dict[str, Any]:
-    whole = {
-        name: next((v for part in parts if (v := part.column(name)) is not None), None) for name in WHOLE
-    }
+    whole = {name: next((v for part in parts if (v := part.column(name)) is not None), None) for name in WHOLE}
     return whole | {name: _column(index, name, parts) for name in PIECES}
 
 
@@ -147,9 +141,7 @@ def _from_pieces(index: Any, name: str, pieces: Mapping[int, tuple[Held, Tensor]
     total, response = int(part.column("total_lengths")), int(part.column("response_lengths"))
     padded = part.column("max_seq_lens") if part.rank.get("qkv_format") == "bshd" else None
     if response > sum(piece.numel() for _, piece in pieces.values()):
-        raise RecordError(
-            f"sample {index}: {name} of all context-parallel ranks is shorter than its response"
-        )
+        raise RecordError(f"sample {index}: {name} of all context-parallel ranks is shorter than its response")
     whole = value.new_zeros(response)
     for rank, (_, piece) in pieces.items():
         layout = zigzag([total], [response], part.cp_size, rank, None if padded is None else [int(padded)])

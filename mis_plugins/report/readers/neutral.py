@@ -64,9 +64,7 @@ def _columns(schema: Any, path: Path) -> list[str]:
     return columns
 
 
-def _group(
-    file: Any, group: int, columns: list[str], path: Path, size: int, problems: Problems
-) -> Iterator[Record]:
+def _group(file: Any, group: int, columns: list[str], path: Path, size: int, problems: Problems) -> Iterator[Record]:
     """Records of one group of rows. The footer may lie, so that its sizes and those of the rows are checked."""
     held = file.metadata.row_group(group)
     chunks = [held.column(number) for number in range(held.num_columns)]

@@ -61,9 +61,7 @@ def bare_trainer(**settings: Any) -> Any:
 
 
 def weights(batch: Rows, mode: str, threshold: float) -> Tensor:
-    trainer = bare_trainer(
-        rollout_importance_sampling_mode=mode, rollout_importance_sampling_threshold=threshold
-    )
+    trainer = bare_trainer(rollout_importance_sampling_mode=mode, rollout_importance_sampling_threshold=threshold)
     return method("_apply_rollout_importance_sampling")(trainer, batch.log_ratio, batch.mask)
 
 
@@ -75,16 +73,12 @@ def off_policy_mask(batch: Rows, delta: float) -> Tensor:
 
 
 def mismatch_metrics(batch: Rows) -> dict[str, float]:
-    found = method("_compute_rollout_offpolicy_metrics")(
-        bare_trainer(), batch.proximal, batch.behavior, batch.mask
-    )
+    found = method("_compute_rollout_offpolicy_metrics")(bare_trainer(), batch.proximal, batch.behavior, batch.mask)
     return {name: value.item() for name, value in found.items()}
 
 
 def weight_metrics(batch: Rows, mode: str, threshold: float) -> dict[str, float]:
-    trainer = bare_trainer(
-        rollout_importance_sampling_mode=mode, rollout_importance_sampling_threshold=threshold
-    )
+    trainer = bare_trainer(rollout_importance_sampling_mode=mode, rollout_importance_sampling_threshold=threshold)
     applied = weights(batch, mode, threshold)
     found = method("_compute_is_correction_metrics")(trainer, batch.log_ratio, applied, batch.mask)
     return {name: value.item() for name, value in found.items()}

@@ -66,9 +66,7 @@ def metric_table(name: str) -> dict[str, Metric]:
     """What `filter` counts: tokens beyond either bound, or sequences that are dropped."""
     if PRESETS[name]["is_correction_level"] == "seq":
         return {"vllm_kl": "kl_k1", "is_filter_ratio": "rule_1_unit_rejected_fraction"}
-    filtered = (
-        "rule_1_rejected_fraction" if "is_correction_gating" in PRESETS[name] else "outside_bound_fraction"
-    )
+    filtered = "rule_1_rejected_fraction" if "is_correction_gating" in PRESETS[name] else "outside_bound_fraction"
     return {"vllm_kl": "kl_k1", "is_filter_ratio": filtered}
 
 

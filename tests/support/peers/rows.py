@@ -113,9 +113,7 @@ def responses(draw: Callable, length: int, dead: bool) -> tuple:
     return proximal, behavior, mask, [p + drift() for p in proximal]
 
 
-def fixed_rows(
-    log_ratios: list[list[float]], masks: list[list[int]] | None = None, advantage: float = 1.0
-) -> Rows:
+def fixed_rows(log_ratios: list[list[float]], masks: list[list[int]] | None = None, advantage: float = 1.0) -> Rows:
     """Rows with these log ratios; the behavior policy gives every token -2, and pi_theta is pi_old."""
     valid = [[1] * len(row) for row in log_ratios] if masks is None else masks
     batch = make_batch(
@@ -220,7 +218,5 @@ def surrogate_loss(
     factor = torch.where(correction.keep, correction.weights, 0)
     config = ObjectiveConfig(**objective)
     flat = lambda x: torch.cat([r[:n] for r, n in zip(x, batch.batch.response_lengths, strict=True)])  # noqa: E731
-    term = policy_term(
-        flat(target), flat(old), flat(batch.token_advantages), factor, batch.ragged, config, clip
-    )
+    term = policy_term(flat(target), flat(old), flat(batch.token_advantages), factor, batch.ragged, config, clip)
     return batch.padded(term.loss)

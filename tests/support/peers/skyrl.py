@@ -104,9 +104,7 @@ def mapping_of(config: SimpleNamespace) -> dict:
 
 def narrows(config: SimpleNamespace) -> bool:
     """Whether its token mask hides tokens from what is added up over a sequence afterwards."""
-    tokens = (
-        config.token_mask_is_threshold_low is not None and config.token_mask_is_threshold_high is not None
-    )
+    tokens = config.token_mask_is_threshold_low is not None and config.token_mask_is_threshold_high is not None
     return tokens and (config.sequence_mask_metric is not None or config.tis_ratio_type == "sequence")
 
 

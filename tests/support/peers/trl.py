@@ -39,9 +39,7 @@ def correction_blocks() -> CodeType:
     """The statements of `_generate_and_score_completions` that make the importance ratio and its metrics."""
     method = trainer_class()._generate_and_score_completions
     tree = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(method))))
-    blocks = [
-        node for node in ast.walk(tree) if isinstance(node, ast.If) and ast.unparse(node.test) == CORRECTS
-    ]
+    blocks = [node for node in ast.walk(tree) if isinstance(node, ast.If) and ast.unparse(node.test) == CORRECTS]
     blocks = sorted(blocks, key=lambda node: node.lineno)[:2]
     return compile(ast.Module(body=list(blocks), type_ignores=[]), inspect.getfile(method), "exec")
 
@@ -83,9 +81,7 @@ def bare_trainer(kind: Any = None, **settings: Any) -> Any:
         accelerator=SimpleNamespace(gather=same, reduce=same, num_processes=1, sync_gradients=True),
         model=SimpleNamespace(training=True),
         _metrics={"train": defaultdict(list)},
-        args=SimpleNamespace(
-            use_bias_correction_kl=False, delta=None, steps_per_generation=1, **soft_defaults()
-        ),
+        args=SimpleNamespace(use_bias_correction_kl=False, delta=None, steps_per_generation=1, **soft_defaults()),
         off_policy_mask_threshold=None,
         importance_sampling_level="token",
         beta=0.0,
@@ -125,9 +121,7 @@ def off_policy_mask(batch: Rows, threshold: float, behavior: Tensor | None = Non
     return compute(batch.advantages[:, None], batch.pad(batch.target), mu, batch.mask, threshold)
 
 
-def loss(
-    batch: Rows, target: Tensor, ratio: Tensor | None, reference: Tensor | None = None, **settings: Any
-) -> Tensor:
+def loss(batch: Rows, target: Tensor, ratio: Tensor | None, reference: Tensor | None = None, **settings: Any) -> Tensor:
     """`_compute_loss` for these log-probs of pi_theta; the importance ratio is off where None."""
     trainer = bare_trainer(vllm_importance_sampling_correction=ratio is not None, **settings)
     return computed_loss(trainer, batch, target, ratio, reference)
@@ -147,9 +141,7 @@ def dppo_trainer(kind: str, clip: Clip) -> Any:
 def dppo_defaults() -> dict[str, Any]:
     """What its `DPPOConfig` sets where the user sets nothing."""
     fields = load(DPPO).DPPOConfig.__dataclass_fields__
-    return {
-        name: fields[name].default for name in ("divergence_type", "epsilon", "epsilon_high", "clip_ratio_c")
-    }
+    return {name: fields[name].default for name in ("divergence_type", "epsilon", "epsilon_high", "clip_ratio_c")}
 
 
 def dppo_mask(batch: Rows, kind: str, clip: Clip) -> Tensor:
@@ -188,9 +180,7 @@ def metric_table(mode: str) -> dict[str, str]:
     """Their name of every metric, and ours."""
     of = "sequence_weight" if mode.startswith("sequence") else "weight"
     table = {f"sampling/importance_sampling_ratio/{x}": f"{of}_{x}" for x in ("min", "mean", "max")}
-    return table | {
-        f"sampling/sampling_logp_difference/{x}": f"log_prob_diff_abs_{x}" for x in ("mean", "max")
-    }
+    return table | {f"sampling/sampling_logp_difference/{x}": f"log_prob_diff_abs_{x}" for x in ("mean", "max")}
 
 
 def file_of(mode: str) -> str:

@@ -118,9 +118,7 @@ KEYS = (
 )
 
 
-def correction(
-    batch: Rows, settings: dict, proximal: Tensor | None = None
-) -> tuple[Tensor, Tensor, dict[str, float]]:
+def correction(batch: Rows, settings: dict, proximal: Tensor | None = None) -> tuple[Tensor, Tensor, dict[str, float]]:
     """(weights `[N, L]`, 1 where they are off; mask; metrics) of `algorithm.rollout_correction` settings."""
     compute = load(PEERS["helper"]).compute_rollout_correction_and_rejection_mask
     weights, mask, metrics = compute(

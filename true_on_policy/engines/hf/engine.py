@@ -42,9 +42,7 @@ class HuggingFace:
 
     name = "hf"
 
-    def __init__(
-        self, checkpoint: Path, dtype: str, order: NormOrder | None = None, tree: Tree | None = None
-    ):
+    def __init__(self, checkpoint: Path, dtype: str, order: NormOrder | None = None, tree: Tree | None = None):
         self._model = hf_decoder.load(checkpoint, dtype, order, tree)
         self._version = 0
 

@@ -171,9 +171,7 @@ class SGLang(Served):
             return [self._score(sample, answer) for sample, answer in zip(samples, answers, strict=True)]
 
     def _score(self, sample: Sample, answer: Any) -> Float32[Tensor, "_"]:
-        rows = list_of(
-            answer["meta_info"]["input_token_logprobs"], len(sample.sequence), "log-probs of tokens"
-        )
+        rows = list_of(answer["meta_info"]["input_token_logprobs"], len(sample.sequence), "log-probs of tokens")
         # This version reports the vocabulary's last id as 0.
         reported = [0 if token == self._last_id else token for token in sample.tokens]
         return _log_probs(rows[-len(sample.tokens) :], reported)
@@ -243,9 +241,7 @@ def _environment(
 def _log_probs(rows: Sequence[Sequence[Any]], tokens: Sequence[int]) -> Float32[Tensor, "N"]:
     """Read the log-probs of `tokens` from rows (log-prob, token id, text)."""
     if [row[1] for row in rows] != list(tokens) or any(row[0] is None for row in rows):
-        raise EngineError(
-            f"sglang: log-probs of other tokens than were asked, or none: {rows[:3]} for {tokens[:3]}"
-        )
+        raise EngineError(f"sglang: log-probs of other tokens than were asked, or none: {rows[:3]} for {tokens[:3]}")
     return sglang_rows(rows)[1]
 
 
@@ -260,8 +256,6 @@ def _over_kept(
     if {*map(type, chain.from_iterable(kept))} - {int}:
         raise EngineError(f"sglang: expected the ids of kept sets; got {short(kept)}")
     if len(kept) != len(tokens) or any(token not in row for token, row in zip(tokens, kept, strict=True)):
-        raise EngineError(
-            f"sglang: kept sets {kept[:3]} that are not those of the sampled tokens {tokens[:3]}"
-        )
+        raise EngineError(f"sglang: kept sets {kept[:3]} that are not those of the sampled tokens {tokens[:3]}")
     values = list_of(meta["output_token_sampling_logprobs"], len(tokens), "log-probs of tokens")
     return log_probs(values), kept

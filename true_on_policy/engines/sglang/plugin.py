@@ -126,9 +126,7 @@ def _row_parallel(contract: Contract):
     assert tree is not None
 
     def forward(self, input_, skip_all_reduce=False, forward_batch=None, output_tensor=None):
-        assert self.input_is_parallel and self.bias is None and output_tensor is None, (
-            "no such path in a dense model"
-        )
+        assert self.input_is_parallel and self.bias is None and output_tensor is None, "no such path in a dense model"
         total = tree.product(input_, self.weight, self.tp_group and self.tp_group.device_group)
         # Where SGLang adds up over the ranks later, rank 0 gives the sum and the other ranks give zeros.
         alone = self.reduce_results or not self.tp_group or self.tp_group.rank_in_group == 0

@@ -147,9 +147,7 @@ class VLLM(Served):
         deadline = time.monotonic() + GENERATE_SECONDS
         while not keep_cache and not self._dropped_cache():
             if time.monotonic() > deadline:
-                raise EngineError(
-                    f"vllm: the cache of the previous weights is still in use after {GENERATE_SECONDS} s"
-                )
+                raise EngineError(f"vllm: the cache of the previous weights is still in use after {GENERATE_SECONDS} s")
             time.sleep(POLL_SECONDS)
         self._version = version
 

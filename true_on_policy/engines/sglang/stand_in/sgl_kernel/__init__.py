@@ -64,9 +64,7 @@ def __getattr__(name: str) -> Callable[..., None]:
         raise AttributeError(name)
 
     def missing(*_: object, **__: object) -> None:
-        raise NotImplementedError(
-            f"sgl_kernel.{name}: mis-plugins' stand-in for CPU does not hold the operator"
-        )
+        raise NotImplementedError(f"sgl_kernel.{name}: mis-plugins' stand-in for CPU does not hold the operator")
 
     return missing
 
