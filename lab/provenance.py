@@ -49,7 +49,9 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
 
 def provenance(checkouts: dict[str, Path] | None = None) -> dict[str, str]:
     """Describe this run by `measured_with`, for the code that the lab measures."""
-    command = as_given(f"python -m lab.{Path(sys.argv[0]).stem}", sys.argv[1:])
+    path = Path(sys.argv[0])
+    name = path.parent.name if path.stem == "__main__" else path.stem
+    command = as_given(f"python -m lab.{name}", sys.argv[1:])
     return measured_with(command, MEASURED, checkouts)
 
 

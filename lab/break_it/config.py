@@ -141,7 +141,8 @@ def nested_flat(keys: dict[str, Any]) -> dict[str, Any]:
         given[name] = given.get(name) or default
     given["use_rs"] = given["use_rs"] or given.get("use_mask")
     for name in ("rs_lower_bound", "tis_lower_bound"):
-        given[name] = given[name] if given[name] is None else max(given[name], 0)
+        lower = given[name]
+        given[name] = None if lower is None else max(lower, 0)
     return nested(given)
 
 

@@ -339,7 +339,7 @@ def judge(case: Case) -> str:
     it = made(case)
     loss, gradient, metrics = call(case, it)
     formula = Formula(it.step, case.question, it.named)
-    if not formula.clear:
+    if not _clear(formula):
         return "unclear"
     atol = 10 * formula.rtol * formula.magnitude + finite_difference_atol(formula.magnitude)
     wanted = expected(case, it, formula)
@@ -354,6 +354,7 @@ def judge(case: Case) -> str:
 
 
 def _clear(self: Formula) -> bool:
+    """Whether no statistic of the case lies so near a bound that rounding decides."""
     gaps = [self.corrected.margin, loss_oracle.margin(self.frozen, self.question.spec)]
     opsm = self.question.mis.get("opsm")
     for x, b in zip(self.step.responses, self.step.behavior, strict=True):
@@ -362,9 +363,6 @@ def _clear(self: Formula) -> bool:
                 terms = [r[t] - x.target[t] for t in x.valid]
                 gaps += [abs(math.fsum(terms) / len(terms) - opsm["delta"])] if all(map(math.isfinite, terms)) else []
     return min(gaps) > DECISION
-
-
-Formula.clear = property(_clear)
 
 
 PATCHED = pytest.MonkeyPatch()

@@ -156,7 +156,7 @@ def test_a_batch_that_says_what_to_divide_by_is_left_to_it(sums: torch.Tensor | 
     """Half of the tokens are rejected; Miles's own loss holds the batch while it calls the hook."""
     given: dict[str, Any] = ratio_batch([[1.0, 9.0]], [[1, 1]]).hook_kwargs() | {"pg_loss": torch.ones(2)}
     args = host_args(mis={"weight": None, "reject": [{"over": "token", "upper": 5.0}]})
-    module = {"__name__": MILES.tis_call.addresses[0].module}
+    module: dict[str, Any] = {"__name__": MILES.tis_call.addresses[0].module}
     exec("def policy_loss_function(hook, batch):\n    return hook()\n", module)
     hook = partial(mis.compute_mis_weights_fsdp, args=args, **given)
     loss, _, _ = module["policy_loss_function"](hook, {"rollout_mask_sums": sums})

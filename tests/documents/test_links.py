@@ -60,7 +60,7 @@ def test_every_link_to_a_record_shows_the_commit_that_ran() -> None:
     commit, _ = pages.ran(ROOT / "lab" / "results" / "mismatch.json")
     for link in ("[a](../lab/results/mismatch.md)", "![b](../lab/results/mismatch.png)"):
         assert pages.staged(link, "docs/a.md").startswith(link) and f"@{commit[:7]}<" in pages.staged(link, "")
-    assert pages.staged("[a](../lab/results/compiled-fp32.md)", "docs/a.md") == "[a](../lab/results/compiled-fp32.md)"
+    assert pages.staged("[a](../lab/results/hosts_history.md)", "docs/a.md") == "[a](../lab/results/hosts_history.md)"
 
 
 def test_records_are_not_searched_and_pages_are() -> None:

@@ -15,7 +15,7 @@ from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import loss_oracle
 import numpy as np
@@ -354,7 +354,7 @@ def test_composition(question: Question):
 def test_a_kl_times_a_ratio_that_is_not_known_is_left_out(unbiased: bool):
     """`unbiased_kl` multiplies by pi_theta / old: without log old the KL term is 0, and not the term itself."""
     step = random_step(1)
-    step.responses[0].old[t := step.responses[0].valid[0]] = math.nan
+    cast(list[float], step.responses[0].old)[t := step.responses[0].valid[0]] = math.nan
     kl = {"use_kl_loss": True, "kl_loss_type": "k2", "kl_loss_coef": 0.3}
     found = call(step, {"objective": {"unbiased_kl": unbiased}}, **kl)
     assert (found.gradient[t] == 0) == unbiased and found.gradient.isfinite().all()

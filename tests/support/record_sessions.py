@@ -15,12 +15,12 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from miles.rollout.generate_utils.sample_utils import merge_samples
-from miles.rollout.session.samples import codec
-from miles.rollout.session.samples.merge import compute_samples_from_openai_records
-from miles.rollout.session.types import SessionRecord
-from miles.rollout.session.v2.postprocessor_hub.default_postprocess import default_postprocess
-from miles.utils.types import Sample
+from miles.rollout.generate_utils.sample_utils import merge_samples  # pyright: ignore[reportMissingImports]
+from miles.rollout.session.samples import codec  # pyright: ignore[reportMissingImports]
+from miles.rollout.session.samples.merge import compute_samples_from_openai_records  # pyright: ignore[reportMissingImports]
+from miles.rollout.session.types import SessionRecord  # pyright: ignore[reportMissingImports]
+from miles.rollout.session.v2.postprocessor_hub.default_postprocess import default_postprocess  # pyright: ignore[reportMissingImports]
+from miles.utils.types import Sample  # pyright: ignore[reportMissingImports]
 
 ARGS = SimpleNamespace(save_debug_trajectory_data=None, sglang_speculative_algorithm=None)
 TOKENIZER = SimpleNamespace(decode=lambda ids: " ".join(map(str, ids)))

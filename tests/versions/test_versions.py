@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from typing import cast
 
 import pytest
 from hypothesis import given
@@ -112,7 +113,7 @@ def test_spans_of_a_call():
         (reported(("default", 0, 6)), "version 'default' is not a number"),
         (reported(("\u00b2", 0, 6)), "version '\u00b2' is not a number"),
         (reported(("9" * 19, 0, 6)), "version '9.*' is not a number"),
-        (reported(("3", 0, 6.0)), "each span needs a version, a start and an end"),
+        (reported(("3", 0, cast(int, 6.0))), "each span needs a version, a start and an end"),
         ({"weight_versions": None}, "got None; each span needs"),
         ({"weight_versions": [{"start": 0, "end": 6}]}, "each span needs"),
     ],
