@@ -63,7 +63,7 @@ def tried(name: str, number: int, cases: int = ROUND) -> Counter[str]:
 
     @seed(number)
     @settings(max_examples=cases, deadline=None, database=None, report_multiple_bugs=False,
-              suppress_health_check=tuple(HealthCheck), phases=(Phase.generate, Phase.shrink))  # fmt: skip
+              suppress_health_check=list[Any](HealthCheck), phases=(Phase.generate, Phase.shrink))  # fmt: skip
     @given(room(name).cases())
     def one(case: Any) -> None:
         answers[answered(judge, case)] += 1
