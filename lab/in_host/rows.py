@@ -47,8 +47,9 @@ SLIME_FULLY_ASYNC = ("--rollout-function-path", "slime.rollout.fully_async_rollo
                      "--sglang-server-concurrency", "8", *CARRIED)  # fmt: skip
 
 
-# SGLang returns the tokens that top-p leaves only where top-k bounds their number.
-TOP_P = ("--rollout-top-p", "0.9", "--rollout-top-k", "16", *CARRIED)
+# SGLang returns the tokens that top-p leaves only where top-k bounds their number, and the router of the package index
+# drops what a request asks for by a name that it does not know.
+TOP_P = ("--use-miles-router", "--rollout-top-p", "0.9", "--rollout-top-k", "16", *CARRIED)
 
 
 def fully_async(bound: int) -> tuple[str, ...]:

@@ -97,9 +97,12 @@ def test_jobs_that_do_not_cut_ask_for_no_sets(monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.parametrize("lost", [kept.MASK, kept.LOG_PROBS])
-def test_an_engine_that_returns_no_sets_is_refused(lost: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(InputError, match="return_sampling_mask"):
-        generated(monkeypatch, without=lost, **CUT)
+def test_an_engine_that_returns_no_sets_is_refused(
+    lost: str, numbering: Numbering, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sample = generated(monkeypatch, without=lost, **CUT)
+    with pytest.raises(InputError, match="sample 4: .*return_sampling_mask"):
+        numbering.noted([sample], scored=False, needed={})
 
 
 def test_a_set_without_its_token_is_refused() -> None:

@@ -22,6 +22,7 @@ from mis_plugins.hosts.versions import generate
 from mis_plugins.hosts.versions.samples import Note, Numbering
 from mis_plugins.hosts.versions.shelf import Shelf
 from mis_plugins.versions.recompute import Request
+from mis_plugins.versions.spans import spans
 
 
 class Sample:
@@ -192,6 +193,16 @@ def test_the_versions_of_the_engine_stand_on_the_sample(host: Bodies, fresh: Num
     assert shelf(fresh).waiting(3, -1).requests[0].positions == (0, 1)
     evaluated = asyncio.run(mis.generate_with_versions(asked(Sample(), evaluation=True)))
     assert evaluated == Output("the host's own")
+
+
+def test_an_answer_without_versions_is_raised_by_the_conversion(
+    host: Bodies, fresh: Numbering, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Miles asks for another group, for ever, where a generate function raises."""
+    monkeypatch.setattr(generate, "spans", lambda meta_info, count: spans({"weight_version": "5"}, count))
+    sample = asyncio.run(mis.generate_with_versions(asked(Sample()))).samples
+    with pytest.raises(InputError, match="sample 0: .*no weight_versions"):
+        converted(host, [sample])
 
 
 def converted(host: Bodies, samples: Sequence[Any], **args: Any) -> dict[str, Any]:

@@ -50,7 +50,7 @@ async def generate_with_versions(
     `(args, sample, sampling_params, evaluation)`. An evaluation runs the host's own function unchanged.
 
     Raises:
-        InputError: on Miles, the engine does not name the version of each token; on slime the conversion raises it.
+        InputError: on Miles, the stream of an answer lies. What an answer lacks, `convert_with_versions` raises.
     """
     return await (miles(input) if sample is None else slime(input, sample, sampling_params, evaluation))
 
@@ -80,18 +80,34 @@ async def miles(input: Any) -> Any:
     asked |= kept.request(k) if cut else {}
     output = await answered(lambda: _stream(url, asked, headers), number)
     if cut:
-        output["meta_info"], sets = kept.over_sets(output["meta_info"], k)
-        setattr(sample, kept.KEPT, sets)
-    retractions.hear(sample, output["meta_info"], 0)
+        with _raised_by_the_conversion(sample):
+            output["meta_info"], sets = kept.over_sets(output["meta_info"], k)
+            setattr(sample, kept.KEPT, sets)
     await NEEDS.update_sample.get()(args, sample, payload=payload, output=output)
-    if k:
-        heads.extend(sample, output["meta_info"], 0, k)
-    runs = spans(output["meta_info"], sample.response_length)
-    # The newest Miles has itself put the spans of each call there, and reads them again.
-    if not any(hasattr(call, "spans") for call in sample.weight_versions):
-        sample.weight_versions = [str(version) for version, _, _ in runs]
-    _name_versions(sample, written_by(runs))
+    with _raised_by_the_conversion(sample):
+        retractions.hear(sample, output["meta_info"], 0)
+        if k:
+            heads.extend(sample, output["meta_info"], 0, k)
+        runs = spans(output["meta_info"], sample.response_length)
+        # The newest Miles has itself put the spans of each call there, and reads them again.
+        if not any(hasattr(call, "spans") for call in sample.weight_versions):
+            sample.weight_versions = [str(version) for version, _, _ in runs]
+        _name_versions(sample, written_by(runs))
     return output_of(samples=sample)
+
+
+@contextmanager
+def _raised_by_the_conversion(sample: Any) -> Iterator[None]:
+    """Keep the first error on the sample, and let the conversion of the rollout raise it.
+
+    An error raised within a generate function stops no run: slime logs it and waits for the group for ever, and Miles
+    logs it and asks for another group, for ever.
+    """
+    try:
+        yield
+    except Exception as error:
+        if not hasattr(sample, FAULT):
+            setattr(sample, FAULT, str(error) if isinstance(error, InputError) else repr(error))
 
 
 async def slime(args: Any, sample: Any, sampling_params: Mapping[str, Any], evaluation: bool) -> Any:
@@ -103,15 +119,11 @@ async def slime(args: Any, sample: Any, sampling_params: Mapping[str, Any], eval
     with _answers_to(sample) as answers, _asking(k):
         await own(args, sample, sampling_params)
     if answers and sample.response_length > before:
-        retractions.hear(sample, answers[-1], before)
-        try:
+        with _raised_by_the_conversion(sample):
+            retractions.hear(sample, answers[-1], before)
             _continue(sample, before, answers[-1])
             if k:
                 heads.extend(sample, answers[-1], before, k)
-        except Exception as error:
-            # The conversion raises it later: slime only logs an error raised here, and waits for the group
-            # for ever.
-            setattr(sample, FAULT, str(error) if isinstance(error, InputError) else repr(error))
     return sample
 
 
