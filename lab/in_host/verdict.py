@@ -31,7 +31,7 @@ CURVE = 1e-6
 """Tolerance of values in trackers' files: Tensorboard keeps float32."""
 STEP = "train/mis_step/"
 HOOK = "train/true_on_policy_"
-RESPLIT = f"{STEP}resplit_"
+RESPLIT, RETRACTED = f"{STEP}resplit_", f"{STEP}retracted_"  # of the split, and of the engine: without an oracle
 AGAIN = ("train/loss", "train/pg_", "train/grad_norm", "train/mis_", "train/train_rollout_", "train/ppo_kl")
 ROUTED, REPLAYED = f"{STEP}route_differs", f"{STEP}route_unequal"
 ROUTED_LIMIT = 0.1
@@ -332,7 +332,7 @@ def _exact(expected: Expected, metrics: Mapping[str, float], number: int) -> Ite
     logged = {
         name.removeprefix(STEP): value
         for name, value in metrics.items()
-        if name.startswith(STEP) and not name.startswith(RESPLIT)
+        if name.startswith(STEP) and not name.startswith((RESPLIT, RETRACTED))
     }
     if not logged:
         return
