@@ -357,6 +357,7 @@ class Expected:
         import oracle
 
         self.batches, self.kind = batches, loss
+        self.one_sample = "--custom-generate-function-path" not in flags
         self.objective, self.opsm = config.get("objective") or {}, config.get("opsm")
         self.clip = {side: _number_after(flags, flag) for side, flag in CLIPS.items()}
         self.samples = [[oracle.Sample(row.proximal, row.behavior, row.mask) for row in batch] for batch in batches]
@@ -452,18 +453,20 @@ class Expected:
         """Average each metric as the hosts do: over a response's valid tokens, then over all responses.
 
         A response without a valid token adds 0 to the mean. Metrics that Miles's `mis.py` lacks are scaled
-        back within the micro-batch that holds such a response.
+        back within the micro-batch that holds such a response, but for a generate function of the user's: it may make
+        several samples of a rollout.
         """
         import oracle
 
+        scale = oracle.host_scale if self.one_sample else lambda name, samples: 1.0
         totals: dict[str, float] = {}
         for batch, samples, corrected in zip(self.batches, self.samples, self.corrected, strict=True):
             for name, rows in corrected.metrics.items():
                 added = sum(_mean(row.mask, values) for row, values in zip(batch, rows, strict=True))
-                totals[name] = totals.get(name, 0.0) + added * oracle.host_scale(name, samples)
+                totals[name] = totals.get(name, 0.0) + added * scale(name, samples)
             for name, value in oracle.batch_metrics(samples, self.config, corrected).items():
                 taught = sum(any(row.mask) for row in batch)
-                totals[name] = totals.get(name, 0.0) + value * taught * oracle.host_scale(name, samples)
+                totals[name] = totals.get(name, 0.0) + value * taught * scale(name, samples)
         return {name: total / sum(map(len, self.batches)) for name, total in totals.items()}
 
 
