@@ -138,7 +138,7 @@ EVERY_HOOK = [
 
 
 def test_every_hook_has_the_one_class_and_is_what_its_path_names(monkeypatch: pytest.MonkeyPatch):
-    assert len(EVERY_HOOK) == 15
+    assert len(EVERY_HOOK) == 17
     assert len({hook.config_class for hook in EVERY_HOOK}) == 1
     for hook in EVERY_HOOK:
         assert pickle.loads(pickle.dumps(hook)) is hook
