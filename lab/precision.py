@@ -61,9 +61,7 @@ def mxfp8(x: Tensor) -> Tensor:
     """Round to e4m3 with a power of two as the scale of each 32 neighbours (OCP Microscaling 1.0, section 6.3)."""
     blocks = x.float().unflatten(-1, (-1, 32))
     scale = torch.exp2(blocks.abs().amax(-1, keepdim=True).clamp_min(2.0**-126).log2().floor() - 8)
-    return (
-        ((blocks / scale).clamp(-E4M3, E4M3).to(torch.float8_e4m3fn).float() * scale).flatten(-2).to(x.dtype)
-    )
+    return ((blocks / scale).clamp(-E4M3, E4M3).to(torch.float8_e4m3fn).float() * scale).flatten(-2).to(x.dtype)
 
 
 def nvfp4(x: Tensor) -> Tensor:
@@ -125,9 +123,7 @@ RUNGS = {
 def linears(model: nn.Module) -> dict[str, nn.Linear]:
     """The linear layers of a decoder by name, its head left out."""
     named = model.named_modules()
-    return {
-        name: module for name, module in named if isinstance(module, nn.Linear) and name.endswith("_proj")
-    }
+    return {name: module for name, module in named if isinstance(module, nn.Linear) and name.endswith("_proj")}
 
 
 def rounded(model: nn.Module, rounding: Rounding) -> None:
@@ -211,9 +207,7 @@ def measured(rung: Rung, checkpoint: Path, prompts: Sequence[tuple[int, ...]], l
             print(f"{rung.words}: {done + batch} of {len(prompts)} responses", file=sys.stderr)
     scores = [trainer.score([one])[0] for one in found]
     lengths = torch.tensor([len(one.tokens) for one in found])
-    return Pair(
-        torch.cat([one.log_probs for one in found]), torch.cat(scores), lengths, torch.arange(len(found))
-    )
+    return Pair(torch.cat([one.log_probs for one in found]), torch.cat(scores), lengths, torch.arange(len(found)))
 
 
 def _at(checkpoint: Path, dtype: torch.dtype) -> HuggingFace:
@@ -281,17 +275,13 @@ def main() -> int:
     parser.add_argument("--prompts", type=count, default=64)
     parser.add_argument("--length", type=count, default=128, help="tokens of a response, at most")
     parser.add_argument("--again", action="store_true", help="measure anew what is on record")
-    parser.add_argument(
-        "--smoke", action="store_true", help="a tiny model and few tokens; the record is left alone"
-    )
+    parser.add_argument("--smoke", action="store_true", help="a tiny model and few tokens; the record is left alone")
     options = parser.parse_args()
     path = RESULT
     if options.smoke:
         options.model, options.prompts, options.length = "tiny-llama", 4, 12
         path = Path("runs/precision.json")
-    size = (
-        f"{options.model}, {options.prompts} prompts, responses up to {options.length} tokens, temperature 1"
-    )
+    size = f"{options.model}, {options.prompts} prompts, responses up to {options.length} tokens, temperature 1"
     content: dict[str, Any] = {"size": size, "rungs": {}}
     if path.exists() and not options.smoke and (held := json.loads(path.read_text()))["size"] == size:
         content = held
