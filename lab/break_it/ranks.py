@@ -45,6 +45,7 @@ def cases(draw: st.DrawFn) -> Grid:
     asked = []
     for _ in range(OFFERED):
         config: dict[str, Any] = draw(configs(draw(st.sampled_from(["micro_batch", "data_parallel"]))))
+        config["metrics"] = "full"  # the oracle's, all of them
         if draw(st.integers(0, 3)) == 0:
             config["m2_threshold"] = draw(st.sampled_from([0.02, 0.1, 0.5]))
         seed = draw(st.integers(0, 2**20))

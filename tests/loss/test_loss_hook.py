@@ -469,7 +469,7 @@ def with_support(host: str, carried: dict[str, Any], **settings: Any) -> Outcome
 def test_sampling_support_is_refused_on_miles(name: str):
     """The engine's log-probs are renormalized there, and ours of the whole vocabulary; slime scores the nucleus."""
     rows = [torch.arange(n) for n in LENGTHS]
-    refused = f"^{name}: rollout_log_probs are renormalized .* the whole vocabulary on Miles; give --rollout-top-p"
+    refused = f"^{name}: rollout_log_probs are renormalized .* does not score over these of Miles; give our hooks"
     with pytest.raises(InputError, match=refused):
         with_support("miles", {name: rows})
     with pytest.raises(InputError, match=refused):
