@@ -10,7 +10,6 @@ from pathlib import Path
 from hypothesis import strategies as st
 from test_fuzz import KINDS, Watch, fault_of
 
-
 READ = set[tuple[str, object]]()
 """Kinds of files and readers that this process has met."""
 
