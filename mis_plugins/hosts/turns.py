@@ -15,16 +15,13 @@ from itertools import groupby
 from typing import Any
 
 from mis_plugins.hosts.needs.record import Need
+from mis_plugins.hosts.registry import every_host
 
 logger = logging.getLogger("mis_plugins")
 
 JUDGED = "judged_turns"  # the attribute of a sample
 NOT_HEARD = "no answer of the engine was heard"
-HOOKS, AT = ("turns_checked",), "utils.http_utils:_post"
-REQUESTS = tuple(
-    Need(title, "its request to the engine", HOOKS, (f"{package}.{AT}",), ("url", "payload"))
-    for title, package in (("Miles", "miles"), ("slime", "slime"), ("vime", "vime"))
-)
+REQUEST = "utils.http_utils:_post"  # of each host's package
 Ids = Sequence[int]
 
 
@@ -137,7 +134,9 @@ def _turns(sample: Any, total: int) -> Iterator[tuple[int, int]]:
 
 def _listen() -> None:
     """Have the request of each host that this process has loaded tell the task that runs what the engine answered."""
-    for need in REQUESTS:
+    for host in every_host().values():
+        address = f"{host.package}.{REQUEST}"
+        need = Need(host.title, "its request to the engine", ("turns_checked",), (address,), ("url", "payload"))
         own = need.loaded()
         if own is not None and not hasattr(own, "hears"):
             module, name = need.owner()

@@ -196,11 +196,12 @@ def test_the_versions_of_the_engine_stand_on_the_sample(host: Bodies, fresh: Num
 
 
 def test_an_answer_without_versions_is_raised_by_the_conversion(
-    host: Bodies, fresh: Numbering, monkeypatch: pytest.MonkeyPatch
+    host: Bodies, fresh: Numbering, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Miles asks for another group, for ever, where a generate function raises."""
     monkeypatch.setattr(generate, "spans", lambda meta_info, count: spans({"weight_version": "5"}, count))
     sample = asyncio.run(mis.generate_with_versions(asked(Sample()))).samples
+    assert "sample 0: " in caplog.text, "a job without our conversion reads it in its log"
     with pytest.raises(InputError, match="sample 0: .*no weight_versions"):
         converted(host, [sample])
 

@@ -108,6 +108,7 @@ def _raised_by_the_conversion(sample: Any) -> Iterator[None]:
     except Exception as error:
         if not hasattr(sample, FAULT):
             setattr(sample, FAULT, str(error) if isinstance(error, InputError) else repr(error))
+            logger.error("sample %s: %s", sample.index, getattr(sample, FAULT))
 
 
 async def slime(args: Any, sample: Any, sampling_params: Mapping[str, Any], evaluation: bool) -> Any:
@@ -203,7 +204,7 @@ async def heard(chunks: AsyncIterator[Chunk], number: int) -> dict[str, Any]:
     versions: list[int] = []
     text, meta = "", {}
     async for chunk in chunks:
-        new_text, meta, told, count = _said(chunk)
+        new_text, meta, told, count = _parts_of(chunk)
         whole = len(told) == count
         if (len(told) < len(rows)) if whole else (len(rows) + len(told) != count):
             raise InputError(f"meta_info: {len(told)} log-probs after {len(rows)}, and completion_tokens: {count}")
@@ -220,7 +221,7 @@ async def heard(chunks: AsyncIterator[Chunk], number: int) -> dict[str, Any]:
     return {"text": text, "meta_info": {**meta, "output_token_logprobs": rows, **more}}
 
 
-def _said(chunk: Any) -> tuple[str, Chunk, list[Row], int]:
+def _parts_of(chunk: Any) -> tuple[str, Chunk, list[Row], int]:
     """Text, `meta_info`, log-probs with their tokens, and the number of tokens, of one chunk.
 
     Raises:

@@ -65,10 +65,7 @@ class NamedTokens:
         for position, row in enumerate(rows):
             try:
                 for place, (log_prob, token, *_) in enumerate(list(row or [])[:k]):
-                    named.ids[position, place], named.log_probs[position, place] = (
-                        index(token),
-                        float(log_prob),
-                    )
+                    named.ids[position, place], named.log_probs[position, place] = index(token), float(log_prob)
             except (TypeError, ValueError, OverflowError):
                 raise InputError(
                     f"meta_info: output_top_logprobs[{position}]: got {shown(row)}; each entry needs a log-prob, and "

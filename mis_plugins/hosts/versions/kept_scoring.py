@@ -10,7 +10,7 @@ whole vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from functools import wraps
+from functools import partial, wraps
 from itertools import accumulate
 from typing import Any
 
@@ -89,6 +89,7 @@ def columns(kept: KeptSets, pieces: Sequence[Span], first: int, logits: Float[Te
         raise InputError(f"kept sets of {len(here)} tokens of a response, and logits score {len(logits)}")
     column = torch.cat([ids[ends[start] : ends[stop]] for start, stop in pieces]) - first
     row, own = torch.repeat_interleave(here), (column >= 0) & (column < logits.shape[-1])
-    table = (here == 0).to(logits.device)[:, None].repeat(1, logits.shape[-1])
-    table[row[own].to(logits.device), column[own].to(logits.device)] = True
+    there = partial(torch.Tensor.to, device=logits.device, non_blocking=True)  # waits for no kernel
+    table = there(here == 0)[:, None].repeat(1, logits.shape[-1])
+    table[there(row[own]), there(column[own])] = True
     return table

@@ -153,7 +153,7 @@ class Numbering:
                 self._gone.put(number)
         self._sweep()
         return [
-            Note(batch, number, getattr(sample, VERSIONS), {**_said(sample), **of_batch}).packed()
+            Note(batch, number, getattr(sample, VERSIONS), {**_packed(sample), **of_batch}).packed()
             for number, sample in zip(numbers, samples, strict=True)
         ]
 
@@ -177,7 +177,7 @@ class Numbering:
 SAID = (HEAD, KEPT)  # attributes that hold what the engine said of each token, beside its version
 
 
-def _said(sample: Any) -> dict[str, bytes]:
+def _packed(sample: Any) -> dict[str, bytes]:
     """What the engine said of the tokens of a sample, packed by name."""
     packed: dict[str, bytes] = {}
     for name in SAID:
