@@ -2,7 +2,7 @@
 
     python -m lab.compiled                 minutes for each dtype
 
-`true_on_policy/kernels/compiled.py` compiles each function of a layer of tiny-qwen3 with inductor and compares results
+`lab/compiled_functions.py` compiles each function of a layer of tiny-qwen3 with inductor and compares results
 by bytes, in the order that SGLang rounds in. A step is a forward and a backward of Hugging Face's decoder; it runs in
 turn with its functions eager, and with those compiled that kept their bits.
 
@@ -32,11 +32,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lab.compiled_functions import Tried, compiled_where_equal, tried
 from lab.provenance import as_markdown, markdown_table, parser_of, provenance, target, write_record
 from true_on_policy.bitwise import equal_bits
 from true_on_policy.contract.cpu import DTYPES, Contract, Shapes
 from true_on_policy.contract.rounding import ORDERS
-from true_on_policy.kernels.compiled import Tried, compiled, tried
 from true_on_policy.kernels.pin import pinned
 from true_on_policy.models import hf_decoder
 from true_on_policy.models.tiny import checkpoint, read_config
@@ -80,7 +80,7 @@ def steps(model: Any, found: list[Tried], rounds: int) -> dict[str, Any]:
         began = time.perf_counter()
         ours = step(model, tokens)
         eager.append(time.perf_counter() - began)
-        with compiled(found) as names:
+        with compiled_where_equal(found) as names:
             began = time.perf_counter()
             theirs = step(model, tokens)
             fast.append(time.perf_counter() - began)

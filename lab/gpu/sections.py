@@ -25,6 +25,7 @@ SECTIONS = {
     "kernels": 180,
     "cost": 180,
     "probes": 70,
+    "compiled": 180,
     "engine": 450,
 }
 # The section `engine` is left out: SGLang comes in a second set of wheels.

@@ -141,6 +141,18 @@ def test_every_kernel_has_its_cost(dry_run):
         assert row["pinned / stock"] == pytest.approx(row["pinned ms"] / stock)
 
 
+@needs_triton
+def test_compiled_functions_are_compared_and_a_step_with_them_is_timed(dry_run):
+    functions = [row["function"] for row in table(dry_run["compiled"], "Functions of a layer")]
+    assert functions == ["rms_norm"] * 2 + ["add_residual", "rms_norm", "add_residual", "rotated", "gated"] + (
+        ["linear"] * 5 + ["log_softmax"]
+    )
+    (link,) = table(dry_run["compiled"], "A step with compiled functions")
+    assert link["equal"] == link["of"] == 6
+    (step,) = table(dry_run["compiled"], "Cost: a step")
+    assert step["compiled"] == "rms_norm add_residual" and step["compiled / eager"] > 0
+
+
 def section(ended: str, *found: Result) -> Section:
     return Section("model", ended, 1.0, found)
 

@@ -1,8 +1,8 @@
 """torch.compile beside a contract: which functions keep their bits when they are compiled, tried here and now.
 
 A contract switches torch.compile off on both sides, because a compiled function may round elsewhere. `tried` compiles
-each function of a decoder's layer and compares it with its eager self by bytes. `compiled` puts the functions that are
-equal in the place of the eager ones. Nothing calls either by itself.
+each function of a decoder's layer and compares it with its eager self by bytes. `compiled_where_equal` puts the
+functions that are equal in the place of the eager ones.
 """
 
 from __future__ import annotations
@@ -126,12 +126,13 @@ def _tried(case: _Case) -> Tried:
     name = "combined" if case.function is weighted else case.function.__name__
     torch.compiler.reset()
     try:
-        fast, compilations = _compile(case.function)
-        differs, gradient_differs = _compared(case, fast)
+        with switched_on():
+            fast, compilations = _compile(case.function)
+            differs, gradient_differs = _compared(case, fast)
     except Exception as error:  # whatever a compiler raises: the function then stays eager
         return Tried(name, case.shape, f"does not run: {type(error).__name__}: {str(error).splitlines()[0]}")
     if not compilations:
-        return Tried(name, case.shape, "nothing was compiled: leave TORCH_COMPILE_DISABLE out")
+        return Tried(name, case.shape, "nothing was compiled")
     return Tried(name, case.shape, differs, gradient_differs)
 
 
@@ -161,21 +162,28 @@ def _compared(case: _Case, fast: Function) -> tuple[str | None, bool]:
 
 
 @contextmanager
-def compiled(found: list[Tried]) -> Iterator[tuple[str, ...]]:
+def compiled_where_equal(found: list[Tried]) -> Iterator[tuple[str, ...]]:
     """Run the body with those of `ORDERED` compiled that `tried` found equal at each shape; yields their names.
 
     A function is compiled for rows in a matrix, as it was tried, whatever leading dimensions the model has.
     """
-    import torch._dynamo
-
     equal = {one.function for one in found} - {one.function for one in found if one.differs is not None}
     kept = {function: _by_rows(function) for function in ORDERED if function.__name__ in equal}
     replace_everywhere(kept)
     try:
-        with torch._dynamo.config.patch(recompile_limit=MOST_GRAPHS):
+        with switched_on():
             yield tuple(function.__name__ for function in kept)
     finally:
         replace_everywhere({fast: function for function, fast in kept.items()})
+
+
+@contextmanager
+def switched_on() -> Iterator[None]:
+    """Let torch.compile compile in the body, where TORCH_COMPILE_DISABLE keeps it from it elsewhere."""
+    import torch._dynamo
+
+    with torch._dynamo.config.patch(disable=False, recompile_limit=MOST_GRAPHS):
+        yield
 
 
 @cache
