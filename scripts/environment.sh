@@ -1,7 +1,8 @@
-# Sourced by the other scripts: makes .venv of this repository where it is missing, installs '.[verify,dev]' with
-# constraints.txt into it, and enters it. An environment that happens to be active is left alone: it may be a host's,
-# with another torch. MIS_VENV names another environment, for example MIS_VENV="$VIRTUAL_ENV". A stamp skips the install
-# until setup.py, pyproject.toml or constraints.txt change. PYTHON names the interpreter (default python3).
+# Sourced by the other scripts: makes .venv of this repository where it is missing, installs what '.[verify,dev]' needs
+# into it, each file by its hash (scripts/supply.sh), and enters it. An environment that happens to be active is left
+# alone: it may be a host's, with another torch. MIS_VENV names another environment, for example
+# MIS_VENV="$VIRTUAL_ENV". A stamp skips the install until setup.py, pyproject.toml or the constraints change. PYTHON
+# names the interpreter (default python3).
 
 repository=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 environment=${MIS_VENV:-$repository/.venv}
@@ -26,9 +27,11 @@ enter_environment() {
 
 install_once() {
     local stamp="$environment/.mis-plugins-install" wanted
-    wanted="$repository $(cat "$repository"/{setup.py,pyproject.toml,constraints.txt} | cksum)"
+    wanted="$repository $(cat "$repository"/{setup.py,pyproject.toml,constraints.txt,constraints-hashed.txt} | cksum)"
     if [ "$(cat "$stamp" 2>/dev/null)" = "$wanted" ]; then return; fi
     echo "installing '.[verify,dev]' into $environment (once)" >&2
+    (cd "$repository" && python -m pip install -qq --no-deps --require-hashes --requirement constraints-hashed.txt)
+    # torch has no hash, since its build depends on the machine; what else it needs is there.
     (cd "$repository" && python -m pip install -qq --editable '.[verify,dev]' --constraint constraints.txt)
     echo "$wanted" >"$stamp"
 }

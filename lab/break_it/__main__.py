@@ -35,7 +35,7 @@ from mis_plugins import errors  # noqa: E402
 from mis_plugins.config import view  # noqa: E402
 from mis_plugins.errors import UserError  # noqa: E402
 
-ROOMS = ("weights", "losses", "config", "answers", "scripts", "translate", "dumps", "ranks")
+ROOMS = ("weights", "losses", "config", "answers", "scripts", "translate", "dumps", "files", "ranks")
 RECORD = ROOT / "lab" / "results" / "break_it.json"
 ROUND = 100  # cases of one seed
 OURS = "our error"
@@ -59,14 +59,15 @@ def tried(name: str, number: int, cases: int = ROUND) -> Counter[str]:
     Raises:
         Exception: a fault; its notes have the smallest case.
     """
-    judge, answers = room(name).judge, Counter[str]()
+    made, answers = room(name), Counter[str]()
+    phases = (Phase.generate, *[Phase.shrink] * getattr(made, "SHRINKS", True))
 
     @seed(number)
     @settings(max_examples=cases, deadline=None, database=None, report_multiple_bugs=False,
-              suppress_health_check=list[Any](HealthCheck), phases=(Phase.generate, Phase.shrink))  # fmt: skip
-    @given(room(name).cases())
+              suppress_health_check=list[Any](HealthCheck), phases=phases)  # fmt: skip
+    @given(made.cases())
     def one(case: Any) -> None:
-        answers[answered(judge, case)] += 1
+        answers[answered(made.judge, case)] += 1
 
     one()
     return answers

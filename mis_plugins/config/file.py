@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import dataclasses
+import os
 import socket
 import sys
 from pathlib import Path
@@ -222,8 +223,15 @@ def _beginning(file: Path | str) -> bytes:
         return _inline(file)
     if str(file) == STDIN:
         return sys.stdin.buffer.read(LARGEST_FILE + 1)
-    with open(file, "rb") as stream:
+    with open(file, "rb", opener=_opened) as stream:
         return stream.read(LARGEST_FILE + 1)
+
+
+def _opened(path: str, flags: int) -> int:
+    """Open a file; a pipe into which nobody writes is an empty file, and does not wait for a writer."""
+    descriptor = os.open(path, flags | os.O_NONBLOCK)
+    os.set_blocking(descriptor, True)
+    return descriptor
 
 
 def _inline(file: Path | str) -> bytes:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import base64
+import os
+import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -76,6 +78,17 @@ def test_of_hundreds_of_unknown_keys_twenty_are_told(config_command: ConfigComma
     keys = "".join(f"k{i}: 1\n" for i in range(300))
     told = config_command(keys + "mis: {weight: {upper: 2}}\n").out
     assert "280 more keys" in told
+
+
+@pytest.mark.timeout(60)
+def test_a_pipe_is_read_where_somebody_writes_and_else_blocks_nothing(tmp_path: Path) -> None:
+    pipe = tmp_path / "config.yaml"
+    os.mkfifo(pipe)
+    assert text_of(pipe) == ""
+    holder = os.open(pipe, os.O_RDWR)
+    writer = threading.Timer(0.3, lambda: [os.write(holder, b"mis: {}\n"), os.close(holder)])
+    writer.start()
+    assert text_of(pipe) == "mis: {}\n"
 
 
 @pytest.mark.parametrize("text", [DOUBLED, CHAINED, GROWN], ids=["doubled", "chained", "grown"])

@@ -7,6 +7,7 @@ import itertools
 import json
 import os
 import pkgutil
+import re
 import shlex
 import shutil
 import subprocess
@@ -296,7 +297,7 @@ def hooks_of(arguments: list[str]) -> dict[str, str]:
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
     """A checkout with its `.venv`, an environment of a host and one named `mine`; each `python` logs its arguments."""
-    for name in ("scripts/environment.sh", "setup.py", "pyproject.toml", "constraints.txt"):
+    for name in ("scripts/environment.sh", "setup.py", "pyproject.toml", "constraints.txt", "constraints-hashed.txt"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         shutil.copy(ROOT / name, tmp_path / name)
     for environment in (".venv", "host", "mine"):
@@ -327,10 +328,22 @@ def installs(checkout: Path, environment: str = ".venv", **variables: str) -> in
 
 
 def test_environment_is_installed_once_and_again_after_a_change(checkout: Path) -> None:
-    assert [installs(checkout), installs(checkout)] == [1, 1]
+    assert [installs(checkout), installs(checkout)] == [2, 2]  # files by their hashes, then torch and this project
     with (checkout / "constraints.txt").open("a") as file:
         file.write("# changed\n")
-    assert [installs(checkout), installs(checkout)] == [2, 2]
+    assert [installs(checkout), installs(checkout)] == [4, 4]
+
+
+def test_every_pinned_package_but_torch_has_hashes() -> None:
+    """`bash scripts/supply.sh lock` makes the one file of the other."""
+    pinned = re.compile(r"^([\w.-]+)==(\S+)", re.MULTILINE)
+    versions, hashed = (
+        {re.sub("[-_.]+", "-", name.lower()): version for name, version in pinned.findall((ROOT / file).read_text())}
+        for file in ("constraints.txt", "constraints-hashed.txt")
+    )
+    assert versions.pop("torch") and hashed == versions
+    entries = (ROOT / "constraints-hashed.txt").read_text().replace("\\\n", "").splitlines()
+    assert all("--hash=sha256:" in entry for entry in entries if not entry.startswith("#"))
 
 
 def test_an_active_environment_is_left_alone(checkout: Path) -> None:
@@ -344,22 +357,22 @@ def test_an_active_environment_is_left_alone(checkout: Path) -> None:
 @pytest.mark.parametrize("named", ["mine", "{checkout}/mine"])
 def test_another_environment_is_used_where_a_variable_names_it(named: str, checkout: Path) -> None:
     named = named.format(checkout=checkout)
-    assert installs(checkout, "mine", MIS_VENV=named) == 1
-    assert installs(checkout, "mine", MIS_VENV=named) == 1
+    assert installs(checkout, "mine", MIS_VENV=named) == 2
+    assert installs(checkout, "mine", MIS_VENV=named) == 2
     assert not (checkout / ".venv" / "installs.txt").exists()
     done = enter(checkout, "cd /", "command -v python", MIS_VENV=named)
     assert done.stdout.strip() == f"{checkout}/mine/bin/python"
 
 
 def test_the_active_environment_is_used_where_the_variable_names_it(checkout: Path) -> None:
-    assert installs(checkout, "host", MIS_VENV=f"{checkout}/host") == 1
+    assert installs(checkout, "host", MIS_VENV=f"{checkout}/host") == 2
     assert enter(checkout, MIS_VENV=f"{checkout}/host").stderr == ""
 
 
 def test_a_missing_environment_is_made(checkout: Path) -> None:
     shutil.rmtree(checkout / ".venv")
     interpreter = executable_that_makes(checkout)
-    assert installs(checkout, PYTHON=str(interpreter)) == 1
+    assert installs(checkout, PYTHON=str(interpreter)) == 2
     assert f"-m venv {checkout}/.venv" in (checkout / "made.txt").read_text()
 
 

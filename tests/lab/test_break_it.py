@@ -10,7 +10,13 @@ import pytest
 from lab.break_it import scripts
 from lab.break_it.__main__ import ROOMS, room, tried
 
-CASES = {"losses": 15, "weights": 25, "dumps": 10, "ranks": 2}  # a case of ranks starts them, and asks twelve times
+CASES = {
+    "losses": 15,
+    "weights": 25,
+    "dumps": 10,
+    "files": 5,
+    "ranks": 2,
+}  # a case of ranks starts them, and asks twelve times
 SCRIPTS = {
     "an array's name is its first item": ('X=(a b)\npython3 train.py "$X" $X', ["a", "a"]),
     "items are cut at blanks": ('X=("a b" "")\npython3 train.py ${X[@]} "${X[@]}"', ["a", "b", "a b", ""]),
