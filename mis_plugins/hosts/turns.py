@@ -133,8 +133,8 @@ def _turns(sample: Any, total: int) -> Iterator[tuple[int, int]]:
 
 
 def _listen() -> None:
-    """Have the request of each host that this process has loaded tell the task that runs what the engine answered."""
-    for host in every_host().values():
+    """Have the request of each loaded host tell the task that runs what the engine answered."""
+    for host in (host for host in every_host().values() if host.version_flags):  # generate functions of ours serve it
         address = f"{host.package}.{REQUEST}"
         need = Need(host.title, "its request to the engine", ("turns_checked",), (address,), ("url", "payload"))
         own = need.loaded()
