@@ -36,7 +36,7 @@ def policy_loss(
     flags, reduce_policy = loss_flags.loss_config(args, recorder.step), loss_batch.policy_reducer(args, batch)
     inputs = loss_batch.read(host, args, batch, logits, config, recorder.reports_weights(config))
     ranks = inputs.ragged.ranks
-    check_agreement(config, ranks.cp, ranks.tp, logits.device)
+    check_agreement(config, ranks)
     numerator = numerator_of(inputs.proximal, inputs.behavior, inputs.written, config)
     correction = None
     if inputs.behavior is not None and (config.corrects or config.center or config.metrics != "none"):
