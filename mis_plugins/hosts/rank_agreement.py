@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from mis_plugins.config.model import CorrectionConfig
 from mis_plugins.config.view import plain
-from mis_plugins.errors import ConfigError, InputError
+from mis_plugins.errors import InputError
 from mis_plugins.packing.collectives import all_reduce
 from mis_plugins.packing.ragged import Ranks, to_device
 from mis_plugins.packing.transfer import Arrival, to_host

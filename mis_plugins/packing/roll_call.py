@@ -10,6 +10,8 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Collection
+from contextlib import suppress
+from datetime import timedelta
 from typing import TypeVar
 
 import torch.distributed as dist
@@ -39,13 +41,16 @@ def heard(subject: str, said: str, ranks: Collection[int] | None = None) -> dict
         keys = {rank: _key(subject, rank) for rank in (range(dist.get_world_size()) if ranks is None else ranks)}
         absent = _absent(keys)
         if not absent:
-            texts = _get_default_store().multi_get([*keys.values()])
+            store = _get_default_store()
+            texts = store.multi_get([*keys.values()])
+            store.delete_key(_key(subject, dist.get_rank(), before=1))  # all have spoken since, and so have read it
             return {rank: text.decode() for rank, text in zip(keys, texts, strict=True)}
     except dist.DistError as error:
         raise MisError(f"{subject}: the job's store, which rank 0 or torchrun holds, is gone ({error})") from error
+    waited = f"waited {timeout().total_seconds():g} s, the time-out of the default process group"
     raise MisError(
-        f"{subject}: waited {_timeout_s():g} s, the time-out of the default process group, for {_named(absent)}, which "
-        "is dead, slow, stopped by an error of its own, or runs without this hook: see its log"
+        f"{subject}: {waited}, for {_named(absent)}: dead, slow, stopped by an error, without this hook, or waiting "
+        "for another rank in turn; see its log"
     )
 
 
@@ -61,7 +66,8 @@ def together(subject: str, work: Callable[[], R]) -> R:
     try:
         done = work()
     except BaseException as error:
-        _say(subject, f"{type(error).__name__}: {cut(str(error), LONGEST)}")
+        with suppress(dist.DistError):  # the store is gone; the error of the work says more
+            _say(subject, f"{type(error).__name__}: {cut(str(error), LONGEST)}")
         raise
     failed = {rank: said for rank, said in heard(subject, "").items() if said}
     if failed:
@@ -71,11 +77,14 @@ def together(subject: str, work: Callable[[], R]) -> R:
     return done
 
 
+def timeout() -> timedelta:
+    """The time-out of the default group, as the host set it: Megatron's hosts by `--distributed-timeout-minutes`."""
+    return _get_default_store().timeout  # type: ignore[attr-defined]
+
+
 def _say(subject: str, said: str) -> None:
-    store, rank = _get_default_store(), dist.get_rank()
     SPOKEN[subject] += 1
-    store.set(_key(subject, rank), said)
-    store.delete_key(_key(subject, rank, before=2))  # read by all, who have spoken once since
+    _get_default_store().set(_key(subject, dist.get_rank()), said)
 
 
 def _key(subject: str, rank: int, before: int = 0) -> str:
@@ -84,17 +93,13 @@ def _key(subject: str, rank: int, before: int = 0) -> str:
 
 def _absent(keys: dict[int, str]) -> list[int]:
     """The ranks that have not spoken when the time-out is over; returns at once when all have."""
-    store, poll_s, end = _get_default_store(), 0.001, time.monotonic() + _timeout_s()
+    store, poll_s, end = _get_default_store(), 0.001, time.monotonic() + timeout().total_seconds()
     while not store.check([*keys.values()]):
         if time.monotonic() > end:
             return [rank for rank, key in keys.items() if not store.check([key])]
         time.sleep(poll_s)
         poll_s = min(2 * poll_s, LONGEST_POLL_S)
     return []
-
-
-def _timeout_s() -> float:
-    return _get_default_store().timeout.total_seconds()
 
 
 def _named(ranks: Collection[int]) -> str:
