@@ -22,6 +22,7 @@ from mis_plugins.errors import MisError, cut
 R = TypeVar("R")
 
 LONGEST_POLL_S = 0.05
+GRACE_S = 2.0  # between the first and the last rank in which a collective of ours fails
 LONGEST = 400  # characters of another rank's error
 SPOKEN = Counter[str]()  # how often this rank has spoken, by subject
 
@@ -38,8 +39,8 @@ def heard(subject: str, said: str, ranks: Collection[int] | None = None) -> dict
     """
     try:
         _say(subject, said)
-        keys = {rank: _key(subject, rank) for rank in (range(dist.get_world_size()) if ranks is None else ranks)}
-        absent = _absent(keys)
+        keys = _keys(subject, ranks)
+        absent = _absent(keys, timeout().total_seconds())
         if not absent:
             store = _get_default_store()
             texts = store.multi_get([*keys.values()])
@@ -77,6 +78,23 @@ def together(subject: str, work: Callable[[], R]) -> R:
     return done
 
 
+def met(subject: str, collective: Callable[[], R]) -> R:
+    """Enter a collective of all ranks, in a group of ours, right after they were `together`.
+
+    Raises:
+        MisError: it failed; the ranks that do not say so too are named, as those that did not come.
+    """
+    try:
+        return collective()
+    except RuntimeError as error:
+        with suppress(dist.DistError):
+            _say(subject, "")
+            if absent := _absent(_keys(subject, None), GRACE_S):
+                said = f"{subject}: {_named(absent)} did not come, dead or stopped by an error: see its log ({error})"
+                raise MisError(said) from error
+        raise
+
+
 def timeout() -> timedelta:
     """The time-out of the default group, as the host set it: Megatron's hosts by `--distributed-timeout-minutes`."""
     return _get_default_store().timeout  # type: ignore[attr-defined]
@@ -87,13 +105,17 @@ def _say(subject: str, said: str) -> None:
     _get_default_store().set(_key(subject, dist.get_rank()), said)
 
 
+def _keys(subject: str, ranks: Collection[int] | None) -> dict[int, str]:
+    return {rank: _key(subject, rank) for rank in (range(dist.get_world_size()) if ranks is None else ranks)}
+
+
 def _key(subject: str, rank: int, before: int = 0) -> str:
     return f"mis_plugins/{subject}/{SPOKEN[subject] - before}/{rank}"
 
 
-def _absent(keys: dict[int, str]) -> list[int]:
-    """The ranks that have not spoken when the time-out is over; returns at once when all have."""
-    store, poll_s, end = _get_default_store(), 0.001, time.monotonic() + timeout().total_seconds()
+def _absent(keys: dict[int, str], seconds: float) -> list[int]:
+    """The ranks that have not spoken when the time is over; returns at once when all have."""
+    store, poll_s, end = _get_default_store(), 0.001, time.monotonic() + seconds
     while not store.check([*keys.values()]):
         if time.monotonic() > end:
             return [rank for rank, key in keys.items() if not store.check([key])]

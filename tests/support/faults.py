@@ -24,7 +24,7 @@ from mis_plugins.packing import roll_call
 MEETINGS = ("all_reduce", "all_gather", "all_gather_into_tensor", "all_gather_object", "broadcast_object_list")
 KINDS = ("raises", "raises after", "dies", "lags")
 TIMEOUT_S, LAG_S = 3.0, 0.5  # a hook of these tests takes 5 ms
-LONGEST_S = 3 * TIMEOUT_S  # seconds of a rank that waits for one that waits for one: a time-out an axis
+LONGEST_S = 3 * TIMEOUT_S + 3  # of a rank that waits for one that waits for one: a time-out an axis, and a busy machine
 LIMIT_S = 60.0  # of a test: ranks that have not ended by then hang
 
 
@@ -153,8 +153,8 @@ def judge(fault: Fault, said: Sequence[Said | None], healthy: Sequence[Any], sam
     """What a fault did to the others: `answered` all alike, or `raised`.
 
     Raises:
-        AssertionError: a rank answered otherwise than without the fault, or outlived the time-out, or does not say whom
-            it waited for in a roll call.
+        AssertionError: a rank answered otherwise than without the fault, outlived the time-out, or does not say whom it
+            waited for in anything but a group of the host.
     """
     odd, ends = said[fault.rank], "answered"
     met = odd is None or fault.at < len(odd.met)
@@ -170,9 +170,9 @@ def judge(fault: Fault, said: Sequence[Said | None], healthy: Sequence[Any], sam
             continue
         ends = "raised"
         assert met and fault.kind != "lags", f"{fault}: rank {rank}: {one.error}"
-        if one.met[-1] == "_say":
-            named = re.search(r" for ranks? (\d+)", one.error)
-            assert named, f"{fault}: rank {rank} names nobody: {one.error}"
+        named = re.search(r"(?:for|:) ranks? (\d+)", one.error)
+        assert named or one.error.startswith("RuntimeError"), f"{fault}: rank {rank} names nobody: {one.error}"
+        if named:
             waits = said[int(named[1])]
             assert waits is None or waits.error, f"{fault}: rank {rank} names a rank that ended well: {one.error}"
     return ends

@@ -27,7 +27,7 @@ from mis_plugins.hosts.versions.samples import Note
 from mis_plugins.hosts.versions.shelf import Waiting
 from mis_plugins.packing.exchange import gathered
 from mis_plugins.packing.layout import Layout
-from mis_plugins.packing.roll_call import timeout, together
+from mis_plugins.packing.roll_call import met, timeout, together
 from mis_plugins.versions.recompute import Request, batches
 from mis_plugins.versions.segment_wise import Written
 
@@ -72,7 +72,7 @@ class Trainer:
         """Ask on rank 0 which tokens of `version` wait to be scored, and tell all ranks. Collective."""
         asks = dist.get_rank() == 0
         told = [together(ASKING, lambda: rollouts.waiting(version, trained) if asks else None)]
-        dist.broadcast_object_list(told, src=0, group=self.group)
+        met(f"{ASKING}, handing on", lambda: dist.broadcast_object_list(told, src=0, group=self.group))
         assert told[0] is not None
         return told[0]
 
@@ -90,7 +90,7 @@ class Trainer:
         answers = rows is not None and cp_rank == 0 and (ranks.tp is None or ranks.tp.rank() == 0)
         own = together(SCORING, lambda: _answered(asked, whole) if answers else {})
         parts: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(parts, own, group=self.group)
+        met(f"{SCORING}, handing on", lambda: dist.all_gather_object(parts, own, group=self.group))
         return {number: answer for part in parts for number, answer in part.items()}
 
     def layout(self, args: Any, data: Data) -> Layout:
