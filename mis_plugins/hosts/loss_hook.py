@@ -34,13 +34,12 @@ def policy_loss(
     """The host's policy loss, corrected, and what to log; see `mis_plugins.mis.policy_loss`."""
     config = _config(args, batch, host)
     flags, reduce_policy = loss_flags.loss_config(args, recorder.step), loss_batch.policy_reducer(args, batch)
+    check_agreement(config, host.parallel()[0])
     inputs = loss_batch.read(host, args, batch, logits, config, recorder.reports_weights(config))
-    ranks = inputs.ragged.ranks
-    check_agreement(config, ranks)
     numerator = numerator_of(inputs.proximal, inputs.behavior, inputs.written, config)
     correction = None
     if inputs.behavior is not None and (config.corrects or config.center or config.metrics != "none"):
-        warn_of_one_sequence(config, len(batch["loss_masks"]), ranks)
+        warn_of_one_sequence(config, len(batch["loss_masks"]), inputs.ragged.ranks)
         correction = _corrected(args, batch, inputs, config, host, numerator)
     share = share_of(inputs, correction, config)
     recorded = without_behavior(inputs, config) if correction is None else correction

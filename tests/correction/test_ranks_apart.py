@@ -7,14 +7,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextlib import nullcontext
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import rollout_process
 import stand_in_hosts
+import test_baselines
+import test_centered_hook
+import test_resplit
 import torch
 from batches import host_args
 from faults import LONGEST_S, Fault, Said, Started, judge, started
@@ -33,6 +38,7 @@ from mis_plugins.hosts.rank_agreement import check_agreement, check_everywhere
 from mis_plugins.hosts.step_report import Recorder
 from mis_plugins.hosts.versions import rollouts
 from mis_plugins.packing.roll_call import together
+from true_on_policy.hosts import watch, weights
 
 AT_ONCE = 5  # cases whose ranks run beside each other: nearly all of their time they wait
 RULES: dict[str, Any] = {"weight": {"level": "sequence", "upper": 1.4}, "reject": [{"over": "token", "upper": 1.7}]}
@@ -71,12 +77,41 @@ def scored(rank: int) -> Any:
         return [log_probs.tolist() for [one] in kept.scores._of.values() for log_probs in [one.log_probs]]
 
 
+def rebased(rank: int) -> Any:
+    """Baselines of groups, whose samples lie on both ranks."""
+    whole = test_baselines.rollout([3.0, 0.0, 1.0, 1.0, 9.0, 2.0, 2.0, 0.0], {0, 4})
+    data = {name: column[rank::2] for name, column in whole.items()}
+    mis.count_samples(test_baselines.arguments("grpo"), 3, data)
+    return data["advantages"]
+
+
+def scored_twice(rank: int) -> Any:
+    """The second log-prob pass of a rollout."""
+    unheard: Any = SimpleNamespace(at_level=lambda *_: nullcontext(), records=[])
+    return test_resplit.trained("slime", pytest.MonkeyPatch(), unheard)[0].passes
+
+
+def centered(rank: int) -> Any:
+    """The loss hook with score centering, over tensor- and context-parallel ranks."""
+    return test_centered_hook.run(test_centered_hook.Batch(5), test_centered_hook.args(), 2, 2)[:2]
+
+
+def proven(rank: int) -> Any:
+    """The two ways in which `bitwise` meets other ranks."""
+    return weights._on_rank_0(lambda: "told", ""), weights._shared(rank), watch._anywhere(rank == 1)
+
+
 PLACES: dict[str, tuple[Callable[[int], Any], int, dict[str, int]]] = {
     "TIS hook": (weighed, 4, {"context_parallel_size": 2}),
     "rollout-data hook": (of_a_rollout, 4, {"context_parallel_size": 2}),
     "step hook": (reported, 4, {"context_parallel_size": 2}),
     "trainer that scores": (scored, 2, {}),
+    "group_baseline": (rebased, 2, {}),
+    "resplit_every": (scored_twice, 2, {}),
+    "center": (centered, 4, {"context_parallel_size": 2, "tensor_model_parallel_size": 2}),
+    "bitwise": (proven, 2, {}),
 }
+SHORT = list(PLACES)[:4]
 
 
 def begun(place: str, fault: Fault) -> Started:
@@ -92,9 +127,9 @@ def same(first: Any, second: Any) -> bool:
     return True
 
 
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("place", SHORT)
 def test_one_rank_raises_dies_or_lags_at_each_meeting(place: str) -> None:
-    """The kinds take turns; `python -m lab.break_it --room ranks` draws kind, rank and meeting."""
+    """The kinds take turns; `python -m lab.break_it --room ranks` draws place, kind, rank and meeting."""
     healthy = begun(place, Fault()).ended()
     assert all(isinstance(one, Said) and not one.error for one in healthy), healthy
     answers, meetings = [one.answer for one in healthy if one], healthy[1].met if healthy[1] else ()
