@@ -8,7 +8,7 @@ from mis_plugins.config import reading
 from mis_plugins.config.model import CorrectionConfig
 from mis_plugins.config.view import View
 from mis_plugins.correction.pipeline import Correction, correct
-from mis_plugins.hosts import loss_batch, loss_flags, resplit
+from mis_plugins.hosts import loss_batch, loss_flags
 from mis_plugins.hosts.host import Batch, Host
 from mis_plugins.hosts.rank_agreement import check_agreement
 from mis_plugins.hosts.rollout_store import ROLLOUT
@@ -51,7 +51,10 @@ def policy_loss(
 
 def _config(args: View, batch: Batch, host: Host) -> CorrectionConfig:
     asked = reading.from_args(args)
-    resplit.check_hook(args, asked)
+    if asked.resplit_every is not None:
+        from mis_plugins.hosts import resplit
+
+        resplit.check_hook(args, asked)
     config = loss_flags.config_in_force(args, asked, host, loss_batch.knows_versions(batch))
     return config if host.step_hook else config.without_step_hook
 
