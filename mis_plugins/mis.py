@@ -43,7 +43,7 @@ from mis_plugins.hosts import checks, megatron, tracking
 from mis_plugins.hosts.batch import Handed, HostBatch, Tensors, check_apart, host_layout, numbers_of
 from mis_plugins.hosts.host import Host
 from mis_plugins.hosts.ownership import Hook
-from mis_plugins.hosts.rank_agreement import check_agreement
+from mis_plugins.hosts.rank_agreement import check_agreement, check_everywhere
 from mis_plugins.hosts.registry import current
 from mis_plugins.hosts.rollout_store import ROLLOUT
 from mis_plugins.hosts.step_report import RECORDER
@@ -226,6 +226,7 @@ def report_step(args: Any, rollout_id: int, step_id: int, *model: Any) -> None:
             raise`, and the engine's routes were not replayed.
     """
     args = view(args)
+    check_everywhere("report_step", args.get("mis"))
     RECORDER.report(args, rollout_id, step_id, current(args).parallel()[0])
     ROLLOUT.begin(rollout_id)
     stages = model[0] if model else None
@@ -336,7 +337,7 @@ def _correct(
         warn_of_one_sequence(config, 1, batch.ranks)
     watched = flags is not None or config.reads_routes or config.routing is not None
     routed = _watch().routes(args, config, flags) if watched else None
-    check_agreement(config, batch.ranks.cp, batch.ranks.tp, batch.loss_masks[0].device)
+    check_agreement(config, batch.ranks)
     placed = batch.place()
     rollout_mean = ROLLOUT.mean(args, config) if ROLLOUT.held else None
     correction = correct(batch.proximal, batch.behavior, placed.ragged, config, rollout_mean, routes=routed)

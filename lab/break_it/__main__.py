@@ -26,7 +26,7 @@ from types import ModuleType
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
-sys.path += [str(ROOT / "tests" / folder) for folder in ("support", "loss", "shared", "correction")]
+sys.path += [str(ROOT / "tests" / folder) for folder in ("support", "loss", "shared", "correction", "hosts", "metrics")]
 
 from hypothesis import HealthCheck, Phase, given, seed, settings  # noqa: E402
 

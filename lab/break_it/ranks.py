@@ -1,12 +1,15 @@
 """Room `ranks`: random configs of the TIS hook on two and four real ranks, over gloo and Megatron's own groups.
 
 The ranks' weights are the oracle's of the whole batch. What config, lengths and layout show raises alike on every rank.
+In every third case one rank raises, dies or lags at a random meeting with the others: none of them waits longer than
+the time-out of its group, and none answers otherwise than without the fault.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import tempfile
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +17,12 @@ import oracle
 import torch
 import torch.distributed as dist
 from batches import Batch, configs, host_args
+from faults import KINDS, Fault
+from faults import judge as judge_fault
 from hypothesis import strategies as st
 from launch import run_ranks
 from test_parallel import FORMATS, Case, check, correct_on_rank, host_kwargs, random_batch
+from test_ranks_apart import PLACES, begun, same
 from tolerances import DECISION
 
 from mis_plugins import mis
@@ -39,8 +45,25 @@ class Grid:
     cut: tuple[bool, ...]
 
 
+@dataclasses.dataclass(frozen=True)
+class Odd:
+    """A place of `PLACES` where our hooks meet other ranks, and the fault of one rank there."""
+
+    place: str
+    fault: Fault
+
+
+def cases() -> st.SearchStrategy[Grid | Odd]:
+    return st.one_of(grids(), grids(), st.builds(Odd, st.sampled_from(list(PLACES)), faults()))
+
+
 @st.composite
-def cases(draw: st.DrawFn) -> Grid:
+def faults(draw: st.DrawFn) -> Fault:
+    return Fault(draw(st.sampled_from(KINDS)), draw(st.integers(0, 3)), draw(st.integers(0, 9)))
+
+
+@st.composite
+def grids(draw: st.DrawFn) -> Grid:
     cp, dp = draw(st.sampled_from(GRIDS))
     asked = []
     for _ in range(OFFERED):
@@ -77,7 +100,21 @@ def said_of_a_long_mask(case: Case, cp: int) -> Any:
     return mis.compute_mis_weights_with_cp(args, **(kwargs | {"loss_masks": masks}))
 
 
-def judge(grid: Grid) -> str:
+@cache
+def healthy(place: str) -> tuple[Any, ...]:
+    """The answers of the ranks without a fault."""
+    return tuple(one.answer for one in begun(place, Fault()).ended() if one is not None)
+
+
+def judge_odd(odd: Odd) -> str:
+    answers = healthy(odd.place)
+    fault = dataclasses.replace(odd.fault, rank=odd.fault.rank % len(answers))
+    return f"{fault.kind}, others {judge_fault(fault, begun(odd.place, fault).ended(), answers, same)}"
+
+
+def judge(grid: Grid | Odd) -> str:
+    if isinstance(grid, Odd):
+        return judge_odd(grid)
     clear = [
         oracle.correct(case.batches[d].samples, case.config).margin > DECISION and case.expected(d).margin > DECISION
         for case in grid.asked for d in range(grid.dp)

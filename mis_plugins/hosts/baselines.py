@@ -83,7 +83,7 @@ def samples_that_train(args: View, data: Mapping[str, Any], config: CorrectionCo
     ranks, cp = current(args).parallel()
     weight = config.weight and replace(config.weight, normalize=None)  # the mean does not decide what trains
     rules = replace(config, weight=weight, metrics="none")
-    check_agreement(rules, ranks.cp, ranks.tp, data["loss_masks"][0].device)
+    check_agreement(rules, ranks)
     layout = layout_of(args, data, cp)
     batch = HostBatch(
         data["log_probs"],

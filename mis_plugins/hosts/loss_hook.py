@@ -8,7 +8,7 @@ from mis_plugins.config import reading
 from mis_plugins.config.model import CorrectionConfig
 from mis_plugins.config.view import View
 from mis_plugins.correction.pipeline import Correction, correct
-from mis_plugins.hosts import loss_batch, loss_flags, resplit
+from mis_plugins.hosts import loss_batch, loss_flags
 from mis_plugins.hosts.host import Batch, Host
 from mis_plugins.hosts.rank_agreement import check_agreement
 from mis_plugins.hosts.rollout_store import ROLLOUT
@@ -34,13 +34,12 @@ def policy_loss(
     """The host's policy loss, corrected, and what to log; see `mis_plugins.mis.policy_loss`."""
     config = _config(args, batch, host)
     flags, reduce_policy = loss_flags.loss_config(args, recorder.step), loss_batch.policy_reducer(args, batch)
+    check_agreement(config, host.parallel()[0])
     inputs = loss_batch.read(host, args, batch, logits, config, recorder.reports_weights(config))
-    ranks = inputs.ragged.ranks
-    check_agreement(config, ranks.cp, ranks.tp, logits.device)
     numerator = numerator_of(inputs.proximal, inputs.behavior, inputs.written, config)
     correction = None
     if inputs.behavior is not None and (config.corrects or config.center or config.metrics != "none"):
-        warn_of_one_sequence(config, len(batch["loss_masks"]), ranks)
+        warn_of_one_sequence(config, len(batch["loss_masks"]), inputs.ragged.ranks)
         correction = _corrected(args, batch, inputs, config, host, numerator)
     share = share_of(inputs, correction, config)
     recorded = without_behavior(inputs, config) if correction is None else correction
@@ -52,7 +51,10 @@ def policy_loss(
 
 def _config(args: View, batch: Batch, host: Host) -> CorrectionConfig:
     asked = reading.from_args(args)
-    resplit.check_hook(args, asked)
+    if asked.resplit_every is not None:
+        from mis_plugins.hosts import resplit
+
+        resplit.check_hook(args, asked)
     config = loss_flags.config_in_force(args, asked, host, loss_batch.knows_versions(batch))
     return config if host.step_hook else config.without_step_hook
 

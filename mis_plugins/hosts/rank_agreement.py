@@ -8,47 +8,62 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import json
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from mis_plugins.config.model import CorrectionConfig
-from mis_plugins.errors import ConfigError, InputError
+from mis_plugins.config.view import plain
+from mis_plugins.errors import InputError
 from mis_plugins.packing.collectives import all_reduce
 from mis_plugins.packing.ragged import Ranks, to_device
 from mis_plugins.packing.transfer import Arrival, to_host
 
 
 @functools.cache
-def check_agreement(
-    config: CorrectionConfig,
-    cp: dist.ProcessGroup | None,
-    tp: dist.ProcessGroup | None,
-    device: torch.device,
-) -> None:
-    """Compare the config over the ranks that share sequences: once a config, at first use.
+def check_agreement(config: CorrectionConfig, ranks: Ranks) -> None:
+    """Compare the config over the ranks that make one gradient: once a config, at first use.
 
-    Context-parallel ranks hold other tokens of a sequence. Tensor-parallel ranks hold the same tokens and
-    each its own part of the gradient, which would mix two losses.
+    Context-parallel ranks hold other tokens of a sequence, data-parallel ranks other sequences. Tensor-parallel ranks
+    hold the same tokens and each its own part of the gradient, which would mix two losses.
 
-    This is the only wait for the device, and the only collective of a config that needs none. Data-parallel
-    ranks are not compared: a fault-tolerant host replaces them one by one, and a new rank would wait alone.
+    No collective, so that a rank without this hook is named. The ranks of torchft's groups are not compared, as each of
+    its cells is a job of its own: `can_add_up` sees them after one step.
 
     Raises:
-        ConfigError: the configs differ; every rank of both groups raises.
+        ConfigError: the configs differ; every rank of all groups raises, and names the keys.
+        MisError: a rank did not use its config within the time-out.
     """
-    groups = [group for group in (cp, tp) if group is not None]
-    if not groups:
-        return
-    digest = _digest(config)
-    extremes = torch.tensor([digest, -digest], device=device)
-    for group in groups:
-        dist.all_reduce(extremes, dist.ReduceOp.MAX, group=group)
-    if extremes.tolist() != [digest, -digest]:
-        raise ConfigError(
-            f"context- or tensor-parallel ranks have different mis configs; the config of this rank is {config}"
-        )
+    groups = {"context-parallel": ranks.cp, "tensor-parallel": ranks.tp, "data-parallel": ranks.dp}
+    axes = {
+        f"{name} ranks": dist.get_process_group_ranks(group)
+        for name, group in groups.items()
+        if group is not None and not hasattr(group, "errored")
+    }
+    if axes:
+        from mis_plugins.hosts.config_agreement import compare  # loaded by jobs of several ranks
+
+        compare(config, axes)
+
+
+def check_everywhere(hook: str, said: Any) -> None:
+    """Compare what a hook of all ranks, those of earlier pipeline stages too, was given under `mis:`, at first use.
+
+    Raises:
+        ConfigError, MisError: as `check_agreement`.
+    """
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        _compared_everywhere(hook, json.dumps(plain(said), default=repr))
+
+
+@functools.cache
+def _compared_everywhere(hook: str, said: str) -> None:
+    from mis_plugins.hosts.config_agreement import compare
+
+    compare(json.loads(said), {f"as {hook} was given it": None})
 
 
 class Uncorrected(Exception):

@@ -7,7 +7,7 @@ causes this part of the mismatch, and no update of weights removes it.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import islice
 from typing import Any
 
@@ -22,16 +22,19 @@ from mis_plugins.config.view import original, view
 from mis_plugins.errors import ConfigError, InputError, warn_once
 from mis_plugins.hosts import megatron, tracking
 from mis_plugins.hosts.batch import layout_of
+from mis_plugins.hosts.host import Host, Rescore
 from mis_plugins.hosts.needs.record import Needs
 from mis_plugins.hosts.registry import current
 from mis_plugins.metrics.alarms import COUNT
 from mis_plugins.metrics.quantity import known, ratio_of
 from mis_plugins.packing.collectives import all_reduce
 from mis_plugins.packing.ragged import Ranks
+from mis_plugins.packing.roll_call import heard, together
 
 Groups = list[list[int]]  # the samples of each micro-batch of an optimizer step
 
 KEY = "resplit_every"
+FIELD = f"mis.{KEY}"
 PREFIX = "resplit_"  # of the pass's keys, as hosts have `ref_` for a reference policy
 HELD = ("self", "data_iterator", "num_microbatches", "rollout_id")
 ONE_SPLIT = (
@@ -68,21 +71,13 @@ def compare(args: Any, rollout_id: int, data: Mapping[str, Any]) -> None:
     if every is None or rollout_id % every:
         return
     host = current(args)
-    _check_same_pass(args)
-    if megatron.holds_log_probs() and not data.get("log_probs"):
-        raise InputError(
-            "mis.resplit_every: rollout_data has no log-probs of the trainer to compare with; let it recompute them "
-            "(slime with one step a rollout: --get-mismatch-metrics beside --use-tis)"
-        )
-    if host.rescore is None:
-        raise ConfigError(f"mis.resplit_every: no hook of {host.title} reaches its log-prob pass; leave it out")
+    rescore = together(FIELD, lambda: _rescore(args, data, host))
     ranks, cp = host.parallel()
-    again = host.rescore(original(args), data, ranks)
-    if again is None:
+    again = rescore(original(args), data, ranks)
+    found = together(FIELD, lambda: None if again is None else _differences(args, data, again, ranks, cp))
+    if found is None:
         return
-    layout = layout_of(args, data, cp)
-    mask = layout.place(torch.cat(list(data["loss_masks"])), ranks).ragged.loss_mask
-    sums, largest = differences(torch.cat(list(data["log_probs"])), torch.cat(list(again)), mask)
+    sums, largest = found
     for group in (ranks.cp, ranks.dp):
         if group is not None:
             all_reduce(sums, group)
@@ -91,6 +86,25 @@ def compare(args: Any, rollout_id: int, data: Mapping[str, Any]) -> None:
         tokens, differing, apart = sums.tolist()
         metrics = resplit_metrics(tokens, differing, apart, float(largest))
         tracking.log(args, metrics, tracking.number_of(args, rollout_id, 0))
+
+
+def _rescore(args: Any, data: Mapping[str, Any], host: Host) -> Rescore:
+    _check_same_pass(args)
+    if megatron.holds_log_probs() and not data.get("log_probs"):
+        raise InputError(
+            "mis.resplit_every: rollout_data has no log-probs of the trainer to compare with; let it recompute them "
+            "(slime with one step a rollout: --get-mismatch-metrics beside --use-tis)"
+        )
+    if host.rescore is None:
+        raise ConfigError(f"mis.resplit_every: no hook of {host.title} reaches its log-prob pass; leave it out")
+    return host.rescore
+
+
+def _differences(
+    args: Any, data: Mapping[str, Any], again: Sequence[Tensor], ranks: Ranks, cp: tuple[int, int]
+) -> tuple[Float64[Tensor, "3"], Float64[Tensor, ""]]:
+    mask = layout_of(args, data, cp).place(torch.cat(list(data["loss_masks"])), ranks).ragged.loss_mask
+    return differences(torch.cat(list(data["log_probs"])), torch.cat(list(again)), mask)
 
 
 def _every(args: Any) -> int | None:
@@ -158,9 +172,9 @@ def rescored(needs: Needs, args: Any, data: Mapping[str, Any], ranks: Ranks) -> 
             f"{', '.join(HELD)}: the trainer cannot be asked for a second log-prob pass; leave it out"
         )
     trainer, iterators, numbers, rollout_id = (held[name] for name in HELD)
-    rest = iter(_groups(iterators[0], sum(numbers)))
+    rest = iter(together(FIELD, lambda: _groups(iterators[0], sum(numbers))))
     steps = [list(islice(rest, number)) for number in numbers]
-    halves = _anywhere(any(len(group) > 1 for step in steps for group in step), data, ranks)
+    halves = _anywhere(any(len(group) > 1 for step in steps for group in step))
     # A virtual pipeline needs a number of micro-batches that its stages divide: halving keeps it so, joining
     # may not.
     if not halves and (len(iterators) > 1 or max(numbers) < 2):
@@ -188,12 +202,9 @@ def _groups(iterator: Any, number: int) -> Groups:
     return [list(range(start, start + size)) for start in range(0, number * size, size)]
 
 
-def _anywhere(here: bool, data: Mapping[str, Any], ranks: Ranks) -> bool:
-    """Whether something holds on any rank that has other samples."""
-    found = torch.tensor(float(here), device=data["loss_masks"][0].device)
-    if ranks.dp is not None:
-        all_reduce(found, ranks.dp, dist.ReduceOp.MAX)
-    return bool(found)
+def _anywhere(here: bool) -> bool:
+    """Whether something holds on any rank."""
+    return here if not dist.is_initialized() else any(heard(FIELD, "yes" * here).values())
 
 
 RESPLIT = ("resplit_differs", "resplit_diff_abs_mean", "resplit_diff_abs_max")

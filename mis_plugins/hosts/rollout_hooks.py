@@ -19,7 +19,7 @@ from mis_plugins.hosts import baselines, loss_batch, megatron, resplit, tracking
 from mis_plugins.hosts.batch import HostBatch, check_apart, layout_of
 from mis_plugins.hosts.host import ONE_STEP
 from mis_plugins.hosts.needs.miles import NEEDS as MILES
-from mis_plugins.hosts.rank_agreement import check_agreement
+from mis_plugins.hosts.rank_agreement import check_agreement, check_everywhere
 from mis_plugins.hosts.reducer import valid_tokens
 from mis_plugins.hosts.registry import current
 from mis_plugins.hosts.rollout_store import ROLLOUT, Held, asked
@@ -45,6 +45,7 @@ def normalize_rollout(
             recomputed log-probs; `args` alone from another caller than Miles's trainer.
         ConfigError: the hook would have no effect; context- or tensor-parallel ranks have different configs.
     """
+    check_everywhere("normalize_rollout", args.get("mis"))
     by_loss_hook = _is_by_loss_hook(args)
     config = _in_force(args, tis_config)
     if not config.weight or not config.weight.normalize or config.weight.normalize.scope != "rollout":
@@ -70,7 +71,7 @@ def normalize_rollout(
     if config.segment_wise_on:
         loss_batch.check_versions(args, data, config)
         numerator = numerator_of(*log_probs, loss_batch.written(data, layout.local_lengths), config)
-    check_agreement(config, ranks.cp, ranks.tp, data["loss_masks"][0].device)
+    check_agreement(config, ranks)
     mean = mean_weight_of(*log_probs, batch.place().ragged, config, numerator)
     ROLLOUT.keep(Held(rollout_id, asked(args), count(args, rollout_id, data, ranks), config, mean))
 
@@ -92,6 +93,7 @@ def count_samples(
         InputError: samples, which slime's documentation promises; `args` alone, from another caller than Miles's
             trainer.
     """
+    check_everywhere("count_samples", args.get("mis"))
     rollout_id, data = rollout_data(rest, "mis_plugins.mis.count_samples", "drop it: the step hook logs exact means")
     ranks = current(args).parallel()[0]
     recorder.check_rollout(args, rollout_id, ranks)

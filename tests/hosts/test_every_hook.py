@@ -28,7 +28,7 @@ from mis_plugins.hosts import replay
 from mis_plugins.hosts.needs.record import HOOKS, NeedError
 from mis_plugins.hosts.registry import current
 from mis_plugins.hosts.step_report import Recorder
-from mis_plugins.hosts.versions import generate, scores
+from mis_plugins.hosts.versions import generate
 from true_on_policy import hosts as bitwise
 from true_on_policy.contract.cpu import Contract
 from true_on_policy.hosts.watch import Comparison
@@ -329,7 +329,7 @@ def generated(host: Bodies, version: int, monkeypatch: pytest.MonkeyPatch) -> An
 def test_versions_travel_from_the_engine_to_the_loss(name: str, rollouts: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tokens of version 1, trained on at version 3, and scored by version 2 in between."""
     host = stand_in_hosts.load(LAYOUTS[name], monkeypatch)
-    monkeypatch.setattr(scores, "dist", rollout_process.alone_in_world())
+    rollout_process.alone_in_world(monkeypatch)
     settings: dict[str, Any] = {"custom_megatron_init_path": "mis_plugins.mis.carry_versions", **LOSS}
     args = arguments(host.layout, mis={"segment_wise": {}}, sglang_disable_overlap_schedule=True, **settings)
     actor = stand_in_hosts.trainer(host)()

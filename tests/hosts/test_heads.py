@@ -18,7 +18,7 @@ from test_every_hook import LOSS, trained
 from mis_plugins import mis
 from mis_plugins.errors import InputError
 from mis_plugins.hosts.host import HEAD_IDS, HEAD_LOG_PROBS
-from mis_plugins.hosts.versions import generate, heads, scores
+from mis_plugins.hosts.versions import generate, heads
 from mis_plugins.hosts.versions.heads import HEAD, NamedTokens
 from mis_plugins.hosts.versions.samples import Note, Numbering
 
@@ -260,7 +260,7 @@ def test_a_step_of_the_hosts_trainer_is_centered(
     name: str, numbering: Numbering, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """From the notes of three samples to the metrics of the loss hook."""
-    monkeypatch.setattr(scores, "dist", rollout_process.alone_in_world())
+    rollout_process.alone_in_world(monkeypatch)
     host = stand_in_hosts.load(LAYOUTS[name], monkeypatch)
     samples = [drawn(numbering, positions, i) for i, positions in enumerate(([0, 1], [4], [2]))]
     notes = numbering.noted(samples, scored=False, needed=NEEDED)

@@ -22,7 +22,7 @@ from mis_plugins import mis
 from mis_plugins.errors import ConfigError, InputError
 from mis_plugins.hosts import loss_batch
 from mis_plugins.hosts.registry import current
-from mis_plugins.hosts.versions import retractions, scores
+from mis_plugins.hosts.versions import retractions
 from mis_plugins.hosts.versions.carrying import Carrying
 from mis_plugins.hosts.versions.samples import Note, Numbering
 from mis_plugins.hosts.versions.scores import Scores, Trainer, shares
@@ -39,7 +39,7 @@ def numbering(monkeypatch: pytest.MonkeyPatch) -> Iterator[Numbering]:
 
 
 def load(name: str, monkeypatch: pytest.MonkeyPatch) -> Bodies:
-    monkeypatch.setattr(scores, "dist", rollout_process.alone_in_world())
+    rollout_process.alone_in_world(monkeypatch)
     return stand_in_hosts.load(LAYOUTS[name], monkeypatch)
 
 

@@ -16,7 +16,7 @@ import stand_ins
 import torch
 from torch import Tensor
 
-from mis_plugins.hosts.versions import generate, rollouts
+from mis_plugins.hosts.versions import generate, rollouts, scores
 from mis_plugins.hosts.versions.samples import Numbering
 
 
@@ -114,15 +114,17 @@ def rollout(numbering: Numbering, samples: Sequence[Any], notes: str) -> dict[st
     }
 
 
-def alone_in_world() -> Namespace:
-    """torch.distributed of one rank, as far as the carried trainer asks it."""
-    return Namespace(
+def alone_in_world(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Give the carried trainer a torch.distributed of one rank, as far as it asks."""
+    alone = Namespace(
         get_rank=lambda: 0,
         get_world_size=lambda: 1,
-        new_group=lambda backend: None,
+        new_group=lambda **_: None,
         broadcast_object_list=lambda found, src, group: None,
         all_gather_object=lambda parts, own, group: parts.__setitem__(0, own),
     )
+    monkeypatch.setattr(scores, "dist", alone)
+    monkeypatch.setattr(scores, "timeout", lambda: None)
 
 
 @contextmanager

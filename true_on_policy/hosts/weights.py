@@ -22,6 +22,7 @@ from mis_plugins.config.view import view
 from mis_plugins.errors import warn_once
 from mis_plugins.hosts.needs.record import Need, VersionNeeds
 from mis_plugins.hosts.registry import current
+from mis_plugins.packing.roll_call import together
 from true_on_policy.engines.digests import DIGESTS
 from true_on_policy.errors import DifferenceError, HostConfigError, NotSeenError
 from true_on_policy.hosts.config import BitwiseConfig
@@ -111,14 +112,14 @@ class Proof:
 
         Raises:
             DifferenceError: an engine holds other weights, with `bitwise.on_difference: raise`; every rank raises.
-            NotSeenError: an engine does not tell its weights; every rank raises.
+            NotSeenError: an engine does not tell its weights; the other ranks raise a MisError that quotes it.
         """
         if not self.due:
             return
         self.due, self.proven = False, True
         weights, before = _named(actor, ACTOR, self.package), self.before
         self.before = now = _on_rank_0(lambda: _of_engines(actor), [])
-        found = [against(parts, weights) for parts in now]
+        found = _on_rank_0(lambda: [against(parts, weights) for parts in now], [])
         first = next((number for number, one in enumerate(found) if not one.equal), None)
         update = f"weights of version {actor.weight_updater.weight_version}"
         if _shared(first) is None:
@@ -225,15 +226,7 @@ def _of_engines(actor: Any) -> list[list[Part]]:
 
 def _on_rank_0(work: Callable[[], R], elsewhere: R) -> R:
     """Do on rank 0 what only one rank needs; where rank 0 cannot, every rank raises. Collective."""
-    done, error = elsewhere, ""
-    if _rank() == 0:
-        try:
-            done = work()
-        except NotSeenError as said:
-            error = str(said)
-    if error := _shared(error):
-        raise NotSeenError(error)
-    return done
+    return together("bitwise.weights", work if _rank() == 0 else lambda: elsewhere)
 
 
 def _shared(said: R) -> R:

@@ -30,6 +30,7 @@ from mis_plugins.hosts.ownership import Hook
 from mis_plugins.hosts.versions import heads, kept, retractions
 from mis_plugins.hosts.versions.samples import Note, recomputes, segment_wise, served
 from mis_plugins.hosts.versions.scores import Data, Scores, Trainer
+from mis_plugins.packing.roll_call import together
 from mis_plugins.versions.segment_wise import Written, admitted
 
 if TYPE_CHECKING:
@@ -104,8 +105,15 @@ class Carrying:
         return self._columns
 
     def _made(self, actor: Any, rollout_id: int, data: Data, begins: bool) -> Columns:
-        needs = self.trainer.needs
-        version, key = needs.version_of(actor), needs.notes
+        version, config = self.trainer.needs.version_of(actor), segment_wise(actor.args)
+        notes = together(f"{INIT}, notes of the samples", lambda: self._noted(actor, rollout_id, data, begins))
+        if recomputes(config):
+            self._score(actor, rollout_id, data, version, max(note.batch for note in notes))
+        return together(f"{INIT}, columns", lambda: self._columns_of(actor, data, notes, version, config))
+
+    def _noted(self, actor: Any, rollout_id: int, data: Data, begins: bool) -> list[Note]:
+        """The notes of this rank's samples."""
+        key = self.trainer.needs.notes
         if data.get(key) is None:
             raise InputError(
                 f"{key}: none in this rollout; give --custom-convert-samples-to-train-data-path "
@@ -114,11 +122,13 @@ class Carrying:
         notes = [Note.of(packed, key) for packed in data[key]]
         if begins:
             self._log(actor.args, rollout_id, notes)
-        config = segment_wise(actor.args)
         if self.kept is not None:
             self.kept.take(data["tokens"], [kept.KeptSets.of(note.more) for note in notes])
-        if recomputes(config):
-            self._score(actor, rollout_id, data, version, max(note.batch for note in notes))
+        return notes
+
+    def _columns_of(
+        self, actor: Any, data: Data, notes: Sequence[Note], version: int, config: SegmentWiseConfig | None
+    ) -> Columns:
         written = [self.scores.written(note, version) for note in notes]
         if config is not None:
             _admit(data, written, config)

@@ -27,6 +27,7 @@ from mis_plugins.hosts.versions.samples import Note
 from mis_plugins.hosts.versions.shelf import Waiting
 from mis_plugins.packing.exchange import gathered
 from mis_plugins.packing.layout import Layout
+from mis_plugins.packing.roll_call import met, timeout, together
 from mis_plugins.versions.recompute import Request, batches
 from mis_plugins.versions.segment_wise import Written
 
@@ -34,6 +35,7 @@ Data = dict[str, Any]
 Answers = Mapping[int, tuple[Sequence[int], Float[Tensor, " n"]]]
 """By the number of a response: positions of tokens in it, and their log-probs."""
 PREFIX = "mis_next_"
+ASKING, SCORING = (f"recomputed log-probs, {what}" for what in ("asking which tokens wait", "scoring the tokens"))
 
 
 def shares(requests: Sequence[Request], budget: int, ranks: int, multiple: int) -> list[list[list[Request]]]:
@@ -64,14 +66,13 @@ class Trainer:
     @cached_property
     def group(self) -> Any:
         """A group of all ranks on the CPU. Making it is collective."""
-        return dist.new_group(backend="gloo")
+        return dist.new_group(backend="gloo", timeout=timeout())
 
     def waiting(self, version: int, trained: int) -> Waiting:
         """Ask on rank 0 which tokens of `version` wait to be scored, and tell all ranks. Collective."""
-        told: list[Waiting | None] = [None]
-        if dist.get_rank() == 0:
-            told = [rollouts.waiting(version, trained)]
-        dist.broadcast_object_list(told, src=0, group=self.group)
+        asks = dist.get_rank() == 0
+        told = [together(ASKING, lambda: rollouts.waiting(version, trained) if asks else None)]
+        met(f"{ASKING}, handing on", lambda: dist.broadcast_object_list(told, src=0, group=self.group))
         assert told[0] is not None
         return told[0]
 
@@ -86,12 +87,10 @@ class Trainer:
         rows = self._scored(actor, rollout_id, data, [len(batch) for batch in mine], chunks)
         # Gathering is collective over context-parallel ranks: each of them does it, whoever answers.
         whole = [] if rows is None else gathered(self.layout(actor.args, data), rows, ranks.cp)
-        own = {}
-        if rows is not None and cp_rank == 0 and (ranks.tp is None or ranks.tp.rank() == 0):
-            pairs = zip(asked, whole, strict=True)
-            own = {one.number: (one.positions, _wanted(one, row)) for one, row in pairs}
+        answers = rows is not None and cp_rank == 0 and (ranks.tp is None or ranks.tp.rank() == 0)
+        own = together(SCORING, lambda: _answered(asked, whole) if answers else {})
         parts: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(parts, own, group=self.group)
+        met(f"{SCORING}, handing on", lambda: dist.all_gather_object(parts, own, group=self.group))
         return {number: answer for part in parts for number, answer in part.items()}
 
     def layout(self, args: Any, data: Data) -> Layout:
@@ -149,8 +148,9 @@ class Scores:
         return Written(versions, recomputed, current)
 
 
-def _wanted(request: Request, row: Tensor) -> Tensor:
-    return torch.tensor(request.wanted(row.float().tolist()))
+def _answered(requests: Sequence[Request], rows: Sequence[Tensor]) -> Answers:
+    pairs = zip(requests, rows, strict=True)
+    return {one.number: (one.positions, torch.tensor(one.wanted(row.float().tolist()))) for one, row in pairs}
 
 
 def _as_rollout(requests: Sequence[Request], device: torch.device) -> Data:
