@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from lab.correction_cost import LOOP, OURS, called, hook_args, hook_kwargs, load
+from lab.peer_cost import LOOP, OURS, called, hook_args, hook_kwargs, load
 from lab.gpu.machine import Call, Cuda
 from lab.gpu.plan import Plan
 from lab.gpu.results import Result

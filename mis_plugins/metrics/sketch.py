@@ -66,8 +66,9 @@ def _cells() -> tuple[Int[Tensor, " C"], Float[Tensor, " C"]]:
 def _looked_up(x: Float[Tensor, "H K"]) -> Int[Tensor, "H K"]:
     """What `torch.bucketize` answers, without a search at each number."""
     bucket, edge = _cells()
-    cell = (x.view(torch.int64) >> DROPPED_BITS).bitwise_and_((1 << KEPT_BITS) - 1)
-    return bucket[cell] + (edge[cell] < x)
+    cell = (x.view(torch.int64) >> DROPPED_BITS).bitwise_and_((1 << KEPT_BITS) - 1).flatten()
+    # `index_select` takes a third of the time of an index.
+    return bucket.index_select(0, cell).view_as(x) + (edge.index_select(0, cell).view_as(x) < x)
 
 
 def quantile(counts: Float[Tensor, " B"], q: float) -> float:

@@ -51,10 +51,10 @@ def test_a_long_value_is_shown_by_its_beginning():
 @pytest.mark.parametrize(
     ("command", "message"),
     [
-        ("correction_cost --n x", "argument --n: got 'x'; expected a whole number"),
-        ("correction_cost --n 8,0", "argument --n: got 0; expected at least 1"),
-        ("correction_cost --length 8,long", "argument --length: got 'long'; expected a whole number"),
-        ("correction_cost --cp 1,x", "argument --cp: got 'x'; expected a whole number"),
+        ("peer_cost --n x", "argument --n: got 'x'; expected a whole number"),
+        ("peer_cost --n 8,0", "argument --n: got 0; expected at least 1"),
+        ("peer_cost --length 8,long", "argument --length: got 'long'; expected a whole number"),
+        ("peer_cost --cp 1,x", "argument --cp: got 'x'; expected a whole number"),
         ("host_parity --host miles --checkout . --limit 0", "argument --limit: got 0"),
         ("gpu_session --receipt a.json --seconds nan", "argument --seconds: got 'nan'; expected a finite"),
     ],
