@@ -28,30 +28,29 @@ MOST_COLLECTIVES = 3
 
 @pytest.fixture(scope="module")
 def smoke(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """Rows of one `--smoke` run: N 8 and 64, CP 1 and 2."""
+    """Rows of our hook under Miles's own config in one `--smoke` run: N 8 and 64, CP 1 and 2."""
     path = tmp_path_factory.mktemp("lab") / "cost.json"
     done = ran("-m", "lab.peer_cost", "--smoke", "--json", path)
     assert done.returncode == 0, done.stderr
-    assert path.with_suffix(".md").read_text().startswith("```\npython -m lab.peer_cost --smoke")
-    return json.loads(path.read_text())["rows"]
+    assert "```\npython -m lab.peer_cost --smoke" in path.with_suffix(".md").read_text()
+    rows = json.loads(path.read_text())["rows"]
+    assert {"ours, watch + host", "floor: exponentiate"} <= {row["way"] for row in rows}
+    return [row for row in rows if row["way"] == "ours, mis.yaml"]
 
 
 def test_smoke_holds_the_bounds(smoke: list[dict[str, Any]]):
-    assert [(row["sequences"], row["cp"]) for row in smoke] == [(8, 1), (64, 1), (8, 2), (64, 2)]
-    for row in smoke:
-        ours = row["ours"]
-        assert ours["operators"] <= DOCUMENTED_OPERATORS[row["cp"]]
+    assert [(row["sequences"], row["cp"]) for row in smoke] == [(8, 1), (8, 2), (64, 1), (64, 2)]
+    for ours in smoke:
+        assert ours["operators"] <= DOCUMENTED_OPERATORS[ours["cp"]]
         assert ours["waits"] == 0
-        assert ours["collectives"] == 0 if row["cp"] == 1 else 1 <= ours["collectives"] <= MOST_COLLECTIVES
+        assert ours["collectives"] == 0 if ours["cp"] == 1 else 1 <= ours["collectives"] <= MOST_COLLECTIVES
         assert ours["peak_bytes"] > 0 and ours["seconds"] > 0
 
 
 @pytest.mark.parametrize("cp", [1, 2])
 def test_operators_do_not_grow_with_sequences(smoke: list[dict[str, Any]], cp: int):
     few, many = (row for row in smoke if row["cp"] == cp)
-    assert few["ours"]["operators"] == many["ours"]["operators"]
-    assert few["ours"]["collectives"] == many["ours"]["collectives"]
-    assert many["baseline"]["operators"] > 6 * few["baseline"]["operators"]
+    assert (few["operators"], few["collectives"]) == (many["operators"], many["collectives"])
 
 
 @pytest.mark.parametrize("metrics", ["core", "none"])
