@@ -5,12 +5,13 @@
     PYTHONPATH=MILES .venv-peers/bin/python -m lab.peer_cost --json lab/results/peer_cost.json     ten minutes
 
 All ways take turns in one process on one thread and one batch, A B C A B C; one that takes less than 20 ms is called
-twice in its turn, and the second call is timed: what a package keeps between calls is there. Each has the tensors that its own trainer
-holds: ours and Miles's `mis.py` lists of responses, AReaL packed tokens, the others rows padded to the longest
-response, joined before the clock starts. `+ host` adds what Miles does with what a hook hands back: for each metric a
-mean over each sequence. `watch` is our default, with the sums of the step that the step hook logs. Only hooks know
-context parallelism, so that the peers have no row at CP 2. TRL's two statements are compiled before the clock starts.
-AReaL's second row and OpenRLHF's hold the policy loss too, outside of which their metrics or weights are not to be had.
+twice in its turn, and the second call is timed: what a package keeps between calls is there. Each has the tensors that
+its own trainer holds: ours and Miles's `mis.py` lists of responses, AReaL packed tokens, the others rows padded to the
+longest response, joined before the clock starts. `+ host` adds what Miles does with what a hook hands back: for each
+metric a mean over each sequence. `watch` is our default, with the sums of the step that the step hook logs. Only hooks
+know context parallelism, so that the peers have no row at CP 2. TRL's two statements are compiled before the clock
+starts. AReaL's second row and OpenRLHF's hold the policy loss too, outside of which their metrics or weights are not to
+be had.
 
 way         token TIS bounded at 2; with `mis.yaml` Miles's own config of that name, with a veto and a normalized weight
 time        median of the calls on the wall clock, slowest rank
