@@ -310,12 +310,12 @@ def main() -> int:
     importlib.import_module("megatron.core")  # before the fork: seconds a rank
     shapes, seconds = (SMOKE, 0.01) if options.smoke else (SHAPES, 0.3)
     rows: list[dict[str, Any]] = []
-    for shape, cp in itertools.product(shapes, (1, 2)):
+    for cp, shape in itertools.product((1, 2), shapes):
         rows += measured(shape, cp, seconds)
         print(f"{shape[0]} x {shape[2]}, CP {cp}: measured", file=sys.stderr, flush=True)
+        if options.json:
+            _write(options.json, rows)
     print_table(HEADINGS, [*lines(rows)])
-    if options.json:
-        _write(options.json, rows)
     return 0
 
 
