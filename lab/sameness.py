@@ -260,9 +260,9 @@ def main() -> int:
     logging.disable(logging.WARNING)  # what the hook has to say of such a batch
     rows = []
     for row in everything(options.smoke):
+        if not rows or row.check != rows[-1].check:
+            print(f"{row.check}: {row.of}: {row.found}", file=sys.stderr, flush=True)
         rows.append(row)
-        print(f"\r{len(rows)} of some 160: {row.check}", end="\033[K", file=sys.stderr, flush=True)
-    print(file=sys.stderr)
     print_table(HEADINGS, lines(rows))
     if options.json:
         found = provenance()

@@ -15,7 +15,7 @@ from mis_plugins.config.terms.statistics import STATISTICS, Evidence, statistic_
 from mis_plugins.correction.plan import SUMS, Plan, Reads, UnitPlan
 from mis_plugins.correction.ratios import LogProbs, exp_clamped, log_ratios, nonfinite
 from mis_plugins.correction.rejection import Totals, bounded_weight, in_bounds, passes, within
-from mis_plugins.packing.ragged import Ragged, as_bytes
+from mis_plugins.packing.ragged import Ragged
 
 
 @dataclass(frozen=True)
@@ -154,8 +154,8 @@ def token_stage(
         routes: number of layers that routed each token otherwise, for rules that read it.
     """
     log_r, unit_log_ratio, usable = log_ratios(proximal, behavior, loss_mask, numerator)
-    ratio = exp_clamped(log_r).mul_(as_bytes(usable))
-    unit_ratio = ratio if numerator is None else exp_clamped(unit_log_ratio).mul_(as_bytes(usable))
+    ratio = exp_clamped(log_r).mul_(usable)
+    unit_ratio = ratio if numerator is None else exp_clamped(unit_log_ratio).mul_(usable)
     weight = plan.weight
     passing = in_bounds(unit_log_ratio, usable, weight) if weight else usable
     stage = TokenStage(

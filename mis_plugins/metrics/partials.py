@@ -24,7 +24,6 @@ from mis_plugins.metrics import sequences, sketch, tokens
 from mis_plugins.metrics.quantity import Quantity, Step, known, log_of
 from mis_plugins.metrics.tokens import OF_TURNS, Tokens, rules
 from mis_plugins.metrics.totals import Partials, Places, powers, reduced
-from mis_plugins.packing.ragged import as_bytes
 
 
 @torch.no_grad()
@@ -127,8 +126,8 @@ def _watched_tokens(c: Correction, relates: bool) -> Iterator[Partials]:
     marks = {"valid": c.ragged.loss_mask, "kept": c.keep, "usable": c.stage.usable}
     if c.nonfinite_advantages is not None:
         marks["nonfinite_advantages"] = c.nonfinite_advantages
-    sums = as_bytes(torch.stack([*marks.values()])).sum(-1, dtype=torch.int32).double()  # a CPU adds ints up fast
-    yield Partials({"sums": tuple(marks)}, added={"sums": sums})
+    # Whole numbers, which a CPU adds up in a third of the time that float64 takes it.
+    yield Partials({"sums": tuple(marks)}, added={"sums": torch.stack([*marks.values()]).sum(-1)})
     if relates:
         yield from reduced(tokens.related(Tokens.of(c)), c.stage.usable.double())
 

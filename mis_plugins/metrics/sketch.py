@@ -29,6 +29,7 @@ KEPT_BITS, DROPPED_BITS = 18, 46  # sign, exponent and six bits of the mantissa;
 SIZE = 2 * STEPS + 3  # buckets of either sign, one beyond either end, and zero in the middle
 
 
+@cache
 def edges(device: torch.device) -> Float[Tensor, " _"]:
     """Upper ends of all buckets but the last, in ascending order."""
     first, last = math.log10(SMALLEST), math.log10(SMALLEST) + STEPS * math.log10(GROWTH)
@@ -66,9 +67,8 @@ def _cells() -> tuple[Int[Tensor, " C"], Float[Tensor, " C"]]:
 def _looked_up(x: Float[Tensor, "H K"]) -> Int[Tensor, "H K"]:
     """What `torch.bucketize` answers, without a search at each number."""
     bucket, edge = _cells()
-    cell = (x.view(torch.int64) >> DROPPED_BITS).bitwise_and_((1 << KEPT_BITS) - 1).flatten()
-    # `index_select` takes a third of the time of an index.
-    return bucket.index_select(0, cell).view_as(x) + (edge.index_select(0, cell).view_as(x) < x)
+    cell = (x.view(torch.int64) >> DROPPED_BITS).bitwise_and_((1 << KEPT_BITS) - 1)
+    return bucket.take(cell) + (edge.take(cell) < x)  # an index takes half as long again
 
 
 def quantile(counts: Float[Tensor, " B"], q: float) -> float:

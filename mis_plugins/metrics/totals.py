@@ -204,12 +204,14 @@ def _extremes(ended: list[Quantity], columns: Float[Tensor, "M *P"] | None) -> F
     A context-parallel rank may own no token.
     """
     rows = torch.stack([q.values for q in ended]).double()
-    away = rows.new_zeros(()) if columns is None else columns.log()  # log 0 at members that do not enter
-    if away.dim() == 2:
-        rows, away = rows.unsqueeze(1), away.T
-    if not rows.shape[-1]:
-        return rows.new_full((2 * (rows + away).shape[:-1].numel(),), -torch.inf)
-    return torch.cat([(rows + away).amax(-1).flatten(), (away - rows).amax(-1).flatten()])
+    if columns is None:
+        up, down = rows, -rows
+    else:  # members that do not enter are put at log 0
+        rows, away = (rows.unsqueeze(1), columns.T.log()) if columns.dim() == 2 else (rows, columns.log())
+        up, down = rows + away, away - rows
+    if not up.shape[-1]:
+        return up.new_full((2 * up.shape[:-1].numel(),), -torch.inf)
+    return torch.cat([up.amax(-1).flatten(), down.amax(-1).flatten()])
 
 
 def powers(log_ratio: Float[Tensor, " N"], where: Bool[Tensor, " N"]) -> Partials:
