@@ -21,7 +21,7 @@ from mis_plugins.errors import ConfigError
 from mis_plugins.hosts.step_report import Recorder
 
 MOST_OPERATORS = 300
-DOCUMENTED_OPERATORS = {1: 230, 2: 257}  # by context-parallel ranks: in README.md and docs/gpu.md
+DOCUMENTED_OPERATORS = {1: 230, 2: 257}  # by context-parallel ranks: in docs/gpu.md
 BUDGET = {"full": MOST_OPERATORS, "all": 600}
 MOST_COLLECTIVES = 3
 
