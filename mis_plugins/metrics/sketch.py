@@ -29,7 +29,6 @@ KEPT_BITS, DROPPED_BITS = 18, 46  # sign, exponent and six bits of the mantissa;
 SIZE = 2 * STEPS + 3  # buckets of either sign, one beyond either end, and zero in the middle
 
 
-@cache
 def edges(device: torch.device) -> Float[Tensor, " _"]:
     """Upper ends of all buckets but the last, in ascending order."""
     first, last = math.log10(SMALLEST), math.log10(SMALLEST) + STEPS * math.log10(GROWTH)
