@@ -6,7 +6,7 @@ bits       loss, masks and metrics of one batch, with absent log-probs and maske
            and 2 threads, and each sequence's own bits in another order of the sequences
 ranks      masks over 2 and 4 context-parallel ranks of gloo, and the factors of the loss, beside those of one process
 hauls      what calls of the hook, and steps that `report_step` logs, add to the resident memory and to the tensors
-tokens     ten million tokens in one call: the first and the last sequence beside a call of their own
+tokens     ten million tokens in one call: two sequences beside a call of their own
 metrics    every number of a step with `metrics: all` on float32 log-probs, beside an oracle in float64
 
 By design two things may differ. Ranks add up a sequence in an order of their own, in float64: a total differs by at
@@ -198,11 +198,11 @@ def _held() -> tuple[int, int]:
 def tokens(count: int) -> Iterator[Row]:
     """Sequences of up to 8,192 tokens that make `count` in one call."""
     lengths = [8192] * (count // 8192) + [count % 8192]
-    kwargs, args = hostile(lengths), args_of("geometric-mis")
+    kwargs, args = hostile(lengths), args_of("seq-mask-tis")  # without a mean over the batch
     loss, masks, metrics = mis.compute_mis_weights_with_cp(args, **kwargs)
     numbers = [float(metrics[name].sum()) for name in metrics]
     factors = loss.detach().split(lengths)
-    for i in (0, len(lengths) - 1):
+    for i in (2, len(lengths) - 1):
         alone = answer(args, permuted(kwargs, [i, i]) | {"pg_loss": torch.ones(2 * lengths[i])})
         own = alone[0][: lengths[i]], alone[1][: lengths[i]]
         equal = digest(own) == digest([factors[i], masks[i]])
