@@ -99,15 +99,15 @@ def bytes_of_wheel() -> int | None:
 def calls() -> Iterator[Row]:
     """Operators of a call of the hook, and of the reading of all that it hands back, by the tally."""
     sys.path.insert(0, str(ROOT))
-    from lab import correction_cost
+    from lab import peer_cost
     from lab.tallies import tally
     from mis_plugins import mis
     from mis_plugins.hosts.step_report import Recorder
 
-    kwargs = correction_cost.hook_kwargs([LENGTH] * SEQUENCES, 1, 0)
+    kwargs = peer_cost.hook_kwargs([LENGTH] * SEQUENCES, 1, 0)
     mis.RECORDER = Recorder(step=(1, 0))
     for metrics, most in (("full", 70), ("all", 250)):
-        args = correction_cost.hook_args(metrics)
+        args = peer_cost.hook_args(metrics)
         call = partial(mis.compute_mis_weights_with_cp, args, **kwargs)
         call()
         counted = tally(call)

@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-from lab.correction_cost import LOOP, OURS, called, hook_args, hook_kwargs, load
 from lab.gpu.machine import Call, Cuda
 from lab.gpu.plan import Plan
 from lab.gpu.results import Result
+from lab.peer_cost import LOOP, OURS, called, hook_args, hook_kwargs, load
 
 # In: float32 log-probs of engine and trainer, pg_loss and an int32 mask. Out: pg_loss and a float32 mask.
 BYTES_A_TOKEN = 24

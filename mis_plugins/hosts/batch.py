@@ -90,16 +90,12 @@ def check_apart(proximal: Handed, behavior: Handed, name: str = "train_log_probs
         InputError: it names both lists, and the first sequence.
     """
     for i, (one, other) in enumerate(zip(proximal or (), behavior or (), strict=False)):
-        if one is not None and other is not None and _at_one_address(one, other):
+        if one is not None and other is not None and 0 != one.data_ptr() == other.data_ptr():
             raise InputError(
                 f"{name}[{i}] and rollout_log_probs[{i}]: one tensor, so that every ratio of sequence {i} is 1 and "
                 "nothing is corrected; hand over the trainer's own log-probs, recomputed before training (the loss "
                 "hook corrects without them with mis.objective.old: behavior, or --use-rollout-logprobs)"
             )
-
-
-def _at_one_address(one: Tensor, other: Tensor) -> bool:
-    return 0 != one.data_ptr() == other.data_ptr()
 
 
 def host_layout(

@@ -67,7 +67,7 @@ def _looked_up(x: Float[Tensor, "H K"]) -> Int[Tensor, "H K"]:
     """What `torch.bucketize` answers, without a search at each number."""
     bucket, edge = _cells()
     cell = (x.view(torch.int64) >> DROPPED_BITS).bitwise_and_((1 << KEPT_BITS) - 1)
-    return bucket[cell] + (edge[cell] < x)
+    return bucket.take(cell) + (edge.take(cell) < x)  # an index takes half as long again
 
 
 def quantile(counts: Float[Tensor, " B"], q: float) -> float:

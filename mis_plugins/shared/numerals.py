@@ -35,15 +35,6 @@ def count(text: str) -> int:
     return value
 
 
-def counts(text: str) -> list[int]:
-    """Read counts that stand between commas.
-
-    Raises:
-        ArgumentTypeError: a part that is no count.
-    """
-    return [count(part) for part in text.split(",")]
-
-
 def finite(text: str) -> float:
     """A number that is neither infinite nor NaN.
 

@@ -14,44 +14,43 @@ import yaml
 from commands import ran
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
-from lab import correction_cost, tallies
+from lab import peer_cost, tallies
 from mis_plugins import mis
 from mis_plugins.config import loading, reading
 from mis_plugins.errors import ConfigError
 from mis_plugins.hosts.step_report import Recorder
 
 MOST_OPERATORS = 300
-DOCUMENTED_OPERATORS = {1: 230, 2: 257}  # by context-parallel ranks: in README.md and docs/gpu.md
+DOCUMENTED_OPERATORS = {1: 230, 2: 257}  # by context-parallel ranks: in docs/gpu.md
 BUDGET = {"full": MOST_OPERATORS, "all": 600}
 MOST_COLLECTIVES = 3
 
 
 @pytest.fixture(scope="module")
 def smoke(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """Rows of one `--smoke` run: N 8 and 64, CP 1 and 2."""
+    """Rows of our hook under Miles's own config in one `--smoke` run: N 8 and 64, CP 1 and 2."""
     path = tmp_path_factory.mktemp("lab") / "cost.json"
-    done = ran("-m", "lab.correction_cost", "--smoke", "--json", path)
+    done = ran("-m", "lab.peer_cost", "--smoke", "--json", path)
     assert done.returncode == 0, done.stderr
-    assert path.with_suffix(".md").read_text().startswith("```\npython -m lab.correction_cost --smoke")
-    return json.loads(path.read_text())["rows"]
+    assert "```\npython -m lab.peer_cost --smoke" in path.with_suffix(".md").read_text()
+    rows = json.loads(path.read_text())["rows"]
+    assert {"ours, watch + host", "floor: exponentiate"} <= {row["way"] for row in rows}
+    return [row for row in rows if row["way"] == "ours, mis.yaml"]
 
 
 def test_smoke_holds_the_bounds(smoke: list[dict[str, Any]]):
     assert [(row["sequences"], row["cp"]) for row in smoke] == [(8, 1), (64, 1), (8, 2), (64, 2)]
-    for row in smoke:
-        ours = row["ours"]
-        assert ours["operators"] <= DOCUMENTED_OPERATORS[row["cp"]]
+    for ours in smoke:
+        assert ours["operators"] <= DOCUMENTED_OPERATORS[ours["cp"]]
         assert ours["waits"] == 0
-        assert ours["collectives"] == 0 if row["cp"] == 1 else 1 <= ours["collectives"] <= MOST_COLLECTIVES
+        assert ours["collectives"] == 0 if ours["cp"] == 1 else 1 <= ours["collectives"] <= MOST_COLLECTIVES
         assert ours["peak_bytes"] > 0 and ours["seconds"] > 0
 
 
 @pytest.mark.parametrize("cp", [1, 2])
 def test_operators_do_not_grow_with_sequences(smoke: list[dict[str, Any]], cp: int):
     few, many = (row for row in smoke if row["cp"] == cp)
-    assert few["ours"]["operators"] == many["ours"]["operators"]
-    assert few["ours"]["collectives"] == many["ours"]["collectives"]
-    assert many["baseline"]["operators"] > 6 * few["baseline"]["operators"]
+    assert (few["operators"], few["collectives"]) == (many["operators"], many["collectives"])
 
 
 @pytest.mark.parametrize("metrics", ["core", "none"])
@@ -81,8 +80,8 @@ def test_what_the_host_averages_costs_more_than_the_hook(metrics: str, monkeypat
     """In docs/costs.md: a metric handed back costs the host five operators a sequence, of which `watch` hands five."""
     monkeypatch.setattr(mis, "RECORDER", Recorder(step=(1, 0)))
     args = Namespace(use_tis=True, mis={"weight": {"upper": 2.0}, "metrics": metrics}, qkv_format="thd")
-    kwargs = correction_cost.hook_kwargs([8] * 256, cp=1, rank=0)
-    call = correction_cost.averaged(mis.compute_mis_weights_with_cp, args, kwargs)
+    kwargs = peer_cost.hook_kwargs([8] * 256, cp=1, rank=0)
+    call = peer_cost.averaged(mis.compute_mis_weights_with_cp, args, kwargs)
     call()
     counted = tallies.tally(call)
     assert not counted.waits
@@ -109,10 +108,10 @@ def _is_served(args: Namespace) -> bool:
 
 def _operators(args: Namespace, metrics: str, rank: int) -> int:
     nested = {**getattr(args, "mis", {}), "metrics": metrics}
-    kwargs = correction_cost.hook_kwargs([5, 1, 70, 31], cp=2, rank=rank)
+    kwargs = peer_cost.hook_kwargs([5, 1, 70, 31], cp=2, rank=rank)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(mis, "RECORDER", Recorder(step=(1, 0)))
-        call = correction_cost.called(
+        call = peer_cost.called(
             mis.compute_mis_weights_with_cp, Namespace(**{**vars(args), "mis": nested}), kwargs
         )
         call()
@@ -158,19 +157,19 @@ def test_parity_without_a_host_is_no_verdict(tmp_path: Path):
 def _ours(metrics: str) -> Any:
     from mis_plugins.mis import compute_mis_weights_with_cp
 
-    return correction_cost.called(compute_mis_weights_with_cp, correction_cost.hook_args(metrics), _batch())
+    return peer_cost.called(compute_mis_weights_with_cp, peer_cost.hook_args(metrics), _batch())
 
 
 def _loop() -> Any:
-    hook = correction_cost.sequence_by_sequence
-    return correction_cost.called(hook, correction_cost.hook_args("full"), _batch())
+    hook = peer_cost.sequence_by_sequence
+    return peer_cost.called(hook, peer_cost.hook_args("full"), _batch())
 
 
 def _batch() -> dict[str, Any]:
-    return correction_cost.hook_kwargs([5, 1, 70, 31], cp=1, rank=0)
+    return peer_cost.hook_kwargs([5, 1, 70, 31], cp=1, rank=0)
 
 
-@pytest.mark.parametrize("name", ["correction_cost", "host_parity"])
+@pytest.mark.parametrize("name", ["peer_cost", "host_parity"])
 def test_figures_that_could_not_be_written_are_not_measured(name: str, tmp_path: Path):
     """Exit code 2: 1 means different."""
     host = ["--host", "miles", "--checkout", tmp_path] if name == "host_parity" else []

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from lab import correction_cost, size, walk
+from lab import peer_cost, size, walk
 from mis_plugins import mis
 from mis_plugins.hosts.step_report import Recorder
 
@@ -35,13 +35,13 @@ def test_the_hook_loads_nothing_that_a_correction_does_not_need():
 PRESETS = {name: yaml.safe_load((walk.PRESETS / f"{name}.yaml").read_text()) for name in walk.SERVED}
 
 
-@pytest.mark.parametrize("keys", [correction_cost.MIS_YAML, *PRESETS.values()], ids=["mis.yaml", *PRESETS])
+@pytest.mark.parametrize("keys", [peer_cost.MIS_YAML, *PRESETS.values()], ids=["mis.yaml", *PRESETS])
 def test_a_warm_call_asks_the_config_nothing(keys: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     """What a config drops, weighs and reads is derived once: no function of `config/model.py` runs again."""
     (tmp_path / "mis.yaml").write_text(yaml.safe_dump(keys))
     flags = {"qkv_format": "thd", "get_mismatch_metrics": False, "custom_config_path": tmp_path / "mis.yaml"}
-    args = correction_cost.Namespace(**keys, **flags)
-    kwargs = correction_cost.hook_kwargs([3, 2], cp=1, rank=0)
+    args = peer_cost.Namespace(**keys, **flags)
+    kwargs = peer_cost.hook_kwargs([3, 2], cp=1, rank=0)
     monkeypatch.setattr(mis, "RECORDER", Recorder(step=(1, 0)))
     call = partial(mis.compute_mis_weights_with_cp, args, **kwargs)
     for _ in range(2):
