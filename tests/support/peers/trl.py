@@ -10,6 +10,7 @@ DPPO is of 1.8.0, which `peers-earlier.txt` pins: the last release with `trl.exp
 from __future__ import annotations
 
 import ast
+import functools
 import inspect
 import textwrap
 from collections import defaultdict
@@ -35,6 +36,7 @@ def trainer_class() -> Any:
     return load(TRAINER).GRPOTrainer
 
 
+@functools.cache
 def correction_blocks() -> CodeType:
     """The statements of `_generate_and_score_completions` that make the importance ratio and its metrics."""
     method = trainer_class()._generate_and_score_completions
