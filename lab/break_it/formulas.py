@@ -148,3 +148,13 @@ def of_openrlhf(level: str, mode: str, low: float, high: float) -> Formula:
         return [r if low <= j <= high else 0.0 for r, j in zip(ratios, judged, strict=True)]
 
     return of_each(weights)
+
+
+def slope_of_prime_rl(
+    target: float, mu: float, advantage: float, kind: str, low: float, high: float, tau: float
+) -> float:
+    """The derivative of prime-rl's loss of one token by log pi_theta: -A r + tau (log r)^2, masked by probabilities."""
+    moved, log_ratio = math.exp(target) - math.exp(mu), target - mu
+    up, down = moved > high, moved < -low
+    masked = up or down if kind == "ipo" else (up if advantage > 0 else down)
+    return -(not masked) * advantage * math.exp(log_ratio) + 2 * tau * log_ratio

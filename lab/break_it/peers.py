@@ -2,10 +2,10 @@
 
     .venv-peers/bin/python -m lab.break_it.peers --miles CHECKOUT --cases 20000 --record
 
-Every batch is one of the room `weights`. Each package gets it as its own trainer pads it, with settings of its own at
-random, and is judged by its own formula (`formulas.py`, float64, of valid tokens alone): the gradient of its own loss
-at every token. Our hook gets the batch with the settings of one package in our words, and is judged by the oracle of `tests/support`,
-which must agree with the package's formula wherever every log-prob is a number.
+Each batch is one of the room `weights`. Each package gets it as its own trainer pads it, with settings of its own at
+random. It is judged by its own formula (`formulas.py`, float64, of valid tokens alone): the gradient of its own loss at
+every token. Our hook gets the batch with the settings of one package in our words. It is judged by the oracle of
+`tests/support`, which must agree with the package's formula wherever every log-prob is a number.
 
 Exit status: 0 no fault of ours, 1 a fault of ours, 2 could not run.
 """
@@ -18,7 +18,6 @@ if __name__ == "__main__":
     run_command("lab.break_it.peers:main", extra="dev")
 
 import importlib.util
-import json
 import logging
 import math
 import signal
@@ -34,21 +33,19 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import oracle
 import torch
+from batches import Batch, flat_configs, nested, ratio_batch
+from hypothesis import strategies as st
+from peers import areal, ms_swift, openrlhf, trl, verl
+from peers.rows import Rows
+from tolerances import DECISION, EPS, normalized_rtol
 from torch import Tensor
 
+from lab.break_it import formulas, weights
 from lab.break_it.__main__ import ROOT, ROUND, tried
+from lab.break_it.formulas import Formula, Row
 from lab.provenance import as_markdown, markdown_table, parser_of, provenance, write_record
-
-import oracle  # noqa: E402  isort: skip, of tests/support, which `__main__` puts on the path
-from batches import Batch, flat_configs, nested, ratio_batch  # noqa: E402
-from hypothesis import strategies as st  # noqa: E402
-from peers import areal, ms_swift, openrlhf, trl, verl  # noqa: E402
-from peers.rows import Rows  # noqa: E402
-from tolerances import DECISION, EPS, normalized_rtol  # noqa: E402
-
-from lab.break_it import formulas, weights  # noqa: E402
-from lab.break_it.formulas import Formula, Row  # noqa: E402
 
 RECORD = ROOT / "lab" / "results" / "break_it_peers.json"
 HELPER = Path("examples", "infra_features", "train_infer_mismatch_helper", "mis.py")
@@ -245,7 +242,7 @@ PACKAGES = {
         lambda said: formulas.of_openrlhf(*said),
         loss_of_openrlhf,
         lambda said: openrlhf.mapping_of(said[2:], {"is_correction_level": said[0], "is_correction_mode": said[1]}),
-        lambda said: {"seq": "sequence"}.get(said[0], said[0]),
+        lambda said: "sequence" if said[0] == "seq" else "token",
     ),
 }
 OURS = "ours"
@@ -486,19 +483,23 @@ def main(argv: list[str] | None = None) -> int:
 
 def page(counts: Counts) -> str:
     names = [OURS, *PACKAGES]
-    total = {name: sum(n for key, n in counts.items() if key[0] == name) for name in names}
-    batches = max(total[name] for name in PACKAGES)
-    of = lambda *key: sum(n for found, n in counts.items() if all(k in (None, f) for k, f in zip(key, found)))  # noqa: B905,E731
-    shown = lambda n: f"{n:,}" if n else "0"  # noqa: E731
-    whole = markdown_table(("package", "asked", *ANSWERS),
-                           [(name, shown(total[name]), *(shown(of(name, None, a)) for a in ANSWERS)) for name in names])  # fmt: skip
-    bad = [a for a in ANSWERS if a not in ("right", "refused", "unclear")]
-    cell = lambda name, kind: ", ".join(f"{of(name, kind, a):,} {a}" for a in bad if of(name, kind, a)) or "-"  # noqa: E731
-    rows = [
-        (words, shown(of(names[1], kind, None)), *(cell(name, kind) for name in names)) for kind, words in KINDS.items()
+
+    def number(name: str, kind: str | None = None, found: str | None = None) -> int:
+        return sum(n for (a, b, c), n in counts.items() if a == name and kind in (None, b) and found in (None, c))
+
+    def faults(name: str, kind: str) -> str:
+        told = [f"{n:,} {found}" for found in ANSWERS[3:] if (n := number(name, kind, found))]
+        return ", ".join(told) or "-"
+
+    totals = [(name, f"{number(name):,}", *(f"{number(name, None, found):,}" for found in ANSWERS)) for name in names]
+    by_kind = [
+        (words, f"{number(OURS, kind):,}", *(faults(name, kind) for name in names)) for kind, words in KINDS.items()
     ]
-    by_kind = markdown_table(("input", "batches", *names), rows)
-    return TEXT.format(batches=batches, whole=whole, by_kind=by_kind)
+    return TEXT.format(
+        batches=number(OURS),
+        totals=markdown_table(("package", "batches", *ANSWERS), totals),
+        by_kind=markdown_table(("input", "batches", *names), by_kind),
+    )
 
 
 TEXT = """# Break it: the peers
@@ -506,7 +507,7 @@ TEXT = """# Break it: the peers
 {batches:,} hostile batches through the packages' own functions and losses, each with settings of its own at random, \
 and the settings of one of them in our words through our hook. A package is judged by its own formula in float64.
 
-{whole}
+{totals}
 `refused`: an error that the package raises itself. `unclear`: rounding may decide. `NaN`: a gradient that is not \
 finite. `wrong`: a token whose every log-prob is a number, or a masked one, is not weighed as the package's formula \
 says. `trains on the unknown`: a token without a log-prob of the engine gets a finite weight; TRL and AReaL say in \
