@@ -18,11 +18,11 @@ if __name__ == "__main__":
     run_command("lab.break_it.peers:main", extra="dev")
 
 import importlib.util
+import json
 import logging
 import math
 import signal
 import sys
-import time
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
@@ -285,11 +285,16 @@ def kind_of(batch: Batch) -> str:
         "nothing": not valid.any(),
         "masked": not known.all(),
         "half": resolution(batch) > EPS,
-        "huge": any(math.fsum(map(abs, row)) > formulas.CLAMP for row in log_ratios(batch)[0]),
+        "huge": beyond_the_clamp(batch),
         "dead": any(not m.any() for m in batch.loss_masks),
         "plain": True,
     }
     return next(kind for kind in KINDS if holds[kind])
+
+
+def beyond_the_clamp(batch: Batch) -> bool:
+    """Whether packages that clamp a token's log ratio, that of a sequence, or none, may part."""
+    return any(math.fsum(map(abs, row)) > formulas.CLAMP for row in log_ratios(batch)[0])
 
 
 def resolution(batch: Batch) -> float:
@@ -341,12 +346,7 @@ def _jumps(here: Row, there: Row, logs: Row, step: float) -> bool:
 
 
 def verdict(gradient: Tensor, x: Given, wanted: Expected) -> str:
-    """What a package's gradient, as the weight of each token, is beside what its formula says.
-
-    A gradient at a masked token that is not finite reaches the parameters too: it is NaN.
-    """
-    if not gradient.isfinite().all():
-        return "NaN"
+    """What a package's gradient, as the weight of each token, is beside what its formula says."""
     rows, known = log_ratios(x.batch)
     total = max(math.fsum(map(abs, row)) for row in rows)
     rtol = normalized_rtol(total) * resolution(x.batch) / EPS
@@ -362,21 +362,21 @@ def verdict(gradient: Tensor, x: Given, wanted: Expected) -> str:
     return "trains on the unknown" if unknown else "right"
 
 
-def answer(package: Package, x: Given, said: Any) -> tuple[str, str]:
-    """The verdict on one package, and what an error says."""
+def answer(package: Package, x: Given, said: Any) -> str:
+    """The verdict on one package."""
     target = x.pad([torch.where(is_one(p), p, torch.full_like(p, -1.0)) for p in x.batch.proximal]).requires_grad_()
     try:
         with within(LIMIT_S):
             loss, divisor = package.loss(x, target, said)
             (gradient,) = torch.autograd.grad(loss, target)
     except TimeoutError:
-        return "hang", f"no answer in {LIMIT_S:g} s"
+        return "hang"
     except Exception as error:
-        return "refused" if _in_words(error) else "crash", f"{type(error).__name__}: {error}"
+        return "refused" if _in_words(error) else "crash"
     wanted = expected(x.batch, package.formula(said), package.reach(said))
     if not gradient.isfinite().all():
-        return "NaN", ""
-    return ("unclear" if wanted is None else verdict(-gradient.double() * divisor / x.token_advantages, x, wanted)), ""
+        return "NaN"  # at a masked token too, whose gradient reaches the parameters
+    return "unclear" if wanted is None else verdict(-gradient.double() * divisor / x.token_advantages, x, wanted)
 
 
 def _in_words(error: Exception) -> bool:
@@ -399,7 +399,7 @@ def within(seconds: float) -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
-def ours(package: Package, batch: Batch, said: Any, kind: str) -> str:
+def ours(package: Package, batch: Batch, said: Any) -> str:
     """Our hook's verdict by the oracle, which the package's formula must equal where every log ratio is in the clamp.
 
     Raises:
@@ -408,7 +408,7 @@ def ours(package: Package, batch: Batch, said: Any, kind: str) -> str:
     config = package.words(said)
     found = weights.judge(weights.Case(config, "namespace", batch))
     wanted = expected(batch, package.formula(said), package.reach(said))
-    if wanted is None or found == "unclear" or kind in ("trainer", "huge") or resolution(batch) > EPS:
+    if wanted is None or found == "unclear" or beyond_the_clamp(batch) or resolution(batch) > EPS:
         return found
     made = oracle.correct(batch.samples, config)
     for i, sample in enumerate(batch.samples):
@@ -419,20 +419,15 @@ def ours(package: Package, batch: Batch, said: Any, kind: str) -> str:
     return found
 
 
-EXAMPLES: dict[tuple[str, str, str], str] = {}
-
-
 def judge(case: Case) -> str:
     """`kind;package: answer;...;ours: answer` of one batch."""
     kind, said = kind_of(case.batch), []
     signs = torch.tensor([SIGNS[i % len(SIGNS)] for i in range(len(case.batch.prompts))])
     x = Given(case.batch, [], signs)
     for name, package in PACKAGES.items():
-        found, words = answer(package, x, case.settings[name])
-        EXAMPLES.setdefault((name, kind, found), words or str(case.settings[name]))
-        said.append(f"{name}: {found}")
+        said.append(f"{name}: {answer(package, x, case.settings[name])}")
     asked = PACKAGES[case.words]
-    return ";".join([kind, *said, f"{OURS}: {ours(asked, case.batch, case.settings[case.words], kind)}"])
+    return ";".join([kind, *said, f"{OURS}: {ours(asked, case.batch, case.settings[case.words])}"])
 
 
 # ---------------------------------------------------------------------------------------------------------- record
@@ -453,32 +448,39 @@ def told_apart(answers: Counter[str]) -> Counts:
 def main(argv: list[str] | None = None) -> int:
     parser = parser_of(__doc__)
     parser.add_argument("--miles", type=Path, required=True, help="a checkout of Miles")
-    parser.add_argument("--cases", type=int, default=20_000, help="how many batches, 100 of a seed")
-    parser.add_argument("--seed", type=int, default=0, help="the first")
-    parser.add_argument("--record", action="store_true", help=f"write {RECORD.name}")
+    parser.add_argument("--cases", type=int, default=20_000, help="how many batches in all, 100 of a seed")
+    parser.add_argument("--record", action="store_true", help=f"go on behind {RECORD.name}, and add the counts")
     arguments = parser.parse_args(argv)
     logging.getLogger("mis_plugins").setLevel(logging.CRITICAL)
     MILES.append(arguments.miles)
-    counts, seeds = Counter(), range(arguments.seed, arguments.seed + math.ceil(arguments.cases / ROUND))
-    started = time.monotonic()
+    seed, counts = _known() if arguments.record else (0, Counter())
     for package in PACKAGES.values():  # imported before their time is taken
         answer(package, Given(ratio_batch([[1.0]]), [], torch.ones(1)), package.settings.example())
-    for seed in seeds:
+    while seed * ROUND < arguments.cases:
         try:
-            counts += told_apart(tried("peers", seed, min(ROUND, arguments.cases)))
+            counts += told_apart(tried("peers", seed))
         except AssertionError as error:
             print("\n".join([str(error), *getattr(error, "__notes__", [])]))
             print(f"\na fault of ours, or of a formula: seed {seed}")
             return 1
-        print(f"seed {seed}, {time.monotonic() - started:.0f} s", file=sys.stderr, flush=True)
-    measured = provenance({"miles": arguments.miles})
-    table = page(counts)
-    print(table)
-    if arguments.record:
-        content = {"seeds": [seeds[0], seeds[-1]], "cases": [[*key, n] for key, n in sorted(counts.items())],
-                   "first": [[*key, text] for key, text in sorted(EXAMPLES.items())]}  # fmt: skip
-        write_record(RECORD, content | {"measured with": measured}, f"{table}\n{as_markdown(measured)}")
+        seed += 1
+        print(f"seeds below {seed}", file=sys.stderr, flush=True)
+        if arguments.record and (seed % 5 == 0 or seed * ROUND >= arguments.cases):
+            _write(seed, counts, provenance({"miles": arguments.miles}))
+    print(page(counts))
     return 0
+
+
+def _known() -> tuple[int, Counts]:
+    """The next seed, and what the record has counted."""
+    record = json.loads(RECORD.read_text()) if RECORD.exists() else {"seeds": 0, "counts": []}
+    return record["seeds"], Counter({(name, kind, found): n for name, kind, found, n in record["counts"]})
+
+
+def _write(seeds: int, counts: Counts, measured: dict[str, str]) -> None:
+    rows = [[*key, n] for key, n in sorted(counts.items())]
+    text = f"{page(counts)}\n{as_markdown(measured)}"
+    write_record(RECORD, {"seeds": seeds, "counts": rows, "measured with": measured}, text)
 
 
 def page(counts: Counts) -> str:
