@@ -22,19 +22,16 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from importlib import import_module
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-ROOT = Path(__file__).parents[2]
-sys.path += [str(ROOT / "tests" / folder) for folder in ("support", "loss", "shared", "correction")]
+from hypothesis import HealthCheck, Phase, given, seed, settings
 
-from hypothesis import HealthCheck, Phase, given, seed, settings  # noqa: E402
-
-from lab.provenance import as_markdown, markdown_table, parser_of, provenance, write_record  # noqa: E402
-from mis_plugins import errors  # noqa: E402
-from mis_plugins.config import view  # noqa: E402
-from mis_plugins.errors import UserError  # noqa: E402
+from lab.break_it import ROOT
+from lab.provenance import as_markdown, markdown_table, parser_of, provenance, write_record
+from mis_plugins import errors
+from mis_plugins.config import view
+from mis_plugins.errors import UserError
 
 ROOMS = ("weights", "losses", "config", "answers", "scripts", "translate", "dumps", "files", "ranks")
 RECORD = ROOT / "lab" / "results" / "break_it.json"

@@ -42,8 +42,8 @@ from peers.rows import Rows
 from tolerances import DECISION, EPS, normalized_rtol
 from torch import Tensor
 
-from lab.break_it import formulas, weights
-from lab.break_it.__main__ import ROOT, ROUND, tried
+from lab.break_it import ROOT, formulas, weights
+from lab.break_it.__main__ import ROUND, tried
 from lab.break_it.formulas import Formula, Row
 from lab.provenance import as_markdown, markdown_table, parser_of, provenance, write_record
 
