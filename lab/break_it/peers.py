@@ -425,7 +425,8 @@ def judge(case: Case) -> str:
     signs = torch.tensor([SIGNS[i % len(SIGNS)] for i in range(len(case.batch.prompts))])
     x = Given(case.batch, [], signs)
     for name, package in PACKAGES.items():
-        said.append(f"{name}: {answer(package, x, case.settings[name])}")
+        found = answer(package, x, case.settings[name])
+        said.append(f"{name}: {'unclear' if (kind, found) == ('half', 'wrong') else found}")  # it may be rounding
     asked = PACKAGES[case.words]
     return ";".join([kind, *said, f"{OURS}: {ours(asked, case.batch, case.settings[case.words])}"])
 
@@ -453,10 +454,11 @@ def main(argv: list[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     logging.getLogger("mis_plugins").setLevel(logging.CRITICAL)
     MILES.append(arguments.miles)
-    seed, counts = _known() if arguments.record else (0, Counter())
+    ran, counts = _known() if arguments.record else ([], Counter())
+    first = seed = max((last + 1 for _, last in ran), default=0)
     for package in PACKAGES.values():  # imported before their time is taken
         answer(package, Given(ratio_batch([[1.0]]), [], torch.ones(1)), package.settings.example())
-    while seed * ROUND < arguments.cases:
+    while counts.total() < arguments.cases * (len(PACKAGES) + 1):
         try:
             counts += told_apart(tried("peers", seed))
         except AssertionError as error:
@@ -465,19 +467,20 @@ def main(argv: list[str] | None = None) -> int:
             return 1
         seed += 1
         print(f"seeds below {seed}", file=sys.stderr, flush=True)
-        if arguments.record and (seed % 5 == 0 or seed * ROUND >= arguments.cases):
-            _write(seed, counts, provenance({"miles": arguments.miles}))
+        if arguments.record:
+            _write([*ran, [first, seed - 1]], counts, provenance({"miles": arguments.miles}))
     print(page(counts))
     return 0
 
 
-def _known() -> tuple[int, Counts]:
-    """The next seed, and what the record has counted."""
-    record = json.loads(RECORD.read_text()) if RECORD.exists() else {"seeds": 0, "counts": []}
+def _known() -> tuple[list[list[int]], Counts]:
+    """The first and the last seed of each earlier run, and what the record has counted."""
+    record = json.loads(RECORD.read_text()) if RECORD.exists() else {"seeds": [], "counts": []}
     return record["seeds"], Counter({(name, kind, found): n for name, kind, found, n in record["counts"]})
 
 
-def _write(seeds: int, counts: Counts, measured: dict[str, str]) -> None:
+def _write(seeds: list[list[int]], counts: Counts, measured: dict[str, str]) -> None:
+    """Write the record; seeds: the first and the last of each run of seeds."""
     rows = [[*key, n] for key, n in sorted(counts.items())]
     text = f"{page(counts)}\n{as_markdown(measured)}"
     write_record(RECORD, {"seeds": seeds, "counts": rows, "measured with": measured}, text)
@@ -510,7 +513,7 @@ TEXT = """# Break it: the peers
 and the settings of one of them in our words through our hook. A package is judged by its own formula in float64.
 
 {totals}
-`refused`: an error that the package raises itself. `unclear`: rounding may decide. `NaN`: a gradient that is not \
+`refused`: an error that the package raises itself. `unclear`: rounding may decide, as it may of any weight in half precision. `NaN`: a gradient that is not \
 finite. `wrong`: a token whose every log-prob is a number, or a masked one, is not weighed as the package's formula \
 says. `trains on the unknown`: a token without a log-prob of the engine gets a finite weight; TRL and AReaL say in \
 their code that it shall be 1, and no package says that it knows numbers that stand for none. Ours weighs such a token \
