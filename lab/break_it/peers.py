@@ -43,7 +43,7 @@ from tolerances import DECISION, EPS, normalized_rtol
 from torch import Tensor
 
 from lab.break_it import ROOT, formulas, weights
-from lab.break_it.__main__ import ROUND, tried
+from lab.break_it.__main__ import tried
 from lab.break_it.formulas import Formula, Row
 from lab.provenance import as_markdown, markdown_table, parser_of, provenance, write_record
 
@@ -513,11 +513,14 @@ TEXT = """# Break it: the peers
 and the settings of one of them in our words through our hook. A package is judged by its own formula in float64.
 
 {totals}
-`refused`: an error that the package raises itself. `unclear`: rounding may decide, as it may of any weight in half precision. `NaN`: a gradient that is not \
-finite. `wrong`: a token whose every log-prob is a number, or a masked one, is not weighed as the package's formula \
-says. `trains on the unknown`: a token without a log-prob of the engine gets a finite weight; TRL and AReaL say in \
-their code that it shall be 1, and no package says that it knows numbers that stand for none. Ours weighs such a token \
-by 0. No answer that a package's contract excludes is counted against it: AReaL's k3, whose help contradicts its code, \
-mis.py's settings that it refuses or that have no sane answer, and OpenRLHF's divergences are not asked.
+`refused`: an error that the package raises itself. `unclear`: rounding may decide, as it may of any weight in half \
+precision. `NaN`: a gradient that is not finite. `wrong`: a token that is masked, or whose every log-prob is a number, \
+is not weighed as the package's formula says. `trains on the unknown`: a token without a log-prob of the engine gets a \
+finite weight; TRL and AReaL say in their code that it shall be 1, and no package says that it knows numbers that \
+stand for none. Ours weighs such a token by 0.
+
+What a package's contract excludes is not asked: AReaL's k3, whose help contradicts its code, and settings of mis.py \
+that it refuses or that have no sane answer. OpenRLHF's divergences are not asked either. verl refuses a batch without \
+a valid token in words. Its crash is a division by zero where all weights are 0.
 
 {by_kind}"""
