@@ -1,7 +1,7 @@
 """Try to break the pack: random cases in every room, until a fault is found or the time is up.
 
-A fault is printed with the smallest case that hypothesis finds, and with the command that replays it. Without a fault
-the counts of all rooms are added to `lab/results/break_it.json`, and `break_it.md` shows them.
+A fault is printed with the smallest case that hypothesis finds, and with the command that replays it. With `--record`
+the counts are added to `lab/results/break_it.json` once a minute, and `break_it.md` shows them.
 
 Exit status: 0 no fault, 1 a fault, 2 could not run.
 """
@@ -20,28 +20,26 @@ import time
 from argparse import ArgumentParser
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from importlib import import_module
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-ROOT = Path(__file__).parents[2]
-sys.path += [str(ROOT / "tests" / folder) for folder in ("support", "loss", "shared", "correction", "hosts", "metrics")]
+from hypothesis import HealthCheck, Phase, given, seed, settings
 
-from hypothesis import HealthCheck, Phase, given, seed, settings  # noqa: E402
-
-from lab.provenance import as_markdown, markdown_table, parser_of, provenance, write_record  # noqa: E402
-from mis_plugins import errors  # noqa: E402
-from mis_plugins.config import view  # noqa: E402
-from mis_plugins.errors import UserError  # noqa: E402
+from lab.break_it import ROOT
+from lab.provenance import as_markdown, markdown_table, parser_of, provenance, write_record
+from mis_plugins import errors
+from mis_plugins.config import view
+from mis_plugins.errors import UserError
 
 ROOMS = ("weights", "losses", "config", "answers", "scripts", "translate", "dumps", "files", "ranks")
 RECORD = ROOT / "lab" / "results" / "break_it.json"
 ROUND = 100  # cases of one seed
 OURS = "our error"
 SAID = (
-    "Random cases that ended without a fault. A fault ends a run, prints the command that replays it, and becomes a "
-    "test. "
+    "Random cases that ended without a fault, of seed 0 and of those that follow it, 100 of each. A fault ends a run, "
+    "prints the command that replays it, and becomes a test. "
     "`unclear`: rounding may decide. `idle`: the oracle's gradient is 0. `unsure`: the reader of scripts says so."
 )
 
@@ -86,42 +84,54 @@ def answered(judge: Callable[[Any], str], case: Any) -> str:
 def main(argv: list[str] | None = None) -> int:
     arguments = _parser().parse_args(argv)
     logging.getLogger("mis_plugins").setLevel(logging.CRITICAL)
-    rooms, number = [arguments.room] if arguments.room else list(ROOMS), arguments.seed
-    until, found = time.monotonic() + 60 * arguments.minutes, {name: Counter[str]() for name in rooms}
+    until, found, written = time.monotonic() + 60 * arguments.minutes, _known() if arguments.record else {}, 0.0
     while True:
-        for name in rooms:
+        for name in arguments.room or ROOMS:
+            done = found.setdefault(name, Done(arguments.seed))
             try:
-                found[name] += tried(name, number)
+                done.answers += tried(name, done.next_seed)
             except Exception as error:
                 print("\n".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", [])]))
-                print(
-                    f"\nfault in room {name}; again: bash scripts/break-it.sh --room {name} --seed {number} --minutes 0"
-                )
+                replay = f"--room {name} --seed {done.next_seed} --minutes 0"
+                print(f"\nfault in room {name}; again: bash scripts/break-it.sh {replay}")
                 return 1
-            print(f"seed {number}: {name}: {dict(found[name])}", file=sys.stderr, flush=True)
-        number += 1
-        if time.monotonic() > until:
-            break
-    if arguments.record:
-        _write(found, (arguments.seed, number - 1))
-    return 0
+            done.next_seed += 1
+            print(f"{name}, seeds below {done.next_seed}: {dict(done.answers)}", file=sys.stderr, flush=True)
+        ended = time.monotonic() > until
+        if arguments.record and (ended or time.monotonic() - written > 60):
+            _write(found)
+            written = time.monotonic()
+        if ended:
+            return 0
 
 
-def _write(found: dict[str, Counter[str]], seeds: tuple[int, int]) -> None:
-    """Add the counts to those of the record, and show all."""
-    known = json.loads(RECORD.read_text())["rooms"] if RECORD.exists() else {}
-    counted = {name: Counter(known.get(name, {})) + found.get(name, Counter()) for name in ROOMS}
-    rooms = {name: dict(answers) for name, answers in counted.items() if answers}
+@dataclass
+class Done:
+    """What a room has answered, and the seed of its next round."""
+
+    next_seed: int = 0
+    answers: Counter[str] = field(default_factory=Counter)
+
+
+def _known() -> dict[str, Done]:
+    """What the record has of each room, where another run may go on."""
+    rooms = json.loads(RECORD.read_text())["rooms"] if RECORD.exists() else {}
+    return {name: Done(room["seeds"], Counter(room["answers"])) for name, room in rooms.items()}
+
+
+def _write(found: dict[str, Done]) -> None:
     measured = provenance()
-    table = markdown_table(("room", "cases", "right", "our errors", "others", "faults"), map(_row, rooms.items()))
+    rows = [_row(name, found[name]) for name in ROOMS if name in found]
+    table = markdown_table(("room", "seeds", "cases", "right", "our errors", "others", "faults"), rows)
     text = f"# Break it\n\n{SAID}\n\n{table}\n{as_markdown(measured)}"
-    write_record(RECORD, {"rooms": rooms, "last_seeds": seeds, "measured with": measured}, text)
+    rooms = {name: {"seeds": done.next_seed, "answers": dict(done.answers)} for name, done in found.items()}
+    write_record(RECORD, {"rooms": rooms, "measured with": measured}, text)
 
 
-def _row(named: tuple[str, dict[str, int]]) -> tuple[str, ...]:
-    name, answers = named
+def _row(name: str, done: Done) -> tuple[str, ...]:
+    answers = done.answers
     others = ", ".join(f"{n:,} {key}" for key, n in sorted(answers.items()) if key not in (OURS, "right"))
-    numbers = sum(answers.values()), answers.get("right", 0), answers.get(OURS, 0)
+    numbers = done.next_seed, sum(answers.values()), answers["right"], answers[OURS]
     return name, *(f"{n:,}" for n in numbers), others, "0"
 
 
@@ -129,6 +139,8 @@ def _parser() -> ArgumentParser:
     parser = parser_of(__doc__)
     parser.add_argument("--minutes", type=float, default=5.0, help="how long; 0 is one round of each room")
     parser.add_argument("--seed", type=int, default=0, help="of the first round; each next round takes the next")
-    parser.add_argument("--room", choices=ROOMS, help="this room alone")
-    parser.add_argument("--record", action="store_true", help=f"add the counts to {RECORD.name}")
+    parser.add_argument("--room", choices=ROOMS, nargs="+", help="these rooms alone")
+    parser.add_argument(
+        "--record", action="store_true", help=f"go on at the next seed of each room in {RECORD.name}; counts are added"
+    )
     return parser

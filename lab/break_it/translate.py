@@ -1,14 +1,16 @@
 """Room `translate`: settings of other frameworks, in a yaml or on a command line, against the frameworks' own formulas.
 
-Each formula is written down anew, in float64: of the log ratios of a sequence it gives what each token's loss is
-multiplied by, 0 where the token is dropped.
+The formulas are those of `formulas.py`, in float64.
 """
 
 from __future__ import annotations
 
+import functools
+import json
 import math
+import re
 import shlex
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,77 +18,47 @@ import yaml
 from batches import host_args, ratio_batch
 from hypothesis import strategies as st
 
+from lab.break_it import formulas
+from lab.break_it.formulas import Formula
 from mis_plugins import mis
+from mis_plugins.config.reading import from_mapping
 from mis_plugins.config.writing import to_yaml
-from mis_plugins.explain.translate import ms_swift, trl, verl
+from mis_plugins.explain.translate import areal, ms_swift, prime_rl, trl, verl
+from mis_plugins.loss.objective import Clip, policy_term
+from mis_plugins.packing.ragged import Ragged
 
 RATIOS = [[0.2, 3.0, 1.1, 0.97], [1.7], [0.6, 0.6, 1.02], [0.99, 1.3], [4.0, 0.3]]
 IS = "algorithm.rollout_correction."
-Formula = Callable[[Sequence[float]], list[float]]
-
-
-def swift(mode: str, upper: float) -> Formula:
-    def weights(ratios: Sequence[float]) -> list[float]:
-        geometric = math.exp(math.fsum(map(math.log, ratios)) / len(ratios))
-        return {
-            "token_truncate": [min(r, upper) for r in ratios],
-            "token_mask": [r if r <= upper else 0.0 for r in ratios],
-            "sequence_truncate": [min(geometric, upper)] * len(ratios),
-            "sequence_mask": [r if geometric <= upper else 0.0 for r in ratios],
-        }[mode]
-
-    return weights
-
-
-def of_trl(mode: str, upper: float, lower: float) -> Formula:
-    def weights(ratios: Sequence[float]) -> list[float]:
-        level, _, action = mode.partition("_")
-        each = [math.prod(ratios)] * len(ratios) if level == "sequence" else ratios
-        if action == "mask":
-            return [r if lower <= r <= upper else 0.0 for r in each]
-        return [max(lower, min(r, upper)) for r in each]
-
-    return weights
-
-
-def of_verl(level: str, upper: float, rule: str, least: float, most: float) -> Formula:
-    """rollout_is truncates; rollout_rs keeps a sequence whose mean, or a token whose own, statistic lies within."""
-
-    def weights(ratios: Sequence[float]) -> list[float]:
-        each = [math.prod(ratios)] * len(ratios) if level == "sequence" else list(ratios)
-        found = [min(r, upper) for r in each] if level != "null" else [1.0] * len(ratios)
-        logs = list(map(math.log, ratios))
-        k3 = [math.expm1(x) - x for x in logs]
-        mean = lambda values: math.fsum(values) / len(values)  # noqa: E731
-        kept = {
-            "": lambda t: True,
-            "token_k1": lambda t: 1 / most <= ratios[t] <= 1 / least,
-            "seq_mean_k1": lambda t: 1 / most <= math.exp(mean(logs)) <= 1 / least,
-            "seq_sum_k1": lambda t: 1 / most <= math.exp(math.fsum(logs)) <= 1 / least,
-            "token_k3": lambda t: k3[t] <= most,
-            "seq_mean_k3": lambda t: mean(k3) <= most,
-            "seq_max_k3": lambda t: max(k3) <= most,
-            "token_k2": lambda t: logs[t] ** 2 / 2 <= most,
-        }[rule]
-        return [w if kept(t) else 0.0 for t, w in enumerate(found)]
-
-    return weights
-
-
-FORMULAS: dict[str, Callable[..., Formula]] = {"ms-swift": swift, "TRL": of_trl, "verl": of_verl}
-TRANSLATE = {"ms-swift": ms_swift.translate, "TRL": trl.translate, "verl": verl.translate}
+FORMULAS: dict[str, Callable[..., Formula]] = {
+    "ms-swift": formulas.of_swift,
+    "TRL": formulas.of_trl,
+    "verl": formulas.of_verl,
+    "AReaL": formulas.of_areal,
+}
+TRANSLATE = {
+    "ms-swift": ms_swift.translate,
+    "TRL": trl.translate,
+    "verl": verl.translate,
+    "AReaL": areal.translate,
+    "prime-rl": prime_rl.translate,
+}
 PROGRAMS = {
     "ms-swift": "swift rlhf --rlhf_type grpo",
     "TRL": "trl grpo",
     "verl": "python3 -m verl.trainer.main_ppo",
+    "AReaL": "python3 -m areal.launcher.local train.py",
 }
+PREFIX = {"verl": IS, "AReaL": "actor."}
 
 
 def spelled(draw: st.DrawFn, framework: str, keys: dict[str, Any]) -> str:
     """The keys as a yaml, or as a script, with a variable in the place of a value."""
     if draw(st.booleans()):
-        tree = {key.removeprefix(IS): value for key, value in keys.items()}
-        return yaml.safe_dump({"algorithm": {"rollout_correction": tree}} if framework == "verl" else tree)
+        tree: dict[str, Any] = {}
+        for key, value in keys.items():
+            *folders, name = key.split(".")
+            functools.reduce(lambda at, folder: at.setdefault(folder, {}), folders, tree)[name] = value
+        return yaml.safe_dump(tree)
     lines, words = [], []
     for i, (key, value) in enumerate(keys.items()):
         said = "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
@@ -94,14 +66,14 @@ def spelled(draw: st.DrawFn, framework: str, keys: dict[str, Any]) -> str:
         if draw(st.booleans()):
             lines.append(f"V{i}={spot}")
             spot = draw(st.sampled_from([f'"$V{i}"', f"${{V{i}}}", f"${{V{i}:-7}}"]))
-        words.append(f"{key}={spot}" if framework == "verl" else f"--{key} {spot}")
+        words.append(f"{key}={spot}" if framework in PREFIX else f"--{key} {spot}")
     return "\n".join([*lines, f"{PROGRAMS[framework]} \\\n  " + " \\\n  ".join(words)]) + "\n"
 
 
 @st.composite
 def cases(draw: st.DrawFn) -> tuple[str, str, tuple[Any, ...]]:
     """Framework, text, and the arguments of the framework's formula."""
-    framework = draw(st.sampled_from(sorted(FORMULAS)))
+    framework = draw(st.sampled_from(sorted(TRANSLATE)))
     upper = draw(st.sampled_from([1.05, 1.5, 2.0, 5.0]))
     if framework == "ms-swift":
         mode = draw(st.sampled_from(sorted(ms_swift.MODES)))
@@ -116,6 +88,13 @@ def cases(draw: st.DrawFn) -> tuple[str, str, tuple[Any, ...]]:
         }
         keys |= {"vllm_importance_sampling_clip_min": lower} if lower else {}
         return framework, spelled(draw, framework, keys), (mode, upper, lower)
+    if framework == "prime-rl":
+        return framework, *draw(prime_rl_tomls())
+    if framework == "AReaL":
+        block = draw(areal_blocks())
+        keys = {"actor.use_decoupled_loss": True}
+        keys |= {f"actor.rejection_sampling.{key}": value for key, value in block.items() if value is not None}
+        return framework, spelled(draw, framework, keys), tuple(block.values())
     level = draw(st.sampled_from(["token", "sequence", "null"]))
     rule = draw(
         st.sampled_from(
@@ -128,20 +107,71 @@ def cases(draw: st.DrawFn) -> tuple[str, str, tuple[Any, ...]]:
     if rule:
         said = f"{least}_{most}" if rule.endswith("k1") else most
         keys |= {f"{IS}rollout_rs": rule, f"{IS}rollout_rs_threshold": said}
-    return framework, spelled(draw, framework, keys), (level, upper, rule, least, most)
+    return framework, spelled(draw, framework, keys), (level, upper, None, rule, least, most)
+
+
+@st.composite
+def areal_blocks(draw: st.DrawFn) -> dict[str, Any]:
+    """`rejection_sampling` without k3, which is refused, and without a clamp by another than the mean."""
+    metric = draw(st.sampled_from(["ratio", "ratio", "kl_k1", "kl_k2"]))
+    action = draw(st.sampled_from(["mask", "clamp"])) if metric == "ratio" else "mask"
+    level = draw(st.sampled_from(["token", "sequence"]))
+    agg = draw(st.sampled_from(["sum", "mean", "max"])) if (level, action) == ("sequence", "mask") else "mean"
+    upper = st.sampled_from([1.05, 2.0, 5.0] if metric == "ratio" else [0.01, 0.1, 1.0])
+    lower = st.sampled_from([None, 0.5, 0.9] if metric == "ratio" else [None])
+    return {"level": level, "action": action, "metric": metric, "agg": agg, "upper": draw(upper), "lower": draw(lower)}
+
+
+@st.composite
+def prime_rl_tomls(draw: st.DrawFn) -> tuple[str, tuple[Any, ...]]:
+    """A toml, and kind, bounds and penalty of the loss; what is not said is prime-rl's default."""
+    kind = draw(st.sampled_from(["default", "ipo"]))
+    names = ["ipo_threshold"] if kind == "ipo" else ["dppo_mask_low", "dppo_mask_high"]
+    bounds = [draw(st.sampled_from([None, 0.02, 0.05])) for _ in names]
+    penalty = draw(st.sampled_from([None, 0.0, 0.1]))
+    said = {"type": kind, "kl_tau": penalty} | dict(zip(names, bounds, strict=True))
+    lines = [f"{key} = {json.dumps(value)}" for key, value in said.items() if value is not None]
+    low, *rest = (prime_rl.DEFAULTS[kind][name] if x is None else x for name, x in zip(names, bounds, strict=True))
+    text = "\n".join([draw(st.sampled_from(["[loss]", "[trainer.loss]"])), *draw(st.permutations(lines))])
+    return text, (kind, low, rest[0] if rest else low, formulas.PENALTY if penalty is None else penalty)
 
 
 def judge(case: tuple[str, str, tuple[Any, ...]]) -> str:
-    framework, text, meant = case
+    return judge_prime_rl(*case[1:]) if case[0] == "prime-rl" else judge_weights(*case)
+
+
+def judge_weights(framework: str, text: str, meant: tuple[Any, ...]) -> str:
     said = yaml.safe_load(to_yaml(TRANSLATE[framework](text).mis))["mis"]
-    batch, formula = ratio_batch(RATIOS), FORMULAS[framework](*meant)
+    batch = ratio_batch(RATIOS)
     weights, masks, _ = mis.compute_mis_weights(host_args(mis=said), **batch.lists())
     assert weights is not None, "nothing is weighed"
-    for i, ratios in enumerate(RATIOS):
-        found, wanted = (weights[i] * masks[i]).tolist(), formula(ratios)
-        kept = sum(masks[i].tolist())
-        scale = len(ratios) / kept if said.get("denominator") == "kept" and kept else 1.0
+    for i, wanted in enumerate(FORMULAS[framework](*meant)([[math.log(r) for r in row] for row in RATIOS])):
+        found, kept = (weights[i] * masks[i]).tolist(), sum(masks[i].tolist())
+        scale = len(wanted) / kept if said.get("denominator") == "kept" and kept else 1.0
         assert torch.allclose(torch.tensor(found), torch.tensor(wanted) * scale, rtol=1e-4, atol=0), (
             f"sequence {i}: {found}, not {wanted}"
         )
+    return "right"
+
+
+def judge_prime_rl(text: str, meant: tuple[Any, ...]) -> str:
+    """The gradient of the translated loss, under the host's flags that a note names."""
+    made = prime_rl.translate(text)
+    config = from_mapping({"weight": None} | dict(made.mis))
+    logs = torch.tensor([math.log(r) for row in RATIOS for r in row], dtype=torch.float64)
+    mu, advantages = (
+        torch.full_like(logs, -3.0),
+        torch.tensor([1.0, -1.0] * len(logs), dtype=torch.float64)[: len(logs)],
+    )
+    target = (mu + logs).requires_grad_()
+    ragged = Ragged(torch.tensor([0, len(logs)]), torch.ones(len(logs), dtype=torch.bool))
+    assert config.objective is not None
+    clip = Clip(*map(float, re.findall(r"--eps-clip\S* (\S+)", " ".join(made.notes))))
+    term = policy_term(target, mu, advantages, torch.ones_like(logs), ragged, config.objective, clip)
+    (gradient,) = torch.autograd.grad(term.loss.sum(), target)
+    wanted = [
+        formulas.slope_of_prime_rl(x, -3.0, a, *meant)
+        for x, a in zip(target.tolist(), advantages.tolist(), strict=True)
+    ]
+    assert torch.allclose(gradient, torch.tensor(wanted, dtype=torch.float64), rtol=1e-9), f"{gradient}, not {wanted}"
     return "right"

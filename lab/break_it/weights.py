@@ -66,8 +66,9 @@ def with_extras(draw: st.DrawFn, config: dict[str, Any]) -> dict[str, Any]:
 
 
 @st.composite
-def cases(draw: st.DrawFn) -> Case:
-    batch, config = draw(batches()), with_extras(draw, draw(configs()))
+def hostile_batches(draw: st.DrawFn) -> Batch:
+    """A batch of `tests/support`, perhaps with absent log-probs anywhere, as views or in float64."""
+    batch = draw(batches())
     sides = [[x.clone() for x in side] for side in (batch.proximal, batch.behavior)]
     for _ in range(draw(st.sampled_from([0, 0, 1, 2, 4]))):
         side = draw(st.sampled_from(sides))
@@ -86,11 +87,12 @@ def cases(draw: st.DrawFn) -> Case:
     if len({x.dtype for x in (*proximal, *behavior)}) > 1:
         proximal, behavior = ([x.to(torch.promote_types(proximal[0].dtype, behavior[0].dtype)) for x in side]
                               for side in (proximal, behavior))  # fmt: skip
-    return Case(
-        config,
-        draw(st.sampled_from(sorted(CARRIERS))),
-        dataclasses.replace(batch, proximal=proximal, behavior=behavior),
-    )
+    return dataclasses.replace(batch, proximal=proximal, behavior=behavior)
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    return Case(with_extras(draw, draw(configs())), draw(st.sampled_from(sorted(CARRIERS))), draw(hostile_batches()))
 
 
 def judge(case: Case) -> str:

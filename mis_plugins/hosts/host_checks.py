@@ -14,6 +14,10 @@ def _chunks_cut(given: Given) -> bool:
 
 
 ROUTES: tuple[Hook, ...] = ("command", "watch")
+VLLM_HEADS = (
+    "use vime's own --use-score-centering --score-centering-top-k beside its built-in TIS instead (our generation "
+    "hooks ask SGLang for the likeliest tokens, and vime runs vLLM), "
+)
 REPLAYS = (
     Check(
         "fused router",
@@ -148,8 +152,10 @@ ABILITIES = (
         "head unknown",
         ("command",),
         lambda given: given.config.center is not None and not given.host.head_flags,
-        "{center} reads rollout_topk_token_ids and rollout_topk_log_probs, which no micro-batch of {host} has; leave "
-        "it out, or train with Megatron on Miles or slime",
+        lambda given: (
+            "{center} reads rollout_topk_token_ids and rollout_topk_log_probs, which no micro-batch of {host} has; "
+            "leave it out, " + VLLM_HEADS * (given.host.name == "vime") + "or train with Megatron on Miles or slime"
+        ),
     ),
     Check(
         "routers out of reach",

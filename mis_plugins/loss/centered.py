@@ -61,7 +61,8 @@ class Head:
             scale: factor from the host's denominator to that of the surrogate.
         """
         stage = correction.stage
-        keep = kept_by_rules(correction) & stage.usable & self.named
+        kept = kept_by_rules(correction) | share.keep  # what `on_all_rejected` gives back was dropped by rules
+        keep = kept & stage.usable & self.named
         if share.on_policy is not None:
             keep = keep & share.on_policy
         if correction.mean_weight is not None:

@@ -126,6 +126,16 @@ def test_notes(keys: dict | str, said: str, unsaid: str):
     assert said in told and (not unsaid or unsaid not in told)
 
 
+def test_a_call_of_gmpo_is_gmpo_alone():
+    """GMPOTrainer's loss reads neither vLLM's correction nor a mask of sequences, whatever its config says."""
+    assert translate("GMPOConfig()").config() == load(preset_path("gmpo"))
+    found = translate(f"GMPOConfig(use_vllm=True, {MODE}='token_mask', {DELTA}=0.1, beta=0.1, epsilon_high=0.5)")
+    assert found.config() == load(preset_path("gmpo"))
+    told = " ".join(found.notes)
+    for said in (f"nothing comes of {MODE}, {DELTA} in TRL", "--eps-clip 0.4 --eps-clip-high 0.5", "low_var_kl."):
+        assert said in told
+
+
 CALL = "config = trl.GRPOConfig(\n    use_vllm=True, vllm_importance_sampling_clip_max={value},\n)\n{more}"
 
 

@@ -289,6 +289,13 @@ def test_a_check_holds(name: str, hook: checks.Hook, args: dict[str, Any], mis: 
     assert not args or name not in names(hook, {}, mis, host)
 
 
+@pytest.mark.parametrize(("host", "offers"), [("vime", True), ("fsdp", False)])
+def test_a_host_without_heads_is_told_of_its_own_centering(host: str, offers: bool):
+    given = Given(view({}), from_mapping(CENTER), every_host()[host])
+    (told,) = (check.told(given) for check in checks.found("command", given, "refuse") if check.name == "head unknown")
+    assert ("--use-score-centering" in told) == offers
+
+
 def test_every_check_has_a_case():
     assert {check.name for check in every_check()} == {case[0] for case in FOUND} | {case[0] for case in HELD}
     assert len(NAMED) == len(every_check())

@@ -111,9 +111,7 @@ def _operators(args: Namespace, metrics: str, rank: int) -> int:
     kwargs = peer_cost.hook_kwargs([5, 1, 70, 31], cp=2, rank=rank)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(mis, "RECORDER", Recorder(step=(1, 0)))
-        call = peer_cost.called(
-            mis.compute_mis_weights_with_cp, Namespace(**{**vars(args), "mis": nested}), kwargs
-        )
+        call = peer_cost.called(mis.compute_mis_weights_with_cp, Namespace(**{**vars(args), "mis": nested}), kwargs)
         call()
         return tallies.tally(call).operators
 

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import math
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
+from batches import Batch, ratio_batch
+from hypothesis import strategies as st
+from torch import Tensor
 
-from lab.break_it import scripts
+from lab.break_it import formulas, peers, scripts
 from lab.break_it.__main__ import ROOMS, room, tried
 
 CASES = {
@@ -53,3 +59,41 @@ def test_a_script_is_read_as_bash_reads_it_or_not_at_all(name: str) -> None:
     script, given = SCRIPTS[name]
     assert scripts.given_by_bash(script) == given
     assert scripts.judge(script) == ("unsure" if name in UNSURE or name == "an early return" else "right")
+
+
+def weighed(x: peers.Given, target: Tensor, most: float = 2.0) -> tuple[Tensor, float]:
+    """A loss that truncates ratios at 2, and takes one that is not known for 1."""
+    ratio = (x.proximal - x.behavior).exp().clamp(max=most)
+    return -(ratio.nan_to_num(1.0) * x.token_advantages * target * x.mask).sum(), 1.0
+
+
+def refuses(message: str) -> tuple[Tensor, float]:
+    raise ValueError(message)
+
+
+def endless() -> tuple[Tensor, float]:
+    while True:
+        pass
+
+
+PLAIN, UNKNOWN = ratio_batch([[3.0, 0.5], [1.0]], [[1, 1], [0]]), ratio_batch([[3.0, 0.5]])
+UNKNOWN.behavior[0][1] = math.nan
+ANSWERS: dict[str, tuple[Batch, Callable[[peers.Given, Tensor, None], tuple[Tensor, float]]]] = {
+    "right": (PLAIN, lambda x, target, _: weighed(x, target)),
+    "wrong": (PLAIN, lambda x, target, _: weighed(x, target, most=1.9)),
+    "NaN": (PLAIN, lambda x, target, _: (weighed(x, target)[0] * math.nan, 1.0)),
+    "refused": (PLAIN, lambda *_: refuses("no such batch")),
+    "crash": (PLAIN, lambda x, target, _: (target.sum() * (1 // 0), 1.0)),
+    "hang": (PLAIN, lambda *_: endless()),
+    "trains on the unknown": (UNKNOWN, lambda x, target, _: weighed(x, target)),
+}
+
+
+@pytest.mark.parametrize("wanted", ANSWERS)
+def test_a_package_is_judged_by_its_own_formula(wanted: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peers, "LIMIT_S", 0.5)
+    batch, loss = ANSWERS[wanted]
+    truncates = formulas.of_trl("token_truncate", 2.0, 0.0)
+    package = peers.Package(st.none(), lambda said: truncates, loss, lambda said: {}, lambda said: "token")
+    signs = torch.tensor(peers.SIGNS[: len(batch.prompts)])
+    assert peers.answer(package, peers.Given(batch, [], signs), None) == wanted

@@ -314,6 +314,17 @@ def test_opsm_takes_the_term_along(one_process: None) -> None:
     assert not all(kept(i, t) for i, n in enumerate(LENGTHS) for t in range(n))
 
 
+def test_what_rules_and_opsm_give_back_keeps_its_term(one_process: None) -> None:
+    """A rule drops the sequences of ratios above 1 and OPSM all others, so that `on_all_rejected` gives back both."""
+    batch = Batch(17)
+    batch.advantages = [[-1.0] * n for n in LENGTHS]
+    rule, opsm = {"over": "mean", "upper": 1.0}, {"delta": 0.0, "reference": "behavior"}
+    keys = {"weight": None, "reject": [rule], "opsm": opsm}
+    assert not run(batch, args(**keys))[1].any()
+    _, gradient, _ = run(batch, args(**keys, on_all_rejected="keep"))
+    assert error(gradient, wanted(batch, None)) < 1e-6
+
+
 def test_a_rule_that_down_weighs_scales_the_term(one_process: None) -> None:
     batch = Batch(19)
     rule = {"over": "token", "upper": 1.1, "down_weigh": 0.25}

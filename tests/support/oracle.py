@@ -115,7 +115,7 @@ def all_rejected(batch: Sequence[Sample], weights: list[Tokens], keep: list[list
 
 
 def denominator_scale(sample: Sample, keep: list[bool], config: dict) -> float:
-    kept = sum(keep[t] for t in sample.usable)
+    kept = sum(keep)  # tokens without a weight too, where no rule drops them
     if config.get("denominator", "original") == "original":
         return 1.0
     return len(sample.valid) / kept if kept else 0.0

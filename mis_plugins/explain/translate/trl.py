@@ -1,6 +1,7 @@
 """TRL's GRPOConfig, as release 1.16 reads it: a yaml, a command line, or the call in a Python script.
 
 With `use_vllm: true` TRL corrects unless it is told otherwise: the product of the ratios of a sequence, 0 above 3.
+GMPOConfig, which has a Python call alone, inherits every key; GMPOTrainer's loss reads no weight and no mask.
 """
 
 from __future__ import annotations
@@ -59,10 +60,12 @@ OWN = {
 OWN_KEYS = tuple(key for keys in OWN.values() for key in keys.values())
 LOSSES = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo", *OWN)
 LEVELS = ("token", "sequence")
-CONFIG = "GRPOConfig"
+CONFIG, GMPO = "GRPOConfig", "GMPOConfig"
+OF_GMPO = "gmpo"
+"""The `loss_type` that a call of GMPOConfig stands for; TRL's own `loss_type` does nothing there."""
 NO_BOUND = 1e9  # above every ratio of the hooks, which is at most e^20
 AVERAGES = {
-    **dict.fromkeys(("grpo", "sapo"), OVER_RESPONSES),
+    **dict.fromkeys(("grpo", "sapo", OF_GMPO), OVER_RESPONSES),
     **dict.fromkeys(("bnpo", "dapo", "cispo", "vespo"), OVER_TOKENS),
     "dr_grpo": "divides by max_completion_length, which no flag of the hosts does; their average stays",
     "luspo": "multiplies each sequence by its length, which no flag of the hosts does; their average stays",
@@ -107,7 +110,7 @@ def translate(text: str, behind: Sequence[str] = (), asked: Asked = ASKED) -> Tr
         if key.startswith(FAMILY) and key not in KEYS:
             raise ConfigError(f"{cut(key)}: no key of TRL's; known are {', '.join(KEYS)}")
     given = {key: _nothing(keys[key]) for key in READ if key in keys}
-    if not given.keys() & set(KEYS):
+    if not given.keys() & set(KEYS) and not _is_gmpo(given):
         said.prove_nothing()
         raise ConfigError(
             f"nothing to translate: none of {', '.join(KEYS)} in it; TRL corrects by default with {USE_VLLM}: true, so "
@@ -121,7 +124,8 @@ def translate(text: str, behind: Sequence[str] = (), asked: Asked = ASKED) -> Tr
     mis |= _objective(given, weight)
     sources = {path: keys for path, keys in SOURCES.items() if path.partition(".")[0] in mis}
     notes = (*said.notes, *_of_correction(given, weight), *_of_loss(given, mis))
-    return Translation("TRL's GRPOConfig", given, mis | {"metrics": "watch"}, sources, notes)
+    name = GMPO if _is_gmpo(given) else CONFIG
+    return Translation(f"TRL's {name}", given, mis | {"metrics": "watch"}, sources, notes)
 
 
 # What the settings mean.
@@ -132,8 +136,12 @@ def _has_engine(given: Mapping[str, Any]) -> bool:
     return truth(given.get(USE_VLLM, any(key.startswith(FAMILY) for key in given)), USE_VLLM)
 
 
+def _is_gmpo(given: Mapping[str, Any]) -> bool:
+    return given.get("loss_type") == OF_GMPO
+
+
 def _corrects(given: Mapping[str, Any]) -> bool:
-    return _has_engine(given) and truth(given.get(CORRECTION, True), CORRECTION)
+    return not _is_gmpo(given) and _has_engine(given) and truth(given.get(CORRECTION, True), CORRECTION)
 
 
 def _weight(given: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -163,14 +171,16 @@ def _bound(given: Mapping[str, Any], key: str) -> float | None:
 
 def _masked(given: Mapping[str, Any]) -> dict[str, Any]:
     """OPSM, against the engine, or without one against the trainer before the update."""
-    if given.get(DELTA) is None:
+    if given.get(DELTA) is None or _is_gmpo(given):
         return {}
     reference = "behavior" if _has_engine(given) else "proximal"
     return {"opsm": {"delta": number(given[DELTA], DELTA), "advantage": "sequence", "reference": reference}}
 
 
 def _objective(given: Mapping[str, Any], weight: Mapping[str, Any] | None) -> dict[str, Any]:
-    """CISPO, SAPO or VESPO, for which not every host has a flag; other losses are flags, told in notes."""
+    """CISPO, SAPO, VESPO or GMPO, for which not every host has a flag; other losses are flags, told in notes."""
+    if _is_gmpo(given):
+        return {"objective": {"surrogate": "gmpo", "old": "proximal"}}
     loss = choice(given.get("loss_type", "dapo"), "loss_type", LOSSES)
     if strays := [key for key in OWN_KEYS if key in given and key not in OWN.get(loss, {}).values()]:
         raise ConfigError(f"{strays[0]}: has no effect with loss_type: {loss}; drop it")
@@ -188,7 +198,7 @@ def _objective(given: Mapping[str, Any], weight: Mapping[str, Any] | None) -> di
 
 
 def _unbiased(given: Mapping[str, Any]) -> bool:
-    return _coefficient(given) != 0 and truth(given.get(UNBIASED, True), UNBIASED)
+    return not _is_gmpo(given) and _coefficient(given) != 0 and truth(given.get(UNBIASED, True), UNBIASED)
 
 
 def _coefficient(given: Mapping[str, Any]) -> float:
@@ -204,6 +214,11 @@ def _level(given: Mapping[str, Any], levels: tuple[str, ...] = LEVELS) -> str:
 
 
 def _of_correction(given: Mapping[str, Any], weight: Mapping[str, Any] | None) -> Iterator[str]:
+    if _is_gmpo(given):
+        idle = [key for key in given if key in (*KEYS[1:], "importance_sampling_level", UNBIASED)]
+        what = ", ".join(idle) or "vLLM's correction"
+        yield f"{GMPO}: nothing comes of {what} in TRL, whose GMPO neither weighs nor masks."
+        return
     if USE_VLLM not in given:
         then = "here it is read as true" if weight else "so does this file, OPSM aside"
         yield f"{USE_VLLM} is not in it: TRL has it false by default, and then corrects nothing; {then}."
@@ -223,7 +238,8 @@ def _of_correction(given: Mapping[str, Any], weight: Mapping[str, Any] | None) -
 def _of_loss(given: Mapping[str, Any], mis: Mapping[str, Any]) -> Iterator[str]:
     loss, level = given.get("loss_type"), _level(given)
     by_default = "" if loss else ", TRL's default,"
-    yield f"loss_type: {loss or 'dapo'}{by_default} {AVERAGES[loss or 'dapo']}."
+    said = GMPO if _is_gmpo(given) else f"loss_type: {loss or 'dapo'}{by_default}"
+    yield f"{said} {AVERAGES[loss or 'dapo']}."
     if level == "sequence" and "objective" not in mis:
         yield f"importance_sampling_level: {level} is --advantage-estimator gspo of the hosts."
     if coefficient := _coefficient(given):
@@ -244,9 +260,9 @@ def _widths(given: Mapping[str, Any]) -> Iterator[str]:
     """The hosts' flags for the clip, where the file sets any width."""
     found = {key: number(given[key], key) for key in CLIPS if given.get(key) is not None}
     is_cispo = given.get("loss_type") == "cispo"
-    if not found and not is_cispo:
+    if not found and not is_cispo and not _is_gmpo(given):
         return  # TRL's default, 0.2, is the hosts' too
-    low = found.get("epsilon", 0.2)
+    low = found.get("epsilon", 0.4 if _is_gmpo(given) else 0.2)
     high = found.get("epsilon_high", low)
     if is_cispo:
         low, high = 1.0, high - 1  # TRL's bound of CISPO is of the ratio itself
@@ -259,7 +275,8 @@ def _widths(given: Mapping[str, Any]) -> Iterator[str]:
 
 def _said(text: str, behind: set[str], asked: Asked) -> Said:
     """The flags of a launch script, a yaml, or the keywords of `GRPOConfig(...)` in a Python script."""
-    if asked.path.suffix == ".py" or f"{CONFIG}(" in text and asked.path.suffix not in (".sh", ".yaml", ".yml"):
+    called = any(f"{name}(" in text for name in (CONFIG, GMPO))
+    if asked.path.suffix == ".py" or called and asked.path.suffix not in (".sh", ".yaml", ".yml"):
         return Said(_of_call(text, behind))
     said = tree_or_script(text, DIALECT, behind, asked)
     found = {str(key): value for key, value in said.tree.items()}
@@ -268,7 +285,7 @@ def _said(text: str, behind: set[str], asked: Asked) -> Said:
 
 
 def _of_call(text: str, behind: set[str]) -> dict[str, Any]:
-    """The keywords of the one call `GRPOConfig(...)` in Python source, which is never run.
+    """The keywords of the one call `GRPOConfig(...)` or `GMPOConfig(...)` in Python source, which is never run.
 
     Raises:
         ConfigError: no Python, no or several calls, or a key of the correction that stands elsewhere.
@@ -278,19 +295,21 @@ def _of_call(text: str, behind: set[str]) -> dict[str, Any]:
             nodes = list(ast.walk(ast.parse(text)))
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise ConfigError(f"no Python that can be read: {cut(str(error))}") from None
-    calls = [node for node in nodes if isinstance(node, ast.Call) and _name(node.func) == CONFIG]
+    calls = [node for node in nodes if isinstance(node, ast.Call) and _name(node.func) in (CONFIG, GMPO)]
     if len(calls) != 1:
         raise ConfigError(f"{len(calls)} calls of {CONFIG}(...), of which one is read; write its keys as a yaml")
     (call,) = calls
+    config = _name(call.func)
     elsewhere = [f"{key} (line {line})" for line, key in _keys_in(nodes, call) if key not in behind]
     said = partial(ast.get_source_segment, text)
     unread = [f"**{said(word.value)}" for word in call.keywords if word.arg is None] + [*map(said, call.args)]
     if elsewhere or unread:
         raise ConfigError(
             f"only running the script would tell {listed([*unread, *elsewhere])}, beside the keywords of "
-            f"{CONFIG}(...); put the values that count behind the file"
+            f"{config}(...); put the values that count behind the file"
         )
-    return {word.arg: _literal(word.value, str(said(word.value))) for word in call.keywords if word.arg}
+    keys = {word.arg: _literal(word.value, str(said(word.value))) for word in call.keywords if word.arg}
+    return keys | ({"loss_type": OF_GMPO} if config == GMPO else {})
 
 
 def _keys_in(nodes: Sequence[ast.AST], call: ast.Call) -> Iterator[tuple[int, str]]:
