@@ -475,13 +475,13 @@ def main(argv: list[str] | None = None) -> int:
 
 def _known() -> tuple[list[list[int]], Counts]:
     """The first and the last seed of each earlier run, and what the record has counted."""
-    record = json.loads(RECORD.read_text()) if RECORD.exists() else {"seeds": [], "counts": []}
-    return record["seeds"], Counter({(name, kind, found): n for name, kind, found, n in record["counts"]})
+    record = json.loads(RECORD.read_text()) if RECORD.exists() else {"seeds": [], "counts": {}}
+    return record["seeds"], Counter({tuple(key.split("; ")): n for key, n in record["counts"].items()})
 
 
 def _write(seeds: list[list[int]], counts: Counts, measured: dict[str, str]) -> None:
     """Write the record; seeds: the first and the last of each run of seeds."""
-    rows = [[*key, n] for key, n in sorted(counts.items())]
+    rows = {"; ".join(key): n for key, n in sorted(counts.items())}
     text = f"{page(counts)}\n{as_markdown(measured)}"
     write_record(RECORD, {"seeds": seeds, "counts": rows, "measured with": measured}, text)
 
