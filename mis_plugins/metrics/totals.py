@@ -204,14 +204,12 @@ def _extremes(ended: list[Quantity], columns: Float[Tensor, "M *P"] | None) -> F
     A context-parallel rank may own no token.
     """
     rows = torch.stack([q.values for q in ended]).double()
-    if columns is None:
-        up, down = rows, -rows
-    else:  # members that do not enter are put at log 0
-        rows, away = (rows.unsqueeze(1), columns.T.log()) if columns.dim() == 2 else (rows, columns.log())
-        up, down = rows + away, away - rows
-    if not up.shape[-1]:
-        return up.new_full((2 * up.shape[:-1].numel(),), -torch.inf)
-    return torch.cat([up.amax(-1).flatten(), down.amax(-1).flatten()])
+    both = torch.cat([rows, -rows])
+    if columns is not None:  # members that do not enter are put at log 0
+        both = both.unsqueeze(1) + columns.T.log() if columns.dim() == 2 else both.add_(columns.log())
+    if not both.shape[-1]:
+        return both.new_full((both.shape[:-1].numel(),), -torch.inf)
+    return both.amax(-1).flatten()
 
 
 def powers(log_ratio: Float[Tensor, " N"], where: Bool[Tensor, " N"]) -> Partials:
