@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import signal
 import tempfile
 import time
@@ -81,7 +82,9 @@ class Started:
         if hung:
             raise TimeoutError(f"{self.fault}: ranks {hung} wait without end")
         paths = [self.folder / f"{rank}.pt" for rank in range(len(self.processes))]
-        return [torch.load(path, weights_only=False) if path.exists() else None for path in paths]
+        said = [torch.load(path, weights_only=False) if path.exists() else None for path in paths]
+        shutil.rmtree(self.folder)
+        return said
 
 
 def started(world: int, work: Callable[[int], Any], fault: Fault, **sizes: Any) -> Started:
