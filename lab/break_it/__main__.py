@@ -33,7 +33,19 @@ from mis_plugins import errors
 from mis_plugins.config import view
 from mis_plugins.errors import UserError
 
-ROOMS = ("weights", "losses", "config", "answers", "scripts", "translate", "dumps", "files", "ranks")
+ROOMS = (
+    "weights",
+    "losses",
+    "config",
+    "answers",
+    "scripts",
+    "translate",
+    "dumps",
+    "files",
+    "ranks",
+    "segments",
+    "baselines",
+)
 RECORD = ROOT / "lab" / "results" / "break_it.json"
 ROUND = 100  # cases of one seed
 OURS = "our error"
