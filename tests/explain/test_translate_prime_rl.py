@@ -14,6 +14,7 @@ from torch import Tensor
 
 from mis_plugins.__main__ import load
 from mis_plugins.config.loading import preset_path
+from mis_plugins.errors import ConfigError
 from mis_plugins.explain.translate.prime_rl import translate
 from mis_plugins.loss.objective import Clip
 
@@ -53,6 +54,13 @@ NOTES = [
     ('[[orchestrator.train.source]]\nalgo = {type = "opd"}', "algo.type: opd: drops tokens whose probability fell", ""),
     ('[orchestrator.algo]\ntype = "grpo"', "", "algo.type"),
 ]  # fmt: skip
+
+
+def test_a_script_is_told_which_of_its_files_to_give():
+    with pytest.raises(
+        ConfigError, match=r"give run/b\.toml, .*\(2 in all; later files win\) behind it as trainer\.loss"
+    ):
+        translate("#!/bin/bash\nuv run rl @ run/a.toml --trainer @run/b.toml --ckpt\n")
 
 
 @pytest.mark.parametrize(("text", "said", "unsaid"), NOTES)

@@ -6,6 +6,7 @@ moved too far.
 
 from __future__ import annotations
 
+import re
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -35,6 +36,7 @@ RETIRED = ("ratio_type", "mask_ratio_low", "mask_ratio_high", "sequence_mask_rat
            "sequence_mask_high", "sequence_clip_high", "ipo_mask_low", "ipo_mask_high", "clip_ratio",
            "norm_type")  # fmt: skip
 """Keys of earlier prime-rl, whose losses were others."""
+NAMED = re.compile(r"@\s*(\S+\.toml)\b")  # `rl @ FILE`, in a launch script
 CAP = 1e9  # above every ratio of the hooks: prime-rl bounds none
 SOURCES = {
     "objective.surrogate": ("type",),
@@ -130,6 +132,11 @@ def _tree(text: str) -> dict[str, Any]:
     try:
         return tomllib.loads(text)
     except (ValueError, RecursionError) as error:
+        if named := NAMED.findall(text):
+            raise ConfigError(
+                f"a launch script, which is not read: give {cut(named[-1])}, with the settings of its command and of "
+                f"the files before it ({len(named)} in all; later files win) behind it as {TABLES[0]}.KEY=VALUE"
+            ) from None
         raise ConfigError(f"no toml that can be read: {cut(str(error))}") from None
 
 
