@@ -21,7 +21,7 @@ from mis_plugins.errors import MisError, cut
 
 R = TypeVar("R")
 
-LONGEST_POLL_S = 0.05
+FIRST_POLL_S, LONGEST_POLL_S, FEW = 0.001, 0.05, 16  # between two questions to the store, of so few ranks
 GRACE_S = 2.0  # between the first and the last rank in which a collective of ours fails
 LONGEST = 400  # characters of another rank's error
 SPOKEN = Counter[str]()  # how often this rank has spoken, by subject
@@ -115,12 +115,13 @@ def _key(subject: str, rank: int, before: int = 0) -> str:
 
 def _absent(keys: dict[int, str], seconds: float) -> list[int]:
     """The ranks that have not spoken when the time is over; returns at once when all have."""
-    store, poll_s, end = _get_default_store(), 0.001, time.monotonic() + seconds
+    share = max(1.0, len(keys) / FEW)  # one process answers every rank: the more ranks ask, the rarer each asks
+    store, poll_s, end = _get_default_store(), share * FIRST_POLL_S, time.monotonic() + seconds
     while not store.check([*keys.values()]):
         if time.monotonic() > end:
             return [rank for rank, key in keys.items() if not store.check([key])]
         time.sleep(poll_s)
-        poll_s = min(2 * poll_s, LONGEST_POLL_S)
+        poll_s = min(2 * poll_s, share * LONGEST_POLL_S)
     return []
 
 
