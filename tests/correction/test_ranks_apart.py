@@ -120,11 +120,14 @@ def begun(place: str, fault: Fault) -> Started:
 
 
 def same(first: Any, second: Any) -> bool:
-    try:
-        torch.testing.assert_close(first, second, rtol=0, atol=0, equal_nan=True)
-    except AssertionError:
-        return False
-    return True
+    """Whether two answers are equal in every bit and word: tensors, and what holds them beside numbers and texts."""
+    if isinstance(first, list | tuple):
+        return len(first) == len(second) and all(map(same, first, second))
+    if isinstance(first, dict):
+        return first.keys() == second.keys() and all(same(value, second[key]) for key, value in first.items())
+    if isinstance(first, torch.Tensor):
+        return first.shape == second.shape and torch.equal(first.nan_to_num(1e30), second.nan_to_num(1e30))
+    return first == second or first != first and second != second
 
 
 @pytest.mark.parametrize("place", SHORT)
