@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import stand_ins
 
+import lab.host  # noqa: F401  (a host that registers itself, and has no request to the engine)
 from mis_plugins import mis
 from mis_plugins.errors import InputError
 from mis_plugins.hosts.turns import JUDGED, NOT_HEARD, Answer, fault_of

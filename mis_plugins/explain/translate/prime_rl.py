@@ -135,7 +135,8 @@ def _tree(text: str) -> dict[str, Any]:
         if named := NAMED.findall(text):
             raise ConfigError(
                 f"a launch script, which is not read: give {cut(named[-1])}, with the settings of its command and of "
-                f"the files before it ({len(named)} in all; later files win) behind it as {TABLES[0]}.KEY=VALUE"
+                f"the files before it ({len(named)} in all; later files win) behind it as {TABLES[0]}.KEY=VALUE "
+                f"(as a toml: {cut(str(error))})"
             ) from None
         raise ConfigError(f"no toml that can be read: {cut(str(error))}") from None
 
