@@ -4,7 +4,8 @@ Sections run one after the other, each in its own process with its own time limi
 Exit code: 0 every demand holds, 1 a demand does not hold, 2 a section did not finish, or nothing was demanded.
 
 ceilings    a copy and a product: what the device can do at most
-correction  the correction of mis_plugins against a loop over sequences and a copy; no wait for the device
+correction  the correction of mis_plugins against Miles's own (PYTHONPATH: a checkout), a loop and a copy; no wait
+hostile     random cases of the TIS hook and the loss hook on the device, against float64 oracles on the CPU
 attention   FlashAttention-3: tokens appended to a cache and decoded, against prefilled, by bytes
 model       a Qwen3 that decodes, against itself as a trainer, by bytes
 kernels     equal rows in batches of 1 to 8192: stock, pinned by Megatron-core's mode, DeepGEMM's, by bytes

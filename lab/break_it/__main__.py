@@ -19,8 +19,10 @@ import sys
 import time
 from argparse import ArgumentParser
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from importlib import import_module
 from types import ModuleType
 from typing import Any
@@ -32,6 +34,7 @@ from lab.provenance import as_markdown, markdown_table, parser_of, provenance, w
 from mis_plugins import errors
 from mis_plugins.config import view
 from mis_plugins.errors import UserError
+from mis_plugins.shared.numerals import count
 
 ROOMS = (
     "weights",
@@ -48,6 +51,7 @@ ROOMS = (
 )
 RECORD = ROOT / "lab" / "results" / "break_it.json"
 ROUND = 100  # cases of one seed
+SEEDS_A_PROCESS = 20  # of a room, before the next room's turn: processes end, and what they hold with them
 OURS = "our error"
 SAID = (
     "Random cases that ended without a fault, of seed 0 and of those that follow it, 100 of each. A fault ends a run, "
@@ -83,6 +87,19 @@ def tried(name: str, number: int, cases: int = ROUND) -> Counter[str]:
     return answers
 
 
+def in_order(name: str, seeds: Iterable[int], processes: int) -> Iterator[Counter[str]]:
+    """What the pack answered to each seed; several processes try different seeds."""
+    if processes == 1:
+        yield from map(partial(tried, name), seeds)
+        return
+    with ProcessPoolExecutor(processes, initializer=_hushed) as pool:
+        yield from pool.map(partial(tried, name), seeds)
+
+
+def _hushed() -> None:
+    logging.getLogger("mis_plugins").setLevel(logging.CRITICAL)
+
+
 def answered(judge: Callable[[Any], str], case: Any) -> str:
     """What the pack answered to one case: nothing that an earlier case said or cached changes it."""
     errors.warn_once.cache_clear()
@@ -95,19 +112,21 @@ def answered(judge: Callable[[Any], str], case: Any) -> str:
 
 def main(argv: list[str] | None = None) -> int:
     arguments = _parser().parse_args(argv)
-    logging.getLogger("mis_plugins").setLevel(logging.CRITICAL)
+    _hushed()
     until, found, written = time.monotonic() + 60 * arguments.minutes, _known() if arguments.record else {}, 0.0
+    at_once = 1 if arguments.processes == 1 else SEEDS_A_PROCESS * arguments.processes
     while True:
         for name in arguments.room or ROOMS:
             done = found.setdefault(name, Done(arguments.seed))
             try:
-                done.answers += tried(name, done.next_seed)
+                for answers in in_order(name, range(done.next_seed, done.next_seed + at_once), arguments.processes):
+                    done.answers += answers
+                    done.next_seed += 1
             except Exception as error:
                 print("\n".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", [])]))
                 replay = f"--room {name} --seed {done.next_seed} --minutes 0"
                 print(f"\nfault in room {name}; again: bash scripts/break-it.sh {replay}")
                 return 1
-            done.next_seed += 1
             print(f"{name}, seeds below {done.next_seed}: {dict(done.answers)}", file=sys.stderr, flush=True)
         ended = time.monotonic() > until
         if arguments.record and (ended or time.monotonic() - written > 60):
@@ -152,6 +171,7 @@ def _parser() -> ArgumentParser:
     parser.add_argument("--minutes", type=float, default=5.0, help="how long; 0 is one round of each room")
     parser.add_argument("--seed", type=int, default=0, help="of the first round; each next round takes the next")
     parser.add_argument("--room", choices=ROOMS, nargs="+", help="these rooms alone")
+    parser.add_argument("--processes", type=count, default=1, help="how many seeds at once")
     parser.add_argument(
         "--record", action="store_true", help=f"go on at the next seed of each room in {RECORD.name}; counts are added"
     )

@@ -29,8 +29,10 @@ from test_loss_hook import Expected, Question, Step, flags, reducer
 from tolerances import DECISION, FINITE_STEP, finite_difference_atol
 from torch import Tensor
 
+from lab.gpu.machine import moved
 from mis_plugins import mis
 
+DEVICE = torch.device("cpu")  # where the hook runs; the oracle stays on the CPU
 VOCABULARY, PROMPT, TOP = 6, 2, 3
 ABSENT = [math.nan, math.inf, -math.inf, -9999.0, -1e9]
 HEAD = "rollout_topk_token_ids", "rollout_topk_log_probs"
@@ -311,12 +313,12 @@ def handed(case: Case, made: Made) -> tuple[dict[str, Any], Tensor]:
 
 
 def call(case: Case, made: Made) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    batch, logits = handed(case, made)
+    batch, logits = moved([*handed(case, made)], DEVICE)
     logits.requires_grad_()
     args: Namespace = flags(mis=case.mis, rollout_temperature=1.0, **case.question.settings)
     loss, metrics = mis.policy_loss(args, batch, logits, reducer(batch, "miles"))
     (gradient,) = torch.autograd.grad(loss, logits)
-    return loss.detach(), gradient[0], metrics
+    return loss.detach().cpu(), gradient[0].cpu(), metrics
 
 
 def expected(case: Case, made: Made, formula: Formula) -> Tensor:

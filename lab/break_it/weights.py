@@ -16,8 +16,10 @@ from drive import Outcome, assert_matches_oracle, one_rank
 from hypothesis import strategies as st
 from tolerances import DECISION
 
+from lab.gpu.machine import moved
 from mis_plugins import mis
 
+DEVICE = torch.device("cpu")  # where the hook runs; the oracle stays on the CPU
 ABSENT = [math.nan, math.inf, -math.inf, -9999.0, -1e4, -1e9, torch.finfo(torch.float32).min]
 SPELLED = {"use_tis": True, "get_mismatch_metrics": False, "qkv_format": "thd"}
 
@@ -97,12 +99,13 @@ def cases(draw: st.DrawFn) -> Case:
 
 def judge(case: Case) -> str:
     """`right`, or `unclear` where rounding decides; an AssertionError where a weight or mask is not the oracle's."""
-    kwargs = case.batch.hook_kwargs()
+    kwargs = moved(case.batch.hook_kwargs(), DEVICE)
     args = CARRIERS[case.carrier](SPELLED | {"mis": case.config})
     loss, masks, metrics = mis.compute_mis_weights_with_cp(args, **kwargs, parallel_state=one_rank())
-    (weights,) = torch.autograd.grad(loss.sum(), kwargs["pg_loss"])
+    weights = torch.autograd.grad(loss.sum(), kwargs["pg_loss"])[0].cpu()
     assert torch.isfinite(weights).all(), "a weight is not finite"
-    bad = [name for name, value in metrics.items() if not torch.isfinite(value[case.batch.flat_mask]).all()]
+    finite = {name: torch.isfinite(value.cpu()[case.batch.flat_mask]).all() for name, value in metrics.items()}
+    bad = [name for name in finite if not finite[name]]
     assert not bad, f"metrics not finite: {bad}"
     expected = oracle.correct(case.batch.samples, case.config)
     if expected.margin <= DECISION:

@@ -12,6 +12,15 @@ import torch
 Call = Callable[[], Any]
 
 
+def moved(value: Any, device: torch.device) -> Any:
+    """What a host hands to a hook, with each tensor in it on the device, and leaves of autograd still leaves."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().to(device).requires_grad_(value.requires_grad)
+    if isinstance(value, dict):
+        return {name: moved(each, device) for name, each in value.items()}
+    return [moved(each, device) for each in value] if isinstance(value, list) else value
+
+
 @dataclass(frozen=True)
 class Cuda:
     """The CUDA device of this process."""

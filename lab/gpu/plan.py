@@ -31,7 +31,8 @@ class Plan:
         decoded: sequences, tokens of each prompt, tokens that are sampled.
         timed_model: the model whose log-prob forward and training step are timed.
         batch: sequences and tokens of each, as timed.
-        corrected: sequences and tokens of each whose mismatch is corrected.
+        corrected: for each size, the sequences and tokens of each whose mismatch is corrected.
+        hostile: seconds for each room of random cases.
         copied: bytes of the copy that measures bandwidth.
         product: rows and columns of the product that measures arithmetic.
     """
@@ -45,7 +46,8 @@ class Plan:
     decoded: tuple[int, int, int]
     timed_model: Network
     batch: tuple[int, int]
-    corrected: tuple[int, int]
+    corrected: tuple[tuple[int, int], ...]
+    hostile: float
     copied: int
     product: int
 
@@ -63,7 +65,8 @@ FULL = Plan(
     decoded=(8, 64, 192),
     timed_model=Network(MODELS["qwen3-4B"][1], layers=4, tied=True),
     batch=(4, 1024),
-    corrected=(256, 8192),
+    corrected=((256, 128), (256, 8192)),
+    hostile=40.0,
     copied=1 << 32,
     product=8192,
 )
@@ -78,7 +81,8 @@ TINY = Plan(
     decoded=(2, 3, 3),
     timed_model=Network(Size(32, 32, 2, 1, 16, 32), layers=1, tied=True),
     batch=(2, 4),
-    corrected=(3, 20),
+    corrected=((3, 20),),
+    hostile=0.0,
     copied=1 << 12,
     product=16,
 )

@@ -19,7 +19,8 @@ from true_on_policy.errors import NotSeenError
 # The most seconds of each section, in the order of running: sections that compile kernels at run time come last.
 SECTIONS = {
     "ceilings": 40,
-    "correction": 60,
+    "correction": 90,
+    "hostile": 100,
     "attention": 60,
     "model": 90,
     "kernels": 180,

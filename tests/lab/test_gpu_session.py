@@ -122,9 +122,17 @@ def test_without_sglang_or_with_another_attention_nothing_is_started(monkeypatch
 
 @needs_triton
 def test_the_correction_does_not_wait_and_a_loop_does(dry_run):
-    waits = {row["what"]: row["waits for the device"] for row in table(dry_run["correction"], "The correction")}
-    assert waits["ours"] == "none"
-    assert "_local_scalar_dense" in waits["a loop"]
+    waits = {row["way"]: row["waits for the device"] for row in table(dry_run["correction"], "The correction")}
+    ours = [wait for way, wait in waits.items() if way.startswith("ours")]
+    assert len(ours) == 6 and {*ours} == {"none"}
+    assert "_local_scalar_dense" in waits["a loop, mis.yaml"]
+
+
+@needs_triton
+def test_random_cases_of_both_hooks_are_judged(dry_run):
+    for title in ("The TIS hook", "The loss hook"):
+        cases = {row["answer"]: row["cases"] for row in table(dry_run["hostile"], title)}
+        assert cases["right"] > 0 and sum(cases.values()) == 20
 
 
 @needs_triton
