@@ -66,12 +66,7 @@ def main() -> int:
         {"bound": bound, "lr": lr, "seed": seed, "found": json.loads((arm.folder / "found.json").read_text())}
         for (bound, lr, seed), arm in arms.items()
     ]
-    content = {
-        "rows": rows,
-        "rollouts": plan.bias_rollouts,
-        "seeds": list(options.seeds),
-        "measured_with": made,
-    }
+    content = {"rows": rows, "rollouts": plan.bias_rollouts, "seeds": list(options.seeds), "measured_with": made}
     write_record(options.results / "async_weights.json", content, markdown(content))
     print(f"wrote {options.results}")
     return 0
@@ -135,11 +130,7 @@ def _table(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     for name in names:
         found = [row["found"][name] for row in rows]
         share = [row["found"][name]["pooled"] / row["found"]["on-policy"]["pooled"] for row in rows]
-        cells = [
-            _spread([one["pooled"] for one in found]),
-            _spread([one["single"] for one in found]),
-            _spread(share),
-        ]
+        cells = [_spread([one["pooled"] for one in found]), _spread([one["single"] for one in found]), _spread(share)]
         own = [f"{fmean(one[what] for one in found):.3g}" if what in found[0] else "" for what in ("mean", "variance")]
         lines.append((name, *cells, *own))
     headings = ("weight", "pooled", "single", "of the noise", "mean", "variance")

@@ -80,13 +80,7 @@ def main() -> int:
 
 def run(name: str, options: argparse.Namespace) -> int:
     """Train once over two context-parallel ranks; both runs start from one set of warm-started weights."""
-    extra = [
-        "--context-parallel-size",
-        "2",
-        "--grad-cosine-every",
-        "20",
-        *(["--smoke"] if options.smoke else []),
-    ]
+    extra = ["--context-parallel-size", "2", "--grad-cosine-every", "20", *(["--smoke"] if options.smoke else [])]
     argv = command_line(name, options.seed, options.output / name, *extra)
     print(f"\n{name}: python -m lab.host {shlex.join(argv)}", flush=True)
     args = parse_args(argv)

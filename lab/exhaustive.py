@@ -54,10 +54,7 @@ class Tally:
 
 
 def run(
-    dtype: torch.dtype,
-    depths: Sequence[int] = AWKWARD,
-    columns: Sequence[int] = AWKWARD,
-    every_row: bool = True,
+    dtype: torch.dtype, depths: Sequence[int] = AWKWARD, columns: Sequence[int] = AWKWARD, every_row: bool = True
 ) -> Tally:
     """Try all families in `dtype`: each K of `depths`, each N of `columns`, and M from 1 to 64 or in FEW."""
     tally, digest = Tally(), hashlib.sha256()

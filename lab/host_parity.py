@@ -40,26 +40,14 @@ from lab.parity.answers import defect, needs_scaling_by_hand, right_answer
 from lab.parity.cases import Batch, Case, batches, config_product
 from lab.parity.drive import OURS, Ask, Outcome, asker, drive, host_args
 from lab.parity.loss_hook import LossCase, ask, compared, loss_cases
-from lab.parity.verdict import (
-    GRADIENT_TOLERANCE,
-    METRIC_TOLERANCE,
-    Difference,
-    difference,
-    magnitude,
-    what_theirs_gave,
-)
+from lab.parity.verdict import GRADIENT_TOLERANCE, METRIC_TOLERANCE, Difference, difference, magnitude, what_theirs_gave
 from lab.provenance import as_markdown, markdown_table, provenance, tracked, write_record
 from mis_plugins.shared.numerals import count
 from mis_plugins.shared.terminal import print_table
 
 Group = tuple[str, str]
 K3_UNCLAMPED = ("mis_k3_kl",)
-NORMALIZED = (
-    "mis_batch_norm_factor",
-    "mis_is_ratio_mean_final",
-    "mis_is_ratio_min_final",
-    "mis_is_ratio_max_final",
-)
+NORMALIZED = ("mis_batch_norm_factor", "mis_is_ratio_mean_final", "mis_is_ratio_min_final", "mis_is_ratio_max_final")
 REJECTED = ("mis_rs_mask_fraction",)
 
 
@@ -252,13 +240,7 @@ def _ranges(theirs: set[str]) -> str:
 
 def as_json(groups: dict[Group, Difference], measured: dict[str, str]) -> dict[str, Any]:
     rows = [
-        {
-            "compared with": against,
-            "group": name,
-            **asdict(found),
-            "theirs": sorted(found.theirs),
-            "equal": found.equal,
-        }
+        {"compared with": against, "group": name, **asdict(found), "theirs": sorted(found.theirs), "equal": found.equal}
         for (against, name), found in groups.items()
     ]
     tolerances = {"loss and gradient": GRADIENT_TOLERANCE, "metrics": METRIC_TOLERANCE}

@@ -49,13 +49,7 @@ from lab.provenance import as_markdown, markdown_table, parser_of, provenance, t
 ROOT = Path(__file__).resolve().parents[1]
 HOPPER = SimpleNamespace(name="NVIDIA H100", major=9, minor=0, total_memory=80 << 30)
 SILENT = ("pkill", "sleep", "hf", "torchrun", "nvidia-smi", "huggingface-cli", "rsync")
-QWEN3 = {
-    "model_type": "qwen3",
-    "head_dim": 128,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 1000000,
-    "vocab_size": 151936,
-}
+QWEN3 = {"model_type": "qwen3", "head_dim": 128, "rms_norm_eps": 1e-6, "rope_theta": 1000000, "vocab_size": 151936}
 SHAPES: dict[str, dict[str, Any]] = {
     "Qwen3-4B": QWEN3 | {
         "hidden_size": 2560, "num_hidden_layers": 36, "num_attention_heads": 32, "num_key_value_heads": 8,
@@ -258,12 +252,7 @@ def _weighed(arguments: Namespace, words: list[str]) -> dict[str, Any]:
     equal = all(abs(one - other) <= 1e-6 * abs(other) for one, other in zip(found, expected, strict=True))
     moved = any(abs(one - 1) > 1e-3 for one in found)
     said = f"parsed and validated; weights {[round(one, 4) for one in found]}"
-    return {
-        "result": "good" if equal and moved else "wrong",
-        "said": said,
-        "shape": shape,
-        "oracle": expected,
-    }
+    return {"result": "good" if equal and moved else "wrong", "said": said, "shape": shape, "oracle": expected}
 
 
 def _parsed(arguments: Namespace, words: Sequence[str]) -> Namespace:

@@ -82,11 +82,7 @@ class Climb:
     def _go_on(self, path: Path, rung: Rung, asked: Workload, engine: Engine, rollouts: Rollouts | None) -> Rollouts:
         """Sample and score batches until there is enough; each batch is saved as soon as it is scored."""
         trainers = {dtype: start_trainer(self.source, dtype, rung.fp32_head) for dtype in TRAINERS}
-        words = {
-            "settings": _text(asked.settings),
-            "engine": json.dumps(engine.versions()),
-            "commit": self.commit,
-        }
+        words = {"settings": _text(asked.settings), "engine": json.dumps(engine.versions()), "commit": self.commit}
         check_engine(path, rollouts, words["engine"])
         began, before = time.monotonic(), asked.amount.share(rollouts)
         while rollouts is None or (share := asked.amount.share(rollouts)) < 1:
@@ -101,10 +97,7 @@ class Climb:
 
 
 def _scored(
-    asked: Workload,
-    found: Sequence[tuple[int, Chat]],
-    trainers: Mapping[str, Megatron],
-    words: Mapping[str, str],
+    asked: Workload, found: Sequence[tuple[int, Chat]], trainers: Mapping[str, Megatron], words: Mapping[str, str]
 ) -> Rollouts:
     turns = [(index, one) for index, chat in found for one in chat]
     return Rollouts(
@@ -204,13 +197,7 @@ def _prompts(options: Namespace, source: Path, vocabulary: int) -> tuple[str, Se
 
 def main() -> int:
     parser = parser_of(__doc__)
-    parser.add_argument(
-        "--rungs",
-        nargs="+",
-        choices=RUNGS,
-        default=USUAL,
-        metavar="RUNG",
-    )
+    parser.add_argument("--rungs", nargs="+", choices=RUNGS, default=USUAL, metavar="RUNG")
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--engine", default="sglang", choices=ENGINES)
     parser.add_argument("--source", default="builtin", help="a file of prompts, one a line, or builtin")

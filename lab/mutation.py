@@ -58,11 +58,7 @@ GUARDS = ("tests/correction", "tests/terms", "tests/loss", "tests/versions", "te
 BESIDE = {"config": "tests/config"}
 """Guards of a room beyond those of the math."""
 
-SLOW = (
-    "tests/correction/test_parallel.py",
-    "tests/hosts/test_recorder_exit.py",
-    "tests/metrics/test_slope.py",
-)
+SLOW = ("tests/correction/test_parallel.py", "tests/hosts/test_recorder_exit.py", "tests/metrics/test_slope.py")
 RESULTS, SCRATCH = Path("lab/results"), Path("runs/mutation")
 EQUIVALENT = Path(__file__).with_name("equivalent_mutants.yaml")
 SEED, SAMPLE = 17, 300

@@ -293,9 +293,7 @@ def _route(columns: Columns, size: float) -> Columns:
     noise = torch.randn(columns.proximal.shape, generator=columns.generator)
     route = torch.rand(columns.proximal.shape, generator=columns.generator) < 0.1
     return replace(
-        columns,
-        route=route,
-        proximal=torch.where(route, columns.proximal - size * noise.abs(), columns.proximal),
+        columns, route=route, proximal=torch.where(route, columns.proximal - size * noise.abs(), columns.proximal)
     )
 
 
@@ -342,13 +340,7 @@ OF_RECORDINGS: dict[str, tuple[OfColumns, Sizes]] = OF_COLUMNS | {
     "template": (_cut_prompt, (0.5, 1.0, 2.0)),
     "end-token": (_lost_end, (3.0, 6.0, 12.0)),
 }
-OF_RUNGS = (
-    "precision",
-    "swapped",
-    "jump",
-    "rise",
-    "stale-weights",
-)  # a rung that is coarser with the severity
+OF_RUNGS = ("precision", "swapped", "jump", "rise", "stale-weights")  # a rung that is coarser with the severity
 COARSE = ("fp8", "int6", "int5")
 PLANTS = {name: name.partition(",")[0] for name in (*OF_LOGITS, *OF_COLUMNS, "swapped")}
 """The cause that each plant stands for."""

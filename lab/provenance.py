@@ -71,11 +71,7 @@ def measured_with(command: str, measured: Sequence[str], checkouts: Mapping[str,
         measured: git's paths of the code that the figures follow from; uncommitted changes there are told.
         checkouts: any folder of each other repository, by the repository's name.
     """
-    found = {
-        "command": command,
-        "python": platform.python_version(),
-        "cpu": f"{cpu_name()}, {_cores()} cores",
-    }
+    found = {"command": command, "python": platform.python_version(), "cpu": f"{cpu_name()}, {_cores()} cores"}
     found |= {name: importlib.metadata.version(name) for name in ("torch", "megatron-core")}
     found["mis-plugins commit"] = commit(REPOSITORY, measured)
     return found | {f"{name} commit": commit(_top(path), (".",)) for name, path in (checkouts or {}).items()}

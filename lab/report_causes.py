@@ -98,10 +98,7 @@ def summary(counts: Mapping[Key, Counter[str]]) -> str:
     plants = Counter[str]()
     for key, one in counts.items():
         plants.update(one if key[0] != CLEAN else {})
-    clean_runs, kinds = (
-        counts[CLEAN, "", 0],
-        {name.partition(",")[0] for where, name, _ in counts if where != CLEAN},
-    )
+    clean_runs, kinds = (counts[CLEAN, "", 0], {name.partition(",")[0] for where, name, _ in counts if where != CLEAN})
     right = plants["right"] / plants["runs"]
     return (
         f"{len(counts) - 1} plants of {len(kinds)} causes in {plants['runs']} runs: the first cause is the planted one "

@@ -25,22 +25,7 @@ from mis_plugins.report.record import Record
 
 SIZES = ((390, 844), (1280, 900))
 SCHEMES = ("light", "dark")
-SYLLABLES = (
-    " the",
-    " sum",
-    " of",
-    " two",
-    " is",
-    " so",
-    ",",
-    " we",
-    " add",
-    " and",
-    " get",
-    " a",
-    " digit",
-    ".",
-)
+SYLLABLES = (" the", " sum", " of", " two", " is", " so", ",", " we", " add", " and", " get", " a", " digit", ".")
 
 
 def line(record: Record) -> str:

@@ -35,18 +35,7 @@ from typing import Any
 
 import yaml
 
-from lab.in_host import (
-    by_version,
-    cpu_launch,
-    dumps,
-    launching,
-    model,
-    on_policy,
-    processes,
-    timed,
-    trees,
-    verdict,
-)
+from lab.in_host import by_version, cpu_launch, dumps, launching, model, on_policy, processes, timed, trees, verdict
 from lab.in_host.launching import REPOSITORY
 from lab.in_host.rows import ON_POLICY, ROWS, Row
 from lab.in_host.trees import HOSTS, CannotRun, Host
@@ -212,13 +201,7 @@ def _synchronous(
 
 
 def _shrunk(
-    row: Row,
-    host: Host,
-    checkout: Path,
-    work: Path,
-    run: Path,
-    words: Sequence[str],
-    settings: dict[str, str],
+    row: Row, host: Host, checkout: Path, work: Path, run: Path, words: Sequence[str], settings: dict[str, str]
 ) -> list[str]:
     """Return the command line of a tiny run, with the checkpoint that its trainer loads in place."""
     asked = launching.without(words, dict(row.dropped))
@@ -265,14 +248,7 @@ def _saved(row: Row, run: Path) -> list[str]:
     """List the flags with which the trainer saves before each update, in Hugging Face's names too."""
     if not row.saves:
         return []
-    return [
-        "--save",
-        str(run / "saved"),
-        "--save-hf",
-        str(run / "hf" / "{rollout_id}"),
-        "--save-interval",
-        "1",
-    ]
+    return ["--save", str(run / "saved"), "--save-hf", str(run / "hf" / "{rollout_id}"), "--save-interval", "1"]
 
 
 def _convert(

@@ -129,11 +129,7 @@ def nemo_rl(checkout: Path) -> dict[str, Peer]:
             mask = x.mask.double()
             local = {"self": SimpleNamespace(**settings), "mask": mask, "token_mask": mask}
             local |= {"prev_logprobs": x.proximal.double(), "generation_logprobs": x.behavior.double()}
-            local |= {
-                "sample_mask": mask.amax(1),
-                "global_valid_toks": mask.sum(),
-                "global_valid_seqs": len(mask),
-            }
+            local |= {"sample_mask": mask.amax(1), "global_valid_toks": mask.sum(), "global_valid_seqs": len(mask)}
             exec(code, answered := scope | local)
             return answered["actor_importance_weights_expanded"], x.mask
 
@@ -146,21 +142,13 @@ def nemo_rl(checkout: Path) -> dict[str, Peer]:
     }
 
 
-LOSSES = {
-    "prime-rl's default": "[loss]",
-    "prime-rl's ipo": "[loss]\ntype = 'ipo'",
-}
+LOSSES = {"prime-rl's default": "[loss]", "prime-rl's ipo": "[loss]\ntype = 'ipo'"}
 """prime-rl's losses by a toml."""
 
 
 def prime_rl(checkout: Path) -> dict[str, Peer]:
     """Take prime-rl's losses of one sample; the answer is the gradient of their sum to the trainer's log-probs."""
-    scope: dict[str, Any] = {
-        "torch": torch,
-        "dataclass": dataclass,
-        "field": dataclasses.field,
-        "__name__": __name__,
-    }
+    scope: dict[str, Any] = {"torch": torch, "dataclass": dataclass, "field": dataclasses.field, "__name__": __name__}
     names = ["LossInputs", "LossOutputs", "_safe_mean", "compute_importance_ratio_and_mismatch_kl"]
     source = text(checkout, "src/prime_rl/trainer/rl/loss.py")
     taken(source, [*names, "default_loss_fn", "ipo_loss_fn"], scope)
@@ -197,11 +185,7 @@ def gradient_difference(name: str, peer: Peer, x: Padded) -> tuple[float, int]:
     made = translate(LOSSES[name])
     config = from_mapping({"weight": None} | dict(made.mis))
     starts = torch.arange(len(x.mask) + 1) * x.mask.shape[1]
-    target, mu, ragged = (
-        x.proximal.flatten().requires_grad_(),
-        x.behavior.flatten(),
-        Ragged(starts, x.mask.flatten()),
-    )
+    target, mu, ragged = (x.proximal.flatten().requires_grad_(), x.behavior.flatten(), Ragged(starts, x.mask.flatten()))
     correction = correct(target.detach(), mu, ragged, config)
     factor = torch.where(correction.keep, correction.weights, 0)
     assert config.objective is not None

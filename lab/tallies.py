@@ -94,10 +94,7 @@ def tally(function: Callable[[], Any]) -> Tally:
 
 def peak_bytes(function: Callable[[], Any]) -> int:
     """Return the largest sum of CPU tensor bytes that `function` held at once, by the profiler's allocator events."""
-    with (
-        _silenced(),
-        profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as recording,
-    ):
+    with _silenced(), profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as recording:
         kept = function()
     del kept
     live = peak = 0

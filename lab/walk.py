@@ -226,12 +226,7 @@ def as_document(walks: Sequence[Walk], measured: dict[str, str]) -> str:
 def write(path: Path, walks: Sequence[Walk], measured: dict[str, str]) -> None:
     """Write FILE.json, and FILE.md beside it for people."""
     listed = [
-        {
-            "name": walk.name,
-            "files": walk.files,
-            "returns": walk.returns,
-            "stops": [vars(stop) for stop in walk.stops],
-        }
+        {"name": walk.name, "files": walk.files, "returns": walk.returns, "stops": [vars(stop) for stop in walk.stops]}
         for walk in walks
     ]
     write_record(path, {"measured with": measured, "walks": listed}, as_document(walks, measured))

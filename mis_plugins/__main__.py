@@ -304,17 +304,10 @@ CHECKED: Arguments = TARGET | {
 WATCH: Arguments = {"--watch": {"action": "store_true", "help": "the file with which a run only watches"}}
 TRANSLATED: Arguments = FILE | {
     "overrides": {"nargs": "*", "metavar": "KEY=VALUE", "help": "settings that win over the file's"},
-    "--line": {
-        "type": count,
-        "metavar": "N",
-        "help": "the start of the training to read, of a script with several",
-    },
+    "--line": {"type": count, "metavar": "N", "help": "the start of the training to read, of a script with several"},
 }
 DOCUMENTED: Arguments = {
-    "--as-documented": {
-        "action": "store_true",
-        "help": "sequence_mask by ms-swift's document, not by its code",
-    }
+    "--as-documented": {"action": "store_true", "help": "sequence_mask by ms-swift's document, not by its code"}
 }
 TRANSLATORS = ("from-verl", "from-ms-swift", "from-areal", "from-trl", "from-prime-rl")
 SOURCES: Arguments = {

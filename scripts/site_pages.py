@@ -25,12 +25,7 @@ CODE = re.compile(r"^```.*?^```$|`[^`\n]*`", re.MULTILINE | re.DOTALL)
 RECORD = re.compile(r"\]\((?:\.\./)*lab/results/([\w.-]+)\.(?:md|png)(?:#[^)]*)?\)")
 FORMULA = re.compile(r"^```math\n(.*?)^```$|\$`([^`\n]+)`\$", re.MULTILINE | re.DOTALL)
 UNSEARCHED = "---\nsearch:\n  exclude: true\n---\n\n"
-RECORDS = (
-    "lab/",
-    "scripts/",
-    "docs/results.md",
-    "docs/architecture.md",
-)  # what nobody looks for who has a run
+RECORDS = ("lab/", "scripts/", "docs/results.md", "docs/architecture.md")  # what nobody looks for who has a run
 
 
 def beginning() -> list[Path]:

@@ -120,9 +120,7 @@ def logged(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, float]]:
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a checkpoint."""
-    from true_on_policy.models.tiny import (
-        checkpoint,
-    )  # whose imports take seconds, and most tests need none of them
+    from true_on_policy.models.tiny import checkpoint  # whose imports take seconds, and most tests need none of them
 
     return checkpoint("tiny-qwen3", tmp_path_factory.mktemp("tiny"), torch.bfloat16, seed=0)
 

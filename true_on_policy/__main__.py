@@ -50,9 +50,7 @@ def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:
     A command that `argv` does not name is not imported: its libraries may be missing. `--version` imports no command.
     """
     parser = argparse.ArgumentParser(
-        prog="python -m true_on_policy",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        prog="python -m true_on_policy", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add_version(parser)
     subparsers = parser.add_subparsers(required=True, metavar="|".join(COMMANDS))

@@ -69,10 +69,7 @@ def cases(draw: st.DrawFn) -> Case:
         config["opsm"] = {"delta": draw(st.sampled_from([0.0, 0.02, 0.1]))} | draw(
             st.sampled_from([{}, {"advantage": "sequence"}, {"reference": "proximal"}])
         )
-    for key, choices in (
-        ("denominator", ("original", "kept")),
-        ("on_all_rejected", ("skip", "keep", "raise")),
-    ):
+    for key, choices in (("denominator", ("original", "kept")), ("on_all_rejected", ("skip", "keep", "raise"))):
         if draw(st.integers(0, 2)) == 0:
             config[key] = draw(st.sampled_from(choices))
     if center:
@@ -92,11 +89,7 @@ def cases(draw: st.DrawFn) -> Case:
 def objectives(draw: st.DrawFn, center: bool, weighs: bool) -> tuple[Spec, dict[str, Any]]:
     if center:
         kl_tau = draw(st.sampled_from([0.0, 0.1]))
-        return Spec("reinforce", kl_tau=kl_tau), {
-            "old": "behavior",
-            "surrogate": "reinforce",
-            "kl_tau": kl_tau,
-        }
+        return Spec("reinforce", kl_tau=kl_tau), {"old": "behavior", "surrogate": "reinforce", "kl_tau": kl_tau}
     name = draw(st.sampled_from("clip cispo dppo_tv dppo_kl ipo sapo vespo gmpo reinforce".split()))
     old = "behavior" if name == "reinforce" else draw(st.sampled_from(["proximal", "proximal", "behavior"]))
     if weighs and name != "reinforce":

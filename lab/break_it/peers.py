@@ -200,13 +200,7 @@ def loss_of_openrlhf(x: Given, target: Tensor, said: tuple[str, str, float, floa
 
 
 PACKAGES = {
-    "Miles's mis.py": Package(
-        flat_configs(),
-        formulas.of_mis_py,
-        loss_of_mis_py,
-        nested,
-        reach_of_mis_py,
-    ),
+    "Miles's mis.py": Package(flat_configs(), formulas.of_mis_py, loss_of_mis_py, nested, reach_of_mis_py),
     "verl 0.9.1": Package(
         verl_settings(),
         formula_of_verl,

@@ -81,11 +81,7 @@ def cases(draw: st.DrawFn) -> tuple[str, str, tuple[Any, ...]]:
         return framework, spelled(draw, framework, keys), (mode, upper)
     if framework == "TRL":
         mode, lower = draw(st.sampled_from(trl.MODES)), draw(st.sampled_from([0.0, 0.5, 0.9]))
-        keys = {
-            "use_vllm": True,
-            "vllm_importance_sampling_mode": mode,
-            "vllm_importance_sampling_clip_max": upper,
-        }
+        keys = {"use_vllm": True, "vllm_importance_sampling_mode": mode, "vllm_importance_sampling_clip_max": upper}
         keys |= {"vllm_importance_sampling_clip_min": lower} if lower else {}
         return framework, spelled(draw, framework, keys), (mode, upper, lower)
     if framework == "prime-rl":

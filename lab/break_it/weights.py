@@ -78,12 +78,7 @@ def hostile_batches(draw: st.DrawFn) -> Batch:
         if rows:
             row = draw(st.sampled_from(rows))
             row[draw(st.integers(0, len(row) - 1))] = draw(st.sampled_from(ABSENT))
-    strided = [
-        lambda x: x,
-        lambda x: x.repeat_interleave(2)[::2],
-        lambda x: x.double(),
-        lambda x: x.requires_grad_(),
-    ]
+    strided = [lambda x: x, lambda x: x.repeat_interleave(2)[::2], lambda x: x.double(), lambda x: x.requires_grad_()]
     views = [draw(st.sampled_from(strided)) for _ in sides]
     proximal, behavior = ([view(x) for x in side] for view, side in zip(views, sides, strict=True))
     if len({x.dtype for x in (*proximal, *behavior)}) > 1:

@@ -23,23 +23,12 @@ from true_on_policy.kernels.gpu_probes import drawing
 # of 128 it then takes wider tiles of keys than prefill does; with 2 it keeps prefill's tiles.
 CAUSAL_TILES = 2
 DEMANDED = "one split, causal tiles"
-WAYS = {
-    "FA3 chooses the splits": (0, CAUSAL_TILES),
-    DEMANDED: (1, CAUSAL_TILES),
-    "one split, a lone query": (1, 1),
-}
+WAYS = {"FA3 chooses the splits": (0, CAUSAL_TILES), DEMANDED: (1, CAUSAL_TILES), "one split, a lone query": (1, 1)}
 
 
 def attention(plan: Plan, machine: Cuda) -> Iterator[Result]:
     library = flash_attention_3()
-    columns = (
-        "call",
-        "heads, groups, width",
-        "sequences x tokens",
-        "values",
-        "different",
-        "first difference",
-    )
+    columns = ("call", "heads, groups, width", "sequences x tokens", "values", "different", "first difference")
     rows = {name: tuple(_appended(plan, machine, library, name)) for name in WAYS}
     demanded = rows.pop(DEMANDED)
     title = "FlashAttention-3: appended and decoded, against prefilled"

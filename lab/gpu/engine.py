@@ -84,9 +84,7 @@ def _against_itself(plan: Plan, mode: str, server: Engine) -> Result:
     samples = server.generate(_requests(plan, seed=0))
     decode = [sample.log_probs for sample in samples]
     return compared(
-        f"SGLang, {mode}",
-        (link("decode == prefill", decode, server.score(samples)),),
-        demanded=mode == DETERMINISTIC,
+        f"SGLang, {mode}", (link("decode == prefill", decode, server.score(samples)),), demanded=mode == DETERMINISTIC
     )
 
 

@@ -90,8 +90,7 @@ def _agreement(plan: Plan, machine: Cuda) -> Iterator[Row]:
             failure
             for size in plan.rows
             for failure in compare(
-                *("linear", shape, f"{size} rows"),
-                *(F.linear(x[:size], weight), deep_gemm.product(x[:size], weight)),
+                *("linear", shape, f"{size} rows"), *(F.linear(x[:size], weight), deep_gemm.product(x[:size], weight))
             )
         ]
         yield "linear", _times(shape), len(plan.rows), len(plan.rows) - len(found), _first(found)

@@ -19,11 +19,7 @@ from true_on_policy.kernels import flash_attention, precision, sglang
 from true_on_policy.kernels.mode import load, switch_on
 
 STOCK, DETERMINISTIC, TARGET = "stock", "deterministic", "on-policy target"
-MODES = {
-    STOCK: (),
-    DETERMINISTIC: ("--enable-deterministic-inference",),
-    TARGET: ("--rl-on-policy-target", "fsdp"),
-}
+MODES = {STOCK: (), DETERMINISTIC: ("--enable-deterministic-inference",), TARGET: ("--rl-on-policy-target", "fsdp")}
 PACKAGES = ("sglang", "sglang-kernel", "torch", "transformers")
 ENGINES_FA3 = "sgl_kernel.flash_attn"
 

@@ -24,14 +24,7 @@ from lab.host.model import checkpoint
 from lab.host.model.decoder import ModelConfig
 from lab.host.model.engine import DecodeEngine, RolloutEngine
 from lab.host.rollout.rollout_engines import kernels, rollout_engine
-from lab.host.rollout.sampler import (
-    Rollout,
-    collect,
-    derive_seed,
-    draw_problems,
-    sample_responses,
-    shard,
-)
+from lab.host.rollout.sampler import Rollout, collect, derive_seed, draw_problems, sample_responses, shard
 from lab.host.rollout.tasks import Problem, Task
 from lab.host.train.gradients import (
     before_log_probs,
@@ -268,10 +261,7 @@ class Loop:
 
     def evaluate(self) -> Row:
         """Mean reward on held-out prompts, of the trainer's float32 policy and of the rollout policy."""
-        return {
-            "eval_trainer": self._held_out_reward(self.fp32()),
-            "eval_rollout": self._held_out_reward(self.engine),
-        }
+        return {"eval_trainer": self._held_out_reward(self.fp32()), "eval_rollout": self._held_out_reward(self.engine)}
 
     def _held_out_reward(self, engine: RolloutEngine) -> float:
         seeds = [derive_seed(self.args.seed, "evaluation", index) for index in range(len(self.held_out))]

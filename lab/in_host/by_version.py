@@ -115,10 +115,7 @@ def _of(group: Sequence[Token], upper: float, loss: str) -> Iterator[tuple[str, 
     yield "behav_imp_weight/ess", math.fsum(weights) ** 2 / (len(weights) * math.fsum(w * w for w in weights))
     if loss != "standard":
         yield "behav_imp_weight/var/segment_wise", statistics.pvariance(ratios)
-    yield (
-        "behav_imp_weight/var/standard",
-        statistics.pvariance([math.exp(token.to_present) for token in group]),
-    )
+    yield ("behav_imp_weight/var/standard", statistics.pvariance([math.exp(token.to_present) for token in group]))
     yield "behav_kl/avg", -statistics.fmean(token.to_next for token in group)
     yield "staleness/avg", statistics.fmean(token.age for token in group)
     yield "staleness/tokens", len(group)

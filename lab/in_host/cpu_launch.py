@@ -95,10 +95,7 @@ def _fsdp(contract: Contract) -> tuple[Flag, ...]:
             f"contract.trainer_tensor_parallel: {contract.trainer_tensor_parallel} on FSDP, which splits no product; "
             "choose 1"
         )
-    return (
-        Flag.of("miles", "--train-backend", FSDP),
-        Flag.of("fsdp", "--attn-implementation", "sdpa"),
-    )
+    return (Flag.of("miles", "--train-backend", FSDP), Flag.of("fsdp", "--attn-implementation", "sdpa"))
 
 
 def check(args: Any, environment: Mapping[str, str]) -> Contract:

@@ -98,26 +98,12 @@ class Stream:
 class Properties:
     """A GPU's properties, for hosts that print them."""
 
-    name, total_memory, major, minor, multi_processor_count, uuid = (
-        "a CPU that answers for a GPU",
-        1,
-        9,
-        0,
-        1,
-        "0",
-    )
+    name, total_memory, major, minor, multi_processor_count, uuid = ("a CPU that answers for a GPU", 1, 9, 0, 1, "0")
 
 
 def _answer_for_cuda(torch: Any) -> None:
     cuda = torch.cuda
-    for name in (
-        "set_device",
-        "synchronize",
-        "empty_cache",
-        "ipc_collect",
-        "reset_peak_memory_stats",
-        "init",
-    ):
+    for name in ("set_device", "synchronize", "empty_cache", "ipc_collect", "reset_peak_memory_stats", "init"):
         setattr(cuda, name, lambda *_, **__: None)
     for name in ("memory_allocated", "memory_reserved", "max_memory_allocated", "max_memory_reserved"):
         setattr(cuda, name, lambda *_, **__: 0)

@@ -23,9 +23,7 @@ def all_of_them(args: Any) -> None:
 
 
 def _keep(sent: Callable[[str], bool]) -> None:
-    from miles.backends.megatron_utils.update_weight.update_weight_from_distributed import (  # pyright: ignore[reportMissingImports]
-        broadcast,
-    )
+    from miles.backends.megatron_utils.update_weight.update_weight_from_distributed import broadcast  # pyright: ignore[reportMissingImports]
 
     send = broadcast.update_weights_from_distributed
 

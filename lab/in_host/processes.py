@@ -77,10 +77,7 @@ def alone(lock: Path = LOCK) -> Iterator[None]:
 def marked(checkout: Path, megatron: Path) -> Iterator[dict[str, str]]:
     """Give the environment of a run, and end every process that carries its mark on leaving."""
     mark = uuid.uuid4().hex
-    with (
-        tempfile.TemporaryDirectory(prefix="mis", ignore_cleanup_errors=True) as ray_folder,
-        _interruptible(),
-    ):
+    with tempfile.TemporaryDirectory(prefix="mis", ignore_cleanup_errors=True) as ray_folder, _interruptible():
         try:
             yield environment(checkout, megatron, mark, ray_folder)
         finally:

@@ -161,12 +161,7 @@ def _fully_async(host: str, name: str, loss: str, flags: tuple[str, ...], config
                "train_async.py", log_holds=("behav_imp_weight/",), **more)  # fmt: skip
 
 
-COMPARED_ON_FSDP = (
-    "--loss-type",
-    "custom_loss",
-    "--custom-loss-function-path",
-    "true_on_policy.hosts.policy_loss",
-)
+COMPARED_ON_FSDP = ("--loss-type", "custom_loss", "--custom-loss-function-path", "true_on_policy.hosts.policy_loss")
 COMPARED = (*COMPARED_ON_FSDP,
             "--custom-megatron-before-train-step-hook-path", "true_on_policy.hosts.report_step")  # fmt: skip
 PINNED = (*COMPARED, "--custom-megatron-init-path", "lab.in_host.cpu_trainer.miles_init")

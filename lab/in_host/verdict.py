@@ -206,10 +206,7 @@ def _of_the_step(record: Mapping[str, Any]) -> Iterator[Line]:
     compared = {name: value for name, value in expected.metrics().items() if f"train/mis_{name}" in metrics
                 if record.get("micro_batched", True) or not name.endswith("_mb")}  # fmt: skip
     yield Line(
-        "metrics compared",
-        "at least 10",
-        str(len(compared)),
-        len(compared) >= 10 or record["loss"] == "uncorrected",
+        "metrics compared", "at least 10", str(len(compared)), len(compared) >= 10 or record["loss"] == "uncorrected"
     )
     for name, value in compared.items():
         yield _close(f"mis_{name} of step {number}", value, metrics[f"train/mis_{name}"])
@@ -267,12 +264,7 @@ def _of_the_curves(record: Mapping[str, Any]) -> Iterator[Line]:
                       if not math.isclose(found.get(name, math.nan), value, rel_tol=CURVE, abs_tol=CURVE)]  # fmt: skip
             compared += len(exact)
         told = f"{compared}, {len(wrong)} of them otherwise: {', '.join(wrong[:3])}" if wrong else str(compared)
-        yield Line(
-            f"exact metrics in the file of {kind}",
-            "at least 40, all equal",
-            told,
-            compared >= 40 and not wrong,
-        )
+        yield Line(f"exact metrics in the file of {kind}", "at least 40, all equal", told, compared >= 40 and not wrong)
 
 
 def _of_the_versions(steps: Sequence[Mapping[str, Any]], loss: str) -> Iterator[Line]:
@@ -285,10 +277,7 @@ def _of_the_versions(steps: Sequence[Mapping[str, Any]], loss: str) -> Iterator[
     else:
         yield Line("age of the oldest token", "at least 2", str(oldest), oldest >= 2)
         yield Line("sequences of several versions", "at least 1", str(mixed), mixed >= 1)
-    for what, name in (
-        ("tokens at most one update apart", "k3_near"),
-        ("sequences by version V alone", "k3_fresh"),
-    ):
+    for what, name in (("tokens at most one update apart", "k3_near"), ("sequences by version V alone", "k3_fresh")):
         number = sum(one[name] is not None for one in found)
         yield Line(f"steps with {what}", "at least 1", str(number), number >= 1)
     yield _equal("tokens that cannot be weighed", 0, sum(one["lacking"] for one in found))
@@ -304,10 +293,7 @@ def _nearer(found: Sequence[Mapping[str, Any]]) -> Iterator[Line]:
     pairs = [(one["k3_next"], one["k3_present"]) for one in found if one["k3_next"] is not None]
     nearer, further = (math.fsum(pair[i] for pair in pairs) for i in (0, 1))
     yield Line(
-        "k3 of old tokens to log pi_{v+1}",
-        f"below {further:.3g}, to log pi_V",
-        f"{nearer:.3g}",
-        nearer < further,
+        "k3 of old tokens to log pi_{v+1}", f"below {further:.3g}, to log pi_V", f"{nearer:.3g}", nearer < further
     )
 
 
@@ -319,12 +305,7 @@ def _weights_by_age(
     for name, value in wanted.items():
         found = metrics.get(STEP + name)
         holds = found is not None and math.isclose(value, found, rel_tol=WEIGHT_RELATIVE, abs_tol=WEIGHT_ABSOLUTE)
-        yield Line(
-            f"{name} of step {number}",
-            f"{value:.7g}",
-            "not logged" if found is None else f"{found:.7g}",
-            holds,
-        )
+        yield Line(f"{name} of step {number}", f"{value:.7g}", "not logged" if found is None else f"{found:.7g}", holds)
 
 
 def _exact(expected: Expected, metrics: Mapping[str, float], number: int) -> Iterator[Line]:

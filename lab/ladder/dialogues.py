@@ -58,11 +58,7 @@ def drawn_tool_turns(vocabulary: int, end: int) -> list[tuple[int, ...]]:
 
 
 def converse(
-    engine: Engine,
-    prompts: Sequence[tuple[int, ...]],
-    places: range,
-    tools: Sequence[tuple[int, ...]],
-    end: int,
+    engine: Engine, prompts: Sequence[tuple[int, ...]], places: range, tools: Sequence[tuple[int, ...]], end: int
 ) -> list[tuple[int, Chat]]:
     """Sample the chats at `places`, one batch for each turn; return (index of its prompt, chat) for each."""
     indices = [place % len(prompts) for place in places]

@@ -12,12 +12,7 @@ from typing import Any
 from lab.ladder.rungs import RUNGS
 from mis_plugins.shared.files import replaced
 
-CARRIED = {
-    "ratio": ("mean", "min", "max"),
-    "k3": ("mean", "max"),
-    "binary_kl": ("mean",),
-    "abs_prob_diff": ("mean",),
-}
+CARRIED = {"ratio": ("mean", "min", "max"), "k3": ("mean", "max"), "binary_kl": ("mean",), "abs_prob_diff": ("mean",)}
 """The statistics of whole sequences that a preset bounds, and how they are aggregated."""
 LARGEST = 20  # the most values of a statistic that are carried: order statistics, which stand for all
 SAMPLED_AS_TRAINED = "bf16"  # the trainer whose numbers are carried

@@ -29,8 +29,7 @@ def part(_: str) -> str:
 def _version(version: str, hosts: Mapping[str, Any]) -> Iterator[str]:
     yield f"**Version {version}**, searched in these commits:\n"
     yield markdown_table(
-        ("host", "first commit", "newest commit"),
-        ((title, told["from"], told["to"]) for title, told in hosts.items()),
+        ("host", "first commit", "newest commit"), ((title, told["from"], told["to"]) for title, told in hosts.items())
     )
     hooks = dict.fromkeys(hook for told in hosts.values() for hook in told["hooks"])
     rows = ([f"`{hook}`", *(told["hooks"].get(hook, "-") for told in hosts.values())] for hook in hooks)

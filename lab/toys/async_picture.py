@@ -49,11 +49,7 @@ def _legend(axis: Axes) -> None:
         for name, words in {**WORDS, AGAIN: "on-policy gradient, drawn twice"}.items()
     ]
     axis.legend(
-        handles=handles,
-        frameon=False,
-        fontsize=10,
-        loc="center left",
-        title="a dot a seed; a line, a bar: their mean",
+        handles=handles, frameon=False, fontsize=10, loc="center left", title="a dot a seed; a line, a bar: their mean"
     )
 
 
@@ -87,11 +83,7 @@ def _bias(axis: Axes, bias: Mapping[str, Sequence[Mapping[str, Mapping[str, floa
         values = [[run[name]["pooled"] for run in runs] for runs in bias.values()]
         at = [index + (place - 1.5) * 0.2 for index in range(len(values))]
         axis.bar(
-            at,
-            [fmean(one) for one in values],
-            0.18,
-            color=FRAME if name == "on-policy" else color(name),
-            label=name,
+            at, [fmean(one) for one in values], 0.18, color=FRAME if name == "on-policy" else color(name), label=name
         )
         for x, one in zip(at, values, strict=True):
             axis.plot([x] * len(one), one, ".", color=TEXT, markersize=3)

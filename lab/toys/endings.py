@@ -54,16 +54,7 @@ def _panel(axis: Axes, shade: str, runs: Sequence[Run]) -> None:
         for policy, style, inside in (("rollout", "--", "none"), ("trainer", "-", shade)):
             line = points(run, policy)
             size = (5 if len(line) == 2 else 2.5) + 3 * (policy == "rollout")
-            axis.plot(
-                *zip(*line, strict=True),
-                style,
-                marker="o",
-                color=shade,
-                mfc=inside,
-                ms=size,
-                lw=1.2,
-                alpha=0.9,
-            )
+            axis.plot(*zip(*line, strict=True), style, marker="o", color=shade, mfc=inside, ms=size, lw=1.2, alpha=0.9)
 
 
 def _dress(axis: Axes, name: str, note: str, has_course: bool) -> None:

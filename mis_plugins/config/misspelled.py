@@ -34,11 +34,7 @@ BELOW = {
     for part, kind in (("reject", RejectRule), ("weight", WeightConfig))
     for field in dataclasses.fields(kind)
 }  # parts of `mis:` by the keys that stand in them
-WEIGHING = (
-    "mis",
-    "mis.weight",
-    "mis.segment_wise",
-)  # where somebody may ask for weights by the target policy
+WEIGHING = ("mis", "mis.weight", "mis.segment_wise")  # where somebody may ask for weights by the target policy
 BY_TARGET = (
     "target is refused: the surrogate holds pi_theta / pi_old already, and a weight of pi_theta / mu would make it "
     "pi_theta^2 / (pi_old mu). Drop the key: the weight is pi_old / mu, and both multiply to pi_theta / mu"

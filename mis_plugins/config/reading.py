@@ -21,17 +21,7 @@ from typing import Annotated, Any, Literal
 from mis_plugins.config.file import OURS as BESIDE
 from mis_plugins.config.file import keys_given, short
 from mis_plugins.config.model import WEIGHT_BOUNDS, CorrectionConfig
-from mis_plugins.config.view import (
-    BACKENDS,
-    FILES,
-    View,
-    contradicted,
-    is_untyped,
-    of_hooks,
-    once,
-    plain,
-    view,
-)
+from mis_plugins.config.view import BACKENDS, FILES, View, contradicted, is_untyped, of_hooks, once, plain, view
 from mis_plugins.errors import ConfigError, shown, warn_once
 
 FLAT_KEYS = tuple(
@@ -39,12 +29,7 @@ FLAT_KEYS = tuple(
     rs_level rs_lower_bound rs_upper_bound rs_veto_threshold""".split()
 )
 # `max_head_offpolicyness` bounds the rollout, and is the host's own
-AREAL_KEYS = (
-    "enable_segment_wise_ppo",
-    "behav_imp_weight_cap",
-    "behav_imp_weight_floor",
-    "use_decoupled_loss",
-)
+AREAL_KEYS = ("enable_segment_wise_ppo", "behav_imp_weight_cap", "behav_imp_weight_floor", "use_decoupled_loss")
 AREAL_BLOCKS = ("actor", "rollout")  # of AReaL's yaml, which hold its keys
 HOST_KEYS = ("tis_clip", "tis_clip_low")  # the hosts' own flags of their built-in TIS
 AREAL_PREFIXES = ("behav_imp_", "behave_imp_")
@@ -52,11 +37,7 @@ OUR_PREFIXES = ("tis_", "rs_", "mis_", *AREAL_PREFIXES)
 REJECTION = "rejection_sampling"
 READ_KEYS = frozenset((*FLAT_KEYS, *AREAL_KEYS, *HOST_KEYS, "mis", "use_tis", REJECTION))
 OWN_KEYS = READ_KEYS - {REJECTION}  # a host's own key may have the name of AReaL's block
-RULE_KEYS = (
-    "rs_level",
-    "rs_lower_bound",
-    "rs_upper_bound",
-)  # of the rule that `use_rs` or `use_mask` switches on
+RULE_KEYS = ("rs_level", "rs_lower_bound", "rs_upper_bound")  # of the rule that `use_rs` or `use_mask` switches on
 MOST_ITEMS = 64  # of a list; each rule costs every step its time
 LARGEST_FLOAT = 3.4028234663852886e38  # of 32 bits, in which the hooks compute
 

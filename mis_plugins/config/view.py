@@ -39,17 +39,7 @@ class View(Mapping[str, Any]):
     Attributes of the host's object that are no arguments, such as properties, are reached as attributes alone.
     """
 
-    __slots__ = (
-        "_given",
-        "_stated",
-        "_hooks",
-        "_configs",
-        "_made",
-        "_reached",
-        "_held",
-        "_nested",
-        "_around",
-    )
+    __slots__ = ("_given", "_stated", "_hooks", "_configs", "_made", "_reached", "_held", "_nested", "_around")
 
     def __init__(self, given: Any, stated: Mapping[str, Any]) -> None:
         nested = tuple(name for name, value in stated.items() if type(value) not in PLAIN)

@@ -81,10 +81,7 @@ def on_policy(
 
 
 def sequence_means(
-    target: Float[Tensor, " T"],
-    reference: Float[Tensor, " T"],
-    advantages: Float[Tensor, " T"],
-    ragged: Ragged,
+    target: Float[Tensor, " T"], reference: Float[Tensor, " T"], advantages: Float[Tensor, " T"], ragged: Ragged
 ) -> tuple[Float[Tensor, " N"], Float[Tensor, " N"]]:
     """mean_t(log mu - log pi_theta), infinite where it is not known, and mean_t A_t, of each sequence.
 

@@ -6,14 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
 
-from mis_plugins.config.model import (
-    CorrectionConfig,
-    NormalizeConfig,
-    Population,
-    RejectRule,
-    Unit,
-    WeightConfig,
-)
+from mis_plugins.config.model import CorrectionConfig, NormalizeConfig, Population, RejectRule, Unit, WeightConfig
 from mis_plugins.config.terms.statistics import row_names, row_of
 
 SUMS = """valid usable proximal weighed weight passing passing_weight kept kept_weight nonfinite_train

@@ -86,11 +86,7 @@ def segment_stage(stage: TokenStage, ragged: Ragged, plan: UnitPlan) -> tuple[To
 
 
 def _weighted(
-    stage: TokenStage,
-    of_segment: Totals,
-    bounded: Float[Tensor, " S"],
-    segments: Ragged,
-    weight: WeightConfig,
+    stage: TokenStage, of_segment: Totals, bounded: Float[Tensor, " S"], segments: Ragged, weight: WeightConfig
 ) -> TokenStage:
     spread = segments.to_tokens
     return replace(

@@ -48,11 +48,7 @@ class Row:
     preset: str
 
 
-ROWS = (
-    Row(LIMITS[FIRST].high, "metrics-only"),
-    Row(LIMITS[FIRST].alarm, "tis"),
-    Row(0.25, "geometric-mis-wide"),
-)
+ROWS = (Row(LIMITS[FIRST].high, "metrics-only"), Row(LIMITS[FIRST].alarm, "tis"), Row(0.25, "geometric-mis-wide"))
 UNBIASED = 0.5  # kl_k3 times tokens of a response, below which `sequence` has little noise
 
 

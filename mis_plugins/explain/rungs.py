@@ -104,10 +104,7 @@ class Window:
         sums = self.over == "sum"
         values = [responses.length * one for one in by_over["mean"]] if sums else by_over[self.over]
         low, high = self.limits
-        inside = (
-            (low is None or low <= one for one in values),
-            (high is None or one <= high for one in values),
-        )
+        inside = ((low is None or low <= one for one in values), (high is None or one <= high for one in values))
         return sum(map(all, zip(*inside, strict=True))) / len(values)
 
 

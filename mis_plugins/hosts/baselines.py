@@ -86,12 +86,7 @@ def samples_that_train(args: View, data: Mapping[str, Any], config: CorrectionCo
     check_agreement(rules, ranks)
     layout = layout_of(args, data, cp)
     batch = HostBatch(
-        data["log_probs"],
-        data.get("rollout_log_probs"),
-        data["loss_masks"],
-        layout,
-        ranks,
-        trainer="log_probs",
+        data["log_probs"], data.get("rollout_log_probs"), data["loss_masks"], layout, ranks, trainer="log_probs"
     )
     ragged = batch.place().ragged
     correction = correct(batch.proximal, batch.behavior, ragged, rules)

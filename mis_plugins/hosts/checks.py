@@ -212,11 +212,7 @@ DENOMINATORS = (
         "warn",
     ),
     Check(
-        "other terms",
-        ("file", "command", "tis"),
-        lambda given: bool(_other_terms(given)),
-        _told_other_terms,
-        "warn",
+        "other terms", ("file", "command", "tis"), lambda given: bool(_other_terms(given)), _told_other_terms, "warn"
     ),
 )
 OBJECTIVES = (

@@ -25,13 +25,7 @@ ABSENT = -1  # the id of an entry beyond what the engine named
 
 
 def head_of(
-    args: Any,
-    batch: Batch,
-    logits: Tensor,
-    layout: Layout,
-    cp: tuple[int, int],
-    ranks: Ranks,
-    top_k: int | None = None,
+    args: Any, batch: Batch, logits: Tensor, layout: Layout, cp: tuple[int, int], ranks: Ranks, top_k: int | None = None
 ) -> Head:
     """The candidates of the tokens that this rank's logits score, and the logits.
 

@@ -23,12 +23,7 @@ from mis_plugins.versions.segment_wise import Written
 
 
 def read(
-    host: Host,
-    args: Any,
-    batch: Batch,
-    logits: Tensor,
-    config: CorrectionConfig,
-    reports_weights: bool = False,
+    host: Host, args: Any, batch: Batch, logits: Tensor, config: CorrectionConfig, reports_weights: bool = False
 ) -> LossInputs:
     """Score the tokens with the host's own helper, and lay everything out flat.
 
@@ -146,11 +141,7 @@ def _check_present(host: Host, args: Any, batch: Batch, config: CorrectionConfig
             config.corrects or config.bypass,
             "the rollout engine must return one for each sampled token",
         ),
-        (
-            "ref_log_probs",
-            getattr(args, "use_kl_loss", False),
-            "--use-kl-loss needs those of a reference policy",
-        ),
+        ("ref_log_probs", getattr(args, "use_kl_loss", False), "--use-kl-loss needs those of a reference policy"),
         ("log_probs", always_recomputed, "the trainer's log-probs were neither recomputed nor handed on"),
     )
     for name, is_wanted, why in rows:

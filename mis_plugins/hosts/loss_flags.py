@@ -53,11 +53,7 @@ IMPLIED: tuple[tuple[str, Callable[[Any], bool], dict[str, Any]], ...] = (
         lambda args: args.advantage_estimator == "gspo",
         {"surrogate": "clip", "ratio": "sequence"},
     ),
-    (
-        "--advantage-estimator cispo",
-        lambda args: args.advantage_estimator == "cispo",
-        {"surrogate": "cispo"},
-    ),
+    ("--advantage-estimator cispo", lambda args: args.advantage_estimator == "cispo", {"surrogate": "cispo"}),
     ("--use-rollout-logprobs", lambda args: args.use_rollout_logprobs, {"old": "behavior"}),
     ("--use-unbiased-kl", lambda args: getattr(args, "use_unbiased_kl", False), {"unbiased_kl": True}),
 )

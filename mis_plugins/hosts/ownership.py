@@ -18,12 +18,7 @@ R = TypeVar("R")
 
 BASE = ("miles.utils.args.schema", "BaseConfig")  # what a `config_class` must inherit
 NAME = "MisPluginsConfig"
-KEYS = (
-    "mis",
-    "bitwise",
-    *reading.FLAT_KEYS,
-    *reading.AREAL_KEYS,
-)  # `use_tis` and `tis_clip` are the host's own
+KEYS = ("mis", "bitwise", *reading.FLAT_KEYS, *reading.AREAL_KEYS)  # `use_tis` and `tis_clip` are the host's own
 
 
 class Hook(functools.partial[R]):

@@ -70,11 +70,7 @@ def _flat_keys(args: View) -> list[str]:
 
 
 WATCHERS = ("metrics", "resplit_every", "routing")  # keys of `mis:` that ask for no correction
-BY_FLAG = (
-    "get_mismatch_metrics",
-    "use_rollout_logprobs",
-    "use_opsm",
-)  # what a run of the loss hook may be for
+BY_FLAG = ("get_mismatch_metrics", "use_rollout_logprobs", "use_opsm")  # what a run of the loss hook may be for
 
 
 def _warn_where_nothing_is_said(args: View) -> None:

@@ -161,11 +161,7 @@ def center(
 
 
 def _of_positions(
-    z: Float[Tensor, "S C"],
-    target: Float[Tensor, " S"],
-    head: Candidates,
-    usable: Bool[Tensor, " S"],
-    weigh: Weigh,
+    z: Float[Tensor, "S C"], target: Float[Tensor, " S"], head: Candidates, usable: Bool[Tensor, " S"], weigh: Weigh
 ) -> tuple[Tensor, ...]:
     """What the logits of sampled token and head shall move by; the term less C log p_a, C, and the other numbers.
 

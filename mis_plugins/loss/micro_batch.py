@@ -15,14 +15,7 @@ from mis_plugins.config.model import CorrectionConfig, ObjectiveConfig
 from mis_plugins.correction.opsm import Departure, departure_rows, on_policy, reference_policy
 from mis_plugins.correction.pipeline import Correction, Kept, correct, denominator_scale, nothing_rejected
 from mis_plugins.correction.ratios import exp_clamped, nonfinite
-from mis_plugins.loss.objective import (
-    Clip,
-    KlType,
-    PolicyTerm,
-    kl_term,
-    policy_term,
-    target_log_ratio,
-)
+from mis_plugins.loss.objective import Clip, KlType, PolicyTerm, kl_term, policy_term, target_log_ratio
 from mis_plugins.metrics.token_metrics import Average, diagnose, scaled_back
 from mis_plugins.packing.ragged import Ragged
 from mis_plugins.versions.segment_wise import Written, proximal_t
@@ -214,9 +207,7 @@ def for_metrics(x: LossInputs, correction: Correction, share: Share) -> Correcti
     OPSM with `metrics: all` costs one collective over context-parallel ranks; everything else costs none.
     """
     correction = replace(
-        given_back(correction, share),
-        on_policy=share.on_policy,
-        nonfinite_advantages=x.nonfinite_advantages,
+        given_back(correction, share), on_policy=share.on_policy, nonfinite_advantages=x.nonfinite_advantages
     )
     if share.on_policy is None or not correction.config.reports_step:
         return correction

@@ -131,13 +131,7 @@ def of_valid_sequences(c: Correction) -> Iterator[Quantity]:
 
 
 def _compared(
-    name: str,
-    rule: RejectRule,
-    values: Tensor,
-    untouched: Tensor,
-    over: str,
-    by_tokens: str,
-    more: Metrics,
+    name: str, rule: RejectRule, values: Tensor, untouched: Tensor, over: str, by_tokens: str, more: Metrics
 ) -> Iterator[Quantity]:
     """What a rule compares, or would compare, of units, and the units that it leaves as they are."""
     unit = f"{name}_unit"

@@ -40,10 +40,7 @@ OF_EXCESS: Metrics = {SEGMENT_WISE_ONLY: variance}
 OF_STANDARD_EXCESS: Metrics = {"behav_imp_weight/var/standard": variance}
 OF_STEP: Metrics = {"behav_kl/avg": take.minus_mean}
 OF_AGE: Metrics = {"staleness/avg": take.mean}
-OF_WEIGHT_EXCESS: Metrics = {
-    "behav_imp_weight/avg": take.mean.then(lambda x: 1 + x),
-    "behav_imp_weight/std": take.std,
-}
+OF_WEIGHT_EXCESS: Metrics = {"behav_imp_weight/avg": take.mean.then(lambda x: 1 + x), "behav_imp_weight/std": take.std}
 OF_WEIGHT: Metrics = {
     "behav_imp_weight/min": take.smallest,
     "behav_imp_weight/max": take.largest,
@@ -103,10 +100,7 @@ def weights_by_age(
         Quantity("weight_excess", weight - 1, OF_WEIGHT_EXCESS, over="kept"),
         Quantity("weight", weight, OF_WEIGHT, over="kept"),
     )
-    of_unknown = (
-        Quantity("unknown", torch.ones_like(log_r), OF_UNKNOWN),
-        Quantity("nonfinite", nonfinite, also="sum"),
-    )
+    of_unknown = (Quantity("unknown", torch.ones_like(log_r), OF_UNKNOWN), Quantity("nonfinite", nonfinite, also="sum"))
     populations = (both, of_both), (both & multiplied.keep, of_kept), (loss_mask & ~both, of_unknown)
     parts = (by_age(of_part, where, written.known_age) for where, of_part in populations)
     return Partials.beside(part for found in parts for part in found)

@@ -164,12 +164,7 @@ OF_PROB_DIFF = {
     "prob_diff_abs_std": take.unbiased_std,
     "prob_diff_abs_max": take.largest,
 }
-OF_WEIGHT = {
-    "weight_mean": take.mean,
-    "weight_std": take.std,
-    "weight_min": take.smallest,
-    "weight_max": take.largest,
-}
+OF_WEIGHT = {"weight_mean": take.mean, "weight_std": take.std, "weight_min": take.smallest, "weight_max": take.largest}
 OF_NORMALIZED = {
     "applied_mean": take.mean.over("kept").within(KEPT),
     "applied_valid_mean": take.mean.over("valid").within(KEPT),
@@ -324,10 +319,7 @@ def beyond(name: str, values: Tensor, limits: Limits, over: str = "usable", by_t
         name: the metric's name, with {side} for `low` and `high`.
         by_tokens: the name of the metric of the tokens of units.
     """
-    low, high = (
-        (-math.inf if limits[0] is None else limits[0]),
-        (math.inf if limits[1] is None else limits[1]),
-    )
+    low, high = ((-math.inf if limits[0] is None else limits[0]), (math.inf if limits[1] is None else limits[1]))
     for side, marks in (("low", values < low), ("high", values > high)):
         metrics = {name.format(side=side): take.mean}
         if by_tokens:

@@ -175,10 +175,7 @@ def reduced(
 
 
 def _sums(
-    summed: list[Quantity],
-    squared: list[Quantity],
-    where: Float[Tensor, " M"] | None,
-    places: Places | None,
+    summed: list[Quantity], squared: list[Quantity], where: Float[Tensor, " M"] | None, places: Places | None
 ) -> Partials:
     """Sums of quantities, and of the squares of some of them, over all members and over each place."""
     names = [q.name for q in summed] + [f"{q.name}_squared" for q in squared]

@@ -322,10 +322,7 @@ def _other_weights(facts: Facts) -> Numbers | None:
     few = facts.sums["usable"] < LEAST_TOKENS or facts.mean > -slope.UNLIKELY
     if few or _is_multiple(facts) or _off_one(facts) < 0:
         return None
-    return {
-        "mean": facts.mean,
-        "share_of_all": 1 - max(_share_of(facts, part) for part in ("beginning", "end")),
-    }
+    return {"mean": facts.mean, "share_of_all": 1 - max(_share_of(facts, part) for part in ("beginning", "end"))}
 
 
 def _share_of(facts: Facts, part: str) -> float:

@@ -34,15 +34,7 @@ NEEDED = "it takes behavior_log_probs and proximal_log_probs of tokens, or curve
 PAGE = "report.html"
 SECONDS = 2.0
 SHOWN_PROBLEMS, SHOWN_CONFIGS = 10, 8
-SHOWN = (
-    FIRST,
-    "kl_k1",
-    "log_prob_diff_abs_mean",
-    "ratio_mean",
-    "ess_ratio",
-    "prob_correlation",
-    "kept_fraction",
-)
+SHOWN = (FIRST, "kl_k1", "log_prob_diff_abs_mean", "ratio_mean", "ess_ratio", "prob_correlation", "kept_fraction")
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -142,10 +142,7 @@ def _read_samples(ran: Sequence[Ran], sums: Float[Tensor, " N"]) -> list[Ran]:
 
 
 def _found(
-    layers: Sequence[tuple[int, str]],
-    stage_of: Mapping[int, int],
-    ran: Sequence[Ran],
-    strange: Sequence[Tensor],
+    layers: Sequence[tuple[int, str]], stage_of: Mapping[int, int], ran: Sequence[Ran], strange: Sequence[Tensor]
 ) -> tuple[str, ...]:
     """Faults of layers in the samples of this replica, and of samples in most layers."""
     of_layers = (text for layer, kind in layers for text in of_layer(layer, kind, stage_of[layer], ran))

@@ -59,10 +59,7 @@ def extent(value: Any, known: dict[int, tuple[int, int]], level: int = 0) -> tup
     known[id(value)] = (-1, 0)
     children = _children(value)
     below = [extent(child, known, level + 1) for child in children if type(child) in CONTAINERS]
-    found = (
-        1 + len(children) + sum(size for size, _ in below),
-        1 + max((deep for _, deep in below), default=0),
-    )
+    found = (1 + len(children) + sum(size for size, _ in below), 1 + max((deep for _, deep in below), default=0))
     known[id(value)] = found
     return found
 

@@ -60,10 +60,7 @@ class Written:
 
 @torch.no_grad()
 def proximal_t(
-    proximal: Float[Tensor, " T"],
-    behavior: Float[Tensor, " T"],
-    written: Written,
-    config: SegmentWiseConfig,
+    proximal: Float[Tensor, " T"], behavior: Float[Tensor, " T"], written: Written, config: SegmentWiseConfig
 ) -> Float[Tensor, " T"]:
     """log pi_{v+1} of each token, the numerator of its behavior weight; NaN where it is not known.
 

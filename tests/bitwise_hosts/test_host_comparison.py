@@ -347,10 +347,7 @@ def test_without_a_folder_samples_go_beside_the_checkpoints(tmp_path: Path):
 DESCRIBED = [
     ({}, "decode, as float32"),
     ({"recompute_logprobs_via_prefill": True}, "prefill re-score (aborted samples: decode), as float32"),
-    (
-        {"true_on_policy_mode": True, "bf16": True},
-        "decode, cast from float32 to bf16 by --true-on-policy-mode",
-    ),
+    ({"true_on_policy_mode": True, "bf16": True}, "decode, cast from float32 to bf16 by --true-on-policy-mode"),
     ({"bf16": True}, "decode, as float32"),
 ]
 
@@ -471,10 +468,7 @@ REFUSED = [
     ({"on_diference": "warn"}, r"bitwise.on_diference: unknown key; known are on_difference, folder"),
     ({"on_difference": "stop"}, r"bitwise.on_difference: got 'stop'; choose one of warn, raise"),
     ({"folder": 3}, r"bitwise.folder: got 3; expected text"),
-    (
-        {"loss": "mis_plugins.mis.nothing"},
-        r"bitwise.loss: cannot load 'mis_plugins.mis.nothing' .*; give package",
-    ),
+    ({"loss": "mis_plugins.mis.nothing"}, r"bitwise.loss: cannot load 'mis_plugins.mis.nothing' .*; give package"),
 ]
 
 

@@ -23,10 +23,7 @@ from true_on_policy.observe import dumps
 
 CONTRACT = model_contract("qwen3-4B", "megatron", trainer_tp=8, engine_tp=8)
 TIS = "mis_plugins.mis.compute_mis_weights_with_cp"
-HOOKS = {
-    "custom_loss_function_path": start.LOSS,
-    "custom_megatron_before_train_step_hook_path": start.STEP_HOOK,
-}
+HOOKS = {"custom_loss_function_path": start.LOSS, "custom_megatron_before_train_step_hook_path": start.STEP_HOOK}
 
 
 @pytest.fixture
@@ -118,11 +115,7 @@ REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
 
 @pytest.mark.parametrize(("changed", "error", "message"), REFUSED)
 def test_nothing_is_pinned_where_something_cannot_hold(
-    changed: dict[str, Any],
-    error: type[Exception],
-    message: str,
-    args: Namespace,
-    pins: list[GpuContract],
+    changed: dict[str, Any], error: type[Exception], message: str, args: Namespace, pins: list[GpuContract]
 ):
     vars(args).update(changed)
     with pytest.raises(error, match=message):
@@ -139,10 +132,7 @@ def test_a_variable_that_does_not_stand(args: Namespace, pins: list[GpuContract]
 
 @pytest.mark.parametrize(
     "unread",
-    [
-        {"use_tis": True, "custom_tis_function_path": "a.b"},
-        {"use_tis": False, "custom_tis_function_path": TIS},
-    ],
+    [{"use_tis": True, "custom_tis_function_path": "a.b"}, {"use_tis": False, "custom_tis_function_path": TIS}],
 )
 def test_a_config_that_no_hook_of_ours_reads_is_not_ours_to_check(
     unread: dict[str, Any], args: Namespace, pins: list[GpuContract]

@@ -16,13 +16,7 @@ from tolerances import EPS64
 from mis_plugins.config.flat import from_flat
 from mis_plugins.config.loading import load, preset_path
 from mis_plugins.config.messages import correcting_keys
-from mis_plugins.config.model import (
-    CorrectionConfig,
-    NormalizeConfig,
-    Over,
-    RejectRule,
-    WeightConfig,
-)
+from mis_plugins.config.model import CorrectionConfig, NormalizeConfig, Over, RejectRule, WeightConfig
 from mis_plugins.config.reading import from_args, from_mapping, spelling
 from mis_plugins.config.terms.statistics import LARGEST_BINARY_KL, LEAST_PROBABILITY
 from mis_plugins.config.writing import as_mapping
@@ -75,13 +69,7 @@ def test_flat_keys_mean_the_nested_ones(flat: dict):
 @pytest.mark.parametrize(("level", "over"), [("token", "token"), ("sequence", "sum"), ("geometric", "mean")])
 def test_rejection_levels(level: str, over: Over):
     config = from_flat(
-        {
-            "tis_upper_bound": 2.0,
-            "use_rs": True,
-            "rs_level": level,
-            "rs_lower_bound": 0.9,
-            "rs_upper_bound": 1.1,
-        }
+        {"tis_upper_bound": 2.0, "use_rs": True, "rs_level": level, "rs_lower_bound": 0.9, "rs_upper_bound": 1.1}
     )
     assert config.reject == (RejectRule(over=over, lower=0.9, upper=1.1),)
 
@@ -183,12 +171,7 @@ def test_bounds_lie_within_what_probabilities_can_be(statistic: Any, low: float,
 
 @pytest.mark.parametrize(
     ("weight", "takes"),
-    [
-        ({"level": "sequence"}, True),
-        ({"level": "segment_geometric"}, True),
-        ({"level": "token"}, False),
-        (None, False),
-    ],
+    [({"level": "sequence"}, True), ({"level": "segment_geometric"}, True), ({"level": "token"}, False), (None, False)],
 )
 def test_kept_tokens_are_those_of_a_weight_too(weight: dict | None, takes: bool):
     """Beside a rule over tokens alone, there is only the weight to add them up."""
@@ -247,16 +230,9 @@ def test_reinforce_needs_the_behavior_policy():
 def test_a_written_config_says_what_is_not_the_default():
     assert as_mapping(CorrectionConfig()) == {"metrics": "watch"}
     segment_wise = {"enabled": True, "weight_cap": 5.0, "mode": "truncate"}
-    assert as_mapping(from_mapping({"segment_wise": {}})) == {
-        "segment_wise": segment_wise,
-        "metrics": "watch",
-    }
+    assert as_mapping(from_mapping({"segment_wise": {}})) == {"segment_wise": segment_wise, "metrics": "watch"}
     rejecting = CorrectionConfig(None, (RejectRule(upper=2.0),))
-    assert as_mapping(rejecting) == {
-        "weight": None,
-        "reject": [{"over": "token", "upper": 2.0}],
-        "metrics": "watch",
-    }
+    assert as_mapping(rejecting) == {"weight": None, "reject": [{"over": "token", "upper": 2.0}], "metrics": "watch"}
 
 
 def test_binary_kl_is_bounded_by_the_most_it_can_be():

@@ -24,15 +24,9 @@ BIG = "mis: {weight: {upper: 2}}\n" + "".join(f"key_{i}: [1, 2.5, word, {{a: 1}}
 ALIASES = "a0: &a0 [x, x, x, x]\n" + "".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]\n" for i in range(1, 9))
 MERGES = "a0: &a0 {x: 1}\n" + "".join(f"a{i}: &a{i} {{<<: [{', '.join([f'*a{i - 1}'] * 9)}]}}\n" for i in range(1, 9))
 UNREADABLE = {
-    "an integer": (
-        f"mis: {{weight: {{upper: {HUGE}}}}}",
-        "mis.weight.upper: got an integer of about 401 digits",
-    ),
+    "an integer": (f"mis: {{weight: {{upper: {HUGE}}}}}", "mis.weight.upper: got an integer of about 401 digits"),
     "a flat integer": (f"tis_upper_bound: {HUGE}", "tis_upper_bound: got an integer of about 401 digits"),
-    "5000 digits": (
-        "mis: {weight: {upper: " + "1" * 5000 + "}}",
-        "line 1: .* reads as YAML's int and is none",
-    ),
+    "5000 digits": ("mis: {weight: {upper: " + "1" * 5000 + "}}", "line 1: .* reads as YAML's int and is none"),
     "a month": ("mis: {}\nday: 2024-13-45", "line 2: '2024-13-45' reads as YAML's timestamp and is none"),
     "a day": ("mis: {weight: {upper: 2024-02-30}}", "line 1: '2024-02-30' reads as YAML's timestamp"),
     "no int": ("mis: !!int foo", "line 1: 'foo' reads as YAML's int"),
@@ -48,10 +42,7 @@ UNREADABLE = {
 
 @pytest.mark.parametrize(
     ("command", "name"),
-    [
-        *(("check", name) for name in UNREADABLE),
-        *((command, "aliases") for command in ("show", *TRANSLATORS)),
-    ],
+    [*(("check", name) for name in UNREADABLE), *((command, "aliases") for command in ("show", *TRANSLATORS))],
 )
 def test_every_command_refuses_quickly_and_names_the_place(name: str, command: str, config_command: ConfigCommand):
     text, message = UNREADABLE[name]

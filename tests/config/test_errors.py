@@ -143,10 +143,7 @@ FLAT = [
     ({"tis_upper_bound": "two"}, r"tis_upper_bound: got 'two'; expected a number"),
     ({"tis_lower_bound": 3.0}, r"tis_lower_bound: 3 .*tis_upper_bound: 2"),
     ({"tis_lower_bound": 3.0, "tis_mode": "clip"}, r"tis_lower_bound: 3 .*tis_upper_bound: 2"),
-    (
-        {"tis_mode": "mask", "tis_lower_bound": None, "tis_upper_bound": 0.9},
-        r"tis_lower_bound.*tis_upper_bound",
-    ),
+    ({"tis_mode": "mask", "tis_lower_bound": None, "tis_upper_bound": 0.9}, r"tis_lower_bound.*tis_upper_bound"),
     ({"rs_lower_bound": 1.2, "rs_upper_bound": 1.1}, r"rs_lower_bound: 1\.2 .*rs_upper_bound: 1\.1"),
     ({"rs_upper_bound": 0.4}, r"rs_lower_bound.*from.*tis_.*rs_upper_bound: 0\.4"),
     ({"rs_veto_threshold": 0}, r"rs_veto_threshold: got 0"),
@@ -217,14 +214,8 @@ INPUTS = [
     ({"rollout_log_probs": ONES[:2]}, r"rollout_log_probs: 2 sequences.*3"),
     ({"train_log_probs": [*ONES, torch.ones(1)]}, r"train_log_probs: 4 sequences.*3"),
     ({"loss_masks": ONES[:2]}, r"loss_masks: 2 sequences.*3"),
-    (
-        {"rollout_log_probs": [ONES[0], torch.ones(2), ONES[2]]},
-        r"rollout_log_probs\[1\]: 2 tokens.*sequence 1 has 1",
-    ),
-    (
-        {"train_log_probs": [ONES[0], ONES[1], torch.ones(5)]},
-        r"train_log_probs\[2\]: 5 tokens.*sequence 2 has 2",
-    ),
+    ({"rollout_log_probs": [ONES[0], torch.ones(2), ONES[2]]}, r"rollout_log_probs\[1\]: 2 tokens.*sequence 1 has 1"),
+    ({"train_log_probs": [ONES[0], ONES[1], torch.ones(5)]}, r"train_log_probs\[2\]: 5 tokens.*sequence 2 has 2"),
     ({"loss_masks": [torch.ones(4), ONES[1], ONES[2]]}, r"loss_masks\[0\]: 4 tokens.*sequence 0 has 3"),
     ({"rollout_log_probs": [ONES[0], None, ONES[2]]}, r"rollout_log_probs\[1\]: .*None"),
     ({"pg_loss": torch.ones(5)}, r"pg_loss: 5.*6"),

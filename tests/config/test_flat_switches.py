@@ -32,10 +32,7 @@ BOUNDS = {"rs_level": "token", "rs_lower_bound": 0.7, "rs_upper_bound": 1.5}
 FLAT = {"tis_upper_bound": 2.0, **BOUNDS}
 HOOKS = {
     "megatron": (mis.compute_mis_weights_with_cp, 1.0),
-    "fsdp": (
-        mis.compute_mis_weights_fsdp,
-        2 / 3,
-    ),  # two of three tokens are kept, and the host divides by those
+    "fsdp": (mis.compute_mis_weights_fsdp, 2 / 3),  # two of three tokens are kept, and the host divides by those
 }
 
 

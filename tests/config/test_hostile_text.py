@@ -109,16 +109,7 @@ def test_honest_variables_are_expanded():
 @pytest.mark.parametrize("translate", [verl.translate, ms_swift.translate, areal.translate])
 @pytest.mark.parametrize(
     "piece",
-    [
-        " ",
-        "a[",
-        "'\\\"",
-        "( ",
-        "; ",
-        " algorithm.rollout_",
-        "--rollout_importance_sampling_",
-        "x rollout_is=1\n",
-    ],
+    [" ", "a[", "'\\\"", "( ", "; ", " algorithm.rollout_", "--rollout_importance_sampling_", "x rollout_is=1\n"],
 )
 def test_a_script_that_repeats_itself_ends_soon(translate: Callable[[str], object], piece: str):
     began = time.process_time()
@@ -187,10 +178,7 @@ VALUES = st.one_of(
 )
 TREES = st.recursive(VALUES, lambda x: st.lists(x, max_size=3) | st.dictionaries(VALUES, x, max_size=3))
 PLACES = {
-    "check": [
-        *(f"mis.{name}" for name in ("weight.upper", "weight", "reject", "opsm.delta", "a")),
-        "use_tis",
-    ],
+    "check": [*(f"mis.{name}" for name in ("weight.upper", "weight", "reject", "opsm.delta", "a")), "use_tis"],
     "from-verl": [
         *(f"algorithm.rollout_correction.{name}" for name in verl.KNOWN),
         *(
@@ -234,14 +222,7 @@ def test_any_value_gives_a_config_or_an_error_in_words(
 
 @given(text=st.text(max_size=60))
 def test_any_text_is_read_or_refused(text: str):
-    for read in (
-        parsed,
-        verl.translate,
-        ms_swift.translate,
-        areal.translate,
-        trl.translate,
-        prime_rl.translate,
-    ):
+    for read in (parsed, verl.translate, ms_swift.translate, areal.translate, trl.translate, prime_rl.translate):
         try:
             read(text)
         except UserError as error:

@@ -11,13 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mis_plugins.config import writing
-from mis_plugins.config.model import (
-    CorrectionConfig,
-    NormalizeConfig,
-    ObjectiveConfig,
-    SegmentWiseConfig,
-    WeightConfig,
-)
+from mis_plugins.config.model import CorrectionConfig, NormalizeConfig, ObjectiveConfig, SegmentWiseConfig, WeightConfig
 from mis_plugins.config.reading import from_mapping
 from mis_plugins.errors import ConfigError
 

@@ -112,15 +112,7 @@ SERVED_BY_TIS_HOOK = [file for file in FILES if served_alone(load(file))]
 
 @pytest.mark.parametrize("file", SERVED_BY_TIS_HOOK, ids=lambda file: file.stem)
 def test_corrects_as_the_oracle_says(file: Path):
-    ratios = [
-        [0.995, 1.0, 1.003],
-        [3.5, 0.9],
-        [0.3, 1.2, 1.1],
-        [1e-5, 1.0],
-        [6.0],
-        [1.0],
-        [1.3, 9.0, 0.7, 1.02],
-    ]
+    ratios = [[0.995, 1.0, 1.003], [3.5, 0.9], [0.3, 1.2, 1.1], [1e-5, 1.0], [6.0], [1.0], [1.3, 9.0, 0.7, 1.02]]
     batch = ratio_batch(ratios, [[1] * len(row) for row in ratios[:-1]] + [[1, 0, 1, 1]])
     config = plain(file) | {"metrics": "full"}
     assert_matches_oracle(run(batch, config), batch, oracle.correct(batch.samples, config))
@@ -284,12 +276,7 @@ def test_a_file_of_yours_has_no_other_that_watches(tmp_path: Path, capsys: pytes
     assert "switch: without use_tis in the file, --use-tis on the command line corrects" in capsys.readouterr().out
 
 
-FLAGS = [
-    {"use_tis": True},
-    {"get_mismatch_metrics": True},
-    {"use_tis": True, "get_mismatch_metrics": True},
-    {},
-]
+FLAGS = [{"use_tis": True}, {"get_mismatch_metrics": True}, {"use_tis": True, "get_mismatch_metrics": True}, {}]
 
 
 CORRECTING = [file for file in FILES if load(file).corrects]

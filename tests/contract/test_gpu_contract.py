@@ -73,22 +73,14 @@ def test_the_fewest_ranks_that_hold_are_taken() -> None:
         ("megatron", {"trainer_tp": 0}, "trainer_tp: got 0; a side has 1 rank or more"),
         ("megatron", {"engine_tp": -2}, "engine_tp: got -2"),
         ("megatron", {"context_parallel": 0}, "context_parallel: got 0"),
-        (
-            "megatron",
-            {"trainer_tp": 16, "engine_tp": 16},
-            "16 x context parallel 1 does not share out 32 heads in 8",
-        ),
+        ("megatron", {"trainer_tp": 16, "engine_tp": 16}, "16 x context parallel 1 does not share out 32 heads in 8"),
         ("fsdp", {"engine_tp": 2}, "set --rollout-num-gpus-per-engine 1"),
         ("fsdp", {"trainer_tp": 2, "engine_tp": 2}, "data parallel alone"),
         ("fsdp", {"context_parallel": 2}, "data parallel alone"),
         ("fsdp", {"dtype": "fp32"}, "dtype: got 'fp32'"),
         ("fsdp", {"attention": "triton"}, "'triton' has no twin"),
         ("fsdp", {"attention": "sdpa"}, "attention: got 'sdpa'; choose one of fa3, flashinfer, triton"),
-        (
-            "fsdp",
-            {"engine_gemm": "cublas"},
-            "engine_gemm: got 'cublas'; choose one of deep_gemm, triton_persistent",
-        ),
+        ("fsdp", {"engine_gemm": "cublas"}, "engine_gemm: got 'cublas'; choose one of deep_gemm, triton_persistent"),
         ("deepspeed", {}, "backend: got 'deepspeed'; choose one of megatron, fsdp"),
     ],
 )
@@ -191,10 +183,7 @@ def test_what_is_printed_as_refused_is_refused_and_the_rest_holds(backend: str) 
     asked = {f"attention {name}": {"attention": name} for name in CHOICES["attention"]}
     whose = {"megatron": "engine's", "fsdp": "both sides'"}[backend]
     asked |= {f"{whose} products {name}": {"engine_gemm": name} for name in CHOICES["engine_gemm"]}
-    assert set(asked) - set(contract.alternatives) == {
-        "attention fa3",
-        f"{whose} products {contract.engine_gemm}",
-    }
+    assert set(asked) - set(contract.alternatives) == {"attention fa3", f"{whose} products {contract.engine_gemm}"}
     for name, told in contract.alternatives.items():
         if told.startswith("refused"):
             with pytest.raises(ContractError, match="has no twin"):

@@ -90,11 +90,7 @@ def test_keep_gives_segments_back_to_the_mean(over: str):
 
 
 def test_keep_cannot_add_up_what_is_gone():
-    config = {
-        "weight": {"level": "sequence"},
-        "reject": [{"over": "token", "upper": 0.01}],
-        "aggregate": "kept",
-    }
+    config = {"weight": {"level": "sequence"}, "reject": [{"over": "token", "upper": 0.01}], "aggregate": "kept"}
     with pytest.raises(ConfigError, match=r"mis\.on_all_rejected: keep .*mis\.aggregate: kept"):
         from_mapping(config | {"on_all_rejected": "keep"})
 
@@ -130,11 +126,7 @@ def test_the_kept_denominator_is_a_mean_over_what_is_kept():
 def test_fsdp_divides_by_what_the_masks_keep(hook: str, denominator: str):
     """Its batches hold no rollout_mask_sums: the host divides by the masks that it gets back."""
     batch = ratio_batch([[1.0, 9.0, 1.5, 0.8], [9.0, 8.0], [1.2, 1.0]], [[1, 1, 1, 0], [1, 1], [1, 1]])
-    config = {
-        "weight": {"upper": 2.0},
-        "reject": [{"over": "token", "upper": 5.0}],
-        "denominator": denominator,
-    }
+    config = {"weight": {"upper": 2.0}, "reject": [{"over": "token", "upper": 5.0}], "denominator": denominator}
     given = batch.hook_kwargs() | {"pg_loss": torch.ones(8)}
 
     def host_loss(**settings: object) -> float:
@@ -165,10 +157,7 @@ def test_a_batch_that_says_what_to_divide_by_is_left_to_it(sums: torch.Tensor | 
 
 @pytest.mark.parametrize(
     "settings",
-    [
-        {"calculate_per_token_loss": True},
-        {"custom_pg_loss_reducer_function_path": "theirs.mean_over_something"},
-    ],
+    [{"calculate_per_token_loss": True}, {"custom_pg_loss_reducer_function_path": "theirs.mean_over_something"}],
 )
 def test_fsdp_loss_that_no_mask_divides_is_left_as_it_is(settings: dict):
     given: dict[str, Any] = ratio_batch([[1.0, 9.0]], [[1, 1]]).hook_kwargs() | {"pg_loss": torch.ones(2)}
@@ -192,28 +181,13 @@ WITH_CP, ON_FSDP = mis.compute_mis_weights_with_cp, mis.compute_mis_weights_fsdp
 @pytest.mark.parametrize(
     ("hook", "config", "settings", "said"),
     [
-        (
-            WITH_CP,
-            KEPT,
-            {"use_kl_loss": True},
-            "kept is that .* terms of --use-kl-loss, .* by the tokens of before",
-        ),
-        (
-            WITH_CP,
-            KEPT,
-            {"entropy_coef": 0.01},
-            "terms of --entropy-coef 0.01, which .* tokens of before rejection",
-        ),
+        (WITH_CP, KEPT, {"use_kl_loss": True}, "kept is that .* terms of --use-kl-loss, .* by the tokens of before"),
+        (WITH_CP, KEPT, {"entropy_coef": 0.01}, "terms of --entropy-coef 0.01, which .* tokens of before rejection"),
         (WITH_CP, KEPT, {"use_kl_loss": True, "entropy_coef": 0.01}, "--use-kl-loss and --entropy-coef 0.01"),
         (WITH_CP, KEPT, {"use_kl_loss": False, "entropy_coef": 0.0}, None),
         (WITH_CP, ORIGINAL, {"use_kl_loss": True}, None),
         (ON_FSDP, KEPT, {"use_kl_loss": True}, None),
-        (
-            ON_FSDP,
-            ORIGINAL,
-            {"use_kl_loss": True},
-            "original is that .* divides by the kept tokens; use .*: kept",
-        ),
+        (ON_FSDP, ORIGINAL, {"use_kl_loss": True}, "original is that .* divides by the kept tokens; use .*: kept"),
         (ON_FSDP, {"weight": {}}, {"use_kl_loss": True}, None),
     ],
 )

@@ -59,12 +59,7 @@ def test_flat_keys(batch: Batch, flat: dict):
 @given(broken_batches(), configs())
 @example(
     make_batch([([0.0, 0.0], [math.nan, 0.0], [1, 1])]),
-    {
-        "weight": None,
-        "reject": [{"over": "sum", "lower": 0.1}],
-        "denominator": "kept",
-        "on_all_rejected": "keep",
-    },
+    {"weight": None, "reject": [{"over": "sum", "lower": 0.1}], "denominator": "kept", "on_all_rejected": "keep"},
 )
 def test_non_finite_rollout_log_probs(batch: Batch, config: dict):
     """A valid token whose rollout log-prob is NaN or infinite: weight 0, out of every mean, fails its rules."""

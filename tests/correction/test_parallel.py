@@ -51,15 +51,7 @@ def random_batch(seed: int) -> Batch:
     """Long and short prompts, so that some ranks own none of a response; empty, single-token and dead sequences."""
     rng = random.Random(seed)
     rows, prompts = [], []
-    for length, prompt in [
-        (9, 3),
-        (1, 30),
-        (0, 5),
-        (20, 1),
-        (3, 20),
-        (rng.randint(2, 12), rng.randint(1, 25)),
-        (6, 8),
-    ]:
+    for length, prompt in [(9, 3), (1, 30), (0, 5), (20, 1), (3, 20), (rng.randint(2, 12), rng.randint(1, 25)), (6, 8)]:
         behavior = [rng.uniform(-4.0, 0.0) for _ in range(length)]
         drift = [rng.choice([0.0, rng.gauss(0, 0.05), rng.gauss(0, 0.8)]) for _ in range(length)]
         mask = [int(rng.random() < 0.8) for _ in range(length)]
@@ -238,12 +230,7 @@ def test_a_rank_without_a_single_token(tmp_path: Path):
 def test_garbage_under_the_mask_on_another_rank(tmp_path: Path):
     """A NaN that one rank owns, under the mask, changes not one bit on any."""
     config = {
-        "weight": {
-            "level": "sequence",
-            "bound": "truncate",
-            "upper": 1.5,
-            "normalize": {"scope": "micro_batch"},
-        },
+        "weight": {"level": "sequence", "bound": "truncate", "upper": 1.5, "normalize": {"scope": "micro_batch"}},
         "reject": [],
     }
     clean = clear_batch(5, config)

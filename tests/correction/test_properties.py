@@ -7,16 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from batches import (
-    Batch,
-    batches,
-    configs,
-    garbage,
-    host_args,
-    make_batch,
-    poisoned,
-    ratio_batch,
-)
+from batches import Batch, batches, configs, garbage, host_args, make_batch, poisoned, ratio_batch
 from drive import assert_all_same, assert_same_bytes, run, same_bytes
 from hypothesis import assume, given
 from hypothesis import strategies as st
@@ -98,10 +89,7 @@ def test_no_state_between_configs():
 def test_the_three_functions_agree():
     """Megatron, FSDP and plain lists: one core."""
     batch = ratio_batch([[0.5, 3.0], [1.2], [0.9, 1.1, 4.0]])
-    config = {
-        "weight": {"level": "sequence", "upper": 1.5, "normalize": {}},
-        "reject": [{"over": "sum", "upper": 5.0}],
-    }
+    config = {"weight": {"level": "sequence", "upper": 1.5, "normalize": {}}, "reject": [{"over": "sum", "upper": 5.0}]}
     args, megatron = host_args(mis=config), run(batch, config)
     loss, masks, metrics = mis.compute_mis_weights_fsdp(args, pg_loss=batch.pg_loss(), **batch.lists())
     assert same_bytes(loss, megatron.loss)

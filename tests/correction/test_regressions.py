@@ -119,14 +119,8 @@ def test_a_sequence_with_an_unknown_weight_has_the_smallest_one_zero():
     batch = ratio_batch([[0.5, 3.0, 1.0], [1.2]])
     batch.behavior[0][2] = math.nan
     found = run(batch, {"weight": {"upper": 2.0}}).metrics
-    assert [float(row[0]) for row in found["mis_is_ratio_min_final"]] == [
-        0.0,
-        pytest.approx(1.2, rel=4 * EPS),
-    ]
-    assert [float(row[0]) for row in found["mis_is_ratio_max_final"]] == [
-        2.0,
-        pytest.approx(1.2, rel=4 * EPS),
-    ]
+    assert [float(row[0]) for row in found["mis_is_ratio_min_final"]] == [0.0, pytest.approx(1.2, rel=4 * EPS)]
+    assert [float(row[0]) for row in found["mis_is_ratio_max_final"]] == [2.0, pytest.approx(1.2, rel=4 * EPS)]
 
 
 @pytest.mark.parametrize("level", ["sequence", "geometric", "segment"])

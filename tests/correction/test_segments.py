@@ -56,12 +56,7 @@ def test_a_turn_is_dropped_alone():
     batch = ratio_batch([[0.5, 1.2, 9.0, 3.0]], [[1, 1, 0, 1]])
     rule = {"over": "mean", "unit": "segment", "upper": 2.0}
     assert run(batch, {"weight": None, "reject": [rule]}).masks[0].tolist() == [1, 1, 0, 0]
-    assert run(batch, {"weight": None, "reject": [rule | {"unit": "sequence"}]}).masks[0].tolist() == [
-        1,
-        1,
-        0,
-        1,
-    ]
+    assert run(batch, {"weight": None, "reject": [rule | {"unit": "sequence"}]}).masks[0].tolist() == [1, 1, 0, 1]
 
 
 def test_neighbouring_sequences_are_not_one_turn():

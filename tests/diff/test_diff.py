@@ -43,13 +43,7 @@ Y = X + torch.eye(2, 3)
 
 def dump(folder: Path, index: int, name: str, value: object, **tags: object) -> Path:
     """One file as SGLang's dumper 0.5.23 names and writes it."""
-    all_tags = {
-        "step": 0,
-        "rank": 0,
-        "dump_index": index,
-        "name": name,
-        "recompute_status": "disabled",
-    } | tags
+    all_tags = {"step": 0, "rank": 0, "dump_index": index, "name": name, "recompute_status": "disabled"} | tags
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / ("___".join(f"{tag}={text}" for tag, text in all_tags.items()) + ".pt")
     torch.save({"value": value, "meta": {**all_tags, "world_size": 1, "tokenizer_path": None}}, file)
@@ -123,8 +117,7 @@ def test_the_command_line(tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    ("error", "code"),
-    [(ZeroDivisionError("unforeseen"), NOT_COMPARABLE), (KeyboardInterrupt("interrupted"), 130)],
+    ("error", "code"), [(ZeroDivisionError("unforeseen"), NOT_COMPARABLE), (KeyboardInterrupt("interrupted"), 130)]
 )
 def test_an_error_is_never_different(
     error: BaseException, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
@@ -384,10 +377,7 @@ def test_an_unreadable_file_does_not_hide_the_others(tmp_path: Path):
     next(a.glob("*x.output*")).write_bytes(b"PK")
     dump(b, 9, "x.output", X)
     found = report(a, b)
-    assert {row.key.name: row.status for row in found.rows} == {
-        "x.output": "not comparable",
-        "y.output": "different",
-    }
+    assert {row.key.name: row.status for row in found.rows} == {"x.output": "not comparable", "y.output": "different"}
     assert found.exit_code == DIFFERENT
 
 
@@ -398,17 +388,11 @@ def test_an_unreadable_file_does_not_hide_the_others(tmp_path: Path):
         (lambda path: path.mkdir(), r"holds no \.pt, \.safetensors, \.npz"),
         (lambda path: dump_all(path / "dump_7", {"x": X}), r"there are some in .*dump_7"),
         (lambda path: path.write_text("x"), "expected a folder, or a file that ends in"),
-        (
-            lambda path: (path.mkdir(), (path / "dump_index=one___name=x.pt").write_bytes(b"")),
-            "dump_index=one",
-        ),
+        (lambda path: (path.mkdir(), (path / "dump_index=one___name=x.pt").write_bytes(b"")), "dump_index=one"),
         (lambda path: (path.mkdir(), torch.save(X.to_sparse(), path / "x.pt")), "without plain bytes"),
         (lambda path: (path.mkdir(), torch.save(X.to("meta"), path / "x.pt")), "without plain bytes"),
         (
-            lambda path: (
-                path.mkdir(),
-                torch.save(X, path / "x.pt", _use_new_zipfile_serialization=False),
-            ),
+            lambda path: (path.mkdir(), torch.save(X, path / "x.pt", _use_new_zipfile_serialization=False)),
             r"no archive of torch\.save \(torch 1\.6 or later\)",
         ),
     ],
@@ -514,12 +498,7 @@ def slime_dump(shift: int = 0, off: float = 0.0) -> dict[str, Any]:
 def rollout_dump(shift: int = 0, off: float = 0.0) -> dict[str, Any]:
     """What both hosts write of a rollout: lists, and no trainer yet."""
     samples = [
-        {
-            "tokens": [1, 2, 3 + shift],
-            "response_length": 2,
-            "rollout_log_probs": [-1.0, -2.0 + off],
-            "log_probs": None,
-        }
+        {"tokens": [1, 2, 3 + shift], "response_length": 2, "rollout_log_probs": [-1.0, -2.0 + off], "log_probs": None}
     ]
     return {"rollout_id": 7, "metadata": {}, "samples": samples}
 
@@ -558,10 +537,7 @@ def test_the_two_sides_of_one_hosts_dump(tmp_path: Path, capsys: Capture):
     ("columns", "message"),
     [
         ({"rollout_log_probs": None, "log_probs": None}, "a host's dump without log-probs"),
-        (
-            {"log_probs": [torch.zeros(1), torch.zeros(1)]},
-            "a rank of context parallelism dumps its own part alone",
-        ),
+        ({"log_probs": [torch.zeros(1), torch.zeros(1)]}, "a rank of context parallelism dumps its own part alone"),
         ({"log_probs": [torch.zeros(2), torch.zeros(1).bfloat16()]}, "log_probs: of several dtypes"),
         ({"response_lengths": None}, "a sample without response_lengths"),
     ],
@@ -640,10 +616,7 @@ def test_records_of_nothing_are_not_equal(tmp_path: Path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (
-            {"log_probs": [[-0.5], [], [-1.0, -2.0]]},
-            r"sequences of \[1, 0, 2\] values for tokens of \[3, 0, 2\]",
-        ),
+        ({"log_probs": [[-0.5], [], [-1.0, -2.0]]}, r"sequences of \[1, 0, 2\] values for tokens of \[3, 0, 2\]"),
         ({"log_probs": [[-0.1, -0.25, -3.0], [], [-1.0, -2.0]]}, r"-0\.1 is no torch\.float32"),
     ],
 )

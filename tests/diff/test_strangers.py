@@ -145,8 +145,7 @@ def test_a_column_of_log_probs_is_compared_or_refused(column: object, tmp_path: 
             "rollout_log_probs": [-torch.ones(5)] * 3,
         }
         torch.save(
-            {"rollout_id": 1, "rank": 0, "rollout_data": engine | {"log_probs": log_probs}},
-            tmp_path / f"{name}.pt",
+            {"rollout_id": 1, "rank": 0, "rollout_data": engine | {"log_probs": log_probs}}, tmp_path / f"{name}.pt"
         )
     assert report(tmp_path / "a.pt", tmp_path / "b.pt").exit_code in (1, 2)
     alike = report(tmp_path / "b.pt", tmp_path / "b.pt").exit_code

@@ -47,8 +47,7 @@ def healthy(contract: GpuContract) -> dict[str, Observation]:
     for side in ("trainer", "engine"):
         wanted = {check.name: getattr(check, side) for check in checks(contract, scored=False)}
         sides[side] = Observation(
-            {name: choices[0] if choices else "shown" for name, choices in wanted.items() if choices is not None},
-            {},
+            {name: choices[0] if choices else "shown" for name, choices in wanted.items() if choices is not None}, {}
         )
     return sides
 
@@ -303,10 +302,7 @@ def test_an_engine_that_was_not_asked_leaves_the_trainers_rows(backend: str) -> 
 
 @pytest.mark.parametrize(
     "engine",
-    [
-        Observation({"TF32": "off"}, {ALL: "no --engine-dump"}),
-        Observation({}, {ALL: "x", PREFILLED: "a reason"}),
-    ],
+    [Observation({"TF32": "off"}, {ALL: "no --engine-dump"}), Observation({}, {ALL: "x", PREFILLED: "a reason"})],
 )
 def test_an_engine_that_told_anything_keeps_every_row(engine: Observation) -> None:
     rows = diagnose(CONTRACTS["fsdp"], Observation({}, {ALL: "no --trainer-dump"}), engine)

@@ -98,8 +98,7 @@ def rank_of_a_trainer(rank: int, ranks: int, port: int, path: str, algorithm: tu
 
 
 @pytest.mark.parametrize(
-    ("algorithm", "shown"),
-    [(("Ring", "Tree"), "Ring on rank 0; Tree on rank 1"), (("Ring", "Ring"), "Ring")],
+    ("algorithm", "shown"), [(("Ring", "Tree"), "Ring on rank 0; Tree on rank 1"), (("Ring", "Ring"), "Ring")]
 )
 def test_every_rank_over_gloo_is_read(algorithm: tuple[str, ...], shown: str, tmp_path: Path) -> None:
     mp.spawn(rank_of_a_trainer, (2, free_port(), str(tmp_path / "trainer.json"), algorithm), nprocs=2)  # pyright: ignore[reportPrivateImportUsage]
@@ -167,10 +166,7 @@ def test_an_engine_is_found_by_its_port(tmp_path: Path) -> None:
     for port in (1, 2):
         engine(tmp_path, port)
     assert load_engine(tmp_path, "http://127.0.0.1:2/").settings["port"] == "2"
-    for url, message in (
-        (None, "2 engines at any URL"),
-        ("http://127.0.0.1:3", "0 engines at .*:3; there are: eng"),
-    ):
+    for url, message in ((None, "2 engines at any URL"), ("http://127.0.0.1:3", "0 engines at .*:3; there are: eng")):
         with pytest.raises(DumpError, match=message):
             load_engine(tmp_path, url)
     assert load_engine(tmp_path / "engine-1.json", None).settings["port"] == "1"
@@ -180,9 +176,7 @@ def test_engines_of_one_port_are_told_apart_by_their_machine(tmp_path: Path) -> 
     here = this_process().host
     for address, host in (("10.0.0.1", "elsewhere"), ("10.0.0.2", here)):
         told = Dump(
-            Process(url=f"http://{address}:1", host=host, pid=os.getpid()),
-            Observation({"at": address}, {}),
-            None,
+            Process(url=f"http://{address}:1", host=host, pid=os.getpid()), Observation({"at": address}, {}), None
         )
         write(tmp_path / f"engine-{address}-1.json", told)
     for url, found in (

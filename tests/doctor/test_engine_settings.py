@@ -12,15 +12,7 @@ from replay import RECORDED, replayed
 
 from true_on_policy.contract.settings import OF_SERVER
 from true_on_policy.doctor import engine_http
-from true_on_policy.doctor.engine_http import (
-    ALONE,
-    LOG_SOFTMAX,
-    PREFILLED,
-    PROBED,
-    SCORED,
-    SEEDS,
-    observe_engine,
-)
+from true_on_policy.doctor.engine_http import ALONE, LOG_SOFTMAX, PREFILLED, PROBED, SCORED, SEEDS, observe_engine
 from true_on_policy.engines.protocol import sglang_rows
 from true_on_policy.engines.server import free_port
 from true_on_policy.observe.process import ALL
@@ -117,12 +109,7 @@ def test_what_seeds_decide(answers: tuple, found: str, monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize(
     ("values", "found"),
-    [
-        ((-1.5, -0.00390625), "bf16"),
-        ((-1.5, -0.1), "fp32"),
-        ((-0.0,), "bf16"),
-        ((-1.5 - 2**-8,), "fp32"),
-    ],
+    [((-1.5, -0.00390625), "bf16"), ((-1.5, -0.1), "fp32"), ((-0.0,), "bf16"), ((-1.5 - 2**-8,), "fp32")],
 )
 def test_a_log_prob_tells_what_it_was_rounded_to(values: tuple[float, ...], found: str) -> None:
     _, log_probs = sglang_rows([[value, 7, None] for value in values])
@@ -208,8 +195,7 @@ def test_scores_of_other_tokens_than_were_asked_for_are_not_compared() -> None:
 
 
 @pytest.mark.parametrize(
-    "told",
-    [{"cuda_graph_config": {"decode": 3}}, {"device": ["cuda"]}, {"attention_backend": {}}, {"version": []}],
+    "told", [{"cuda_graph_config": {"decode": 3}}, {"device": ["cuda"]}, {"attention_backend": {}}, {"version": []}]
 )
 def test_settings_of_another_shape_are_not_seen(told: dict) -> None:
     with replayed("pinned", told) as url:

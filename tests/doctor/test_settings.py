@@ -44,18 +44,8 @@ def test_versions_are_those_that_are_installed() -> None:
 
 def test_what_the_host_decides() -> None:
     seen = observe(CONTRACT, HOST).settings
-    told = {
-        "tensor parallel": "2",
-        "context parallel": "4",
-        "temperature": "1",
-        "top-p": "0.95",
-        "top-k": "-1",
-    }
-    told |= {
-        "seeds of a prompt's samples": "one each",
-        "log-probs come from": "prefill",
-        "log-softmax": "bf16",
-    }
+    told = {"tensor parallel": "2", "context parallel": "4", "temperature": "1", "top-p": "0.95", "top-k": "-1"}
+    told |= {"seeds of a prompt's samples": "one each", "log-probs come from": "prefill", "log-softmax": "bf16"}
     assert told.items() <= seen.items() and seen["contract"] == "qwen3_dense_true_on_policy_v1"
     bare = observe(CONTRACT, Namespace()).settings
     assert (bare["seeds of a prompt's samples"], bare["log-probs come from"], bare["log-softmax"]) == (
@@ -101,8 +91,7 @@ def test_deterministic_algorithms_are_the_trainers(on: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("folder", "found"),
-    [("normalization", "NVIDIA's"), ("lib", "the index's apex, a web toolkit"), (None, "absent")],
+    ("folder", "found"), [("normalization", "NVIDIA's"), ("lib", "the index's apex, a web toolkit"), (None, "absent")]
 )
 def test_the_two_packages_of_one_name(
     folder: str | None, found: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

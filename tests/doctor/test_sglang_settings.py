@@ -83,9 +83,7 @@ def test_kernels_are_tried_on_the_device_of_the_weights(monkeypatch: pytest.Monk
 def test_kernels_are_tried_at_the_shapes_of_one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     tried = []
     monkeypatch.setattr(
-        sglang_settings,
-        "aten_failures",
-        lambda dtype, shapes, where: iter(tried.append((dtype, shapes)) or ()),
+        sglang_settings, "aten_failures", lambda dtype, shapes, where: iter(tried.append((dtype, shapes)) or ())
     )
     observe(runner())
     assert tried == [("bf16", Shapes.of(SIZE, 2))]

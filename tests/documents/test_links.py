@@ -26,11 +26,7 @@ def test_every_link_leads_somewhere() -> None:
 
 @pytest.mark.parametrize(
     ("link", "said"),
-    [
-        ("[a](none.md)", "no file"),
-        ("[a](README.md#nothing-like-it)", "has no heading"),
-        ("[a](.)", "is a folder"),
-    ],
+    [("[a](none.md)", "no file"), ("[a](README.md#nothing-like-it)", "has no heading"), ("[a](.)", "is a folder")],
 )
 def test_a_dead_link_is_seen(
     link: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture

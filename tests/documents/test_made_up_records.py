@@ -30,10 +30,7 @@ MADE_UP: dict[str, tuple[int, Edits]] = {
                 '                             formula="|log r_t|", words="made-up gap"),\n',
             ),
             ALGORITHMS: ("ratio | k1 | k2", "made_up_gap | "),
-            ORACLE: (
-                '    "route": lambda token:',
-                '    "made_up_gap": lambda token: abs(token.log_ratio),\n',
-            ),
+            ORACLE: ('    "route": lambda token:', '    "made_up_gap": lambda token: abs(token.log_ratio),\n'),
         },
     ),
     "bound": (
@@ -59,7 +56,7 @@ MADE_UP: dict[str, tuple[int, Edits]] = {
                 "",
                 "# w_t = min(r_t, 3) / 2; keep tokens with |log r_t| <= 1; r = pi_old/mu\n# Nowhere\nuse_tis: true\n"
                 "mis: {weight: {bound: made_up_half, upper: 3}, reject: [{statistic: made_up_gap, upper: 1}]}\n",
-            ),
+            )
         },
     ),
     "host": (
@@ -94,7 +91,7 @@ MADE_UP: dict[str, tuple[int, Edits]] = {
                 "  mistral:\n    architectures: [MistralForCausalLM]\n    proof:\n      model_type: mistral\n"
                 "      title: dense Mistral\n"
                 "      tiny: {tiny-made-up: [64, 96, 2, 4, 2, 16, 160, false]}\n",
-            ),
+            )
         },
     ),
 }

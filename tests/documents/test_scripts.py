@@ -38,10 +38,7 @@ CORRECTIONS = {
     VIME: ("vime", "megatron", "vllm"),
     "run-qwen3-4b-mis-fsdp.sh": ("miles", "miles-fsdp", "sglang"),
 }
-TRUE_ON_POLICY = {
-    "megatron": ("miles", "megatron", "sglang"),
-    "fsdp": ("miles", "miles-fsdp", "sglang"),
-}
+TRUE_ON_POLICY = {"megatron": ("miles", "megatron", "sglang"), "fsdp": ("miles", "miles-fsdp", "sglang")}
 ASYNC = "run-qwen2.5-1.5b-async.sh"
 LAUNCHES = [(ASYNC, ("miles", "megatron", "sglang"), {})]
 LAUNCHES += [(script, parsers, {}) for script, parsers in CORRECTIONS.items()] + [

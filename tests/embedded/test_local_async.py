@@ -133,10 +133,7 @@ BOUND = 3
 CHECKED_ROLLOUTS = 8
 
 
-@pytest.mark.parametrize(
-    ("mode", "ranks"),
-    [("in_place", ""), ("abort", ""), ("retract", "--context-parallel-size 2")],
-)
+@pytest.mark.parametrize(("mode", "ranks"), [("in_place", ""), ("abort", ""), ("retract", "--context-parallel-size 2")])
 def test_versions_and_recomputed_log_probs_are_what_the_weights_of_then_give(
     mode: str, ranks: str, tmp_path: Path, warm: Path, segment_wise: str
 ) -> None:
@@ -347,12 +344,7 @@ def test_log_and_summary_hold_both_variances_by_age(tmp_path: Path, warm: Path, 
     last = rows[-1]
     for name in ("avg", "std", "min", "max", "ess", "var/segment_wise", "var/standard"):
         assert {f"behav_imp_weight/{name}", f"behav_imp_weight/{name}/age_2"} <= last.keys()
-    assert {
-        "behav_kl/avg",
-        "behav_kl/avg/age_1",
-        "recompute/seconds",
-        "loglinear/error/rms/age_2",
-    } <= last.keys()
+    assert {"behav_kl/avg", "behav_kl/avg/age_1", "recompute/seconds", "loglinear/error/rms/age_2"} <= last.keys()
     assert last["staleness/tokens"] == sum(last[f"staleness/tokens/age_{age}"] for age in ages(last))
     assert last["staleness/unknown"] == 0
     assert 0 < summary["recompute/share"] < 1 and summary["recompute/tokens"] > 0
@@ -383,11 +375,7 @@ def test_ages_share_the_columns_of_the_weights() -> None:
     """What is far behind is counted once, under the name that its weights have."""
     responses = [Response((1,)).append([2, 3], [-1.0, -1.0], 0).append([4], [-1.0], 3)]
     found = token_ages(18, responses, {})
-    assert found == {
-        "staleness/tokens/age_15": 1,
-        f"staleness/tokens/{COLUMNS[-2]}": 2,
-        "stale_cache_tokens": 0,
-    }
+    assert found == {"staleness/tokens/age_15": 1, f"staleness/tokens/{COLUMNS[-2]}": 2, "stale_cache_tokens": 0}
     assert COLUMNS[-2] == "age_16_up"
 
 

@@ -232,10 +232,7 @@ def test_updating_weights_copies_them_and_sets_the_version(weights) -> None:
     ("change", "message"),
     [
         ({"lm_head.weight": None}, r"missing \['lm_head.weight'\], unknown \[\]"),
-        (
-            {"model.layers.2.mlp.up_proj.weight": torch.ones(1)},
-            r"missing \[\], unknown \['model.layers.2.mlp",
-        ),
+        ({"model.layers.2.mlp.up_proj.weight": torch.ones(1)}, r"missing \[\], unknown \['model.layers.2.mlp"),
         ({"model.norm.weight": torch.ones(3)}, r"model.norm.weight: got \[3\], needs \[32\]"),
     ],
 )

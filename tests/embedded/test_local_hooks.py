@@ -108,11 +108,7 @@ def test_the_helper_scores_as_the_trainer_does_and_gives_the_entropy(
         state = parallel.initialize(grid.tp, grid.cp)
         trainer = Trainer(args, config, state, strong_weights(args), args.lr)
         data = shard(args, state, recorded)
-        names = {
-            "unconcat_tokens": "tokens",
-            "total_lengths": "total_lengths",
-            "response_lengths": "response_lengths",
-        }
+        names = {"unconcat_tokens": "tokens", "total_lengths": "total_lengths", "response_lengths": "response_lengths"}
         lengths = {name: data[key][:8] for name, key in names.items()}
         with torch.no_grad():
             logits = packed_logits(trainer.ddp, trainer._layout(data, range(8)))

@@ -21,12 +21,7 @@ from lab.host.train import loss
 from lab.host.train.advantages import ESTIMATORS
 from lab.host.train.batch import pack
 from lab.host.train.loss import MicroBatch, clipped_surrogate, policy_loss
-from lab.host.train.parallel import (
-    EXIT_USER_ERROR,
-    GroupInfo,
-    ParallelState,
-    launch,
-)
+from lab.host.train.parallel import EXIT_USER_ERROR, GroupInfo, ParallelState, launch
 from mis_plugins.config.loading import preset_path
 from mis_plugins.errors import ConfigError
 

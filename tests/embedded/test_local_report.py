@@ -14,12 +14,7 @@ from matplotlib.image import imread
 
 from lab.host import report
 from lab.host.folders import METRICS
-from lab.host.report import (
-    MetricsLog,
-    draw_histories,
-    in_words,
-    summarize,
-)
+from lab.host.report import MetricsLog, draw_histories, in_words, summarize
 
 
 def records(final: float, count: int = 40, **more: float) -> list[dict[str, float]]:

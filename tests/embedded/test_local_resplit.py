@@ -28,8 +28,7 @@ def resplit(flags: str, output: Path, every: int = 1, **settings: int) -> list[d
 
 
 @pytest.mark.parametrize(
-    ("flags", "size"),
-    [("", 1), ("--data-parallel-size 2", 4), ("--context-parallel-size 2 --num-experts 4", 4)],
+    ("flags", "size"), [("", 1), ("--data-parallel-size 2", 4), ("--context-parallel-size 2 --num-experts 4", 4)]
 )
 def test_batch_invariant_kernels_score_alike_at_every_split(flags: str, size: int, tmp_path: Path) -> None:
     told = resplit(f"--true-on-policy {flags}", tmp_path / "run", micro_batch_size=size)

@@ -39,11 +39,7 @@ def sample(index: int, versions: Sequence[int] | None, stored: Sequence[float | 
 
 
 def sharded(
-    mis: dict,
-    *samples: Sample,
-    version: int | None = CURRENT,
-    flags: str = LOSS,
-    state: ParallelState = ALONE,
+    mis: dict, *samples: Sample, version: int | None = CURRENT, flags: str = LOSS, state: ParallelState = ALONE
 ) -> RolloutData:
     args: Namespace = parse_args(
         f"--rollout-batch-size 1 --n-samples-per-prompt {len(samples)} --advantage-estimator reinforce {flags}".split()
@@ -114,12 +110,6 @@ def test_a_synchronous_run_is_that_of_standard_weights(tmp_path: Path):
         assert run(f"{grid} {LOSS} --custom-config-path {file}", tmp_path / name) == 0
     on, standard = numbers(tmp_path / "on"), numbers(tmp_path / "off")
     assert [row.keys() for row in on] == [row.keys() for row in standard]
-    for name in (
-        "loss",
-        "grad_norm",
-        "reward_rollout",
-        "mis_ess_mb",
-        "mis_k3_kl",
-    ):
+    for name in ("loss", "grad_norm", "reward_rollout", "mis_ess_mb", "mis_k3_kl"):
         assert [row[name] for row in on] == [row[name] for row in standard]
     assert any(row["grad_norm"] for row in on)

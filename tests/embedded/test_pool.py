@@ -25,9 +25,7 @@ def log_prob(version: int, tokens: Sequence[int]) -> float:
     return -float(hash((version, *tokens)) % 2**30) - 1
 
 
-def each(
-    score: Callable[[Sequence[Sequence[int]], Sequence[int]], Sequence[Sequence[float]]],
-) -> Score:
+def each(score: Callable[[Sequence[Sequence[int]], Sequence[int]], Sequence[Sequence[float]]]) -> Score:
     """A function that scores the batches of all ranks, made of one that scores a batch."""
     return lambda batches: [score(*batch) for batch in batches]
 

@@ -76,13 +76,7 @@ def ran_in_sglang() -> Ran:
     def ran(program: str, *arguments: object, folders: Sequence[Path] = ()) -> str:
         paths = os.pathsep.join(map(str, (ROOT, HERE / "sglang" / "stand_in", *folders)))
         done = subprocess.run(
-            [
-                interpreter("sglang"),
-                "-W",
-                "ignore",
-                ROOT / "tests" / "engines" / program,
-                *map(str, arguments),
-            ],
+            [interpreter("sglang"), "-W", "ignore", ROOT / "tests" / "engines" / program, *map(str, arguments)],
             env=os.environ | {"PYTHONPATH": paths, "SGLANG_USE_CPU_ENGINE": "1", "TORCH_COMPILE_DISABLE": "1"},
             capture_output=True,
             text=True,

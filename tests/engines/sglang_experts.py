@@ -16,10 +16,7 @@ import torch.nn.functional as F
 from safetensors import safe_open
 from safetensors.torch import save_file
 from sglang.srt.layers.moe import fused_moe_native  # pyright: ignore[reportMissingImports]
-from sglang.srt.layers.moe.topk import (  # pyright: ignore[reportMissingImports]
-    StandardTopKOutput,
-    fused_topk_torch_native,
-)
+from sglang.srt.layers.moe.topk import StandardTopKOutput, fused_topk_torch_native  # pyright: ignore[reportMissingImports]
 from torch import Tensor
 
 from true_on_policy.contract.cpu import Contract

@@ -59,12 +59,7 @@ def a_pin(library: Any) -> dict:
     inside = state(library), sglang.settings()["MM DeepGEMM"]
     failures = [str(failure) for dtype in ("bf16", "fp32") for failure in aten_failures(dtype, SHAPES, CPU)]
     undo()
-    return {
-        "inside": inside,
-        "failures": failures,
-        "after": state(library),
-        "restored": registrations() == before,
-    }
+    return {"inside": inside, "failures": failures, "after": state(library), "restored": registrations() == before}
 
 
 def a_nested_context(library: Any) -> dict:
@@ -121,10 +116,7 @@ def two_copies(library: Any) -> dict:
     return {"megatron_second": second, "kept": kept, "sglang_second": first, "after": state(library)}
 
 
-SCENARIOS = (
-    *(a_pin, a_nested_context, a_failing_context, half_an_enable),
-    *(variants, a_silent_fallback, two_copies),
-)
+SCENARIOS = (*(a_pin, a_nested_context, a_failing_context, half_an_enable), *(variants, a_silent_fallback, two_copies))
 
 
 def main() -> None:

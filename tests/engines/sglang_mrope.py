@@ -13,9 +13,7 @@ import sys
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
-from sglang.srt.layers.rotary_embedding.mrope import (  # pyright: ignore[reportMissingImports]
-    MRotaryEmbedding,
-)
+from sglang.srt.layers.rotary_embedding.mrope import MRotaryEmbedding  # pyright: ignore[reportMissingImports]
 
 
 def main(case: str, made: str) -> None:

@@ -25,15 +25,7 @@ from true_on_policy.contract.gpu import model_contract
 from true_on_policy.contract.model_config import stated_size
 from true_on_policy.contract.rounding import ORDERS, NormOrder
 from true_on_policy.contract.sides import ENGINES, TRAINERS
-from true_on_policy.doctor.engine_http import (
-    ALONE,
-    LOG_SOFTMAX,
-    PREFILLED,
-    PROBED,
-    SCORED,
-    SEEDS,
-    observe_engine,
-)
+from true_on_policy.doctor.engine_http import ALONE, LOG_SOFTMAX, PREFILLED, PROBED, SCORED, SEEDS, observe_engine
 from true_on_policy.engines.asking import answer_of
 from true_on_policy.engines.handover import KEY
 from true_on_policy.engines.protocol import Engine, EngineError, Request, Sample
@@ -89,12 +81,7 @@ def test_the_doctor_sees_from_inside_what_http_does_not_tell(engine: SGLang, eng
     """The products have the bits of a trainer that is pinned here, in another process and another environment."""
     seen = load_engine(engine_dump, engine._server.url)
     told = {KERNELS: "batch-invariant", "sglang: aten::mm": "cpu.py of true_on_policy", RANKS: "all"}
-    told |= {
-        "attention": "torch_native",
-        "KV cache": "bfloat16",
-        "tensor parallel": "1",
-        "torch.compile": "off",
-    }
+    told |= {"attention": "torch_native", "KV cache": "bfloat16", "tensor parallel": "1", "torch.compile": "off"}
     assert told.items() <= seen.settings.items()
     assert all(seen.how(name) == "observed" for name in told)
     size = stated_size(json.loads((tiny / "config.json").read_text()))

@@ -22,13 +22,7 @@ from tolerances import normalized_rtol
 from mis_plugins.__main__ import load, main
 from mis_plugins.config import writing
 from mis_plugins.config.loading import presets
-from mis_plugins.config.model import (
-    CorrectionConfig,
-    ObjectiveConfig,
-    OpsmConfig,
-    RejectRule,
-    WeightConfig,
-)
+from mis_plugins.config.model import CorrectionConfig, ObjectiveConfig, OpsmConfig, RejectRule, WeightConfig
 from mis_plugins.config.reading import from_mapping
 from mis_plugins.config.terms.statistics import STATISTICS
 from mis_plugins.explain import formula, six_tokens
@@ -52,11 +46,7 @@ def test_presets_are_read_back(name: str):
 
 
 def test_comments_stand_beside_their_settings():
-    mis = {
-        "weight": {"level": "token", "upper": 1e-5},
-        "reject": [{"over": "min", "lower": 0.5}],
-        "metrics": "full",
-    }
+    mis = {"weight": {"level": "token", "upper": 1e-5}, "reject": [{"over": "min", "lower": 0.5}], "metrics": "full"}
     text = writing.to_yaml(mis, {"weight.upper": "a", "reject[0]": "b", "metrics": "c"})
     assert text.splitlines() == [
         "mis:",

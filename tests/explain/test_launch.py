@@ -94,10 +94,7 @@ GIVEN = ("--", "--extra-args", "--use-tis --custom-tis-function-path x.y", "--up
 
 def branch(test: str) -> tuple:
     script = shell("", OURS).replace("ray job", f"if {test}; then GRPO_ARGS+=(--use-tis); fi\nray job")
-    told = (
-        f"--use-tis (line 13): there only if this holds: {test}",
-        "nothing is proposed as long as that is unsure",
-    )
+    told = (f"--use-tis (line 13): there only if this holds: {test}", "nothing is proposed as long as that is unsure")
     return "run.sh", script, (), 2, told
 
 
@@ -137,23 +134,11 @@ def test_what_is_told_of_a_script(
 @pytest.mark.parametrize(
     ("lines", "told"),
     [
-        (
-            "cat > {file} <<EOF\nuse_tis: $ON\ntis_level: token\ntis_mode: truncate\ntis_upper_bound: 6\nEOF\n",
-            "at 6",
-        ),
-        (
-            "cat <<'EOF' > {file}\nmis:\n  weight: {{level: token, bound: truncate, upper: $X}}\nEOF\n",
-            "upper",
-        ),
-        (
-            "printf 'mis:\\n  weight: {{level: token, bound: truncate, upper: %s}}\\n' 3 >{file}\n",
-            "capped at 3",
-        ),
+        ("cat > {file} <<EOF\nuse_tis: $ON\ntis_level: token\ntis_mode: truncate\ntis_upper_bound: 6\nEOF\n", "at 6"),
+        ("cat <<'EOF' > {file}\nmis:\n  weight: {{level: token, bound: truncate, upper: $X}}\nEOF\n", "upper"),
+        ("printf 'mis:\\n  weight: {{level: token, bound: truncate, upper: %s}}\\n' 3 >{file}\n", "capped at 3"),
         ("echo 'mis: {{weight: {{level: token, bound: truncate, upper: 4}}}}' > {file}\n", "capped at 4"),
-        (
-            "tee {file} <<EOF\nmis: {{weight: {{level: token, bound: truncate, upper: 5}}}}\nEOF\n",
-            "capped at 5",
-        ),
+        ("tee {file} <<EOF\nmis: {{weight: {{level: token, bound: truncate, upper: 5}}}}\nEOF\n", "capped at 5"),
     ],
 )
 def test_a_config_that_the_script_writes_is_read(lines: str, told: str, tmp_path: Path, capsys) -> None:

@@ -81,10 +81,7 @@ SETTINGS = {
         optional={"off_policy_sequence_mask_delta": st.just(0.1), "beta": st.sampled_from([0, 0.04])},
     ),
     "AReaL": st.fixed_dictionaries(
-        {
-            "actor.rejection_sampling.upper": st.sampled_from([2.0, 3.5]),
-            "actor.use_decoupled_loss": st.just("true"),
-        },
+        {"actor.rejection_sampling.upper": st.sampled_from([2.0, 3.5]), "actor.use_decoupled_loss": st.just("true")},
         optional={
             "actor.rejection_sampling.action": st.sampled_from(["mask", "clamp"]),
             "actor.rejection_sampling.lower": st.just(0.5),
@@ -214,11 +211,7 @@ def test_of_several_starts_the_user_says_which() -> None:
 
 
 def test_what_only_the_launch_decides_is_listed_at_once_and_whole() -> None:
-    names = {
-        "rollout_is": "$ROLLOUT_IS",
-        "rollout_is_threshold": "${ROLLOUT_IS_THRESHOLD}",
-        "rollout_rs": "$1",
-    }
+    names = {"rollout_is": "$ROLLOUT_IS", "rollout_is_threshold": "${ROLLOUT_IS_THRESHOLD}", "rollout_rs": "$1"}
     script = " ".join([TRAIN, *(f'{IS}{key}="{name}"' for key, name in names.items()), "data.n=$N"])
     told = r"rollout_is: \$ROLLOUT_IS, rollout_is_threshold: \$\{ROLLOUT_IS_THRESHOLD\}, rollout_rs: \$1; put"
     with pytest.raises(ConfigError, match=f"decides {told} .*{IS}rollout_is=VALUE {IS}rollout_is_threshold=VALUE"):
@@ -401,9 +394,7 @@ def test_the_command_takes_overrides_a_line_and_the_scripts_own_arguments(tmp_pa
     assert main(["config", "from-ms-swift", str(script), f"{MODE}=token_mask"]) == 0
 
 
-def test_without_the_parser_of_bash_a_yaml_works_and_a_script_is_refused(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_without_the_parser_of_bash_a_yaml_works_and_a_script_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "tree_sitter", None)
     assert verl.translate("rollout_is: token").config().weight == WeightConfig(upper=2.0)
     with pytest.raises(ConfigError, match=r"tree_sitter is not installed; pip install 'mis-plugins\[scripts\]'"):

@@ -29,10 +29,7 @@ def four_responses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[
     def rung(name: str, k3: float, logs: list[float]) -> dict:
         by_length = {}
         for length, values in (("10", [3 * log for log in logs]), ("100", logs)):
-            by_length[length] = {
-                "count": 4,
-                "values": {"ratio": dict.fromkeys(("mean", "min", "max"), values)},
-            }
+            by_length[length] = {"count": 4, "values": {"ratio": dict.fromkeys(("mean", "min", "max"), values)}}
         sizes = {"k3": k3, "p99": 0.2, "tokens": 400, "prompts": 4}
         return {"name": name, "words": name, "step": name != "vllm-bf16", "by_length": by_length, **sizes}
 
@@ -56,10 +53,7 @@ def product(lower: float, upper: float) -> CorrectionConfig:
 
 
 TOKEN = RejectRule("ratio", "token", 0.9999, 1.0001)
-OF_LONG, END = (
-    "reject[0] keeps, of sequences of 100 tokens, ",
-    "; measured on 4 responses or more of made-up (docs/",
-)
+OF_LONG, END = ("reject[0] keeps, of sequences of 100 tokens, ", "; measured on 4 responses or more of made-up (docs/")
 WINDOWS = {
     "less than half at one rung": (mean(0.99, 1.001), [f"{OF_LONG}25% at an int5 engine's mismatch (k3 0.1){END}"]),
     "less than half at both": (
@@ -133,11 +127,7 @@ def test_windows_and_presets_of_the_record_agree():
                 kept_by = measured.get(name) or measured[file.stem]  # a name that came later has its file's config
                 seen += 1
                 share = windows[0].keeps(responses)
-                assert share == pytest.approx(kept_by["sequences"], abs=0.09), (
-                    name,
-                    rung.name,
-                    length,
-                )
+                assert share == pytest.approx(kept_by["sequences"], abs=0.09), (name, rung.name, length)
     assert seen > 20
 
 

@@ -53,11 +53,7 @@ def read_back(translation: Translation, folder: Path) -> CorrectionConfig:
 
 @pytest.mark.parametrize("name", VERL)
 def test_verl_presets_become_ours(name: str, tmp_path: Path):
-    for keys in (
-        VERL[name],
-        DEFAULTS | VERL[name],
-        {"algorithm": {"gamma": 1.0, "rollout_correction": VERL[name]}},
-    ):
+    for keys in (VERL[name], DEFAULTS | VERL[name], {"algorithm": {"gamma": 1.0, "rollout_correction": VERL[name]}}):
         translation = from_verl(keys)
         assert translation.config() == preset(f"verl-{name.replace('_', '-')}")
         assert read_back(translation, tmp_path) == translation.config()
@@ -295,10 +291,7 @@ def test_verl_launch_script(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
     assert "upper: 3.0" in capsys.readouterr().out
     config = verl.translate(SCRIPT).config()
     assert config.weight == WeightConfig("sequence", "truncate", upper=3.0)
-    assert config.reject == (
-        RejectRule(over="token", lower=1 / 1.6, upper=1 / 0.6),
-        RejectRule("k2", "max", upper=2.5),
-    )
+    assert config.reject == (RejectRule(over="token", lower=1 / 1.6, upper=1 / 0.6), RejectRule("k2", "max", upper=2.5))
     overridden = verl.translate(SCRIPT, [f"{PREFIX}rollout_is_threshold=5"]).config().weight
     assert overridden == WeightConfig("sequence", "truncate", upper=5.0)
 
@@ -320,10 +313,7 @@ THRESHOLDED = f"\npython3 -m verl {PREFIX}rollout_is=token {PREFIX}rollout_is_th
         ("threshold=$1", "$1"),
         ("threshold=$(cat file)", "$(cat file)"),
         ("threshold=${PAIR%_*}", "${PAIR%_*}"),
-        (
-            "if [ $A = b ]; then threshold=3; else threshold=4; fi",
-            "3 (if [ $A = b ]) or 4 (if not: [ $A = b ])",
-        ),
+        ("if [ $A = b ]; then threshold=3; else threshold=4; fi", "3 (if [ $A = b ]) or 4 (if not: [ $A = b ])"),
         ("set_it() {\n  threshold=3.0\n}", "${threshold}"),
         ("cat > env.sh <<'EOF'\nthreshold=3.0\nEOF", "${threshold}"),
         ("threshold=3.0 python other.py", "${threshold}"),
@@ -591,11 +581,7 @@ def test_areals_yaml(tree: dict, expected: CorrectionConfig, tmp_path: Path):
 
 def test_areals_own_words_stand_beside_each_setting():
     tree = {
-        "rollout": {
-            "max_concurrent_rollouts": 256,
-            "max_head_offpolicyness": 2,
-            "enable_segment_wise_ppo": True,
-        },
+        "rollout": {"max_concurrent_rollouts": 256, "max_head_offpolicyness": 2, "enable_segment_wise_ppo": True},
         "actor": CAPPED | {"prox_logp_method": "loglinear", "importance_sampling_level": "token"},
     }
     text = areal.translate(yaml.safe_dump(tree)).text()

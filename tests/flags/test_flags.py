@@ -177,22 +177,14 @@ def test_a_core_without_a_trainer_is_not_installed() -> None:
 
 
 def config(folder: Path, architecture: str = "Qwen3ForCausalLM", size: Size = MODELS["qwen3-4B"][1], **changes) -> Path:
-    stated = {
-        "architectures": [architecture],
-        **{name: getattr(size, name) for name in size.__dataclass_fields__},
-    }
+    stated = {"architectures": [architecture], **{name: getattr(size, name) for name in size.__dataclass_fields__}}
     (folder / "config.json").write_text(json.dumps(stated | changes))
     return folder
 
 
 def host_args(backend: str, checkpoint: Path, **changes) -> Namespace:
     """What Miles's parser gives for our flags, beside its own defaults."""
-    defaults = {
-        "rollout_temperature": 1.0,
-        "rollout_top_p": 1.0,
-        "rollout_top_k": -1,
-        "train_backend": backend,
-    }
+    defaults = {"rollout_temperature": 1.0, "rollout_top_p": 1.0, "rollout_top_k": -1, "train_backend": backend}
     asked = {flag.attribute: flag.value for flag in launch_flags(CONTRACTS[backend])}
     return Namespace(**defaults | asked | {"hf_checkpoint": str(checkpoint)} | changes)
 
@@ -200,12 +192,7 @@ def host_args(backend: str, checkpoint: Path, **changes) -> Namespace:
 @pytest.mark.parametrize("backend", CONTRACTS)
 def test_a_flag_that_was_not_parsed_is_named(backend: str, tmp_path: Path) -> None:
     """Each in turn, but for those that make another contract or none."""
-    layout = {
-        "sglang_attention_backend",
-        "tensor_model_parallel_size",
-        "context_parallel_size",
-        "train_backend",
-    }
+    layout = {"sglang_attention_backend", "tensor_model_parallel_size", "context_parallel_size", "train_backend"}
     layout |= {"rollout_num_gpus_per_engine", "cp_comm_type"}
     for flag in launch_flags(CONTRACTS[backend]):
         if flag.attribute in layout:
@@ -270,17 +257,11 @@ sglang:
 @pytest.mark.parametrize(
     ("changed", "fault"),
     [
-        (
-            "num_gpus_per_engine: 4",
-            "rollout_num_gpus_per_engine is 4; launch with --rollout-num-gpus-per-engine 8",
-        ),
+        ("num_gpus_per_engine: 4", "rollout_num_gpus_per_engine is 4; launch with --rollout-num-gpus-per-engine 8"),
         ("overrides: {tp_size: 2}", "rollout_num_gpus_per_engine is 2; launch with"),
         ("overrides: {attention_backend: triton}", "sglang_attention_backend is 'triton'; launch with"),
         ("overrides: {enable_mixed_chunk: true}", "sglang_enable_mixed_chunk is True: "),
-        (
-            "overrides: {enable_deterministic_inference: false}",
-            "sglang_enable_deterministic_inference is False; ",
-        ),
+        ("overrides: {enable_deterministic_inference: false}", "sglang_enable_deterministic_inference is False; "),
     ],
 )
 def test_what_a_group_of_engines_overrides_is_checked_too(changed: str, fault: str, tmp_path: Path) -> None:
@@ -365,10 +346,7 @@ def test_models_that_are_not_covered_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("stated", "message"),
     [
-        (
-            None,
-            r"--hf-checkpoint: .*config.json is no model's config that can be read .* takes a folder of this",
-        ),
+        (None, r"--hf-checkpoint: .*config.json is no model's config that can be read .* takes a folder of this"),
         ("{", "--hf-checkpoint: .* is no model's config that can be read"),
         ("[]", "--hf-checkpoint: .* is no model's config"),
         ('{"architectures": null}', "no architecture is not covered; covered are"),

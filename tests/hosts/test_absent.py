@@ -20,10 +20,7 @@ DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 PLACES = {"first": [0], "middle": [2], "last": [4], "everywhere": [0, 1, 2, 3, 4]}
 CONFIG = {
     "weight": {"level": "token", "upper": 2.0},
-    "reject": [
-        {"over": "mean", "lower": 0.5, "upper": 2.0},
-        {"statistic": "k3", "over": "max", "upper": 3.0},
-    ],
+    "reject": [{"over": "mean", "lower": 0.5, "upper": 2.0}, {"statistic": "k3", "over": "max", "upper": 3.0}],
     "denominator": "kept",
 }
 

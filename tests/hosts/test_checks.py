@@ -85,10 +85,7 @@ CALM: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"rollout_top_p": 0.95}, {"metrics": "full"}),
     ({"rollout_top_p": 0.95}, {"opsm": {"delta": 1.0e-4, "reference": "proximal"}}),
     (
-        {
-            "rollout_top_logprobs_num": 0,
-            "custom_generate_function_path": "mis_plugins.mis.generate_with_versions",
-        },
+        {"rollout_top_logprobs_num": 0, "custom_generate_function_path": "mis_plugins.mis.generate_with_versions"},
         CENTER,
     ),
     ({"rollout_top_logprobs_num": 32, "rollout_top_p": 1.0}, CENTER),
@@ -299,7 +296,4 @@ def test_a_host_without_heads_is_told_of_its_own_centering(host: str, offers: bo
 def test_every_check_has_a_case():
     assert {check.name for check in every_check()} == {case[0] for case in FOUND} | {case[0] for case in HELD}
     assert len(NAMED) == len(every_check())
-    assert not {hook for check in HOST_CHECKS for hook in check.hooks} & {
-        "tis",
-        "loss",
-    }  # they ask `CHECKS` alone
+    assert not {hook for check in HOST_CHECKS for hook in check.hooks} & {"tis", "loss"}  # they ask `CHECKS` alone

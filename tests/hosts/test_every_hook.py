@@ -36,16 +36,8 @@ from true_on_policy.hosts.watch import Comparison
 SHIFTS = [[0.5, 0.0, 1.5], [-0.5, 0.25], [0.0, 0.0, 1.0, -1.0]]  # trainer minus engine, of three samples
 UPPER = 2.0
 TIS = {"use_tis": True, "custom_tis_function_path": "mis_plugins.mis.compute_mis_weights_with_cp"}
-FSDP = {
-    **TIS,
-    "custom_tis_function_path": "mis_plugins.mis.compute_mis_weights_fsdp",
-    "train_backend": "fsdp",
-}
-LOSS = {
-    "loss_type": "custom_loss",
-    "custom_loss_function_path": "mis_plugins.mis.policy_loss",
-    "use_tis": True,
-}
+FSDP = {**TIS, "custom_tis_function_path": "mis_plugins.mis.compute_mis_weights_fsdp", "train_backend": "fsdp"}
+LOSS = {"loss_type": "custom_loss", "custom_loss_function_path": "mis_plugins.mis.policy_loss", "use_tis": True}
 SETTINGS = {
     "eps_clip": 0.2, "eps_clip_high": 0.2, "eps_clip_c": None, "use_tis": False, "get_mismatch_metrics": False,
     "qkv_format": "thd", "advantage_estimator": "grpo", "use_rollout_logprobs": False, "skip_actor_forward_only": False,
@@ -138,16 +130,8 @@ RULE = {"over": "token", "statistic": "ratio", "upper": 4.0}
 FSDP_CONFIGS: list[dict[str, Any]] = [
     {"weight": {"level": "token", "bound": "truncate", "upper": UPPER, "normalize": {}}},
     {"weight": {"level": "sequence", "bound": "clip", "lower": 0.8, "upper": UPPER}},
-    {
-        "weight": {"level": "token", "bound": "mask", "upper": UPPER},
-        "reject": [RULE],
-        "denominator": "original",
-    },
-    {
-        "weight": {"level": "token", "bound": "truncate", "upper": UPPER},
-        "reject": [RULE],
-        "denominator": "kept",
-    },
+    {"weight": {"level": "token", "bound": "mask", "upper": UPPER}, "reject": [RULE], "denominator": "original"},
+    {"weight": {"level": "token", "bound": "truncate", "upper": UPPER}, "reject": [RULE], "denominator": "kept"},
     {"weight": None, "reject": [RULE | {"over": "max"}]},
 ]
 
@@ -306,10 +290,7 @@ def stream(version: int) -> AsyncIterator[dict[str, Any]]:
 
     async def told() -> AsyncIterator[dict[str, Any]]:
         meta = {"output_token_logprobs": rows, "completion_tokens": 2, "weight_version": str(version)}
-        yield {
-            "text": "ab",
-            "meta_info": meta | {"finish_reason": {"type": "stop"}, "weight_versions": [span]},
-        }
+        yield {"text": "ab", "meta_info": meta | {"finish_reason": {"type": "stop"}, "weight_versions": [span]}}
 
     return told()
 
@@ -362,10 +343,7 @@ def test_a_need_that_no_address_answers_names_what_still_works(host: Bodies, mon
 
 
 def test_a_host_that_moved_its_tracking_is_not_taken_for_another(host: Bodies, monkeypatch: pytest.MonkeyPatch) -> None:
-    for need in (
-        host.layout.needs.tracking,
-        getattr(host.layout.needs, "parallel", host.layout.needs.tracking),
-    ):
+    for need in (host.layout.needs.tracking, getattr(host.layout.needs, "parallel", host.layout.needs.tracking)):
         for address in need.addresses:
             monkeypatch.delitem(sys.modules, address.module, raising=False)
     with pytest.raises(NeedError, match="has moved or dropped its tracker"):

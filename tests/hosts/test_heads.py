@@ -98,9 +98,7 @@ def test_miles_leaves_the_head_of_a_stream_on_the_sample(incremental: bool, monk
     assert told(getattr(sample, HEAD)) == expected(0, 1, 2, 3)
 
 
-def test_a_stream_that_is_asked_for_again_has_the_head_of_its_last_try(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_stream_that_is_asked_for_again_has_the_head_of_its_last_try(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(generate, "PAUSE_S", 0.0)
     tries = []
 
@@ -161,10 +159,7 @@ def called(sample: Any, **args: Any) -> None:
 
 
 def test_slime_asks_in_every_call_and_joins_what_the_calls_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    requests, sample = (
-        slime(monkeypatch, [0, 1], [], [2]),
-        Sample(),
-    )  # aborted, aborted before a token, finished
+    requests, sample = (slime(monkeypatch, [0, 1], [], [2]), Sample())  # aborted, aborted before a token, finished
     for _ in range(3):
         called(sample, mis=CENTER)
     assert told(getattr(sample, HEAD)) == expected(0, 1, 2)

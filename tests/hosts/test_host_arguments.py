@@ -116,12 +116,7 @@ def test_records_name_what_they_were_made_from(record: str):
         assert re.match(r"# Arguments of .*, .*\.py at [0-9a-f]{9} and", first) and " read: " in lines.pop(0)
     else:
         assert f"lab.host_arguments {record} CHECKOUT`; CHECKOUT at " in first
-    assert lines == sorted(lines) and {line.split()[1] for line in lines} <= {
-        "switch",
-        "number",
-        "text",
-        "other",
-    }
+    assert lines == sorted(lines) and {line.split()[1] for line in lines} <= {"switch", "number", "text", "other"}
 
 
 @pytest.mark.parametrize(

@@ -13,17 +13,7 @@ from typing import Any
 import oracle
 import pytest
 import torch
-from batches import (
-    LEVELS,
-    MASK_TYPES,
-    Batch,
-    batches,
-    broken_batches,
-    configs,
-    host_args,
-    make_batch,
-    ratio_batch,
-)
+from batches import LEVELS, MASK_TYPES, Batch, batches, broken_batches, configs, host_args, make_batch, ratio_batch
 from drive import assert_all_same, assert_same_bytes, call, one_rank, run, same_bytes
 from hypothesis import given
 from test_rollout_data_hook import rollout_data
@@ -155,10 +145,7 @@ def test_half_precision_is_cast_before_the_subtraction(dtype: torch.dtype, level
     """-9.0 and -8.9375 in half precision: their exact difference, not one of 8 or 11 bits; exp(20) is finite."""
     batch = make_batch([([-9.0, -0.001], [-8.9375, -20.0], [1, 1]), ([-9.0], [-8.9375], [1])])
     half = Batch(
-        [x.to(dtype) for x in batch.proximal],
-        [x.to(dtype) for x in batch.behavior],
-        batch.loss_masks,
-        batch.prompts,
+        [x.to(dtype) for x in batch.proximal], [x.to(dtype) for x in batch.behavior], batch.loss_masks, batch.prompts
     )
     config = {"weight": {"level": level, "bound": "mask", "upper": 1e8, "lower": 1e-8}}
     single = Batch(
@@ -216,10 +203,7 @@ def test_our_own_metrics():
     batch.proximal[0][1] = 30.0  # log ratio 31: beyond the clamp
     found = run(
         batch,
-        {
-            "weight": {"upper": 2.0},
-            "reject": [{"over": "token", "upper": 1e20}, {"over": "max", "upper": 1e20}],
-        },
+        {"weight": {"upper": 2.0}, "reject": [{"over": "token", "upper": 1e20}, {"over": "max", "upper": 1e20}]},
         rollout_function_path="mine.rollout",
     )
     value = {name: float(found.metrics[name][0][0]) for name in OURS}
@@ -321,10 +305,7 @@ SILENT: list[dict[str, Any]] = [{}, {"mis": {"metrics": "core"}}, {"use_rs": Fal
 SAID: list[tuple[dict[str, Any], str]] = [
     (FLAT, "tis_upper_bound, use_rs, rs_veto_threshold"),
     ({"use_rs": True}, "use_rs"),
-    (
-        {"tis_mode": "mask", "tis_batch_normalize": True, **FLAT, "use_rs": False},
-        "tis_upper_bound, rs_veto_threshold",
-    ),
+    ({"tis_mode": "mask", "tis_batch_normalize": True, **FLAT, "use_rs": False}, "tis_upper_bound, rs_veto_threshold"),
     ({"tis_upper_bound": 2.0, "use_rs": False, "rs_veto_threshold": None}, "tis_upper_bound"),
     ({"mis": {"weight": {"bound": "mask", "upper": 1.1}}}, "mis.weight"),
     ({"mis": {"segment_wise": {"enabled": False, "weight_cap": 3}}}, "mis.segment_wise"),

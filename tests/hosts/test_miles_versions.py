@@ -128,10 +128,7 @@ def answer(count: Any, *rows: Any) -> dict[str, Any]:
     ("sent", "message"),
     [
         ([answer(3, [-1.0, 1])], "completion_tokens: 3"),
-        (
-            [answer(2, [-1.0, 1], [-1.0, 2]), answer(1, [-1.0, 1])],
-            "1 log-probs after 2, and completion_tokens: 1",
-        ),
+        ([answer(2, [-1.0, 1], [-1.0, 2]), answer(1, [-1.0, 1])], "1 log-probs after 2, and completion_tokens: 1"),
         ([{"error": {"message": "out of memory"}}], "the engine answered .*out of memory"),
         ([answer(1, [None, 1])], "a log-prob and a token in each entry"),
         ([answer(1, [-1.0, "x"])], "a log-prob and a token in each entry"),

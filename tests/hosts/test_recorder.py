@@ -94,10 +94,7 @@ def test_each_step_is_reported_once_and_the_last_by_flush(tracked: list[dict]):
         recorder.record(micro_batch([[ratio]], EVERYTHING))
     recorder.flush(ARGS)
     recorder.flush(ARGS)
-    assert [(row["train/step"], row["train/mis_step/ratio_mean"]) for row in tracked] == [
-        (0, pytest.approx(2)),
-        (1, 1),
-    ]
+    assert [(row["train/step"], row["train/mis_step/ratio_mean"]) for row in tracked] == [(0, pytest.approx(2)), (1, 1)]
 
 
 BOUNDED = ("ratio", "k1", "k2", "k3", "binary_kl", "abs_prob_diff")
@@ -450,10 +447,7 @@ def of_rank(rank: int, batches: list[Batch], config: dict, cp: int) -> tuple[lis
 
 RANK_BATCHES = [
     make_batch(
-        [
-            ([-1.0, -2.0, -0.5, -1.5, -0.1], [-1.1, -1.0, -0.5, -2.0, -0.1], [1, 1, 0, 1, 1]),
-            ([-3.0], [-2.0], [1]),
-        ]
+        [([-1.0, -2.0, -0.5, -1.5, -0.1], [-1.1, -1.0, -0.5, -2.0, -0.1], [1, 1, 0, 1, 1]), ([-3.0], [-2.0], [1])]
     ),
     make_batch([([-0.2, -0.4, -0.6], [-0.3, -0.1, -0.9], [1, 1, 1]), ([-1.0] * 4, [-1.0] * 4, [0, 0, 0, 0])]),
 ]
@@ -461,11 +455,7 @@ RANK_BATCHES = [
 
 def test_ranks_report_what_one_process_does(tmp_path: Path, tracked: list[dict]):
     """Two data-parallel ranks times two context-parallel ones."""
-    config = {
-        "weight": {"upper": 1.5},
-        "reject": [{"over": "mean", "lower": 0.5, "upper": 2.0}],
-        "metrics": "all",
-    }
+    config = {"weight": {"upper": 1.5}, "reject": [{"over": "mean", "lower": 0.5, "upper": 2.0}], "metrics": "all"}
     found = run_ranks(4, 2, lambda rank: of_rank(rank, RANK_BATCHES, config, 2), tmp_path)
     assert [len(logged) for logged, _ in found] == [1, 0, 0, 0]
     alone = Recorder()
@@ -481,11 +471,7 @@ def test_of_ranks_that_hold_the_same_sequences_one_counts_them():
     """The others add their tokens alone."""
     c = micro_batch([[0.01, 1.0], [1.0, 1.2]], VETO | {"weight": {"level": "sequence"}})
     first, other = (watch(c, counts_sequences=counts).named_sums for counts in (True, False))
-    assert {name: value for name, value in other.items() if value} == {
-        "valid": 4.0,
-        "kept": 2.0,
-        "usable": 4.0,
-    }
+    assert {name: value for name, value in other.items() if value} == {"valid": 4.0, "kept": 2.0, "usable": 4.0}
     assert first.items() >= {"valid": 4.0, "kept": 2.0, "micro_batches": 1.0, "product_count": 2.0}.items()
 
 

@@ -128,10 +128,7 @@ def trained(
     monkeypatch.setattr(rollout_hooks, "current", lambda args: every_host()[host])
     numbered = {"rollout_id": rollout} if host == "miles" else {}
     args = host_args(
-        mis={"resplit_every": every},
-        use_dynamic_batch_size=isinstance(groups, list),
-        more=numbered,
-        **settings,
+        mis={"resplit_every": every}, use_dynamic_batch_size=isinstance(groups, list), more=numbered, **settings
     )
     args.use_tis = False
     own = groups if isinstance(groups, list) else [[*range(i, i + groups)] for i in range(0, SAMPLES, groups)]
@@ -221,8 +218,7 @@ def test_a_hook_that_another_function_calls_cannot_ask_the_trainer(monkeypatch: 
     rescore = every_host()["slime"].rescore
     assert rescore is not None
     with pytest.raises(
-        InputError,
-        match="slime.backends.megatron_utils.actor:MegatronTrainRayActor.train_actor does not call this",
+        InputError, match="slime.backends.megatron_utils.actor:MegatronTrainRayActor.train_actor does not call this"
     ):
         rescore(host_args(), data, Ranks())
 
@@ -232,11 +228,7 @@ def test_a_hook_that_another_function_calls_cannot_ask_the_trainer(monkeypatch: 
 
 @pytest.mark.parametrize(
     ("value", "said"),
-    [
-        (0, "got 0; give at least 1 rollout"),
-        (2.5, "got 2.5; expected a whole number"),
-        ("x", "expected a number"),
-    ],
+    [(0, "got 0; give at least 1 rollout"), (2.5, "got 2.5; expected a whole number"), ("x", "expected a number")],
 )
 def test_a_number_of_rollouts_that_cannot_be_is_refused(value: Any, said: str) -> None:
     with pytest.raises(ConfigError, match=f"mis.resplit_every: {said}|mis.resplit_every: got 'x'; {said}"):

@@ -280,10 +280,7 @@ def nucleus(*kept: list[int]) -> dict[str, Any]:
     """What slime keeps of the tokens that each one was sampled from."""
     offsets = [sum(map(len, kept[:i])) for i in range(len(kept) + 1)]
     flat = torch.tensor(sum(kept, []), dtype=torch.int32)
-    return {
-        "rollout_top_p_token_ids": flat,
-        "rollout_top_p_token_offsets": torch.tensor(offsets, dtype=torch.int32),
-    }
+    return {"rollout_top_p_token_ids": flat, "rollout_top_p_token_offsets": torch.tensor(offsets, dtype=torch.int32)}
 
 
 UNCHANGED = {

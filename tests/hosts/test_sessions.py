@@ -73,9 +73,6 @@ def test_the_filter_leaves_sessions_and_takes_a_turn_without_log_probs() -> None
     whole, broken = samples(), samples()
     mis.drop_broken_samples(Namespace(), [[whole[0], whole[1:3], whole[3]]])
     assert not any(sample.remove_sample for sample in whole) and whole[3].rollout_log_probs == []
-    broken[0].rollout_log_probs[3], broken[1].rollout_log_probs[0] = (
-        math.nan,
-        math.nan,
-    )  # a tool's token, an engine's
+    broken[0].rollout_log_probs[3], broken[1].rollout_log_probs[0] = (math.nan, math.nan)  # a tool's token, an engine's
     mis.drop_broken_samples(Namespace(), [broken])
     assert [sample.remove_sample for sample in broken] == [False, True, False, False]

@@ -99,8 +99,7 @@ def test_an_evaluation_is_the_hosts_own(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @pytest.mark.parametrize(
-    ("meta", "message"),
-    [({"weight_version": "3"}, "meta_info: no weight_versions"), (None, ".*Error")],
+    ("meta", "message"), [({"weight_version": "3"}, "meta_info: no weight_versions"), (None, ".*Error")]
 )
 def test_an_answer_without_spans_is_refused(meta: Any, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """By the conversion: slime logs what is raised here, and waits."""

@@ -42,15 +42,9 @@ MISSING = [
     ({}, f"give --use-tis --custom-tis-function-path {TIS}$"),
     ({"use_tis": True}, f"give --custom-tis-function-path {TIS}$"),
     ({"custom_tis_function_path": TIS}, "give --use-tis$"),
-    (
-        {"custom_tis_function_path": TIS, "use_tis": True, "loss_type": "sft_loss"},
-        f"does not call .* {TIS} with",
-    ),
+    ({"custom_tis_function_path": TIS, "use_tis": True, "loss_type": "sft_loss"}, f"does not call .* {TIS} with"),
     ({"mis": OPSM}, "give --loss-type custom_loss --custom-loss-function-path mis_plugins.mis.policy_loss$"),
-    (
-        {"loss_type": "custom_loss", "custom_loss_function_path": "a.b"},
-        "a.b corrects nothing; give --loss-type",
-    ),
+    ({"loss_type": "custom_loss", "custom_loss_function_path": "a.b"}, "a.b corrects nothing; give --loss-type"),
 ]
 
 
@@ -69,12 +63,7 @@ SILENT = [
     {"get_mismatch_metrics": True},
     {"mis": {"metrics": "full"}},
     {"mis": None},
-    {
-        "mis": None,
-        "tis_upper_bound": 2.0,
-        "use_tis": True,
-        "custom_tis_function_path": "examples.mis.weights",
-    },
+    {"mis": None, "tis_upper_bound": 2.0, "use_tis": True, "custom_tis_function_path": "examples.mis.weights"},
 ]
 
 

@@ -37,10 +37,7 @@ def test_every_switch_is_turned_and_turned_back(write: Write, switches, before: 
     library = sys.modules["deep_gemm"]
     getters = [getter for _, getter in switches]
     assert all(getattr(library, getter)() is True for getter in getters)
-    assert deep_gemm.settings() == {
-        "DeepGEMM switch": ", ".join(getters),
-        "DeepGEMM mode": "deterministic",
-    }
+    assert deep_gemm.settings() == {"DeepGEMM switch": ", ".join(getters), "DeepGEMM mode": "deterministic"}
     assert failures() == []
     undo()
     assert all(getattr(library, getter)() is before for getter in getters)

@@ -99,23 +99,14 @@ def test_tf32_that_is_allowed_inside_a_pin_is_found(trainer: ModuleType, allowed
 
 
 def test_a_cpu_pin_and_a_gpu_pin_refuse_each_other(trainer: ModuleType):
-    with (
-        pinned(CONTRACT),
-        pytest.raises(PinError, match=r"'native', but 'megatron\+flash_attention' is pinned"),
-    ):
+    with pinned(CONTRACT), pytest.raises(PinError, match=r"'native', but 'megatron\+flash_attention' is pinned"):
         pin(Contract())
-    with (
-        pinned(Contract()),
-        pytest.raises(PinError, match=r"'megatron\+flash_attention', but 'native' is pinned"),
-    ):
+    with pinned(Contract()), pytest.raises(PinError, match=r"'megatron\+flash_attention', but 'native' is pinned"):
         pin(CONTRACT)
 
 
 def test_another_trainers_contract_is_refused(trainer: ModuleType):
-    with (
-        pinned(CONTRACT),
-        pytest.raises(PinError, match=r"'sglang\+deep_gemm\+flash_attention', but 'megatron"),
-    ):
+    with pinned(CONTRACT), pytest.raises(PinError, match=r"'sglang\+deep_gemm\+flash_attention', but 'megatron"):
         pin(FSDP)
 
 
@@ -160,10 +151,7 @@ def test_no_device_is_not_seen(trainer: ModuleType, monkeypatch):
 
 
 def test_shapes_of_a_model_and_of_a_rank():
-    assert gpu.shapes(CONTRACT).linear == (
-        *((2560, 6144), (4096, 2560), (2560, 19456), (9728, 2560)),
-        (2560, 151936),
-    )
+    assert gpu.shapes(CONTRACT).linear == (*((2560, 6144), (4096, 2560), (2560, 19456), (9728, 2560)), (2560, 151936))
     size = MODELS["qwen3-4B"][1]
     rank = gpu.shapes(dataclasses.replace(CONTRACT, trainer_tp=8, engine_tp=8, size=size))
     assert rank.linear == ((2560, 768), (512, 2560), (2560, 2432), (1216, 2560), (2560, 18992))

@@ -15,13 +15,7 @@ from lab.gpu.decoding import decode_failures, mixed_failures
 from true_on_policy.bitwise import equal_bits
 from true_on_policy.contract.cpu import Shapes
 from true_on_policy.kernels import gpu_probes
-from true_on_policy.kernels.gpu_probes import (
-    attention_failures,
-    digest,
-    drawing,
-    in_company,
-    product_failures,
-)
+from true_on_policy.kernels.gpu_probes import attention_failures, digest, drawing, in_company, product_failures
 
 CPU = torch.device("cpu")
 SHAPES = Shapes(linear=((8, 6),), attention=((4, 2, 8),))

@@ -83,11 +83,7 @@ def test_only_what_is_equal_at_each_shape_takes_the_place_of_the_eager_function(
 
     monkeypatch.setattr(compiled_functions, "_compile", seen)
     compiled_functions._by_rows.cache_clear()
-    some = [
-        Tried("rms_norm", "8", None),
-        Tried("add_residual", "8", None),
-        Tried("add_residual", "16", "1 rows"),
-    ]
+    some = [Tried("rms_norm", "8", None), Tried("add_residual", "8", None), Tried("add_residual", "16", "1 rows")]
     stream, weight, order = torch.randn(2, 3, 8), torch.ones(8), ORDERS["sglang"]
     plain = rms_norm(stream, weight, 1e-6, order)
     with pytest.raises(ZeroDivisionError), compiled_where_equal(some) as kept:

@@ -96,10 +96,7 @@ def sharded(model: Any, dtype: torch.dtype) -> Any:
     """Shard a model as Miles does: each layer that transformers names, and then the rest."""
     if not dist.is_initialized():
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # pyright: ignore[reportPrivateImportUsage]
-    options: Any = {
-        "mesh": init_device_mesh("cpu", (1,)),
-        "mp_policy": MixedPrecisionPolicy(dtype, torch.float32),
-    }
+    options: Any = {"mesh": init_device_mesh("cpu", (1,)), "mp_policy": MixedPrecisionPolicy(dtype, torch.float32)}
     for module in list(model.modules()):
         if type(module).__name__ in model._no_split_modules:
             fully_shard(module, **options)

@@ -23,18 +23,7 @@ import pytest
 import torch
 
 from lab import run_in_host
-from lab.in_host import (
-    bends,
-    by_version,
-    dumps,
-    importing,
-    launching,
-    on_policy,
-    processes,
-    timed,
-    trees,
-    verdict,
-)
+from lab.in_host import bends, by_version, dumps, importing, launching, on_policy, processes, timed, trees, verdict
 from lab.in_host.bends import BENDS, Bend, Line
 from lab.in_host.launching import Sizes
 from lab.in_host.rows import MIXTURE, ROWS, STOPPED
@@ -539,10 +528,7 @@ def test_bits_are_compared_and_not_values() -> None:
     def row(*pairs: tuple[float, float], live: bool = True) -> dumps.Recorded:
         return dumps.Recorded([a for a, _ in pairs], [b for _, b in pairs], [0.0] * len(pairs), [live] * len(pairs))
 
-    assert verdict.bits([[row((0.5, 0.5), (0.0, -0.0))], [row((1.0, 1.5)), row((1.0, 2.0), live=False)]]) == (
-        3,
-        2,
-    )
+    assert verdict.bits([[row((0.5, 0.5), (0.0, -0.0))], [row((1.0, 1.5)), row((1.0, 2.0), live=False)]]) == (3, 2)
 
 
 def test_the_certificate_is_that_of_the_records() -> None:
@@ -649,15 +635,7 @@ def test_a_launch_script_checks_a_config_of_its_own_hook() -> None:
 
 
 def test_fsdp_takes_no_flag_of_megatron(tmp_path: Path) -> None:
-    given = [
-        "--train-backend",
-        "fsdp",
-        "--colocate",
-        "--attn-implementation",
-        "flash_attention_2",
-        "--save",
-        "x",
-    ]
+    given = ["--train-backend", "fsdp", "--colocate", "--attn-implementation", "flash_attention_2", "--save", "x"]
     words = launching.shrunk_fsdp(given, tmp_path, tmp_path, Sizes())
     assert not {"--colocate", "--save", "--tensor-model-parallel-size", "--spec"} & set(words)
     assert words[len(words) - words[::-1].index("--attn-implementation")] == "sdpa"

@@ -87,8 +87,7 @@ FATES = ("killed", "survived", "too slow", "survived")
 
 def test_an_unknown_file_is_refused() -> None:
     with pytest.raises(
-        SystemExit,
-        match=r"no\.py: no such file of correction, config/terms, .*; choose from m2po\.py, opsm\.py, pipe",
+        SystemExit, match=r"no\.py: no such file of correction, config/terms, .*; choose from m2po\.py, opsm\.py, pipe"
     ):
         mutation.sources(["no.py"])
 
@@ -126,7 +125,4 @@ def test_a_matrix_names_every_case_that_kills_and_goes_on_where_it_stopped(
     assert [name[-6:] for name in found[first.name]["killers"]] == ["test_a", "test_c"]
     monkeypatch.setattr(mutation, "fates", lambda missing, *_: iter([(one, {"fate": "new"}) for one in missing]))
     again = mutation.measure(chosen, known, 1, record, matrix=True)
-    assert again[first.name] == found[first.name] and {fate["fate"] for fate in again.values()} == {
-        "killed",
-        "new",
-    }
+    assert again[first.name] == found[first.name] and {fate["fate"] for fate in again.values()} == {"killed", "new"}

@@ -28,10 +28,7 @@ COST = Result("Cost", ("kernel", "pinned / stock"), (("linear", 1.25),))
 
 def receipt(*results: Result, **measured: Any) -> Receipt:
     on = Measured("run", "0123456789ab", "3.12", "a CPU", "cuda", "an H100", "570", "80 GB", "2.11", "13.0", {})
-    sections = (
-        Section("model", "done", 1.0, (LINKS,) * (BROKEN in results)),
-        Section("kernels", "done", 2.0, results),
-    )
+    sections = (Section("model", "done", 1.0, (LINKS,) * (BROKEN in results)), Section("kernels", "done", 2.0, results))
     return Receipt(1, replace(on, **measured), {"pins": "megatron"}, sections)
 
 

@@ -228,12 +228,7 @@ def test_two_ranks_score_a_half_of_the_vocabulary_each(tmp_path: Path) -> None:
     batch, half = positions(41, 4), VOCABULARY // 2
     logits, weigh = logits_of(batch, torch.float64), weigh_with(weight_config("truncate"))
     alone = center(
-        logits,
-        target_of(batch, logits),
-        all_of(batch),
-        candidates_of(batch, torch.float64),
-        weigh,
-        TEMPERATURE,
+        logits, target_of(batch, logits), all_of(batch), candidates_of(batch, torch.float64), weigh, TEMPERATURE
     )
     (wanted,) = torch.autograd.grad(alone.log_probs.sum(), logits)
 
@@ -291,10 +286,7 @@ def test_nothing_of_the_vocabularys_size_is_made(monkeypatch: pytest.MonkeyPatch
     with Largest() as forward:
         term = center(logits, target, every, head, weigh_with(weight_config("truncate")))
     assert forward.peak < 2 * tokens * k * 4
-    outputs, received = (
-        [term.log_probs, logits.view_as(logits)],
-        [torch.ones(tokens), torch.zeros_like(logits)],
-    )
+    outputs, received = ([term.log_probs, logits.view_as(logits)], [torch.ones(tokens), torch.zeros_like(logits)])
     with Largest() as backward:
         (gradient,) = torch.autograd.grad(outputs, logits, received)
     assert gradient.any() and backward.peak < 2 * tokens * k * 4
@@ -304,11 +296,7 @@ def test_a_gradient_that_is_one_number_expanded_is_not_written_to() -> None:
     batch = positions(51, 4)
     logits = logits_of(batch, torch.float64)
     term = center(
-        logits,
-        target_of(batch, logits).detach(),
-        all_of(batch),
-        candidates_of(batch, torch.float64),
-        weigh_with(None),
+        logits, target_of(batch, logits).detach(), all_of(batch), candidates_of(batch, torch.float64), weigh_with(None)
     )
     (term.log_probs.sum() + logits.sum()).backward()
     assert logits.grad is not None and logits.grad.is_contiguous()

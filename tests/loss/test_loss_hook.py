@@ -144,11 +144,7 @@ class Outcome:
 
 
 def call(
-    step: Step,
-    mis_config: dict | None = None,
-    host: str = "miles",
-    without: Sequence[str] = (),
-    **settings: Any,
+    step: Step, mis_config: dict | None = None, host: str = "miles", without: Sequence[str] = (), **settings: Any
 ) -> Outcome:
     args = flags(**settings) if mis_config is None else flags(mis=mis_config, **settings)
     batch = {name: value for name, value in step.batch().items() if name not in without}
@@ -282,11 +278,7 @@ NORMALIZED = {"weight": {"level": "sequence", "bound": "mask", "upper": 2.5,
                          "normalize": {"scope": "micro_batch", "over": "kept"}}}  # fmt: skip
 RULES = {"weight": None, "reject": [{"over": "mean", "lower": 0.8, "upper": 1.3}]}
 CORRECTIONS = [{}, {"denominator": "kept"}, TIS, KEPT, NORMALIZED, RULES]
-OPSM = [
-    {},
-    {"opsm": {"delta": 0.05}},
-    {"opsm": {"delta": 0.05, "advantage": "sequence", "reference": "proximal"}},
-]
+OPSM = [{}, {"opsm": {"delta": 0.05}}, {"opsm": {"delta": 0.05, "advantage": "sequence", "reference": "proximal"}}]
 OBJECTIVES = [
     ({}, Spec()),
     ({}, Spec(dual=1.2)),
@@ -479,11 +471,7 @@ def test_sampling_support_is_refused_on_miles(name: str):
 
 def test_sampling_support_that_no_sample_has_is_none():
     plain = call(random_step(0), TIS)
-    for carried in (
-        dict.fromkeys(SUPPORT),
-        dict.fromkeys(SUPPORT, [None] * len(LENGTHS)),
-        dict.fromkeys(SUPPORT, []),
-    ):
+    for carried in (dict.fromkeys(SUPPORT), dict.fromkeys(SUPPORT, [None] * len(LENGTHS)), dict.fromkeys(SUPPORT, [])):
         assert_same(with_support("miles", carried, use_sampling_support_replay=False), plain)
 
 
@@ -705,10 +693,7 @@ GARBAGE = [math.nan, math.inf, -math.inf]
 ROBUST = [
     TIS | {"opsm": {"delta": 0.05}},
     KEPT | {"objective": {"ratio": "sequence", "weigh_kl": True}},
-    {
-        "weight": {"level": "sequence", "upper": 2.0},
-        "objective": {"old": "behavior", "surrogate": "reinforce"},
-    },
+    {"weight": {"level": "sequence", "upper": 2.0}, "objective": {"old": "behavior", "surrogate": "reinforce"}},
 ]
 
 
@@ -720,10 +705,7 @@ def test_nothing_under_the_mask_counts(config: dict, value: float):
     hidden = Step(
         [
             dataclasses.replace(
-                x,
-                old=hide(x.old, x.mask),
-                reference=hide(x.reference, x.mask),
-                advantages=hide(x.advantages, x.mask),
+                x, old=hide(x.old, x.mask), reference=hide(x.reference, x.mask), advantages=hide(x.advantages, x.mask)
             )
             for x in step.responses
         ],
@@ -853,12 +835,7 @@ def test_what_weighs_nothing_is_not_left():
     assert not share_of(step, opsm | {"weight": {"bound": "clip"}}).all_rejected
 
 
-KEPT = {
-    "weight": None,
-    "denominator": "kept",
-    "opsm": {"delta": 0.05},
-    "reject": [{"over": "token", "upper": 1.05}],
-}
+KEPT = {"weight": None, "denominator": "kept", "opsm": {"delta": 0.05}, "reject": [{"over": "token", "upper": 1.05}]}
 
 
 def test_what_everything_rejected_gives_back_is_given_to_nobody_else():
@@ -1016,24 +993,12 @@ def test_without_opsm_nothing_of_it_is_reported(logged: list[dict]):
 def test_metrics_count_what_keep_gave_back(logged: list[dict]):
     """Rules leave one sequence and OPSM masks that one: the loss is of everything, and so are the metrics."""
     rule = {"statistic": "k1", "over": "sum", "lower": 34.0}
-    config = {
-        "weight": None,
-        "reject": [rule],
-        "opsm": {"delta": 0.05},
-        "on_all_rejected": "keep",
-        "metrics": "all",
-    }
+    config = {"weight": None, "reject": [rule], "opsm": {"delta": 0.05}, "on_all_rejected": "keep", "metrics": "all"}
     mis.report_step(flags(), 0, 0)
     step = all_bad(random_step(5))
     found = call(step, config, calculate_per_token_loss=True).metrics
     mis.report_step(flags(), 0, 1)
-    names = (
-        "all_rejected_fraction",
-        "kept_fraction",
-        "kept_sequences",
-        "applied_valid_mean",
-        "sequence_applied_min",
-    )
+    names = ("all_rejected_fraction", "kept_fraction", "kept_sequences", "applied_valid_mean", "sequence_applied_min")
     assert {name: logged[0][name] for name in names} == dict.fromkeys(names, 1.0)
     valid = [sum(x.mask) for x in step.responses]
     assert logged[0]["tokens"] == sum(valid)

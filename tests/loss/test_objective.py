@@ -41,10 +41,7 @@ from mis_plugins.packing.ragged import Ragged, Ranks
 KINK = 1000 * FINITE_STEP  # so that a finite difference does not straddle one
 KL_TYPES = tuple(ESTIMATORS)
 APART = sorted(SURROGATES.keys() - {name for name, _ in TERMS})  # each in a file of its own
-EVERY_TERM = [
-    *TERMS,
-    *((name, ratio) for name in APART for ratio in import_module(f"mis_plugins.loss.{name}").TERMS),
-]
+EVERY_TERM = [*TERMS, *((name, ratio) for name in APART for ratio in import_module(f"mis_plugins.loss.{name}").TERMS)]
 UNCLIPPED = ("reinforce", "sapo", "vespo")  # surrogates that hold no token back
 
 

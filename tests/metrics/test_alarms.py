@@ -144,8 +144,7 @@ def test_a_step_in_which_every_weight_is_one_is_told(rows: list[list[float]], we
 
 
 @pytest.mark.parametrize(
-    ("metrics", "where"),
-    [("watch", "train/mis_step/rule_0_rejected_fraction"), ("full", "`mis.metrics: watch`")],
+    ("metrics", "where"), [("watch", "train/mis_step/rule_0_rejected_fraction"), ("full", "`mis.metrics: watch`")]
 )
 def test_what_says_which_rule_rejects_everything_is_in_the_log_or_is_asked_for(metrics: str, where: str):
     config = from_mapping({"metrics": metrics, "weight": None, "reject": [{"upper": 2.0}]})

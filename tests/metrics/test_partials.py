@@ -100,12 +100,7 @@ def whole_step(batch: Batch, config: CorrectionConfig) -> Partials:
 # ------------------------------------------------------------------------------------------------ whatever the split
 
 
-@given(
-    batches(min_sequences=1) | broken_batches(),
-    configs(metrics="full"),
-    st.sampled_from([1, 2, 3, 4]),
-    st.data(),
-)
+@given(batches(min_sequences=1) | broken_batches(), configs(metrics="full"), st.sampled_from([1, 2, 3, 4]), st.data())
 def test_any_split_adds_up_to_the_same(batch: Batch, config: dict, cp: int, data: st.DataObject):
     """Micro-batches, their order, data-parallel and context-parallel ranks."""
     if config["weight"]:

@@ -10,16 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tolerances import EPS64
 
-from mis_plugins.metrics.sketch import (
-    LARGEST,
-    LONG,
-    RELATIVE_ERROR,
-    SIZE,
-    SMALLEST,
-    edges,
-    histograms,
-    quantile,
-)
+from mis_plugins.metrics.sketch import LARGEST, LONG, RELATIVE_ERROR, SIZE, SMALLEST, edges, histograms, quantile
 
 CPU = torch.device("cpu")
 

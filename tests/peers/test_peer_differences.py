@@ -47,10 +47,7 @@ def weights_of(batch: Rows, weight: dict, **more: Any) -> list[float]:
 def test_chi2_sequence_differs():
     """D1. verl means products, ms-swift geometric means, under one name. We have both, under two."""
     batch = fixed_rows([[0.1] * 20, [-0.05] * 20])
-    theirs = (
-        verl.correction(batch, {})[2]["rollout_corr/chi2_seq"],
-        ms_swift.mismatch_metrics(batch)["chi2_seq"],
-    )
+    theirs = (verl.correction(batch, {})[2]["rollout_corr/chi2_seq"], ms_swift.mismatch_metrics(batch)["chi2_seq"])
     assert (round(theirs[0], 1), round(theirs[1], 4)) == (26.4, 0.0631)
     found = our_metrics(batch, {"weight": None})
     close(found["chi2_sequence"], theirs[0])
@@ -368,12 +365,7 @@ def test_empty_response_differs():
     It is nothing to us. verl itself leaves it out of what one rejection option reports, but not of all together.
     """
     batch = fixed_rows([[1.0, 1.0], [1.0, 1.0]], [[1, 1], [0, 0]])
-    rule = {
-        "rollout_is": "token",
-        "rollout_is_threshold": 5.0,
-        "rollout_rs": "token_k2",
-        "rollout_rs_threshold": "0.1",
-    }
+    rule = {"rollout_is": "token", "rollout_is_threshold": 5.0, "rollout_rs": "token_k2", "rollout_rs_threshold": "0.1"}
     _, _, theirs = verl.correction(batch, rule)
     found = our_metrics(batch, verl.mapping_of(rule))
     close(found["train_ppl"], math.e)

@@ -379,12 +379,7 @@ def test_ms_swift_loss(mode: str, batch: Rows, delta: float | None):
     reference = batch.proximal - 0.1
     tokens = tokens + beta * factor * kl_tokens(batch, target, reference, unbiased=False)
     theirs = lambda x: ms_swift.loss(  # noqa: E731
-        batch,
-        x,
-        reference,
-        beta=beta,
-        off_policy_sequence_mask_delta=delta,
-        rollout_importance_sampling_mode=mode,
+        batch, x, reference, beta=beta, off_policy_sequence_mask_delta=delta, rollout_importance_sampling_mode=mode
     )
     assert_same_loss(batch, theirs, target, mean_of_means(batch, tokens))
 
@@ -417,10 +412,7 @@ def areal_settings(draw: Callable) -> dict:
         keys["agg"] = draw(st.sampled_from(["sum", "mean", "max"]))
     lower = {"ratio": st.floats(0.3, 0.99), "kl_k1": st.floats(-1.0, -0.01), "kl_k2": st.nothing()}[metric]
     upper = st.floats(1.01, 3.0) if metric == "ratio" else st.floats(0.01, 1.0)
-    largest = (action, keys.get("agg")) == (
-        "clamp",
-        "max",
-    )  # with a lower bound ours differs, see the other file
+    largest = (action, keys.get("agg")) == ("clamp", "max")  # with a lower bound ours differs, see the other file
     return keys | {"lower": None if largest else draw(st.none() | lower), "upper": draw(upper)}
 
 
@@ -571,10 +563,7 @@ def skyrl_settings(draw: Callable) -> dict:
         "sequence_mask_metric": draw(st.sampled_from([None, "geometric", "product"])),
     }
     if draw(st.booleans()):
-        keys |= {
-            "token_mask_is_threshold_low": draw(st.floats(0.3, 0.95)),
-            "token_mask_is_threshold_high": 1.1,
-        }
+        keys |= {"token_mask_is_threshold_low": draw(st.floats(0.3, 0.95)), "token_mask_is_threshold_high": 1.1}
     keys["outlier_token_is_threshold_low"] = draw(st.none() | st.floats(0.3, 0.9))
     keys["outlier_token_is_threshold_high"] = draw(st.none() | st.floats(1.1, 3.0))
     return keys
@@ -636,10 +625,7 @@ VERL_OPTIONS = {"rollout_rs": ",".join(OPTIONS), "rollout_rs_threshold": ",".joi
 def metric_tables() -> Iterator[tuple[str, Mapping[str, Metric]]]:
     """Everything that was compared above, under the names that the peers' logs have."""
     for level in ("token", "sequence"):
-        yield (
-            "verl",
-            verl.metric_table({"rollout_is": level, "rollout_is_threshold": "0.5_2.0"} | VERL_OPTIONS),
-        )
+        yield ("verl", verl.metric_table({"rollout_is": level, "rollout_is_threshold": "0.5_2.0"} | VERL_OPTIONS))
     yield "verl", verl.PROBABILITIES
     for mode in ms_swift.MODES:
         table = ms_swift.MISMATCH | ms_swift.weight_table(mode)
@@ -865,10 +851,7 @@ def test_sapo(level: str, batch: Rows, taus: dict):
     trls = {f"sapo_temperature_{name[4:]}": value for name, value in taus.items()}
     ratio: dict[str, Any] = {"importance_sampling_level": level}
     judges: list[tuple[str, Callable[[Tensor], Tensor]]] = [
-        (
-            "proximal",
-            lambda x: trl.loss(batch, x, None, loss_type="sapo", args=SimpleNamespace(**trls), **ratio),
-        ),
+        ("proximal", lambda x: trl.loss(batch, x, None, loss_type="sapo", args=SimpleNamespace(**trls), **ratio)),
         ("proximal", lambda x: ms_swift.loss(batch, x, loss_type="sapo", **taus, **ratio)),
         ("behavior", lambda x: areal.sapo_loss(batch, x, batch.behavior, level, **taus)),
     ]

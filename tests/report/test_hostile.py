@@ -177,15 +177,7 @@ def test_whatever_is_no_regular_file_is_told_and_blocks_nothing(tmp_path: Path) 
     run = tmp_path / os.fsdecode(b"run\xff\n\x1b[31m")
     (run / "tokenizer").mkdir(parents=True)
     (run / "\u00b23.jsonl").write_text(LINE)
-    for name in (
-        "a.jsonl",
-        "a.pt",
-        "a.wandb",
-        "summary.json",
-        "tfevents",
-        "a.parquet",
-        "tokenizer/tokenizer.json",
-    ):
+    for name in ("a.jsonl", "a.pt", "a.wandb", "summary.json", "tfevents", "a.parquet", "tokenizer/tokenizer.json"):
         os.mkfifo(run / name)
     (run / "zero.jsonl").symlink_to("/dev/zero")
     (run / "loop").symlink_to(run)
@@ -305,10 +297,7 @@ def test_a_library_gets_no_more_memory_than_the_budget() -> None:
 
 @pytest.mark.parametrize(
     ("name", "most", "line"),
-    [
-        ("LINE", 400, LINE.replace(" ", "  " * 20)),
-        ("ITEMS", 100, with_values(text=["a"] * SIZE, turns=[0] * SIZE)),
-    ],
+    [("LINE", 400, LINE.replace(" ", "  " * 20)), ("ITEMS", 100, with_values(text=["a"] * SIZE, turns=[0] * SIZE))],
 )
 def test_a_line_beyond_its_budget_is_left_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, most: int, line: str

@@ -218,10 +218,7 @@ def test_a_torchscript_program_is_refused(tmp_path: Path) -> None:
 
 def test_numbers_of_numpy_are_read_without_numpy(tmp_path: Path) -> None:
     file = tmp_path / "numbers.pt"
-    torch.save(
-        {"a": numpy.float64(0.25), "b": numpy.int64(-3), "c": numpy.float32(1.5), "d": numpy.bool_(True)},
-        file,
-    )
+    torch.save({"a": numpy.float64(0.25), "b": numpy.int64(-3), "c": numpy.float32(1.5), "d": numpy.bool_(True)}, file)
     assert load_foreign(file) == {"a": 0.25, "b": -3, "c": 1.5, "d": True}
 
 

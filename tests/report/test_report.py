@@ -314,12 +314,7 @@ def test_the_command_writes_whole_files(dumped: Path, capsys: pytest.CaptureFixt
 
 def test_the_page_shows_cause_change_text_and_a_log_beside(tmp_path: Path) -> None:
     records = planted("jump", seed=5)
-    far = {
-        "step": records[0].step,
-        "behavior_log_probs": [-1.0],
-        "proximal_log_probs": [-9.0],
-        "prompt": "7 < 9?",
-    }
+    far = {"step": records[0].step, "behavior_log_probs": [-1.0], "proximal_log_probs": [-9.0], "prompt": "7 < 9?"}
     write_lines(tmp_path / "run.jsonl", records, json.dumps(far))
     rows = [json.dumps({"rollout": step, "grad_norm": 1.0 + step, "loss": 2}) for step in range(3)]
     (tmp_path / "metrics.jsonl").write_text("\n".join([*rows, "no json"]) + "\n")

@@ -82,11 +82,7 @@ def test_prompt_and_response_are_those_of_the_rollouts_dump(tmp_path: Path) -> N
     found, _ = read(run)
     assert [one.response for one in found] == ["<four 0>", "<four 1>", "<four 2>"]
     assert {one.prompt for one in found} == {"user: 2 + 2?"}
-    assert {one["response"] for one in reported(run)[1]["worst_sequences"]} == {
-        "<four 0>",
-        "<four 1>",
-        "<four 2>",
-    }
+    assert {one["response"] for one in reported(run)[1]["worst_sequences"]} == {"<four 0>", "<four 1>", "<four 2>"}
     assert "&lt;four 1&gt;</pre>" in (tmp_path / "out" / "report.html").read_text()
 
 

@@ -492,11 +492,7 @@ def test_a_kind_of_run_is_judged_by_its_files(
 
 def test_what_stands_in_for_a_log_prob_is_counted_by_its_name(tmp_path: Path) -> None:
     behavior = [-9999, None, None, float("nan"), -1e9, *[-0.5] * 95]
-    row = {
-        "behavior_log_probs": behavior,
-        "proximal_log_probs": [*[-0.5] * 99, -65504.0],
-        "loss_mask": [1] * 100,
-    }
+    row = {"behavior_log_probs": behavior, "proximal_log_probs": [*[-0.5] * 99, -65504.0], "loss_mask": [1] * 100}
     (tmp_path / "run.jsonl").write_text(json.dumps(row) + "\n" + json.dumps(row | {"loss_mask": [0] * 100}))
     _, made = reported(tmp_path / "run.jsonl")
     named = {"-9999": 1, "None": 2, "nan": 1, "-1e+09": 1}
@@ -546,10 +542,7 @@ def test_nothing_is_proposed_for_a_calm_run() -> None:
 
 @pytest.mark.parametrize("rung", ["fp8", "int6", "int5"])
 def test_without_advantages_readmes_row_is_proposed(rung: str) -> None:
-    found, wanted = (
-        proposed(records(recorded(rung, 1))),
-        row(next(r.k3 for r in record().steps if r.name == rung)),
-    )
+    found, wanted = (proposed(records(recorded(rung, 1))), row(next(r.k3 for r in record().steps if r.name == rung)))
     assert wanted is not None and found.name == wanted.preset and found.trusted
     assert any("write the column `advantages`" in line for line in found.why)
 

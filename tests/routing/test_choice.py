@@ -12,14 +12,7 @@ from mis_plugins.errors import ConfigError
 from mis_plugins.routing.choice import compare, selection_scores
 
 
-def router(
-    score: str,
-    pre_softmax: bool,
-    topk: int,
-    groups: int | None,
-    chosen: int | None,
-    bias: torch.Tensor | None,
-):
+def router(score: str, pre_softmax: bool, topk: int, groups: int | None, chosen: int | None, bias: torch.Tensor | None):
     config = SimpleNamespace(
         moe_router_group_topk=chosen, moe_router_num_groups=groups, moe_router_pre_softmax=pre_softmax
     )

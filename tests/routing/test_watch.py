@@ -352,8 +352,7 @@ def test_a_planted_fault_is_named_and_stops_the_run(name: str, tmp_path: Path):
     for pattern in told:
         assert any(re.search(pattern, line) for line in said), (pattern, said)
     stops = host_args(
-        sequence_parallel=cut,
-        mis={"weight": None, "reject": [{"upper": 50}], "routing": {"on_fault": "raise"}},
+        sequence_parallel=cut, mis={"weight": None, "reject": [{"upper": 50}], "routing": {"on_fault": "raise"}}
     )
 
     def stop(rank: int) -> str:
@@ -493,11 +492,7 @@ def test_the_statistic_is_refused_where_no_router_compared(name: str, tmp_path: 
 
 def test_own_experts_leave_the_recorded_ones_unused(tmp_path: Path):
     """`routing.experts: trainer` compares, and the router uses what its gates pick."""
-    asked = {
-        "weight": None,
-        "reject": [{"statistic": "route", "upper": 0.5}],
-        "routing": {"experts": "trainer"},
-    }
+    asked = {"weight": None, "reject": [{"statistic": "route", "upper": 0.5}], "routing": {"experts": "trainer"}}
     args = host_args(mis=asked)
 
     def work(rank: int) -> Any:
@@ -528,10 +523,7 @@ def test_the_statistic_is_refused_where_no_pass_was_watched(host: Host, error: t
     args = host_args(mis={"weight": None, "reject": [{"statistic": "route", "upper": 0.5}]})
     with patch.object(hooks, "current", lambda args: host), pytest.raises(error, match=told):
         mis.compute_mis_weights(
-            args,
-            train_log_probs=[torch.zeros(2)],
-            rollout_log_probs=[torch.zeros(2)],
-            loss_masks=[torch.ones(2)],
+            args, train_log_probs=[torch.zeros(2)], rollout_log_probs=[torch.zeros(2)], loss_masks=[torch.ones(2)]
         )
 
 

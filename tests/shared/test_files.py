@@ -18,14 +18,7 @@ import torch
 
 from mis_plugins.shared.arrays import save_safetensors
 from mis_plugins.shared.budget import RecordError
-from mis_plugins.shared.files import (
-    PREFIX,
-    check_writable,
-    finish_killed,
-    replace_together,
-    replaced,
-    write_text,
-)
+from mis_plugins.shared.files import PREFIX, check_writable, finish_killed, replace_together, replaced, write_text
 
 OLD, NEW = ("report.json", "report-2.json", "report.html"), ("report.json", "report.html")
 CALLS = {"open", "fcntl.flock", "tempfile.mkdtemp", *(f"os.{name}" for name in ("mkdir", "rename", "remove", "rmdir",
@@ -196,10 +189,7 @@ def test_a_full_device_is_told(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["/proc/none", "/proc/file", "/sys/file"])
 def test_a_place_where_no_file_can_be_made_is_told(name: str) -> None:
-    for write in (
-        lambda: write_text(Path(name, "x"), "a"),
-        lambda: check_writable(Path(name, "x"), "--json"),
-    ):
+    for write in (lambda: write_text(Path(name, "x"), "a"), lambda: check_writable(Path(name, "x"), "--json")):
         with pytest.raises(RecordError, match=f"{name}/x: (cannot be written|the folder of the file)"):
             write()
 

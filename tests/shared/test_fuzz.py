@@ -35,16 +35,7 @@ from mis_plugins.shared.foreign import load_pt
 LIMIT = 10.0  # seconds for one file
 EXAMPLES = 20  # of a kind; `lab/results/foreign_fuzz.md` has a run of ten minutes
 WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
-STARTS = (
-    "subprocess.",
-    "os.exec",
-    "os.posix_spawn",
-    "os.system",
-    "os.fork",
-    "socket.",
-    "ctypes.dlopen",
-    "import",
-)
+STARTS = ("subprocess.", "os.exec", "os.posix_spawn", "os.system", "os.fork", "socket.", "ctypes.dlopen", "import")
 
 NAMES = ("posix\nsystem", "builtins\neval", "torch\nload", "torch.jit\nload", "torch.storage\n_load_from_bytes",
          "importlib\nimport_module", "torch._utils\n_rebuild_tensor_v2", "torch._utils\n_rebuild_tensor_v3",
@@ -206,12 +197,7 @@ KEYS = st.sampled_from(["behavior_log_probs", "proximal_log_probs", "loss_mask",
                         "__class__", "kl_k3", "rollout"])  # fmt: skip
 VALUES = st.recursive(
     st.one_of(
-        st.none(),
-        st.booleans(),
-        WHOLE,
-        st.floats(),
-        st.text(max_size=5),
-        st.lists(st.floats(-3, 0), max_size=3),
+        st.none(), st.booleans(), WHOLE, st.floats(), st.text(max_size=5), st.lists(st.floats(-3, 0), max_size=3)
     ),
     lambda inner: st.one_of(st.lists(inner, max_size=3), st.dictionaries(KEYS, inner, max_size=3)),
     max_leaves=5,
@@ -318,13 +304,7 @@ def test_no_file_does_what_no_reading_does(kind: str, watch: Watch, tmp_path: Pa
     path, faults = tmp_path / f"a{suffix}", list[str]()
 
     @seed(0)
-    @settings(
-        max_examples=EXAMPLES,
-        deadline=None,
-        database=None,
-        phases=[Phase.generate],
-        suppress_health_check=SLOW,
-    )
+    @settings(max_examples=EXAMPLES, deadline=None, database=None, phases=[Phase.generate], suppress_health_check=SLOW)
     @given(strategy)
     def read_one(content: bytes) -> None:
         path.write_bytes(content)

@@ -38,8 +38,7 @@ def command(words: str) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("words", "unbuffered"),
-    [*((words, "") for words in READ.values()), (READ["list"], "1"), (READ["an error"], "1")],
+    ("words", "unbuffered"), [*((words, "") for words in READ.values()), (READ["list"], "1"), (READ["an error"], "1")]
 )
 def test_nobody_reads(words: str, unbuffered: str) -> None:
     """Exit code 2 would mean "not good", and 1 "different"."""
@@ -59,9 +58,7 @@ def test_nobody_reads(words: str, unbuffered: str) -> None:
 
 def test_a_closed_standard_stream_is_no_error() -> None:
     done = subprocess.run(
-        ["bash", "-c", '"$0" -m mis_plugins config check mis >&-', sys.executable],
-        cwd=ROOT,
-        capture_output=True,
+        ["bash", "-c", '"$0" -m mis_plugins config check mis >&-', sys.executable], cwd=ROOT, capture_output=True
     )
     assert (done.returncode, done.stderr) == (0, b"")
 
@@ -227,10 +224,7 @@ def test_a_wrong_model_is_refused_before_torch_is_imported(words: str, why: str,
     [
         ("mis_plugins report x --against y", "call `report` once for each run"),
         ("mis_plugins hosts check x --history", "git bisect run python -m mis_plugins hosts check ."),
-        (
-            "mis_plugins hosts check x --since 2026-03-01",
-            "git bisect run python -m mis_plugins hosts check .",
-        ),
+        ("mis_plugins hosts check x --since 2026-03-01", "git bisect run python -m mis_plugins hosts check ."),
         ("true_on_policy verify --engine hf --trainer hf --picture p.png", "lab.certificate_picture FILE"),
     ],
 )

@@ -69,12 +69,7 @@ def test_on_a_terminal_rich_alone_draws(tmp_path: Path) -> None:
     """The sole escapes are those of the table's title, which is bold."""
     (tmp_path / "printing.py").write_text(PRINTING.format(evil=EVIL))
     ours, theirs = pty.openpty()
-    environment = os.environ | {
-        "PYTHONPATH": str(ROOT),
-        "TERM": "xterm-256color",
-        "COLUMNS": "400",
-        "NO_COLOR": "",
-    }
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "TERM": "xterm-256color", "COLUMNS": "400", "NO_COLOR": ""}
     with subprocess.Popen([sys.executable, "-c", RUN], cwd=tmp_path, env=environment, stdout=theirs, stderr=theirs):
         os.close(theirs)
         shown = b""

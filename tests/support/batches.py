@@ -79,11 +79,7 @@ class Batch:
 
     def lists(self) -> dict:
         """What `compute_mis_weights` takes."""
-        return {
-            "train_log_probs": self.proximal,
-            "rollout_log_probs": self.behavior,
-            "loss_masks": self.loss_masks,
-        }
+        return {"train_log_probs": self.proximal, "rollout_log_probs": self.behavior, "loss_masks": self.loss_masks}
 
     def shard(self, cp: int, rank: int, row: int | None) -> tuple[Batch, list[list[int]]]:
         """The zigzag part of one CP rank (masks stay whole, as the hosts leave them), and which tokens it owns."""
@@ -113,10 +109,7 @@ def ratio_batch(ratios: Sequence[Sequence[float]], masks: Sequence[Sequence[int]
 
 # Sizes of a token's log ratio: none, engine noise, a real mismatch, a broken token (beyond the clamp of 20).
 drifts = st.one_of(
-    st.just(0.0),
-    st.floats(-(2**-7), 2**-7, width=32),
-    st.floats(-1.5, 1.5, width=32),
-    st.floats(-30.0, 30.0, width=32),
+    st.just(0.0), st.floats(-(2**-7), 2**-7, width=32), st.floats(-1.5, 1.5, width=32), st.floats(-30.0, 30.0, width=32)
 )
 behaviors = st.floats(-12.0, 0.0, width=32)
 

@@ -94,10 +94,7 @@ DOCUMENTED = {
     "areal-behav-imp-weight-cap": corrected(zeroed(0.0, 5.0)),
     "areal-behav-imp-weight-floor": corrected(zeroed(0.2, 5.0)),
     "skyrl-chain": corrected(
-        truncated(2.0),
-        RejectRule(over="min", lower=1e-4),
-        RejectRule(over="max", upper=100.0),
-        mean_ratio(0.99, 1.01),
+        truncated(2.0), RejectRule(over="min", lower=1e-4), RejectRule(over="max", upper=100.0), mean_ratio(0.99, 1.01)
     ),
     "roll-segment-filter": corrected(
         truncated(1.2, "segment_geometric"), RejectRule(over="mean", lower=0.8, upper=1.2, unit="segment")

@@ -130,10 +130,7 @@ def _weight_before_the_second_product() -> Iterator[None]:
         return combined(outputs, rows, torch.ones_like(weights))
 
     stock = experts.MoEAllGatherTokenDispatcher.dispatch_postprocess
-    with (
-        patch.object(SpecDispatcher, "dispatch_postprocess", stock),
-        patch.object(experts, "combined", unweighted),
-    ):
+    with patch.object(SpecDispatcher, "dispatch_postprocess", stock), patch.object(experts, "combined", unweighted):
         yield
 
 
@@ -155,18 +152,9 @@ COMPLETE = "nothing"
 # What is left out, each with its row of the contract and the change that leaves the row out.
 LEFT_OUT: dict[str, tuple[str, Change]] = {
     "the gate's product is in fp32": ("gate", lambda: patch.object(SpecRouter, "gating", _gate_in_fp32)),
-    "softmax over the chosen logits": (
-        "scores",
-        lambda: patch.object(SpecRouter, "routing", _softmax_of_the_chosen),
-    ),
-    "ties go to the lowest index": (
-        "ties",
-        lambda: patch.object(Choice, "get_replay_topk", _lowest_first),
-    ),
-    "the weight is rounded to bf16": (
-        "combine weight",
-        lambda: patch.object(SpecRouter, "routing", _rounded_weight),
-    ),
+    "softmax over the chosen logits": ("scores", lambda: patch.object(SpecRouter, "routing", _softmax_of_the_chosen)),
+    "ties go to the lowest index": ("ties", lambda: patch.object(Choice, "get_replay_topk", _lowest_first)),
+    "the weight is rounded to bf16": ("combine weight", lambda: patch.object(SpecRouter, "routing", _rounded_weight)),
     "the weight multiplies before the second product": (
         "where the weight multiplies",
         _weight_before_the_second_product,

@@ -461,11 +461,7 @@ def weight_metrics(sample: Sample, t: int, weight: dict, bounded_tokens, weights
         found[f"tis_{weight['bound']}_fraction_low"] = float(ratio < lower_of(weight))
         found[f"tis_{weight['bound']}_fraction_high"] = float(ratio > upper_of(weight))
     final = [weights[i] for i in sample.valid]
-    found |= {
-        "is_ratio_mean_final": mean(final),
-        "is_ratio_min_final": min(final),
-        "is_ratio_max_final": max(final),
-    }
+    found |= {"is_ratio_mean_final": mean(final), "is_ratio_min_final": min(final), "is_ratio_max_final": max(final)}
     if normalizes(weight):
         found["batch_norm_factor"] = factor
     return found
@@ -479,10 +475,7 @@ def rule_metrics(sample: Sample, t: int, rule: dict) -> dict[str, float]:
     x = statistic(sample, t, rule)
     if is_veto(rule):
         fatal = too_low(token_statistic(sample, t, rule.get("statistic", "ratio")), rule)
-        return {
-            "rs_catastrophic_token_fraction": float(fatal),
-            "rs_catastrophic_seq_fraction": float(too_low(x, rule)),
-        }
+        return {"rs_catastrophic_token_fraction": float(fatal), "rs_catastrophic_seq_fraction": float(too_low(x, rule))}
     found = {}
     if rule.get("lower") is not None:
         found["rs_mask_fraction_low"] = float(too_low(x, rule))

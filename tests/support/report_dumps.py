@@ -69,13 +69,7 @@ def write_slime(folder: Path, records: Sequence[Record], name: str | None = None
         for place in range(len(records))
     ]
     shard = {"data_parallel_rank": 0, "partition": [*range(len(records))]}
-    content = {
-        "format_version": 2,
-        "rollout_id": records[0].step,
-        "rank": 0,
-        "samples": samples,
-        "dp_shards": [shard],
-    }
+    content = {"format_version": 2, "rollout_id": records[0].step, "rank": 0, "samples": samples, "dp_shards": [shard]}
     _save(folder / "train_data" / f"{name or records[0].step}.pt", content)
 
 

@@ -101,11 +101,7 @@ def found_in(kind: Kind, error: Error, tokens: int = 20000, seed: int = 0) -> Re
 
 
 def verdict(found: Relation) -> str:
-    named = {
-        "scaled": scaled(found),
-        "not what was sampled": not_sampled_from(found),
-        "cut off": cut_off(found),
-    }
+    named = {"scaled": scaled(found), "not what was sampled": not_sampled_from(found), "cut off": cut_off(found)}
     return ", ".join(name for name, holds in named.items() if holds) or "-"
 
 

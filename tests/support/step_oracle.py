@@ -19,10 +19,7 @@ LEVEL_OF_TOKENS = ("token", "segment", "segment_geometric")
 
 
 def step_metrics(
-    samples: Sequence[Sample],
-    config: dict,
-    corrected: Corrected,
-    loss: Sequence[Sequence[float]] | None = None,
+    samples: Sequence[Sample], config: dict, corrected: Corrected, loss: Sequence[Sequence[float]] | None = None
 ) -> tuple[dict[str, float], Everything]:
     """Every metric of one step but the percentiles, NaN where it is not known; and what it was made of.
 
@@ -252,10 +249,7 @@ def of_bounds(s: Everything, weight: dict) -> dict[str, float]:
         unit = raw = np.array([np.nan if np.isnan(x).all() else np.nanmax(x) for x in each])
     s.gaps += [*nearest(unit, lower, upper), *nearest(raw, lower, upper)]
     for name, ratios in (("weight", unit), ("sequence_ratio", raw)):
-        found[f"{name}_low_fraction"], found[f"{name}_high_fraction"] = (
-            mean(ratios < low),
-            mean(ratios > high),
-        )
+        found[f"{name}_low_fraction"], found[f"{name}_high_fraction"] = (mean(ratios < low), mean(ratios > high))
     acts = math.log(lower) if lower and twin.has_floor and floor != 0 else -math.inf
     tokens = unit if level in LEVEL_OF_TOKENS else np.repeat(unit, [len(x) for x in each])
     found["outside_bound_fraction"] = mean((tokens < acts) | (tokens > high))

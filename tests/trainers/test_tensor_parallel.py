@@ -69,10 +69,7 @@ def test_gradients_are_those_of_one_rank(made: Made, layout: tuple[int, int]):
             for rank in range(layout[0]):
                 wanted = held(name, gradient.float(), rank, layout[0])
                 ours = reduced(made[layout], case, name, rank, layout)
-                assert (ours - wanted).norm() <= gradient_rtol(DTYPES[case.dtype]) * wanted.norm(), (
-                    case,
-                    name,
-                )
+                assert (ours - wanted).norm() <= gradient_rtol(DTYPES[case.dtype]) * wanted.norm(), (case, name)
 
 
 def reduced(ranks: list[Rank], case: Case, name: str, rank: int, layout: tuple[int, int]) -> Tensor:

@@ -19,12 +19,7 @@ POSITIONS = torch.tensor([0, 1, 2, 3, 7, 100, 511, 512, 2047])
 
 def rotation(section: tuple[int, int, int], positions: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Cos and sin of Hugging Face's interleaved M-RoPE for positions `[3, T]`."""
-    parameters = {
-        "rope_type": "default",
-        "rope_theta": 5e6,
-        "mrope_section": [*section],
-        "mrope_interleaved": True,
-    }
+    parameters = {"rope_type": "default", "rope_theta": 5e6, "mrope_section": [*section], "mrope_interleaved": True}
     config = Qwen3VLTextConfig(head_dim=WIDTH, rope_parameters=parameters)
     x = torch.zeros(1, dtype=dtype)
     return torch.stack(Qwen3VLTextRotaryEmbedding(config)(x, positions[:, None].clone()))[:, 0]

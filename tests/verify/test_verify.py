@@ -104,11 +104,7 @@ def test_other_families_agree(model: str, trainer: str, dtype: str, norm_order: 
         ("tiny-llama", {"rope_parameters": {"rope_type": "llama3", "factor": 8.0}}, "rope of type 'llama3'"),
         ("tiny-qwen3", {"rope_scaling": {"type": "yarn", "factor": 4.0}}, "rope of type 'yarn'"),
         ("tiny-llama", {"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor: 0.5"),
-        (
-            "tiny-qwen3-vl",
-            {"text_config": {"attention_bias": True}},
-            "attention_bias: True is not covered for",
-        ),
+        ("tiny-qwen3-vl", {"text_config": {"attention_bias": True}}, "attention_bias: True is not covered for"),
         ("tiny-qwen3-vl", {"text_config": {"rope_scaling": {"type": "yarn"}}}, "rope of type 'yarn'"),
         ("tiny-qwen3-vl", {"quantization_config": {"bits": 4}}, "quantization_config: {'bits': 4}"),
         (
@@ -261,10 +257,7 @@ def test_a_target_without_permission_is_told_before_the_work(
     monkeypatch.setattr("os.access", lambda path, mode: asked.append((path, mode)))
     old = tmp_path / "old.json"
     old.touch()
-    for file, of, what in (
-        (old, old, "may"),
-        (tmp_path / "new.json", tmp_path, "the folder of the file may"),
-    ):
+    for file, of, what in ((old, old, "may"), (tmp_path / "new.json", tmp_path, "the folder of the file may")):
         assert main(["verify", "--engine", "hf", "--trainer", "hf", "--json", str(file)]) == 2
         assert capsys.readouterr().err.startswith(f"--json {file}: {what} not be written")
         assert asked.pop() == (of, os.W_OK)

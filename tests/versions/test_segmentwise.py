@@ -16,14 +16,7 @@ from segmentwise_rows import CURRENT, applied, config_of, flat, numerator_of, ro
 from tolerances import weight_rtol
 
 from mis_plugins.errors import InputError
-from mis_plugins.versions.segment_wise import (
-    SegmentWiseConfig,
-    Written,
-    admitted,
-    lacking,
-    loglinear,
-    proximal_t,
-)
+from mis_plugins.versions.segment_wise import SegmentWiseConfig, Written, admitted, lacking, loglinear, proximal_t
 
 
 @given(rows, specs)

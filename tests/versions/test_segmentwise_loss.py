@@ -42,13 +42,7 @@ from test_loss_hook import (
     reducer,
 )
 from test_loss_hook import drive as drive_batch
-from tolerances import (
-    DECISION,
-    normalized_rtol,
-    step_atol,
-    step_weight_atol,
-    sum_rtol,
-)
+from tolerances import DECISION, normalized_rtol, step_atol, step_weight_atol, sum_rtol
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -65,10 +59,7 @@ from mis_plugins.metrics.staleness import weight_metrics
 from mis_plugins.metrics.token_metrics import diagnose
 
 CURRENT = 7
-STANDARD = {
-    "weight": {"level": "token", "bound": "truncate", "upper": 1.3},
-    "segment_wise": {"enabled": False},
-}
+STANDARD = {"weight": {"level": "token", "bound": "truncate", "upper": 1.3}, "segment_wise": {"enabled": False}}
 
 
 @dataclasses.dataclass(frozen=True)

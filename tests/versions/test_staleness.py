@@ -27,11 +27,7 @@ from mis_plugins.versions.segment_wise import SegmentWiseConfig, Written, proxim
 
 
 def measured(row: Sequence[Token], config: SegmentWiseConfig) -> Partials:
-    numerator, behavior, valid = (
-        numerator_of(row, config),
-        flat(row, "behavior"),
-        flat(row, "valid", torch.bool),
-    )
+    numerator, behavior, valid = (numerator_of(row, config), flat(row, "behavior"), flat(row, "valid", torch.bool))
     weighed = applied(numerator, behavior, valid, config)
     return weights_by_age(numerator, flat(row, "proximal"), behavior, written_of(row), valid, weighed)
 
@@ -170,20 +166,13 @@ def test_the_last_age_holds_all_above():
 
 
 def test_nothing_at_all():
-    assert weight_metrics(measured([], SegmentWiseConfig())) == {
-        "staleness/tokens": 0.0,
-        "staleness/unknown": 0.0,
-    }
+    assert weight_metrics(measured([], SegmentWiseConfig())) == {"staleness/tokens": 0.0, "staleness/unknown": 0.0}
     assert metrics_by_age(errors([])) == {}
 
 
 def test_what_was_not_stored_is_not_taken_for_what_is_not_finite():
     """NaN stands for a log pi_{v+1} that nobody stored; an infinite one was."""
-    numerator, one, valid = (
-        torch.tensor([math.nan, -math.inf, -1.0]),
-        torch.full((3,), -1.0),
-        torch.ones(3).bool(),
-    )
+    numerator, one, valid = (torch.tensor([math.nan, -math.inf, -1.0]), torch.full((3,), -1.0), torch.ones(3).bool())
     weighed = applied(numerator, one, valid, SegmentWiseConfig())
     row = weights_by_age(numerator, one, one, written_of(row_of([3, 3, 3])), valid, weighed).named_sums
     assert (row["tokens"], row["unknown"], row["nonfinite"]) == (1, 2, 1)

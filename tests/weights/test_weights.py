@@ -109,8 +109,7 @@ class Engine:
         place = {"role": "target", "tp_rank": rank, "tp_size": len(self.ranks), "dp_size": 1, "pp_size": 1}
         info = SimpleNamespace(model_dump=lambda: place | self.place)
         checker = SimpleNamespace(
-            _get_model=lambda: SimpleNamespace(state_dict=lambda: self.ranks[rank]),
-            _parallelism_info=lambda role: info,
+            _get_model=lambda: SimpleNamespace(state_dict=lambda: self.ranks[rank]), _parallelism_info=lambda role: info
         )
         told = answered(pytest.fail, checker, body["action"], False, body.get("skip_tensor_list"), role="target")
         return told | {"parallelism_info": [told["parallelism_info"]]}
@@ -424,9 +423,7 @@ class Served:
     def close(self) -> None: ...
 
 
-def test_the_embedded_host_stops_at_a_stale_engine_and_names_the_tensor(
-    capfd: pytest.CaptureFixture[str],
-) -> None:
+def test_the_embedded_host_stops_at_a_stale_engine_and_names_the_tensor(capfd: pytest.CaptureFixture[str]) -> None:
     config = ModelConfig(VOCABULARY, HIDDEN, 1, HEADS, GROUPS, HEAD, FFN, qk_norm=False)
     before = {name: weight for name, weight in checkpoint().items() if "bias" not in name}
     after = before | {f"{LAYER}.self_attn.v_proj.weight": before[f"{LAYER}.self_attn.v_proj.weight"] + 1}

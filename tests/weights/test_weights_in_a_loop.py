@@ -61,11 +61,7 @@ class Loop:
         patch.setitem(sys.modules, "ray", SimpleNamespace(get=lambda answer: answer))
         patch.setattr(weights, "current", lambda args: SimpleNamespace(needs=needs, package="slime"))
         updater = Updater(self.engine, args.get("update_weight_transport") == "disk")
-        module = {
-            "__name__": "slime.backends.megatron_utils.actor",
-            "prove": prove_weights,
-            "updater": updater,
-        }
+        module = {"__name__": "slime.backends.megatron_utils.actor", "prove": prove_weights, "updater": updater}
         exec(TRAINER, module)
         own: Any = module["MegatronTrainRayActor"]
         self.trainer, self._update_weights = own(), own.update_weights  # Ray keeps the methods of a class

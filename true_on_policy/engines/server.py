@@ -110,11 +110,7 @@ def patience(requests: Sequence[Request]) -> float:
 
 
 def started(
-    name: str,
-    command: Sequence[str],
-    environment: Mapping[str, str],
-    starts: int = STARTS,
-    private: Private = NOTHING,
+    name: str, command: Sequence[str], environment: Mapping[str, str], starts: int = STARTS, private: Private = NOTHING
 ) -> Server:
     """Start an engine's server on a free port and wait until it is healthy.
 
@@ -148,12 +144,7 @@ class Server:
     """
 
     def __init__(
-        self,
-        name: str,
-        command: Sequence[str],
-        environment: Mapping[str, str],
-        port: int,
-        private: Private = NOTHING,
+        self, name: str, command: Sequence[str], environment: Mapping[str, str], port: int, private: Private = NOTHING
     ):
         self.name = name
         self.url = f"http://127.0.0.1:{port}"

@@ -36,16 +36,7 @@ from true_on_policy.contract.gpu import (
 )
 from true_on_policy.contract.model_config import checkpoint_family
 from true_on_policy.errors import ContractError
-from true_on_policy.flags.rules import (
-    RELEASES,
-    UNFUSED,
-    Flag,
-    Refusal,
-    check_installed,
-    faults,
-    plain,
-    refuse,
-)
+from true_on_policy.flags.rules import RELEASES, UNFUSED, Flag, Refusal, check_installed, faults, plain, refuse
 
 HOOK = "true_on_policy.fsdp_worker.watch"  # Ray's worker_process_setup_hook, for Miles's FSDP trainer
 
@@ -223,9 +214,7 @@ def groups(args: Any) -> Iterator[tuple[str, argparse.Namespace]]:
         ]
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         logger.warning(
-            "sglang_config: %s cannot be read here (%s): the groups are not checked",
-            path,
-            cut(repr(error), 200),
+            "sglang_config: %s cannot be read here (%s): the groups are not checked", path, cut(repr(error), 200)
         )
         return
     yield from found

@@ -39,10 +39,7 @@ class BitwiseConfig:
     weights: str | None = None
 
     def __post_init__(self) -> None:
-        for name, choices in (
-            ("on_difference", get_args(OnDifference)),
-            ("weights", (None, *get_args(Proven))),
-        ):
+        for name, choices in (("on_difference", get_args(OnDifference)), ("weights", (None, *get_args(Proven)))):
             if (given := getattr(self, name)) not in choices:
                 listed = ", ".join(filter(None, choices))
                 raise HostConfigError(f"bitwise.{name}: got {given!r}; choose one of {listed}")

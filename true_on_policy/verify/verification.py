@@ -92,10 +92,7 @@ def check(arguments: argparse.Namespace) -> None:
 def title(plan: argparse.Namespace) -> str:
     sides = [
         f"{name} on {ranks} ranks" if ranks > 1 else name
-        for name, ranks in (
-            (plan.engine, plan.engine_tensor_parallel),
-            (plan.trainer, plan.trainer_tensor_parallel),
-        )
+        for name, ranks in ((plan.engine, plan.engine_tensor_parallel), (plan.trainer, plan.trainer_tensor_parallel))
     ]
     return f"{' against '.join(sides)}, {plan.model}, {plan.dtype}"
 

@@ -19,11 +19,7 @@ MOST_PADDING = 4096  # rows
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 VOCABULARY = (HEAD, EMBEDDING)
 # Parts of the names of a vision-language model's weights: Hugging Face's, each with SGLang's.
-NAMES = {
-    "model.language_model.": "model.",
-    "model.visual.": "visual.",
-    ".attn.qkv.": ".attn.qkv_proj.",
-}
+NAMES = {"model.language_model.": "model.", "model.visual.": "visual.", ".attn.qkv.": ".attn.qkv_proj."}
 
 
 class Lacking(Exception):

@@ -74,10 +74,7 @@ rms = mean_square.then(math.sqrt)
 
 @torch.no_grad()
 def loglinear_error_by_age(
-    proximal: Float[Tensor, " T"],
-    behavior: Float[Tensor, " T"],
-    written: Written,
-    loss_mask: Bool[Tensor, " T"],
+    proximal: Float[Tensor, " T"], behavior: Float[Tensor, " T"], written: Written, loss_mask: Bool[Tensor, " T"]
 ) -> Partials:
     """Error of the interpolated log pi_{v+1} against the stored one, in nats, for `metrics_by_age`.
 
@@ -91,12 +88,7 @@ def loglinear_error_by_age(
     quantities = (
         Quantity("tokens", where, also="sum"),
         Quantity("error", error, {"loglinear/error/avg": mean, "loglinear/error/rms": rms}, over="tokens"),
-        Quantity(
-            "absolute",
-            error.abs(),
-            {"loglinear/error/abs": mean, "loglinear/error/max": largest},
-            over="tokens",
-        ),
+        Quantity("absolute", error.abs(), {"loglinear/error/abs": mean, "loglinear/error/max": largest}, over="tokens"),
         Quantity("step", step, {"loglinear/error/step_rms": rms}, over="tokens"),
     )
     return Partials.beside(by_age(quantities, where, written.known_age))

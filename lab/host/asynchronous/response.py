@@ -77,9 +77,7 @@ class Response:
         """Versions and stored log-probs as tensors on the host, for a trainer at version `current`."""
         recomputed = [torch.nan if value is None else value for value in self.recomputed]
         return Written(
-            torch.tensor(self.versions, dtype=torch.int64),
-            torch.tensor(recomputed, dtype=torch.float32),
-            current,
+            torch.tensor(self.versions, dtype=torch.int64), torch.tensor(recomputed, dtype=torch.float32), current
         )
 
     def runs(self) -> Iterator[tuple[int, int, int]]:

@@ -98,10 +98,7 @@ class AsynchronousRollouts:
         taken, self.row = self.row, {}
         if self.controller is not None:
             tally = self.controller.take_tally()
-            taken |= {
-                "wait_seconds": tally.waited,
-                "pause_seconds": tally.paused,
-            }
+            taken |= {"wait_seconds": tally.waited, "pause_seconds": tally.paused}
         return taken
 
     def close(self) -> None:

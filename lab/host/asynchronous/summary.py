@@ -6,12 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-MEANS = (
-    "behav_imp_weight/var/segment_wise",
-    "behav_imp_weight/var/standard",
-    "behav_kl/avg",
-    "staleness/avg",
-)
+MEANS = ("behav_imp_weight/var/segment_wise", "behav_imp_weight/var/standard", "behav_kl/avg", "staleness/avg")
 """Means over the rollouts, each with the weight of its tokens."""
 
 SUMS = (

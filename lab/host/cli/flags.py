@@ -132,9 +132,7 @@ class Rollout:
         "K",
     )
     rollout_weights: str | None = flag(
-        None,
-        "precision of the rollout engine's weights; the trainer is float32 (default: bf16)",
-        choices=PRECISIONS,
+        None, "precision of the rollout engine's weights; the trainer is float32 (default: bf16)", choices=PRECISIONS
     )
     rollout_engine: str = flag(
         "local",
@@ -147,12 +145,10 @@ class Rollout:
         f"trainer's, bit for bit, and stop at a difference; with --rollout-engine {' or '.join(TELLING)}; 0: never",
     )
     true_on_policy: bool = flag(
-        False,
-        "the same batch-invariant kernels on both sides: rollout and recomputed log-probs are equal to the bit",
+        False, "the same batch-invariant kernels on both sides: rollout and recomputed log-probs are equal to the bit"
     )
     use_rollout_routing_replay: bool = flag(
-        False,
-        "R3: the engine returns the experts that each token took, and the trainer's routers take the same ones",
+        False, "R3: the engine returns the experts that each token took, and the trainer's routers take the same ones"
     )
     rollout_data_postprocess_path: str | None = hook(
         "called as slime calls it, fn(args, rollout_id, rollout_data), after log-probs and advantages"
@@ -171,14 +167,10 @@ class Asynchronous:
 
     asynchronous: bool = flag(False, "sample while the trainer steps", spelled="--async")
     max_head_offpolicyness: int | None = flag(
-        None,
-        "the most versions a token may be older than the weights that train on it; 0 is synchronous",
-        later=2,
+        None, "the most versions a token may be older than the weights that train on it; 0 is synchronous", later=2
     )
     max_concurrent_rollouts: int | None = flag(
-        None,
-        "responses in flight at most; further prompts wait for one to end (default: no limit)",
-        later=None,
+        None, "responses in flight at most; further prompts wait for one to end (default: no limit)", later=None
     )
     pause_generation_mode: Literal["in_place", "retract", "abort"] | None = flag(
         None,

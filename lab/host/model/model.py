@@ -46,10 +46,7 @@ def build_model(config: ModelConfig, state: ParallelState, args: Namespace) -> G
     """An uninitialised ``GPTModel`` of this rank; its weights come through :class:`Naming`."""
     cpu_shims()
     spec: Any = get_gpt_layer_local_spec(
-        num_experts=config.experts or None,
-        moe_grouped_gemm=False,
-        qk_layernorm=config.qk_norm,
-        normalization="RMSNorm",
+        num_experts=config.experts or None, moe_grouped_gemm=False, qk_layernorm=config.qk_norm, normalization="RMSNorm"
     )
     spec.submodules.self_attention.submodules.core_attention = PackedAttention
     if config.experts and args.true_on_policy:

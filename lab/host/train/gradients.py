@@ -57,10 +57,7 @@ def routes_apart() -> Iterator[None]:
         yield
     finally:
         if (watch := WATCHING.watch) is not None:
-            watch.run, (watch.rollout, watch.sums) = (
-                routes.Pass(),
-                kept or (routes.Rollout(), watch.sums.cleared()),
-            )
+            watch.run, (watch.rollout, watch.sums) = (routes.Pass(), kept or (routes.Rollout(), watch.sums.cleared()))
 
 
 def _gather_routes(args: Namespace) -> None:
@@ -103,10 +100,7 @@ class Reference:
 
 
 def on_policy_reference(
-    args: Namespace,
-    state: ParallelState,
-    trainer: Trainer,
-    samples: tuple[Sequence[Rollout], Sequence[Rollout]],
+    args: Namespace, state: ParallelState, trainer: Trainer, samples: tuple[Sequence[Rollout], Sequence[Rollout]]
 ) -> Reference:
     """Estimate the on-policy gradient twice, from two sets of rollouts of the trainer's own policy. Collective."""
     first, second = (mean_gradient(on_policy(args), state, trainer, rollouts) for rollouts in samples)

@@ -182,10 +182,7 @@ def custom_loss(args: Namespace, state: ParallelState, batch: MicroBatch, logits
     if "mis_kept_fraction" in metrics:
         metrics = {**metrics, "kept_fraction": metrics["mis_kept_fraction"]}
     if batch.proximal is not None:
-        metrics = {
-            **mismatch_metrics(reduce, torch.cat(batch.proximal), torch.cat(batch.behavior)),
-            **metrics,
-        }
+        metrics = {**mismatch_metrics(reduce, torch.cat(batch.proximal), torch.cat(batch.behavior)), **metrics}
     return loss, {"loss": loss.detach(), **{name: value.detach() for name, value in metrics.items()}}
 
 

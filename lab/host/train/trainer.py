@@ -34,12 +34,7 @@ class Trainer:
     """One rank's share of the model, its gradients and its optimizer."""
 
     def __init__(
-        self,
-        args: Namespace,
-        config: ModelConfig,
-        state: ParallelState,
-        weights: Mapping[str, Tensor],
-        lr: float,
+        self, args: Namespace, config: ModelConfig, state: ParallelState, weights: Mapping[str, Tensor], lr: float
     ) -> None:
         self.args, self.state = args, state
         self.naming = Naming(config, state.tp)

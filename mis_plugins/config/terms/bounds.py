@@ -75,20 +75,11 @@ def clip(ratio: Tensor, floor: float, ceiling: float) -> Tensor:
 
 BOUNDS: dict[str, Bound] = {
     "none": Bound(
-        apply=unbounded,
-        outside="weighed",
-        formula="{ratio}",
-        words="as it is",
-        has_floor=False,
-        has_ceiling=False,
+        apply=unbounded, outside="weighed", formula="{ratio}", words="as it is", has_floor=False, has_ceiling=False
     ),
     # TIS
     "truncate": Bound(
-        apply=truncate,
-        outside="weighed",
-        formula="min({ratio}, {upper})",
-        words="capped at {upper}",
-        has_floor=False,
+        apply=truncate, outside="weighed", formula="min({ratio}, {upper})", words="capped at {upper}", has_floor=False
     ),
     # CIS
     "clip": Bound(

@@ -49,13 +49,9 @@ _OF_TOKEN = "divergence is of a token"
 
 SURROGATES: dict[str, Surrogate] = {
     # PPO, GRPO, GSPO
-    "clip": Surrogate(
-        formula="-w_t min(s_t A_t, clip(s_t, 1 - eps, 1 + eps_high) A_t)",
-        words="PPO's clip of {ratio}",
-    ),
+    "clip": Surrogate(formula="-w_t min(s_t A_t, clip(s_t, 1 - eps, 1 + eps_high) A_t)", words="PPO's clip of {ratio}"),
     "reinforce": Surrogate(
-        formula="-w_t A_t log pi_theta(y_t)",
-        words="REINFORCE, -A log pi_theta, with the weight as a constant factor",
+        formula="-w_t A_t log pi_theta(y_t)", words="REINFORCE, -A log pi_theta, with the weight as a constant factor"
     ),
     "cispo": Surrogate(
         formula="-w_t sg(clip(s_t, 1 - eps, 1 + eps_high)) A_t log pi_theta(y_t)",

@@ -137,8 +137,7 @@ class Shell(Reader):
         # The parser asks whether time is left where it reads by pieces, and gives nodes their text where it does not.
         try:
             parser.parse(
-                lambda at, _: source[at : at + 4096],
-                progress_callback=lambda *_: self.reading.clock.is_over(),
+                lambda at, _: source[at : at + 4096], progress_callback=lambda *_: self.reading.clock.is_over()
             )
         except ValueError:
             raise ConfigError("bash's parser finds no end; give the part that starts train.py") from None
@@ -174,11 +173,7 @@ class Shell(Reader):
             return truth is not False
         left, right = node.named_children[0], node.named_children[-1]
         status, is_and = self._status(left), any(child.type == "&&" for child in node.children)
-        decides = right.type in SETS or one_line(right).partition(" ")[0] in {
-            *COMMANDS,
-            *ENDS_ROUND,
-            *self.functions,
-        }
+        decides = right.type in SETS or one_line(right).partition(" ")[0] in {*COMMANDS, *ENDS_ROUND, *self.functions}
         if left.type == "command" and decides and self.truth(left) is None:
             status = None  # what a command says of the machine decides a value, or where a loop ends
         if status is None:

@@ -316,10 +316,7 @@ def _needed(config: CorrectionConfig, host: Host | None) -> dict[str, str | None
 
 
 def _lacking(
-    needed: Mapping[str, str | None],
-    flags: Mapping[str, Flag],
-    keys: Mapping[str, Any],
-    config: CorrectionConfig,
+    needed: Mapping[str, str | None], flags: Mapping[str, Flag], keys: Mapping[str, Any], config: CorrectionConfig
 ) -> Iterator[Want]:
     for name, value in needed.items():
         flag = flags.get(name, ABSENT)

@@ -43,17 +43,9 @@ from mis_plugins.explain.launch.words import (
 
 STARTS = "execute_train"  # Miles's functions that begin so hand `train_args` to train.py
 BASE_OF_MILES = "ExecuteTrainConfig"
-OF_MILES = {
-    "num_nodes": 1,
-    "cuda_core_dump": False,
-    "extra_env_vars": (),
-    "output_dir": literal("/root/shared_data"),
-}
+OF_MILES = {"num_nodes": 1, "cuda_core_dump": False, "extra_env_vars": (), "output_dir": literal("/root/shared_data")}
 """What a launcher has from Miles's own dataclass, by its defaults at 31f1ca9."""
-GIVE_NOTHING = (
-    "get_default_wandb_args",
-    "get_mooncake_object_store_args",
-)  # Miles's helpers: no flag of ours
+GIVE_NOTHING = ("get_default_wandb_args", "get_mooncake_object_store_args")  # Miles's helpers: no flag of ours
 PLAINLY = {"strip": str.strip, "lower": str.lower}
 LOOPS = 1000  # rounds of one loop
 LARGEST = 2**63  # of a number; a power would fill the memory

@@ -18,15 +18,7 @@ from mis_plugins.config.model import CorrectionConfig, ObjectiveConfig, SegmentW
 from mis_plugins.config.reading import number
 from mis_plugins.errors import ConfigError, shown
 from mis_plugins.explain.launch.words import Word
-from mis_plugins.explain.translate.script import (
-    ASKED,
-    Asked,
-    Bases,
-    Dialect,
-    overrides,
-    setting_of,
-    tree_or_script,
-)
+from mis_plugins.explain.translate.script import ASKED, Asked, Bases, Dialect, overrides, setting_of, tree_or_script
 from mis_plugins.explain.translate.translation import (
     OVER_TOKENS,
     Translation,
@@ -79,10 +71,7 @@ KPOP = (
     "file, and write {statistic: binary_kl, over: token, upper: UPPER} in its place under `mis:`"
 )
 UNSERVED: dict[str, tuple[Any, str]] = {
-    "prox_logp_method": (
-        "recompute",
-        "pi_old is always recomputed here; mis.segment_wise.method is about pi_{v+1}.",
-    ),
+    "prox_logp_method": ("recompute", "pi_old is always recomputed here; mis.segment_wise.method is about pi_{v+1}."),
     "importance_sampling_level": (
         "token",
         "the ratio of the clip, here --advantage-estimator gspo or mis.objective.ratio.",

@@ -10,15 +10,7 @@ from typing import Any
 from mis_plugins.config.reading import number
 from mis_plugins.errors import ConfigError, cut, shown
 from mis_plugins.explain.launch.words import Word
-from mis_plugins.explain.translate.script import (
-    ASKED,
-    Asked,
-    Dialect,
-    Said,
-    flags,
-    setting_of,
-    tree_or_script,
-)
+from mis_plugins.explain.translate.script import ASKED, Asked, Dialect, Said, flags, setting_of, tree_or_script
 from mis_plugins.explain.translate.translation import (
     OVER_RESPONSES,
     OVER_TOKENS,
@@ -42,12 +34,7 @@ OF_KL = ("beta", KL_IN_REWARD, "advantage_estimator")
 OF_CLIP = {"loss_type": ("grpo", "bnpo", "dr_grpo", "dapo"), "importance_sampling_level": ("token",)}
 DEFAULT_THRESHOLD = 2.0
 BESIDE = {
-    "loss_type": {
-        "grpo": OVER_RESPONSES,
-        "bnpo": OVER_TOKENS,
-        "dapo": OVER_TOKENS,
-        "sapo": OVER_RESPONSES,
-    },
+    "loss_type": {"grpo": OVER_RESPONSES, "bnpo": OVER_TOKENS, "dapo": OVER_TOKENS, "sapo": OVER_RESPONSES},
     "importance_sampling_level": {
         "token": "is what the hosts' policy loss does",
         "sequence": "is --advantage-estimator gspo of the hosts",

@@ -14,13 +14,7 @@ from typing import Any
 from mis_plugins.config.reading import number, suggest
 from mis_plugins.errors import ConfigError, cut, shown
 from mis_plugins.explain.translate.script import ASKED, Asked
-from mis_plugins.explain.translate.translation import (
-    OVER_TOKENS,
-    Translation,
-    choice,
-    load,
-    places,
-)
+from mis_plugins.explain.translate.translation import OVER_TOKENS, Translation, choice, load, places
 
 TABLES = ("trainer.loss", "loss")
 """Where the settings stand: in the toml of a whole run, and in the trainer's own."""
@@ -38,10 +32,7 @@ RETIRED = ("ratio_type", "mask_ratio_low", "mask_ratio_high", "sequence_mask_rat
 """Keys of earlier prime-rl, whose losses were others."""
 NAMED = re.compile(r"@\s*(\S+\.toml)\b")  # `rl @ FILE`, in a launch script
 CAP = 1e9  # above every ratio of the hooks: prime-rl bounds none
-SOURCES = {
-    "objective.surrogate": ("type",),
-    "objective.kl_tau": ("kl_tau",),
-}
+SOURCES = {"objective.surrogate": ("type",), "objective.kl_tau": ("kl_tau",)}
 STALE = "max_off_policy_steps"
 ROUTES = "enable_router_replay"
 BESIDE = {
@@ -51,8 +42,7 @@ BESIDE = {
 """Keys beside the loss that bear on the mismatch, and what to know of them here."""
 FIXED = {
     **dict.fromkeys(
-        ("opd", "opsd"),
-        "drops tokens whose probability fell by more than 0.2 and trains on the reference's KL",
+        ("opd", "opsd"), "drops tokens whose probability fell by more than 0.2 and trains on the reference's KL"
     ),
     "sft": "trains on the likelihood of the tokens",
     "echo": "adds the likelihood of observed tokens",
@@ -148,10 +138,7 @@ def _loss(tree: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
         ConfigError: two tables, or no table under that name.
     """
     trainer = tree.get("trainer")
-    found = {
-        TABLES[0]: trainer.get("loss") if isinstance(trainer, Mapping) else None,
-        TABLES[1]: tree.get("loss"),
-    }
+    found = {TABLES[0]: trainer.get("loss") if isinstance(trainer, Mapping) else None, TABLES[1]: tree.get("loss")}
     found = {name: table for name, table in found.items() if table is not None}
     if len(found) > 1:
         raise ConfigError(f"[{'] and ['.join(found)}] both stand in the file; keep the one that prime-rl reads")

@@ -16,16 +16,7 @@ from mis_plugins.config.file import text_of
 from mis_plugins.errors import ConfigError, cut
 from mis_plugins.errors import shown as quoted
 from mis_plugins.explain.launch.bash import PRINTS, RUN, Shell, one_line, parts_of
-from mis_plugins.explain.launch.words import (
-    HOLE,
-    Reading,
-    Text,
-    Word,
-    flags_of,
-    hole,
-    known,
-    word_of,
-)
+from mis_plugins.explain.launch.words import HOLE, Reading, Text, Word, flags_of, hole, known, word_of
 from mis_plugins.explain.translate.translation import Open, listed, load
 
 if TYPE_CHECKING:

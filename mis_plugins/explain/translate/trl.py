@@ -16,16 +16,7 @@ from typing import Any
 from mis_plugins.config.reading import number
 from mis_plugins.errors import ConfigError, cut, shown
 from mis_plugins.explain.launch.words import Word
-from mis_plugins.explain.translate.script import (
-    ASKED,
-    Asked,
-    Dialect,
-    Said,
-    Value,
-    flags,
-    setting_of,
-    tree_or_script,
-)
+from mis_plugins.explain.translate.script import ASKED, Asked, Dialect, Said, Value, flags, setting_of, tree_or_script
 from mis_plugins.explain.translate.translation import (
     OVER_RESPONSES,
     OVER_TOKENS,
@@ -71,10 +62,7 @@ AVERAGES = {
     "luspo": "multiplies each sequence by its length, which no flag of the hosts does; their average stays",
 }
 UNSERVED = {
-    "top_entropy_quantile": (
-        "1.0",
-        "keeps tokens of high entropy alone in the policy loss; nothing here does.",
-    ),
+    "top_entropy_quantile": ("1.0", "keeps tokens of high entropy alone in the policy loss; nothing here does."),
     "mask_truncated_completions": ("false", "drops truncated responses from the loss; nothing here does."),
 }
 """Keys that mask the loss and that nothing here reads: TRL's default, and what another value does."""

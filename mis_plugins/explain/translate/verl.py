@@ -51,10 +51,7 @@ KNOWN = (*KEYS, LOSS_MODE, *WIDTHS, *TAUS)
 IN_LOSS = f"{ACTOR}.policy_loss.rollout_correction"
 MODE_PATH, AGGREGATED = f"{ACTOR}.policy_loss.{LOSS_MODE}", f"{ACTOR}.loss_agg_mode"
 LOG_PROBS, USE_V1 = "actor_rollout_ref.rollout.calculate_log_probs", "trainer.use_v1"
-ESTIMATOR, TOKEN_BASELINES = (
-    "algorithm.adv_estimator",
-    ("optimal_token_baseline", "tir_optimal_token_baseline"),
-)
+ESTIMATOR, TOKEN_BASELINES = ("algorithm.adv_estimator", ("optimal_token_baseline", "tir_optimal_token_baseline"))
 PATHS = {f"{SECTION}.{key}": key for key in KEYS}
 PATHS |= {MODE_PATH: LOSS_MODE} | {f"{ACTOR}.{key}": key for key in (*WIDTHS, *TAUS)}
 OF_NAME, OF_FOLDER = ("--config-name", "-cn"), ("--config-path", "-cp", "--config-dir", "-cd")
@@ -66,14 +63,7 @@ BESIDE_IT = (AGGREGATED, LOG_PROBS, USE_V1)  # settings outside of the correctio
 SHORT = {key: path for path, key in PATHS.items()} | {"rollout_correction": SECTION, "actor": ACTOR}
 PARENTS = {"algorithm", SECTION, "actor_rollout_ref", ACTOR, f"{ACTOR}.policy_loss", IN_LOSS,
            "actor_rollout_ref.rollout", "trainer"}  # fmt: skip
-WHOLE = {
-    "algorithm",
-    "rollout_correction",
-    "actor_rollout_ref",
-    "actor",
-    "trainer",
-    "data",
-}  # a whole file's parts
+WHOLE = {"algorithm", "rollout_correction", "actor_rollout_ref", "actor", "trainer", "data"}  # a whole file's parts
 IDLE = {"rollout_is_threshold": "rollout_is", "rollout_is_batch_normalize": "rollout_is",
         "rollout_rs_threshold": "rollout_rs", "loss_type": "bypass_mode"}  # fmt: skip
 """By key: the key without which it has no effect."""
@@ -83,15 +73,9 @@ AGGREGATION = {"token": "token", "seq_sum": "sum", "seq_mean": "mean", "seq_max"
 OPTIONS = tuple(f"{unit}_{k}" for unit in AGGREGATION for k in ("k1", "k2", "k3") if (unit, k) != ("seq_max", "k1"))
 SURROGATE = {"ppo_clip": "clip", "reinforce": "reinforce"}
 BY_DIVERGENCE = ("dppo_tv", "dppo_kl")
-LOSS_MODES = {mode: (mode, WIDTHS) for mode in BY_DIVERGENCE} | {
-    "sapo": ("sapo", TAUS),
-    "geo_mean": ("gmpo", WIDTHS),
-}
+LOSS_MODES = {mode: (mode, WIDTHS) for mode in BY_DIVERGENCE} | {"sapo": ("sapo", TAUS), "geo_mean": ("gmpo", WIDTHS)}
 """By verl's name of a loss: our surrogate, and the keys of the actor that the loss reads."""
-OTHER_LOSSES = (
-    "vanilla",
-    "bypass_mode",
-)  # losses that an override behind the file may name in place of these
+OTHER_LOSSES = ("vanilla", "bypass_mode")  # losses that an override behind the file may name in place of these
 CLIP_RATIO, CLIP_RATIO_C = 0.2, 3.0  # of an actor in verl 0.9.1 that sets none: all three widths, and the cap
 
 RETIRED = ("rollout_rs_threshold_lower", "rollout_token_veto_threshold", "rollout_is_veto_threshold",

@@ -6,15 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from mis_plugins.hosts import megatron
-from mis_plugins.hosts.host import (
-    VERSION_FLAGS,
-    Batch,
-    Host,
-    LogProbs,
-    Scores,
-    Tensor,
-    sequences_of,
-)
+from mis_plugins.hosts.host import VERSION_FLAGS, Batch, Host, LogProbs, Scores, Tensor, sequences_of
 from mis_plugins.hosts.needs.record import Needs
 from mis_plugins.hosts.needs.slime import SLIME
 

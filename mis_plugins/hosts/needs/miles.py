@@ -18,10 +18,7 @@ HUB, ACTOR = f"{TRAINING}.loss.hub", f"{MEGATRON}.actor:MegatronTrainRayActor"
 ENDPOINT = "miles.rollout.generate_utils.generate_endpoint_utils"
 LOGITS, FSDP = "logit_processors", ("compute_mis_weights_fsdp",)
 NOT_CONVERTED = ("use_dynamic_global_batch_size", "multi_lora")
-ON_GROUPS = (
-    *(*record.LOSS, *record.ROLLOUT, *record.STEP, "kept_token_mean"),
-    *(*CARRY, *record.BITWISE_LOSS),
-)
+ON_GROUPS = (*(*record.LOSS, *record.ROLLOUT, *record.STEP, "kept_token_mean"), *(*CARRY, *record.BITWISE_LOSS))
 _need = record.table("Miles")
 
 
@@ -44,8 +41,7 @@ class Miles(VersionNeeds):
     keeps_sets: ClassVar[bool] = True
     refusals: ClassVar[tuple[Refusal, ...]] = (
         Refusal(
-            lambda args: args.get("multi_lora"),
-            "--multi-lora: each adapter then has versions of its own; drop it",
+            lambda args: args.get("multi_lora"), "--multi-lora: each adapter then has versions of its own; drop it"
         ),
         Refusal(  # SGLang names a token by the version at its arrival
             _overlaps,
@@ -110,12 +106,10 @@ class Miles(VersionNeeds):
         takes="args samples metadata custom_convert_samples_to_train_data_func custom_reward_post_process_func",
     )
     single_turn: Need = _need(
-        asked("its single-turn generation", GENERATE, "input"),
-        "miles.rollout.generate_hub.single_turn:generate",
+        asked("its single-turn generation", GENERATE, "input"), "miles.rollout.generate_hub.single_turn:generate"
     )
     prompt_ids: Need = _need(
-        asked("the tokens of a prompt", GENERATE, "state sample"),
-        f"{ENDPOINT}:compute_prompt_ids_from_sample",
+        asked("the tokens of a prompt", GENERATE, "state sample"), f"{ENDPOINT}:compute_prompt_ids_from_sample"
     )
     payload: Need = _need(
         asked("the request for a response", GENERATE, "args input_ids sampling_params multimodal_inputs"),

@@ -176,9 +176,7 @@ ASKED = {
         holds="data_iterator num_microbatches",
     ),
     "log_prob_pass": asked(
-        "the trainer's log-prob pass",
-        (*ROLLOUT, *CARRY),
-        "self data_iterator num_microbatches store_prefix",
+        "the trainer's log-prob pass", (*ROLLOUT, *CARRY), "self data_iterator num_microbatches store_prefix"
     ),
     "routing_replay": asked("the replay of routes", ROUTES),
     "init": asked("the frame of the trainer that calls the init hook", CARRY, "self args role"),
@@ -196,12 +194,7 @@ def table(host: str) -> Callable[..., Need]:
     """A function that places a need of a host: one of `ASKED` by its name, or one that this host alone answers."""
 
     def need(
-        need: str | Need,
-        *at: str,
-        takes: str = "",
-        hands: str = "",
-        serves: tuple[str, ...] = (),
-        ran: int = -1,
+        need: str | Need, *at: str, takes: str = "", hands: str = "", serves: tuple[str, ...] = (), ran: int = -1
     ) -> Need:
         """Place a need, and ask for more parameters, keywords and hooks than `ASKED` says."""
         need = ASKED[need] if isinstance(need, str) else need

@@ -69,8 +69,7 @@ class Slime(VersionNeeds):
         "slime.rollout.sglang_rollout:generate",
     )
     post: Need = _need(
-        asked("the request of its generation", record.GENERATE, "url payload"),
-        "slime.rollout.sglang_rollout:post",
+        asked("the request of its generation", record.GENERATE, "url payload"), "slime.rollout.sglang_rollout:post"
     )
 
     def version_of(self, actor: Any) -> int:

@@ -94,8 +94,7 @@ class NamedTokens:
         parts = known.ids[:before], known.log_probs[:before]
         gap = NamedTokens.none(before - len(parts[0]), width)
         return NamedTokens(
-            np.concatenate([parts[0], gap.ids, self.ids]),
-            np.concatenate([parts[1], gap.log_probs, self.log_probs]),
+            np.concatenate([parts[0], gap.ids, self.ids]), np.concatenate([parts[1], gap.log_probs, self.log_probs])
         )
 
     def __len__(self) -> int:

@@ -125,11 +125,7 @@ class Numbering:
         return self._number(sample) != NO_NUMBER
 
     def noted(
-        self,
-        samples: Sequence[Any],
-        scored: bool,
-        needed: Mapping[str, str] = {},
-        of_batch: Mapping[str, float] = {},
+        self, samples: Sequence[Any], scored: bool, needed: Mapping[str, str] = {}, of_batch: Mapping[str, float] = {}
     ) -> list[list[Any]]:
         """A packed note of each sample of a batch, which the trainer gets next.
 

@@ -9,10 +9,7 @@ from reprlib import repr as shortened
 
 SHOWN = 12  # keys of a file
 ALIKE = 0.6  # share of letters in common, as `difflib` counts them
-BEHAVIOR, PROXIMAL = (
-    "behaviour rollout engine sampler sampling mu inference",
-    "old trainer train training actor pi",
-)
+BEHAVIOR, PROXIMAL = ("behaviour rollout engine sampler sampling mu inference", "old trainer train training actor pi")
 OTHERS = {"ref", "reference", "teacher", "critic"}
 ONE_WORD: dict[str, str] = {
     **dict.fromkeys(BEHAVIOR.split(), "behavior"),

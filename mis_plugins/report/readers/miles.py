@@ -95,12 +95,7 @@ def _in_order(ranks: Sequence[Mapping[str, Any]], label: str, problems: Problems
 
 def _read(rank: Mapping[str, Any]) -> dict[str, Any]:
     columns = {name: tensor_of(rank["rollout_data"].get(name)) for name in (*PIECES, *WHOLE, *LISTED)}
-    return {
-        **rank,
-        "rank": int(tensor_of(rank["rank"])),
-        "rollout_data": columns,
-        "columns": [*rank["rollout_data"]],
-    }
+    return {**rank, "rank": int(tensor_of(rank["rank"])), "rollout_data": columns, "columns": [*rank["rollout_data"]]}
 
 
 def _digest(data: Mapping[str, Any]) -> bytes | None:

@@ -147,10 +147,7 @@ def keep_away(batch: Rows, mapping: dict, proximal: list[Tensor] | None = None) 
     compared = batch.batch if proximal is None else Batch(
         proximal, batch.batch.behavior, batch.batch.loss_masks, batch.batch.prompts
     )  # fmt: skip
-    known = {
-        "weight": weight and {"bound": "truncate", "level": "token"} | weight,
-        "reject": mapping.get("reject", []),
-    }
+    known = {"weight": weight and {"bound": "truncate", "level": "token"} | weight, "reject": mapping.get("reject", [])}
     assume(oracle.decision_margin(compared.samples, known) > DECISION)
 
 

@@ -16,13 +16,7 @@ from mis_plugins.loss.objective import Clip
 from peers.loading import Peer, load
 from peers.rows import Metric, Rows
 
-BARE = (
-    "skyrl",
-    "skyrl.backends",
-    "skyrl.backends.skyrl_train",
-    "skyrl.backends.skyrl_train.utils",
-    "skyrl.train",
-)
+BARE = ("skyrl", "skyrl.backends", "skyrl.backends.skyrl_train", "skyrl.backends.skyrl_train.utils", "skyrl.train")
 ABSENT = ("omegaconf", "ray", "loguru", "skyrl.train.config")
 CORRECTION = Peer("skyrl.backends.skyrl_train.utils.off_policy_correction_utils", BARE, ABSENT)
 LOSSES = Peer("skyrl.backends.skyrl_train.utils.ppo_utils", BARE, ABSENT)
@@ -59,8 +53,7 @@ def loss(batch: Rows, target: Tensor, config: SimpleNamespace, dual: float | Non
 def dppo_loss(batch: Rows, target: Tensor, kind: str, clip: Clip) -> Tensor:
     """The sum over tokens of `dppo_policy_loss`, against the rollout engine."""
     algorithm = SimpleNamespace(
-        dppo=SimpleNamespace(dppo_type=kind, delta_low=clip.low, delta_high=clip.high),
-        off_policy_correction=settings(),
+        dppo=SimpleNamespace(dppo_type=kind, delta_low=clip.low, delta_high=clip.high), off_policy_correction=settings()
     )
     compute = load(LOSSES).dppo_policy_loss
     return compute(target, batch.proximal, batch.token_advantages, algorithm, batch.mask, batch.behavior)[0]
@@ -122,11 +115,7 @@ def padded_ratios(cells: int) -> dict[str, Metric]:
 
 def metric_table(config: SimpleNamespace, cells: int) -> dict[str, Metric]:
     """Their name of every metric of these settings, and ours; cells: N times L, the padding included."""
-    table: dict[str, Metric] = {
-        "is_ratio_mean": "ratio_mean",
-        "is_ratio_max": "ratio_max",
-        **padded_ratios(cells),
-    }
+    table: dict[str, Metric] = {"is_ratio_mean": "ratio_mean", "is_ratio_max": "ratio_max", **padded_ratios(cells)}
     names = {"token": "tis_token_clip_high_ratio", "sequence": "tis_seq_clip_high_ratio"}
     if config.tis_ratio_type:
         table[names[config.tis_ratio_type]] = "weight_high_fraction"

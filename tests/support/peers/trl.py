@@ -47,11 +47,7 @@ def correction_blocks() -> CodeType:
 
 
 def correction(
-    batch: Rows,
-    mode: str,
-    upper: float | None = 3.0,
-    lower: float | None = None,
-    behavior: Tensor | None = None,
+    batch: Rows, mode: str, upper: float | None = 3.0, lower: float | None = None, behavior: Tensor | None = None
 ) -> tuple[Tensor, dict[str, float]]:
     """(importance ratio, `[N, L]` or of a sequence `[N, 1]`; metrics)."""
     trainer = bare_trainer(

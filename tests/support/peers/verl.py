@@ -109,13 +109,7 @@ PROBABILITIES = {
 }
 
 FLOOR = 1e-8  # added to what a mean is divided by
-KEYS = (
-    "rollout_is",
-    "rollout_is_threshold",
-    "rollout_is_batch_normalize",
-    "rollout_rs",
-    "rollout_rs_threshold",
-)
+KEYS = ("rollout_is", "rollout_is_threshold", "rollout_is_batch_normalize", "rollout_rs", "rollout_rs_threshold")
 
 
 def correction(batch: Rows, settings: dict, proximal: Tensor | None = None) -> tuple[Tensor, Tensor, dict[str, float]]:
@@ -221,11 +215,7 @@ def rule_metric(i: int, option: str, name: str) -> Metric:
     if mirrored:
         part = MIRRORED.get(part, part)
     sign = -1 if mirrored and part in ("mean", "max", "min") else 1
-    words = {
-        "fraction_high": "high_fraction",
-        "fraction_low": "low_fraction",
-        "masked_fraction": "rejected_fraction",
-    }
+    words = {"fraction_high": "high_fraction", "fraction_low": "low_fraction", "masked_fraction": "rejected_fraction"}
     ours = f"rule_{i}_{'unit_' if by_sequence else ''}{words.get(part, part)}"
     if part == "std":
         return lambda m: m.get(ours, 0.0)  # of one sequence 0 there, and not known here

@@ -120,9 +120,7 @@ class _Decoding:
         self.logits = output.logits[:, -1].float()
 
 
-def _left_padded(
-    sequences: Sequence[Sequence[int]],
-) -> tuple[Int64[Tensor, "B T"], Int64[Tensor, "B T"]]:
+def _left_padded(sequences: Sequence[Sequence[int]]) -> tuple[Int64[Tensor, "B T"], Int64[Tensor, "B T"]]:
     """Pad sequences on the left; return their tokens, and a mask that is 1 where a slot holds a token."""
     longest = max(map(len, sequences))
     tokens = torch.tensor([[0] * (longest - len(sequence)) + list(sequence) for sequence in sequences])

@@ -106,12 +106,7 @@ class SGLang(Served):
             self._server.check_pinned()
 
     def _serve(
-        self,
-        checkpoint: Path,
-        python: Path,
-        arguments: Sequence[str],
-        environment: Mapping[str, str],
-        seeded: bool,
+        self, checkpoint: Path, python: Path, arguments: Sequence[str], environment: Mapping[str, str], seeded: bool
     ) -> None:
         """Start the server and wait for it; where `seeded`, each request carries a seed for its sampling."""
         self._seeded = seeded

@@ -30,16 +30,7 @@ from true_on_policy.kernels.gpu_probes import Product, aten_failures, digest, li
 from true_on_policy.kernels.provider import counted
 from true_on_policy.observe.dumps import Dump, this_process
 from true_on_policy.observe.dumps import write as write_dump
-from true_on_policy.observe.process import (
-    KERNELS,
-    LOOKS,
-    PRODUCTS,
-    Look,
-    Observation,
-    found,
-    looked,
-    surviving,
-)
+from true_on_policy.observe.process import KERNELS, LOOKS, PRODUCTS, Look, Observation, found, looked, surviving
 
 # After this method SGLang 0.5.17 to 0.5.23 have kernels, attention and cache in place, and no CUDA graph yet.
 TARGET = "sglang.srt.model_executor.model_runner.ModelRunner.init_attention_backends"
@@ -69,9 +60,7 @@ def write(runner: Any) -> Path:
 
 def observe(runner: Any) -> Observation:
     """Observe the process of `runner`, SGLang's ModelRunner."""
-    from sglang.srt.distributed.parallel_state import (  # pyright: ignore[reportMissingImports]
-        get_tensor_model_parallel_world_size,
-    )
+    from sglang.srt.distributed.parallel_state import get_tensor_model_parallel_world_size  # pyright: ignore[reportMissingImports]
 
     parameters = [*runner.model.parameters()]
     where, dtype = parameters[0].device, DTYPES[runner.model_config.dtype]

@@ -111,11 +111,7 @@ class VLLM(Served):
             return [self._sample(request, answer) for request, answer in zip(requests, answers, strict=True)]
 
     def _ask(
-        self,
-        tokens: Sequence[int],
-        wanted: Mapping[str, Any],
-        request: Request,
-        seconds: float = GENERATE_SECONDS,
+        self, tokens: Sequence[int], wanted: Mapping[str, Any], request: Request, seconds: float = GENERATE_SECONDS
     ) -> Any:
         # No seed: with a seed, vLLM 0.32 on CPU crashes on a prompt that is prefilled in chunks.
         sampling = {"temperature": request.temperature, "detokenize": False, **wanted}

@@ -29,12 +29,8 @@ def activate() -> None:
         return
     import vllm._custom_ops as custom_ops  # pyright: ignore[reportMissingImports]
     from vllm.model_executor.layers.layernorm import RMSNorm  # pyright: ignore[reportMissingImports]
-    from vllm.model_executor.layers.rotary_embedding.base import (  # pyright: ignore[reportMissingImports]
-        RotaryEmbedding,
-    )
-    from vllm.v1.attention.backends.cpu_attn import (  # pyright: ignore[reportMissingImports]
-        CPUAttentionBackendImpl,
-    )
+    from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding  # pyright: ignore[reportMissingImports]
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl  # pyright: ignore[reportMissingImports]
     from vllm.v1.worker.cpu_worker import CPUWorker  # pyright: ignore[reportMissingImports]
 
     custom_ops._supports_onednn = False  # vLLM then calls torch.nn.functional.linear
