@@ -54,7 +54,8 @@ ROUND = 100  # cases of one seed
 SEEDS_A_PROCESS = 20  # of a room, before the next room's turn: processes end, and what they hold with them
 OURS = "our error"
 SAID = (
-    "Random cases that ended without a fault, of seed 0 and of those that follow it, 100 of each. A fault ends a run, "
+    "Random cases that ended without a fault, of seed 0 and of those that follow it, 100 of each; each start of the "
+    "ranks without a planted fault counts as the 12 cases that the ranks are asked. A fault ends a run, "
     "prints the command that replays it, and becomes a test. "
     "`unclear`: rounding may decide. `idle`: the oracle's gradient is 0. `unsure`: the reader of scripts says so."
 )
@@ -81,7 +82,7 @@ def tried(name: str, number: int, cases: int = ROUND) -> Counter[str]:
               suppress_health_check=list[Any](HealthCheck), phases=phases)  # fmt: skip
     @given(made.cases())
     def one(case: Any) -> None:
-        answers[answered(made.judge, case)] += 1
+        answers.update(answered(made.judge, case))
 
     one()
     return answers
@@ -100,14 +101,15 @@ def _hushed() -> None:
     logging.getLogger("mis_plugins").setLevel(logging.CRITICAL)
 
 
-def answered(judge: Callable[[Any], str], case: Any) -> str:
-    """What the pack answered to one case: nothing that an earlier case said or cached changes it."""
+def answered(judge: Callable[[Any], str | list[str]], case: Any) -> list[str]:
+    """What the pack answered to each question of a case: nothing that an earlier case said or cached changes it."""
     errors.warn_once.cache_clear()
     view.LAST.clear()
     try:
-        return judge(case)
+        said = judge(case)
     except UserError:
-        return OURS
+        return [OURS]
+    return [said] if isinstance(said, str) else said
 
 
 def main(argv: list[str] | None = None) -> int:
