@@ -1,7 +1,7 @@
 """Try to break the pack: random cases in every room, until a fault is found or the time is up.
 
 A fault is printed with the smallest case that hypothesis finds, and with the command that replays it. With `--record`
-the counts are added to `lab/results/break_it.json` once a minute, and `break_it.md` shows them.
+the counts are added to `lab/results/break_it.json` once a minute and at the end, and `break_it.md` shows them.
 
 Exit status: 0 no fault, 1 a fault, 2 could not run.
 """
@@ -17,7 +17,7 @@ import json
 import logging
 import sys
 import time
-from argparse import ArgumentParser
+from argparse import ArgumentParser, Namespace
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
@@ -115,7 +115,17 @@ def answered(judge: Callable[[Any], str | list[str]], case: Any) -> list[str]:
 def main(argv: list[str] | None = None) -> int:
     arguments = _parser().parse_args(argv)
     _hushed()
-    until, found, written = time.monotonic() + 60 * arguments.minutes, _known() if arguments.record else {}, 0.0
+    found = _known() if arguments.record else {}
+    try:
+        return _campaign(arguments, found)
+    finally:
+        if arguments.record:
+            _write(found)
+
+
+def _campaign(arguments: Namespace, found: dict[str, Done]) -> int:
+    """Try room after room, and add to `found` what was answered; 1 where a fault ends it, else 0."""
+    until, written = time.monotonic() + 60 * arguments.minutes, 0.0
     at_once = 1 if arguments.processes == 1 else SEEDS_A_PROCESS * arguments.processes
     while True:
         for name in arguments.room or ROOMS:
@@ -130,12 +140,11 @@ def main(argv: list[str] | None = None) -> int:
                 print(f"\nfault in room {name}; again: bash scripts/break-it.sh {replay}")
                 return 1
             print(f"{name}, seeds below {done.next_seed}: {dict(done.answers)}", file=sys.stderr, flush=True)
-        ended = time.monotonic() > until
-        if arguments.record and (ended or time.monotonic() - written > 60):
+        if time.monotonic() > until:
+            return 0
+        if arguments.record and time.monotonic() - written > 60:
             _write(found)
             written = time.monotonic()
-        if ended:
-            return 0
 
 
 @dataclass
