@@ -46,6 +46,7 @@ ROOMS = (
     "dumps",
     "files",
     "ranks",
+    "split",
     "segments",
     "baselines",
 )
@@ -54,8 +55,8 @@ ROUND = 100  # cases of one seed
 SEEDS_A_PROCESS = 20  # of a room, before the next room's turn: processes end, and what they hold with them
 OURS = "our error"
 SAID = (
-    "Random cases that ended without a fault, of seed 0 and of those that follow it, 100 of each; each start of the "
-    "ranks without a planted fault counts as the 12 cases that the ranks are asked. A fault ends a run, "
+    "Random cases that ended without a fault, of seed 0 and of those that follow it, 100 of each; each start of "
+    "ranks without a planted fault counts as the 12 cases that they are asked. A fault ends a run, "
     "prints the command that replays it, and becomes a test. "
     "`unclear`: rounding may decide. `idle`: the oracle's gradient is 0. `unsure`: the reader of scripts says so."
 )

@@ -19,13 +19,7 @@ from lab.break_it import __main__ as campaign
 from lab.break_it import formulas, peers, scripts
 from lab.break_it.__main__ import ROOMS, room, tried
 
-CASES = {
-    "losses": 15,
-    "weights": 25,
-    "dumps": 10,
-    "files": 5,
-    "ranks": 2,
-}  # a case of ranks starts them, and asks twelve times
+CASES = {"losses": 15, "weights": 25, "dumps": 10, "files": 5, "ranks": 2, "split": 2}  # the last two ask 12 times each
 SCRIPTS = {
     "an array's name is its first item": ('X=(a b)\npython3 train.py "$X" $X', ["a", "a"]),
     "items are cut at blanks": ('X=("a b" "")\npython3 train.py ${X[@]} "${X[@]}"', ["a", "b", "a b", ""]),
