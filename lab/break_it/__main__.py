@@ -24,6 +24,7 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from importlib import import_module
+from importlib.metadata import version
 from types import ModuleType
 from typing import Any
 
@@ -135,6 +136,7 @@ def _campaign(arguments: Namespace, found: dict[str, Done]) -> int:
                 for answers in in_order(name, range(done.next_seed, done.next_seed + at_once), arguments.processes):
                     done.answers += answers
                     done.next_seed += 1
+                    done.torch.add(version("torch"))
             except Exception as error:
                 print("\n".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", [])]))
                 replay = f"--room {name} --seed {done.next_seed} --minutes 0"
@@ -150,24 +152,29 @@ def _campaign(arguments: Namespace, found: dict[str, Done]) -> int:
 
 @dataclass
 class Done:
-    """What a room has answered, and the seed of its next round."""
+    """What a room has answered, the seed of its next round, and the versions of torch that it ran on."""
 
     next_seed: int = 0
     answers: Counter[str] = field(default_factory=Counter)
+    torch: set[str] = field(default_factory=set)
 
 
 def _known() -> dict[str, Done]:
     """What the record has of each room, where another run may go on."""
     rooms = json.loads(RECORD.read_text())["rooms"] if RECORD.exists() else {}
-    return {name: Done(room["seeds"], Counter(room["answers"])) for name, room in rooms.items()}
+    return {name: Done(room["seeds"], Counter(room["answers"]), {*room["torch"]}) for name, room in rooms.items()}
 
 
 def _write(found: dict[str, Done]) -> None:
     measured = provenance()
     rows = [_row(name, found[name]) for name in ROOMS if name in found]
-    table = markdown_table(("room", "seeds", "cases", "right", "our errors", "others", "faults"), rows)
+    rows.append(("all", "", f"{sum(sum(done.answers.values()) for done in found.values()):,}", *[""] * 4, "0"))
+    table = markdown_table(("room", "seeds", "cases", "right", "our errors", "others", "torch", "faults"), rows)
     text = f"# Break it\n\n{SAID}\n\n{table}\n{as_markdown(measured)}"
-    rooms = {name: {"seeds": done.next_seed, "answers": dict(done.answers)} for name, done in found.items()}
+    rooms = {
+        name: {"seeds": done.next_seed, "answers": dict(done.answers), "torch": sorted(done.torch)}
+        for name, done in found.items()
+    }
     write_record(RECORD, {"rooms": rooms, "measured with": measured}, text)
 
 
@@ -175,7 +182,7 @@ def _row(name: str, done: Done) -> tuple[str, ...]:
     answers = done.answers
     others = ", ".join(f"{n:,} {key}" for key, n in sorted(answers.items()) if key not in (OURS, "right"))
     numbers = done.next_seed, sum(answers.values()), answers["right"], answers[OURS]
-    return name, *(f"{n:,}" for n in numbers), others, "0"
+    return name, *(f"{n:,}" for n in numbers), others, ", ".join(sorted(done.torch)), "0"
 
 
 def _parser() -> ArgumentParser:
