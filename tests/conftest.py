@@ -4,8 +4,6 @@ Shapes are checked at run time by jaxtyping's own flag, which `scripts/test.sh` 
 `--jaxtyping-packages mis_plugins,true_on_policy,shapes.checked`.
 """
 
-from __future__ import annotations
-
 import fnmatch
 import logging
 import os

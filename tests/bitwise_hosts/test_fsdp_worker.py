@@ -1,7 +1,5 @@
 """The pin of Miles's FSDP trainer, on a stand-in of its module: after Miles's own step, before its model, once."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator
 from importlib import import_module

@@ -3,8 +3,6 @@
 slime is stood in for by a module of its name, with Megatron's real groups. The embedded host runs as it is.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 from argparse import Namespace

@@ -3,8 +3,6 @@
 Everything runs as it is but the kernels, which need a GPU: on this machine pinning refuses, and that is tested too.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 from argparse import Namespace

@@ -1,7 +1,5 @@
 """Both spellings of the config: what they mean, and that they meet."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from types import SimpleNamespace

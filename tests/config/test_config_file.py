@@ -1,7 +1,5 @@
 """Files that no config is: each is refused quickly, in words, and never by a traceback or the end of the process."""
 
-from __future__ import annotations
-
 import io
 import re
 import sys

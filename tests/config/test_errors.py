@@ -1,7 +1,5 @@
 """Every mistake a user can make: one `MisError` that quotes the user's key and says what to do."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

@@ -1,7 +1,5 @@
 """The switches of Miles's flat keys: `use_rs`, the blog's `use_mask`, and keys that merely look like ours."""
 
-from __future__ import annotations
-
 import difflib
 import socket
 from argparse import Namespace

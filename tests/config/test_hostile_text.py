@@ -1,7 +1,5 @@
 """Texts of strangers that were made to hang a command, to fill the memory, or to steer what it prints."""
 
-from __future__ import annotations
-
 import argparse
 import base64
 import os

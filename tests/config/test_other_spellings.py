@@ -1,7 +1,5 @@
 """Keys of a file that are ours but for letter case, dots or a missing prefix: a host makes arguments nobody reads."""
 
-from __future__ import annotations
-
 from argparse import Namespace
 from itertools import chain
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`mis.segment_wise` as it is read, refused, combined with a weight, written, and said in AReaL's words."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

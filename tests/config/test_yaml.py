@@ -1,7 +1,5 @@
 """Every preset loads, says what this table says, and is found from anywhere."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import re

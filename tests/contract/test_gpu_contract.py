@@ -1,7 +1,5 @@
 """The GPU contract as data: choices, layouts, environment, and how it is printed."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

@@ -1,7 +1,5 @@
 """Orders of partial sums: what they add is the whole, and equal trees give equal bits where other trees do not."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

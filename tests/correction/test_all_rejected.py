@@ -1,7 +1,5 @@
 """A micro-batch of which nothing is left: skip, keep or raise, and never a NaN; and the kept denominator."""
 
-from __future__ import annotations
-
 import logging
 import math
 import re

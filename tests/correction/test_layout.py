@@ -1,7 +1,5 @@
 """Whole responses are cut over context-parallel ranks as the hosts cut them, and joined again."""
 
-from __future__ import annotations
-
 from typing import cast
 
 import pytest

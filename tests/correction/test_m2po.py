@@ -1,7 +1,5 @@
 """M2PO against its twin in the oracle: which tokens of a micro-batch leave the loss, alone and beside rules."""
 
-from __future__ import annotations
-
 import math
 
 import oracle

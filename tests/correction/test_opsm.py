@@ -1,7 +1,5 @@
 """Off-policy sequence masking: against a second implementation, and what it has in common with a rejection rule."""
 
-from __future__ import annotations
-
 import logging
 import math
 import random

@@ -1,7 +1,5 @@
 """The loadable function against the float64 oracle, over the product of configs and ragged batches."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from dataclasses import replace

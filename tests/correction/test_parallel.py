@@ -1,7 +1,5 @@
 """The same batch on 1, 2 and 4 ranks, over gloo and Megatron's own groups: masks exact, weights to rounding."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import random

@@ -1,7 +1,5 @@
 """Rules that read different populations of tokens, and the kept denominator of a sequence that keeps no token."""
 
-from __future__ import annotations
-
 import oracle
 import torch
 from batches import ratio_batch

@@ -1,7 +1,5 @@
 """Identities that hold by algebra, and what must not change the answer."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 

@@ -3,8 +3,6 @@
 No other rank waits longer than the time-out of its group, and none answers otherwise than without the fault.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from contextlib import nullcontext

@@ -1,7 +1,5 @@
 """What the hosts' own mis.py gets wrong, right here. Each docstring says what it did; CHANGELOG.md lists them."""
 
-from __future__ import annotations
-
 import logging
 import math
 from collections.abc import Sequence

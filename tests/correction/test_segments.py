@@ -1,7 +1,5 @@
 """Segments: runs of ones in the loss mask, found on whole responses and on a rank's part of them."""
 
-from __future__ import annotations
-
 import math
 
 import oracle

@@ -1,7 +1,5 @@
 """Totals of sequences: named, each sum that of its own row and sequence alone, however the rows are summed."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """The binary-KL trust region as Miles and slime have it built in, by formula, against the preset of its name."""
 
-from __future__ import annotations
-
 import math
 
 import torch

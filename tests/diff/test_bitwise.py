@@ -1,7 +1,5 @@
 """Bits, coordinates and distances, against numpy's own walk along the number line and against Python's integers."""
 
-from __future__ import annotations
-
 import math
 import struct
 

@@ -1,7 +1,5 @@
 """The diff command on folders and files as SGLang's dumper, a trainer and an engine leave them, and as accidents do."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

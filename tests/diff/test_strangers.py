@@ -1,7 +1,5 @@
 """The diff command on strangers' files: names, layouts and values that mean harm, or nothing."""
 
-from __future__ import annotations
-
 import io
 import json
 import os

@@ -3,8 +3,6 @@
 The model is a function of what stands before a token, so both sides must agree wherever it was computed.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 

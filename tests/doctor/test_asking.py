@@ -1,7 +1,5 @@
 """The client that asks engines, against servers that answer slowly, without end, elsewhere or in another language."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import resource

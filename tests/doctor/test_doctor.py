@@ -1,7 +1,5 @@
 """The doctor: every row turns red by its own setting alone, says what to set, and what was not seen is never green."""
 
-from __future__ import annotations
-
 from argparse import Namespace
 from dataclasses import replace
 from importlib import import_module

@@ -1,7 +1,5 @@
 """The files that the processes of a side write, one a rank, and what they make together."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """What the doctor sees of an engine over HTTP, on the recorded answers of a real SGLang."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from copy import deepcopy

@@ -1,7 +1,5 @@
 """Kernels of Transformer Engine and Apex: a row says whether one is asked for, and whether it could run."""
 
-from __future__ import annotations
-
 import enum
 import sys
 from argparse import Namespace

@@ -1,7 +1,5 @@
 """What is seen of this process, and the file that a trainer writes of it."""
 
-from __future__ import annotations
-
 import importlib.metadata
 from argparse import Namespace
 from collections.abc import Iterator

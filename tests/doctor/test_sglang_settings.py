@@ -3,8 +3,6 @@
 tests/engines/test_sglang.py has the real one.
 """
 
-from __future__ import annotations
-
 import logging
 import socket
 from collections.abc import Callable

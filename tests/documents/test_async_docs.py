@@ -1,7 +1,5 @@
 """`docs/async.md`: its settings are the defaults, and its example runs."""
 
-from __future__ import annotations
-
 import dataclasses
 import re
 import textwrap

@@ -1,7 +1,5 @@
 """Which commit ran: of the checkout itself, and whether its files are the commit's."""
 
-from __future__ import annotations
-
 import subprocess
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The snippets of `docs/examples.md` run as they stand, and say what their comments say."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

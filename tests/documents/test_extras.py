@@ -1,7 +1,5 @@
 """Each extra of setup.py installs every package that its commands import, at once or where they need it."""
 
-from __future__ import annotations
-
 import ast
 import re
 import sys

@@ -1,7 +1,5 @@
 """docs/gpu.md shows settings and hooks that exist."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

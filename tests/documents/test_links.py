@@ -1,7 +1,5 @@
 """Every link of a page leads to a file and a heading that are there, as `bash scripts/docs.sh` asks of the site."""
 
-from __future__ import annotations
-
 import importlib.util
 from pathlib import Path
 from types import ModuleType

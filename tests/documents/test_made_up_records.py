@@ -4,8 +4,6 @@ Pages that a command makes anew are not counted. `tests/terms/`, `tests/hosts/` 
 made-up records; here the tree's own tests and commands accept the files, which are all that was touched.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

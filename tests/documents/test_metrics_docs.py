@@ -1,7 +1,5 @@
 """`docs/metrics.md` is what the metrics say of themselves, and names what there is."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A wheel built from the tree works in a bare environment, from another folder, and finds its presets there."""
 
-from __future__ import annotations
-
 import ast
 import os
 import re

@@ -4,8 +4,6 @@
 <!-- ci: syntax only, because REASON --> the next bash block is only parsed
 """
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

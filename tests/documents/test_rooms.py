@@ -1,7 +1,5 @@
 """The direction of imports: a room imports only rooms below it, so that no two rooms import each other."""
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The shell scripts: syntax, the one environment they share, and what the launch arrays hand to a host."""
 
-from __future__ import annotations
-
 import importlib
 import itertools
 import json

@@ -1,7 +1,5 @@
 """Docstrings stand alone and are read in one breath: how they open, and how long their sentences are."""
 
-from __future__ import annotations
-
 import ast
 import re
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """The controller and its thread: updates in mid-sequence, places, faults, hooks, what is left behind."""
 
-from __future__ import annotations
-
 import itertools
 import time
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """Stepwise decoding: what a response becomes when the weights move between two of its tokens."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from tolerances import FP32_LOG_PROB

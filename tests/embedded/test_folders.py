@@ -1,7 +1,5 @@
 """Where runs write: a run never goes over an earlier one, nor its checkpoint over another run's."""
 
-from __future__ import annotations
-
 import json
 from argparse import Namespace
 from pathlib import Path

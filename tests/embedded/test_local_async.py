@@ -1,7 +1,5 @@
 """Asynchronous runs from the command line: equal to the synchronous one, right in every token, alive and clean."""
 
-from __future__ import annotations
-
 import json
 import os
 import random

@@ -1,7 +1,5 @@
 """The rollout engine: its numbers against transformers' Qwen3, its randomness, precisions and refusals."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """A mixture of experts in the embedded host: its engine against transformers' Qwen3-MoE, its trainer on any ranks."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

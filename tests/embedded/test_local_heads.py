@@ -1,7 +1,5 @@
 """Score centering in the embedded host: its engine names the likeliest tokens, and all layouts of ranks train alike."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """The embedded host's hooks beside the TIS hook: custom loss, reducer, sample filter, train step."""
 
-from __future__ import annotations
-
 import math
 from argparse import Namespace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Top-p and top-k in the embedded host: both sides renormalize over the same tokens, on every layout of ranks."""
 
-from __future__ import annotations
-
 import math
 from argparse import Namespace
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """The embedded host from its command line: errors, hooks, resume, interruption, and what a run leaves behind."""
 
-from __future__ import annotations
-
 import json
 from argparse import Namespace
 from dataclasses import replace

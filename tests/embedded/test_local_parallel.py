@@ -1,7 +1,5 @@
 """The trainer in every layout of ranks: one recorded batch, four optimizer steps, the same numbers."""
 
-from __future__ import annotations
-
 import signal
 import time
 from argparse import Namespace

@@ -1,7 +1,5 @@
 """R3 in the embedded host: the trainer takes the engine's routes, our watch sees that it does, and a fault raises."""
 
-from __future__ import annotations
-
 import json
 from argparse import Namespace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What a run leaves: whole lines, whole files, a picture of every run, a sentence true to the numbers."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """The trainer against itself in the embedded host: 0 exactly under kernels that do not depend on the batch."""
 
-from __future__ import annotations
-
 import json
 from argparse import Namespace
 from pathlib import Path

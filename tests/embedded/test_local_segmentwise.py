@@ -1,7 +1,5 @@
 """Segment-wise weights in the embedded host: what becomes of versions on their way to the loss, and of a whole run."""
 
-from __future__ import annotations
-
 import dataclasses
 from argparse import Namespace
 from collections.abc import Sequence

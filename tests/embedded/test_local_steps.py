@@ -1,7 +1,5 @@
 """Engines of `true_on_policy`, stepped: a token a call, their weights moving in between."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import replace

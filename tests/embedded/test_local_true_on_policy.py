@@ -3,8 +3,6 @@
 Kernels are pinned in forked ranks, never in this process. The real SGLang runs the same in tests/engines.
 """
 
-from __future__ import annotations
-
 from argparse import Namespace
 from pathlib import Path
 from typing import Any

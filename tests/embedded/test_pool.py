@@ -1,7 +1,5 @@
 """Every token that needs log pi_{v+1} gets it, once, of the right version, whatever happens meanwhile."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import threading

@@ -1,7 +1,5 @@
 """Hooks around a weight update: their order, and what is left standing when one of them fails."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 

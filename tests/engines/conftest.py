@@ -1,7 +1,5 @@
 """Tests of rollout engines, which have environments of their own: `bash scripts/test.sh --engines` asks for them."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import time

@@ -5,8 +5,6 @@
 Each case has hidden states, the gate, and the weights of all experts; the kernels of the CPU contract are pinned.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from types import SimpleNamespace

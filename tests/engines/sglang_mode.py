@@ -5,8 +5,6 @@
 Its Triton kernels are interpreted on CPU; DeepGEMM is the stand-in of tests/support/stand_ins.py.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Callable, Iterator

@@ -5,8 +5,6 @@
 Each section is rotated with a token's time, height and width alike, and with a height and a width of their own.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 

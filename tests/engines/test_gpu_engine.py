@@ -1,7 +1,5 @@
 """The section `engine` of the session on a lent GPU, around a real SGLang: on the CPU, pinned by our plugin."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import partial
 from pathlib import Path

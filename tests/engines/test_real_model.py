@@ -3,8 +3,6 @@
 `bash scripts/verify-real-model.sh` runs the whole of it.
 """
 
-from __future__ import annotations
-
 from contextlib import closing
 
 import pytest

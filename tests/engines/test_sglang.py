@@ -1,7 +1,5 @@
 """The real SGLang, stock and pinned: what the ordinary suite shows with Hugging Face's decode, shown with its own."""
 
-from __future__ import annotations
-
 import json
 import socket
 import subprocess

@@ -1,7 +1,5 @@
 """SGLang's own mixture of experts, in the engine's own environment, against Megatron's layer in the agreed order."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

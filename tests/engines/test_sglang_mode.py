@@ -1,7 +1,5 @@
 """The real SGLang's batch-invariant mode, in the engine's own environment: each trap of it, and that a pin sees it."""
 
-from __future__ import annotations
-
 import json
 import sysconfig
 from collections.abc import Callable

@@ -4,8 +4,6 @@ The trainer it is made for holds float32 weights and runs in bf16 autocast. Its 
 bf16 logits in bf16, its prefill the same in float32: each is compared with the trainer's own of that kind.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Which version wrote a token, by the real SGLang: in one request that an update meets, and in a run with --async."""
 
-from __future__ import annotations
-
 import json
 import time
 import urllib.request

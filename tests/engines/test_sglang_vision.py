@@ -1,7 +1,5 @@
 """The real SGLang serves a tiny Qwen3-VL with its vision tower: on text alone it has the bits of the trainers."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from contextlib import closing

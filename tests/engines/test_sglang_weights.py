@@ -1,7 +1,5 @@
 """Every tensor of the real SGLang is named and compared with the checkpoint's, and each planted fault is found."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """RL steps on the real SGLang and vLLM, by the command line, as the ordinary suite takes them on other engines."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

@@ -1,7 +1,5 @@
 """The real vLLM, stock and with its compiled kernels replaced by our plugin."""
 
-from __future__ import annotations
-
 import subprocess
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor

@@ -1,7 +1,5 @@
 """What `config show` prints: the config read back, its formula, its words, and six tokens against the oracle."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Launch scripts: what is told of them, the diff, and the weights of the job that the changed script starts."""
 
-from __future__ import annotations
-
 import math
 import subprocess
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Launch scripts of other frameworks: no rule is lost, whatever the idiom; bash itself says what a command is given."""
 
-from __future__ import annotations
-
 import shlex
 import subprocess
 from collections.abc import Callable

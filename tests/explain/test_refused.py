@@ -1,7 +1,5 @@
 """What the translators refuse is told by the user's own keys: the cases of refused.yaml."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """What a window keeps at the mismatch of a real model: the committed record, its page, and the warnings of a check."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Configs of other frameworks, translated: what they mean here, what is said of the rest, what is refused."""
 
-from __future__ import annotations
-
 import gzip
 import io
 import re

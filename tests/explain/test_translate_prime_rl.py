@@ -1,7 +1,5 @@
 """prime-rl's toml, translated; its loss by its formula, since no package index has it."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

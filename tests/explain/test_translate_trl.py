@@ -1,7 +1,5 @@
 """TRL's GRPOConfig, translated: by yaml, command line and Python call; TRL's own functions judge in tests/peers."""
 
-from __future__ import annotations
-
 import pytest
 import yaml
 

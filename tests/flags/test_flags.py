@@ -1,7 +1,5 @@
 """Flags of a launch: one table prints them and checks them in the trainer; releases that lack one are named."""
 
-from __future__ import annotations
-
 import json
 import re
 from argparse import Namespace

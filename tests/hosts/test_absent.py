@@ -1,7 +1,5 @@
 """What stands in for a missing log-prob counts as NaN does, at every hook, in every dtype, wherever it stands."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """What a host's log says of a hook's metrics in a step with fully masked samples, which the host divides by as well."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace

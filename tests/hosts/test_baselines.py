@@ -1,7 +1,5 @@
 """Group baselines without the samples that do not train, against a loop over samples in Python."""
 
-from __future__ import annotations
-
 import random
 import statistics
 from collections.abc import Set

@@ -1,7 +1,5 @@
 """`hosts check`: a checkout made from the table of needs, then moved, cut, and committed step by step."""
 
-from __future__ import annotations
-
 import re
 from collections import defaultdict
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Settings that spoil a replay of routes, or a correction, are told before the job starts."""
 
-from __future__ import annotations
-
 from argparse import Namespace
 from pathlib import Path
 from typing import Any

@@ -4,8 +4,6 @@ A response's tokens are 0, 1, 2, ...; the trainer's log-probs are those of its w
 them, so that each ratio is known.
 """
 
-from __future__ import annotations
-
 import asyncio
 import sys
 from argparse import Namespace

@@ -1,7 +1,5 @@
 """The engine's likeliest tokens: asked of SGLang by our generate functions, and carried to the loss hook's batch."""
 
-from __future__ import annotations
-
 import asyncio
 from argparse import Namespace
 from collections.abc import AsyncIterator, Iterator, Sequence

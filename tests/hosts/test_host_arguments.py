@@ -1,7 +1,5 @@
 """What a config file sets beside `mis:`, compared with the arguments that the hosts' own parsers have."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 from pathlib import Path

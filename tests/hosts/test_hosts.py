@@ -1,7 +1,5 @@
 """The functions as the hosts load and call them, and what the hosts then do with the answer."""
 
-from __future__ import annotations
-
 import importlib
 import logging
 import math

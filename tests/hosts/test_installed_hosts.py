@@ -1,7 +1,5 @@
 """A host of another distribution: its entry point of the group `mis_plugins.hosts` is all that the hooks ask for."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

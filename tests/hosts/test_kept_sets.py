@@ -1,7 +1,5 @@
 """Kept sets on Miles: asked of SGLang by our generate function, carried to the trainer, and scored over there."""
 
-from __future__ import annotations
-
 import asyncio
 import math
 from argparse import Namespace

@@ -1,7 +1,5 @@
 """Lists of a micro-batch that do not fit: the error names the odd one of the three lists, and all counts."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from types import SimpleNamespace

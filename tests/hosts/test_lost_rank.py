@@ -1,7 +1,5 @@
 """A data-parallel peer is killed within a step: what the survivor's loss and report make of it."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import signal

@@ -1,7 +1,5 @@
 """A host is one record: registered, it is served by the policy loss, the step report and `config check` alike."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace

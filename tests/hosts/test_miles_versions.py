@@ -1,7 +1,5 @@
 """Versions of tokens inside Miles: from a stream of the engine to the notes that travel to the trainer."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import json

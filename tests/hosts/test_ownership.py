@@ -1,7 +1,5 @@
 """A parser that demands an owner of each key, as a newer Miles has: a small one of ours, with the signatures read."""
 
-from __future__ import annotations
-
 import argparse
 import pickle
 import pkgutil

@@ -1,7 +1,5 @@
 """The recorder: what it adds up, when it reads, what it says, and that it neither waits nor grows."""
 
-from __future__ import annotations
-
 import logging
 import math
 import re

@@ -1,7 +1,5 @@
 """The last step of a run: reported at the exit of its process, which waits for nobody."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import textwrap

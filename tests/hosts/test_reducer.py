@@ -1,7 +1,5 @@
 """The pg-loss reducer beside a mean written down in float64, on one rank and over context-parallel ranks."""
 
-from __future__ import annotations
-
 import math
 import sys
 from pathlib import Path

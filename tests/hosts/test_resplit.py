@@ -1,7 +1,5 @@
 """The trainer against itself: other micro-batches, what differs between two passes, and how each host is asked."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Sequence
 from types import SimpleNamespace

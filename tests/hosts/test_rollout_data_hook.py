@@ -1,7 +1,5 @@
 """`--rollout-data-postprocess-path`: Miles and slime call it differently, and slime documents a third way."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

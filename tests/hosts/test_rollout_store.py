@@ -1,7 +1,5 @@
 """What rollout-data hooks leave is of one rollout and of one run: nothing older serves a later one without a word."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """The sample filter, on stand-ins with the fields of the hosts' `Sample` that it touches."""
 
-from __future__ import annotations
-
 import enum
 import logging
 import math

@@ -1,7 +1,5 @@
 """Samples of an agent's sessions through our hooks: Miles's own code made them (`support/record_sessions.py`)."""
 
-from __future__ import annotations
-
 import json
 import math
 from argparse import Namespace

@@ -4,8 +4,6 @@ The host's modules are stand-ins with the signatures of slime 624b824; `scripts/
 runs its own.
 """
 
-from __future__ import annotations
-
 import asyncio
 import copy
 import sys

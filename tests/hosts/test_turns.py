@@ -1,7 +1,5 @@
 """Turns of a sample against the engine's answers: the trainer learns what was sampled, behind the prompt it had."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import re

@@ -1,7 +1,5 @@
 """A step whose arguments ask for a correction, and in which no hook of ours ran, stops every rank of the step."""
 
-from __future__ import annotations
-
 import re
 from argparse import Namespace
 from pathlib import Path

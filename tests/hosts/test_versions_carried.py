@@ -4,8 +4,6 @@ The hosts are made from the table of needs; `scripts/run-in-host.sh rows miles-f
 their own loops.
 """
 
-from __future__ import annotations
-
 import gc
 from argparse import Namespace
 from collections.abc import Iterator, Sequence

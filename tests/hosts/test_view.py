@@ -1,7 +1,5 @@
 """Every kind of object that a host may hand as its arguments is read through one view, and the hooks answer alike."""
 
-from __future__ import annotations
-
 import base64
 import copy
 import os

@@ -1,7 +1,5 @@
 """A run that only watches: the loss hook leaves the host's own loss and reports metrics, and says what does not act."""
 
-from __future__ import annotations
-
 import base64
 from argparse import Namespace
 from collections.abc import Callable

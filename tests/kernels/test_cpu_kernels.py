@@ -1,7 +1,5 @@
 """Batch-invariant CPU kernels: by bytes, over every company a row can have, with the stock kernels as the control."""
 
-from __future__ import annotations
-
 import platform
 
 import pytest

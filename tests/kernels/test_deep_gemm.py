@@ -1,7 +1,5 @@
 """DeepGEMM's switch under each of its names, on a stand-in whose products depend on their company unless it is on."""
 
-from __future__ import annotations
-
 import sys
 
 import pytest

@@ -1,7 +1,5 @@
 """FlashAttention-3 with one split, on a stand-in of its interface that rounds in two parts unless told not to."""
 
-from __future__ import annotations
-
 import sys
 from importlib import import_module
 

@@ -1,7 +1,5 @@
 """A GPU contract pins several providers at once, or none: the real Megatron-core, and FlashAttention's stand-in."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Iterator
 from contextlib import suppress

@@ -1,7 +1,5 @@
 """The accelerator's probes on CPU: each finds one bit that depends on one kind of company, and on nothing else."""
 
-from __future__ import annotations
-
 from types import ModuleType
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Megatron-core's own batch-invariant mode, its Triton kernels interpreted on CPU: what a pin of it must survive."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress

@@ -3,8 +3,6 @@
 They passed on an H100 (`docs/receipts.md`).
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Pinning nests, survives exceptions, restores what it found, and believes no flag."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 import pytest

@@ -1,7 +1,5 @@
 """TF32 is off inside a pin, whoever allowed it and by which of torch's switches, and afterwards as it was found."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from operator import attrgetter

@@ -1,7 +1,5 @@
 """The probes see the kernels themselves: they find what the stock ones do, and one wrong bit in any of ours."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

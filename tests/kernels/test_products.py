@@ -3,8 +3,6 @@
 Stand-ins of both functions add leaves in the orders that row_sums.py read in the real ones.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from functools import reduce

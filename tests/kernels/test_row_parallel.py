@@ -1,7 +1,5 @@
 """A row-parallel product has the same bits on 1, 2 and 4 ranks, forward and backward; ordinary partial sums do not."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.distributed as dist

@@ -1,7 +1,5 @@
 """The benchmarks run, and the bounds they exist to watch hold: operators, waits and collectives do not grow with N."""
 
-from __future__ import annotations
-
 import json
 from argparse import Namespace
 from pathlib import Path

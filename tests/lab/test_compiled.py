@@ -1,7 +1,5 @@
 """Compiled functions of a contract: one wrong bit anywhere keeps a function eager, and nothing stays replaced."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A launch of a host on a CPU: what the check makes of our layers, of the environment and of each flag."""
 
-from __future__ import annotations
-
 from argparse import Namespace
 from typing import Any
 

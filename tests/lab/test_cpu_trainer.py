@@ -1,7 +1,5 @@
 """What the init hook puts in place on a CPU: the log-prob's formula, rope and float32, by their bits."""
 
-from __future__ import annotations
-
 import sys
 import types
 from argparse import Namespace

@@ -1,7 +1,5 @@
 """The model that Miles's FSDP trainer builds on a CPU, on a stand-in of its module: the bits of the proof's trainer."""
 
-from __future__ import annotations
-
 import sys
 from argparse import Namespace
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Experts for a host's `--spec` compute Megatron's formula, under the names that the hosts' converters want."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import torch

@@ -1,7 +1,5 @@
 """Layers for a host's `--spec` have the bits of the proof's trainer, and are refused where nothing is pinned."""
 
-from __future__ import annotations
-
 from argparse import Namespace
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The real loops' tool without a host: bends, command line, processes, and the verdict on recorded runs."""
 
-from __future__ import annotations
-
 import copy
 import importlib
 import json

@@ -1,7 +1,5 @@
 """The mismatch of a real model: its rungs, its statistics against loops, and a run that goes on where it stopped."""
 
-from __future__ import annotations
-
 import json
 import math
 import string

@@ -1,7 +1,5 @@
 """The mutation score: which wrong programs are made of a file, which tests are asked, what a sample is."""
 
-from __future__ import annotations
-
 import ast
 import sys
 import types

@@ -1,7 +1,5 @@
 """Emulated precisions against their formats written out, LoRA's two merges, and the command itself."""
 
-from __future__ import annotations
-
 import sys
 
 import pytest

@@ -1,7 +1,5 @@
 """A receipt of a GPU is read as a stranger's file, proves what its counts say, and stands on its page."""
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """The runner of experiments: what is run again and what is not, what a failure and an interrupt leave, what is said."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """The command tells answers that differ, and what calls leave behind."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Which commits of a host are served: a small history read from git, and the page made of the record."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """What the hook loads and moves through: nothing of the report, explanations or the lab, and no predicate twice."""
 
-from __future__ import annotations
-
 from functools import partial
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Toy experiments: their pages are those of their records, and recipes parse to what their names say."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The walk of a log-prob, counted: on functions of which the counts are known, and on the hook."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -6,8 +6,6 @@ Miles 8ad2099d4, examples/infra_features/score_centering/README.md; vime 2b83ea2
 prime-rl 349283dbb, src/prime_rl/trainer/rl/score_centering.py.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 

@@ -3,8 +3,6 @@
 The embedded host scores: Megatron's cross entropy over shards of the vocabulary, sequences packed zigzag.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 import random

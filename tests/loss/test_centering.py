@@ -1,7 +1,5 @@
 """Score centering against a dense float64 oracle, by identities, over tensor-parallel ranks, and by its memory."""
 
-from __future__ import annotations
-
 import random
 import weakref
 from collections.abc import Sequence

@@ -4,8 +4,6 @@ slime is stood in for by a module of its name whose helper renormalizes as slime
 `--hook loss` asks slime itself.
 """
 
-from __future__ import annotations
-
 import copy
 import math
 import random

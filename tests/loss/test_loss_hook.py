@@ -4,8 +4,6 @@ The hosts are stood in for by modules of their names whose helper takes log-prob
 asks the real ones.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import math

@@ -1,7 +1,5 @@
 """Policy losses against a second implementation, finite differences and the identities that tie them together."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import random

@@ -1,7 +1,5 @@
 """The optimal token baseline against a second implementation, one loop a token, and what it is in simple cases."""
 
-from __future__ import annotations
-
 import math
 import random
 from dataclasses import dataclass, field

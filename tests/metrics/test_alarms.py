@@ -3,8 +3,6 @@
 The thresholds are those that `docs/metrics.md` prints: what a metric's `bad` says is above or below a number.
 """
 
-from __future__ import annotations
-
 import re
 
 import pytest

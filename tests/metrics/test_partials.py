@@ -1,7 +1,5 @@
 """The metrics of a step: against numpy over all of its tokens, and the same however the step is split."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """Quantiles from histograms: within the stated error of the exact ones, and the same however the data is split."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

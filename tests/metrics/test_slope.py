@@ -1,7 +1,5 @@
 """The detector of log-probs processed on one side: what it finds in simulated ones, and where it keeps quiet."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

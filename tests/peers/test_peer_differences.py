@@ -3,8 +3,6 @@
 Runs under `bash scripts/peers.sh`. D1 to D18 are the numbers of that list.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from dataclasses import replace

@@ -3,8 +3,6 @@
 Runs under `bash scripts/peers.sh`, which installs them. What differs is in test_peer_differences.py.
 """
 
-from __future__ import annotations
-
 import inspect
 import re
 from collections.abc import Callable, Iterator, Mapping

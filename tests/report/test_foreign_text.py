@@ -1,7 +1,5 @@
 """A report of files whose names and texts steer a terminal, a browser and matplotlib; its files are of one run."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """Files of strangers: a bad file or record is told and hides no good one, and what measures nothing is exit code 2."""
 
-from __future__ import annotations
-
 import json
 import os
 import struct

@@ -1,7 +1,5 @@
 """The run's own config: found in what the run left, and the config whose numbers the report tells."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

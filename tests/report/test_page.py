@@ -1,7 +1,5 @@
 """The page in a real Chromium: no console error, nothing cut at 390 and 1,280 px, tokens that tell by touch and key."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Iterator
 from dataclasses import replace

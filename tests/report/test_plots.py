@@ -1,7 +1,5 @@
 """Pictures of the report: dots of all tables on one axis, and a linear axis from 0 where values lie together."""
 
-from __future__ import annotations
-
 import re
 
 from mis_plugins.report import plots

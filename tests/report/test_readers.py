@@ -1,7 +1,5 @@
 """Readers: every format yields the same records, foreign classes are never imported, and a broken file is named."""
 
-from __future__ import annotations
-
 import json
 import pickle
 import struct

@@ -1,7 +1,5 @@
 """The report: numbers equal the training path's, causes are found where they are planted, and files are whole."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

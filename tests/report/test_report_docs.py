@@ -1,7 +1,5 @@
 """docs/report.md is what mis_plugins/report says."""
 
-from __future__ import annotations
-
 import sys
 from importlib import import_module
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Texts: prompt and response of whole samples, and the text of single tokens by the tokenizer beside a dump."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Verdicts: never calm about nothing, since when, limits as the pages say, and the first cause of planted runs."""
 
-from __future__ import annotations
-
 import gzip
 import html
 import json

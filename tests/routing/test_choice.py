@@ -1,7 +1,5 @@
 """Gates by which a router chooses: equal to what Megatron-core's own selection picks from equal logits."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

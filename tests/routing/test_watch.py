@@ -1,7 +1,5 @@
 """The watch over Megatron's own routers, on gloo ranks, against counts that are made token by token in Python."""
 
-from __future__ import annotations
-
 import re
 import sys
 from argparse import Namespace

@@ -1,7 +1,5 @@
 """Files are written whole, whatever ends the process: SIGKILL at every call of the system, a signal, a full disk."""
 
-from __future__ import annotations
-
 import errno
 import os
 import resource

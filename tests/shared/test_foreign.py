@@ -1,7 +1,5 @@
 """Files of strangers run nothing, and ask for no more than their budget."""
 
-from __future__ import annotations
-
 import os
 import pickle
 import struct

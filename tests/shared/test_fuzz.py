@@ -4,8 +4,6 @@ A file fails where its reading opens a file for writing, starts a process, opens
 than Python's codecs. A file also fails by an error that is not ours, and after ten seconds.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import pickle

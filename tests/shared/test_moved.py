@@ -1,7 +1,5 @@
 """Addresses of earlier releases: each import is refused with what took its place, and that exists."""
 
-from __future__ import annotations
-
 import importlib
 import subprocess
 import sys

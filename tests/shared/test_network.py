@@ -1,7 +1,5 @@
 """Nothing that is imported opens a connection, and no hook of a training job does."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

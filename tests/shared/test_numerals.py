@@ -1,7 +1,5 @@
 """Numbers of a command line: what no tensor and no loop can use is refused in one line, before any work."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from argparse import ArgumentTypeError

@@ -1,7 +1,5 @@
 """Foreign text on a terminal: whatever prints it, every character is seen, and rich's own colours stay."""
 
-from __future__ import annotations
-
 import os
 import pty
 import re

@@ -3,8 +3,6 @@
 The engine samples in bf16, in SGLang's order of rounding, on ordinary sums, with kernels of the native backend.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial

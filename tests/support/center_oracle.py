@@ -3,8 +3,6 @@
 Marek and Ryabinin 2026, arxiv.org/abs/2609.20807, equations 9, 12 and 14, and appendix A.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 

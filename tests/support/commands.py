@@ -1,7 +1,5 @@
 """Commands of this repository, in a process of their own, as a user runs them."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -5,8 +5,6 @@
 A process of its own: ranks are forked after the import of Megatron, before autograd has threads that a fork would lose.
 """
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """What every preset must say, written a second time: verl's as the fields that its own class methods set."""
 
-from __future__ import annotations
-
 from mis_plugins.config.model import (
     BoundName,
     CorrectionConfig,

@@ -1,7 +1,5 @@
 """Runs a loadable function as a host does, and compares what it returned with the oracle."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

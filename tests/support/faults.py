@@ -1,7 +1,5 @@
 """Ranks of which one raises, dies or lags where it meets the others: what each rank answers, and after how long."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

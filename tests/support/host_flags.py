@@ -1,7 +1,5 @@
 """Which flags each parser of a host accepts: what a launch script may pass."""
 
-from __future__ import annotations
-
 from mis_plugins.hosts.arguments import flags
 
 UNRELEASED = {"sglang": {"--sglang-true-on-policy-contract"}}  # of the SGLang that Miles builds for itself

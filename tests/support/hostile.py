@@ -1,7 +1,5 @@
 """A server on loopback that answers every request with given bytes, at the pace of its script."""
 
-from __future__ import annotations
-
 import socket
 import time
 from collections.abc import Callable, Iterator

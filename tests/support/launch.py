@@ -1,7 +1,5 @@
 """Forks gloo ranks with real Megatron groups: importing megatron.core takes seconds, forking after it does not."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Launch scripts in the forms of Miles and slime, and what a host makes of the command that one starts."""
 
-from __future__ import annotations
-
 import argparse
 import os
 import subprocess

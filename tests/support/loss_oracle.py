@@ -1,7 +1,5 @@
 """Policy losses a second time: Python floats, one loop a sequence, formula for formula. Imports nothing of ours."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace

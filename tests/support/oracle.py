@@ -6,8 +6,6 @@ Imports nothing of `mis_plugins`. The config is the plain nested `mis:` mapping,
 "m2_threshold"}`.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence

@@ -1,7 +1,5 @@
 """A second backend of CPU kernels: the compiled one, but each product adds up in the opposite order, to other bits."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -1,7 +1,5 @@
 """Process groups of a test process: what one file leaves behind, ranks that a later file forks would inherit."""
 
-from __future__ import annotations
-
 import sys
 
 import torch.distributed as dist

@@ -1,7 +1,5 @@
 """A real HTTP server that gives a recorded SGLang's answers: what `python -m true_on_policy doctor --engine` asks."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Dumps as Miles, slime and vime write them: ranks, context-parallel pieces, copies and stages without log-probs."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The process of a host's rollouts in a test: Ray's interface over asyncio, and a numbering of the test's own."""
 
-from __future__ import annotations
-
 import asyncio
 import inspect
 import threading

@@ -3,8 +3,6 @@
 Routers reach the queues through Megatron-core's `router_replay`, where the hosts patch the selection itself.
 """
 
-from __future__ import annotations
-
 import random
 from types import SimpleNamespace
 from typing import Any

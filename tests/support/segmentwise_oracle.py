@@ -1,7 +1,5 @@
 """Segment-wise decoupled PPO a second time: Python floats, one token after the other. Imports nothing of ours."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Rows of tokens for hypothesis, written by any version, and the same as tensors."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 

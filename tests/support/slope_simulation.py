@@ -3,8 +3,6 @@
 `python tests/support/slope_simulation.py` prints the table of `lab/pages/slope.md`.
 """
 
-from __future__ import annotations
-
 import sys
 from dataclasses import dataclass
 from pathlib import Path

@@ -4,8 +4,6 @@ Bodies are small and compute: a vocabulary of eight tokens, logits that are the 
 says which address of each need the host has.
 """
 
-from __future__ import annotations
-
 import pkgutil
 import sys
 from argparse import Namespace

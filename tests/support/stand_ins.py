@@ -1,7 +1,5 @@
 """Modules that stand where a library or a host would: on disk, with their interfaces in torch, or in memory alone."""
 
-from __future__ import annotations
-
 import importlib
 import sys
 from collections.abc import Callable, Iterator, Mapping

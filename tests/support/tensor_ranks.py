@@ -5,8 +5,6 @@
 A process of its own, for the reason that `context_ranks` gives.
 """
 
-from __future__ import annotations
-
 import sys
 from dataclasses import dataclass
 from pathlib import Path

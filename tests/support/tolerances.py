@@ -3,8 +3,6 @@
 `EPS` is the spacing of float32 at 1: a rounded operation is off by at most EPS / 2 of its result.
 """
 
-from __future__ import annotations
-
 import torch
 
 EPS = torch.finfo(torch.float32).eps

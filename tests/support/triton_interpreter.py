@@ -5,8 +5,6 @@ depends on the place of a row in a tile: a batch-invariant kernel would not be o
 is imported before triton, as conftest.py does.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import os
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """One record is all that a new statistic, bound, metric or preset takes, from a YAML file to the loss and to words."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Callable

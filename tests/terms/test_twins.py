@@ -1,7 +1,5 @@
 """Every statistic and every bound against its float64 twin in the oracle; a record without a twin fails."""
 
-from __future__ import annotations
-
 import math
 import random
 

@@ -1,7 +1,5 @@
 """Megatron's layer of experts: bits of the agreed order, what each alignment is for, and gradients under a replay."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

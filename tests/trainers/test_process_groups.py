@@ -1,7 +1,5 @@
 """Ranks can be forked from a process that trained in Megatron, once its groups are gone."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Ranks in processes of their own: what they compute, what is said when one fails, and that none is left."""
 
-from __future__ import annotations
-
 import os
 import signal
 from pathlib import Path

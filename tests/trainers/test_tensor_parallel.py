@@ -1,7 +1,5 @@
 """On a tree Megatron-core has the bits of one rank on 1, 2 and 4 tensor-parallel ranks; ordinary sums have not."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The Megatron trainer has the same bits packed, padded, cut over context ranks, in training and recomputed."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Every alignment left out breaks the chain: the trainer against an engine in the order of rounding of SGLang."""
 
-from __future__ import annotations
-
 from itertools import chain
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Answers of SGLang and vLLM that lie about their length, their tokens, their numbers or their shape."""
 
-from __future__ import annotations
-
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any

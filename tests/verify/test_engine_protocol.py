@@ -1,7 +1,5 @@
 """Server processes, engines without theirs, and the stand-in for the kernels that a CPU lacks."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import signal

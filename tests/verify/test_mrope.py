@@ -1,7 +1,5 @@
 """On text alone M-RoPE is plain rope: a token's time, height and width are equal, whichever a column follows."""
 
-from __future__ import annotations
-
 from itertools import product
 
 import pytest

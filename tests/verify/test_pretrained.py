@@ -1,7 +1,5 @@
 """Pretrained models: converted weight by weight, checked by hash, whole in the cache or not there at all."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Real prompts: what a file may hold, what a model needs, and the requests that a workload makes of them."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A record is all that a new engine, trainer or family needs: `verify` uses each that a test makes up."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import replace

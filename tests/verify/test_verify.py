@@ -1,7 +1,5 @@
 """The chain of the proof: equal where both sides agree, broken by one bit."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import os

@@ -1,7 +1,5 @@
 """A whole Qwen3: the trainer's padded batch, decode with a cache and chunked prefill, every log-prob by bytes."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 
 import pytest

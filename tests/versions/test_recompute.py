@@ -1,7 +1,5 @@
 """Requests for tokens that wait for their score: what is picked from an answer, and how they are packed."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

@@ -1,7 +1,5 @@
 """The behavior weight of segment-wise decoupled PPO: against a float64 oracle, and what ties it to the standard one."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Segment-wise weights in the loss hook: against the formulas, beside rules, OPSM and normalization, over ranks."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import math

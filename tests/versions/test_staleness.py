@@ -1,7 +1,5 @@
 """Metrics by age against a float64 oracle, and that they add."""
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Responses while they grow: every token keeps the version, the log-prob and the cache that it was sampled with."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from typing import cast

@@ -1,7 +1,5 @@
 """The engine's weights against a checkpoint's: fused and cut as SGLang holds them, and every planted fault named."""
 
-from __future__ import annotations
-
 import json
 import threading
 from collections.abc import Callable, Iterator, Mapping

@@ -1,7 +1,5 @@
 """The proof in a host's loop: each planted update is found, and named by whose weights the engine holds."""
 
-from __future__ import annotations
-
 import logging
 import sys
 from argparse import Namespace

@@ -3,8 +3,6 @@
 It widens its arguments to float32 itself, so that its answer carries a float32 rounding of its own.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

@@ -1,7 +1,5 @@
 """ms-swift 4.6.0: the GRPO trainer's file with TRL behind it, without models, templates, rewards and data sets."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from types import SimpleNamespace
 from typing import Any

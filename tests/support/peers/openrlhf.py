@@ -1,7 +1,5 @@
 """OpenRLHF 0.11.2: `PolicyLoss`, without the actor beside it, which needs DeepSpeed."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import math

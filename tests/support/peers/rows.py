@@ -4,8 +4,6 @@ The peers' functions take any float type. In float64 their answer is the formula
 our own float32 rounding alone.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 import random

@@ -3,8 +3,6 @@
 It exponentiates in float32 whatever it is given, so that its weights carry a float32 rounding of their own.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from types import SimpleNamespace

@@ -7,8 +7,6 @@ The loss is the trainer's own method on a bare instance, for which a model's log
 DPPO is of 1.8.0, which `peers-earlier.txt` pins: the last release with `trl.experimental.dppo` (trl#6402).
 """
 
-from __future__ import annotations
-
 import ast
 import functools
 import inspect

@@ -1,7 +1,5 @@
 """verl 0.9.1, imported as it is but for a cluster, a config reader and a timer that none of this calls."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from pathlib import Path
