@@ -73,8 +73,7 @@ def make_cases(dp: int, scopes: tuple[str, ...]) -> list[Case]:
     """Level x bound x rejection x normalization, both layouts in turn, every fifth with the kept denominator."""
     rejects = [[], [{"over": "token", "lower": 0.6, "upper": 1.7}],
                [{"over": "mean", "lower": 0.8, "upper": 1.2}, {"over": "min", "lower": 0.2}],
-               [{"over": "max", "upper": 4.0}, {"over": "token", "upper": 2.5},
-                {"over": "sum", "lower": 0.05}],
+               [{"over": "max", "upper": 4.0}, {"over": "token", "upper": 2.5}, {"over": "sum", "lower": 0.05}],
                [{"over": "token", "upper": 1.3, "down_weigh": 0.25}, {"over": "token", "lower": 0.4}],
                [{"statistic": "k3", "over": "mean", "upper": 0.3},
                 {"over": "sum", "unit": "segment", "lower": 0.3},
@@ -288,8 +287,7 @@ BUDGETS = [
     ({"weight": {"level": "token", "bound": "mask", "upper": 2.0, "normalize": {}},
       "reject": [{"over": "token", "upper": 3.0}]}, 2),
     ({"weight": {"normalize": {"scope": "data_parallel", "over": "kept"}},
-      "reject": [{"over": "token", "upper": 3.0},
-                 {"over": "max", "upper": 9.0}]}, 3),
+      "reject": [{"over": "token", "upper": 3.0}, {"over": "max", "upper": 9.0}]}, 3),
 ]  # fmt: skip
 
 

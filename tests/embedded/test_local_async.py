@@ -27,7 +27,7 @@ from lab.host.asynchronous.summary import asynchronous_summary
 from lab.host.cli.arguments import parse_args
 from lab.host.loop import Loop
 from lab.host.model.engine import DecodeEngine
-from lab.host.rollout.sampler import Rollout, derive_seed, draw
+from lab.host.rollout.sampler import Rollout, draw
 from lab.host.train.parallel import EXIT_INTERRUPTED, initialize, launch
 from mis_plugins.metrics.staleness import COLUMNS
 
@@ -445,7 +445,3 @@ def test_settings_may_stand_in_the_yaml(text: str, said: dict[str, Any], tmp_pat
     (tmp_path / "async.yaml").write_text(text)
     words = f"--async --n-samples-per-prompt 8 --custom-config-path {tmp_path / 'async.yaml'}"
     assert said.items() <= vars(parse_args(words.split())).items()
-
-
-def test_every_sample_has_a_seed_of_its_own() -> None:
-    assert len({derive_seed(0, "rollout", rollout, "sample", i) for rollout in range(9) for i in range(9)}) == 81

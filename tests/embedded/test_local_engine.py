@@ -17,17 +17,7 @@ from lab.host.model.quantize import at_precision, round_to_int
 from lab.host.model.sampling import counter_uniform, sample
 from mis_plugins.errors import ConfigError, InputError
 
-CONFIG = ModelConfig(
-    vocab_size=16,
-    hidden_size=32,
-    num_layers=2,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=8,
-    ffn_size=48,
-    rope_theta=100.0,
-    norm_eps=1e-5,
-)
+CONFIG = ModelConfig(16, 32, 2, 4, 2, 8, 48, rope_theta=100.0, norm_eps=1e-5)
 PROMPTS = [[1, 2, 3], [4, 5, 6, 7, 8, 11], [2], [9, 9, 9, 9]]
 NO_EOS = -1
 

@@ -1,5 +1,6 @@
 """The embedded host from its command line: errors, hooks, resume, interruption, and what a run leaves behind."""
 
+import itertools
 import json
 from argparse import Namespace
 from dataclasses import replace
@@ -95,10 +96,7 @@ def numbers(output: Path) -> list[dict[str, Any]]:
         ("--moe-router-topk 2", "--moe-router-topk has no effect without --num-experts"),
         ("--use-rollout-routing-replay", "--use-rollout-routing-replay has no effect without --num-experts"),
         ("--num-experts 4 --moe-router-topk 5", "--moe-router-topk 5 with --num-experts 4: a token cannot"),
-        (
-            "--num-experts 4 --tensor-model-parallel-size 2",
-            "--num-experts 4 with --tensor-model-parallel-size 2",
-        ),
+        ("--num-experts 4 --tensor-model-parallel-size 2", "--num-experts 4 with --tensor-model-parallel-size 2"),
         ("--num-experts 4 --no-qk-layernorm", "--num-experts 4 with --no-qk-layernorm"),
         (
             "--num-experts 4 --use-rollout-routing-replay --rollout-engine hf",
@@ -116,15 +114,9 @@ def numbers(output: Path) -> list[dict[str, Any]]:
         ),
         ("--rollout-top-p 0", "--rollout-top-p: got 0.0; give a number above 0, at most 1"),
         ("--rollout-top-p 1.5", "--rollout-top-p: got 1.5"),
-        (
-            "--rollout-top-k 1 --rollout-engine sglang",
-            "--rollout-top-k: got 1; give -1 for all tokens, or at least 2",
-        ),
+        ("--rollout-top-k 1 --rollout-engine sglang", "--rollout-top-k: got 1; give -1 for all tokens, or at least 2"),
         ("--rollout-top-k 5 --rollout-engine sglang --async", "with --async: the tokens that are left are"),
-        (
-            "--rollout-top-k 5 --rollout-engine sglang --true-on-policy",
-            "5 with --true-on-policy: engine and trainer",
-        ),
+        ("--rollout-top-k 5 --rollout-engine sglang --true-on-policy", "5 with --true-on-policy: engine and trainer"),
         (
             "--rollout-top-p 0.5 --rollout-engine sglang --grad-cosine-every 2",
             "0.5 with --grad-cosine-every 2: the grad",
@@ -137,10 +129,7 @@ def numbers(output: Path) -> list[dict[str, Any]]:
         ("--async --rollout-steps-per-update -1", "--rollout-steps-per-update: got -1; give 0 or more"),
         ("--async --grad-cosine-every 2", "--grad-cosine-every 2 with --async"),
         ("--async --true-on-policy", "--async with --true-on-policy"),
-        (
-            "--async --max-concurrent-rollouts 0",
-            "--max-concurrent-rollouts: got 0; give a whole number, at least 1",
-        ),
+        ("--async --max-concurrent-rollouts 0", "--max-concurrent-rollouts: got 0; give a whole number, at least 1"),
         ("--max-concurrent-rollouts 4", "--max-concurrent-rollouts has no effect without --async"),
         ("--post-pause-hook-path os.getpid", "--post-pause-hook-path has no effect without --async"),
         ("--async --pre-pause-hook-path os.nothing", "--pre-pause-hook-path: cannot load 'os.nothing'"),
@@ -365,4 +354,5 @@ def test_holding_out_every_prompt_is_refused() -> None:
 
 
 def test_seeds_differ_with_every_part() -> None:
-    assert len({derive_seed(a, name, b) for a in range(3) for name in ("x", "y") for b in range(3)}) == 18
+    parts = itertools.product(range(3), ("rollout", "x"), range(9), ("sample",), range(9))
+    assert len({derive_seed(*each) for each in parts}) == 3 * 2 * 9 * 9

@@ -118,12 +118,9 @@ def test_an_interrupt_is_no_hook_error():
 async def coroutine() -> None: ...
 
 
-def test_only_plain_functions():
+def test_only_plain_functions_without_arguments():
     with pytest.raises(ConfigError, match="mine is a coroutine function"):
         Hooks().register("pre_pause", coroutine, "mine")
-
-
-def test_only_functions_without_arguments():
     with pytest.raises(ConfigError, match="mine needs arguments"):
         Hooks().register("pre_pause", cycle, "mine")  # type: ignore[arg-type]
     Hooks().register("pre_pause", vars, "vars")  # tells no signature

@@ -35,10 +35,6 @@ def from_verl(keys: dict | list, *overrides: str) -> Translation:
     return verl.translate(yaml.safe_dump(keys), overrides)
 
 
-def rules_of(**keys: object) -> tuple[RejectRule, ...]:
-    return from_verl(keys).config().reject
-
-
 def read_back(translation: Translation, folder: Path) -> CorrectionConfig:
     """As the host would, from the text that the command prints."""
     file = folder / "translated.yaml"

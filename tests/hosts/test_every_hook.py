@@ -7,7 +7,7 @@ them, so that each ratio is known.
 import asyncio
 import sys
 from argparse import Namespace
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,6 @@ import oracle
 import pytest
 import rollout_process
 import stand_in_hosts
-import stand_ins
 import torch
 from stand_in_hosts import LAYOUTS, VOCABULARY, Bodies, Layout, Output
 
@@ -275,13 +274,6 @@ def test_the_formula_of_log_probs_is_replaced(host: Bodies, monkeypatch: pytest.
 # ------------------------------------------------------------------------------------------------ versions of tokens
 
 
-@pytest.fixture
-def rollouts(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    stand_ins.load({"httpx": {"HTTPError": OSError, "RemoteProtocolError": OSError}}, monkeypatch)
-    with rollout_process.fresh(monkeypatch) as numbering:
-        yield numbering
-
-
 def stream(version: int) -> AsyncIterator[dict[str, Any]]:
     """A call of two tokens under one version."""
     rows, span = [[-0.5, 1], [-0.25, 2]], {"version": str(version), "start": 0, "end": 2}
@@ -305,7 +297,8 @@ def generated(host: Bodies, version: int, monkeypatch: pytest.MonkeyPatch) -> An
 
 
 @pytest.mark.parametrize("name", MILES)
-def test_versions_travel_from_the_engine_to_the_loss(name: str, rollouts: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("numbering")
+def test_versions_travel_from_the_engine_to_the_loss(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tokens of version 1, trained on at version 3, and scored by version 2 in between."""
     host = stand_in_hosts.load(LAYOUTS[name], monkeypatch)
     rollout_process.alone_in_world(monkeypatch)

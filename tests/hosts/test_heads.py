@@ -2,14 +2,14 @@
 
 import asyncio
 from argparse import Namespace
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 import numpy as np
 import pytest
-import rollout_process
 import stand_in_hosts
 import stand_ins
+from rollout_process import Sample, alone_in_world
 from stand_in_hosts import LAYOUTS, VOCABULARY
 from test_every_hook import LOSS, trained
 
@@ -19,6 +19,8 @@ from mis_plugins.hosts.host import HEAD_IDS, HEAD_LOG_PROBS
 from mis_plugins.hosts.versions import generate, heads
 from mis_plugins.hosts.versions.heads import HEAD, NamedTokens
 from mis_plugins.hosts.versions.samples import Note, Numbering
+
+pytestmark = pytest.mark.usefixtures("numbering")
 
 K = 3
 NEEDED = {HEAD: "mis.center"}
@@ -40,25 +42,6 @@ def expected(*positions: int | None) -> tuple[list[list[int]], list[list[float]]
 def told(head: NamedTokens) -> tuple[list[list[int]], list[list[float]]]:
     assert (head.ids.dtype, head.log_probs.dtype) == (np.int32, np.float32)
     return head.ids.tolist(), head.log_probs.tolist()
-
-
-class Sample:
-    def __init__(self, index: int = 0) -> None:
-        self.index, self.prompt, self.multimodal_inputs = index, (7, 8), None
-        self.tokens: list[int] = []
-        self.response_length, self.rollout_log_probs, self.weight_versions = 0, [], []
-
-    def append_response_tokens(self, args: Any, *, tokens: Any, log_probs: Any, meta_info: Any) -> None:
-        self.tokens += tokens
-        self.response_length += len(tokens)
-        self.rollout_log_probs += log_probs
-
-
-@pytest.fixture(autouse=True)
-def numbering(monkeypatch: pytest.MonkeyPatch) -> Iterator[Numbering]:
-    stand_ins.load({"httpx": {"HTTPError": OSError, "RemoteProtocolError": OSError}}, monkeypatch)
-    with rollout_process.fresh(monkeypatch) as own:
-        yield own
 
 
 def spans(versions: Sequence[int]) -> list[dict[str, Any]]:
@@ -253,7 +236,7 @@ def test_a_step_of_the_hosts_trainer_is_centered(
     name: str, numbering: Numbering, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """From the notes of three samples to the metrics of the loss hook."""
-    rollout_process.alone_in_world(monkeypatch)
+    alone_in_world(monkeypatch)
     host = stand_in_hosts.load(LAYOUTS[name], monkeypatch)
     samples = [drawn(numbering, positions, i) for i, positions in enumerate(([0, 1], [4], [2]))]
     notes = numbering.noted(samples, scored=False, needed=NEEDED)

@@ -3,14 +3,12 @@
 import asyncio
 import math
 from argparse import Namespace
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 import numpy as np
 import pytest
-import rollout_process
 import stand_in_hosts
-import stand_ins
 import torch
 from stand_in_hosts import LAYOUTS, VOCABULARY
 
@@ -23,6 +21,8 @@ from mis_plugins.hosts.versions.kept import KEPT, KeptSets
 from mis_plugins.hosts.versions.kept_scoring import KeptScoring, columns
 from mis_plugins.hosts.versions.samples import Note, Numbering
 
+pytestmark = pytest.mark.usefixtures("numbering")
+
 SETS = [[4, 1, 6], [2], [0, 7]]  # of each token of a response
 TOKENS = [1, 2, 7]
 CUT = {"rollout_top_p": 0.9, "rollout_top_k": 4}
@@ -33,13 +33,6 @@ def support(ids: Sequence[int]) -> list[float]:
     """Log-probs over a kept set, the last token the likeliest."""
     total = math.log(sum(range(1, len(ids) + 1)))
     return [math.log(place + 1) - total for place in range(len(ids))]
-
-
-@pytest.fixture(autouse=True)
-def numbering(monkeypatch: pytest.MonkeyPatch) -> Iterator[Numbering]:
-    stand_ins.load({"httpx": {"HTTPError": OSError, "RemoteProtocolError": OSError}}, monkeypatch)
-    with rollout_process.fresh(monkeypatch) as own:
-        yield own
 
 
 # ------------------------------------------------------------------------------------------------------- the engine

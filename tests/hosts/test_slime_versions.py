@@ -8,37 +8,21 @@ import asyncio
 import copy
 import sys
 from argparse import Namespace
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
-import rollout_process
 import stand_ins
+from rollout_process import Sample
 
 from mis_plugins import mis
 from mis_plugins.errors import ConfigError, InputError
 from mis_plugins.hosts.versions import rollouts
 from mis_plugins.hosts.versions.samples import Note, Numbering
 
+pytestmark = pytest.mark.usefixtures("numbering")
+
 CONFIG = {"mis": {"segment_wise": {}}}
-
-
-class Sample:
-    def __init__(self, index: int = 0) -> None:
-        self.index, self.tokens, self.response_length = index, list[int](), 0
-        self.rollout_log_probs: list[float] = []
-
-    def append_response_tokens(self, args: Any, *, tokens: Any, log_probs: Any, meta_info: Any) -> None:
-        self.tokens += tokens
-        self.response_length += len(tokens)
-        self.rollout_log_probs += log_probs
-
-
-@pytest.fixture(autouse=True)
-def numbering(monkeypatch: pytest.MonkeyPatch) -> Iterator[Numbering]:
-    """The job's shelf behind Ray's actors, anew for each test."""
-    with rollout_process.fresh(monkeypatch) as own:
-        yield own
 
 
 def engine(monkeypatch: pytest.MonkeyPatch, *calls: Sequence[tuple[int, int]]) -> None:

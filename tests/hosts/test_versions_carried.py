@@ -6,7 +6,7 @@ their own loops.
 
 import gc
 from argparse import Namespace
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -26,14 +26,10 @@ from mis_plugins.hosts.versions.samples import Note, Numbering
 from mis_plugins.hosts.versions.scores import Scores, Trainer, shares
 from mis_plugins.versions.recompute import Request
 
+pytestmark = pytest.mark.usefixtures("numbering")
+
 PROMPT = [7, 6]
 NOT_THERE = "not called by the init of the trainer on Megatron; give it there, with"
-
-
-@pytest.fixture(autouse=True)
-def numbering(monkeypatch: pytest.MonkeyPatch) -> Iterator[Numbering]:
-    with rollout_process.fresh(monkeypatch) as own:
-        yield own
 
 
 def load(name: str, monkeypatch: pytest.MonkeyPatch) -> Bodies:

@@ -286,7 +286,7 @@ CORRECTED: dict[str, Callable[[Path], Any]] = {
     "numbers that a typed host made of a file's texts": lambda folder: job(
         folder, "tis_clip: 2e1\nmis: {weight: {upper: 1.5}}\n", tis_clip=20.0, mis=KEYS["mis"]
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", CORRECTED)
@@ -314,8 +314,7 @@ REFUSED: dict[str, tuple[Callable[[Path], Any], str]] = {
     "in base64": (lambda folder: job(folder, {"mis": KEYS["mis"], NAMED[0]: 1.0}, True), f"^{NAMED[0]}: unknown key"),
     "a rule beside mis": (lambda folder: job(folder, "mis: {weight: {upper: 100}}\nreject: []\n", mis=CAPPED),
                           "stands beside"),
-    "a key twice": (lambda folder: job(folder, "mis: {weight: {upper: 100}}\nmis:\n", mis=CAPPED),
-                    "again in line 2"),
+    "a key twice": (lambda folder: job(folder, "mis: {weight: {upper: 100}}\nmis:\n", mis=CAPPED), "again in line 2"),
     "a key that the host lost": (lambda folder: job(folder, "mis: {weight: {upper: 100}}\ntis_clip: 2.0\n", mis=CAPPED),
                                  "says tis_clip"),
     "a switch that the host lost": (lambda folder: job(folder, "use_tis: true\nmis: {}\n", use_tis=False, mis={}),

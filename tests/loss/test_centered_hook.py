@@ -225,8 +225,7 @@ def test_ranks_add_up_to_the_oracle(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     if settings.allgather_cp:
         gathered = replace(HOST, scores=gathered_scores)
         monkeypatch.setattr(mis, "current", lambda *given: gathered)
-    ranks = run_ranks(4, 2, lambda rank: run(batch, settings, 2, 2), tmp_path / "ranks",
-                      tensor_model_parallel_size=2)  # fmt: skip
+    ranks = run_ranks(4, 2, lambda rank: run(batch, settings, 2, 2), tmp_path / "ranks", tensor_model_parallel_size=2)
     total = torch.stack([gradient for _, gradient, _ in ranks]).sum(0)
     assert error(total, alone[1].double()) < 1e-6
     torch.testing.assert_close(sum(loss for loss, _, _ in ranks) / 2, alone[0], rtol=1e-6, atol=1e-6)
@@ -382,7 +381,7 @@ def test_metrics_are_those_of_the_oracle(one_process: None) -> None:
         ({"center": {}, "objective": OBJECTIVE, "weight": {"level": "sequence"}}, "mis.weight.level: sequence with"),
         ({"center": {"top_k": 0}, "objective": OBJECTIVE}, "mis.center.top_k: got 0"),
     ],
-)  # fmt: skip
+)
 def test_other_configs_are_refused(mapping: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         from_mapping(mapping)
@@ -396,7 +395,7 @@ def test_other_configs_are_refused(mapping: dict[str, Any], message: str) -> Non
         (lambda x: x["rollout_topk_token_ids"].__setitem__(0, torch.zeros(4, 8)), r"\[0\]: 4 positions, but"),
         (lambda x: x["rollout_topk_token_ids"].__setitem__(0, torch.zeros(5, 7)), "differs between sequences"),
     ],
-)  # fmt: skip
+)
 def test_heads_that_do_not_fit_are_refused(one_process: None, change: Callable[..., Any], message: str) -> None:
     batch = Batch(15)
     own = batch.host

@@ -46,10 +46,6 @@ ROOT = Path(__file__).parents[2]
 NEEDED = ("behavior_log_probs", "proximal_log_probs")
 
 
-def first_cause(rows: Sequence[Record]) -> str:
-    return next((one.name for one in surveyed(rows).findings), "")
-
-
 # Never calm about nothing.
 
 

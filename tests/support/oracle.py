@@ -496,8 +496,7 @@ def batch_metrics(batch: Sequence[Sample], config: dict, corrected: Corrected) -
     applied = [w[t] if keep[t] else 0.0 for s, w, keep in rows for t in s.valid]
     squares = len(applied) * math.fsum(w * w for w in applied)
     weight = config.get("weight")
-    passed = [w[t] for s, w in zip(batch, corrected.weights, strict=True) for t in s.valid
-              if passing(s, t, weight)]  # fmt: skip
+    passed = [w[t] for s, w in zip(batch, corrected.weights, strict=True) for t in s.valid if passing(s, t, weight)]
     restored = config.get("on_all_rejected") == "keep" and any(map(any, corrected.keep)) and not any(
         any(kept_tokens(s, config)) for s in batch)  # fmt: skip
     stay = [restored or sequence_kept(s, config) for s in batch if s.valid]

@@ -4,18 +4,30 @@ import asyncio
 import inspect
 import threading
 from argparse import Namespace
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import CancelledError
 from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import stand_ins
-import torch
-from torch import Tensor
 
 from mis_plugins.hosts.versions import generate, rollouts, scores
 from mis_plugins.hosts.versions.samples import Numbering
+
+
+class Sample:
+    """A sample as a host begins it, and slime's way to write tokens on it."""
+
+    def __init__(self, index: int = 0) -> None:
+        self.index, self.prompt, self.multimodal_inputs = index, (7, 8), None
+        self.tokens: list[int] = []
+        self.response_length, self.rollout_log_probs, self.weight_versions = 0, [], []
+
+    def append_response_tokens(self, args: Any, *, tokens: Any, log_probs: Any, meta_info: Any) -> None:
+        self.tokens += tokens
+        self.response_length += len(tokens)
+        self.rollout_log_probs += log_probs
 
 
 class Remote:
@@ -73,45 +85,6 @@ class Ray:
         }
 
 
-def log_prob(token: int, version: int) -> float:
-    """What a stand-in of a trainer gives a token."""
-    return -1.0 - token / 8 - version / 64
-
-
-class DataIterator:
-    """A host's iterator over the micro-batches of a rollout."""
-
-    def __init__(self, rollout_data: dict[str, Any], micro_batch_indices: list[list[int]]) -> None:
-        self.rollout_data, self.micro_batch_indices = rollout_data, micro_batch_indices
-
-
-def get_batch(data_iterator: Any, keys: Sequence[str], pad: int = 1) -> dict[str, Any]:
-    """A host's micro-batch, which holds the keys that it lists."""
-    return {key: data_iterator.rollout_data.get(key) for key in keys}
-
-
-def scored(trainer: Any, iterators: Any, counts: list[int], prefix: str) -> dict[str, list[Tensor]]:
-    """The log-prob pass of a stand-in of a trainer on one rank."""
-    (iterator,) = iterators
-    assert counts == [len(iterator.micro_batch_indices)]
-    data, version = iterator.rollout_data, trainer.weight_updater.weight_version
-    pairs = [(data["tokens"][i], data["response_lengths"][i]) for each in iterator.micro_batch_indices for i in each]
-    rows = [torch.tensor([log_prob(int(token), version) for token in tokens[-n:]]) for tokens, n in pairs]
-    return {f"{prefix}log_probs": rows}
-
-
-def rollout(numbering: Numbering, samples: Sequence[Any], notes: str) -> dict[str, Any]:
-    """A rollout as a trainer gets it, with a note of each sample under the host's key."""
-    return {
-        notes: numbering.noted(samples, scored=True),
-        "tokens": [torch.tensor(sample.tokens) for sample in samples],
-        "sample_indices": [sample.index for sample in samples],
-        "total_lengths": [len(sample.tokens) for sample in samples],
-        "response_lengths": [sample.response_length for sample in samples],
-        "loss_masks": [torch.ones(sample.response_length, dtype=torch.int) for sample in samples],
-    }
-
-
 def alone_in_world(monkeypatch: pytest.MonkeyPatch) -> None:
     """Give the carried trainer a torch.distributed of one rank, as far as it asks."""
     alone = Namespace(
@@ -127,9 +100,10 @@ def alone_in_world(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @contextmanager
 def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[Numbering]:
-    """Samples and Ray's actors of one test alone."""
+    """Samples, Ray's actors and the host's client of one test alone."""
     ray = Ray()
-    stand_ins.load({"ray": ray.names()}, monkeypatch)
+    client = {"HTTPError": OSError, "RemoteProtocolError": OSError}
+    stand_ins.load({"ray": ray.names(), "httpx": client}, monkeypatch)
     own = Numbering(rollouts.opened)
     for place in (generate, rollouts):
         monkeypatch.setattr(place, "NUMBERING", own)

@@ -14,7 +14,6 @@ from loss_oracle import Response, opsm_keep
 from oracle import Corrected, Sample
 
 CLAMP = 20.0
-PERCENTILES = (25, 50, 75, 95, 99)
 LEVEL_OF_TOKENS = ("token", "segment", "segment_geometric")
 
 
