@@ -89,12 +89,6 @@ def test_numbers_that_yaml_reads_as_text(text: str):
     assert from_mapping({"weight": None, "reject": [{"over": "min", "lower": text}]}).reject[0].lower == 1e-4
 
 
-def test_a_pair_of_numbers_is_no_number():
-    """verl's lower_upper as text, which Python would read as 0.55."""
-    with pytest.raises(ConfigError, match=r"mis\.weight\.upper: got '0\.5_5'; expected a number"):
-        from_mapping({"weight": {"upper": "0.5_5"}})
-
-
 def test_metrics_beside_flat_keys():
     args = SimpleNamespace(use_tis=True, mis={"metrics": "core"}, **MILES_YAML)
     assert from_args(args) == dataclasses.replace(from_flat(MILES_YAML), metrics="core")
@@ -218,11 +212,6 @@ def test_flat_keys_are_what_an_error_of_a_hook_quotes():
 def test_what_weighs_and_rejects_goes_by_the_users_own_key(said: dict, keys: list[str]):
     args = SimpleNamespace(**said)
     assert correcting_keys(args, from_args(args)) == keys
-
-
-def test_reinforce_needs_the_behavior_policy():
-    with pytest.raises(ConfigError, match=r"mis\.objective\.old: proximal with mis\.objective\.surrogate: reinforce"):
-        from_mapping({"objective": {"surrogate": "reinforce"}})
 
 
 def test_a_written_config_says_what_is_not_the_default():

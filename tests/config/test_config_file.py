@@ -58,9 +58,11 @@ def test_a_file_at_the_limit_is_read_in_a_second(tmp_path: Path):
     assert time.process_time() - began < 5
 
 
-def test_an_alias_within_itself_is_refused():
+def test_an_alias_within_itself_and_a_key_twice_are_refused():
     with pytest.raises(ConfigError, match=r"line 2: an alias \(\*name\) stands within its own value"):
         parsed("x: 1\na: &a [*a]")
+    with pytest.raises(ConfigError, match="upper: in line 2 and again in line 3"):
+        parsed("mis:\n  upper: 1\n  upper: 2\n")
 
 
 @pytest.mark.parametrize("file", presets().values(), ids=lambda file: file.stem)
@@ -82,23 +84,10 @@ def test_libyaml_reads_what_the_hosts_read_of_anything(tree: object, flow: bool)
 
 
 @pytest.mark.parametrize("command", ["check", "show"])
-def test_a_dash_is_the_standard_input(
-    command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
-    said = io.TextIOWrapper(io.BytesIO(b"use_tis: true\r\ntis_upper_bound: 3.5\r\n"))
-    monkeypatch.setattr(sys, "stdin", said)
-    assert main(["config", command, "-"]) == 0
-    assert "3.5" in capsys.readouterr().out
-
-
-def test_a_dash_names_the_standard_input_in_an_error(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"mis: {wieght: 1}")))
-    assert main(["config", "check", "-"]) == 2
-    assert capsys.readouterr().err.startswith("standard input: mis.wieght: unknown key")
-
-
-def test_a_key_twice_is_refused_below_an_alias_too():
-    with pytest.raises(ConfigError, match="upper: in line 2 and again in line 3"):
-        parsed("mis:\n  upper: 1\n  upper: 2\n")
+def test_a_dash_is_the_standard_input(command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture):
+    texts = {b"use_tis: true\r\ntis_upper_bound: 3.5\r\n": 0, b"mis: {wieght: 1}": 2}
+    for text, code in texts.items():
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(text)))
+        assert main(["config", command, "-"]) == code
+        told = capsys.readouterr()
+        assert told.err.startswith("standard input: mis.wieght: unknown key") if code else "3.5" in told.out

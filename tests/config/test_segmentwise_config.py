@@ -1,15 +1,12 @@
 """`mis.segment_wise` as it is read, refused, combined with a weight, written, and said in AReaL's words."""
 
-from pathlib import Path
-
 import pytest
 import yaml
-from commands import ConfigCommand
 from hypothesis import given
 from hypothesis import strategies as st
 
 from mis_plugins.config import writing
-from mis_plugins.config.model import CorrectionConfig, NormalizeConfig, ObjectiveConfig, SegmentWiseConfig, WeightConfig
+from mis_plugins.config.model import CorrectionConfig, NormalizeConfig, SegmentWiseConfig, WeightConfig
 from mis_plugins.config.reading import from_mapping
 from mis_plugins.errors import ConfigError
 
@@ -19,6 +16,8 @@ def test_the_block_is_a_weight_and_on():
     assert config.segment_wise == SegmentWiseConfig(enabled=True)
     assert config.weight == WeightConfig("token", "truncate", upper=5.0)
     assert config.segment_wise_on and config.needs_loss_hook and config.corrects
+    beside_rules = from_mapping({"segment_wise": {}, "reject": [{"over": "mean", "upper": 2}]})
+    assert beside_rules.weight is not None and len(beside_rules.reject) == 1
 
 
 def test_off_is_the_standard_weight():
@@ -31,11 +30,6 @@ def test_a_weight_beside_it_bounds_and_normalizes():
     config = from_mapping({"weight": {"upper": 3, "normalize": {}}, "segment_wise": {"method": "loglinear"}})
     assert config.weight == WeightConfig("token", "truncate", upper=3.0, normalize=NormalizeConfig())
     assert config.segment_wise_on and not config.weighs_by_segment_wise
-
-
-def test_it_stands_for_the_weight_beside_rules():
-    config = from_mapping({"segment_wise": {}, "reject": [{"over": "mean", "upper": 2}]})
-    assert config.weight is not None and len(config.reject) == 1
 
 
 @pytest.mark.parametrize(
@@ -140,29 +134,3 @@ def test_what_is_written_is_read_back(block: dict, bound: dict, enabled: bool, w
     config = from_mapping(mapping)
     text = writing.to_yaml(writing.as_mapping(config))
     assert from_mapping(yaml.safe_load(text)["mis"]) == config
-
-
-AREAL = {
-    "enable_segment_wise_ppo: true\nbehav_imp_weight_cap: 5.0\nbehav_imp_weight_floor: 0.2\nmax_head_offpolicyness: 2":
-        CorrectionConfig(
-            WeightConfig("token", "zero", 0.2, 5.0),
-            segment_wise=SegmentWiseConfig(fresh_tokens="behavior_at_age_0", clip_against="proximal"),
-        ),
-    "enable_segment_wise_ppo: true\nbehav_imp_weight_cap: null":
-        CorrectionConfig(
-            WeightConfig(bound="none"),
-            segment_wise=SegmentWiseConfig(fresh_tokens="behavior_at_age_0", clip_against="proximal"),
-        ),
-    "behav_imp_weight_cap: 5\nuse_decoupled_loss: true":
-        CorrectionConfig(WeightConfig("token", "zero", 0.0, 5.0)),
-    "enable_segment_wise_ppo: false\nbehav_imp_weight_cap: 5":
-        CorrectionConfig(WeightConfig("token", "zero", 0.0, 5.0), segment_wise=SegmentWiseConfig(enabled=False)),
-    "use_decoupled_loss: false": CorrectionConfig(
-        objective=ObjectiveConfig(old="behavior"), segment_wise=SegmentWiseConfig(enabled=False)),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("text", AREAL)
-def test_a_file_in_areals_words(text: str, tmp_path: Path, config_command: ConfigCommand):
-    told = config_command(text, command="from-areal").out
-    assert from_mapping(yaml.safe_load(told)["mis"]) == AREAL[text]

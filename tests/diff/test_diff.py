@@ -91,14 +91,11 @@ def test_exit_code(case: str, tmp_path: Path, capsys: Capture):
     assert capsys.readouterr().out.rstrip().endswith(document["verdict"])
 
 
-def test_what_is_no_tensor_is_not_compared(tmp_path: Path):
+def test_what_is_no_tensor_is_not_compared_and_bookkeeping_is_left_out(tmp_path: Path):
     """Request ids differ from run to run; a run that records nothing else compares nothing."""
-    a, b = (dump_all(tmp_path / side, {"qkv_format": side}) for side in "ab")
+    a, b = (dump_all(tmp_path / f"text {side}", {"qkv_format": side}) for side in "ab")
     found = report(a, b)
     assert (found.no_tensors, found.exit_code) == (1, NOT_COMPARABLE)
-
-
-def test_bookkeeping_is_left_out(tmp_path: Path):
     slots = {"a": torch.tensor([1]), "b": torch.tensor([2])}
     a, b = (dump_all(tmp_path / side, {"x.output": X, "req_pool_indices": slots[side]}) for side in slots)
     found = report(a, b)

@@ -46,12 +46,9 @@ def test_a_file_gives_back_what_was_seen(tmp_path: Path) -> None:
     here = observe(CONTRACT, HOST)
     assert dict(seen.settings) == {**here.settings, RANKS: "all"}
     assert seen.unseen == here.unseen and set(seen.configured) == set(here.configured)
-
-
-def test_a_contract_without_sizes_too(tmp_path: Path) -> None:
-    contract = gpu_contract("llama", "fsdp", engine_gemm="deep_gemm")
-    dump(tmp_path / "trainer.json", contract)
-    assert load(tmp_path / "trainer.json")[0] == contract
+    without_sizes = gpu_contract("llama", "fsdp", engine_gemm="deep_gemm")
+    dump(file, without_sizes)
+    assert load(file)[0] == without_sizes
 
 
 @pytest.mark.parametrize(
@@ -168,6 +165,8 @@ def test_an_engine_is_found_by_its_port(tmp_path: Path) -> None:
         with pytest.raises(DumpError, match=message):
             load_engine(tmp_path, url)
     assert load_engine(tmp_path / "engine-1.json", None).settings["port"] == "1"
+    with pytest.raises(DumpError, match="states no contract"):
+        load(tmp_path / "engine-1.json")  # no trainer's
 
 
 def test_engines_of_one_port_are_told_apart_by_their_machine(tmp_path: Path) -> None:
@@ -197,11 +196,6 @@ def test_an_engine_that_has_ended_is_not_believed(tmp_path: Path) -> None:
         load_engine(engine(tmp_path, 1, host=here, pid=ended.pid), None)
     assert load_engine(engine(tmp_path, 1, host=here, pid=os.getpid()), None).settings["port"] == "1"
     assert load_engine(engine(tmp_path, 1, host="elsewhere", pid=ended.pid), None).settings["port"] == "1"
-
-
-def test_an_engines_file_is_no_trainers(tmp_path: Path) -> None:
-    with pytest.raises(DumpError, match="states no contract"):
-        load(engine(tmp_path, 1))
 
 
 ODD = [None, True, 10**12, "x", [1], {"a": ["b"]}]

@@ -19,20 +19,11 @@ from true_on_policy.observe.process import ALL
 def test_a_pinned_engine_shows_that_it_is_invariant() -> None:
     with replayed("pinned") as url:
         seen = observe_engine(url + "/")
-    assert {row: seen.settings[row] for row in PROBED} == {
-        ALONE: "equal",
-        PREFILLED: "equal",
-        SCORED: "equal",
-        SEEDS: "one each",
-        LOG_SOFTMAX: "fp32",
-    }
+    equal = dict.fromkeys((ALONE, PREFILLED, SCORED), "equal")
+    assert {row: seen.settings[row] for row in PROBED} == equal | {SEEDS: "one each", LOG_SOFTMAX: "fp32"}
     told = {"SGLang": "0.5.23", "device": "cpu", "tensor parallel": "1", "attention": "torch_native"}
-    told |= {
-        "deterministic inference": "on",
-        "radix cache": "on",
-        "CUDA graph": "decode disabled, prefill disabled",
-        "torch.compile": "off",
-    }
+    told |= {"deterministic inference": "on", "radix cache": "on", "torch.compile": "off"}
+    told |= {"CUDA graph": "decode disabled, prefill disabled"}
     assert told.items() <= seen.settings.items()
     assert seen.unseen == {}
     assert {row for row in seen.settings if seen.how(row) == "observed"} == {*PROBED, "SGLang"}
@@ -57,16 +48,17 @@ def test_a_prefill_that_depends_on_its_batch_is_seen() -> None:
     assert (seen[PREFILLED], seen[ALONE], seen[SCORED]) == ("1 of 55 log-probs differ", "equal", "equal")
 
 
-def test_an_engine_without_the_contract_says_so() -> None:
-    with replayed("pinned") as url:
-        assert observe_engine(url).settings["contract"] == "not in this release"
-    with replayed("pinned", {"true_on_policy_contract": "qwen3_dense_true_on_policy_v1"}) as url:
-        assert observe_engine(url).settings["contract"] == "qwen3_dense_true_on_policy_v1"
-
-
-def test_two_attention_kernels_are_both_named() -> None:
-    with replayed("pinned", {"attention_backend": "fa3", "decode_attention_backend": "flashinfer"}) as url:
-        assert observe_engine(url).settings["attention"] == "fa3 and flashinfer"
+@pytest.mark.parametrize(
+    ("said", "name", "value"),
+    [
+        ({}, "contract", "not in this release"),
+        ({"true_on_policy_contract": "qwen3_v1"}, "contract", "qwen3_v1"),
+        ({"attention_backend": "fa3", "decode_attention_backend": "flashinfer"}, "attention", "fa3 and flashinfer"),
+    ],
+)
+def test_the_contract_and_both_attention_kernels_are_named(said: dict[str, str], name: str, value: str) -> None:
+    with replayed("pinned", said) as url:
+        assert observe_engine(url).settings[name] == value
 
 
 def test_a_renamed_setting_is_not_seen(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -60,7 +60,7 @@ def test_a_run_of_several_parts_is_seen_by_any_of_them(tmp_path: Path) -> None:
     assert unused(tmp_path / "demo", ("uncorrected",)) == tmp_path / "demo"
 
 
-def test_an_earlier_run_is_set_aside_whole(tmp_path: Path) -> None:
+def test_an_earlier_run_is_set_aside_whole_and_what_is_no_run_stays(tmp_path: Path) -> None:
     name = tmp_path / "tis"
     for number in ("first", "second"):
         (a_run(name) / "number.txt").write_text(number)
@@ -68,13 +68,10 @@ def test_an_earlier_run_is_set_aside_whole(tmp_path: Path) -> None:
         assert not name.exists()
     assert (tmp_path / "tis-2/number.txt").read_text() == "first"
     assert (tmp_path / "tis-3/number.txt").read_text() == "second"
-
-
-def test_what_is_no_run_is_not_set_aside(tmp_path: Path) -> None:
-    set_aside(tmp_path / "missing")
     (tmp_path / "notes").mkdir()
-    set_aside(tmp_path / "notes")
-    assert [path.name for path in tmp_path.iterdir()] == ["notes"]
+    for no_run in ("missing", "notes"):
+        set_aside(tmp_path / no_run)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["notes", "tis-2", "tis-3"]
 
 
 def test_a_checkpoint_of_another_run_is_not_written_over(tmp_path: Path) -> None:
@@ -93,11 +90,7 @@ def test_a_run_is_resumed_in_its_own_folder(tmp_path: Path, monkeypatch: pytest.
     run, killed = a_run(tmp_path / "run", saved), a_run(tmp_path / "killed", name=METRICS)
     assert chosen(run, saved, Path("saved")) == run
     assert chosen(killed, saved, saved) == killed
-
-
-def test_another_runs_checkpoint_starts_a_new_run(tmp_path: Path) -> None:
-    run = a_run(tmp_path / "run", a_checkpoint(tmp_path / "saved"))
-    assert chosen(run, load=a_checkpoint(tmp_path / "other")) == tmp_path / "run-2"
+    assert chosen(run, load=a_checkpoint(tmp_path / "other")) == tmp_path / "run-2", "another run's checkpoint"
 
 
 def test_samples_of_the_bitwise_comparison_lie_in_the_folder_of_the_run(tmp_path: Path) -> None:

@@ -377,11 +377,6 @@ def test_ages_share_the_columns_of_the_weights() -> None:
     assert COLUMNS[-2] == "age_16_up"
 
 
-def test_a_synchronous_run_has_no_asynchronous_summary() -> None:
-    assert asynchronous_summary([{"rollout": 0, "seconds": 1.0, "k3_kl": 0.1}]) == {}
-    assert "behav_kl/avg" not in report.summarize([{"rollout": 0, "seconds": 1.0}])
-
-
 def test_the_summary_weighs_by_tokens_and_skips_what_is_missing() -> None:
     rows = [
         {"behav_kl/avg/age_2": 1.0, "staleness/tokens/age_2": 10, "seconds": 2.0, "recompute/seconds": 1.0},
@@ -392,6 +387,8 @@ def test_the_summary_weighs_by_tokens_and_skips_what_is_missing() -> None:
     assert found["behav_kl/avg/age_2"] == pytest.approx(3.0)
     assert found["staleness/tokens/age_2"] == 35
     assert (found["recompute/seconds"], found["recompute/share"]) == (2.0, 0.25)
+    assert asynchronous_summary([{"rollout": 0, "seconds": 1.0, "k3_kl": 0.1}]) == {}, "of a synchronous run"
+    assert "behav_kl/avg" not in report.summarize([{"rollout": 0, "seconds": 1.0}])
 
 
 # --- errors ---------------------------------------------------------------------------------------------------

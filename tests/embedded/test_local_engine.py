@@ -248,12 +248,9 @@ def test_impossible_requests_are_refused(weights, options, message: str) -> None
         generate(engine(weights), **options)
 
 
-def test_diverged_weights_are_named_as_such(weights) -> None:
+def test_an_engine_of_diverged_weights_or_without_weights_says_so(weights) -> None:
     with pytest.raises(InputError, match="logits are not finite; the weights it was given have diverged"):
         generate(engine(weights | {"lm_head.weight": weights["lm_head.weight"] * torch.nan}))
-
-
-def test_an_engine_without_weights_says_so(weights) -> None:
     closed = engine(weights)
     closed.close()
     for built in (DecodeEngine(CONFIG, "fp32"), closed):

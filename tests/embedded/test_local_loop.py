@@ -15,7 +15,7 @@ from lab.host import report
 from lab.host.cli.arguments import parse_args
 from lab.host.loop import run_rank
 from lab.host.rollout.sampler import derive_seed, draw_problems, training_order
-from lab.host.rollout.tasks import Task
+from lab.host.rollout.tasks import EOS, EQUALS, Problem, Task
 from lab.host.train import loss
 from lab.host.train.advantages import ESTIMATORS
 from lab.host.train.batch import pack
@@ -344,13 +344,31 @@ def test_held_out_prompts_are_never_trained_on() -> None:
     task = Task(1)
     held_out = frozenset(problem.prompt for problem in draw_problems(task, 4, seed=0))
     assert not held_out & {problem.prompt for problem in draw_problems(task, 200, 1, held_out)}
-
-
-def test_holding_out_every_prompt_is_refused() -> None:
-    task = Task(1)
     everything = frozenset(problem.prompt for problem in draw_problems(task, 500, seed=0))
     with pytest.raises(ConfigError, match="--eval-prompts holds out nearly every prompt"):
         draw_problems(task, 1, 1, everything)
+
+
+TASK = Task(4)
+
+
+def problems(seed: int = 0) -> list[Problem]:
+    return TASK.sample(50, torch.Generator().manual_seed(seed))
+
+
+def test_the_answer_is_the_digits_backwards_and_alone_earns_the_reward() -> None:
+    for problem in problems():
+        assert problem.prompt[-1] == EQUALS and len(problem.prompt) == 5
+        assert problem.answer == (*problem.prompt[-2::-1], EOS)
+        assert len(problem.answer) == TASK.max_response and TASK.eos == EOS
+        assert all(0 <= token < TASK.vocab_size for token in (*problem.prompt, *problem.answer))
+    assert len({problem.prompt for problem in problems()}) > 40
+    assert problems() == problems() != problems(seed=1)
+    problem = problems()[0]
+    wrong = (problem.answer[0] + 1, *problem.answer[1:])
+    assert TASK.reward(problem, list(problem.answer)) == 1.0
+    for response in (wrong, problem.answer[:-1], (*problem.answer, EOS), ()):
+        assert TASK.reward(problem, response) == 0.0
 
 
 def test_seeds_differ_with_every_part() -> None:

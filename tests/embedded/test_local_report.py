@@ -32,16 +32,13 @@ def log(folder: Path, lines: list[dict[str, float]]) -> Path:
     return folder
 
 
-def test_what_is_appended_is_read_back(tmp_path: Path) -> None:
+def test_what_is_appended_is_read_back_and_a_number_that_is_not_finite_as_null(tmp_path: Path) -> None:
     metrics = MetricsLog(tmp_path / METRICS)
     assert metrics.read() == []
     for record in records(0.5):
         metrics.append(record)
     assert metrics.read() == records(0.5)
-
-
-def test_a_number_that_is_not_finite_becomes_null(tmp_path: Path) -> None:
-    metrics = MetricsLog(tmp_path / METRICS)
+    metrics = MetricsLog(tmp_path / "not-finite.jsonl")
     metrics.append({"rollout": 0, "loss": float("nan"), "grad_norm": float("inf"), "k3_kl": 0.5})
     assert metrics.read() == [{"rollout": 0, "loss": None, "grad_norm": None, "k3_kl": 0.5}]
     assert summarize(metrics.read())["k3_kl"] == 0.5

@@ -23,7 +23,7 @@ from mis_plugins.config.model import (
     WeightConfig,
 )
 from mis_plugins.errors import ConfigError
-from mis_plugins.explain.translate import areal, ms_swift, verl
+from mis_plugins.explain.translate import areal, ms_swift, prime_rl, trl, verl
 from mis_plugins.explain.translate.translation import Translation
 
 
@@ -532,6 +532,10 @@ CAPPED = {"behav_imp_weight_cap": 5.0, "behav_imp_weight_floor": 0.2, "use_decou
          CorrectionConfig(WeightConfig("token", "zero", 0.2, 5.0), segment_wise=SegmentWiseConfig(False))),
         ({"enable_segment_wise_ppo": True, "rollout": {"enable_segment_wise_ppo": True}, **CAPPED},
          CorrectionConfig(WeightConfig("token", "zero", 0.2, 5.0), segment_wise=SEGMENT_WISE)),
+        ({"enable_segment_wise_ppo": True, "behav_imp_weight_cap": None},
+         CorrectionConfig(WeightConfig(bound="none"), segment_wise=SEGMENT_WISE)),
+        ({"behav_imp_weight_cap": 5, "use_decoupled_loss": True},
+         CorrectionConfig(WeightConfig("token", "zero", 0.0, 5.0))),
         ({"actor": {"behav_imp_weight_cap": "5", "path": "x", "temperature": "${gconfig.temperature}"}},
          preset("areal-behav-imp-weight-cap")),
         ({"actor": {"use_decoupled_loss": False, "rejection_sampling": {"upper": 3.0}}},
@@ -615,3 +619,16 @@ def test_a_command_that_is_gone_names_what_takes_its_place(capsys: pytest.Captur
     with pytest.raises(SystemExit):
         main(["config", "--help"])
     assert "from-miles" not in capsys.readouterr().out
+
+
+FRAMEWORKS = {"verl": verl, "ms-swift": ms_swift, "AReaL": areal, "TRL": trl, "prime-rl": prime_rl}
+REFUSED = yaml.safe_load(Path(__file__).with_name("refused.yaml").read_text())
+CASES = [(framework, case) for framework in REFUSED for case in REFUSED[framework]]
+
+
+@pytest.mark.parametrize(("framework", "case"), CASES, ids=lambda value: str(value)[:60])
+def test_what_cannot_be_translated_is_refused(framework: str, case: dict) -> None:
+    """By the user's own keys."""
+    said = case["said"] if isinstance(case["said"], str) else yaml.safe_dump(case["said"])
+    with pytest.raises(ConfigError, match=case["told"]):
+        FRAMEWORKS[framework].translate(said, case.get("behind", ())).text()

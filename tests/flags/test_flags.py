@@ -297,10 +297,8 @@ def test_every_fault_is_a_line(tmp_path: Path) -> None:
     args = host_args("fsdp", config(tmp_path), rollout_temperature=0.7, deterministic_mode=False)
     with pytest.raises(ContractError) as raised:
         check_host(args)
-    assert [line.split(" is ")[0].strip() for line in str(raised.value).splitlines()[1:]] == [
-        "rollout_temperature",
-        "deterministic_mode",
-    ]
+    named = [line.split(" is ")[0].strip() for line in str(raised.value).splitlines()[1:]]
+    assert named == ["rollout_temperature", "deterministic_mode"]
 
 
 def test_a_host_without_a_flag_is_told_which_release_has_it(tmp_path: Path) -> None:

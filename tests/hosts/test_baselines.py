@@ -100,21 +100,19 @@ def test_advantages_are_those_of_what_trains(seed: int, kind: str, by_deviation:
     assert_alike(data, oracle(raw, far | masked, kind, by_deviation), before)
 
 
+WEIGHED = [{"weight": {"level": "sequence", "bound": name, "lower": 0.5, "upper": 2.0}} for name in ("zero", "mask")]
+
+
+@pytest.mark.parametrize("config", [RULE, *WEIGHED])
 @pytest.mark.parametrize(("kind", "wanted"), [("grpo", [-2 / 3, 1 / 3, 1 / 3]), ("rloo", [-1.0, 0.5, 0.5])])
-def test_a_rejected_reward_of_100_moves_no_sibling(kind: str, wanted: list[float]):
+def test_a_reward_of_100_that_is_rejected_or_weighs_nothing_moves_no_sibling(
+    kind: str, wanted: list[float], config: dict[str, Any]
+):
     """verl#6375: beside it, the host gives a correct answer a large negative advantage."""
     data = rollout([100.0, 0.0, 1.0, 1.0], {0}, by_deviation=False)
     assert advantages(data)[2] == -24.5
-    hook(arguments(kind, grpo_std_normalization=False), 3, data)
+    hook(arguments(kind, config, grpo_std_normalization=False), 3, data)
     assert advantages(data)[1:] == pytest.approx(wanted, abs=1e-5)
-
-
-@pytest.mark.parametrize("bound", ["zero", "mask"])
-def test_a_sample_that_weighs_nothing_does_not_train(bound: str):
-    weighed = {"weight": {"level": "sequence", "bound": bound, "lower": 0.5, "upper": 2.0}}
-    data = rollout([100.0, 0.0, 1.0, 1.0], {0}, by_deviation=False)
-    hook(arguments("grpo", weighed, grpo_std_normalization=False), 3, data)
-    assert advantages(data)[1:] == pytest.approx([-2 / 3, 1 / 3, 1 / 3], abs=1e-5)
 
 
 @pytest.mark.parametrize("more", [{"mis": RULE}, {"use_tis": False}])

@@ -82,9 +82,13 @@ def test_a_sample_has_log_probs_over_its_kept_sets(
         assert torch.allclose(named["rollout_topk_log_probs"].exp().sum(-1), torch.ones(3))
 
 
-def test_jobs_that_do_not_cut_ask_for_no_sets(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_jobs_that_do_not_cut_ask_for_no_sets_and_none_travels(
+    numbering: Numbering, monkeypatch: pytest.MonkeyPatch
+) -> None:
     sample = generated(monkeypatch, rollout_top_p=1.0, rollout_top_k=-1)
     assert sample.rollout_log_probs == [-9.0] * 3 and not hasattr(sample, KEPT)
+    with pytest.raises(InputError, match="sample 4: no output_kept, which --rollout-top-k reads"):
+        numbering.noted([sample], scored=False, needed={KEPT: "--rollout-top-k"})
 
 
 @pytest.mark.parametrize("lost", [kept.MASK, kept.LOG_PROBS])
@@ -112,12 +116,6 @@ def test_a_set_without_its_token_is_refused() -> None:
 def test_sets_that_sglang_would_not_return_are_refused(args: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         kept.asked(Namespace(**args))
-
-
-def test_a_sample_without_sets_does_not_travel(numbering: Numbering, monkeypatch: pytest.MonkeyPatch) -> None:
-    sample = generated(monkeypatch)
-    with pytest.raises(InputError, match="sample 4: no output_kept, which --rollout-top-k reads"):
-        numbering.noted([sample], scored=False, needed={KEPT: "--rollout-top-k"})
 
 
 # ------------------------------------------------------------------------------------------------------ the trainer

@@ -77,14 +77,12 @@ def test_lists_of_a_host_whatever_the_lengths_it_states(
         assert_told(str(caught.value), message, [(MASK, mask[i]), (TRAIN, train[i]), (ROLLOUT, rollout[i])])
 
 
-def test_a_sequence_without_a_loss_mask():
+def test_a_sequence_without_a_loss_mask_and_lengths_that_alone_are_wrong():
+    lists = {TRAIN: of([5, 3]), ROLLOUT: of([5, 3])}
     with pytest.raises(InputError, match=r"^loss_masks\[0\]: None; sequence 0 came without loss masks"):
-        check_lengths(of([None, 3]), {TRAIN: of([5, 3]), ROLLOUT: of([5, 3])}, whole([5, 3]))
-
-
-def test_lengths_that_alone_are_wrong():
+        check_lengths(of([None, 3]), lists, whole([5, 3]))
     with pytest.raises(InputError, match=r"^response_lengths\[1\]: 4 tokens, but sequence 1 has 3 \(loss_masks 3, tr"):
-        check_lengths(of([5, 3]), {TRAIN: of([5, 3]), ROLLOUT: of([5, 3])}, whole([5, 4]))
+        check_lengths(of([5, 3]), lists, whole([5, 4]))
 
 
 @pytest.mark.parametrize(("mask", "rollout", "name"), [(6, 5, MASK), (5, 4, ROLLOUT)])

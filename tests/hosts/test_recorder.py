@@ -323,11 +323,8 @@ def test_raise_comes_at_the_next_step():
     with pytest.raises(MisError, match=r"every sequence of 1 of 2 micro-batches was rejected .*rollout 7, step 2"):
         recorder.report(ARGS, 7, 3)
     recorder.report(ARGS, 7, 4)  # it is told once
-
-
-def test_raise_needs_the_hook():
     with pytest.raises(ConfigError, match=r"mis\.on_all_rejected: raise needs --custom-megatron-before-train-step"):
-        Recorder().record(micro_batch([[1.0]], VETO | {"on_all_rejected": "raise"}))
+        Recorder().record(micro_batch([[1.0]], config))
 
 
 # -------------------------------------------------------------------------------------------------- without the hook
@@ -650,12 +647,9 @@ def test_without_fault_tolerance_an_error_of_a_collective_is_raised(succeed: int
         lose_a_cell(VETO | {"metrics": "all"}, Plain(succeed))
 
 
-def test_where_no_rank_is_lost_they_report_together(tracked: list[dict]):
+def test_where_no_rank_is_lost_they_report_together_and_a_survivor_raises_where_the_config_says_so(tracked: list[dict]):
     lose_a_cell(VETO | {"metrics": "all"}, Cells(3))
     assert len(tracked) == 1
-
-
-def test_a_survivor_raises_where_the_config_says_so():
     with pytest.raises(MisError, match="was rejected .*, in rollout 0, step 0, on this rank"):
         lose_a_cell(VETO | {"on_all_rejected": "raise", "metrics": "full"}, Cells(0))
 

@@ -50,9 +50,6 @@ def test_a_launch_on_fsdp_is_told_by_its_environment() -> None:
     flags["attn_implementation"] = "eager"
     with pytest.raises(ContractError, match="launch with --attn-implementation sdpa"):
         cpu.check(Namespace(**flags), environment)
-
-
-def test_tensor_parallelism_on_fsdp_is_refused() -> None:
     with pytest.raises(ContractError, match="trainer_tensor_parallel: 2 on FSDP"):
         cpu.launch_flags(CONTRACTS[2], cpu.FSDP)
 
@@ -71,11 +68,8 @@ def test_every_refusal_is_told() -> None:
         assert f"{rule.attribute} is 'other': {rule.why}" in told
 
 
-def test_an_environment_without_a_contract_is_refused() -> None:
+def test_the_contract_the_order_and_the_compiler_are_of_the_environment() -> None:
     assert f"where {CONTRACT} is unset" in refused(CONTRACTS[0], {})
-
-
-def test_the_order_and_the_compiler_are_of_the_environment() -> None:
     given = cpu.environment_of(CONTRACTS[1])
     told = refused(CONTRACTS[1], {CONTRACT: given[CONTRACT]})
     assert f"{ORDER} is None" in told and "TORCH_COMPILE_DISABLE=1" in told

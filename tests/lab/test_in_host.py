@@ -1,5 +1,6 @@
 """The real loops' tool without a host: bends, command line, processes, and the verdict on recorded runs."""
 
+import asyncio
 import copy
 import importlib
 import json
@@ -19,6 +20,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import yaml
+from oracle import zigzag
+from test_readers import wandb_record
 
 from lab import run_in_host
 from lab.in_host import bends, by_version, dumps, importing, launching, on_policy, processes, timed, trees, verdict
@@ -26,6 +30,9 @@ from lab.in_host.bends import BENDS, Bend, Line
 from lab.in_host.launching import Sizes
 from lab.in_host.rows import MIXTURE, ROWS, STOPPED
 from lab.records import pack, records
+from mis_plugins.metrics.staleness import weight_metrics, weights_by_age
+from mis_plugins.versions.segment_wise import BehaviorWeight, Written
+from true_on_policy.models.tiny import checkpoint
 
 ROOT = Path(__file__).resolve().parents[2]
 RECORDS = records(run_in_host.RECORDS)
@@ -45,12 +52,9 @@ def written(folder: Path) -> dict[str, Path]:
     return {tree: folder / tree for tree in {line.tree for bend in BENDS for line in bend.wanted_by}}
 
 
-def test_lines_that_stand_where_they_did(tmp_path: Path) -> None:
-    assert bends.changed(written(tmp_path)) == []
-
-
 def test_a_changed_line_is_refused(tmp_path: Path) -> None:
     given, bend = written(tmp_path), BENDS[0]
+    assert bends.changed(given) == []
     line = bend.wanted_by[0]
     path = tmp_path / line.tree / line.path
     path.write_text(path.read_text().replace(line.text, "pass"))
@@ -275,21 +279,14 @@ def test_a_second_run_waits_for_the_first(tmp_path: Path, capsys: pytest.Capture
     assert order == ["first", "second"]
 
 
-def test_a_run_that_takes_too_long_is_ended(tmp_path: Path) -> None:
-    with processes.marked(tmp_path, tmp_path) as settings:
-        assert processes.run(["sleep", "600"], tmp_path, settings, tmp_path / "log", 0.2) is None
-    assert processes.of(settings[processes.MARK]) == []
-
-
-def test_a_cluster_of_somebody_else_is_not_joined(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_that_takes_too_long_is_ended_and_joins_nobody_s_cluster(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("RAY_ADDRESS", "auto")
     with processes.marked(tmp_path, tmp_path) as settings:
         assert "RAY_ADDRESS" not in settings
-
-
-def test_rows_have_names_and_configs_of_their_own() -> None:
-    assert len({row.name for row in ROWS}) == len(ROWS)
-    assert all((ROOT / "lab" / "in_host" / "configs" / row.config).is_file() for row in ROWS)
+        assert processes.run(["sleep", "600"], tmp_path, settings, tmp_path / "log", 0.2) is None
+    assert processes.of(settings[processes.MARK]) == []
 
 
 # ------------------------------------------------------------------------------------------------- dumps and verdict
@@ -297,8 +294,6 @@ def test_rows_have_names_and_configs_of_their_own() -> None:
 
 def shard(rank: int, ranks: int, lengths: list[tuple[int, int]]) -> dict[str, Any]:
     """A dump of Miles of one context-parallel rank, whose log-prob of token t of sample i is i + t / 100."""
-    from oracle import zigzag
-
     rows = [torch.tensor([i + t / 100 for t in zigzag(total, response, ranks, rank)])
             for i, (total, response) in enumerate(lengths)]  # fmt: skip
     data = {key: rows for key in dumps.FIELDS.values()} | {
@@ -363,9 +358,6 @@ def aged() -> list[dumps.MicroBatch]:
 
 @pytest.mark.parametrize("loss", by_version.BY_VERSION)
 def test_weights_by_age_are_those_that_the_step_hook_logs(loss: str) -> None:
-    from mis_plugins.metrics.staleness import weight_metrics, weights_by_age
-    from mis_plugins.versions.segment_wise import BehaviorWeight, Written
-
     rows = [row for batch in aged() for row in batch]
     proximal, behavior, numerator = (
         torch.tensor(values, dtype=torch.float64)
@@ -438,10 +430,6 @@ def test_each_line_on_versions_can_break(loss: str) -> None:
 recorded = pytest.mark.parametrize("name", RECORDS)
 
 
-def test_runs_are_recorded() -> None:
-    assert {record["host"] for record in RECORDS.values()} == {"miles", "slime"}
-
-
 @recorded
 def test_a_recorded_run_holds(name: str) -> None:
     assert [line for line in verdict.judge(RECORDS[name]) if not line.holds] == []
@@ -473,8 +461,10 @@ def test_an_archive_holds_the_bytes_of_its_records_and_takes_the_newer(tmp_path:
     assert records(archive) == {"1": 3, "2": {"step": [0.1, 2]}} and records(tmp_path / "none") == {}
 
 
-def test_the_table_is_that_of_the_records() -> None:
+def test_table_and_certificate_are_those_of_the_records() -> None:
+    assert {record["host"] for record in RECORDS.values()} == {"miles", "slime"}
     assert run_in_host.TABLE.read_text() == run_in_host.table(RECORDS)
+    assert run_in_host.CERTIFICATE.read_text() == on_policy.page(run_in_host.ON_POLICY, RECORDS)
 
 
 @pytest.mark.parametrize(
@@ -529,13 +519,8 @@ def test_bits_are_compared_and_not_values() -> None:
     assert verdict.bits([[row((0.5, 0.5), (0.0, -0.0))], [row((1.0, 1.5)), row((1.0, 2.0), live=False)]]) == (3, 2)
 
 
-def test_the_certificate_is_that_of_the_records() -> None:
-    assert run_in_host.CERTIFICATE.read_text() == on_policy.page(run_in_host.ON_POLICY, RECORDS)
-
-
 def test_a_row_under_a_contract_states_it(tmp_path: Path) -> None:
     from lab.in_host import cpu_launch
-    from true_on_policy.models.tiny import checkpoint
 
     checkpoint("tiny-qwen3", tmp_path, torch.bfloat16, 0)
     for row in run_in_host.ON_POLICY:
@@ -586,8 +571,6 @@ def test_the_tracker_s_file_must_hold_the_log_s_numbers() -> None:
 
 def test_a_tracker_s_files_are_read_back(tmp_path: Path) -> None:
     """Two files of one run, of which the reader takes the exact metrics of logged steps."""
-    from test_readers import wandb_record
-
     steps = {1: {"train/mis_step/kl_k3": 0.0}}
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
@@ -623,9 +606,9 @@ def test_a_row_that_cannot_run_does_not_stop_the_others(
 
 def test_a_launch_script_checks_a_config_of_its_own_hook() -> None:
     """The launch scripts stop at a config that only the loss hook can serve; such a row gives its own afterwards."""
-    import yaml
-
+    assert len({row.name for row in ROWS}) == len(ROWS)
     for row in ROWS:
+        assert (run_in_host.CONFIGS / row.config).is_file()
         given = yaml.safe_load((run_in_host.CONFIGS / row.launched_with).read_text())
         assert not {"opsm", "objective", "segment_wise", "center"} & set(given.get("mis") or {}), row.name
         needs_loss_hook = row.loss in ("objective", "centered", *by_version.BY_VERSION)
@@ -641,8 +624,6 @@ def test_fsdp_takes_no_flag_of_megatron(tmp_path: Path) -> None:
 
 
 def test_one_sample_of_each_rollout_is_broken() -> None:
-    import asyncio
-
     from lab.in_host import reward
 
     def score(index: int) -> list[float]:
@@ -658,8 +639,6 @@ def test_one_sample_of_each_rollout_is_broken() -> None:
 
 
 def scored(plant: str, index: int, rows: np.ndarray) -> np.ndarray:
-    import asyncio
-
     from lab.in_host import routes
 
     sample = types.SimpleNamespace(index=index, tokens=[1, 2, 4], response_length=2, rollout_routed_experts=rows)

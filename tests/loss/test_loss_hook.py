@@ -467,14 +467,11 @@ def test_sampling_support_is_refused_on_miles(name: str):
     assert_same(with_support("slime", {name: rows}), call(random_step(0), TIS))
 
 
-def test_sampling_support_that_no_sample_has_is_none():
+def test_sampling_support_that_no_sample_has_is_none_but_where_the_argument_of_miles_asks():
+    """A batch of a loss need not carry what the actor's own pass has read."""
     plain = call(random_step(0), TIS)
     for carried in (dict.fromkeys(SUPPORT), dict.fromkeys(SUPPORT, [None] * len(LENGTHS)), dict.fromkeys(SUPPORT, [])):
         assert_same(with_support("miles", carried, use_sampling_support_replay=False), plain)
-
-
-def test_sampling_support_is_refused_by_the_argument_of_miles_too():
-    """A batch of a loss need not carry what the actor's own pass has read."""
     with pytest.raises(InputError, match="^use_sampling_support_replay: rollout_log_probs are renormalized"):
         with_support("miles", {}, use_sampling_support_replay=True)
 
@@ -489,19 +486,14 @@ def test_what_does_not_fit_is_named():
     batch["ref_log_probs"] = batch["ref_log_probs"][::-1]  # as many tokens in all
     with pytest.raises(InputError, match=r"ref_log_probs: \[6, 4, 9, 5, 1, 7\] tokens a sequence"):
         drive(flags(use_kl_loss=True, kl_loss_type="k1", kl_loss_coef=0.1), batch, logits)
+    elsewhere = r"sum_of_sample_mean comes from elsewhere; the hook serves losses of .*miles, slime"
+    with pytest.raises(InputError, match=elsewhere):
+        drive(flags(), random_step(0).batch(), logits, "elsewhere")
 
 
 def test_bypass_asks_for_no_log_probs_of_the_proximal_policy():
     bypass: dict[str, Any] = {"use_rollout_logprobs": True}
     assert_same(call(random_step(0), {}, without=["log_probs"], **bypass), call(random_step(0), {}, **bypass))
-
-
-def test_an_unknown_host_is_named():
-    batch = random_step(0).batch()
-    with pytest.raises(
-        InputError, match=r"sum_of_sample_mean comes from elsewhere; the hook serves losses of .*miles, slime"
-    ):
-        drive(flags(), batch, torch.cat(random_step(0).rows("target")), "elsewhere")
 
 
 def test_without_recomputed_log_probs_the_policy_is_its_own_proximal():
@@ -637,8 +629,7 @@ def test_names_depend_on_the_config_alone(config: dict):
     assert bool(ours) == (config.get("metrics") != "none")
 
 
-def test_core_has_no_metric_of_its_own():
-    """One that costs sums over sequences: `core` and `none` leave it out."""
+def test_core_has_no_metric_that_costs_sums_over_sequences():
     reported = {x: "ess_ratio" in call(random_step(6), {"metrics": x}).metrics for x in ("all", "full", "core", "none")}
     assert reported == {"all": True, "full": True, "core": False, "none": False}
 
@@ -722,6 +713,7 @@ def test_an_unknown_rollout_log_prob_leaves_loss_and_gradient_finite(config: dic
     broken = Step(step.responses, [[value] + row[1:] for row in step.behavior])
     found = call(broken, config, use_kl_loss=True, kl_loss_type="k3", kl_loss_coef=0.3)
     assert found.loss.isfinite() and found.gradient.isfinite().all() and found.gradient.any()
+    assert_same(call(broken, {}), call(step, {}))  # a lost log-prob weighs 0 in a correction, and there is none
 
 
 @pytest.mark.parametrize("config", ROBUST)
@@ -795,9 +787,8 @@ def test_an_advantage_that_is_no_number_is_counted_and_told(
 
 @pytest.mark.parametrize("objective", [{}, {"ratio": "sequence"}, {"surrogate": "cispo"}])
 def test_everything_rejected_trains_on_nothing(objective: dict):
-    config = {"weight": None, "reject": [{"over": "mean", "upper": 1e-6}], "objective": objective,
-              "denominator": "kept"}  # fmt: skip
-    found = call(random_step(4), config)
+    everything = {"weight": None, "reject": [{"over": "mean", "upper": 1e-6}], "denominator": "kept"}
+    found = call(random_step(4), everything | {"objective": objective})
     assert found.loss == 0 and not found.gradient.any()
 
 
@@ -854,13 +845,6 @@ def test_one_token_left_is_not_nothing():
     step.responses[place] = dataclasses.replace(one, advantages=advantages)
     share = share_of(step, {"opsm": {"delta": 0.05}, "on_all_rejected": "keep"})
     assert not share.all_rejected and int((share.factor > 0).sum()) == 1
-
-
-def test_metrics_alone_leave_the_loss_to_the_host():
-    """A lost rollout log-prob weighs 0 in a correction, and there is none."""
-    step = random_step(3)
-    broken = Step(step.responses, [[math.nan] + row[1:] for row in step.behavior])
-    assert_same(call(broken, {}), call(step, {}))
 
 
 def all_bad(step: Step) -> Step:

@@ -256,19 +256,15 @@ def _sign(advantage: float) -> str:
     return "zero" if advantage == 0 else "positive" if advantage > 0 else "negative"
 
 
-def test_a_config_that_reads_routes_is_left_out_of_all_and_refused_by_name() -> None:
+def test_a_config_that_reads_routes_or_micro_batches_is_left_out_of_all_and_refused_by_name() -> None:
     for of_all in ("all", "own"):
-        assert not [one.name for one in candidates(of_all, None) if one.config.reads_routes]
-    for asked in ("route", "tis,route"):
-        with pytest.raises(ConfigError, match="route: statistic: route reads .* which no dump holds"):
+        configs = [one.config for one in candidates(of_all, None)]
+        assert not [one for one in configs if one.reads_routes or one.m2_threshold is not None]
+    routes = "route: statistic: route reads .* which no dump holds"
+    batches = "m2po: m2_threshold compares the tokens of a micro-batch, and no dump"
+    for asked, said in (("route", routes), ("tis,route", routes), ("tis,m2po", batches)):
+        with pytest.raises(ConfigError, match=said):
             candidates(asked, None)
-
-
-@pytest.mark.parametrize("asked", ["own", "all"])
-def test_m2po_needs_micro_batches_which_no_dump_has(asked: str):
-    assert not [one.name for one in candidates(asked, None) if one.config.m2_threshold is not None]
-    with pytest.raises(ConfigError, match="m2po: m2_threshold compares the tokens of a micro-batch, and no dump"):
-        candidates("tis,m2po", None)
 
 
 def test_products_of_whole_responses_rank_where_they_bear_it() -> None:
@@ -331,11 +327,13 @@ def test_the_page_shows_cause_change_text_and_a_log_beside(tmp_path: Path) -> No
 
 
 def test_what_the_config_keeps_is_shown_where_a_config_is_known(dumped: Path) -> None:
+    """A share without tokens of one sign is a dash."""
     for name, given in (("none", []), ("mis", ["--config", "mis"])):
         assert main(["report", str(dumped / "run"), "--output", str(dumped / name), *given]) == 0
     without, own = ((dumped / name / "report.html").read_text() for name in ("none", "mis"))
     for shown in ("<strong>", "<figcaption>kept_fraction<", "kept_<wbr>fraction</code>"):
         assert shown in own and (shown == "<strong>" or shown not in without)
+    assert "100% / –" in without and "nan" not in without.partition("<main>")[2]
 
 
 def test_one_is_singular(tmp_path: Path) -> None:
@@ -343,12 +341,6 @@ def test_one_is_singular(tmp_path: Path) -> None:
     assert main(["report", str(tmp_path), "--output", str(tmp_path / "out")]) in (0, 2)
     page = (tmp_path / "out" / "report.html").read_text()
     assert "1 sequence, 1 step<" in page and "1 sequences" not in page and "1 tokens," not in page
-
-
-def test_a_share_without_tokens_of_one_sign_is_a_dash(dumped: Path) -> None:
-    assert main(["report", str(dumped / "run"), "--output", str(dumped / "out")]) == 0
-    page = (dumped / "out" / "report.html").read_text()
-    assert "100% / –" in page and "nan" not in page.partition("<main>")[2]
 
 
 def _without_names(page: str) -> str:

@@ -129,6 +129,7 @@ def test_a_checkpoint_as_each_rank_holds_it_is_equal(ranks: int, experts: bool, 
     found = compare(engine, weights)
     assert found.equal and found.compared == sum(map(len, engine.ranks))
     assert "equal in every bit" in str(found) and engine.asked == [DIGESTS]
+    assert compare(Engine([bf16(held) for held in engine.ranks]), weights).equal, "rounded to the engine's dtype"
 
 
 def test_experts_that_are_shared_out_are_equal() -> None:
@@ -151,11 +152,6 @@ def test_a_decoder_beside_a_vision_tower_is_compared_and_so_is_the_tower(ranks: 
     (difference,) = compare(Engine(held), weights).differences
     named = (difference.name, difference.rank)
     assert named == ("visual.blocks.0.attn.qkv_proj.weight", None if ranks == 1 else 1)
-
-
-def test_the_trainer_is_rounded_to_the_engines_dtype() -> None:
-    weights = checkpoint()
-    assert compare(Engine([bf16(loaded(weights))]), weights).equal
 
 
 def test_an_mlp_that_is_padded_with_zeros_is_equal_and_one_padded_with_others_is_not() -> None:
