@@ -46,6 +46,7 @@ ROOMS = (
     "translate",
     "dumps",
     "files",
+    "memory",
     "ranks",
     "split",
     "segments",

@@ -16,6 +16,7 @@ import argparse
 import io
 import os
 import pkgutil
+import re
 import signal
 import sys
 import threading
@@ -34,6 +35,8 @@ SIGTERM."""
 STOPS = (signal.SIGINT, signal.SIGTERM)
 
 OURS = ("mis_plugins", "true_on_policy")
+NO_MEMORY = re.compile("allocate memory|bad_alloc|failed to map segment")
+"""What torch, the C++ library and the loader of shared libraries say where no memory is left."""
 
 
 class Unread(BaseException):
@@ -91,10 +94,16 @@ def _call(command: str, extra: str | None) -> int:
             raise
         print_error(f"error: {not_installed(error, extra)}")
         return REFUSED
+    except Exception as error:
+        if not (isinstance(error, MemoryError) or NO_MEMORY.search(str(error))):
+            raise
     finally:  # flushing here still raises `Unread` for a closed pipe
         for stream in (sys.stdout, sys.stderr):
             if stream is not None:
                 stream.flush()
+    # Behind the handler, so that what the failed call held is free again.
+    print_error("error: no memory left: give this process more (`ulimit -v` tells its limit), or less to read")
+    return REFUSED
 
 
 @contextmanager

@@ -19,7 +19,8 @@ from lab.break_it import __main__ as campaign
 from lab.break_it import formulas, peers, scripts
 from lab.break_it.__main__ import ROOMS, room, tried
 
-CASES = {"losses": 15, "weights": 25, "dumps": 10, "files": 5, "ranks": 2, "split": 2}  # the last two ask 12 times each
+# Of other rooms 50. A case of `ranks` or `split` asks its ranks 12 times.
+CASES = {"losses": 15, "weights": 25, "dumps": 10, "files": 5, "memory": 2, "ranks": 2, "split": 2}
 SCRIPTS = {
     "an array's name is its first item": ('X=(a b)\npython3 train.py "$X" $X', ["a", "a"]),
     "items are cut at blanks": ('X=("a b" "")\npython3 train.py ${X[@]} "${X[@]}"', ["a", "b", "a b", ""]),

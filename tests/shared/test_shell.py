@@ -198,6 +198,14 @@ def test_a_package_that_is_not_installed_is_one_line_with_its_extra(
     assert re.fullmatch(rf"(error: )?\w+ is not installed; pip install 'mis-plugins\[{extra}\]' .*\n", done.stderr)
 
 
+@pytest.mark.parametrize("asks", ["bytearray(2**60)", "torch.empty(2**55)"])
+def test_a_command_without_memory_says_so(asks: str, tmp_path: Path) -> None:
+    (tmp_path / "greedy.py").write_text(f"import torch\ndef main(): {asks}")
+    code = "from mis_plugins.shared.shell import run_command; run_command('greedy:main')"
+    done = ran("-c", code, PYTHONPATH=f"{tmp_path}:{ROOT}")
+    assert done.returncode == 2 and done.stderr.startswith("error: no memory left: ") and "ulimit -v" in done.stderr
+
+
 def test_a_module_of_ours_that_is_missing_is_a_fault() -> None:
     code = "from mis_plugins.shared.shell import run_command; run_command('mis_plugins.gone:main', 'verify')"
     done = ran("-c", code)
