@@ -404,8 +404,8 @@ class CorrectionConfig:
         (SkyRL) the tokens `kept` by mask bound and rules over smaller units: tokens, for a sequence also
         segments. A rule's own `aggregate` wins.
     on_all_rejected: what to do with a micro-batch in which every sequence is rejected: `skip` trains on
-        nothing, `keep` rejects nothing, `raise` stops the job at the next optimizer step and skips until
-        then. Each is logged.
+        nothing, `keep` rejects nothing, so that all its tokens enter a mean over ranks too, `raise` stops the job at
+        the next optimizer step and skips until then. Each is logged.
     keep_floor: warn where less than this share of a step's tokens is kept.
     routing: how to watch the routers of a mixture of experts; null watches where a hook of the watch is given.
     resplit_every: N scores every N-th rollout twice: the trainer computes its log-probs again, from

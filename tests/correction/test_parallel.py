@@ -13,7 +13,7 @@ import oracle
 import pytest
 import torch
 import torch.distributed as dist
-from batches import BOUNDS, LEVELS, Batch, host_args, make_batch
+from batches import BOUNDS, LEVELS, Batch, host_args, make_batch, ratio_batch
 from drive import Outcome, assert_batch_metrics_match, assert_matches_oracle, run, same_bytes
 from launch import run_ranks, told
 from megatron.core import parallel_state as mpu
@@ -96,7 +96,14 @@ def make_cases(dp: int, scopes: tuple[str, ...]) -> list[Case]:
          "reject": [{"over": "mean", "lower": 0.8, "upper": 1.2}], "aggregate": "kept", "denominator": "kept"},
     ]  # fmt: skip
     numbered = enumerate(alone, 9)
-    return cases + [Case(c, tuple(clear_batch(100 * i + d, c) for d in range(dp))) for i, c in numbered]
+    cases += [Case(c, tuple(clear_batch(100 * i + d, c) for d in range(dp))) for i, c in numbered]
+    if "data_parallel" in scopes:  # the last rank loses its micro-batch, and what it gets back enters the mean
+        normalize = {"scope": "data_parallel", "over": "kept"}
+        weight = {"level": "token", "bound": "truncate", "upper": 1.05, "normalize": normalize}
+        lost: dict = {"weight": weight, "reject": [{"over": "token", "upper": 1.02}], "on_all_rejected": "keep"}
+        rejected = replace(ratio_batch([[1.3, 1.2], [1.03]]), prompts=[3, 30])
+        cases.append(Case(lost, (*(clear_batch(d, lost) for d in range(dp - 1)), rejected)))
+    return cases
 
 
 # ------------------------------------------------------------------------------------------------- on the ranks

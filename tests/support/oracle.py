@@ -88,22 +88,38 @@ class Corrected:
 
 def correct(batch: Sequence[Sample], config: dict, others: Iterable[Sequence[Sample]] = ()) -> Corrected:
     """Correct one micro-batch; `others` are the batches (of other ranks, other steps) that share its normalization."""
-    weight = config.get("weight")
-    batch = [pooled(s, config) for s in without_outliers(batch, config)]
-    bounded = [bounded_weights(s, weight) for s in batch]
-    keep, pool, restored = [kept_tokens(s, config) for s in batch], config, False
-    if config.get("on_all_rejected") == "keep" and all_rejected(batch, bounded, keep):
-        keep, restored = [[bool(valid) for valid in s.mask] for s in batch], True
-        batch = [replace(s, outliers=None) for s in batch]
-        pool = {**config, "reject": [rule for rule in config.get("reject", []) if "down_weigh" in rule]}
+    own = judged(batch, config)
+    batch, keep, after_bound = own.batch, own.keep, own.bounded
     factor = 1.0
-    if normalizes(weight):
-        factor = normalizer([s for group in [batch, *others] for s in group], pool)
-    after_bound, bounded = bounded, [down_weighed(s, w, config) for s, w in zip(batch, bounded, strict=True)]
+    if normalizes(config.get("weight")):
+        factor = normalizer([own, *(judged(other, config) for other in others)])
+    bounded = [down_weighed(s, w, config) for s, w in zip(batch, after_bound, strict=True)]
     weights = [[w / factor for w in tokens] for tokens in bounded]
     metrics = all_metrics(batch, config, after_bound, weights, keep, factor)
-    scale = [1.0 if restored else denominator_scale(s, k, config) for s, k in zip(batch, keep, strict=True)]
+    scale = [1.0 if own.restored else denominator_scale(s, k, config) for s, k in zip(batch, keep, strict=True)]
     return Corrected(weights, bounded, keep, factor, metrics, decision_margin(batch, config), scale)
+
+
+@dataclass(frozen=True)
+class Judged:
+    """A micro-batch after its rules. `config` has the rules that are left: where all is rejected, perhaps none."""
+
+    batch: list[Sample]
+    bounded: list[Tokens]
+    keep: list[list[bool]]
+    config: dict
+    restored: bool = False
+
+
+def judged(batch: Sequence[Sample], config: dict) -> Judged:
+    batch = [pooled(s, config) for s in without_outliers(batch, config)]
+    bounded = [bounded_weights(s, config.get("weight")) for s in batch]
+    keep = [kept_tokens(s, config) for s in batch]
+    if config.get("on_all_rejected") != "keep" or not all_rejected(batch, bounded, keep):
+        return Judged(batch, bounded, keep, config)
+    left = {**config, "reject": [rule for rule in config.get("reject", []) if "down_weigh" in rule]}
+    whole = [[bool(valid) for valid in s.mask] for s in batch]
+    return Judged([replace(s, outliers=None) for s in batch], bounded, whole, left, True)
 
 
 def all_rejected(batch: Sequence[Sample], weights: list[Tokens], keep: list[list[bool]]) -> bool:
@@ -377,12 +393,12 @@ def normalizes(weight: dict | None) -> bool:
     return weight is not None and weight.get("normalize") is not None
 
 
-def normalizer(samples: Sequence[Sample], config: dict) -> float:
+def normalizer(groups: Sequence[Judged]) -> float:
     """Mean of the bounded weights over units with a valid token: tokens, or sequences at the other levels."""
-    weight, level = config["weight"], config["weight"]["level"]
-    over = weight["normalize"].get("over", "valid")
+    weight = groups[0].config["weight"]
+    level, over = weight["level"], weight["normalize"].get("over", "valid")
     units = []
-    for sample in samples:
+    for sample, config in ((sample, group.config) for group in groups for sample in group.batch):
         tokens = bounded_weights(sample, weight)
         tokens = down_weighed(sample, tokens, config) if level == "token" else tokens
         enters = (
@@ -572,7 +588,7 @@ def rule_gaps(sample: Sample, t: int, rule: dict) -> list[float]:
 
 def mean_gap(batch: Sequence[Sample], config: dict) -> float:
     """Distance of the mean weight from the floor under which nothing is divided."""
-    factor = normalizer(batch, config)
+    factor = normalizer([judged(batch, config)])
     return math.inf if factor == 1.0 else math.log(factor) - math.log(MEAN_FLOOR)
 
 
