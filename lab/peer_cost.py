@@ -10,8 +10,8 @@ its own trainer holds: ours and Miles's `mis.py` lists of responses, AReaL packe
 longest response, joined before the clock starts. `+ host` adds what Miles does with what a hook hands back: for each
 metric a mean over each sequence. `watch` is our default, with the sums of the step that the step hook logs. Only hooks
 know context parallelism, so that the peers have no row at CP 2. TRL's two statements are compiled before the clock
-starts. AReaL's second row and OpenRLHF's hold the policy loss too, outside of which their metrics or weights are not to
-be had.
+starts, as is our token stage in the row `compiled`, whose operators and peak are counted uncompiled. AReaL's second row
+and OpenRLHF's hold the policy loss too, outside of which their metrics or weights are not to be had.
 
 way         token TIS bounded at 2; with `mis.yaml` Miles's own config of that name, with a veto and a normalized weight
 time        median of the calls on the wall clock, slowest rank
@@ -42,16 +42,19 @@ from pathlib import Path
 from statistics import median
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from lab.compiled_functions import switched_on
 from lab.host_checkout import run_ranks, stand_in_for_missing_packages, start_groups
 from lab.provenance import as_markdown, markdown_table, parser_of, provenance, target, write_record
 from lab.tallies import peak_bytes, tally
 from mis_plugins import mis
+from mis_plugins.correction import pipeline
 from mis_plugins.hosts.step_report import Recorder
 from mis_plugins.packing.layout import zigzag
 from mis_plugins.shared.terminal import print_table
@@ -125,6 +128,17 @@ def called(hook: Hook, args: Namespace, kwargs: dict[str, Any]) -> Call:
         return pg_loss, masks
 
     return call
+
+
+def compiled(call: Call) -> Call:
+    """The call with the token stage by torch.compile, as Miles compiles functions of its own loss."""
+    fast = torch.compile(pipeline.token_stage, dynamic=True)
+
+    def with_fast_stage() -> Any:
+        with switched_on(), mock.patch.object(pipeline, "token_stage", fast):
+            return call()
+
+    return with_fast_stage
 
 
 def averaged(hook: Hook, args: Namespace, kwargs: dict[str, Any]) -> Call:
@@ -235,7 +249,9 @@ def measured(shape: Shape, cp: int, seconds: float) -> list[dict[str, Any]]:
         start_groups("miles" if with_miles else None, cp)
         mis.RECORDER = Recorder(step=(1, 0))
         kwargs = hook_kwargs(lengths_of(shape), cp, rank)
-        calls = of_hooks(kwargs, with_miles) | (of_peers(kwargs) if with_peers else {}) | passes(kwargs)
+        hooks = of_hooks(kwargs, with_miles)
+        hooks["ours, none, compiled"] = compiled(hooks["ours, none"])
+        calls = hooks | (of_peers(kwargs) if with_peers else {}) | passes(kwargs)
         spent = in_turn(calls, seconds)
         return [{"way": name} | costs(call, spent[name]) for name, call in calls.items()]
 

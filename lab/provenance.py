@@ -72,9 +72,16 @@ def measured_with(command: str, measured: Sequence[str], checkouts: Mapping[str,
         checkouts: any folder of each other repository, by the repository's name.
     """
     found = {"command": command, "python": platform.python_version(), "cpu": f"{cpu_name()}, {_cores()} cores"}
-    found |= {name: importlib.metadata.version(name) for name in ("torch", "megatron-core")}
+    found |= {name: _version(name) for name in ("torch", "megatron-core")}
     found["mis-plugins commit"] = commit(REPOSITORY, measured)
     return found | {f"{name} commit": commit(_top(path), (".",)) for name, path in (checkouts or {}).items()}
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
 
 
 def as_given(program: str, words: Sequence[str]) -> str:

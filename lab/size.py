@@ -1,6 +1,7 @@
 """The size of the house beside its goals: lines, files, what the hook loads, tests, bytes, operators.
 
     python lab/size.py
+    python lab/size.py --rooms      what holds the lines of an install, and why
 
 Runs as a plain file too, from any folder, with nothing of the pack installed. A row whose goal is missed is marked.
 """
@@ -160,6 +161,30 @@ def as_text(row: Row) -> str:
     return f"{name:<58}{count:>12,}  {goal}".rstrip()
 
 
+HOLD = {
+    "mis_plugins/hosts": "Miles of August and of this autumn, on Megatron, FSDP and torchtitan; slime; vime; checks of "
+    "a config against arguments; versions of tokens; ranks that fail, lag or disagree; resplit; routing; baselines",
+    "mis_plugins/explain": "launch scripts of bash and of Python, read without being run; files of five frameworks, "
+    "each key told; a config as formula, in words, on six tokens",
+    "mis_plugins/report": "strangers' files within a budget; curves, dumps of two hosts and ours; causes, proposal",
+    "mis_plugins/config": "every refusal that keeps a wrong weight out",
+    "mis_plugins/metrics": "over a hundred numbers of a step, merged over micro-batches and ranks",
+    "true_on_policy/engines": "SGLang, vLLM and an engine in the process: started, pinned, asked, seen from inside",
+    "true_on_policy/kernels": "four libraries on a GPU and tiles on a CPU: pinned, probed, undone",
+    "mis_plugins/shared": "budgets for strangers' files, the terminal, spelling",
+    "true_on_policy/diff": "two recordings, tensor by tensor, to the first operation that differs",
+}
+"""Why a room holds what it holds: what README and docs promise that stands there and nowhere else."""
+
+
+def by_room() -> str:
+    """The lines of each room of an install, the largest first, with what README and docs promise there."""
+    folders = {f"{package}/{folder.name}" for package in PACKAGES for folder in (ROOT / package).iterdir()}
+    counted = {name: lines(python_files(name)) for name in folders}
+    ordered = sorted((item for item in counted.items() if item[1]), key=lambda item: -item[1])
+    return "\n".join(f"{count:6,}  {name:<28}{HOLD.get(name, '')}".rstrip() for name, count in ordered)
+
+
 def by_module(loaded: Mapping[str, int]) -> str:
     """The modules that the hook loads, the longest first."""
     ordered = sorted(loaded.items(), key=lambda item: -item[1])
@@ -167,9 +192,12 @@ def by_module(loaded: Mapping[str, int]) -> str:
 
 
 def main() -> int:
-    """Print the table; with `--modules` the modules that the hook loads."""
+    """Print the table; with `--modules` what the hook loads, with `--rooms` what holds an install's lines."""
     if sys.argv[1:] == ["--modules"]:
         print(by_module(closure()))
+        return 0
+    if sys.argv[1:] == ["--rooms"]:
+        print(by_room())
         return 0
     for row in rows():
         print(as_text(row), flush=True)

@@ -1,7 +1,7 @@
 """Try to break the pack: random cases in every room, until a fault is found or the time is up.
 
 A fault is printed with the smallest case that hypothesis finds, and with the command that replays it. With `--record`
-the counts are added to `lab/results/break_it.json` once a minute, and `break_it.md` shows them.
+the counts are added to `lab/results/break_it.json` once a minute and at the end, and `break_it.md` shows them.
 
 Exit status: 0 no fault, 1 a fault, 2 could not run.
 """
@@ -17,13 +17,14 @@ import json
 import logging
 import sys
 import time
-from argparse import ArgumentParser
+from argparse import ArgumentParser, Namespace
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from importlib import import_module
+from importlib.metadata import version
 from types import ModuleType
 from typing import Any
 
@@ -46,6 +47,7 @@ ROOMS = (
     "dumps",
     "files",
     "ranks",
+    "split",
     "segments",
     "baselines",
 )
@@ -54,7 +56,8 @@ ROUND = 100  # cases of one seed
 SEEDS_A_PROCESS = 20  # of a room, before the next room's turn: processes end, and what they hold with them
 OURS = "our error"
 SAID = (
-    "Random cases that ended without a fault, of seed 0 and of those that follow it, 100 of each. A fault ends a run, "
+    "Random cases that ended without a fault, of seed 0 and of those that follow it, 100 of each; each start of "
+    "ranks without a planted fault counts as the 12 cases that they are asked. A fault ends a run, "
     "prints the command that replays it, and becomes a test. "
     "`unclear`: rounding may decide. `idle`: the oracle's gradient is 0. `unsure`: the reader of scripts says so."
 )
@@ -81,7 +84,7 @@ def tried(name: str, number: int, cases: int = ROUND) -> Counter[str]:
               suppress_health_check=list[Any](HealthCheck), phases=phases)  # fmt: skip
     @given(made.cases())
     def one(case: Any) -> None:
-        answers[answered(made.judge, case)] += 1
+        answers.update(answered(made.judge, case))
 
     one()
     return answers
@@ -100,20 +103,31 @@ def _hushed() -> None:
     logging.getLogger("mis_plugins").setLevel(logging.CRITICAL)
 
 
-def answered(judge: Callable[[Any], str], case: Any) -> str:
-    """What the pack answered to one case: nothing that an earlier case said or cached changes it."""
+def answered(judge: Callable[[Any], str | list[str]], case: Any) -> list[str]:
+    """What the pack answered to each question of a case: nothing that an earlier case said or cached changes it."""
     errors.warn_once.cache_clear()
     view.LAST.clear()
     try:
-        return judge(case)
+        said = judge(case)
     except UserError:
-        return OURS
+        return [OURS]
+    return [said] if isinstance(said, str) else said
 
 
 def main(argv: list[str] | None = None) -> int:
     arguments = _parser().parse_args(argv)
     _hushed()
-    until, found, written = time.monotonic() + 60 * arguments.minutes, _known() if arguments.record else {}, 0.0
+    found = _known() if arguments.record else {}
+    try:
+        return _campaign(arguments, found)
+    finally:
+        if arguments.record:
+            _write(found)
+
+
+def _campaign(arguments: Namespace, found: dict[str, Done]) -> int:
+    """Try room after room, and add to `found` what was answered; 1 where a fault ends it, else 0."""
+    until, written = time.monotonic() + 60 * arguments.minutes, 0.0
     at_once = 1 if arguments.processes == 1 else SEEDS_A_PROCESS * arguments.processes
     while True:
         for name in arguments.room or ROOMS:
@@ -122,40 +136,45 @@ def main(argv: list[str] | None = None) -> int:
                 for answers in in_order(name, range(done.next_seed, done.next_seed + at_once), arguments.processes):
                     done.answers += answers
                     done.next_seed += 1
+                    done.torch.add(version("torch"))
             except Exception as error:
                 print("\n".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", [])]))
                 replay = f"--room {name} --seed {done.next_seed} --minutes 0"
                 print(f"\nfault in room {name}; again: bash scripts/break-it.sh {replay}")
                 return 1
             print(f"{name}, seeds below {done.next_seed}: {dict(done.answers)}", file=sys.stderr, flush=True)
-        ended = time.monotonic() > until
-        if arguments.record and (ended or time.monotonic() - written > 60):
+        if time.monotonic() > until:
+            return 0
+        if arguments.record and time.monotonic() - written > 60:
             _write(found)
             written = time.monotonic()
-        if ended:
-            return 0
 
 
 @dataclass
 class Done:
-    """What a room has answered, and the seed of its next round."""
+    """What a room has answered, the seed of its next round, and the versions of torch that it ran on."""
 
     next_seed: int = 0
     answers: Counter[str] = field(default_factory=Counter)
+    torch: set[str] = field(default_factory=set)
 
 
 def _known() -> dict[str, Done]:
     """What the record has of each room, where another run may go on."""
     rooms = json.loads(RECORD.read_text())["rooms"] if RECORD.exists() else {}
-    return {name: Done(room["seeds"], Counter(room["answers"])) for name, room in rooms.items()}
+    return {name: Done(room["seeds"], Counter(room["answers"]), {*room["torch"]}) for name, room in rooms.items()}
 
 
 def _write(found: dict[str, Done]) -> None:
     measured = provenance()
     rows = [_row(name, found[name]) for name in ROOMS if name in found]
-    table = markdown_table(("room", "seeds", "cases", "right", "our errors", "others", "faults"), rows)
+    rows.append(("all", "", f"{sum(sum(done.answers.values()) for done in found.values()):,}", *[""] * 4, "0"))
+    table = markdown_table(("room", "seeds", "cases", "right", "our errors", "others", "torch", "faults"), rows)
     text = f"# Break it\n\n{SAID}\n\n{table}\n{as_markdown(measured)}"
-    rooms = {name: {"seeds": done.next_seed, "answers": dict(done.answers)} for name, done in found.items()}
+    rooms = {
+        name: {"seeds": done.next_seed, "answers": dict(done.answers), "torch": sorted(done.torch)}
+        for name, done in found.items()
+    }
     write_record(RECORD, {"rooms": rooms, "measured with": measured}, text)
 
 
@@ -163,7 +182,7 @@ def _row(name: str, done: Done) -> tuple[str, ...]:
     answers = done.answers
     others = ", ".join(f"{n:,} {key}" for key, n in sorted(answers.items()) if key not in (OURS, "right"))
     numbers = done.next_seed, sum(answers.values()), answers["right"], answers[OURS]
-    return name, *(f"{n:,}" for n in numbers), others, "0"
+    return name, *(f"{n:,}" for n in numbers), others, ", ".join(sorted(done.torch)), "0"
 
 
 def _parser() -> ArgumentParser:

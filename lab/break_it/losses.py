@@ -332,7 +332,10 @@ def expected(case: Case, made: Made, formula: Formula) -> Tensor:
 def judge(case: Case) -> str:
     """`right`, or `unclear` where rounding decides; an AssertionError where the gradient is not the oracle's."""
     it = made(case)
-    loss, gradient, metrics = call(case, it)
+    return compared(case, it, *call(case, it))
+
+
+def compared(case: Case, it: Made, loss: Tensor, gradient: Tensor, metrics: dict[str, Tensor]) -> str:
     formula = Formula(it.step, case.question, it.named)
     if not _clear(formula):
         return "unclear"

@@ -112,7 +112,8 @@ def judge_odd(odd: Odd) -> str:
     return f"{fault.kind}, others {judge_fault(fault, begun(odd.place, fault).ended(), answers, same)}"
 
 
-def judge(grid: Grid | Odd) -> str:
+def judge(grid: Grid | Odd) -> str | list[str]:
+    """The answer of ranks with a fault, or the answers to each case of one start of the ranks."""
     if isinstance(grid, Odd):
         return judge_odd(grid)
     clear = [
@@ -131,6 +132,8 @@ def judge(grid: Grid | Odd) -> str:
         are_errors = [isinstance(one, str) for one in said]
         assert all(are_errors) or not any(are_errors), f"case {number}: some ranks raise alone: {said}"
         assert not cut or all(are_errors), f"case {number}: a loss mask too long passes"
-    kept = [i for i, sure in enumerate(by_case) if sure and not isinstance(found[0][i], str)]
+    answers = ["our error" if isinstance(one, str) else "right" if sure else "unclear"
+               for one, sure in zip(found[0], by_case, strict=True)]  # fmt: skip
+    kept = [i for i, answer in enumerate(answers) if answer == "right"]
     check([grid.asked[i] for i in kept], [[rank[i] for i in kept] for rank in found], grid.cp, grid.dp)
-    return "right"
+    return answers

@@ -7,6 +7,7 @@ float32. Each is compared with the trainer's log_softmax in its dtype, before an
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
@@ -30,6 +31,7 @@ TOGETHER = "in one batch"
 
 
 def engine(plan: Plan, machine: Cuda) -> Iterator[Result]:
+    os.environ["SGLANG_ENABLE_JIT_DEEPGEMM"] = "0"  # SGLang and its trainer both multiply by Triton
     with TemporaryDirectory() as folder:
         source = Path(folder, "0")
         qwen3.build(plan.model, machine, qwen3.FA3, torch.float32).save_pretrained(source)

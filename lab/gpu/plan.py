@@ -66,7 +66,7 @@ FULL = Plan(
     timed_model=Network(MODELS["qwen3-4B"][1], layers=4, tied=True),
     batch=(4, 1024),
     corrected=((256, 128), (256, 8192)),
-    hostile=40.0,
+    hostile=20.0,
     copied=1 << 32,
     product=8192,
 )

@@ -20,13 +20,13 @@ from true_on_policy.errors import NotSeenError
 SECTIONS = {
     "ceilings": 40,
     "correction": 90,
-    "hostile": 100,
+    "hostile": 60,
     "attention": 60,
     "model": 90,
     "kernels": 180,
     "cost": 180,
     "probes": 70,
-    "compiled": 420,
+    "compiled": 300,
     "engine": 450,
 }
 # The section `engine` is left out: SGLang comes in a second set of wheels.

@@ -154,7 +154,7 @@ ABILITIES = (
         lambda given: given.config.center is not None and not given.host.head_flags,
         lambda given: (
             "{center} reads rollout_topk_token_ids and rollout_topk_log_probs, which no micro-batch of {host} has; "
-            "leave it out, " + VLLM_HEADS * (given.host.name == "vime") + "or train with Megatron on Miles or slime"
+            "leave it out, " + VLLM_HEADS * ("vllm" in given.host.records) + "or train with Megatron on Miles or slime"
         ),
     ),
     Check(

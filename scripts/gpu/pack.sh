@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Packs a real SGLang for an offline machine with a Hopper GPU, in parts that fit into a transfer of 64 MiB each:
+# Packs a real SGLang for an offline machine with a Hopper GPU, in parts that fit, each beside the checkout, into 64 MiB:
 #   bash scripts/gpu/pack.sh PARTS
 # Fetches the wheels of engine.txt (480 MB) with `python3 -m pip`, for Python 3.12 whatever runs here, and writes
 # PARTS/part.1, PARTS/part.2 and so on, which scripts/gpu/run.sh unpacks where it finds them. xz takes some minutes.
@@ -27,5 +27,5 @@ python3 -m pip install -q --no-index --no-deps --no-compile "${there[@]}" --targ
 rm -r "$scratch"/site/sgl_kernel/{sm100,flashmla_ops.*,infllm_ops.*}
 echo "packing $(du -sh "$scratch/site" | cut -f1)" >&2
 mkdir -p "$parts"
-tar -C "$scratch/site" -c . | xz -T0 -3 | split --bytes=54M --numeric-suffixes=1 --suffix-length=1 - "$parts/part."
+tar -C "$scratch/site" -c . | xz -T0 -3 | split --bytes=46M --numeric-suffixes=1 --suffix-length=1 - "$parts/part."
 ls -sh "$parts" >&2

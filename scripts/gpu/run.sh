@@ -14,7 +14,6 @@ wheels=$1 results=$2
 shift 2
 repository=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
 export PYTHONPATH=$repository${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1 TORCH_COMPILE_DISABLE=1 CUBLAS_WORKSPACE_CONFIG=:4096:8
-export SGLANG_ENABLE_JIT_DEEPGEMM=0 # SGLang and its trainer both multiply by Triton
 
 if [ ! -e "$wheels" ] && [[ " $* " != *" --dry-run "* ]]; then
     echo "fetching the wheels of scripts/gpu/wheels.txt into $wheels" >&2

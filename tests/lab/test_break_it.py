@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import math
 import subprocess
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,16 +15,11 @@ from batches import Batch, ratio_batch
 from hypothesis import strategies as st
 from torch import Tensor
 
+from lab.break_it import __main__ as campaign
 from lab.break_it import formulas, peers, scripts
 from lab.break_it.__main__ import ROOMS, room, tried
 
-CASES = {
-    "losses": 15,
-    "weights": 25,
-    "dumps": 10,
-    "files": 5,
-    "ranks": 2,
-}  # a case of ranks starts them, and asks twelve times
+CASES = {"losses": 15, "weights": 25, "dumps": 10, "files": 5, "ranks": 2, "split": 2}  # the last two ask 12 times each
 SCRIPTS = {
     "an array's name is its first item": ('X=(a b)\npython3 train.py "$X" $X', ["a", "a"]),
     "items are cut at blanks": ('X=("a b" "")\npython3 train.py ${X[@]} "${X[@]}"', ["a", "b", "a b", ""]),
@@ -52,6 +49,25 @@ def test_a_short_round_finds_no_fault(name: str, own_recorder: None) -> None:
         assert sum(tried(name, int(commit[:8] or "0", 16), CASES.get(name, 50)).values())
     finally:
         getattr(made, "remove", lambda: None)()
+
+
+def test_a_fault_ends_a_run_that_keeps_what_was_answered_before(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def answers(name: str, number: int) -> Counter[str]:
+        assert (name, number) != ("losses", 3), "planted"
+        return Counter(right=100)
+
+    monkeypatch.setattr(campaign, "RECORD", record := tmp_path / "break_it.json")
+    monkeypatch.setattr(campaign, "tried", answers)
+    monkeypatch.setattr(campaign, "_hushed", lambda: None)
+    assert campaign.main(["--record", "--minutes", "1", "--seed", "2", "--room", "weights", "losses"]) == 1
+    assert "again: bash scripts/break-it.sh --room losses --seed 3" in capsys.readouterr().out
+    rooms = json.loads(record.read_text())["rooms"]
+    assert {name: (one["seeds"], one["answers"]) for name, one in rooms.items()} == {
+        "weights": (4, {"right": 200}),
+        "losses": (3, {"right": 100}),
+    }
 
 
 @pytest.mark.parametrize("name", SCRIPTS)

@@ -15,7 +15,7 @@ from lab.gpu import probes
 from lab.gpu.receipt import Measured, Receipt, drawn, main, read, write
 from lab.gpu.results import Result, Section
 from lab.pages import parts
-from lab.pages.receipts import NONE, part
+from lab.pages.receipts import FOLDER, NONE, part, proof
 from mis_plugins.shared.budget import RecordError
 
 COLUMNS = ("kernel", "shape", "comparisons", "equal", "first difference")
@@ -107,9 +107,10 @@ def test_the_reader_draws_and_judges(
     assert said in capsys.readouterr().out
 
 
-def test_the_page_is_current_and_has_no_receipt() -> None:
+def test_the_page_is_current_and_its_receipts_hold(tmp_path: Path) -> None:
     assert parts.named("receipts.md") and parts.current("receipts.md", part), "python -m lab.pages.receipts"
-    assert part("receipts") == NONE
+    assert not any(proof(file).first_difference() for file in FOLDER.glob("*"))
+    assert part("receipts", tmp_path) == NONE
 
 
 def test_the_page_tells_proofs_from_dry_runs_and_other_files(tmp_path: Path) -> None:

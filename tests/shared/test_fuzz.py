@@ -1,7 +1,7 @@
 """Strangers' files that hypothesis makes are read as `report` and `diff` read them, under a watch of what Python does.
 
-A file fails where its reading opens a file for writing, starts a process, opens a socket or imports a module. A file
-also fails by an error that is not ours, and after ten seconds.
+A file fails where its reading opens a file for writing, starts a process, opens a socket or imports a module other
+than Python's codecs. A file also fails by an error that is not ours, and after ten seconds.
 """
 
 from __future__ import annotations
@@ -57,6 +57,8 @@ class Watch:
     def _hook(self, event: str, arguments: tuple[Any, ...]) -> None:
         if not self.on:
             return
+        if event == "import" and arguments[0].startswith("encodings."):
+            return  # Python's own codec, which decodes a name for the first time in this process
         writes = event == "open" and isinstance(arguments[2], int) and arguments[2] & WRITES
         if writes or event.startswith(STARTS):
             self.seen = self.seen or f"{event} {arguments!r}"[:300]
@@ -323,8 +325,15 @@ def test_no_file_does_what_no_reading_does(kind: str, watch: Watch, tmp_path: Pa
         lambda path: __import__("subprocess").run(["true"], check=True),
         lambda path: __import__("socket").socket().close(),
         lambda path: __import__("this_module_is_not_there"),
+        lambda path: __import__("encodings_of_mine.cp437"),
         lambda path: [][1],
     ],
 )
 def test_the_watch_sees(act: Read, watch: Watch, tmp_path: Path) -> None:
     assert fault_of(watch, tmp_path / "a", act)
+
+
+def test_a_codec_of_python_is_no_fault(watch: Watch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """zipfile decodes names by cp437, whose module Python imports when a process first does so."""
+    monkeypatch.delitem(sys.modules, "encodings.cp437", raising=False)
+    assert not fault_of(watch, tmp_path, lambda path: __import__("encodings.cp437"))
