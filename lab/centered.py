@@ -1,6 +1,9 @@
-"""Does score centering help? REINFORCE on the demonstration's int3 engine, with and without it, over three seeds.
+"""Does score centering help? REINFORCE with and without it, over three seeds.
 
-    python -m lab.centered                  21 runs, some ten minutes; writes lab/results/centered.{json,md}
+    python -m lab.centered                  the demonstration's int3 engine: 21 runs, some ten minutes; writes
+                                            lab/results/centered.{json,md}
+    python -m lab.centered --stale          a float32 engine whose weights are 2, 4 or 8 updates old: 39 runs, some
+                                            twenty minutes; writes lab/results/centered_stale.{json,md}
     python -m lab.centered --smoke          tiny runs that only show that everything works
 
 An arm that this committed code finished is not repeated.
@@ -14,8 +17,9 @@ if __name__ == "__main__":
     run_command("lab.centered:main", extra="verify")
 
 import json
-from argparse import ArgumentParser
+from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,7 +27,8 @@ from typing import Any
 import yaml
 
 from lab.demo import CORRECTION, RECIPE
-from lab.experiments.runner import made_with, parsed, run_arms, this_code, training
+from lab.experiments.runner import Arm, in_ranks, made_with, parsed, run_arms, this_code, training
+from lab.host.cli.arguments import parse_args
 from lab.host.folders import METRICS, SUMMARY
 from lab.host.report import MetricsLog
 from lab.provenance import markdown_table, write_record
@@ -45,42 +50,93 @@ ARMS: dict[str, dict[str, Any]] = {
 """What `mis:` holds beside the objective. The toy's vocabulary has 16 tokens, so that 16 are exact."""
 
 
+AGES = (2, 4, 8)
+STALE_RUN = "--rollout-weights fp32 --lr 2e-4 --num-rollout 60".split()
+STALE_ARMS = ("nothing", "token TIS", "centered", "centered, token TIS")
+
+
+@dataclass(frozen=True)
+class Place:
+    """One run. `age`: how many updates old the weights are that sample; None is the demonstration's int3 engine."""
+
+    name: str
+    seed: int
+    age: int | None = None
+
+    def arm(self, root: Path, more: Sequence[str]) -> Arm:
+        if self.age is None:
+            return training(partial(command_line, self.name, self.seed, root, more))
+        words = command_line(self.name, self.seed, root / f"age{self.age}", [*STALE_RUN, *more], root)
+        args = parse_args(words)
+        args.age = self.age
+        return Arm(Path(args.output), dict(vars(args)), partial(in_ranks, 1, partial(_lagging, args)))
+
+
+def _lagging(args: Namespace) -> None:
+    """Train with an engine that samples with the weights of `args.age` updates ago, or with the first ones."""
+    from lab.host.loop import Loop, Row, run_rank
+
+    class Lagging(Loop):
+        def publish(self) -> Row:
+            kept.append((self.trainer.weights(), self.next_rollout))
+            if len(kept) > self.args.age:
+                self.engine.update_weights(*kept.pop(0))
+            return {}
+
+    kept: list[tuple[Mapping[str, Any], int]] = []
+    run_rank(args, Lagging)
+
+
 def main() -> int:
     """Return 0, or the exit code of the arm that failed or was interrupted."""
-    options = parsed(ArgumentParser(prog=PROGRAM, description=__doc__), "centered")
+    parser = ArgumentParser(prog=PROGRAM, description=__doc__)
+    parser.add_argument("--stale", action="store_true", help="old weights in place of rounded ones")
+    options = parsed(parser, "centered")
     smoke = ["--smoke"] if options.smoke else []
     made = made_with(PROGRAM)
-    arms = {
-        (name, seed): training(partial(command_line, name, seed, options.runs, smoke))
-        for seed in options.seeds
-        for name in ARMS
-    }
+    arms = {place: place.arm(options.runs, smoke) for seed in options.seeds for place in _places(seed, options.stale)}
     if code := run_arms(list(arms.values()), options.processes, this_code()):
         return code
-    rows = [{"arm": name, "seed": seed, **_outcome(arm.folder)} for (name, seed), arm in arms.items()]
+    rows = [{**_named(place), **_outcome(arm.folder)} for place, arm in arms.items()]
     content = {"rows": rows, "measured_with": made}
-    write_record(options.results / "centered.json", content, "\n".join(markdown(content)))
-    print(f"wrote {options.results / 'centered.md'}")
+    path = options.results / ("centered_stale.json" if options.stale else "centered.json")
+    write_record(path, content, "\n".join(stale_markdown(content) if options.stale else markdown(content)))
+    print(f"wrote {path.with_suffix('.md')}")
     return 0
 
 
-def command_line(name: str, seed: int, root: Path, more: Sequence[str]) -> list[str]:
-    """Return the arguments of `python -m lab.host` for an arm, and write its config to its folder."""
+def _places(seed: int, stale: bool) -> list[Place]:
+    if not stale:
+        return [Place(name, seed) for name in ARMS]
+    return [Place("nothing", seed, 0), *(Place(name, seed, age) for age in AGES for name in STALE_ARMS)]
+
+
+def _named(place: Place) -> dict[str, Any]:
+    return {"arm": place.name, "seed": place.seed} | ({} if place.age is None else {"age": place.age})
+
+
+def command_line(name: str, seed: int, root: Path, more: Sequence[str], warm: Path | None = None) -> list[str]:
+    """Return the arguments of `python -m lab.host` for an arm, and write its config to its folder.
+
+    Args:
+        warm: the folder of the warm start; `root` for None.
+    """
     folder = root / f"{name.replace(', ', '-').replace(' ', '-')}-{seed}"
     folder.mkdir(parents=True, exist_ok=True)
     config = folder / "mis.yaml"
     config.write_text(yaml.safe_dump({"mis": OBJECTIVE | ARMS[name]}, sort_keys=False))
     places = ["--output", str(folder), "--custom-config-path", str(config)]
-    warm = ["--warmup-cache", str(root / "warm-start")]
-    return [*RECIPE, *RUN, *LOSS, "--seed", str(seed), *warm, *places, *more]
+    cache = ["--warmup-cache", str((warm or root) / "warm-start")]
+    return [*RECIPE, *RUN, *LOSS, "--seed", str(seed), *cache, *places, *more]
 
 
 def _outcome(folder: Path) -> dict[str, Any]:
     """Held-out rewards, the trainer's lowest on the way and both policies' at the end, and the last k3."""
     summary = json.loads((folder / SUMMARY).read_text())
-    way = [row["eval_trainer"] for row in MetricsLog(folder / METRICS).read() if "eval_trainer" in row]
+    log = MetricsLog(folder / METRICS).read()
+    way = [row["eval_trainer"] for row in log if "eval_trainer" in row]
     kept = ("trainer_final", "rollout_final", "k3_kl")
-    return {key: summary[key] for key in kept} | {"lowest": min(way)}
+    return {key: summary[key] for key in kept} | {"lowest": min(way), "largest_k3": max(row["k3_kl"] for row in log)}
 
 
 def markdown(content: Mapping[str, Any]) -> Iterator[str]:
@@ -97,4 +153,25 @@ def markdown(content: Mapping[str, Any]) -> Iterator[str]:
         [[name, *(", ".join(f"{row[key]:.2f}" for row in rows) for key in keys)] for name, rows in found.items()],
     )
     yield "```\n" + yaml.safe_dump(json.loads(json.dumps(ARMS)), sort_keys=False) + "```\n"
+    yield markdown_table(("measured with", ""), content["measured_with"].items())
+
+
+def stale_markdown(content: Mapping[str, Any]) -> Iterator[str]:
+    """The page of stale weights: an age and an arm a row, a number for each seed."""
+    yield "# Score centering on stale rollouts of a toy\n"
+    yield f"Made by `{PROGRAM} --stale`: the task, the advantage R - 1 and the arms of [centered.md](centered.md), but"
+    yield "the engine samples in float32 with the trainer's weights of `age` updates ago, so that staleness is the only"
+    yield f"mismatch. An update is a rollout of two optimizer steps (`{' '.join(STALE_RUN)}`). Rewards of"
+    yield "the trainer's policy on held-out prompts, one number a seed. *Lowest* is the lowest on the way.\n"
+    found: dict[tuple[int, str], list[Mapping[str, Any]]] = {}
+    for row in content["rows"]:
+        found.setdefault((row["age"], row["arm"]), []).append(row)
+    keys = ("trainer_final", "lowest", "largest_k3")
+    yield markdown_table(
+        ("age", "arm", "at the end", "lowest", "largest k3 of a rollout"),
+        [
+            [*place, *(", ".join(f"{row[key]:.2f}" for row in rows) for key in keys)]
+            for place, rows in sorted(found.items(), key=lambda item: item[0][0])
+        ],
+    )
     yield markdown_table(("measured with", ""), content["measured_with"].items())

@@ -64,15 +64,18 @@ def model_config(args: Namespace, vocab_size: int) -> ModelConfig:
     )
 
 
-def run_rank(args: Namespace) -> None:
+def run_rank(args: Namespace, kind: type[Loop] | None = None) -> None:
     """The whole run, on one rank of an initialised process group.
+
+    Args:
+        kind: the class of the loop, Loop itself for None.
 
     Raises:
         KeyboardInterrupt: a rank was interrupted; everything was written.
     """
     import lab.host.tracking  # noqa: F401  (a hook finds it where a run is, and nowhere else)
 
-    loop = Loop.start(args, initialize(args.tensor_model_parallel_size, args.context_parallel_size))
+    loop = (kind or Loop).start(args, initialize(args.tensor_model_parallel_size, args.context_parallel_size))
     stop = StopSignal()
     pin = kernels(args, loop.reference.config)
     with closing(loop), pin, recording(args, loop.next_rollout) as record:

@@ -14,7 +14,8 @@ from lab.demo import command_line as command_line_of_demo
 from lab.experiments.runner import run_arms, training
 from lab.host import report
 from lab.host.cli.arguments import parse_args
-from lab.host.folders import SUMMARY
+from lab.host.folders import METRICS, SUMMARY
+from lab.host.report import MetricsLog
 from lab.toys.__main__ import DRAWN, RESULTS
 from mis_plugins.__main__ import load
 from mis_plugins.config.loading import presets
@@ -110,10 +111,18 @@ def test_a_preset_that_changes_nothing_gives_the_uncorrected_run(runs: dict[str,
     assert any(runs["tis"][key] != runs["uncorrected"][key] for key in NUMBERS)
 
 
-def test_the_experiment_of_centering_runs(tmp_path: Path):
+@pytest.mark.parametrize("stale", [False, True])
+def test_the_experiment_of_centering_runs(tmp_path: Path, stale: bool):
     places = "--runs", tmp_path / "runs", "--results", tmp_path
-    done = ran("-m", "lab.centered", "--smoke", "--seeds", 0, *places)
+    done = ran("-m", "lab.centered", "--smoke", "--seeds", 0, *places, *(["--stale"] if stale else []))
     assert done.returncode == 0, done.stderr
-    rows = json.loads((tmp_path / "centered.json").read_text())["rows"]
-    assert [row["arm"] for row in rows] == list(centered.ARMS)
-    assert all(f"| {name} |" in (tmp_path / "centered.md").read_text() for name in centered.ARMS)
+    record = tmp_path / ("centered_stale.json" if stale else "centered.json")
+    names = [row["arm"] for row in json.loads(record.read_text())["rows"]]
+    assert names == (["nothing", *centered.STALE_ARMS * len(centered.AGES)] if stale else list(centered.ARMS))
+    assert all(f"| {name} |" in record.with_suffix(".md").read_text() for name in names)
+
+
+def test_a_stale_engine_samples_with_the_weights_of_so_many_updates_ago(tmp_path: Path):
+    arm = centered.Place("nothing", 0, age=1).arm(tmp_path, ["--smoke"])
+    assert arm.work() == 0
+    assert [row["weight_version"] for row in MetricsLog(arm.folder / METRICS).read()] == [0, 0, 1]
