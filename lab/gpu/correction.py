@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import tempfile
 from collections.abc import Iterator
 
 import torch
@@ -45,7 +46,7 @@ def _groups_of_miles() -> bool:
     if importlib.util.find_spec("miles") is None:
         return False
     stand_in_for_missing_packages()
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group("gloo", init_method=f"file://{tempfile.mkdtemp()}/store", rank=0, world_size=1)
     start_groups("miles", 1)
     return True
 

@@ -20,7 +20,7 @@ def hostile(plan: Plan, machine: Cuda) -> Iterator[Result]:
     logging.getLogger("mis_plugins").setLevel(logging.CRITICAL)
     for name, title in ROOMS.items():
         made, answers, seeds = room(name), Counter[str](), 0
-        made.DEVICE = machine.device
+        vars(made)["DEVICE"] = machine.device
         until = time.monotonic() + plan.hostile
         while not seeds or time.monotonic() < until:
             answers += tried(name, seeds, A_ROUND)
