@@ -1,7 +1,7 @@
 """Room `memory`: `mis-plugins report` over a host's dumps under a limit of memory, reported whole or refused in words.
 
-`python -m lab.break_it.memory` does it once with 10 GB of dumps, most of whose bytes are routes of a mixture of
-experts. They lie in the folder of temporary files for some minutes; `lab/results/report_memory.md` has the outcome.
+`python -m lab.break_it.memory` does it once with 10 GB of dumps, 300 million tokens. They lie in the folder of
+temporary files for some minutes; `lab/results/report_memory.md` has the outcome.
 """
 
 from __future__ import annotations
@@ -32,8 +32,7 @@ from lab.provenance import as_markdown, markdown_table, parser_of, provenance, w
 SHRINKS = False  # cases take seconds
 RECORD = ROOT / "lab" / "results" / "report_memory.json"
 MEGABYTE = 10**6
-RESPONSES, LENGTH, PROMPT, VOCABULARY = 110, 4096, 256, 150_000
-LAYERS, EXPERTS = 48, 8  # routed layers, and experts of a token in each
+RESPONSES, LENGTH, PROMPT, VOCABULARY = 512, 4096, 256, 150_000
 IMPORTED = "import mis_plugins.report.command, mis_plugins.report.page"
 OPENBLAS = "OpenBLAS error: Memory allocation"  # its library then ends the process, which no code of Python prevents
 ONE_THREAD = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
@@ -93,14 +92,10 @@ def imported() -> int:
     return 1024 * int(subprocess.check_output([sys.executable, "-c", told], env=os.environ | ONE_THREAD))
 
 
-def written(folder: Path, rollouts: int, responses: int, layers: int = 0) -> int:
-    """Write one rollout as slime dumps it under several numbers, and return the number of their tokens.
-
-    Args:
-        layers: whose routes are dumped beside the tokens.
-    """
+def written(folder: Path, rollouts: int, responses: int) -> int:
+    """Write one rollout as slime dumps it under several numbers, and return the number of their tokens."""
     generator = torch.Generator().manual_seed(0)
-    samples = [_sample(place, generator, layers) for place in range(responses)]
+    samples = [_sample(place, generator) for place in range(responses)]
     shard = {"data_parallel_rank": 0, "partition": [*range(responses)]}
     folder.mkdir()
     for number in range(rollouts):
@@ -109,10 +104,9 @@ def written(folder: Path, rollouts: int, responses: int, layers: int = 0) -> int
     return rollouts * sum(sample["loss_masks"].numel() for sample in samples)
 
 
-def _sample(place: int, generator: torch.Generator, layers: int) -> dict[str, Any]:
+def _sample(place: int, generator: torch.Generator) -> dict[str, Any]:
     size = LENGTH // 2 + int(torch.randint(LENGTH // 2, (), generator=generator))
     behavior = -3 * torch.rand(size, generator=generator)
-    routes = torch.zeros(PROMPT + size - 1, layers, EXPERTS, dtype=torch.int32)
     return {
         "data_parallel_rank": 0, "rollout_position": place, "sample_index": place,
         "tokens": torch.randint(VOCABULARY, (PROMPT + size,), generator=generator),
@@ -120,7 +114,6 @@ def _sample(place: int, generator: torch.Generator, layers: int) -> dict[str, An
         "log_probs": behavior + 0.05 * torch.randn(size, generator=generator),
         "advantages": torch.randn((), generator=generator).expand(size).clone(),
         "returns": torch.zeros(size), "kl": torch.zeros(size),
-        "rollout_routed_experts": routes,
     }  # fmt: skip
 
 
@@ -139,12 +132,12 @@ def reported(folder: Path, limit: int) -> Ended:
 
 def main(argv: list[str] | None = None) -> int:
     parser = parser_of(__doc__)
-    parser.add_argument("--rollouts", type=int, default=18, help="of 560 MB each")
+    parser.add_argument("--rollouts", type=int, default=200, help="of some 50 MB each")
     parser.add_argument("--limit", type=float, default=1.5, help="GB of address space that the report may take")
     arguments = parser.parse_args(argv)
     measured = provenance()
     with tempfile.TemporaryDirectory() as name:
-        tokens = written(Path(name, "dumps"), arguments.rollouts, RESPONSES, LAYERS)
+        tokens = written(Path(name, "dumps"), arguments.rollouts, RESPONSES)
         size = sum(file.stat().st_size for file in Path(name, "dumps").iterdir())
         print(f"{size / 1e9:.1f} GB written", file=sys.stderr, flush=True)
         ended = reported(Path(name), int(arguments.limit * 1e9))
