@@ -56,7 +56,7 @@ STALE_ARMS = ("nothing", "token TIS", "centered", "centered, token TIS")
 
 
 @dataclass(frozen=True)
-class Place:
+class Run:
     """One run. `age`: how many updates old the weights are that sample; None is the demonstration's int3 engine."""
 
     name: str
@@ -94,10 +94,10 @@ def main() -> int:
     options = parsed(parser, "centered")
     smoke = ["--smoke"] if options.smoke else []
     made = made_with(PROGRAM)
-    arms = {place: place.arm(options.runs, smoke) for seed in options.seeds for place in _places(seed, options.stale)}
+    arms = {run: run.arm(options.runs, smoke) for seed in options.seeds for run in _runs(seed, options.stale)}
     if code := run_arms(list(arms.values()), options.processes, this_code()):
         return code
-    rows = [{**_named(place), **_outcome(arm.folder)} for place, arm in arms.items()]
+    rows = [{**_named(run), **_outcome(arm.folder)} for run, arm in arms.items()]
     content = {"rows": rows, "measured_with": made}
     path = options.results / ("centered_stale.json" if options.stale else "centered.json")
     write_record(path, content, "\n".join(stale_markdown(content) if options.stale else markdown(content)))
@@ -105,14 +105,14 @@ def main() -> int:
     return 0
 
 
-def _places(seed: int, stale: bool) -> list[Place]:
+def _runs(seed: int, stale: bool) -> list[Run]:
     if not stale:
-        return [Place(name, seed) for name in ARMS]
-    return [Place("nothing", seed, 0), *(Place(name, seed, age) for age in AGES for name in STALE_ARMS)]
+        return [Run(name, seed) for name in ARMS]
+    return [Run("nothing", seed, 0), *(Run(name, seed, age) for age in AGES for name in STALE_ARMS)]
 
 
-def _named(place: Place) -> dict[str, Any]:
-    return {"arm": place.name, "seed": place.seed} | ({} if place.age is None else {"age": place.age})
+def _named(run: Run) -> dict[str, Any]:
+    return {"arm": run.name, "seed": run.seed} | ({} if run.age is None else {"age": run.age})
 
 
 def command_line(name: str, seed: int, root: Path, more: Sequence[str], warm: Path | None = None) -> list[str]:

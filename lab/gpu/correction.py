@@ -19,7 +19,7 @@ from mis_plugins.hosts.step_report import Recorder
 
 # In: float32 log-probs of engine and trainer, pg_loss and an int32 mask. Out: pg_loss and a float32 mask.
 BYTES_A_TOKEN = 24
-AT_LEAST = 300  # milliseconds: one call of the loop may take as long
+AT_LEAST = 300  # milliseconds of each way; one call of the loop takes longer
 OURS = "ours, mis.yaml"  # weight, rejection by sequence, normalization, and every metric that mis.py has
 
 

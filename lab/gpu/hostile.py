@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from lab.break_it.__main__ import room, tried
 from lab.gpu.machine import Cuda
 from lab.gpu.plan import Plan
+from lab.gpu.receipt import DIFFERENCE
 from lab.gpu.results import Result
 
 ROOMS = {"weights": "The TIS hook", "losses": "The loss hook"}
@@ -19,18 +20,26 @@ A_ROUND = 20  # cases of one seed
 def hostile(plan: Plan, machine: Cuda) -> Iterator[Result]:
     logging.getLogger("mis_plugins").setLevel(logging.CRITICAL)
     for name, title in ROOMS.items():
-        made, answers, seeds = room(name), Counter[str](), 0
-        vars(made)["DEVICE"] = machine.device
-        until = time.monotonic() + plan.hostile
-        while not seeds or time.monotonic() < until:
-            answers += tried(name, seeds, A_ROUND)
-            seeds += 1
+        vars(room(name)).update(DEVICE=machine.device, SHRINKS=False)  # a section has no time to shrink a case
+        answers, wrong, seeds = _answered(name, time.monotonic() + plan.hostile)
         yield Result(
             f"{title} on random cases",
-            ("answer", "cases"),
-            tuple(sorted(answers.items())),
-            answers["right"] > 0,
-            f"Seeds below {seeds}, {A_ROUND} cases of each, judged in float64 on the CPU; a wrong one ends the "
-            "section. "
+            ("answer", "cases", DIFFERENCE),
+            (*((answer, cases, "") for answer, cases in sorted(answers.items())), *wrong),
+            answers["right"] > 0 and not wrong,
+            f"Seeds below {seeds}, {A_ROUND} cases of each, judged in float64 on the CPU; a wrong one ends the room. "
             "`unclear`: rounding may decide. `idle`: the oracle's gradient is 0. `our error`: refused in words.",
         )
+
+
+def _answered(name: str, until: float) -> tuple[Counter[str], list[tuple[str, int, str]], int]:
+    """The answers to one seed after another, the row of a wrong one, and how many seeds were tried."""
+    answers, seed = Counter[str](), 0
+    while True:
+        try:
+            answers += tried(name, seed, A_ROUND)
+        except AssertionError as error:
+            return answers, [("wrong", 1, f"seed {seed}: {str(error).splitlines()[0]}")], seed + 1
+        seed += 1
+        if time.monotonic() >= until:
+            return answers, [], seed

@@ -35,7 +35,7 @@ DIFFERENCE = "first difference"
 COUNTS = ("of", "comparisons")  # columns that say how many values a demand compares; `equal` stands beside them
 LONGEST = 300  # characters of a text as a page shows it
 # The sections in the order in which a difference is looked for: single operations before whole models.
-OPERATIONS_FIRST = ("attention", "kernels", "probes", "correction", "compiled", "model", "engine")
+OPERATIONS_FIRST = ("attention", "kernels", "probes", "correction", "hostile", "compiled", "model", "engine")
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Packs a real SGLang for an offline machine with a Hopper GPU, in parts that fit, each beside the checkout, into 64 MiB:
+# Packs a real SGLang for an offline machine with a Hopper GPU. A transfer of 64 MiB takes a part beside the checkout:
 #   bash scripts/gpu/pack.sh PARTS
 # Fetches the wheels of engine.txt (480 MB) with `python3 -m pip`, for Python 3.12 whatever runs here, and writes
 # PARTS/part.1, PARTS/part.2 and so on, which scripts/gpu/run.sh unpacks where it finds them. xz takes some minutes.

@@ -13,7 +13,8 @@ fi
 wheels=$1 results=$2
 shift 2
 repository=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
-export PYTHONPATH=$repository${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1 TORCH_COMPILE_DISABLE=1 CUBLAS_WORKSPACE_CONFIG=:4096:8
+export PYTHONPATH=$repository${PYTHONPATH:+:$PYTHONPATH} # where the caller's has a checkout of Miles, it is timed too
+export PYTHONUNBUFFERED=1 TORCH_COMPILE_DISABLE=1 CUBLAS_WORKSPACE_CONFIG=:4096:8
 
 if [ ! -e "$wheels" ] && [[ " $* " != *" --dry-run "* ]]; then
     echo "fetching the wheels of scripts/gpu/wheels.txt into $wheels" >&2

@@ -52,6 +52,11 @@ def test_a_short_round_finds_no_fault(name: str, own_recorder: None) -> None:
         getattr(made, "remove", lambda: None)()
 
 
+def test_several_processes_answer_as_one_does() -> None:
+    one, two = (list(campaign.in_order("baselines", range(2), processes)) for processes in (1, 2))
+    assert one == two and len(two) == 2
+
+
 def test_a_fault_ends_a_run_that_keeps_what_was_answered_before(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

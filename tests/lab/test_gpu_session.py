@@ -9,7 +9,8 @@ import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,10 +22,11 @@ from commands import ran
 from triton_interpreter import UNAVAILABLE
 
 from lab import gpu_session
-from lab.gpu import cost, kernels, receipt, sections, sglang_server, warm
+from lab.gpu import cost, hostile, kernels, receipt, sections, sglang_server, warm
 from lab.gpu.machine import Cuda
 from lab.gpu.plan import TINY
 from lab.gpu.results import Result, Section, exit_code
+from lab.provenance import provenance
 from true_on_policy.errors import NotSeenError, ProbeError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -110,6 +112,14 @@ def test_a_server_runs_where_the_session_runs(monkeypatch: pytest.MonkeyPatch, t
     assert served["asked"][3]["PYTHONPATH"] == ""
 
 
+def test_a_machine_without_megatron_is_told_of_and_no_error(monkeypatch: pytest.MonkeyPatch):
+    def missing(package: str) -> str:
+        raise PackageNotFoundError(package)
+
+    monkeypatch.setattr("importlib.metadata.version", missing)
+    assert provenance()["megatron-core"] == "not installed"
+
+
 def test_without_sglang_or_with_another_attention_nothing_is_started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     monkeypatch.setattr(sglang_server.sglang, "version", lambda: None)
     with pytest.raises(NotSeenError, match="no SGLang is installed"):
@@ -133,6 +143,23 @@ def test_random_cases_of_both_hooks_are_judged(dry_run):
     for title in ("The TIS hook", "The loss hook"):
         cases = {row["answer"]: row["cases"] for row in table(dry_run["hostile"], title)}
         assert cases["right"] > 0 and sum(cases.values()) == 20
+
+
+def test_a_wrong_case_is_a_difference_that_a_receipt_names(monkeypatch: pytest.MonkeyPatch):
+    answers = iter(["right"] * hostile.A_ROUND)
+
+    def judge(case: Any) -> str:
+        if said := next(answers, None):
+            return said
+        raise AssertionError("weight 0:0: got 1.0, expected 2.0")
+
+    monkeypatch.setattr(hostile.room("weights"), "judge", judge)
+    monkeypatch.setattr(hostile, "ROOMS", {"weights": "The TIS hook"})
+    (found,) = hostile.hostile(replace(TINY, hostile=60.0), HERE)
+    assert found.holds is False and exit_code([Section("hostile", "done", 0.0, (found,))]) == 1
+    wrong = ("wrong", 1, "seed 1: weight 0:0: got 1.0, expected 2.0")
+    assert found.rows == (("right", hostile.A_ROUND, ""), wrong)
+    assert {*receipt.OPERATIONS_FIRST} == {*sections.SECTIONS} - {"ceilings", "cost"}
 
 
 @needs_triton

@@ -123,6 +123,6 @@ def test_the_experiment_of_centering_runs(tmp_path: Path, stale: bool):
 
 
 def test_a_stale_engine_samples_with_the_weights_of_so_many_updates_ago(tmp_path: Path):
-    arm = centered.Place("nothing", 0, age=1).arm(tmp_path, ["--smoke"])
+    arm = centered.Run("nothing", 0, age=1).arm(tmp_path, ["--smoke"])
     assert arm.work() == 0
     assert [row["weight_version"] for row in MetricsLog(arm.folder / METRICS).read()] == [0, 0, 1]
