@@ -39,7 +39,7 @@ def _answered(name: str, until: float) -> tuple[Counter[str], list[tuple[str, in
         try:
             answers += tried(name, seed, A_ROUND)
         except AssertionError as error:
-            return answers, [("wrong", 1, f"seed {seed}: {str(error).splitlines()[0]}")], seed + 1
+            return answers, [("wrong", 1, f"seed {seed}: {str(error).partition(chr(10))[0] or type(error).__name__}")], seed + 1
         seed += 1
         if time.monotonic() >= until:
             return answers, [], seed
