@@ -39,7 +39,8 @@ def _answered(name: str, until: float) -> tuple[Counter[str], list[tuple[str, in
         try:
             answers += tried(name, seed, A_ROUND)
         except AssertionError as error:
-            return answers, [("wrong", 1, f"seed {seed}: {str(error).partition(chr(10))[0] or type(error).__name__}")], seed + 1
+            told = str(error).partition("\n")[0] or "an assertion without words"
+            return answers, [("wrong", 1, f"seed {seed}: {told}")], seed + 1
         seed += 1
         if time.monotonic() >= until:
             return answers, [], seed
