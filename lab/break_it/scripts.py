@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from mis_plugins.explain.launch import bash
 from mis_plugins.explain.launch.words import Reading
 
-PLAIN = "--tis 1.5 mis.yaml a b a=b x/y.yaml -v".split()
+PLAIN = "--tis 1.5 mis.yaml a b a=b x/y.yaml -v {模型 {1..𱡀 {\U0010ffff} é/模.yaml".split()
 USES = """$A ${A} ${A:-b} ${A-b} ${A:+b} ${A:=b} ${A%.yaml} ${A#*/} ${A##*/} ${A/a/c} ${A//a/c} ${#A} ${A^^}
      ${A:1} ${A:0:2}
     ${!A} ${X[0]} ${X[1]} ${X[@]} ${X[*]} ${#X[@]} ${X[@]:1} $X $((1+2)) ${X[-1]} $# $1 $@ $* ${A+set} ${A%/*}

@@ -22,6 +22,10 @@ from lab.break_it.__main__ import ROOMS, room, tried
 # Of other rooms 50. A case of `ranks` or `split` asks its ranks 12 times.
 CASES = {"losses": 15, "weights": 25, "dumps": 10, "files": 5, "memory": 2, "ranks": 2, "split": 2}
 SCRIPTS = {
+    "letters that the parser looks up outside its table": (
+        "A={\U0010ffff\npython3 train.py $A {模型} {1..\U00031860}",
+        ["{\U0010ffff", "{模型}", "{1..\U00031860}"],
+    ),
     "an array's name is its first item": ('X=(a b)\npython3 train.py "$X" $X', ["a", "a"]),
     "items are cut at blanks": ('X=("a b" "")\npython3 train.py ${X[@]} "${X[@]}"', ["a", "b", "a b", ""]),
     "a text behind an array joins its first item": ('X=(a b)\nX+=c\npython3 train.py "${X[@]}"', ["ac", "b"]),
@@ -35,9 +39,11 @@ SCRIPTS = {
     "items within a text": ('X=(a b)\npython3 train.py "p ${X[@]}"', ["p a", "b"]),
     "blanks within a word": ("A='a b'\npython3 train.py x$A", ["xa", "b"]),
     "other letters to cut at": ("IFS=,\nA=a,b\npython3 train.py $A", ["a", "b"]),
+    "a number behind a brace and a dollar": ("set -- b\npython3 train.py {a$1 x", ["{ab", "x"]),
+    "a file name longer than names may be": (f"source {'f' * 5000}\npython3 train.py a", ["a"]),
     "an array by its places": ('X=([1]=a b)\npython3 train.py "${X[@]}"', ["a", "b"]),
 }
-UNSURE = list(SCRIPTS)[-6:]
+UNSURE = list(SCRIPTS)[-8:]
 
 
 @pytest.mark.parametrize("name", ROOMS)

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import codecs
 import fnmatch
+import os.path
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -50,10 +52,13 @@ STARTS_NOTHING = (":", "true", "pkill", "pgrep", "grep", "ps", "kill", *ENDS_ROU
 FILLS = ("read", "mapfile", "readarray", "getopts", "let")
 OUR_PATH = ("-m mis_plugins config path ", "mis-plugins config path ")
 SETS = ("variable_assignment", "variable_assignments", "declaration_command", "compound_statement")
+COMMAND = ("command", "compound_statement", "negated_command", "pipeline", "redirected_statement", "subshell")
 DECLARES = ("export", "readonly", "declare", "typeset", "local", "unset")
 OF_FUNCTION = ("local", "declare", "typeset")
 ASSIGNS = ("=", "+=", "-=", "*=", "/=", "%=", "<<=", ">>=", "&=", "|=", "^=")
 EXPANSIONS = ("simple_expansion", "expansion", "command_substitution")
+# Behind a brace the parser looks a character up in C's table of 256, and leaves its memory for others.
+PARSER_LOOKS_UP = re.compile(r"(\{[0-9]*(?:\.\.[0-9]*)?)([^\x00-\xff])")
 Value = Text | list[Text]  # of a variable, of an array
 
 
@@ -133,15 +138,18 @@ class Shell(Reader):
         except ModuleNotFoundError as error:
             raise ConfigError(not_installed(error, "scripts")) from None
         parser = tree_sitter.Parser(tree_sitter.Language(tree_sitter_bash.language()))
-        source = script.encode()
-        # The parser asks whether time is left where it reads by pieces, and gives nodes their text where it does not.
+        # Nodes ask the reading function for their text, too. They get the script as it is, once it has been parsed.
+        script_bytes = PARSER_LOOKS_UP.sub(lambda found: found[1] + "x" * len(found[2].encode()), script).encode()
+
+        def piece(begin: int, _: object) -> bytes:
+            return script_bytes[begin : begin + 4096]
+
         try:
-            parser.parse(
-                lambda at, _: source[at : at + 4096], progress_callback=lambda *_: self.reading.clock.is_over()
-            )
+            tree = parser.parse(piece, progress_callback=lambda *_: self.reading.clock.is_over())
         except ValueError:
             raise ConfigError("bash's parser finds no end; give the part that starts train.py") from None
-        return parser.parse(source).root_node
+        script_bytes = script.encode()
+        return tree.root_node
 
     def run_all(self, nodes: Iterable[Node]) -> None:
         for node in nodes:
@@ -167,14 +175,14 @@ class Shell(Reader):
         """Run a part of a list; whether it succeeds, which a command is taken to do where nothing is known."""
         if node.type != "list":
             truth = self.truth(node)
-            if node.type == "test_command":
-                return truth
-            self.run(node)
-            return truth is not False
+            if node.type != "test_command":
+                self.run(node)
+            is_test = node.type == "test_command" or _said(node).startswith("((")
+            return truth if is_test else truth is not False
         left, right = node.named_children[0], node.named_children[-1]
         status, is_and = self._status(left), any(child.type == "&&" for child in node.children)
         decides = right.type in SETS or one_line(right).partition(" ")[0] in {*COMMANDS, *ENDS_ROUND, *self.functions}
-        if left.type == "command" and decides and self.truth(left) is None:
+        if left.type in COMMAND and decides and self.truth(left) is None:
             status = None  # what a command says of the machine decides a value, or where a loop ends
         if status is None:
             nothing, run = (lambda: None), (lambda: self.run(right))
@@ -370,7 +378,7 @@ class Shell(Reader):
     def _source(self, node: Node, words: list[Text]) -> None:
         """Read a file that the script sources, where it can be found."""
         name = known(words[0]) if words else None
-        if name is None or not Path(name).is_file():
+        if name is None or not os.path.isfile(name):
             self.unread(node, "the file is not here")
             return
         text = text_of(Path(name))
@@ -542,11 +550,17 @@ class Shell(Reader):
         return self.literal(_said(node)[1:-1], node)
 
     def _ansi(self, node: Node) -> Text:
+        """`$'...'`: of letters behind a backslash, those count that bash and Python read alike."""
         said = _said(node)[2:-1]
-        try:
-            return self.literal(codecs.decode(said, "unicode_escape") if said.isascii() else said, node)
-        except UnicodeDecodeError:
+        if re.search(r"\\[^abfnrtv'\"]", said.replace(r"\\", "")):
             return hole(_said(node), self.lines(node))
+        return self.literal(re.sub(r"\\.", lambda found: codecs.decode(found[0], "unicode_escape"), said), node)
+
+    def _concatenated(self, node: Node) -> Text:
+        """The parts of one word; the parser ends the word `{a$1` behind its dollar."""
+        if node.children[-1].type == "$":
+            return hole(_said(node), self.lines(node))
+        return self.mixed(node, node.start_byte, node.end_byte)
 
     def mixed(self, node: Node, begin: int, end: int) -> Text:
         """Text with expansions in it; the parser gives no node to some of the plain parts."""
@@ -737,7 +751,7 @@ TEXT: dict[str, Callable[[Shell, Node], Text]] = {
     "ansi_c_string": Shell._ansi,
     "string": lambda shell, node: shell.mixed(node, node.start_byte + 1, node.end_byte - 1),
     "translated_string": lambda shell, node: shell.text(node.named_children[-1]),
-    "concatenation": lambda shell, node: shell.mixed(node, node.start_byte, node.end_byte),
+    "concatenation": Shell._concatenated,
     "simple_expansion": lambda shell, node: shell._valued(node, _said(node).removeprefix("$")),
     "expansion": Shell._braced,
     "command_substitution": Shell._substituted,

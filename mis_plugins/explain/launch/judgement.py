@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import itertools
+import os.path
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -238,7 +239,7 @@ def _config(flag: Flag | None, reading: Reading, path: Path) -> Given:
 def _located(name: str, path: Path) -> Path | None:
     """The file as a job would find it: from here, or from a folder above the script, as its host's root is."""
     folders = [Path(), *path.absolute().parents[:ABOVE]]
-    return next((folder / name for folder in folders if (folder / name).is_file()), None)
+    return next((folder / name for folder in folders if os.path.isfile(folder / name)), None)
 
 
 def _read(source: str, file: Path | str) -> Given:

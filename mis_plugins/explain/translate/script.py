@@ -6,6 +6,7 @@ A script is never executed. Wherever a key of the framework stands, it is read, 
 from __future__ import annotations
 
 import itertools
+import os.path
 from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -395,7 +396,7 @@ class Commands(Shell):
             self.read |= {piece.at for piece in written if piece.at}
         elif is_sure and not written:
             here = self.path.resolve().parent
-            found = next((one for above in (here, *here.parents) if (one := above / name).is_file()), None)
+            found = next((one for above in (here, *here.parents) if os.path.isfile(one := above / name)), None)
             text, where = (text_of(found), str(found)) if found else (None, "")
         if text is None:
             lost = f"settings in {word.source}{_branch(word.branch)}, a yaml that is not here"
