@@ -60,12 +60,12 @@ setup(
         "true_on_policy.trainers": ["*.yaml"],
         "true_on_policy.verify": ["*.txt"],
     },
-    # No bounds: a host brings its own torch, and installing us must never replace it.
+    # No bounds here: a host brings its own torch, and installing us must never replace it.
     install_requires=["torch", "pyyaml", "jaxtyping"],
     extras_require={
         "docs": ["zensical", "mkdocstrings[python]", "latex2mathml"],  # the site: bash scripts/docs.sh
         "report": ["numpy", "safetensors", "rich", "matplotlib", "pyarrow", "tokenizers"],
-        "scripts": ["tree-sitter", "tree-sitter-bash"],  # launch scripts: `config check`, and the translators
+        "scripts": ["tree-sitter>=0.26.1", "tree-sitter-bash"],  # launch scripts: `config check`, and the translators
         "gpu": ["transformer-engine[pytorch]; platform_system == 'Linux'"],  # Apex is from source: docs/gpu.md
         "verify": [
             "megatron-core==0.16.*",
@@ -93,7 +93,7 @@ setup(
             "setuptools>=77",
             "readme_renderer[md]",  # renders the first page as a package index does
             "pyright[nodejs]",
-            "tree-sitter",
+            "tree-sitter>=0.26.1",
             "tree-sitter-bash",
             "triton; platform_system == 'Linux'",  # interprets Megatron-core's kernels on CPU
         ],

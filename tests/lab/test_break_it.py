@@ -26,6 +26,7 @@ SCRIPTS = {
         "A={\U0010ffff\npython3 train.py $A {模型} {1..\U00031860}",
         ["{\U0010ffff", "{模型}", "{1..\U00031860}"],
     ),
+    "a tabulator among letters that are no ASCII": ("python3 train.py $'é\\tx'", ["é\tx"]),
     "an array's name is its first item": ('X=(a b)\npython3 train.py "$X" $X', ["a", "a"]),
     "items are cut at blanks": ('X=("a b" "")\npython3 train.py ${X[@]} "${X[@]}"', ["a", "b", "a b", ""]),
     "a text behind an array joins its first item": ('X=(a b)\nX+=c\npython3 train.py "${X[@]}"', ["ac", "b"]),
@@ -40,10 +41,14 @@ SCRIPTS = {
     "blanks within a word": ("A='a b'\npython3 train.py x$A", ["xa", "b"]),
     "other letters to cut at": ("IFS=,\nA=a,b\npython3 train.py $A", ["a", "b"]),
     "a number behind a brace and a dollar": ("set -- b\npython3 train.py {a$1 x", ["{ab", "x"]),
+    "a keyword behind two assignments": ("if false; then\nA=x B=y\nelse\nA=c\nfi\npython3 train.py $A", ["c"]),
+    "a number that is no condition": ("A=b\n(( 1 > 2 )) && A=a\npython3 train.py $A", ["b"]),
+    "braces that fail": ("A=b\n{ false; } && A=a\npython3 train.py $A", ["b"]),
+    "a letter behind a backslash that Python reads otherwise": ("python3 train.py $'\\x1'", ["\x01"]),
     "a file name longer than names may be": (f"source {'f' * 5000}\npython3 train.py a", ["a"]),
     "an array by its places": ('X=([1]=a b)\npython3 train.py "${X[@]}"', ["a", "b"]),
 }
-UNSURE = list(SCRIPTS)[-8:]
+UNSURE = list(SCRIPTS)[-12:]
 
 
 @pytest.mark.parametrize("name", ROOMS)

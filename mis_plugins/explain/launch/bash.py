@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 from mis_plugins.config.file import text_of
 from mis_plugins.config.loading import file_of, watching
 from mis_plugins.errors import ConfigError, UserError
+from mis_plugins.explain.launch.grammar import parsed
 from mis_plugins.explain.launch.words import (
     PACKAGES,
     Ended,
@@ -40,7 +41,6 @@ from mis_plugins.explain.launch.words import (
     under,
     word_of,
 )
-from mis_plugins.shared.shell import not_installed
 
 if TYPE_CHECKING:
     from tree_sitter import Node
@@ -57,8 +57,6 @@ DECLARES = ("export", "readonly", "declare", "typeset", "local", "unset")
 OF_FUNCTION = ("local", "declare", "typeset")
 ASSIGNS = ("=", "+=", "-=", "*=", "/=", "%=", "<<=", ">>=", "&=", "|=", "^=")
 EXPANSIONS = ("simple_expansion", "expansion", "command_substitution")
-# Behind a brace the parser looks a character up in C's table of 256, and leaves its memory for others.
-PARSER_LOOKS_UP = re.compile(r"(\{[0-9]*(?:\.\.[0-9]*)?)([^\x00-\xff])")
 Value = Text | list[Text]  # of a variable, of an array
 
 
@@ -128,28 +126,11 @@ class Shell(Reader):
             raise ConfigError("nested deeper than any launch script; give the part that starts the training") from None
 
     def run_text(self, script: str) -> None:
-        self.texts.append(self.parsed(script))
+        root, keywords = parsed(script, self.reading.clock.is_over)
+        self.texts.append(root)
+        for keyword in keywords:
+            self.unread(keyword, "the parser of bash loses the branch before it; write one assignment a line")
         self.run_all(self.texts[-1].children)
-
-    def parsed(self, script: str) -> Node:
-        try:
-            import tree_sitter
-            import tree_sitter_bash
-        except ModuleNotFoundError as error:
-            raise ConfigError(not_installed(error, "scripts")) from None
-        parser = tree_sitter.Parser(tree_sitter.Language(tree_sitter_bash.language()))
-        # Nodes ask the reading function for their text, too. They get the script as it is, once it has been parsed.
-        script_bytes = PARSER_LOOKS_UP.sub(lambda found: found[1] + "x" * len(found[2].encode()), script).encode()
-
-        def piece(begin: int, _: object) -> bytes:
-            return script_bytes[begin : begin + 4096]
-
-        try:
-            tree = parser.parse(piece, progress_callback=lambda *_: self.reading.clock.is_over())
-        except ValueError:
-            raise ConfigError("bash's parser finds no end; give the part that starts train.py") from None
-        script_bytes = script.encode()
-        return tree.root_node
 
     def run_all(self, nodes: Iterable[Node]) -> None:
         for node in nodes:
