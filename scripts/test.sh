@@ -38,7 +38,8 @@ fi
 # Two runs: a process that has pinned kernels or trained in Megatron holds threads, and ranks forked from it may hang.
 mapfile -t pinning < <(grep -rlE --include='test_*.py' --exclude-dir=engines '^ *(from|import) true_on_policy' tests)
 run_tests() { # 5 is "no test selected", which -k may leave of one half
-    python -m pytest --numprocesses "${TEST_WORKERS:-2}" --dist loadfile --no-loadscope-reorder --durations 10 -r s \
+    python -m pytest --numprocesses "${TEST_WORKERS:-2}" --max-worker-restart 0 --dist loadfile --no-loadscope-reorder \
+        --durations 10 -r s \
         --jaxtyping-packages mis_plugins,true_on_policy,shapes.checked "$@" || [ $? -eq 5 ]
 }
 run_tests "${pinning[@]}" "$@"

@@ -45,10 +45,12 @@ SCRIPTS = {
     "a number that is no condition": ("A=b\n(( 1 > 2 )) && A=a\npython3 train.py $A", ["b"]),
     "braces that fail": ("A=b\n{ false; } && A=a\npython3 train.py $A", ["b"]),
     "a letter behind a backslash that Python reads otherwise": ("python3 train.py $'\\x1'", ["\x01"]),
+    "empty arguments that one branch sets": ('[[ $A == a ]] && set -- "" ""\npython3 train.py "b$*"', ["b"]),
+    "a first item that one branch sets": ("(( 1 > 2 )) && X=(a)\nX+=(z)\nX=c\npython3 train.py ${X[@]}", ["c"]),
     "a file name longer than names may be": (f"source {'f' * 5000}\npython3 train.py a", ["a"]),
     "an array by its places": ('X=([1]=a b)\npython3 train.py "${X[@]}"', ["a", "b"]),
 }
-UNSURE = list(SCRIPTS)[-12:]
+UNSURE = list(SCRIPTS)[-14:]
 
 
 @pytest.mark.parametrize("name", ROOMS)

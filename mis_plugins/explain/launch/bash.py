@@ -450,10 +450,11 @@ class Shell(Reader):
             if any(shown(word)[:1] == "[" and "]=" in shown(word) for word in made):
                 made = [hole(_said(node), self.lines(node))]
             self.reading.spend(1 + len(made))
-        else:  # of an array it sets the first item
-            first, *rest = (before or [()]) if isinstance(before, list) else [before or ()]
-            text = self.reading.paid((first if adds else ()) + (() if value is None else self.text(value)))
-            made = [text, *rest] if isinstance(before, list) else text
+        else:
+            first = _first(before) if isinstance(before, list) else before or ()
+            made = self.reading.paid((first if adds else ()) + (() if value is None else self.text(value)))
+            if isinstance(before, list):
+                made = hole("items") if before and _depends(before[0]) else [made, *before[1:]]
         self.variables[_said(name)] = made
 
     # Words and texts.
@@ -573,7 +574,7 @@ class Shell(Reader):
         if not isinstance(value, list):
             return value
         if not whole and name not in ("@", "*"):
-            return next(iter(value), ())
+            return _first(value)
         return hole(_said(node), self.lines(node)) if "IFS" in self.variables else spaced(value)
 
     def _argument(self, name: str) -> list[Text]:
@@ -596,7 +597,7 @@ class Shell(Reader):
         value = self.variables.get(name, self._argument(name) if name.isdigit() else None)
         whole = named.type == "subscript"
         if isinstance(value, list) and not whole:
-            value = next(iter(value), None)  # an array's name alone is its first item
+            value = _first(value) if value else None
         is_set = (
             value is not None and value != []
             if operators and operators[0] in ("-", "=", "+")
@@ -785,8 +786,17 @@ def _joined(nodes: Iterable[Node]) -> str:
 
 
 def _is_one(word: Text) -> bool:
-    """Whether a word is surely one: an unquoted expansion may be none or several."""
-    return not word or any(piece.text is not None or piece.span for piece in word)
+    """Whether a word is surely one: an unquoted expansion may be none or several, and a branch may give none."""
+    return not word or any(piece.text is not None or piece.span for piece in word) and not _depends(word)
+
+
+def _depends(word: Text) -> bool:
+    return any(piece.branch for piece in word)
+
+
+def _first(items: list[Text]) -> Text:
+    """The first item of an array, which its name alone means and sets; not known where a branch gives it."""
+    return hole("a first item") if items and _depends(items[0]) else next(iter(items), ())
 
 
 def _commands_of(words: Sequence[Text]) -> list[Text]:

@@ -363,4 +363,4 @@ PLAIN = (tuple, list, str, int, float)
 
 def _item(item: Any, branch: str) -> Text:
     """An item of a list that one branch adds."""
-    return under(item if isinstance(item, tuple) else hole("a value"), branch)
+    return under((item or (Piece(""),)) if isinstance(item, tuple) else hole("a value"), branch)
