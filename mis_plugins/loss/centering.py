@@ -245,16 +245,17 @@ def _moves(
     if not logits.requires_grad:
         return number
     received: list[Tensor] = []
+    shape, dtype = logits.shape, logits.dtype  # a hook that held the logits themselves would never let them go
 
     def add(gradient: Tensor | None) -> Tensor:
         if gradient is None:  # nothing else gives the logits one
-            gradient = torch.zeros_like(logits)
+            gradient = torch.zeros(shape, dtype=dtype, device=steps.device)
         gradient = gradient.contiguous()  # of its own, if it was one number expanded
         while received:
             upstream = received.pop()
             for some in _chunks(*steps.shape):
-                column, own = _places(candidates[some], logits.shape[-1], vocabulary)
-                place = candidates.rows[some, None].long() * logits.shape[-1] + column
+                column, own = _places(candidates[some], shape[-1], vocabulary)
+                place = candidates.rows[some, None].long() * shape[-1] + column
                 values = torch.where(own, steps[some] * upstream[some, None], 0)
                 gradient.view(-1).index_add_(0, place.flatten(), values.flatten().to(gradient.dtype))
         return gradient

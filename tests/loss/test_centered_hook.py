@@ -4,8 +4,10 @@ The embedded host scores: Megatron's cross entropy over shards of the vocabulary
 """
 
 import functools
+import gc
 import math
 import random
+import weakref
 from argparse import Namespace
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -183,6 +185,26 @@ def test_the_gradient_is_the_oracles(one_process: None, bound: str | None) -> No
     batch = Batch(3)
     _, gradient, _ = run(batch, args(weight=weight(bound)))
     assert error(gradient, wanted(batch, bound)) < 1e-6
+
+
+@pytest.mark.parametrize("keys", [{}, {"metrics": "full"}, {"metrics": "full", "center": None}], ids=str)
+def test_the_logits_of_a_step_are_freed_behind_it(
+    one_process: None, monkeypatch: pytest.MonkeyPatch, keys: dict[str, Any]
+) -> None:
+    held, hook = [], mis.policy_loss
+
+    def as_of_a_model(settings: Namespace, host: dict[str, Any], leaf: Tensor, reduce: Callable[[Tensor], Tensor]):
+        logits = leaf * 1
+        held.append(weakref.ref(logits))
+        return hook(settings, host, logits, reduce)
+
+    monkeypatch.setattr(mis, "policy_loss", as_of_a_model)
+    gc.disable()  # no step waits for it
+    try:
+        run(Batch(3), args(**keys))
+        assert held[0]() is None
+    finally:
+        gc.enable()
 
 
 def test_a_rule_over_routes_judges_beside_a_mask_bound() -> None:
