@@ -1,1 +1,0 @@
-"""Reinforcement learning with a real pretrained model: task, policy, arms, directions, units, records and page."""
