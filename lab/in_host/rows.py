@@ -243,6 +243,13 @@ ROUTED: tuple[Row, ...] = (
 )  # fmt: skip
 
 
+def _on_one_rank(fault: str, stopped: str, named: str, *flags: str) -> list[Row]:
+    """Build rows of two ranks, the second of which has a fault."""
+    plant = ("--custom-megatron-init-path", f"lab.in_host.one_rank.{fault}")
+    return _replayed(f"rank-{fault.replace('_', '-')}", sizes=Sizes(context=2), flags=(*plant, *flags),
+                     stopped=stopped, named=named)  # fmt: skip
+
+
 def _resplit(name: str, expected: str, *flags: str) -> list[Row]:
     """Build rows whose trainers compute the log-probs of each rollout twice; slime needs a flag for this."""
     rows = _both(f"resplit{name}", "resplit.yaml", resplit=expected)
@@ -304,6 +311,11 @@ ROWS: tuple[Row, ...] = (
     _fully_async("miles", "-bound-0", "fresh", fully_async(0), again=(*LOSS_HOOK, *REPORT)),
     _fully_async("slime", "", "next", SLIME_FULLY_ASYNC),
     _fully_async("slime", "-off", "standard", SLIME_FULLY_ASYNC, "versions_off.yaml"),
+    *_on_one_rank("has_another_config", r"ConfigError: (ranks have different mis configs: [^\n]*)",
+                  r"mis\.weight\.upper is 1\.004 on rank 0, 3\.0 on rank 1; give all ranks one config"),
+    *_on_one_rank("fails", r"RuntimeError: (planted on rank \d)", "planted on rank 1"),
+    *_on_one_rank("never_comes", r"MisError: ([^\n]* did not come[^\n]*)", r"rank 1 did not come",
+                  "--distributed-timeout-minutes", "1"),
     *_replayed("opsm", "opsm.yaml", flags=LOSS_HOOK, dropped=_BY_LOSS, loss="objective"),
     *_replayed("gspo", "gspo.yaml", flags=GSPO, dropped=_BY_LOSS, loss="objective"),
     *_replayed("kept-token-mean", "kept.yaml", flags=KEPT, loss="kept"),
