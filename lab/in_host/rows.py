@@ -314,7 +314,7 @@ ROWS: tuple[Row, ...] = (
     *_on_one_rank("has_another_config", r"ConfigError: (ranks have different mis configs: [^\n]*)",
                   r"mis\.weight\.upper is 1\.004 on rank 0, 3\.0 on rank 1; give all ranks one config"),
     *_on_one_rank("fails", r"RuntimeError: (planted on rank \d)", "planted on rank 1"),
-    *_on_one_rank("never_comes", r"MisError: ([^\n]* did not come[^\n]*)", r"rank 1 did not come",
+    *_on_one_rank("never_comes", r"MisError: ([^\n]* waited [^\n]*)", r"waited 60 s, [^:]* for rank 1: dead, slow",
                   "--distributed-timeout-minutes", "1"),
     *_replayed("opsm", "opsm.yaml", flags=LOSS_HOOK, dropped=_BY_LOSS, loss="objective"),
     *_replayed("gspo", "gspo.yaml", flags=GSPO, dropped=_BY_LOSS, loss="objective"),
