@@ -1,4 +1,4 @@
-"""Faults of rank 1 alone, planted for `--custom-megatron-init-path`: the job must end, and say which rank is at fault."""
+"""Faults of rank 1 alone, planted for `--custom-megatron-init-path`: the job must end and say which rank it was."""
 
 from __future__ import annotations
 
