@@ -418,9 +418,10 @@ def judge(case: Case) -> str:
     kind, said = kind_of(case.batch), []
     signs = torch.tensor([SIGNS[i % len(SIGNS)] for i in range(len(case.batch.prompts))])
     x = Given(case.batch, [], signs)
+    rounds = resolution(case.batch) > EPS  # then `wrong` may be rounding
     for name, package in PACKAGES.items():
         found = answer(package, x, case.settings[name])
-        said.append(f"{name}: {'unclear' if (kind, found) == ('half', 'wrong') else found}")  # it may be rounding
+        said.append(f"{name}: {'unclear' if rounds and found == 'wrong' else found}")
     asked = PACKAGES[case.words]
     return ";".join([kind, *said, f"{OURS}: {ours(asked, case.batch, case.settings[case.words])}"])
 
