@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from mis_plugins.__main__ import main
 from mis_plugins.config.model import CorrectionConfig, ObjectiveConfig, RejectRule, WeightConfig
 from mis_plugins.errors import ConfigError
+from mis_plugins.explain.launch import grammar
 from mis_plugins.explain.translate import areal, ms_swift, verl
 from mis_plugins.explain.translate.script import Asked
 
@@ -390,6 +391,12 @@ def test_the_command_takes_overrides_a_line_and_the_scripts_own_arguments(tmp_pa
     assert main(["config", "from-ms-swift", str(script)]) == 2
     assert f"as {MODE}=VALUE" in capsys.readouterr().err
     assert main(["config", "from-ms-swift", str(script), f"{MODE}=token_mask"]) == 0
+
+
+def test_a_parser_that_crashes_is_refused(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(grammar, "version", lambda _: "0.25.2")
+    with pytest.raises(ConfigError, match=r"tree-sitter 0\.25\.2 crashes .* 'tree-sitter>=0\.26\.1'"):
+        grammar.check_version.__wrapped__()
 
 
 def test_without_the_parser_of_bash_a_yaml_works_and_a_script_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
