@@ -153,7 +153,10 @@ def test_a_wrong_case_is_a_difference_that_a_receipt_names(monkeypatch: pytest.M
             return said
         raise AssertionError("weight 0:0: got 1.0, expected 2.0")
 
-    monkeypatch.setattr(hostile.room("weights"), "judge", judge)
+    weights = hostile.room("weights")
+    monkeypatch.setattr(weights, "judge", judge)
+    monkeypatch.setattr(weights, "DEVICE", weights.DEVICE)  # the section sets both for the whole process
+    monkeypatch.setattr(weights, "SHRINKS", True, raising=False)
     monkeypatch.setattr(hostile, "ROOMS", {"weights": "The TIS hook"})
     (found,) = hostile.hostile(replace(TINY, hostile=60.0), HERE)
     assert found.holds is False and exit_code([Section("hostile", "done", 0.0, (found,))]) == 1
