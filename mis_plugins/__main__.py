@@ -24,7 +24,6 @@ if __name__ == "__main__":
 
 import argparse
 import inspect
-import os.path
 import shlex
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -119,7 +118,7 @@ def check(arguments: argparse.Namespace) -> str | int:
     if arguments.given or arguments.preset:
         raise ConfigError("--preset, and arguments behind --, belong to a launch script (.sh, .py)")
     file = file_of(arguments.target)
-    named = shlex.quote(str(file.absolute())) if host and os.path.isfile(file) else "FILE"
+    named = shlex.quote(str(file.absolute())) if host and file.is_file() else "FILE"
     return _told(keys_of(file), host, named)  # read once: it may be a pipe
 
 
@@ -192,7 +191,7 @@ def from_verl(arguments: argparse.Namespace) -> str:
             algorithm.rollout_correction.rollout_is=token > mis.yaml
     """
     target = arguments.target
-    named = verl_presets.is_call(target) and not os.path.exists(target)
+    named = verl_presets.is_call(target) and not Path(target).exists()
     return verl.translate(target if named else text_of(target), arguments.overrides, _asked(arguments)).text()
 
 

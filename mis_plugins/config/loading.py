@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os.path
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -85,7 +84,7 @@ def watching(target: str) -> Path:
 def file_of(target: str) -> Path:
     """A file, `-` for the standard input, or the preset of that name."""
     file = Path(target)
-    return file if target == STDIN or os.path.exists(file) or file.suffix or "/" in target else preset_path(target)
+    return file if target == STDIN or file.exists() or file.suffix or "/" in target else preset_path(target)
 
 
 def preset_path(name: str) -> Path:

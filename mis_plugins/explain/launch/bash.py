@@ -51,8 +51,9 @@ PRINTS = ("echo", "printf", "cat", "tee")
 STARTS_NOTHING = (":", "true", "pkill", "pgrep", "grep", "ps", "kill", *ENDS_ROUND)
 FILLS = ("read", "mapfile", "readarray", "getopts", "let")
 OUR_PATH = ("-m mis_plugins config path ", "mis-plugins config path ")
-SETS = ("variable_assignment", "variable_assignments", "declaration_command", "compound_statement")
-COMMAND = ("command", "compound_statement", "negated_command", "pipeline", "redirected_statement", "subshell")
+ASSIGNMENTS = ("variable_assignment", "variable_assignments")
+SUCCEEDS = (*ASSIGNMENTS, "declaration_command", "function_definition")
+LEAVES_VARIABLES = ("command", "negated_command", "pipeline", "subshell", "test_command")
 DECLARES = ("export", "readonly", "declare", "typeset", "local", "unset")
 OF_FUNCTION = ("local", "declare", "typeset")
 ASSIGNS = ("=", "+=", "-=", "*=", "/=", "%=", "<<=", ">>=", "&=", "|=", "^=")
@@ -126,11 +127,11 @@ class Shell(Reader):
             raise ConfigError("nested deeper than any launch script; give the part that starts the training") from None
 
     def run_text(self, script: str) -> None:
-        root, keywords = parsed(script, self.reading.clock.is_over)
+        root, lost = parsed(script, self.reading.clock.is_over)
         self.texts.append(root)
-        for keyword in keywords:
+        for keyword in lost:
             self.unread(keyword, "the parser of bash loses the branch before it; write one assignment a line")
-        self.run_all(self.texts[-1].children)
+        self.run_all(root.children)
 
     def run_all(self, nodes: Iterable[Node]) -> None:
         for node in nodes:
@@ -152,25 +153,34 @@ class Shell(Reader):
         self.attempt(lambda: self._children(node))
         self.variables = before
 
-    def _status(self, node: Node) -> bool | None:
-        """Run a part of a list; whether it succeeds, which a command is taken to do where nothing is known."""
+    def _status(self, node: Node, trusts: bool = True) -> bool | None:
+        """Run a part of a list; whether it succeeds, None where only running the script would tell.
+
+        Args:
+            trusts: whether a part of which nothing is known is taken to succeed, as `cd` before a start is. What
+                decides a value, or where a loop ends, takes nothing so.
+        """
         if node.type != "list":
             truth = self.truth(node)
             if node.type != "test_command":
                 self.run(node)
-            is_test = node.type == "test_command" or _said(node).startswith("((")
-            return truth if is_test else truth is not False
+            is_test = node.type == "test_command" or node.children[0].type == "(("
+            return True if truth is None and not is_test and (trusts or _succeeds(node)) else truth
         left, right = node.named_children[0], node.named_children[-1]
-        status, is_and = self._status(left), any(child.type == "&&" for child in node.children)
-        decides = right.type in SETS or one_line(right).partition(" ")[0] in {*COMMANDS, *ENDS_ROUND, *self.functions}
-        if left.type in COMMAND and decides and self.truth(left) is None:
-            status = None  # what a command says of the machine decides a value, or where a loop ends
+        is_and = any(child.type == "&&" for child in node.children)
+        status = self._status(left, trusts and not self._decides(right))
         if status is None:
             nothing, run = (lambda: None), (lambda: self.run(right))
             self.fork(_said(left), *((run, nothing) if is_and else (nothing, run)))
         elif status == is_and:
-            return self._status(right)
+            return self._status(right, trusts)
         return status
+
+    def _decides(self, node: Node) -> bool:
+        """Whether a statement may set a variable, or end a function, a loop or the script."""
+        node = node.child_by_field_name("body") or node if node.type == "redirected_statement" else node
+        first = one_line(node).partition(" ")[0]
+        return node.type not in LEAVES_VARIABLES or first in {*COMMANDS, *ENDS_ROUND, *FILLS, *self.functions}
 
     def _if(self, node: Node) -> None:
         clauses = list(_clauses(node))
@@ -451,10 +461,11 @@ class Shell(Reader):
                 made = [hole(_said(node), self.lines(node))]
             self.reading.spend(1 + len(made))
         else:
-            first = _first(before) if isinstance(before, list) else before or ()
+            first = self._first(before, node) if isinstance(before, list) else before or ()
             made = self.reading.paid((first if adds else ()) + (() if value is None else self.text(value)))
             if isinstance(before, list):
-                made = hole("items") if before and _depends(before[0]) else [made, *before[1:]]
+                is_sure = not before or not _depends(before[0])
+                made = [made, *before[1:]] if is_sure else hole(_said(node), self.lines(node))
         self.variables[_said(name)] = made
 
     # Words and texts.
@@ -532,7 +543,7 @@ class Shell(Reader):
         return self.literal(_said(node)[1:-1], node)
 
     def _ansi(self, node: Node) -> Text:
-        """`$'...'`: of letters behind a backslash, those count that bash and Python read alike."""
+        """The text of `$'...'`; not known where bash and Python read a letter behind a backslash differently."""
         said = _said(node)[2:-1]
         if re.search(r"\\[^abfnrtv'\"]", said.replace(r"\\", "")):
             return hole(_said(node), self.lines(node))
@@ -574,8 +585,13 @@ class Shell(Reader):
         if not isinstance(value, list):
             return value
         if not whole and name not in ("@", "*"):
-            return _first(value)
+            return self._first(value, node)
         return hole(_said(node), self.lines(node)) if "IFS" in self.variables else spaced(value)
+
+    def _first(self, items: list[Text], node: Node) -> Text:
+        """The first item of an array, which its name alone means and sets; not known where a branch gives it."""
+        first = next(iter(items), ())
+        return hole(_said(node), self.lines(node)) if _depends(first) else first
 
     def _argument(self, name: str) -> list[Text]:
         """`$NAME` of the script's own arguments, which is not known behind a word that may be several."""
@@ -597,7 +613,7 @@ class Shell(Reader):
         value = self.variables.get(name, self._argument(name) if name.isdigit() else None)
         whole = named.type == "subscript"
         if isinstance(value, list) and not whole:
-            value = _first(value) if value else None
+            value = self._first(value, node) if value else None
         is_set = (
             value is not None and value != []
             if operators and operators[0] in ("-", "=", "+")
@@ -794,9 +810,10 @@ def _depends(word: Text) -> bool:
     return any(piece.branch for piece in word)
 
 
-def _first(items: list[Text]) -> Text:
-    """The first item of an array, which its name alone means and sets; not known where a branch gives it."""
-    return hole("a first item") if items and _depends(items[0]) else next(iter(items), ())
+def _succeeds(statement: Node) -> bool:
+    """Whether a statement cannot fail: an assignment fails where a command in it does."""
+    runs = statement.type in ASSIGNMENTS and ("$(" in _said(statement) or "`" in _said(statement))
+    return statement.type in SUCCEEDS and not runs
 
 
 def _commands_of(words: Sequence[Text]) -> list[Text]:

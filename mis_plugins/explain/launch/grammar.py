@@ -14,11 +14,11 @@ from mis_plugins.shared.shell import not_installed
 if TYPE_CHECKING:
     from tree_sitter import Language, Node, Query
 
-OLDEST = (0, 26, 1)  # in an older one every progress callback ends the process, before Python 3.14
-# Behind a brace the parser looks a character up in C's table of 256, also one that the table does not hold.
+OLDEST = "0.26.1"  # an older one ends the process where it is asked to stop, below Python 3.14
+# Behind a brace the parser looks a character up in a table of 256, even one that the table does not hold.
 LOOKED_UP = re.compile(r"(\{[0-9]*(?:\.\.[0-9]*)?)([^\x00-\xff])")
 # Behind a line of several assignments the parser takes a keyword for a command, and loses where the branch ends.
-LOST = '((command_name (word) @word) (#any-of? @word "then" "elif" "else" "fi" "do" "done" "esac"))'
+KEYWORDS = '((command_name (word) @word) (#any-of? @word "then" "elif" "else" "fi" "do" "done" "esac"))'
 
 
 def parsed(script: str, is_over: Callable[[], bool]) -> tuple[Node, list[Node]]:
@@ -37,18 +37,18 @@ def parsed(script: str, is_over: Callable[[], bool]) -> tuple[Node, list[Node]]:
         raise ConfigError(not_installed(error, "scripts")) from None
     check_version()
     language = tree_sitter.Language(tree_sitter_bash.language())
-    # The parser reads letters in place of what it would look up. Nodes read their text later, by the same function.
-    read = LOOKED_UP.sub(lambda found: found[1] + "x" * len(found[2].encode()), script).encode()
-
-    def piece(begin: int, _: object) -> bytes:
-        return read[begin : begin + 4096]
-
+    parser = tree_sitter.Parser(language)
+    # The parser reads letters in place of what it would look up; nodes get the text of the script as it is.
+    source = bytearray(LOOKED_UP.sub(lambda found: found[1] + "x" * len(found[2].encode()), script).encode())
+    # The parser can be stopped only where it asks for pieces. Nodes are safe to read only where it had the whole: a
+    # function that fails while a node asks it for text ends the process.
     try:
-        tree = tree_sitter.Parser(language).parse(piece, progress_callback=lambda *_: is_over())
+        parser.parse(lambda at, _: bytes(source[at : at + 4096]), progress_callback=lambda *_: is_over())
     except ValueError:
         raise ConfigError("bash's parser finds no end; give the part that starts train.py") from None
-    read = script.encode()
-    return tree.root_node, tree_sitter.QueryCursor(_lost(language)).captures(tree.root_node).get("word", [])
+    tree = parser.parse(source)
+    source[:] = script.encode()
+    return tree.root_node, tree_sitter.QueryCursor(_keywords(language)).captures(tree.root_node).get("word", [])
 
 
 @cache
@@ -59,12 +59,16 @@ def check_version() -> None:
         ConfigError: it is older than `OLDEST`.
     """
     installed = version("tree-sitter")
-    if tuple(map(int, re.findall(r"\d+", installed)[:3])) < OLDEST:
-        raise ConfigError(f"tree-sitter {installed} crashes while it parses; pip install 'tree-sitter>=0.26.1'")
+    if _numbers(installed) < _numbers(OLDEST):
+        raise ConfigError(f"tree-sitter {installed} crashes while it parses; pip install 'tree-sitter>={OLDEST}'")
+
+
+def _numbers(release: str) -> list[int]:
+    return [int(number) for number in re.findall(r"\d+", release)[:3]]
 
 
 @cache
-def _lost(language: Language) -> Query:
+def _keywords(language: Language) -> Query:
     from tree_sitter import Query
 
-    return Query(language, LOST)
+    return Query(language, KEYWORDS)
