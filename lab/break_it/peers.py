@@ -19,7 +19,6 @@ if __name__ == "__main__":
 
 import importlib.util
 import json
-import logging
 import math
 import signal
 import sys
@@ -447,7 +446,6 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--cases", type=int, default=20_000, help="how many batches in all, 100 of a seed")
     parser.add_argument("--record", action="store_true", help=f"go on behind {RECORD.name}, and add the counts")
     arguments = parser.parse_args(argv)
-    logging.getLogger("mis_plugins").setLevel(logging.CRITICAL)
     MILES.append(arguments.miles)
     ran, counts = _known() if arguments.record else ([], Counter())
     first = seed = max((last + 1 for _, last in ran), default=0)

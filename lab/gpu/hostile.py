@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -18,9 +17,6 @@ A_ROUND = 20  # cases of one seed
 
 
 def hostile(plan: Plan, machine: Cuda) -> Iterator[Result]:
-    logger = logging.getLogger("mis_plugins")
-    level = logger.level
-    logger.setLevel(logging.CRITICAL)
     for name, title in ROOMS.items():
         vars(room(name)).update(DEVICE=machine.device, SHRINKS=False)  # a section has no time to shrink a case
         answers, wrong, seeds = _answered(name, time.monotonic() + plan.hostile)
@@ -32,7 +28,6 @@ def hostile(plan: Plan, machine: Cuda) -> Iterator[Result]:
             f"Seeds below {seeds}, {A_ROUND} cases of each, judged in float64 on the CPU; a wrong one ends the room. "
             "`unclear`: rounding may decide. `idle`: the oracle's gradient is 0. `our error`: refused in words.",
         )
-    logger.setLevel(level)
 
 
 def _answered(name: str, until: float) -> tuple[Counter[str], list[tuple[str, int, str]], int]:
