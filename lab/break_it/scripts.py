@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from mis_plugins.explain.launch import bash
 from mis_plugins.explain.launch.words import Reading
 
-PLAIN = "--tis 1.5 mis.yaml a b a=b x/y.yaml -v {模型 {1..𱡀 {\U0010ffff} é/模.yaml".split()
+PLAIN = "--tis 1.5 mis.yaml a b a=b x/y.yaml -v {模型 {1..\U00031860 {\U0010ffff} é/模.yaml".split()
 USES = """$A ${A} ${A:-b} ${A-b} ${A:+b} ${A:=b} ${A%.yaml} ${A#*/} ${A##*/} ${A/a/c} ${A//a/c} ${#A} ${A^^}
      ${A:1} ${A:0:2}
     ${!A} ${X[0]} ${X[1]} ${X[@]} ${X[*]} ${#X[@]} ${X[@]:1} $X $((1+2)) ${X[-1]} $# $1 $@ $* ${A+set} ${A%/*}
@@ -37,7 +37,9 @@ SIMPLE = """A=W|A=W|export A=W|A+=W|X=(W W)|X+=(W)|X[1]=W|unset A|unset 'X[0]'|s
     A=(W)|declare -a X=(W W)|set -- "$@" W|A=${X[*]}|IFS=, A=W|eval "A=$B"|B=A|A=$'P\\tx'|export B|X=([1]=W)|
     X+=W|A="${A} P"|
     unset A B|readonly Z=1; A=W|A=$((1+1))|let A=2|A=P B=W|: "${A:=W}"|read A B <<< "P P"|
-    [[ $A == a ]] \\|\\| A=W"""
+    [[ $A == a ]] \\|\\| A=W|grep -q x /dev/null && A=W|B=$(false) && A=W|{ false; } && A=W|
+    true && grep -q x /dev/null && A=W|B=W && A=W|export B=W && A=W|! grep -q x /dev/null && unset A|
+    grep -q x /dev/null \\|\\| set -- W|(exit 1) && read -r A <<< P|(( 1 > 2 )) \\|\\| X=(W)"""
 NESTED = """if C; then\nS\nelse\nS\nfi|if C; then\nS\nfi|for A in W W; do\nS\ndone|
     case $A in a*\\|b) S ;; *) S ;; esac|
     f() {\nS\n}\nf W|f() {\nlocal A=W\nS\n}\nf|C && {\nS\n}|C \\|\\| {\nS\n}|{\nS\n}|(\nS\n)|

@@ -397,6 +397,7 @@ def test_a_parser_that_crashes_is_refused(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(grammar, "version", lambda _: "0.25.2")
     with pytest.raises(ConfigError, match=r"tree-sitter 0\.25\.2 crashes .* 'tree-sitter>=0\.26\.1'"):
         grammar.check_version.__wrapped__()
+    assert (Path(__file__).parents[2] / "setup.py").read_text().count(f'"tree-sitter>={grammar.OLDEST}"') == 2
 
 
 def test_without_the_parser_of_bash_a_yaml_works_and_a_script_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

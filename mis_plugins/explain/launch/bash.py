@@ -204,6 +204,8 @@ class Shell(Reader):
             close = next((i for i, child in enumerate(item.children) if child.type == ")"), 0)
             patterns = [_said(child).strip("'\"") for child in item.children[:close] if child.is_named]
             fits = None if said is None else any(_fits(said, pattern) for pattern in patterns)
+            if item.child_by_field_name("fallthrough") is not None:
+                self.unread(item, "`;&` and `;;&` go on with the next branch")
             body = [child for child in item.children[close:] if child.is_named]
             clauses.append((f"{shown(value)} is {' or '.join(patterns)}", "*" in patterns or fits, self._work(body)))
         self.choose(clauses)
@@ -336,10 +338,11 @@ class Shell(Reader):
         self.positional = [*unsure, *self.positional[count:]]
 
     def _set(self, node: Node, words: list[Text]) -> None:
-        """`set -- WORD ...`, which sets the script's own arguments."""
+        """`set -- WORD ...`, which sets the script's own arguments, unless `${!NAME}` finds no name and it fails."""
         said = [known(word) for word in words]
         if "--" in said:
-            self.positional = words[said.index("--") + 1 :]
+            fails = "${!" in _said(node)
+            self.positional = [hole(_said(node), self.lines(node))] if fails else words[said.index("--") + 1 :]
 
     def _computed(self, node: Node) -> None:
         """`((NAME += 1))`: the value is not known."""
@@ -353,9 +356,11 @@ class Shell(Reader):
         is_whole = here is not None and len(names) == 1 and node.children[0].type == "command_name"
         text = self.text(here.named_children[0]) if here and is_whole else hole(_said(node), self.lines(node))
         value: Value = text
+        said = known(text)
         if _said(node.children[0]) in ("mapfile", "readarray"):
-            said = known(text)
             value = [text] if said is None else [literal(line, self.lines(node)) for line in said.split("\n")]
+        elif "IFS" in self.variables or said is not None and ("\\" in said or said != said.strip() or "\n" in said):
+            value = hole(_said(node), self.lines(node))  # `read` drops what stands around a line and before a letter
         elif any(shown(word)[:1] == "-" and "a" in shown(word) for word in words):  # read -ra NAME
             value = fields(text)
         self.variables |= dict.fromkeys(names, value)
@@ -614,19 +619,19 @@ class Shell(Reader):
         whole = named.type == "subscript"
         if isinstance(value, list) and not whole:
             value = self._first(value, node) if value else None
-        is_set = (
-            value is not None and value != []
-            if operators and operators[0] in ("-", "=", "+")
-            else spaced(value)
-            if isinstance(value, list)
-            else value
-        )
+        if operators and operators[0] in ("-", "=", "+"):
+            is_set = value is not None and value != []
+        else:
+            text = spaced(value) if isinstance(value, list) else value or ()
+            is_set = any(piece.text != "" for piece in text)
         if not operators or operators[0] in (":?", "?") or is_set and operators[0] in DEFAULTS:
             return self._valued(node, name, whole)
         is_alternative = is_set and operators[0] in ("+", ":+")
         if not is_alternative and operators[0] not in DEFAULTS or len(node.named_children) < 2:
             return unknown
         text = tuple(piece for child in node.named_children[1:] for piece in self.text(child))
+        if "'" in _said(node) and node.parent is not None and node.parent.type in ("string", "heredoc_body"):
+            text = unknown  # there a single quote is a letter
         if is_alternative:
             is_sure = isinstance(value, list) or any(piece.text and not piece.branch for piece in value or ())
             return text if is_sure else unknown
