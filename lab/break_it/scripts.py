@@ -16,12 +16,13 @@ from hypothesis import strategies as st
 from mis_plugins.explain.launch import bash
 from mis_plugins.explain.launch.words import Reading
 
-PLAIN = "--tis 1.5 mis.yaml a b a=b x/y.yaml -v {模型 {1..\U00031860 {\U0010ffff} é/模.yaml".split()
+PLAIN = "--tis 1.5 mis.yaml a b a=b x/y.yaml -v {模型 {1..\U00031860 {\U0010ffff} é/模.yaml ~/x".split()
 USES = """$A ${A} ${A:-b} ${A-b} ${A:+b} ${A:=b} ${A%.yaml} ${A#*/} ${A##*/} ${A/a/c} ${A//a/c} ${#A} ${A^^}
      ${A:1} ${A:0:2}
     ${!A} ${X[0]} ${X[1]} ${X[@]} ${X[*]} ${#X[@]} ${X[@]:1} $X $((1+2)) ${X[-1]} $# $1 $@ $* ${A+set} ${A%/*}
      ${X[@]/a/b}
-    ${X[@]:-b} ${1:-b} ${A:-$B} ${A:-"$B"} ${@:2} ${A//\\//_} ${X[@]%.yaml}""".split()
+    ${X[@]:-b} ${1:-b} ${A:-$B} ${A:-"$B"} ${@:2} ${A//\\//_} ${X[@]%.yaml} ${A:-$@} ${A:-$#} ${A:-~/b}
+    ${A:-'$B'} ${A:-"${X[@]}"} ${A-"$@"} ${A:-b"$B"} ${A:+"$A"} ${A:-b\\$B} ${A:="$B"}""".split()
 CONDITIONS = """[ "$A" = a ]|[[ $A == b ]]|[[ $A == a* ]]|[[ -n $A ]]|[ -z "$A" ]|[[ ! $A != b ]]|true|false|
     [[ $A == a && -n $B ]]|
     [ "${A:-a}" = a ]|[[ ${#A} -gt 2 ]]|(( ${#A} > 2 ))|[[ $A =~ ^a ]]|test "$A" != b|! [ -n "$A" ]|

@@ -145,7 +145,7 @@ class Loop:
     @classmethod
     def start(cls, args: Namespace, state: ParallelState) -> Loop:
         """Build everything, from the checkpoint of ``--load`` or from a warm start."""
-        task = Task(args.num_digits)
+        task = Task(args.num_digits, args.answer_repeats)
         config = model_config(args, task.vocab_size)
         held_out = draw_problems(task, args.eval_prompts, derive_seed(args.seed, "held out"))
         saved = checkpoint.load(args.load, config) if args.load else None

@@ -97,6 +97,7 @@ class Task:
     """task: A string of digits to reverse; reward 1 for exactly the right answer, else 0."""
 
     num_digits: int = flag(10, "digits of the string", size=True)
+    answer_repeats: int = flag(1, "how many times an answer says the reversed string", size=True)
     warmup_steps: int = flag(500, "supervised steps before RL")
     warmup_lr: float = flag(3e-3, "learning rate of the supervised steps", rate=True)
     warmup_cache: str | None = flag(

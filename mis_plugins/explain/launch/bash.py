@@ -57,6 +57,8 @@ LEAVES_VARIABLES = ("command", "negated_command", "pipeline", "subshell", "test_
 DECLARES = ("export", "readonly", "declare", "typeset", "local", "unset")
 OF_FUNCTION = ("local", "declare", "typeset")
 ASSIGNS = ("=", "+=", "-=", "*=", "/=", "%=", "<<=", ">>=", "&=", "|=", "^=")
+# A home in a word, and a variable of the shell that the parser leaves within a word.
+EXPANDED = re.compile(r"(?:^|:)~[+-]?(?:[/:]|$)|(?<!\\)\$[@*#?!$-]")
 EXPANSIONS = ("simple_expansion", "expansion", "command_substitution")
 Value = Text | list[Text]  # of a variable, of an array
 
@@ -485,7 +487,10 @@ class Shell(Reader):
             return listed
         text = self.text(node)
         if node.type in EXPANSIONS:
-            return self._split(self.reading.paid(text))
+            split = self._split(self.reading.paid(text))
+            # Quotes in a default hold blanks together, and make a word of nothing.
+            quotes = node.type == "expansion" and any(letter in _said(node) for letter in "\"'\\")
+            return [hole(_said(node), self.lines(node))] if quotes and split != [text] else split
         if node.type in ("concatenation", "string") and any(map(self._may_be_several, node.named_children)):
             return [hole(_said(node), self.lines(node))]
         span = None if self.elsewhere else (node.start_byte, node.end_byte)
@@ -497,7 +502,7 @@ class Shell(Reader):
 
     def _may_be_several(self, part: Node) -> bool:
         """Whether a part of a word makes several words: items of an array, or blanks that no quotes hold."""
-        if _said(part).startswith(("$@", "${@")) or "[@]" in _said(part):
+        if any(several in _said(part) for several in ("$@", "${@", "[@]")):
             return True
         is_split = part.type in EXPANSIONS and part.parent is not None and part.parent.type == "concatenation"
         texts = (piece.text for piece in self.text(part)) if is_split else ()
@@ -539,7 +544,9 @@ class Shell(Reader):
         return (Piece(text, lines=self.lines(node), at=at),) if text else ()
 
     def _plain(self, node: Node) -> Text:
-        """A word without the backslashes that quote one letter."""
+        """A word without the backslashes that quote one letter; not known where bash makes something else of it."""
+        if EXPANDED.search(_said(node)):
+            return hole(_said(node), self.lines(node))
         letters = iter(_said(node))
         said = "".join(next(letters, "") if letter == "\\" else letter for letter in letters)
         return self.literal(said.replace("\n", ""), node)
