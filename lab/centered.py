@@ -4,6 +4,8 @@
                                             lab/results/centered.{json,md}
     python -m lab.centered --stale          a float32 engine whose weights are 2, 4 or 8 updates old: 39 runs, some
                                             twenty minutes; writes lab/results/centered_stale.{json,md}
+    python -m lab.centered --long           an int4 engine, answers of 200 tokens, 300 updates: 15 runs, some fifty
+                                            minutes; writes lab/results/centered_long.{json,md}
     python -m lab.centered --smoke          tiny runs that only show that everything works
 
 An arm that this committed code finished is not repeated.
@@ -53,17 +55,30 @@ ARMS: dict[str, dict[str, Any]] = {
 AGES = (2, 4, 8)
 STALE_RUN = "--rollout-weights fp32 --lr 2e-4 --num-rollout 60".split()
 STALE_ARMS = ("nothing", "token TIS", "centered", "centered, token TIS")
+LONG_RUN = (
+    "--num-digits 5 --answer-repeats 40 --warmup-steps 600 --rollout-weights int4 --num-rollout 300 "
+    "--rollout-batch-size 4 --global-batch-size 32 --eval-interval 25"
+).split()
+LONG_ARMS = {"truly on policy": ["--true-on-policy", "--rollout-weights", "fp32"]} | dict.fromkeys(STALE_ARMS, [])
 
 
 @dataclass(frozen=True)
 class Run:
-    """One run. `age`: how many updates old the weights are that sample; None is the demonstration's int3 engine."""
+    """One run.
+
+    age: how many updates old the weights are that sample; None is the demonstration's int3 engine, or a long run.
+    long: whether answers have 200 tokens, and the engine int4 weights.
+    """
 
     name: str
     seed: int
     age: int | None = None
+    long: bool = False
 
     def arm(self, root: Path, more: Sequence[str]) -> Arm:
+        if self.long:
+            words = [*LONG_RUN, *LONG_ARMS[self.name], *more]
+            return training(partial(command_line, self.name, self.seed, root / "long", words, root))
         if self.age is None:
             return training(partial(command_line, self.name, self.seed, root, more))
         words = command_line(self.name, self.seed, root / f"age{self.age}", [*STALE_RUN, *more], root)
@@ -90,23 +105,30 @@ def _lagging(args: Namespace) -> None:
 def main() -> int:
     """Return 0, or the exit code of the arm that failed or was interrupted."""
     parser = ArgumentParser(prog=PROGRAM, description=__doc__)
-    parser.add_argument("--stale", action="store_true", help="old weights in place of rounded ones")
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--stale", action="store_true", help="old weights in place of rounded ones")
+    which.add_argument("--long", action="store_true", help="answers of 200 tokens and 300 updates")
     options = parsed(parser, "centered")
     smoke = ["--smoke"] if options.smoke else []
     made = made_with(PROGRAM)
-    arms = {run: run.arm(options.runs, smoke) for seed in options.seeds for run in _runs(seed, options.stale)}
+    arms = {run: run.arm(options.runs, smoke) for seed in options.seeds for run in _runs(seed, options)}
     if code := run_arms(list(arms.values()), options.processes, this_code()):
         return code
     rows = [{**_named(run), **_outcome(arm.folder)} for run, arm in arms.items()]
     content = {"rows": rows, "measured_with": made}
-    path = options.results / ("centered_stale.json" if options.stale else "centered.json")
-    write_record(path, content, "\n".join(stale_markdown(content) if options.stale else markdown(content)))
+    name, page = (
+        ("_stale", stale_markdown) if options.stale else ("_long", long_markdown) if options.long else ("", markdown)
+    )
+    path = options.results / f"centered{name}.json"
+    write_record(path, content, "\n".join(page(content)))
     print(f"wrote {path.with_suffix('.md')}")
     return 0
 
 
-def _runs(seed: int, stale: bool) -> list[Run]:
-    if not stale:
+def _runs(seed: int, options: Namespace) -> list[Run]:
+    if options.long:
+        return [Run(name, seed, long=True) for name in LONG_ARMS]
+    if not options.stale:
         return [Run(name, seed) for name in ARMS]
     return [Run("nothing", seed, 0), *(Run(name, seed, age) for age in AGES for name in STALE_ARMS)]
 
@@ -124,19 +146,25 @@ def command_line(name: str, seed: int, root: Path, more: Sequence[str], warm: Pa
     folder = root / f"{name.replace(', ', '-').replace(' ', '-')}-{seed}"
     folder.mkdir(parents=True, exist_ok=True)
     config = folder / "mis.yaml"
-    config.write_text(yaml.safe_dump({"mis": OBJECTIVE | ARMS[name]}, sort_keys=False))
+    config.write_text(yaml.safe_dump({"mis": OBJECTIVE | ARMS.get(name, ARMS["nothing"])}, sort_keys=False))
     places = ["--output", str(folder), "--custom-config-path", str(config)]
     cache = ["--warmup-cache", str((warm or root) / "warm-start")]
     return [*RECIPE, *RUN, *LOSS, "--seed", str(seed), *cache, *places, *more]
 
 
 def _outcome(folder: Path) -> dict[str, Any]:
-    """Held-out rewards, the trainer's lowest on the way and both policies' at the end, and the last k3."""
+    """Held-out rewards of the trainer on the way and of both policies at the end, the k3, and the minutes."""
     summary = json.loads((folder / SUMMARY).read_text())
     log = MetricsLog(folder / METRICS).read()
     way = [row["eval_trainer"] for row in log if "eval_trainer" in row]
     kept = ("trainer_final", "rollout_final", "k3_kl")
-    return {key: summary[key] for key in kept} | {"lowest": min(way), "largest_k3": max(row["k3_kl"] for row in log)}
+    return {key: summary[key] for key in kept} | {
+        "first": way[0],
+        "lowest": min(way),
+        "mean": sum(way) / len(way),
+        "largest_k3": max(row["k3_kl"] for row in log),
+        "minutes": sum(row["seconds"] for row in log) / 60,
+    }
 
 
 def markdown(content: Mapping[str, Any]) -> Iterator[str]:
@@ -172,6 +200,34 @@ def stale_markdown(content: Mapping[str, Any]) -> Iterator[str]:
         [
             [*place, *(", ".join(f"{row[key]:.2f}" for row in rows) for key in keys)]
             for place, rows in sorted(found.items(), key=lambda item: item[0][0])
+        ],
+    )
+    yield markdown_table(("measured with", ""), content["measured_with"].items())
+
+
+def long_markdown(content: Mapping[str, Any]) -> Iterator[str]:
+    """The page of long runs: an arm a row, a number for each seed."""
+    yield "# A longer run of a toy\n"
+    yield f"Made by `{PROGRAM} --long`: five digits are to be reversed and said forty times, 200 tokens. Advantage and"
+    yield "losses are those of [centered.md](centered.md), and these settings differ:\n"
+    yield f"```\n{' '.join(LONG_RUN)}\n```\n"
+    yield "*Truly on policy* samples in float32 by the trainer's kernels. Held-out rewards of the trainer's policy, one"
+    yield "number a seed: *mean* and *lowest* are over the evaluations on the way. Minutes are of a process that shared"
+    yield "two cores.\n"
+    keys = {
+        "first": ".2f",
+        "mean": ".2f",
+        "lowest": ".2f",
+        "trainer_final": ".2f",
+        "largest_k3": ".1e",
+        "minutes": ".1f",
+    }
+    found = {name: [row for row in content["rows"] if row["arm"] == name] for name in LONG_ARMS}
+    yield markdown_table(
+        ("arm", "at the start", "mean", "lowest", "at the end", "largest k3 of a rollout", "minutes"),
+        [
+            [name, *(", ".join(format(row[key], spec) for row in rows) for key, spec in keys.items())]
+            for name, rows in found.items()
         ],
     )
     yield markdown_table(("measured with", ""), content["measured_with"].items())

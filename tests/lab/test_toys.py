@@ -111,14 +111,21 @@ def test_a_preset_that_changes_nothing_gives_the_uncorrected_run(runs: dict[str,
     assert any(runs["tis"][key] != runs["uncorrected"][key] for key in NUMBERS)
 
 
-@pytest.mark.parametrize("stale", [False, True])
-def test_the_experiment_of_centering_runs(tmp_path: Path, stale: bool):
+OF_CENTERING = {
+    "": list(centered.ARMS),
+    "stale": ["nothing", *centered.STALE_ARMS * len(centered.AGES)],
+    "long": list(centered.LONG_ARMS),
+}
+
+
+@pytest.mark.parametrize("which", OF_CENTERING)
+def test_the_experiment_of_centering_runs(tmp_path: Path, which: str):
     places = "--runs", tmp_path / "runs", "--results", tmp_path
-    done = ran("-m", "lab.centered", "--smoke", "--seeds", 0, *places, *(["--stale"] if stale else []))
+    done = ran("-m", "lab.centered", "--smoke", "--seeds", 0, *places, *([f"--{which}"] if which else []))
     assert done.returncode == 0, done.stderr
-    record = tmp_path / ("centered_stale.json" if stale else "centered.json")
+    record = tmp_path / f"centered{'_' * bool(which)}{which}.json"
     names = [row["arm"] for row in json.loads(record.read_text())["rows"]]
-    assert names == (["nothing", *centered.STALE_ARMS * len(centered.AGES)] if stale else list(centered.ARMS))
+    assert names == OF_CENTERING[which]
     assert all(f"| {name} |" in record.with_suffix(".md").read_text() for name in names)
 
 
