@@ -44,6 +44,7 @@ ROOMS = (
     "config",
     "answers",
     "scripts",
+    "launchers",
     "translate",
     "dumps",
     "files",

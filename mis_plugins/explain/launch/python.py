@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import ast
 import base64
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from mis_plugins.config.file import INLINE
@@ -23,6 +23,7 @@ from mis_plugins.explain.launch import bash
 from mis_plugins.explain.launch.words import (
     PACKAGES,
     Ended,
+    Joined,
     Launch,
     Lines,
     Piece,
@@ -47,17 +48,34 @@ OF_MILES = {"num_nodes": 1, "cuda_core_dump": False, "extra_env_vars": (), "outp
 """What a launcher has from Miles's own dataclass, by its defaults at 31f1ca9."""
 GIVE_NOTHING = ("get_default_wandb_args", "get_mooncake_object_store_args")  # Miles's helpers: no flag of ours
 PLAINLY = {"strip": str.strip, "lower": str.lower}
+LEAVES = ("get", "items", "keys", "values", "copy", "index", "count")  # methods that change no list and no dict
+REACHES = ("exec", "globals", "locals")  # functions that may set any name
+DECORATES = {"dataclass", "command", "callback", "dataclass_cli", "property", "staticmethod", "classmethod", "cache"}
 LOOPS = 1000  # rounds of one loop
 LARGEST = 2**63  # of a number; a power would fill the memory
 PLAIN = bool | int | float | None
 
 
-@dataclass
+class Raised(Ended):
+    """A statement raises an exception of this name."""
+
+
+class Round(Exception):
+    """A round of a loop ends, and with `break` the loop."""
+
+    def __init__(self, breaks: bool):
+        self.breaks = breaks
+
+
+@dataclass(eq=False)
 class Record:
-    """An object of a dataclass of the launcher."""
+    """An object of a class of the launcher."""
 
     fields: dict[str, Any]
     node: ast.ClassDef
+
+
+Shared = list | dict | Record  # what several names may hold
 
 
 def launches(script: str, path: Path, reading: Reading, arguments: Sequence[str] = ()) -> list[Launch]:
@@ -90,17 +108,41 @@ class Launcher(Reader, ast.NodeVisitor):
         self.starts = [0, *accumulate(map(len, script.encode().splitlines(keepends=True)))]
         self.command, self.options = _options(arguments)
         self.globals: dict[str, Any] = {"__name__": literal("__main__")}
-        self.locals = self.globals
+        self.frames = [self.globals]
+        self.outside: dict[str, dict[str, Any]] = {}  # names that are `global` or `nonlocal`, and where they are
+        self.enclosing: dict[ast.AST, list[dict[str, Any]]] = {}  # of each function within functions
+        self.around: list[dict[str, Any]] = []
+        self.defaults: dict[Any, Any] = {}  # of parameters and fields, from where they were defined
+        self.forks = self.round = 0
         self.records: list[Record] = []
-        self.returns: list[tuple[str, Any]] = []
+        self.returns: list[tuple[str, Returned]] = []
+        self.alternatives: dict[int, tuple[Any, Any, Any]] = {}  # of two lists, dicts or records, each with its address
         self.hosts: set[str] = set()
 
+    @property
+    def locals(self) -> dict[str, Any]:
+        return self.frames[-1]
+
     def scopes(self) -> list[dict[str, Any]]:
-        return [self.locals, *(record.fields for record in self.records)]
+        return [self.defaults, *self.frames, *(record.fields for record in self.records)]
+
+    def fork(self, label: str, one: Callable[[], object], other: Callable[[], object]) -> None:
+        self.forks += 1
+        try:
+            super().fork(label, one, other)
+        finally:
+            self.forks -= 1
 
     def remember(self, branch: str, ended: Ended) -> None:
         if isinstance(ended, Returned):
-            self.returns.append((branch, ended.value))
+            self.returns.append((branch, ended))
+
+    def either(self, one: Any, other: Any, branch: str) -> Any:
+        value = super().either(one, other, branch)
+        if one is not other and (isinstance(one, Shared) or isinstance(other, Shared)):
+            value = list(value) if isinstance(value, list) else value
+            self.alternatives[id(value)] = value, one, other
+        return value
 
     def run_everything(self, tree: ast.Module) -> None:
         """Read the file as its start would run it; where that starts no training, each command by itself."""
@@ -122,13 +164,34 @@ class Launcher(Reader, ast.NodeVisitor):
 
     def generic_visit(self, node: ast.AST) -> Any:
         """What has no rule of its own is not known, nor is a name that it sets."""
-        for part in ast.walk(node) if isinstance(node, ast.stmt) else ():
-            if isinstance(part, ast.Name) and isinstance(part.ctx, ast.Store | ast.Del):
-                self.locals[part.id] = self.unknown(node)
+        self.forget(node)
         return self.unknown(node) if isinstance(node, ast.expr) else None
+
+    def forget(self, *nodes: ast.AST) -> None:
+        """The names that some parts set are not known."""
+        for name in _names(*nodes):
+            self.store(name, hole(name))
 
     def unknown(self, node: ast.AST) -> Text:
         return hole(_said(node), _lines(node))
+
+    def unread(self, node: ast.AST, why: str) -> None:
+        self.reading.unread[_lines(node)[0]] = f"{_said(node)}: {why}"
+
+    def store(self, name: str, value: Any) -> None:
+        self.outside.get(name, self.locals)[name] = value
+
+    def changed(self, before: Any, after: Any) -> None:
+        """Give all names of a list, dict or record, which the launcher changes in place, its new value."""
+        for one in self.alternatives.pop(id(before), ())[1:]:
+            self.changed(one, hole("a value that changes"))
+        for scope in self.scopes():
+            self.reading.spend(1 + len(scope))
+            for name, value in scope.items():
+                if value is before:
+                    scope[name] = after
+                elif _holds(value, before):
+                    scope[name] = hole("a value that changes")
 
     # Statements.
 
@@ -139,10 +202,40 @@ class Launcher(Reader, ast.NodeVisitor):
     def visit_Expr(self, node: ast.Expr) -> None:
         self.visit(node.value)
 
-    def visit_FunctionDef(self, node: ast.FunctionDef | ast.ClassDef) -> None:
-        self.locals[node.name] = node
+    def visit_FunctionDef(self, node: ast.FunctionDef) -> None:
+        self.store(node.name, node)
+        self.define(node)
 
-    visit_ClassDef = visit_FunctionDef
+    def define(self, node: ast.FunctionDef) -> None:
+        """Defaults have the values that their names have where the function is defined."""
+        self.enclosing[node] = [*self.around, *self.frames[1:][-1:]]
+        for default in (*node.args.defaults, *node.args.kw_defaults):
+            if default is not None:
+                self.defaults[default] = self.visit(default)
+
+    def visit_ClassDef(self, node: ast.ClassDef) -> None:
+        self.store(node.name, node)
+        for part in node.body:
+            if isinstance(part, ast.FunctionDef):
+                self.define(part)
+            elif isinstance(part, ast.AnnAssign) and part.value is not None and _name(part.value) != "field":
+                self.defaults[part.value] = self.visit(part.value)
+
+    def visit_Import(self, node: ast.Import | ast.ImportFrom) -> None:
+        for name in ((one.asname or one.name).partition(".")[0] for one in node.names):
+            self.store(name, hole(name))
+
+    visit_ImportFrom = visit_Import
+
+    def visit_Global(self, node: ast.Global) -> None:
+        self.outside |= dict.fromkeys(node.names, self.globals)
+
+    def visit_Nonlocal(self, node: ast.Nonlocal) -> None:
+        self.outside |= {name: scope for scope in self.around for name in node.names if name in scope}
+
+    def visit_Delete(self, node: ast.Delete) -> None:
+        for target in node.targets:
+            self.assign(target, self.unknown(target))
 
     def visit_Assign(self, node: ast.Assign) -> None:
         value = self.visit(node.value)
@@ -155,24 +248,32 @@ class Launcher(Reader, ast.NodeVisitor):
 
     def visit_AugAssign(self, node: ast.AugAssign) -> None:
         before = self.visit(node.target)
-        self.assign(node.target, self.operate(node, before, node.op, self.visit(node.value)))
+        value = self.operate(node, before, node.op, self.visit(node.value))
+        if isinstance(before, Shared) or id(before) in self.alternatives:
+            self.changed(before, value)
+        self.assign(node.target, value)
 
     def assign(self, target: ast.expr, value: Any) -> None:
         if isinstance(target, ast.Name):
-            self.locals[target.id] = value
+            self.store(target.id, value)
+        elif isinstance(target, ast.Starred):
+            self.assign(target.value, self.unknown(target))
         elif isinstance(target, ast.Attribute):
             owner = self.visit(target.value)
             if isinstance(owner, Record):
                 owner.fields[target.attr] = value
+            else:
+                self.changed(owner, self.unknown(target.value))
         elif isinstance(target, ast.Tuple | ast.List):
-            is_known = isinstance(value, list) and len(value) == len(target.elts)
+            has_rest = any(isinstance(part, ast.Starred) for part in target.elts)
+            is_known = isinstance(value, list) and len(value) == len(target.elts) and not has_rest
             for index, part in enumerate(target.elts):
                 self.assign(part, value[index] if is_known else self.unknown(target))
         elif isinstance(target, ast.Subscript):
-            self.assign(target.value, self.unknown(target))
+            self.changed(self.visit(target.value), self.unknown(target))
 
     def visit_If(self, node: ast.If) -> None:
-        test = (_said(node.test), _truth(self.visit(node.test)), lambda: self.block(node.body))
+        test = (_said(node.test), self.truth(node.test), lambda: self.block(node.body))
         self.choose([test, ("else", True, lambda: self.block(node.orelse))])
 
     def visit_Match(self, node: ast.Match) -> None:
@@ -182,20 +283,27 @@ class Launcher(Reader, ast.NodeVisitor):
                 (
                     f"{said} is {_said(case.pattern)}",
                     self.fits(subject, case.pattern) if case.guard is None else None,
-                    lambda case=case: self.block(case.body),
+                    lambda case=case: self.case(case, subject),
                 )
                 for case in node.cases
             ]
         )
 
+    def case(self, case: ast.match_case, subject: Any) -> None:
+        self.forget(case.pattern)
+        if isinstance(case.pattern, ast.MatchAs) and case.pattern.name is not None:
+            self.store(case.pattern.name, subject)
+        self.block(case.body)
+
     def fits(self, subject: Any, pattern: ast.pattern) -> bool | None:
-        if isinstance(pattern, ast.MatchAs) and pattern.pattern is None:
-            return True
+        if isinstance(pattern, ast.MatchAs):
+            return pattern.pattern is None or self.fits(subject, pattern.pattern)
         if isinstance(pattern, ast.MatchValue):
             return _equal(subject, self.visit(pattern.value))
         if isinstance(pattern, ast.MatchOr):
             return any_of([self.fits(subject, one) for one in pattern.patterns])
-        if isinstance(pattern, ast.MatchSequence) and isinstance(subject, list):
+        has_rest = any(isinstance(part, ast.MatchStar) for part in ast.walk(pattern))
+        if isinstance(pattern, ast.MatchSequence) and isinstance(subject, list) and not has_rest:
             pairs = zip(subject, pattern.patterns, strict=False)
             return all_of([len(subject) == len(pattern.patterns), *(self.fits(*pair) for pair in pairs)])
         return None
@@ -203,16 +311,40 @@ class Launcher(Reader, ast.NodeVisitor):
     def visit_For(self, node: ast.For) -> None:
         values = self.visit(node.iter)
         if isinstance(values, list) and len(values) <= LOOPS:
-            for value in values:
-                self.assign(node.target, value)
-                self.block(node.body)
-            return
-        self.assign(node.target, self.unknown(node.target))
-        label = f"for {_said(node.target)} in {_said(node.iter)}"
-        self.fork(label, lambda: self.block(node.body), lambda: None)
+            self.rounds(node, values)
+        else:
+            self.some_rounds(node, f"for {_said(node.target)} in {_said(node.iter)}")
 
     def visit_While(self, node: ast.While) -> None:
-        self.fork(f"while {_said(node.test)}", lambda: self.block(node.body), lambda: None)
+        self.some_rounds(node, f"while {_said(node.test)}")
+
+    def some_rounds(self, node: ast.For | ast.While, label: str) -> None:
+        """A loop whose number of rounds is not known: one round tells what it starts."""
+        value = self.unknown(node.target if isinstance(node, ast.For) else node.test)
+        self.fork(label, lambda: self.rounds(node, [value]), lambda: self.block(node.orelse))
+        self.forget(*node.body)
+
+    def rounds(self, node: ast.For | ast.While, values: Sequence[Any]) -> None:
+        outer, self.round = self.round, self.forks
+        try:
+            for value in values:
+                if isinstance(node, ast.For):
+                    self.assign(node.target, value)
+                try:
+                    self.block(node.body)
+                except Round as ended:
+                    if ended.breaks:
+                        return
+            self.block(node.orelse)
+        finally:
+            self.round = outer
+
+    def visit_Break(self, node: ast.Break | ast.Continue) -> None:
+        if self.forks == self.round:
+            raise Round(isinstance(node, ast.Break))
+        self.unread(node, f"depends on {self.branch}")
+
+    visit_Continue = visit_Break
 
     def visit_With(self, node: ast.With) -> None:
         for item in node.items:
@@ -222,15 +354,26 @@ class Launcher(Reader, ast.NodeVisitor):
         self.block(node.body)
 
     def visit_Try(self, node: ast.Try) -> None:
-        """A statement is taken to raise nothing."""
-        self.block([*node.body, *node.orelse, *node.finalbody])
+        """A statement is taken to raise nothing, but for `raise`."""
+        ended = self.attempt(lambda: self.block([*node.body, *node.orelse]))
+        if node.handlers:
+            self.reading.assumed[f"nothing raises in lines {node.lineno} to {node.end_lineno}"] = None
+        if isinstance(ended, Raised) and node.handlers:
+            if len(node.handlers) > 1:
+                self.unread(node, "one of several handlers goes on")
+            self.forget(node.handlers[0])
+            ended = self.attempt(lambda: self.block(node.handlers[0].body))
+        self.block(node.finalbody)
+        if ended is not None:
+            raise ended
 
     def visit_Return(self, node: ast.Return) -> None:
-        raise Returned(None if node.value is None else self.visit(node.value))
+        value = None if node.value is None else self.visit(node.value)
+        raise Returned((value, [dict(scope) for scope in self.scopes()]))
 
     def visit_Raise(self, node: ast.Raise) -> None:
         self.reading.ended = f": with these arguments the launcher raises in line {node.lineno}"
-        raise Ended
+        raise Raised
 
     # Expressions.
 
@@ -248,8 +391,10 @@ class Launcher(Reader, ast.NodeVisitor):
         return _text(value, _lines(node)) if is_plain else self.unknown(node.value)
 
     def visit_Name(self, node: ast.Name) -> Any:
-        names = self.locals if node.id in self.locals else self.globals
-        return names[node.id] if node.id in names else self.unknown(node)
+        for scope in (self.outside.get(node.id, self.locals), *reversed(self.around), self.globals):
+            if node.id in scope:
+                return scope[node.id]
+        return self.unknown(node)
 
     def visit_Attribute(self, node: ast.Attribute) -> Any:
         owner = self.visit(node.value)
@@ -262,11 +407,31 @@ class Launcher(Reader, ast.NodeVisitor):
         return self.call(method, [owner], {}) if method and is_property else self.unknown(node)
 
     def method(self, owner: Record, name: str) -> ast.FunctionDef | None:
-        functions = [one for one in owner.node.body if isinstance(one, ast.FunctionDef)]
-        return next((one for one in functions if one.name == name), None)
+        parts = [part for kind in self.lineage(owner.node) for part in reversed(kind.body)]
+        return next((one for one in parts if isinstance(one, ast.FunctionDef) and one.name == name), None)
+
+    def lineage(self, node: ast.ClassDef) -> list[ast.ClassDef]:
+        """A class of the launcher and those that it inherits from, the nearest first."""
+        bases = [self.globals.get(_name(base)) for base in node.bases]
+        return [node, *(kind for base in bases if isinstance(base, ast.ClassDef) for kind in self.lineage(base))]
+
+    def truth(self, node: ast.expr) -> bool | None:
+        """Whether a condition holds; a part of it may decide where another is not known."""
+        if isinstance(node, ast.BoolOp):
+            parts = [self.truth(part) for part in node.values]
+            return any_of(parts) if isinstance(node.op, ast.Or) else all_of(parts)
+        if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
+            truth = self.truth(node.operand)
+            return None if truth is None else not truth
+        return _truth(self.visit(node))
+
+    def visit_NamedExpr(self, node: ast.NamedExpr) -> Any:
+        value = self.visit(node.value)
+        self.assign(node.target, value)
+        return value
 
     def visit_IfExp(self, node: ast.IfExp) -> Any:
-        truth = _truth(self.visit(node.test))
+        truth = self.truth(node.test)
         if truth is None:
             return self.either(self.visit(node.body), self.visit(node.orelse), _said(node.test))
         return self.visit(node.body if truth else node.orelse)
@@ -279,11 +444,14 @@ class Launcher(Reader, ast.NodeVisitor):
             truth = _truth(value)
             is_sure = is_sure and truth is not None
             if truth is decides:
-                return value if is_sure else decides
+                break
         return value if is_sure else self.unknown(node)
 
     def visit_UnaryOp(self, node: ast.UnaryOp) -> Any:
-        truth = _truth(self.visit(node.operand)) if isinstance(node.op, ast.Not) else None
+        value = self.visit(node.operand)
+        if isinstance(node.op, ast.USub) and isinstance(value, int | float):
+            return -value
+        truth = _truth(value) if isinstance(node.op, ast.Not) else None
         return self.unknown(node) if truth is None else not truth
 
     def visit_Compare(self, node: ast.Compare) -> Any:
@@ -292,7 +460,7 @@ class Launcher(Reader, ast.NodeVisitor):
         if isinstance(kind, ast.Eq | ast.Is | ast.NotEq | ast.IsNot):
             found = _equal(one, other)
         elif isinstance(kind, ast.In | ast.NotIn) and isinstance(other, list | dict):
-            found = any_of([_equal(one, literal(key) if isinstance(other, dict) else key) for key in other])
+            found = any_of([_equal(one, literal(key) if isinstance(key, str) else key) for key in other])
         if found is None or len(node.ops) > 1:
             return self.unknown(node)
         return found != isinstance(kind, ast.NotEq | ast.IsNot | ast.NotIn)
@@ -302,7 +470,9 @@ class Launcher(Reader, ast.NodeVisitor):
 
     def operate(self, node: ast.AST, one: Any, kind: ast.operator, other: Any) -> Any:
         """Texts and lists are added, paths divided and whole numbers multiplied; any other value is not known."""
-        between = {ast.Add: (), ast.Div: (Piece("/"),)}.get(type(kind))
+        if isinstance(kind, ast.Div) and isinstance(one, tuple) and isinstance(other, tuple):
+            return self.divided(node, one, other)
+        between = () if isinstance(kind, ast.Add) else None
         if isinstance(one, list) and isinstance(other, list) and between == ():
             self.reading.spend(len(one) + len(other))
             return one + other
@@ -311,6 +481,17 @@ class Launcher(Reader, ast.NodeVisitor):
         if isinstance(kind, ast.Mult) and isinstance(one, int) and isinstance(other, int):
             return one * other if abs(one * other) < LARGEST else self.unknown(node)
         return self.unknown(node)
+
+    def divided(self, node: ast.AST, one: Text, other: Text) -> Text:
+        """Two parts of a path."""
+        said, more = known(one), known(other)
+        if said is not None and more is not None:
+            return self.reading.paid(literal(str(PurePosixPath(said) / more), _lines(node)))
+        return (
+            self.unknown(node)
+            if other[:1] and (other[0].text or "")[:1] in "/."
+            else self.reading.paid((*one, Piece("/"), *other))
+        )
 
     def visit_List(self, node: ast.List | ast.Tuple | ast.Set) -> Any:
         if any(isinstance(one, ast.Starred) for one in node.elts):
@@ -324,48 +505,78 @@ class Launcher(Reader, ast.NodeVisitor):
         values, found = self.visit(first.iter), []
         if more or first.ifs or not isinstance(values, list) or len(values) > LOOPS:
             return self.unknown(node)
+        names = _names(first.target)
+        before = {name: self.locals[name] for name in names if name in self.locals}
         for value in values:
             self.assign(first.target, value)
             found.append(self.visit(node.elt))
+        for name in names:
+            self.locals.pop(name, None)
+        self.locals.update(before)
         return found
 
     visit_GeneratorExp = visit_ListComp
 
     def visit_Dict(self, node: ast.Dict) -> Any:
-        keys = [None if key is None else known(_text(self.visit(key))) for key in node.keys]
+        keys = [None if key is None else _key(self.visit(key)) for key in node.keys]
         values = [self.visit(value) for value in node.values]
         return self.unknown(node) if None in keys else dict(zip(keys, values, strict=True))
 
     def visit_Subscript(self, node: ast.Subscript) -> Any:
-        owner, key = self.visit(node.value), self.visit(node.slice)
-        if isinstance(owner, list) and isinstance(key, int) and key < len(owner):
+        owner, key = self.visit(node.value), _key(self.visit(node.slice))
+        if isinstance(owner, list) and isinstance(key, int) and -len(owner) <= key < len(owner):
             return owner[key]
-        if isinstance(owner, dict) and (said := known(_text(key))) in owner:
-            return owner[said]
-        return self.unknown(node)
+        return owner[key] if isinstance(owner, dict) and key in owner else self.unknown(node)
 
     # Calls.
 
     def visit_Call(self, node: ast.Call) -> Any:
-        given = [self.visit(one) for one in node.args if not isinstance(one, ast.Starred)]
-        named = {one.arg: self.visit(one.value) for one in node.keywords if one.arg is not None}
+        given, named, is_sure = self.arguments(node)
         name, target = _name(node.func), None
         if isinstance(node.func, ast.Attribute):
             owner = self.visit(node.func.value)
             if isinstance(owner, Record):
-                target, given = self.method(owner, name), [owner, *given]
+                target = self.method(owner, name)
+                kinds = {_name(one): one for one in target.decorator_list} if target else {}
+                given = (
+                    given
+                    if "staticmethod" in kinds
+                    else [self.unknown(node), *given]
+                    if "classmethod" in kinds
+                    else [owner, *given]
+                )
             elif isinstance(owner, list) and name in ("append", "extend") and given:
                 added = given[:1] if name == "append" else given[0]
-                self.assign(node.func.value, owner + added if isinstance(added, list) else self.unknown(node))
+                self.changed(owner, owner + added if isinstance(added, list) else self.unknown(node))
+            elif (isinstance(owner, list | dict) or id(owner) in self.alternatives) and name not in LEAVES:
+                self.changed(owner, self.unknown(node))
             elif isinstance(owner, tuple) and (found := self.of_text(owner, name, given)) is not None:
                 return found
         else:
             target = self.visit(node.func)
         if isinstance(target, ast.FunctionDef):
-            return self.call(target, given, named)
+            parameters = [] if is_sure else _parameters(target.args)
+            return self.call(target, given, dict.fromkeys(parameters[len(given) :], self.unknown(node)) | named)
         if isinstance(target, ast.ClassDef):
-            return self.instance(target, given, named)
+            fields = [] if is_sure else list(self.fields(target))
+            return self.instance(target, given, dict.fromkeys(fields[len(given) :], self.unknown(node)) | named)
+        if name.startswith(STARTS) and not is_sure:
+            named = {"train_args": self.unknown(node)} | named
         return self.foreign(node, name, given, named)
+
+    def arguments(self, node: ast.Call) -> tuple[list[Any], dict[str, Any], bool]:
+        """What a call gives by place and by name, and whether that is all: `*` and `**` may give more."""
+        given, named, is_sure = list[Any](), dict[str, Any](), True
+        for one in node.args:
+            value = self.visit(one.value if isinstance(one, ast.Starred) else one)
+            is_sure = is_sure and (not isinstance(one, ast.Starred) or isinstance(value, list))
+            if is_sure:
+                given += value if isinstance(one, ast.Starred) else [value]
+        for one in node.keywords:
+            value = self.visit(one.value)
+            is_sure = is_sure and (one.arg is not None or isinstance(value, dict))
+            named |= {one.arg: value} if one.arg is not None else value if isinstance(value, dict) else {}
+        return given, named, is_sure
 
     def of_text(self, owner: Text, name: str, given: list[Any]) -> Any:
         """The value of a method of a text, of a path or of an open file; None where that is not known."""
@@ -382,19 +593,34 @@ class Launcher(Reader, ast.NodeVisitor):
         return self.reading.paid(literal(PLAINLY[name](said))) if is_plain else None
 
     def call(self, node: ast.FunctionDef, given: Sequence[Any], named: Mapping[str, Any]) -> Any:
-        outer = self.locals, self.returns
+        outer = self.returns, self.outside, self.around, self.round
         with self.deeper():
-            self.locals, self.returns = self.parameters(node, given, named), []
+            self.frames.append(self.parameters(node, given, named))
+            self.returns, self.outside, self.around = [], {}, self.enclosing.get(node, [])
             try:
-                ended = self.attempt(lambda: self.block(node.body))
-                if ended and not isinstance(ended, Returned) and not self.returns:
-                    raise ended
-                returned = ended.value if isinstance(ended, Returned) else self.returns.pop()[1] if ended else None
-                for branch, earlier in reversed(self.returns):
-                    returned = self.either(earlier, returned, branch)
-                return returned
+                value = self.ended_by(self.attempt(lambda: self.block(node.body)))
             finally:
-                self.locals, self.returns = outer
+                self.frames.pop()
+                self.returns, self.outside, self.around, self.round = outer
+        is_plain = DECORATES.issuperset(map(_name, node.decorator_list)) and not _yields(node)
+        return value if is_plain else self.unknown(node)
+
+    def ended_by(self, ended: Ended | None) -> Any:
+        """What a function gives back over all ways in which it may end; the names that it sets hold what all leave."""
+        value = None
+        if isinstance(ended, Returned):
+            value = ended.value[0]
+        elif ended is not None and not self.returns:
+            raise ended
+        elif ended is not None:  # one way ends the launcher
+            value, state = self.returns.pop()[1].value
+            self._restore(state)
+        for branch, returned in reversed(self.returns):
+            earlier, state = returned.value
+            value, joined = self.either(earlier, value, branch), Joined()
+            for scope, names in zip(self.scopes(), state, strict=False):
+                self.join(names, scope, branch, joined)
+        return value
 
     def parameters(self, node: ast.FunctionDef, given: Sequence[Any], named: Mapping[str, Any]) -> dict[str, Any]:
         """The names of a function's parameters with their values."""
@@ -402,16 +628,21 @@ class Launcher(Reader, ast.NodeVisitor):
         plain = [*asked.posonlyargs, *asked.args]
         defaults = [*[None] * (len(plain) - len(asked.defaults)), *asked.defaults, *asked.kw_defaults]
         names = [*plain, *asked.kwonlyargs]
-        found = dict(zip((one.arg for one in names), given, strict=False)) | dict(named)
+        found = dict(zip((one.arg for one in plain), given, strict=False))
+        found |= {one.arg: named[one.arg] for one in names if one.arg in named}
         for parameter, default in zip(names, defaults, strict=True):
             if parameter.arg not in found:
                 found[parameter.arg] = self.left_out(parameter, default)
+        if asked.vararg is not None:
+            found[asked.vararg.arg] = list(given[len(plain) :])
+        if asked.kwarg is not None:
+            found[asked.kwarg.arg] = {name: value for name, value in named.items() if name not in found}
         return found
 
     def left_out(self, parameter: ast.arg, default: ast.expr | None) -> Any:
         """A parameter that nobody gives: its default, or the dataclass that the command line fills."""
         if default is not None:
-            return self.visit(default)
+            return self.defaults.get(default, hole(_said(default), _lines(default)))
         kind = self.globals.get(_name(parameter.annotation))
         is_filled = isinstance(kind, ast.ClassDef)
         return self.instance(kind, [], self.from_options(kind)) if is_filled else hole(parameter.arg, _lines(parameter))
@@ -424,6 +655,10 @@ class Launcher(Reader, ast.NodeVisitor):
             self.reading.assume_unset("SLURM_JOB_NUM_NODES")
             record.fields |= OF_MILES
         record.fields |= {name: self.default(value) for name, value in fields.items()}
+        made = self.method(record, "__init__")
+        if made is not None:
+            self.call(made, [record, *given], named)
+            return record
         record.fields |= dict(zip(fields, given, strict=False)) | dict(named)
         after = self.method(record, "__post_init__")
         if after is not None:
@@ -431,8 +666,9 @@ class Launcher(Reader, ast.NodeVisitor):
         return record
 
     def fields(self, node: ast.ClassDef) -> dict[str, ast.expr | None]:
-        """Fields of a dataclass with their defaults; those that it inherits are not known."""
-        declared = [one for one in node.body if isinstance(one, ast.AnnAssign)]
+        """Fields of a dataclass with their defaults; those that it inherits from elsewhere are not known."""
+        parts = [part for kind in reversed(self.lineage(node)) for part in kind.body]
+        declared = [one for one in parts if isinstance(one, ast.AnnAssign)]
         return {one.target.id: one.value for one in declared if isinstance(one.target, ast.Name)}
 
     def default(self, value: ast.expr | None) -> Any:
@@ -441,7 +677,7 @@ class Launcher(Reader, ast.NodeVisitor):
             factory = said.get("default_factory")
             plain = factory.body if isinstance(factory, ast.Lambda) else said.get("default")
             return self.unknown(value) if plain is None else self.visit(plain)
-        return hole("a field without default") if value is None else self.visit(value)
+        return hole("a field without default") if value is None else self.defaults.get(value, self.unknown(value))
 
     def from_options(self, node: ast.ClassDef) -> dict[str, Any]:
         """The fields that the launcher's command line sets, each of the type of its default."""
@@ -467,6 +703,11 @@ class Launcher(Reader, ast.NodeVisitor):
             self.shell(node, command)
         if name in GIVE_NOTHING:
             return ()
+        if name in ("exit", "_exit", "quit") and _name(getattr(node.func, "value", None)) in ("", "sys", "os"):
+            self.reading.ended = f": with these arguments the launcher exits in line {node.lineno}"
+            raise Ended
+        if name in REACHES:
+            self.unread(node, "may set any name")
         if not given:
             return self.unknown(node)
         first, text = given[0], _text(given[0])
@@ -479,6 +720,17 @@ class Launcher(Reader, ast.NodeVisitor):
             said = known(text)
             whole = None if said is None else base64.b64encode(said.encode()).decode()
             return (Piece(INLINE, lines=_lines(node)), Piece(whole, _said(node), _lines(node)))
+        if name == "setattr" and not isinstance(first, Record):
+            self.changed(first, self.unknown(node))
+        elif name == "setattr" and len(given) == 3:
+            key = _key(given[1])
+            first.fields |= dict.fromkeys(
+                [*first.fields] if key is None else [key], given[2] if key else self.unknown(node)
+            )
+        if name == "Path" and len(given) > 1:
+            return self.unknown(node)
+        if name == "Path" and (said := known(text)) is not None:
+            return literal(str(PurePosixPath(said)), _lines(node))
         return text if name in ("str", "Path", "open") else self.unknown(node)
 
     def start(self, node: ast.Call, text: Any) -> None:
@@ -545,6 +797,36 @@ def _typed(said: str | None, default: ast.expr | None) -> Any:
     """The value of an option, a number where the default of its field is one."""
     kind = type(default.value) if isinstance(default, ast.Constant) else str
     return True if said is None else kind(said) if kind in (int, float) else literal(said)
+
+
+def _names(*nodes: ast.AST) -> list[str]:
+    """The names that some parts set, but for those that they only add to."""
+    parts = [part for node in nodes for part in ast.walk(node)]
+    added = {id(part.target) for part in parts if isinstance(part, ast.AugAssign)}
+    stored = [part.id for part in parts if isinstance(part, ast.Name) and isinstance(part.ctx, ast.Store | ast.Del)
+              and id(part) not in added]  # fmt: skip
+    bound = [part.name for part in parts if isinstance(part, ast.MatchAs | ast.MatchStar | ast.ExceptHandler)]
+    return [*stored, *(name for name in bound if name is not None)]
+
+
+def _parameters(asked: ast.arguments) -> list[str]:
+    return [one.arg for one in (*asked.posonlyargs, *asked.args, *asked.kwonlyargs)]
+
+
+def _yields(node: ast.FunctionDef) -> bool:
+    """Whether a function is a generator, whose value is no value of `return`."""
+    return any(isinstance(part, ast.Yield | ast.YieldFrom) for part in ast.walk(node))
+
+
+def _holds(value: Any, part: Any) -> bool:
+    """Whether a list or dict holds another one, at any depth."""
+    inner = value if isinstance(value, list) else value.values() if isinstance(value, dict) else ()
+    return any(one is part or _holds(one, part) for one in inner)
+
+
+def _key(value: Any) -> Any:
+    """A value as Python finds it in a dict; None where it is not known."""
+    return known(value) if isinstance(value, tuple) else value if isinstance(value, bool | int | float) else None
 
 
 def _text(value: Any, lines: Lines = (0, 0)) -> Text:

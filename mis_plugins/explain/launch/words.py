@@ -17,6 +17,7 @@ PACKAGES = {"miles", "slime", "vime"}  # of the hosts whose launch scripts are r
 COMMAND_LINE = 0  # the line of what the user gave to the script
 DEEPEST = 32  # functions, sourced files and evaluated texts within one another
 Lines = tuple[int, int]
+Joined = dict[tuple[int, int], tuple[Any, Any, Any]]  # of two branches: the values of either, and both in one
 Clause = tuple[str, bool | None, Callable[[], object]]  # a condition, whether it holds where that is known, the work
 
 
@@ -313,15 +314,24 @@ class Reader:
             self._restore(first)
             self.remember(f"not: {label}", ended_other)
         elif not ended:
+            joined: Joined = {}
             for scope, names in zip(self.scopes(), first, strict=False):  # a branch may open scopes of its own
-                self.join(names, scope, label)
+                self.join(names, scope, label, joined)
 
-    def join(self, names: Mapping[str, Any], scope: dict[str, Any], branch: str) -> None:
-        """Give a scope what `names`, of the branch, and the scope itself hold."""
+    def join(self, names: Mapping[str, Any], scope: dict[str, Any], branch: str, joined: Joined | None = None) -> None:
+        """Give a scope what `names`, of the branch, and the scope itself hold.
+
+        Args:
+            joined: what the scopes before have been given, so that two names of one list keep one list.
+        """
+        joined = {} if joined is None else joined
         for name in {**names, **scope}:
             one, other = names.get(name, ()), scope.get(name, ())
             is_sure = one or other or (name in names) == (name in scope)  # an empty text is not a name that is gone
-            scope[name] = self.either(one, other, branch) if is_sure else hole(f"a value that depends on {branch}")
+            value = self.either(one, other, branch) if is_sure else hole(f"a value that depends on {branch}")
+            # Both lists are kept beside what they make, so that no later one gets the address of either.
+            is_list = isinstance(one, list) or isinstance(other, list)
+            scope[name] = joined.setdefault((id(one), id(other)), (one, other, value))[2] if is_list else value
 
     def choose(self, clauses: Sequence[Clause]) -> None:
         """Run the first clause that holds; those before it that may hold are read both ways."""
