@@ -12,7 +12,7 @@ from mis_plugins.explain.launch.words import Reading
 
 START = '\nU.execute_train(train_args=f"--a {A}")\n'
 READ = {
-    "a loop that breaks": "A = 'x'\nfor b in ['1', '2']:\n    if b == '2':\n        break\n    A = b",
+    "a loop that breaks": "A = 'x'\nfor b in ['1', '2', '3']:\n    if b == '2':\n        break\n    A = b",
     "a round that is left": "A = ''\nfor b in ['1', '2']:\n    if b == '1':\n        continue\n    A += b",
     "a loop with else": "for b in ['1']:\n    pass\nelse:\n    A = b + 'e'",
     "a name within brackets": "A = 'a'\nB = [A for A in ['b']]",
@@ -50,6 +50,7 @@ UNSURE = {
     "a list without an item": "X = ['a', 'b']\ndel X[0]\nA = X[0]",
     "two names of a dict": "d = {'a': 'b'}\ne = d\ne['a'] = 'c'\nA = d['a']",
     "one of two lists": "X, Y = ['a'], ['a']\nZ = X if NOW() else Y\nZ.append('b')\nA = X[-1]",
+    "two names of a list after a branch": "X = Y = ['a']\nif NOW():\n    X.append('b')\nY.insert(0, 'z')\nA = X[0]",
     "one of two objects": "class C:\n    x: str = '0'\nc, d = C(), C()\np = c if NOW() else d\np.x = '1'\nA = c.x",
     "what a function does before it returns early": (
         "A = 'a'\ndef f():\n    global A\n    if NOW():\n        return\n    A = 'b'\nf()"
@@ -59,11 +60,11 @@ UNSURE = {
     ),
     "a list of unknown rounds": "A, b = 'x', 'x'\nfor q in sorted(['1', '2']):\n    A = b\n    b = 'c'",
     "a break of which nothing is known": "A = 'x'\nfor b in ['1', '2']:\n    if NOW():\n        break\n    A = b",
-    "a pattern with a rest": "match ['a', 'b']:\n    case ['a', *_]:\n        A = '1'\n    case _:\n        A = '2'",
+    "a pattern with a rest": "match ['a']:\n    case ['a', *_]:\n        A = '1'\n    case _:\n        A = '2'",
     "a function that another one replaces": "def d(f):\n    return lambda: 'z'\n@d\ndef f():\n    return 'a'\nA = f()",
     "all names at once": "A = 'a'\nexec(\"A = 'b'\")",
     "an import of a name": "A = 'a'\nfrom os import sep as A",
-    "arguments that only running tells": "A = dict(train_args='b')\nU.execute_train(**A)",
+    "arguments that only running tells": "A = 'a'\nU.execute_train(**dict(train_args='b'))",
 }
 
 

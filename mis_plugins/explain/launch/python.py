@@ -140,7 +140,6 @@ class Launcher(Reader, ast.NodeVisitor):
     def either(self, one: Any, other: Any, branch: str) -> Any:
         value = super().either(one, other, branch)
         if one is not other and (isinstance(one, Shared) or isinstance(other, Shared)):
-            value = list(value) if isinstance(value, list) else value
             self.alternatives[id(value)] = value, one, other
         return value
 
