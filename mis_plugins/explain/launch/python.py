@@ -57,7 +57,7 @@ PLAIN = bool | int | float | None
 
 
 class Raised(Ended):
-    """A statement raises an exception of this name."""
+    """A statement raises an exception."""
 
 
 class Round(Exception):
@@ -353,13 +353,14 @@ class Launcher(Reader, ast.NodeVisitor):
         self.block(node.body)
 
     def visit_Try(self, node: ast.Try) -> None:
-        """A statement is taken to raise nothing, but for `raise`."""
+        """No statement is taken to raise anything, but for `raise`."""
         ended = self.attempt(lambda: self.block([*node.body, *node.orelse]))
         if node.handlers:
             self.reading.assumed[f"nothing raises in lines {node.lineno} to {node.end_lineno}"] = None
         if isinstance(ended, Raised) and node.handlers:
             if len(node.handlers) > 1:
                 self.unread(node, "one of several handlers goes on")
+            self.reading.ended = ""
             self.forget(node.handlers[0])
             ended = self.attempt(lambda: self.block(node.handlers[0].body))
         self.block(node.finalbody)
@@ -486,11 +487,8 @@ class Launcher(Reader, ast.NodeVisitor):
         said, more = known(one), known(other)
         if said is not None and more is not None:
             return self.reading.paid(literal(str(PurePosixPath(said) / more), _lines(node)))
-        return (
-            self.unknown(node)
-            if other[:1] and (other[0].text or "")[:1] in "/."
-            else self.reading.paid((*one, Piece("/"), *other))
-        )
+        may_replace = other[:1] and (other[0].text or "")[:1] in "/."  # all before it, or nothing
+        return self.unknown(node) if may_replace else self.reading.paid((*one, Piece("/"), *other))
 
     def visit_List(self, node: ast.List | ast.Tuple | ast.Set) -> Any:
         if any(isinstance(one, ast.Starred) for one in node.elts):
@@ -536,14 +534,8 @@ class Launcher(Reader, ast.NodeVisitor):
             owner = self.visit(node.func.value)
             if isinstance(owner, Record):
                 target = self.method(owner, name)
-                kinds = {_name(one): one for one in target.decorator_list} if target else {}
-                given = (
-                    given
-                    if "staticmethod" in kinds
-                    else [self.unknown(node), *given]
-                    if "classmethod" in kinds
-                    else [owner, *given]
-                )
+                kinds = set(map(_name, target.decorator_list)) if target else set[str]()
+                given = given if "staticmethod" in kinds else [owner, *given]
             elif isinstance(owner, list) and name in ("append", "extend") and given:
                 added = given[:1] if name == "append" else given[0]
                 self.changed(owner, owner + added if isinstance(added, list) else self.unknown(node))
