@@ -62,7 +62,8 @@ SAID = (
     "Random cases that ended without a fault, of seed 0 and of those that follow it, 100 of each; each start of "
     "ranks without a planted fault counts as the 12 cases that they are asked. A fault ends a run, "
     "prints the command that replays it, and becomes a test. "
-    "`unclear`: rounding may decide. `idle`: the oracle's gradient is 0. `unsure`: the reader of scripts or of launchers says so. `raises`: so does the launcher."
+    "`unclear`: rounding may decide. `idle`: the oracle's gradient is 0. `unsure`: the reader of scripts or "
+    "of launchers says so. `raises`: so does the launcher."
 )
 
 

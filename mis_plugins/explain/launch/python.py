@@ -361,8 +361,10 @@ class Launcher(Reader, ast.NodeVisitor):
             if len(node.handlers) > 1:
                 self.unread(node, "one of several handlers goes on")
             self.reading.ended = ""
-            self.forget(node.handlers[0])
-            ended = self.attempt(lambda: self.block(node.handlers[0].body))
+            handler = node.handlers[0]
+            if handler.name is not None:
+                self.store(handler.name, hole(handler.name))
+            ended = self.attempt(lambda: self.block(handler.body))
         self.block(node.finalbody)
         if ended is not None:
             raise ended
