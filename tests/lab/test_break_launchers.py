@@ -43,8 +43,8 @@ READ = {
     "a method without an object": "class C:\n    @staticmethod\n    def f(x):\n        return x\nA = C().f('q')",
     "an attribute by its name": "class C:\n    x: str = '0'\nc = C()\nsetattr(c, 'x', '1')\nA = c.x",
     "an object that a handler changes": (
-        "class C:\n    x: str = '0'\nc = d = C()\ntry:\n    raise ValueError\nexcept ValueError:\n    c.x = '1'\n    c = C()\n"
-        "A = d.x"
+        "class C:\n    x: str = '0'\nc = d = C()\ntry:\n    raise ValueError\nexcept ValueError:\n    c.x = '1'\n"
+        "    c = C()\nA = d.x"
     ),
     "a number and its text as keys": "d = {1: 'a', '1': 'b'}\nA = d[1]",
 }
