@@ -112,7 +112,7 @@ class Launcher(Reader, ast.NodeVisitor):
         self.outside: dict[str, dict[str, Any]] = {}  # names that are `global` or `nonlocal`, and where they are
         self.enclosing: dict[ast.AST, list[dict[str, Any]]] = {}  # of each function within functions
         self.around: list[dict[str, Any]] = []
-        self.defaults: dict[Any, Any] = {}  # of parameters and fields, from where they were defined
+        self.defaults: dict[str, Any] = {}  # of parameters and fields by place, from where they were defined
         self.forks = self.round = 0
         self.records: list[Record] = []
         self.returns: list[tuple[str, Returned]] = []
@@ -210,7 +210,7 @@ class Launcher(Reader, ast.NodeVisitor):
         self.enclosing[node] = [*self.around, *self.frames[1:][-1:]]
         for default in (*node.args.defaults, *node.args.kw_defaults):
             if default is not None:
-                self.defaults[default] = self.visit(default)
+                self.defaults[_place(default)] = self.visit(default)
 
     def visit_ClassDef(self, node: ast.ClassDef) -> None:
         self.store(node.name, node)
@@ -218,7 +218,7 @@ class Launcher(Reader, ast.NodeVisitor):
             if isinstance(part, ast.FunctionDef):
                 self.define(part)
             elif isinstance(part, ast.AnnAssign) and part.value is not None and _name(part.value) != "field":
-                self.defaults[part.value] = self.visit(part.value)
+                self.defaults[_place(part.value)] = self.visit(part.value)
 
     def visit_Import(self, node: ast.Import | ast.ImportFrom) -> None:
         for name in ((one.asname or one.name).partition(".")[0] for one in node.names):
@@ -635,7 +635,7 @@ class Launcher(Reader, ast.NodeVisitor):
     def left_out(self, parameter: ast.arg, default: ast.expr | None) -> Any:
         """A parameter that nobody gives: its default, or the dataclass that the command line fills."""
         if default is not None:
-            return self.defaults.get(default, hole(_said(default), _lines(default)))
+            return self.defaults.get(_place(default), hole(_said(default), _lines(default)))
         kind = self.globals.get(_name(parameter.annotation))
         is_filled = isinstance(kind, ast.ClassDef)
         return self.instance(kind, [], self.from_options(kind)) if is_filled else hole(parameter.arg, _lines(parameter))
@@ -670,7 +670,9 @@ class Launcher(Reader, ast.NodeVisitor):
             factory = said.get("default_factory")
             plain = factory.body if isinstance(factory, ast.Lambda) else said.get("default")
             return self.unknown(value) if plain is None else self.visit(plain)
-        return hole("a field without default") if value is None else self.defaults.get(value, self.unknown(value))
+        return (
+            hole("a field without default") if value is None else self.defaults.get(_place(value), self.unknown(value))
+        )
 
     def from_options(self, node: ast.ClassDef) -> dict[str, Any]:
         """The fields that the launcher's command line sets, each of the type of its default."""
@@ -762,6 +764,10 @@ def _said(node: ast.AST) -> str:
 def _lines(node: ast.AST) -> Lines:
     first = getattr(node, "lineno", 0)
     return first, getattr(node, "end_lineno", None) or first
+
+
+def _place(node: ast.expr) -> str:
+    return f"{node.lineno}:{node.col_offset}"
 
 
 def _name(node: ast.expr | None) -> str:
