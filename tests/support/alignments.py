@@ -20,9 +20,7 @@ from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
 from other_backend import BACKWARDS
-from safetensors.torch import load_file
 from torch import Tensor
-from torch.nn.functional import linear
 from torch.nn.utils.rnn import pad_sequence
 
 from true_on_policy.contract import rounding as rope
@@ -53,16 +51,6 @@ def rows_of_the_page(heading: str) -> list[str]:
 def equal_share(samples: list[Sample], log_probs: LogProbs) -> float:
     found = conclusion(Evidence(samples=samples, trainer_tempered=log_probs))
     return found.equal / found.total
-
-
-def own_products_agree(checkpoint: Path) -> bool:
-    """Whether the products of this CPU's own kernel with the model's matrices have the bits of the pinned one."""
-    matrices = [weight for weight in load_file(checkpoint / "model.safetensors").values() if weight.dim() == 2]
-    generator = torch.Generator().manual_seed(0)
-    rows = [torch.randn(320, matrix.shape[1], generator=generator).to(matrix.dtype) for matrix in matrices]
-    own = [linear(x, matrix) for x, matrix in zip(rows, matrices, strict=True)]
-    with pinned(CONTRACT):
-        return all(linear(x, matrix).equal(y) for x, matrix, y in zip(rows, matrices, own, strict=True))
 
 
 def aligned(
