@@ -149,7 +149,8 @@ def test_weights_that_do_not_exist_are_an_error(engine: SGLang, tmp_path: Path):
 
 @pytest.fixture(scope="module")
 def sampled(engine: SGLang) -> list[Sample]:
-    warm = [replace(request, temperature=0.7, seed=9) for request in REQUESTS]
+    # Of 210 tokens none differs on some processors where sums alone are left out.
+    warm = [replace(request, temperature=0.7, seed=seed) for request in REQUESTS for seed in range(9, 17)]
     return engine.generate(REQUESTS + warm)
 
 
