@@ -28,12 +28,14 @@ def activate() -> None:
     if not asked_for():
         return
     import vllm._custom_ops as custom_ops  # pyright: ignore[reportMissingImports]
+    import vllm.model_executor.layers.utils as products  # pyright: ignore[reportMissingImports]
     from vllm.model_executor.layers.layernorm import RMSNorm  # pyright: ignore[reportMissingImports]
     from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding  # pyright: ignore[reportMissingImports]
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl  # pyright: ignore[reportMissingImports]
     from vllm.v1.worker.cpu_worker import CPUWorker  # pyright: ignore[reportMissingImports]
 
     custom_ops._supports_onednn = False  # vLLM then calls torch.nn.functional.linear
+    products.check_cpu_sgl_kernel = lambda *_: False  # nor SGLang's packed products, where a CPU has AMX
     CPUAttentionBackendImpl.forward = _attend
     CPUAttentionBackendImpl.do_kv_cache_update = _store
     RotaryEmbedding.forward_cpu = RotaryEmbedding.forward_native
