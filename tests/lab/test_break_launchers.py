@@ -59,6 +59,9 @@ UNSURE = {
     "what a function does before it returns early": (
         "A = 'a'\ndef f():\n    global A\n    if NOW():\n        return\n    A = 'b'\nf()"
     ),
+    "an exception that may be raised, and is caught": (
+        "A = 'x'\ntry:\n    if NOW():\n        raise ValueError\nexcept ValueError:\n    A = 'y'"
+    ),
     "one of several handlers": (
         "try:\n    raise ValueError\nexcept TypeError:\n    A = 'b'\nexcept ValueError:\n    A = 'c'"
     ),

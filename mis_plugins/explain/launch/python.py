@@ -48,8 +48,8 @@ OF_MILES = {"num_nodes": 1, "cuda_core_dump": False, "extra_env_vars": (), "outp
 """What a launcher has from Miles's own dataclass, by its defaults at 31f1ca9."""
 GIVE_NOTHING = ("get_default_wandb_args", "get_mooncake_object_store_args")  # Miles's helpers: no flag of ours
 PLAINLY = {"strip": str.strip, "lower": str.lower}
-LEAVES = ("get", "items", "keys", "values", "copy", "index", "count")  # methods that change no list and no dict
-REACHES = ("exec", "globals", "locals")  # functions that may set any name
+PURE = ("get", "items", "keys", "values", "copy", "index", "count")  # methods that change no list and no dict
+SET_ANY_NAME = ("exec", "globals", "locals")
 DECORATES = {"dataclass", "command", "callback", "dataclass_cli", "property", "staticmethod", "classmethod", "cache"}
 LOOPS = 1000  # rounds of one loop
 LARGEST = 2**63  # of a number; a power would fill the memory
@@ -114,6 +114,7 @@ class Launcher(Reader, ast.NodeVisitor):
         self.around: list[dict[str, Any]] = []
         self.defaults: dict[str, Any] = {}  # of parameters and fields by place, from where they were defined
         self.forks = self.round = 0
+        self.tried: int | None = None  # forks around the try whose handlers would catch
         self.records: list[Record] = []
         self.returns: list[tuple[str, Returned]] = []
         self.alternatives: dict[int, tuple[Any, Any, Any]] = {}  # of two lists, dicts or records, each with its address
@@ -354,7 +355,11 @@ class Launcher(Reader, ast.NodeVisitor):
 
     def visit_Try(self, node: ast.Try) -> None:
         """No statement is taken to raise anything, but for `raise`."""
-        ended = self.attempt(lambda: self.block([*node.body, *node.orelse]))
+        outer, self.tried = self.tried, self.forks if node.handlers else self.tried
+        try:
+            ended = self.attempt(lambda: self.block([*node.body, *node.orelse]))
+        finally:
+            self.tried = outer
         if node.handlers:
             self.reading.assumed[f"nothing raises in lines {node.lineno} to {node.end_lineno}"] = None
         if isinstance(ended, Raised) and node.handlers:
@@ -374,6 +379,8 @@ class Launcher(Reader, ast.NodeVisitor):
         raise Returned((value, [dict(scope) for scope in self.scopes()]))
 
     def visit_Raise(self, node: ast.Raise) -> None:
+        if self.tried is not None and self.forks > self.tried:
+            self.unread(node, f"depends on {self.branch}, and a handler may go on")
         self.reading.ended = f": with these arguments the launcher raises in line {node.lineno}"
         raise Raised
 
@@ -474,12 +481,12 @@ class Launcher(Reader, ast.NodeVisitor):
         """Texts and lists are added, paths divided and whole numbers multiplied; any other value is not known."""
         if isinstance(kind, ast.Div) and isinstance(one, tuple) and isinstance(other, tuple):
             return self.divided(node, one, other)
-        between = () if isinstance(kind, ast.Add) else None
-        if isinstance(one, list) and isinstance(other, list) and between == ():
+        adds = isinstance(kind, ast.Add)
+        if isinstance(one, list) and isinstance(other, list) and adds:
             self.reading.spend(len(one) + len(other))
             return one + other
-        if between is not None and (isinstance(one, tuple) or isinstance(other, tuple)):
-            return self.reading.paid((*_text(one), *between, *_text(other)))
+        if adds and (isinstance(one, tuple) or isinstance(other, tuple)):
+            return self.reading.paid((*_text(one), *_text(other)))
         if isinstance(kind, ast.Mult) and isinstance(one, int) and isinstance(other, int):
             return one * other if abs(one * other) < LARGEST else self.unknown(node)
         return self.unknown(node)
@@ -541,7 +548,7 @@ class Launcher(Reader, ast.NodeVisitor):
             elif isinstance(owner, list) and name in ("append", "extend") and given:
                 added = given[:1] if name == "append" else given[0]
                 self.changed(owner, owner + added if isinstance(added, list) else self.unknown(node))
-            elif (isinstance(owner, list | dict) or id(owner) in self.alternatives) and name not in LEAVES:
+            elif (isinstance(owner, list | dict) or id(owner) in self.alternatives) and name not in PURE:
                 self.changed(owner, self.unknown(node))
             elif isinstance(owner, tuple) and (found := self.of_text(owner, name, given)) is not None:
                 return found
@@ -701,7 +708,7 @@ class Launcher(Reader, ast.NodeVisitor):
         if name in ("exit", "_exit", "quit") and _name(getattr(node.func, "value", None)) in ("", "sys", "os"):
             self.reading.ended = f": with these arguments the launcher exits in line {node.lineno}"
             raise Ended
-        if name in REACHES:
+        if name in SET_ANY_NAME:
             self.unread(node, "may set any name")
         if not given:
             return self.unknown(node)
