@@ -310,9 +310,9 @@ def _hook(args: View, pg_loss: Tensor, batch: HostBatch, settled: Settled, flags
     """
     config = settled.config
     tokens = sum(batch.layout.local_lengths)
-    if pg_loss.shape != (tokens,):
-        said = f"{len(pg_loss)} tokens" if pg_loss.dim() == 1 else f"shape {list(pg_loss.shape)}, not 1-D"
-        raise InputError(f"pg_loss: {said}, but this rank holds {tokens} tokens")
+    if not isinstance(pg_loss, Tensor) or pg_loss.shape != (tokens,):
+        said = f"shape {list(pg_loss.shape)}" if isinstance(pg_loss, Tensor) else f"a {type(pg_loss).__name__}"
+        raise InputError(f"pg_loss: {said}, but this rank holds {tokens} tokens; expected a tensor [{tokens}]")
     correction, placed = _correct(args, batch, config, flags)
     loss = pg_loss
     if config.corrects:

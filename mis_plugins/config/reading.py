@@ -19,7 +19,7 @@ from contextlib import suppress
 from typing import Annotated, Any, Literal
 
 from mis_plugins.config.file import OURS as BESIDE
-from mis_plugins.config.file import keys_given, short
+from mis_plugins.config.file import SWITCHES, keys_given, short
 from mis_plugins.config.model import WEIGHT_BOUNDS, CorrectionConfig
 from mis_plugins.config.view import BACKENDS, FILES, View, contradicted, is_untyped, of_hooks, once, plain, view
 from mis_plugins.errors import ConfigError, shown, warn_once
@@ -142,6 +142,8 @@ def _from_view(stated: View) -> CorrectionConfig:
     if not is_untyped(stated):  # an attribute of the class, or a property, is an argument too
         others = {name: getattr(stated, name, None) for name in OWN_KEYS - said.keys()}
         said |= {name: value for name, value in others.items() if value is not None}
+    for name in SWITCHES:
+        convert(bool | None, getattr(stated, name, None), name)
     if beside := of_hooks(stated).keys() & BESIDE:
         raise ConfigError(f"{min(beside)}: stands beside `mis:` in a hook's config; write it under `mis:`")
     for name in filter(is_ours, contradicted(stated)):

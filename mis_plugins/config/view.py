@@ -17,7 +17,7 @@ from stat import S_ISREG
 from types import NoneType, SimpleNamespace
 from typing import Any, TypeVar
 
-from mis_plugins.errors import InputError
+from mis_plugins.errors import ConfigError, InputError
 
 Made = TypeVar("Made")
 NAMESPACES = (Namespace, SimpleNamespace)
@@ -28,6 +28,10 @@ LARGEST_FILE = 2**17  # bytes; the largest of verl's own files has 38,000, and 4
 CLOCK_STEP = 2_000_000_000  # ns; the coarsest clock by which a file system tells when a file was written
 BACKENDS = ("fsdp", "torchtitan")  # Miles's beside Megatron, each a host of its own
 FILES = ("custom_config_path", "config")  # arguments that name a file of keys; the second is that of BACKENDS
+
+
+class MissingArgument(ConfigError, AttributeError):
+    """A hook reads an argument that the host's arguments lack."""
 
 
 class View(Mapping[str, Any]):
@@ -68,7 +72,7 @@ class View(Mapping[str, Any]):
             value = getattr(self._given, name)
             self._reached[name] = _inside(value)
             return value
-        raise AttributeError(f"{name}: the host's arguments ({type(self._given).__name__}) have none", name=name)
+        raise MissingArgument(f"{name}: missing in the host's arguments ({type(self._given).__name__}); add it")
 
     def __setattr__(self, name: str, value: Any) -> None:
         raise AttributeError(f"{name}: the host's arguments are read, and never written")

@@ -46,7 +46,7 @@ class HostBatch:
 
             is_engine = self.rollout_log_probs is None
             raise InputError(misfit.NO_ROLLOUT_LOG_PROBS if is_engine else misfit.NO_TRAIN_LOG_PROBS)
-        if not len(self.loss_masks):
+        if self.loss_masks is None or not len(self.loss_masks):
             raise InputError("loss_masks: no sequence in this micro-batch")
         sides = {self.trainer: self.train_log_probs, "rollout_log_probs": self.rollout_log_probs}
         check_lengths(self.loss_masks, sides, self.layout, self.if_cut)
@@ -64,7 +64,7 @@ class HostBatch:
     @cached_property
     def _sides(self) -> Sequence[Float[Tensor, " T"]]:
         """Log-probs of trainer and engine, joined for one search for what stands in for a log-prob."""
-        both = cast(list[Tensor], [*(self.train_log_probs or ()), *(self.rollout_log_probs or ())])
+        both = [*cast(Tensors, self.train_log_probs), *cast(Tensors, self.rollout_log_probs)]
         with torch.no_grad():
             return without_absent(torch.cat(both)).chunk(2)
 
@@ -89,7 +89,9 @@ def check_apart(proximal: Handed, behavior: Handed, name: str = "train_log_probs
     Raises:
         InputError: it names both lists, and the first sequence.
     """
-    for i, (one, other) in enumerate(zip(proximal or (), behavior or (), strict=False)):
+    if proximal is None or behavior is None:
+        return
+    for i, (one, other) in enumerate(zip(proximal, behavior, strict=False)):
         if one is not None and other is not None and 0 != one.data_ptr() == other.data_ptr():
             raise InputError(
                 f"{name}[{i}] and rollout_log_probs[{i}]: one tensor, so that every ratio of sequence {i} is 1 and "
@@ -115,15 +117,21 @@ def host_layout(
     qkv_format = getattr(args, "qkv_format", "thd")
     if qkv_format not in ("thd", "bshd"):
         raise ConfigError(f"qkv_format: got {qkv_format!r}; choose one of thd, bshd")
-    if qkv_format == "bshd" and max_seq_lens is None:
-        raise InputError("max_seq_lens: missing, and qkv_format: bshd needs it")
-    if len(total_lengths) != len(response_lengths):
-        raise InputError(f"total_lengths: {len(total_lengths)} sequences, response_lengths: {len(response_lengths)}")
+    named = {"response_lengths": response_lengths, "total_lengths": total_lengths}
+    if qkv_format == "bshd":
+        named["max_seq_lens"] = max_seq_lens
+    for name, lengths in named.items():
+        if lengths is None:
+            raise InputError(f"{name}: missing, and qkv_format: {qkv_format} needs it")
+        if len(lengths) != len(response_lengths):
+            raise InputError(f"{name}: {len(lengths)} sequences, response_lengths: {len(response_lengths)}")
     for i, (total, response) in enumerate(zip(total_lengths, response_lengths, strict=True)):
         if response and total <= response:
             raise InputError(
                 f"total_lengths[{i}]: {total}, but sequence {i} has a prompt and {response} response tokens"
             )
+        if qkv_format == "bshd" and max_seq_lens[i] < total:
+            raise InputError(f"max_seq_lens[{i}]: {max_seq_lens[i]}, but sequence {i} has {total} tokens")
     if cp_size == 1:
         return whole(response_lengths)
     return zigzag(total_lengths, response_lengths, cp_size, cp_rank, max_seq_lens if qkv_format == "bshd" else None)
@@ -154,21 +162,21 @@ def check_lengths(
     for name, tensors in lists.items():
         if len(tensors) != sequences:
             raise InputError(f"{name}: {len(tensors)} sequences, but the batch has {sequences}")
-        for i, tensor in enumerate(tensors):
-            if tensor is None:
-                raise InputError(f"{name}[{i}]: None; sequence {i} came without {name.replace('_', ' ')}")
-    counts = {name: numbers_of(tensors) for name, tensors in lists.items()}
-    fits = dict.fromkeys(lists, layout.local_lengths) | {"loss_masks": list(layout.response_lengths)}
-    if counts != fits:
-        i = next(i for i in range(sequences) if any(counts[name][i] != fits[name][i] for name in lists))
+    local, full = ([(count,) for count in counts] for counts in (layout.local_lengths, layout.response_lengths))
+    fits = dict.fromkeys(lists, local) | {"loss_masks": full}
+    try:
+        is_fit = all([*map(Tensor.size, tensors)] == fits[name] for name, tensors in lists.items())
+    except TypeError:  # an entry is no tensor
+        is_fit = False
+    if not is_fit:
         from mis_plugins.hosts import misfit
 
-        raise InputError(misfit.message(i, counts, layout, if_cut))
+        raise InputError(misfit.message(lists, layout, if_cut))
 
 
-def numbers_of(tensors: Sequence[Tensor | None]) -> list[int]:
-    """Number of tokens of each sequence; 0 where there is no tensor."""
-    return [0 if tensor is None else tensor.numel() for tensor in tensors]
+def numbers_of(tensors: Sequence[Tensor | None] | None) -> list[int]:
+    """Number of tokens of each sequence; 0 where there is no tensor, which `check_lengths` refuses."""
+    return [] if tensors is None else [x.numel() if isinstance(x, Tensor) else 0 for x in tensors]
 
 
 def without_absent(log_probs: Shaped[Tensor, "*N"]) -> Float[Tensor, "*N"]:

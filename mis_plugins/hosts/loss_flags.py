@@ -32,7 +32,7 @@ def config_in_force(args: Any, config: CorrectionConfig, host: Host, versions_kn
     if getattr(args, "use_opsm", False):
         if opsm is not None:
             raise ConfigError("--use-opsm and mis.opsm are both set; keep one of them")
-        opsm = OpsmConfig(args.opsm_delta, reference=objective.old)
+        opsm = OpsmConfig(_number(args, "opsm_delta"), reference=objective.old)
     try:
         config = dataclasses.replace(config, objective=objective, opsm=opsm)
     except ConfigError as error:
@@ -80,6 +80,14 @@ def _yaml(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
+def _number(args: Any, name: str) -> float:
+    return reading.number(getattr(args, name), f"--{name.replace('_', '-')}")
+
+
+def _dual(args: Any) -> float | None:
+    return None if getattr(args, "eps_clip_c", None) is None else _number(args, "eps_clip_c")
+
+
 def loss_config(args: Any, step: tuple[int, int] | None = None) -> LossConfig:
     """Read the host's flags about clipping, entropy and KL.
 
@@ -95,7 +103,7 @@ def loss_config(args: Any, step: tuple[int, int] | None = None) -> LossConfig:
         if kl_type not in ESTIMATORS:
             raise ConfigError(f"--kl-loss-type: got {kl_type!r}; choose one of {', '.join(ESTIMATORS)}")
     try:
-        clip = Clip(args.eps_clip, args.eps_clip_high, getattr(args, "eps_clip_c", None))
+        clip = Clip(_number(args, "eps_clip"), _number(args, "eps_clip_high"), _dual(args))
     except ConfigError as error:
         raise error.spelled({"dual": "--eps-clip-c"}) from None
     entropy_coef, kl_coef = getattr(args, "entropy_coef", 0.0), getattr(args, "kl_loss_coef", 0.0)

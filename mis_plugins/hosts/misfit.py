@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
 
 from mis_plugins.packing.layout import Layout
 
@@ -20,8 +23,28 @@ NO_TRAIN_LOG_PROBS = (
 )
 
 
-def message(i: int, counts: Mapping[str, Sequence[int]], layout: Layout, if_cut: str) -> str:
-    """What an error says of the first sequence whose lists have several lengths."""
+def message(lists: Mapping[str, Sequence[Any]], layout: Layout, if_cut: str) -> str:
+    """What an error says of lists of which an entry is no tensor, or has another shape than its sequence.
+
+    Args:
+        lists: the loss masks first.
+    """
+    for name, tensors in lists.items():
+        for i, tensor in enumerate(tensors):
+            if tensor is None:
+                return f"{name}[{i}]: None; sequence {i} came without {name.replace('_', ' ')}"
+            if not isinstance(tensor, Tensor):
+                return f"{name}[{i}]: a {type(tensor).__name__}; expected a tensor with a number for each token"
+            if tensor.dim() != 1:
+                return f"{name}[{i}]: shape {list(tensor.shape)}; expected one dimension, with a number for each token"
+    counts = {name: [len(tensor) for tensor in tensors] for name, tensors in lists.items()}
+    fits = dict.fromkeys(lists, layout.local_lengths) | {"loss_masks": list(layout.response_lengths)}
+    rows = range(len(layout.response_lengths))
+    return _of_sequence(next(i for i in rows if any(counts[x][i] != fits[x][i] for x in lists)), counts, layout, if_cut)
+
+
+def _of_sequence(i: int, counts: Mapping[str, Sequence[int]], layout: Layout, if_cut: str) -> str:
+    """What an error says of a sequence whose lists have several lengths."""
     here = {name: count[i] for name, count in counts.items()}
     response, local = layout.response_lengths[i], layout.local_lengths[i]
     odd, truth = _odd(here, response, local, layout.spans is None)
@@ -30,15 +53,18 @@ def message(i: int, counts: Mapping[str, Sequence[int]], layout: Layout, if_cut:
         told += f", response_lengths {response}, of which {local} on this rank"
     elif response != here["loss_masks"]:
         told += f", response_lengths {response}"
+    mask, *of_rank = here.values()
     if not odd:
         return f"response_lengths[{i}]: {response} tokens, but sequence {i} has {truth} ({told})"
     if len(odd) > 1:
         return f"{', '.join(odd)}: no two agree on the tokens of sequence {i} ({told})"
-    name, mask = odd[0], here["loss_masks"]
+    name = odd[0]
     error = f"{name}[{i}]: {here[name]} tokens, but sequence {i} has {truth} ({told})"
-    if any(sorted(counts[name]) == sorted(count) for other, count in counts.items() if other != name):
+    if layout.spans is not None and name == "loss_masks":  # a response of the mask's length may leave as many here
+        error += f", unless response_lengths[{i}] is wrong"
+    if any(counts[name] != count and sorted(counts[name]) == sorted(count) for count in counts.values()):
         error += "; it has the lengths of all sequences in another order"
-    if if_cut and max(list(here.values())[1:]) < mask:
+    if if_cut and max(of_rank) < mask:
         error += f"; {if_cut}"
     return error
 
@@ -55,6 +81,8 @@ def _odd(here: Mapping[str, int], response: int, local: int, is_whole: bool) -> 
         is_whole: whether responses lie whole on this rank, so that masks and log-probs have equal lengths.
     """
     mask, *counts = here.values()
+    if not is_whole and mask != response and len(set(counts)) == 1:  # nor do the parts on this rank fit the response
+        return [], mask
     votes = [local if mask == response else mask if is_whole else -1, *counts]
     most, number = Counter(votes).most_common(1)[0]
     truth = most if 2 * number > len(votes) else local if len(votes) == 2 else -1
