@@ -312,7 +312,7 @@ def _hook(args: View, pg_loss: Tensor, batch: HostBatch, settled: Settled, flags
     tokens = sum(batch.layout.local_lengths)
     if not isinstance(pg_loss, Tensor) or pg_loss.shape != (tokens,):
         said = f"shape {list(pg_loss.shape)}" if isinstance(pg_loss, Tensor) else f"a {type(pg_loss).__name__}"
-        raise InputError(f"pg_loss: {said}, but this rank holds {tokens} tokens; expected a tensor [{tokens}]")
+        raise InputError(f"pg_loss: {said}, not 1-D with the {tokens} tokens that this rank holds")
     correction, placed = _correct(args, batch, config, flags)
     loss = pg_loss
     if config.corrects:

@@ -81,8 +81,8 @@ def _odd(here: Mapping[str, int], response: int, local: int, is_whole: bool) -> 
         is_whole: whether responses lie whole on this rank, so that masks and log-probs have equal lengths.
     """
     mask, *counts = here.values()
-    if not is_whole and mask != response and len(set(counts)) == 1:  # nor do the parts on this rank fit the response
-        return [], mask
+    if not is_whole and mask != response and len({local, *counts}) == 2 and len(set(counts)) == 1:
+        return [], mask  # nor do the parts on this rank fit the response
     votes = [local if mask == response else mask if is_whole else -1, *counts]
     most, number = Counter(votes).most_common(1)[0]
     truth = most if 2 * number > len(votes) else local if len(votes) == 2 else -1

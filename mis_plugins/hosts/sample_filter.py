@@ -25,6 +25,7 @@ Cause = Literal[
     "of another count",
     "beside a loss mask of another count",
     "beside a response_length of another count",
+    "beside tokens of another count",
     "not finite",
     "absent",
     "of other tokens",
@@ -53,10 +54,11 @@ def drop_broken_samples(args: Any, data: Iterable[Any]) -> None:
     """The sample filter of Miles and slime: `--rollout-sample-filter-path mis_plugins.mis.drop_broken_samples`.
 
     Sets `remove_sample` where rollout log-probs are missing, or where they, the loss mask and the response's tokens
-    differ in number. Sets it too where a token of the loss has no log-prob (`shared/absent.py`: None, NaN, -9999), or
-    that of another token than the response holds there. The log names dropped samples; they stay in their group's
-    advantages. The hosts convert their lists too, and would fail there: missing log-probs become 0, and a loss mask
-    that does not fit zeros, all of them outside the loss by then.
+    differ in number, or where the sample has fewer tokens. Sets it too where a token of the loss has no log-prob
+    (`shared/absent.py`: None, NaN, -9999), or that of another token than the response holds there. The log names
+    dropped samples; they stay in their group's advantages. The hosts convert their lists too, and would fail there:
+    missing log-probs become 0, as do missing tokens, and a loss mask that does not fit zeros, all of them outside the
+    loss by then.
 
     Tokens, which an environment may rewrite, are compared where a sample holds what the engine returned. A generate
     function of the user's may be wrapped in `turns_checked`, which compares them by turn. It may also keep SGLang's
@@ -101,7 +103,12 @@ def fault_of(sample: Any, drafts: bool = False) -> Fault | None:
         return fault
     pairs = zip(log_probs, _in_loss(sample), strict=True)
     absent = [x for x, counts in pairs if counts and is_absent(x)]
-    return _without_log_probs(absent, expected) if absent else _other_tokens(sample, drafts)
+    if absent:
+        return _without_log_probs(absent, expected)
+    tokens = len(_entries(getattr(sample, "tokens", None)))
+    if 0 < tokens < expected:
+        return Fault("beside tokens of another count", f"{tokens} tokens for a prompt and {expected} response tokens")
+    return _other_tokens(sample, drafts)
 
 
 def _other_lengths(log_probs: int, tokens: int, loss_mask: Any) -> Fault | None:
@@ -146,7 +153,7 @@ def _other_tokens(sample: Any, drafts: bool) -> Fault | None:
         return Fault("of other tokens", f"{len(entries)} {ENTRIES} for {length} response tokens")
     if entries is not None:
         pairs = zip(entries, _response(sample).tolist(), strict=True)
-        changed = [entry is not None and int(entry[1]) != token for entry, token in pairs]
+        changed = [entry is not None and _token_of(entry) != token for entry, token in pairs]
     else:
         changed = [False] * length if drafts else _outside_nucleus(sample)
     in_loss = zip(changed, _in_loss(sample), strict=True)
@@ -157,6 +164,14 @@ def _other_tokens(sample: Any, drafts: bool) -> Fault | None:
         "of other tokens",
         f"{len(places)} of {length} response tokens are not those that the engine returned, the first at {places[0]}",
     )
+
+
+def _token_of(entry: Any) -> int | None:
+    """The token that an entry of SGLang's names; None where it names none."""
+    try:
+        return int(entry[1])
+    except (TypeError, ValueError, LookupError):
+        return None
 
 
 def _outside_nucleus(sample: Any) -> list[bool]:
@@ -182,7 +197,7 @@ def _response(sample: Any) -> Int[Tensor, " R"]:
 
 def _flat(data: Any) -> Iterator[Any]:
     """The samples in order, whatever lists they are in; None is no sample."""
-    if isinstance(data, (list, tuple)):
+    if isinstance(data, Iterable) and not hasattr(data, "remove_sample"):
         for item in data:
             yield from _flat(item)
     elif data is not None:
@@ -211,7 +226,7 @@ def _in_loss(sample: Any) -> list[bool]:
 
 
 def _make_readable(sample: Any) -> None:
-    """Give the sample one log-prob, and one entry of its loss mask, for each response token where it lacks them."""
+    """Give the sample tokens, log-probs and a loss mask as long as its response, where it lacks them."""
     log_probs, tokens = _entries(sample.rollout_log_probs), sample.response_length
     if sample.rollout_log_probs is None or len(log_probs) != tokens:
         sample.rollout_log_probs = [UNSAMPLED] * tokens
@@ -219,6 +234,9 @@ def _make_readable(sample: Any) -> None:
         sample.rollout_log_probs = [UNSAMPLED if is_absent(x) else x for x in log_probs]
     if sample.loss_mask is not None and len(sample.loss_mask) != tokens:
         sample.loss_mask = [0] * tokens
+    held = _entries(getattr(sample, "tokens", None))
+    if 0 < len(held) < tokens:
+        sample.tokens = [*held, *[0] * (tokens + 1 - len(held))]
 
 
 def _refuse_what_tells_nothing(samples: list[Any], dropped: list[tuple[Any, Fault]]) -> None:

@@ -155,7 +155,7 @@ def test_miles_takes_the_file_itself_in_base64(said: dict, watches: bool):
 
 def test_what_is_no_base64_is_refused():
     args = flags(custom_config_path="base64:mis.yaml", **NESTED)
-    with pytest.raises(ConfigError, match=r"cannot read base64:mis\.yaml \(base64: no base64 behind it"):
+    with pytest.raises(ConfigError, match=r"^base64:mis\.yaml: base64: no base64 behind it"):
         loss_of(args)
 
 
