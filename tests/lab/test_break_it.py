@@ -120,7 +120,7 @@ UNSURE = {
         "A=${A:-}; if [[ $A == x ]]; then exit 1; fi\npython3 train.py a$A",
         ["a"],
     ),
-    "a format with a number": ("python3 train.py $(printf '%.1f' 2)", ["2.0"]),
+    "a format with a number": ("python3 train.py $(printf '%.1f_%d' 2 007)", ["2.0_7"]),
     "letters to join at in a command's output": ('X=(a b)\npython3 train.py $(IFS=,; echo "${X[*]}")', ["a,b"]),
     "the output of two commands": ("python3 train.py $(echo a; echo b)", ["a", "b"]),
     "a pattern in quotes in a test": ('A=ab; [[ $A == "a*" ]] && B=c\npython3 train.py a$B', ["a"]),

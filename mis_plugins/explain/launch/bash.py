@@ -1031,7 +1031,7 @@ def _unquoted(said: str) -> str:
 
 def _formatted(words: Sequence[Text]) -> Text:
     """`printf FORMAT ARGUMENT ...` with %s alone."""
-    said = (known(words[0]) or "-").replace("\\n", "\n").replace("%d", "%s") if words else "-"
+    said = (known(words[0]) or "-").replace("\\n", "\n") if words else "-"
     if said.startswith("-") or re.search(r"%(?!s)|\\", said) or not all(map(_is_one, words)):
         return hole(shown(spaced(words)))
     arguments, count = iter(words[1:]), said.count("%s")
