@@ -36,7 +36,10 @@ SIMPLE = """A=W|A=W|export A=W|A+=W|X=(W W)|X+=(W)|X[1]=W|unset A|unset 'X[0]'|s
     X=("${X[@]}" W)|unset X|X=()|A=|mapfile -t X <<< P|[ -n "$A" ] && A=W|A=$B|A=$(echo W)|A=`echo W`|A="$A W"|
     X=($A)|
     A=(W)|declare -a X=(W W)|set -- "$@" W|A=${X[*]}|IFS=, A=W|eval "A=$B"|B=A|A=$'P\\tx'|export B|X=([1]=W)|
-    X+=W|A="${A} P"|
+    X+=W|A="${A} P"|h() { A=W; }; A=P h|h() { B=$A; export A; }; A=W h|declare -g A=W|declare A; A=W|
+    declare -x A=W|export -n A|set -a|set +a|h() { A=W; }; h & wait|
+    h() { X+=(W); }; h \\| cat|{ A=W; } \\| cat|B=$(IFS=,; echo "${X[*]}")|
+    X=({W,P})|[ ${#X[@]} -gt 1 ] && A=W|export "A=P"|A=$(printf '%s_' P P)|
     unset A B|readonly Z=1; A=W|A=$((1+1))|let A=2|A=P B=W|: "${A:=W}"|read A B <<< "P P"|
     [[ $A == a ]] \\|\\| A=W|grep -q x /dev/null && A=W|B=$(false) && A=W|{ false; } && A=W|
     true && grep -q x /dev/null && A=W|B=W && A=W|export B=W && A=W|! grep -q x /dev/null && unset A|
@@ -48,7 +51,11 @@ NESTED = """if C; then\nS\nelse\nS\nfi|if C; then\nS\nfi|for A in W W; do\nS\ndo
     f() {\nC && return 0\nS\n}\nf W|
     if C; then\nS\nelif C; then\nS\nfi|for A in "${X[@]}"; do\nS\ndone|for ((i=0; i<2; i++)); do\nS\ndone|
     f() {\nA=$1\nS\n}\nf W W|case $A in a) S ;& b) S ;; esac|until C; do\nS\nbreak\ndone|f() { A=W; }\nB=$(f)|
-    g() {\nS\n}"""
+    g() {\nS\n}|h() {\nS\nB="$A x"\n}\nA=W B=W h W|
+    case $A in "a"*\\|'b') S ;;& *"b"*) S ;& a\\*) S ;; "$B") S ;; *) S ;; esac"""
+STARTS = """T W|T W|T W|T W|bash -c 'T ${A:-P} $B $1' _ W|A=W bash -c 'T ${A:-P} "$B"'|env B=W bash -c 'T ${B:-P} $A'|
+    bash -s W <<'E'\nT ${A:-P} "$1" $2\nE|bash <<E\nT ${A:-P} $B\nE|t() { T ${A:-P} $B $1; }\nA=W t W|
+    export A\nbash -c 'A=P; bash -c "T $A \\$A $B"'|T W \\\n  `# why` \\\n  W"""
 
 
 def pick(rng: random.Random, listed: str) -> str:
@@ -64,21 +71,22 @@ def word(rng: random.Random) -> str:
 
 
 def block(rng: random.Random, depth: int) -> str:
-    """A few statements; in a template C is a condition, S statements, W a word and P a plain one."""
+    """A few statements; in a template T starts train.py, C is a condition, S statements, W a word and P a plain one."""
+    nested = (depth and rng.random() < 0.4 for _ in range(rng.randint(1, 3)))
+    return "\n".join(filled(rng, pick(rng, NESTED if is_nested else SIMPLE), depth) for is_nested in nested)
+
+
+def filled(rng: random.Random, text: str, depth: int) -> str:
     fill = {"C": lambda: pick(rng, CONDITIONS), "S": lambda: block(rng, depth - 1), "W": lambda: word(rng),
             "P": lambda: rng.choice(PLAIN)}  # fmt: skip
-    filled, lines = (lambda found: fill[found[0]]()), list[str]()
-    for _ in range(rng.randint(1, 3)):
-        text = pick(rng, NESTED if depth and rng.random() < 0.4 else SIMPLE)
-        lines.append(re.sub(r"(?<![\w$])[CSWP](?!\w)", filled, text))
-    return "\n".join(lines)
+    return re.sub(r"(?<![\w$])[CSWP](?!\w)", lambda found: fill[found[0]](), text)
 
 
 def script_of(number: int) -> str:
     """A script that ends with one start of train.py."""
     rng = random.Random(number)
-    given = " ".join(word(rng) for _ in range(rng.randint(1, 4)))
-    return f"{block(rng, 2)}\n{block(rng, 1)}\npython3 train.py {given}\n"
+    start = filled(rng, pick(rng, STARTS), 0).replace("T ", "python3 train.py ")
+    return f"{block(rng, 2)}\n{block(rng, 1)}\n{start}\n"
 
 
 def cases() -> st.SearchStrategy[str]:
@@ -87,7 +95,7 @@ def cases() -> st.SearchStrategy[str]:
 
 def given_by_bash(script: str) -> list[str] | None:
     """What bash gives to train.py; None where the script does not end well."""
-    shim = "python3() { shift; printf '%s\\0' x \"$@\" >&9; }\n"
+    shim = "python3() { shift; printf '%s\\0' x \"$@\" >&9; }\nexport -f python3\n"
     with tempfile.TemporaryDirectory() as folder:
         done = subprocess.run(
             ["bash", "--norc", "-c", f"exec 9>&1 >/dev/null 2>&1\n{shim}{script}", "s"], cwd=folder,

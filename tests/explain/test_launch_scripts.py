@@ -297,6 +297,31 @@ def test_a_sourced_file_is_read_where_it_is_found(tmp_path: Path) -> None:
     assert any(f"{THRESHOLD} in line 2 of a sourced" in note and "nothing reads" in note for note in made.notes)
 
 
+def test_a_sourced_file_is_read_from_the_folder_that_the_script_changes_to(tmp_path: Path) -> None:
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "env.sh").write_text("M=token_mask\n")
+    (tmp_path / "sub" / "env.sh").write_text("M=token_truncate\n")
+    start = f"{SWIFT} --{MODE} $M --{THRESHOLD} 3"
+    asked = Asked(tmp_path / "run.sh")
+    for lines, bound in (("", "zero"), ("( cd sub )\n", "zero"), ("cd sub\n", "truncate")):
+        script = f'cd "$(dirname "${{BASH_SOURCE[0]}}")"\n{lines}source ./env.sh\n{start}'
+        weight = ms_swift.translate(script, asked=asked).config().weight
+        assert weight is not None and weight.bound == bound
+
+
+@pytest.mark.parametrize(
+    "script",
+    [
+        f"srun --export=ALL,T=5 bash -c '{TRAIN} {IS}rollout_is=token {IS}rollout_is_threshold=${{T:-2}}'",
+        f"export T=5\nssh n bash <<'E'\n{TRAIN} {IS}rollout_is=token {IS}rollout_is_threshold=${{T:-2}}\nE",
+        f'T=${{1:-}}\n[ -z "$T" ] && exit 1\n{TRAIN} {IS}rollout_is=token {IS}rollout_is_threshold=$T',
+    ],
+)
+def test_a_value_that_another_machine_or_the_launch_gives_is_asked(script: str) -> None:
+    with pytest.raises(ConfigError, match="only the launch decides rollout_is_threshold"):
+        verl.translate(script)
+
+
 # ------------------------------------------------------------------------------------ a yaml that a script names
 
 HYDRA = f"{TRAIN} --config-path"

@@ -8,10 +8,14 @@ from __future__ import annotations
 
 import codecs
 import fnmatch
+import glob
+import operator
 import os.path
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,7 +24,9 @@ from mis_plugins.config.loading import file_of, watching
 from mis_plugins.errors import ConfigError, UserError
 from mis_plugins.explain.launch.grammar import parsed
 from mis_plugins.explain.launch.words import (
+    HOLE,
     PACKAGES,
+    Clause,
     Ended,
     Launch,
     Lines,
@@ -60,6 +66,14 @@ ASSIGNS = ("=", "+=", "-=", "*=", "/=", "%=", "<<=", ">>=", "&=", "|=", "^=")
 # A home in a word, and a variable of the shell that the parser leaves within a word.
 EXPANDED = re.compile(r"(?:^|:)~[+-]?(?:[/:]|$)|(?<!\\)\$[@*#?!$-]")
 EXPANSIONS = ("simple_expansion", "expansion", "command_substitution")
+QUOTED = ("string", "raw_string", "ansi_c_string")
+# What bash and `fnmatch` read differently in a pattern.
+OTHER_PATTERN = re.compile(r"[\\('\"$`~]|\[\^|\[:")
+BRACES = re.compile(r"([^{}'\"\\$`~]*)\{([^{}'\"\\$`~]*,[^{}'\"\\$`~]*)\}([^{}'\"\\$`~]*)")
+# What gives a shell the variables that the script exports, but for some flags; of other commands that is not known.
+HANDS_ON = ("env", "exec", "nohup", "nice", "timeout", "setsid", "stdbuf", "srun")
+LETS_GO = ("-i", "-u", "--ignore", "--unset", "--export")
+EXPORTED, FOLDER = literal("x"), "~+"
 Value = Text | list[Text]  # of a variable, of an array
 
 
@@ -82,7 +96,10 @@ class Shell(Reader):
     """The variables of a shell as far as they are known.
 
     texts: the script, and every text that it sources or evaluates; `source` numbers the one that is read.
-    locals: what the variables that a function declares as its own were before.
+    variables: by name; "@" are the arguments, `FOLDER` is where `cd` leads to, "-x NAME" says that a variable is
+        exported, and "-a" that all that are set are.
+    locals: what the variables that a function declares as its own were before; None outside functions.
+    held: what variables become behind the functions, and the commands with assignments in front, that are read.
     returned: the variables with which one branch of the function that is read returns, by the branch.
     ran: the statements that were read, by number of the text and id of the node.
     """
@@ -93,7 +110,9 @@ class Shell(Reader):
         self.texts: list[Node] = []
         self.variables: dict[str, Value] = {"@": []}
         self.functions: dict[str, tuple[Node, int]] = {}
-        self.locals: dict[str, Value | None] = {}
+        self.locals: dict[str, Value | None] | None = None
+        self.held: list[dict[str, Value | None]] = []
+        self.own_name = literal(str(path))
         self.returned: list[tuple[str, dict[str, Value]]] = []
         self.ran: set[tuple[int, int]] = set()
 
@@ -121,7 +140,7 @@ class Shell(Reader):
         given = list(arguments)
         while given and given[0].partition("=")[0].isidentifier() and "=" in given[0]:
             name, _, value = given.pop(0).partition("=")
-            self.variables[name] = literal(value)
+            self.variables |= {name: literal(value), f"-x {name}": EXPORTED}
         self.positional = [literal(one) for one in given]
         try:
             self.attempt(lambda: self.run_text(script))
@@ -142,18 +161,17 @@ class Shell(Reader):
     def run(self, node: Node) -> None:
         self.reading.spend()
         self.ran.add((self.source, node.id))
-        if node.type in RUN:
+        if node.type in RUN and _is_apart(node):
+            before = dict(self.variables)
+            self.attempt(lambda: RUN[node.type](self, node))
+            self.variables = before
+        elif node.type in RUN:
             RUN[node.type](self, node)
         elif node.type == "ERROR":
             self.unread(node, "no bash that the parser knows")
 
     def _children(self, node: Node) -> None:
         self.run_all(node.named_children)
-
-    def _subshell(self, node: Node) -> None:
-        before = dict(self.variables)
-        self.attempt(lambda: self._children(node))
-        self.variables = before
 
     def _status(self, node: Node, trusts: bool = True) -> bool | None:
         """Run a part of a list; whether it succeeds, None where only running the script would tell.
@@ -201,16 +219,36 @@ class Shell(Reader):
     def _case(self, node: Node) -> None:
         subject = node.child_by_field_name("value")
         value = self.text(subject) if subject else ()
-        said, clauses = known(value), []
-        for item in (item for item in node.named_children if item.type == "case_item"):
+        said, clauses = known(value), list[Clause]()
+        for item in reversed([item for item in node.named_children if item.type == "case_item"]):
             close = next((i for i, child in enumerate(item.children) if child.type == ")"), 0)
-            patterns = [_said(child).strip("'\"") for child in item.children[:close] if child.is_named]
-            fits = None if said is None else any(_fits(said, pattern) for pattern in patterns)
-            if item.child_by_field_name("fallthrough") is not None:
-                self.unread(item, "`;&` and `;;&` go on with the next branch")
-            body = [child for child in item.children[close:] if child.is_named]
-            clauses.append((f"{shown(value)} is {' or '.join(patterns)}", "*" in patterns or fits, self._work(body)))
+            groups = groupby(item.children[item.children[0].type == "(" : close], lambda child: child.type == "|")
+            patterns = ["".join(map(self._pattern, parts)) for is_bar, parts in groups if not is_bar]
+            fits = any_of(["*" in patterns or None if said is None else _fits(said, pattern) for pattern in patterns])
+            label = " or ".join(_said(child) for child in item.children[:close] if child.is_named)
+            clauses = [(f"{shown(value)} is {label}", fits, self._arm(item, close, clauses)), *clauses]
         self.choose(clauses)
+
+    def _arm(self, item: Node, close: int, later: Sequence[Clause]) -> Callable[[], object]:
+        """The work of a branch of `case`: behind `;&` the next one runs too, behind `;;&` one of the later ones may."""
+
+        def work() -> None:
+            self.run_all(child for child in item.children[close:] if child.is_named)
+            ending = item.child_by_field_name("fallthrough")
+            if ending is not None and later:
+                self.choose(later) if _said(ending) == ";;&" else later[0][2]()
+
+        return work
+
+    def _pattern(self, node: Node) -> str:
+        """A pattern as `fnmatch` takes it, with quoted letters as they are, and `HOLE` where it is not known."""
+        if node.type == "concatenation":
+            return "".join(map(self._pattern, node.children))
+        said = known(self.text(node)) if node.type in (*QUOTED, *EXPANSIONS) else _said(node)
+        if node.type in QUOTED:
+            return HOLE if said is None else glob.escape(said)
+        said = re.sub(r"\\(.)", lambda found: glob.escape(found[1]), said or HOLE)
+        return HOLE if OTHER_PATTERN.search(said) else said
 
     def _for(self, node: Node) -> None:
         name, body = node.child_by_field_name("variable"), node.child_by_field_name("body")
@@ -246,11 +284,30 @@ class Shell(Reader):
         before = _of_lines_before(node)
         self.run_all(before)
         name = node.child_by_field_name("name")
-        if before and name is not None and _said(name) in DECLARES:  # the parser takes it for a command then
-            said = (node.text or b"")[name.start_byte - node.start_byte :].decode(errors="replace")
-            self.evaluate(literal(said, self.lines(node)), shares=True)
-        else:
-            self.call(node, self.command_words(node))
+        words = self.command_words(node)
+        own = [child for child in node.children if child.type == "variable_assignment" and child not in before]
+        keys = [re.split(r"[+=\[]", _said(child))[0] for child in own]
+        with self._kept({key: self.variables.get(key) for one in keys for key in (one, f"-x {one}")}):
+            self.run_all(own)
+            self.variables |= {f"-x {one}": EXPORTED for one in keys}
+            self.variables |= {one: hole(f"${one}") for one in keys if isinstance(self.variables.get(one), list)}
+            if name is not None and _said(name) in DECLARES:  # the parser takes it for a command then
+                said = (node.text or b"")[name.start_byte - node.start_byte :].decode(errors="replace")
+                self.evaluate(literal(said, self.lines(node)), shares=True)
+            else:
+                self.call(node, words)
+
+    @contextmanager
+    def _kept(self, held: dict[str, Value | None]) -> Iterator[None]:
+        """Variables are afterwards what is held; None is not set."""
+        self.held.append(held)
+        try:
+            yield
+        finally:
+            self.held.pop()
+            for name, value in held.items():
+                self.variables.pop(name, None)
+                self.variables |= {} if value is None else {name: value}
 
     def command_words(self, node: Node) -> list[Text]:
         name = node.child_by_field_name("name")
@@ -261,7 +318,12 @@ class Shell(Reader):
         name = word_of(words[0]).text if words else ""
         if name in self.functions:
             body, source = self.functions[name]
-            self._within(words[1:], source, lambda: self.run(body))
+            outer, self.locals = self.locals, {}
+            try:
+                with self._kept(self.locals):
+                    self._within(words[1:], source, lambda: self.run(body))
+            finally:
+                self.locals = outer
         elif name.startswith("--"):
             self.unread(node, "a command that begins with a flag; does the line above lack its backslash?")
         elif name in COMMANDS:
@@ -269,11 +331,35 @@ class Shell(Reader):
         elif name in FILLS or name == "printf" and [known(word) for word in words[1:2]] == ["-v"]:
             self._fill(node, words[1:])
         elif name not in STARTS_NOTHING and name not in PRINTS:
-            inner = _commands_of(words)
-            for text in inner:
-                self.evaluate(text)
-            if not inner:
+            at, text = _shell_of(words, "c")
+            if text < len(words):
+                self._other_shell(words[:at], words[text], words[text + 1 :])
+            else:
                 self._launch(node, words)
+
+    def _other_shell(self, before: Sequence[Text], text: Text, given: Sequence[Text]) -> None:
+        """Read a text as another shell, which sees the variables that the script exports.
+
+        Args:
+            before: what starts the shell, with variables for it as NAME=VALUE.
+            given: its name and its arguments.
+        """
+        outer = self.variables, self.functions, self.locals, self.own_name
+        starts = [shown(word) for word in before]
+        is_given = not before or starts[0] in HANDS_ON and not any(word.startswith(LETS_GO) for word in starts)
+        self.variables, self.functions = {FOLDER: self._folder()}, dict(self.functions)
+        for name, value in outer[0].items():
+            mark = outer[0].get(f"-x {name}", hole("-a") if "-a" in outer[0] else ())
+            if mark and name.isidentifier() and name != "IFS" and not isinstance(value, list):
+                shared = value if is_given and mark == EXPORTED else hole(f"${name}")
+                self.variables |= {name: shared, f"-x {name}": hole("-x") if known(shared) is None else EXPORTED}
+        for word in before:
+            name, value = _pair(word)
+            others = {one: hole(shown(word)) for one in re.findall(r"(\w+)=", shown(word))}
+            self.variables |= {name: value, f"-x {name}": EXPORTED} if name else others
+        self.positional, self.locals, self.own_name = list(given[1:]), None, next(iter(given), hole("$0"))
+        self.attempt(lambda: self.evaluate(text))
+        self.variables, self.functions, self.locals, self.own_name = outer
 
     def _within(self, positional: list[Text], source: int, work: Callable[[], object], shares: bool = False) -> None:
         """Run a function, a sourced file or an evaluated text, from which the script may return.
@@ -281,8 +367,8 @@ class Shell(Reader):
         Args:
             shares: whether the arguments that it sets are those of the script too.
         """
-        outer = self.positional, self.source, self.locals, self.returned
-        self.positional, self.source, self.locals, self.returned = positional, source, {}, []
+        outer = self.positional, self.source, self.returned
+        self.positional, self.source, self.returned = positional, source, []
         try:
             with self.deeper():
                 work()
@@ -291,23 +377,42 @@ class Shell(Reader):
         finally:
             for branch, state in self.returned:
                 self.join(state, self.variables, branch)
-            for name, value in self.locals.items():
-                self.variables.pop(name, None)
-                self.variables |= {} if value is None else {name: value}
-            positional, self.source, self.locals, self.returned = outer
+            positional, self.source, self.returned = outer
             self.positional = self.positional if shares else positional
 
     def _declare(self, node: Node) -> None:
         """`export`, `local` and the like; within a function most of them make a variable of its own."""
-        own = _said(node.children[0]) in OF_FUNCTION and self.depth > 0
+        kind, *parts = map(_said, node.children)
+        flags = "".join(part for part in parts if part[:1] in ("-", "+"))
         for child in node.named_children:
-            if child.type == "variable_assignment":
-                name = _said(child.named_children[0])
-                if own:
-                    self.locals.setdefault(name, self.variables.get(name))
-                self.run(child)
-                if _said(node).startswith("declare -n"):
+            is_plain = child.type in ("variable_assignment", "variable_name")
+            words = self.words(child) if not is_plain and _said(child)[:1] not in ("-", "+") else []
+            for name, value in [(re.split(r"[+=\[]", _said(child))[0], ())] if is_plain else map(_pair, words):
+                mark, is_own = f"-x {name}", kind in OF_FUNCTION and not set(flags) & set("gpf")
+                if self.locals is not None and is_own and name not in self.locals:
+                    self.locals |= {key: self.variables.get(key) for key in (name, mark)}
+                    if child.type == "variable_name":
+                        self.variables.pop(name, None)
+                if "+x" in flags or kind == "export" and "n" in flags:
+                    self.variables.pop(mark, None)
+                elif kind == "export" or "x" in flags:
+                    self.variables[mark] = EXPORTED
+                if is_plain:
+                    self.run(child)
+                elif name:
+                    self.variables[name] = value
+                if not name or kind in OF_FUNCTION and "n" in flags:
+                    self.unread(node, "which variables it sets is not known")
+                if kind in OF_FUNCTION and set(flags) & set("ilnu"):
                     self.variables[name] = hole(_said(child), self.lines(node))
+                if kind not in OF_FUNCTION or "g" in flags:
+                    self._beyond(name, "g" in flags)
+
+    def _beyond(self, name: str, is_global: bool = False) -> None:
+        """A variable that a function sets beyond one that is its own, or in front of it, is not known from then on."""
+        for held in self.held:
+            if name in held and (is_global or held is not self.locals):
+                held[name] = self.variables[name] = hole(f"${name}")
 
     def _launch(self, node: Node, words: list[Text]) -> None:
         at = next((place for place, word in enumerate(words) if is_train(word_of(word).text)), None)
@@ -342,6 +447,9 @@ class Shell(Reader):
     def _set(self, node: Node, words: list[Text]) -> None:
         """`set -- WORD ...`, which sets the script's own arguments, unless `${!NAME}` finds no name and it fails."""
         said = [known(word) for word in words]
+        exports = re.search(r"(?:^| )([-+])(?:\w*a|o allexport)", _said(node).partition(" -- ")[0])
+        if exports:
+            self.variables["-a"] = EXPORTED if exports[1] == "-" else hole("set -a")
         if "--" in said:
             fails = "${!" in _said(node)
             self.positional = [hole(_said(node), self.lines(node))] if fails else words[said.index("--") + 1 :]
@@ -371,17 +479,28 @@ class Shell(Reader):
         for word in (word for child in node.named_children for word in self.words(child)):
             name, item, _ = shown(word).partition("[")
             self.variables.pop(name, None)
+            self.variables.pop(f"-x {name}", None)
             self.variables |= {name: hole(_said(node), self.lines(node))} if item else {}
+            self._beyond(name)
 
     def _source(self, node: Node, words: list[Text]) -> None:
         """Read a file that the script sources, where it can be found."""
-        name = known(words[0]) if words else None
-        if name is None or not os.path.isfile(name):
+        said, folder = (known(word) or "" for word in (words[0] if words else (), self._folder()))
+        name = next((one for one in (os.path.join(folder, said), said) if os.path.isfile(one)), None)
+        if name is None:
             self.unread(node, "the file is not here")
             return
         text = text_of(Path(name))
         self.reading.spend(len(text))
         self._within(words[1:] or self.positional, len(self.texts), lambda: self.run_text(text))
+
+    def _folder(self) -> Text:
+        return spaced(_as_words(self.variables.get(FOLDER, ())))
+
+    def _cd(self, node: Node, words: list[Text]) -> None:
+        """Keep the folder, in which the files that are sourced are looked for first."""
+        to = words[-1] if words else hole("cd")
+        self.variables[FOLDER] = (*(() if shown(to).startswith("/") else self._folder()), *to, Piece("/"))
 
     def _eval(self, node: Node, words: list[Text]) -> None:
         self.evaluate(spaced(words), shares=True)
@@ -410,10 +529,16 @@ class Shell(Reader):
         printed = self.printed(body, node) if body is not None else None
         if body is None:
             return
-        heredoc = next(parts_of(node, "heredoc_body"), None)
-        if heredoc is not None and _said(body).partition(" ")[0] in SHELLS:
-            self.ran.add((self.source, body.id))
-            self.evaluate(self._heredoc(heredoc))
+        heredoc, pipe = next(parts_of(node, "heredoc_body"), None), next(parts_of(node, "pipeline"), None)
+        reader = pipe.named_children[0] if pipe and printed is not None and pipe.named_child_count == 1 else body
+        is_plain = reader.type == "command" and reader.children[0].type == "command_name"
+        given = [word for word in (self.command_words(reader) if is_plain else []) if known(word) != "--"]
+        at, behind = _shell_of(given, "s")
+        is_input = all(shown(word)[:1] in "-+" or known(word) == "pipefail" for word in given[at + 1 : behind])
+        if heredoc is not None and at < len(given) and is_input:
+            self.ran |= {(self.source, body.id), (self.source, reader.id)}
+            text = self._heredoc(heredoc) if printed is None else printed
+            self._other_shell(given[:at], text, [given[at], *given[behind:]])
             return
         if printed is None:
             self.run(body)
@@ -474,6 +599,8 @@ class Shell(Reader):
                 is_sure = not before or not _depends(before[0])
                 made = [made, *before[1:]] if is_sure else hole(_said(node), self.lines(node))
         self.variables[_said(name)] = made
+        if "-a" in self.variables:
+            self.variables.setdefault(f"-x {_said(name)}", self.variables["-a"])
 
     # Words and texts.
 
@@ -485,6 +612,13 @@ class Shell(Reader):
         if listed is not None:
             self.reading.spend(1 + len(listed))
             return listed
+        braces = BRACES.fullmatch(_said(node)) if node.type in ("word", "concatenation") else None
+        if braces:
+            expanded = [f"{braces[1]}{one}{braces[3]}" for one in braces[2].split(",")]
+            return [self.literal(one, node) for one in expanded if one]
+        open_parts = [_said(part) if part.type in ("word", "brace_expression") else "x" for part in node.children]
+        if node.type == "concatenation" and re.search(r"\{.*(,|\w\.\.\w).*\}", "".join(open_parts), re.S):
+            return [hole(_said(node), self.lines(node))]
         text = self.text(node)
         if node.type in EXPANSIONS:
             split = self._split(self.reading.paid(text))
@@ -588,7 +722,7 @@ class Shell(Reader):
     def _valued(self, node: Node, name: str, whole: bool = False) -> Text:
         """`$NAME`, and `$1`, `$0`, `$@`; of an array its first item, or all items with `whole`."""
         if name == "0":
-            return literal(str(self.path))
+            return self.own_name
         if name.isdigit():
             return next(iter(self._argument(name)), hole(_said(node), self.lines(node)))
         value = self.positional if name in ("@", "*") else self.variables.get(name)
@@ -659,7 +793,9 @@ class Shell(Reader):
         return (*parts, replace(last, text=last.text.rstrip("\n"))) if last.text is not None else found
 
     def _output(self, nodes: Sequence[Node]) -> Text | None:
-        node = nodes[-1]
+        *before, node = nodes
+        if not all(one.type != "list" and _said(one).startswith("cd ") for one in before):
+            return None
         if node.type == "list":
             return self._output(node.named_children[:2])
         if node.type == "redirected_statement":
@@ -710,27 +846,51 @@ class Shell(Reader):
         if node.type in ("test_command", "parenthesized_expression"):
             return self.truth(node.named_children[0]) if len(node.named_children) == 1 else None
         if node.type in ("word", *TEXT):
-            said = known(self.text(node))
+            said = self._tested(node)
             return None if said is None else said != ""
-        operator = next((child.type for child in node.children if not child.is_named), "")
-        if node.type == "binary_expression" and len(node.named_children) == 2:
-            return self._compared(operator, *node.named_children)
-        if node.type != "unary_expression":
+        sign = next(map(_said, node.children_by_field_name("operator")), "")
+        sides = [child for child in node.named_children if child.type != "test_operator"]
+        if node.type == "binary_expression" and len(sides) == 2:
+            return self._compared(sign, *sides)
+        if node.type not in ("unary_expression", "negated_command"):
             return None
-        operator, last = _said(node.children[0]), node.named_children[-1]
-        if operator == "!":
+        sign, last = _said(node.children[0]), node.named_children[-1]
+        if sign == "!":
             inner = self.truth(last)
             return None if inner is None else not inner
-        said = known(self.text(last))
-        return None if said is None or operator not in ("-n", "-z") else (said == "") == (operator == "-z")
+        said = self._tested(last) if sign in ("-n", "-z") else None
+        return None if said is None else (said == "") == (sign == "-z")
 
-    def _compared(self, operator: str, left: Node, right: Node) -> bool | None:
-        if operator in ("&&", "||"):
-            return (any_of if operator == "||" else all_of)([self.truth(left), self.truth(right)])
-        one, other = known(self.text(left)), known(self.text(right))
-        if one is None or other is None or operator not in ("=", "==", "!="):
+    def _compared(self, sign: str, left: Node, right: Node) -> bool | None:
+        if sign in ("&&", "||"):
+            return (any_of if sign == "||" else all_of)([self.truth(left), self.truth(right)])
+        is_number = sign in ("-eq", "-ne", "-gt", "-ge", "-lt", "-le")
+        one = self._tested(left) if is_number or sign in ("=", "==", "!=") else None
+        if one is None:
             return None
-        return _fits(one, other) == (operator != "!=")
+        if is_number:
+            both = one, known(self.text(right)) or ""
+            are_plain = all(re.fullmatch(r"0|-?[1-9]\d{0,17}", said) for said in both)
+            return getattr(operator, sign[1:])(*map(int, both)) if are_plain else None
+        fits = _fits(one, self._pattern(right))
+        return None if fits is None else fits == (sign != "!=")
+
+    def _tested(self, node: Node) -> str | None:
+        """The text of a part of a test; `${NAME:-}` is taken for empty, but where the script may exit."""
+        text, top = self.text(node), node
+        empty = re.fullmatch(r"\$\{(\w+):?-\}", text[0].source) if len(text) == 1 and not _depends(text) else None
+        if empty is None:
+            return known(text)
+        while top.parent is not None and top.parent.parent is not None:
+            top = top.parent
+        said = _said(top)
+        if any(
+            "exit" in one
+            for one in (said, *(_said(body) for name, (body, _) in self.functions.items() if name in said))
+        ):
+            return None
+        self.reading.assume_unset(empty[1])
+        return ""
 
 
 DEFAULTS = (":-", "-", ":=", "=")
@@ -745,7 +905,7 @@ RUN: dict[str, Callable[[Shell, Node], object]] = {
     "command": Shell._command,
     "variable_assignment": Shell._assignment,
     "redirected_statement": Shell._redirected,
-    "subshell": Shell._subshell,
+    "subshell": Shell._children,
     "list": Shell._status,
     "if_statement": Shell._if,
     "case_statement": Shell._case,
@@ -772,7 +932,8 @@ COMMANDS: dict[str, Callable[[Shell, Node, list[Text]], None]] = {
     ".": Shell._source,
     "eval": Shell._eval,
     "exit": Shell._exit,
-    "exec": lambda shell, node, words: shell.call(node, words),
+    "cd": Shell._cd,
+    **dict.fromkeys(("exec", "time"), lambda shell, node, words: shell.call(node, words)),
     "return": Shell._return,
     "shift": Shell._shift,
     "set": Shell._set,
@@ -828,20 +989,37 @@ def _succeeds(statement: Node) -> bool:
     return statement.type in SUCCEEDS and not runs
 
 
-def _commands_of(words: Sequence[Text]) -> list[Text]:
-    """The texts of `bash -c TEXT`, wherever it stands among the words of a command."""
+def _shell_of(words: Sequence[Text], switch: str) -> tuple[int, int]:
+    """Where a shell stands among words, and what follows its switch, as `bash -c TEXT`; the end is nowhere."""
     said = [word_of(word).text.rpartition("/")[2] for word in words]
-    switches = [place for place, one in enumerate(said) if one[:1] == "-" and one[-1:] == "c" and one[1:].isalpha()]
-    return [words[place + 1] for place in switches if set(SHELLS) & set(said[:place]) and place + 1 < len(words)]
+    at = next((place for place, one in enumerate(said) if one in SHELLS), len(said))
+    found = (i for i, one in enumerate(said[at:], at + 1) if re.fullmatch(f"-[A-Za-z]*{switch}", one))
+    return at, next(found, len(said))
+
+
+def _pair(word: Text) -> tuple[str, Text]:
+    """The name and the value of NAME=VALUE; no name where that is not known."""
+    first, *rest = word or (Piece(""),)
+    name, equals, said = (first.text or "").partition("=")
+    is_pair = equals and name.isidentifier() and not first.branch
+    return (name, (replace(first, text=said, span=None), *rest)) if is_pair else ("", ())
+
+
+def _is_apart(node: Node) -> bool:
+    """Whether a statement runs in a shell of its own: in brackets, in the background, or as a part of a pipeline."""
+    if node.type == "subshell" or node.next_sibling is not None and node.next_sibling.type == "&":
+        return True
+    is_part = node.parent is not None and node.parent.type == "pipeline"
+    return is_part or node.type == "redirected_statement" and any(parts_of(node, "pipeline"))
 
 
 def _as_words(value: Value) -> list[Text]:
     return value if isinstance(value, list) else fields(value)
 
 
-def _fits(said: str, pattern: str) -> bool:
-    short = len(pattern) < 256 and pattern.count("*") < 4
-    return said == pattern or short and fnmatch.fnmatchcase(said, pattern)
+def _fits(said: str, pattern: str) -> bool | None:
+    is_short = len(pattern) < 256 and pattern.replace("[*]", "").count("*") < 4
+    return fnmatch.fnmatchcase(said, pattern) if is_short and HOLE not in pattern else None
 
 
 def _unquoted(said: str) -> str:
@@ -853,11 +1031,11 @@ def _unquoted(said: str) -> str:
 
 def _formatted(words: Sequence[Text]) -> Text:
     """`printf FORMAT ARGUMENT ...` with %s alone."""
-    said = known(words[0]) if words else None
-    if said is None or said.startswith("-"):
+    said = (known(words[0]) or "-").replace("\\n", "\n") if words else "-"
+    if said.startswith("-") or re.search(r"%(?!s)|\\", said) or not all(map(_is_one, words)):
         return hole(shown(spaced(words)))
-    arguments = iter(words[1:])
-    first, *parts = said.replace("\\n", "\n").replace("%d", "%s").split("%s")
+    arguments, count = iter(words[1:]), said.count("%s")
+    first, *parts = (said * max(1, -(-len(words[1:]) // max(1, count)) if count else 1)).split("%s")
     return (Piece(first), *(piece for part in parts for piece in (*next(arguments, ()), Piece(part))))
 
 
