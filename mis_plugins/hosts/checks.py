@@ -238,8 +238,8 @@ OBJECTIVES = (
         "corrected twice",
         ("command", "tis"),
         _corrected_twice,
-        "use_rollout_logprobs: {host}'s surrogate compares with the engine's log-probs already, and the TIS hook would "
-        f"correct for them again; drop it, or use the loss hook ({LOSS_HOOK}) with mis.objective.old: behavior",
+        "use_rollout_logprobs: the host's surrogate compares with the engine's log-probs already, and the TIS hook "
+        f"would correct for them again; drop it, or use the loss hook ({LOSS_HOOK}) with mis.objective.old: behavior",
         arguments=("use_rollout_logprobs",),
     ),
     Check(

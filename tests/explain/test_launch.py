@@ -72,7 +72,7 @@ def test_the_changed_script_starts_a_job_that_corrects(case: str, tmp_path: Path
     (tmp_path / "unswitched.yaml").write_text("tis_upper_bound: 2.0\n")
     code, told = check(capsys, tmp_path, name, script, *(("--", *given) if given else ()))
     assert code == 1
-    done = subprocess.run(["patch", "-p0", "-d/"], input=told, capture_output=True, text=True)
+    done = subprocess.run(["patch", "-p0", "-d", str(tmp_path)], input=told, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout
     code, told = check(capsys, tmp_path, name, (tmp_path / name).read_text(), *(("--", *given) if given else ()))
     assert code == 0 and told.endswith("nothing has to change\n")

@@ -94,6 +94,7 @@ class Word:
     text: with `HOLE` where a part is not known.
     source: as the script says it.
     span: the bytes of the word in a shell script, where it stands there as one literal.
+    in_config: whether it is no word of the command, but a value of the config file.
     """
 
     text: str
@@ -101,6 +102,7 @@ class Word:
     lines: Lines = (COMMAND_LINE, COMMAND_LINE)
     branch: str | None = None
     span: tuple[int, int] | None = None
+    in_config: bool = False
 
     @property
     def is_known(self) -> bool:
@@ -110,7 +112,8 @@ class Word:
     def place(self) -> str:
         first, last = self.lines
         if not first:
-            return "given on the command line, or outside this script"
+            outside = "given on the command line, outside this script, or in a text that it runs"
+            return "in the config file" if self.in_config else outside
         return f"line {first}" if first == last else f"lines {first} to {last}"
 
     @property
