@@ -175,7 +175,7 @@ def _corrected_twice(given: Given) -> bool:
 
 
 CONVERTED = "custom_convert_samples_to_train_data_path"
-LOSSES: tuple[Hook, ...] = ("command", "tis", "loss")
+LOSSES: tuple[Hook, ...] = ("file", "command", "tis", "loss")
 DENOMINATORS = (
     Check(
         "kept beside a mean over the step",
@@ -236,7 +236,7 @@ DENOMINATORS = (
 OBJECTIVES = (
     Check(
         "corrected twice",
-        ("command", "tis"),
+        ("file", "command", "tis"),
         _corrected_twice,
         "use_rollout_logprobs: the host's surrogate compares with the engine's log-probs already, and the TIS hook "
         f"would correct for them again; drop it, or use the loss hook ({LOSS_HOOK}) with mis.objective.old: behavior",

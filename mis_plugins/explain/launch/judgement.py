@@ -21,15 +21,16 @@ from mis_plugins.config.view import BACKENDS
 from mis_plugins.errors import UserError
 from mis_plugins.explain.launch.words import HOLE, PACKAGES, Launch, Reading, Word, flags_of, known
 from mis_plugins.explain.words import flags as flags_for
+from mis_plugins.hosts.arguments import NEWER, kinds, near, recorded
 from mis_plugins.hosts.arguments import flags as recorded_flags
-from mis_plugins.hosts.arguments import kinds, near, recorded
 from mis_plugins.hosts.checks import REPLAY
 from mis_plugins.hosts.host import Host
 
 CONFIG, TIS, LOSS = "--custom-config-path", "--custom-tis-function-path", "--custom-loss-function-path"
 SWITCHES = {"--use-tis": "use_tis", "--get-mismatch-metrics": "get_mismatch_metrics"}
-LOSS_TYPE = "--loss-type"
-DECIDES = {*SWITCHES, CONFIG, TIS, LOSS, LOSS_TYPE, "--train-backend"}
+LOSS_TYPE, BACKEND = "--loss-type", "--train-backend"
+DECIDES = {*SWITCHES, CONFIG, TIS, LOSS, LOSS_TYPE, BACKEND}
+ANY = "Miles, slime or vime"
 OURS = ("mis_plugins.", "true_on_policy.")
 OUR_LOSS = "mis_plugins.mis.policy_loss"
 HOSTS_OWN = "train_infer_mismatch_helper"
@@ -52,6 +53,7 @@ class Flag:
 
 
 ABSENT = Flag(Word("", ""))
+BY_DEFAULT = Flag(Word("", ""), Word("megatron", "megatron, by default"))
 
 
 @dataclass(frozen=True)
@@ -111,9 +113,8 @@ def judge(launch: Launch, reading: Reading, path: Path, asked: Host | None, pres
         ConfigError: a config that the hooks would refuse.
     """
     said = _flags(launch.words)
-    backend = said["--train-backend"].value if "--train-backend" in said else Word("megatron", "megatron, by default")
-    is_other = asked is not None and _is_other(asked, backend)
-    host = asked if asked and (not is_other or "--train-backend" not in said) else _host(launch, said)
+    other = _other_trainer(asked, said)
+    host = _host(launch, said) if asked is None or other and BACKEND in said else asked
     given = _config(said.get(CONFIG), reading, path)
     flags = _with_keys(said, given.keys or {})
     where = f"(line {launch.line})" if launch.line else "(in a file that the script sources, or a text that it runs)"
@@ -121,8 +122,8 @@ def judge(launch: Launch, reading: Reading, path: Path, asked: Host | None, pres
     unread = list(_unread(launch, host))
     never = f"{NEVER}{'; what is not read may say otherwise' if unread else ''}"
     told = [
-        f"starts: train.py of {host.title if host else 'Miles, slime or vime'} {where}{only}",
-        *([f"warning: --host {asked.name}: the script trains with {backend.source}"] if asked and is_other else []),
+        f"starts: train.py of {host.title if host else ANY} {where}{only}",
+        *([f"warning: --host {asked.name}: the script trains with {other.source}"] if asked and other else []),
         *_loads(flags),
         f"config: {_said(given, flags)}",
         f"called: {_called(flags, given.keys or {}) or never}",
@@ -137,10 +138,12 @@ def judge(launch: Launch, reading: Reading, path: Path, asked: Host | None, pres
     return found
 
 
-def _is_other(asked: Host, backend: Word | None) -> bool:
-    """Whether the script trains with another backend of Miles than that of the host that the user names."""
-    named = asked.name if asked.name in BACKENDS else "megatron"
-    return asked.package == "miles" and backend is not None and backend.is_known and backend.text != named
+def _other_trainer(asked: Host | None, flags: Mapping[str, Flag]) -> Word | None:
+    """What the script trains with, where that is no trainer of the host of Miles that the user names."""
+    trainer = flags.get(BACKEND, BY_DEFAULT).value
+    if asked is None or asked.package != "miles" or trainer is None or not trainer.is_known:
+        return None
+    return None if trainer.text == (asked.name if asked.name in BACKENDS else "megatron") else trainer
 
 
 def _with_keys(flags: Mapping[str, Flag], keys: Mapping[str, Any]) -> dict[str, Flag]:
@@ -197,7 +200,7 @@ def _host(launch: Launch, flags: Mapping[str, Flag]) -> Host | None:
     """The host whose folder or package the script names, else the one that alone has all flags that any host has."""
     hosts = recorded()
     for backend in BACKENDS:
-        if flags.get("--train-backend", ABSENT).says(backend):
+        if flags.get(BACKEND, ABSENT).says(backend):
             return hosts[backend]
     if len(launch.hosts) == 1:
         return hosts[next(iter(launch.hosts))]
@@ -259,6 +262,8 @@ def _config(flag: Flag | None, reading: Reading, path: Path) -> Given:
     if word.text.startswith(INLINE):
         return _read("FILE", word.text)
     file = _located(word.text, path)
+    if file is None and word.text in reading.handed:
+        return Given(word.text, None, f"{word.text}: not here, and something that the script calls may write it")
     if file is None:
         return Given(word.text, None, f"{word.text}: no such file, here or in a folder above the script", True)
     return _read(str(file), file)
@@ -311,8 +316,9 @@ def _other_loss(flags: Mapping[str, Flag]) -> str | None:
     loss, kind = _loss(flags), flags.get(LOSS_TYPE, ABSENT).value
     if loss is not None:
         return None if loss.startswith(OURS) else f"{LOSS} {loss}"
-    is_policy = kind is None or not kind.is_known or kind.text == "policy_loss"
-    return None if is_policy else f"{LOSS_TYPE} {kind.source} ({kind.place})"
+    if kind is None or not kind.is_known or kind.text == "policy_loss":
+        return None
+    return f"{LOSS_TYPE} {kind.source} ({kind.place})"
 
 
 def _unknown_flags(flags: Mapping[str, Flag], host: Host | None) -> Iterator[str]:
@@ -322,21 +328,18 @@ def _unknown_flags(flags: Mapping[str, Flag], host: Host | None) -> Iterator[str
     count = DECIDES | {name for name in taken if name.endswith("-path")}
     for name, flag in flags.items():
         is_open = not flag.word.is_known or name.startswith("--eval-sglang-") or len(name) < 3
-        meant = near(name, count, 0.8)
-        if name not in taken and not is_open and (host or meant):
-            title = host.title if host else "Miles, slime or vime"
-            yield f"warning: {name} ({flag.word.place}): no flag of {title} where its parser was recorded" + (
-                meant or "; a function that the command loads may add it"
-            )
+        meant = "" if name in taken or is_open else near(name, count, 0.8)
+        if meant or host and name not in taken and not is_open:
+            why = meant or "; a function that the command loads may add it"
+            title = host.title if host else ANY
+            yield f"warning: {name} ({flag.word.place}): no flag of {title} where its parser was recorded{why}"
 
 
 def _unread(launch: Launch, host: Host | None) -> Iterator[str]:
     """Parts of the command that may hold further flags."""
     hosts = [host] if host else recorded().values()
-    switches = {flag for one in hosts for record in one.records for flag in recorded_flags(record, "switch")}
-    switches |= {
-        "--" + name.replace("_", "-") for one in hosts for name, kind in kinds(one).items() if kind == "switch"
-    }
+    records = {NEWER, *(record for one in hosts for record in one.records)}
+    switches = {flag for record in records for flag in recorded_flags(record, "switch")}
     for before, word in itertools.pairwise((ABSENT.word, *launch.words)):
         takes = before.text.startswith("--") and "=" not in before.text and before.text not in switches
         begins = word.text.partition("=")[0] if word.text.startswith("--") else word.text[:1]
@@ -362,8 +365,7 @@ def _want(found: Judgement, flags: Mapping[str, Flag], given: Given, preset: str
         if key not in found.keys or found.keys[key] is True:
             found.wants.append(want)
         else:
-            said = f"{key}: {str(found.keys[key]).lower() if key in SWITCHES.values() else found.keys[key]}"
-            found.unsure.append(f"{said} of {given.source}: set last, whatever {want.flag} says; drop the key")
+            found.unsure.append(f"{key} of {given.source} is set last, whatever {want.flag} says; drop the key")
     if found.source is value and not flag.says(str(file_of(name).absolute())):
         why = given.problem or (f"--preset {name}" if preset else "no config says how to correct")
         found.wants.append(Want(CONFIG, value, flag.value, why))

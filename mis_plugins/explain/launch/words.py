@@ -186,6 +186,7 @@ class Reading:
     unread: parts that only running the script would tell, by the line where they stand.
     assumed: what was taken for granted, in words.
     files: texts that the script writes, by the name of the file.
+    handed: words that a launcher in Python hands to functions that it imports, which may write a file of that name.
     ended: where the script stops before its end, in words.
     """
 
@@ -194,6 +195,7 @@ class Reading:
     unread: dict[int, str] = field(default_factory=dict)
     assumed: dict[str, None] = field(default_factory=dict)
     files: dict[str, Text] = field(default_factory=dict)
+    handed: set[str] = field(default_factory=set)
     spent: int = 0
     ended: str = ""
 
