@@ -342,8 +342,8 @@ def _unread(launch: Launch, host: Host | None) -> Iterator[str]:
     switches = {flag for record in records for flag in recorded_flags(record, "switch")}
     for before, word in itertools.pairwise((ABSENT.word, *launch.words)):
         takes = before.text.startswith("--") and "=" not in before.text and before.text not in switches
-        begins = word.text.partition("=")[0] if word.text.startswith("--") else word.text[:1]
-        if HOLE in begins and not takes:
+        is_open = word.text == HOLE or "--" in word.text and HOLE in word.text.partition("=")[0]
+        if is_open and not takes:
             yield f"not read: ({word.place}): {word.source} may give more flags"
         if word.text == "--":
             yield f"not read: ({word.place}): the host takes nothing behind -- for a flag"

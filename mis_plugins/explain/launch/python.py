@@ -165,7 +165,9 @@ class Launcher(Reader, ast.NodeVisitor):
     def run_commands(self) -> None:
         functions = [one for one in self.globals.values() if isinstance(one, ast.FunctionDef)]
         decorated = [one for one in functions if one.decorator_list]
-        commands = [one for one in decorated if "command" in map(_name, one.decorator_list)] or decorated
+        commands = [
+            one for one in decorated if {"command", "callback"} & set(map(_name, one.decorator_list))
+        ] or decorated
         asked = (self.command or "").replace("-", "_")
         for node in [one for one in commands if one.name == asked] or commands:
             self.attempt(lambda node=node: self.command_line(node))
