@@ -125,8 +125,7 @@ def check(arguments: argparse.Namespace) -> str | int:
 def _told(keys: Mapping[str, Any], host: Host | None, file: str) -> str:
     """What a config does on a host, with the flags that it needs and warnings."""
     config = read_keys(keys)
-    if host is not None:
-        checks.refuse("command", keys, config, host)
+    checks.refuse("command" if host else "file", keys, config, host or every_host()["unknown"])
     told = describe(config, host, file)
     warnings = (f"warning: {printable(text)}" for text in _beside(keys, config, host))
     return "\n".join([told, *_switch(keys, config), ownership.told(), *warnings])

@@ -47,7 +47,11 @@ def read_keys(keys: Mapping[str, Any]) -> CorrectionConfig:
         )
     mis = keys.get("mis")
     only_metrics = isinstance(mis, dict) and set(mis) == {"metrics"}
-    return reading.from_args(as_arguments({"use_tis": not only_metrics, **keys}))
+    try:
+        return reading.from_args(as_arguments({"use_tis": not only_metrics, **keys}))
+    except ConfigError as error:
+        said, looked, _ = error.template.partition(" (looked for in: ")  # of a job's arguments
+        raise ConfigError(f"{said} (the file says {', '.join(keys)})") if looked else error from None
 
 
 FOREIGN = {
@@ -84,7 +88,8 @@ def watching(target: str) -> Path:
 def file_of(target: str) -> Path:
     """A file, `-` for the standard input, or the preset of that name."""
     file = Path(target)
-    return file if target == STDIN or file.exists() or file.suffix or "/" in target else preset_path(target)
+    is_file = target == STDIN or not file.is_dir() and (file.exists() or bool(file.suffix) or "/" in target)
+    return file if is_file else preset_path(target)
 
 
 def preset_path(name: str) -> Path:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from functools import cache
 from typing import Any, Literal, cast
 
@@ -41,10 +41,11 @@ def kinds(host: Host) -> Mapping[str, Kind]:
     return found | repeated
 
 
-def flags(record: str) -> set[str]:
-    """Every flag of the parser that `record` is named after."""
+def flags(record: str, kind: Kind | None = None) -> set[str]:
+    """Every flag of the parser that `record` is named after; of one kind, where that is given."""
     rows = [line.split() for line in recorded_lines(record)]
-    return {flag for name, _, *given in rows for flag in given or ["--" + name.replace("_", "-")]}
+    of_kind = [(name, given) for name, found, *given in rows if kind in (None, found)]
+    return {flag for name, given in of_kind for flag in given or ["--" + name.replace("_", "-")]}
 
 
 def surprises(keys: Mapping[str, Any], host: Host | None) -> Iterator[str]:
@@ -60,7 +61,8 @@ def surprises(keys: Mapping[str, Any], host: Host | None) -> Iterator[str]:
         if wanted:
             yield f"{key}: {_taken(value, wanted[0])}"
         else:
-            yield f"{key}: no argument of {_named(hosts)}{_near(key, hosts)}; only a function of your own would read it"
+            meant = near(key, {name for host in hosts for name in kinds(host)})
+            yield f"{key}: no argument of {_named(hosts)}{meant}; only a function of your own would read it"
     if len(odd) > TOLD:
         yield f"{len(odd) - TOLD} more keys are no argument of {_named(hosts)}, or have a value of another type"
 
@@ -80,9 +82,10 @@ def _named(hosts: tuple[Host, ...]) -> str:
     return f"{', '.join(others)} or {last}" if others else last
 
 
-def _near(key: str, hosts: tuple[Host, ...]) -> str:
-    near = difflib.get_close_matches(key, sorted({name for host in hosts for name in kinds(host)}), 1)
-    return f" (did you mean {near[0]}?)" if near else ""
+def near(name: str, names: Collection[str], alike: float = 0.6) -> str:
+    """A question for the nearest of some names; empty where none is that much alike."""
+    found = difflib.get_close_matches(name, sorted(names), 1, alike)
+    return f" (did you mean {found[0]}?)" if found else ""
 
 
 def _fits(value: Any, kind: Kind) -> bool:

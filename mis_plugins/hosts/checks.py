@@ -56,6 +56,17 @@ class Given:
         return self.has(REPLAY)
 
     @property
+    def watches(self) -> bool:
+        """Whether the host calls the TIS hook for its metrics alone."""
+        return self.has("get_mismatch_metrics") and not self.has("use_tis")
+
+    @property
+    def in_loss_hook(self) -> bool:
+        """Whether the loss hook corrects: the config needs it, or the host's arguments name it."""
+        is_named = self.get("custom_loss_function_path") == LOSS_HOOK.split()[-1]
+        return self.config.needs_loss_hook or is_named and self.get("loss_type") == "custom_loss"
+
+    @property
     def reads_routes(self) -> bool:
         return self.config.reads_routes or self.config.routing is not None
 
@@ -127,7 +138,7 @@ CUTS = tuple(
 
 
 def _divides_by_kept(given: Given) -> bool:
-    return given.config.denominator == "kept"
+    return given.config.denominator == "kept" and not given.watches
 
 
 def _drops(given: Given) -> bool:
@@ -157,24 +168,31 @@ def _told_other_terms(given: Given) -> str:
     )
 
 
+def _corrected_twice(given: Given) -> bool:
+    """Whether the host's own surrogate is pi_theta / mu already, and the TIS hook weighs it by pi_old / mu."""
+    both = given.has("use_rollout_logprobs") and given.has("use_tis")
+    return both and given.config.corrects and not given.in_loss_hook
+
+
 CONVERTED = "custom_convert_samples_to_train_data_path"
+LOSSES: tuple[Hook, ...] = ("file", "command", "tis", "loss")
 DENOMINATORS = (
     Check(
         "kept beside a mean over the step",
-        ("tis", "loss"),
+        LOSSES,
         lambda given: _divides_by_kept(given) and given.has("calculate_per_token_loss"),
         "mis.denominator: kept divides each sequence by its kept tokens, but --calculate-per-token-loss divides "
         "the whole step by a token count that no hook can change; drop the flag, or use original",
     ),
     Check(
         "kept twice",
-        ("tis", "loss"),
+        LOSSES,
         lambda given: _divides_by_kept(given) and given.reducer == REDUCER,
         f"mis.denominator: kept and {REDUCER_FLAG} {REDUCER} both divide by the kept tokens; keep one of them",
     ),
     Check(
         "kept replaced",
-        ("tis", "loss"),
+        LOSSES,
         lambda given: _divides_by_kept(given) and given.reducer not in (None, REDUCER),
         lambda given: (
             f"mis.denominator: kept promises a division that {REDUCER_FLAG} {given.reducer} replaces; drop one of them"
@@ -182,22 +200,22 @@ DENOMINATORS = (
     ),
     Check(
         "kept beside other samples",
-        ("tis", "loss"),
+        LOSSES,
         lambda given: _divides_by_kept(given) and given.get(CONVERTED) is not None,
         "mis.denominator: kept: behind --custom-convert-samples-to-train-data-path a host may lack "
         "rollout_mask_sums, and then divides by the kept tokens itself; use original",
     ),
     Check(
         "reducer beside the loss hook",
-        ("loss",),
-        lambda given: _drops(given) and given.reducer == REDUCER,
+        ("command", "loss"),
+        lambda given: _drops(given) and given.reducer == REDUCER and given.in_loss_hook and not given.watches,
         f"{REDUCER_FLAG} {REDUCER}: mis_plugins.mis.policy_loss hands a reducer the masks of before rejection, and it "
         "would divide by all their tokens; drop it, and say mis.denominator: kept",
     ),
     Check(
         "reducer beside use_mask",
-        ("tis",),
-        lambda given: given.has("use_mask") and given.reducer == REDUCER,
+        ("command", "tis"),
+        lambda given: given.has("use_mask") and given.reducer == REDUCER and not given.watches,
         f"use_mask: true counts masked tokens in the denominator, and {REDUCER_FLAG} {REDUCER} divides by the kept "
         "tokens; drop the reducer, or say use_rs in place of use_mask",
     ),
@@ -217,8 +235,16 @@ DENOMINATORS = (
 )
 OBJECTIVES = (
     Check(
+        "corrected twice",
+        ("file", "command", "tis"),
+        _corrected_twice,
+        "use_rollout_logprobs: the host's surrogate compares with the engine's log-probs already, and the TIS hook "
+        f"would correct for them again; drop it, or use the loss hook ({LOSS_HOOK}) with mis.objective.old: behavior",
+        arguments=("use_rollout_logprobs",),
+    ),
+    Check(
         "mean of a rollout under bypass",
-        ("loss",),
+        ("command", "loss"),
         lambda given: (
             given.scope == "rollout" and given.config.objective is not None and given.config.objective.old == "behavior"
         ),
@@ -227,7 +253,7 @@ OBJECTIVES = (
     ),
     Check(
         "two switches",
-        ("tis", "loss"),
+        LOSSES,
         lambda given: given.has("use_tis") and given.has("get_mismatch_metrics"),
         "--get-mismatch-metrics and --use-tis are both set: the loss is corrected",
         "warn",

@@ -106,12 +106,14 @@ def _never_called(given: Given) -> list[str]:
     """Arguments that name a hook which the host's trainer does not call."""
     called = {
         "rollout_data_postprocess_path": given.host.rollout_batch,
-        "custom_megatron_before_train_step_hook_path": given.host.step_hook,
+        BEFORE_STEP: given.host.step_hook,
         "custom_megatron_before_log_prob_hook_path": given.host.routers,
     }
     return [name for name, is_called in called.items() if given.has(name) and not is_called]
 
 
+BEFORE_STEP = "custom_megatron_before_train_step_hook_path"
+NOT_SKIPPED = ("rollout_data_postprocess_path", "custom_megatron_before_log_prob_hook_path", BEFORE_STEP)
 SESSIONS = "use_session_server"  # Miles's, of samples that an agent makes in several turns
 ABILITIES = (
     Check(
@@ -120,6 +122,17 @@ ABILITIES = (
         lambda given: bool(_never_called(given)),
         lambda given: f"{', '.join(_never_called(given))}: {{host}} has no such hook, and calls none; leave it out",
         "warn",
+    ),
+    Check(
+        "pass before training skipped",
+        ("command",),
+        lambda given: (
+            given.has("skip_actor_forward_only")
+            and (any(map(given.has, NOT_SKIPPED)) or given.get("loss_type", "policy_loss") != "policy_loss")
+        ),
+        "skip_actor_forward_only: {host} refuses to start with it beside our hooks before a step or of a rollout, and "
+        "beside a loss hook; drop it",
+        arguments=("skip_actor_forward_only",),
     ),
     Check(
         "sessions without versions",

@@ -18,8 +18,8 @@ NO_ROLLOUT_LOG_PROBS = (
 )
 NO_TRAIN_LOG_PROBS = (
     "train_log_probs: None: the trainer's log-probs were neither recomputed nor handed on, so that no ratio is known; "
-    "both hosts leave them out with --use-rollout-logprobs: drop it, or give --get-mismatch-metrics beside it, which "
-    "recomputes them"
+    "both hosts leave them out with --use-rollout-logprobs: drop it, or give --get-mismatch-metrics in place of "
+    "--use-tis, which recomputes them"
 )
 
 

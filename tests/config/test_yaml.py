@@ -425,3 +425,11 @@ PRESETS_TO_CHOOSE = re.findall(r"^\| .* \| `([\w-]+)` \| .* \|$", README, re.MUL
 def test_the_readme_lets_choose_among_presets_that_are_there():
     assert len(PRESETS_TO_CHOOSE) == 5
     assert set(PRESETS_TO_CHOOSE) == set(families.START)
+
+
+@pytest.mark.parametrize("name", ["tis", ".", ""])
+def test_a_folder_is_no_config(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "tis").mkdir()
+    assert main(["config", "path", name]) == (0 if name == "tis" else 2)
+    assert "tis.yaml" in capsys.readouterr().out or name != "tis"

@@ -1,6 +1,7 @@
 """Launch scripts: what is told of them, the diff, and the weights of the job that the changed script starts."""
 
 import math
+import shlex
 import subprocess
 from pathlib import Path
 
@@ -72,7 +73,7 @@ def test_the_changed_script_starts_a_job_that_corrects(case: str, tmp_path: Path
     (tmp_path / "unswitched.yaml").write_text("tis_upper_bound: 2.0\n")
     code, told = check(capsys, tmp_path, name, script, *(("--", *given) if given else ()))
     assert code == 1
-    done = subprocess.run(["patch", "-p0", "-d/"], input=told, capture_output=True, text=True)
+    done = subprocess.run(["patch", "-p0", "-d", str(tmp_path)], input=told, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout
     code, told = check(capsys, tmp_path, name, (tmp_path / name).read_text(), *(("--", *given) if given else ()))
     assert code == 0 and told.endswith("nothing has to change\n")
@@ -127,6 +128,120 @@ def test_what_is_told_of_a_script(
     found, told = check(capsys, tmp_path, name, script, *given)
     assert found == code and all(text in told for text in said), told
     assert "\x1b" not in told and (code == 1) == ("\n+++ " in told or "no diff: " in told)
+
+
+FULL = f"--use-tis --custom-tis-function-path {HOOK} {STEP} --custom-config-path mis.yaml"
+MIS = "use_tis: true\nmis: {weight: {level: token, upper: 2}}\n"
+KEPT = "use_tis: true\nmis: {weight: {}, denominator: kept, reject: [{statistic: ratio, upper: 2}]}\n"
+SFT, NO_LOSS = "python3 train.py --loss-type sft_loss\n", "sft_loss (line 1) runs in place of the host's policy loss"
+ARMS = f"for arm in a b; do if [ $arm = b ]; then E='{FULL}'; else E=''; fi; python3 train.py --lr 1 $E; done"
+TYPER = f"""import typer
+import miles.utils.external_utils.command_utils as U
+
+
+def main(mis: bool = True, extra: str = "", upper: int = 2):
+    U.execute_train(train_args=("{FULL} " if mis else "") + extra)
+
+
+typer.run(main)
+"""
+TWICE, NONE = "the host's surrogate compares with the engine's log-probs already", "nothing has to change"
+START = f"import subprocess\nimport miles.utils as U\nU.execute_train(train_args='{FULL}')\n"
+WRITTEN = "import miles.utils as U\np = '/none/own.yaml'\n{}\nU.execute_train(train_args=f'" + FULL.replace(
+    "mis.yaml", "{{p}}') "[:-1]
+)
+SURE = "the script writes it, with parts that are not known"
+OF_A_FAULT = [
+    # the file of the config, the script (Python where it imports), how it is checked, the exit code, and what is told
+    (MIS, f"python3 train.py {FULL} --use-rollout-logprobs", (), 2, TWICE),
+    (MIS, "python3 train.py --use-rollout-logprobs", ("--host", "slime"), 2, TWICE),
+    (f"{MIS}use_rollout_logprobs: true\n", f"python3 train.py {FULL}", ("--host", "miles"), 2, TWICE),
+    (MIS, f"python3 train.py {FULL} --loss-type sft_loss", (), 2, "called: never, as far as the host goes"),
+    (MIS, SFT, (), 2, NO_LOSS),
+    (MIS, f"{SFT}python3 train.py --lr 1", (), 1, "+python3 train.py --lr 1 \\\n"),
+    (MIS, f"{SFT}python3 train.py {FULL}", (), 0, NONE),
+    (f"{MIS}loss_type: sft_loss\n", f"python3 train.py {FULL}", (), 2, "sft_loss (in the config file) runs in place"),
+    (f"{MIS}custom_tis_function_path: a.b\n", f"python3 train.py {FULL}", (), 2, "path of mis.yaml is set last"),
+    (f"{MIS}custom_tis_function_path: {HOOK}\n", f"python3 train.py {STEP} --custom-config-path mis.yaml", (), 0, NONE),
+    (MIS.replace("true", "false"), f"python3 train.py {FULL}", (), 2, "use_tis of mis.yaml is set last"),
+    (KEPT, f"python3 train.py {FULL} --calculate-per-token-loss", (), 2, "--calculate-per-token-loss divides"),
+    (MIS, f"python3 train.py {FULL} --skip-actor-forward-only", (), 2, "Miles refuses to start with it"),
+    (MIS, "python3 train.py --skip-actor-forward-only", (), 2, "Miles refuses to start with it"),
+    (MIS, f"python3 train.py {FULL} --rollout-top-k 50", (), 2, "rollout_top_k: the engine samples from"),
+    (MIS, f"python3 train.py {FULL} --rollout-top-p 0.9", (), 0, "warning: with --host miles: refused: rollout_top_p"),
+    (MIS, f"python3 train.py {FULL} --colocate ${{MORE}}", (), 0, "not read: (line 1): ${MORE} may give more flags"),
+    (MIS, f"python3 train.py {FULL} --lr=1 ${{MORE}}", (), 0, "not read: (line 1): ${MORE} may give more flags"),
+    (MIS, f"import miles.utils as U\nU.execute_train(f'{{more()}}--lr 1 {FULL}')", (), 0, "more()--lr may give more"),
+    (MIS, ARMS, (), 1, "no diff: "),
+    (MIS, f"python3 train.py -- {FULL}", (), 1, "the host takes nothing behind -- for a flag"),
+    (MIS, f"python3 train.py --train-backend fsdp {FULL}", ("--host", "miles"), 1, "the script trains with fsdp"),
+    (MIS, f"python3 train.py {FULL}", ("--host", "torchtitan"), 0, "the script trains with megatron, by default"),
+    (MIS, "python3 train.py --use-ti", (), 1, "(did you mean --use-tis?)"),
+    ("use_tis: true\nmis:\n", f"python3 train.py {FULL}", (), 2, "(the file says use_tis, mis)"),
+    (MIS, f"python3 train.py {FULL}", ("--preset", "icepop"), 1, "icepop): --preset icepop"),
+    (MIS, f"docker run a bash -lc 'python3 train.py {FULL}'", (), 0, "or in a text that it runs): a hook of this pack"),
+    (MIS, "python3 train.py --max-seq-len 1", ("--host", "miles"), 1, "a function that the command loads may add it"),
+    (MIS, TYPER, (), 0, NONE),
+    (MIS, TYPER, ("--", "--no-mis"), 1, NEVER),
+    (MIS, TYPER, ("--", "--extra", "--use-rollout-logprobs"), 2, TWICE),
+    (MIS, TYPER, ("--", "--no-miss"), 2, "--no-miss: no option of main (mis, extra, upper)"),
+    (MIS, TYPER, ("--", "MILES_SCRIPT_MIS=0"), 2, "MILES_SCRIPT_MIS=0: no option of main"),
+    (MIS, TYPER, ("--", "--upper"), 2, "--upper: the option lacks its value"),
+    (MIS, TYPER, ("--", "--mis=0"), 2, "--mis=0: the option takes no value"),
+    (MIS, PYTHON.replace("U.Execute", "my.Execute").replace("my.ExecuteTrainConfig", "Base"), ("--", "--more", "1"), 1,
+     "not read: --more: Base may have the option"),
+    (MIS, PYTHON, ("--", "--enable-miss"), 2, "--enable-miss: no option of main (num_nodes"),
+    (MIS, START, ("--", "--lr"), 0, "not read: --lr: no command is seen that takes it"),
+    (MIS, WRITTEN.format(f"open(p, 'w').write('a: 1')\nopen(p, 'w').write({MIS!r})"), (), 0, NONE),
+    (MIS, WRITTEN.format(f"with open(p, 'w') as f:\n  f.write({MIS[:14]!r})\n  f.write({MIS[14:]!r})"), (), 0, NONE),
+    (MIS, WRITTEN.format(f"open(p, 'a').write({MIS!r})"), (), 2, SURE),
+    (MIS, WRITTEN.format(f"if now():\n  open(p, 'w').write({MIS!r})"), (), 2, SURE),
+    (MIS, WRITTEN.format("with open(p, 'w') as f:\n  yaml.dump(cfg, f)"), (), 2, SURE),
+    (MIS, WRITTEN.format("open(p, mode='w').writelines(lines)"), (), 2, SURE),
+    (MIS, WRITTEN.format("shutil.copy('a.yaml', p)"), (), 2, "something that the script calls may write it"),
+    (MIS, WRITTEN.format("open(p).read()"), (), 1, "no such file"),
+    (MIS, f"{START}from miles.utils import execute_train as go\ngo(train_args='--lr 1')", (), 1, "(line 5)"),
+    (MIS, f"{START}go = U.execute_train\ngo(train_args='--lr 1')", (), 1, "train.py of Miles (line 5)"),
+    (MIS, f"{START}A = ['--lr', '1']\nsubprocess.run(['python3', 'train.py', *A])", (), 1, "of Miles (line 5)"),
+    (MIS, f"{START}subprocess.run(['python3', 'train.py', *more()])", (), 0, "may start train.py too"),
+    (MIS, f"{START}subprocess.run(['python3', 'train.py'] + more())", (), 0, "may start train.py too"),
+    (MIS, f"{START}A = ['python3', 'train.py']\nA.extend(more())\nsubprocess.run(A)", (), 0, "may be started too"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("config", "script", "given", "code", "said"), OF_A_FAULT)
+def test_a_fault_of_a_start_is_told(
+    config: str, script: str, given: tuple, code: int, said: str, tmp_path: Path, capsys, monkeypatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("mis.yaml").write_text(config)
+    found, told = check(capsys, tmp_path, "run.py" if "import" in script else "run.sh", script, *given)
+    assert found == code and said in told, told
+
+
+@pytest.mark.parametrize("name", ["run.sh", "a b.sh", "in/run.sh", "../here/run.sh", "/run.sh", "link.sh"])
+def test_a_patch_finds_its_script(name: str, tmp_path: Path, capsys, monkeypatch) -> None:
+    here = tmp_path / "here"
+    (here / "in").mkdir(parents=True)
+    monkeypatch.chdir(here)
+    given = f"{here}{name}" if name[0] == "/" else name
+    Path("in/of link.sh" if name == "link.sh" else given).write_text("# a\u2028b\n\n\n\npython3 train.py --lr 1\n")
+    if name == "link.sh":
+        Path(name).symlink_to("in/of link.sh")
+    assert main(["config", "check", given]) == 1
+    told = capsys.readouterr().out
+    how = next(
+        (line.partition(": ")[2] for line in told.splitlines() if line.startswith("apply it with: ")), "patch -p0"
+    )
+    subprocess.run(shlex.split(how), input=told, text=True, check=True)
+    assert main(["config", "check", given]) == 0
+
+
+@pytest.mark.parametrize("script", ["# a\r\npython3 train.py --lr 1\r\n", "# a\x0cb\npython3 train.py --lr 1\n"])
+def test_a_script_that_no_patch_serves(script: str, tmp_path: Path, capsys) -> None:
+    (tmp_path / "run.sh").write_bytes(script.encode())
+    assert main(["config", "check", str(tmp_path / "run.sh")]) == 1
+    assert "no diff: lines end in CR LF, or hold" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

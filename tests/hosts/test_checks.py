@@ -19,7 +19,7 @@ from mis_plugins.hosts import checks, rare_checks
 from mis_plugins.hosts import routing as hooks
 from mis_plugins.hosts.arguments import kinds
 from mis_plugins.hosts.checks import Check, Given, every_check
-from mis_plugins.hosts.host_checks import HOST_CHECKS
+from mis_plugins.hosts.host_checks import BEFORE_STEP, HOST_CHECKS
 from mis_plugins.hosts.registry import every_host
 
 MEGATRON, ALL = ("miles", "slime"), ("miles", "slime", "fsdp")
@@ -64,6 +64,11 @@ FOUND: list[Case] = [
     ("center beside top-p", {"rollout_top_p": 0.95}, CENTER, ("slime",)),
     ("center beside top-p", {**KEPT_BY_HOOKS, "rollout_top_logprobs_num": 32}, CENTER, MEGATRON),
     ("part of a kept set", {**KEPT_BY_HOOKS, "rollout_top_k": 64}, CENTER, ("miles",)),
+    ("corrected twice", {"use_rollout_logprobs": True, "use_tis": True}, WEIGHT, ALL),
+    ("corrected twice", {"use_rollout_logprobs": True, "use_tis": True, "get_mismatch_metrics": True}, WEIGHT, ALL),
+    ("pass before training skipped", {"skip_actor_forward_only": True, BEFORE_STEP: "a.b"}, WEIGHT, ("miles", "fsdp")),
+    ("pass before training skipped", {"skip_actor_forward_only": True, "loss_type": "custom_loss"}, BYPASS, ("miles",
+     "fsdp")),
     ("head not asked", {"rollout_top_logprobs_num": 0}, CENTER, MEGATRON),
     ("smaller head", {"rollout_top_logprobs_num": 8}, CENTER, MEGATRON),
 ]  # fmt: skip
@@ -75,6 +80,8 @@ CALM: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({**REPLAYED, "sglang_enable_hierarchical_cache": False, "moe_router_fusion": False}, ROUTE),
     ({**REPLAYED, "sglang_chunked_prefill_size": 8192, "rollout_max_context_len": 8192}, WEIGHT),
     ({"use_rollout_routing_replay": False, "moe_router_dtype": "fp32"}, WEIGHT),
+    ({"use_rollout_logprobs": True, "use_tis": True}, BYPASS),
+    ({"use_rollout_logprobs": True, "get_mismatch_metrics": True}, WEIGHT),
     ({"pause_generation_mode": "retract"}, WEIGHT),
     ({"pause_generation_mode": "in_place", "sglang_disable_radix_cache": True}, WEIGHT),
     ({"rollout_top_p": 1.0}, WEIGHT),
@@ -258,10 +265,13 @@ HELD: list[tuple[str, checks.Hook, dict[str, Any], dict[str, Any] | None, str, s
     ("no step to skip", "command", {}, {**ORIGINAL, "on_all_rejected": "raise"}, "fsdp", "miles"),
     ("no step to report", "command", {}, {**WEIGHT, "metrics": "all"}, "fsdp", "miles"),
     ("kept beside a mean over the step", "tis", {"calculate_per_token_loss": True}, KEPT, "miles", ""),
+    ("kept beside a mean over the step", "command", {"calculate_per_token_loss": True}, KEPT, "slime", ""),
+    ("kept twice", "command", BESIDE, KEPT, "slime", ""),
+    ("corrected twice", "tis", {"use_rollout_logprobs": True, "use_tis": True}, WEIGHT, "slime", ""),
     ("kept twice", "loss", BESIDE, KEPT, "miles", ""),
     ("kept replaced", "tis", {"custom_pg_loss_reducer_function_path": "mine.reduce"}, KEPT, "miles", ""),
     ("kept beside other samples", "tis", OTHER_SAMPLES, KEPT, "miles", ""),
-    ("reducer beside the loss hook", "loss", BESIDE, ORIGINAL, "miles", ""),
+    ("reducer beside the loss hook", "loss", BESIDE, {**ORIGINAL, **OPSM}, "miles", ""),
     ("reducer beside use_mask", "tis", {**BESIDE, "use_mask": True}, WEIGHT, "miles", ""),
     ("original beside other samples", "tis", OTHER_SAMPLES, ORIGINAL, "miles", ""),
     ("other terms", "file", {"use_kl_loss": True}, KEPT, "miles", "fsdp"),

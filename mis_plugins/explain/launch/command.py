@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import difflib
+import io
 import shlex
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +15,19 @@ from mis_plugins.config.loading import read_keys
 from mis_plugins.errors import ConfigError, UserError
 from mis_plugins.explain.launch import bash, python
 from mis_plugins.explain.launch.judgement import Judgement, Want, arguments, judge
-from mis_plugins.explain.launch.words import Launch, Reading
+from mis_plugins.explain.launch.words import PACKAGES, Launch, Reading
 from mis_plugins.hosts import checks
+from mis_plugins.hosts.arguments import recorded
 from mis_plugins.hosts.host import Host
 from mis_plugins.shared.shell import REFUSED
 from mis_plugins.shared.terminal import printable
 
 READERS = {".sh": bash.launches, ".py": python.launches}
 DIFFERENT = 1
+BY_HAND = (
+    "no diff: the flags come together in a way that could not be changed here, or in one place for several starts, of "
+    "which not all lack them; add them by hand"
+)
 Tell = Callable[[Mapping[str, Any], Host | None, str], str]
 Edit = tuple[int, int, str]  # bytes of the script to replace, from and up to, and the text in their place
 
@@ -48,7 +55,10 @@ def check(target: str, given: Sequence[str], host: Host | None, preset: str | No
 
     def judged(text: str) -> tuple[list[tuple[Launch, Judgement]], Reading]:
         found, reading = _read(text, path, given)
-        return [(launch, judge(launch, reading, path, host, preset)) for launch in found], reading
+        judgements = [judge(launch, reading, path, host, preset) for launch in found]
+        if not all(one.is_apart for one in judgements):
+            judgements = [replace(one, unsure=[]) if one.is_apart else one for one in judgements]
+        return list(zip(found, judgements, strict=True)), reading
 
     found, reading = judged(script)
     parts = ["\n".join(_told(launch, judgement, tell)) for launch, judgement in found]
@@ -63,8 +73,7 @@ def check(target: str, given: Sequence[str], host: Host | None, preset: str | No
         holds = after is not None and not any(one.wants or one.unsure for _, one in judged(after)[0])
     except UserError:
         holds = False
-    by_hand = "no diff: the flags come together in a way that could not be changed here; add them by hand"
-    parts.append(diff(script, after, str(path)) if after is not None and holds else by_hand)
+    parts.append(_patch(script, after, path) if after is not None and holds else BY_HAND)
     return "\n\n".join(parts), DIFFERENT
 
 
@@ -90,12 +99,25 @@ def _told(launch: Launch, judgement: Judgement, tell: Tell) -> Iterator[str]:
 
 
 def _beside(launch: Launch, judgement: Judgement) -> Iterator[str]:
-    """Conflicts of the command's flags with the config; one that spoils the numbers raises."""
-    host, own = judgement.host, judgement.keys or {}
-    if host is not None:
-        keys, config = {**arguments(launch, host), **own}, read_keys(own)
-        checks.refuse("command", keys, config, host)
-        yield from (f"warning: {text}" for text in checks.warnings("command", keys, config, host))
+    """Conflicts of the changed command's flags with the config; one that spoils the numbers on each host raises."""
+    own = judgement.keys or {}
+    wanted = {want.flag[2:].replace("-", "_"): want.value or True for want in judgement.wants}
+    hosts = [judgement.host] if judgement.host else [recorded()[name] for name in sorted(PACKAGES)]
+    config, refused, told = read_keys(own), list[ConfigError](), dict[str, list[str]]()
+    for host in hosts:
+        keys = {**arguments(launch, host), **wanted, **own}
+        try:
+            checks.refuse("command", keys, config, host)
+        except ConfigError as error:
+            refused.append(error)
+            told.setdefault(f"refused: {error}", []).append(host.name)
+        for text in checks.warnings("command", keys, config, host):
+            told.setdefault(text, []).append(host.name)
+    if len(refused) == len(hosts):
+        raise refused[0]
+    for text, names in told.items():
+        where = "" if judgement.host else f"with --host {' or '.join(names)}: "
+        yield f"warning: {where}{text}"
 
 
 def _notes(reading: Reading) -> list[str]:
@@ -115,6 +137,7 @@ def changed(script: str, wanted: Sequence[tuple[Launch, Sequence[Want]]]) -> str
     argparse lets them win.
     """
     edits: set[Edit] = set()
+    lists: dict[tuple[int, int], list[str]] = {}
     for launch, wants in wanted:
         found = [(want, _in_place(script, want)) for want in wants]
         edits |= {edit for _, edit in found if edit is not None}
@@ -123,7 +146,8 @@ def changed(script: str, wanted: Sequence[tuple[Launch, Sequence[Want]]]) -> str
             for want, edit in found
             if edit is None
         ]
-        if texts and launch.place == (0, 0):
+        others = lists.setdefault(launch.place, texts) if launch.place != (0, 0) else []
+        if others != texts:
             return None
         if texts:
             appended = _appended_python if launch.in_python else _appended_bash
@@ -131,14 +155,26 @@ def changed(script: str, wanted: Sequence[tuple[Launch, Sequence[Want]]]) -> str
     return _applied(script.encode(), edits)
 
 
+def _patch(script: str, after: str, path: Path) -> str:
+    """The diff, behind how to apply it where `patch -p0` would not take it in this folder."""
+    file = path.resolve()
+    is_here = not path.is_absolute() and file == Path.cwd() / path
+    text = diff(script, after, str(path) if is_here else file.name)
+    if script.encode() != (path.read_bytes() if path.is_file() else script.encode()) or text != printable(text, "\n\t"):
+        return "no diff: lines end in CR LF, or hold what no terminal shows; save the script without, or add by hand"
+    return text if is_here else f"apply it with: patch -p0 -d {shlex.quote(str(file.parent))}\n\n{text}"
+
+
 def diff(before: str, after: str, name: str) -> str:
-    lines = difflib.unified_diff(before.splitlines(keepends=True), after.splitlines(keepends=True), name, name, n=3)
-    return "".join(_line(line) for line in lines).rstrip("\n")
+    said = f"{name}\t" if " " in name else name  # `patch` takes a name with a blank up to a tab
+    lines = difflib.unified_diff(_lines(before), _lines(after), said, said, n=3)
+    ended = (line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n" for line in lines)
+    return "".join(ended).rstrip("\n")
 
 
-def _line(line: str) -> str:
-    said = "\t".join(map(printable, line.rstrip("\n").split("\t")))
-    return f"{said}\n" if line.endswith("\n") else f"{said}\n\\ No newline at end of file\n"
+def _lines(text: str) -> list[str]:
+    """Lines as `patch` cuts them, at line feeds alone."""
+    return list(io.StringIO(text, newline="\n"))
 
 
 def _in_place(script: str, want: Want) -> Edit | None:
@@ -146,7 +182,7 @@ def _in_place(script: str, want: Want) -> Edit | None:
     word, new = want.instead, want.value if want.value is not None else want.flag
     if word is None or word.span is not None:
         return (*word.span, _quoted(new)) if word and word.span else None
-    lines = script.splitlines(keepends=True)
+    lines = _lines(script)
     before, within = "".join(lines[: word.lines[0] - 1]), "".join(lines[word.lines[0] - 1 : word.lines[1]])
     if not word.lines[0] or not word.is_known or within.count(word.text) != 1:
         return None

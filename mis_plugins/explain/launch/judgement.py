@@ -21,14 +21,16 @@ from mis_plugins.config.view import BACKENDS
 from mis_plugins.errors import UserError
 from mis_plugins.explain.launch.words import HOLE, PACKAGES, Launch, Reading, Word, flags_of, known
 from mis_plugins.explain.words import flags as flags_for
+from mis_plugins.hosts.arguments import NEWER, kinds, near, recorded
 from mis_plugins.hosts.arguments import flags as recorded_flags
-from mis_plugins.hosts.arguments import kinds, recorded
 from mis_plugins.hosts.checks import REPLAY
 from mis_plugins.hosts.host import Host
 
 CONFIG, TIS, LOSS = "--custom-config-path", "--custom-tis-function-path", "--custom-loss-function-path"
 SWITCHES = {"--use-tis": "use_tis", "--get-mismatch-metrics": "get_mismatch_metrics"}
-DECIDES = {*SWITCHES, CONFIG, TIS, LOSS, "--loss-type", "--train-backend"}
+LOSS_TYPE, BACKEND = "--loss-type", "--train-backend"
+DECIDES = {*SWITCHES, CONFIG, TIS, LOSS, LOSS_TYPE, BACKEND}
+ANY = "Miles, slime or vime"
 OURS = ("mis_plugins.", "true_on_policy.")
 OUR_LOSS = "mis_plugins.mis.policy_loss"
 HOSTS_OWN = "train_infer_mismatch_helper"
@@ -51,6 +53,7 @@ class Flag:
 
 
 ABSENT = Flag(Word("", ""))
+BY_DEFAULT = Flag(Word("", ""), Word("megatron", "megatron, by default"))
 
 
 @dataclass(frozen=True)
@@ -86,6 +89,7 @@ class Judgement:
     told: lines for the user.
     wants: flags that have to change.
     unsure: what cannot be told from the script, where it decides what loads.
+    is_apart: whether it trains by another loss than a policy's, as a start of SFT does, and asks for no correction.
     """
 
     host: Host | None
@@ -94,6 +98,7 @@ class Judgement:
     unsure: list[str] = field(default_factory=list)
     keys: Mapping[str, Any] | None = None
     source: str | None = None
+    is_apart: bool = False
 
 
 def judge(launch: Launch, reading: Reading, path: Path, asked: Host | None, preset: str | None) -> Judgement:
@@ -107,25 +112,49 @@ def judge(launch: Launch, reading: Reading, path: Path, asked: Host | None, pres
     Raises:
         ConfigError: a config that the hooks would refuse.
     """
-    flags = _flags(launch.words)
-    host = asked or _host(launch, flags)
-    given = _config(flags.get(CONFIG), reading, path)
-    where = f"(line {launch.line})" if launch.line else "(in a file that the script sources)"
+    said = _flags(launch.words)
+    other = _other_trainer(asked, said)
+    host = _host(launch, said) if asked is None or other and BACKEND in said else asked
+    given = _config(said.get(CONFIG), reading, path)
+    flags = _with_keys(said, given.keys or {})
+    where = f"(line {launch.line})" if launch.line else "(in a file that the script sources, or a text that it runs)"
     only = f", only if this holds: {launch.branch}" if launch.branch else ""
     unread = list(_unread(launch, host))
     never = f"{NEVER}{'; what is not read may say otherwise' if unread else ''}"
     told = [
-        f"starts: train.py of {host.title if host else 'Miles, slime or vime'} {where}{only}",
+        f"starts: train.py of {host.title if host else ANY} {where}{only}",
+        *([f"warning: --host {asked.name}: the script trains with {other.source}"] if asked and other else []),
         *_loads(flags),
         f"config: {_said(given, flags)}",
         f"called: {_called(flags, given.keys or {}) or never}",
-        *_unknown_flags(flags, host),
+        *_unknown_flags(said, host),
         *unread,
     ]
     found = Judgement(host, told, unsure=[*_unsure(launch, flags), *([] if preset else _unsure_config(given))])
+    is_asked = flags.keys() & {*SWITCHES, TIS, CONFIG}
+    found.is_apart = len(found.unsure) == 1 and _other_loss(flags) is not None and not is_asked
     if not found.unsure:
-        _want(found, flags, given, preset)
+        _want(found, said, given, preset)
     return found
+
+
+def _other_trainer(asked: Host | None, flags: Mapping[str, Flag]) -> Word | None:
+    """What the script trains with, where that is no trainer of the host of Miles that the user names."""
+    trainer = flags.get(BACKEND, BY_DEFAULT).value
+    if asked is None or asked.package != "miles" or trainer is None or not trainer.is_known:
+        return None
+    return None if trainer.text == (asked.name if asked.name in BACKENDS else "megatron") else trainer
+
+
+def _with_keys(flags: Mapping[str, Flag], keys: Mapping[str, Any]) -> dict[str, Flag]:
+    """The flags with what the config file says in place of some: the host sets its keys last."""
+    found = dict(flags)
+    for key, value in keys.items():
+        name = f"--{key.replace('_', '-')}"
+        if name in DECIDES - {CONFIG, *SWITCHES} or name.endswith("-path") and name != CONFIG:
+            word = Word(str(value), str(value), in_config=True)
+            found[name] = Flag(word, word) if value else ABSENT
+    return {name: flag for name, flag in found.items() if flag is not ABSENT}
 
 
 def _unsure_config(given: Given) -> Iterator[str]:
@@ -162,14 +191,16 @@ def _number(text: str) -> float | int | str:
 
 
 def _flags(words: Sequence[Word]) -> dict[str, Flag]:
-    return {name: Flag(word, value) for name, word, value in flags_of(words)}
+    """The last of each flag; argparse takes nothing behind `--` for one."""
+    count = next((i for i, word in enumerate(words) if word.text == "--"), len(words))
+    return {name: Flag(word, value) for name, word, value in flags_of(words[:count])}
 
 
 def _host(launch: Launch, flags: Mapping[str, Flag]) -> Host | None:
     """The host whose folder or package the script names, else the one that alone has all flags that any host has."""
     hosts = recorded()
     for backend in BACKENDS:
-        if flags.get("--train-backend", ABSENT).says(backend):
+        if flags.get(BACKEND, ABSENT).says(backend):
             return hosts[backend]
     if len(launch.hosts) == 1:
         return hosts[next(iter(launch.hosts))]
@@ -183,10 +214,10 @@ def _unsure(launch: Launch, flags: Mapping[str, Flag]) -> Iterator[str]:
     for word in launch.words:
         if not word.is_known and any(flag in word.source for flag in DECIDES):
             yield f"({word.place}): one of {word.source}"
-    loss = _loss(flags)
-    if loss is not None and not loss.startswith(OURS):
+    loss = _other_loss(flags)
+    if loss is not None:
         yield (
-            f"{LOSS} {loss} runs in place of the host's policy loss, which alone calls the TIS hook; whether that loss "
+            f"{loss} runs in place of the host's policy loss, which alone calls the TIS hook; whether that loss "
             "corrects is its own matter"
         )
     for name, flag in flags.items():
@@ -210,7 +241,7 @@ def _loads(flags: Mapping[str, Flag]) -> Iterator[str]:
         elif name in (TIS, LOSS):
             whose = "the host's own example" if HOSTS_OWN in value else "no hook of this pack"
             yield f"loads: {name} {value} ({flag.value.place}): {whose}"
-    if TIS not in flags and "--use-tis" in flags:
+    if TIS not in flags and "--use-tis" in flags and not _loss(flags) and not _other_loss(flags):
         yield "loads: the host's own truncated weights: --use-tis without --custom-tis-function-path"
 
 
@@ -231,6 +262,8 @@ def _config(flag: Flag | None, reading: Reading, path: Path) -> Given:
     if word.text.startswith(INLINE):
         return _read("FILE", word.text)
     file = _located(word.text, path)
+    if file is None and word.text in reading.handed:
+        return Given(word.text, None, f"{word.text}: not here, and something that the script calls may write it")
     if file is None:
         return Given(word.text, None, f"{word.text}: no such file, here or in a folder above the script", True)
     return _read(str(file), file)
@@ -262,6 +295,8 @@ def _called(flags: Mapping[str, Flag], keys: Mapping[str, Any]) -> str | None:
     """What makes the host call a correction hook, or None; keys of the file win over flags."""
     if _loss(flags) == OUR_LOSS:
         return f"in each step, by --loss-type custom_loss ({flags[LOSS].word.place})"
+    if other := _other_loss(flags):
+        return f"never, as far as the host goes: {other} runs in place of its policy loss"
     for flag, key in SWITCHES.items():
         if key in keys and keys[key]:
             return f"in each step, by {key}: true of the config"
@@ -273,25 +308,45 @@ def _called(flags: Mapping[str, Flag], keys: Mapping[str, Any]) -> str | None:
 def _loss(flags: Mapping[str, Flag]) -> str | None:
     """The loss that runs in place of the host's policy loss, which calls the TIS hook."""
     loss = flags.get(LOSS, ABSENT).value
-    return loss.text if loss and flags.get("--loss-type", ABSENT).says("custom_loss") else None
+    return loss.text if loss and flags.get(LOSS_TYPE, ABSENT).says("custom_loss") else None
+
+
+def _other_loss(flags: Mapping[str, Flag]) -> str | None:
+    """What names a loss that is neither the host's policy loss nor of this pack; None without one."""
+    loss, kind = _loss(flags), flags.get(LOSS_TYPE, ABSENT).value
+    if loss is not None:
+        return None if loss.startswith(OURS) else f"{LOSS} {loss}"
+    if kind is None or not kind.is_known or kind.text == "policy_loss":
+        return None
+    return f"{LOSS_TYPE} {kind.source} ({kind.place})"
 
 
 def _unknown_flags(flags: Mapping[str, Flag], host: Host | None) -> Iterator[str]:
-    """Flags that the recorded parsers of the host do not know; later releases may."""
-    taken = {flag for record in host.records for flag in recorded_flags(record)} if host else flags
+    """Flags that the recorded parsers of the host do not know; without a host, those that look like one that counts."""
+    hosts = [host] if host else recorded().values()
+    taken = {flag for one in hosts for record in one.records for flag in recorded_flags(record)}
+    count = DECIDES | {name for name in taken if name.endswith("-path")}
     for name, flag in flags.items():
         is_open = not flag.word.is_known or name.startswith("--eval-sglang-") or len(name) < 3
-        if host and name not in taken and not is_open:
-            yield f"warning: {name} ({flag.word.place}): no flag of {host.title} where its parser was recorded"
+        meant = "" if name in taken or is_open else near(name, count, 0.8)
+        if meant or host and name not in taken and not is_open:
+            why = meant or "; a function that the command loads may add it"
+            title = host.title if host else ANY
+            yield f"warning: {name} ({flag.word.place}): no flag of {title} where its parser was recorded{why}"
 
 
 def _unread(launch: Launch, host: Host | None) -> Iterator[str]:
     """Parts of the command that may hold further flags."""
-    switches = {name for name, kind in kinds(host).items() if kind == "switch"} if host else set()
+    hosts = [host] if host else recorded().values()
+    records = {NEWER, *(record for one in hosts for record in one.records)}
+    switches = {flag for record in records for flag in recorded_flags(record, "switch")}
     for before, word in itertools.pairwise((ABSENT.word, *launch.words)):
-        takes = before.text.startswith("--") and before.text[2:].replace("-", "_") not in switches
-        if word.text == HOLE and not takes:
+        takes = before.text.startswith("--") and "=" not in before.text and before.text not in switches
+        is_open = word.text == HOLE or "--" in word.text and HOLE in word.text.partition("=")[0]
+        if is_open and not takes:
             yield f"not read: ({word.place}): {word.source} may give more flags"
+        if word.text == "--":
+            yield f"not read: ({word.place}): the host takes nothing behind -- for a flag"
 
 
 def _want(found: Judgement, flags: Mapping[str, Flag], given: Given, preset: str | None) -> None:
@@ -302,12 +357,18 @@ def _want(found: Judgement, flags: Mapping[str, Flag], given: Given, preset: str
     if preset is not None or found.keys is None:
         found.keys, found.source = keys_of(file_of(name)), value
     config = read_keys(found.keys)
-    needed = _needed(config, found.host)
+    needed, flags = _needed(config, found.host), _with_keys(flags, found.keys)
     if _loss(flags) == OUR_LOSS:
         needed = {name: value for name, value in needed.items() if name not in (TIS, *SWITCHES)}
-    found.wants += _lacking(needed, flags, found.keys, config)
+    for want in _lacking(needed, flags, found.keys, config):
+        key = want.flag[2:].replace("-", "_")
+        if key not in found.keys or found.keys[key] is True:
+            found.wants.append(want)
+        else:
+            found.unsure.append(f"{key} of {given.source} is set last, whatever {want.flag} says; drop the key")
     if found.source is value and not flag.says(str(file_of(name).absolute())):
-        found.wants.append(Want(CONFIG, value, flag.value, given.problem or "no config says how to correct"))
+        why = given.problem or (f"--preset {name}" if preset else "no config says how to correct")
+        found.wants.append(Want(CONFIG, value, flag.value, why))
 
 
 def _needed(config: CorrectionConfig, host: Host | None) -> dict[str, str | None]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ast
 import base64
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -38,6 +39,7 @@ from mis_plugins.explain.launch.words import (
     known,
     literal,
     shown,
+    under,
     with_holes,
     with_places,
 )
@@ -48,6 +50,8 @@ OF_MILES = {"num_nodes": 1, "cuda_core_dump": False, "extra_env_vars": (), "outp
 """What a launcher has from Miles's own dataclass, by its defaults at 31f1ca9."""
 GIVE_NOTHING = ("get_default_wandb_args", "get_mooncake_object_store_args")  # Miles's helpers: no flag of ours
 PLAINLY = {"strip": str.strip, "lower": str.lower}
+WRITES = ("write", "writelines", "write_text", "write_bytes")
+NAMES = ("str", "Path")  # functions that return the name of a file
 PURE = ("get", "items", "keys", "values", "copy", "index", "count")  # methods that change no list and no dict
 SET_ANY_NAME = ("exec", "globals", "locals")
 DECORATES = {"dataclass", "command", "callback", "dataclass_cli", "property", "staticmethod", "classmethod", "cache"}
@@ -106,7 +110,10 @@ class Launcher(Reader, ast.NodeVisitor):
         super().__init__(reading)
         self.path = path
         self.starts = [0, *accumulate(map(len, script.encode().splitlines(keepends=True)))]
-        self.command, self.options = _options(arguments)
+        self.command = next((word for word in arguments[:1] if word[:1] != "-" and "=" not in word), None)
+        self.options = arguments[bool(self.command) :]
+        self.of_fields: dict[str, Any] | None = None  # what the command line sets, a command's own parameters aside
+        self.handles: dict[int, Text] = {}  # files that are open to be written, each with its address
         self.globals: dict[str, Any] = {"__name__": literal("__main__")}
         self.frames = [self.globals]
         self.outside: dict[str, dict[str, Any]] = {}  # names that are `global` or `nonlocal`, and where they are
@@ -150,13 +157,20 @@ class Launcher(Reader, ast.NodeVisitor):
             named = [one.name for one in node.names] if isinstance(node, ast.Import) else [getattr(node, "module", "")]
             self.hosts |= {(name or "").partition(".")[0] for name in named} & PACKAGES
         self.attempt(lambda: self.block(tree.body))
-        if self.found:
-            return
+        if not self.found:
+            self.run_commands()
+        if self.options and self.of_fields is None:
+            self.reading.unread[0] = f"{' '.join(self.options)}: no command is seen that takes it"
+
+    def run_commands(self) -> None:
         functions = [one for one in self.globals.values() if isinstance(one, ast.FunctionDef)]
-        commands = [one for one in functions if one.decorator_list]
+        decorated = [one for one in functions if one.decorator_list]
+        commands = [
+            one for one in decorated if {"command", "callback"} & set(map(_name, one.decorator_list))
+        ] or decorated
         asked = (self.command or "").replace("-", "_")
         for node in [one for one in commands if one.name == asked] or commands:
-            self.attempt(lambda node=node: self.call(node, [], {}))
+            self.attempt(lambda node=node: self.command_line(node))
 
     def visit(self, node: ast.AST) -> Any:
         self.reading.spend()
@@ -183,6 +197,9 @@ class Launcher(Reader, ast.NodeVisitor):
 
     def changed(self, before: Any, after: Any) -> None:
         """Give all names of a list, dict or record, which the launcher changes in place, its new value."""
+        for one in before if isinstance(before, list) and not isinstance(after, list) else ():
+            if isinstance(one, tuple) and is_train(known(one) or ""):
+                self.reading.unread[one[0].lines[0]] = f"{shown(one)} in a list that changes: may be started too"
         for one in self.alternatives.pop(id(before), ())[1:]:
             self.changed(one, hole("a value that changes"))
         for scope in self.scopes():
@@ -222,8 +239,8 @@ class Launcher(Reader, ast.NodeVisitor):
                 self.defaults[_place(part.value)] = self.visit(part.value)
 
     def visit_Import(self, node: ast.Import | ast.ImportFrom) -> None:
-        for name in ((one.asname or one.name).partition(".")[0] for one in node.names):
-            self.store(name, hole(name))
+        for one in node.names:
+            self.store((one.asname or one.name).partition(".")[0], hole(one.name))
 
     visit_ImportFrom = visit_Import
 
@@ -485,6 +502,8 @@ class Launcher(Reader, ast.NodeVisitor):
         if isinstance(one, list) and isinstance(other, list) and adds:
             self.reading.spend(len(one) + len(other))
             return one + other
+        if isinstance(one, list) or isinstance(other, list):
+            return self.unknown(node)
         if adds and (isinstance(one, tuple) or isinstance(other, tuple)):
             return self.reading.paid((*_text(one), *_text(other)))
         if isinstance(kind, ast.Mult) and isinstance(one, int) and isinstance(other, int):
@@ -500,9 +519,11 @@ class Launcher(Reader, ast.NodeVisitor):
         return self.unknown(node) if may_replace else self.reading.paid((*one, Piece("/"), *other))
 
     def visit_List(self, node: ast.List | ast.Tuple | ast.Set) -> Any:
-        if any(isinstance(one, ast.Starred) for one in node.elts):
+        values = [self.visit(one.value if isinstance(one, ast.Starred) else one) for one in node.elts]
+        pairs = list(zip(node.elts, values, strict=True))
+        if any(isinstance(one, ast.Starred) and not isinstance(value, list) for one, value in pairs):
             return self.unknown(node)
-        return [self.visit(one) for one in node.elts]
+        return [item for one, value in pairs for item in (value if isinstance(one, ast.Starred) else [value])]
 
     visit_Tuple = visit_Set = visit_List
 
@@ -550,10 +571,13 @@ class Launcher(Reader, ast.NodeVisitor):
                 self.changed(owner, owner + added if isinstance(added, list) else self.unknown(node))
             elif (isinstance(owner, list | dict) or id(owner) in self.alternatives) and name not in PURE:
                 self.changed(owner, self.unknown(node))
-            elif isinstance(owner, tuple) and (found := self.of_text(owner, name, given)) is not None:
+            elif isinstance(owner, tuple) and (found := self.of_text(owner, name, given, named)) is not None:
                 return found
         else:
             target = self.visit(node.func)
+            pieces = target if isinstance(target, tuple) else ()
+            meant = [piece.source.rpartition(".")[2] for piece in pieces if piece.text is None]
+            name = next((one for one in meant if one.startswith(STARTS) and one.isidentifier()), name)
         if isinstance(target, ast.FunctionDef):
             parameters = [] if is_sure else _parameters(target.args)
             return self.call(target, given, dict.fromkeys(parameters[len(given) :], self.unknown(node)) | named)
@@ -578,19 +602,41 @@ class Launcher(Reader, ast.NodeVisitor):
             named |= {one.arg: value} if one.arg is not None else value if isinstance(value, dict) else {}
         return given, named, is_sure
 
-    def of_text(self, owner: Text, name: str, given: list[Any]) -> Any:
+    def of_text(self, owner: Text, name: str, given: list[Any], named: Mapping[str, Any]) -> Any:
         """The value of a method of a text, of a path or of an open file; None where that is not known."""
         said = known(owner)
         if name == "join" and given and isinstance(given[0], list) and said is not None:
             parts = [piece for one in given[0] for piece in (*_text(one), Piece(said))]
             return self.reading.paid(tuple(parts[:-1]))
-        if name in ("write", "write_text") and given:
-            files, path = self.reading.files, shown(owner)
-            files[path] = self.reading.paid(files.get(path, ()) + _text(given[0]))
+        if name == "open":
+            return self.opened(owner, given, named)
+        if name in WRITES:
+            is_text = name in ("write", "write_text") and given
+            self.write(owner, _text(given[0]) if is_text else hole(name), adds=name in ("write", "writelines"))
         if name == "strip" and said is None and owner:
             return owner  # blanks at its ends part no words
         is_plain = name in PLAINLY and not given and said is not None
         return self.reading.paid(literal(PLAINLY[name](said))) if is_plain else None
+
+    def opened(self, path: Text, given: Sequence[Any], named: Mapping[str, Any]) -> Text:
+        """An open file, which is a path; one that may be written is known by its address."""
+        mode = known(_text(given[0] if given else named.get("mode", literal("r"))))
+        if mode is not None and set("wx") & set(mode):
+            self.write(path, (), adds=False)
+        elif mode is None or set("a+") & set(mode):
+            self.reading.files.setdefault(shown(path), hole("what it holds before"))
+        else:
+            return path
+        file = tuple([*path])
+        self.handles[id(file)] = file
+        return file
+
+    def write(self, path: Text, text: Text, adds: bool = True) -> None:
+        """Keep what the launcher writes into a file; what only a branch writes is not sure."""
+        before = self.reading.files.get(shown(path), ()) if adds else ()
+        self.reading.files[shown(path)] = self.reading.paid(
+            before + (under(text, self.branch) if self.branch else text)
+        )
 
     def call(self, node: ast.FunctionDef, given: Sequence[Any], named: Mapping[str, Any]) -> Any:
         outer = self.returns, self.outside, self.around, self.round
@@ -645,13 +691,14 @@ class Launcher(Reader, ast.NodeVisitor):
             return self.defaults.get(_place(default), hole(_said(default), _lines(default)))
         kind = self.globals.get(_name(parameter.annotation))
         is_filled = isinstance(kind, ast.ClassDef)
-        return self.instance(kind, [], self.from_options(kind)) if is_filled else hole(parameter.arg, _lines(parameter))
+        filled = self.of_fields or {}
+        return self.instance(kind, [], filled) if is_filled else hole(parameter.arg, _lines(parameter))
 
     def instance(self, node: ast.ClassDef, given: Sequence[Any], named: Mapping[str, Any]) -> Record:
         record = Record({}, node)
         self.records.append(record)
         fields = self.fields(node)
-        if BASE_OF_MILES in map(_name, node.bases):
+        if BASE_OF_MILES in self.bases(node):
             self.reading.assume_unset("SLURM_JOB_NUM_NODES")
             record.fields |= OF_MILES
         record.fields |= {name: self.default(value) for name, value in fields.items()}
@@ -681,28 +728,48 @@ class Launcher(Reader, ast.NodeVisitor):
             hole("a field without default") if value is None else self.defaults.get(_place(value), self.unknown(value))
         )
 
-    def from_options(self, node: ast.ClassDef) -> dict[str, Any]:
-        """The fields that the launcher's command line sets, each of the type of its default."""
-        fields = self.fields(node)
-        found: dict[str, Any] = {}
-        for option, said in self.options.items():
-            name = option.replace("-", "_")
-            negated = name.removeprefix("no_")
-            if name not in fields and negated in fields and said is None:
-                found[negated] = False
-            elif name in fields or node.bases:  # a field may be a base's
-                found[name] = _typed(said, fields.get(name))
+    def bases(self, node: ast.ClassDef) -> set[str]:
+        """The names of the classes that a class inherits from and that the launcher does not define."""
+        names = {_name(base) for kind in self.lineage(node) for base in kind.bases}
+        return {name for name in names if not isinstance(self.globals.get(name), ast.ClassDef)}
+
+    def kinds(self, node: ast.ClassDef) -> dict[str, str]:
+        """The types of a dataclass's fields."""
+        parts = [part for kind in reversed(self.lineage(node)) for part in kind.body]
+        declared = [one for one in parts if isinstance(one, ast.AnnAssign) and isinstance(one.target, ast.Name)]
+        inherited = {name: type(value).__name__ for name, value in OF_MILES.items()}
+        own = {_name(one.target): _kind(one.annotation, one.value) for one in declared}
+        return (inherited if BASE_OF_MILES in self.bases(node) else {}) | own
+
+    def command_line(self, node: ast.FunctionDef) -> Any:
+        """Call the function that the launcher's command line runs, with what it sets."""
+        plain = [*node.args.posonlyargs, *node.args.args]
+        defaults = [*[None] * (len(plain) - len(node.args.defaults)), *node.args.defaults, *node.args.kw_defaults]
+        own, fields, others = dict[str, str](), dict[str, str](), set[str]()
+        for one, default in zip([*plain, *node.args.kwonlyargs], defaults, strict=True):
+            kind = self.globals.get(_name(one.annotation))
+            if isinstance(kind, ast.ClassDef):
+                fields |= self.kinds(kind)
+                others |= self.bases(kind) - {BASE_OF_MILES}
             else:
-                raise ConfigError(f"--{option}: no option of the launcher ({', '.join(fields)})")
-        return found
+                own[one.arg] = _kind(one.annotation, default)
+        found = _options(node.name, self.options, own | fields, bool(others))
+        self.of_fields = {name: value for name, value in found.items() if name not in own}
+        if more := [f"--{name}" for name in self.of_fields if name not in fields]:
+            self.reading.unread[0] = f"{', '.join(more)}: {' or '.join(sorted(others))} may have the option"
+        return self.call(node, [], {name: value for name, value in found.items() if name in own})
 
     def foreign(self, node: ast.Call, name: str, given: list[Any], named: dict[str, Any]) -> Any:
         """A call of what the launcher imports; the value of a function that is not listed here is not known."""
         if name.startswith(STARTS):
             self.start(node, named.get("train_args", given[0] if given else ()))
             return None
-        for command in (*given, *named.values()):
-            self.shell(node, command)
+        for value in (*given, *named.values()):
+            self.shell(node, value)
+            if name not in (*NAMES, "open"):
+                self.hand_on(value)
+            if id(value) in self.handles:
+                self.write(value, self.unknown(node))
         if name in GIVE_NOTHING:
             return ()
         if name in ("exit", "_exit", "quit") and _name(getattr(node.func, "value", None)) in ("", "sys", "os"):
@@ -714,7 +781,7 @@ class Launcher(Reader, ast.NodeVisitor):
             return self.unknown(node)
         first, text = given[0], _text(given[0])
         if name == "run" and isinstance(first, ast.FunctionDef):  # typer.run(main)
-            return self.call(first, [], {})
+            return self.command_line(first)
         if name in ("get", "getenv") and known(text) and _name(getattr(node.func, "value", None)) in ("environ", "os"):
             self.reading.assume_unset(shown(text))
             return given[1] if len(given) > 1 else None
@@ -729,11 +796,13 @@ class Launcher(Reader, ast.NodeVisitor):
             first.fields |= dict.fromkeys(
                 [*first.fields] if key is None else [key], given[2] if key else self.unknown(node)
             )
+        if name == "open":
+            return self.opened(text, given[1:], named)
         if name == "Path" and len(given) > 1:
             return self.unknown(node)
         if name == "Path" and (said := known(text)) is not None:
             return literal(str(PurePosixPath(said)), _lines(node))
-        return text if name in ("str", "Path", "open") else self.unknown(node)
+        return text if name in NAMES else self.unknown(node)
 
     def start(self, node: ast.Call, text: Any) -> None:
         """`execute_train(train_args=...)`, which appends the text to `python3 train.py`."""
@@ -746,10 +815,22 @@ class Launcher(Reader, ast.NodeVisitor):
         if isinstance(command, list):
             words = [one for one in command if isinstance(one, tuple)]
             if any(is_train(known(word) or "") for word in words):
-                quoted = [piece for word in words for piece in (Piece("'"), *word, Piece("' "))]
+                ends = Piece("'", lines=_lines(node)), Piece("' ")
+                quoted = [piece for word in words for piece in (ends[0], *word, ends[1])]
                 self.launch(node, tuple(quoted), (0, 0))
         elif isinstance(command, tuple) and any(map(is_train, with_holes(command).split())):
             self.launch(node, command, (0, 0))
+        elif isinstance(command, tuple):
+            sources = " ".join(piece.source for piece in command if piece.text is None)
+            named = re.findall(r"[\w./-]+", sources)
+            if any(is_train(one) or one.rpartition(".")[2].startswith(STARTS) for one in named):
+                self.unread(node, "may start train.py too")
+
+    def hand_on(self, value: Any) -> None:
+        """Keep the words that a function gets, which may name a file that it writes; those of a start do not."""
+        texts = [one for one in (value if isinstance(value, list) else [value]) if isinstance(one, tuple)]
+        words = {word for one in texts for word in shown(one).split()}
+        self.reading.handed |= set() if any(map(is_train, words)) else words
 
     def launch(self, node: ast.Call, text: Text, place: tuple[int, int]) -> None:
         for found in bash.launches(with_holes(text), self.path, self.reading):
@@ -784,25 +865,43 @@ def _name(node: ast.expr | None) -> str:
     return node.id if isinstance(node, ast.Name) else node.attr if isinstance(node, ast.Attribute) else ""
 
 
-def _options(arguments: Sequence[str]) -> tuple[str | None, dict[str, str | None]]:
-    """The command and the options of a launcher's command line; an option without a value is None."""
-    command, found = None, {}
-    listed = list(arguments)
+def _options(command: str, words: Sequence[str], kinds: Mapping[str, str], is_open: bool) -> dict[str, Any]:
+    """The values that a command line sets, read as click does: what takes a value takes the next word, whatever it is.
+
+    Args:
+        kinds: the types of the options.
+        is_open: whether there may be others; of those a word that begins as an option is no value.
+
+    Raises:
+        ConfigError: no such option, or a value too many or too few.
+    """
+    found: dict[str, Any] = {}
+    listed = list(words)
     while listed:
         word = listed.pop(0)
-        if not word.startswith("--"):
-            command = command or word
-            continue
-        name, equals, value = word[2:].partition("=")
-        takes = not equals and listed and (not listed[0].startswith("--") or " " in listed[0])
-        found[name] = value if equals else listed.pop(0) if takes else None
-    return command, found
+        option, equals, said = word.partition("=")
+        name = option[2:].replace("-", "_")
+        kind, negated = kinds.get(name), name.removeprefix("no_")
+        is_switch = kind == "bool" or kind is None and kinds.get(negated) == "bool"
+        if option[:2] != "--" or kind is None and not is_switch and not is_open:
+            raise ConfigError(f"{word}: no option of {command} ({', '.join(kinds)})")
+        if is_switch and not equals:
+            found[name if kind else negated] = bool(kind)
+        elif kind is None and not is_switch and not equals and (not listed or listed[0].startswith("--")):
+            found[name] = True
+        elif is_switch or not equals and not listed:
+            raise ConfigError(f"{word}: the option {'takes no' if is_switch else 'lacks its'} value")
+        else:
+            value = said if equals else listed.pop(0)
+            found[name] = {"int": int, "float": float}.get(kind or "", literal)(value)
+    return found
 
 
-def _typed(said: str | None, default: ast.expr | None) -> Any:
-    """The value of an option, a number where the default of its field is one."""
-    kind = type(default.value) if isinstance(default, ast.Constant) else str
-    return True if said is None else kind(said) if kind in (int, float) else literal(said)
+def _kind(annotation: ast.expr | None, default: ast.expr | None) -> str:
+    """The type of an option by its annotation, or by its default."""
+    named = [part.id for part in ast.walk(annotation or ast.Pass()) if isinstance(part, ast.Name)]
+    by_default = type(default.value).__name__ if isinstance(default, ast.Constant) else "str"
+    return next((name for name in named if name in ("bool", "int", "float", "str")), by_default)
 
 
 def _names(*nodes: ast.AST) -> list[str]:

@@ -94,6 +94,7 @@ class Word:
     text: with `HOLE` where a part is not known.
     source: as the script says it.
     span: the bytes of the word in a shell script, where it stands there as one literal.
+    in_config: whether it is no word of the command, but a value of the config file.
     """
 
     text: str
@@ -101,6 +102,7 @@ class Word:
     lines: Lines = (COMMAND_LINE, COMMAND_LINE)
     branch: str | None = None
     span: tuple[int, int] | None = None
+    in_config: bool = False
 
     @property
     def is_known(self) -> bool:
@@ -110,7 +112,8 @@ class Word:
     def place(self) -> str:
         first, last = self.lines
         if not first:
-            return "given on the command line, or outside this script"
+            outside = "given on the command line, outside this script, or in a text that it runs"
+            return "in the config file" if self.in_config else outside
         return f"line {first}" if first == last else f"lines {first} to {last}"
 
     @property
@@ -183,6 +186,7 @@ class Reading:
     unread: parts that only running the script would tell, by the line where they stand.
     assumed: what was taken for granted, in words.
     files: texts that the script writes, by the name of the file.
+    handed: words that a launcher in Python hands to functions that it imports, which may write a file of that name.
     ended: where the script stops before its end, in words.
     """
 
@@ -191,6 +195,7 @@ class Reading:
     unread: dict[int, str] = field(default_factory=dict)
     assumed: dict[str, None] = field(default_factory=dict)
     files: dict[str, Text] = field(default_factory=dict)
+    handed: set[str] = field(default_factory=set)
     spent: int = 0
     ended: str = ""
 

@@ -22,7 +22,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Check a checkout."""
     root = arguments.checkout
     hosts = by_package()
-    host = next((host for package, host in hosts.items() if (root / package).is_dir()), None)
+    host = next((host for package, host in hosts.items() if _is_root(root, package)), None)
     if host is None:
         raise InputError(f"no folder {' or '.join(hosts)} in it; give the root of a host's checkout")
     folder = search.Folder(root)
@@ -40,6 +40,11 @@ def run(arguments: argparse.Namespace) -> int:
     if missing or any(one.place is None for one in found.values()):
         return FAILS
     return MOVED if any(one.moved for one in found.values()) else GOOD
+
+
+def _is_root(root: Path, package: str) -> bool:
+    """Whether the package lies in this folder, and no checkout of its name, which holds the package."""
+    return (root / package).is_dir() and not (root / package / package).is_dir()
 
 
 def by_package() -> dict[str, Host]:
