@@ -397,8 +397,8 @@ def _of_loss(where: Mapping[str, str]) -> Iterator[str]:
         )
     elif CAP not in where and REJECTION not in where:
         yield (
-            f"{where[DECOUPLED]}: AReaL 1.0.4 weighs nothing without {REJECTION}. Its segment-wise branch, by which a "
-            f"file with {ENABLE} is read, gives each token its whole ratio: weight: {{bound: none}}."
+            f"{where[DECOUPLED]}: AReaL 1.0.4 weighs nothing without {REJECTION}; AReaL's segment-wise branch, by "
+            f"which a file with {ENABLE} is read, gives each token its whole ratio: weight: {{bound: none}}."
         )
     if ENABLE in where:
         yield (
