@@ -187,9 +187,9 @@ def test_verl_bypass_in_variables_and_its_copy_in_the_loss() -> None:
 ARMS = f"""ARM=${{1:?arm}}
 GEO="{RULE}"
 case "$ARM" in
-  plain) bash one.sh plain algorithm.gamma=1 ;;
-  geo)   bash one.sh geo $GEO algorithm.gamma=1 ;;
-  both)  bash one.sh both {WEIGHT} $GEO ;;
+  plain) {TRAIN} plain algorithm.gamma=1 ;;
+  geo)   {TRAIN} geo $GEO algorithm.gamma=1 ;;
+  both)  {TRAIN} both {WEIGHT} $GEO ;;
 esac
 """
 
@@ -218,8 +218,8 @@ def test_what_only_the_launch_decides_is_listed_at_once_and_whole() -> None:
     behind = [f"{IS}rollout_is=token", f"{IS}rollout_is_threshold=2", f"{IS}rollout_rs=null"]
     assert verl.translate(script, behind).config().weight == WeightConfig(upper=2.0)
     twice = f"{TRAIN} $1 {IS}rollout_is=token"
-    with pytest.raises(ConfigError, match=r"sequence \(given on the command line, .*\) or token \(line 1\)"):
-        verl.translate(twice, asked=Asked(arguments=(f"{IS}rollout_is=sequence",)))
+    last = verl.translate(twice, asked=Asked(arguments=(f"{IS}rollout_is=sequence",))).config().weight
+    assert last == WeightConfig(upper=2.0)  # as in Hydra
     started = Asked(arguments=("ROLLOUT_IS=token", "ROLLOUT_IS_THRESHOLD=3", "null"))
     assert verl.translate(script, asked=started).config().weight == WeightConfig(upper=3.0)
 
@@ -368,7 +368,7 @@ def test_a_yaml_that_is_not_here_is_told_beside_what_the_command_says() -> None:
 
 
 OF_VERL = (verl.translate, "algorithm: {rollout_correction: {rollout_is: token}}")
-OF_AREAL = (areal.translate, "actor: {use_decoupled_loss: true}")
+OF_AREAL = (areal.translate, "actor: {use_decoupled_loss: true, rejection_sampling: {upper: 3.0}}")
 BASES = [
     *((*OF_VERL, base) for base in ("mine", "x: mine", "actor@actor_rollout_ref.actor: [dp_actor, mine]")),
     (*OF_VERL, "algorithm@algorithm.rollout_correction: mine"),

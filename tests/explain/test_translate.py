@@ -103,6 +103,15 @@ MEANT = [
     ({"rollout_is": "token", "rollout_is_threshold": "${trainer.cap}"}, (f"{PREFIX}rollout_is_threshold=4",),
      weighed(upper=4.0)),
     (TOKEN_IS | PG, (f"{PREFIX}bypass_mode=FALSE",), weighed(upper=2.0)),
+    *((TOKEN_IS, (override,), weighed(upper=3.0))
+      for override in ("algorithm.rollout_correction={rollout_is_threshold: 3.0}",
+                       "algorithm={rollout_correction:{rollout_is_threshold:3.0}}")),
+    (TOKEN_IS | {"hydra": {"run": {"dir": "x"}}}, (), weighed(upper=2.0)),
+    *((dppo("dppo_tv") | {"algorithm": {"rollout_correction": rejecting("seq_mean_k3", 0.01) | PPO}} | trainer, (),
+       CorrectionConfig(None, (RejectRule("k3", "mean", upper=0.01),), objective=ObjectiveConfig("clip", "behavior")))
+      for trainer in ({"trainer": {"use_v1": False}}, {"async_training": {}})),
+    ({"defaults": ["fully_async_ppo_trainer", "_self_"], "algorithm": {"rollout_correction": TOKEN_IS}}, (),
+     CorrectionConfig(objective=ObjectiveConfig("clip", "behavior"))),
     # 010 is 8 to YAML; to Hydra it is text, of which verl makes 10
     *((TOKEN_IS, (f"rollout_is_threshold={text}",), weighed(upper=upper))
       for text, upper in (("2", 2), ("2.5", 2.5), ("+.5", 0.5), ("1.0E+1", 10), ("1e1", 10), ("010", 10))),
@@ -161,6 +170,7 @@ NOTES = [
     (losing("clip_cov"), (), "policy_loss.loss_mode: clip_cov is not translated.", ""),
     (losing("${MODE}"), (), "where it is dppo_tv or dppo_kl or sapo or geo_mean", ""),
     (losing("clip_cov"), (f"{LOSS}vanilla",), "", "loss_mode"),
+    (losing("gspo"), (f"{PREFIX}bypass_mode=true", "trainer.use_v1=false"), "gspo never acts in verl", "translated"),
     *(({"algorithm": {"rollout_correction": TOKEN_IS, "adv_estimator": name}}, (), said, unsaid)
       for name, said, unsaid in (("grpo", "", "adv_estimator"),
                                  ("optimal_token_baseline", "reads the sum of squared probabilities", ""))),
@@ -171,6 +181,40 @@ NOTES = [
 def test_verl_notes(keys: dict, overrides: tuple[str, ...], said: str, unsaid: str):
     told = " ".join(from_verl(keys, *overrides).notes)
     assert said in told and (not unsaid or unsaid not in told)
+
+
+FULLY_ASYNC = "python3 -m verl.experimental.fully_async_policy.fully_async_main trainer.nnodes=1"
+ONE_STEP = "python3 verl/experimental/one_step_off_policy/main_ppo.py"
+IS, RS = f"{PREFIX}rollout_is=token", f"{PREFIX}rollout_rs=seq_mean_k3 {PREFIX}rollout_rs_threshold=0.01"
+CLIPS_AGAINST_MU = CorrectionConfig(objective=ObjectiveConfig("clip", "behavior"))
+REJECTS_IN_BYPASS = CorrectionConfig(
+    None, (RejectRule("k3", "mean", upper=0.01),), objective=ObjectiveConfig("clip", "behavior")
+)
+COPY = f"'+actor_rollout_ref.actor.policy_loss.rollout_correction=${{{PREFIX[:-1]}}}'"
+COMMANDS = [
+    (FULLY_ASYNC, CLIPS_AGAINST_MU),
+    (f"{FULLY_ASYNC} {IS}", CLIPS_AGAINST_MU),
+    (f"{FULLY_ASYNC} --config-path=config --config-name=fully_async_ppo_megatron_trainer.yaml {IS}", CLIPS_AGAINST_MU),
+    (f"{ONE_STEP} --config-name one_step_off_ppo_trainer {IS} --config-path config", CLIPS_AGAINST_MU),
+    (f"{FULLY_ASYNC} {PREFIX[:-1]}={{rollout_is:token}}", CLIPS_AGAINST_MU),
+    (f"{FULLY_ASYNC} {IS} {PREFIX}loss_type=reinforce", CorrectionConfig(
+        WeightConfig(upper=2.0), objective=ObjectiveConfig("reinforce", "behavior"))),
+    (f"{ONE_STEP} {IS} {PREFIX}bypass_mode=False", weighed(upper=2.0)),
+    (f"{FULLY_ASYNC} {RS} {LOSS}dppo_tv", REJECTS_IN_BYPASS),
+    (f"python3 -m verl.trainer.main_ppo trainer.project_name=one_step_off_policy {IS}", weighed(upper=2.0)),
+    (f"python3 -m verl.trainer.main_ppo {PREFIX}bypass_mode=True {RS} {LOSS}bypass_mode {COPY}", REJECTS_IN_BYPASS),
+    (f"python3 -m verl.trainer.main_ppo {PREFIX}rollout_is=sequence {IS}", weighed(upper=2.0)),
+    (f"srun wrap.sh python3 -m verl.trainer.main_ppo {IS}", weighed(upper=2.0)),
+    (f"bash setup.sh\npython3 -m verl.trainer.main_ppo {IS}", weighed(upper=2.0)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("command", "meant"), COMMANDS)
+def test_verl_commands_mean(command: str, meant: CorrectionConfig):
+    """Also of the async trainers, which have bypass_mode by default and apply there what the V1 trainer drops."""
+    made = verl.translate(command)
+    assert made.config() == meant
+    assert verl.V1_TRAINER not in made.notes and (verl.ASYNC_TRAINER in made.notes) == ("verl.trainer" not in command)
 
 
 @pytest.mark.parametrize("mode", verl.BY_DIVERGENCE)
@@ -423,6 +467,11 @@ METRICS = "swift rlhf --log_rollout_offpolicy_metrics"
         (f"{WITH_MASK}\nloss_type: sapo",
          CorrectionConfig(opsm=OPSM, objective=ObjectiveConfig("sapo", weigh_kl=True))),
         (f"{MODE}: token_truncate\nloss_type: grpo\ntau_pos: 0.5", CorrectionConfig(WeightConfig())),
+        (f"swift rlhf --use_vllm false --{MODE} token_truncate", CorrectionConfig(metrics="none")),
+        (f"use_vllm: false\n{DELTA}: 0.1", CorrectionConfig(opsm=OpsmConfig(0.1, "sequence", "proximal"))),
+        (f"{MODE}: token_truncate\nloss_type: real", CorrectionConfig(metrics="none")),
+        (f"cat > a.yaml <<EOF\n{MODE}: token_truncate\n{THRESHOLD}: 2\nEOF\nswift rlhf a.yaml --{THRESHOLD} 3",
+         CorrectionConfig(WeightConfig(upper=3.0))),
         *((f"{METRICS}{said}", CorrectionConfig()) for said in ("", " yes")),
         *((f"{METRICS}{said}", CorrectionConfig(metrics="none")) for said in (" 'false'", "=F")),
     ],
@@ -453,6 +502,10 @@ def test_ms_swift_settings_mean(text: str, meant: CorrectionConfig):
         (f"{MODE}: token_mask", "", "raw token ratios"),
         (f"{MODE}: token_mask", "", "corrects nothing"),
         (f"{MODE}: null", "ms-swift corrects nothing with these arguments.", ""),
+        (f"{MODE}: token_mask\nuse_vllm: false", "token_mask does nothing in ms-swift with use_vllm: false", "KL term"),
+        (f"{MODE}: token_mask\nloss_type: real", "token_mask does nothing in ms-swift with loss_type: real", "KL term"),
+        (f"{MODE}: token_mask", "use_vllm is not in it: `swift rlhf` weighs nothing then", ""),
+        (f"{MODE}: token_mask\nuse_vllm: true", "", "use_vllm is not in it"),
     ],
 )  # fmt: skip
 def test_ms_swift_notes(text: str, said: str, unsaid: str):
@@ -500,6 +553,13 @@ def test_commands_refuse(command: str, tmp_path: Path, capsys: pytest.CaptureFix
     for target in (broken, packed, tmp_path / "missing.yaml"):
         assert main(["config", command, str(target)]) == 2
         assert str(target) in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["from-verl", "from-ms-swift", "from-areal"])
+def test_a_python_file_is_told_from_a_script(command: str, tmp_path: Path, capsys: pytest.CaptureFixture):
+    (tmp_path / "train.py").write_text(f"args = {{'{MODE}': 'token_mask'}}")
+    assert main(["config", command, str(tmp_path / "train.py")]) == 2
+    assert "a Python file, which is not read for" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("command", ["check", "show"])
@@ -567,6 +627,8 @@ CAPPED = {"behav_imp_weight_cap": 5.0, "behav_imp_weight_floor": 0.2, "use_decou
          CorrectionConfig(WeightConfig("geometric", "clip", 0.0, 5.0), aggregate="kept", m2_threshold=0.04)),
         ({"actor": {"use_sapo_loss": True, "m2_threshold": "1e-2"}},
          CorrectionConfig(objective=ObjectiveConfig("sapo", "behavior"), m2_threshold=0.01)),
+        ({"actor": {"use_decoupled_loss": True}}, CorrectionConfig()),
+        ({"actor": {"use_decoupled_loss": True, "m2_threshold": 0.04}}, CorrectionConfig(m2_threshold=0.04)),
         ({"rejection_sampling": {"metric": "kl_k2", "upper": 0.5}},
          CorrectionConfig(WeightConfig("token", "none"), (RejectRule("k2", "token", upper=0.5),))),
     ],
@@ -575,6 +637,16 @@ def test_areals_yaml(tree: dict, expected: CorrectionConfig, tmp_path: Path):
     translation = areal.translate(yaml.safe_dump(tree))
     assert translation.config() == expected
     assert read_back(translation, tmp_path) == expected
+
+
+@pytest.mark.parametrize(
+    "override", ["actor.rejection_sampling={upper: 3.0}", "actor={rejection_sampling:{upper:3.0}}"]
+)
+def test_areal_a_mapping_is_merged_as_hydra_does(override: str):
+    block = {"actor": {"use_decoupled_loss": True, "rejection_sampling": {"action": "clamp", "lower": 0.2}}}
+    script = f"cat > a.yaml <<EOF\n{yaml.safe_dump(block)}EOF\npython3 x.py --config a.yaml '{override}'"
+    for made in (areal.translate(yaml.safe_dump(block), [override]), areal.translate(script)):
+        assert made.config() == CorrectionConfig(WeightConfig("token", "clip", 0.2, 3.0))
 
 
 def test_areals_own_words_stand_beside_each_setting():

@@ -68,6 +68,8 @@ COMMANDS = [
     (f"trl grpo --use_vllm --no_{CORRECTION}", CorrectionConfig()),
     (f"trl grpo --use-vllm true --no-{CORRECTION.replace('_', '-')}", CorrectionConfig()),
     ("accelerate launch --config_file ds.yaml grpo_vlm.py --use_vllm", BY_DEFAULT),
+    ("cat > recipes/grpo.yaml <<EOF\nuse_vllm: true\nEOF\n"
+     "accelerate launch --config_file ds.yaml train_rl.py --config recipes/grpo.yaml", BY_DEFAULT),
     (f"trl grpo --use_vllm --{CLIP_MAX} None", CorrectionConfig(WeightConfig("sequence", "none"))),
     ("cat > g.yaml <<EOF\nuse_vllm: true\nvllm_importance_sampling_cap: 2.0\nEOF\ntrl grpo --config g.yaml",
      CorrectionConfig(WeightConfig("sequence", "zero", 0.0, 2.0))),
@@ -144,3 +146,10 @@ def test_a_python_script_is_read_and_never_run(tmp_path):
     assert found == CorrectionConfig(WeightConfig("sequence", "zero", 0.0, 2.0))
     behind = translate(CALL.format(value="CAP", more=""), [f"{CLIP_MAX}=2.0"], Asked(script)).config()
     assert behind == found
+
+
+def test_a_call_whose_mapping_is_not_read_is_answered_behind_the_file():
+    """`output_dir` may be the first argument; a note says of `**more` that nothing of it was read."""
+    found = translate('GRPOConfig("out", **more)', ["use_vllm=true"])
+    assert found.config() == BY_DEFAULT == translate('GRPOConfig("out", use_vllm=True)').config()
+    assert "not read: **more; keys in it that count go behind the file" in " ".join(found.notes)

@@ -25,7 +25,7 @@ from mis_plugins.explain.translate.translation import (
     as_written,
     choice,
     is_open,
-    load,
+    of_hydra,
     places,
     refuse_open,
 )
@@ -65,6 +65,7 @@ CHOICES = {
     "metric": ("ratio", "kl_k1", "kl_k2", "kl_k3"),
     "agg": ("sum", "mean", "max"),
 }
+MOVED = "; AReaL has rejection_sampling: {action: mask, upper: CAP} in its place, or action: clamp for token_truncate"
 KPOP = (
     "binary_kl is AReaL's KPop, the larger binary KL of both directions, and binary_kl here is that of mu to pi_old "
     "alone, which drops other tokens; where one direction is enough, put rejection_sampling.metric=ratio behind the "
@@ -92,18 +93,20 @@ def translate(text: str, behind: Sequence[str] = (), asked: Asked = ASKED) -> Tr
     """
     won = dict(map(_override, behind))
     said = tree_or_script(text, DIALECT, set(won), asked)
-    own = {path: value if is_open(value) else load(str(value)) for path, value in said.settings.items()}
-    tree, said = said.tree, replace(said, skipped=(*said.skipped, *places(said.tree, KNOWN)))
+    own = {path: value if is_open(value) else of_hydra(str(value)) for path, value in said.settings.items()}
+    tree, idle = said.tree, (*said.skipped, *places(said.tree, KNOWN))
     for path, value in {**own, **won}.items():
         tree = _with(tree, _place(tree, path).split("."), value)
     found = _places(tree)
     if not found:
-        said.prove_nothing()
+        replace(said, skipped=idle).prove_nothing()
         raise ConfigError(f"nothing to translate: none of {', '.join(KNOWN)} in it, nor in its actor: and rollout:")
     refuse_open(dict(_leaves(found)), {})
     where = {key: place for key, (place, _) in found.items()}
     with _placed(where):
         config = _config({key: value for key, (_, value) in found.items()})
+    if not config.corrects and not config.needs_loss_hook:
+        said.prove_nothing()
     sources = {path: tuple(where[key] for key in keys if key in where) for path, keys in SOURCES.items()}
     told = (*said.notes, *_of_loss(where), *notes(tree, where))
     return Translation("AReaL", dict(found.values()), writing.as_mapping(config), sources, told)
@@ -114,12 +117,12 @@ def _override(text: str) -> tuple[str, Any]:
     path, equals, value = text.lstrip("+").partition("=")
     if not equals or not _is_read(path):
         raise ConfigError(f"override {shown(text)}: expected actor.KEY=VALUE, KEY one of {', '.join(KNOWN)}")
-    return path, load(value)
+    return path, of_hydra(value)
 
 
 def _is_read(path: str) -> bool:
-    block, _, rest = path.partition(".")
-    return block in reading.AREAL_BLOCKS and bool(rest) or _is_areals(block)
+    block = path.partition(".")[0]
+    return block in reading.AREAL_BLOCKS or _is_areals(block)
 
 
 def _is_areals(key: str) -> bool:
@@ -142,7 +145,7 @@ DIALECT = Dialect("AReaL", KNOWN, overrides, _is_read, _starts, _file, last_wins
 def _place(tree: Mapping[str, Any], path: str) -> str:
     """The path of an override of a key, where the tree has the key already."""
     parts = path.split(".")
-    key, *rest = parts[1:] if parts[0] in reading.AREAL_BLOCKS else parts
+    key, *rest = parts[1:] if parts[0] in reading.AREAL_BLOCKS and parts[1:] else parts
     for block in ("", *reading.AREAL_BLOCKS) if _is_areals(key) else ():
         within = tree.get(block) if block else tree
         if isinstance(within, Mapping) and key in within:
@@ -150,11 +153,12 @@ def _place(tree: Mapping[str, Any], path: str) -> str:
     return path
 
 
-def _with(tree: Any, parts: Sequence[str], value: Any) -> dict[str, Any]:
-    """A tree with another value at a path."""
+def _with(tree: Any, parts: Sequence[str], value: Any) -> Any:
+    """A tree with another value at a path; a mapping is merged, as Hydra does."""
     own = dict(tree) if isinstance(tree, Mapping) else {}
-    first, *rest = parts
-    return own | {first: _with(own.get(first), rest, value) if rest else value}
+    if not parts and isinstance(value, Mapping):
+        return own | {key: _with(own.get(key), (), inner) for key, inner in value.items()}
+    return own | {parts[0]: _with(own.get(parts[0]), parts[1:], value)} if parts else value
 
 
 def _leaves(found: Mapping[str, tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
@@ -179,7 +183,8 @@ def _placed(where: Mapping[str, str]) -> Iterator[None]:
 def _config(keys: Mapping[str, Any]) -> CorrectionConfig:
     for key in keys:
         if key not in (*KNOWN, *OF_SAPO):
-            raise ConfigError(f"{key}: no key that is read here; known are {', '.join(KNOWN)}")
+            moved = MOVED * key.startswith("behave_imp_")
+            raise ConfigError(f"{key}: no key that is read here; known are {', '.join(KNOWN)}{moved}")
     if M2 in keys:
         threshold = reading.convert(float, keys[M2], M2)
         rest = _config({key: value for key, value in keys.items() if key != M2})
@@ -193,7 +198,10 @@ def _config(keys: Mapping[str, Any]) -> CorrectionConfig:
         return config
     if CAP in keys:
         raise ConfigError(f"{CAP}: rejection_sampling took its place in AReaL; keep one of them")
-    said = reading.from_mapping(_rejection(keys[REJECTION]))
+    try:
+        said = reading.from_mapping(_rejection(keys[REJECTION]))
+    except ConfigError as error:
+        raise ConfigError(re.sub(r"mis\.(weight|reject\[0\])", REJECTION, str(error))) from None
     return replace(said, segment_wise=config.segment_wise)
 
 
@@ -227,10 +235,10 @@ def _sapo(keys: Mapping[str, Any]) -> CorrectionConfig:
 def _from_flat(keys: Mapping[str, Any]) -> CorrectionConfig:
     """Read AReaL's flat keys: standard or segment-wise decoupled PPO; a token outside the bounds weighs 0.
 
-    As in AReaL, no cap means no bound, and no floor means 0. `enable_segment_wise_ppo: true` takes AReaL's
-    rules for fresh tokens, `behavior_at_age_0`, and for PPO's ratio, `clip_against: proximal`. Without the
-    key the host decides, as without `mis.segment_wise`. `use_decoupled_loss: false` compares pi_theta with mu
-    itself, and has no weight.
+    As in AReaL, no floor means 0; no cap means no bound on the segment-wise branch, which alone knows
+    `enable_segment_wise_ppo`, and else no weight. `enable_segment_wise_ppo: true` takes AReaL's rules for fresh tokens,
+    `behavior_at_age_0`, and for PPO's ratio, `clip_against: proximal`. Without the key the host decides, as without
+    `mis.segment_wise`. `use_decoupled_loss: false` compares pi_theta with mu itself, and has no weight.
     """
     cap = reading.convert(float | None, keys.get("behav_imp_weight_cap"), "behav_imp_weight_cap")
     floor = reading.convert(float | None, keys.get("behav_imp_weight_floor"), "behav_imp_weight_floor")
@@ -247,7 +255,8 @@ def _from_flat(keys: Mapping[str, Any]) -> CorrectionConfig:
     if cap is None and floor is not None:
         raise ConfigError(f"behav_imp_weight_floor: {floor:g} alone is not served; give a behav_imp_weight_cap too")
     with spelled(lower="behav_imp_weight_floor", upper="behav_imp_weight_cap"):
-        weight = WeightConfig(bound="none") if cap is None else WeightConfig("token", "zero", floor or 0.0, cap)
+        unbounded = None if asked is None else WeightConfig(bound="none")
+        weight = unbounded if cap is None else WeightConfig("token", "zero", floor or 0.0, cap)
     # AReaL never scores what the current version wrote: such a token keeps the weight 1 that it starts with.
     areals = SegmentWiseConfig(fresh_tokens="behavior_at_age_0", clip_against="proximal")
     chosen = {None: None, False: SegmentWiseConfig(enabled=False), True: areals}
@@ -388,8 +397,8 @@ def _of_loss(where: Mapping[str, str]) -> Iterator[str]:
         )
     elif CAP not in where and REJECTION not in where:
         yield (
-            f"{where[DECOUPLED]}: AReaL 1.0.4 weighs nothing without {REJECTION}; here each token has its whole ratio, "
-            "without a bound, as in the releases of the segment-wise branch."
+            f"{where[DECOUPLED]}: AReaL 1.0.4 weighs nothing without {REJECTION}; AReaL's segment-wise branch, by "
+            f"which a file with {ENABLE} is read, gives each token its whole ratio: weight: {{bound: none}}."
         )
     if ENABLE in where:
         yield (

@@ -25,6 +25,7 @@ from mis_plugins.explain.translate.translation import (
 )
 
 MODE, THRESHOLD = "rollout_importance_sampling_mode", "rollout_importance_sampling_threshold"
+USE_VLLM, REAL = "use_vllm", "real"  # a `loss_type` that reads no weights
 DELTA, METRICS = "off_policy_sequence_mask_delta", "log_rollout_offpolicy_metrics"
 TAUS, LOSS, SAPO, LEVEL = ("tau_pos", "tau_neg"), "loss_type", "sapo", "importance_sampling_level"
 KEYS = (MODE, THRESHOLD, DELTA, METRICS)
@@ -85,10 +86,10 @@ def translate(text: str, behind: Sequence[str] = (), asked: Asked = ASKED, as_do
         if key not in KEYS and key.startswith(FAMILIES):
             raise ConfigError(f"{cut(key)}: no key of ms-swift's; known are {', '.join(KEYS)}")
     sapo = (*OF_CLIP, *TAUS) if keys.get(LOSS) == SAPO else ()
-    given = {key: keys[key] for key in dict.fromkeys((*KEYS, *OF_KL, *OF_CLIP, *sapo)) if key in keys}
+    given = {key: keys[key] for key in dict.fromkeys((*KEYS, USE_VLLM, *OF_KL, *OF_CLIP, *sapo)) if key in keys}
     if given.get(MODE) is None and is_open(given.get(THRESHOLD)):
         del given[THRESHOLD]  # without effect
-    decide = (*KEYS, *sapo, *(OF_KL if given.get(DELTA) is not None else ()))
+    decide = (*KEYS, USE_VLLM, *sapo, *(OF_KL if given.get(DELTA) is not None else ()))
     refuse_open({key: value for key, value in given.items() if key in decide}, {})
     if not set(given) & set(KEYS) and not sapo:
         said.prove_nothing()
@@ -105,7 +106,7 @@ def translate(text: str, behind: Sequence[str] = (), asked: Asked = ASKED, as_do
 
 
 def _weighed(given: Mapping[str, Any], as_documented: bool) -> dict[str, Any]:
-    if given.get(MODE) is None:
+    if given.get(MODE) is None or _idle(given):
         return {}
     upper = number(given.get(THRESHOLD, DEFAULT_THRESHOLD), THRESHOLD)
     made = MODES[choice(given[MODE], MODE, tuple(MODES))]
@@ -116,7 +117,15 @@ def _weighed(given: Mapping[str, Any], as_documented: bool) -> dict[str, Any]:
 def _masked(given: Mapping[str, Any]) -> dict[str, Any]:
     if given.get(DELTA) is None:
         return {}
-    return {"opsm": {"delta": number(given[DELTA], DELTA), "advantage": "sequence", "reference": "behavior"}}
+    reference = "proximal" if USE_VLLM in _idle(given) else "behavior"
+    return {"opsm": {"delta": number(given[DELTA], DELTA), "advantage": "sequence", "reference": reference}}
+
+
+def _idle(given: Mapping[str, Any]) -> str:
+    """The key that leaves the weights without effect, with its value; empty where they act."""
+    if not truth(given.get(USE_VLLM, True), USE_VLLM):
+        return f"{USE_VLLM}: {as_written(given[USE_VLLM])}"
+    return f"{LOSS}: {REAL}" if given.get(LOSS) == REAL else ""
 
 
 def _objective(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -133,6 +142,11 @@ def _objective(given: Mapping[str, Any]) -> dict[str, Any]:
 def _notes(given: Mapping[str, Any], as_documented: bool) -> Iterator[str]:
     mode = given.get(MODE)
     sapo = given.get(LOSS) == SAPO
+    if mode is not None and (idle := _idle(given)):
+        yield f"{MODE}: {as_written(mode)} does nothing in ms-swift with {idle}."
+        mode = None
+    elif mode is not None and USE_VLLM not in given:
+        yield f"{USE_VLLM} is not in it: `swift rlhf` weighs nothing then, by its default; here it is read as true."
     if mode is None and given.get(DELTA) is None and not sapo:
         yield "ms-swift corrects nothing with these arguments."
     if mode == "sequence_mask" and as_documented:
@@ -187,12 +201,11 @@ def _said(text: str, behind: set[str], asked: Asked) -> Said:
     """
     said = tree_or_script(text, DIALECT, behind, asked)
     found = {_plain(key): value for key, value in said.tree.items()}
-    for key in said.settings.keys() & found.keys() - behind:
+    for key in said.settings.keys() & found.keys() - behind if "--config" in text else ():
         if _is_ours(key) and str(said.settings[key]) != str(found[key]):
             raise ConfigError(
                 f"{key}: {as_written(said.settings[key])} contradicts {as_written(found[key])} in the yaml that the "
-                f"script names; ms-swift 4.6 takes the first, and releases with --config the second: put {key}=VALUE "
-                "behind the file"
+                f"script names; releases with --config take the second: put {key}=VALUE behind the file"
             )
     strays = [place for place in places(said.tree, KEYS) if "." in place]
     return replace(said, settings={**found, **said.settings}, skipped=(*said.skipped, *strays))
@@ -210,7 +223,7 @@ def _plain(key: str) -> str:
 
 
 def _is_ours(key: str) -> bool:
-    return key in (*KEYS, *OF_KL, *OF_CLIP, *TAUS) or key.startswith(FAMILIES)
+    return key in (*KEYS, USE_VLLM, *OF_KL, *OF_CLIP, *TAUS) or key.startswith(FAMILIES)
 
 
 def _starts(word: str) -> bool:

@@ -31,6 +31,7 @@ RETIRED = ("ratio_type", "mask_ratio_low", "mask_ratio_high", "sequence_mask_rat
            "norm_type")  # fmt: skip
 """Keys of earlier prime-rl, whose losses were others."""
 NAMED = re.compile(r"@\s*(\S+\.toml)\b")  # `rl @ FILE`, in a launch script
+OF_TRAINER = re.compile(r"--trainer[ =]@\s*(\S+\.toml)\b")
 CAP = 1e9  # above every ratio of the hooks: prime-rl bounds none
 SOURCES = {"objective.surrogate": ("type",), "objective.kl_tau": ("kl_tau",)}
 STALE = "max_off_policy_steps"
@@ -123,16 +124,18 @@ def _tree(text: str) -> dict[str, Any]:
         return tomllib.loads(text)
     except (ValueError, RecursionError) as error:
         if named := NAMED.findall(text):
+            own = OF_TRAINER.findall(text) or named
             raise ConfigError(
-                f"a launch script, which is not read: give {cut(named[-1])}, with the settings of its command and of "
+                f"a launch script, which is not read: give {cut(own[-1])}, with the settings of its command and of "
                 f"the files before it ({len(named)} in all; later files win) behind it as {TABLES[0]}.KEY=VALUE "
                 f"(as a toml: {cut(str(error))})"
             ) from None
-        raise ConfigError(f"no toml that can be read: {cut(str(error))}") from None
+        give = f"; of a command give its toml, or the line [{TABLES[0]}], and its settings as {TABLES[0]}.KEY=VALUE"
+        raise ConfigError(f"no toml that can be read: {cut(str(error))}{give}") from None
 
 
 def _loss(tree: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
-    """Where the table of the loss stands, and its settings; the text "None" is prime-rl's word for none.
+    """Where the table of the loss stands, and its settings; the text "None" is null to prime-rl.
 
     Raises:
         ConfigError: two tables, or no table under that name.
@@ -145,7 +148,7 @@ def _loss(tree: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
     for name, table in found.items():
         if not isinstance(table, Mapping):
             raise ConfigError(f"{name}: got {shown(table)}; expected a table [{name}]")
-        return name, {key: value for key, value in table.items() if value != "None"}
+        return name, {key: None if value == "None" else value for key, value in table.items()}
     return TABLES[0], {}
 
 

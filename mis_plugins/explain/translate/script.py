@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from mis_plugins.config.file import text_of
 from mis_plugins.errors import ConfigError, cut
 from mis_plugins.errors import shown as quoted
-from mis_plugins.explain.launch.bash import PRINTS, RUN, Shell, one_line, parts_of
+from mis_plugins.explain.launch.bash import PRINTS, RUN, SHELLS, Shell, one_line, parts_of
 from mis_plugins.explain.launch.words import HOLE, Reading, Text, Word, flags_of, hole, known, word_of
 from mis_plugins.explain.translate.translation import Open, listed, load
 
@@ -101,6 +101,7 @@ class Start:
     file: the yaml that it names.
     unset: words that are variables which the script never sets.
     unread: other words that may hold settings and are not known.
+    script: another shell script that is given the settings, and may have some of its own.
     """
 
     lines: tuple[int, ...]
@@ -109,6 +110,7 @@ class Start:
     file: Word | None
     unset: tuple[str, ...] = ()
     unread: tuple[str, ...] = ()
+    script: str = ""
 
 
 @dataclass(frozen=True)
@@ -168,6 +170,10 @@ def tree_or_script(text: str, dialect: Dialect, behind: set[str], asked: Asked) 
         ConfigError: the text is neither.
     """
     is_yaml, problem, tree = asked.path.suffix in (".yaml", ".yml"), None, ""
+    if asked.path.suffix == ".py":
+        raise ConfigError(
+            f"a Python file, which is not read for {dialect.name}: give the script or the yaml that it is started with"
+        )
     try:
         tree = "" if text.startswith("#!") or asked.path.suffix == ".sh" else load(text)
     except ConfigError as error:
@@ -223,9 +229,13 @@ def read(text: str, dialect: Dialect, behind: set[str], asked: Asked) -> Said:
             f"the file{sources}"
         )
     if start is None:
-        return Said({}, skipped=tuple(skipped), starts=False)
+        unread = (f"settings in {script}, if it has any: give that script itself" for script in commands.scripts)
+        return Said({}, skipped=(*skipped, *unread), starts=False)
     _check_words(start, reading)
     found = _merged(start, dialect, behind)
+    for path in found:
+        if path.startswith("~"):
+            raise ConfigError(f"{path}: cannot be translated; drop it and give each key behind the file")
     if not found:
         skipped += [f"settings in line {_lines(one)}" for one in starts if _merged(one, dialect, behind)]
     idle = [f"not read, since it does not count: {one}." for one in skipped]
@@ -252,7 +262,7 @@ def _branch(branch: str | None) -> str:
 
 
 def _lines(start: Start) -> str:
-    return ", ".join(map(str, reversed(start.lines)))
+    return ", ".join(dict.fromkeys(map(str, reversed(start.lines))))
 
 
 def _listed(start: Start, dialect: Dialect) -> str:
@@ -263,6 +273,11 @@ def _listed(start: Start, dialect: Dialect) -> str:
 
 def _check_words(start: Start, reading: Reading) -> None:
     """Refuse words of a start that may hold settings, where only running the script would tell."""
+    if start.script:
+        raise ConfigError(
+            f"line {_lines(start)} starts {start.script}, which may hold settings and is not read; give that script, "
+            "and behind -- what this one starts it with"
+        )
     sources = _sources(reading)
     unread = [*start.unread, *(start.unset if sources else ())]
     if unread:
@@ -318,6 +333,7 @@ class Commands(Shell):
     """The commands of a script that start a training, and which literals reach them.
 
     starts: what a command gives to a training.
+    scripts: other shell scripts that it starts.
     read: by number of the text, begin and end of the literals that a start is given.
     """
 
@@ -325,6 +341,7 @@ class Commands(Shell):
         super().__init__(path, reading)
         self.dialect = dialect
         self.starts: list[Start] = []
+        self.scripts: list[str] = []
         self.read: set[tuple[int, int, int]] = set()
         self.callers: list[int] = []
 
@@ -350,9 +367,11 @@ class Commands(Shell):
 
     def _launch(self, node: Node, words: list[Text]) -> None:
         given = [word_of(word) for word in words]
+        script = _script_of(given, self.dialect)
+        self.scripts += [script] if script else []
         paths = [path for path, _ in self.dialect.settings(given)]
         if any(map(self._is_setting, paths)) or any(self.dialect.starts(word.text) for word in given):
-            self.starts.append(self._start(given))
+            self.starts.append(replace(self._start(given), script=script))
             self._give(words)
 
     def _give(self, words: Sequence[Text]) -> None:
@@ -474,6 +493,19 @@ class Commands(Shell):
             if not _is_harmless(chain[1:]) and not self._idle(number, root, chain[1:], seen | {name}):
                 return True
         return False
+
+
+def _script_of(words: Sequence[Word], dialect: Dialect) -> str:
+    """The shell script that a command starts, if no word behind it names a program that trains."""
+    found = ""
+    for before, word in itertools.pairwise([Word("", ""), *words]):
+        if word.text.startswith("-") and word.text != "-m" or "=" in word.text:
+            continue
+        if word.text == "-m" or word.text.endswith(".py") or dialect.starts(word.text):
+            return ""
+        if word.text.endswith(".sh") or before.text.rpartition("/")[2] in SHELLS:
+            found = found or word.source
+    return found
 
 
 def _may_be_settings(word: Word) -> bool:

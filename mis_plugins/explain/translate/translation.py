@@ -101,6 +101,11 @@ def load(text: str) -> Any:
     return _by_text(parsed(text, _Loader))
 
 
+def of_hydra(text: str) -> Any:
+    """A value of Hydra's command line, `{key:value}` among them, read as YAML."""
+    return load(text.replace(":", ": ") if text.startswith("{") else text)
+
+
 def _by_text(value: Any) -> Any:
     if isinstance(value, dict):
         return {str(key): _by_text(inner) for key, inner in value.items()}

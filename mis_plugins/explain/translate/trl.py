@@ -67,6 +67,7 @@ UNSERVED = {
 }
 """Keys that mask the loss and that nothing here reads: TRL's default, and what another value does."""
 READ = (*KEYS, *OF_LOSS, *OWN_KEYS, *CLIPS, *UNSERVED)
+SETS = ("replace", "update", "dict")  # functions whose keywords may be those of a config that is there
 SOURCES = {
     "weight.level": (MODE,),
     "weight.bound": (CORRECTION, MODE),
@@ -265,15 +266,17 @@ def _said(text: str, behind: set[str], asked: Asked) -> Said:
     """The flags of a launch script, a yaml, or the keywords of `GRPOConfig(...)` in a Python script."""
     called = any(f"{name}(" in text for name in (CONFIG, GMPO))
     if asked.path.suffix == ".py" or called and asked.path.suffix not in (".sh", ".yaml", ".yml"):
-        return Said(_of_call(text, behind))
+        return _of_call(text, behind)
     said = tree_or_script(text, DIALECT, behind, asked)
     found = {str(key): value for key, value in said.tree.items()}
     strays = [place for place in places(said.tree, KEYS) if "." in place]
     return replace(said, settings={**found, **said.settings}, skipped=(*said.skipped, *strays))
 
 
-def _of_call(text: str, behind: set[str]) -> dict[str, Any]:
+def _of_call(text: str, behind: set[str]) -> Said:
     """The keywords of the one call `GRPOConfig(...)` or `GMPOConfig(...)` in Python source, which is never run.
+
+    Its first argument may stand without a keyword: `output_dir`.
 
     Raises:
         ConfigError: no Python, no or several calls, or a key of the correction that stands elsewhere.
@@ -290,25 +293,32 @@ def _of_call(text: str, behind: set[str]) -> dict[str, Any]:
     config = _name(call.func)
     elsewhere = [f"{key} (line {line})" for line, key in _keys_in(nodes, call) if key not in behind]
     said = partial(ast.get_source_segment, text)
-    unread = [f"**{said(word.value)}" for word in call.keywords if word.arg is None] + [*map(said, call.args)]
+    more = [f"**{said(word.value)}" for word in call.keywords if word.arg is None]
+    first = [one for one in call.args[:1] if isinstance(one, ast.Starred)]
+    unread = [*([] if behind else more), *map(said, [*first, *call.args[1:]])]
     if elsewhere or unread:
         raise ConfigError(
             f"only running the script would tell {listed([*unread, *elsewhere])}, beside the keywords of "
             f"{config}(...); put the values that count behind the file"
         )
     keys = {word.arg: _literal(word.value, str(said(word.value))) for word in call.keywords if word.arg}
-    return keys | ({"loss_type": OF_GMPO} if config == GMPO else {})
+    notes = (f"not read: {listed(more)}; keys in it that count go behind the file, all of them.",) if more else ()
+    return Said(keys | ({"loss_type": OF_GMPO} if config == GMPO else {}), notes=notes)
 
 
 def _keys_in(nodes: Sequence[ast.AST], call: ast.Call) -> Iterator[tuple[int, str]]:
-    """Where Python source names a key of the correction outside of the call's own keywords: by line, the key."""
+    """Where Python source names a key outside of the call's own keywords: by line, the key.
+
+    Calls other than those of `SETS` have keywords like `beta` of their own.
+    """
     for node in nodes:
         match node:
-            case ast.keyword(arg=str(key)) if node not in call.keywords and key in KEYS:
+            case ast.Call(keywords=words) if node is not call:
+                keys = READ if _name(node.func) in SETS else KEYS
+                yield from ((word.lineno, word.arg) for word in words if word.arg and word.arg in keys)
+            case ast.Attribute(attr=key, ctx=ast.Store()) if key in READ:
                 yield node.lineno, key
-            case ast.Attribute(attr=key, ctx=ast.Store()) if key in KEYS:
-                yield node.lineno, key
-            case ast.Constant(value=str(key)) if key in KEYS:
+            case ast.Constant(value=str(key)) if key in READ:
                 yield node.lineno, key
 
 
@@ -347,7 +357,7 @@ def _flags(words: Sequence[Word]) -> Iterator[tuple[str, Value]]:
 
 
 def _starts(word: str) -> bool:
-    return word == "grpo" or word.endswith(".py") and "grpo" in word
+    return word == "grpo" or word.endswith((".py", ".yaml", ".yml")) and "grpo" in word
 
 
 def _file(words: Sequence[Word]) -> Word | None:

@@ -23,6 +23,7 @@ from mis_plugins.explain.translate.script import (
     Bases,
     Dialect,
     Said,
+    Value,
     overrides,
     setting_of,
     tree_or_script,
@@ -30,12 +31,13 @@ from mis_plugins.explain.translate.script import (
 from mis_plugins.explain.translate.translation import (
     OVER_RESPONSES,
     OVER_TOKENS,
+    Open,
     Translation,
     Unquoted,
     as_written,
     choice,
     is_open,
-    load,
+    of_hydra,
     places,
     refuse_open,
     switch,
@@ -57,9 +59,14 @@ PATHS |= {MODE_PATH: LOSS_MODE} | {f"{ACTOR}.{key}": key for key in (*WIDTHS, *T
 OF_NAME, OF_FOLDER = ("--config-name", "-cn"), ("--config-path", "-cp", "--config-dir", "-cd")
 OF_FILE = (*OF_NAME, *OF_FOLDER)  # flags of Hydra's that name a yaml
 OWN = ("ppo_trainer", "ppo_megatron_trainer")  # verl's own, which correct nothing
-OWN_PARTS = (*OWN, "rollout_correction", "rollout", "legacy_reward_impl", "dp", "megatron", "veomni", "torchtitan",
-             "${model_engine}_actor", "dp_actor", "megatron_actor", "veomni_actor", "torchtitan_actor")  # fmt: skip
-BESIDE_IT = (AGGREGATED, LOG_PROBS, USE_V1)  # settings outside of the correction that a note is about
+ASYNC, BYPASS = "verl.experimental", f"{SECTION}.bypass_mode"  # the first stands for a start of an async trainer
+MAINS = {"fully_async_main": "fully_async", "one_step_off_policy": "one_step_off"}
+"""By what an async trainer's module holds: how the names of its own yamls begin, which set `bypass_mode: true`."""
+OWN_ASYNC = tuple(f"{name}_{own}" for name in MAINS.values() for own in OWN)
+OWN_PARTS = (*OWN, *OWN_ASYNC, "rollout_correction", "rollout", "legacy_reward_impl", "dp", "megatron", "veomni",
+             "torchtitan", "${model_engine}_actor", "dp_actor", "megatron_actor", "veomni_actor",
+             "torchtitan_actor")  # fmt: skip
+BESIDE_IT = (AGGREGATED, LOG_PROBS, USE_V1, ASYNC)  # settings outside of the correction that a note is about
 SHORT = {key: path for path, key in PATHS.items()} | {"rollout_correction": SECTION, "actor": ACTOR}
 PARENTS = {"algorithm", SECTION, "actor_rollout_ref", ACTOR, f"{ACTOR}.policy_loss", IN_LOSS,
            "actor_rollout_ref.rollout", "trainer"}  # fmt: skip
@@ -100,13 +107,18 @@ V1_TRAINER = (
     "verl's trainer since 0.9.0 (trainer.use_v1: true) takes mu for pi_old in bypass and applies no more of this: "
     "neither weights, nor rules, nor loss_type. Here they act as its documents and use_v1: false have them."
 )
+ASYNC_TRAINER = (
+    "verl.experimental: its own yamls set bypass_mode: true, and its trainers apply rules, weights and loss_type as "
+    "trainer.use_v1: false does."
+)
+REPLACED = "policy_loss.loss_mode: {mode} never acts in verl with bypass_mode: true and trainer.use_v1: false."
 MU_BY_BYPASS = (
     "policy_loss.loss_mode: without algorithm.rollout_correction.bypass_mode: true verl compares with pi_old, as this "
     "file does. The paper compares with mu: objective.old: behavior."
 )
 MODE_IN_BYPASS = (
     "bypass_mode: verl's trainer since 0.9.0 (trainer.use_v1: true) hands {mode} mu for pi_old, and neither weights "
-    "nor rules, as here. The trainer before replaces this loss by that of bypass_mode."
+    "nor rules, as here. The trainer before, and those of verl.experimental, replace this loss by that of bypass_mode."
 )
 OVER_SEQUENCES = f"loss_agg_mode: not read by verl's {{mode}}, which {OVER_RESPONSES}."
 GEOMETRIC_WEIGHTS = (
@@ -162,7 +174,7 @@ def translate(text: str, behind: Sequence[str] = (), asked: Asked = ASKED) -> Tr
     Raises:
         ConfigError: no such section, an unknown key, a value that verl refuses; it quotes verl's key.
     """
-    won = dict(map(_override, behind))
+    won = dict(_flat(dict(map(_override, behind))))
     said = _said(text, set(won), asked)
     settings = {**said.settings, **won}
     given = _given(settings, won)
@@ -211,7 +223,7 @@ def _override(text: str) -> tuple[str, Any]:
 
 def _of_hydra(text: str) -> Any:
     """Value of a Hydra override, read as YAML; empty text and spellings of YAML alone (`no`, 010) stay text."""
-    value = load(text.replace(":", ": ") if text.startswith("{") else text)
+    value = of_hydra(text)
     own = isinstance(value, bool | int | float) and not HYDRAS_TOO.fullmatch(text.strip())
     return text if own or text == "" else value
 
@@ -221,10 +233,16 @@ def _said(text: str, behind: set[str], asked: Asked) -> Said:
     if verl_presets.is_call(text):
         return Said(_of_section(text))
     said = tree_or_script(text, DIALECT, behind, asked)
-    found = dict(_flat(said.tree, is_whole=not WHOLE.isdisjoint(said.tree)))
+    tree = {key: value for key, value in said.tree.items() if key not in ("hydra", "defaults")}
+    found, script = dict(_flat(tree, is_whole=not WHOLE.isdisjoint(tree))), _of_script(said.settings)
+    is_by_default = script.get(ASYNC) or any(name in str(said.tree.get("defaults")) for name in OWN_ASYNC)
+    if is_by_default or "async_training" in tree:
+        found = {ASYNC: True} | ({BYPASS: True} if is_by_default else {}) | found
+    elif ASYNC in script and not tree and BYPASS not in script:
+        found = {BYPASS: Open("a yaml that is not here")}
     seen = {part for path in found for part in path.split(".")}
     strays = [place for place in places(said.tree, DIALECT.keys) if place.rpartition(".")[2] not in seen]
-    return replace(said, settings={**found, **_of_script(said.settings)}, skipped=(*said.skipped, *strays))
+    return replace(said, settings={**found, **script}, skipped=(*said.skipped, *strays))
 
 
 def _of_section(call: str) -> dict[str, Any]:
@@ -251,10 +269,7 @@ def _flat(tree: Mapping[str, Any], parent: str = "", is_whole: bool = True) -> I
 
 def _of_script(said: Mapping[str, Any]) -> dict[str, Any]:
     """The values of Hydra's overrides in a launch script."""
-    for path in said:
-        if path.startswith("~"):
-            raise ConfigError(f"{path}: cannot be translated; drop it and give each key behind the file")
-    if SECTION in said and len(said) > 1:
+    if SECTION in said and said.keys() - {SECTION, ASYNC}:
         raise ConfigError(f"{SECTION}: stands beside a value for all of it; give one of them")
     return dict(_flat({path: value if is_open(value) else _of_hydra(value) for path, value in said.items()}))
 
@@ -269,7 +284,21 @@ def _is_retired(path: str) -> bool:
     return key in RETIRED and parent in ("algorithm", SECTION, ACTOR)
 
 
-TRAINERS = ("main_ppo", "main_dapo")
+TRAINERS = ("main_ppo", "main_dapo", "fully_async_main")
+
+
+def _settings(words: Sequence[Word]) -> Iterator[tuple[str, Value]]:
+    """The overrides of a command, and whether an async trainer begins with its own yaml."""
+    if len(words) > 1 and _own(words) != OWN:
+        yield ASYNC, Word("false" if _file(words) else "true", ASYNC)
+    yield from overrides(words)
+
+
+def _own(words: Sequence[Word]) -> tuple[str, ...]:
+    """Names of verl's own yamls for the trainer of a command; the first is read where the command names none."""
+    modules = [word.text for word in words if "=" not in word.text]
+    names = [name for part, name in MAINS.items() if any(part in module for module in modules)]
+    return tuple(f"{names[0]}_{own}" for own in OWN) if names else OWN
 
 
 def _starts(word: str) -> bool:
@@ -288,8 +317,10 @@ def _file(words: Sequence[Word]) -> Word | None:
     folder, name = setting_of(words, *OF_FOLDER), setting_of(words, *OF_NAME)
     if folder is None and name is None:
         return None
-    file = replace(name or Word(OWN[0], OWN[0]), branch=(name and name.branch) or (folder and folder.branch))
-    is_own = file.text.removesuffix(".yaml") in OWN and any("verl.trainer." in word.text for word in words)
+    own = _own(words)
+    file = replace(name or Word(own[0], own[0]), branch=(name and name.branch) or (folder and folder.branch))
+    is_verls = any(name in word.text.replace("/", ".") for name in ("verl.trainer.", f"{ASYNC}.") for word in words)
+    is_own = file.text.removesuffix(".yaml") in own and is_verls
     if is_own and (folder is None or folder.text in ("config", "./config")):
         return None
     suffix = "" if file.text.endswith((".yaml", ".yml")) else ".yaml"
@@ -300,10 +331,11 @@ def _file(words: Sequence[Word]) -> Word | None:
 DIALECT = Dialect(
     "verl",
     ("rollout_correction", LOSS_MODE, *RETIRED, *(key for key in KEYS if key.startswith("rollout_"))),
-    overrides,
+    _settings,
     _is_ours,
     _starts,
     _file,
+    last_wins=True,
     bases=Bases(OWN_PARTS, PARENTS),
 )
 
@@ -314,14 +346,17 @@ def _given(settings: Mapping[str, Any], behind: Mapping[str, Any]) -> dict[str, 
     Raises:
         ConfigError: nothing to translate, an unknown key, or one of an earlier release.
     """
+    if settings.get(SECTION, 0) is None and any(path.startswith(f"{SECTION}.") for path in settings):
+        raise ConfigError(f"{SECTION}: null stands beside keys of it; give one of them")
     for path, value in settings.items():
         _check_known(path, value)
     given = {key: settings[path] for path, key in PATHS.items() if path in settings}
     idle = {key for key, other in IDLE.items() if is_open(given.get(key)) and not given.get(other)}
+    idle |= {LOSS_MODE} if _replaces_loss(settings) else set()
     given = {key: value for key, value in given.items() if key not in idle}
     mode = given.get(LOSS_MODE)
     if MODE_PATH in behind:
-        choice(mode, LOSS_MODE, (*LOSS_MODES, *OTHER_LOSSES))
+        choice(settings[MODE_PATH], LOSS_MODE, (*LOSS_MODES, *OTHER_LOSSES))
     read = LOSS_MODES[mode][1] if isinstance(mode, str) and mode in LOSS_MODES else ()
     for key in (*WIDTHS, *TAUS):
         if SHORT[key] in behind and key not in read:
@@ -344,6 +379,7 @@ def _check_known(path: str, value: Any) -> None:
     known = (*PATHS, *BESIDE_IT, SECTION, f"{SECTION}._target_")
     if _is_ours(path) and not _is_retired(path) and path not in known and not path.startswith(IN_LOSS):
         near = f"; write {SHORT[key]}" if key in SHORT else suggest(key, KNOWN)
+        near += "; a command that stands within a yaml goes into a script of its own" * near.startswith("; known")
         raise ConfigError(f"{cut(path.removeprefix(f'{SECTION}.'))}: no key of verl's rollout correction{near}")
 
 
@@ -352,7 +388,9 @@ def _check_copy(settings: Mapping[str, Any]) -> None:
     for path, value in settings.items():
         if path.startswith(IN_LOSS):
             twin = f"{SECTION}{path.removeprefix(IN_LOSS)}"
-            if settings.get(f"{SECTION}.bypass_mode") is not True or twin not in settings:
+            if settings.get(BYPASS) is True and (path, value) == (IN_LOSS, f"${{{SECTION}}}"):
+                continue
+            if settings.get(BYPASS) is not True or twin not in settings:
                 raise ConfigError(
                     f"{IN_LOSS}: verl reads this block in bypass mode alone, and its trainer fills it; put its keys "
                     f"under {SECTION}, with bypass_mode: true"
@@ -373,9 +411,23 @@ def _left_out(settings: Mapping[str, Any]) -> Iterator[str]:
             yield f"{told} is for the launch to decide; {when}put it behind the file, as {path}=VALUE."
     if (estimator := settings.get(ESTIMATOR)) in TOKEN_BASELINES:
         yield NO_BASELINE.format(estimator=estimator)
+    if ASYNC in settings:
+        yield ASYNC_TRAINER
     mode = settings.get(MODE_PATH)
-    if mode not in (None, *OTHER_LOSSES, *LOSS_MODES) and not is_open(mode):
+    if _replaces_loss(settings):
+        yield from () if mode in (None, *OTHER_LOSSES) else [REPLACED.format(mode=as_written(mode))]
+    elif mode not in (None, *OTHER_LOSSES, *LOSS_MODES) and not is_open(mode):
         yield f"policy_loss.loss_mode: {as_written(mode)} is not translated{BESIDE.get(str(mode), '')}."
+
+
+def _is_v1(settings: Mapping[str, Any]) -> bool:
+    """Whether verl's trainer since 0.9.0 runs, which hands no loss weights or rules in bypass by itself."""
+    return settings.get(USE_V1) is not False and ASYNC not in settings
+
+
+def _replaces_loss(settings: Mapping[str, Any]) -> bool:
+    """Whether the loss of bypass_mode takes the place of the actor's, whatever `loss_mode` says."""
+    return settings.get(BYPASS) is True and not _is_v1(settings)
 
 
 # Translating.
@@ -465,7 +517,9 @@ def _bypass(draft: Draft) -> None:
         return
     draft.mis["objective"] = {"old": "behavior", "surrogate": SURROGATE[loss_type]}
     draft.sources |= {"objective.old": ("bypass_mode",), "objective.surrogate": ("loss_type",)}
-    if (draft.mis.get("reject") or loss_type == "reinforce") and draft.settings.get(USE_V1) is not False:
+    names_it = draft.settings.get(MODE_PATH) == "bypass_mode"
+    is_handed = names_it and any(path.startswith(IN_LOSS) for path in draft.settings)
+    if (draft.mis.get("reject") or loss_type == "reinforce") and _is_v1(draft.settings) and not is_handed:
         draft.notes.append(V1_TRAINER)
     if loss_type == "ppo_clip" and draft.mis.get("weight"):
         draft.drop(
@@ -481,11 +535,6 @@ def _of_mode(draft: Draft) -> None:
     surrogate, read = LOSS_MODES[mode]
     choice(given.get("loss_type", "ppo_clip"), "loss_type", tuple(SURROGATE))
     bypass = switch(given, "bypass_mode")
-    if bypass and draft.settings.get(USE_V1) is False:
-        raise ConfigError(
-            f"{LOSS_MODE}: {mode} never acts in verl with bypass_mode: true and trainer.use_v1: false, which put "
-            "the loss of bypass_mode in its place; drop one of them"
-        )
     own = {key: number(given[key], key) for key in TAUS if key in given}
     draft.mis["objective"] = {"surrogate": surrogate, "old": "behavior" if bypass else "proximal"} | own
     draft.sources |= {"objective.surrogate": (LOSS_MODE,), "objective.old": ("bypass_mode",)}
