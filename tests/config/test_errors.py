@@ -217,7 +217,7 @@ INPUTS = [
     ({"train_log_probs": [ONES[0], ONES[1], torch.ones(5)]}, r"train_log_probs\[2\]: 5 tokens.*sequence 2 has 2"),
     ({"loss_masks": [torch.ones(4), ONES[1], ONES[2]]}, r"loss_masks\[0\]: 4 tokens.*sequence 0 has 3"),
     ({"rollout_log_probs": [ONES[0], None, ONES[2]]}, r"rollout_log_probs\[1\]: .*None"),
-    ({"pg_loss": torch.ones(5)}, rr"pg_loss: shape \[5\].*6"),
+    ({"pg_loss": torch.ones(5)}, r"pg_loss: shape \[5\].*6"),
     ({"pg_loss": torch.ones(6, 1)}, r"pg_loss: shape \[6, 1\], not 1-D.*6"),  # broadcasts over the weights
     ({"total_lengths": [6, 4]}, r"total_lengths.* 2 .*3"),
     ({"total_lengths": [6, 4, 1]}, r"total_lengths\[2\].*1.*2"),
