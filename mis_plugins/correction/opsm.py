@@ -56,8 +56,7 @@ def departure_rows(
     reference = reference_policy(behavior, proximal, config)
     pairs = (reference, target), (behavior, proximal), (proximal, target)
     terms = (log_ratio(*pair, loss_mask) for pair in pairs)
-    rows = ((log_r, ~unusable) for log_r, unusable in terms)
-    return [loss_mask, torch.where(loss_mask, advantages, 0), *itertools.chain.from_iterable(rows)]
+    return [loss_mask, torch.where(loss_mask, advantages, 0), *itertools.chain.from_iterable(terms)]
 
 
 @torch.no_grad()
@@ -90,8 +89,8 @@ def sequence_means(
     pi_theta).
     """
     mask = ragged.loss_mask
-    log_r, unusable = log_ratio(reference, target, mask)
-    total, advantage, known, valid = ragged.sums(log_r, torch.where(mask, advantages, 0), ~unusable, mask)
+    log_r, usable = log_ratio(reference, target, mask)
+    total, advantage, known, valid = ragged.sums(log_r, torch.where(mask, advantages, 0), usable, mask)
     return _mean(total, known, valid), advantage / valid.clamp(min=1)
 
 

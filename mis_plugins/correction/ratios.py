@@ -23,13 +23,13 @@ class LogProbs:
 def log_ratio(
     proximal: Float[Tensor, " T"], behavior: Float[Tensor, " T"], loss_mask: Bool[Tensor, " T"]
 ) -> tuple[Float[Tensor, " T"], Bool[Tensor, " T"]]:
-    """log pi_old(y_t) - log mu(y_t) in float32, and the tokens that are not usable.
+    """log pi_old(y_t) - log mu(y_t) in float32, and the usable tokens.
 
     A token is usable where loss_mask holds and both log-probs are finite; elsewhere its log ratio reads 0.
     """
     difference = proximal.float() - behavior.float()
-    unusable = torch.ge(nonfinite(difference), loss_mask)  # on bools a >= b is a | ~b, in one kernel
-    return difference.masked_fill_(unusable, 0), unusable
+    usable = loss_mask > nonfinite(difference)  # on bools a > b is a & ~b, in one kernel
+    return torch.where(usable, difference, 0), usable
 
 
 def log_ratios(
@@ -38,16 +38,16 @@ def log_ratios(
     loss_mask: Bool[Tensor, " T"],
     numerator: Float[Tensor, " T"] | None,
 ) -> tuple[Float[Tensor, " T"], Float[Tensor, " T"], Bool[Tensor, " T"]]:
-    """The log ratio of rules, the log ratio of the weight, and the tokens where one of both is not known.
+    """The log ratio of rules, the log ratio of the weight, and the tokens where both are known.
 
     Args:
         numerator: log-probs of pi_{v+1}; None where the weight bounds pi_old / mu itself.
     """
-    log_r, unusable = log_ratio(proximal, behavior, loss_mask)
+    log_r, usable = log_ratio(proximal, behavior, loss_mask)
     if numerator is None:
-        return log_r, log_r, unusable
-    weighed, unusable = log_ratio(numerator, behavior, ~unusable)
-    return log_r.masked_fill_(unusable, 0), weighed, unusable
+        return log_r, log_r, usable
+    weighed, usable = log_ratio(numerator, behavior, usable)
+    return torch.where(usable, log_r, 0), weighed, usable
 
 
 def finite(x: Tensor) -> Bool[Tensor, " *"]:

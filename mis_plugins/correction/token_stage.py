@@ -25,7 +25,6 @@ class TokenStage:
     log_ratio: log pi_old - log mu; 0 where the token is not usable.
     usable: tokens in loss_mask with both log-probs finite, and with segment-wise weights that of pi_{v+1}
         too.
-    unusable: all other tokens.
     ratio: exp(log_ratio), clamped; 0 where the token is not usable.
     unit_log_ratio: log ratio that the weight bounds. At token level it is the token's own (with segment-wise
         weights log pi_{v+1} - log mu), 0 where the token is not usable. At segment level it is the segment's,
@@ -42,7 +41,6 @@ class TokenStage:
     loss_mask: Bool[Tensor, " T"]
     log_ratio: Float[Tensor, " T"]
     usable: Bool[Tensor, " T"]
-    unusable: Bool[Tensor, " T"]
     ratio: Float[Tensor, " T"]
     unit_log_ratio: Float[Tensor, " T"] | None
     bounded: Float[Tensor, " T"] | None
@@ -106,6 +104,10 @@ class TokenStage:
         """Valid tokens whose log mu is NaN or infinite."""
         return self._nonfinite[1]
 
+    @cached_property
+    def unusable(self) -> Bool[Tensor, " T"]:
+        return ~self.usable
+
     def statistic(self, name: str) -> Float[Tensor, " T"]:
         """Values that a rule compares; 0 at tokens that are not usable."""
         record = STATISTICS[name]
@@ -151,8 +153,7 @@ def token_stage(
         numerator: log-probs of pi_{v+1}, which segment-wise weights, and nothing else, compare with mu.
         routes: number of layers that routed each token otherwise, for rules that read it.
     """
-    log_r, unit_log_ratio, unusable = log_ratios(proximal, behavior, loss_mask, numerator)
-    usable = ~unusable
+    log_r, unit_log_ratio, usable = log_ratios(proximal, behavior, loss_mask, numerator)
     ratio = exp_clamped(log_r).mul_(usable)
     unit_ratio = ratio if numerator is None else exp_clamped(unit_log_ratio).mul_(usable)
     weight = plan.weight
@@ -163,7 +164,6 @@ def token_stage(
         loss_mask=loss_mask,
         log_ratio=log_r,
         usable=usable,
-        unusable=unusable,
         ratio=ratio,
         unit_log_ratio=unit_log_ratio if weight else None,
         bounded=bounded_weight(unit_ratio, usable, passing, weight) if weight else None,
@@ -194,9 +194,8 @@ def _down_weight(stage: TokenStage, rules: tuple[RejectRule, ...]) -> Float[Tens
 def narrowed(stage: TokenStage) -> TokenStage:
     """The stage with the kept tokens alone as its valid and usable tokens."""
     assert stage.keep is not None
-    others = ~stage.keep
-    log_ratio = stage.log_ratio.masked_fill(others, 0)
-    return replace(stage, loss_mask=stage.keep, usable=stage.keep, unusable=others, log_ratio=log_ratio)
+    log_ratio = torch.where(stage.keep, stage.log_ratio, 0)
+    return replace(stage, loss_mask=stage.keep, usable=stage.keep, log_ratio=log_ratio)
 
 
 def totals_of(stage: TokenStage, ragged: Ragged, reads: Reads) -> Totals:

@@ -149,7 +149,7 @@ OF_LOG_RATIO = {
     "log_prob_diff_abs_max": take.size,
     "ratio_min": take.smallest.then(take.exp_clamped),
     "ratio_max": take.largest.then(take.exp_clamped),
-    "kept_log_ratio_mean": take.mean.over("kept").within(KEPT),
+    "kept_log_ratio_mean": take.mean.within(KEPT),
     **_by_place({"kl_k1": take.minus_mean}),
     **take.percentiles("ratio", take.exp_of),
 }
@@ -166,7 +166,7 @@ OF_PROB_DIFF = {
 }
 OF_WEIGHT = {"weight_mean": take.mean, "weight_std": take.std, "weight_min": take.smallest, "weight_max": take.largest}
 OF_NORMALIZED = {
-    "applied_mean": take.mean.over("kept").within(KEPT),
+    "applied_mean": take.mean.within(KEPT),
     "applied_valid_mean": take.mean.over("valid").within(KEPT),
     "ess": take.share.over("valid").within(KEPT),
 }

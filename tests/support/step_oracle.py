@@ -202,7 +202,7 @@ def kept(s: Everything) -> dict[str, float]:
         "weight_mean": mean(s.bounded), **s.std("weight_std", s.bounded),
         "weight_min": ends(s.bounded[s.usable])[0], "weight_max": ends(s.bounded[s.usable])[1],
         "normalization_factor": divide(float(s.bounded.sum()), float(s.weights.sum())),
-        "applied_mean": divide(float(s.applied.sum()), float(s.keep.sum())), "applied_valid_mean": mean(s.applied),
+        "applied_mean": mean(s.applied[s.keep & s.usable]), "applied_valid_mean": mean(s.applied),
         "applied_min": ends(s.applied[s.usable])[0], "applied_max": ends(s.applied[s.usable])[1],
         "ess": kish(s.applied, n), "ess_bounded": kish(s.bounded, n),
         "sequence_weight_mean": mean(weights), **s.std("sequence_weight_std", weights, unbiased=True),
@@ -212,7 +212,7 @@ def kept(s: Everything) -> dict[str, float]:
         "sequence_applied_max": ends(applied)[1],
         "kept_fraction": mean(s.keep), "rejected_fraction": 1 - mean(s.keep),
         "kept_sequences": mean([bool(k.any()) for k in keeps]), "touched_sequences": mean([not k.all() for k in keeps]),
-        "kept_log_ratio_mean": divide(float(x[s.keep].sum()), float(s.keep.sum())),
+        "kept_log_ratio_mean": mean(x[s.keep & s.usable]),
         "kept_weight_min": ends(s.weights[s.keep & s.usable])[0],
         "kept_log_ratio_min": ends(x[s.keep & s.usable])[0], "kept_log_ratio_max": ends(x[s.keep & s.usable])[1],
     }  # fmt: skip
