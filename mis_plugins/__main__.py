@@ -245,8 +245,6 @@ def _switched(keys: Mapping[str, Any], config: CorrectionConfig) -> Iterator[str
         )
     if keys.get("use_tis") is None and keys.get("get_mismatch_metrics") and (config.corrects or config.needs_loss_hook):
         yield "get_mismatch_metrics: true corrects nothing by itself: metrics alone, unless with --use-tis"
-    if keys.get("use_tis") and keys.get("get_mismatch_metrics"):
-        yield "use_tis and get_mismatch_metrics are both true: the loss is corrected"
     if (idle := reading.idle_rule(keys)) is not None:
         yield idle
 

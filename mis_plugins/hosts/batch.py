@@ -139,7 +139,7 @@ def host_layout(
 
 def layout_of(args: Any, data: Mapping[str, Any], cp: tuple[int, int]) -> Layout:
     """Where the responses of a host's micro-batch or rollout lie on this rank, by its own keys of lengths."""
-    return host_layout(args, data["total_lengths"], data["response_lengths"], data.get("max_seq_lens"), *cp)
+    return host_layout(args, *map(data.get, ("total_lengths", "response_lengths", "max_seq_lens")), *cp)
 
 
 def check_lengths(

@@ -40,11 +40,11 @@ def read(
     _check_present(host, args, batch, config, reads_versions)
     recomputed = host.recomputes(args) != "never"
     sides = ("log_probs",) * recomputed + ("rollout_log_probs",)
-    check_lengths(batch["loss_masks"], {name: batch[name] for name in sides if batch.get(name)}, layout)
+    check_lengths(batch["loss_masks"], {name: batch[name] for name in sides if _has(batch, name)}, layout)
     log_probs, entropy = host.scores(original(args), batch, logits)
 
     def constant(name: str) -> Tensor | None:
-        return _log_probs(name, batch, layout.local_lengths) if batch.get(name) else None
+        return _log_probs(name, batch, layout.local_lengths) if _has(batch, name) else None
 
     target = _on_the_tape(_flat("log-probs of the logits", log_probs, layout.local_lengths), logits)
     proximal = constant("log_probs") if recomputed else None
@@ -76,7 +76,7 @@ def _head(
 
 
 def _names_heads(batch: Batch) -> bool:
-    return bool(batch.get(HEAD_IDS) and batch.get("rollout_log_probs"))
+    return _has(batch, HEAD_IDS) and _has(batch, "rollout_log_probs")
 
 
 def flags(host: Host, args: Any, batch: Batch, device: torch.device) -> Flags | None:
@@ -109,7 +109,7 @@ def knows_versions(batch: Batch) -> bool:
     Raises:
         InputError: versions of tokens without the version of the proximal policy.
     """
-    if batch.get(VERSION) is None and batch.get(VERSIONS):
+    if batch.get(VERSION) is None and _has(batch, VERSIONS):
         raise InputError(f"{VERSION}: none beside {VERSIONS}; hand on the version of the weights that log_probs are of")
     return batch.get(VERSION) is not None
 
@@ -121,7 +121,7 @@ def written(batch: Batch, lengths: Sequence[int]) -> Written:
         InputError: a list that does not fit.
     """
     versions = _flat(VERSIONS, batch[VERSIONS], lengths).long()
-    if batch.get("recomputed_log_probs"):
+    if _has(batch, "recomputed_log_probs"):
         recomputed = _log_probs("recomputed_log_probs", batch, lengths)
     else:
         recomputed = torch.full(versions.shape, torch.nan, device=versions.device)
@@ -143,9 +143,11 @@ def _check_present(host: Host, args: Any, batch: Batch, config: CorrectionConfig
         ),
         ("ref_log_probs", getattr(args, "use_kl_loss", False), "--use-kl-loss needs those of a reference policy"),
         ("log_probs", always_recomputed, "the trainer's log-probs were neither recomputed nor handed on"),
+        ("loss_masks", True, "the loss hook needs one of each response"),
+        ("advantages", True, "the policy loss needs one for each token"),
     )
     for name, is_wanted, why in rows:
-        if is_wanted and not batch.get(name):
+        if is_wanted and not _has(batch, name):
             raise InputError(f"{name}: none in this micro-batch; {why}")
     if reads_versions:
         check_versions(args, batch, config)
@@ -169,19 +171,25 @@ def _lacking(batch: Batch, config: CorrectionConfig) -> str | None:
             "does not say; Miles fully asynchronous does with more flags (see docs/async.md); else leave "
             "{segment_wise} out, and give its bounds as {weight}"
         )
-    if not batch.get(VERSIONS):
+    if not _has(batch, VERSIONS):
         return (
             f"{VERSIONS}: none here, and {VERSION}: {batch[VERSION]} says that this host knows who wrote each token; "
             "hand it on with every micro-batch, and leave out, or refuse, samples without"
         )
     stores = config.segment_wise_on and config.segment_wise and config.segment_wise.method == "recompute"
-    if stores and not batch.get("recomputed_log_probs"):
+    if stores and not _has(batch, "recomputed_log_probs"):
         return (
             f"recomputed_log_probs: none here; beside {VERSIONS}, segment-wise weights need what the version after "
             "each token's gives it (see docs/async.md); without, say {segment_wise.method}: loglinear, or "
             "{segment_wise.enabled}: false"
         )
     return None
+
+
+def _has(batch: Batch, name: str) -> bool:
+    """Whether a batch holds a list, or a stacked tensor, of this name."""
+    value = batch.get(name)
+    return value is not None and len(value) > 0
 
 
 def _flat(name: str, tensors: Sequence[Tensor | None], lengths: Sequence[int]) -> Tensor:

@@ -34,6 +34,11 @@ UNREADABLE = {
     "dashes": ("- " * 60_000, "nested more than 64 levels"),
     "aliases": (ALIASES, "aliases .* repeat more than"),
     "merges": (MERGES, "aliases .* repeat more than"),
+    "a pair of verl's": ("mis: {weight: {upper: 0.5_5}}", "line 1: '0.5_5' reads as 0.55; write the number plainly"),
+    "minutes": ("a: 010\ntis_upper_bound: 1:30", "line 2: '1:30' reads as 90"),
+    "an octal": ("mis:\n  reject: [{over: min, lower: 010}]", "line 2: '010' reads as 8"),
+    "a tab": ("mis: {weight: {upper: 1.5}}\t# cap", "line 1, column 28: no YAML: found character '.t'"),
+    "a mark": ("{x: a?, mis: {}}", "no YAML: expected ',' or '}', but got '?'"),
     "4 MB": (BIG, f"more than {LARGEST_FILE} bytes, which no config has"),
 }
 
@@ -66,7 +71,7 @@ def test_an_alias_within_itself_and_a_key_twice_are_refused():
 
 
 @pytest.mark.parametrize("file", presets().values(), ids=lambda file: file.stem)
-def test_libyaml_reads_what_the_hosts_read(file: Path):
+def test_a_file_reads_as_the_hosts_read_it(file: Path):
     text = file.read_text()
     assert parsed(text) == yaml.safe_load(text)
 
@@ -78,7 +83,7 @@ trees = st.recursive(scalars, lambda x: st.lists(x, max_size=4) | st.dictionarie
 
 
 @given(tree=trees, flow=st.booleans())
-def test_libyaml_reads_what_the_hosts_read_of_anything(tree: object, flow: bool):
+def test_a_file_reads_as_the_hosts_read_it_of_anything(tree: object, flow: bool):
     text = yaml.safe_dump(tree, default_flow_style=flow, allow_unicode=True)
     assert parsed(text) == yaml.safe_load(text)
 

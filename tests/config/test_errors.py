@@ -222,6 +222,14 @@ INPUTS = [
     ({"total_lengths": [6, 4]}, r"total_lengths.* 2 .*3"),
     ({"total_lengths": [6, 4, 1]}, r"total_lengths\[2\].*1.*2"),
     ({"response_lengths": [3, 1]}, r"response_lengths"),
+    ({"response_lengths": None}, r"^response_lengths: missing"),
+    ({"total_lengths": None}, r"^total_lengths: missing"),
+    ({"loss_masks": None}, r"^loss_masks: no sequence"),
+    ({"pg_loss": None}, r"^pg_loss: a NoneType, not 1-D"),
+    ({"loss_masks": [[1, 1, 1], *ONES[1:]]}, r"^loss_masks\[0\]: a list; expected a tensor"),
+    ({"rollout_log_probs": [x.numpy() for x in ONES]}, r"^rollout_log_probs\[0\]: a ndarray; expected a tensor"),
+    ({"train_log_probs": [ONES[0][None], *ONES[1:]]}, r"^train_log_probs\[0\]: shape \[1, 3\]; expected one dimension"),
+    ({"train_log_probs": [ONES[0], ONES[1][0], ONES[2]]}, r"^train_log_probs\[1\]: shape \[\]; expected one dimension"),
 ]
 
 
@@ -237,7 +245,34 @@ def test_inputs_fsdp(change: dict, message: str):
         call("compute_mis_weights_fsdp", **change)
 
 
+def test_stacked_tensors_are_lists_of_their_rows():
+    call(train_log_probs=torch.full((3, 2), -1.0), rollout_log_probs=torch.full((3, 2), -1.5), pg_loss=torch.ones(6),
+         loss_masks=torch.ones(3, 2), total_lengths=[4] * 3, response_lengths=[2] * 3)  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "value"), [
+    ("use_tis", "false"), ("use_tis", "no"), ("use_tis", 1), ("get_mismatch_metrics", "true"),
+    ("tis_mode", False), ("tis_mode", ""), ("tis_mode", 0), ("tis_level", False), ("rs_level", False),
+    ("use_rs", ""), ("use_rs", []), ("use_mask", 0), ("tis_batch_normalize", {}),
+])  # fmt: skip
+def test_what_counts_as_false_is_no_unset_key(name: str, value: object):
+    """YAML reads `off` and `no` as false."""
+    with pytest.raises(ConfigError, match=rf"^{name}: got "):
+        call(args=host_args(**({"tis_upper_bound": 2.0, "use_rs": True} | {name: value})))
+
+
+@pytest.mark.parametrize(("name", "entry"), [("use_tis", "compute_mis_weights_with_cp")])
+def test_an_argument_that_the_host_lacks_is_named(name: str, entry: str):
+    with pytest.raises(ConfigError, match=rf"^{name}: missing in the host's arguments \(SimpleNamespace\)"):
+        call(entry, SimpleNamespace(mis=GOOD))
+
+
 def test_layouts():
+    padded = {"args": host_args(mis=GOOD, qkv_format="bshd"), "max_seq_lens": [8, 8]}
+    with pytest.raises(InputError, match="max_seq_lens: 2 sequences, response_lengths: 3"):
+        call(**padded)
+    with pytest.raises(InputError, match=r"max_seq_lens\[2\]: 4, but sequence 2 has 5 tokens"):
+        call(**padded | {"max_seq_lens": [8, 8, 4]})
     with pytest.raises(InputError, match="max_seq_lens.*bshd"):
         call(args=host_args(mis=GOOD, qkv_format="bshd"))
     with pytest.raises(MisError, match=r"qkv_format: got 'sbhd'; choose one of thd, bshd"):

@@ -187,7 +187,7 @@ def test_a_merged_key_may_be_overridden(config_command: ConfigCommand):
     ("text", "warning"),
     [
         ("use_tis: false", "use_tis: false wins over --use-tis"),
-        ("use_tis: true\nget_mismatch_metrics: true", "both true: the loss is corrected"),
+        ("use_tis: true\nget_mismatch_metrics: true", "are both set: the loss is corrected"),
         ("use_tis: false\nget_mismatch_metrics: true", "use_tis: false wins over --use-tis"),
         ("get_mismatch_metrics: true", "get_mismatch_metrics: true corrects nothing by itself"),
         ("use_tis: true", None),

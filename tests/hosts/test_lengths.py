@@ -115,6 +115,16 @@ def test_pieces_of_context_parallel_ranks(name: str, more: int, rank: int, padde
         check_lengths(of(changed[MASK]), {x: of(changed[x]) for x in (TRAIN, ROLLOUT)}, layout)
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_stated_length_that_no_list_has_is_named_under_context_parallelism(rank: int):
+    true, stated = (zigzag([12], [length], 2, rank) for length in (9, 11))
+    held = {name: of(true.local_lengths) for name in (TRAIN, ROLLOUT)}
+    with pytest.raises(InputError, match=r"response_lengths\[0\]") as caught:
+        check_lengths(of([9]), held, stated)
+    assert true.local_lengths == stated.local_lengths or str(caught.value).startswith("response_lengths[0]: 11 tokens")
+    assert "another order" not in str(caught.value)
+
+
 def test_pieces_that_agree_against_mask_and_stated_length():
     layout = zigzag([12], [9], 2, 0)
     short = [layout.local_lengths[0] - 1]

@@ -180,6 +180,27 @@ def test_the_odd_one_of_log_probs_tokens_and_loss_mask_is_named(sample: Sample, 
     assert fault is not None and fault.detail == detail
 
 
+@pytest.mark.parametrize("log_probs", [[-0.5, 1.0], [1e9, -0.5], [True, -0.5], [-0.5, math.inf]])
+def test_no_log_prob_is_above_zero(log_probs: list):
+    """TRL's PPO pads with 1; rounding may leave little above 0."""
+    fault = fault_of(Sample(log_probs))
+    assert fault is not None and fault.detail.startswith("1 of 2 rollout log-probs")
+    assert fault_of(Sample([1e-3, -0.5])) is None
+
+
+def test_fewer_tokens_than_the_response_has():
+    short = good(tokens=[7], loss_mask=[1, 1])
+    drop_broken_samples(ARGS, iter([good(), [short]]))
+    assert short.remove_sample and len(short.tokens) == 3
+    assert fault_of(good(tokens=[7])).detail == "1 tokens for a prompt and 2 response tokens"
+
+
+@pytest.mark.parametrize("entry", [{"token": 5}, (-0.5,), (-0.5, None), 7])
+def test_an_entry_that_names_no_token_is_of_another_one(entry: Any):
+    fault = fault_of(good(metadata={"output_token_logprobs": [(-0.5, 5), entry]}))
+    assert fault is not None and fault.cause == "of other tokens"
+
+
 def test_the_log_names_what_stands_in_for_log_probs(caplog: pytest.LogCaptureFixture):
     samples = [
         Sample([-9999.0, None, -9999, math.nan, -1e9, "x"], response_length=6, index=1),
@@ -233,7 +254,7 @@ numbers = st.one_of(st.none(), st.floats(-5, 0), missing)
 def test_the_three_faults(log_probs: list, length: int, data: st.DataObject):
     """Against the three sentences of the contract, for any list, count and mask."""
     mask = data.draw(st.none() | st.lists(st.integers(0, 1), min_size=length, max_size=length))
-    fault = fault_of(Sample(log_probs, response_length=length, loss_mask=mask))
+    fault = fault_of(Sample(log_probs, response_length=length, loss_mask=mask, tokens=range(9)))
     if length and not log_probs:
         assert fault and fault.cause == "missing"
     elif len(log_probs) != length:
