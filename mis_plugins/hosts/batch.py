@@ -102,8 +102,8 @@ def check_apart(proximal: Handed, behavior: Handed, name: str = "train_log_probs
 
 def host_layout(
     args: Any,
-    total_lengths: Sequence[int],
-    response_lengths: Sequence[int],
+    total_lengths: Sequence[int] | None,
+    response_lengths: Sequence[int] | None,
     max_seq_lens: Sequence[int] | None,
     cp_size: int,
     cp_rank: int,
@@ -117,12 +117,12 @@ def host_layout(
     qkv_format = getattr(args, "qkv_format", "thd")
     if qkv_format not in ("thd", "bshd"):
         raise ConfigError(f"qkv_format: got {qkv_format!r}; choose one of thd, bshd")
-    named = {"response_lengths": response_lengths, "total_lengths": total_lengths}
-    if qkv_format == "bshd":
-        named["max_seq_lens"] = max_seq_lens
-    for name, lengths in named.items():
-        if lengths is None:
-            raise InputError(f"{name}: missing, and qkv_format: {qkv_format} needs it")
+    padded = max_seq_lens if qkv_format == "bshd" else total_lengths
+    if response_lengths is None or total_lengths is None or padded is None:
+        named = {"response_lengths": response_lengths, "total_lengths": total_lengths, "max_seq_lens": padded}
+        lacking = next(name for name, lengths in named.items() if lengths is None)
+        raise InputError(f"{lacking}: missing, and qkv_format: {qkv_format} needs it")
+    for name, lengths in (("total_lengths", total_lengths), ("max_seq_lens", padded)):
         if len(lengths) != len(response_lengths):
             raise InputError(f"{name}: {len(lengths)} sequences, response_lengths: {len(response_lengths)}")
     for i, (total, response) in enumerate(zip(total_lengths, response_lengths, strict=True)):
@@ -130,8 +130,8 @@ def host_layout(
             raise InputError(
                 f"total_lengths[{i}]: {total}, but sequence {i} has a prompt and {response} response tokens"
             )
-        if qkv_format == "bshd" and max_seq_lens[i] < total:
-            raise InputError(f"max_seq_lens[{i}]: {max_seq_lens[i]}, but sequence {i} has {total} tokens")
+        if padded[i] < total:
+            raise InputError(f"max_seq_lens[{i}]: {padded[i]}, but sequence {i} has {total} tokens")
     if cp_size == 1:
         return whole(response_lengths)
     return zigzag(total_lengths, response_lengths, cp_size, cp_rank, max_seq_lens if qkv_format == "bshd" else None)
@@ -139,7 +139,8 @@ def host_layout(
 
 def layout_of(args: Any, data: Mapping[str, Any], cp: tuple[int, int]) -> Layout:
     """Where the responses of a host's micro-batch or rollout lie on this rank, by its own keys of lengths."""
-    return host_layout(args, *map(data.get, ("total_lengths", "response_lengths", "max_seq_lens")), *cp)
+    total, response, padded = map(data.get, ("total_lengths", "response_lengths", "max_seq_lens"))
+    return host_layout(args, total, response, padded, *cp)
 
 
 def check_lengths(
@@ -165,7 +166,7 @@ def check_lengths(
     local, full = ([(count,) for count in counts] for counts in (layout.local_lengths, layout.response_lengths))
     fits = dict.fromkeys(lists, local) | {"loss_masks": full}
     try:
-        is_fit = all([*map(Tensor.size, tensors)] == fits[name] for name, tensors in lists.items())
+        is_fit = all([Tensor.size(x) for x in cast(Tensors, each)] == fits[name] for name, each in lists.items())
     except TypeError:  # an entry is no tensor
         is_fit = False
     if not is_fit:

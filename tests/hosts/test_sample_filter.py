@@ -192,7 +192,7 @@ def test_fewer_tokens_than_the_response_has():
     short = good(tokens=[7], loss_mask=[1, 1])
     drop_broken_samples(ARGS, iter([good(), [short]]))
     assert short.remove_sample and len(short.tokens) == 3
-    assert fault_of(good(tokens=[7])).detail == "1 tokens for a prompt and 2 response tokens"
+    assert (fault := fault_of(good(tokens=[7]))) and fault.detail == "1 tokens for a prompt and 2 response tokens"
 
 
 @pytest.mark.parametrize("entry", [{"token": 5}, (-0.5,), (-0.5, None), 7])
