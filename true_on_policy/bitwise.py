@@ -88,8 +88,8 @@ class Mismatch:
 
     @property
     def has_distance(self) -> bool:
-        """Whether a distance in ulps means anything: integers and booleans are ids and flags."""
-        return not any(isinstance(value, int) for value in self.values)
+        """Whether a distance in ulps means anything: integers and booleans are ids and flags, a text has no order."""
+        return not any(isinstance(value, int | str) for value in self.values)
 
 
 def first_mismatch(
@@ -164,7 +164,7 @@ def coordinate(index: int, shape: torch.Size, cu_seqlens: Int[Tensor, "boundarie
 
 def _plain(x: Shaped[Tensor, "..."]) -> Shaped[Tensor, "..."]:
     """Detach a tensor from autograd, and view a complex number as its two parts."""
-    x = x.detach()
+    x = x.detach().resolve_neg()
     return torch.view_as_real(x.resolve_conj()) if x.is_complex() else x
 
 

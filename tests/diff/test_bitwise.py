@@ -182,12 +182,14 @@ def test_a_complex_number_is_its_two_parts():
     found = first_mismatch(a, b)
     assert found is not None and (found.coordinate, found.values) == ((1, 1), (4.0, 5.0))
     assert first_mismatch(a.conj(), a.conj().resolve_conj()) is None
+    assert first_mismatch(a.conj().imag, -a.imag) is None, "a negative view"
 
 
 def test_a_dtype_without_order_has_bytes():
     a, b = (torch.tensor([3, bits], dtype=torch.uint8).view(torch.float4_e2m1fn_x2) for bits in (0x10, 0x11))
     found = first_mismatch(a, b)
     assert found is not None and (found.coordinate, found.ulps, found.values) == ((1,), None, ("0x10", "0x11"))
+    assert not found.has_distance
 
 
 LAYOUTS = {

@@ -102,6 +102,30 @@ def test_what_is_no_tensor_is_not_compared_and_bookkeeping_is_left_out(tmp_path:
     assert (found.exit_code, found.left_out) == (EQUAL, 2)
 
 
+HF = {"input_ids": torch.tensor([[1, 2]]), "model.language_model.layers.0.self_attn.q_proj.output": X}
+
+
+@pytest.mark.parametrize(
+    ("hf", "other"),
+    [
+        (HF, {"language_model.decoder.layers.0.mlp.output": Y}),
+        (HF, {"language_model.model.layers.0.self_attn.qkv_proj.output": Y}),
+        ({"input_ids": HF["input_ids"], "base_model.model.model.layers.0.self_attn.q_proj.output": X},
+         {"language_model.model.layers.0.self_attn.qkv_proj.output": Y}),
+    ],
+)  # fmt: skip
+def test_what_a_model_was_handed_is_no_tensor_that_it_computed(
+    hf: dict[str, Tensor], other: dict[str, Tensor], tmp_path: Path, capsys: Capture
+):
+    """The names of a vision-language model, or of PEFT's, are not in the table: the ids alone have a counterpart."""
+    a = dump_all(tmp_path / "hf", hf)
+    b = dump_all(tmp_path / "other", {"input_ids": HF["input_ids"].flatten(), **other})
+    assert diff(a, b) == diff(b, a) == NOT_COMPARABLE
+    assert "no tensor that a model computed was compared; --map FILE pairs other names" in capsys.readouterr().out
+    handed = {"input_ids": X, "model.inputs.position_ids": X}
+    assert diff(dump_all(tmp_path / "c", handed), dump_all(tmp_path / "d", handed)) == NOT_COMPARABLE
+
+
 def test_the_command_line(tmp_path: Path):
     a, b = dump_all(tmp_path / "a", BASE), dump_all(tmp_path / "b", CASES["another value"][0])
     done = ran("-m", "true_on_policy", "diff", a, b)
@@ -367,6 +391,32 @@ def test_nothing_in_a_dump_is_executed(tmp_path: Path, monkeypatch: pytest.Monke
     assert not (tmp_path / "executed").exists()
 
 
+def in_a_subfolder(folder: Path) -> None:
+    (folder / "rank1").mkdir()
+    torch.save(X, folder / "rank1" / "x.pt")
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda folder: (folder / "b.safetensors").symlink_to("/nowhere/b"),
+        lambda folder: (folder / "b.npz").symlink_to("b.npz"),
+        lambda folder: os.mkfifo(folder / "b.pt"),
+        lambda folder: os.mkfifo(folder / "step=0___rank=0___dump_index=9___name=b.pt"),
+        lambda folder: (folder / "b.pt").mkdir(),
+        in_a_subfolder,
+    ],
+)
+def test_a_file_that_is_not_reached_is_not_compared(spoil: Callable[[Path], object], tmp_path: Path):
+    """On both sides alike, beside others that are equal."""
+    for side in "ab":
+        spoil(dump_all(tmp_path / side, BASE))
+    assert diff(tmp_path / "a", tmp_path / "b") == NOT_COMPARABLE
+    dump(tmp_path / "b", 7, "non_intrusive__embed.output", Y)
+    next((tmp_path / "b").glob("*index=1_*")).unlink()
+    assert diff(tmp_path / "a", tmp_path / "b") == DIFFERENT, "it hides no other"
+
+
 def test_an_unreadable_file_does_not_hide_the_others(tmp_path: Path):
     a, b = dump_all(tmp_path / "a", {"x.output": X, "y.output": X}), dump_all(tmp_path / "b", {"y.output": Y})
     next(a.glob("*x.output*")).write_bytes(b"PK")
@@ -382,6 +432,7 @@ def test_an_unreadable_file_does_not_hide_the_others(tmp_path: Path):
         (lambda path: None, "no such file or folder"),
         (lambda path: path.mkdir(), r"holds no \.pt, \.safetensors, \.npz"),
         (lambda path: dump_all(path / "dump_7", {"x": X}), r"there are some in .*dump_7"),
+        (os.mkfifo, "expected a folder, or a file that ends in"),
         (lambda path: path.write_text("x"), "expected a folder, or a file that ends in"),
         (lambda path: (path.mkdir(), (path / "dump_index=one___name=x.pt").write_bytes(b"")), "dump_index=one"),
         (lambda path: (path.mkdir(), torch.save(X.to_sparse(), path / "x.pt")), "without plain bytes"),
@@ -433,6 +484,7 @@ def test_a_record_comes_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 RECORDS: dict[str, tuple[Any, int, str]] = {
     "the same": ({}, EQUAL, "equal"),
     "one log-prob": ({"log_probs": [[-0.5, -0.25, -3.0], [], [-1.0, -2.0000002384185791]]}, DIFFERENT, "[2, 1]"),
+    "one log-prob, and none": ({"log_probs": [[-0.5, None, -3.0], [], [-1.0, -9.0]]}, DIFFERENT, "[2, 1]"),
     "no log-prob": ({"log_probs": [[-0.5, None, -3.0], [], [-1.0, -2.0]]}, NOT_COMPARABLE, "first at [0, 1]"),
     "another token": ({"tokens": [[5, 6, 7], [], [8, 8]]}, NOT_COMPARABLE, "not the same tokens"),
     "other sequences": ({"tokens": [[5, 6], [7], [8, 9]], "log_probs": [[-0.5, -0.25], [-3.0], [-1.0, -2.0]]},
@@ -529,12 +581,40 @@ def test_the_two_sides_of_one_hosts_dump(tmp_path: Path, capsys: Capture):
 
 
 @pytest.mark.parametrize(
+    ("masks", "code", "said"),
+    [
+        ([[1, 0], [1]], EQUAL, "left out: masked tokens  1"),
+        ([[0, 0], [1]], EQUAL, "left out: masked tokens  2"),
+        ([[0.0, 1.0], [True]], DIFFERENT, "1 of 3 values differ, first at [0, 1]: 0 ("),
+        ([None, [1]], DIFFERENT, "first at [0, 1]"),
+        ([[0, 0], [0]], NOT_COMPARABLE, "its loss mask leaves every token out"),
+        ([[1], [1]], NOT_COMPARABLE, "loss masks of [1, 1] values for responses of [2, 1] tokens"),
+    ],
+)
+def test_a_token_that_no_engine_sampled_is_left_out(masks: list, code: int, said: str, tmp_path: Path, capsys: Capture):
+    """Hosts give a tool's tokens the log-prob 0; two runs are compared with the tokens outside the mask."""
+    engine = [torch.tensor([-1.0, 0.0]), torch.tensor([-3.0])]
+    a = saved(tmp_path / "a.pt", miles_dump(loss_masks=masks, rollout_log_probs=engine))
+    assert main(["diff", str(a)]) == code
+    read = capsys.readouterr()
+    assert said in read.out + read.err
+    b = saved(tmp_path / "b.pt", miles_dump(loss_masks=[[1, 0], [1]]))
+    whole = saved(tmp_path / "c.pt", miles_dump(loss_masks=[[1, 0], [1]], log_probs=engine))
+    assert main(["diff", str(b), str(whole)]) == DIFFERENT
+
+
+@pytest.mark.parametrize(
     ("columns", "message"),
     [
         ({"rollout_log_probs": None, "log_probs": None}, "a host's dump without log-probs"),
         ({"log_probs": [torch.zeros(1), torch.zeros(1)]}, "a rank of context parallelism dumps its own part alone"),
         ({"log_probs": [torch.zeros(2), torch.zeros(1).bfloat16()]}, "log_probs: of several dtypes"),
         ({"response_lengths": None}, "a sample without response_lengths"),
+        (
+            {"response_lengths": [2, 3], "log_probs": [torch.zeros(2), torch.zeros(1)]},
+            "a sample of 2 tokens, 3 of them",
+        ),
+        ({"response_lengths": [2, -1]}, "a sample of 2 tokens, -1 of them in its response"),
     ],
 )
 def test_a_hosts_dump_that_cannot_be_compared_says_why(columns: dict, message: str, tmp_path: Path, capsys: Capture):
@@ -686,6 +766,17 @@ def test_regrouping_keeps_the_order_of_values():
     assert regrouped(x.reshape(4, 6), x.reshape(6, 4)).shape == (6, 4)  # a transposed batch is another order
 
 
+@pytest.mark.parametrize(("batch", "code"), [(2, NOT_COMPARABLE), (3, DIFFERENT)])
+def test_a_batch_of_megatrons_has_its_tokens_first(batch: int, code: int, tmp_path: Path):
+    x, ids = torch.randn(batch, 3, 4), torch.arange(batch * 3).view(batch, 3)
+    hf = {"input_ids": ids, "model.layers.0.self_attn.q_proj.a": x, "model.layers.0.mlp.output": x}
+    a = dump_all(tmp_path / "hf", hf)
+    for side, value, wanted in (("equal", x, EQUAL), ("other", x + 1, code)):
+        rows = value.transpose(0, 1).contiguous()
+        b = dump_all(tmp_path / side, {"input_ids": ids, "decoder.layers.0.mlp.output": rows})
+        assert diff(a, b) == wanted
+
+
 def test_a_map_of_names(tmp_path: Path, capsys: Capture):
     a = dump_all(tmp_path / "a", {"enc.0.proj.output": X, "enc.1.proj.output": X, "only_a": X, "same": X})
     blocks = {"block0.output": X.reshape(2, 1, 3), "block1.output": Y.reshape(2, 1, 3)}
@@ -708,6 +799,7 @@ def test_a_map_of_names(tmp_path: Path, capsys: Capture):
         ("- a", "expected lines of `name in A: name in B`"),
         ("a: [b]", r"a: got \['b'\]"),
         ("a[w]: b", "no part 'w'; choose one of q, k, v"),
+        ('a: ""', "a: got ''; expected a name in B, or null"),
         ("a: b: c", "cannot be read"),
     ],
 )
@@ -734,6 +826,8 @@ def test_heads_of_a_checkpoint(tmp_path: Path):
     config.write_text('{"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}')
     assert Heads.of(tmp_path) == Heads.of(config) == Heads(4, 2, 32)
     config.write_text('{"num_attention_heads": 4, "hidden_size": 64}')
+    assert Heads.of(config) == Heads(4, 4, 16)
+    config.write_text('{"text_config": {"num_attention_heads": 4, "hidden_size": 64}, "vision_config": {}}')
     assert Heads.of(config) == Heads(4, 4, 16)
     config.write_text("{}")
     with pytest.raises(RecordError, match="--model .*num_attention_heads"):

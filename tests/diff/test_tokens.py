@@ -186,6 +186,36 @@ def test_a_token_of_one_side_alone():
     assert detail == "2 of 5 tokens, the first at position 3 of sequence 0"
 
 
+@pytest.mark.parametrize(
+    ("a", "b"), [([[1, 2, 0]], [[1, 2, 1]]), ([[1, 2, 0], [2, 1]], [[1, 2, 1], [2, 0]]), ([[1, 2]], [[1, 0, 1]])]
+)
+def test_another_last_token_that_both_sides_computed_is_missing(a: Sequences, b: Sequences):
+    assert by_token(packed(a), packed(b)).exit_code == NOT_COMPARABLE
+    assert by_token(packed(b), packed(a)).exit_code == NOT_COMPARABLE
+
+
+def test_what_a_module_is_handed_is_not_compared():
+    """Masks and positions of a layer are those of a layout, as the model's own."""
+    sides = packed([[1, 2], [0]]), packed([[0], [1, 2]])
+    for memory, mask in zip(sides, ([[1, 2], [3, 4]], [[4, 3], [2, 1]]), strict=True):
+        memory.write("layers.0.inputs.attention_mask", torch.tensor(mask))
+        memory.write("layers.0.attn.inputs.position_ids", torch.tensor([mask[0]]))
+    assert by_token(*sides).exit_code == EQUAL
+
+
+@pytest.mark.parametrize("shape", [(12,), (6,), (12, 3), (6, 3), (2, 3, 4)])
+def test_a_constant_is_left_out_whatever_its_length(shape: tuple[int, ...]):
+    """Its length may be a multiple of the tokens."""
+    sides = packed([[1, 2, 0, 1], [2, 1]]), packed([[2, 1], [1, 2, 0, 1]])
+    for memory in sides:
+        memory.write("rotary.output", torch.arange(float(torch.Size(shape).numel())).view(shape))
+    found = by_token(*sides)
+    assert (found.exit_code, found.no_rows, statuses(found)) == (EQUAL, 2, BOTH_EQUAL)
+    sides[1].write("input_ids", torch.tensor([[1]]))
+    sides[1].write("rotary.output", torch.ones(shape))
+    assert by_token(*sides).exit_code != EQUAL
+
+
 def test_a_preempted_request_is_computed_again():
     memory, requests = Memory(), {"r": [1, 2, 0, 1]}
     for part in (("r", 0, 2), ("r", 2, 3), ("r", 0, 3), ("r", 3, 4)):

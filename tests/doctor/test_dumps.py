@@ -135,6 +135,27 @@ def test_what_a_larger_run_left_is_not_read(tmp_path: Path) -> None:
     assert load(path)[1].settings == {"a": "2", RANKS: "all"}
 
 
+def test_what_a_larger_run_left_stands_for_no_rank(tmp_path: Path) -> None:
+    path = tmp_path / "trainer.json"
+    for rank, count in ((1, 4), (0, 2)):
+        write(path, Dump(Process(rank, count), Observation({"a": str(count)}, {}), CONTRACT))
+    seen = load(path)[1]
+    assert seen.settings == {"a": "2"} and seen.why(RANKS) == "rank 1 of 2 wrote nothing"
+
+
+def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
+    path = write(tmp_path / "trainer.json", Dump(Process(0, 2), Observation({}, {}), CONTRACT))
+    os.mkfifo(tmp_path / "trainer.rank1.json")
+    with pytest.raises(DumpError, match=r"trainer\.rank1\.json: is no regular file"):
+        load(path)
+
+
+def test_a_trainers_file_is_no_engines(tmp_path: Path) -> None:
+    path = write(tmp_path / "trainer.json", Dump(Process(), Observation({}, {}), CONTRACT))
+    with pytest.raises(DumpError, match=r"trainer\.json: states a contract, as a trainer's file does"):
+        load_engine(path, None)
+
+
 def test_a_rank_that_fails_does_not_show_its_earlier_self(tmp_path: Path) -> None:
     path = tmp_path / "trainer.json"
     dump(path, CONTRACT)

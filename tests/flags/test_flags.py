@@ -25,7 +25,7 @@ from true_on_policy.contract.gpu import (
 from true_on_policy.contract.model_config import checkpoint_family
 from true_on_policy.errors import ContractError
 from true_on_policy.flags import rules as releases
-from true_on_policy.flags.command import REFUSALS, check_host, launch_flags
+from true_on_policy.flags.command import REFUSALS, check_host, groups, launch_flags
 from true_on_policy.flags.rules import FILES, RELEASES, check_installed, declares, releases_with
 from true_on_policy.observe.dumps import Dump, Process, load, write
 from true_on_policy.observe.process import Observation
@@ -106,6 +106,7 @@ def test_what_a_refused_layout_is_told_to_set_holds(words: tuple[str, ...], caps
         (("--model", "llama3.1-8B", "--backend", "fsdp"), "llama cannot be launched: Miles v0.1.0 knows one"),
         (("--model", "qwen3-4B", "--backend", "megatron", "--tp", "1"), "two orders"),
         (("--model", "qwen3-4B", "--backend", "fsdp", "--tp", "2"), "data parallel alone"),
+        (("--model", ""), "--model: got ''; choose one of"),
         (("--tp", "0"), "trainer_tp: got 0; a side has 1 rank or more"),
         (("--engine-tp", "0"), "engine_tp: got 0"),
         (("--cp", "0"), "context_parallel: got 0"),
@@ -226,6 +227,12 @@ WITHOUT_A_WORD = {
     "sglang_prefill_attention_backend": "flashinfer",
     "sglang_decode_attention_backend": "triton",
     "sglang_torchao_config": "int8wo",
+    "sglang_dtype": "float32",
+    "sglang_model_impl": "transformers",
+    "sglang_json_model_override_args": '{"rope_scaling": {"type": "linear"}}',
+    "sglang_enable_tf32_matmul": True,
+    "sglang_enable_lora": True,
+    "sglang_lora_paths": ["a"],
     "sglang_enable_mixed_chunk": True,
     "sglang_enable_fp32_lm_head": True,
     "sglang_enable_dp_attention": True,
@@ -259,6 +266,7 @@ sglang:
         ("overrides: {tp_size: 2}", "rollout_num_gpus_per_engine is 2; launch with"),
         ("overrides: {attention_backend: triton}", "sglang_attention_backend is 'triton'; launch with"),
         ("overrides: {enable_mixed_chunk: true}", "sglang_enable_mixed_chunk is True: "),
+        ("overrides: {dtype: half}", "sglang_dtype is 'half': "),
         ("overrides: {enable_deterministic_inference: false}", "sglang_enable_deterministic_inference is False; "),
     ],
 )
@@ -270,6 +278,19 @@ def test_what_a_group_of_engines_overrides_is_checked_too(changed: str, fault: s
         check_host(host_args("megatron", config(tmp_path), sglang_config=str(file)))
     (told,) = str(raised.value).splitlines()[1:]
     assert told.startswith(f"  {file}, model 'actor', group 2: {fault}")
+
+
+@pytest.mark.parametrize(("path", "trained"), [("/elsewhere", False), ("{checkpoint}", True)])
+def test_the_path_that_a_group_overrides_decides_whether_its_model_is_trained(
+    path: str, trained: bool, tmp_path: Path
+) -> None:
+    """As in Miles's ModelConfig.resolve."""
+    file, model = tmp_path / "groups.yaml", config(tmp_path)
+    overrides = {"dtype": "half", "model_path": path.format(checkpoint=model)}
+    group = {"worker_type": "regular", "num_gpus": 8, "overrides": overrides}
+    own = {} if path == "/elsewhere" else {"model_path": "/elsewhere"}
+    file.write_text(json.dumps({"sglang": [{"name": "actor", "server_groups": [group], **own}]}))
+    assert len([*groups(host_args("megatron", model, sglang_config=str(file)))]) == trained
 
 
 def test_a_fault_of_all_engines_is_told_once(tmp_path: Path) -> None:
@@ -351,6 +372,21 @@ def test_models_that_are_not_covered_are_refused(tmp_path: Path) -> None:
             '{"architectures": ["Qwen3ForCausalLM"], "rope_scaling": {"type": "linear"}}',
             "rope of type 'linear' is not covered: the row of rope is the plain",
         ),
+        ('{"architectures": "Qwen3ForCausalLM"}', "architectures: got 'Qwen3ForCausalLM'; expected a list of names"),
+        ('{"architectures": [{}]}', r"architectures: got \[{}\]; expected a list of names"),
+        (
+            '{"architectures": ["Qwen3ForCausalLM"], "rope_scaling": "linear"}',
+            "rope_scaling: got 'linear'; expected a map",
+        ),
+        ('{"text_config": "x"}', "text_config: got 'x'; expected a mapping"),
+        ('{"text_config": {"rope_parameters": [1]}}', r"rope_parameters: got \[1\]; expected a mapping"),
+        ('{"num_attention_heads": 0}', "num_attention_heads: got 0; expected a whole number from 1 on"),
+        ('{"intermediate_size": [1]}', r"intermediate_size: got \[1\]; expected a whole number"),
+        (
+            '{"architectures": ["Qwen3ForCausalLM"], "num_attention_heads": null}',
+            "config.json: states no num_attention_heads",
+        ),
+        ('{"a":' * 100_000, "maximum recursion depth exceeded"),
     ],
 )
 def test_a_checkpoint_that_states_nothing_is_told(stated: str | None, message: str, tmp_path: Path) -> None:

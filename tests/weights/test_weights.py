@@ -1,6 +1,8 @@
 """The engine's weights against a checkpoint's: fused and cut as SGLang holds them, and every planted fault named."""
 
 import json
+import os
+import re
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -23,6 +25,7 @@ from true_on_policy.engines.digests import DIGESTS, VALUES, Digest, read_values,
 from true_on_policy.engines.protocol import EngineError
 from true_on_policy.engines.sglang.weights import answered
 from true_on_policy.errors import NotSeenError
+from true_on_policy.models import tiny
 from true_on_policy.models.tiny import read_weights
 from true_on_policy.weights.comparison import compare
 
@@ -222,6 +225,47 @@ def test_tensors_of_one_side_alone_and_of_other_shapes_are_named() -> None:
         f"{LAYER}.self_attn.o_proj.weight": "shape [8, 16] against the engine's [8, 17]",
         f"{LAYER}.input_layernorm.weight": "the engine holds nothing of it",
     }
+
+
+@pytest.mark.parametrize(
+    ("kind", "part", "rank"),
+    [
+        ("lm_head.weight", (slice(5),), 0),
+        ("lm_head.weight", (slice(4),), 1),
+        ("model.embed_tokens.weight", (slice(1),), 0),
+        (f"{LAYER}.mlp.gate_up_proj.weight", (slice(2),), 0),
+        (f"{LAYER}.mlp.down_proj.weight", (slice(None), slice(3)), 0),
+        (f"{LAYER}.mlp.experts.w13_weight", (slice(2),), 0),
+        (f"{LAYER}.mlp.experts.w13_weight", (slice(None), slice(8)), 0),
+        (f"{LAYER}.mlp.experts.w2_weight", (slice(3),), 0),
+        (f"{LAYER}.mlp.experts.w2_weight", (slice(None), slice(None), slice(5)), 0),
+    ],
+)
+def test_an_engine_that_holds_a_part_of_a_tensor_differs(kind: str, part: tuple[slice, ...], rank: int) -> None:
+    weights = checkpoint(experts="experts" in kind)
+    held = [loaded(weights, each, 1 + rank) for each in range(1 + rank)]
+    held[rank][kind] = held[rank][kind][part].clone()
+    found = compare(Engine(held), weights)
+    assert {one.name for one in found.differences} == {kind} and "shape" in found.differences[0].why
+
+
+def test_experts_of_a_padded_width_are_equal_on_ranks_that_share_them() -> None:
+    weights = checkpoint(experts=True)
+    held = [loaded(weights), loaded(weights)]
+    for rank, part in enumerate(held):
+        w13, w2 = (part[f"{LAYER}.mlp.experts.{kind}"] for kind in ("w13_weight", "w2_weight"))
+        gate, up = (torch.cat([half, torch.zeros(EXPERTS, 4, HIDDEN)], 1) for half in w13.chunk(2, 1))
+        mine = slice(rank * 8, (rank + 1) * 8)
+        part[f"{LAYER}.mlp.experts.w13_weight"] = torch.cat([gate[:, mine], up[:, mine]], 1)
+        wide = torch.cat([w2, torch.zeros(EXPERTS, HIDDEN, 4)], 2)
+        part[f"{LAYER}.mlp.experts.w2_weight"] = wide[:, :, mine].clone()
+        part |= {name: tensor for name, tensor in loaded(weights, rank, 2).items() if "experts" not in name}
+    assert compare(Engine(held), weights).equal
+
+
+def test_no_more_tensors_differ_than_there_are() -> None:
+    found = compare(Engine([{"model.norm.weight": torch.ones(HIDDEN)}]), checkpoint())
+    assert found.summary.startswith("14 of 14 tensors differ")
 
 
 # ---------------------------------------------------------------------------------------------------- not compared
@@ -433,3 +477,49 @@ def test_the_embedded_host_stops_at_a_stale_engine_and_names_the_tensor(capfd: p
     said = capfd.readouterr().err
     name = f"{LAYER}.self_attn.qkv_proj.weight"
     assert f"error: --check-weights-every, weights 1: 1 of 7 tensors differ, the first: {name}: 64 of 256" in said
+
+
+SHARDS = [f"model-0000{number}-of-00002.safetensors" for number in (1, 2)]
+
+
+def sharded(folder: Path, weights: Mapping[str, Tensor], index: Mapping[str, str]) -> None:
+    """Weights in the first of two shards, one more than each in the second, and an index that names a shard of each."""
+    save_file(dict(weights), folder / SHARDS[0])
+    save_file({name: weight + 1 for name, weight in weights.items()}, folder / SHARDS[1])
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
+
+
+def test_verify_names_a_damaged_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tiny.checkpoint("tiny-qwen3", tmp_path, torch.float32, seed=0)
+    os.truncate(tmp_path / "model.safetensors", 3000)
+    assert main(["verify", "--engine", "hf", "--trainer", "megatron", "--model", str(tmp_path)]) == 2
+    assert f"{tmp_path / 'model.safetensors'}: cannot be read" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("shard", [0, 1])
+def test_the_index_says_which_shards_count(shard: int, served: tuple[str, Engine], tmp_path: Path) -> None:
+    sharded(tmp_path, checkpoint(), dict.fromkeys(checkpoint(), SHARDS[shard]))
+    assert main(["weights", "--engine", served[0], "--trainer", str(tmp_path)]) == shard
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (lambda folder: (folder / SHARDS[0]).unlink(), rf"{SHARDS[0]}: cannot be read: No such file"),
+        (lambda folder: (folder / SHARDS[0]).write_bytes(b""), rf"{SHARDS[0]}: cannot be read"),
+        (lambda folder: os.truncate(folder / SHARDS[0], 2000), rf"{SHARDS[0]}: cannot be read"),
+        (lambda folder: ((folder / SHARDS[0]).unlink(), os.mkfifo(folder / SHARDS[0])), "is no regular file"),
+        (lambda folder: save_file({}, folder / SHARDS[0]), r"index\.json: lm_head\.weight is not in .*" + SHARDS[0]),
+        (lambda folder: (folder / "model.safetensors.index.json").unlink(), "lm_head.weight is in an earlier file too"),
+        (lambda folder: (folder / "model.safetensors.index.json").write_text("{"), r"index\.json: cannot be read"),
+        (lambda folder: sharded(folder, {}, {"lm_head.weight": cast("str", 3)}), r"index\.json: cannot be read"),
+    ],
+)
+def test_a_checkpoint_that_cannot_be_read_is_not_compared(
+    spoil: Callable[[Path], Any], message: str, served: tuple[str, Engine], tmp_path: Path, capsys: Any
+) -> None:
+    index = dict.fromkeys(checkpoint(), SHARDS[0]) | {"model.embed_tokens.weight": SHARDS[1]}
+    sharded(tmp_path, checkpoint(), index)
+    spoil(tmp_path)
+    assert main(["weights", "--engine", served[0], "--trainer", str(tmp_path)]) == 2
+    assert re.search(message, capsys.readouterr().err)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from mis_plugins.errors import shown
 from true_on_policy.contract.families import GPU_FAMILIES, Experts, Family, Size, covered, proven, tiny_models
 from true_on_policy.contract.gpu import NOT_COVERED
 from true_on_policy.errors import ContractError, ModelError, TrueOnPolicyError
@@ -44,14 +45,33 @@ def text_of(stated: Mapping[str, Any]) -> dict[str, Any]:
 
 def _stated(config: Path, flag: str, fault: type[TrueOnPolicyError]) -> dict[str, Any]:
     try:
+        if config.exists() and not config.is_file():
+            raise ValueError("it is no regular file")
         stated = json.loads(config.read_text(encoding="utf-8"))
         if not isinstance(stated, dict):
             raise ValueError(f"the file holds a {type(stated).__name__} and no mapping")
+        _check_kinds(stated)
         return stated
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise fault(
             f"{flag}: {config} is no model's config that can be read ({error}); {flag} takes a folder of this machine"
         ) from error
+
+
+NESTED = ("text_config", "rope_parameters", "rope_scaling")
+EXPECTED = {list: "a list of names", dict: "a mapping", int: "a whole number from 1 on"}
+
+
+def _check_kinds(stated: Mapping[str, Any]) -> None:
+    """Raise ValueError where a field that is read holds a value of another kind; null stands for a missing field."""
+    kinds = {"architectures": list, **dict.fromkeys(NESTED, dict), **dict.fromkeys(Size.__dataclass_fields__, int)}
+    for name, kind in kinds.items():
+        value = stated.get(name)
+        odd = kind is list and value and not all(isinstance(each, str) for each in value)
+        if value is not None and (type(value) is not kind or odd or (kind is int and value < 1)):
+            raise ValueError(f"{name}: got {shown(value)}; expected {EXPECTED[kind]}")
+    for nested in filter(None, map(stated.get, NESTED)):
+        _check_kinds(nested)
 
 
 # Fields of a config.json that change what a model computes, each with the one value that the contract covers.
@@ -98,6 +118,7 @@ def _rope(stated: Mapping[str, Any]) -> str:
 
 def stated_size(stated: dict[str, Any]) -> Size:
     """Return the sizes of a model from its config, as Hugging Face writes it."""
+    stated = {name: value for name, value in stated.items() if value is not None}
     heads = stated["num_attention_heads"]
     fallback = {"head_dim": stated["hidden_size"] // heads, "num_key_value_heads": heads}
     return Size(**{name: stated.get(name) or fallback[name] for name in Size.__dataclass_fields__})

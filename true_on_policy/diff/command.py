@@ -66,6 +66,7 @@ def show(report: Report) -> None:
     unmatched = {
         "left out: no counterpart": report.left_out,
         "left out: not one row a token": report.no_rows,
+        "left out: masked tokens": report.masked,
         "not tensors": report.no_tensors,
     }
     counts |= {what: count for what, count in unmatched.items() if count}
@@ -81,6 +82,8 @@ def show(report: Report) -> None:
         )
     if len(unequal) > SHOWN:
         print(f"... and {len(unequal) - SHOWN} more; --json FILE writes all of them")
+    if report.rows and not report.computed:
+        print("\nno tensor that a model computed was compared; --map FILE pairs other names")
     print(f"\n{VERDICTS[report.exit_code]}")
 
 
@@ -109,6 +112,7 @@ def write_json(report: Report, file: Path) -> None:
         "no_tensors": report.no_tensors,
         "no_rows": report.no_rows,
         "tokens": report.tokens,
+        "masked": report.masked,
         "first_divergence": report.first and {
             "operation": report.first.operation,
             "tensor": _as_json(report.first),

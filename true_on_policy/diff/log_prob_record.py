@@ -21,7 +21,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import torch
-from jaxtyping import Float, Int64, Shaped
+from jaxtyping import Bool, Float, Int64, Shaped
 from torch import Tensor
 
 from mis_plugins.shared.arrays import Safetensors, save_safetensors
@@ -47,6 +47,7 @@ class LogProbRecord:
     versions: Int64[Tensor, "T"]
     cu_seqlens: Int64[Tensor, "boundaries"]
     metadata: Mapping[str, str] = field(default_factory=dict)
+    mask: Bool[Tensor, "T"] | None = None  # the tokens that a host trains on, as its dump says; it is not saved
 
     def __post_init__(self):
         for name in ("tokens", "versions", "cu_seqlens"):

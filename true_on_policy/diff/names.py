@@ -21,9 +21,19 @@ from torch import Tensor
 
 from mis_plugins.config.file import parsed
 from mis_plugins.shared.budget import RecordError
+from true_on_policy.bitwise import equal_bits
+from true_on_policy.contract.model_config import text_of
 
 # Tensors that identify requests: their values differ between two runs of one engine.
 BOOKKEEPING = frozenset({"rids", "req_pool_indices"})
+# Tensors that a model is handed: which tokens it computes, and where they stand.
+HANDED = frozenset({"input_ids", "positions", "position_ids", "cache_position", "attention_mask", "seq_lens"})
+
+
+def is_handed(name: str) -> bool:
+    """Whether a tensor was handed to the model, or on to one of its modules, and so was not computed."""
+    return f".inputs.{name}".rpartition(".inputs.")[2] in HANDED
+
 
 FRAMEWORKS = ("hf", "sglang", "megatron")  # the columns of `names.yaml`
 
@@ -54,7 +64,9 @@ class Heads:
         """Read the heads from the config.json of a Hugging Face checkpoint, given the file or its folder."""
         file = checkpoint / "config.json" if checkpoint.is_dir() else checkpoint
         try:
-            config = json.loads(file.read_text(encoding="utf-8"))
+            if file.exists() and not file.is_file():
+                raise ValueError("no regular file")
+            config = text_of(json.loads(file.read_text(encoding="utf-8")))
             query = int(config["num_attention_heads"])
             size = config.get("head_dim") or int(config["hidden_size"]) // query
             heads = cls(query, int(config.get("num_key_value_heads") or query), int(size))
@@ -204,7 +216,13 @@ def framework(names: Iterable[str]) -> str | None:
 
 
 def regrouped(a: Shaped[Tensor, "..."], b: Shaped[Tensor, "..."]) -> Shaped[Tensor, "..."]:
-    """Return `b` in the shape of `a` if one shape only splits dimensions of the other, else `b` as it is."""
+    """Return `b` in the shape of `a` if one shape only splits dimensions of the other, else `b` as it is.
+
+    Megatron's rows of a batch, [tokens, batch, width], are put in the order of `a` where they are then equal.
+    """
+    swapped = b.transpose(0, 1) if b.dim() > 2 else b
+    if equal_bits(a, swapped):
+        return swapped
     ends = [set(accumulate((size for size in x.shape if size != 1), mul)) for x in (a, b)]
     return b.reshape(a.shape) if a.numel() == b.numel() and (ends[0] <= ends[1] or ends[1] <= ends[0]) else b
 
@@ -218,7 +236,7 @@ def _from_file(file: Path) -> Correspondence:
     if not isinstance(lines, dict) or not all(isinstance(line, str) for line in lines):
         raise RecordError(f"--map {file}: expected lines of `name in A: name in B`")
     for name, other in lines.items():
-        if not isinstance(other, str | None):
+        if not isinstance(other, str | None) or other == "":
             raise RecordError(f"--map {file}: {name}: got {other!r}; expected a name in B, or null to leave it out")
     pairs = [(_pattern(name), other and _pattern(other)) for name, other in lines.items()]
     b = [(other, other) if other else (name, None) for name, other in pairs]

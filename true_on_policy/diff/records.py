@@ -84,6 +84,7 @@ class Recording:
 
     path: Path
     entries: tuple[Entry, ...]
+    masked: int = 0  # how many tokens the loss mask of a host's dump leaves out
 
     @property
     def names(self) -> frozenset[str]:
@@ -98,21 +99,28 @@ def read_recording(path: Path | str) -> Recording:
     """
     path = Path(path)
     files = _files(path)
-    items = [item for file in files for item in _items(file, alone=path.is_file())]
+    items = [item for file in files for item in _items(file, alone=file == path)]
     items.sort(key=lambda item: item[0])
     return Recording(path, numbered(entry for _, entry in items))
 
 
 def engine_and_trainer(dump: Recording) -> tuple[Recording, Recording]:
-    """Split a host's dump into the engine's log-probs and the trainer's.
+    """Split a host's dump into the engine's log-probs and the trainer's, 0 where no engine sampled: outside the mask.
 
     Raises:
-        RecordError: the dump lacks one of the two.
+        RecordError: the dump lacks one of the two, or its loss mask leaves every token out.
     """
     loads, sides = {entry.key.name: entry.load for entry in dump.entries}, (BEHAVIOR, LOG_PROBS)
     if lacking := [name for name in sides if name not in loads]:
+        for entry in dump.entries[:1]:
+            entry.load()  # a file that cannot be read says why
         raise RecordError(f"{dump.path}: holds no {' and no '.join(lacking)}, so it needs a B to compare with")
-    engine, trainer = (Recording(dump.path, (Entry(Key(LOG_PROBS), loads[name]),)) for name in sides)
+    values, masked = [loads[name]() for name in sides], 0
+    if (mask := getattr(values[0], "mask", None)) is not None:
+        if not mask.any():
+            raise RecordError(f"{dump.path}: its loss mask leaves every token out")
+        values, masked = [replace(one, log_probs=one.log_probs.where(mask, 0)) for one in values], int((~mask).sum())
+    engine, trainer = (Recording(dump.path, (Entry(Key(LOG_PROBS), lambda one=one: one),), masked) for one in values)
     return engine, trainer
 
 
@@ -132,18 +140,19 @@ _Item = tuple[tuple, Entry]  # a key to sort by, and an entry whose occurrence i
 
 
 def _files(path: Path) -> list[Path]:
-    if path.is_file():
+    if path.exists() and not path.is_dir():
         if path.suffix not in READERS:
             raise RecordError(f"{path}: expected a folder, or a file that ends in {', '.join(READERS)}")
         return [path]
     if not path.is_dir():
         raise RecordError(f"{path}: no such file or folder")
-    files = [file for file in path.iterdir() if file.suffix in READERS and file.is_file()]
+    files = [file for file in path.iterdir() if file.suffix in READERS]
+    folders = sorted(folder for folder in path.iterdir() if folder.is_dir())
+    below = [folder for folder in folders if any(file.suffix in READERS for file in folder.rglob("*"))]
     if not files:
-        below = sorted({str(file.parent) for file in path.rglob("*") if file.suffix in READERS})
-        hint = f"; there are some in {', '.join(below[:5])}" if below else ""
+        hint = f"; there are some in {', '.join(map(str, below[:5]))}" if below else ""
         raise RecordError(f"{path}: holds no {', '.join(READERS)}{hint}")
-    return files
+    return [*{*files, *below}]
 
 
 def _items(file: Path, alone: bool) -> list[_Item]:
@@ -155,6 +164,8 @@ def _items(file: Path, alone: bool) -> list[_Item]:
 
 
 def _listed(file: Path, alone: bool) -> Iterator[_Item]:
+    if file.is_dir():
+        raise RecordError(f"{file}: holds files that are not read beside others; name this folder alone")
     tags = parse_tags(file)
     if tags:
         yield _dumped(file, tags)
@@ -285,6 +296,7 @@ DUMPED: dict[str, Callable[[Path], Value]] = {
 LOG_PROBS_END = "log_probs"  # ends rollout_log_probs, log_probs, ref_log_probs and teacher_log_probs
 # The name of the lengths in a trainer's columns, and in a rollout's sample.
 LENGTHS = ("response_lengths", "response_length")
+MASKS = ("loss_masks", "loss_mask")
 
 Samples = Sequence[Mapping[str, Any]]
 
@@ -341,7 +353,8 @@ def _record(name: str, samples: Samples) -> LogProbRecord:
     if len(dtypes) > 1:
         raise RecordError(f"{name}: of several dtypes: {', '.join(sorted(map(str, dtypes)))}")
     try:
-        return LogProbRecord.from_sequences(tokens, log_probs, dtype=dtypes.pop())
+        record = LogProbRecord.from_sequences(tokens, log_probs, dtype=dtypes.pop())
+        return replace(record, mask=_mask(samples, tokens))
     except RecordError as error:
         raise RecordError(f"{name}: {error}; a rank of context parallelism dumps its own part alone") from error
 
@@ -352,7 +365,18 @@ def _response(sample: Mapping[str, Any]) -> list[int]:
     if length is None:
         raise RecordError(f"a sample without {' or '.join(LENGTHS)}")
     tokens = _plain(sample["tokens"])
+    if not 0 <= length <= len(tokens):
+        raise RecordError(f"a sample of {len(tokens)} tokens, {length} of them in its response")
     return tokens[len(tokens) - length :]
+
+
+def _mask(samples: Samples, responses: Sequence[Sequence[int]]) -> Tensor:
+    """Return which tokens of the responses a host trains on: all of a sample without a mask."""
+    given = [next((one[name] for name in MASKS if one.get(name) is not None), None) for one in samples]
+    masks = [[1] * len(tokens) if mask is None else _plain(mask) for mask, tokens in zip(given, responses, strict=True)]
+    if [*map(len, masks)] != [*map(len, responses)]:
+        raise RecordError(f"loss masks of {[*map(len, masks)]} values for responses of {[*map(len, responses)]} tokens")
+    return torch.tensor([bool(value) for mask in masks for value in mask], dtype=torch.bool)
 
 
 def _plain(values: Any) -> list:

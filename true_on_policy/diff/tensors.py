@@ -17,7 +17,7 @@ from mis_plugins.shared.budget import RecordError
 from mis_plugins.shared.terminal import progress
 from true_on_policy.bitwise import Mismatch, coordinate, first_mismatch
 from true_on_policy.diff.log_prob_record import LogProbRecord
-from true_on_policy.diff.names import PARTS, Correspondence, Heads, Renaming, regrouped
+from true_on_policy.diff.names import PARTS, Correspondence, Heads, Renaming, is_handed, regrouped
 from true_on_policy.diff.records import LOG_PROBS, Entry, Key, Recording, Value, numbered
 
 EQUAL, DIFFERENT, NOT_COMPARABLE = 0, 1, 2
@@ -62,6 +62,7 @@ class Report:
         no_tensors: how many pairs of recorded values are not tensors.
         no_rows: how many tensors were not compared by token, since neither side has one row for each token.
         tokens: how many pairs of tokens were compared; None where tensors were not matched by token.
+        masked: how many tokens of a host's dump its loss mask leaves out.
     """
 
     a: Path
@@ -71,6 +72,7 @@ class Report:
     no_tensors: int = 0
     no_rows: int = 0
     tokens: int | None = None
+    masked: int = 0
 
     @property
     def counts(self) -> dict[str, int]:
@@ -80,11 +82,15 @@ class Report:
 
     @property
     def exit_code(self) -> int:
-        """Return the exit code: a difference outweighs what was not compared; no value at all is not equal."""
+        """Return the exit code: a difference outweighs what was not compared; no computed value is not equal."""
         if self.counts["different"]:
             return DIFFERENT
-        seen = any(row.status == "equal" and row.detail != EMPTY for row in self.rows)
-        return EQUAL if seen and len(self.rows) == self.counts["equal"] else NOT_COMPARABLE
+        return EQUAL if self.computed and len(self.rows) == self.counts["equal"] else NOT_COMPARABLE
+
+    @property
+    def computed(self) -> bool:
+        """Whether any tensor with a value is more than what the model was handed."""
+        return any(row.detail != EMPTY and not is_handed(row.key.name) for row in self.rows)
 
     @property
     def first(self) -> Row | None:
@@ -121,13 +127,14 @@ def compare(a: Recording, b: Recording, names: Correspondence, heads: Heads | No
         rows=tuple(row for row in rows if row),
         left_out=left_out(a, names.a) + left_out(b, names.b),
         no_tensors=rows.count(None),
+        masked=a.masked,
     )
 
 
 def compare_log_probs(a: LogProbRecord, b: LogProbRecord, key: Key = LOG_PROBS_KEY) -> Row:
     """Compare two records of log-probs, which must hold equal tokens, lengths and versions of the weights.
 
-    Records with a token that lacks a log-prob on either side cannot be compared: NaN is never taken for a number.
+    Records with a token that lacks a log-prob on either side are not equal: NaN is never taken for a number.
     """
     for name in ("tokens", "cu_seqlens", "versions"):
         if mismatch := first_mismatch(a.tensors[name], b.tensors[name]):
@@ -135,12 +142,14 @@ def compare_log_probs(a: LogProbRecord, b: LogProbRecord, key: Key = LOG_PROBS_K
     if not len(a.tokens):
         return Row(key, "not comparable", detail="no token is recorded")
     missing = a.log_probs.isnan() | b.log_probs.isnan()
-    if missing.any():
+    left, right = (side.log_probs.masked_fill(missing, 0) for side in (a, b))
+    mismatch = first_mismatch(left, right, a.cu_seqlens)
+    if mismatch is None and missing.any():
         where = coordinate(int(missing.int().argmax()), missing.shape, a.cu_seqlens)
         lacking = [int(side.log_probs.isnan().sum()) for side in (a, b)]
         without = f"A {lacking[0]}, B {lacking[1]} of {len(a.tokens)} tokens"
         return Row(key, "not comparable", detail=f"without a log-prob: {without}; first at {list(where)}")
-    return verdict(key, first_mismatch(a.log_probs, b.log_probs, a.cu_seqlens))
+    return verdict(key, mismatch)
 
 
 def left_out(recording: Recording, renaming: Renaming) -> int:

@@ -25,14 +25,11 @@ from torch import Tensor
 from mis_plugins.shared.budget import RecordError
 from mis_plugins.shared.opened import read
 from mis_plugins.shared.terminal import progress
-from true_on_policy.bitwise import Mismatch, first_mismatch
-from true_on_policy.diff.names import Correspondence, Heads, Renaming
+from true_on_policy.bitwise import Mismatch, equal_bits, first_mismatch
+from true_on_policy.diff.names import Correspondence, Heads, Renaming, is_handed
 from true_on_policy.diff.records import LOG_PROBS, Entry, Key, Recording, Value
 from true_on_policy.diff.tensors import Report, Row, Status, left_out, renamed, row_of, verdict
 
-# Tensors that say which row is which token, which layouts state differently. Log-prob records are matched on
-# their own.
-LAYOUT = frozenset({LOG_PROBS, "input_ids", "positions", "position_ids", "attention_mask", "seq_lens"})
 HEALTH_CHECK = "HEALTH_CHECK"  # prefix of the ids of SGLang's own requests
 BEFORE = b""  # the prefix before the first token of a sequence
 
@@ -100,7 +97,10 @@ def compare_by_token(a: Recording, b: Recording, names: Correspondence, heads: H
     """
     left, right = (read(one.path, partial(_side, one, naming, heads)) for one, naming in ((a, names.a), (b, names.b)))
     pairs = _pairs(left, right)
-    keys = [key for key in dict.fromkeys((*left.keys, *right.keys)) if key.name not in LAYOUT]
+    both = dict.fromkeys((*left.keys, *right.keys))
+    keys = [
+        key for key in both if key.name != LOG_PROBS and not is_handed(key.name)
+    ]  # records are matched on their own
     rows = [_row(key, left, right, pairs) for key in progress(keys, "tensors compared")]
     alone = [*_unmatched(left, right, "missing in B"), *_unmatched(right, left, "missing in A")]
     return Report(
@@ -222,10 +222,14 @@ def _pairs(a: Side, b: Side) -> list[Pair]:
 
 
 def _unmatched(side: Side, other: Side, status: Status) -> list[Row]:
-    """Report in one row the tokens that the other side never computed; no row where there are none."""
+    """Report in one row the tokens that the other side never computed; no row where there are none.
+
+    The last token of a sequence may be missing, unless the other side computed another token in its place.
+    """
     known, followed = other.by_prefix, {token.before for token in side.tokens}
+    replaced = {token.before for token in other.tokens if token.prefix not in side.by_prefix}
     missed = [token for token in side.tokens if token.prefix not in known]
-    alone = [token for token in missed if token.prefix in followed or token.before not in known]
+    alone = [t for t in missed if t.prefix in followed or t.before not in known or t.before in replaced]
     if not alone:
         return []
     first = alone[0]
@@ -246,7 +250,15 @@ def _row(key: Key, a: Side, b: Side, pairs: Sequence[Pair]) -> Row | None:
         if not _rows_are_tokens(key, other):
             return None
         return Row(key, "not comparable", detail=f"{lacking} has not one row for each token")
-    return verdict(key, _located(first_mismatch(left, right), pairs))
+    mismatch = first_mismatch(left, right)
+    return None if mismatch and _is_constant(key, a, b) else verdict(key, _located(mismatch, pairs))
+
+
+def _is_constant(key: Key, a: Side, b: Side) -> bool:
+    """Whether all passes of both sides recorded equal bits, whatever their tokens: the rows are not tokens."""
+    entries = (forward.entries.get(key) for side in (a, b) for forward in side.forwards)
+    first, *others = (entry.load() for entry in entries if entry)
+    return all(isinstance(each, Tensor) and equal_bits(first, each) for each in others)
 
 
 def _gathered(key: Key, side: Side, tokens: Sequence[Token]) -> Shaped[Tensor, "tokens width"] | None:

@@ -174,7 +174,8 @@ def contract_of(arguments: argparse.Namespace) -> GpuContract:
     Raises:
         ContractError: no host carries the family, or the contract cannot hold.
     """
-    model, backend = arguments.model or "qwen3-4B", arguments.backend or "megatron"
+    model = "qwen3-4B" if arguments.model is None else arguments.model
+    backend = arguments.backend or "megatron"
     host_contract(GPU_FAMILIES[family_and_size(model)[0]])
     context = 1 if arguments.cp is None else arguments.cp
     shared = context if backend == "megatron" and context > 0 else 1  # model_contract refuses other values
@@ -208,9 +209,9 @@ def groups(args: Any) -> Iterator[tuple[str, argparse.Namespace]]:
         found = [
             (f"{path}, model {shown(model['name'])}, group {number}", _arguments(args, model, group))
             for model in stated["sglang"]
-            if model["name"] != "eval" and _is_trained(args, model)
+            if model["name"] != "eval"
             for number, group in enumerate(model.get("server_groups") or model.get("engine_groups") or ())
-            if group["worker_type"] != "placeholder"
+            if group["worker_type"] != "placeholder" and _is_trained(args, model, group)
         ]
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         logger.warning(
@@ -220,10 +221,11 @@ def groups(args: Any) -> Iterator[tuple[str, argparse.Namespace]]:
     yield from found
 
 
-def _is_trained(args: Any, model: Mapping[str, Any]) -> bool:
-    """Whether a model gets the trainer's weights."""
-    same, updated = model.get("model_path") in (None, args.hf_checkpoint), model.get("update_weights")
-    return same if updated is None else updated
+def _is_trained(args: Any, model: Mapping[str, Any], group: Mapping[str, Any]) -> bool:
+    """Whether the engines of a model's group get the trainer's weights; a group may override the model's path."""
+    path = (group.get("overrides") or {}).get("model_path", model.get("model_path") or args.hf_checkpoint)
+    updated = model.get("update_weights")
+    return path == args.hf_checkpoint if updated is None else updated
 
 
 def _arguments(args: Any, model: Mapping[str, Any], group: Mapping[str, Any]) -> argparse.Namespace:

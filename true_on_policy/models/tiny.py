@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import shutil
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 from transformers import AutoConfig
 
+from mis_plugins.shared.opened import Opened, read
 from true_on_policy.contract.cpu import Contract
 from true_on_policy.contract.families import Family, Proof, Shape, proven, tiny_models
 from true_on_policy.contract.model_config import check_config, check_model, with_experts
@@ -69,10 +72,11 @@ def checkpoint(name: str, folder: Path, dtype: torch.dtype, seed: int) -> Path:
     A `name` that is the folder of a checkpoint is returned as a path, and nothing is written.
 
     Raises:
-        ModelError: `check_model` refuses the name.
+        ModelError: `check_model` refuses the name, or `read_weights` the folder.
     """
     check_model(name)
     if name not in tiny_models():
+        read_weights(Path(name))  # names a damaged file, which transformers does not
         return Path(name)
     family, shape = tiny_models()[name]
     model = model_class(family)(config_of(family, shape, dtype))
@@ -112,15 +116,35 @@ def write_checkpoint(folder: Path, family: Family, shape: Shape, weights: Mappin
 
 
 def read_weights(checkpoint: Path) -> dict[str, Tensor]:
-    """Read all weights of a checkpoint by Hugging Face name, from one file or several.
+    """Read all weights of a checkpoint by Hugging Face name, from one file or several: those of its index, if any.
 
     Raises:
-        ModelError: the folder holds no *.safetensors.
+        ModelError: the folder holds no *.safetensors, or does not say in which file a weight is.
+        RecordError: a file is missing, damaged, or a pipe.
     """
-    files = sorted(checkpoint.glob("*.safetensors"))
+    index = checkpoint / "model.safetensors.index.json"
+    stated = read(index, lambda: _index(index)) if os.path.lexists(index) else {}
+    files = sorted({*stated.values()} or checkpoint.glob("*.safetensors"))
     if not files:
         raise ModelError(f"{checkpoint}: no *.safetensors there")
-    return {name: weight for file in files for name, weight in load_file(file).items()}
+    weights: dict[str, Tensor] = {}
+    for file in files:
+        Opened(file)  # refuses a pipe, for whose writer the library waits
+        held = read(file, partial(load_file, file))
+        held = {name: weight for name, weight in held.items() if stated.get(name, file) == file}
+        if twice := weights.keys() & held.keys():
+            raise ModelError(f"{file}: {min(twice)} is in an earlier file too; {index.name} must say which one counts")
+        weights |= held
+    if lacking := sorted(stated.keys() - weights.keys()):
+        raise ModelError(f"{index}: {lacking[0]} is not in {stated[lacking[0]]}; save the checkpoint again")
+    return weights
+
+
+def _index(file: Path) -> dict[str, Path]:
+    """Read in which file each weight of a checkpoint is."""
+    opened = Opened(file)
+    stated = json.loads(opened.bytes_at(0, opened.size))["weight_map"]
+    return {name: file.parent / shard for name, shard in stated.items()}
 
 
 def weights_hash(checkpoint: Path) -> str:

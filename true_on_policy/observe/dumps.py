@@ -133,6 +133,8 @@ def load_engine(path: Path, url: str | None) -> Observation:
         DumpError: the engine that wrote the file has ended, or the folder and the URL do not name one engine.
     """
     dumps = _side(path if not path.is_dir() else _one_engine(path, url))
+    if any(each.contract for each in dumps):
+        raise DumpError(f"{path}: states a contract, as a trainer's file does; name the engine's")
     ended = [each.process for each in dumps if each.process.ended]
     if ended:
         raise DumpError(
@@ -171,11 +173,11 @@ def _same_host(process: Process, url: str) -> bool:
 
 
 def _side(first: Path) -> list[Dump]:
-    """Read the files of all ranks of a run; higher ranks that only an earlier run had are skipped."""
+    """Read the files of all ranks of a run; those of an earlier run on another number of ranks are skipped."""
     zero = read(first)
     pattern = glob.escape(f"{first.stem}.rank") + "*" + first.suffix
     others = [read(file) for file in sorted(first.parent.glob(pattern))]
-    return [zero, *(each for each in others if each.process.rank < zero.process.ranks)]
+    return [zero, *(each for each in others if each.process.ranks == zero.process.ranks)]
 
 
 def read(path: Path) -> Dump:
@@ -186,6 +188,8 @@ def read(path: Path) -> Dump:
         ContractError: the contract in the file cannot hold.
     """
     try:
+        if path.exists() and not path.is_file():
+            raise DumpError(f"{path}: is no regular file; a pipe or a device is not read")
         stated = json.loads(path.read_text(encoding="utf-8"))
         if stated["format"] != FORMAT:
             raise DumpError(f"{path}: format {short(stated['format'])}, this version reads {FORMAT}")

@@ -64,7 +64,7 @@ class Comparison:
     """All tensors of an engine against a trainer's, in the order of the engine's model.
 
     Attributes:
-        compared: how many tensors the engine holds, over its ranks.
+        compared: how many tensors the engine holds, over its ranks, and how many the trainer alone holds.
         differences: the tensors that differ, or that one side lacks.
     """
 
@@ -120,9 +120,9 @@ def against(parts: Sequence[Part], weights: Mapping[str, Tensor]) -> Comparison:
         weights: by Hugging Face name.
     """
     ours = Weights(weights)
-    found = [difference for part in parts for difference in _of(part, ours)]
+    found = [difference for part in parts for difference in _of(part, parts[0].digests, ours)]
     found += [Difference(name, None, "the engine holds nothing of it") for name in ours.unused]
-    return Comparison(sum(len(part.digests) for part in parts), tuple(found))
+    return Comparison(sum(len(part.digests) for part in parts) + len(ours.unused), tuple(found))
 
 
 def told(ask: Ask) -> list[Part]:
@@ -204,11 +204,12 @@ def _answered(ask: Ask, body: Mapping[str, Any], read: Callable[[Any], T]) -> T:
         raise NotSeenError(str(error)) from error
 
 
-def _of(part: Part, weights: Weights) -> Iterator[Difference]:
+def _of(part: Part, first: Mapping[str, Digest], weights: Weights) -> Iterator[Difference]:
+    """Yield a rank's tensors that are not the trainer's; the shapes of all ranks are those of the `first`, rank 0."""
     rank = part.place
     for name, digest in part.digests.items():
         try:
-            ours = weights.held(name, digest.shape, part.rank, part.ranks)
+            ours = weights.held(name, first[name].shape, part.rank, part.ranks)
         except Lacking as lacking:
             yield Difference(name, rank, f"the trainer holds no {lacking}")
             continue

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -69,25 +70,25 @@ class Weights:
         module, _, kind = name.rpartition(".")
         parent, _, part = module.rpartition(".")
         if part == "experts" and kind in EXPERTS:
-            return self._experts(module, kind, shape, rank)
+            return self._experts(module, kind, shape, rank, ranks)
         if part == "qkv_proj":
             # The fused weight of a vision tower is split.
             fused = [*self[name].chunk(len(QKV))] if name in self else None
             return _qkv(fused or [self[f"{parent}.{source}.{kind}"] for source in QKV], shape[0], rank, ranks)
         if part == "gate_up_proj":
             sources = [self[f"{parent}.{source}.{kind}"] for source in GATE_UP]
-            return torch.cat([_padded(source, shape[0] // 2, rank) for source in sources])
+            return torch.cat([_padded(source, shape[0] // 2, rank, ranks) for source in sources])
         whole = self[name]
         if name in VOCABULARY:
-            return _padded(whole, shape[0], rank)
+            return _padded(whole, shape[0], rank, ranks)
         if part == "down_proj" and kind == "weight":
-            return _padded(whole, shape[1], rank, 1)
+            return _padded(whole, shape[1], rank, ranks, 1)
         for dim, (size, mine) in enumerate(zip(whole.shape, shape, strict=False)):
             if mine < size == mine * ranks:
                 return whole.chunk(ranks, dim)[rank]
         return whole
 
-    def _experts(self, module: str, kind: str, shape: Sequence[int], rank: int) -> Tensor:
+    def _experts(self, module: str, kind: str, shape: Sequence[int], rank: int, ranks: int) -> Tensor:
         """Stack the experts of a rank: `[K, 2F, H]` gate above up, or `[K, H, F]` down."""
         pattern = re.compile(rf"{re.escape(module)}\.(\d+)\.")
         numbers = {int(found[1]) for found in map(pattern.match, self.named) if found}
@@ -95,10 +96,14 @@ class Weights:
         if not rows:
             raise Lacking(f"{module}.0")
         dim, mine = (0, shape[1] // 2) if kind == "w13_weight" else (1, shape[2])
-        parts = max(rows[0][0].shape[dim] // mine, 1)  # the number of ranks that share each expert
+        groups = len(rows) // shape[0]  # of ranks: each group has experts of its own, shared by its ranks
+        parts = ranks // groups
+        if (groups * shape[0], groups * parts) != (len(rows), ranks):
+            raise ValueError(f"{ranks} times {shape[0]} of {len(rows)} experts")
         group, part = divmod(rank, parts)
-        held = rows[group * shape[0] : (group + 1) * shape[0]] if shape[0] < len(rows) else rows
-        return torch.stack([torch.cat([_padded(source, mine, part, dim) for source in expert]) for expert in held])
+        held = rows[group * shape[0] : (group + 1) * shape[0]]
+        cut = partial(_padded, mine=mine, rank=part, ranks=parts, dim=dim)
+        return torch.stack([torch.cat([cut(source) for source in expert]) for expert in held])
 
 
 def in_sglang(name: str) -> str:
@@ -118,12 +123,12 @@ def _qkv(sources: Sequence[Tensor], rows: int, rank: int, ranks: int) -> Tensor:
     return torch.cat([q.chunk(ranks)[rank], *(x.chunk(ranks // copies)[rank // copies] for x in (k, v))])
 
 
-def _padded(whole: Tensor, mine: int, rank: int, dim: int = 0) -> Tensor:
+def _padded(whole: Tensor, mine: int, rank: int, ranks: int, dim: int = 0) -> Tensor:
     """Return a rank's share of `mine` rows or columns, padded with zeros where the weight ends first.
 
-    SGLang pads the vocabulary and, on a CPU, the width of an MLP.
+    SGLang pads the vocabulary and, on a CPU, the width of an MLP. Shares that do not cover the weight are a ValueError.
     """
-    if mine > 2 * whole.shape[dim] + MOST_PADDING:
+    if mine * ranks < whole.shape[dim] or mine > 2 * whole.shape[dim] + MOST_PADDING:
         raise ValueError(f"{mine} rows of {whole.shape[dim]}")
     start = 0 if mine >= whole.shape[dim] else min(rank * mine, whole.shape[dim])
     share = whole.narrow(dim, start, min(mine, whole.shape[dim] - start))
