@@ -34,9 +34,12 @@ FEW = 100  # an fp8 engine stays below the limit of kl_k3 in 15% of draws of 20 
 LEAST_TO_RELATE = 1000  # tokens, from which the standard errors of slopes are taken over folds of sequences
 PROPORTIONAL = 0.75  # of (log r)^2 that a factor accounts for: one list is the other's multiple
 NEGATIVE_KL, NEGATIVE_ERRORS = 0.002, 4.0  # a mean of log r above 0, which samples of mu cannot give
-SURE_SHARE = 1e-4
+SURE_SHARE, FILLS = 1e-4, 8
+SHOWN = 8  # numbers or names of one kind that evidence lists
+AS_LARGE = 0.5  # a cause explains the sign of another that accounts for at most twice as much
 LEAST_SHARE = 0.06  # of the mismatch; a sign that low precision brings about too comes first from here on
 
+UNMEASURED = {"non-finite", "non-finite-advantage"}  # no part of the numbers' mismatch
 PRECISION, WEIGHTS = "precision", {"differing-weights", "other-weights"}  # the latter tell more of weights
 Table = Sequence[Mapping[str, float | str]]
 Numbers = Mapping[str, Any]  # what a detector saw, by the names that the words of its evidence have
@@ -85,6 +88,11 @@ class Facts:
     def kl(self) -> float:
         """The KL that correlations of clean runs are compared at."""
         return min(abs(self.mean), self.kl_k3)
+
+    @cached_property
+    def mass(self) -> float:
+        """The sum of `mass` over all tokens."""
+        return max(float(torch.cat(self.evidence.rows, 1)[2].sum()), 1e-30)
 
     @cached_property
     def pairing(self) -> Pairing | None:
@@ -155,7 +163,7 @@ def findings(facts: Facts) -> list[Finding]:
     shares = {name: min(max(float(numbers.get("share_of_all", 1.0)), 0.0), 1.0) for name, numbers in seen.items()}
     weak = {name for name in seen if CAUSES[name].alike and shares[name] < LEAST_SHARE}
     left = [name for name in seen if not any(_explains(other, name, shares) for other in seen.keys() - weak)]
-    rest = 1 - max((shares[name] for name in left if name not in weak), default=0.0)
+    rest = 1 - max((shares[name] for name in left if name not in weak | UNMEASURED), default=0.0)
     enough = facts.sums["usable"] >= FEW
     if enough and rest > 0.5 and rest * facts.kl_k3 > LIMITS[FIRST].high and WEIGHTS.isdisjoint(left):
         seen[PRECISION], shares[PRECISION] = {"kl_k3": facts.kl_k3, "rest": rest}, rest
@@ -165,9 +173,9 @@ def findings(facts: Facts) -> list[Finding]:
 
 
 def _explains(name: str, other: str, shares: Mapping[str, float]) -> bool:
-    """Whether one cause brings about the sign of another; of two that each could, the one with the larger share."""
+    """Whether one cause, as large, brings about the sign of another; of two that each could, the larger one."""
     mutual = name in CAUSES[other].explains and shares[other] > shares[name]
-    return other in CAUSES[name].explains and not mutual
+    return other in CAUSES[name].explains and not mutual and shares[name] >= AS_LARGE * shares[other]
 
 
 def _finding(name: str, seen: Mapping[str, Numbers], shares: Mapping[str, float], order: Sequence[str]) -> Finding:
@@ -193,7 +201,9 @@ def _rival(name: str, shares: Mapping[str, float], order: Sequence[str]) -> str:
 def _nonfinite(facts: Facts) -> Numbers | None:
     train, rollout = (facts.sums.get(f"nonfinite_{side}", 0.0) for side in ("train", "rollout"))
     named = (
-        f"; {side}: " + ", ".join(f"{name} ({count})" for name, count in names.most_common())
+        f"; {side}: "
+        + ", ".join(f"{name} ({count})" for name, count in names.most_common(SHOWN))
+        + f" and {len(names) - SHOWN} other numbers" * (len(names) > SHOWN)
         for side, names in facts.evidence.absent.items()
         if names
     )
@@ -206,9 +216,20 @@ def _broken_advantages(facts: Facts) -> Numbers | None:
 
 
 def _placeholder(facts: Facts) -> Numbers | None:
-    count = facts.evidence.sure_yet_unlikely
-    share = count / max(facts.sums["usable"], 1)
-    return {"count": count, "share": share} if count >= 3 and share >= SURE_SHARE else None
+    usable = max(facts.sums["usable"], 1)
+    shown = {key: x.tolist() for key, x in facts.evidence.fills.items() if _is_fill(facts, *key, int(x[0]), usable)}
+    told = (
+        f"{n:.0f} ({n / usable:.2%}) have a {side} log-prob of exactly {number:g}"
+        + ", while the other side finds them unlikely" * (number == 0)
+        for (side, number), (n, _) in sorted(shown.items(), key=lambda item: -item[1][0])[:SHOWN]
+    )
+    found = sum(one for _, one in shown.values())
+    return {"told": "; ".join(told), "share_of_all": found / facts.mass} if shown else None
+
+
+def _is_fill(facts: Facts, side: str, number: float, count: int, usable: float) -> bool:
+    least, near = (FILLS, facts.evidence.low[side, math.floor(number)]) if number else (3, count)
+    return count >= max(least, SURE_SHARE * usable, near / 2)
 
 
 def _pairing(facts: Facts, of_all: bool) -> Numbers | None:
@@ -217,8 +238,8 @@ def _pairing(facts: Facts, of_all: bool) -> Numbers | None:
     if found is None or of_all != bool(found.shift or found.share > 0.5):
         return None
     *_, masses = torch.cat(facts.evidence.rows, 1)
-    share = masses[facts.evidence.lists.broken(facts.kl)].sum() / masses.sum().clamp(min=1e-30)
-    return {"found": found, "share_of_all": float(share)}
+    share = float(masses[facts.evidence.lists.broken(facts.kl)].sum()) / facts.mass
+    return {"found": found, "share_of_all": share}
 
 
 def _of_part(facts: Facts, part: str, factor: float) -> Numbers | None:
@@ -260,7 +281,7 @@ def _is_multiple(facts: Facts) -> bool:
     if found is None:
         return False
     xx, yy, xy = (facts.means[name] for name in ("behavior_squared", "proximal_squared", "log_prob_product"))
-    left = (yy - xy * xy / max(xx, 1e-30)) / facts.square
+    left = (yy - xy * xy / max(xx, 1e-30)) / min(facts.square, yy)
     return abs(found.nearest - 1) > slope.SLOPE_MARGIN and left < 1 - PROPORTIONAL
 
 
@@ -353,7 +374,14 @@ def _moments(row: Mapping[str, float | str]) -> Moments:
 
 
 def _jump(facts: Facts) -> Numbers | None:
-    return _of_change(facts, lambda one: one.sudden and one.apart and one.factor >= JUMP_FACTOR)
+    """The first sudden change, up or from beyond the limit down, that more than one response of its level shows."""
+    fits = (one for one in facts.changes if one.sudden and one.apart and _is_large(one) and _of_several(facts, one))
+    return _of_change(facts, next(fits, None))
+
+
+def _is_large(one: Change) -> bool:
+    fell = one.factor <= 1 / JUMP_FACTOR and one.before > LIMITS[FIRST].high
+    return fell or one.factor >= JUMP_FACTOR
 
 
 def _rise(facts: Facts) -> Numbers | None:
@@ -362,17 +390,35 @@ def _rise(facts: Facts) -> Numbers | None:
         return None
     first, last = facts.changes[0], facts.changes[-1]
     whole = Change(last.step, first.before, last.after, sudden=False)
-    return _of_change(facts, lambda one: one.factor >= JUMP_FACTOR, [whole])
+    return _of_change(facts, whole if whole.factor >= JUMP_FACTOR else None)
 
 
-def _of_change(facts: Facts, fits: Callable[[Change], bool], among: Sequence[Change] | None = None) -> Numbers | None:
-    first = next(filter(fits, facts.changes if among is None else among), None)
-    if first is None:
+def _of_change(facts: Facts, change: Change | None) -> Numbers | None:
+    if change is None:
         return None
+    usual = _mean(*_level(facts, 0 if facts.changes[0].factor > 1 else 1))
+    _, counts, _ = torch.cat(facts.evidence.rows, 1)
+    return {"change": change, "share_of_all": 1 - float(usual * counts.sum()) / facts.mass}
+
+
+def _level(facts: Facts, place: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Usable tokens and `mass` of each response of a level; level 0 ends at the first change."""
+    edges = [-math.inf, *(one.step for one in facts.changes), math.inf]
     steps, counts, masses = torch.cat(facts.evidence.rows, 1)
-    before = steps < facts.changes[0].step
-    usual = masses[before].sum() / counts[before].sum().clamp(min=1)
-    return {"change": first, "share_of_all": 1 - float(usual * counts.sum() / masses.sum().clamp(min=1e-30))}
+    held = (steps >= edges[place]) & (steps < edges[place + 1])
+    return counts[held], masses[held]
+
+
+def _mean(counts: torch.Tensor, masses: torch.Tensor) -> torch.Tensor:
+    return masses.sum() / counts.sum().clamp(min=1)
+
+
+def _of_several(facts: Facts, one: Change) -> bool:
+    """Whether the higher level stays above the lower one without its heaviest response."""
+    place = facts.changes.index(one)
+    low, high = (_level(facts, place + (side if one.factor > 1 else 1 - side)) for side in (0, 1))
+    lighter = torch.arange(len(high[1])) != high[1].argmax()
+    return bool(_mean(*(column[lighter] for column in high)) > math.sqrt(JUMP_FACTOR) * _mean(*low))
 
 
 def _differing_weights(facts: Facts) -> Numbers | None:

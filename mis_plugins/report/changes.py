@@ -17,14 +17,13 @@ STANDARD_ERRORS = 6.0
 LEAST_FACTOR = 1.5
 FEW_FACTOR = 10.0  # between the ends of a curve: a change, however few the steps are
 SUDDEN = 0.6  # of the change of a curve without levels, within one step
-MOST = 5
 
 
 @dataclass(frozen=True)
 class Change:
     """A curve has one level up to a step, and another level from that step on.
 
-    step: first step of the new level.
+    step: first step of the new level, which may be the only one.
     before, after: geometric means of the two levels.
     sudden: whether half of the change happened in one step; a drift is not sudden.
     apart: whether no step of one level reaches the other level's steps; a policy that is unstable comes and goes.
@@ -45,11 +44,11 @@ def changes(steps: Sequence[int], values: Sequence[float]) -> list[Change]:
     """Changes of a positive curve, by repeated halving: the cut that best separates two levels, then each side anew.
 
     A cut counts where the levels differ by `LEAST_FACTOR` and by `STANDARD_ERRORS` of the noise between neighbours.
-    Without such a cut, a line through all steps counts by the same two measures, and so do ends that lie `FEW_FACTOR`
-    apart.
+    Where two neighbours alone do, a cut stands between them, so that a single step may be a level. Without a cut, a
+    line through all steps counts by the same two measures, and so do ends that lie `FEW_FACTOR` apart.
     """
     logs = _logs(values)
-    cuts, told = _cuts(logs)[:MOST], logs.tolist()
+    cuts, told = _cuts(logs), logs.tolist()
     if not cuts:
         return _drift(steps, logs)
     edges = [0, *cuts, len(logs)]
@@ -80,10 +79,11 @@ def _change(step: int, before: Sequence[float], after: Sequence[float]) -> Chang
 
 def _cuts(logs: Float[Tensor, " S"]) -> list[int]:
     """All cuts, in order."""
-    spans, found = [(0, len(logs))], []
+    spans, found, edges = [(0, len(logs))], [], _edges(logs)
     while spans:
         start, stop = spans.pop()
-        cut = _best_cut(logs[start:stop])
+        edge = next((edge for edge in edges if start < edge < stop), None)
+        cut = _best_cut(logs[start:stop]) if edge is None else edge - start
         if cut is not None:
             found.append(start + cut)
             spans += [(start, start + cut), (start + cut, stop)]
@@ -103,6 +103,16 @@ def _best_cut(logs: Float[Tensor, " S"]) -> int | None:
     score = torch.where(distance < math.log(LEAST_FACTOR), 0, score)
     best = int(score.argmax())
     return None if score[best] < STANDARD_ERRORS else int(count[best])
+
+
+def _edges(logs: Float[Tensor, " S"]) -> list[int]:
+    """Steps that differ from the one before by more than noise, and by twice what a rise or a fall around them does."""
+    moves = torch.nn.functional.pad(logs.diff(), (1, 1))
+    around = torch.stack([moves[:-2], moves[2:]]) * moves[1:-1].sign()
+    alone = moves[1:-1].abs() - 2 * around.amax(0).clamp(min=0)
+    few = len(logs) < 2 * SIDE
+    least = math.log(FEW_FACTOR) if few else max(math.log(LEAST_FACTOR), STANDARD_ERRORS * 2**0.5 * _noise(logs))
+    return [place + 1 for place in (alone >= least).nonzero().flatten().tolist()]
 
 
 def _drift(steps: Sequence[int], logs: Float[Tensor, " S"]) -> list[Change]:

@@ -24,8 +24,10 @@ LONG_ENOUGH = 16  # valid tokens of a sequence whose ends are compared with its 
 LARGEST_ID = 1_000_000
 FOLDS = 32  # of the sequences, for the standard errors of slopes and means
 RELATED = ("usable", *slope.RELATED_SUMS, "inverse")
-UNLIKELY = -1.0  # log-prob of the trainer where the engine reports a probability of exactly 1
-RUN, UNLIKELY_RUN = 3, -3.0  # of a run of such tokens: the fewest tokens, and the sum of the log-probs
+UNLIKELY = -1.0  # log-prob of one side where the other reports a probability of exactly 1; of a run the mean
+RUN = 3  # fewest such tokens of a run
+LOW = -8.0  # from here down a number that recurs may be no log-prob
+SIDES = ("trainer", "rollout")
 
 
 @dataclass(frozen=True)
@@ -65,8 +67,9 @@ class Evidence:
     """Sums over a whole run that detectors read; the step metrics stand beside them.
 
     moments: of each number of `of_sequences`.
-    sure_yet_unlikely: number of tokens that the engine reports a log-prob of exactly 0 for, while the trainer finds
-        the token, or a run of such tokens, unlikely.
+    fills: of each side and number the tokens with exactly that log-prob, and their sum of `mass`: 0 where the other side
+        finds the token, or a run of such tokens, unlikely; numbers below `LOW` where the other is more than a nat away.
+    low: of each side the tokens with such low numbers, by the nat that they lie in.
     absent: of each side how often each entry stands in for a log-prob, by its name.
     lists: pairs of both lists of log-probs, for each sequence.
     folds: sums of `RELATED` over the usable tokens of every `FOLDS`-th sequence.
@@ -75,7 +78,10 @@ class Evidence:
     """
 
     moments: defaultdict[str, Moments] = field(default_factory=lambda: defaultdict(Moments))
-    sure_yet_unlikely: int = 0
+    fills: defaultdict[tuple[str, float], Float[Tensor, " 2"]] = field(
+        default_factory=lambda: defaultdict(lambda: torch.zeros(2).double())
+    )
+    low: Counter[tuple[str, float]] = field(default_factory=Counter)
     broken_advantages: int = 0
     absent: defaultdict[str, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
     lists: Lists = field(default_factory=Lists)
@@ -89,9 +95,7 @@ class Evidence:
         numbers = of_sequences(batch.ragged, tokens, ended)
         for name, values in numbers.items():
             self.moments[name] = self.moments[name].plus(values)
-        sure = tokens.usable & (batch.behavior == 0)
-        unlikely = (batch.proximal < UNLIKELY) | in_unlikely_runs(sure, batch)
-        self.sure_yet_unlikely += int((sure & unlikely).sum())
+        self._add_fills(batch, tokens)
         for record in batch.records:
             if record.advantages is not None:
                 self.broken_advantages += int((~record.advantages.isfinite() & record.loss_mask).sum())
@@ -101,6 +105,19 @@ class Evidence:
         ids = batch.whole_numbers("tokens")
         if ids is not None:
             self._add_ids(ids, tokens)
+
+    def _add_fills(self, batch: Batch, tokens: Tokens) -> None:
+        masses, apart = mass(tokens), tokens.usable & (tokens.log_ratio.abs() > -UNLIKELY)
+        for side, one, other in zip(SIDES, tokens.log_probs, tokens.log_probs.flip(0), strict=True):
+            sure = tokens.usable & (one == 0)
+            odd = sure & ((other < UNLIKELY) | in_unlikely_runs(sure, other, batch.positions))
+            low = apart & (one < LOW)
+            nats, counts = one[low].floor().unique(return_counts=True)
+            self.low.update({(side, nat): n for nat, n in zip(nats.tolist(), counts.tolist(), strict=True)})
+            numbers, place, counts = one[odd | low].unique(return_inverse=True, return_counts=True)
+            sums = torch.stack([counts, torch.bincount(place, masses[odd | low], len(numbers))], 1)
+            for kept in ((numbers == 0) | (counts >= RUN)).nonzero().flatten().tolist():
+                self.fills[side, float(numbers[kept])] += sums[kept]
 
     def _add_lists(self, batch: Batch, tokens: Tokens) -> None:
         """Add the pairs of both lists, and the sums of each fold."""
@@ -128,13 +145,14 @@ class Evidence:
         self.by_id = added if self.by_id is None else _added(self.by_id, added)
 
 
-def in_unlikely_runs(sure: Bool[Tensor, " T"], batch: Batch) -> Bool[Tensor, " T"]:
-    """Tokens of a response in runs of `RUN` or more sure ones, whose trainer log-probs add up below `UNLIKELY_RUN`."""
-    before = torch.cat([sure.new_zeros(1), sure[:-1]]) & (batch.positions > 0)
+def in_unlikely_runs(
+    sure: Bool[Tensor, " T"], other: Float[Tensor, " T"], positions: Int[Tensor, " T"]
+) -> Bool[Tensor, " T"]:
+    """Tokens of a response in runs of `RUN` or more sure ones, whose mean log-prob of the other side is `UNLIKELY`."""
+    before = torch.cat([sure.new_zeros(1), sure[:-1]]) & (positions > 0)
     number = (sure & ~before).cumsum(0) * sure  # of the token's run; 0 outside of runs
-    log_prob = torch.bincount(number, torch.where(sure, batch.proximal, 0))
-    unlikely = (torch.bincount(number) >= RUN) & (log_prob < UNLIKELY_RUN)
-    return sure & unlikely[number]
+    count, log_prob = torch.bincount(number), torch.bincount(number, torch.where(sure, other, 0))
+    return sure & ((count >= RUN) & (log_prob < UNLIKELY * count))[number]
 
 
 def _added(first: Tensor, second: Tensor) -> Tensor:
