@@ -20,7 +20,7 @@ import yaml
 from mis_plugins.explain.limits import FIRST, LIMITS
 from mis_plugins.metrics import slope
 from mis_plugins.report.changes import Change
-from mis_plugins.report.evidence import RELATED, Evidence, Moments
+from mis_plugins.report.evidence import LONG_ENOUGH, RELATED, Evidence, Moments
 from mis_plugins.report.lists import Pairing
 
 STANDARD_ERRORS = 6.0
@@ -33,12 +33,16 @@ LEAST_TOKENS = 200
 FEW = 100  # an fp8 engine stays below the limit of kl_k3 in 15% of draws of 20 tokens, and in 0.7% of 100
 LEAST_TO_RELATE = 1000  # tokens, from which the standard errors of slopes are taken over folds of sequences
 PROPORTIONAL = 0.75  # of (log r)^2 that a factor accounts for: one list is the other's multiple
+UNITS = (abs(math.log(math.log(2))), math.log(math.log(10)))  # of logarithms to base 2 and 10, by either side
+UNIT_MARGIN, LEFT, MOST_FACTOR = 0.05, 0.1, 8.0  # of a unit: int5 leaves 0.07 beside base 2, a temperature 0.2 or more
 NEGATIVE_KL, NEGATIVE_ERRORS = 0.002, 4.0  # a mean of log r above 0, which samples of mu cannot give
 SURE_SHARE, FILLS = 1e-4, 8
 SHOWN = 8  # numbers or names of one kind that evidence lists
 AS_LARGE = 0.5  # a cause explains the sign of another that accounts for at most twice as much
 LEAST_SHARE = 0.06  # of the mismatch; a sign that low precision brings about too comes first from here on
 
+EVEN, LEVEL = {"tokens": 0.06, "responses": 0.6}, 0.25  # half of what the engines of the ladder show, and less
+LOCAL, PART = {"placeholder", "changed-response", "end-token", "template", "stale-weights", "jump", "rise", "route"}, 0.2
 UNMEASURED = {"non-finite", "non-finite-advantage"}  # no part of the numbers' mismatch
 PRECISION, WEIGHTS = "precision", {"differing-weights", "other-weights"}  # the latter tell more of weights
 Table = Sequence[Mapping[str, float | str]]
@@ -95,6 +99,23 @@ class Facts:
         return max(float(torch.cat(self.evidence.rows, 1)[2].sum()), 1e-30)
 
     @cached_property
+    def spread(self) -> dict[str, float]:
+        """The share of the tokens, and of the responses, over which the mismatch is as good as spread."""
+        moments = Moments.sum(map(_moments, self.places.get("position", ())))
+        _, counts, masses = torch.cat(self.evidence.rows, 1)
+        counts, masses = (column[counts >= LONG_ENOUGH] for column in (counts, masses))
+        squares = float((masses.square() / counts).sum() * counts.sum())
+        responses = float(masses.sum()) ** 2 / squares if len(masses) >= LEAST_SEQUENCES and squares else 1.0
+        tokens = moments.total**2 / (moments.count * moments.squares) if moments.squares else 1.0
+        return {"tokens": tokens, "responses": responses}
+
+    @property
+    def is_even(self) -> bool:
+        """Whether the mismatch is spread over tokens, responses and places as that of an engine that errs everywhere."""
+        places = (rows for name, rows in self.places.items() if name in ("position", "length", "turn"))
+        return all(self.spread[name] >= least for name, least in EVEN.items()) and all(map(_is_level, places))
+
+    @cached_property
     def pairing(self) -> Pairing | None:
         return self.evidence.lists.verdict(self.kl)
 
@@ -111,6 +132,12 @@ class Facts:
         found = torch.tensor([number(one) for one in left if one is not None], dtype=torch.float64)
         few = len(found) < LEAST_SEQUENCES
         return math.inf if few else float(found.var(correction=0) * (len(found) - 1)) ** 0.5
+
+
+def _is_level(rows: Table, name: str = "mass") -> bool:
+    """Whether no bucket of a place has hardly any mismatch; buckets of few tokens do not count."""
+    known = {float(row[name]): n for row in rows if (n := float(row["tokens"])) >= LEAST_TOKENS}
+    return not known or min(known) >= LEVEL * sum(x * n for x, n in known.items()) / sum(known.values())
 
 
 def _relation(sums: torch.Tensor) -> slope.Relation | None:
@@ -165,7 +192,8 @@ def findings(facts: Facts) -> list[Finding]:
     left = [name for name in seen if not any(_explains(other, name, shares) for other in seen.keys() - weak)]
     rest = 1 - max((shares[name] for name in left if name not in weak | UNMEASURED), default=0.0)
     enough = facts.sums["usable"] >= FEW
-    if enough and rest > 0.5 and rest * facts.kl_k3 > LIMITS[FIRST].high and WEIGHTS.isdisjoint(left):
+    even = facts.is_even or any(shares[name] > PART for name in LOCAL.intersection(left))
+    if enough and even and rest > 0.5 and rest * facts.kl_k3 > LIMITS[FIRST].high and WEIGHTS.isdisjoint(left):
         seen[PRECISION], shares[PRECISION] = {"kl_k3": facts.kl_k3, "rest": rest}, rest
         left.append(PRECISION)
     order = sorted(left, key=lambda name: (name in weak, name == PRECISION, -shares[name]))
@@ -278,11 +306,24 @@ def _is_scaled(facts: Facts) -> bool:
 def _is_multiple(facts: Facts) -> bool:
     """Whether one list is so much a multiple of the other that no mean ratio tells more."""
     found = facts.related
-    if found is None:
-        return False
+    return found is not None and abs(found.nearest - 1) > slope.SLOPE_MARGIN and _factor(facts)[1] < 1 - PROPORTIONAL
+
+
+def _factor(facts: Facts) -> tuple[float, float]:
+    """By which factor log pi_old is log mu, and the share of (log r)^2, or of (log pi_old)^2, that it leaves."""
     xx, yy, xy = (facts.means[name] for name in ("behavior_squared", "proximal_squared", "log_prob_product"))
-    left = (yy - xy * xy / max(xx, 1e-30)) / min(facts.square, yy)
-    return abs(found.nearest - 1) > slope.SLOPE_MARGIN and left < 1 - PROPORTIONAL
+    left = yy - xy * xy / max(xx, 1e-30)
+    return math.sqrt(yy / max(xx, 1e-30)), left / max(min(facts.square, yy), 1e-30)
+
+
+def _unit(facts: Facts) -> Numbers | None:
+    """A factor that is a logarithm's base, or that no temperature reaches; a temperature leaves more, for its mass."""
+    if not _is_multiple(facts):
+        return None
+    factor, left = _factor(facts)
+    size = abs(math.log(factor))
+    of_unit = size > math.log(MOST_FACTOR) or any(abs(size - unit) < UNIT_MARGIN for unit in UNITS)
+    return {"factor": factor, "left": left} if left < LEFT and of_unit else None
 
 
 def _of_line(facts: Facts, found: slope.Relation) -> float:
@@ -336,6 +377,7 @@ def _cut_off(facts: Facts) -> Numbers | None:
     if found is None or _off_one(facts) >= 0 or _is_multiple(facts):
         return None
     even = found.mean_log_ratio <= 0 and abs(math.log(found.mean_ratio) - found.mean_log_ratio) <= 0.2
+    even &= facts.spread["tokens"] >= EVEN["tokens"] and _is_level(facts.places.get("position", ()), "kl_k1")
     return {"found": found, "share_of_all": found.mean_log_ratio**2 / facts.square} if even else None
 
 
@@ -353,7 +395,7 @@ def _share_of(facts: Facts, part: str) -> float:
 
 
 def _of_bucket(facts: Facts, place: str, usual: str, factor: float, least: int = 1) -> Numbers | None:
-    """A bucket of a place, beyond which k3 is higher by a factor and by `STANDARD_ERRORS`."""
+    """A bucket of a place, beyond which `mass` is higher by a factor and by `STANDARD_ERRORS`; one token moves k3."""
     rows = {str(row["bucket"]): row for row in facts.places.get(place, ())}
     moments = {bucket: _moments(row) for bucket, row in rows.items()}
     low = moments.pop(usual, Moments())
@@ -363,13 +405,14 @@ def _of_bucket(facts: Facts, place: str, usual: str, factor: float, least: int =
     if high.mean - low.mean < STANDARD_ERRORS * math.sqrt(low.variance / low.count + high.variance / high.count):
         return None
     tokens = low.count + high.count
-    every = sum(float(row["tokens"]) * float(row["mass"]) for row in rows.values())
-    explained = 1 - tokens * float(rows[usual]["mass"]) / every
-    return {"usual": low, "others": high, "share": high.count / tokens, "share_of_all": explained}
+    explained = 1 - tokens * low.mean / (low.total + high.total)
+    told = sum(moments[bucket].count * float(rows[bucket]["kl_k3"]) for bucket in moments) / high.count
+    usual_kl_k3 = float(rows[usual]["kl_k3"])
+    return {"usual": usual_kl_k3, "others": told, "share": high.count / tokens, "share_of_all": explained}
 
 
 def _moments(row: Mapping[str, float | str]) -> Moments:
-    n, mean, square = (float(row[name]) for name in ("tokens", "kl_k3", "k3_squared"))
+    n, mean, square = (float(row[name]) for name in ("tokens", "mass", "mass_squared"))
     return Moments(n, n * mean, n * square)
 
 
@@ -474,6 +517,7 @@ DETECTORS: dict[str, Callable[[Facts], Numbers | None]] = {
     "swapped": _swapped,
     "end-token": partial(_of_part, part="end", factor=END_FACTOR),
     "template": partial(_of_part, part="beginning", factor=BEGINNING_FACTOR),
+    "unit": _unit,
     "raw-log-probs": _raw,
     "temperature": _temperature,
     "top-p": _cut_off,

@@ -10,6 +10,7 @@ import argparse
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 
@@ -109,7 +110,7 @@ def read(paths: Sequence[Path], arguments: argparse.Namespace) -> Document:
     proposal = None
     if made and made.usable:
         length = made.usable / max(made.sequences, 1)
-        calm = level_of(made) == CALM
+        calm = level_of(replace(made, rejected=0, torn=())) == CALM
         proposal = propose(swept, made.outcomes, made.whole, made.steps, length, calm)
     known = problems.of_file.total()
     curves = found.read_curves(problems)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from mis_plugins.explain.limits import FIRST, LIMITS
 from mis_plugins.explain.rungs import Rung, record
-from mis_plugins.report.causes import FEW, PRECISION
+from mis_plugins.report.causes import EVEN, FEW, PRECISION
 from mis_plugins.report.changes import SMALLEST, Change, changes, smallest_rise
 from mis_plugins.report.proposal import NOTHING, Proposal
 from mis_plugins.report.readers.keys import lacking
@@ -227,7 +227,8 @@ def _headline(report: Report, level: str) -> str:
     if report.findings:
         first, *others = report.findings
         more = f", and {len(others)} other cause{'s' if len(others) > 1 else ''}" if others else ""
-        return f"{first.cause.title}{more}."
+        mostly = f"{_rejected(report)}; of the others: " if report.rejected > report.sequences else ""
+        return f"{mostly}{first.cause.title}{more}."
     if report.usable < FEW:
         return f"{report.usable} token{'s' * (report.usable > 1)} can be compared, too few to tell anything by."
     if level == CALM:
@@ -271,7 +272,9 @@ def _where(report: Report) -> str:
         high, low = max(wide, default=0.0), min(wide, default=0.0)
         if high > 3 * max(low, 1e-12) and name != "probability":
             found.append(f"{name} {wide[high]} ({high:.2g}, against {low:.2g} at {wide[low]})")
-    return f"most at {'; '.join(found)}." if found else "nowhere in particular; the mismatch is spread evenly."
+    few = [f"as if in {share:.1%} of the {name} alone" for name, share in report.spread.items() if share < EVEN[name]]
+    most = [f"most at {'; '.join(found)}"] if found else []
+    return f"{'; '.join(most + few) or 'nowhere in particular'}."
 
 
 def _helped(proposal: Proposal) -> str:
