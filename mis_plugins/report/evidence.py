@@ -74,7 +74,8 @@ class Evidence:
     lists: pairs of both lists of log-probs, for each sequence.
     folds: sums of `RELATED` over the usable tokens of every `FOLDS`-th sequence.
     rows: of each sequence its step, the number of usable tokens, and their sum of `mass`.
-    by_id: of each token id the count, and the sums of log r, log mu, (log r)^2, (log mu)^2 and their product.
+    seen, repeated: digests of the responses' log-probs, and how many responses repeat an earlier one's.
+    by_id: of each token id, at the first occurrence of a context, the count, and the sums of log r, log mu, (log r)^2, (log mu)^2 and their product.
     """
 
     moments: defaultdict[str, Moments] = field(default_factory=lambda: defaultdict(Moments))
@@ -88,6 +89,8 @@ class Evidence:
     folds: Float[Tensor, "R F"] = field(default_factory=lambda: torch.zeros(len(RELATED), FOLDS).double())
     rows: list[Float[Tensor, "3 N"]] = field(default_factory=list)
     sequences: int = 0
+    seen: set[int] = field(default_factory=set)
+    repeated: int = 0
     by_id: Float[Tensor, "6 V"] | None = None
 
     def add(self, batch: Batch, correction: Correction, tokens: Tokens) -> None:
@@ -102,9 +105,11 @@ class Evidence:
             for side, names in record.absent.items():
                 self.absent[side].update(names)
         self._add_lists(batch, tokens)
+        again = self._are_repeated(batch)
         ids = batch.whole_numbers("tokens")
         if ids is not None:
-            self._add_ids(ids, tokens)
+            new = ~batch.ragged.to_tokens(again) & are_first(ids, batch.positions)
+            self._add_ids(ids.masked_fill(~new, -1), tokens)
 
     def _add_fills(self, batch: Batch, tokens: Tokens) -> None:
         masses, apart = mass(tokens), tokens.usable & (tokens.log_ratio.abs() > -UNLIKELY)
@@ -134,6 +139,16 @@ class Evidence:
         self.folds.index_add_(1, (owner + self.sequences) % FOLDS, rows)
         self.sequences += ragged.size
 
+    def _are_repeated(self, batch: Batch) -> Bool[Tensor, " N"]:
+        """Which responses have all log-probs of an earlier one, as of a file or a step that was read twice."""
+        again = []
+        for record in batch.records:
+            both = torch.cat([record.behavior_log_probs, record.proximal_log_probs]).numpy().tobytes()
+            again.append(record.size >= LONG_ENOUGH and hash(both) in self.seen)
+            self.seen.add(hash(both))
+        self.repeated += sum(again)
+        return torch.tensor(again)
+
     def _add_ids(self, ids: Int[Tensor, " T"], tokens: Tokens) -> None:
         known = tokens.usable & (ids >= 0) & (ids < LARGEST_ID)
         index, r, m = ids[known], tokens.log_ratio[known], tokens.log_probs[1, known]
@@ -143,6 +158,17 @@ class Evidence:
         rows = (torch.ones_like(r), r, m, r * r, m * m, r * m)
         added = torch.stack([torch.bincount(index, row, size) for row in rows])
         self.by_id = added if self.by_id is None else _added(self.by_id, added)
+
+
+def are_first(ids: Int[Tensor, " T"], positions: Int[Tensor, " T"]) -> Bool[Tensor, " T"]:
+    """Tokens of which no earlier one follows the same ids of its response: equal contexts err alike in any engine."""
+    mixed = (ids + 1) * 6364136223846793005  # products and sums wrap around at 2^64, as a hash's may
+    mixed = (mixed ^ (mixed >> 29)) * (2 * positions + 1)
+    sums = torch.cat([mixed.new_zeros(1), mixed.cumsum(0)])
+    starts = torch.arange(len(ids)) - positions
+    _, place = (sums[1:] - sums[starts]).unique(return_inverse=True)
+    first = torch.full((len(ids),), len(ids)).scatter_reduce(0, place, torch.arange(len(ids)), "amin")
+    return first[place] == torch.arange(len(ids))
 
 
 def in_unlikely_runs(

@@ -140,6 +140,7 @@ class Report:
     usable: number of tokens that the loss mask keeps and whose two log-probs are finite; all means are over them.
     absent: as of an `Evidence`.
     spread: as of `Facts`.
+    repeated: number of responses with all log-probs of an earlier one.
     """
 
     steps: dict[int, dict[str, float]]
@@ -157,6 +158,7 @@ class Report:
     usable: int
     absent: dict[str, dict[str, int]]
     spread: dict[str, float]
+    repeated: int
 
 
 def walk(survey: Survey, sources: Sequence[Source], problems: Problems, told: Told) -> bool:
@@ -220,6 +222,7 @@ def report(survey: Survey) -> Report | None:
         usable=int(whole.named_sums["usable"]),
         absent={side: dict(names) for side, names in survey.evidence.absent.items() if names},
         spread=facts.spread,
+        repeated=survey.evidence.repeated,
     )
 
 

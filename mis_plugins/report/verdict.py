@@ -120,7 +120,8 @@ def _much_is_lost(report: Report) -> bool:
 def _unread(report: Report) -> dict[str, str]:
     """How many records were rejected, and which files could not be read to their end."""
     told = f"{_rejected(report)}, so the verdict is on the others." if report.rejected else ""
-    return {"Not read": told} | _broke_off(report.torn)
+    twice = f"{report.repeated} of {report.sequences} responses have all log-probs of an earlier one, and count twice."
+    return {"Not read": told, "Read twice": twice if report.repeated else ""} | _broke_off(report.torn)
 
 
 def _broke_off(torn: Sequence[str]) -> dict[str, str]:

@@ -57,7 +57,7 @@ def find(paths: Sequence[Path], problems: Problems) -> Found:
     Raises:
         InputError: a path does not exist.
     """
-    files = [file for path in paths for file in _files(path, problems)]
+    files = _once([file for path in paths for file in _files(path, problems)])
     sources = list(dumps([file for file in files if file.suffix == ".pt"], problems))
     lines, others = [], []
     for file in files:
@@ -75,6 +75,12 @@ def find(paths: Sequence[Path], problems: Problems) -> Found:
         else:
             others.append(file)
     return Found(tuple(sources), tuple(lines), tuple(files), tuple(others))
+
+
+def _once(files: Sequence[Path]) -> list[Path]:
+    """The files under one name each; a link and its file are one."""
+    held = {(stat.st_dev, stat.st_ino): file for file in reversed(files) if (stat := file.stat())}
+    return list(reversed(held.values()))
 
 
 # What hosts write beside their dumps, and nobody needs here.
