@@ -19,7 +19,7 @@ import yaml
 
 from mis_plugins.explain.limits import FIRST, LIMITS
 from mis_plugins.metrics import slope
-from mis_plugins.report.changes import Change
+from mis_plugins.report.changes import SIDE, Change
 from mis_plugins.report.evidence import LONG_ENOUGH, RELATED, Evidence, Moments
 from mis_plugins.report.lists import Pairing
 
@@ -418,13 +418,19 @@ def _moments(row: Mapping[str, float | str]) -> Moments:
 
 def _jump(facts: Facts) -> Numbers | None:
     """The first sudden change, up or from beyond the limit down, that more than one response of its level shows."""
-    fits = (one for one in facts.changes if one.sudden and one.apart and _is_large(one) and _of_several(facts, one))
+    sudden = (place for place, one in enumerate(facts.changes) if one.sudden and one.apart)
+    fits = (facts.changes[place] for place in sudden if _counts(facts, place) and _of_several(facts, place))
     return _of_change(facts, next(fits, None))
 
 
-def _is_large(one: Change) -> bool:
-    fell = one.factor <= 1 / JUMP_FACTOR and one.before > LIMITS[FIRST].high
-    return fell or one.factor >= JUMP_FACTOR
+def _counts(facts: Facts, place: int) -> bool:
+    """Whether a change is large, and leads beyond the limit of kl_k3 or from there, or rises between lasting levels."""
+    one = facts.changes[place]
+    if max(one.factor, 1 / one.factor) < JUMP_FACTOR:
+        return False
+    steps = [len(_level(facts, level)[0].unique()) for level in range(len(facts.changes) + 1)]
+    lasts = min(steps[place : place + 2]) >= SIDE or sum(steps) < 2 * SIDE
+    return max(one.before, one.after) > LIMITS[FIRST].high or (lasts and one.factor > 1)
 
 
 def _rise(facts: Facts) -> Numbers | None:
@@ -433,35 +439,35 @@ def _rise(facts: Facts) -> Numbers | None:
         return None
     first, last = facts.changes[0], facts.changes[-1]
     whole = Change(last.step, first.before, last.after, sudden=False)
-    return _of_change(facts, whole if whole.factor >= JUMP_FACTOR else None)
+    counts = whole.after > LIMITS[FIRST].high or not first.sudden or _counts(facts, 0)
+    return _of_change(facts, whole if counts and whole.factor >= JUMP_FACTOR else None)
 
 
 def _of_change(facts: Facts, change: Change | None) -> Numbers | None:
     if change is None:
         return None
-    usual = _mean(*_level(facts, 0 if facts.changes[0].factor > 1 else 1))
+    usual = _mean(_level(facts, 0 if facts.changes[0].factor > 1 else 1))
     _, counts, _ = torch.cat(facts.evidence.rows, 1)
     return {"change": change, "share_of_all": 1 - float(usual * counts.sum()) / facts.mass}
 
 
-def _level(facts: Facts, place: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Usable tokens and `mass` of each response of a level; level 0 ends at the first change."""
+def _level(facts: Facts, place: int) -> torch.Tensor:
+    """The rows of the responses of a level; level 0 ends at the first change."""
     edges = [-math.inf, *(one.step for one in facts.changes), math.inf]
-    steps, counts, masses = torch.cat(facts.evidence.rows, 1)
-    held = (steps >= edges[place]) & (steps < edges[place + 1])
-    return counts[held], masses[held]
+    rows = torch.cat(facts.evidence.rows, 1)
+    return rows[:, (rows[0] >= edges[place]) & (rows[0] < edges[place + 1])]
 
 
-def _mean(counts: torch.Tensor, masses: torch.Tensor) -> torch.Tensor:
-    return masses.sum() / counts.sum().clamp(min=1)
+def _mean(rows: torch.Tensor) -> torch.Tensor:
+    """The mean of `mass` over the usable tokens of responses."""
+    return rows[2].sum() / rows[1].sum().clamp(min=1)
 
 
-def _of_several(facts: Facts, one: Change) -> bool:
+def _of_several(facts: Facts, place: int) -> bool:
     """Whether the higher level stays above the lower one without its heaviest response."""
-    place = facts.changes.index(one)
-    low, high = (_level(facts, place + (side if one.factor > 1 else 1 - side)) for side in (0, 1))
-    lighter = torch.arange(len(high[1])) != high[1].argmax()
-    return bool(_mean(*(column[lighter] for column in high)) > math.sqrt(JUMP_FACTOR) * _mean(*low))
+    low, high = (_level(facts, place + side) for side in ((0, 1) if facts.changes[place].factor > 1 else (1, 0)))
+    lighter = torch.arange(high.shape[1]) != high[2].argmax()
+    return bool(_mean(high[:, lighter]) > math.sqrt(JUMP_FACTOR) * _mean(low))
 
 
 def _differing_weights(facts: Facts) -> Numbers | None:

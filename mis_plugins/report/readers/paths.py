@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from mis_plugins.errors import InputError
+from mis_plugins.explain.limits import LIMITS
 from mis_plugins.report.readers import curves, neutral
 from mis_plugins.report.readers.dumps import dumps
 from mis_plugins.report.readers.files import objects, opened
@@ -150,6 +151,8 @@ def nothing(file: Path) -> str:
     broken = Problems()
     head = broken.each(objects(file, broken, head=True), file, size_of(file))
     first = next((found for _, found in head), None)
+    if first is not None and not LIMITS.keys().isdisjoint(map(curves.our_name, first)):
+        return f"holds numbers without their step; name it by one of {', '.join(curves.STEPS_OF_HOSTS)}"
     if first is not None:
         return f"{NOTHING}; {lacking(REQUIRED, first)}"
     why = [f"{one.place}: {one.reason}".removeprefix(": ") for one in broken.kept[:1]]
