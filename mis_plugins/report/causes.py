@@ -42,7 +42,10 @@ AS_LARGE = 0.5  # a cause explains the sign of another that accounts for at most
 LEAST_SHARE = 0.06  # of the mismatch; a sign that low precision brings about too comes first from here on
 
 EVEN, LEVEL = {"tokens": 0.06, "responses": 0.6}, 0.25  # half of what the engines of the ladder show, and less
-LOCAL, PART = {"placeholder", "changed-response", "end-token", "template", "stale-weights", "jump", "rise", "route"}, 0.2
+LOCAL, PART = (
+    {"placeholder", "changed-response", "end-token", "template", "stale-weights", "jump", "rise", "route"},
+    0.2,
+)
 UNMEASURED = {"non-finite", "non-finite-advantage"}  # no part of the numbers' mismatch
 PRECISION, WEIGHTS = "precision", {"differing-weights", "other-weights"}  # the latter tell more of weights
 Table = Sequence[Mapping[str, float | str]]
@@ -111,7 +114,7 @@ class Facts:
 
     @property
     def is_even(self) -> bool:
-        """Whether the mismatch is spread over tokens, responses and places as that of an engine that errs everywhere."""
+        """Whether the mismatch is spread over tokens, responses and places as an engine's that errs everywhere."""
         places = (rows for name, rows in self.places.items() if name in ("position", "length", "turn"))
         return all(self.spread[name] >= least for name, least in EVEN.items()) and all(map(_is_level, places))
 

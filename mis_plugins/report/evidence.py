@@ -67,15 +67,16 @@ class Evidence:
     """Sums over a whole run that detectors read; the step metrics stand beside them.
 
     moments: of each number of `of_sequences`.
-    fills: of each side and number the tokens with exactly that log-prob, and their sum of `mass`: 0 where the other side
-        finds the token, or a run of such tokens, unlikely; numbers below `LOW` where the other is more than a nat away.
+    fills: of each side and number the tokens with exactly that log-prob, and their sum of `mass`: 0 where the other
+        side finds the token, or a run of such tokens, unlikely; numbers below `LOW` where the other is more than a nat away.
     low: of each side the tokens with such low numbers, by the nat that they lie in.
     absent: of each side how often each entry stands in for a log-prob, by its name.
     lists: pairs of both lists of log-probs, for each sequence.
     folds: sums of `RELATED` over the usable tokens of every `FOLDS`-th sequence.
     rows: of each sequence its step, the number of usable tokens, and their sum of `mass`.
     seen, repeated: digests of the responses' log-probs, and how many responses repeat an earlier one's.
-    by_id: of each token id, at the first occurrence of a context, the count, and the sums of log r, log mu, (log r)^2, (log mu)^2 and their product.
+    by_id: of each token id the count, and the sums of log r, log mu, (log r)^2, (log mu)^2 and their product; of equal
+        contexts the first one counts.
     """
 
     moments: defaultdict[str, Moments] = field(default_factory=lambda: defaultdict(Moments))

@@ -248,7 +248,9 @@ def since(steps: Mapping[int, float], found: Sequence[Change]) -> str:
     if not found:
         least, top = smallest_rise(list(known.values())), max(known, key=lambda step: known[step], default=None)
         highest = f", and the highest is {known[top]:.2g}, at step {top}" if top is not None else ""
-        return f"{FIRST} shows no change over {len(known)} steps; a lasting rise of {least:.2g} times would show{highest}."
+        return (
+            f"{FIRST} shows no change over {len(known)} steps; a lasting rise of {least:.2g} times would show{highest}."
+        )
     largest = sorted(found, key=lambda one: abs(math.log(one.factor)))[-MOST_CHANGES:]
     more = f", beside {len(found) - len(largest)} smaller changes" if found[MOST_CHANGES:] else ""
     return f"{FIRST} {', then '.join(map(_change, sorted(largest, key=lambda one: one.step)))}{more}."

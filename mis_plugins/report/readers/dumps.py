@@ -59,7 +59,9 @@ def _kind(content: Any) -> tuple[str, str]:
     if miles.is_train_dump(content):
         kind = "Miles"
     elif host.has_samples(content):
-        trained = "dp_shards" in content or any("log_probs" in one for one in content["samples"] if isinstance(one, dict))
+        trained = "dp_shards" in content or any(
+            "log_probs" in one for one in content["samples"] if isinstance(one, dict)
+        )
         kind = "slime" if trained else "rollout"
     else:
         raise RecordError(f"no dump of training or rollout data by Miles or slime{_lacking(content)}")

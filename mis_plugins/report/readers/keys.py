@@ -10,6 +10,7 @@ from reprlib import repr as shortened
 SHOWN = 12  # keys of a file
 ALIKE = 0.6  # share of letters in common, as `difflib` counts them
 BEHAVIOR, PROXIMAL = ("behaviour rollout engine sampler sampling mu inference", "old trainer train training actor pi")
+OTHERS = {"ref", "reference", "teacher", "critic"}
 SPELLED = 0.7  # the same of two spellings of one word
 ONE_WORD: dict[str, str] = {
     **dict.fromkeys(BEHAVIOR.split(), "behavior"),
@@ -22,15 +23,17 @@ ONE_WORD: dict[str, str] = {
 def nearest(needed: str, found: Iterable[str]) -> str | None:
     """The key of `found` that is spelled nearest to `needed`, whatever the order of its words; None of no kin.
 
-    A key is of no kin where it has a word that `needed` lacks, or lacks its last one, as what it counts: so is a key of
-    another model's log-probs, as the reference's.
+    Of two keys of kin one has all words of the other, and the last one of `needed`, as what it counts. A key of another
+    model's log-probs, as the reference's, is of no kin.
     """
     words, asked = {key: _words(key) for key in found}, _words(needed).split()
     noun = _words(needed.rpartition("_")[2]).split()
     rated = (
         (SequenceMatcher(None, _words(needed), spelled).ratio(), key)
         for key, spelled in words.items()
-        if _are_among(spelled.split(), asked) and _are_among(noun, spelled.split())
+        if OTHERS.isdisjoint(spelled.split())
+        and (_are_among(spelled.split(), asked) or _are_among(asked, spelled.split()))
+        and _are_among(noun, spelled.split())
     )
     rate, key = max(rated, default=(0.0, ""))
     return key if rate >= ALIKE else None

@@ -99,7 +99,7 @@ def _read(rank: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _digest(data: Mapping[str, Any]) -> bytes | None:
-    """A digest of the samples of a rank, equal on all ranks that hold equal samples; None without indices and tokens."""
+    """A digest of the samples of a rank, equal on all ranks with equal samples; None without indices and tokens."""
     indices = data.get("sample_indices")
     if indices is None and data.get("tokens") is None:
         return None
