@@ -16,6 +16,8 @@ SIDE = 3  # steps that a level needs on either side of a change
 STANDARD_ERRORS = 6.0
 LEAST_FACTOR = 1.5
 FEW_FACTOR = 10.0  # between the ends of a curve: a change, however few the steps are
+MOST = 8  # changes, the largest
+BESIDE = 8  # steps on either side that tell the noise at a step
 SUDDEN = 0.6  # of the change of a curve without levels, within one step
 
 
@@ -53,7 +55,9 @@ def changes(steps: Sequence[int], values: Sequence[float]) -> list[Change]:
         return _drift(steps, logs)
     edges = [0, *cuts, len(logs)]
     spans = zip(edges, edges[1:], edges[2:], strict=False)
-    return [_change(steps[cut], told[start:cut], told[cut:stop]) for start, cut, stop in spans]
+    found = [_change(steps[cut], told[start:cut], told[cut:stop]) for start, cut, stop in spans]
+    largest = sorted(found, key=lambda one: abs(math.log(one.factor)))[-MOST:]
+    return sorted(largest, key=lambda one: one.step)
 
 
 def smallest_rise(values: Sequence[float]) -> float:
@@ -106,12 +110,19 @@ def _best_cut(logs: Float[Tensor, " S"]) -> int | None:
 
 
 def _edges(logs: Float[Tensor, " S"]) -> list[int]:
-    """Steps that differ from the one before by more than noise, and by twice what a rise or a fall around them does."""
+    """Steps that differ from the one before by more than noise, and by twice what a rise or a fall around them does.
+
+    The noise is that of all steps or that of those beside, whichever is larger.
+    """
+    if len(logs) < 2:
+        return []
     moves = torch.nn.functional.pad(logs.diff(), (1, 1))
     around = torch.stack([moves[:-2], moves[2:]]) * moves[1:-1].sign()
     alone = moves[1:-1].abs() - 2 * around.amax(0).clamp(min=0)
-    few = len(logs) < 2 * SIDE
-    least = math.log(FEW_FACTOR) if few else max(math.log(LEAST_FACTOR), STANDARD_ERRORS * 2**0.5 * _noise(logs))
+    beside = torch.nn.functional.pad(moves[1:-1].abs(), (BESIDE, BESIDE), value=torch.nan).unfold(0, 2 * BESIDE + 1, 1)
+    noise = (beside.nanquantile(0.5, 1) / 0.954).clamp(min=_noise(logs))
+    least = (STANDARD_ERRORS * 2**0.5 * noise).clamp(min=math.log(LEAST_FACTOR))
+    least = math.log(FEW_FACTOR) if len(logs) < 2 * SIDE else least
     return [place + 1 for place in (alone >= least).nonzero().flatten().tolist()]
 
 

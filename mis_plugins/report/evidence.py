@@ -68,7 +68,7 @@ class Evidence:
 
     moments: of each number of `of_sequences`.
     fills: of each side and number the tokens with exactly that log-prob, and their sum of `mass`: 0 where the other
-        side finds the token, or a run of such tokens, unlikely; numbers below `LOW` where the other is more than a nat away.
+        side finds the token, or a run of such tokens, unlikely; numbers below `LOW` where the other is a nat away.
     low: of each side the tokens with such low numbers, by the nat that they lie in.
     absent: of each side how often each entry stands in for a log-prob, by its name.
     lists: pairs of both lists of log-probs, for each sequence.

@@ -18,7 +18,6 @@ from mis_plugins.report.survey import Report
 ROUNDING = 1e-5  # by which a number may lie outside of what it can be
 AS_MUCH = 3.0  # within this factor of a rung a mismatch counts as that rung's
 CALM, WATCH, ALARM = "calm", "watch", "alarm"
-MOST_CHANGES = 6  # that are told, the largest
 MOST_LOST = 0.1  # records or rows that were not read, for each that was; with more no run is calm
 TOLD = {"What to do": "name a dump: without tokens no cause can be told."}
 WHY = (
@@ -251,9 +250,7 @@ def since(steps: Mapping[int, float], found: Sequence[Change]) -> str:
         return (
             f"{FIRST} shows no change over {len(known)} steps; a lasting rise of {least:.2g} times would show{highest}."
         )
-    largest = sorted(found, key=lambda one: abs(math.log(one.factor)))[-MOST_CHANGES:]
-    more = f", beside {len(found) - len(largest)} smaller changes" if found[MOST_CHANGES:] else ""
-    return f"{FIRST} {', then '.join(map(_change, sorted(largest, key=lambda one: one.step)))}{more}."
+    return f"{FIRST} {', then '.join(map(_change, found))}."
 
 
 def _change(one: Change) -> str:
