@@ -9,6 +9,7 @@ many chats; all others are of SGLang or vLLM.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -308,6 +309,10 @@ def _lost_end(columns: Columns, size: float) -> Columns:
     return replace(columns, proximal=proximal)
 
 
+def _unit(columns: Columns, factor: float) -> Columns:
+    return replace(columns, behavior=columns.behavior * factor)
+
+
 OfLogits = Callable[[Run, float], Run]
 OfColumns = Callable[[Columns, float], Columns]
 Sizes = tuple[float, float, float]
@@ -335,6 +340,7 @@ OF_COLUMNS: dict[str, tuple[OfColumns, Sizes]] = {
     "different-tokens": (_shifted, (4, 2, 1)),
     "different-tokens, across the join": (_shifted_across, (1, 2, -1)),
     "route": (_route, (0.2, 0.4, 0.8)),
+    "unit": (_unit, (1 / math.log(2), 1 / math.log(10), math.log(2))),
 }
 OF_RECORDINGS: dict[str, tuple[OfColumns, Sizes]] = OF_COLUMNS | {
     "template": (_cut_prompt, (0.5, 1.0, 2.0)),

@@ -19,8 +19,8 @@ import yaml
 
 from mis_plugins.explain.limits import FIRST, LIMITS
 from mis_plugins.metrics import slope
-from mis_plugins.report.changes import Change
-from mis_plugins.report.evidence import RELATED, Evidence, Moments
+from mis_plugins.report.changes import SIDE, Change
+from mis_plugins.report.evidence import LONG_ENOUGH, RELATED, Evidence, Moments
 from mis_plugins.report.lists import Pairing
 
 STANDARD_ERRORS = 6.0
@@ -33,10 +33,20 @@ LEAST_TOKENS = 200
 FEW = 100  # an fp8 engine stays below the limit of kl_k3 in 15% of draws of 20 tokens, and in 0.7% of 100
 LEAST_TO_RELATE = 1000  # tokens, from which the standard errors of slopes are taken over folds of sequences
 PROPORTIONAL = 0.75  # of (log r)^2 that a factor accounts for: one list is the other's multiple
+UNITS = (abs(math.log(math.log(2))), math.log(math.log(10)))  # of logarithms to base 2 and 10, by either side
+UNIT_MARGIN, LEFT, MOST_FACTOR = 0.05, 0.1, 8.0  # of a unit: int5 leaves 0.07 beside base 2, a temperature 0.2 or more
 NEGATIVE_KL, NEGATIVE_ERRORS = 0.002, 4.0  # a mean of log r above 0, which samples of mu cannot give
-SURE_SHARE = 1e-4
+SURE_SHARE, FILLS = 1e-4, 8
+SHOWN = 8  # numbers or names of one kind that evidence lists
+AS_LARGE = 0.5  # a cause explains the sign of another that accounts for at most twice as much
 LEAST_SHARE = 0.06  # of the mismatch; a sign that low precision brings about too comes first from here on
 
+EVEN, LEVEL = {"tokens": 0.06, "responses": 0.6}, 0.25  # half of what the engines of the ladder show, and less
+LOCAL, PART = (
+    {"placeholder", "changed-response", "end-token", "template", "stale-weights", "jump", "rise", "route"},
+    0.2,
+)
+UNMEASURED = {"non-finite", "non-finite-advantage"}  # no part of the numbers' mismatch
 PRECISION, WEIGHTS = "precision", {"differing-weights", "other-weights"}  # the latter tell more of weights
 Table = Sequence[Mapping[str, float | str]]
 Numbers = Mapping[str, Any]  # what a detector saw, by the names that the words of its evidence have
@@ -87,6 +97,28 @@ class Facts:
         return min(abs(self.mean), self.kl_k3)
 
     @cached_property
+    def mass(self) -> float:
+        """The sum of `mass` over all tokens."""
+        return max(float(torch.cat(self.evidence.rows, 1)[2].sum()), 1e-30)
+
+    @cached_property
+    def spread(self) -> dict[str, float]:
+        """The share of the tokens, and of the responses, over which the mismatch is as good as spread."""
+        moments = Moments.sum(map(_moments, self.places.get("position", ())))
+        _, counts, masses = torch.cat(self.evidence.rows, 1)
+        counts, masses = (column[counts >= LONG_ENOUGH] for column in (counts, masses))
+        squares = float((masses.square() / counts).sum() * counts.sum())
+        responses = float(masses.sum()) ** 2 / squares if len(masses) >= LEAST_SEQUENCES and squares else 1.0
+        tokens = moments.total**2 / (moments.count * moments.squares) if moments.squares else 1.0
+        return {"tokens": tokens, "responses": responses}
+
+    @property
+    def is_even(self) -> bool:
+        """Whether the mismatch is spread over tokens, responses and places as an engine's that errs everywhere."""
+        places = (rows for name, rows in self.places.items() if name in ("position", "length", "turn"))
+        return all(self.spread[name] >= least for name, least in EVEN.items()) and all(map(_is_level, places))
+
+    @cached_property
     def pairing(self) -> Pairing | None:
         return self.evidence.lists.verdict(self.kl)
 
@@ -103,6 +135,12 @@ class Facts:
         found = torch.tensor([number(one) for one in left if one is not None], dtype=torch.float64)
         few = len(found) < LEAST_SEQUENCES
         return math.inf if few else float(found.var(correction=0) * (len(found) - 1)) ** 0.5
+
+
+def _is_level(rows: Table, name: str = "mass") -> bool:
+    """Whether no bucket of a place has hardly any mismatch; buckets of few tokens do not count."""
+    known = {float(row[name]): n for row in rows if (n := float(row["tokens"])) >= LEAST_TOKENS}
+    return not known or min(known) >= LEVEL * sum(x * n for x, n in known.items()) / sum(known.values())
 
 
 def _relation(sums: torch.Tensor) -> slope.Relation | None:
@@ -155,9 +193,10 @@ def findings(facts: Facts) -> list[Finding]:
     shares = {name: min(max(float(numbers.get("share_of_all", 1.0)), 0.0), 1.0) for name, numbers in seen.items()}
     weak = {name for name in seen if CAUSES[name].alike and shares[name] < LEAST_SHARE}
     left = [name for name in seen if not any(_explains(other, name, shares) for other in seen.keys() - weak)]
-    rest = 1 - max((shares[name] for name in left if name not in weak), default=0.0)
+    rest = 1 - max((shares[name] for name in left if name not in weak | UNMEASURED), default=0.0)
     enough = facts.sums["usable"] >= FEW
-    if enough and rest > 0.5 and rest * facts.kl_k3 > LIMITS[FIRST].high and WEIGHTS.isdisjoint(left):
+    even = facts.is_even or any(shares[name] > PART for name in LOCAL.intersection(left))
+    if enough and even and rest > 0.5 and rest * facts.kl_k3 > LIMITS[FIRST].high and WEIGHTS.isdisjoint(left):
         seen[PRECISION], shares[PRECISION] = {"kl_k3": facts.kl_k3, "rest": rest}, rest
         left.append(PRECISION)
     order = sorted(left, key=lambda name: (name in weak, name == PRECISION, -shares[name]))
@@ -165,9 +204,9 @@ def findings(facts: Facts) -> list[Finding]:
 
 
 def _explains(name: str, other: str, shares: Mapping[str, float]) -> bool:
-    """Whether one cause brings about the sign of another; of two that each could, the one with the larger share."""
+    """Whether one cause, as large, brings about the sign of another; of two that each could, the larger one."""
     mutual = name in CAUSES[other].explains and shares[other] > shares[name]
-    return other in CAUSES[name].explains and not mutual
+    return other in CAUSES[name].explains and not mutual and shares[name] >= AS_LARGE * shares[other]
 
 
 def _finding(name: str, seen: Mapping[str, Numbers], shares: Mapping[str, float], order: Sequence[str]) -> Finding:
@@ -193,7 +232,9 @@ def _rival(name: str, shares: Mapping[str, float], order: Sequence[str]) -> str:
 def _nonfinite(facts: Facts) -> Numbers | None:
     train, rollout = (facts.sums.get(f"nonfinite_{side}", 0.0) for side in ("train", "rollout"))
     named = (
-        f"; {side}: " + ", ".join(f"{name} ({count})" for name, count in names.most_common())
+        f"; {side}: "
+        + ", ".join(f"{name} ({count})" for name, count in names.most_common(SHOWN))
+        + f" and {len(names) - SHOWN} other numbers" * (len(names) > SHOWN)
         for side, names in facts.evidence.absent.items()
         if names
     )
@@ -206,9 +247,20 @@ def _broken_advantages(facts: Facts) -> Numbers | None:
 
 
 def _placeholder(facts: Facts) -> Numbers | None:
-    count = facts.evidence.sure_yet_unlikely
-    share = count / max(facts.sums["usable"], 1)
-    return {"count": count, "share": share} if count >= 3 and share >= SURE_SHARE else None
+    usable = max(facts.sums["usable"], 1)
+    shown = {key: x.tolist() for key, x in facts.evidence.fills.items() if _is_fill(facts, *key, int(x[0]), usable)}
+    told = (
+        f"{n:.0f} ({n / usable:.2%}) have a {side} log-prob of exactly {number:g}"
+        + ", while the other side finds them unlikely" * (number == 0)
+        for (side, number), (n, _) in sorted(shown.items(), key=lambda item: -item[1][0])[:SHOWN]
+    )
+    found = sum(one for _, one in shown.values())
+    return {"told": "; ".join(told), "share_of_all": found / facts.mass} if shown else None
+
+
+def _is_fill(facts: Facts, side: str, number: float, count: int, usable: float) -> bool:
+    least, near = (FILLS, facts.evidence.low[side, math.floor(number)]) if number else (3, count)
+    return count >= max(least, SURE_SHARE * usable, near / 2)
 
 
 def _pairing(facts: Facts, of_all: bool) -> Numbers | None:
@@ -217,8 +269,8 @@ def _pairing(facts: Facts, of_all: bool) -> Numbers | None:
     if found is None or of_all != bool(found.shift or found.share > 0.5):
         return None
     *_, masses = torch.cat(facts.evidence.rows, 1)
-    share = masses[facts.evidence.lists.broken(facts.kl)].sum() / masses.sum().clamp(min=1e-30)
-    return {"found": found, "share_of_all": float(share)}
+    share = float(masses[facts.evidence.lists.broken(facts.kl)].sum()) / facts.mass
+    return {"found": found, "share_of_all": share}
 
 
 def _of_part(facts: Facts, part: str, factor: float) -> Numbers | None:
@@ -257,11 +309,24 @@ def _is_scaled(facts: Facts) -> bool:
 def _is_multiple(facts: Facts) -> bool:
     """Whether one list is so much a multiple of the other that no mean ratio tells more."""
     found = facts.related
-    if found is None:
-        return False
+    return found is not None and abs(found.nearest - 1) > slope.SLOPE_MARGIN and _factor(facts)[1] < 1 - PROPORTIONAL
+
+
+def _factor(facts: Facts) -> tuple[float, float]:
+    """By which factor log pi_old is log mu, and the share of (log r)^2, or of (log pi_old)^2, that it leaves."""
     xx, yy, xy = (facts.means[name] for name in ("behavior_squared", "proximal_squared", "log_prob_product"))
-    left = (yy - xy * xy / max(xx, 1e-30)) / facts.square
-    return abs(found.nearest - 1) > slope.SLOPE_MARGIN and left < 1 - PROPORTIONAL
+    left = yy - xy * xy / max(xx, 1e-30)
+    return math.sqrt(yy / max(xx, 1e-30)), left / max(min(facts.square, yy), 1e-30)
+
+
+def _unit(facts: Facts) -> Numbers | None:
+    """A factor that is a logarithm's base, or that no temperature reaches; a temperature leaves more, for its mass."""
+    if not _is_multiple(facts):
+        return None
+    factor, left = _factor(facts)
+    size = abs(math.log(factor))
+    of_unit = size > math.log(MOST_FACTOR) or any(abs(size - unit) < UNIT_MARGIN for unit in UNITS)
+    return {"factor": factor, "left": left} if left < LEFT and of_unit else None
 
 
 def _of_line(facts: Facts, found: slope.Relation) -> float:
@@ -315,6 +380,7 @@ def _cut_off(facts: Facts) -> Numbers | None:
     if found is None or _off_one(facts) >= 0 or _is_multiple(facts):
         return None
     even = found.mean_log_ratio <= 0 and abs(math.log(found.mean_ratio) - found.mean_log_ratio) <= 0.2
+    even &= facts.spread["tokens"] >= EVEN["tokens"] and _is_level(facts.places.get("position", ()), "kl_k1")
     return {"found": found, "share_of_all": found.mean_log_ratio**2 / facts.square} if even else None
 
 
@@ -332,7 +398,7 @@ def _share_of(facts: Facts, part: str) -> float:
 
 
 def _of_bucket(facts: Facts, place: str, usual: str, factor: float, least: int = 1) -> Numbers | None:
-    """A bucket of a place, beyond which k3 is higher by a factor and by `STANDARD_ERRORS`."""
+    """A bucket of a place, beyond which `mass` is higher by a factor and by `STANDARD_ERRORS`; one token moves k3."""
     rows = {str(row["bucket"]): row for row in facts.places.get(place, ())}
     moments = {bucket: _moments(row) for bucket, row in rows.items()}
     low = moments.pop(usual, Moments())
@@ -342,18 +408,32 @@ def _of_bucket(facts: Facts, place: str, usual: str, factor: float, least: int =
     if high.mean - low.mean < STANDARD_ERRORS * math.sqrt(low.variance / low.count + high.variance / high.count):
         return None
     tokens = low.count + high.count
-    every = sum(float(row["tokens"]) * float(row["mass"]) for row in rows.values())
-    explained = 1 - tokens * float(rows[usual]["mass"]) / every
-    return {"usual": low, "others": high, "share": high.count / tokens, "share_of_all": explained}
+    explained = 1 - tokens * low.mean / (low.total + high.total)
+    told = sum(moments[bucket].count * float(rows[bucket]["kl_k3"]) for bucket in moments) / high.count
+    usual_kl_k3 = float(rows[usual]["kl_k3"])
+    return {"usual": usual_kl_k3, "others": told, "share": high.count / tokens, "share_of_all": explained}
 
 
 def _moments(row: Mapping[str, float | str]) -> Moments:
-    n, mean, square = (float(row[name]) for name in ("tokens", "kl_k3", "k3_squared"))
+    n, mean, square = (float(row[name]) for name in ("tokens", "mass", "mass_squared"))
     return Moments(n, n * mean, n * square)
 
 
 def _jump(facts: Facts) -> Numbers | None:
-    return _of_change(facts, lambda one: one.sudden and one.apart and one.factor >= JUMP_FACTOR)
+    """The first sudden change, up or from beyond the limit down, that more than one response of its level shows."""
+    sudden = (place for place, one in enumerate(facts.changes) if one.sudden and one.apart)
+    fits = (facts.changes[place] for place in sudden if _counts(facts, place) and _of_several(facts, place))
+    return _of_change(facts, next(fits, None))
+
+
+def _counts(facts: Facts, place: int) -> bool:
+    """Whether a change is large, and leads beyond the limit of kl_k3 or from there, or rises between lasting levels."""
+    one = facts.changes[place]
+    if max(one.factor, 1 / one.factor) < JUMP_FACTOR:
+        return False
+    steps = [len(_level(facts, level)[0].unique()) for level in range(len(facts.changes) + 1)]
+    lasts = min(steps[place : place + 2]) >= SIDE or sum(steps) < 2 * SIDE
+    return max(one.before, one.after) > LIMITS[FIRST].high or (lasts and one.factor > 1)
 
 
 def _rise(facts: Facts) -> Numbers | None:
@@ -362,17 +442,35 @@ def _rise(facts: Facts) -> Numbers | None:
         return None
     first, last = facts.changes[0], facts.changes[-1]
     whole = Change(last.step, first.before, last.after, sudden=False)
-    return _of_change(facts, lambda one: one.factor >= JUMP_FACTOR, [whole])
+    counts = whole.after > LIMITS[FIRST].high or not first.sudden or _counts(facts, 0)
+    return _of_change(facts, whole if counts and whole.factor >= JUMP_FACTOR else None)
 
 
-def _of_change(facts: Facts, fits: Callable[[Change], bool], among: Sequence[Change] | None = None) -> Numbers | None:
-    first = next(filter(fits, facts.changes if among is None else among), None)
-    if first is None:
+def _of_change(facts: Facts, change: Change | None) -> Numbers | None:
+    if change is None:
         return None
-    steps, counts, masses = torch.cat(facts.evidence.rows, 1)
-    before = steps < facts.changes[0].step
-    usual = masses[before].sum() / counts[before].sum().clamp(min=1)
-    return {"change": first, "share_of_all": 1 - float(usual * counts.sum() / masses.sum().clamp(min=1e-30))}
+    usual = _mean(_level(facts, 0 if facts.changes[0].factor > 1 else 1))
+    _, counts, _ = torch.cat(facts.evidence.rows, 1)
+    return {"change": change, "share_of_all": 1 - float(usual * counts.sum()) / facts.mass}
+
+
+def _level(facts: Facts, place: int) -> torch.Tensor:
+    """The rows of the responses of a level; level 0 ends at the first change."""
+    edges = [-math.inf, *(one.step for one in facts.changes), math.inf]
+    rows = torch.cat(facts.evidence.rows, 1)
+    return rows[:, (rows[0] >= edges[place]) & (rows[0] < edges[place + 1])]
+
+
+def _mean(rows: torch.Tensor) -> torch.Tensor:
+    """The mean of `mass` over the usable tokens of responses."""
+    return rows[2].sum() / rows[1].sum().clamp(min=1)
+
+
+def _of_several(facts: Facts, place: int) -> bool:
+    """Whether the higher level stays above the lower one without its heaviest response."""
+    low, high = (_level(facts, place + side) for side in ((0, 1) if facts.changes[place].factor > 1 else (1, 0)))
+    lighter = torch.arange(high.shape[1]) != high[2].argmax()
+    return bool(_mean(high[:, lighter]) > math.sqrt(JUMP_FACTOR) * _mean(low))
 
 
 def _differing_weights(facts: Facts) -> Numbers | None:
@@ -428,6 +526,7 @@ DETECTORS: dict[str, Callable[[Facts], Numbers | None]] = {
     "swapped": _swapped,
     "end-token": partial(_of_part, part="end", factor=END_FACTOR),
     "template": partial(_of_part, part="beginning", factor=BEGINNING_FACTOR),
+    "unit": _unit,
     "raw-log-probs": _raw,
     "temperature": _temperature,
     "top-p": _cut_off,

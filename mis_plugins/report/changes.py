@@ -16,15 +16,16 @@ SIDE = 3  # steps that a level needs on either side of a change
 STANDARD_ERRORS = 6.0
 LEAST_FACTOR = 1.5
 FEW_FACTOR = 10.0  # between the ends of a curve: a change, however few the steps are
+MOST = 8  # changes, the largest
+BESIDE = 8  # steps on either side that tell the noise at a step
 SUDDEN = 0.6  # of the change of a curve without levels, within one step
-MOST = 5
 
 
 @dataclass(frozen=True)
 class Change:
     """A curve has one level up to a step, and another level from that step on.
 
-    step: first step of the new level.
+    step: first step of the new level, which may be the only one.
     before, after: geometric means of the two levels.
     sudden: whether half of the change happened in one step; a drift is not sudden.
     apart: whether no step of one level reaches the other level's steps; a policy that is unstable comes and goes.
@@ -45,16 +46,18 @@ def changes(steps: Sequence[int], values: Sequence[float]) -> list[Change]:
     """Changes of a positive curve, by repeated halving: the cut that best separates two levels, then each side anew.
 
     A cut counts where the levels differ by `LEAST_FACTOR` and by `STANDARD_ERRORS` of the noise between neighbours.
-    Without such a cut, a line through all steps counts by the same two measures, and so do ends that lie `FEW_FACTOR`
-    apart.
+    Where two neighbours alone do, a cut stands between them, so that a single step may be a level. Without a cut, a
+    line through all steps counts by the same two measures, and so do ends that lie `FEW_FACTOR` apart.
     """
     logs = _logs(values)
-    cuts, told = _cuts(logs)[:MOST], logs.tolist()
+    cuts, told = _cuts(logs), logs.tolist()
     if not cuts:
         return _drift(steps, logs)
     edges = [0, *cuts, len(logs)]
     spans = zip(edges, edges[1:], edges[2:], strict=False)
-    return [_change(steps[cut], told[start:cut], told[cut:stop]) for start, cut, stop in spans]
+    found = [_change(steps[cut], told[start:cut], told[cut:stop]) for start, cut, stop in spans]
+    largest = sorted(found, key=lambda one: abs(math.log(one.factor)))[-MOST:]
+    return sorted(largest, key=lambda one: one.step)
 
 
 def smallest_rise(values: Sequence[float]) -> float:
@@ -80,10 +83,11 @@ def _change(step: int, before: Sequence[float], after: Sequence[float]) -> Chang
 
 def _cuts(logs: Float[Tensor, " S"]) -> list[int]:
     """All cuts, in order."""
-    spans, found = [(0, len(logs))], []
+    spans, found, edges = [(0, len(logs))], [], _edges(logs)
     while spans:
         start, stop = spans.pop()
-        cut = _best_cut(logs[start:stop])
+        edge = next((edge for edge in edges if start < edge < stop), None)
+        cut = _best_cut(logs[start:stop]) if edge is None else edge - start
         if cut is not None:
             found.append(start + cut)
             spans += [(start, start + cut), (start + cut, stop)]
@@ -103,6 +107,23 @@ def _best_cut(logs: Float[Tensor, " S"]) -> int | None:
     score = torch.where(distance < math.log(LEAST_FACTOR), 0, score)
     best = int(score.argmax())
     return None if score[best] < STANDARD_ERRORS else int(count[best])
+
+
+def _edges(logs: Float[Tensor, " S"]) -> list[int]:
+    """Steps that differ from the one before by more than noise, and by twice what a rise or a fall around them does.
+
+    The noise is that of all steps or that of those beside, whichever is larger.
+    """
+    if len(logs) < 2:
+        return []
+    moves = torch.nn.functional.pad(logs.diff(), (1, 1))
+    around = torch.stack([moves[:-2], moves[2:]]) * moves[1:-1].sign()
+    alone = moves[1:-1].abs() - 2 * around.amax(0).clamp(min=0)
+    beside = torch.nn.functional.pad(moves[1:-1].abs(), (BESIDE, BESIDE), value=torch.nan).unfold(0, 2 * BESIDE + 1, 1)
+    noise = (beside.nanquantile(0.5, 1) / 0.954).clamp(min=_noise(logs))
+    least = (STANDARD_ERRORS * 2**0.5 * noise).clamp(min=math.log(LEAST_FACTOR))
+    least = math.log(FEW_FACTOR) if len(logs) < 2 * SIDE else least
+    return [place + 1 for place in (alone >= least).nonzero().flatten().tolist()]
 
 
 def _drift(steps: Sequence[int], logs: Float[Tensor, " S"]) -> list[Change]:

@@ -10,6 +10,7 @@ import argparse
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 
@@ -33,13 +34,20 @@ ALARMED = 3
 NEEDED = "it takes behavior_log_probs and proximal_log_probs of tokens, or curves of kl_k3 and its like"
 PAGE = "report.html"
 SECONDS = 2.0
+LONGEST_WAIT = 86_400  # seconds
 SHOWN_PROBLEMS, SHOWN_CONFIGS = 10, 8
 SHOWN = (FIRST, "kl_k1", "log_prob_diff_abs_mean", "ratio_mean", "ess_ratio", "prob_correlation", "kept_fraction")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Make the report once, or again and again with `--watch`."""
+    """Make the report once, or again and again with `--watch`.
+
+    Raises:
+        InputError: a path does not exist, or `--every` is no number of seconds to wait.
+    """
     ever = False
+    if not 0 <= arguments.every <= LONGEST_WAIT:
+        raise InputError(f"--every: got {arguments.every:g}; give seconds from 0 to {LONGEST_WAIT}")
     finish_killed(arguments.output)
     while True:
         document = read(arguments.paths, arguments)
@@ -109,7 +117,7 @@ def read(paths: Sequence[Path], arguments: argparse.Namespace) -> Document:
     proposal = None
     if made and made.usable:
         length = made.usable / max(made.sequences, 1)
-        calm = level_of(made) == CALM
+        calm = level_of(replace(made, rejected=0, torn=())) == CALM
         proposal = propose(swept, made.outcomes, made.whole, made.steps, length, calm)
     known = problems.of_file.total()
     curves = found.read_curves(problems)

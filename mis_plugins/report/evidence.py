@@ -24,8 +24,10 @@ LONG_ENOUGH = 16  # valid tokens of a sequence whose ends are compared with its 
 LARGEST_ID = 1_000_000
 FOLDS = 32  # of the sequences, for the standard errors of slopes and means
 RELATED = ("usable", *slope.RELATED_SUMS, "inverse")
-UNLIKELY = -1.0  # log-prob of the trainer where the engine reports a probability of exactly 1
-RUN, UNLIKELY_RUN = 3, -3.0  # of a run of such tokens: the fewest tokens, and the sum of the log-probs
+UNLIKELY = -1.0  # log-prob of one side where the other reports a probability of exactly 1; of a run the mean
+RUN = 3  # fewest such tokens of a run
+LOW = -8.0  # from here down a number that recurs may be no log-prob
+SIDES = ("trainer", "rollout")
 
 
 @dataclass(frozen=True)
@@ -65,23 +67,31 @@ class Evidence:
     """Sums over a whole run that detectors read; the step metrics stand beside them.
 
     moments: of each number of `of_sequences`.
-    sure_yet_unlikely: number of tokens that the engine reports a log-prob of exactly 0 for, while the trainer finds
-        the token, or a run of such tokens, unlikely.
+    fills: of each side and number the tokens with exactly that log-prob, and their sum of `mass`: 0 where the other
+        side finds the token, or a run of such tokens, unlikely; numbers below `LOW` where the other is a nat away.
+    low: of each side the tokens with such low numbers, by the nat that they lie in.
     absent: of each side how often each entry stands in for a log-prob, by its name.
     lists: pairs of both lists of log-probs, for each sequence.
     folds: sums of `RELATED` over the usable tokens of every `FOLDS`-th sequence.
     rows: of each sequence its step, the number of usable tokens, and their sum of `mass`.
-    by_id: of each token id the count, and the sums of log r, log mu, (log r)^2, (log mu)^2 and their product.
+    seen, repeated: digests of the responses' log-probs, and how many responses repeat an earlier one's.
+    by_id: of each token id the count, and the sums of log r, log mu, (log r)^2, (log mu)^2 and their product; of equal
+        contexts the first one counts.
     """
 
     moments: defaultdict[str, Moments] = field(default_factory=lambda: defaultdict(Moments))
-    sure_yet_unlikely: int = 0
+    fills: defaultdict[tuple[str, float], Float[Tensor, " 2"]] = field(
+        default_factory=lambda: defaultdict(lambda: torch.zeros(2).double())
+    )
+    low: Counter[tuple[str, float]] = field(default_factory=Counter)
     broken_advantages: int = 0
     absent: defaultdict[str, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
     lists: Lists = field(default_factory=Lists)
     folds: Float[Tensor, "R F"] = field(default_factory=lambda: torch.zeros(len(RELATED), FOLDS).double())
     rows: list[Float[Tensor, "3 N"]] = field(default_factory=list)
     sequences: int = 0
+    seen: set[int] = field(default_factory=set)
+    repeated: int = 0
     by_id: Float[Tensor, "6 V"] | None = None
 
     def add(self, batch: Batch, correction: Correction, tokens: Tokens) -> None:
@@ -89,18 +99,31 @@ class Evidence:
         numbers = of_sequences(batch.ragged, tokens, ended)
         for name, values in numbers.items():
             self.moments[name] = self.moments[name].plus(values)
-        sure = tokens.usable & (batch.behavior == 0)
-        unlikely = (batch.proximal < UNLIKELY) | in_unlikely_runs(sure, batch)
-        self.sure_yet_unlikely += int((sure & unlikely).sum())
+        self._add_fills(batch, tokens)
         for record in batch.records:
             if record.advantages is not None:
                 self.broken_advantages += int((~record.advantages.isfinite() & record.loss_mask).sum())
             for side, names in record.absent.items():
                 self.absent[side].update(names)
         self._add_lists(batch, tokens)
+        again = self._are_repeated(batch)
         ids = batch.whole_numbers("tokens")
         if ids is not None:
-            self._add_ids(ids, tokens)
+            new = ~batch.ragged.to_tokens(again) & are_first(ids, batch.positions)
+            self._add_ids(ids.masked_fill(~new, -1), tokens)
+
+    def _add_fills(self, batch: Batch, tokens: Tokens) -> None:
+        masses, apart = mass(tokens), tokens.usable & (tokens.log_ratio.abs() > -UNLIKELY)
+        for side, one, other in zip(SIDES, tokens.log_probs, tokens.log_probs.flip(0), strict=True):
+            sure = tokens.usable & (one == 0)
+            odd = sure & ((other < UNLIKELY) | in_unlikely_runs(sure, other, batch.positions))
+            low = apart & (one < LOW)
+            nats, counts = one[low].floor().unique(return_counts=True)
+            self.low.update({(side, nat): n for nat, n in zip(nats.tolist(), counts.tolist(), strict=True)})
+            numbers, place, counts = one[odd | low].unique(return_inverse=True, return_counts=True)
+            sums = torch.stack([counts, torch.bincount(place, masses[odd | low], len(numbers))], 1)
+            for kept in ((numbers == 0) | (counts >= RUN)).nonzero().flatten().tolist():
+                self.fills[side, float(numbers[kept])] += sums[kept]
 
     def _add_lists(self, batch: Batch, tokens: Tokens) -> None:
         """Add the pairs of both lists, and the sums of each fold."""
@@ -117,6 +140,16 @@ class Evidence:
         self.folds.index_add_(1, (owner + self.sequences) % FOLDS, rows)
         self.sequences += ragged.size
 
+    def _are_repeated(self, batch: Batch) -> Bool[Tensor, " N"]:
+        """Which responses have all log-probs of an earlier one, as of a file or a step that was read twice."""
+        again = []
+        for record in batch.records:
+            both = torch.cat([record.behavior_log_probs, record.proximal_log_probs]).numpy().tobytes()
+            again.append(record.size >= LONG_ENOUGH and hash(both) in self.seen)
+            self.seen.add(hash(both))
+        self.repeated += sum(again)
+        return torch.tensor(again)
+
     def _add_ids(self, ids: Int[Tensor, " T"], tokens: Tokens) -> None:
         known = tokens.usable & (ids >= 0) & (ids < LARGEST_ID)
         index, r, m = ids[known], tokens.log_ratio[known], tokens.log_probs[1, known]
@@ -128,13 +161,25 @@ class Evidence:
         self.by_id = added if self.by_id is None else _added(self.by_id, added)
 
 
-def in_unlikely_runs(sure: Bool[Tensor, " T"], batch: Batch) -> Bool[Tensor, " T"]:
-    """Tokens of a response in runs of `RUN` or more sure ones, whose trainer log-probs add up below `UNLIKELY_RUN`."""
-    before = torch.cat([sure.new_zeros(1), sure[:-1]]) & (batch.positions > 0)
+def are_first(ids: Int[Tensor, " T"], positions: Int[Tensor, " T"]) -> Bool[Tensor, " T"]:
+    """Tokens of which no earlier one follows the same ids of its response: equal contexts err alike in any engine."""
+    mixed = (ids + 1) * 6364136223846793005  # products and sums wrap around at 2^64, as a hash's may
+    mixed = (mixed ^ (mixed >> 29)) * (2 * positions + 1)
+    sums = torch.cat([mixed.new_zeros(1), mixed.cumsum(0)])
+    starts = torch.arange(len(ids)) - positions
+    _, place = (sums[1:] - sums[starts]).unique(return_inverse=True)
+    first = torch.full((len(ids),), len(ids)).scatter_reduce(0, place, torch.arange(len(ids)), "amin")
+    return first[place] == torch.arange(len(ids))
+
+
+def in_unlikely_runs(
+    sure: Bool[Tensor, " T"], other: Float[Tensor, " T"], positions: Int[Tensor, " T"]
+) -> Bool[Tensor, " T"]:
+    """Tokens of a response in runs of `RUN` or more sure ones, whose mean log-prob of the other side is `UNLIKELY`."""
+    before = torch.cat([sure.new_zeros(1), sure[:-1]]) & (positions > 0)
     number = (sure & ~before).cumsum(0) * sure  # of the token's run; 0 outside of runs
-    log_prob = torch.bincount(number, torch.where(sure, batch.proximal, 0))
-    unlikely = (torch.bincount(number) >= RUN) & (log_prob < UNLIKELY_RUN)
-    return sure & unlikely[number]
+    count, log_prob = torch.bincount(number), torch.bincount(number, torch.where(sure, other, 0))
+    return sure & ((count >= RUN) & (log_prob < UNLIKELY * count))[number]
 
 
 def _added(first: Tensor, second: Tensor) -> Tensor:

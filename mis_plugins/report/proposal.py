@@ -14,7 +14,9 @@ from mis_plugins.explain.words import flags
 from mis_plugins.report.sweep import Candidate, load
 
 NOTHING = "nothing"  # the name of a proposal to a calm run
-NO_ADVANTAGES = "configs are not ranked by gradient without advantages: write the column `advantages`, and report again"
+NO_ADVANTAGES = (
+    "configs are not ranked by gradient without advantages: write the column `advantages`, not all 0, and report again"
+)
 SHOWN = 6  # configs that are as good
 LEAST_KEPT = 0.5
 # Noise averages out over steps and a wrong direction adds up: only ten times the noise puts a candidate out.

@@ -72,16 +72,21 @@ class Record:
     @property
     def ages(self) -> Int[Tensor, " R"] | None:
         """Trainer version less each token's version. Without a trainer version the newest token counts as age 0."""
+        return None if self.newest is None or self.versions is None else self.newest - self.versions
+
+    @property
+    def newest(self) -> int | None:
+        """The trainer's version, or that of the newest token; None where no token has one."""
         if self.versions is None or not self.size:
             return None
-        newest = self.versions.max() if self.trainer_version is None else self.trainer_version
-        return newest - self.versions
+        return int(self.versions.max()) if self.trainer_version is None else self.trainer_version
 
 
 LONGEST_TEXT = 20_000  # letters that are kept of a prompt or a response
 LONGEST_WORD = 200  # letters that are kept of a token's text or of a sample's name
 LARGEST = 2**53  # whole numbers up to here are exact in JSON, and their differences fit in 64 bits
 CERTAIN = 0.1  # a log-probability is at most 0; a mean so much above is no noise of a few tokens
+FALLING = 16  # numbers that follow one another by their size once in 2e13 times by chance
 REQUIRED = ("behavior_log_probs", "proximal_log_probs")
 KINDS: dict[str, torch.dtype] = {
     **dict.fromkeys((*REQUIRED, "advantages"), torch.float32),
@@ -113,6 +118,8 @@ def from_mapping(values: Mapping[str, Any], step: Any, sample: str) -> Record:
         mean = float(found[name][found["loss_mask"] & found[name].isfinite()].double().mean())
         if mean > CERTAIN:  # as of probabilities, or of negative log-probs
             raise RecordError(f"{name}: the mean is {mean:.3g}, and no log-probability is above 0")
+        if bool((found[name].diff() <= 0).all()) and found[name].unique().numel() >= FALLING:
+            raise RecordError(f"{name}: never rises from token to token, as a running sum; give each token's own")
     return Record(
         step=step_of(step),
         sample=printed(sample, LONGEST_WORD),
@@ -152,6 +159,8 @@ def _tensor(name: str, values: Any) -> Tensor:
         raise RecordError(f"{name}: holds numbers of another kind ({found.dtype})")
     if kind == torch.int64 and found.numel() and not _are_whole(found):
         raise RecordError(f"{name}: holds a number that is not whole, or lies beyond {LARGEST}")
+    if kind == torch.bool and not ((found == 0) | (found == 1)).all():
+        raise RecordError(f"{name}: holds a number other than 0 and 1")
     return found.to(kind)
 
 
@@ -244,8 +253,16 @@ class Batch:
         return self._column("advantages", torch.nan, torch.float32)
 
     def whole_numbers(self, name: str) -> Int[Tensor, " T"] | None:
-        """The records' `tokens`, `ages`, `turns` or `route_differs`, -1 where unknown; None where all are."""
-        return self._column(name, UNKNOWN, torch.int64)
+        """The records' `tokens`, `ages`, `turns` or `route_differs`, -1 where unknown; None where all are.
+
+        Without a trainer version the newest token of the batch counts as age 0: one step trained on all its responses.
+        """
+        if name != "ages":
+            return self._column(name, UNKNOWN, torch.int64)
+        newest = max((one.newest for one in self.records if one.newest is not None), default=None)
+        given = (newest if one.trainer_version is None else one.trainer_version for one in self.records)
+        told = [replace(one, trainer_version=trainer) for one, trainer in zip(self.records, given, strict=True)]
+        return Batch(self.step, tuple(told))._column(name, UNKNOWN, torch.int64)
 
     @cached_property
     def positions(self) -> Int[Tensor, " T"]:

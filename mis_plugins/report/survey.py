@@ -139,6 +139,8 @@ class Report:
     rejected, torn: as of a `Survey`.
     usable: number of tokens that the loss mask keeps and whose two log-probs are finite; all means are over them.
     absent: as of an `Evidence`.
+    spread: as of `Facts`.
+    repeated: number of responses with all log-probs of an earlier one.
     """
 
     steps: dict[int, dict[str, float]]
@@ -155,6 +157,8 @@ class Report:
     torn: tuple[str, ...]
     usable: int
     absent: dict[str, dict[str, int]]
+    spread: dict[str, float]
+    repeated: int
 
 
 def walk(survey: Survey, sources: Sequence[Source], problems: Problems, told: Told) -> bool:
@@ -201,12 +205,13 @@ def report(survey: Survey) -> Report | None:
     places = survey.tables.rows()
     known = {step: x for step, values in steps.items() if math.isfinite(x := values.get(FIRST, math.nan))}
     found = changes(list(known), list(known.values()))
+    facts = Facts(whole.named_sums, survey.evidence, places, found)
     return Report(
         steps=steps,
         whole=ordered(finalize(whole, survey.own)),
         places=places,
         changes=found,
-        findings=findings(Facts(whole.named_sums, survey.evidence, places, found)),
+        findings=findings(facts),
         alarms=list(survey.numbers.alarms()),
         worst_tokens=survey.worst.worst_tokens(),
         worst_sequences=survey.worst.worst_sequences(),
@@ -216,6 +221,8 @@ def report(survey: Survey) -> Report | None:
         torn=survey.torn,
         usable=int(whole.named_sums["usable"]),
         absent={side: dict(names) for side, names in survey.evidence.absent.items() if names},
+        spread=facts.spread,
+        repeated=survey.evidence.repeated,
     )
 
 

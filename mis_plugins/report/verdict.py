@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 from mis_plugins.explain.limits import FIRST, LIMITS
 from mis_plugins.explain.rungs import Rung, record
-from mis_plugins.report.causes import FEW, PRECISION
-from mis_plugins.report.changes import Change, changes, smallest_rise
+from mis_plugins.report.causes import EVEN, FEW, PRECISION
+from mis_plugins.report.changes import SMALLEST, Change, changes, smallest_rise
 from mis_plugins.report.proposal import NOTHING, Proposal
 from mis_plugins.report.readers.keys import lacking
 from mis_plugins.report.readers.source import Curve, Problem, Problems
@@ -108,7 +108,8 @@ def level_of(report: Report) -> str:
     told = any(one.name != PRECISION for one in report.findings)
     if told or not report.whole[FIRST] <= LIMITS[FIRST].alarm:
         return ALARM
-    return WATCH if beyond(report.whole) or _much_is_lost(report) or report.usable < FEW else CALM
+    rose = any(one.factor > 1 and one.after > LIMITS[FIRST].high for one in report.changes)
+    return WATCH if beyond(report.whole) or rose or _much_is_lost(report) or report.usable < FEW else CALM
 
 
 def _much_is_lost(report: Report) -> bool:
@@ -118,7 +119,8 @@ def _much_is_lost(report: Report) -> bool:
 def _unread(report: Report) -> dict[str, str]:
     """How many records were rejected, and which files could not be read to their end."""
     told = f"{_rejected(report)}, so the verdict is on the others." if report.rejected else ""
-    return {"Not read": told} | _broke_off(report.torn)
+    twice = f"{report.repeated} of {report.sequences} responses have all log-probs of an earlier one, and count twice."
+    return {"Not read": told, "Read twice": twice if report.repeated else ""} | _broke_off(report.torn)
 
 
 def _broke_off(torn: Sequence[str]) -> dict[str, str]:
@@ -151,6 +153,8 @@ def _of_nothing(report: Report) -> Verdict:
 def of_curves(curves: Sequence[Curve], rejected: int = 0, unread: int = 0, problems: Problems | None = None) -> Verdict:
     """The verdict on curves without tokens, by the last value of each number: a log's row holds only some numbers.
 
+    A number that lay beyond its limit before is told too.
+
     rejected: number of records of tokens that could not be read.
     unread: number of rows of the curves that could not be read.
     problems: what could not be read, and which files broke off; None where all was read.
@@ -159,6 +163,7 @@ def of_curves(curves: Sequence[Curve], rejected: int = 0, unread: int = 0, probl
     rows = [(name, step, x) for curve in curves for name, (step, x) in _last(curve).items()]
     limits = [f"{limit}, at step {step}" for name, step, x in rows for limit in beyond({name: x})]
     words = "; ".join(dict.fromkeys(limits))
+    earlier = {"Beyond its limit before": "; ".join(dict.fromkeys(filter(None, map(_earlier, curves))))}
     values = (row.items() for curve in curves for row in curve.values.values())
     if not any(possible(name, x) for row in values for name, x in row if name in LIMITS):
         why = words or (_unknown(curves) if curves and not rejected else _unreadable(rejected, problems.kept))
@@ -172,16 +177,17 @@ def of_curves(curves: Sequence[Curve], rejected: int = 0, unread: int = 0, probl
     if limits:
         alarming = any(name == FIRST and x > LIMITS[FIRST].alarm for name, _, x in rows)
         level, headline = ALARM if alarming else WATCH, f"Last seen beyond its limit: {words}."
-        return Verdict(level, headline, TOLD | over_time | lost)
-    if any(lost.values()) or any(one.factor > 1 for one in moves):
-        name, text = next((name, text) for name, text in (lost | over_time).items() if text)
-        return Verdict(WATCH, f"{name}: {text}", TOLD | lost | over_time | {name: ""})
+        return Verdict(level, headline, TOLD | over_time | earlier | lost)
+    if any((earlier | lost).values()) or any(one.factor > 1 for one in moves):
+        name, text = next((name, text) for name, text in (lost | earlier | over_time).items() if text)
+        return Verdict(WATCH, f"{name}: {text}", TOLD | lost | earlier | over_time | {name: ""})
     return Verdict(CALM, "The curves end within their limits.", TOLD | over_time)
 
 
 def _over_steps(curves: Sequence[Curve]) -> tuple[dict[int, float], list[Change]]:
     """The kl_k3 of the first curve that has several, and its changes."""
-    found = ({step: row[FIRST] for step, row in curve.values.items() if FIRST in row} for curve in curves)
+    rows = (curve.values.items() for curve in curves)
+    found = ({step: row[FIRST] for step, row in one if math.isfinite(row.get(FIRST, math.nan))} for one in rows)
     known = next((one for one in found if len(one) > 1), {})
     return known, changes(list(known), list(known.values()))
 
@@ -205,11 +211,24 @@ def _last(curve: Curve) -> dict[str, tuple[int, float]]:
     return {name: (step, row[name]) for name in LIMITS for step, row in rows if name in row}
 
 
+def _earlier(curve: Curve) -> str:
+    """The worst of each number's values that lay beyond its limit, where the last one does not, in words."""
+    last, told = _last(curve), []
+    for name in (name for name, (_, x) in last.items() if not beyond({name: x})):
+        known = {step: row[name] for step, row in curve.values.items() if name in row}
+        out = {step: x for step, x in known.items() if beyond({name: x})}
+        if out:
+            worst = max(out, key=lambda step: abs(out[step] - last[name][1]) if math.isfinite(out[step]) else -1.0)
+            told.append(f"{beyond({name: out[worst]})[0]}, at step {worst} ({len(out)} of {len(known)} steps)")
+    return "; ".join(told) + "." * bool(told)
+
+
 def _headline(report: Report, level: str) -> str:
     if report.findings:
         first, *others = report.findings
         more = f", and {len(others)} other cause{'s' if len(others) > 1 else ''}" if others else ""
-        return f"{first.cause.title}{more}."
+        mostly = f"{_rejected(report)}; of the others: " if report.rejected > report.sequences else ""
+        return f"{mostly}{first.cause.title}{more}."
     if report.usable < FEW:
         return f"{report.usable} token{'s' * (report.usable > 1)} can be compared, too few to tell anything by."
     if level == CALM:
@@ -224,13 +243,21 @@ def since(steps: Mapping[int, float], found: Sequence[Change]) -> str:
     """How kl_k3 changed over the steps, or the smallest rise that would have shown."""
     if len(steps) < 2:
         return "one step was read, so no change over time can be seen."
+    known = {step: x for step, x in steps.items() if math.isfinite(x)}
     if not found:
-        least = smallest_rise([x for x in steps.values() if math.isfinite(x)])
-        return f"{FIRST} shows no change over {len(steps)} steps; a rise of {least:.2g} times would show."
+        least, top = smallest_rise(list(known.values())), max(known, key=lambda step: known[step], default=None)
+        highest = f", and the highest is {known[top]:.2g}, at step {top}" if top is not None else ""
+        return (
+            f"{FIRST} shows no change over {len(known)} steps; a lasting rise of {least:.2g} times would show{highest}."
+        )
     return f"{FIRST} {', then '.join(map(_change, found))}."
 
 
 def _change(one: Change) -> str:
+    if one.after < 2 * SMALLEST < one.before:
+        return f"fell to 0 at step {one.step}, from {one.before:.2g}"
+    if one.before < 2 * SMALLEST < one.after:
+        return f"rose from 0 to {one.after:.2g} at step {one.step}"
     how = f"{'rose' if one.factor > 1 else 'fell'} {max(one.factor, 1 / one.factor):.3g} times"
     when = "at" if one.sudden else "by"
     return f"{how} {when} step {one.step}, from {one.before:.2g} to {one.after:.2g}"
@@ -245,7 +272,9 @@ def _where(report: Report) -> str:
         high, low = max(wide, default=0.0), min(wide, default=0.0)
         if high > 3 * max(low, 1e-12) and name != "probability":
             found.append(f"{name} {wide[high]} ({high:.2g}, against {low:.2g} at {wide[low]})")
-    return f"most at {'; '.join(found)}." if found else "nowhere in particular; the mismatch is spread evenly."
+    few = [f"as if in {share:.1%} of the {name} alone" for name, share in report.spread.items() if share < EVEN[name]]
+    most = [f"most at {'; '.join(found)}"] if found else []
+    return f"{'; '.join(most + few) or 'nowhere in particular'}."
 
 
 def _helped(proposal: Proposal) -> str:

@@ -43,7 +43,7 @@ class Budget:
         if amount > self.most(size):
             whose = f"a file of {size:,} bytes" if self.per_byte else "any file"
             raise RecordError(
-                f"{where}: asks for {amount:,.0f} {self.what}, and {whose} may ask for {self.most(size):,.0f}"
+                f"{where}: asks for {amount:,.0f} {self.what}, and {whose} may ask for {int(self.most(size)):,}"
             )
 
 
@@ -54,7 +54,9 @@ DEPTH = Budget("levels of nesting", 64, 0, "recursion would end the process")
 LINE = Budget("bytes of one line", 64 * MEGABYTE, 0, "one line would be parsed into gigabytes of objects")
 ITEMS = Budget("values of one record", 4 * MEGABYTE, 0, "empty lists in one record would take a hundred bytes each")
 STEPS = Budget("steps", 100_000, 0, "each step of a run takes memory of its own, and a place on every curve")
-CHANGES = Budget("changes of the step", 2000, 1e-4, "each change of the step begins a batch, which takes milliseconds")
+CHANGES = Budget(
+    "changes of the step (sort by step)", 2000, 1e-4, "each change of the step begins a batch, which takes milliseconds"
+)
 SECONDS = Budget("seconds of reading", 8, 10 / MEGABYTE, "a reader would never come to the end")
 BUDGETS = (INFLATED, VALUES, OBJECTS, DEPTH, LINE, ITEMS, STEPS, CHANGES, SECONDS)
 

@@ -3,7 +3,9 @@
 import gzip
 import html
 import json
+import math
 import re
+from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -17,16 +19,18 @@ from test_readers import read, reported, some_records, write_lines
 from test_report import PLAIN, surveyed
 
 from lab.pages.metrics import WORDS
-from lab.planted_runs import IN_RECORDINGS, clean, planted_in_recording, recorded, records
+from lab.planted_runs import IN_RECORDINGS, _temperature, clean, drawn, planted_in_recording, recorded, records, sampled
 from mis_plugins.config.model import CorrectionConfig
+from mis_plugins.errors import InputError
 from mis_plugins.explain.limits import FIRST, LIMITS, ROWS, row
 from mis_plugins.explain.rungs import record
 from mis_plugins.report.causes import CAUSES
 from mis_plugins.report.changes import changes, smallest_rise
+from mis_plugins.report.command import run
 from mis_plugins.report.proposal import NOTHING, propose
 from mis_plugins.report.readers.keys import lacking
 from mis_plugins.report.readers.source import Curve
-from mis_plugins.report.record import Record
+from mis_plugins.report.record import Record, from_mapping
 from mis_plugins.report.survey import Survey, report
 from mis_plugins.report.sweep import candidates
 from mis_plugins.report.verdict import (
@@ -41,6 +45,7 @@ from mis_plugins.report.verdict import (
     verdict,
     were_rejected,
 )
+from mis_plugins.shared.budget import RecordError
 
 ROOT = Path(__file__).parents[2]
 NEEDED = ("behavior_log_probs", "proximal_log_probs")
@@ -248,7 +253,7 @@ def test_a_level_is_told_with_the_smallest_rise_that_would_have_shown(steps: int
     risen = [x * (1.25 * least if step >= steps // 2 else 1) for step, x in enumerate(level)]
     assert changes(range(steps), risen)
     curve = Curve("a run", {step: {FIRST: x} for step, x in enumerate(level)})
-    assert f"over {steps} steps; a rise of {least:.2g} times would show" in of_curves([curve]).lines[1]
+    assert f"over {steps} steps; a lasting rise of {least:.2g} times would show" in of_curves([curve]).lines[1]
 
 
 # Limits: one record, which the pages say too.
@@ -567,3 +572,170 @@ def test_a_ranking_beats_readmes_row_beyond_its_interval_alone() -> None:
     assert among(0.95, 0.0).name == "cis" and "README's row `tis` has 0.900; cis has 0.950" in among(0.95, 0.0).why[0]
     assert among(0.95, 0.02).name == "tis" and "as good within the interval: cis" in among(0.95, 0.02).why[-1]
     assert among(0.902, 0.0).name == "tis"
+
+
+# What an adversary's runs were told wrongly.
+
+INT5 = records(recorded("int5", 3))
+TEMPERED = records(sampled(_temperature(drawn(7, "bf16"), 0.7)))
+
+
+def changed(rows: Sequence[Record], name: str, change: Callable[[torch.Tensor], torch.Tensor]) -> list[Record]:
+    """Responses with one column changed."""
+    return [replace(one, **{name: change(getattr(one, name).clone())}) for one in rows]
+
+
+def ended_in(number: float, places: int = 3) -> Callable[[torch.Tensor], torch.Tensor]:
+    return lambda column: torch.cat([column[:-places], torch.full((places,), number)])
+
+
+def at_steps(bad: set[int], steps: int) -> list[Record]:
+    """A run whose engine is int5 at some steps alone."""
+    at = [place * steps // len(BF16) for place in range(len(BF16))]
+    return [replace((INT5 if step in bad else BF16)[place], step=step) for place, step in enumerate(at)]
+
+
+def in_one_place() -> list[Record]:
+    noise = torch.Generator().manual_seed(2)
+    late = [torch.randn(one.size, generator=noise).abs() * (torch.arange(one.size) >= 60) for one in BF16]
+    return [
+        replace(one, proximal_log_probs=one.proximal_log_probs - 0.8 * x) for one, x in zip(BF16, late, strict=True)
+    ]
+
+
+def of_versions() -> list[Record]:
+    """Every second response by an older version, and no word of the trainer's own version."""
+    rows = [(INT5 if place % 2 else BF16)[place] for place in range(len(BF16))]
+    ages = [torch.full((one.size,), one.step + 3 * (1 - place % 2)) for place, one in enumerate(rows)]
+    return [replace(one, versions=age) for one, age in zip(rows, ages, strict=True)]
+
+
+def with_flips() -> list[Record]:
+    noise, rows = torch.Generator().manual_seed(5), []
+    for one in BF16:
+        flips = torch.rand(one.size, generator=noise) < 0.03
+        moved = one.proximal_log_probs + flips * 2 * torch.randn(one.size, generator=noise)
+        rows.append(replace(one, route_differs=flips, proximal_log_probs=moved.clamp(max=-1e-6)))
+    return rows
+
+
+def with_placeholders(rows: Sequence[Record]) -> list[Record]:
+    """Five responses of which the engine's least likely token has a log-prob of 0."""
+    filled = changed(rows[:5], "behavior_log_probs", lambda column: column.index_fill(0, column.argmin(), 0.0))
+    return [*filled, *rows[5:]]
+
+
+def with_one_permuted(rows: Sequence[Record]) -> list[Record]:
+    order = torch.randperm(rows[3].size, generator=torch.Generator().manual_seed(1))
+    return [*rows[:3], *changed(rows[3:4], "proximal_log_probs", lambda column: column[order]), *rows[4:]]
+
+
+BEHAVIOR, PROXIMAL = NEEDED
+TOLD: dict[str, tuple[Callable[[], list[Record]], Sequence[str]]] = {
+    "one bad step of sixteen": (lambda: at_steps({7}, 16), ["jump"]),
+    "a bad first step": (lambda: at_steps({0}, 16), ["jump"]),
+    "a bad last step": (lambda: at_steps({15}, 16), ["jump"]),
+    "a temperature and five placeholders": (lambda: with_placeholders(TEMPERED), ["temperature", "placeholder"]),
+    "a temperature and a changed response": (lambda: with_one_permuted(TEMPERED), ["temperature", "changed-response"]),
+    "an early list, filled with 0": (
+        lambda: changed(BF16, BEHAVIOR, lambda column: torch.cat([column[1:], torch.zeros(1)])),
+        ["different-tokens", "placeholder"],
+    ),
+    "the trainer's zeros": (lambda: changed(BF16, PROXIMAL, torch.zeros_like), ["placeholder"]),
+    "the trainer's padding of 0": (lambda: changed(BF16, PROXIMAL, ended_in(0.0, 4)), ["placeholder"]),
+    "the trainer's padding of -100": (lambda: changed(BF16, PROXIMAL, ended_in(-100.0)), ["placeholder"]),
+    "the engine's padding of -20": (lambda: changed(BF16, BEHAVIOR, ended_in(-20.0)), ["placeholder"]),
+    "logarithms to base 2": (lambda: changed(BF16, BEHAVIOR, lambda column: column / math.log(2)), ["unit"]),
+    "logarithms to base 10": (lambda: changed(INT5, PROXIMAL, lambda column: column / math.log(10)), ["unit"]),
+    "routes that differ, with a heavy tail": (with_flips, ["route"]),
+    "older versions without the trainer's": (of_versions, ["stale-weights"]),
+    "a mismatch from position 60 on": (in_one_place, []),
+    "a mismatch of every eighth response": (
+        lambda: [(BF16 if place % 8 else INT5)[place] for place in range(len(BF16))], []
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("rows", "names"), TOLD.values(), ids=TOLD)
+def test_what_is_told_of_a_run_is_so(rows: Callable[[], list[Record]], names: Sequence[str]) -> None:
+    made = surveyed(rows())
+    assert [one.name for one in made.findings] == list(names)
+    assert verdict(made, None).level != CALM and not (names == [] and "evenly" in "".join(verdict(made, None).lines))
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ([0.2 if step == 20 else 0.002 for step in range(40)], "kl_k3 is 0.2, above 0.01, at step 20 (1 of 40 steps)"),
+        (
+            [0.2 if 500 <= step < 504 else 0.002 for step in range(1000)],
+            "rose 100 times at step 500, from 0.002 to 0.2",
+        ),
+        ([0.3] * 8 + [0.0], "fell to 0 at step 8, from 0.3"),
+        ([0.002] * 30 + [math.nan] * 10, "kl_k3 is NaN"),
+    ],
+)
+def test_a_curve_is_judged_at_every_step(values: Sequence[float], said: str) -> None:
+    found = of_curves([Curve("a run", {step: {FIRST: x} for step, x in enumerate(values)})])
+    told = f"{found.headline} {' '.join(found.lines)}"
+    assert found.level != CALM and said in told and "nan times" not in told
+
+
+def test_a_level_that_dips_at_one_step_is_no_jump() -> None:
+    dipped = changed(BF16[40:48], PROXIMAL, lambda column: column)
+    dipped = [replace(one, proximal_log_probs=one.behavior_log_probs + 1e-4) for one in dipped]
+    rows = [replace(one, step=place // 8) for place, one in enumerate([*BF16[:40], *dipped, *BF16[48:]])]
+    assert not surveyed(rows).findings
+
+
+def test_a_file_is_read_once_and_what_was_read_twice_is_told(tmp_path: Path) -> None:
+    lines(tmp_path, BF16)
+    (tmp_path / "latest.jsonl").symlink_to("run.jsonl")
+    assert len(read(tmp_path)[0]) == len(BF16)
+    assert "Read twice" in verdict(surveyed([*BF16, *BF16[64:]]), None).told
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"behavior_log_probs": torch.full((40,), -0.5).cumsum(0).tolist(), "proximal_log_probs": [-0.5] * 40},
+        {"behavior_log_probs": [-0.5] * 3, "proximal_log_probs": [-0.5] * 3, "loss_mask": [1, 0.5, 1]},
+        {"behavior_log_probs": [-0.5] * 3, "proximal_log_probs": [-0.5] * 3, "loss_mask": [1, -1, 1]},
+    ],
+)
+def test_what_is_no_log_prob_or_mask_is_refused(row: Mapping[str, Any]) -> None:
+    with pytest.raises(RecordError, match="running sum|other than 0 and 1"):
+        from_mapping(row, 0, "a")
+
+
+def test_a_sample_that_is_no_object_is_rejected_alone(tmp_path: Path) -> None:
+    write_slime(tmp_path, CLEAN)
+    (file,) = tmp_path.glob("**/*.pt")
+    dump = torch.load(file, weights_only=False)
+    torch.save(dump | {"samples": [None, *dump["samples"]]}, file)
+    found, problems = read(tmp_path)
+    assert len(found) == len(CLEAN) and len(problems) == 1
+
+
+@pytest.mark.parametrize(
+    ("needed", "key"),
+    [
+        ("rollout_log_probs", "rollout_position"),
+        ("response_lengths", "total_lengths"),
+        ("proximal_log_probs", "train/mis_k3_kl"),
+    ],
+)
+def test_a_key_of_another_thing_is_no_misspelling(needed: str, key: str) -> None:
+    assert "rename" not in lacking([needed], [key])
+
+
+def test_numbers_without_a_step_are_told_with_the_names_of_steps(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"epoch": 1, "train/mis_k3_kl": 0.3}\n')
+    code, made = reported(tmp_path / "metrics.jsonl")
+    assert code == 2 and "name it by one of rollout, step" in made["verdict"]["headline"]
+
+
+@pytest.mark.parametrize("every", ["-1", "nan", "inf"])
+def test_a_wait_that_is_no_number_of_seconds_is_refused(every: str, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="--every: got"):
+        run(Namespace(every=float(every), output=tmp_path))

@@ -21,7 +21,7 @@ from mis_plugins.report.readers.source import Curve, Problems, size_of
 from mis_plugins.report.record import LONGEST_WORD, printed, step_of
 from mis_plugins.shared.budget import ITEMS, LINE, STEPS, RecordError
 
-STEPS_OF_HOSTS = ("rollout", "step", "train/step", "rollout/step", "_step", "rollout_id")
+STEPS_OF_HOSTS = ("rollout", "step", "train/step", "rollout/step", "_step", "rollout_id", "global_step", "iteration")
 # What other packages call our metrics: by package, ours beside a name of theirs.
 PEERS: dict[str, dict[str, str]] = yaml.safe_load(
     Path(__file__).parents[1].joinpath("peer_names.yaml").read_text("utf-8")

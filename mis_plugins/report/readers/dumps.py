@@ -39,7 +39,9 @@ def dumps(files: Iterable[Path], problems: Problems) -> Iterator[Source]:
             trained[kind, rollout].append(file)
     for (kind, rollout), parts in sorted(trained.items(), key=lambda item: natural(Path(item[0][1]))):
         both = tuple(parts) + ((rolled[rollout],) if rollout in rolled else ())
-        yield Source(f"{kind} rollout {rollout}", both, partial(_records, kind, parts, rolled.get(rollout)))
+        folders = len({file.parent for file in parts})
+        name = f"{kind} rollout {rollout}" + f", in {folders} folders that are read as one run" * (folders > 1)
+        yield Source(name, both, partial(_records, kind, parts, rolled.get(rollout)))
     if rolled and not trained:
         problems.add(
             "a rollout's dump holds the engine's log-probs alone; name the folder of the training data too "
@@ -57,7 +59,10 @@ def _kind(content: Any) -> tuple[str, str]:
     if miles.is_train_dump(content):
         kind = "Miles"
     elif host.has_samples(content):
-        kind = "slime" if "dp_shards" in content else "rollout"
+        trained = "dp_shards" in content or any(
+            "log_probs" in one for one in content["samples"] if isinstance(one, dict)
+        )
+        kind = "slime" if trained else "rollout"
     else:
         raise RecordError(f"no dump of training or rollout data by Miles or slime{_lacking(content)}")
     return kind, str(host.rollout_id(content))
@@ -83,11 +88,14 @@ def _records(kind: str, files: Sequence[Path], rollout: Path | None, problems: P
         return
     for file, content in whole:
         for place, sample in enumerate(content["samples"]):
-            index = sample.get("sample_index", sample.get("rollout_position", place))
+            names = sample if isinstance(sample, dict) else {}
+            index = names.get("sample_index", names.get("rollout_position", place))
             made = partial(_of_slime, content, sample, index, extra or {})
             if record := problems.read(made, file, f"sample {shown(index)}"):
                 yield record
 
 
-def _of_slime(content: Mapping[str, Any], sample: Mapping[str, Any], index: Any, extra: host.Extra) -> Record:
+def _of_slime(content: Mapping[str, Any], sample: Any, index: Any, extra: host.Extra) -> Record:
+    if not isinstance(sample, dict):
+        raise RecordError(f"holds {type(sample).__name__}, no sample")
     return host.record(sample, host.rollout_id(content), index, extra, sample)

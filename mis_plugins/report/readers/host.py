@@ -37,12 +37,7 @@ Extra = Mapping[Any, Sequence[Mapping[str, Any]]]
 
 def has_samples(content: Any) -> bool:
     """Whether a loaded file lists samples under the number of a rollout."""
-    return (
-        isinstance(content, dict)
-        and isinstance(content.get("samples"), list)
-        and all(isinstance(sample, dict) for sample in content["samples"])
-        and "rollout_id" in content
-    )
+    return isinstance(content, dict) and isinstance(content.get("samples"), list) and "rollout_id" in content
 
 
 def rollout_id(content: Mapping[str, Any]) -> int:
@@ -62,6 +57,8 @@ def rollout_extra(content: Mapping[str, Any]) -> Extra:
     """What a rollout's dump (`--save-debug-rollout-data`) tells of its samples, by index."""
     found: dict[Any, list[Mapping[str, Any]]] = defaultdict(list)
     for place, sample in enumerate(content["samples"]):
+        if not isinstance(sample, dict):
+            continue
         index = sample.get("index")
         told = {
             "tokens": _digest(sample.get("tokens")),

@@ -99,10 +99,11 @@ def _read(rank: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _digest(data: Mapping[str, Any]) -> bytes | None:
-    """A digest of the samples of a rank, equal on all ranks that hold equal samples; None without indices."""
-    if data.get("sample_indices") is None:
+    """A digest of the samples of a rank, equal on all ranks with equal samples; None without indices and tokens."""
+    indices = data.get("sample_indices")
+    if indices is None and data.get("tokens") is None:
         return None
-    digest = blake2b(repr([str(index) for index in data["sample_indices"]]).encode())
+    digest = blake2b(repr(None if indices is None else [str(index) for index in indices]).encode())
     for name in ("tokens", "loss_masks"):
         column = data.get(name)
         for value in () if column is None else column:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from mis_plugins.errors import InputError
+from mis_plugins.explain.limits import LIMITS
 from mis_plugins.report.readers import curves, neutral
 from mis_plugins.report.readers.dumps import dumps
 from mis_plugins.report.readers.files import objects, opened
@@ -57,7 +58,7 @@ def find(paths: Sequence[Path], problems: Problems) -> Found:
     Raises:
         InputError: a path does not exist.
     """
-    files = [file for path in paths for file in _files(path, problems)]
+    files = _once([file for path in paths for file in _files(path, problems)])
     sources = list(dumps([file for file in files if file.suffix == ".pt"], problems))
     lines, others = [], []
     for file in files:
@@ -75,6 +76,12 @@ def find(paths: Sequence[Path], problems: Problems) -> Found:
         else:
             others.append(file)
     return Found(tuple(sources), tuple(lines), tuple(files), tuple(others))
+
+
+def _once(files: Sequence[Path]) -> list[Path]:
+    """The files under one name each; a link and its file are one."""
+    held = {(stat.st_dev, stat.st_ino): file for file in reversed(files) if (stat := file.stat())}
+    return list(reversed(held.values()))
 
 
 # What hosts write beside their dumps, and nobody needs here.
@@ -144,6 +151,8 @@ def nothing(file: Path) -> str:
     broken = Problems()
     head = broken.each(objects(file, broken, head=True), file, size_of(file))
     first = next((found for _, found in head), None)
+    if first is not None and not LIMITS.keys().isdisjoint(map(curves.our_name, first)):
+        return f"holds numbers without their step; name it by one of {', '.join(curves.STEPS_OF_HOSTS)}"
     if first is not None:
         return f"{NOTHING}; {lacking(REQUIRED, first)}"
     why = [f"{one.place}: {one.reason}".removeprefix(": ") for one in broken.kept[:1]]
