@@ -17,7 +17,7 @@ from torch import Tensor
 
 from mis_plugins.packing.ragged import Ragged
 from mis_plugins.report.readers.keys import lacking
-from mis_plugins.shared.absent import LOWEST
+from mis_plugins.shared.absent import HIGHEST, LOWEST
 from mis_plugins.shared.budget import ITEMS, RecordError
 
 
@@ -118,6 +118,7 @@ def from_mapping(values: Mapping[str, Any], step: Any, sample: str) -> Record:
         mean = float(found[name][found["loss_mask"] & found[name].isfinite()].double().mean())
         if mean > CERTAIN:  # as of probabilities, or of negative log-probs
             raise RecordError(f"{name}: the mean is {mean:.3g}, and no log-probability is above 0")
+        found[name] = found[name].masked_fill(found[name] > HIGHEST, math.nan)
         if bool((found[name].diff() <= 0).all()) and found[name].unique().numel() >= FALLING:
             raise RecordError(f"{name}: never rises from token to token, as a running sum; give each token's own")
     return Record(
@@ -178,7 +179,7 @@ def _of_list(name: str, values: Any, kind: torch.dtype) -> Tensor:
 
 def _absent(given: Any, column: Float[Tensor, " R"], mask: Bool[Tensor, " R"]) -> dict[str, int]:
     """How many valid entries are no log-prob, by what stands there: `-9999`, `None`, `nan`."""
-    places = (mask & ~(column.isfinite() & (column > LOWEST))).nonzero().flatten().tolist()
+    places = (mask & ~((column > LOWEST) & (column <= HIGHEST))).nonzero().flatten().tolist()
     lacking = 0 if isinstance(given, Tensor) else sum(given[place] is None for place in places)
     numbers = Counter(f"{x:g}" for x in column[places].tolist())
     return {name: n for name, n in {"None": lacking, **numbers, "nan": numbers["nan"] - lacking}.items() if n}
