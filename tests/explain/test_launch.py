@@ -151,6 +151,7 @@ WRITTEN = "import miles.utils as U\np = '/none/own.yaml'\n{}\nU.execute_train(tr
     "mis.yaml", "{{p}}') "[:-1]
 )
 SURE = "the script writes it, with parts that are not known"
+BRANCHED = 'CMD=\'python3 train.py --colocate\'\nif [ $A = 1 ]; then CMD="$CMD {}"; fi\neval "$CMD"'
 OF_A_FAULT = [
     # the file of the config, the script (Python where it imports), how it is checked, the exit code, and what is told
     (MIS, f"python3 train.py {FULL} --use-rollout-logprobs", (), 2, TWICE),
@@ -206,15 +207,58 @@ OF_A_FAULT = [
     (MIS, f"{START}subprocess.run(['python3', 'train.py', *more()])", (), 0, "may start train.py too"),
     (MIS, f"{START}subprocess.run(['python3', 'train.py'] + more())", (), 0, "may start train.py too"),
     (MIS, f"{START}A = ['python3', 'train.py']\nA.extend(more())\nsubprocess.run(A)", (), 0, "may be started too"),
+    *((MIS, f"{line}\npython3 train.py {FULL}", (), 0, NONE) for line in (
+        "cp /root/miles/train.py /workspace/train.py", "sed -i s/a/b/ train.py", "test -f train.py", "vim train.py",
+        "tail -f logs/train.py", "chmod +x train.py", "git checkout -- train.py", "D=$(dirname $(realpath train.py))",
+    )),
+    (MIS, f"black train.py\npython3 train.py {FULL}", (), 0, "black train.py: may start train.py too"),
+    *((MIS, f"{program} train.py --lr 1", (), 1, f"+{program} train.py --lr 1 \\") for program in (
+        "wrapper -n 1 python3.11", "torchrun --nproc 8", "uv run", "$PYTHON", "srun $PYTHON", "nohup",
+    )),
+    ("a: 1", f"echo '{MIS[14:-1]}' >mis.yaml\necho use_tis: true >>mis.yaml\npython3 train.py {FULL}", (), 0, NONE),
+    *((None, f"cat <<E {to}\n{MIS}E\npython3 train.py {FULL}", (), 0, NONE) for to in (
+        "| tee mis.yaml", "| tee mis.yaml > /dev/null", "> mis.yaml && ls",
+    )),
+    (None, f"cat > mis.yaml <<E && python3 train.py {FULL} --lr 1\n{MIS}E", (), 0, NONE),
+    *((None, f"{lines}\npython3 train.py {FULL}", (), 2, SURE) for lines in (
+        "python - <<E | tee mis.yaml\nprint(1)\nE", "{ echo a; echo b; } > mis.yaml",
+        "envsubst < t.yaml > mis.yaml", "python - > mis.yaml", "cp x.yaml mis.yaml",
+        "cp conf/mis.yaml .", "echo a | tee mis.yaml", f"cat <<E | sed s/a/b/ > mis.yaml\n{MIS}E",
+        "curl -o mis.yaml http://a", f"cat a.yaml - <<E > mis.yaml\n{MIS}E",
+    )),
+    *((MIS, f"{line}\npython3 train.py {FULL}", (), 2, SURE) for line in (
+        "echo 'a: 1' >> mis.yaml", "sed -i s/2/3/ mis.yaml", "date | tee -a mis.yaml", "date | sudo tee mis.yaml",
+    )),
+    (None, f"python gen.py --out=mis.yaml\npython3 train.py {FULL}", (), 2, "something that the script calls may"),
+    (None, f"test -f mis.yaml\npython3 train.py {FULL}", (), 1, "no such file"),
+    (MIS, f"cd /none/miles\npython3 train.py {FULL}", (), 2, "the script changes to /none/miles/, where it is not"),
+    (MIS, f"cd /none/miles\ngit pull\ncd -\npython3 train.py {FULL}", (), 0, NONE),
+    (MIS, f'cd "$(dirname "$0")"\npython3 train.py {FULL}', (), 0, NONE),
+    (MIS, f"J=$(ray job submit -- python3 train.py --lr 1)\npython3 train.py {FULL}", (), 1, "+J=$(ray job submit -- "),
+    *((MIS, f"{line}\npython3 train.py {FULL}", (), 0, "may start train.py too") for line in (
+        'ssh h "python3 train.py --lr 1"', "sbatch --wrap 'python3 train.py'", "tmux send-keys 'python train.py' C-m",
+        "ssh h <<E\npython3 train.py\nE", "bash <<< 'python3 train.py'",
+    )),
+    *((MIS, f"{line}\npython3 train.py {FULL}", (), 0, "runs another script, which is not read") for line in (
+        "bash inner.sh", "./inner.sh", "sbatch inner.sh", "echo 'python3 train.py' | bash",
+    )),
+    (MIS, BRANCHED.format("--loss-type custom_loss"), (), 2, "--loss-type (line 3): there only if this holds: ["),
+    (MIS, BRANCHED.format("--prompt 'a b' --x"), (), 1, "): --colocate --prompt 'a b' --x may give more flags"),
+    *((MIS, f"CMD={words}\n{start}", (), 1, f"+{start.split(' >')[0]} \\") for words, start in (
+        ("'python3 train.py --colocate'", "$CMD"), ("'python3 train.py --colocate'", "$CMD > log 2>&1 &"),
+        ("(python3 train.py --colocate)", '"${CMD[@]}"'), ("(python3 train.py --colocate)", '"${CMD[@]}" > log &'),
+    )),
+    (MIS, 'run() { "$@"; }\nrun python3 train.py --lr 1\nrun ls', (), 1, "no diff: the flags come together"),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("config", "script", "given", "code", "said"), OF_A_FAULT)
 def test_a_fault_of_a_start_is_told(
-    config: str, script: str, given: tuple, code: int, said: str, tmp_path: Path, capsys, monkeypatch
+    config: str | None, script: str, given: tuple, code: int, said: str, tmp_path: Path, capsys, monkeypatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    Path("mis.yaml").write_text(config)
+    if config is not None:
+        Path("mis.yaml").write_text(config)
     found, told = check(capsys, tmp_path, "run.py" if "import" in script else "run.sh", script, *given)
     assert found == code and said in told, told
 

@@ -55,6 +55,10 @@ SHELLS = ("bash", "sh", "zsh", "dash")
 ENDS_ROUND = ("break", "continue")
 PRINTS = ("echo", "printf", "cat", "tee")
 STARTS_NOTHING = (":", "true", "pkill", "pgrep", "grep", "ps", "kill", *ENDS_ROUND)
+# Commands that start nothing and write no file that they name, and those that write one.
+LEAVES_FILES = ("ls", "test", "chmod", "mkdir", "touch", "head", "tail", "less", "vim", "wc", "diff", "stat", "git",
+                "basename", "dirname", "realpath", "which")  # fmt: skip
+COPIES, EDITS = ("cp", "mv", "ln", "rm", "install", "rsync", "scp", "tee"), ("sed", "yq", "perl", "wget", "curl")
 FILLS = ("read", "mapfile", "readarray", "getopts", "let")
 OUR_PATH = ("-m mis_plugins config path ", "mis-plugins config path ")
 ASSIGNMENTS = ("variable_assignment", "variable_assignments")
@@ -73,7 +77,12 @@ BRACES = re.compile(r"([^{}'\"\\$`~]*)\{([^{}'\"\\$`~]*,[^{}'\"\\$`~]*)\}([^{}'\
 # What gives a shell the variables that the script exports, but for some flags; of other commands that is not known.
 HANDS_ON = ("env", "exec", "nohup", "nice", "timeout", "setsid", "stdbuf", "srun")
 LETS_GO = ("-i", "-u", "--ignore", "--unset", "--export")
-EXPORTED, FOLDER = literal("x"), "~+"
+# What starts a program in Python, wherever it stands before train.py; and that a text names train.py.
+PYTHON = re.compile(r"(i?python|pypy)[\d.]*|torchrun|accelerate|deepspeed|uv|poetry")
+NAMES_TRAIN = re.compile(r"\btrain(_async)?\.py\b")
+# A part of an evaluated text that is not known, and one that is but for its branch: words that need no quotes.
+UNKNOWN, PLAIN_WORDS = re.compile(r"\$\{(unknown_\d+)\}"), re.compile(r"( [\w./:=,@+-]+)+ *")
+EXPORTED, FOLDER, LEFT = literal("x"), "~+", "~-"
 Value = Text | list[Text]  # of a variable, of an array
 
 
@@ -96,8 +105,8 @@ class Shell(Reader):
     """The variables of a shell as far as they are known.
 
     texts: the script, and every text that it sources or evaluates; `source` numbers the one that is read.
-    variables: by name; "@" are the arguments, `FOLDER` is where `cd` leads to, "-x NAME" says that a variable is
-        exported, and "-a" that all that are set are.
+    variables: by name; "@" are the arguments, `FOLDER` is where `cd` leads to and `LEFT` whence, "-x NAME" says that
+        a variable is exported, and "-a" that all that are set are.
     locals: what the variables that a function declares as its own were before; None outside functions.
     held: what variables become behind the functions, and the commands with assignments in front, that are read.
     returned: the variables with which one branch of the function that is read returns, by the branch.
@@ -328,6 +337,8 @@ class Shell(Reader):
             self.unread(node, "a command that begins with a flag; does the line above lack its backslash?")
         elif name in COMMANDS:
             COMMANDS[name](self, node, words[1:])
+        elif name == "tee":
+            self._tee(words, hole("tee"))
         elif name in FILLS or name == "printf" and [known(word) for word in words[1:2]] == ["-v"]:
             self._fill(node, words[1:])
         elif name not in STARTS_NOTHING and name not in PRINTS:
@@ -415,17 +426,49 @@ class Shell(Reader):
                 held[name] = self.variables[name] = hole(f"${name}")
 
     def _launch(self, node: Node, words: list[Text]) -> None:
-        at = next((place for place, word in enumerate(words) if is_train(word_of(word).text)), None)
-        if at is None:
+        said = [word_of(word).text for word in words]
+        at = next((place for place, one in enumerate(said) if is_train(one)), None)
+        programs = [one.rpartition("/")[2] for one in said[:at] if one[:1] != "-"]
+        before = programs[-1] if programs else HOLE
+        starts = any(map(PYTHON.fullmatch, programs)) or HOLE in before or before in HANDS_ON
+        if at is None or not starts or programs[:1] and programs[0] in (*LEAVES_FILES, *COPIES, *EDITS):
+            self._other(node, words)
             return
-        arguments = node.children_by_field_name("argument")
+        name, arguments = node.child_by_field_name("name"), node.children_by_field_name("argument")
         ends = [child.end_byte for child in arguments if _said(child) not in ('"$@"', "$@")]
-        place = (0, 0) if self.elsewhere else (ends[-1], ends[-1])
+        if not ends and name is not None and not re.match(r'"?\$\{?[@*\d]', _said(name)):
+            ends = [name.end_byte]
+        place = (0, 0) if self.elsewhere or not ends else (ends[-1], ends[-1])
         parts = {part.lower() for word in words for part in shown(word).replace(":", "/").split("/")}
         given = tuple(map(word_of, words[at + 1 :]))
         hosts = frozenset(parts & PACKAGES)
-        line = self.lines(node.child_by_field_name("name") or node)[0]
-        self.found.append(Launch(line, given, hosts, place, self.branch))
+        self.found.append(
+            Launch(self.lines(name or node)[0], given, hosts, place, self.branch, folder=shown(self._folder()))
+        )
+
+    def _other(self, node: Node, words: Sequence[Text]) -> None:
+        """A command that is no start: what it may write, and what it may start out of sight."""
+        name, *given = [shown(word) for word in words if known(word) != "sudo"] or [""]
+        name = name.rpartition("/")[2]
+        if name in LEAVES_FILES:
+            return
+        names = {part for word in given for part in re.split("[= ]", word)}
+        self.reading.handed |= names | set(map(os.path.basename, names))
+        if name in COPIES:
+            within = (os.path.normpath(f"{given[-1]}/{os.path.basename(word)}") for word in given[:-1])
+            changed = [*given[-1:], *within]
+        else:
+            is_edit = name in EDITS and any(re.match(r"-\w*[iOo]|--in|--out", word) for word in given)
+            changed = given if is_edit else []
+        for file in changed:
+            self._write(file, hole(one_line(node)))
+        if name in (*COPIES, *EDITS):
+            return
+        shell, _ = _shell_of(words, "c")
+        if NAMES_TRAIN.search(f"{_said(node)} {' '.join(given)}"):
+            self.unread(node, "may start train.py too")
+        elif shell in (0, *range(len(given))) and words or any(word.endswith(".sh") for word in (name, *given)):
+            self.unread(node, "runs another script, which is not read")
 
     def _exit(self, node: Node, words: list[Text]) -> None:
         self.reading.ended = f": the script exits in line {self.lines(node)[0]}"
@@ -498,9 +541,11 @@ class Shell(Reader):
         return spaced(_as_words(self.variables.get(FOLDER, ())))
 
     def _cd(self, node: Node, words: list[Text]) -> None:
-        """Keep the folder, in which the files that are sourced are looked for first."""
-        to = words[-1] if words else hole("cd")
-        self.variables[FOLDER] = (*(() if shown(to).startswith("/") else self._folder()), *to, Piece("/"))
+        """Keep the folder, in which the files that are sourced are looked for first, and the one before."""
+        to, before = words[-1] if words else hole("cd"), self._folder()
+        there = (*(() if shown(to).startswith("/") else before), *to, Piece("/"))
+        self.variables[FOLDER] = self.variables.get(LEFT, hole("-")) if shown(to) == "-" else there
+        self.variables[LEFT] = before
 
     def _eval(self, node: Node, words: list[Text]) -> None:
         self.evaluate(spaced(words), shares=True)
@@ -516,40 +561,72 @@ class Shell(Reader):
         before = dict(self.variables)
         said = ""
         for piece in self.reading.paid(text):
-            name = f"unknown_{len(self.variables)}"
-            if piece.text is None or piece.branch:
-                self.variables[name] = (piece,)
-            said += f"${{{name}}}" if piece.text is None or piece.branch else piece.text
+            if piece.text is not None and not piece.branch:
+                said += piece.text
+                continue
+            # Words that a branch adds stay words.
+            are_words = piece.text is not None and PLAIN_WORDS.fullmatch(piece.text)
+            for word in (piece.text or "").split() if are_words else [piece.text]:
+                name = f"unknown_{len(self.variables)}"
+                self.variables[name] = (replace(piece, text=word, span=None),)
+                said += f"{' ' if are_words else ''}${{{name}}}"
         self._within(self.positional, len(self.texts), lambda: self.run_text(said), shares)
         self.variables = self.variables if shares else before
 
     def _redirected(self, node: Node) -> None:
-        """A command, and the file that `cat`, `echo`, `printf` or `tee` writes."""
+        """A command, and the files that it writes."""
         body = node.child_by_field_name("body")
-        printed = self.printed(body, node) if body is not None else None
+        printed = self.printed(body, node) if body is not None else ()
+        heredoc, pipe = next(parts_of(node, "heredoc_body"), None), next(parts_of(node, "pipeline"), None)
+        self._writes(node, hole(one_line(node)) if printed is None else printed)
         if body is None:
             return
-        heredoc, pipe = next(parts_of(node, "heredoc_body"), None), next(parts_of(node, "pipeline"), None)
         reader = pipe.named_children[0] if pipe and printed is not None and pipe.named_child_count == 1 else body
+        if reader.type == "redirected_statement":  # `cat <<EOF | tee FILE > /dev/null`
+            self._writes(reader, hole(one_line(reader)))
+            reader = reader.child_by_field_name("body") or reader
         is_plain = reader.type == "command" and reader.children[0].type == "command_name"
         given = [word for word in (self.command_words(reader) if is_plain else []) if known(word) != "--"]
         at, behind = _shell_of(given, "s")
         is_input = all(shown(word)[:1] in "-+" or known(word) == "pipefail" for word in given[at + 1 : behind])
         if heredoc is not None and at < len(given) and is_input:
             self.ran |= {(self.source, body.id), (self.source, reader.id)}
+            pipe = pipe if printed is None else None
             text = self._heredoc(heredoc) if printed is None else printed
             self._other_shell(given[:at], text, [given[at], *given[behind:]])
-            return
-        if printed is None:
+        elif printed is None:
             self.run(body)
-            return
-        self.ran.add((self.source, body.id))
-        printed = under(printed, self.branch) if self.branch else printed
-        words, target = self.command_words(body), next(parts_of(node, "file_redirect"), None)
-        if known(words[0]) == "tee" and len(words) > 1:
-            self.reading.files[shown(words[-1])] = printed
-        elif target is not None and target.named_children:
-            self.reading.files[shown(self.text(target.named_children[-1]))] = printed
+            if heredoc is not None and NAMES_TRAIN.search(_said(heredoc)):
+                Shell.unread(self, node, "may start train.py too")
+        else:
+            self.ran.add((self.source, body.id))
+            for words in [given] if reader is body else [self.command_words(body), given]:
+                if words and known(words[0]) == "tee":
+                    self._tee(words, printed)
+                    pipe = None if words is given else pipe
+        self.run_all(pipe.named_children if pipe is not None else ())
+        self.run_all(
+            right for one in parts_of(node, "heredoc_redirect") for right in one.children_by_field_name("right")
+        )
+
+    def _writes(self, node: Node, text: Text) -> None:
+        """Keep what a statement writes into the files behind its `>` and `>>`."""
+        for redirect in parts_of(node, "file_redirect"):
+            sign = next((child.type for child in redirect.children if not child.is_named), "")
+            if ">" in sign and "&" != sign[-1:] and redirect.named_children:
+                is_all = redirect.child_by_field_name("descriptor") is None and sign[0] == ">"
+                said = text if is_all else hole(one_line(node))
+                self._write(shown(self.text(redirect.named_children[-1])), said, adds=sign.endswith(">>"))
+
+    def _tee(self, words: Sequence[Text], text: Text) -> None:
+        flags = [shown(word) for word in words[1:] if shown(word)[:1] == "-"]
+        for file in (shown(word) for word in words[1:] if shown(word)[:1] != "-"):
+            self._write(file, text, adds=bool(flags))
+
+    def _write(self, file: str, text: Text, adds: bool = False) -> None:
+        """Keep what the script writes into a file; what only a branch writes is not sure."""
+        before = self.reading.files.get(file, hole("what it holds before")) if adds else ()
+        self.reading.files[file] = self.reading.paid(before + (under(text, self.branch) if self.branch else text))
 
     def printed(self, node: Node, redirected: Node | None = None) -> Text | None:
         """What a command prints; None where only running it would tell."""
@@ -562,8 +639,8 @@ class Shell(Reader):
         if name == "printf":
             return _formatted(words[1:])
         body = next(parts_of(redirected, "heredoc_body"), None) if redirected else None
-        if body is None:
-            file = shown(words[1]) if len(words) == 2 else ""
+        if body is None or name == "cat" and len(words) > 1:
+            file = shown(words[1]) if len(words) == 2 and name == "cat" else ""
             return self.reading.files.get(file, hole(_said(node), self.lines(node)))
         return self._heredoc(body)
 
@@ -626,7 +703,8 @@ class Shell(Reader):
             quotes = node.type == "expansion" and any(letter in _said(node) for letter in "\"'\\")
             return [hole(_said(node), self.lines(node))] if quotes and split != [text] else split
         if node.type in ("concatenation", "string") and any(map(self._may_be_several, node.named_children)):
-            return [hole(_said(node), self.lines(node))]
+            named = UNKNOWN.sub(lambda found: shown(self._valued(node, found[1])), _said(node))
+            return [hole(named, self.lines(node))]
         span = None if self.elsewhere else (node.start_byte, node.end_byte)
         return [tuple(replace(piece, lines=self.lines(node), span=span) for piece in text)]
 
@@ -786,6 +864,10 @@ class Shell(Reader):
         inner = [child for child in node.named_children if child.type != "comment"]
         with self.deeper():
             found = self._output(inner) if inner else None
+            if found is None and NAMES_TRAIN.search(_said(node)):  # a start whose output is kept
+                before = dict(self.variables)
+                self.attempt(lambda: self.run_all(inner))
+                self.variables = before
         is_known = found is not None and any(piece.text is not None for piece in found)
         if not found or not is_known:
             return hole(_said(node), self.lines(node))

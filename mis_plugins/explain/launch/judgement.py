@@ -115,7 +115,7 @@ def judge(launch: Launch, reading: Reading, path: Path, asked: Host | None, pres
     said = _flags(launch.words)
     other = _other_trainer(asked, said)
     host = _host(launch, said) if asked is None or other and BACKEND in said else asked
-    given = _config(said.get(CONFIG), reading, path)
+    given = _config(said.get(CONFIG), reading, path, launch.folder)
     flags = _with_keys(said, given.keys or {})
     where = f"(line {launch.line})" if launch.line else "(in a file that the script sources, or a text that it runs)"
     only = f", only if this holds: {launch.branch}" if launch.branch else ""
@@ -245,7 +245,7 @@ def _loads(flags: Mapping[str, Flag]) -> Iterator[str]:
         yield "loads: the host's own truncated weights: --use-tis without --custom-tis-function-path"
 
 
-def _config(flag: Flag | None, reading: Reading, path: Path) -> Given:
+def _config(flag: Flag | None, reading: Reading, path: Path, folder: str) -> Given:
     if flag is None:
         return Given()
     word = flag.value
@@ -261,8 +261,12 @@ def _config(flag: Flag | None, reading: Reading, path: Path) -> Given:
         return Given(word.source, None, f"not known: {word.source} ({word.place})")
     if word.text.startswith(INLINE):
         return _read("FILE", word.text)
-    file = _located(word.text, path)
-    if file is None and word.text in reading.handed:
+    there = os.path.join(os.path.expanduser(folder), word.text)
+    file = Path(there) if os.path.isfile(there) else _located(word.text, path)
+    if folder and file is not None and file != Path(there):
+        why = f"{word.text}: the script changes to {folder}, where it is not; {file} may be another"
+        return Given(word.text, None, why)
+    if file is None and not reading.handed.isdisjoint((word.text, os.path.basename(word.text))):
         return Given(word.text, None, f"{word.text}: not here, and something that the script calls may write it")
     if file is None:
         return Given(word.text, None, f"{word.text}: no such file, here or in a folder above the script", True)

@@ -836,7 +836,7 @@ class Launcher(Reader, ast.NodeVisitor):
         for found in bash.launches(with_holes(text), self.path, self.reading):
             words, branch = tuple(with_places(found.words, text)), self.branch or found.branch
             hosts = frozenset(self.hosts)
-            self.found.append(Launch(node.lineno, words, hosts, place, branch, in_python=True))
+            self.found.append(Launch(node.lineno, words, hosts, place, branch, True, found.folder))
 
     def span(self, node: ast.expr) -> tuple[int, int]:
         """The bytes of an expression in the launcher."""

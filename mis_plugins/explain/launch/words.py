@@ -231,6 +231,7 @@ class Launch:
     place: where further flags can be written, for a diff; zeros are nowhere.
     branch: the condition under which the script starts it; None is always.
     in_python: whether the script is in Python; `place` then is the expression of the flags.
+    folder: where the script has changed to, as it says it; empty where it has not.
     """
 
     line: int
@@ -239,6 +240,7 @@ class Launch:
     place: tuple[int, int]
     branch: str | None = None
     in_python: bool = False
+    folder: str = ""
 
 
 def any_of(found: Sequence[bool | None]) -> bool | None:
