@@ -46,7 +46,7 @@ def text_of(stated: Mapping[str, Any]) -> dict[str, Any]:
 def _stated(config: Path, flag: str, fault: type[TrueOnPolicyError]) -> dict[str, Any]:
     try:
         if config.exists() and not config.is_file():
-            raise ValueError("it is no regular file")
+            raise ValueError("the path is no regular file")
         stated = json.loads(config.read_text(encoding="utf-8"))
         if not isinstance(stated, dict):
             raise ValueError(f"the file holds a {type(stated).__name__} and no mapping")

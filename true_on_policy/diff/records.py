@@ -118,7 +118,7 @@ def engine_and_trainer(dump: Recording) -> tuple[Recording, Recording]:
     values, masked = [loads[name]() for name in sides], 0
     if (mask := getattr(values[0], "mask", None)) is not None:
         if not mask.any():
-            raise RecordError(f"{dump.path}: its loss mask leaves every token out")
+            raise RecordError(f"{dump.path}: the loss mask of the dump leaves every token out")
         values, masked = [replace(one, log_probs=one.log_probs.where(mask, 0)) for one in values], int((~mask).sum())
     engine, trainer = (Recording(dump.path, (Entry(Key(LOG_PROBS), lambda one=one: one),), masked) for one in values)
     return engine, trainer
