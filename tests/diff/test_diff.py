@@ -587,7 +587,7 @@ def test_the_two_sides_of_one_hosts_dump(tmp_path: Path, capsys: Capture):
         ([[0, 0], [1]], EQUAL, "left out: masked tokens  2"),
         ([[0.0, 1.0], [True]], DIFFERENT, "1 of 3 values differ, first at [0, 1]: 0 ("),
         ([None, [1]], DIFFERENT, "first at [0, 1]"),
-        ([[0, 0], [0]], NOT_COMPARABLE, "its loss mask leaves every token out"),
+        ([[0, 0], [0]], NOT_COMPARABLE, "the loss mask of the dump leaves every token out"),
         ([[1], [1]], NOT_COMPARABLE, "loss masks of [1, 1] values for responses of [2, 1] tokens"),
     ],
 )
