@@ -68,6 +68,8 @@ _BLOG = {
 _CENTERED = {
     "int5-centered": Arm("int5, centered", "int5", "centered"),
     "int5-centered-tis": Arm("int5, centered, token TIS", "int5", "centered-tis"),
+    "fp8-centered": Arm("fp8, centered", "fp8", "centered"),
+    "fp8-centered-tis": Arm("fp8, centered, token TIS", "fp8", "centered-tis"),
 }
 ARMS: Mapping[str, Arm] = {**_FIRST, **_INT5, **_FP8, **_BLOG, **_CENTERED}
 """By name, the most informative first. Configuration 1 of the blog corrects nothing and is the arm `bf16`."""
