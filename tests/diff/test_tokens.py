@@ -205,7 +205,7 @@ def test_what_a_module_is_handed_is_not_compared():
 
 @pytest.mark.parametrize("shape", [(12,), (6,), (12, 3), (6, 3), (2, 3, 4)])
 def test_a_constant_is_left_out_whatever_its_length(shape: tuple[int, ...]):
-    """Its length may be a multiple of the tokens."""
+    """A constant is no tensor of rows, though its length may be a multiple of the number of tokens."""
     sides = packed([[1, 2, 0, 1], [2, 1]]), packed([[2, 1], [1, 2, 0, 1]])
     for memory in sides:
         memory.write("rotary.output", torch.arange(float(torch.Size(shape).numel())).view(shape))

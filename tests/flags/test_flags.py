@@ -284,7 +284,7 @@ def test_what_a_group_of_engines_overrides_is_checked_too(changed: str, fault: s
 def test_the_path_that_a_group_overrides_decides_whether_its_model_is_trained(
     path: str, trained: bool, tmp_path: Path
 ) -> None:
-    """As in Miles's ModelConfig.resolve."""
+    """A group's own model_path decides whether it is trained, as in Miles's ModelConfig.resolve."""
     file, model = tmp_path / "groups.yaml", config(tmp_path)
     overrides = {"dtype": "half", "model_path": path.format(checkpoint=model)}
     group = {"worker_type": "regular", "num_gpus": 8, "overrides": overrides}

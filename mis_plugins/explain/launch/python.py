@@ -777,8 +777,10 @@ class Launcher(Reader, ast.NodeVisitor):
             raise Ended
         if name in SET_ANY_NAME:
             self.unread(node, "may set any name")
-        if not given:
-            return self.unknown(node)
+        return self.listed(node, name, given, named) if given else self.unknown(node)
+
+    def listed(self, node: ast.Call, name: str, given: list[Any], named: dict[str, Any]) -> Any:
+        """The value of an imported function that is listed here, by what the launcher gives it."""
         first, text = given[0], _text(given[0])
         if name == "run" and isinstance(first, ast.FunctionDef):  # typer.run(main)
             return self.command_line(first)
