@@ -28,7 +28,9 @@ if [ $((${#wheel[@]} + ${#part[@]})) -gt 0 ]; then
         python3 -m pip install -q --no-index --no-deps --no-compile --no-cache-dir --target "$site" "${wheel[@]}"
     fi
     if [ ${#part[@]} -gt 0 ]; then
-        unpack='import sys, tarfile; tarfile.open(fileobj=sys.stdin.buffer, mode="r|xz").extractall(sys.argv[1], filter="data")'
+        # Python 3.11.0 to 3.11.3 has no filter to name.
+        unpack='import sys, tarfile; parts = tarfile.open(fileobj=sys.stdin.buffer, mode="r|xz")'
+        unpack+='; parts.extractall(sys.argv[1], **({"filter": "data"} if hasattr(tarfile, "data_filter") else {}))'
         cat "${part[@]}" | python3 -c "$unpack" "$site"
     fi
     PYTHONPATH=$site:$PYTHONPATH
