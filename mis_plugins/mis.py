@@ -31,7 +31,6 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
 
 from mis_plugins.config import reading
@@ -317,7 +316,7 @@ def _hook(args: View, pg_loss: Tensor, batch: HostBatch, settled: Settled, flags
     loss = pg_loss
     if config.corrects:
         factor = correction.loss_factor_by_kept if settled.rescales else correction.loss_factor
-        loss = torch.where(correction.keep, pg_loss * factor, 0)
+        loss = (pg_loss * factor).masked_fill_(~correction.keep, 0)
     masks = _masks(batch, correction, placed)
     RECORDER.record(correction, pg_loss)
     if flags is not None:

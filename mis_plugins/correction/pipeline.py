@@ -361,8 +361,7 @@ def _mean_weight(verdict: Verdict, ragged: Ragged, weight: WeightConfig) -> Floa
         total, count = total.sum(), count.sum()
     else:
         total, count = ragged.over_batch(torch.stack([total, count])).unbind()
-    mean = total / count.clamp(min=1)
-    return mean.masked_fill(mean <= 1e-8, 1)
+    return torch.threshold(total / count.clamp(min=1), 1e-8, 1)
 
 
 def _token_population(verdict: Verdict, weight: WeightConfig, kept_only: bool) -> tuple[Tensor, Tensor]:

@@ -29,7 +29,7 @@ def log_ratio(
     """
     difference = proximal.float() - behavior.float()
     usable = loss_mask > nonfinite(difference)  # on bools a > b is a & ~b, in one kernel
-    return torch.where(usable, difference, 0), usable
+    return difference.masked_fill_(~usable, 0), usable
 
 
 def log_ratios(
