@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import TypeVar
 
 Error = TypeVar("Error", bound="MisError")
-FIELD = re.compile(r"(?<!\$)\{(\w+(?:\.\w+)*)\}")  # `{field}`, but not a user's own `${...}`
+FIELD = re.compile(r"(?<![^\s(])\{(\w+(?:\.\w+)*)\}")  # a word `{field}`, but not a user's `${...}` or `'{...}'`
 LARGEST = 2**63 - 1  # the largest 64-bit integer: seeds and sizes are such integers
 SHOWN = 40  # how many characters of a user's value an error shows
 

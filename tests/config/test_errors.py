@@ -37,6 +37,8 @@ NESTED = [
     ({"weight": {}, "reject": [{"over": "max_", "upper": 2}]},
      r"mis\.reject\[0\]\.over: got 'max_'; choose one of token"),
     ({"weight": {}, "metrics": "some"}, r"mis\.metrics: got 'some'; choose one of watch, all, full, core, none"),
+    ({"weight": {"level": "{upper}"}}, r"mis\.weight\.level: got '\{upper\}'; choose"),  # a user's own braces
+    ({"weight": {"{upper}": 2}}, r"mis\.weight\.\{upper\}: unknown key; did you mean upper"),
     ({"weight": {"upper": "two"}}, r"mis\.weight\.upper: got 'two'; expected a number"),
     ({"weight": {"upper": "0.5_5"}}, r"mis\.weight\.upper: got '0\.5_5'; expected a number"),  # to Python 0.55
     ({"objective": {"surrogate": "reinforce"}}, r"mis\.objective\.old: proximal with mis\.objective\.surrogate: rein"),
