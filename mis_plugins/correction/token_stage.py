@@ -154,8 +154,9 @@ def token_stage(
         routes: number of layers that routed each token otherwise, for rules that read it.
     """
     log_r, unit_log_ratio, usable = log_ratios(proximal, behavior, loss_mask, numerator)
-    ratio = exp_clamped(log_r).mul_(usable)
-    unit_ratio = ratio if numerator is None else exp_clamped(unit_log_ratio).mul_(usable)
+    unusable = ~usable  # filling is faster than a product, for which a CPU makes floats of the mask first
+    ratio = exp_clamped(log_r).masked_fill_(unusable, 0)
+    unit_ratio = ratio if numerator is None else exp_clamped(unit_log_ratio).masked_fill_(unusable, 0)
     weight = plan.weight
     passing = in_bounds(unit_log_ratio, usable, weight) if weight else usable
     stage = TokenStage(

@@ -66,7 +66,7 @@ class HostBatch:
         """Log-probs of trainer and engine, joined for one search for what stands in for a log-prob."""
         both = [*cast(Tensors, self.train_log_probs), *cast(Tensors, self.rollout_log_probs)]
         with torch.no_grad():
-            return without_absent(torch.cat(both)).chunk(2)
+            return without_absent_(torch.cat(both)).chunk(2)
 
     @cached_property
     def loss_mask(self) -> Tensor:
@@ -180,7 +180,7 @@ def numbers_of(tensors: Sequence[Tensor | None] | None) -> list[int]:
     return [] if tensors is None else [x.numel() if isinstance(x, Tensor) else 0 for x in tensors]
 
 
-def without_absent(log_probs: Shaped[Tensor, "*N"]) -> Float[Tensor, "*N"]:
-    """The log-probs, NaN where a number at or below `LOWEST` stands in for one: one operator, and no wait."""
+def without_absent_(log_probs: Shaped[Tensor, "*N"]) -> Float[Tensor, "*N"]:
+    """The log-probs, in place, NaN where a number at or below `LOWEST` stands in for one: one operator, and no wait."""
     floats = log_probs if log_probs.is_floating_point() else log_probs.float()
-    return torch.threshold(floats, LOWEST, math.nan)
+    return torch.threshold_(floats, LOWEST, math.nan)

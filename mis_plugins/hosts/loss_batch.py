@@ -13,7 +13,7 @@ from mis_plugins.config import reading
 from mis_plugins.config.model import CorrectionConfig
 from mis_plugins.config.view import original, view
 from mis_plugins.errors import InputError
-from mis_plugins.hosts.batch import check_apart, check_lengths, layout_of, without_absent
+from mis_plugins.hosts.batch import check_apart, check_lengths, layout_of, without_absent_
 from mis_plugins.hosts.host import HEAD_IDS, Batch, Host, Parallel
 from mis_plugins.hosts.routing import WATCHING
 from mis_plugins.loss.micro_batch import Head, LossInputs, Reduce
@@ -202,7 +202,7 @@ def _flat(name: str, tensors: Sequence[Tensor | None], lengths: Sequence[int]) -
 
 def _log_probs(name: str, batch: Batch, lengths: Sequence[int]) -> Tensor:
     """A list of log-probs, flat and without gradient; NaN where there is none."""
-    return without_absent(_flat(name, batch[name], lengths).detach())
+    return without_absent_(_flat(name, batch[name], lengths).detach())
 
 
 def passed_on(batch: Batch, reduce: Reduce) -> dict[str, Tensor]:

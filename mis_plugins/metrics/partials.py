@@ -126,8 +126,8 @@ def _watched_tokens(c: Correction, relates: bool) -> Iterator[Partials]:
     marks = {"valid": c.ragged.loss_mask, "kept": c.keep, "usable": c.stage.usable}
     if c.nonfinite_advantages is not None:
         marks["nonfinite_advantages"] = c.nonfinite_advantages
-    # Whole numbers, which a CPU adds up in a third of the time that float64 takes it.
-    yield Partials({"sums": tuple(marks)}, added={"sums": torch.stack([*marks.values()]).sum(-1)})
+    # A CPU copies the marks into numbers before it adds them up: the narrowest that hold the tokens of a rank's step.
+    yield Partials({"sums": tuple(marks)}, added={"sums": torch.stack([*marks.values()]).sum(-1, dtype=torch.int32)})
     if relates:
         yield from reduced(tokens.related(Tokens.of(c)), c.stage.usable.double())
 

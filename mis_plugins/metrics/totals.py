@@ -68,7 +68,7 @@ class Partials:
 
     def over_ranks(self, groups: Iterable[dist.ProcessGroup]) -> Partials:
         """Merge over all ranks: one sum and one maximum over each group. A float64 holds counts exactly."""
-        every, sums = list(groups), self.added["sums"]
+        every, sums = list(groups), self.added["sums"].double()
         counted = torch.cat([sums, sums.new_tensor([*self.counts.values()])])
         return replace(
             self,

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from mis_plugins.config.terms.bounds import BOUNDS
 from mis_plugins.config.terms.statistics import STATISTICS
-from mis_plugins.hosts.batch import without_absent
+from mis_plugins.hosts.batch import without_absent_
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 # The mis.yaml that Miles ships.
@@ -54,7 +54,7 @@ class Batch:
 
     def joined(self) -> tuple[Tensor, Tensor]:
         """Both sides' log-probs `[T]`, as every hook joins them."""
-        return without_absent(torch.cat(self.proximal)), without_absent(torch.cat(self.behavior))
+        return without_absent_(torch.cat(self.proximal)), without_absent_(torch.cat(self.behavior))
 
     def select(self, indices: Sequence[int]) -> Batch:
         return Batch(
