@@ -32,9 +32,9 @@ def _surrogate_names() -> tuple[str, ...]:
 
 # A name from a table that may grow; the annotation holds the function that lists them: see
 # `reading.choices_of`.
-BoundName = Annotated[str, bounds.bound_names]
-CappingBoundName = Annotated[str, bounds.capping_names]
-StatisticName = Annotated[str, statistics.statistic_names]
+BoundName = Annotated[str, lambda: tuple(bounds.BOUNDS)]
+CappingBoundName = Annotated[str, lambda: tuple(name for name, bound in bounds.BOUNDS.items() if bound.has_ceiling)]
+StatisticName = Annotated[str, lambda: tuple(statistics.STATISTICS)]
 SurrogateName = Annotated[str, _surrogate_names]
 
 DEFAULT_UPPER = 2.0
