@@ -85,9 +85,9 @@ class Given:
 class Check:
     """Settings that spoil each other.
 
-    name: short, for tests and readers.
     hooks: who asks: `file` and `command` are `config check` without and with --host; `tis` and `loss` are our
         hooks; `watch` begins to watch routers, and `routes` reads what was watched.
+    name: short, for tests and readers.
     when: whether the settings spoil each other.
     message: what happens, and what to change. `{host}` stands for the host's title, and `{field}` for what the
         user calls a field of the config.
@@ -95,8 +95,8 @@ class Check:
     arguments: names that the host must have for the check to apply.
     """
 
-    name: str
     hooks: tuple[Hook, ...]
+    name: str
     when: Callable[[Given], bool]
     message: str | Callable[[Given], str]
     severity: Severity = "refuse"
@@ -118,16 +118,15 @@ def _is_cut(given: Given, name: str) -> bool:
     return isinstance(value, int | float) and value < 1
 
 
-WEIGHTS: tuple[Hook, ...] = ("command", "watch", "tis", "loss")
+of_weights = partial(Check, ("command", "watch", "tis", "loss"))
 UNCUT = {
     "p": "rollout_top_p: 1.0 (Miles hands them on by our hooks of versions and a rollout_top_k above 0: docs/hooks.md)",
     "k": "rollout_top_k: -1 (slime hands them on beside a rollout_top_p below 1, Miles by our hooks of versions: set "
     "all of them in this file; docs/hooks.md)",
 }
 CUTS = tuple(
-    Check(
+    of_weights(
         f"top-{cut}",
-        WEIGHTS,
         partial(_is_cut, name=f"rollout_top_{cut}"),
         f"rollout_top_{cut}: the engine samples from the tokens that top-{cut} leaves, and {{host}} does not hand them "
         f"to the trainer, so that every importance ratio would be wrong; set {uncut}",
@@ -175,53 +174,49 @@ def _corrected_twice(given: Given) -> bool:
 
 
 CONVERTED = "custom_convert_samples_to_train_data_path"
-LOSSES: tuple[Hook, ...] = ("file", "command", "tis", "loss")
+of_losses = partial(Check, ("file", "command", "tis", "loss"))
 DENOMINATORS = (
-    Check(
+    of_losses(
         "kept beside a mean over the step",
-        LOSSES,
         lambda given: _divides_by_kept(given) and given.has("calculate_per_token_loss"),
         "mis.denominator: kept divides each sequence by its kept tokens, but --calculate-per-token-loss divides "
         "the whole step by a token count that no hook can change; drop the flag, or use original",
     ),
-    Check(
+    of_losses(
         "kept twice",
-        LOSSES,
         lambda given: _divides_by_kept(given) and given.reducer == REDUCER,
         f"mis.denominator: kept and {REDUCER_FLAG} {REDUCER} both divide by the kept tokens; keep one of them",
     ),
-    Check(
+    of_losses(
         "kept replaced",
-        LOSSES,
         lambda given: _divides_by_kept(given) and given.reducer not in (None, REDUCER),
         lambda given: (
             f"mis.denominator: kept promises a division that {REDUCER_FLAG} {given.reducer} replaces; drop one of them"
         ),
     ),
-    Check(
+    of_losses(
         "kept beside other samples",
-        LOSSES,
         lambda given: _divides_by_kept(given) and given.get(CONVERTED) is not None,
         "mis.denominator: kept: behind --custom-convert-samples-to-train-data-path a host may lack "
         "rollout_mask_sums, and then divides by the kept tokens itself; use original",
     ),
     Check(
-        "reducer beside the loss hook",
         ("command", "loss"),
+        "reducer beside the loss hook",
         lambda given: _drops(given) and given.reducer == REDUCER and given.in_loss_hook and not given.watches,
         f"{REDUCER_FLAG} {REDUCER}: mis_plugins.mis.policy_loss hands a reducer the masks of before rejection, and it "
         "would divide by all their tokens; drop it, and say mis.denominator: kept",
     ),
     Check(
-        "reducer beside use_mask",
         ("command", "tis"),
+        "reducer beside use_mask",
         lambda given: given.has("use_mask") and given.reducer == REDUCER and not given.watches,
         f"use_mask: true counts masked tokens in the denominator, and {REDUCER_FLAG} {REDUCER} divides by the kept "
         "tokens; drop the reducer, or say use_rs in place of use_mask",
     ),
     Check(
-        "original beside other samples",
         ("tis",),
+        "original beside other samples",
         lambda given: (
             given.config.rejects and given.config.denominator == "original" and given.get(CONVERTED) is not None
         ),
@@ -230,37 +225,34 @@ DENOMINATORS = (
         "warn",
     ),
     Check(
-        "other terms", ("file", "command", "tis"), lambda given: bool(_other_terms(given)), _told_other_terms, "warn"
+        ("file", "command", "tis"), "other terms", lambda given: bool(_other_terms(given)), _told_other_terms, "warn"
     ),
 )
 OBJECTIVES = (
     Check(
-        "corrected twice",
         ("file", "command", "tis"),
+        "corrected twice",
         _corrected_twice,
         "use_rollout_logprobs: the host's surrogate compares with the engine's log-probs already, and the TIS hook "
         f"would correct for them again; drop it, or use the loss hook ({LOSS_HOOK}) with mis.objective.old: behavior",
         arguments=("use_rollout_logprobs",),
     ),
     Check(
-        "mean of a rollout under bypass",
         ("command", "loss"),
-        lambda given: (
-            given.scope == "rollout" and given.config.objective is not None and given.config.objective.old == "behavior"
-        ),
+        "mean of a rollout under bypass",
+        lambda given: given.scope == "rollout" and given.config.bypass,
         "mis.weight.normalize.scope: rollout is computed before training, but with mis.objective.old: behavior "
         "the weights are those of pi_theta, which every step changes; use scope: data_parallel",
     ),
-    Check(
+    of_losses(
         "two switches",
-        LOSSES,
         lambda given: given.has("use_tis") and given.has("get_mismatch_metrics"),
         "--get-mismatch-metrics and --use-tis are both set: the loss is corrected",
         "warn",
     ),
     Check(
-        "idle rule",
         ("tis", "loss"),
+        "idle rule",
         lambda given: reading.idle_rule(given.args) is not None,
         lambda given: str(reading.idle_rule(given.args)),
         "warn",
@@ -299,9 +291,6 @@ def refuse(hook: Hook, args: Any, config: CorrectionConfig, host: Host) -> None:
 
     Args:
         args: the host's arguments, or keys of a file.
-
-    Raises:
-        ConfigError: it quotes the argument, or the field as the user spells it.
     """
     given = Given(view(args), config, host)
     for check in found(hook, given, "refuse"):
@@ -315,11 +304,7 @@ def warnings(hook: Hook, args: Any, config: CorrectionConfig, host: Host) -> Ite
 
 
 def run(hook: Hook, args: Any, config: CorrectionConfig, host: Host) -> None:
-    """Refuse, and warn once a process.
-
-    Raises:
-        ConfigError: as `refuse`.
-    """
+    """Refuse, and warn once a process."""
     refuse(hook, args, config, host)
     for text in warnings(hook, args, config, host):
         warn_once(text)

@@ -5,7 +5,9 @@ Of centering: what a host's engine names, and what its trainer scores the tokens
 
 from __future__ import annotations
 
-from mis_plugins.hosts.checks import WEIGHTS, Check, Given
+from functools import partial
+
+from mis_plugins.hosts.checks import Check, Given, of_weights
 
 
 def _centers(given: Given) -> bool:
@@ -23,35 +25,32 @@ def _top_k(given: Given) -> int:
     return 0 if given.config.center is None else given.config.center.top_k
 
 
+of_centers = partial(Check, ("command", "loss"))
 CENTERS = (
-    Check(
+    of_centers(
         "center beside true on policy",
-        ("command", "loss"),
         lambda given: _centers(given) and given.has("true_on_policy_mode"),
         "true_on_policy_mode: the trainer rounds its logits before it scores the sampled token, and mis.center scores "
         "the engine's likeliest tokens without; drop one of them",
         arguments=("true_on_policy_mode",),
     ),
-    Check(
+    of_centers(
         "center beside top-p",
-        ("command", "loss"),
         lambda given: _centers(given) and _names_other_tokens(given),
         "rollout_top_p: {host} scores tokens over those that top-p leaves, and mis.center reads the engine's likeliest "
         "tokens of the whole vocabulary; set rollout_top_p: 1.0",
         arguments=("rollout_top_p",),
     ),
-    Check(
+    of_centers(
         "part of a kept set",
-        ("command", "loss"),
         lambda given: 0 < _top_k(given) < (given.get("rollout_top_k") or -1),
         "rollout_top_k: mis.center.top_k is smaller, so that the head names a part of the tokens that top-k keeps, and "
         "the rest is modelled (center_behavior_mass says how much is named); give both one number",
         "warn",
         ("rollout_top_k",),
     ),
-    Check(
+    of_centers(
         "head not asked",
-        ("command", "loss"),
         lambda given: (
             _centers(given)
             and given.get("rollout_top_logprobs_num") == 0
@@ -61,9 +60,8 @@ CENTERS = (
         "likeliest; give --rollout-top-logprobs-num 32",
         arguments=("rollout_top_logprobs_num",),
     ),
-    Check(
+    of_centers(
         "smaller head",
-        ("command", "loss"),
         lambda given: 0 < (given.get("rollout_top_logprobs_num") or 0) < _top_k(given),
         "rollout_top_logprobs_num: the engine names fewer tokens than mis.center.top_k reads; give both one number",
         "warn",
@@ -84,15 +82,14 @@ OTHER_ADVANTAGES = {
 }
 BASELINES = (
     Check(
-        "baseline without its hook",
         ("tis", "loss"),
+        "baseline without its hook",
         lambda given: _has_baseline(given) and given.get("rollout_data_postprocess_path") is None,
         "{group_baseline} needs --rollout-data-postprocess-path mis_plugins.mis.count_samples (normalize_rollout does "
         "it too); without it the host's baselines stay",
     ),
-    Check(
+    of_weights(
         "baseline of another estimator",
-        WEIGHTS,
         lambda given: _has_baseline(given) and given.get("advantage_estimator", "grpo") not in ESTIMATORS,
         lambda given: (
             f"{{group_baseline}} replaces the baseline of {', '.join(ESTIMATORS)}, and advantage_estimator: "
@@ -100,17 +97,15 @@ BASELINES = (
         ),
     ),
     *(
-        Check(
+        of_weights(
             f"baseline beside {name}",
-            WEIGHTS,
             lambda given, name=name: _has_baseline(given) and given.has(name),
             f"{{group_baseline}} moves rewards from one mean to another, and {name} {why}; drop one",
         )
         for name, why in OTHER_ADVANTAGES.items()
     ),
-    Check(
+    of_weights(
         "others' mean in deviations",
-        WEIGHTS,
         lambda given: (
             given.config.group_baseline == "rloo"
             and given.has("grpo_std_normalization")
