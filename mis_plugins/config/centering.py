@@ -7,11 +7,7 @@ from mis_plugins.errors import ConfigError
 
 
 def check(config: CorrectionConfig) -> None:
-    """Refuse a config of which the centering term is not known.
-
-    Raises:
-        ConfigError: it names the setting that is missing, or that no term is known for.
-    """
+    """Refuse a config of which the centering term is not known."""
     objective, weight = config.objective, config.weight
     if objective is None or not config.bypass:
         raise ConfigError(

@@ -9,11 +9,7 @@ from mis_plugins.errors import ConfigError
 
 
 def check(config: CorrectionConfig) -> None:
-    """Refuse what contradicts `segment_wise` or `m2_threshold`.
-
-    Raises:
-        ConfigError: it quotes both settings.
-    """
+    """Refuse what contradicts `segment_wise` or `m2_threshold`."""
     if config.segment_wise is not None:
         _check_segment_wise(config, config.segment_wise)
     if config.m2_threshold is not None:
@@ -53,11 +49,7 @@ def _check_segment_wise(config: CorrectionConfig, segment_wise: SegmentWiseConfi
 
 
 def check_group_baseline(config: CorrectionConfig) -> None:
-    """Refuse a baseline of what trains where nothing is rejected, or where that is not known before training.
-
-    Raises:
-        ConfigError: it quotes `group_baseline`, and the setting that it cannot stand beside.
-    """
+    """Refuse a baseline of what trains where nothing is rejected, or where that is not known before training."""
     said = f"{{group_baseline}}: {config.group_baseline}"
     if not config.corrects:
         raise ConfigError(f"{said} has no effect without a weight or a rule, which say what trains")

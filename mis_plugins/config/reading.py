@@ -78,11 +78,7 @@ def is_areals(key: str) -> bool:
 
 
 def check_areal(keys: Mapping[str, Any]) -> None:
-    """Refuse AReaL's keys, at the top level or in its blocks, which the translator alone reads.
-
-    Raises:
-        ConfigError: it names each key where it stands, and the translator's command.
-    """
+    """Refuse AReaL's keys, at the top level or in its blocks, which the translator alone reads."""
     blocks = {f"{name}.": keys[name] for name in AREAL_BLOCKS if isinstance(keys.get(name), Mapping)}
     given = ((at, key, value) for at, block in {"": keys, **blocks}.items() for key, value in block.items())
     if found := [f"{at}{key}" for at, key, value in given if value is not None and is_areals(str(key))]:
@@ -112,11 +108,7 @@ def is_read(name: str, value: Any) -> bool:
 
 
 def check_names(names: Iterable[str]) -> None:
-    """Refuse a key that looks like ours and is not.
-
-    Raises:
-        ConfigError: it quotes the key, and suggests one.
-    """
+    """Refuse a key that looks like ours and is not."""
     given = tuple(names)
     if not READ_KEYS.issuperset(given):
         from mis_plugins.config.misspelled import check
@@ -365,9 +357,6 @@ def number(value: Any, path: str) -> float:
     """Convert a number, or a text such as 1e-4 (text to YAML), to a float.
 
     Text with an underscore is refused: Python would read verl's pair 0.5_5 as 0.55.
-
-    Raises:
-        ConfigError: it quotes `path`.
     """
     try:
         if isinstance(value, bool) or "_" in str(value):

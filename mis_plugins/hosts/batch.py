@@ -85,9 +85,6 @@ def check_apart(proximal: Handed, behavior: Handed, name: str = "train_log_probs
     Args:
         proximal, behavior: each sequence's log-probs under the trainer, and under the rollout engine.
         name: the host's name of the first list.
-
-    Raises:
-        InputError: it names both lists, and the first sequence.
     """
     if proximal is None or behavior is None:
         return
@@ -155,9 +152,6 @@ def check_lengths(
         loss_masks: of the full responses.
         log_probs: lists of this rank's log-probs, by the host's names.
         if_cut: what the error adds where all log-probs are fewer than their mask; empty for nothing.
-
-    Raises:
-        InputError: it names the list that is wrong, the first sequence where it is, and all counts.
     """
     lists, sequences = {"loss_masks": loss_masks, **log_probs}, len(layout.response_lengths)
     for name, tensors in lists.items():

@@ -93,9 +93,6 @@ def loss_config(args: Any, step: tuple[int, int] | None = None) -> LossConfig:
 
     Args:
         step: (rollout, step) that trains now, where the step hook said so.
-
-    Raises:
-        ConfigError: it quotes the flag.
     """
     kl_type = None
     if getattr(args, "use_kl_loss", False):

@@ -49,11 +49,7 @@ GONE = dict.fromkeys(("use_routing_replay", "use_rollout_routing_replay", "use_i
 
 
 def check_hook(args: Any, config: CorrectionConfig) -> None:
-    """Refuse `resplit_every` where no rollout-data hook is given, so that nothing would be compared.
-
-    Raises:
-        ConfigError: it names the flag.
-    """
+    """Refuse `resplit_every` where no rollout-data hook is given, so that nothing would be compared."""
     if config.resplit_every is not None and getattr(args, "rollout_data_postprocess_path", None) is None:
         raise ConfigError(
             f"{{resplit_every}}: {config.resplit_every} needs {COUNT} (normalize_rollout does it too)"
@@ -161,9 +157,6 @@ def rescored(needs: Needs, args: Any, data: Mapping[str, Any], ranks: Ranks) -> 
     """Score a rollout again by the log-prob pass of the host's trainer, for `Host.rescore`.
 
     No hook is handed the trainer: it is read from `train_actor`, which calls the rollout-data hook.
-
-    Raises:
-        InputError: another function calls the hook.
     """
     held = needs.train_actor.frame()
     if not held.keys() >= set(HELD):

@@ -113,11 +113,7 @@ def _in_force(args: View, tis_config: Callable[[View], CorrectionConfig]) -> Cor
 
 
 def _has_log_probs(data: Mapping[str, Any]) -> bool:
-    """Whether the rollout batch holds the trainer's log-probs, which only the last pipeline stage computes.
-
-    Raises:
-        InputError: this is the last pipeline stage, and it has none.
-    """
+    """Whether the rollout batch holds the trainer's log-probs, which only the last pipeline stage computes."""
     if data.get("log_probs"):
         return True
     if not megatron.holds_log_probs():
@@ -129,11 +125,7 @@ def _has_log_probs(data: Mapping[str, Any]) -> bool:
 
 
 def rollout_data(handed: Sequence[Any], what: str, instead: str) -> tuple[int, Mapping[str, Any]]:
-    """The rollout's number and batch: what a host hands the hook behind `args`, or what Miles's trainer holds.
-
-    Raises:
-        InputError: there is no rollout batch; the message says what needs one, and what to do instead.
-    """
+    """The rollout's number and batch: what a host hands the hook behind `args`, or what Miles's trainer holds."""
     if len(handed) == 2:
         return handed[0], handed[1]
     # Miles calls the hook with `args` alone; the batch is a local variable of the caller.

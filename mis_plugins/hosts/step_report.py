@@ -87,11 +87,7 @@ class Recorded:
         return self.ranks.cp is None and self.ranks.dp is None
 
     def over_ranks(self) -> Recorded:
-        """Merge the records of all ranks.
-
-        Raises:
-            RANK_LOST: a rank died.
-        """
+        """Merge the records of all ranks."""
         groups = [group for group in (self.ranks.cp, self.ranks.dp) if group is not None]
         ages = None if self.ages is None else self.ages.over_ranks(groups)
         added = replace(self, partials=self.partials.over_ranks(groups), ages=ages)
@@ -239,9 +235,6 @@ class Recorder:
     def report(self, args: Any, rollout_id: int, step_id: int, ranks: Ranks = ALONE) -> None:
         """Before each optimizer step, on every rank: read what the step before it recorded.
 
-        Args:
-            ranks: the host's groups as they are now.
-
         Raises:
             MisError: `on_all_rejected: raise`, and a micro-batch of that step was all rejected; every rank
                 that computes a loss raises, which only the last pipeline stage does.
@@ -270,11 +263,7 @@ class Recorder:
             apart = self._report(pending[config], ranks, ended, apart)
 
     def check_rollout(self, args: Any, rollout_id: int, ranks: Ranks) -> None:
-        """Where the host has no step hook: check at the next rollout that a hook of ours corrected in this one.
-
-        Raises:
-            ConfigError: as `report`.
-        """
+        """Where the host has no step hook: check at the next rollout that a hook of ours corrected in this one."""
         if view(args).get("custom_megatron_before_train_step_hook_path") is not None:
             return
         self._begin(args)
@@ -310,11 +299,7 @@ class Recorder:
         return None if agreed else REGROUPED
 
     def _report(self, pending: Recorded, ranks: Ranks, ended: Ended, apart: str | None) -> str | None:
-        """Report what all ranks recorded, or this rank alone; return why it is alone.
-
-        Args:
-            apart: why the records cannot be added up; None where they can.
-        """
+        """Report what all ranks recorded, or this rank alone; return why it is alone."""
         recorded = None
         if apart is None:
             try:

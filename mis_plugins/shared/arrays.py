@@ -47,11 +47,7 @@ class Safetensors:
         return list(self._told)
 
     def tensor(self, name: str) -> Tensor:
-        """One tensor.
-
-        Raises:
-            RecordError: there is no such tensor, or its bytes are not those of its shape.
-        """
+        """One tensor."""
         return read(self.path, lambda: self._tensor(name))
 
     def _header(self) -> dict[str, Any]:
@@ -106,11 +102,7 @@ class Npz:
             raise RecordError(f"{path}: two arrays have one name")
 
     def tensor(self, name: str) -> Tensor:
-        """One array.
-
-        Raises:
-            RecordError: there is no such array, or it is damaged.
-        """
+        """One array."""
         return read(self.path, lambda: self._tensor(name))
 
     def _tensor(self, name: str) -> Tensor:

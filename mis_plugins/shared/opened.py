@@ -82,11 +82,7 @@ class Opened:
         self.size = status.st_size
 
     def bytes_at(self, offset: int, count: int) -> bytearray:
-        """The `count` bytes at `offset`.
-
-        Raises:
-            RecordError: the file ends before them.
-        """
+        """The `count` bytes at `offset`."""
         self._check(offset, count)
         found = bytearray(count)
         self._fill(offset, memoryview(found))

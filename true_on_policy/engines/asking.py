@@ -49,11 +49,7 @@ class Address:
 
     @classmethod
     def of(cls, url: str) -> Address:
-        """Read a URL.
-
-        Raises:
-            EngineError: the URL is not that of an HTTP server.
-        """
+        """Read a URL."""
         if not url.isascii() or not url.isprintable() or " " in url:
             _refuse(url, "a URL holds no such letters")
         try:

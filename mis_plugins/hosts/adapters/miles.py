@@ -95,11 +95,7 @@ def hands_on_kept_sets(keys: Mapping[str, Any]) -> bool:
 
 
 def _check_whole_vocabulary(args: Any, batch: Batch) -> None:
-    """Refuse log-probs of the engine that are renormalized over what top-p or top-k left of the vocabulary.
-
-    Raises:
-        InputError: it names the key, or the argument of Miles that says so.
-    """
+    """Refuse log-probs of the engine that are renormalized over what top-p or top-k left of the vocabulary."""
     carried = [name for name in SAMPLING_SUPPORT if any(row is not None for row in _rows(batch, name))]
     if getattr(args, "use_sampling_support_replay", False):
         carried.append("use_sampling_support_replay")

@@ -92,11 +92,7 @@ class Need:
         return any(address.module in sys.modules for address in self.addresses)
 
     def get(self) -> Any:
-        """Import what the need names, from the newest address that has it.
-
-        Raises:
-            NeedError: no address has it.
-        """
+        """Import what the need names, from the newest address that has it."""
         return getattr(*self.owner())
 
     def owner(self) -> tuple[Any, str]:
@@ -127,19 +123,11 @@ class Need:
         return self.get() if package in sys.modules else None
 
     def of(self, instance: Any) -> Any:
-        """The member of an instance of the host by the newest name that it has.
-
-        Raises:
-            NeedError: the instance has no member of these names.
-        """
+        """The member of an instance of the host by the newest name that it has."""
         return getattr(instance, self.name_on(instance))
 
     def name_on(self, owner: Any) -> str:
-        """The newest name under which `owner` holds what the need names.
-
-        Raises:
-            NeedError: it holds none.
-        """
+        """The newest name under which `owner` holds what the need names."""
         for name in dict.fromkeys(address.names[-1] for address in self.addresses):
             if hasattr(owner, name):
                 return name
@@ -293,11 +281,7 @@ class VersionNeeds(Needs, ABC):
 
 
 def held_by(*functions: tuple[str, str]) -> Mapping[str, Any]:
-    """Local variables of the nearest caller among these functions; empty where the stack has none of them.
-
-    Args:
-        functions: the module of each function, and its name.
-    """
+    """Local variables of the nearest caller among these functions; empty where the stack has none of them."""
     frame = sys._getframe(1)
     while frame is not None:
         if (frame.f_globals.get("__name__"), frame.f_code.co_name) in functions:

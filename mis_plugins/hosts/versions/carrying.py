@@ -92,11 +92,7 @@ class Carrying:
         self._columns, self._data = self._made(actor, rollout_id, data, begins), data
 
     def of(self, data: Data) -> Columns:
-        """The columns of this rollout.
-
-        Raises:
-            InputError: the trainer trains on another rollout, whose weights would silently lack versions.
-        """
+        """The columns of this rollout."""
         if self._columns is None or data is not self._data:
             raise InputError(
                 f"{INIT}: the rollout in training went past the trainer's train_actor as it was read in "
@@ -189,11 +185,7 @@ def carry_versions(args: Any) -> None:
 
 
 def check(args: Any, of_host: Sequence[Refusal]) -> None:
-    """Refuse arguments under which versions, or what is recomputed, would say something else.
-
-    Raises:
-        ConfigError: it names the flag.
-    """
+    """Refuse arguments under which versions, or what is recomputed, would say something else."""
     given, scored = view(args), recomputes(segment_wise(args))
     for refusal in (*REFUSALS, *of_host):
         if refusal.when(given) and (scored or not refusal.scored):

@@ -222,11 +222,7 @@ async def heard(chunks: AsyncIterator[Chunk], number: int) -> dict[str, Any]:
 
 
 def _parts_of(chunk: Any) -> tuple[str, Chunk, list[Row], int]:
-    """Text, `meta_info`, log-probs with their tokens, and the number of tokens, of one chunk.
-
-    Raises:
-        InputError: the chunk is no answer, such as an error that the engine sends in its place.
-    """
+    """Text, `meta_info`, log-probs with their tokens, and the number of tokens, of one chunk."""
     try:
         meta = chunk["meta_info"]
         rows, *_ = ((meta.get(name) or []) + [] for name in ("output_token_logprobs", *MORE))
@@ -254,11 +250,7 @@ async def _stream(url: str, payload: Mapping[str, Any], headers: Mapping[str, st
 
 
 def _chunk(data: bytes) -> Chunk:
-    """One chunk of a stream.
-
-    Raises:
-        httpx.RemoteProtocolError: the stream was cut within it.
-    """
+    """One chunk of a stream."""
     import httpx  # type: ignore[import-not-found]
 
     try:

@@ -75,11 +75,7 @@ class NamedTokens:
         return named
 
     def check(self) -> None:
-        """Refuse what no distribution over tokens can have: centering would add up a token's probability twice.
-
-        Raises:
-            InputError: it names the first such position.
-        """
+        """Refuse what no distribution over tokens can have: centering would add up a token's probability twice."""
         ids = np.sort(self.ids, axis=1)
         twice = ((ids[:, 1:] == ids[:, :-1]) & (ids[:, 1:] >= 0)).any(1)
         mass = np.exp(np.minimum(self.log_probs, 1.0), dtype=np.float64).sum(1)

@@ -76,9 +76,6 @@ class Note:
 
         Args:
             key: the host's name of the list that carries notes.
-
-        Raises:
-            InputError: `packed` is the host's own value, not a note.
         """
         written = list(packed) if isinstance(packed, Sequence) else []
         more = written[-1] if written and isinstance(written[-1], Mapping) else {}
