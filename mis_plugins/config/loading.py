@@ -30,11 +30,7 @@ def as_arguments(keys: Mapping[str, Any]) -> argparse.Namespace:
 
 
 def read_keys(keys: Mapping[str, Any]) -> CorrectionConfig:
-    """Read the keys of a file as `load` does.
-
-    Raises:
-        ConfigError: no key says how to correct, or a setting cannot work.
-    """
+    """Read the keys of a file as `load` does."""
     reading.check_areal(keys)
     reading.check_names(keys)
     if not any(reading.is_read(key, value) for key, value in keys.items()):

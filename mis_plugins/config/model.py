@@ -433,14 +433,10 @@ class CorrectionConfig:
     center: CenterConfig | None = None
 
     def __post_init__(self) -> None:
-        if self.segment_wise is not None or self.m2_threshold is not None:
+        if self.segment_wise is not None or self.m2_threshold is not None or self.center is not None:
             from mis_plugins.config import contradictions
 
             contradictions.check(self)
-        if self.center is not None:
-            from mis_plugins.config import centering
-
-            centering.check(self)
         if self.segment_wise is not None:
             if self.weight is None and not self.bypass:
                 object.__setattr__(self, "weight", self.segment_wise.weight)

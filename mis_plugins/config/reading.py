@@ -156,12 +156,7 @@ def _from_view(stated: View) -> CorrectionConfig:
 
 
 def _check_handed_on(args: View, corrects: bool) -> None:
-    """Refuse arguments that lack what the user's file says: the run would be corrected by a part of it, or not at all.
-
-    Raises:
-        ConfigError: the host made no argument of a key; the file cannot be read, and nothing corrects without it; the
-            file says what no config may.
-    """
+    """Refuse arguments that lack what the user's file says: a part of it, or nothing, would correct the run."""
     name = f"--custom-config-path {short(str(args[FILES[0]]))}"
     try:
         keys = keys_of_file(args, FILES[0])
