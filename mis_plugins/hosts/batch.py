@@ -81,10 +81,6 @@ def check_apart(proximal: Handed, behavior: Handed, name: str = "train_log_probs
     """Refuse log-probs of the trainer that are the rollout engine's own tensors: each ratio would be 1.
 
     Addresses are compared, so that nothing waits for the device. Tensors without tokens have no address.
-
-    Args:
-        proximal, behavior: each sequence's log-probs under the trainer, and under the rollout engine.
-        name: the host's name of the first list.
     """
     if proximal is None or behavior is None:
         return
@@ -146,13 +142,7 @@ def check_lengths(
     layout: Layout,
     if_cut: str = "",
 ) -> None:
-    """Refuse lists of a micro-batch that do not fit together.
-
-    Args:
-        loss_masks: of the full responses.
-        log_probs: lists of this rank's log-probs, by the host's names.
-        if_cut: what the error adds where all log-probs are fewer than their mask; empty for nothing.
-    """
+    """Refuse lists of a micro-batch that do not fit together."""
     lists, sequences = {"loss_masks": loss_masks, **log_probs}, len(layout.response_lengths)
     for name, tensors in lists.items():
         if len(tensors) != sequences:

@@ -287,11 +287,7 @@ def found(hook: Hook, given: Given, severity: Severity) -> Iterator[Check]:
 
 
 def refuse(hook: Hook, args: Any, config: CorrectionConfig, host: Host) -> None:
-    """Refuse settings with which a job would stop, or run with wrong numbers.
-
-    Args:
-        args: the host's arguments, or keys of a file.
-    """
+    """Refuse settings with which a job would stop, or run with wrong numbers."""
     given = Given(view(args), config, host)
     for check in found(hook, given, "refuse"):
         raise ConfigError(check.told(given)).spelled(reading.spelling(given.args), "mis.")

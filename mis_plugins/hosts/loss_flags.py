@@ -82,11 +82,7 @@ def _number(args: Any, name: str) -> float:
 
 
 def loss_config(args: Any, step: tuple[int, int] | None = None) -> LossConfig:
-    """Read the host's flags about clipping, entropy and KL.
-
-    Args:
-        step: (rollout, step) that trains now, where the step hook said so.
-    """
+    """Read the host's flags about clipping, entropy and KL."""
     kl_type = None
     if getattr(args, "use_kl_loss", False):
         kl_type = args.kl_loss_type

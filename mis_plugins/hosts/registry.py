@@ -98,11 +98,7 @@ def current(args: Any = None, reduce: Callable[..., Any] | None = None) -> Host:
 
 
 def _refuse_moved(hosts: Sequence[Host]) -> None:
-    """Refuse a trainer of a host whose tracking lies where no address of ours looks.
-
-    Raises:
-        NeedError: it names the host. Without it, the trainer would count as the host that is left.
-    """
+    """Refuse a trainer of a host whose tracking lies at no address of ours: it would count as the host that is left."""
     for host in hosts:
         if host.needs is not None and host.needs.train_actor.is_loaded:
             raise host.needs.tracking.error()

@@ -85,7 +85,10 @@ def compare(args: Any, rollout_id: int, data: Mapping[str, Any]) -> None:
 
 
 def _rescore(args: Any, data: Mapping[str, Any], host: Host) -> Rescore:
-    _check_same_pass(args)
+    """The host's second pass, unless weights or routes of the first are gone by now, or nothing is there to compare."""
+    for name, why in GONE.items():
+        if getattr(args, name, False):
+            raise ConfigError(f"mis.resplit_every with --{name.replace('_', '-')}: {why}; drop one")
     if megatron.holds_log_probs() and not data.get("log_probs"):
         raise InputError(
             "mis.resplit_every: rollout_data has no log-probs of the trainer to compare with; let it recompute them "
@@ -107,14 +110,6 @@ def _every(args: Any) -> int | None:
     """`resplit_every`. Without the key no config is read: `count_samples` serves runs without a config."""
     said = view(args).get("mis")
     return reading.from_args(args).resplit_every if isinstance(said, Mapping) and KEY in said else None
-
-
-def _check_same_pass(args: Any) -> None:
-    """Refuse arguments with which the weights or the routes of the log-prob pass are gone when the hook is called."""
-    for name, why in GONE.items():
-        if getattr(args, name, False):
-            flag = name.replace("_", "-")
-            raise ConfigError(f"mis.resplit_every with --{flag}: {why}; drop one")
 
 
 def differences(

@@ -53,7 +53,7 @@ class Watching:
             MisError: `mis.routing.on_fault: raise` and a rank found a fault, or a rule reads routes that are not known;
                 every rank raises.
         """
-        if model is None or (self.watch is None and _asked(args) is None):
+        if model is None or (self.watch is None and reading.from_args(args).routing is None):
             return
         watch, first = self._installed(args, model), self.step is None
         if self.step == (rollout_id, step_id):
@@ -76,8 +76,9 @@ class Watching:
 
     def _installed(self, args: Any, model: Sequence[nn.Module]) -> Watch:
         if self.watch is None:
-            asked = _asked(args) or RoutingConfig()
-            checks.refuse("watch", args, reading.from_args(args), current(args))
+            config = reading.from_args(args)
+            checks.refuse("watch", args, config, current(args))
+            asked = config.routing or RoutingConfig()
             watch = Watch(replay.source(), _grid(args), asked.experts == "trainer", megatron.pipeline()[1])
             watch.install(model, args.num_layers)
             self.watch = watch
@@ -128,10 +129,6 @@ def _stop(args: Any, seen: Seen) -> None:
         ).spelled(reading.spelling(args), "mis.")
     if seen.faulty and config.routing is not None and config.routing.on_fault == "raise":
         raise MisError(f"mis.routing.on_fault: raise: {told or f'another log names {seen.faulty} faults'}")
-
-
-def _asked(args: Any) -> RoutingConfig | None:
-    return reading.from_args(args).routing
 
 
 def _grid(args: Any) -> Grid:

@@ -28,11 +28,7 @@ WRITTEN = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)  # how numpy writes an arra
 
 
 class Safetensors:
-    """A safetensors file: its tensors by name, and the header's own texts.
-
-    Raises:
-        RecordError: the file is damaged.
-    """
+    """A safetensors file: its tensors by name, and the header's own texts."""
 
     def __init__(self, path: Path):
         self.path, self.opened = path, Opened(path)

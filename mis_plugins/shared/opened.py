@@ -64,11 +64,7 @@ def optional(module: str) -> ModuleType:
 
 
 class Opened:
-    """A regular file, opened for reading.
-
-    Raises:
-        RecordError: the path is a folder, a pipe or a device, or cannot be opened.
-    """
+    """A regular file, opened for reading."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -89,11 +85,7 @@ class Opened:
         return found
 
     def tensor_at(self, offset: int, count: int, dtype: torch.dtype) -> Tensor:
-        """The `count` numbers at `offset`, in memory or in a mapped copy of their bytes.
-
-        Raises:
-            RecordError: the file ends before them, or the copy finds no place on the disk.
-        """
+        """The `count` numbers at `offset`, in memory or in a mapped copy of their bytes."""
         size = count * dtype.itemsize
         if not size:
             return torch.empty(count, dtype=dtype)

@@ -178,19 +178,14 @@ ASKED = {
 """What hosts are asked for alike, by the name of the need."""
 
 
-def table(host: str) -> Callable[..., Need]:
-    """A function that places a need of a host: one of `ASKED` by its name, or one that this host alone answers."""
-
-    def need(
-        need: str | Need, *at: str, takes: str = "", hands: str = "", serves: tuple[str, ...] = (), ran: int = -1
-    ) -> Need:
-        """Place a need, and ask for more parameters, keywords and hooks than `ASKED` says."""
-        need = ASKED[need] if isinstance(need, str) else need
-        parameters, keywords = (*need.parameters, *takes.split()), (*need.hands, *hands.split())
-        hooks = (*need.hooks, *serves)
-        return replace(need, host=host, hooks=hooks, at=at, parameters=parameters, hands=keywords, ran=ran)
-
-    return need
+def placed(
+    host: str, need: str | Need, *at: str, takes: str = "", hands: str = "", serves: tuple[str, ...] = (), ran: int = -1
+) -> Need:
+    """Place a need of a host, one of `ASKED` by its name or the host's own, and ask for more than `ASKED` says."""
+    need = ASKED[need] if isinstance(need, str) else need
+    parameters, keywords = (*need.parameters, *takes.split()), (*need.hands, *hands.split())
+    hooks = (*need.hooks, *serves)
+    return replace(need, host=host, hooks=hooks, at=at, parameters=parameters, hands=keywords, ran=ran)
 
 
 @dataclass(frozen=True)

@@ -29,11 +29,7 @@ GENERATE = "--custom-generate-function-path mis_plugins.mis.generate_with_versio
 
 
 def served(args: Any, flag: str) -> Host:
-    """The host that runs.
-
-    Raises:
-        ConfigError: versions are not carried on it; the message names the flag of the hook that asks.
-    """
+    """The host that runs, for the hook of a flag: a host on which versions are carried."""
     host = current(args)
     if not host.version_flags:
         raise ConfigError(f"{flag}: versions are not carried on {host.title}; leave the flag out")
@@ -72,11 +68,7 @@ class Note:
 
     @classmethod
     def of(cls, packed: Any, key: str) -> Note:
-        """Read what `packed` wrote.
-
-        Args:
-            key: the host's name of the list that carries notes.
-        """
+        """Read what `packed` wrote."""
         written = list(packed) if isinstance(packed, Sequence) else []
         more = written[-1] if written and isinstance(written[-1], Mapping) else {}
         numbers = written[:-1] if more else written
@@ -89,11 +81,7 @@ class Note:
 
 
 class Numbering:
-    """Numbers the samples of this process, and tells a shelf of each.
-
-    Args:
-        shelf: makes the shelf when the first sample begins.
-    """
+    """Numbers the samples of this process, and tells of each a shelf, which is made when the first sample begins."""
 
     def __init__(self, shelf: Callable[[], Shelf]) -> None:
         self._make = shelf
