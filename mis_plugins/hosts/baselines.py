@@ -8,7 +8,6 @@ and so the advantages of its siblings: beside a rejected reward of 100, a correc
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -21,15 +20,13 @@ from torch import Tensor
 from mis_plugins.config.model import CorrectionConfig
 from mis_plugins.config.view import View
 from mis_plugins.correction.pipeline import correct
-from mis_plugins.errors import InputError
+from mis_plugins.errors import InputError, logger
 from mis_plugins.hosts import megatron
 from mis_plugins.hosts.batch import HostBatch, layout_of
 from mis_plugins.hosts.host import ONE_STEP
 from mis_plugins.hosts.rank_agreement import check_agreement
 from mis_plugins.hosts.registry import current
 from mis_plugins.packing.collectives import all_reduce
-
-logger = logging.getLogger("mis_plugins")
 
 FIELD = "mis.group_baseline"
 NEEDED = ("log_probs", "advantages", "rewards", "sample_indices")

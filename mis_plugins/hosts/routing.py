@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,7 +12,7 @@ from torch import Tensor, nn
 from mis_plugins.config import reading
 from mis_plugins.config.model import CorrectionConfig, RoutingConfig
 from mis_plugins.correction.pipeline import Correction
-from mis_plugins.errors import InputError, MisError
+from mis_plugins.errors import InputError, MisError, logger
 from mis_plugins.hosts import checks, megatron, replay, tracking
 from mis_plugins.hosts.host import ROUTES_HOOK
 from mis_plugins.hosts.registry import current
@@ -23,8 +22,6 @@ from mis_plugins.routing.placement import Grid, response_rows
 from mis_plugins.routing.report import Groups, Seen, metrics_of, read
 from mis_plugins.routing.table import LOG_PROB, TRAIN, Flags, split
 from mis_plugins.routing.watch import Watch, in_backward
-
-logger = logging.getLogger("mis_plugins")
 
 NOT_WATCHED = (
     "{reject}: statistic: route needs the routes of the trainer's log-prob pass, and none of these micro-batches was "

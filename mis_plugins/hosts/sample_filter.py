@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -13,12 +12,10 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from mis_plugins.errors import InputError, warn_once
+from mis_plugins.errors import InputError, logger, warn_once
 from mis_plugins.hosts.ownership import Hook
 from mis_plugins.hosts.turns import JUDGED, NOT_HEARD, flat, listed
 from mis_plugins.shared.absent import is_absent, number_of
-
-logger = logging.getLogger("mis_plugins")
 
 Cause = Literal[
     "missing",

@@ -21,7 +21,6 @@ micro-batch late, as soon as their copy has arrived.
 from __future__ import annotations
 
 import atexit
-import logging
 import sys
 import weakref
 from collections.abc import Callable, Mapping
@@ -35,7 +34,7 @@ from torch import Tensor
 from mis_plugins.config.model import CorrectionConfig
 from mis_plugins.config.view import view
 from mis_plugins.correction.pipeline import Correction
-from mis_plugins.errors import ConfigError, MisError
+from mis_plugins.errors import ConfigError, MisError, logger
 from mis_plugins.hosts import megatron, tracking
 from mis_plugins.hosts.rank_agreement import Uncorrected, can_add_up, outlives, raise_if_aborted
 from mis_plugins.hosts.registry import current
@@ -58,8 +57,6 @@ ROLLOUTS_BETWEEN = 10
 ALONE = Ranks()
 LAST = "no step followed; end the run with mis_plugins.mis.report_last_step(args) on each rank"
 REGROUPED = "a rank joined or left since"
-
-logger = logging.getLogger("mis_plugins")
 
 
 @dataclass(frozen=True)

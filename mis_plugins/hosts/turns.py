@@ -6,7 +6,6 @@ log-probs of a turn are those of other tokens, or of other tokens before it (ver
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -14,10 +13,9 @@ from functools import wraps
 from itertools import groupby
 from typing import Any
 
+from mis_plugins.errors import logger
 from mis_plugins.hosts.needs.record import Need
 from mis_plugins.hosts.registry import every_host
-
-logger = logging.getLogger("mis_plugins")
 
 JUDGED = "judged_turns"  # the attribute of a sample
 NOT_HEARD = "no answer of the engine was heard"

@@ -34,7 +34,8 @@ class Safetensors:
         self.path, self.opened = path, Opened(path)
         self._told = read(path, self._header)
         self.metadata: Mapping[str, str] = self._told.pop("__metadata__", None) or {}
-        if not _is_text(self.metadata) or not all(isinstance(one, dict) for one in self._told.values()):
+        is_text = isinstance(self.metadata, dict) and all(isinstance(one, str) for one in self.metadata.values())
+        if not is_text or not all(isinstance(one, dict) for one in self._told.values()):
             raise RecordError(f"{path}: has no header of a safetensors file")
 
     @property
@@ -77,10 +78,6 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(found) != len(pairs):
         raise RecordError("a name stands twice in the header")
     return found
-
-
-def _is_text(metadata: Any) -> bool:
-    return isinstance(metadata, dict) and all(isinstance(one, str) for one in metadata.values())
 
 
 class Npz:

@@ -75,11 +75,6 @@ def url_of_engine(given: str) -> str:
     return given
 
 
-def key_of_user() -> str | None:
-    """Return the key of an engine that somebody else started with `--api-key`, from the environment."""
-    return os.environ.get(KEY) or None
-
-
 def answer_of(url: str, path: str, body: Mapping[str, Any] | None, seconds: float, limit: int = LIMIT) -> Any:
     """Return the JSON answer of the server at `url` to a GET of `path`, or to a POST of `body`.
 
@@ -89,7 +84,8 @@ def answer_of(url: str, path: str, body: Mapping[str, Any] | None, seconds: floa
     where = f"{url.rstrip('/')}{path}"
     with reading(where, "an engine"):
         address = Address.of(url)
-    answer = exchanged(where, address, path, body, seconds, limit, key_of_user())
+    key = os.environ.get(KEY) or None  # of an engine that somebody else started with `--api-key`
+    answer = exchanged(where, address, path, body, seconds, limit, key)
     with reading(where, "an engine"):
         return parsed(answer, limit)
 

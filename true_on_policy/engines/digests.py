@@ -42,7 +42,7 @@ class Digest:
         hashed, flat = hashlib.sha256(), _bytes(tensor)
         for start in range(0, flat.numel(), BLOCK):
             hashed.update(flat[start : start + BLOCK].cpu().numpy().data)
-        return cls(_name(tensor.dtype), tuple(tensor.shape), hashed.hexdigest())
+        return cls(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), hashed.hexdigest())
 
     @classmethod
     def read(cls, text: str) -> Digest:
@@ -81,7 +81,3 @@ def read_values(text: str, digest: Digest) -> Shaped[Tensor, "..."]:
 
 def _bytes(tensor: Shaped[Tensor, "..."]) -> Tensor:
     return tensor.detach().contiguous().flatten().view(torch.uint8)
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

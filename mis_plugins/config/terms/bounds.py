@@ -9,12 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Literal
 
-if TYPE_CHECKING:
-    from torch import Tensor
-else:
-    Tensor = Any  # torch is imported by whoever makes one
+from mis_plugins.config.terms.divergence import Tensor
 
 Outside = Literal["weighed", "zeroed", "dropped"]
 

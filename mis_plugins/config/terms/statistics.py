@@ -5,14 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
 
-from mis_plugins.config.terms.divergence import LARGEST_EXPONENT, k1, k2, k3
-
-if TYPE_CHECKING:
-    from torch import Tensor
-else:
-    Tensor = Any  # torch is imported by whoever makes one
+from mis_plugins.config.terms.divergence import LARGEST_EXPONENT, Tensor, k1, k2, k3
 
 LEAST_PROBABILITY = 1e-6  # clamp of `binary_kl`, for the token and for all other tokens together
 # binary_kl at mu = 1 - 1e-6 and pi_old = 1e-6: 13.8155.

@@ -11,14 +11,13 @@ from __future__ import annotations
 import asyncio
 import inspect
 import json
-import logging
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
 from operator import index
 from typing import Any
 
-from mis_plugins.errors import InputError, cut
+from mis_plugins.errors import InputError, cut, logger
 from mis_plugins.hosts.needs.miles import NEEDS
 from mis_plugins.hosts.needs.record import more_of
 from mis_plugins.hosts.needs.slime import SLIME
@@ -27,8 +26,6 @@ from mis_plugins.hosts.versions import heads, kept, retractions
 from mis_plugins.hosts.versions.rollouts import NUMBERING
 from mis_plugins.hosts.versions.samples import FAULT, NUMBER, VERSIONS
 from mis_plugins.versions.spans import spans, written_by
-
-logger = logging.getLogger("mis_plugins")
 
 MORE = ("output_top_logprobs", kept.MASK, kept.LOG_PROBS)  # lists of a chunk, beside its log-probs
 LONGEST_ANSWER = 300  # letters that an error quotes of what is no answer

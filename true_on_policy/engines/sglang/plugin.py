@@ -66,8 +66,8 @@ def _align() -> None:
         _register("sglang.srt.layers.linear.RowParallelLinear.forward", _row_parallel(contract), "REPLACE")
     rope = "sglang.srt.layers.rotary_embedding.base.RotaryEmbedding._compute_inv_freq"
     _register(rope, _frequencies_on_cpu, "AROUND")
-    if handover.ordered_norm():
-        _register("sglang.srt.layers.layernorm.RMSNorm.forward_native", _norm(), "REPLACE")
+    if (ordered := handover.ordered_norm()) is not None:
+        _register("sglang.srt.layers.layernorm.RMSNorm.forward_native", _norm(ordered), "REPLACE")
 
 
 def _taken_up(result: object, runner: object) -> None:
@@ -96,10 +96,8 @@ def _frequencies_on_cpu(compute, self, base):
         self._force_native = native
 
 
-def _norm():
+def _norm(ordered: Callable):
     """Build SGLang's RMSNorm in the order of rounding that was handed over."""
-    ordered = handover.ordered_norm()
-    assert ordered is not None
 
     def forward(self, x, residual=None, post_residual_addition=None, quant_linear=None):
         assert post_residual_addition is None and quant_linear is None, "no such path in a dense model"

@@ -130,9 +130,10 @@ class VLLM(Served):
 
     def weights_checker(self, body: Mapping[str, Any]) -> Any:
         """Ask each worker for its weights, which our plugin tells (`weights.py`), in the form of SGLang's answer."""
-        answer = self._server.post(weights.PATH, weights.request(body))
+        kwargs = {"action": body["action"], "names": body.get("skip_tensor_list", [])}
+        answer = self._server.post(weights.PATH, {"method": weights.METHOD, "kwargs": kwargs})
         with reading(weights.PATH, self.name):
-            return weights.answer_as_sglang(answer)
+            return {"ranks": answer["results"]}  # one entry a worker
 
     def close(self) -> None:
         super().close()
