@@ -111,10 +111,8 @@ class WeightConfig:
     def __post_init__(self) -> None:
         if not self.record.has_ceiling:
             for name in ("lower", "upper"):
-                if getattr(self, name) is not None:
-                    raise ConfigError(
-                        f"{{{name}}}: {getattr(self, name):g} has no effect with {{bound}}: {self.bound}; drop it"
-                    )
+                if (value := getattr(self, name)) is not None:
+                    raise ConfigError(f"{{{name}}}: {value:g} has no effect with {{bound}}: {self.bound}; drop it")
             return
         if self.upper is None:
             object.__setattr__(self, "upper", DEFAULT_UPPER)  # so that saying 2 and saying nothing are equal

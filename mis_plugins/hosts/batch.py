@@ -40,6 +40,13 @@ class HostBatch:
     trainer: str = "train_log_probs"
     if_cut: str = ""
 
+    @classmethod
+    def of_rollout(cls, args: Any, data: Mapping[str, Any], parallel: tuple[Ranks, tuple[int, int]]) -> HostBatch:
+        """The rollout batch of a host, by its own keys."""
+        layout = layout_of(args, data, parallel[1])
+        sides = data["log_probs"], data.get("rollout_log_probs")
+        return cls(*sides, data["loss_masks"], layout, parallel[0], trainer="log_probs")
+
     def __post_init__(self) -> None:
         if self.rollout_log_probs is None or self.train_log_probs is None:
             from mis_plugins.hosts import misfit

@@ -59,16 +59,15 @@ def _load(packages: Container[str], backend: str | None = None) -> None:
 def find_installed() -> None:
     """Serve the hosts of other distributions, which the entry-point group `mis_plugins.hosts` names."""
     for point in entry_points(group=GROUP):
+        said = f"{GROUP}: {point.name} = {point.value}"
         try:
             host = point.load()
         except Exception as error:
-            raise InputError(f"{GROUP}: {point.name} = {point.value} does not load: {error!r}") from error
+            raise InputError(f"{said} does not load: {error!r}") from error
         if not isinstance(host, Host):
-            raise InputError(f"{GROUP}: {point.name} = {point.value} is no mis_plugins.hosts.host.Host")
+            raise InputError(f"{said} is no mis_plugins.hosts.host.Host")
         if every_host().get(host.name, host) != host:
-            raise InputError(
-                f"{GROUP}: {point.name} = {point.value} takes the name {host.name} of another host; give it its own"
-            )
+            raise InputError(f"{said} takes the name {host.name} of another host; give it its own")
         register(host)
 
 

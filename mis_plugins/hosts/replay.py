@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from mis_plugins.hosts.needs.miles import NEEDS as MILES
@@ -106,11 +107,9 @@ def _action(replay: Any) -> str | None:
 def source() -> Source:
     """The queues of the host that runs in this process; Megatron-core's where it has none."""
     if (manager := MILES.routing_replay.loaded()) is not None:
-        return Queues(
-            lambda: manager.stage if manager.enabled else None, lambda stage: setattr(manager, "stage", stage)
-        )
+        return Queues(lambda: manager.stage if manager.enabled else None, partial(setattr, manager, "stage"))
     if any(host.routing_replay.loaded() is not None for host in (SLIME, VIME)):
-        return Queues(_slime_stage, lambda stage: os.environ.__setitem__(STAGE, stage))
+        return Queues(_slime_stage, partial(os.environ.__setitem__, STAGE))
     return Targets()
 
 

@@ -121,9 +121,8 @@ def differences(
     """
     second = second.to(first.device)
     differs = loss_mask & (first != second) & ~(first.isnan() & second.isnan())
-    apart = torch.where(differs, (first.double() - second.double()).abs(), 0).nan_to_num(
-        nan=torch.inf, posinf=torch.inf
-    )
+    apart = torch.where(differs, (first.double() - second.double()).abs(), 0)
+    apart = apart.nan_to_num(nan=torch.inf, posinf=torch.inf)
     sums = torch.stack([loss_mask.sum().double(), differs.sum().double(), apart.sum()])
     return sums, apart.max() if apart.numel() else sums.new_zeros(())
 

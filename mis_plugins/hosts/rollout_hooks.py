@@ -16,7 +16,7 @@ from mis_plugins.config.view import View
 from mis_plugins.correction.pipeline import mean_weight_of
 from mis_plugins.errors import ConfigError, InputError
 from mis_plugins.hosts import baselines, loss_batch, megatron, resplit, tracking, watching
-from mis_plugins.hosts.batch import HostBatch, check_apart, layout_of
+from mis_plugins.hosts.batch import HostBatch, check_apart
 from mis_plugins.hosts.host import ONE_STEP
 from mis_plugins.hosts.needs.miles import NEEDS as MILES
 from mis_plugins.hosts.rank_agreement import check_agreement, check_everywhere
@@ -60,20 +60,17 @@ def normalize_rollout(
     if not _has_log_probs(data):
         ROLLOUT.keep(Held(rollout_id, asked(args), None, config))
         return
-    ranks, cp = current(args).parallel()
-    layout = layout_of(args, data, cp)
-    behavior = data.get("rollout_log_probs")
-    batch = HostBatch(data["log_probs"], behavior, data["loss_masks"], layout, ranks, trainer="log_probs")
-    check_apart(data["log_probs"], behavior, "log_probs")
+    batch = HostBatch.of_rollout(args, data, current(args).parallel())
+    check_apart(batch.train_log_probs, batch.rollout_log_probs, "log_probs")
     log_probs, numerator = (batch.proximal, batch.behavior), None
     if by_loss_hook and loss_batch.knows_versions(data):
         config = config.where_versions_are_known()
     if config.segment_wise_on:
         loss_batch.check_versions(args, data, config)
-        numerator = numerator_of(*log_probs, loss_batch.written(data, layout.local_lengths), config)
-    check_agreement(config, ranks)
+        numerator = numerator_of(*log_probs, loss_batch.written(data, batch.layout.local_lengths), config)
+    check_agreement(config, batch.ranks)
     mean = mean_weight_of(*log_probs, batch.place().ragged, config, numerator)
-    ROLLOUT.keep(Held(rollout_id, asked(args), count(args, rollout_id, data, ranks), config, mean))
+    ROLLOUT.keep(Held(rollout_id, asked(args), count(args, rollout_id, data, batch.ranks), config, mean))
 
 
 def count_samples(

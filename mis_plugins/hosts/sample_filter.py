@@ -129,10 +129,7 @@ def _other_lengths(log_probs: int, tokens: int, loss_mask: Any) -> Fault | None:
 
 def _without_log_probs(absent: list[Any], tokens: int) -> Fault:
     """The fault of a sample whose entries for tokens of the loss are no log-probs; what stands there is named."""
-    numbers = [number_of(x) for x in absent]
-    names = [
-        shortened(x) if x is None or isinstance(x, str) else f"{y:g}" for x, y in zip(absent, numbers, strict=True)
-    ]
+    names = [shortened(x) if x is None or isinstance(x, str) else f"{number_of(x):g}" for x in absent]
     named = Counter(name for name in names if name not in ("nan", "inf", "-inf"))
     cause: Cause = "absent" if set(named) - {"None"} else "not finite"
     found = ", ".join(f"{name} in {count}" for name, count in named.items())

@@ -36,11 +36,9 @@ class Budget:
 
     def check(self, amount: float, size: int, where: object) -> None:
         """Check a cost against the budget."""
-        if amount > self.most(size):
+        if amount > (most := self.most(size)):
             whose = f"a file of {size:,} bytes" if self.per_byte else "any file"
-            raise RecordError(
-                f"{where}: asks for {amount:,.0f} {self.what}, and {whose} may ask for {int(self.most(size)):,}"
-            )
+            raise RecordError(f"{where}: asks for {amount:,.0f} {self.what}, and {whose} may ask for {int(most):,}")
 
 
 INFLATED = Budget("inflated bytes", 256 * MEGABYTE, 20, "a small archive would inflate to gigabytes")

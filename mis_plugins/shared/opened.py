@@ -90,9 +90,8 @@ class Opened:
         if not size:
             return torch.empty(count, dtype=dtype)
         self._check(offset, size)
-        return torch.frombuffer(
-            self.bytes_at(offset, size) if size <= IN_MEMORY else self._copied(offset, size), dtype=dtype
-        )
+        content = self.bytes_at(offset, size) if size <= IN_MEMORY else self._copied(offset, size)
+        return torch.frombuffer(content, dtype=dtype)
 
     def _check(self, offset: int, count: int) -> None:
         if offset < 0 or count < 0 or offset + count > self.size:

@@ -200,9 +200,7 @@ class Needs:
     log_prob_pass: Need
     routing_replay: Need
 
-    def rescore(
-        self, trainer: Any, iterators: list[Any], counts: list[int], prefix: str, rollout_id: int
-    ) -> Any | None:
+    def rescore(self, trainer: Any, iterators: list, counts: list[int], prefix: str, rollout_id: int) -> Any | None:
         """Log-probs by the trainer's own pass; None on a pipeline stage that computes none. Collective.
 
         Args:

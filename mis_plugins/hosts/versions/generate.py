@@ -274,6 +274,5 @@ def _client() -> Any:
     """One client for this process: the host runs all rollouts on one event loop."""
     import httpx  # type: ignore[import-not-found]
 
-    return httpx.AsyncClient(
-        timeout=httpx.Timeout(None), limits=httpx.Limits(max_connections=None, max_keepalive_connections=None)
-    )
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
+    return httpx.AsyncClient(timeout=httpx.Timeout(None), limits=limits)

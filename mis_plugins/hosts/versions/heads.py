@@ -83,11 +83,9 @@ class NamedTokens:
         """The tokens of the first `before` positions, which earlier calls may have left unnamed, and then these."""
         width = self.ids.shape[1]
         known = NamedTokens.none(0, width) if earlier is None else earlier
-        parts = known.ids[:before], known.log_probs[:before]
-        gap = NamedTokens.none(before - len(parts[0]), width)
-        return NamedTokens(
-            np.concatenate([parts[0], gap.ids, self.ids]), np.concatenate([parts[1], gap.log_probs, self.log_probs])
-        )
+        gap = NamedTokens.none(before - len(known.ids[:before]), width)
+        ids = np.concatenate([known.ids[:before], gap.ids, self.ids])
+        return NamedTokens(ids, np.concatenate([known.log_probs[:before], gap.log_probs, self.log_probs]))
 
     def __len__(self) -> int:
         return len(self.ids)

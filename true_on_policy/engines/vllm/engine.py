@@ -113,12 +113,11 @@ class VLLM(Served):
     def update_weights(self, checkpoint: Path, version: int, keep_cache: bool = False) -> None:
         call = {"method": "reload_weights", "kwargs": {"weights_path": str(checkpoint)}}
         self._server.post("/collective_rpc", call)
-        deadline = time.monotonic() + server.GENERATE_SECONDS
+        seconds = server.GENERATE_SECONDS
+        deadline = time.monotonic() + seconds
         while not keep_cache and not self._dropped_cache():
             if time.monotonic() > deadline:
-                raise EngineError(
-                    f"vllm: the cache of the previous weights is still in use after {server.GENERATE_SECONDS} s"
-                )
+                raise EngineError(f"vllm: the cache of the previous weights is still in use after {seconds} s")
             time.sleep(server.POLL_SECONDS)
         self._version = version
 
