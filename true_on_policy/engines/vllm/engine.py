@@ -129,10 +129,9 @@ class VLLM(Served):
 
     def weights_checker(self, body: Mapping[str, Any]) -> Any:
         """Ask each worker for its weights, which our plugin tells (`weights.py`), in the form of SGLang's answer."""
-        kwargs = {"action": body["action"], "names": body.get("skip_tensor_list", [])}
-        answer = self._server.post(weights.PATH, {"method": weights.METHOD, "kwargs": kwargs})
+        answer = self._server.post(weights.PATH, weights.request(body))
         with reading(weights.PATH, self.name):
-            return {"ranks": answer["results"]}  # one entry a worker
+            return weights.answer_as_sglang(answer)
 
     def close(self) -> None:
         super().close()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from true_on_policy.engines.digests import told
@@ -23,3 +23,13 @@ def answered(worker: Any, action: str, names: Sequence[str]) -> dict[str, Any]:
              "dp_size": sizes.data_parallel_size}  # fmt: skip
     checksums = {name: text if held[name].numel() else f"packed_{text}" for name, text in texts.items()}
     return {"checksums": checksums, "parallelism_info": [place]}
+
+
+def request(body: Mapping[str, Any]) -> dict[str, Any]:
+    """Put a request for SGLang's weight checker into the form that vLLM's `/collective_rpc` takes."""
+    return {"method": METHOD, "kwargs": {"action": body["action"], "names": body.get("skip_tensor_list", [])}}
+
+
+def answer_as_sglang(answer: Mapping[str, Any]) -> dict[str, Any]:
+    """Put vLLM's answer, one entry a worker, into the form of SGLang's weight checker."""
+    return {"ranks": answer["results"]}
