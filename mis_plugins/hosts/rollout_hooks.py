@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
-from jaxtyping import Float
-from torch import Tensor
 
 from mis_plugins.config import reading
 from mis_plugins.config.model import CorrectionConfig
@@ -22,7 +19,7 @@ from mis_plugins.hosts.needs.miles import NEEDS as MILES
 from mis_plugins.hosts.rank_agreement import check_agreement, check_everywhere
 from mis_plugins.hosts.reducer import valid_tokens
 from mis_plugins.hosts.registry import current
-from mis_plugins.hosts.rollout_store import ROLLOUT, Held, asked
+from mis_plugins.hosts.rollout_store import ROLLOUT, Counted, Held, asked
 from mis_plugins.hosts.step_report import Recorder
 from mis_plugins.loss.micro_batch import numerator_of
 from mis_plugins.packing.collectives import all_reduce
@@ -138,25 +135,6 @@ def rollout_data(handed: Sequence[Any], what: str, instead: str) -> tuple[int, M
         f"{what} needs the rollout batch, (args, rollout_id, rollout_data), and this "
         f"host calls --rollout-data-postprocess-path with {lacking}; {instead}"
     )
-
-
-@dataclass(frozen=True)
-class Counted:
-    """The host's mean of a metric that is 1 at every token, for each optimizer step of a rollout."""
-
-    rollout_id: int
-    shares: Float[Tensor, " steps"]
-
-    def share(self, step: tuple[int, int] | None) -> Float[Tensor, ""] | None:
-        """Share of the step that trains now; None where a rollout has several and nothing says which.
-
-        A rollout may have more steps than the host's arguments promise, and its further steps have no known share.
-        """
-        if len(self.shares) == 1:
-            return self.shares[0]
-        if step is None or step[0] != self.rollout_id:
-            return None
-        return self.shares[step[1]] if step[1] < len(self.shares) else None
 
 
 def count(args: Any, rollout_id: int, data: Mapping[str, Any], ranks: Ranks) -> Counted:

@@ -224,7 +224,8 @@ class Recorder:
         if config.reports_step and self.step is not None:
             ages = None if written is None else written.known_age
             return partials(correction, pg_loss, ages, counts_sequences=first)
-        relates = config.metrics == "full" and self.step is not None and _asked_for_scale(*self.step)
+        asks = self.step is not None and self.step[0] % ROLLOUTS_BETWEEN == self.step[1] == 0
+        relates = config.metrics == "full" and asks
         has_advantages = correction.nonfinite_advantages is not None
         watches = config.metrics != "none" or config.corrects or config.opsm or has_advantages
         return watch(correction, first, relates) if watches else None
@@ -398,7 +399,3 @@ def _ages(correction: Correction, written: Written | None, numerator: Float[Tens
     from mis_plugins.metrics.staleness import of_correction
 
     return of_correction(correction, written, numerator)
-
-
-def _asked_for_scale(rollout_id: int, step_id: int) -> bool:
-    return step_id == 0 and rollout_id % ROLLOUTS_BETWEEN == 0
