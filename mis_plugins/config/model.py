@@ -385,10 +385,9 @@ WEIGHT_BOUNDS = ("weight_cap", "weight_floor", "mode")  # fields that `weight` h
 class CorrectionConfig:
     """The whole config. `weight: null` multiplies by 1; a token is kept if every rule of `reject` that drops keeps it.
 
-    segment_wise: which policy the weight compares with mu, where it is known which version wrote a token.
-        Alone it sets `weight` to a weight of tokens with its bounds; a `weight` of tokens beside it bounds
-        and normalizes instead. null leaves it to the host: on where the host knows versions and tokens have a
-        weight, else off.
+    segment_wise: which policy the weight compares with mu, where it is known which version wrote a token. Alone it sets
+        `weight` to a weight of tokens with its bounds; a `weight` of tokens beside it bounds and normalizes instead.
+        null leaves it to the host: on where the host knows versions and tokens have a weight, else off.
     metrics: `watch` hands the host five metrics a token, and leaves all others to the step hook, which logs them
         of whole steps; where a host has no step hook it is `full`, which hands every metric back. `all` is both
         `full` and the step hook's. `core` is at most eight, `none` none. Miles's flat keys have `full`.
@@ -406,9 +405,8 @@ class CorrectionConfig:
         the next optimizer step and skips until then. Each is logged.
     keep_floor: warn where less than this share of a step's tokens is kept.
     routing: how to watch the routers of a mixture of experts; null watches where a hook of the watch is given.
-    resplit_every: N scores every N-th rollout twice: the trainer computes its log-probs again, from
-        micro-batches that are cut otherwise, and logs what differs. null is never. The rollout-data hooks
-        do it.
+    resplit_every: N scores every N-th rollout twice: the trainer computes its log-probs again, from micro-batches that
+        are cut otherwise, and logs what differs. null is never. The rollout-data hooks do it.
     group_baseline: the baseline of a group's rewards, over the samples that train: `grpo`, their mean and the host's
         standard deviation, or `rloo`, the mean of the others. null leaves the host's, over all samples. The
         rollout-data hooks do it.

@@ -8,11 +8,10 @@ the device, between two steps, where the hosts have just waited for their own lo
 Where the arguments ask for a correction, and no hook of ours corrected in a step, the check raises on all ranks. A
 process that exits logs the error for its last step, or its last rollout where the host has no step hook.
 
-Records from before a rank died or was replaced are not added up: each rank warns of its own. The record of a
-step that a host repeats is forgotten. The last step of a run is reported by `flush`, a collective that
-whoever ends the run calls on every rank. Without that call, a process without other ranks reports the last
-step when it exits. A process with other ranks, which may be gone by then, warns of its own micro-batches and
-asks nobody.
+Records from before a rank died or was replaced are not added up: each rank warns of its own. The record of a step that
+a host repeats is forgotten. The last step of a run is reported by `flush`, a collective that whoever ends the run calls
+on every rank. Without that call, a process without other ranks reports the last step when it exits. A process with
+other ranks, which may be gone by then, warns of its own micro-batches and asks nobody.
 
 Without the hook nothing is reduced and nothing waits: each rank warns of its own micro-batches, one
 micro-batch late, as soon as their copy has arrived.

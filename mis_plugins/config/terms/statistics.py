@@ -38,8 +38,7 @@ class Statistic:
     low, high: the open range of a token's value; a bound outside would drop nothing or everything.
     formula, words: the value for a reader; `{trainer}` is the policy that is compared with mu.
     on_policy: the value where trainer and rollout engine agree; None where it has no such value.
-    reads_probabilities: whether the value comes from the log-probs themselves; it is then set to 0 at
-        unusable tokens.
+    reads_probabilities: whether the value comes from the log-probs themselves; it is then set to 0 at unusable tokens.
     reads_routes: whether the value comes from the token's routes, which a watch over the routers knows; it is
         then set to 0 at unusable tokens.
     factor: the letter of a value that multiplies over a unit, None where values add up. With a letter,

@@ -115,8 +115,7 @@ class Numbering:
         """A packed note of each sample of a batch, which the trainer gets next.
 
         Args:
-            scored: whether the trainer asks for waiting tokens and scores them. Else the shelf forgets the
-                batch.
+            scored: whether the trainer asks for waiting tokens and scores them. Else the shelf forgets the batch.
             needed: attributes that each sample must have, and who reads each.
             of_batch: numbers of the batch, which each note tells.
 
