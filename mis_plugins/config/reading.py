@@ -323,9 +323,11 @@ def convert(kind: Any, value: Any, path: str) -> Any:
         return tuple(convert(choices[0], item, f"{path}[{i}]") for i, item in enumerate(value))
     if dataclasses.is_dataclass(kind):
         return _parse(typing.cast(type, kind), value, path)
+    if kind is bool and not isinstance(value, bool):
+        raise ConfigError(f"{path}: got {shown(value)}; expected true or false")
     if kind is int:
         return _whole(value, path)
-    return _boolean(value, path) if kind is bool else number(value, path)
+    return value if kind is bool else number(value, path)
 
 
 def choices_of(kind: Any) -> tuple[str, ...] | None:
@@ -333,12 +335,6 @@ def choices_of(kind: Any) -> tuple[str, ...] | None:
     if typing.get_origin(kind) is Literal:
         return typing.get_args(kind)
     return kind.__metadata__[0]() if typing.get_origin(kind) is Annotated else None
-
-
-def _boolean(value: Any, path: str) -> bool:
-    if not isinstance(value, bool):
-        raise ConfigError(f"{path}: got {shown(value)}; expected true or false")
-    return value
 
 
 def _whole(value: Any, path: str) -> int:

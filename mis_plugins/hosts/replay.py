@@ -71,7 +71,7 @@ class Targets:
     def replaying(self) -> bool:
         replay = sys.modules.get("megatron.core.transformer.moe.router_replay")
         instances = () if replay is None else replay.RouterReplay.global_router_replay_instances
-        return any(_action(each) == FORWARD for each in instances)
+        return any(getattr(each.router_replay_action, "value", None) == FORWARD for each in instances)
 
     def has_queue(self, router: Any) -> bool:
         return of_megatron(router) is not None
@@ -98,10 +98,6 @@ class Targets:
 def of_megatron(router: Any) -> Any:
     """Megatron-core's own replay of a router, behind what `true_on_policy` may have put before it; None without one."""
     return getattr(router.router_replay, "replay", router.router_replay)
-
-
-def _action(replay: Any) -> str | None:
-    return None if replay.router_replay_action is None else replay.router_replay_action.value
 
 
 def source() -> Source:

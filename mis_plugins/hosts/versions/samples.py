@@ -159,10 +159,8 @@ SAID = (HEAD, KEPT)  # attributes that hold what the engine said of each token, 
 
 def _packed(sample: Any) -> dict[str, bytes]:
     """What the engine said of the tokens of a sample, packed by name."""
-    packed: dict[str, bytes] = {}
-    for name in SAID:
-        packed |= getattr(sample, name).packed() if hasattr(sample, name) else {}
-    return packed
+    said = (getattr(sample, name).packed() for name in SAID if hasattr(sample, name))
+    return {name: packed for each in said for name, packed in each.items()}
 
 
 def _check(sample: Any, scored: bool, needed: Mapping[str, str]) -> None:
