@@ -9,15 +9,13 @@ from mis_plugins.errors import ConfigError
 
 
 def check(config: CorrectionConfig) -> None:
-    """Refuse what contradicts `segment_wise` or `m2_threshold`.
-
-    Raises:
-        ConfigError: it quotes both settings.
-    """
+    """Refuse what contradicts `segment_wise`, `m2_threshold` or `center`."""
     if config.segment_wise is not None:
         _check_segment_wise(config, config.segment_wise)
     if config.m2_threshold is not None:
         _check_m2(config, config.m2_threshold)
+    if config.center is not None:
+        _check_center(config)
 
 
 def _check_m2(config: CorrectionConfig, threshold: float) -> None:
@@ -52,12 +50,34 @@ def _check_segment_wise(config: CorrectionConfig, segment_wise: SegmentWiseConfi
             raise ConfigError(f"{{segment_wise.{name}}}: has no effect {why}; drop it")
 
 
-def check_group_baseline(config: CorrectionConfig) -> None:
-    """Refuse a baseline of what trains where nothing is rejected, or where that is not known before training.
+def _check_center(config: CorrectionConfig) -> None:
+    """Refuse a config of which the centering term is not known."""
+    objective, weight = config.objective, config.weight
+    if objective is None or not config.bypass:
+        raise ConfigError(
+            "{center}: needs {objective.old}: behavior; with proximal the ratio to pi_old would be needed for each "
+            "token of the head, which no log-prob pass computes"
+        )
+    if objective.surrogate != "reinforce":
+        raise ConfigError(
+            f"{{center}}: needs {{objective.surrogate}}: reinforce; {objective.surrogate} weighs a token by its "
+            "advantage too, so that its mean is not the score's"
+        )
+    if weight and weight.level != "token":
+        raise ConfigError(
+            f"{{weight.level}}: {weight.level} with {{center}}; a weight of more than a token has no value at tokens "
+            "that were not sampled: use token, or leave {center} out"
+        )
+    if weight and weight.record.drops_token and config.looks_at_kept:
+        raise ConfigError(
+            f"{{weight.bound}}: {weight.bound} with {{center}} and {{aggregate}}: kept; a token that the bound drops "
+            "keeps its centering term, and rules cannot tell it from one that a rule drops: use {weight.bound}: zero, "
+            "whose policy loss is equal"
+        )
 
-    Raises:
-        ConfigError: it quotes `group_baseline`, and the setting that it cannot stand beside.
-    """
+
+def check_group_baseline(config: CorrectionConfig) -> None:
+    """Refuse a baseline of what trains where nothing is rejected, or where that is not known before training."""
     said = f"{{group_baseline}}: {config.group_baseline}"
     if not config.corrects:
         raise ConfigError(f"{said} has no effect without a weight or a rule, which say what trains")

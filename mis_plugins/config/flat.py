@@ -6,15 +6,8 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Literal
 
-from mis_plugins.config.model import (
-    LEVEL_OVER,
-    CorrectionConfig,
-    Metrics,
-    NormalizeConfig,
-    RejectRule,
-    WeightConfig,
-    check_ratio_bounds,
-)
+from mis_plugins.config import model
+from mis_plugins.config.model import CorrectionConfig, RejectRule, check_ratio_bounds
 from mis_plugins.config.reading import FLAT_KEYS, convert
 from mis_plugins.config.terms.bounds import BOUNDS
 from mis_plugins.errors import ConfigError
@@ -30,7 +23,7 @@ FLAT_NAMES = {
 }
 
 
-def from_flat(keys: Mapping[str, Any], metrics: Metrics = "full") -> CorrectionConfig:
+def from_flat(keys: Mapping[str, Any], metrics: model.Metrics = "full") -> CorrectionConfig:
     """Read Miles's flat keys, as its `mis.yaml` documents them, and `use_mask` of its blog.
 
     A veto needs no `use_rs` here. `use_rs` and `use_mask` both leave tokens outside the bounds without a
@@ -46,12 +39,12 @@ def from_flat(keys: Mapping[str, Any], metrics: Metrics = "full") -> CorrectionC
     with spelled(lower="tis_lower_bound", upper="tis_upper_bound"):
         check_ratio_bounds(lower or None, upper, unbounded="0")
     with spelled(lower="tis_lower_bound", upper="tis_upper_bound", bound="tis_mode"):
-        weight = WeightConfig(
+        weight = model.WeightConfig(
             level=_said(flat, "tis_level", FlatLevel, "token"),
             bound=bound,
             lower=lower if BOUNDS[bound].has_floor else None,
             upper=upper,
-            normalize=NormalizeConfig() if _said(flat, "tis_batch_normalize", bool, False) else None,
+            normalize=model.NormalizeConfig() if _said(flat, "tis_batch_normalize", bool, False) else None,
         )
     rules = []
     if _drops_outside(flat):
@@ -89,7 +82,7 @@ def _flat_rule(flat: Mapping[str, Any], tis_lower: float | None, tis_upper: floa
     ):
         bounds = (fallback if lower is None else lower) or None, tis_upper if upper is None else upper
         check_ratio_bounds(*bounds, unbounded="0")
-        over = LEVEL_OVER[_said(flat, "rs_level", FlatLevel, "token")]
+        over = model.LEVEL_OVER[_said(flat, "rs_level", FlatLevel, "token")]
         return RejectRule(over=over, lower=bounds[0], upper=bounds[1])
 
 

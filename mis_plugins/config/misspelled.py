@@ -44,11 +44,7 @@ SWITCH_KEYS = tuple(key for key in (*FLAT_KEYS, "use_tis") if key.startswith("us
 
 @cache  # a host asks for each micro-batch, and a file may hold a hundred of its own keys
 def check(names: tuple[str, ...]) -> None:
-    """Refuse a key that looks like ours and is not.
-
-    Raises:
-        ConfigError: it quotes the key, and suggests one.
-    """
+    """Refuse a key that looks like ours and is not."""
     for name in names:
         if is_ours(name) and name not in READ_KEYS:
             raise ConfigError(f"{name}: unknown key{suggest(name, _family(name))}")

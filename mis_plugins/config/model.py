@@ -32,9 +32,9 @@ def _surrogate_names() -> tuple[str, ...]:
 
 # A name from a table that may grow; the annotation holds the function that lists them: see
 # `reading.choices_of`.
-BoundName = Annotated[str, bounds.bound_names]
-CappingBoundName = Annotated[str, bounds.capping_names]
-StatisticName = Annotated[str, statistics.statistic_names]
+BoundName = Annotated[str, lambda: tuple(bounds.BOUNDS)]
+CappingBoundName = Annotated[str, lambda: tuple(name for name, bound in bounds.BOUNDS.items() if bound.has_ceiling)]
+StatisticName = Annotated[str, lambda: tuple(statistics.STATISTICS)]
 SurrogateName = Annotated[str, _surrogate_names]
 
 DEFAULT_UPPER = 2.0
@@ -111,10 +111,8 @@ class WeightConfig:
     def __post_init__(self) -> None:
         if not self.record.has_ceiling:
             for name in ("lower", "upper"):
-                if getattr(self, name) is not None:
-                    raise ConfigError(
-                        f"{{{name}}}: {getattr(self, name):g} has no effect with {{bound}}: {self.bound}; drop it"
-                    )
+                if (value := getattr(self, name)) is not None:
+                    raise ConfigError(f"{{{name}}}: {value:g} has no effect with {{bound}}: {self.bound}; drop it")
             return
         if self.upper is None:
             object.__setattr__(self, "upper", DEFAULT_UPPER)  # so that saying 2 and saying nothing are equal
@@ -387,10 +385,9 @@ WEIGHT_BOUNDS = ("weight_cap", "weight_floor", "mode")  # fields that `weight` h
 class CorrectionConfig:
     """The whole config. `weight: null` multiplies by 1; a token is kept if every rule of `reject` that drops keeps it.
 
-    segment_wise: which policy the weight compares with mu, where it is known which version wrote a token.
-        Alone it sets `weight` to a weight of tokens with its bounds; a `weight` of tokens beside it bounds
-        and normalizes instead. null leaves it to the host: on where the host knows versions and tokens have a
-        weight, else off.
+    segment_wise: which policy the weight compares with mu, where it is known which version wrote a token. Alone it sets
+        `weight` to a weight of tokens with its bounds; a `weight` of tokens beside it bounds and normalizes instead.
+        null leaves it to the host: on where the host knows versions and tokens have a weight, else off.
     metrics: `watch` hands the host five metrics a token, and leaves all others to the step hook, which logs them
         of whole steps; where a host has no step hook it is `full`, which hands every metric back. `all` is both
         `full` and the step hook's. `core` is at most eight, `none` none. Miles's flat keys have `full`.
@@ -408,9 +405,8 @@ class CorrectionConfig:
         the next optimizer step and skips until then. Each is logged.
     keep_floor: warn where less than this share of a step's tokens is kept.
     routing: how to watch the routers of a mixture of experts; null watches where a hook of the watch is given.
-    resplit_every: N scores every N-th rollout twice: the trainer computes its log-probs again, from
-        micro-batches that are cut otherwise, and logs what differs. null is never. The rollout-data hooks
-        do it.
+    resplit_every: N scores every N-th rollout twice: the trainer computes its log-probs again, from micro-batches that
+        are cut otherwise, and logs what differs. null is never. The rollout-data hooks do it.
     group_baseline: the baseline of a group's rewards, over the samples that train: `grpo`, their mean and the host's
         standard deviation, or `rloo`, the mean of the others. null leaves the host's, over all samples. The
         rollout-data hooks do it.
@@ -433,14 +429,10 @@ class CorrectionConfig:
     center: CenterConfig | None = None
 
     def __post_init__(self) -> None:
-        if self.segment_wise is not None or self.m2_threshold is not None:
+        if self.segment_wise is not None or self.m2_threshold is not None or self.center is not None:
             from mis_plugins.config import contradictions
 
             contradictions.check(self)
-        if self.center is not None:
-            from mis_plugins.config import centering
-
-            centering.check(self)
         if self.segment_wise is not None:
             if self.weight is None and not self.bypass:
                 object.__setattr__(self, "weight", self.segment_wise.weight)

@@ -78,11 +78,7 @@ def is_areals(key: str) -> bool:
 
 
 def check_areal(keys: Mapping[str, Any]) -> None:
-    """Refuse AReaL's keys, at the top level or in its blocks, which the translator alone reads.
-
-    Raises:
-        ConfigError: it names each key where it stands, and the translator's command.
-    """
+    """Refuse AReaL's keys, at the top level or in its blocks, which the translator alone reads."""
     blocks = {f"{name}.": keys[name] for name in AREAL_BLOCKS if isinstance(keys.get(name), Mapping)}
     given = ((at, key, value) for at, block in {"": keys, **blocks}.items() for key, value in block.items())
     if found := [f"{at}{key}" for at, key, value in given if value is not None and is_areals(str(key))]:
@@ -112,11 +108,7 @@ def is_read(name: str, value: Any) -> bool:
 
 
 def check_names(names: Iterable[str]) -> None:
-    """Refuse a key that looks like ours and is not.
-
-    Raises:
-        ConfigError: it quotes the key, and suggests one.
-    """
+    """Refuse a key that looks like ours and is not."""
     given = tuple(names)
     if not READ_KEYS.issuperset(given):
         from mis_plugins.config.misspelled import check
@@ -164,12 +156,7 @@ def _from_view(stated: View) -> CorrectionConfig:
 
 
 def _check_handed_on(args: View, corrects: bool) -> None:
-    """Refuse arguments that lack what the user's file says: the run would be corrected by a part of it, or not at all.
-
-    Raises:
-        ConfigError: the host made no argument of a key; the file cannot be read, and nothing corrects without it; the
-            file says what no config may.
-    """
+    """Refuse arguments that lack what the user's file says: a part of it, or nothing, would correct the run."""
     name = f"--custom-config-path {short(str(args[FILES[0]]))}"
     try:
         keys = keys_of_file(args, FILES[0])
@@ -336,9 +323,11 @@ def convert(kind: Any, value: Any, path: str) -> Any:
         return tuple(convert(choices[0], item, f"{path}[{i}]") for i, item in enumerate(value))
     if dataclasses.is_dataclass(kind):
         return _parse(typing.cast(type, kind), value, path)
+    if kind is bool and not isinstance(value, bool):
+        raise ConfigError(f"{path}: got {shown(value)}; expected true or false")
     if kind is int:
         return _whole(value, path)
-    return _boolean(value, path) if kind is bool else number(value, path)
+    return value if kind is bool else number(value, path)
 
 
 def choices_of(kind: Any) -> tuple[str, ...] | None:
@@ -346,12 +335,6 @@ def choices_of(kind: Any) -> tuple[str, ...] | None:
     if typing.get_origin(kind) is Literal:
         return typing.get_args(kind)
     return kind.__metadata__[0]() if typing.get_origin(kind) is Annotated else None
-
-
-def _boolean(value: Any, path: str) -> bool:
-    if not isinstance(value, bool):
-        raise ConfigError(f"{path}: got {shown(value)}; expected true or false")
-    return value
 
 
 def _whole(value: Any, path: str) -> int:
@@ -365,9 +348,6 @@ def number(value: Any, path: str) -> float:
     """Convert a number, or a text such as 1e-4 (text to YAML), to a float.
 
     Text with an underscore is refused: Python would read verl's pair 0.5_5 as 0.55.
-
-    Raises:
-        ConfigError: it quotes `path`.
     """
     try:
         if isinstance(value, bool) or "_" in str(value):

@@ -8,29 +8,20 @@ from typing import Any
 
 import yaml
 
-from mis_plugins.config.model import (
-    CenterConfig,
-    CorrectionConfig,
-    NormalizeConfig,
-    ObjectiveConfig,
-    OpsmConfig,
-    RejectRule,
-    RoutingConfig,
-    SegmentWiseConfig,
-    WeightConfig,
-)
+from mis_plugins.config import model
+from mis_plugins.config.model import CorrectionConfig
 
 # Written even where they are the default: a reader need not know the default.
 SPELLED_OUT: dict[type, tuple[str, ...]] = {
     CorrectionConfig: ("metrics",),
-    WeightConfig: ("level", "bound", "upper"),
-    NormalizeConfig: ("scope", "over"),
-    RejectRule: ("over",),
-    OpsmConfig: ("delta", "advantage", "reference"),
-    ObjectiveConfig: ("old", "surrogate"),
-    SegmentWiseConfig: ("enabled",),
-    RoutingConfig: ("experts", "on_fault"),
-    CenterConfig: ("top_k",),
+    model.WeightConfig: ("level", "bound", "upper"),
+    model.NormalizeConfig: ("scope", "over"),
+    model.RejectRule: ("over",),
+    model.OpsmConfig: ("delta", "advantage", "reference"),
+    model.ObjectiveConfig: ("old", "surrogate"),
+    model.SegmentWiseConfig: ("enabled",),
+    model.RoutingConfig: ("experts", "on_fault"),
+    model.CenterConfig: ("top_k",),
 }
 # One setting a line; everything else stands on the line of its key.
 BLOCKS = ("weight", "opsm", "objective", "segment_wise", "routing")

@@ -8,7 +8,6 @@ and so the advantages of its siblings: beside a rejected reward of 100, a correc
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -21,21 +20,20 @@ from torch import Tensor
 from mis_plugins.config.model import CorrectionConfig
 from mis_plugins.config.view import View
 from mis_plugins.correction.pipeline import correct
-from mis_plugins.errors import InputError
+from mis_plugins.errors import InputError, logger
 from mis_plugins.hosts import megatron
-from mis_plugins.hosts.batch import HostBatch, layout_of
+from mis_plugins.hosts.batch import HostBatch
 from mis_plugins.hosts.host import ONE_STEP
 from mis_plugins.hosts.rank_agreement import check_agreement
 from mis_plugins.hosts.registry import current
 from mis_plugins.packing.collectives import all_reduce
-
-logger = logging.getLogger("mis_plugins")
 
 FIELD = "mis.group_baseline"
 NEEDED = ("log_probs", "advantages", "rewards", "sample_indices")
 EPSILON = 1e-6  # what the hosts add to a standard deviation
 LARGEST_MEAN = 1e-3  # of a group's rewards that a host has normalized in float32
 MOST_GROUPS = 2**20
+PerSample = Float[Tensor, " N"]
 
 
 def rebase(args: View, rollout_id: int, data: Mapping[str, Any], config_of: Callable[[View], CorrectionConfig]) -> None:
@@ -80,14 +78,11 @@ def rebase(args: View, rollout_id: int, data: Mapping[str, Any], config_of: Call
 
 def samples_that_train(args: View, data: Mapping[str, Any], config: CorrectionConfig) -> Bool[Tensor, " N"]:
     """Which samples have a token that weighs anything, under weights and rules of pi_old against mu."""
-    ranks, cp = current(args).parallel()
+    parallel = current(args).parallel()
     weight = config.weight and replace(config.weight, normalize=None)  # the mean does not decide what trains
     rules = replace(config, weight=weight, metrics="none")
-    check_agreement(rules, ranks)
-    layout = layout_of(args, data, cp)
-    batch = HostBatch(
-        data["log_probs"], data.get("rollout_log_probs"), data["loss_masks"], layout, ranks, trainer="log_probs"
-    )
+    check_agreement(rules, parallel[0])
+    batch = HostBatch.of_rollout(args, data, parallel)
     ragged = batch.place().ragged
     correction = correct(batch.proximal, batch.behavior, ragged, rules)
     (tokens,) = ragged.sums(correction.keep & (correction.weights != 0))
@@ -120,11 +115,7 @@ class Groups:
 
 
 def _check_groups(args: View, size: int, counted: Float[Tensor, " groups"], total: Float[Tensor, " groups"]) -> None:
-    """Refuse groups that are not those over which the host normalized its rewards.
-
-    Raises:
-        InputError: a group has more samples than a prompt has, or a mean that the host would have subtracted.
-    """
+    """Refuse groups that are not those over which the host normalized its rewards."""
     if counted.max() > size:
         raise InputError(
             f"{FIELD}: a group has {int(counted.max())} samples by sample_indices // {size}, more than "
@@ -138,9 +129,7 @@ def _check_groups(args: View, size: int, counted: Float[Tensor, " groups"], tota
         )
 
 
-def grpo(
-    rewards: Float[Tensor, " N"], trains: Bool[Tensor, " N"], groups: Groups, by_deviation: bool
-) -> Float[Tensor, " N"]:
+def grpo(rewards: PerSample, trains: Bool[Tensor, " N"], groups: Groups, by_deviation: bool) -> PerSample:
     """Reward less the mean over the group's samples that train, over their standard deviation where asked.
 
     The hosts' rewards are normalized over all samples already. A mean and a deviation over fewer undo that, as both are
@@ -156,9 +145,7 @@ def grpo(
     return centered / (deviation + EPSILON)
 
 
-def rloo(
-    rewards: Float[Tensor, " N"], trains: Bool[Tensor, " N"], groups: Groups, by_deviation: bool
-) -> Float[Tensor, " N"]:
+def rloo(rewards: PerSample, trains: Bool[Tensor, " N"], groups: Groups, by_deviation: bool) -> PerSample:
     """Reward less the mean over the group's other samples that train; 0 for a sample alone."""
     kept = trains.double()
     count, total = groups.at(*groups.of(kept, kept * rewards))

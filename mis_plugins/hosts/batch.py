@@ -40,6 +40,13 @@ class HostBatch:
     trainer: str = "train_log_probs"
     if_cut: str = ""
 
+    @classmethod
+    def of_rollout(cls, args: Any, data: Mapping[str, Any], parallel: tuple[Ranks, tuple[int, int]]) -> HostBatch:
+        """The rollout batch of a host, by its own keys."""
+        layout = layout_of(args, data, parallel[1])
+        sides = data["log_probs"], data.get("rollout_log_probs")
+        return cls(*sides, data["loss_masks"], layout, parallel[0], trainer="log_probs")
+
     def __post_init__(self) -> None:
         if self.rollout_log_probs is None or self.train_log_probs is None:
             from mis_plugins.hosts import misfit
@@ -81,13 +88,6 @@ def check_apart(proximal: Handed, behavior: Handed, name: str = "train_log_probs
     """Refuse log-probs of the trainer that are the rollout engine's own tensors: each ratio would be 1.
 
     Addresses are compared, so that nothing waits for the device. Tensors without tokens have no address.
-
-    Args:
-        proximal, behavior: each sequence's log-probs under the trainer, and under the rollout engine.
-        name: the host's name of the first list.
-
-    Raises:
-        InputError: it names both lists, and the first sequence.
     """
     if proximal is None or behavior is None:
         return
@@ -149,16 +149,7 @@ def check_lengths(
     layout: Layout,
     if_cut: str = "",
 ) -> None:
-    """Refuse lists of a micro-batch that do not fit together.
-
-    Args:
-        loss_masks: of the full responses.
-        log_probs: lists of this rank's log-probs, by the host's names.
-        if_cut: what the error adds where all log-probs are fewer than their mask; empty for nothing.
-
-    Raises:
-        InputError: it names the list that is wrong, the first sequence where it is, and all counts.
-    """
+    """Refuse lists of a micro-batch that do not fit together."""
     lists, sequences = {"loss_masks": loss_masks, **log_probs}, len(layout.response_lengths)
     for name, tensors in lists.items():
         if len(tensors) != sequences:

@@ -85,9 +85,9 @@ class Given:
 class Check:
     """Settings that spoil each other.
 
-    name: short, for tests and readers.
     hooks: who asks: `file` and `command` are `config check` without and with --host; `tis` and `loss` are our
         hooks; `watch` begins to watch routers, and `routes` reads what was watched.
+    name: short, for tests and readers.
     when: whether the settings spoil each other.
     message: what happens, and what to change. `{host}` stands for the host's title, and `{field}` for what the
         user calls a field of the config.
@@ -95,8 +95,8 @@ class Check:
     arguments: names that the host must have for the check to apply.
     """
 
-    name: str
     hooks: tuple[Hook, ...]
+    name: str
     when: Callable[[Given], bool]
     message: str | Callable[[Given], str]
     severity: Severity = "refuse"
@@ -118,16 +118,15 @@ def _is_cut(given: Given, name: str) -> bool:
     return isinstance(value, int | float) and value < 1
 
 
-WEIGHTS: tuple[Hook, ...] = ("command", "watch", "tis", "loss")
+of_weights = partial(Check, ("command", "watch", "tis", "loss"))
 UNCUT = {
     "p": "rollout_top_p: 1.0 (Miles hands them on by our hooks of versions and a rollout_top_k above 0: docs/hooks.md)",
     "k": "rollout_top_k: -1 (slime hands them on beside a rollout_top_p below 1, Miles by our hooks of versions: set "
     "all of them in this file; docs/hooks.md)",
 }
 CUTS = tuple(
-    Check(
+    of_weights(
         f"top-{cut}",
-        WEIGHTS,
         partial(_is_cut, name=f"rollout_top_{cut}"),
         f"rollout_top_{cut}: the engine samples from the tokens that top-{cut} leaves, and {{host}} does not hand them "
         f"to the trainer, so that every importance ratio would be wrong; set {uncut}",
@@ -175,53 +174,49 @@ def _corrected_twice(given: Given) -> bool:
 
 
 CONVERTED = "custom_convert_samples_to_train_data_path"
-LOSSES: tuple[Hook, ...] = ("file", "command", "tis", "loss")
+of_losses = partial(Check, ("file", "command", "tis", "loss"))
 DENOMINATORS = (
-    Check(
+    of_losses(
         "kept beside a mean over the step",
-        LOSSES,
         lambda given: _divides_by_kept(given) and given.has("calculate_per_token_loss"),
         "mis.denominator: kept divides each sequence by its kept tokens, but --calculate-per-token-loss divides "
         "the whole step by a token count that no hook can change; drop the flag, or use original",
     ),
-    Check(
+    of_losses(
         "kept twice",
-        LOSSES,
         lambda given: _divides_by_kept(given) and given.reducer == REDUCER,
         f"mis.denominator: kept and {REDUCER_FLAG} {REDUCER} both divide by the kept tokens; keep one of them",
     ),
-    Check(
+    of_losses(
         "kept replaced",
-        LOSSES,
         lambda given: _divides_by_kept(given) and given.reducer not in (None, REDUCER),
         lambda given: (
             f"mis.denominator: kept promises a division that {REDUCER_FLAG} {given.reducer} replaces; drop one of them"
         ),
     ),
-    Check(
+    of_losses(
         "kept beside other samples",
-        LOSSES,
         lambda given: _divides_by_kept(given) and given.get(CONVERTED) is not None,
         "mis.denominator: kept: behind --custom-convert-samples-to-train-data-path a host may lack "
         "rollout_mask_sums, and then divides by the kept tokens itself; use original",
     ),
     Check(
-        "reducer beside the loss hook",
         ("command", "loss"),
+        "reducer beside the loss hook",
         lambda given: _drops(given) and given.reducer == REDUCER and given.in_loss_hook and not given.watches,
         f"{REDUCER_FLAG} {REDUCER}: mis_plugins.mis.policy_loss hands a reducer the masks of before rejection, and it "
         "would divide by all their tokens; drop it, and say mis.denominator: kept",
     ),
     Check(
-        "reducer beside use_mask",
         ("command", "tis"),
+        "reducer beside use_mask",
         lambda given: given.has("use_mask") and given.reducer == REDUCER and not given.watches,
         f"use_mask: true counts masked tokens in the denominator, and {REDUCER_FLAG} {REDUCER} divides by the kept "
         "tokens; drop the reducer, or say use_rs in place of use_mask",
     ),
     Check(
-        "original beside other samples",
         ("tis",),
+        "original beside other samples",
         lambda given: (
             given.config.rejects and given.config.denominator == "original" and given.get(CONVERTED) is not None
         ),
@@ -230,79 +225,166 @@ DENOMINATORS = (
         "warn",
     ),
     Check(
-        "other terms", ("file", "command", "tis"), lambda given: bool(_other_terms(given)), _told_other_terms, "warn"
+        ("file", "command", "tis"), "other terms", lambda given: bool(_other_terms(given)), _told_other_terms, "warn"
     ),
 )
 OBJECTIVES = (
     Check(
-        "corrected twice",
         ("file", "command", "tis"),
+        "corrected twice",
         _corrected_twice,
         "use_rollout_logprobs: the host's surrogate compares with the engine's log-probs already, and the TIS hook "
         f"would correct for them again; drop it, or use the loss hook ({LOSS_HOOK}) with mis.objective.old: behavior",
         arguments=("use_rollout_logprobs",),
     ),
     Check(
-        "mean of a rollout under bypass",
         ("command", "loss"),
-        lambda given: (
-            given.scope == "rollout" and given.config.objective is not None and given.config.objective.old == "behavior"
-        ),
+        "mean of a rollout under bypass",
+        lambda given: given.scope == "rollout" and given.config.bypass,
         "mis.weight.normalize.scope: rollout is computed before training, but with mis.objective.old: behavior "
         "the weights are those of pi_theta, which every step changes; use scope: data_parallel",
     ),
-    Check(
+    of_losses(
         "two switches",
-        LOSSES,
         lambda given: given.has("use_tis") and given.has("get_mismatch_metrics"),
         "--get-mismatch-metrics and --use-tis are both set: the loss is corrected",
         "warn",
     ),
     Check(
-        "idle rule",
         ("tis", "loss"),
+        "idle rule",
         lambda given: reading.idle_rule(given.args) is not None,
         lambda given: str(reading.idle_rule(given.args)),
         "warn",
     ),
 )
-CHECKS: tuple[Check, ...] = (*CUTS, *DENOMINATORS, *OBJECTIVES)
+
+
+def _centers(given: Given) -> bool:
+    return given.config.center is not None
+
+
+def _names_other_tokens(given: Given) -> bool:
+    """Whether the engine names its likeliest tokens of the whole vocabulary, and the trainer scores over kept sets."""
+    by_us = getattr(given.host.needs, "keeps_sets", False) and not given.has("rollout_top_logprobs_num")
+    cut = given.get("rollout_top_p", 1) != 1 or (given.get("rollout_top_k") or -1) > 0
+    return cut and given.host.kept_set(given.args) and not by_us
+
+
+def _top_k(given: Given) -> int:
+    return 0 if given.config.center is None else given.config.center.top_k
+
+
+of_centers = partial(Check, ("command", "loss"))
+CENTERS = (
+    of_centers(
+        "center beside true on policy",
+        lambda given: _centers(given) and given.has("true_on_policy_mode"),
+        "true_on_policy_mode: the trainer rounds its logits before it scores the sampled token, and mis.center scores "
+        "the engine's likeliest tokens without; drop one of them",
+        arguments=("true_on_policy_mode",),
+    ),
+    of_centers(
+        "center beside top-p",
+        lambda given: _centers(given) and _names_other_tokens(given),
+        "rollout_top_p: {host} scores tokens over those that top-p leaves, and mis.center reads the engine's likeliest "
+        "tokens of the whole vocabulary; set rollout_top_p: 1.0",
+        arguments=("rollout_top_p",),
+    ),
+    of_centers(
+        "part of a kept set",
+        lambda given: 0 < _top_k(given) < (given.get("rollout_top_k") or -1),
+        "rollout_top_k: mis.center.top_k is smaller, so that the head names a part of the tokens that top-k keeps, and "
+        "the rest is modelled (center_behavior_mass says how much is named); give both one number",
+        "warn",
+        ("rollout_top_k",),
+    ),
+    of_centers(
+        "head not asked",
+        lambda given: (
+            _centers(given)
+            and given.get("rollout_top_logprobs_num") == 0
+            and given.get("custom_generate_function_path") is None
+        ),
+        "rollout_top_logprobs_num: 0 asks the engine for no token but the sampled ones, and mis.center reads its "
+        "likeliest; give --rollout-top-logprobs-num 32",
+        arguments=("rollout_top_logprobs_num",),
+    ),
+    of_centers(
+        "smaller head",
+        lambda given: 0 < (given.get("rollout_top_logprobs_num") or 0) < _top_k(given),
+        "rollout_top_logprobs_num: the engine names fewer tokens than mis.center.top_k reads; give both one number",
+        "warn",
+        ("rollout_top_logprobs_num",),
+    ),
+)
+
+
+def _has_baseline(given: Given) -> bool:
+    return given.config.group_baseline is not None
+
+
+ESTIMATORS = ("grpo", "gspo", "cispo")  # whose advantages are the rewards of a group less its mean
+OTHER_ADVANTAGES = {
+    "normalize_advantages": "whitens all advantages over the batch",
+    "custom_advantage_function_path": "makes the advantages itself",
+    "custom_reward_post_process_path": "makes the rewards of a group itself",
+}
+BASELINES = (
+    Check(
+        ("tis", "loss"),
+        "baseline without its hook",
+        lambda given: _has_baseline(given) and given.get("rollout_data_postprocess_path") is None,
+        "{group_baseline} needs --rollout-data-postprocess-path mis_plugins.mis.count_samples (normalize_rollout does "
+        "it too); without it the host's baselines stay",
+    ),
+    of_weights(
+        "baseline of another estimator",
+        lambda given: _has_baseline(given) and given.get("advantage_estimator", "grpo") not in ESTIMATORS,
+        lambda given: (
+            f"{{group_baseline}} replaces the baseline of {', '.join(ESTIMATORS)}, and advantage_estimator: "
+            f"{given.get('advantage_estimator')} has another; leave the key out"
+        ),
+    ),
+    *(
+        of_weights(
+            f"baseline beside {name}",
+            lambda given, name=name: _has_baseline(given) and given.has(name),
+            f"{{group_baseline}} moves rewards from one mean to another, and {name} {why}; drop one",
+        )
+        for name, why in OTHER_ADVANTAGES.items()
+    ),
+    of_weights(
+        "others' mean in deviations",
+        lambda given: (
+            given.config.group_baseline == "rloo"
+            and given.has("grpo_std_normalization")
+            and given.get("rewards_normalization", True)
+        ),
+        "{group_baseline}: rloo divides by no standard deviation, and the host has divided by that of all samples; "
+        "give --disable-grpo-std-normalization, or use grpo",
+    ),
+)
+CHECKS: tuple[Check, ...] = (*CUTS, *DENOMINATORS, *OBJECTIVES, *BASELINES, *CENTERS)
 
 
 def every_check() -> tuple[Check, ...]:
-    """All checks: those of `host_checks.py`, for which the hooks of a loss never ask, and those of such hooks."""
+    """All checks, those of `host_checks.py` too, for which the hooks of a loss never ask."""
     from mis_plugins.hosts.host_checks import HOST_CHECKS
-    from mis_plugins.hosts.rare_checks import BASELINES, CENTERS
 
-    return (*HOST_CHECKS, *CHECKS, *BASELINES, *CENTERS)
-
-
-def _of_losses(config: CorrectionConfig) -> tuple[Check, ...]:
-    """The checks for which the hooks of a loss ask; those of what few configs ask for only where this one does."""
-    if config.center is None and config.group_baseline is None:
-        return CHECKS
-    from mis_plugins.hosts.rare_checks import BASELINES, CENTERS
-
-    return (*CHECKS, *BASELINES, *CENTERS)
+    return (*HOST_CHECKS, *CHECKS)
 
 
 def found(hook: Hook, given: Given, severity: Severity) -> Iterator[Check]:
     """The checks of a hook that hold."""
-    for check in _of_losses(given.config) if hook in ("tis", "loss") else every_check():
+    for check in CHECKS if hook in ("tis", "loss") else every_check():
         asked = hook in check.hooks and check.severity == severity and all(map(given.takes, check.arguments))
         if asked and check.when(given):
             yield check
 
 
 def refuse(hook: Hook, args: Any, config: CorrectionConfig, host: Host) -> None:
-    """Refuse settings with which a job would stop, or run with wrong numbers.
-
-    Args:
-        args: the host's arguments, or keys of a file.
-
-    Raises:
-        ConfigError: it quotes the argument, or the field as the user spells it.
-    """
+    """Refuse settings with which a job would stop, or run with wrong numbers."""
     given = Given(view(args), config, host)
     for check in found(hook, given, "refuse"):
         raise ConfigError(check.told(given)).spelled(reading.spelling(given.args), "mis.")
@@ -315,11 +397,7 @@ def warnings(hook: Hook, args: Any, config: CorrectionConfig, host: Host) -> Ite
 
 
 def run(hook: Hook, args: Any, config: CorrectionConfig, host: Host) -> None:
-    """Refuse, and warn once a process.
-
-    Raises:
-        ConfigError: as `refuse`.
-    """
+    """Refuse, and warn once a process."""
     refuse(hook, args, config, host)
     for text in warnings(hook, args, config, host):
         warn_once(text)

@@ -19,8 +19,6 @@ from mis_plugins.packing.layout import Layout
 from mis_plugins.packing.ragged import Ranks
 from mis_plugins.routing.placement import Grid, response_rows
 
-IDS, LOG_PROBS = HEAD_IDS, HEAD_LOG_PROBS
-"""Keys of a micro-batch: `[response, k]` of each sequence, whole on every rank, or the tokens of this rank alone."""
 ABSENT = -1  # the id of an entry beyond what the engine named
 
 
@@ -28,6 +26,8 @@ def head_of(
     args: Any, batch: Batch, logits: Tensor, layout: Layout, cp: tuple[int, int], ranks: Ranks, top_k: int | None = None
 ) -> Head:
     """The candidates of the tokens that this rank's logits score, and the logits.
+
+    The batch holds the head of each sequence `[response, k]`, whole on every rank, or the tokens of this rank alone.
 
     Args:
         top_k: how many tokens of a position are read at most, the likeliest first; None reads all.
@@ -63,7 +63,8 @@ def _likeliest(batch: Batch, layout: Layout, top_k: int | None) -> tuple[Int[Ten
     """Ids and log-probs of the `top_k` likeliest tokens at each position of a layout; -inf in an entry without one."""
     width = _width(batch)
     shaped = (
-        _joined([torch.as_tensor(x).reshape(-1, width) for x in batch[name]], layout) for name in (IDS, LOG_PROBS)
+        _joined([torch.as_tensor(x).reshape(-1, width) for x in batch[name]], layout)
+        for name in (HEAD_IDS, HEAD_LOG_PROBS)
     )
     ids, behavior = next(shaped).long(), next(shaped).float()
     behavior = torch.where(ids > ABSENT, behavior, -torch.inf)
@@ -81,7 +82,7 @@ def _stream_rows(scored: Layout, totals: Sequence[int]) -> Int[Tensor, " S"]:
 
 def _check(batch: Batch, layout: Layout, whole: bool) -> None:
     """Refuse a batch without a head, or with a head that does not fit its responses."""
-    for name in (IDS, LOG_PROBS):
+    for name in (HEAD_IDS, HEAD_LOG_PROBS):
         if not batch.get(name):
             raise InputError(
                 f"{name}: none in this micro-batch; mis.center needs the engine's likeliest tokens at each position: "
@@ -92,12 +93,12 @@ def _check(batch: Batch, layout: Layout, whole: bool) -> None:
             if rows is None or len(rows) not in fits:
                 found = "None" if rows is None else f"{len(rows)} positions"
                 raise InputError(f"{name}[{i}]: {found}, but sequence {i} has {response} response tokens")
-    if _width(batch) < 1 or any(len(rows) and len(rows[0]) != _width(batch) for rows in batch[IDS]):
-        raise InputError(f"{IDS}: the number of tokens that the engine named differs between sequences, or is 0")
+    if _width(batch) < 1 or any(len(rows) and len(rows[0]) != _width(batch) for rows in batch[HEAD_IDS]):
+        raise InputError(f"{HEAD_IDS}: the number of tokens that the engine named differs between sequences, or is 0")
 
 
 def _width(batch: Batch) -> int:
-    return next((len(rows[0]) for rows in batch[IDS] if len(rows)), 1)
+    return next((len(rows[0]) for rows in batch[HEAD_IDS] if len(rows)), 1)
 
 
 def _joined(responses: Sequence[Shaped[Tensor, "_ ..."]], layout: Layout) -> Shaped[Tensor, "T ..."]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from mis_plugins.hosts.checks import REPLAY, Check, Given, Hook
+from functools import partial
+
+from mis_plugins.hosts.checks import REPLAY, Check, Given
 
 
 def _chunks_cut(given: Given) -> bool:
@@ -13,50 +15,45 @@ def _chunks_cut(given: Given) -> bool:
     return size <= 0 or not isinstance(longest, int) or size < longest
 
 
-ROUTES: tuple[Hook, ...] = ("command", "watch")
+of_command, of_routes = partial(Check, ("command",)), partial(Check, ("command", "watch"))
 VLLM_HEADS = (
     "use vime's own --use-score-centering --score-centering-top-k beside its built-in TIS instead (our generation "
     "hooks ask SGLang for the likeliest tokens, and vime runs vLLM), "
 )
 REPLAYS = (
-    Check(
+    of_routes(
         "fused router",
-        ROUTES,
         lambda given: given.replays and given.has("moe_router_fusion"),
         "moe_router_fusion: the fused router of megatron-core returns before the replay, so that no route of the "
         "engine is used; leave it out with use_rollout_routing_replay",
         arguments=(REPLAY, "moe_router_fusion"),
     ),
-    Check(
+    of_routes(
         "replay in the file alone",
-        ROUTES,
         lambda given: given.replays and not given.has("use_routing_replay"),
         "use_rollout_routing_replay: the host derives use_routing_replay before it reads the file, so that the engine "
         "returns its routes and the trainer replays none; give --use-rollout-routing-replay, or set "
         "use_routing_replay: true beside it",
         arguments=(REPLAY, "use_routing_replay"),
     ),
-    Check(
+    of_routes(
         "routes not asked",
-        ROUTES,
         lambda given: given.reads_routes and given.get(REPLAY, True) in (False, None),
         "use_rollout_routing_replay: false does not ask the engine for its routes, which statistic: route and "
         "mis.routing compare with; give --use-rollout-routing-replay (and mis.routing.experts: trainer, where routers "
         "shall use their own gates)",
         arguments=(REPLAY,),
     ),
-    Check(
+    of_routes(
         "hierarchical cache",
-        ROUTES,
         lambda given: given.replays and given.has("sglang_enable_hierarchical_cache"),
         "sglang_enable_hierarchical_cache: SGLang keeps routes by place in the device cache, and returns those of "
         "other tokens for a prefix that comes back from the host cache (sglang#26975); leave it out with "
         "use_rollout_routing_replay",
         arguments=(REPLAY, "sglang_enable_hierarchical_cache"),
     ),
-    Check(
+    of_routes(
         "chunked prefill",
-        ROUTES,
         _chunks_cut,
         "sglang_chunked_prefill_size: at the border of two chunks SGLang up to 0.5.23 can return rows of an earlier "
         "forward (sglang#36404), and with -1 a long prompt stops it (sglang#26860); give rollout_max_context_len, and "
@@ -64,18 +61,16 @@ REPLAYS = (
         "warn",
         (REPLAY, "sglang_chunked_prefill_size"),
     ),
-    Check(
+    of_routes(
         "speculation",
-        ROUTES,
         lambda given: given.replays and given.has("sglang_speculative_algorithm"),
         "sglang_speculative_algorithm: beside a replay of routes, speculation has raised the difference of log-probs "
         "(miles#1186); compare route_strange and route_kl_k3 with a run without it",
         "warn",
         (REPLAY, "sglang_speculative_algorithm"),
     ),
-    Check(
+    of_routes(
         "gate dtype",
-        ROUTES,
         lambda given: (given.replays or given.reads_routes) and given.get("moe_router_dtype") in ("fp32", "fp64"),
         "moe_router_dtype: the trainer computes its gates in it, and SGLang 0.5.23 those of Qwen2-MoE and Qwen3-MoE in "
         "the dtype of the model; leave it out for them, since a replay hands over experts and not their probabilities",
@@ -88,9 +83,8 @@ NO_ROUTERS = (
     "or train with Megatron on Miles or slime"
 )
 PAUSES = (
-    Check(
+    of_command(
         "cache of earlier weights",
-        ("command",),
         lambda given: given.get("pause_generation_mode") == "in_place" and not given.has("sglang_disable_radix_cache"),
         "pause_generation_mode: in_place keeps the prefix cache over an update of the weights: whatever shares a "
         "prefix is then sampled over keys and values of earlier weights, under the new version's number (miles#2782); "
@@ -116,16 +110,14 @@ BEFORE_STEP = "custom_megatron_before_train_step_hook_path"
 NOT_SKIPPED = ("rollout_data_postprocess_path", "custom_megatron_before_log_prob_hook_path", BEFORE_STEP)
 SESSIONS = "use_session_server"  # Miles's, of samples that an agent makes in several turns
 ABILITIES = (
-    Check(
+    of_command(
         "hook never called",
-        ("command",),
         lambda given: bool(_never_called(given)),
         lambda given: f"{', '.join(_never_called(given))}: {{host}} has no such hook, and calls none; leave it out",
         "warn",
     ),
-    Check(
+    of_command(
         "pass before training skipped",
-        ("command",),
         lambda given: (
             given.has("skip_actor_forward_only")
             and (any(map(given.has, NOT_SKIPPED)) or given.get("loss_type", "policy_loss") != "policy_loss")
@@ -134,36 +126,31 @@ ABILITIES = (
         "beside a loss hook; drop it",
         arguments=("skip_actor_forward_only",),
     ),
-    Check(
+    of_command(
         "sessions without versions",
-        ("command",),
         lambda given: given.config.segment_wise_on and given.has(SESSIONS),
         "{segment_wise}: no sample of use_session_server says which version wrote each token; drop one of them",
     ),
-    Check(
+    of_command(
         "samples of a rollout by themselves",
-        ("command",),
         lambda given: given.get(SESSIONS) == "v2" and given.host.divides_by_kept(given.args),
         "use_session_server: v2 can make several samples of one rollout, and {host} averages each by itself, so that "
         "such a rollout weighs as many times; on Megatron they share one mean",
         "warn",
     ),
-    Check(
+    of_command(
         "scope without rollout batch",
-        ("command",),
         lambda given: given.scope == "rollout" and not given.host.rollout_batch,
         "{weight.normalize.scope}: rollout needs the rollout batch, which no hook of {host} sees; use data_parallel",
     ),
-    Check(
+    of_command(
         "versions unknown",
-        ("command",),
         lambda given: given.config.segment_wise_on and not (given.host.versions or given.host.version_flags),
         "{segment_wise}: {host} does not say which version wrote each token (see docs/async.md); leave it out, and "
         "give its bounds as {weight}",
     ),
-    Check(
+    of_command(
         "head unknown",
-        ("command",),
         lambda given: given.config.center is not None and not given.host.head_flags,
         lambda given: (
             "{center} reads rollout_topk_token_ids and rollout_topk_log_probs, which no micro-batch of {host} has; "
@@ -171,46 +158,40 @@ ABILITIES = (
         ),
     ),
     Check(
-        "routers out of reach",
         ("command", "routes"),
+        "routers out of reach",
         lambda given: not given.host.routers and given.reads_routes,
         lambda given: ("{reject}: statistic: route" if given.config.reads_routes else "{routing}") + NO_ROUTERS,
     ),
-    Check(
+    of_command(
         "baseline without rollout batch",
-        ("command",),
         lambda given: given.config.group_baseline is not None and not given.host.rollout_batch,
         "{group_baseline} needs the rollout batch, which no hook of {host} sees; leave it out",
     ),
-    Check(
+    of_command(
         "no second pass",
-        ("command",),
         lambda given: given.config.resplit_every is not None and given.host.rescore is None,
         "{resplit_every} needs the rollout-data hook, which {host} does not call; leave it out",
     ),
-    Check(
+    of_command(
         "no step to skip",
-        ("command",),
         lambda given: not given.host.step_hook and given.config.on_all_rejected == "raise",
         "{on_all_rejected}: raise needs a hook before each train step, which {host} does not call; use skip",
     ),
-    Check(
+    of_command(
         "versions by flags",
-        ("command",),
         lambda given: given.config.segment_wise_on and not given.host.versions,
         lambda given: f"mis.segment_wise on {{host}} needs {given.host.version_flags}",
         "warn",
     ),
-    Check(
+    of_command(
         "head by flags",
-        ("command",),
         lambda given: given.config.center is not None and bool(given.host.head_flags),
         lambda given: f"mis.center on {{host}} needs {given.host.head_flags}",
         "warn",
     ),
-    Check(
+    of_command(
         "no step to report",
-        ("command",),
         lambda given: not given.host.step_hook and given.config.metrics == "all",
         "mis.metrics: all needs a hook before each train step, which {host} does not call: there is no more than with "
         "mis.metrics: full",

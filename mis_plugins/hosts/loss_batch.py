@@ -28,15 +28,14 @@ def read(
     """Score the tokens with the host's own helper, and lay everything out flat.
 
     Args:
-        reports_weights: whether the weights will be logged by age, which takes versions for standard weights
-            too.
+        reports_weights: whether the weights will be logged by age, which takes versions for standard weights too.
 
     Raises:
         ConfigError, InputError: a layout that is not read; a list that is missing or does not fit.
     """
     ranks, cp = host.parallel()
     layout = layout_of(args, batch, cp)
-    reads_versions = _reads_versions(batch, config, reports_weights)
+    reads_versions = config.segment_wise_on or ((config.reports_step or reports_weights) and knows_versions(batch))
     _check_present(host, args, batch, config, reads_versions)
     recomputed = host.recomputes(args) != "never"
     sides = ("log_probs",) * recomputed + ("rollout_log_probs",)
@@ -67,16 +66,13 @@ def _head(
     args: Any, batch: Batch, logits: Tensor, layout: Layout, parallel: Parallel, config: CorrectionConfig
 ) -> Head | None:
     """The engine's likeliest tokens, where the config centers, or full metrics find them in the batch."""
-    if config.center is None and not (config.metrics in ("full", "all") and _names_heads(batch)):
+    names_heads = _has(batch, HEAD_IDS) and _has(batch, "rollout_log_probs")
+    if config.center is None and not (config.metrics in ("full", "all") and names_heads):
         return None
     from mis_plugins.hosts.head import head_of
 
     ranks, cp = parallel
     return head_of(args, batch, logits, layout, cp, ranks, config.center and config.center.top_k)
-
-
-def _names_heads(batch: Batch) -> bool:
-    return _has(batch, HEAD_IDS) and _has(batch, "rollout_log_probs")
 
 
 def flags(host: Host, args: Any, batch: Batch, device: torch.device) -> Flags | None:
@@ -105,9 +101,6 @@ def knows_versions(batch: Batch) -> bool:
 
     The proximal version is the trainer's own number, so that every rank decides alike. A rank that decided by
     its samples, which carry the tokens' versions, could choose other weights and other collectives.
-
-    Raises:
-        InputError: versions of tokens without the version of the proximal policy.
     """
     if batch.get(VERSION) is None and _has(batch, VERSIONS):
         raise InputError(f"{VERSION}: none beside {VERSIONS}; hand on the version of the weights that log_probs are of")
@@ -115,11 +108,7 @@ def knows_versions(batch: Batch) -> bool:
 
 
 def written(batch: Batch, lengths: Sequence[int]) -> Written:
-    """Versions and recomputed log-probs of a micro-batch's or rollout's tokens; `docs/async.md` has the keys.
-
-    Raises:
-        InputError: a list that does not fit.
-    """
+    """Versions and recomputed log-probs of a micro-batch's or rollout's tokens; `docs/async.md` has the keys."""
     versions = _flat(VERSIONS, batch[VERSIONS], lengths).long()
     if _has(batch, "recomputed_log_probs"):
         recomputed = _log_probs("recomputed_log_probs", batch, lengths)
@@ -128,19 +117,11 @@ def written(batch: Batch, lengths: Sequence[int]) -> Written:
     return Written(versions, recomputed, batch[VERSION])
 
 
-def _reads_versions(batch: Batch, config: CorrectionConfig, reports_weights: bool) -> bool:
-    by_age = config.reports_step or reports_weights
-    return config.segment_wise_on or (by_age and knows_versions(batch))
-
-
 def _check_present(host: Host, args: Any, batch: Batch, config: CorrectionConfig, reads_versions: bool) -> None:
     always_recomputed = host.recomputes(args) == "always" and not config.bypass
+    compares = config.corrects or config.bypass
     rows = (
-        (
-            "rollout_log_probs",
-            config.corrects or config.bypass,
-            "the rollout engine must return one for each sampled token",
-        ),
+        ("rollout_log_probs", compares, "the rollout engine must return one for each sampled token"),
         ("ref_log_probs", getattr(args, "use_kl_loss", False), "--use-kl-loss needs those of a reference policy"),
         ("log_probs", always_recomputed, "the trainer's log-probs were neither recomputed nor handed on"),
         ("loss_masks", True, "the loss hook needs one of each response"),
@@ -154,11 +135,7 @@ def _check_present(host: Host, args: Any, batch: Batch, config: CorrectionConfig
 
 
 def check_versions(args: Any, batch: Batch, config: CorrectionConfig) -> None:
-    """Refuse a micro-batch or rollout that lacks keys which segment-wise weights or metrics by age read.
-
-    Raises:
-        InputError: it names the key.
-    """
+    """Refuse a micro-batch or rollout that lacks keys which segment-wise weights or metrics by age read."""
     lacks = _lacking(batch, config)
     if lacks is not None:
         raise InputError(lacks).spelled(reading.spelling(args), "mis.")

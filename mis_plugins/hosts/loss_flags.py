@@ -36,11 +36,8 @@ def config_in_force(args: Any, config: CorrectionConfig, host: Host, versions_kn
     try:
         config = dataclasses.replace(config, objective=objective, opsm=opsm)
     except ConfigError as error:
-        implied = (
-            ""
-            if asked or not args.use_rollout_logprobs
-            else " (--use-rollout-logprobs means mis.objective.old: behavior)"
-        )
+        by_flag = args.use_rollout_logprobs and not asked
+        implied = " (--use-rollout-logprobs means mis.objective.old: behavior)" if by_flag else ""
         raise ConfigError(error.template + implied).spelled(reading.spelling(args), "mis.") from None
     checks.run("loss", args, config, host)
     return config.where_versions_are_known() if versions_known else config
@@ -84,26 +81,16 @@ def _number(args: Any, name: str) -> float:
     return reading.number(getattr(args, name), f"--{name.replace('_', '-')}")
 
 
-def _dual(args: Any) -> float | None:
-    return None if getattr(args, "eps_clip_c", None) is None else _number(args, "eps_clip_c")
-
-
 def loss_config(args: Any, step: tuple[int, int] | None = None) -> LossConfig:
-    """Read the host's flags about clipping, entropy and KL.
-
-    Args:
-        step: (rollout, step) that trains now, where the step hook said so.
-
-    Raises:
-        ConfigError: it quotes the flag.
-    """
+    """Read the host's flags about clipping, entropy and KL."""
     kl_type = None
     if getattr(args, "use_kl_loss", False):
         kl_type = args.kl_loss_type
         if kl_type not in ESTIMATORS:
             raise ConfigError(f"--kl-loss-type: got {kl_type!r}; choose one of {', '.join(ESTIMATORS)}")
     try:
-        clip = Clip(_number(args, "eps_clip"), _number(args, "eps_clip_high"), _dual(args))
+        dual = None if getattr(args, "eps_clip_c", None) is None else _number(args, "eps_clip_c")
+        clip = Clip(_number(args, "eps_clip"), _number(args, "eps_clip_high"), dual)
     except ConfigError as error:
         raise error.spelled({"dual": "--eps-clip-c"}) from None
     entropy_coef, kl_coef = getattr(args, "entropy_coef", 0.0), getattr(args, "kl_loss_coef", 0.0)

@@ -15,17 +15,8 @@ from mis_plugins.hosts.rollout_store import ROLLOUT
 from mis_plugins.hosts.routing import WATCHING
 from mis_plugins.hosts.step_report import Recorder
 from mis_plugins.hosts.uncorrected import warn_of_one_sequence
-from mis_plugins.loss.micro_batch import (
-    LossInputs,
-    Reduce,
-    compared_log_probs,
-    for_metrics,
-    micro_batch_loss,
-    numerator_of,
-    share_of,
-    uncorrected,
-    without_behavior,
-)
+from mis_plugins.loss import micro_batch
+from mis_plugins.loss.micro_batch import LossInputs, Reduce
 
 
 def policy_loss(
@@ -36,16 +27,16 @@ def policy_loss(
     flags, reduce_policy = loss_flags.loss_config(args, recorder.step), loss_batch.policy_reducer(args, batch)
     check_agreement(config, host.parallel()[0])
     inputs = loss_batch.read(host, args, batch, logits, config, recorder.reports_weights(config))
-    numerator = numerator_of(inputs.proximal, inputs.behavior, inputs.written, config)
+    numerator = micro_batch.numerator_of(inputs.proximal, inputs.behavior, inputs.written, config)
     correction = None
     if inputs.behavior is not None and (config.corrects or config.center or config.metrics != "none"):
         warn_of_one_sequence(config, len(batch["loss_masks"]), inputs.ragged.ranks)
         correction = _corrected(args, batch, inputs, config, host, numerator)
-    share = share_of(inputs, correction, config)
-    recorded = without_behavior(inputs, config) if correction is None else correction
-    pg_loss = uncorrected(inputs, config, flags) if recorded.config.reports_step else None
-    recorder.record(for_metrics(inputs, recorded, share), pg_loss, inputs.written, numerator)
-    loss, metrics = micro_batch_loss(inputs, recorded, share, config, flags, reduce, reduce_policy)
+    share = micro_batch.share_of(inputs, correction, config)
+    recorded = micro_batch.without_behavior(inputs, config) if correction is None else correction
+    pg_loss = micro_batch.uncorrected(inputs, config, flags) if recorded.config.reports_step else None
+    recorder.record(micro_batch.for_metrics(inputs, recorded, share), pg_loss, inputs.written, numerator)
+    loss, metrics = micro_batch.micro_batch_loss(inputs, recorded, share, config, flags, reduce, reduce_policy)
     return loss, metrics | loss_batch.passed_on(batch, reduce)
 
 
@@ -67,7 +58,7 @@ def _corrected(
     rollout_mean = ROLLOUT.mean(args, config)
     flags = loss_batch.flags(host, args, batch, x.target.device)
     routes = WATCHING.routes(args, config, flags)
-    compared = compared_log_probs(x, config)
+    compared = micro_batch.compared_log_probs(x, config)
     correction = correct(compared, x.behavior, x.ragged, config, rollout_mean, numerator, routes)
     WATCHING.record(correction, flags)
     return correction

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from mis_plugins.hosts.host import Batch, Parallel, Ranks, Rescore, Tensor
+from mis_plugins.hosts.host import Batch, Parallel, Ranks, Tensor
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -74,15 +74,11 @@ def arguments() -> Any:
     return getattr(global_vars, "_GLOBAL_ARGS", None)
 
 
-def rescore_of(needs: Needs) -> Rescore:
-    """A second log-prob pass of the trainer of a host with these needs."""
+def rescore(needs: Needs, args: Any, data: Batch, ranks: Ranks) -> Sequence[Tensor] | None:
+    """A second log-prob pass of the trainer of a host with these needs, for `Host.rescore`."""
+    from mis_plugins.hosts.resplit import rescored
 
-    def rescore(args: Any, data: Batch, ranks: Ranks) -> Sequence[Tensor] | None:
-        from mis_plugins.hosts.resplit import rescored
-
-        return rescored(needs, args, data, ranks)
-
-    return rescore
+    return rescored(needs, args, data, ranks)
 
 
 def _mpu() -> ModuleType | None:

@@ -30,9 +30,8 @@ def kept_token_mean(
 ) -> Reduce:
     """The pg-loss reducer of Miles and slime: each sequence's mean over the tokens that its mask keeps.
 
-    `sum_i (1 / max(1, sum_t m_it)) sum_t m_it x_it`, over this rank's tokens; the host adds up the ranks. The
-    hosts' own reducers divide by the mask before rejection. A sequence counts once, also where several make
-    one rollout.
+    `sum_i (1 / max(1, sum_t m_it)) sum_t m_it x_it`, over this rank's tokens; the host adds up the ranks. The hosts'
+    own reducers divide by the mask before rejection. A sequence counts once, also where several make one rollout.
 
     Args:
         masks: one 1-D tensor a sequence, the full response on every context-parallel rank, after rejection.

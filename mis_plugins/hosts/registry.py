@@ -57,22 +57,17 @@ def _load(packages: Container[str], backend: str | None = None) -> None:
 
 
 def find_installed() -> None:
-    """Serve the hosts of other distributions, which the entry-point group `mis_plugins.hosts` names.
-
-    Raises:
-        InputError: an entry point does not load, is no `Host`, or has the name of another host.
-    """
+    """Serve the hosts of other distributions, which the entry-point group `mis_plugins.hosts` names."""
     for point in entry_points(group=GROUP):
+        said = f"{GROUP}: {point.name} = {point.value}"
         try:
             host = point.load()
         except Exception as error:
-            raise InputError(f"{GROUP}: {point.name} = {point.value} does not load: {error!r}") from error
+            raise InputError(f"{said} does not load: {error!r}") from error
         if not isinstance(host, Host):
-            raise InputError(f"{GROUP}: {point.name} = {point.value} is no mis_plugins.hosts.host.Host")
+            raise InputError(f"{said} is no mis_plugins.hosts.host.Host")
         if every_host().get(host.name, host) != host:
-            raise InputError(
-                f"{GROUP}: {point.name} = {point.value} takes the name {host.name} of another host; give it its own"
-            )
+            raise InputError(f"{said} takes the name {host.name} of another host; give it its own")
         register(host)
 
 
@@ -102,11 +97,7 @@ def current(args: Any = None, reduce: Callable[..., Any] | None = None) -> Host:
 
 
 def _refuse_moved(hosts: Sequence[Host]) -> None:
-    """Refuse a trainer of a host whose tracking lies where no address of ours looks.
-
-    Raises:
-        NeedError: it names the host. Without it, the trainer would count as the host that is left.
-    """
+    """Refuse a trainer of a host whose tracking lies at no address of ours: it would count as the host that is left."""
     for host in hosts:
         if host.needs is not None and host.needs.train_actor.is_loaded:
             raise host.needs.tracking.error()

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from mis_plugins.hosts.needs.miles import NEEDS as MILES
@@ -70,7 +71,7 @@ class Targets:
     def replaying(self) -> bool:
         replay = sys.modules.get("megatron.core.transformer.moe.router_replay")
         instances = () if replay is None else replay.RouterReplay.global_router_replay_instances
-        return any(_action(each) == FORWARD for each in instances)
+        return any(getattr(each.router_replay_action, "value", None) == FORWARD for each in instances)
 
     def has_queue(self, router: Any) -> bool:
         return of_megatron(router) is not None
@@ -99,18 +100,12 @@ def of_megatron(router: Any) -> Any:
     return getattr(router.router_replay, "replay", router.router_replay)
 
 
-def _action(replay: Any) -> str | None:
-    return None if replay.router_replay_action is None else replay.router_replay_action.value
-
-
 def source() -> Source:
     """The queues of the host that runs in this process; Megatron-core's where it has none."""
     if (manager := MILES.routing_replay.loaded()) is not None:
-        return Queues(
-            lambda: manager.stage if manager.enabled else None, lambda stage: setattr(manager, "stage", stage)
-        )
+        return Queues(lambda: manager.stage if manager.enabled else None, partial(setattr, manager, "stage"))
     if any(host.routing_replay.loaded() is not None for host in (SLIME, VIME)):
-        return Queues(_slime_stage, lambda stage: os.environ.__setitem__(STAGE, stage))
+        return Queues(_slime_stage, partial(os.environ.__setitem__, STAGE))
     return Targets()
 
 

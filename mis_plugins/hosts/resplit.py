@@ -49,11 +49,7 @@ GONE = dict.fromkeys(("use_routing_replay", "use_rollout_routing_replay", "use_i
 
 
 def check_hook(args: Any, config: CorrectionConfig) -> None:
-    """Refuse `resplit_every` where no rollout-data hook is given, so that nothing would be compared.
-
-    Raises:
-        ConfigError: it names the flag.
-    """
+    """Refuse `resplit_every` where no rollout-data hook is given, so that nothing would be compared."""
     if config.resplit_every is not None and getattr(args, "rollout_data_postprocess_path", None) is None:
         raise ConfigError(
             f"{{resplit_every}}: {config.resplit_every} needs {COUNT} (normalize_rollout does it too)"
@@ -89,7 +85,10 @@ def compare(args: Any, rollout_id: int, data: Mapping[str, Any]) -> None:
 
 
 def _rescore(args: Any, data: Mapping[str, Any], host: Host) -> Rescore:
-    _check_same_pass(args)
+    """The host's second pass, unless weights or routes of the first are gone by now, or nothing is there to compare."""
+    for name, why in GONE.items():
+        if getattr(args, name, False):
+            raise ConfigError(f"mis.resplit_every with --{name.replace('_', '-')}: {why}; drop one")
     if megatron.holds_log_probs() and not data.get("log_probs"):
         raise InputError(
             "mis.resplit_every: rollout_data has no log-probs of the trainer to compare with; let it recompute them "
@@ -113,14 +112,6 @@ def _every(args: Any) -> int | None:
     return reading.from_args(args).resplit_every if isinstance(said, Mapping) and KEY in said else None
 
 
-def _check_same_pass(args: Any) -> None:
-    """Refuse arguments with which the weights or the routes of the log-prob pass are gone when the hook is called."""
-    for name, why in GONE.items():
-        if getattr(args, name, False):
-            flag = name.replace("_", "-")
-            raise ConfigError(f"mis.resplit_every with --{flag}: {why}; drop one")
-
-
 def differences(
     first: Float[Tensor, " T"], second: Float[Tensor, " T"], loss_mask: Bool[Tensor, " T"]
 ) -> tuple[Float64[Tensor, "3"], Float64[Tensor, ""]]:
@@ -130,9 +121,8 @@ def differences(
     """
     second = second.to(first.device)
     differs = loss_mask & (first != second) & ~(first.isnan() & second.isnan())
-    apart = torch.where(differs, (first.double() - second.double()).abs(), 0).nan_to_num(
-        nan=torch.inf, posinf=torch.inf
-    )
+    apart = torch.where(differs, (first.double() - second.double()).abs(), 0)
+    apart = apart.nan_to_num(nan=torch.inf, posinf=torch.inf)
     sums = torch.stack([loss_mask.sum().double(), differs.sum().double(), apart.sum()])
     return sums, apart.max() if apart.numel() else sums.new_zeros(())
 
@@ -161,9 +151,6 @@ def rescored(needs: Needs, args: Any, data: Mapping[str, Any], ranks: Ranks) -> 
     """Score a rollout again by the log-prob pass of the host's trainer, for `Host.rescore`.
 
     No hook is handed the trainer: it is read from `train_actor`, which calls the rollout-data hook.
-
-    Raises:
-        InputError: another function calls the hook.
     """
     held = needs.train_actor.frame()
     if not held.keys() >= set(HELD):

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
-from jaxtyping import Float
-from torch import Tensor
 
 from mis_plugins.config import reading
 from mis_plugins.config.model import CorrectionConfig
@@ -16,13 +13,13 @@ from mis_plugins.config.view import View
 from mis_plugins.correction.pipeline import mean_weight_of
 from mis_plugins.errors import ConfigError, InputError
 from mis_plugins.hosts import baselines, loss_batch, megatron, resplit, tracking, watching
-from mis_plugins.hosts.batch import HostBatch, check_apart, layout_of
+from mis_plugins.hosts.batch import HostBatch, check_apart
 from mis_plugins.hosts.host import ONE_STEP
 from mis_plugins.hosts.needs.miles import NEEDS as MILES
 from mis_plugins.hosts.rank_agreement import check_agreement, check_everywhere
 from mis_plugins.hosts.reducer import valid_tokens
 from mis_plugins.hosts.registry import current
-from mis_plugins.hosts.rollout_store import ROLLOUT, Held, asked
+from mis_plugins.hosts.rollout_store import ROLLOUT, Counted, Held, asked
 from mis_plugins.hosts.step_report import Recorder
 from mis_plugins.loss.micro_batch import numerator_of
 from mis_plugins.packing.collectives import all_reduce
@@ -60,20 +57,17 @@ def normalize_rollout(
     if not _has_log_probs(data):
         ROLLOUT.keep(Held(rollout_id, asked(args), None, config))
         return
-    ranks, cp = current(args).parallel()
-    layout = layout_of(args, data, cp)
-    behavior = data.get("rollout_log_probs")
-    batch = HostBatch(data["log_probs"], behavior, data["loss_masks"], layout, ranks, trainer="log_probs")
-    check_apart(data["log_probs"], behavior, "log_probs")
+    batch = HostBatch.of_rollout(args, data, current(args).parallel())
+    check_apart(batch.train_log_probs, batch.rollout_log_probs, "log_probs")
     log_probs, numerator = (batch.proximal, batch.behavior), None
     if by_loss_hook and loss_batch.knows_versions(data):
         config = config.where_versions_are_known()
     if config.segment_wise_on:
         loss_batch.check_versions(args, data, config)
-        numerator = numerator_of(*log_probs, loss_batch.written(data, layout.local_lengths), config)
-    check_agreement(config, ranks)
+        numerator = numerator_of(*log_probs, loss_batch.written(data, batch.layout.local_lengths), config)
+    check_agreement(config, batch.ranks)
     mean = mean_weight_of(*log_probs, batch.place().ragged, config, numerator)
-    ROLLOUT.keep(Held(rollout_id, asked(args), count(args, rollout_id, data, ranks), config, mean))
+    ROLLOUT.keep(Held(rollout_id, asked(args), count(args, rollout_id, data, batch.ranks), config, mean))
 
 
 def count_samples(
@@ -113,11 +107,7 @@ def _in_force(args: View, tis_config: Callable[[View], CorrectionConfig]) -> Cor
 
 
 def _has_log_probs(data: Mapping[str, Any]) -> bool:
-    """Whether the rollout batch holds the trainer's log-probs, which only the last pipeline stage computes.
-
-    Raises:
-        InputError: this is the last pipeline stage, and it has none.
-    """
+    """Whether the rollout batch holds the trainer's log-probs, which only the last pipeline stage computes."""
     if data.get("log_probs"):
         return True
     if not megatron.holds_log_probs():
@@ -129,11 +119,7 @@ def _has_log_probs(data: Mapping[str, Any]) -> bool:
 
 
 def rollout_data(handed: Sequence[Any], what: str, instead: str) -> tuple[int, Mapping[str, Any]]:
-    """The rollout's number and batch: what a host hands the hook behind `args`, or what Miles's trainer holds.
-
-    Raises:
-        InputError: there is no rollout batch; the message says what needs one, and what to do instead.
-    """
+    """The rollout's number and batch: what a host hands the hook behind `args`, or what Miles's trainer holds."""
     if len(handed) == 2:
         return handed[0], handed[1]
     # Miles calls the hook with `args` alone; the batch is a local variable of the caller.
@@ -149,25 +135,6 @@ def rollout_data(handed: Sequence[Any], what: str, instead: str) -> tuple[int, M
         f"{what} needs the rollout batch, (args, rollout_id, rollout_data), and this "
         f"host calls --rollout-data-postprocess-path with {lacking}; {instead}"
     )
-
-
-@dataclass(frozen=True)
-class Counted:
-    """The host's mean of a metric that is 1 at every token, for each optimizer step of a rollout."""
-
-    rollout_id: int
-    shares: Float[Tensor, " steps"]
-
-    def share(self, step: tuple[int, int] | None) -> Float[Tensor, ""] | None:
-        """Share of the step that trains now; None where a rollout has several and nothing says which.
-
-        A rollout may have more steps than the host's arguments promise, and its further steps have no known share.
-        """
-        if len(self.shares) == 1:
-            return self.shares[0]
-        if step is None or step[0] != self.rollout_id:
-            return None
-        return self.shares[step[1]] if step[1] < len(self.shares) else None
 
 
 def count(args: Any, rollout_id: int, data: Mapping[str, Any], ranks: Ranks) -> Counted:

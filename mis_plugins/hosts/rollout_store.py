@@ -6,7 +6,7 @@ Nothing is left on the host's arguments, which may be frozen, and made anew for 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from jaxtyping import Float
 from torch import Tensor
@@ -16,10 +16,26 @@ from mis_plugins.config.model import CorrectionConfig
 from mis_plugins.config.view import view
 from mis_plugins.errors import ConfigError, InputError, warn_once
 
-if TYPE_CHECKING:
-    from mis_plugins.hosts.rollout_hooks import Counted
-
 HOOK = "rollout_data_postprocess_path"
+
+
+@dataclass(frozen=True)
+class Counted:
+    """The host's mean of a metric that is 1 at every token, for each optimizer step of a rollout."""
+
+    rollout_id: int
+    shares: Float[Tensor, " steps"]
+
+    def share(self, step: tuple[int, int] | None) -> Float[Tensor, ""] | None:
+        """Share of the step that trains now; None where a rollout has several and nothing says which.
+
+        A rollout may have more steps than the host's arguments promise, and its further steps have no known share.
+        """
+        if len(self.shares) == 1:
+            return self.shares[0]
+        if step is None or step[0] != self.rollout_id:
+            return None
+        return self.shares[step[1]] if step[1] < len(self.shares) else None
 
 
 @dataclass(frozen=True)
@@ -67,11 +83,7 @@ class RolloutStore:
             )
 
     def mean(self, args: Any, config: CorrectionConfig) -> Tensor | None:
-        """The mean weight of the rollout; None without one, or where `config` reads none.
-
-        Raises:
-            InputError: the mean was computed under another config, or is of other weights than the micro-batch's.
-        """
+        """The mean weight of the rollout; None without one, or where `config` reads none."""
         normalize = config.weight and config.weight.normalize
         held = self._of_this_run(args)
         if not normalize or normalize.scope != "rollout" or held is None or held.mean is None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,7 +12,7 @@ from torch import Tensor, nn
 from mis_plugins.config import reading
 from mis_plugins.config.model import CorrectionConfig, RoutingConfig
 from mis_plugins.correction.pipeline import Correction
-from mis_plugins.errors import InputError, MisError
+from mis_plugins.errors import InputError, MisError, logger
 from mis_plugins.hosts import checks, megatron, replay, tracking
 from mis_plugins.hosts.host import ROUTES_HOOK
 from mis_plugins.hosts.registry import current
@@ -23,8 +22,6 @@ from mis_plugins.routing.placement import Grid, response_rows
 from mis_plugins.routing.report import Groups, Seen, metrics_of, read
 from mis_plugins.routing.table import LOG_PROB, TRAIN, Flags, split
 from mis_plugins.routing.watch import Watch, in_backward
-
-logger = logging.getLogger("mis_plugins")
 
 NOT_WATCHED = (
     "{reject}: statistic: route needs the routes of the trainer's log-prob pass, and none of these micro-batches was "
@@ -53,7 +50,7 @@ class Watching:
             MisError: `mis.routing.on_fault: raise` and a rank found a fault, or a rule reads routes that are not known;
                 every rank raises.
         """
-        if model is None or (self.watch is None and _asked(args) is None):
+        if model is None or (self.watch is None and reading.from_args(args).routing is None):
             return
         watch, first = self._installed(args, model), self.step is None
         if self.step == (rollout_id, step_id):
@@ -76,8 +73,9 @@ class Watching:
 
     def _installed(self, args: Any, model: Sequence[nn.Module]) -> Watch:
         if self.watch is None:
-            asked = _asked(args) or RoutingConfig()
-            checks.refuse("watch", args, reading.from_args(args), current(args))
+            config = reading.from_args(args)
+            checks.refuse("watch", args, config, current(args))
+            asked = config.routing or RoutingConfig()
             watch = Watch(replay.source(), _grid(args), asked.experts == "trainer", megatron.pipeline()[1])
             watch.install(model, args.num_layers)
             self.watch = watch
@@ -128,10 +126,6 @@ def _stop(args: Any, seen: Seen) -> None:
         ).spelled(reading.spelling(args), "mis.")
     if seen.faulty and config.routing is not None and config.routing.on_fault == "raise":
         raise MisError(f"mis.routing.on_fault: raise: {told or f'another log names {seen.faulty} faults'}")
-
-
-def _asked(args: Any) -> RoutingConfig | None:
-    return reading.from_args(args).routing
 
 
 def _grid(args: Any) -> Grid:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import logging
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from reprlib import repr as shortened
 from typing import Any, Literal
@@ -13,12 +12,10 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from mis_plugins.errors import InputError, warn_once
+from mis_plugins.errors import InputError, logger, warn_once
 from mis_plugins.hosts.ownership import Hook
-from mis_plugins.hosts.turns import JUDGED, NOT_HEARD
+from mis_plugins.hosts.turns import JUDGED, NOT_HEARD, flat, listed
 from mis_plugins.shared.absent import is_absent, number_of
-
-logger = logging.getLogger("mis_plugins")
 
 Cause = Literal[
     "missing",
@@ -75,7 +72,7 @@ def drop_broken_samples(args: Any, data: Iterable[Any]) -> None:
         InputError: none of the samples that were not removed before has any rollout log-prob, or the function that
             compares turns heard nothing of the engine.
     """
-    samples = [sample for sample in _flat(data) if not _scored_later(args, sample)]
+    samples = [sample for sample in flat(data) if not _scored_later(args, sample)]
     judged = [sample for sample in samples if not sample.remove_sample]
     drafts, dropped = bool(getattr(args, "sglang_speculative_algorithm", None)), []
     for sample in judged:
@@ -95,7 +92,7 @@ def fault_of(sample: Any, drafts: bool = False) -> Fault | None:
     Args:
         drafts: whether the engine speculates.
     """
-    log_probs, expected = _entries(sample.rollout_log_probs), sample.response_length
+    log_probs, expected = listed(sample.rollout_log_probs), sample.response_length
     if expected and not log_probs:
         return Fault("missing", f"no rollout log-probs for {expected} response tokens")
     fault = _other_lengths(len(log_probs), expected, sample.loss_mask)
@@ -105,7 +102,7 @@ def fault_of(sample: Any, drafts: bool = False) -> Fault | None:
     absent = [x for x, counts in pairs if counts and is_absent(x)]
     if absent:
         return _without_log_probs(absent, expected)
-    tokens = len(_entries(getattr(sample, "tokens", None)))
+    tokens = len(listed(getattr(sample, "tokens", None)))
     if 0 < tokens < expected:
         return Fault("beside tokens of another count", f"{tokens} tokens for a prompt and {expected} response tokens")
     return _other_tokens(sample, drafts)
@@ -132,10 +129,7 @@ def _other_lengths(log_probs: int, tokens: int, loss_mask: Any) -> Fault | None:
 
 def _without_log_probs(absent: list[Any], tokens: int) -> Fault:
     """The fault of a sample whose entries for tokens of the loss are no log-probs; what stands there is named."""
-    numbers = [number_of(x) for x in absent]
-    names = [
-        shortened(x) if x is None or isinstance(x, str) else f"{y:g}" for x, y in zip(absent, numbers, strict=True)
-    ]
+    names = [shortened(x) if x is None or isinstance(x, str) else f"{number_of(x):g}" for x in absent]
     named = Counter(name for name in names if name not in ("nan", "inf", "-inf"))
     cause: Cause = "absent" if set(named) - {"None"} else "not finite"
     found = ", ".join(f"{name} in {count}" for name, count in named.items())
@@ -195,15 +189,6 @@ def _response(sample: Any) -> Int[Tensor, " R"]:
     return tokens[len(tokens) - sample.response_length :]
 
 
-def _flat(data: Any) -> Iterator[Any]:
-    """The samples in order, whatever lists they are in; None is no sample."""
-    if isinstance(data, Iterable) and not hasattr(data, "remove_sample"):
-        for item in data:
-            yield from _flat(item)
-    elif data is not None:
-        yield data
-
-
 def _scored_later(args: Any, sample: Any) -> bool:
     if not getattr(args, "recompute_logprobs_via_prefill", False):
         return False
@@ -214,27 +199,22 @@ def _scored_later(args: Any, sample: Any) -> bool:
     return getattr(sample.status, "value", sample.status) != "aborted"
 
 
-def _entries(values: Any) -> list[Any]:
-    """The entries of a list, tensor or array; none of a None."""
-    return [] if values is None else list(values.tolist() if hasattr(values, "tolist") else values)
-
-
 def _in_loss(sample: Any) -> list[bool]:
     """For each response token, whether it is in the loss: by the loss mask, or all without a mask."""
     mask = sample.loss_mask
-    return [True] * sample.response_length if mask is None else [bool(x) for x in _entries(mask)]
+    return [True] * sample.response_length if mask is None else [bool(x) for x in listed(mask)]
 
 
 def _make_readable(sample: Any) -> None:
     """Give the sample tokens, log-probs and a loss mask as long as its response, where it lacks them."""
-    log_probs, tokens = _entries(sample.rollout_log_probs), sample.response_length
+    log_probs, tokens = listed(sample.rollout_log_probs), sample.response_length
     if sample.rollout_log_probs is None or len(log_probs) != tokens:
         sample.rollout_log_probs = [UNSAMPLED] * tokens
     elif any(map(is_absent, log_probs)):
         sample.rollout_log_probs = [UNSAMPLED if is_absent(x) else x for x in log_probs]
     if sample.loss_mask is not None and len(sample.loss_mask) != tokens:
         sample.loss_mask = [0] * tokens
-    held = _entries(getattr(sample, "tokens", None))
+    held = listed(getattr(sample, "tokens", None))
     if 0 < len(held) < tokens:
         sample.tokens = [*held, *[0] * (tokens + 1 - len(held))]
 

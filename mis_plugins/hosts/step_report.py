@@ -8,11 +8,10 @@ the device, between two steps, where the hosts have just waited for their own lo
 Where the arguments ask for a correction, and no hook of ours corrected in a step, the check raises on all ranks. A
 process that exits logs the error for its last step, or its last rollout where the host has no step hook.
 
-Records from before a rank died or was replaced are not added up: each rank warns of its own. The record of a
-step that a host repeats is forgotten. The last step of a run is reported by `flush`, a collective that
-whoever ends the run calls on every rank. Without that call, a process without other ranks reports the last
-step when it exits. A process with other ranks, which may be gone by then, warns of its own micro-batches and
-asks nobody.
+Records from before a rank died or was replaced are not added up: each rank warns of its own. The record of a step that
+a host repeats is forgotten. The last step of a run is reported by `flush`, a collective that whoever ends the run calls
+on every rank. Without that call, a process without other ranks reports the last step when it exits. A process with
+other ranks, which may be gone by then, warns of its own micro-batches and asks nobody.
 
 Without the hook nothing is reduced and nothing waits: each rank warns of its own micro-batches, one
 micro-batch late, as soon as their copy has arrived.
@@ -21,7 +20,6 @@ micro-batch late, as soon as their copy has arrived.
 from __future__ import annotations
 
 import atexit
-import logging
 import sys
 import weakref
 from collections.abc import Callable, Mapping
@@ -35,7 +33,7 @@ from torch import Tensor
 from mis_plugins.config.model import CorrectionConfig
 from mis_plugins.config.view import view
 from mis_plugins.correction.pipeline import Correction
-from mis_plugins.errors import ConfigError, MisError
+from mis_plugins.errors import ConfigError, MisError, logger
 from mis_plugins.hosts import megatron, tracking
 from mis_plugins.hosts.rank_agreement import Uncorrected, can_add_up, outlives, raise_if_aborted
 from mis_plugins.hosts.registry import current
@@ -58,8 +56,6 @@ ROLLOUTS_BETWEEN = 10
 ALONE = Ranks()
 LAST = "no step followed; end the run with mis_plugins.mis.report_last_step(args) on each rank"
 REGROUPED = "a rank joined or left since"
-
-logger = logging.getLogger("mis_plugins")
 
 
 @dataclass(frozen=True)
@@ -87,11 +83,7 @@ class Recorded:
         return self.ranks.cp is None and self.ranks.dp is None
 
     def over_ranks(self) -> Recorded:
-        """Merge the records of all ranks.
-
-        Raises:
-            RANK_LOST: a rank died.
-        """
+        """Merge the records of all ranks."""
         groups = [group for group in (self.ranks.cp, self.ranks.dp) if group is not None]
         ages = None if self.ages is None else self.ages.over_ranks(groups)
         added = replace(self, partials=self.partials.over_ranks(groups), ages=ages)
@@ -231,16 +223,14 @@ class Recorder:
         if config.reports_step and self.step is not None:
             ages = None if written is None else written.known_age
             return partials(correction, pg_loss, ages, counts_sequences=first)
-        relates = config.metrics == "full" and self.step is not None and _asked_for_scale(*self.step)
+        asks = self.step is not None and self.step[0] % ROLLOUTS_BETWEEN == self.step[1] == 0
+        relates = config.metrics == "full" and asks
         has_advantages = correction.nonfinite_advantages is not None
         watches = config.metrics != "none" or config.corrects or config.opsm or has_advantages
         return watch(correction, first, relates) if watches else None
 
     def report(self, args: Any, rollout_id: int, step_id: int, ranks: Ranks = ALONE) -> None:
         """Before each optimizer step, on every rank: read what the step before it recorded.
-
-        Args:
-            ranks: the host's groups as they are now.
 
         Raises:
             MisError: `on_all_rejected: raise`, and a micro-batch of that step was all rejected; every rank
@@ -270,11 +260,7 @@ class Recorder:
             apart = self._report(pending[config], ranks, ended, apart)
 
     def check_rollout(self, args: Any, rollout_id: int, ranks: Ranks) -> None:
-        """Where the host has no step hook: check at the next rollout that a hook of ours corrected in this one.
-
-        Raises:
-            ConfigError: as `report`.
-        """
+        """Where the host has no step hook: check at the next rollout that a hook of ours corrected in this one."""
         if view(args).get("custom_megatron_before_train_step_hook_path") is not None:
             return
         self._begin(args)
@@ -310,11 +296,7 @@ class Recorder:
         return None if agreed else REGROUPED
 
     def _report(self, pending: Recorded, ranks: Ranks, ended: Ended, apart: str | None) -> str | None:
-        """Report what all ranks recorded, or this rank alone; return why it is alone.
-
-        Args:
-            apart: why the records cannot be added up; None where they can.
-        """
+        """Report what all ranks recorded, or this rank alone; return why it is alone."""
         recorded = None
         if apart is None:
             try:
@@ -416,7 +398,3 @@ def _ages(correction: Correction, written: Written | None, numerator: Float[Tens
     from mis_plugins.metrics.staleness import of_correction
 
     return of_correction(correction, written, numerator)
-
-
-def _asked_for_scale(rollout_id: int, step_id: int) -> bool:
-    return step_id == 0 and rollout_id % ROLLOUTS_BETWEEN == 0

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 from typing import Any
 
 from mis_plugins.config.view import original
+from mis_plugins.errors import logger
 from mis_plugins.hosts.registry import current, of_package
 from mis_plugins.hosts.rollout_store import ROLLOUT
 from mis_plugins.metrics.alarms import PREFIX, STEP_KEY
 from mis_plugins.metrics.token_metrics import Average
-
-logger = logging.getLogger("mis_plugins")
 
 
 def log(args: Any, metrics: Mapping[str, float], step: int) -> None:

@@ -6,18 +6,16 @@ log-probs of a turn are those of other tokens, or of other tokens before it (ver
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import wraps
 from itertools import groupby
 from typing import Any
 
+from mis_plugins.errors import logger
 from mis_plugins.hosts.needs.record import Need
 from mis_plugins.hosts.registry import every_host
-
-logger = logging.getLogger("mis_plugins")
 
 JUDGED = "judged_turns"  # the attribute of a sample
 NOT_HEARD = "no answer of the engine was heard"
@@ -79,7 +77,7 @@ def turns_checked(generate: Callable[..., Awaitable[Any]]) -> Callable[..., Awai
             found = await generate(*given, **named)
         finally:
             HEARD.reset(token)
-        for sample in _flat(getattr(found, "samples", found)):
+        for sample in flat(getattr(found, "samples", found)):
             judge(sample, answers)
         return found
 
@@ -88,7 +86,7 @@ def turns_checked(generate: Callable[..., Awaitable[Any]]) -> Callable[..., Awai
 
 def judge(sample: Any, answers: Sequence[Answer]) -> None:
     """Leave on the sample what its turns have of these answers; a call that continues a sample judges the rest."""
-    tokens, before = _ids(sample.tokens), getattr(sample, JUDGED, None)
+    tokens, before = listed(sample.tokens), getattr(sample, JUDGED, None)
     if before is None or not answers or answers[0].given != before.tokens:
         before = Judged(0, None)
     fault = before.fault or fault_of(tokens, list(_turns(sample, len(tokens))), answers, before.tokens)
@@ -124,7 +122,7 @@ def _told(turn: int, tokens: Ids, place: int, answers: Sequence[Answer]) -> str:
 def _turns(sample: Any, total: int) -> Iterator[tuple[int, int]]:
     """Where each run of tokens in the loss begins and ends among the sample's tokens."""
     place = total - sample.response_length
-    mask = [1] * sample.response_length if sample.loss_mask is None else _ids(sample.loss_mask)
+    mask = [1] * sample.response_length if sample.loss_mask is None else listed(sample.loss_mask)
     for in_loss, run in groupby(map(bool, mask)):
         end = place + len(list(run))
         if in_loss:
@@ -162,13 +160,15 @@ def _hearing(own: Callable[..., Any]) -> Callable[..., Any]:
     return heard
 
 
-def _ids(values: Any) -> list[int]:
-    return list(values.tolist() if hasattr(values, "tolist") else values)
+def listed(values: Any) -> list[Any]:
+    """The entries of a list, tensor or array; none of a None."""
+    return [] if values is None else list(values.tolist() if hasattr(values, "tolist") else values)
 
 
-def _flat(samples: Any) -> Iterator[Any]:
-    if isinstance(samples, list):
-        for sample in samples:
-            yield from _flat(sample)
-    else:
-        yield samples
+def flat(data: Any) -> Iterator[Any]:
+    """The samples in order, whatever lists they are in; None is no sample."""
+    if isinstance(data, Iterable) and not hasattr(data, "remove_sample"):
+        for item in data:
+            yield from flat(item)
+    elif data is not None:
+        yield data

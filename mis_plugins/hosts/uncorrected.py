@@ -42,11 +42,7 @@ def _names_another_hook(args: View) -> bool:
 
 
 def warn_of_one_sequence(config: CorrectionConfig, sequences: int, ranks: Ranks) -> None:
-    """Warn where a weight is divided by the mean of itself alone, which leaves 1.
-
-    Args:
-        sequences: how many the micro-batch has.
-    """
+    """Warn where a weight is divided by the mean of itself alone, which leaves 1."""
     weight = config.weight
     if weight is None or weight.normalize is None or weight.level not in OF_SEQUENCES or sequences > 1:
         return
@@ -60,11 +56,7 @@ def warn_of_one_sequence(config: CorrectionConfig, sequences: int, ranks: Ranks)
 
 
 def check_step_hook(config: CorrectionConfig) -> None:
-    """Refuse, or warn of, what the step hook alone can do, where the host has never called it.
-
-    Raises:
-        ConfigError: `on_all_rejected: raise`.
-    """
+    """Refuse, or warn of, what the step hook alone can do, where the host has never called it."""
     if config.on_all_rejected == "raise":
         raise ConfigError(f"{{on_all_rejected}}: raise needs {STEP_HOOK}").spelled({}, "mis.")
     if config.reports_step:

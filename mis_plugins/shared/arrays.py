@@ -28,17 +28,14 @@ WRITTEN = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)  # how numpy writes an arra
 
 
 class Safetensors:
-    """A safetensors file: its tensors by name, and the header's own texts.
-
-    Raises:
-        RecordError: the file is damaged.
-    """
+    """A safetensors file: its tensors by name, and the header's own texts."""
 
     def __init__(self, path: Path):
         self.path, self.opened = path, Opened(path)
         self._told = read(path, self._header)
         self.metadata: Mapping[str, str] = self._told.pop("__metadata__", None) or {}
-        if not _is_text(self.metadata) or not all(isinstance(one, dict) for one in self._told.values()):
+        is_text = isinstance(self.metadata, dict) and all(isinstance(one, str) for one in self.metadata.values())
+        if not is_text or not all(isinstance(one, dict) for one in self._told.values()):
             raise RecordError(f"{path}: has no header of a safetensors file")
 
     @property
@@ -47,11 +44,7 @@ class Safetensors:
         return list(self._told)
 
     def tensor(self, name: str) -> Tensor:
-        """One tensor.
-
-        Raises:
-            RecordError: there is no such tensor, or its bytes are not those of its shape.
-        """
+        """One tensor."""
         return read(self.path, lambda: self._tensor(name))
 
     def _header(self) -> dict[str, Any]:
@@ -87,10 +80,6 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def _is_text(metadata: Any) -> bool:
-    return isinstance(metadata, dict) and all(isinstance(one, str) for one in metadata.values())
-
-
 class Npz:
     """An npz file: the names of its arrays, in the order in which they were written, and each array.
 
@@ -106,11 +95,7 @@ class Npz:
             raise RecordError(f"{path}: two arrays have one name")
 
     def tensor(self, name: str) -> Tensor:
-        """One array.
-
-        Raises:
-            RecordError: there is no such array, or it is damaged.
-        """
+        """One array."""
         return read(self.path, lambda: self._tensor(name))
 
     def _tensor(self, name: str) -> Tensor:

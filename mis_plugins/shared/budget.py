@@ -35,16 +35,10 @@ class Budget:
         return self.base + self.per_byte * size
 
     def check(self, amount: float, size: int, where: object) -> None:
-        """Check a cost against the budget.
-
-        Raises:
-            RecordError: the cost is beyond the budget; the message names the file and the budget.
-        """
-        if amount > self.most(size):
+        """Check a cost against the budget."""
+        if amount > (most := self.most(size)):
             whose = f"a file of {size:,} bytes" if self.per_byte else "any file"
-            raise RecordError(
-                f"{where}: asks for {amount:,.0f} {self.what}, and {whose} may ask for {int(self.most(size)):,}"
-            )
+            raise RecordError(f"{where}: asks for {amount:,.0f} {self.what}, and {whose} may ask for {int(most):,}")
 
 
 INFLATED = Budget("inflated bytes", 256 * MEGABYTE, 20, "a small archive would inflate to gigabytes")
@@ -72,9 +66,5 @@ class Clock:
         return time.monotonic() - self.begun > SECONDS.most(self.size)
 
     def check(self) -> None:
-        """Check the time since the reading began.
-
-        Raises:
-            RecordError: the file takes longer than its budget.
-        """
+        """Check the time since the reading began."""
         SECONDS.check(time.monotonic() - self.begun, self.size, self.where)

@@ -112,11 +112,7 @@ def _got_lock(descriptor: int) -> bool:
 
 
 def check_writable(path: Path, flag: str) -> None:
-    """Check, before the work begins, that its outcome can be written to `path`.
-
-    Raises:
-        RecordError: `path` cannot be written; the message names the flag.
-    """
+    """Check, before the work begins, that its outcome can be written to `path`."""
     if path.is_dir():
         raise RecordError(f"{flag} {path}: is a folder; name a file")
     try:
@@ -147,9 +143,6 @@ def _partial_folder(parent: Path, path: Path) -> Iterator[Path]:
     """Make a folder for partial files in `parent`, locked while this process lives, and remove it at the end.
 
     Ranks of several machines may write beside each other, with equal process ids: the folder's name is drawn.
-
-    Raises:
-        RecordError: no folder can be made there; the message names `path`.
     """
     made = ExitStack()
     try:
@@ -233,11 +226,7 @@ def _move(complete: Path, folder: Path) -> None:
 
 @contextmanager
 def _told_if_full(path: Path, partial: Path, size: int | None) -> Iterator[None]:
-    """Let an error of a full disk name the file and its bytes.
-
-    Raises:
-        RecordError: the disk, a quota or a limit on files is used up.
-    """
+    """Let an error of a full disk name the file and its bytes."""
     try:
         yield
     except (OSError, RuntimeError) as error:

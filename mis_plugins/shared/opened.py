@@ -64,11 +64,7 @@ def optional(module: str) -> ModuleType:
 
 
 class Opened:
-    """A regular file, opened for reading.
-
-    Raises:
-        RecordError: the path is a folder, a pipe or a device, or cannot be opened.
-    """
+    """A regular file, opened for reading."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -82,29 +78,20 @@ class Opened:
         self.size = status.st_size
 
     def bytes_at(self, offset: int, count: int) -> bytearray:
-        """The `count` bytes at `offset`.
-
-        Raises:
-            RecordError: the file ends before them.
-        """
+        """The `count` bytes at `offset`."""
         self._check(offset, count)
         found = bytearray(count)
         self._fill(offset, memoryview(found))
         return found
 
     def tensor_at(self, offset: int, count: int, dtype: torch.dtype) -> Tensor:
-        """The `count` numbers at `offset`, in memory or in a mapped copy of their bytes.
-
-        Raises:
-            RecordError: the file ends before them, or the copy finds no place on the disk.
-        """
+        """The `count` numbers at `offset`, in memory or in a mapped copy of their bytes."""
         size = count * dtype.itemsize
         if not size:
             return torch.empty(count, dtype=dtype)
         self._check(offset, size)
-        return torch.frombuffer(
-            self.bytes_at(offset, size) if size <= IN_MEMORY else self._copied(offset, size), dtype=dtype
-        )
+        content = self.bytes_at(offset, size) if size <= IN_MEMORY else self._copied(offset, size)
+        return torch.frombuffer(content, dtype=dtype)
 
     def _check(self, offset: int, count: int) -> None:
         if offset < 0 or count < 0 or offset + count > self.size:

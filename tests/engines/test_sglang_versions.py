@@ -35,7 +35,7 @@ def engine(tiny: Path) -> Iterator[SGLang]:
     def alone(name: str, command: list[str], environment: dict[str, str], private: Private) -> Server:
         return started(name, [*command, "--disable-overlap-schedule"], environment, private=private)
 
-    with patch("true_on_policy.engines.sglang.engine.started", alone):
+    with patch("true_on_policy.engines.server.started", alone):
         engine = serve(tiny, "fp32", None, 8)
     with closing(engine):
         yield engine

@@ -15,7 +15,7 @@ from mis_plugins.config.model import CorrectionConfig
 from mis_plugins.config.reading import from_mapping
 from mis_plugins.config.view import view
 from mis_plugins.errors import ConfigError
-from mis_plugins.hosts import checks, rare_checks
+from mis_plugins.hosts import checks
 from mis_plugins.hosts import routing as hooks
 from mis_plugins.hosts.arguments import kinds
 from mis_plugins.hosts.checks import Check, Given, every_check
@@ -260,7 +260,7 @@ HELD: list[tuple[str, checks.Hook, dict[str, Any], dict[str, Any] | None, str, s
     ("baseline without rollout batch", "command", {}, GROUP, "fsdp", "miles"),
     ("baseline without its hook", "tis", {}, GROUP, "miles", ""),
     ("baseline of another estimator", "loss", {"advantage_estimator": "ppo"}, GROUP, "miles", ""),
-    *((f"baseline beside {name}", "tis", {name: True}, GROUP, "slime", "") for name in rare_checks.OTHER_ADVANTAGES),
+    *((f"baseline beside {name}", "tis", {name: True}, GROUP, "slime", "") for name in checks.OTHER_ADVANTAGES),
     ("others' mean in deviations", "tis", {"grpo_std_normalization": True}, LEAVE_ONE_OUT, "miles", ""),
     ("no step to skip", "command", {}, {**ORIGINAL, "on_all_rejected": "raise"}, "fsdp", "miles"),
     ("no step to report", "command", {}, {**WEIGHT, "metrics": "all"}, "fsdp", "miles"),

@@ -17,8 +17,7 @@ from mis_plugins.errors import ConfigError, InputError
 from mis_plugins.hosts.adapters.miles import HOST
 from mis_plugins.hosts.host import HEAD_IDS
 from mis_plugins.hosts.versions import generate, heads, kept
-from mis_plugins.hosts.versions.kept import KEPT, KeptSets
-from mis_plugins.hosts.versions.kept_scoring import KeptScoring, columns
+from mis_plugins.hosts.versions.kept import KEPT, KeptScoring, KeptSets, columns
 from mis_plugins.hosts.versions.samples import Note, Numbering
 
 pytestmark = pytest.mark.usefixtures("numbering")

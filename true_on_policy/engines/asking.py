@@ -13,15 +13,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
-from http.client import (
-    BadStatusLine,
-    HTTPConnection,
-    HTTPException,
-    HTTPResponse,
-    HTTPSConnection,
-    IncompleteRead,
-    RemoteDisconnected,
-)
+from http import client
 from socket import SHUT_RDWR, socket
 from threading import Thread
 from typing import Any, NoReturn, TypeVar
@@ -35,7 +27,7 @@ T = TypeVar("T")
 
 BLOCK = 1 << 16  # bytes read at once
 TOLD = 500  # letters of an error's body that are quoted
-SCHEMES: Mapping[str, type[HTTPConnection]] = {"http": HTTPConnection, "https": HTTPSConnection}
+SCHEMES: Mapping[str, type[client.HTTPConnection]] = {"http": client.HTTPConnection, "https": client.HTTPSConnection}
 
 
 @dataclass(frozen=True)
@@ -49,11 +41,7 @@ class Address:
 
     @classmethod
     def of(cls, url: str) -> Address:
-        """Read a URL.
-
-        Raises:
-            EngineError: the URL is not that of an HTTP server.
-        """
+        """Read a URL."""
         if not url.isascii() or not url.isprintable() or " " in url:
             _refuse(url, "a URL holds no such letters")
         try:
@@ -67,7 +55,7 @@ class Address:
             _refuse(url, "no user, no query and no fragment")
         return cls(parts.scheme, host, port, parts.path.rstrip("/"))
 
-    def connection(self, seconds: float) -> HTTPConnection:
+    def connection(self, seconds: float) -> client.HTTPConnection:
         return SCHEMES[self.scheme](self.host, self.port, timeout=seconds)
 
 
@@ -87,11 +75,6 @@ def url_of_engine(given: str) -> str:
     return given
 
 
-def key_of_user() -> str | None:
-    """Return the key of an engine that somebody else started with `--api-key`, from the environment."""
-    return os.environ.get(KEY) or None
-
-
 def answer_of(url: str, path: str, body: Mapping[str, Any] | None, seconds: float, limit: int = LIMIT) -> Any:
     """Return the JSON answer of the server at `url` to a GET of `path`, or to a POST of `body`.
 
@@ -101,7 +84,8 @@ def answer_of(url: str, path: str, body: Mapping[str, Any] | None, seconds: floa
     where = f"{url.rstrip('/')}{path}"
     with reading(where, "an engine"):
         address = Address.of(url)
-    answer = exchanged(where, address, path, body, seconds, limit, key_of_user())
+    key = os.environ.get(KEY) or None  # of an engine that somebody else started with `--api-key`
+    answer = exchanged(where, address, path, body, seconds, limit, key)
     with reading(where, "an engine"):
         return parsed(answer, limit)
 
@@ -139,7 +123,7 @@ def exchanged(
         return _within(seconds, exchange)
     except EngineError:
         raise
-    except (OSError, ValueError, HTTPException) as error:
+    except (OSError, ValueError, client.HTTPException) as error:
         raise EngineError(f"{where}{_words(error, seconds)}") from error
     finally:
         wire.cut()
@@ -148,7 +132,7 @@ def exchanged(
 class _Wire:
     """A connection that another thread may cut, whatever the thread that uses it waits for."""
 
-    def __init__(self, connection: HTTPConnection):
+    def __init__(self, connection: client.HTTPConnection):
         self.connection = connection
         self._sockets: list[socket] = []
         self._is_cut = False
@@ -173,9 +157,9 @@ def _words(error: Exception, seconds: float) -> str:
     """Say in words, behind the name of the server, why no answer came."""
     if isinstance(error, TimeoutError):
         return f" did not answer within {seconds:g} s"
-    if isinstance(error, IncompleteRead):
+    if isinstance(error, client.IncompleteRead):
         return ": the answer breaks off"
-    if isinstance(error, BadStatusLine) and not isinstance(error, RemoteDisconnected):
+    if isinstance(error, client.BadStatusLine) and not isinstance(error, client.RemoteDisconnected):
         return f": speaks no HTTP: {str(error)[:TOLD]}"
     return f": {str(error)[:TOLD] or repr(error)}"
 
@@ -197,11 +181,11 @@ def _within(seconds: float, work: Callable[[], T]) -> T:
     return done.result(seconds)
 
 
-def _body(where: str, response: HTTPResponse, limit: int) -> bytes:
+def _body(where: str, response: client.HTTPResponse, limit: int) -> bytes:
     """Read the body of an answer."""
     if not 200 <= response.status < 300:
         told = b""
-        with suppress(HTTPException):
+        with suppress(client.HTTPException):
             told = _read(response, TOLD)
         target = response.getheader("Location")
         hint = f"redirects to {target[:TOLD]}; name the engine's own address: " if target else ""
@@ -213,11 +197,11 @@ def _body(where: str, response: HTTPResponse, limit: int) -> bytes:
     if len(body) > limit:
         raise EngineError(f"{where} answers with more than {limit:,} bytes")
     if response.length:  # http.client itself is silent about a body that ends before its length
-        raise IncompleteRead(b"", response.length)
+        raise client.IncompleteRead(b"", response.length)
     return body
 
 
-def _read(response: HTTPResponse, most: int) -> bytes:
+def _read(response: client.HTTPResponse, most: int) -> bytes:
     # Where a chunk's size is negative, http.client's `read` goes on without a limit; its `read1` gives a block.
     read = response.read1 if response.chunked else response.read
     body = bytearray()

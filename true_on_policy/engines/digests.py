@@ -42,15 +42,11 @@ class Digest:
         hashed, flat = hashlib.sha256(), _bytes(tensor)
         for start in range(0, flat.numel(), BLOCK):
             hashed.update(flat[start : start + BLOCK].cpu().numpy().data)
-        return cls(_name(tensor.dtype), tuple(tensor.shape), hashed.hexdigest())
+        return cls(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), hashed.hexdigest())
 
     @classmethod
     def read(cls, text: str) -> Digest:
-        """Read a digest from its `text`.
-
-        Raises:
-            ValueError: the text is not that of a digest.
-        """
+        """Read a digest from its `text`."""
         found = _TEXT.fullmatch(text)
         if found is None:
             raise ValueError(f"{text[:100]!r} is no digest")
@@ -62,11 +58,7 @@ class Digest:
 
 
 def told(held: Mapping[str, Tensor], action: str, names: Sequence[str] = ()) -> dict[str, str]:
-    """Return by name the digest of each tensor as text, or the values of the named tensors.
-
-    Args:
-        action: `DIGESTS` or `VALUES`.
-    """
+    """Return by name the digest of each tensor as text, or the values of the named tensors."""
     if action == DIGESTS:
         return {name: Digest.of(tensor).text for name, tensor in held.items()}
     return {name: values(held[name]) for name in names if name in held}
@@ -78,11 +70,7 @@ def values(tensor: Shaped[Tensor, "..."]) -> str:
 
 
 def read_values(text: str, digest: Digest) -> Shaped[Tensor, "..."]:
-    """Read a tensor from the text of `values` and the tensor's digest.
-
-    Raises:
-        ValueError: the text is no base64, or holds another number of bytes than the digest tells.
-    """
+    """Read a tensor from the text of `values` and the tensor's digest."""
     decoded = bytearray(base64.b64decode(text, validate=True))
     size = math.prod(digest.shape) * getattr(torch, digest.dtype).itemsize
     if len(decoded) != size:
@@ -93,7 +81,3 @@ def read_values(text: str, digest: Digest) -> Shaped[Tensor, "..."]:
 
 def _bytes(tensor: Shaped[Tensor, "..."]) -> Tensor:
     return tensor.detach().contiguous().flatten().view(torch.uint8)
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

@@ -9,12 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Literal
 
-if TYPE_CHECKING:
-    from torch import Tensor
-else:
-    Tensor = Any  # torch is imported by whoever makes one
+from mis_plugins.config.terms.divergence import Tensor
 
 Outside = Literal["weighed", "zeroed", "dropped"]
 
@@ -74,21 +71,11 @@ def clip(ratio: Tensor, floor: float, ceiling: float) -> Tensor:
 
 
 BOUNDS: dict[str, Bound] = {
-    "none": Bound(
-        apply=unbounded, outside="weighed", formula="{ratio}", words="as it is", has_floor=False, has_ceiling=False
-    ),
+    "none": Bound(unbounded, "weighed", "{ratio}", "as it is", has_floor=False, has_ceiling=False),
     # TIS
-    "truncate": Bound(
-        apply=truncate, outside="weighed", formula="min({ratio}, {upper})", words="capped at {upper}", has_floor=False
-    ),
+    "truncate": Bound(truncate, "weighed", "min({ratio}, {upper})", "capped at {upper}", has_floor=False),
     # CIS
-    "clip": Bound(
-        apply=clip,
-        outside="weighed",
-        formula="min(max({ratio}, {lower}), {upper})",
-        words="clipped to {range}",
-        keeps_zero=False,
-    ),
+    "clip": Bound(clip, "weighed", "min(max({ratio}, {lower}), {upper})", "clipped to {range}", keeps_zero=False),
     # MIS, IcePop
     "mask": Bound(
         apply=unbounded,
@@ -105,13 +92,3 @@ BOUNDS: dict[str, Bound] = {
     ),
 }
 """By the name that a config gives in `bound`."""
-
-
-def bound_names() -> tuple[str, ...]:
-    """What `bound` may say."""
-    return tuple(BOUNDS)
-
-
-def capping_names() -> tuple[str, ...]:
-    """Every bound that takes an `upper`."""
-    return tuple(name for name, bound in BOUNDS.items() if bound.has_ceiling)

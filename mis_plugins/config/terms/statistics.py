@@ -5,14 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
 
-from mis_plugins.config.terms.divergence import LARGEST_EXPONENT, k1, k2, k3
-
-if TYPE_CHECKING:
-    from torch import Tensor
-else:
-    Tensor = Any  # torch is imported by whoever makes one
+from mis_plugins.config.terms.divergence import LARGEST_EXPONENT, Tensor, k1, k2, k3
 
 LEAST_PROBABILITY = 1e-6  # clamp of `binary_kl`, for the token and for all other tokens together
 # binary_kl at mu = 1 - 1e-6 and pi_old = 1e-6: 13.8155.
@@ -44,8 +38,7 @@ class Statistic:
     low, high: the open range of a token's value; a bound outside would drop nothing or everything.
     formula, words: the value for a reader; `{trainer}` is the policy that is compared with mu.
     on_policy: the value where trainer and rollout engine agree; None where it has no such value.
-    reads_probabilities: whether the value comes from the log-probs themselves; it is then set to 0 at
-        unusable tokens.
+    reads_probabilities: whether the value comes from the log-probs themselves; it is then set to 0 at unusable tokens.
     reads_routes: whether the value comes from the token's routes, which a watch over the routers knows; it is
         then set to 0 at unusable tokens.
     factor: the letter of a value that multiplies over a unit, None where values add up. With a letter,
@@ -80,43 +73,20 @@ def binary_kl(proximal: Tensor, behavior: Tensor) -> Tensor:
     return mu.exp() * (mu - pi) + others_mu * (others_mu.log() - others_pi.log())
 
 
+def _k2(token: Evidence) -> Tensor:
+    return k2(token.log_ratio).clamp_(max=LARGEST_K2)
+
+
 def _routes(token: Evidence) -> Tensor:
     assert token.routes is not None, "a hook refuses the statistic where no watch knows the routes"
     return token.routes
 
 
 STATISTICS: dict[str, Statistic] = {
-    "ratio": Statistic(
-        value=lambda token: token.log_ratio,
-        low=0,
-        high=math.inf,
-        formula="r_t",
-        words="ratio",
-        on_policy=1,
-        factor="r",
-        row="log_ratio",
-    ),
-    "k1": Statistic(
-        value=lambda token: k1(token.log_ratio),
-        low=-math.inf,
-        high=math.inf,
-        formula="-log r_t",
-        words="k1 (-log ratio)",
-    ),
-    "k2": Statistic(
-        value=lambda token: k2(token.log_ratio).clamp_(max=LARGEST_K2),
-        low=0,
-        high=math.inf,
-        formula="(log r_t)^2 / 2",
-        words="k2 ((log ratio)^2 / 2)",
-    ),
-    "k3": Statistic(
-        value=lambda token: k3(token.log_ratio),
-        low=0,
-        high=math.inf,
-        formula="(r_t - 1 - log r_t)",
-        words="k3 (ratio - 1 - log ratio)",
-    ),
+    "ratio": Statistic(lambda t: t.log_ratio, 0, math.inf, "r_t", "ratio", on_policy=1, factor="r", row="log_ratio"),
+    "k1": Statistic(lambda t: k1(t.log_ratio), -math.inf, math.inf, "-log r_t", "k1 (-log ratio)"),
+    "k2": Statistic(_k2, 0, math.inf, "(log r_t)^2 / 2", "k2 ((log ratio)^2 / 2)"),
+    "k3": Statistic(lambda t: k3(t.log_ratio), 0, math.inf, "(r_t - 1 - log r_t)", "k3 (ratio - 1 - log ratio)"),
     "binary_kl": Statistic(
         value=lambda token: binary_kl(token.proximal, token.behavior),
         low=0,
@@ -160,20 +130,10 @@ STATISTICS: dict[str, Statistic] = {
         reads_probabilities=True,
     ),
     "route": Statistic(
-        value=_routes,
-        low=0,
-        high=math.inf,
-        formula="n_t",
-        words="number of layers with other experts than the engine's",
-        reads_routes=True,
+        _routes, 0, math.inf, "n_t", "number of layers with other experts than the engine's", reads_routes=True
     ),
 }
 """By the name that a config gives in `statistic`."""
-
-
-def statistic_names() -> tuple[str, ...]:
-    """What `statistic` may say."""
-    return tuple(STATISTICS)
 
 
 def row_of(name: str) -> str:

@@ -2,25 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from mis_plugins.config.view import BACKENDS
 from mis_plugins.errors import InputError
-from mis_plugins.hosts import megatron
-from mis_plugins.hosts.host import (
-    OWN_HEAD_FLAGS,
-    VERSION_FLAGS,
-    Batch,
-    Host,
-    LogProbs,
-    Parallel,
-    Ranks,
-    Recomputes,
-    Scores,
-    Tensor,
-    sequences_of,
-)
+from mis_plugins.hosts import host, megatron
+from mis_plugins.hosts.host import OWN_HEAD_FLAGS, VERSION_FLAGS, Batch, Host, Parallel, Ranks, sequences_of
 from mis_plugins.hosts.needs.miles import NEEDS
 
 # Which tokens the engine could have sampled: Miles's keys (its #2595), and slime's, where they reach Miles.
@@ -62,12 +51,8 @@ def reports(ranks: Ranks) -> bool:
     return all(info.rank == 0 for info in (state.cp, state.effective_dp, state.tp))
 
 
-def scores(args: Any, batch: Batch, logits: Tensor) -> Scores:
-    """Miles's own log-probs, and its entropy where the loss has a term of it or the run observes it.
-
-    Raises:
-        InputError: the engine's log-probs are renormalized over a part of the vocabulary.
-    """
+def scores(args: Any, batch: Batch, logits: host.Tensor) -> host.Scores:
+    """Miles's own log-probs, and its entropy where the loss has a term of it or the run observes it."""
     _check_whole_vocabulary(args, batch)
     wants_entropy = args.entropy_coef != 0 or args.observe_training_entropy
     found = NEEDS.scores.get()(
@@ -81,7 +66,7 @@ def scores(args: Any, batch: Batch, logits: Tensor) -> Scores:
     return found["log_probs"], found.get("entropy")
 
 
-def recomputes(args: Any) -> Recomputes:
+def recomputes(args: Any) -> host.Recomputes:
     """Miles recomputes log-probs before each update unless its arguments skip that."""
     return "never" if args.skip_actor_forward_only else "always"
 
@@ -95,12 +80,9 @@ def hands_on_kept_sets(keys: Mapping[str, Any]) -> bool:
 
 
 def _check_whole_vocabulary(args: Any, batch: Batch) -> None:
-    """Refuse log-probs of the engine that are renormalized over what top-p or top-k left of the vocabulary.
-
-    Raises:
-        InputError: it names the key, or the argument of Miles that says so.
-    """
-    carried = [name for name in SAMPLING_SUPPORT if any(row is not None for row in _rows(batch, name))]
+    """Refuse log-probs of the engine that are renormalized over what top-p or top-k left of the vocabulary."""
+    held = {name: batch[name] for name in SAMPLING_SUPPORT if batch.get(name) is not None}
+    carried = [name for name, rows in held.items() if any(row is not None for row in rows)]
     if getattr(args, "use_sampling_support_replay", False):
         carried.append("use_sampling_support_replay")
     if carried:
@@ -109,10 +91,6 @@ def _check_whole_vocabulary(args: Any, batch: Batch) -> None:
             "mis_plugins.mis.policy_loss does not score over these of Miles; give our hooks of docs/hooks.md, or "
             "--rollout-top-p 1 and --rollout-top-k -1"
         )
-
-
-def _rows(batch: Batch, name: str) -> Sequence[Any]:
-    return () if batch.get(name) is None else batch[name]
 
 
 def _state() -> Any | None:
@@ -129,7 +107,7 @@ HOST = Host(
     parallel=parallel,
     scores=scores,
     recomputes=recomputes,
-    log_probs=LogProbs(NEEDS.log_probs.owner),
+    log_probs=host.LogProbs(NEEDS.log_probs.owner),
     own_loss=NEEDS.own_loss.get,
     reports=reports,
     tracking=NEEDS.tracking.loaded,
@@ -141,5 +119,5 @@ HOST = Host(
     head_flags=f"{OWN_HEAD_FLAGS} (Miles of autumn 2026), or {VERSION_FLAGS}",
     rollout_batch=True,
     kept_set=hands_on_kept_sets,
-    rescore=megatron.rescore_of(NEEDS),
+    rescore=partial(megatron.rescore, NEEDS),
 )

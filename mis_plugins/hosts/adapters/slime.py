@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from mis_plugins.hosts import megatron
@@ -52,5 +53,5 @@ HOST = Host(
     head_flags=VERSION_FLAGS,
     rollout_batch=True,
     kept_set=hands_on_kept_sets,
-    rescore=megatron.rescore_of(SLIME),
+    rescore=partial(megatron.rescore, SLIME),
 )

@@ -24,5 +24,5 @@ HOST = replace(
     version_flags="",
     head_flags="",
     kept_set=lambda keys: False,
-    rescore=megatron.rescore_of(VIME),
+    rescore=partial(megatron.rescore, VIME),
 )

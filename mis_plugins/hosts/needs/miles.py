@@ -7,6 +7,7 @@ import pkgutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar
 
 from mis_plugins.errors import ConfigError
@@ -19,7 +20,7 @@ ENDPOINT = "miles.rollout.generate_utils.generate_endpoint_utils"
 LOGITS, FSDP = "logit_processors", ("compute_mis_weights_fsdp",)
 NOT_CONVERTED = ("use_dynamic_global_batch_size", "multi_lora")
 ON_GROUPS = (*(*record.LOSS, *record.ROLLOUT, *record.STEP, "kept_token_mean"), *(*CARRY, *record.BITWISE_LOSS))
-_need = record.table("Miles")
+_need = partial(record.placed, "Miles")
 
 
 def _loss(name: str) -> tuple[str, str]:

@@ -92,11 +92,7 @@ class Need:
         return any(address.module in sys.modules for address in self.addresses)
 
     def get(self) -> Any:
-        """Import what the need names, from the newest address that has it.
-
-        Raises:
-            NeedError: no address has it.
-        """
+        """Import what the need names, from the newest address that has it."""
         return getattr(*self.owner())
 
     def owner(self) -> tuple[Any, str]:
@@ -127,19 +123,11 @@ class Need:
         return self.get() if package in sys.modules else None
 
     def of(self, instance: Any) -> Any:
-        """The member of an instance of the host by the newest name that it has.
-
-        Raises:
-            NeedError: the instance has no member of these names.
-        """
+        """The member of an instance of the host by the newest name that it has."""
         return getattr(instance, self.name_on(instance))
 
     def name_on(self, owner: Any) -> str:
-        """The newest name under which `owner` holds what the need names.
-
-        Raises:
-            NeedError: it holds none.
-        """
+        """The newest name under which `owner` holds what the need names."""
         for name in dict.fromkeys(address.names[-1] for address in self.addresses):
             if hasattr(owner, name):
                 return name
@@ -190,19 +178,14 @@ ASKED = {
 """What hosts are asked for alike, by the name of the need."""
 
 
-def table(host: str) -> Callable[..., Need]:
-    """A function that places a need of a host: one of `ASKED` by its name, or one that this host alone answers."""
-
-    def need(
-        need: str | Need, *at: str, takes: str = "", hands: str = "", serves: tuple[str, ...] = (), ran: int = -1
-    ) -> Need:
-        """Place a need, and ask for more parameters, keywords and hooks than `ASKED` says."""
-        need = ASKED[need] if isinstance(need, str) else need
-        parameters, keywords = (*need.parameters, *takes.split()), (*need.hands, *hands.split())
-        hooks = (*need.hooks, *serves)
-        return replace(need, host=host, hooks=hooks, at=at, parameters=parameters, hands=keywords, ran=ran)
-
-    return need
+def placed(
+    host: str, need: str | Need, *at: str, takes: str = "", hands: str = "", serves: tuple[str, ...] = (), ran: int = -1
+) -> Need:
+    """Place a need of a host, one of `ASKED` by its name or the host's own, and ask for more than `ASKED` says."""
+    need = ASKED[need] if isinstance(need, str) else need
+    parameters, keywords = (*need.parameters, *takes.split()), (*need.hands, *hands.split())
+    hooks = (*need.hooks, *serves)
+    return replace(need, host=host, hooks=hooks, at=at, parameters=parameters, hands=keywords, ran=ran)
 
 
 @dataclass(frozen=True)
@@ -217,9 +200,7 @@ class Needs:
     log_prob_pass: Need
     routing_replay: Need
 
-    def rescore(
-        self, trainer: Any, iterators: list[Any], counts: list[int], prefix: str, rollout_id: int
-    ) -> Any | None:
+    def rescore(self, trainer: Any, iterators: list, counts: list[int], prefix: str, rollout_id: int) -> Any | None:
         """Log-probs by the trainer's own pass; None on a pipeline stage that computes none. Collective.
 
         Args:
@@ -293,11 +274,7 @@ class VersionNeeds(Needs, ABC):
 
 
 def held_by(*functions: tuple[str, str]) -> Mapping[str, Any]:
-    """Local variables of the nearest caller among these functions; empty where the stack has none of them.
-
-    Args:
-        functions: the module of each function, and its name.
-    """
+    """Local variables of the nearest caller among these functions; empty where the stack has none of them."""
     frame = sys._getframe(1)
     while frame is not None:
         if (frame.f_globals.get("__name__"), frame.f_code.co_name) in functions:

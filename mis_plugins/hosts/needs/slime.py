@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from typing import Any, ClassVar
 
 from mis_plugins.errors import ConfigError
@@ -16,7 +17,7 @@ BACKEND = "slime.backends.megatron_utils"
 ACTOR = f"{BACKEND}.actor:MegatronTrainRayActor"
 STAGE = "ROUTING_REPLAY_STAGE"
 OWN_CONVERSION = "custom_convert_samples_to_train_data_func"
-_need = record.table("slime")
+_need = partial(record.placed, "slime")
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import wraps
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,9 +32,6 @@ from mis_plugins.hosts.versions.samples import Note, recomputes, segment_wise, s
 from mis_plugins.hosts.versions.scores import Data, Scores, Trainer
 from mis_plugins.packing.roll_call import together
 from mis_plugins.versions.segment_wise import Written, admitted
-
-if TYPE_CHECKING:
-    from mis_plugins.hosts.versions.kept_scoring import KeptScoring
 
 INIT = "--custom-megatron-init-path mis_plugins.mis.carry_versions"
 RECOMPUTED = "recomputed_log_probs"
@@ -74,7 +71,7 @@ class Carrying:
     def __init__(self, trainer: Trainer) -> None:
         self.trainer = trainer
         self.scores, self.scored = Scores(), -1
-        self.kept: KeptScoring | None = None  # where top-p or top-k leaves a part of the vocabulary
+        self.kept: kept.KeptScoring | None = None  # where top-p or top-k leaves a part of the vocabulary
         self._columns: Columns | None = None
         self._data: Data | None = None
         self._rollout_id, self._alive = -1, frozenset[int]()
@@ -92,11 +89,7 @@ class Carrying:
         self._columns, self._data = self._made(actor, rollout_id, data, begins), data
 
     def of(self, data: Data) -> Columns:
-        """The columns of this rollout.
-
-        Raises:
-            InputError: the trainer trains on another rollout, whose weights would silently lack versions.
-        """
+        """The columns of this rollout."""
         if self._columns is None or data is not self._data:
             raise InputError(
                 f"{INIT}: the rollout in training went past the trainer's train_actor as it was read in "
@@ -178,9 +171,7 @@ def carry_versions(args: Any) -> None:
         return
     carrying, own = Carrying(Trainer(host)), type(actor)
     if needs.keeps_sets and kept.asked(args):
-        from mis_plugins.hosts.versions.kept_scoring import KeptScoring
-
-        carrying.kept = KeptScoring(host)
+        carrying.kept = kept.KeptScoring(host)
         carrying.kept.install()
     name = needs.train_actor.name_on(own)
     model, get_batch = needs.get_batch.owner()
@@ -189,11 +180,7 @@ def carry_versions(args: Any) -> None:
 
 
 def check(args: Any, of_host: Sequence[Refusal]) -> None:
-    """Refuse arguments under which versions, or what is recomputed, would say something else.
-
-    Raises:
-        ConfigError: it names the flag.
-    """
+    """Refuse arguments under which versions, or what is recomputed, would say something else."""
     given, scored = view(args), recomputes(segment_wise(args))
     for refusal in (*REFUSALS, *of_host):
         if refusal.when(given) and (scored or not refusal.scored):

@@ -11,14 +11,13 @@ from __future__ import annotations
 import asyncio
 import inspect
 import json
-import logging
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
 from operator import index
 from typing import Any
 
-from mis_plugins.errors import InputError, cut
+from mis_plugins.errors import InputError, cut, logger
 from mis_plugins.hosts.needs.miles import NEEDS
 from mis_plugins.hosts.needs.record import more_of
 from mis_plugins.hosts.needs.slime import SLIME
@@ -27,8 +26,6 @@ from mis_plugins.hosts.versions import heads, kept, retractions
 from mis_plugins.hosts.versions.rollouts import NUMBERING
 from mis_plugins.hosts.versions.samples import FAULT, NUMBER, VERSIONS
 from mis_plugins.versions.spans import spans, written_by
-
-logger = logging.getLogger("mis_plugins")
 
 MORE = ("output_top_logprobs", kept.MASK, kept.LOG_PROBS)  # lists of a chunk, beside its log-probs
 LONGEST_ANSWER = 300  # letters that an error quotes of what is no answer
@@ -222,11 +219,7 @@ async def heard(chunks: AsyncIterator[Chunk], number: int) -> dict[str, Any]:
 
 
 def _parts_of(chunk: Any) -> tuple[str, Chunk, list[Row], int]:
-    """Text, `meta_info`, log-probs with their tokens, and the number of tokens, of one chunk.
-
-    Raises:
-        InputError: the chunk is no answer, such as an error that the engine sends in its place.
-    """
+    """Text, `meta_info`, log-probs with their tokens, and the number of tokens, of one chunk."""
     try:
         meta = chunk["meta_info"]
         rows, *_ = ((meta.get(name) or []) + [] for name in ("output_token_logprobs", *MORE))
@@ -254,11 +247,7 @@ async def _stream(url: str, payload: Mapping[str, Any], headers: Mapping[str, st
 
 
 def _chunk(data: bytes) -> Chunk:
-    """One chunk of a stream.
-
-    Raises:
-        httpx.RemoteProtocolError: the stream was cut within it.
-    """
+    """One chunk of a stream."""
     import httpx  # type: ignore[import-not-found]
 
     try:
@@ -285,6 +274,5 @@ def _client() -> Any:
     """One client for this process: the host runs all rollouts on one event loop."""
     import httpx  # type: ignore[import-not-found]
 
-    return httpx.AsyncClient(
-        timeout=httpx.Timeout(None), limits=httpx.Limits(max_connections=None, max_keepalive_connections=None)
-    )
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
+    return httpx.AsyncClient(timeout=httpx.Timeout(None), limits=limits)

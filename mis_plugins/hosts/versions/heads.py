@@ -45,11 +45,7 @@ class NamedTokens:
 
     @classmethod
     def read(cls, meta_info: Mapping[str, Any], positions: int, k: int) -> NamedTokens:
-        """What the `meta_info` of an answer names: pairs of a log-prob and an id at each position.
-
-        Raises:
-            InputError: the engine named no tokens for these positions, a token twice, or what no distribution can have.
-        """
+        """What the `meta_info` of an answer names: pairs of a log-prob and an id at each position."""
         rows: Sequence[Any] = meta_info.get("output_top_logprobs") or ()
         if len(rows) != positions:
             raise InputError(
@@ -75,11 +71,7 @@ class NamedTokens:
         return named
 
     def check(self) -> None:
-        """Refuse what no distribution over tokens can have: centering would add up a token's probability twice.
-
-        Raises:
-            InputError: it names the first such position.
-        """
+        """Refuse what no distribution over tokens can have: centering would add up a token's probability twice."""
         ids = np.sort(self.ids, axis=1)
         twice = ((ids[:, 1:] == ids[:, :-1]) & (ids[:, 1:] >= 0)).any(1)
         mass = np.exp(np.minimum(self.log_probs, 1.0), dtype=np.float64).sum(1)
@@ -91,11 +83,9 @@ class NamedTokens:
         """The tokens of the first `before` positions, which earlier calls may have left unnamed, and then these."""
         width = self.ids.shape[1]
         known = NamedTokens.none(0, width) if earlier is None else earlier
-        parts = known.ids[:before], known.log_probs[:before]
-        gap = NamedTokens.none(before - len(parts[0]), width)
-        return NamedTokens(
-            np.concatenate([parts[0], gap.ids, self.ids]), np.concatenate([parts[1], gap.log_probs, self.log_probs])
-        )
+        gap = NamedTokens.none(before - len(known.ids[:before]), width)
+        ids = np.concatenate([known.ids[:before], gap.ids, self.ids])
+        return NamedTokens(ids, np.concatenate([known.log_probs[:before], gap.log_probs, self.log_probs]))
 
     def __len__(self) -> int:
         return len(self.ids)

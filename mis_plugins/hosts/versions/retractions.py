@@ -7,11 +7,10 @@ those of the second pass (miles#3277).
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-logger = logging.getLogger("mis_plugins")
+from mis_plugins.errors import logger
 
 RETRACTIONS = "output_retractions"  # the attribute of a sample: how often its requests were retracted
 SHARE = "retracted_fraction"

@@ -67,25 +67,18 @@ def _answer(shelf: Shelf, questions: Any) -> None:
     with suppress(ray.exceptions.RayError):
         while True:
             number, question = ray.get(questions.next.remote())
-            ray.get(questions.answer.remote(number, _answered(shelf, question)))
-
-
-def _answered(shelf: Shelf, question: tuple[int, int]) -> Waiting | Exception:
-    try:
-        return shelf.waiting(*question)
-    except Exception as error:  # the trainer raises it, and would otherwise wait for ever
-        return error
+            try:
+                answer = shelf.waiting(*question)
+            except Exception as error:  # the trainer raises it, and would otherwise wait for ever
+                answer = error
+            ray.get(questions.answer.remote(number, answer))
 
 
 NUMBERING = Numbering(opened)
 
 
 def waiting(version: int, trained: int) -> Waiting:
-    """`Shelf.waiting`, asked from the process of a trainer.
-
-    Raises:
-        ConfigError: no process generates with our hook.
-    """
+    """`Shelf.waiting`, asked from the process of a trainer."""
     import ray  # type: ignore[import-not-found]
 
     try:

@@ -29,11 +29,7 @@ GENERATE = "--custom-generate-function-path mis_plugins.mis.generate_with_versio
 
 
 def served(args: Any, flag: str) -> Host:
-    """The host that runs.
-
-    Raises:
-        ConfigError: versions are not carried on it; the message names the flag of the hook that asks.
-    """
+    """The host that runs, for the hook of a flag: a host on which versions are carried."""
     host = current(args)
     if not host.version_flags:
         raise ConfigError(f"{flag}: versions are not carried on {host.title}; leave the flag out")
@@ -72,14 +68,7 @@ class Note:
 
     @classmethod
     def of(cls, packed: Any, key: str) -> Note:
-        """Read what `packed` wrote.
-
-        Args:
-            key: the host's name of the list that carries notes.
-
-        Raises:
-            InputError: `packed` is the host's own value, not a note.
-        """
+        """Read what `packed` wrote."""
         written = list(packed) if isinstance(packed, Sequence) else []
         more = written[-1] if written and isinstance(written[-1], Mapping) else {}
         numbers = written[:-1] if more else written
@@ -92,11 +81,7 @@ class Note:
 
 
 class Numbering:
-    """Numbers the samples of this process, and tells a shelf of each.
-
-    Args:
-        shelf: makes the shelf when the first sample begins.
-    """
+    """Numbers the samples of this process, and tells of each a shelf, which is made when the first sample begins."""
 
     def __init__(self, shelf: Callable[[], Shelf]) -> None:
         self._make = shelf
@@ -130,8 +115,7 @@ class Numbering:
         """A packed note of each sample of a batch, which the trainer gets next.
 
         Args:
-            scored: whether the trainer asks for waiting tokens and scores them. Else the shelf forgets the
-                batch.
+            scored: whether the trainer asks for waiting tokens and scores them. Else the shelf forgets the batch.
             needed: attributes that each sample must have, and who reads each.
             of_batch: numbers of the batch, which each note tells.
 
@@ -175,10 +159,8 @@ SAID = (HEAD, KEPT)  # attributes that hold what the engine said of each token, 
 
 def _packed(sample: Any) -> dict[str, bytes]:
     """What the engine said of the tokens of a sample, packed by name."""
-    packed: dict[str, bytes] = {}
-    for name in SAID:
-        packed |= getattr(sample, name).packed() if hasattr(sample, name) else {}
-    return packed
+    said = (getattr(sample, name).packed() for name in SAID if hasattr(sample, name))
+    return {name: packed for each in said for name, packed in each.items()}
 
 
 def _check(sample: Any, scored: bool, needed: Mapping[str, str]) -> None:

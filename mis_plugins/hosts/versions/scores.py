@@ -1,8 +1,7 @@
 """Log pi_{v+1} on the trainer's side: the host's own log-prob pass over waiting tokens, and what it gave them.
 
-A trainer that has just moved to version V holds pi_V until its next optimizer step. So it scores the tokens
-of V - 1 when it gets its next batch, before it trains, whether their responses are running, queued or on
-their way by then.
+A trainer that has just moved to version V holds pi_V until its next optimizer step. So it scores the tokens of V - 1
+when it gets its next batch, before it trains, whether their responses are running, queued or on their way by then.
 """
 
 from __future__ import annotations

@@ -19,8 +19,7 @@ class Growing:
     """A response while it grows.
 
     prompt: the tokens before the response.
-    versions: of each token; until the call ends and names them all, the engine's version when the token
-        arrived.
+    versions: of each token; until the call ends and names them all, the engine's version when the token arrived.
     batch: the number of the batch that took the response; None while none has.
     """
 

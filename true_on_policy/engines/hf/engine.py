@@ -62,10 +62,8 @@ class HuggingFace:
             log_probs.append(distribution.gather(1, tokens[-1])[:, 0])
             decoding.append(tokens[-1])
         drawn, measured = torch.cat(tokens, 1), torch.stack(log_probs, 1)
-        return [
-            self._sample(request, row.tolist(), values)
-            for request, row, values in zip(requests, drawn, measured, strict=True)
-        ]
+        rows = zip(requests, drawn.tolist(), measured, strict=True)
+        return [self._sample(request, row, values) for request, row, values in rows]
 
     def _sample(self, request: Request, drawn: list[int], log_probs: Float32[Tensor, "N"]) -> Sample:
         """Cut the tokens drawn for one request after its end token, or at its length."""

@@ -16,21 +16,11 @@ from true_on_policy.contract.cpu import Contract
 from true_on_policy.contract.model_config import text_of
 from true_on_policy.contract.sides import ENGINES
 from true_on_policy.contract.specs import NormOrder
+from true_on_policy.engines import server
 from true_on_policy.engines.answers import check_counts, list_of, reading, short, whole
 from true_on_policy.engines.handover import ASKED, handed_over
 from true_on_policy.engines.protocol import EngineError, Request, Sample, log_probs, sglang_rows
-from true_on_policy.engines.server import (
-    DTYPES,
-    GENERATE_SECONDS,
-    HERE,
-    LOOP_TOKENS,
-    Served,
-    inherited,
-    interpreter,
-    named,
-    patience,
-    started,
-)
+from true_on_policy.engines.server import Served
 
 Target = Literal["fsdp"]
 
@@ -65,7 +55,7 @@ def start(checkpoint: Path, contract: Contract, order: NormOrder | None) -> SGLa
 
 def serve(checkpoint: Path, dtype: str, contract: Contract | None, running: int) -> SGLang:
     """Start the server of a training loop, for a given number of running sequences."""
-    return SGLang(checkpoint, dtype, contract, pool=Pool(LOOP_TOKENS, running))
+    return SGLang(checkpoint, dtype, contract, pool=Pool(server.LOOP_TOKENS, running))
 
 
 class SGLang(Served):
@@ -75,9 +65,6 @@ class SGLang(Served):
         order: the order of rounding, where the engine follows the trainer; None is SGLang's own.
         ranks: processes over which SGLang splits the model (tensor parallelism), over gloo.
         target: SGLang's `--rl-on-policy-target`; decode then reports log-probs in bf16, prefill in float32.
-
-    Raises:
-        EngineError: SGLang's environment is missing, or the server did not come up.
     """
 
     name = "sglang"
@@ -95,13 +82,13 @@ class SGLang(Served):
         asked = common_arguments(checkpoint, dtype, pool) + ["--disable-cuda-graph"]
         # SGLang's own guess of the memory is negative on a small machine; max-total-tokens decides.
         here = {"device": "cpu", "attention-backend": "torch_native", "mem-fraction-static": 0.5}
-        asked += named(here | {"tp-size": ranks})
+        asked += server.named(here | {"tp-size": ranks})
         if contract is not None:
             asked.append("--enable-deterministic-inference")
         if target is not None:
             asked += ["--rl-on-policy-target", target]
         environment = _environment(contract, order, pool, ranks, target)
-        self._serve(checkpoint, interpreter(self.name), asked, environment, contract is not None)
+        self._serve(checkpoint, server.interpreter(self.name), asked, environment, contract is not None)
         if contract is not None:
             self._server.check_pinned()
 
@@ -111,34 +98,25 @@ class SGLang(Served):
         """Start the server and wait for it; where `seeded`, each request carries a seed for its sampling."""
         self._seeded = seeded
         self._last_id = text_of(json.loads((checkpoint / "config.json").read_text()))["vocab_size"] - 1
-        own = named({"weight-version": 0})
-        command = [str(python), "-m", "sglang.launch_server", *arguments, *own]
-        self._server = started(self.name, command, environment, private=_private)
+        command = [str(python), "-m", "sglang.launch_server", *arguments, "--weight-version", "0"]
+        self._server = server.started(self.name, command, environment, private=_private)
 
     def generate(self, requests: Sequence[Request]) -> list[Sample]:
         cut = [request.cut is not None for request in requests]
-        answers = self._generate(
-            [request.prompt for request in requests],
-            [self._sampling(request) for request in requests],
-            {"return_sampling_mask": cut} if any(cut) else {},
-            patience(requests),
-        )
+        prompts, more = [request.prompt for request in requests], {"return_sampling_mask": cut} if any(cut) else {}
+        answers = self._generate(prompts, [*map(self._sampling, requests)], more, server.patience(requests))
         with reading("/generate", self.name):
             return [self._sample(request, answer) for request, answer in zip(requests, answers, strict=True)]
 
     def _sampling(self, request: Request) -> dict[str, Any]:
-        seed = {"sampling_seed": request.seed} if self._seeded else {}
-        cut = {}
+        sampling: dict[str, Any] = {"temperature": request.temperature, "max_new_tokens": request.length}
+        # With `ignore_eos` SGLang would ignore a stop token too.
+        sampling |= {"ignore_eos": True} if request.end is None else {"stop_token_ids": [request.end]}
+        if self._seeded:
+            sampling["sampling_seed"] = request.seed
         if request.cut is not None:  # SGLang returns the kept tokens only where top-k is finite
-            cut = {"top_p": request.cut.top_p, "top_k": request.cut.top_k or self._last_id + 1}
-        return {
-            "temperature": request.temperature,
-            "max_new_tokens": request.length,
-            # With `ignore_eos` SGLang would ignore a stop token too.
-            **({"ignore_eos": True} if request.end is None else {"stop_token_ids": [request.end]}),
-            **seed,
-            **cut,
-        }
+            sampling |= {"top_p": request.cut.top_p, "top_k": request.cut.top_k or self._last_id + 1}
+        return sampling
 
     def _sample(self, request: Request, answer: Any) -> Sample:
         meta = answer["meta_info"]
@@ -149,15 +127,8 @@ class SGLang(Served):
             drawn, kept = _over_kept(meta, tokens)
         if not request.over(tokens):
             raise EngineError(f"sglang: {request.length} tokens asked, {len(tokens)} sampled")
-        return Sample(
-            request,
-            tokens,
-            drawn,
-            int(meta["weight_version"]),
-            whole(meta["cached_tokens"], "cached_tokens"),
-            whole(meta["num_retractions"], "num_retractions"),
-            kept,
-        )
+        cached, retracted = (whole(meta[name], name) for name in ("cached_tokens", "num_retractions"))
+        return Sample(request, tokens, drawn, int(meta["weight_version"]), cached, retracted, kept)
 
     def score(self, samples: Sequence[Sample]) -> list[Float32[Tensor, "_"]]:
         sampling = [{"temperature": 1.0, "max_new_tokens": 1} for _ in samples]
@@ -172,7 +143,7 @@ class SGLang(Served):
         return _log_probs(rows[-len(sample.tokens) :], reported)
 
     def _generate(
-        self, prompts: list, sampling: list, more: Mapping[str, Any], seconds: float = GENERATE_SECONDS
+        self, prompts: list, sampling: list, more: Mapping[str, Any], seconds: float = server.GENERATE_SECONDS
     ) -> Any:
         body = {"input_ids": prompts, "sampling_params": sampling, "return_logprob": True, **more}
         return self._server.post("/generate", body, seconds)
@@ -187,7 +158,7 @@ class SGLang(Served):
                 raise EngineError(f"refused the weights of {checkpoint}: {answer['message']}")
         if not keep_cache:
             # For a moment after its answer a request counts as running. An update that flushes fails then; this waits.
-            self._server.get(f"/flush_cache?timeout={GENERATE_SECONDS}", 2 * GENERATE_SECONDS)
+            self._server.get(f"/flush_cache?timeout={server.GENERATE_SECONDS}", 2 * server.GENERATE_SECONDS)
 
     def weights_checker(self, body: Mapping[str, Any]) -> Any:
         """Ask the server's weight checker, which returns digests by our plugin (`weights.py`)."""
@@ -198,10 +169,10 @@ def common_arguments(checkpoint: Path, dtype: str, pool: Pool) -> list[str]:
     """List the server's arguments that do not depend on the machine."""
     # Without --sleep-on-idle an idle scheduler keeps a core busy.
     flags = ["--skip-tokenizer-init", "--skip-server-warmup", "--sleep-on-idle"]
-    return flags + named(
+    return flags + server.named(
         {
             "model-path": checkpoint,
-            "dtype": DTYPES[dtype],
+            "dtype": server.DTYPES[dtype],
             "sampling-backend": "pytorch",
             "grammar-backend": "none",
             "max-total-tokens": pool.cached_tokens,
@@ -223,14 +194,14 @@ def _private(folder: Path, key: str) -> tuple[list[str], dict[str, str]]:
 def _environment(
     contract: Contract | None, order: NormOrder | None, pool: Pool, ranks: int, target: Target | None
 ) -> dict[str, str]:
-    added = {"PYTHONPATH": str(HERE / "sglang" / "stand_in"), "SGLANG_USE_CPU_ENGINE": "1", ASKED: "1"}
+    added = {"PYTHONPATH": str(server.HERE / "sglang" / "stand_in"), "SGLANG_USE_CPU_ENGINE": "1", ASKED: "1"}
     if ranks > 1:  # unset, SGLang refuses more ranks than NUMA nodes; set, it binds no thread here
         added["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(map(str, range(ranks)))
     if target is not None:  # SGLang's CPU path would round cos and sin to bf16, its GPU path does not
         added["SGLANG_ROPE_CACHE_FP32"] = "1"
     if pool.retract_every is not None:
         added |= {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": str(pool.retract_every)}
-    return inherited() | added | handed_over(contract, order)
+    return server.inherited() | added | handed_over(contract, order)
 
 
 def _log_probs(rows: Sequence[Sequence[Any]], tokens: Sequence[int]) -> Float32[Tensor, "N"]:

@@ -10,15 +10,7 @@ import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from true_on_policy.engines.handover import (
-    ASKED,
-    CONTRACT,
-    FOLDER,
-    asked_for,
-    ordered_norm,
-    pin_as_asked,
-    stated_contract,
-)
+from true_on_policy.engines import handover
 
 if TYPE_CHECKING:
     from true_on_policy.contract.cpu import Contract
@@ -26,16 +18,16 @@ if TYPE_CHECKING:
 
 def activate() -> None:
     """Register the hooks that the environment asks for; SGLang calls `activate` and hides its exceptions."""
-    if FOLDER in os.environ:  # for the doctor
+    if handover.FOLDER in os.environ:  # for the doctor
         from true_on_policy.engines.sglang.settings import TARGET, written
 
         _register(TARGET, written, "AFTER")
-    if ASKED in os.environ:
+    if handover.ASKED in os.environ:
         from true_on_policy.engines.sglang.weights import TARGET as CHECKER
         from true_on_policy.engines.sglang.weights import answered
 
         _register(CHECKER, answered, "AROUND")
-    if asked_for():
+    if handover.asked_for():
         _align()
 
 
@@ -52,7 +44,7 @@ def allow() -> None:
     entrypoints/engine.py:1153), but after SGLang has looked for platforms. Therefore `allow` is an entry
     point of the group `sglang.srt.platforms`, though it names no platform.
     """
-    if not asked_for():
+    if not handover.asked_for():
         return
     from sglang.srt.arg_groups import choices  # pyright: ignore[reportMissingImports]
 
@@ -69,13 +61,13 @@ def _align() -> None:
     allow()
     _register(TARGET, _taken_up, "AFTER")
     _register("sglang.srt.batch_invariant_ops.enable_batch_invariant_mode", _pin, "REPLACE")
-    contract = stated_contract()
+    contract = handover.stated_contract()
     if contract.leaves > 1:
         _register("sglang.srt.layers.linear.RowParallelLinear.forward", _row_parallel(contract), "REPLACE")
     rope = "sglang.srt.layers.rotary_embedding.base.RotaryEmbedding._compute_inv_freq"
     _register(rope, _frequencies_on_cpu, "AROUND")
-    if ordered_norm():
-        _register("sglang.srt.layers.layernorm.RMSNorm.forward_native", _norm(), "REPLACE")
+    if (ordered := handover.ordered_norm()) is not None:
+        _register("sglang.srt.layers.layernorm.RMSNorm.forward_native", _norm(ordered), "REPLACE")
 
 
 def _taken_up(result: object, runner: object) -> None:
@@ -85,14 +77,14 @@ def _taken_up(result: object, runner: object) -> None:
 
     if active_backend() is None:
         raise PinError(
-            f"{CONTRACT} states a contract that this engine did not take up; start SGLang with "
+            f"{handover.CONTRACT} states a contract that this engine did not take up; start SGLang with "
             "--enable-deterministic-inference (under a host: --sglang-enable-deterministic-inference)"
         )
 
 
 def _pin(enable_bmm: bool = True) -> None:
     """Pin the CPU kernels where SGLang would switch on its Triton kernels, which need a GPU."""
-    pin_as_asked()
+    handover.pin_as_asked()
 
 
 def _frequencies_on_cpu(compute, self, base):
@@ -104,10 +96,8 @@ def _frequencies_on_cpu(compute, self, base):
         self._force_native = native
 
 
-def _norm():
+def _norm(ordered: Callable):
     """Build SGLang's RMSNorm in the order of rounding that was handed over."""
-    ordered = ordered_norm()
-    assert ordered is not None
 
     def forward(self, x, residual=None, post_residual_addition=None, quant_linear=None):
         assert post_residual_addition is None and quant_linear is None, "no such path in a dense model"

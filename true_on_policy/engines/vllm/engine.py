@@ -15,21 +15,11 @@ from torch import Tensor
 from true_on_policy.contract.cpu import Contract
 from true_on_policy.contract.sides import ENGINES
 from true_on_policy.contract.specs import NormOrder
+from true_on_policy.engines import server
 from true_on_policy.engines.answers import check_counts, list_of, reading, short, whole
 from true_on_policy.engines.handover import ASKED, handed_over
 from true_on_policy.engines.protocol import EngineError, Request, Sample, log_probs
-from true_on_policy.engines.server import (
-    DTYPES,
-    GENERATE_SECONDS,
-    LOOP_TOKENS,
-    POLL_SECONDS,
-    Served,
-    inherited,
-    interpreter,
-    named,
-    patience,
-    started,
-)
+from true_on_policy.engines.server import Served
 from true_on_policy.engines.vllm import weights
 
 PATH = "/inference/v1/generate"
@@ -60,7 +50,7 @@ def start(checkpoint: Path, contract: Contract, order: NormOrder | None) -> VLLM
 def serve(checkpoint: Path, dtype: str, contract: Contract | None, running: int) -> VLLM:
     """Start the server of a training loop, for a given number of running sequences."""
     # A decode step computes one token of each running sequence.
-    pool = Pool(LOOP_TOKENS // BLOCK, running, max(Pool.prefill_chunk, running))
+    pool = Pool(server.LOOP_TOKENS // BLOCK, running, max(Pool.prefill_chunk, running))
     return VLLM(checkpoint, dtype, contract, pool=pool)
 
 
@@ -69,9 +59,6 @@ class VLLM(Served):
 
     Args:
         order: the order of rounding under a contract; None is vLLM's own.
-
-    Raises:
-        EngineError: vLLM's environment is missing, or the server did not come up.
     """
 
     name = "vllm"
@@ -89,33 +76,20 @@ class VLLM(Served):
                 f"vllm: contract.leaves: {contract.leaves}; SGLang alone adds up in a tree, choose it or 1"
             )
         self._version = 0
-        command = [str(interpreter(self.name)), *_arguments(checkpoint, dtype, pool)]
-        self._server = started(self.name, command, _environment(contract, order))
+        command = [str(server.interpreter(self.name)), *_arguments(checkpoint, dtype, pool)]
+        self._server = server.started(self.name, command, _environment(contract, order))
         if contract is not None:
             self._server.check_pinned()
         self._senders = ThreadPoolExecutor(pool.running)
 
     def generate(self, requests: Sequence[Request]) -> list[Sample]:
-        bodies = [
-            (
-                request.prompt,
-                {"max_tokens": request.length, "ignore_eos": True, "logprobs": 0}
-                | ({} if request.end is None else {"stop_token_ids": [request.end]}),
-                request,
-            )
-            for request in requests
-        ]
-        seconds = patience(requests)
-        answers = self._senders.map(lambda body: self._ask(*body, seconds=seconds), bodies)
+        seconds = server.patience(requests)
+        answers = self._senders.map(lambda one: self._ask(one.prompt, _sampling(one), seconds), requests)
         with reading(PATH, self.name):
             return [self._sample(request, answer) for request, answer in zip(requests, answers, strict=True)]
 
-    def _ask(
-        self, tokens: Sequence[int], wanted: Mapping[str, Any], request: Request, seconds: float = GENERATE_SECONDS
-    ) -> Any:
-        # No seed: with a seed, vLLM 0.32 on CPU crashes on a prompt that is prefilled in chunks.
-        sampling = {"temperature": request.temperature, "detokenize": False, **wanted}
-        body = {"token_ids": list(tokens), "sampling_params": sampling}
+    def _ask(self, tokens: Sequence[int], sampling: Mapping[str, Any], seconds: float = server.GENERATE_SECONDS) -> Any:
+        body = {"token_ids": list(tokens), "sampling_params": {"detokenize": False, **sampling}}
         return self._server.post(PATH, body, seconds)
 
     def _sample(self, request: Request, answer: Any) -> Sample:
@@ -131,20 +105,20 @@ class VLLM(Served):
         return Sample(request, ids, drawn, self._version, whole(cached, "cached_tokens"))
 
     def score(self, samples: Sequence[Sample]) -> list[Float32[Tensor, "_"]]:
-        wanted = {"max_tokens": 1, "prompt_logprobs": 0, "temperature": 1.0}
-        bodies = [(sample.sequence, wanted, sample.request) for sample in samples]
-        answers = self._senders.map(lambda body: self._ask(*body), bodies)
+        sampling = {"max_tokens": 1, "prompt_logprobs": 0, "temperature": 1.0}
+        answers = self._senders.map(lambda sample: self._ask(sample.sequence, sampling), samples)
         with reading(PATH, self.name):
             return [_scored(sample, answer) for sample, answer in zip(samples, answers, strict=True)]
 
     def update_weights(self, checkpoint: Path, version: int, keep_cache: bool = False) -> None:
         call = {"method": "reload_weights", "kwargs": {"weights_path": str(checkpoint)}}
         self._server.post("/collective_rpc", call)
-        deadline = time.monotonic() + GENERATE_SECONDS
+        seconds = server.GENERATE_SECONDS
+        deadline = time.monotonic() + seconds
         while not keep_cache and not self._dropped_cache():
             if time.monotonic() > deadline:
-                raise EngineError(f"vllm: the cache of the previous weights is still in use after {GENERATE_SECONDS} s")
-            time.sleep(POLL_SECONDS)
+                raise EngineError(f"vllm: the cache of the previous weights is still in use after {seconds} s")
+            time.sleep(server.POLL_SECONDS)
         self._version = version
 
     def _dropped_cache(self) -> bool:
@@ -164,6 +138,12 @@ class VLLM(Served):
         self._senders.shutdown(wait=False)  # a request that still waits has its error by now
 
 
+def _sampling(request: Request) -> dict[str, Any]:
+    # No seed: with a seed, vLLM 0.32 on CPU crashes on a prompt that is prefilled in chunks.
+    sampling = {"temperature": request.temperature, "max_tokens": request.length, "ignore_eos": True, "logprobs": 0}
+    return sampling if request.end is None else sampling | {"stop_token_ids": [request.end]}
+
+
 def _scored(sample: Sample, answer: Any) -> Float32[Tensor, "N"]:
     told = list_of(answer["prompt_logprobs"], len(sample.sequence), "log-probs of tokens")
     rows = told[-len(sample.tokens) :]
@@ -174,7 +154,7 @@ def _scored(sample: Sample, answer: Any) -> Float32[Tensor, "N"]:
 def _arguments(checkpoint: Path, dtype: str, pool: Pool) -> list[str]:
     options = {
         "model": checkpoint,
-        "dtype": DTYPES[dtype],
+        "dtype": server.DTYPES[dtype],
         "max-num-seqs": pool.running,
         "max-num-batched-tokens": pool.prefill_chunk,
         "num-gpu-blocks-override": pool.blocks,
@@ -188,7 +168,7 @@ def _arguments(checkpoint: Path, dtype: str, pool: Pool) -> list[str]:
     flags = ("tokens-only", "skip-tokenizer-init", "enforce-eager", "enable-chunked-prefill")
     flags += ("enable-prefix-caching", "enable-prompt-tokens-details")
     module = ["-m", "vllm.entrypoints.openai.api_server"]
-    return [*module, *named(options), *(f"--{flag}" for flag in flags)]
+    return [*module, *server.named(options), *(f"--{flag}" for flag in flags)]
 
 
 def _environment(contract: Contract | None, order: NormOrder | None) -> dict[str, str]:
@@ -202,4 +182,4 @@ def _environment(contract: Contract | None, order: NormOrder | None) -> dict[str
         ASKED: "1",
     }
     # vLLM's own norm may be a compiled kernel: a pinned engine always takes our norm, even in vLLM's order.
-    return inherited() | added | handed_over(contract, contract and (order or ENGINES["vllm"].order))
+    return server.inherited() | added | handed_over(contract, contract and (order or ENGINES["vllm"].order))
