@@ -81,7 +81,11 @@ def package(name: str) -> str:
 
 
 def of_family(name: str, presets: Mapping[str, Path]) -> list[str]:
-    """The names of the presets of one family."""
+    """The names of the presets of one family.
+
+    Raises:
+        ConfigError: names every family that there is.
+    """
     found = families(presets)
     if name not in found:
         raise ConfigError(f"--family {name}: unknown; choose one of {', '.join(found)}")

@@ -30,7 +30,11 @@ def as_arguments(keys: Mapping[str, Any]) -> argparse.Namespace:
 
 
 def read_keys(keys: Mapping[str, Any]) -> CorrectionConfig:
-    """Read the keys of a file as `load` does."""
+    """Read the keys of a file as `load` does.
+
+    Raises:
+        ConfigError: no key says how to correct, or a setting cannot work.
+    """
     reading.check_areal(keys)
     reading.check_names(keys)
     if not any(reading.is_read(key, value) for key, value in keys.items()):
@@ -64,6 +68,9 @@ def watching(target: str) -> Path:
 
     Every preset of the TIS hook says `use_tis: true`, which wins over the command line. A run that watches computes
     metrics alone, whatever the preset, so that one file serves all: a file of this package, which every node has.
+
+    Raises:
+        ConfigError: no preset; or a preset of the loss hook, which corrects whatever `use_tis` says.
     """
     file = file_of(target)
     if file not in presets().values():
@@ -86,7 +93,11 @@ def file_of(target: str) -> Path:
 
 
 def preset_path(name: str) -> Path:
-    """The file of a preset, in a checkout or in an installed package."""
+    """The file of a preset, in a checkout or in an installed package.
+
+    Raises:
+        ConfigError: names the nearest preset that exists.
+    """
     known = presets()
     if name not in known:
         raise ConfigError(f"preset {shown(name)}: unknown{reading.suggest(name, known)}")

@@ -348,6 +348,9 @@ def number(value: Any, path: str) -> float:
     """Convert a number, or a text such as 1e-4 (text to YAML), to a float.
 
     Text with an underscore is refused: Python would read verl's pair 0.5_5 as 0.55.
+
+    Raises:
+        ConfigError: it quotes `path`.
     """
     try:
         if isinstance(value, bool) or "_" in str(value):

@@ -88,6 +88,9 @@ def view(args: Any) -> View:
     """The arguments of a host as a read-only mapping; a view is returned as it is.
 
     An object that was read last, and says the same still, has the same view, with all that was made `once` of it.
+
+    Raises:
+        InputError: no argument can be read from the object.
     """
     if isinstance(args, View):
         return args

@@ -101,6 +101,9 @@ def knows_versions(batch: Batch) -> bool:
 
     The proximal version is the trainer's own number, so that every rank decides alike. A rank that decided by
     its samples, which carry the tokens' versions, could choose other weights and other collectives.
+
+    Raises:
+        InputError: versions of tokens without the version of the proximal policy.
     """
     if batch.get(VERSION) is None and _has(batch, VERSIONS):
         raise InputError(f"{VERSION}: none beside {VERSIONS}; hand on the version of the weights that log_probs are of")
@@ -108,7 +111,11 @@ def knows_versions(batch: Batch) -> bool:
 
 
 def written(batch: Batch, lengths: Sequence[int]) -> Written:
-    """Versions and recomputed log-probs of a micro-batch's or rollout's tokens; `docs/async.md` has the keys."""
+    """Versions and recomputed log-probs of a micro-batch's or rollout's tokens; `docs/async.md` has the keys.
+
+    Raises:
+        InputError: a list that does not fit.
+    """
     versions = _flat(VERSIONS, batch[VERSIONS], lengths).long()
     if _has(batch, "recomputed_log_probs"):
         recomputed = _log_probs("recomputed_log_probs", batch, lengths)

@@ -52,7 +52,11 @@ def check_agreement(config: CorrectionConfig, ranks: Ranks) -> None:
 
 
 def check_everywhere(hook: str, said: Any) -> None:
-    """Compare what a hook of all ranks, those of earlier pipeline stages too, was given under `mis:`, at first use."""
+    """Compare what a hook of all ranks, those of earlier pipeline stages too, was given under `mis:`, at first use.
+
+    Raises:
+        ConfigError, MisError: as `check_agreement`.
+    """
     if dist.is_initialized() and dist.get_world_size() > 1:
         _compared_everywhere(hook, json.dumps(plain(said), default=repr))
 
@@ -190,6 +194,9 @@ def raise_if_aborted(groups: Iterable[dist.ProcessGroup]) -> None:
     """Raise the error of a torchft collective, which on a GPU aborts silently and leaves arbitrary numbers.
 
     Asking for the error waits for the device. Torch's own groups raise by themselves, or end the process.
+
+    Raises:
+        RANK_LOST: what the group reports.
     """
     for group in groups:
         error = getattr(group, "errored", lambda: None)()

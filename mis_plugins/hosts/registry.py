@@ -57,7 +57,11 @@ def _load(packages: Container[str], backend: str | None = None) -> None:
 
 
 def find_installed() -> None:
-    """Serve the hosts of other distributions, which the entry-point group `mis_plugins.hosts` names."""
+    """Serve the hosts of other distributions, which the entry-point group `mis_plugins.hosts` names.
+
+    Raises:
+        InputError: an entry point does not load, is no `Host`, or has the name of another host.
+    """
     for point in entry_points(group=GROUP):
         said = f"{GROUP}: {point.name} = {point.value}"
         try:

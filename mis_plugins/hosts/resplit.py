@@ -151,6 +151,9 @@ def rescored(needs: Needs, args: Any, data: Mapping[str, Any], ranks: Ranks) -> 
     """Score a rollout again by the log-prob pass of the host's trainer, for `Host.rescore`.
 
     No hook is handed the trainer: it is read from `train_actor`, which calls the rollout-data hook.
+
+    Raises:
+        InputError: another function calls the hook.
     """
     held = needs.train_actor.frame()
     if not held.keys() >= set(HELD):

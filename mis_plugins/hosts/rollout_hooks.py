@@ -119,7 +119,11 @@ def _has_log_probs(data: Mapping[str, Any]) -> bool:
 
 
 def rollout_data(handed: Sequence[Any], what: str, instead: str) -> tuple[int, Mapping[str, Any]]:
-    """The rollout's number and batch: what a host hands the hook behind `args`, or what Miles's trainer holds."""
+    """The rollout's number and batch: what a host hands the hook behind `args`, or what Miles's trainer holds.
+
+    Raises:
+        InputError: there is no rollout batch; the message says what needs one, and what to do instead.
+    """
     if len(handed) == 2:
         return handed[0], handed[1]
     # Miles calls the hook with `args` alone; the batch is a local variable of the caller.

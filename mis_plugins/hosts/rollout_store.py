@@ -83,7 +83,11 @@ class RolloutStore:
             )
 
     def mean(self, args: Any, config: CorrectionConfig) -> Tensor | None:
-        """The mean weight of the rollout; None without one, or where `config` reads none."""
+        """The mean weight of the rollout; None without one, or where `config` reads none.
+
+        Raises:
+            InputError: the mean was computed under another config, or is of other weights than the micro-batch's.
+        """
         normalize = config.weight and config.weight.normalize
         held = self._of_this_run(args)
         if not normalize or normalize.scope != "rollout" or held is None or held.mean is None:

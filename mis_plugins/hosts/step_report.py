@@ -83,7 +83,11 @@ class Recorded:
         return self.ranks.cp is None and self.ranks.dp is None
 
     def over_ranks(self) -> Recorded:
-        """Merge the records of all ranks."""
+        """Merge the records of all ranks.
+
+        Raises:
+            RANK_LOST: a rank died.
+        """
         groups = [group for group in (self.ranks.cp, self.ranks.dp) if group is not None]
         ages = None if self.ages is None else self.ages.over_ranks(groups)
         added = replace(self, partials=self.partials.over_ranks(groups), ages=ages)
@@ -260,7 +264,11 @@ class Recorder:
             apart = self._report(pending[config], ranks, ended, apart)
 
     def check_rollout(self, args: Any, rollout_id: int, ranks: Ranks) -> None:
-        """Where the host has no step hook: check at the next rollout that a hook of ours corrected in this one."""
+        """Where the host has no step hook: check at the next rollout that a hook of ours corrected in this one.
+
+        Raises:
+            ConfigError: as `report`.
+        """
         if view(args).get("custom_megatron_before_train_step_hook_path") is not None:
             return
         self._begin(args)

@@ -28,7 +28,11 @@ WRITTEN = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)  # how numpy writes an arra
 
 
 class Safetensors:
-    """A safetensors file: its tensors by name, and the header's own texts."""
+    """A safetensors file: its tensors by name, and the header's own texts.
+
+    Raises:
+        RecordError: the file is damaged.
+    """
 
     def __init__(self, path: Path):
         self.path, self.opened = path, Opened(path)
@@ -44,7 +48,11 @@ class Safetensors:
         return list(self._told)
 
     def tensor(self, name: str) -> Tensor:
-        """One tensor."""
+        """One tensor.
+
+        Raises:
+            RecordError: there is no such tensor, or its bytes are not those of its shape.
+        """
         return read(self.path, lambda: self._tensor(name))
 
     def _header(self) -> dict[str, Any]:
@@ -95,7 +103,11 @@ class Npz:
             raise RecordError(f"{path}: two arrays have one name")
 
     def tensor(self, name: str) -> Tensor:
-        """One array."""
+        """One array.
+
+        Raises:
+            RecordError: there is no such array, or it is damaged.
+        """
         return read(self.path, lambda: self._tensor(name))
 
     def _tensor(self, name: str) -> Tensor:

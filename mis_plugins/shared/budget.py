@@ -35,7 +35,11 @@ class Budget:
         return self.base + self.per_byte * size
 
     def check(self, amount: float, size: int, where: object) -> None:
-        """Check a cost against the budget."""
+        """Check a cost against the budget.
+
+        Raises:
+            RecordError: the cost is beyond the budget; the message names the file and the budget.
+        """
         if amount > (most := self.most(size)):
             whose = f"a file of {size:,} bytes" if self.per_byte else "any file"
             raise RecordError(f"{where}: asks for {amount:,.0f} {self.what}, and {whose} may ask for {int(most):,}")
@@ -66,5 +70,9 @@ class Clock:
         return time.monotonic() - self.begun > SECONDS.most(self.size)
 
     def check(self) -> None:
-        """Check the time since the reading began."""
+        """Check the time since the reading began.
+
+        Raises:
+            RecordError: the file takes longer than its budget.
+        """
         SECONDS.check(time.monotonic() - self.begun, self.size, self.where)

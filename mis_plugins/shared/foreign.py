@@ -41,6 +41,9 @@ def extent(value: Any, known: dict[int, tuple[int, int]], level: int = 0) -> tup
 
     Args:
         known: extents by the identity of an object; (-1, 0) while it is being measured.
+
+    Raises:
+        RecordError: the tree holds itself, or is nested too deep.
     """
     if isinstance(value, Stored | Tensor):
         return value.numel if isinstance(value, Stored) else value.numel(), 0

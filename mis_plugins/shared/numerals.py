@@ -9,7 +9,11 @@ from mis_plugins.errors import LARGEST, shown
 
 
 def whole(text: str) -> int:
-    """A whole number that 64 bits hold."""
+    """A whole number that 64 bits hold.
+
+    Raises:
+        ArgumentTypeError: text that is no such number.
+    """
     try:
         value = int(text)
     except ValueError:
@@ -20,7 +24,11 @@ def whole(text: str) -> int:
 
 
 def count(text: str) -> int:
-    """A whole number of at least 1."""
+    """A whole number of at least 1.
+
+    Raises:
+        ArgumentTypeError: text that is no such number.
+    """
     value = whole(text)
     if value < 1:
         raise ArgumentTypeError(f"got {value}; expected at least 1")
@@ -28,7 +36,11 @@ def count(text: str) -> int:
 
 
 def finite(text: str) -> float:
-    """A number that is neither infinite nor NaN."""
+    """A number that is neither infinite nor NaN.
+
+    Raises:
+        ArgumentTypeError: text that is no such number.
+    """
     try:
         value = float(text)
     except ValueError:

@@ -64,7 +64,11 @@ def optional(module: str) -> ModuleType:
 
 
 class Opened:
-    """A regular file, opened for reading."""
+    """A regular file, opened for reading.
+
+    Raises:
+        RecordError: the path is a folder, a pipe or a device, or cannot be opened.
+    """
 
     def __init__(self, path: Path):
         self.path = path
@@ -78,14 +82,22 @@ class Opened:
         self.size = status.st_size
 
     def bytes_at(self, offset: int, count: int) -> bytearray:
-        """The `count` bytes at `offset`."""
+        """The `count` bytes at `offset`.
+
+        Raises:
+            RecordError: the file ends before them.
+        """
         self._check(offset, count)
         found = bytearray(count)
         self._fill(offset, memoryview(found))
         return found
 
     def tensor_at(self, offset: int, count: int, dtype: torch.dtype) -> Tensor:
-        """The `count` numbers at `offset`, in memory or in a mapped copy of their bytes."""
+        """The `count` numbers at `offset`, in memory or in a mapped copy of their bytes.
+
+        Raises:
+            RecordError: the file ends before them, or the copy finds no place on the disk.
+        """
         size = count * dtype.itemsize
         if not size:
             return torch.empty(count, dtype=dtype)

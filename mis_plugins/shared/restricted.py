@@ -117,7 +117,11 @@ def _kind(dtype: Any) -> torch.dtype | None:
 
 
 def array_of(array: Opaque) -> Any:
-    """The array of numpy as a tensor; the array itself where it holds anything but plain numbers."""
+    """The array of numpy as a tensor; the array itself where it holds anything but plain numbers.
+
+    Raises:
+        RecordError: the bytes are not those of the shape.
+    """
     _, shape, dtype, by_columns, data = array.state
     known = _kind(dtype)
     if known is None or not isinstance(data, bytes):

@@ -24,7 +24,11 @@ _SHORT.maxstring = _SHORT.maxother = SHOWN
 
 
 def parsed(body: bytes, limit: int = LIMIT) -> Any:
-    """Parse a JSON body strictly: no NaN, no name twice, and no more values than fit the limit of its bytes."""
+    """Parse a JSON body strictly: no NaN, no name twice, and no more values than fit the limit of its bytes.
+
+    Raises:
+        EngineError: the body is not such JSON.
+    """
     if sum(map(body.count, (b",", b"[", b"{"))) > limit // BYTES_A_VALUE:
         raise EngineError(f"answers with more than {limit // BYTES_A_VALUE:,} values")
     try:
@@ -65,7 +69,11 @@ def short(value: object) -> str:
 
 
 def list_of(value: Any, count: int, what: str) -> list[Any]:
-    """Return `value`, a list of `count` entries."""
+    """Return `value`, a list of `count` entries.
+
+    Raises:
+        EngineError: `value` is no list, or has another number of entries.
+    """
     if not isinstance(value, list):
         raise EngineError(f"{what}: expected a list of {count}; got {short(value)}")
     if len(value) != count:
@@ -74,14 +82,22 @@ def list_of(value: Any, count: int, what: str) -> list[Any]:
 
 
 def whole(value: Any, what: str, most: int = IDS) -> int:
-    """Return `value`, a whole number from 0 to `most`."""
+    """Return `value`, a whole number from 0 to `most`.
+
+    Raises:
+        EngineError: `value` is of another type, or out of range.
+    """
     if type(value) is not int or not 0 <= value <= most:
         raise EngineError(f"{what}: expected a whole number from 0 to {most}; got {short(value)}")
     return value
 
 
 def log_prob(value: Any) -> float:
-    """Return `value`, a finite log-prob."""
+    """Return `value`, a finite log-prob.
+
+    Raises:
+        EngineError: `value` is no number, not finite, above 0, or what an engine writes where it has none.
+    """
     is_number = type(value) in (int, float)
     if value is None or (is_number and -math.inf < value <= LOWEST):
         raise EngineError(f"a token without a log-prob; got {short(value)}")
@@ -91,7 +107,11 @@ def log_prob(value: Any) -> float:
 
 
 def check_counts(meta: Any, prompt: int, sampled: int | None = None) -> None:
-    """Check the numbers of tokens that an answer of SGLang states beside its log-probs, where it states any."""
+    """Check the numbers of tokens that an answer of SGLang states beside its log-probs, where it states any.
+
+    Raises:
+        EngineError: the answer is to a prompt of another length, or states another number of sampled tokens.
+    """
     for name, wanted in (("prompt_tokens", prompt), ("completion_tokens", sampled)):
         if wanted is not None and meta.get(name, wanted) != wanted:
             raise EngineError(f"{name}: expected {wanted}, got {short(meta[name])}")

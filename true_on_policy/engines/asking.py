@@ -41,7 +41,11 @@ class Address:
 
     @classmethod
     def of(cls, url: str) -> Address:
-        """Read a URL."""
+        """Read a URL.
+
+        Raises:
+            EngineError: the URL is not that of an HTTP server.
+        """
         if not url.isascii() or not url.isprintable() or " " in url:
             _refuse(url, "a URL holds no such letters")
         try:

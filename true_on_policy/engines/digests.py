@@ -46,7 +46,11 @@ class Digest:
 
     @classmethod
     def read(cls, text: str) -> Digest:
-        """Read a digest from its `text`."""
+        """Read a digest from its `text`.
+
+        Raises:
+            ValueError: the text is not that of a digest.
+        """
         found = _TEXT.fullmatch(text)
         if found is None:
             raise ValueError(f"{text[:100]!r} is no digest")
@@ -70,7 +74,11 @@ def values(tensor: Shaped[Tensor, "..."]) -> str:
 
 
 def read_values(text: str, digest: Digest) -> Shaped[Tensor, "..."]:
-    """Read a tensor from the text of `values` and the tensor's digest."""
+    """Read a tensor from the text of `values` and the tensor's digest.
+
+    Raises:
+        ValueError: the text is no base64, or holds another number of bytes than the digest tells.
+    """
     decoded = bytearray(base64.b64decode(text, validate=True))
     size = math.prod(digest.shape) * getattr(torch, digest.dtype).itemsize
     if len(decoded) != size:

@@ -30,7 +30,11 @@ HERE = Path(__file__).parent
 
 
 def interpreter(engine: str) -> Path:
-    """Return the python of an engine's environment: in .venv-ENGINE beside the package, or where ENGINE_VENV says."""
+    """Return the python of an engine's environment: in .venv-ENGINE beside the package, or where ENGINE_VENV says.
+
+    Raises:
+        EngineError: the engine is not installed there.
+    """
     variable = f"{engine.upper()}_VENV"
     folder = Path(os.environ.get(variable) or HERE.parent.parent / f".venv-{engine}")
     python = folder / "bin" / "python"
@@ -161,7 +165,11 @@ class Server:
         atexit.register(self.close)
 
     def wait_until_ready(self, path: str, seconds: float) -> None:
-        """Return once GET `path` answers 200."""
+        """Return once GET `path` answers 200.
+
+        Raises:
+            EngineError: the process ended, or was not ready within `seconds`.
+        """
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
             if self._process.poll() is not None:
@@ -174,7 +182,11 @@ class Server:
         raise self._error(f"not ready within {seconds:g} s")
 
     def check_pinned(self) -> None:
-        """Check that our plugin has pinned the kernels of this engine; an engine without the plugin is ended."""
+        """Check that our plugin has pinned the kernels of this engine; an engine without the plugin is ended.
+
+        Raises:
+            EngineError: the plugin is not installed in the engine's environment.
+        """
         if ACTIVE not in self.output():
             self.close()
             raise EngineError(f"{self.name}: runs, but never printed {ACTIVE!r}: our plugin is not installed there")
@@ -192,7 +204,11 @@ class Server:
             raise self._error(f"{path}: {error}") from error
 
     def get(self, path: str, seconds: float) -> str:
-        """Return the text at `path`."""
+        """Return the text at `path`.
+
+        Raises:
+            EngineError: the process died, refused the request, or did not answer within `seconds`.
+        """
         return self._ask(path, seconds).decode(errors="replace")
 
     def _ask(self, path: str, seconds: float, body: Mapping[str, Any] | None = None) -> bytes:

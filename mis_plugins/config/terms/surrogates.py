@@ -122,7 +122,11 @@ OWN_SETTINGS = {name: key for key, record in SURROGATES.items() for name in reco
 
 
 def check(objective: ObjectiveConfig) -> dict[str, float]:
-    """Check what an objective says, and return the defaults of the settings that it leaves out."""
+    """Check what an objective says, and return the defaults of the settings that it leaves out.
+
+    Raises:
+        ConfigError: settings that contradict each other, or that belong to another surrogate.
+    """
     record, surrogate = SURROGATES[objective.surrogate], f"{{surrogate}}: {objective.surrogate}"
     if objective.surrogate == "reinforce" and objective.old == "proximal":
         raise ConfigError(

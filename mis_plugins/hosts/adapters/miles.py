@@ -52,7 +52,11 @@ def reports(ranks: Ranks) -> bool:
 
 
 def scores(args: Any, batch: Batch, logits: host.Tensor) -> host.Scores:
-    """Miles's own log-probs, and its entropy where the loss has a term of it or the run observes it."""
+    """Miles's own log-probs, and its entropy where the loss has a term of it or the run observes it.
+
+    Raises:
+        InputError: the engine's log-probs are renormalized over a part of the vocabulary.
+    """
     _check_whole_vocabulary(args, batch)
     wants_entropy = args.entropy_coef != 0 or args.observe_training_entropy
     found = NEEDS.scores.get()(

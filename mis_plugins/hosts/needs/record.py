@@ -92,7 +92,11 @@ class Need:
         return any(address.module in sys.modules for address in self.addresses)
 
     def get(self) -> Any:
-        """Import what the need names, from the newest address that has it."""
+        """Import what the need names, from the newest address that has it.
+
+        Raises:
+            NeedError: no address has it.
+        """
         return getattr(*self.owner())
 
     def owner(self) -> tuple[Any, str]:
@@ -123,11 +127,19 @@ class Need:
         return self.get() if package in sys.modules else None
 
     def of(self, instance: Any) -> Any:
-        """The member of an instance of the host by the newest name that it has."""
+        """The member of an instance of the host by the newest name that it has.
+
+        Raises:
+            NeedError: the instance has no member of these names.
+        """
         return getattr(instance, self.name_on(instance))
 
     def name_on(self, owner: Any) -> str:
-        """The newest name under which `owner` holds what the need names."""
+        """The newest name under which `owner` holds what the need names.
+
+        Raises:
+            NeedError: it holds none.
+        """
         for name in dict.fromkeys(address.names[-1] for address in self.addresses):
             if hasattr(owner, name):
                 return name

@@ -45,7 +45,11 @@ class NamedTokens:
 
     @classmethod
     def read(cls, meta_info: Mapping[str, Any], positions: int, k: int) -> NamedTokens:
-        """What the `meta_info` of an answer names: pairs of a log-prob and an id at each position."""
+        """What the `meta_info` of an answer names: pairs of a log-prob and an id at each position.
+
+        Raises:
+            InputError: the engine named no tokens for these positions, a token twice, or what no distribution can have.
+        """
         rows: Sequence[Any] = meta_info.get("output_top_logprobs") or ()
         if len(rows) != positions:
             raise InputError(

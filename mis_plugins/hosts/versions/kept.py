@@ -60,7 +60,11 @@ class KeptSets:
 
 
 def asked(args: Any) -> bool:
-    """Whether the engine samples from a part of the vocabulary."""
+    """Whether the engine samples from a part of the vocabulary.
+
+    Raises:
+        ConfigError: no number bounds the kept sets, or a larger one than SGLang returns.
+    """
     top_p, top_k = getattr(args, "rollout_top_p", 1.0), getattr(args, "rollout_top_k", -1)
     limit = getattr(args, LIMIT, None)
     if top_k <= 0 and top_p != 1:
@@ -90,6 +94,9 @@ def over_sets(meta_info: Mapping[str, Any], head: int) -> tuple[dict[str, Any], 
 
     Args:
         head: above 0 where the tokens of each set also become the engine's likeliest, the likeliest first.
+
+    Raises:
+        InputError: the engine returned no sets, of another number of tokens, or without a token that it sampled.
     """
     rows: Sequence[Any] = meta_info.get("output_token_logprobs") or ()
     sets, values = meta_info.get(MASK) or (), meta_info.get(LOG_PROBS) or ()

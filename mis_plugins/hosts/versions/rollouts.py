@@ -78,7 +78,11 @@ NUMBERING = Numbering(opened)
 
 
 def waiting(version: int, trained: int) -> Waiting:
-    """`Shelf.waiting`, asked from the process of a trainer."""
+    """`Shelf.waiting`, asked from the process of a trainer.
+
+    Raises:
+        ConfigError: no process generates with our hook.
+    """
     import ray  # type: ignore[import-not-found]
 
     try:

@@ -65,6 +65,9 @@ class SGLang(Served):
         order: the order of rounding, where the engine follows the trainer; None is SGLang's own.
         ranks: processes over which SGLang splits the model (tensor parallelism), over gloo.
         target: SGLang's `--rl-on-policy-target`; decode then reports log-probs in bf16, prefill in float32.
+
+    Raises:
+        EngineError: SGLang's environment is missing, or the server did not come up.
     """
 
     name = "sglang"

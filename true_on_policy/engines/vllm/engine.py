@@ -59,6 +59,9 @@ class VLLM(Served):
 
     Args:
         order: the order of rounding under a contract; None is vLLM's own.
+
+    Raises:
+        EngineError: vLLM's environment is missing, or the server did not come up.
     """
 
     name = "vllm"
