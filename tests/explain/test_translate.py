@@ -625,9 +625,14 @@ CAPPED = {"behav_imp_weight_cap": 5.0, "behav_imp_weight_floor": 0.2, "use_decou
                           m2_threshold=0.04)),
         ({"actor": {"m2_threshold": 0.04, "rejection_sampling": {"action": "clamp", "level": "sequence"}}},
          CorrectionConfig(WeightConfig("geometric", "clip", 0.0, 5.0), aggregate="kept", m2_threshold=0.04)),
-        ({"actor": {"use_sapo_loss": True, "m2_threshold": "1e-2"}},
-         CorrectionConfig(objective=ObjectiveConfig("sapo", "behavior"), m2_threshold=0.01)),
+        ({"actor": {"use_sapo_loss": True, "m2_threshold": "1e-2"}}, preset("areal-sapo")),
+        ({"actor": {"use_decoupled_loss": False, "m2_threshold": 0.04, "behav_imp_weight_cap": 5}},
+         CorrectionConfig(objective=ObjectiveConfig(old="behavior"), segment_wise=SegmentWiseConfig(False))),
         ({"actor": {"use_decoupled_loss": True}}, CorrectionConfig()),
+        # as AReaL saves the config of a run: each key is in it
+        ({"actor": {"use_decoupled_loss": True, "rejection_sampling": None, "m2_threshold": None}}, CorrectionConfig()),
+        ({"actor": {"use_decoupled_loss": True, "rejection_sampling": None, "m2_threshold": 0.04}},
+         CorrectionConfig(m2_threshold=0.04)),
         ({"actor": {"use_decoupled_loss": True, "m2_threshold": 0.04}}, CorrectionConfig(m2_threshold=0.04)),
         ({"rejection_sampling": {"metric": "kl_k2", "upper": 0.5}},
          CorrectionConfig(WeightConfig("token", "none"), (RejectRule("k2", "token", upper=0.5),))),
@@ -637,6 +642,27 @@ def test_areals_yaml(tree: dict, expected: CorrectionConfig, tmp_path: Path):
     translation = areal.translate(yaml.safe_dump(tree))
     assert translation.config() == expected
     assert read_back(translation, tmp_path) == expected
+
+
+IDLE = "actor.m2_threshold, actor.rejection_sampling: without use_decoupled_loss: true nothing comes of it in AReaL"
+FRESH = "a token that the trainer's own version wrote weighs 1"
+
+
+@pytest.mark.parametrize(
+    ("actor", "said", "unsaid"),
+    [
+        *(({one: True, "use_decoupled_loss": False, "m2_threshold": 0.04, "rejection_sampling": {}}, IDLE, "not finite")
+          for one in ("use_sapo_loss", "log_agent_stats")),
+        ({"use_decoupled_loss": True, "m2_threshold": 0.04}, "of each micro-batch in AReaL as here", "nothing comes"),
+        ({"use_decoupled_loss": False}, "", "weighs nothing without"),
+        ({"behav_imp_weight_cap": 5, "enable_segment_wise_ppo": True}, FRESH, ""),
+        ({"behav_imp_weight_cap": 5, "enable_segment_wise_ppo": False}, "", FRESH),
+    ],
+)  # fmt: skip
+def test_areals_notes(actor: dict, said: str, unsaid: str):
+    """Without the decoupled loss AReaL's proximal policy is mu itself, so that M2PO and rules find no token."""
+    told = " ".join(areal.translate(yaml.safe_dump({"actor": actor})).notes)
+    assert said in told and (not unsaid or unsaid not in told)
 
 
 @pytest.mark.parametrize(
