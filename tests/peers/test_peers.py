@@ -254,8 +254,13 @@ def test_trl_defaults_are_those_that_the_translator_takes_for_granted():
                from_trl.UNBIASED: True, "loss_type": "dapo", "importance_sampling_level": "token", "epsilon": 0.2,
                "epsilon_high": None, "delta": None}  # fmt: skip
     assert granted == {key: trl.default_of(key) for key in granted}
-    for key, (default, _) in from_trl.UNSERVED.items():
-        assert str(trl.default_of(key)).lower() == default
+    assert {key: trl.default_of(key) for key in from_trl.UNSERVED} == {
+        key: default for key, (default, _) in from_trl.UNSERVED.items()
+    }
+    # what a saved config of TRL's holds, with every key in it
+    every = {key: trl.default_of(key) for key in from_trl.READ}
+    dumped = from_trl.translate(yaml.safe_dump(every | {"use_vllm": True})).config()
+    assert dumped == from_trl.translate("use_vllm: true").config()
 
 
 @pytest.mark.parametrize("mode", trl.MODES)
