@@ -666,7 +666,11 @@ FRESH = "a token that the trainer's own version wrote weighs 1"
         *(({one: True, "use_decoupled_loss": False, "m2_threshold": 0.04, "rejection_sampling": {}}, IDLE, "not finite")
           for one in ("use_sapo_loss", "log_agent_stats")),
         ({"use_decoupled_loss": True, "m2_threshold": 0.04}, "of each micro-batch in AReaL as here", "nothing comes"),
-        ({"use_decoupled_loss": False}, "", "weighs nothing without"),
+        ({"use_decoupled_loss": False}, "AReaL averages over all tokens", "weighs nothing without"),
+        ({"use_decoupled_loss": True, "eps_clip": 0.4, "c_clip": 3},
+         "actor.eps_clip, actor.c_clip: pass --eps-clip 0.4 --eps-clip-high 0.4 --eps-clip-c 3.", ""),
+        ({"use_decoupled_loss": True, "eps_clip": "${e}"}, "actor.eps_clip: ${e} is for the launch", "pass --eps"),
+        ({"use_sapo_loss": True, "eps_clip": 0.4}, "AReaL averages over all tokens", "eps-clip"),
         ({"behav_imp_weight_cap": 5, "enable_segment_wise_ppo": True}, FRESH, ""),
         ({"behav_imp_weight_cap": 5, "enable_segment_wise_ppo": False}, "", FRESH),
     ],
@@ -706,7 +710,7 @@ def test_areals_own_words_stand_beside_each_setting():
         assert said in re.sub(r" +", " ", flat)
     assert "importance_sampling_level" not in text and "use_decoupled_loss is not in the file" not in text
     assert "use_decoupled_loss is not in the file" in areal.translate("behav_imp_weight_cap: 5").text()
-    (said,) = areal.translate("actor: {use_decoupled_loss: true}").notes
+    (_, said) = areal.translate("actor: {use_decoupled_loss: true}").notes
     assert said.startswith("actor.use_decoupled_loss: AReaL 1.0.4 weighs nothing without rejection_sampling")
 
 

@@ -23,7 +23,9 @@ from mis_plugins.explain.translate.translation import (
     OVER_TOKENS,
     Translation,
     as_written,
+    beside,
     choice,
+    clip_flags,
     is_open,
     of_hydra,
     places,
@@ -71,6 +73,7 @@ KPOP = (
     "alone, which drops other tokens; where one direction is enough, put rejection_sampling.metric=ratio behind the "
     "file, and write {statistic: binary_kl, over: token, upper: UPPER} in its place under `mis:`"
 )
+CLIPS = ("actor.eps_clip", "actor.eps_clip_higher", "actor.c_clip")
 UNSERVED: dict[str, tuple[Any, str]] = {
     "prox_logp_method": ("recompute", "pi_old is always recomputed here; mis.segment_wise.method is about pi_{v+1}."),
     "importance_sampling_level": (
@@ -386,8 +389,7 @@ def _of_loss(where: Mapping[str, str], config: CorrectionConfig) -> Iterator[str
             f"{where[M2]}: of each micro-batch in AReaL as here; the hosts cut micro-batches of their own, and divide "
             "by the tokens of before."
         )
-    if SAPO in where:
-        yield f"{where[SAPO]}: AReaL {OVER_TOKENS}."
+    yield f"AReaL {OVER_TOKENS}."
     if not is_decoupled:
         return
     if DECOUPLED not in where:
@@ -427,3 +429,7 @@ def notes(tree: Mapping[Any, Any], where: Collection[str] = ()) -> Iterator[str]
     for key, (default, why) in UNSERVED.items():
         if actor.get(key) not in (None, default) and key not in where:
             yield f"actor.{key}: {as_written(actor[key])}: {why}"
+    if SAPO not in where:  # which clips nothing
+        placed = {f"actor.{key}": value for key, value in actor.items()}
+        yield from clip_flags(placed, CLIPS)
+        yield from beside(placed, {}, CLIPS)
