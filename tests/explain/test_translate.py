@@ -100,6 +100,9 @@ MEANT = [
     (WHOLE, (f"{PREFIX}rollout_is=null",), CorrectionConfig()),
     *((dppo(mode, clip_ratio_low=0.1) | {"algorithm": {"rollout_correction": TOKEN_IS}}, (), weighed(upper=2.0))
       for mode in ("vanilla", "gspo", None)),
+    # whose loss takes none of the weights that the trainer hands it
+    (dppo("bypass_mode") | {"algorithm": {"rollout_correction": TOKEN_IS | GEO}}, (), CorrectionConfig(
+        None, preset("verl-decoupled-geo-rs").reject)),
     ({"rollout_is": "token", "rollout_is_threshold": "${trainer.cap}"}, (f"{PREFIX}rollout_is_threshold=4",),
      weighed(upper=4.0)),
     (TOKEN_IS | PG, (f"{PREFIX}bypass_mode=FALSE",), weighed(upper=2.0)),
@@ -168,6 +171,14 @@ NOTES = [
     (losing("gspo"), (), "gspo is not translated; mis.objective.ratio: sequence gives GSPO's ratio.", ""),
     (losing("cispo"), (), "cispo is not translated; mis.objective.surrogate: cispo gives CISPO's loss.", ""),
     (losing("clip_cov"), (), "policy_loss.loss_mode: clip_cov is not translated.", ""),
+    (losing("vanilla"), (), "pass --eps-clip 0.2 --eps-clip-high 0.2 --eps-clip-c 3, PPO's clip.", ""),
+    (dppo("vanilla", clip_ratio_high=0.28) | {"algorithm": {"rollout_correction": TOKEN_IS | PPO}},
+     ("actor_rollout_ref.actor.clip_ratio_c=10",), "--eps-clip 0.2 --eps-clip-high 0.28 --eps-clip-c 10,", ""),
+    (dppo("vanilla", clip_ratio_low="${low}") | {"algorithm": {"rollout_correction": TOKEN_IS}}, (),
+     "clip_ratio_low: ${low} is for the launch to decide; put actor_rollout_ref.actor.clip_ratio_low=V", "pass --eps"),
+    *((losing(mode), (), "", "pass --eps-clip") for mode in ("gspo", "cispo", "gpg", "${MODE}")),
+    (TOKEN_IS | PG, (), "", "pass --eps-clip"),
+    (losing("bypass_mode"), (), "verl's loss is PPO's clip against pi_old and applies none of these weights", ""),
     (losing("${MODE}"), (), "where it is dppo_tv or dppo_kl or sapo or geo_mean", ""),
     (losing("clip_cov"), (f"{LOSS}vanilla",), "", "loss_mode"),
     (losing("gspo"), (f"{PREFIX}bypass_mode=true", "trainer.use_v1=false"), "gspo never acts in verl", "translated"),
