@@ -309,6 +309,19 @@ def test_verl_dppo_of_a_launch_script():
 # ---------------------------------------------------------------------------------------------------- verl, refused
 
 
+@pytest.mark.parametrize(
+    ("call", "meant"),
+    [
+        ("RolloutCorrectionConfig()", weighed("sequence", "truncate", upper=2.0)),
+        ("verl.trainer.config.RolloutCorrectionConfig('token', rollout_is_threshold=3)", weighed(upper=3.0)),
+        ("RolloutCorrectionConfig(rollout_is=None, rollout_rs='seq_mean_k1', rollout_rs_threshold=1.25)",
+         ruled("mean", 1 / 1.25, 1.25)),
+    ],
+)  # fmt: skip
+def test_verl_the_class_of_the_presets_has_defaults_of_its_own(call: str, meant: CorrectionConfig):
+    assert verl.translate(call).config() == meant
+
+
 def test_verl_a_preset_from_the_command_line(capsys: pytest.CaptureFixture):
     assert main(["config", "from-verl", "decoupled_token_is(threshold=3.5)", f"{PREFIX}rollout_rs=null"]) == 0
     assert "upper: 3.5" in capsys.readouterr().out
@@ -565,6 +578,29 @@ def test_commands_print_a_file_that_check_passes(tmp_path: Path, capsys: pytest.
         ours.write_text(capsys.readouterr().out)
         assert main(["config", "check", str(ours)]) == 0
         assert "needs:" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("command", "text", "words", "said"),
+    [
+        ("from-prime-rl", "[trainer.loss]", ["--trainer.loss.kl-tau=0.5"], "kl_tau: 0.5"),
+        ("from-prime-rl", "[trainer.loss]", ["--trainer.loss.kl-tau", "0.5"], "kl_tau: 0.5"),
+        ("from-trl", "use_vllm: false", ["--use-vllm", f"--{trl.CLIP_MAX}", "4"], "upper: 4.0"),
+        ("from-ms-swift", f"{MODE}: sequence_mask", ["--as-documented", f"--{THRESHOLD}=3"], "upper: 3.0"),
+        ("from-verl", f"python3 -m verl {IS}", ["--line", "1", f"{PREFIX}rollout_is_threshold=3"], "upper: 3.0"),
+    ],
+)
+def test_settings_behind_a_file_may_have_dashes_and_follow_an_option(
+    command: str, text: str, words: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture
+):
+    (tmp_path / "theirs").write_text(text)
+    assert main(["config", command, str(tmp_path / "theirs"), *words]) == 0
+    assert said in capsys.readouterr().out
+
+
+def test_a_setting_with_dashes_that_is_not_read_is_refused_by_name(capsys: pytest.CaptureFixture):
+    assert main(["config", "from-verl", "decoupled_token_is()", "--config-name=mine"]) == 2
+    assert "override 'config-name=mine': expected algorithm.rollout_correction.KEY" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("command", TRANSLATORS)

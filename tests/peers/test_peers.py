@@ -147,6 +147,11 @@ def test_verl_preset_by_its_name_is_what_its_class_method_sets(name: str):
         assert translate(f"{name}({arguments})").config() == translate(yaml.safe_dump(said)).config()
 
 
+def test_verl_the_class_of_the_presets_has_the_defaults_that_the_translator_takes_for_granted():
+    theirs = {key: value for key, value in vars(verl.rollout_config()()).items() if not key.startswith("_")}
+    assert verl_presets.keys_of("RolloutCorrectionConfig()") == theirs
+
+
 @pytest.mark.parametrize("name", ["algorithm/rollout_correction.yaml", "_generated_ppo_trainer.yaml"])
 def test_verl_files_of_its_own_are_translated(name: str):
     """As they lie in the package, where they correct nothing, and with what a command line sets in them."""
