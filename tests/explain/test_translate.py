@@ -66,6 +66,10 @@ def rejecting(option: object, threshold: object) -> dict:
     return {"rollout_rs": option, "rollout_rs_threshold": threshold}
 
 
+def whole(keys: dict, **others: dict) -> dict:
+    return {"algorithm": {"rollout_correction": keys}, **others}
+
+
 def dppo(mode: str | None = "dppo_tv", **actor: object) -> dict:
     return {"actor_rollout_ref": {"actor": {"policy_loss": {"loss_mode": mode}, **actor}}}
 
@@ -112,7 +116,10 @@ MEANT = [
     (TOKEN_IS | {"hydra": {"run": {"dir": "x"}}}, (), weighed(upper=2.0)),
     *((dppo("dppo_tv") | {"algorithm": {"rollout_correction": rejecting("seq_mean_k3", 0.01) | PPO}} | trainer, (),
        CorrectionConfig(None, (RejectRule("k3", "mean", upper=0.01),), objective=ObjectiveConfig("clip", "behavior")))
-      for trainer in ({"trainer": {"use_v1": False}}, {"async_training": {}})),
+      for trainer in ({"trainer": {"use_v1": False}}, {"trainer": {"use_v1": None}}, {"async_training": {}})),
+    # as verl prints the config of a run
+    *((whole(TOKEN_IS, actor={"policy_loss": {"loss_mode": "vanilla", "rollout_correction": block}}), (),
+       weighed(upper=2.0)) for block in (None, {"rollout_is": None, "bypass_mode": False})),
     ({"defaults": ["fully_async_ppo_trainer", "_self_"], "algorithm": {"rollout_correction": TOKEN_IS}}, (),
      CorrectionConfig(objective=ObjectiveConfig("clip", "behavior"))),
     # 010 is 8 to YAML; to Hydra it is text, of which verl makes 10
@@ -133,10 +140,6 @@ def test_verl_each_rule_stands_beside_its_own_words():
         "rollout_rs: token_k3, rollout_rs_threshold: 0.5",
         "rollout_rs: seq_mean_k1, rollout_rs_threshold: 0.5_4",
     ]
-
-
-def whole(keys: dict, **others: dict) -> dict:
-    return {"algorithm": {"rollout_correction": keys}, **others}
 
 
 def losing(mode: str) -> dict:

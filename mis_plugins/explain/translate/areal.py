@@ -298,8 +298,10 @@ def _places(said: Mapping[str, Any]) -> dict[str, tuple[str, Any]]:
 
 def _check_decoupled(found: Mapping[str, tuple[str, Any]], blocks: Iterable[Mapping[str, Any]]) -> None:
     """Refuse plain PPO on recomputed log-probs, which weighs nothing in AReaL."""
-    recomputes = any(block.get("recompute_logprob") is True for block in blocks)
-    if found.get(DECOUPLED, ("", None))[1] is False and recomputes:
+    if found.get(DECOUPLED, ("", None))[1] is not False:
+        return
+    recomputed = (block.get("recompute_logprob") or False for block in blocks)
+    if any(reading.convert(bool, said, "recompute_logprob") for said in recomputed):
         raise ConfigError(
             "use_decoupled_loss: false with recompute_logprob: true is PPO on recomputed log-probs, uncorrected: the "
             "hosts do that without a hook, so drop both keys"

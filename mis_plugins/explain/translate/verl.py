@@ -394,7 +394,7 @@ def _check_known(path: str, value: Any) -> None:
 def _check_copy(settings: Mapping[str, Any]) -> None:
     """Refuse a block of the loss that is no copy of the correction in bypass, as verl's trainer makes one."""
     for path, value in settings.items():
-        if path.startswith(IN_LOSS):
+        if path.startswith(IN_LOSS) and value not in (None, False):  # as verl's own yaml of a run has them
             twin = f"{SECTION}{path.removeprefix(IN_LOSS)}"
             if settings.get(BYPASS) is True and (path, value) == (IN_LOSS, f"${{{SECTION}}}"):
                 continue
@@ -430,7 +430,7 @@ def _left_out(settings: Mapping[str, Any]) -> Iterator[str]:
 
 def _is_v1(settings: Mapping[str, Any]) -> bool:
     """Whether verl's trainer since 0.9.0 runs, which hands no loss weights or rules in bypass by itself."""
-    return settings.get(USE_V1) is not False and ASYNC not in settings
+    return bool(settings.get(USE_V1, True)) and ASYNC not in settings
 
 
 def _replaces_loss(settings: Mapping[str, Any]) -> bool:
