@@ -174,6 +174,8 @@ NOTES = [
     (losing("gspo"), (), "gspo is not translated; mis.objective.ratio: sequence gives GSPO's ratio.", ""),
     (losing("cispo"), (), "cispo is not translated; mis.objective.surrogate: cispo gives CISPO's loss.", ""),
     (losing("clip_cov"), (), "policy_loss.loss_mode: clip_cov is not translated.", ""),
+    *((whole(TOKEN_IS, distillation={"enabled": on, "distillation_loss": {"loss_mode": "k1"}}), (), said, unsaid)
+      for on, said, unsaid in ((True, "distillation.enabled: true adds", ""), (False, "", "distillation"))),
     (losing("vanilla"), (), "pass --eps-clip 0.2 --eps-clip-high 0.2 --eps-clip-c 3, PPO's clip.", ""),
     (dppo("vanilla", clip_ratio_high=0.28) | {"algorithm": {"rollout_correction": TOKEN_IS | PPO}},
      ("actor_rollout_ref.actor.clip_ratio_c=10",), "--eps-clip 0.2 --eps-clip-high 0.28 --eps-clip-c 10,", ""),
@@ -220,6 +222,7 @@ COMMANDS = [
     (f"python3 -m verl.trainer.main_ppo {PREFIX}rollout_is=sequence {IS}", weighed(upper=2.0)),
     (f"srun wrap.sh python3 -m verl.trainer.main_ppo {IS}", weighed(upper=2.0)),
     (f"bash setup.sh\npython3 -m verl.trainer.main_ppo {IS}", weighed(upper=2.0)),
+    (f"python3 -m verl.trainer.main_ppo {IS} distillation.distillation_loss.loss_mode=k1", weighed(upper=2.0)),
 ]  # fmt: skip
 
 
@@ -533,7 +536,7 @@ def test_ms_swift_settings_mean(text: str, meant: CorrectionConfig):
         (f"{MODE}: null", "ms-swift corrects nothing with these arguments.", ""),
         (f"{MODE}: token_mask\nuse_vllm: false", "token_mask does nothing in ms-swift with use_vllm: false", "KL term"),
         (f"{MODE}: token_mask\nloss_type: real", "token_mask does nothing in ms-swift with loss_type: real", "KL term"),
-        (f"{MODE}: token_mask", "use_vllm is not in it: `swift rlhf` weighs nothing then", ""),
+        (f"{MODE}: token_mask", "here it is read as true, the default of `megatron rlhf`.", ""),
         (f"{MODE}: token_mask\nuse_vllm: true", "", "use_vllm is not in it"),
         (f"{MODE}: token_mask\nkl_in_reward: true\nscale_rewards: gdpo", "KL term", ""),
         (f"{MODE}: token_mask\nloss_type: null", "", "has no flag"),
@@ -745,6 +748,7 @@ def test_areals_own_words_stand_beside_each_setting():
     tree = {
         "rollout": {"max_concurrent_rollouts": 256, "max_head_offpolicyness": 2, "enable_segment_wise_ppo": True},
         "actor": CAPPED | {"prox_logp_method": "loglinear", "importance_sampling_level": "token"},
+        "teacher": {"distill_loss_weight": 0.1},
     }
     text = areal.translate(yaml.safe_dump(tree)).text()
     flat = " ".join(line.lstrip("# ") for line in text.splitlines())
@@ -756,6 +760,7 @@ def test_areals_own_words_stand_beside_each_setting():
         "--max-head-offpolicyness 2 with --async",
         "rollout.max_concurrent_rollouts: 256 counts prompts in AReaL",
         "actor.prox_logp_method: loglinear: pi_old is always recomputed here",
+        "teacher: AReaL adds a teacher's loss",
     ):
         assert said in re.sub(r" +", " ", flat)
     assert "importance_sampling_level" not in text and "use_decoupled_loss is not in the file" not in text

@@ -428,6 +428,8 @@ def notes(tree: Mapping[Any, Any], where: Collection[str] = ()) -> Iterator[str]
             f"rollout.max_concurrent_rollouts: {as_written(places)} counts prompts in AReaL; "
             "--max-concurrent-rollouts counts responses, so multiply by the samples of a prompt."
         )
+    if isinstance(tree.get("teacher"), Mapping):
+        yield "teacher: AReaL adds a teacher's loss, by distill_loss_weight beside rl_loss_weight; nothing here does."
     for key, (default, why) in UNSERVED.items():
         if actor.get(key) not in (None, default) and key not in where:
             yield f"actor.{key}: {as_written(actor[key])}: {why}"

@@ -168,7 +168,10 @@ def _notes(given: Mapping[str, Any], as_documented: bool) -> Iterator[str]:
         yield f"{MODE}: {as_written(mode)} does nothing in ms-swift with {idle}."
         mode = None
     elif mode is not None and USE_VLLM not in given:
-        yield f"{USE_VLLM} is not in it: `swift rlhf` weighs nothing then, by its default; here it is read as true."
+        yield (
+            f"{USE_VLLM} is not in it: `swift rlhf` weighs nothing then, by its default; here it is read as true, the "
+            "default of `megatron rlhf`."
+        )
     if mode is None and given.get(DELTA) is None and not sapo:
         yield "ms-swift corrects nothing with these arguments."
     if mode == "sequence_mask" and as_documented:

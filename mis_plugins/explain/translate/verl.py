@@ -64,13 +64,22 @@ ASYNC, BYPASS = "verl.experimental", f"{SECTION}.bypass_mode"  # the first stand
 MAINS = {"fully_async_main": "fully_async", "one_step_off_policy": "one_step_off"}
 """By what an async trainer's module holds: how the names of its own yamls begin, which set `bypass_mode: true`."""
 OWN_ASYNC = tuple(f"{name}_{own}" for name in MAINS.values() for own in OWN)
-OWN_PARTS = (*OWN, *OWN_ASYNC, "rollout_correction", "rollout", "legacy_reward_impl", "dp", "megatron", "veomni",
-             "torchtitan", "${model_engine}_actor", "dp_actor", "megatron_actor", "veomni_actor",
+OWN_PARTS = (*OWN, *OWN_ASYNC, "rollout_correction", "rollout", "distillation", "legacy_reward_impl", "dp", "megatron",
+             "veomni", "torchtitan", "${model_engine}_actor", "dp_actor", "megatron_actor", "veomni_actor",
              "torchtitan_actor")  # fmt: skip
-BESIDE_IT = (AGGREGATED, LOG_PROBS, USE_V1, ASYNC)  # settings outside of the correction that a note is about
+TEACHER = "distillation"  # whose loss has a `loss_mode` of its own
+DISTILLS, OF_TEACHER = f"{TEACHER}.enabled", f"{TEACHER}.distillation_loss"
+BESIDE_IT = (
+    AGGREGATED,
+    LOG_PROBS,
+    USE_V1,
+    ASYNC,
+    DISTILLS,
+    f"{OF_TEACHER}.{LOSS_MODE}",
+)  # settings outside of the correction that a note is about
 SHORT = {key: path for path, key in PATHS.items()} | {"rollout_correction": SECTION, "actor": ACTOR}
 PARENTS = {"algorithm", SECTION, "actor_rollout_ref", ACTOR, f"{ACTOR}.policy_loss", IN_LOSS,
-           "actor_rollout_ref.rollout", "trainer"}  # fmt: skip
+           "actor_rollout_ref.rollout", "trainer", TEACHER, OF_TEACHER}  # fmt: skip
 WHOLE = {"algorithm", "rollout_correction", "actor_rollout_ref", "actor", "trainer", "data"}  # a whole file's parts
 IDLE = {"rollout_is_threshold": "rollout_is", "rollout_is_batch_normalize": "rollout_is",
         "rollout_rs_threshold": "rollout_rs", "loss_type": "bypass_mode"}  # fmt: skip
@@ -419,6 +428,8 @@ def _left_out(settings: Mapping[str, Any]) -> Iterator[str]:
             yield f"{told} is for the launch to decide; {when}put it behind the file, as {path}=VALUE."
     if (estimator := settings.get(ESTIMATOR)) in TOKEN_BASELINES:
         yield NO_BASELINE.format(estimator=estimator)
+    if settings.get(DISTILLS) is True:
+        yield f"{DISTILLS}: true adds a teacher's loss to the policy's, or takes its place; nothing here does."
     if ASYNC in settings:
         yield ASYNC_TRAINER
     mode = settings.get(MODE_PATH)
