@@ -245,6 +245,18 @@ def test_ms_swift_branches_are_asked_and_overrides_win() -> None:
         ms_swift.translate(script, ["nope=1"])
 
 
+@pytest.mark.parametrize(
+    "script",
+    [
+        'A="--{mode} token_truncate"\neval "$(conda shell.bash hook)"\nconda activate x\n{swift} $A',
+        'A="--{mode} token_truncate"\neval "$(/opt/bin/micromamba shell hook -s bash 2>/dev/null)"\n{swift} $A',
+        "{swift} --{mode} token_truncate \\\n",
+    ],
+)
+def test_what_sets_up_a_shell_and_a_last_line_that_goes_on_hide_no_setting(script: str) -> None:
+    assert ms_swift.translate(script.format(mode=MODE, swift=SWIFT)).config().weight == WeightConfig()
+
+
 def test_ms_swift_an_unknown_flag_of_the_loss_is_no_refusal() -> None:
     script = f'ARGS=(\n  --beta "${{REF_BETA}}"\n  --{MODE} token_truncate\n)\n{SWIFT} "${{ARGS[@]}}"'
     made = ms_swift.translate(script)
