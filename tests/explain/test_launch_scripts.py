@@ -251,6 +251,7 @@ def test_ms_swift_branches_are_asked_and_overrides_win() -> None:
         'A="--{mode} token_truncate"\neval "$(conda shell.bash hook)"\nconda activate x\n{swift} $A',
         'A="--{mode} token_truncate"\neval "$(/opt/bin/micromamba shell hook -s bash 2>/dev/null)"\n{swift} $A',
         "{swift} --{mode} token_truncate \\\n",
+        "{swift} --{mode} token_truncate \\",
     ],
 )
 def test_what_sets_up_a_shell_and_a_last_line_that_goes_on_hide_no_setting(script: str) -> None:

@@ -20,7 +20,7 @@ LOOKED_UP = re.compile(r"(\{[0-9]*(?:\.\.[0-9]*)?)([^\x00-\xff])")
 # A comment in backticks within a command that goes on, of which bash makes no word; the parser finds no end to it.
 WITHIN = re.compile(rb"(?:(?<=[ \t])|^)`#[^`\n]*`(?=[ \t]*\\?\n)", re.M)
 # A command whose last line goes on where the script ends, which is an error to the parser and none to bash.
-LAST = re.compile(rb"(?<!\\)\\(\n\s*)\Z")
+LAST = re.compile(rb"(?<!\\)\\((?:\n\s*)?)\Z")
 # Behind a line of several assignments the parser takes a keyword for a command, and loses where the branch ends.
 KEYWORDS = '((command_name (word) @word) (#any-of? @word "then" "elif" "else" "fi" "do" "done" "esac"))'
 
