@@ -547,6 +547,7 @@ def test_ms_swift_settings_mean(text: str, meant: CorrectionConfig):
         (f"{MODE}: token_mask\noverlong_filter: true", "overlong_filter: true drops truncated responses", ""),
         (f"{DELTA}: 0.1\ntop_entropy_quantile: 0.2", "top_entropy_quantile: 0.2 keeps tokens of high entropy", ""),
         (f"{MODE}: token_mask\nadvantage_reweight: rlsd\nsdar_loss_coef: 0.1", "advantage_reweight: rlsd weighs", ""),
+        (f"swift rlhf --{MODE} token_mask --teacher_model Q/T", "teacher_model: Q/T changes the advantages", ""),
         (f"{MODE}: token_mask\nadvantage_reweight: null\nsdar_loss_coef: 0\noverlong_filter: no", "", "nothing here"),
     ],
 )  # fmt: skip

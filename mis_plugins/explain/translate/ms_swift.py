@@ -40,6 +40,9 @@ CLIPS = ("epsilon", "epsilon_high", "delta")
 UNSERVED = {
     "top_entropy_quantile": BY_ENTROPY,
     "overlong_filter": NO_TRUNCATED,
+    **dict.fromkeys(
+        ("teacher_model", "teacher_model_server"), (None, "changes the advantages of tokens; nothing here does.")
+    ),
     "advantage_reweight": (None, "weighs the advantages of tokens by a teacher; nothing here does."),
     "sdar_loss_coef": (0.0, "of a teacher's loss beside the policy's; nothing here adds one."),
 }
