@@ -64,6 +64,14 @@ def test_settings_mean(keys: dict, meant: CorrectionConfig):
     assert of(keys).config() == meant
 
 
+@pytest.mark.parametrize("loss", ["cispo", "sapo", "vespo"])
+def test_a_loss_of_its_own_is_read_without_a_correction(loss: str):
+    for text in (f"loss_type: {loss}", f"GRPOConfig(loss_type='{loss}')", f"trl grpo --loss_type {loss}"):
+        found = translate(text)
+        assert found.config() == CorrectionConfig(objective=ObjectiveConfig(loss))  # type: ignore[arg-type]
+        assert "use_vllm is not in it" in " ".join(found.notes)
+
+
 COMMANDS = [
     (f"trl grpo --use_vllm --no_{CORRECTION}", CorrectionConfig()),
     (f"trl grpo --use-vllm true --no-{CORRECTION.replace('_', '-')}", CorrectionConfig()),

@@ -104,7 +104,7 @@ def translate(text: str, behind: Sequence[str] = (), asked: Asked = ASKED) -> Tr
         if key.startswith(FAMILY) and key not in KEYS:
             raise ConfigError(f"{cut(key)}: no key of TRL's; known are {', '.join(KEYS)}")
     given = {key: _nothing(keys[key]) for key in READ if key in keys}
-    if not given.keys() & set(KEYS) and not _is_gmpo(given):
+    if not given.keys() & set(KEYS) and given.get("loss_type") not in (*OWN, OF_GMPO):
         said.prove_nothing()
         raise ConfigError(
             f"nothing to translate: none of {', '.join(KEYS)} in it; TRL corrects by default with {USE_VLLM}: true, so "
@@ -274,7 +274,10 @@ def _of_call(text: str, behind: set[str]) -> Said:
         raise ConfigError(f"no Python that can be read: {cut(str(error))}") from None
     calls = [node for node in nodes if isinstance(node, ast.Call) and _name(node.func) in (CONFIG, GMPO)]
     if len(calls) != 1:
-        raise ConfigError(f"{len(calls)} calls of {CONFIG}(...), of which one is read; write its keys as a yaml")
+        raise ConfigError(
+            f"{len(calls)} calls of {CONFIG}(...), of which one is read; give the command or the yaml that starts the "
+            "script, or write its keys as a yaml"
+        )
     (call,) = calls
     config = _name(call.func)
     elsewhere = [f"{key} (line {line})" for line, key in _keys_in(nodes, call) if key not in behind]
