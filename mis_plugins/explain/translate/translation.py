@@ -188,8 +188,9 @@ def beside(given: Mapping[str, Any], unserved: Mapping[str, tuple[Any, str]], cl
         elif key in unserved and value is not None:
             default, why = unserved[key]
             read = {bool: truth, float: number}.get(type(default))
-            if (read(value, key) if read else value) != default:
-                yield f"{key}: {as_written(value)} {why}"
+            means = read(value, key) if read else value
+            if means != default:
+                yield f"{key}: {as_written(means)} {why}"
 
 
 def switch(given: Mapping[str, Any], key: str) -> bool:

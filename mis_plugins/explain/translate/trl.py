@@ -7,6 +7,7 @@ GMPOConfig, which has a Python call alone, inherits every key; GMPOTrainer's los
 from __future__ import annotations
 
 import ast
+import itertools
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -341,8 +342,17 @@ def _is_read(key: str) -> bool:
 
 def _flags(words: Sequence[Word]) -> Iterator[tuple[str, Value]]:
     """The settings of a command line of TRL's, with `--no_KEY` as the value false."""
+    if any(itertools.starmap(_is_other, itertools.pairwise(words))):
+        return
     for key, value in flags(words):
         yield (key[3:], Word("false", f"--{key}")) if key in OFF else (key, value)
+
+
+def _is_other(before: Word, word: Word) -> bool:
+    """Whether a word names another trainer of TRL's, which may take `use_vllm` and corrects nothing."""
+    _, _, file = word.text.rpartition("/")
+    is_rloo = file.endswith(".py") and "rloo" in file and not before.text.startswith("--")
+    return is_rloo or before.text.rpartition("/")[2] == "trl" and word.text != "grpo"
 
 
 def _starts(word: str) -> bool:
