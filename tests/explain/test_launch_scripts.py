@@ -404,7 +404,7 @@ def test_a_yaml_that_the_script_writes_is_read() -> None:
     assert "read too: /tmp/a.yaml, which the script writes." in made.notes
     with pytest.raises(ConfigError, match=f"{MODE}: token_truncate contradicts token_mask in the yaml"):
         ms_swift.translate(f"{script} --{MODE} token_truncate")
-    with pytest.raises(ConfigError, match="2 starts of ms-swift .*line 4: the yaml /tmp/a.yaml; line 5: .* b.yaml"):
+    with pytest.raises(ConfigError, match="2 starts of ms-swift .*line 4: .*the yaml /tmp/a.yaml; line 5: .* b.yaml"):
         ms_swift.translate(f"{script}\n{SWIFT} --config b.yaml")
 
 

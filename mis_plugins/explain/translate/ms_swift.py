@@ -10,7 +10,17 @@ from typing import Any
 from mis_plugins.config.reading import number
 from mis_plugins.errors import ConfigError, cut, shown
 from mis_plugins.explain.launch.words import Word
-from mis_plugins.explain.translate.script import ASKED, Asked, Dialect, Said, flags, setting_of, tree_or_script
+from mis_plugins.explain.translate.script import (
+    ASKED,
+    Asked,
+    Dialect,
+    Said,
+    Value,
+    flags,
+    is_other,
+    setting_of,
+    tree_or_script,
+)
 from mis_plugins.explain.translate.translation import (
     BY_ENTROPY,
     NO_TRUNCATED,
@@ -29,6 +39,7 @@ from mis_plugins.explain.translate.translation import (
 )
 
 MODE, THRESHOLD = "rollout_importance_sampling_mode", "rollout_importance_sampling_threshold"
+TYPE, GRPO = "rlhf_type", "grpo"
 USE_VLLM, REAL = "use_vllm", "real"  # a `loss_type` that reads no weights
 DELTA, METRICS = "off_policy_sequence_mask_delta", "log_rollout_offpolicy_metrics"
 TAUS, LOSS, SAPO, LEVEL = ("tau_pos", "tau_neg"), "loss_type", "sapo", "importance_sampling_level"
@@ -106,6 +117,8 @@ def translate(text: str, behind: Sequence[str] = (), asked: Asked = ASKED, as_do
     keys = {**said.settings, **won}
     if isinstance(losses := keys.get(LOSS), list) and len(losses) == 1:
         keys[LOSS] = losses[0]
+    if (kind := keys.get(TYPE, GRPO)) != GRPO and not is_open(kind):
+        raise ConfigError(f"nothing to translate: {TYPE}: {as_written(kind)}; ms-swift corrects with {GRPO} alone")
     for key in keys:
         if key not in KEYS and key.startswith(FAMILIES):
             raise ConfigError(f"{cut(key)}: no key of ms-swift's; known are {', '.join(KEYS)}")
@@ -254,7 +267,11 @@ def _plain(key: str) -> str:
 
 
 def _is_ours(key: str) -> bool:
-    return key in (*KEYS, USE_VLLM, *OF_KL, *OF_CLIP, *TAUS, *CLIPS, *UNSERVED) or key.startswith(FAMILIES)
+    return key in (TYPE, *KEYS, USE_VLLM, *OF_KL, *OF_CLIP, *TAUS, *CLIPS, *UNSERVED) or key.startswith(FAMILIES)
+
+
+def _flags(words: Sequence[Word]) -> Iterator[tuple[str, Value]]:
+    return flags([] if is_other(words, ("swift", "megatron"), "rlhf") else words)
 
 
 def _starts(word: str) -> bool:
@@ -268,4 +285,4 @@ def _file(words: Sequence[Word]) -> Word | None:
     return behind if is_named else setting_of(words, "--config")
 
 
-DIALECT = Dialect("ms-swift", KEYS, flags, _is_ours, _starts, _file, last_wins=True)
+DIALECT = Dialect("ms-swift", KEYS, _flags, _is_ours, _starts, _file, last_wins=True)

@@ -157,6 +157,12 @@ def flags(words: Sequence[Word]) -> Iterator[tuple[str, Value]]:
         yield flag[2:].replace("-", "_"), value and replace(value, branch=branch)
 
 
+def is_other(words: Sequence[Word], programs: Collection[str], command: str) -> bool:
+    """Whether a command line starts another command of a program, `trl rloo` in place of `trl grpo`."""
+    pairs = [(before.text.rpartition("/")[2], word.text) for before, word in itertools.pairwise(words)]
+    return any(before in programs and word != command and word[:1] != "-" for before, word in pairs)
+
+
 def setting_of(words: Sequence[Word], *names: str) -> Word | None:
     """The value of the last of some flags of a command; None where none is there."""
     found = [value for flag, _, value in flags_of(words, names) if flag in names]

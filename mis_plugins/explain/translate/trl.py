@@ -17,7 +17,17 @@ from typing import Any
 from mis_plugins.config.reading import number
 from mis_plugins.errors import ConfigError, cut, shown
 from mis_plugins.explain.launch.words import Word
-from mis_plugins.explain.translate.script import ASKED, Asked, Dialect, Said, Value, flags, setting_of, tree_or_script
+from mis_plugins.explain.translate.script import (
+    ASKED,
+    Asked,
+    Dialect,
+    Said,
+    Value,
+    flags,
+    is_other,
+    setting_of,
+    tree_or_script,
+)
 from mis_plugins.explain.translate.translation import (
     BY_ENTROPY,
     NO_TRUNCATED,
@@ -341,18 +351,12 @@ def _is_read(key: str) -> bool:
 
 
 def _flags(words: Sequence[Word]) -> Iterator[tuple[str, Value]]:
-    """The settings of a command line of TRL's, with `--no_KEY` as the value false."""
-    if any(itertools.starmap(_is_other, itertools.pairwise(words))):
+    """The settings of a command line of TRL's, with `--no_KEY` as the value false; other trainers correct nothing."""
+    files = [word.text for before, word in itertools.pairwise(words) if not before.text.startswith("--")]
+    if is_other(words, ("trl",), "grpo") or any(file.endswith(".py") and "rloo" in file for file in files):
         return
     for key, value in flags(words):
         yield (key[3:], Word("false", f"--{key}")) if key in OFF else (key, value)
-
-
-def _is_other(before: Word, word: Word) -> bool:
-    """Whether a word names another trainer of TRL's, which may take `use_vllm` and corrects nothing."""
-    _, _, file = word.text.rpartition("/")
-    is_rloo = file.endswith(".py") and "rloo" in file and not before.text.startswith("--")
-    return is_rloo or before.text.rpartition("/")[2] == "trl" and word.text != "grpo"
 
 
 def _starts(word: str) -> bool:
