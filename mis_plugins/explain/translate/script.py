@@ -159,8 +159,11 @@ def flags(words: Sequence[Word]) -> Iterator[tuple[str, Value]]:
 
 def is_other(words: Sequence[Word], programs: Collection[str], command: str) -> bool:
     """Whether a command line starts another command of a program, `trl rloo` in place of `trl grpo`."""
-    pairs = [(before.text.rpartition("/")[2], word.text) for before, word in itertools.pairwise(words)]
-    return any(before in programs and word != command and word[:1] != "-" for before, word in pairs)
+    texts = ["", *(word.text for word in words)]
+    return any(
+        program.rpartition("/")[2] in programs and after != command and "-" not in (before[:1], after[:1])
+        for before, program, after in zip(texts[:-2], texts[1:-1], texts[2:], strict=True)
+    )
 
 
 def setting_of(words: Sequence[Word], *names: str) -> Word | None:
