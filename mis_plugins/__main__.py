@@ -81,10 +81,30 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _split(argv: Sequence[str]) -> tuple[Sequence[str], Sequence[str]]:
     """The command's own arguments, and those behind -- that the user starts a launch script with."""
-    if list(argv[:2]) not in [["config", name] for name in ("check", *TRANSLATORS)] or "--" not in argv:
-        return argv, []
-    at = list(argv).index("--")
-    return argv[:at], argv[at + 1 :]
+    command, own, given = list(argv[:2]), list(argv), []
+    if command in [["config", name] for name in ("check", *TRANSLATORS)] and "--" in own:
+        at = own.index("--")
+        own, given = own[:at], own[at + 1 :]
+    return [*command, *_settings(own[2:])] if command in [["config", name] for name in TRANSLATORS] else own, given
+
+
+def _settings(words: Sequence[str]) -> list[str]:
+    """The words behind a translator: flags of TRL, ms-swift and prime-rl as settings, and its own options last.
+
+    `--a-key=VALUE` and `--a-key VALUE` are the setting a-key=VALUE, and `--a-key` alone is true.
+    """
+    left, settings, options = list(words), list[str](), list[str]()
+    while left:
+        word = left.pop(0)
+        flag, equals, _ = word.partition("=")
+        has_value = not equals and bool(left) and not left[0].startswith("--")
+        if word.startswith("--") and any(own.startswith(flag) for own in OPTIONS):
+            options += [word, left.pop(0)] if has_value and OPTIONS[0].startswith(flag) else [word]
+        elif equals or not word.startswith("--"):
+            settings.append(word.removeprefix("--"))
+        else:
+            settings.append(f"{flag[2:]}={left.pop(0) if has_value else 'true'}")
+    return [*settings, *options]
 
 
 def show(arguments: argparse.Namespace) -> str:
@@ -306,6 +326,7 @@ TRANSLATED: Arguments = FILE | {
 DOCUMENTED: Arguments = {
     "--as-documented": {"action": "store_true", "help": "sequence_mask by ms-swift's document, not by its code"}
 }
+OPTIONS = ("--line", "--as-documented", "--help")
 TRANSLATORS = ("from-verl", "from-ms-swift", "from-areal", "from-trl", "from-prime-rl")
 SOURCES: Arguments = {
     "paths": {"nargs": "+", "type": Path, "metavar": "PATH", "help": "dumps, folders of dumps, logs of metrics"},

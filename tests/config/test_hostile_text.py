@@ -180,13 +180,15 @@ PLACES = {
             f"actor_rollout_ref.actor.{name}"
             for name in (*verl.WIDTHS, *verl.TAUS, "policy_loss.loss_mode", "loss_agg_mode")
         ),
-        "trainer.use_v1",
+        *("trainer.use_v1", "distillation.enabled", "distillation.distillation_loss"),
     ],
-    "from-ms-swift": [*ms_swift.KEYS, *ms_swift.OF_KL, *ms_swift.OF_CLIP, *ms_swift.TAUS],
+    "from-ms-swift": [
+        *(*ms_swift.KEYS, *ms_swift.OF_KL, *ms_swift.OF_CLIP, *ms_swift.TAUS, *ms_swift.CLIPS, *ms_swift.UNSERVED)
+    ],
     "from-areal": [
         *(f"actor.{name}" for name in (*areal.KNOWN, *areal.OF_SAPO, *areal.UNSERVED)),
         *(f"actor.rejection_sampling.{name}" for name in areal.DEFAULTS),
-        "rollout.max_head_offpolicyness",
+        *("rollout.max_head_offpolicyness", *areal.CLIPS),
     ],
     "from-trl": [*trl.READ],
 }

@@ -245,6 +245,19 @@ def test_ms_swift_branches_are_asked_and_overrides_win() -> None:
         ms_swift.translate(script, ["nope=1"])
 
 
+@pytest.mark.parametrize(
+    "script",
+    [
+        'A="--{mode} token_truncate"\neval "$(conda shell.bash hook)"\nconda activate x\n{swift} $A',
+        'A="--{mode} token_truncate"\neval "$(/opt/bin/micromamba shell hook -s bash 2>/dev/null)"\n{swift} $A',
+        "{swift} --{mode} token_truncate \\\n",
+        "{swift} --{mode} token_truncate \\",
+    ],
+)
+def test_what_sets_up_a_shell_and_a_last_line_that_goes_on_hide_no_setting(script: str) -> None:
+    assert ms_swift.translate(script.format(mode=MODE, swift=SWIFT)).config().weight == WeightConfig()
+
+
 def test_ms_swift_an_unknown_flag_of_the_loss_is_no_refusal() -> None:
     script = f'ARGS=(\n  --beta "${{REF_BETA}}"\n  --{MODE} token_truncate\n)\n{SWIFT} "${{ARGS[@]}}"'
     made = ms_swift.translate(script)
@@ -391,7 +404,7 @@ def test_a_yaml_that_the_script_writes_is_read() -> None:
     assert "read too: /tmp/a.yaml, which the script writes." in made.notes
     with pytest.raises(ConfigError, match=f"{MODE}: token_truncate contradicts token_mask in the yaml"):
         ms_swift.translate(f"{script} --{MODE} token_truncate")
-    with pytest.raises(ConfigError, match="2 starts of ms-swift .*line 4: the yaml /tmp/a.yaml; line 5: .* b.yaml"):
+    with pytest.raises(ConfigError, match="2 starts of ms-swift .*line 4: .*the yaml /tmp/a.yaml; line 5: .* b.yaml"):
         ms_swift.translate(f"{script}\n{SWIFT} --config b.yaml")
 
 

@@ -66,6 +66,10 @@ def rejecting(option: object, threshold: object) -> dict:
     return {"rollout_rs": option, "rollout_rs_threshold": threshold}
 
 
+def whole(keys: dict, **others: dict) -> dict:
+    return {"algorithm": {"rollout_correction": keys}, **others}
+
+
 def dppo(mode: str | None = "dppo_tv", **actor: object) -> dict:
     return {"actor_rollout_ref": {"actor": {"policy_loss": {"loss_mode": mode}, **actor}}}
 
@@ -100,6 +104,9 @@ MEANT = [
     (WHOLE, (f"{PREFIX}rollout_is=null",), CorrectionConfig()),
     *((dppo(mode, clip_ratio_low=0.1) | {"algorithm": {"rollout_correction": TOKEN_IS}}, (), weighed(upper=2.0))
       for mode in ("vanilla", "gspo", None)),
+    # whose loss takes none of the weights that the trainer hands it
+    (dppo("bypass_mode") | {"algorithm": {"rollout_correction": TOKEN_IS | GEO}}, (), CorrectionConfig(
+        None, preset("verl-decoupled-geo-rs").reject)),
     ({"rollout_is": "token", "rollout_is_threshold": "${trainer.cap}"}, (f"{PREFIX}rollout_is_threshold=4",),
      weighed(upper=4.0)),
     (TOKEN_IS | PG, (f"{PREFIX}bypass_mode=FALSE",), weighed(upper=2.0)),
@@ -109,7 +116,10 @@ MEANT = [
     (TOKEN_IS | {"hydra": {"run": {"dir": "x"}}}, (), weighed(upper=2.0)),
     *((dppo("dppo_tv") | {"algorithm": {"rollout_correction": rejecting("seq_mean_k3", 0.01) | PPO}} | trainer, (),
        CorrectionConfig(None, (RejectRule("k3", "mean", upper=0.01),), objective=ObjectiveConfig("clip", "behavior")))
-      for trainer in ({"trainer": {"use_v1": False}}, {"async_training": {}})),
+      for trainer in ({"trainer": {"use_v1": False}}, {"trainer": {"use_v1": None}}, {"async_training": {}})),
+    # as verl prints the config of a run
+    *((whole(TOKEN_IS, actor={"policy_loss": {"loss_mode": "vanilla", "rollout_correction": block}}), (),
+       weighed(upper=2.0)) for block in (None, {"rollout_is": None, "bypass_mode": False})),
     ({"defaults": ["fully_async_ppo_trainer", "_self_"], "algorithm": {"rollout_correction": TOKEN_IS}}, (),
      CorrectionConfig(objective=ObjectiveConfig("clip", "behavior"))),
     # 010 is 8 to YAML; to Hydra it is text, of which verl makes 10
@@ -130,10 +140,6 @@ def test_verl_each_rule_stands_beside_its_own_words():
         "rollout_rs: token_k3, rollout_rs_threshold: 0.5",
         "rollout_rs: seq_mean_k1, rollout_rs_threshold: 0.5_4",
     ]
-
-
-def whole(keys: dict, **others: dict) -> dict:
-    return {"algorithm": {"rollout_correction": keys}, **others}
 
 
 def losing(mode: str) -> dict:
@@ -168,6 +174,16 @@ NOTES = [
     (losing("gspo"), (), "gspo is not translated; mis.objective.ratio: sequence gives GSPO's ratio.", ""),
     (losing("cispo"), (), "cispo is not translated; mis.objective.surrogate: cispo gives CISPO's loss.", ""),
     (losing("clip_cov"), (), "policy_loss.loss_mode: clip_cov is not translated.", ""),
+    *((whole(TOKEN_IS, distillation={"enabled": on, "distillation_loss": {"loss_mode": "k1"}}), (), said, unsaid)
+      for on, said, unsaid in ((True, "distillation.enabled: true adds", ""), (False, "", "distillation"))),
+    (losing("vanilla"), (), "pass --eps-clip 0.2 --eps-clip-high 0.2 --eps-clip-c 3, PPO's clip.", ""),
+    (dppo("vanilla", clip_ratio_high=0.28) | {"algorithm": {"rollout_correction": TOKEN_IS | PPO}},
+     ("actor_rollout_ref.actor.clip_ratio_c=10",), "--eps-clip 0.2 --eps-clip-high 0.28 --eps-clip-c 10,", ""),
+    (dppo("vanilla", clip_ratio_low="${low}") | {"algorithm": {"rollout_correction": TOKEN_IS}}, (),
+     "clip_ratio_low: ${low} is for the launch to decide; put actor_rollout_ref.actor.clip_ratio_low=V", "pass --eps"),
+    *((losing(mode), (), "", "pass --eps-clip") for mode in ("gspo", "cispo", "gpg", "${MODE}")),
+    (TOKEN_IS | PG, (), "", "pass --eps-clip"),
+    (losing("bypass_mode"), (), "verl's loss is PPO's clip against pi_old and applies none of these weights", ""),
     (losing("${MODE}"), (), "where it is dppo_tv or dppo_kl or sapo or geo_mean", ""),
     (losing("clip_cov"), (f"{LOSS}vanilla",), "", "loss_mode"),
     (losing("gspo"), (f"{PREFIX}bypass_mode=true", "trainer.use_v1=false"), "gspo never acts in verl", "translated"),
@@ -206,6 +222,7 @@ COMMANDS = [
     (f"python3 -m verl.trainer.main_ppo {PREFIX}rollout_is=sequence {IS}", weighed(upper=2.0)),
     (f"srun wrap.sh python3 -m verl.trainer.main_ppo {IS}", weighed(upper=2.0)),
     (f"bash setup.sh\npython3 -m verl.trainer.main_ppo {IS}", weighed(upper=2.0)),
+    (f"python3 -m verl.trainer.main_ppo {IS} distillation.distillation_loss.loss_mode=k1", weighed(upper=2.0)),
 ]  # fmt: skip
 
 
@@ -296,6 +313,19 @@ def test_verl_dppo_of_a_launch_script():
 
 
 # ---------------------------------------------------------------------------------------------------- verl, refused
+
+
+@pytest.mark.parametrize(
+    ("call", "meant"),
+    [
+        ("RolloutCorrectionConfig()", weighed("sequence", "truncate", upper=2.0)),
+        ("verl.trainer.config.RolloutCorrectionConfig('token', rollout_is_threshold=3)", weighed(upper=3.0)),
+        ("RolloutCorrectionConfig(rollout_is=None, rollout_rs='seq_mean_k1', rollout_rs_threshold=1.25)",
+         ruled("mean", 1 / 1.25, 1.25)),
+    ],
+)  # fmt: skip
+def test_verl_the_class_of_the_presets_has_defaults_of_its_own(call: str, meant: CorrectionConfig):
+    assert verl.translate(call).config() == meant
 
 
 def test_verl_a_preset_from_the_command_line(capsys: pytest.CaptureFixture):
@@ -467,6 +497,11 @@ METRICS = "swift rlhf --log_rollout_offpolicy_metrics"
         (f"{WITH_MASK}\nloss_type: sapo",
          CorrectionConfig(opsm=OPSM, objective=ObjectiveConfig("sapo", weigh_kl=True))),
         (f"{MODE}: token_truncate\nloss_type: grpo\ntau_pos: 0.5", CorrectionConfig(WeightConfig())),
+        (f"swift rollout --use_vllm true --model q\nswift rlhf --run_name swift --{MODE} token_truncate",
+         CorrectionConfig(WeightConfig())),
+        (f"swift rlhf --rlhf_type $TYPE --{MODE} token_truncate", CorrectionConfig(WeightConfig())),
+        ("loss_type: [sapo]", CorrectionConfig(objective=ObjectiveConfig("sapo"))),
+        (f"{MODE}: token_truncate\nloss_type:\n- real", CorrectionConfig(metrics="none")),
         (f"swift rlhf --use_vllm false --{MODE} token_truncate", CorrectionConfig(metrics="none")),
         (f"use_vllm: false\n{DELTA}: 0.1", CorrectionConfig(opsm=OpsmConfig(0.1, "sequence", "proximal"))),
         (f"{MODE}: token_truncate\nloss_type: real", CorrectionConfig(metrics="none")),
@@ -504,8 +539,19 @@ def test_ms_swift_settings_mean(text: str, meant: CorrectionConfig):
         (f"{MODE}: null", "ms-swift corrects nothing with these arguments.", ""),
         (f"{MODE}: token_mask\nuse_vllm: false", "token_mask does nothing in ms-swift with use_vllm: false", "KL term"),
         (f"{MODE}: token_mask\nloss_type: real", "token_mask does nothing in ms-swift with loss_type: real", "KL term"),
-        (f"{MODE}: token_mask", "use_vllm is not in it: `swift rlhf` weighs nothing then", ""),
+        (f"{MODE}: token_mask", "here it is read as true, the default of `megatron rlhf`.", ""),
         (f"{MODE}: token_mask\nuse_vllm: true", "", "use_vllm is not in it"),
+        (f"{MODE}: token_mask\nkl_in_reward: true\nscale_rewards: gdpo", "KL term", ""),
+        (f"{MODE}: token_mask\nloss_type: null", "", "has no flag"),
+        (f"{MODE}: token_mask\nloss_type: cispo\nepsilon_high: 5", "mis.objective.surrogate: cispo with --eps-clip 1",
+         "high 5"),
+        (f"{MODE}: token_mask\nepsilon_high: 0.28", "epsilon_high: pass --eps-clip 0.2 --eps-clip-high 0.28.", ""),
+        (f"swift rlhf --{MODE} token_mask --delta $D", "delta: $D is for the launch to decide", "eps-clip"),
+        (f"{MODE}: token_mask\noverlong_filter: true", "overlong_filter: true drops truncated responses", ""),
+        (f"{DELTA}: 0.1\ntop_entropy_quantile: 0.2", "top_entropy_quantile: 0.2 keeps tokens of high entropy", ""),
+        (f"{MODE}: token_mask\nadvantage_reweight: rlsd\nsdar_loss_coef: 0.1", "advantage_reweight: rlsd weighs", ""),
+        (f"swift rlhf --{MODE} token_mask --teacher_model Q/T", "teacher_model: Q/T changes the advantages", ""),
+        (f"{MODE}: token_mask\nadvantage_reweight: null\nsdar_loss_coef: 0\noverlong_filter: no", "", "nothing here"),
     ],
 )  # fmt: skip
 def test_ms_swift_notes(text: str, said: str, unsaid: str):
@@ -542,6 +588,29 @@ def test_commands_print_a_file_that_check_passes(tmp_path: Path, capsys: pytest.
         ours.write_text(capsys.readouterr().out)
         assert main(["config", "check", str(ours)]) == 0
         assert "needs:" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("command", "text", "words", "said"),
+    [
+        ("from-prime-rl", "[trainer.loss]", ["--trainer.loss.kl-tau=0.5"], "kl_tau: 0.5"),
+        ("from-prime-rl", "[trainer.loss]", ["--trainer.loss.kl-tau", "0.5"], "kl_tau: 0.5"),
+        ("from-trl", "use_vllm: false", ["--use-vllm", f"--{trl.CLIP_MAX}", "4"], "upper: 4.0"),
+        ("from-ms-swift", f"{MODE}: sequence_mask", ["--as-documented", f"--{THRESHOLD}=3"], "upper: 3.0"),
+        ("from-verl", f"python3 -m verl {IS}", ["--line", "1", f"{PREFIX}rollout_is_threshold=3"], "upper: 3.0"),
+    ],
+)
+def test_settings_behind_a_file_may_have_dashes_and_follow_an_option(
+    command: str, text: str, words: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture
+):
+    (tmp_path / "theirs").write_text(text)
+    assert main(["config", command, str(tmp_path / "theirs"), *words]) == 0
+    assert said in capsys.readouterr().out
+
+
+def test_a_setting_with_dashes_that_is_not_read_is_refused_by_name(capsys: pytest.CaptureFixture):
+    assert main(["config", "from-verl", "decoupled_token_is()", "--config-name=mine"]) == 2
+    assert "override 'config-name=mine': expected algorithm.rollout_correction.KEY" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("command", TRANSLATORS)
@@ -625,9 +694,14 @@ CAPPED = {"behav_imp_weight_cap": 5.0, "behav_imp_weight_floor": 0.2, "use_decou
                           m2_threshold=0.04)),
         ({"actor": {"m2_threshold": 0.04, "rejection_sampling": {"action": "clamp", "level": "sequence"}}},
          CorrectionConfig(WeightConfig("geometric", "clip", 0.0, 5.0), aggregate="kept", m2_threshold=0.04)),
-        ({"actor": {"use_sapo_loss": True, "m2_threshold": "1e-2"}},
-         CorrectionConfig(objective=ObjectiveConfig("sapo", "behavior"), m2_threshold=0.01)),
+        ({"actor": {"use_sapo_loss": True, "m2_threshold": "1e-2"}}, preset("areal-sapo")),
+        ({"actor": {"use_decoupled_loss": False, "m2_threshold": 0.04, "behav_imp_weight_cap": 5}},
+         CorrectionConfig(objective=ObjectiveConfig(old="behavior"), segment_wise=SegmentWiseConfig(False))),
         ({"actor": {"use_decoupled_loss": True}}, CorrectionConfig()),
+        # as AReaL saves the config of a run: each key is in it
+        ({"actor": {"use_decoupled_loss": True, "rejection_sampling": None, "m2_threshold": None}}, CorrectionConfig()),
+        ({"actor": {"use_decoupled_loss": True, "rejection_sampling": None, "m2_threshold": 0.04}},
+         CorrectionConfig(m2_threshold=0.04)),
         ({"actor": {"use_decoupled_loss": True, "m2_threshold": 0.04}}, CorrectionConfig(m2_threshold=0.04)),
         ({"rejection_sampling": {"metric": "kl_k2", "upper": 0.5}},
          CorrectionConfig(WeightConfig("token", "none"), (RejectRule("k2", "token", upper=0.5),))),
@@ -637,6 +711,31 @@ def test_areals_yaml(tree: dict, expected: CorrectionConfig, tmp_path: Path):
     translation = areal.translate(yaml.safe_dump(tree))
     assert translation.config() == expected
     assert read_back(translation, tmp_path) == expected
+
+
+IDLE = "actor.m2_threshold, actor.rejection_sampling: without use_decoupled_loss: true nothing comes of it in AReaL"
+FRESH = "a token that the trainer's own version wrote weighs 1"
+
+
+@pytest.mark.parametrize(
+    ("actor", "said", "unsaid"),
+    [
+        *(({one: True, "use_decoupled_loss": False, "m2_threshold": 0.04, "rejection_sampling": {}}, IDLE, "not finite")
+          for one in ("use_sapo_loss", "log_agent_stats")),
+        ({"use_decoupled_loss": True, "m2_threshold": 0.04}, "of each micro-batch in AReaL as here", "nothing comes"),
+        ({"use_decoupled_loss": False}, "AReaL averages over all tokens", "weighs nothing without"),
+        ({"use_decoupled_loss": True, "eps_clip": 0.4, "c_clip": 3},
+         "actor.eps_clip, actor.c_clip: pass --eps-clip 0.4 --eps-clip-high 0.4 --eps-clip-c 3.", ""),
+        ({"use_decoupled_loss": True, "eps_clip": "${e}"}, "actor.eps_clip: ${e} is for the launch", "pass --eps"),
+        ({"use_sapo_loss": True, "eps_clip": 0.4}, "AReaL averages over all tokens", "eps-clip"),
+        ({"behav_imp_weight_cap": 5, "enable_segment_wise_ppo": True}, FRESH, ""),
+        ({"behav_imp_weight_cap": 5, "enable_segment_wise_ppo": False}, "", FRESH),
+    ],
+)  # fmt: skip
+def test_areals_notes(actor: dict, said: str, unsaid: str):
+    """Without the decoupled loss AReaL's proximal policy is mu itself, so that M2PO and rules find no token."""
+    told = " ".join(areal.translate(yaml.safe_dump({"actor": actor})).notes)
+    assert said in told and (not unsaid or unsaid not in told)
 
 
 @pytest.mark.parametrize(
@@ -653,6 +752,7 @@ def test_areals_own_words_stand_beside_each_setting():
     tree = {
         "rollout": {"max_concurrent_rollouts": 256, "max_head_offpolicyness": 2, "enable_segment_wise_ppo": True},
         "actor": CAPPED | {"prox_logp_method": "loglinear", "importance_sampling_level": "token"},
+        "teacher": {"distill_loss_weight": 0.1},
     }
     text = areal.translate(yaml.safe_dump(tree)).text()
     flat = " ".join(line.lstrip("# ") for line in text.splitlines())
@@ -664,11 +764,12 @@ def test_areals_own_words_stand_beside_each_setting():
         "--max-head-offpolicyness 2 with --async",
         "rollout.max_concurrent_rollouts: 256 counts prompts in AReaL",
         "actor.prox_logp_method: loglinear: pi_old is always recomputed here",
+        "teacher: AReaL adds a teacher's loss",
     ):
         assert said in re.sub(r" +", " ", flat)
     assert "importance_sampling_level" not in text and "use_decoupled_loss is not in the file" not in text
     assert "use_decoupled_loss is not in the file" in areal.translate("behav_imp_weight_cap: 5").text()
-    (said,) = areal.translate("actor: {use_decoupled_loss: true}").notes
+    (_, said) = areal.translate("actor: {use_decoupled_loss: true}").notes
     assert said.startswith("actor.use_decoupled_loss: AReaL 1.0.4 weighs nothing without rejection_sampling")
 
 

@@ -64,12 +64,22 @@ def test_settings_mean(keys: dict, meant: CorrectionConfig):
     assert of(keys).config() == meant
 
 
+@pytest.mark.parametrize("loss", ["cispo", "sapo", "vespo"])
+def test_a_loss_of_its_own_is_read_without_a_correction(loss: str):
+    for text in (f"loss_type: {loss}", f"GRPOConfig(loss_type='{loss}')", f"trl grpo --loss_type {loss}"):
+        found = translate(text)
+        assert found.config() == CorrectionConfig(objective=ObjectiveConfig(loss))  # type: ignore[arg-type]
+        assert "use_vllm is not in it" in " ".join(found.notes)
+
+
 COMMANDS = [
     (f"trl grpo --use_vllm --no_{CORRECTION}", CorrectionConfig()),
     (f"trl grpo --use-vllm true --no-{CORRECTION.replace('_', '-')}", CorrectionConfig()),
     ("accelerate launch --config_file ds.yaml grpo_vlm.py --use_vllm", BY_DEFAULT),
     ("cat > recipes/grpo.yaml <<EOF\nuse_vllm: true\nEOF\n"
      "accelerate launch --config_file ds.yaml train_rl.py --config recipes/grpo.yaml", BY_DEFAULT),
+    ("conda run -n trl accelerate launch grpo.py --use_vllm", BY_DEFAULT),
+    ("trl vllm-serve --model q\naccelerate launch grpo.py --run_name trl --use_vllm --output_dir rloo.py", BY_DEFAULT),
     (f"trl grpo --use_vllm --{CLIP_MAX} None", CorrectionConfig(WeightConfig("sequence", "none"))),
     ("cat > g.yaml <<EOF\nuse_vllm: true\nvllm_importance_sampling_cap: 2.0\nEOF\ntrl grpo --config g.yaml",
      CorrectionConfig(WeightConfig("sequence", "zero", 0.0, 2.0))),
@@ -113,7 +123,13 @@ NOTES = [
     ({"epsilon_high": 0.28, "delta": 4}, "pass --eps-clip 0.2 --eps-clip-high 0.28 --eps-clip-c 4.", ""),
     ({"loss_type": "cispo", "epsilon_high": 5}, "pass --eps-clip 1 --eps-clip-high 4.", ""),
     ({"top_entropy_quantile": 0.2}, "top_entropy_quantile: 0.2 keeps tokens of high entropy alone", ""),
-    ({"top_entropy_quantile": 1.0, "mask_truncated_completions": False}, "", "entropy"),
+    *(({"top_entropy_quantile": one, "mask_truncated_completions": "no", "entropy_coef": 0}, "", "entropy")
+      for one in (1.0, 1)),
+    ({"entropy_coef": 0.01}, "entropy_coef: 0.01 of an entropy bonus is --entropy-coef of the hosts", ""),
+    ({"use_adaptive_entropy": True}, "use_adaptive_entropy: true moves entropy_coef", ""),
+    ({"sapo_temperature_neg": 1.05, "vespo_k_pos": 2}, "sapo_temperature_neg, vespo_k_pos: without effect in TRL", ""),
+    ({"loss_type": "sapo", "sapo_temperature_neg": 2, "epsilon": 0.2}, "", "eps-clip"),
+    ({"loss_type": "sapo", "sapo_temperature_neg": 2}, "", "without effect"),
     ({"mask_truncated_completions": True}, "mask_truncated_completions: true drops truncated responses", ""),
     ({CLIP_MAX: None, CLIP_MIN: 0.5}, f"{CLIP_MAX}: null: 1e+09 stands for no upper bound", ""),
     ("trl grpo --use_vllm --epsilon $E", 'epsilon: $E is for the launch to decide; put epsilon=VALUE behind', ""),

@@ -147,6 +147,11 @@ def test_verl_preset_by_its_name_is_what_its_class_method_sets(name: str):
         assert translate(f"{name}({arguments})").config() == translate(yaml.safe_dump(said)).config()
 
 
+def test_verl_the_class_of_the_presets_has_the_defaults_that_the_translator_takes_for_granted():
+    theirs = {key: value for key, value in vars(verl.rollout_config()()).items() if not key.startswith("_")}
+    assert verl_presets.keys_of("RolloutCorrectionConfig()") == theirs
+
+
 @pytest.mark.parametrize("name", ["algorithm/rollout_correction.yaml", "_generated_ppo_trainer.yaml"])
 def test_verl_files_of_its_own_are_translated(name: str):
     """As they lie in the package, where they correct nothing, and with what a command line sets in them."""
@@ -254,8 +259,13 @@ def test_trl_defaults_are_those_that_the_translator_takes_for_granted():
                from_trl.UNBIASED: True, "loss_type": "dapo", "importance_sampling_level": "token", "epsilon": 0.2,
                "epsilon_high": None, "delta": None}  # fmt: skip
     assert granted == {key: trl.default_of(key) for key in granted}
-    for key, (default, _) in from_trl.UNSERVED.items():
-        assert str(trl.default_of(key)).lower() == default
+    assert {key: trl.default_of(key) for key in from_trl.UNSERVED} == {
+        key: default for key, (default, _) in from_trl.UNSERVED.items()
+    }
+    # what a saved config of TRL's holds, with every key in it
+    every = {key: trl.default_of(key) for key in from_trl.READ}
+    dumped = from_trl.translate(yaml.safe_dump(every | {"use_vllm": True})).config()
+    assert dumped == from_trl.translate("use_vllm: true").config()
 
 
 @pytest.mark.parametrize("mode", trl.MODES)

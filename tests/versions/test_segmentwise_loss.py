@@ -343,8 +343,6 @@ def test_areals_keys_are_refused_by_the_hook_which_names_the_translator(keys: di
 @pytest.mark.parametrize(
     ("flat", "message"),
     [
-        ({"use_decoupled_loss": False, "behav_imp_weight_cap": 5.0},
-         r"^behav_imp_weight_cap: 5 has no effect with use_decoupled_loss: false; drop it"),
         ({"use_decoupled_loss": False, "enable_segment_wise_ppo": True},
          r"^enable_segment_wise_ppo: true contradicts use_decoupled_loss: false"),
         ({"behav_imp_weight_floor": 0.2}, r"^behav_imp_weight_floor: 0\.2 alone .* behav_imp_weight_cap too"),

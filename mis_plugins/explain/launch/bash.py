@@ -80,6 +80,8 @@ LETS_GO = ("-i", "-u", "--ignore", "--unset", "--export")
 # What starts a program in Python, wherever it stands before train.py; and that a text names train.py.
 PYTHON = re.compile(r"(i?python|pypy)[\d.]*|torchrun|accelerate|deepspeed|uv|poetry")
 NAMES_TRAIN = re.compile(r"\btrain(_async)?\.py\b")
+# What sets up a shell, and no variable of a training.
+OF_A_SHELL = re.compile(r"\$\((?:[^\s()]*/)?(?:conda|mamba|micromamba|pyenv|ssh-agent)\s[^()]*\)")
 # A part of an evaluated text that is not known, and one that is but for its branch: words that need no quotes.
 UNKNOWN, PLAIN_WORDS = re.compile(r"\$\{(unknown_\d+)\}"), re.compile(r"( [\w./:=,@+-]+)+ *")
 EXPORTED, FOLDER, LEFT = literal("x"), "~+", "~-"
@@ -549,7 +551,7 @@ class Shell(Reader):
 
     def _eval(self, node: Node, words: list[Text]) -> None:
         self.evaluate(spaced(words), shares=True)
-        if known(spaced(words)) is None:
+        if known(spaced(words)) is None and not OF_A_SHELL.fullmatch(shown(spaced(words))):
             self.unread(node, "its text is not known")
 
     def evaluate(self, text: Text, shares: bool = False) -> None:

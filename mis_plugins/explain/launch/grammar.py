@@ -19,6 +19,8 @@ OLDEST = "0.26.1"  # an older one ends the process where it is asked to stop, be
 LOOKED_UP = re.compile(r"(\{[0-9]*(?:\.\.[0-9]*)?)([^\x00-\xff])")
 # A comment in backticks within a command that goes on, of which bash makes no word; the parser finds no end to it.
 WITHIN = re.compile(rb"(?:(?<=[ \t])|^)`#[^`\n]*`(?=[ \t]*\\?\n)", re.M)
+# A command whose last line goes on where the script ends, which is an error to the parser and none to bash.
+LAST = re.compile(rb"(?<!\\)\\((?:\n\s*)?)\Z")
 # Behind a line of several assignments the parser takes a keyword for a command, and loses where the branch ends.
 KEYWORDS = '((command_name (word) @word) (#any-of? @word "then" "elif" "else" "fi" "do" "done" "esac"))'
 
@@ -41,7 +43,7 @@ def parsed(script: str, is_over: Callable[[], bool]) -> tuple[Node, list[Node]]:
     language = tree_sitter.Language(tree_sitter_bash.language())
     parser = tree_sitter.Parser(language)
     # The parser reads letters in place of what it would look up; nodes get the text of the script as it is.
-    script = WITHIN.sub(lambda found: b" " * len(found[0]), script.encode()).decode()
+    script = WITHIN.sub(lambda found: b" " * len(found[0]), LAST.sub(rb" \1", script.encode())).decode()
     source = bytearray(LOOKED_UP.sub(lambda found: found[1] + "x" * len(found[2].encode()), script).encode())
     # The parser can be stopped only where it asks for pieces. Nodes are safe to read only where it had the whole: a
     # function that fails while a node asks it for text ends the process.

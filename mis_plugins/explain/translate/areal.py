@@ -7,7 +7,7 @@ until `rejection_sampling` took their place.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -23,7 +23,9 @@ from mis_plugins.explain.translate.translation import (
     OVER_TOKENS,
     Translation,
     as_written,
+    beside,
     choice,
+    clip_flags,
     is_open,
     of_hydra,
     places,
@@ -71,6 +73,7 @@ KPOP = (
     "alone, which drops other tokens; where one direction is enough, put rejection_sampling.metric=ratio behind the "
     "file, and write {statistic: binary_kl, over: token, upper: UPPER} in its place under `mis:`"
 )
+CLIPS = ("actor.eps_clip", "actor.eps_clip_higher", "actor.c_clip")
 UNSERVED: dict[str, tuple[Any, str]] = {
     "prox_logp_method": ("recompute", "pi_old is always recomputed here; mis.segment_wise.method is about pi_{v+1}."),
     "importance_sampling_level": (
@@ -108,7 +111,7 @@ def translate(text: str, behind: Sequence[str] = (), asked: Asked = ASKED) -> Tr
     if not config.corrects and not config.needs_loss_hook:
         said.prove_nothing()
     sources = {path: tuple(where[key] for key in keys if key in where) for path, keys in SOURCES.items()}
-    told = (*said.notes, *_of_loss(where), *notes(tree, where))
+    told = (*said.notes, *_of_loss(where, config), *notes(tree, where))
     return Translation("AReaL", dict(found.values()), writing.as_mapping(config), sources, told)
 
 
@@ -190,6 +193,8 @@ def _config(keys: Mapping[str, Any]) -> CorrectionConfig:
         rest = _config({key: value for key, value in keys.items() if key != M2})
         of_sequences = rest.weight is not None and rest.weight.level != "token"
         adds_up = of_sequences or any(rule.over != "token" for rule in rest.reject)
+        if not _is_decoupled(keys, rest):  # both policies of its second moment are the same in AReaL then
+            return rest
         return replace(rest, m2_threshold=threshold, aggregate="kept" if adds_up else "valid")
     if SAPO in keys:
         return _sapo(keys)
@@ -203,6 +208,10 @@ def _config(keys: Mapping[str, Any]) -> CorrectionConfig:
     except ConfigError as error:
         raise ConfigError(re.sub(r"mis\.(weight|reject\[0\])", REJECTION, str(error))) from None
     return replace(said, segment_wise=config.segment_wise)
+
+
+def _is_decoupled(keys: Collection[str], config: CorrectionConfig) -> bool:
+    return SAPO not in keys and not config.bypass
 
 
 def _sapo(keys: Mapping[str, Any]) -> CorrectionConfig:
@@ -245,9 +254,6 @@ def _from_flat(keys: Mapping[str, Any]) -> CorrectionConfig:
     asked = reading.convert(bool | None, keys.get("enable_segment_wise_ppo"), "enable_segment_wise_ppo")
     decoupled = reading.convert(bool | None, keys.get("use_decoupled_loss"), "use_decoupled_loss")
     if decoupled is False:
-        for name, value in (("behav_imp_weight_cap", cap), ("behav_imp_weight_floor", floor)):
-            if value is not None:
-                raise ConfigError(f"{name}: {value:g} has no effect with use_decoupled_loss: false; drop it")
         if asked:
             raise ConfigError("enable_segment_wise_ppo: true contradicts use_decoupled_loss: false")
         off = SegmentWiseConfig(enabled=False)
@@ -286,21 +292,16 @@ def _places(said: Mapping[str, Any]) -> dict[str, tuple[str, Any]]:
         read = {key: (f"{at}{key}", block[key]) for at, block in blocks.items() for key in OF_SAPO if key in block}
         found |= {key: place for key, place in read.items() if place[1] is not None}
     else:
-        _check_decoupled({key: value for key, (_, value) in found.items()}, {"": said, **blocks})
+        _check_decoupled(found, (said, *blocks.values()))
     return found
 
 
-def _check_decoupled(found: Mapping[str, Any], blocks: Mapping[str, Mapping[str, Any]]) -> None:
-    """Refuse what weighs nothing in AReaL: plain PPO on recomputed log-probs, and decoupled PPO without rejection."""
-    bounds = found.keys() & {"rejection_sampling", "behav_imp_weight_cap"}
-    null = any(block.get("rejection_sampling", 0) is None for block in blocks.values())
-    if found.get("use_decoupled_loss") and null and not bounds:
-        raise ConfigError(
-            "rejection_sampling: null weighs nothing in AReaL, with use_decoupled_loss: true too; drop both keys, or "
-            "say which tokens to reject"
-        )
-    recomputes = any(block.get("recompute_logprob") is True for block in blocks.values())
-    if found.get("use_decoupled_loss") is False and recomputes:
+def _check_decoupled(found: Mapping[str, tuple[str, Any]], blocks: Iterable[Mapping[str, Any]]) -> None:
+    """Refuse plain PPO on recomputed log-probs, which weighs nothing in AReaL."""
+    if found.get(DECOUPLED, ("", None))[1] is not False:
+        return
+    recomputed = (block.get("recompute_logprob") or False for block in blocks)
+    if any(reading.convert(bool, said, "recompute_logprob") for said in recomputed):
         raise ConfigError(
             "use_decoupled_loss: false with recompute_logprob: true is PPO on recomputed log-probs, uncorrected: the "
             "hosts do that without a hook, so drop both keys"
@@ -381,14 +382,17 @@ def _k3_rule(over: str, lower: float | None, upper: float) -> dict[str, Any]:
 RULES = {"ratio": _ratio_rule, "kl_k1": _k1_rule, "kl_k2": _k2_rule, "kl_k3": _k3_rule}
 
 
-def _of_loss(where: Mapping[str, str]) -> Iterator[str]:
-    if M2 in where:
+def _of_loss(where: Mapping[str, str], config: CorrectionConfig) -> Iterator[str]:
+    is_decoupled = _is_decoupled(where, config)
+    if not is_decoupled and (idle := [where[key] for key in (M2, REJECTION, CAP, FLOOR) if key in where]):
+        yield f"{', '.join(idle)}: without use_decoupled_loss: true nothing comes of it in AReaL, nor here."
+    elif M2 in where:
         yield (
             f"{where[M2]}: of each micro-batch in AReaL as here; the hosts cut micro-batches of their own, and divide "
             "by the tokens of before."
         )
-    if SAPO in where:
-        yield f"{where[SAPO]}: AReaL {OVER_TOKENS}."
+    yield f"AReaL {OVER_TOKENS}."
+    if not is_decoupled:
         return
     if DECOUPLED not in where:
         yield (
@@ -400,7 +404,7 @@ def _of_loss(where: Mapping[str, str]) -> Iterator[str]:
             f"{where[DECOUPLED]}: AReaL 1.0.4 weighs nothing without {REJECTION}; AReaL's segment-wise branch, by "
             f"which a file with {ENABLE} is read, gives each token its whole ratio: weight: {{bound: none}}."
         )
-    if ENABLE in where:
+    if config.segment_wise and config.segment_wise.enabled:
         yield (
             f"{where[ENABLE]}: a token that the trainer's own version wrote weighs 1, as in AReaL; "
             "fresh_tokens: proximal corrects the engine's rounding there too."
@@ -424,6 +428,12 @@ def notes(tree: Mapping[Any, Any], where: Collection[str] = ()) -> Iterator[str]
             f"rollout.max_concurrent_rollouts: {as_written(places)} counts prompts in AReaL; "
             "--max-concurrent-rollouts counts responses, so multiply by the samples of a prompt."
         )
+    if isinstance(tree.get("teacher"), Mapping):
+        yield "teacher: AReaL adds a teacher's loss, by distill_loss_weight beside rl_loss_weight; nothing here does."
     for key, (default, why) in UNSERVED.items():
         if actor.get(key) not in (None, default) and key not in where:
             yield f"actor.{key}: {as_written(actor[key])}: {why}"
+    if SAPO not in where:  # which clips nothing
+        placed = {f"actor.{key}": value for key, value in actor.items()}
+        yield from clip_flags(placed, CLIPS)
+        yield from beside(placed, {}, CLIPS)

@@ -10,13 +10,27 @@ from typing import Any
 from mis_plugins.config.reading import number
 from mis_plugins.errors import ConfigError, cut, shown
 from mis_plugins.explain.launch.words import Word
-from mis_plugins.explain.translate.script import ASKED, Asked, Dialect, Said, flags, setting_of, tree_or_script
+from mis_plugins.explain.translate.script import (
+    ASKED,
+    Asked,
+    Dialect,
+    Said,
+    Value,
+    flags,
+    is_other,
+    setting_of,
+    tree_or_script,
+)
 from mis_plugins.explain.translate.translation import (
+    BY_ENTROPY,
+    NO_TRUNCATED,
     OVER_RESPONSES,
     OVER_TOKENS,
     Translation,
     as_written,
+    beside,
     choice,
+    clip_flags,
     is_open,
     load,
     places,
@@ -25,17 +39,36 @@ from mis_plugins.explain.translate.translation import (
 )
 
 MODE, THRESHOLD = "rollout_importance_sampling_mode", "rollout_importance_sampling_threshold"
+TYPE, GRPO = "rlhf_type", "grpo"
 USE_VLLM, REAL = "use_vllm", "real"  # a `loss_type` that reads no weights
 DELTA, METRICS = "off_policy_sequence_mask_delta", "log_rollout_offpolicy_metrics"
 TAUS, LOSS, SAPO, LEVEL = ("tau_pos", "tau_neg"), "loss_type", "sapo", "importance_sampling_level"
 KEYS = (MODE, THRESHOLD, DELTA, METRICS)
 FAMILIES = ("rollout_importance_sampling_", "off_policy_sequence_mask_")
-KL_IN_REWARD = "kl_in_reward"
-OF_KL = ("beta", KL_IN_REWARD, "advantage_estimator")
+KL_IN_REWARD, SCALE = "kl_in_reward", "scale_rewards"
+OF_KL = ("beta", KL_IN_REWARD, "advantage_estimator", SCALE)
+CLIPS = ("epsilon", "epsilon_high", "delta")
+UNSERVED = {
+    "top_entropy_quantile": BY_ENTROPY,
+    "overlong_filter": NO_TRUNCATED,
+    **dict.fromkeys(
+        ("teacher_model", "teacher_model_server"), (None, "changes the advantages of tokens; nothing here does.")
+    ),
+    "advantage_reweight": (None, "weighs the advantages of tokens by a teacher; nothing here does."),
+    "sdar_loss_coef": (0.0, "of a teacher's loss beside the policy's; nothing here adds one."),
+}
+"""Keys of the loss that nothing here reads: ms-swift's default, and what another value does."""
 OF_CLIP = {"loss_type": ("grpo", "bnpo", "dr_grpo", "dapo"), "importance_sampling_level": ("token",)}
 DEFAULT_THRESHOLD = 2.0
 BESIDE = {
-    "loss_type": {"grpo": OVER_RESPONSES, "bnpo": OVER_TOKENS, "dapo": OVER_TOKENS, "sapo": OVER_RESPONSES},
+    "loss_type": {
+        "grpo": OVER_RESPONSES,
+        "bnpo": OVER_TOKENS,
+        "dapo": OVER_TOKENS,
+        "sapo": OVER_RESPONSES,
+        "cispo": f"{OVER_TOKENS}; mis.objective.surrogate: cispo with --eps-clip 1 and "
+        "--eps-clip-high one below epsilon_high gives its loss",
+    },
     "importance_sampling_level": {
         "token": "is what the hosts' policy loss does",
         "sequence": "is --advantage-estimator gspo of the hosts",
@@ -82,11 +115,16 @@ def translate(text: str, behind: Sequence[str] = (), asked: Asked = ASKED, as_do
     won = dict(map(_override, behind))
     said = _said(text, set(won), asked)
     keys = {**said.settings, **won}
+    if isinstance(losses := keys.get(LOSS), list) and len(losses) == 1:
+        keys[LOSS] = losses[0]
+    if (kind := keys.get(TYPE, GRPO)) != GRPO and not is_open(kind):
+        raise ConfigError(f"nothing to translate: {TYPE}: {as_written(kind)}; ms-swift corrects with {GRPO} alone")
     for key in keys:
         if key not in KEYS and key.startswith(FAMILIES):
             raise ConfigError(f"{cut(key)}: no key of ms-swift's; known are {', '.join(KEYS)}")
     sapo = (*OF_CLIP, *TAUS) if keys.get(LOSS) == SAPO else ()
-    given = {key: keys[key] for key in dict.fromkeys((*KEYS, USE_VLLM, *OF_KL, *OF_CLIP, *sapo)) if key in keys}
+    read = dict.fromkeys((*KEYS, USE_VLLM, *OF_KL, *OF_CLIP, *sapo, *CLIPS, *UNSERVED))
+    given = {key: keys[key] for key in read if key in keys}
     if given.get(MODE) is None and is_open(given.get(THRESHOLD)):
         del given[THRESHOLD]  # without effect
     decide = (*KEYS, USE_VLLM, *sapo, *(OF_KL if given.get(DELTA) is not None else ()))
@@ -146,7 +184,10 @@ def _notes(given: Mapping[str, Any], as_documented: bool) -> Iterator[str]:
         yield f"{MODE}: {as_written(mode)} does nothing in ms-swift with {idle}."
         mode = None
     elif mode is not None and USE_VLLM not in given:
-        yield f"{USE_VLLM} is not in it: `swift rlhf` weighs nothing then, by its default; here it is read as true."
+        yield (
+            f"{USE_VLLM} is not in it: `swift rlhf` weighs nothing then, by its default; here it is read as true, the "
+            "default of `megatron rlhf`."
+        )
     if mode is None and given.get(DELTA) is None and not sapo:
         yield "ms-swift corrects nothing with these arguments."
     if mode == "sequence_mask" and as_documented:
@@ -164,11 +205,12 @@ def _notes(given: Mapping[str, Any], as_documented: bool) -> Iterator[str]:
         )
     if masks:
         yield f"{DELTA}: without rollout log-probs ms-swift and the hook compare with the trainer before the update."
-    for key in given:
-        if is_open(given[key]) and (mode is not None or masks):
-            yield f"{key}: {as_written(given[key])} is for the launch to decide; put {key}=VALUE behind the file."
+    if mode is not None or masks:
+        if given.get(LOSS) in (None, *OF_CLIP[LOSS]):
+            yield from clip_flags(given, CLIPS)
+        yield from beside(given, UNSERVED, (*OF_KL, *OF_CLIP, *CLIPS))
     for key, words in BESIDE.items():
-        if key in given and not is_open(given[key]) and not (sapo and key == LEVEL):
+        if given.get(key) is not None and not is_open(given[key]) and not (sapo and key == LEVEL):
             means = words.get(str(given[key]), "has no flag in the hosts; their loss stays")
             yield f"{key}: {as_written(given[key])} {means}."
     for key, clips in OF_CLIP.items():
@@ -189,6 +231,8 @@ def _has_kl(given: Mapping[str, Any]) -> bool:
     given = {key: value for key, value in given.items() if not is_open(value)}
     if given.get("beta") is not None and number(given["beta"], "beta") == 0:
         return False
+    if given.get(SCALE) == "gdpo":  # ms-swift switches kl_in_reward off
+        return True
     if given.get(KL_IN_REWARD) is None:
         return given.get("advantage_estimator", "grpo") == "grpo"
     return not truth(given[KL_IN_REWARD], KL_IN_REWARD)
@@ -223,7 +267,11 @@ def _plain(key: str) -> str:
 
 
 def _is_ours(key: str) -> bool:
-    return key in (*KEYS, USE_VLLM, *OF_KL, *OF_CLIP, *TAUS) or key.startswith(FAMILIES)
+    return key in (TYPE, *KEYS, USE_VLLM, *OF_KL, *OF_CLIP, *TAUS, *CLIPS, *UNSERVED) or key.startswith(FAMILIES)
+
+
+def _flags(words: Sequence[Word]) -> Iterator[tuple[str, Value]]:
+    return flags([] if is_other(words, ("swift", "megatron"), "rlhf") else words)
 
 
 def _starts(word: str) -> bool:
@@ -237,4 +285,4 @@ def _file(words: Sequence[Word]) -> Word | None:
     return behind if is_named else setting_of(words, "--config")
 
 
-DIALECT = Dialect("ms-swift", KEYS, flags, _is_ours, _starts, _file, last_wins=True)
+DIALECT = Dialect("ms-swift", KEYS, _flags, _is_ours, _starts, _file, last_wins=True)

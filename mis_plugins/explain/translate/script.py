@@ -157,6 +157,15 @@ def flags(words: Sequence[Word]) -> Iterator[tuple[str, Value]]:
         yield flag[2:].replace("-", "_"), value and replace(value, branch=branch)
 
 
+def is_other(words: Sequence[Word], programs: Collection[str], command: str) -> bool:
+    """Whether a command line starts another command of a program, `trl rloo` in place of `trl grpo`."""
+    texts = ["", *(word.text for word in words)]
+    return any(
+        program.rpartition("/")[2] in programs and after != command and "-" not in (before[:1], after[:1])
+        for before, program, after in zip(texts[:-2], texts[1:-1], texts[2:], strict=True)
+    )
+
+
 def setting_of(words: Sequence[Word], *names: str) -> Word | None:
     """The value of the last of some flags of a command; None where none is there."""
     found = [value for flag, _, value in flags_of(words, names) if flag in names]

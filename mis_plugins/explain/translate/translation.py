@@ -12,6 +12,7 @@ import yaml
 from mis_plugins.config import reading, writing
 from mis_plugins.config.file import StrictLoader, parsed
 from mis_plugins.config.model import CorrectionConfig
+from mis_plugins.config.reading import number
 from mis_plugins.errors import ConfigError, cut, shown
 from mis_plugins.explain.words import flags
 from mis_plugins.shared.terminal import printable
@@ -23,6 +24,10 @@ MOST_NAMES = 20  # within a sentence
 OVER_RESPONSES = "averages each response and then all, as the hosts do without --calculate-per-token-loss"
 OVER_TOKENS = "averages over all tokens, as the hosts do with --calculate-per-token-loss"
 """A foreign framework's way to average a loss, in the hosts' flags."""
+BY_ENTROPY = (1.0, "keeps tokens of high entropy alone in the policy loss; nothing here does.")
+NO_TRUNCATED = (False, "drops truncated responses from the loss; nothing here does.")
+"""What masks the loss and nothing here reads: the framework's default, and what another value does."""
+WIDTH = 0.2  # of PPO's clip, in every framework and in the hosts
 TRUE, FALSE = ("true", "yes", "t", "y", "1"), ("false", "no", "f", "n", "0")  # of Hugging Face's parser
 
 
@@ -153,6 +158,39 @@ def refuse_open(given: Mapping[str, Any], spelled: Mapping[str, str]) -> None:
         told = listed([f"{key}: {cut(value, LONGEST_OPEN)}" for key, value in left.items()])
         asked = " ".join(f"{spelled.get(key, key)}=VALUE" for key in left)
         raise ConfigError(f"only the launch decides {told}; put the values behind the file, as {asked}")
+
+
+def clip_flags(given: Mapping[str, Any], keys: Sequence[str], of_ratio: bool = False) -> Iterator[str]:
+    """The hosts' flags for the widths of a clip that a file sets.
+
+    Args:
+        keys: the framework's for the lower width, the upper one, and the largest ratio of a negative advantage.
+        of_ratio: CISPO, where the upper width is the largest ratio itself, and no ratio is too small.
+    """
+    if any(is_open(given.get(key)) for key in keys):
+        return
+    found = {key: number(given[key], key) for key in keys if given.get(key) is not None}
+    low = found.get(keys[0], WIDTH)
+    high = found.get(keys[1], low)
+    if of_ratio:
+        low, high = 1.0, high - 1
+    dual = f" --eps-clip-c {found[keys[2]]:g}" if keys[2] in found else ""
+    if found or of_ratio:
+        yield f"{', '.join(found) or keys[0]}: pass --eps-clip {low:g} --eps-clip-high {high:g}{dual}."
+
+
+def beside(given: Mapping[str, Any], unserved: Mapping[str, tuple[Any, str]], clips: Sequence[str]) -> Iterator[str]:
+    """What is left to say of keys that nothing here reads: values that are open, and those that are not the default."""
+    for key in (*clips, *unserved):
+        value = given.get(key)
+        if is_open(value):
+            yield f"{key}: {as_written(value)} is for the launch to decide; put {key}=VALUE behind the file."
+        elif key in unserved and value is not None:
+            default, why = unserved[key]
+            read = {bool: truth, float: number}.get(type(default))
+            means = read(value, key) if read else value
+            if means != default:
+                yield f"{key}: {as_written(means)} {why}"
 
 
 def switch(given: Mapping[str, Any], key: str) -> bool:

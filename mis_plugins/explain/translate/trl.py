@@ -7,6 +7,7 @@ GMPOConfig, which has a Python call alone, inherits every key; GMPOTrainer's los
 from __future__ import annotations
 
 import ast
+import itertools
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -16,15 +17,28 @@ from typing import Any
 from mis_plugins.config.reading import number
 from mis_plugins.errors import ConfigError, cut, shown
 from mis_plugins.explain.launch.words import Word
-from mis_plugins.explain.translate.script import ASKED, Asked, Dialect, Said, Value, flags, setting_of, tree_or_script
+from mis_plugins.explain.translate.script import (
+    ASKED,
+    Asked,
+    Dialect,
+    Said,
+    Value,
+    flags,
+    is_other,
+    setting_of,
+    tree_or_script,
+)
 from mis_plugins.explain.translate.translation import (
+    BY_ENTROPY,
+    NO_TRUNCATED,
     OVER_RESPONSES,
     OVER_TOKENS,
     Open,
     Translation,
     as_written,
+    beside,
     choice,
-    is_open,
+    clip_flags,
     listed,
     load,
     places,
@@ -52,7 +66,7 @@ OWN_KEYS = tuple(key for keys in OWN.values() for key in keys.values())
 LOSSES = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo", *OWN)
 LEVELS = ("token", "sequence")
 CONFIG, GMPO = "GRPOConfig", "GMPOConfig"
-OF_GMPO = "gmpo"
+OF_GMPO = GMPO
 """The `loss_type` that a call of GMPOConfig stands for; TRL's own `loss_type` does nothing there."""
 NO_BOUND = 1e9  # above every ratio of the hooks, which is at most e^20
 AVERAGES = {
@@ -62,10 +76,12 @@ AVERAGES = {
     "luspo": "multiplies each sequence by its length, which no flag of the hosts does; their average stays",
 }
 UNSERVED = {
-    "top_entropy_quantile": ("1.0", "keeps tokens of high entropy alone in the policy loss; nothing here does."),
-    "mask_truncated_completions": ("false", "drops truncated responses from the loss; nothing here does."),
+    "top_entropy_quantile": BY_ENTROPY,
+    "mask_truncated_completions": NO_TRUNCATED,
+    "entropy_coef": (0.0, "of an entropy bonus is --entropy-coef of the hosts."),
+    "use_adaptive_entropy": (False, "moves entropy_coef by the entropy of each step; nothing here does."),
 }
-"""Keys that mask the loss and that nothing here reads: TRL's default, and what another value does."""
+"""Keys of the loss that nothing here reads: TRL's default, and what another value does."""
 READ = (*KEYS, *OF_LOSS, *OWN_KEYS, *CLIPS, *UNSERVED)
 SETS = ("replace", "update", "dict")  # functions whose keywords may be those of a config that is there
 SOURCES = {
@@ -99,7 +115,7 @@ def translate(text: str, behind: Sequence[str] = (), asked: Asked = ASKED) -> Tr
         if key.startswith(FAMILY) and key not in KEYS:
             raise ConfigError(f"{cut(key)}: no key of TRL's; known are {', '.join(KEYS)}")
     given = {key: _nothing(keys[key]) for key in READ if key in keys}
-    if not given.keys() & set(KEYS) and not _is_gmpo(given):
+    if not given.keys() & set(KEYS) and given.get("loss_type") not in (*OWN, OF_GMPO):
         said.prove_nothing()
         raise ConfigError(
             f"nothing to translate: none of {', '.join(KEYS)} in it; TRL corrects by default with {USE_VLLM}: true, so "
@@ -171,8 +187,6 @@ def _objective(given: Mapping[str, Any], weight: Mapping[str, Any] | None) -> di
     if _is_gmpo(given):
         return {"objective": {"surrogate": "gmpo", "old": "proximal"}}
     loss = choice(given.get("loss_type", "dapo"), "loss_type", LOSSES)
-    if strays := [key for key in OWN_KEYS if key in given and key not in OWN.get(loss, {}).values()]:
-        raise ConfigError(f"{strays[0]}: has no effect with loss_type: {loss}; drop it")
     if loss not in OWN:
         return {}
     if loss == "vespo" and weight:
@@ -234,29 +248,12 @@ def _of_loss(given: Mapping[str, Any], mis: Mapping[str, Any]) -> Iterator[str]:
     if coefficient := _coefficient(given):
         unbiased = f" --use-unbiased-kl ({UNBIASED}: true by default)" if _unbiased(given) else ""
         yield f"beta: pass --use-kl-loss --kl-loss-coef {coefficient:g} --kl-loss-type low_var_kl{unbiased}."
-    for key in (*CLIPS, *UNSERVED):
-        if is_open(given.get(key)):
-            yield f"{key}: {as_written(given[key])} is for the launch to decide; put {key}=VALUE behind the file."
-    if not any(is_open(given.get(key)) for key in CLIPS):
-        yield from _widths(given)
-    for key, (default, why) in UNSERVED.items():
-        value = given.get(key, default)
-        if not is_open(value) and str(value).lower() != default:
-            yield f"{key}: {as_written(value)} {why}"
-
-
-def _widths(given: Mapping[str, Any]) -> Iterator[str]:
-    """The hosts' flags for the clip, where the file sets any width."""
-    found = {key: number(given[key], key) for key in CLIPS if given.get(key) is not None}
-    is_cispo = given.get("loss_type") == "cispo"
-    if not found and not is_cispo and not _is_gmpo(given):
-        return  # TRL's default, 0.2, is the hosts' too
-    low = found.get("epsilon", 0.4 if _is_gmpo(given) else 0.2)
-    high = found.get("epsilon_high", low)
-    if is_cispo:
-        low, high = 1.0, high - 1  # TRL's bound of CISPO is of the ratio itself
-    dual = f" --eps-clip-c {found['delta']:g}" if "delta" in found else ""
-    yield f"{', '.join(found) or 'epsilon'}: pass --eps-clip {low:g} --eps-clip-high {high:g}{dual}."
+    if strays := [key for key in OWN_KEYS if key in given and key not in OWN.get(loss or "", {}).values()]:
+        yield f"{listed(strays)}: without effect in TRL, and here, with another loss_type."
+    if loss not in ("sapo", "vespo"):  # which clip nothing
+        by_default = {"epsilon": 0.4} if _is_gmpo(given) else {}
+        yield from clip_flags(by_default | dict(given), CLIPS, of_ratio=loss == "cispo")
+    yield from beside(given, UNSERVED, CLIPS)
 
 
 # Reading the user's settings.
@@ -288,7 +285,10 @@ def _of_call(text: str, behind: set[str]) -> Said:
         raise ConfigError(f"no Python that can be read: {cut(str(error))}") from None
     calls = [node for node in nodes if isinstance(node, ast.Call) and _name(node.func) in (CONFIG, GMPO)]
     if len(calls) != 1:
-        raise ConfigError(f"{len(calls)} calls of {CONFIG}(...), of which one is read; write its keys as a yaml")
+        raise ConfigError(
+            f"{len(calls)} calls of {CONFIG}(...), of which one is read; give the command or the yaml that starts the "
+            "script, or write its keys as a yaml"
+        )
     (call,) = calls
     config = _name(call.func)
     elsewhere = [f"{key} (line {line})" for line, key in _keys_in(nodes, call) if key not in behind]
@@ -351,7 +351,10 @@ def _is_read(key: str) -> bool:
 
 
 def _flags(words: Sequence[Word]) -> Iterator[tuple[str, Value]]:
-    """The settings of a command line of TRL's, with `--no_KEY` as the value false."""
+    """The settings of a command line of TRL's, with `--no_KEY` as the value false; other trainers correct nothing."""
+    files = [word.text for before, word in itertools.pairwise(words) if not before.text.startswith("--")]
+    if is_other(words, ("trl",), "grpo") or any(file.endswith(".py") and "rloo" in file for file in files):
+        return
     for key, value in flags(words):
         yield (key[3:], Word("false", f"--{key}")) if key in OFF else (key, value)
 

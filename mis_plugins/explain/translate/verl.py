@@ -35,6 +35,7 @@ from mis_plugins.explain.translate.translation import (
     Translation,
     Unquoted,
     as_written,
+    beside,
     choice,
     is_open,
     of_hydra,
@@ -63,13 +64,22 @@ ASYNC, BYPASS = "verl.experimental", f"{SECTION}.bypass_mode"  # the first stand
 MAINS = {"fully_async_main": "fully_async", "one_step_off_policy": "one_step_off"}
 """By what an async trainer's module holds: how the names of its own yamls begin, which set `bypass_mode: true`."""
 OWN_ASYNC = tuple(f"{name}_{own}" for name in MAINS.values() for own in OWN)
-OWN_PARTS = (*OWN, *OWN_ASYNC, "rollout_correction", "rollout", "legacy_reward_impl", "dp", "megatron", "veomni",
-             "torchtitan", "${model_engine}_actor", "dp_actor", "megatron_actor", "veomni_actor",
+OWN_PARTS = (*OWN, *OWN_ASYNC, "rollout_correction", "rollout", "distillation", "legacy_reward_impl", "dp", "megatron",
+             "veomni", "torchtitan", "${model_engine}_actor", "dp_actor", "megatron_actor", "veomni_actor",
              "torchtitan_actor")  # fmt: skip
-BESIDE_IT = (AGGREGATED, LOG_PROBS, USE_V1, ASYNC)  # settings outside of the correction that a note is about
+TEACHER = "distillation"  # whose loss has a `loss_mode` of its own
+DISTILLS, OF_TEACHER = f"{TEACHER}.enabled", f"{TEACHER}.distillation_loss"
+BESIDE_IT = (
+    AGGREGATED,
+    LOG_PROBS,
+    USE_V1,
+    ASYNC,
+    DISTILLS,
+    f"{OF_TEACHER}.{LOSS_MODE}",
+)  # settings outside of the correction that a note is about
 SHORT = {key: path for path, key in PATHS.items()} | {"rollout_correction": SECTION, "actor": ACTOR}
 PARENTS = {"algorithm", SECTION, "actor_rollout_ref", ACTOR, f"{ACTOR}.policy_loss", IN_LOSS,
-           "actor_rollout_ref.rollout", "trainer"}  # fmt: skip
+           "actor_rollout_ref.rollout", "trainer", TEACHER, OF_TEACHER}  # fmt: skip
 WHOLE = {"algorithm", "rollout_correction", "actor_rollout_ref", "actor", "trainer", "data"}  # a whole file's parts
 IDLE = {"rollout_is_threshold": "rollout_is", "rollout_is_batch_normalize": "rollout_is",
         "rollout_rs_threshold": "rollout_rs", "loss_type": "bypass_mode"}  # fmt: skip
@@ -119,6 +129,10 @@ MU_BY_BYPASS = (
 MODE_IN_BYPASS = (
     "bypass_mode: verl's trainer since 0.9.0 (trainer.use_v1: true) hands {mode} mu for pi_old, and neither weights "
     "nor rules, as here. The trainer before, and those of verl.experimental, replace this loss by that of bypass_mode."
+)
+WEIGHTS_OF_ITS_OWN = (
+    "rollout_is: with policy_loss.loss_mode: bypass_mode, and bypass_mode not true, verl's loss is PPO's clip against "
+    "pi_old and applies none of these weights."
 )
 OVER_SEQUENCES = f"loss_agg_mode: not read by verl's {{mode}}, which {OVER_RESPONSES}."
 GEOMETRIC_WEIGHTS = (
@@ -194,7 +208,11 @@ def _translated(draft: Draft, text: str) -> Translation:
         draft.notes.append(verl_presets.NOTE)
     _weigh(draft)
     _reject(draft)
-    _of_mode(draft) if LOSS_MODE in given else _bypass(draft)
+    if LOSS_MODE in given:
+        _of_mode(draft)
+    else:
+        _bypass(draft)
+        _clip(draft)
     _normalize(draft)
     _finish(draft)
     notes = tuple(dict.fromkeys(draft.notes))
@@ -359,10 +377,9 @@ def _given(settings: Mapping[str, Any], behind: Mapping[str, Any]) -> dict[str, 
         choice(settings[MODE_PATH], LOSS_MODE, (*LOSS_MODES, *OTHER_LOSSES))
     read = LOSS_MODES[mode][1] if isinstance(mode, str) and mode in LOSS_MODES else ()
     for key in (*WIDTHS, *TAUS):
-        if SHORT[key] in behind and key not in read:
+        if SHORT[key] in behind and key not in (*read, *(WIDTHS if mode in (None, *OTHER_LOSSES) else ())):
             modes = " or ".join(name for name, (_, keys) in LOSS_MODES.items() if key in keys)
-            instead = "; give --eps-clip or --eps-clip-high to the host" * (key in WIDTHS)
-            raise ConfigError(f"{key}: read with policy_loss.loss_mode: {modes} alone{instead}")
+            raise ConfigError(f"{key}: read with policy_loss.loss_mode: {modes} alone")
     if not read:
         refuse_open({key: given[key] for key in given if key in KEYS} or {LOSS_MODE: mode}, SHORT)
     given = {key: given[key] for key in given if key in (*KEYS, *read, *([LOSS_MODE] * bool(read)))}
@@ -386,7 +403,7 @@ def _check_known(path: str, value: Any) -> None:
 def _check_copy(settings: Mapping[str, Any]) -> None:
     """Refuse a block of the loss that is no copy of the correction in bypass, as verl's trainer makes one."""
     for path, value in settings.items():
-        if path.startswith(IN_LOSS):
+        if path.startswith(IN_LOSS) and value not in (None, False):  # as verl's own yaml of a run has them
             twin = f"{SECTION}{path.removeprefix(IN_LOSS)}"
             if settings.get(BYPASS) is True and (path, value) == (IN_LOSS, f"${{{SECTION}}}"):
                 continue
@@ -411,6 +428,8 @@ def _left_out(settings: Mapping[str, Any]) -> Iterator[str]:
             yield f"{told} is for the launch to decide; {when}put it behind the file, as {path}=VALUE."
     if (estimator := settings.get(ESTIMATOR)) in TOKEN_BASELINES:
         yield NO_BASELINE.format(estimator=estimator)
+    if settings.get(DISTILLS) is True:
+        yield f"{DISTILLS}: true adds a teacher's loss to the policy's, or takes its place; nothing here does."
     if ASYNC in settings:
         yield ASYNC_TRAINER
     mode = settings.get(MODE_PATH)
@@ -422,7 +441,7 @@ def _left_out(settings: Mapping[str, Any]) -> Iterator[str]:
 
 def _is_v1(settings: Mapping[str, Any]) -> bool:
     """Whether verl's trainer since 0.9.0 runs, which hands no loss weights or rules in bypass by itself."""
-    return settings.get(USE_V1) is not False and ASYNC not in settings
+    return bool(settings.get(USE_V1, True)) and ASYNC not in settings
 
 
 def _replaces_loss(settings: Mapping[str, Any]) -> bool:
@@ -514,6 +533,8 @@ def _bypass(draft: Draft) -> None:
     if not switch(given, "bypass_mode"):
         if loss_type != "ppo_clip":
             draft.notes.append(f"loss_type: {loss_type} has no effect without bypass_mode, in verl as here.")
+        if draft.settings.get(MODE_PATH) == "bypass_mode" and draft.mis.get("weight"):
+            draft.drop("weight", WEIGHTS_OF_ITS_OWN)
         return
     draft.mis["objective"] = {"old": "behavior", "surrogate": SURROGATE[loss_type]}
     draft.sources |= {"objective.old": ("bypass_mode",), "objective.surrogate": ("loss_type",)}
@@ -551,10 +572,20 @@ def _of_mode(draft: Draft) -> None:
             draft.mis.pop("denominator", None)
             draft.notes = [note for note in draft.notes if note not in (TOKENS_LEFT, SEQUENCES_LEFT)]
     if read == WIDTHS:
-        draft.notes += _widths(given)
+        draft.notes += _widths(given, mode)
 
 
-def _widths(given: Mapping[str, Any]) -> list[str]:
+def _clip(draft: Draft) -> None:
+    """Note the widths of PPO's clip, where verl's loss has it; some may be for the launch to decide."""
+    settings, surrogate = draft.settings, draft.mis.get("objective", {}).get("surrogate", "clip")
+    paths = [SHORT[key] for key in WIDTHS]
+    if settings.get(MODE_PATH) not in (None, *OTHER_LOSSES) or surrogate != "clip":
+        return
+    left_open = list(beside(settings, {}, paths))
+    draft.notes += left_open or _widths({key: settings[SHORT[key]] for key in WIDTHS if SHORT[key] in settings}, "")
+
+
+def _widths(given: Mapping[str, Any], mode: str) -> list[str]:
     """What to pass to the host for a loss's widths and its largest ratio, as an actor of verl has them."""
     base = number(given.get("clip_ratio", CLIP_RATIO), "clip_ratio")
     ends = {key: given.get(key, CLIP_RATIO) for key in ("clip_ratio_low", "clip_ratio_high")}
@@ -562,8 +593,8 @@ def _widths(given: Mapping[str, Any]) -> list[str]:
     cap = number(given.get("clip_ratio_c", CLIP_RATIO_C), "clip_ratio_c")
     if cap <= 1:
         raise ConfigError(f"clip_ratio_c: got {cap:g}; the hosts' --eps-clip-c lies above 1")
-    what = "DPPO's largest divergences and ratio"
-    if given[LOSS_MODE] == "geo_mean":
+    what = "DPPO's largest divergences and ratio" if mode in BY_DIVERGENCE else "PPO's clip"
+    if mode == "geo_mean":
         what = "the clip of GMPO's log ratios, which reads no --eps-clip-c; the paper has 0.4 for both"
     told = [
         f"clip_ratio_low, clip_ratio_high, clip_ratio_c: pass --eps-clip {low:g} --eps-clip-high {high:g} "

@@ -14,6 +14,19 @@ from mis_plugins.errors import ConfigError
 
 CALL = re.compile(r"\s*(?:\w+\.)*(?P<name>\w+)\s*(?P<arguments>\(.*\))?\s*", re.DOTALL)
 LONGEST_CALL = 500  # letters; Python's parser can end the process on what is far longer
+CONFIG, BY_DEFAULT = (
+    "RolloutCorrectionConfig",
+    {
+        "rollout_is": "sequence",
+        "rollout_is_threshold": 2.0,
+        "rollout_is_batch_normalize": False,
+        "rollout_rs": None,
+        "rollout_rs_threshold": None,
+        "bypass_mode": False,
+        "loss_type": "ppo_clip",
+    },
+)
+"""The class of the presets, and its own defaults, which weigh sequences; verl's yaml has `rollout_is: null`."""
 RULES = {"seq_sum_k1": "0.5_2.0", "seq_mean_k1": "0.999_1.001", "seq_mean_k3": 0.01}  # default thresholds
 NOTE = (
     "read as the preset of verl 0.9.1; the presets on ratios of 0.6.1 and 0.7.0 have other bounds, and a veto: give "
@@ -75,13 +88,15 @@ def is_call(text: str) -> bool:
 
 
 def keys_of(text: str) -> dict[str, Any]:
-    """The keys that a preset sets.
+    """The keys that a preset sets, or the call of the class itself.
 
     Raises:
         ConfigError: no preset of verl 0.9.1, or an argument that it does not take.
     """
     found = CALL.fullmatch(text)
     name = found["name"] if found else text
+    if found is not None and name == CONFIG:
+        return BY_DEFAULT | _arguments(name, found["arguments"] or "()", tuple(BY_DEFAULT))
     if found is None or name not in PRESETS:
         raise ConfigError(f"{name}: no preset of verl 0.9.1{suggest(name, PRESETS)}")
     preset = PRESETS[name]
