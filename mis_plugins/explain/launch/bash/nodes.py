@@ -1,0 +1,89 @@
+"""Nodes of a script in bash, as the parser gives them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from tree_sitter import Node
+
+ENDS_ROUND = ("break", "continue")
+ASSIGNMENTS = ("variable_assignment", "variable_assignments")
+SUCCEEDS = (*ASSIGNMENTS, "declaration_command", "function_definition")
+EXPANSIONS = ("simple_expansion", "expansion", "command_substitution")
+QUOTED = ("string", "raw_string", "ansi_c_string")
+
+
+def says(node: Node) -> str:
+    return (node.text or b"").decode(errors="replace")
+
+
+def one_line(node: Node) -> str:
+    """The first line of what a node says."""
+    return says(node).partition("\n")[0]
+
+
+def joined(nodes: Iterable[Node]) -> str:
+    return "; ".join(map(says, nodes))
+
+
+def parts_of(node: Node, kind: str) -> Iterator[Node]:
+    """Redirects and pipes of a statement, which the parser may put beside or into a heredoc's."""
+    for child in node.children:
+        if child.type == kind:
+            yield child
+        elif child.type == "heredoc_redirect":
+            yield from parts_of(child, kind)
+
+
+def clauses_of(node: Node) -> Iterator[tuple[list[Node], list[Node]]]:
+    """Conditions and body of `if`, of each `elif`, and of `else`, which has no condition."""
+    conditions: list[Node] = []
+    body: list[Node] = []
+    into, rest = body if node.type == "else_clause" else conditions, []
+    for child in node.children:
+        if child.type == "then":
+            into = body
+        elif child.type in ("elif_clause", "else_clause"):
+            rest.append(child)
+        elif child.is_named and child.type != "comment":
+            into.append(child)
+    yield conditions, body
+    for clause in rest:
+        yield from clauses_of(clause)
+
+
+def of_lines_before(node: Node) -> list[Node]:
+    """Assignments of the lines before a command, `A=x B=y`, which the parser puts in front of the command."""
+    found: list[Node] = []
+    held: list[Node] = []
+    for child in node.children:
+        end = held[-1].end_byte if held else child.start_byte
+        between = (node.text or b"")[end - node.start_byte : child.start_byte - node.start_byte]
+        if b"\n" in between.replace(b"\\\n", b""):
+            found, held = [*found, *held], []
+        if child.type != "variable_assignment":
+            break
+        held.append(child)
+    return found
+
+
+def ends_early(node: Node) -> bool:
+    """Whether a round of a loop may end before the end of its body."""
+    is_such = node.type == "command" and says(node).partition(" ")[0] in ENDS_ROUND
+    return is_such or any(map(ends_early, node.named_children))
+
+
+def succeeds(statement: Node) -> bool:
+    """Whether a statement cannot fail: an assignment fails where a command in it does."""
+    runs = statement.type in ASSIGNMENTS and ("$(" in says(statement) or "`" in says(statement))
+    return statement.type in SUCCEEDS and not runs
+
+
+def is_apart(node: Node) -> bool:
+    """Whether a statement runs in a shell of its own: in brackets, in the background, or as a part of a pipeline."""
+    if node.type == "subshell" or node.next_sibling is not None and node.next_sibling.type == "&":
+        return True
+    is_part = node.parent is not None and node.parent.type == "pipeline"
+    return is_part or node.type == "redirected_statement" and any(parts_of(node, "pipeline"))

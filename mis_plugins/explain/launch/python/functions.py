@@ -1,0 +1,148 @@
+"""Functions and classes of a launcher: what a call of them gives."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from mis_plugins.explain.launch.python.expressions import Expressions
+from mis_plugins.explain.launch.python.values import Record, lines_of, name_of, place_of, says
+from mis_plugins.explain.launch.words import Ended, Joined, Returned, hole, literal
+
+BASE_OF_MILES = "ExecuteTrainConfig"
+OF_MILES = {"num_nodes": 1, "cuda_core_dump": False, "extra_env_vars": (), "output_dir": literal("/root/shared_data")}
+"""What a launcher has from Miles's own dataclass, by its defaults at 31f1ca9."""
+DECORATES = {"dataclass", "command", "callback", "dataclass_cli", "property", "staticmethod", "classmethod", "cache"}
+
+
+class Functions(Expressions):
+    """What calls of the functions and classes of the launcher give."""
+
+    def define(self, node: ast.FunctionDef) -> None:
+        """Defaults have the values that their names have where the function is defined."""
+        self.enclosing[node] = [*self.around, *self.frames[1:][-1:]]
+        for default in (*node.args.defaults, *node.args.kw_defaults):
+            if default is not None:
+                self.defaults[place_of(default)] = self.visit(default)
+
+    def call(self, node: ast.FunctionDef, given: Sequence[Any], named: Mapping[str, Any]) -> Any:
+        outer = self.returns, self.outside, self.around, self.round
+        with self.deeper():
+            self.frames.append(self.parameters(node, given, named))
+            self.returns, self.outside, self.around = [], {}, self.enclosing.get(node, [])
+            try:
+                value = self.ended_by(self.attempt(lambda: self.block(node.body)))
+            finally:
+                self.frames.pop()
+                self.returns, self.outside, self.around, self.round = outer
+        is_plain = DECORATES.issuperset(map(name_of, node.decorator_list)) and not _yields(node)
+        return value if is_plain else self.unknown(node)
+
+    def ended_by(self, ended: Ended | None) -> Any:
+        """What a function gives back over all ways in which it may end; the names that it sets hold what all leave."""
+        value = None
+        if isinstance(ended, Returned):
+            value = ended.value[0]
+        elif ended is not None and not self.returns:
+            raise ended
+        elif ended is not None:  # one way ends the launcher
+            value, state = self.returns.pop()[1].value
+            self._restore(state)
+        for branch, returned in reversed(self.returns):
+            earlier, state = returned.value
+            value, joined = self.either(earlier, value, branch), Joined()
+            for scope, names in zip(self.scopes(), state, strict=False):
+                self.join(names, scope, branch, joined)
+        return value
+
+    def parameters(self, node: ast.FunctionDef, given: Sequence[Any], named: Mapping[str, Any]) -> dict[str, Any]:
+        """The names of a function's parameters with their values."""
+        asked = node.args
+        plain = [*asked.posonlyargs, *asked.args]
+        defaults = [*[None] * (len(plain) - len(asked.defaults)), *asked.defaults, *asked.kw_defaults]
+        names = [*plain, *asked.kwonlyargs]
+        found = dict(zip((one.arg for one in plain), given, strict=False))
+        found |= {one.arg: named[one.arg] for one in names if one.arg in named}
+        for parameter, default in zip(names, defaults, strict=True):
+            if parameter.arg not in found:
+                found[parameter.arg] = self.left_out(parameter, default)
+        if asked.vararg is not None:
+            found[asked.vararg.arg] = list(given[len(plain) :])
+        if asked.kwarg is not None:
+            found[asked.kwarg.arg] = {name: value for name, value in named.items() if name not in found}
+        return found
+
+    def left_out(self, parameter: ast.arg, default: ast.expr | None) -> Any:
+        """A parameter that nobody gives: its default, or the dataclass that the command line fills."""
+        if default is not None:
+            return self.defaults.get(place_of(default), hole(says(default), lines_of(default)))
+        kind = self.globals.get(name_of(parameter.annotation))
+        is_filled = isinstance(kind, ast.ClassDef)
+        filled = self.of_fields or {}
+        return self.instance(kind, [], filled) if is_filled else hole(parameter.arg, lines_of(parameter))
+
+    def instance(self, node: ast.ClassDef, given: Sequence[Any], named: Mapping[str, Any]) -> Record:
+        record = Record({}, node)
+        self.records.append(record)
+        fields = self.fields(node)
+        if BASE_OF_MILES in self.bases(node):
+            self.reading.assume_unset("SLURM_JOB_NUM_NODES")
+            record.fields |= OF_MILES
+        record.fields |= {name: self.default(value) for name, value in fields.items()}
+        made = self.method(record, "__init__")
+        if made is not None:
+            self.call(made, [record, *given], named)
+            return record
+        record.fields |= dict(zip(fields, given, strict=False)) | dict(named)
+        after = self.method(record, "__post_init__")
+        if after is not None:
+            self.call(after, [record], {})
+        return record
+
+    def fields(self, node: ast.ClassDef) -> dict[str, ast.expr | None]:
+        """Fields of a dataclass with their defaults; those that it inherits from elsewhere are not known."""
+        parts = [part for kind in reversed(self.lineage(node)) for part in kind.body]
+        declared = [one for one in parts if isinstance(one, ast.AnnAssign)]
+        return {one.target.id: one.value for one in declared if isinstance(one.target, ast.Name)}
+
+    def default(self, value: ast.expr | None) -> Any:
+        if isinstance(value, ast.Call) and name_of(value.func) == "field":
+            said = {one.arg: one.value for one in value.keywords}
+            factory = said.get("default_factory")
+            plain = factory.body if isinstance(factory, ast.Lambda) else said.get("default")
+            return self.unknown(value) if plain is None else self.visit(plain)
+        return (
+            hole("a field without default")
+            if value is None
+            else self.defaults.get(place_of(value), self.unknown(value))
+        )
+
+    def bases(self, node: ast.ClassDef) -> set[str]:
+        """The names of the classes that a class inherits from and that the launcher does not define."""
+        names = {name_of(base) for kind in self.lineage(node) for base in kind.bases}
+        return {name for name in names if not isinstance(self.globals.get(name), ast.ClassDef)}
+
+    def method(self, owner: Record, name: str) -> ast.FunctionDef | None:
+        parts = [part for kind in self.lineage(owner.node) for part in reversed(kind.body)]
+        return next((one for one in parts if isinstance(one, ast.FunctionDef) and one.name == name), None)
+
+    def lineage(self, node: ast.ClassDef) -> list[ast.ClassDef]:
+        """A class of the launcher and those that it inherits from, the nearest first."""
+        bases = [self.globals.get(name_of(base)) for base in node.bases]
+        return [node, *(kind for base in bases if isinstance(base, ast.ClassDef) for kind in self.lineage(base))]
+
+    def visit_Attribute(self, node: ast.Attribute) -> Any:
+        owner = self.visit(node.value)
+        if not isinstance(owner, Record):
+            return self.unknown(node)
+        if node.attr in owner.fields:
+            return owner.fields[node.attr]
+        method = self.method(owner, node.attr)
+        is_property = method is not None and "property" in map(name_of, method.decorator_list)
+        return self.call(method, [owner], {}) if method and is_property else self.unknown(node)
+
+
+def _yields(node: ast.FunctionDef) -> bool:
+    """Whether a function is a generator, whose value is no value of `return`."""
+    return any(isinstance(part, ast.Yield | ast.YieldFrom) for part in ast.walk(node))
