@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
-from mis_plugins.explain.launch.bash.nodes import says
+from mis_plugins.explain.launch.bash.nodes import Node, says
 from mis_plugins.explain.launch.bash.output import Output
 from mis_plugins.explain.launch.bash.variables import EXPORTED, Value, depends, is_one
 from mis_plugins.explain.launch.words import Piece, Text, fields, hole, known, literal, shown
-
-if TYPE_CHECKING:
-    from tree_sitter import Node
 
 FILLS = ("read", "mapfile", "readarray", "getopts", "let")
 OF_FUNCTION = ("local", "declare", "typeset")
@@ -27,7 +23,7 @@ class Assignments(Output):
         if name is None:
             return
         if name.type == "subscript":
-            self.variables[says(name.named_children[0])] = hole(says(node), self.lines(node))
+            self.variables[says(name.named_children[0])] = self.unknown(node)
             return
         before = self.variables.get(says(name))
         adds = any(child.type == "+=" for child in node.children)
@@ -36,14 +32,14 @@ class Assignments(Output):
             kept = [] if before is None or not adds else before if isinstance(before, list) else [before]
             made = [*kept, *(word for child in value.named_children for word in self.words(child))]
             if any(shown(word)[:1] == "[" and "]=" in shown(word) for word in made):
-                made = [hole(says(node), self.lines(node))]
+                made = [self.unknown(node)]
             self.reading.spend(1 + len(made))
         else:
             first = self._first(before, node) if isinstance(before, list) else before or ()
             made = self.reading.paid((first if adds else ()) + (() if value is None else self.text(value)))
             if isinstance(before, list):
                 is_sure = not before or not depends(before[0])
-                made = [made, *before[1:]] if is_sure else hole(says(node), self.lines(node))
+                made = [made, *before[1:]] if is_sure else self.unknown(node)
         self.variables[says(name)] = made
         if "-a" in self.variables:
             self.variables.setdefault(f"-x {says(name)}", self.variables["-a"])
@@ -87,26 +83,26 @@ class Assignments(Output):
             name, item, _ = shown(word).partition("[")
             self.variables.pop(name, None)
             self.variables.pop(f"-x {name}", None)
-            self.variables |= {name: hole(says(node), self.lines(node))} if item else {}
+            self.variables |= {name: self.unknown(node)} if item else {}
             self._beyond(name)
 
     def _computed(self, node: Node) -> None:
         """`((NAME += 1))`: the value is not known."""
         if any(child.type in ("++", "--") or child.type in ASSIGNS for child in node.children):
-            self.variables[says(node.named_children[0])] = hole(says(node), self.lines(node))
+            self.variables[says(node.named_children[0])] = self.unknown(node)
 
     def _fill(self, node: Node, words: list[Text]) -> None:
         """Variables whose values come from outside, but for a herestring."""
         here = next((child for child in node.children if child.type == "herestring_redirect"), None)
         names = [shown(word).partition("=")[0].rstrip("+-*/% ") for word in words if shown(word)[:1] != "-"]
         is_whole = here is not None and len(names) == 1 and node.children[0].type == "command_name"
-        text = self.text(here.named_children[0]) if here and is_whole else hole(says(node), self.lines(node))
+        text = self.text(here.named_children[0]) if here and is_whole else self.unknown(node)
         value: Value = text
         said = known(text)
         if says(node.children[0]) in ("mapfile", "readarray"):
             value = [text] if said is None else [literal(line, self.lines(node)) for line in said.split("\n")]
         elif "IFS" in self.variables or said is not None and ("\\" in said or said != said.strip() or "\n" in said):
-            value = hole(says(node), self.lines(node))  # `read` drops what stands around a line and before a letter
+            value = self.unknown(node)  # `read` drops what stands around a line and before a letter
         elif any(shown(word)[:1] == "-" and "a" in shown(word) for word in words):  # read -ra NAME
             value = fields(text)
         self.variables |= dict.fromkeys(names, value)
@@ -119,7 +115,7 @@ class Assignments(Output):
             self.variables["-a"] = EXPORTED if exports[1] == "-" else hole("set -a")
         if "--" in said:
             fails = "${!" in says(node)
-            self.positional = [hole(says(node), self.lines(node))] if fails else words[said.index("--") + 1 :]
+            self.positional = [self.unknown(node)] if fails else words[said.index("--") + 1 :]
 
     def _shift(self, node: Node, words: list[Text]) -> None:
         said = known(words[0]) if words else "1"

@@ -7,11 +7,10 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from mis_plugins.config.file import text_of
 from mis_plugins.explain.launch.bash.assignments import FILLS, Assignments, pair
-from mis_plugins.explain.launch.bash.nodes import ENDS_ROUND, one_line, says
+from mis_plugins.explain.launch.bash.nodes import ENDS_ROUND, Node, one_line, says
 from mis_plugins.explain.launch.bash.output import NAMES_TRAIN, PRINTS
 from mis_plugins.explain.launch.bash.variables import EXPORTED, FOLDER, LEFT
 from mis_plugins.explain.launch.grammar import parsed
@@ -30,9 +29,6 @@ from mis_plugins.explain.launch.words import (
     spaced,
     word_of,
 )
-
-if TYPE_CHECKING:
-    from tree_sitter import Node
 
 SHELLS = ("bash", "sh", "zsh", "dash")
 STARTS_NOTHING = (":", "true", "pkill", "pgrep", "grep", "ps", "kill", *ENDS_ROUND)

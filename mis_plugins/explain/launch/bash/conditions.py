@@ -6,15 +6,11 @@ import fnmatch
 import glob
 import operator
 import re
-from typing import TYPE_CHECKING
 
-from mis_plugins.explain.launch.bash.nodes import EXPANSIONS, QUOTED, says
+from mis_plugins.explain.launch.bash.nodes import EXPANSIONS, QUOTED, Node, says
 from mis_plugins.explain.launch.bash.texts import TEXT, Texts
 from mis_plugins.explain.launch.bash.variables import depends
 from mis_plugins.explain.launch.words import HOLE, all_of, any_of, known
-
-if TYPE_CHECKING:
-    from tree_sitter import Node
 
 # What bash and `fnmatch` read differently in a pattern.
 OTHER_PATTERN = re.compile(r"[\\('\"$`~]|\[\^|\[:")

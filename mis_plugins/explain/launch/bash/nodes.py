@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from tree_sitter import Node
+else:
+    Node = Any  # the parser is an extra, which may not be installed
 
 ENDS_ROUND = ("break", "continue")
 ASSIGNMENTS = ("variable_assignment", "variable_assignments")

@@ -6,17 +6,13 @@ import re
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from mis_plugins.config.loading import file_of, watching
 from mis_plugins.errors import UserError
-from mis_plugins.explain.launch.bash.nodes import one_line, parts_of, says
+from mis_plugins.explain.launch.bash.nodes import Node, one_line, parts_of, says
 from mis_plugins.explain.launch.bash.texts import Texts
 from mis_plugins.explain.launch.bash.variables import is_one
 from mis_plugins.explain.launch.words import Piece, Text, hole, known, literal, shown, spaced, under, word_of
-
-if TYPE_CHECKING:
-    from tree_sitter import Node
 
 PRINTS = ("echo", "printf", "cat", "tee")
 OUR_PATH = ("-m mis_plugins config path ", "mis-plugins config path ")
@@ -37,7 +33,7 @@ class Output(Texts):
                 self.variables = before
         is_known = found is not None and any(piece.text is not None for piece in found)
         if not found or not is_known:
-            return hole(says(node), self.lines(node))
+            return self.unknown(node)
         *parts, last = found
         return (*parts, replace(last, text=last.text.rstrip("\n"))) if last.text is not None else found
 
@@ -108,7 +104,7 @@ class Output(Texts):
         body = next(parts_of(redirected, "heredoc_body"), None) if redirected else None
         if body is None or name == "cat" and len(words) > 1:
             file = shown(words[1]) if len(words) == 2 and name == "cat" else ""
-            return self.reading.files.get(file, hole(says(node), self.lines(node)))
+            return self.reading.files.get(file, self.unknown(node))
         return self._heredoc(body)
 
     def _heredoc(self, body: Node) -> Text:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from itertools import groupby
-from typing import TYPE_CHECKING
 
 from mis_plugins.errors import ConfigError
 from mis_plugins.explain.launch.bash.assignments import FILLS
@@ -13,6 +12,7 @@ from mis_plugins.explain.launch.bash.commands import COMMANDS, Commands, shell_o
 from mis_plugins.explain.launch.bash.conditions import Conditions, matches
 from mis_plugins.explain.launch.bash.nodes import (
     ENDS_ROUND,
+    Node,
     clauses_of,
     ends_early,
     is_apart,
@@ -26,9 +26,6 @@ from mis_plugins.explain.launch.bash.nodes import (
 from mis_plugins.explain.launch.bash.output import NAMES_TRAIN
 from mis_plugins.explain.launch.bash.variables import EXPORTED
 from mis_plugins.explain.launch.words import Clause, any_of, hole, known, literal, shown
-
-if TYPE_CHECKING:
-    from tree_sitter import Node
 
 LEAVES_VARIABLES = ("command", "negated_command", "pipeline", "subshell", "test_command")
 DECLARES = ("export", "readonly", "declare", "typeset", "local", "unset")

@@ -6,14 +6,10 @@ import codecs
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
-from mis_plugins.explain.launch.bash.nodes import EXPANSIONS, says
+from mis_plugins.explain.launch.bash.nodes import EXPANSIONS, Node, says
 from mis_plugins.explain.launch.bash.variables import Variables, is_one
 from mis_plugins.explain.launch.words import Piece, Text, fields, hole, literal, shown, spaced
-
-if TYPE_CHECKING:
-    from tree_sitter import Node
 
 # A home in a word, and a variable of the shell that the parser leaves within a word.
 EXPANDED = re.compile(r"(?:^|:)~[+-]?(?:[/:]|$)|(?<!\\)\$[@*#?!$-]")
@@ -40,13 +36,13 @@ class Texts(Variables):
             return [self.literal(one, node) for one in expanded if one]
         open_parts = [says(part) if part.type in ("word", "brace_expression") else "x" for part in node.children]
         if node.type == "concatenation" and re.search(r"\{.*(,|\w\.\.\w).*\}", "".join(open_parts), re.S):
-            return [hole(says(node), self.lines(node))]
+            return [self.unknown(node)]
         text = self.text(node)
         if node.type in EXPANSIONS:
             split = self._split(self.reading.paid(text))
             # Quotes in a default hold blanks together, and make a word of nothing.
             quotes = node.type == "expansion" and any(letter in says(node) for letter in "\"'\\")
-            return [hole(says(node), self.lines(node))] if quotes and split != [text] else split
+            return [self.unknown(node)] if quotes and split != [text] else split
         if node.type in ("concatenation", "string") and any(map(self._may_be_several, node.named_children)):
             named = UNKNOWN.sub(lambda found: shown(self._valued(node, found[1])), says(node))
             return [hole(named, self.lines(node))]
@@ -98,7 +94,7 @@ class Texts(Variables):
 
     def text(self, node: Node) -> Text:
         self.reading.spend()
-        return TEXT[node.type](self, node) if node.type in TEXT else hole(says(node), self.lines(node))
+        return TEXT[node.type](self, node) if node.type in TEXT else self.unknown(node)
 
     def literal(self, text: str, node: Node, begin: int | None = None, end: int | None = None) -> Text:
         """A text that stands in the script as it is: in the whole node, or in the bytes from `begin` to `end`."""
@@ -108,7 +104,7 @@ class Texts(Variables):
     def _plain(self, node: Node) -> Text:
         """A word without the backslashes that quote one letter; not known where bash makes something else of it."""
         if EXPANDED.search(says(node)):
-            return hole(says(node), self.lines(node))
+            return self.unknown(node)
         letters = iter(says(node))
         said = "".join(next(letters, "") if letter == "\\" else letter for letter in letters)
         return self.literal(said.replace("\n", ""), node)
@@ -120,13 +116,13 @@ class Texts(Variables):
         """The text of `$'...'`; not known where bash and Python read a letter behind a backslash differently."""
         said = says(node)[2:-1]
         if re.search(r"\\[^abfnrtv'\"]", said.replace(r"\\", "")):
-            return hole(says(node), self.lines(node))
+            return self.unknown(node)
         return self.literal(re.sub(r"\\.", lambda found: codecs.decode(found[0], "unicode_escape"), said), node)
 
     def _concatenated(self, node: Node) -> Text:
         """The parts of one word; the parser ends the word `{a$1` behind its dollar."""
         if node.children[-1].type == "$":
-            return hole(says(node), self.lines(node))
+            return self.unknown(node)
         return self.mixed(node, node.start_byte, node.end_byte)
 
     def mixed(self, node: Node, begin: int, end: int) -> Text:
@@ -149,7 +145,7 @@ class Texts(Variables):
 
     def _braced(self, node: Node) -> Text:
         """`${NAME}`, `${NAME:-default}` and the like; all that cuts or counts is not known."""
-        unknown = hole(says(node), self.lines(node))
+        unknown = self.unknown(node)
         named = node.named_children[0] if node.named_children else None
         if named is None:
             return unknown

@@ -5,13 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from mis_plugins.explain.launch.bash.nodes import says
+from mis_plugins.explain.launch.bash.nodes import Node, says
 from mis_plugins.explain.launch.words import Lines, Reader, Reading, Text, fields, hole, literal, spaced
-
-if TYPE_CHECKING:
-    from tree_sitter import Node
 
 EXPORTED, FOLDER, LEFT = literal("x"), "~+", "~-"
 Value = Text | list[Text]  # of a variable, of an array
@@ -61,6 +57,9 @@ class Variables(Reader):
     def lines(self, node: Node) -> Lines:
         return (0, 0) if self.elsewhere else (node.start_point[0] + 1, node.end_point[0] + 1)
 
+    def unknown(self, node: Node) -> Text:
+        return hole(says(node), self.lines(node))
+
     def unread(self, node: Node, why: str) -> None:
         first, _, more = ("a sourced file" if self.elsewhere else says(node)).partition("\n")
         self.reading.unread.setdefault(self.lines(node)[0], f"{first}{' ...' if more else ''}: {why}")
@@ -89,20 +88,20 @@ class Variables(Reader):
         if name == "0":
             return self.own_name
         if name.isdigit():
-            return next(iter(self._argument(name)), hole(says(node), self.lines(node)))
+            return next(iter(self._argument(name)), self.unknown(node))
         value = self.positional if name in ("@", "*") else self.variables.get(name)
         if value is None:
-            return hole(says(node), self.lines(node))
+            return self.unknown(node)
         if not isinstance(value, list):
             return value
         if not whole and name not in ("@", "*"):
             return self._first(value, node)
-        return hole(says(node), self.lines(node)) if "IFS" in self.variables else spaced(value)
+        return self.unknown(node) if "IFS" in self.variables else spaced(value)
 
     def _first(self, items: list[Text], node: Node) -> Text:
         """The first item of an array, which its name alone means and sets; not known where a branch gives it."""
         first = next(iter(items), ())
-        return hole(says(node), self.lines(node)) if depends(first) else first
+        return self.unknown(node) if depends(first) else first
 
     def _argument(self, name: str) -> list[Text]:
         """`$NAME` of the script's own arguments, which is not known behind a word that may be several."""
