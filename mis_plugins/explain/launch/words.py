@@ -285,15 +285,24 @@ class Reader:
         """Keep what ended one of two branches."""
 
     @contextmanager
-    def deeper(self) -> Iterator[None]:
-        """One call within another."""
-        self.depth += 1
-        if self.depth > DEEPEST:
-            raise ConfigError(f"functions or sourced files call each other more than {DEEPEST} levels deep")
+    def now(self, **values: Any) -> Iterator[None]:
+        """Attributes of the reader have other values for a while."""
+        before = {name: getattr(self, name) for name in values}
+        for name, value in values.items():
+            setattr(self, name, value)
         try:
             yield
         finally:
-            self.depth -= 1
+            for name, value in before.items():
+                setattr(self, name, value)
+
+    @contextmanager
+    def deeper(self) -> Iterator[None]:
+        """One call within another."""
+        with self.now(depth=self.depth + 1):
+            if self.depth > DEEPEST:
+                raise ConfigError(f"functions or sourced files call each other more than {DEEPEST} levels deep")
+            yield
 
     def attempt(self, work: Callable[[], object]) -> Ended | None:
         """Do some work; what ended it, if it ended the script or a function."""
@@ -306,13 +315,12 @@ class Reader:
     def fork(self, label: str, one: Callable[[], object], other: Callable[[], object]) -> None:
         """Read two branches, of which only running the script would tell the one that is taken."""
         outer, before = self.branch, [dict(scope) for scope in self.scopes()]
-        self.branch = label if outer is None or outer.startswith("not: ") else outer
-        ended = self.attempt(one)
+        with self.now(branch=label if outer is None or outer.startswith("not: ") else outer):
+            ended = self.attempt(one)
         first = [dict(scope) for scope in self.scopes()]
         self._restore(before)
-        self.branch = outer or f"not: {label}"
-        ended_other = self.attempt(other)
-        self.branch = outer
+        with self.now(branch=outer or f"not: {label}"):
+            ended_other = self.attempt(other)
         if ended:
             self.remember(label, ended)
         if ended and ended_other:

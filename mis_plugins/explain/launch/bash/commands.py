@@ -12,7 +12,7 @@ from mis_plugins.config.file import text_of
 from mis_plugins.explain.launch.bash.assignments import FILLS, Assignments, pair
 from mis_plugins.explain.launch.bash.nodes import ENDS_ROUND, Node, one_line, says
 from mis_plugins.explain.launch.bash.output import NAMES_TRAIN, PRINTS
-from mis_plugins.explain.launch.bash.variables import EXPORTED, FOLDER, LEFT
+from mis_plugins.explain.launch.bash.variables import EXPORTED, FOLDER, LEFT, Value
 from mis_plugins.explain.launch.grammar import parsed
 from mis_plugins.explain.launch.words import (
     HOLE,
@@ -59,12 +59,9 @@ class Commands(Assignments):
         name = word_of(words[0]).text if words else ""
         if name in self.functions:
             body, source = self.functions[name]
-            outer, self.locals = self.locals, {}
-            try:
-                with self._kept(self.locals):
-                    self._within(words[1:], source, lambda: self.run(body))
-            finally:
-                self.locals = outer
+            own: dict[str, Value | None] = {}
+            with self.now(locals=own), self._kept(own):
+                self._within(words[1:], source, lambda: self.run(body))
         elif name.startswith("--"):
             self.unread(node, "a command that begins with a flag; does the line above lack its backslash?")
         elif name in COMMANDS:
@@ -87,22 +84,21 @@ class Commands(Assignments):
             before: what starts the shell, with variables for it as NAME=VALUE.
             given: its name and its arguments.
         """
-        outer = self.variables, self.functions, self.locals, self.own_name
         starts = [shown(word) for word in before]
         is_given = not before or starts[0] in HANDS_ON and not any(word.startswith(LETS_GO) for word in starts)
-        self.variables, self.functions = {FOLDER: self._folder()}, dict(self.functions)
-        for name, value in outer[0].items():
-            mark = outer[0].get(f"-x {name}", hole("-a") if "-a" in outer[0] else ())
+        own: dict[str, Value] = {FOLDER: self._folder(), "@": list(given[1:])}
+        for name, value in self.variables.items():
+            mark = self.variables.get(f"-x {name}", hole("-a") if "-a" in self.variables else ())
             if mark and name.isidentifier() and name != "IFS" and not isinstance(value, list):
                 shared = value if is_given and mark == EXPORTED else hole(f"${name}")
-                self.variables |= {name: shared, f"-x {name}": hole("-x") if known(shared) is None else EXPORTED}
+                own |= {name: shared, f"-x {name}": hole("-x") if known(shared) is None else EXPORTED}
         for word in before:
             name, value = pair(word)
             others = {one: hole(shown(word)) for one in re.findall(r"(\w+)=", shown(word))}
-            self.variables |= {name: value, f"-x {name}": EXPORTED} if name else others
-        self.positional, self.locals, self.own_name = list(given[1:]), None, next(iter(given), hole("$0"))
-        self.attempt(lambda: self.evaluate(text))
-        self.variables, self.functions, self.locals, self.own_name = outer
+            own |= {name: value, f"-x {name}": EXPORTED} if name else others
+        own_name = next(iter(given), hole("$0"))
+        with self.now(variables=own, functions=dict(self.functions), locals=None, own_name=own_name):
+            self.attempt(lambda: self.evaluate(text))
 
     def _within(self, positional: list[Text], source: int, work: Callable[[], object], shares: bool = False) -> None:
         """Run a function, a sourced file or an evaluated text, from which the script may return.
@@ -110,18 +106,15 @@ class Commands(Assignments):
         Args:
             shares: whether the arguments that it sets are those of the script too.
         """
-        outer = self.positional, self.source, self.returned
-        self.positional, self.source, self.returned = positional, source, []
-        try:
-            with self.deeper():
+        with self.deeper(), self.now(positional=positional, source=source, returned=[]):
+            try:
                 work()
-        except Returned:
-            pass
-        finally:
+            except Returned:
+                pass
             for branch, state in self.returned:
                 self.join(state, self.variables, branch)
-            positional, self.source, self.returned = outer
-            self.positional = self.positional if shares else positional
+            positional = self.positional
+        self.positional = positional if shares else self.positional
 
     def _launch(self, node: Node, words: list[Text]) -> None:
         said = [word_of(word).text for word in words]

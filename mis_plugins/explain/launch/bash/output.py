@@ -28,9 +28,8 @@ class Output(Texts):
         with self.deeper():
             found = self._output(inner) if inner else None
             if found is None and NAMES_TRAIN.search(says(node)):  # a start whose output is kept
-                before = dict(self.variables)
-                self.attempt(lambda: self.run_all(inner))
-                self.variables = before
+                with self.now(variables=dict(self.variables)):
+                    self.attempt(lambda: self.run_all(inner))
         is_known = found is not None and any(piece.text is not None for piece in found)
         if not found or not is_known:
             return self.unknown(node)

@@ -50,9 +50,8 @@ class Shell(Commands, Conditions):
         self.reading.spend()
         self.ran.add((self.source, node.id))
         if node.type in RUN and is_apart(node):
-            before = dict(self.variables)
-            self.attempt(lambda: RUN[node.type](self, node))
-            self.variables = before
+            with self.now(variables=dict(self.variables)):
+                self.attempt(lambda: RUN[node.type](self, node))
         elif node.type in RUN:
             RUN[node.type](self, node)
         elif node.type == "ERROR":

@@ -27,15 +27,10 @@ class Functions(Expressions):
                 self.defaults[place_of(default)] = self.visit(default)
 
     def call(self, node: ast.FunctionDef, given: Sequence[Any], named: Mapping[str, Any]) -> Any:
-        outer = self.returns, self.outside, self.around, self.round
         with self.deeper():
-            self.frames.append(self.parameters(node, given, named))
-            self.returns, self.outside, self.around = [], {}, self.enclosing.get(node, [])
-            try:
+            frames, around = [*self.frames, self.parameters(node, given, named)], self.enclosing.get(node, [])
+            with self.now(frames=frames, returns=[], outside={}, around=around):
                 value = self.ended_by(self.attempt(lambda: self.block(node.body)))
-            finally:
-                self.frames.pop()
-                self.returns, self.outside, self.around, self.round = outer
         is_plain = DECORATES.issuperset(map(name_of, node.decorator_list)) and not _yields(node)
         return value if is_plain else self.unknown(node)
 

@@ -128,8 +128,7 @@ class Launcher(Imported):
         self.forget(*node.body)
 
     def rounds(self, node: ast.For | ast.While, values: Sequence[Any]) -> None:
-        outer, self.round = self.round, self.forks
-        try:
+        with self.now(round=self.forks):
             for value in values:
                 if isinstance(node, ast.For):
                     self.assign(node.target, value)
@@ -139,8 +138,6 @@ class Launcher(Imported):
                     if ended.breaks:
                         return
             self.block(node.orelse)
-        finally:
-            self.round = outer
 
     def visit_Break(self, node: ast.Break | ast.Continue) -> None:
         if self.forks == self.round:
@@ -158,11 +155,8 @@ class Launcher(Imported):
 
     def visit_Try(self, node: ast.Try) -> None:
         """No statement is taken to raise anything, but for `raise`."""
-        outer, self.tried = self.tried, self.forks if node.handlers else self.tried
-        try:
+        with self.now(tried=self.forks if node.handlers else self.tried):
             ended = self.attempt(lambda: self.block([*node.body, *node.orelse]))
-        finally:
-            self.tried = outer
         if node.handlers:
             self.reading.assumed[f"nothing raises in lines {node.lineno} to {node.end_lineno}"] = None
         if isinstance(ended, Raised) and node.handlers:

@@ -58,11 +58,8 @@ class Names(Reader, ast.NodeVisitor):
         return [self.defaults, *self.frames, *(record.fields for record in self.records)]
 
     def fork(self, label: str, one: Callable[[], object], other: Callable[[], object]) -> None:
-        self.forks += 1
-        try:
+        with self.now(forks=self.forks + 1):
             super().fork(label, one, other)
-        finally:
-            self.forks -= 1
 
     def remember(self, branch: str, ended: Ended) -> None:
         if isinstance(ended, Returned):
