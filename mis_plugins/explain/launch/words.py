@@ -269,20 +269,31 @@ class Returned(Ended):
 
 
 class Reader:
-    """What both readers share: scopes of names, and branches that are read both ways."""
+    """What both readers share: scopes of names, branches that are read both ways, and files that are written.
+
+    returned: what one branch of the function that is read returns, by the branch.
+    """
 
     def __init__(self, reading: Reading):
         self.reading = reading
         self.found: list[Launch] = []
         self.depth = 0
         self.branch: str | None = None
+        self.returned: list[tuple[str, Any]] = []
 
     def scopes(self) -> list[dict[str, Any]]:
         """The names that a branch may set, by scope."""
         raise NotImplementedError
 
     def remember(self, branch: str, ended: Ended) -> None:
-        """Keep what ended one of two branches."""
+        """Keep what one of two branches returns."""
+        if isinstance(ended, Returned):
+            self.returned.append((branch, ended.value))
+
+    def write(self, file: str, text: Text, adds: bool = False) -> None:
+        """Keep what the script writes into a file; what only a branch writes is not sure."""
+        before = self.reading.files.get(file, hole("what it holds before")) if adds else ()
+        self.reading.files[file] = self.reading.paid(before + (under(text, self.branch) if self.branch else text))
 
     @contextmanager
     def now(self, **values: Any) -> Iterator[None]:

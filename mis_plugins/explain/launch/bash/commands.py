@@ -152,7 +152,7 @@ class Commands(Assignments):
             is_edit = name in EDITS and any(re.match(r"-\w*[iOo]|--in|--out", word) for word in given)
             changed = given if is_edit else []
         for file in changed:
-            self._write(file, hole(one_line(node)))
+            self.write(file, hole(one_line(node)))
         if name in (*COPIES, *EDITS):
             return
         shell, _ = shell_of(words, "c")
@@ -167,10 +167,6 @@ class Commands(Assignments):
 
     def _return(self, node: Node, words: list[Text]) -> None:
         raise Returned(dict(self.variables))
-
-    def remember(self, branch: str, ended: Ended) -> None:
-        if isinstance(ended, Returned):
-            self.returned.append((branch, ended.value))
 
     def _source(self, node: Node, words: list[Text]) -> None:
         """Read a file that the script sources, where it can be found."""

@@ -12,7 +12,7 @@ from mis_plugins.errors import UserError
 from mis_plugins.explain.launch.bash.nodes import Node, one_line, parts_of, says
 from mis_plugins.explain.launch.bash.texts import Texts
 from mis_plugins.explain.launch.bash.variables import is_one
-from mis_plugins.explain.launch.words import Piece, Text, hole, known, literal, shown, spaced, under, word_of
+from mis_plugins.explain.launch.words import Piece, Text, hole, known, literal, shown, spaced, word_of
 
 PRINTS = ("echo", "printf", "cat", "tee")
 OUR_PATH = ("-m mis_plugins config path ", "mis-plugins config path ")
@@ -78,17 +78,12 @@ class Output(Texts):
             if ">" in sign and "&" != sign[-1:] and redirect.named_children:
                 is_all = redirect.child_by_field_name("descriptor") is None and sign[0] == ">"
                 said = text if is_all else hole(one_line(node))
-                self._write(shown(self.text(redirect.named_children[-1])), said, adds=sign.endswith(">>"))
+                self.write(shown(self.text(redirect.named_children[-1])), said, adds=sign.endswith(">>"))
 
     def _tee(self, words: Sequence[Text], text: Text) -> None:
         flags = [shown(word) for word in words[1:] if shown(word)[:1] == "-"]
         for file in (shown(word) for word in words[1:] if shown(word)[:1] != "-"):
-            self._write(file, text, adds=bool(flags))
-
-    def _write(self, file: str, text: Text, adds: bool = False) -> None:
-        """Keep what the script writes into a file; what only a branch writes is not sure."""
-        before = self.reading.files.get(file, hole("what it holds before")) if adds else ()
-        self.reading.files[file] = self.reading.paid(before + (under(text, self.branch) if self.branch else text))
+            self.write(file, text, adds=bool(flags))
 
     def printed(self, node: Node, redirected: Node | None = None) -> Text | None:
         """What a command prints; None where only running it would tell."""

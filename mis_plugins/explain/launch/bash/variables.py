@@ -21,7 +21,7 @@ class Variables(Reader):
         a variable is exported, and "-a" that all that are set are.
     locals: what the variables that a function declares as its own were before; None outside functions.
     held: what variables become behind the functions, and the commands with assignments in front, that are read.
-    returned: the variables with which one branch of the function that is read returns, by the branch.
+    returned: of a branch, the variables with which it returns.
     ran: the statements that were read, by number of the text and id of the node.
     """
 
@@ -34,7 +34,6 @@ class Variables(Reader):
         self.locals: dict[str, Value | None] | None = None
         self.held: list[dict[str, Value | None]] = []
         self.own_name = literal(str(path))
-        self.returned: list[tuple[str, dict[str, Value]]] = []
         self.ran: set[tuple[int, int]] = set()
 
     @property

@@ -29,7 +29,7 @@ class Functions(Expressions):
     def call(self, node: ast.FunctionDef, given: Sequence[Any], named: Mapping[str, Any]) -> Any:
         with self.deeper():
             frames, around = [*self.frames, self.parameters(node, given, named)], self.enclosing.get(node, [])
-            with self.now(frames=frames, returns=[], outside={}, around=around):
+            with self.now(frames=frames, returned=[], outside={}, around=around):
                 value = self.ended_by(self.attempt(lambda: self.block(node.body)))
         is_plain = DECORATES.issuperset(map(name_of, node.decorator_list)) and not _yields(node)
         return value if is_plain else self.unknown(node)
@@ -39,13 +39,12 @@ class Functions(Expressions):
         value = None
         if isinstance(ended, Returned):
             value = ended.value[0]
-        elif ended is not None and not self.returns:
+        elif ended is not None and not self.returned:
             raise ended
         elif ended is not None:  # one way ends the launcher
-            value, state = self.returns.pop()[1].value
+            value, state = self.returned.pop()[1]
             self._restore(state)
-        for branch, returned in reversed(self.returns):
-            earlier, state = returned.value
+        for branch, (earlier, state) in reversed(self.returned):
             value, joined = self.either(earlier, value, branch), Joined()
             for scope, names in zip(self.scopes(), state, strict=False):
                 self.join(names, scope, branch, joined)

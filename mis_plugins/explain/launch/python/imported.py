@@ -48,7 +48,7 @@ class Imported(Options):
             if name not in (*NAMES, "open"):
                 self.hand_on(value)
             if id(value) in self.handles:
-                self.write(value, self.unknown(node))
+                self.write(shown(value), self.unknown(node), adds=True)
         if name in GIVE_NOTHING:
             return ()
         if name in ("exit", "_exit", "quit") and name_of(getattr(node.func, "value", None)) in ("", "sys", "os"):
@@ -99,7 +99,8 @@ class Imported(Options):
             return self.opened(owner, given, named)
         if name in WRITES:
             is_text = name in ("write", "write_text") and given
-            self.write(owner, as_text(given[0]) if is_text else hole(name), adds=name in ("write", "writelines"))
+            written = as_text(given[0]) if is_text else hole(name)
+            self.write(shown(owner), written, adds=name in ("write", "writelines"))
         if name == "strip" and said is None and owner:
             return owner  # blanks at its ends part no words
         is_plain = name in PLAINLY and not given and said is not None
@@ -109,7 +110,7 @@ class Imported(Options):
         """An open file, which is a path; one that may be written is known by its address."""
         mode = known(as_text(given[0] if given else named.get("mode", literal("r"))))
         if mode is not None and set("wx") & set(mode):
-            self.write(path, (), adds=False)
+            self.write(shown(path), ())
         elif mode is None or set("a+") & set(mode):
             self.reading.files.setdefault(shown(path), hole("what it holds before"))
         else:

@@ -10,10 +10,8 @@ from typing import Any
 
 from mis_plugins.explain.launch.python.values import Record, Shared, holds, lines_of, names_set, says, truth_of
 from mis_plugins.explain.launch.words import (
-    Ended,
     Reader,
     Reading,
-    Returned,
     Text,
     all_of,
     any_of,
@@ -22,7 +20,6 @@ from mis_plugins.explain.launch.words import (
     known,
     literal,
     shown,
-    under,
 )
 
 
@@ -46,7 +43,6 @@ class Names(Reader, ast.NodeVisitor):
         self.forks = self.round = 0
         self.tried: int | None = None  # forks around the try whose handlers would catch
         self.records: list[Record] = []
-        self.returns: list[tuple[str, Returned]] = []
         self.alternatives: dict[int, tuple[Any, Any, Any]] = {}  # of two lists, dicts or records, each with its address
         self.hosts: set[str] = set()
 
@@ -60,10 +56,6 @@ class Names(Reader, ast.NodeVisitor):
     def fork(self, label: str, one: Callable[[], object], other: Callable[[], object]) -> None:
         with self.now(forks=self.forks + 1):
             super().fork(label, one, other)
-
-    def remember(self, branch: str, ended: Ended) -> None:
-        if isinstance(ended, Returned):
-            self.returns.append((branch, ended))
 
     def either(self, one: Any, other: Any, branch: str) -> Any:
         value = super().either(one, other, branch)
@@ -141,10 +133,3 @@ class Names(Reader, ast.NodeVisitor):
             truth = self.truth(node.operand)
             return None if truth is None else not truth
         return truth_of(self.visit(node))
-
-    def write(self, path: Text, text: Text, adds: bool = True) -> None:
-        """Keep what the launcher writes into a file; what only a branch writes is not sure."""
-        before = self.reading.files.get(shown(path), ()) if adds else ()
-        self.reading.files[shown(path)] = self.reading.paid(
-            before + (under(text, self.branch) if self.branch else text)
-        )
