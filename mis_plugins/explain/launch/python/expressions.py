@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from collections.abc import Sequence
 from pathlib import PurePosixPath
 from typing import Any
 
@@ -104,13 +105,20 @@ class Expressions(Names):
         return self.unknown(node) if may_replace else self.reading.paid((*one, Piece("/"), *other))
 
     def visit_List(self, node: ast.List | ast.Tuple | ast.Set) -> Any:
-        values = [self.visit(one.value if isinstance(one, ast.Starred) else one) for one in node.elts]
-        pairs = list(zip(node.elts, values, strict=True))
-        if any(isinstance(one, ast.Starred) and not isinstance(value, list) for one, value in pairs):
-            return self.unknown(node)
-        return [item for one, value in pairs for item in (value if isinstance(one, ast.Starred) else [value])]
+        values, is_sure = self.items(node.elts)
+        return values if is_sure else self.unknown(node)
 
     visit_Tuple = visit_Set = visit_List
+
+    def items(self, nodes: Sequence[ast.expr]) -> tuple[list[Any], bool]:
+        """The values of expressions up to a `*` whose items are not known, and whether that is all."""
+        found, is_sure = list[Any](), True
+        for node in nodes:
+            value = self.visit(node.value if isinstance(node, ast.Starred) else node)
+            is_sure = is_sure and (not isinstance(node, ast.Starred) or isinstance(value, list))
+            if is_sure:
+                found += value if isinstance(node, ast.Starred) else [value]
+        return found, is_sure
 
     def visit_ListComp(self, node: ast.ListComp | ast.GeneratorExp) -> Any:
         first, *more = node.generators

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from mis_plugins.explain.launch.python.expressions import Expressions
@@ -22,7 +22,7 @@ class Functions(Expressions):
     def define(self, node: ast.FunctionDef) -> None:
         """Defaults have the values that their names have where the function is defined."""
         self.enclosing[node] = [*self.around, *self.frames[1:][-1:]]
-        for default in (*node.args.defaults, *node.args.kw_defaults):
+        for _, default in defaults_of(node):
             if default is not None:
                 self.defaults[place_of(default)] = self.visit(default)
 
@@ -52,15 +52,13 @@ class Functions(Expressions):
 
     def parameters(self, node: ast.FunctionDef, given: Sequence[Any], named: Mapping[str, Any]) -> dict[str, Any]:
         """The names of a function's parameters with their values."""
-        asked = node.args
-        plain = [*asked.posonlyargs, *asked.args]
-        defaults = [*[None] * (len(plain) - len(asked.defaults)), *asked.defaults, *asked.kw_defaults]
-        names = [*plain, *asked.kwonlyargs]
-        found = dict(zip((one.arg for one in plain), given, strict=False))
-        found |= {one.arg: named[one.arg] for one in names if one.arg in named}
-        for parameter, default in zip(names, defaults, strict=True):
-            if parameter.arg not in found:
-                found[parameter.arg] = self.left_out(parameter, default)
+        asked, plain = node.args, [one.arg for one in (*node.args.posonlyargs, *node.args.args)]
+        found = dict(zip(plain, given, strict=False))
+        for one, default in defaults_of(node):
+            if one.arg in named:
+                found[one.arg] = named[one.arg]
+            elif one.arg not in found:
+                found[one.arg] = self.left_out(one, default)
         if asked.vararg is not None:
             found[asked.vararg.arg] = list(given[len(plain) :])
         if asked.kwarg is not None:
@@ -72,9 +70,9 @@ class Functions(Expressions):
         if default is not None:
             return self.defaults.get(place_of(default), hole(says(default), lines_of(default)))
         kind = self.globals.get(name_of(parameter.annotation))
-        is_filled = isinstance(kind, ast.ClassDef)
-        filled = self.of_fields or {}
-        return self.instance(kind, [], filled) if is_filled else hole(parameter.arg, lines_of(parameter))
+        if isinstance(kind, ast.ClassDef):
+            return self.instance(kind, [], self.of_fields or {})
+        return hole(parameter.arg, lines_of(parameter))
 
     def instance(self, node: ast.ClassDef, given: Sequence[Any], named: Mapping[str, Any]) -> Record:
         record = Record({}, node)
@@ -83,34 +81,30 @@ class Functions(Expressions):
         if BASE_OF_MILES in self.bases(node):
             self.reading.assume_unset("SLURM_JOB_NUM_NODES")
             record.fields |= OF_MILES
-        record.fields |= {name: self.default(value) for name, value in fields.items()}
-        made = self.method(record, "__init__")
-        if made is not None:
+        record.fields |= {name: self.default(field.value) for name, field in fields.items()}
+        if made := self.method(record, "__init__"):
             self.call(made, [record, *given], named)
             return record
         record.fields |= dict(zip(fields, given, strict=False)) | dict(named)
-        after = self.method(record, "__post_init__")
-        if after is not None:
+        if after := self.method(record, "__post_init__"):
             self.call(after, [record], {})
         return record
 
-    def fields(self, node: ast.ClassDef) -> dict[str, ast.expr | None]:
-        """Fields of a dataclass with their defaults; those that it inherits from elsewhere are not known."""
+    def fields(self, node: ast.ClassDef) -> dict[str, ast.AnnAssign]:
+        """Fields of a dataclass as they are declared; those that it inherits from elsewhere are not known."""
         parts = [part for kind in reversed(self.lineage(node)) for part in kind.body]
         declared = [one for one in parts if isinstance(one, ast.AnnAssign)]
-        return {one.target.id: one.value for one in declared if isinstance(one.target, ast.Name)}
+        return {one.target.id: one for one in declared if isinstance(one.target, ast.Name)}
 
     def default(self, value: ast.expr | None) -> Any:
+        if value is None:
+            return hole("a field without default")
         if isinstance(value, ast.Call) and name_of(value.func) == "field":
             said = {one.arg: one.value for one in value.keywords}
             factory = said.get("default_factory")
             plain = factory.body if isinstance(factory, ast.Lambda) else said.get("default")
             return self.unknown(value) if plain is None else self.visit(plain)
-        return (
-            hole("a field without default")
-            if value is None
-            else self.defaults.get(place_of(value), self.unknown(value))
-        )
+        return self.defaults.get(place_of(value), self.unknown(value))
 
     def bases(self, node: ast.ClassDef) -> set[str]:
         """The names of the classes that a class inherits from and that the launcher does not define."""
@@ -135,6 +129,13 @@ class Functions(Expressions):
         method = self.method(owner, node.attr)
         is_property = method is not None and "property" in map(name_of, method.decorator_list)
         return self.call(method, [owner], {}) if method and is_property else self.unknown(node)
+
+
+def defaults_of(node: ast.FunctionDef) -> Iterator[tuple[ast.arg, ast.expr | None]]:
+    """The parameters of a function, each with its default."""
+    plain = [*node.args.posonlyargs, *node.args.args]
+    defaults = [*[None] * (len(plain) - len(node.args.defaults)), *node.args.defaults, *node.args.kw_defaults]
+    return zip([*plain, *node.args.kwonlyargs], defaults, strict=True)
 
 
 def _yields(node: ast.FunctionDef) -> bool:

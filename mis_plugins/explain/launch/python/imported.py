@@ -63,11 +63,8 @@ class Imported(Options):
         first, text = given[0], as_text(given[0])
         if name == "run" and isinstance(first, ast.FunctionDef):  # typer.run(main)
             return self.command_line(first)
-        if (
-            name in ("get", "getenv")
-            and known(text)
-            and name_of(getattr(node.func, "value", None)) in ("environ", "os")
-        ):
+        owner = name_of(getattr(node.func, "value", None))
+        if name in ("get", "getenv") and owner in ("environ", "os") and known(text):
             self.reading.assume_unset(shown(text))
             return given[1] if len(given) > 1 else None
         if name == "encode_pseudo_file":  # Miles's: a path that holds the text of a file
@@ -78,9 +75,8 @@ class Imported(Options):
             self.changed(first, self.unknown(node))
         elif name == "setattr" and len(given) == 3:
             key = key_of(given[1])
-            first.fields |= dict.fromkeys(
-                [*first.fields] if key is None else [key], given[2] if key else self.unknown(node)
-            )
+            names, value = ([key], given[2]) if key else ([*first.fields], self.unknown(node))
+            first.fields |= dict.fromkeys(names, value)
         if name == "open":
             return self.opened(text, given[1:], named)
         if name == "Path" and len(given) > 1:
@@ -109,12 +105,9 @@ class Imported(Options):
     def opened(self, path: Text, given: Sequence[Any], named: Mapping[str, Any]) -> Text:
         """An open file, which is a path; one that may be written is known by its address."""
         mode = known(as_text(given[0] if given else named.get("mode", literal("r"))))
-        if mode is not None and set("wx") & set(mode):
-            self.write(shown(path), ())
-        elif mode is None or set("a+") & set(mode):
-            self.reading.files.setdefault(shown(path), hole("what it holds before"))
-        else:
+        if mode is not None and not set("awx+") & set(mode):
             return path
+        self.write(shown(path), (), adds=mode is None or not set("wx") & set(mode))
         file = tuple([*path])
         self.handles[id(file)] = file
         return file

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from mis_plugins.explain.launch.python.expressions import LOOPS
+from mis_plugins.explain.launch.python.functions import defaults_of
 from mis_plugins.explain.launch.python.imported import STARTS, Imported
 from mis_plugins.explain.launch.python.values import Raised, Record, Round, Shared, equal, name_of, place_of, says
 from mis_plugins.explain.launch.words import PACKAGES, Returned, all_of, any_of, hole
@@ -203,7 +204,7 @@ class Launcher(Imported):
             meant = [piece.source.rpartition(".")[2] for piece in pieces if piece.text is None]
             name = next((one for one in meant if one.startswith(STARTS) and one.isidentifier()), name)
         if isinstance(target, ast.FunctionDef):
-            parameters = [] if is_sure else _parameters(target.args)
+            parameters = [] if is_sure else [one.arg for one, _ in defaults_of(target)]
             return self.call(target, given, dict.fromkeys(parameters[len(given) :], self.unknown(node)) | named)
         if isinstance(target, ast.ClassDef):
             fields = [] if is_sure else list(self.fields(target))
@@ -214,18 +215,9 @@ class Launcher(Imported):
 
     def arguments(self, node: ast.Call) -> tuple[list[Any], dict[str, Any], bool]:
         """What a call gives by place and by name, and whether that is all: `*` and `**` may give more."""
-        given, named, is_sure = list[Any](), dict[str, Any](), True
-        for one in node.args:
-            value = self.visit(one.value if isinstance(one, ast.Starred) else one)
-            is_sure = is_sure and (not isinstance(one, ast.Starred) or isinstance(value, list))
-            if is_sure:
-                given += value if isinstance(one, ast.Starred) else [value]
+        (given, is_sure), named = self.items(node.args), dict[str, Any]()
         for one in node.keywords:
             value = self.visit(one.value)
             is_sure = is_sure and (one.arg is not None or isinstance(value, dict))
             named |= {one.arg: value} if one.arg is not None else value if isinstance(value, dict) else {}
         return given, named, is_sure
-
-
-def _parameters(asked: ast.arguments) -> list[str]:
-    return [one.arg for one in (*asked.posonlyargs, *asked.args, *asked.kwonlyargs)]

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mis_plugins.errors import ConfigError
-from mis_plugins.explain.launch.python.functions import BASE_OF_MILES, OF_MILES, Functions
+from mis_plugins.explain.launch.python.functions import BASE_OF_MILES, OF_MILES, Functions, defaults_of
 from mis_plugins.explain.launch.python.values import name_of
 from mis_plugins.explain.launch.words import literal
 
@@ -16,21 +16,17 @@ class Options(Functions):
     """Functions that the command line of the launcher runs."""
 
     def run_commands(self) -> None:
-        functions = [one for one in self.globals.values() if isinstance(one, ast.FunctionDef)]
-        decorated = [one for one in functions if one.decorator_list]
-        commands = [
-            one for one in decorated if {"command", "callback"} & set(map(name_of, one.decorator_list))
-        ] or decorated
+        decorated = [one for one in self.globals.values() if isinstance(one, ast.FunctionDef) and one.decorator_list]
+        named = [one for one in decorated if {"command", "callback"} & set(map(name_of, one.decorator_list))]
+        commands = named or decorated
         asked = (self.command or "").replace("-", "_")
         for node in [one for one in commands if one.name == asked] or commands:
             self.attempt(lambda node=node: self.command_line(node))
 
     def command_line(self, node: ast.FunctionDef) -> Any:
         """Call the function that the launcher's command line runs, with what it sets."""
-        plain = [*node.args.posonlyargs, *node.args.args]
-        defaults = [*[None] * (len(plain) - len(node.args.defaults)), *node.args.defaults, *node.args.kw_defaults]
         own, fields, others = dict[str, str](), dict[str, str](), set[str]()
-        for one, default in zip([*plain, *node.args.kwonlyargs], defaults, strict=True):
+        for one, default in defaults_of(node):
             kind = self.globals.get(name_of(one.annotation))
             if isinstance(kind, ast.ClassDef):
                 fields |= self.kinds(kind)
@@ -45,10 +41,8 @@ class Options(Functions):
 
     def kinds(self, node: ast.ClassDef) -> dict[str, str]:
         """The types of a dataclass's fields."""
-        parts = [part for kind in reversed(self.lineage(node)) for part in kind.body]
-        declared = [one for one in parts if isinstance(one, ast.AnnAssign) and isinstance(one.target, ast.Name)]
         inherited = {name: type(value).__name__ for name, value in OF_MILES.items()}
-        own = {name_of(one.target): kind_of(one.annotation, one.value) for one in declared}
+        own = {name: kind_of(field.annotation, field.value) for name, field in self.fields(node).items()}
         return (inherited if BASE_OF_MILES in self.bases(node) else {}) | own
 
 
