@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from mis_plugins.explain.launch.bash.shell import Shell
-from mis_plugins.explain.launch.words import Launch, Reading
+from mis_plugins.explain.launch.reader import Launch, Reading
 
 
 def launches(script: str, path: Path, reading: Reading, arguments: Sequence[str] = ()) -> list[Launch]:

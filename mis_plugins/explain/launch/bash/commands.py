@@ -14,21 +14,8 @@ from mis_plugins.explain.launch.bash.nodes import ENDS_ROUND, Node, one_line, sa
 from mis_plugins.explain.launch.bash.output import NAMES_TRAIN, PRINTS
 from mis_plugins.explain.launch.bash.variables import EXPORTED, FOLDER, LEFT, Value
 from mis_plugins.explain.launch.grammar import parsed
-from mis_plugins.explain.launch.words import (
-    HOLE,
-    PACKAGES,
-    Ended,
-    Launch,
-    Piece,
-    Returned,
-    Text,
-    hole,
-    is_train,
-    known,
-    shown,
-    spaced,
-    word_of,
-)
+from mis_plugins.explain.launch.reader import PACKAGES, Ended, Launch, Returned, is_train
+from mis_plugins.explain.launch.words import HOLE, Piece, Text, hole, known, shown, spaced, word_of
 
 SHELLS = ("bash", "sh", "zsh", "dash")
 STARTS_NOTHING = (":", "true", "pkill", "pgrep", "grep", "ps", "kill", *ENDS_ROUND)

@@ -10,7 +10,8 @@ import re
 from mis_plugins.explain.launch.bash.nodes import EXPANSIONS, QUOTED, Node, says
 from mis_plugins.explain.launch.bash.texts import TEXT, Texts
 from mis_plugins.explain.launch.bash.variables import depends
-from mis_plugins.explain.launch.words import HOLE, all_of, any_of, known
+from mis_plugins.explain.launch.reader import all_of, any_of
+from mis_plugins.explain.launch.words import HOLE, known
 
 # What bash and `fnmatch` read differently in a pattern.
 OTHER_PATTERN = re.compile(r"[\\('\"$`~]|\[\^|\[:")

@@ -25,7 +25,8 @@ from mis_plugins.explain.launch.bash.nodes import (
 )
 from mis_plugins.explain.launch.bash.output import NAMES_TRAIN
 from mis_plugins.explain.launch.bash.variables import EXPORTED
-from mis_plugins.explain.launch.words import Clause, any_of, hole, known, literal, shown
+from mis_plugins.explain.launch.reader import Clause, any_of
+from mis_plugins.explain.launch.words import hole, known, literal, shown
 
 LEAVES_VARIABLES = ("command", "negated_command", "pipeline", "subshell", "test_command")
 DECLARES = ("export", "readonly", "declare", "typeset", "local", "unset")

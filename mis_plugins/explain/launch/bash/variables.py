@@ -7,7 +7,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from mis_plugins.explain.launch.bash.nodes import Node, says
-from mis_plugins.explain.launch.words import Lines, Reader, Reading, Text, fields, hole, literal, spaced
+from mis_plugins.explain.launch.reader import Reader, Reading
+from mis_plugins.explain.launch.words import Lines, Text, fields, hole, literal, spaced
 
 EXPORTED, FOLDER, LEFT = literal("x"), "~+", "~-"
 Value = Text | list[Text]  # of a variable, of an array

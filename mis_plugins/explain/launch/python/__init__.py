@@ -12,7 +12,7 @@ from pathlib import Path
 
 from mis_plugins.errors import ConfigError
 from mis_plugins.explain.launch.python.launcher import Launcher
-from mis_plugins.explain.launch.words import Launch, Reading
+from mis_plugins.explain.launch.reader import Launch, Reading
 
 
 def launches(script: str, path: Path, reading: Reading, arguments: Sequence[str] = ()) -> list[Launch]:

@@ -9,7 +9,8 @@ from typing import Any
 
 from mis_plugins.explain.launch.python.names import Names
 from mis_plugins.explain.launch.python.values import PLAIN, as_text, equal, key_of, lines_of, names_set, says, truth_of
-from mis_plugins.explain.launch.words import Piece, Text, any_of, known, literal
+from mis_plugins.explain.launch.reader import any_of
+from mis_plugins.explain.launch.words import Piece, Text, known, literal
 
 LOOPS = 1000  # rounds of one loop
 LARGEST = 2**63  # of a number; a power would fill the memory

@@ -8,7 +8,8 @@ from typing import Any
 
 from mis_plugins.explain.launch.python.expressions import Expressions
 from mis_plugins.explain.launch.python.values import Record, lines_of, name_of, place_of, says
-from mis_plugins.explain.launch.words import Ended, Joined, Returned, hole, literal
+from mis_plugins.explain.launch.reader import Ended, Joined, Returned
+from mis_plugins.explain.launch.words import hole, literal
 
 BASE_OF_MILES = "ExecuteTrainConfig"
 OF_MILES = {"num_nodes": 1, "cuda_core_dump": False, "extra_env_vars": (), "output_dir": literal("/root/shared_data")}

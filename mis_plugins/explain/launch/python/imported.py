@@ -13,19 +13,8 @@ from mis_plugins.config.file import INLINE
 from mis_plugins.explain.launch import bash
 from mis_plugins.explain.launch.python.options import Options
 from mis_plugins.explain.launch.python.values import Record, as_text, key_of, lines_of, name_of, says
-from mis_plugins.explain.launch.words import (
-    Ended,
-    Launch,
-    Piece,
-    Text,
-    hole,
-    is_train,
-    known,
-    literal,
-    shown,
-    with_holes,
-    with_places,
-)
+from mis_plugins.explain.launch.reader import Ended, Launch, is_train
+from mis_plugins.explain.launch.words import Piece, Text, hole, known, literal, shown, with_holes, with_places
 
 STARTS = "execute_train"  # Miles's functions that begin so hand `train_args` to train.py
 GIVE_NOTHING = ("get_default_wandb_args", "get_mooncake_object_store_args")  # Miles's helpers: no flag of ours

@@ -10,7 +10,8 @@ from mis_plugins.explain.launch.python.expressions import LOOPS
 from mis_plugins.explain.launch.python.functions import defaults_of
 from mis_plugins.explain.launch.python.imported import STARTS, Imported
 from mis_plugins.explain.launch.python.values import Raised, Record, Round, Shared, equal, name_of, place_of, says
-from mis_plugins.explain.launch.words import PACKAGES, Returned, all_of, any_of, hole
+from mis_plugins.explain.launch.reader import PACKAGES, Returned, all_of, any_of
+from mis_plugins.explain.launch.words import hole
 
 PURE = ("get", "items", "keys", "values", "copy", "index", "count")  # methods that change no list and no dict
 

@@ -9,18 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from mis_plugins.explain.launch.python.values import Record, Shared, holds, lines_of, names_set, says, truth_of
-from mis_plugins.explain.launch.words import (
-    Reader,
-    Reading,
-    Text,
-    all_of,
-    any_of,
-    hole,
-    is_train,
-    known,
-    literal,
-    shown,
-)
+from mis_plugins.explain.launch.reader import Reader, Reading, all_of, any_of, is_train
+from mis_plugins.explain.launch.words import Text, hole, known, literal, shown
 
 
 class Names(Reader, ast.NodeVisitor):

@@ -10,7 +10,8 @@ import ast
 from dataclasses import dataclass
 from typing import Any
 
-from mis_plugins.explain.launch.words import Ended, Lines, Text, hole, known, literal, shown
+from mis_plugins.explain.launch.reader import Ended
+from mis_plugins.explain.launch.words import Lines, Text, hole, known, literal, shown
 
 PLAIN = bool | int | float | None
 
