@@ -116,7 +116,7 @@ class Commands(Assignments):
         ends = [child.end_byte for child in arguments if says(child) not in ('"$@"', "$@")]
         if not ends and name is not None and not re.match(r'"?\$\{?[@*\d]', says(name)):
             ends = [name.end_byte]
-        place = (0, 0) if self.elsewhere or not ends else (ends[-1], ends[-1])
+        place = (0, 0) if self.source or not ends else (ends[-1], ends[-1])
         parts = {part.lower() for word in words for part in shown(word).replace(":", "/").split("/")}
         given = tuple(map(word_of, words[at + 1 :]))
         hosts = frozenset(parts & PACKAGES)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -14,6 +15,8 @@ ENDS_ROUND = ("break", "continue")
 ASSIGNMENTS = ("variable_assignment", "variable_assignments")
 SUCCEEDS = (*ASSIGNMENTS, "declaration_command", "function_definition")
 EXPANSIONS = ("simple_expansion", "expansion", "command_substitution")
+CLAUSES = ("elif_clause", "else_clause")
+NO_STATEMENTS = (*CLAUSES, "comment")
 QUOTED = ("string", "raw_string", "ansi_c_string")
 
 
@@ -41,34 +44,25 @@ def parts_of(node: Node, kind: str) -> Iterator[Node]:
 
 def clauses_of(node: Node) -> Iterator[tuple[list[Node], list[Node]]]:
     """Conditions and body of `if`, of each `elif`, and of `else`, which has no condition."""
-    conditions: list[Node] = []
-    body: list[Node] = []
-    into, rest = body if node.type == "else_clause" else conditions, []
-    for child in node.children:
-        if child.type == "then":
-            into = body
-        elif child.type in ("elif_clause", "else_clause"):
-            rest.append(child)
-        elif child.is_named and child.type != "comment":
-            into.append(child)
+    kinds = [child.type for child in node.children]
+    then = 0 if node.type == "else_clause" else [*kinds, "then"].index("then")
+    parts = node.children[:then], node.children[then:]
+    conditions, body = ([one for one in part if one.is_named and one.type not in NO_STATEMENTS] for part in parts)
     yield conditions, body
-    for clause in rest:
-        yield from clauses_of(clause)
+    for child in node.children:
+        if child.type in CLAUSES:
+            yield from clauses_of(child)
 
 
 def of_lines_before(node: Node) -> list[Node]:
     """Assignments of the lines before a command, `A=x B=y`, which the parser puts in front of the command."""
-    found: list[Node] = []
-    held: list[Node] = []
-    for child in node.children:
-        end = held[-1].end_byte if held else child.start_byte
-        between = (node.text or b"")[end - node.start_byte : child.start_byte - node.start_byte]
-        if b"\n" in between.replace(b"\\\n", b""):
-            found, held = [*found, *held], []
-        if child.type != "variable_assignment":
+    source, found = node.text or b"", 0
+    for count, (one, other) in enumerate(pairwise(node.children), 1):
+        if one.type != "variable_assignment":
             break
-        held.append(child)
-    return found
+        between = source[one.end_byte - node.start_byte : other.start_byte - node.start_byte]
+        found = count if b"\n" in between.replace(b"\\\n", b"") else found
+    return node.children[:found]
 
 
 def ends_early(node: Node) -> bool:

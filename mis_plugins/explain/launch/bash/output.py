@@ -48,10 +48,7 @@ class Output(Texts):
         if node.type != "command":
             return None
         words = self.command_words(node)
-        name, given = (
-            known(words[0]) if words else "",
-            [word for word in words[1:] if known(word) not in ("--", "-P")],
-        )
+        name, given = known(spaced(words[:1])), [word for word in words[1:] if known(word) not in ("--", "-P")]
         if name == "pwd" and len(nodes) > 1:
             return self._output(nodes[:-1])
         if name == "dirname" and len(given) == 1 and known(given[0]) is not None:

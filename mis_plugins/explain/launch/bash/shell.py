@@ -7,22 +7,11 @@ from collections.abc import Callable, Sequence
 from itertools import groupby
 
 from mis_plugins.errors import ConfigError
+from mis_plugins.explain.launch.bash import nodes
 from mis_plugins.explain.launch.bash.assignments import FILLS
 from mis_plugins.explain.launch.bash.commands import COMMANDS, Commands, shell_of
 from mis_plugins.explain.launch.bash.conditions import Conditions, matches
-from mis_plugins.explain.launch.bash.nodes import (
-    ENDS_ROUND,
-    Node,
-    clauses_of,
-    ends_early,
-    is_apart,
-    joined,
-    of_lines_before,
-    one_line,
-    parts_of,
-    says,
-    succeeds,
-)
+from mis_plugins.explain.launch.bash.nodes import ENDS_ROUND, Node, one_line, parts_of, says
 from mis_plugins.explain.launch.bash.output import NAMES_TRAIN
 from mis_plugins.explain.launch.bash.variables import EXPORTED
 from mis_plugins.explain.launch.reader import Clause, any_of
@@ -50,7 +39,7 @@ class Shell(Commands, Conditions):
     def run(self, node: Node) -> None:
         self.reading.spend()
         self.ran.add((self.source, node.id))
-        if node.type in RUN and is_apart(node):
+        if node.type in RUN and nodes.is_apart(node):
             with self.now(variables=dict(self.variables)):
                 self.attempt(lambda: RUN[node.type](self, node))
         elif node.type in RUN:
@@ -73,7 +62,7 @@ class Shell(Commands, Conditions):
             if node.type != "test_command":
                 self.run(node)
             is_test = node.type == "test_command" or node.children[0].type == "(("
-            return True if truth is None and not is_test and (trusts or succeeds(node)) else truth
+            return True if truth is None and not is_test and (trusts or nodes.succeeds(node)) else truth
         left, right = node.named_children[0], node.named_children[-1]
         is_and = any(child.type == "&&" for child in node.children)
         status = self._status(left, trusts and not self._decides(right))
@@ -91,18 +80,15 @@ class Shell(Commands, Conditions):
         return node.type not in LEAVES_VARIABLES or first in {*COMMANDS, *ENDS_ROUND, *FILLS, *self.functions}
 
     def _if(self, node: Node) -> None:
-        clauses = list(clauses_of(node))
+        clauses = list(nodes.clauses_of(node))
         for conditions, _ in clauses:
             self.run_all(conditions)
         self.choose(
             [
-                (joined(conditions), self.truth(conditions[-1]) if conditions else True, self._work(body))
-                for conditions, body in clauses
+                (nodes.joined(said), self.truth(said[-1]) if said else True, lambda body=body: self.run_all(body))
+                for said, body in clauses
             ]
         )
-
-    def _work(self, nodes: Sequence[Node]) -> Callable[[], object]:
-        return lambda: self.run_all(nodes)
 
     def _case(self, node: Node) -> None:
         subject = node.child_by_field_name("value")
@@ -133,7 +119,7 @@ class Shell(Commands, Conditions):
         values = [word for child in node.children_by_field_name("value") for word in self.words(child)]
         if name is None or body is None:
             return
-        if not values or ends_early(body) or any(known(word) is None for word in values):
+        if not values or nodes.ends_early(body) or any(known(word) is None for word in values):
             self.variables[says(name)] = hole(f"${says(name)}", self.lines(node))
             self._loop(node)
             return
@@ -148,7 +134,7 @@ class Shell(Commands, Conditions):
         if body is not None:
             self.fork(one_line(node), lambda: self.run(body), lambda: None)
             changed = [name for name, value in self.variables.items() if before.get(name) != value]
-            if ends_early(body):
+            if nodes.ends_early(body):
                 self.variables |= {name: hole(f"${name}", self.lines(node)) for name in changed}
 
     def _function(self, node: Node) -> None:
@@ -157,7 +143,7 @@ class Shell(Commands, Conditions):
             self.functions[says(name)] = body, self.source
 
     def _command(self, node: Node) -> None:
-        before = of_lines_before(node)
+        before = nodes.of_lines_before(node)
         self.run_all(before)
         name = node.child_by_field_name("name")
         words = self.command_words(node)
@@ -212,7 +198,15 @@ class Shell(Commands, Conditions):
 
 RUN: dict[str, Callable[[Shell, Node], object]] = {
     **dict.fromkeys(
-        ("program", "variable_assignments", "compound_statement", "do_group", "pipeline", "negated_command"),
+        (
+            "program",
+            "variable_assignments",
+            "compound_statement",
+            "do_group",
+            "pipeline",
+            "negated_command",
+            "subshell",
+        ),
         Shell._children,
     ),
     "declaration_command": Shell._declare,
@@ -221,13 +215,11 @@ RUN: dict[str, Callable[[Shell, Node], object]] = {
     "command": Shell._command,
     "variable_assignment": Shell._assignment,
     "redirected_statement": Shell._redirected,
-    "subshell": Shell._children,
     "list": Shell._status,
     "if_statement": Shell._if,
     "case_statement": Shell._case,
     "for_statement": Shell._for,
-    "c_style_for_statement": Shell._loop,
-    "while_statement": Shell._loop,
+    **dict.fromkeys(("c_style_for_statement", "while_statement"), Shell._loop),
     "function_definition": Shell._function,
 }
 """How each kind of statement is read; of others nothing is."""

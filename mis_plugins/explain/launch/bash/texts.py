@@ -46,7 +46,7 @@ class Texts(Variables):
         if node.type in ("concatenation", "string") and any(map(self._may_be_several, node.named_children)):
             named = UNKNOWN.sub(lambda found: shown(self._valued(node, found[1])), says(node))
             return [hole(named, self.lines(node))]
-        span = None if self.elsewhere else (node.start_byte, node.end_byte)
+        span = None if self.source else (node.start_byte, node.end_byte)
         return [tuple(replace(piece, lines=self.lines(node), span=span) for piece in text)]
 
     def command_words(self, node: Node) -> list[Text]:
@@ -73,7 +73,7 @@ class Texts(Variables):
             said = said[1:-1]
         if node.type not in ("string", "simple_expansion", "expansion"):
             return None
-        items = (lambda found: list(found)) if node.type == "string" else self._items_split
+        items = list if node.type == "string" else self._items_split
         if said in ("$@", "${@}"):
             return items(self.positional)
         name = said[2:].partition("[@]")[0]
@@ -154,20 +154,20 @@ class Texts(Variables):
             return literal(str(self.path))
         if named.type == "subscript" and not says(named).endswith(("[@]", "[*]")):
             return unknown
-        operators = [child.type for child in node.children if not child.is_named and child.type not in ("${", "}")]
+        marks = (child.type for child in node.children if not child.is_named and child.type not in ("${", "}"))
+        operator = next(marks, "")
         value = self.variables.get(name, self._argument(name) if name.isdigit() else None)
         whole = named.type == "subscript"
         if isinstance(value, list) and not whole:
             value = self._first(value, node) if value else None
-        if operators and operators[0] in ("-", "=", "+"):
+        text = spaced(value) if isinstance(value, list) else value or ()
+        is_set = any(piece.text != "" for piece in text)
+        if operator in ("-", "=", "+"):
             is_set = value is not None and value != []
-        else:
-            text = spaced(value) if isinstance(value, list) else value or ()
-            is_set = any(piece.text != "" for piece in text)
-        if not operators or operators[0] in (":?", "?") or is_set and operators[0] in DEFAULTS:
+        if operator in ("", ":?", "?") or is_set and operator in DEFAULTS:
             return self._valued(node, name, whole)
-        is_alternative = is_set and operators[0] in ("+", ":+")
-        if not is_alternative and operators[0] not in DEFAULTS or len(node.named_children) < 2:
+        is_alternative = is_set and operator in ("+", ":+")
+        if not is_alternative and operator not in DEFAULTS or len(node.named_children) < 2:
             return unknown
         text = tuple(piece for child in node.named_children[1:] for piece in self.text(child))
         if "'" in says(node) and node.parent is not None and node.parent.type in ("string", "heredoc_body"):
@@ -176,7 +176,7 @@ class Texts(Variables):
             is_sure = isinstance(value, list) or any(piece.text and not piece.branch for piece in value or ())
             return text if is_sure else unknown
         self.reading.assume_unset(name)
-        if operators[0].endswith("="):
+        if operator.endswith("="):
             self.variables[name] = text
         return text
 

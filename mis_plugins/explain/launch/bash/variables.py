@@ -17,7 +17,7 @@ Value = Text | list[Text]  # of a variable, of an array
 class Variables(Reader):
     """The variables of a shell as far as they are known.
 
-    texts: the script, and every text that it sources or evaluates; `source` numbers the one that is read.
+    texts: the script, and every text that it sources or evaluates; `source` numbers the one that is read, the script 0.
     variables: by name; "@" are the arguments, `FOLDER` is where `cd` leads to and `LEFT` whence, "-x NAME" says that
         a variable is exported, and "-a" that all that are set are.
     locals: what the variables that a function declares as its own were before; None outside functions.
@@ -46,22 +46,17 @@ class Variables(Reader):
     def positional(self, words: list[Text]) -> None:
         self.variables["@"] = words
 
-    @property
-    def elsewhere(self) -> bool:
-        """Whether the statement that is read stands in a sourced or evaluated text."""
-        return self.source > 0
-
     def scopes(self) -> list[dict[str, Value]]:
         return [self.variables]
 
     def lines(self, node: Node) -> Lines:
-        return (0, 0) if self.elsewhere else (node.start_point[0] + 1, node.end_point[0] + 1)
+        return (0, 0) if self.source else (node.start_point[0] + 1, node.end_point[0] + 1)
 
     def unknown(self, node: Node) -> Text:
         return hole(says(node), self.lines(node))
 
     def unread(self, node: Node, why: str) -> None:
-        first, _, more = ("a sourced file" if self.elsewhere else says(node)).partition("\n")
+        first, _, more = ("a sourced file" if self.source else says(node)).partition("\n")
         self.reading.unread.setdefault(self.lines(node)[0], f"{first}{' ...' if more else ''}: {why}")
 
     def run_all(self, nodes: Iterable[Node]) -> None:
