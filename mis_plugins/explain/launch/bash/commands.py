@@ -118,11 +118,8 @@ class Commands(Assignments):
             ends = [name.end_byte]
         place = (0, 0) if self.source or not ends else (ends[-1], ends[-1])
         parts = {part.lower() for word in words for part in shown(word).replace(":", "/").split("/")}
-        given = tuple(map(word_of, words[at + 1 :]))
-        hosts = frozenset(parts & PACKAGES)
-        self.found.append(
-            Launch(self.lines(name or node)[0], given, hosts, place, self.branch, folder=shown(self._folder()))
-        )
+        given, hosts, folder = tuple(map(word_of, words[at + 1 :])), frozenset(parts & PACKAGES), shown(self._folder())
+        self.found.append(Launch(self.lines(name or node)[0], given, hosts, place, self.branch, folder=folder))
 
     def _other(self, node: Node, words: Sequence[Text]) -> None:
         """A command that is no start: what it may write, and what it may start out of sight."""
@@ -132,15 +129,11 @@ class Commands(Assignments):
             return
         names = {part for word in given for part in re.split("[= ]", word)}
         self.reading.handed |= names | set(map(os.path.basename, names))
-        if name in COPIES:
-            within = (os.path.normpath(f"{given[-1]}/{os.path.basename(word)}") for word in given[:-1])
-            changed = [*given[-1:], *within]
-        else:
-            is_edit = name in EDITS and any(re.match(r"-\w*[iOo]|--in|--out", word) for word in given)
-            changed = given if is_edit else []
-        for file in changed:
-            self.write(file, hole(one_line(node)))
         if name in (*COPIES, *EDITS):
+            within = (os.path.normpath(f"{given[-1]}/{os.path.basename(word)}") for word in given[:-1])
+            is_edit = any(re.match(r"-\w*[iOo]|--in|--out", word) for word in given)
+            for file in [*given[-1:], *within] if name in COPIES else given if is_edit else []:
+                self.write(file, hole(one_line(node)))
             return
         shell, _ = shell_of(words, "c")
         if NAMES_TRAIN.search(f"{says(node)} {' '.join(given)}"):
@@ -184,20 +177,21 @@ class Commands(Assignments):
         Args:
             shares: whether the variables that it sets are those of the script too.
         """
-        before = dict(self.variables)
+        with self.now(variables=self.variables if shares else dict(self.variables)):
+            said = "".join(map(self._evaluated, self.reading.paid(text)))
+            self._within(self.positional, len(self.texts), lambda: self.run_text(said), shares)
+
+    def _evaluated(self, piece: Piece) -> str:
+        """A part of a text that is evaluated; words that a branch adds stay words."""
+        if piece.text is not None and not piece.branch:
+            return piece.text
+        are_words = piece.text is not None and PLAIN_WORDS.fullmatch(piece.text)
         said = ""
-        for piece in self.reading.paid(text):
-            if piece.text is not None and not piece.branch:
-                said += piece.text
-                continue
-            # Words that a branch adds stay words.
-            are_words = piece.text is not None and PLAIN_WORDS.fullmatch(piece.text)
-            for word in (piece.text or "").split() if are_words else [piece.text]:
-                name = f"unknown_{len(self.variables)}"
-                self.variables[name] = (replace(piece, text=word, span=None),)
-                said += f"{' ' if are_words else ''}${{{name}}}"
-        self._within(self.positional, len(self.texts), lambda: self.run_text(said), shares)
-        self.variables = self.variables if shares else before
+        for word in (piece.text or "").split() if are_words else [piece.text]:
+            name = f"unknown_{len(self.variables)}"
+            self.variables[name] = (replace(piece, text=word, span=None),)
+            said += f"{' ' if are_words else ''}${{{name}}}"
+        return said
 
 
 COMMANDS: dict[str, Callable[[Commands, Node, list[Text]], None]] = {

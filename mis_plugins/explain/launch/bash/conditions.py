@@ -66,9 +66,8 @@ class Conditions(Texts):
         while top.parent is not None and top.parent.parent is not None:
             top = top.parent
         said = says(top)
-        if any(
-            "exit" in one for one in (said, *(says(body) for name, (body, _) in self.functions.items() if name in said))
-        ):
+        called = (says(body) for name, (body, _) in self.functions.items() if name in said)
+        if any("exit" in one for one in (said, *called)):
             return None
         self.reading.assume_unset(empty[1])
         return ""
