@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from mis_plugins.errors import ConfigError
-from mis_plugins.explain.launch.words import Piece, Text, Word, cost, hole, under
+from mis_plugins.explain.launch.words import Piece, Text, Word, hole, under
 from mis_plugins.shared.budget import VALUES, Clock
 
 PACKAGES = {"miles", "slime", "vime"}  # of the hosts whose launch scripts are read
@@ -52,7 +52,7 @@ class Reading:
             self.clock.check()
 
     def paid(self, text: Text) -> Text:
-        self.spend(cost(text))
+        self.spend(1 + sum(1 + len(piece.text or "") for piece in text))
         return text
 
     def assume_unset(self, name: str) -> None:

@@ -58,10 +58,6 @@ def under(text: Text, branch: str) -> Text:
     return tuple(replace(piece, branch=piece.branch or branch) for piece in text)
 
 
-def cost(text: Text) -> int:
-    return 1 + sum(1 + len(piece.text or "") for piece in text)
-
-
 def spaced(words: Iterable[Text]) -> Text:
     """Words in one text, with a blank between each two."""
     pieces = [piece for word in words for piece in (*word, Piece(" "))]

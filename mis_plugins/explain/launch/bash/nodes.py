@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -27,10 +27,6 @@ def says(node: Node) -> str:
 def one_line(node: Node) -> str:
     """The first line of what a node says."""
     return says(node).partition("\n")[0]
-
-
-def joined(nodes: Iterable[Node]) -> str:
-    return "; ".join(map(says, nodes))
 
 
 def parts_of(node: Node, kind: str) -> Iterator[Node]:

@@ -85,7 +85,11 @@ class Shell(Commands, Conditions):
             self.run_all(conditions)
         self.choose(
             [
-                (nodes.joined(said), self.truth(said[-1]) if said else True, lambda body=body: self.run_all(body))
+                (
+                    "; ".join(map(says, said)),
+                    self.truth(said[-1]) if said else True,
+                    lambda body=body: self.run_all(body),
+                )
                 for said, body in clauses
             ]
         )

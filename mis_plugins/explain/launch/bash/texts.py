@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import codecs
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import replace
 
 from mis_plugins.explain.launch.bash.nodes import EXPANSIONS, Node, says
@@ -14,6 +14,8 @@ from mis_plugins.explain.launch.words import Piece, Text, fields, hole, literal,
 # A home in a word, and a variable of the shell that the parser leaves within a word.
 EXPANDED = re.compile(r"(?:^|:)~[+-]?(?:[/:]|$)|(?<!\\)\$[@*#?!$-]")
 BRACES = re.compile(r"([^{}'\"\\$`~]*)\{([^{}'\"\\$`~]*,[^{}'\"\\$`~]*)\}([^{}'\"\\$`~]*)")
+# The few letters that a backslash quotes within double quotes.
+ESCAPED = re.compile(r'\\(["$`\\\n])')
 DEFAULTS = (":-", "-", ":=", "=")
 # A part of an evaluated text that is not known.
 UNKNOWN = re.compile(r"\$\{(unknown_\d+)\}")
@@ -73,7 +75,10 @@ class Texts(Variables):
             said = said[1:-1]
         if node.type not in ("string", "simple_expansion", "expansion"):
             return None
-        items = list if node.type == "string" else self._items_split
+
+        def items(listed: list[Text]) -> list[Text]:
+            return listed[:] if node.type == "string" else [word for one in listed for word in self._split(one)]
+
         if said in ("$@", "${@}"):
             return items(self.positional)
         name = said[2:].partition("[@]")[0]
@@ -87,10 +92,6 @@ class Texts(Variables):
         if value is None:
             return [hole(said, self.lines(node))]
         return items(value if isinstance(value, list) else [value])
-
-    def _items_split(self, items: Iterable[Text]) -> list[Text]:
-        """The words of items that no quotes hold."""
-        return [word for item in items for word in self._split(item)]
 
     def text(self, node: Node) -> Text:
         self.reading.spend()
@@ -132,7 +133,7 @@ class Texts(Variables):
 
         def plain(upto: int) -> None:
             said = source[place - node.start_byte : upto - node.start_byte].decode(errors="replace")
-            said = said if node.type == "concatenation" else _unquoted(said)
+            said = said if node.type == "concatenation" else ESCAPED.sub(lambda found: found[1].strip("\n"), said)
             parts.append(self.literal(said, node, place, upto))
 
         for child in node.named_children:
@@ -197,10 +198,3 @@ TEXT: dict[str, Callable[[Texts, Node], Text]] = {
     "command_substitution": lambda shell, node: shell._substituted(node),
 }
 """How each kind of word is read; any other is not known."""
-
-
-def _unquoted(said: str) -> str:
-    """Text of double quotes, where a backslash quotes a few letters only."""
-    for letter in '"$`':
-        said = said.replace(f"\\{letter}", letter)
-    return said.replace("\\\n", "").replace("\\\\", "\\")
