@@ -30,8 +30,7 @@ class Output(Texts):
             if found is None and NAMES_TRAIN.search(says(node)):  # a start whose output is kept
                 with self.now(variables=dict(self.variables)):
                     self.attempt(lambda: self.run_all(inner))
-        is_known = found is not None and any(piece.text is not None for piece in found)
-        if not found or not is_known:
+        if not found or all(piece.text is None for piece in found):
             return self.unknown(node)
         *parts, last = found
         return (*parts, replace(last, text=last.text.rstrip("\n"))) if last.text is not None else found

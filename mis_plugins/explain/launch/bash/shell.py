@@ -80,19 +80,13 @@ class Shell(Commands, Conditions):
         return node.type not in LEAVES_VARIABLES or first in {*COMMANDS, *ENDS_ROUND, *FILLS, *self.functions}
 
     def _if(self, node: Node) -> None:
-        clauses = list(nodes.clauses_of(node))
-        for conditions, _ in clauses:
+        parts, clauses = list(nodes.clauses_of(node)), list[Clause]()
+        for conditions, _ in parts:
             self.run_all(conditions)
-        self.choose(
-            [
-                (
-                    "; ".join(map(says, said)),
-                    self.truth(said[-1]) if said else True,
-                    lambda body=body: self.run_all(body),
-                )
-                for said, body in clauses
-            ]
-        )
+        for conditions, body in parts:
+            truth = self.truth(conditions[-1]) if conditions else True
+            clauses.append(("; ".join(map(says, conditions)), truth, lambda body=body: self.run_all(body)))
+        self.choose(clauses)
 
     def _case(self, node: Node) -> None:
         subject = node.child_by_field_name("value")

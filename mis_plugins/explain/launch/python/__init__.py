@@ -32,5 +32,5 @@ def launches(script: str, path: Path, reading: Reading, arguments: Sequence[str]
     except (RecursionError, MemoryError):
         raise ConfigError("nested deeper than any launcher; give a shell script that starts train.py") from None
     except ValueError as error:
-        raise error if isinstance(error, ConfigError) else ConfigError(str(error)) from None
+        raise ConfigError(str(error)) from None
     return launcher.found

@@ -10,7 +10,7 @@ from mis_plugins.explain.launch.python.expressions import LOOPS
 from mis_plugins.explain.launch.python.functions import defaults_of
 from mis_plugins.explain.launch.python.imported import STARTS, Imported
 from mis_plugins.explain.launch.python.values import Raised, Record, Round, Shared, equal, name_of, place_of, says
-from mis_plugins.explain.launch.reader import PACKAGES, Returned, all_of, any_of
+from mis_plugins.explain.launch.reader import PACKAGES, Clause, Returned, all_of, any_of
 from mis_plugins.explain.launch.words import hole
 
 PURE = ("get", "items", "keys", "values", "copy", "index", "count")  # methods that change no list and no dict
@@ -83,16 +83,11 @@ class Launcher(Imported):
 
     def visit_Match(self, node: ast.Match) -> None:
         said, subject = says(node.subject), self.visit(node.subject)
-        self.choose(
-            [
-                (
-                    f"{said} is {says(case.pattern)}",
-                    self.fits(subject, case.pattern) if case.guard is None else None,
-                    lambda case=case: self.case(case, subject),
-                )
-                for case in node.cases
-            ]
-        )
+        self.choose([self.clause(case, said, subject) for case in node.cases])
+
+    def clause(self, case: ast.match_case, said: str, subject: Any) -> Clause:
+        holds = self.fits(subject, case.pattern) if case.guard is None else None
+        return f"{said} is {says(case.pattern)}", holds, lambda: self.case(case, subject)
 
     def case(self, case: ast.match_case, subject: Any) -> None:
         self.forget(case.pattern)
