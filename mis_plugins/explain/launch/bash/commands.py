@@ -26,7 +26,7 @@ COPIES, EDITS = ("cp", "mv", "ln", "rm", "install", "rsync", "scp", "tee"), ("se
 # What gives a shell the variables that the script exports, but for some flags; of other commands that is not known.
 HANDS_ON = ("env", "exec", "nohup", "nice", "timeout", "setsid", "stdbuf", "srun")
 LETS_GO = ("-i", "-u", "--ignore", "--unset", "--export")
-# What starts a program in Python, wherever it stands before train.py; and that a text names train.py.
+# What starts a program in Python, wherever it stands before train.py.
 PYTHON = re.compile(r"(i?python|pypy)[\d.]*|torchrun|accelerate|deepspeed|uv|poetry")
 # A part of an evaluated text that is known but for its branch: words that need no quotes.
 PLAIN_WORDS = re.compile(r"( [\w./:=,@+-]+)+ *")

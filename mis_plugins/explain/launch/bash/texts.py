@@ -146,19 +146,17 @@ class Texts(Variables):
 
     def _braced(self, node: Node) -> Text:
         """`${NAME}`, `${NAME:-default}` and the like; all that cuts or counts is not known."""
-        unknown = self.unknown(node)
-        named = node.named_children[0] if node.named_children else None
+        unknown, named = self.unknown(node), next(iter(node.named_children), None)
         if named is None:
             return unknown
-        name = says(named).partition("[")[0]
+        name, whole = says(named).partition("[")[0], named.type == "subscript"
         if name == "BASH_SOURCE":
             return literal(str(self.path))
-        if named.type == "subscript" and not says(named).endswith(("[@]", "[*]")):
+        if whole and not says(named).endswith(("[@]", "[*]")):
             return unknown
         marks = (child.type for child in node.children if not child.is_named and child.type not in ("${", "}"))
         operator = next(marks, "")
         value = self.variables.get(name, self._argument(name) if name.isdigit() else None)
-        whole = named.type == "subscript"
         if isinstance(value, list) and not whole:
             value = self._first(value, node) if value else None
         text = spaced(value) if isinstance(value, list) else value or ()
@@ -170,9 +168,7 @@ class Texts(Variables):
         is_alternative = is_set and operator in ("+", ":+")
         if not is_alternative and operator not in DEFAULTS or len(node.named_children) < 2:
             return unknown
-        text = tuple(piece for child in node.named_children[1:] for piece in self.text(child))
-        if "'" in says(node) and node.parent is not None and node.parent.type in ("string", "heredoc_body"):
-            text = unknown  # there a single quote is a letter
+        text = self._instead(node)
         if is_alternative:
             is_sure = isinstance(value, list) or any(piece.text and not piece.branch for piece in value or ())
             return text if is_sure else unknown
@@ -180,6 +176,12 @@ class Texts(Variables):
         if operator.endswith("="):
             self.variables[name] = text
         return text
+
+    def _instead(self, node: Node) -> Text:
+        """The text of `${NAME:-text}`; not known where a single quote in it is a letter, as in double quotes."""
+        text = tuple(piece for child in node.named_children[1:] for piece in self.text(child))
+        is_quoted = node.parent is not None and node.parent.type in ("string", "heredoc_body")
+        return self.unknown(node) if is_quoted and "'" in says(node) else text
 
     def _substituted(self, node: Node) -> Text:
         """The output of commands within a word."""

@@ -66,11 +66,10 @@ class Variables(Reader):
     @contextmanager
     def _kept(self, held: dict[str, Value | None]) -> Iterator[None]:
         """Variables are afterwards what is held; None is not set."""
-        self.held.append(held)
         try:
-            yield
+            with self.now(held=[*self.held, held]):
+                yield
         finally:
-            self.held.pop()
             for name, value in held.items():
                 self.variables.pop(name, None)
                 self.variables |= {} if value is None else {name: value}
