@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from mis_plugins.errors import ConfigError
 from mis_plugins.explain.launch import python
-from mis_plugins.explain.launch.words import Reading
+from mis_plugins.explain.launch.reader import Reading
 
 BEGIN = """import time
 from dataclasses import dataclass

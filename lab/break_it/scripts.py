@@ -14,7 +14,7 @@ from pathlib import Path
 from hypothesis import strategies as st
 
 from mis_plugins.explain.launch import bash
-from mis_plugins.explain.launch.words import Reading
+from mis_plugins.explain.launch.reader import Reading
 
 PLAIN = "--tis 1.5 mis.yaml a b a=b x/y.yaml -v {模型 {1..\U00031860 {\U0010ffff} é/模.yaml ~/x".split()
 USES = """$A ${A} ${A:-b} ${A-b} ${A:+b} ${A:=b} ${A%.yaml} ${A#*/} ${A##*/} ${A/a/c} ${A//a/c} ${#A} ${A^^}

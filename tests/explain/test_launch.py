@@ -13,7 +13,8 @@ from launchers import FLAT, HOOK, PYTHON, THEIRS, parsed, shell, started
 from mis_plugins import mis
 from mis_plugins.__main__ import main
 from mis_plugins.explain.launch import bash, python
-from mis_plugins.explain.launch.words import HOLE, Reading, Word
+from mis_plugins.explain.launch.reader import Reading
+from mis_plugins.explain.launch.words import HOLE, Word
 
 PRESET = '"$(python -m mis_plugins config path tis)"'
 STEP = "--custom-megatron-before-train-step-hook-path mis_plugins.mis.report_step"

@@ -8,7 +8,7 @@ import pytest
 
 from lab.break_it import launchers
 from mis_plugins.explain.launch import python
-from mis_plugins.explain.launch.words import Reading
+from mis_plugins.explain.launch.reader import Reading
 
 START = '\nU.execute_train(train_args=f"--a {A}")\n'
 READ = {

@@ -19,7 +19,8 @@ from mis_plugins.config.model import CorrectionConfig
 from mis_plugins.config.reading import is_read
 from mis_plugins.config.view import BACKENDS
 from mis_plugins.errors import UserError
-from mis_plugins.explain.launch.words import HOLE, PACKAGES, Launch, Reading, Word, flags_of, known
+from mis_plugins.explain.launch.reader import PACKAGES, Launch, Reading
+from mis_plugins.explain.launch.words import HOLE, Word, flags_of, known
 from mis_plugins.explain.words import flags as flags_for
 from mis_plugins.hosts.arguments import NEWER, kinds, near, recorded
 from mis_plugins.hosts.arguments import flags as recorded_flags

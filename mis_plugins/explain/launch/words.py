@@ -1,24 +1,15 @@
-"""Texts of a launch script as far as they are known, the words that a shell makes of them, and branches."""
+"""Texts of a launch script as far as they are known, and the words that a shell makes of them."""
 
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from itertools import accumulate, groupby, pairwise
-from typing import Any
-
-from mis_plugins.errors import ConfigError
-from mis_plugins.shared.budget import VALUES, Clock
 
 HOLE = "\ue000"  # stands for a part that is not known; a letter of no alphabet, and of no meaning to a shell
-PACKAGES = {"miles", "slime", "vime"}  # of the hosts whose launch scripts are read
 COMMAND_LINE = 0  # the line of what the user gave to the script
-DEEPEST = 32  # functions, sourced files and evaluated texts within one another
 Lines = tuple[int, int]
-Joined = dict[tuple[int, int], tuple[Any, Any, Any]]  # of two branches: the values of either, and both in one
-Clause = tuple[str, bool | None, Callable[[], object]]  # a condition, whether it holds where that is known, the work
 
 
 @dataclass(frozen=True)
@@ -65,10 +56,6 @@ def shown(text: Text) -> str:
 
 def under(text: Text, branch: str) -> Text:
     return tuple(replace(piece, branch=piece.branch or branch) for piece in text)
-
-
-def cost(text: Text) -> int:
-    return 1 + sum(1 + len(piece.text or "") for piece in text)
 
 
 def spaced(words: Iterable[Text]) -> Text:
@@ -177,207 +164,3 @@ def with_places(words: Iterable[Word], text: Text) -> Iterator[Word]:
         branch = next(iter(branches)) if len(branches) == 1 else None
         lines = next((piece.lines for piece in pieces), word.lines)
         yield Word(word.text if len(branches) < 2 else HOLE, source, lines, branch)
-
-
-@dataclass
-class Reading:
-    """What reading one script costs, and what the reader could not tell.
-
-    unread: parts that only running the script would tell, by the line where they stand.
-    assumed: what was taken for granted, in words.
-    files: texts that the script writes, by the name of the file.
-    handed: words that a launcher in Python hands to functions that it imports, which may write a file of that name.
-    ended: where the script stops before its end, in words.
-    """
-
-    size: int
-    where: str
-    unread: dict[int, str] = field(default_factory=dict)
-    assumed: dict[str, None] = field(default_factory=dict)
-    files: dict[str, Text] = field(default_factory=dict)
-    handed: set[str] = field(default_factory=set)
-    spent: int = 0
-    ended: str = ""
-
-    def __post_init__(self) -> None:
-        self.clock = Clock(self.size, self.where)
-
-    def spend(self, amount: int = 1) -> None:
-        """Count steps, letters and words against the budget.
-
-        Raises:
-            RecordError: the script asks for more than its budget, or takes longer.
-        """
-        self.spent += amount
-        VALUES.check(self.spent, self.size, self.where)
-        if amount > 1 or self.spent % 256 == 0:
-            self.clock.check()
-
-    def paid(self, text: Text) -> Text:
-        self.spend(cost(text))
-        return text
-
-    def assume_unset(self, name: str) -> None:
-        self.assumed[f"{'$' * name.isdigit()}{name} is not set"] = None
-
-
-@dataclass(frozen=True)
-class Launch:
-    """One start of train.py.
-
-    line: where the script starts it.
-    words: what follows train.py.
-    hosts: names of hosts that the script imports or whose folder it names.
-    place: where further flags can be written, for a diff; zeros are nowhere.
-    branch: the condition under which the script starts it; None is always.
-    in_python: whether the script is in Python; `place` then is the expression of the flags.
-    folder: where the script has changed to, as it says it; empty where it has not.
-    """
-
-    line: int
-    words: tuple[Word, ...]
-    hosts: frozenset[str]
-    place: tuple[int, int]
-    branch: str | None = None
-    in_python: bool = False
-    folder: str = ""
-
-
-def any_of(found: Sequence[bool | None]) -> bool | None:
-    """Whether one of some conditions holds; None where that is not known."""
-    return True if True in found else None if None in found else False
-
-
-def all_of(found: Sequence[bool | None]) -> bool | None:
-    return False if False in found else None if None in found else True
-
-
-def is_train(word: str) -> bool:
-    """Whether a word names the file that trains, of either host."""
-    return word.rpartition("/")[2] in ("train.py", "train_async.py")
-
-
-class Ended(Exception):
-    """The script exits or raises."""
-
-
-class Returned(Ended):
-    """A function or a sourced file returns."""
-
-    def __init__(self, value: Any = None):
-        self.value = value
-
-
-class Reader:
-    """What both readers share: scopes of names, and branches that are read both ways."""
-
-    def __init__(self, reading: Reading):
-        self.reading = reading
-        self.found: list[Launch] = []
-        self.depth = 0
-        self.branch: str | None = None
-
-    def scopes(self) -> list[dict[str, Any]]:
-        """The names that a branch may set, by scope."""
-        raise NotImplementedError
-
-    def remember(self, branch: str, ended: Ended) -> None:
-        """Keep what ended one of two branches."""
-
-    @contextmanager
-    def deeper(self) -> Iterator[None]:
-        """One call within another."""
-        self.depth += 1
-        if self.depth > DEEPEST:
-            raise ConfigError(f"functions or sourced files call each other more than {DEEPEST} levels deep")
-        try:
-            yield
-        finally:
-            self.depth -= 1
-
-    def attempt(self, work: Callable[[], object]) -> Ended | None:
-        """Do some work; what ended it, if it ended the script or a function."""
-        try:
-            work()
-        except Ended as ended:
-            return ended
-        return None
-
-    def fork(self, label: str, one: Callable[[], object], other: Callable[[], object]) -> None:
-        """Read two branches, of which only running the script would tell the one that is taken."""
-        outer, before = self.branch, [dict(scope) for scope in self.scopes()]
-        self.branch = label if outer is None or outer.startswith("not: ") else outer
-        ended = self.attempt(one)
-        first = [dict(scope) for scope in self.scopes()]
-        self._restore(before)
-        self.branch = outer or f"not: {label}"
-        ended_other = self.attempt(other)
-        self.branch = outer
-        if ended:
-            self.remember(label, ended)
-        if ended and ended_other:
-            raise ended_other
-        if ended_other:
-            self._restore(first)
-            self.remember(f"not: {label}", ended_other)
-        elif not ended:
-            joined: Joined = {}
-            for scope, names in zip(self.scopes(), first, strict=False):  # a branch may open scopes of its own
-                self.join(names, scope, label, joined)
-
-    def join(self, names: Mapping[str, Any], scope: dict[str, Any], branch: str, joined: Joined | None = None) -> None:
-        """Give a scope what `names`, of the branch, and the scope itself hold.
-
-        Args:
-            joined: what the scopes before have been given, so that two names of one list keep one list.
-        """
-        joined = {} if joined is None else joined
-        for name in {**names, **scope}:
-            one, other = names.get(name, ()), scope.get(name, ())
-            is_sure = one or other or (name in names) == (name in scope)  # an empty text is not a name that is gone
-            value = self.either(one, other, branch) if is_sure else hole(f"a value that depends on {branch}")
-            # Both lists are kept beside what they make, so that no later one gets the address of either.
-            is_list = isinstance(one, list) or isinstance(other, list)
-            scope[name] = joined.setdefault((id(one), id(other)), (one, other, value))[2] if is_list else value
-
-    def choose(self, clauses: Sequence[Clause]) -> None:
-        """Run the first clause that holds; those before it that may hold are read both ways."""
-        if not clauses:
-            return
-        (label, truth, work), *rest = clauses
-        if truth is None:
-            self.fork(label, work, lambda: self.choose(rest))
-        elif truth:
-            work()
-        else:
-            self.choose(rest)
-
-    def _restore(self, state: Sequence[Mapping[str, Any]]) -> None:
-        for scope, names in zip(self.scopes(), state, strict=False):
-            scope.clear()
-            scope.update(names)
-
-    def either(self, one: Any, other: Any, branch: str) -> Any:
-        """The value of a place that either branch may have reached: what both begin with is sure."""
-        if one is other or type(one) is type(other) and isinstance(one, PLAIN) and one == other:
-            return one
-        if () in (one, other) and list in map(type, (one, other)):  # a name that one branch alone makes a list
-            one, other = one or [], other or []
-        if not isinstance(one, tuple | list) or type(one) is not type(other):
-            return hole(f"a value that depends on {branch}")
-        self.reading.spend(1 + len(one) + len(other))
-        differs = (place for place, pair in enumerate(zip(one, other, strict=False)) if pair[0] != pair[1])
-        count = next(differs, min(len(one), len(other)))
-        ends = ((one[count:], branch), (other[count:], f"not: {branch}"))
-        if isinstance(one, tuple):
-            pieces = (replace(piece, branch=piece.branch or label) for text, label in ends for piece in text)
-            return (*one[:count], *pieces)
-        return one[:count] + [_item(item, label) for items, label in ends for item in items]
-
-
-PLAIN = (tuple, list, str, int, float)
-
-
-def _item(item: Any, branch: str) -> Text:
-    """An item of a list that one branch adds."""
-    return under((item or (Piece(""),)) if isinstance(item, tuple) else hole("a value"), branch)

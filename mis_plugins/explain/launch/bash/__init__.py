@@ -1,0 +1,28 @@
+"""Shell scripts, read by a parser of bash and never executed: what each start of train.py is given.
+
+Variables, arrays, functions, heredocs and sourced files are followed. A branch whose condition is not known is read
+both ways, and what only one way gives is marked with the condition.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from mis_plugins.explain.launch.bash.shell import Shell
+from mis_plugins.explain.launch.reader import Launch, Reading
+
+
+def launches(script: str, path: Path, reading: Reading, arguments: Sequence[str] = ()) -> list[Launch]:
+    """Every start of train.py in a shell script.
+
+    Args:
+        path: where the script lies; files that it sources are looked for from there.
+        arguments: what the user starts the script with: NAME=VALUE of its environment, then its own arguments.
+
+    Raises:
+        ConfigError: the script nests deeper than any launch script does, or the parser of bash is not installed.
+    """
+    shell = Shell(path, reading)
+    shell.run_script(script, arguments)
+    return shell.found

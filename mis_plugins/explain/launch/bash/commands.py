@@ -1,0 +1,217 @@
+"""Commands of a script in bash: starts of train.py, functions, other shells and texts that it runs."""
+
+from __future__ import annotations
+
+import os.path
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from mis_plugins.config.file import text_of
+from mis_plugins.explain.launch.bash.assignments import FILLS, Assignments, pair
+from mis_plugins.explain.launch.bash.nodes import ENDS_ROUND, Node, one_line, says
+from mis_plugins.explain.launch.bash.output import NAMES_TRAIN, PRINTS
+from mis_plugins.explain.launch.bash.variables import EXPORTED, FOLDER, LEFT, Value
+from mis_plugins.explain.launch.grammar import parsed
+from mis_plugins.explain.launch.reader import PACKAGES, Ended, Launch, Returned, is_train
+from mis_plugins.explain.launch.words import HOLE, Piece, Text, hole, known, shown, spaced, word_of
+
+SHELLS = ("bash", "sh", "zsh", "dash")
+STARTS_NOTHING = (":", "true", "pkill", "pgrep", "grep", "ps", "kill", *ENDS_ROUND)
+# Commands that start nothing and write no file that they name, and those that write one.
+LEAVES_FILES = ("ls", "test", "chmod", "mkdir", "touch", "head", "tail", "less", "vim", "wc", "diff", "stat", "git",
+                "basename", "dirname", "realpath", "which")  # fmt: skip
+COPIES, EDITS = ("cp", "mv", "ln", "rm", "install", "rsync", "scp", "tee"), ("sed", "yq", "perl", "wget", "curl")
+# What gives a shell the variables that the script exports, but for some flags; of other commands that is not known.
+HANDS_ON = ("env", "exec", "nohup", "nice", "timeout", "setsid", "stdbuf", "srun")
+LETS_GO = ("-i", "-u", "--ignore", "--unset", "--export")
+# What starts a program in Python, wherever it stands before train.py.
+PYTHON = re.compile(r"(i?python|pypy)[\d.]*|torchrun|accelerate|deepspeed|uv|poetry")
+# What sets up a shell, and no variable of a training.
+OF_A_SHELL = re.compile(r"\$\((?:[^\s()]*/)?(?:conda|mamba|micromamba|pyenv|ssh-agent)\s[^()]*\)")
+# A part of an evaluated text that is known but for its branch: words that need no quotes.
+PLAIN_WORDS = re.compile(r"( [\w./:=,@+-]+)+ *")
+
+
+class Commands(Assignments):
+    """What the commands of a script do."""
+
+    def run_text(self, script: str) -> None:
+        root, lost = parsed(script, self.reading.clock.is_over)
+        self.texts.append(root)
+        for keyword in lost:
+            self.unread(keyword, "the parser of bash loses the branch before it; write one assignment a line")
+        self.run_all(root.children)
+
+    def call(self, node: Node, words: list[Text]) -> None:
+        name = word_of(words[0]).text if words else ""
+        if name in self.functions:
+            body, source = self.functions[name]
+            own: dict[str, Value | None] = {}
+            with self.now(locals=own), self._kept(own):
+                self._within(words[1:], source, lambda: self.run(body))
+        elif name.startswith("--"):
+            self.unread(node, "a command that begins with a flag; does the line above lack its backslash?")
+        elif name in COMMANDS:
+            COMMANDS[name](self, node, words[1:])
+        elif name == "tee":
+            self._tee(words, hole("tee"))
+        elif name in FILLS or name == "printf" and [known(word) for word in words[1:2]] == ["-v"]:
+            self._fill(node, words[1:])
+        elif name not in STARTS_NOTHING and name not in PRINTS:
+            at, text = shell_of(words, "c")
+            if text < len(words):
+                self._other_shell(words[:at], words[text], words[text + 1 :])
+            else:
+                self._launch(node, words)
+
+    def _other_shell(self, before: Sequence[Text], text: Text, given: Sequence[Text]) -> None:
+        """Read a text as another shell, which sees the variables that the script exports.
+
+        Args:
+            before: what starts the shell, with variables for it as NAME=VALUE.
+            given: its name and its arguments.
+        """
+        starts = [shown(word) for word in before]
+        is_given = not before or starts[0] in HANDS_ON and not any(word.startswith(LETS_GO) for word in starts)
+        own: dict[str, Value] = {FOLDER: self._folder(), "@": list(given[1:])}
+        for name, value in self.variables.items():
+            mark = self.variables.get(f"-x {name}", hole("-a") if "-a" in self.variables else ())
+            if mark and name.isidentifier() and name != "IFS" and not isinstance(value, list):
+                shared = value if is_given and mark == EXPORTED else hole(f"${name}")
+                own |= {name: shared, f"-x {name}": hole("-x") if known(shared) is None else EXPORTED}
+        for word in before:
+            name, value = pair(word)
+            others = {one: hole(shown(word)) for one in re.findall(r"(\w+)=", shown(word))}
+            own |= {name: value, f"-x {name}": EXPORTED} if name else others
+        own_name = next(iter(given), hole("$0"))
+        with self.now(variables=own, functions=dict(self.functions), locals=None, own_name=own_name):
+            self.attempt(lambda: self.evaluate(text))
+
+    def _within(self, positional: list[Text], source: int, work: Callable[[], object], shares: bool = False) -> None:
+        """Run a function, a sourced file or an evaluated text, from which the script may return.
+
+        Args:
+            shares: whether the arguments that it sets are those of the script too.
+        """
+        with self.deeper(), self.now(positional=positional, source=source, returned=[]):
+            try:
+                work()
+            except Returned:
+                pass
+            for branch, state in self.returned:
+                self.join(state, self.variables, branch)
+            positional = self.positional
+        self.positional = positional if shares else self.positional
+
+    def _launch(self, node: Node, words: list[Text]) -> None:
+        said = [word_of(word).text for word in words]
+        at = next((place for place, one in enumerate(said) if is_train(one)), None)
+        programs = [one.rpartition("/")[2] for one in said[:at] if one[:1] != "-"]
+        before = programs[-1] if programs else HOLE
+        starts = any(map(PYTHON.fullmatch, programs)) or HOLE in before or before in HANDS_ON
+        if at is None or not starts or programs[:1] and programs[0] in (*LEAVES_FILES, *COPIES, *EDITS):
+            self._other(node, words)
+            return
+        name, arguments = node.child_by_field_name("name"), node.children_by_field_name("argument")
+        ends = [child.end_byte for child in arguments if says(child) not in ('"$@"', "$@")]
+        if not ends and name is not None and not re.match(r'"?\$\{?[@*\d]', says(name)):
+            ends = [name.end_byte]
+        place = (0, 0) if self.source or not ends else (ends[-1], ends[-1])
+        parts = {part.lower() for word in words for part in shown(word).replace(":", "/").split("/")}
+        given, hosts, folder = tuple(map(word_of, words[at + 1 :])), frozenset(parts & PACKAGES), shown(self._folder())
+        self.found.append(Launch(self.lines(name or node)[0], given, hosts, place, self.branch, folder=folder))
+
+    def _other(self, node: Node, words: Sequence[Text]) -> None:
+        """A command that is no start: what it may write, and what it may start out of sight."""
+        name, *given = [shown(word) for word in words if known(word) != "sudo"] or [""]
+        name = name.rpartition("/")[2]
+        if name in LEAVES_FILES:
+            return
+        names = {part for word in given for part in re.split("[= ]", word)}
+        self.reading.handed |= names | set(map(os.path.basename, names))
+        if name in (*COPIES, *EDITS):
+            within = (os.path.normpath(f"{given[-1]}/{os.path.basename(word)}") for word in given[:-1])
+            is_edit = any(re.match(r"-\w*[iOo]|--in|--out", word) for word in given)
+            for file in [*given[-1:], *within] if name in COPIES else given if is_edit else []:
+                self.write(file, hole(one_line(node)))
+            return
+        shell, _ = shell_of(words, "c")
+        if NAMES_TRAIN.search(f"{says(node)} {' '.join(given)}"):
+            self.unread(node, "may start train.py too")
+        elif shell in (0, *range(len(given))) and words or any(word.endswith(".sh") for word in (name, *given)):
+            self.unread(node, "runs another script, which is not read")
+
+    def _exit(self, node: Node, words: list[Text]) -> None:
+        self.reading.ended = f": the script exits in line {self.lines(node)[0]}"
+        raise Ended
+
+    def _return(self, node: Node, words: list[Text]) -> None:
+        raise Returned(dict(self.variables))
+
+    def _source(self, node: Node, words: list[Text]) -> None:
+        """Read a file that the script sources, where it can be found."""
+        said, folder = (known(word) or "" for word in (words[0] if words else (), self._folder()))
+        name = next((one for one in (os.path.join(folder, said), said) if os.path.isfile(one)), None)
+        if name is None:
+            self.unread(node, "the file is not here")
+            return
+        text = text_of(Path(name))
+        self.reading.spend(len(text))
+        self._within(words[1:] or self.positional, len(self.texts), lambda: self.run_text(text))
+
+    def _cd(self, node: Node, words: list[Text]) -> None:
+        """Keep the folder, in which the files that are sourced are looked for first, and the one before."""
+        to, before = words[-1] if words else hole("cd"), self._folder()
+        there = (*(() if shown(to).startswith("/") else before), *to, Piece("/"))
+        self.variables[FOLDER] = self.variables.get(LEFT, hole("-")) if shown(to) == "-" else there
+        self.variables[LEFT] = before
+
+    def _eval(self, node: Node, words: list[Text]) -> None:
+        self.evaluate(spaced(words), shares=True)
+        if known(spaced(words)) is None and not OF_A_SHELL.fullmatch(shown(spaced(words))):
+            self.unread(node, "its text is not known")
+
+    def evaluate(self, text: Text, shares: bool = False) -> None:
+        """Read a text as a script, with a variable in place of each part that is not known.
+
+        Args:
+            shares: whether the variables that it sets are those of the script too.
+        """
+        with self.now(variables=self.variables if shares else dict(self.variables)):
+            said = "".join(map(self._evaluated, self.reading.paid(text)))
+            self._within(self.positional, len(self.texts), lambda: self.run_text(said), shares)
+
+    def _evaluated(self, piece: Piece) -> str:
+        """A part of a text that is evaluated; words that a branch adds stay words."""
+        if piece.text is not None and not piece.branch:
+            return piece.text
+        are_words = piece.text is not None and PLAIN_WORDS.fullmatch(piece.text)
+        said = ""
+        for word in (piece.text or "").split() if are_words else [piece.text]:
+            name = f"unknown_{len(self.variables)}"
+            self.variables[name] = (replace(piece, text=word, span=None),)
+            said += f"{' ' if are_words else ''}${{{name}}}"
+        return said
+
+
+COMMANDS: dict[str, Callable[[Commands, Node, list[Text]], None]] = {
+    "source": Commands._source,
+    ".": Commands._source,
+    "eval": Commands._eval,
+    "exit": Commands._exit,
+    "cd": Commands._cd,
+    **dict.fromkeys(("exec", "time"), lambda shell, node, words: shell.call(node, words)),
+    "return": Commands._return,
+    "shift": Commands._shift,
+    "set": Commands._set,
+}
+
+
+def shell_of(words: Sequence[Text], switch: str) -> tuple[int, int]:
+    """Where a shell stands among words, and what follows its switch, as `bash -c TEXT`; the end is nowhere."""
+    said = [word_of(word).text.rpartition("/")[2] for word in words]
+    at = next((place for place, one in enumerate(said) if one in SHELLS), len(said))
+    found = (i for i, one in enumerate(said[at:], at + 1) if re.fullmatch(f"-[A-Za-z]*{switch}", one))
+    return at, next(found, len(said))

@@ -1,0 +1,223 @@
+"""Statements of a script in bash: lists, branches, loops, functions and redirects."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from itertools import groupby
+
+from mis_plugins.errors import ConfigError
+from mis_plugins.explain.launch.bash import nodes
+from mis_plugins.explain.launch.bash.assignments import FILLS
+from mis_plugins.explain.launch.bash.commands import COMMANDS, Commands, shell_of
+from mis_plugins.explain.launch.bash.conditions import Conditions, matches
+from mis_plugins.explain.launch.bash.nodes import ENDS_ROUND, Node, one_line, parts_of, says
+from mis_plugins.explain.launch.bash.output import NAMES_TRAIN
+from mis_plugins.explain.launch.bash.variables import EXPORTED
+from mis_plugins.explain.launch.reader import Clause, any_of
+from mis_plugins.explain.launch.words import hole, known, literal, shown
+
+LEAVES_VARIABLES = ("command", "negated_command", "pipeline", "subshell", "test_command")
+DECLARES = ("export", "readonly", "declare", "typeset", "local", "unset")
+
+
+class Shell(Commands, Conditions):
+    """A shell that reads statements and runs none."""
+
+    def run_script(self, script: str, arguments: Sequence[str]) -> None:
+        """Read a whole script as `launches` does."""
+        given = list(arguments)
+        while given and given[0].partition("=")[0].isidentifier() and "=" in given[0]:
+            name, _, value = given.pop(0).partition("=")
+            self.variables |= {name: literal(value), f"-x {name}": EXPORTED}
+        self.positional = [literal(one) for one in given]
+        try:
+            self.attempt(lambda: self.run_text(script))
+        except RecursionError:
+            raise ConfigError("nested deeper than any launch script; give the part that starts the training") from None
+
+    def run(self, node: Node) -> None:
+        self.reading.spend()
+        self.ran.add((self.source, node.id))
+        if node.type in RUN and nodes.is_apart(node):
+            with self.now(variables=dict(self.variables)):
+                self.attempt(lambda: RUN[node.type](self, node))
+        elif node.type in RUN:
+            RUN[node.type](self, node)
+        elif node.type == "ERROR":
+            self.unread(node, "no bash that the parser knows")
+
+    def _children(self, node: Node) -> None:
+        self.run_all(node.named_children)
+
+    def _status(self, node: Node, trusts: bool = True) -> bool | None:
+        """Run a part of a list; whether it succeeds, None where only running the script would tell.
+
+        Args:
+            trusts: whether a part of which nothing is known is taken to succeed, as `cd` before a start is. What
+                decides a value, or where a loop ends, takes nothing so.
+        """
+        if node.type != "list":
+            truth = self.truth(node)
+            if node.type != "test_command":
+                self.run(node)
+            is_test = node.type == "test_command" or node.children[0].type == "(("
+            return True if truth is None and not is_test and (trusts or nodes.succeeds(node)) else truth
+        left, right = node.named_children[0], node.named_children[-1]
+        is_and = any(child.type == "&&" for child in node.children)
+        status = self._status(left, trusts and not self._decides(right))
+        if status is None:
+            nothing, run = (lambda: None), (lambda: self.run(right))
+            self.fork(says(left), *((run, nothing) if is_and else (nothing, run)))
+        elif status == is_and:
+            return self._status(right, trusts)
+        return status
+
+    def _decides(self, node: Node) -> bool:
+        """Whether a statement may set a variable, or end a function, a loop or the script."""
+        node = node.child_by_field_name("body") or node if node.type == "redirected_statement" else node
+        first = one_line(node).partition(" ")[0]
+        return node.type not in LEAVES_VARIABLES or first in {*COMMANDS, *ENDS_ROUND, *FILLS, *self.functions}
+
+    def _if(self, node: Node) -> None:
+        parts, clauses = list(nodes.clauses_of(node)), list[Clause]()
+        for conditions, _ in parts:
+            self.run_all(conditions)
+        for conditions, body in parts:
+            truth = self.truth(conditions[-1]) if conditions else True
+            clauses.append(("; ".join(map(says, conditions)), truth, lambda body=body: self.run_all(body)))
+        self.choose(clauses)
+
+    def _case(self, node: Node) -> None:
+        subject = node.child_by_field_name("value")
+        value = self.text(subject) if subject else ()
+        said, clauses = known(value), list[Clause]()
+        for item in reversed([item for item in node.named_children if item.type == "case_item"]):
+            close = next((i for i, child in enumerate(item.children) if child.type == ")"), 0)
+            groups = groupby(item.children[item.children[0].type == "(" : close], lambda child: child.type == "|")
+            patterns = ["".join(map(self._pattern, parts)) for is_bar, parts in groups if not is_bar]
+            fits = any_of(["*" in patterns or None if said is None else matches(said, pattern) for pattern in patterns])
+            label = " or ".join(says(child) for child in item.children[:close] if child.is_named)
+            clauses = [(f"{shown(value)} is {label}", fits, self._arm(item, close, clauses)), *clauses]
+        self.choose(clauses)
+
+    def _arm(self, item: Node, close: int, later: Sequence[Clause]) -> Callable[[], object]:
+        """The work of a branch of `case`: behind `;&` the next one runs too, behind `;;&` one of the later ones may."""
+
+        def work() -> None:
+            self.run_all(child for child in item.children[close:] if child.is_named)
+            ending = item.child_by_field_name("fallthrough")
+            if ending is not None and later:
+                self.choose(later) if says(ending) == ";;&" else later[0][2]()
+
+        return work
+
+    def _for(self, node: Node) -> None:
+        name, body = node.child_by_field_name("variable"), node.child_by_field_name("body")
+        values = [word for child in node.children_by_field_name("value") for word in self.words(child)]
+        if name is None or body is None:
+            return
+        if not values or nodes.ends_early(body) or any(known(word) is None for word in values):
+            self.variables[says(name)] = hole(f"${says(name)}", self.lines(node))
+            self._loop(node)
+            return
+        for word in values:
+            self.variables[says(name)] = word
+            self.run(body)
+
+    def _loop(self, node: Node) -> None:
+        """Read the body once; what it sets is not known where it may end before its last round."""
+        body, before = node.child_by_field_name("body"), dict(self.variables)
+        self.run_all(child for child in node.named_children if child != body)
+        if body is not None:
+            self.fork(one_line(node), lambda: self.run(body), lambda: None)
+            changed = [name for name, value in self.variables.items() if before.get(name) != value]
+            if nodes.ends_early(body):
+                self.variables |= {name: hole(f"${name}", self.lines(node)) for name in changed}
+
+    def _function(self, node: Node) -> None:
+        name, body = node.child_by_field_name("name"), node.child_by_field_name("body")
+        if name is not None and body is not None:
+            self.functions[says(name)] = body, self.source
+
+    def _command(self, node: Node) -> None:
+        before = nodes.of_lines_before(node)
+        self.run_all(before)
+        name = node.child_by_field_name("name")
+        words = self.command_words(node)
+        own = [child for child in node.children if child.type == "variable_assignment" and child not in before]
+        keys = [re.split(r"[+=\[]", says(child))[0] for child in own]
+        with self._kept({key: self.variables.get(key) for one in keys for key in (one, f"-x {one}")}):
+            self.run_all(own)
+            self.variables |= {f"-x {one}": EXPORTED for one in keys}
+            self.variables |= {one: hole(f"${one}") for one in keys if isinstance(self.variables.get(one), list)}
+            if name is not None and says(name) in DECLARES:  # the parser takes it for a command then
+                said = (node.text or b"")[name.start_byte - node.start_byte :].decode(errors="replace")
+                self.evaluate(literal(said, self.lines(node)), shares=True)
+            else:
+                self.call(node, words)
+
+    def _redirected(self, node: Node) -> None:
+        """A command, and the files that it writes."""
+        body = node.child_by_field_name("body")
+        printed = self.printed(body, node) if body is not None else ()
+        heredoc, pipe = next(parts_of(node, "heredoc_body"), None), next(parts_of(node, "pipeline"), None)
+        self._writes(node, hole(one_line(node)) if printed is None else printed)
+        if body is None:
+            return
+        reader = pipe.named_children[0] if pipe and printed is not None and pipe.named_child_count == 1 else body
+        if reader.type == "redirected_statement":  # `cat <<EOF | tee FILE > /dev/null`
+            self._writes(reader, hole(one_line(reader)))
+            reader = reader.child_by_field_name("body") or reader
+        is_plain = reader.type == "command" and reader.children[0].type == "command_name"
+        given = [word for word in (self.command_words(reader) if is_plain else []) if known(word) != "--"]
+        at, behind = shell_of(given, "s")
+        is_input = all(shown(word)[:1] in "-+" or known(word) == "pipefail" for word in given[at + 1 : behind])
+        if heredoc is not None and at < len(given) and is_input:
+            self.ran |= {(self.source, body.id), (self.source, reader.id)}
+            pipe = pipe if printed is None else None
+            text = self._heredoc(heredoc) if printed is None else printed
+            self._other_shell(given[:at], text, [given[at], *given[behind:]])
+        elif printed is None:
+            self.run(body)
+            if heredoc is not None and NAMES_TRAIN.search(says(heredoc)):
+                Shell.unread(self, node, "may start train.py too")
+        else:
+            self.ran.add((self.source, body.id))
+            for words in [given] if reader is body else [self.command_words(body), given]:
+                if words and known(words[0]) == "tee":
+                    self._tee(words, printed)
+                    pipe = None if words is given else pipe
+        self.run_all(pipe.named_children if pipe is not None else ())
+        self.run_all(
+            right for one in parts_of(node, "heredoc_redirect") for right in one.children_by_field_name("right")
+        )
+
+
+RUN: dict[str, Callable[[Shell, Node], object]] = {
+    **dict.fromkeys(
+        (
+            "program",
+            "variable_assignments",
+            "compound_statement",
+            "do_group",
+            "pipeline",
+            "negated_command",
+            "subshell",
+        ),
+        Shell._children,
+    ),
+    "declaration_command": Shell._declare,
+    **dict.fromkeys(("binary_expression", "unary_expression", "postfix_expression"), Shell._computed),
+    "unset_command": Shell._unset,
+    "command": Shell._command,
+    "variable_assignment": Shell._assignment,
+    "redirected_statement": Shell._redirected,
+    "list": Shell._status,
+    "if_statement": Shell._if,
+    "case_statement": Shell._case,
+    "for_statement": Shell._for,
+    **dict.fromkeys(("c_style_for_statement", "while_statement"), Shell._loop),
+    "function_definition": Shell._function,
+}
+"""How each kind of statement is read; of others nothing is."""

@@ -1,0 +1,202 @@
+"""Words and texts of a script in bash: quotes, braces and expansions."""
+
+from __future__ import annotations
+
+import codecs
+import re
+from collections.abc import Callable
+from dataclasses import replace
+
+from mis_plugins.explain.launch.bash.nodes import EXPANSIONS, Node, says
+from mis_plugins.explain.launch.bash.variables import Variables, is_one
+from mis_plugins.explain.launch.words import Piece, Text, fields, hole, literal, shown, spaced
+
+# A home in a word, and a variable of the shell that the parser leaves within a word.
+EXPANDED = re.compile(r"(?:^|:)~[+-]?(?:[/:]|$)|(?<!\\)\$[@*#?!$-]")
+BRACES = re.compile(r"([^{}'\"\\$`~]*)\{([^{}'\"\\$`~]*,[^{}'\"\\$`~]*)\}([^{}'\"\\$`~]*)")
+# The few letters that a backslash quotes within double quotes.
+ESCAPED = re.compile(r'\\(["$`\\\n])')
+DEFAULTS = (":-", "-", ":=", "=")
+# A part of an evaluated text that is not known.
+UNKNOWN = re.compile(r"\$\{(unknown_\d+)\}")
+
+
+class Texts(Variables):
+    """What a shell makes of the words of a script."""
+
+    def words(self, node: Node) -> list[Text]:
+        """The words that a shell makes of one argument."""
+        if node.type == "comment":
+            return []
+        listed = self._listed(node)
+        if listed is not None:
+            self.reading.spend(1 + len(listed))
+            return listed
+        braces = BRACES.fullmatch(says(node)) if node.type in ("word", "concatenation") else None
+        if braces:
+            expanded = [f"{braces[1]}{one}{braces[3]}" for one in braces[2].split(",")]
+            return [self.literal(one, node) for one in expanded if one]
+        open_parts = [says(part) if part.type in ("word", "brace_expression") else "x" for part in node.children]
+        if node.type == "concatenation" and re.search(r"\{.*(,|\w\.\.\w).*\}", "".join(open_parts), re.S):
+            return [self.unknown(node)]
+        text = self.text(node)
+        if node.type in EXPANSIONS:
+            split = self._split(self.reading.paid(text))
+            # Quotes in a default hold blanks together, and make a word of nothing.
+            quotes = node.type == "expansion" and any(letter in says(node) for letter in "\"'\\")
+            return [self.unknown(node)] if quotes and split != [text] else split
+        if node.type in ("concatenation", "string") and any(map(self._may_be_several, node.named_children)):
+            named = UNKNOWN.sub(lambda found: shown(self._valued(node, found[1])), says(node))
+            return [hole(named, self.lines(node))]
+        span = None if self.source else (node.start_byte, node.end_byte)
+        return [tuple(replace(piece, lines=self.lines(node), span=span) for piece in text)]
+
+    def command_words(self, node: Node) -> list[Text]:
+        name = node.child_by_field_name("name")
+        parts = [*(name.named_children if name else ()), *node.children_by_field_name("argument")]
+        return [word for part in parts for word in self.words(part)]
+
+    def _split(self, text: Text) -> list[Text]:
+        """The words of an expansion without quotes; not known where the script sets other letters to cut at."""
+        return [hole(shown(text))] if text and "IFS" in self.variables else fields(text)
+
+    def _may_be_several(self, part: Node) -> bool:
+        """Whether a part of a word makes several words: items of an array, or blanks that no quotes hold."""
+        if any(several in says(part) for several in ("$@", "${@", "[@]")):
+            return True
+        is_split = part.type in EXPANSIONS and part.parent is not None and part.parent.type == "concatenation"
+        texts = (piece.text for piece in self.text(part)) if is_split else ()
+        return any(text is not None and text.split() != [text] for text in texts)
+
+    def _listed(self, node: Node) -> list[Text] | None:
+        """The words of an array that stands alone, quoted or not."""
+        said = says(node)
+        if node.type == "string":
+            said = said[1:-1]
+        if node.type not in ("string", "simple_expansion", "expansion"):
+            return None
+
+        def items(listed: list[Text]) -> list[Text]:
+            return listed[:] if node.type == "string" else [word for one in listed for word in self._split(one)]
+
+        if said in ("$@", "${@}"):
+            return items(self.positional)
+        name = said[2:].partition("[@]")[0]
+        if said.startswith("${@:"):
+            first = int(said[4:-1]) if said[4:-1].isdigit() and len(said) < 8 else 0
+            is_sure = first > 0 and all(map(is_one, self.positional[: first - 1]))
+            return items(self.positional[first - 1 :]) if is_sure else None
+        if said != f"${{{name}[@]}}" or not name.isidentifier():
+            return None
+        value = self.variables.get(name)
+        if value is None:
+            return [hole(said, self.lines(node))]
+        return items(value if isinstance(value, list) else [value])
+
+    def text(self, node: Node) -> Text:
+        self.reading.spend()
+        return TEXT[node.type](self, node) if node.type in TEXT else self.unknown(node)
+
+    def literal(self, text: str, node: Node, begin: int | None = None, end: int | None = None) -> Text:
+        """A text that stands in the script as it is: in the whole node, or in the bytes from `begin` to `end`."""
+        at = self.source, node.start_byte if begin is None else begin, node.end_byte if end is None else end
+        return (Piece(text, lines=self.lines(node), at=at),) if text else ()
+
+    def _plain(self, node: Node) -> Text:
+        """A word without the backslashes that quote one letter; not known where bash makes something else of it."""
+        if EXPANDED.search(says(node)):
+            return self.unknown(node)
+        letters = iter(says(node))
+        said = "".join(next(letters, "") if letter == "\\" else letter for letter in letters)
+        return self.literal(said.replace("\n", ""), node)
+
+    def _raw(self, node: Node) -> Text:
+        return self.literal(says(node)[1:-1], node)
+
+    def _ansi(self, node: Node) -> Text:
+        """The text of `$'...'`; not known where bash and Python read a letter behind a backslash differently."""
+        said = says(node)[2:-1]
+        if re.search(r"\\[^abfnrtv'\"]", said.replace(r"\\", "")):
+            return self.unknown(node)
+        return self.literal(re.sub(r"\\.", lambda found: codecs.decode(found[0], "unicode_escape"), said), node)
+
+    def _concatenated(self, node: Node) -> Text:
+        """The parts of one word; the parser ends the word `{a$1` behind its dollar."""
+        if node.children[-1].type == "$":
+            return self.unknown(node)
+        return self.mixed(node, node.start_byte, node.end_byte)
+
+    def mixed(self, node: Node, begin: int, end: int) -> Text:
+        """Text with expansions in it; the parser gives no node to some of the plain parts."""
+        source, place = node.text or b"", begin
+        parts: list[Text] = []
+
+        def plain(upto: int) -> None:
+            said = source[place - node.start_byte : upto - node.start_byte].decode(errors="replace")
+            said = said if node.type == "concatenation" else ESCAPED.sub(lambda found: found[1].strip("\n"), said)
+            parts.append(self.literal(said, node, place, upto))
+
+        for child in node.named_children:
+            if child.type not in ("string_content", "heredoc_content"):
+                plain(child.start_byte)
+                parts.append(self.text(child))
+                place = child.end_byte
+        plain(end)
+        return self.reading.paid(tuple(piece for part in parts for piece in part))
+
+    def _braced(self, node: Node) -> Text:
+        """`${NAME}`, `${NAME:-default}` and the like; all that cuts or counts is not known."""
+        unknown, named = self.unknown(node), next(iter(node.named_children), None)
+        if named is None:
+            return unknown
+        name, whole = says(named).partition("[")[0], named.type == "subscript"
+        if name == "BASH_SOURCE":
+            return literal(str(self.path))
+        if whole and not says(named).endswith(("[@]", "[*]")):
+            return unknown
+        marks = (child.type for child in node.children if not child.is_named and child.type not in ("${", "}"))
+        operator = next(marks, "")
+        value = self.variables.get(name, self._argument(name) if name.isdigit() else None)
+        if isinstance(value, list) and not whole:
+            value = self._first(value, node) if value else None
+        text = spaced(value) if isinstance(value, list) else value or ()
+        is_set = any(piece.text != "" for piece in text)
+        if operator in ("-", "=", "+"):
+            is_set = value is not None and value != []
+        if operator in ("", ":?", "?") or is_set and operator in DEFAULTS:
+            return self._valued(node, name, whole)
+        is_alternative = is_set and operator in ("+", ":+")
+        if not is_alternative and operator not in DEFAULTS or len(node.named_children) < 2:
+            return unknown
+        text = self._instead(node)
+        if is_alternative:
+            is_sure = isinstance(value, list) or any(piece.text and not piece.branch for piece in value or ())
+            return text if is_sure else unknown
+        self.reading.assume_unset(name)
+        if operator.endswith("="):
+            self.variables[name] = text
+        return text
+
+    def _instead(self, node: Node) -> Text:
+        """The text of `${NAME:-text}`; not known where a single quote in it is a letter, as in double quotes."""
+        text = tuple(piece for child in node.named_children[1:] for piece in self.text(child))
+        is_quoted = node.parent is not None and node.parent.type in ("string", "heredoc_body")
+        return self.unknown(node) if is_quoted and "'" in says(node) else text
+
+    def _substituted(self, node: Node) -> Text:
+        """The output of commands within a word."""
+        raise NotImplementedError
+
+
+TEXT: dict[str, Callable[[Texts, Node], Text]] = {
+    **dict.fromkeys(("word", "number", "variable_name", "extglob_pattern", "test_operator"), Texts._plain),
+    "raw_string": Texts._raw,
+    "ansi_c_string": Texts._ansi,
+    "string": lambda shell, node: shell.mixed(node, node.start_byte + 1, node.end_byte - 1),
+    "translated_string": lambda shell, node: shell.text(node.named_children[-1]),
+    "concatenation": Texts._concatenated,
+    "simple_expansion": lambda shell, node: shell._valued(node, says(node).removeprefix("$")),
+    "expansion": Texts._braced,
+    "command_substitution": lambda shell, node: shell._substituted(node),
+}
+"""How each kind of word is read; any other is not known."""

@@ -1,0 +1,36 @@
+"""Launchers in Python, read as a syntax tree and never executed: the command line that each start of train.py gets.
+
+The values of a dataclass of arguments are its defaults, and what the user gives on the launcher's command line. A
+branch whose condition is not known is read both ways, and what only one way gives is marked with the condition.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Sequence
+from pathlib import Path
+
+from mis_plugins.errors import ConfigError
+from mis_plugins.explain.launch.python.launcher import Launcher
+from mis_plugins.explain.launch.reader import Launch, Reading
+
+
+def launches(script: str, path: Path, reading: Reading, arguments: Sequence[str] = ()) -> list[Launch]:
+    """Every start of train.py in a launcher.
+
+    Args:
+        arguments: what the user gives to the launcher: its command, where it has several, and options.
+
+    Raises:
+        ConfigError: the launcher is no Python, nests deeper than any launcher does, or takes no such option.
+    """
+    try:
+        launcher = Launcher(script, path, reading, arguments)
+        launcher.run_everything(ast.parse(script))
+    except SyntaxError as error:
+        raise ConfigError(f"line {error.lineno}: no Python ({error.msg})") from None
+    except (RecursionError, MemoryError):
+        raise ConfigError("nested deeper than any launcher; give a shell script that starts train.py") from None
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    return launcher.found

@@ -1,0 +1,150 @@
+"""Expressions of a launcher, but for calls."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Sequence
+from pathlib import PurePosixPath
+from typing import Any
+
+from mis_plugins.explain.launch.python.names import Names
+from mis_plugins.explain.launch.python.values import PLAIN, as_text, equal, key_of, lines_of, names_set, says, truth_of
+from mis_plugins.explain.launch.reader import any_of
+from mis_plugins.explain.launch.words import Piece, Text, known, literal
+
+LOOPS = 1000  # rounds of one loop
+LARGEST = 2**63  # of a number; a power would fill the memory
+
+
+class Expressions(Names):
+    """The values of expressions."""
+
+    def visit_Constant(self, node: ast.Constant) -> Any:
+        if isinstance(node.value, str):
+            return self.reading.paid(literal(node.value, lines_of(node)))
+        return node.value if isinstance(node.value, PLAIN) else self.unknown(node)
+
+    def visit_JoinedStr(self, node: ast.JoinedStr) -> Text:
+        return self.reading.paid(tuple(piece for part in node.values for piece in as_text(self.visit(part))))
+
+    def visit_FormattedValue(self, node: ast.FormattedValue) -> Text:
+        value = self.visit(node.value)
+        is_plain = node.format_spec is None and node.conversion == -1
+        return as_text(value, lines_of(node)) if is_plain else self.unknown(node.value)
+
+    def visit_Name(self, node: ast.Name) -> Any:
+        for scope in (self.outside.get(node.id, self.locals), *reversed(self.around), self.globals):
+            if node.id in scope:
+                return scope[node.id]
+        return self.unknown(node)
+
+    def visit_NamedExpr(self, node: ast.NamedExpr) -> Any:
+        value = self.visit(node.value)
+        self.assign(node.target, value)
+        return value
+
+    def visit_IfExp(self, node: ast.IfExp) -> Any:
+        truth = self.truth(node.test)
+        if truth is None:
+            return self.either(self.visit(node.body), self.visit(node.orelse), says(node.test))
+        return self.visit(node.body if truth else node.orelse)
+
+    def visit_BoolOp(self, node: ast.BoolOp) -> Any:
+        decides, is_sure = isinstance(node.op, ast.Or), True
+        value: Any = None
+        for part in node.values:
+            value = self.visit(part)
+            truth = truth_of(value)
+            is_sure = is_sure and truth is not None
+            if truth is decides:
+                break
+        return value if is_sure else self.unknown(node)
+
+    def visit_UnaryOp(self, node: ast.UnaryOp) -> Any:
+        value = self.visit(node.operand)
+        if isinstance(node.op, ast.USub) and isinstance(value, int | float):
+            return -value
+        truth = truth_of(value) if isinstance(node.op, ast.Not) else None
+        return self.unknown(node) if truth is None else not truth
+
+    def visit_Compare(self, node: ast.Compare) -> Any:
+        one, kind, other = self.visit(node.left), node.ops[0], self.visit(node.comparators[0])
+        found: bool | None = None
+        if isinstance(kind, ast.Eq | ast.Is | ast.NotEq | ast.IsNot):
+            found = equal(one, other)
+        elif isinstance(kind, ast.In | ast.NotIn) and isinstance(other, list | dict):
+            found = any_of([equal(one, literal(key) if isinstance(key, str) else key) for key in other])
+        if found is None or len(node.ops) > 1:
+            return self.unknown(node)
+        return found != isinstance(kind, ast.NotEq | ast.IsNot | ast.NotIn)
+
+    def visit_BinOp(self, node: ast.BinOp) -> Any:
+        return self.operate(node, self.visit(node.left), node.op, self.visit(node.right))
+
+    def operate(self, node: ast.AST, one: Any, kind: ast.operator, other: Any) -> Any:
+        """Texts and lists are added, paths divided and whole numbers multiplied; any other value is not known."""
+        if isinstance(kind, ast.Div) and isinstance(one, tuple) and isinstance(other, tuple):
+            return self.divided(node, one, other)
+        adds = isinstance(kind, ast.Add)
+        if isinstance(one, list) and isinstance(other, list) and adds:
+            self.reading.spend(len(one) + len(other))
+            return one + other
+        if isinstance(one, list) or isinstance(other, list):
+            return self.unknown(node)
+        if adds and (isinstance(one, tuple) or isinstance(other, tuple)):
+            return self.reading.paid((*as_text(one), *as_text(other)))
+        if isinstance(kind, ast.Mult) and isinstance(one, int) and isinstance(other, int):
+            return one * other if abs(one * other) < LARGEST else self.unknown(node)
+        return self.unknown(node)
+
+    def divided(self, node: ast.AST, one: Text, other: Text) -> Text:
+        """Two parts of a path."""
+        said, more = known(one), known(other)
+        if said is not None and more is not None:
+            return self.reading.paid(literal(str(PurePosixPath(said) / more), lines_of(node)))
+        may_replace = other[:1] and (other[0].text or "")[:1] in "/."  # all before it, or nothing
+        return self.unknown(node) if may_replace else self.reading.paid((*one, Piece("/"), *other))
+
+    def visit_List(self, node: ast.List | ast.Tuple | ast.Set) -> Any:
+        values, is_sure = self.items(node.elts)
+        return values if is_sure else self.unknown(node)
+
+    visit_Tuple = visit_Set = visit_List
+
+    def items(self, nodes: Sequence[ast.expr]) -> tuple[list[Any], bool]:
+        """The values of expressions up to a `*` whose items are not known, and whether that is all."""
+        found, is_sure = list[Any](), True
+        for node in nodes:
+            value = self.visit(node.value if isinstance(node, ast.Starred) else node)
+            is_sure = is_sure and (not isinstance(node, ast.Starred) or isinstance(value, list))
+            if is_sure:
+                found += value if isinstance(node, ast.Starred) else [value]
+        return found, is_sure
+
+    def visit_ListComp(self, node: ast.ListComp | ast.GeneratorExp) -> Any:
+        first, *more = node.generators
+        values, found = self.visit(first.iter), []
+        if more or first.ifs or not isinstance(values, list) or len(values) > LOOPS:
+            return self.unknown(node)
+        names = names_set(first.target)
+        before = {name: self.locals[name] for name in names if name in self.locals}
+        for value in values:
+            self.assign(first.target, value)
+            found.append(self.visit(node.elt))
+        for name in names:
+            self.locals.pop(name, None)
+        self.locals.update(before)
+        return found
+
+    visit_GeneratorExp = visit_ListComp
+
+    def visit_Dict(self, node: ast.Dict) -> Any:
+        keys = [None if key is None else key_of(self.visit(key)) for key in node.keys]
+        values = [self.visit(value) for value in node.values]
+        return self.unknown(node) if None in keys else dict(zip(keys, values, strict=True))
+
+    def visit_Subscript(self, node: ast.Subscript) -> Any:
+        owner, key = self.visit(node.value), key_of(self.visit(node.slice))
+        if isinstance(owner, list) and isinstance(key, int) and -len(owner) <= key < len(owner):
+            return owner[key]
+        return owner[key] if isinstance(owner, dict) and key in owner else self.unknown(node)

@@ -1,0 +1,144 @@
+"""Functions and classes of a launcher: what a call of them gives."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from mis_plugins.explain.launch.python.expressions import Expressions
+from mis_plugins.explain.launch.python.values import Record, lines_of, name_of, place_of, says
+from mis_plugins.explain.launch.reader import Ended, Joined, Returned
+from mis_plugins.explain.launch.words import hole, literal
+
+BASE_OF_MILES = "ExecuteTrainConfig"
+OF_MILES = {"num_nodes": 1, "cuda_core_dump": False, "extra_env_vars": (), "output_dir": literal("/root/shared_data")}
+"""What a launcher has from Miles's own dataclass, by its defaults at 31f1ca9."""
+DECORATES = {"dataclass", "command", "callback", "dataclass_cli", "property", "staticmethod", "classmethod", "cache"}
+
+
+class Functions(Expressions):
+    """What calls of the functions and classes of the launcher give."""
+
+    def define(self, node: ast.FunctionDef) -> None:
+        """Defaults have the values that their names have where the function is defined."""
+        self.enclosing[node] = [*self.around, *self.frames[1:][-1:]]
+        for _, default in defaults_of(node):
+            if default is not None:
+                self.defaults[place_of(default)] = self.visit(default)
+
+    def call(self, node: ast.FunctionDef, given: Sequence[Any], named: Mapping[str, Any]) -> Any:
+        with self.deeper():
+            frames, around = [*self.frames, self.parameters(node, given, named)], self.enclosing.get(node, [])
+            with self.now(frames=frames, returned=[], outside={}, around=around):
+                value = self.ended_by(self.attempt(lambda: self.block(node.body)))
+        is_plain = DECORATES.issuperset(map(name_of, node.decorator_list)) and not _yields(node)
+        return value if is_plain else self.unknown(node)
+
+    def ended_by(self, ended: Ended | None) -> Any:
+        """What a function gives back over all ways in which it may end; the names that it sets hold what all leave."""
+        value = None
+        if isinstance(ended, Returned):
+            value = ended.value[0]
+        elif ended is not None and not self.returned:
+            raise ended
+        elif ended is not None:  # one way ends the launcher
+            value, state = self.returned.pop()[1]
+            self._restore(state)
+        for branch, (earlier, state) in reversed(self.returned):
+            value, joined = self.either(earlier, value, branch), Joined()
+            for scope, names in zip(self.scopes(), state, strict=False):
+                self.join(names, scope, branch, joined)
+        return value
+
+    def parameters(self, node: ast.FunctionDef, given: Sequence[Any], named: Mapping[str, Any]) -> dict[str, Any]:
+        """The names of a function's parameters with their values."""
+        asked, plain = node.args, [one.arg for one in (*node.args.posonlyargs, *node.args.args)]
+        found = dict(zip(plain, given, strict=False))
+        for one, default in defaults_of(node):
+            if one.arg in named:
+                found[one.arg] = named[one.arg]
+            elif one.arg not in found:
+                found[one.arg] = self.left_out(one, default)
+        if asked.vararg is not None:
+            found[asked.vararg.arg] = list(given[len(plain) :])
+        if asked.kwarg is not None:
+            found[asked.kwarg.arg] = {name: value for name, value in named.items() if name not in found}
+        return found
+
+    def left_out(self, parameter: ast.arg, default: ast.expr | None) -> Any:
+        """A parameter that nobody gives: its default, or the dataclass that the command line fills."""
+        if default is not None:
+            return self.defaults.get(place_of(default), hole(says(default), lines_of(default)))
+        kind = self.globals.get(name_of(parameter.annotation))
+        if isinstance(kind, ast.ClassDef):
+            return self.instance(kind, [], self.of_fields or {})
+        return hole(parameter.arg, lines_of(parameter))
+
+    def instance(self, node: ast.ClassDef, given: Sequence[Any], named: Mapping[str, Any]) -> Record:
+        record = Record({}, node)
+        self.records.append(record)
+        fields = self.fields(node)
+        if BASE_OF_MILES in self.bases(node):
+            self.reading.assume_unset("SLURM_JOB_NUM_NODES")
+            record.fields |= OF_MILES
+        record.fields |= {name: self.default(field.value) for name, field in fields.items()}
+        if made := self.method(record, "__init__"):
+            self.call(made, [record, *given], named)
+            return record
+        record.fields |= dict(zip(fields, given, strict=False)) | dict(named)
+        if after := self.method(record, "__post_init__"):
+            self.call(after, [record], {})
+        return record
+
+    def fields(self, node: ast.ClassDef) -> dict[str, ast.AnnAssign]:
+        """Fields of a dataclass as they are declared; those that it inherits from elsewhere are not known."""
+        parts = [part for kind in reversed(self.lineage(node)) for part in kind.body]
+        declared = [one for one in parts if isinstance(one, ast.AnnAssign)]
+        return {one.target.id: one for one in declared if isinstance(one.target, ast.Name)}
+
+    def default(self, value: ast.expr | None) -> Any:
+        if value is None:
+            return hole("a field without default")
+        if isinstance(value, ast.Call) and name_of(value.func) == "field":
+            said = {one.arg: one.value for one in value.keywords}
+            factory = said.get("default_factory")
+            plain = factory.body if isinstance(factory, ast.Lambda) else said.get("default")
+            return self.unknown(value) if plain is None else self.visit(plain)
+        return self.defaults.get(place_of(value), self.unknown(value))
+
+    def bases(self, node: ast.ClassDef) -> set[str]:
+        """The names of the classes that a class inherits from and that the launcher does not define."""
+        names = {name_of(base) for kind in self.lineage(node) for base in kind.bases}
+        return {name for name in names if not isinstance(self.globals.get(name), ast.ClassDef)}
+
+    def method(self, owner: Record, name: str) -> ast.FunctionDef | None:
+        parts = [part for kind in self.lineage(owner.node) for part in reversed(kind.body)]
+        return next((one for one in parts if isinstance(one, ast.FunctionDef) and one.name == name), None)
+
+    def lineage(self, node: ast.ClassDef) -> list[ast.ClassDef]:
+        """A class of the launcher and those that it inherits from, the nearest first."""
+        bases = [self.globals.get(name_of(base)) for base in node.bases]
+        return [node, *(kind for base in bases if isinstance(base, ast.ClassDef) for kind in self.lineage(base))]
+
+    def visit_Attribute(self, node: ast.Attribute) -> Any:
+        owner = self.visit(node.value)
+        if not isinstance(owner, Record):
+            return self.unknown(node)
+        if node.attr in owner.fields:
+            return owner.fields[node.attr]
+        method = self.method(owner, node.attr)
+        is_property = method is not None and "property" in map(name_of, method.decorator_list)
+        return self.call(method, [owner], {}) if method and is_property else self.unknown(node)
+
+
+def defaults_of(node: ast.FunctionDef) -> Iterator[tuple[ast.arg, ast.expr | None]]:
+    """The parameters of a function, each with its default."""
+    plain = [*node.args.posonlyargs, *node.args.args]
+    defaults = [*[None] * (len(plain) - len(node.args.defaults)), *node.args.defaults, *node.args.kw_defaults]
+    return zip([*plain, *node.args.kwonlyargs], defaults, strict=True)
+
+
+def _yields(node: ast.FunctionDef) -> bool:
+    """Whether a function is a generator, whose value is no value of `return`."""
+    return any(isinstance(part, ast.Yield | ast.YieldFrom) for part in ast.walk(node))

@@ -1,0 +1,141 @@
+"""Functions that a launcher imports: starts of train.py, commands of a shell, and files."""
+
+from __future__ import annotations
+
+import ast
+import base64
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import PurePosixPath
+from typing import Any
+
+from mis_plugins.config.file import INLINE
+from mis_plugins.explain.launch import bash
+from mis_plugins.explain.launch.python.options import Options
+from mis_plugins.explain.launch.python.values import Record, as_text, key_of, lines_of, name_of, says
+from mis_plugins.explain.launch.reader import Ended, Launch, is_train
+from mis_plugins.explain.launch.words import Piece, Text, hole, known, literal, shown, with_holes, with_places
+
+STARTS = "execute_train"  # Miles's functions that begin so hand `train_args` to train.py
+GIVE_NOTHING = ("get_default_wandb_args", "get_mooncake_object_store_args")  # Miles's helpers: no flag of ours
+PLAINLY = {"strip": str.strip, "lower": str.lower}
+WRITES = ("write", "writelines", "write_text", "write_bytes")
+NAMES = ("str", "Path")  # functions that return the name of a file
+SET_ANY_NAME = ("exec", "globals", "locals")
+
+
+class Imported(Options):
+    """What calls of imported functions give, start and write."""
+
+    def foreign(self, node: ast.Call, name: str, given: list[Any], named: dict[str, Any]) -> Any:
+        """A call of what the launcher imports; the value of a function that is not listed here is not known."""
+        if name.startswith(STARTS):
+            self.start(node, named.get("train_args", given[0] if given else ()))
+            return None
+        for value in (*given, *named.values()):
+            self.shell(node, value)
+            if name not in (*NAMES, "open"):
+                self.hand_on(value)
+            if id(value) in self.handles:
+                self.write(shown(value), self.unknown(node), adds=True)
+        if name in GIVE_NOTHING:
+            return ()
+        if name in ("exit", "_exit", "quit") and name_of(getattr(node.func, "value", None)) in ("", "sys", "os"):
+            self.reading.ended = f": with these arguments the launcher exits in line {node.lineno}"
+            raise Ended
+        if name in SET_ANY_NAME:
+            self.unread(node, "may set any name")
+        return self.listed(node, name, given, named) if given else self.unknown(node)
+
+    def listed(self, node: ast.Call, name: str, given: list[Any], named: dict[str, Any]) -> Any:
+        """The value of an imported function that is listed here, by what the launcher gives it."""
+        first, text = given[0], as_text(given[0])
+        if name == "run" and isinstance(first, ast.FunctionDef):  # typer.run(main)
+            return self.command_line(first)
+        owner = name_of(getattr(node.func, "value", None))
+        if name in ("get", "getenv") and owner in ("environ", "os") and known(text):
+            self.reading.assume_unset(shown(text))
+            return given[1] if len(given) > 1 else None
+        if name == "encode_pseudo_file":  # Miles's: a path that holds the text of a file
+            said = known(text)
+            whole = None if said is None else base64.b64encode(said.encode()).decode()
+            return (Piece(INLINE, lines=lines_of(node)), Piece(whole, says(node), lines_of(node)))
+        if name == "setattr" and not isinstance(first, Record):
+            self.changed(first, self.unknown(node))
+        elif name == "setattr" and len(given) == 3:
+            key = key_of(given[1])
+            names, value = ([key], given[2]) if key else ([*first.fields], self.unknown(node))
+            first.fields |= dict.fromkeys(names, value)
+        if name == "open":
+            return self.opened(text, given[1:], named)
+        if name == "Path" and len(given) > 1:
+            return self.unknown(node)
+        if name == "Path" and (said := known(text)) is not None:
+            return literal(str(PurePosixPath(said)), lines_of(node))
+        return text if name in NAMES else self.unknown(node)
+
+    def of_text(self, owner: Text, name: str, given: list[Any], named: Mapping[str, Any]) -> Any:
+        """The value of a method of a text, of a path or of an open file; None where that is not known."""
+        said = known(owner)
+        if name == "join" and given and isinstance(given[0], list) and said is not None:
+            parts = [piece for one in given[0] for piece in (*as_text(one), Piece(said))]
+            return self.reading.paid(tuple(parts[:-1]))
+        if name == "open":
+            return self.opened(owner, given, named)
+        if name in WRITES:
+            is_text = name in ("write", "write_text") and given
+            written = as_text(given[0]) if is_text else hole(name)
+            self.write(shown(owner), written, adds=name in ("write", "writelines"))
+        if name == "strip" and said is None and owner:
+            return owner  # blanks at its ends part no words
+        is_plain = name in PLAINLY and not given and said is not None
+        return self.reading.paid(literal(PLAINLY[name](said))) if is_plain else None
+
+    def opened(self, path: Text, given: Sequence[Any], named: Mapping[str, Any]) -> Text:
+        """An open file, which is a path; one that may be written is known by its address."""
+        mode = known(as_text(given[0] if given else named.get("mode", literal("r"))))
+        if mode is not None and not set("awx+") & set(mode):
+            return path
+        self.write(shown(path), (), adds=mode is None or not set("wx") & set(mode))
+        file = tuple([*path])
+        self.handles[id(file)] = file
+        return file
+
+    def start(self, node: ast.Call, text: Any) -> None:
+        """`execute_train(train_args=...)`, which appends the text to `python3 train.py`."""
+        values = [*(one.value for one in node.keywords if one.arg == "train_args"), *node.args]
+        place = self.span(values[0]) if values else (0, 0)
+        self.launch(node, (Piece("python3 train.py ", lines=lines_of(node)), *as_text(text)), place)
+
+    def shell(self, node: ast.Call, command: Any) -> None:
+        """A command of the shell that the launcher hands on, as one text or as words."""
+        if isinstance(command, list):
+            words = [one for one in command if isinstance(one, tuple)]
+            if any(is_train(known(word) or "") for word in words):
+                ends = Piece("'", lines=lines_of(node)), Piece("' ")
+                quoted = [piece for word in words for piece in (ends[0], *word, ends[1])]
+                self.launch(node, tuple(quoted), (0, 0))
+        elif isinstance(command, tuple) and any(map(is_train, with_holes(command).split())):
+            self.launch(node, command, (0, 0))
+        elif isinstance(command, tuple):
+            sources = " ".join(piece.source for piece in command if piece.text is None)
+            named = re.findall(r"[\w./-]+", sources)
+            if any(is_train(one) or one.rpartition(".")[2].startswith(STARTS) for one in named):
+                self.unread(node, "may start train.py too")
+
+    def hand_on(self, value: Any) -> None:
+        """Keep the words that a function gets, which may name a file that it writes; those of a start do not."""
+        texts = [one for one in (value if isinstance(value, list) else [value]) if isinstance(one, tuple)]
+        words = {word for one in texts for word in shown(one).split()}
+        self.reading.handed |= set() if any(map(is_train, words)) else words
+
+    def launch(self, node: ast.Call, text: Text, place: tuple[int, int]) -> None:
+        for found in bash.launches(with_holes(text), self.path, self.reading):
+            words, branch = tuple(with_places(found.words, text)), self.branch or found.branch
+            hosts = frozenset(self.hosts)
+            self.found.append(Launch(node.lineno, words, hosts, place, branch, True, found.folder))
+
+    def span(self, node: ast.expr) -> tuple[int, int]:
+        """The bytes of an expression in the launcher."""
+        last, column = node.end_lineno or node.lineno, node.end_col_offset or 0
+        return self.starts[node.lineno - 1] + node.col_offset, self.starts[last - 1] + column

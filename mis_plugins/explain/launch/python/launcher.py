@@ -1,0 +1,219 @@
+"""Statements of a launcher, and calls."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Sequence
+from typing import Any
+
+from mis_plugins.explain.launch.python.expressions import LOOPS
+from mis_plugins.explain.launch.python.functions import defaults_of
+from mis_plugins.explain.launch.python.imported import STARTS, Imported
+from mis_plugins.explain.launch.python.values import Raised, Record, Round, Shared, equal, name_of, place_of, says
+from mis_plugins.explain.launch.reader import PACKAGES, Clause, Returned, all_of, any_of
+from mis_plugins.explain.launch.words import hole
+
+PURE = ("get", "items", "keys", "values", "copy", "index", "count")  # methods that change no list and no dict
+
+
+class Launcher(Imported):
+    """A launcher whose statements are read and never executed."""
+
+    def run_everything(self, tree: ast.Module) -> None:
+        """Read the file as its start would run it; where that starts no training, each command by itself."""
+        for node in ast.walk(tree):
+            named = [one.name for one in node.names] if isinstance(node, ast.Import) else [getattr(node, "module", "")]
+            self.hosts |= {(name or "").partition(".")[0] for name in named} & PACKAGES
+        self.attempt(lambda: self.block(tree.body))
+        if not self.found:
+            self.run_commands()
+        if self.options and self.of_fields is None:
+            self.reading.unread[0] = f"{' '.join(self.options)}: no command is seen that takes it"
+
+    def visit_Expr(self, node: ast.Expr) -> None:
+        self.visit(node.value)
+
+    def visit_FunctionDef(self, node: ast.FunctionDef) -> None:
+        self.store(node.name, node)
+        self.define(node)
+
+    def visit_ClassDef(self, node: ast.ClassDef) -> None:
+        self.store(node.name, node)
+        for part in node.body:
+            if isinstance(part, ast.FunctionDef):
+                self.define(part)
+            elif isinstance(part, ast.AnnAssign) and part.value is not None and name_of(part.value) != "field":
+                self.defaults[place_of(part.value)] = self.visit(part.value)
+
+    def visit_Import(self, node: ast.Import | ast.ImportFrom) -> None:
+        for one in node.names:
+            self.store((one.asname or one.name).partition(".")[0], hole(one.name))
+
+    visit_ImportFrom = visit_Import
+
+    def visit_Global(self, node: ast.Global) -> None:
+        self.outside |= dict.fromkeys(node.names, self.globals)
+
+    def visit_Nonlocal(self, node: ast.Nonlocal) -> None:
+        self.outside |= {name: scope for scope in self.around for name in node.names if name in scope}
+
+    def visit_Delete(self, node: ast.Delete) -> None:
+        for target in node.targets:
+            self.assign(target, self.unknown(target))
+
+    def visit_Assign(self, node: ast.Assign) -> None:
+        value = self.visit(node.value)
+        for target in node.targets:
+            self.assign(target, value)
+
+    def visit_AnnAssign(self, node: ast.AnnAssign) -> None:
+        if node.value is not None:
+            self.assign(node.target, self.visit(node.value))
+
+    def visit_AugAssign(self, node: ast.AugAssign) -> None:
+        before = self.visit(node.target)
+        value = self.operate(node, before, node.op, self.visit(node.value))
+        if isinstance(before, Shared) or id(before) in self.alternatives:
+            self.changed(before, value)
+        self.assign(node.target, value)
+
+    def visit_If(self, node: ast.If) -> None:
+        test = (says(node.test), self.truth(node.test), lambda: self.block(node.body))
+        self.choose([test, ("else", True, lambda: self.block(node.orelse))])
+
+    def visit_Match(self, node: ast.Match) -> None:
+        said, subject = says(node.subject), self.visit(node.subject)
+        self.choose([self.clause(case, said, subject) for case in node.cases])
+
+    def clause(self, case: ast.match_case, said: str, subject: Any) -> Clause:
+        holds = self.fits(subject, case.pattern) if case.guard is None else None
+        return f"{said} is {says(case.pattern)}", holds, lambda: self.case(case, subject)
+
+    def case(self, case: ast.match_case, subject: Any) -> None:
+        self.forget(case.pattern)
+        if isinstance(case.pattern, ast.MatchAs) and case.pattern.name is not None:
+            self.store(case.pattern.name, subject)
+        self.block(case.body)
+
+    def fits(self, subject: Any, pattern: ast.pattern) -> bool | None:
+        if isinstance(pattern, ast.MatchAs):
+            return pattern.pattern is None or self.fits(subject, pattern.pattern)
+        if isinstance(pattern, ast.MatchValue):
+            return equal(subject, self.visit(pattern.value))
+        if isinstance(pattern, ast.MatchOr):
+            return any_of([self.fits(subject, one) for one in pattern.patterns])
+        has_rest = any(isinstance(part, ast.MatchStar) for part in ast.walk(pattern))
+        if isinstance(pattern, ast.MatchSequence) and isinstance(subject, list) and not has_rest:
+            pairs = zip(subject, pattern.patterns, strict=False)
+            return all_of([len(subject) == len(pattern.patterns), *(self.fits(*pair) for pair in pairs)])
+        return None
+
+    def visit_For(self, node: ast.For) -> None:
+        values = self.visit(node.iter)
+        if isinstance(values, list) and len(values) <= LOOPS:
+            self.rounds(node, values)
+        else:
+            self.some_rounds(node, f"for {says(node.target)} in {says(node.iter)}")
+
+    def visit_While(self, node: ast.While) -> None:
+        self.some_rounds(node, f"while {says(node.test)}")
+
+    def some_rounds(self, node: ast.For | ast.While, label: str) -> None:
+        """A loop whose number of rounds is not known: one round tells what it starts."""
+        value = self.unknown(node.target if isinstance(node, ast.For) else node.test)
+        self.fork(label, lambda: self.rounds(node, [value]), lambda: self.block(node.orelse))
+        self.forget(*node.body)
+
+    def rounds(self, node: ast.For | ast.While, values: Sequence[Any]) -> None:
+        with self.now(round=self.forks):
+            for value in values:
+                if isinstance(node, ast.For):
+                    self.assign(node.target, value)
+                try:
+                    self.block(node.body)
+                except Round as ended:
+                    if ended.breaks:
+                        return
+            self.block(node.orelse)
+
+    def visit_Break(self, node: ast.Break | ast.Continue) -> None:
+        if self.forks == self.round:
+            raise Round(isinstance(node, ast.Break))
+        self.unread(node, f"depends on {self.branch}")
+
+    visit_Continue = visit_Break
+
+    def visit_With(self, node: ast.With) -> None:
+        for item in node.items:
+            value = self.visit(item.context_expr)
+            if item.optional_vars is not None:
+                self.assign(item.optional_vars, value)
+        self.block(node.body)
+
+    def visit_Try(self, node: ast.Try) -> None:
+        """No statement is taken to raise anything, but for `raise`."""
+        with self.now(tried=self.forks if node.handlers else self.tried):
+            ended = self.attempt(lambda: self.block([*node.body, *node.orelse]))
+        if node.handlers:
+            self.reading.assumed[f"nothing raises in lines {node.lineno} to {node.end_lineno}"] = None
+        if isinstance(ended, Raised) and node.handlers:
+            if len(node.handlers) > 1:
+                self.unread(node, "one of several handlers goes on")
+            self.reading.ended = ""
+            handler = node.handlers[0]
+            if handler.name is not None:
+                self.store(handler.name, hole(handler.name))
+            ended = self.attempt(lambda: self.block(handler.body))
+        self.block(node.finalbody)
+        if ended is not None:
+            raise ended
+
+    def visit_Return(self, node: ast.Return) -> None:
+        value = None if node.value is None else self.visit(node.value)
+        raise Returned((value, [dict(scope) for scope in self.scopes()]))
+
+    def visit_Raise(self, node: ast.Raise) -> None:
+        if self.tried is not None and self.forks > self.tried:
+            self.unread(node, f"depends on {self.branch}, and a handler may go on")
+        self.reading.ended = f": with these arguments the launcher raises in line {node.lineno}"
+        raise Raised
+
+    def visit_Call(self, node: ast.Call) -> Any:
+        given, named, is_sure = self.arguments(node)
+        name, target = name_of(node.func), None
+        if isinstance(node.func, ast.Attribute):
+            owner = self.visit(node.func.value)
+            if isinstance(owner, Record):
+                target = self.method(owner, name)
+                kinds = set(map(name_of, target.decorator_list)) if target else set[str]()
+                given = given if "staticmethod" in kinds else [owner, *given]
+            elif isinstance(owner, list) and name in ("append", "extend") and given:
+                added = given[:1] if name == "append" else given[0]
+                self.changed(owner, owner + added if isinstance(added, list) else self.unknown(node))
+            elif (isinstance(owner, list | dict) or id(owner) in self.alternatives) and name not in PURE:
+                self.changed(owner, self.unknown(node))
+            elif isinstance(owner, tuple) and (found := self.of_text(owner, name, given, named)) is not None:
+                return found
+        else:
+            target = self.visit(node.func)
+            pieces = target if isinstance(target, tuple) else ()
+            meant = [piece.source.rpartition(".")[2] for piece in pieces if piece.text is None]
+            name = next((one for one in meant if one.startswith(STARTS) and one.isidentifier()), name)
+        if isinstance(target, ast.FunctionDef):
+            parameters = [] if is_sure else [one.arg for one, _ in defaults_of(target)]
+            return self.call(target, given, dict.fromkeys(parameters[len(given) :], self.unknown(node)) | named)
+        if isinstance(target, ast.ClassDef):
+            fields = [] if is_sure else list(self.fields(target))
+            return self.instance(target, given, dict.fromkeys(fields[len(given) :], self.unknown(node)) | named)
+        if name.startswith(STARTS) and not is_sure:
+            named = {"train_args": self.unknown(node)} | named
+        return self.foreign(node, name, given, named)
+
+    def arguments(self, node: ast.Call) -> tuple[list[Any], dict[str, Any], bool]:
+        """What a call gives by place and by name, and whether that is all: `*` and `**` may give more."""
+        (given, is_sure), named = self.items(node.args), dict[str, Any]()
+        for one in node.keywords:
+            value = self.visit(one.value)
+            is_sure = is_sure and (one.arg is not None or isinstance(value, dict))
+            named |= {one.arg: value} if one.arg is not None else value if isinstance(value, dict) else {}
+        return given, named, is_sure
