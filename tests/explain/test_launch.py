@@ -356,6 +356,22 @@ def test_words_of_a_launcher(body: str, expected: list[str]) -> None:
     assert texts(body, reader=python) == expected
 
 
+@pytest.mark.parametrize(
+    ("condition", "expected"),
+    [
+        ("False and (A := '--n')", "--a"),
+        ("True or (A := '--n')", "--a"),
+        ("True and (A := '--n')", "--n"),
+        ("NOW() and (A := '--n')", HOLE),
+        ("NOW() or B and (A := '--n')", HOLE),
+    ],
+)
+@pytest.mark.parametrize("statement", ["if {}: pass", "x = {}"])
+def test_an_operand_that_may_not_run_sets_no_sure_name(condition: str, expected: str, statement: str) -> None:
+    script = f"A, B = '--a', 1\n{statement.format(condition)}\nU.execute_train(A)"
+    assert texts(script, reader=python) == [expected]
+
+
 def test_a_flag_of_a_branch_that_is_not_known_names_it() -> None:
     script = 'a = "--x "\nif U.cuda():\n    a += "--use-tis "\nU.execute_train(a)'
     found = [(word.text, word.branch) for word in words(script, reader=python)]

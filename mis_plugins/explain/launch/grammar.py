@@ -53,7 +53,8 @@ def parsed(script: str, is_over: Callable[[], bool]) -> tuple[Node, list[Node]]:
         raise ConfigError("bash's parser finds no end; give the part that starts train.py") from None
     tree = parser.parse(source)
     source[:] = script.encode()
-    return tree.root_node, tree_sitter.QueryCursor(_keywords(language)).captures(tree.root_node).get("word", [])
+    lost = tree_sitter.QueryCursor(_keywords(language)).captures(tree.root_node).get("word", [])
+    return tree.root_node, sorted(lost, key=lambda keyword: keyword.start_byte)
 
 
 @cache

@@ -54,6 +54,8 @@ class Expressions(Names):
         value: Any = None
         for part in node.values:
             value = self.visit(part)
+            if not is_sure:  # the part may not run
+                self.forget(part)
             truth = truth_of(value)
             is_sure = is_sure and truth is not None
             if truth is decides:

@@ -117,8 +117,15 @@ class Names(Reader, ast.NodeVisitor):
     def truth(self, node: ast.expr) -> bool | None:
         """Whether a condition holds; a part of it may decide where another is not known."""
         if isinstance(node, ast.BoolOp):
-            parts = [self.truth(part) for part in node.values]
-            return any_of(parts) if isinstance(node.op, ast.Or) else all_of(parts)
+            decides, parts = isinstance(node.op, ast.Or), list[bool | None]()
+            for part in node.values:
+                may_not_run = None in parts
+                parts.append(self.truth(part))
+                if may_not_run:
+                    self.forget(part)
+                if parts[-1] is decides:
+                    break
+            return any_of(parts) if decides else all_of(parts)
         if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
             truth = self.truth(node.operand)
             return None if truth is None else not truth
