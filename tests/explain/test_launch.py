@@ -329,6 +329,8 @@ def test_a_branch_that_is_known_is_taken(tmp_path: Path, capsys) -> None:
         ("python train.py --a $'x\\ty' \\\n  --b \"q\\\"r\" # --c", ["--a", "x\ty", "--b", 'q"r']),
         ("python train.py --key ${KEY} --n ${N:-4}", ["--key", HOLE, "--n", "4"]),
         ("pkill -f train.py\npython train.py --a", ["--a"]),
+        ("f() { if [ $X ]; then A=1; return; else A=2; exit 1; fi; }\nf\npython train.py --a $A", ["--a", "1"]),
+        ("f() { if [ $X ]; then A=1; exit 1; else A=2; return; fi; }\nf\npython train.py --a $A", ["--a", "2"]),
         ("A=(--a 1)\npython train.py ${A[@]+${A[@]}} ${A%1} ${B+--b}", ["--a", "1", HOLE, HOLE]),
         ("read -ra A <<< \"--a 1\"\npython train.py ${A[@]}", ["--a", "1"]),
         ("if [ $X ]; then S=train.py; else S=/x/train.py; fi\nif [ $Y ]; then T=train.py; fi\npython $T --a", ["--a"]),
@@ -349,6 +351,7 @@ def test_words_of_a_shell_script(script: str, expected: list[str]) -> None:
         ('import subprocess\nsubprocess.run(["python", "train.py", "--a", "b c"])', ["--a", "b c"]),
         ('import os\nos.system("ray job submit -- python3 train.py --a " + os.environ.get("N", "4"))', ["--a", "4"]),
         ('from pathlib import Path\np = Path("a") / "b"\nU.execute_train(f"--p {p}")', ["--p", "a/b"]),
+        ("def f():\n  if U.x():\n    return '--a'\n  else:\n    raise SystemExit\nU.execute_train(f())", ["--a"]),
         ('t = "--a" if None is None and not "" else "--b"\nU.execute_train(t)', ["--a"]),
     ],
 )  # fmt: skip

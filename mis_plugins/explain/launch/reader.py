@@ -170,6 +170,9 @@ class Reader:
         self._restore(before)
         with self.now(branch=outer or f"not: {label}"):
             ended_other = self.attempt(other)
+        if isinstance(ended, Returned) and ended_other and not isinstance(ended_other, Returned):
+            self._restore(first)
+            raise ended  # the other branch ends the script
         if ended:
             self.remember(label, ended)
         if ended and ended_other:
