@@ -40,6 +40,7 @@ class Safetensors:
         self.metadata: Mapping[str, str] = self._told.pop("__metadata__", None) or {}
         if not _is_text(self.metadata) or not all(isinstance(one, dict) for one in self._told.values()):
             raise RecordError(f"{path}: has no header of a safetensors file")
+        read(path, self._check_cover)
 
     @property
     def names(self) -> list[str]:
@@ -64,6 +65,16 @@ class Safetensors:
         if not isinstance(found, dict):
             raise RecordError(f"{self.path}: has no header of a safetensors file")
         return found
+
+    def _check_cover(self) -> None:
+        """Refuse bytes that belong to no tensor or to two; a file that is too short is told where a tensor is read."""
+        place = 0
+        for begin, end in sorted(one["data_offsets"] for one in self._told.values()):
+            if begin != place:
+                raise RecordError(f"{self.path}: bytes {place} to {begin} belong to no tensor, or to two")
+            place = end
+        if place < (size := self.opened.size - self._begin):
+            raise RecordError(f"{self.path}: bytes {place} to {size} belong to no tensor")
 
     def _tensor(self, name: str) -> Tensor:
         told = self._told.get(name)

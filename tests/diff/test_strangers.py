@@ -148,3 +148,32 @@ def test_a_column_of_log_probs_is_compared_or_refused(column: object, tmp_path: 
     assert report(tmp_path / "a.pt", tmp_path / "b.pt").exit_code in (1, 2)
     alike = report(tmp_path / "b.pt", tmp_path / "b.pt").exit_code
     assert alike == (EQUAL if isinstance(column, torch.Tensor) else NOT_COMPARABLE)
+
+
+@pytest.mark.parametrize("ending", ["bin", "pth", "ckpt"])
+def test_files_of_torch_save_of_any_ending_are_compared(ending: str, tmp_path: Path) -> None:
+    for name, other in (("a", X), ("b", X + 1)):
+        folder = dump_all(tmp_path / name, {"z.output": X})
+        (folder / f"model.{ending}").write_bytes(bytes_of({"x": other}))
+    found = report(tmp_path / "a", tmp_path / "b")
+    assert [(row.key.name, row.status) for row in found.rows] == [("z.output", "equal"), ("model.x", "different")]
+    assert report(tmp_path / "a", tmp_path / "a").exit_code == EQUAL
+
+
+@pytest.mark.parametrize("ending", ["npy", "gguf", "distcp", "h5", "pkl"])
+def test_tensors_of_a_kind_that_is_not_read_are_never_equal(ending: str, tmp_path: Path) -> None:
+    folder = dump_all(tmp_path / "a", {"z.output": X})
+    (folder / f"model.{ending}").write_bytes(b"1")
+    (folder / "config.json").write_text("{}")
+    found = report(folder, folder)
+    assert [row.status for row in found.rows] == ["equal", "not comparable"] and found.exit_code == NOT_COMPARABLE
+
+
+def test_bytes_of_no_tensor_are_never_equal(tmp_path: Path) -> None:
+    held = {"x": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}
+    for name, rest in (("a", b"1234"), ("b", b"5678")):
+        header = json.dumps(held).encode()
+        content = len(header).to_bytes(8, "little") + header + bytes(4) + rest
+        (tmp_path / f"{name}.safetensors").write_bytes(content)
+    found = report(tmp_path / "a.safetensors", tmp_path / "b.safetensors")
+    assert found.exit_code == NOT_COMPARABLE and "bytes 4 to 8 belong to no tensor" in found.rows[0].detail

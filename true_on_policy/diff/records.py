@@ -3,7 +3,7 @@
 A recording is a file, or a folder of files:
 
     step=0___rank=0___dump_index=12___name=NAME___layer_id=2.pt   SGLang's dumper, and our module_recorder.py
-    *.pt          a tensor, or lists and dicts of tensors
+    *.pt, *.pth, *.bin, *.ckpt   a tensor, or lists and dicts of tensors, by torch.save
     *.safetensors
     *.npz
     a dump of Miles or slime, of a rollout or a training step: its log-probs alone
@@ -152,7 +152,7 @@ def _files(path: Path) -> list[Path]:
     if not files:
         hint = f"; there are some in {', '.join(map(str, below[:5]))}" if below else ""
         raise RecordError(f"{path}: holds no {', '.join(READERS)}{hint}")
-    return [*{*files, *below}]
+    return [*{*files, *below, *(file for file in path.iterdir() if file.suffix in UNREAD)}]
 
 
 def _items(file: Path, alone: bool) -> list[_Item]:
@@ -166,6 +166,8 @@ def _items(file: Path, alone: bool) -> list[_Item]:
 def _listed(file: Path, alone: bool) -> Iterator[_Item]:
     if file.is_dir():
         raise RecordError(f"{file}: holds files that are not read beside others; name this folder alone")
+    if file.suffix in UNREAD:
+        raise RecordError(f"{file}: holds tensors of a kind that is not read")
     tags = parse_tags(file)
     if tags:
         yield _dumped(file, tags)
@@ -285,12 +287,15 @@ def _natural(name: str) -> tuple:
     return tuple((len(part.lstrip("0")), part) if part.isdecimal() else (-1, part) for part in parts)
 
 
-READERS: dict[str, Reader] = {".pt": _pt, ".safetensors": _safetensors, ".npz": _npz}
+SAVED = (".pth", ".bin", ".ckpt")  # other endings of what torch.save writes
+READERS: dict[str, Reader] = {".pt": _pt, ".safetensors": _safetensors, ".npz": _npz, **dict.fromkeys(SAVED, _pt)}
 DUMPED: dict[str, Callable[[Path], Value]] = {
     ".pt": _dumped_pt,
     ".safetensors": partial(_dumped_alone, _safetensors),
     ".npz": partial(_dumped_alone, _npz),
+    **dict.fromkeys(SAVED, _dumped_pt),
 }
+UNREAD = {".npy", ".gguf", ".distcp", ".h5", ".pkl", ".onnx", ".msgpack"}  # of files that hold tensors too
 
 
 LOG_PROBS_END = "log_probs"  # ends rollout_log_probs, log_probs, ref_log_probs and teacher_log_probs
