@@ -19,7 +19,17 @@ from test_readers import read, reported, some_records, write_lines
 from test_report import PLAIN, surveyed
 
 from lab.pages.metrics import WORDS
-from lab.planted_runs import IN_RECORDINGS, _temperature, clean, drawn, planted_in_recording, recorded, records, sampled
+from lab.planted_runs import (
+    IN_RECORDINGS,
+    _temperature,
+    _top_p,
+    clean,
+    drawn,
+    planted_in_recording,
+    recorded,
+    records,
+    sampled,
+)
 from mis_plugins.config.model import CorrectionConfig
 from mis_plugins.errors import InputError
 from mis_plugins.explain.limits import FIRST, LIMITS, ROWS, row
@@ -630,6 +640,12 @@ def with_one_permuted(rows: Sequence[Record]) -> list[Record]:
     return [*rows[:3], *changed(rows[3:4], "proximal_log_probs", lambda column: column[order]), *rows[4:]]
 
 
+def sampled_at(precision: str, temperature: float, mass: float = 1.0) -> list[Record]:
+    """Responses of an engine that samples at a temperature, from the likeliest tokens of so much probability."""
+    run = _temperature(drawn(8, precision), temperature)
+    return records(sampled(run if mass == 1 else _top_p(run, mass)))
+
+
 BEHAVIOR, PROXIMAL = NEEDED
 TOLD: dict[str, tuple[Callable[[], list[Record]], Sequence[str]]] = {
     "one bad step of sixteen": (lambda: at_steps({7}, 16), ["jump"]),
@@ -637,6 +653,17 @@ TOLD: dict[str, tuple[Callable[[], list[Record]], Sequence[str]]] = {
     "a bad last step": (lambda: at_steps({15}, 16), ["jump"]),
     "a temperature and five placeholders": (lambda: with_placeholders(TEMPERED), ["temperature", "placeholder"]),
     "a temperature and a changed response": (lambda: with_one_permuted(TEMPERED), ["temperature", "changed-response"]),
+    "a temperature above 1 and a little top-p": (lambda: sampled_at("bf16", 1.3, 0.95), ["temperature", "top-p"]),
+    "a temperature above 1 and much top-p": (lambda: sampled_at("bf16", 1.3, 0.7), ["temperature", "top-p"]),
+    "a temperature of 0.3": (lambda: sampled_at("fp8", 0.3), ["temperature"]),
+    "a temperature of 0.3 at int6": (lambda: sampled_at("int6", 0.3), ["temperature"]),
+    "a temperature of 0.3 and top-p": (lambda: sampled_at("bf16", 0.3, 0.95), ["temperature", "top-p"]),
+    "a temperature of 0.5 and top-p at fp8": (lambda: sampled_at("fp8", 0.5, 0.9), ["temperature", "top-p"]),
+    "a nucleus of one token at most places": (
+        lambda: sampled_at("bf16", 0.3, 0.7), ["top-p", "differing-weights"]
+    ),
+    "a slight template at int6": (lambda: planted_in_recording("template", 3, "int6", 0), ["template", "precision"]),
+    "slight routes at int6": (lambda: planted_in_recording("route", 1008, "int6", 0), ["route", "precision"]),
     "an early list, filled with 0": (
         lambda: changed(BF16, BEHAVIOR, lambda column: torch.cat([column[1:], torch.zeros(1)])),
         ["different-tokens", "placeholder"],
