@@ -160,13 +160,39 @@ def test_files_of_torch_save_of_any_ending_are_compared(ending: str, tmp_path: P
     assert report(tmp_path / "a", tmp_path / "a").exit_code == EQUAL
 
 
-@pytest.mark.parametrize("ending", ["npy", "gguf", "distcp", "h5", "pkl"])
+@pytest.mark.parametrize("ending", ["npy", "gguf", "distcp", "h5", "pkl", "PT", "pt.gz", "safetensors.part"])
 def test_tensors_of_a_kind_that_is_not_read_are_never_equal(ending: str, tmp_path: Path) -> None:
     folder = dump_all(tmp_path / "a", {"z.output": X})
     (folder / f"model.{ending}").write_bytes(b"1")
     (folder / "config.json").write_text("{}")
     found = report(folder, folder)
     assert [row.status for row in found.rows] == ["equal", "not comparable"] and found.exit_code == NOT_COMPARABLE
+
+
+def test_a_shard_that_an_index_names_and_nobody_has_is_never_equal(tmp_path: Path) -> None:
+    folder = dump_all(tmp_path / "a", {"z.output": X})
+    shards = {"weight_map": {"z": "model-1.safetensors", "y": "model-1.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(shards))
+    found = report(folder, folder)
+    assert [row.status for row in found.rows] == ["equal", "not comparable"] and found.exit_code == NOT_COMPARABLE
+    (folder / "model.safetensors.index.json").write_text("{")
+    assert diff(folder, folder) == NOT_COMPARABLE
+
+
+@pytest.mark.parametrize("number", [-9999.0, -1e9, float("-inf"), 1.0])
+def test_a_number_that_stands_in_for_a_log_prob_is_never_equal(number: float, tmp_path: Path) -> None:
+    sample = {"tokens": [1, 2], "response_length": 2, "log_probs": [-1.0, number]}
+    torch.save({"samples": [sample]}, tmp_path / "a.pt")
+    found = report(tmp_path / "a.pt", tmp_path / "a.pt")
+    assert found.exit_code == NOT_COMPARABLE and "without a log-prob: A 1, B 1 of 2 tokens" in found.rows[0].detail
+
+
+@pytest.mark.parametrize("lines", ["zz: zz", "z: null"])
+def test_a_map_that_names_no_tensor_is_refused(lines: str, tmp_path: Path, capsys: Capture) -> None:
+    folder = dump_all(tmp_path / "a", {"z.output": X})
+    (tmp_path / "map.yaml").write_text(lines)
+    assert diff(folder, folder, "--map", tmp_path / "map.yaml") == NOT_COMPARABLE
+    assert "no line names a tensor of A, such as z.output" in capsys.readouterr().err
 
 
 def test_bytes_of_no_tensor_are_never_equal(tmp_path: Path) -> None:
