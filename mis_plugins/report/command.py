@@ -71,10 +71,14 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def alarmed(document: Document) -> bool:
-    """Whether an alarm of docs/metrics.md fires, a cause shows, or a number lies beyond its limit."""
+    """Whether an alarm of docs/metrics.md fires, a cause shows, or a number lies beyond its limit.
+
+    A file that breaks off may be one that the run still writes.
+    """
     made = document.report
-    few = made is not None and made.usable < FEW and document.verdict.level != ALARM
-    beyond = document.verdict.measured and document.verdict.level != CALM and not few
+    level = document.verdict.level if made is None or not made.usable else level_of(replace(made, torn=()))
+    few = made is not None and made.usable < FEW and level != ALARM
+    beyond = document.verdict.measured and level != CALM and not few
     return beyond or bool(made and made.alarms)
 
 

@@ -61,7 +61,7 @@ class Safetensors:
         self._begin = LENGTH.size + length
         text = self.opened.bytes_at(LENGTH.size, length)
         ITEMS.check(sum(map(text.count, (b",", b"[", b"{"))), self.opened.size, f"{self.path}: its header")
-        found = json.loads(text.decode("utf-8"), object_pairs_hook=_once)
+        found = json.loads(text.decode("utf-8"), object_pairs_hook=once)
         if not isinstance(found, dict):
             raise RecordError(f"{self.path}: has no header of a safetensors file")
         return found
@@ -90,11 +90,11 @@ class Safetensors:
         return self.opened.tensor_at(self._begin + begin, math.prod(shape), dtype).reshape(shape)
 
 
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """The object of a header, in which a name stands once: another reader may take the other of two tensors."""
+def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object of JSON, in which a name stands once: another reader may take the other of two values."""
     found = dict(pairs)
     if len(found) != len(pairs):
-        raise RecordError("a name stands twice in the header")
+        raise RecordError("a name stands twice in one object")
     return found
 
 

@@ -75,6 +75,7 @@ def run_of_bf16(folder: Path, name: str = "good.jsonl") -> Path:
 
 
 BROKEN_FILES: dict[str, tuple[str, bytes | None]] = {
+    "an end that is cut": ("b.jsonl", b'{"behavior_log_probs": [-1], "proximal_log_probs": [-1]}\n{"behav'),
     "a line that is cut": ("b.jsonl", b'{"step": 1, "behavior_log_probs": [-0.1'), "zeros": ("b.jsonl", bytes(99)),
     "a damaged gzip": ("b.jsonl.gz", b"\x1f\x8b\x08" + bytes(50)), "no parquet": ("b.parquet", b"PAR1" + bytes(50)),
     "no dump": ("b.pt", b"PK" + bytes(50)), "a broken link": ("b.jsonl", None),
@@ -128,6 +129,27 @@ def test_folders_that_hold_the_same_rollout_are_told(write: Callable[..., None],
     _, told = reported(tmp_path / "runs")
     folders = [str(tmp_path / "runs" / name / "train_data") for name in ("a", "b")]
     assert " and ".join(folders) in told["verdict"]["parts"]["Read as one run"]
+
+
+@pytest.mark.parametrize("text", ["NaN", "Infinity"])
+def test_a_number_that_wandb_writes_as_text_is_read(text: str, tmp_path: Path) -> None:
+    rows = [{"step": step, "kl_k3": 0.001} for step in range(9)] + [{"step": 9, "kl_k3": text}]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    code, told = reported(tmp_path / "metrics.jsonl")
+    assert code == 0 and told["verdict"]["level"] != CALM and "at step 9" in told["verdict"]["headline"]
+
+
+def test_a_file_that_the_run_still_writes_raises_no_alarm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, looks = run_of_bf16(tmp_path / "run"), []
+    (run / "good.jsonl").write_text((run / "good.jsonl").read_text()[:-40])
+
+    def sleep(_: float) -> None:
+        looks.append(1)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("mis_plugins.report.command.time.sleep", sleep)
+    code, told = reported(run, "--watch")
+    assert code == 130 and looks and told["verdict"]["level"] == WATCH
 
 
 def test_shuffled_steps_are_put_in_order(tmp_path: Path) -> None:
@@ -746,6 +768,12 @@ TOLD: dict[str, tuple[Callable[[], list[Record]], Sequence[str]]] = {
     ),
     "a slight template at int6": (lambda: planted_in_recording("template", 3, "int6", 0), ["template", "precision"]),
     "slight routes at int6": (lambda: planted_in_recording("route", 1008, "int6", 0), ["route", "precision"]),
+    "one number for every trainer's log-prob": (
+        lambda: changed(BF16, PROXIMAL, lambda column: torch.full_like(column, -1.0)), ["different-tokens"]
+    ),
+    "one number for every engine's log-prob": (
+        lambda: changed(BF16, BEHAVIOR, lambda column: torch.full_like(column, -1.0)), ["different-tokens"]
+    ),
     "an early list, filled with 0": (
         lambda: changed(BF16, BEHAVIOR, lambda column: torch.cat([column[1:], torch.zeros(1)])),
         ["different-tokens", "placeholder"],
