@@ -169,6 +169,20 @@ def test_tensors_of_a_kind_that_is_not_read_are_never_equal(ending: str, tmp_pat
     assert [row.status for row in found.rows] == ["equal", "not comparable"] and found.exit_code == NOT_COMPARABLE
 
 
+def test_a_folder_that_cannot_be_opened_is_never_equal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, scandir = dump_all(tmp_path / "a", {"z.output": X}), os.scandir
+    (folder / "deep" / "closed").mkdir(parents=True)
+    assert report(folder, folder).exit_code == EQUAL
+
+    def refusing(path: str) -> object:
+        if str(path).endswith("closed"):
+            raise PermissionError(13, "Permission denied", path)
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", refusing)
+    assert report(folder, folder).exit_code == NOT_COMPARABLE
+
+
 def test_a_shard_that_an_index_names_and_nobody_has_is_never_equal(tmp_path: Path) -> None:
     folder = dump_all(tmp_path / "a", {"z.output": X})
     shards = {"weight_map": {"z": "model-1.safetensors", "y": "model-1.safetensors"}}

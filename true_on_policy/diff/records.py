@@ -17,6 +17,7 @@ keeps one name, and so does a module that runs again in the next step.
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -149,7 +150,7 @@ def _files(path: Path) -> list[Path]:
         raise RecordError(f"{path}: no such file or folder")
     files = [file for file in path.iterdir() if file.suffix in READERS]
     folders = sorted(folder for folder in path.iterdir() if folder.is_dir())
-    below = [folder for folder in folders if any(map(_holds_tensors, folder.rglob("*")))]
+    below = list(filter(_may_hide_tensors, folders))
     if not files:
         hint = f"; there are some in {', '.join(map(str, below[:5]))}" if below else ""
         raise RecordError(f"{path}: holds no {', '.join(READERS)}{hint}")
@@ -162,6 +163,13 @@ def _holds_tensors(file: Path) -> bool:
     name = Path(file.name.lower())
     name = name.with_suffix("") if name.suffix in PACKED else name
     return name.suffix in READERS or name.suffix in UNREAD
+
+
+def _may_hide_tensors(folder: Path) -> bool:
+    """Whether a folder holds files of tensors, or cannot be looked through."""
+    unread: list[OSError] = []
+    names = [name for _, _, names in os.walk(folder, onerror=unread.append) for name in names]
+    return bool(unread) or any(_holds_tensors(Path(name)) for name in names)
 
 
 def _missing(index: Path) -> list[Path]:
@@ -182,7 +190,7 @@ def _items(file: Path, alone: bool) -> list[_Item]:
 
 def _listed(file: Path, alone: bool) -> Iterator[_Item]:
     if file.is_dir():
-        raise RecordError(f"{file}: holds files that are not read beside others; name this folder alone")
+        raise RecordError(f"{file}: may hold tensors, and is not read beside files; name this folder alone")
     if file.suffix not in READERS:
         raise RecordError(f"{file}: may hold tensors, and is of a kind that is not read")
     tags = parse_tags(file)
