@@ -22,6 +22,7 @@ from mis_plugins.metrics import slope
 from mis_plugins.report.changes import SIDE, Change
 from mis_plugins.report.evidence import LONG_ENOUGH, RELATED, Evidence, Moments
 from mis_plugins.report.lists import Pairing
+from mis_plugins.report.places import SHARES
 
 STANDARD_ERRORS = 6.0
 LEAST_SEQUENCES = 16
@@ -34,7 +35,6 @@ FEW = 100  # an fp8 engine stays below the limit of kl_k3 in 15% of draws of 20 
 LEAST_TO_RELATE = 1000  # tokens, from which the standard errors of slopes are taken over folds of sequences
 FLAT = 0.95  # geometric mean of both slopes: errors of either side bring it to 0.99 or above, never below
 CUT_DEEP, CUT_MASS = 0.7, 1.2  # mean ratio below which a cut leaves tokens alone, and the mass of such a token, by 1.5
-CUT_SLOPE = 0.25  # of the mean of log r: a cut alone steepens the slope times the variance of log mu by half as much
 PROPORTIONAL = 0.75  # of (log r)^2 that a factor accounts for: one list is the other's multiple
 UNITS = (abs(math.log(math.log(2))), math.log(math.log(10)))  # of logarithms to base 2 and 10, by either side
 UNIT_MARGIN, LEFT, MOST_FACTOR = 0.05, 0.1, 8.0  # of a unit: int5 leaves 0.07 beside base 2, a temperature 0.2 or more
@@ -317,9 +317,15 @@ def _is_scaled(facts: Facts) -> bool:
     if abs(off) < max(slope.SLOPE_MARGIN, STANDARD_ERRORS * error):
         return False
     by_noise = off < 2 * found.unexplained and _off_one(facts) <= 0
-    spread = facts.means["behavior_squared"] - facts.means["behavior"] ** 2
-    by_cut = _off_one(facts) < 0 and off * spread < -CUT_SLOPE * found.mean_log_ratio
+    by_cut = _off_one(facts) < 0 and not _are_lowered(facts)
     return off < 0 or _is_multiple(facts) or not (by_noise or by_cut)
+
+
+def _are_lowered(facts: Facts) -> bool:
+    """Whether the engine's likely tokens are likelier to the trainer, as a temperature above 1 alone makes them."""
+    likely = (row for row in facts.places.get("probability", ()) if row["bucket"] in SHARES[3:])
+    found = Moments.sum(_moments(row, "kl_k1", "log_ratio_squared") for row in likely)
+    return found.count >= LEAST_TOKENS and -found.mean > STANDARD_ERRORS * found.error
 
 
 def _is_flat(facts: Facts) -> bool:

@@ -750,6 +750,12 @@ def sampled_at(precision: str, temperature: float, mass: float = 1.0) -> list[Re
     return records(sampled(run if mass == 1 else _top_p(run, mass)))
 
 
+def of_likeliest(count: int) -> list[Record]:
+    run = drawn(21, "bf16")
+    least = run.engine.topk(count, -1).values[:, -1:]
+    return records(sampled(replace(run, engine=run.engine.masked_fill(run.engine < least, -torch.inf))))
+
+
 BEHAVIOR, PROXIMAL = NEEDED
 TOLD: dict[str, tuple[Callable[[], list[Record]], Sequence[str]]] = {
     "one bad step of sixteen": (lambda: at_steps({7}, 16), ["jump"]),
@@ -758,7 +764,8 @@ TOLD: dict[str, tuple[Callable[[], list[Record]], Sequence[str]]] = {
     "a temperature and five placeholders": (lambda: with_placeholders(TEMPERED), ["temperature", "placeholder"]),
     "a temperature and a changed response": (lambda: with_one_permuted(TEMPERED), ["temperature", "changed-response"]),
     "a temperature above 1 and a little top-p": (lambda: sampled_at("bf16", 1.3, 0.95), ["temperature", "top-p"]),
-    "a temperature above 1 and much top-p": (lambda: sampled_at("bf16", 1.3, 0.7), ["temperature", "top-p"]),
+    "a temperature above 1 and much top-p": (lambda: sampled_at("bf16", 1.6, 0.7), ["temperature", "top-p"]),
+    "top-k alone": (lambda: of_likeliest(20), ["top-p"]),
     "a temperature of 0.3": (lambda: sampled_at("fp8", 0.3), ["temperature"]),
     "a temperature of 0.3 at int6": (lambda: sampled_at("int6", 0.3), ["temperature"]),
     "a temperature of 0.3 and top-p": (lambda: sampled_at("bf16", 0.3, 0.95), ["temperature", "top-p"]),
