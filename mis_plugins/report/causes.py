@@ -22,16 +22,19 @@ from mis_plugins.metrics import slope
 from mis_plugins.report.changes import SIDE, Change
 from mis_plugins.report.evidence import LONG_ENOUGH, RELATED, Evidence, Moments
 from mis_plugins.report.lists import Pairing
+from mis_plugins.report.places import SHARES
 
 STANDARD_ERRORS = 6.0
 LEAST_SEQUENCES = 16
 END_FACTOR = 5.0
-BEGINNING_FACTOR = 2.0
+BEGINNING_FACTOR = 1.75
 ID_SHARE, ID_SHARE_OF_K3 = 0.013, 0.05
 ROUTE_FACTOR, AGE_FACTOR, JUMP_FACTOR = 1.2, 2.0, 2.0
 LEAST_TOKENS = 200
 FEW = 100  # an fp8 engine stays below the limit of kl_k3 in 15% of draws of 20 tokens, and in 0.7% of 100
 LEAST_TO_RELATE = 1000  # tokens, from which the standard errors of slopes are taken over folds of sequences
+FLAT = 0.95  # geometric mean of both slopes: errors of either side bring it to 0.99 or above, never below
+CUT_DEEP, CUT_MASS = 0.7, 1.2  # mean ratio below which a cut leaves tokens alone, and the mass of such a token, by 1.5
 PROPORTIONAL = 0.75  # of (log r)^2 that a factor accounts for: one list is the other's multiple
 UNITS = (abs(math.log(math.log(2))), math.log(math.log(10)))  # of logarithms to base 2 and 10, by either side
 UNIT_MARGIN, LEFT, MOST_FACTOR = 0.05, 0.1, 8.0  # of a unit: int5 leaves 0.07 beside base 2, a temperature 0.2 or more
@@ -248,7 +251,7 @@ def _broken_advantages(facts: Facts) -> Numbers | None:
 
 def _placeholder(facts: Facts) -> Numbers | None:
     usable = max(facts.sums["usable"], 1)
-    shown = {key: x.tolist() for key, x in facts.evidence.fills.items() if _is_fill(facts, *key, int(x[0]), usable)}
+    shown = {key: x.tolist() for key, x in facts.evidence.fills.items() if _is_fill(facts, *key, x.tolist(), usable)}
     told = (
         f"{n:.0f} ({n / usable:.2%}) have a {side} log-prob of exactly {number:g}"
         + ", while the other side finds them unlikely" * (number == 0)
@@ -258,9 +261,18 @@ def _placeholder(facts: Facts) -> Numbers | None:
     return {"told": "; ".join(told), "share_of_all": found / facts.mass} if shown else None
 
 
-def _is_fill(facts: Facts, side: str, number: float, count: int, usable: float) -> bool:
+def _is_fill(facts: Facts, side: str, number: float, sums: Sequence[float], usable: float) -> bool:
+    count, total = sums
     least, near = (FILLS, facts.evidence.low[side, math.floor(number)]) if number else (3, count)
-    return count >= max(least, SURE_SHARE * usable, near / 2)
+    return count >= max(least, SURE_SHARE * usable, near / 2) and not (
+        number == 0 and _left_alone(facts, total / count)
+    )
+
+
+def _left_alone(facts: Facts, mean: float) -> bool:
+    """Whether tokens of log-prob 0, of this mean `mass`, are those that a deep cut leaves alone in their nucleus."""
+    found = facts.related
+    return found is not None and found.mean_ratio < CUT_DEEP and mean < CUT_MASS and _cut_off(facts) is not None
 
 
 def _pairing(facts: Facts, of_all: bool) -> Numbers | None:
@@ -298,12 +310,30 @@ def _is_scaled(facts: Facts) -> bool:
     found = facts.related
     if found is None:
         return False
+    if _is_flat(facts):
+        return True
     off = found.nearest - 1
     error = max(facts.error(lambda one: one.slope), facts.error(lambda one: one.inverse))
     if abs(off) < max(slope.SLOPE_MARGIN, STANDARD_ERRORS * error):
         return False
     by_noise = off < 2 * found.unexplained and _off_one(facts) <= 0
-    return off < 0 or _is_multiple(facts) or not (by_noise or _off_one(facts) < 0)
+    by_cut = _off_one(facts) < 0 and not _are_lowered(facts)
+    return off < 0 or _is_multiple(facts) or not (by_noise or by_cut)
+
+
+def _are_lowered(facts: Facts) -> bool:
+    """Whether the engine's likely tokens are likelier to the trainer, as a temperature above 1 alone makes them."""
+    likely = (row for row in facts.places.get("probability", ()) if row["bucket"] in SHARES[3:])
+    found = Moments.sum(_moments(row, "kl_k1", "log_ratio_squared") for row in likely)
+    return found.count >= LEAST_TOKENS and -found.mean > STANDARD_ERRORS * found.error
+
+
+def _is_flat(facts: Facts) -> bool:
+    """Whether log pi_old varies less than log mu over tokens that mu sampled, as below a temperature of 1 alone."""
+    found = facts.related
+    if found is None or found.mean_log_ratio > 0 or found.implied_temperature > FLAT:
+        return False
+    return 1 - found.implied_temperature > STANDARD_ERRORS * facts.error(lambda one: one.implied_temperature)
 
 
 def _is_multiple(facts: Facts) -> bool:
@@ -379,14 +409,15 @@ def _cut_off(facts: Facts) -> Numbers | None:
     found = facts.related
     if found is None or _off_one(facts) >= 0 or _is_multiple(facts):
         return None
-    even = found.mean_log_ratio <= 0 and abs(math.log(found.mean_ratio) - found.mean_log_ratio) <= 0.2
+    apart = math.log(found.mean_ratio) - found.mean_log_ratio
+    even = abs(apart) <= max(0.2, -0.3 * found.mean_log_ratio) and found.mean_log_ratio <= 0
     even &= facts.spread["tokens"] >= EVEN["tokens"] and _is_level(facts.places.get("position", ()), "kl_k1")
     return {"found": found, "share_of_all": found.mean_log_ratio**2 / facts.square} if even else None
 
 
 def _other_weights(facts: Facts) -> Numbers | None:
     few = facts.sums["usable"] < LEAST_TOKENS or facts.mean > -slope.UNLIKELY
-    if few or _is_multiple(facts) or _off_one(facts) < 0:
+    if few or _is_multiple(facts) or _is_flat(facts) or _off_one(facts) < 0:
         return None
     return {"mean": facts.mean, "share_of_all": 1 - max(_share_of(facts, part) for part in ("beginning", "end"))}
 
@@ -398,14 +429,16 @@ def _share_of(facts: Facts, part: str) -> float:
 
 
 def _of_bucket(facts: Facts, place: str, usual: str, factor: float, least: int = 1) -> Numbers | None:
-    """A bucket of a place, beyond which `mass` is higher by a factor and by `STANDARD_ERRORS`; one token moves k3."""
+    """A bucket beyond which `mass` is higher by a factor, and |log r| by `STANDARD_ERRORS`: one token moves k3."""
     rows = {str(row["bucket"]): row for row in facts.places.get(place, ())}
     moments = {bucket: _moments(row) for bucket, row in rows.items()}
     low = moments.pop(usual, Moments())
     high = Moments.sum(moments.values())
     if high.count < LEAST_TOKENS or low.count < least or high.mean <= 0 or high.mean < factor * low.mean:
         return None
-    if high.mean - low.mean < STANDARD_ERRORS * math.sqrt(low.variance / low.count + high.variance / high.count):
+    sizes = {bucket: _moments(row, "log_prob_diff_abs_mean", "log_ratio_squared") for bucket, row in rows.items()}
+    less, more = sizes.pop(usual, Moments()), Moments.sum(sizes.values())
+    if more.mean - less.mean < STANDARD_ERRORS * math.sqrt(less.variance / less.count + more.variance / more.count):
         return None
     tokens = low.count + high.count
     explained = 1 - tokens * low.mean / (low.total + high.total)
@@ -414,8 +447,8 @@ def _of_bucket(facts: Facts, place: str, usual: str, factor: float, least: int =
     return {"usual": usual_kl_k3, "others": told, "share": high.count / tokens, "share_of_all": explained}
 
 
-def _moments(row: Mapping[str, float | str]) -> Moments:
-    n, mean, square = (float(row[name]) for name in ("tokens", "mass", "mass_squared"))
+def _moments(row: Mapping[str, float | str], name: str = "mass", squared: str = "mass_squared") -> Moments:
+    n, mean, square = (float(row[column]) for column in ("tokens", name, squared))
     return Moments(n, n * mean, n * square)
 
 

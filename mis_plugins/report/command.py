@@ -20,7 +20,7 @@ from mis_plugins.explain.limits import FIRST
 from mis_plugins.report.beside import found_config, spell, tokenizer_of
 from mis_plugins.report.causes import FEW
 from mis_plugins.report.proposal import Proposal, propose
-from mis_plugins.report.readers.paths import NOTHING, find, nothing
+from mis_plugins.report.readers.paths import NOTHING, find, tell_nothing
 from mis_plugins.report.readers.source import Problems
 from mis_plugins.report.survey import Survey, Told, keep_freed_memory, report, walk
 from mis_plugins.report.sweep import Candidate, candidates, load
@@ -35,7 +35,7 @@ NEEDED = "it takes behavior_log_probs and proximal_log_probs of tokens, or curve
 PAGE = "report.html"
 SECONDS = 2.0
 LONGEST_WAIT = 86_400  # seconds
-SHOWN_PROBLEMS, SHOWN_CONFIGS = 10, 8
+SHOWN_PROBLEMS, SHOWN_CONFIGS, SHOWN_PATHS = 10, 8, 4
 SHOWN = (FIRST, "kl_k1", "log_prob_diff_abs_mean", "ratio_mean", "ess_ratio", "prob_correlation", "kept_fraction")
 
 
@@ -71,10 +71,14 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def alarmed(document: Document) -> bool:
-    """Whether an alarm of docs/metrics.md fires, a cause shows, or a number lies beyond its limit."""
+    """Whether an alarm of docs/metrics.md fires, a cause shows, or a number lies beyond its limit.
+
+    A file that breaks off may be one that the run still writes.
+    """
     made = document.report
-    few = made is not None and made.usable < FEW and document.verdict.level != ALARM
-    beyond = document.verdict.measured and document.verdict.level != CALM and not few
+    level = document.verdict.level if made is None or not made.usable else level_of(replace(made, torn=()))
+    few = made is not None and made.usable < FEW and level != ALARM
+    beyond = document.verdict.measured and level != CALM and not few
     return beyond or bool(made and made.alarms)
 
 
@@ -94,8 +98,11 @@ def suggest(arguments: argparse.Namespace) -> int:
         )
     found, made = document.proposal, document.report
     extent = f"from {made.sequences} responses of {len(made.steps)} steps"
+    lost = document.problems.of_file.total()
+    extent += f"; not read at {lost} place{'s' * (lost > 1)}" * bool(lost)
     extent += "" if document.complete else "; interrupted, so the rest was not read"
-    comments = (f"{found.name}: {'; '.join(found.why)}", extent, found.flags)
+    together = filter(None, [document.verdict.parts.get("Read as one run")])
+    comments = (f"{found.name}: {'; '.join(found.why)}", extent, *together, found.flags)
     print("\n".join(f"# {printable(line)}" for line in comments), found.yaml, sep="\n")
     return 0 if document.complete else INTERRUPTED
 
@@ -123,10 +130,13 @@ def read(paths: Sequence[Path], arguments: argparse.Namespace) -> Document:
     curves = found.read_curves(problems)
     unread = problems.of_file.total() - known
     if not (made or curves):
-        for file in found.others or (() if problems.kept else paths):
-            problems.add(nothing(file) if file in found.others else NOTHING, file)
+        for file in found.others:
+            tell_nothing(file, problems)
+        for path in () if problems.kept else paths:
+            problems.add(NOTHING, path)
     judgement = verdict(made, proposal) if made else of_curves(curves, survey.rejected, unread, problems)
-    title = ", ".join(path.name or str(path) for path in paths)
+    title = ", ".join(path.name or str(path) for path in paths[:SHOWN_PATHS])
+    title += f" and {len(paths) - SHOWN_PATHS} more" if paths[SHOWN_PATHS:] else ""
     inputs = (
         *([f"the run's config: {own.name}"] if own else []),
         *(f"{source.kind}: {', '.join(map(str, source.files))}" for source in found.sources),

@@ -20,17 +20,23 @@ RESTORED, LEAST_RESTORED = 0.25, 0.5  # by which a shift must raise the correlat
 
 
 def correlation(sums: Float[Tensor, "6 N"]) -> Float[Tensor, " N"]:
-    """Correlation of each column's pairs; NaN where one side does not vary."""
+    """Correlation of each column's pairs: 0 where one side alone varies, NaN where neither does."""
     n, x, y, xx, yy, xy = sums
-    spread = ((xx - x * x / n) * (yy - y * y / n)).clamp(min=0).sqrt()
-    return torch.where(spread > 1e-9 * n, (xy - x * y / n) / spread, torch.nan)
+    squares = torch.stack([xx - x * x / n, yy - y * y / n]).clamp(min=0)
+    spread = squares.prod(0).sqrt()
+    alone = torch.where(squares.amax(0) > 1e-3 * n, 0.0, torch.nan)
+    return torch.where(spread > 1e-9 * n, (xy - x * y / n) / spread, alone)
 
 
 def floor(sums: Float[Tensor, "6 N"], kl: float) -> Float[Tensor, " N"]:
-    """The 0.1% quantile of the correlation in clean runs of this KL, number of tokens and variance of log-probs."""
+    """The 0.1% quantile of the correlation in clean runs of this KL, number of tokens and variance of log-probs.
+
+    No clean list has one number throughout.
+    """
     n, x, y, xx, yy, _ = sums
-    variance = torch.minimum(xx / n - (x / n).square(), yy / n - (y / n).square()).clamp(min=1e-3)
-    return 1 - (QUANTILE + QUANTILE_OF_FEW / n.sqrt()) * max(kl, LEAST_KL) / variance
+    variance = torch.minimum(xx / n - (x / n).square(), yy / n - (y / n).square())
+    low = 1 - (QUANTILE + QUANTILE_OF_FEW / n.sqrt()) * max(kl, LEAST_KL) / variance.clamp(min=1e-3)
+    return torch.where(variance > 1e-9, low, 1.0)
 
 
 @dataclass

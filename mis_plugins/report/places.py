@@ -89,6 +89,7 @@ ROWS: dict[str, Callable[[Tokens], Float[Tensor, " T"]]] = {
     "kl_k1": lambda t: -t.log_ratio,
     "kl_k3": lambda t: k3(t.log_ratio),
     "log_prob_diff_abs_mean": lambda t: t.log_ratio.abs(),
+    "log_ratio_squared": lambda t: t.log_ratio.square(),
     "mass": mass,
     "mass_squared": lambda t: mass(t).square(),
 }

@@ -194,7 +194,7 @@ def _beyond_all_rows(kl_k3: float, steps: Mapping[int, Mapping[str, float]]) -> 
 
 
 def _is_calm(kl_k3: float) -> str:
-    return f"the run is calm: kl_k3 is {kl_k3:.2g}, and README's row corrects nothing below {ROWS[0].below:g}"
+    return f"kl_k3 is {kl_k3:.2g}, and README's row corrects nothing below {ROWS[0].below:g}"
 
 
 def _by_row(found: Row, kl_k3: float, length: float) -> str:

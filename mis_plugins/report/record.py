@@ -156,7 +156,8 @@ def _tensor(name: str, values: Any) -> Tensor:
     kind = KINDS[name]
     found = values.detach().reshape(-1).to("cpu") if isinstance(values, Tensor) else _of_list(name, values, kind)
     ITEMS.check(found.numel(), 0, name)
-    if found.is_complex() or (kind.is_floating_point and found.dtype == torch.bool):
+    of_whole = name in REQUIRED and isinstance(values, Tensor) and not found.is_floating_point()
+    if of_whole or found.is_complex() or (kind.is_floating_point and found.dtype == torch.bool):
         raise RecordError(f"{name}: holds numbers of another kind ({found.dtype})")
     if kind == torch.int64 and found.numel() and not _are_whole(found):
         raise RecordError(f"{name}: holds a number that is not whole, or lies beyond {LARGEST}")

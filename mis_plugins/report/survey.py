@@ -91,6 +91,7 @@ class Survey:
     own: the run's config; the numbers of the steps are what the training path logged with it.
     rejected: number of records, or of whole files of records, that could not be read.
     torn: files that could not be read to their end.
+    together: files and folders that hold the same steps, and are read as one run.
     """
 
     own: CorrectionConfig
@@ -102,6 +103,7 @@ class Survey:
     sequences: int = 0
     rejected: int = 0
     torn: tuple[str, ...] = ()
+    together: dict[str, None] = field(default_factory=dict)
 
     @classmethod
     def of(cls, own: CorrectionConfig, candidates: Sequence[Candidate]) -> Survey:
@@ -136,7 +138,7 @@ class Report:
 
     steps: metrics of each step, by the names of docs/metrics.md.
     whole: the metrics over all steps together.
-    rejected, torn: as of a `Survey`.
+    rejected, torn, together: as of a `Survey`.
     usable: number of tokens that the loss mask keeps and whose two log-probs are finite; all means are over them.
     absent: as of an `Evidence`.
     spread: as of `Facts`.
@@ -155,6 +157,7 @@ class Report:
     sequences: int
     rejected: int
     torn: tuple[str, ...]
+    together: tuple[str, ...]
     usable: int
     absent: dict[str, dict[str, int]]
     spread: dict[str, float]
@@ -163,12 +166,13 @@ class Report:
 
 def walk(survey: Survey, sources: Sequence[Source], problems: Problems, told: Told) -> bool:
     """Read every source; return false where Ctrl-C ended the walk, so that what is done can be written."""
-    total, done, steps = sum(source.size for source in sources), 0, set[int]()
+    total, done, steps = sum(source.size for source in sources), 0, dict[int, str]()
     try:
         for source in sources:
             told(done, total)
             problems.bytes_read, seen, lost = 0, survey.sequences, problems.of_file.total()
-            records = _of_few_steps(source.records(problems), steps, source)
+            survey.together |= dict.fromkeys(map(str, source.folders))
+            records = _of_few_steps(source.records(problems), steps, source, survey.together)
             survey.add_all(
                 problems.each(records, source.name, source.size),
                 lambda done=done: told(done + problems.bytes_read, total),
@@ -184,13 +188,16 @@ def walk(survey: Survey, sources: Sequence[Source], problems: Problems, told: To
     return True
 
 
-def _of_few_steps(records: Iterable[Record], steps: set[int], source: Source) -> Iterator[Record]:
-    """Records of a source, until they are beyond a budget; `steps` are the steps of all sources so far."""
+def _of_few_steps(
+    records: Iterable[Record], steps: dict[int, str], source: Source, together: dict[str, None]
+) -> Iterator[Record]:
+    """Records of a source, until they are beyond a budget; `steps` has the first source of every step so far."""
     size, last, changes = source.size, None, 0
     for record in records:
         if record.step != last:
             last, changes = record.step, changes + 1
-            steps.add(last)
+            first = steps.setdefault(last, source.name)
+            together |= {first: None, source.name: None} if first != source.name else {}
             CHANGES.check(changes, size, source.name)
             STEPS.check(len(steps), size, source.name)
         yield record
@@ -219,6 +226,7 @@ def report(survey: Survey) -> Report | None:
         sequences=survey.sequences,
         rejected=survey.rejected,
         torn=survey.torn,
+        together=tuple(survey.together),
         usable=int(whole.named_sums["usable"]),
         absent={side: dict(names) for side, names in survey.evidence.absent.items() if names},
         spread=facts.spread,

@@ -120,7 +120,9 @@ def _unread(report: Report) -> dict[str, str]:
     """How many records were rejected, and which files could not be read to their end."""
     told = f"{_rejected(report)}, so the verdict is on the others." if report.rejected else ""
     twice = f"{report.repeated} of {report.sequences} responses have all log-probs of an earlier one, and count twice."
-    return {"Not read": told, "Read twice": twice if report.repeated else ""} | _broke_off(report.torn)
+    same = f"{len(report.together)} files or folders hold the same steps, as {' and '.join(report.together[:2])}; "
+    alone = {"Read as one run": f"{same}name one alone where they are several runs." if report.together else ""}
+    return {"Not read": told, "Read twice": twice if report.repeated else ""} | _broke_off(report.torn) | alone
 
 
 def _broke_off(torn: Sequence[str]) -> dict[str, str]:

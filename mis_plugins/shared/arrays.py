@@ -41,6 +41,7 @@ class Safetensors:
         is_text = isinstance(self.metadata, dict) and all(isinstance(one, str) for one in self.metadata.values())
         if not is_text or not all(isinstance(one, dict) for one in self._told.values()):
             raise RecordError(f"{path}: has no header of a safetensors file")
+        read(path, self._check_cover)
 
     @property
     def names(self) -> list[str]:
@@ -61,10 +62,20 @@ class Safetensors:
         self._begin = LENGTH.size + length
         text = self.opened.bytes_at(LENGTH.size, length)
         ITEMS.check(sum(map(text.count, (b",", b"[", b"{"))), self.opened.size, f"{self.path}: its header")
-        found = json.loads(text.decode("utf-8"), object_pairs_hook=_once)
+        found = json.loads(text.decode("utf-8"), object_pairs_hook=once)
         if not isinstance(found, dict):
             raise RecordError(f"{self.path}: has no header of a safetensors file")
         return found
+
+    def _check_cover(self) -> None:
+        """Refuse bytes that belong to no tensor or to two; a file that is too short is told where a tensor is read."""
+        place = 0
+        for begin, end in sorted(one["data_offsets"] for one in self._told.values()):
+            if begin != place:
+                raise RecordError(f"{self.path}: bytes {place} to {begin} belong to no tensor, or to two")
+            place = end
+        if place < (size := self.opened.size - self._begin):
+            raise RecordError(f"{self.path}: bytes {place} to {size} belong to no tensor")
 
     def _tensor(self, name: str) -> Tensor:
         told = self._told.get(name)
@@ -80,11 +91,11 @@ class Safetensors:
         return self.opened.tensor_at(self._begin + begin, math.prod(shape), dtype).reshape(shape)
 
 
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """The object of a header, in which a name stands once: another reader may take the other of two tensors."""
+def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object of JSON, in which a name stands once: another reader may take the other of two values."""
     found = dict(pairs)
     if len(found) != len(pairs):
-        raise RecordError("a name stands twice in the header")
+        raise RecordError("a name stands twice in one object")
     return found
 
 

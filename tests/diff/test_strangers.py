@@ -148,3 +148,72 @@ def test_a_column_of_log_probs_is_compared_or_refused(column: object, tmp_path: 
     assert report(tmp_path / "a.pt", tmp_path / "b.pt").exit_code in (1, 2)
     alike = report(tmp_path / "b.pt", tmp_path / "b.pt").exit_code
     assert alike == (EQUAL if isinstance(column, torch.Tensor) else NOT_COMPARABLE)
+
+
+@pytest.mark.parametrize("ending", ["bin", "pth", "ckpt"])
+def test_files_of_torch_save_of_any_ending_are_compared(ending: str, tmp_path: Path) -> None:
+    for name, other in (("a", X), ("b", X + 1)):
+        folder = dump_all(tmp_path / name, {"z.output": X})
+        (folder / f"model.{ending}").write_bytes(bytes_of({"x": other}))
+    found = report(tmp_path / "a", tmp_path / "b")
+    assert [(row.key.name, row.status) for row in found.rows] == [("z.output", "equal"), ("model.x", "different")]
+    assert report(tmp_path / "a", tmp_path / "a").exit_code == EQUAL
+
+
+@pytest.mark.parametrize("ending", ["npy", "gguf", "distcp", "h5", "pkl", "PT", "pt.gz", "safetensors.part"])
+def test_tensors_of_a_kind_that_is_not_read_are_never_equal(ending: str, tmp_path: Path) -> None:
+    folder = dump_all(tmp_path / "a", {"z.output": X})
+    (folder / f"model.{ending}").write_bytes(b"1")
+    (folder / "config.json").write_text("{}")
+    found = report(folder, folder)
+    assert [row.status for row in found.rows] == ["equal", "not comparable"] and found.exit_code == NOT_COMPARABLE
+
+
+def test_a_folder_that_cannot_be_opened_is_never_equal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, scandir = dump_all(tmp_path / "a", {"z.output": X}), os.scandir
+    (folder / "deep" / "closed").mkdir(parents=True)
+    assert report(folder, folder).exit_code == EQUAL
+
+    def refusing(path: str) -> object:
+        if str(path).endswith("closed"):
+            raise PermissionError(13, "Permission denied", path)
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", refusing)
+    assert report(folder, folder).exit_code == NOT_COMPARABLE
+
+
+def test_a_shard_that_an_index_names_and_nobody_has_is_never_equal(tmp_path: Path) -> None:
+    folder = dump_all(tmp_path / "a", {"z.output": X})
+    shards = {"weight_map": {"z": "model-1.safetensors", "y": "model-1.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(shards))
+    found = report(folder, folder)
+    assert [row.status for row in found.rows] == ["equal", "not comparable"] and found.exit_code == NOT_COMPARABLE
+    (folder / "model.safetensors.index.json").write_text("{")
+    assert diff(folder, folder) == NOT_COMPARABLE
+
+
+@pytest.mark.parametrize("number", [-9999.0, -1e9, float("-inf"), 1.0])
+def test_a_number_that_stands_in_for_a_log_prob_is_never_equal(number: float, tmp_path: Path) -> None:
+    sample = {"tokens": [1, 2], "response_length": 2, "log_probs": [-1.0, number]}
+    torch.save({"samples": [sample]}, tmp_path / "a.pt")
+    found = report(tmp_path / "a.pt", tmp_path / "a.pt")
+    assert found.exit_code == NOT_COMPARABLE and "without a log-prob: A 1, B 1 of 2 tokens" in found.rows[0].detail
+
+
+@pytest.mark.parametrize("lines", ["zz: zz", "z: null"])
+def test_a_map_that_names_no_tensor_is_refused(lines: str, tmp_path: Path, capsys: Capture) -> None:
+    folder = dump_all(tmp_path / "a", {"z.output": X})
+    (tmp_path / "map.yaml").write_text(lines)
+    assert diff(folder, folder, "--map", tmp_path / "map.yaml") == NOT_COMPARABLE
+    assert "no line names a tensor of A, such as z.output" in capsys.readouterr().err
+
+
+def test_bytes_of_no_tensor_are_never_equal(tmp_path: Path) -> None:
+    held = {"x": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}
+    for name, rest in (("a", b"1234"), ("b", b"5678")):
+        header = json.dumps(held).encode()
+        content = len(header).to_bytes(8, "little") + header + bytes(4) + rest
+        (tmp_path / f"{name}.safetensors").write_bytes(content)
+    found = report(tmp_path / "a.safetensors", tmp_path / "b.safetensors")
+    assert found.exit_code == NOT_COMPARABLE and "bytes 4 to 8 belong to no tensor" in found.rows[0].detail

@@ -62,6 +62,7 @@ BAD_LINES = {
     "ragged": with_values(behavior_log_probs=[[-0.5], [1, 2]]),
     "digits": with_values(behavior_log_probs=["1"] * SIZE), "text": with_values(behavior_log_probs="1" * SIZE),
     "a mapping": with_values(behavior_log_probs={"a": 1}), "ids of half": with_values(tokens=[0.5] * SIZE),
+    "a name twice": LINE[:-1] + f', "behavior_log_probs": {[-0.51] * SIZE}}}',
     "a huge reward": LINE[:-1] + f', "reward": {"9" * 400}}}',
 }  # fmt: skip
 UNUSABLE = {

@@ -87,6 +87,42 @@ def test_miles_names_what_lacks_a_rank(tmp_path: Path) -> None:
     assert not found and "of 1 of 2 context-parallel ranks" in told[0]
 
 
+@pytest.mark.parametrize("name", ["loss_masks", "log_probs", "rollout_log_probs"])
+def test_a_column_that_ends_before_the_last_sample_is_told(name: str, tmp_path: Path) -> None:
+    write_miles(tmp_path, some_records(), 1)
+    for file in (tmp_path / "train_data").iterdir():
+        edit(file, lambda content: content["rollout_data"].update({name: []}))
+    found, told = read(tmp_path)
+    assert not found and all(f"{name} has 0 entries, fewer than the rank has samples" in one for one in told)
+
+
+def test_lengths_that_end_before_the_last_sample_lose_none(tmp_path: Path) -> None:
+    write_miles(tmp_path, some_records(), 1)
+    for file in (tmp_path / "train_data").iterdir():
+        edit(file, lambda content: content["rollout_data"]["response_lengths"].pop())
+    found, _ = read(tmp_path)
+    assert_alike(found, some_records())
+
+
+@pytest.mark.parametrize("version", ["\u00b2", "9" * 400])
+def test_a_version_that_is_no_number_loses_no_record(version: str, tmp_path: Path) -> None:
+    write_slime(tmp_path, some_records())
+    for file in (tmp_path / "train_data").iterdir():
+        edit(file, lambda content: [one.update(weight_versions=[version]) for one in content["samples"]])
+    found, told = read(tmp_path)
+    assert_alike(found, some_records())
+    assert not told
+
+
+@pytest.mark.parametrize("name", ["log_probs", "rollout_log_probs"])
+def test_log_probs_in_whole_numbers_are_refused(name: str, tmp_path: Path) -> None:
+    write_slime(tmp_path, some_records())
+    for file in (tmp_path / "train_data").iterdir():
+        edit(file, lambda content: [one.update({name: one[name].long()}) for one in content["samples"]])
+    found, told = read(tmp_path)
+    assert not found and "numbers of another kind (torch.int64)" in told[0]
+
+
 @pytest.mark.parametrize("write", [write_miles, write_slime])
 def test_samples_that_share_an_index_stay_apart(tmp_path: Path, write) -> None:
     """An agent's responses to one prompt are copies of one sample: they have its index, and tokens of their own."""

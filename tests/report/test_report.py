@@ -379,7 +379,7 @@ def test_suggest_tells_what_it_did_not_read(tmp_path: Path, capsys: pytest.Captu
     write_lines(tmp_path / "run.jsonl", some_records(), *broken)
     assert main(["config", "suggest", str(tmp_path / "run.jsonl")]) == 0
     printed = capsys.readouterr()
-    assert "# from 3 responses of 1 steps\n" in printed.out
+    assert "# from 3 responses of 1 steps; not read at 12 places\n" in printed.out
     assert printed.err.count("not read: ") == 11 and "not read: and 2 more" in printed.err
 
 

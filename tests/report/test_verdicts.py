@@ -19,7 +19,18 @@ from test_readers import read, reported, some_records, write_lines
 from test_report import PLAIN, surveyed
 
 from lab.pages.metrics import WORDS
-from lab.planted_runs import IN_RECORDINGS, _temperature, clean, drawn, planted_in_recording, recorded, records, sampled
+from lab.planted_runs import (
+    IN_RECORDINGS,
+    _temperature,
+    _top_p,
+    clean,
+    drawn,
+    planted_in_recording,
+    recorded,
+    records,
+    sampled,
+)
+from mis_plugins.__main__ import main
 from mis_plugins.config.model import CorrectionConfig
 from mis_plugins.errors import InputError
 from mis_plugins.explain.limits import FIRST, LIMITS, ROWS, row
@@ -52,6 +63,109 @@ NEEDED = ("behavior_log_probs", "proximal_log_probs")
 
 
 # Never calm about nothing.
+
+
+def run_of_bf16(folder: Path, name: str = "good.jsonl") -> Path:
+    """A run that is calm, beside which a test writes what is not."""
+    keys = ("behavior_log_probs", "proximal_log_probs")
+    rows = [{name: getattr(one, name).tolist() for name in keys} | {"step": one.step} for one in BF16]
+    folder.mkdir(exist_ok=True, parents=True)
+    (folder / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+BROKEN_FILES: dict[str, tuple[str, bytes | None]] = {
+    "an end that is cut": ("b.jsonl", b'{"behavior_log_probs": [-1], "proximal_log_probs": [-1]}\n{"behav'),
+    "a line that is cut": ("b.jsonl", b'{"step": 1, "behavior_log_probs": [-0.1'), "zeros": ("b.jsonl", bytes(99)),
+    "a damaged gzip": ("b.jsonl.gz", b"\x1f\x8b\x08" + bytes(50)), "no parquet": ("b.parquet", b"PAR1" + bytes(50)),
+    "no dump": ("b.pt", b"PK" + bytes(50)), "a broken link": ("b.jsonl", None),
+    "a broken link of a dump": ("b.pt", None),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "content"), BROKEN_FILES.values(), ids=BROKEN_FILES)
+def test_a_broken_file_beside_good_ones_is_never_calm(
+    name: str, content: bytes | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bad = run_of_bf16(tmp_path / "run") / name
+    bad.symlink_to(tmp_path / "gone") if content is None else bad.write_bytes(content)
+    code, told = reported(bad.parent, "--sweep", "own")
+    assert (
+        code == 0 and told["verdict"]["level"] == WATCH and str(bad) in told["verdict"]["parts"]["Not read to the end"]
+    )
+    assert told["proposal"]["name"] == NOTHING and "calm" not in told["proposal"]["why"][0]
+    capsys.readouterr()
+    assert main(["config", "suggest", str(bad.parent)]) == 0
+    assert "not read at 1 place\n" in capsys.readouterr().out
+
+
+def test_an_empty_file_and_another_ones_lines_are_told_and_lose_nothing(tmp_path: Path) -> None:
+    run = run_of_bf16(tmp_path / "run")
+    (run / "empty.jsonl").write_text("")
+    (run / "events.jsonl").write_text('{"time": 3}\n')
+    code, told = reported(run)
+    assert code == 0 and told["verdict"]["level"] == CALM and len(told["problems"]) == 2
+
+
+@pytest.mark.parametrize("names", [("a.jsonl", "b.jsonl"), ("a/run.jsonl", "b/run.jsonl")])
+def test_files_that_hold_the_same_steps_are_told(
+    names: Sequence[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    files = [tmp_path / "run" / name for name in names]
+    for file in files:
+        run_of_bf16(file.parent, file.name)
+    _, told = reported(tmp_path / "run")
+    assert " and ".join(map(str, files)) in told["verdict"]["parts"]["Read as one run"]
+    capsys.readouterr()
+    main(["config", "suggest", str(tmp_path / "run")])
+    assert "# 2 files or folders hold the same steps" in capsys.readouterr().out
+    assert "Read as one run" not in reported(files[0])[1]["verdict"]["parts"]
+
+
+@pytest.mark.parametrize("write", [write_miles, write_slime])
+def test_folders_that_hold_the_same_rollout_are_told(write: Callable[..., None], tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        write(tmp_path / "runs" / name, some_records())
+    _, told = reported(tmp_path / "runs")
+    folders = [str(tmp_path / "runs" / name / "train_data") for name in ("a", "b")]
+    assert " and ".join(folders) in told["verdict"]["parts"]["Read as one run"]
+
+
+@pytest.mark.parametrize("text", ["NaN", "Infinity"])
+def test_a_number_that_wandb_writes_as_text_is_read(text: str, tmp_path: Path) -> None:
+    rows = [{"step": step, "kl_k3": 0.001} for step in range(9)] + [{"step": 9, "kl_k3": text}]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    code, told = reported(tmp_path / "metrics.jsonl")
+    assert code == 0 and told["verdict"]["level"] != CALM and "at step 9" in told["verdict"]["headline"]
+
+
+def test_a_file_that_the_run_still_writes_raises_no_alarm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, looks = run_of_bf16(tmp_path / "run"), []
+    (run / "good.jsonl").write_text((run / "good.jsonl").read_text()[:-40])
+
+    def sleep(_: float) -> None:
+        looks.append(1)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("mis_plugins.report.command.time.sleep", sleep)
+    code, told = reported(run, "--watch")
+    assert code == 130 and looks and told["verdict"]["level"] == WATCH
+
+
+def test_shuffled_steps_are_put_in_order(tmp_path: Path) -> None:
+    rows = at_steps({8, 9, 10, 11, 12, 13, 14, 15}, 16)
+    order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(3)).tolist()
+    first, second = surveyed(rows), surveyed([rows[place] for place in order])
+    assert [one.step for one in first.changes] == [one.step for one in second.changes] == [8]
+    assert [one.name for one in second.findings] == ["jump"] and list(second.steps) == list(range(16))
+
+
+def test_a_title_of_many_paths_is_short(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    files = [tmp_path / f"{number}.jsonl" for number in range(99)]
+    for file in files:
+        write_lines(file, some_records())
+    main(["report", *map(str, files), "--output", str(tmp_path), "--sweep", "none"])
+    assert "0.jsonl, 1.jsonl, 2.jsonl, 3.jsonl and 95 more: " in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -630,6 +744,18 @@ def with_one_permuted(rows: Sequence[Record]) -> list[Record]:
     return [*rows[:3], *changed(rows[3:4], "proximal_log_probs", lambda column: column[order]), *rows[4:]]
 
 
+def sampled_at(precision: str, temperature: float, mass: float = 1.0) -> list[Record]:
+    """Responses of an engine that samples at a temperature, from the likeliest tokens of so much probability."""
+    run = _temperature(drawn(8, precision), temperature)
+    return records(sampled(run if mass == 1 else _top_p(run, mass)))
+
+
+def of_likeliest(count: int) -> list[Record]:
+    run = drawn(21, "bf16")
+    least = run.engine.topk(count, -1).values[:, -1:]
+    return records(sampled(replace(run, engine=run.engine.masked_fill(run.engine < least, -torch.inf))))
+
+
 BEHAVIOR, PROXIMAL = NEEDED
 TOLD: dict[str, tuple[Callable[[], list[Record]], Sequence[str]]] = {
     "one bad step of sixteen": (lambda: at_steps({7}, 16), ["jump"]),
@@ -637,6 +763,24 @@ TOLD: dict[str, tuple[Callable[[], list[Record]], Sequence[str]]] = {
     "a bad last step": (lambda: at_steps({15}, 16), ["jump"]),
     "a temperature and five placeholders": (lambda: with_placeholders(TEMPERED), ["temperature", "placeholder"]),
     "a temperature and a changed response": (lambda: with_one_permuted(TEMPERED), ["temperature", "changed-response"]),
+    "a temperature above 1 and a little top-p": (lambda: sampled_at("bf16", 1.3, 0.95), ["temperature", "top-p"]),
+    "a temperature above 1 and much top-p": (lambda: sampled_at("bf16", 1.6, 0.7), ["temperature", "top-p"]),
+    "top-k alone": (lambda: of_likeliest(20), ["top-p"]),
+    "a temperature of 0.3": (lambda: sampled_at("fp8", 0.3), ["temperature"]),
+    "a temperature of 0.3 at int6": (lambda: sampled_at("int6", 0.3), ["temperature"]),
+    "a temperature of 0.3 and top-p": (lambda: sampled_at("bf16", 0.3, 0.95), ["temperature", "top-p"]),
+    "a temperature of 0.5 and top-p at fp8": (lambda: sampled_at("fp8", 0.5, 0.9), ["temperature", "top-p"]),
+    "a nucleus of one token at most places": (
+        lambda: sampled_at("bf16", 0.3, 0.7), ["top-p", "differing-weights"]
+    ),
+    "a slight template at int6": (lambda: planted_in_recording("template", 3, "int6", 0), ["template", "precision"]),
+    "slight routes at int6": (lambda: planted_in_recording("route", 1008, "int6", 0), ["route", "precision"]),
+    "one number for every trainer's log-prob": (
+        lambda: changed(BF16, PROXIMAL, lambda column: torch.full_like(column, -1.0)), ["different-tokens"]
+    ),
+    "one number for every engine's log-prob": (
+        lambda: changed(BF16, BEHAVIOR, lambda column: torch.full_like(column, -1.0)), ["different-tokens"]
+    ),
     "an early list, filled with 0": (
         lambda: changed(BF16, BEHAVIOR, lambda column: torch.cat([column[1:], torch.zeros(1)])),
         ["different-tokens", "placeholder"],

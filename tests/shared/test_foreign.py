@@ -238,10 +238,17 @@ HEADERS: dict[str, tuple[bytes, str]] = {
     "deep": (b"[" * 200_000, "cannot be read"),
     "a shape beyond": (b'{"x":{"dtype":"F32","shape":[1000000000000],"data_offsets":[0,16]}}', "needs others"),
     "beyond the end": (b'{"x":{"dtype":"F32","shape":[8],"data_offsets":[0,32]}}', "beyond its end"),
-    "negative": (b'{"x":{"dtype":"F32","shape":[-4],"data_offsets":[16,0]}}', "no tensor has"),
+    "negative": (b'{"x":{"dtype":"F32","shape":[-2,-2],"data_offsets":[0,16]}}', "no tensor has"),
     "a text as a size": (b'{"x":{"dtype":"F32","shape":["4"],"data_offsets":[0,16]}}', "no tensor has"),
     "unknown numbers": (b'{"x":{"dtype":"Z9","shape":[4],"data_offsets":[0,16]}}', "Z9"),
     "no such key": (b'{"x":{"shape":[4]}}', "cannot be read"),
+    "a hole before": (b'{"x":{"dtype":"F32","shape":[2],"data_offsets":[8,16]}}', "bytes 0 to 8 belong to no tensor"),
+    "a hole behind": (b'{"x":{"dtype":"F32","shape":[2],"data_offsets":[0,8]}}', "bytes 8 to 16 belong to no tensor"),
+    "a hole between": (b'{"y":{"dtype":"U8","shape":[4],"data_offsets":[12,16]},'
+                       b'"x":{"dtype":"F32","shape":[2],"data_offsets":[0,8]}}', "bytes 8 to 12 belong to no tensor"),
+    "bytes of two": (b'{"y":{"dtype":"F32","shape":[4],"data_offsets":[0,16]},'
+                     b'"x":{"dtype":"F32","shape":[2],"data_offsets":[8,16]}}', "or to two"),
+    "no tensor at all": (b'{}', "bytes 0 to 16 belong to no tensor"),
     "no dict": (b'{"x":[]}', "no header"),
 }  # fmt: skip
 

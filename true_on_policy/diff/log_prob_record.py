@@ -8,7 +8,8 @@ holds four tensors:
     versions    int64    [T]     version of the weights that sampled each token
     cu_seqlens  int64    [N+1]   where each sequence begins, and where the last ends
 
-A log-prob that an engine did not give stays NaN, and a record that holds NaN cannot be compared.
+A log-prob that an engine did not give stays NaN, and a record that holds NaN, or a number that stands in for a log-prob
+(mis_plugins/shared/absent.py), cannot be compared.
 """
 
 from __future__ import annotations

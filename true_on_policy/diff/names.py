@@ -197,7 +197,10 @@ class Correspondence:
 def correspondence(a: Iterable[str], b: Iterable[str], file: Path | None = None) -> Correspondence:
     """Pair names by `file` if given, else by `points` between two frameworks, else each name with itself."""
     if file is not None:
-        return _from_file(file)
+        found, names = _from_file(file), list(a)
+        if not any(pattern.layer(name) is not None for pattern, _ in found.a.patterns for name in names):
+            raise RecordError(f"--map {file}: no line names a tensor of A, such as {', '.join(sorted(names)[:3])}")
+        return found
     frameworks = framework(a), framework(b)
     if None in frameworks or frameworks[0] == frameworks[1]:
         unchanged = Renaming(tuple((Pattern(name), None) for name in sorted(BOOKKEEPING)))

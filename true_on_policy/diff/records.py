@@ -3,7 +3,7 @@
 A recording is a file, or a folder of files:
 
     step=0___rank=0___dump_index=12___name=NAME___layer_id=2.pt   SGLang's dumper, and our module_recorder.py
-    *.pt          a tensor, or lists and dicts of tensors
+    *.pt, *.pth, *.bin, *.ckpt   a tensor, or lists and dicts of tensors, by torch.save
     *.safetensors
     *.npz
     a dump of Miles or slime, of a rollout or a training step: its log-probs alone
@@ -16,6 +16,8 @@ keeps one name, and so does a module that runs again in the next step.
 
 from __future__ import annotations
 
+import json
+import os
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -148,11 +150,34 @@ def _files(path: Path) -> list[Path]:
         raise RecordError(f"{path}: no such file or folder")
     files = [file for file in path.iterdir() if file.suffix in READERS]
     folders = sorted(folder for folder in path.iterdir() if folder.is_dir())
-    below = [folder for folder in folders if any(file.suffix in READERS for file in folder.rglob("*"))]
+    below = list(filter(_may_hide_tensors, folders))
     if not files:
         hint = f"; there are some in {', '.join(map(str, below[:5]))}" if below else ""
         raise RecordError(f"{path}: holds no {', '.join(READERS)}{hint}")
-    return [*{*files, *below}]
+    others = {file for file in path.iterdir() if _holds_tensors(file) and not file.is_dir()}
+    return [*{*files, *below, *others, *(file for index in path.glob("*.index.json") for file in _missing(index))}]
+
+
+def _holds_tensors(file: Path) -> bool:
+    """Whether a file's name is that of tensors, read or not: `MODEL.PT`, `x.pt.gz` and a part of a download too."""
+    name = Path(file.name.lower())
+    name = name.with_suffix("") if name.suffix in PACKED else name
+    return name.suffix in READERS or name.suffix in UNREAD
+
+
+def _may_hide_tensors(folder: Path) -> bool:
+    """Whether a folder holds files of tensors, or cannot be looked through."""
+    unread: list[OSError] = []
+    names = [name for _, _, names in os.walk(folder, onerror=unread.append) for name in names]
+    return bool(unread) or any(_holds_tensors(Path(name)) for name in names)
+
+
+def _missing(index: Path) -> list[Path]:
+    """The shards that an index of a checkpoint names and its folder lacks."""
+    held = read(index, lambda: json.loads(index.read_text(encoding="utf-8")))
+    named = held.get("weight_map") if isinstance(held, dict) else None
+    shards = {index.parent / str(name) for name in named.values()} if isinstance(named, dict) else ()
+    return [file for file in shards if not file.exists()]
 
 
 def _items(file: Path, alone: bool) -> list[_Item]:
@@ -165,7 +190,9 @@ def _items(file: Path, alone: bool) -> list[_Item]:
 
 def _listed(file: Path, alone: bool) -> Iterator[_Item]:
     if file.is_dir():
-        raise RecordError(f"{file}: holds files that are not read beside others; name this folder alone")
+        raise RecordError(f"{file}: may hold tensors, and is not read beside files; name this folder alone")
+    if file.suffix not in READERS:
+        raise RecordError(f"{file}: may hold tensors, and is of a kind that is not read")
     tags = parse_tags(file)
     if tags:
         yield _dumped(file, tags)
@@ -285,12 +312,16 @@ def _natural(name: str) -> tuple:
     return tuple((len(part.lstrip("0")), part) if part.isdecimal() else (-1, part) for part in parts)
 
 
-READERS: dict[str, Reader] = {".pt": _pt, ".safetensors": _safetensors, ".npz": _npz}
+SAVED = (".pth", ".bin", ".ckpt")  # other endings of what torch.save writes
+READERS: dict[str, Reader] = {".pt": _pt, ".safetensors": _safetensors, ".npz": _npz, **dict.fromkeys(SAVED, _pt)}
 DUMPED: dict[str, Callable[[Path], Value]] = {
     ".pt": _dumped_pt,
     ".safetensors": partial(_dumped_alone, _safetensors),
     ".npz": partial(_dumped_alone, _npz),
+    **dict.fromkeys(SAVED, _dumped_pt),
 }
+UNREAD = {".npy", ".gguf", ".distcp", ".h5", ".pkl", ".onnx", ".msgpack"}  # of files that hold tensors too
+PACKED = {".gz", ".zst", ".bz2", ".xz", ".part", ".tmp", ".incomplete"}  # behind the ending of what is packed, or cut
 
 
 LOG_PROBS_END = "log_probs"  # ends rollout_log_probs, log_probs, ref_log_probs and teacher_log_probs

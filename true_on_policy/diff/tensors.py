@@ -13,6 +13,7 @@ from typing import Literal, get_args
 
 from torch import Tensor
 
+from mis_plugins.shared.absent import HIGHEST, LOWEST
 from mis_plugins.shared.budget import RecordError
 from mis_plugins.shared.terminal import progress
 from true_on_policy.bitwise import Mismatch, coordinate, first_mismatch
@@ -134,19 +135,20 @@ def compare(a: Recording, b: Recording, names: Correspondence, heads: Heads | No
 def compare_log_probs(a: LogProbRecord, b: LogProbRecord, key: Key = LOG_PROBS_KEY) -> Row:
     """Compare two records of log-probs, which must hold equal tokens, lengths and versions of the weights.
 
-    Records with a token that lacks a log-prob on either side are not equal: NaN is never taken for a number.
+    Records with a token that lacks a log-prob on either side are not equal: neither NaN nor -9999 is taken for one.
     """
     for name in ("tokens", "cu_seqlens", "versions"):
         if mismatch := first_mismatch(a.tensors[name], b.tensors[name]):
             return Row(key, "not comparable", detail=f"not the same {name}: {mismatch}")
     if not len(a.tokens):
         return Row(key, "not comparable", detail="no token is recorded")
-    missing = a.log_probs.isnan() | b.log_probs.isnan()
+    absent = [~((side.log_probs > LOWEST) & (side.log_probs <= HIGHEST)) for side in (a, b)]
+    missing = absent[0] | absent[1]
     left, right = (side.log_probs.masked_fill(missing, 0) for side in (a, b))
     mismatch = first_mismatch(left, right, a.cu_seqlens)
     if mismatch is None and missing.any():
         where = coordinate(int(missing.int().argmax()), missing.shape, a.cu_seqlens)
-        lacking = [int(side.log_probs.isnan().sum()) for side in (a, b)]
+        lacking = [int(one.sum()) for one in absent]
         without = f"A {lacking[0]}, B {lacking[1]} of {len(a.tokens)} tokens"
         return Row(key, "not comparable", detail=f"without a log-prob: {without}; first at {list(where)}")
     return verdict(key, mismatch)

@@ -28,6 +28,7 @@ PEERS: dict[str, dict[str, str]] = yaml.safe_load(
 )
 OURS = {theirs: ours for names in PEERS.values() for theirs, ours in names.items()} | {"k3_kl": "kl_k3"}
 BLOCK, HEADER = 32_768, 7  # of wandb's log, which has the layout of LevelDB's
+NOT_FINITE = ("NaN", "Infinity", "-Infinity")  # as wandb writes such numbers
 FIXED = {1: 8, 5: 4}  # bytes of a protobuf field of a fixed size
 
 Row = tuple[int, Mapping[str, float]]  # a step with numbers of it
@@ -68,7 +69,7 @@ def _row(found: Mapping[str, Any], step: object = None) -> list[Row]:
         RecordError: the step is no whole number.
     """
     given = [*(found[name] for name in STEPS_OF_HOSTS if name in found), *([] if step is None else [step])]
-    numbers = {our_name(name): float(x) for name, x in found.items() if _is_number(x)}
+    numbers = {our_name(name): float(x) for name, x in found.items() if _is_number(x) or x in NOT_FINITE}
     return [(step_of(next(filter(_is_number, given), given[0])), numbers)] if given else []
 
 

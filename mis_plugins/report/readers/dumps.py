@@ -39,9 +39,9 @@ def dumps(files: Iterable[Path], problems: Problems) -> Iterator[Source]:
             trained[kind, rollout].append(file)
     for (kind, rollout), parts in sorted(trained.items(), key=lambda item: natural(Path(item[0][1]))):
         both = tuple(parts) + ((rolled[rollout],) if rollout in rolled else ())
-        folders = len({file.parent for file in parts})
-        name = f"{kind} rollout {rollout}" + f", in {folders} folders that are read as one run" * (folders > 1)
-        yield Source(name, both, partial(_records, kind, parts, rolled.get(rollout)))
+        folders = tuple(dict.fromkeys(file.parent for file in parts))
+        records = partial(_records, kind, parts, rolled.get(rollout))
+        yield Source(f"{kind} rollout {rollout}", both, records, folders if folders[1:] else ())
     if rolled and not trained:
         problems.add(
             "a rollout's dump holds the engine's log-probs alone; name the folder of the training data too "

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from mis_plugins.report.readers.source import Problems, size_of
+from mis_plugins.shared.arrays import once
 from mis_plugins.shared.budget import INFLATED, ITEMS, LINE, RecordError
 from mis_plugins.shared.opened import Opened
 
@@ -56,12 +57,12 @@ def parsed(text: bytes, path: Path) -> Any:
     """What a line of JSON holds.
 
     Raises:
-        RecordError: the line is beyond a budget.
+        RecordError: the line is beyond a budget, or a name stands twice in one object.
         ValueError: the line is no JSON.
     """
     LINE.check(len(text), len(text), path)
     ITEMS.check(sum(map(text.count, (b",", b"[", b"{"))), len(text), path)
-    return json.loads(text.decode("utf-8-sig", "surrogatepass"))
+    return json.loads(text.decode("utf-8-sig", "surrogatepass"), object_pairs_hook=once)
 
 
 def objects(path: Path, problems: Problems, head: bool = False) -> Iterator[tuple[str, Mapping[str, Any]]]:
@@ -78,6 +79,8 @@ def objects(path: Path, problems: Problems, head: bool = False) -> Iterator[tupl
             INFLATED.check(inflated if file is not packed else 0, size, path)
             place = f"line {number}"
             found = problems.read(partial(_object, line, path), path, place)
+            if found is None and line.strip() and not line.endswith(b"\n"):
+                problems.torn[str(path)] = None
             problems.bytes_read = packed.tell()
             if found is not None:
                 yield place, found

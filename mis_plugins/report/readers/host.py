@@ -149,5 +149,5 @@ def _versions(versions: Any, size: int) -> dict[str, Any]:
         counts = held[3::2]
         fit = sum(counts) == size and min(counts) > 0
         return {"versions": torch.tensor(runs.unpacked(held[2:]))} if fit else {}
-    numbers = {int(version) for version in held if str(version).isdigit()}
+    numbers = {int(version) for version in held if str(version).isdecimal() and len(str(version)) < 19}
     return {"versions": torch.full((size,), numbers.pop())} if len(numbers) == 1 else {}

@@ -42,10 +42,17 @@ class Held:
     place: int
 
     def column(self, name: str) -> Any:
-        """The sample's entry of a column; None where the rank has no such column."""
+        """The sample's entry of a column; None where the rank has no such column.
+
+        Raises:
+            RecordError: the column of a token's numbers ends before the sample.
+        """
         column = self.rank["rollout_data"].get(name)
-        holds = isinstance(column, list | tuple | Tensor) and len(column) > self.place
-        return tensor_of(column[self.place]) if holds else None
+        if not isinstance(column, list | tuple | Tensor):
+            return None
+        if len(column) <= self.place and name in (*PIECES, "loss_masks"):
+            raise RecordError(f"{name} has {len(column)} entries, fewer than the rank has samples")
+        return tensor_of(column[self.place]) if len(column) > self.place else None
 
     @property
     def cp_rank(self) -> int:
@@ -70,7 +77,8 @@ def records(ranks: Sequence[Mapping[str, Any]], label: str, extra: host.Extra, p
     for number, rank in enumerate(_in_order(ranks, label, problems)):
         digest = problems.read(partial(_digest, rank["rollout_data"]), label, f"rank {rank['rank']}")
         shard = digest or number  # each rank's samples are its own where no index tells
-        for place in range(len(rank["rollout_data"]["response_lengths"])):
+        counted = (rank["rollout_data"][name] for name in ("response_lengths", "tokens"))
+        for place in range(max(len(column) for column in counted if isinstance(column, list | tuple | Tensor))):
             held[shard, place].append(Held(rank, place))
     for parts in held.values():
         rank, place = parts[0].rank, parts[0].place

@@ -72,7 +72,7 @@ def find(paths: Sequence[Path], problems: Problems) -> Found:
         elif kind == "verl":
             problems.add(VERL, file)
         elif file in paths or _plain(file).suffix == ".jsonl":
-            problems.add(nothing(file), file)
+            tell_nothing(file, problems)
         else:
             others.append(file)
     return Found(tuple(sources), tuple(lines), tuple(files), tuple(others))
@@ -108,6 +108,7 @@ def _within(folder: Path, problems: Problems) -> Iterator[Path]:
 
     def unreadable(error: OSError) -> None:
         problems.add(f"{error.strerror}", error.filename)
+        problems.torn[str(error.filename)] = None
 
     for where, folders, files in os.walk(folder, onerror=unreadable):
         links = [name for name in folders if Path(where, name).is_symlink()]
@@ -117,8 +118,14 @@ def _within(folder: Path, problems: Problems) -> Iterator[Path]:
         yield from (Path(where, name) for name in files)
 
 
+DATA = {".pt", ".jsonl", ".parquet"}  # the endings of files of tokens
+
+
 def _is_regular(file: Path, problems: Problems) -> bool:
-    return problems.read(lambda: opened(file).close() or True, file) is not None
+    found = problems.read(lambda: opened(file).close() or True, file) is not None
+    if not found and _plain(file).suffix in DATA:
+        problems.torn[str(file)] = None
+    return found
 
 
 NEUTRAL = {"parquet": neutral.parquet, "jsonl": neutral.jsonl}
@@ -146,17 +153,20 @@ def _shown_by(found: Mapping[str, Any], file: Path) -> str | None:
     return "metrics.jsonl" if _plain(file).suffix in (".jsonl", ".json") and curves.has_step(found) else None
 
 
-def nothing(file: Path) -> str:
-    """Why a file is not read: its first object's keys, or what is wrong with its first line."""
+def tell_nothing(file: Path, problems: Problems) -> None:
+    """Tell why a file is not read: its first object's keys, or what is wrong with its first line, which is torn."""
     broken = Problems()
     head = broken.each(objects(file, broken, head=True), file, size_of(file))
     first = next((found for _, found in head), None)
     if first is not None and not LIMITS.keys().isdisjoint(map(curves.our_name, first)):
-        return f"holds numbers without their step; name it by one of {', '.join(curves.STEPS_OF_HOSTS)}"
-    if first is not None:
-        return f"{NOTHING}; {lacking(REQUIRED, first)}"
-    why = [f"{one.place}: {one.reason}".removeprefix(": ") for one in broken.kept[:1]]
-    return "; ".join([*(why or ["is empty"] * (not size_of(file))), NOTHING])
+        why = f"holds numbers without their step; name it by one of {', '.join(curves.STEPS_OF_HOSTS)}"
+    elif first is not None:
+        why = f"{NOTHING}; {lacking(REQUIRED, first)}"
+    else:
+        wrong = [f"{one.place}: {one.reason}".removeprefix(": ") for one in broken.kept[:1]]
+        why = "; ".join([*(wrong or ["is empty"] * (not size_of(file))), NOTHING])
+        problems.torn |= {str(file): None} if wrong else {}
+    problems.add(why, file)
 
 
 def _plain(file: Path) -> Path:

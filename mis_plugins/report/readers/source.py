@@ -110,11 +110,13 @@ class Source:
 
     kind: the format, in words.
     records: yields what the files hold; a file that is broken is told to `Problems` and left out.
+    folders: those of several that hold parts of one rollout.
     """
 
     kind: str
     files: tuple[Path, ...]
     records: Callable[[Problems], Iterator[Record]]
+    folders: tuple[Path, ...] = ()
 
     @property
     def size(self) -> int:
