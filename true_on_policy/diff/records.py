@@ -148,7 +148,7 @@ def _files(path: Path) -> list[Path]:
         return [path]
     if not path.is_dir():
         raise RecordError(f"{path}: no such file or folder")
-    files = [file for file in path.iterdir() if file.suffix in READERS]
+    files = [file for file in path.iterdir() if file.suffix in READERS and file.name != ARGUMENTS]
     folders = sorted(folder for folder in path.iterdir() if folder.is_dir())
     below = list(filter(_may_hide_tensors, folders))
     if not files:
@@ -160,6 +160,8 @@ def _files(path: Path) -> list[Path]:
 
 def _holds_tensors(file: Path) -> bool:
     """Whether a file's name is that of tensors, read or not: `MODEL.PT`, `x.pt.gz` and a part of a download too."""
+    if file.name == ARGUMENTS:
+        return False
     name = Path(file.name.lower())
     name = name.with_suffix("") if name.suffix in PACKED else name
     return name.suffix in READERS or name.suffix in UNREAD
@@ -320,6 +322,7 @@ DUMPED: dict[str, Callable[[Path], Value]] = {
     ".npz": partial(_dumped_alone, _npz),
     **dict.fromkeys(SAVED, _dumped_pt),
 }
+ARGUMENTS = "training_args.bin"  # of Hugging Face's Trainer, beside a checkpoint: the arguments of the run alone
 UNREAD = {".npy", ".gguf", ".distcp", ".h5", ".pkl", ".onnx", ".msgpack"}  # of files that hold tensors too
 PACKED = {".gz", ".zst", ".bz2", ".xz", ".part", ".tmp", ".incomplete"}  # behind the ending of what is packed, or cut
 
