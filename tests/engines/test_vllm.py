@@ -100,7 +100,7 @@ def running_requests(engine: VLLM) -> float:
 
 
 def test_a_cache_that_stays_in_use_is_an_error(stock: VLLM, source: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("true_on_policy.engines.vllm.engine.GENERATE_SECONDS", 0)
+    monkeypatch.setattr("true_on_policy.engines.server.GENERATE_SECONDS", 0)
     monkeypatch.setattr(stock, "_server", Mock(post=lambda *_: {"success": False}))
     with pytest.raises(EngineError, match="cache of the previous weights is still in use after 0 s"):
         stock.update_weights(source, 2)
