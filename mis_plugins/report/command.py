@@ -76,7 +76,8 @@ def alarmed(document: Document) -> bool:
     A file that breaks off may be one that the run still writes.
     """
     made = document.report
-    level = document.verdict.level if made is None or not made.usable else level_of(replace(made, torn=()))
+    whole = of_curves(document.curves) if made is None else document.verdict
+    level = level_of(replace(made, torn=())) if made is not None and made.usable else whole.level
     few = made is not None and made.usable < FEW and level != ALARM
     beyond = document.verdict.measured and level != CALM and not few
     return beyond or bool(made and made.alarms)

@@ -20,11 +20,14 @@ RESTORED, LEAST_RESTORED = 0.25, 0.5  # by which a shift must raise the correlat
 
 
 def correlation(sums: Float[Tensor, "6 N"]) -> Float[Tensor, " N"]:
-    """Correlation of each column's pairs: 0 where one side alone varies, NaN where neither does."""
+    """Correlation of each column's pairs: 0 where one side alone varies, NaN where neither does.
+
+    It is NaN beside zeros throughout too: they are certain tokens, or placeholders, which have a cause of their own.
+    """
     n, x, y, xx, yy, xy = sums
     squares = torch.stack([xx - x * x / n, yy - y * y / n]).clamp(min=0)
     spread = squares.prod(0).sqrt()
-    alone = torch.where(squares.amax(0) > 1e-3 * n, 0.0, torch.nan)
+    alone = torch.where((squares.amax(0) > 1e-3 * n) & (xx > 0) & (yy > 0), 0.0, torch.nan)
     return torch.where(spread > 1e-9 * n, (xy - x * y / n) / spread, alone)
 
 

@@ -79,6 +79,7 @@ COMMANDS = [
     ("cat > recipes/grpo.yaml <<EOF\nuse_vllm: true\nEOF\n"
      "accelerate launch --config_file ds.yaml train_rl.py --config recipes/grpo.yaml", BY_DEFAULT),
     ("conda run -n trl accelerate launch grpo.py --use_vllm", BY_DEFAULT),
+    ("python examples/rloo_vs_grpo/train_grpo.py --use_vllm true", BY_DEFAULT),
     ("trl vllm-serve --model q\naccelerate launch grpo.py --run_name trl --use_vllm --output_dir rloo.py", BY_DEFAULT),
     (f"trl grpo --use_vllm --{CLIP_MAX} None", CorrectionConfig(WeightConfig("sequence", "none"))),
     ("cat > g.yaml <<EOF\nuse_vllm: true\nvllm_importance_sampling_cap: 2.0\nEOF\ntrl grpo --config g.yaml",

@@ -139,9 +139,15 @@ def test_a_number_that_wandb_writes_as_text_is_read(text: str, tmp_path: Path) -
     assert code == 0 and told["verdict"]["level"] != CALM and "at step 9" in told["verdict"]["headline"]
 
 
-def test_a_file_that_the_run_still_writes_raises_no_alarm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kind", ["tokens", "curves"])
+def test_a_file_that_the_run_still_writes_raises_no_alarm(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run, looks = run_of_bf16(tmp_path / "run"), []
-    (run / "good.jsonl").write_text((run / "good.jsonl").read_text()[:-40])
+    if kind == "curves":
+        rows = [json.dumps({"step": step, "kl_k3": 1e-4}) + "\n" for step in range(300)]
+        (run / "good.jsonl").write_text("".join(rows) + " " * 60)
+    (run / "good.jsonl").write_text((run / "good.jsonl").read_text().rstrip()[: -10 if kind == "curves" else -39])
 
     def sleep(_: float) -> None:
         looks.append(1)
@@ -703,6 +709,17 @@ def ended_in(number: float, places: int = 3) -> Callable[[torch.Tensor], torch.T
     return lambda column: torch.cat([column[:-places], torch.full((places,), number)])
 
 
+def certain_in_part(rows: Sequence[Record]) -> list[Record]:
+    """A third of the responses are certain to the engine, and nearly so to the trainer."""
+    noise = torch.Generator().manual_seed(5)
+    near = [-0.05 * torch.randn(one.size, generator=noise).abs() for one in rows]
+    sure = [
+        replace(one, behavior_log_probs=torch.zeros(one.size), proximal_log_probs=x)
+        for one, x in zip(rows, near, strict=True)
+    ]
+    return [sure[place] if place % 3 == 0 else one for place, one in enumerate(rows)]
+
+
 def at_steps(bad: set[int], steps: int) -> list[Record]:
     """A run whose engine is int5 at some steps alone."""
     at = [place * steps // len(BF16) for place in range(len(BF16))]
@@ -805,6 +822,11 @@ def test_what_is_told_of_a_run_is_so(rows: Callable[[], list[Record]], names: Se
     made = surveyed(rows())
     assert [one.name for one in made.findings] == list(names)
     assert verdict(made, None).level != CALM and not (names == [] and "evenly" in "".join(verdict(made, None).lines))
+
+
+def test_responses_that_the_engine_is_certain_of_belong_to_no_other_tokens() -> None:
+    found = {one.name for one in surveyed(certain_in_part(BF16)).findings}
+    assert not found & {"changed-response", "different-tokens", "pairing"}
 
 
 @pytest.mark.parametrize(

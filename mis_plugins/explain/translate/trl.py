@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import itertools
+import re
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -353,7 +354,7 @@ def _is_read(key: str) -> bool:
 def _flags(words: Sequence[Word]) -> Iterator[tuple[str, Value]]:
     """The settings of a command line of TRL's, with `--no_KEY` as the value false; other trainers correct nothing."""
     files = [word.text for before, word in itertools.pairwise(words) if not before.text.startswith("--")]
-    if is_other(words, ("trl",), "grpo") or any(file.endswith(".py") and "rloo" in file for file in files):
+    if is_other(words, ("trl",), "grpo") or any(re.search(r"rloo(?!.*grpo)[^/]*\.py$", file) for file in files):
         return
     for key, value in flags(words):
         yield (key[3:], Word("false", f"--{key}")) if key in OFF else (key, value)
