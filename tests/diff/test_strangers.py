@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 from test_diff import Capture, X, diff, dump, dump_all, report
 
 from true_on_policy.diff.names import Heads, correspondence
@@ -168,6 +169,25 @@ def test_tensors_of_a_kind_that_is_not_read_are_never_equal(ending: str, tmp_pat
     (folder / "config.json").write_text("{}")
     found = report(folder, folder)
     assert [row.status for row in found.rows] == ["equal", "not comparable"] and found.exit_code == NOT_COMPARABLE
+
+
+def test_an_index_of_another_format_is_left_over(tmp_path: Path) -> None:
+    folder = tmp_path
+    save_file({"x": X}, folder / "model.safetensors")
+    shards = {"weight_map": {"w": "pytorch_model-00001-of-00002.bin"}}
+    (folder / "pytorch_model.bin.index.json").write_text(json.dumps(shards))
+    assert report(folder, folder).exit_code == EQUAL
+    (folder / "pytorch_model-00002-of-00002.bin").write_bytes(bytes_of({"x": X}))
+    assert report(folder, folder).exit_code == NOT_COMPARABLE
+
+
+def test_a_map_may_leave_out_what_b_alone_holds(tmp_path: Path) -> None:
+    a = dump_all(tmp_path / "a", {"z.output": X})
+    b = dump_all(tmp_path / "b", {"z.output": X, "rotary.inv_freq": X})
+    (tmp_path / "map.yaml").write_text("rotary.inv_freq: null\n")
+    names = [read_recording(side).names for side in (a, b)]
+    found = correspondence(*names, tmp_path / "map.yaml")
+    assert compare(read_recording(a), read_recording(b), found).exit_code == EQUAL
 
 
 def test_a_folder_that_cannot_be_opened_is_never_equal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

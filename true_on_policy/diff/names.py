@@ -198,7 +198,9 @@ def correspondence(a: Iterable[str], b: Iterable[str], file: Path | None = None)
     """Pair names by `file` if given, else by `points` between two frameworks, else each name with itself."""
     if file is not None:
         found, names = _from_file(file), list(a)
-        if not any(pattern.layer(name) is not None for pattern, _ in found.a.patterns for name in names):
+        left_out = [pattern for pattern, other in found.b.patterns if other is None]
+        lines = [(pattern, names) for pattern, _ in found.a.patterns] + [(pattern, list(b)) for pattern in left_out]
+        if not any(pattern.layer(name) is not None for pattern, held in lines for name in held):
             raise RecordError(f"--map {file}: no line names a tensor of A, such as {', '.join(sorted(names)[:3])}")
         return found
     frameworks = framework(a), framework(b)

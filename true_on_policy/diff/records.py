@@ -175,11 +175,16 @@ def _may_hide_tensors(folder: Path) -> bool:
 
 
 def _missing(index: Path) -> list[Path]:
-    """The shards that an index of a checkpoint names and its folder lacks."""
+    """The shards that an index of a checkpoint names and its folder lacks.
+
+    An index of shards beside a checkpoint of the other format alone is left over from a download.
+    """
     held = read(index, lambda: json.loads(index.read_text(encoding="utf-8")))
     named = held.get("weight_map") if isinstance(held, dict) else None
     shards = {index.parent / str(name) for name in named.values()} if isinstance(named, dict) else ()
-    return [file for file in shards if not file.exists()]
+    formats = {file.suffix for file in index.parent.iterdir() if file.name != ARGUMENTS} & {".bin", ".safetensors"}
+    ours = [file for file in shards if not formats or file.suffix in formats]
+    return read(index, lambda: [file for file in ours if not file.exists()])
 
 
 def _items(file: Path, alone: bool) -> list[_Item]:
