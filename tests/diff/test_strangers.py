@@ -185,9 +185,9 @@ def test_a_map_may_leave_out_what_b_alone_holds(tmp_path: Path) -> None:
     a = dump_all(tmp_path / "a", {"z.output": X})
     b = dump_all(tmp_path / "b", {"z.output": X, "rotary.inv_freq": X})
     (tmp_path / "map.yaml").write_text("rotary.inv_freq: null\n")
-    names = [read_recording(side).names for side in (a, b)]
-    found = correspondence(*names, tmp_path / "map.yaml")
-    assert compare(read_recording(a), read_recording(b), found).exit_code == EQUAL
+    left, right = read_recording(a), read_recording(b)
+    found = correspondence(left.names, right.names, tmp_path / "map.yaml")
+    assert compare(left, right, found).exit_code == EQUAL
 
 
 def test_a_folder_that_cannot_be_opened_is_never_equal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
