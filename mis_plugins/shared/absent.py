@@ -19,8 +19,8 @@ LOWEST = -746.0
 """A number at or below it is no log-prob of a sampled token: exp(-746) is 0 in float64, and what has probability 0 is
 never sampled. One bound serves every dtype, as equality would not: -9999 is -9984 in bfloat16, -10000 in float16."""
 HIGHEST = 0.5
-"""A number above it is no log-prob: none is above 0, but for rounding, which in bfloat16 may reach a quarter. Filter of
-samples and report ask. A hook does not: the question would cost it two passes over memory at each call."""
+"""A number above it is no log-prob: none is above 0, but for rounding, which in bfloat16 may reach a quarter. The
+filter of samples, the report and `diff` ask. A hook does not: a test or a toy makes log mu + log r, often above 0."""
 
 
 def is_absent(log_prob: Any) -> bool:

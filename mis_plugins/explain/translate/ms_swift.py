@@ -177,6 +177,13 @@ def _objective(given: Mapping[str, Any]) -> dict[str, Any]:
     return {"objective": said | weighs_kl}
 
 
+BY_DOCUMENT = "sequence_mask: as the document says; the code multiplies raw token ratios by the mask."
+BY_CODE = (
+    "sequence_mask: the code multiplies raw token ratios by the mask; --as-documented gives the document's formula, the "
+    "preset ms-swift-sequence-mask-as-documented."
+)
+
+
 def _notes(given: Mapping[str, Any], as_documented: bool) -> Iterator[str]:
     mode = given.get(MODE)
     sapo = given.get(LOSS) == SAPO
@@ -190,13 +197,8 @@ def _notes(given: Mapping[str, Any], as_documented: bool) -> Iterator[str]:
         )
     if mode is None and given.get(DELTA) is None and not sapo:
         yield "ms-swift corrects nothing with these arguments."
-    if mode == "sequence_mask" and as_documented:
-        yield "sequence_mask: as the document says; the code multiplies raw token ratios by the mask."
-    elif mode == "sequence_mask":
-        yield (
-            "sequence_mask: the code multiplies raw token ratios by the mask; --as-documented gives the document's "
-            "formula, the preset ms-swift-sequence-mask-as-documented."
-        )
+    if mode == "sequence_mask":
+        yield BY_DOCUMENT if as_documented else BY_CODE
     masks = given.get(DELTA) is not None
     if (mode is not None or masks) and _has_kl(given) and not (masks and _weighs_kl(given)):
         yield (
@@ -209,13 +211,18 @@ def _notes(given: Mapping[str, Any], as_documented: bool) -> Iterator[str]:
         if given.get(LOSS) in (None, *OF_CLIP[LOSS]):
             yield from clip_flags(given, CLIPS)
         yield from beside(given, UNSERVED, (*OF_KL, *OF_CLIP, *CLIPS))
+    yield from _of_loss(given, sapo, masks and _weighs_kl(given) and not sapo)
+
+
+def _of_loss(given: Mapping[str, Any], sapo: bool, replaces_loss: bool) -> Iterator[str]:
+    """What each key of the policy loss means here, and which of them the objective that is written replaces."""
     for key, words in BESIDE.items():
         if given.get(key) is not None and not is_open(given[key]) and not (sapo and key == LEVEL):
             means = words.get(str(given[key]), "has no flag in the hosts; their loss stays")
             yield f"{key}: {as_written(given[key])} {means}."
     for key, clips in OF_CLIP.items():
         own = given.get(key, clips[0])
-        if masks and _weighs_kl(given) and not sapo and own not in clips and not is_open(own):
+        if replaces_loss and own not in clips and not is_open(own):
             yield (
                 f"{key}: {as_written(given[key])} is another policy loss than the objective written, PPO's clip of "
                 "token ratios."
