@@ -179,8 +179,8 @@ def _objective(given: Mapping[str, Any]) -> dict[str, Any]:
 
 BY_DOCUMENT = "sequence_mask: as the document says; the code multiplies raw token ratios by the mask."
 BY_CODE = (
-    "sequence_mask: the code multiplies raw token ratios by the mask; --as-documented gives the document's formula, the "
-    "preset ms-swift-sequence-mask-as-documented."
+    "sequence_mask: the code multiplies raw token ratios by the mask; --as-documented gives the document's formula, "
+    "the preset ms-swift-sequence-mask-as-documented."
 )
 
 
