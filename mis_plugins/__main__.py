@@ -311,8 +311,9 @@ def hosts_check(arguments: argparse.Namespace) -> int:
 Run = Callable[[argparse.Namespace], str | int]
 Arguments = dict[str, dict[str, Any]]
 
-TARGET: Arguments = {"target": {"metavar": "PRESET_OR_FILE"}}
-FILE: Arguments = {"target": {"metavar": "FILE"}}
+NAMED: Arguments = {"target": {"metavar": "PRESET_OR_FILE", "help": "a name of `config list`, or a path"}}
+TARGET: Arguments = {"target": NAMED["target"] | {"help": "a name of `config list`, a path, or - for standard input"}}
+FILE: Arguments = {"target": {"metavar": "FILE", "help": "what to translate; - is standard input"}}
 FAMILY: Arguments = {"--family": {"help": "start, what presets do (token, ...), or a package (verl, ...)"}}
 CHECKED: Arguments = TARGET | {
     "--host": {"choices": recorded, "help": "whose arguments and flags (default: Miles or slime on Megatron)"},
@@ -337,7 +338,10 @@ SOURCES: Arguments = {
     },
 }  # fmt: skip
 OUTPUTS: Arguments = {
-    "--output": {"type": Path, "default": Path("mismatch-report"), "metavar": "DIR", "help": "(default: %(default)s)"},
+    "--output": {
+        "type": Path, "default": Path("mismatch-report"), "metavar": "DIR",
+        "help": "where to write (default: %(default)s)",
+    },
     "--against": {
         "action": Gone,
         "successor": "call `report` once for each run, with an --output of its own, and compare the two report.json",
@@ -352,7 +356,7 @@ BY_GIT = (
     "python -m mis_plugins hosts check . finds the commit"
 )
 CHECKOUT: Arguments = {
-    "checkout": {"type": Path, "metavar": "CHECKOUT"},
+    "checkout": {"type": Path, "metavar": "CHECKOUT", "help": "the root of the host's source"},
     **dict.fromkeys(("--history", "--since"), {"action": Gone, "successor": BY_GIT}),
 }  # fmt: skip
 GONE = {
@@ -366,7 +370,7 @@ COMMANDS: dict[str, dict[str, tuple[Run, Arguments]]] = {
         "list": (names, FAMILY),
         "show": (show, TARGET),
         "check": (check, CHECKED),
-        "path": (path, TARGET | WATCH),
+        "path": (path, NAMED | WATCH),
         "from-verl": (from_verl, TRANSLATED),
         "from-ms-swift": (from_ms_swift, TRANSLATED | DOCUMENTED),
         "from-areal": (from_areal, TRANSLATED),
@@ -378,8 +382,17 @@ COMMANDS: dict[str, dict[str, tuple[Run, Arguments]]] = {
     "hosts": {"check": (hosts_check, CHECKOUT)},
 }
 """By group and command: its function, and its arguments. A command of no name is its group itself."""
-GROUPS = {"config": "presets, checks, translations", "hosts": "what a host's source must have"}
+GROUPS = {
+    "config": "Find, read, check and translate configs.",
+    "hosts": "Look through a host's source for what our hooks need.",
+}
 AS_WRITTEN = argparse.RawDescriptionHelpFormatter
+
+
+def _words(group: str) -> str:
+    """What a group of commands is for, with the examples of the module's docstring that are of this group."""
+    examples = [line for line in (__doc__ or "").splitlines() if f"mis_plugins {group} " in line]
+    return "\n".join([GROUPS[group], "", *examples])
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -391,7 +404,7 @@ def _parser() -> argparse.ArgumentParser:
         if "" in commands:
             named = {group: commands[""]}
         else:
-            made = groups.add_parser(group, help=GROUPS[group], description=__doc__, formatter_class=AS_WRITTEN)
+            made = groups.add_parser(group, help=GROUPS[group], description=_words(group), formatter_class=AS_WRITTEN)
             into = made.add_subparsers(required=True, metavar="|".join(named))
         for name, successor in GONE.get(group, {}).items():
             into.add_parser(name).add_argument("file", action=Gone, successor=successor)

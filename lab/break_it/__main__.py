@@ -68,10 +68,18 @@ SAID = (
 
 
 def room(name: str) -> ModuleType:
-    """The module of a room, with what its cases stand on put in place."""
-    module = import_module(f"lab.break_it.{name}")
+    """The module of a room."""
+    return import_module(f"lab.break_it.{name}")
+
+
+@contextmanager
+def furnished(module: ModuleType) -> Iterator[None]:
+    """What the cases of a room stand on, in place while the block runs: stand-ins of a host would answer others too."""
     getattr(module, "install", lambda: None)()
-    return module
+    try:
+        yield
+    finally:
+        getattr(module, "remove", lambda: None)()
 
 
 def tried(name: str, number: int, cases: int = ROUND) -> Counter[str]:
@@ -90,7 +98,7 @@ def tried(name: str, number: int, cases: int = ROUND) -> Counter[str]:
     def one(case: Any) -> None:
         answers.update(answered(made.judge, case))
 
-    with hushed():
+    with furnished(made), hushed():
         one()
     return answers
 

@@ -1,4 +1,10 @@
-"""`python -m true_on_policy contract show FAMILY`: a contract in full, and what is not covered."""
+"""What trainer and engine must share on GPUs.
+
+    python -m true_on_policy contract show qwen3-dense --backend megatron
+
+prints, operation by operation, whose bits both sides share; what could be chosen instead; the layouts that hold; the
+environment; and what is not covered.
+"""
 
 from __future__ import annotations
 
@@ -25,9 +31,9 @@ NOT_LAUNCHED = "No release launches this family; what it would take, and at the 
 def add_parser(subparsers: argparse._SubParsersAction) -> None:
     parser = subparsers.add_parser("contract", help="what trainer and engine must share on GPUs", description=__doc__)
     actions = parser.add_subparsers(required=True, metavar="show")
-    show = actions.add_parser("show", help="print one", description=__doc__)
+    show = actions.add_parser("show", help="print the contract of a family of models")
     show.add_argument("family", help=f"one of {', '.join(GPU_FAMILIES)}")
-    show.add_argument("--backend", choices=get_args(TrainBackend), default="megatron", help="the trainer")
+    show.add_argument("--backend", choices=get_args(TrainBackend), default="megatron", help="what trains (%(default)s)")
     show.set_defaults(run=run)
 
 

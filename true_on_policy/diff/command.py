@@ -3,6 +3,9 @@
 A and B are files or folders: of SGLang's dumper, of `true_on_policy.diff.module_recorder.record`, safetensors, npz, or
 records of log-probs. A dump of Miles or slime by --dump-details is read too; its log-probs alone are compared.
 
+    python -m true_on_policy diff train_data/7_0.pt             a host's dump: its engine beside its trainer
+    python -m true_on_policy diff engine/ trainer/ --by-token   two recordings, whatever their batches were
+
 Exit codes: 0 all equal; 1 a tensor has other bytes; 2 no bytes differ, but a tensor could not be compared: it is
 missing, unreadable, of another dtype or shape, or a token has no log-prob.
 """
@@ -25,12 +28,7 @@ VERDICTS = ("equal", "different", "not comparable")  # by exit code
 
 
 def add_parser(subparsers: argparse._SubParsersAction) -> None:
-    parser = subparsers.add_parser(
-        "diff",
-        help="compare recorded tensors bit by bit",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = subparsers.add_parser("diff", help="compare recorded tensors bit by bit", description=__doc__)
     parser.add_argument("a", metavar="A", type=Path, help="file or folder")
     alone = "file or folder; without it A is a host's dump, whose engine is compared with its trainer"
     parser.add_argument("b", metavar="B", type=Path, nargs="?", help=alone)

@@ -1,10 +1,13 @@
-"""`python -m true_on_policy doctor`: what trainer and engine really run, next to each other, and what to set.
+"""What trainer and engine really run, next to each other, and what to set.
 
-Exit codes: 0 green; 1 red; 2 a row that the contract needs could not be observed. Every rank of each side writes what
-it runs. A trainer's rank writes in its init hook; a rank of SGLang writes in our plugin where
-TRUE_ON_POLICY_ENGINE_DUMP names a folder. Without a trainer's file, this machine pins the contract for a moment and
-stands in for the trainer; the environment of its shell is left out. `how` says whether a value was observed, or
-configured: read from an argument or a variable.
+    python -m true_on_policy doctor --engine http://HOST:30000 --engine-dump FOLDER --trainer-dump FOLDER
+
+Every rank of each side writes what it runs. A trainer's rank writes in its init hook; a rank of SGLang writes in our
+plugin where TRUE_ON_POLICY_ENGINE_DUMP names a folder. Without a trainer's file, this machine pins the contract for a
+moment and stands in for the trainer; the environment of its shell is left out. `how` says whether a value was observed,
+or configured: read from an argument or a variable.
+
+Exit codes: 0 green; 1 red; 2 a row that the contract needs could not be observed.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""`python -m true_on_policy flags`: the arguments and the environment of a launch under a contract, one a line.
+"""The arguments and the environment of a launch under a contract, one a line.
+
+    python -m true_on_policy flags --miles --model qwen3-4B          for the command that starts the training
+    python -m true_on_policy flags --miles --model qwen3-4B --env    for the environment of every process
 
 The table that makes the arguments also checks, in the trainer, that the host really parsed them, for each group of
 engines in Miles's --sglang-config too.
@@ -124,8 +127,10 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
         "flags", help="arguments and environment of a launch under a contract", description=__doc__
     )
     hosts = parser.add_mutually_exclusive_group(required=True)
-    hosts.add_argument("--miles", dest="host", action="store_const", const="miles", help="the host")
-    hosts.add_argument("--slime", dest="host", action="store_const", const="slime", help="says what it lacks")
+    hosts.add_argument("--miles", dest="host", action="store_const", const="miles", help="the host is Miles")
+    hosts.add_argument(
+        "--slime", dest="host", action="store_const", const="slime", help="the host is slime: says what it lacks"
+    )
     parser.add_argument("--env", action="store_true", help="print KEY=VALUE of the environment instead")
     add_contract_arguments(parser)
     parser.set_defaults(run=run)
@@ -134,11 +139,13 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
 def add_contract_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments that `contract_of` reads, CONTRACT_ARGUMENTS; each is None where a user does not give it."""
     parser.add_argument("--model", help=f"one of {', '.join(MODELS)}, or as Hugging Face names it (qwen3-4B)")
-    parser.add_argument("--backend", choices=get_args(TrainBackend), help="the trainer (megatron)")
-    parser.add_argument("--tp", type=whole, help="tensor parallel of the trainer (the fewest that hold)")
-    parser.add_argument("--cp", type=whole, help="context parallel of the trainer (1)")
-    parser.add_argument("--engine-tp", type=whole, help="tensor parallel of the engine (--tp times --cp)")
-    parser.add_argument("--gemm", choices=get_args(GemmName), help="of the engine (the trainer's)")
+    parser.add_argument("--backend", choices=get_args(TrainBackend), help="what trains (megatron)")
+    parser.add_argument(
+        "--tp", type=whole, metavar="RANKS", help="tensor-parallel ranks of the trainer (the fewest that hold)"
+    )
+    parser.add_argument("--cp", type=whole, metavar="RANKS", help="context-parallel ranks of the trainer (1)")
+    parser.add_argument("--engine-tp", type=whole, metavar="RANKS", help="ranks of the engine (--tp times --cp)")
+    parser.add_argument("--gemm", choices=get_args(GemmName), help="matrix products of the engine (the trainer's)")
 
 
 CONTRACT_ARGUMENTS = ("model", "backend", "tp", "cp", "engine_tp", "gemm")

@@ -1,4 +1,6 @@
-"""`python -m true_on_policy weights`: are the weights of a running engine those of a checkpoint, bit for bit?
+"""Are the weights of a running engine those of a checkpoint, bit for bit?
+
+    python -m true_on_policy weights --engine http://HOST:30000 --trainer CHECKPOINT
 
 Every tensor of the engine is compared by name with what SGLang and vLLM make of the checkpoint's, fused and rounded to
 the engine's dtype: the one that the trainer saved at this version (`--save-hf` of Miles and slime), or the one that a
