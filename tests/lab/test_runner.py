@@ -63,12 +63,15 @@ def test_a_failure_ends_the_experiment_and_is_repeated(tmp_path: Path, capsys: p
     assert ran(tmp_path) == ["a", "b", "b", "c"]
 
 
-def test_an_exception_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_exception_is_told_where_the_experiment_says_to_look(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def fails() -> int:
         raise ArithmeticError("infinite")
 
+    monkeypatch.setattr(sys, "stderr", open(2, "w", closefd=False))  # pytest's stream would pass the arm's log by
     assert run_arms([arm(tmp_path, work=fails)], 1, "a") == 1
-    assert "ArithmeticError: infinite" in capsys.readouterr().err
+    assert "ArithmeticError: infinite" in (tmp_path / "arm" / LOG).read_text()
 
 
 def test_an_earlier_run_is_set_aside(tmp_path: Path) -> None:
