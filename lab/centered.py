@@ -192,7 +192,7 @@ def markdown(content: Mapping[str, Any]) -> Iterator[str]:
     yield "`old: behavior`, 100 rollouts. Rewards on held-out prompts at the end, one number a seed. *Lowest* is the"
     yield "trainer's lowest on the way.\n"
     headings = ("trainer", "engine", "lowest", "k3 of the last rollouts")
-    keys = dict.fromkeys(("trainer_final", "rollout_final", "lowest", "k3_kl"), ".2f")
+    keys: Mapping[str, str] = dict.fromkeys(("trainer_final", "rollout_final", "lowest", "k3_kl"), ".2f")
     arms, measured = table(content, ["arm"], headings, keys)
     yield from (arms, "```\n" + yaml.safe_dump(json.loads(json.dumps(ARMS)), sort_keys=False) + "```\n", measured)
 

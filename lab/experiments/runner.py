@@ -34,7 +34,7 @@ from lab.host.cli.arguments import parse_args
 from lab.host.folders import set_aside
 from lab.provenance import as_given, committed_tree, measured_with, write_json
 from mis_plugins.shared.numerals import count, whole
-from mis_plugins.shared.shell import INTERRUPTED, add_version
+from mis_plugins.shared.shell import INTERRUPTED, add_version, importing
 
 STAMP, LOG = "made_of.json", "run.log"
 SEEDS, RESULTS = (0, 1, 2), Path("lab/results")
@@ -117,7 +117,8 @@ def run_arms(arms: Sequence[Arm], processes: int, code: str | None) -> int:
     Returns:
         0, or the exit code of the arm that failed or was interrupted first.
     """
-    import lab.host.loop  # noqa: F401  (Megatron takes seconds to import: here, once for all forks)
+    with importing():  # Megatron takes seconds: here, once for all forks
+        import lab.host.loop  # noqa: F401
 
     missing = deque(arm for arm in arms if not arm.made(code))
     for arm in missing:
