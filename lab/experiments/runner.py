@@ -60,11 +60,6 @@ class Arm:
         path = self.folder / STAMP
         return code is not None and path.is_file() and json.loads(path.read_text()) == self._stamp(code)
 
-    @property
-    def finished(self) -> bool:
-        """Whether the folder holds a complete run; after `run_arms`, a run of this code."""
-        return (self.folder / STAMP).is_file()
-
     def stamp(self, code: str | None) -> None:
         """Write into a complete folder which settings and code made it."""
         self.folder.mkdir(parents=True, exist_ok=True)

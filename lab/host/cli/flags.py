@@ -158,7 +158,10 @@ class Flags:
         None, "the most versions a token may be older than the weights that train on it; 0 is synchronous", later=2
     )
     max_concurrent_rollouts: int | None = flag(
-        None, "responses in flight at most; further prompts wait for one to end (default: no limit)", later=None
+        None,
+        "responses in flight at most; further prompts wait for one to end (default: no limit)",
+        size=True,
+        later=None,
     )
     pause_generation_mode: Literal["in_place", "retract", "abort"] | None = flag(
         None,
@@ -167,16 +170,17 @@ class Flags:
         later="retract",
     )
     rollout_step_seconds: float | None = flag(
-        None, "a decode step takes at least as long: emulates a slow engine", "S", later=0.0
+        None, "a decode step takes at least as long: emulates a slow engine", "S", rate=True, later=0.0
     )
     rollout_steps_per_update: int | None = flag(
         None,
         "decode steps of a sequence between two updates, at most, while the trainer does not wait for it: so that the "
         "sequences of a small model outlive updates as those of a large one do; 0: no limit",
+        rate=True,
         later=0,
     )
     recompute_token_budget: int | None = flag(
-        None, "tokens a forward pass when the waiting samples are scored before an update", later=8192
+        None, "tokens a forward pass when the waiting samples are scored before an update", size=True, later=8192
     )
     pre_pause_hook_path: list[str] | None = flag(None, "called before generation pauses for new weights", "FN")
     post_pause_hook_path: list[str] | None = flag(
