@@ -145,16 +145,21 @@ def test_ctrl_c_while_the_policy_is_warm_started(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "words",
+    ("library", "words"),
     [
-        ("-c", "from mis_plugins.shared.shell import run_command; run_command('torch:main')"),
-        *(("-m", "mis_plugins", *command.split()) for command in ("report .", "config suggest .", "config show mis")),
+        ("torch", ("-c", "from mis_plugins.shared.shell import run_command; run_command('torch:main')")),
+        ("torch", ("-m", "mis_plugins", "report", ".")),
+        ("torch", ("-m", "mis_plugins", "config", "suggest", ".")),
+        ("torch", ("-m", "mis_plugins", "config", "show", "mis")),
+        ("matplotlib", ("-m", "mis_plugins", "report", "run.jsonl", "--sweep", "none")),
     ],
-    ids=" ".join,
 )
-def test_ctrl_c_in_an_import_of_cpp_code_ends_the_process_at_once(words: tuple[str, ...], tmp_path: Path) -> None:
+def test_ctrl_c_in_an_import_of_cpp_code_ends_the_process_at_once(
+    library: str, words: tuple[str, ...], tmp_path: Path
+) -> None:
     """A library may turn an exception in its import into a crash, or go on without an end."""
-    (tmp_path / "torch.py").write_text(
+    (tmp_path / "run.jsonl").write_text('{"step": 0, "behavior_log_probs": [-0.5], "proximal_log_probs": [-0.4]}\n')
+    (tmp_path / f"{library}.py").write_text(
         "import os, signal, time\n"
         "try:\n"
         "    os.kill(os.getpid(), signal.SIGINT)\n"
