@@ -8,6 +8,7 @@ import pytest
 from commands import ran
 
 from lab import centered
+from lab.async_weights import FULL, command_line
 from lab.demo import RUNS
 from lab.demo import command_line as command_line_of_demo
 from lab.experiments.runner import run_arms, training
@@ -53,6 +54,13 @@ def test_the_demonstration_differs_in_the_correction_alone(tmp_path: Path) -> No
     plain, corrected = (vars(parse_args(command_line_of_demo(name, 0, tmp_path))) for name in RUNS)
     differing = {key for key in corrected if corrected[key] != plain.get(key)}
     assert differing == {"use_tis", "custom_tis_function_path", "custom_config_path", "mis"}
+
+
+def test_stale_weights_are_compared_without_a_bound(tmp_path: Path) -> None:
+    args = parse_args(command_line(FULL.rates[0], 2, tmp_path / "run", tmp_path))
+    config = from_args(args)
+    assert args.loss_type == "custom_loss" and args.seed == 2
+    assert config.segment_wise is not None and config.segment_wise.weight_cap is None
 
 
 # ------------------------------------------------------------------------------------------------ presets, end to end
