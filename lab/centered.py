@@ -167,46 +167,47 @@ def _outcome(folder: Path) -> dict[str, Any]:
     }
 
 
+def table(
+    content: Mapping[str, Any], names: Sequence[str], headings: Sequence[str], keys: Mapping[str, str]
+) -> Iterator[str]:
+    """A table with a row for each arm by `names`, whose cells have a number for each seed; then what measured it.
+
+    Args:
+        keys: what each further column shows of a run, and in which format.
+    """
+    found: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
+    for row in content["rows"]:
+        found.setdefault(tuple(row[name] for name in names), []).append(row)
+    shown = [
+        [*arm, *(", ".join(format(row[key], form) for row in rows) for key, form in keys.items())]
+        for arm, rows in found.items()
+    ]
+    yield markdown_table((*names, *headings), shown)
+    yield markdown_table(("measured with", ""), content["measured_with"].items())
+
+
 def markdown(content: Mapping[str, Any]) -> Iterator[str]:
-    """The page: an arm a row, a number for each seed."""
     yield "# Score centering on a toy\n"
     yield f"Made by `{PROGRAM}`: the demonstration's recipe (int3 engine, advantage R - 1) with REINFORCE and"
     yield "`old: behavior`, 100 rollouts. Rewards on held-out prompts at the end, one number a seed. *Lowest* is the"
     yield "trainer's lowest on the way.\n"
-    headings = ("arm", "trainer", "engine", "lowest", "k3 of the last rollouts")
-    keys = ("trainer_final", "rollout_final", "lowest", "k3_kl")
-    found = {name: [row for row in content["rows"] if row["arm"] == name] for name in ARMS}
-    yield markdown_table(
-        headings,
-        [[name, *(", ".join(f"{row[key]:.2f}" for row in rows) for key in keys)] for name, rows in found.items()],
-    )
-    yield "```\n" + yaml.safe_dump(json.loads(json.dumps(ARMS)), sort_keys=False) + "```\n"
-    yield markdown_table(("measured with", ""), content["measured_with"].items())
+    headings = ("trainer", "engine", "lowest", "k3 of the last rollouts")
+    keys: Mapping[str, str] = dict.fromkeys(("trainer_final", "rollout_final", "lowest", "k3_kl"), ".2f")
+    arms, measured = table(content, ["arm"], headings, keys)
+    yield from (arms, "```\n" + yaml.safe_dump(json.loads(json.dumps(ARMS)), sort_keys=False) + "```\n", measured)
 
 
 def stale_markdown(content: Mapping[str, Any]) -> Iterator[str]:
-    """The page of stale weights: an age and an arm a row, a number for each seed."""
     yield "# Score centering on stale rollouts of a toy\n"
     yield f"Made by `{PROGRAM} --stale`: the task, the advantage R - 1 and the arms of [centered.md](centered.md), but"
     yield "the engine samples in float32 with the trainer's weights of `age` updates ago, so that staleness is the only"
     yield f"mismatch. An update is a rollout of two optimizer steps (`{' '.join(STALE_RUN)}`). Rewards of"
     yield "the trainer's policy on held-out prompts, one number a seed. *Lowest* is the lowest on the way.\n"
-    found: dict[tuple[int, str], list[Mapping[str, Any]]] = {}
-    for row in content["rows"]:
-        found.setdefault((row["age"], row["arm"]), []).append(row)
-    keys = ("trainer_final", "lowest", "largest_k3")
-    yield markdown_table(
-        ("age", "arm", "at the end", "lowest", "largest k3 of a rollout"),
-        [
-            [*place, *(", ".join(f"{row[key]:.2f}" for row in rows) for key in keys)]
-            for place, rows in sorted(found.items(), key=lambda item: item[0][0])
-        ],
-    )
-    yield markdown_table(("measured with", ""), content["measured_with"].items())
+    headings = ("at the end", "lowest", "largest k3 of a rollout")
+    yield from table(content, ["age", "arm"], headings, dict.fromkeys(("trainer_final", "lowest", "largest_k3"), ".2f"))
 
 
 def long_markdown(content: Mapping[str, Any]) -> Iterator[str]:
-    """The page of long runs: an arm a row, a number for each seed."""
     yield "# A longer run of a toy\n"
     yield f"Made by `{PROGRAM} --long`: five digits are to be reversed and said forty times, 200 tokens. Advantage and"
     yield "losses are those of [centered.md](centered.md), and these settings differ:\n"
@@ -214,20 +215,6 @@ def long_markdown(content: Mapping[str, Any]) -> Iterator[str]:
     yield "*Truly on policy* samples in float32 by the trainer's kernels. Held-out rewards of the trainer's policy, one"
     yield "number a seed: *mean* and *lowest* are over the evaluations on the way. Minutes are of a process that shared"
     yield "two cores.\n"
-    keys = {
-        "first": ".2f",
-        "mean": ".2f",
-        "lowest": ".2f",
-        "trainer_final": ".2f",
-        "largest_k3": ".1e",
-        "minutes": ".1f",
-    }
-    found = {name: [row for row in content["rows"] if row["arm"] == name] for name in LONG_ARMS}
-    yield markdown_table(
-        ("arm", "at the start", "mean", "lowest", "at the end", "largest k3 of a rollout", "minutes"),
-        [
-            [name, *(", ".join(format(row[key], spec) for row in rows) for key, spec in keys.items())]
-            for name, rows in found.items()
-        ],
-    )
-    yield markdown_table(("measured with", ""), content["measured_with"].items())
+    headings = ("at the start", "mean", "lowest", "at the end", "largest k3 of a rollout", "minutes")
+    keys = dict.fromkeys(("first", "mean", "lowest", "trainer_final"), ".2f") | {"largest_k3": ".1e", "minutes": ".1f"}
+    yield from table(content, ["arm"], headings, keys)

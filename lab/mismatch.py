@@ -38,7 +38,7 @@ from lab.ladder import picture, shipped
 from lab.ladder.dialogues import TURN_LENGTH, TURNS, Chat, drawn_tool_turns, tool_turns
 from lab.ladder.page import page
 from lab.ladder.presets_at import kept_and_weighed, of_length, window_values
-from lab.ladder.rollouts import Amount, Rollouts, commits, start_engine, start_trainer
+from lab.ladder.rollouts import Amount, Rollouts, start_engine, start_trainer
 from lab.ladder.rungs import RUNGS, USUAL, Rung, write_rollout_weights
 from lab.ladder.statistics import by_turn, summary
 from lab.ladder.workloads import ChatSettings, Settings, Workload, chats, responses
@@ -136,7 +136,7 @@ def rung_of(rollouts: Rollouts, chats: Rollouts, lengths: Sequence[int]) -> dict
         "presets": {length: kept_and_weighed(pair) for length, pair in enough.items()},
         "windows": {length: window_values(pair) for length, pair in enough.items()},
         "engine": json.loads(rollouts.words["engine"]),
-        "commit": commits(rollouts.words["commit"], chats.words["commit"]),
+        "commit": shipped.commits([rollouts.words, chats.words]),
     }
 
 

@@ -18,7 +18,7 @@ import torch
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from lab.palette import BLUE, FRAME, TEXT, VERMILLION
+from lab.palette import BLUE, FRAME, TEXT, VERMILLION, dress
 from lab.provenance import parser_of
 from mis_plugins.config.model import OpsmConfig
 from mis_plugins.correction.opsm import on_policy
@@ -53,7 +53,9 @@ def draw(path: Path) -> None:
         stays = kept(mismatch, staleness, advantage)
         axis.plot(mismatch[stays], staleness[stays], "o", color=BLUE, ms=4)
         axis.plot(mismatch[~stays], staleness[~stays], "x", color=VERMILLION, ms=5)
-        _dress(axis, title)
+        dress(axis, title, grid=False)
+        axis.set(xlim=(-1.15 * REACH, 1.15 * REACH), ylim=(-1.15 * REACH, 1.15 * REACH))
+        axis.set_xlabel("mean log pi_old / mu: the engines", color=TEXT)
     _lines(axes[0])
     axes[0].set_ylabel("mean log pi_theta / pi_old: the update", color=TEXT)
     figure.savefig(path, dpi=150, format="png")
@@ -74,16 +76,6 @@ def _lines(axis: Axes) -> None:
     for x, y, words, shade, side in said:
         box = {"facecolor": "white", "edgecolor": "none", "pad": 1.5, "alpha": 0.9}
         axis.text(x, y, words, color=shade, ha=side, fontsize=9, bbox=box)
-
-
-def _dress(axis: Axes, title: str) -> None:
-    axis.set_title(title, loc="left", fontsize=11, color=TEXT, fontweight="bold")
-    axis.set_xlabel("mean log pi_old / mu: the engines", color=TEXT)
-    axis.set_xlim(-1.15 * REACH, 1.15 * REACH)
-    axis.set_ylim(-1.15 * REACH, 1.15 * REACH)
-    axis.tick_params(colors=TEXT, labelsize=9)
-    axis.spines[["top", "right"]].set_visible(False)
-    axis.spines[["left", "bottom"]].set_color(FRAME)
 
 
 def main() -> int:

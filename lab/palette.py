@@ -6,6 +6,8 @@ never tells two things apart by colour alone: lines carry their names, and the r
 
 from __future__ import annotations
 
+from matplotlib.axes import Axes
+
 VERMILLION, BLUE, GREEN, PURPLE, AMBER, SKY, BLACK = (
     "#D55E00",
     "#0072B2",
@@ -45,3 +47,14 @@ def color(name: str, index: int = 0) -> str:
     """The colour of a curve by the meaning of its name; without a meaning, the one at `index` of `OTHERS`."""
     known = MEANING.get(name) or MEANING.get(name.partition(" (")[0])
     return known or OTHERS[index % len(OTHERS)]
+
+
+def dress(axis: Axes, title: str, size: int = 11, labels: int = 9, grid: bool = True) -> None:
+    """Give an axis the look of all pictures: a title on the left, a faint grid behind, no frame above and right."""
+    axis.set_title(title, loc="left", fontsize=size, color=TEXT, fontweight="bold")
+    axis.tick_params(colors=TEXT, labelsize=labels)
+    if grid:
+        axis.grid(axis="y", color=GRID, linewidth=0.8)
+    axis.set_axisbelow(True)
+    axis.spines[["top", "right"]].set_visible(False)
+    axis.spines[["left", "bottom"]].set_color(FRAME)

@@ -31,23 +31,10 @@ LADDER = ("bf16", "int8", "fp8", "int6", "int5")  # recorded rungs, the finest f
 
 
 @dataclass(frozen=True)
-class Run:
-    """All tokens of a made-up run, flat.
-
-    Attributes:
-        trainer, engine: logits of both sides, [T, vocabulary].
-        sampling: the logits that the engine draws from, where it reports other logits.
-        versions: the version that wrote each token, where the run tells versions.
-    """
+class Flat:
+    """Responses of these lengths, end to end."""
 
     lengths: Tensor
-    hidden: Tensor
-    weights: Tensor
-    trainer: Tensor
-    engine: Tensor
-    generator: torch.Generator
-    sampling: Tensor | None = None
-    versions: Tensor | None = None
 
     @property
     def starts(self) -> Tensor:
@@ -62,6 +49,25 @@ class Run:
         """The number of each token's sequence."""
         return torch.arange(len(self.lengths)).repeat_interleave(self.lengths)
 
+
+@dataclass(frozen=True)
+class Run(Flat):
+    """All tokens of a made-up run, flat.
+
+    Attributes:
+        trainer, engine: logits of both sides, [T, vocabulary].
+        sampling: the logits that the engine draws from, where it reports other logits.
+        versions: the version that wrote each token, where the run tells versions.
+    """
+
+    hidden: Tensor
+    weights: Tensor
+    trainer: Tensor
+    engine: Tensor
+    generator: torch.Generator
+    sampling: Tensor | None = None
+    versions: Tensor | None = None
+
     @property
     def steps(self) -> Tensor:
         """Step of each token."""
@@ -72,10 +78,9 @@ class Run:
 
 
 @dataclass(frozen=True)
-class Columns:
+class Columns(Flat):
     """What both sides would have dumped, flat; the tokens' ids, routes, advantages and versions where they are told."""
 
-    lengths: Tensor
     behavior: Tensor
     proximal: Tensor
     generator: torch.Generator
@@ -83,16 +88,6 @@ class Columns:
     route: Tensor | None = None
     advantages: Tensor | None = None
     versions: Tensor | None = None
-
-    @property
-    def sequences(self) -> Tensor:
-        """The number of each token's sequence."""
-        return torch.arange(len(self.lengths)).repeat_interleave(self.lengths)
-
-    @property
-    def positions(self) -> Tensor:
-        starts = self.lengths.cumsum(0) - self.lengths
-        return torch.arange(len(self.behavior)) - starts.repeat_interleave(self.lengths)
 
     def by_sequence(self, column: Tensor, change: Callable[[Tensor], Tensor], every: int = 1) -> Tensor:
         """Return a column of which every `every`-th sequence is changed."""

@@ -35,6 +35,7 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache
 
+from lab.ladder.page import span
 from lab.ladder.presets_at import kept_by
 from lab.ladder.rollouts import sample
 from lab.ladder.statistics import Pair, summary
@@ -247,7 +248,7 @@ def page(content: Mapping[str, Any]) -> str:
         (
             RUNGS[name].words,
             one["mismatch"]["tokens"],
-            *(_span(one["mismatch"][what]) for what in ("k1", "k3", "p99")),
+            *(span(one["mismatch"][what]) for what in ("k1", "k3", "p99")),
             *(f"{one['kept'][preset]['sequences']:.0%}" for preset in KEPT),
         )
         for name in RUNGS
@@ -261,11 +262,6 @@ def page(content: Mapping[str, Any]) -> str:
 HEAD = """Hugging Face's model on both sides on a CPU: the engine decodes from its cache, the trainer scores in one
 pass. MXFP8, NVFP4 and the FP8 cache are emulated by rounding. In brackets: 95% of a bootstrap over prompts. With LoRA
 the trainer adds the adapter's product to activations, and the engine's weights hold it merged."""
-
-
-def _span(value: Sequence[float]) -> str:
-    middle, low, high = (f"{number:.2g}" for number in value)
-    return f"{middle} [{low}, {high}]"
 
 
 def main() -> int:

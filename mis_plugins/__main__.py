@@ -49,7 +49,7 @@ from mis_plugins.hosts.arguments import recorded, surprises
 from mis_plugins.hosts.host import Host
 from mis_plugins.hosts.registry import every_host
 from mis_plugins.shared.numerals import count
-from mis_plugins.shared.shell import REFUSED, Gone, add_version, is_foreign, not_installed
+from mis_plugins.shared.shell import REFUSED, Gone, add_version, importing, is_foreign, not_installed
 from mis_plugins.shared.terminal import print_error, printable
 
 LONGEST_TARGET, LONGEST_ERROR = 300, 2000  # letters; a path of `base64:` holds a whole file
@@ -113,7 +113,8 @@ def show(arguments: argparse.Namespace) -> str:
     The numbers come from the functions that the hooks call. Sequence A has two turns of the model around a tool's
     token, with ratios 0.4, 1.25 and 8; in sequence B the engines agree to a thousandth.
     """
-    from mis_plugins.explain import six_tokens  # only this command needs torch
+    with importing():  # torch, which only this command needs
+        from mis_plugins.explain import six_tokens
 
     config = load(file_of(arguments.target))
     parts = [writing.to_yaml(writing.as_mapping(config)), "\n".join(formula(config)), describe(config)]
@@ -276,7 +277,8 @@ def suggest(arguments: argparse.Namespace) -> int:
     proposes from what was read before, says so, and exits with code 130. Where no token can be compared it
     proposes nothing, and exits with code 2.
     """
-    from mis_plugins.report.command import suggest as proposed
+    with importing():  # torch
+        from mis_plugins.report.command import suggest as proposed
 
     return proposed(arguments)
 
@@ -287,7 +289,8 @@ def report(arguments: argparse.Namespace) -> int:
     Reads dumps of Miles and slime (--dump-details, --save-debug-train-data), a neutral jsonl or parquet
     (docs/report.md), metrics.jsonl, offline wandb runs and tensorboard files.
     """
-    from mis_plugins.report.command import run
+    with importing():  # torch
+        from mis_plugins.report.command import run
 
     return run(arguments)
 

@@ -15,6 +15,7 @@ from types import SimpleNamespace
 
 from hypothesis import strategies as st
 
+from lab.break_it.scripts import beside
 from mis_plugins.errors import ConfigError
 from mis_plugins.explain.launch import python
 from mis_plugins.explain.launch.reader import Reading
@@ -166,11 +167,4 @@ def judge(script: str) -> str:
         found = python.launches(script, Path("run.py"), reading)
     except ConfigError:  # a function that calls itself
         return "our error"
-    is_sure = found and all(
-        not one.branch and all(word.is_known and not word.branch for word in one.words) for one in found
-    )
-    if not is_sure or reading.unread:
-        return "unsure"
-    ours = [word.text for word in found[-1].words]
-    assert ours == theirs, f"read {ours}, and Python gives {theirs}"
-    return "right"
+    return beside(found, reading, theirs)

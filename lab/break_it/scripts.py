@@ -9,12 +9,13 @@ import random
 import re
 import subprocess
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 from hypothesis import strategies as st
 
 from mis_plugins.explain.launch import bash
-from mis_plugins.explain.launch.reader import Reading
+from mis_plugins.explain.launch.reader import Launch, Reading
 
 PLAIN = "--tis 1.5 mis.yaml a b a=b x/y.yaml -v {模型 {1..\U00031860 {\U0010ffff} é/模.yaml ~/x".split()
 USES = """$A ${A} ${A:-b} ${A-b} ${A:+b} ${A:=b} ${A%.yaml} ${A#*/} ${A##*/} ${A/a/c} ${A//a/c} ${#A} ${A^^}
@@ -111,10 +112,16 @@ def judge(script: str) -> str:
     if theirs is None:
         return "no start"
     reading = Reading(len(script.encode()), "s.sh")
-    found = bash.launches(script, Path("s.sh"), reading)
-    sure = [one for one in found if not one.branch and all(word.is_known and not word.branch for word in one.words)]
-    if not found or len(sure) < len(found) or reading.unread:
+    return beside(bash.launches(script, Path("s.sh"), reading), reading, theirs)
+
+
+def beside(found: Sequence[Launch], reading: Reading, theirs: list[str]) -> str:
+    """`unsure`, or `right` where the reader is sure of the words that the script itself gives."""
+    is_sure = found and all(
+        not one.branch and all(word.is_known and not word.branch for word in one.words) for one in found
+    )
+    if not is_sure or reading.unread:
         return "unsure"
-    ours = [word.text for word in sure[-1].words]
-    assert ours == theirs, f"read {ours}, and bash gives {theirs}"
+    ours = [word.text for word in found[-1].words]
+    assert ours == theirs, f"read {ours}, and the script gives {theirs}"
     return "right"

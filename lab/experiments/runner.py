@@ -24,17 +24,17 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
+from multiprocessing import get_context
+from multiprocessing.context import ForkProcess
 from pathlib import Path
 from signal import SIG_BLOCK, SIG_UNBLOCK, SIGINT, SIGKILL, default_int_handler, pthread_sigmask, signal
 from typing import Any
-
-from torch.multiprocessing.spawn import ProcessContext, ProcessExitedException, start_processes
 
 from lab.host.cli.arguments import parse_args
 from lab.host.folders import set_aside
 from lab.provenance import as_given, committed_tree, measured_with, write_json
 from mis_plugins.shared.numerals import count, whole
-from mis_plugins.shared.shell import INTERRUPTED, add_version
+from mis_plugins.shared.shell import INTERRUPTED, add_version, importing
 
 STAMP, LOG = "made_of.json", "run.log"
 SEEDS, RESULTS = (0, 1, 2), Path("lab/results")
@@ -59,11 +59,6 @@ class Arm:
         """Whether the folder holds a complete run of these settings and this code; never for `code` None."""
         path = self.folder / STAMP
         return code is not None and path.is_file() and json.loads(path.read_text()) == self._stamp(code)
-
-    @property
-    def finished(self) -> bool:
-        """Whether the folder holds a complete run; after `run_arms`, a run of this code."""
-        return (self.folder / STAMP).is_file()
 
     def stamp(self, code: str | None) -> None:
         """Write into a complete folder which settings and code made it."""
@@ -117,7 +112,8 @@ def run_arms(arms: Sequence[Arm], processes: int, code: str | None) -> int:
     Returns:
         0, or the exit code of the arm that failed or was interrupted first.
     """
-    import lab.host.loop  # noqa: F401  (Megatron takes seconds to import: here, once for all forks)
+    with importing():  # Megatron takes seconds: here, once for all forks
+        import lab.host.loop  # noqa: F401
 
     missing = deque(arm for arm in arms if not arm.made(code))
     for arm in missing:
@@ -144,10 +140,11 @@ def interrupts_counted() -> Iterator[list[int]]:
 
 @dataclass
 class Running:
-    """An arm and the process that runs it."""
+    """An arm, and the process that runs it and leads a group of its own."""
 
     arm: Arm
-    process: ProcessContext
+    process: ForkProcess
+    group: int
     begun: float
 
 
@@ -171,18 +168,18 @@ class Queue:
             set_aside(arm.folder)
             arm.folder.mkdir(parents=True, exist_ok=True)
             with blocked(SIGINT):  # until the fork has a handler of its own
-                process = start_processes(_forked, (arm,), nprocs=1, join=False, start_method="fork")
-            assert process is not None  # join=False gives a context
-            for pid in process.pids():
-                with suppress(OSError):  # the process is in its own group already, or has ended
-                    os.setpgid(pid, pid)
-            self._running.append(Running(arm, process, time.monotonic()))
+                process = get_context("fork").Process(target=_forked, args=(arm,))
+                process.start()
+            assert process.pid  # it has started
+            with suppress(OSError):  # the process is in its own group already, or has ended
+                os.setpgid(process.pid, process.pid)
+            self._running.append(Running(arm, process, process.pid, time.monotonic()))
 
     def reap(self) -> None:
         """Stamp the arms that succeeded, and report each arm that ended."""
         for one in list(self._running):
-            code = _ended(one.process)
-            if code is None:
+            one.process.join(timeout=0.1)
+            if (code := one.process.exitcode) is None:
                 continue
             self._running.remove(one)
             if code == 0:
@@ -195,9 +192,8 @@ class Queue:
         if interrupts == self._obeyed:
             return
         for one in self._running:
-            for pid in one.process.pids():
-                with suppress(OSError):  # the process has ended
-                    os.killpg(pid, SIGINT if interrupts == 1 else SIGKILL)
+            with suppress(OSError):  # the process has ended
+                os.killpg(one.group, SIGINT if interrupts == 1 else SIGKILL)
         self._obeyed = interrupts
         self.failed = self.failed or INTERRUPTED
 
@@ -220,7 +216,7 @@ def blocked(number: int) -> Iterator[None]:
         pthread_sigmask(SIG_UNBLOCK, {number})
 
 
-def _forked(_: int, arm: Arm) -> None:
+def _forked(arm: Arm) -> None:
     """Run an arm in a process group of its own, which Ctrl-C reaches through `Queue.obey` alone."""
     os.setpgrp()
     with (arm.folder / LOG).open("w") as log:
@@ -230,20 +226,9 @@ def _forked(_: int, arm: Arm) -> None:
     try:
         pthread_sigmask(SIG_UNBLOCK, {SIGINT})
         code = arm.work()
-    except KeyboardInterrupt:  # torch would turn the interrupt into exit code 0
+    except KeyboardInterrupt:
         code = INTERRUPTED
     sys.exit(code)
-
-
-def _ended(process: ProcessContext) -> int | None:
-    """Return the exit code of a process; None while the process runs."""
-    try:
-        return 0 if process.join(timeout=0.1) else None
-    except ProcessExitedException as error:
-        return error.exit_code or 1
-    except Exception as error:  # the traceback of the arm's own process
-        print(error, file=sys.stderr)
-        return 1
 
 
 def parsed(parser: ArgumentParser, name: str) -> Namespace:

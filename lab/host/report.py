@@ -30,7 +30,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
 
-from lab.palette import FRAME, GRID, TEXT, color
+from lab.palette import FRAME, TEXT, color, dress
 from mis_plugins.shared.files import replaced, write_text
 
 
@@ -209,14 +209,11 @@ def _near(ends: Sequence[tuple[float, float, str, str]], panel: Panel) -> bool:
 
 
 def _dress(axis: Axes, panel: Panel, empty: bool) -> None:
-    axis.set_title(panel.title, loc="left", fontsize=11, color=TEXT, fontweight="bold")
+    dress(axis, panel.title)
     axis.set_xlabel("rollout", color=TEXT)
     axis.margins(x=0.02)
     axis.xaxis.set_major_locator(MaxNLocator(integer=True))
-    axis.tick_params(colors=TEXT, labelsize=9, labelbottom=True)
-    axis.grid(axis="y", color=GRID, linewidth=0.8)
-    axis.spines[["top", "right"]].set_visible(False)
-    axis.spines[["left", "bottom"]].set_color(FRAME)
+    axis.tick_params(labelbottom=True)
     if empty:
         axis.text(0.5, 0.5, "not recorded", transform=axis.transAxes, ha="center", color=FRAME)
     elif panel.scale == "log" and axis.dataLim.ymax > 0:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from lab.ladder.dialogues import TURN_LENGTH, TURNS
@@ -32,8 +32,8 @@ def _mismatch(content: Mapping[str, Any]) -> Iterator[str]:
     yield "## Tokens and sequences\n"
     rows = []
     for rung, trainer, one in _pairs(content):
-        spans = [_span(one[name]) for name in ("k1", "k3", "p99")]
-        products = [_span(one[name]) for name in ("log product", "log product sd")]
+        spans = [span(one[name]) for name in ("k1", "k3", "p99")]
+        products = [span(one[name]) for name in ("log product", "log product sd")]
         rows.append([RUNGS[rung].words, trainer, one["tokens"], *spans, f"{one['max']:.2g}", *products])
     statistics = ("tokens", "k1", "k3", "p99 of abs log r", "max", "log prod r, mean", "sd")
     yield markdown_table(("rollout", "trainer", *statistics), rows)
@@ -44,7 +44,7 @@ def _bins(content: Mapping[str, Any]) -> Iterator[str]:
         names = list(dict.fromkeys(name for _, _, one in _pairs(content) for name in one[what]))
         yield f"## {what}\n"
         rows = [
-            (rung, trainer, *(_span(one[what][name]) if name in one[what] else "-" for name in names))
+            (rung, trainer, *(span(one[what][name]) if name in one[what] else "-" for name in names))
             for rung, trainer, one in _pairs(content)
         ]
         yield markdown_table(("rollout", "trainer", *names), rows)
@@ -57,7 +57,7 @@ def _turns(content: Mapping[str, Any]) -> Iterator[str]:
     rows = []
     for rung, one in content["rungs"].items():
         for trainer, turns in one["by turn"].items():
-            cells = [" / ".join(_span(turn[name]) for name in ("k1", "k3", "p99")) for turn in turns.values()]
+            cells = [" / ".join(span(turn[name]) for name in ("k1", "k3", "p99")) for turn in turns.values()]
             rows.append([rung, trainer, sum(turn["tokens"] for turn in turns.values()), *cells])
     yield markdown_table(("rollout", "trainer", "tokens", *(f"turn {turn}" for turn in range(1, TURNS + 1))), rows)
 
@@ -84,7 +84,8 @@ def _pairs(content: Mapping[str, Any]) -> Iterator[tuple[str, str, Mapping[str, 
             yield rung, trainer, found
 
 
-def _span(value: list[float]) -> str:
+def span(value: Sequence[float]) -> str:
+    """A statistic with its interval."""
     middle, low, high = (f"{number:.2g}" for number in value)
     return f"{middle} [{low}, {high}]"
 

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import Tensor
 
+from lab.ladder.shipped import commits
 from lab.ladder.statistics import Pair
 from mis_plugins.shared.arrays import Safetensors, save_safetensors
 from true_on_policy.contract.cpu import Contract
@@ -58,7 +59,7 @@ class Rollouts:
             {name: torch.cat([self.proximal[name], more.proximal[name]]) for name in self.proximal},
             torch.cat([self.lengths, more.lengths]),
             torch.cat([self.prompts, more.prompts]),
-            {**more.words, "commit": commits(self.words["commit"], more.words["commit"])},
+            {**more.words, "commit": commits([self.words, more.words])},
         )
 
     def pairs(self) -> dict[str, Pair]:
@@ -66,11 +67,6 @@ class Rollouts:
         return {
             name: Pair(self.behavior, proximal, self.lengths, self.prompts) for name, proximal in self.proximal.items()
         }
-
-
-def commits(*texts: str) -> str:
-    """List the commits of all texts, each once."""
-    return ", ".join(dict.fromkeys(commit for text in texts for commit in text.split(", ")))
 
 
 @dataclass(frozen=True)

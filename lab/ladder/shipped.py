@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import quantiles
 from typing import Any
@@ -36,7 +36,7 @@ def shipped(content: Mapping[str, Any]) -> dict[str, Any]:
     for name, rung in rungs.items():
         lengths = rung["responses"] if name == finest else [str(longest)] * RUNGS[name].step
         made.append(_rung(name, rung, [length for length in lengths if length in rung["responses"]]))
-    return {"model": content["model"], "commits": commits(content["rungs"]), "rungs": made}
+    return {"model": content["model"], "commits": commits(content["rungs"].values()), "rungs": made}
 
 
 def by_k3(rungs: Mapping[str, Any]) -> dict[str, Any]:
@@ -44,9 +44,9 @@ def by_k3(rungs: Mapping[str, Any]) -> dict[str, Any]:
     return dict(sorted(rungs.items(), key=lambda pair: pair[1]["mismatch"][SAMPLED_AS_TRAINED]["k3"][0]))
 
 
-def commits(rungs: Mapping[str, Any]) -> str:
-    """The commits of this repository that sampled, each once."""
-    return ", ".join(dict.fromkeys(commit for rung in rungs.values() for commit in rung["commit"].split(", ")))
+def commits(made: Iterable[Mapping[str, Any]]) -> str:
+    """The commits of this repository that rungs, or the words of rollouts, name; each once."""
+    return ", ".join(dict.fromkeys(commit for one in made for commit in one["commit"].split(", ")))
 
 
 def fits(values: Mapping[str, Any]) -> tuple[float, float]:

@@ -18,25 +18,22 @@ from typing import Any
 
 from lab.ladder.rungs import RUNGS
 from lab.ladder.shipped import SAMPLED_AS_TRAINED, by_k3, commits
-from lab.pages.parts import filled
-from lab.provenance import parser_of
+from lab.pages.parts import write
 from mis_plugins.explain.rungs import short
 
-ROOT = Path(__file__).parents[2]
-PAGE, RECORD = ROOT / "docs" / "presets.md", ROOT / "lab" / "results" / "mismatch.json"
+RECORD = Path(__file__).parents[1] / "results" / "mismatch.json"
 Rung = Mapping[str, Any]
 
 
-def page(text: str, record: Mapping[str, Any]) -> str:
-    """The page with its tables of the record made anew."""
-    return filled(text, lambda _: "\n".join(_part(record)))
+def part(_: str) -> str:
+    """What was measured, the windows that fit, and what each preset keeps."""
+    return "\n".join(_part(json.loads(RECORD.read_text(encoding="utf-8"))))
 
 
 def _part(record: Mapping[str, Any]) -> Iterator[str]:
-    """What was measured, the windows that fit, and what each preset keeps."""
     rungs = by_k3(record["rungs"])
     lengths = sorted(set.intersection(*({*map(int, rung["responses"])} for rung in rungs.values())))
-    yield f"{record['model']}, sampled at {commits(record['rungs'])}; `lab/mismatch.py` is the command.\n"
+    yield f"{record['model']}, sampled at {commits(record['rungs'].values())}; `lab/mismatch.py` is the command.\n"
     yield from _measured(rungs, lengths)
     yield from _windows(rungs, lengths)
     yield from _presets({name: rung for name, rung in rungs.items() if RUNGS[name].step}, lengths)
@@ -95,8 +92,4 @@ def _cell(by_length: Sequence[Any]) -> str:
 
 def main() -> int:
     """Write the part."""
-    parser_of(__doc__).parse_args()
-    record = json.loads(RECORD.read_text(encoding="utf-8"))
-    PAGE.write_text(page(PAGE.read_text(encoding="utf-8"), record), encoding="utf-8")
-    print(f"wrote {PAGE}")
-    return 0
+    return write("presets.md", part, __doc__)

@@ -11,7 +11,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
-from lab.palette import FRAME, GRID, TEXT, color
+from lab.palette import FRAME, TEXT, color, dress
 
 WORDS = {
     "synchronous": "no token is old",
@@ -92,10 +92,5 @@ def _bias(axis: Axes, bias: Mapping[str, Sequence[Mapping[str, Mapping[str, floa
 
 
 def _dress(axis: Axes, title: str, x_label: str) -> None:
-    axis.set_title(title, loc="left", fontsize=10, color=TEXT, fontweight="bold")
+    dress(axis, title, size=10, labels=8)
     axis.set_xlabel(x_label, color=TEXT, fontsize=9)
-    axis.tick_params(colors=TEXT, labelsize=8)
-    axis.grid(axis="y", color=GRID, linewidth=0.8)
-    axis.set_axisbelow(True)
-    axis.spines[["top", "right"]].set_visible(False)
-    axis.spines[["left", "bottom"]].set_color(FRAME)

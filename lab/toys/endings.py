@@ -16,7 +16,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
-from lab.palette import FRAME, GRID, TEXT, color
+from lab.palette import TEXT, color, dress
 from mis_plugins.shared.files import replaced
 
 Run = Mapping[str, Any]
@@ -58,19 +58,13 @@ def _panel(axis: Axes, shade: str, runs: Sequence[Run]) -> None:
 
 
 def _dress(axis: Axes, name: str, note: str, has_course: bool) -> None:
-    title = f"{name}\n{note}" if note else name
-    axis.set_title(title, loc="left", fontsize=9, color=TEXT, fontweight="bold")
+    dress(axis, f"{name}\n{note}" if note else name, size=9)
     axis.set_ylim(-0.05, 1.05)
     if has_course:
         axis.set_xlabel("rollout", color=TEXT, fontsize=9)
     else:
         axis.set_xlim(-0.25, 1.25)
         axis.set_xticks([0, 1], ["start", "end"])
-    axis.tick_params(colors=TEXT, labelsize=9)
-    axis.grid(axis="y", color=GRID, linewidth=0.8)
-    axis.set_axisbelow(True)
-    axis.spines[["top", "right"]].set_visible(False)
-    axis.spines[["left", "bottom"]].set_color(FRAME)
 
 
 def _key() -> list[Line2D]:

@@ -27,7 +27,7 @@ from mis_plugins.report.sweep import Candidate, candidates, load
 from mis_plugins.report.verdict import ALARM, CALM, level_of, of_curves, verdict
 from mis_plugins.report.written import Document, as_text
 from mis_plugins.shared.files import finish_killed, replace_together
-from mis_plugins.shared.shell import INTERRUPTED, REFUSED
+from mis_plugins.shared.shell import INTERRUPTED, REFUSED, importing
 from mis_plugins.shared.terminal import print_error, print_table, printable
 
 ALARMED = 3
@@ -149,7 +149,8 @@ def read(paths: Sequence[Path], arguments: argparse.Namespace) -> Document:
 
 def write(document: Document, output: Path) -> None:
     """Write report.json and report.html, as files of one run."""
-    from mis_plugins.report.page import page  # it draws; the proposal alone needs no matplotlib
+    with importing():  # matplotlib, which the proposal alone does not need
+        from mis_plugins.report.page import page
 
     replace_together(output, {"report.json": as_text(document), PAGE: page(document)})
 

@@ -183,7 +183,7 @@ def test_a_trainer_slower_than_the_rollout_finds_no_more_begun_than_may(bound: i
     with running(bound=bound) as made:
         for version in range(ROLLOUTS):
             last = min(version + bound, ROLLOUTS - 1)
-            assert made.under_way == list(range(version, last + 1))
+            assert sorted(made._open) == list(range(version, last + 1))
             until(lambda v=version, k=last: all(made.complete(one) for one in range(v, k + 1)))
             time.sleep(0.05)  # nothing else is generated meanwhile
             assert set(lengths(made)) == {LENGTH}
@@ -252,11 +252,12 @@ def test_hooks_run_around_the_update_while_generation_stands_still() -> None:
     assert seen[1][2] == seen[2][2]
 
 
+def broken() -> None:
+    raise ValueError("no room")
+
+
 @pytest.mark.parametrize("point", ["pre_pause", "post_pause"])
 def test_a_hook_that_raises_leaves_the_weights_and_generation_going(point: Point) -> None:
-    def broken() -> None:
-        raise ValueError("no room")
-
     with running(bound=1, step_seconds=0.02) as made:
         made.hooks.register(point, broken, "mine")
         with pytest.raises(HookError, match=f"{point} hook mine raised ValueError: no room"):
@@ -268,9 +269,6 @@ def test_a_hook_that_raises_leaves_the_weights_and_generation_going(point: Point
 
 @pytest.mark.parametrize("point", ["pre_resume", "post_resume"])
 def test_a_hook_that_raises_after_the_update_leaves_the_new_weights_and_what_they_admit(point: Point) -> None:
-    def broken() -> None:
-        raise ValueError("no room")
-
     with running(bound=0) as made:
         made.rollout(0)
         made.hooks.register(point, broken, "mine")

@@ -45,7 +45,7 @@ def test_an_arm_runs_again_for_other_settings_and_other_code_alone(tmp_path: Pat
         (2, None, 5),
     ):
         one = arm(tmp_path, lr=lr, path=str(tmp_path))
-        assert run_arms([one], 1, code) == 0 and one.finished
+        assert run_arms([one], 1, code) == 0 and (one.folder / STAMP).is_file()
         assert len(ran(tmp_path)) == times
     assert (tmp_path / "arm" / LOG).read_text() == "said\n"
 
@@ -56,19 +56,22 @@ def test_a_failure_ends_the_experiment_and_is_repeated(tmp_path: Path, capsys: p
     second.stamp("earlier")
     assert run_arms([first, second, third], 1, "a") == 2
     assert ran(tmp_path) == ["a", "b"]
-    assert [one.finished for one in (first, second, third)] == [True, False, False]
+    assert [(one.folder / STAMP).is_file() for one in (first, second, third)] == [True, False, False]
     said = capsys.readouterr().err
     assert "1 of 3" in said and "2 of 3" in said and f"failed with exit code 2, see {LOG} there" in said
     assert run_arms([first, arm(tmp_path, "b"), third], 1, "a") == 0
     assert ran(tmp_path) == ["a", "b", "b", "c"]
 
 
-def test_an_exception_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_exception_is_told_where_the_experiment_says_to_look(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def fails() -> int:
         raise ArithmeticError("infinite")
 
+    monkeypatch.setattr(sys, "stderr", open(2, "w", closefd=False))  # pytest's stream would pass the arm's log by
     assert run_arms([arm(tmp_path, work=fails)], 1, "a") == 1
-    assert "ArithmeticError: infinite" in capsys.readouterr().err
+    assert "ArithmeticError: infinite" in (tmp_path / "arm" / LOG).read_text()
 
 
 def test_an_earlier_run_is_set_aside(tmp_path: Path) -> None:

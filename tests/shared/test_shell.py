@@ -144,9 +144,22 @@ def test_ctrl_c_while_the_policy_is_warm_started(tmp_path: Path) -> None:
     assert interrupted(f"{LONG} {tmp_path}/run --quiet", after=20) == (130, "interrupted\n")
 
 
-def test_ctrl_c_in_an_import_of_cpp_code_ends_the_process_at_once(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("library", "words"),
+    [
+        ("torch", ("-c", "from mis_plugins.shared.shell import run_command; run_command('torch:main')")),
+        ("torch", ("-m", "mis_plugins", "report", ".")),
+        ("torch", ("-m", "mis_plugins", "config", "suggest", ".")),
+        ("torch", ("-m", "mis_plugins", "config", "show", "mis")),
+        ("matplotlib", ("-m", "mis_plugins", "report", "run.jsonl", "--sweep", "none")),
+    ],
+)
+def test_ctrl_c_in_an_import_of_cpp_code_ends_the_process_at_once(
+    library: str, words: tuple[str, ...], tmp_path: Path
+) -> None:
     """A library may turn an exception in its import into a crash, or go on without an end."""
-    (tmp_path / "stubborn.py").write_text(
+    (tmp_path / "run.jsonl").write_text('{"step": 0, "behavior_log_probs": [-0.5], "proximal_log_probs": [-0.4]}\n')
+    (tmp_path / f"{library}.py").write_text(
         "import os, signal, time\n"
         "try:\n"
         "    os.kill(os.getpid(), signal.SIGINT)\n"
@@ -154,8 +167,7 @@ def test_ctrl_c_in_an_import_of_cpp_code_ends_the_process_at_once(tmp_path: Path
         "except BaseException as error:\n"
         "    raise ImportError('recursion') from error\n"
     )
-    code = "from mis_plugins.shared.shell import run_command; run_command('stubborn:main')"
-    done = ran("-c", code, folder=tmp_path)
+    done = ran(*words, folder=tmp_path, PYTHONPATH=f"{tmp_path}:{ROOT}")
     assert (done.returncode, done.stderr) == (130, "interrupted\n")
 
 

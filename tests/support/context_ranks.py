@@ -1,4 +1,4 @@
-"""What the context ranks of the Megatron trainer compute, left in a folder as `RANKS-DTYPE-RANK.pt`.
+"""What the context ranks of the Megatron trainer compute, left in a folder as `RANKS-DTYPE/RANK.pt`.
 
     python context_ranks.py FOLDER
 
@@ -9,10 +9,8 @@ import sys
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
-from megatron.core import parallel_state as mpu
+from launch import run_ranks
 from torch import Tensor
-from torch.multiprocessing.spawn import start_processes
 
 from true_on_policy.contract.cpu import Contract
 from true_on_policy.contract.rounding import ORDERS
@@ -36,21 +34,16 @@ def gradients(trainer: Megatron, logits: list[Tensor]) -> list[Tensor]:
     return [parameter.grad.clone() for parameter in trainer.model.parameters() if parameter.grad is not None]
 
 
-def _rank(rank: int, ranks: int, dtype: str, folder: Path) -> None:
-    torch.set_num_threads(1)
-    store = f"file://{folder}/store-{ranks}-{dtype}"
-    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=ranks)
-    mpu.initialize_model_parallel(context_parallel_size=ranks)
+def computed(dtype: str, folder: Path) -> dict[str, list[Tensor]]:
     trainer = Megatron(folder / dtype, dtype, ORDERS["sglang"])
     with pinned(Contract(dtype=dtype)):
         logits = trainer.logits(SEQUENCES)
-        made = {"logits": [rows.detach().clone() for rows in logits], "gradients": gradients(trainer, logits)}
-    torch.save(made, folder / f"{ranks}-{dtype}-{rank}.pt")
+        return {"logits": [rows.detach().clone() for rows in logits], "gradients": gradients(trainer, logits)}
 
 
 if __name__ == "__main__":
     for dtype in DTYPES:
-        tiny(Path(sys.argv[1]), dtype)
+        tiny(folder := Path(sys.argv[1]), dtype)
         for ranks in RANKS:
-            arguments = (ranks, dtype, Path(sys.argv[1]))
-            start_processes(_rank, arguments, nprocs=ranks, start_method="fork")
+            (place := folder / f"{ranks}-{dtype}").mkdir()
+            run_ranks(ranks, ranks, lambda _, dtype=dtype: computed(dtype, folder), place, limit_s=200)

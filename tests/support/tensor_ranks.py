@@ -1,4 +1,4 @@
-"""What the ranks of the Megatron trainer compute under tensor parallelism, left in a folder as `TPxCP-RANK.pt`.
+"""What the ranks of the Megatron trainer compute under tensor parallelism, left in a folder as `TPxCP/RANK.pt`.
 
     python tensor_ranks.py FOLDER
 
@@ -7,14 +7,13 @@ A process of its own, for the reason that `context_ranks` gives.
 
 import sys
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from unittest.mock import patch
 
 import torch
-import torch.distributed as dist
-from megatron.core import parallel_state as mpu
+from launch import run_ranks
 from torch import Tensor
-from torch.multiprocessing.spawn import start_processes
 
 from true_on_policy.contract.cpu import DTYPES, Contract
 from true_on_policy.contract.rounding import ORDERS
@@ -68,13 +67,8 @@ def compute(case: Case, folder: Path) -> dict:
     return {"logits": [rows.detach().contiguous() for rows in logits], "gradients": made}
 
 
-def _rank(rank: int, tensor: int, context: int, folder: Path) -> None:
-    torch.set_num_threads(1)
-    name = f"{tensor}x{context}"
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store-{name}", rank=rank, world_size=tensor * context)
-    mpu.initialize_model_parallel(tensor_model_parallel_size=tensor, context_parallel_size=context)
-    made = {str(case): compute(case, folder) for case in CASES if (tensor, context) in case.layouts}
-    torch.save(made, folder / f"{name}-{rank}.pt")
+def computed(layout: tuple[int, int], folder: Path) -> dict[str, dict]:
+    return {str(case): compute(case, folder) for case in CASES if layout in case.layouts}
 
 
 if __name__ == "__main__":
@@ -83,4 +77,6 @@ if __name__ == "__main__":
         for dtype in DTYPES:
             checkpoint(model, folder / model / dtype, DTYPES[dtype], seed=0)
     for tensor, context in LAYOUTS:
-        start_processes(_rank, args=(tensor, context, folder), nprocs=tensor * context, start_method="fork")
+        (place := folder / f"{tensor}x{context}").mkdir()
+        work = partial(lambda layout, _: computed(layout, folder), (tensor, context))
+        run_ranks(tensor * context, context, work, place, limit_s=200, tensor_model_parallel_size=tensor)

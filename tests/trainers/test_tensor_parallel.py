@@ -30,7 +30,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     subprocess.run([sys.executable, RANKS_PROGRAM, folder], env=environment, check=True, timeout=240)
     return {
-        (tensor, context): [torch.load(folder / f"{tensor}x{context}-{rank}.pt") for rank in range(tensor * context)]
+        (tensor, context): [torch.load(folder / f"{tensor}x{context}/{rank}.pt") for rank in range(tensor * context)]
         for tensor, context in LAYOUTS
     }
 

@@ -74,7 +74,7 @@ def test_context_ranks_have_the_bits_of_one(ranks_folder: Path, dtype: str, rank
     with pinned(Contract(dtype=dtype)):
         expected = alone(trainer)
         wanted = gradients(trainer, trainer.logits(SEQUENCES))
-    made = [torch.load(ranks_folder / f"{ranks}-{dtype}-{rank}.pt") for rank in range(ranks)]
+    made = [torch.load(ranks_folder / f"{ranks}-{dtype}/{rank}.pt") for rank in range(ranks)]
     assert all(same(expected, rank["logits"]) for rank in made)
     # Every rank holds the whole loss, so each gradient is counted once a rank; their parts add up in another order.
     for one, parts in zip(wanted, zip(*(rank["gradients"] for rank in made), strict=True), strict=True):

@@ -117,12 +117,6 @@ class Controller:
         """Version of the weights that generate."""
         return self.engine.version
 
-    @property
-    def under_way(self) -> list[int]:
-        """Numbers of the rollouts that have begun and were not taken, in the order of training."""
-        with self._changed:
-            return sorted(self._open)
-
     def complete(self, rollout: int) -> bool:
         """Whether all responses of a rollout have ended."""
         with self._changed:

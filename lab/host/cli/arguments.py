@@ -49,7 +49,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     _refuse(_sizes(args), _unused(args), _pairs(args))
     if args.asynchronous:
         _fill_asynchronous(args)
-        _refuse(_asynchronous(args))
+        _check_asynchronous(args)
     _refuse(_correction(args), _loss(args))
     _check_hooks(args)
     return args
@@ -103,7 +103,7 @@ def _numbers(args: argparse.Namespace) -> Iterator[str]:
     """Numbers that no run can have: a file may say anything, and its 1e-4 is text to YAML."""
     for name in named("size"):
         value = getattr(args, name)
-        if value is not None and not isinstance(value, int):
+        if value is not None and (not isinstance(value, int) or isinstance(value, bool)):
             yield f"{spelled(name)}: got {shown(value)}; give a whole number"
         elif value is not None and not 1 <= value <= LARGEST:
             yield f"{spelled(name)}: got {shown(value)}; give at least 1, at most {LARGEST}"
@@ -120,7 +120,7 @@ def _numbers(args: argparse.Namespace) -> Iterator[str]:
         yield f"--rollout-temperature: got {args.rollout_temperature}; give a number above 0"
     for name in named("rate"):
         value = getattr(args, name)
-        if not isinstance(value, int | float) or not 0 <= value <= sys.float_info.max:
+        if value is not None and (not isinstance(value, int | float) or not 0 <= value <= sys.float_info.max):
             yield f"{spelled(name)}: got {shown(value)}; give a finite number, at least 0"
 
 
@@ -215,18 +215,10 @@ def _hook_path(point: Point) -> str:
     return f"{point}_hook_path"
 
 
-def _asynchronous(args: argparse.Namespace) -> Iterator[str]:
-    """What ``--async`` cannot do."""
+def _check_asynchronous(args: argparse.Namespace) -> None:
+    """Refuse a bound and hooks that ``--async`` cannot take."""
     HeadOffpolicyness(args.max_head_offpolicyness)
-    if args.recompute_token_budget < 1:
-        yield f"--recompute-token-budget: got {args.recompute_token_budget}; give at least 1"
-    places = args.max_concurrent_rollouts
-    if places is not None and (not isinstance(places, int) or isinstance(places, bool) or places < 1):
-        yield f"--max-concurrent-rollouts: got {places!r}; give a whole number, at least 1"
     register_hooks(Hooks(), args)
-    for name in ("rollout_step_seconds", "rollout_steps_per_update"):
-        if getattr(args, name) < 0:
-            yield f"{spelled(name)}: got {getattr(args, name):g}; give 0 or more"
 
 
 def _correction(args: argparse.Namespace) -> Iterator[str]:

@@ -1,6 +1,6 @@
 """The command line of the embedded host: the flags of a Miles launch script, and a few of its own.
 
-A flag is a field, a group of flags a dataclass. A field's type says what the flag takes.
+A flag is a field of one dataclass, whose type says what the flag takes.
 """
 
 from __future__ import annotations
@@ -38,6 +38,12 @@ examples:
         --custom-config-path yaml/sequence.yaml
 """
 
+OF_ASYNCHRONY = """\
+asynchronous rollouts: A thread samples while the trainer steps, and the weights move under its sequences. Without the
+loss hook only metrics use what is recomputed before an update, which takes the trainer's time all the same:
+segment_wise: {enabled: false} under mis: in --custom-config-path saves it.
+"""
+
 
 def flag(default: Any, words: str = "", metavar: str | None = None, **more: Any) -> Any:
     """Declare a flag.
@@ -45,7 +51,8 @@ def flag(default: Any, words: str = "", metavar: str | None = None, **more: Any)
     Args:
         words: the help, to which the default is added.
         more: `size`, a whole number of at least 1; `rate`, a number of at least 0; `choices`, where the field's type
-            lists none; `hook`, the dotted path of a function; `later`, the default that `--async` fills in.
+            lists none; `hook`, the dotted path of a function; `later`, the default that `--async` fills in; `opens`,
+            the title of the group that begins with the flag, and behind a colon what the group is about.
     """
     return field(default=default, metadata={"words": words, "metavar": metavar, **more})
 
@@ -55,35 +62,28 @@ def hook(words: str) -> Any:
 
 
 @dataclass
-class Run:
-    """run"""
+class Flags:
+    """All flags, group after group."""
 
     output: str = flag(
         "runs/local",
         "where metrics.jsonl, summary.json and curves.png go; where an earlier run lies there and --load does not "
         "resume it, the first free one of DIR-2, DIR-3 and so on",
         "DIR",
+        opens="run",
     )
     seed: int = flag(0, "of weights, prompts and samples")
     num_rollout: int = flag(200, "rollouts to train on", size=True)
     smoke: bool = flag(False, "a tiny run that only shows that everything works; overrides sizes")
     quiet: bool = flag(False, "no rows and no progress bar; the line that says where the run lies remains")
 
-
-@dataclass
-class Checkpoint:
-    """checkpoint"""
-
-    save: str | None = flag(None, "write a checkpoint here, at --save-interval and at the end", "DIR")
+    save: str | None = flag(
+        None, "write a checkpoint here, at --save-interval and at the end", "DIR", opens="checkpoint"
+    )
     save_interval: int = flag(50, "rollouts between checkpoints")
     load: str | None = flag(None, "resume from the checkpoint in this folder; any layout of ranks may read it", "DIR")
 
-
-@dataclass
-class Evaluation:
-    """evaluation"""
-
-    eval_interval: int = flag(5, "rollouts between evaluations of both policies", size=True)
+    eval_interval: int = flag(5, "rollouts between evaluations of both policies", size=True, opens="evaluation")
     eval_prompts: int = flag(256, "held-out prompts, one sample each", size=True)
     grad_cosine_every: int = flag(
         0,
@@ -91,12 +91,12 @@ class Evaluation:
         "weights; 0: never",
     )
 
-
-@dataclass
-class Task:
-    """task: A string of digits to reverse; reward 1 for exactly the right answer, else 0."""
-
-    num_digits: int = flag(10, "digits of the string", size=True)
+    num_digits: int = flag(
+        10,
+        "digits of the string",
+        size=True,
+        opens="task: A string of digits to reverse; reward 1 for exactly the right answer, else 0.",
+    )
     answer_repeats: int = flag(1, "how many times an answer says the reversed string", size=True)
     warmup_steps: int = flag(500, "supervised steps before RL")
     warmup_lr: float = flag(3e-3, "learning rate of the supervised steps", rate=True)
@@ -107,12 +107,7 @@ class Task:
         "DIR",
     )
 
-
-@dataclass
-class Rollout:
-    """rollout"""
-
-    rollout_batch_size: int = flag(16, "prompts a rollout", size=True)
+    rollout_batch_size: int = flag(16, "prompts a rollout", size=True, opens="rollout")
     n_samples_per_prompt: int = flag(8, size=True)
     rollout_temperature: float = flag(1.0)
     rollout_top_p: float = flag(
@@ -158,20 +153,15 @@ class Rollout:
         "fn(args, data) with data a list of groups of samples; may set remove_sample"
     )
 
-
-@dataclass
-class Asynchronous:
-    """asynchronous rollouts: A thread samples while the trainer steps, and the weights move under its sequences.
-    Without the loss hook only metrics use what is recomputed before an update, which takes the trainer's time all the
-    same: segment_wise: {enabled: false} under mis: in --custom-config-path saves it.
-    """
-
-    asynchronous: bool = flag(False, "sample while the trainer steps", spelled="--async")
+    asynchronous: bool = flag(False, "sample while the trainer steps", spelled="--async", opens=OF_ASYNCHRONY)
     max_head_offpolicyness: int | None = flag(
         None, "the most versions a token may be older than the weights that train on it; 0 is synchronous", later=2
     )
     max_concurrent_rollouts: int | None = flag(
-        None, "responses in flight at most; further prompts wait for one to end (default: no limit)", later=None
+        None,
+        "responses in flight at most; further prompts wait for one to end (default: no limit)",
+        size=True,
+        later=None,
     )
     pause_generation_mode: Literal["in_place", "retract", "abort"] | None = flag(
         None,
@@ -180,16 +170,17 @@ class Asynchronous:
         later="retract",
     )
     rollout_step_seconds: float | None = flag(
-        None, "a decode step takes at least as long: emulates a slow engine", "S", later=0.0
+        None, "a decode step takes at least as long: emulates a slow engine", "S", rate=True, later=0.0
     )
     rollout_steps_per_update: int | None = flag(
         None,
         "decode steps of a sequence between two updates, at most, while the trainer does not wait for it: so that the "
         "sequences of a small model outlive updates as those of a large one do; 0: no limit",
+        rate=True,
         later=0,
     )
     recompute_token_budget: int | None = flag(
-        None, "tokens a forward pass when the waiting samples are scored before an update", later=8192
+        None, "tokens a forward pass when the waiting samples are scored before an update", size=True, later=8192
     )
     pre_pause_hook_path: list[str] | None = flag(None, "called before generation pauses for new weights", "FN")
     post_pause_hook_path: list[str] | None = flag(
@@ -200,12 +191,11 @@ class Asynchronous:
     )
     post_resume_hook_path: list[str] | None = flag(None, "called once generation goes on", "FN")
 
-
-@dataclass
-class Correction:
-    """correction: Of the mismatch between trainer and rollout engine, by a hook loaded as Miles loads it."""
-
-    use_tis: bool = flag(False, "let the hook change the loss and its masks")
+    use_tis: bool = flag(
+        False,
+        "let the hook change the loss and its masks",
+        opens="correction: Of the mismatch between trainer and rollout engine, by a hook loaded as Miles loads it.",
+    )
     get_mismatch_metrics: bool = flag(False, "call the hook for its metrics")
     custom_tis_function_path: str | None = hook("dotted path, e.g. mis_plugins.mis.compute_mis_weights_with_cp")
     custom_config_path: str | None = flag(
@@ -213,13 +203,8 @@ class Correction:
     )
     use_rollout_logprobs: bool = flag(False, "PPO against the rollout engine's log-probs, without recomputing them")
 
-
-@dataclass
-class Loss:
-    """loss"""
-
     loss_type: Literal["policy_loss", "custom_loss"] = flag(
-        "policy_loss", "of the host, or of --custom-loss-function-path"
+        "policy_loss", "of the host, or of --custom-loss-function-path", opens="loss"
     )
     custom_loss_function_path: str | None = hook("fn(args, batch, logits, sum_of_sample_mean) -> (loss, metrics)")
     custom_pg_loss_reducer_function_path: str | None = hook(
@@ -228,32 +213,20 @@ class Loss:
     )
     calculate_per_token_loss: bool = flag(False, "average over tokens, not over samples")
 
-
-@dataclass
-class Advantage:
-    """advantage"""
-
     advantage_estimator: Literal["grpo", "reinforce"] = flag(
         "grpo",
         "grpo: reward minus the mean of its prompt's group, over its deviation; reinforce: reward + --reward-shift",
+        opens="advantage",
     )
     disable_grpo_std_normalization: bool = flag(False, "grpo: subtract the group's mean only")
     reward_shift: float = flag(0.0, "reinforce: -1 punishes failures and leaves successes alone", "X")
 
-
-@dataclass
-class Clip:
-    """clip"""
-
-    eps_clip: float = flag(0.2, "PPO clip", rate=True)
+    eps_clip: float = flag(0.2, "PPO clip", rate=True, opens="clip")
     eps_clip_high: float | None = flag(None, "upper PPO clip (default: --eps-clip)")
 
-
-@dataclass
-class Optimizer:
-    """optimizer"""
-
-    global_batch_size: int | None = flag(None, "samples an optimizer step (default: the whole rollout)", size=True)
+    global_batch_size: int | None = flag(
+        None, "samples an optimizer step (default: the whole rollout)", size=True, opens="optimizer"
+    )
     micro_batch_size: int | None = flag(
         None, "samples of one data-parallel rank a forward pass (default: all of its share)", size=True
     )
@@ -269,21 +242,17 @@ class Optimizer:
         "fn(args, rollout_id, step_id, model, optimizer, opt_param_scheduler), once gradients are zero"
     )
 
-
-@dataclass
-class Ranks:
-    """ranks: Forked by this command."""
-
-    context_parallel_size: int = flag(1, "ranks that share each sequence", size=True)
+    context_parallel_size: int = flag(
+        1, "ranks that share each sequence", size=True, opens="ranks: Forked by this command."
+    )
     tensor_model_parallel_size: int = flag(1, "ranks that share each matrix", size=True)
     data_parallel_size: int = flag(1, "ranks that share the samples", size=True)
 
-
-@dataclass
-class Model:
-    """model: A Qwen3-, Llama- or Qwen3-MoE-shaped decoder, under Megatron's names."""
-
-    qk_layernorm: bool = flag(True, "normalize query and key, as Qwen3 does; Llama does not (default: on)")
+    qk_layernorm: bool = flag(
+        True,
+        "normalize query and key, as Qwen3 does; Llama does not (default: on)",
+        opens="model: A Qwen3-, Llama- or Qwen3-MoE-shaped decoder, under Megatron's names.",
+    )
     hidden_size: int = flag(64, size=True)
     num_layers: int = flag(2, size=True)
     num_attention_heads: int = flag(4, size=True)
@@ -295,16 +264,9 @@ class Model:
     moe_ffn_hidden_size: int | None = flag(None, "width of each expert (default: --ffn-hidden-size)", size=True)
 
 
-GROUPS = (
-    *(Run, Checkpoint, Evaluation, Task, Rollout, Asynchronous, Correction),
-    *(Loss, Advantage, Clip, Optimizer, Ranks, Model),
-)
-
-
 def named(key: str) -> dict[str, Any]:
     """What `flag` was given as `key`, by the name of each field that has it."""
-    every = (one for group in GROUPS for one in fields(group))
-    return {one.name: one.metadata[key] for one in every if key in one.metadata}
+    return {one.name: one.metadata[key] for one in fields(Flags) if key in one.metadata}
 
 
 def spelled(name: str) -> str:
@@ -320,11 +282,12 @@ def build_parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add_version(parser)
-    for group in GROUPS:
-        title, _, about = " ".join((group.__doc__ or "").split()).partition(": ")
-        added, types = parser.add_argument_group(title, about or None), get_type_hints(group)
-        for one in fields(group):
-            added.add_argument(spelled(one.name), dest=one.name, **_taken(one, types[one.name]))
+    group, types = parser.add_argument_group(), get_type_hints(Flags)
+    for one in fields(Flags):
+        if "opens" in one.metadata:
+            title, _, about = " ".join(one.metadata["opens"].split()).partition(": ")
+            group = parser.add_argument_group(title, about or None)
+        group.add_argument(spelled(one.name), dest=one.name, **_taken(one, types[one.name]))
     return parser
 
 
