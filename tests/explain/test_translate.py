@@ -499,6 +499,7 @@ METRICS = "swift rlhf --log_rollout_offpolicy_metrics"
         (f"{MODE}: token_truncate\nloss_type: grpo\ntau_pos: 0.5", CorrectionConfig(WeightConfig())),
         (f"swift rollout --use_vllm true --model q\nswift rlhf --run_name swift --{MODE} token_truncate",
          CorrectionConfig(WeightConfig())),
+        (f"docker exec swift swift rlhf --{MODE} token_truncate", CorrectionConfig(WeightConfig())),
         (f"swift rlhf --rlhf_type $TYPE --{MODE} token_truncate", CorrectionConfig(WeightConfig())),
         ("loss_type: [sapo]", CorrectionConfig(objective=ObjectiveConfig("sapo"))),
         (f"{MODE}: token_truncate\nloss_type:\n- real", CorrectionConfig(metrics="none")),

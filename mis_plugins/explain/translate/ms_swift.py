@@ -15,9 +15,8 @@ from mis_plugins.explain.translate.script import (
     Asked,
     Dialect,
     Said,
-    Value,
     flags,
-    is_other,
+    other_of,
     setting_of,
     tree_or_script,
 )
@@ -39,6 +38,8 @@ from mis_plugins.explain.translate.translation import (
 )
 
 MODE, THRESHOLD = "rollout_importance_sampling_mode", "rollout_importance_sampling_threshold"
+COMMANDS = ("pt", "sft", "infer", "merge-lora", "web-ui", "deploy", "rollout", "sample", "export", "eval", "app")
+"""Of `swift` and `megatron`, beside `rlhf`."""
 TYPE, GRPO = "rlhf_type", "grpo"
 USE_VLLM, REAL = "use_vllm", "real"  # a `loss_type` that reads no weights
 DELTA, METRICS = "off_policy_sequence_mask_delta", "log_rollout_offpolicy_metrics"
@@ -277,8 +278,8 @@ def _is_ours(key: str) -> bool:
     return key in (TYPE, *KEYS, USE_VLLM, *OF_KL, *OF_CLIP, *TAUS, *CLIPS, *UNSERVED) or key.startswith(FAMILIES)
 
 
-def _flags(words: Sequence[Word]) -> Iterator[tuple[str, Value]]:
-    return flags([] if is_other(words, ("swift", "megatron"), "rlhf") else words)
+def _other(words: Sequence[Word]) -> str:
+    return other_of(words, ("swift", "megatron"), COMMANDS)
 
 
 def _starts(word: str) -> bool:
@@ -292,4 +293,4 @@ def _file(words: Sequence[Word]) -> Word | None:
     return behind if is_named else setting_of(words, "--config")
 
 
-DIALECT = Dialect("ms-swift", KEYS, _flags, _is_ours, _starts, _file, last_wins=True)
+DIALECT = Dialect("ms-swift", KEYS, flags, _is_ours, _starts, _file, last_wins=True, corrects="rlhf", other=_other)

@@ -25,7 +25,7 @@ from mis_plugins.explain.translate.script import (
     Said,
     Value,
     flags,
-    is_other,
+    other_of,
     setting_of,
     tree_or_script,
 )
@@ -56,6 +56,8 @@ OF_LOSS = ("beta", UNBIASED, "loss_type", "importance_sampling_level")
 CLIPS = ("epsilon", "epsilon_high", "delta")
 DEFAULTS: dict[str, Any] = {CORRECTION: True, MODE: "sequence_mask", CLIP_MAX: 3.0}
 OFF = tuple(f"no_{key}" for key in (CORRECTION, UNBIASED))  # flags of TRL's parser, for switches that are on
+OTHERS = ("rloo", "dpo", "sdpo", "gold", "sdft", "iw_opd", "distillation")  # trainers that have `use_vllm` too
+COMMANDS = (*OTHERS, "sft", "kto", "reward")  # that train, beside `trl grpo`
 MODES = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
 OWN = {
     "cispo": {},
@@ -352,12 +354,16 @@ def _is_read(key: str) -> bool:
 
 
 def _flags(words: Sequence[Word]) -> Iterator[tuple[str, Value]]:
-    """The settings of a command line of TRL's, with `--no_KEY` as the value false; other trainers correct nothing."""
-    files = [word.text for before, word in itertools.pairwise(words) if not before.text.startswith("--")]
-    if is_other(words, ("trl",), "grpo") or any(re.search(r"rloo(?!.*grpo)[^/]*\.py$", file) for file in files):
-        return
+    """The settings of a command line of TRL's, with `--no_KEY` as the value false."""
     for key, value in flags(words):
         yield (key[3:], Word("false", f"--{key}")) if key in OFF else (key, value)
+
+
+def _other(words: Sequence[Word]) -> str:
+    """Another trainer of TRL's: a command of `trl`, or a file whose name holds one of `OTHERS`."""
+    files = [word.text for before, word in itertools.pairwise(words) if not before.text.startswith("--")]
+    found = (file for file in files if re.search(rf"(?<![a-z])({'|'.join(OTHERS)})(?![a-z]|.*grpo)[^/]*\.py$", file))
+    return other_of(words, ("trl",), COMMANDS) or next(found, "")
 
 
 def _starts(word: str) -> bool:
@@ -368,4 +374,4 @@ def _file(words: Sequence[Word]) -> Word | None:
     return setting_of(words, "--config")
 
 
-DIALECT = Dialect("TRL", (*KEYS, *OFF), _flags, _is_read, _starts, _file, last_wins=True)
+DIALECT = Dialect("TRL", (*KEYS, *OFF), _flags, _is_read, _starts, _file, last_wins=True, corrects="grpo", other=_other)
