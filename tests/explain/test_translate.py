@@ -596,22 +596,42 @@ def test_commands_print_a_file_that_check_passes(tmp_path: Path, capsys: pytest.
     [
         ("from-prime-rl", "[trainer.loss]", ["--trainer.loss.kl-tau=0.5"], "kl_tau: 0.5"),
         ("from-prime-rl", "[trainer.loss]", ["--trainer.loss.kl-tau", "0.5"], "kl_tau: 0.5"),
+        ("from-trl", "use_vllm: true", [f"--no_{trl.CORRECTION}"], "corrects nothing in TRL"),
         ("from-trl", "use_vllm: false", ["--use-vllm", f"--{trl.CLIP_MAX}", "4"], "upper: 4.0"),
         ("from-ms-swift", f"{MODE}: sequence_mask", ["--as-documented", f"--{THRESHOLD}=3"], "upper: 3.0"),
         ("from-verl", f"python3 -m verl {IS}", ["--line", "1", f"{PREFIX}rollout_is_threshold=3"], "upper: 3.0"),
     ],
 )
-def test_settings_behind_a_file_may_have_dashes_and_follow_an_option(
+def test_settings_beside_a_file_may_have_dashes_and_follow_an_option(
     command: str, text: str, words: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture
 ):
     (tmp_path / "theirs").write_text(text)
-    assert main(["config", command, str(tmp_path / "theirs"), *words]) == 0
-    assert said in capsys.readouterr().out
+    for given in ([str(tmp_path / "theirs"), *words], [*words, str(tmp_path / "theirs")]):
+        assert main(["config", command, *given]) == 0
+        assert said in capsys.readouterr().out
 
 
-def test_a_setting_with_dashes_that_is_not_read_is_refused_by_name(capsys: pytest.CaptureFixture):
-    assert main(["config", "from-verl", "decoupled_token_is()", "--config-name=mine"]) == 2
-    assert "override 'config-name=mine': expected algorithm.rollout_correction.KEY" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--config-name=mine"], "override 'config-name=mine': expected algorithm.rollout_correction.KEY"),
+        (["--lien", "3"], "override 'lien=3': .*; the command's own options are --line N"),
+        (["--version"], "override 'version=true': .*; the command's own options are --line N"),
+    ],
+)
+def test_a_word_with_dashes_that_is_not_read_is_refused_by_name(
+    words: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture
+):
+    (tmp_path / "a.yaml").write_text("rollout_is: token")
+    for given in (["decoupled_token_is()", *words], [*words, str(tmp_path / "a.yaml")]):
+        assert main(["config", "from-verl", *given]) == 2
+        assert re.search(said, capsys.readouterr().err)
+
+
+def test_the_usage_asks_for_no_setting(capsys: pytest.CaptureFixture):
+    with pytest.raises(SystemExit):
+        main(["config", "from-trl"])
+    assert "are required: FILE\n" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("command", TRANSLATORS)

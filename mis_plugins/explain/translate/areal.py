@@ -27,6 +27,7 @@ from mis_plugins.explain.translate.translation import (
     choice,
     clip_flags,
     is_open,
+    not_read,
     of_hydra,
     places,
     refuse_open,
@@ -119,7 +120,7 @@ def _override(text: str) -> tuple[str, Any]:
     """The path and the value of an override of AReaL's."""
     path, equals, value = text.lstrip("+").partition("=")
     if not equals or not _is_read(path):
-        raise ConfigError(f"override {shown(text)}: expected actor.KEY=VALUE, KEY one of {', '.join(KNOWN)}")
+        raise not_read(text, f"actor.KEY=VALUE, KEY one of {', '.join(KNOWN)}")
     return path, of_hydra(value)
 
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from mis_plugins.config.reading import number
-from mis_plugins.errors import ConfigError, cut, shown
+from mis_plugins.errors import ConfigError, cut
 from mis_plugins.explain.launch.words import Word
 from mis_plugins.explain.translate.script import (
     ASKED,
@@ -32,6 +32,7 @@ from mis_plugins.explain.translate.translation import (
     clip_flags,
     is_open,
     load,
+    not_read,
     places,
     refuse_open,
     truth,
@@ -266,7 +267,7 @@ def _said(text: str, behind: set[str], asked: Asked) -> Said:
 def _override(text: str) -> tuple[str, Any]:
     key, equals, value = text.partition("=")
     if not equals or not _is_ours(_plain(key)):
-        raise ConfigError(f"override {shown(text)}: expected KEY=VALUE, KEY one of {', '.join(KEYS)}")
+        raise not_read(text, f"KEY=VALUE, KEY one of {', '.join(KEYS)}")
     return _plain(key), load(value)
 
 

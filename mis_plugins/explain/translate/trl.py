@@ -16,7 +16,7 @@ from functools import partial
 from typing import Any
 
 from mis_plugins.config.reading import number
-from mis_plugins.errors import ConfigError, cut, shown
+from mis_plugins.errors import ConfigError, cut
 from mis_plugins.explain.launch.words import Word
 from mis_plugins.explain.translate.script import (
     ASKED,
@@ -42,6 +42,7 @@ from mis_plugins.explain.translate.translation import (
     clip_flags,
     listed,
     load,
+    not_read,
     places,
     refuse_open,
     truth,
@@ -344,8 +345,10 @@ def _nothing(value: Any) -> Any:
 def _override(text: str) -> tuple[str, Any]:
     key, equals, value = text.partition("=")
     key = key.lstrip("-").replace("-", "_")
+    if key in OFF and value == "true":
+        return key[3:], False
     if not equals or not _is_read(key):
-        raise ConfigError(f"override {shown(text)}: expected KEY=VALUE, KEY one of {', '.join(READ)}")
+        raise not_read(text, f"KEY=VALUE, KEY one of {', '.join(READ)}")
     return key, load(value)
 
 

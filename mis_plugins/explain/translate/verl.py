@@ -38,6 +38,7 @@ from mis_plugins.explain.translate.translation import (
     beside,
     choice,
     is_open,
+    not_read,
     of_hydra,
     places,
     refuse_open,
@@ -235,7 +236,7 @@ def _override(text: str) -> tuple[str, Any]:
     name, equals, value = text.partition("=")
     path = _full(name.lstrip("+"))
     if not equals or not _is_ours(path):
-        raise ConfigError(f"override {shown(text)}: expected {SECTION}.KEY=VALUE")
+        raise not_read(text, f"{SECTION}.KEY=VALUE")
     return path, _of_hydra(value)
 
 
