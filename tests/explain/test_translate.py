@@ -718,6 +718,11 @@ CAPPED = {"behav_imp_weight_cap": 5.0, "behav_imp_weight_floor": 0.2, "use_decou
         ({"actor": {"use_sapo_loss": True, "m2_threshold": "1e-2"}}, preset("areal-sapo")),
         ({"actor": {"use_decoupled_loss": False, "m2_threshold": 0.04, "behav_imp_weight_cap": 5}},
          CorrectionConfig(objective=ObjectiveConfig(old="behavior"), segment_wise=SegmentWiseConfig(False))),
+        ({"actor": {"behave_imp_weight_cap": 3.0}},
+         CorrectionConfig(WeightConfig("token", "none"), (RejectRule(over="token", upper=3.0),))),
+        ({"actor": {"behave_imp_weight_mode": "sequence_truncate", "use_decoupled_loss": True}},
+         CorrectionConfig(WeightConfig("geometric", "clip", 0.0, 5.0))),
+        ({"actor": {"use_decoupled_loss": True, "behave_imp_weight_mode": "disabled"}}, CorrectionConfig()),
         ({"actor": {"use_decoupled_loss": True}}, CorrectionConfig()),
         # as AReaL saves the config of a run: each key is in it
         ({"actor": {"use_decoupled_loss": True, "rejection_sampling": None, "m2_threshold": None}}, CorrectionConfig()),
