@@ -90,7 +90,7 @@ MEANT = [
     (rejecting("seq_sum_k3", 0.3), (), ruled("sum", None, 0.3, "k3")),
     (rejecting("seq_mean_k2", 0.3), (), ruled("mean", None, 0.3, "k2")),
     (rejecting("token_k3, seq_mean_k3", "0.5,0.01"), (), TWO),
-    (rejecting(["token_k3", "token_k3", "seq_mean_k3"], [0.5, 0.01]), (), TWO),
+    (rejecting("token_k3,token_k3,seq_mean_k3", "0.5,0.01"), (), TWO),
     ({"rollout_is": "sequence", "rollout_is_threshold": "0.5_5"}, (), weighed("sequence", "zero", 0.5, 5.0)),
     ({"rollout_is": "token", "rollout_is_threshold": None}, (), CorrectionConfig()),
     # the whole batch on one process; in bypass each micro-batch over all ranks; zeros count in both
@@ -181,6 +181,7 @@ NOTES = [
      ("actor_rollout_ref.actor.clip_ratio_c=10",), "--eps-clip 0.2 --eps-clip-high 0.28 --eps-clip-c 10,", ""),
     (dppo("vanilla", clip_ratio_low="${low}") | {"algorithm": {"rollout_correction": TOKEN_IS}}, (),
      "clip_ratio_low: ${low} is for the launch to decide; put actor_rollout_ref.actor.clip_ratio_low=V", "pass --eps"),
+    *((dppo("geo_mean", clip_ratio_c=none), (), "pass --eps-clip 0.2", "") for none in (None, 3)),
     *((losing(mode), (), "", "pass --eps-clip") for mode in ("gspo", "cispo", "gpg", "${MODE}")),
     (TOKEN_IS | PG, (), "", "pass --eps-clip"),
     (losing("bypass_mode"), (), "verl's loss is PPO's clip against pi_old and applies none of these weights", ""),

@@ -29,6 +29,7 @@ from mis_plugins.explain.translate.translation import (
     is_open,
     not_read,
     of_hydra,
+    of_script,
     places,
     refuse_open,
 )
@@ -101,7 +102,7 @@ def translate(text: str, behind: Sequence[str] = (), asked: Asked = ASKED) -> Tr
     """
     won = dict(map(_override, behind))
     said = tree_or_script(text, DIALECT, set(won), asked)
-    own = {path: value if is_open(value) else of_hydra(str(value)) for path, value in said.settings.items()}
+    own = {path: value if is_open(value) else of_script(path, str(value)) for path, value in said.settings.items()}
     tree, idle = said.tree, (*said.skipped, *places(said.tree, KNOWN))
     for path, value in {**own, **won}.items():
         tree = _with(tree, _place(tree, path).split("."), value)

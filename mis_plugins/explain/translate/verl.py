@@ -8,7 +8,6 @@ Settings are read by their full path, whether a yaml, a launch script or a Hydra
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -40,6 +39,7 @@ from mis_plugins.explain.translate.translation import (
     is_open,
     not_read,
     of_hydra,
+    of_script,
     places,
     refuse_open,
     switch,
@@ -85,7 +85,6 @@ WHOLE = {"algorithm", "rollout_correction", "actor_rollout_ref", "actor", "train
 IDLE = {"rollout_is_threshold": "rollout_is", "rollout_is_batch_normalize": "rollout_is",
         "rollout_rs_threshold": "rollout_rs", "loss_type": "bypass_mode"}  # fmt: skip
 """By key: the key without which it has no effect."""
-HYDRAS_TOO = re.compile(r"true|false|[-+]?(?!0\d)[\d.]+(e[-+]?\d+)?", re.IGNORECASE)
 
 AGGREGATION = {"token": "token", "seq_sum": "sum", "seq_mean": "mean", "seq_max": "max"}
 OPTIONS = tuple(f"{unit}_{k}" for unit in AGGREGATION for k in ("k1", "k2", "k3") if (unit, k) != ("seq_max", "k1"))
@@ -237,14 +236,13 @@ def _override(text: str) -> tuple[str, Any]:
     path = _full(name.lstrip("+"))
     if not equals or not _is_ours(path):
         raise not_read(text, f"{SECTION}.KEY=VALUE")
-    return path, _of_hydra(value)
+    return path, _plain(of_hydra(value), value)
 
 
-def _of_hydra(text: str) -> Any:
-    """Value of a Hydra override, read as YAML; empty text and spellings of YAML alone (`no`, 010) stay text."""
-    value = of_hydra(text)
-    own = isinstance(value, bool | int | float) and not HYDRAS_TOO.fullmatch(text.strip())
-    return text if own or text == "" else value
+def _plain(value: Any, text: str) -> Any:
+    """A value of Hydra's; empty text and switches of YAML alone (`no`) stay text, which verl does not convert."""
+    is_ours = isinstance(value, bool) and text.strip().lower() not in ("true", "false")
+    return text if is_ours or text == "" else value
 
 
 def _said(text: str, behind: set[str], asked: Asked) -> Said:
@@ -290,7 +288,8 @@ def _of_script(said: Mapping[str, Any]) -> dict[str, Any]:
     """The values of Hydra's overrides in a launch script."""
     if SECTION in said and said.keys() - {SECTION, ASYNC}:
         raise ConfigError(f"{SECTION}: stands beside a value for all of it; give one of them")
-    return dict(_flat({path: value if is_open(value) else _of_hydra(value) for path, value in said.items()}))
+    known = {path: _plain(of_script(path, value), value) for path, value in said.items() if not is_open(value)}
+    return dict(_flat({path: known.get(path, value) for path, value in said.items()}))
 
 
 def _is_ours(path: str) -> bool:
@@ -488,8 +487,8 @@ def _reject(draft: Draft) -> None:
     told = draft.given.get("rollout_rs")
     if told is None:
         return
-    names = list(dict.fromkeys(choice(name, "rollout_rs", OPTIONS) for name in _parts(told)))
-    thresholds = _parts(draft.given.get("rollout_rs_threshold"))
+    names = list(dict.fromkeys(choice(name, "rollout_rs", OPTIONS) for name in _parts(told, "rollout_rs")))
+    thresholds = _parts(draft.given.get("rollout_rs_threshold"), "rollout_rs_threshold")
     if not names:
         raise ConfigError(f"rollout_rs: got {shown(told)}; choose of {', '.join(OPTIONS)}")
     if len(thresholds) not in (1, len(names)):
@@ -591,7 +590,8 @@ def _widths(given: Mapping[str, Any], mode: str) -> list[str]:
     base = number(given.get("clip_ratio", CLIP_RATIO), "clip_ratio")
     ends = {key: given.get(key, CLIP_RATIO) for key in ("clip_ratio_low", "clip_ratio_high")}
     low, high = (base if value is None else number(value, key) for key, value in ends.items())
-    cap = number(given.get("clip_ratio_c", CLIP_RATIO_C), "clip_ratio_c")
+    cap = given.get("clip_ratio_c", CLIP_RATIO_C)
+    cap = CLIP_RATIO_C if cap is None and mode == "geo_mean" else number(cap, "clip_ratio_c")
     if cap <= 1:
         raise ConfigError(f"clip_ratio_c: got {cap:g}; the hosts' --eps-clip-c lies above 1")
     what = "DPPO's largest divergences and ratio" if mode in BY_DIVERGENCE else "PPO's clip"
@@ -630,12 +630,12 @@ def _finish(draft: Draft) -> None:
 # Values.
 
 
-def _parts(value: Any) -> list[Any]:
-    """Parts of a list, or of a text with commas; null has none."""
+def _parts(value: Any, key: str) -> list[Any]:
+    """Parts of a text with commas; null has none."""
+    if isinstance(value, list):
+        raise ConfigError(f"{key}: got {shown(value)}; verl refuses a list: write one text, with commas")
     if isinstance(value, str) and not isinstance(value, Unquoted):
         return [part.strip() for part in value.split(",") if part.strip()]
-    if isinstance(value, list | tuple):
-        return list(value)
     return [] if value is None else [value]
 
 
