@@ -55,6 +55,13 @@ KNOWN = (*KEYS, LOSS_MODE, *WIDTHS, *TAUS)
 IN_LOSS = f"{ACTOR}.policy_loss.rollout_correction"
 MODE_PATH, AGGREGATED = f"{ACTOR}.policy_loss.{LOSS_MODE}", f"{ACTOR}.loss_agg_mode"
 LOG_PROBS, USE_V1 = "actor_rollout_ref.rollout.calculate_log_probs", "trainer.use_v1"
+KL = tuple(f"{ACTOR}.{key}" for key in ("use_kl_loss", "kl_loss_coef", "kl_loss_type"))
+KL_TYPES = {"kl": "k1", "mse": "k2", "k3": "low_var_kl"} | {name: name for name in ("k1", "k2", "low_var_kl")}
+UNSERVED = {
+    f"{ACTOR}.entropy_coeff": (0.0, "of an entropy bonus is --entropy-coef of the hosts."),
+    "algorithm.use_kl_in_reward": (False, "is --kl-coef of the hosts, with verl's algorithm.kl_ctrl.kl_coef."),
+}
+"""Settings beside the correction that are flags of the hosts: verl's default, and what another value is."""
 ESTIMATOR, TOKEN_BASELINES = ("algorithm.adv_estimator", ("optimal_token_baseline", "tir_optimal_token_baseline"))
 PATHS = {f"{SECTION}.{key}": key for key in KEYS}
 PATHS |= {MODE_PATH: LOSS_MODE} | {f"{ACTOR}.{key}": key for key in (*WIDTHS, *TAUS)}
@@ -77,6 +84,8 @@ BESIDE_IT = (
     ASYNC,
     DISTILLS,
     f"{OF_TEACHER}.{LOSS_MODE}",
+    *KL,
+    *UNSERVED,
 )  # settings outside of the correction that a note is about
 SHORT = {key: path for path, key in PATHS.items()} | {"rollout_correction": SECTION, "actor": ACTOR}
 PARENTS = {"algorithm", SECTION, "actor_rollout_ref", ACTOR, f"{ACTOR}.policy_loss", IN_LOSS,
@@ -422,12 +431,14 @@ def _check_copy(settings: Mapping[str, Any]) -> None:
 def _left_out(settings: Mapping[str, Any]) -> Iterator[str]:
     """Notes on the actor's loss, where it is neither PPO's clip nor translated, and on settings that are left open."""
     for path in (MODE_PATH, *BESIDE_IT):
-        if is_open(settings.get(path)):
+        if is_open(settings.get(path)) and path not in UNSERVED:
             when = f"where it is {' or '.join(LOSS_MODES)}, " if path == MODE_PATH else ""
             told = f"{path.removeprefix(f'{ACTOR}.')}: {as_written(settings[path])}"
             yield f"{told} is for the launch to decide; {when}put it behind the file, as {path}=VALUE."
     if (estimator := settings.get(ESTIMATOR)) in TOKEN_BASELINES:
         yield NO_BASELINE.format(estimator=estimator)
+    yield from beside(settings, UNSERVED, ())
+    yield from _kl(*map(settings.get, KL, (False, 0.001, "low_var_kl")))
     if settings.get(DISTILLS) is True:
         yield f"{DISTILLS}: true adds a teacher's loss to the policy's, or takes its place; nothing here does."
     if ASYNC in settings:
@@ -437,6 +448,17 @@ def _left_out(settings: Mapping[str, Any]) -> Iterator[str]:
         yield from () if mode in (None, *OTHER_LOSSES) else [REPLACED.format(mode=as_written(mode))]
     elif mode not in (None, *OTHER_LOSSES, *LOSS_MODES) and not is_open(mode):
         yield f"policy_loss.loss_mode: {as_written(mode)} is not translated{BESIDE.get(str(mode), '')}."
+
+
+def _kl(uses: Any, coefficient: Any, kind: Any) -> Iterator[str]:
+    """The hosts' flags of a KL term in the loss."""
+    if uses is True and not is_open(coefficient) and not is_open(kind) and (scale := number(coefficient, KL[1])):
+        own = (
+            f" --kl-loss-type {KL_TYPES[kind]}"
+            if kind in KL_TYPES
+            else f"; no host has kl_loss_type: {as_written(kind)}"
+        )
+        yield f"use_kl_loss: pass --use-kl-loss --kl-loss-coef {scale:g}{own}."
 
 
 def _is_v1(settings: Mapping[str, Any]) -> bool:
