@@ -183,12 +183,12 @@ NOTES = [
      "clip_ratio_low: ${low} is for the launch to decide; put actor_rollout_ref.actor.clip_ratio_low=V", "pass --eps"),
     *((dppo("geo_mean", clip_ratio_c=none), (), "pass --eps-clip 0.2", "") for none in (None, 3)),
     *((losing(mode), (), "", "pass --eps-clip") for mode in ("gspo", "cispo", "gpg", "${MODE}")),
-    *((whole(TOKEN_IS, actor={"use_kl_loss": True} | keys), (), f"use_kl_loss: pass --use-kl-loss --kl-loss-coef {told}.", "")
+    *((whole(TOKEN_IS, actor={"use_kl_loss": True} | keys), (), f"pass --use-kl-loss --kl-loss-coef {told}.", "")
       for keys, told in (({}, "0.001 --kl-loss-type low_var_kl"), ({"kl_loss_type": "kl"}, "0.001 --kl-loss-type k1"),
                          ({"kl_loss_coef": 0.1, "kl_loss_type": "k3+"}, "0.1; no host has kl_loss_type: k3+"))),
     *((whole(TOKEN_IS, actor={"use_kl_loss": uses, "kl_loss_coef": scale}), (), "", "use_kl_loss")
       for uses, scale in ((False, 0.1), (True, 0.0))),
-    (TOKEN_IS, ("actor_rollout_ref.actor.entropy_coeff=0.01",), "coeff: 0.01 of an entropy bonus is --entropy-coef", ""),
+    (TOKEN_IS, ("actor_rollout_ref.actor.entropy_coeff=0.01",), "coeff: 0.01 of an entropy bonus is --entropy", ""),
     (whole(TOKEN_IS, actor={"entropy_coeff": 0}), (), "", "entropy"),
     ({"algorithm": {"rollout_correction": TOKEN_IS, "use_kl_in_reward": True}}, (), "is --kl-coef of the hosts", ""),
     (TOKEN_IS | PG, (), "", "pass --eps-clip"),

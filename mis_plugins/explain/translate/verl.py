@@ -453,11 +453,8 @@ def _left_out(settings: Mapping[str, Any]) -> Iterator[str]:
 def _kl(uses: Any, coefficient: Any, kind: Any) -> Iterator[str]:
     """The hosts' flags of a KL term in the loss."""
     if uses is True and not is_open(coefficient) and not is_open(kind) and (scale := number(coefficient, KL[1])):
-        own = (
-            f" --kl-loss-type {KL_TYPES[kind]}"
-            if kind in KL_TYPES
-            else f"; no host has kl_loss_type: {as_written(kind)}"
-        )
+        means = KL_TYPES.get(str(kind))
+        own = f" --kl-loss-type {means}" if means else f"; no host has kl_loss_type: {as_written(kind)}"
         yield f"use_kl_loss: pass --use-kl-loss --kl-loss-coef {scale:g}{own}."
 
 
