@@ -212,6 +212,15 @@ OF_A_FAULT = [
         "cp /root/miles/train.py /workspace/train.py", "sed -i s/a/b/ train.py", "test -f train.py", "vim train.py",
         "tail -f logs/train.py", "chmod +x train.py", "git checkout -- train.py", "D=$(dirname $(realpath train.py))",
     )),
+    (MIS, f"bash -c \"$(cat x)\"\npython3 train.py {FULL}", (), 0, 'bash -c "$(cat x)": its text is not known'),
+    (MIS, f"$(cat x)\npython3 train.py {FULL}", (), 0, "$(cat x): may start train.py too"),
+    (MIS, f"f() {{ python3 train.py --lr 1; }}\nbash -c f\npython3 train.py {FULL}", (), 0, NONE),
+    *((MIS, f"f() {{ python3 train.py $*; }}\n{line}\nbash -c 'f {FULL}'", (), 0, NONE) for line in (
+        "export -f f", "declare -fx f", "set -a; f() { python3 train.py $*; }",
+    )),
+    *((MIS, f"A=1\n{line}\necho 2 | read -r A\npython3 train.py {FULL} $A", (), 0, said) for line, said in (
+        ("shopt -s lastpipe", "read -r A may give more flags"), ("shopt -s lastpipe\nshopt -u lastpipe", NONE),
+    )),
     (MIS, f"black train.py\npython3 train.py {FULL}", (), 0, "black train.py: may start train.py too"),
     *((MIS, f"{program} train.py --lr 1", (), 1, f"+{program} train.py --lr 1 \\") for program in (
         "wrapper -n 1 python3.11", "torchrun --nproc 8", "uv run", "$PYTHON", "srun $PYTHON", "nohup",
