@@ -127,7 +127,7 @@ NOTES = [
     ({"beta": 0.0}, "", "kl-loss"),
     ({"epsilon_high": 0.28, "delta": 4}, "pass --eps-clip 0.2 --eps-clip-high 0.28 --eps-clip-c 4.", ""),
     ({"loss_type": "cispo", "epsilon_high": 5}, "pass --eps-clip 1 --eps-clip-high 4.", "epsilon_high is not"),
-    ({"loss_type": "cispo"}, "--eps-clip-high -0.8. epsilon_high is not in it: TRL then cuts every ratio", ""),
+    ({"loss_type": "cispo"}, "--eps-clip-high -0.8. epsilon_high is not in it: CISPO then cuts every", ""),
     ({"top_entropy_quantile": 0.2}, "top_entropy_quantile: 0.2 keeps tokens of high entropy alone", ""),
     *(({"top_entropy_quantile": one, "mask_truncated_completions": "no", "entropy_coef": 0}, "", "entropy")
       for one in (1.0, 1)),

@@ -201,6 +201,8 @@ def clip_flags(given: Mapping[str, Any], keys: Sequence[str], of_ratio: bool = F
     dual = f" --eps-clip-c {found[keys[2]]:g}" if keys[2] in found else ""
     if found or of_ratio:
         yield f"{', '.join(found) or keys[0]}: pass --eps-clip {low:g} --eps-clip-high {high:g}{dual}."
+    if of_ratio and keys[1] not in found:
+        yield f"{keys[1]} is not in it: CISPO then cuts every ratio at {keys[0]}, {high + 1:g}; ScaleRL's paper has 5."
 
 
 def beside(given: Mapping[str, Any], unserved: Mapping[str, tuple[Any, str]], clips: Sequence[str]) -> Iterator[str]:

@@ -257,8 +257,6 @@ def _of_loss(given: Mapping[str, Any], mis: Mapping[str, Any]) -> Iterator[str]:
     if loss not in ("sapo", "vespo"):  # which clip nothing
         by_default = {"epsilon": 0.4} if _is_gmpo(given) else {}
         yield from clip_flags(by_default | dict(given), CLIPS, of_ratio=loss == "cispo")
-        if loss == "cispo" and given.get("epsilon_high") is None:
-            yield "epsilon_high is not in it: TRL then cuts every ratio at epsilon, 0.2 by default; TRL advises 5.0."
     yield from beside(given, UNSERVED, CLIPS)
 
 
