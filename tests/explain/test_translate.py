@@ -558,7 +558,7 @@ def test_ms_swift_settings_mean(text: str, meant: CorrectionConfig):
         (f"{MODE}: token_mask\nuse_vllm: true", "", "use_vllm is not in it"),
         (f"{MODE}: token_mask\nkl_in_reward: true\nscale_rewards: gdpo", "KL term", ""),
         (f"{MODE}: token_mask\nloss_type: null", "", "has no flag"),
-        (f"{MODE}: token_mask\nloss_type: cispo\nepsilon_high: 5", "pass --eps-clip 1 --eps-clip-high 4.", "high is not"),
+        (f"{MODE}: token_mask\nloss_type: cispo\nepsilon_high: 5", "pass --eps-clip 1 --eps-clip-high 4.", "high is"),
         (f"{MODE}: token_mask\nepsilon_high: 0.28", "epsilon_high: pass --eps-clip 0.2 --eps-clip-high 0.28.", ""),
         (f"swift rlhf --{MODE} token_mask --delta $D", "delta: $D is for the launch to decide", "eps-clip"),
         (f"{MODE}: token_mask\noverlong_filter: true", "overlong_filter: true drops truncated responses", ""),

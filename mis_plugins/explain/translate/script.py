@@ -166,7 +166,7 @@ def flags(words: Sequence[Word]) -> Iterator[tuple[str, Value]]:
 
 
 def other_of(words: Sequence[Word], programs: Collection[str], commands: Collection[str]) -> str:
-    """Another command of a program that a command line starts, `trl rloo` in place of `trl grpo`; empty without one."""
+    """The command of a program that a command line starts in place of the one that corrects, `trl rloo`, or nothing."""
     texts = ["", *(word.text for word in words)]
     for before, program, after in zip(texts[:-2], texts[1:-1], texts[2:], strict=True):
         name = program.rpartition("/")[2]

@@ -363,7 +363,7 @@ def _flags(words: Sequence[Word]) -> Iterator[tuple[str, Value]]:
 
 
 def _other(words: Sequence[Word]) -> str:
-    """Another trainer of TRL's: a command of `trl`, or a file whose name holds one of `OTHERS`."""
+    """The trainer of TRL's that starts in place of GRPO's: a command of `trl`, or a file that `OTHERS` name."""
     files = [word.text for before, word in itertools.pairwise(words) if not before.text.startswith("--")]
     found = (file for file in files if re.search(rf"(?<![a-z])({'|'.join(OTHERS)})(?![a-z]|.*grpo)[^/]*\.py$", file))
     return other_of(words, ("trl",), COMMANDS) or next(found, "")
