@@ -167,11 +167,10 @@ def flags(words: Sequence[Word]) -> Iterator[tuple[str, Value]]:
 
 def other_of(words: Sequence[Word], programs: Collection[str], commands: Collection[str]) -> str:
     """The command of a program that a command line starts in place of the one that corrects, `trl rloo`, or nothing."""
-    texts = ["", *(word.text for word in words)]
-    for before, program, after in zip(texts[:-2], texts[1:-1], texts[2:], strict=True):
-        name = program.rpartition("/")[2]
-        if name in programs and after.replace("_", "-") in commands and before[:1] != "-":
-            return f"{name} {after}"
+    for before, program, after in zip([Word("", ""), *words], words, words[1:], strict=False):
+        is_other = after.text.replace("_", "-") in commands or not before.text and after.text == HOLE
+        if program.text.rpartition("/")[2] in programs and is_other and before.text[:1] != "-":
+            return f"{program.source} {after.source}"
     return ""
 
 

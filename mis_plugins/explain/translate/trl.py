@@ -53,11 +53,13 @@ USE_VLLM, CORRECTION, MODE = "use_vllm", f"{FAMILY}correction", f"{FAMILY}mode"
 CLIP_MAX, CLIP_MIN, CAP = f"{FAMILY}clip_max", f"{FAMILY}clip_min", f"{FAMILY}cap"
 DELTA, UNBIASED = "off_policy_mask_threshold", "use_bias_correction_kl"
 KEYS = (USE_VLLM, CORRECTION, MODE, CLIP_MAX, CLIP_MIN, CAP, DELTA)
+FAMILIES = (FAMILY, f"no_{FAMILY}", "off_policy_mask_")
 OF_LOSS = ("beta", UNBIASED, "loss_type", "importance_sampling_level")
 CLIPS = ("epsilon", "epsilon_high", "delta")
 DEFAULTS: dict[str, Any] = {CORRECTION: True, MODE: "sequence_mask", CLIP_MAX: 3.0}
 OFF = tuple(f"no_{key}" for key in (CORRECTION, UNBIASED))  # flags of TRL's parser, for switches that are on
 OTHERS = ("rloo", "dpo", "sdpo", "gold", "sdft", "iw_opd", "distillation")  # trainers that have `use_vllm` too
+OTHER_FILE = re.compile(rf"(?<![a-z])({'|'.join(OTHERS)})(?![a-z]|.*grpo)[^/]*\.py$")
 COMMANDS = (*OTHERS, "sft", "kto", "reward")  # that train, beside `trl grpo`
 MODES = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
 OWN = {
@@ -116,7 +118,7 @@ def translate(text: str, behind: Sequence[str] = (), asked: Asked = ASKED) -> Tr
     said = _said(text, set(won), asked)
     keys = {**said.settings, **won}
     for key in keys:
-        if key.startswith(FAMILY) and key not in KEYS:
+        if key.startswith(FAMILIES) and key not in KEYS:
             raise ConfigError(f"{cut(key)}: no key of TRL's; known are {', '.join(KEYS)}")
     given = {key: _nothing(keys[key]) for key in READ if key in keys}
     if not given.keys() & set(KEYS) and given.get("loss_type") not in (*OWN, OF_GMPO):
@@ -353,7 +355,7 @@ def _override(text: str) -> tuple[str, Any]:
 
 
 def _is_read(key: str) -> bool:
-    return key in READ or key.startswith(FAMILY)
+    return key in READ or key.startswith(FAMILIES)
 
 
 def _flags(words: Sequence[Word]) -> Iterator[tuple[str, Value]]:
@@ -364,8 +366,8 @@ def _flags(words: Sequence[Word]) -> Iterator[tuple[str, Value]]:
 
 def _other(words: Sequence[Word]) -> str:
     """The trainer of TRL's that starts in place of GRPO's: a command of `trl`, or a file that `OTHERS` name."""
-    files = [word.text for before, word in itertools.pairwise(words) if not before.text.startswith("--")]
-    found = (file for file in files if re.search(rf"(?<![a-z])({'|'.join(OTHERS)})(?![a-z]|.*grpo)[^/]*\.py$", file))
+    pairs = ((before.text, word.text) for before, word in itertools.pairwise(words) if before.text[:2] != "--")
+    found = (word for before, word in pairs if OTHER_FILE.search(word + ".py" * (before == "-m")))
     return other_of(words, ("trl",), COMMANDS) or next(found, "")
 
 
