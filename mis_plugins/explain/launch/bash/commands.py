@@ -23,6 +23,7 @@ STARTS_NOTHING = (":", "true", "pkill", "pgrep", "grep", "ps", "kill", *ENDS_ROU
 LEAVES_FILES = ("ls", "test", "chmod", "mkdir", "touch", "head", "tail", "less", "vim", "wc", "diff", "stat", "git",
                 "basename", "dirname", "realpath", "which")  # fmt: skip
 COPIES, EDITS = ("cp", "mv", "ln", "rm", "install", "rsync", "scp", "tee"), ("sed", "yq", "perl", "wget", "curl")
+CHANGES_WORDS = {"nocasematch", "nullglob", "failglob", "expand_aliases"}
 # What gives a shell the variables that the script exports, but for some flags; of other commands that is not known.
 HANDS_ON = ("env", "exec", "nohup", "nice", "timeout", "setsid", "stdbuf", "srun")
 LETS_GO = ("-i", "-u", "--ignore", "--unset", "--export")
@@ -170,9 +171,12 @@ class Commands(Assignments):
         self._within(words[1:] or self.positional, len(self.texts), lambda: self.run_text(text))
 
     def _shopt(self, node: Node, words: list[Text]) -> None:
-        """`shopt -s lastpipe`, with which the last part of a pipeline sets variables of the script."""
-        if "lastpipe" in map(known, words):
-            self.variables[LAST_PIPE] = () if "-u" in map(known, words) else EXPORTED
+        """`lastpipe`, by which the last part of a pipeline sets variables, and options that change what words mean."""
+        said = set(map(known, words))
+        if "lastpipe" in said:
+            self.variables[LAST_PIPE] = () if "-u" in said else EXPORTED
+        if "-s" in said and said & CHANGES_WORDS:
+            self.unread(node, "which words and patterns fit from here on is not known")
 
     def _cd(self, node: Node, words: list[Text]) -> None:
         """Keep the folder, in which the files that are sourced are looked for first, and the one before."""

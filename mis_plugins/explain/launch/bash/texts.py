@@ -12,7 +12,7 @@ from mis_plugins.explain.launch.bash.variables import Variables, is_one
 from mis_plugins.explain.launch.words import Piece, Text, fields, hole, literal, shown, spaced
 
 # A home in a word, and a variable of the shell that the parser leaves within a word.
-EXPANDED = re.compile(r"(?:^|:)~[+-]?(?:[/:]|$)|(?<!\\)\$[@*#?!$-]")
+EXPANDED = re.compile(r"(?:^|:)~[\w+-]*(?:[/:]|$)|(?<!\\)\$[@*#?!$-]")
 BRACES = re.compile(r"([^{}'\"\\$`~]*)\{([^{}'\"\\$`~]*,[^{}'\"\\$`~]*)\}([^{}'\"\\$`~]*)")
 # The few letters that a backslash quotes within double quotes.
 ESCAPED = re.compile(r'\\(["$`\\\n])')
