@@ -55,14 +55,8 @@ SOURCES = {
     "objective.ratio": ("importance_sampling_level",),
     "m2_threshold": (M2,),
 }
-DEFAULTS: dict[str, Any] = {
-    "level": "token",
-    "action": "mask",
-    "metric": "ratio",
-    "agg": "mean",
-    "upper": 5.0,
-    "lower": None,
-}
+DEFAULTS: dict[str, Any] = {"level": "token", "action": "mask", "metric": "ratio", "agg": "mean", "upper": 5.0}
+DEFAULTS |= {"lower": None}
 CHOICES = {
     "level": ("token", "sequence"),
     "action": ("mask", "clamp"),
@@ -238,13 +232,8 @@ def _sapo(keys: Mapping[str, Any]) -> CorrectionConfig:
     level = choice(keys.get("importance_sampling_level", "token"), "importance_sampling_level", CHOICES["level"])
     pos, neg = (reading.convert(float | None, keys.get(key), key) for key in ("sapo_tau_pos", "sapo_tau_neg"))
     with spelled(tau_pos="sapo_tau_pos", tau_neg="sapo_tau_neg"):
-        objective = ObjectiveConfig(
-            "sapo",
-            "proximal" if recomputes else "behavior",
-            "sequence" if level == "sequence" else "token",
-            tau_pos=pos,
-            tau_neg=neg,
-        )
+        old, ratio = "proximal" if recomputes else "behavior", "sequence" if level == "sequence" else "token"
+        objective = ObjectiveConfig("sapo", old, ratio, tau_pos=pos, tau_neg=neg)
     return CorrectionConfig(objective=objective)
 
 

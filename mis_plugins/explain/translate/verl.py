@@ -77,16 +77,8 @@ OWN_PARTS = (*OWN, *OWN_ASYNC, "rollout_correction", "rollout", "distillation", 
              "torchtitan_actor")  # fmt: skip
 TEACHER = "distillation"  # whose loss has a `loss_mode` of its own
 DISTILLS, OF_TEACHER = f"{TEACHER}.enabled", f"{TEACHER}.distillation_loss"
-BESIDE_IT = (
-    AGGREGATED,
-    LOG_PROBS,
-    USE_V1,
-    ASYNC,
-    DISTILLS,
-    f"{OF_TEACHER}.{LOSS_MODE}",
-    *KL,
-    *UNSERVED,
-)  # settings outside of the correction that a note is about
+BESIDE_IT = (AGGREGATED, LOG_PROBS, USE_V1, ASYNC, DISTILLS, f"{OF_TEACHER}.{LOSS_MODE}", *KL, *UNSERVED)
+"""Settings outside of the correction that a note is about."""
 SHORT = {key: path for path, key in PATHS.items()} | {"rollout_correction": SECTION, "actor": ACTOR}
 PARENTS = {"algorithm", SECTION, "actor_rollout_ref", ACTOR, f"{ACTOR}.policy_loss", IN_LOSS,
            "actor_rollout_ref.rollout", "trainer", TEACHER, OF_TEACHER}  # fmt: skip

@@ -18,6 +18,8 @@ from mis_plugins.explain.launch.reader import Clause, any_of
 from mis_plugins.explain.launch.words import hole, known, literal, shown
 
 LEAVES_VARIABLES = ("command", "negated_command", "pipeline", "subshell", "test_command")
+HOLDS_STATEMENTS = ("program", "variable_assignments", "compound_statement", "do_group", "pipeline", "negated_command",
+                    "subshell")  # fmt: skip
 DECLARES = ("export", "readonly", "declare", "typeset", "local", "unset")
 
 
@@ -197,18 +199,7 @@ class Shell(Commands, Conditions):
 
 
 RUN: dict[str, Callable[[Shell, Node], object]] = {
-    **dict.fromkeys(
-        (
-            "program",
-            "variable_assignments",
-            "compound_statement",
-            "do_group",
-            "pipeline",
-            "negated_command",
-            "subshell",
-        ),
-        Shell._children,
-    ),
+    **dict.fromkeys(HOLDS_STATEMENTS, Shell._children),
     "declaration_command": Shell._declare,
     **dict.fromkeys(("binary_expression", "unary_expression", "postfix_expression"), Shell._computed),
     "unset_command": Shell._unset,
