@@ -219,6 +219,7 @@ OF_A_FAULT = [
     *((MIS, f"f() {{ python3 train.py $*; }}\n{line}\nbash -c 'f {FULL}'", (), 0, NONE) for line in (
         "export -f f", "declare -fx f", "set -a; f() { python3 train.py $*; }",
     )),
+    (MIS, "cat > job.sh <<E\npython3 train.py\nE\nsrun job.sh", (), 2, "not read: srun job.sh: runs another script"),
     (MIS, f"shopt -s nocasematch\npython3 train.py {FULL}", (), 0, "which words and patterns fit from here on is not"),
     (MIS, f"python3 train.py {FULL} --load ~user/x --custom-config-path ~user/a.yaml", (), 2, "~user/a.yaml"),
     *((MIS, f"A=1\n{line}\necho 2 | read -r A\npython3 train.py {FULL} $A", (), 0, said) for line, said in (

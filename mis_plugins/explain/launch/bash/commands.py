@@ -176,7 +176,7 @@ class Commands(Assignments):
         if "lastpipe" in said:
             self.variables[LAST_PIPE] = () if "-u" in said else EXPORTED
         if "-s" in said and said & CHANGES_WORDS:
-            self.unread(node, "which words and patterns fit from here on is not known")
+            Assignments.unread(self, node, "which words and patterns fit from here on is not known")
 
     def _cd(self, node: Node, words: list[Text]) -> None:
         """Keep the folder, in which the files that are sourced are looked for first, and the one before."""
