@@ -52,9 +52,16 @@ class Texts(Variables):
         return [tuple(replace(piece, lines=self.lines(node), span=span) for piece in text)]
 
     def command_words(self, node: Node) -> list[Text]:
-        name = node.child_by_field_name("name")
+        """The words of a command; one with a backslash behind it goes on where the next line begins without a blank."""
+        name, source, found = node.child_by_field_name("name"), node.text or b"", list[Text]()
         parts = [*(name.named_children if name else ()), *node.children_by_field_name("argument")]
-        return [word for part in parts for word in self.words(part)]
+        for before, part in zip([None, *parts], parts, strict=False):
+            words = self.words(part)
+            between = source[before.end_byte - node.start_byte : part.start_byte - node.start_byte] if before else b""
+            if between == b"\\\n" and found and words:
+                found[-1] += words.pop(0)
+            found += words
+        return found
 
     def _split(self, text: Text) -> list[Text]:
         """The words of an expansion without quotes; not known where the script sets other letters to cut at."""
