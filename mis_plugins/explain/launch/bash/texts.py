@@ -52,9 +52,12 @@ class Texts(Variables):
         return [tuple(replace(piece, lines=self.lines(node), span=span) for piece in text)]
 
     def command_words(self, node: Node) -> list[Text]:
-        """The words of a command; one with a backslash behind it goes on where the next line begins without a blank."""
-        name, source, found = node.child_by_field_name("name"), node.text or b"", list[Text]()
-        parts = [*(name.named_children if name else ()), *node.children_by_field_name("argument")]
+        name = node.child_by_field_name("name")
+        return self.joined(node, [*(name.named_children if name else ()), *node.children_by_field_name("argument")])
+
+    def joined(self, node: Node, parts: list[Node]) -> list[Text]:
+        """The words of parts; one with a backslash behind it goes on where the next line begins without a blank."""
+        source, found = node.text or b"", list[Text]()
         for before, part in zip([None, *parts], parts, strict=False):
             words = self.words(part)
             between = source[before.end_byte - node.start_byte : part.start_byte - node.start_byte] if before else b""
