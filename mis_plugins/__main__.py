@@ -24,6 +24,8 @@ if __name__ == "__main__":
 
 import argparse
 import inspect
+import os.path
+import re
 import shlex
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -53,6 +55,7 @@ from mis_plugins.shared.shell import REFUSED, Gone, add_version, importing, is_f
 from mis_plugins.shared.terminal import print_error, printable
 
 LONGEST_TARGET, LONGEST_ERROR = 300, 2000  # letters; a path of `base64:` holds a whole file
+SETTING = re.compile(r"[+~]*[\w.@-]+=")  # of a framework, behind a translator's file or before it
 LEGEND = "r = pi_old/mu, trainer over rollout engine, of each token (pi_theta/mu in bypass)"
 
 
@@ -89,22 +92,22 @@ def _split(argv: Sequence[str]) -> tuple[Sequence[str], Sequence[str]]:
 
 
 def _settings(words: Sequence[str]) -> list[str]:
-    """The words behind a translator: flags of TRL, ms-swift and prime-rl as settings, and its own options last.
+    """The words behind a translator: its file, flags of TRL, ms-swift and prime-rl as settings, its own options.
 
-    `--a-key=VALUE` and `--a-key VALUE` are the setting a-key=VALUE, and `--a-key` alone is true.
+    `--a-key=VALUE` and `--a-key VALUE` are the setting a-key=VALUE; `--a-key` alone, or before a file, is true.
     """
     left, settings, options = list(words), list[str](), list[str]()
     while left:
         word = left.pop(0)
         flag, equals, _ = word.partition("=")
-        has_value = not equals and bool(left) and not left[0].startswith("--")
+        has_value = not equals and bool(left) and not left[0].startswith("--") and not os.path.isfile(left[0])
         if word.startswith("--") and any(own.startswith(flag) for own in OPTIONS):
             options += [word, left.pop(0)] if has_value and OPTIONS[0].startswith(flag) else [word]
         elif equals or not word.startswith("--"):
             settings.append(word.removeprefix("--"))
         else:
             settings.append(f"{flag[2:]}={left.pop(0) if has_value else 'true'}")
-    return [*settings, *options]
+    return [*sorted(settings, key=lambda word: SETTING.match(word) is not None), *options]
 
 
 def show(arguments: argparse.Namespace) -> str:
@@ -324,7 +327,7 @@ CHECKED: Arguments = TARGET | {
 }  # fmt: skip
 WATCH: Arguments = {"--watch": {"action": "store_true", "help": "the file with which a run only watches"}}
 TRANSLATED: Arguments = FILE | {
-    "overrides": {"nargs": "*", "metavar": "KEY=VALUE", "help": "settings that win over the file's"},
+    "overrides": {"nargs": "*", "default": [], "metavar": "KEY=VALUE", "help": "settings that win over the file's"},
     "--line": {"type": count, "metavar": "N", "help": "the start of the training to read, of a script with several"},
 }
 DOCUMENTED: Arguments = {

@@ -107,7 +107,7 @@ TOLD = [
      ("-   --use-tis", "+   --get-mismatch-metrics", PRESET.replace("tis)", "metrics-only)"))),
     *(branch(test) for test in ('[ "$1" = x ]', "[[ -n $HOST ]]", "grep -q x file", '[[ "$A" == c* || x == y ]]')),
     ("run.py", PYTHON, GIVEN, 1, ("capped at 3", "x.y (given on the command line")),
-    ("run.py", PYTHON, ("--", "--upper", "high"), 2, ("could not convert string to float: 'high'",)),
+    ("run.py", PYTHON, ("--", "--upper", "high"), 2, ("--upper: got 'high'; expected a number",)),
     ("run.sh", OWN_LOSS, (), 2, ("mine.loss runs in place of the host's policy loss",)),
     ("run.sh", SWITCHED, ("--", "MODE=watch"), 0, ()),
     ("run.sh", SWITCHED, ("--", "MODE=train"), 1, (NEVER,)),
@@ -188,6 +188,7 @@ OF_A_FAULT = [
     (MIS, TYPER, ("--", "--extra", "--use-rollout-logprobs"), 2, TWICE),
     (MIS, TYPER, ("--", "--no-miss"), 2, "--no-miss: no option of main (mis, extra, upper)"),
     (MIS, TYPER, ("--", "MILES_SCRIPT_MIS=0"), 2, "MILES_SCRIPT_MIS=0: no option of main"),
+    (MIS, TYPER, ("--", "--upper=2.5"), 2, "--upper=2.5: got '2.5'; expected a whole number"),
     (MIS, TYPER, ("--", "--upper"), 2, "--upper: the option lacks its value"),
     (MIS, TYPER, ("--", "--mis=0"), 2, "--mis=0: the option takes no value"),
     (MIS, PYTHON.replace("U.Execute", "my.Execute").replace("my.ExecuteTrainConfig", "Base"), ("--", "--more", "1"), 1,
@@ -211,6 +212,24 @@ OF_A_FAULT = [
     *((MIS, f"{line}\npython3 train.py {FULL}", (), 0, NONE) for line in (
         "cp /root/miles/train.py /workspace/train.py", "sed -i s/a/b/ train.py", "test -f train.py", "vim train.py",
         "tail -f logs/train.py", "chmod +x train.py", "git checkout -- train.py", "D=$(dirname $(realpath train.py))",
+    )),
+    (MIS, f"bash -c \"$(cat x)\"\npython3 train.py {FULL}", (), 0, 'bash -c "$(cat x)": its text is not known'),
+    (MIS, f"$(cat x)\npython3 train.py {FULL}", (), 0, "$(cat x): may start train.py too"),
+    (MIS, f"f() {{ python3 train.py --lr 1; }}\nbash -c f\npython3 train.py {FULL}", (), 0, NONE),
+    *((MIS, f"f() {{ python3 train.py $*; }}\n{line}\nbash -c 'f {FULL}'", (), 0, NONE) for line in (
+        "export -f f", "declare -fx f", "set -a; f() { python3 train.py $*; }",
+    )),
+    (MIS, "cat > job.sh <<E\npython3 train.py\nE\nsrun job.sh", (), 2, "not read: srun job.sh: runs another script"),
+    (MIS, f"python3 train.py {FULL} --lr 1\\\n--get-mismatch-metrics\\\n --use-rollout-logprobs", (), 2, TWICE),
+    (MIS, f"python3 train.py {FULL} --lr 1\\\n--use-rollout-logprobs", (), 0, NONE),
+    (MIS, f"A=(--lr 1\\\n--use-rollout-logprobs)\npython3 train.py {FULL} ${{A[@]}}", (), 0, NONE),
+    *((MIS, f"python3 train.py {FULL} {said}", (), 0, "not read: (line 1): ") for said in (
+        r"$(echo -e '--a\t--b')", r'`echo "--a \`echo --b\`"`',
+    )),
+    (MIS, f"shopt -s nocasematch\npython3 train.py {FULL}", (), 0, "which words and patterns fit from here on is not"),
+    (MIS, f"python3 train.py {FULL} --load ~user/x --custom-config-path ~user/a.yaml", (), 2, "~user/a.yaml"),
+    *((MIS, f"A=1\n{line}\necho 2 | read -r A\npython3 train.py {FULL} $A", (), 0, said) for line, said in (
+        ("shopt -s lastpipe", "read -r A may give more flags"), ("shopt -s lastpipe\nshopt -u lastpipe", NONE),
     )),
     (MIS, f"black train.py\npython3 train.py {FULL}", (), 0, "black train.py: may start train.py too"),
     *((MIS, f"{program} train.py --lr 1", (), 1, f"+{program} train.py --lr 1 \\") for program in (

@@ -63,11 +63,11 @@ COMMAND = {"verl": TRAIN, "ms-swift": "swift rlhf --rlhf_type grpo", "AReaL": "p
 
 @st.composite
 def verl_settings(draw: st.DrawFn) -> dict[str, object]:
-    rules = draw(st.lists(st.sampled_from(["token_k3", "seq_mean_k3", "seq_max_k2", "seq_sum_k2"]), unique=True))
+    rule = draw(st.sampled_from(["", "token_k3", "seq_mean_k3", "seq_max_k2", "seq_sum_k2"]))
     found: dict[str, object] = {"rollout_is": draw(st.sampled_from(["token", "sequence", "null"]))}
     found["rollout_is_threshold"] = draw(st.sampled_from([2.0, 5, 1.5, "0.5_5.0"]))
-    if rules:
-        found |= {"rollout_rs": ",".join(rules), "rollout_rs_threshold": ",".join("0.25" for _ in rules)}
+    if rule:
+        found |= {"rollout_rs": rule, "rollout_rs_threshold": 0.25}
     found["bypass_mode"] = draw(st.sampled_from(["true", "false", "True"]))
     found["loss_type"] = draw(st.sampled_from(["ppo_clip", "reinforce"]))
     return {f"{IS}{key}": value for key, value in found.items()}

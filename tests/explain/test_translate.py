@@ -90,7 +90,7 @@ MEANT = [
     (rejecting("seq_sum_k3", 0.3), (), ruled("sum", None, 0.3, "k3")),
     (rejecting("seq_mean_k2", 0.3), (), ruled("mean", None, 0.3, "k2")),
     (rejecting("token_k3, seq_mean_k3", "0.5,0.01"), (), TWO),
-    (rejecting(["token_k3", "token_k3", "seq_mean_k3"], [0.5, 0.01]), (), TWO),
+    (rejecting("token_k3,token_k3,seq_mean_k3", "0.5,0.01"), (), TWO),
     ({"rollout_is": "sequence", "rollout_is_threshold": "0.5_5"}, (), weighed("sequence", "zero", 0.5, 5.0)),
     ({"rollout_is": "token", "rollout_is_threshold": None}, (), CorrectionConfig()),
     # the whole batch on one process; in bypass each micro-batch over all ranks; zeros count in both
@@ -181,7 +181,16 @@ NOTES = [
      ("actor_rollout_ref.actor.clip_ratio_c=10",), "--eps-clip 0.2 --eps-clip-high 0.28 --eps-clip-c 10,", ""),
     (dppo("vanilla", clip_ratio_low="${low}") | {"algorithm": {"rollout_correction": TOKEN_IS}}, (),
      "clip_ratio_low: ${low} is for the launch to decide; put actor_rollout_ref.actor.clip_ratio_low=V", "pass --eps"),
+    *((dppo("geo_mean", clip_ratio_c=none), (), "pass --eps-clip 0.2", "") for none in (None, 3)),
     *((losing(mode), (), "", "pass --eps-clip") for mode in ("gspo", "cispo", "gpg", "${MODE}")),
+    *((whole(TOKEN_IS, actor={"use_kl_loss": True} | keys), (), f"pass --use-kl-loss --kl-loss-coef {told}.", "")
+      for keys, told in (({}, "0.001 --kl-loss-type low_var_kl"), ({"kl_loss_type": "kl"}, "0.001 --kl-loss-type k1"),
+                         ({"kl_loss_coef": 0.1, "kl_loss_type": "k3+"}, "0.1; no host has kl_loss_type: k3+"))),
+    *((whole(TOKEN_IS, actor={"use_kl_loss": uses, "kl_loss_coef": scale}), (), "", "use_kl_loss")
+      for uses, scale in ((False, 0.1), (True, 0.0))),
+    (TOKEN_IS, ("actor_rollout_ref.actor.entropy_coeff=0.01",), "coeff: 0.01 of an entropy bonus is --entropy", ""),
+    (whole(TOKEN_IS, actor={"entropy_coeff": 0}), (), "", "entropy"),
+    ({"algorithm": {"rollout_correction": TOKEN_IS, "use_kl_in_reward": True}}, (), "is --kl-coef of the hosts", ""),
     (TOKEN_IS | PG, (), "", "pass --eps-clip"),
     (losing("bypass_mode"), (), "verl's loss is PPO's clip against pi_old and applies none of these weights", ""),
     (losing("${MODE}"), (), "where it is dppo_tv or dppo_kl or sapo or geo_mean", ""),
@@ -490,6 +499,10 @@ METRICS = "swift rlhf --log_rollout_offpolicy_metrics"
         (f"{MODE}: token_truncate\n{WITH_MASK}",
          CorrectionConfig(WeightConfig(), opsm=OPSM, objective=ObjectiveConfig(weigh_kl=True))),
         ("loss_type: sapo", preset("sapo")),
+        (f"{MODE}: token_truncate\nloss_type: cispo",
+         CorrectionConfig(WeightConfig(), objective=ObjectiveConfig("cispo"))),
+        ("swift rlhf --loss_type cispo --importance_sampling_level sequence",
+         CorrectionConfig(objective=ObjectiveConfig("cispo", ratio="sequence"))),
         ("swift rlhf --loss_type sapo --tau_neg 2 --importance_sampling_level sequence",
          CorrectionConfig(objective=ObjectiveConfig("sapo", ratio="sequence", tau_neg=2.0))),
         (f"{MODE}: token_truncate\nloss_type: sapo\ntau_pos: 0.5",
@@ -499,6 +512,7 @@ METRICS = "swift rlhf --log_rollout_offpolicy_metrics"
         (f"{MODE}: token_truncate\nloss_type: grpo\ntau_pos: 0.5", CorrectionConfig(WeightConfig())),
         (f"swift rollout --use_vllm true --model q\nswift rlhf --run_name swift --{MODE} token_truncate",
          CorrectionConfig(WeightConfig())),
+        (f"docker exec swift swift rlhf --{MODE} token_truncate", CorrectionConfig(WeightConfig())),
         (f"swift rlhf --rlhf_type $TYPE --{MODE} token_truncate", CorrectionConfig(WeightConfig())),
         ("loss_type: [sapo]", CorrectionConfig(objective=ObjectiveConfig("sapo"))),
         (f"{MODE}: token_truncate\nloss_type:\n- real", CorrectionConfig(metrics="none")),
@@ -526,10 +540,11 @@ def test_ms_swift_settings_mean(text: str, meant: CorrectionConfig):
         (f"{MODE}: token_truncate\nbeta: null", "KL term", ""),
         (f"{MODE}: token_truncate\nbeta: 0", "", "KL term"),
         (WITH_MASK, "", "KL term"),  # objective.weigh_kl serves it
-        (f"{WITH_MASK}\nloss_type: cispo", "loss_type: cispo is another policy loss", ""),
+        (f"{WITH_MASK}\nloss_type: fipo", "loss_type: fipo is another policy loss", ""),
+        ("loss_type: cispo", "CISPO then cuts every ratio at epsilon, 0.2;", "corrects nothing"),
         (f"{WITH_MASK}\nimportance_sampling_level: sequence", "importance_sampling_level: sequence is another", ""),
         (f"{WITH_MASK}\nloss_type: dr_grpo", "", "another policy loss"),
-        (f"{DELTA}: 0.1\nbeta: 0\nloss_type: cispo", "", "another policy loss"),
+        (f"{DELTA}: 0.1\nbeta: 0\nloss_type: fipo", "", "another policy loss"),
         (f"{MODE}: token_truncate\nloss_type: dapo", "over all tokens, as the hosts do with --calculate-per-token", ""),
         (f"{MODE}: token_truncate\nloss_type: dr_grpo", "dr_grpo has no flag in the hosts; their loss stays.", ""),
         (f"{MODE}: token_truncate\nimportance_sampling_level: sequence", "is --advantage-estimator gspo of", ""),
@@ -543,8 +558,7 @@ def test_ms_swift_settings_mean(text: str, meant: CorrectionConfig):
         (f"{MODE}: token_mask\nuse_vllm: true", "", "use_vllm is not in it"),
         (f"{MODE}: token_mask\nkl_in_reward: true\nscale_rewards: gdpo", "KL term", ""),
         (f"{MODE}: token_mask\nloss_type: null", "", "has no flag"),
-        (f"{MODE}: token_mask\nloss_type: cispo\nepsilon_high: 5", "mis.objective.surrogate: cispo with --eps-clip 1",
-         "high 5"),
+        (f"{MODE}: token_mask\nloss_type: cispo\nepsilon_high: 5", "pass --eps-clip 1 --eps-clip-high 4.", "high is"),
         (f"{MODE}: token_mask\nepsilon_high: 0.28", "epsilon_high: pass --eps-clip 0.2 --eps-clip-high 0.28.", ""),
         (f"swift rlhf --{MODE} token_mask --delta $D", "delta: $D is for the launch to decide", "eps-clip"),
         (f"{MODE}: token_mask\noverlong_filter: true", "overlong_filter: true drops truncated responses", ""),
@@ -595,22 +609,42 @@ def test_commands_print_a_file_that_check_passes(tmp_path: Path, capsys: pytest.
     [
         ("from-prime-rl", "[trainer.loss]", ["--trainer.loss.kl-tau=0.5"], "kl_tau: 0.5"),
         ("from-prime-rl", "[trainer.loss]", ["--trainer.loss.kl-tau", "0.5"], "kl_tau: 0.5"),
+        ("from-trl", "use_vllm: true", [f"--no_{trl.CORRECTION}"], "corrects nothing in TRL"),
         ("from-trl", "use_vllm: false", ["--use-vllm", f"--{trl.CLIP_MAX}", "4"], "upper: 4.0"),
         ("from-ms-swift", f"{MODE}: sequence_mask", ["--as-documented", f"--{THRESHOLD}=3"], "upper: 3.0"),
         ("from-verl", f"python3 -m verl {IS}", ["--line", "1", f"{PREFIX}rollout_is_threshold=3"], "upper: 3.0"),
     ],
 )
-def test_settings_behind_a_file_may_have_dashes_and_follow_an_option(
+def test_settings_beside_a_file_may_have_dashes_and_follow_an_option(
     command: str, text: str, words: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture
 ):
     (tmp_path / "theirs").write_text(text)
-    assert main(["config", command, str(tmp_path / "theirs"), *words]) == 0
-    assert said in capsys.readouterr().out
+    for given in ([str(tmp_path / "theirs"), *words], [*words, str(tmp_path / "theirs")]):
+        assert main(["config", command, *given]) == 0
+        assert said in capsys.readouterr().out
 
 
-def test_a_setting_with_dashes_that_is_not_read_is_refused_by_name(capsys: pytest.CaptureFixture):
-    assert main(["config", "from-verl", "decoupled_token_is()", "--config-name=mine"]) == 2
-    assert "override 'config-name=mine': expected algorithm.rollout_correction.KEY" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--config-name=mine"], "override 'config-name=mine': expected algorithm.rollout_correction.KEY"),
+        (["--lien", "3"], "override 'lien=3': .*; the command's own options are --line N"),
+        (["--version"], "override 'version=true': .*; the command's own options are --line N"),
+    ],
+)
+def test_a_word_with_dashes_that_is_not_read_is_refused_by_name(
+    words: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture
+):
+    (tmp_path / "a.yaml").write_text("rollout_is: token")
+    for given in (["decoupled_token_is()", *words], [*words, str(tmp_path / "a.yaml")]):
+        assert main(["config", "from-verl", *given]) == 2
+        assert re.search(said, capsys.readouterr().err)
+
+
+def test_the_usage_asks_for_no_setting(capsys: pytest.CaptureFixture):
+    with pytest.raises(SystemExit):
+        main(["config", "from-trl"])
+    assert "are required: FILE\n" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("command", TRANSLATORS)
@@ -697,6 +731,11 @@ CAPPED = {"behav_imp_weight_cap": 5.0, "behav_imp_weight_floor": 0.2, "use_decou
         ({"actor": {"use_sapo_loss": True, "m2_threshold": "1e-2"}}, preset("areal-sapo")),
         ({"actor": {"use_decoupled_loss": False, "m2_threshold": 0.04, "behav_imp_weight_cap": 5}},
          CorrectionConfig(objective=ObjectiveConfig(old="behavior"), segment_wise=SegmentWiseConfig(False))),
+        ({"actor": {"behave_imp_weight_cap": 3.0}},
+         CorrectionConfig(WeightConfig("token", "none"), (RejectRule(over="token", upper=3.0),))),
+        ({"actor": {"behave_imp_weight_mode": "sequence_truncate", "use_decoupled_loss": True}},
+         CorrectionConfig(WeightConfig("geometric", "clip", 0.0, 5.0))),
+        ({"actor": {"use_decoupled_loss": True, "behave_imp_weight_mode": "disabled"}}, CorrectionConfig()),
         ({"actor": {"use_decoupled_loss": True}}, CorrectionConfig()),
         # as AReaL saves the config of a run: each key is in it
         ({"actor": {"use_decoupled_loss": True, "rejection_sampling": None, "m2_threshold": None}}, CorrectionConfig()),

@@ -82,9 +82,10 @@ def _read(script: str, path: Path, given: Sequence[str]) -> tuple[list[Launch], 
     reading = Reading(len(script.encode()), str(path))
     found = READERS[path.suffix](script, path, reading, given)
     if not found:
+        unread = "; not read: ".join(["", *reading.unread.values()])
         raise ConfigError(
             f"no start of train.py or train_async.py could be read{reading.ended}; give the script that starts it, "
-            "and behind -- what you start the script with"
+            f"and behind -- what you start the script with{unread}"
         )
     return list({(launch.line, launch.words): launch for launch in found}.values()), reading
 

@@ -27,7 +27,9 @@ from mis_plugins.explain.translate.translation import (
     choice,
     clip_flags,
     is_open,
+    not_read,
     of_hydra,
+    of_script,
     places,
     refuse_open,
 )
@@ -53,21 +55,19 @@ SOURCES = {
     "objective.ratio": ("importance_sampling_level",),
     "m2_threshold": (M2,),
 }
-DEFAULTS: dict[str, Any] = {
-    "level": "token",
-    "action": "mask",
-    "metric": "ratio",
-    "agg": "mean",
-    "upper": 5.0,
-    "lower": None,
-}
+DEFAULTS: dict[str, Any] = {"level": "token", "action": "mask", "metric": "ratio", "agg": "mean", "upper": 5.0}
+DEFAULTS |= {"lower": None}
 CHOICES = {
     "level": ("token", "sequence"),
     "action": ("mask", "clamp"),
     "metric": ("ratio", "kl_k1", "kl_k2", "kl_k3"),
     "agg": ("sum", "mean", "max"),
 }
-MOVED = "; AReaL has rejection_sampling: {action: mask, upper: CAP} in its place, or action: clamp for token_truncate"
+OLD_CAP, OLD_MODE = "behave_imp_weight_cap", "behave_imp_weight_mode"  # of AReaL before rejection_sampling
+OLD_MODES = tuple(f"{level}_{action}" for level in CHOICES["level"] for action in ("mask", "truncate"))
+MOVED = (
+    f"{OLD_CAP}, {OLD_MODE}: AReaL 1.0.4 refuses both, and names rejection_sampling in their place, which stands here."
+)
 KPOP = (
     "binary_kl is AReaL's KPop, the larger binary KL of both directions, and binary_kl here is that of mu to pi_old "
     "alone, which drops other tokens; where one direction is enough, put rejection_sampling.metric=ratio behind the "
@@ -96,7 +96,7 @@ def translate(text: str, behind: Sequence[str] = (), asked: Asked = ASKED) -> Tr
     """
     won = dict(map(_override, behind))
     said = tree_or_script(text, DIALECT, set(won), asked)
-    own = {path: value if is_open(value) else of_hydra(str(value)) for path, value in said.settings.items()}
+    own = {path: value if is_open(value) else of_script(path, str(value)) for path, value in said.settings.items()}
     tree, idle = said.tree, (*said.skipped, *places(said.tree, KNOWN))
     for path, value in {**own, **won}.items():
         tree = _with(tree, _place(tree, path).split("."), value)
@@ -105,13 +105,15 @@ def translate(text: str, behind: Sequence[str] = (), asked: Asked = ASKED) -> Tr
         replace(said, skipped=idle).prove_nothing()
         raise ConfigError(f"nothing to translate: none of {', '.join(KNOWN)} in it, nor in its actor: and rollout:")
     refuse_open(dict(_leaves(found)), {})
+    is_old = not {OLD_CAP, OLD_MODE}.isdisjoint(found)
+    found = _renamed(found) if is_old else found
     where = {key: place for key, (place, _) in found.items()}
     with _placed(where):
         config = _config({key: value for key, (_, value) in found.items()})
     if not config.corrects and not config.needs_loss_hook:
         said.prove_nothing()
     sources = {path: tuple(where[key] for key in keys if key in where) for path, keys in SOURCES.items()}
-    told = (*said.notes, *_of_loss(where, config), *notes(tree, where))
+    told = (*said.notes, *([MOVED] if is_old else ()), *_of_loss(where, config), *notes(tree, where))
     return Translation("AReaL", dict(found.values()), writing.as_mapping(config), sources, told)
 
 
@@ -119,7 +121,7 @@ def _override(text: str) -> tuple[str, Any]:
     """The path and the value of an override of AReaL's."""
     path, equals, value = text.lstrip("+").partition("=")
     if not equals or not _is_read(path):
-        raise ConfigError(f"override {shown(text)}: expected actor.KEY=VALUE, KEY one of {', '.join(KNOWN)}")
+        raise not_read(text, f"actor.KEY=VALUE, KEY one of {', '.join(KNOWN)}")
     return path, of_hydra(value)
 
 
@@ -186,8 +188,7 @@ def _placed(where: Mapping[str, str]) -> Iterator[None]:
 def _config(keys: Mapping[str, Any]) -> CorrectionConfig:
     for key in keys:
         if key not in (*KNOWN, *OF_SAPO):
-            moved = MOVED * key.startswith("behave_imp_")
-            raise ConfigError(f"{key}: no key that is read here; known are {', '.join(KNOWN)}{moved}")
+            raise ConfigError(f"{key}: no key that is read here; known are {', '.join(KNOWN)}")
     if M2 in keys:
         threshold = reading.convert(float, keys[M2], M2)
         rest = _config({key: value for key, value in keys.items() if key != M2})
@@ -231,13 +232,8 @@ def _sapo(keys: Mapping[str, Any]) -> CorrectionConfig:
     level = choice(keys.get("importance_sampling_level", "token"), "importance_sampling_level", CHOICES["level"])
     pos, neg = (reading.convert(float | None, keys.get(key), key) for key in ("sapo_tau_pos", "sapo_tau_neg"))
     with spelled(tau_pos="sapo_tau_pos", tau_neg="sapo_tau_neg"):
-        objective = ObjectiveConfig(
-            "sapo",
-            "proximal" if recomputes else "behavior",
-            "sequence" if level == "sequence" else "token",
-            tau_pos=pos,
-            tau_neg=neg,
-        )
+        old, ratio = "proximal" if recomputes else "behavior", "sequence" if level == "sequence" else "token"
+        objective = ObjectiveConfig("sapo", old, ratio, tau_pos=pos, tau_neg=neg)
     return CorrectionConfig(objective=objective)
 
 
@@ -294,6 +290,22 @@ def _places(said: Mapping[str, Any]) -> dict[str, tuple[str, Any]]:
     else:
         _check_decoupled(found, (said, *blocks.values()))
     return found
+
+
+def _renamed(found: Mapping[str, tuple[str, Any]]) -> dict[str, tuple[str, Any]]:
+    """Keys of an earlier AReaL as `rejection_sampling`, by the mapping that AReaL's own error gives.
+
+    Raises:
+        ConfigError: both stand in the file, or an unknown mode.
+    """
+    (_, cap), (mode_at, mode) = found.get(OLD_CAP, (OLD_CAP, 5.0)), found.get(OLD_MODE, (OLD_MODE, "token_mask"))
+    place = found.get(OLD_CAP, (mode_at,))[0]
+    if REJECTION in found:
+        raise ConfigError(f"{place}: {found[REJECTION][0]} took its place in AReaL; keep one of them")
+    level, _, action = choice(mode, mode_at, (*OLD_MODES, "disabled")).partition("_")
+    rest = {key: said for key, said in found.items() if key not in (OLD_CAP, OLD_MODE)}
+    block = {"level": level, "action": "mask" if action == "mask" else "clamp", "upper": cap}
+    return rest | ({} if mode == "disabled" else {REJECTION: (place, block)})
 
 
 def _check_decoupled(found: Mapping[str, tuple[str, Any]], blocks: Iterable[Mapping[str, Any]]) -> None:

@@ -8,16 +8,15 @@ from dataclasses import replace
 from typing import Any
 
 from mis_plugins.config.reading import number
-from mis_plugins.errors import ConfigError, cut, shown
+from mis_plugins.errors import ConfigError, cut
 from mis_plugins.explain.launch.words import Word
 from mis_plugins.explain.translate.script import (
     ASKED,
     Asked,
     Dialect,
     Said,
-    Value,
     flags,
-    is_other,
+    other_of,
     setting_of,
     tree_or_script,
 )
@@ -33,16 +32,21 @@ from mis_plugins.explain.translate.translation import (
     clip_flags,
     is_open,
     load,
+    not_read,
     places,
     refuse_open,
     truth,
 )
 
 MODE, THRESHOLD = "rollout_importance_sampling_mode", "rollout_importance_sampling_threshold"
+COMMANDS = ("pt", "sft", "infer", "merge-lora", "web-ui", "deploy", "rollout", "sample", "export", "eval", "app")
+"""Of `swift` and `megatron`, beside `rlhf`."""
 TYPE, GRPO = "rlhf_type", "grpo"
 USE_VLLM, REAL = "use_vllm", "real"  # a `loss_type` that reads no weights
 DELTA, METRICS = "off_policy_sequence_mask_delta", "log_rollout_offpolicy_metrics"
-TAUS, LOSS, SAPO, LEVEL = ("tau_pos", "tau_neg"), "loss_type", "sapo", "importance_sampling_level"
+TAUS, LOSS, LEVEL = ("tau_pos", "tau_neg"), "loss_type", "importance_sampling_level"
+OWN = {"sapo": TAUS, "cispo": ()}
+"""By values of `loss_type` that are surrogates here: the keys that they alone read."""
 KEYS = (MODE, THRESHOLD, DELTA, METRICS)
 FAMILIES = ("rollout_importance_sampling_", "off_policy_sequence_mask_")
 KL_IN_REWARD, SCALE = "kl_in_reward", "scale_rewards"
@@ -66,8 +70,7 @@ BESIDE = {
         "bnpo": OVER_TOKENS,
         "dapo": OVER_TOKENS,
         "sapo": OVER_RESPONSES,
-        "cispo": f"{OVER_TOKENS}; mis.objective.surrogate: cispo with --eps-clip 1 and "
-        "--eps-clip-high one below epsilon_high gives its loss",
+        "cispo": OVER_TOKENS,
     },
     "importance_sampling_level": {
         "token": "is what the hosts' policy loss does",
@@ -122,14 +125,14 @@ def translate(text: str, behind: Sequence[str] = (), asked: Asked = ASKED, as_do
     for key in keys:
         if key not in KEYS and key.startswith(FAMILIES):
             raise ConfigError(f"{cut(key)}: no key of ms-swift's; known are {', '.join(KEYS)}")
-    sapo = (*OF_CLIP, *TAUS) if keys.get(LOSS) == SAPO else ()
-    read = dict.fromkeys((*KEYS, USE_VLLM, *OF_KL, *OF_CLIP, *sapo, *CLIPS, *UNSERVED))
+    own = (*OF_CLIP, *OWN[str(keys[LOSS])]) if _has_own_loss(keys) else ()
+    read = dict.fromkeys((*KEYS, USE_VLLM, *OF_KL, *OF_CLIP, *own, *CLIPS, *UNSERVED))
     given = {key: keys[key] for key in read if key in keys}
     if given.get(MODE) is None and is_open(given.get(THRESHOLD)):
         del given[THRESHOLD]  # without effect
-    decide = (*KEYS, USE_VLLM, *sapo, *(OF_KL if given.get(DELTA) is not None else ()))
+    decide = (*KEYS, USE_VLLM, *own, *(OF_KL if given.get(DELTA) is not None else ()))
     refuse_open({key: value for key, value in given.items() if key in decide}, {})
-    if not set(given) & set(KEYS) and not sapo:
+    if not set(given) & set(KEYS) and not own:
         said.prove_nothing()
         raise ConfigError(f"nothing to translate: none of {', '.join(KEYS)} in it")
     if as_documented and given.get(MODE) != "sequence_mask":
@@ -166,15 +169,18 @@ def _idle(given: Mapping[str, Any]) -> str:
     return f"{LOSS}: {REAL}" if given.get(LOSS) == REAL else ""
 
 
+def _has_own_loss(given: Mapping[str, Any]) -> bool:
+    return isinstance(given.get(LOSS), str) and given[LOSS] in OWN
+
+
 def _objective(given: Mapping[str, Any]) -> dict[str, Any]:
-    """SAPO, or PPO's clip where a mask hits the KL term, which no flag of the hosts says."""
+    """SAPO, CISPO, or PPO's clip where a mask hits the KL term, which no flag of the hosts says."""
     weighs_kl = {"weigh_kl": True} if given.get(DELTA) is not None and _weighs_kl(given) else {}
-    if given.get(LOSS) != SAPO:
+    if not _has_own_loss(given):
         return {"objective": {"old": "proximal", "surrogate": "clip"} | weighs_kl} if weighs_kl else {}
     level = choice(given.get(LEVEL, "token"), LEVEL, ("token", "sequence"))
-    taus = {key: number(given[key], key) for key in TAUS if key in given}
-    said = {"old": "proximal", "surrogate": SAPO, "ratio": level} | taus
-    return {"objective": said | weighs_kl}
+    own = {key: number(given[key], key) for key in OWN[given[LOSS]] if key in given}
+    return {"objective": {"old": "proximal", "surrogate": given[LOSS], "ratio": level} | own | weighs_kl}
 
 
 BY_DOCUMENT = "sequence_mask: as the document says; the code multiplies raw token ratios by the mask."
@@ -186,7 +192,7 @@ BY_CODE = (
 
 def _notes(given: Mapping[str, Any], as_documented: bool) -> Iterator[str]:
     mode = given.get(MODE)
-    sapo = given.get(LOSS) == SAPO
+    has_own = _has_own_loss(given)
     if mode is not None and (idle := _idle(given)):
         yield f"{MODE}: {as_written(mode)} does nothing in ms-swift with {idle}."
         mode = None
@@ -195,7 +201,7 @@ def _notes(given: Mapping[str, Any], as_documented: bool) -> Iterator[str]:
             f"{USE_VLLM} is not in it: `swift rlhf` weighs nothing then, by its default; here it is read as true, the "
             "default of `megatron rlhf`."
         )
-    if mode is None and given.get(DELTA) is None and not sapo:
+    if mode is None and given.get(DELTA) is None and not has_own:
         yield "ms-swift corrects nothing with these arguments."
     if mode == "sequence_mask":
         yield BY_DOCUMENT if as_documented else BY_CODE
@@ -211,13 +217,15 @@ def _notes(given: Mapping[str, Any], as_documented: bool) -> Iterator[str]:
         if given.get(LOSS) in (None, *OF_CLIP[LOSS]):
             yield from clip_flags(given, CLIPS)
         yield from beside(given, UNSERVED, (*OF_KL, *OF_CLIP, *CLIPS))
-    yield from _of_loss(given, sapo, masks and _weighs_kl(given) and not sapo)
+    if given.get(LOSS) == "cispo":
+        yield from clip_flags(given, CLIPS, of_ratio=True)
+    yield from _of_loss(given, has_own, masks and _weighs_kl(given) and not has_own)
 
 
-def _of_loss(given: Mapping[str, Any], sapo: bool, replaces_loss: bool) -> Iterator[str]:
+def _of_loss(given: Mapping[str, Any], has_own: bool, replaces_loss: bool) -> Iterator[str]:
     """What each key of the policy loss means here, and which of them the objective that is written replaces."""
     for key, words in BESIDE.items():
-        if given.get(key) is not None and not is_open(given[key]) and not (sapo and key == LEVEL):
+        if given.get(key) is not None and not is_open(given[key]) and not (has_own and key == LEVEL):
             means = words.get(str(given[key]), "has no flag in the hosts; their loss stays")
             yield f"{key}: {as_written(given[key])} {means}."
     for key, clips in OF_CLIP.items():
@@ -265,7 +273,7 @@ def _said(text: str, behind: set[str], asked: Asked) -> Said:
 def _override(text: str) -> tuple[str, Any]:
     key, equals, value = text.partition("=")
     if not equals or not _is_ours(_plain(key)):
-        raise ConfigError(f"override {shown(text)}: expected KEY=VALUE, KEY one of {', '.join(KEYS)}")
+        raise not_read(text, f"KEY=VALUE, KEY one of {', '.join(KEYS)}")
     return _plain(key), load(value)
 
 
@@ -277,8 +285,8 @@ def _is_ours(key: str) -> bool:
     return key in (TYPE, *KEYS, USE_VLLM, *OF_KL, *OF_CLIP, *TAUS, *CLIPS, *UNSERVED) or key.startswith(FAMILIES)
 
 
-def _flags(words: Sequence[Word]) -> Iterator[tuple[str, Value]]:
-    return flags([] if is_other(words, ("swift", "megatron"), "rlhf") else words)
+def _other(words: Sequence[Word]) -> str:
+    return other_of(words, ("swift", "megatron"), COMMANDS)
 
 
 def _starts(word: str) -> bool:
@@ -292,4 +300,4 @@ def _file(words: Sequence[Word]) -> Word | None:
     return behind if is_named else setting_of(words, "--config")
 
 
-DIALECT = Dialect("ms-swift", KEYS, _flags, _is_ours, _starts, _file, last_wins=True)
+DIALECT = Dialect("ms-swift", KEYS, flags, _is_ours, _starts, _file, last_wins=True, corrects="rlhf", other=_other)

@@ -14,7 +14,7 @@ from typing import Any
 from mis_plugins.config.reading import number, suggest
 from mis_plugins.errors import ConfigError, cut, shown
 from mis_plugins.explain.translate.script import ASKED, Asked
-from mis_plugins.explain.translate.translation import OVER_TOKENS, Translation, choice, load, places
+from mis_plugins.explain.translate.translation import OVER_TOKENS, Translation, choice, load, not_read, places
 
 TABLES = ("trainer.loss", "loss")
 """Where the settings stand: in the toml of a whole run, and in the trainer's own."""
@@ -157,7 +157,7 @@ def _override(text: str) -> tuple[str, Any]:
     path, equals, value = text.lstrip("-").partition("=")
     table, _, key = path.replace("-", "_").rpartition(".")
     if not equals or table not in ("", *TABLES):
-        raise ConfigError(f"override {shown(text)}: expected {TABLES[0]}.KEY=VALUE, KEY one of {', '.join(KEYS)}")
+        raise not_read(text, f"{TABLES[0]}.KEY=VALUE, KEY one of {', '.join(KEYS)}")
     return key, load(value)
 
 

@@ -86,6 +86,8 @@ class Dialect:
     file: the yaml that a command names, whose settings count beside those of the command; None where it names none.
     last_wins: whether a setting that stands twice in one command has its last value.
     bases: the yamls that Hydra reads too; None where the framework has no Hydra.
+    corrects: the one trainer of the framework that corrects.
+    other: what a command starts in its place; empty where it starts no other.
     """
 
     name: str
@@ -96,6 +98,8 @@ class Dialect:
     file: Callable[[Sequence[Word]], Word | None]
     last_wins: bool = False
     bases: Bases | None = None
+    corrects: str = ""
+    other: Callable[[Sequence[Word]], str] = lambda _: ""
 
 
 @dataclass(frozen=True)
@@ -161,13 +165,13 @@ def flags(words: Sequence[Word]) -> Iterator[tuple[str, Value]]:
         yield flag[2:].replace("-", "_"), value and replace(value, branch=branch)
 
 
-def is_other(words: Sequence[Word], programs: Collection[str], command: str) -> bool:
-    """Whether a command line starts another command of a program, `trl rloo` in place of `trl grpo`."""
-    texts = ["", *(word.text for word in words)]
-    return any(
-        program.rpartition("/")[2] in programs and after != command and "-" not in (before[:1], after[:1])
-        for before, program, after in zip(texts[:-2], texts[1:-1], texts[2:], strict=True)
-    )
+def other_of(words: Sequence[Word], programs: Collection[str], commands: Collection[str]) -> str:
+    """The command of a program that a command line starts in place of the one that corrects, `trl rloo`, or nothing."""
+    for before, program, after in zip([Word("", ""), *words], words, words[1:], strict=False):
+        is_other = after.text.replace("_", "-") in commands or not before.text and after.text == HOLE
+        if program.text.rpartition("/")[2] in programs and is_other and before.text[:1] != "-":
+            return f"{program.source} {after.source}"
+    return ""
 
 
 def setting_of(words: Sequence[Word], *names: str) -> Word | None:
@@ -224,14 +228,17 @@ def read(text: str, dialect: Dialect, behind: set[str], asked: Asked) -> Said:
         behind: paths of settings that the user gives behind the file, and that win.
 
     Raises:
-        ConfigError: several starts with different settings, a part that is no bash, a key that no start is given, or
-            the parser of bash is not installed.
+        ConfigError: several starts with different settings, a part that is no bash, a key that no start is given,
+            another trainer alone, or the parser of bash is not installed.
     """
     reading = Reading(len(text.encode()), "the script")
     commands = Commands(dialect, asked.path, reading)
     commands.run_script(text, asked.arguments)
     commands.check_bash()
     starts = list(dict.fromkeys(commands.starts))
+    if commands.others and not starts and not commands.scripts:
+        told = f"`{commands.others[0]}`; {dialect.name} corrects with {dialect.corrects} alone"
+        raise ConfigError(f"nothing to translate: {told}")
     start = _chosen(starts, dialect, behind, asked.line) if starts else None
     tree, told, lost = commands.named_yaml(start.file) if start and start.file else ({}, [], [])
     refused, skipped = commands.unread_keys({path.rpartition(".")[2] for path in behind})
@@ -347,6 +354,7 @@ class Commands(Shell):
 
     starts: what a command gives to a training.
     scripts: other shell scripts that it starts.
+    others: trainers of the framework that it starts and that correct nothing.
     read: by number of the text, begin and end of the literals that a start is given.
     """
 
@@ -355,6 +363,7 @@ class Commands(Shell):
         self.dialect = dialect
         self.starts: list[Start] = []
         self.scripts: list[str] = []
+        self.others: list[str] = []
         self.read: set[tuple[int, int, int]] = set()
         self.callers: list[int] = []
 
@@ -380,6 +389,10 @@ class Commands(Shell):
 
     def _launch(self, node: Node, words: list[Text]) -> None:
         given = [word_of(word) for word in words]
+        if other := self.dialect.other(given):
+            self.others.append(other)
+            self._give(words)
+            return
         script = _script_of(given, self.dialect)
         self.scripts += [script] if script else []
         paths = [path for path, _ in self.dialect.settings(given)]

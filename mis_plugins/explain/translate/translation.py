@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import textwrap
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -28,6 +29,8 @@ BY_ENTROPY = (1.0, "keeps tokens of high entropy alone in the policy loss; nothi
 NO_TRUNCATED = (False, "drops truncated responses from the loss; nothing here does.")
 """What masks the loss and nothing here reads: the framework's default, and what another value does."""
 WIDTH = 0.2  # of PPO's clip, in every framework and in the hosts
+HYDRAS_NUMBER = re.compile(r"[-+]?(?!0\d)[\d.]+(e[-+]?\d+)?", re.IGNORECASE)
+HELD = re.compile(r"""'[^']*'|"[^"]*"|\$\{[^}]*\}|\\.""")  # what hides a comma from Hydra
 TRUE, FALSE = ("true", "yes", "t", "y", "1"), ("false", "no", "f", "n", "0")  # of Hugging Face's parser
 
 
@@ -107,8 +110,23 @@ def load(text: str) -> Any:
 
 
 def of_hydra(text: str) -> Any:
-    """A value of Hydra's command line, `{key:value}` among them, read as YAML."""
-    return load(text.replace(":", ": ") if text.startswith("{") else text)
+    """A value of Hydra's command line, `{key:value}` too, read as YAML; a number to YAML alone (010) stays text."""
+    value = load(text.replace(":", ": ") if text.startswith("{") else text)
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return text if is_number and not HYDRAS_NUMBER.fullmatch(text.strip()) else value
+
+
+def of_script(path: str, text: str) -> Any:
+    """The value of an override in a script, as `of_hydra` reads it.
+
+    Raises:
+        ConfigError: a comma without quotes or brackets, with which Hydra sweeps over values, and refuses to.
+    """
+    if not text.startswith(("[", "{")) and "," in HELD.sub("", text):
+        raise ConfigError(
+            f"{path}={cut(text)}: Hydra refuses a comma that no quotes hold; write \"{path}='{cut(text)}'\""
+        )
+    return of_hydra(text)
 
 
 def _by_text(value: Any) -> Any:
@@ -160,6 +178,12 @@ def refuse_open(given: Mapping[str, Any], spelled: Mapping[str, str]) -> None:
         raise ConfigError(f"only the launch decides {told}; put the values behind the file, as {asked}")
 
 
+def not_read(setting: str, expected: str) -> ConfigError:
+    """The error for a word behind the file that is neither a setting nor an option of the command."""
+    options = "the command's own options are --line N and, of from-ms-swift, --as-documented"
+    return ConfigError(f"override {shown(setting)}: expected {expected}; {options}")
+
+
 def clip_flags(given: Mapping[str, Any], keys: Sequence[str], of_ratio: bool = False) -> Iterator[str]:
     """The hosts' flags for the widths of a clip that a file sets.
 
@@ -177,6 +201,8 @@ def clip_flags(given: Mapping[str, Any], keys: Sequence[str], of_ratio: bool = F
     dual = f" --eps-clip-c {found[keys[2]]:g}" if keys[2] in found else ""
     if found or of_ratio:
         yield f"{', '.join(found) or keys[0]}: pass --eps-clip {low:g} --eps-clip-high {high:g}{dual}."
+    if of_ratio and keys[1] not in found:
+        yield f"{keys[1]} is not in it: CISPO then cuts every ratio at {keys[0]}, {high + 1:g}; ScaleRL's paper has 5."
 
 
 def beside(given: Mapping[str, Any], unserved: Mapping[str, tuple[Any, str]], clips: Sequence[str]) -> Iterator[str]:

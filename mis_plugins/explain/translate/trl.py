@@ -16,7 +16,7 @@ from functools import partial
 from typing import Any
 
 from mis_plugins.config.reading import number
-from mis_plugins.errors import ConfigError, cut, shown
+from mis_plugins.errors import ConfigError, cut
 from mis_plugins.explain.launch.words import Word
 from mis_plugins.explain.translate.script import (
     ASKED,
@@ -25,7 +25,7 @@ from mis_plugins.explain.translate.script import (
     Said,
     Value,
     flags,
-    is_other,
+    other_of,
     setting_of,
     tree_or_script,
 )
@@ -42,6 +42,7 @@ from mis_plugins.explain.translate.translation import (
     clip_flags,
     listed,
     load,
+    not_read,
     places,
     refuse_open,
     truth,
@@ -52,10 +53,14 @@ USE_VLLM, CORRECTION, MODE = "use_vllm", f"{FAMILY}correction", f"{FAMILY}mode"
 CLIP_MAX, CLIP_MIN, CAP = f"{FAMILY}clip_max", f"{FAMILY}clip_min", f"{FAMILY}cap"
 DELTA, UNBIASED = "off_policy_mask_threshold", "use_bias_correction_kl"
 KEYS = (USE_VLLM, CORRECTION, MODE, CLIP_MAX, CLIP_MIN, CAP, DELTA)
+FAMILIES = (FAMILY, f"no_{FAMILY}", "off_policy_mask_")
 OF_LOSS = ("beta", UNBIASED, "loss_type", "importance_sampling_level")
 CLIPS = ("epsilon", "epsilon_high", "delta")
 DEFAULTS: dict[str, Any] = {CORRECTION: True, MODE: "sequence_mask", CLIP_MAX: 3.0}
 OFF = tuple(f"no_{key}" for key in (CORRECTION, UNBIASED))  # flags of TRL's parser, for switches that are on
+OTHERS = ("rloo", "dpo", "sdpo", "gold", "sdft", "iw_opd", "distillation")  # trainers that have `use_vllm` too
+OTHER_FILE = re.compile(rf"(?<![a-z])({'|'.join(OTHERS)})(?![a-z]|.*grpo)[^/]*\.py$")
+COMMANDS = (*OTHERS, "sft", "kto", "reward")  # that train, beside `trl grpo`
 MODES = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
 OWN = {
     "cispo": {},
@@ -113,7 +118,7 @@ def translate(text: str, behind: Sequence[str] = (), asked: Asked = ASKED) -> Tr
     said = _said(text, set(won), asked)
     keys = {**said.settings, **won}
     for key in keys:
-        if key.startswith(FAMILY) and key not in KEYS:
+        if key.startswith(FAMILIES) and key not in KEYS:
             raise ConfigError(f"{cut(key)}: no key of TRL's; known are {', '.join(KEYS)}")
     given = {key: _nothing(keys[key]) for key in READ if key in keys}
     if not given.keys() & set(KEYS) and given.get("loss_type") not in (*OWN, OF_GMPO):
@@ -342,22 +347,28 @@ def _nothing(value: Any) -> Any:
 def _override(text: str) -> tuple[str, Any]:
     key, equals, value = text.partition("=")
     key = key.lstrip("-").replace("-", "_")
+    if key in OFF and value == "true":
+        return key[3:], False
     if not equals or not _is_read(key):
-        raise ConfigError(f"override {shown(text)}: expected KEY=VALUE, KEY one of {', '.join(READ)}")
+        raise not_read(text, f"KEY=VALUE, KEY one of {', '.join(READ)}")
     return key, load(value)
 
 
 def _is_read(key: str) -> bool:
-    return key in READ or key.startswith(FAMILY)
+    return key in READ or key.startswith(FAMILIES)
 
 
 def _flags(words: Sequence[Word]) -> Iterator[tuple[str, Value]]:
-    """The settings of a command line of TRL's, with `--no_KEY` as the value false; other trainers correct nothing."""
-    files = [word.text for before, word in itertools.pairwise(words) if not before.text.startswith("--")]
-    if is_other(words, ("trl",), "grpo") or any(re.search(r"rloo(?!.*grpo)[^/]*\.py$", file) for file in files):
-        return
+    """The settings of a command line of TRL's, with `--no_KEY` as the value false."""
     for key, value in flags(words):
         yield (key[3:], Word("false", f"--{key}")) if key in OFF else (key, value)
+
+
+def _other(words: Sequence[Word]) -> str:
+    """The trainer of TRL's that starts in place of GRPO's: a command of `trl`, or a file that `OTHERS` name."""
+    pairs = ((before.text, word.text) for before, word in itertools.pairwise(words) if before.text[:2] != "--")
+    found = (word for before, word in pairs if OTHER_FILE.search(word + ".py" * (before == "-m")))
+    return other_of(words, ("trl",), COMMANDS) or next(found, "")
 
 
 def _starts(word: str) -> bool:
@@ -368,4 +379,4 @@ def _file(words: Sequence[Word]) -> Word | None:
     return setting_of(words, "--config")
 
 
-DIALECT = Dialect("TRL", (*KEYS, *OFF), _flags, _is_read, _starts, _file, last_wins=True)
+DIALECT = Dialect("TRL", (*KEYS, *OFF), _flags, _is_read, _starts, _file, last_wins=True, corrects="grpo", other=_other)

@@ -8,7 +8,6 @@ Settings are read by their full path, whether a yaml, a launch script or a Hydra
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -38,7 +37,9 @@ from mis_plugins.explain.translate.translation import (
     beside,
     choice,
     is_open,
+    not_read,
     of_hydra,
+    of_script,
     places,
     refuse_open,
     switch,
@@ -54,6 +55,13 @@ KNOWN = (*KEYS, LOSS_MODE, *WIDTHS, *TAUS)
 IN_LOSS = f"{ACTOR}.policy_loss.rollout_correction"
 MODE_PATH, AGGREGATED = f"{ACTOR}.policy_loss.{LOSS_MODE}", f"{ACTOR}.loss_agg_mode"
 LOG_PROBS, USE_V1 = "actor_rollout_ref.rollout.calculate_log_probs", "trainer.use_v1"
+KL = tuple(f"{ACTOR}.{key}" for key in ("use_kl_loss", "kl_loss_coef", "kl_loss_type"))
+KL_TYPES = {"kl": "k1", "mse": "k2", "k3": "low_var_kl"} | {name: name for name in ("k1", "k2", "low_var_kl")}
+UNSERVED = {
+    f"{ACTOR}.entropy_coeff": (0.0, "of an entropy bonus is --entropy-coef of the hosts."),
+    "algorithm.use_kl_in_reward": (False, "is --kl-coef of the hosts, with verl's algorithm.kl_ctrl.kl_coef."),
+}
+"""Settings beside the correction that are flags of the hosts: verl's default, and what another value is."""
 ESTIMATOR, TOKEN_BASELINES = ("algorithm.adv_estimator", ("optimal_token_baseline", "tir_optimal_token_baseline"))
 PATHS = {f"{SECTION}.{key}": key for key in KEYS}
 PATHS |= {MODE_PATH: LOSS_MODE} | {f"{ACTOR}.{key}": key for key in (*WIDTHS, *TAUS)}
@@ -69,14 +77,8 @@ OWN_PARTS = (*OWN, *OWN_ASYNC, "rollout_correction", "rollout", "distillation", 
              "torchtitan_actor")  # fmt: skip
 TEACHER = "distillation"  # whose loss has a `loss_mode` of its own
 DISTILLS, OF_TEACHER = f"{TEACHER}.enabled", f"{TEACHER}.distillation_loss"
-BESIDE_IT = (
-    AGGREGATED,
-    LOG_PROBS,
-    USE_V1,
-    ASYNC,
-    DISTILLS,
-    f"{OF_TEACHER}.{LOSS_MODE}",
-)  # settings outside of the correction that a note is about
+BESIDE_IT = (AGGREGATED, LOG_PROBS, USE_V1, ASYNC, DISTILLS, f"{OF_TEACHER}.{LOSS_MODE}", *KL, *UNSERVED)
+"""Settings outside of the correction that a note is about."""
 SHORT = {key: path for path, key in PATHS.items()} | {"rollout_correction": SECTION, "actor": ACTOR}
 PARENTS = {"algorithm", SECTION, "actor_rollout_ref", ACTOR, f"{ACTOR}.policy_loss", IN_LOSS,
            "actor_rollout_ref.rollout", "trainer", TEACHER, OF_TEACHER}  # fmt: skip
@@ -84,7 +86,6 @@ WHOLE = {"algorithm", "rollout_correction", "actor_rollout_ref", "actor", "train
 IDLE = {"rollout_is_threshold": "rollout_is", "rollout_is_batch_normalize": "rollout_is",
         "rollout_rs_threshold": "rollout_rs", "loss_type": "bypass_mode"}  # fmt: skip
 """By key: the key without which it has no effect."""
-HYDRAS_TOO = re.compile(r"true|false|[-+]?(?!0\d)[\d.]+(e[-+]?\d+)?", re.IGNORECASE)
 
 AGGREGATION = {"token": "token", "seq_sum": "sum", "seq_mean": "mean", "seq_max": "max"}
 OPTIONS = tuple(f"{unit}_{k}" for unit in AGGREGATION for k in ("k1", "k2", "k3") if (unit, k) != ("seq_max", "k1"))
@@ -235,15 +236,14 @@ def _override(text: str) -> tuple[str, Any]:
     name, equals, value = text.partition("=")
     path = _full(name.lstrip("+"))
     if not equals or not _is_ours(path):
-        raise ConfigError(f"override {shown(text)}: expected {SECTION}.KEY=VALUE")
-    return path, _of_hydra(value)
+        raise not_read(text, f"{SECTION}.KEY=VALUE")
+    return path, _plain(of_hydra(value), value)
 
 
-def _of_hydra(text: str) -> Any:
-    """Value of a Hydra override, read as YAML; empty text and spellings of YAML alone (`no`, 010) stay text."""
-    value = of_hydra(text)
-    own = isinstance(value, bool | int | float) and not HYDRAS_TOO.fullmatch(text.strip())
-    return text if own or text == "" else value
+def _plain(value: Any, text: str) -> Any:
+    """A value of Hydra's; empty text and switches of YAML alone (`no`) stay text, which verl does not convert."""
+    is_ours = isinstance(value, bool) and text.strip().lower() not in ("true", "false")
+    return text if is_ours or text == "" else value
 
 
 def _said(text: str, behind: set[str], asked: Asked) -> Said:
@@ -289,7 +289,8 @@ def _of_script(said: Mapping[str, Any]) -> dict[str, Any]:
     """The values of Hydra's overrides in a launch script."""
     if SECTION in said and said.keys() - {SECTION, ASYNC}:
         raise ConfigError(f"{SECTION}: stands beside a value for all of it; give one of them")
-    return dict(_flat({path: value if is_open(value) else _of_hydra(value) for path, value in said.items()}))
+    known = {path: _plain(of_script(path, value), value) for path, value in said.items() if not is_open(value)}
+    return dict(_flat({path: known.get(path, value) for path, value in said.items()}))
 
 
 def _is_ours(path: str) -> bool:
@@ -422,12 +423,14 @@ def _check_copy(settings: Mapping[str, Any]) -> None:
 def _left_out(settings: Mapping[str, Any]) -> Iterator[str]:
     """Notes on the actor's loss, where it is neither PPO's clip nor translated, and on settings that are left open."""
     for path in (MODE_PATH, *BESIDE_IT):
-        if is_open(settings.get(path)):
+        if is_open(settings.get(path)) and path not in UNSERVED:
             when = f"where it is {' or '.join(LOSS_MODES)}, " if path == MODE_PATH else ""
             told = f"{path.removeprefix(f'{ACTOR}.')}: {as_written(settings[path])}"
             yield f"{told} is for the launch to decide; {when}put it behind the file, as {path}=VALUE."
     if (estimator := settings.get(ESTIMATOR)) in TOKEN_BASELINES:
         yield NO_BASELINE.format(estimator=estimator)
+    yield from beside(settings, UNSERVED, ())
+    yield from _kl(*map(settings.get, KL, (False, 0.001, "low_var_kl")))
     if settings.get(DISTILLS) is True:
         yield f"{DISTILLS}: true adds a teacher's loss to the policy's, or takes its place; nothing here does."
     if ASYNC in settings:
@@ -437,6 +440,14 @@ def _left_out(settings: Mapping[str, Any]) -> Iterator[str]:
         yield from () if mode in (None, *OTHER_LOSSES) else [REPLACED.format(mode=as_written(mode))]
     elif mode not in (None, *OTHER_LOSSES, *LOSS_MODES) and not is_open(mode):
         yield f"policy_loss.loss_mode: {as_written(mode)} is not translated{BESIDE.get(str(mode), '')}."
+
+
+def _kl(uses: Any, coefficient: Any, kind: Any) -> Iterator[str]:
+    """The hosts' flags of a KL term in the loss."""
+    if uses is True and not is_open(coefficient) and not is_open(kind) and (scale := number(coefficient, KL[1])):
+        means = KL_TYPES.get(str(kind))
+        own = f" --kl-loss-type {means}" if means else f"; no host has kl_loss_type: {as_written(kind)}"
+        yield f"use_kl_loss: pass --use-kl-loss --kl-loss-coef {scale:g}{own}."
 
 
 def _is_v1(settings: Mapping[str, Any]) -> bool:
@@ -487,8 +498,8 @@ def _reject(draft: Draft) -> None:
     told = draft.given.get("rollout_rs")
     if told is None:
         return
-    names = list(dict.fromkeys(choice(name, "rollout_rs", OPTIONS) for name in _parts(told)))
-    thresholds = _parts(draft.given.get("rollout_rs_threshold"))
+    names = list(dict.fromkeys(choice(name, "rollout_rs", OPTIONS) for name in _parts(told, "rollout_rs")))
+    thresholds = _parts(draft.given.get("rollout_rs_threshold"), "rollout_rs_threshold")
     if not names:
         raise ConfigError(f"rollout_rs: got {shown(told)}; choose of {', '.join(OPTIONS)}")
     if len(thresholds) not in (1, len(names)):
@@ -590,7 +601,8 @@ def _widths(given: Mapping[str, Any], mode: str) -> list[str]:
     base = number(given.get("clip_ratio", CLIP_RATIO), "clip_ratio")
     ends = {key: given.get(key, CLIP_RATIO) for key in ("clip_ratio_low", "clip_ratio_high")}
     low, high = (base if value is None else number(value, key) for key, value in ends.items())
-    cap = number(given.get("clip_ratio_c", CLIP_RATIO_C), "clip_ratio_c")
+    cap = given.get("clip_ratio_c", CLIP_RATIO_C)
+    cap = CLIP_RATIO_C if cap is None and mode == "geo_mean" else number(cap, "clip_ratio_c")
     if cap <= 1:
         raise ConfigError(f"clip_ratio_c: got {cap:g}; the hosts' --eps-clip-c lies above 1")
     what = "DPPO's largest divergences and ratio" if mode in BY_DIVERGENCE else "PPO's clip"
@@ -629,12 +641,12 @@ def _finish(draft: Draft) -> None:
 # Values.
 
 
-def _parts(value: Any) -> list[Any]:
-    """Parts of a list, or of a text with commas; null has none."""
+def _parts(value: Any, key: str) -> list[Any]:
+    """Parts of a text with commas; null has none."""
+    if isinstance(value, list):
+        raise ConfigError(f"{key}: got {shown(value)}; verl refuses a list: write one text, with commas")
     if isinstance(value, str) and not isinstance(value, Unquoted):
         return [part.strip() for part in value.split(",") if part.strip()]
-    if isinstance(value, list | tuple):
-        return list(value)
     return [] if value is None else [value]
 
 

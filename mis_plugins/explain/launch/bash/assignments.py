@@ -30,7 +30,7 @@ class Assignments(Output):
         made: Value
         if value is not None and value.type == "array":
             kept = [] if before is None or not adds else before if isinstance(before, list) else [before]
-            made = [*kept, *(word for child in value.named_children for word in self.words(child))]
+            made = [*kept, *self.joined(value, value.named_children)]
             if any(shown(word)[:1] == "[" and "]=" in shown(word) for word in made):
                 made = [self.unknown(node)]
             self.reading.spend(1 + len(made))

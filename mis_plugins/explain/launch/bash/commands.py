@@ -12,7 +12,7 @@ from mis_plugins.config.file import text_of
 from mis_plugins.explain.launch.bash.assignments import FILLS, Assignments, pair
 from mis_plugins.explain.launch.bash.nodes import ENDS_ROUND, Node, one_line, says
 from mis_plugins.explain.launch.bash.output import NAMES_TRAIN, PRINTS
-from mis_plugins.explain.launch.bash.variables import EXPORTED, FOLDER, LEFT, Value
+from mis_plugins.explain.launch.bash.variables import EXPORTED, FOLDER, LAST_PIPE, LEFT, Value
 from mis_plugins.explain.launch.grammar import parsed
 from mis_plugins.explain.launch.reader import PACKAGES, Ended, Launch, Returned, is_train
 from mis_plugins.explain.launch.words import HOLE, Piece, Text, hole, known, shown, spaced, word_of
@@ -23,6 +23,7 @@ STARTS_NOTHING = (":", "true", "pkill", "pgrep", "grep", "ps", "kill", *ENDS_ROU
 LEAVES_FILES = ("ls", "test", "chmod", "mkdir", "touch", "head", "tail", "less", "vim", "wc", "diff", "stat", "git",
                 "basename", "dirname", "realpath", "which")  # fmt: skip
 COPIES, EDITS = ("cp", "mv", "ln", "rm", "install", "rsync", "scp", "tee"), ("sed", "yq", "perl", "wget", "curl")
+CHANGES_WORDS = {"nocasematch", "nullglob", "failglob", "expand_aliases"}
 # What gives a shell the variables that the script exports, but for some flags; of other commands that is not known.
 HANDS_ON = ("env", "exec", "nohup", "nice", "timeout", "setsid", "stdbuf", "srun")
 LETS_GO = ("-i", "-u", "--ignore", "--unset", "--export")
@@ -62,6 +63,8 @@ class Commands(Assignments):
         elif name not in STARTS_NOTHING and name not in PRINTS:
             at, text = shell_of(words, "c")
             if text < len(words):
+                if is_unknown(words[text]):
+                    Assignments.unread(self, node, "its text is not known")
                 self._other_shell(words[:at], words[text], words[text + 1 :])
             else:
                 self._launch(node, words)
@@ -86,7 +89,8 @@ class Commands(Assignments):
             others = {one: hole(shown(word)) for one in re.findall(r"(\w+)=", shown(word))}
             own |= {name: value, f"-x {name}": EXPORTED} if name else others
         own_name = next(iter(given), hole("$0"))
-        with self.now(variables=own, functions=dict(self.functions), locals=None, own_name=own_name):
+        exported = {name: one for name, one in self.functions.items() if is_given and self.variables.get(f"-x {name}")}
+        with self.now(variables=own, functions=exported, locals=None, own_name=own_name):
             self.attempt(lambda: self.evaluate(text))
 
     def _within(self, positional: list[Text], source: int, work: Callable[[], object], shares: bool = False) -> None:
@@ -138,7 +142,12 @@ class Commands(Assignments):
                 self.write(file, hole(one_line(node)))
             return
         shell, _ = shell_of(words, "c")
-        if NAMES_TRAIN.search(f"{says(node)} {' '.join(given)}"):
+        if (
+            NAMES_TRAIN.search(f"{says(node)} {' '.join(given)}")
+            or self.source == 0
+            and words
+            and all(map(is_unknown, words))
+        ):
             self.unread(node, "may start train.py too")
         elif shell in (0, *range(len(given))) and words or any(word.endswith(".sh") for word in (name, *given)):
             self.unread(node, "runs another script, which is not read")
@@ -160,6 +169,14 @@ class Commands(Assignments):
         text = text_of(Path(name))
         self.reading.spend(len(text))
         self._within(words[1:] or self.positional, len(self.texts), lambda: self.run_text(text))
+
+    def _shopt(self, node: Node, words: list[Text]) -> None:
+        """`lastpipe`, by which the last part of a pipeline sets variables, and options that change what words mean."""
+        said = set(map(known, words))
+        if "lastpipe" in said:
+            self.variables[LAST_PIPE] = () if "-u" in said else EXPORTED
+        if "-s" in said and said & CHANGES_WORDS:
+            Assignments.unread(self, node, "which words and patterns fit from here on is not known")
 
     def _cd(self, node: Node, words: list[Text]) -> None:
         """Keep the folder, in which the files that are sourced are looked for first, and the one before."""
@@ -205,8 +222,14 @@ COMMANDS: dict[str, Callable[[Commands, Node, list[Text]], None]] = {
     **dict.fromkeys(("exec", "time"), lambda shell, node, words: shell.call(node, words)),
     "return": Commands._return,
     "shift": Commands._shift,
+    "shopt": Commands._shopt,
     "set": Commands._set,
 }
+
+
+def is_unknown(word: Text) -> bool:
+    """Whether nothing of a word is known."""
+    return bool(word) and all(piece.text is None for piece in word)
 
 
 def shell_of(words: Sequence[Text], switch: str) -> tuple[int, int]:

@@ -85,7 +85,8 @@ class Output(Texts):
         """What a command prints; None where only running it would tell."""
         words = self.command_words(node) if node.type == "command" else []
         name = word_of(words[0]).text if words else ""
-        if name not in PRINTS or name in self.functions:
+        is_nested = "\\" in says(node) and (known(spaced(words[1:2])) == "-e" or "\\`" in says(node))
+        if name not in PRINTS or name in self.functions or name == "echo" and is_nested:
             return None
         if name == "echo":
             return (*spaced(word for word in words[1:] if known(word) not in ("-e", "-n")), Piece("\n"))

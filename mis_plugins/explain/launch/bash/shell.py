@@ -13,11 +13,13 @@ from mis_plugins.explain.launch.bash.commands import COMMANDS, Commands, shell_o
 from mis_plugins.explain.launch.bash.conditions import Conditions, matches
 from mis_plugins.explain.launch.bash.nodes import ENDS_ROUND, Node, one_line, parts_of, says
 from mis_plugins.explain.launch.bash.output import NAMES_TRAIN
-from mis_plugins.explain.launch.bash.variables import EXPORTED
+from mis_plugins.explain.launch.bash.variables import EXPORTED, LAST_PIPE
 from mis_plugins.explain.launch.reader import Clause, any_of
 from mis_plugins.explain.launch.words import hole, known, literal, shown
 
 LEAVES_VARIABLES = ("command", "negated_command", "pipeline", "subshell", "test_command")
+HOLDS_STATEMENTS = ("program", "variable_assignments", "compound_statement", "do_group", "pipeline", "negated_command",
+                    "subshell")  # fmt: skip
 DECLARES = ("export", "readonly", "declare", "typeset", "local", "unset")
 
 
@@ -39,7 +41,8 @@ class Shell(Commands, Conditions):
     def run(self, node: Node) -> None:
         self.reading.spend()
         self.ran.add((self.source, node.id))
-        if node.type in RUN and nodes.is_apart(node):
+        is_last = node.parent is not None and node.parent.type == "pipeline" and node.next_named_sibling is None
+        if node.type in RUN and nodes.is_apart(node) and not (is_last and self.variables.get(LAST_PIPE)):
             with self.now(variables=dict(self.variables)):
                 self.attempt(lambda: RUN[node.type](self, node))
         elif node.type in RUN:
@@ -139,6 +142,7 @@ class Shell(Commands, Conditions):
         name, body = node.child_by_field_name("name"), node.child_by_field_name("body")
         if name is not None and body is not None:
             self.functions[says(name)] = body, self.source
+            self.variables |= {f"-x {says(name)}": EXPORTED} if "-a" in self.variables else {}
 
     def _command(self, node: Node) -> None:
         before = nodes.of_lines_before(node)
@@ -195,18 +199,7 @@ class Shell(Commands, Conditions):
 
 
 RUN: dict[str, Callable[[Shell, Node], object]] = {
-    **dict.fromkeys(
-        (
-            "program",
-            "variable_assignments",
-            "compound_statement",
-            "do_group",
-            "pipeline",
-            "negated_command",
-            "subshell",
-        ),
-        Shell._children,
-    ),
+    **dict.fromkeys(HOLDS_STATEMENTS, Shell._children),
     "declaration_command": Shell._declare,
     **dict.fromkeys(("binary_expression", "unary_expression", "postfix_expression"), Shell._computed),
     "unset_command": Shell._unset,

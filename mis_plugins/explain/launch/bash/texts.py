@@ -12,7 +12,7 @@ from mis_plugins.explain.launch.bash.variables import Variables, is_one
 from mis_plugins.explain.launch.words import Piece, Text, fields, hole, literal, shown, spaced
 
 # A home in a word, and a variable of the shell that the parser leaves within a word.
-EXPANDED = re.compile(r"(?:^|:)~[+-]?(?:[/:]|$)|(?<!\\)\$[@*#?!$-]")
+EXPANDED = re.compile(r"(?:^|:)~[\w+-]*(?:[/:]|$)|(?<!\\)\$[@*#?!$-]")
 BRACES = re.compile(r"([^{}'\"\\$`~]*)\{([^{}'\"\\$`~]*,[^{}'\"\\$`~]*)\}([^{}'\"\\$`~]*)")
 # The few letters that a backslash quotes within double quotes.
 ESCAPED = re.compile(r'\\(["$`\\\n])')
@@ -53,8 +53,18 @@ class Texts(Variables):
 
     def command_words(self, node: Node) -> list[Text]:
         name = node.child_by_field_name("name")
-        parts = [*(name.named_children if name else ()), *node.children_by_field_name("argument")]
-        return [word for part in parts for word in self.words(part)]
+        return self.joined(node, [*(name.named_children if name else ()), *node.children_by_field_name("argument")])
+
+    def joined(self, node: Node, parts: list[Node]) -> list[Text]:
+        """The words of parts; one with a backslash behind it goes on where the next line begins without a blank."""
+        source, found = node.text or b"", list[Text]()
+        for before, part in zip([None, *parts], parts, strict=False):
+            words = self.words(part)
+            between = source[before.end_byte - node.start_byte : part.start_byte - node.start_byte] if before else b""
+            if between == b"\\\n" and found and words:
+                found[-1] += words.pop(0)
+            found += words
+        return found
 
     def _split(self, text: Text) -> list[Text]:
         """The words of an expansion without quotes; not known where the script sets other letters to cut at."""

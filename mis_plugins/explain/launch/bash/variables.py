@@ -10,7 +10,7 @@ from mis_plugins.explain.launch.bash.nodes import Node, says
 from mis_plugins.explain.launch.reader import Reader, Reading
 from mis_plugins.explain.launch.words import Lines, Text, fields, hole, literal, spaced
 
-EXPORTED, FOLDER, LEFT = literal("x"), "~+", "~-"
+EXPORTED, FOLDER, LEFT, LAST_PIPE = literal("x"), "~+", "~-", "-p"
 Value = Text | list[Text]  # of a variable, of an array
 
 
@@ -19,7 +19,7 @@ class Variables(Reader):
 
     texts: the script, and every text that it sources or evaluates; `source` numbers the one that is read, the script 0.
     variables: by name; "@" are the arguments, `FOLDER` is where `cd` leads to and `LEFT` whence, "-x NAME" says that
-        a variable is exported, and "-a" that all that are set are.
+        a variable or function is exported, "-a" that all that are set are, and `LAST_PIPE` that `shopt -s lastpipe` is.
     locals: what the variables that a function declares as its own were before; None outside functions.
     held: what variables become behind the functions, and the commands with assignments in front, that are read.
     returned: of a branch, the variables with which it returns.

@@ -6,10 +6,12 @@ import ast
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from mis_plugins.errors import ConfigError
+from mis_plugins.errors import ConfigError, shown
 from mis_plugins.explain.launch.python.functions import BASE_OF_MILES, OF_MILES, Functions, defaults_of
 from mis_plugins.explain.launch.python.values import name_of
 from mis_plugins.explain.launch.words import literal
+
+NUMBERS = {"int": (int, "a whole number"), "float": (float, "a number")}
 
 
 class Options(Functions):
@@ -74,7 +76,11 @@ def _options(command: str, words: Sequence[str], kinds: Mapping[str, str], is_op
             raise ConfigError(f"{word}: the option {'takes no' if is_switch else 'lacks its'} value")
         else:
             value = said if equals else listed.pop(0)
-            found[name] = {"int": int, "float": float}.get(kind or "", literal)(value)
+            make, what = NUMBERS.get(kind or "", (literal, ""))
+            try:
+                found[name] = make(value)
+            except ValueError:
+                raise ConfigError(f"{word}: got {shown(value)}; expected {what}") from None
     return found
 
 
