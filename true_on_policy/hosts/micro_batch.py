@@ -73,7 +73,7 @@ class MicroBatch:
             return None
         layout = layout_of(present)
         masks = [batch["loss_masks"][i] for i in present]
-        valid = layout.place(torch.cat(masks), Ranks()).ragged.loss_mask
+        valid = layout.place(torch.cat(masks), Ranks()).loss_mask
         named = zip(("rollout_log_probs", "log_probs"), sides, strict=True)
         engine, trainer = (_packed(name, [side[i] for i in present], layout, valid.device) for name, side in named)
         if engine.dtype != trainer.dtype:
