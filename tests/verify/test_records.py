@@ -13,7 +13,7 @@ from commands import ran
 import true_on_policy.engines
 from true_on_policy.__main__ import main
 from true_on_policy.contract import sides
-from true_on_policy.contract.families import FAMILIES, Family, Proof, Shape, tiny_models
+from true_on_policy.contract.families import FAMILIES, Family, Shape, tiny_models
 from true_on_policy.contract.rounding import NormOrder
 from true_on_policy.contract.sides import ENGINES, TRAINERS
 from true_on_policy.models import hf_decoder
@@ -98,8 +98,7 @@ def made_up(aligned: list[NormOrder]) -> Family:
         aligned.append(order)
         hf_decoder.align(model, order)
 
-    proof = Proof("mistral", "dense Mistral", {"tiny-new": SHAPE}, align)
-    return Family("mistral", ("MistralForCausalLM",), proof=proof)
+    return Family("mistral", ("MistralForCausalLM",), "mistral", "dense Mistral", {"tiny-new": SHAPE}, align)
 
 
 @pytest.mark.parametrize("trainer", ["hf", "megatron"])

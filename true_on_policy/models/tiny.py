@@ -25,7 +25,7 @@ from transformers import AutoConfig
 
 from mis_plugins.shared.opened import Opened, read
 from true_on_policy.contract.cpu import Contract
-from true_on_policy.contract.families import Family, Proof, Shape, proven, tiny_models
+from true_on_policy.contract.families import Family, Shape, proven, tiny_models
 from true_on_policy.contract.model_config import check_config, check_model, with_experts
 from true_on_policy.errors import ContractError, ModelError
 
@@ -37,13 +37,12 @@ PLACEHOLDERS: dict[str, str] = NAMES["placeholders"]
 
 def config_of(family: Family, shape: Shape, dtype: torch.dtype) -> Any:
     """Build Hugging Face's configuration of a tiny model of a family with the sizes of `shape`."""
-    assert family.proof is not None, "a family that is proven"
     of_models = {"tie_word_embeddings": shape.tied, "architectures": [*family.architectures], "dtype": dtype}
     text = _decoder(family, shape)
     if family.vision is None:
-        return AutoConfig.for_model(family.proof.model_type, **text, **of_models)
+        return AutoConfig.for_model(family.model_type, **text, **of_models)
     return AutoConfig.for_model(
-        family.proof.model_type,
+        family.model_type,
         text_config={**text, "dtype": dtype},
         vision_config={**NAMES["tower"], "out_hidden_size": shape.hidden, "dtype": dtype},
         **of_models,
@@ -176,12 +175,12 @@ def read_config(checkpoint: Path) -> Any:
     return config
 
 
-def family_of(config: Any) -> tuple[Family, Proof]:
+def family_of(config: Any) -> Family:
     """The family of a model whose configuration `read_config` returned."""
     return next(
-        (family, proof)
-        for family, proof in proven().values()
-        if config.model_type == (family.vision.text_type if family.vision else proof.model_type)
+        family
+        for family in proven().values()
+        if config.model_type == (family.vision.text_type if family.vision else family.model_type)
     )
 
 
@@ -196,7 +195,7 @@ def check_shares(config: Any, contract: Contract) -> None:
     Raises:
         ContractError: a number of ranks or leaves does not divide its part of the model.
     """
-    family, _ = family_of(config)
+    family = family_of(config)
     if family.experts and (contract.trainer_tensor_parallel, contract.leaves) != (1, 1):
         raise ContractError(
             "contract.trainer_tensor_parallel, contract.leaves: a mixture of experts is proven on one rank and one "
