@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -192,16 +191,6 @@ def _summed(x: Tensor, groups: Sequence[Group]) -> Tensor:
     return x
 
 
-def metrics_of(seen: Seen) -> dict[str, float]:
-    """The routing metrics of a step."""
-    layers = [dict(zip(KINDS, row, strict=True)) for row in seen.table.sum(-1).tolist()]
-    places = zip(POSITIONS, seen.table.sum(0).T.tolist(), strict=True)
-    by_position = {start: dict(zip(KINDS, row, strict=True)) for start, row in places}
-    classes = zip(CLASSES, seen.split.tolist(), strict=True)
-    by_class = {kind: dict(zip(SPLIT, row, strict=True)) for kind, row in classes}
-    return routing_metrics(layers, by_position, by_class)
-
-
 ROUTED = {
     "route_differs": ("differs", "tokens"),
     "route_strange": ("strange", "tokens"),
@@ -219,17 +208,15 @@ BY_CLASS = {
 """A metric of one class of tokens is a sum over the class divided by a sum over that class or over all classes."""
 
 
-def routing_metrics(
-    by_layer: Sequence[Mapping[str, float]],
-    by_position: Mapping[int, Mapping[str, float]],
-    by_class: Mapping[str, Mapping[str, float]],
-) -> dict[str, float]:
+def metrics_of(seen: Seen) -> dict[str, float]:
     """Every known metric of a step's routing, by name; those of a layer or a place behind a slash."""
-    places = {"": _added(by_position.values())}
-    places |= {f"/layer_{layer}": sums for layer, sums in enumerate(by_layer)}
-    places |= {f"/position_{start}": sums for start, sums in by_position.items()}
-    every = {f"all_{name}": value for name, value in _added(by_class.values()).items()}
-    classes = {f"/{kind}": {**sums, **every} for kind, sums in by_class.items()}
+    named = lambda names, sums: dict(zip(names, sums.tolist(), strict=True))  # noqa: E731
+    places = {"": named(KINDS, seen.table.sum((0, 2)))}
+    places |= {f"/layer_{layer}": named(KINDS, sums) for layer, sums in enumerate(seen.table.sum(-1))}
+    by_position = zip(POSITIONS, seen.table.sum(0).T, strict=True)
+    places |= {f"/position_{start}": named(KINDS, sums) for start, sums in by_position}
+    every = {f"all_{name}": value for name, value in named(SPLIT, seen.split.sum(0)).items()}
+    classes = {f"/{kind}": named(SPLIT, sums) | every for kind, sums in zip(CLASSES, seen.split, strict=True)}
     return known(
         {
             name + place: ratio_of(sums[part], sums[whole])
@@ -238,10 +225,3 @@ def routing_metrics(
             for name, (part, whole) in metrics.items()
         }
     )
-
-
-def _added(rows: Iterable[Mapping[str, float]]) -> Mapping[str, float]:
-    total = Counter[str]()
-    for row in rows:
-        total.update(row)
-    return total

@@ -297,7 +297,7 @@ def test_odd_batches_are_counted_token_by_token(odd: Any, cp: int, padded: int |
         batch = handed(whole, max_seq_lens=padded and [padded] * len(there),
                        rollout_log_probs=lacking(local.behavior, there, 0),
                        log_probs=lacking(local.proximal, there, 1))  # fmt: skip
-        found = MicroBatch.compare(batch, hosts.layout_of(args, batch, (cp, rank)))
+        found = MicroBatch.compare(args, batch, (cp, rank))
         assert (found is None) == (not any(map(all, there)))
         if found is None:
             continue

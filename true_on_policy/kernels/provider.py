@@ -19,6 +19,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
@@ -122,15 +123,11 @@ def replace_everywhere(replacements: Mapping[Callable, Callable]) -> None:
 @contextmanager
 def counted(owner: Any, name: str, note: Callable[[], Any] = lambda: None) -> Iterator[list[Any]]:
     """Count the calls of a function: the yielded list grows by the result of `note` before each call."""
-    found, calls = held(owner, name), []
-    function = getattr(owner, name)
+    calls, function = [], getattr(owner, name)
 
     def counting(*args, **kwargs):
         calls.append(note())
         return function(*args, **kwargs)
 
-    setattr(owner, name, counting)
-    try:
+    with patch.object(owner, name, counting):
         yield calls
-    finally:
-        found.put_back()

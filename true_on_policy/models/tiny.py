@@ -10,7 +10,6 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -106,12 +105,6 @@ def updated(source: Path, folder: Path, seed: int) -> Path:
     shutil.copy(source / "config.json", folder)
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
     return folder
-
-
-def write_checkpoint(folder: Path, family: Family, shape: Shape, weights: Mapping[str, Tensor]) -> None:
-    """Write a checkpoint that engines load: weights by Hugging Face name, and their configuration."""
-    config_of(family, shape, next(iter(weights.values())).dtype).save_pretrained(folder)
-    save_file(dict(weights), folder / "model.safetensors", {"format": "pt"})
 
 
 def read_weights(checkpoint: Path) -> dict[str, Tensor]:
