@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import time
-import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
@@ -55,11 +54,10 @@ def certified(arguments: argparse.Namespace) -> tuple[Certificate, Evidence, Evi
 
 
 def _quiet() -> None:
-    """Keep other packages' progress bars and advice for GPUs off the terminal."""
+    """Keep other packages' progress bars and reports off the terminal; `trainers/__init__.py` does so with warnings."""
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-    warnings.filterwarnings("ignore", module=r"megatron\.")
     # Megatron reports the layer of experts that the trainer's spec names.
     getLogger("megatron.core.transformer.transformer_layer").setLevel(ERROR)
 
