@@ -463,7 +463,7 @@ def test_our_hooks_stand_before_others(tmp_path: Path):
 
 REFUSED = [
     ("yes", r"bitwise: got 'yes'; expected a mapping of on_difference, folder, loss, step_hook"),
-    ({"on_diference": "warn"}, r"bitwise.on_diference: unknown key; known are on_difference, folder"),
+    ({"on_diference": "warn"}, r"bitwise.on_diference: unknown key; did you mean on_difference\?"),
     ({"on_difference": "stop"}, r"bitwise.on_difference: got 'stop'; choose one of warn, raise"),
     ({"folder": 3}, r"bitwise.folder: got 3; expected text"),
     ({"loss": "mis_plugins.mis.nothing"}, r"bitwise.loss: cannot load 'mis_plugins.mis.nothing' .*; give package"),
