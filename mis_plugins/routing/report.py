@@ -41,11 +41,6 @@ class Groups:
         return [group for group in (self.pp, self.tp, self.sp, self.cp) if group is not None]
 
     @property
-    def of_replicas(self) -> list[Group]:
-        """The group whose ranks hold other samples."""
-        return [] if self.dp is None else [self.dp]
-
-    @property
     def counts_rows(self) -> bool:
         """Whether this rank adds the rows that its routers saw: each row once."""
         return self.tp is None or self.tp.rank() == 0
@@ -95,8 +90,7 @@ def read(watch: Watch, groups: Groups) -> Seen:
     strange: Sequence[Tensor] = ()
     if rollout.passed:
         layers = torch.tensor(len(watch.watched), device=watch.sums.table.device)
-        pipeline = [] if groups.pp is None else [groups.pp]
-        rollout.gathered = gather(rollout.passed, _summed(layers, pipeline), groups.pp, groups.sp, groups.cp)
+        rollout.gathered = gather(rollout.passed, _summed(layers, [groups.pp]), groups.pp, groups.sp, groups.cp)
         rollout.passed, strange = [], rollout.gathered.strange
     seen = _read(watch, groups, strange)
     watch.sums = watch.sums.cleared()
@@ -118,7 +112,7 @@ def _read(watch: Watch, groups: Groups, strange: Sequence[Tensor]) -> Seen:
     of_replica = _summed(packed, groups.of_replica)
     sizes = [part.numel() for part in parts]
     whole, by_sample = of_replica.split([sum(sizes), of_replica.numel() - sum(sizes)])
-    whole, by_sample, *strange = (to_host(x) for x in (_summed(whole, groups.of_replicas), by_sample, *strange))
+    whole, by_sample, *strange = (to_host(x) for x in (_summed(whole, [groups.dp]), by_sample, *strange))
     Arrival.of_copies_from(sums.table).wait()
     table, split, of_layers, faulty, unknown = whole.split(sizes)
     table, (stage_of, random) = table.view_as(sums.table), _read_layers(of_layers.view(3, -1))
@@ -169,13 +163,17 @@ def _read_layers(rows: Float[Tensor, "3 L"]) -> tuple[dict[int, int], dict[int, 
     return {i: round(stage / n) for i, (n, stage, _) in held}, {i: share / n for i, (n, _, share) in held}
 
 
-def _summed(x: Tensor, groups: Sequence[Group]) -> Tensor:
+def _summed(x: Tensor, groups: Sequence[Group | None]) -> Tensor:
     """Sum over the ranks of all groups, except a torchft group that lost a rank: Miles goes on without it.
+
+    A group that is None has one rank.
 
     Raises:
         RANK_LOST: a rank of another group died.
     """
     for group in groups:
+        if group is None:
+            continue
         added, error = x.clone(), None
         try:
             all_reduce(added, group)

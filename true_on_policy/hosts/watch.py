@@ -196,7 +196,7 @@ class Comparison:
         if self.written is not None:
             return
         named = "" if step is None else f"rollout-{step[0]}-step-{step[1]}-"
-        folder = config.place(args) / f"{named}rank-{_rank()}"
+        folder = config.place(args) / f"{named}rank-{own_rank()}"
         metadata = {"where": f"{_where(step)}, {first.place}", "compared": described(args)}
         try:
             files = write_sample(first.batch, first.sequence, folder, metadata)
@@ -233,11 +233,12 @@ def described(args: Any) -> str:
 
 
 def _where(step: Step | None) -> str:
-    rank = f"rank {_rank()}"
+    rank = f"rank {own_rank()}"
     return rank if step is None else f"rollout {step[0]}, step {step[1]}, {rank}"
 
 
-def _rank() -> int:
+def own_rank() -> int:
+    """The rank of this process in the default group; 0 where there is none."""
     return dist.get_rank() if dist.is_initialized() else 0
 
 

@@ -179,14 +179,11 @@ def _local_norm() -> str:
     return getattr(getattr(specs, "LNImpl", None), "__name__", "not imported")
 
 
-def _version(distribution: str) -> Look:
-    def look() -> str:
-        try:
-            return importlib.metadata.version(distribution)
-        except importlib.metadata.PackageNotFoundError:
-            return ABSENT
-
-    return look
+def _version(distribution: str) -> str:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return ABSENT
 
 
 def _parallel() -> dict[str, str]:
@@ -270,7 +267,7 @@ LOOKS: dict[str, Look] = {
     "torch": lambda: torch.__version__,
     "CUDA": lambda: str(torch.version.cuda),
     "NCCL": _nccl,
-    **{row: _version(distribution) for row, distribution in VERSIONS.items()},
+    **{row: partial(_version, distribution) for row, distribution in VERSIONS.items()},
     "Apex": _apex,
     "norm of the local spec": _local_norm,
     **{row: partial(chosen, *place) for row, place in CHOSEN.items()},
