@@ -26,8 +26,7 @@ from true_on_policy.models.tiny import checkpoint, updated
 from true_on_policy.trainers.hf import HuggingFace
 from true_on_policy.trainers.megatron import Megatron
 from true_on_policy.verify import verification
-from true_on_policy.verify.certificate import Certificate
-from true_on_policy.verify.links import Evidence, Link, link
+from true_on_policy.verify.certificate import Certificate, Evidence, Link, link
 from true_on_policy.verify.workload import LONG_PROMPT, Workload, arrangements, counted, situations
 
 FEW = "60"

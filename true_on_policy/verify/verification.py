@@ -23,8 +23,7 @@ from true_on_policy.contract.sides import ENGINES, TRAINERS
 from true_on_policy.engines.protocol import Engine, Sample
 from true_on_policy.errors import ContractError
 from true_on_policy.trainers.protocol import Trainer
-from true_on_policy.verify.certificate import Certificate, Verdict, hashes
-from true_on_policy.verify.links import Evidence, LogProbs, conclusion, links
+from true_on_policy.verify.certificate import Certificate, Evidence, LogProbs, Verdict, conclusion, hashes, links
 from true_on_policy.verify.prompts import Prompts, read_prompts
 from true_on_policy.verify.workload import Workload, arrangements, counted, situations
 

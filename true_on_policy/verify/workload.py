@@ -12,7 +12,7 @@ import torch
 
 from true_on_policy.contract.specs import Ability
 from true_on_policy.engines.protocol import Request, Sample
-from true_on_policy.verify.links import Evidence
+from true_on_policy.verify.certificate import Evidence
 
 BATCH_SIZES = (1, 3, 8)
 LONGEST_RESPONSE = 80
