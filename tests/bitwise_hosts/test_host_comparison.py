@@ -219,7 +219,9 @@ def test_without_log_probs_nothing_is_compared_and_that_is_said_once(
     assert (comparison.totals.compared, comparison.totals.without) == (0, 8)
 
 
-def test_a_sequence_without_log_probs_leaves_the_others_alone(tmp_path: Path, comparison: Comparison):
+def test_a_sequence_without_log_probs_leaves_the_others_alone(
+    tmp_path: Path, comparison: Comparison, caplog: pytest.LogCaptureFixture
+):
     broken = flip(example(), 3, 4)
     args = settings(tmp_path)
     hosts.report_step(args, 0, 0)
@@ -232,6 +234,9 @@ def test_a_sequence_without_log_probs_leaves_the_others_alone(tmp_path: Path, co
     assert tokens.tolist() == list(range(300, 310))
     where = LogProbRecord.load(folder / "engine.safetensors").metadata["where"]
     assert where.endswith("micro-batch 0, sequence 3, response token 4")
+    comparison.at_exit()
+    assert caplog.messages[-1].startswith("rank 0, the whole run: 1 of ")
+    assert caplog.messages[-1].endswith("; sequences without the log-probs of one side: 1")
 
 
 @pytest.mark.parametrize("lengths", [(), (0,), (0, 0)])
@@ -429,6 +434,7 @@ def test_the_last_step_is_read_when_the_process_exits(tmp_path: Path):
     done = ran("-c", ENDS_AFTER_A_STEP, tmp_path)
     assert done.returncode == 0, done.stderr
     assert "rollout 7, step 0, rank 0: 1 of 3 log-probs differ; ulps: 0: 1" in done.stderr
+    assert "rank 0, the whole run: 1 of 3 log-probs differ; ulps: 0: 1\n" in done.stderr
     assert (tmp_path / "rollout-7-step-0-rank-0" / "engine.safetensors").exists()
 
 

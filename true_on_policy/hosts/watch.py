@@ -4,7 +4,8 @@ Every micro-batch is compared on the device. Its flags are copied without blocki
 the before-train-step hook of the next step reads the flags. Where a log-prob differs, the watch counts distances in
 ulps and writes the first sample to disk.
 
-The flags of the last step are read when the process exits: a difference is logged and written, and stops nothing.
+The flags of the last step are read when the process exits: a difference is logged and written, and stops nothing. Then
+the totals of the run are logged.
 
 Without the step hook (Miles calls none on FSDP), flags are read at a later micro-batch, once they have arrived. A rank
 that saw a difference then stops alone under `on_difference: raise`.
@@ -59,7 +60,8 @@ class Totals:
 
     def __str__(self) -> str:
         ulps = f"; ulps: {', '.join(f'{k}: {n}' for k, n in self.ulps.items())}" if self.ulps else ""
-        return f"{self.different} of {self.compared} log-probs differ{ulps}"
+        lacking = f"; sequences without the log-probs of one side: {self.without}" if self.without else ""
+        return f"{self.different} of {self.compared} log-probs differ{ulps}{lacking}"
 
 
 @dataclass(frozen=True)
@@ -157,12 +159,14 @@ class Comparison:
             self._stop(config, _anywhere(found), ended)
 
     def at_exit(self) -> None:
-        """Read the pending flags when the process exits; an exception is logged and not raised."""
+        """Read the pending flags when the process exits, and log the totals; an exception is logged and not raised."""
         pending, self.pending = self.pending, []
         if self.latest is None:
             return
         try:
             self._read(pending, *self.latest, self.step)
+            level = logging.WARNING if self.totals.different or self.totals.without else logging.INFO
+            logger.log(level, "%s, the whole run: %s", _where(None), self.totals)
         except Exception as error:
             logger.error("the last step, compared at exit: %s", error)
 
