@@ -2,6 +2,6 @@
 
 import warnings
 
-# Set before Megatron-core is imported, in a process of its ranks too: its advice for GPUs, and torch's to it.
+# Silences, before Megatron-core is imported, its advice for GPUs and torch's advice on collectives that it calls.
 warnings.filterwarnings("ignore", module=r"megatron\.")
 warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed\.")
