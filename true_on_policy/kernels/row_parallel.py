@@ -12,6 +12,7 @@ Sizes That Eliminates Training-Inference Mismatch", arXiv:2511.17826); here it r
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -38,12 +39,12 @@ class Tree:
     leaves: int
 
     def product(
-        self, x: Float[Tensor, "*B K"], weight: Float[Tensor, "N K"], group: dist.ProcessGroup | None = None
+        self, x: Float[Tensor, "*B K"], weight: Float[Tensor, "N K"], group: Any = None
     ) -> Float[Tensor, "*B N"]:
         """Sum x @ weight.T over the ranks of `group`, each of which holds its share of K; differentiable.
 
         Args:
-            group: ranks in the order of their shares of K; None is one rank that holds the whole K.
+            group: the process group, ranks in the order of their shares of K; None is one rank that holds all of K.
 
         Raises:
             ContractError: the leaves do not divide K, or the ranks do not divide the leaves.
