@@ -22,8 +22,8 @@ from matplotlib.figure import Figure
 from lab.palette import color
 from mis_plugins.shared.files import check_writable
 from true_on_policy.contract.model_config import check_model
+from true_on_policy.verify.certificate import Evidence
 from true_on_policy.verify.command import add_parser
-from true_on_policy.verify.links import Evidence
 from true_on_policy.verify.verification import EXIT, certified, title
 
 ZERO = 1e-10  # where the logarithmic axis shows a difference of exactly 0

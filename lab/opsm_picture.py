@@ -38,7 +38,7 @@ def grid() -> tuple[torch.Tensor, torch.Tensor]:
 def kept(mismatch: torch.Tensor, staleness: torch.Tensor, advantage: float) -> torch.Tensor:
     """Whether OPSM keeps responses of one token each, by the function that the loss hook calls."""
     count = len(mismatch)
-    ragged = whole([1] * count).place(torch.ones(count, dtype=torch.bool), Ranks()).ragged
+    ragged = whole([1] * count).place(torch.ones(count, dtype=torch.bool), Ranks())
     behavior = torch.full((count,), -1.0)
     advantages = torch.full((count,), advantage)
     return on_policy(behavior + mismatch + staleness, behavior, advantages, ragged, OpsmConfig(DELTA))

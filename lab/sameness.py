@@ -224,7 +224,7 @@ def metrics(lengths: Sequence[int]) -> Iterator[Row]:
     ones = [[1.0] * length for length in lengths]
     wanted, _ = step_oracle.step_metrics(samples, ORACLE, oracle.correct(samples, ORACLE), ones)
     config, (proximal, behavior, mask) = from_mapping(ORACLE), (torch.cat(x) for x in lists)
-    ragged = whole(lengths).place(mask, Ranks()).ragged
+    ragged = whole(lengths).place(mask, Ranks())
     found = finalize(partials(correct(proximal, behavior, ragged, config), kwargs["pg_loss"].detach()), config)
     for name in sorted(found.keys() & wanted.keys()):
         error = abs(found[name] - wanted[name])

@@ -47,7 +47,7 @@ from mis_plugins.hosts.registry import current
 from mis_plugins.hosts.rollout_store import ROLLOUT
 from mis_plugins.hosts.step_report import RECORDER
 from mis_plugins.metrics.token_metrics import Average, diagnose
-from mis_plugins.packing.layout import Placed, whole
+from mis_plugins.packing.layout import whole
 
 if TYPE_CHECKING:
     from mis_plugins.hosts.routing import Watching
@@ -152,10 +152,10 @@ def compute_mis_weights(
     config = config_in_force(args).without_step_hook
     lengths = numbers_of(loss_masks)
     batch = HostBatch(train_log_probs, rollout_log_probs, loss_masks, whole(lengths))
-    correction, placed = _correct(args, batch, config)
+    correction = _correct(args, batch, config)
     metrics = {name: list(value.split(lengths)) for name, value in diagnose(correction, prefix="").items()}
     weights = list(correction.loss_factor.split(lengths)) if config.corrects else None
-    return weights, _masks(batch, correction, placed), metrics
+    return weights, _masks(batch, correction), metrics
 
 
 @Hook
@@ -312,12 +312,12 @@ def _hook(args: View, pg_loss: Tensor, batch: HostBatch, settled: Settled, flags
     if not isinstance(pg_loss, Tensor) or pg_loss.shape != (tokens,):
         said = f"shape {list(pg_loss.shape)}" if isinstance(pg_loss, Tensor) else f"a {type(pg_loss).__name__}"
         raise InputError(f"pg_loss: {said}, not 1-D with the {tokens} tokens that this rank holds")
-    correction, placed = _correct(args, batch, config, flags)
+    correction = _correct(args, batch, config, flags)
     loss = pg_loss
     if config.corrects:
         factor = correction.loss_factor_by_kept if settled.rescales else correction.loss_factor
         loss = (pg_loss * factor).masked_fill_(~correction.keep, 0)
-    masks = _masks(batch, correction, placed)
+    masks = _masks(batch, correction)
     RECORDER.record(correction, pg_loss)
     if flags is not None:
         _watch().record(correction, flags)
@@ -325,9 +325,7 @@ def _hook(args: View, pg_loss: Tensor, batch: HostBatch, settled: Settled, flags
     return loss, masks, diagnose(correction, average=average)
 
 
-def _correct(
-    args: Any, batch: HostBatch, config: CorrectionConfig, flags: Flags | None = None
-) -> tuple[Correction, Placed]:
+def _correct(args: Any, batch: HostBatch, config: CorrectionConfig, flags: Flags | None = None) -> Correction:
     if config.corrects:
         check_apart(batch.train_log_probs, batch.rollout_log_probs)
     if len(batch.loss_masks) == 1:
@@ -337,10 +335,8 @@ def _correct(
     watched = flags is not None or config.reads_routes or config.routing is not None
     routed = _watch().routes(args, config, flags) if watched else None
     check_agreement(config, batch.ranks)
-    placed = batch.place()
     rollout_mean = ROLLOUT.mean(args, config) if ROLLOUT.held else None
-    correction = correct(batch.proximal, batch.behavior, placed.ragged, config, rollout_mean, routes=routed)
-    return correction, placed
+    return correct(batch.proximal, batch.behavior, batch.place(), config, rollout_mean, routes=routed)
 
 
 def _begun_watch() -> Watching | None:
@@ -355,12 +351,12 @@ def _watch() -> Watching:
     return WATCHING
 
 
-def _masks(batch: HostBatch, correction: Correction, placed: Placed) -> Tensors:
+def _masks(batch: HostBatch, correction: Correction) -> Tensors:
     """The host's masks, or copies of them in its own dtype where something can be rejected."""
     tokens, sequences = correction.keep_tokens, correction.keep_sequences
     if tokens is None and sequences is None:
         return batch.loss_masks
-    keep = correction.keep if placed.ragged.responses is None else placed.full_mask(tokens, sequences)
+    keep = correction.keep if correction.ragged.responses is None else correction.ragged.full_mask(tokens, sequences)
     kept = batch.loss_mask * keep  # the host's own numbers, in the host's dtype
     # "Unsafe" only means that no gradient flows through the parts; it takes a third less time than a split.
     return list(kept.unsafe_split_with_sizes(list(batch.layout.response_lengths)))

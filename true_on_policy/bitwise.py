@@ -127,7 +127,7 @@ def first_mismatch(
         count=int(counts.sum()),
         total=a.numel(),
         furthest=None if furthest == NO_DISTANCE else furthest,
-        histogram=_labelled(counts),
+        histogram={label: count for label, count in zip(LABELS, counts.tolist(), strict=True) if count},
     )
 
 
@@ -224,10 +224,6 @@ def _counts(a: Shaped[Tensor, "n"], b: Shaped[Tensor, "n"]) -> Int64[Tensor, "la
         label = torch.where(distances == value, LABELS.index(special), label)
     label = torch.where(_bits(a) == _bits(b), LABELS.index("equal"), label)
     return torch.bincount(label, minlength=len(LABELS))
-
-
-def _labelled(counts: Int64[Tensor, "labels"]) -> dict[str, int]:
-    return {label: count for label, count in zip(LABELS, counts.tolist(), strict=True) if count}
 
 
 def _value(x: Shaped[Tensor, ""]) -> object:

@@ -15,7 +15,7 @@ from lab.gpu.results import Result, compared
 from true_on_policy.contract.rounding import ORDERS
 from true_on_policy.kernels import gpu
 from true_on_policy.models import hf_decoder
-from true_on_policy.verify.links import link
+from true_on_policy.verify.certificate import link
 
 ORDER = ORDERS["sglang"]
 COSTS = ("step", "compiled", "eager ms", "again ms", "compiled ms", "compiled / eager")

@@ -23,7 +23,7 @@ from lab.gpu.results import Result, compared
 from lab.gpu.sglang_server import DETERMINISTIC, STOCK, TARGET
 from true_on_policy.engines.protocol import Engine, Request, Sample
 from true_on_policy.models.tiny import updated
-from true_on_policy.verify.links import Evidence, LogProbs, conclusion, link
+from true_on_policy.verify.certificate import Evidence, LogProbs, conclusion, link
 
 UPDATES = 1
 PREFILL, DECODE = torch.float32, torch.bfloat16  # the dtypes in which the target takes log_softmax

@@ -18,7 +18,7 @@ from lab.gpu.machine import Cuda
 from lab.gpu.pins import installed
 from lab.gpu.plan import Plan
 from lab.gpu.results import Result, compared
-from true_on_policy.verify.links import link
+from true_on_policy.verify.certificate import link
 
 KERNELS = {"stock": nullcontext, "pinned": installed}
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from lab.provenance import markdown_table
-from true_on_policy.verify.links import Link
+from true_on_policy.verify.certificate import Link
 
 Cell = str | int | float | None
 

@@ -12,7 +12,7 @@ from functools import partial
 from importlib import import_module
 from typing import Any
 
-from true_on_policy.contract.cpu import Contract
+from true_on_policy.contract.cpu import DTYPES, Contract
 from true_on_policy.contract.rounding import ORDERS, NormOrder
 from true_on_policy.contract.specs import HUGGING_FACE
 from true_on_policy.errors import ContractError
@@ -40,8 +40,8 @@ def align(actor: Any, contract: Contract) -> None:
     Raises:
         ContractError: this version of Miles has no registry of model patches.
     """
-    actor.precision_policy.param_dtype = contract.torch_dtype
-    actor.precision_policy.sync_dtype_resolver = lambda name, stated: contract.torch_dtype
+    actor.precision_policy.param_dtype = DTYPES[contract.dtype]
+    actor.precision_policy.sync_dtype_resolver = lambda name, stated: DTYPES[contract.dtype]
     registry = import_module(REGISTRY)
     if not hasattr(registry, "register_model_instance_patch"):
         raise ContractError(f"{REGISTRY} has no register_model_instance_patch: no model would be in the engine's order")

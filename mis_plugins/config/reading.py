@@ -325,9 +325,11 @@ def convert(kind: Any, value: Any, path: str) -> Any:
         return _parse(typing.cast(type, kind), value, path)
     if kind is bool and not isinstance(value, bool):
         raise ConfigError(f"{path}: got {shown(value)}; expected true or false")
+    if kind is str and not isinstance(value, str):
+        raise ConfigError(f"{path}: got {shown(value)}; expected text")
     if kind is int:
         return _whole(value, path)
-    return value if kind is bool else number(value, path)
+    return value if kind in (bool, str) else number(value, path)
 
 
 def choices_of(kind: Any) -> tuple[str, ...] | None:

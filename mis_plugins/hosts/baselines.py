@@ -83,7 +83,7 @@ def samples_that_train(args: View, data: Mapping[str, Any], config: CorrectionCo
     rules = replace(config, weight=weight, metrics="none")
     check_agreement(rules, parallel[0])
     batch = HostBatch.of_rollout(args, data, parallel)
-    ragged = batch.place().ragged
+    ragged = batch.place()
     correction = correct(batch.proximal, batch.behavior, ragged, rules)
     (tokens,) = ragged.sums(correction.keep & (correction.weights != 0))
     return tokens > 0

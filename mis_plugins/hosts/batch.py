@@ -13,8 +13,8 @@ from jaxtyping import Float, Shaped
 from torch import Tensor
 
 from mis_plugins.errors import ConfigError, InputError
-from mis_plugins.packing.layout import Layout, Placed, whole, zigzag
-from mis_plugins.packing.ragged import Ranks
+from mis_plugins.packing.layout import Layout, whole, zigzag
+from mis_plugins.packing.ragged import Ragged, Ranks
 from mis_plugins.shared.absent import LOWEST
 
 Tensors = Sequence[Tensor]
@@ -80,7 +80,7 @@ class HostBatch:
         """`[R]`, in the host's dtype."""
         return torch.cat(list(self.loss_masks))
 
-    def place(self) -> Placed:
+    def place(self) -> Ragged:
         return self.layout.place(self.loss_mask, self.ranks)
 
 

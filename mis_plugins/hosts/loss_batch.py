@@ -50,7 +50,7 @@ def read(
     if proximal is not None and config.corrects and not config.bypass:
         check_apart(batch["log_probs"], batch.get("rollout_log_probs"), "log_probs")
     return LossInputs(
-        ragged=layout.place(torch.cat(list(batch["loss_masks"])), ranks).ragged,
+        ragged=layout.place(torch.cat(list(batch["loss_masks"])), ranks),
         target=target,
         proximal=target.detach() if proximal is None else proximal,
         behavior=constant("rollout_log_probs"),

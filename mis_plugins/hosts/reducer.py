@@ -53,7 +53,7 @@ def kept_token_mean(
     if counts != list(response_lengths):
         raise InputError(f"masks: {counts} tokens, but the responses have {list(response_lengths)}")
     mask = torch.cat([mask.bool() for mask in masks])
-    ragged = layout.place(mask, Ranks()).ragged
+    ragged = layout.place(mask, Ranks())
     lengths = ragged.to_tokens(valid_tokens(mask, response_lengths).clamp(min=1))
 
     def reduce(x: Tensor) -> Tensor:

@@ -102,7 +102,7 @@ def _rescore(args: Any, data: Mapping[str, Any], host: Host) -> Rescore:
 def _differences(
     args: Any, data: Mapping[str, Any], again: Sequence[Tensor], ranks: Ranks, cp: tuple[int, int]
 ) -> tuple[Float64[Tensor, "3"], Float64[Tensor, ""]]:
-    mask = layout_of(args, data, cp).place(torch.cat(list(data["loss_masks"])), ranks).ragged.loss_mask
+    mask = layout_of(args, data, cp).place(torch.cat(list(data["loss_masks"])), ranks).loss_mask
     return differences(torch.cat(list(data["log_probs"])), torch.cat(list(again)), mask)
 
 

@@ -66,7 +66,7 @@ def normalize_rollout(
         loss_batch.check_versions(args, data, config)
         numerator = numerator_of(*log_probs, loss_batch.written(data, batch.layout.local_lengths), config)
     check_agreement(config, batch.ranks)
-    mean = mean_weight_of(*log_probs, batch.place().ragged, config, numerator)
+    mean = mean_weight_of(*log_probs, batch.place(), config, numerator)
     ROLLOUT.keep(Held(rollout_id, asked(args), count(args, rollout_id, data, batch.ranks), config, mean))
 
 

@@ -13,8 +13,7 @@ from functools import cached_property
 from itertools import accumulate
 
 import torch
-import torch.distributed as dist
-from jaxtyping import Bool, Shaped
+from jaxtyping import Shaped
 from torch import Tensor
 
 from mis_plugins.packing.ragged import Ragged, Ranks, Responses, to_device
@@ -49,7 +48,7 @@ class Layout:
             torch.cat([response[start:stop] for start, stop in self.pieces(i)]) for i, response in enumerate(responses)
         ]
 
-    def place(self, loss_mask: Shaped[Tensor, " R"], ranks: Ranks) -> Placed:
+    def place(self, loss_mask: Shaped[Tensor, " R"], ranks: Ranks) -> Ragged:
         """The host's full-response masks, concatenated, placed on this rank."""
         local = self.local_lengths
         ends = [0, *accumulate(local)]
@@ -59,12 +58,12 @@ class Layout:
         table = to_device([number for part in parts for number in part], loss_mask.device)
         cu_seqlens, counts, *others = table.split([len(part) for part in parts])
         if not others:
-            return Placed(Ragged(cu_seqlens, loss_mask.bool(), ranks, counts=counts))
+            return Ragged(cu_seqlens, loss_mask.bool(), ranks, counts=counts)
         starts, lengths, shifts = others
         index = torch.arange(ends[-1], device=loss_mask.device)
         index = index + shifts.repeat_interleave(lengths, output_size=ends[-1])
         whole = Responses(starts, loss_mask.bool(), index)
-        return Placed(Ragged(cu_seqlens, whole.loss_mask.index_select(0, index), ranks, whole, counts))
+        return Ragged(cu_seqlens, whole.loss_mask.index_select(0, index), ranks, whole, counts)
 
     def _shifts(self, spans: Sequence[Sequence[Span]]) -> tuple[list[int], list[int]]:
         """Length and shift of each piece: local position plus shift is the position among all responses' tokens."""
@@ -76,34 +75,6 @@ class Layout:
                 local += stop - start
             full += response
         return lengths, shifts
-
-
-@dataclass(frozen=True)
-class Placed:
-    """A Ragged batch and the way back from its local tokens to the host's full responses."""
-
-    ragged: Ragged
-
-    def full_mask(self, tokens: Bool[Tensor, " T"] | None, sequences: Bool[Tensor, " N"] | None) -> Bool[Tensor, " R"]:
-        """Mask of the tokens that are kept in whole responses. A mask of tokens costs one collective.
-
-        Args:
-            tokens: which local tokens are kept; None keeps all of them, masked ones included.
-            sequences: which sequences are kept; None keeps all of them.
-        """
-        responses = self.ragged.responses
-        assert responses is not None
-        keep = torch.ones_like(responses.loss_mask) if tokens is None else self._gather(tokens, responses)
-        if sequences is None:
-            return keep
-        return keep & sequences.repeat_interleave(responses.cu_seqlens.diff(), output_size=keep.numel())
-
-    def _gather(self, tokens: Bool[Tensor, " T"], responses: Responses) -> Bool[Tensor, " R"]:
-        """Mask of whole responses from the local masks: a token lies on one rank, so a sum over ranks joins them."""
-        full = torch.zeros_like(responses.loss_mask, dtype=torch.uint8)
-        full.index_copy_(0, responses.index, tokens.byte())
-        dist.all_reduce(full, group=self.ragged.ranks.cp)
-        return full.bool()
 
 
 def whole(response_lengths: Sequence[int]) -> Layout:

@@ -129,6 +129,27 @@ class Ragged:
         """Give each local token the value of its sequence."""
         return per_sequence.index_select(0, self._sequence_of_token)
 
+    def full_mask(self, tokens: Bool[Tensor, " T"] | None, sequences: Bool[Tensor, " N"] | None) -> Bool[Tensor, " R"]:
+        """Mask of the tokens that are kept in whole responses. A mask of tokens costs one collective.
+
+        Args:
+            tokens: which local tokens are kept; None keeps all of them, masked ones included.
+            sequences: which sequences are kept; None keeps all of them.
+        """
+        responses = self.responses
+        assert responses is not None
+        keep = torch.ones_like(responses.loss_mask) if tokens is None else self._gather(tokens, responses)
+        if sequences is None:
+            return keep
+        return keep & sequences.repeat_interleave(responses.cu_seqlens.diff(), output_size=keep.numel())
+
+    def _gather(self, tokens: Bool[Tensor, " T"], responses: Responses) -> Bool[Tensor, " R"]:
+        """Mask of whole responses from the local masks: a token lies on one rank, so a sum over ranks joins them."""
+        full = torch.zeros_like(responses.loss_mask, dtype=torch.uint8)
+        full.index_copy_(0, responses.index, tokens.byte())
+        dist.all_reduce(full, group=self.ranks.cp)
+        return full.bool()
+
     @cached_property
     def _sequence_of_token(self) -> Int[Tensor, " T"]:
         return torch.repeat_interleave(self.lengths, output_size=self.loss_mask.numel())

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -40,11 +39,6 @@ class Groups:
     def of_replica(self) -> list[Group]:
         """Groups whose ranks hold parts of the same samples."""
         return [group for group in (self.pp, self.tp, self.sp, self.cp) if group is not None]
-
-    @property
-    def of_replicas(self) -> list[Group]:
-        """The group whose ranks hold other samples."""
-        return [] if self.dp is None else [self.dp]
 
     @property
     def counts_rows(self) -> bool:
@@ -96,8 +90,7 @@ def read(watch: Watch, groups: Groups) -> Seen:
     strange: Sequence[Tensor] = ()
     if rollout.passed:
         layers = torch.tensor(len(watch.watched), device=watch.sums.table.device)
-        pipeline = [] if groups.pp is None else [groups.pp]
-        rollout.gathered = gather(rollout.passed, _summed(layers, pipeline), groups.pp, groups.sp, groups.cp)
+        rollout.gathered = gather(rollout.passed, _summed(layers, [groups.pp]), groups.pp, groups.sp, groups.cp)
         rollout.passed, strange = [], rollout.gathered.strange
     seen = _read(watch, groups, strange)
     watch.sums = watch.sums.cleared()
@@ -119,7 +112,7 @@ def _read(watch: Watch, groups: Groups, strange: Sequence[Tensor]) -> Seen:
     of_replica = _summed(packed, groups.of_replica)
     sizes = [part.numel() for part in parts]
     whole, by_sample = of_replica.split([sum(sizes), of_replica.numel() - sum(sizes)])
-    whole, by_sample, *strange = (to_host(x) for x in (_summed(whole, groups.of_replicas), by_sample, *strange))
+    whole, by_sample, *strange = (to_host(x) for x in (_summed(whole, [groups.dp]), by_sample, *strange))
     Arrival.of_copies_from(sums.table).wait()
     table, split, of_layers, faulty, unknown = whole.split(sizes)
     table, (stage_of, random) = table.view_as(sums.table), _read_layers(of_layers.view(3, -1))
@@ -170,13 +163,17 @@ def _read_layers(rows: Float[Tensor, "3 L"]) -> tuple[dict[int, int], dict[int, 
     return {i: round(stage / n) for i, (n, stage, _) in held}, {i: share / n for i, (n, _, share) in held}
 
 
-def _summed(x: Tensor, groups: Sequence[Group]) -> Tensor:
+def _summed(x: Tensor, groups: Sequence[Group | None]) -> Tensor:
     """Sum over the ranks of all groups, except a torchft group that lost a rank: Miles goes on without it.
+
+    A group that is None has one rank.
 
     Raises:
         RANK_LOST: a rank of another group died.
     """
     for group in groups:
+        if group is None:
+            continue
         added, error = x.clone(), None
         try:
             all_reduce(added, group)
@@ -190,16 +187,6 @@ def _summed(x: Tensor, groups: Sequence[Group]) -> Tensor:
         else:
             logger.warning("routes of this step are those of this rank's cell alone: a rank was lost (%s)", error)
     return x
-
-
-def metrics_of(seen: Seen) -> dict[str, float]:
-    """The routing metrics of a step."""
-    layers = [dict(zip(KINDS, row, strict=True)) for row in seen.table.sum(-1).tolist()]
-    places = zip(POSITIONS, seen.table.sum(0).T.tolist(), strict=True)
-    by_position = {start: dict(zip(KINDS, row, strict=True)) for start, row in places}
-    classes = zip(CLASSES, seen.split.tolist(), strict=True)
-    by_class = {kind: dict(zip(SPLIT, row, strict=True)) for kind, row in classes}
-    return routing_metrics(layers, by_position, by_class)
 
 
 ROUTED = {
@@ -219,17 +206,15 @@ BY_CLASS = {
 """A metric of one class of tokens is a sum over the class divided by a sum over that class or over all classes."""
 
 
-def routing_metrics(
-    by_layer: Sequence[Mapping[str, float]],
-    by_position: Mapping[int, Mapping[str, float]],
-    by_class: Mapping[str, Mapping[str, float]],
-) -> dict[str, float]:
+def metrics_of(seen: Seen) -> dict[str, float]:
     """Every known metric of a step's routing, by name; those of a layer or a place behind a slash."""
-    places = {"": _added(by_position.values())}
-    places |= {f"/layer_{layer}": sums for layer, sums in enumerate(by_layer)}
-    places |= {f"/position_{start}": sums for start, sums in by_position.items()}
-    every = {f"all_{name}": value for name, value in _added(by_class.values()).items()}
-    classes = {f"/{kind}": {**sums, **every} for kind, sums in by_class.items()}
+    named = lambda names, sums: dict(zip(names, sums.tolist(), strict=True))  # noqa: E731
+    places = {"": named(KINDS, seen.table.sum((0, 2)))}
+    places |= {f"/layer_{layer}": named(KINDS, sums) for layer, sums in enumerate(seen.table.sum(-1))}
+    by_position = zip(POSITIONS, seen.table.sum(0).T, strict=True)
+    places |= {f"/position_{start}": named(KINDS, sums) for start, sums in by_position}
+    every = {f"all_{name}": value for name, value in named(SPLIT, seen.split.sum(0)).items()}
+    classes = {f"/{kind}": named(SPLIT, sums) | every for kind, sums in zip(CLASSES, seen.split, strict=True)}
     return known(
         {
             name + place: ratio_of(sums[part], sums[whole])
@@ -238,10 +223,3 @@ def routing_metrics(
             for name, (part, whole) in metrics.items()
         }
     )
-
-
-def _added(rows: Iterable[Mapping[str, float]]) -> Mapping[str, float]:
-    total = Counter[str]()
-    for row in rows:
-        total.update(row)
-    return total

@@ -78,12 +78,17 @@ T = TypeVar("T")
 SECONDS = 2.0
 
 
+def tell(what: str) -> None:
+    """Print on stderr what happens now, at once, so that a user sees why nothing else is printed yet."""
+    print(what, file=sys.stderr, flush=True)
+
+
 def progress(items: Sequence[T], what: str) -> Iterator[T]:
     """Yield the items, and print every two seconds on stderr how many of them are done."""
     said = time.monotonic()
     for done, item in enumerate(items):
         if time.monotonic() - said >= SECONDS:
-            print(f"{done} of {len(items)} {what}", file=sys.stderr, flush=True)
+            tell(f"{done} of {len(items)} {what}")
             said = time.monotonic()
         yield item
 

@@ -219,7 +219,9 @@ def test_without_log_probs_nothing_is_compared_and_that_is_said_once(
     assert (comparison.totals.compared, comparison.totals.without) == (0, 8)
 
 
-def test_a_sequence_without_log_probs_leaves_the_others_alone(tmp_path: Path, comparison: Comparison):
+def test_a_sequence_without_log_probs_leaves_the_others_alone(
+    tmp_path: Path, comparison: Comparison, caplog: pytest.LogCaptureFixture
+):
     broken = flip(example(), 3, 4)
     args = settings(tmp_path)
     hosts.report_step(args, 0, 0)
@@ -232,6 +234,9 @@ def test_a_sequence_without_log_probs_leaves_the_others_alone(tmp_path: Path, co
     assert tokens.tolist() == list(range(300, 310))
     where = LogProbRecord.load(folder / "engine.safetensors").metadata["where"]
     assert where.endswith("micro-batch 0, sequence 3, response token 4")
+    comparison.at_exit()
+    assert caplog.messages[-1].startswith("rank 0, the whole run: 1 of ")
+    assert caplog.messages[-1].endswith("; sequences without the log-probs of one side: 1")
 
 
 @pytest.mark.parametrize("lengths", [(), (0,), (0, 0)])
@@ -297,7 +302,7 @@ def test_odd_batches_are_counted_token_by_token(odd: Any, cp: int, padded: int |
         batch = handed(whole, max_seq_lens=padded and [padded] * len(there),
                        rollout_log_probs=lacking(local.behavior, there, 0),
                        log_probs=lacking(local.proximal, there, 1))  # fmt: skip
-        found = MicroBatch.compare(batch, hosts.layout_of(args, batch, (cp, rank)))
+        found = MicroBatch.compare(args, batch, (cp, rank))
         assert (found is None) == (not any(map(all, there)))
         if found is None:
             continue
@@ -429,6 +434,7 @@ def test_the_last_step_is_read_when_the_process_exits(tmp_path: Path):
     done = ran("-c", ENDS_AFTER_A_STEP, tmp_path)
     assert done.returncode == 0, done.stderr
     assert "rollout 7, step 0, rank 0: 1 of 3 log-probs differ; ulps: 0: 1" in done.stderr
+    assert "rank 0, the whole run: 1 of 3 log-probs differ; ulps: 0: 1\n" in done.stderr
     assert (tmp_path / "rollout-7-step-0-rank-0" / "engine.safetensors").exists()
 
 
@@ -463,7 +469,7 @@ def test_our_hooks_stand_before_others(tmp_path: Path):
 
 REFUSED = [
     ("yes", r"bitwise: got 'yes'; expected a mapping of on_difference, folder, loss, step_hook"),
-    ({"on_diference": "warn"}, r"bitwise.on_diference: unknown key; known are on_difference, folder"),
+    ({"on_diference": "warn"}, r"bitwise.on_diference: unknown key; did you mean on_difference\?"),
     ({"on_difference": "stop"}, r"bitwise.on_difference: got 'stop'; choose one of warn, raise"),
     ({"folder": 3}, r"bitwise.folder: got 3; expected text"),
     ({"loss": "mis_plugins.mis.nothing"}, r"bitwise.loss: cannot load 'mis_plugins.mis.nothing' .*; give package"),

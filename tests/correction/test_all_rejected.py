@@ -26,7 +26,7 @@ NOTHING = [{"over": "mean", "lower": 0.999, "upper": 1.0001}]
 
 
 def corrected(config: dict, batch: Batch = BATCH) -> Correction:
-    ragged = whole(batch.response_lengths).place(torch.cat(batch.loss_masks), Ranks()).ragged
+    ragged = whole(batch.response_lengths).place(torch.cat(batch.loss_masks), Ranks())
     return correct(torch.cat(batch.proximal), torch.cat(batch.behavior), ragged, from_mapping(config))
 
 

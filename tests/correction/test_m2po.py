@@ -44,7 +44,7 @@ def kept(log_ratios: list[list[float]], threshold: float, masks: list[list[int]]
     batch = make_batch(
         [([x - 2.0 for x in row], [-2.0] * len(row), m) for row, m in zip(log_ratios, masks, strict=True)]
     )
-    ragged = whole(batch.response_lengths).place(batch.flat_mask, Ranks()).ragged
+    ragged = whole(batch.response_lengths).place(batch.flat_mask, Ranks())
     config = from_mapping({"weight": None, "m2_threshold": threshold})
     return correct(*batch.joined(), ragged, config).keep.tolist()
 

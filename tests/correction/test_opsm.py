@@ -47,7 +47,7 @@ def flat(batch: Sequence[Response], field: str) -> Tensor:
 
 
 def ragged_of(batch: Sequence[Response]) -> Ragged:
-    return whole([len(x.mask) for x in batch]).place(flat(batch, "mask"), Ranks()).ragged
+    return whole([len(x.mask) for x in batch]).place(flat(batch, "mask"), Ranks())
 
 
 def kept(batch: Sequence[Response], config: OpsmConfig, reference: Tensor | None = None) -> list[list[bool]]:
@@ -111,7 +111,7 @@ def test_nothing_under_the_mask_counts(value: float):
 
 
 def test_means_over_the_valid_tokens():
-    ragged = whole([3, 1]).place(torch.tensor([True, True, False, False]), Ranks()).ragged
+    ragged = whole([3, 1]).place(torch.tensor([True, True, False, False]), Ranks())
     target, reference = torch.tensor([-2.0, -1.0, -9.0, -9.0]), torch.tensor([-1.5, -0.75, 0.0, 0.0])
     means = sequence_means(target, reference, torch.tensor([1.0, 2.0, 99.0, 99.0]), ragged)
     assert [mean.tolist() for mean in means] == [[0.375, 0.0], [1.5, 0.0]]
@@ -148,7 +148,7 @@ def keep_on_rank(batch: Sequence[Response], prompts: Sequence[int], cp: int, con
     responses = [len(x.mask) for x in batch]
     totals = [p + r for p, r in zip(prompts, responses, strict=True)]
     owned = [oracle.zigzag(t, r, cp, rank) for t, r in zip(totals, responses, strict=True)]
-    ragged = zigzag(totals, responses, cp, rank).place(flat(batch, "mask"), Ranks(cp=dist.group.WORLD)).ragged
+    ragged = zigzag(totals, responses, cp, rank).place(flat(batch, "mask"), Ranks(cp=dist.group.WORLD))
     target, reference, advantages = (
         torch.tensor([getattr(x, name)[t] for x, own in zip(batch, owned, strict=True) for t in own])
         for name in ("target", "reference", "advantages")

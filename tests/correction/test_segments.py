@@ -30,7 +30,7 @@ def test_numbers_and_owners(batch: Batch, cp: int):
     mask = torch.cat(batch.loss_masks)
     for rank in range(cp):
         layout = whole(lengths) if cp == 1 else zigzag(batch.total_lengths, lengths, cp, rank)
-        ragged = layout.place(mask, Ranks()).ragged
+        ragged = layout.place(mask, Ranks())
         segments = Segments.of(ragged)
         found = segments.ragged.to_tokens(torch.arange(segments.ragged.size))
         _, owned = batch.shard(cp, rank, None) if cp > 1 else (None, [list(range(n)) for n in lengths])

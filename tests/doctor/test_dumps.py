@@ -125,7 +125,7 @@ def test_a_row_that_one_rank_lacks_is_not_seen_and_one_in_which_others_differ_is
 
 def test_many_ranks_are_counted() -> None:
     seen = merged(ranks(*[{"a": str(rank == 7)} for rank in range(16)]))
-    assert seen.settings["a"] == "False on 15 ranks from 0 on; True on rank 7"
+    assert seen.settings["a"] == "False on 15 ranks, the first 0; True on rank 7"
 
 
 def test_what_a_larger_run_left_is_not_read(tmp_path: Path) -> None:

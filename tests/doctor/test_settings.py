@@ -14,10 +14,10 @@ from commands import ran
 from mis_plugins.hosts.needs.miles import NEEDS
 from true_on_policy.bitwise import first_mismatch
 from true_on_policy.contract.gpu import ENVIRONMENT, gpu_contract, model_contract
-from true_on_policy.errors import PinError
+from true_on_policy.errors import NotSeenError, PinError
 from true_on_policy.kernels.probes import Failure
 from true_on_policy.observe import process
-from true_on_policy.observe.process import KERNELS, LOOKS, PRODUCTS, found, observe
+from true_on_policy.observe.process import KERNELS, LOOKS, PRODUCTS, found, looked, observe
 
 CONTRACT = model_contract("qwen3-4B", "megatron", trainer_tp=2, engine_tp=8, context_parallel=4)
 HOST = Namespace(
@@ -199,3 +199,12 @@ def test_kernels_that_are_not_those_of_the_contract_are_told() -> None:
     failure = Failure("linear", (2, 3), "a row alone", mismatch)
     assert found(iter([failure]), "batch-invariant") == str(failure)
     assert found(iter([]), "batch-invariant") == "batch-invariant"
+
+
+def test_a_look_that_fails_leaves_its_own_row_unseen_and_no_other():
+    def absent() -> str:
+        raise NotSeenError("not seen: no CUDA device")
+
+    looks = {"broken": lambda: str(1 / 0), "absent": absent, "seen": lambda: "on"}
+    unseen = {"broken": "ZeroDivisionError: division by zero", "absent": "no CUDA device"}
+    assert looked(looks) == ({"seen": "on"}, unseen)

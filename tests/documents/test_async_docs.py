@@ -64,7 +64,7 @@ def test_example():
         "admitted": segment_wise.admitted, "proximal_t": segment_wise.proximal_t, "correct": correct,
         "config": CorrectionConfig(segment_wise=segment_wise.SegmentWiseConfig()),
         "proximal": proximal, "behavior": behavior,
-        "ragged": whole([3]).place(torch.ones(3, dtype=torch.bool), Ranks()).ragged,
+        "ragged": whole([3]).place(torch.ones(3, dtype=torch.bool), Ranks()),
     }  # fmt: skip
     exec(compile(block("python"), "docs/async.md", "exec"), names)
     assert engine.log == ["pause", 2, "resume"]

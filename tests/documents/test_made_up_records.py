@@ -86,9 +86,9 @@ MADE_UP: dict[str, tuple[int, Edits]] = {
         {
             "true_on_policy/contract/families.yaml": (
                 "models:\n",
-                "  mistral:\n    architectures: [MistralForCausalLM]\n    proof:\n      model_type: mistral\n"
-                "      title: dense Mistral\n"
-                "      tiny: {tiny-made-up: [64, 96, 2, 4, 2, 16, 160, false]}\n",
+                "  mistral:\n    architectures: [MistralForCausalLM]\n    model_type: mistral\n"
+                "    title: dense Mistral\n"
+                "    tiny: {tiny-made-up: [64, 96, 2, 4, 2, 16, 160, false]}\n",
             )
         },
     ),

@@ -40,7 +40,7 @@ from true_on_policy.observe.process import KERNELS, PRODUCTS
 from true_on_policy.trainers.hf import HuggingFace
 from true_on_policy.trainers.megatron import Megatron
 from true_on_policy.verify import verification
-from true_on_policy.verify.links import Evidence
+from true_on_policy.verify.certificate import Evidence
 
 pytestmark = pytest.mark.timeout(1200)  # a server may take 600 s to start
 

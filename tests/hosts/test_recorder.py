@@ -417,7 +417,7 @@ def corrected_on(batch: Batch, cp: int, cp_rank: int, ranks: Ranks, config: dict
         whole(batch.response_lengths) if cp == 1 else zigzag(batch.total_lengths, batch.response_lengths, cp, cp_rank)
     )
     host = HostBatch(local.proximal, local.behavior, batch.loss_masks, layout, ranks)
-    return correct(host.proximal, host.behavior, host.place().ragged, from_mapping(config))
+    return correct(host.proximal, host.behavior, host.place(), from_mapping(config))
 
 
 def of_rank(rank: int, batches: list[Batch], config: dict, cp: int) -> tuple[list[dict], str | None]:

@@ -345,5 +345,7 @@ def test_a_transformer_engine_that_still_multiplies_is_refused(library: ModuleTy
 
 def test_a_transformer_engine_that_cannot_be_imported_is_refused(library: ModuleType, write):  # noqa: F811
     write({"transformer_engine/pytorch.py": "raise OSError('libcuda.so.1')\n"})
-    with pytest.raises(PinError, match="Transformer Engine cannot be imported .libcuda.so.1"):
+    with pytest.raises(
+        PinError, match="Megatron-core, Transformer Engine: transformer_engine.pytorch cannot be imported .libcuda.so.1"
+    ):
         megatron.pin(CONTRACT)

@@ -11,7 +11,7 @@ from true_on_policy.contract.cpu import DTYPES, Contract
 from true_on_policy.errors import ContractError
 from true_on_policy.kernels.cpu import BACKENDS
 from true_on_policy.kernels.pin import pinned
-from true_on_policy.kernels.row_parallel import row_parallel
+from true_on_policy.kernels.row_parallel import Tree
 
 DEPTH, COLUMNS, LEAVES = 176, 37, 4
 
@@ -27,7 +27,7 @@ def step(backend: str, dtype: str, rank: int, ranks: int, group) -> list[torch.T
     """Output and both gradients of this rank's share of K."""
     x, weight = (part.chunk(ranks, -1)[rank].contiguous().requires_grad_() for part in operands(dtype))
     with pinned(Contract(backend=backend, dtype=dtype)):
-        out = row_parallel(BACKENDS[backend], x, weight, LEAVES, group)
+        out = Tree(backend, LEAVES).product(x, weight, group)
         gradients = torch.autograd.grad(out.float().square().sum(), (x, weight))
     return [out.detach(), *gradients]
 
@@ -62,7 +62,7 @@ def test_ordinary_partial_sums_differ(dtype):
 def test_it_is_the_product(dtype):
     x, weight = operands(dtype)
     with pinned(Contract(dtype=dtype)):
-        out = row_parallel(BACKENDS["native"], x, weight, LEAVES)
+        out = Tree("native", LEAVES).product(x, weight)
     error = (out.double() - x.double() @ weight.double().t()).abs()
     assert (error <= product_atol(x, weight.t())).all()
 
@@ -73,4 +73,4 @@ def test_it_is_the_product(dtype):
 )
 def test_leaves_that_do_not_fit(leaves, depth, message):
     with pytest.raises(ContractError, match=message):
-        row_parallel(BACKENDS["native"], torch.ones(2, depth), torch.ones(3, depth), leaves)
+        Tree("native", leaves).product(torch.ones(2, depth), torch.ones(3, depth))

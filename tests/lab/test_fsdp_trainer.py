@@ -17,7 +17,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from lab.in_host import cpu_trainer, fsdp_trainer
 from true_on_policy import fsdp_worker
 from true_on_policy.bitwise import equal_bits
-from true_on_policy.contract.cpu import Contract
+from true_on_policy.contract.cpu import DTYPES, Contract
 from true_on_policy.contract.rounding import agreed_order
 from true_on_policy.errors import ContractError
 from true_on_policy.kernels.pin import pinned
@@ -76,7 +76,7 @@ def test_the_model_that_miles_builds_on_a_cpu_is_that_of_the_proof(
     actor.precision_policy = Namespace(param_dtype=torch.bfloat16, sync_dtype_resolver=None)
     actor.init(Namespace(deterministic_mode=False))
     policy, [hook] = actor.precision_policy, import_module(fsdp_trainer.REGISTRY).HOOKS
-    assert policy.param_dtype == policy.sync_dtype_resolver("weight", torch.float16) == contract.torch_dtype
+    assert policy.param_dtype == policy.sync_dtype_resolver("weight", torch.float16) == DTYPES[contract.dtype]
     tiny.checkpoint("tiny-qwen3", tmp_path, torch.bfloat16, 0)
     model = hf_decoder.load(tmp_path, "bf16").float()
     assert hook.applies_to(None, None)

@@ -212,7 +212,7 @@ def test_a_rule_over_routes_judges_beside_a_mask_bound() -> None:
     said = {"weight": weight("mask"), "reject": [{"statistic": "route", "upper": 1}], "objective": OBJECTIVE,
             "center": {"top_k": TOP}}  # fmt: skip
     proximal, behavior = torch.tensor([-1.0, -1.0, -1.0]), torch.tensor([-1.0, -2.0, -1.0])
-    ragged = whole([3]).place(torch.ones(3, dtype=torch.bool), Ranks()).ragged
+    ragged = whole([3]).place(torch.ones(3, dtype=torch.bool), Ranks())
     routes = torch.tensor([0.0, 0.0, 2.0])
     correction = correct(proximal, behavior, ragged, from_mapping(said), routes=routes)
     assert correction.keep.tolist() == [True, False, False]

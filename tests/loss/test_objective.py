@@ -70,7 +70,7 @@ def flat(batch: Sequence[Response], field: str, dtype: torch.dtype = torch.float
 
 def ragged_of(batch: Sequence[Response]) -> Ragged:
     mask = flat(batch, "mask", torch.bool)
-    return whole([len(x.mask) for x in batch]).place(mask, Ranks()).ragged
+    return whole([len(x.mask) for x in batch]).place(mask, Ranks())
 
 
 def objective(spec: Spec) -> ObjectiveConfig:
@@ -348,7 +348,7 @@ def on_rank(batch: Sequence[Response], prompts: Sequence[int], cp: int, spec: Sp
         return torch.tensor([value for row in rows for value in row], dtype=torch.float64)
 
     layout = zigzag(totals, responses, cp, rank)
-    ragged = layout.place(flat(batch, "mask", torch.bool), Ranks(cp=dist.group.WORLD)).ragged
+    ragged = layout.place(flat(batch, "mask", torch.bool), Ranks(cp=dist.group.WORLD))
     target = local("target").requires_grad_()
     old, advantages, factor = (local(name) for name in ("old", "advantages", "factor"))
     loss = policy_term(target, old, advantages, factor, ragged, objective(spec), clip_of(spec)).loss

@@ -63,7 +63,7 @@ def random_batch(seed: int, lengths: tuple[int, ...] = (5, 9, 0, 7, 1, 6, 4)) ->
 
 def ours(batch: list[Response], weigh: bool = True) -> Tensor:
     flat = lambda name: torch.tensor([v for x in batch for v in getattr(x, name)], dtype=torch.float64)  # noqa: E731
-    ragged = whole([len(x.mask) for x in batch]).place(flat("mask").bool(), Ranks()).ragged
+    ragged = whole([len(x.mask) for x in batch]).place(flat("mask").bool(), Ranks())
     rows = flat("reward"), flat("log_prob"), flat("squares")
     weights = flat("weight") if weigh else None
     return token_advantages(*rows, ragged, torch.tensor([x.group for x in batch]), weights)

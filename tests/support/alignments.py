@@ -32,7 +32,7 @@ from true_on_policy.kernels.pin import pinned
 from true_on_policy.kernels.row_parallel import Tree
 from true_on_policy.trainers.hf import HuggingFace
 from true_on_policy.trainers.megatron import Megatron
-from true_on_policy.verify.links import Evidence, LogProbs, conclusion
+from true_on_policy.verify.certificate import Evidence, LogProbs, conclusion
 
 CONTRACT = Contract(dtype="bf16")
 ORDER = ORDERS["sglang"]

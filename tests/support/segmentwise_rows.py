@@ -75,6 +75,6 @@ def numerator_of(row: Sequence[Token], config: SegmentWiseConfig) -> Tensor:
 
 def applied(numerator: Tensor, behavior: Tensor, valid: Tensor, config: SegmentWiseConfig) -> BehaviorWeight:
     """The bounded weights of one sequence, by the pipeline."""
-    ragged = whole([valid.numel()]).place(valid, Ranks()).ragged
+    ragged = whole([valid.numel()]).place(valid, Ranks())
     found = correct(numerator, behavior, ragged, CorrectionConfig(config.weight, metrics="none"))
     return BehaviorWeight(found.weights, found.keep)

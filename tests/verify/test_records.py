@@ -8,15 +8,19 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
+import torch
 from commands import ran
 
 import true_on_policy.engines
 from true_on_policy.__main__ import main
 from true_on_policy.contract import sides
-from true_on_policy.contract.families import FAMILIES, Family, Proof, Shape, tiny_models
+from true_on_policy.contract.cpu import Contract, Shapes
+from true_on_policy.contract.families import FAMILIES, Family, Shape, tiny_models
 from true_on_policy.contract.rounding import NormOrder
 from true_on_policy.contract.sides import ENGINES, TRAINERS
+from true_on_policy.engines.handover import handed_over, stated_contract
 from true_on_policy.models import hf_decoder
+from true_on_policy.models.tiny import config_of
 
 FUSED = NormOrder(rounds_sum=True, rounds_normalized=False)  # neither vLLM's nor Hugging Face's
 SHAPE = Shape(64, 96, 2, 4, 2, 16, 160, tied=False)
@@ -98,8 +102,7 @@ def made_up(aligned: list[NormOrder]) -> Family:
         aligned.append(order)
         hf_decoder.align(model, order)
 
-    proof = Proof("mistral", "dense Mistral", {"tiny-new": SHAPE}, align)
-    return Family("mistral", ("MistralForCausalLM",), proof=proof)
+    return Family("mistral", ("MistralForCausalLM",), "mistral", "dense Mistral", {"tiny-new": SHAPE}, align)
 
 
 @pytest.mark.parametrize("trainer", ["hf", "megatron"])
@@ -124,3 +127,12 @@ def test_two_families_of_one_model_type_are_told() -> None:
 def test_without_its_record_a_family_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["verify", "--engine", "hf", "--trainer", "hf", "--model", "tiny-new"]) == 2
     assert f"got 'tiny-new'; choose one of {', '.join(tiny_models())}, smollm2-135m, or" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", tiny_models())
+def test_an_engine_reads_the_contract_that_was_handed_over(name: str) -> None:
+    """The shapes are tuples of tuples, which JSON does not know."""
+    family, shape = tiny_models()[name]
+    shapes = Shapes.of(config_of(family, shape, torch.bfloat16).get_text_config())
+    contract = Contract(dtype="bf16", trainer_tensor_parallel=2, leaves=4, shapes=shapes)
+    assert stated_contract(handed_over(contract, FUSED)) == contract

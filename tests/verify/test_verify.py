@@ -26,9 +26,8 @@ from true_on_policy.models.tiny import checkpoint, updated
 from true_on_policy.trainers.hf import HuggingFace
 from true_on_policy.trainers.megatron import Megatron
 from true_on_policy.verify import verification
-from true_on_policy.verify.certificate import Certificate
-from true_on_policy.verify.links import Evidence, Link, link
-from true_on_policy.verify.workload import LONG_PROMPT, Situations, Workload, arrangements, counted
+from true_on_policy.verify.certificate import Certificate, Evidence, Link, link
+from true_on_policy.verify.workload import LONG_PROMPT, Workload, arrangements, counted, situations
 
 FEW = "60"
 
@@ -349,7 +348,7 @@ def test_situations_are_counted_from_what_the_engine_returned():
         "preemptions": 1,
     }
     lacking = ["batch of 8", "sequence beyond 512 tokens"]
-    not_met = lambda evidence, *able: [*Situations.of(counted(evidence), able).not_met]  # noqa: E731
+    not_met = lambda evidence, *able: [*situations(counted(evidence), able)["not_met"]]  # noqa: E731
     assert not_met(sampled(2, 1), "prefix cache", "preemption") == lacking
     assert not_met(sampled(), "prefix cache", "preemption") == [*lacking, *OF_SERVERS]
     assert not_met(sampled()) == lacking

@@ -13,16 +13,7 @@ from dataclasses import astuple
 from typing import get_args
 
 from mis_plugins.shared.terminal import print_table
-from true_on_policy.contract.gpu import (
-    GPU_FAMILIES,
-    LAYOUTS,
-    NOT_COVERED,
-    WHY,
-    TrainBackend,
-    compiled,
-    family,
-    gpu_contract,
-)
+from true_on_policy.contract.gpu import GPU_FAMILIES, LAYOUTS, NOT_COVERED, WHY, TrainBackend, compiled, gpu_contract
 
 NOT_RUN = "Read in the sources of Miles, SGLang and Megatron; this project has not run it on a GPU."
 NOT_LAUNCHED = "No release launches this family; what it would take, and at the end what is missing."
@@ -38,7 +29,6 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    family(arguments.family)  # raises its own error before gpu_contract does
     contract = gpu_contract(arguments.family, arguments.backend)
     print(f"{contract.family.name}, trainer {contract.backend}, engine SGLang, {contract.dtype}. {NOT_RUN}")
     print(f"{NOT_LAUNCHED}\n" if contract.family.missing else "")

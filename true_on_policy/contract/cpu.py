@@ -101,10 +101,6 @@ class Contract:
                 raise ContractError(f"contract.{name}: got {given!r}; choose one of {', '.join(choices)}")
         _check_tensor_parallel(self.trainer_tensor_parallel, self.engine_tensor_parallel, self.leaves)
 
-    @property
-    def torch_dtype(self) -> torch.dtype:
-        return DTYPES[self.dtype]
-
 
 def _check_tensor_parallel(trainer: int, engine: int, leaves: int) -> None:
     if leaves < 1 or leaves & (leaves - 1):

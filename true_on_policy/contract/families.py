@@ -79,46 +79,35 @@ class Vision:
 
 
 @dataclass(frozen=True)
-class Proof:
-    """What `verify` knows of a family that it can prove on CPU.
-
-    Attributes:
-        model_type: what a checkpoint's config.json states.
-        title: the family in words.
-        tiny: sizes of tiny models of random weights, by the names that `--model` takes.
-        align: (Hugging Face model, NormOrder) -> None, which makes norms and residual sums round in this
-            order.
-    """
-
-    model_type: str
-    title: str
-    tiny: Mapping[str, Shape]
-    align: Callable[..., Any] = field(default=at("true_on_policy.models.hf_decoder:align"))
-
-
-@dataclass(frozen=True)
 class Family:
     """A family is a set of models with one order of operations.
 
     Attributes:
         name: the key of the family in FAMILIES.
         architectures: Hugging Face's names of the models.
+        model_type: what a checkpoint's config.json states.
+        title: the family in words.
+        tiny: sizes of tiny models of random weights, by the names that `--model` takes.
+        align: (Hugging Face model, NormOrder) -> None, which makes norms and residual sums round in this
+            order.
         qk_norm: whether query and key are normalized.
         qkv_bias: whether the product that gives query, key and value has a bias.
         host_contract: the name under which Miles, its SGLang and its Megatron know the family; None where they do not.
         missing: what keeps the family from being launched; empty where nothing does.
-        proof: what `verify` needs to know; None where the family is not proven on CPU.
         experts: the mixture of experts in every layer; None in a dense model.
         vision: the decoder beside a vision tower; None where the models take text alone.
     """
 
     name: str
     architectures: tuple[str, ...]
+    model_type: str
+    title: str
+    tiny: Mapping[str, Shape]
+    align: Callable[..., Any] = field(default=at("true_on_policy.models.hf_decoder:align"))
     qk_norm: bool = False
     qkv_bias: bool = False
     host_contract: str | None = None
     missing: tuple[str, ...] = ()
-    proof: Proof | None = None
     experts: Experts | None = None
     vision: Vision | None = None
 
@@ -134,13 +123,15 @@ IMAGES: tuple[str, ...] = tuple(_TABLE["images"])
 
 
 def _family(name: str, row: dict[str, Any]) -> Family:
-    """Build a record from its row, whose keys are the fields of Family, and below `proof` those of Proof."""
-    proof = dict(row["proof"])
-    proof["tiny"] = {model: Shape(*sizes) for model, sizes in proof["tiny"].items()}
-    if "align" in proof:
-        proof["align"] = at(proof["align"])
-    missing = tuple(why.format(**_TABLE["reasons"]) for why in row.get("missing", ()))
-    fields = {**row, "architectures": tuple(row["architectures"]), "missing": missing, "proof": Proof(**proof)}
+    """Build a record from its row, whose keys are the fields of Family."""
+    fields = {
+        **row,
+        "architectures": tuple(row["architectures"]),
+        "tiny": {model: Shape(*sizes) for model, sizes in row["tiny"].items()},
+        "missing": tuple(why.format(**_TABLE["reasons"]) for why in row.get("missing", ())),
+    }
+    if "align" in row:
+        fields["align"] = at(row["align"])
     for part, kind in (("experts", Experts), ("vision", Vision)):
         if part in row:
             fields[part] = kind(**row[part])
@@ -155,21 +146,20 @@ MODELS = {name: (row[0], Size(*row[1:])) for name, row in _TABLE["models"].items
 GPU_FAMILIES = {name: one for name, one in FAMILIES.items() if not one.experts}
 
 
-def proven() -> dict[str, tuple[Family, Proof]]:
-    """Families that `verify` can prove, by the model_type of a checkpoint's config.json."""
-    proofs = [(one.proof.model_type, (one, one.proof)) for one in FAMILIES.values() if one.proof]
-    types = [model_type for model_type, _ in proofs]
+def proven() -> dict[str, Family]:
+    """All families, by the model_type of a checkpoint's config.json."""
+    types = [one.model_type for one in FAMILIES.values()]
     if twice := sorted({one for one in types if types.count(one) > 1}):
         raise ValueError(f"two records of FAMILIES prove the model_type {', '.join(twice)}; one would hide the other")
-    return dict(proofs)
+    return dict(zip(types, FAMILIES.values(), strict=True))
 
 
 def tiny_models() -> dict[str, tuple[Family, Shape]]:
     """Tiny models of all families, by the names that `--model` takes."""
-    return {name: (one, shape) for one, proof in proven().values() for name, shape in proof.tiny.items()}
+    return {name: (one, shape) for one in proven().values() for name, shape in one.tiny.items()}
 
 
 def covered() -> str:
     """The proven families in words."""
-    *others, last = (proof.title for _, proof in proven().values())
+    *others, last = (one.title for one in proven().values())
     return f"{', '.join(others)} and {last}" if others else last

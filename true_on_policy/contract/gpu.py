@@ -39,24 +39,6 @@ class Operation:
     engine: str
 
 
-def operations(
-    backend: str, attention: str, trainer_gemm: str, engine_gemm: str, qk_norm: bool, qkv_bias: bool
-) -> tuple[Operation, ...]:
-    """List the operations of a contract in the order of a forward pass."""
-    chosen = {
-        "plugin": PLUGIN,
-        "attention": TABLE["attentions"][attention],
-        "trainer_gemm": TABLE["gemms"][trainer_gemm],
-        "engine_gemm": TABLE["gemms"][engine_gemm],
-        "bias": f", {TABLE['biases'][trainer_gemm]}" if qkv_bias else "",
-    }
-    return tuple(
-        Operation(row["name"], *(_of(row[part], backend).format(**chosen) for part in ("bits", "trainer", "engine")))
-        for row in TABLE["operations"]
-        if row.get("only", backend) == backend and (qk_norm or row["name"] != "q and k norm")
-    )
-
-
 def compiled(backend: str) -> Iterator[tuple[str, ...]]:
     """Yield (side, region, whether it is compiled) for each region that torch.compile could compile."""
     return (tuple(_of(cell, backend) for cell in row.values()) for row in TABLE["compiled"])
@@ -69,14 +51,12 @@ def _of(cell: str | dict[str, str], backend: str) -> str:
 TrainBackend = Literal["megatron", "fsdp"]
 AttentionName = Literal["fa3", "flashinfer", "triton"]
 GemmName = Literal["deep_gemm", "triton_persistent"]
-ModeName = Literal["megatron", "sglang"]
 
 NOT_COVERED: dict[str, list[str]] = {
     name: [why.format(**REASONS) for why in reasons] for name, reasons in TABLE["not_covered"].items()
 } | {"images": [*IMAGES]}
 
-# The mode that replaces aten's products in each trainer, and the trainer's GEMM where a user names none.
-_MODES: dict[str, ModeName] = {"megatron": "megatron", "fsdp": "sglang"}
+# The trainer's GEMM where a user names none.
 TRAINER_GEMMS: dict[str, GemmName] = {"megatron": "triton_persistent", "fsdp": "deep_gemm"}
 
 MOST_COLUMNS = 1 << 20  # the order of a sum is a tree over columns, which must fit into memory
@@ -129,9 +109,9 @@ class GpuContract:
         _check_layout(self)
 
     @property
-    def mode(self) -> ModeName:
+    def mode(self) -> Literal["megatron", "sglang"]:
         """The one library whose batch-invariant mode replaces the trainer's aten operators."""
-        return _MODES[self.backend]
+        return "sglang" if self.backend == "fsdp" else "megatron"
 
     @property
     def trainer_gemm(self) -> str:
@@ -140,8 +120,20 @@ class GpuContract:
 
     @property
     def operations(self) -> tuple[Operation, ...]:
-        gemms, family = (self.trainer_gemm, self.engine_gemm), self.family
-        return operations(self.backend, self.attention, *gemms, family.qk_norm, family.qkv_bias)
+        """The operations of the contract in the order of a forward pass."""
+        chosen = {
+            "plugin": PLUGIN,
+            "attention": TABLE["attentions"][self.attention],
+            "trainer_gemm": TABLE["gemms"][self.trainer_gemm],
+            "engine_gemm": TABLE["gemms"][self.engine_gemm],
+            "bias": f", {TABLE['biases'][self.trainer_gemm]}" if self.family.qkv_bias else "",
+        }
+        parts = ("bits", "trainer", "engine")
+        return tuple(
+            Operation(row["name"], *(_of(row[part], self.backend).format(**chosen) for part in parts))
+            for row in TABLE["operations"]
+            if row.get("only", self.backend) == self.backend and (self.family.qk_norm or row["name"] != "q and k norm")
+        )
 
     @property
     def alternatives(self) -> dict[str, str]:
@@ -193,9 +185,7 @@ def model_contract(model: str, backend: str, **layout: Any) -> GpuContract:
 
 
 def family_and_size(model: str) -> tuple[str, Size]:
-    """Return family and sizes of a model of MODELS, whose name may have any case and an owner before it.
-
-    Hugging Face's names `Qwen/Qwen3-4B` and `meta-llama/Llama-3.1-8B`, for example, are found.
+    """Return family and sizes of a model of MODELS, whose name may be Hugging Face's, in any case of letters.
 
     Raises:
         ContractError: there is no such model.

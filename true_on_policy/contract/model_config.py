@@ -180,6 +180,5 @@ def check_config(where: str, stated: Mapping[str, Any]) -> None:
     if model_type not in proven():
         sees = " is a vision-language model of no proven family" if "vision_config" in stated else ""
         raise ModelError(f"{where}: {model_type}{sees}; the contract covers {covered()} alone")
-    family, _ = proven()[model_type]
-    if refusal := departure(family, text_of(stated)):
+    if refusal := departure(proven()[model_type], text_of(stated)):
         raise ModelError(f"{where}: {refusal}")

@@ -44,14 +44,27 @@ def at(address: str) -> Callable[..., Any]:
 
 
 @dataclass(frozen=True)
-class EngineSpec:
+class TrainerSpec:
+    """The record of a trainer of a proof; the record of an engine has the same fields and more.
+
+    Attributes:
+        start: (checkpoint, contract, order) -> Trainer or Engine. Without an order the side is stock.
+        order: the side's own order of rounding around RMSNorm.
+        packages: distributions that compute in the side's environment, torch among them.
+        splits: whether the side can split a model over tensor-parallel ranks.
+    """
+
+    start: Callable[..., Any]
+    order: NormOrder
+    packages: tuple[str, ...]
+    splits: bool = False
+
+
+@dataclass(frozen=True)
+class EngineSpec(TrainerSpec):
     """The record of a rollout engine.
 
     Attributes:
-        start: (checkpoint, contract, order) -> Engine. Without an order the engine is stock.
-        order: the engine's own order of rounding around RMSNorm.
-        packages: distributions that compute in the engine's environment, torch and transformers among them.
-        splits: whether the engine can split a model over tensor-parallel ranks.
         abilities: situations that the engine meets by itself and reports.
         serve: (checkpoint, dtype, contract, running sequences) -> Engine for the embedded host; None: not offered.
         words: a description of the engine for a help text.
@@ -61,33 +74,12 @@ class EngineSpec:
         cuts: whether the engine can sample by top-p and top-k, and return the tokens that they kept.
     """
 
-    start: Callable[..., Any]
-    order: NormOrder
-    packages: tuple[str, ...]
-    splits: bool = False
     abilities: tuple[Ability, ...] = ()
     serve: Callable[..., Any] | None = None
     words: str = ""
     tells_weights: bool = False
     head_sizes: tuple[int, ...] = ()
     cuts: bool = False
-
-
-@dataclass(frozen=True)
-class TrainerSpec:
-    """The record of a trainer of a proof.
-
-    Attributes:
-        start: (checkpoint, contract, order) -> Trainer. Without an order the trainer is stock.
-        order: the trainer's own order of rounding around RMSNorm.
-        packages: distributions that compute in the trainer.
-        splits: whether the trainer can split a model over tensor-parallel ranks.
-    """
-
-    start: Callable[..., Any]
-    order: NormOrder
-    packages: tuple[str, ...]
-    splits: bool = False
 
 
 HUGGING_FACE = NormOrder(rounds_sum=True, rounds_normalized=True)

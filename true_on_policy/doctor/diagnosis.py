@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -12,7 +11,7 @@ from typing import Literal
 
 import torch
 
-from mis_plugins.shared.terminal import print_table, printable
+from mis_plugins.shared.terminal import print_table, printable, tell
 from true_on_policy.contract.gpu import GpuContract
 from true_on_policy.contract.settings import SETTINGS, Check, Wanted
 from true_on_policy.doctor.engine_http import VERSION, observe_engine
@@ -196,10 +195,10 @@ def _stand_in(contract: GpuContract) -> Observation:
 
 def _pinned_here(contract: GpuContract) -> Observation:
     """Observe this machine, with the contract pinned for a moment where there is an accelerator."""
-    _tell("looking at this machine")
+    tell("looking at this machine")
     with ExitStack() as stack:
         if torch.cuda.is_available():
-            _tell(f"pinning {gpu.name(contract)} and probing it")
+            tell(f"pinning {gpu.name(contract)} and probing it")
             try:
                 stack.callback(gpu.install(contract))
             except PinError as error:
@@ -214,7 +213,7 @@ NOT_OVER_HTTP = "HTTP does not tell it: no --engine-dump"
 def _engine(url: str | None, path: Path | None) -> Observation:
     """Observe the engine over HTTP where a URL is given, and from inside where a dump is given."""
     if url is not None:
-        _tell(f"asking {url} for a few tokens")
+        tell(f"asking {url} for a few tokens")
     told = Observation({}, {ALL: "no --engine"}) if url is None else observe_engine(url)
     if path is None:
         return Observation(told.settings, {ALL: NOT_OVER_HTTP, **told.unseen}, told.configured)
@@ -242,7 +241,3 @@ def joined(told: Observation, inside: Observation) -> Observation:
         (*(set(told.configured) - inside.settings.keys()), *inside.configured),
         (*inside.split, *other),
     )
-
-
-def _tell(what: str) -> None:
-    print(what, file=sys.stderr, flush=True)

@@ -9,7 +9,7 @@ import json
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from true_on_policy.contract.cpu import Contract
@@ -27,15 +27,10 @@ def handed_over(contract: Contract | None, order: NormOrder | None) -> dict[str,
 
 def stated_contract(environment: Mapping[str, str] = os.environ) -> Contract:
     """Read the contract that the launcher handed over."""
-    from true_on_policy.contract.cpu import Contract, Shapes
+    from mis_plugins.config.reading import convert
+    from true_on_policy.contract.cpu import Contract
 
-    stated = json.loads(environment[CONTRACT])
-    shapes = Shapes(**{name: _tuples(value) for name, value in stated.pop("shapes").items()})
-    return Contract(**stated, shapes=shapes)
-
-
-def _tuples(value: Any) -> Any:
-    return tuple(map(_tuples, value)) if isinstance(value, list) else value
+    return convert(Contract, json.loads(environment[CONTRACT]), CONTRACT)
 
 
 FOLDER = "TRUE_ON_POLICY_ENGINE_DUMP"  # where the processes that run the model say what they run, for the doctor

@@ -12,19 +12,17 @@ hook that `bitwise.loss` or `bitwise.step_hook` names (`config.py`). Hosts are r
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from mis_plugins.hosts.batch import host_layout
 from mis_plugins.hosts.ownership import Hook
 from mis_plugins.hosts.registry import current
-from mis_plugins.packing.layout import Layout
 from true_on_policy.errors import HostConfigError
 from true_on_policy.hosts.config import BitwiseConfig
-from true_on_policy.hosts.micro_batch import LayoutOf, MicroBatch
+from true_on_policy.hosts.micro_batch import MicroBatch
 from true_on_policy.hosts.watch import COMPARISON
 
 Batch = Mapping[str, Any]
@@ -54,7 +52,7 @@ def policy_loss(args: Any, batch: Batch, logits: Tensor, sum_of_sample_mean: Cal
     if torch._C._current_graph_task_id() != -1:
         return wrapped(args, batch, logits, sum_of_sample_mean)
     _, cp = host.parallel()
-    micro_batch = MicroBatch.compare(batch, layout_of(args, batch, cp))
+    micro_batch = MicroBatch.compare(args, batch, cp)
     COMPARISON.leave_out(len(batch["loss_masks"]) - (0 if micro_batch is None else len(micro_batch.tokens)))
     if micro_batch is None:
         compared, different = torch.zeros(2, device=logits.device)
@@ -118,14 +116,3 @@ def prove_weights(args: Any) -> None:
     from true_on_policy.hosts.weights import install  # imports digests, which no other hook needs
 
     install(args)
-
-
-def layout_of(args: Any, batch: Batch, cp: tuple[int, int]) -> LayoutOf:
-    """Return a function that lays out sequences of a micro-batch; `cp` is (size, rank) of context parallelism."""
-
-    def layout(sequences: Sequence[int]) -> Layout:
-        total, response = ([batch[name][i] for i in sequences] for name in ("total_lengths", "response_lengths"))
-        padded = batch.get("max_seq_lens")
-        return host_layout(args, total, response, padded and [padded[i] for i in sequences], *cp)
-
-    return layout

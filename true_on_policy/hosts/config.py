@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import pkgutil
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
+from mis_plugins.config.reading import convert
 from mis_plugins.config.view import view
+from mis_plugins.errors import ConfigError
 from true_on_policy.errors import HostConfigError
 
 OnDifference = Literal["warn", "raise"]
@@ -27,37 +29,26 @@ class BitwiseConfig:
         step_hook: dotted path of the before-train-step hook that our hook calls first; None is no hook.
         weights: after which weight updates the engines' weights are compared with the trainer's, a Proven: the one
             before the first rollout, or every; None compares none, unless the hook `prove_weights` is given.
-
-    Raises:
-        HostConfigError: a value cannot work; the message quotes the key.
     """
 
-    on_difference: str = "warn"
+    on_difference: OnDifference = "warn"
     folder: str | None = None
     loss: str | None = None
     step_hook: str | None = None
-    weights: str | None = None
-
-    def __post_init__(self) -> None:
-        for name, choices in (("on_difference", get_args(OnDifference)), ("weights", (None, *get_args(Proven)))):
-            if (given := getattr(self, name)) not in choices:
-                listed = ", ".join(filter(None, choices))
-                raise HostConfigError(f"bitwise.{name}: got {given!r}; choose one of {listed}")
+    weights: Proven | None = None
 
     @classmethod
     def from_args(cls, args: Any) -> BitwiseConfig:
-        """Read the config from a host's arguments; every default holds where the file has no key `bitwise:`."""
+        """Read the config from a host's arguments; every default holds where the file has no key `bitwise:`.
+
+        Raises:
+            HostConfigError: a value cannot work; the message quotes the key.
+        """
         given = view(args).get("bitwise")
-        if given is None:
-            return cls()
-        if not isinstance(given, Mapping):
-            raise HostConfigError(f"bitwise: got {given!r}; expected a mapping of {', '.join(_KEYS)}")
-        for key, value in given.items():
-            if key not in _KEYS:
-                raise HostConfigError(f"bitwise.{key}: unknown key; known are {', '.join(_KEYS)}")
-            if value is not None and not isinstance(value, str):
-                raise HostConfigError(f"bitwise.{key}: got {value!r}; expected text")
-        return cls(**given)
+        try:
+            return convert(cls, {} if given is None else given, "bitwise")
+        except ConfigError as error:
+            raise HostConfigError(str(error)) from None
 
     def place(self, args: Any) -> Path:
         """Return the folder for differing samples."""
@@ -81,6 +72,3 @@ class BitwiseConfig:
             raise HostConfigError(
                 f"bitwise.{name}: cannot load {path!r} ({error}); give package.module.function"
             ) from error
-
-
-_KEYS = [field.name for field in fields(BitwiseConfig)]

@@ -7,7 +7,7 @@ Tokens outside the loss mask are not compared: no engine sampled them (hosts giv
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -17,6 +17,7 @@ import torch
 from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
+from mis_plugins.hosts.batch import layout_of
 from mis_plugins.packing.layout import Layout
 from mis_plugins.packing.ragged import Ranks
 from mis_plugins.packing.transfer import Arrival, to_host
@@ -25,7 +26,7 @@ from true_on_policy.bitwise import INTEGERS
 from true_on_policy.diff.log_prob_record import LogProbRecord, provenance
 from true_on_policy.errors import ContractError
 
-LayoutOf = Callable[[Sequence[int]], Layout]  # lays out the sequences with these numbers
+LENGTHS = ("total_lengths", "response_lengths", "max_seq_lens")
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,12 +56,12 @@ class MicroBatch:
     arrival: Arrival
 
     @classmethod
-    def compare(cls, batch: Mapping[str, Any], layout_of: LayoutOf) -> MicroBatch | None:
+    def compare(cls, args: Any, batch: Mapping[str, Any], cp: tuple[int, int]) -> MicroBatch | None:
         """Compare a micro-batch, and begin to copy its flags; None where no sequence has the log-probs of both sides.
 
         Args:
-            batch: a host's micro-batch.
-            layout_of: tells where the responses of given sequences lie on this rank.
+            args, batch: a host's arguments and micro-batch.
+            cp: (size, rank) of context parallelism.
 
         Raises:
             ContractError: the two sides differ in dtype, or a side's number of log-probs is not that of the
@@ -71,9 +72,10 @@ class MicroBatch:
         present = [i for i in range(count) if all(side[i] is not None for side in sides)]
         if not present:
             return None
-        layout = layout_of(present)
+        lengths = {name: [batch[name][i] for i in present] for name in LENGTHS if batch.get(name) is not None}
+        layout = layout_of(args, lengths, cp)
         masks = [batch["loss_masks"][i] for i in present]
-        valid = layout.place(torch.cat(masks), Ranks()).ragged.loss_mask
+        valid = layout.place(torch.cat(masks), Ranks()).loss_mask
         named = zip(("rollout_log_probs", "log_probs"), sides, strict=True)
         engine, trainer = (_packed(name, [side[i] for i in present], layout, valid.device) for name, side in named)
         if engine.dtype != trainer.dtype:

@@ -4,7 +4,8 @@ Every micro-batch is compared on the device. Its flags are copied without blocki
 the before-train-step hook of the next step reads the flags. Where a log-prob differs, the watch counts distances in
 ulps and writes the first sample to disk.
 
-The flags of the last step are read when the process exits: a difference is logged and written, and stops nothing.
+The flags of the last step are read when the process exits: a difference is logged and written, and stops nothing. Then
+the totals of the run are logged.
 
 Without the step hook (Miles calls none on FSDP), flags are read at a later micro-batch, once they have arrived. A rank
 that saw a difference then stops alone under `on_difference: raise`.
@@ -59,7 +60,8 @@ class Totals:
 
     def __str__(self) -> str:
         ulps = f"; ulps: {', '.join(f'{k}: {n}' for k, n in self.ulps.items())}" if self.ulps else ""
-        return f"{self.different} of {self.compared} log-probs differ{ulps}"
+        lacking = f"; sequences without the log-probs of one side: {self.without}" if self.without else ""
+        return f"{self.different} of {self.compared} log-probs differ{ulps}{lacking}"
 
 
 @dataclass(frozen=True)
@@ -157,12 +159,14 @@ class Comparison:
             self._stop(config, _anywhere(found), ended)
 
     def at_exit(self) -> None:
-        """Read the pending flags when the process exits; an exception is logged and not raised."""
+        """Read the pending flags when the process exits, and log the totals; an exception is logged and not raised."""
         pending, self.pending = self.pending, []
         if self.latest is None:
             return
         try:
             self._read(pending, *self.latest, self.step)
+            level = logging.WARNING if self.totals.different or self.totals.without else logging.INFO
+            logger.log(level, "%s, the whole run: %s", _where(None), self.totals)
         except Exception as error:
             logger.error("the last step, compared at exit: %s", error)
 
@@ -196,7 +200,7 @@ class Comparison:
         if self.written is not None:
             return
         named = "" if step is None else f"rollout-{step[0]}-step-{step[1]}-"
-        folder = config.place(args) / f"{named}rank-{_rank()}"
+        folder = config.place(args) / f"{named}rank-{own_rank()}"
         metadata = {"where": f"{_where(step)}, {first.place}", "compared": described(args)}
         try:
             files = write_sample(first.batch, first.sequence, folder, metadata)
@@ -233,11 +237,12 @@ def described(args: Any) -> str:
 
 
 def _where(step: Step | None) -> str:
-    rank = f"rank {_rank()}"
+    rank = f"rank {own_rank()}"
     return rank if step is None else f"rollout {step[0]}, step {step[1]}, {rank}"
 
 
-def _rank() -> int:
+def own_rank() -> int:
+    """The rank of this process in the default group; 0 where there is none."""
     return dist.get_rank() if dist.is_initialized() else 0
 
 

@@ -26,6 +26,7 @@ from mis_plugins.packing.roll_call import together
 from true_on_policy.engines.digests import DIGESTS
 from true_on_policy.errors import DifferenceError, HostConfigError, NotSeenError
 from true_on_policy.hosts.config import BitwiseConfig
+from true_on_policy.hosts.watch import own_rank
 from true_on_policy.weights.comparison import Comparison, Part, against, told, untold
 
 logger = logging.getLogger("true_on_policy")
@@ -123,7 +124,7 @@ class Proof:
         first = next((number for number, one in enumerate(found) if not one.equal), None)
         update = f"weights of version {actor.weight_updater.weight_version}"
         if _shared(first) is None:
-            if _rank() == 0:
+            if own_rank() == 0:
                 logger.info("%s, %d engines: %s", update, len(found), found[0])
             return
         reference = self._reference(actor)
@@ -202,7 +203,7 @@ def _named(actor: Any, tag: str, package: str) -> dict[str, Tensor]:
     named: dict[str, Tensor] = {}
     # On every rank: each chunk is gathered over the ranks.
     for chunk in create(actor.args, actor.model, **said).get_hf_weight_chunks(local):
-        if _rank() == 0:
+        if own_rank() == 0:
             named |= {name: tensor.detach().to("cpu", copy=True) for name, tensor in chunk}
     return named
 
@@ -226,7 +227,7 @@ def _of_engines(actor: Any) -> list[list[Part]]:
 
 def _on_rank_0(work: Callable[[], R], elsewhere: R) -> R:
     """Do on rank 0 what only one rank needs; where rank 0 cannot, every rank raises. Collective."""
-    return together("bitwise.weights", work if _rank() == 0 else lambda: elsewhere)
+    return together("bitwise.weights", work if own_rank() == 0 else lambda: elsewhere)
 
 
 def _shared(said: R) -> R:
@@ -236,7 +237,3 @@ def _shared(said: R) -> R:
     held = [said]
     dist.broadcast_object_list(held, src=0)
     return held[0]
-
-
-def _rank() -> int:
-    return dist.get_rank() if dist.is_initialized() else 0

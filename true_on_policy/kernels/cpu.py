@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from true_on_policy.kernels.native import NATIVE, Native
+from true_on_policy.kernels.provider import Undo
 
 SERVED = (torch.float32, torch.bfloat16)
 
@@ -155,9 +156,6 @@ OVERRIDES = {
 }
 
 
-Uninstall = Callable[[], None]
-
-
 # By the `backend` of a Contract.
 BACKENDS: dict[str, Native] = {NATIVE.name: NATIVE}
 
@@ -169,7 +167,7 @@ INPLACE_FORMS = {f"{name}_": name for name in ("addmm", "baddbmm", "silu", "sigm
 OPERATORS = (*OVERRIDES, *OUT_FORMS, *INPLACE_FORMS)
 
 
-def install(backend: Native) -> Uninstall:
+def install(backend: Native) -> Undo:
     """Override `OPERATORS` on the CPU key, and return a function that restores the previous kernels.
 
     Raises:

@@ -14,7 +14,7 @@ from true_on_policy.contract.gpu import GpuContract
 from true_on_policy.errors import NotSeenError, PinError
 from true_on_policy.kernels.gpu_probes import product_failures
 from true_on_policy.kernels.probes import Failure
-from true_on_policy.kernels.provider import Undo, device, installed
+from true_on_policy.kernels.provider import Undo, device, imported, installed
 
 NAME = "deep_gemm"
 
@@ -43,12 +43,7 @@ def settings() -> dict[str, str]:
 
 
 def pin(contract: GpuContract) -> Undo:
-    try:
-        switches = _switches(import_module("deep_gemm"))
-    except PinError:
-        raise
-    except Exception as error:
-        raise PinError(f"DeepGEMM: deep_gemm cannot be imported ({error})") from error
+    switches = _switches(imported("deep_gemm", "DeepGEMM"))
     found = [get() for _, get in switches]
 
     def undo() -> None:

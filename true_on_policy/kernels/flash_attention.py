@@ -19,7 +19,7 @@ from true_on_policy.contract.gpu import GpuContract
 from true_on_policy.errors import NotSeenError, PinError
 from true_on_policy.kernels.gpu_probes import attention_failures
 from true_on_policy.kernels.probes import Failure
-from true_on_policy.kernels.provider import Undo, device, findable, installed, replace_everywhere
+from true_on_policy.kernels.provider import Undo, device, findable, imported, installed, replace_everywhere
 
 NAME = "flash_attention"
 
@@ -84,10 +84,7 @@ def _load() -> ModuleType:
     name = interface()
     if name is None:
         raise PinError(f"FlashAttention-3: not installed; looked for {', '.join(INTERFACES)}")
-    try:
-        return import_module(name)
-    except Exception as error:
-        raise PinError(f"FlashAttention-3: {name} cannot be imported ({error})") from error
+    return imported(name, "FlashAttention-3")
 
 
 def _splitting(library: ModuleType) -> list[Callable]:

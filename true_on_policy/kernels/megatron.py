@@ -14,10 +14,10 @@ from torch import Tensor
 from true_on_policy.contract.cpu import Shapes
 from true_on_policy.contract.gpu import GpuContract
 from true_on_policy.errors import NotSeenError, PinError
-from true_on_policy.kernels import mode, provider
+from true_on_policy.kernels import mode
 from true_on_policy.kernels.gpu_probes import Product, aten_failures, over_ranks
 from true_on_policy.kernels.probes import Failure
-from true_on_policy.kernels.provider import Undo, device, findable, installed
+from true_on_policy.kernels.provider import MISSING, Held, Undo, device, findable, held_by, imported, installed
 
 NAME = "megatron"
 MODE = mode.Mode("Megatron-core", "megatron.core.transformer.custom_layers.batch_invariant_kernels")
@@ -57,7 +57,8 @@ def pin(contract: GpuContract) -> Undo:
             with _without_te():
                 library.disable_batch_invariant_mode()
         finally:
-            provider.put_back(te)
+            for function in te:
+                function.put_back()
 
     undo = mode.switch_on(MODE, enable, disable)
     if has_te() and _te_gemm() != MODE.module:
@@ -128,13 +129,12 @@ def _without_te() -> Iterator[None]:
             raise
 
 
-def _te_functions() -> list[provider.Held]:
+def _te_functions() -> list[Held]:
     """Note which functions Transformer Engine's modules and its RMSNorm hold, before the mode replaces any."""
     if not has_te():
         return []
-    try:
-        root, _ = import_module(TE_ROOT), import_module(TE_WRAPPER)
-    except Exception as error:
-        raise PinError(f"Megatron-core: Transformer Engine cannot be imported ({error})") from error
-    norms = [provider.held(root.RMSNorm, "forward")] if hasattr(root, "RMSNorm") else []
-    return provider.held_by((TE, TE_WRAPPER)) + norms
+    root, _ = (imported(module, "Megatron-core, Transformer Engine") for module in (TE_ROOT, TE_WRAPPER))
+    found = held_by((TE, TE_WRAPPER))
+    if hasattr(root, "RMSNorm"):
+        found.append(Held(root.RMSNorm, "forward", vars(root.RMSNorm).get("forward", MISSING)))
+    return found

@@ -12,14 +12,13 @@ import sys
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 
 import torch
 
 from true_on_policy.errors import PinError
-from true_on_policy.kernels.provider import Undo
+from true_on_policy.kernels.provider import Undo, imported
 
 # Since 2.13 the CUDA builds of torch override some operators in Python from this folder: these kernels are stock.
 OWN = Path(torch.__file__).parent / "_native"
@@ -88,10 +87,7 @@ def load(mode: Mode) -> ModuleType:
     Raises:
         PinError: the copy cannot be imported.
     """
-    try:
-        return import_module(mode.module)
-    except Exception as error:
-        raise PinError(f"{mode.library}: {mode.module} cannot be imported ({error})") from error
+    return imported(mode.module, mode.library)
 
 
 def switch_on(mode: Mode, enable: Callable[[], None], disable: Callable[[], None]) -> Undo:

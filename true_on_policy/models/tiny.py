@@ -10,7 +10,6 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,7 @@ from transformers import AutoConfig
 
 from mis_plugins.shared.opened import Opened, read
 from true_on_policy.contract.cpu import Contract
-from true_on_policy.contract.families import Family, Proof, Shape, proven, tiny_models
+from true_on_policy.contract.families import Family, Shape, proven, tiny_models
 from true_on_policy.contract.model_config import check_config, check_model, with_experts
 from true_on_policy.errors import ContractError, ModelError
 
@@ -37,13 +36,12 @@ PLACEHOLDERS: dict[str, str] = NAMES["placeholders"]
 
 def config_of(family: Family, shape: Shape, dtype: torch.dtype) -> Any:
     """Build Hugging Face's configuration of a tiny model of a family with the sizes of `shape`."""
-    assert family.proof is not None, "a family that is proven"
     of_models = {"tie_word_embeddings": shape.tied, "architectures": [*family.architectures], "dtype": dtype}
     text = _decoder(family, shape)
     if family.vision is None:
-        return AutoConfig.for_model(family.proof.model_type, **text, **of_models)
+        return AutoConfig.for_model(family.model_type, **text, **of_models)
     return AutoConfig.for_model(
-        family.proof.model_type,
+        family.model_type,
         text_config={**text, "dtype": dtype},
         vision_config={**NAMES["tower"], "out_hidden_size": shape.hidden, "dtype": dtype},
         **of_models,
@@ -109,12 +107,6 @@ def updated(source: Path, folder: Path, seed: int) -> Path:
     return folder
 
 
-def write_checkpoint(folder: Path, family: Family, shape: Shape, weights: Mapping[str, Tensor]) -> None:
-    """Write a checkpoint that engines load: weights by Hugging Face name, and their configuration."""
-    config_of(family, shape, next(iter(weights.values())).dtype).save_pretrained(folder)
-    save_file(dict(weights), folder / "model.safetensors", {"format": "pt"})
-
-
 def read_weights(checkpoint: Path) -> dict[str, Tensor]:
     """Read all weights of a checkpoint by Hugging Face name, from one file or several: those of its index, if any.
 
@@ -176,12 +168,12 @@ def read_config(checkpoint: Path) -> Any:
     return config
 
 
-def family_of(config: Any) -> tuple[Family, Proof]:
+def family_of(config: Any) -> Family:
     """The family of a model whose configuration `read_config` returned."""
     return next(
-        (family, proof)
-        for family, proof in proven().values()
-        if config.model_type == (family.vision.text_type if family.vision else proof.model_type)
+        family
+        for family in proven().values()
+        if config.model_type == (family.vision.text_type if family.vision else family.model_type)
     )
 
 
@@ -196,7 +188,7 @@ def check_shares(config: Any, contract: Contract) -> None:
     Raises:
         ContractError: a number of ranks or leaves does not divide its part of the model.
     """
-    family, _ = family_of(config)
+    family = family_of(config)
     if family.experts and (contract.trainer_tensor_parallel, contract.leaves) != (1, 1):
         raise ContractError(
             "contract.trainer_tensor_parallel, contract.leaves: a mixture of experts is proven on one rank and one "

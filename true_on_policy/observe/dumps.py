@@ -276,5 +276,5 @@ SHOWN = 4  # at most this many ranks are named one by one
 
 def _ranks(ranks: Sequence[int]) -> str:
     if len(ranks) > SHOWN:
-        return f"{len(ranks)} ranks from {ranks[0]} on"
+        return f"{len(ranks)} ranks, the first {ranks[0]}"
     return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"

@@ -62,7 +62,7 @@ class Observation:
         return "configured" if name in self.configured else "observed"
 
 
-Look = Callable[[], str]  # returns the value of one row, or raises NotSeenError
+Look = Callable[[], str]  # returns the value of one row, or raises where the row cannot be observed
 
 
 def observe(contract: GpuContract, args: Any = None) -> Observation:
@@ -73,7 +73,7 @@ def observe(contract: GpuContract, args: Any = None) -> Observation:
     """
     of_contract: dict[str, Look] = {
         KERNELS: lambda: found(gpu.failures(contract), "batch-invariant"),
-        PRODUCTS: surviving(lambda: _products(contract)),
+        PRODUCTS: lambda: _products(contract),
     }
     settings, unseen = looked(LOOKS | of_contract)
     configured = {name: os.environ.get(name, "unset") for name in contract.environment}
@@ -83,33 +83,24 @@ def observe(contract: GpuContract, args: Any = None) -> Observation:
         configured |= of_host(args) | fused_of_host(args)
         strict = torch.are_deterministic_algorithms_enabled()
         settings |= {"deterministic algorithms": "on" if strict else "off"} | _parallel()
-        settings |= looked({"log-softmax": surviving(lambda: _log_softmax(args))})[0]
+        settings |= looked({"log-softmax": lambda: _log_softmax(args)})[0]
     return Observation(configured | settings, unseen, tuple(configured.keys() - settings.keys()))
 
 
 def looked(looks: Mapping[str, Look]) -> tuple[dict[str, str], dict[str, str]]:
-    """Call each look; return the values that were seen, and the reasons of the rows that were not."""
+    """Call each look; return the values that were seen, and the reasons of the rows that were not.
+
+    Any exception leaves its own row unseen, and no other row.
+    """
     settings, unseen = {}, {}
     for name, look in looks.items():
         try:
             settings[name] = look()
         except NotSeenError as error:
             unseen[name] = str(error).removeprefix("not seen: ")
-    return settings, unseen
-
-
-def surviving(look: Look) -> Look:
-    """Wrap a look so that any exception leaves its own row unseen, and no other row."""
-
-    def survived() -> str:
-        try:
-            return look()
-        except NotSeenError:
-            raise
         except Exception as error:
-            raise NotSeenError(f"{type(error).__name__}: {error}") from error
-
-    return survived
+            unseen[name] = f"{type(error).__name__}: {error}"
+    return settings, unseen
 
 
 def of_host(args: Any) -> dict[str, str]:
@@ -179,14 +170,11 @@ def _local_norm() -> str:
     return getattr(getattr(specs, "LNImpl", None), "__name__", "not imported")
 
 
-def _version(distribution: str) -> Look:
-    def look() -> str:
-        try:
-            return importlib.metadata.version(distribution)
-        except importlib.metadata.PackageNotFoundError:
-            return ABSENT
-
-    return look
+def _version(distribution: str) -> str:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return ABSENT
 
 
 def _parallel() -> dict[str, str]:
@@ -270,7 +258,7 @@ LOOKS: dict[str, Look] = {
     "torch": lambda: torch.__version__,
     "CUDA": lambda: str(torch.version.cuda),
     "NCCL": _nccl,
-    **{row: _version(distribution) for row, distribution in VERSIONS.items()},
+    **{row: partial(_version, distribution) for row, distribution in VERSIONS.items()},
     "Apex": _apex,
     "norm of the local spec": _local_norm,
     **{row: partial(chosen, *place) for row, place in CHOSEN.items()},

@@ -62,7 +62,7 @@ class Megatron(InProcess):
         one_rank()
         config: Any = read_config(checkpoint)  # to a type checker, the config's fields are optional
         rank, ranks = mpu.get_tensor_model_parallel_rank(), mpu.get_tensor_model_parallel_world_size()
-        self._shard = Shard(rank, ranks, config.num_key_value_heads, family_of(config)[0].decoder)
+        self._shard = Shard(rank, ranks, config.num_key_value_heads, family_of(config).decoder)
         self._vocabulary, self._ordered = config.vocab_size, order is not None
         self.model = _build(config, DTYPES[dtype], order, tree).to(DTYPES[dtype]).eval()
         self.load(checkpoint)
@@ -150,7 +150,7 @@ def residual_add(order: NormOrder) -> Callable:
 
 
 def _build(config: Any, dtype: torch.dtype, order: NormOrder | None, tree: Tree | None) -> GPTModel:
-    family, _ = family_of(config)
+    family = family_of(config)
     layer: Any = get_gpt_layer_local_spec(
         num_experts=config.num_experts if family.experts else None,
         moe_grouped_gemm=False,

@@ -1,7 +1,7 @@
 """The Megatron trainer on several tensor-parallel ranks of this machine, over gloo, driven from one process.
 
-The ranks are forked from a server that has imported Megatron and computed nothing. A process that has pinned kernels or
-run autograd holds threads, and its forks may hang.
+The ranks are forked from a server that has imported this module, and Megatron with it, and has computed nothing. A
+process that has pinned kernels or run autograd holds threads, and its forks may hang.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class MegatronRanks:
 
     def __init__(self, checkpoint: Path, contract: Contract, order: NormOrder | None = None):
         context = get_context("forkserver")
-        context.set_forkserver_preload(["true_on_policy.trainers.rank_server"])
+        context.set_forkserver_preload([__name__])
         self._folder = TemporaryDirectory(prefix="true-on-policy-ranks-")
         self._processes, self._connections = [], []
         for rank in range(contract.trainer_tensor_parallel):

@@ -1,16 +1,9 @@
-"""The verification behind `python -m true_on_policy verify`: links, control and certificate.
-
-The engine samples, scores its samples, and takes new weights in between. The trainer computes the log-probs of the
-sampled tokens, and the links of the chain are compared by bytes. In the control, stock kernels on both sides must
-break the chain. `verify/command.py` lists the exit codes.
-"""
+"""The verification behind `python -m true_on_policy verify`, which `verify/command.py` describes: chain and control."""
 
 from __future__ import annotations
 
 import argparse
-import sys
 import time
-import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
@@ -23,16 +16,16 @@ from typing import Any
 
 from mis_plugins.shared.files import check_writable
 from mis_plugins.shared.provenance import commit
+from mis_plugins.shared.terminal import tell
 from true_on_policy.contract.cpu import DTYPES, Contract, Shapes
 from true_on_policy.contract.rounding import NormOrder, agreed_order
 from true_on_policy.contract.sides import ENGINES, TRAINERS
 from true_on_policy.engines.protocol import Engine, Sample
 from true_on_policy.errors import ContractError
 from true_on_policy.trainers.protocol import Trainer
-from true_on_policy.verify.certificate import Certificate, Verdict, hashes
-from true_on_policy.verify.links import Evidence, LogProbs, conclusion, links
+from true_on_policy.verify.certificate import Certificate, Evidence, LogProbs, Verdict, conclusion, hashes, links
 from true_on_policy.verify.prompts import Prompts, read_prompts
-from true_on_policy.verify.workload import Situations, Workload, arrangements, counted
+from true_on_policy.verify.workload import Workload, arrangements, counted, situations
 
 EXIT: dict[Verdict, int] = {"equal": 0, "different": 1, "vacuous": 2, "incomplete": 2}
 UPDATES = 3
@@ -60,17 +53,12 @@ def certified(arguments: argparse.Namespace) -> tuple[Certificate, Evidence, Evi
 
 
 def _quiet() -> None:
-    """Keep other packages' progress bars and advice for GPUs off the terminal."""
+    """Keep other packages' progress bars and reports off the terminal; `trainers/__init__.py` does so with warnings."""
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-    warnings.filterwarnings("ignore", module=r"megatron\.")
     # Megatron reports the layer of experts that the trainer's spec names.
     getLogger("megatron.core.transformer.transformer_layer").setLevel(ERROR)
-
-
-def _tell(what: str) -> None:
-    print(what, file=sys.stderr, flush=True)
 
 
 def check(arguments: argparse.Namespace) -> None:
@@ -118,7 +106,7 @@ class Setup:
         from true_on_policy.models.pretrained import checkpoint_of
         from true_on_policy.models.tiny import check_shares, read_config
 
-        source = checkpoint_of(plan.model, folder, DTYPES[plan.dtype], plan.seed, _tell)
+        source = checkpoint_of(plan.model, folder, DTYPES[plan.dtype], plan.seed, tell)
         config = read_config(source)
         prompts = read_prompts(plan.prompts, source) if plan.prompts else None
         contract = Contract(
@@ -141,9 +129,9 @@ def verify(plan: argparse.Namespace, scratch: Path) -> tuple[Certificate, Eviden
 
     started, ran = time.monotonic(), commit()
     setup = Setup.of(plan, scratch / "0")
-    _tell(f"{title(plan)}: starting the engine")
+    tell(f"{title(plan)}: starting the engine")
     versions, on = _chain(setup, scratch)
-    _tell("control: starting the engine with stock kernels")
+    tell("control: starting the engine with stock kernels")
     off = _control(setup)
     counts = counted(on)
     certificate = Certificate(
@@ -157,7 +145,7 @@ def verify(plan: argparse.Namespace, scratch: Path) -> tuple[Certificate, Eviden
         links=links(on),
         control=conclusion(off, "control: stock engine decode == stock trainer"),
         situations=counts,
-        **vars(Situations.of(counts, ENGINES[plan.engine].abilities)),
+        **situations(counts, ENGINES[plan.engine].abilities),
         hashes=hashes(on),
         commit=ran,
         seconds=round(time.monotonic() - started, 1),
@@ -190,7 +178,7 @@ def _evidence(setup: Setup, engine: Engine, trainer: Trainer, scratch: Path) -> 
         share = ceil(setup.plan.tokens / (UPDATES + 1))
         batches = setup.workload.sample(engine.generate, share, full_set=version == UPDATES)
         samples = [*chain.from_iterable(batches)]
-        _tell(f"weights {version}: sampled {sum(len(sample.tokens) for sample in samples)} tokens")
+        tell(f"weights {version}: sampled {sum(len(sample.tokens) for sample in samples)} tokens")
         evidence += Evidence(
             samples=samples,
             batches=[*map(len, batches)],

@@ -12,7 +12,7 @@ import torch
 
 from true_on_policy.contract.specs import Ability
 from true_on_policy.engines.protocol import Request, Sample
-from true_on_policy.verify.links import Evidence
+from true_on_policy.verify.certificate import Evidence
 
 BATCH_SIZES = (1, 3, 8)
 LONGEST_RESPONSE = 80
@@ -137,28 +137,14 @@ OF_ABLE: dict[str, tuple[Ability, str]] = {
 }
 
 
-@dataclass(frozen=True)
-class Situations:
-    """Situations are the circumstances that a verification must meet.
-
-    Attributes:
-        met: the situations that were met.
-        not_met: the situations that the engine could meet and did not, each with its remedy.
-        not_of_engine: the situations that this engine cannot meet, or does not report.
-    """
-
-    met: list[str]
-    not_met: dict[str, str]
-    not_of_engine: list[str]
-
-    @classmethod
-    def of(cls, counts: Mapping[str, Any], abilities: Collection[Ability]) -> Situations:
-        """Sort the situations by what `counted` has counted."""
-        found = _met(counts)
-        foreign = [name for name, (ability, _) in OF_ABLE.items() if ability not in abilities]
-        remedies = {name: OF_ABLE.get(name, ("", MORE))[1] for name in found if name not in foreign}
-        not_met = {name: remedy for name, remedy in remedies.items() if not found[name]}
-        return cls([name for name in remedies if name not in not_met], not_met, foreign)
+def situations(counts: Mapping[str, Any], abilities: Collection[Ability]) -> dict[str, Any]:
+    """Sort the situations of a verification by what `counted` has counted, under the names that a certificate has."""
+    found = _met(counts)
+    foreign = [name for name, (ability, _) in OF_ABLE.items() if ability not in abilities]
+    remedies = {name: OF_ABLE.get(name, ("", MORE))[1] for name in found if name not in foreign}
+    not_met = {name: remedy for name, remedy in remedies.items() if not found[name]}
+    met = [name for name in remedies if name not in not_met]
+    return {"met": met, "not_met": not_met, "not_of_engine": foreign}
 
 
 def _met(counts: Mapping[str, Any]) -> dict[str, bool]:

@@ -238,11 +238,8 @@ def _by_how_much(ask: Ask, first: Difference, parts: list[Part], weights: Weight
     if ours.nbytes * part.ranks > LARGEST:
         return first
 
-    def read(answer: Any) -> Tensor:
-        return read_values(_by_rank(answer)[part.rank][first.name], digest)
-
     asked = {"action": VALUES, "skip_tensor_list": [first.name], "selector": "target"}
-    theirs = _answered(ask, asked, read)
+    theirs = _answered(ask, asked, lambda answer: read_values(_by_rank(answer)[part.rank][first.name], digest))
     mismatch = first_mismatch(ours, theirs)
     if mismatch is None:
         return Difference(first.name, first.rank, "other values, which were the trainer's when asked again")

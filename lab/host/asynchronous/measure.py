@@ -59,7 +59,7 @@ def measured(state: ParallelState, data: RolloutData, config: SegmentWiseConfig)
     versions, recomputed = torch.cat(data["output_versions"]), torch.cat(data["recomputed_log_probs"])
     written = Written(versions, recomputed, data["proximal_version"])
     numerator = proximal_t(proximal, behavior, written, config)
-    row = whole([mask.numel()]).place(mask, Ranks()).ragged  # weights of tokens know no sequences
+    row = whole([mask.numel()]).place(mask, Ranks())  # weights of tokens know no sequences
     bounded = correct(numerator, behavior, row, CorrectionConfig(config.weight, metrics="none"))
     applied = BehaviorWeight(bounded.weights, bounded.keep)
     weights = weights_by_age(numerator, proximal, behavior, written, mask, applied)

@@ -12,6 +12,7 @@ from tempfile import TemporaryDirectory
 from typing import Any, Protocol, runtime_checkable
 
 import torch.distributed as dist
+from safetensors.torch import save_file
 from torch import Tensor
 
 from lab.host.model.decoder import ModelConfig
@@ -20,7 +21,7 @@ from lab.host.model.engine import Generation
 from true_on_policy.contract.families import FAMILIES, Family, Shape
 from true_on_policy.engines.protocol import Cut, Engine, Request, Sample
 from true_on_policy.errors import DifferenceError
-from true_on_policy.models.tiny import write_checkpoint
+from true_on_policy.models.tiny import config_of
 from true_on_policy.weights.comparison import compare
 
 
@@ -53,7 +54,8 @@ class Served:
             EngineError: the engine did not start, or refuses them.
         """
         checkpoint = Path(self._folder.name) / str(version)
-        write_checkpoint(checkpoint, self._family, self._shape, weights)
+        config_of(self._family, self._shape, next(iter(weights.values())).dtype).save_pretrained(checkpoint)
+        save_file(dict(weights), checkpoint / "model.safetensors", {"format": "pt"})
         if self._engine is None:
             self._engine = self._start(checkpoint)
         self._engine.update_weights(checkpoint, version, keep_cache)

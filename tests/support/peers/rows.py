@@ -67,7 +67,7 @@ class Rows:
 
     @property
     def ragged(self) -> Ragged:
-        return whole(self.batch.response_lengths).place(self.batch.flat_mask, Ranks()).ragged
+        return whole(self.batch.response_lengths).place(self.batch.flat_mask, Ranks())
 
     def pad(self, responses: list[Tensor]) -> Tensor:
         """`[N, L]` in float64, 0 where there is no token."""

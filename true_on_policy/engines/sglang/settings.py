@@ -30,7 +30,7 @@ from true_on_policy.kernels.gpu_probes import Product, aten_failures, digest, li
 from true_on_policy.kernels.provider import counted
 from true_on_policy.observe.dumps import Dump, this_process
 from true_on_policy.observe.dumps import write as write_dump
-from true_on_policy.observe.process import KERNELS, LOOKS, PRODUCTS, Look, Observation, found, looked, surviving
+from true_on_policy.observe.process import KERNELS, LOOKS, PRODUCTS, Look, Observation, found, looked
 
 # After this method SGLang 0.5.17 to 0.5.23 have kernels, attention and cache in place, and no CUDA graph yet.
 TARGET = "sglang.srt.model_executor.model_runner.ModelRunner.init_attention_backends"
@@ -80,7 +80,7 @@ def observe(runner: Any) -> Observation:
         "quantization": lambda: ", ".join(sorted(narrow)) or "None",
         MODE: lambda: _deep_gemm_mode(dtype, own, where),
     }
-    settings, unseen = looked({name: surviving(look) for name, look in looks.items()})
+    settings, unseen = looked(looks)
     settings |= precision.settings() | {f"sglang: {key}": value for key, value in sglang.settings().items()}
     variables = {name: os.environ.get(name, "unset") for name in WHY}
     return Observation(variables | settings, unseen, tuple(variables))
