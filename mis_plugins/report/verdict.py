@@ -120,7 +120,8 @@ def _unread(report: Report) -> dict[str, str]:
     """How many records were rejected, and which files could not be read to their end."""
     told = f"{_rejected(report)}, so the verdict is on the others." if report.rejected else ""
     twice = f"{report.repeated} of {report.sequences} responses have all log-probs of an earlier one, and count twice."
-    same = f"{len(report.together)} files or folders hold the same steps, as {' and '.join(report.together[:2])}; "
+    same = f"{len(report.together)} files or folders hold the same steps, or tell none, as "
+    same += f"{' and '.join(report.together[:2])}; "
     alone = {"Read as one run": f"{same}name one alone where they are several runs." if report.together else ""}
     return {"Not read": told, "Read twice": twice if report.repeated else ""} | _broke_off(report.torn) | alone
 
@@ -236,7 +237,7 @@ def _headline(report: Report, level: str) -> str:
     if level == CALM:
         return "Rollout engine and trainer agree as well as a healthy run."
     if not beyond(report.whole):
-        lost = _rejected(report) if report.rejected > MOST_LOST * report.sequences else "a file broke off"
+        lost = _rejected(report) if report.rejected > MOST_LOST * report.sequences else "a file broke off, or is empty"
         return f"What was read agrees as well as a healthy run, but {lost}."
     return "Rollout engine and trainer differ more than a healthy run; no single cause shows."
 
