@@ -41,6 +41,7 @@ from true_on_policy.diff.log_prob_record import FORMAT, LogProbRecord
 
 NON_INTRUSIVE = "non_intrusive__"  # SGLang's prefix for the values that its hooks record
 LOG_PROBS = "log_probs"
+END, END_SIZE = b"PK\x05\x06", 22  # the last record of an archive without a comment: its mark, and its bytes
 BEHAVIOR = "rollout_log_probs"  # the engine's log-probs in a host's dump
 
 Value = Any  # a tensor, a LogProbRecord, or a text or number recorded beside tensors
@@ -221,7 +222,7 @@ def _check_whole(file: Path) -> None:
         return
     with zipfile.ZipFile(opened.file) as archive:
         begin = min((record.header_offset for record in archive.infolist()), default=0)
-    if begin or opened.bytes_at(opened.size - zipfile.sizeEndCentDir, 4) != zipfile.stringEndArchive:
+    if begin or opened.bytes_at(opened.size - END_SIZE, len(END)) != END:
         raise RecordError(f"{file}: holds bytes before or behind its archive that no tensor has; write the file anew")
 
 
