@@ -21,6 +21,11 @@ from test_report import PLAIN, surveyed
 from lab.pages.metrics import WORDS
 from lab.planted_runs import (
     IN_RECORDINGS,
+    _changed,
+    _placeholder,
+    _route,
+    _shifted,
+    _template,
     _temperature,
     _top_p,
     clean,
@@ -777,6 +782,7 @@ def of_likeliest(count: int) -> list[Record]:
     return records(sampled(replace(run, engine=run.engine.masked_fill(run.engine < least, -torch.inf))))
 
 
+TEMPERED_AT = {at: sampled(_temperature(drawn(8, "bf16"), at)) for at in (0.8, 0.9)}
 BEHAVIOR, PROXIMAL = NEEDED
 TOLD: dict[str, tuple[Callable[[], list[Record]], Sequence[str]]] = {
     "one bad step of sixteen": (lambda: at_steps({7}, 16), ["jump"]),
@@ -784,6 +790,19 @@ TOLD: dict[str, tuple[Callable[[], list[Record]], Sequence[str]]] = {
     "a bad last step": (lambda: at_steps({15}, 16), ["jump"]),
     "a temperature and five placeholders": (lambda: with_placeholders(TEMPERED), ["temperature", "placeholder"]),
     "a temperature and a changed response": (lambda: with_one_permuted(TEMPERED), ["temperature", "changed-response"]),
+    "a temperature and a template": (
+        lambda: records(sampled(_template(_temperature(drawn(8, "bf16"), 0.9), 0.25))), ["temperature", "template"]
+    ),
+    "a temperature and missed routes": (lambda: records(_route(TEMPERED_AT[0.9], 0.4)), ["temperature", "route"]),
+    "a temperature and many placeholders": (
+        lambda: records(_placeholder(TEMPERED_AT[0.8], 100)), ["temperature", "placeholder"]
+    ),
+    "a temperature and lists that are shifted": (
+        lambda: records(_shifted(TEMPERED_AT[0.8], 4)), ["different-tokens", "temperature"]
+    ),
+    "a temperature and changed responses": (
+        lambda: records(_changed(TEMPERED_AT[0.8], 10)), ["changed-response", "temperature"]
+    ),
     "a temperature above 1 and a little top-p": (lambda: sampled_at("bf16", 1.3, 0.95), ["temperature", "top-p"]),
     "a temperature above 1 and much top-p": (lambda: sampled_at("bf16", 1.6, 0.7), ["temperature", "top-p"]),
     "top-k alone": (lambda: of_likeliest(20), ["top-p"]),
