@@ -168,6 +168,7 @@ class Cause:
     evidence: what was seen in a run, with the detector's numbers in braces.
     threshold: where the detector draws the line, and why there.
     explains: causes whose detectors fire too where this one is at work.
+    hides: what may act on the same tokens without a sign of its own, in words.
     alike: whether low precision alone may show the sign, so that a small share of the mismatch does not count.
     """
 
@@ -178,6 +179,7 @@ class Cause:
     evidence: str
     threshold: str
     explains: Sequence[str] = ()
+    hides: str = ""
     alike: bool = False
 
 
@@ -209,7 +211,8 @@ def findings(facts: Facts) -> list[Finding]:
     enough = facts.sums["usable"] >= FEW
     even = facts.is_even or any(shares[name] > PART for name in LOCAL.intersection(left))
     if enough and even and rest > 0.5 and rest * facts.kl_k3 > LIMITS[FIRST].high and WEIGHTS.isdisjoint(left):
-        seen[PRECISION], shares[PRECISION] = {"kl_k3": facts.kl_k3, "rest": rest}, rest
+        beside = ", and so may another setting of sampling" if {"temperature", "top-p"} & told else ""
+        seen[PRECISION], shares[PRECISION] = {"kl_k3": facts.kl_k3, "rest": rest, "beside": beside}, rest
         left.append(PRECISION)
     order = sorted(left, key=lambda name: (name in weak, name == PRECISION, -shares[name]))
     return [_finding(name, seen, shares, order) for name in order]
@@ -249,7 +252,7 @@ def _finding(name: str, seen: Mapping[str, Numbers], shares: Mapping[str, float]
     also = tuple(other for other in cause.explains if other in seen)
     rest = 1 - shares[name]
     left = f"The cause leaves {rest:.0%} of the mismatch unexplained. " if rest > 0.005 else ""
-    against = left + _rival(name, shares, order)
+    against = left + f"It may hide {cause.hides}. " * bool(cause.hides) + _rival(name, shares, order)
     return Finding(name, cause, cause.evidence.format(**seen[name]), against, shares[name], also)
 
 

@@ -231,7 +231,9 @@ def _headline(report: Report, level: str) -> str:
         first, *others = report.findings
         more = f", and {len(others)} other cause{'s' if len(others) > 1 else ''}" if others else ""
         mostly = f"{_rejected(report)}; of the others: " if report.rejected > report.sequences else ""
-        return f"{mostly}{first.cause.title}{more}."
+        alone = all(one.name == PRECISION for one in others)
+        hidden = f", which may hide {first.cause.hides}" if first.cause.hides and alone else ""
+        return f"{mostly}{first.cause.title}{hidden}{more}."
     if report.usable < FEW:
         return f"{report.usable} token{'s' * (report.usable > 1)} can be compared, too few to tell anything by."
     if level == CALM:

@@ -25,8 +25,8 @@ from lab.planted_runs import (
     _placeholder,
     _route,
     _shifted,
-    _template,
     _temperature,
+    _template,
     _top_p,
     clean,
     drawn,
@@ -803,6 +803,9 @@ TOLD: dict[str, tuple[Callable[[], list[Record]], Sequence[str]]] = {
     "a temperature and changed responses": (
         lambda: records(_changed(TEMPERED_AT[0.8], 10)), ["changed-response", "temperature"]
     ),
+    "one shifted response of 64, as of one rank": (
+        lambda: records(_shifted(sampled(drawn(8, "bf16")), 64)), ["different-tokens"]
+    ),
     "a temperature above 1 and a little top-p": (lambda: sampled_at("bf16", 1.3, 0.95), ["temperature", "top-p"]),
     "a temperature above 1 and much top-p": (lambda: sampled_at("bf16", 1.6, 0.7), ["temperature", "top-p"]),
     "top-k alone": (lambda: of_likeliest(20), ["top-p"]),
@@ -845,6 +848,16 @@ def test_what_is_told_of_a_run_is_so(rows: Callable[[], list[Record]], names: Se
     made = surveyed(rows())
     assert [one.name for one in made.findings] == list(names)
     assert verdict(made, None).level != CALM and not (names == [] and "evenly" in "".join(verdict(made, None).lines))
+
+
+@pytest.mark.parametrize(("temperature", "mass"), [(1.1, 0.8), (1.3, 0.7), (1.6, 0.5), (1.1, 0.9)])
+def test_of_a_temperature_beside_top_p_one_says_that_it_may_hide_the_other(temperature: float, mass: float) -> None:
+    made = surveyed(sampled_at("bf16", temperature, mass))
+    first, *others = made.findings
+    hidden = {"temperature": "top-p, top-k, min-p or penalties", "top-p": "a temperature or penalties"}[first.name]
+    assert f"{first.cause.title}, which may hide {hidden}" in verdict(made, None).headline
+    assert f"It may hide {hidden}." in first.against
+    assert all("another setting of sampling" in one.evidence for one in others)
 
 
 def test_responses_that_the_engine_is_certain_of_belong_to_no_other_tokens() -> None:
