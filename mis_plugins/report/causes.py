@@ -252,7 +252,7 @@ def _finding(name: str, seen: Mapping[str, Numbers], shares: Mapping[str, float]
     also = tuple(other for other in cause.explains if other in seen)
     rest = 1 - shares[name]
     left = f"The cause leaves {rest:.0%} of the mismatch unexplained. " if rest > 0.005 else ""
-    against = left + f"It may hide {cause.hides}. " * bool(cause.hides) + _rival(name, shares, order)
+    against = left + f"The cause may hide {cause.hides}. " * bool(cause.hides) + _rival(name, shares, order)
     return Finding(name, cause, cause.evidence.format(**seen[name]), against, shares[name], also)
 
 

@@ -856,7 +856,7 @@ def test_of_a_temperature_beside_top_p_one_says_that_it_may_hide_the_other(tempe
     first, *others = made.findings
     hidden = {"temperature": "top-p, top-k, min-p or penalties", "top-p": "a temperature or penalties"}[first.name]
     assert f"{first.cause.title}, which may hide {hidden}" in verdict(made, None).headline
-    assert f"It may hide {hidden}." in first.against
+    assert f"The cause may hide {hidden}." in first.against
     assert all("another setting of sampling" in one.evidence for one in others)
 
 
