@@ -148,8 +148,9 @@ class Evidence:
         self.folds.index_add_(1, (owner + self.sequences) % FOLDS, rows)
         first, last = ends(ragged, usable, LONG_ENOUGH)
         touched = first | last | fills
-        for numbers in filter(lambda one: one is not None, map(batch.whole_numbers, ("route_differs", "ages"))):
-            touched |= numbers > 0
+        for name in ("route_differs", "ages"):
+            if (numbers := batch.whole_numbers(name)) is not None:
+                touched |= numbers > 0
         self.inner.append(rows.new_zeros(len(RELATED), ragged.size).index_add_(1, owner, rows * ~touched[usable]))
         self.sequences += ragged.size
 
