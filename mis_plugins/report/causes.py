@@ -8,8 +8,8 @@ scored on one measure, the share of the mismatch that the cause accounts for, so
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -49,6 +49,8 @@ LOCAL, PART = (
     {"placeholder", "changed-response", "end-token", "template", "stale-weights", "jump", "rise", "route"},
     0.2,
 )
+OF_PLACES = {"placeholder", "different-tokens", "changed-response", "end-token", "template", "route", "stale-weights"}
+OF_ALL = ("swapped", "unit", "raw-log-probs", "temperature", "top-p")  # act on all tokens alike
 UNMEASURED = {"non-finite", "non-finite-advantage"}  # no part of the numbers' mismatch
 PRECISION, WEIGHTS = "precision", {"differing-weights", "other-weights"}  # the latter tell more of weights
 Table = Sequence[Mapping[str, float | str]]
@@ -121,6 +123,12 @@ class Facts:
         places = (rows for name, rows in self.places.items() if name in ("position", "length", "turn"))
         return all(self.spread[name] >= least for name, least in EVEN.items()) and all(map(_is_level, places))
 
+    def away(self) -> Facts:
+        """Facts of the tokens that no cause of one place, or of some sequences, touches."""
+        folds = self.evidence.away(self.evidence.lists.broken(self.kl))
+        evidence = replace(self.evidence, folds=folds)
+        return replace(self, sums={**self.sums, "usable": float(folds[0].sum())}, evidence=evidence)
+
     @cached_property
     def pairing(self) -> Pairing | None:
         return self.evidence.lists.verdict(self.kl)
@@ -160,6 +168,7 @@ class Cause:
     evidence: what was seen in a run, with the detector's numbers in braces.
     threshold: where the detector draws the line, and why there.
     explains: causes whose detectors fire too where this one is at work.
+    hides: what may act on the same tokens without a sign of its own, in words.
     alike: whether low precision alone may show the sign, so that a small share of the mismatch does not count.
     """
 
@@ -170,6 +179,7 @@ class Cause:
     evidence: str
     threshold: str
     explains: Sequence[str] = ()
+    hides: str = ""
     alike: bool = False
 
 
@@ -192,18 +202,43 @@ class Finding:
 
 def findings(facts: Facts) -> list[Finding]:
     """The causes that show, the best first, less those whose signs a better one explains."""
-    seen = {name: numbers for name, detect in DETECTORS.items() if (numbers := detect(facts)) is not None}
-    shares = {name: min(max(float(numbers.get("share_of_all", 1.0)), 0.0), 1.0) for name, numbers in seen.items()}
+    seen, shares, away = _seen(facts)
     weak = {name for name in seen if CAUSES[name].alike and shares[name] < LEAST_SHARE}
-    left = [name for name in seen if not any(_explains(other, name, shares) for other in seen.keys() - weak)]
-    rest = 1 - max((shares[name] for name in left if name not in weak | UNMEASURED), default=0.0)
+    able = {name: seen.keys() - weak - (OF_PLACES if name in away else set()) for name in seen}
+    left = [name for name in seen if not any(_explains(other, name, shares) for other in able[name])]
+    told = set(left) - weak - UNMEASURED
+    rest = 1 - sum(max((shares[name] for name in part), default=0.0) for part in (told & away, told - away))
     enough = facts.sums["usable"] >= FEW
     even = facts.is_even or any(shares[name] > PART for name in LOCAL.intersection(left))
     if enough and even and rest > 0.5 and rest * facts.kl_k3 > LIMITS[FIRST].high and WEIGHTS.isdisjoint(left):
-        seen[PRECISION], shares[PRECISION] = {"kl_k3": facts.kl_k3, "rest": rest}, rest
+        beside = ", and so may another setting of sampling" if {"temperature", "top-p"} & told else ""
+        seen[PRECISION], shares[PRECISION] = {"kl_k3": facts.kl_k3, "rest": rest, "beside": beside}, rest
         left.append(PRECISION)
     order = sorted(left, key=lambda name: (name in weak, name == PRECISION, -shares[name]))
     return [_finding(name, seen, shares, order) for name in order]
+
+
+def _seen(facts: Facts) -> tuple[dict[str, Numbers], dict[str, float], set[str]]:
+    """What detectors see, the share of each cause, and the causes that show away from those of places.
+
+    Beside a cause of some tokens, one of all tokens is looked for among the others, where the former has no sign.
+    """
+    seen = _detected(facts, DETECTORS)
+    shares, elsewhere = _shares(seen), facts.away()
+    if OF_PLACES.isdisjoint(seen) or not elsewhere.related:
+        return seen, shares, set()
+    away = _detected(elsewhere, OF_ALL)
+    left = 1 - max(shares[name] for name in OF_PLACES & seen.keys())
+    shares |= {name: left * share for name, share in _shares(away).items()}
+    return {name: numbers for name, numbers in seen.items() if name not in OF_ALL} | away, shares, {*away}
+
+
+def _detected(facts: Facts, names: Iterable[str]) -> dict[str, Numbers]:
+    return {name: numbers for name in names if (numbers := DETECTORS[name](facts)) is not None}
+
+
+def _shares(seen: Mapping[str, Numbers]) -> dict[str, float]:
+    return {name: min(max(float(numbers.get("share_of_all", 1.0)), 0.0), 1.0) for name, numbers in seen.items()}
 
 
 def _explains(name: str, other: str, shares: Mapping[str, float]) -> bool:
@@ -217,7 +252,7 @@ def _finding(name: str, seen: Mapping[str, Numbers], shares: Mapping[str, float]
     also = tuple(other for other in cause.explains if other in seen)
     rest = 1 - shares[name]
     left = f"The cause leaves {rest:.0%} of the mismatch unexplained. " if rest > 0.005 else ""
-    against = left + _rival(name, shares, order)
+    against = left + f"The cause may hide {cause.hides}. " * bool(cause.hides) + _rival(name, shares, order)
     return Finding(name, cause, cause.evidence.format(**seen[name]), against, shares[name], also)
 
 

@@ -73,6 +73,8 @@ class Evidence:
     absent: of each side how often each entry stands in for a log-prob, by its name.
     lists: pairs of both lists of log-probs, for each sequence.
     folds: sums of `RELATED` over the usable tokens of every `FOLDS`-th sequence.
+    inner: sums of `RELATED` over those usable tokens of each sequence that no cause of one place touches: neither the
+        first `LONG_ENOUGH`, nor the last, nor of `fills`, nor of another route or an older version.
     rows: of each sequence its step, the number of usable tokens, and their sum of `mass`.
     seen, repeated: digests of the responses' log-probs, and how many responses repeat an earlier one's.
     by_id: of each token id the count, and the sums of log r, log mu, (log r)^2, (log mu)^2 and their product; of equal
@@ -88,6 +90,7 @@ class Evidence:
     absent: defaultdict[str, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
     lists: Lists = field(default_factory=Lists)
     folds: Float[Tensor, "R F"] = field(default_factory=lambda: torch.zeros(len(RELATED), FOLDS).double())
+    inner: list[Float[Tensor, "R N"]] = field(default_factory=list)
     rows: list[Float[Tensor, "3 N"]] = field(default_factory=list)
     sequences: int = 0
     seen: set[int] = field(default_factory=set)
@@ -99,20 +102,22 @@ class Evidence:
         numbers = of_sequences(batch.ragged, tokens, ended)
         for name, values in numbers.items():
             self.moments[name] = self.moments[name].plus(values)
-        self._add_fills(batch, tokens)
+        fills = self._add_fills(batch, tokens)
         for record in batch.records:
             if record.advantages is not None:
                 self.broken_advantages += int((~record.advantages.isfinite() & record.loss_mask).sum())
             for side, names in record.absent.items():
                 self.absent[side].update(names)
-        self._add_lists(batch, tokens)
+        self._add_lists(batch, tokens, fills)
         again = self._are_repeated(batch)
         ids = batch.whole_numbers("tokens")
         if ids is not None:
             new = ~batch.ragged.to_tokens(again) & are_first(ids, batch.positions)
             self._add_ids(ids.masked_fill(~new, -1), tokens)
 
-    def _add_fills(self, batch: Batch, tokens: Tokens) -> None:
+    def _add_fills(self, batch: Batch, tokens: Tokens) -> Bool[Tensor, " T"]:
+        """Add `fills` and `low`, and return the tokens that `fills` counts."""
+        found = torch.zeros_like(tokens.usable)
         masses, apart = mass(tokens), tokens.usable & (tokens.log_ratio.abs() > -UNLIKELY)
         for side, one, other in zip(SIDES, tokens.log_probs, tokens.log_probs.flip(0), strict=True):
             sure = tokens.usable & (one == 0)
@@ -122,10 +127,13 @@ class Evidence:
             self.low.update({(side, nat): n for nat, n in zip(nats.tolist(), counts.tolist(), strict=True)})
             numbers, place, counts = one[odd | low].unique(return_inverse=True, return_counts=True)
             sums = torch.stack([counts, torch.bincount(place, masses[odd | low], len(numbers))], 1)
-            for kept in ((numbers == 0) | (counts >= RUN)).nonzero().flatten().tolist():
-                self.fills[side, float(numbers[kept])] += sums[kept]
+            kept = (numbers == 0) | (counts >= RUN)
+            found[odd | low] |= kept[place]
+            for one in kept.nonzero().flatten().tolist():
+                self.fills[side, float(numbers[one])] += sums[one]
+        return found
 
-    def _add_lists(self, batch: Batch, tokens: Tokens) -> None:
+    def _add_lists(self, batch: Batch, tokens: Tokens, fills: Bool[Tensor, " T"]) -> None:
         """Add the pairs of both lists, and the sums of each fold."""
         ragged, usable = batch.ragged, tokens.usable
         owner = ragged.to_tokens(torch.arange(ragged.size))[usable]
@@ -138,7 +146,18 @@ class Evidence:
         self.rows.append(torch.stack([torch.full_like(masses, batch.step), counts, masses]))
         rows = torch.stack([torch.ones_like(x), x, y, x * x, y * y, x * y, r, r * r, 1 / r])
         self.folds.index_add_(1, (owner + self.sequences) % FOLDS, rows)
+        first, last = ends(ragged, usable, LONG_ENOUGH)
+        touched = first | last | fills
+        for name in ("route_differs", "ages"):
+            if (numbers := batch.whole_numbers(name)) is not None:
+                touched |= numbers > 0
+        self.inner.append(rows.new_zeros(len(RELATED), ragged.size).index_add_(1, owner, rows * ~touched[usable]))
         self.sequences += ragged.size
+
+    def away(self, broken: Bool[Tensor, " N"]) -> Float[Tensor, "R F"]:
+        """`folds` over the `inner` tokens of the sequences that are not broken."""
+        sums = torch.cat(self.inner, 1) * ~broken
+        return torch.zeros_like(self.folds).index_add_(1, torch.arange(len(broken)) % FOLDS, sums)
 
     def _are_repeated(self, batch: Batch) -> Bool[Tensor, " N"]:
         """Which responses have all log-probs of an earlier one, as of a file or a step that was read twice."""
@@ -189,6 +208,14 @@ def _added(first: Tensor, second: Tensor) -> Tensor:
     return total
 
 
+def ends(ragged: Ragged, usable: Bool[Tensor, " T"], most: int) -> tuple[Bool[Tensor, " T"], Bool[Tensor, " T"]]:
+    """The first `most` usable tokens of each response, and its last one."""
+    place = usable.cumsum(0)
+    starts = torch.cat([place.new_zeros(1), place])[ragged.cu_seqlens]
+    place = place - ragged.to_tokens(starts[:-1])
+    return usable & (place <= most), usable & (place == ragged.to_tokens(starts.diff()))
+
+
 def mass(tokens: Tokens) -> Float[Tensor, " T"]:
     """How much each token adds to the mismatch: e^-|log r| - 1 + |log r|, the k3 of a ratio below 1, on either side.
 
@@ -207,11 +234,7 @@ def of_sequences(ragged: Ragged, tokens: Tokens, ended: Bool[Tensor, " N"]) -> d
         (`end_mass`) have beyond the others, beside the sum of all (`mass`).
     """
     usable, size, masses = tokens.usable, tokens.log_ratio.abs(), mass(tokens)
-    place = usable.cumsum(0)
-    starts = torch.cat([place.new_zeros(1), place])[ragged.cu_seqlens]
-    place = place - ragged.to_tokens(starts[:-1])
-    last = usable & (place == ragged.to_tokens(starts.diff()))
-    first = usable & (place <= BEGINNING)
+    first, last = ends(ragged, usable, BEGINNING)
     parts = ((first, size), (first, tokens.log_ratio), (last, size), (first, masses), (last, masses))
     rows = torch.stack([*ragged.sums(usable, size, masses, *(torch.where(where, x, 0) for where, x in parts))])
     n, total, whole, begins, signed, end, begins_mass, end_mass = rows[:, rows[0] >= LONG_ENOUGH].unbind()

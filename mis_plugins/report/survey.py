@@ -89,8 +89,8 @@ class Survey:
     """All collectors of one pass.
 
     own: the run's config; the numbers of the steps are what the training path logged with it.
-    rejected: number of records, or of whole files of records, that could not be read.
-    torn: files that could not be read to their end.
+    rejected: number of records that could not be read.
+    torn: files that could not be read to their end, or hold no token.
     together: files and folders that hold the same steps, and are read as one run.
     """
 
@@ -171,6 +171,7 @@ def walk(survey: Survey, sources: Sequence[Source], problems: Problems, told: To
         for source in sources:
             told(done, total)
             problems.bytes_read, seen, lost = 0, survey.sequences, problems.of_file.total()
+            torn = len(problems.torn)
             survey.together |= dict.fromkeys(map(str, source.folders))
             records = _of_few_steps(source.records(problems), steps, source, survey.together)
             survey.add_all(
@@ -179,7 +180,8 @@ def walk(survey: Survey, sources: Sequence[Source], problems: Problems, told: To
             )
             if (seen, lost) == (survey.sequences, problems.of_file.total()):
                 problems.add("holds no token", source.name)
-            survey.rejected += problems.of_file.total() - lost
+                problems.torn[source.name] = None
+            survey.rejected += problems.of_file.total() - lost - (len(problems.torn) - torn)
             survey.torn = tuple(problems.torn)
             done += source.size
     except KeyboardInterrupt:

@@ -120,7 +120,8 @@ def _unread(report: Report) -> dict[str, str]:
     """How many records were rejected, and which files could not be read to their end."""
     told = f"{_rejected(report)}, so the verdict is on the others." if report.rejected else ""
     twice = f"{report.repeated} of {report.sequences} responses have all log-probs of an earlier one, and count twice."
-    same = f"{len(report.together)} files or folders hold the same steps, as {' and '.join(report.together[:2])}; "
+    same = f"{len(report.together)} files or folders hold the same steps, or tell none, as "
+    same += f"{' and '.join(report.together[:2])}; "
     alone = {"Read as one run": f"{same}name one alone where they are several runs." if report.together else ""}
     return {"Not read": told, "Read twice": twice if report.repeated else ""} | _broke_off(report.torn) | alone
 
@@ -230,13 +231,15 @@ def _headline(report: Report, level: str) -> str:
         first, *others = report.findings
         more = f", and {len(others)} other cause{'s' if len(others) > 1 else ''}" if others else ""
         mostly = f"{_rejected(report)}; of the others: " if report.rejected > report.sequences else ""
-        return f"{mostly}{first.cause.title}{more}."
+        alone = all(one.name == PRECISION for one in others)
+        hidden = f", which may hide {first.cause.hides}" if first.cause.hides and alone else ""
+        return f"{mostly}{first.cause.title}{hidden}{more}."
     if report.usable < FEW:
         return f"{report.usable} token{'s' * (report.usable > 1)} can be compared, too few to tell anything by."
     if level == CALM:
         return "Rollout engine and trainer agree as well as a healthy run."
     if not beyond(report.whole):
-        lost = _rejected(report) if report.rejected > MOST_LOST * report.sequences else "a file broke off"
+        lost = _rejected(report) if report.rejected > MOST_LOST * report.sequences else "a file broke off, or is empty"
         return f"What was read agrees as well as a healthy run, but {lost}."
     return "Rollout engine and trainer differ more than a healthy run; no single cause shows."
 

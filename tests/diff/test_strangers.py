@@ -3,6 +3,7 @@
 import io
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -162,13 +163,34 @@ def test_files_of_torch_save_of_any_ending_are_compared(ending: str, tmp_path: P
     assert report(tmp_path / "a", tmp_path / "a").exit_code == EQUAL
 
 
-@pytest.mark.parametrize("ending", ["npy", "gguf", "distcp", "h5", "pkl", "PT", "pt.gz", "safetensors.part"])
+@pytest.mark.parametrize("ending", ["npy", "gguf", "distcp", "h5", "pkl", "PT", "pt.gz", "safetensors.part", "parquet"])
 def test_tensors_of_a_kind_that_is_not_read_are_never_equal(ending: str, tmp_path: Path) -> None:
     folder = dump_all(tmp_path / "a", {"z.output": X})
     (folder / f"model.{ending}").write_bytes(b"1")
     (folder / "config.json").write_text("{}")
     found = report(folder, folder)
     assert [row.status for row in found.rows] == ["equal", "not comparable"] and found.exit_code == NOT_COMPARABLE
+
+
+@pytest.mark.parametrize("ending", ["pt", "npz"])
+@pytest.mark.parametrize("joined", [lambda one: one + b"0", lambda one: one + bytes(30), lambda one: b"0" + one])
+def test_bytes_around_an_archive_are_never_equal(ending: str, joined: Callable[[bytes], bytes], tmp_path: Path) -> None:
+    file = tmp_path / f"a.{ending}"
+    torch.save({"x": X}, file) if ending == "pt" else np.savez(file, x=X.numpy())
+    (tmp_path / "b").mkdir()
+    other = tmp_path / "b" / file.name
+    other.write_bytes(joined(file.read_bytes()))
+    assert report(file, file).exit_code == EQUAL
+    assert report(file, other).exit_code == report(other, other).exit_code == NOT_COMPARABLE
+
+
+@pytest.mark.parametrize("other", [[-1.5, -3.0], [-1.5, None], [-1.5], (-1.5, -2)])
+def test_lists_of_numbers_beside_a_tensor_are_compared(other: list, tmp_path: Path) -> None:
+    for name, log_probs in (("a.pt", [-1.5, -2.0]), ("b.pt", other)):
+        torch.save({"x": X, "log_probs": log_probs, "names": ["a"]}, tmp_path / name)
+    found = report(tmp_path / "a.pt", tmp_path / "b.pt")
+    assert (found.exit_code == EQUAL) == (other == (-1.5, -2)) and len(found.rows) == 2
+    assert report(tmp_path / "b.pt", tmp_path / "b.pt").exit_code == EQUAL
 
 
 def test_an_index_of_another_format_is_left_over(tmp_path: Path) -> None:

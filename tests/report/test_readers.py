@@ -289,6 +289,21 @@ def test_parquet(tmp_path: Path) -> None:
     assert_alike(read(tmp_path / "run.parquet")[0], some_records())
 
 
+def test_a_damaged_page_of_parquet_is_told_by_its_checksum(tmp_path: Path) -> None:
+    from pyarrow import Table, parquet
+
+    file = tmp_path / "run.parquet"
+    rows = [{"behavior_log_probs": [-1 - place / 64] * 9, "proximal_log_probs": [-1.0] * 9} for place in range(64)]
+    parquet.write_table(
+        Table.from_pylist(rows), file, write_page_checksum=True, compression="none", use_dictionary=False
+    )
+    content = bytearray(file.read_bytes())
+    content[content.index(numpy.float64(-1.5).tobytes()) + 6] ^= 1
+    file.write_bytes(content)
+    found, told = read(file)
+    assert not found and "CRC" in told[0]
+
+
 def test_ages_follow_the_trainers_version_or_the_newest_token() -> None:
     given = {"behavior_log_probs": [0.0, 0.0], "proximal_log_probs": [0.0, 0.0], "versions": [3, 4]}
     for values, ages in ((given, [1, 0]), (given | {"trainer_version": 6}, [3, 2])):

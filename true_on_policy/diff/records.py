@@ -3,7 +3,7 @@
 A recording is a file, or a folder of files:
 
     step=0___rank=0___dump_index=12___name=NAME___layer_id=2.pt   SGLang's dumper, and our module_recorder.py
-    *.pt, *.pth, *.bin, *.ckpt   a tensor, or lists and dicts of tensors, by torch.save
+    *.pt, *.pth, *.bin, *.ckpt   a tensor, or lists and dicts of tensors or numbers, by torch.save
     *.safetensors
     *.npz
     a dump of Miles or slime, of a rollout or a training step: its log-probs alone
@@ -17,8 +17,10 @@ keeps one name, and so does a module that runs again in the next step.
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
+import zipfile
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -33,12 +35,13 @@ from mis_plugins.shared.archive import Stored
 from mis_plugins.shared.arrays import Npz, Safetensors
 from mis_plugins.shared.budget import RecordError
 from mis_plugins.shared.foreign import load_foreign, tensor_of
-from mis_plugins.shared.opened import read
+from mis_plugins.shared.opened import Opened, read
 from mis_plugins.shared.restricted import Opaque
 from true_on_policy.diff.log_prob_record import FORMAT, LogProbRecord
 
 NON_INTRUSIVE = "non_intrusive__"  # SGLang's prefix for the values that its hooks record
 LOG_PROBS = "log_probs"
+END, END_SIZE = b"PK\x05\x06", 22  # the last record of an archive without a comment: its mark, and its bytes
 BEHAVIOR = "rollout_log_probs"  # the engine's log-probs in a host's dump
 
 Value = Any  # a tensor, a LogProbRecord, or a text or number recorded beside tensors
@@ -200,6 +203,7 @@ def _listed(file: Path, alone: bool) -> Iterator[_Item]:
         raise RecordError(f"{file}: may hold tensors, and is not read beside files; name this folder alone")
     if file.suffix not in READERS:
         raise RecordError(f"{file}: may hold tensors, and is of a kind that is not read")
+    _check_whole(file)
     tags = parse_tags(file)
     if tags:
         yield _dumped(file, tags)
@@ -209,6 +213,17 @@ def _listed(file: Path, alone: bool) -> Iterator[_Item]:
         order = (1, _natural(file.name), _natural(name) if file.suffix == ".safetensors" else ())
         key = Key(prefix + name or ("value" if alone else file.stem))
         yield order, Entry(key, partial(read, file, load))
+
+
+def _check_whole(file: Path) -> None:
+    """Refuse bytes before or behind the archive that .pt and .npz are, such as the end of a longer file below it."""
+    opened = Opened(file)
+    if file.suffix == ".safetensors" or not zipfile.is_zipfile(opened.file):
+        return
+    with zipfile.ZipFile(opened.file) as archive:
+        begin = min((record.header_offset for record in archive.infolist()), default=0)
+    if begin or opened.bytes_at(opened.size - END_SIZE, len(END)) != END:
+        raise RecordError(f"{file}: holds bytes before or behind its archive that no tensor has; write the file anew")
 
 
 def parse_tags(file: Path) -> dict[str, str]:
@@ -247,7 +262,7 @@ def _dumped_pt(file: Path) -> Value:
         value = value["value"]
     if isinstance(value, Tensor | Stored | Opaque):
         return _known(value, file)
-    if any(True for _ in _tensors(value)):
+    if not _are_numbers(value) and any(True for _ in _tensors(value)):
         raise RecordError(f"{file}: holds a {type(value).__name__} of tensors; dump each under its own name")
     return value
 
@@ -271,13 +286,22 @@ def _known(tensor: Tensor | Stored | Opaque, file: Path) -> Tensor:
 
 
 def _tensors(value: Any, name: str = "") -> Iterator[tuple[str, Tensor | Stored | Opaque]]:
-    """Yield every tensor of nested dicts and lists, and what may be one of another kind, with its dotted name."""
+    """Yield every tensor and list of numbers of nested dicts and lists, and what may be a tensor of another kind."""
+    if _are_numbers(value):
+        kind = torch.int64 if all(isinstance(one, int) for one in value) else torch.float64
+        value = torch.tensor([math.nan if one is None else one for one in value], dtype=kind)
     if isinstance(value, Tensor | Stored | Opaque):
         yield name, value
         return
     children = dict(enumerate(value)) if isinstance(value, list | tuple) else value
     for key, child in children.items() if isinstance(children, dict) else ():
         yield from _tensors(child, f"{name}.{key}" if name else str(key))
+
+
+def _are_numbers(value: Any) -> bool:
+    """Whether a value is a list of numbers, some of which may be missing, such as log-probs of a user's own script."""
+    kinds = set(map(type, value)) if isinstance(value, list | tuple) else set()
+    return bool(kinds & {int, float}) and kinds <= {int, float, bool, type(None)}
 
 
 def _safetensors(path: Path) -> Iterator[tuple[str, Callable[[], Value]]]:
@@ -328,7 +352,17 @@ DUMPED: dict[str, Callable[[Path], Value]] = {
     **dict.fromkeys(SAVED, _dumped_pt),
 }
 ARGUMENTS = "training_args.bin"  # of Hugging Face's Trainer, beside a checkpoint: the arguments of the run alone
-UNREAD = {".npy", ".gguf", ".distcp", ".h5", ".pkl", ".onnx", ".msgpack"}  # of files that hold tensors too
+UNREAD = {
+    ".npy",
+    ".gguf",
+    ".distcp",
+    ".h5",
+    ".pkl",
+    ".onnx",
+    ".msgpack",
+    ".parquet",
+    ".arrow",
+}  # of files that hold tensors too
 PACKED = {".gz", ".zst", ".bz2", ".xz", ".part", ".tmp", ".incomplete"}  # behind the ending of what is packed, or cut
 
 

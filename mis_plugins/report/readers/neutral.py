@@ -40,7 +40,7 @@ def parquet(path: Path, problems: Problems) -> Iterator[Record]:
     with opened(path) as content:
         size = size_of(path)
         with limited_memory(size):
-            file = ParquetFile(content)
+            file = ParquetFile(content, page_checksum_verification=True)
             columns = _columns(file.schema_arrow, path)
         for group in range(file.num_row_groups):
             rows = _group(file, group, columns, path, size, problems)

@@ -154,7 +154,9 @@ def _shown_by(found: Mapping[str, Any], file: Path) -> str | None:
 
 
 def tell_nothing(file: Path, problems: Problems) -> None:
-    """Tell why a file is not read: its first object's keys, or what is wrong with its first line, which is torn."""
+    """Tell why a file is not read: its first object's keys; or what is wrong with its first line, or that it has none,
+    so that its tokens are lost.
+    """
     broken = Problems()
     head = broken.each(objects(file, broken, head=True), file, size_of(file))
     first = next((found for _, found in head), None)
@@ -164,8 +166,8 @@ def tell_nothing(file: Path, problems: Problems) -> None:
         why = f"{NOTHING}; {lacking(REQUIRED, first)}"
     else:
         wrong = [f"{one.place}: {one.reason}".removeprefix(": ") for one in broken.kept[:1]]
-        why = "; ".join([*(wrong or ["is empty"] * (not size_of(file))), NOTHING])
-        problems.torn |= {str(file): None} if wrong else {}
+        why = "; ".join([*(wrong or ["is empty"]), NOTHING])
+        problems.torn[str(file)] = None
     problems.add(why, file)
 
 
