@@ -16,8 +16,7 @@ import torch
 class Host:
     """A host as the lab drives it: the paths of its modules, and the signatures of its functions.
 
-    Attributes:
-        formats: the `qkv_format`s that the host knows.
+    formats: the `qkv_format`s that the host knows.
     """
 
     name: str

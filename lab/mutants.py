@@ -60,12 +60,11 @@ SKIPPED_FIELDS = ("annotation", "returns", "decorator_list")
 class Mutant:
     """One wrong program.
 
-    Attributes:
-        place: dotted name of the function or class that holds the change; `module` outside of any.
-        line: first line of what was replaced.
-        changed: source before and after, and a number where several changes of a place are equal.
-        operator: the kind of change, named by the node that is replaced.
-        tree: the whole file with the change.
+    place: dotted name of the function or class that holds the change; `module` outside of any.
+    line: first line of what was replaced.
+    changed: source before and after, and a number where several changes of a place are equal.
+    operator: the kind of change, named by the node that is replaced.
+    tree: the whole file with the change.
     """
 
     path: str

@@ -72,9 +72,8 @@ QUIET = ["-q", "-p", "no:cacheprovider"]
 class Guards:
     """Which tests execute a line of the math, and how long each test takes.
 
-    Attributes:
-        lines: the names of tests, by file and line.
-        seconds: the seconds of a test, by its name.
+    lines: the names of tests, by file and line.
+    seconds: the seconds of a test, by its name.
     """
 
     lines: Mapping[str, list[str]]
@@ -246,8 +245,7 @@ def start(mutant: Mutant, tests: Sequence[str], failures: Path | None) -> int:
 class Running:
     """A child that tries one mutant.
 
-    Attributes:
-        failures: the file where the child keeps the cases that fail; None where the first one is enough.
+    failures: the file where the child keeps the cases that fail; None where the first one is enough.
     """
 
     mutant: Mutant

@@ -54,10 +54,9 @@ class Flat:
 class Run(Flat):
     """All tokens of a made-up run, flat.
 
-    Attributes:
-        trainer, engine: logits of both sides, [T, vocabulary].
-        sampling: the logits that the engine draws from, where it reports other logits.
-        versions: the version that wrote each token, where the run tells versions.
+    trainer, engine: logits of both sides, [T, vocabulary].
+    sampling: the logits that the engine draws from, where it reports other logits.
+    versions: the version that wrote each token, where the run tells versions.
     """
 
     hidden: Tensor

@@ -92,12 +92,11 @@ class Fp8Cache(DynamicCache):
 class Rung:
     """A rung is an engine's way to compute beside a trainer's.
 
-    Attributes:
-        words: the rung in words, for the page.
-        engine, trainer: the dtype of each side's products.
-        rounding: rounds weights and inputs of the engine's linear layers.
-        cache: the engine's key-value cache.
-        merges: how LoRA's product reaches the engine's weights, `bf16` or `fp32`; None is no LoRA.
+    words: the rung in words, for the page.
+    engine, trainer: the dtype of each side's products.
+    rounding: rounds weights and inputs of the engine's linear layers.
+    cache: the engine's key-value cache.
+    merges: how LoRA's product reaches the engine's weights, `bf16` or `fp32`; None is no LoRA.
     """
 
     words: str

@@ -37,11 +37,10 @@ ALWAYS_WAITS = (
 class Tally:
     """The counts of a call.
 
-    Attributes:
-        operators: dispatched operators, views included, collectives left out.
-        waits: operators that make the host wait for the device, by name.
-        copies: tensors made from host data.
-        collectives, collective_bytes: collectives by name, and the bytes that this rank puts into them.
+    operators: dispatched operators, views included, collectives left out.
+    waits: operators that make the host wait for the device, by name.
+    copies: tensors made from host data.
+    collectives, collective_bytes: collectives by name, and the bytes that this rank puts into them.
     """
 
     operators: int = 0

@@ -49,9 +49,8 @@ GENERATED = ("<genexpr>", "<listcomp>", "<dictcomp>", "<setcomp>")  # parts of a
 class Stop:
     """A visit to a file.
 
-    Attributes:
-        functions: the functions that are opened in the file, in order.
-        returns: whether the walk has been to the file before.
+    functions: the functions that are opened in the file, in order.
+    returns: whether the walk has been to the file before.
     """
 
     file: str
@@ -83,9 +82,8 @@ class Walk:
 class Call:
     """A call to be followed.
 
-    Attributes:
-        run: makes the call and returns the tensors at the end of the walk.
-        given: the tensors at the beginning of the walk.
+    run: makes the call and returns the tensors at the end of the walk.
+    given: the tensors at the beginning of the walk.
     """
 
     run: Callable[[], Iterable[Tensor]]
@@ -96,10 +94,9 @@ class Call:
 class Operator:
     """An operator that ran.
 
-    Attributes:
-        functions: functions of the package that were running, from the outermost on.
-        after: the numbers of the operators that wrote what the operator read.
-        follows: whether the operator read what was made of the tensors at the beginning.
+    functions: functions of the package that were running, from the outermost on.
+    after: the numbers of the operators that wrote what the operator read.
+    follows: whether the operator read what was made of the tensors at the beginning.
     """
 
     functions: Sequence[CodeType]

@@ -136,8 +136,8 @@ def check(arguments: argparse.Namespace) -> str | int:
     """
     host = every_host().get(arguments.host)
     if launch.is_script(arguments.target):
-        told, code = launch.check(arguments.target, arguments.given, host, arguments.preset, _told)
-        print(told)
+        text, code = launch.check(arguments.target, arguments.given, host, arguments.preset, _told)
+        print(text)
         return code
     if arguments.given or arguments.preset:
         raise ConfigError("--preset, and arguments behind --, belong to a launch script (.sh, .py)")
@@ -150,9 +150,9 @@ def _told(keys: Mapping[str, Any], host: Host | None, file: str) -> str:
     """What a config does on a host, with the flags that it needs and warnings."""
     config = read_keys(keys)
     checks.refuse("command" if host else "file", keys, config, host or every_host()["unknown"])
-    told = describe(config, host, file)
+    described = describe(config, host, file)
     warnings = (f"warning: {printable(text)}" for text in _beside(keys, config, host))
-    return "\n".join([told, *_switch(keys, config), ownership.told(), *warnings])
+    return "\n".join([described, *_switch(keys, config), ownership.told(), *warnings])
 
 
 def _switch(keys: Mapping[str, Any], config: CorrectionConfig) -> Iterator[str]:

@@ -310,8 +310,8 @@ def _hook(args: View, pg_loss: Tensor, batch: HostBatch, settled: Settled, flags
     config = settled.config
     tokens = sum(batch.layout.local_lengths)
     if not isinstance(pg_loss, Tensor) or pg_loss.shape != (tokens,):
-        said = f"shape {list(pg_loss.shape)}" if isinstance(pg_loss, Tensor) else f"a {type(pg_loss).__name__}"
-        raise InputError(f"pg_loss: {said}, not 1-D with the {tokens} tokens that this rank holds")
+        shape = f"shape {list(pg_loss.shape)}" if isinstance(pg_loss, Tensor) else f"a {type(pg_loss).__name__}"
+        raise InputError(f"pg_loss: {shape}, not 1-D with the {tokens} tokens that this rank holds")
     correction = _correct(args, batch, config, flags)
     loss = pg_loss
     if config.corrects:

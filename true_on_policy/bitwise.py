@@ -43,16 +43,15 @@ Kind = Literal["dtype", "shape", "bytes"]
 class Mismatch:
     """A mismatch says why two tensors are not equal.
 
-    Attributes:
-        kind: what differs; the first of dtype, shape, bytes.
-        values: the two dtypes, the two shapes, or the first two values that differ.
-        bits: the first two values that differ, in hexadecimal; empty unless `kind` is bytes.
-        coordinate: index of the first difference; (sequence, position) where `cu_seqlens` was given. A complex
-            number has one index more: 0 for its real part, 1 for its imaginary part.
-        ulps: distance of the first two values that differ; None where one is NaN or the dtype has no order.
-        count, total: the number of values that differ, and the number of all values.
-        furthest: the greatest distance in ulps; None where no difference has a distance.
-        histogram: differing values by distance, by LABELS.
+    kind: what differs; the first of dtype, shape, bytes.
+    values: the two dtypes, the two shapes, or the first two values that differ.
+    bits: the first two values that differ, in hexadecimal; empty unless `kind` is bytes.
+    coordinate: index of the first difference; (sequence, position) where `cu_seqlens` was given. A complex
+        number has one index more: 0 for its real part, 1 for its imaginary part.
+    ulps: distance of the first two values that differ; None where one is NaN or the dtype has no order.
+    count, total: the number of values that differ, and the number of all values.
+    furthest: the greatest distance in ulps; None where no difference has a distance.
+    histogram: differing values by distance, by LABELS.
     """
 
     kind: Kind

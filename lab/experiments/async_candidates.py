@@ -46,10 +46,9 @@ BURN_IN = 8
 class Stale:
     """Rollouts that several versions wrote, and the on-policy gradient of the last version.
 
-    Attributes:
-        versions: the weights of each version.
-        reference: the on-policy gradient.
-        again: a second on-policy gradient of equal size, compared with `reference`.
+    versions: the weights of each version.
+    reference: the on-policy gradient.
+    again: a second on-policy gradient of equal size, compared with `reference`.
     """
 
     versions: list[Weights]
@@ -135,11 +134,10 @@ def direction(loop: Loop, args: Namespace, rollouts: Sequence[Rollout], referenc
 class Tokens:
     """All tokens of a rollout, one entry each.
 
-    Attributes:
-        behavior: the log-prob under the engine when the token was drawn.
-        under: log-probs under the trainer, with one row for each version.
-        wrote: the version that wrote the token.
-        advantages: the advantage of each token, whose sign says where the clip holds the token back.
+    behavior: the log-prob under the engine when the token was drawn.
+    under: log-probs under the trainer, with one row for each version.
+    wrote: the version that wrote the token.
+    advantages: the advantage of each token, whose sign says where the clip holds the token back.
     """
 
     behavior: Tensor

@@ -45,10 +45,9 @@ MEASURED_CODE = ("mis_plugins", "lab", "scripts", ":!lab/results")
 class Arm:
     """One run of an experiment.
 
-    Attributes:
-        folder: holds all that the run writes, its output in `run.log`; an earlier run there is set aside.
-        settings: what the outcome depends on besides the code, in values that JSON can hold.
-        work: does the run and returns its exit code; `work` is called in a forked process.
+    folder: holds all that the run writes, its output in `run.log`; an earlier run there is set aside.
+    settings: what the outcome depends on besides the code, in values that JSON can hold.
+    work: does the run and returns its exit code; `work` is called in a forked process.
     """
 
     folder: Path

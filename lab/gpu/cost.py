@@ -25,8 +25,7 @@ MODE, GEMM, SPLIT = "Megatron-core's mode", "DeepGEMM", "FA3, one split"
 class Case:
     """A case is one kernel at one shape.
 
-    Attributes:
-        make: returns the call for stock kernels and the call inside a pin; it runs late, to save memory.
+    make: returns the call for stock kernels and the call inside a pin; it runs late, to save memory.
     """
 
     kernel: str

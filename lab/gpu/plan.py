@@ -20,21 +20,20 @@ class Network:
 class Plan:
     """A plan holds the sizes of everything that a session measures.
 
-    Attributes:
-        size: the sizes of the model whose kernels are probed and timed.
-        rows: sizes of the batches in which the first rows are computed; the last is the whole batch.
-        timed_rows: numbers of rows at which products, norms and log-softmax are timed.
-        append: sequences and tokens of each that are decoded by appending to a cache.
-        attention: as timed, sequences and tokens of each in prefill, and sequences and cached tokens of each
-            in decode.
-        model: the model whose trainer and decode path are compared by bytes.
-        decoded: sequences, tokens of each prompt, tokens that are sampled.
-        timed_model: the model whose log-prob forward and training step are timed.
-        batch: sequences and tokens of each, as timed.
-        corrected: for each size, the sequences and tokens of each whose mismatch is corrected.
-        hostile: seconds for each room of random cases.
-        copied: bytes of the copy that measures bandwidth.
-        product: rows and columns of the product that measures arithmetic.
+    size: the sizes of the model whose kernels are probed and timed.
+    rows: sizes of the batches in which the first rows are computed; the last is the whole batch.
+    timed_rows: numbers of rows at which products, norms and log-softmax are timed.
+    append: sequences and tokens of each that are decoded by appending to a cache.
+    attention: as timed, sequences and tokens of each in prefill, and sequences and cached tokens of each
+        in decode.
+    model: the model whose trainer and decode path are compared by bytes.
+    decoded: sequences, tokens of each prompt, tokens that are sampled.
+    timed_model: the model whose log-prob forward and training step are timed.
+    batch: sequences and tokens of each, as timed.
+    corrected: for each size, the sequences and tokens of each whose mismatch is corrected.
+    hostile: seconds for each room of random cases.
+    copied: bytes of the copy that measures bandwidth.
+    product: rows and columns of the product that measures arithmetic.
     """
 
     size: Size

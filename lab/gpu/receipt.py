@@ -42,12 +42,11 @@ OPERATIONS_FIRST = ("attention", "kernels", "probes", "correction", "hostile", "
 class Measured:
     """What a session ran on.
 
-    Attributes:
-        commit: of this project.
-        device: `cpu` in a dry run, in which no figure means anything.
-        gpu, driver, memory: as nvidia-smi names them, or `not seen: ...`.
-        cuda: the release for which torch was built; empty where there is none.
-        packages: the version of each library that pins kernels.
+    commit: of this project.
+    device: `cpu` in a dry run, in which no figure means anything.
+    gpu, driver, memory: as nvidia-smi names them, or `not seen: ...`.
+    cuda: the release for which torch was built; empty where there is none.
+    packages: the version of each library that pins kernels.
     """
 
     command: str
@@ -67,8 +66,7 @@ class Measured:
 class Receipt:
     """A receipt says on what a session ran, under which contract, and what each section found.
 
-    Attributes:
-        receipt: the number of this form of a receipt.
+    receipt: the number of this form of a receipt.
     """
 
     receipt: Literal[1]

@@ -15,11 +15,10 @@ Cell = str | int | float | None
 class Result:
     """A result is one table.
 
-    Attributes:
-        title: the question.
-        columns, rows: the answer; numbers stay numbers.
-        holds: whether everything that must be equal is equal; None where nothing is demanded (a cost, a control).
-        note: what the figures say and do not say.
+    title: the question.
+    columns, rows: the answer; numbers stay numbers.
+    holds: whether everything that must be equal is equal; None where nothing is demanded (a cost, a control).
+    note: what the figures say and do not say.
     """
 
     title: str
@@ -44,8 +43,7 @@ def compared(title: str, links: Sequence[Link], demanded: bool = False, note: st
 class Section:
     """A section as it ended.
 
-    Attributes:
-        ended: `done`, or what kept the section from finishing; earlier results are kept.
+    ended: `done`, or what kept the section from finishing; earlier results are kept.
     """
 
     name: str

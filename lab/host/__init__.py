@@ -1,6 +1,6 @@
 """The embedded host: a small, real RL run on CPU that loads hooks as Miles and slime do.
 
-``python -m lab.host --help``
+`python -m lab.host --help`
 """
 
 import warnings

@@ -1,4 +1,4 @@
-"""``python -m lab.host``: parse, check, then start the ranks."""
+"""`python -m lab.host`: parse, check, then start the ranks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from mis_plugins.shared.terminal import print_error
 
 
 def main() -> int:
-    """Run and return the exit code; see ``parallel.launch``."""
+    """Run and return the exit code; see `parallel.launch`."""
     try:
         args = parse_args()
         args.output = str(run_folder(args))

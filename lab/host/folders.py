@@ -20,10 +20,10 @@ CHECKPOINT = "checkpoint.pt"
 
 
 def run_folder(args: Namespace) -> Path:
-    """The folder of a run, made where it is missing: ``--output``, unless that holds another run.
+    """The folder of a run, made where it is missing: `--output`, unless that holds another run.
 
     Raises:
-        ConfigError: ``--save`` would write over the checkpoint of another run.
+        ConfigError: `--save` would write over the checkpoint of another run.
         OSError: the folder cannot be made.
     """
     _check_save(args.save, args.load)

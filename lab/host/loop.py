@@ -43,7 +43,7 @@ from mis_plugins.hosts.step_report import RECORDER
 from mis_plugins.shared.shell import Unread
 
 Row = dict[str, int | float]
-"""Metrics of one rollout, under the names that ``report`` tells and the hook's own."""
+"""Metrics of one rollout, under the names that `report` tells and the hook's own."""
 
 COSINE_ROLLOUTS = 4
 """Rollouts pooled into each gradient whose direction is compared."""
@@ -127,8 +127,8 @@ def recording(args: Namespace, first_rollout: int) -> Iterator[Callable[[Row], N
 class Loop:
     """The parts of a run that exist from its start to its end.
 
-    ``next_rollout`` is also the version of the weights.
-    ``asynchronous`` is where the training samples come from with ``--async``, in place of ``engine``.
+    `next_rollout` is also the version of the weights.
+    `asynchronous` is where the training samples come from with `--async`, in place of `engine`.
     """
 
     args: Namespace
@@ -144,7 +144,7 @@ class Loop:
 
     @classmethod
     def start(cls, args: Namespace, state: ParallelState) -> Loop:
-        """Build everything, from the checkpoint of ``--load`` or from a warm start."""
+        """Build everything, from the checkpoint of `--load` or from a warm start."""
         task = Task(args.num_digits, args.answer_repeats)
         config = model_config(args, task.vocab_size)
         held_out = draw_problems(task, args.eval_prompts, derive_seed(args.seed, "held out"))
@@ -245,7 +245,7 @@ class Loop:
         return {name: sum(row[name] for row in rows) / len(rows) for name in rows[0]}
 
     def begin_step(self, rollout_id: int, step_id: int) -> None:
-        """Call ``--custom-megatron-before-train-step-hook-path``; this trainer has no learning-rate scheduler."""
+        """Call `--custom-megatron-before-train-step-hook-path`; this trainer has no learning-rate scheduler."""
         path = self.args.custom_megatron_before_train_step_hook_path
         if path is not None:
             hook = load_function(path, "--custom-megatron-before-train-step-hook-path")

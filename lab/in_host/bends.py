@@ -36,11 +36,10 @@ def _unchanged(module: ModuleType) -> None:
 class Bend:
     """One bend of the machine.
 
-    Attributes:
-        why: what the lines do that a CPU cannot.
-        wanted_by: the lines that need the bend.
-        module: the module whose import applies `change`; `classes` names empty ones that the module shall have.
-        serves: modules that are served where they are missing, with the names `stand_ins`.
+    why: what the lines do that a CPU cannot.
+    wanted_by: the lines that need the bend.
+    module: the module whose import applies `change`; `classes` names empty ones that the module shall have.
+    serves: modules that are served where they are missing, with the names `stand_ins`.
     """
 
     why: str

@@ -17,9 +17,8 @@ Row = list[float]
 class Recorded:
     """A response of a dump: log-probs of both sides, advantages and the host's mask, one number a token.
 
-    Attributes:
-        age: how many updates ago each token was written; None without versions.
-        following: log pi_{v+1} of each token, None where it is not known; None without versions.
+    age: how many updates ago each token was written; None without versions.
+    following: log pi_{v+1} of each token, None where it is not known; None without versions.
     """
 
     proximal: Row

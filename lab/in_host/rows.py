@@ -72,32 +72,31 @@ ONE_RANK = Sizes()
 class Row:
     """One run of a host.
 
-    Attributes:
-        config: a file of `configs/`, which the verdict's oracle reads too.
-        flags: words that follow the launch script's words.
-        dropped: flags of the launch script that the row leaves out, each with the number of words after it.
-        loss: how the step's loss follows from weights: `tis`, `uncorrected` where nothing corrects, a name in
-            `BY_VERSION`, `kept` with the mean over kept tokens, or `objective` with the config's surrogate and OPSM.
-            `centered` is REINFORCE less its mean over the tokens that the engine names.
-        train: the host's script.
-        fsdp: whether Miles trains with FSDP, one rank a share of the data, in place of Megatron.
-        rollouts: the recorded rollouts of `rollouts/` that the trainer takes in place of an engine's; None
-            starts an engine.
-        log_holds: texts that the log must hold.
-        compared: whether the row compares the log-probs of both sides by their bits.
-        curves: kinds of trackers' files whose exact metrics must equal the log's.
-        broken: how many responses of each rollout get a NaN for a log-prob before the sample filter sees them.
-        contract: fields of the CPU contract that pins both sides; None leaves both sides stock.
-        again: flags of a second run, of the host's synchronous train.py, over the rollouts that the first run
-            dumped; None for no second run.
-        model: a tiny model of `true_on_policy/contract/families.yaml`.
-        resplit: what another split of the micro-batches must leave of the trainer's log-probs: all `equal`,
-            or some `different`. None where log-probs are computed once.
-        saves: whether the trainer saves its weights before each update.
-        resumes: whether the trainer starts from other weights than engine and reference, as a resumed run does.
-        stopped: what the log must say as the job stops before its first optimizer step; None where it runs through.
-        named: a pattern that the first group of `stopped` must match, which names the fault.
-        blocked: the line of the host at which the row cannot run here, and why; the row is then not started.
+    config: a file of `configs/`, which the verdict's oracle reads too.
+    flags: words that follow the launch script's words.
+    dropped: flags of the launch script that the row leaves out, each with the number of words after it.
+    loss: how the step's loss follows from weights: `tis`, `uncorrected` where nothing corrects, a name in
+        `BY_VERSION`, `kept` with the mean over kept tokens, or `objective` with the config's surrogate and OPSM.
+        `centered` is REINFORCE less its mean over the tokens that the engine names.
+    train: the host's script.
+    fsdp: whether Miles trains with FSDP, one rank a share of the data, in place of Megatron.
+    rollouts: the recorded rollouts of `rollouts/` that the trainer takes in place of an engine's; None
+        starts an engine.
+    log_holds: texts that the log must hold.
+    compared: whether the row compares the log-probs of both sides by their bits.
+    curves: kinds of trackers' files whose exact metrics must equal the log's.
+    broken: how many responses of each rollout get a NaN for a log-prob before the sample filter sees them.
+    contract: fields of the CPU contract that pins both sides; None leaves both sides stock.
+    again: flags of a second run, of the host's synchronous train.py, over the rollouts that the first run
+        dumped; None for no second run.
+    model: a tiny model of `true_on_policy/contract/families.yaml`.
+    resplit: what another split of the micro-batches must leave of the trainer's log-probs: all `equal`,
+        or some `different`. None where log-probs are computed once.
+    saves: whether the trainer saves its weights before each update.
+    resumes: whether the trainer starts from other weights than engine and reference, as a resumed run does.
+    stopped: what the log must say as the job stops before its first optimizer step; None where it runs through.
+    named: a pattern that the first group of `stopped` must match, which names the fault.
+    blocked: the line of the host at which the row cannot run here, and why; the row is then not started.
     """
 
     name: str

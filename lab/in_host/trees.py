@@ -18,12 +18,11 @@ class CannotRun(RuntimeError):
 class Host:
     """A host as it is run on a CPU.
 
-    Attributes:
-        commit, megatron_commit: the commits of the host and of its Megatron that are known to work.
-        patches: files of the host's checkout that its Megatron carries.
-        launch: the launch script whose flags are taken.
-        variable: the launch script's variable for the host's checkout.
-        update: flags by which weights reach the engine.
+    commit, megatron_commit: the commits of the host and of its Megatron that are known to work.
+    patches: files of the host's checkout that its Megatron carries.
+    launch: the launch script whose flags are taken.
+    variable: the launch script's variable for the host's checkout.
+    update: flags by which weights reach the engine.
     """
 
     name: str

@@ -27,12 +27,11 @@ BATCH = 32  # a batch waits for its longest response: batches of 8 would wait fo
 class Rollouts:
     """Sampled responses of one rung, packed end to end.
 
-    Attributes:
-        behavior: log-probs that the engine sampled with.
-        proximal: log-probs of each trainer, by its name.
-        lengths: the length of each response.
-        prompts: the index of each response's prompt.
-        words: what made them: versions, settings and commit, as texts.
+    behavior: log-probs that the engine sampled with.
+    proximal: log-probs of each trainer, by its name.
+    lengths: the length of each response.
+    prompts: the index of each response's prompt.
+    words: what made them: versions, settings and commit, as texts.
     """
 
     behavior: Tensor

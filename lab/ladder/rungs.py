@@ -25,11 +25,10 @@ GROUP = 64
 class Rung:
     """A rung is one way to sample.
 
-    Attributes:
-        words: the rung in words, for the page.
-        rounding: rounds the weight of a linear layer; None keeps the weight.
-        fp32_head: whether both sides multiply with the LM head in float32.
-        engine: the engine that samples, by its name in ENGINES; None takes the engine that the command names.
+    words: the rung in words, for the page.
+    rounding: rounds the weight of a linear layer; None keeps the weight.
+    fp32_head: whether both sides multiply with the LM head in float32.
+    engine: the engine that samples, by its name in ENGINES; None takes the engine that the command names.
     """
 
     words: str

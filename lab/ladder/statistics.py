@@ -22,10 +22,9 @@ PROBABILITIES = (0.0, 0.01, 0.1, 0.5, 0.9, 1.0)
 class Pair:
     """Log-probs that one engine and one trainer give to one set of sampled tokens.
 
-    Attributes:
-        behavior, proximal: log-probs of engine and trainer, packed end to end.
-        lengths: the length of each response.
-        prompts: the index of each response's prompt.
+    behavior, proximal: log-probs of engine and trainer, packed end to end.
+    lengths: the length of each response.
+    prompts: the index of each response's prompt.
     """
 
     behavior: Tensor

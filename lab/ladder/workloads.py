@@ -39,12 +39,11 @@ class ChatSettings(Settings):
 class Workload:
     """What is sampled on a rung.
 
-    Attributes:
-        settings: what determines the rollouts; the file of a rung holds the settings.
-        amount: how much is asked for.
-        batch: (engine, number of responses so far) -> the next rollouts, each as (prompt index, turns).
-        score: a trainer's log-probs of one rollout, packed end to end.
-        suffix: what follows the rung's name in the name of its file.
+    settings: what determines the rollouts; the file of a rung holds the settings.
+    amount: how much is asked for.
+    batch: (engine, number of responses so far) -> the next rollouts, each as (prompt index, turns).
+    score: a trainer's log-probs of one rollout, packed end to end.
+    suffix: what follows the rung's name in the name of its file.
     """
 
     settings: Settings

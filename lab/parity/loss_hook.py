@@ -38,9 +38,8 @@ CORRECTIONS: dict[str, dict[str, Any]] = {
 class LossCase:
     """A case is a set of the host's flags, with a correction for the host's TIS hook or for our loss.
 
-    Attributes:
-        mis: the correction; None corrects nothing.
-        unshared: names of metrics, or their beginnings, that the two losses define differently.
+    mis: the correction; None corrects nothing.
+    unshared: names of metrics, or their beginnings, that the two losses define differently.
     """
 
     name: str

@@ -78,9 +78,9 @@ def _check_center(config: CorrectionConfig) -> None:
 
 def check_group_baseline(config: CorrectionConfig) -> None:
     """Refuse a baseline of what trains where nothing is rejected, or where that is not known before training."""
-    said = f"{{group_baseline}}: {config.group_baseline}"
+    setting = f"{{group_baseline}}: {config.group_baseline}"
     if not config.corrects:
-        raise ConfigError(f"{said} has no effect without a weight or a rule, which say what trains")
+        raise ConfigError(f"{setting} has no effect without a weight or a rule, which say what trains")
     unknown = {
         "{objective.old}: behavior, whose weights and rules are of pi_theta": config.bypass,
         "{segment_wise}, whose weights are of pi_{v+1}": config.segment_wise_on,
@@ -89,4 +89,4 @@ def check_group_baseline(config: CorrectionConfig) -> None:
         "{on_all_rejected}: keep, which asks what else is in the micro-batch": config.on_all_rejected == "keep",
     }
     for why in (why for why, holds in unknown.items() if holds):
-        raise ConfigError(f"{said} needs to know before training what is rejected; drop one of it and {why}")
+        raise ConfigError(f"{setting} needs to know before training what is rejected; drop one of it and {why}")

@@ -66,18 +66,18 @@ def kind(config: CorrectionConfig) -> str:
 
 def families(presets: Mapping[str, Path]) -> dict[str, list[str]]:
     """The names of the presets of each family: `start`, the kinds, then the packages of `yaml/peers/`."""
-    found: dict[str, list[str]] = {"start": [*START], **{name: [] for name in KINDS}}
+    by_family: dict[str, list[str]] = {"start": [*START], **{name: [] for name in KINDS}}
     for name, file in presets.items():
-        found[kind(load(file))].append(name)
+        by_family[kind(load(file))].append(name)
         if is_of_peer(name, file):
-            found.setdefault(package(name), []).append(name)
-    return found
+            by_family.setdefault(package(name), []).append(name)
+    return by_family
 
 
 def package(name: str) -> str:
     """The package that a preset of `yaml/peers/` is named after."""
-    known = ("ms-swift", "nemo-rl", "prime-rl")
-    return next((one for one in known if name.startswith(one)), name.partition("-")[0])
+    hyphenated = ("ms-swift", "nemo-rl", "prime-rl")
+    return next((owner for owner in hyphenated if name.startswith(owner)), name.partition("-")[0])
 
 
 def of_family(name: str, presets: Mapping[str, Path]) -> list[str]:
@@ -86,7 +86,7 @@ def of_family(name: str, presets: Mapping[str, Path]) -> list[str]:
     Raises:
         ConfigError: names every family that there is.
     """
-    found = families(presets)
-    if name not in found:
-        raise ConfigError(f"--family {name}: unknown; choose one of {', '.join(found)}")
-    return found[name]
+    by_family = families(presets)
+    if name not in by_family:
+        raise ConfigError(f"--family {name}: unknown; choose one of {', '.join(by_family)}")
+    return by_family[name]

@@ -84,27 +84,27 @@ class Extent(NamedTuple):
     depth: int  # levels of mappings and lists
 
 
-def _extent(node: yaml.Node, known: dict[int, Extent | None]) -> Extent:
+def _extent(node: yaml.Node, extents: dict[int, Extent | None]) -> Extent:
     """The extent of this tree, its root included.
 
     Args:
-        known: the extents that are found; None while one is being found.
+        extents: the extents that are found; None while one is being found.
     """
     if isinstance(node, yaml.ScalarNode):
         return Extent(1 + len(node.value), 0)
-    if id(node) in known:
-        if (found := known[id(node)]) is None:
+    if id(node) in extents:
+        if (extent := extents[id(node)]) is None:
             raise ConfigError(f"{_line(node)}an alias (*name) stands within its own value; write the value out")
-        return found
-    known[id(node)] = None
+        return extent
+    extents[id(node)] = None
     if isinstance(node, yaml.MappingNode):
         _check_keys(node)
-    children = [_extent(child, known) for child in _children(node)]
+    children = [_extent(child, extents) for child in _children(node)]
     depth = 1 + max((child.depth for child in children), default=0)
     if depth > DEEPEST:
         raise ConfigError(f"{_line(node)}{TOO_DEEP}")
-    known[id(node)] = found = Extent(1 + sum(child.size for child in children), depth)
-    return found
+    extents[id(node)] = extent = Extent(1 + sum(child.size for child in children), depth)
+    return extent
 
 
 def _line(place: Any) -> str:
@@ -138,8 +138,8 @@ def _check_numbers(root: yaml.MappingNode) -> None:
     for node in (scalar for value in ours for scalar in _scalars(value)):
         is_number = node.style is None and node.tag.endswith((":int", ":float"))
         if is_number and REWRITTEN.match(node.value):
-            said = f"{shown(node.value)} reads as {yaml.safe_load(node.value)}"
-            raise ConfigError(f"{_line(node)}{said}; write the number plainly")
+            reading = f"{shown(node.value)} reads as {yaml.safe_load(node.value)}"
+            raise ConfigError(f"{_line(node)}{reading}; write the number plainly")
 
 
 def _scalars(node: yaml.Node) -> Iterator[yaml.ScalarNode]:
@@ -178,8 +178,8 @@ def keys_of(file: Path | str) -> dict[str, Any]:
     """
     keys = parsed(text_of(file))
     if not isinstance(keys, dict):
-        said = "it is empty" if keys is None else f"got {shown(keys)}"
-        raise ConfigError(f"{said}; expected a mapping with the key `mis:` or Miles's flat keys")
+        content = "it is empty" if keys is None else f"got {shown(keys)}"
+        raise ConfigError(f"{content}; expected a mapping with the key `mis:` or Miles's flat keys")
     for key, value in keys.items():
         if key in OURS:
             raise ConfigError(f"{key}: stands beside `mis:`, where no one reads it; indent it under `mis:`")
@@ -200,20 +200,20 @@ def keys_given(path: str) -> list[dict[str, Any]]:
     Raises:
         ConfigError: this node cannot read the file; it names both.
     """
-    known, found = _GIVEN.setdefault(path, []), stamp(path)
-    if not known or found not in (None, known[0][0]):
+    versions, stamped = _GIVEN.setdefault(path, []), stamp(path)
+    if not versions or stamped not in (None, versions[0][0]):
         try:
-            known.insert(0, (found, keys_of(path)))
+            versions.insert(0, (stamped, keys_of(path)))
         except ConfigError as error:
-            if not known:
+            if not versions:
                 raise ConfigError(f"{short(path)}: {error}") from error
         except OSError as error:
-            if not known:
+            if not versions:
                 raise ConfigError(
                     f"node {socket.gethostname()} cannot read {short(path)} ({error}); give the whole path of a file "
                     "that every node has"
                 ) from error
-    return [keys for _, keys in known]
+    return [keys for _, keys in versions]
 
 
 def short(path: str) -> str:

@@ -50,8 +50,8 @@ def read_keys(keys: Mapping[str, Any]) -> CorrectionConfig:
     try:
         return reading.from_args(as_arguments({"use_tis": not only_metrics, **keys}))
     except ConfigError as error:
-        said, looked, _ = error.template.partition(" (looked for in: ")  # of a job's arguments
-        raise ConfigError(f"{said} (the file says {', '.join(keys)})") if looked else error from None
+        problem, looked, _ = error.template.partition(" (looked for in: ")  # of a job's arguments
+        raise ConfigError(f"{problem} (the file says {', '.join(keys)})") if looked else error from None
 
 
 FOREIGN = {
@@ -98,10 +98,10 @@ def preset_path(name: str) -> Path:
     Raises:
         ConfigError: names the nearest preset that exists.
     """
-    known = presets()
-    if name not in known:
-        raise ConfigError(f"preset {shown(name)}: unknown{reading.suggest(name, known)}")
-    return known[name]
+    files = presets()
+    if name not in files:
+        raise ConfigError(f"preset {shown(name)}: unknown{reading.suggest(name, files)}")
+    return files[name]
 
 
 def presets() -> dict[str, Path]:

@@ -61,5 +61,5 @@ def _found_in(args: View, argument: str) -> str:
         return str(error)
     if lost := reading.lost_of(args, keys):
         return f"which says {', '.join(lost)}, and the host has not made arguments of it"
-    said = [key for key, value in keys.items() if reading.is_read(key, value)]
-    return f"which says {', '.join(said) or 'none of them'}"
+    ours = [key for key, value in keys.items() if reading.is_read(key, value)]
+    return f"which says {', '.join(ours) or 'none of them'}"

@@ -52,10 +52,10 @@ def check(names: tuple[str, ...]) -> None:
             raise ConfigError(f"{name}: nobody reads this key; write {meant}")
 
 
-def unknown(path: str, key: str, value: Any, known: Iterable[str]) -> str:
+def unknown(path: str, key: str, value: Any, names: Iterable[str]) -> str:
     """What an error says of a key under `mis:` that is none of the known ones; `path` is where it stands."""
     by_target = key == "reference" and value == "target" and path in WEIGHING
-    return f"{path}.{key}: {BY_TARGET if by_target else f'unknown key{suggest(key, known)}'}"
+    return f"{path}.{key}: {BY_TARGET if by_target else f'unknown key{suggest(key, names)}'}"
 
 
 def _family(name: str) -> tuple[str, ...]:

@@ -507,8 +507,8 @@ class CorrectionConfig:
     @cached_property
     def clips_against_next(self) -> bool:
         """Whether PPO's ratio compares pi_theta with pi_{v+1}, and not with what `objective.old` names."""
-        said = self.segment_wise
-        return said is not None and said.enabled and said.clip_against == "next"
+        setting = self.segment_wise
+        return setting is not None and setting.enabled and setting.clip_against == "next"
 
     @cached_property
     def weighs_by_segment_wise(self) -> bool:

@@ -81,9 +81,9 @@ def check_areal(keys: Mapping[str, Any]) -> None:
     """Refuse AReaL's keys, at the top level or in its blocks, which the translator alone reads."""
     blocks = {f"{name}.": keys[name] for name in AREAL_BLOCKS if isinstance(keys.get(name), Mapping)}
     given = ((at, key, value) for at, block in {"": keys, **blocks}.items() for key, value in block.items())
-    if found := [f"{at}{key}" for at, key, value in given if value is not None and is_areals(str(key))]:
+    if of_areal := [f"{at}{key}" for at, key, value in given if value is not None and is_areals(str(key))]:
         raise ConfigError(
-            f"{', '.join(found)}: of AReaL; give the host the file that `python -m mis_plugins config from-areal` "
+            f"{', '.join(of_areal)}: of AReaL; give the host the file that `python -m mis_plugins config from-areal` "
             "writes (docs/peers.md tells where the answers differ)"
         )
 
@@ -127,13 +127,13 @@ def from_args(args: Any) -> CorrectionConfig:
 
 
 def _from_view(stated: View) -> CorrectionConfig:
-    said = {name: value for name, value in stated.items() if is_ours(name)}
-    for name in said.keys() - OWN_KEYS:
+    ours = {name: value for name, value in stated.items() if is_ours(name)}
+    for name in ours.keys() - OWN_KEYS:
         if _is_the_hosts(stated, name):
-            del said[name]
+            del ours[name]
     if not is_untyped(stated):  # an attribute of the class, or a property, is an argument too
-        others = {name: getattr(stated, name, None) for name in OWN_KEYS - said.keys()}
-        said |= {name: value for name, value in others.items() if value is not None}
+        others = {name: getattr(stated, name, None) for name in OWN_KEYS - ours.keys()}
+        ours |= {name: value for name, value in others.items() if value is not None}
     for name in SWITCHES:
         convert(bool | None, getattr(stated, name, None), name)
     if beside := of_hooks(stated).keys() & BESIDE:
@@ -143,8 +143,8 @@ def _from_view(stated: View) -> CorrectionConfig:
     for keys in _keys_of_readable_files(stated):
         check_areal(keys)
         check_names(keys)
-    check_areal(said | {name: stated[name] for name in AREAL_BLOCKS if name in stated})
-    config = _of_keys({name: plain(value) for name, value in said.items()})
+    check_areal(ours | {name: stated[name] for name in AREAL_BLOCKS if name in stated})
+    config = _of_keys({name: plain(value) for name, value in ours.items()})
     corrects = config.corrects or config.needs_loss_hook
     if not corrects and getattr(stated, "use_tis", False):
         from mis_plugins.config import messages
@@ -181,18 +181,18 @@ def _check_handed_on(args: View, corrects: bool) -> None:
 
 def lost_of(args: View, keys: Mapping[str, Any]) -> list[str]:
     """The keys of a file that are read here, and that the arguments lack."""
-    said = [key for key, value in keys.items() if value is not None and is_read(key, value)]
-    lost = [key for key in said if key != "use_tis" and args.get(key) is None]
+    read = [key for key, value in keys.items() if value is not None and is_read(key, value)]
+    lost = [key for key in read if key != "use_tis" and args.get(key) is None]
     return lost + ["use_tis: true"] * bool(keys.get("use_tis") and not getattr(args, "use_tis", False))
 
 
-def equal(one: Any, other: Any) -> bool:
+def equal(first: Any, second: Any) -> bool:
     """Whether two values of a config say one thing: YAML leaves `2e1` a text, and a typed host makes a number of it."""
-    one, other = plain(one), plain(other)
-    if isinstance(one, str) != isinstance(other, str):
+    first, second = plain(first), plain(second)
+    if isinstance(first, str) != isinstance(second, str):
         with suppress(TypeError, ValueError):
-            return float(one) == float(other)
-    return bool(one == other)
+            return float(first) == float(second)
+    return bool(first == second)
 
 
 def _is_the_hosts(args: View, name: str) -> bool:
@@ -245,17 +245,17 @@ def differing(args: View, keys: Mapping[str, Any]) -> list[str]:
     return [key for key, value in read if not equal(args.get(key), value)]
 
 
-def _of_keys(said: Mapping[str, Any]) -> CorrectionConfig:
-    check_names(said)
-    nested = said.get("mis")
-    flat = {key: said[key] for key in FLAT_KEYS if said.get(key) is not None}
+def _of_keys(given: Mapping[str, Any]) -> CorrectionConfig:
+    check_names(given)
+    nested = given.get("mis")
+    flat = {key: given[key] for key in FLAT_KEYS if given.get(key) is not None}
     if flat and isinstance(nested, Mapping) and set(nested) - {"metrics"}:
         raise ConfigError(f"both `mis:` and the flat key {next(iter(flat))} are set; keep one of the spellings")
     config = from_mapping(nested)
     if not flat:
         return config
     metrics = (nested or {}).get("metrics", "full")  # Miles's mis.py hands back all
-    corrects = flat.get("tis_upper_bound") is not None or said.get("use_tis")
+    corrects = flat.get("tis_upper_bound") is not None or given.get("use_tis")
     from mis_plugins.config.flat import from_flat
 
     return from_flat(flat, metrics) if corrects else CorrectionConfig(metrics=metrics)
@@ -340,10 +340,10 @@ def choices_of(kind: Any) -> tuple[str, ...] | None:
 
 
 def _whole(value: Any, path: str) -> int:
-    found = number(value, path)
-    if not found.is_integer():
+    converted = number(value, path)
+    if not converted.is_integer():
         raise ConfigError(f"{path}: got {shown(value)}; expected a whole number")
-    return int(found)
+    return int(converted)
 
 
 def number(value: Any, path: str) -> float:
@@ -357,18 +357,18 @@ def number(value: Any, path: str) -> float:
     try:
         if isinstance(value, bool) or "_" in str(value):
             raise TypeError
-        found = float(value)
-        if math.isfinite(found) and abs(found) > LARGEST_FLOAT:
+        converted = float(value)
+        if math.isfinite(converted) and abs(converted) > LARGEST_FLOAT:
             raise OverflowError
-        return found
+        return converted
     except (TypeError, ValueError):
         raise ConfigError(f"{path}: got {shown(value)}; expected a number") from None
     except OverflowError:
         raise ConfigError(f"{path}: got {shown(value)}; expected a number that a float of 32 bits can hold") from None
 
 
-def suggest(name: str, known: Iterable[str]) -> str:
+def suggest(name: str, names: Iterable[str]) -> str:
     """The end of an error about an unknown name: the nearest that is known, or all of them."""
-    known = list(known)
-    close = difflib.get_close_matches(name, known, n=1)
-    return f"; did you mean {close[0]}?" if close else f"; known are {', '.join(known)}"
+    names = list(names)
+    close = difflib.get_close_matches(name, names, n=1)
+    return f"; did you mean {close[0]}?" if close else f"; known are {', '.join(names)}"

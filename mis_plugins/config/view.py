@@ -150,13 +150,13 @@ def stamp(path: Any) -> tuple[object, ...] | None:
     been written the content counts too.
     """
     try:
-        found = os.stat(path)
-        just_written = time.time_ns() - found.st_mtime_ns < CLOCK_STEP
-        is_config = S_ISREG(found.st_mode) and found.st_size <= LARGEST_FILE
+        status = os.stat(path)
+        just_written = time.time_ns() - status.st_mtime_ns < CLOCK_STEP
+        is_config = S_ISREG(status.st_mode) and status.st_size <= LARGEST_FILE
         content = Path(path).read_bytes() if just_written and is_config else None
     except (OSError, ValueError, TypeError):
         return None
-    return found.st_ino, found.st_mtime_ns, found.st_ctime_ns, found.st_size, content
+    return status.st_ino, status.st_mtime_ns, status.st_ctime_ns, status.st_size, content
 
 
 def once(args: View, make: Callable[[View], Made]) -> Made:

@@ -49,12 +49,12 @@ def to_yaml(mis: Mapping[str, Any], comments: Mapping[str, str] | None = None) -
 
 
 def _mapping(part: Any) -> dict[str, Any]:
-    said = {}
+    keys = {}
     for field in dataclasses.fields(part):
         value = getattr(part, field.name)
         if value != field.default or (value is not None and field.name in SPELLED_OUT[type(part)]):
-            said[field.name] = _plain(value)
-    return said
+            keys[field.name] = _plain(value)
+    return keys
 
 
 def _plain(value: Any) -> Any:

@@ -54,4 +54,4 @@ UNBIASED = 0.5  # kl_k3 times tokens of a response, below which `sequence` has l
 
 def row(kl_k3: float) -> Row | None:
     """README's row for a kl_k3; None above all rows, where docs/choose.md says to repair the engine first."""
-    return next((one for one in ROWS if kl_k3 < one.below), None)
+    return next((candidate for candidate in ROWS if kl_k3 < candidate.below), None)

@@ -24,10 +24,9 @@ Values = Mapping[str, Mapping[str, list[float]]]
 class Responses:
     """Responses of one length.
 
-    Attributes:
-        count: how many of them were measured.
-        values: by statistic, then by mean, min or max, in order: what a rule over sequences compares. At most
-            twenty order statistics stand for all responses.
+    count: how many of them were measured.
+    values: by statistic, then by mean, min or max, in order: what a rule over sequences compares. At most
+        twenty order statistics stand for all responses.
     """
 
     length: int
@@ -39,13 +38,12 @@ class Responses:
 class Rung:
     """One precision of the engine.
 
-    Attributes:
-        name: what `lab/mismatch.py --rungs` calls it.
-        words: the rung for a reader.
-        step: whether the rung differs from the others in its weights; bf16 with another LM head or engine
-            does not.
-        k3, p99: the mean k3 of a token, and the percentile 99 of |log r|.
-        by_length: responses of each length at the finest step, of the longest at the other steps, none elsewhere.
+    name: what `lab/mismatch.py --rungs` calls it.
+    words: the rung for a reader.
+    step: whether the rung differs from the others in its weights; bf16 with another LM head or engine
+        does not.
+    k3, p99: the mean k3 of a token, and the percentile 99 of |log r|.
+    by_length: responses of each length at the finest step, of the longest at the other steps, none elsewhere.
     """
 
     name: str
@@ -68,8 +66,7 @@ class Rung:
 class Record:
     """The rungs of one model, the finest first.
 
-    Attributes:
-        commits: the commits of this repository that sampled.
+    commits: the commits of this repository that sampled.
     """
 
     model: str
@@ -86,9 +83,8 @@ class Record:
 class Window:
     """Bounds on a number of a whole sequence; a sequence outside is dropped, or weighs nothing.
 
-    Attributes:
-        key: the key of the config.
-        limits: bounds on the value that is compared: for ratios their logarithm.
+    key: the key of the config.
+    limits: bounds on the value that is compared: for ratios their logarithm.
     """
 
     key: str
@@ -102,9 +98,12 @@ class Window:
         if by_over is None:
             return None
         sums = self.over == "sum"
-        values = [responses.length * one for one in by_over["mean"]] if sums else by_over[self.over]
+        values = [responses.length * value for value in by_over["mean"]] if sums else by_over[self.over]
         low, high = self.limits
-        inside = ((low is None or low <= one for one in values), (high is None or one <= high for one in values))
+        inside = (
+            (low is None or low <= value for value in values),
+            (high is None or value <= high for value in values),
+        )
         return sum(map(all, zip(*inside, strict=True))) / len(values)
 
 
@@ -134,10 +133,10 @@ def warnings(config: CorrectionConfig) -> Iterator[str]:
 
 def _few(window: Window, where: str, measured: Mapping[str, Responses]) -> Iterator[str]:
     """A warning with the share of each of the responses, by name, of which the window keeps few."""
-    few = {name: one for name, one in measured.items() if _is_few(window, one)}
+    few = {name: responses for name, responses in measured.items() if _is_few(window, responses)}
     if few:
-        shares = ", ".join(f"{window.keeps(one):.0%} {name}" for name, one in few.items())
-        least = min(one.count for one in few.values())
+        shares = ", ".join(f"{window.keeps(responses):.0%} {name}" for name, responses in few.items())
+        least = min(responses.count for responses in few.values())
         yield (
             f"{window.key} keeps, {where}, {shares}; measured on {least} responses or more of {record().model} "
             "(docs/presets.md)"

@@ -157,18 +157,18 @@ def flags(config: CorrectionConfig, host: Host | None = None) -> str:
     """What the host must be started with, the config file aside."""
     switch = "--use-tis" if config.corrects else "--get-mismatch-metrics"
     tis = TIS_HOOK if host is None else f"--custom-tis-function-path {host.tis_hook}"
-    found = [LOSS_HOOK if config.needs_loss_hook else f"{switch} {tis}"]
+    words = [LOSS_HOOK if config.needs_loss_hook else f"{switch} {tis}"]
     if _has_rollout_mean(config):
-        found.append(ROLLOUT_HOOK)
+        words.append(ROLLOUT_HOOK)
     elif config.resplit_every is not None or config.group_baseline:
-        found.append(COUNT)
+        words.append(COUNT)
     watches = config.reads_routes or config.routing is not None
     steps = config.reports_step or config.on_all_rejected == "raise" or watches
     if steps and (host is None or host.step_hook):
-        found.append(STEP_HOOK)
+        words.append(STEP_HOOK)
     if config.objective is not None and (config.objective.unbiased_kl or config.objective.weigh_kl):
-        found.append("--use-kl-loss")
-    return " ".join([*found, ROUTES_HOOK] if watches else found)
+        words.append("--use-kl-loss")
+    return " ".join([*words, ROUTES_HOOK] if watches else words)
 
 
 def _has_rollout_mean(config: CorrectionConfig) -> bool:
@@ -190,40 +190,40 @@ def _nothing(config: CorrectionConfig) -> list[str]:
 def _bounds(config: CorrectionConfig) -> list[str]:
     """Bounds that change or drop tokens on which trainer and rollout engine agree, and caps that never act."""
     ours = ("segment_wise.weight_cap", "segment_wise.mode") if config.weighs_by_segment_wise else None
-    told = _weight_bounds(config.weight, *(ours or ("weight.upper", "weight.bound"))) if config.weight else []
+    lines = _weight_bounds(config.weight, *(ours or ("weight.upper", "weight.bound"))) if config.weight else []
     for i, rule in enumerate(config.reject):
         agreed = rule.record.on_policy
         if agreed is not None and not _holds(rule.lower, agreed, rule.upper):
             verb = "drops" if rule.drops else "down-weighs"
-            told.append(
+            lines.append(
                 f"reject[{i}] {verb} what trainer and rollout engine agree on: there its {rule.statistic} is {agreed}, "
                 f"which is outside {_interval(rule.lower, rule.upper)}"
             )
-    return told
+    return lines
 
 
 def _weight_bounds(weight: WeightConfig, cap: str, bound: str) -> list[str]:
     """Warnings about a weight's bounds; `cap` and `bound` are the user's names of the two keys."""
     if not weight.record.has_ceiling:
         return []
-    told = []
+    lines = []
     if not weight.record.has_floor and weight.ceiling < 1:
-        told.append(
+        lines.append(
             f"{cap}: {weight.ceiling:g} caps the weight below 1 also where trainer and rollout engine agree, which "
             f"multiplies the loss there by {weight.ceiling:g}; a cap of TIS is above 1"
         )
     elif not _holds(weight.floor, 1, weight.ceiling):
         effect = EFFECT[weight.record.outside]
-        told.append(
+        lines.append(
             f"{bound}: {weight.bound} {effect} what trainer and rollout engine agree on: there the ratio is 1, "
             f"which is outside {_interval(weight.floor, weight.ceiling)}"
         )
     if weight.ceiling > HIGHEST_CAP:
-        told.append(
+        lines.append(
             f"{cap}: {weight.ceiling:g} hardly ever acts, and one token or sequence may weigh as much as "
             f"{weight.ceiling:g} others; the largest cap of a preset is 5"
         )
-    return told
+    return lines
 
 
 def _holds(lower: float | None, value: float, upper: float | None) -> bool:

@@ -35,16 +35,16 @@ def kinds(host: Host) -> Mapping[str, Kind]:
     """What `host` takes for each of its recorded arguments, by name."""
     records = (NEWER, *reversed(host.records)) if host.records else ()
     lines = [line.split() for record in records for line in recorded_lines(record)]
-    found: dict[str, Kind] = {name: cast(Kind, kind) for name, kind, *_ in lines}
-    engines = [name for name in found if host.eval_engines and name.startswith("sglang_")]
-    repeated: dict[str, Kind] = {f"eval_{name}": found[name] for name in engines}
-    return found | repeated
+    by_name: dict[str, Kind] = {name: cast(Kind, kind) for name, kind, *_ in lines}
+    engines = [name for name in by_name if host.eval_engines and name.startswith("sglang_")]
+    repeated: dict[str, Kind] = {f"eval_{name}": by_name[name] for name in engines}
+    return by_name | repeated
 
 
 def flags(record: str, kind: Kind | None = None) -> set[str]:
     """Every flag of the parser that `record` is named after; of one kind, where that is given."""
     rows = [line.split() for line in recorded_lines(record)]
-    of_kind = [(name, given) for name, found, *given in rows if kind in (None, found)]
+    of_kind = [(name, given) for name, its_kind, *given in rows if kind in (None, its_kind)]
     return {flag for name, given in of_kind for flag in given or ["--" + name.replace("_", "-")]}
 
 
@@ -84,8 +84,8 @@ def _named(hosts: tuple[Host, ...]) -> str:
 
 def near(name: str, names: Collection[str], alike: float = 0.6) -> str:
     """A question for the nearest of some names; empty where none is that much alike."""
-    found = difflib.get_close_matches(name, sorted(names), 1, alike)
-    return f" (did you mean {found[0]}?)" if found else ""
+    nearest = difflib.get_close_matches(name, sorted(names), 1, alike)
+    return f" (did you mean {nearest[0]}?)" if nearest else ""
 
 
 def _fits(value: Any, kind: Kind) -> bool:

@@ -45,8 +45,8 @@ def rebase(args: View, rollout_id: int, data: Mapping[str, Any], config_of: Call
     Raises:
         InputError: the batch lacks what a baseline is made of, or its groups are not those of the host's rewards.
     """
-    said = args.get("mis")
-    if not isinstance(said, Mapping) or said.get("group_baseline") is None:
+    asked = args.get("mis")
+    if not isinstance(asked, Mapping) or asked.get("group_baseline") is None:
         return
     config = config_of(args)
     if config.group_baseline is None or not megatron.holds_log_probs():

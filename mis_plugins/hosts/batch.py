@@ -91,8 +91,8 @@ def check_apart(proximal: Handed, behavior: Handed, name: str = "train_log_probs
     """
     if proximal is None or behavior is None:
         return
-    for i, (one, other) in enumerate(zip(proximal, behavior, strict=False)):
-        if one is not None and other is not None and 0 != one.data_ptr() == other.data_ptr():
+    for i, (trained, sampled) in enumerate(zip(proximal, behavior, strict=False)):
+        if trained is not None and sampled is not None and 0 != trained.data_ptr() == sampled.data_ptr():
             raise InputError(
                 f"{name}[{i}] and rollout_log_probs[{i}]: one tensor, so that every ratio of sequence {i} is 1 and "
                 "nothing is corrected; hand over the trainer's own log-probs, recomputed before training (the loss "

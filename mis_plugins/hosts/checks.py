@@ -155,14 +155,14 @@ def _other_terms(given: Given) -> list[str]:
 
 
 def _told_other_terms(given: Given) -> str:
-    said, to_keep = f"mis.denominator: {given.config.denominator}", "denominator: kept"
+    setting, to_keep = f"mis.denominator: {given.config.denominator}", "denominator: kept"
     if given.has("use_mask"):
-        said, to_keep = "use_mask: the denominator of all tokens", "use_rs"
+        setting, to_keep = "use_mask: the denominator of all tokens", "use_rs"
     theirs, instead = "tokens of before rejection", f"{LOSS_HOOK} divides every term alike"
     if given.host.divides_by_kept(given.args):
         theirs, instead = "kept tokens", f"use {to_keep}"
     return (
-        f"{said} is that of the policy term alone: the TIS hook is not handed the terms "
+        f"{setting} is that of the policy term alone: the TIS hook is not handed the terms "
         f"of {' and '.join(_other_terms(given))}, which the host divides by the {theirs}; {instead}"
     )
 

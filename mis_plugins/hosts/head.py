@@ -91,8 +91,8 @@ def _check(batch: Batch, layout: Layout, whole: bool) -> None:
         for i, (rows, response) in enumerate(zip(batch[name], layout.response_lengths, strict=True)):
             fits = (response,) if whole else (response, layout.local_lengths[i])
             if rows is None or len(rows) not in fits:
-                found = "None" if rows is None else f"{len(rows)} positions"
-                raise InputError(f"{name}[{i}]: {found}, but sequence {i} has {response} response tokens")
+                length = "None" if rows is None else f"{len(rows)} positions"
+                raise InputError(f"{name}[{i}]: {length}, but sequence {i} has {response} response tokens")
     if _width(batch) < 1 or any(len(rows) and len(rows[0]) != _width(batch) for rows in batch[HEAD_IDS]):
         raise InputError(f"{HEAD_IDS}: the number of tokens that the engine named differs between sequences, or is 0")
 

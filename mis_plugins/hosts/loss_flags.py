@@ -57,10 +57,10 @@ IMPLIED: tuple[tuple[str, Callable[[Any], bool], dict[str, Any]], ...] = (
 
 
 def _objective(args: Any, asked: ObjectiveConfig | None) -> ObjectiveConfig:
-    said = [(flag, fields) for flag, is_set, fields in IMPLIED if is_set(args)]
+    implied = [(flag, fields) for flag, is_set, fields in IMPLIED if is_set(args)]
     if asked is None:
-        return ObjectiveConfig(**{name: value for _, fields in said for name, value in fields.items()})
-    for flag, fields in said:
+        return ObjectiveConfig(**{name: value for _, fields in implied for name, value in fields.items()})
+    for flag, fields in implied:
         for name, value in fields.items():
             if getattr(asked, name) != value:
                 raise ConfigError(

@@ -48,18 +48,18 @@ def _of_sequence(i: int, counts: Mapping[str, Sequence[int]], layout: Layout, if
     here = {name: count[i] for name, count in counts.items()}
     response, local = layout.response_lengths[i], layout.local_lengths[i]
     odd, truth = _odd(here, response, local, layout.spans is None)
-    told = ", ".join(f"{name} {count}" for name, count in here.items())
+    lengths = ", ".join(f"{name} {count}" for name, count in here.items())
     if layout.spans is not None:
-        told += f", response_lengths {response}, of which {local} on this rank"
+        lengths += f", response_lengths {response}, of which {local} on this rank"
     elif response != here["loss_masks"]:
-        told += f", response_lengths {response}"
+        lengths += f", response_lengths {response}"
     mask, *of_rank = here.values()
     if not odd:
-        return f"response_lengths[{i}]: {response} tokens, but sequence {i} has {truth} ({told})"
+        return f"response_lengths[{i}]: {response} tokens, but sequence {i} has {truth} ({lengths})"
     if len(odd) > 1:
-        return f"{', '.join(odd)}: no two agree on the tokens of sequence {i} ({told})"
+        return f"{', '.join(odd)}: no two agree on the tokens of sequence {i} ({lengths})"
     name = odd[0]
-    error = f"{name}[{i}]: {here[name]} tokens, but sequence {i} has {truth} ({told})"
+    error = f"{name}[{i}]: {here[name]} tokens, but sequence {i} has {truth} ({lengths})"
     if layout.spans is not None and name == "loss_masks":  # a response of the mask's length may leave as many here
         error += f", unless response_lengths[{i}] is wrong"
     if any(counts[name] != count and sorted(counts[name]) == sorted(count) for count in counts.values()):

@@ -51,19 +51,19 @@ def check_agreement(config: CorrectionConfig, ranks: Ranks) -> None:
         compare(config, axes)
 
 
-def check_everywhere(hook: str, said: Any) -> None:
+def check_everywhere(hook: str, setting: Any) -> None:
     """Compare what a hook of all ranks, those of earlier pipeline stages too, was given under `mis:`, at first use.
 
     Raises:
         ConfigError, MisError: as `check_agreement`.
     """
     if dist.is_initialized() and dist.get_world_size() > 1:
-        _compared_everywhere(hook, json.dumps(plain(said), default=repr))
+        _compared_everywhere(hook, json.dumps(plain(setting), default=repr))
 
 
 @functools.cache
-def _compared_everywhere(hook: str, said: str) -> None:
-    compare(json.loads(said), {f"as {hook} was given it": None})
+def _compared_everywhere(hook: str, setting: str) -> None:
+    compare(json.loads(setting), {f"as {hook} was given it": None})
 
 
 def compare(config: Any, axes: Mapping[str, Collection[int] | None]) -> None:
@@ -78,11 +78,11 @@ def compare(config: Any, axes: Mapping[str, Collection[int] | None]) -> None:
     """
     from mis_plugins.packing.roll_call import heard  # loaded by jobs of several ranks
 
-    known: Known = {key: {value: dist.get_rank()} for key, value in flat(config, "mis").items()}
+    settings: Known = {key: {value: dist.get_rank()} for key, value in flat(config, "mis").items()}
     for axis, ranks in axes.items():
-        said = heard(f"the mis config, {axis}", json.dumps(known), ranks)
-        known = joined([json.loads(text) for text in said.values()])
-    differing = {key: given for key, given in known.items() if len(given) > 1}
+        texts = heard(f"the mis config, {axis}", json.dumps(settings), ranks)
+        settings = joined([json.loads(text) for text in texts.values()])
+    differing = {key: given for key, given in settings.items() if len(given) > 1}
     if differing:
         raise ConfigError(f"ranks have different mis configs: {told(differing)}; give all ranks one config")
 
@@ -101,13 +101,13 @@ def flat(given: Any, key: str) -> dict[str, str]:
         inner, own = {f"{key}[{number}]": value for number, value in enumerate(given)}, f"{len(given)} entries"
     else:
         return {key: shown(given)}
-    return {key: own} | {name: said for at, value in inner.items() for name, said in flat(value, at).items()}
+    return {key: own} | {name: text for at, value in inner.items() for name, text in flat(value, at).items()}
 
 
 def joined(parts: Sequence[Known]) -> Known:
     """What several ranks know together."""
     every: Known = {}
-    for key, value, rank in ((key, *one) for part in parts for key, given in part.items() for one in given.items()):
+    for key, value, rank in ((key, *entry) for part in parts for key, given in part.items() for entry in given.items()):
         of_key = every.setdefault(key, {})
         of_key[value] = min(rank, of_key.get(value, rank))
     return every
@@ -115,11 +115,11 @@ def joined(parts: Sequence[Known]) -> Known:
 
 def told(differing: Known) -> str:
     """The first of the differing keys, and what they are on which rank."""
-    said = []
+    parts = []
     for key in list(differing)[:SHOWN_KEYS]:
         by_rank = sorted((rank, value) for value, rank in differing[key].items())
-        said.append(f"{key} is {', '.join(f'{value} on rank {rank}' for rank, value in by_rank)}")
-    return "; ".join(said)
+        parts.append(f"{key} is {', '.join(f'{value} on rank {rank}' for rank, value in by_rank)}")
+    return "; ".join(parts)
 
 
 class Uncorrected(Exception):
@@ -160,16 +160,16 @@ def can_add_up(
         return same_ranks
     digest = _digest(sorted(map(repr, recorded)))
     device = torch.device("cuda" if torch.cuda.is_initialized() else "cpu")
-    told = [began, not began, not same_ranks, corrected is True, corrected is False]
-    mine = to_device([digest, -digest, *told], device)
+    marks = [began, not began, not same_ranks, corrected is True, corrected is False]
+    mine = to_device([digest, -digest, *marks], device)
     if pipeline is not None:
         dist.all_reduce(mine[-2:], dist.ReduceOp.MAX, group=pipeline)
     for group in groups:
         all_reduce(mine, group, dist.ReduceOp.MAX)
-    found = to_host(mine)
+    maxima = to_host(mine)
     Arrival.of_copies_from(mine).wait()
     raise_if_aborted(groups)
-    largest, negated_smallest, some_began, some_joined, some_moved, some_ran, some_missed = found.tolist()
+    largest, negated_smallest, some_began, some_joined, some_moved, some_ran, some_missed = maxima.tolist()
     if (some_began and some_joined) or some_moved:
         return False
     if some_missed and not some_ran:
@@ -204,5 +204,5 @@ def raise_if_aborted(groups: Iterable[dist.ProcessGroup]) -> None:
             raise error
 
 
-def _digest(said: object) -> int:
-    return int.from_bytes(hashlib.sha256(repr(said).encode()).digest()[:7])
+def _digest(settings: object) -> int:
+    return int.from_bytes(hashlib.sha256(repr(settings).encode()).digest()[:7])

@@ -63,15 +63,15 @@ def find_installed() -> None:
         InputError: an entry point does not load, is no `Host`, or has the name of another host.
     """
     for point in entry_points(group=GROUP):
-        said = f"{GROUP}: {point.name} = {point.value}"
+        entry = f"{GROUP}: {point.name} = {point.value}"
         try:
             host = point.load()
         except Exception as error:
-            raise InputError(f"{said} does not load: {error!r}") from error
+            raise InputError(f"{entry} does not load: {error!r}") from error
         if not isinstance(host, Host):
-            raise InputError(f"{said} is no mis_plugins.hosts.host.Host")
+            raise InputError(f"{entry} is no mis_plugins.hosts.host.Host")
         if every_host().get(host.name, host) != host:
-            raise InputError(f"{said} takes the name {host.name} of another host; give it its own")
+            raise InputError(f"{entry} takes the name {host.name} of another host; give it its own")
         register(host)
 
 

@@ -70,10 +70,10 @@ def compare(args: Any, rollout_id: int, data: Mapping[str, Any]) -> None:
     rescore = together(FIELD, lambda: _rescore(args, data, host))
     ranks, cp = host.parallel()
     again = rescore(original(args), data, ranks)
-    found = together(FIELD, lambda: None if again is None else _differences(args, data, again, ranks, cp))
-    if found is None:
+    measured = together(FIELD, lambda: None if again is None else _differences(args, data, again, ranks, cp))
+    if measured is None:
         return
-    sums, largest = found
+    sums, largest = measured
     for group in (ranks.cp, ranks.dp):
         if group is not None:
             all_reduce(sums, group)
@@ -108,8 +108,8 @@ def _differences(
 
 def _every(args: Any) -> int | None:
     """`resplit_every`. Without the key no config is read: `count_samples` serves runs without a config."""
-    said = view(args).get("mis")
-    return reading.from_args(args).resplit_every if isinstance(said, Mapping) and KEY in said else None
+    asked = view(args).get("mis")
+    return reading.from_args(args).resplit_every if isinstance(asked, Mapping) and KEY in asked else None
 
 
 def differences(
@@ -172,7 +172,7 @@ def rescored(needs: Needs, args: Any, data: Mapping[str, Any], ranks: Ranks) -> 
         return None
     cut = [cut_otherwise(step, halves) for step in steps]
     flat = [group for step in cut for group in step]
-    others = [type(one)(one.rollout_data, micro_batch_indices=flat) for one in iterators]
+    others = [type(iterator)(iterator.rollout_data, micro_batch_indices=flat) for iterator in iterators]
     scores = needs.rescore(trainer, others, [len(step) for step in cut], PREFIX, rollout_id)
     if scores is None:
         return None

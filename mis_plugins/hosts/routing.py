@@ -64,8 +64,8 @@ class Watching:
     def _say(self, args: Any, seen: Seen, number: int) -> None:
         ranks = current(args).parallel()[0]
         reports = megatron.holds_log_probs() and current(args).reports(ranks)
-        said = [*seen.mine, *(seen.found if seen.tells else ())]
-        for fault in said:
+        faults = [*seen.mine, *(seen.faults if seen.tells else ())]
+        for fault in faults:
             logger.warning("routing replay, step %d: %s", number, fault)
         if reports and (metrics := metrics_of(seen)):
             tracking.log(args, metrics, number)
@@ -117,15 +117,15 @@ class Watching:
 def _stop(args: Any, seen: Seen) -> None:
     """Raise on every rank alike where the config says so, or where a rule would keep tokens of unknown routes."""
     config = reading.from_args(args)
-    told = "; ".join((*seen.mine, *seen.found))
+    faults = "; ".join((*seen.mine, *seen.faults))
     if seen.unknown and seen.compared and config.reads_routes:
         raise MisError(
             f"{{reject}}: statistic: route: the log-prob pass lacks {seen.unknown} comparisons of a router's choice "
             "with the engine's, and their tokens would count as routed alike; "
-            f"{told or 'see the logs of all ranks'}"
+            f"{faults or 'see the logs of all ranks'}"
         ).spelled(reading.spelling(args), "mis.")
     if seen.faulty and config.routing is not None and config.routing.on_fault == "raise":
-        raise MisError(f"mis.routing.on_fault: raise: {told or f'another log names {seen.faulty} faults'}")
+        raise MisError(f"mis.routing.on_fault: raise: {faults or f'another log names {seen.faulty} faults'}")
 
 
 def _grid(args: Any) -> Grid:

@@ -132,8 +132,8 @@ def _without_log_probs(absent: list[Any], tokens: int) -> Fault:
     names = [shortened(x) if x is None or isinstance(x, str) else f"{number_of(x):g}" for x in absent]
     named = Counter(name for name in names if name not in ("nan", "inf", "-inf"))
     cause: Cause = "absent" if set(named) - {"None"} else "not finite"
-    found = ", ".join(f"{name} in {count}" for name, count in named.items())
-    return Fault(cause, f"{len(absent)} of {tokens} rollout log-probs {cause}{found and ': ' + found}")
+    entries = ", ".join(f"{name} in {count}" for name, count in named.items())
+    return Fault(cause, f"{len(absent)} of {tokens} rollout log-probs {cause}{entries and ': ' + entries}")
 
 
 def _other_tokens(sample: Any, drafts: bool) -> Fault | None:
@@ -170,11 +170,11 @@ def _token_of(entry: Any) -> int | None:
 
 def _outside_nucleus(sample: Any) -> list[bool]:
     """For each response token, whether it lies outside the set it was sampled from; False without a set."""
-    found = [getattr(sample, f"rollout_top_p_token_{name}", None) for name in ("ids", "offsets")]
+    kept_set = [getattr(sample, f"rollout_top_p_token_{name}", None) for name in ("ids", "offsets")]
     none = [False] * sample.response_length
-    if any(x is None for x in found):
+    if any(x is None for x in kept_set):
         return none
-    ids, offsets = (torch.as_tensor(x).long().flatten() for x in found)
+    ids, offsets = (torch.as_tensor(x).long().flatten() for x in kept_set)
     tokens = _response(sample)
     if len(offsets) != len(tokens) + 1 or int(offsets[-1] - offsets[0]) != len(ids):
         return none  # slime itself refuses such a sample

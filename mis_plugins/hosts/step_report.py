@@ -114,12 +114,12 @@ class Recorded:
 
     def metrics(self) -> dict[str, float]:
         """Metrics for the host's log. The tensors should be on the host."""
-        found = finalize(self.partials, self.config) if self.config.reports_step else {}
+        by_name = finalize(self.partials, self.config) if self.config.reports_step else {}
         if self.ages is None:
-            return found
+            return by_name
         from mis_plugins.metrics.staleness import weight_metrics
 
-        return found | weight_metrics(self.ages, self.config.segment_wise_on)
+        return by_name | weight_metrics(self.ages, self.config.segment_wise_on)
 
 
 @dataclass(frozen=True)
@@ -171,7 +171,7 @@ class Recorder:
     ran: whether a hook of ours ran in the step so far, or the step is judged already.
     rollout: the rollout of the last call of `check_rollout`.
     ran_in_rollout: whether a hook of ours ran since that call.
-    told: names of warnings that are not given again.
+    warned: names of warnings that are not given again.
     """
 
     step: tuple[int, int] | None = None
@@ -182,7 +182,7 @@ class Recorder:
     ran: bool = False
     rollout: int | None = None
     ran_in_rollout: bool = False
-    told: set[str] = field(default_factory=set)
+    warned: set[str] = field(default_factory=set)
 
     def record(
         self,
@@ -371,10 +371,10 @@ class Recorder:
     def _warn(self, config: CorrectionConfig, sums: Mapping[str, float], where: str) -> None:
         holding = {name: messages for name, alarm in ALARMS.items() if (messages := alarm(config, sums))}
         for name, messages in holding.items():
-            if name not in self.told:
+            if name not in self.warned:
                 for message in messages:
                     logger.warning("%s: %s", where, message)
-        self.told = ((self.told | set(holding)) & (set(holding) | ONCE)) - EACH_TIME
+        self.warned = ((self.warned | set(holding)) & (set(holding) | ONCE)) - EACH_TIME
 
 
 def _why_lost(error: Exception, ranks: Ranks) -> str:

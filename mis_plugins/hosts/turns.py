@@ -46,7 +46,9 @@ class Answer:
         """How many leading tokens are those of this answer and of its prompt."""
         prompt = tokens[: self.given] if self.prompt is None else self.prompt
         pairs = enumerate(zip([*prompt, *self.tokens], tokens, strict=False))
-        return next((i for i, (one, other) in pairs if one != other), min(self.given + len(self.tokens), len(tokens)))
+        return next(
+            (i for i, (ours, theirs) in pairs if ours != theirs), min(self.given + len(self.tokens), len(tokens))
+        )
 
 
 @dataclass(frozen=True)
@@ -74,12 +76,12 @@ def turns_checked(generate: Callable[..., Awaitable[Any]]) -> Callable[..., Awai
         answers: list[Answer] = []
         token = HEARD.set(answers)
         try:
-            found = await generate(*given, **named)
+            generated = await generate(*given, **named)
         finally:
             HEARD.reset(token)
-        for sample in flat(getattr(found, "samples", found)):
+        for sample in flat(getattr(generated, "samples", generated)):
             judge(sample, answers)
-        return found
+        return generated
 
     return checked
 

@@ -65,8 +65,8 @@ def for_loss_hook(args: Any, config: CorrectionConfig) -> CorrectionConfig:
 
 def _flat_keys(args: View) -> list[str]:
     """The flat keys that the user's file says; a host's parser may have defaults for some of them."""
-    said = {key for _, keys in _files(args) for key, value in keys.items() if value is not None}
-    return sorted(said.intersection(reading.FLAT_KEYS))
+    given = {key for _, keys in _files(args) for key, value in keys.items() if value is not None}
+    return sorted(given.intersection(reading.FLAT_KEYS))
 
 
 WATCHERS = ("metrics", "resplit_every", "routing")  # keys of `mis:` that ask for no correction
@@ -75,8 +75,8 @@ BY_FLAG = ("get_mismatch_metrics", "use_rollout_logprobs", "use_opsm")  # what a
 
 def _warn_where_nothing_is_said(args: View) -> None:
     """Warn that the loss hook weighs and rejects nothing, in a run that asks neither to watch nor for another cure."""
-    said = args.get("mis")
-    watches_only = isinstance(said, Mapping) and not said.keys().isdisjoint(WATCHERS)
+    asked = args.get("mis")
+    watches_only = isinstance(asked, Mapping) and not asked.keys().isdisjoint(WATCHERS)
     if watches_only or any(args.get(flag) for flag in BY_FLAG):
         return
     warn_once(

@@ -142,13 +142,13 @@ def center(
         temperature: what the engine divided its logits by.
         exchange: to the rank whose logits score a token, and back; None where the rank of a token scores it.
     """
-    known, scored = target.detach().double(), usable
+    log_p_sampled, scored = target.detach().double(), usable
     if exchange is not None:
-        known, scored = exchange.to_scored(torch.stack([known, usable.double()])).unbind()
+        log_p_sampled, scored = exchange.to_scored(torch.stack([log_p_sampled, usable.double()])).unbind()
     steps = _candidate_logits(logits.detach().flatten(0, -2), candidates, temperature, vocabulary)
     parts = []
     for some in _chunks(*steps.shape):
-        here = known[some], candidates[some], scored[some].bool()
+        here = log_p_sampled[some], candidates[some], scored[some].bool()
         step, *numbers = _of_positions(steps[some].double(), *here, weigh)
         steps[some] = step / temperature  # the logits have served: what they shall move by takes their place
         parts.append(torch.stack(numbers).to(steps.dtype))

@@ -32,8 +32,8 @@ from mis_plugins.metrics.token_metrics import PPL_RATIO, SATURATED, Catalogue, S
 
 def metrics_of(config: CorrectionConfig) -> Catalogue:
     """The metrics that a config has with `metrics: full`, and not with `core`."""
-    found = FULL | (FULL_OF_CORRECTION if config.corrects else {})
-    return found | _weight_metrics(config.weight) | _rule_metrics(config.reject)
+    always = FULL | (FULL_OF_CORRECTION if config.corrects else {})
+    return always | _weight_metrics(config.weight) | _rule_metrics(config.reject)
 
 
 def final_mean(c: Correction) -> Float[Tensor, " N"]:
@@ -106,7 +106,7 @@ def _weight_metrics(weight: WeightConfig | None) -> Catalogue:
 
 def _around_bound(weight: WeightConfig, log_ratio: Value, before: Value, after: Any) -> dict[str, Value]:
     """Metrics of a weight, per token or per sequence as the weight is, before and after its bound."""
-    found: dict[str, Value] = {
+    metrics: dict[str, Value] = {
         "tis_weight_before_bound": before,
         "tis_weight_after_bound": after,
         "is_ratio_mean_after_tis_rs": after,
@@ -114,22 +114,22 @@ def _around_bound(weight: WeightConfig, log_ratio: Value, before: Value, after: 
     low = lambda c: share_below(log_ratio(c), log_bound(weight.floor))  # noqa: E731
     high = lambda c: share_above(log_ratio(c), log_bound(weight.ceiling))  # noqa: E731
     if not weight.record.has_ceiling:
-        return found
+        return metrics
     if not weight.record.has_floor:
-        return found | {f"tis_{weight.bound}_fraction": high}
-    return found | {f"tis_{weight.bound}_fraction_low": low, f"tis_{weight.bound}_fraction_high": high}
+        return metrics | {f"tis_{weight.bound}_fraction": high}
+    return metrics | {f"tis_{weight.bound}_fraction_low": low, f"tis_{weight.bound}_fraction_high": high}
 
 
 def _rule_metrics(rules: Iterable[RejectRule]) -> Catalogue:
     """Metrics of what each rule would drop alone. The second rule of a kind has the suffix `_2`."""
-    found, numbers = Catalogue(), Counter[bool]()
+    catalogue, numbers = Catalogue(), Counter[bool]()
     for rule in rules:
         is_veto = rule.over == "min" and rule.upper is None and rule.unit == "sequence"
         numbers[is_veto] += 1
         suffix = f"_{numbers[is_veto]}" if numbers[is_veto] > 1 else ""
         metrics = _veto_metrics(rule) if is_veto else _bound_metrics(rule)
-        found |= {name + suffix: metric for name, metric in metrics.items()}
-    return found
+        catalogue |= {name + suffix: metric for name, metric in metrics.items()}
+    return catalogue
 
 
 def _veto_metrics(rule: RejectRule) -> Catalogue:
@@ -140,20 +140,20 @@ def _veto_metrics(rule: RejectRule) -> Catalogue:
 
 
 def _bound_metrics(rule: RejectRule) -> Catalogue:
-    found = {f"rs_mask_fraction_{side}": value for side, value in _outside(rule).items()}
+    shares = {f"rs_mask_fraction_{side}": value for side, value in _outside(rule).items()}
     by_token = rule.over == "token" or rule.unit == "segment"
-    return of("token", **found) if by_token else of("sequence", **found)
+    return of("token", **shares) if by_token else of("sequence", **shares)
 
 
 def _outside(rule: RejectRule) -> dict[str, Value]:
     """The shares below the rule's lower bound and above its upper bound, as far as it has them."""
     lower, upper = rule.limits
-    found: dict[str, Value] = {}
+    shares: dict[str, Value] = {}
     if lower is not None:
-        found["low"] = lambda c: share_below(compared(c, rule), lower)
+        shares["low"] = lambda c: share_below(compared(c, rule), lower)
     if upper is not None:
-        found["high"] = lambda c: share_above(compared(c, rule), upper)
-    return found
+        shares["high"] = lambda c: share_above(compared(c, rule), upper)
+    return shares
 
 
 def compared(c: Correction, rule: RejectRule) -> Tensor:

@@ -77,15 +77,15 @@ def _of_sequences(c: Correction, edges: Tensor) -> Iterator[Partials]:
 
 def _of_units(c: Correction) -> Iterator[tuple[Totals, list[Quantity]]]:
     """The quantities of units with a usable token, with the totals of each kind of unit and population of tokens."""
-    found: dict[tuple[Unit, Population], list[Quantity]] = {("sequence", "valid"): [*sequences.of_sequences(c)]}
+    by_kind: dict[tuple[Unit, Population], list[Quantity]] = {("sequence", "valid"): [*sequences.of_sequences(c)]}
     for name, rule in tokens.rules(c.config):
         if rule.over != "token":
             kind = rule.unit, c.config.population(rule)
-            found.setdefault(kind, []).extend(sequences.of_unit_rule(name, rule, _totals(c, kind)))
+            by_kind.setdefault(kind, []).extend(sequences.of_unit_rule(name, rule, _totals(c, kind)))
     product = sequences.multiplies(c.config)
     if product is not None:
-        found.setdefault(product, []).extend(sequences.of_product(_totals(c, product)))
-    return ((_totals(c, kind), quantities) for kind, quantities in found.items())
+        by_kind.setdefault(product, []).extend(sequences.of_product(_totals(c, product)))
+    return ((_totals(c, kind), quantities) for kind, quantities in by_kind.items())
 
 
 def _totals(c: Correction, kind: tuple[Unit, Population]) -> Totals:
@@ -161,14 +161,14 @@ METRICS: dict[str, Callable[[Step], float]] = {
 def finalize(partials: Partials, config: CorrectionConfig) -> dict[str, float]:
     """Every known metric of a step from its merged partials, which should be on the host by now."""
     step = partials.step()
-    found = {
+    values = {
         name: reduction.of(step, quantity, count)
         for quantity, metrics, count in partials.records
         for name, reduction in metrics.items()
     }
-    found |= {name: metric(step) for name, metric in METRICS.items()}
+    values |= {name: metric(step) for name, metric in METRICS.items()}
     for name, _ in rules(config):
-        found[f"{name}_rejected_fraction"] = found[f"{name}_low_fraction"] + found[f"{name}_high_fraction"]
+        values[f"{name}_rejected_fraction"] = values[f"{name}_low_fraction"] + values[f"{name}_high_fraction"]
     if not any(step.sums[f"{turn}usable"] for turn in OF_TURNS[1:]):
-        found = {name: value for name, value in found.items() if not name.startswith("turn_")}
-    return known(found)
+        values = {name: value for name, value in values.items() if not name.startswith("turn_")}
+    return known(values)

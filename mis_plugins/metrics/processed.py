@@ -18,9 +18,9 @@ from mis_plugins.metrics.slope import (
 
 def warnings_of(sums: Mapping[str, float]) -> list[str]:
     """Messages on the log-probs that `sums` add up. Where no line relates the log-probs, their means still tell."""
-    found = relation(sums)
-    if found is not None:
-        return warnings(found)
+    related = relation(sums)
+    if related is not None:
+        return warnings(related)
     return [_finds_unlikely(sums["usable"], mean_log_ratio(sums))] if means_unlikely(sums) else []
 
 
@@ -31,34 +31,34 @@ def _finds_unlikely(tokens: float, mean: float) -> str:
     )
 
 
-def warnings(found: Relation) -> list[str]:
+def warnings(related: Relation) -> list[str]:
     """Messages that tell what is wrong with the log-probs and what to check; none where both sides match."""
-    raw = not_sampled_from(found)
+    raw = not_sampled_from(related)
     mean = (
-        f"the mean of pi_old / mu over {found.tokens:.0f} tokens is {found.mean_ratio:.4f} +- "
-        f"{found.mean_ratio_error:.4f}, and should be 1: "
+        f"the mean of pi_old / mu over {related.tokens:.0f} tokens is {related.mean_ratio:.4f} +- "
+        f"{related.mean_ratio_error:.4f}, and should be 1: "
     )
     messages = []
-    if cut_off(found):
+    if cut_off(related):
         messages.append(
-            f"{mean}either the rollout engine samples from {found.mean_ratio:.1%} of the probability mass (top-p, "
+            f"{mean}either the rollout engine samples from {related.mean_ratio:.1%} of the probability mass (top-p, "
             "top-k or min-p) and renormalizes, which the trainer does not (check --rollout-top-p and "
             "--rollout-top-k, or hand the kept tokens to the trainer), or the trainer finds nearly every token less "
             "likely than the engine did (compare weights, chat template and precision of both)"
         )
-    if unlikely(found):
-        messages.append(_finds_unlikely(found.tokens, found.mean_log_ratio))
+    if unlikely(related):
+        messages.append(_finds_unlikely(related.tokens, related.mean_log_ratio))
     if raw:
         messages.append(
             f"{mean}the tokens were not sampled from the log-probs that the rollout engine reports: check that it "
             "returns log-probs after the temperature, and of the weights that it sampled with"
         )
-    if scaled(found):
+    if scaled(related):
         whose = "the trainer's" if raw else "the rollout engine's"
-        temperature = 1 / found.implied_temperature if raw else found.implied_temperature
+        temperature = 1 / related.implied_temperature if raw else related.implied_temperature
         messages.append(
-            f"log pi_old follows log mu with a slope of {found.slope:.3f} +- {found.slope_error:.3f} (inverse "
-            f"regression: {found.inverse:.3f}), as if {whose} log-probs alone were divided by a temperature of "
+            f"log pi_old follows log mu with a slope of {related.slope:.3f} +- {related.slope_error:.3f} (inverse "
+            f"regression: {related.inverse:.3f}), as if {whose} log-probs alone were divided by a temperature of "
             f"{temperature:.2f} or one further from 1: check --rollout-temperature on both sides, and whether "
             "log-probs are raw or processed"
         )

@@ -136,8 +136,10 @@ def needed(*needs: str) -> frozenset[str]:
 
 def percentiles(stem: str, scale: Callable[[float], float] = float) -> Metrics:
     """Percentiles of a quantity, their names `STEM_p50` and so on."""
-    found = {p: Reduction("sketch", lambda s, x, _, p=p: sketch.quantile(s.sketches[x], p / 100)) for p in QUANTILES}
-    return {f"{stem}_p{p}": reduction.then(scale) for p, reduction in found.items()}
+    quantiles = {
+        p: Reduction("sketch", lambda s, x, _, p=p: sketch.quantile(s.sketches[x], p / 100)) for p in QUANTILES
+    }
+    return {f"{stem}_p{p}": reduction.then(scale) for p, reduction in quantiles.items()}
 
 
 total = Reduction("sum", lambda s, x, _: s.sums[x])

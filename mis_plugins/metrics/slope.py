@@ -107,29 +107,29 @@ def relation(sums: Mapping[str, float]) -> Relation | None:
     )
 
 
-def scaled(found: Relation) -> bool:
+def scaled(related: Relation) -> bool:
     """Whether one side is scaled by a temperature."""
-    off = found.nearest - 1
-    if found.tokens < LEAST_TOKENS or abs(off) < max(SLOPE_MARGIN, STANDARD_ERRORS * found.slope_error):
+    off = related.nearest - 1
+    if related.tokens < LEAST_TOKENS or abs(off) < max(SLOPE_MARGIN, STANDARD_ERRORS * related.slope_error):
         return False
-    by_noise = off < 2 * found.unexplained and not not_sampled_from(found)
-    return off < 0 or not (by_noise or cut_off(found))
+    by_noise = off < 2 * related.unexplained and not not_sampled_from(related)
+    return off < 0 or not (by_noise or cut_off(related))
 
 
-def not_sampled_from(found: Relation) -> bool:
+def not_sampled_from(related: Relation) -> bool:
     """Whether tokens were sampled from something else than the log-probs reported."""
-    return found.mean_ratio - 1 > max(RATIO_MARGIN, STANDARD_ERRORS * found.mean_ratio_error)
+    return related.mean_ratio - 1 > max(RATIO_MARGIN, STANDARD_ERRORS * related.mean_ratio_error)
 
 
-def cut_off(found: Relation) -> bool:
+def cut_off(related: Relation) -> bool:
     """Whether the engine samples from a part of the vocabulary only, and renormalizes."""
-    off = 1 - found.mean_ratio
-    return off > max(RATIO_MARGIN, STANDARD_ERRORS * found.mean_ratio_error) and found.ess > LEAST_ESS
+    off = 1 - related.mean_ratio
+    return off > max(RATIO_MARGIN, STANDARD_ERRORS * related.mean_ratio_error) and related.ess > LEAST_ESS
 
 
-def unlikely(found: Relation) -> bool:
+def unlikely(related: Relation) -> bool:
     """Whether the trainer finds the sampled tokens unlikely, and no cut of the engine's explains it."""
-    return found.mean_log_ratio < -UNLIKELY and not cut_off(found)
+    return related.mean_log_ratio < -UNLIKELY and not cut_off(related)
 
 
 def means_unlikely(sums: Mapping[str, float]) -> bool:
@@ -144,7 +144,7 @@ def mean_log_ratio(sums: Mapping[str, float]) -> float:
 
 def is_suspect(sums: Mapping[str, float]) -> bool:
     """Whether the log-probs that `sums` add up show an error, of which the messages in `processed.py` tell."""
-    found = relation(sums)
-    if found is None:
+    related = relation(sums)
+    if related is None:
         return means_unlikely(sums)
-    return cut_off(found) or unlikely(found) or not_sampled_from(found) or scaled(found)
+    return cut_off(related) or unlikely(related) or not_sampled_from(related) or scaled(related)

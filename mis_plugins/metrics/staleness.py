@@ -103,7 +103,7 @@ def weights_by_age(
     of_unknown = (Quantity("unknown", torch.ones_like(log_r), OF_UNKNOWN), Quantity("nonfinite", nonfinite, also="sum"))
     populations = (both, of_both), (both & multiplied.keep, of_kept), (loss_mask & ~both, of_unknown)
     parts = (by_age(of_part, where, written.known_age) for where, of_part in populations)
-    return Partials.beside(part for found in parts for part in found)
+    return Partials.beside(part for of_age in parts for part in of_age)
 
 
 def by_age(quantities: Iterable[Quantity], where: Bool[Tensor, " T"], ages: Int[Tensor, " T"]) -> Iterator[Partials]:
@@ -125,8 +125,8 @@ def weight_metrics(measured: Partials, segment_wise: bool = True) -> dict[str, f
         segment_wise: false where the weights are the standard pi_old / pi_v; the variance of pi_{v+1} / pi_v is then
             unknown and left out.
     """
-    found = metrics_by_age(measured)
-    return found if segment_wise else {name: x for name, x in found.items() if SEGMENT_WISE_ONLY not in name}
+    metrics = metrics_by_age(measured)
+    return metrics if segment_wise else {name: x for name, x in metrics.items() if SEGMENT_WISE_ONLY not in name}
 
 
 def metrics_by_age(measured: Partials) -> dict[str, float]:

@@ -74,11 +74,11 @@ class TokenMetrics(Mapping[str, Tensor]):
     def _by_micro_batch(self) -> dict[str, Float[Tensor, " T"]]:
         names = [name for name, metric in self._catalogue.items() if metric.of == "micro_batch"]
         tokens = self._correction.ragged.loss_mask.numel()
-        found = {name: self._value(name).float().expand(tokens) for name in names if name in OF_MIS_PY}
+        of_mis_py = {name: self._value(name).float().expand(tokens) for name in names if name in OF_MIS_PY}
         ours = [name for name in names if name not in OF_MIS_PY]
         values = self._stacked(ours) if self._share is None else self._stacked(ours) / self._share
         at_tokens = values.float().unsqueeze(1).expand(-1, tokens).unbind()  # not one operator each
-        return found | dict(zip(ours, at_tokens, strict=True))
+        return of_mis_py | dict(zip(ours, at_tokens, strict=True))
 
     @cached_property
     def _share(self) -> Float[Tensor, ""] | None:

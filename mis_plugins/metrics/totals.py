@@ -108,10 +108,10 @@ class Partials:
 
 def _by_key(held: Iterable[Mapping[str, Any]]) -> Iterable[tuple[str, list[Any]]]:
     """All values of one key together."""
-    found: dict[str, list[Any]] = {}
+    by_key: dict[str, list[Any]] = {}
     for key, value in chain.from_iterable(mapping.items() for mapping in held):
-        found.setdefault(key, []).append(value)
-    return found.items()
+        by_key.setdefault(key, []).append(value)
+    return by_key.items()
 
 
 def _cat(parts: list[Tensor]) -> Tensor:

@@ -27,7 +27,7 @@ LONGEST = 400  # characters of another rank's error
 SPOKEN = Counter[str]()  # how often this rank has spoken, by subject
 
 
-def heard(subject: str, said: str, ranks: Collection[int] | None = None) -> dict[int, str]:
+def heard(subject: str, message: str, ranks: Collection[int] | None = None) -> dict[int, str]:
     """Tell the other ranks something, and return what each of them said, by rank. Each calls it equally often.
 
     Args:
@@ -38,7 +38,7 @@ def heard(subject: str, said: str, ranks: Collection[int] | None = None) -> dict
         MisError: ranks said nothing within the time-out of the default group, or the store is gone.
     """
     try:
-        _say(subject, said)
+        _say(subject, message)
         keys = _keys(subject, ranks)
         absent = _absent(keys, timeout().total_seconds())
         if not absent:
@@ -70,7 +70,7 @@ def together(subject: str, work: Callable[[], R]) -> R:
         with suppress(dist.DistError):  # the store is gone; the error of the work says more
             _say(subject, f"{type(error).__name__}: {cut(str(error), LONGEST)}")
         raise
-    failed = {rank: said for rank, said in heard(subject, "").items() if said}
+    failed = {rank: message for rank, message in heard(subject, "").items() if message}
     if failed:
         first = min(failed)
         others = [rank for rank in failed if rank != first]
@@ -90,8 +90,10 @@ def met(subject: str, collective: Callable[[], R]) -> R:
         with suppress(dist.DistError):
             _say(subject, "")
             if absent := _absent(_keys(subject, None), GRACE_S):
-                said = f"{subject}: {_named(absent)} did not come, dead or stopped by an error: see its log ({error})"
-                raise MisError(said) from error
+                message = (
+                    f"{subject}: {_named(absent)} did not come, dead or stopped by an error: see its log ({error})"
+                )
+                raise MisError(message) from error
         raise
 
 
@@ -100,9 +102,9 @@ def timeout() -> timedelta:
     return _get_default_store().timeout  # type: ignore[attr-defined]
 
 
-def _say(subject: str, said: str) -> None:
+def _say(subject: str, text: str) -> None:
     SPOKEN[subject] += 1
-    _get_default_store().set(_key(subject, dist.get_rank()), said)
+    _get_default_store().set(_key(subject, dist.get_rank()), text)
 
 
 def _keys(subject: str, ranks: Collection[int] | None) -> dict[int, str]:

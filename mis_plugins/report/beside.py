@@ -46,8 +46,8 @@ def _arguments(file: Path, problems: Problems) -> Mapping[str, Any]:
     if file.suffix == ".wandb":
         return curves.wandb_settings(file, problems)
     held = _json(file) if file.name == SUMMARY else {}
-    found = held.get("arguments") if isinstance(held, dict) else None
-    return found if isinstance(found, dict) else {}
+    arguments = held.get("arguments") if isinstance(held, dict) else None
+    return arguments if isinstance(arguments, dict) else {}
 
 
 def _json(file: Path) -> Any:

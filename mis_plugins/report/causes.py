@@ -143,15 +143,15 @@ class Facts:
         folds = self.evidence.folds
         held = folds[:, folds[0] > 0]
         left = [_relation(held.sum(1) - fold) for fold in held.T]
-        found = torch.tensor([number(one) for one in left if one is not None], dtype=torch.float64)
-        few = len(found) < LEAST_SEQUENCES
-        return math.inf if few else float(found.var(correction=0) * (len(found) - 1)) ** 0.5
+        estimates = torch.tensor([number(relation) for relation in left if relation is not None], dtype=torch.float64)
+        few = len(estimates) < LEAST_SEQUENCES
+        return math.inf if few else float(estimates.var(correction=0) * (len(estimates) - 1)) ** 0.5
 
 
 def _is_level(rows: Table, name: str = "mass") -> bool:
     """Whether no bucket of a place has hardly any mismatch; buckets of few tokens do not count."""
-    known = {float(row[name]): n for row in rows if (n := float(row["tokens"])) >= LEAST_TOKENS}
-    return not known or min(known) >= LEVEL * sum(x * n for x, n in known.items()) / sum(known.values())
+    by_place = {float(row[name]): n for row in rows if (n := float(row["tokens"])) >= LEAST_TOKENS}
+    return not by_place or min(by_place) >= LEVEL * sum(x * n for x, n in by_place.items()) / sum(by_place.values())
 
 
 def _relation(sums: torch.Tensor) -> slope.Relation | None:
@@ -206,12 +206,12 @@ def findings(facts: Facts) -> list[Finding]:
     weak = {name for name in seen if CAUSES[name].alike and shares[name] < LEAST_SHARE}
     able = {name: seen.keys() - weak - (OF_PLACES if name in away else set()) for name in seen}
     left = [name for name in seen if not any(_explains(other, name, shares) for other in able[name])]
-    told = set(left) - weak - UNMEASURED
-    rest = 1 - sum(max((shares[name] for name in part), default=0.0) for part in (told & away, told - away))
+    showing = set(left) - weak - UNMEASURED
+    rest = 1 - sum(max((shares[name] for name in part), default=0.0) for part in (showing & away, showing - away))
     enough = facts.sums["usable"] >= FEW
     even = facts.is_even or any(shares[name] > PART for name in LOCAL.intersection(left))
     if enough and even and rest > 0.5 and rest * facts.kl_k3 > LIMITS[FIRST].high and WEIGHTS.isdisjoint(left):
-        beside = ", and so may another setting of sampling" if {"temperature", "top-p"} & told else ""
+        beside = ", and so may another setting of sampling" if {"temperature", "top-p"} & showing else ""
         seen[PRECISION], shares[PRECISION] = {"kl_k3": facts.kl_k3, "rest": rest, "beside": beside}, rest
         left.append(PRECISION)
     order = sorted(left, key=lambda name: (name in weak, name == PRECISION, -shares[name]))
@@ -287,13 +287,13 @@ def _broken_advantages(facts: Facts) -> Numbers | None:
 def _placeholder(facts: Facts) -> Numbers | None:
     usable = max(facts.sums["usable"], 1)
     shown = {key: x.tolist() for key, x in facts.evidence.fills.items() if _is_fill(facts, *key, x.tolist(), usable)}
-    told = (
+    phrases = (
         f"{n:.0f} ({n / usable:.2%}) have a {side} log-prob of exactly {number:g}"
         + ", while the other side finds them unlikely" * (number == 0)
         for (side, number), (n, _) in sorted(shown.items(), key=lambda item: -item[1][0])[:SHOWN]
     )
-    found = sum(one for _, one in shown.values())
-    return {"told": "; ".join(told), "share_of_all": found / facts.mass} if shown else None
+    mass = sum(square for _, square in shown.values())
+    return {"told": "; ".join(phrases), "share_of_all": mass / facts.mass} if shown else None
 
 
 def _is_fill(facts: Facts, side: str, number: float, sums: Sequence[float], usable: float) -> bool:
@@ -306,25 +306,25 @@ def _is_fill(facts: Facts, side: str, number: float, sums: Sequence[float], usab
 
 def _left_alone(facts: Facts, mean: float) -> bool:
     """Whether tokens of log-prob 0, of this mean `mass`, are those that a deep cut leaves alone in their nucleus."""
-    found = facts.related
-    return found is not None and found.mean_ratio < CUT_DEEP and mean < CUT_MASS and _cut_off(facts) is not None
+    relation = facts.related
+    return relation is not None and relation.mean_ratio < CUT_DEEP and mean < CUT_MASS and _cut_off(facts) is not None
 
 
 def _pairing(facts: Facts, of_all: bool) -> Numbers | None:
     """Lists of different tokens: a shift restores them, or most responses have them. Else a response was changed."""
-    found = facts.pairing
-    if found is None or of_all != bool(found.shift or found.share > 0.5):
+    pairing = facts.pairing
+    if pairing is None or of_all != bool(pairing.shift or pairing.share > 0.5):
         return None
     *_, masses = torch.cat(facts.evidence.rows, 1)
     share = float(masses[facts.evidence.lists.broken(facts.kl)].sum()) / facts.mass
-    return {"found": found, "share_of_all": share}
+    return {"found": pairing, "share_of_all": share}
 
 
 def _of_part(facts: Facts, part: str, factor: float) -> Numbers | None:
     """Moments of the responses where the |log r| of a part stands out from that of their middle."""
     moments = facts.evidence.moments
-    found, middle, excess = moments[part], moments["middle"], moments[f"{part}_excess"]
-    if found.count < LEAST_SEQUENCES or found.mean < factor * middle.mean:
+    part_moments, middle, excess = moments[part], moments["middle"], moments[f"{part}_excess"]
+    if part_moments.count < LEAST_SEQUENCES or part_moments.mean < factor * middle.mean:
         return None
     share = _share_of(facts, part)
     return {**moments, "share_of_all": share} if excess.mean > STANDARD_ERRORS * excess.error else None
@@ -332,26 +332,26 @@ def _of_part(facts: Facts, part: str, factor: float) -> Numbers | None:
 
 def _off_one(facts: Facts) -> int:
     """1 where the mean of pi_old / mu is above 1 by more than its error, -1 where it is below, else 0."""
-    found = facts.related
-    if found is None:
+    relation = facts.related
+    if relation is None:
         return 0
-    if abs(found.mean_ratio - 1) <= max(slope.RATIO_MARGIN, STANDARD_ERRORS * found.mean_ratio_error):
+    if abs(relation.mean_ratio - 1) <= max(slope.RATIO_MARGIN, STANDARD_ERRORS * relation.mean_ratio_error):
         return 0
-    return 1 if found.mean_ratio > 1 else -int(found.ess > slope.LEAST_ESS)
+    return 1 if relation.mean_ratio > 1 else -int(relation.ess > slope.LEAST_ESS)
 
 
 def _is_scaled(facts: Facts) -> bool:
     """Whether one side is a multiple of the other by more than noise gives: `metrics/slope.py`."""
-    found = facts.related
-    if found is None:
+    relation = facts.related
+    if relation is None:
         return False
     if _is_flat(facts):
         return True
-    off = found.nearest - 1
-    error = max(facts.error(lambda one: one.slope), facts.error(lambda one: one.inverse))
+    off = relation.nearest - 1
+    error = max(facts.error(lambda fold: fold.slope), facts.error(lambda fold: fold.inverse))
     if abs(off) < max(slope.SLOPE_MARGIN, STANDARD_ERRORS * error):
         return False
-    by_noise = off < 2 * found.unexplained and _off_one(facts) <= 0
+    by_noise = off < 2 * relation.unexplained and _off_one(facts) <= 0
     by_cut = _off_one(facts) < 0 and not _are_lowered(facts)
     return off < 0 or _is_multiple(facts) or not (by_noise or by_cut)
 
@@ -359,22 +359,24 @@ def _is_scaled(facts: Facts) -> bool:
 def _are_lowered(facts: Facts) -> bool:
     """Whether the engine's likely tokens are likelier to the trainer, as a temperature above 1 alone makes them."""
     likely = (row for row in facts.places.get("probability", ()) if row["bucket"] in SHARES[3:])
-    found = Moments.sum(_moments(row, "kl_k1", "log_ratio_squared") for row in likely)
-    return found.count >= LEAST_TOKENS and -found.mean > STANDARD_ERRORS * found.error
+    likely_moments = Moments.sum(_moments(row, "kl_k1", "log_ratio_squared") for row in likely)
+    return likely_moments.count >= LEAST_TOKENS and -likely_moments.mean > STANDARD_ERRORS * likely_moments.error
 
 
 def _is_flat(facts: Facts) -> bool:
     """Whether log pi_old varies less than log mu over tokens that mu sampled, as below a temperature of 1 alone."""
-    found = facts.related
-    if found is None or found.mean_log_ratio > 0 or found.implied_temperature > FLAT:
+    relation = facts.related
+    if relation is None or relation.mean_log_ratio > 0 or relation.implied_temperature > FLAT:
         return False
-    return 1 - found.implied_temperature > STANDARD_ERRORS * facts.error(lambda one: one.implied_temperature)
+    return 1 - relation.implied_temperature > STANDARD_ERRORS * facts.error(lambda fold: fold.implied_temperature)
 
 
 def _is_multiple(facts: Facts) -> bool:
     """Whether one list is so much a multiple of the other that no mean ratio tells more."""
-    found = facts.related
-    return found is not None and abs(found.nearest - 1) > slope.SLOPE_MARGIN and _factor(facts)[1] < 1 - PROPORTIONAL
+    relation = facts.related
+    return (
+        relation is not None and abs(relation.nearest - 1) > slope.SLOPE_MARGIN and _factor(facts)[1] < 1 - PROPORTIONAL
+    )
 
 
 def _factor(facts: Facts) -> tuple[float, float]:
@@ -394,10 +396,10 @@ def _unit(facts: Facts) -> Numbers | None:
     return {"factor": factor, "left": left} if left < LEFT and of_unit else None
 
 
-def _of_line(facts: Facts, found: slope.Relation) -> float:
+def _of_line(facts: Facts, relation: slope.Relation) -> float:
     """The share of (log r)^2 that a line in log mu accounts for."""
     variance = facts.means["proximal_squared"] - facts.means["proximal"] ** 2
-    return 1 - found.unexplained * variance / facts.square
+    return 1 - relation.unexplained * variance / facts.square
 
 
 def _inverse(facts: Facts) -> tuple[float, float]:
@@ -409,45 +411,45 @@ def _inverse(facts: Facts) -> tuple[float, float]:
 
 def _swapped(facts: Facts) -> Numbers | None:
     """Tokens that the trainer's column sampled: the mean of mu / pi_old is 1, and that of pi_old / mu is not."""
-    found = facts.related
-    if found is None or found.mean_log_ratio < NEGATIVE_KL or _is_scaled(facts):
+    relation = facts.related
+    if relation is None or relation.mean_log_ratio < NEGATIVE_KL or _is_scaled(facts):
         return None
     inverse, error = _inverse(facts)
-    above = found.mean_log_ratio > NEGATIVE_ERRORS * facts.error(lambda one: one.mean_log_ratio)
+    above = relation.mean_log_ratio > NEGATIVE_ERRORS * facts.error(lambda fold: fold.mean_log_ratio)
     off = abs(inverse - 1)
-    sampled = off <= max(slope.RATIO_MARGIN, STANDARD_ERRORS * error) and off < found.mean_log_ratio / 2
-    return {"found": found, "inverse": inverse, "error": error} if above and sampled else None
+    sampled = off <= max(slope.RATIO_MARGIN, STANDARD_ERRORS * error) and off < relation.mean_log_ratio / 2
+    return {"found": relation, "inverse": inverse, "error": error} if above and sampled else None
 
 
 def _raw(facts: Facts) -> Numbers | None:
-    found = facts.related
-    if found is None or _off_one(facts) <= 0:
+    relation = facts.related
+    if relation is None or _off_one(facts) <= 0:
         return None
     scaled = _is_scaled(facts)
     if scaled and _is_multiple(facts):
         return None
-    scale = f"; the slope of log pi_old on log mu is {found.slope:.3f}" if scaled else ""
-    share = _of_line(facts, found) if scaled else (found.mean_ratio - 1) / max(facts.kl_k3, 1e-30)
-    return {"found": found, "scale": scale, "share_of_all": share}
+    scale = f"; the slope of log pi_old on log mu is {relation.slope:.3f}" if scaled else ""
+    share = _of_line(facts, relation) if scaled else (relation.mean_ratio - 1) / max(facts.kl_k3, 1e-30)
+    return {"found": relation, "scale": scale, "share_of_all": share}
 
 
 def _temperature(facts: Facts) -> Numbers | None:
-    found = facts.related
-    if found is None or not _is_scaled(facts):
+    relation = facts.related
+    if relation is None or not _is_scaled(facts):
         return None
     if _off_one(facts) > 0 and not _is_multiple(facts):
         return None
-    return {"found": found, "share_of_all": _of_line(facts, found)}
+    return {"found": relation, "share_of_all": _of_line(facts, relation)}
 
 
 def _cut_off(facts: Facts) -> Numbers | None:
-    found = facts.related
-    if found is None or _off_one(facts) >= 0 or _is_multiple(facts):
+    relation = facts.related
+    if relation is None or _off_one(facts) >= 0 or _is_multiple(facts):
         return None
-    apart = math.log(found.mean_ratio) - found.mean_log_ratio
-    even = abs(apart) <= max(0.2, -0.3 * found.mean_log_ratio) and found.mean_log_ratio <= 0
+    apart = math.log(relation.mean_ratio) - relation.mean_log_ratio
+    even = abs(apart) <= max(0.2, -0.3 * relation.mean_log_ratio) and relation.mean_log_ratio <= 0
     even &= facts.spread["tokens"] >= EVEN["tokens"] and _is_level(facts.places.get("position", ()), "kl_k1")
-    return {"found": found, "share_of_all": found.mean_log_ratio**2 / facts.square} if even else None
+    return {"found": relation, "share_of_all": relation.mean_log_ratio**2 / facts.square} if even else None
 
 
 def _other_weights(facts: Facts) -> Numbers | None:
@@ -477,9 +479,9 @@ def _of_bucket(facts: Facts, place: str, usual: str, factor: float, least: int =
         return None
     tokens = low.count + high.count
     explained = 1 - tokens * low.mean / (low.total + high.total)
-    told = sum(moments[bucket].count * float(rows[bucket]["kl_k3"]) for bucket in moments) / high.count
+    high_kl_k3 = sum(moments[bucket].count * float(rows[bucket]["kl_k3"]) for bucket in moments) / high.count
     usual_kl_k3 = float(rows[usual]["kl_k3"])
-    return {"usual": usual_kl_k3, "others": told, "share": high.count / tokens, "share_of_all": explained}
+    return {"usual": usual_kl_k3, "others": high_kl_k3, "share": high.count / tokens, "share_of_all": explained}
 
 
 def _moments(row: Mapping[str, float | str], name: str = "mass", squared: str = "mass_squared") -> Moments:
@@ -489,19 +491,19 @@ def _moments(row: Mapping[str, float | str], name: str = "mass", squared: str = 
 
 def _jump(facts: Facts) -> Numbers | None:
     """The first sudden change, up or from beyond the limit down, that more than one response of its level shows."""
-    sudden = (place for place, one in enumerate(facts.changes) if one.sudden and one.apart)
+    sudden = (place for place, change in enumerate(facts.changes) if change.sudden and change.apart)
     fits = (facts.changes[place] for place in sudden if _counts(facts, place) and _of_several(facts, place))
     return _of_change(facts, next(fits, None))
 
 
 def _counts(facts: Facts, place: int) -> bool:
     """Whether a change is large, and leads beyond the limit of kl_k3 or from there, or rises between lasting levels."""
-    one = facts.changes[place]
-    if max(one.factor, 1 / one.factor) < JUMP_FACTOR:
+    change = facts.changes[place]
+    if max(change.factor, 1 / change.factor) < JUMP_FACTOR:
         return False
     steps = [len(_level(facts, level)[0].unique()) for level in range(len(facts.changes) + 1)]
     lasts = min(steps[place : place + 2]) >= SIDE or sum(steps) < 2 * SIDE
-    return max(one.before, one.after) > LIMITS[FIRST].high or (lasts and one.factor > 1)
+    return max(change.before, change.after) > LIMITS[FIRST].high or (lasts and change.factor > 1)
 
 
 def _rise(facts: Facts) -> Numbers | None:
@@ -524,7 +526,7 @@ def _of_change(facts: Facts, change: Change | None) -> Numbers | None:
 
 def _level(facts: Facts, place: int) -> torch.Tensor:
     """The rows of the responses of a level; level 0 ends at the first change."""
-    edges = [-math.inf, *(one.step for one in facts.changes), math.inf]
+    edges = [-math.inf, *(change.step for change in facts.changes), math.inf]
     rows = torch.cat(facts.evidence.rows, 1)
     return rows[:, (rows[0] >= edges[place]) & (rows[0] < edges[place + 1])]
 

@@ -50,14 +50,14 @@ def changes(steps: Sequence[int], values: Sequence[float]) -> list[Change]:
     line through all steps counts by the same two measures, and so do ends that lie `FEW_FACTOR` apart.
     """
     logs = _logs(values)
-    cuts, told = _cuts(logs), logs.tolist()
+    cuts, levels = _cuts(logs), logs.tolist()
     if not cuts:
         return _drift(steps, logs)
     edges = [0, *cuts, len(logs)]
     spans = zip(edges, edges[1:], edges[2:], strict=False)
-    found = [_change(steps[cut], told[start:cut], told[cut:stop]) for start, cut, stop in spans]
-    largest = sorted(found, key=lambda one: abs(math.log(one.factor)))[-MOST:]
-    return sorted(largest, key=lambda one: one.step)
+    every = [_change(steps[cut], levels[start:cut], levels[cut:stop]) for start, cut, stop in spans]
+    largest = sorted(every, key=lambda change: abs(math.log(change.factor)))[-MOST:]
+    return sorted(largest, key=lambda change: change.step)
 
 
 def smallest_rise(values: Sequence[float]) -> float:
@@ -83,15 +83,15 @@ def _change(step: int, before: Sequence[float], after: Sequence[float]) -> Chang
 
 def _cuts(logs: Float[Tensor, " S"]) -> list[int]:
     """All cuts, in order."""
-    spans, found, edges = [(0, len(logs))], [], _edges(logs)
+    spans, cuts, edges = [(0, len(logs))], [], _edges(logs)
     while spans:
         start, stop = spans.pop()
         edge = next((edge for edge in edges if start < edge < stop), None)
         cut = _best_cut(logs[start:stop]) if edge is None else edge - start
         if cut is not None:
-            found.append(start + cut)
+            cuts.append(start + cut)
             spans += [(start, start + cut), (start + cut, stop)]
-    return sorted(found)
+    return sorted(cuts)
 
 
 def _best_cut(logs: Float[Tensor, " S"]) -> int | None:

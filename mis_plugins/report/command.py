@@ -97,14 +97,14 @@ def suggest(arguments: argparse.Namespace) -> int:
             f"{document.title}: no token with two finite log-probs was read in the loss mask, so there is nothing to "
             "propose; name a dump"
         )
-    found, made = document.proposal, document.report
+    proposal, made = document.proposal, document.report
     extent = f"from {made.sequences} responses of {len(made.steps)} steps"
     lost = document.problems.of_file.total()
     extent += f"; not read at {lost} place{'s' * (lost > 1)}" * bool(lost)
     extent += "" if document.complete else "; interrupted, so the rest was not read"
     together = filter(None, [document.verdict.parts.get("Read as one run")])
-    comments = (f"{found.name}: {'; '.join(found.why)}", extent, *together, found.flags)
-    print("\n".join(f"# {printable(line)}" for line in comments), found.yaml, sep="\n")
+    comments = (f"{proposal.name}: {'; '.join(proposal.why)}", extent, *together, proposal.flags)
+    print("\n".join(f"# {printable(line)}" for line in comments), proposal.yaml, sep="\n")
     return 0 if document.complete else INTERRUPTED
 
 
@@ -112,26 +112,26 @@ def read(paths: Sequence[Path], arguments: argparse.Namespace) -> Document:
     """Read paths into a document."""
     keep_freed_memory()
     problems = Problems()
-    found = find(paths, problems)
+    scan = find(paths, problems)
     own = Candidate(arguments.config, load(arguments.config)) if arguments.config else None
-    own = own or found_config(found.files, problems)
+    own = own or found_config(scan.files, problems)
     swept = [] if arguments.sweep == "none" else candidates(arguments.sweep, own)
     survey = Survey.of(own.config if own else CorrectionConfig(), swept)
-    complete = walk(survey, found.sources, problems, progress())
+    complete = walk(survey, scan.sources, problems, progress())
     made = report(survey)
     if made:
-        shown = (token for one in made.worst_sequences for token in one["tokens"])
+        shown = (token for sequence in made.worst_sequences for token in sequence["tokens"])
         spell(chain(made.worst_tokens, shown), tokenizer_of(paths), problems)
     proposal = None
     if made and made.usable:
         length = made.usable / max(made.sequences, 1)
         calm = level_of(replace(made, rejected=0, torn=())) == CALM
         proposal = propose(swept, made.outcomes, made.whole, made.steps, length, calm)
-    known = problems.of_file.total()
-    curves = found.read_curves(problems)
-    unread = problems.of_file.total() - known
+    before = problems.of_file.total()
+    curves = scan.read_curves(problems)
+    unread = problems.of_file.total() - before
     if not (made or curves):
-        for file in found.others:
+        for file in scan.others:
             tell_nothing(file, problems)
         for path in () if problems.kept else paths:
             problems.add(NOTHING, path)
@@ -140,8 +140,8 @@ def read(paths: Sequence[Path], arguments: argparse.Namespace) -> Document:
     title += f" and {len(paths) - SHOWN_PATHS} more" if paths[SHOWN_PATHS:] else ""
     inputs = (
         *([f"the run's config: {own.name}"] if own else []),
-        *(f"{source.kind}: {', '.join(map(str, source.files))}" for source in found.sources),
-        *(f"{kind}: {path}" for path, kind in found.curves),
+        *(f"{source.kind}: {', '.join(map(str, source.files))}" for source in scan.sources),
+        *(f"{kind}: {path}" for path, kind in scan.curves),
     )
     named = own.name if own else ""
     return Document(title, inputs, complete, judgement, made, proposal, curves, problems, named)
@@ -179,7 +179,9 @@ def print_summary(document: Document) -> None:
         print(printable(line))
     if lost := document.problems.first(SHOWN_PROBLEMS):
         print()
-        print_table(["not read", "place", "reason"], [(one.file, one.place, one.reason) for one in lost])
+        print_table(
+            ["not read", "place", "reason"], [(problem.file, problem.place, problem.reason) for problem in lost]
+        )
     if document.report is not None:
         whole = document.report.whole
         print()
@@ -194,17 +196,17 @@ def _lines(document: Document) -> Iterator[str]:
     mark = "ALARM" if document.verdict.level == ALARM else document.verdict.level
     yield f"{document.title}: {mark}. {document.verdict.headline}"
     yield from (f"  {line}" for line in document.verdict.lines)
-    for one in document.report.findings if document.report else ():
-        yield f"  Cause: {one.cause.title}. {one.evidence}"
-        yield f"    Against it: {one.against}"
-        yield f"    Fix: {one.cause.fix}"
+    for finding in document.report.findings if document.report else ():
+        yield f"  Cause: {finding.cause.title}. {finding.evidence}"
+        yield f"    Against it: {finding.against}"
+        yield f"    Fix: {finding.cause.fix}"
     if not document.complete:
         yield "  Interrupted: the numbers are those of what was read before."
 
 
 def _outcomes(proposal: Proposal) -> Iterator[list[str]]:
-    for one in proposal.ranking[:SHOWN_CONFIGS]:
-        n, cosine = one.numbers, "-" if one.cosine is None else f"{one.cosine:.3f}"
+    for judged in proposal.ranking[:SHOWN_CONFIGS]:
+        n, cosine = judged.numbers, "-" if judged.cosine is None else f"{judged.cosine:.3f}"
         shares = f"{n['kept_fraction']:.1%}", f"{n['ess']:.1%}"
-        against = "; ".join(one.reasons) or "in"
-        yield [one.candidate.name, *shares, f"{n['applied_mean']:.3f}", cosine, against]
+        against = "; ".join(judged.reasons) or "in"
+        yield [judged.candidate.name, *shares, f"{n['applied_mean']:.3f}", cosine, against]

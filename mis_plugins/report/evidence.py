@@ -59,7 +59,7 @@ class Moments:
     @classmethod
     def sum(cls, parts: Iterable[Moments]) -> Moments:
         parts = list(parts)
-        return cls(*(sum(getattr(one, name) for one in parts) for name in ("count", "total", "squares")))
+        return cls(*(sum(getattr(part, name) for part in parts) for name in ("count", "total", "squares")))
 
 
 @dataclass
@@ -117,21 +117,21 @@ class Evidence:
 
     def _add_fills(self, batch: Batch, tokens: Tokens) -> Bool[Tensor, " T"]:
         """Add `fills` and `low`, and return the tokens that `fills` counts."""
-        found = torch.zeros_like(tokens.usable)
+        counted = torch.zeros_like(tokens.usable)
         masses, apart = mass(tokens), tokens.usable & (tokens.log_ratio.abs() > -UNLIKELY)
-        for side, one, other in zip(SIDES, tokens.log_probs, tokens.log_probs.flip(0), strict=True):
-            sure = tokens.usable & (one == 0)
+        for side, own, other in zip(SIDES, tokens.log_probs, tokens.log_probs.flip(0), strict=True):
+            sure = tokens.usable & (own == 0)
             odd = sure & ((other < UNLIKELY) | in_unlikely_runs(sure, other, batch.positions))
-            low = apart & (one < LOW)
-            nats, counts = one[low].floor().unique(return_counts=True)
+            low = apart & (own < LOW)
+            nats, counts = own[low].floor().unique(return_counts=True)
             self.low.update({(side, nat): n for nat, n in zip(nats.tolist(), counts.tolist(), strict=True)})
-            numbers, place, counts = one[odd | low].unique(return_inverse=True, return_counts=True)
+            numbers, place, counts = own[odd | low].unique(return_inverse=True, return_counts=True)
             sums = torch.stack([counts, torch.bincount(place, masses[odd | low], len(numbers))], 1)
             kept = (numbers == 0) | (counts >= RUN)
-            found[odd | low] |= kept[place]
-            for one in kept.nonzero().flatten().tolist():
-                self.fills[side, float(numbers[one])] += sums[one]
-        return found
+            counted[odd | low] |= kept[place]
+            for own in kept.nonzero().flatten().tolist():
+                self.fills[side, float(numbers[own])] += sums[own]
+        return counted
 
     def _add_lists(self, batch: Batch, tokens: Tokens, fills: Bool[Tensor, " T"]) -> None:
         """Add the pairs of both lists, and the sums of each fold."""
@@ -170,8 +170,8 @@ class Evidence:
         return torch.tensor(again)
 
     def _add_ids(self, ids: Int[Tensor, " T"], tokens: Tokens) -> None:
-        known = tokens.usable & (ids >= 0) & (ids < LARGEST_ID)
-        index, r, m = ids[known], tokens.log_ratio[known], tokens.log_probs[1, known]
+        named = tokens.usable & (ids >= 0) & (ids < LARGEST_ID)
+        index, r, m = ids[named], tokens.log_ratio[named], tokens.log_probs[1, named]
         if not index.numel():
             return
         size = int(index.max()) + 1

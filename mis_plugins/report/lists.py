@@ -77,7 +77,7 @@ class Lists:
 
     def broken(self, kl: float) -> Bool[Tensor, " N"]:
         """Sequences whose correlation is below that of clean runs; all where most are, or the others together are."""
-        sums = torch.cat([one[HERE] for one in self.within], 1)
+        sums = torch.cat([sums_of_part[HERE] for sums_of_part in self.within], 1)
         long = sums[0] >= LONG_ENOUGH
         broken = long & (correlation(sums) < floor(sums, kl).clamp(max=BROKEN))
         rest = sums[:, ~broken].sum(1, keepdim=True)
@@ -100,7 +100,7 @@ class Lists:
 
     def _scope(self, place: int) -> str:
         """Over which joins the shift at `place` goes on."""
-        over = [bool(correlation(one[place, :, None])[0] > BROKEN / 2) for one in (self.joins, self.turns)]
+        over = [bool(correlation(joins[place, :, None])[0] > BROKEN / 2) for joins in (self.joins, self.turns)]
         if over[0]:
             return "across the join of two sequences"
         return "by turn" if self.turns[place, 0] >= LONG_ENOUGH and not over[1] else "by response"

@@ -57,7 +57,7 @@ def page(document: Document) -> str:
         first_lines=_first_lines(document),
         places=[_place(name, rows, places.values()) for name, rows in places.items()],
         place_columns=PLACE_COLUMNS,
-        **_spelling([token for one in report.worst_sequences for token in one["tokens"]] if report else []),
+        **_spelling([token for sequence in report.worst_sequences for token in sequence["tokens"]] if report else []),
     )
     return printable(whole, keep="\n\t")
 
@@ -114,7 +114,7 @@ def _curves(document: Document) -> Iterator[tuple[str, str]]:
     marks: list[int] = []
     if document.report is not None and len(document.report.steps) > 1:
         runs = {document.title: _steps(document)} | runs
-        marks = [one.step for one in document.report.changes]
+        marks = [change.step for change in document.report.changes]
     names = _shown(name for run in runs.values() for row in run.values() for name in row)
     for name in islice(names, SHOWN_CURVES):
         lines = {title: line for title, run in runs.items() if (line := _line(run, name))}
@@ -132,9 +132,9 @@ def _steps(document: Document) -> dict[int, dict[str, float]]:
 
 def _shown(names: Iterable[str]) -> Iterator[str]:
     """The names of `CURVES`, then those of gradient norm, reward and length."""
-    known = dict.fromkeys(names)
-    yield from (name for name in CURVES if name in known)
-    yield from (name for name in known if name not in CURVES and any(part in name for part in SCALARS))
+    held = dict.fromkeys(names)
+    yield from (name for name in CURVES if name in held)
+    yield from (name for name in held if name not in CURVES and any(part in name for part in SCALARS))
 
 
 def _line(run: Mapping[int, Mapping[str, float]], name: str) -> dict[int, float]:
@@ -152,9 +152,9 @@ def _number(value: Any) -> str:
     return f"{value:.3g}" if abs(value) < 1e-3 or abs(value) >= 1e4 else f"{value:.4g}"
 
 
-def _counted(count: float, one: str, more: str = "") -> str:
+def _counted(count: float, noun: str, more: str = "") -> str:
     """A number and its noun, in the singular for 1."""
-    return f"{_number(count)} {one if count == 1 else more or f'{one}s'}"
+    return f"{_number(count)} {noun if count == 1 else more or f'{noun}s'}"
 
 
 def _code(text: str) -> Markup:

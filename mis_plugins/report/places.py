@@ -48,8 +48,8 @@ def _capped(name: str) -> Bucket:
 def _sign(batch: Batch) -> Tensor | None:
     if batch.advantages is None:
         return None
-    known = batch.advantages.isfinite()
-    return torch.where(known, torch.where(known, batch.advantages, 0).sign().long() + 1, -1)
+    finite = batch.advantages.isfinite()
+    return torch.where(finite, torch.where(finite, batch.advantages, 0).sign().long() + 1, -1)
 
 
 SPANS = [
@@ -136,9 +136,9 @@ class Largest:
 
     def add(self, values: Float[Tensor, " N"], item: Callable[[int], Any]) -> None:
         """Add values; `item` is called with the places of those that may be kept."""
-        found = values.topk(min(self.most, values.numel()))
+        largest = values.topk(min(self.most, values.numel()))
         least = self.held[-1][0] if len(self.held) == self.most else 0.0
-        pairs = zip(found.values.tolist(), found.indices.tolist(), strict=True)
+        pairs = zip(largest.values.tolist(), largest.indices.tolist(), strict=True)
         added = [(value, item(place)) for value, place in pairs if value > least]
         self.held = sorted(self.held + added, key=lambda pair: -pair[0])[: self.most]
 
@@ -173,11 +173,11 @@ def token(record: Record, position: int) -> dict[str, Any]:
     """What is known of one token, as numbers and texts of Python."""
     behavior, proximal = (float(x[position]) for x in (record.behavior_log_probs, record.proximal_log_probs))
     columns = {"token": record.tokens, "advantage": record.advantages, "version": record.versions}
-    known = {name: column[position].item() for name, column in columns.items() if column is not None}
+    values = {name: column[position].item() for name, column in columns.items() if column is not None}
     text = {} if record.text is None else {"text": record.text[position]}
     place = {"step": record.step, "sample": record.sample, "position": position}
     numbers = {"behavior_log_prob": behavior, "proximal_log_prob": proximal, "log_ratio": proximal - behavior}
-    return place | numbers | known | text
+    return place | numbers | values | text
 
 
 def _sequence(value: float, record: Record) -> dict[str, Any]:

@@ -51,8 +51,8 @@ def curve(lines: Mapping[str, Mapping[int, float]], label: str, log: bool = Fals
 
     `log` asks for a logarithmic axis, which values within a factor of ten do not get: theirs begins at 0.
     """
-    known = [max(y, SMALLEST) for line in lines.values() for y in line.values()]
-    wide = log and max(known) >= 10 * min(known)
+    heights = [max(y, SMALLEST) for line in lines.values() for y in line.values()]
+    wide = log and max(heights) >= 10 * min(heights)
     with _drawn(4.4, 2.5) as (figure, axes):
         colors = itertools.cycle((FIRST, SECOND, WARN, MUTED))
         for (name, line), color in zip(lines.items(), colors, strict=False):
@@ -172,4 +172,4 @@ def _adopted(tag: str, prefix: str) -> str:
     """A tag of matplotlib's with the ids and the colours of the page."""
     for color, variable in VARIABLES.items():
         tag = tag.replace(color, f"var(--{variable})")
-    return re.sub(r'(\bid="|href="#|url\(#)', lambda found: found[1] + prefix, tag)
+    return re.sub(r'(\bid="|href="#|url\(#)', lambda match: match[1] + prefix, tag)

@@ -110,25 +110,33 @@ def propose(
 
     length: mean number of tokens of a response.
     """
-    judged = [judge(one, outcomes[one.name]) for one in candidates if one.name in outcomes]
+    judged = [judge(judgement, outcomes[judgement.name]) for judgement in candidates if judgement.name in outcomes]
     if not judged:
         return None
-    ranking = sorted(judged, key=lambda one: (len(one.reasons), -one.direction, one.parts, one.candidate.name != "tis"))
+    ranking = sorted(
+        judged,
+        key=lambda judgement: (
+            len(judgement.reasons),
+            -judgement.direction,
+            judgement.parts,
+            judgement.candidate.name != "tis",
+        ),
+    )
     kl_k3 = whole[FIRST]
-    found = row(kl_k3)
+    readme_row = row(kl_k3)
     beyond = _beyond_all_rows(kl_k3, steps)
     if calm:
         return _proposal(Candidate(NOTHING, _preset("metrics-only").config), (_is_calm(kl_k3),), ranking)
-    if found is None or beyond:
-        good = (one.candidate for one in ranking if not one.reasons and one.cosine is not None)
+    if readme_row is None or beyond:
+        good = (judgement.candidate for judgement in ranking if not judgement.reasons and judgement.cosine is not None)
         chosen = next(good, None) or _preset(ROWS[-1].preset)
         return _proposal(chosen, (beyond, f"with a closer engine try {chosen.name}"), ranking, trusted=False)
-    named = next((one for one in ranking if _is_of(one.candidate, found.preset)), None)
+    named = next((judgement for judgement in ranking if _is_of(judgement.candidate, readme_row.preset)), None)
     if named is None or named.cosine is None:
         lacking = NO_ADVANTAGES if ranking[0].cosine is None else ""
-        chosen, why = _preset(found.preset), [_by_row(found, kl_k3, length), lacking]
+        chosen, why = _preset(readme_row.preset), [_by_row(readme_row, kl_k3, length), lacking]
     else:
-        chosen, why = _ranked(named, ranking, _by_row(found, kl_k3, length))
+        chosen, why = _ranked(named, ranking, _by_row(readme_row, kl_k3, length))
     if named is not None and named.reasons and chosen.name == named.candidate.name:
         why.append(f"against it: {'; '.join(named.reasons)}")
     return _proposal(chosen, tuple(filter(None, why)), ranking)
@@ -146,9 +154,9 @@ def _is_of(candidate: Candidate, preset: str) -> bool:
 
 def _ranked(named: Judged, ranking: Sequence[Judged], by_row: str) -> tuple[Candidate, list[str]]:
     """README's row, unless another candidate's cosine is above the row's by more than its interval; and why."""
-    rivals = [one for one in ranking if not one.reasons and one.measure == named.measure and one is not named]
-    gains = {one.candidate.name: (one.direction - named.direction, _interval(one, named)) for one in rivals}
-    told = [*_why(named, next((one for one in ranking if not one.candidate.config.corrects), None)), by_row]
+    rivals = [rival for rival in ranking if not rival.reasons and rival.measure == named.measure and rival is not named]
+    gains = {rival.candidate.name: (rival.direction - named.direction, _interval(rival, named)) for rival in rivals}
+    reasons = [*_why(named, next((rival for rival in ranking if not rival.candidate.config.corrects), None)), by_row]
     best = next(iter(rivals), None)
     if best is not None:
         gain, interval = gains[best.candidate.name]
@@ -160,14 +168,16 @@ def _ranked(named: Judged, ranking: Sequence[Judged], by_row: str) -> tuple[Cand
             return best.candidate, [words, *_why(best, None), by_row]
     alike = [name for name, (gain, interval) in gains.items() if abs(gain) <= max(interval, ALIKE)]
     if alike:
-        told.append(f"as good within the interval: {', '.join(sorted(alike, key=lambda name: name != 'tis')[:SHOWN])}")
-    return named.candidate if named.candidate.config.corrects else _preset("metrics-only"), told
+        reasons.append(
+            f"as good within the interval: {', '.join(sorted(alike, key=lambda name: name != 'tis')[:SHOWN])}"
+        )
+    return named.candidate if named.candidate.config.corrects else _preset("metrics-only"), reasons
 
 
-def _interval(one: Judged, other: Judged) -> float:
+def _interval(first: Judged, second: Judged) -> float:
     """Two standard errors of the difference of two cosines: each part of the responses is left out in turn."""
-    without = f"{one.measure}_without"
-    pairs = zip(one.numbers.get(without, ()), other.numbers.get(without, ()), strict=True)
+    without = f"{first.measure}_without"
+    pairs = zip(first.numbers.get(without, ()), second.numbers.get(without, ()), strict=True)
     gains = [a - b for a, b in pairs]
     return 2 * math.sqrt((len(gains) - 1) * pvariance(gains)) if len(gains) > 1 else 0.0
 
@@ -184,8 +194,8 @@ def _proposal(chosen: Candidate, why: tuple[str, ...], ranking: Sequence[Judged]
 
 def _beyond_all_rows(kl_k3: float, steps: Mapping[int, Mapping[str, float]]) -> str:
     """Why the engine comes first: README has no row for the kl_k3 of the run or of its opening; else empty."""
-    known = [x for _, values in sorted(steps.items()) if math.isfinite(x := values.get(FIRST, math.nan))]
-    opening = fmean(known[: math.ceil(OPENING * len(known))] or [0.0])
+    finite = [x for _, values in sorted(steps.items()) if math.isfinite(x := values.get(FIRST, math.nan))]
+    opening = fmean(finite[: math.ceil(OPENING * len(finite))] or [0.0])
     for name, x in (("", kl_k3), (f" of the first {OPENING:.0%} of the steps", opening)):
         if row(x) is None:
             most = ROWS[-1].below
@@ -197,14 +207,14 @@ def _is_calm(kl_k3: float) -> str:
     return f"kl_k3 is {kl_k3:.2g}, and README's row corrects nothing below {ROWS[0].below:g}"
 
 
-def _by_row(found: Row, kl_k3: float, length: float) -> str:
+def _by_row(readme_row: Row, kl_k3: float, length: float) -> str:
     """README's row in words, with what it says of the length."""
-    said = f"README's row for kl_k3 {kl_k3:.2g} is `{found.preset}`"
-    if found is ROWS[0]:
-        said += " while rewards hold, and `tis` where they fall: mend the cause above"
+    sentence = f"README's row for kl_k3 {kl_k3:.2g} is `{readme_row.preset}`"
+    if readme_row is ROWS[0]:
+        sentence += " while rewards hold, and `tis` where they fall: mend the cause above"
     if kl_k3 * length < UNBIASED:
-        said += f"; at {length:.0f} tokens a response `sequence` is the row where no bias is wanted"
-    return said
+        sentence += f"; at {length:.0f} tokens a response `sequence` is the row where no bias is wanted"
+    return sentence
 
 
 def _why(chosen: Judged, none: Judged | None) -> Iterator[str]:

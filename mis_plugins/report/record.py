@@ -106,20 +106,20 @@ def from_mapping(values: Mapping[str, Any], step: Any, sample: str) -> Record:
     if any(values.get(name) is None for name in REQUIRED):
         held = [name for name, value in values.items() if value is not None]
         raise RecordError(f"sample {sample}: {lacking(REQUIRED, held)}")
-    found = {name: _tensor(name, values[name]) for name in KINDS if values.get(name) is not None}
-    size = found["behavior_log_probs"].numel()
-    found.setdefault("loss_mask", torch.ones(size, dtype=torch.bool))
-    for name, value in found.items():
+    columns = {name: _tensor(name, values[name]) for name in KINDS if values.get(name) is not None}
+    size = columns["behavior_log_probs"].numel()
+    columns.setdefault("loss_mask", torch.ones(size, dtype=torch.bool))
+    for name, value in columns.items():
         if value.numel() != size:
             raise RecordError(f"sample {sample}: {name} has {value.numel()} values, and behavior_log_probs {size}")
-    absent = {name: _absent(values[name], found[name], found["loss_mask"]) for name in REQUIRED}
+    absent = {name: _absent(values[name], columns[name], columns["loss_mask"]) for name in REQUIRED}
     for name in REQUIRED:
-        found[name] = torch.threshold(found[name], LOWEST, math.nan)
-        mean = float(found[name][found["loss_mask"] & found[name].isfinite()].double().mean())
+        columns[name] = torch.threshold(columns[name], LOWEST, math.nan)
+        mean = float(columns[name][columns["loss_mask"] & columns[name].isfinite()].double().mean())
         if mean > CERTAIN:  # as of probabilities, or of negative log-probs
             raise RecordError(f"{name}: the mean is {mean:.3g}, and no log-probability is above 0")
-        found[name] = found[name].masked_fill(found[name] > HIGHEST, math.nan)
-        if bool((found[name].diff() <= 0).all()) and found[name].unique().numel() >= FALLING:
+        columns[name] = columns[name].masked_fill(columns[name] > HIGHEST, math.nan)
+        if bool((columns[name].diff() <= 0).all()) and columns[name].unique().numel() >= FALLING:
             raise RecordError(f"{name}: never rises from token to token, as a running sum; give each token's own")
     return Record(
         step=step_of(step),
@@ -131,7 +131,7 @@ def from_mapping(values: Mapping[str, Any], step: Any, sample: str) -> Record:
         trainer_version=_version(values.get("trainer_version")),
         truncated=values.get("truncated") if isinstance(values.get("truncated"), bool) else None,
         absent=absent,
-        **found,  # pyright: ignore[reportArgumentType]
+        **columns,  # pyright: ignore[reportArgumentType]
     )
 
 
@@ -154,28 +154,28 @@ def printed(text: Any, most: int) -> str:
 
 def _tensor(name: str, values: Any) -> Tensor:
     kind = KINDS[name]
-    found = values.detach().reshape(-1).to("cpu") if isinstance(values, Tensor) else _of_list(name, values, kind)
-    ITEMS.check(found.numel(), 0, name)
-    of_whole = name in REQUIRED and isinstance(values, Tensor) and not found.is_floating_point()
-    if of_whole or found.is_complex() or (kind.is_floating_point and found.dtype == torch.bool):
-        raise RecordError(f"{name}: holds numbers of another kind ({found.dtype})")
-    if kind == torch.int64 and found.numel() and not _are_whole(found):
+    numbers = values.detach().reshape(-1).to("cpu") if isinstance(values, Tensor) else _of_list(name, values, kind)
+    ITEMS.check(numbers.numel(), 0, name)
+    of_whole = name in REQUIRED and isinstance(values, Tensor) and not numbers.is_floating_point()
+    if of_whole or numbers.is_complex() or (kind.is_floating_point and numbers.dtype == torch.bool):
+        raise RecordError(f"{name}: holds numbers of another kind ({numbers.dtype})")
+    if kind == torch.int64 and numbers.numel() and not _are_whole(numbers):
         raise RecordError(f"{name}: holds a number that is not whole, or lies beyond {LARGEST}")
-    if kind == torch.bool and not ((found == 0) | (found == 1)).all():
+    if kind == torch.bool and not ((numbers == 0) | (numbers == 1)).all():
         raise RecordError(f"{name}: holds a number other than 0 and 1")
-    return found.to(kind)
+    return numbers.to(kind)
 
 
 def _of_list(name: str, values: Any, kind: torch.dtype) -> Tensor:
     try:
         if kind.is_floating_point and None in values:
             values = [math.nan if value is None else value for value in values]
-        found = torch.as_tensor(values) if isinstance(values, list | tuple) else None
+        numbers = torch.as_tensor(values) if isinstance(values, list | tuple) else None
     except (TypeError, ValueError, RuntimeError, ArithmeticError):
-        found = None
-    if found is None or found.dim() != 1:
+        numbers = None
+    if numbers is None or numbers.dim() != 1:
         raise RecordError(f"{name}: no list of numbers: {shortened(values)}")
-    return found
+    return numbers
 
 
 def _absent(given: Any, column: Float[Tensor, " R"], mask: Bool[Tensor, " R"]) -> dict[str, int]:
@@ -186,9 +186,9 @@ def _absent(given: Any, column: Float[Tensor, " R"], mask: Bool[Tensor, " R"]) -
     return {name: n for name, n in {"None": lacking, **numbers, "nan": numbers["nan"] - lacking}.items() if n}
 
 
-def _are_whole(found: Tensor) -> bool:
-    inside = (found >= -LARGEST) & (found <= LARGEST)
-    return bool((inside & (found == found.trunc()) if found.is_floating_point() else inside).all())
+def _are_whole(numbers: Tensor) -> bool:
+    inside = (numbers >= -LARGEST) & (numbers <= LARGEST)
+    return bool((inside & (numbers == numbers.trunc()) if numbers.is_floating_point() else inside).all())
 
 
 def _text(values: Any, size: int) -> tuple[str, ...] | None:
@@ -204,8 +204,8 @@ def _whole_text(value: Any) -> str | None:
         return printed(value, LONGEST_TEXT)
     if not isinstance(value, list) or not all(isinstance(message, Mapping) for message in value):
         return None
-    told = (f"{message.get('role')}: {message.get('content')}" for message in value)
-    return printed("\n".join(told), LONGEST_TEXT) or None
+    messages = (f"{message.get('role')}: {message.get('content')}" for message in value)
+    return printed("\n".join(messages), LONGEST_TEXT) or None
 
 
 def _number(name: str, value: Any) -> float | None:
@@ -261,10 +261,10 @@ class Batch:
         """
         if name != "ages":
             return self._column(name, UNKNOWN, torch.int64)
-        newest = max((one.newest for one in self.records if one.newest is not None), default=None)
-        given = (newest if one.trainer_version is None else one.trainer_version for one in self.records)
-        told = [replace(one, trainer_version=trainer) for one, trainer in zip(self.records, given, strict=True)]
-        return Batch(self.step, tuple(told))._column(name, UNKNOWN, torch.int64)
+        newest = max((record.newest for record in self.records if record.newest is not None), default=None)
+        given = (newest if record.trainer_version is None else record.trainer_version for record in self.records)
+        dated = [replace(record, trainer_version=trainer) for record, trainer in zip(self.records, given, strict=True)]
+        return Batch(self.step, tuple(dated))._column(name, UNKNOWN, torch.int64)
 
     @cached_property
     def positions(self) -> Int[Tensor, " T"]:

@@ -57,9 +57,9 @@ class StepNumbers:
 
     def whole(self) -> Partials:
         """Partials of the whole run."""
-        found = list(self.steps.values())
-        merged = _dense(found[0])
-        for part in found[1:]:
+        parts = list(self.steps.values())
+        merged = _dense(parts[0])
+        for part in parts[1:]:
             merged = merged.merge(_dense(part))
         return merged
 
@@ -124,12 +124,12 @@ class Survey:
                 outcome.add(shared)
         self.sequences += len(batch.records)
 
-    def add_all(self, records: Iterable[Record], told: Callable[[], None] = lambda: None) -> None:
-        """Add all records; `told` is called after each batch."""
+    def add_all(self, records: Iterable[Record], tell: Callable[[], None] = lambda: None) -> None:
+        """Add all records; `tell` is called after each batch."""
         for batch in batches(records):
             if batch.ragged.loss_mask.numel():
                 self.add(batch)
-                told()
+                tell()
 
 
 @dataclass(frozen=True)
@@ -164,19 +164,19 @@ class Report:
     repeated: int
 
 
-def walk(survey: Survey, sources: Sequence[Source], problems: Problems, told: Told) -> bool:
+def walk(survey: Survey, sources: Sequence[Source], problems: Problems, tell: Told) -> bool:
     """Read every source; return false where Ctrl-C ended the walk, so that what is done can be written."""
     total, done, steps = sum(source.size for source in sources), 0, dict[int, str]()
     try:
         for source in sources:
-            told(done, total)
+            tell(done, total)
             problems.bytes_read, seen, lost = 0, survey.sequences, problems.of_file.total()
             torn = len(problems.torn)
             survey.together |= dict.fromkeys(map(str, source.folders))
             records = _of_few_steps(source.records(problems), steps, source, survey.together)
             survey.add_all(
                 problems.each(records, source.name, source.size),
-                lambda done=done: told(done + problems.bytes_read, total),
+                lambda done=done: tell(done + problems.bytes_read, total),
             )
             if (seen, lost) == (survey.sequences, problems.of_file.total()):
                 problems.add("holds no token", source.name)
@@ -186,7 +186,7 @@ def walk(survey: Survey, sources: Sequence[Source], problems: Problems, told: To
             done += source.size
     except KeyboardInterrupt:
         return False
-    told(total, total)
+    tell(total, total)
     return True
 
 
@@ -212,19 +212,19 @@ def report(survey: Survey) -> Report | None:
     whole = survey.numbers.whole()
     steps = dict(survey.numbers.metrics())
     places = survey.tables.rows()
-    known = {step: x for step, values in steps.items() if math.isfinite(x := values.get(FIRST, math.nan))}
-    found = changes(list(known), list(known.values()))
-    facts = Facts(whole.named_sums, survey.evidence, places, found)
+    finite = {step: x for step, values in steps.items() if math.isfinite(x := values.get(FIRST, math.nan))}
+    moves = changes(list(finite), list(finite.values()))
+    facts = Facts(whole.named_sums, survey.evidence, places, moves)
     return Report(
         steps=steps,
         whole=ordered(finalize(whole, survey.own)),
         places=places,
-        changes=found,
+        changes=moves,
         findings=findings(facts),
         alarms=list(survey.numbers.alarms()),
         worst_tokens=survey.worst.worst_tokens(),
         worst_sequences=survey.worst.worst_sequences(),
-        outcomes={one.candidate.name: one.numbers() for one in survey.outcomes if one.sums},
+        outcomes={outcome.candidate.name: outcome.numbers() for outcome in survey.outcomes if outcome.sums},
         sequences=survey.sequences,
         rejected=survey.rejected,
         torn=survey.torn,

@@ -155,7 +155,7 @@ class Outcome:
         s = self.sums
         valid = max(s["valid"], 1.0)
         lengths = self.shares["length"]
-        found: dict[str, Any] = {
+        numbers: dict[str, Any] = {
             "kept_fraction": s["kept"] / valid,
             "kept_sequences": s["kept_sequences"] / max(s["sequences"], 1.0),
             "applied_mean": s["weight"] / max(s["kept"], 1.0),
@@ -168,9 +168,9 @@ class Outcome:
             dot, given, wanted = parts.sum(1).tolist()
             if given and wanted:
                 left = parts.sum(1, keepdim=True) - parts
-                found[name] = dot / math.sqrt(given * wanted)
-                found[f"{name}_without"] = (left[0] / (left[1] * left[2]).clamp(min=1e-300).sqrt()).tolist()
-        return found
+                numbers[name] = dot / math.sqrt(given * wanted)
+                numbers[f"{name}_without"] = (left[0] / (left[1] * left[2]).clamp(min=1e-300).sqrt()).tolist()
+        return numbers
 
 
 def candidates(asked: str, own: Candidate | None) -> list[Candidate]:
@@ -193,9 +193,9 @@ def candidates(asked: str, own: Candidate | None) -> list[Candidate]:
         names = sorted(files, key=lambda name: is_of_peer(name, files[name]))
         names = [name for name in names if asked == "all" or not is_of_peer(name, files[name])]
         names = [name for name in names if judged(load_file(file_of(name)))]
-    found = [Candidate("none", CorrectionConfig()), *([own] if own else [])]
+    first = [Candidate("none", CorrectionConfig()), *([own] if own else [])]
     kept: dict[CorrectionConfig, Candidate] = {}
-    for candidate in (*found, *(Candidate(name, load(name)) for name in names)):
+    for candidate in (*first, *(Candidate(name, load(name)) for name in names)):
         kept.setdefault(replace(with_own_mean(candidate.config), metrics="none"), candidate)
     return list(kept.values())
 

@@ -86,11 +86,11 @@ def verdict(report: Report, proposal: Proposal | None) -> Verdict:
     if not report.usable or _all_are_zero(report):
         return _of_nothing(report)
     limits, level, kl_k3 = beyond(report.whole), level_of(report), report.whole[FIRST]
-    told = report.findings and report.findings[0].name != PRECISION
+    is_explained = report.findings and report.findings[0].name != PRECISION
     parts = {
         "How large": f"{FIRST} is {kl_k3:.3g} a token. {in_words(kl_k3)}",
         "Beyond its limit": f"{'; '.join(limits)}." if limits else "",
-        "Why": WHY if limits and not told else "",
+        "Why": WHY if limits and not is_explained else "",
         **_unread(report),
         "Since when": since({step: row[FIRST] for step, row in report.steps.items() if FIRST in row}, report.changes),
         "Where": _where(report),
@@ -105,10 +105,10 @@ def _all_are_zero(report: Report) -> bool:
 
 def level_of(report: Report) -> str:
     """An alarm at a kl_k3 beyond its alarm or at a cause that is more than low precision; calm within all limits."""
-    told = any(one.name != PRECISION for one in report.findings)
-    if told or not report.whole[FIRST] <= LIMITS[FIRST].alarm:
+    is_explained = any(item.name != PRECISION for item in report.findings)
+    if is_explained or not report.whole[FIRST] <= LIMITS[FIRST].alarm:
         return ALARM
-    rose = any(one.factor > 1 and one.after > LIMITS[FIRST].high for one in report.changes)
+    rose = any(item.factor > 1 and item.after > LIMITS[FIRST].high for item in report.changes)
     return WATCH if beyond(report.whole) or rose or _much_is_lost(report) or report.usable < FEW else CALM
 
 
@@ -118,12 +118,12 @@ def _much_is_lost(report: Report) -> bool:
 
 def _unread(report: Report) -> dict[str, str]:
     """How many records were rejected, and which files could not be read to their end."""
-    told = f"{_rejected(report)}, so the verdict is on the others." if report.rejected else ""
+    rejected = f"{_rejected(report)}, so the verdict is on the others." if report.rejected else ""
     twice = f"{report.repeated} of {report.sequences} responses have all log-probs of an earlier one, and count twice."
     same = f"{len(report.together)} files or folders hold the same steps, or tell none, as "
     same += f"{' and '.join(report.together[:2])}; "
     alone = {"Read as one run": f"{same}name one alone where they are several runs." if report.together else ""}
-    return {"Not read": told, "Read twice": twice if report.repeated else ""} | _broke_off(report.torn) | alone
+    return {"Not read": rejected, "Read twice": twice if report.repeated else ""} | _broke_off(report.torn) | alone
 
 
 def _broke_off(torn: Sequence[str]) -> dict[str, str]:
@@ -181,7 +181,7 @@ def of_curves(curves: Sequence[Curve], rejected: int = 0, unread: int = 0, probl
         alarming = any(name == FIRST and x > LIMITS[FIRST].alarm for name, _, x in rows)
         level, headline = ALARM if alarming else WATCH, f"Last seen beyond its limit: {words}."
         return Verdict(level, headline, TOLD | over_time | earlier | lost)
-    if any((earlier | lost).values()) or any(one.factor > 1 for one in moves):
+    if any((earlier | lost).values()) or any(move.factor > 1 for move in moves):
         name, text = next((name, text) for name, text in (lost | earlier | over_time).items() if text)
         return Verdict(WATCH, f"{name}: {text}", TOLD | lost | earlier | over_time | {name: ""})
     return Verdict(CALM, "The curves end within their limits.", TOLD | over_time)
@@ -190,9 +190,9 @@ def of_curves(curves: Sequence[Curve], rejected: int = 0, unread: int = 0, probl
 def _over_steps(curves: Sequence[Curve]) -> tuple[dict[int, float], list[Change]]:
     """The kl_k3 of the first curve that has several, and its changes."""
     rows = (curve.values.items() for curve in curves)
-    found = ({step: row[FIRST] for step, row in one if math.isfinite(row.get(FIRST, math.nan))} for one in rows)
-    known = next((one for one in found if len(one) > 1), {})
-    return known, changes(list(known), list(known.values()))
+    by_curve = ({step: row[FIRST] for step, row in item if math.isfinite(row.get(FIRST, math.nan))} for item in rows)
+    longest = next((item for item in by_curve if len(item) > 1), {})
+    return longest, changes(list(longest), list(longest.values()))
 
 
 def _unknown(curves: Sequence[Curve]) -> str:
@@ -216,14 +216,14 @@ def _last(curve: Curve) -> dict[str, tuple[int, float]]:
 
 def _earlier(curve: Curve) -> str:
     """The worst of each number's values that lay beyond its limit, where the last one does not, in words."""
-    last, told = _last(curve), []
+    last, sentences = _last(curve), []
     for name in (name for name, (_, x) in last.items() if not beyond({name: x})):
-        known = {step: row[name] for step, row in curve.values.items() if name in row}
-        out = {step: x for step, x in known.items() if beyond({name: x})}
+        values = {step: row[name] for step, row in curve.values.items() if name in row}
+        out = {step: x for step, x in values.items() if beyond({name: x})}
         if out:
             worst = max(out, key=lambda step: abs(out[step] - last[name][1]) if math.isfinite(out[step]) else -1.0)
-            told.append(f"{beyond({name: out[worst]})[0]}, at step {worst} ({len(out)} of {len(known)} steps)")
-    return "; ".join(told) + "." * bool(told)
+            sentences.append(f"{beyond({name: out[worst]})[0]}, at step {worst} ({len(out)} of {len(values)} steps)")
+    return "; ".join(sentences) + "." * bool(sentences)
 
 
 def _headline(report: Report, level: str) -> str:
@@ -231,7 +231,7 @@ def _headline(report: Report, level: str) -> str:
         first, *others = report.findings
         more = f", and {len(others)} other cause{'s' if len(others) > 1 else ''}" if others else ""
         mostly = f"{_rejected(report)}; of the others: " if report.rejected > report.sequences else ""
-        alone = all(one.name == PRECISION for one in others)
+        alone = all(other.name == PRECISION for other in others)
         hidden = f", which may hide {first.cause.hides}" if first.cause.hides and alone else ""
         return f"{mostly}{first.cause.title}{hidden}{more}."
     if report.usable < FEW:
@@ -244,41 +244,40 @@ def _headline(report: Report, level: str) -> str:
     return "Rollout engine and trainer differ more than a healthy run; no single cause shows."
 
 
-def since(steps: Mapping[int, float], found: Sequence[Change]) -> str:
+def since(steps: Mapping[int, float], moves: Sequence[Change]) -> str:
     """How kl_k3 changed over the steps, or the smallest rise that would have shown."""
     if len(steps) < 2:
         return "one step was read, so no change over time can be seen."
-    known = {step: x for step, x in steps.items() if math.isfinite(x)}
-    if not found:
-        least, top = smallest_rise(list(known.values())), max(known, key=lambda step: known[step], default=None)
-        highest = f", and the highest is {known[top]:.2g}, at step {top}" if top is not None else ""
-        return (
-            f"{FIRST} shows no change over {len(known)} steps; a lasting rise of {least:.2g} times would show{highest}."
-        )
-    return f"{FIRST} {', then '.join(map(_change, found))}."
+    finite = {step: x for step, x in steps.items() if math.isfinite(x)}
+    if not moves:
+        least, top = smallest_rise(list(finite.values())), max(finite, key=lambda step: finite[step], default=None)
+        highest = f", and the highest is {finite[top]:.2g}, at step {top}" if top is not None else ""
+        rise = f"a lasting rise of {least:.2g} times would show{highest}"
+        return f"{FIRST} shows no change over {len(finite)} steps; {rise}."
+    return f"{FIRST} {', then '.join(map(_change, moves))}."
 
 
-def _change(one: Change) -> str:
-    if one.after < 2 * SMALLEST < one.before:
-        return f"fell to 0 at step {one.step}, from {one.before:.2g}"
-    if one.before < 2 * SMALLEST < one.after:
-        return f"rose from 0 to {one.after:.2g} at step {one.step}"
-    how = f"{'rose' if one.factor > 1 else 'fell'} {max(one.factor, 1 / one.factor):.3g} times"
-    when = "at" if one.sudden else "by"
-    return f"{how} {when} step {one.step}, from {one.before:.2g} to {one.after:.2g}"
+def _change(change: Change) -> str:
+    if change.after < 2 * SMALLEST < change.before:
+        return f"fell to 0 at step {change.step}, from {change.before:.2g}"
+    if change.before < 2 * SMALLEST < change.after:
+        return f"rose from 0 to {change.after:.2g} at step {change.step}"
+    how = f"{'rose' if change.factor > 1 else 'fell'} {max(change.factor, 1 / change.factor):.3g} times"
+    when = "at" if change.sudden else "by"
+    return f"{how} {when} step {change.step}, from {change.before:.2g} to {change.after:.2g}"
 
 
 def _where(report: Report) -> str:
     """The bucket of each table whose kl_k3 stands out most against the whole run."""
-    found = []
+    phrases = []
     total = sum(float(row["tokens"]) for row in report.places.get("position", ()))
     for name, rows in report.places.items():
         wide = {float(row["kl_k3"]): row["bucket"] for row in reversed(rows) if float(row["tokens"]) > 0.01 * total}
         high, low = max(wide, default=0.0), min(wide, default=0.0)
         if high > 3 * max(low, 1e-12) and name != "probability":
-            found.append(f"{name} {wide[high]} ({high:.2g}, against {low:.2g} at {wide[low]})")
+            phrases.append(f"{name} {wide[high]} ({high:.2g}, against {low:.2g} at {wide[low]})")
     few = [f"as if in {share:.1%} of the {name} alone" for name, share in report.spread.items() if share < EVEN[name]]
-    most = [f"most at {'; '.join(found)}"] if found else []
+    most = [f"most at {'; '.join(phrases)}"] if phrases else []
     return f"{'; '.join(most + few) or 'nowhere in particular'}."
 
 
@@ -308,7 +307,7 @@ def in_words(kl_k3: float) -> str:
     rung = nearest(kl_k3, rungs)
     if rung.k3 / AS_MUCH <= kl_k3 <= AS_MUCH * rung.k3:
         return f"A real model shows as much ({rung.k3:.2g}) with an engine in {rung.words}."
-    below, above = ([one for one in rungs if (one.k3 > kl_k3) == side] for side in (False, True))
+    below, above = ([measured for measured in rungs if (measured.k3 > kl_k3) == side] for side in (False, True))
     if not (below and above):
         shown = f"a real model shows with an engine in {rung.name}"
         far = f"{kl_k3 / rung.k3:.0f} times what" if below else f"{rung.k3 / kl_k3:.0f} times less than"

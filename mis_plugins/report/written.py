@@ -59,21 +59,21 @@ def as_json(document: Document) -> dict[str, Any]:
 
 def _of_report(report: Report) -> dict[str, Any]:
     causes = (
-        asdict(one) | {"cause": one.cause.cause, "title": one.cause.title, "fix": one.cause.fix}
-        for one in report.findings
+        asdict(item) | {"cause": item.cause.cause, "title": item.cause.title, "fix": item.cause.fix}
+        for item in report.findings
     )
     return {
         **{name: getattr(report, name) for name in OF_REPORT},
         "steps": [{"step": step, **values} for step, values in report.steps.items()],
         "changes": [{**asdict(change), "factor": change.factor} for change in report.changes],
         "causes": list(causes),
-        "alarms": [dict(zip(("step", "name", "message"), one, strict=True)) for one in report.alarms],
+        "alarms": [dict(zip(("step", "name", "message"), item, strict=True)) for item in report.alarms],
         "configs": report.outcomes,
     }
 
 
 def _of_proposal(proposal: Proposal) -> dict[str, Any]:
-    ranking = [{"name": one.candidate.name, "against": one.reasons} for one in proposal.ranking]
+    ranking = [{"name": judged.candidate.name, "against": judged.reasons} for judged in proposal.ranking]
     return {name: getattr(proposal, name) for name in OF_PROPOSAL} | {"ranking": ranking}
 
 

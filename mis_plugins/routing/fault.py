@@ -68,26 +68,27 @@ def of_layer(layer: int, kind: str, stage: int, ran: Sequence[Ran]) -> Iterator[
     """The fault of a layer, in the sample that has most of it; nothing where another replica has all such samples."""
     whole, words = COUNTED[kind]
     places = [
-        (many, out_of, sample, one)
-        for one in ran
-        for sample, (many, out_of) in enumerate(zip(one.of(layer, kind), one.of(layer, whole), strict=True))
+        (many, out_of, sample, batch)
+        for batch in ran
+        for sample, (many, out_of) in enumerate(zip(batch.of(layer, kind), batch.of(layer, whole), strict=True))
         if many
     ]
     if not places:
         return
-    many, out_of, sample, one = max(places, key=itemgetter(0))
+    many, out_of, sample, batch = max(places, key=itemgetter(0))
     more = f"; so it is in {len(places) - 1} more samples" if len(places) > 1 else ""
-    yield f"layer {layer} (pipeline stage {stage}), sample {sample} of {one}: {many:.0f} of {out_of:.0f} {words}{more}"
+    where = f"layer {layer} (pipeline stage {stage}), sample {sample} of {batch}"
+    yield f"{where}: {many:.0f} of {out_of:.0f} {words}{more}"
 
 
-def of_sample(sample: int, one: Ran, strange: float, stage_of: Mapping[int, int]) -> str:
+def of_sample(sample: int, batch: Ran, strange: float, stage_of: Mapping[int, int]) -> str:
     """The fault of a sample with repeated, stale or missing rows, and the layers that find rows strange."""
     by_stage: dict[int, list[str]] = {}
     for layer, stage in stage_of.items():
-        if one.of(layer, "strange")[sample]:
+        if batch.of(layer, "strange")[sample]:
             by_stage.setdefault(stage, []).append(str(layer))
     layers = "; ".join(f"layers {', '.join(each)} (pipeline stage {stage})" for stage, each in by_stage.items())
     return (
-        f"sample {sample} of {one}, {layers}: {strange:.0f} tokens share less than half of their recorded experts "
+        f"sample {sample} of {batch}, {layers}: {strange:.0f} tokens share less than half of their recorded experts "
         "with most routers: rows of another token, repeated, stale or missing"
     )

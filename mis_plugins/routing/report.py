@@ -63,8 +63,8 @@ class Seen:
     table: sums by layer, kind and bucket of positions.
     split: sums of log ratios by class of token.
     mine: faults that this rank alone knows, in words.
-    found: faults of layers and of samples that the sums show, known to every rank that holds parts of the samples.
-    tells: whether this rank logs `found`; one of the ranks that know it does.
+    faults: those of layers and of samples that the sums show, known to every rank that holds parts of the samples.
+    tells: whether this rank logs `faults`; one of the ranks that know it does.
     faulty: how many faults and strange samples all ranks found; above 0 on every rank alike.
     unknown: how often a router of any rank compared nothing in a micro-batch of the log-prob pass.
     """
@@ -72,7 +72,7 @@ class Seen:
     table: Float[Tensor, "L K P"]
     split: Float[Tensor, "C R"]
     mine: tuple[str, ...]
-    found: tuple[str, ...]
+    faults: tuple[str, ...]
     tells: bool
     faulty: int
     unknown: int
@@ -107,7 +107,7 @@ def _read(watch: Watch, groups: Groups, strange: Sequence[Tensor]) -> Seen:
     table = sums.table if groups.counts_rows else torch.zeros_like(sums.table)
     split = sums.split if groups.counts_tokens else torch.zeros_like(sums.split)
     parts = [table, split, _of_layers(watch).to(device), sum(named, faulty), unknown]
-    samples = [one.samples if groups.counts_rows else torch.zeros_like(one.samples) for one in sums.ran]
+    samples = [batch.samples if groups.counts_rows else torch.zeros_like(batch.samples) for batch in sums.ran]
     packed = torch.cat([part.flatten().double() for part in (*parts, *samples)])
     of_replica = _summed(packed, groups.of_replica)
     sizes = [part.numel() for part in parts]
@@ -121,7 +121,7 @@ def _read(watch: Watch, groups: Groups, strange: Sequence[Tensor]) -> Seen:
         table=table,
         split=split.view(sums.split.shape),
         mine=mine,
-        found=_found(layers, stage_of, _read_samples(sums.ran, by_sample), strange),
+        faults=_found(layers, stage_of, _read_samples(sums.ran, by_sample), strange),
         tells=groups.counts_samples,
         faulty=round(faulty.item()) + len(layers),
         unknown=round(unknown.item()),
@@ -130,8 +130,8 @@ def _read(watch: Watch, groups: Groups, strange: Sequence[Tensor]) -> Seen:
 
 def _read_samples(ran: Sequence[Ran], sums: Float[Tensor, " N"]) -> list[Ran]:
     """The micro-batches with the sums of all ranks that hold parts of their samples."""
-    pieces = sums.split([one.samples.numel() for one in ran])
-    return [replace(one, samples=piece.view_as(one.samples)) for one, piece in zip(ran, pieces, strict=True)]
+    pieces = sums.split([batch.samples.numel() for batch in ran])
+    return [replace(batch, samples=piece.view_as(batch.samples)) for batch, piece in zip(ran, pieces, strict=True)]
 
 
 def _found(
@@ -139,10 +139,10 @@ def _found(
 ) -> tuple[str, ...]:
     """Faults of layers in the samples of this replica, and of samples in most layers."""
     of_layers = (text for layer, kind in layers for text in of_layer(layer, kind, stage_of[layer], ran))
-    passed = [one for one in ran if one.part == LOG_PROB]
+    passed = [batch for batch in ran if batch.part == LOG_PROB]
     of_samples = (
-        of_sample(sample, one, tokens, stage_of)
-        for one, counts in zip(passed, strange, strict=True)
+        of_sample(sample, batch, tokens, stage_of)
+        for batch, counts in zip(passed, strange, strict=True)
         for sample, tokens in enumerate(counts.tolist())
         if tokens
     )

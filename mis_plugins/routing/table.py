@@ -110,19 +110,19 @@ def gather(
     Args:
         layers: routers of the whole model that replay; a token is strange where more than half of them find it so.
     """
-    counts = torch.cat([one.counts for one in passed], dim=1)
+    counts = torch.cat([batch.counts for batch in passed], dim=1)
     if pp is not None:
         dist.all_reduce(counts, group=pp)
     whole = _over_sequence_parallel(counts, passed, sp)
     differs = [rows[0] for rows in whole]
-    strange = [(2 * rows[1] > layers) & one.placed.counted for rows, one in zip(whole, passed, strict=True)]
-    first = [first_of(rows > 0, one.placed) for rows, one in zip(differs, passed, strict=True)]
-    sums = [_per_sequence(marked, one.placed) for marked, one in zip(strange, passed, strict=True)]
+    strange = [(2 * rows[1] > layers) & batch.placed.counted for rows, batch in zip(whole, passed, strict=True)]
+    first = [first_of(rows > 0, batch.placed) for rows, batch in zip(differs, passed, strict=True)]
+    sums = [_per_sequence(marked, batch.placed) for marked, batch in zip(strange, passed, strict=True)]
     if cp is not None:
         packed = torch.cat([*first, *sums])
         parts = [torch.empty_like(packed) for _ in range(cp.size())]
         dist.all_gather(parts, packed, group=cp)
-        lengths = [one.placed.sequences for one in passed]
+        lengths = [batch.placed.sequences for batch in passed]
         firsts, counted = torch.stack(parts).split(packed.numel() // 2, dim=1)
         first, sums = list(firsts.amin(0).split(lengths)), list(counted.sum(0).split(lengths))
     flags = [_flags(*each) for each in zip(differs, first, passed, strict=True)]
@@ -133,7 +133,7 @@ def _over_sequence_parallel(
     counts: Int[Tensor, "2 A"], passed: Sequence[Passed], sp: Group | None
 ) -> list[Int[Tensor, "2 _"]]:
     """The counts of each micro-batch, whole: the ranks of the group hold its rows one after the other."""
-    lengths = [one.counts.shape[1] for one in passed]
+    lengths = [batch.counts.shape[1] for batch in passed]
     if sp is None:
         return list(counts.split(lengths, dim=1))
     parts = [torch.empty_like(counts) for _ in range(sp.size())]

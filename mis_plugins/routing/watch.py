@@ -175,7 +175,7 @@ class Watch:
         if part == LOG_PROB:
             self.rollout = Rollout()
             # Without a step hook nobody reads earlier log-prob passes, and they would pile up.
-            self.sums.ran = [one for one in self.sums.ran if one.part == TRAIN]
+            self.sums.ran = [batch for batch in self.sums.ran if batch.part == TRAIN]
         self.run = Pass(part, first=len(self.sums.ran))
 
     def end(self) -> None:
@@ -186,7 +186,7 @@ class Watch:
             if run.replayed and calls != batches:
                 self.note("calls", watched, 0, f"{calls} of {batches}")
         if run.part == LOG_PROB:
-            self.rollout.unknown = sum(run.batches[one.chunk] for one in self.watched) - run.compared
+            self.rollout.unknown = sum(run.batches[router.chunk] for router in self.watched) - run.compared
         self.run = Pass()
 
     def note(self, kind: Kind, watched: Watched, batch: int, ran: str = "") -> None:

@@ -74,7 +74,9 @@ def _listed_by_zipfile(opened: Opened) -> list[Entry]:
     with zipfile.ZipFile(opened.file) as archive:
         entries = archive.infolist()
     folder = entries[0].filename.partition("/")[0] if entries else ""
-    return sorted((one.filename.removeprefix(f"{folder}/"), one.header_offset, one.file_size) for one in entries)
+    return sorted(
+        (entry.filename.removeprefix(f"{folder}/"), entry.header_offset, entry.file_size) for entry in entries
+    )
 
 
 @dataclass(frozen=True, eq=False)
@@ -118,9 +120,13 @@ class Stored:
         return read(path, lambda: _strided(self.storage.read(self.dtype), self))
 
 
-def _strided(flat: Tensor, told: Stored) -> Tensor:
-    steps = zip(told.shape, told.strides, strict=True)
-    last = told.offset + sum((count - 1) * step for count, step in steps)
-    if told.numel and last >= flat.numel():
-        raise RecordError(f"a tensor of shape {list(told.shape)} names numbers beyond its storage")
-    return torch.as_strided(flat, told.shape, told.strides, told.offset) if told.numel else flat.new_empty(told.shape)
+def _strided(flat: Tensor, stored: Stored) -> Tensor:
+    steps = zip(stored.shape, stored.strides, strict=True)
+    last = stored.offset + sum((count - 1) * step for count, step in steps)
+    if stored.numel and last >= flat.numel():
+        raise RecordError(f"a tensor of shape {list(stored.shape)} names numbers beyond its storage")
+    return (
+        torch.as_strided(flat, stored.shape, stored.strides, stored.offset)
+        if stored.numel
+        else flat.new_empty(stored.shape)
+    )

@@ -38,8 +38,8 @@ class Safetensors:
         self.path, self.opened = path, Opened(path)
         self._told = read(path, self._header)
         self.metadata: Mapping[str, str] = self._told.pop("__metadata__", None) or {}
-        is_text = isinstance(self.metadata, dict) and all(isinstance(one, str) for one in self.metadata.values())
-        if not is_text or not all(isinstance(one, dict) for one in self._told.values()):
+        is_text = isinstance(self.metadata, dict) and all(isinstance(value, str) for value in self.metadata.values())
+        if not is_text or not all(isinstance(value, dict) for value in self._told.values()):
             raise RecordError(f"{path}: has no header of a safetensors file")
         read(path, self._check_cover)
 
@@ -62,15 +62,15 @@ class Safetensors:
         self._begin = LENGTH.size + length
         text = self.opened.bytes_at(LENGTH.size, length)
         ITEMS.check(sum(map(text.count, (b",", b"[", b"{"))), self.opened.size, f"{self.path}: its header")
-        found = json.loads(text.decode("utf-8"), object_pairs_hook=once)
-        if not isinstance(found, dict):
+        header = json.loads(text.decode("utf-8"), object_pairs_hook=once)
+        if not isinstance(header, dict):
             raise RecordError(f"{self.path}: has no header of a safetensors file")
-        return found
+        return header
 
     def _check_cover(self) -> None:
         """Refuse bytes that belong to no tensor or to two; a file that is too short is told where a tensor is read."""
         place = 0
-        for begin, end in sorted(one["data_offsets"] for one in self._told.values()):
+        for begin, end in sorted(entry["data_offsets"] for entry in self._told.values()):
             if begin != place:
                 raise RecordError(f"{self.path}: bytes {place} to {begin} belong to no tensor, or to two")
             place = end
@@ -78,12 +78,12 @@ class Safetensors:
             raise RecordError(f"{self.path}: bytes {place} to {size} belong to no tensor")
 
     def _tensor(self, name: str) -> Tensor:
-        told = self._told.get(name)
-        if told is None:
+        entry = self._told.get(name)
+        if entry is None:
             raise RecordError(f"{self.path}: holds no tensor {name}")
-        dtype, shape, (begin, end) = DTYPES.get(told["dtype"]), told["shape"], told["data_offsets"]
+        dtype, shape, (begin, end) = DTYPES.get(entry["dtype"]), entry["shape"], entry["data_offsets"]
         if dtype is None:
-            raise RecordError(f"{self.path}: {name}: numbers of the kind {told['dtype']!r} are not read")
+            raise RecordError(f"{self.path}: {name}: numbers of the kind {entry['dtype']!r} are not read")
         if not all(type(n) is int and n >= 0 for n in (*shape, begin, end)):
             raise RecordError(f"{self.path}: {name}: has a shape or a place that no tensor has")
         if end - begin != math.prod(shape) * dtype.itemsize:
@@ -93,10 +93,10 @@ class Safetensors:
 
 def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """An object of JSON, in which a name stands once: another reader may take the other of two values."""
-    found = dict(pairs)
-    if len(found) != len(pairs):
+    mapping = dict(pairs)
+    if len(mapping) != len(pairs):
         raise RecordError("a name stands twice in one object")
-    return found
+    return mapping
 
 
 class Npz:

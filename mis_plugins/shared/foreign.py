@@ -25,10 +25,10 @@ def load_foreign(path: Path, strict: bool = False) -> Any:
 
     def load() -> Any:
         archive = Archive(path)
-        found = Restricted(archive, archive.read("data.pkl"), strict).load()
-        values, _ = extent(found, {})
+        tree = Restricted(archive, archive.read("data.pkl"), strict).load()
+        values, _ = extent(tree, {})
         VALUES.check(values, archive.opened.size, path)
-        return found
+        return tree
 
     return read(path, load)
 
@@ -36,11 +36,11 @@ def load_foreign(path: Path, strict: bool = False) -> Any:
 CONTAINERS = {dict, list, tuple, str, bytes, Tensor, Stored, Opaque}
 
 
-def extent(value: Any, known: dict[int, tuple[int, int]], level: int = 0) -> tuple[int, int]:
+def extent(value: Any, extents: dict[int, tuple[int, int]], level: int = 0) -> tuple[int, int]:
     """Number of values in a tree, and its depth. What stands at several places counts at each of them.
 
     Args:
-        known: extents by the identity of an object; (-1, 0) while it is being measured.
+        extents: extents by the identity of an object; (-1, 0) while it is being measured.
 
     Raises:
         RecordError: the tree holds itself, or is nested too deep.
@@ -49,19 +49,19 @@ def extent(value: Any, known: dict[int, tuple[int, int]], level: int = 0) -> tup
         return value.numel if isinstance(value, Stored) else value.numel(), 0
     if isinstance(value, str | bytes):
         return 1 + len(value) // 16, 0
-    if id(value) in known:
-        values, depth = known[id(value)]
+    if id(value) in extents:
+        values, depth = extents[id(value)]
         if values < 0:
             raise RecordError("holds a list or dict that holds itself")
         DEPTH.check(level + depth, 0, "the pickle")
-        return known[id(value)]
+        return extents[id(value)]
     DEPTH.check(level, 0, "the pickle")
-    known[id(value)] = (-1, 0)
+    extents[id(value)] = (-1, 0)
     children = _children(value)
-    below = [extent(child, known, level + 1) for child in children if type(child) in CONTAINERS]
-    found = (1 + len(children) + sum(size for size, _ in below), 1 + max((deep for _, deep in below), default=0))
-    known[id(value)] = found
-    return found
+    below = [extent(child, extents, level + 1) for child in children if type(child) in CONTAINERS]
+    measured = (1 + len(children) + sum(size for size, _ in below), 1 + max((deep for _, deep in below), default=0))
+    extents[id(value)] = measured
+    return measured
 
 
 def _children(value: Any) -> list[Any]:
@@ -84,5 +84,5 @@ def _with_tensors(value: Any) -> Any:
     if type(value) in (list, tuple):
         return type(value)(map(_with_tensors, value))
     if type(value) is dict:
-        return {key: _with_tensors(one) for key, one in value.items()}
+        return {key: _with_tensors(item) for key, item in value.items()}
     return tensor_of(value)

@@ -88,9 +88,9 @@ class Opened:
             RecordError: the file ends before them.
         """
         self._check(offset, count)
-        found = bytearray(count)
-        self._fill(offset, memoryview(found))
-        return found
+        buffer = bytearray(count)
+        self._fill(offset, memoryview(buffer))
+        return buffer
 
     def tensor_at(self, offset: int, count: int, dtype: torch.dtype) -> Tensor:
         """The `count` numbers at `offset`, in memory or in a mapped copy of their bytes.

@@ -18,7 +18,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 def environment(packages: Iterable[str]) -> dict[str, Any]:
     """Describe what decides the bits of a process: versions of packages, machine, CPU capability, threads."""
     return {
-        "packages": {name: found for name in packages if (found := _version(name))},
+        "packages": {name: installed for name in packages if (installed := _version(name))},
         "python": platform.python_version(),
         "machine": platform.machine(),
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),

@@ -102,17 +102,17 @@ def _flat(data: bytes, dtype: Any, kind: torch.dtype) -> Tensor:
     """The numbers of numpy's bytes, of which a dtype may say that the largest part of a number comes first."""
     if not data:
         return torch.empty(0, dtype=kind)
-    found = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    numbers = torch.frombuffer(bytearray(data), dtype=torch.uint8)
     if dtype.state[1] == ">":
         part = kind.itemsize // (2 if kind.is_complex else 1)
-        found = found.reshape(-1, part).flip(1).reshape(-1)
-    return found.view(kind)
+        numbers = numbers.reshape(-1, part).flip(1).reshape(-1)
+    return numbers.view(kind)
 
 
 def _kind(dtype: Any) -> torch.dtype | None:
     """The kind of numbers that a dtype of numpy names; None where it is no plain one."""
-    known = isinstance(dtype, Opaque) and dtype.name == "numpy.dtype" and isinstance(dtype.state, tuple)
-    order = dtype.state[1] if known and len(dtype.state) > 1 else None
+    is_numpys = isinstance(dtype, Opaque) and dtype.name == "numpy.dtype" and isinstance(dtype.state, tuple)
+    order = dtype.state[1] if is_numpys and len(dtype.state) > 1 else None
     return NUMPYS.get(dtype.arguments[0]) if order in ("<", ">", "|") and dtype.arguments else None
 
 
@@ -123,12 +123,12 @@ def array_of(array: Opaque) -> Any:
         RecordError: the bytes are not those of the shape.
     """
     _, shape, dtype, by_columns, data = array.state
-    known = _kind(dtype)
-    if known is None or not isinstance(data, bytes):
+    kind = _kind(dtype)
+    if kind is None or not isinstance(data, bytes):
         return array
-    if len(data) != math.prod(shape) * known.itemsize:
+    if len(data) != math.prod(shape) * kind.itemsize:
         raise RecordError(f"an array of numpy has {len(data)} bytes, and its shape {shape} needs others")
-    flat = _flat(data, dtype, known)
+    flat = _flat(data, dtype, kind)
     return flat.reshape(shape[::-1]).permute(*range(len(shape))[::-1]) if by_columns else flat.reshape(shape)
 
 
@@ -190,9 +190,9 @@ class Restricted(pickle._Unpickler):
         if (module, name) in NUMPYS_OWN:
             return _number if name == "scalar" else Opaque(f"numpy.{name}")
         if module in ("torch", "torch.storage"):
-            known = STORAGES.get(name, vars(torch).get(name))
-            if isinstance(known, torch.dtype):
-                return known
+            named = STORAGES.get(name, vars(torch).get(name))
+            if isinstance(named, torch.dtype):
+                return named
         if self.strict:
             kind = "a tensor without plain bytes" if module.startswith("torch") else "a foreign object"
             raise RecordError(f"holds {kind} ({module}.{name})")

@@ -147,15 +147,15 @@ def undisturbed() -> Iterator[None]:
 def _answered(answer: Callable[[int, FrameType | None], None], signals: Sequence[int]) -> Iterator[None]:
     """Answer signals by a function while the block runs. Only the main thread may; an ignored signal stays ignored."""
     main = threading.current_thread() is threading.main_thread()
-    before = {one: signal.getsignal(one) for one in signals if main}
-    before = {one: handler for one, handler in before.items() if handler not in (signal.SIG_IGN, None)}
+    before = {signum: signal.getsignal(signum) for signum in signals if main}
+    before = {signum: handler for signum, handler in before.items() if handler not in (signal.SIG_IGN, None)}
     try:
-        for one in before:
-            signal.signal(one, answer)
+        for signum in before:
+            signal.signal(signum, answer)
         yield
     finally:
-        for one, handler in before.items():
-            signal.signal(one, handler)
+        for signum, handler in before.items():
+            signal.signal(signum, handler)
 
 
 def _end_now(signum: int, frame: FrameType | None = None) -> NoReturn:

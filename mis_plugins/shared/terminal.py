@@ -85,11 +85,11 @@ def tell(what: str) -> None:
 
 def progress(items: Sequence[T], what: str) -> Iterator[T]:
     """Yield the items, and print every two seconds on stderr how many of them are done."""
-    said = time.monotonic()
+    printed = time.monotonic()
     for done, item in enumerate(items):
-        if time.monotonic() - said >= SECONDS:
+        if time.monotonic() - printed >= SECONDS:
             tell(f"{done} of {len(items)} {what}")
-            said = time.monotonic()
+            printed = time.monotonic()
         yield item
 
 

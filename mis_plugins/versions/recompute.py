@@ -44,14 +44,14 @@ def batches(waiting: Sequence[Request], budget: int) -> list[list[Request]]:
     """Pack requests into batches by first fit: at most `budget` tokens each, or one sequence that is longer."""
     if budget < 1:
         raise ConfigError(f"recompute budget: got {budget} tokens; give at least 1")
-    found: list[list[Request]] = []
+    packed: list[list[Request]] = []
     room: list[int] = []
     for request in waiting:
         size = len(request.tokens)
-        place = next((i for i, left in enumerate(room) if left >= size), len(found))
-        if place == len(found):
-            found.append([])
+        place = next((i for i, left in enumerate(room) if left >= size), len(packed))
+        if place == len(packed):
+            packed.append([])
             room.append(budget)
-        found[place].append(request)
+        packed[place].append(request)
         room[place] -= size
-    return found
+    return packed

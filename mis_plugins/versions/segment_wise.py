@@ -74,8 +74,8 @@ def proximal_t(
         return proximal
     fresh = FRESH[config.fresh_tokens](proximal, behavior, written)
     older = OLDER[config.method](proximal, behavior, written)
-    known = torch.where(written.age < STORED_FROM, fresh, older)
-    return torch.where(written.known, known, torch.nan)
+    log_prob = torch.where(written.age < STORED_FROM, fresh, older)
+    return torch.where(written.known, log_prob, torch.nan)
 
 
 Numerator = Callable[[Tensor, Tensor, Written], Float[Tensor, " T"]]
@@ -144,12 +144,12 @@ def admitted(
     if not config.enabled:
         return list(loss_masks)
     masks = []
-    for name, one, mask in zip(names, written, loss_masks, strict=True):
-        _refuse(name, one, mask & (one.versions <= NO_VERSION), "no version wrote it, so mask it")
-        _refuse(name, one, mask & (one.versions > one.current), "the trainer has not reached it")
-        missing = mask & lacking(one, config)
+    for name, tokens, mask in zip(names, written, loss_masks, strict=True):
+        _refuse(name, tokens, mask & (tokens.versions <= NO_VERSION), "no version wrote it, so mask it")
+        _refuse(name, tokens, mask & (tokens.versions > tokens.current), "the trainer has not reached it")
+        missing = mask & lacking(tokens, config)
         if config.too_old == "raise":
-            _refuse(name, one, missing, TOO_OLD)
+            _refuse(name, tokens, missing, TOO_OLD)
         masks.append(mask & ~missing)
     return masks
 

@@ -27,12 +27,12 @@ def spans(meta_info: Mapping[str, Any], count: int) -> list[Run]:
             "meta_info: no weight_versions; weight_version alone names the version that wrote the last token of a "
             "call, not those before an update in its midst: use an SGLang that reports them"
         )
-    told, found, at = meta_info["weight_versions"], [], 0
+    reported, stretches, at = meta_info["weight_versions"], [], 0
     try:
-        named = [(str(span["version"]), index(span["start"]), index(span["end"])) for span in told]
+        named = [(str(span["version"]), index(span["start"]), index(span["end"])) for span in reported]
     except (LookupError, TypeError):
         raise InputError(
-            f"meta_info weight_versions: got {shown(told)}; each span needs a version, a start and an end"
+            f"meta_info weight_versions: got {shown(reported)}; each span needs a version, a start and an end"
         ) from None
     for version, start, end in named:
         if not version.isdecimal() or len(version) > LONGEST:
@@ -41,11 +41,11 @@ def spans(meta_info: Mapping[str, Any], count: int) -> list[Run]:
             raise InputError(
                 f"meta_info weight_versions: version {version} from {start} to {end}, where token {at} should follow"
             )
-        found.append((int(version), start, end))
+        stretches.append((int(version), start, end))
         at = end
     if at != count:
         raise InputError(f"meta_info weight_versions: up to token {at} of {count}")
-    return [one for one in found if one[1] < one[2]]
+    return [stretch for stretch in stretches if stretch[1] < stretch[2]]
 
 
 def written_by(runs: Iterable[Run]) -> list[int]:

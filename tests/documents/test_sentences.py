@@ -56,11 +56,11 @@ def fault(text: str) -> str | None:
 LONGEST = 30
 """Words of a sentence."""
 ENTRY = re.compile(r" {4}[\w`*.,\[\] -]+: ")
-"""How an entry of Args, Attributes or Raises begins; other indented lines are code."""
+"""How an entry of Args or Raises begins; other indented lines are code."""
 
 
 def sentences(text: str) -> Iterator[str]:
-    """The sentences of a docstring: prose and entries of Args, Attributes and Raises, without tables and examples."""
+    """The sentences of a docstring: prose and entries of Args and Raises, without tables and examples."""
     for part in re.split(r"\n\s*\n|\n(?=\s*[\w`*.,\[\] -]+: )|\n(?=\s*[*-] )", text):
         code = "" if ENTRY.match(part) else r" {4}|"
         lines = [line for line in part.splitlines() if not re.match(rf"{code}\||\S+( \S+)? {{2,}}\S", line)]
@@ -118,10 +118,41 @@ def files(path: str) -> list[Path]:
 
 
 @pytest.mark.parametrize("room", ROOMS_DONE)
+def test_docstrings_have_one_style(room: str) -> None:
+    """A class lists its fields as `name: text`, without a heading; single backticks hold code."""
+    texts = [(place, text) for file in files(room) for place, text in docstrings(file)]
+    assert [place for place, text in texts if "Attributes:" in text or re.search(r"(?<!`)``(?!`)", text)] == []
+
+
+@pytest.mark.parametrize("room", ROOMS_DONE)
 def test_docstrings_stand_alone(room: str) -> None:
     assert files(room), f"{room}: no such room"
     faults = [f"{place} {fault(text)}" for file in files(room) for place, text in docstrings(file) if fault(text)]
     assert not faults, "\n".join(faults)
+
+
+NOTHING = {"found", "one", "told", "said"}
+"""Names of variables that say nothing: the field has a noun for each."""
+
+
+def bound(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """Line and name of each variable, parameter and field of a module."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.lineno, node.id
+        elif isinstance(node, ast.arg):
+            yield node.lineno, node.arg
+
+
+@pytest.mark.parametrize("room", ["mis_plugins", "true_on_policy"])
+def test_names_say_what_they_hold(room: str) -> None:
+    empty = [
+        f"{file.relative_to(ROOT)}:{line}: {name}"
+        for file in files(room)
+        for line, name in bound(ast.parse(file.read_text(encoding="utf-8")))
+        if name in NOTHING
+    ]
+    assert not empty, "name the thing: " + "\n".join(empty)
 
 
 @pytest.mark.parametrize("room", ["mis_plugins", "true_on_policy"])

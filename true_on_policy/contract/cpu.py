@@ -23,12 +23,11 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 class Shapes:
     """The shapes at which a model calls its kernels, and at which the probes try them.
 
-    Attributes:
-        linear: (in_features, out_features) of each weight, the LM head among them.
-        attention: (query heads, key-value heads, head_dim) of each kind of layer.
-        hidden: widths that are normalized (hidden size, head_dim).
-        activated: widths that go through the activation.
-        chosen: (number of experts, experts per token, hidden size) of each kind of layer with experts.
+    linear: (in_features, out_features) of each weight, the LM head among them.
+    attention: (query heads, key-value heads, head_dim) of each kind of layer.
+    hidden: widths that are normalized (hidden size, head_dim).
+    activated: widths that go through the activation.
+    chosen: (number of experts, experts per token, hidden size) of each kind of layer with experts.
     """
 
     linear: tuple[tuple[int, int], ...] = ((64, 96), (100, 37))
@@ -73,15 +72,14 @@ class Shapes:
 class Contract:
     """The agreement between a rollout engine and a trainer.
 
-    Attributes:
-        backend: the BackendName of the kernels on both sides; two backends give different bits.
-        dtype: a DtypeName, the dtype of the model's matrix products.
-        norm_order: the Side whose order of rounding RMSNorm follows on both sides; it matters in bf16 alone.
-        trainer_tensor_parallel: ranks over which the trainer splits a row-parallel weight.
-        engine_tensor_parallel: ranks over which the engine splits a row-parallel weight.
-        leaves: the number of parts of a row-parallel K, a power of two. Both sides add the parts as one tree.
-            With 1 leaf the products are ordinary.
-        shapes: the shapes at which the kernels are probed.
+    backend: the BackendName of the kernels on both sides; two backends give different bits.
+    dtype: a DtypeName, the dtype of the model's matrix products.
+    norm_order: the Side whose order of rounding RMSNorm follows on both sides; it matters in bf16 alone.
+    trainer_tensor_parallel: ranks over which the trainer splits a row-parallel weight.
+    engine_tensor_parallel: ranks over which the engine splits a row-parallel weight.
+    leaves: the number of parts of a row-parallel K, a power of two. Both sides add the parts as one tree.
+        With 1 leaf the products are ordinary.
+    shapes: the shapes at which the kernels are probed.
 
     Raises:
         ContractError: a choice does not exist, ranks cannot share the leaves, or tensor parallelism differs at 1 leaf.

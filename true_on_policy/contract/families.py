@@ -28,10 +28,9 @@ class Size:
 class Shape:
     """The sizes of one tiny model, and whether its head is tied to its embedding.
 
-    Attributes:
-        ffn: the width of the MLP; in a mixture of experts, of each expert.
-        experts, top_k: how many experts a layer has, and how many of them a token takes; 0 in a dense model.
-        shared: the width of the expert that every token takes; 0 where there is none.
+    ffn: the width of the MLP; in a mixture of experts, of each expert.
+    experts, top_k: how many experts a layer has, and how many of them a token takes; 0 in a dense model.
+    shared: the width of the expert that every token takes; 0 where there is none.
     """
 
     hidden: int
@@ -53,10 +52,9 @@ class Shape:
 class Experts:
     """The mixture of experts that every layer of a family has.
 
-    Attributes:
-        divided: whether the weights of a token's experts are divided by their sum.
-        shared: whether each layer also has a shared expert, which every token takes. The sigmoid of its own
-            gate multiplies its output.
+    divided: whether the weights of a token's experts are divided by their sum.
+    shared: whether each layer also has a shared expert, which every token takes. The sigmoid of its own
+        gate multiplies its output.
     """
 
     divided: bool = True
@@ -67,10 +65,9 @@ class Experts:
 class Vision:
     """The decoder of a family of vision-language models, which alone computes text.
 
-    Attributes:
-        text_type: the model_type of the decoder's own config, `text_config` in a config.json.
-        decoder: the prefix of the decoder's weights in Hugging Face's names.
-        mrope_section: how many rope frequencies of a tiny model follow a token's time, height and width.
+    text_type: the model_type of the decoder's own config, `text_config` in a config.json.
+    decoder: the prefix of the decoder's weights in Hugging Face's names.
+    mrope_section: how many rope frequencies of a tiny model follow a token's time, height and width.
     """
 
     text_type: str
@@ -82,20 +79,19 @@ class Vision:
 class Family:
     """A family is a set of models with one order of operations.
 
-    Attributes:
-        name: the key of the family in FAMILIES.
-        architectures: Hugging Face's names of the models.
-        model_type: what a checkpoint's config.json states.
-        title: the family in words.
-        tiny: sizes of tiny models of random weights, by the names that `--model` takes.
-        align: (Hugging Face model, NormOrder) -> None, which makes norms and residual sums round in this
-            order.
-        qk_norm: whether query and key are normalized.
-        qkv_bias: whether the product that gives query, key and value has a bias.
-        host_contract: the name under which Miles, its SGLang and its Megatron know the family; None where they do not.
-        missing: what keeps the family from being launched; empty where nothing does.
-        experts: the mixture of experts in every layer; None in a dense model.
-        vision: the decoder beside a vision tower; None where the models take text alone.
+    name: the key of the family in FAMILIES.
+    architectures: Hugging Face's names of the models.
+    model_type: what a checkpoint's config.json states.
+    title: the family in words.
+    tiny: sizes of tiny models of random weights, by the names that `--model` takes.
+    align: (Hugging Face model, NormOrder) -> None, which makes norms and residual sums round in this
+        order.
+    qk_norm: whether query and key are normalized.
+    qkv_bias: whether the product that gives query, key and value has a bias.
+    host_contract: the name under which Miles, its SGLang and its Megatron know the family; None where they do not.
+    missing: what keeps the family from being launched; empty where nothing does.
+    experts: the mixture of experts in every layer; None in a dense model.
+    vision: the decoder beside a vision tower; None where the models take text alone.
     """
 
     name: str
@@ -143,23 +139,23 @@ FAMILIES = {name: _family(name, row) for name, row in _TABLE["families"].items()
 MODELS = {name: (row[0], Size(*row[1:])) for name, row in _TABLE["models"].items()}
 
 # The GPU contract has no row for experts.
-GPU_FAMILIES = {name: one for name, one in FAMILIES.items() if not one.experts}
+GPU_FAMILIES = {name: family for name, family in FAMILIES.items() if not family.experts}
 
 
 def proven() -> dict[str, Family]:
     """All families, by the model_type of a checkpoint's config.json."""
-    types = [one.model_type for one in FAMILIES.values()]
-    if twice := sorted({one for one in types if types.count(one) > 1}):
+    types = [family.model_type for family in FAMILIES.values()]
+    if twice := sorted({family for family in types if types.count(family) > 1}):
         raise ValueError(f"two records of FAMILIES prove the model_type {', '.join(twice)}; one would hide the other")
     return dict(zip(types, FAMILIES.values(), strict=True))
 
 
 def tiny_models() -> dict[str, tuple[Family, Shape]]:
     """Tiny models of all families, by the names that `--model` takes."""
-    return {name: (one, shape) for one in proven().values() for name, shape in one.tiny.items()}
+    return {name: (family, shape) for family in proven().values() for name, shape in family.tiny.items()}
 
 
 def covered() -> str:
     """The proven families in words."""
-    *others, last = (one.title for one in proven().values())
+    *others, last = (family.title for family in proven().values())
     return f"{', '.join(others)} and {last}" if others else last

@@ -28,9 +28,8 @@ PLUGIN = "miles_megatron_plugins/true_on_policy"  # in radixark/Megatron-LM
 class Operation:
     """An operation is one row of the contract.
 
-    Attributes:
-        bits: dtype and order of rounding, equal on both sides.
-        trainer, engine: the kernel that runs on each side.
+    bits: dtype and order of rounding, equal on both sides.
+    trainer, engine: the kernel that runs on each side.
     """
 
     name: str
@@ -76,17 +75,16 @@ NO_TWIN = "has no twin in Miles's trainers; --sglang-attention-backend fa3"
 class GpuContract:
     """The agreement between a rollout engine and a trainer on GPUs.
 
-    Attributes:
-        family: one of GPU_FAMILIES.
-        backend: a TrainBackend.
-        dtype: the dtype of products and attention; bf16 alone has kernels on both sides.
-        attention: an AttentionName; the hosts' trainers have fa3 alone.
-        engine_gemm: the GemmName of the engine, and on FSDP of the trainer too. On Megatron a probe must find
-            the products of both sides equal byte by byte.
-        trainer_tp, engine_tp: the tensor-parallel ranks of each side.
-        context_parallel: ranks of the trainer that share a sequence, by Ulysses (a2a) alone.
-        size: the sizes of the model; None where only the family is known, which leaves orders of partial sums
-            and the sharing of heads unchecked.
+    family: one of GPU_FAMILIES.
+    backend: a TrainBackend.
+    dtype: the dtype of products and attention; bf16 alone has kernels on both sides.
+    attention: an AttentionName; the hosts' trainers have fa3 alone.
+    engine_gemm: the GemmName of the engine, and on FSDP of the trainer too. On Megatron a probe must find
+        the products of both sides equal byte by byte.
+    trainer_tp, engine_tp: the tensor-parallel ranks of each side.
+    context_parallel: ranks of the trainer that share a sequence, by Ulysses (a2a) alone.
+    size: the sizes of the model; None where only the family is known, which leaves orders of partial sums
+        and the sharing of heads unchecked.
 
     Raises:
         ContractError: a choice does not exist, or a layout cannot hold.

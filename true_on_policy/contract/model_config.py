@@ -23,17 +23,17 @@ def checkpoint_family(config: Path) -> tuple[Family, Size]:
     """
     stated = _stated(config, "--hf-checkpoint", ContractError)
     architectures = stated.get("architectures") or ()
-    known = [family for family in GPU_FAMILIES.values() if set(family.architectures) & set(architectures)]
-    if not known:
+    matching = [family for family in GPU_FAMILIES.values() if set(family.architectures) & set(architectures)]
+    if not matching:
         moe = any("Moe" in name for name in architectures)
         names = ", ".join(name for family in GPU_FAMILIES.values() for name in family.architectures)
         why = f"MoE: {'; '.join(NOT_COVERED['MoE'])}" if moe else f"covered are {names}"
         raise ContractError(f"{config}: {', '.join(architectures) or 'no architecture'} is not covered; {why}")
     text = text_of(stated)
-    if refusal := departure(known[0], text):
+    if refusal := departure(matching[0], text):
         raise ContractError(f"{config}: {refusal}")
     try:
-        return known[0], stated_size(text)
+        return matching[0], stated_size(text)
     except KeyError as error:
         raise ContractError(f"{config}: states no {error.args[0]}") from error
 
@@ -102,18 +102,18 @@ def departure(family: Family, stated: Mapping[str, Any]) -> str | None:
         shared = {} if family.experts.shared else {"shared_expert_intermediate_size": 0}
         covered = {**covered, **with_experts(family.experts), **shared}
     rope_parameters = stated.get("rope_parameters") or {}
-    found = {**rope_parameters, **stated}
-    wrong = (name for name, value in covered.items() if found.get(name, value) != value)
+    fields = {**rope_parameters, **stated}
+    wrong = (name for name, value in covered.items() if fields.get(name, value) != value)
     if (name := next(wrong, None)) is None:
         return None
-    return f"{name}: {found[name]!r} is not covered for {family.name}; the contract covers {covered[name]!r}"
+    return f"{name}: {fields[name]!r} is not covered for {family.name}; the contract covers {covered[name]!r}"
 
 
 def _rope(stated: Mapping[str, Any]) -> str:
     """Return the type of rope from a text model's config, as transformers 5 or 4 writes it."""
     written = (stated.get(name) or {} for name in ("rope_parameters", "rope_scaling"))
     types = [rope.get("rope_type") or rope.get("type") or "default" for rope in written]
-    return next((one for one in types if one != "default"), "default")
+    return next((kind for kind in types if kind != "default"), "default")
 
 
 def stated_size(stated: dict[str, Any]) -> Size:

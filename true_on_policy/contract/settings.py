@@ -22,10 +22,9 @@ Cases = Mapping[str, Any]
 class Check:
     """A check is one row of the doctor under a contract, before either side is observed.
 
-    Attributes:
-        trainer, engine: the values that each side may show.
-        remedy: what to set where a side shows another value.
-        equal: whether both sides must show one value.
+    trainer, engine: the values that each side may show.
+    remedy: what to set where a side shows another value.
+    equal: whether both sides must show one value.
     """
 
     name: str
@@ -55,8 +54,8 @@ class Setting:
         """Return the check in the cases of a contract, with its words filled in; None where no side is asked."""
 
         def wanted(side: Any) -> Wanted:
-            found = _in_case(side, cases)
-            return ANY if found == "any" else found and tuple(each.format(**words) for each in found)
+            values = _in_case(side, cases)
+            return ANY if values == "any" else values and tuple(each.format(**words) for each in values)
 
         trainer, engine = wanted(self.trainer), wanted(self.engine)
         if trainer is None and engine is None:

@@ -17,7 +17,7 @@ ROOM = "true_on_policy.engines"
 
 def engines() -> dict[str, EngineSpec]:
     """Return the record of each engine that has a folder in engines/."""
-    folders = [found.name for found in iter_modules(import_module(ROOM).__path__) if found.ispkg]
+    folders = [module.name for module in iter_modules(import_module(ROOM).__path__) if module.ispkg]
     return {name: import_module(f"{ROOM}.{name}").ENGINE for name in folders}
 
 

@@ -21,9 +21,8 @@ Ability = Literal["prefix cache", "preemption"]
 class NormOrder:
     """A norm order says where RMSNorm rounds.
 
-    Attributes:
-        rounds_sum: whether the residual sum is rounded to the model's dtype before it is normalized.
-        rounds_normalized: whether the normalized value is rounded before the norm's weight multiplies it.
+    rounds_sum: whether the residual sum is rounded to the model's dtype before it is normalized.
+    rounds_normalized: whether the normalized value is rounded before the norm's weight multiplies it.
     """
 
     rounds_sum: bool
@@ -47,11 +46,10 @@ def at(address: str) -> Callable[..., Any]:
 class TrainerSpec:
     """The record of a trainer of a proof; the record of an engine has the same fields and more.
 
-    Attributes:
-        start: (checkpoint, contract, order) -> Trainer or Engine. Without an order the side is stock.
-        order: the side's own order of rounding around RMSNorm.
-        packages: distributions that compute in the side's environment, torch among them.
-        splits: whether the side can split a model over tensor-parallel ranks.
+    start: (checkpoint, contract, order) -> Trainer or Engine. Without an order the side is stock.
+    order: the side's own order of rounding around RMSNorm.
+    packages: distributions that compute in the side's environment, torch among them.
+    splits: whether the side can split a model over tensor-parallel ranks.
     """
 
     start: Callable[..., Any]
@@ -64,14 +62,13 @@ class TrainerSpec:
 class EngineSpec(TrainerSpec):
     """The record of a rollout engine.
 
-    Attributes:
-        abilities: situations that the engine meets by itself and reports.
-        serve: (checkpoint, dtype, contract, running sequences) -> Engine for the embedded host; None: not offered.
-        words: a description of the engine for a help text.
-        tells_weights: whether the server that `serve` starts has a `weights_checker` that returns weight
-            digests.
-        head_sizes: the sizes of an attention head that the engine's CPU kernels know; empty: any.
-        cuts: whether the engine can sample by top-p and top-k, and return the tokens that they kept.
+    abilities: situations that the engine meets by itself and reports.
+    serve: (checkpoint, dtype, contract, running sequences) -> Engine for the embedded host; None: not offered.
+    words: a description of the engine for a help text.
+    tells_weights: whether the server that `serve` starts has a `weights_checker` that returns weight
+        digests.
+    head_sizes: the sizes of an attention head that the engine's CPU kernels know; empty: any.
+    cuts: whether the engine can sample by top-p and top-k, and return the tokens that they kept.
     """
 
     abilities: tuple[Ability, ...] = ()

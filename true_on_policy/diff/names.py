@@ -89,8 +89,12 @@ def _qkv(part: int) -> Part:
     """Take a part of a fused projection that holds all queries, then all keys, then all values."""
 
     def split(x: Tensor, heads: Heads | None) -> Tensor:
-        found = _checked(x, heads)
-        sizes = [found.query * found.size, found.key_value * found.size, found.key_value * found.size]
+        sizes_of_heads = _checked(x, heads)
+        sizes = [
+            sizes_of_heads.query * sizes_of_heads.size,
+            sizes_of_heads.key_value * sizes_of_heads.size,
+            sizes_of_heads.key_value * sizes_of_heads.size,
+        ]
         return x.split(sizes, dim=-1)[part]
 
     return split
@@ -100,9 +104,13 @@ def _grouped_qkv(part: int) -> Part:
     """Take a part of a fused projection that holds, for each key-value head, its queries, its key and its value."""
 
     def split(x: Tensor, heads: Heads | None) -> Tensor:
-        found = _checked(x, heads)
-        groups = x.unflatten(-1, (found.key_value, -1))
-        sizes = [found.query // found.key_value * found.size, found.size, found.size]
+        sizes_of_heads = _checked(x, heads)
+        groups = x.unflatten(-1, (sizes_of_heads.key_value, -1))
+        sizes = [
+            sizes_of_heads.query // sizes_of_heads.key_value * sizes_of_heads.size,
+            sizes_of_heads.size,
+            sizes_of_heads.size,
+        ]
         return groups.split(sizes, dim=-1)[part].flatten(-2)
 
     return split
@@ -138,12 +146,12 @@ class Pattern:
 
     @property
     def part(self) -> str | None:
-        return found[1] if (found := re.search(r"\[([^]]*)\]$", self.text)) else None
+        return match[1] if (match := re.search(r"\[([^]]*)\]$", self.text)) else None
 
     def layer(self, name: str) -> str | None:
         """Return the number of the layer if `name` matches ("" for a pattern without a layer), else None."""
-        found = _expression(self.text).fullmatch(name)
-        return None if found is None else "".join(found.groups()[:1])
+        match = _expression(self.text).fullmatch(name)
+        return None if match is None else "".join(match.groups()[:1])
 
     def named(self, layer: str) -> str:
         return self.text.replace("*", layer)
@@ -162,9 +170,8 @@ def _expression(pattern: str) -> re.Pattern[str]:
 class Renaming:
     """A renaming turns the names of one side into common names.
 
-    Attributes:
-        patterns: pairs of a pattern of this side and its common name; None leaves the name out.
-        rest: whether a name without a pattern keeps its spelling; otherwise it is left out.
+    patterns: pairs of a pattern of this side and its common name; None leaves the name out.
+    rest: whether a name without a pattern keeps its spelling; otherwise it is left out.
     """
 
     patterns: tuple[tuple[Pattern, Pattern | None], ...] = ()
@@ -172,21 +179,20 @@ class Renaming:
 
     def of(self, name: str) -> tuple[tuple[str, str | None], ...]:
         """Return the common names of a tensor, each with its part of the tensor; empty if the tensor is left out."""
-        found = [(pattern, common, layer) for pattern, common in self.patterns
+        matching = [(pattern, common, layer) for pattern, common in self.patterns
                  if (layer := pattern.layer(name)) is not None]  # fmt: skip
-        if not found:
+        if not matching:
             return ((name, None),) if self.rest else ()
-        return tuple((common.named(layer), pattern.part) for pattern, common, layer in found if common)
+        return tuple((common.named(layer), pattern.part) for pattern, common, layer in matching if common)
 
 
 @dataclass(frozen=True)
 class Correspondence:
     """A correspondence pairs the names of two sides.
 
-    Attributes:
-        a, b: the renaming of each side.
-        regroup: whether shapes may differ in how dimensions group the values: [tokens, width] in one framework is
-            [tokens, 1, heads, head size] in another.
+    a, b: the renaming of each side.
+    regroup: whether shapes may differ in how dimensions group the values: [tokens, width] in one framework is
+        [tokens, 1, heads, head size] in another.
     """
 
     a: Renaming
@@ -197,12 +203,12 @@ class Correspondence:
 def correspondence(a: Iterable[str], b: Iterable[str], file: Path | None = None) -> Correspondence:
     """Pair names by `file` if given, else by `points` between two frameworks, else each name with itself."""
     if file is not None:
-        found, names = _from_file(file), list(a)
-        left_out = [pattern for pattern, other in found.b.patterns if other is None]
-        lines = [(pattern, names) for pattern, _ in found.a.patterns] + [(pattern, list(b)) for pattern in left_out]
+        pairing, names = _from_file(file), list(a)
+        left_out = [pattern for pattern, other in pairing.b.patterns if other is None]
+        lines = [(pattern, names) for pattern, _ in pairing.a.patterns] + [(pattern, list(b)) for pattern in left_out]
         if not any(pattern.layer(name) is not None for pattern, held in lines for name in held):
             raise RecordError(f"--map {file}: no line names a tensor of A, such as {', '.join(sorted(names)[:3])}")
-        return found
+        return pairing
     frameworks = framework(a), framework(b)
     if None in frameworks or frameworks[0] == frameworks[1]:
         unchanged = Renaming(tuple((Pattern(name), None) for name in sorted(BOOKKEEPING)))
@@ -217,7 +223,9 @@ def correspondence(a: Iterable[str], b: Iterable[str], file: Path | None = None)
 def framework(names: Iterable[str]) -> str | None:
     """Return the framework that the module names belong to, by SIGNATURES; None where no signature occurs."""
     names = list(names)
-    return next((name for name, sign in SIGNATURES.items() if any(sign in found for found in names)), None)
+    return next(
+        (name for name, sign in SIGNATURES.items() if any(sign in name_of_module for name_of_module in names)), None
+    )
 
 
 def regrouped(a: Shaped[Tensor, "..."], b: Shaped[Tensor, "..."]) -> Shaped[Tensor, "..."]:

@@ -124,8 +124,13 @@ def engine_and_trainer(dump: Recording) -> tuple[Recording, Recording]:
     if (mask := getattr(values[0], "mask", None)) is not None:
         if not mask.any():
             raise RecordError(f"{dump.path}: the loss mask of the dump leaves every token out")
-        values, masked = [replace(one, log_probs=one.log_probs.where(mask, 0)) for one in values], int((~mask).sum())
-    engine, trainer = (Recording(dump.path, (Entry(Key(LOG_PROBS), lambda one=one: one),), masked) for one in values)
+        values, masked = (
+            [replace(record, log_probs=record.log_probs.where(mask, 0)) for record in values],
+            int((~mask).sum()),
+        )
+    engine, trainer = (
+        Recording(dump.path, (Entry(Key(LOG_PROBS), lambda record=record: record),), masked) for record in values
+    )
     return engine, trainer
 
 
@@ -288,8 +293,8 @@ def _known(tensor: Tensor | Stored | Opaque, file: Path) -> Tensor:
 def _tensors(value: Any, name: str = "") -> Iterator[tuple[str, Tensor | Stored | Opaque]]:
     """Yield every tensor and list of numbers of nested dicts and lists, and what may be a tensor of another kind."""
     if _are_numbers(value):
-        kind = torch.int64 if all(isinstance(one, int) for one in value) else torch.float64
-        value = torch.tensor([math.nan if one is None else one for one in value], dtype=kind)
+        kind = torch.int64 if all(isinstance(number, int) for number in value) else torch.float64
+        value = torch.tensor([math.nan if number is None else number for number in value], dtype=kind)
     if isinstance(value, Tensor | Stored | Opaque):
         yield name, value
         return
@@ -381,8 +386,10 @@ def host_samples(value: Any) -> Samples | None:
     columns, samples = value.get("rollout_data"), value.get("samples")
     if isinstance(columns, dict) and isinstance(columns.get("tokens"), list):
         return _rows(columns)
-    known = isinstance(samples, list) and all(isinstance(one, dict) and "tokens" in one for one in samples)
-    return samples if known and samples else None
+    are_samples = isinstance(samples, list) and all(
+        isinstance(sample, dict) and "tokens" in sample for sample in samples
+    )
+    return samples if are_samples and samples else None
 
 
 def _rows(columns: Mapping[str, Any]) -> Samples:
@@ -416,8 +423,8 @@ def log_prob_records(samples: Samples) -> Iterator[tuple[str, LogProbRecord]]:
 
 
 def _record(name: str, samples: Samples) -> LogProbRecord:
-    tokens = [_response(one) for one in samples]
-    given = [tensor_of(one.get(name)) for one in samples]
+    tokens = [_response(sample) for sample in samples]
+    given = [tensor_of(sample.get(name)) for sample in samples]
     log_probs = [
         [None] * len(response) if values is None else _plain(values)
         for values, response in zip(given, tokens, strict=True)
@@ -445,7 +452,7 @@ def _response(sample: Mapping[str, Any]) -> list[int]:
 
 def _mask(samples: Samples, responses: Sequence[Sequence[int]]) -> Tensor:
     """Return which tokens of the responses a host trains on: all of a sample without a mask."""
-    given = [next((one[name] for name in MASKS if one.get(name) is not None), None) for one in samples]
+    given = [next((sample[name] for name in MASKS if sample.get(name) is not None), None) for sample in samples]
     masks = [[1] * len(tokens) if mask is None else _plain(mask) for mask, tokens in zip(given, responses, strict=True)]
     if [*map(len, masks)] != [*map(len, responses)]:
         raise RecordError(f"loss masks of {[*map(len, masks)]} values for responses of {[*map(len, responses)]} tokens")

@@ -34,8 +34,7 @@ DIVERGED: Mapping[str, Status] = {"bytes": "different", "dtype": "other dtype", 
 class Row:
     """The outcome for one tensor, which both sides recorded or only one side.
 
-    Attributes:
-        detail: why the tensor was not compared; EMPTY where both sides are equal and hold no value.
+    detail: why the tensor was not compared; EMPTY where both sides are equal and hold no value.
     """
 
     key: Key
@@ -57,13 +56,12 @@ class Row:
 class Report:
     """The report of comparing two recordings.
 
-    Attributes:
-        rows: one row a tensor, in execution order of A; tensors that A lacks come last.
-        left_out: how many tensors of either side have no counterpart by the table of frameworks or the map.
-        no_tensors: how many pairs of recorded values are not tensors.
-        no_rows: how many tensors were not compared by token, since neither side has one row for each token.
-        tokens: how many pairs of tokens were compared; None where tensors were not matched by token.
-        masked: how many tokens of a host's dump its loss mask leaves out.
+    rows: one row a tensor, in execution order of A; tensors that A lacks come last.
+    left_out: how many tensors of either side have no counterpart by the table of frameworks or the map.
+    no_tensors: how many pairs of recorded values are not tensors.
+    no_rows: how many tensors were not compared by token, since neither side has one row for each token.
+    tokens: how many pairs of tokens were compared; None where tensors were not matched by token.
+    masked: how many tokens of a host's dump its loss mask leaves out.
     """
 
     a: Path
@@ -148,7 +146,7 @@ def compare_log_probs(a: LogProbRecord, b: LogProbRecord, key: Key = LOG_PROBS_K
     mismatch = first_mismatch(left, right, a.cu_seqlens)
     if mismatch is None and missing.any():
         where = coordinate(int(missing.int().argmax()), missing.shape, a.cu_seqlens)
-        lacking = [int(one.sum()) for one in absent]
+        lacking = [int(marks.sum()) for marks in absent]
         without = f"A {lacking[0]}, B {lacking[1]} of {len(a.tokens)} tokens"
         return Row(key, "not comparable", detail=f"without a log-prob: {without}; first at {list(where)}")
     return verdict(key, mismatch)

@@ -40,11 +40,10 @@ Prefix = bytes  # digest of a token and of all tokens before it
 class Token:
     """One computation of a token in a recording.
 
-    Attributes:
-        prefix: the digest of the sequence up to this token.
-        before: the digest of the sequence up to the token before.
-        forward, row: the pass, and the row of its tensors, that hold the token.
-        sequence, position: the place of the token in its recording, for messages.
+    prefix: the digest of the sequence up to this token.
+    before: the digest of the sequence up to the token before.
+    forward, row: the pass, and the row of its tensors, that hold the token.
+    sequence, position: the place of the token in its recording, for messages.
     """
 
     prefix: Prefix
@@ -75,10 +74,10 @@ class Side:
 
     @cached_property
     def by_prefix(self) -> dict[Prefix, list[Token]]:
-        found: dict[Prefix, list[Token]] = defaultdict(list)
+        tokens: dict[Prefix, list[Token]] = defaultdict(list)
         for token in self.tokens:
-            found[token.prefix].append(token)
-        return found
+            tokens[token.prefix].append(token)
+        return tokens
 
     @cached_property
     def keys(self) -> dict[Key, None]:
@@ -95,7 +94,10 @@ def compare_by_token(a: Recording, b: Recording, names: Correspondence, heads: H
     Raises:
         RecordError: a recording does not tell which row is which token.
     """
-    left, right = (read(one.path, partial(_side, one, naming, heads)) for one, naming in ((a, names.a), (b, names.b)))
+    left, right = (
+        read(recording.path, partial(_side, recording, naming, heads))
+        for recording, naming in ((a, names.a), (b, names.b))
+    )
     pairs = _pairs(left, right)
     both = dict.fromkeys((*left.keys, *right.keys))
     keys = [
@@ -226,10 +228,10 @@ def _unmatched(side: Side, other: Side, status: Status) -> list[Row]:
 
     The last token of a sequence may be missing, unless the other side computed another token in its place.
     """
-    known, followed = other.by_prefix, {token.before for token in side.tokens}
+    prefixes, followed = other.by_prefix, {token.before for token in side.tokens}
     replaced = {token.before for token in other.tokens if token.prefix not in side.by_prefix}
-    missed = [token for token in side.tokens if token.prefix not in known]
-    alone = [t for t in missed if t.prefix in followed or t.before not in known or t.before in replaced]
+    missed = [token for token in side.tokens if token.prefix not in prefixes]
+    alone = [t for t in missed if t.prefix in followed or t.before not in prefixes or t.before in replaced]
     if not alone:
         return []
     first = alone[0]

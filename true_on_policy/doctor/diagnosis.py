@@ -44,8 +44,8 @@ def checks(contract: GpuContract, scored: bool) -> tuple[Check, ...]:
     cases = (contract.backend, f"trainer {contract.trainer_gemm}", f"engine {contract.engine_gemm}")
     cases += ("prefilled" if scored else "decoded",)
     words = _words(contract)
-    found = (setting.check(cases, words) for setting in SETTINGS)
-    return (*(check for check in found if check), *_variables(contract))
+    of_settings = (setting.check(cases, words) for setting in SETTINGS)
+    return (*(check for check in of_settings if check), *_variables(contract))
 
 
 def _words(contract: GpuContract) -> dict[str, str]:
@@ -80,9 +80,8 @@ def _variables(contract: GpuContract) -> Iterator[Check]:
 class Row:
     """A row of the doctor: a check, its verdict and what each side shows.
 
-    Attributes:
-        trainer, engine: the value of each side, or in brackets why the value was not seen.
-        how: `observed` or `configured` for each side that has a value, once where both are alike.
+    trainer, engine: the value of each side, or in brackets why the value was not seen.
+    how: `observed` or `configured` for each side that has a value, once where both are alike.
     """
 
     check: Check
@@ -214,17 +213,17 @@ def _engine(url: str | None, path: Path | None) -> Observation:
     """Observe the engine over HTTP where a URL is given, and from inside where a dump is given."""
     if url is not None:
         tell(f"asking {url} for a few tokens")
-    told = Observation({}, {ALL: "no --engine"}) if url is None else observe_engine(url)
+    over_http = Observation({}, {ALL: "no --engine"}) if url is None else observe_engine(url)
     if path is None:
-        return Observation(told.settings, {ALL: NOT_OVER_HTTP, **told.unseen}, told.configured)
-    return joined(told, load_engine(path, url))
+        return Observation(over_http.settings, {ALL: NOT_OVER_HTTP, **over_http.unseen}, over_http.configured)
+    return joined(over_http, load_engine(path, url))
 
 
 # Rows that both HTTP and the dump report, spelled alike.
 TOLD_TWICE = (VERSION, "tensor parallel")
 
 
-def joined(told: Observation, inside: Observation) -> Observation:
+def joined(over_http: Observation, inside: Observation) -> Observation:
     """Join what a server tells over HTTP with what its processes wrote; the file wins where both have a row.
 
     A row of TOLD_TWICE in which server and file differ is marked split: another server wrote the file.
@@ -232,12 +231,13 @@ def joined(told: Observation, inside: Observation) -> Observation:
     other = [
         name
         for name in TOLD_TWICE
-        if name in told.settings and told.settings[name] != inside.settings.get(name, told.settings[name])
+        if name in over_http.settings
+        and over_http.settings[name] != inside.settings.get(name, over_http.settings[name])
     ]
-    twice = {name: f"{inside.settings[name]} in the file; {told.settings[name]} over HTTP" for name in other}
+    twice = {name: f"{inside.settings[name]} in the file; {over_http.settings[name]} over HTTP" for name in other}
     return Observation(
-        {**told.settings, **inside.settings, **twice},
-        {**inside.unseen, **told.unseen},
-        (*(set(told.configured) - inside.settings.keys()), *inside.configured),
+        {**over_http.settings, **inside.settings, **twice},
+        {**inside.unseen, **over_http.unseen},
+        (*(set(over_http.configured) - inside.settings.keys()), *inside.configured),
         (*inside.split, *other),
     )

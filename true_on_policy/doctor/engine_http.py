@@ -48,14 +48,14 @@ def observe_engine(url: str) -> Observation:
     return Observation(settings, unseen, configured)
 
 
-def _told(told: Any) -> dict[str, str]:
-    settings = {row: _plain(name, told[name]) for row, name in OF_SERVER.items() if name in told}
+def _told(info: Any) -> dict[str, str]:
+    settings = {row: _plain(name, info[name]) for row, name in OF_SERVER.items() if name in info}
     settings.setdefault("contract", "not in this release")
-    if phases := told.get("cuda_graph_config"):
+    if phases := info.get("cuda_graph_config"):
         settings["CUDA graph"] = ", ".join(
             f"{name} {_plain('backend', phase['backend'])}" for name, phase in phases.items()
         )
-    names = {told.get(name) or told.get("attention_backend") for name in ATTENTION}
+    names = {info.get(name) or info.get("attention_backend") for name in ATTENTION}
     return settings | {"attention": " and ".join(sorted(_plain("attention", name) for name in names))}
 
 
@@ -123,11 +123,11 @@ class _Client:
         self.url = url
 
     def server_info(self) -> dict[str, str]:
-        told = self._ask("/server_info")
+        info = self._ask("/server_info")
         with reading(f"{self.url}/server_info", "SGLang"):
-            if "version" not in told:
+            if "version" not in info:
                 raise EngineError("not an answer of SGLang")
-            return _told(told)
+            return _told(info)
 
     def generate(self, prompts: Sequence[Sequence[int]], seed: int | None = None) -> list[Answer]:
         """Generate LENGTH tokens for each prompt: greedily without a seed, at temperature 1 with a seed."""
@@ -159,21 +159,21 @@ class _Client:
 def _sampled(prompt: Sequence[int], answer: Any) -> Answer:
     meta = answer["meta_info"]
     check_counts(meta, len(prompt), LENGTH)
-    found = sglang_rows(list_of(meta["output_token_logprobs"], LENGTH, TOKENS))
-    if answer.get("output_ids", [*found[0]]) != [*found[0]]:
+    rows = sglang_rows(list_of(meta["output_token_logprobs"], LENGTH, TOKENS))
+    if answer.get("output_ids", [*rows[0]]) != [*rows[0]]:
         raise EngineError("log-probs of other tokens than were sampled")
-    return found
+    return rows
 
 
 def _scored(sequence: Sequence[int], answer: Any) -> Answer:
     meta = answer["meta_info"]
     check_counts(meta, len(sequence))
     (_, first, *_), *rows = list_of(meta["input_token_logprobs"], len(sequence), TOKENS)
-    told, log_probs = sglang_rows(rows)
+    later, log_probs = sglang_rows(rows)
     # SGLang reports the last id of its vocabulary as 0.
     if any(
-        found != token and (found or token != max(sequence))
-        for found, token in zip((first, *told), sequence, strict=True)
+        scored != token and (scored or token != max(sequence))
+        for scored, token in zip((first, *later), sequence, strict=True)
     ):
         raise EngineError("log-probs of other tokens than were asked for")
     return tuple(sequence[1:]), log_probs

@@ -150,10 +150,10 @@ class _Wire:
 
     def cut(self) -> None:
         self._is_cut = True
-        for one in (*self._sockets, self.connection.sock):
-            if one is not None:
+        for connected in (*self._sockets, self.connection.sock):
+            if connected is not None:
                 with suppress(OSError):
-                    one.shutdown(SHUT_RDWR)
+                    connected.shutdown(SHUT_RDWR)
         self.connection.close()
 
 
@@ -188,12 +188,12 @@ def _within(seconds: float, work: Callable[[], T]) -> T:
 def _body(where: str, response: client.HTTPResponse, limit: int) -> bytes:
     """Read the body of an answer."""
     if not 200 <= response.status < 300:
-        told = b""
+        answer = b""
         with suppress(client.HTTPException):
-            told = _read(response, TOLD)
+            answer = _read(response, TOLD)
         target = response.getheader("Location")
         hint = f"redirects to {target[:TOLD]}; name the engine's own address: " if target else ""
-        raise EngineError(f"{where} answered {response.status}: {hint}{told.decode(errors='replace')}")
+        raise EngineError(f"{where} answered {response.status}: {hint}{answer.decode(errors='replace')}")
     packing = response.getheader("Content-Encoding", "identity")
     if packing != "identity":
         raise EngineError(f"{where} answers in {packing[:TOLD]}, which nobody asked for")

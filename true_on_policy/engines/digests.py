@@ -27,10 +27,9 @@ _TEXT = re.compile(
 class Digest:
     """A digest identifies the dtype, the shape and the bytes of a tensor.
 
-    Attributes:
-        dtype: torch's name, without `torch.`.
-        shape: the sizes.
-        sha256: the SHA-256 of the bytes in row-major order, in hexadecimal.
+    dtype: torch's name, without `torch.`.
+    shape: the sizes.
+    sha256: the SHA-256 of the bytes in row-major order, in hexadecimal.
     """
 
     dtype: str
@@ -51,10 +50,10 @@ class Digest:
         Raises:
             ValueError: the text is not that of a digest.
         """
-        found = _TEXT.fullmatch(text)
-        if found is None:
+        match = _TEXT.fullmatch(text)
+        if match is None:
             raise ValueError(f"{text[:100]!r} is no digest")
-        return cls(found["dtype"], tuple(map(int, re.findall(r"\d+", found["shape"]))), found["sha256"])
+        return cls(match["dtype"], tuple(map(int, re.findall(r"\d+", match["shape"]))), match["sha256"])
 
     @property
     def text(self) -> str:

@@ -19,9 +19,8 @@ from true_on_policy.errors import EngineError as EngineError
 class Cut:
     """A cut restricts each sampled token to a part of the vocabulary, whose probabilities are renormalized.
 
-    Attributes:
-        top_p: the probability mass of the likeliest tokens that are kept, at most 1.
-        top_k: the greatest number of tokens that are kept; None sets no limit.
+    top_p: the probability mass of the likeliest tokens that are kept, at most 1.
+    top_k: the greatest number of tokens that are kept; None sets no limit.
     """
 
     top_p: float = 1.0
@@ -32,13 +31,12 @@ class Cut:
 class Request:
     """A request asks an engine to sample one sequence.
 
-    Attributes:
-        prompt: token ids, at least one.
-        length: how many tokens to sample, at most; the engine ignores the end-of-sequence token of its model.
-        seed: the seed of this sequence's random numbers, in an engine that takes a seed per request.
-        temperature: above 0; the log-probs are those of log_softmax(logits / temperature).
-        cut: the part of the vocabulary to sample from, in an engine whose record says `cuts`; None: all of it.
-        end: the token that ends a response; None where every response has `length` tokens.
+    prompt: token ids, at least one.
+    length: how many tokens to sample, at most; the engine ignores the end-of-sequence token of its model.
+    seed: the seed of this sequence's random numbers, in an engine that takes a seed per request.
+    temperature: above 0; the log-probs are those of log_softmax(logits / temperature).
+    cut: the part of the vocabulary to sample from, in an engine whose record says `cuts`; None: all of it.
+    end: the token that ends a response; None where every response has `length` tokens.
     """
 
     prompt: tuple[int, ...]
@@ -58,13 +56,12 @@ class Request:
 class Sample:
     """A sample is a request with the tokens that the engine sampled for it.
 
-    Attributes:
-        tokens: the sampled ids, until the response is over.
-        log_probs: the log-prob of each token under the distribution from which it was sampled.
-        version: the version of the weights that sampled the tokens.
-        cached: how many tokens of the prompt the engine took from its cache.
-        preempted: how often the engine dropped the request's cache and computed it again.
-        kept: for each token, the ids that the cut left to sample from; None without a cut.
+    tokens: the sampled ids, until the response is over.
+    log_probs: the log-prob of each token under the distribution from which it was sampled.
+    version: the version of the weights that sampled the tokens.
+    cached: how many tokens of the prompt the engine took from its cache.
+    preempted: how often the engine dropped the request's cache and computed it again.
+    kept: for each token, the ids that the cut left to sample from; None without a cut.
     """
 
     request: Request

@@ -46,8 +46,8 @@ def interpreter(engine: str) -> Path:
 def versions(engine: str, names: Sequence[str]) -> dict[str, str]:
     """Return the versions of packages in the engine's environment."""
     folders = [str(folder) for folder in interpreter(engine).parent.parent.glob("lib/python*/site-packages")]
-    found = {found.name: found.version for found in distributions(path=folders)}
-    return {name: found[name] for name in names}
+    installed = {installed.name: installed.version for installed in distributions(path=folders)}
+    return {name: installed[name] for name in names}
 
 
 # PYTHON and VIRTUAL_ lead Python into our environment; TRITON_INTERPRET, which our tests set, emulates a GPU.
@@ -138,9 +138,8 @@ def started(
 class Server:
     """A child process that speaks HTTP on loopback; every error quotes what the process printed.
 
-    Attributes:
-        key: the key of this run, which the server may ask of each request. It stands in no command line, because
-            every user of the machine can list these.
+    key: the key of this run, which the server may ask of each request. It stands in no command line, because
+        every user of the machine can list these.
     """
 
     def __init__(

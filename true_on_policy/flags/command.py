@@ -93,10 +93,10 @@ def check_host(args: Any, environment: Mapping[str, str] = os.environ) -> GpuCon
     """
     contract = _asked_contract(args, environment)
     asked = REFUSALS, launch_flags(contract)
-    found = faults(args, *asked)
+    lines = faults(args, *asked)
     for where, own in groups(args):
-        found += [f"{where}: {fault}" for fault in faults(own, *asked) if fault not in found]
-    refuse(found)
+        lines += [f"{where}: {fault}" for fault in faults(own, *asked) if fault not in lines]
+    refuse(lines)
     return contract
 
 
@@ -213,7 +213,7 @@ def groups(args: Any) -> Iterator[tuple[str, argparse.Namespace]]:
         return
     try:
         stated = parsed(text_of(path))
-        found = [
+        sampling = [
             (f"{path}, model {shown(model['name'])}, group {number}", _arguments(args, model, group))
             for model in stated["sglang"]
             if model["name"] != "eval"
@@ -225,7 +225,7 @@ def groups(args: Any) -> Iterator[tuple[str, argparse.Namespace]]:
             "sglang_config: %s cannot be read here (%s): the groups are not checked", path, cut(repr(error), 200)
         )
         return
-    yield from found
+    yield from sampling
 
 
 def _is_trained(args: Any, model: Mapping[str, Any], group: Mapping[str, Any]) -> bool:

@@ -25,10 +25,9 @@ FILES: dict[str, list[str]] = {owner: row["files"] for owner, row in TABLE["owne
 class Release:
     """A release whose sources were read.
 
-    Attributes:
-        owner: a key of FILES.
-        name: the release or branch, with the commit or the wheel that was read.
-        lacks: flags of a true-on-policy launch that the release lacks; its sources declare all others.
+    owner: a key of FILES.
+    name: the release or branch, with the commit or the wheel that was read.
+    lacks: flags of a true-on-policy launch that the release lacks; its sources declare all others.
     """
 
     owner: str
@@ -61,14 +60,14 @@ def check_installed(owner: str, flags: Sequence[str]) -> bool:
     Raises:
         ContractError: the installed sources lack a flag; the message names the releases that have it.
     """
-    found = installed(owner)
-    if found is None:
+    release = installed(owner)
+    if release is None:
         return False
     text = "\n".join(path.read_text(encoding="utf-8", errors="replace") for path in _sources(owner))
     for flag in flags:
         if not declares(text, flag):
             raise ContractError(
-                f"{found} has no {flag}; seen in {', '.join(releases_with(owner, flag)) or 'no release'}. "
+                f"{release} has no {flag}; seen in {', '.join(releases_with(owner, flag)) or 'no release'}. "
                 "Install that one, or launch without true-on-policy"
             )
     return True
@@ -95,11 +94,10 @@ PREFIX = "--sglang-"  # the hosts put this before SGLang's own flags
 class Flag:
     """A flag is one argument of a launch.
 
-    Attributes:
-        words: the words of the flag on the command line of Miles.
-        owner: the program that declares the flag, a key of FILES.
-        attribute: the name of the flag among the host's parsed arguments.
-        value: the value that the attribute must have.
+    words: the words of the flag on the command line of Miles.
+    owner: the program that declares the flag, a key of FILES.
+    attribute: the name of the flag among the host's parsed arguments.
+    value: the value that the attribute must have.
     """
 
     words: tuple[str, ...]
@@ -133,10 +131,9 @@ UNFUSED = (
 class Refusal:
     """A refusal names a setting of the host with which no contract holds.
 
-    Attributes:
-        attribute: the name of the setting among the host's parsed arguments; a missing attribute is allowed.
-        allowed: the values with which a contract holds.
-        why: the reason in words, and what to set.
+    attribute: the name of the setting among the host's parsed arguments; a missing attribute is allowed.
+    allowed: the values with which a contract holds.
+    why: the reason in words, and what to set.
     """
 
     attribute: str
@@ -147,20 +144,20 @@ class Refusal:
 def faults(args: Any, refusals: Iterable[Refusal], flags: Iterable[Flag]) -> list[str]:
     """List what keeps a contract from holding with a host's parsed arguments, one line each."""
     refused = [
-        f"{rule.attribute} is {found!r}: {rule.why}"
+        f"{rule.attribute} is {given!r}: {rule.why}"
         for rule in refusals
-        if (found := getattr(args, rule.attribute, rule.allowed[0])) not in rule.allowed
+        if (given := getattr(args, rule.attribute, rule.allowed[0])) not in rule.allowed
     ]
     return refused + [fault for flag in flags if (fault := _unset(args, flag))]
 
 
-def refuse(found: Iterable[str]) -> None:
+def refuse(reasons: Iterable[str]) -> None:
     """Refuse a launch whose arguments or environment have faults.
 
     Raises:
         ContractError: there is a fault; the message has one line for each fault.
     """
-    lines = "".join(f"\n  {fault}" for fault in found)
+    lines = "".join(f"\n  {fault}" for fault in reasons)
     if lines:
         raise ContractError(f"true-on-policy cannot hold:{lines}")
 
@@ -170,8 +167,8 @@ def _unset(args: Any, flag: Flag) -> str:
     if not hasattr(args, flag.attribute):
         seen = ", ".join(releases_with(flag.owner, flag.name))
         return f"{flag.attribute} is not among the host's arguments: the host has no {flag.words[0]}; seen in {seen}"
-    found = plain(getattr(args, flag.attribute))
-    return "" if found == flag.value else f"{flag.attribute} is {found!r}; launch with {words}"
+    given = plain(getattr(args, flag.attribute))
+    return "" if given == flag.value else f"{flag.attribute} is {given!r}; launch with {words}"
 
 
 def plain(value: Any) -> Any:

@@ -21,14 +21,13 @@ Proven = Literal["first", "every"]
 class BitwiseConfig:
     """The config of the watch over a run's log-probs, and of the functions that this package's hooks call.
 
-    Attributes:
-        on_difference: an OnDifference; `raise` stops the run at the next step.
-        folder: the folder for the first differing sample of each rank; None is `bitwise` in the folder of `--output`
-            (embedded host) or of `--save` (Miles and slime).
-        loss: dotted path of the policy loss that our loss calls; None is the host's own.
-        step_hook: dotted path of the before-train-step hook that our hook calls first; None is no hook.
-        weights: after which weight updates the engines' weights are compared with the trainer's, a Proven: the one
-            before the first rollout, or every; None compares none, unless the hook `prove_weights` is given.
+    on_difference: an OnDifference; `raise` stops the run at the next step.
+    folder: the folder for the first differing sample of each rank; None is `bitwise` in the folder of `--output`
+        (embedded host) or of `--save` (Miles and slime).
+    loss: dotted path of the policy loss that our loss calls; None is the host's own.
+    step_hook: dotted path of the before-train-step hook that our hook calls first; None is no hook.
+    weights: after which weight updates the engines' weights are compared with the trainer's, a Proven: the one
+        before the first rollout, or every; None compares none, unless the hook `prove_weights` is given.
     """
 
     on_difference: OnDifference = "warn"
@@ -54,8 +53,8 @@ class BitwiseConfig:
         """Return the folder for differing samples."""
         if self.folder:
             return Path(self.folder)
-        said = view(args)
-        return Path(said.get("output") or said.get("save") or ".") / "bitwise"
+        given = view(args)
+        return Path(given.get("output") or given.get("save") or ".") / "bitwise"
 
     def hook(self, name: Literal["loss", "step_hook"]) -> Callable[..., Any] | None:
         """Load the function that our hook calls; None where the key is not set.

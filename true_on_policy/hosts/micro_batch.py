@@ -33,15 +33,14 @@ LENGTHS = ("total_lengths", "response_lengths", "max_seq_lens")
 class MicroBatch:
     """The sequences of a micro-batch that have the log-probs of both sides: T tokens on this rank.
 
-    Attributes:
-        engine, trainer: the log-probs of each side.
-        valid: whether a token is in the loss mask.
-        numbers: the numbers of the sequences in the host's micro-batch.
-        tokens: the tokens of each sequence, prompt and response; every rank holds all of them.
-        loss_masks: the loss mask of each response; every rank holds all of it.
-        layout: where the responses lie on this rank.
-        flags: the numbers of compared and of different tokens, on the device.
-        copied: the flags in pinned memory, to be read after `arrival`.
+    engine, trainer: the log-probs of each side.
+    valid: whether a token is in the loss mask.
+    numbers: the numbers of the sequences in the host's micro-batch.
+    tokens: the tokens of each sequence, prompt and response; every rank holds all of them.
+    loss_masks: the loss mask of each response; every rank holds all of it.
+    layout: where the responses lie on this rank.
+    flags: the numbers of compared and of different tokens, on the device.
+    copied: the flags in pinned memory, to be read after `arrival`.
     """
 
     engine: Float[Tensor, "T"]

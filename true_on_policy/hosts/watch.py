@@ -44,9 +44,8 @@ Step = tuple[int, int]  # rollout, step
 class Totals:
     """The totals of compared and of different tokens.
 
-    Attributes:
-        ulps: how many tokens differ by each distance, by `bitwise.LABELS`.
-        without: how many sequences lack the log-probs of one side.
+    ulps: how many tokens differ by each distance, by `bitwise.LABELS`.
+    without: how many sequences lack the log-probs of one side.
     """
 
     compared: int = 0
@@ -68,11 +67,10 @@ class Totals:
 class Difference:
     """A difference is the first token of a micro-batch that differs, with the counts of the micro-batch.
 
-    Attributes:
-        number: the number of the micro-batch among the micro-batches that are read together.
-        mismatch: the mismatch of the valid tokens; its coordinate counts valid tokens alone.
-        sequence: the number of the sequence in `batch`, which holds only compared sequences.
-        position: of the token in its response.
+    number: the number of the micro-batch among the micro-batches that are read together.
+    mismatch: the mismatch of the valid tokens; its coordinate counts valid tokens alone.
+    sequence: the number of the sequence in `batch`, which holds only compared sequences.
+    position: of the token in its response.
     """
 
     number: int
@@ -103,20 +101,19 @@ class Difference:
 class Comparison:
     """The comparison that watches one process of the trainer.
 
-    Attributes:
-        step: the step of the micro-batches compared now; None until the step hook has been called.
-        pending: the micro-batches whose flags have not been read.
-        totals: the totals of all flags that were read.
-        written: the folder of the only sample that this rank writes; None until then.
-        told: whether the log has already said that all log-probs are equal.
-        latest: the host's arguments and the config of the latest call of `record`.
+    step: the step of the micro-batches compared now; None until the step hook has been called.
+    pending: the micro-batches whose flags have not been read.
+    totals: the totals of all flags that were read.
+    written: the folder of the only sample that this rank writes; None until then.
+    is_told: whether the log has already said that all log-probs are equal.
+    latest: the host's arguments and the config of the latest call of `record`.
     """
 
     step: Step | None = None
     pending: list[MicroBatch] = field(default_factory=list)
     totals: Totals = field(default_factory=Totals)
     written: Path | None = None
-    told: bool = False
+    is_told: bool = False
     latest: tuple[Any, BitwiseConfig] | None = None
 
     def record(self, batch: MicroBatch, args: Any, config: BitwiseConfig) -> None:
@@ -154,9 +151,9 @@ class Comparison:
         """
         ended, self.step = self.step, step
         pending, self.pending = self.pending, []
-        found = self._read(pending, args, config, ended)
+        differs = self._read(pending, args, config, ended)
         if config.on_difference == "raise":
-            self._stop(config, _anywhere(found), ended)
+            self._stop(config, _anywhere(differs), ended)
 
     def at_exit(self) -> None:
         """Read the pending flags when the process exits, and log the totals; an exception is logged and not raised."""
@@ -191,8 +188,8 @@ class Comparison:
         """Log differences each time, and once that all log-probs are equal."""
         if totals.different:
             logger.warning("%s: %s (%s)", _where(step), totals, described(args))
-        elif totals.compared and not self.told:
-            self.told, equal = True, "%s: %d log-probs, all bitwise equal (%s)"
+        elif totals.compared and not self.is_told:
+            self.is_told, equal = True, "%s: %d log-probs, all bitwise equal (%s)"
             logger.info(equal, _where(step), totals.compared, described(args))
 
     def _show(self, first: Difference, args: Any, config: BitwiseConfig, step: Step | None) -> None:
@@ -211,8 +208,8 @@ class Comparison:
         self.written = folder
         logger.warning("written; compare with: python -m true_on_policy diff %s %s", *files)
 
-    def _stop(self, config: BitwiseConfig, found: bool, step: Step | None) -> None:
-        if found and config.on_difference == "raise":
+    def _stop(self, config: BitwiseConfig, differs: bool, step: Step | None) -> None:
+        if differs and config.on_difference == "raise":
             where = f"in {self.written}" if self.written else "told of in the log of the rank that saw it"
             raise DifferenceError(
                 f"{_where(step)}: rollout and trainer log-probs were to be bitwise equal and are not "
@@ -221,9 +218,9 @@ class Comparison:
 
 
 def _at_exit(comparison: weakref.ref[Comparison]) -> None:
-    found = comparison()
-    if found is not None:
-        found.at_exit()
+    alive = comparison()
+    if alive is not None:
+        alive.at_exit()
 
 
 def described(args: Any) -> str:
@@ -246,13 +243,13 @@ def own_rank() -> int:
     return dist.get_rank() if dist.is_initialized() else 0
 
 
-def _anywhere(found: bool) -> bool:
+def _anywhere(differs: bool) -> bool:
     """Whether any rank found a difference; every rank must ask, pipeline stages without log-probs too."""
     if not dist.is_initialized():
-        return found
+        return differs
     on_gpu = torch.cuda.is_available() and dist.get_backend() != "gloo"
     device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
-    flag = to_device([int(found)], device)
+    flag = to_device([int(differs)], device)
     dist.all_reduce(flag, op=dist.ReduceOp.MAX)
     copy = to_host(flag)
     Arrival.of_copies_from(flag).wait()

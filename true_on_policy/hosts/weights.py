@@ -83,12 +83,11 @@ def _reloads_later(args: Mapping[str, Any]) -> bool:
 class Proof:
     """The proof of one trainer process, which is collective over the trainer's ranks.
 
-    Attributes:
-        package: the host's, in which its conversion to Hugging Face's names is found.
-        before: what each engine held before the latest update; on rank 0 alone.
-        due: whether an update is to be proven and is not yet.
-        proven: whether an update was compared.
-        sent: how many updates have reached the engines.
+    package: the host's, in which its conversion to Hugging Face's names is found.
+    before: what each engine held before the latest update; on rank 0 alone.
+    due: whether an update is to be proven and is not yet.
+    proven: whether an update was compared.
+    sent: how many updates have reached the engines.
     """
 
     config: BitwiseConfig
@@ -120,21 +119,21 @@ class Proof:
         self.due, self.proven = False, True
         weights, before = _named(actor, ACTOR, self.package), self.before
         self.before = now = _on_rank_0(lambda: _of_engines(actor), [])
-        found = _on_rank_0(lambda: [against(parts, weights) for parts in now], [])
-        first = next((number for number, one in enumerate(found) if not one.equal), None)
+        comparisons = _on_rank_0(lambda: [against(parts, weights) for parts in now], [])
+        first = next((number for number, comparison in enumerate(comparisons) if not comparison.equal), None)
         update = f"weights of version {actor.weight_updater.weight_version}"
         if _shared(first) is None:
             if own_rank() == 0:
-                logger.info("%s, %d engines: %s", update, len(found), found[0])
+                logger.info("%s, %d engines: %s", update, len(comparisons), comparisons[0])
             return
         reference = self._reference(actor)
-        said = ""
+        message = ""
         if first is not None:
-            equals = _equals(found[first], before[first] if first < len(before) else (), now[first], reference)
-            said = f"{update}, engine {first}: {found[first].summary}{equals}"
-            logger.warning("%s", said)
+            equals = _equals(comparisons[first], before[first] if first < len(before) else (), now[first], reference)
+            message = f"{update}, engine {first}: {comparisons[first].summary}{equals}"
+            logger.warning("%s", message)
         if self.config.on_difference == "raise":
-            raise DifferenceError(f"{_shared(said)} (bitwise.weights, with bitwise.on_difference: raise)")
+            raise DifferenceError(f"{_shared(message)} (bitwise.weights, with bitwise.on_difference: raise)")
 
     def _reference(self, actor: Any) -> dict[str, Tensor] | None:
         """Gather the reference's weights, where the host keeps them. Collective."""
@@ -143,25 +142,24 @@ class Proof:
 
 
 def _equals(
-    found: Comparison, before: Sequence[Part], now: Sequence[Part], reference: Mapping[str, Tensor] | None
+    comparison: Comparison, before: Sequence[Part], now: Sequence[Part], reference: Mapping[str, Tensor] | None
 ) -> str:
     """Tell whose weights an engine holds wherever it does not hold the trainer's; empty where that is not known."""
     held = {(name, part.place): digest for part in now for name, digest in part.digests.items()}
     earlier = {(name, part.place): digest for part in before for name, digest in part.digests.items()}
-    known = []
-    if all(earlier.get(place) == held.get(place, "") for place in found.places):
-        known.append("what it held before this update")
-    if reference is not None and found.places <= held.keys() - against(now, reference).places:
-        known.append("the reference's weights (--ref-load)")
-    return f"; where they differ, the engine holds {' and '.join(known)}" if known else ""
+    holders = []
+    if all(earlier.get(place) == held.get(place, "") for place in comparison.places):
+        holders.append("what it held before this update")
+    if reference is not None and comparison.places <= held.keys() - against(now, reference).places:
+        holders.append("the reference's weights (--ref-load)")
+    return f"; where they differ, the engine holds {' and '.join(holders)}" if holders else ""
 
 
 @dataclass(frozen=True)
 class Updater:
     """The trainer's attribute `weight_updater`: once it is set, each of its updates is proven.
 
-    Attributes:
-        deferred: whether engines read the weights only after the update.
+    deferred: whether engines read the weights only after the update.
     """
 
     proof: Proof
@@ -199,10 +197,10 @@ def _named(actor: Any, tag: str, package: str) -> dict[str, Tensor]:
     kept, updater = actor.weights_backuper, actor.weight_updater
     # Miles keeps no copy where nothing else is ever loaded into the model.
     local = kept.get(tag) if tag in kept.backup_tags else dict(kept._source_getter())
-    said = {"model_name": updater.model_name, "quantization_config": updater.quantization_config}
+    settings = {"model_name": updater.model_name, "quantization_config": updater.quantization_config}
     named: dict[str, Tensor] = {}
     # On every rank: each chunk is gathered over the ranks.
-    for chunk in create(actor.args, actor.model, **said).get_hf_weight_chunks(local):
+    for chunk in create(actor.args, actor.model, **settings).get_hf_weight_chunks(local):
         if own_rank() == 0:
             named |= {name: tensor.detach().to("cpu", copy=True) for name, tensor in chunk}
     return named
@@ -230,10 +228,10 @@ def _on_rank_0(work: Callable[[], R], elsewhere: R) -> R:
     return together("bitwise.weights", work if own_rank() == 0 else lambda: elsewhere)
 
 
-def _shared(said: R) -> R:
+def _shared(value: R) -> R:
     """Return what rank 0 says. Collective."""
     if not dist.is_initialized():
-        return said
-    held = [said]
+        return value
+    held = [value]
     dist.broadcast_object_list(held, src=0)
     return held[0]

@@ -44,10 +44,10 @@ def settings() -> dict[str, str]:
 
 def pin(contract: GpuContract) -> Undo:
     switches = _switches(imported("deep_gemm", "DeepGEMM"))
-    found = [get() for _, get in switches]
+    states = [get() for _, get in switches]
 
     def undo() -> None:
-        for (turn, _), before in zip(switches, found, strict=True):
+        for (turn, _), before in zip(switches, states, strict=True):
             turn(before)
 
     try:

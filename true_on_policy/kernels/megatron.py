@@ -134,7 +134,7 @@ def _te_functions() -> list[Held]:
     if not has_te():
         return []
     root, _ = (imported(module, "Megatron-core, Transformer Engine") for module in (TE_ROOT, TE_WRAPPER))
-    found = held_by((TE, TE_WRAPPER))
+    originals = held_by((TE, TE_WRAPPER))
     if hasattr(root, "RMSNorm"):
-        found.append(Held(root.RMSNorm, "forward", vars(root.RMSNorm).get("forward", MISSING)))
-    return found
+        originals.append(Held(root.RMSNorm, "forward", vars(root.RMSNorm).get("forward", MISSING)))
+    return originals

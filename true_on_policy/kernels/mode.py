@@ -37,8 +37,8 @@ def registration(operator: str, key: str) -> str:
 
 def holder(operator: str, key: str) -> str | None:
     """Return the Python file that overrides an operator; None where the kernel is torch's own, in C++ or Python."""
-    found = re.search(r"registered at (.+\.py):\d+", registration(operator, key))
-    return None if found is None or OWN in Path(found[1]).parents else found[1]
+    match = re.search(r"registered at (.+\.py):\d+", registration(operator, key))
+    return None if match is None or OWN in Path(match[1]).parents else match[1]
 
 
 def described(operator: str, key: str) -> str:
@@ -100,14 +100,14 @@ def switch_on(mode: Mode, enable: Callable[[], None], disable: Callable[[], None
             library failed or enabled only a part of the mode, which is then undone.
     """
     module, key = load(mode), accelerator_key()
-    found = _holders(key)
-    for name, file in found.items():
+    holders = _holders(key)
+    for name, file in holders.items():
         if file not in (None, module.__file__):
             raise PinError(
                 f"{mode.library}: aten::{name} is overridden already by {file}. Two batch-invariant modes in one "
                 "process override each other: leave the first before you pin"
             )
-    held, flag = [name for name in SHARED if found[name]], module.is_batch_invariant_mode_enabled()
+    held, flag = [name for name in SHARED if holders[name]], module.is_batch_invariant_mode_enabled()
     if flag and len(held) == len(SHARED):
         return lambda: None
     if flag or held:
@@ -123,9 +123,9 @@ def switch_on(mode: Mode, enable: Callable[[], None], disable: Callable[[], None
             enable()
         _check(module, key)
     except Exception as error:
-        _switch_off(mode, disable, found, key)
+        _switch_off(mode, disable, holders, key)
         raise PinError(f"{mode.library}: the batch-invariant mode cannot be enabled ({error})") from error
-    return lambda: _switch_off(mode, disable, found, key)
+    return lambda: _switch_off(mode, disable, holders, key)
 
 
 def _holders(key: str) -> dict[str, str | None]:
@@ -140,8 +140,8 @@ def _check(module: ModuleType, key: str) -> None:
             raise RuntimeError(f"aten::{name} runs {described(name, key)} on {key}")
 
 
-def _switch_off(mode: Mode, disable: Callable[[], None], found: dict[str, str | None], key: str) -> None:
+def _switch_off(mode: Mode, disable: Callable[[], None], holders: dict[str, str | None], key: str) -> None:
     disable()
     for name, file in _holders(key).items():
-        if file != found[name]:
+        if file != holders[name]:
             raise PinError(f"{mode.library}: undoing the mode leaves aten::{name} to {file or 'the stock kernel'}")

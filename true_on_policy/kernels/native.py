@@ -52,8 +52,8 @@ def find_compiler() -> str:
     Raises:
         PinError: none of them is installed.
     """
-    found = (shutil.which(name) for name in (os.environ.get("CC", "cc"), "cc", "gcc", "clang"))
-    compiler = next(filter(None, found), None)
+    paths = (shutil.which(name) for name in (os.environ.get("CC", "cc"), "cc", "gcc", "clang"))
+    compiler = next(filter(None, paths), None)
     if compiler is None:
         raise PinError("contract.backend: 'native' needs a C compiler and none was found; install gcc or clang")
     return compiler

@@ -28,10 +28,9 @@ LOSSY = (True, "tf32", "bf16", "high", "medium")
 class Switch:
     """A switch is one place where torch allows TF32.
 
-    Attributes:
-        get, put: read and write the switch; `get` raises AttributeError or RuntimeError where this torch lacks it or
-            cannot tell its value.
-        full: the value that forbids TF32.
+    get, put: read and write the switch; `get` raises AttributeError or RuntimeError where this torch lacks it or
+        cannot tell its value.
+    full: the value that forbids TF32.
     """
 
     name: str
@@ -75,14 +74,14 @@ def pin() -> Undo:
     Raises:
         PinError: a switch still allows TF32. Every switch is restored first.
     """
-    found = _found()
+    states = _found()
 
     def undo() -> None:
-        for switch, value in found:
+        for switch, value in states:
             switch.put(value)
 
     try:
-        for switch, _ in found:
+        for switch, _ in states:
             switch.put(switch.full)
         if (allowed := settings()["torch: TF32 allowed by"]) != "nothing":
             raise RuntimeError(f"still allowed by {allowed}")

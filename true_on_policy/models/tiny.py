@@ -145,12 +145,12 @@ def weights_hash(checkpoint: Path) -> str:
     Files that hold equal weights have one hash, whichever release of safetensors wrote them.
     """
     weights = read_weights(checkpoint)
-    told = hashlib.sha256()
+    digest = hashlib.sha256()
     for name in sorted(weights):
         weight = weights[name].contiguous()
-        told.update(f"{name} {weight.dtype} {tuple(weight.shape)}\n".encode())
-        told.update(weight.view(torch.uint8).numpy().tobytes())
-    return told.hexdigest()
+        digest.update(f"{name} {weight.dtype} {tuple(weight.shape)}\n".encode())
+        digest.update(weight.view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
 
 
 def read_config(checkpoint: Path) -> Any:

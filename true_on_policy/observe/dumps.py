@@ -42,10 +42,9 @@ class DumpError(TrueOnPolicyError):
 class Process:
     """One process of a side.
 
-    Attributes:
-        rank, ranks: the rank of the process, and how many ranks its side has.
-        url: the URL of the server that the process is a part of; empty where the process serves nothing.
-        host, pid: the machine of the process, and its process id there.
+    rank, ranks: the rank of the process, and how many ranks its side has.
+    url: the URL of the server that the process is a part of; empty where the process serves nothing.
+    host, pid: the machine of the process, and its process id there.
     """
 
     rank: int = 0

@@ -39,11 +39,10 @@ ALL = "*"  # in `unseen`: no row of this side could be observed
 class Observation:
     """An observation says what one side runs.
 
-    Attributes:
-        settings: the value of each row, by the row's name.
-        unseen: why a row could not be observed, by the row's name.
-        configured: rows whose value was read from an argument or a variable, and not seen at work.
-        split: rows in which the processes of this side differ.
+    settings: the value of each row, by the row's name.
+    unseen: why a row could not be observed, by the row's name.
+    configured: rows whose value was read from an argument or a variable, and not seen at work.
+    split: rows in which the processes of this side differ.
     """
 
     settings: Mapping[str, str]
@@ -244,12 +243,12 @@ def _state(kernel: Setting, asked: Any) -> str:
 
 def chosen(module: str, name: str) -> str:
     """Tell what a module of Megatron-core chose: a class and its library, or whether it found a kernel."""
-    found = getattr(sys.modules.get(module), name, None)
-    if found is None:
+    choice = getattr(sys.modules.get(module), name, None)
+    if choice is None:
         return "not imported"
-    if isinstance(found, bool):
-        return "found" if found else "absent"
-    return f"{found.__name__} of {found.__module__.partition('.')[0]}"
+    if isinstance(choice, bool):
+        return "found" if choice else "absent"
+    return f"{choice.__name__} of {choice.__module__.partition('.')[0]}"
 
 
 # The look of each row of the doctor; a NotSeenError says why the row could not be observed.

@@ -18,10 +18,9 @@ from torch import Tensor
 class Shard:
     """A shard is one rank's part of a model.
 
-    Attributes:
-        rank, ranks: the place of the rank among all ranks, which share out each weight of two dimensions.
-        groups: the number of key-value heads in the whole model.
-        decoder: the prefix of the decoder's weights in Hugging Face's names.
+    rank, ranks: the place of the rank among all ranks, which share out each weight of two dimensions.
+    groups: the number of key-value heads in the whole model.
+    decoder: the prefix of the decoder's weights in Hugging Face's names.
     """
 
     rank: int

@@ -36,13 +36,12 @@ LogProbs = list[Float32[Tensor, "_"]]  # one tensor a sequence
 class Evidence:
     """The evidence of a verification: log-probs of one set of sampled tokens, by who computed them and how.
 
-    Attributes:
-        samples: the tokens that the engine decoded, with its log-probs.
-        batches: how many requests the engine was given in each call.
-        prefill: the engine's log-probs of each whole sequence at once, at temperature 1.
-        trainer: the trainer's log-probs of each sequence alone, at temperature 1.
-        trainer_tempered: the trainer's log-probs of each sequence alone, at the temperature of its request.
-        packed: the trainer's log-probs of several sequences in a batch, at temperature 1, by the way of batching.
+    samples: the tokens that the engine decoded, with its log-probs.
+    batches: how many requests the engine was given in each call.
+    prefill: the engine's log-probs of each whole sequence at once, at temperature 1.
+    trainer: the trainer's log-probs of each sequence alone, at temperature 1.
+    trainer_tempered: the trainer's log-probs of each sequence alone, at the temperature of its request.
+    packed: the trainer's log-probs of several sequences in a batch, at temperature 1, by the way of batching.
     """
 
     samples: list[Sample] = field(default_factory=list)
@@ -72,9 +71,8 @@ class Evidence:
 class Link:
     """A link counts the log-probs of two computations that are equal by bytes, and names the first that is not.
 
-    Attributes:
-        first: the first mismatch in words, at [sequence, token]; None where all log-probs are equal.
-        furthest: the greatest absolute difference; None where the log-probs cannot be compared, one by one.
+    first: the first mismatch in words, at [sequence, token]; None where all log-probs are equal.
+    furthest: the greatest absolute difference; None where the log-probs cannot be compared, one by one.
     """
 
     name: str
@@ -145,18 +143,17 @@ def boundaries(sequences: Iterable[Tensor]) -> Tensor:
 class Certificate:
     """A certificate states the result of one verification.
 
-    Attributes:
-        links: the links of the chain; each must hold.
-        control: the conclusion of the chain with the stock kernels and orders of both sides; it must not hold.
-        situations: how often each situation occurred while the engine sampled.
-        met: the names of the situations that were met.
-        not_met: the situations that could have been met and were not, each with how to meet it.
-        not_of_engine: the situations that this engine cannot meet, or does not report.
-        weights: SHA-256 of the model's first weights.
-        prompts: name, SHA-256 and number of the real prompts; None where the prompts are random tokens.
-        hashes: SHA-256 of the log-probs of all tokens, by who computed them.
-        engine: the name of the engine, and the versions of the packages in the engine's own environment.
-        commit: the commit of this project when the verification began.
+    links: the links of the chain; each must hold.
+    control: the conclusion of the chain with the stock kernels and orders of both sides; it must not hold.
+    situations: how often each situation occurred while the engine sampled.
+    met: the names of the situations that were met.
+    not_met: the situations that could have been met and were not, each with how to meet it.
+    not_of_engine: the situations that this engine cannot meet, or does not report.
+    weights: SHA-256 of the model's first weights.
+    prompts: name, SHA-256 and number of the real prompts; None where the prompts are random tokens.
+    hashes: SHA-256 of the log-probs of all tokens, by who computed them.
+    engine: the name of the engine, and the versions of the packages in the engine's own environment.
+    commit: the commit of this project when the verification began.
     """
 
     engine: Mapping[str, str]

@@ -25,10 +25,9 @@ class PromptsError(UserError):
 class Prompts:
     """Prompts as token ids, and where they come from.
 
-    Attributes:
-        name: the name of the file, or `builtin`.
-        sha256: SHA-256 of the file.
-        tokens: the token ids of each prompt.
+    name: the name of the file, or `builtin`.
+    sha256: SHA-256 of the file.
+    tokens: the token ids of each prompt.
     """
 
     name: str

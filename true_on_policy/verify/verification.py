@@ -89,9 +89,8 @@ def title(plan: argparse.Namespace) -> str:
 class Setup:
     """A setup holds what both sides start from, and the work to do.
 
-    Attributes:
-        plan: the arguments of the command line.
-        source: the folder of the checkpoint.
+    plan: the arguments of the command line.
+    source: the folder of the checkpoint.
     """
 
     plan: argparse.Namespace

@@ -28,9 +28,8 @@ class Workload:
 
     A full set ends with a batch that continues earlier sequences, so that an engine finds the prompts in its cache.
 
-    Attributes:
-        vocab: the number of tokens from which random prompts are drawn.
-        prompts: real prompts, which replace random prompts; the long prompt joins several real prompts.
+    vocab: the number of tokens from which random prompts are drawn.
+    prompts: real prompts, which replace random prompts; the long prompt joins several real prompts.
     """
 
     vocab: int
@@ -139,10 +138,10 @@ OF_ABLE: dict[str, tuple[Ability, str]] = {
 
 def situations(counts: Mapping[str, Any], abilities: Collection[Ability]) -> dict[str, Any]:
     """Sort the situations of a verification by what `counted` has counted, under the names that a certificate has."""
-    found = _met(counts)
+    is_met = _met(counts)
     foreign = [name for name, (ability, _) in OF_ABLE.items() if ability not in abilities]
-    remedies = {name: OF_ABLE.get(name, ("", MORE))[1] for name in found if name not in foreign}
-    not_met = {name: remedy for name, remedy in remedies.items() if not found[name]}
+    remedies = {name: OF_ABLE.get(name, ("", MORE))[1] for name in is_met if name not in foreign}
+    not_met = {name: remedy for name, remedy in remedies.items() if not is_met[name]}
     met = [name for name in remedies if name not in not_met]
     return {"met": met, "not_met": not_met, "not_of_engine": foreign}
 

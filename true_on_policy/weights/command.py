@@ -52,6 +52,6 @@ def run(arguments: argparse.Namespace) -> int:
         with reading(vllm.PATH, "vllm"):
             return vllm.answer_as_sglang(answer)
 
-    found = compare(ask, read_weights(arguments.trainer))
-    print("\n".join(map(printable, str(found).splitlines())))
-    return 0 if found.equal else 1
+    comparison = compare(ask, read_weights(arguments.trainer))
+    print("\n".join(map(printable, str(comparison).splitlines())))
+    return 0 if comparison.equal else 1

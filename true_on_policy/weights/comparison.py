@@ -45,10 +45,9 @@ class Part:
 class Difference:
     """A tensor that is not the trainer's.
 
-    Attributes:
-        name: the tensor's name in the engine, or in the trainer where the engine holds nothing of the tensor.
-        rank: the engine's tensor-parallel rank; None on a single rank, or where the engine lacks the tensor.
-        why: what differs.
+    name: the tensor's name in the engine, or in the trainer where the engine holds nothing of the tensor.
+    rank: the engine's tensor-parallel rank; None on a single rank, or where the engine lacks the tensor.
+    why: what differs.
     """
 
     name: str
@@ -63,9 +62,8 @@ class Difference:
 class Comparison:
     """All tensors of an engine against a trainer's, in the order of the engine's model.
 
-    Attributes:
-        compared: how many tensors the engine holds, over its ranks, and how many the trainer alone holds.
-        differences: the tensors that differ, or that one side lacks.
+    compared: how many tensors the engine holds, over its ranks, and how many the trainer alone holds.
+    differences: the tensors that differ, or that one side lacks.
     """
 
     compared: int
@@ -78,7 +76,7 @@ class Comparison:
     @property
     def places(self) -> set[tuple[str, int | None]]:
         """Name the tensors that differ, each with its rank."""
-        return {(one.name, one.rank) for one in self.differences}
+        return {(difference.name, difference.rank) for difference in self.differences}
 
     @property
     def summary(self) -> str:
@@ -106,11 +104,11 @@ def compare(ask: Ask, weights: Mapping[str, Tensor]) -> Comparison:
         NotSeenError: the engine does not tell its weights, or holds them in a form that cannot be compared.
     """
     parts = told(ask)
-    found = against(parts, weights)
-    if found.equal:
-        return found
-    first, *others = found.differences
-    return replace(found, differences=(_by_how_much(ask, first, parts, Weights(weights)), *others))
+    comparison = against(parts, weights)
+    if comparison.equal:
+        return comparison
+    first, *others = comparison.differences
+    return replace(comparison, differences=(_by_how_much(ask, first, parts, Weights(weights)), *others))
 
 
 def against(parts: Sequence[Part], weights: Mapping[str, Tensor]) -> Comparison:
@@ -120,9 +118,9 @@ def against(parts: Sequence[Part], weights: Mapping[str, Tensor]) -> Comparison:
         weights: by Hugging Face name.
     """
     ours = Weights(weights)
-    found = [difference for part in parts for difference in _of(part, parts[0].digests, ours)]
-    found += [Difference(name, None, "the engine holds nothing of it") for name in ours.unused]
-    return Comparison(sum(len(part.digests) for part in parts) + len(ours.unused), tuple(found))
+    differences = [difference for part in parts for difference in _of(part, parts[0].digests, ours)]
+    differences += [Difference(name, None, "the engine holds nothing of it") for name in ours.unused]
+    return Comparison(sum(len(part.digests) for part in parts) + len(ours.unused), tuple(differences))
 
 
 def told(ask: Ask) -> list[Part]:
@@ -134,7 +132,7 @@ def told(ask: Ask) -> list[Part]:
     """
     parts = _answered(ask, {"action": DIGESTS, "selector": "target"}, _parts)
     digests = [digest for part in parts for digest in part.digests.items()]
-    strange = [f"{name} ({one.dtype})" for name, one in digests if one.dtype not in ROUNDED]
+    strange = [f"{name} ({held.dtype})" for name, held in digests if held.dtype not in ROUNDED]
     if strange:
         raise NotSeenError(
             f"the engine holds {len(strange)} tensors in a quantized or packed form, the first {strange[0]}, and such "
@@ -145,10 +143,10 @@ def told(ask: Ask) -> list[Part]:
 
 def _parts(answer: Any) -> list[Part]:
     """Read the digests of every rank."""
-    found = _by_rank(answer)
+    by_rank = _by_rank(answer)
     parts = [
-        Part(rank, len(found), {_name(name): Digest.read(text) for name, text in found[rank].items()})
-        for rank in range(len(found))
+        Part(rank, len(by_rank), {_name(name): Digest.read(text) for name, text in by_rank[rank].items()})
+        for rank in range(len(by_rank))
     ]
     for part in parts:
         if odd := sorted(part.digests.keys() ^ parts[0].digests.keys()):
@@ -168,15 +166,15 @@ def _by_rank(answer: Any) -> dict[int, Mapping[str, str]]:
     """Return what the engine's weight checker tells of each tensor-parallel rank, from 0 on."""
     ranks: dict[int, Mapping[str, str]] = {}
     sizes = set()
-    for one in answer["ranks"]:
-        (place,) = one["parallelism_info"]
+    for part in answer["ranks"]:
+        (place,) = part["parallelism_info"]
         for axis in ("pp_size", "dp_size"):
             if whole(place[axis], axis) != 1:
                 raise NotSeenError(f"the engine runs with {axis} {place[axis]}: served is tensor parallelism alone")
         rank = whole(place["tp_rank"], "tp_rank")
         if rank in ranks:
             raise EngineError(f"rank {rank} is told twice")
-        ranks[rank] = one["checksums"]
+        ranks[rank] = part["checksums"]
         sizes.add(whole(place["tp_size"], "tp_size"))
     if sizes != {len(ranks)} or max(ranks) >= len(ranks):
         raise EngineError(f"ranks {sorted(ranks)[:SHOWN]} are told, of {sorted(sizes)[:SHOWN]}")

@@ -31,9 +31,8 @@ class Lacking(Exception):
 class Weights:
     """Weights by Hugging Face name, with a note of each weight that an engine's tensor was built from.
 
-    Attributes:
-        named: the tensors.
-        used: the names that `held` has read.
+    named: the tensors.
+    used: the names that `held` has read.
     """
 
     named: Mapping[str, Tensor]
@@ -91,7 +90,7 @@ class Weights:
     def _experts(self, module: str, kind: str, shape: Sequence[int], rank: int, ranks: int) -> Tensor:
         """Stack the experts of a rank: `[K, 2F, H]` gate above up, or `[K, H, F]` down."""
         pattern = re.compile(rf"{re.escape(module)}\.(\d+)\.")
-        numbers = {int(found[1]) for found in map(pattern.match, self.named) if found}
+        numbers = {int(match[1]) for match in map(pattern.match, self.named) if match}
         rows = [[self[f"{module}.{number}.{source}.weight"] for source in EXPERTS[kind]] for number in sorted(numbers)]
         if not rows:
             raise Lacking(f"{module}.0")

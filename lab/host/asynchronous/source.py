@@ -33,7 +33,7 @@ Row = dict[str, int | float]
 
 
 class AsynchronousRollouts:
-    """The loop's source of rollouts with ``--async``, in place of an engine. Rank 0 generates.
+    """The loop's source of rollouts with `--async`, in place of an engine. Rank 0 generates.
 
     Args:
         excluded: prompts that are held out.

@@ -34,7 +34,7 @@ SMOKE = {
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """Parse, merge ``--custom-config-path`` as the hosts do, and check what can be checked without a model.
+    """Parse, merge `--custom-config-path` as the hosts do, and check what can be checked without a model.
 
     Raises:
         ConfigError: settings that cannot work together; the message quotes the flags.
@@ -72,7 +72,7 @@ def _fill_defaults(args: argparse.Namespace) -> None:
 
 
 def merge_custom_config(args: argparse.Namespace, path: str) -> None:
-    """Set every top-level key of a YAML file on ``args``, as Miles and slime do: without a schema."""
+    """Set every top-level key of a YAML file on `args`, as Miles and slime do: without a schema."""
     try:
         keys = keys_of(path)
     except (OSError, yaml.YAMLError, ConfigError) as error:
@@ -84,7 +84,7 @@ def merge_custom_config(args: argparse.Namespace, path: str) -> None:
 
 
 def _take_areals_bounds(args: argparse.Namespace, block: Mapping[str, Any]) -> None:
-    """Set the bounds of AReaL's `rollout:` block on ``args``; AReaL counts concurrent rollouts in prompts."""
+    """Set the bounds of AReaL's `rollout:` block on `args`; AReaL counts concurrent rollouts in prompts."""
     bound, places = block.get("max_head_offpolicyness"), block.get("max_concurrent_rollouts")
     if bound is not None:
         args.max_head_offpolicyness = bound
@@ -189,7 +189,7 @@ def _cuts(engine: str) -> bool:
 
 
 def _fill_asynchronous(args: argparse.Namespace) -> None:
-    """Fill in what ``--async`` leaves open."""
+    """Fill in what `--async` leaves open."""
     for name, value in named("later").items():
         if getattr(args, name) is None:
             setattr(args, name, value)
@@ -216,7 +216,7 @@ def _hook_path(point: Point) -> str:
 
 
 def _check_asynchronous(args: argparse.Namespace) -> None:
-    """Refuse a bound and hooks that ``--async`` cannot take."""
+    """Refuse a bound and hooks that `--async` cannot take."""
     HeadOffpolicyness(args.max_head_offpolicyness)
     register_hooks(Hooks(), args)
 

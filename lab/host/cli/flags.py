@@ -15,7 +15,7 @@ from true_on_policy.contract.sides import ENGINES
 
 PRECISIONS = ("fp32", "bf16", "int8", "int4", "int3")
 SERVED = {name: spec.words for name, spec in sorted(ENGINES.items()) if spec.serve}
-"""Engines of ``true_on_policy`` that can serve a training loop, and what they are."""
+"""Engines of `true_on_policy` that can serve a training loop, and what they are."""
 ENGINE_NAMES = ("local", *SERVED)
 TELLING = tuple(name for name, spec in sorted(ENGINES.items()) if spec.serve and spec.tells_weights)
 """Engines whose weights can be read back."""

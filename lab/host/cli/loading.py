@@ -10,10 +10,10 @@ from mis_plugins.errors import ConfigError
 
 
 def load_function(path: str, flag: str) -> Callable[..., Any]:
-    """The function at ``package.module.name``.
+    """The function at `package.module.name`.
 
     Raises:
-        ConfigError: it cannot be imported; the message quotes ``flag``.
+        ConfigError: it cannot be imported; the message quotes `flag`.
     """
     module, _, name = path.rpartition(".")
     try:

@@ -1,7 +1,7 @@
 """The trainer's core attention for packed sequences under context parallelism, on any device.
 
-Megatron's local ``DotProductAttention`` refuses packed sequences and context parallelism, and Transformer Engine's
-needs a GPU. ``PackedAttention`` replaces both through the layer spec. Keys and values are gathered over the context
+Megatron's local `DotProductAttention` refuses packed sequences and context parallelism, and Transformer Engine's
+needs a GPU. `PackedAttention` replaces both through the layer spec. Keys and values are gathered over the context
 ranks once, every sequence of the pack becomes a row of one padded batch, and a single masked SDPA serves all rows. The
 cost grows with the tokens of the sequences, and not with their number.
 """
@@ -40,7 +40,7 @@ class PackedLayout(PackedSeqParams):
 
 
 class GatherOverContext(torch.autograd.Function):
-    """``[S, ...] -> [cp * S, ...]``, rank after rank; the gradient is summed over the ranks and cut again."""
+    """`[S, ...] -> [cp * S, ...]`, rank after rank; the gradient is summed over the ranks and cut again."""
 
     @staticmethod
     def forward(ctx: Any, local: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -57,7 +57,7 @@ class GatherOverContext(torch.autograd.Function):
 
 
 class PackedAttention(torch.nn.Module):
-    """Causal attention within each sequence of a ``thd`` pack. Takes and returns this rank's slots."""
+    """Causal attention within each sequence of a `thd` pack. Takes and returns this rank's slots."""
 
     def __init__(self, config: Any, pg_collection: Any, softmax_scale: float | None = None, **unused: Any):
         super().__init__()

@@ -18,7 +18,7 @@ from mis_plugins.shared.files import replaced
 
 
 def save(folder: str, trainer: Trainer, config: ModelConfig, next_rollout: int) -> None:
-    """Write the state before rollout ``next_rollout``. Collective."""
+    """Write the state before rollout `next_rollout`. Collective."""
     record = {
         "model": asdict(config),
         "next_rollout": next_rollout,

@@ -26,9 +26,8 @@ class ModelConfig:
 
     Without `qk_norm` the decoder is Llama-shaped, with `experts` a Qwen3-MoE.
 
-    Attributes:
-        ffn_size: width of the MLP; in a mixture of experts, of each expert.
-        experts, top_k: how many experts each layer has, and how many of them a token takes; 0 in a dense model.
+    ffn_size: width of the MLP; in a mixture of experts, of each expert.
+    experts, top_k: how many experts each layer has, and how many of them a token takes; 0 in a dense model.
     """
 
     vocab_size: int
@@ -113,11 +112,10 @@ class LeftPadded:
 class KVCache:
     """Keys and values of every layer, and what each slot may look at.
 
-    Attributes:
-        keys, values: [layers, B, G, S, D], filled up to `used` slots.
-        bias: [B, 1, S, S], added to attention scores: 0 where a query slot sees a key slot, else -inf.
-        cos, sin: [B, S, 1, D], the rotation of each slot's position; `sin` carries the sign of rotate-half.
-        routes: [layers, B, S, K], the experts that each slot's token took; None in a dense model.
+    keys, values: [layers, B, G, S, D], filled up to `used` slots.
+    bias: [B, 1, S, S], added to attention scores: 0 where a query slot sees a key slot, else -inf.
+    cos, sin: [B, S, 1, D], the rotation of each slot's position; `sin` carries the sign of rotate-half.
+    routes: [layers, B, S, K], the experts that each slot's token took; None in a dense model.
     """
 
     keys: Float[Tensor, "L B G S D"]

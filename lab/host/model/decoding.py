@@ -62,8 +62,7 @@ class Decoding:
     Rows that have ended stay in the batch until all have: the last bits of a row may depend on the number of
     rows.
 
-    Attributes:
-        stale_cache: whether the cache holds keys and values of weights before the present ones.
+    stale_cache: whether the cache holds keys and values of weights before the present ones.
     """
 
     def __init__(self, decoder: Decoder, responses: Sequence[Unfinished], sampling: Sampling) -> None:

@@ -20,14 +20,13 @@ from mis_plugins.errors import ConfigError, InputError
 class Generation:
     """One sampled response.
 
-    Attributes:
-        tokens: token ids; the last one is EOS unless the response was cut at `max_new_tokens`.
-        log_probs: log-probability of each token under the distribution it was drawn from, after temperature.
-        version: version of the weights that drew the response.
-        routes: experts of each token of prompt and response but the last, layer by layer, as SGLang returns them; None
-            in a dense model, and from an engine that does not tell.
-        kept: the tokens that each token was sampled from; None where that is the whole vocabulary.
-        named: the engine's likeliest tokens at each position, and their log-probs; None where none are asked for.
+    tokens: token ids; the last one is EOS unless the response was cut at `max_new_tokens`.
+    log_probs: log-probability of each token under the distribution it was drawn from, after temperature.
+    version: version of the weights that drew the response.
+    routes: experts of each token of prompt and response but the last, layer by layer, as SGLang returns them; None
+        in a dense model, and from an engine that does not tell.
+    kept: the tokens that each token was sampled from; None where that is the whole vocabulary.
+    named: the engine's likeliest tokens at each position, and their log-probs; None where none are asked for.
     """
 
     tokens: tuple[int, ...]

@@ -1,6 +1,6 @@
-"""The trainer's policy: Megatron-core's ``GPTModel``, Qwen3-, Llama- or Qwen3-MoE-shaped, on CPU.
+"""The trainer's policy: Megatron-core's `GPTModel`, Qwen3-, Llama- or Qwen3-MoE-shaped, on CPU.
 
-Megatron is changed in two places alone: :func:`cpu_shims`, and with ``--true-on-policy`` how a layer of
+Megatron is changed in two places alone: :func:`cpu_shims`, and with `--true-on-policy` how a layer of
 experts chooses and adds. Weights enter and leave whole, under the names of a Hugging Face checkpoint,
 whatever the tensor-parallel size: engine, checkpoint and another layout of ranks all read the same
 dictionary.
@@ -34,7 +34,7 @@ INIT_STD = 0.02
 
 
 def cpu_shims() -> None:
-    """Let Megatron's RoPE run on CPU: on first use it moves a table to ``torch.cuda.current_device()``.
+    """Let Megatron's RoPE run on CPU: on first use it moves a table to `torch.cuda.current_device()`.
 
     The environment variable only silences Megatron's advice for GPUs.
     """
@@ -43,7 +43,7 @@ def cpu_shims() -> None:
 
 
 def build_model(config: ModelConfig, state: ParallelState, args: Namespace) -> GPTModel:
-    """An uninitialised ``GPTModel`` of this rank; its weights come through :class:`Naming`."""
+    """An uninitialised `GPTModel` of this rank; its weights come through :class:`Naming`."""
     cpu_shims()
     spec: Any = get_gpt_layer_local_spec(
         num_experts=config.experts or None, moe_grouped_gemm=False, qk_layernorm=config.qk_norm, normalization="RMSNorm"
@@ -93,10 +93,10 @@ def _experts(config: ModelConfig, args: Namespace) -> dict[str, Any]:
 
 
 def packed_logits(model: torch.nn.Module, layout: Layout, loss_mask: Tensor | None = None) -> Tensor:
-    """``[1, S, V / tp]``: this rank's slots and its part of the vocabulary, with gradient.
+    """`[1, S, V / tp]`: this rank's slots and its part of the vocabulary, with gradient.
 
     Args:
-        loss_mask: ``[R]``, which of the scored tokens the loss reads. The model ignores it; a watch over the
+        loss_mask: `[R]`, which of the scored tokens the loss reads. The model ignores it; a watch over the
             routers reads it from the call, as in the hosts. None where nothing shall watch.
     """
     at_slots = None
@@ -129,8 +129,8 @@ def initial_weights(config: ModelConfig, seed: int) -> dict[str, Tensor]:
 class Shards:
     """How one Megatron parameter is made of Hugging Face weights on one tensor-parallel rank.
 
-    ``cut`` names the dimension along which the ranks divide the weights. Several weights share one parameter
-    in ``groups`` interleaved blocks: q, k and v in a block for each query group of the rank; gate and up in
+    `cut` names the dimension along which the ranks divide the weights. Several weights share one parameter
+    in `groups` interleaved blocks: q, k and v in a block for each query group of the rank; gate and up in
     one block.
     """
 

@@ -1,4 +1,4 @@
-"""The rollout engine that ``--rollout-engine`` names, and the kernels that ``--true-on-policy`` pins."""
+"""The rollout engine that `--rollout-engine` names, and the kernels that `--true-on-policy` pins."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from true_on_policy.kernels.pin import pinned
 
 
 def kernels(args: Namespace, config: ModelConfig) -> AbstractContextManager[None]:
-    """Context of the RL loop: batch-invariant kernels with ``--true-on-policy``, else torch's own."""
+    """Context of the RL loop: batch-invariant kernels with `--true-on-policy`, else torch's own."""
     contract = contracted(args, config)
     return nullcontext() if contract is None else pinned(contract)
 
 
 def contracted(args: Namespace, config: ModelConfig) -> Contract | None:
-    """The contract of trainer and engine, in float32 as the trainer; None without ``--true-on-policy``."""
+    """The contract of trainer and engine, in float32 as the trainer; None without `--true-on-policy`."""
     if not args.true_on_policy:
         return None
     from lab.host.rollout.served import model_family, model_shape
@@ -33,9 +33,9 @@ def contracted(args: Namespace, config: ModelConfig) -> Contract | None:
 
 
 def rollout_engine(args: Namespace, config: ModelConfig) -> RolloutEngine:
-    """Our own decoder, or an engine of ``true_on_policy`` that can serve a training loop.
+    """Our own decoder, or an engine of `true_on_policy` that can serve a training loop.
 
-    With ``--async`` this engine only evaluates. Our own decoder then takes the place of a served engine, as a
+    With `--async` this engine only evaluates. Our own decoder then takes the place of a served engine, as a
     second server would cost as much again.
     """
     if args.rollout_engine == "local" or args.asynchronous:
@@ -53,6 +53,6 @@ def rollout_engine(args: Namespace, config: ModelConfig) -> RolloutEngine:
 
 
 def cut_of(args: Namespace) -> Cut | None:
-    """The cut of ``--rollout-top-p`` and ``--rollout-top-k``; None where both leave the whole vocabulary."""
+    """The cut of `--rollout-top-p` and `--rollout-top-k`; None where both leave the whole vocabulary."""
     top_k = None if args.rollout_top_k == -1 else args.rollout_top_k
     return None if args.rollout_top_p == 1 and top_k is None else Cut(args.rollout_top_p, top_k)

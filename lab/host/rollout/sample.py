@@ -1,4 +1,4 @@
-"""A sampled response on its way to the trainer, as the hosts hand it to ``--rollout-sample-filter-path``."""
+"""A sampled response on its way to the trainer, as the hosts hand it to `--rollout-sample-filter-path`."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Status(enum.Enum):
 
 @dataclass
 class Sample:
-    """A sampled response with the fields of the hosts' ``Sample`` that a run on CPU has. A filter may change them.
+    """A sampled response with the fields of the hosts' `Sample` that a run on CPU has. A filter may change them.
 
     tokens: the prompt, then the response.
     rollout_log_probs: log-probs of the response's tokens under the rollout engine.
@@ -104,7 +104,7 @@ def _kept(generation: Generation) -> dict[str, Any]:
 
 
 def filtered(args: Namespace, samples: list[Sample]) -> list[Sample]:
-    """Samples after ``--rollout-sample-filter-path``, called on rank 0 with groups of samples. Collective."""
+    """Samples after `--rollout-sample-filter-path`, called on rank 0 with groups of samples. Collective."""
     path, size = args.rollout_sample_filter_path, args.n_samples_per_prompt
     if path is None:
         return samples

@@ -1,6 +1,6 @@
 """One rollout: prompts, sampled responses, rewards, and the shard of them that a data-parallel rank trains on.
 
-Every random choice is derived from ``--seed``, the rollout and the sample. So a resumed run, another layout of ranks or
+Every random choice is derived from `--seed`, the rollout and the sample. So a resumed run, another layout of ranks or
 a paired run sees the same prompts and the same draws.
 """
 
@@ -45,7 +45,7 @@ def derive_seed(*parts: int | str) -> int:
 def draw_problems(
     task: Task, count: int, seed: int, excluded: Collection[tuple[int, ...]] = frozenset()
 ) -> list[Problem]:
-    """``count`` problems whose prompts are not among ``excluded``.
+    """`count` problems whose prompts are not among `excluded`.
 
     Raises:
         ConfigError: hardly any prompt is left.
@@ -85,7 +85,7 @@ def sample_responses(
 class Rollout:
     """A whole rollout, the same on every rank; one entry a sample, those of a prompt next to each other.
 
-    ``version`` is the trainer's when it trains on the rollout; None where tokens shall have no versions.
+    `version` is the trainer's when it trains on the rollout; None where tokens shall have no versions.
     """
 
     samples: list[Sample]
@@ -105,9 +105,9 @@ def collect(
     stream: tuple[int | str, ...],
     excluded: Collection[tuple[int, ...]],
 ) -> Rollout:
-    """Sample each of ``--rollout-batch-size`` prompts ``--n-samples-per-prompt`` times, and filter. Collective.
+    """Sample each of `--rollout-batch-size` prompts `--n-samples-per-prompt` times, and filter. Collective.
 
-    ``stream`` names the random choices.
+    `stream` names the random choices.
     """
     problems, seeds = draw(args, task, stream, excluded)
     temperature, named = args.rollout_temperature, args.rollout_top_logprobs_num
@@ -125,7 +125,7 @@ def draw(
 
 
 def judged(args: Namespace, samples: list[Sample], version: int | None) -> Rollout:
-    """Filter the samples and compute their advantages, to be trained on at ``version``. Collective."""
+    """Filter the samples and compute their advantages, to be trained on at `version`. Collective."""
     samples = filtered(args, samples)
     groups = torch.tensor([sample.reward for sample in samples]).view(-1, args.n_samples_per_prompt)
     return Rollout(samples, ESTIMATORS[args.advantage_estimator](args, groups).flatten(), version)
@@ -138,7 +138,7 @@ def training_order(samples: int, global_batch_size: int, dp_rank: int, dp_size: 
 
 
 def shard(args: Namespace, state: ParallelState, rollout: Rollout) -> RolloutData:
-    """The part of a rollout for this rank, as the hosts' ``rollout_data``.
+    """The part of a rollout for this rank, as the hosts' `rollout_data`.
 
     Log-probs, advantages and versions are CP-local, masks and tokens whole.
 

@@ -1,4 +1,4 @@
-"""A rollout engine of ``true_on_policy`` behind the loop's protocol: one for all ranks, fed by checkpoints on disk.
+"""A rollout engine of `true_on_policy` behind the loop's protocol: one for all ranks, fed by checkpoints on disk.
 
 The engine samples as many tokens as it is asked for; a response is cut after its first end of sequence.
 """
@@ -35,7 +35,7 @@ class TellsWeights(Protocol):
 
 
 class Served:
-    """An engine of ``true_on_policy`` that the first weights start, and that takes weights as checkpoints on disk.
+    """An engine of `true_on_policy` that the first weights start, and that takes weights as checkpoints on disk.
 
     Args:
         start: makes the engine from the first checkpoint.
@@ -69,7 +69,7 @@ class Served:
 
 
 class ServedEngine(Served):
-    """A ``RolloutEngine`` whose methods are collective: rank 0 holds the engine and samples for all in one batch.
+    """A `RolloutEngine` whose methods are collective: rank 0 holds the engine and samples for all in one batch.
 
     Args:
         start: makes the engine from the first checkpoint; called on rank 0 alone.
@@ -132,7 +132,7 @@ def model_family(config: ModelConfig) -> Family:
 
 
 def model_shape(config: ModelConfig) -> Shape:
-    """The shape of a model in the terms of ``true_on_policy``."""
+    """The shape of a model in the terms of `true_on_policy`."""
     return Shape(
         hidden=config.hidden_size,
         ffn=config.ffn_size,

@@ -66,8 +66,7 @@ class ServedSteps(Served):
 class ServedDecoding:
     """A batch of responses that grow by a token a call.
 
-    Attributes:
-        stale_cache: whether the engine may compute over keys and values of weights before the present ones.
+    stale_cache: whether the engine may compute over keys and values of weights before the present ones.
     """
 
     def __init__(self, engine: ServedSteps, responses: Sequence[Unfinished], sampling: Sampling) -> None:

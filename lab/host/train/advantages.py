@@ -12,7 +12,7 @@ from torch import Tensor
 def group_relative(
     rewards: Float[Tensor, "prompts samples"], *, normalize_std: bool
 ) -> Float[Tensor, "prompts samples"]:
-    """``A = R - mean(R)`` within each prompt's group, over its deviation if asked.
+    """`A = R - mean(R)` within each prompt's group, over its deviation if asked.
 
     GRPO: Shao et al. 2024, arxiv.org/abs/2402.03300.
     """
@@ -21,7 +21,7 @@ def group_relative(
 
 
 def shifted(rewards: Float[Tensor, "*shape"], shift: float) -> Float[Tensor, "*shape"]:
-    """``A = R + shift``: REINFORCE with a constant baseline."""
+    """`A = R + shift`: REINFORCE with a constant baseline."""
     return rewards + shift
 
 
@@ -29,4 +29,4 @@ ESTIMATORS: dict[str, Callable[[Namespace, Tensor], Tensor]] = {
     "grpo": lambda args, rewards: group_relative(rewards, normalize_std=not args.disable_grpo_std_normalization),
     "reinforce": lambda args, rewards: shifted(rewards, args.reward_shift),
 }
-"""``--advantage-estimator``: called with ``args`` and rewards ``[prompts, samples]``."""
+"""`--advantage-estimator`: called with `args` and rewards `[prompts, samples]`."""

@@ -1,8 +1,8 @@
 """Packed micro-batches: where each token of each sequence lies on this context-parallel rank.
 
-The layout is zigzag: a sequence of ``L`` tokens is padded to ``2 * cp`` equal chunks, and rank ``r`` holds chunks
-``r`` and ``2 * cp - 1 - r``. Causal attention then costs every rank the same. Without context parallelism nothing
-is padded. The log-prob of the token at position ``p`` is read from the logits at ``p - 1``.
+The layout is zigzag: a sequence of `L` tokens is padded to `2 * cp` equal chunks, and rank `r` holds chunks
+`r` and `2 * cp - 1 - r`. Causal attention then costs every rank the same. Without context parallelism nothing
+is padded. The log-prob of the token at position `p` is read from the logits at `p - 1`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor
 class Layout:
     """Index maps of one micro-batch on one rank.
 
-    ``N`` sequences, ``S`` slots of this rank, ``R`` response tokens that it scores. ``Q`` and ``K`` are the longest
+    `N` sequences, `S` slots of this rank, `R` response tokens that it scores. `Q` and `K` are the longest
     sequence, counted in slots of this rank and in padded tokens.
     """
 
@@ -45,13 +45,13 @@ def _starts(lengths: Tensor) -> Tensor:
 
 
 def _grid(length: Tensor, width: int) -> tuple[Tensor, Tensor]:
-    """Columns ``0..width-1`` for every sequence, and which of them lie inside it."""
+    """Columns `0..width-1` for every sequence, and which of them lie inside it."""
     column = torch.arange(width).expand(len(length), width)
     return column, column < length[:, None]
 
 
 def pack(tokens: Sequence[Tensor], response_lengths: Sequence[int], cp_rank: int = 0, cp_size: int = 1) -> Layout:
-    """Lay sequences out for rank ``cp_rank`` of ``cp_size``. ``tokens`` are full: prompt, then response."""
+    """Lay sequences out for rank `cp_rank` of `cp_size`. `tokens` are full: prompt, then response."""
     flat = torch.cat(list(tokens))
     total = torch.tensor([len(sequence) for sequence in tokens])
     response = torch.tensor(list(response_lengths))
@@ -92,7 +92,7 @@ def pack(tokens: Sequence[Tensor], response_lengths: Sequence[int], cp_rank: int
 
 
 def _zigzag_position(offset: Tensor, chunk: Tensor, cp_rank: int, cp_size: int) -> Tensor:
-    """Position in the sequence of the local slot at ``offset``."""
+    """Position in the sequence of the local slot at `offset`."""
     if cp_size == 1:
         return offset
     early = offset + cp_rank * chunk
@@ -101,7 +101,7 @@ def _zigzag_position(offset: Tensor, chunk: Tensor, cp_rank: int, cp_size: int) 
 
 
 def _key_slots(padded: Tensor, chunk: Tensor, local: Tensor, cp_size: int) -> Tensor:
-    """``[N, K]``: where position ``k`` of each sequence lies once the slots of all ranks are concatenated."""
+    """`[N, K]`: where position `k` of each sequence lies once the slots of all ranks are concatenated."""
     position, inside = _grid(padded, int(padded.max()))
     if cp_size == 1:
         slot = _starts(local)[:, None] + position

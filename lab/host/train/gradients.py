@@ -38,7 +38,7 @@ def on_policy(args: Namespace) -> Namespace:
 
 
 def before_log_probs(args: Namespace, trainer: Trainer, prefix: str = "") -> None:
-    """Call ``--custom-megatron-before-log-prob-hook-path``; the hosts' prefix of a reference policy is ``ref_``."""
+    """Call `--custom-megatron-before-log-prob-hook-path`; the hosts' prefix of a reference policy is `ref_`."""
     path = args.custom_megatron_before_log_prob_hook_path
     if path is not None:
         hook = load_function(path, "--custom-megatron-before-log-prob-hook-path")

@@ -18,12 +18,12 @@ from lab.host.train.kept_set import KeptSets, kept_columns, kept_sets
 def response_log_probs(
     logits: Tensor, layout: Layout, args: Namespace, kept: Sequence[KeptSets] | None = None
 ) -> Tensor:
-    """``[R]`` log-probs of the response tokens scored on this rank, float32, with gradient.
+    """`[R]` log-probs of the response tokens scored on this rank, float32, with gradient.
 
-    By Megatron's cross entropy, or with ``--true-on-policy`` by the formula of the engines: the two round differently.
+    By Megatron's cross entropy, or with `--true-on-policy` by the formula of the engines: the two round differently.
 
     Args:
-        logits: ``[1, S, V / tp]``, of this rank's slots and of its part of the vocabulary.
+        logits: `[1, S, V / tp]`, of this rank's slots and of its part of the vocabulary.
         kept: the kept sets of each response; None scores tokens over the whole vocabulary.
     """
     # The cross entropy overwrites its input; the division makes it a copy.
@@ -41,7 +41,7 @@ def response_log_probs(
 
 
 def response_entropy(logits: Tensor, layout: Layout, temperature: float) -> Tensor:
-    """``[R]`` entropies, in nats, of the distributions that the response tokens were scored under."""
+    """`[R]` entropies, in nats, of the distributions that the response tokens were scored under."""
     scored = tensor_parallel.gather_from_tensor_model_parallel_region(logits[0, layout.scored])
     log_probs = torch.log_softmax(scored.float() / temperature, -1)
     return -(log_probs.exp() * log_probs).sum(-1)
@@ -59,7 +59,7 @@ def get_log_probs_and_entropy(
     top_p_token_offsets: Sequence[Tensor] | None = None,
     **_: Any,
 ) -> dict[str, list[Tensor]]:
-    """The hosts' function of this name: ``log_probs`` and, if asked, ``entropy``, a CP-local tensor a sample.
+    """The hosts' function of this name: `log_probs` and, if asked, `entropy`, a CP-local tensor a sample.
 
     As in slime, log-probs are over the kept sets where they are given, and the entropy is that of the whole vocabulary.
     """

@@ -1,6 +1,6 @@
 """The losses of the embedded host, and the places where they call a hook.
 
-The calls, their arguments and what happens to the answers follow Miles's ``policy_loss_function``: the masks that a
+The calls, their arguments and what happens to the answers follow Miles's `policy_loss_function`: the masks that a
 TIS hook returns rebuild the numerator of the loss only, its denominators and all metrics keep the batch's masks.
 """
 
@@ -24,11 +24,11 @@ from mis_plugins.config.terms.divergence import k3
 Metrics = dict[str, Tensor]
 
 LOGGED_LIMIT = 10.0
-"""Where log ratios are clamped for the metric ``k3_kl``: one token of a broken engine shall not hide all others."""
+"""Where log ratios are clamped for the metric `k3_kl`: one token of a broken engine shall not hide all others."""
 
 
 def masked(layout: Layout, masks: Sequence[Tensor]) -> Tensor:
-    """``[R]`` full-response masks, cut to this rank's tokens."""
+    """`[R]` full-response masks, cut to this rank's tokens."""
     return torch.cat(list(masks)).float()[layout.response_index]
 
 
@@ -53,15 +53,15 @@ class MicroBatch:
     named: Mapping[str, list[Tensor]] = field(default_factory=dict)  # the engine's likeliest tokens, by the hosts' keys
 
     def masked(self, masks: Sequence[Tensor]) -> Tensor:
-        """``[R]`` full-response masks, cut to this rank's tokens."""
+        """`[R]` full-response masks, cut to this rank's tokens."""
         return masked(self.layout, masks)
 
 
 @dataclass(frozen=True)
 class Reducer:
-    """``sum_i (1 / n_i) sum_t x_t m_t`` over this rank's tokens, or the plain sum over tokens.
+    """`sum_i (1 / n_i) sum_t x_t m_t` over this rank's tokens, or the plain sum over tokens.
 
-    ``n_i`` is the mask sum of sample i in the batch, whatever masks ``m_t`` come from.
+    `n_i` is the mask sum of sample i in the batch, whatever masks `m_t` come from.
     """
 
     weight: Tensor
@@ -81,7 +81,7 @@ class Reducer:
 Loss = tuple[Tensor, Metrics]
 LogProbLoss = Callable[[Namespace, ParallelState, MicroBatch, Tensor], Loss]
 LossFunction = Callable[[Namespace, ParallelState, MicroBatch, Tensor], Loss]
-"""Takes this rank's logits, ``[1, S, V / tp]``; a ``LogProbLoss`` takes the responses' log-probs, ``[R]``."""
+"""Takes this rank's logits, `[1, S, V / tp]`; a `LogProbLoss` takes the responses' log-probs, `[R]`."""
 
 
 def of_log_probs(loss: LogProbLoss) -> LossFunction:
@@ -96,9 +96,9 @@ def of_log_probs(loss: LogProbLoss) -> LossFunction:
 def clipped_surrogate(
     log_ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float
 ) -> tuple[Tensor, Tensor]:
-    """PPO's ``-min(r A, clip(r, 1 - low, 1 + high) A)`` a token, and whether the clip acted.
+    """PPO's `-min(r A, clip(r, 1 - low, 1 + high) A)` a token, and whether the clip acted.
 
-    ``log_ratio`` is target - proximal. Schulman et al. 2017, arxiv.org/abs/1707.06347.
+    `log_ratio` is target - proximal. Schulman et al. 2017, arxiv.org/abs/1707.06347.
     """
     ratio = log_ratio.exp()
     free, clipped = -ratio * advantages, -ratio.clamp(1 - clip_low, 1 + clip_high) * advantages
@@ -119,7 +119,7 @@ def policy_loss(args: Namespace, state: ParallelState, batch: MicroBatch, log_pr
     """Sum over the samples of the micro-batch of their mean token loss, and metrics summed in the same way.
 
     Args:
-        log_probs: ``[R]`` of the target policy, with gradient.
+        log_probs: `[R]` of the target policy, with gradient.
     """
     behavior = torch.cat(batch.behavior)
     scored = [part.detach() for part in log_probs.split(batch.layout.local_lengths)]
@@ -147,7 +147,7 @@ def policy_loss(args: Namespace, state: ParallelState, batch: MicroBatch, log_pr
 def call_tis_hook(
     args: Namespace, state: ParallelState, batch: MicroBatch, loss: Tensor, proximal: list[Tensor]
 ) -> tuple[Tensor, Sequence[Tensor], Mapping[str, Tensor]]:
-    """Call ``--custom-tis-function-path`` with Miles's keyword arguments."""
+    """Call `--custom-tis-function-path` with Miles's keyword arguments."""
     hook = load_function(args.custom_tis_function_path, "--custom-tis-function-path")
     return hook(
         args=args,
@@ -175,7 +175,7 @@ def pg_reducer(
 
 
 def custom_loss(args: Namespace, state: ParallelState, batch: MicroBatch, logits: Tensor) -> Loss:
-    """Call ``--custom-loss-function-path`` with a batch under the hosts' keys, and add mismatch metrics."""
+    """Call `--custom-loss-function-path` with a batch under the hosts' keys, and add mismatch metrics."""
     function = load_function(args.custom_loss_function_path, "--custom-loss-function-path")
     reduce = Reducer.of(batch, batch.loss_masks, per_token=args.calculate_per_token_loss)
     loss, metrics = function(args, host_batch(batch), logits, reduce)
@@ -215,4 +215,4 @@ def supervised_loss(args: Namespace, state: ParallelState, batch: MicroBatch, lo
 
 
 LOSSES: dict[str, LossFunction] = {"policy_loss": of_log_probs(policy_loss), "custom_loss": custom_loss}
-"""Losses by the name that ``--loss-type`` takes."""
+"""Losses by the name that `--loss-type` takes."""

@@ -48,7 +48,7 @@ class GroupInfo:
 class ParallelState:
     """The groups of this rank, under the names Miles gives them.
 
-    ``effective_dp`` holds other samples, ``cp`` other tokens of the same samples, ``effective_dp_cp`` both.
+    `effective_dp` holds other samples, `cp` other tokens of the same samples, `effective_dp_cp` both.
     """
 
     cp: GroupInfo
@@ -101,7 +101,7 @@ class StopSignal:
 
 
 def launch(world_size: int, main: Callable[[], None]) -> int:
-    """Run ``main`` on every rank and return the exit code of the run.
+    """Run `main` on every rank and return the exit code of the run.
 
     0: done. 1: a fault, its traceback printed. 2: an error the user can mend, its message printed once.
     130: interrupted. 141: nobody reads what a rank prints.

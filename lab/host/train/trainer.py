@@ -1,6 +1,6 @@
 """The trainer: Megatron's model, data parallelism and gradient finalization, and an optimizer of torch.
 
-Megatron's own optimizers need CUDA, so AdamW steps on the ``main_grad`` that Megatron's DDP reduced.
+Megatron's own optimizers need CUDA, so AdamW steps on the `main_grad` that Megatron's DDP reduced.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from lab.host.train.parallel import ParallelState
 from mis_plugins.hosts.host import HEAD_IDS, HEAD_LOG_PROBS
 
 RolloutData = dict[str, Any]
-"""The hosts' ``rollout_data``: lists with one entry a sample of this data-parallel rank, in training order."""
+"""The hosts' `rollout_data`: lists with one entry a sample of this data-parallel rank, in training order."""
 
 
 class Trainer:
@@ -66,7 +66,7 @@ class Trainer:
         """CP-local response log-probs of every sample under the weights as they are.
 
         Args:
-            micro_batch_size: in place of ``--micro-batch-size``.
+            micro_batch_size: in place of `--micro-batch-size`.
         """
         parts: list[Tensor] = []
         for indices in self.micro_batches(range(len(data["tokens"])), micro_batch_size):
@@ -105,7 +105,7 @@ class Trainer:
         loss_function: LossFunction,
         begin: Callable[[], None] = lambda: None,
     ) -> dict[str, float]:
-        """Leave in every ``main_grad`` the gradient of the loss, averaged over the samples of all ranks. Collective.
+        """Leave in every `main_grad` the gradient of the loss, averaged over the samples of all ranks. Collective.
 
         Args:
             args: arguments that the loss function reads.
@@ -113,7 +113,7 @@ class Trainer:
             begin: called once all gradients are zero.
 
         Returns:
-            Metrics, averaged over the same samples (over their tokens with ``--calculate-per-token-loss``).
+            Metrics, averaged over the same samples (over their tokens with `--calculate-per-token-loss`).
         """
         self.ddp.zero_grad_buffer()
         begin()

@@ -37,7 +37,7 @@ class WarmStart:
     excluded: Collection[tuple[int, ...]]
 
     def weights(self) -> dict[str, Tensor]:
-        """Weights after ``--warmup-steps`` steps, or from the cache of an equal run. Collective."""
+        """Weights after `--warmup-steps` steps, or from the cache of an equal run. Collective."""
         path = cache_path(self.args, self.config)
         found = [read_weights(path) if dist.get_rank() == 0 else None]
         dist.broadcast_object_list(found)

@@ -54,23 +54,23 @@ def check(target: str, given: Sequence[str], host: Host | None, preset: str | No
     script = text_of(path)
 
     def judged(text: str) -> tuple[list[tuple[Launch, Judgement]], Reading]:
-        found, reading = _read(text, path, given)
-        judgements = [judge(launch, reading, path, host, preset) for launch in found]
-        if not all(one.is_apart for one in judgements):
-            judgements = [replace(one, unsure=[]) if one.is_apart else one for one in judgements]
-        return list(zip(found, judgements, strict=True)), reading
+        starts, reading = _read(text, path, given)
+        judgements = [judge(launch, reading, path, host, preset) for launch in starts]
+        if not all(each.is_apart for each in judgements):
+            judgements = [replace(each, unsure=[]) if each.is_apart else each for each in judgements]
+        return list(zip(starts, judgements, strict=True)), reading
 
-    found, reading = judged(script)
-    parts = ["\n".join(_told(launch, judgement, tell)) for launch, judgement in found]
+    starts, reading = judged(script)
+    parts = ["\n".join(_told(launch, judgement, tell)) for launch, judgement in starts]
     parts += _notes(reading)
-    if any(judgement.unsure for _, judgement in found):
+    if any(judgement.unsure for _, judgement in starts):
         parts.append("nothing is proposed as long as that is unsure; behind -- stands what you start the script with")
         return "\n\n".join(parts), REFUSED
-    if not any(judgement.wants for _, judgement in found):
+    if not any(judgement.wants for _, judgement in starts):
         return "\n\n".join([*parts, "nothing has to change"]), 0
-    after = changed(script, [(launch, judgement.wants) for launch, judgement in found])
+    after = changed(script, [(launch, judgement.wants) for launch, judgement in starts])
     try:
-        holds = after is not None and not any(one.wants or one.unsure for _, one in judged(after)[0])
+        holds = after is not None and not any(each.wants or each.unsure for _, each in judged(after)[0])
     except UserError:
         holds = False
     parts.append(_patch(script, after, path) if after is not None and holds else BY_HAND)
@@ -80,18 +80,18 @@ def check(target: str, given: Sequence[str], host: Host | None, preset: str | No
 def _read(script: str, path: Path, given: Sequence[str]) -> tuple[list[Launch], Reading]:
     """Every start of train.py, each once: a launcher may reach one by several of its commands."""
     reading = Reading(len(script.encode()), str(path))
-    found = READERS[path.suffix](script, path, reading, given)
-    if not found:
+    starts = READERS[path.suffix](script, path, reading, given)
+    if not starts:
         unread = "; not read: ".join(["", *reading.unread.values()])
         raise ConfigError(
             f"no start of train.py or train_async.py could be read{reading.ended}; give the script that starts it, "
             f"and behind -- what you start the script with{unread}"
         )
-    return list({(launch.line, launch.words): launch for launch in found}.values()), reading
+    return list({(launch.line, launch.words): launch for launch in starts}.values()), reading
 
 
 def _told(launch: Launch, judgement: Judgement, tell: Tell) -> Iterator[str]:
-    yield from map(printable, [*judgement.told, *(f"unsure: {text}" for text in judgement.unsure)])
+    yield from map(printable, [*judgement.lines, *(f"unsure: {text}" for text in judgement.unsure)])
     if judgement.keys is not None:
         yield tell(judgement.keys, judgement.host, printable(judgement.source or ""))
         yield from _beside(launch, judgement)
@@ -104,19 +104,19 @@ def _beside(launch: Launch, judgement: Judgement) -> Iterator[str]:
     own = judgement.keys or {}
     wanted = {want.flag[2:].replace("-", "_"): want.value or True for want in judgement.wants}
     hosts = [judgement.host] if judgement.host else [recorded()[name] for name in sorted(PACKAGES)]
-    config, refused, told = read_keys(own), list[ConfigError](), dict[str, list[str]]()
+    config, refused, hosts_by_text = read_keys(own), list[ConfigError](), dict[str, list[str]]()
     for host in hosts:
         keys = {**arguments(launch, host), **wanted, **own}
         try:
             checks.refuse("command", keys, config, host)
         except ConfigError as error:
             refused.append(error)
-            told.setdefault(f"refused: {error}", []).append(host.name)
+            hosts_by_text.setdefault(f"refused: {error}", []).append(host.name)
         for text in checks.warnings("command", keys, config, host):
-            told.setdefault(text, []).append(host.name)
+            hosts_by_text.setdefault(text, []).append(host.name)
     if len(refused) == len(hosts):
         raise refused[0]
-    for text, names in told.items():
+    for text, names in hosts_by_text.items():
         where = "" if judgement.host else f"with --host {' or '.join(names)}: "
         yield f"warning: {where}{text}"
 
@@ -140,11 +140,11 @@ def changed(script: str, wanted: Sequence[tuple[Launch, Sequence[Want]]]) -> str
     edits: set[Edit] = set()
     lists: dict[tuple[int, int], list[str]] = {}
     for launch, wants in wanted:
-        found = [(want, _in_place(script, want)) for want in wants]
-        edits |= {edit for _, edit in found if edit is not None}
+        places = [(want, _in_place(script, want)) for want in wants]
+        edits |= {edit for _, edit in places if edit is not None}
         texts = [
             want.flag if want.value is None else f"{want.flag} {_quoted(want.value)}"
-            for want, edit in found
+            for want, edit in places
             if edit is None
         ]
         others = lists.setdefault(launch.place, texts) if launch.place != (0, 0) else []
@@ -167,8 +167,8 @@ def _patch(script: str, after: str, path: Path) -> str:
 
 
 def diff(before: str, after: str, name: str) -> str:
-    said = f"{name}\t" if " " in name else name  # `patch` takes a name with a blank up to a tab
-    lines = difflib.unified_diff(_lines(before), _lines(after), said, said, n=3)
+    header = f"{name}\t" if " " in name else name  # `patch` takes a name with a blank up to a tab
+    lines = difflib.unified_diff(_lines(before), _lines(after), header, header, n=3)
     ended = (line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n" for line in lines)
     return "".join(ended).rstrip("\n")
 

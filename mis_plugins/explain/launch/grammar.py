@@ -43,8 +43,8 @@ def parsed(script: str, is_over: Callable[[], bool]) -> tuple[Node, list[Node]]:
     language = tree_sitter.Language(tree_sitter_bash.language())
     parser = tree_sitter.Parser(language)
     # The parser reads letters in place of what it would look up; nodes get the text of the script as it is.
-    script = WITHIN.sub(lambda found: b" " * len(found[0]), LAST.sub(rb" \1", script.encode())).decode()
-    source = bytearray(LOOKED_UP.sub(lambda found: found[1] + "x" * len(found[2].encode()), script).encode())
+    script = WITHIN.sub(lambda match: b" " * len(match[0]), LAST.sub(rb" \1", script.encode())).decode()
+    source = bytearray(LOOKED_UP.sub(lambda match: match[1] + "x" * len(match[2].encode()), script).encode())
     # The parser can be stopped only where it asks for pieces. Nodes are safe to read only where it had the whole: a
     # function that fails while a node asks it for text ends the process.
     try:

@@ -87,14 +87,14 @@ class Want:
 class Judgement:
     """What was found of one start of train.py.
 
-    told: lines for the user.
+    lines: sentences for the user.
     wants: flags that have to change.
     unsure: what cannot be told from the script, where it decides what loads.
     is_apart: whether it trains by another loss than a policy's, as a start of SFT does, and asks for no correction.
     """
 
     host: Host | None
-    told: list[str] = field(default_factory=list)
+    lines: list[str] = field(default_factory=list)
     wants: list[Want] = field(default_factory=list)
     unsure: list[str] = field(default_factory=list)
     keys: Mapping[str, Any] | None = None
@@ -113,30 +113,30 @@ def judge(launch: Launch, reading: Reading, path: Path, asked: Host | None, pres
     Raises:
         ConfigError: a config that the hooks would refuse.
     """
-    said = _flags(launch.words)
-    other = _other_trainer(asked, said)
-    host = _host(launch, said) if asked is None or other and BACKEND in said else asked
-    given = _config(said.get(CONFIG), reading, path, launch.folder)
-    flags = _with_keys(said, given.keys or {})
+    own_flags = _flags(launch.words)
+    other = _other_trainer(asked, own_flags)
+    host = _host(launch, own_flags) if asked is None or other and BACKEND in own_flags else asked
+    given = _config(own_flags.get(CONFIG), reading, path, launch.folder)
+    flags = _with_keys(own_flags, given.keys or {})
     where = f"(line {launch.line})" if launch.line else "(in a file that the script sources, or a text that it runs)"
     only = f", only if this holds: {launch.branch}" if launch.branch else ""
     unread = list(_unread(launch, host))
     never = f"{NEVER}{'; what is not read may say otherwise' if unread else ''}"
-    told = [
+    lines = [
         f"starts: train.py of {host.title if host else ANY} {where}{only}",
         *([f"warning: --host {asked.name}: the script trains with {other.source}"] if asked and other else []),
         *_loads(flags),
         f"config: {_said(given, flags)}",
         f"called: {_called(flags, given.keys or {}) or never}",
-        *_unknown_flags(said, host),
+        *_unknown_flags(own_flags, host),
         *unread,
     ]
-    found = Judgement(host, told, unsure=[*_unsure(launch, flags), *([] if preset else _unsure_config(given))])
+    judgement = Judgement(host, lines, unsure=[*_unsure(launch, flags), *([] if preset else _unsure_config(given))])
     is_asked = flags.keys() & {*SWITCHES, TIS, CONFIG}
-    found.is_apart = len(found.unsure) == 1 and _other_loss(flags) is not None and not is_asked
-    if not found.unsure:
-        _want(found, said, given, preset)
-    return found
+    judgement.is_apart = len(judgement.unsure) == 1 and _other_loss(flags) is not None and not is_asked
+    if not judgement.unsure:
+        _want(judgement, own_flags, given, preset)
+    return judgement
 
 
 def _other_trainer(asked: Host | None, flags: Mapping[str, Flag]) -> Word | None:
@@ -149,13 +149,13 @@ def _other_trainer(asked: Host | None, flags: Mapping[str, Flag]) -> Word | None
 
 def _with_keys(flags: Mapping[str, Flag], keys: Mapping[str, Any]) -> dict[str, Flag]:
     """The flags with what the config file says in place of some: the host sets its keys last."""
-    found = dict(flags)
+    merged = dict(flags)
     for key, value in keys.items():
         name = f"--{key.replace('_', '-')}"
         if name in DECIDES - {CONFIG, *SWITCHES} or name.endswith("-path") and name != CONFIG:
             word = Word(str(value), str(value), in_config=True)
-            found[name] = Flag(word, word) if value else ABSENT
-    return {name: flag for name, flag in found.items() if flag is not ABSENT}
+            merged[name] = Flag(word, word) if value else ABSENT
+    return {name: flag for name, flag in merged.items() if flag is not ABSENT}
 
 
 def _unsure_config(given: Given) -> Iterator[str]:
@@ -172,16 +172,16 @@ def _unsure_config(given: Given) -> Iterator[str]:
 def arguments(launch: Launch, host: Host) -> dict[str, Any]:
     """The command's flags as the host's parser names them, with values of its types; of others nothing."""
     taken = kinds(host)
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for name, flag in _flags(launch.words).items():
         key = name.removeprefix("--").replace("-", "_")
         if taken.get(key) == "switch":
-            found[key] = True
+            values[key] = True
         elif key in taken and flag.value is not None and flag.value.is_known:
-            found[key] = _number(flag.value.text) if taken[key] == "number" else flag.value.text
-    if found.get(REPLAY):
-        found["use_routing_replay"] = True  # the host derives it from a flag, as it cannot from a file
-    return found
+            values[key] = _number(flag.value.text) if taken[key] == "number" else flag.value.text
+    if values.get(REPLAY):
+        values["use_routing_replay"] = True  # the host derives it from a flag, as it cannot from a file
+    return values
 
 
 def _number(text: str) -> float | int | str:
@@ -329,7 +329,7 @@ def _other_loss(flags: Mapping[str, Flag]) -> str | None:
 def _unknown_flags(flags: Mapping[str, Flag], host: Host | None) -> Iterator[str]:
     """Flags that the recorded parsers of the host do not know; without a host, those that look like one that counts."""
     hosts = [host] if host else recorded().values()
-    taken = {flag for one in hosts for record in one.records for flag in recorded_flags(record)}
+    taken = {flag for each in hosts for record in each.records for flag in recorded_flags(record)}
     count = DECIDES | {name for name in taken if name.endswith("-path")}
     for name, flag in flags.items():
         is_open = not flag.word.is_known or name.startswith("--eval-sglang-") or len(name) < 3
@@ -343,7 +343,7 @@ def _unknown_flags(flags: Mapping[str, Flag], host: Host | None) -> Iterator[str
 def _unread(launch: Launch, host: Host | None) -> Iterator[str]:
     """Parts of the command that may hold further flags."""
     hosts = [host] if host else recorded().values()
-    records = {NEWER, *(record for one in hosts for record in one.records)}
+    records = {NEWER, *(record for each in hosts for record in each.records)}
     switches = {flag for record in records for flag in recorded_flags(record, "switch")}
     for before, word in itertools.pairwise((ABSENT.word, *launch.words)):
         takes = before.text.startswith("--") and "=" not in before.text and before.text not in switches
@@ -354,26 +354,26 @@ def _unread(launch: Launch, host: Host | None) -> Iterator[str]:
             yield f"not read: ({word.place}): the host takes nothing behind -- for a flag"
 
 
-def _want(found: Judgement, flags: Mapping[str, Flag], given: Given, preset: str | None) -> None:
+def _want(judgement: Judgement, flags: Mapping[str, Flag], given: Given, preset: str | None) -> None:
     """Compare the command with the flags that its config needs, or that of the preset."""
     name, flag = preset or "tis", flags.get(CONFIG, ABSENT)
     value = f"$(python -m mis_plugins config path {shlex.quote(name)})"
-    found.keys, found.source = given.keys, given.source
-    if preset is not None or found.keys is None:
-        found.keys, found.source = keys_of(file_of(name)), value
-    config = read_keys(found.keys)
-    needed, flags = _needed(config, found.host), _with_keys(flags, found.keys)
+    judgement.keys, judgement.source = given.keys, given.source
+    if preset is not None or judgement.keys is None:
+        judgement.keys, judgement.source = keys_of(file_of(name)), value
+    config = read_keys(judgement.keys)
+    needed, flags = _needed(config, judgement.host), _with_keys(flags, judgement.keys)
     if _loss(flags) == OUR_LOSS:
         needed = {name: value for name, value in needed.items() if name not in (TIS, *SWITCHES)}
-    for want in _lacking(needed, flags, found.keys, config):
+    for want in _lacking(needed, flags, judgement.keys, config):
         key = want.flag[2:].replace("-", "_")
-        if key not in found.keys or found.keys[key] is True:
-            found.wants.append(want)
+        if key not in judgement.keys or judgement.keys[key] is True:
+            judgement.wants.append(want)
         else:
-            found.unsure.append(f"{key} of {given.source} is set last, whatever {want.flag} says; drop the key")
-    if found.source is value and not flag.says(str(file_of(name).absolute())):
+            judgement.unsure.append(f"{key} of {given.source} is set last, whatever {want.flag} says; drop the key")
+    if judgement.source is value and not flag.says(str(file_of(name).absolute())):
         why = given.problem or (f"--preset {name}" if preset else "no config says how to correct")
-        found.wants.append(Want(CONFIG, value, flag.value, why))
+        judgement.wants.append(Want(CONFIG, value, flag.value, why))
 
 
 def _needed(config: CorrectionConfig, host: Host | None) -> dict[str, str | None]:
@@ -396,5 +396,5 @@ def _lacking(
         elif name not in flags:
             yield Want(name, value, None, "the config needs it")
         elif value is not None and not flag.says(value):
-            said = flag.value.source if flag.value else "no value"
-            yield Want(name, value, flag.value, f"the script says {said} there")
+            source = flag.value.source if flag.value else "no value"
+            yield Want(name, value, flag.value, f"the script says {source} there")

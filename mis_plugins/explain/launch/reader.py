@@ -81,13 +81,13 @@ class Launch:
     folder: str = ""
 
 
-def any_of(found: Sequence[bool | None]) -> bool | None:
+def any_of(truths: Sequence[bool | None]) -> bool | None:
     """Whether one of some conditions holds; None where that is not known."""
-    return True if True in found else None if None in found else False
+    return True if True in truths else None if None in truths else False
 
 
-def all_of(found: Sequence[bool | None]) -> bool | None:
-    return False if False in found else None if None in found else True
+def all_of(truths: Sequence[bool | None]) -> bool | None:
+    return False if False in truths else None if None in truths else True
 
 
 def is_train(word: str) -> bool:
@@ -161,15 +161,15 @@ class Reader:
             return ended
         return None
 
-    def fork(self, label: str, one: Callable[[], object], other: Callable[[], object]) -> None:
+    def fork(self, label: str, then: Callable[[], object], otherwise: Callable[[], object]) -> None:
         """Read two branches, of which only running the script would tell the one that is taken."""
         outer, before = self.branch, [dict(scope) for scope in self.scopes()]
         with self.now(branch=label if outer is None or outer.startswith("not: ") else outer):
-            ended = self.attempt(one)
+            ended = self.attempt(then)
         first = [dict(scope) for scope in self.scopes()]
         self._restore(before)
         with self.now(branch=outer or f"not: {label}"):
-            ended_other = self.attempt(other)
+            ended_other = self.attempt(otherwise)
         if isinstance(ended, Returned) and ended_other and not isinstance(ended_other, Returned):
             self._restore(first)
             raise ended  # the other branch ends the script
@@ -193,12 +193,12 @@ class Reader:
         """
         joined = {} if joined is None else joined
         for name in {**names, **scope}:
-            one, other = names.get(name, ()), scope.get(name, ())
-            is_sure = one or other or (name in names) == (name in scope)  # an empty text is not a name that is gone
-            value = self.either(one, other, branch) if is_sure else hole(f"a value that depends on {branch}")
+            first, second = names.get(name, ()), scope.get(name, ())
+            is_sure = first or second or (name in names) == (name in scope)  # an empty text is not a name that is gone
+            value = self.either(first, second, branch) if is_sure else hole(f"a value that depends on {branch}")
             # Both lists are kept beside what they make, so that no later one gets the address of either.
-            is_list = isinstance(one, list) or isinstance(other, list)
-            scope[name] = joined.setdefault((id(one), id(other)), (one, other, value))[2] if is_list else value
+            is_list = isinstance(first, list) or isinstance(second, list)
+            scope[name] = joined.setdefault((id(first), id(second)), (first, second, value))[2] if is_list else value
 
     def choose(self, clauses: Sequence[Clause]) -> None:
         """Run the first clause that holds; those before it that may hold are read both ways."""
@@ -217,22 +217,22 @@ class Reader:
             scope.clear()
             scope.update(names)
 
-    def either(self, one: Any, other: Any, branch: str) -> Any:
+    def either(self, first: Any, second: Any, branch: str) -> Any:
         """The value of a place that either branch may have reached: what both begin with is sure."""
-        if one is other or type(one) is type(other) and isinstance(one, PLAIN) and one == other:
-            return one
-        if () in (one, other) and list in map(type, (one, other)):  # a name that one branch alone makes a list
-            one, other = one or [], other or []
-        if not isinstance(one, tuple | list) or type(one) is not type(other):
+        if first is second or type(first) is type(second) and isinstance(first, PLAIN) and first == second:
+            return first
+        if () in (first, second) and list in map(type, (first, second)):  # a name that one branch alone makes a list
+            first, second = first or [], second or []
+        if not isinstance(first, tuple | list) or type(first) is not type(second):
             return hole(f"a value that depends on {branch}")
-        self.reading.spend(1 + len(one) + len(other))
-        differs = (place for place, pair in enumerate(zip(one, other, strict=False)) if pair[0] != pair[1])
-        count = next(differs, min(len(one), len(other)))
-        ends = ((one[count:], branch), (other[count:], f"not: {branch}"))
-        if isinstance(one, tuple):
+        self.reading.spend(1 + len(first) + len(second))
+        differs = (place for place, pair in enumerate(zip(first, second, strict=False)) if pair[0] != pair[1])
+        count = next(differs, min(len(first), len(second)))
+        ends = ((first[count:], branch), (second[count:], f"not: {branch}"))
+        if isinstance(first, tuple):
             pieces = (replace(piece, branch=piece.branch or label) for text, label in ends for piece in text)
-            return (*one[:count], *pieces)
-        return one[:count] + [_item(item, label) for items, label in ends for item in items]
+            return (*first[:count], *pieces)
+        return first[:count] + [_item(item, label) for items, label in ends for item in items]
 
 
 PLAIN = (tuple, list, str, int, float)

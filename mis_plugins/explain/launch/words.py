@@ -66,12 +66,12 @@ def spaced(words: Iterable[Text]) -> Text:
 
 def fields(text: Text) -> list[Text]:
     """The words of a text, cut at blanks."""
-    found: list[list[Piece]] = [[]]
+    words: list[list[Piece]] = [[]]
     for piece in text:
         first, *more = (piece.text or "").replace("\t", " ").replace("\n", " ").split(" ")
-        found[-1] += [replace(piece, text=first)] if first else [piece] if piece.text is None else []
-        found += [[replace(piece, text=part)] if part else [] for part in more]
-    return [tuple(part) for part in found if part]
+        words[-1] += [replace(piece, text=first)] if first else [piece] if piece.text is None else []
+        words += [[replace(piece, text=part)] if part else [] for part in more]
+    return [tuple(part) for part in words if part]
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,7 @@ def word_of(text: Text) -> Word:
     if len(branches) > 1:
         text = tuple(
             piece
-            for is_open, pieces in groupby(text, lambda one: one.branch is not None)
+            for is_open, pieces in groupby(text, lambda part: part.branch is not None)
             for piece in (_alternatives(tuple(pieces)) if is_open else pieces)
         )
     lines = text[0].lines if text else (COMMAND_LINE, COMMAND_LINE)
@@ -126,8 +126,8 @@ def word_of(text: Text) -> Word:
 
 
 def _alternatives(text: Text) -> Text:
-    said = " or ".join(f"{shown((piece,))} (if {piece.branch})" for piece in text)
-    return hole(said, text[0].lines)
+    source = " or ".join(f"{shown((piece,))} (if {piece.branch})" for piece in text)
+    return hole(source, text[0].lines)
 
 
 def flags_of(words: Sequence[Word], short: Sequence[str] = ()) -> Iterator[tuple[str, Word, Word | None]]:

@@ -95,26 +95,26 @@ def translate(text: str, behind: Sequence[str] = (), asked: Asked = ASKED) -> Tr
             error quotes the key.
     """
     won = dict(map(_override, behind))
-    said = tree_or_script(text, DIALECT, set(won), asked)
-    own = {path: value if is_open(value) else of_script(path, str(value)) for path, value in said.settings.items()}
-    tree, idle = said.tree, (*said.skipped, *places(said.tree, KNOWN))
+    source = tree_or_script(text, DIALECT, set(won), asked)
+    own = {path: value if is_open(value) else of_script(path, str(value)) for path, value in source.settings.items()}
+    tree, idle = source.tree, (*source.skipped, *places(source.tree, KNOWN))
     for path, value in {**own, **won}.items():
         tree = _with(tree, _place(tree, path).split("."), value)
-    found = _places(tree)
-    if not found:
-        replace(said, skipped=idle).prove_nothing()
+    by_key = _places(tree)
+    if not by_key:
+        replace(source, skipped=idle).prove_nothing()
         raise ConfigError(f"nothing to translate: none of {', '.join(KNOWN)} in it, nor in its actor: and rollout:")
-    refuse_open(dict(_leaves(found)), {})
-    is_old = not {OLD_CAP, OLD_MODE}.isdisjoint(found)
-    found = _renamed(found) if is_old else found
-    where = {key: place for key, (place, _) in found.items()}
+    refuse_open(dict(_leaves(by_key)), {})
+    is_old = not {OLD_CAP, OLD_MODE}.isdisjoint(by_key)
+    by_key = _renamed(by_key) if is_old else by_key
+    where = {key: place for key, (place, _) in by_key.items()}
     with _placed(where):
-        config = _config({key: value for key, (_, value) in found.items()})
+        config = _config({key: value for key, (_, value) in by_key.items()})
     if not config.corrects and not config.needs_loss_hook:
-        said.prove_nothing()
+        source.prove_nothing()
     sources = {path: tuple(where[key] for key in keys if key in where) for path, keys in SOURCES.items()}
-    told = (*said.notes, *([MOVED] if is_old else ()), *_of_loss(where, config), *notes(tree, where))
-    return Translation("AReaL", dict(found.values()), writing.as_mapping(config), sources, told)
+    remarks = (*source.notes, *([MOVED] if is_old else ()), *_of_loss(where, config), *notes(tree, where))
+    return Translation("AReaL", dict(by_key.values()), writing.as_mapping(config), sources, remarks)
 
 
 def _override(text: str) -> tuple[str, Any]:
@@ -166,8 +166,8 @@ def _with(tree: Any, parts: Sequence[str], value: Any) -> Any:
     return own | {parts[0]: _with(own.get(parts[0]), parts[1:], value)} if parts else value
 
 
-def _leaves(found: Mapping[str, tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
-    for place, value in found.values():
+def _leaves(keys: Mapping[str, tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
+    for place, value in keys.values():
         yield from (
             ((f"{place}.{key}", inner) for key, inner in value.items())
             if isinstance(value, Mapping)
@@ -205,10 +205,10 @@ def _config(keys: Mapping[str, Any]) -> CorrectionConfig:
     if CAP in keys:
         raise ConfigError(f"{CAP}: rejection_sampling took its place in AReaL; keep one of them")
     try:
-        said = reading.from_mapping(_rejection(keys[REJECTION]))
+        rejecting = reading.from_mapping(_rejection(keys[REJECTION]))
     except ConfigError as error:
         raise ConfigError(re.sub(r"mis\.(weight|reject\[0\])", REJECTION, str(error))) from None
-    return replace(said, segment_wise=config.segment_wise)
+    return replace(rejecting, segment_wise=config.segment_wise)
 
 
 def _is_decoupled(keys: Collection[str], config: CorrectionConfig) -> bool:
@@ -265,7 +265,7 @@ def _from_flat(keys: Mapping[str, Any]) -> CorrectionConfig:
     return CorrectionConfig(weight, segment_wise=chosen[asked])
 
 
-def _places(said: Mapping[str, Any]) -> dict[str, tuple[str, Any]]:
+def _places(tree: Mapping[str, Any]) -> dict[str, tuple[str, Any]]:
     """AReaL's keys that are set, at the top level or in its blocks: where each stands, and its value.
 
     Keys of a block that no one knows are among them, so that they are refused as at the top level.
@@ -273,47 +273,47 @@ def _places(said: Mapping[str, Any]) -> dict[str, tuple[str, Any]]:
     Raises:
         ConfigError: two places contradict each other.
     """
-    blocks = {f"{name}.": said[name] for name in reading.AREAL_BLOCKS if isinstance(said.get(name), Mapping)}
-    found: dict[str, tuple[str, Any]] = {}
-    for prefix, block in {"": said, **blocks}.items():
+    blocks = {f"{name}.": tree[name] for name in reading.AREAL_BLOCKS if isinstance(tree.get(name), Mapping)}
+    keys: dict[str, tuple[str, Any]] = {}
+    for prefix, block in {"": tree, **blocks}.items():
         for key, given in block.items():
             if given is None or not _is_areals(str(key)) or (key == SAPO and given is False):
                 continue
-            place, value = found.setdefault(str(key), (f"{prefix}{key}", given))
+            place, value = keys.setdefault(str(key), (f"{prefix}{key}", given))
             if value != given:
                 raise ConfigError(
                     f"{prefix}{key}: {shown(given)} contradicts {place}: {shown(value)}; keep one of them"
                 )
-    if SAPO in found:
+    if SAPO in keys:
         read = {key: (f"{at}{key}", block[key]) for at, block in blocks.items() for key in OF_SAPO if key in block}
-        found |= {key: place for key, place in read.items() if place[1] is not None}
+        keys |= {key: place for key, place in read.items() if place[1] is not None}
     else:
-        _check_decoupled(found, (said, *blocks.values()))
-    return found
+        _check_decoupled(keys, (tree, *blocks.values()))
+    return keys
 
 
-def _renamed(found: Mapping[str, tuple[str, Any]]) -> dict[str, tuple[str, Any]]:
+def _renamed(keys: Mapping[str, tuple[str, Any]]) -> dict[str, tuple[str, Any]]:
     """Keys of an earlier AReaL as `rejection_sampling`, by the mapping that AReaL's own error gives.
 
     Raises:
         ConfigError: both stand in the file, or an unknown mode.
     """
-    (_, cap), (mode_at, mode) = found.get(OLD_CAP, (OLD_CAP, 5.0)), found.get(OLD_MODE, (OLD_MODE, "token_mask"))
-    place = found.get(OLD_CAP, (mode_at,))[0]
-    if REJECTION in found:
-        raise ConfigError(f"{place}: {found[REJECTION][0]} took its place in AReaL; keep one of them")
+    (_, cap), (mode_at, mode) = keys.get(OLD_CAP, (OLD_CAP, 5.0)), keys.get(OLD_MODE, (OLD_MODE, "token_mask"))
+    place = keys.get(OLD_CAP, (mode_at,))[0]
+    if REJECTION in keys:
+        raise ConfigError(f"{place}: {keys[REJECTION][0]} took its place in AReaL; keep one of them")
     level, _, action = choice(mode, mode_at, (*OLD_MODES, "disabled")).partition("_")
-    rest = {key: said for key, said in found.items() if key not in (OLD_CAP, OLD_MODE)}
+    rest = {key: value for key, value in keys.items() if key not in (OLD_CAP, OLD_MODE)}
     block = {"level": level, "action": "mask" if action == "mask" else "clamp", "upper": cap}
     return rest | ({} if mode == "disabled" else {REJECTION: (place, block)})
 
 
-def _check_decoupled(found: Mapping[str, tuple[str, Any]], blocks: Iterable[Mapping[str, Any]]) -> None:
+def _check_decoupled(keys: Mapping[str, tuple[str, Any]], blocks: Iterable[Mapping[str, Any]]) -> None:
     """Refuse plain PPO on recomputed log-probs, which weighs nothing in AReaL."""
-    if found.get(DECOUPLED, ("", None))[1] is not False:
+    if keys.get(DECOUPLED, ("", None))[1] is not False:
         return
     recomputed = (block.get("recompute_logprob") or False for block in blocks)
-    if any(reading.convert(bool, said, "recompute_logprob") for said in recomputed):
+    if any(reading.convert(bool, value, "recompute_logprob") for value in recomputed):
         raise ConfigError(
             "use_decoupled_loss: false with recompute_logprob: true is PPO on recomputed log-probs, uncorrected: the "
             "hosts do that without a hook, so drop both keys"
@@ -430,10 +430,10 @@ def notes(tree: Mapping[Any, Any], where: Collection[str] = ()) -> Iterator[str]
     actor, rollout = (block if isinstance(block := tree.get(name), Mapping) else {} for name in reading.AREAL_BLOCKS)
     bound, places = rollout.get("max_head_offpolicyness"), rollout.get("max_concurrent_rollouts")
     if bound is not None:
-        told = as_written(bound)
+        written = as_written(bound)
         yield (
-            f"rollout.max_head_offpolicyness: {told} bounds the rollout, not the loss: --max-head-offpolicyness "
-            f"{told} with --async of lab.host; Miles and slime have bounds of their own (docs/async.md)."
+            f"rollout.max_head_offpolicyness: {written} bounds the rollout, not the loss: --max-head-offpolicyness "
+            f"{written} with --async of lab.host; Miles and slime have bounds of their own (docs/async.md)."
         )
     if places is not None:
         yield (

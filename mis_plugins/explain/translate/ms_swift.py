@@ -116,8 +116,8 @@ def translate(text: str, behind: Sequence[str] = (), asked: Asked = ASKED, as_do
         ConfigError: no key of ms-swift's, an unknown mode, or a value that only the launch decides.
     """
     won = dict(map(_override, behind))
-    said = _said(text, set(won), asked)
-    keys = {**said.settings, **won}
+    source = _said(text, set(won), asked)
+    keys = {**source.settings, **won}
     if isinstance(losses := keys.get(LOSS), list) and len(losses) == 1:
         keys[LOSS] = losses[0]
     if (kind := keys.get(TYPE, GRPO)) != GRPO and not is_open(kind):
@@ -133,7 +133,7 @@ def translate(text: str, behind: Sequence[str] = (), asked: Asked = ASKED, as_do
     decide = (*KEYS, USE_VLLM, *own, *(OF_KL if given.get(DELTA) is not None else ()))
     refuse_open({key: value for key, value in given.items() if key in decide}, {})
     if not set(given) & set(KEYS) and not own:
-        said.prove_nothing()
+        source.prove_nothing()
         raise ConfigError(f"nothing to translate: none of {', '.join(KEYS)} in it")
     if as_documented and given.get(MODE) != "sequence_mask":
         raise ConfigError(
@@ -141,9 +141,9 @@ def translate(text: str, behind: Sequence[str] = (), asked: Asked = ASKED, as_do
         )
     mis = _weighed(given, as_documented) | _masked(given) | _objective(given)
     if not mis:
-        said.prove_nothing()
+        source.prove_nothing()
     mis["metrics"] = "watch" if mis or truth(given.get(METRICS, False), METRICS) else "none"
-    return Translation("ms-swift", given, mis, SOURCES, (*said.notes, *_notes(given, as_documented)))
+    return Translation("ms-swift", given, mis, SOURCES, (*source.notes, *_notes(given, as_documented)))
 
 
 def _weighed(given: Mapping[str, Any], as_documented: bool) -> dict[str, Any]:
@@ -258,16 +258,16 @@ def _said(text: str, behind: set[str], asked: Asked) -> Said:
 
     ms-swift's parser takes `--a-key` for `--a_key`.
     """
-    said = tree_or_script(text, DIALECT, behind, asked)
-    found = {_plain(key): value for key, value in said.tree.items()}
-    for key in said.settings.keys() & found.keys() - behind if "--config" in text else ():
-        if _is_ours(key) and str(said.settings[key]) != str(found[key]):
+    source = tree_or_script(text, DIALECT, behind, asked)
+    of_yaml = {_plain(key): value for key, value in source.tree.items()}
+    for key in source.settings.keys() & of_yaml.keys() - behind if "--config" in text else ():
+        if _is_ours(key) and str(source.settings[key]) != str(of_yaml[key]):
             raise ConfigError(
-                f"{key}: {as_written(said.settings[key])} contradicts {as_written(found[key])} in the yaml that the "
-                f"script names; releases with --config take the second: put {key}=VALUE behind the file"
+                f"{key}: {as_written(source.settings[key])} contradicts {as_written(of_yaml[key])} in the yaml that "
+                f"the script names; releases with --config take the second: put {key}=VALUE behind the file"
             )
-    strays = [place for place in places(said.tree, KEYS) if "." in place]
-    return replace(said, settings={**found, **said.settings}, skipped=(*said.skipped, *strays))
+    strays = [place for place in places(source.tree, KEYS) if "." in place]
+    return replace(source, settings={**of_yaml, **source.settings}, skipped=(*source.skipped, *strays))
 
 
 def _override(text: str) -> tuple[str, Any]:

@@ -66,7 +66,7 @@ def translate(text: str, behind: Sequence[str] = (), asked: Asked = ASKED) -> Tr
     table, loss = _loss(tree)
     if not behind and not ({"loss", "trainer", "orchestrator", "inference"} & tree.keys()):
         raise ConfigError(f"nothing to translate: no table [{'] or ['.join(TABLES)}] in it, and no [trainer]")
-    loss |= dict(_override(one) for one in behind)
+    loss |= dict(_override(override) for override in behind)
     kind = choice(loss.get("type", "default"), f"{table}.type", tuple(DEFAULTS))
     _check_keys(loss, table, kind)
     if kind == "custom":
@@ -141,11 +141,11 @@ def _loss(tree: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
         ConfigError: two tables, or no table under that name.
     """
     trainer = tree.get("trainer")
-    found = {TABLES[0]: trainer.get("loss") if isinstance(trainer, Mapping) else None, TABLES[1]: tree.get("loss")}
-    found = {name: table for name, table in found.items() if table is not None}
-    if len(found) > 1:
-        raise ConfigError(f"[{'] and ['.join(found)}] both stand in the file; keep the one that prime-rl reads")
-    for name, table in found.items():
+    tables = {TABLES[0]: trainer.get("loss") if isinstance(trainer, Mapping) else None, TABLES[1]: tree.get("loss")}
+    tables = {name: table for name, table in tables.items() if table is not None}
+    if len(tables) > 1:
+        raise ConfigError(f"[{'] and ['.join(tables)}] both stand in the file; keep the one that prime-rl reads")
+    for name, table in tables.items():
         if not isinstance(table, Mapping):
             raise ConfigError(f"{name}: got {shown(table)}; expected a table [{name}]")
         return name, {key: None if value == "None" else value for key, value in table.items()}

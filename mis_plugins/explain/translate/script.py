@@ -176,8 +176,8 @@ def other_of(words: Sequence[Word], programs: Collection[str], commands: Collect
 
 def setting_of(words: Sequence[Word], *names: str) -> Word | None:
     """The value of the last of some flags of a command; None where none is there."""
-    found = [value for flag, _, value in flags_of(words, names) if flag in names]
-    return found[-1] if found else None
+    values = [value for flag, _, value in flags_of(words, names) if flag in names]
+    return values[-1] if values else None
 
 
 def tree_or_script(text: str, dialect: Dialect, behind: set[str], asked: Asked) -> Said:
@@ -198,27 +198,27 @@ def tree_or_script(text: str, dialect: Dialect, behind: set[str], asked: Asked) 
         if is_yaml:
             raise
     if isinstance(tree, str) and not is_yaml:
-        said = _script(text, dialect, behind, asked, problem)
+        source = _script(text, dialect, behind, asked, problem)
     elif asked.line or asked.arguments:
         raise ConfigError("--line, and arguments behind --, belong to a launch script")
     else:
-        said = Said({}, tree)
-    if not isinstance(said.tree, Mapping):
-        raise ConfigError(f"got {quoted(said.tree)}; expected a yaml of {dialect.name}'s, or a launch script")
-    unread = tuple(dialect.bases.unread(said.tree)) if dialect.bases else ()
-    notes = (f"not read: {one}; those that count go behind the file." for one in unread)
-    return replace(said, notes=(*said.notes, *notes), skipped=(*said.skipped, *unread))
+        source = Said({}, tree)
+    if not isinstance(source.tree, Mapping):
+        raise ConfigError(f"got {quoted(source.tree)}; expected a yaml of {dialect.name}'s, or a launch script")
+    unread = tuple(dialect.bases.unread(source.tree)) if dialect.bases else ()
+    notes = (f"not read: {base}; those that count go behind the file." for base in unread)
+    return replace(source, notes=(*source.notes, *notes), skipped=(*source.skipped, *unread))
 
 
 def _script(text: str, dialect: Dialect, behind: set[str], asked: Asked, problem: ConfigError | None) -> Said:
     """What a launch script says; `problem` is why the text is no yaml."""
     try:
-        said = read(text, dialect, behind, asked)
+        source = read(text, dialect, behind, asked)
     except ConfigError as error:
         raise ConfigError(f"{problem}; as a launch script: {cut(str(error), 300)}" if problem else str(error)) from None
-    if problem and not said.starts:
+    if problem and not source.starts:
         raise problem
-    return said
+    return source
 
 
 def read(text: str, dialect: Dialect, behind: set[str], asked: Asked) -> Said:
@@ -237,10 +237,10 @@ def read(text: str, dialect: Dialect, behind: set[str], asked: Asked) -> Said:
     commands.check_bash()
     starts = list(dict.fromkeys(commands.starts))
     if commands.others and not starts and not commands.scripts:
-        told = f"`{commands.others[0]}`; {dialect.name} corrects with {dialect.corrects} alone"
-        raise ConfigError(f"nothing to translate: {told}")
+        remarks = f"`{commands.others[0]}`; {dialect.name} corrects with {dialect.corrects} alone"
+        raise ConfigError(f"nothing to translate: {remarks}")
     start = _chosen(starts, dialect, behind, asked.line) if starts else None
-    tree, told, lost = commands.named_yaml(start.file) if start and start.file else ({}, [], [])
+    tree, remarks, lost = commands.named_yaml(start.file) if start and start.file else ({}, [], [])
     refused, skipped = commands.unread_keys({path.rpartition(".")[2] for path in behind})
     if refused:
         sources = "; not read: ".join(["", *reading.unread.values()])
@@ -252,14 +252,16 @@ def read(text: str, dialect: Dialect, behind: set[str], asked: Asked) -> Said:
         unread = (f"settings in {script}, if it has any: give that script itself" for script in commands.scripts)
         return Said({}, skipped=(*skipped, *unread), starts=False)
     _check_words(start, reading)
-    found = _merged(start, dialect, behind)
-    for path in found:
+    merged = _merged(start, dialect, behind)
+    for path in merged:
         if path.startswith("~"):
             raise ConfigError(f"{path}: cannot be translated; drop it and give each key behind the file")
-    if not found:
-        skipped += [f"settings in line {_lines(one)}" for one in starts if _merged(one, dialect, behind)]
-    idle = [f"not read, since it does not count: {one}." for one in skipped]
-    return Said(found, tree, (*told, *_notes(start, reading), *idle), (*skipped, *lost))
+    if not merged:
+        skipped += [
+            f"settings in line {_lines(other_start)}" for other_start in starts if _merged(other_start, dialect, behind)
+        ]
+    idle = [f"not read, since it does not count: {other_start}." for other_start in skipped]
+    return Said(merged, tree, (*remarks, *_notes(start, reading), *idle), (*skipped, *lost))
 
 
 def _chosen(starts: Sequence[Start], dialect: Dialect, behind: set[str], line: int | None) -> Start:
@@ -268,12 +270,14 @@ def _chosen(starts: Sequence[Start], dialect: Dialect, behind: set[str], line: i
     own = {
         start: (_merged(start, dialect, behind), start.file and (start.file.text, start.file.source)) for start in asked
     }
-    if asked and all(found == own[asked[0]] for found in own.values()):
+    if asked and all(settings == own[asked[0]] for settings in own.values()):
         return asked[0]
-    told = "; ".join(f"line {_lines(start)}{_branch(start.branch)}: {_listed(start, dialect)}" for start in starts)
+    places_told = "; ".join(
+        f"line {_lines(start)}{_branch(start.branch)}: {_listed(start, dialect)}" for start in starts
+    )
     raise ConfigError(
         f"{len(starts)} starts of {dialect.name} with different settings; choose one by --line N, start the script as "
-        f"you do, behind --, or put the values that count behind the file: {told}"
+        f"you do, behind --, or put the values that count behind the file: {places_told}"
     )
 
 
@@ -286,9 +290,9 @@ def _lines(start: Start) -> str:
 
 
 def _listed(start: Start, dialect: Dialect) -> str:
-    said = [f"{path}: {word.source if word else 'true'}" for path, word in start.settings if dialect.reads(path)]
-    said += [f"the yaml {start.file.source}"] if start.file else []
-    return listed(said) or "nothing of the correction"
+    settings = [f"{path}: {word.source if word else 'true'}" for path, word in start.settings if dialect.reads(path)]
+    settings += [f"the yaml {start.file.source}"] if start.file else []
+    return listed(settings) or "nothing of the correction"
 
 
 def _check_words(start: Start, reading: Reading) -> None:
@@ -315,11 +319,11 @@ def _sources(reading: Reading) -> list[str]:
 
 def _merged(start: Start, dialect: Dialect, behind: set[str]) -> dict[str, Any]:
     """The value of each setting that is read; `Open` where the words leave it open."""
-    found: dict[str, list[Value]] = {}
+    values_by_path: dict[str, list[Value]] = {}
     for path, value in start.settings:
         if dialect.reads(path.lstrip("~")) and path.lstrip("~") not in behind:
-            found.setdefault(path, []).append(value)
-    return {path: _value(values, dialect.last_wins) for path, values in found.items()}
+            values_by_path.setdefault(path, []).append(value)
+    return {path: _value(values, dialect.last_wins) for path, values in values_by_path.items()}
 
 
 def _value(values: list[Value], last_wins: bool) -> str | bool:
@@ -342,11 +346,11 @@ def _alternative(value: Value) -> str:
 
 def _notes(start: Start, reading: Reading) -> Iterator[str]:
     if reading.assumed:
-        sources = "".join(f"; not read, and may set them: {one.partition(': ')[0]}" for one in _sources(reading))
+        sources = "".join(f"; not read, and may set them: {place.partition(': ')[0]}" for place in _sources(reading))
         yield f"taken for granted: {listed(list(reading.assumed))}; other values go behind --, as NAME=VALUE{sources}."
     if start.unset:
-        told = f"{listed(start.unset)} (line {_lines(start)})"
-        yield f"taken for granted: {told}, which the script does not set, gives nothing."
+        unset = f"{listed(start.unset)} (line {_lines(start)})"
+        yield f"taken for granted: {unset}, which the script does not set, gives nothing."
 
 
 class Commands(Shell):
@@ -376,8 +380,8 @@ class Commands(Shell):
             if given and _is_whole(node) and (begins or given[0].text.startswith("--")):
                 self._launch(node, words)
             elif begins:
-                told = f"{cut(one_line(node))}: begins with a setting; does the line above lack its backslash?"
-                self.reading.unread.setdefault(line, told)
+                message = f"{cut(one_line(node))}: begins with a setting; does the line above lack its backslash?"
+                self.reading.unread.setdefault(line, message)
             else:
                 super().call(node, words)
         finally:
@@ -441,8 +445,8 @@ class Commands(Shell):
             self.read |= {piece.at for piece in written if piece.at}
         elif is_sure and not written:
             here = self.path.resolve().parent
-            found = next((one for above in (here, *here.parents) if os.path.isfile(one := above / name)), None)
-            text, where = (text_of(found), str(found)) if found else (None, "")
+            file = next((path for above in (here, *here.parents) if os.path.isfile(path := above / name)), None)
+            text, where = (text_of(file), str(file)) if file else (None, "")
         if text is None:
             lost = f"settings in {word.source}{_branch(word.branch)}, a yaml that is not here"
             return {}, [f"not read: {lost}; those that count go behind the file."], [lost]
@@ -492,8 +496,10 @@ class Commands(Shell):
                     continue
                 idle = self._idle(number, root, chain, set())
                 (skipped if idle else refused).setdefault(f"{_place(number, chain)}{idle}", {})[key] = None
-        told = ([f"{', '.join(keys)} in {place}" for place, keys in one.items()] for one in (refused, skipped))
-        return next(told), next(told)
+        sentences = (
+            [f"{', '.join(keys)} in {place}" for place, keys in by_place.items()] for by_place in (refused, skipped)
+        )
+        return next(sentences), next(sentences)
 
     def _idle(self, number: int, root: Node, chain: Sequence[Node], seen: set[str]) -> str:
         """Why a place does not count: it does not run, or it sets a variable that nothing reads; empty where it may."""
@@ -523,15 +529,15 @@ class Commands(Shell):
 
 def _script_of(words: Sequence[Word], dialect: Dialect) -> str:
     """The shell script that a command starts, if no word behind it names a program that trains."""
-    found = ""
+    script = ""
     for before, word in itertools.pairwise([Word("", ""), *words]):
         if word.text.startswith("-") and word.text != "-m" or "=" in word.text:
             continue
         if word.text == "-m" or word.text.endswith(".py") or dialect.starts(word.text):
             return ""
         if word.text.endswith(".sh") or before.text.rpartition("/")[2] in SHELLS:
-            found = found or word.source
-    return found
+            script = script or word.source
+    return script
 
 
 def _may_be_settings(word: Word) -> bool:
@@ -574,11 +580,11 @@ def _places(source: bytes, keys: Sequence[str]) -> Iterator[tuple[int, str]]:
 
 def _chain(root: Node, begin: int) -> list[Node]:
     """The node at a byte, and all that it stands in."""
-    node, found = root.descendant_for_byte_range(begin, begin + 1), []
+    node, chain = root.descendant_for_byte_range(begin, begin + 1), []
     while node is not None:
-        found.append(node)
+        chain.append(node)
         node = node.parent
-    return found
+    return chain
 
 
 def _named(root: Node, name: str) -> Iterator[Node]:

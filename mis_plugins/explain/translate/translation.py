@@ -153,8 +153,8 @@ def as_written(value: Any) -> str:
 
 def listed(names: Sequence[object]) -> str:
     """Keys of the user in one sentence, of many keys the first."""
-    told = ", ".join(map(str, names[:MOST_NAMES]))
-    return told if len(names) <= MOST_NAMES else f"{told} and {len(names) - MOST_NAMES} more"
+    first = ", ".join(map(str, names[:MOST_NAMES]))
+    return first if len(names) <= MOST_NAMES else f"{first} and {len(names) - MOST_NAMES} more"
 
 
 def is_open(value: Any) -> bool:
@@ -173,9 +173,9 @@ def refuse_open(given: Mapping[str, Any], spelled: Mapping[str, str]) -> None:
     """
     left = {key: value for key, value in given.items() if is_open(value)}
     if left:
-        told = listed([f"{key}: {cut(value, LONGEST_OPEN)}" for key, value in left.items()])
+        left_open = listed([f"{key}: {cut(value, LONGEST_OPEN)}" for key, value in left.items()])
         asked = " ".join(f"{spelled.get(key, key)}=VALUE" for key in left)
-        raise ConfigError(f"only the launch decides {told}; put the values behind the file, as {asked}")
+        raise ConfigError(f"only the launch decides {left_open}; put the values behind the file, as {asked}")
 
 
 def not_read(setting: str, expected: str) -> ConfigError:
@@ -193,15 +193,15 @@ def clip_flags(given: Mapping[str, Any], keys: Sequence[str], of_ratio: bool = F
     """
     if any(is_open(given.get(key)) for key in keys):
         return
-    found = {key: number(given[key], key) for key in keys if given.get(key) is not None}
-    low = found.get(keys[0], WIDTH)
-    high = found.get(keys[1], low)
+    widths = {key: number(given[key], key) for key in keys if given.get(key) is not None}
+    low = widths.get(keys[0], WIDTH)
+    high = widths.get(keys[1], low)
     if of_ratio:
         low, high = 1.0, high - 1
-    dual = f" --eps-clip-c {found[keys[2]]:g}" if keys[2] in found else ""
-    if found or of_ratio:
-        yield f"{', '.join(found) or keys[0]}: pass --eps-clip {low:g} --eps-clip-high {high:g}{dual}."
-    if of_ratio and keys[1] not in found:
+    dual = f" --eps-clip-c {widths[keys[2]]:g}" if keys[2] in widths else ""
+    if widths or of_ratio:
+        yield f"{', '.join(widths) or keys[0]}: pass --eps-clip {low:g} --eps-clip-high {high:g}{dual}."
+    if of_ratio and keys[1] not in widths:
         yield f"{keys[1]} is not in it: CISPO then cuts every ratio at {keys[0]}, {high + 1:g}; ScaleRL's paper has 5."
 
 

@@ -115,14 +115,14 @@ def translate(text: str, behind: Sequence[str] = (), asked: Asked = ASKED) -> Tr
             launch decides.
     """
     won = dict(map(_override, behind))
-    said = _said(text, set(won), asked)
-    keys = {**said.settings, **won}
+    source = _said(text, set(won), asked)
+    keys = {**source.settings, **won}
     for key in keys:
         if key.startswith(FAMILIES) and key not in KEYS:
             raise ConfigError(f"{cut(key)}: no key of TRL's; known are {', '.join(KEYS)}")
     given = {key: _nothing(keys[key]) for key in READ if key in keys}
     if not given.keys() & set(KEYS) and given.get("loss_type") not in (*OWN, OF_GMPO):
-        said.prove_nothing()
+        source.prove_nothing()
         raise ConfigError(
             f"nothing to translate: none of {', '.join(KEYS)} in it; TRL corrects by default with {USE_VLLM}: true, so "
             f"put {USE_VLLM}=true behind the file if the script sets it"
@@ -131,10 +131,10 @@ def translate(text: str, behind: Sequence[str] = (), asked: Asked = ASKED) -> Tr
     weight = _weight(given)
     mis = ({"weight": weight} if weight else {}) | _masked(given)
     if not mis:
-        said.prove_nothing()
+        source.prove_nothing()
     mis |= _objective(given, weight)
     sources = {path: keys for path, keys in SOURCES.items() if path.partition(".")[0] in mis}
-    notes = (*said.notes, *_of_correction(given, weight), *_of_loss(given, mis))
+    notes = (*source.notes, *_of_correction(given, weight), *_of_loss(given, mis))
     name = GMPO if _is_gmpo(given) else CONFIG
     return Translation(f"TRL's {name}", given, mis | {"metrics": "watch"}, sources, notes)
 
@@ -236,8 +236,8 @@ def _of_correction(given: Mapping[str, Any], weight: Mapping[str, Any] | None) -
         if key in given:
             yield f"{key}: {as_written(given[key])} corrects nothing in TRL."
         return
-    said = {*given, CLIP_MAX} if CAP in given else {*given}
-    if unsaid := [f"{key}: {str(value).lower()}" for key, value in DEFAULTS.items() if key not in said]:
+    stated = {*given, CLIP_MAX} if CAP in given else {*given}
+    if unsaid := [f"{key}: {str(value).lower()}" for key, value in DEFAULTS.items() if key not in stated]:
         yield f"TRL 1.16 corrects by default: {', '.join(unsaid)}, where the file says nothing."
     if weight.get("upper") == NO_BOUND:
         yield f"{CLIP_MAX}: null: {NO_BOUND:g} stands for no upper bound, since no ratio of the hooks is above e^20."
@@ -247,8 +247,8 @@ def _of_correction(given: Mapping[str, Any], weight: Mapping[str, Any] | None) -
 def _of_loss(given: Mapping[str, Any], mis: Mapping[str, Any]) -> Iterator[str]:
     loss, level = given.get("loss_type"), _level(given)
     by_default = "" if loss else ", TRL's default,"
-    said = GMPO if _is_gmpo(given) else f"loss_type: {loss or 'dapo'}{by_default}"
-    yield f"{said} {AVERAGES[loss or 'dapo']}."
+    loss_said = GMPO if _is_gmpo(given) else f"loss_type: {loss or 'dapo'}{by_default}"
+    yield f"{loss_said} {AVERAGES[loss or 'dapo']}."
     if level == "sequence" and "objective" not in mis:
         yield f"importance_sampling_level: {level} is --advantage-estimator gspo of the hosts."
     if coefficient := _coefficient(given):
@@ -270,10 +270,10 @@ def _said(text: str, behind: set[str], asked: Asked) -> Said:
     called = any(f"{name}(" in text for name in (CONFIG, GMPO))
     if asked.path.suffix == ".py" or called and asked.path.suffix not in (".sh", ".yaml", ".yml"):
         return _of_call(text, behind)
-    said = tree_or_script(text, DIALECT, behind, asked)
-    found = {str(key): value for key, value in said.tree.items()}
-    strays = [place for place in places(said.tree, KEYS) if "." in place]
-    return replace(said, settings={**found, **said.settings}, skipped=(*said.skipped, *strays))
+    source = tree_or_script(text, DIALECT, behind, asked)
+    of_yaml = {str(key): value for key, value in source.tree.items()}
+    strays = [place for place in places(source.tree, KEYS) if "." in place]
+    return replace(source, settings={**of_yaml, **source.settings}, skipped=(*source.skipped, *strays))
 
 
 def _of_call(text: str, behind: set[str]) -> Said:
@@ -298,16 +298,16 @@ def _of_call(text: str, behind: set[str]) -> Said:
     (call,) = calls
     config = _name(call.func)
     elsewhere = [f"{key} (line {line})" for line, key in _keys_in(nodes, call) if key not in behind]
-    said = partial(ast.get_source_segment, text)
-    more = [f"**{said(word.value)}" for word in call.keywords if word.arg is None]
-    first = [one for one in call.args[:1] if isinstance(one, ast.Starred)]
-    unread = [*([] if behind else more), *map(said, [*first, *call.args[1:]])]
+    source = partial(ast.get_source_segment, text)
+    more = [f"**{source(word.value)}" for word in call.keywords if word.arg is None]
+    first = [argument for argument in call.args[:1] if isinstance(argument, ast.Starred)]
+    unread = [*([] if behind else more), *map(source, [*first, *call.args[1:]])]
     if elsewhere or unread:
         raise ConfigError(
             f"only running the script would tell {listed([*unread, *elsewhere])}, beside the keywords of "
             f"{config}(...); put the values that count behind the file"
         )
-    keys = {word.arg: _literal(word.value, str(said(word.value))) for word in call.keywords if word.arg}
+    keys = {word.arg: _literal(word.value, str(source(word.value))) for word in call.keywords if word.arg}
     notes = (f"not read: {listed(more)}; keys in it that count go behind the file, all of them.",) if more else ()
     return Said(keys | ({"loss_type": OF_GMPO} if config == GMPO else {}), notes=notes)
 
@@ -367,8 +367,8 @@ def _flags(words: Sequence[Word]) -> Iterator[tuple[str, Value]]:
 def _other(words: Sequence[Word]) -> str:
     """The trainer of TRL's that starts in place of GRPO's: a command of `trl`, or a file that `OTHERS` name."""
     pairs = ((before.text, word.text) for before, word in itertools.pairwise(words) if before.text[:2] != "--")
-    found = (word for before, word in pairs if OTHER_FILE.search(word + ".py" * (before == "-m")))
-    return other_of(words, ("trl",), COMMANDS) or next(found, "")
+    others = (word for before, word in pairs if OTHER_FILE.search(word + ".py" * (before == "-m")))
+    return other_of(words, ("trl",), COMMANDS) or next(others, "")
 
 
 def _starts(word: str) -> bool:

@@ -190,16 +190,16 @@ def translate(text: str, behind: Sequence[str] = (), asked: Asked = ASKED) -> Tr
         ConfigError: no such section, an unknown key, a value that verl refuses; it quotes verl's key.
     """
     won = dict(_flat(dict(map(_override, behind))))
-    said = _said(text, set(won), asked)
-    settings = {**said.settings, **won}
+    source = _said(text, set(won), asked)
+    settings = {**source.settings, **won}
     given = _given(settings, won)
     if not given:
-        said.prove_nothing()
+        source.prove_nothing()
         beside = f", and {LOSS_MODE}: {as_written(mode)}" if (mode := settings.get(MODE_PATH)) is not None else ""
         raise ConfigError(f"nothing to translate: no {SECTION}, and no key of it{beside}")
-    made = _translated(Draft(settings, given, notes=[*said.notes, *_left_out(settings)]), text)
+    made = _translated(Draft(settings, given, notes=[*source.notes, *_left_out(settings)]), text)
     if not made.config().corrects and not made.config().needs_loss_hook:
-        said.prove_nothing()
+        source.prove_nothing()
     return made
 
 
@@ -250,17 +250,17 @@ def _said(text: str, behind: set[str], asked: Asked) -> Said:
     """The settings of a preset's name, of a launch script or of a yaml, by their full path."""
     if verl_presets.is_call(text):
         return Said(_of_section(text))
-    said = tree_or_script(text, DIALECT, behind, asked)
-    tree = {key: value for key, value in said.tree.items() if key not in ("hydra", "defaults")}
-    found, script = dict(_flat(tree, is_whole=not WHOLE.isdisjoint(tree))), _of_script(said.settings)
-    is_by_default = script.get(ASYNC) or any(name in str(said.tree.get("defaults")) for name in OWN_ASYNC)
+    source = tree_or_script(text, DIALECT, behind, asked)
+    tree = {key: value for key, value in source.tree.items() if key not in ("hydra", "defaults")}
+    of_yaml, script = dict(_flat(tree, is_whole=not WHOLE.isdisjoint(tree))), _of_script(source.settings)
+    is_by_default = script.get(ASYNC) or any(name in str(source.tree.get("defaults")) for name in OWN_ASYNC)
     if is_by_default or "async_training" in tree:
-        found = {ASYNC: True} | ({BYPASS: True} if is_by_default else {}) | found
+        of_yaml = {ASYNC: True} | ({BYPASS: True} if is_by_default else {}) | of_yaml
     elif ASYNC in script and not tree and BYPASS not in script:
-        found = {BYPASS: Open("a yaml that is not here")}
-    seen = {part for path in found for part in path.split(".")}
-    strays = [place for place in places(said.tree, DIALECT.keys) if place.rpartition(".")[2] not in seen]
-    return replace(said, settings={**found, **script}, skipped=(*said.skipped, *strays))
+        of_yaml = {BYPASS: Open("a yaml that is not here")}
+    seen = {part for path in of_yaml for part in path.split(".")}
+    strays = [place for place in places(source.tree, DIALECT.keys) if place.rpartition(".")[2] not in seen]
+    return replace(source, settings={**of_yaml, **script}, skipped=(*source.skipped, *strays))
 
 
 def _of_section(call: str) -> dict[str, Any]:
@@ -285,12 +285,14 @@ def _flat(tree: Mapping[str, Any], parent: str = "", is_whole: bool = True) -> I
             yield path, value
 
 
-def _of_script(said: Mapping[str, Any]) -> dict[str, Any]:
+def _of_script(overrides: Mapping[str, Any]) -> dict[str, Any]:
     """The values of Hydra's overrides in a launch script."""
-    if SECTION in said and said.keys() - {SECTION, ASYNC}:
+    if SECTION in overrides and overrides.keys() - {SECTION, ASYNC}:
         raise ConfigError(f"{SECTION}: stands beside a value for all of it; give one of them")
-    known = {path: _plain(of_script(path, value), value) for path, value in said.items() if not is_open(value)}
-    return dict(_flat({path: known.get(path, value) for path, value in said.items()}))
+    plain_values = {
+        path: _plain(of_script(path, value), value) for path, value in overrides.items() if not is_open(value)
+    }
+    return dict(_flat({path: plain_values.get(path, value) for path, value in overrides.items()}))
 
 
 def _is_ours(path: str) -> bool:
@@ -394,8 +396,8 @@ def _check_known(path: str, value: Any) -> None:
     key = path.rpartition(".")[2]
     if _is_retired(path) and value not in (None, False):
         raise ConfigError(f"{key}: {INSTEAD}")
-    known = (*PATHS, *BESIDE_IT, SECTION, f"{SECTION}._target_")
-    if _is_ours(path) and not _is_retired(path) and path not in known and not path.startswith(IN_LOSS):
+    names = (*PATHS, *BESIDE_IT, SECTION, f"{SECTION}._target_")
+    if _is_ours(path) and not _is_retired(path) and path not in names and not path.startswith(IN_LOSS):
         near = f"; write {SHORT[key]}" if key in SHORT else suggest(key, KNOWN)
         near += "; a command that stands within a yaml goes into a script of its own" * near.startswith("; known")
         raise ConfigError(f"{cut(path.removeprefix(f'{SECTION}.'))}: no key of verl's rollout correction{near}")
@@ -425,8 +427,8 @@ def _left_out(settings: Mapping[str, Any]) -> Iterator[str]:
     for path in (MODE_PATH, *BESIDE_IT):
         if is_open(settings.get(path)) and path not in UNSERVED:
             when = f"where it is {' or '.join(LOSS_MODES)}, " if path == MODE_PATH else ""
-            told = f"{path.removeprefix(f'{ACTOR}.')}: {as_written(settings[path])}"
-            yield f"{told} is for the launch to decide; {when}put it behind the file, as {path}=VALUE."
+            setting = f"{path.removeprefix(f'{ACTOR}.')}: {as_written(settings[path])}"
+            yield f"{setting} is for the launch to decide; {when}put it behind the file, as {path}=VALUE."
     if (estimator := settings.get(ESTIMATOR)) in TOKEN_BASELINES:
         yield NO_BASELINE.format(estimator=estimator)
     yield from beside(settings, UNSERVED, ())
@@ -495,13 +497,13 @@ def _normalize(draft: Draft) -> None:
 
 def _reject(draft: Draft) -> None:
     """Rules over k1, k2 or k3, each with its own bounds or all with one."""
-    told = draft.given.get("rollout_rs")
-    if told is None:
+    rule_names = draft.given.get("rollout_rs")
+    if rule_names is None:
         return
-    names = list(dict.fromkeys(choice(name, "rollout_rs", OPTIONS) for name in _parts(told, "rollout_rs")))
+    names = list(dict.fromkeys(choice(name, "rollout_rs", OPTIONS) for name in _parts(rule_names, "rollout_rs")))
     thresholds = _parts(draft.given.get("rollout_rs_threshold"), "rollout_rs_threshold")
     if not names:
-        raise ConfigError(f"rollout_rs: got {shown(told)}; choose of {', '.join(OPTIONS)}")
+        raise ConfigError(f"rollout_rs: got {shown(rule_names)}; choose of {', '.join(OPTIONS)}")
     if len(thresholds) not in (1, len(names)):
         raise ConfigError(
             f"rollout_rs_threshold: got {len(thresholds)} for {len(names)} of rollout_rs; give one for each, or one "
@@ -608,16 +610,16 @@ def _widths(given: Mapping[str, Any], mode: str) -> list[str]:
     what = "DPPO's largest divergences and ratio" if mode in BY_DIVERGENCE else "PPO's clip"
     if mode == "geo_mean":
         what = "the clip of GMPO's log ratios, which reads no --eps-clip-c; the paper has 0.4 for both"
-    told = [
+    widths = [
         f"clip_ratio_low, clip_ratio_high, clip_ratio_c: pass --eps-clip {low:g} --eps-clip-high {high:g} "
         f"--eps-clip-c {cap:g}, {what}. An actor of verl that sets none has "
         f"{CLIP_RATIO:g}, {CLIP_RATIO:g} and {CLIP_RATIO_C:g}."
     ]
     if "clip_ratio" in given and base not in (low, high):
-        told.append(
+        widths.append(
             f"clip_ratio: {base:g} has no effect in verl either, whose actor sets clip_ratio_low and clip_ratio_high."
         )
-    return told
+    return widths
 
 
 def _finish(draft: Draft) -> None:

@@ -47,8 +47,8 @@ class Preset:
         """The parameters of the class method, in order, with their defaults."""
         if self.icepop:
             return {"threshold": 5.0, "threshold_lower": 0.5}
-        found = {"is_threshold" if self.rule else "threshold": 2.0} if self.level else {}
-        return found | ({"rs_threshold": RULES[self.rule]} if self.rule else {})
+        threshold = {"is_threshold" if self.rule else "threshold": 2.0} if self.level else {}
+        return threshold | ({"rs_threshold": RULES[self.rule]} if self.rule else {})
 
     def keys(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """The keys of `algorithm.rollout_correction` that the class method sets."""
@@ -83,8 +83,8 @@ PRESETS = {
 
 def is_call(text: str) -> bool:
     """Whether the text names a preset, or calls something as one calls a preset."""
-    found = CALL.fullmatch(text) if len(text) <= LONGEST_CALL else None
-    return found is not None and (found["name"] in PRESETS or found["arguments"] is not None)
+    match = CALL.fullmatch(text) if len(text) <= LONGEST_CALL else None
+    return match is not None and (match["name"] in PRESETS or match["arguments"] is not None)
 
 
 def keys_of(text: str) -> dict[str, Any]:
@@ -93,14 +93,14 @@ def keys_of(text: str) -> dict[str, Any]:
     Raises:
         ConfigError: no preset of verl 0.9.1, or an argument that it does not take.
     """
-    found = CALL.fullmatch(text)
-    name = found["name"] if found else text
-    if found is not None and name == CONFIG:
-        return BY_DEFAULT | _arguments(name, found["arguments"] or "()", tuple(BY_DEFAULT))
-    if found is None or name not in PRESETS:
+    match = CALL.fullmatch(text)
+    name = match["name"] if match else text
+    if match is not None and name == CONFIG:
+        return BY_DEFAULT | _arguments(name, match["arguments"] or "()", tuple(BY_DEFAULT))
+    if match is None or name not in PRESETS:
         raise ConfigError(f"{name}: no preset of verl 0.9.1{suggest(name, PRESETS)}")
     preset = PRESETS[name]
-    return preset.keys(_arguments(name, found["arguments"] or "()", tuple(preset.parameters())))
+    return preset.keys(_arguments(name, match["arguments"] or "()", tuple(preset.parameters())))
 
 
 def _arguments(name: str, text: str, parameters: tuple[str, ...]) -> dict[str, Any]:
@@ -108,7 +108,7 @@ def _arguments(name: str, text: str, parameters: tuple[str, ...]) -> dict[str, A
         call = ast.parse(f"{name}{text}", mode="eval").body
         if not isinstance(call, ast.Call):
             raise ValueError("no call")
-        takes = [inspect.Parameter(one, inspect.Parameter.POSITIONAL_OR_KEYWORD) for one in parameters]
+        takes = [inspect.Parameter(parameter, inspect.Parameter.POSITIONAL_OR_KEYWORD) for parameter in parameters]
         given = {str(word.arg): ast.literal_eval(word.value) for word in call.keywords}
         return inspect.Signature(takes).bind_partial(*map(ast.literal_eval, call.args), **given).arguments
     except (SyntaxError, TypeError, ValueError) as error:

@@ -59,7 +59,7 @@ def scores(args: Any, batch: Batch, logits: host.Tensor) -> host.Scores:
     """
     _check_whole_vocabulary(args, batch)
     wants_entropy = args.entropy_coef != 0 or args.observe_training_entropy
-    found = NEEDS.scores.get()(
+    by_name = NEEDS.scores.get()(
         logits,
         args=args,
         with_entropy=wants_entropy,
@@ -67,7 +67,7 @@ def scores(args: Any, batch: Batch, logits: host.Tensor) -> host.Scores:
         max_seq_lens=batch.get("max_seq_lens"),
         **sequences_of(batch),
     )
-    return found["log_probs"], found.get("entropy")
+    return by_name["log_probs"], by_name.get("entropy")
 
 
 def recomputes(args: Any) -> host.Recomputes:

@@ -26,8 +26,8 @@ def scores(args: Any, batch: Batch, logits: Tensor) -> Scores:
 
 def scored(needs: Needs, args: Any, batch: Batch, logits: Tensor, more: Mapping[str, Any] | None = None) -> Scores:
     """Log-probs and entropy by the host's own function, which returns them behind an empty tensor."""
-    _, found = needs.scores.get()(logits, args=args, with_entropy=True, **sequences_of(batch), **(more or {}))
-    return found["log_probs"], found["entropy"]
+    _, by_name = needs.scores.get()(logits, args=args, with_entropy=True, **sequences_of(batch), **(more or {}))
+    return by_name["log_probs"], by_name["entropy"]
 
 
 def tracks(needs: Needs) -> Callable[[Any], bool]:

@@ -26,20 +26,22 @@ def run(arguments: argparse.Namespace) -> int:
     if host is None:
         raise InputError(f"no folder {' or '.join(hosts)} in it; give the root of a host's checkout")
     folder = search.Folder(root)
-    found = {name: search.elsewhere(one, folder) for name, one in search.find_all(host.needs, folder.module).items()}
+    findings = {
+        name: search.elsewhere(finding, folder) for name, finding in search.find_all(host.needs, folder.module).items()
+    }
     print(f"{host.title}: what our hooks need of it")
-    print_table(("need", "where", "hooks"), [_row(one) for one in found.values()])
+    print_table(("need", "where", "hooks"), [_row(finding) for finding in findings.values()])
     print()
-    hooks = dict.fromkeys(hook for one in found.values() for hook in one.need.hooks)
-    print_table(("hook", "with this checkout"), [(hook, _state(hook, found.values())) for hook in hooks])
+    hooks = dict.fromkeys(hook for finding in findings.values() for hook in finding.need.hooks)
+    print_table(("hook", "with this checkout"), [(hook, _state(hook, findings.values())) for hook in hooks])
     missing = _unknown_flags(host, folder) if host.records else {}
     for flag, place in missing.items():
         print(f"{flag}: given in {place}, and nothing in {host.package}/ defines it any more")
     if not SCRIPTS.is_dir():
         print("flags: not compared; our launch scripts are not installed, run the command in a checkout of ours")
-    if missing or any(one.place is None for one in found.values()):
+    if missing or any(finding.place is None for finding in findings.values()):
         return FAILS
-    return MOVED if any(one.moved for one in found.values()) else GOOD
+    return MOVED if any(finding.moved for finding in findings.values()) else GOOD
 
 
 def _is_root(root: Path, package: str) -> bool:
@@ -49,24 +51,24 @@ def _is_root(root: Path, package: str) -> bool:
 
 def by_package() -> dict[str, Host]:
     """The first host of each package that has a table of needs."""
-    found = dict[str, Host]()
+    first_hosts = dict[str, Host]()
     for host in every_host().values():
         if host.needs is not None:
-            found.setdefault(host.package, host)
-    return found
+            first_hosts.setdefault(host.package, host)
+    return first_hosts
 
 
-def _row(one: search.Found) -> tuple[str, str, str]:
-    where = f"MISSING: {'; '.join(one.tried)}" if one.place is None else str(one.place)
-    return one.need.what, f"{where} (moved)" if one.moved else where, ", ".join(one.need.hooks)
+def _row(finding: search.Found) -> tuple[str, str, str]:
+    where = f"MISSING: {'; '.join(finding.tried)}" if finding.place is None else str(finding.place)
+    return finding.need.what, f"{where} (moved)" if finding.moved else where, ", ".join(finding.need.hooks)
 
 
-def _state(hook: str, found: Iterable[search.Found]) -> str:
-    of_hook = [one for one in found if hook in one.need.hooks]
-    missing = [one.need.what for one in of_hook if one.place is None]
+def _state(hook: str, findings: Iterable[search.Found]) -> str:
+    of_hook = [finding for finding in findings if hook in finding.need.hooks]
+    missing = [finding.need.what for finding in of_hook if finding.place is None]
     if missing:
         return f"FAILS without {', '.join(missing)}"
-    return "works, at a new address" if any(one.moved for one in of_hook) else "works"
+    return "works, at a new address" if any(finding.moved for finding in of_hook) else "works"
 
 
 def given_flags(host: Host) -> dict[str, str]:

@@ -114,7 +114,7 @@ def fields(owner: ast.ClassDef) -> set[str]:
 
 def member(owner: ast.ClassDef, name: str) -> ast.stmt | ast.Attribute | None:
     """The definition of a class's member, or the first `self.NAME = ...` in its methods; None where it has none."""
-    defined = {one: node for node in statements(owner.body) for one in bound(node)}
+    defined = {bound_name: node for node in statements(owner.body) for bound_name in bound(node)}
     if name in defined:
         return defined[name]
     for node in ast.walk(owner):
@@ -193,16 +193,16 @@ def find(need: Need, module_of: Lookup) -> Found:
     return Found(need, None, tried)
 
 
-def elsewhere(found: Found, folder: Folder) -> Found:
+def elsewhere(finding: Found, folder: Folder) -> Found:
     """What hands a hook its arguments from a place that no address names: a host calls the hook by its flag."""
-    need = found.need
-    if found.place is not None or not need.hands:
-        return found
+    need = finding.need
+    if finding.place is not None or not need.hands:
+        return finding
     for module in folder.modules(need.addresses[0].module.partition(".")[0]):
         for node in (node for statement in module.body for node in ast.walk(statement)):
             if isinstance(node, Function) and handed_on(node) >= set(need.hands):
-                return replace(found, place=Place(module, node), address=Address(module.name, (node.name,)))
-    return found
+                return replace(finding, place=Place(module, node), address=Address(module.name, (node.name,)))
+    return finding
 
 
 def find_all(needs: Any, module_of: Lookup) -> dict[str, Found]:
@@ -221,15 +221,15 @@ def _place(address: Address, module_of: Lookup) -> Place | None:
 
 def _defined(module: str, name: str, module_of: Lookup, left: int = FOLLOWED) -> Place | None:
     """The definition of a module's name, through imports of the host's own modules; an import where those end."""
-    found = module_of(module)
-    node = None if found is None else found.names.get(name)
-    if found is None or node is None:
+    source = module_of(module)
+    node = None if source is None else source.names.get(name)
+    if source is None or node is None:
         return None
-    origin = found.imported_from(name) if left else None
+    origin = source.imported_from(name) if left else None
     place = None if origin is None else _defined(*origin, module_of, left - 1)
     if origin is not None and place is None and origin[0].partition(".")[0] == module.partition(".")[0]:
         return None  # an import of something that is gone
-    return place or Place(found, node)
+    return place or Place(source, node)
 
 
 def _classes(place: Place, module_of: Lookup, left: int = FOLLOWED) -> Iterator[tuple[Module, ast.ClassDef]]:
@@ -250,5 +250,5 @@ def _lacking(need: Need, address: Address, node: ast.AST) -> str | None:
         "variable": [name for name in need.holds if name not in locals_of(node)],
         "keyword": [name for name in need.hands if name not in handed_on(node)],
     }
-    told = [f"no {kind} {', '.join(names)}" for kind, names in lacks.items() if names]
-    return f"{address}: {'; '.join(told)}" if told else None
+    phrases = [f"no {kind} {', '.join(names)}" for kind, names in lacks.items() if names]
+    return f"{address}: {'; '.join(phrases)}" if phrases else None

@@ -125,8 +125,8 @@ class Miles(VersionNeeds):
     )
 
     def version_of(self, actor: Any) -> int:
-        told = self.weight_version.of(actor)
-        return told() if inspect.ismethod(told) else told.weight_version
+        version = self.weight_version.of(actor)
+        return version() if inspect.ismethod(version) else version.weight_version
 
     def virtual_pipeline(self, actor: Any) -> tuple[int, int]:
         state = self.parallel.get()()

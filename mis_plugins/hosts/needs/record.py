@@ -105,10 +105,10 @@ class Need:
         Raises:
             NeedError: no address has it.
         """
-        found = self._found(_imported)
-        if found is None:
+        held = self._found(_imported)
+        if held is None:
             raise self.error()
-        return found
+        return held
 
     def _found(self, module_of: Callable[[str], Any | None]) -> tuple[Any, str] | None:
         owners = (address.owner(module_of(address.module)) for address in self.addresses)
@@ -120,9 +120,9 @@ class Need:
         Raises:
             NeedError: the host's package is loaded, and no address has it.
         """
-        found = self._found(sys.modules.get)
-        if found is not None:
-            return getattr(*found)
+        held = self._found(sys.modules.get)
+        if held is not None:
+            return getattr(*held)
         package = self.addresses[0].module.partition(".")[0]
         return self.get() if package in sys.modules else None
 
@@ -301,7 +301,7 @@ def more_of(function: Any, *sources: Any) -> dict[str, Any]:
     A host hands some settings through its own generation by parameters that came after the call was read.
     """
     parameters = inspect.signature(function).parameters.values()
-    named = [one.name for one in parameters if one.kind is inspect.Parameter.KEYWORD_ONLY]
+    named = [parameter.name for parameter in parameters if parameter.kind is inspect.Parameter.KEYWORD_ONLY]
     return {name: getattr(source, name) for name in named for source in reversed(sources) if hasattr(source, name)}
 
 

@@ -131,17 +131,17 @@ class Carrying:
             _admit(data, written, config)
         device, layout = data["loss_masks"][0].device, self.trainer.layout(actor.args, data)
         rows = {
-            VERSIONS: layout.cut([one.versions for one in written]),
-            RECOMPUTED: layout.cut([one.recomputed for one in written]),
+            VERSIONS: layout.cut([tokens.versions for tokens in written]),
+            RECOMPUTED: layout.cut([tokens.recomputed for tokens in written]),
         }
         moved = {name: [row.to(device) for row in cut] for name, cut in rows.items()}
         return Columns(version, moved | _heads(notes))
 
     def _log(self, args: Any, rollout_id: int, notes: Sequence[Note]) -> None:
         """Log what every note tells of the batch, on the rank that logs."""
-        told, host = notes[0].more if notes else {}, self.trainer.host
-        if retractions.SHARE in told and megatron.holds_log_probs() and host.reports(host.parallel()[0]):
-            metrics = {retractions.SHARE: told[retractions.SHARE]}
+        more, host = notes[0].more if notes else {}, self.trainer.host
+        if retractions.SHARE in more and megatron.holds_log_probs() and host.reports(host.parallel()[0]):
+            metrics = {retractions.SHARE: more[retractions.SHARE]}
             tracking.log(args, metrics, tracking.number_of(args, rollout_id, 0))
 
     def _score(self, actor: Any, rollout_id: int, data: Data, version: int, trained: int) -> None:
@@ -196,8 +196,8 @@ def _before(train_actor: Callable[..., Any], carrying: Carrying) -> Callable[...
 
     @wraps(train_actor)
     def carried(*given: Any, **named: Any) -> Any:
-        said = dict(zip(names, given, strict=False)) | named
-        carrying.before_training(*(said[name] for name in names))
+        arguments = dict(zip(names, given, strict=False)) | named
+        carrying.before_training(*(arguments[name] for name in names))
         return train_actor(*given, **named)
 
     return carried
@@ -221,7 +221,7 @@ def _with_columns(get_batch: Callable[..., Any], carrying: Carrying) -> Callable
 def _heads(notes: Sequence[Note]) -> dict[str, Sequence[Tensor]]:
     """The engine's likeliest tokens of whole responses, on the CPU: the loss hook moves those of its own tokens."""
     named = [heads.unpacked(note.more, len(note.versions)) for note in notes]
-    return {name: [one[name] for one in named] for name in (named[0] if named else ())}
+    return {name: [head[name] for head in named] for name in (named[0] if named else ())}
 
 
 def _admit(data: Data, written: Sequence[Written], config: SegmentWiseConfig) -> None:

@@ -201,20 +201,20 @@ async def heard(chunks: AsyncIterator[Chunk], number: int) -> dict[str, Any]:
     versions: list[int] = []
     text, meta = "", {}
     async for chunk in chunks:
-        new_text, meta, told, count = _parts_of(chunk)
-        whole = len(told) == count
-        if (len(told) < len(rows)) if whole else (len(rows) + len(told) != count):
-            raise InputError(f"meta_info: {len(told)} log-probs after {len(rows)}, and completion_tokens: {count}")
-        new = told[len(rows) :] if whole else told
+        new_text, meta, log_probs, count = _parts_of(chunk)
+        whole = len(log_probs) == count
+        if (len(log_probs) < len(rows)) if whole else (len(rows) + len(log_probs) != count):
+            raise InputError(f"meta_info: {len(log_probs)} log-probs after {len(rows)}, and completion_tokens: {count}")
+        new = log_probs[len(rows) :] if whole else log_probs
         text = new_text if whole else text + new_text
         versions += [_version(meta)] * len(new)
         NUMBERING.shelf.say(number, len(rows), [row[1] for row in new], versions[len(rows) :])
         rows += new
-        for name, said in more.items():
-            said += (meta.get(name) or [])[len(said) if whole else 0 :]
+        for name, column in more.items():
+            column += (meta.get(name) or [])[len(column) if whole else 0 :]
     if not meta.get("finish_reason"):
         raise httpx.RemoteProtocolError("the stream ended before the response did")
-    more = {name: said for name, said in more.items() if said}
+    more = {name: column for name, column in more.items() if column}
     return {"text": text, "meta_info": {**meta, "output_token_logprobs": rows, **more}}
 
 

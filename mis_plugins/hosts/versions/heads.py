@@ -79,17 +79,17 @@ class NamedTokens:
         ids = np.sort(self.ids, axis=1)
         twice = ((ids[:, 1:] == ids[:, :-1]) & (ids[:, 1:] >= 0)).any(1)
         mass = np.exp(np.minimum(self.log_probs, 1.0), dtype=np.float64).sum(1)
-        for said, wrong in (("a token twice", twice), ("probabilities of more than 1", mass > LARGEST_MASS)):
+        for fault, wrong in (("a token twice", twice), ("probabilities of more than 1", mass > LARGEST_MASS)):
             if wrong.any():
-                raise InputError(f"meta_info: output_top_logprobs[{int(wrong.argmax())}] names {said}")
+                raise InputError(f"meta_info: output_top_logprobs[{int(wrong.argmax())}] names {fault}")
 
     def behind(self, earlier: NamedTokens | None, before: int) -> NamedTokens:
         """The tokens of the first `before` positions, which earlier calls may have left unnamed, and then these."""
         width = self.ids.shape[1]
-        known = NamedTokens.none(0, width) if earlier is None else earlier
-        gap = NamedTokens.none(before - len(known.ids[:before]), width)
-        ids = np.concatenate([known.ids[:before], gap.ids, self.ids])
-        return NamedTokens(ids, np.concatenate([known.log_probs[:before], gap.log_probs, self.log_probs]))
+        named = NamedTokens.none(0, width) if earlier is None else earlier
+        gap = NamedTokens.none(before - len(named.ids[:before]), width)
+        ids = np.concatenate([named.ids[:before], gap.ids, self.ids])
+        return NamedTokens(ids, np.concatenate([named.log_probs[:before], gap.log_probs, self.log_probs]))
 
     def __len__(self) -> int:
         return len(self.ids)

@@ -106,17 +106,17 @@ def over_sets(meta_info: Mapping[str, Any], head: int) -> tuple[dict[str, Any], 
             "and a router that take return_sampling_mask, as SGLang 0.5.23 does; else give --rollout-top-p 1 "
             "--rollout-top-k -1"
         )
-    told: dict[str, Any] = {**meta_info, "output_token_logprobs": []}
+    renormalized: dict[str, Any] = {**meta_info, "output_token_logprobs": []}
     for position, (row, ids, value) in enumerate(zip(rows, sets, values, strict=True)):
         if row[1] not in ids:
             raise InputError(f"meta_info: {MASK} lacks the token {row[1]} that was sampled at {position}")
         value = value[ids.index(row[1])] if head else value
-        told["output_token_logprobs"].append([value, *row[1:]])
+        renormalized["output_token_logprobs"].append([value, *row[1:]])
     if head:
         named = (zip(value, ids, strict=True) for value, ids in zip(values, sets, strict=True))
-        told["output_top_logprobs"] = [sorted(pairs, reverse=True) for pairs in named]
+        renormalized["output_top_logprobs"] = [sorted(pairs, reverse=True) for pairs in named]
     sizes = np.fromiter(map(len, sets), np.int32)
-    return told, KeptSets(np.array([token for ids in sets for token in ids], np.int32), sizes)
+    return renormalized, KeptSets(np.array([token for ids in sets for token in ids], np.int32), sizes)
 
 
 class KeptScoring:

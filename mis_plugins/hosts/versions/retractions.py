@@ -26,18 +26,18 @@ def hear(sample: Any, meta_info: Mapping[str, Any], before: int) -> None:
     Args:
         before: how many tokens the response had before the answer; 0 begins to count anew.
     """
-    told = meta_info.get("num_retractions")
-    if told is not None:
-        setattr(sample, RETRACTIONS, told + (getattr(sample, RETRACTIONS, 0) if before else 0))
+    retractions = meta_info.get("num_retractions")
+    if retractions is not None:
+        setattr(sample, RETRACTIONS, retractions + (getattr(sample, RETRACTIONS, 0) if before else 0))
 
 
 def share(args: Any, samples: Sequence[Any]) -> dict[str, float]:
     """The share of the samples whose requests were retracted, by its name; empty where the engine does not say."""
-    told = [getattr(sample, RETRACTIONS, None) for sample in samples]
-    if None in told or not told:
+    retractions = [getattr(sample, RETRACTIONS, None) for sample in samples]
+    if None in retractions or not retractions:
         return {}
-    retracted = sum(map(bool, told))
+    retracted = sum(map(bool, retractions))
     if retracted:
         routes = ROUTES if getattr(args, "use_rollout_routing_replay", False) else ""
-        logger.warning("the engine retracted the requests of %d of %d samples%s", retracted, len(told), routes)
-    return {SHARE: retracted / len(told)}
+        logger.warning("the engine retracted the requests of %d of %d samples%s", retracted, len(retractions), routes)
+    return {SHARE: retracted / len(retractions)}

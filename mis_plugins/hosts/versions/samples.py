@@ -159,8 +159,8 @@ SAID = (HEAD, KEPT)  # attributes that hold what the engine said of each token, 
 
 def _packed(sample: Any) -> dict[str, bytes]:
     """What the engine said of the tokens of a sample, packed by name."""
-    said = (getattr(sample, name).packed() for name in SAID if hasattr(sample, name))
-    return {name: packed for each in said for name, packed in each.items()}
+    columns = (getattr(sample, name).packed() for name in SAID if hasattr(sample, name))
+    return {name: packed for each in columns for name, packed in each.items()}
 
 
 def _check(sample: Any, scored: bool, needed: Mapping[str, str]) -> None:
@@ -172,8 +172,8 @@ def _check(sample: Any, scored: bool, needed: Mapping[str, str]) -> None:
     for name, reader in needed.items():
         if not hasattr(sample, name):
             raise InputError(f"sample {sample.index}: no {name}, which {reader} reads; generate with {GENERATE}")
-    said = {name: getattr(sample, name) for name in (VERSIONS, *SAID) if hasattr(sample, name)}
-    for name, of_tokens in said.items():
+    columns = {name: getattr(sample, name) for name in (VERSIONS, *SAID) if hasattr(sample, name)}
+    for name, of_tokens in columns.items():
         if len(of_tokens) != sample.response_length:
             raise InputError(
                 f"sample {sample.index}: {name} of {len(of_tokens)} tokens, and the response has "

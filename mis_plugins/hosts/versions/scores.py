@@ -70,10 +70,10 @@ class Trainer:
     def waiting(self, version: int, trained: int) -> Waiting:
         """Ask on rank 0 which tokens of `version` wait to be scored, and tell all ranks. Collective."""
         asks = dist.get_rank() == 0
-        told = [together(ASKING, lambda: rollouts.waiting(version, trained) if asks else None)]
-        met(f"{ASKING}, handing on", lambda: dist.broadcast_object_list(told, src=0, group=self.group))
-        assert told[0] is not None
-        return told[0]
+        shared = [together(ASKING, lambda: rollouts.waiting(version, trained) if asks else None)]
+        met(f"{ASKING}, handing on", lambda: dist.broadcast_object_list(shared, src=0, group=self.group))
+        assert shared[0] is not None
+        return shared[0]
 
     def answers(self, actor: Any, rollout_id: int, requests: Sequence[Request], device: torch.device) -> Answers:
         """Log-probs of the requested tokens, by the host's own log-prob pass, on every rank. Collective."""
@@ -138,25 +138,28 @@ class Scores:
         """Versions v of a response's tokens, and their log pi_{v+1} where it was scored, else NaN."""
         versions = torch.tensor(note.versions, dtype=torch.int64)
         recomputed = torch.full(versions.shape, torch.nan)
-        for one in self._of.get(note.number, ()):
-            places = torch.tensor(one.positions, dtype=torch.int64)
+        for answer in self._of.get(note.number, ()):
+            places = torch.tensor(answer.positions, dtype=torch.int64)
             fits = places < len(versions)
-            places, log_probs = places[fits], one.log_probs[fits]
-            next_one = versions[places] + 1 == one.by
+            places, log_probs = places[fits], answer.log_probs[fits]
+            next_one = versions[places] + 1 == answer.by
             recomputed[places[next_one]] = log_probs[next_one]
         return Written(versions, recomputed, current)
 
 
 def _answered(requests: Sequence[Request], rows: Sequence[Tensor]) -> Answers:
     pairs = zip(requests, rows, strict=True)
-    return {one.number: (one.positions, torch.tensor(one.wanted(row.float().tolist()))) for one, row in pairs}
+    return {
+        request.number: (request.positions, torch.tensor(request.wanted(row.float().tolist())))
+        for request, row in pairs
+    }
 
 
 def _as_rollout(requests: Sequence[Request], device: torch.device) -> Data:
     """The requests as a rollout, with the keys that the host's log-prob pass reads."""
     return {
-        "tokens": [torch.tensor(one.tokens, dtype=torch.long, device=device) for one in requests],
-        "loss_masks": [torch.ones(one.count, dtype=torch.int, device=device) for one in requests],
-        "total_lengths": [len(one.tokens) for one in requests],
-        "response_lengths": [one.count for one in requests],
+        "tokens": [torch.tensor(request.tokens, dtype=torch.long, device=device) for request in requests],
+        "loss_masks": [torch.ones(request.count, dtype=torch.int, device=device) for request in requests],
+        "total_lengths": [len(request.tokens) for request in requests],
+        "response_lengths": [request.count for request in requests],
     }

@@ -84,6 +84,8 @@ class Shelf:
                 if growing.batch is None or growing.batch > trained
             }
             self._growing = left
-            found = [growing.lacking(number, version) for number, growing in left.items()]
-        requests = sorted((one for one in found if one is not None), key=lambda one: -len(one.tokens))
+            lacking = [growing.lacking(number, version) for number, growing in left.items()]
+        requests = sorted(
+            (request for request in lacking if request is not None), key=lambda request: -len(request.tokens)
+        )
         return Waiting(requests, frozenset(left))

@@ -41,9 +41,9 @@ def our_name(name: str) -> str:
     return OURS.get(bare) or OURS.get(bare.removeprefix("train/")) or bare
 
 
-def has_step(found: Mapping[str, object]) -> bool:
+def has_step(mapping: Mapping[str, object]) -> bool:
     """Whether an object names the step of its numbers."""
-    return any(name in found for name in STEPS_OF_HOSTS)
+    return any(name in mapping for name in STEPS_OF_HOSTS)
 
 
 def curve(path: Path, kind: str, problems: Problems) -> Curve:
@@ -62,14 +62,14 @@ def _add_rows(points: dict[int, dict[str, float]], path: Path, kind: str, proble
         STEPS.check(len(points), size, path)
 
 
-def _row(found: Mapping[str, Any], step: object = None) -> list[Row]:
+def _row(mapping: Mapping[str, Any], step: object = None) -> list[Row]:
     """The numbers of a row by our names; none without a step.
 
     Raises:
         RecordError: the step is no whole number.
     """
-    given = [*(found[name] for name in STEPS_OF_HOSTS if name in found), *([] if step is None else [step])]
-    numbers = {our_name(name): float(x) for name, x in found.items() if _is_number(x) or x in NOT_FINITE}
+    given = [*(mapping[name] for name in STEPS_OF_HOSTS if name in mapping), *([] if step is None else [step])]
+    numbers = {our_name(name): float(x) for name, x in mapping.items() if _is_number(x) or x in NOT_FINITE}
     return [(step_of(next(filter(_is_number, given), given[0])), numbers)] if given else []
 
 
@@ -78,8 +78,8 @@ def _is_number(value: object) -> bool:
 
 
 def _jsonl(path: Path, problems: Problems) -> Iterator[Row]:
-    for place, found in objects(path, problems):
-        yield from problems.read(partial(_row, found), path, place) or ()
+    for place, mapping in objects(path, problems):
+        yield from problems.read(partial(_row, mapping), path, place) or ()
 
 
 # Tensorboard.
@@ -100,11 +100,11 @@ def _tensorboard(path: Path, problems: Problems) -> Iterator[Row]:
 
 def _event(event: bytes) -> Iterator[Row]:
     """An Event: 2 is its step, 5 its summary of values, each of which has a tag (1) and a number (2, or 8 a tensor)."""
-    found = dict(fields(event))
-    summary = found.get(5)
+    event_fields = dict(fields(event))
+    summary = event_fields.get(5)
     if not isinstance(summary, bytes):
         return
-    step = step_of(found.get(2, 0))
+    step = step_of(event_fields.get(2, 0))
     for _, value in messages(summary):
         parts = dict(messages(value))
         tag, content = parts.get(1), parts.get(2) or _of_tensor(parts.get(8, b""))
@@ -115,8 +115,8 @@ def _event(event: bytes) -> Iterator[Row]:
 def _of_tensor(tensor: bytes) -> bytes | None:
     """The one float of a TensorProto: packed in field 5, or raw in field 4."""
     parts = dict(messages(tensor))
-    found = parts.get(5) or parts.get(4)
-    return found if found and len(found) == 4 else None
+    packed = parts.get(5) or parts.get(4)
+    return packed if packed and len(packed) == 4 else None
 
 
 # Offline wandb runs.
@@ -131,19 +131,19 @@ def _histories(record: bytes, path: Path) -> list[Row]:
     """Rows of the HistoryRecords (2) of a record: items (1) and the step (2)."""
     rows: list[Row] = []
     for history in _of(2, record):
-        found = dict(_item(item, path) for item in _of(1, history))
+        numbers = dict(_item(item, path) for item in _of(1, history))
         steps = [dict(fields(content)).get(1, 0) for content in _of(2, history)]
-        rows += _row(found, steps[-1] if steps else None)
+        rows += _row(numbers, steps[-1] if steps else None)
     return rows
 
 
 def wandb_settings(path: Path, problems: Problems) -> dict[str, Any]:
     """The config of an offline wandb run: its record (17) holds one (4), and later ones (5) add to it."""
-    found: dict[str, Any] = {}
+    settings: dict[str, Any] = {}
     for place, record in problems.each(_wandb_records(path), path, size_of(path)):
         read = partial(_settings, record, path)
-        found |= problems.read(read, path, f"{place}: the run's arguments") or {}
-    return found
+        settings |= problems.read(read, path, f"{place}: the run's arguments") or {}
+    return settings
 
 
 def _settings(record: bytes, path: Path) -> dict[str, Any]:

@@ -60,7 +60,7 @@ def _kind(content: Any) -> tuple[str, str]:
         kind = "Miles"
     elif host.has_samples(content):
         trained = "dp_shards" in content or any(
-            "log_probs" in one for one in content["samples"] if isinstance(one, dict)
+            "log_probs" in sample for sample in content["samples"] if isinstance(sample, dict)
         )
         kind = "slime" if trained else "rollout"
     else:

@@ -78,12 +78,12 @@ def objects(path: Path, problems: Problems, head: bool = False) -> Iterator[tupl
             inflated += len(line)
             INFLATED.check(inflated if file is not packed else 0, size, path)
             place = f"line {number}"
-            found = problems.read(partial(_object, line, path), path, place)
-            if found is None and line.strip() and not line.endswith(b"\n"):
+            mapping = problems.read(partial(_object, line, path), path, place)
+            if mapping is None and line.strip() and not line.endswith(b"\n"):
                 problems.torn[str(path)] = None
             problems.bytes_read = packed.tell()
-            if found is not None:
-                yield place, found
+            if mapping is not None:
+                yield place, mapping
             if not goes_on or (head and (number == HEAD or problems.bytes_read > SKIPPED * LINE.base)):
                 return
 
@@ -101,10 +101,10 @@ def _object(line: bytes, path: Path) -> Mapping[str, Any] | None:
     """The object of a line; None of a blank line."""
     if not line.strip():
         return None
-    found = parsed(line, path)
-    if not isinstance(found, dict):
-        raise RecordError(f"holds {type(found).__name__}, no object; write one object a line")
-    return found
+    value = parsed(line, path)
+    if not isinstance(value, dict):
+        raise RecordError(f"holds {type(value).__name__}, no object; write one object a line")
+    return value
 
 
 @contextmanager
@@ -128,7 +128,7 @@ def limited_memory(size: int) -> Iterator[None]:
 def _held_memory() -> int | None:
     """Bytes of the process's own memory; None where the system does not tell."""
     try:
-        told = Path("/proc/self/status").read_text()
+        status = Path("/proc/self/status").read_text()
     except OSError:
         return None
-    return next((1024 * int(line.split()[1]) for line in told.splitlines() if line.startswith("VmData")), None)
+    return next((1024 * int(line.split()[1]) for line in status.splitlines() if line.startswith("VmData")), None)

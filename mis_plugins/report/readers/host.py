@@ -55,12 +55,12 @@ def rollout_id(content: Mapping[str, Any]) -> int:
 
 def rollout_extra(content: Mapping[str, Any]) -> Extra:
     """What a rollout's dump (`--save-debug-rollout-data`) tells of its samples, by index."""
-    found: dict[Any, list[Mapping[str, Any]]] = defaultdict(list)
+    by_index: dict[Any, list[Mapping[str, Any]]] = defaultdict(list)
     for place, sample in enumerate(content["samples"]):
         if not isinstance(sample, dict):
             continue
         index = sample.get("index")
-        told = {
+        columns = {
             "tokens": _digest(sample.get("tokens")),
             "truncated": {"truncated": True, "completed": False}.get(str(sample.get("status"))),
             "reward": sample.get("reward"),
@@ -69,15 +69,19 @@ def rollout_extra(content: Mapping[str, Any]) -> Extra:
             "prompt": sample.get("prompt"),
             "response": sample.get("response"),
         }
-        found[place if index is None else index].append(told)
-    return found
+        by_index[place if index is None else index].append(columns)
+    return by_index
 
 
 def _told(extra: Extra, index: Any, sample: Mapping[str, Any]) -> Mapping[str, Any]:
     """What the rollout's dump tells of one sample: of those with its index and tokens, all that they agree on."""
     tokens = _digest(sample.get("tokens"))
-    known = [one for one in extra.get(index, ()) if None in (tokens, one["tokens"]) or one["tokens"] == tokens]
-    first, *others = known or [{}]
+    alike = [
+        candidate
+        for candidate in extra.get(index, ())
+        if None in (tokens, candidate["tokens"]) or candidate["tokens"] == tokens
+    ]
+    first, *others = alike or [{}]
     return {name: value for name, value in first.items() if all(_equal(value, other[name]) for other in others)}
 
 
@@ -101,31 +105,31 @@ def record(sample: Mapping[str, Any], rollout_id: int, index: Any, extra: Extra,
         RecordError: columns are missing or do not fit together.
     """
     sample = {name: tensor_of(value) for name, value in sample.items() if name in READ}
-    told = _told(extra, index, sample)
+    beside = _told(extra, index, sample)
     values = {name: sample.get(theirs) for name, theirs in NAMES.items()}
     if values["behavior_log_probs"] is None:
-        values["behavior_log_probs"] = told.get("rollout_log_probs")
+        values["behavior_log_probs"] = beside.get("rollout_log_probs")
     needed = {NAMES[name]: values[name] for name in REQUIRED}
     if any(value is None for value in needed.values()):
         others = [name for name in columns if isinstance(name, str) and name not in needed]
         held = [name for name, value in needed.items() if value is not None]
         raise RecordError(f"sample {index}: {lacking([*needed], held + others)}; {SIDES}")
     size = len(values["proximal_log_probs"])  # pyright: ignore[reportArgumentType]
-    said = sample.get("truncated")
+    truncated = sample.get("truncated")
     values["tokens"] = _end_of(sample.get("tokens"), size)
     values |= {
-        "reward": _first(sample, told, ("raw_reward", "reward", "rewards")),
-        "truncated": told.get("truncated") if said is None else bool(said),
-        "prompt": _first(sample, told, ("prompt",)),
-        "text": _first(sample, told, ("response",)),
+        "reward": _first(sample, beside, ("raw_reward", "reward", "rewards")),
+        "truncated": beside.get("truncated") if truncated is None else bool(truncated),
+        "prompt": _first(sample, beside, ("prompt",)),
+        "text": _first(sample, beside, ("response",)),
     }
     # The training data come first: only they can hold the versions of single tokens.
-    versions = _versions(sample.get("weight_versions"), size) or _versions(told.get("weight_versions"), size)
+    versions = _versions(sample.get("weight_versions"), size) or _versions(beside.get("weight_versions"), size)
     return from_mapping(values | versions, rollout_id, str(index))
 
 
-def _first(sample: Mapping[str, Any], told: Mapping[str, Any], names: Sequence[str]) -> Any:
-    given = (found.get(name) for found in (told, sample) for name in names)
+def _first(sample: Mapping[str, Any], beside: Mapping[str, Any], names: Sequence[str]) -> Any:
+    given = (columns.get(name) for columns in (beside, sample) for name in names)
     return next((value for value in given if value is not None), None)
 
 

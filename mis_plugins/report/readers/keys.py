@@ -20,13 +20,13 @@ ONE_WORD: dict[str, str] = {
 }  # fmt: skip
 
 
-def nearest(needed: str, found: Iterable[str]) -> str | None:
-    """The key of `found` that is spelled nearest to `needed`, whatever the order of its words; None of no kin.
+def nearest(needed: str, names: Iterable[str]) -> str | None:
+    """The key of `names` that is spelled nearest to `needed`, whatever the order of its words; None of no kin.
 
     Of two keys of kin one has all words of the other, and the last one of `needed`, as what it counts. A key of another
     model's log-probs, as the reference's, is of no kin.
     """
-    words, asked = {key: _words(key) for key in found}, _words(needed).split()
+    words, asked = {key: _words(key) for key in names}, _words(needed).split()
     noun = _words(needed.rpartition("_")[2]).split()
     rated = (
         (SequenceMatcher(None, _words(needed), spelled).ratio(), key)
@@ -49,9 +49,9 @@ def _words(key: str) -> str:
     return " ".join(sorted(" ".join(spelled).split()))
 
 
-def lacking(needed: Sequence[str], found: Iterable[str]) -> str:
-    """What is missing among the keys of `found`, the nearest spelling of each missing key, and the keys, in words."""
-    keys = list(map(str, found))
+def lacking(needed: Sequence[str], names: Iterable[str]) -> str:
+    """What is missing among the keys `names`, the nearest spelling of each missing key, and the keys, in words."""
+    keys = list(map(str, names))
     missing = [key for key in needed if key not in keys]
     near: dict[str, str] = {}
     for key in missing:

@@ -22,8 +22,8 @@ COLUMNS = (*KINDS, "step", "sample", "text", "prompt", "reward", "trainer_versio
 
 def jsonl(path: Path, problems: Problems) -> Iterator[Record]:
     """Records of a jsonl file, one a line."""
-    for place, found in objects(path, problems):
-        yield from _record(found, path, place, problems)
+    for place, mapping in objects(path, problems):
+        yield from _record(mapping, path, place, problems)
 
 
 def parquet(path: Path, problems: Problems) -> Iterator[Record]:
@@ -81,9 +81,9 @@ def _group(file: Any, group: int, columns: list[str], path: Path, size: int, pro
         for row in range(batch.num_rows):
             number += 1
             place = f"row {number}" if not group else f"row group {group + 1}, row {number}"
-            found = problems.read(partial(_values, batch.slice(row, 1), path), path, place)
-            if found is not None:
-                yield from _record(found, path, place, problems)
+            values = problems.read(partial(_values, batch.slice(row, 1), path), path, place)
+            if values is not None:
+                yield from _record(values, path, place, problems)
 
 
 def _values(row: Any, path: Path) -> Mapping[str, Any]:

@@ -48,8 +48,8 @@ class Found:
 
     def read_curves(self, problems: Problems) -> tuple[Curve, ...]:
         """Curves of all files that hold a step."""
-        found = (curves.curve(path, kind, problems) for path, kind in self.curves)
-        return tuple(curve for curve in found if curve.values)
+        read = (curves.curve(path, kind, problems) for path, kind in self.curves)
+        return tuple(curve for curve in read if curve.values)
 
 
 def find(paths: Sequence[Path], problems: Problems) -> Found:
@@ -99,8 +99,8 @@ def _files(path: Path, problems: Problems) -> list[Path]:
     except OSError as error:
         missing = isinstance(error, FileNotFoundError)
         raise InputError(f"{path}: {'no such file or folder' if missing else error.strerror}") from error
-    found = _within(path, problems) if path.is_dir() else [path]
-    return sorted((file for file in found if _is_regular(file, problems)), key=natural)
+    files = _within(path, problems) if path.is_dir() else [path]
+    return sorted((file for file in files if _is_regular(file, problems)), key=natural)
 
 
 def _within(folder: Path, problems: Problems) -> Iterator[Path]:
@@ -122,10 +122,10 @@ DATA = {".pt", ".jsonl", ".parquet"}  # the endings of files of tokens
 
 
 def _is_regular(file: Path, problems: Problems) -> bool:
-    found = problems.read(lambda: opened(file).close() or True, file) is not None
-    if not found and _plain(file).suffix in DATA:
+    is_readable = problems.read(lambda: opened(file).close() or True, file) is not None
+    if not is_readable and _plain(file).suffix in DATA:
         problems.torn[str(file)] = None
-    return found
+    return is_readable
 
 
 NEUTRAL = {"parquet": neutral.parquet, "jsonl": neutral.jsonl}
@@ -140,17 +140,17 @@ def format_of(file: Path) -> str | None:
     if file.suffix == ".parquet":
         return "parquet"
     head = Problems().each(objects(file, Problems(), head=True), file, size_of(file))
-    return next(filter(None, (_shown_by(found, file) for _, found in head)), None)
+    return next(filter(None, (_shown_by(mapping, file) for _, mapping in head)), None)
 
 
-def _shown_by(found: Mapping[str, Any], file: Path) -> str | None:
+def _shown_by(mapping: Mapping[str, Any], file: Path) -> str | None:
     """Name of the format that an object in the first lines of a file shows; None where it shows none."""
-    if {"input", "output", "score"} <= found.keys():
+    if {"input", "output", "score"} <= mapping.keys():
         return "verl"
-    lists = [key for key, value in found.items() if isinstance(value, list) or key in REQUIRED]
+    lists = [key for key, value in mapping.items() if isinstance(value, list) or key in REQUIRED]
     if any(nearest(name, lists) for name in REQUIRED):
         return "jsonl"
-    return "metrics.jsonl" if _plain(file).suffix in (".jsonl", ".json") and curves.has_step(found) else None
+    return "metrics.jsonl" if _plain(file).suffix in (".jsonl", ".json") and curves.has_step(mapping) else None
 
 
 def tell_nothing(file: Path, problems: Problems) -> None:
@@ -159,13 +159,13 @@ def tell_nothing(file: Path, problems: Problems) -> None:
     """
     broken = Problems()
     head = broken.each(objects(file, broken, head=True), file, size_of(file))
-    first = next((found for _, found in head), None)
+    first = next((mapping for _, mapping in head), None)
     if first is not None and not LIMITS.keys().isdisjoint(map(curves.our_name, first)):
         why = f"holds numbers without their step; name it by one of {', '.join(curves.STEPS_OF_HOSTS)}"
     elif first is not None:
         why = f"{NOTHING}; {lacking(REQUIRED, first)}"
     else:
-        wrong = [f"{one.place}: {one.reason}".removeprefix(": ") for one in broken.kept[:1]]
+        wrong = [f"{problem.place}: {problem.reason}".removeprefix(": ") for problem in broken.kept[:1]]
         why = "; ".join([*(wrong or ["is empty"]), NOTHING])
         problems.torn[str(file)] = None
     problems.add(why, file)

@@ -29,11 +29,10 @@ Target = Literal["fsdp"]
 class Pool:
     """A pool says how the server schedules.
 
-    Attributes:
-        cached_tokens: slots of the key-value cache; where running requests need more, some are preempted.
-        running: sequences in one decode batch, at most.
-        prefill_chunk: tokens of prefill at a time; None takes a prompt whole.
-        retract_every: decode steps between two forced preemptions; None forces no preemption.
+    cached_tokens: slots of the key-value cache; where running requests need more, some are preempted.
+    running: sequences in one decode batch, at most.
+    prefill_chunk: tokens of prefill at a time; None takes a prompt whole.
+    retract_every: decode steps between two forced preemptions; None forces no preemption.
     """
 
     cached_tokens: int = 16384

@@ -96,8 +96,8 @@ def _products(model: torch.nn.Module, size: Size) -> Iterator[tuple[int, int, Pr
 
 def _layer(model: torch.nn.Module, name: str) -> torch.nn.Module:
     """Find the first layer of this name in the model."""
-    found = (layer for dotted, layer in model.named_modules() if dotted.rpartition(".")[2] == name)
-    layer = next(found, None)
+    layers = (layer for dotted, layer in model.named_modules() if dotted.rpartition(".")[2] == name)
+    layer = next(layers, None)
     if layer is None:
         raise NotSeenError(f"{type(model).__name__} has no {name}")
     return layer
@@ -137,10 +137,10 @@ def _attention(backend: Any) -> str:
 
 def _splits(backend: Any) -> str:
     """Read the number of splits from an attention backend."""
-    told = {getattr(backend, name, None) for name in ("num_splits", "decode_num_splits")} - {None}
-    if not told:
+    splits = {getattr(backend, name, None) for name in ("num_splits", "decode_num_splits")} - {None}
+    if not splits:
         raise NotSeenError(f"{type(backend).__name__} tells no num_splits")
-    return ", ".join(sorted(map(str, told)))
+    return ", ".join(sorted(map(str, splits)))
 
 
 def _deep_gemm_mode(dtype: str, shapes: Shapes, where: torch.device) -> str:

@@ -31,10 +31,9 @@ BLOCK = 32  # slots of a block of the key-value cache
 class Pool:
     """A pool says how the server schedules.
 
-    Attributes:
-        blocks: blocks of the key-value cache; where running requests need more, some are preempted.
-        running: sequences in one decode batch, at most.
-        prefill_chunk: tokens that one step computes, at most.
+    blocks: blocks of the key-value cache; where running requests need more, some are preempted.
+    running: sequences in one decode batch, at most.
+    prefill_chunk: tokens that one step computes, at most.
     """
 
     blocks: int = 512
@@ -87,7 +86,7 @@ class VLLM(Served):
 
     def generate(self, requests: Sequence[Request]) -> list[Sample]:
         seconds = server.patience(requests)
-        answers = self._senders.map(lambda one: self._ask(one.prompt, _sampling(one), seconds), requests)
+        answers = self._senders.map(lambda asked: self._ask(asked.prompt, _sampling(asked), seconds), requests)
         with reading(PATH, self.name):
             return [self._sample(request, answer) for request, answer in zip(requests, answers, strict=True)]
 
@@ -148,10 +147,10 @@ def _sampling(request: Request) -> dict[str, Any]:
 
 
 def _scored(sample: Sample, answer: Any) -> Float32[Tensor, "N"]:
-    told = list_of(answer["prompt_logprobs"], len(sample.sequence), "log-probs of tokens")
-    rows = told[-len(sample.tokens) :]
-    found = [row.get(str(token)) for row, token in zip(rows, sample.tokens, strict=True)]
-    return log_probs(None if row is None else row["logprob"] for row in found)
+    prompt_rows = list_of(answer["prompt_logprobs"], len(sample.sequence), "log-probs of tokens")
+    rows = prompt_rows[-len(sample.tokens) :]
+    of_tokens = [row.get(str(token)) for row, token in zip(rows, sample.tokens, strict=True)]
+    return log_probs(None if row is None else row["logprob"] for row in of_tokens)
 
 
 def _arguments(checkpoint: Path, dtype: str, pool: Pool) -> list[str]:

@@ -98,10 +98,14 @@ class Assignments(Output):
         is_whole = here is not None and len(names) == 1 and node.children[0].type == "command_name"
         text = self.text(here.named_children[0]) if here and is_whole else self.unknown(node)
         value: Value = text
-        said = known(text)
+        content = known(text)
         if says(node.children[0]) in ("mapfile", "readarray"):
-            value = [text] if said is None else [literal(line, self.lines(node)) for line in said.split("\n")]
-        elif "IFS" in self.variables or said is not None and ("\\" in said or said != said.strip() or "\n" in said):
+            value = [text] if content is None else [literal(line, self.lines(node)) for line in content.split("\n")]
+        elif (
+            "IFS" in self.variables
+            or content is not None
+            and ("\\" in content or content != content.strip() or "\n" in content)
+        ):
             value = self.unknown(node)  # `read` drops what stands around a line and before a letter
         elif any(shown(word)[:1] == "-" and "a" in shown(word) for word in words):  # read -ra NAME
             value = fields(text)
@@ -109,17 +113,17 @@ class Assignments(Output):
 
     def _set(self, node: Node, words: list[Text]) -> None:
         """`set -- WORD ...`, which sets the script's own arguments, unless `${!NAME}` finds no name and it fails."""
-        said = [known(word) for word in words]
+        texts = [known(word) for word in words]
         exports = re.search(r"(?:^| )([-+])(?:\w*a|o allexport)", says(node).partition(" -- ")[0])
         if exports:
             self.variables["-a"] = EXPORTED if exports[1] == "-" else hole("set -a")
-        if "--" in said:
+        if "--" in texts:
             fails = "${!" in says(node)
-            self.positional = [self.unknown(node)] if fails else words[said.index("--") + 1 :]
+            self.positional = [self.unknown(node)] if fails else words[texts.index("--") + 1 :]
 
     def _shift(self, node: Node, words: list[Text]) -> None:
-        said = known(words[0]) if words else "1"
-        count = int(said) if said and said.isdigit() and len(said) < 8 else 1
+        number = known(words[0]) if words else "1"
+        count = int(number) if number and number.isdigit() and len(number) < 8 else 1
         unsure = [word for word in self.positional[:count] if not is_one(word)]
         self.positional = [*unsure, *self.positional[count:]]
 
@@ -127,6 +131,6 @@ class Assignments(Output):
 def pair(word: Text) -> tuple[str, Text]:
     """The name and the value of NAME=VALUE; no name where that is not known."""
     first, *rest = word or (Piece(""),)
-    name, equals, said = (first.text or "").partition("=")
+    name, equals, value = (first.text or "").partition("=")
     is_pair = equals and name.isidentifier() and not first.branch
-    return (name, (replace(first, text=said, span=None), *rest)) if is_pair else ("", ())
+    return (name, (replace(first, text=value, span=None), *rest)) if is_pair else ("", ())

@@ -86,10 +86,12 @@ class Commands(Assignments):
                 own |= {name: shared, f"-x {name}": hole("-x") if known(shared) is None else EXPORTED}
         for word in before:
             name, value = pair(word)
-            others = {one: hole(shown(word)) for one in re.findall(r"(\w+)=", shown(word))}
+            others = {item: hole(shown(word)) for item in re.findall(r"(\w+)=", shown(word))}
             own |= {name: value, f"-x {name}": EXPORTED} if name else others
         own_name = next(iter(given), hole("$0"))
-        exported = {name: one for name, one in self.functions.items() if is_given and self.variables.get(f"-x {name}")}
+        exported = {
+            name: item for name, item in self.functions.items() if is_given and self.variables.get(f"-x {name}")
+        }
         with self.now(variables=own, functions=exported, locals=None, own_name=own_name):
             self.attempt(lambda: self.evaluate(text))
 
@@ -110,9 +112,9 @@ class Commands(Assignments):
         self.positional = positional if shares else self.positional
 
     def _launch(self, node: Node, words: list[Text]) -> None:
-        said = [word_of(word).text for word in words]
-        at = next((place for place, one in enumerate(said) if is_train(one)), None)
-        programs = [one.rpartition("/")[2] for one in said[:at] if one[:1] != "-"]
+        texts = [word_of(word).text for word in words]
+        at = next((place for place, text in enumerate(texts) if is_train(text)), None)
+        programs = [text.rpartition("/")[2] for text in texts[:at] if text[:1] != "-"]
         before = programs[-1] if programs else HOLE
         starts = any(map(PYTHON.fullmatch, programs)) or HOLE in before or before in HANDS_ON
         if at is None or not starts or programs[:1] and programs[0] in (*LEAVES_FILES, *COPIES, *EDITS):
@@ -161,8 +163,8 @@ class Commands(Assignments):
 
     def _source(self, node: Node, words: list[Text]) -> None:
         """Read a file that the script sources, where it can be found."""
-        said, folder = (known(word) or "" for word in (words[0] if words else (), self._folder()))
-        name = next((one for one in (os.path.join(folder, said), said) if os.path.isfile(one)), None)
+        name_given, folder = (known(word) or "" for word in (words[0] if words else (), self._folder()))
+        name = next((path for path in (os.path.join(folder, name_given), name_given) if os.path.isfile(path)), None)
         if name is None:
             self.unread(node, "the file is not here")
             return
@@ -172,10 +174,10 @@ class Commands(Assignments):
 
     def _shopt(self, node: Node, words: list[Text]) -> None:
         """`lastpipe`, by which the last part of a pipeline sets variables, and options that change what words mean."""
-        said = set(map(known, words))
-        if "lastpipe" in said:
-            self.variables[LAST_PIPE] = () if "-u" in said else EXPORTED
-        if "-s" in said and said & CHANGES_WORDS:
+        options = set(map(known, words))
+        if "lastpipe" in options:
+            self.variables[LAST_PIPE] = () if "-u" in options else EXPORTED
+        if "-s" in options and options & CHANGES_WORDS:
             Assignments.unread(self, node, "which words and patterns fit from here on is not known")
 
     def _cd(self, node: Node, words: list[Text]) -> None:
@@ -197,20 +199,20 @@ class Commands(Assignments):
             shares: whether the variables that it sets are those of the script too.
         """
         with self.now(variables=self.variables if shares else dict(self.variables)):
-            said = "".join(map(self._evaluated, self.reading.paid(text)))
-            self._within(self.positional, len(self.texts), lambda: self.run_text(said), shares)
+            script = "".join(map(self._evaluated, self.reading.paid(text)))
+            self._within(self.positional, len(self.texts), lambda: self.run_text(script), shares)
 
     def _evaluated(self, piece: Piece) -> str:
         """A part of a text that is evaluated; words that a branch adds stay words."""
         if piece.text is not None and not piece.branch:
             return piece.text
         are_words = piece.text is not None and PLAIN_WORDS.fullmatch(piece.text)
-        said = ""
+        script = ""
         for word in (piece.text or "").split() if are_words else [piece.text]:
             name = f"unknown_{len(self.variables)}"
             self.variables[name] = (replace(piece, text=word, span=None),)
-            said += f"{' ' if are_words else ''}${{{name}}}"
-        return said
+            script += f"{' ' if are_words else ''}${{{name}}}"
+        return script
 
 
 COMMANDS: dict[str, Callable[[Commands, Node, list[Text]], None]] = {
@@ -234,7 +236,7 @@ def is_unknown(word: Text) -> bool:
 
 def shell_of(words: Sequence[Text], switch: str) -> tuple[int, int]:
     """Where a shell stands among words, and what follows its switch, as `bash -c TEXT`; the end is nowhere."""
-    said = [word_of(word).text.rpartition("/")[2] for word in words]
-    at = next((place for place, one in enumerate(said) if one in SHELLS), len(said))
-    found = (i for i, one in enumerate(said[at:], at + 1) if re.fullmatch(f"-[A-Za-z]*{switch}", one))
-    return at, next(found, len(said))
+    programs = [word_of(word).text.rpartition("/")[2] for word in words]
+    at = next((place for place, program in enumerate(programs) if program in SHELLS), len(programs))
+    switches = (i for i, program in enumerate(programs[at:], at + 1) if re.fullmatch(f"-[A-Za-z]*{switch}", program))
+    return at, next(switches, len(programs))

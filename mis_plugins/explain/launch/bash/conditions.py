@@ -28,8 +28,8 @@ class Conditions(Texts):
         if node.type in ("test_command", "parenthesized_expression"):
             return self.truth(node.named_children[0]) if len(node.named_children) == 1 else None
         if node.type in ("word", *TEXT):
-            said = self._tested(node)
-            return None if said is None else said != ""
+            text = self._tested(node)
+            return None if text is None else text != ""
         sign = next(map(says, node.children_by_field_name("operator")), "")
         sides = [child for child in node.named_children if child.type != "test_operator"]
         if node.type == "binary_expression" and len(sides) == 2:
@@ -40,21 +40,21 @@ class Conditions(Texts):
         if sign == "!":
             inner = self.truth(last)
             return None if inner is None else not inner
-        said = self._tested(last) if sign in ("-n", "-z") else None
-        return None if said is None else (said == "") == (sign == "-z")
+        text = self._tested(last) if sign in ("-n", "-z") else None
+        return None if text is None else (text == "") == (sign == "-z")
 
     def _compared(self, sign: str, left: Node, right: Node) -> bool | None:
         if sign in ("&&", "||"):
             return (any_of if sign == "||" else all_of)([self.truth(left), self.truth(right)])
         is_number = sign in ("-eq", "-ne", "-gt", "-ge", "-lt", "-le")
-        one = self._tested(left) if is_number or sign in ("=", "==", "!=") else None
-        if one is None:
+        tested = self._tested(left) if is_number or sign in ("=", "==", "!=") else None
+        if tested is None:
             return None
         if is_number:
-            both = one, known(self.text(right)) or ""
-            are_plain = all(re.fullmatch(r"0|-?[1-9]\d{0,17}", said) for said in both)
+            both = tested, known(self.text(right)) or ""
+            are_plain = all(re.fullmatch(r"0|-?[1-9]\d{0,17}", number) for number in both)
             return getattr(operator, sign[1:])(*map(int, both)) if are_plain else None
-        fits = matches(one, self._pattern(right))
+        fits = matches(tested, self._pattern(right))
         return None if fits is None else fits == (sign != "!=")
 
     def _tested(self, node: Node) -> str | None:
@@ -65,9 +65,9 @@ class Conditions(Texts):
             return known(text)
         while top.parent is not None and top.parent.parent is not None:
             top = top.parent
-        said = says(top)
-        called = (says(body) for name, (body, _) in self.functions.items() if name in said)
-        if any("exit" in one for one in (said, *called)):
+        source = says(top)
+        called = (says(body) for name, (body, _) in self.functions.items() if name in source)
+        if any("exit" in script for script in (source, *called)):
             return None
         self.reading.assume_unset(empty[1])
         return ""
@@ -76,13 +76,13 @@ class Conditions(Texts):
         """A pattern as `fnmatch` takes it, with quoted letters as they are, and `HOLE` where it is not known."""
         if node.type == "concatenation":
             return "".join(map(self._pattern, node.children))
-        said = known(self.text(node)) if node.type in (*QUOTED, *EXPANSIONS) else says(node)
+        pattern = known(self.text(node)) if node.type in (*QUOTED, *EXPANSIONS) else says(node)
         if node.type in QUOTED:
-            return HOLE if said is None else glob.escape(said)
-        said = re.sub(r"\\(.)", lambda found: glob.escape(found[1]), said or HOLE)
-        return HOLE if OTHER_PATTERN.search(said) else said
+            return HOLE if pattern is None else glob.escape(pattern)
+        pattern = re.sub(r"\\(.)", lambda match: glob.escape(match[1]), pattern or HOLE)
+        return HOLE if OTHER_PATTERN.search(pattern) else pattern
 
 
-def matches(said: str, pattern: str) -> bool | None:
+def matches(text: str, pattern: str) -> bool | None:
     is_short = len(pattern) < 256 and pattern.replace("[*]", "").count("*") < 4
-    return fnmatch.fnmatchcase(said, pattern) if is_short and HOLE not in pattern else None
+    return fnmatch.fnmatchcase(text, pattern) if is_short and HOLE not in pattern else None

@@ -43,7 +43,10 @@ def clauses_of(node: Node) -> Iterator[tuple[list[Node], list[Node]]]:
     kinds = [child.type for child in node.children]
     then = 0 if node.type == "else_clause" else [*kinds, "then"].index("then")
     parts = node.children[:then], node.children[then:]
-    conditions, body = ([one for one in part if one.is_named and one.type not in NO_STATEMENTS] for part in parts)
+    conditions, body = (
+        [statement for statement in part if statement.is_named and statement.type not in NO_STATEMENTS]
+        for part in parts
+    )
     yield conditions, body
     for child in node.children:
         if child.type in CLAUSES:
@@ -52,13 +55,13 @@ def clauses_of(node: Node) -> Iterator[tuple[list[Node], list[Node]]]:
 
 def of_lines_before(node: Node) -> list[Node]:
     """Assignments of the lines before a command, `A=x B=y`, which the parser puts in front of the command."""
-    source, found = node.text or b"", 0
-    for count, (one, other) in enumerate(pairwise(node.children), 1):
-        if one.type != "variable_assignment":
+    source, before = node.text or b"", 0
+    for count, (first, second) in enumerate(pairwise(node.children), 1):
+        if first.type != "variable_assignment":
             break
-        between = source[one.end_byte - node.start_byte : other.start_byte - node.start_byte]
-        found = count if b"\n" in between.replace(b"\\\n", b"") else found
-    return node.children[:found]
+        between = source[first.end_byte - node.start_byte : second.start_byte - node.start_byte]
+        before = count if b"\n" in between.replace(b"\\\n", b"") else before
+    return node.children[:before]
 
 
 def ends_early(node: Node) -> bool:

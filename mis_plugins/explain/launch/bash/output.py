@@ -26,18 +26,18 @@ class Output(Texts):
         """The output of commands that name or print files; of others it is not known."""
         inner = [child for child in node.named_children if child.type != "comment"]
         with self.deeper():
-            found = self._output(inner) if inner else None
-            if found is None and NAMES_TRAIN.search(says(node)):  # a start whose output is kept
+            output = self._output(inner) if inner else None
+            if output is None and NAMES_TRAIN.search(says(node)):  # a start whose output is kept
                 with self.now(variables=dict(self.variables)):
                     self.attempt(lambda: self.run_all(inner))
-        if not found or all(piece.text is None for piece in found):
+        if not output or all(piece.text is None for piece in output):
             return self.unknown(node)
-        *parts, last = found
-        return (*parts, replace(last, text=last.text.rstrip("\n"))) if last.text is not None else found
+        *parts, last = output
+        return (*parts, replace(last, text=last.text.rstrip("\n"))) if last.text is not None else output
 
     def _output(self, nodes: Sequence[Node]) -> Text | None:
         *before, node = nodes
-        if not all(one.type != "list" and says(one).startswith("cd ") for one in before):
+        if not all(earlier.type != "list" and says(earlier).startswith("cd ") for earlier in before):
             return None
         if node.type == "list":
             return self._output(node.named_children[:2])
@@ -58,8 +58,8 @@ class Output(Texts):
 
     def _ours(self, node: Node, words: Sequence[Text]) -> Text | None:
         """`python -m mis_plugins config path NAME`: the file of a preset."""
-        said = known(spaced(words)) or ""
-        name, *options = next((said.partition(mark)[2].split() for mark in OUR_PATH if mark in said), [""])
+        command = known(spaced(words)) or ""
+        name, *options = next((command.partition(mark)[2].split() for mark in OUR_PATH if mark in command), [""])
         try:
             find = watching if "--watch" in options else file_of
             return literal(str(find(name).absolute()), self.lines(node)) if name else None
@@ -73,8 +73,8 @@ class Output(Texts):
             sign = next((child.type for child in redirect.children if not child.is_named), "")
             if ">" in sign and "&" != sign[-1:] and redirect.named_children:
                 is_all = redirect.child_by_field_name("descriptor") is None and sign[0] == ">"
-                said = text if is_all else hole(one_line(node))
-                self.write(shown(self.text(redirect.named_children[-1])), said, adds=sign.endswith(">>"))
+                content = text if is_all else hole(one_line(node))
+                self.write(shown(self.text(redirect.named_children[-1])), content, adds=sign.endswith(">>"))
 
     def _tee(self, words: Sequence[Text], text: Text) -> None:
         flags = [shown(word) for word in words[1:] if shown(word)[:1] == "-"]
@@ -108,9 +108,9 @@ class Output(Texts):
 
 def _formatted(words: Sequence[Text]) -> Text:
     """`printf FORMAT ARGUMENT ...` with %s alone."""
-    said = (known(words[0]) or "-").replace("\\n", "\n") if words else "-"
-    if said.startswith("-") or re.search(r"%(?!s)|\\", said) or not all(map(is_one, words)):
+    format_ = (known(words[0]) or "-").replace("\\n", "\n") if words else "-"
+    if format_.startswith("-") or re.search(r"%(?!s)|\\", format_) or not all(map(is_one, words)):
         return hole(shown(spaced(words)))
-    arguments, count = iter(words[1:]), said.count("%s")
-    first, *parts = (said * max(1, -(-len(words[1:]) // max(1, count)) if count else 1)).split("%s")
+    arguments, count = iter(words[1:]), format_.count("%s")
+    first, *parts = (format_ * max(1, -(-len(words[1:]) // max(1, count)) if count else 1)).split("%s")
     return (Piece(first), *(piece for part in parts for piece in (*next(arguments, ()), Piece(part))))

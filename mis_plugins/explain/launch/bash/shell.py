@@ -32,7 +32,7 @@ class Shell(Commands, Conditions):
         while given and given[0].partition("=")[0].isidentifier() and "=" in given[0]:
             name, _, value = given.pop(0).partition("=")
             self.variables |= {name: literal(value), f"-x {name}": EXPORTED}
-        self.positional = [literal(one) for one in given]
+        self.positional = [literal(argument) for argument in given]
         try:
             self.attempt(lambda: self.run_text(script))
         except RecursionError:
@@ -94,12 +94,12 @@ class Shell(Commands, Conditions):
     def _case(self, node: Node) -> None:
         subject = node.child_by_field_name("value")
         value = self.text(subject) if subject else ()
-        said, clauses = known(value), list[Clause]()
+        text, clauses = known(value), list[Clause]()
         for item in reversed([item for item in node.named_children if item.type == "case_item"]):
             close = next((i for i, child in enumerate(item.children) if child.type == ")"), 0)
             groups = groupby(item.children[item.children[0].type == "(" : close], lambda child: child.type == "|")
             patterns = ["".join(map(self._pattern, parts)) for is_bar, parts in groups if not is_bar]
-            fits = any_of(["*" in patterns or None if said is None else matches(said, pattern) for pattern in patterns])
+            fits = any_of(["*" in patterns or None if text is None else matches(text, pattern) for pattern in patterns])
             label = " or ".join(says(child) for child in item.children[:close] if child.is_named)
             clauses = [(f"{shown(value)} is {label}", fits, self._arm(item, close, clauses)), *clauses]
         self.choose(clauses)
@@ -151,13 +151,15 @@ class Shell(Commands, Conditions):
         words = self.command_words(node)
         own = [child for child in node.children if child.type == "variable_assignment" and child not in before]
         keys = [re.split(r"[+=\[]", says(child))[0] for child in own]
-        with self._kept({key: self.variables.get(key) for one in keys for key in (one, f"-x {one}")}):
+        with self._kept({key: self.variables.get(key) for variable in keys for key in (variable, f"-x {variable}")}):
             self.run_all(own)
-            self.variables |= {f"-x {one}": EXPORTED for one in keys}
-            self.variables |= {one: hole(f"${one}") for one in keys if isinstance(self.variables.get(one), list)}
+            self.variables |= {f"-x {variable}": EXPORTED for variable in keys}
+            self.variables |= {
+                variable: hole(f"${variable}") for variable in keys if isinstance(self.variables.get(variable), list)
+            }
             if name is not None and says(name) in DECLARES:  # the parser takes it for a command then
-                said = (node.text or b"")[name.start_byte - node.start_byte :].decode(errors="replace")
-                self.evaluate(literal(said, self.lines(node)), shares=True)
+                rest = (node.text or b"")[name.start_byte - node.start_byte :].decode(errors="replace")
+                self.evaluate(literal(rest, self.lines(node)), shares=True)
             else:
                 self.call(node, words)
 
@@ -194,7 +196,9 @@ class Shell(Commands, Conditions):
                     pipe = None if words is given else pipe
         self.run_all(pipe.named_children if pipe is not None else ())
         self.run_all(
-            right for one in parts_of(node, "heredoc_redirect") for right in one.children_by_field_name("right")
+            right
+            for redirect in parts_of(node, "heredoc_redirect")
+            for right in redirect.children_by_field_name("right")
         )
 
 

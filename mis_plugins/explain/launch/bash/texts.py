@@ -34,8 +34,8 @@ class Texts(Variables):
             return listed
         braces = BRACES.fullmatch(says(node)) if node.type in ("word", "concatenation") else None
         if braces:
-            expanded = [f"{braces[1]}{one}{braces[3]}" for one in braces[2].split(",")]
-            return [self.literal(one, node) for one in expanded if one]
+            expanded = [f"{braces[1]}{item}{braces[3]}" for item in braces[2].split(",")]
+            return [self.literal(item, node) for item in expanded if item]
         open_parts = [says(part) if part.type in ("word", "brace_expression") else "x" for part in node.children]
         if node.type == "concatenation" and re.search(r"\{.*(,|\w\.\.\w).*\}", "".join(open_parts), re.S):
             return [self.unknown(node)]
@@ -46,7 +46,7 @@ class Texts(Variables):
             quotes = node.type == "expansion" and any(letter in says(node) for letter in "\"'\\")
             return [self.unknown(node)] if quotes and split != [text] else split
         if node.type in ("concatenation", "string") and any(map(self._may_be_several, node.named_children)):
-            named = UNKNOWN.sub(lambda found: shown(self._valued(node, found[1])), says(node))
+            named = UNKNOWN.sub(lambda match: shown(self._valued(node, match[1])), says(node))
             return [hole(named, self.lines(node))]
         span = None if self.source else (node.start_byte, node.end_byte)
         return [tuple(replace(piece, lines=self.lines(node), span=span) for piece in text)]
@@ -57,14 +57,14 @@ class Texts(Variables):
 
     def joined(self, node: Node, parts: list[Node]) -> list[Text]:
         """The words of parts; one with a backslash behind it goes on where the next line begins without a blank."""
-        source, found = node.text or b"", list[Text]()
+        source, every = node.text or b"", list[Text]()
         for before, part in zip([None, *parts], parts, strict=False):
             words = self.words(part)
             between = source[before.end_byte - node.start_byte : part.start_byte - node.start_byte] if before else b""
-            if between == b"\\\n" and found and words:
-                found[-1] += words.pop(0)
-            found += words
-        return found
+            if between == b"\\\n" and every and words:
+                every[-1] += words.pop(0)
+            every += words
+        return every
 
     def _split(self, text: Text) -> list[Text]:
         """The words of an expansion without quotes; not known where the script sets other letters to cut at."""
@@ -80,27 +80,27 @@ class Texts(Variables):
 
     def _listed(self, node: Node) -> list[Text] | None:
         """The words of an array that stands alone, quoted or not."""
-        said = says(node)
+        source = says(node)
         if node.type == "string":
-            said = said[1:-1]
+            source = source[1:-1]
         if node.type not in ("string", "simple_expansion", "expansion"):
             return None
 
         def items(listed: list[Text]) -> list[Text]:
-            return listed[:] if node.type == "string" else [word for one in listed for word in self._split(one)]
+            return listed[:] if node.type == "string" else [word for item in listed for word in self._split(item)]
 
-        if said in ("$@", "${@}"):
+        if source in ("$@", "${@}"):
             return items(self.positional)
-        name = said[2:].partition("[@]")[0]
-        if said.startswith("${@:"):
-            first = int(said[4:-1]) if said[4:-1].isdigit() and len(said) < 8 else 0
+        name = source[2:].partition("[@]")[0]
+        if source.startswith("${@:"):
+            first = int(source[4:-1]) if source[4:-1].isdigit() and len(source) < 8 else 0
             is_sure = first > 0 and all(map(is_one, self.positional[: first - 1]))
             return items(self.positional[first - 1 :]) if is_sure else None
-        if said != f"${{{name}[@]}}" or not name.isidentifier():
+        if source != f"${{{name}[@]}}" or not name.isidentifier():
             return None
         value = self.variables.get(name)
         if value is None:
-            return [hole(said, self.lines(node))]
+            return [hole(source, self.lines(node))]
         return items(value if isinstance(value, list) else [value])
 
     def text(self, node: Node) -> Text:
@@ -117,18 +117,18 @@ class Texts(Variables):
         if EXPANDED.search(says(node)):
             return self.unknown(node)
         letters = iter(says(node))
-        said = "".join(next(letters, "") if letter == "\\" else letter for letter in letters)
-        return self.literal(said.replace("\n", ""), node)
+        text = "".join(next(letters, "") if letter == "\\" else letter for letter in letters)
+        return self.literal(text.replace("\n", ""), node)
 
     def _raw(self, node: Node) -> Text:
         return self.literal(says(node)[1:-1], node)
 
     def _ansi(self, node: Node) -> Text:
         """The text of `$'...'`; not known where bash and Python read a letter behind a backslash differently."""
-        said = says(node)[2:-1]
-        if re.search(r"\\[^abfnrtv'\"]", said.replace(r"\\", "")):
+        source = says(node)[2:-1]
+        if re.search(r"\\[^abfnrtv'\"]", source.replace(r"\\", "")):
             return self.unknown(node)
-        return self.literal(re.sub(r"\\.", lambda found: codecs.decode(found[0], "unicode_escape"), said), node)
+        return self.literal(re.sub(r"\\.", lambda match: codecs.decode(match[0], "unicode_escape"), source), node)
 
     def _concatenated(self, node: Node) -> Text:
         """The parts of one word; the parser ends the word `{a$1` behind its dollar."""
@@ -142,9 +142,9 @@ class Texts(Variables):
         parts: list[Text] = []
 
         def plain(upto: int) -> None:
-            said = source[place - node.start_byte : upto - node.start_byte].decode(errors="replace")
-            said = said if node.type == "concatenation" else ESCAPED.sub(lambda found: found[1].strip("\n"), said)
-            parts.append(self.literal(said, node, place, upto))
+            text = source[place - node.start_byte : upto - node.start_byte].decode(errors="replace")
+            text = text if node.type == "concatenation" else ESCAPED.sub(lambda match: match[1].strip("\n"), text)
+            parts.append(self.literal(text, node, place, upto))
 
         for child in node.named_children:
             if child.type not in ("string_content", "heredoc_content"):

@@ -70,42 +70,42 @@ class Expressions(Names):
         return self.unknown(node) if truth is None else not truth
 
     def visit_Compare(self, node: ast.Compare) -> Any:
-        one, kind, other = self.visit(node.left), node.ops[0], self.visit(node.comparators[0])
-        found: bool | None = None
+        left, kind, right = self.visit(node.left), node.ops[0], self.visit(node.comparators[0])
+        holds: bool | None = None
         if isinstance(kind, ast.Eq | ast.Is | ast.NotEq | ast.IsNot):
-            found = equal(one, other)
-        elif isinstance(kind, ast.In | ast.NotIn) and isinstance(other, list | dict):
-            found = any_of([equal(one, literal(key) if isinstance(key, str) else key) for key in other])
-        if found is None or len(node.ops) > 1:
+            holds = equal(left, right)
+        elif isinstance(kind, ast.In | ast.NotIn) and isinstance(right, list | dict):
+            holds = any_of([equal(left, literal(key) if isinstance(key, str) else key) for key in right])
+        if holds is None or len(node.ops) > 1:
             return self.unknown(node)
-        return found != isinstance(kind, ast.NotEq | ast.IsNot | ast.NotIn)
+        return holds != isinstance(kind, ast.NotEq | ast.IsNot | ast.NotIn)
 
     def visit_BinOp(self, node: ast.BinOp) -> Any:
         return self.operate(node, self.visit(node.left), node.op, self.visit(node.right))
 
-    def operate(self, node: ast.AST, one: Any, kind: ast.operator, other: Any) -> Any:
+    def operate(self, node: ast.AST, left: Any, kind: ast.operator, right: Any) -> Any:
         """Texts and lists are added, paths divided and whole numbers multiplied; any other value is not known."""
-        if isinstance(kind, ast.Div) and isinstance(one, tuple) and isinstance(other, tuple):
-            return self.divided(node, one, other)
+        if isinstance(kind, ast.Div) and isinstance(left, tuple) and isinstance(right, tuple):
+            return self.divided(node, left, right)
         adds = isinstance(kind, ast.Add)
-        if isinstance(one, list) and isinstance(other, list) and adds:
-            self.reading.spend(len(one) + len(other))
-            return one + other
-        if isinstance(one, list) or isinstance(other, list):
+        if isinstance(left, list) and isinstance(right, list) and adds:
+            self.reading.spend(len(left) + len(right))
+            return left + right
+        if isinstance(left, list) or isinstance(right, list):
             return self.unknown(node)
-        if adds and (isinstance(one, tuple) or isinstance(other, tuple)):
-            return self.reading.paid((*as_text(one), *as_text(other)))
-        if isinstance(kind, ast.Mult) and isinstance(one, int) and isinstance(other, int):
-            return one * other if abs(one * other) < LARGEST else self.unknown(node)
+        if adds and (isinstance(left, tuple) or isinstance(right, tuple)):
+            return self.reading.paid((*as_text(left), *as_text(right)))
+        if isinstance(kind, ast.Mult) and isinstance(left, int) and isinstance(right, int):
+            return left * right if abs(left * right) < LARGEST else self.unknown(node)
         return self.unknown(node)
 
-    def divided(self, node: ast.AST, one: Text, other: Text) -> Text:
+    def divided(self, node: ast.AST, left: Text, right: Text) -> Text:
         """Two parts of a path."""
-        said, more = known(one), known(other)
-        if said is not None and more is not None:
-            return self.reading.paid(literal(str(PurePosixPath(said) / more), lines_of(node)))
-        may_replace = other[:1] and (other[0].text or "")[:1] in "/."  # all before it, or nothing
-        return self.unknown(node) if may_replace else self.reading.paid((*one, Piece("/"), *other))
+        folder, more = known(left), known(right)
+        if folder is not None and more is not None:
+            return self.reading.paid(literal(str(PurePosixPath(folder) / more), lines_of(node)))
+        may_replace = right[:1] and (right[0].text or "")[:1] in "/."  # all before it, or nothing
+        return self.unknown(node) if may_replace else self.reading.paid((*left, Piece("/"), *right))
 
     def visit_List(self, node: ast.List | ast.Tuple | ast.Set) -> Any:
         values, is_sure = self.items(node.elts)
@@ -115,28 +115,28 @@ class Expressions(Names):
 
     def items(self, nodes: Sequence[ast.expr]) -> tuple[list[Any], bool]:
         """The values of expressions up to a `*` whose items are not known, and whether that is all."""
-        found, is_sure = list[Any](), True
+        values, is_sure = list[Any](), True
         for node in nodes:
             value = self.visit(node.value if isinstance(node, ast.Starred) else node)
             is_sure = is_sure and (not isinstance(node, ast.Starred) or isinstance(value, list))
             if is_sure:
-                found += value if isinstance(node, ast.Starred) else [value]
-        return found, is_sure
+                values += value if isinstance(node, ast.Starred) else [value]
+        return values, is_sure
 
     def visit_ListComp(self, node: ast.ListComp | ast.GeneratorExp) -> Any:
         first, *more = node.generators
-        values, found = self.visit(first.iter), []
+        values, items = self.visit(first.iter), []
         if more or first.ifs or not isinstance(values, list) or len(values) > LOOPS:
             return self.unknown(node)
         names = names_set(first.target)
         before = {name: self.locals[name] for name in names if name in self.locals}
         for value in values:
             self.assign(first.target, value)
-            found.append(self.visit(node.elt))
+            items.append(self.visit(node.elt))
         for name in names:
             self.locals.pop(name, None)
         self.locals.update(before)
-        return found
+        return items
 
     visit_GeneratorExp = visit_ListComp
 

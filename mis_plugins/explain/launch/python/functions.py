@@ -53,18 +53,18 @@ class Functions(Expressions):
 
     def parameters(self, node: ast.FunctionDef, given: Sequence[Any], named: Mapping[str, Any]) -> dict[str, Any]:
         """The names of a function's parameters with their values."""
-        asked, plain = node.args, [one.arg for one in (*node.args.posonlyargs, *node.args.args)]
-        found = dict(zip(plain, given, strict=False))
-        for one, default in defaults_of(node):
-            if one.arg in named:
-                found[one.arg] = named[one.arg]
-            elif one.arg not in found:
-                found[one.arg] = self.left_out(one, default)
+        asked, plain = node.args, [parameter.arg for parameter in (*node.args.posonlyargs, *node.args.args)]
+        values = dict(zip(plain, given, strict=False))
+        for parameter, default in defaults_of(node):
+            if parameter.arg in named:
+                values[parameter.arg] = named[parameter.arg]
+            elif parameter.arg not in values:
+                values[parameter.arg] = self.left_out(parameter, default)
         if asked.vararg is not None:
-            found[asked.vararg.arg] = list(given[len(plain) :])
+            values[asked.vararg.arg] = list(given[len(plain) :])
         if asked.kwarg is not None:
-            found[asked.kwarg.arg] = {name: value for name, value in named.items() if name not in found}
-        return found
+            values[asked.kwarg.arg] = {name: value for name, value in named.items() if name not in values}
+        return values
 
     def left_out(self, parameter: ast.arg, default: ast.expr | None) -> Any:
         """A parameter that nobody gives: its default, or the dataclass that the command line fills."""
@@ -94,16 +94,16 @@ class Functions(Expressions):
     def fields(self, node: ast.ClassDef) -> dict[str, ast.AnnAssign]:
         """Fields of a dataclass as they are declared; those that it inherits from elsewhere are not known."""
         parts = [part for kind in reversed(self.lineage(node)) for part in kind.body]
-        declared = [one for one in parts if isinstance(one, ast.AnnAssign)]
-        return {one.target.id: one for one in declared if isinstance(one.target, ast.Name)}
+        declared = [statement for statement in parts if isinstance(statement, ast.AnnAssign)]
+        return {statement.target.id: statement for statement in declared if isinstance(statement.target, ast.Name)}
 
     def default(self, value: ast.expr | None) -> Any:
         if value is None:
             return hole("a field without default")
         if isinstance(value, ast.Call) and name_of(value.func) == "field":
-            said = {one.arg: one.value for one in value.keywords}
-            factory = said.get("default_factory")
-            plain = factory.body if isinstance(factory, ast.Lambda) else said.get("default")
+            keywords = {keyword.arg: keyword.value for keyword in value.keywords}
+            factory = keywords.get("default_factory")
+            plain = factory.body if isinstance(factory, ast.Lambda) else keywords.get("default")
             return self.unknown(value) if plain is None else self.visit(plain)
         return self.defaults.get(place_of(value), self.unknown(value))
 
@@ -114,7 +114,10 @@ class Functions(Expressions):
 
     def method(self, owner: Record, name: str) -> ast.FunctionDef | None:
         parts = [part for kind in self.lineage(owner.node) for part in reversed(kind.body)]
-        return next((one for one in parts if isinstance(one, ast.FunctionDef) and one.name == name), None)
+        return next(
+            (statement for statement in parts if isinstance(statement, ast.FunctionDef) and statement.name == name),
+            None,
+        )
 
     def lineage(self, node: ast.ClassDef) -> list[ast.ClassDef]:
         """A class of the launcher and those that it inherits from, the nearest first."""

@@ -57,8 +57,8 @@ class Imported(Options):
             self.reading.assume_unset(shown(text))
             return given[1] if len(given) > 1 else None
         if name == "encode_pseudo_file":  # Miles's: a path that holds the text of a file
-            said = known(text)
-            whole = None if said is None else base64.b64encode(said.encode()).decode()
+            content = known(text)
+            whole = None if content is None else base64.b64encode(content.encode()).decode()
             return (Piece(INLINE, lines=lines_of(node)), Piece(whole, says(node), lines_of(node)))
         if name == "setattr" and not isinstance(first, Record):
             self.changed(first, self.unknown(node))
@@ -70,15 +70,15 @@ class Imported(Options):
             return self.opened(text, given[1:], named)
         if name == "Path" and len(given) > 1:
             return self.unknown(node)
-        if name == "Path" and (said := known(text)) is not None:
-            return literal(str(PurePosixPath(said)), lines_of(node))
+        if name == "Path" and (content := known(text)) is not None:
+            return literal(str(PurePosixPath(content)), lines_of(node))
         return text if name in NAMES else self.unknown(node)
 
     def of_text(self, owner: Text, name: str, given: list[Any], named: Mapping[str, Any]) -> Any:
         """The value of a method of a text, of a path or of an open file; None where that is not known."""
-        said = known(owner)
-        if name == "join" and given and isinstance(given[0], list) and said is not None:
-            parts = [piece for one in given[0] for piece in (*as_text(one), Piece(said))]
+        content = known(owner)
+        if name == "join" and given and isinstance(given[0], list) and content is not None:
+            parts = [piece for item in given[0] for piece in (*as_text(item), Piece(content))]
             return self.reading.paid(tuple(parts[:-1]))
         if name == "open":
             return self.opened(owner, given, named)
@@ -86,10 +86,10 @@ class Imported(Options):
             is_text = name in ("write", "write_text") and given
             written = as_text(given[0]) if is_text else hole(name)
             self.write(shown(owner), written, adds=name in ("write", "writelines"))
-        if name == "strip" and said is None and owner:
+        if name == "strip" and content is None and owner:
             return owner  # blanks at its ends part no words
-        is_plain = name in PLAINLY and not given and said is not None
-        return self.reading.paid(literal(PLAINLY[name](said))) if is_plain else None
+        is_plain = name in PLAINLY and not given and content is not None
+        return self.reading.paid(literal(PLAINLY[name](content))) if is_plain else None
 
     def opened(self, path: Text, given: Sequence[Any], named: Mapping[str, Any]) -> Text:
         """An open file, which is a path; one that may be written is known by its address."""
@@ -103,14 +103,14 @@ class Imported(Options):
 
     def start(self, node: ast.Call, text: Any) -> None:
         """`execute_train(train_args=...)`, which appends the text to `python3 train.py`."""
-        values = [*(one.value for one in node.keywords if one.arg == "train_args"), *node.args]
+        values = [*(keyword.value for keyword in node.keywords if keyword.arg == "train_args"), *node.args]
         place = self.span(values[0]) if values else (0, 0)
         self.launch(node, (Piece("python3 train.py ", lines=lines_of(node)), *as_text(text)), place)
 
     def shell(self, node: ast.Call, command: Any) -> None:
         """A command of the shell that the launcher hands on, as one text or as words."""
         if isinstance(command, list):
-            words = [one for one in command if isinstance(one, tuple)]
+            words = [item for item in command if isinstance(item, tuple)]
             if any(is_train(known(word) or "") for word in words):
                 ends = Piece("'", lines=lines_of(node)), Piece("' ")
                 quoted = [piece for word in words for piece in (ends[0], *word, ends[1])]
@@ -120,20 +120,20 @@ class Imported(Options):
         elif isinstance(command, tuple):
             sources = " ".join(piece.source for piece in command if piece.text is None)
             named = re.findall(r"[\w./-]+", sources)
-            if any(is_train(one) or one.rpartition(".")[2].startswith(STARTS) for one in named):
+            if any(is_train(item) or item.rpartition(".")[2].startswith(STARTS) for item in named):
                 self.unread(node, "may start train.py too")
 
     def hand_on(self, value: Any) -> None:
         """Keep the words that a function gets, which may name a file that it writes; those of a start do not."""
-        texts = [one for one in (value if isinstance(value, list) else [value]) if isinstance(one, tuple)]
-        words = {word for one in texts for word in shown(one).split()}
+        texts = [item for item in (value if isinstance(value, list) else [value]) if isinstance(item, tuple)]
+        words = {word for item in texts for word in shown(item).split()}
         self.reading.handed |= set() if any(map(is_train, words)) else words
 
     def launch(self, node: ast.Call, text: Text, place: tuple[int, int]) -> None:
-        for found in bash.launches(with_holes(text), self.path, self.reading):
-            words, branch = tuple(with_places(found.words, text)), self.branch or found.branch
+        for start in bash.launches(with_holes(text), self.path, self.reading):
+            words, branch = tuple(with_places(start.words, text)), self.branch or start.branch
             hosts = frozenset(self.hosts)
-            self.found.append(Launch(node.lineno, words, hosts, place, branch, True, found.folder))
+            self.found.append(Launch(node.lineno, words, hosts, place, branch, True, start.folder))
 
     def span(self, node: ast.expr) -> tuple[int, int]:
         """The bytes of an expression in the launcher."""

@@ -22,7 +22,9 @@ class Launcher(Imported):
     def run_everything(self, tree: ast.Module) -> None:
         """Read the file as its start would run it; where that starts no training, each command by itself."""
         for node in ast.walk(tree):
-            named = [one.name for one in node.names] if isinstance(node, ast.Import) else [getattr(node, "module", "")]
+            named = (
+                [alias.name for alias in node.names] if isinstance(node, ast.Import) else [getattr(node, "module", "")]
+            )
             self.hosts |= {(name or "").partition(".")[0] for name in named} & PACKAGES
         self.attempt(lambda: self.block(tree.body))
         if not self.found:
@@ -46,8 +48,8 @@ class Launcher(Imported):
                 self.defaults[place_of(part.value)] = self.visit(part.value)
 
     def visit_Import(self, node: ast.Import | ast.ImportFrom) -> None:
-        for one in node.names:
-            self.store((one.asname or one.name).partition(".")[0], hole(one.name))
+        for alias in node.names:
+            self.store((alias.asname or alias.name).partition(".")[0], hole(alias.name))
 
     visit_ImportFrom = visit_Import
 
@@ -82,12 +84,12 @@ class Launcher(Imported):
         self.choose([test, ("else", True, lambda: self.block(node.orelse))])
 
     def visit_Match(self, node: ast.Match) -> None:
-        said, subject = says(node.subject), self.visit(node.subject)
-        self.choose([self.clause(case, said, subject) for case in node.cases])
+        source, subject = says(node.subject), self.visit(node.subject)
+        self.choose([self.clause(case, source, subject) for case in node.cases])
 
-    def clause(self, case: ast.match_case, said: str, subject: Any) -> Clause:
+    def clause(self, case: ast.match_case, source: str, subject: Any) -> Clause:
         holds = self.fits(subject, case.pattern) if case.guard is None else None
-        return f"{said} is {says(case.pattern)}", holds, lambda: self.case(case, subject)
+        return f"{source} is {says(case.pattern)}", holds, lambda: self.case(case, subject)
 
     def case(self, case: ast.match_case, subject: Any) -> None:
         self.forget(case.pattern)
@@ -101,7 +103,7 @@ class Launcher(Imported):
         if isinstance(pattern, ast.MatchValue):
             return equal(subject, self.visit(pattern.value))
         if isinstance(pattern, ast.MatchOr):
-            return any_of([self.fits(subject, one) for one in pattern.patterns])
+            return any_of([self.fits(subject, alternative) for alternative in pattern.patterns])
         has_rest = any(isinstance(part, ast.MatchStar) for part in ast.walk(pattern))
         if isinstance(pattern, ast.MatchSequence) and isinstance(subject, list) and not has_rest:
             pairs = zip(subject, pattern.patterns, strict=False)
@@ -192,15 +194,15 @@ class Launcher(Imported):
                 self.changed(owner, owner + added if isinstance(added, list) else self.unknown(node))
             elif (isinstance(owner, list | dict) or id(owner) in self.alternatives) and name not in PURE:
                 self.changed(owner, self.unknown(node))
-            elif isinstance(owner, tuple) and (found := self.of_text(owner, name, given, named)) is not None:
-                return found
+            elif isinstance(owner, tuple) and (value := self.of_text(owner, name, given, named)) is not None:
+                return value
         else:
             target = self.visit(node.func)
             pieces = target if isinstance(target, tuple) else ()
             meant = [piece.source.rpartition(".")[2] for piece in pieces if piece.text is None]
-            name = next((one for one in meant if one.startswith(STARTS) and one.isidentifier()), name)
+            name = next((meaning for meaning in meant if meaning.startswith(STARTS) and meaning.isidentifier()), name)
         if isinstance(target, ast.FunctionDef):
-            parameters = [] if is_sure else [one.arg for one, _ in defaults_of(target)]
+            parameters = [] if is_sure else [meaning.arg for meaning, _ in defaults_of(target)]
             return self.call(target, given, dict.fromkeys(parameters[len(given) :], self.unknown(node)) | named)
         if isinstance(target, ast.ClassDef):
             fields = [] if is_sure else list(self.fields(target))
@@ -212,8 +214,8 @@ class Launcher(Imported):
     def arguments(self, node: ast.Call) -> tuple[list[Any], dict[str, Any], bool]:
         """What a call gives by place and by name, and whether that is all: `*` and `**` may give more."""
         (given, is_sure), named = self.items(node.args), dict[str, Any]()
-        for one in node.keywords:
-            value = self.visit(one.value)
-            is_sure = is_sure and (one.arg is not None or isinstance(value, dict))
-            named |= {one.arg: value} if one.arg is not None else value if isinstance(value, dict) else {}
+        for keyword in node.keywords:
+            value = self.visit(keyword.value)
+            is_sure = is_sure and (keyword.arg is not None or isinstance(value, dict))
+            named |= {keyword.arg: value} if keyword.arg is not None else value if isinstance(value, dict) else {}
         return given, named, is_sure

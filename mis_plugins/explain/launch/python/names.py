@@ -43,14 +43,14 @@ class Names(Reader, ast.NodeVisitor):
     def scopes(self) -> list[dict[str, Any]]:
         return [self.defaults, *self.frames, *(record.fields for record in self.records)]
 
-    def fork(self, label: str, one: Callable[[], object], other: Callable[[], object]) -> None:
+    def fork(self, label: str, then: Callable[[], object], otherwise: Callable[[], object]) -> None:
         with self.now(forks=self.forks + 1):
-            super().fork(label, one, other)
+            super().fork(label, then, otherwise)
 
-    def either(self, one: Any, other: Any, branch: str) -> Any:
-        value = super().either(one, other, branch)
-        if one is not other and (isinstance(one, Shared) or isinstance(other, Shared)):
-            self.alternatives[id(value)] = value, one, other
+    def either(self, first: Any, second: Any, branch: str) -> Any:
+        value = super().either(first, second, branch)
+        if first is not second and (isinstance(first, Shared) or isinstance(second, Shared)):
+            self.alternatives[id(value)] = value, first, second
         return value
 
     def visit(self, node: ast.AST) -> Any:
@@ -78,11 +78,11 @@ class Names(Reader, ast.NodeVisitor):
 
     def changed(self, before: Any, after: Any) -> None:
         """Give all names of a list, dict or record, which the launcher changes in place, its new value."""
-        for one in before if isinstance(before, list) and not isinstance(after, list) else ():
-            if isinstance(one, tuple) and is_train(known(one) or ""):
-                self.reading.unread[one[0].lines[0]] = f"{shown(one)} in a list that changes: may be started too"
-        for one in self.alternatives.pop(id(before), ())[1:]:
-            self.changed(one, hole("a value that changes"))
+        for item in before if isinstance(before, list) and not isinstance(after, list) else ():
+            if isinstance(item, tuple) and is_train(known(item) or ""):
+                self.reading.unread[item[0].lines[0]] = f"{shown(item)} in a list that changes: may be started too"
+        for item in self.alternatives.pop(id(before), ())[1:]:
+            self.changed(item, hole("a value that changes"))
         for scope in self.scopes():
             self.reading.spend(1 + len(scope))
             for name, value in scope.items():

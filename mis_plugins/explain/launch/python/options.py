@@ -18,28 +18,34 @@ class Options(Functions):
     """Functions that the command line of the launcher runs."""
 
     def run_commands(self) -> None:
-        decorated = [one for one in self.globals.values() if isinstance(one, ast.FunctionDef) and one.decorator_list]
-        named = [one for one in decorated if {"command", "callback"} & set(map(name_of, one.decorator_list))]
+        decorated = [
+            function
+            for function in self.globals.values()
+            if isinstance(function, ast.FunctionDef) and function.decorator_list
+        ]
+        named = [
+            function for function in decorated if {"command", "callback"} & set(map(name_of, function.decorator_list))
+        ]
         commands = named or decorated
         asked = (self.command or "").replace("-", "_")
-        for node in [one for one in commands if one.name == asked] or commands:
+        for node in [function for function in commands if function.name == asked] or commands:
             self.attempt(lambda node=node: self.command_line(node))
 
     def command_line(self, node: ast.FunctionDef) -> Any:
         """Call the function that the launcher's command line runs, with what it sets."""
         own, fields, others = dict[str, str](), dict[str, str](), set[str]()
-        for one, default in defaults_of(node):
-            kind = self.globals.get(name_of(one.annotation))
+        for parameter, default in defaults_of(node):
+            kind = self.globals.get(name_of(parameter.annotation))
             if isinstance(kind, ast.ClassDef):
                 fields |= self.kinds(kind)
                 others |= self.bases(kind) - {BASE_OF_MILES}
             else:
-                own[one.arg] = kind_of(one.annotation, default)
-        found = _options(node.name, self.options, own | fields, bool(others))
-        self.of_fields = {name: value for name, value in found.items() if name not in own}
+                own[parameter.arg] = kind_of(parameter.annotation, default)
+        values = _options(node.name, self.options, own | fields, bool(others))
+        self.of_fields = {name: value for name, value in values.items() if name not in own}
         if more := [f"--{name}" for name in self.of_fields if name not in fields]:
             self.reading.unread[0] = f"{', '.join(more)}: {' or '.join(sorted(others))} may have the option"
-        return self.call(node, [], {name: value for name, value in found.items() if name in own})
+        return self.call(node, [], {name: value for name, value in values.items() if name in own})
 
     def kinds(self, node: ast.ClassDef) -> dict[str, str]:
         """The types of a dataclass's fields."""
@@ -58,30 +64,30 @@ def _options(command: str, words: Sequence[str], kinds: Mapping[str, str], is_op
     Raises:
         ConfigError: no such option, or a value too many or too few.
     """
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     listed = list(words)
     while listed:
         word = listed.pop(0)
-        option, equals, said = word.partition("=")
+        option, equals, text = word.partition("=")
         name = option[2:].replace("-", "_")
         kind, negated = kinds.get(name), name.removeprefix("no_")
         is_switch = kind == "bool" or kind is None and kinds.get(negated) == "bool"
         if option[:2] != "--" or kind is None and not is_switch and not is_open:
             raise ConfigError(f"{word}: no option of {command} ({', '.join(kinds)})")
         if is_switch and not equals:
-            found[name if kind else negated] = bool(kind)
+            values[name if kind else negated] = bool(kind)
         elif kind is None and not is_switch and not equals and (not listed or listed[0].startswith("--")):
-            found[name] = True
+            values[name] = True
         elif is_switch or not equals and not listed:
             raise ConfigError(f"{word}: the option {'takes no' if is_switch else 'lacks its'} value")
         else:
-            value = said if equals else listed.pop(0)
+            value = text if equals else listed.pop(0)
             make, what = NUMBERS.get(kind or "", (literal, ""))
             try:
-                found[name] = make(value)
+                values[name] = make(value)
             except ValueError:
                 raise ConfigError(f"{word}: got {shown(value)}; expected {what}") from None
-    return found
+    return values
 
 
 def kind_of(annotation: ast.expr | None, default: ast.expr | None) -> str:

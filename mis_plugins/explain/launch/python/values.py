@@ -72,7 +72,7 @@ def names_set(*nodes: ast.AST) -> list[str]:
 def holds(value: Any, part: Any) -> bool:
     """Whether a list or dict holds another one, at any depth."""
     inner = value if isinstance(value, list) else value.values() if isinstance(value, dict) else ()
-    return any(one is part or holds(one, part) for one in inner)
+    return any(item is part or holds(item, part) for item in inner)
 
 
 def key_of(value: Any) -> Any:
@@ -97,9 +97,9 @@ def truth_of(value: Any) -> bool | None:
     return bool(value) if isinstance(value, PLAIN | list | dict) else None
 
 
-def equal(one: Any, other: Any) -> bool | None:
+def equal(first: Any, second: Any) -> bool | None:
     """Whether two texts or plain values are equal; None where one is not known, or is another value."""
-    said = [shown(value) if isinstance(value, tuple) else value for value in (one, other)]
+    texts = [shown(value) if isinstance(value, tuple) else value for value in (first, second)]
     is_known = [isinstance(value, PLAIN) or isinstance(value, tuple) and known(value) is not None
-                for value in (one, other)]  # fmt: skip
-    return said[0] == said[1] if all(is_known) else None
+                for value in (first, second)]  # fmt: skip
+    return texts[0] == texts[1] if all(is_known) else None
