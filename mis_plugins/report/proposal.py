@@ -110,17 +110,11 @@ def propose(
 
     length: mean number of tokens of a response.
     """
-    judged = [judge(judgement, outcomes[judgement.name]) for judgement in candidates if judgement.name in outcomes]
+    judged = [judge(candidate, outcomes[candidate.name]) for candidate in candidates if candidate.name in outcomes]
     if not judged:
         return None
     ranking = sorted(
-        judged,
-        key=lambda judgement: (
-            len(judgement.reasons),
-            -judgement.direction,
-            judgement.parts,
-            judgement.candidate.name != "tis",
-        ),
+        judged, key=lambda rival: (len(rival.reasons), -rival.direction, rival.parts, rival.candidate.name != "tis")
     )
     kl_k3 = whole[FIRST]
     readme_row = row(kl_k3)
@@ -128,10 +122,10 @@ def propose(
     if calm:
         return _proposal(Candidate(NOTHING, _preset("metrics-only").config), (_is_calm(kl_k3),), ranking)
     if readme_row is None or beyond:
-        good = (judgement.candidate for judgement in ranking if not judgement.reasons and judgement.cosine is not None)
+        good = (rival.candidate for rival in ranking if not rival.reasons and rival.cosine is not None)
         chosen = next(good, None) or _preset(ROWS[-1].preset)
         return _proposal(chosen, (beyond, f"with a closer engine try {chosen.name}"), ranking, trusted=False)
-    named = next((judgement for judgement in ranking if _is_of(judgement.candidate, readme_row.preset)), None)
+    named = next((rival for rival in ranking if _is_of(rival.candidate, readme_row.preset)), None)
     if named is None or named.cosine is None:
         lacking = NO_ADVANTAGES if ranking[0].cosine is None else ""
         chosen, why = _preset(readme_row.preset), [_by_row(readme_row, kl_k3, length), lacking]

@@ -120,13 +120,9 @@ class Stored:
         return read(path, lambda: _strided(self.storage.read(self.dtype), self))
 
 
-def _strided(flat: Tensor, stored: Stored) -> Tensor:
-    steps = zip(stored.shape, stored.strides, strict=True)
-    last = stored.offset + sum((count - 1) * step for count, step in steps)
-    if stored.numel and last >= flat.numel():
-        raise RecordError(f"a tensor of shape {list(stored.shape)} names numbers beyond its storage")
-    return (
-        torch.as_strided(flat, stored.shape, stored.strides, stored.offset)
-        if stored.numel
-        else flat.new_empty(stored.shape)
-    )
+def _strided(flat: Tensor, spec: Stored) -> Tensor:
+    steps = zip(spec.shape, spec.strides, strict=True)
+    last = spec.offset + sum((count - 1) * step for count, step in steps)
+    if spec.numel and last >= flat.numel():
+        raise RecordError(f"a tensor of shape {list(spec.shape)} names numbers beyond its storage")
+    return torch.as_strided(flat, spec.shape, spec.strides, spec.offset) if spec.numel else flat.new_empty(spec.shape)

@@ -89,12 +89,8 @@ def _qkv(part: int) -> Part:
     """Take a part of a fused projection that holds all queries, then all keys, then all values."""
 
     def split(x: Tensor, heads: Heads | None) -> Tensor:
-        sizes_of_heads = _checked(x, heads)
-        sizes = [
-            sizes_of_heads.query * sizes_of_heads.size,
-            sizes_of_heads.key_value * sizes_of_heads.size,
-            sizes_of_heads.key_value * sizes_of_heads.size,
-        ]
+        held = _checked(x, heads)
+        sizes = [held.query * held.size, held.key_value * held.size, held.key_value * held.size]
         return x.split(sizes, dim=-1)[part]
 
     return split
@@ -104,13 +100,9 @@ def _grouped_qkv(part: int) -> Part:
     """Take a part of a fused projection that holds, for each key-value head, its queries, its key and its value."""
 
     def split(x: Tensor, heads: Heads | None) -> Tensor:
-        sizes_of_heads = _checked(x, heads)
-        groups = x.unflatten(-1, (sizes_of_heads.key_value, -1))
-        sizes = [
-            sizes_of_heads.query // sizes_of_heads.key_value * sizes_of_heads.size,
-            sizes_of_heads.size,
-            sizes_of_heads.size,
-        ]
+        held = _checked(x, heads)
+        groups = x.unflatten(-1, (held.key_value, -1))
+        sizes = [held.query // held.key_value * held.size, held.size, held.size]
         return groups.split(sizes, dim=-1)[part].flatten(-2)
 
     return split
@@ -223,9 +215,7 @@ def correspondence(a: Iterable[str], b: Iterable[str], file: Path | None = None)
 def framework(names: Iterable[str]) -> str | None:
     """Return the framework that the module names belong to, by SIGNATURES; None where no signature occurs."""
     names = list(names)
-    return next(
-        (name for name, sign in SIGNATURES.items() if any(sign in name_of_module for name_of_module in names)), None
-    )
+    return next((name for name, sign in SIGNATURES.items() if any(sign in module for module in names)), None)
 
 
 def regrouped(a: Shaped[Tensor, "..."], b: Shaped[Tensor, "..."]) -> Shaped[Tensor, "..."]:

@@ -125,11 +125,11 @@ def engine_and_trainer(dump: Recording) -> tuple[Recording, Recording]:
         if not mask.any():
             raise RecordError(f"{dump.path}: the loss mask of the dump leaves every token out")
         values, masked = (
-            [replace(record, log_probs=record.log_probs.where(mask, 0)) for record in values],
+            [replace(side, log_probs=side.log_probs.where(mask, 0)) for side in values],
             int((~mask).sum()),
         )
     engine, trainer = (
-        Recording(dump.path, (Entry(Key(LOG_PROBS), lambda record=record: record),), masked) for record in values
+        Recording(dump.path, (Entry(Key(LOG_PROBS), lambda side=side: side),), masked) for side in values
     )
     return engine, trainer
 

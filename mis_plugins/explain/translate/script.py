@@ -257,10 +257,8 @@ def read(text: str, dialect: Dialect, behind: set[str], asked: Asked) -> Said:
         if path.startswith("~"):
             raise ConfigError(f"{path}: cannot be translated; drop it and give each key behind the file")
     if not merged:
-        skipped += [
-            f"settings in line {_lines(other_start)}" for other_start in starts if _merged(other_start, dialect, behind)
-        ]
-    idle = [f"not read, since it does not count: {other_start}." for other_start in skipped]
+        skipped += [f"settings in line {_lines(other)}" for other in starts if _merged(other, dialect, behind)]
+    idle = [f"not read, since it does not count: {place}." for place in skipped]
     return Said(merged, tree, (*remarks, *_notes(start, reading), *idle), (*skipped, *lost))
 
 

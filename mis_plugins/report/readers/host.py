@@ -76,11 +76,7 @@ def rollout_extra(content: Mapping[str, Any]) -> Extra:
 def _told(extra: Extra, index: Any, sample: Mapping[str, Any]) -> Mapping[str, Any]:
     """What the rollout's dump tells of one sample: of those with its index and tokens, all that they agree on."""
     tokens = _digest(sample.get("tokens"))
-    alike = [
-        candidate
-        for candidate in extra.get(index, ())
-        if None in (tokens, candidate["tokens"]) or candidate["tokens"] == tokens
-    ]
+    alike = [row for row in extra.get(index, ()) if None in (tokens, row["tokens"]) or row["tokens"] == tokens]
     first, *others = alike or [{}]
     return {name: value for name, value in first.items() if all(_equal(value, other[name]) for other in others)}
 

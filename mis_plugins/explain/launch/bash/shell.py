@@ -151,12 +151,10 @@ class Shell(Commands, Conditions):
         words = self.command_words(node)
         own = [child for child in node.children if child.type == "variable_assignment" and child not in before]
         keys = [re.split(r"[+=\[]", says(child))[0] for child in own]
-        with self._kept({key: self.variables.get(key) for variable in keys for key in (variable, f"-x {variable}")}):
+        with self._kept({key: self.variables.get(key) for var in keys for key in (var, f"-x {var}")}):
             self.run_all(own)
-            self.variables |= {f"-x {variable}": EXPORTED for variable in keys}
-            self.variables |= {
-                variable: hole(f"${variable}") for variable in keys if isinstance(self.variables.get(variable), list)
-            }
+            self.variables |= {f"-x {var}": EXPORTED for var in keys}
+            self.variables |= {var: hole(f"${var}") for var in keys if isinstance(self.variables.get(var), list)}
             if name is not None and says(name) in DECLARES:  # the parser takes it for a command then
                 rest = (node.text or b"")[name.start_byte - node.start_byte :].decode(errors="replace")
                 self.evaluate(literal(rest, self.lines(node)), shares=True)

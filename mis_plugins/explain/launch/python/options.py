@@ -19,16 +19,16 @@ class Options(Functions):
 
     def run_commands(self) -> None:
         decorated = [
-            function
-            for function in self.globals.values()
-            if isinstance(function, ast.FunctionDef) and function.decorator_list
+            command
+            for command in self.globals.values()
+            if isinstance(command, ast.FunctionDef) and command.decorator_list
         ]
         named = [
-            function for function in decorated if {"command", "callback"} & set(map(name_of, function.decorator_list))
+            command for command in decorated if {"command", "callback"} & set(map(name_of, command.decorator_list))
         ]
         commands = named or decorated
         asked = (self.command or "").replace("-", "_")
-        for node in [function for function in commands if function.name == asked] or commands:
+        for node in [command for command in commands if command.name == asked] or commands:
             self.attempt(lambda node=node: self.command_line(node))
 
     def command_line(self, node: ast.FunctionDef) -> Any:
