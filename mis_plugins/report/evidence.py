@@ -27,6 +27,7 @@ RELATED = ("usable", *slope.RELATED_SUMS, "inverse")
 UNLIKELY = -1.0  # log-prob of one side where the other reports a probability of exactly 1; of a run the mean
 RUN = 3  # fewest such tokens of a run
 LOW = -8.0  # from here down a number that recurs may be no log-prob
+NEVER = -50.0  # a million tokens of this log-prob have a probability of 2e-16 together: none of a run was sampled
 SIDES = ("trainer", "rollout")
 
 
@@ -68,7 +69,8 @@ class Evidence:
 
     moments: of each number of `of_sequences`.
     fills: of each side and number the tokens with exactly that log-prob, and their sum of `mass`: 0 where the other
-        side finds the token, or a run of such tokens, unlikely; numbers below `LOW` where the other is a nat away.
+        side finds the token, or a run of such tokens, unlikely; numbers below `LOW` where the other is a nat away, and
+        below `NEVER`.
     low: of each side the tokens with such low numbers, by the nat that they lie in.
     absent: of each side how often each entry stands in for a log-prob, by its name.
     lists: pairs of both lists of log-probs, for each sequence.
@@ -122,15 +124,15 @@ class Evidence:
         for side, own, other in zip(SIDES, tokens.log_probs, tokens.log_probs.flip(0), strict=True):
             sure = tokens.usable & (own == 0)
             odd = sure & ((other < UNLIKELY) | in_unlikely_runs(sure, other, batch.positions))
-            low = apart & (own < LOW)
+            low = (apart & (own < LOW)) | (tokens.usable & (own < NEVER))
             nats, counts = own[low].floor().unique(return_counts=True)
             self.low.update({(side, nat): n for nat, n in zip(nats.tolist(), counts.tolist(), strict=True)})
             numbers, place, counts = own[odd | low].unique(return_inverse=True, return_counts=True)
             sums = torch.stack([counts, torch.bincount(place, masses[odd | low], len(numbers))], 1)
             kept = (numbers == 0) | (counts >= RUN)
             counted[odd | low] |= kept[place]
-            for own in kept.nonzero().flatten().tolist():
-                self.fills[side, float(numbers[own])] += sums[own]
+            for row in kept.nonzero().flatten().tolist():
+                self.fills[side, float(numbers[row])] += sums[row]
         return counted
 
     def _add_lists(self, batch: Batch, tokens: Tokens, fills: Bool[Tensor, " T"]) -> None:

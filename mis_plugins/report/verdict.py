@@ -105,10 +105,10 @@ def _all_are_zero(report: Report) -> bool:
 
 def level_of(report: Report) -> str:
     """An alarm at a kl_k3 beyond its alarm or at a cause that is more than low precision; calm within all limits."""
-    is_explained = any(item.name != PRECISION for item in report.findings)
+    is_explained = any(finding.name != PRECISION for finding in report.findings)
     if is_explained or not report.whole[FIRST] <= LIMITS[FIRST].alarm:
         return ALARM
-    rose = any(item.factor > 1 and item.after > LIMITS[FIRST].high for item in report.changes)
+    rose = any(change.factor > 1 and change.after > LIMITS[FIRST].high for change in report.changes)
     return WATCH if beyond(report.whole) or rose or _much_is_lost(report) or report.usable < FEW else CALM
 
 
@@ -190,9 +190,9 @@ def of_curves(curves: Sequence[Curve], rejected: int = 0, unread: int = 0, probl
 def _over_steps(curves: Sequence[Curve]) -> tuple[dict[int, float], list[Change]]:
     """The kl_k3 of the first curve that has several, and its changes."""
     rows = (curve.values.items() for curve in curves)
-    by_curve = ({step: row[FIRST] for step, row in item if math.isfinite(row.get(FIRST, math.nan))} for item in rows)
-    longest = next((item for item in by_curve if len(item) > 1), {})
-    return longest, changes(list(longest), list(longest.values()))
+    by_curve = ({step: row[FIRST] for step, row in log if math.isfinite(row.get(FIRST, math.nan))} for log in rows)
+    first = next((values for values in by_curve if len(values) > 1), {})
+    return first, changes(list(first), list(first.values()))
 
 
 def _unknown(curves: Sequence[Curve]) -> str:

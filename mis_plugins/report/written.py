@@ -59,15 +59,15 @@ def as_json(document: Document) -> dict[str, Any]:
 
 def _of_report(report: Report) -> dict[str, Any]:
     causes = (
-        asdict(item) | {"cause": item.cause.cause, "title": item.cause.title, "fix": item.cause.fix}
-        for item in report.findings
+        asdict(finding) | {"cause": finding.cause.cause, "title": finding.cause.title, "fix": finding.cause.fix}
+        for finding in report.findings
     )
     return {
         **{name: getattr(report, name) for name in OF_REPORT},
         "steps": [{"step": step, **values} for step, values in report.steps.items()],
         "changes": [{**asdict(change), "factor": change.factor} for change in report.changes],
         "causes": list(causes),
-        "alarms": [dict(zip(("step", "name", "message"), item, strict=True)) for item in report.alarms],
+        "alarms": [dict(zip(("step", "name", "message"), alarm, strict=True)) for alarm in report.alarms],
         "configs": report.outcomes,
     }
 

@@ -217,6 +217,8 @@ def test_without_log_probs_nothing_is_compared_and_that_is_said_once(
         "rollout 0, step 0, rank 0: 4 sequences without rollout_log_p"
     ]
     assert (comparison.totals.compared, comparison.totals.without) == (0, 8)
+    comparison.at_exit()
+    assert caplog.messages[-1].endswith("0 of 0 log-probs differ; sequences without the log-probs of one side: 8")
 
 
 def test_a_sequence_without_log_probs_leaves_the_others_alone(

@@ -2,6 +2,7 @@
 
 import io
 import json
+import math
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +15,7 @@ from test_diff import Capture, X, diff, dump, dump_all, report
 
 from true_on_policy.diff.names import Heads, correspondence
 from true_on_policy.diff.records import read_recording
-from true_on_policy.diff.tensors import EQUAL, NOT_COMPARABLE, compare
+from true_on_policy.diff.tensors import DIFFERENT, EQUAL, NOT_COMPARABLE, compare
 
 NAMES = (
     "step=..___nonsense.pt", "___=___.pt", "name=___dump_index=1.pt", "dump_index=___name=.pt",
@@ -191,6 +192,14 @@ def test_lists_of_numbers_beside_a_tensor_are_compared(other: list, tmp_path: Pa
     found = report(tmp_path / "a.pt", tmp_path / "b.pt")
     assert (found.exit_code == EQUAL) == (other == (-1.5, -2)) and len(found.rows) == 2
     assert report(tmp_path / "b.pt", tmp_path / "b.pt").exit_code == EQUAL
+
+
+@pytest.mark.parametrize(("one", "other"), [([True, True], [True, False]), ([-1.5, None], [-1.5, math.nan])])
+def test_masks_and_missing_numbers_in_lists_are_compared(one: list, other: list, tmp_path: Path) -> None:
+    for name, values in (("a.pt", one), ("b.pt", other)):
+        torch.save({"x": X, "values": values}, tmp_path / name)
+    assert report(tmp_path / "a.pt", tmp_path / "b.pt").exit_code == DIFFERENT
+    assert report(tmp_path / "a.pt", tmp_path / "a.pt").exit_code == EQUAL
 
 
 def test_an_index_of_another_format_is_left_over(tmp_path: Path) -> None:

@@ -222,12 +222,13 @@ OF_A_FAULT = [
     (MIS, "cat > job.sh <<E\npython3 train.py\nE\nsrun job.sh", (), 2, "not read: srun job.sh: runs another script"),
     (MIS, f"python3 train.py {FULL} --lr 1\\\n--get-mismatch-metrics\\\n --use-rollout-logprobs", (), 2, TWICE),
     (MIS, f"python3 train.py {FULL} --lr 1\\\n--use-rollout-logprobs", (), 0, NONE),
+    *((MIS, f"A='{text}'\npython3 train.py --lr 1 $A\\\n{FULL}", (), 2, "$A--use-tis") for text in ("", "--b 2 ")),
     (MIS, f"A=(--lr 1\\\n--use-rollout-logprobs)\npython3 train.py {FULL} ${{A[@]}}", (), 0, NONE),
     *((MIS, f"python3 train.py {FULL} {said}", (), 0, "not read: (line 1): ") for said in (
-        r"$(echo -e '--a\t--b')", r'`echo "--a \`echo --b\`"`',
+        r"$(echo -e '--a\t--b')", r"$(echo -ne '--a\t--b')", r'`echo "--a \`echo --b\`"`',
     )),
     (MIS, f"shopt -s nocasematch\npython3 train.py {FULL}", (), 0, "which words and patterns fit from here on is not"),
-    (MIS, f"python3 train.py {FULL} --load ~user/x --custom-config-path ~user/a.yaml", (), 2, "~user/a.yaml"),
+    (MIS, f"python3 train.py {FULL} --load ~user/x --custom-config-path ~jo.do/a.yaml", (), 2, "~jo.do/a.yaml"),
     *((MIS, f"A=1\n{line}\necho 2 | read -r A\npython3 train.py {FULL} $A", (), 0, said) for line, said in (
         ("shopt -s lastpipe", "read -r A may give more flags"), ("shopt -s lastpipe\nshopt -u lastpipe", NONE),
     )),

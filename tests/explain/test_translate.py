@@ -628,8 +628,8 @@ def test_settings_beside_a_file_may_have_dashes_and_follow_an_option(
     ("words", "said"),
     [
         (["--config-name=mine"], "override 'config-name=mine': expected algorithm.rollout_correction.KEY"),
-        (["--lien", "3"], "override 'lien=3': .*; the command's own options are --line N"),
-        (["--version"], "override 'version=true': .*; the command's own options are --line N"),
+        (["--lien", "3"], "override 'lien=3': .*; the command's own option is --line N"),
+        (["--version"], "override 'version=true': .*; the command's own option is --line N"),
     ],
 )
 def test_a_word_with_dashes_that_is_not_read_is_refused_by_name(

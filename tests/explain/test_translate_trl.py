@@ -80,6 +80,7 @@ COMMANDS = [
      "accelerate launch --config_file ds.yaml train_rl.py --config recipes/grpo.yaml", BY_DEFAULT),
     ("conda run -n trl accelerate launch grpo.py --use_vllm", BY_DEFAULT),
     ("python examples/rloo_vs_grpo/train_grpo.py --use_vllm true", BY_DEFAULT),
+    ("python train_gold_prices.py --use_vllm true --vllm_importance_sampling_mode sequence_mask", BY_DEFAULT),
     ("trl vllm-serve --model q\naccelerate launch grpo.py --run_name trl --use_vllm --output_dir rloo.py", BY_DEFAULT),
     ("docker exec trl accelerate launch train_grpo.py --use_vllm", BY_DEFAULT),
     ("trl grpo --tags grpo trl vllm --use_vllm", BY_DEFAULT),

@@ -288,7 +288,7 @@ def test_what_was_read_in_part_is_not_calm(
 @pytest.mark.parametrize(
     ("name", "content", "why"),
     [
-        ("a.jsonl", b"", "is empty"),
+        ("a.jsonl", b"", "holds no line"),
         ("a.jsonl", b"a story\nof two lines\n", "line 1: Expecting value"),
         ("a.json", b"[1, 2]", "line 1: holds list, no object; write one object a line"),
         ("a.jsonl.gz", gzip.compress(b"{}", mtime=0)[:12], "Compressed file ended before"),
@@ -832,6 +832,9 @@ TOLD: dict[str, tuple[Callable[[], list[Record]], Sequence[str]]] = {
     "the trainer's padding of 0": (lambda: changed(BF16, PROXIMAL, ended_in(0.0, 4)), ["placeholder"]),
     "the trainer's padding of -100": (lambda: changed(BF16, PROXIMAL, ended_in(-100.0)), ["placeholder"]),
     "the engine's padding of -20": (lambda: changed(BF16, BEHAVIOR, ended_in(-20.0)), ["placeholder"]),
+    "padding of -100 on both sides": (
+        lambda: changed(changed(BF16, BEHAVIOR, ended_in(-100.0)), PROXIMAL, ended_in(-100.0)), ["placeholder"]
+    ),
     "logarithms to base 2": (lambda: changed(BF16, BEHAVIOR, lambda column: column / math.log(2)), ["unit"]),
     "logarithms to base 10": (lambda: changed(INT5, PROXIMAL, lambda column: column / math.log(10)), ["unit"]),
     "routes that differ, with a heavy tail": (with_flips, ["route"]),

@@ -24,7 +24,9 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     actions = parser.add_subparsers(required=True, metavar="show")
     show = actions.add_parser("show", help="print the contract of a family of models")
     show.add_argument("family", help=f"one of {', '.join(GPU_FAMILIES)}")
-    show.add_argument("--backend", choices=get_args(TrainBackend), default="megatron", help="what trains (%(default)s)")
+    show.add_argument(
+        "--backend", choices=get_args(TrainBackend), default="megatron", help="what trains (default: %(default)s)"
+    )
     show.set_defaults(run=run)
 
 

@@ -145,7 +145,7 @@ GPU_FAMILIES = {name: family for name, family in FAMILIES.items() if not family.
 def proven() -> dict[str, Family]:
     """All families, by the model_type of a checkpoint's config.json."""
     types = [family.model_type for family in FAMILIES.values()]
-    if twice := sorted({family for family in types if types.count(family) > 1}):
+    if twice := sorted({name for name in types if types.count(name) > 1}):
         raise ValueError(f"two records of FAMILIES prove the model_type {', '.join(twice)}; one would hide the other")
     return dict(zip(types, FAMILIES.values(), strict=True))
 

@@ -1,7 +1,8 @@
 """Compare recorded tensors bit by bit and name the first operation whose result differs.
 
-A and B are files or folders: of SGLang's dumper, of `true_on_policy.diff.module_recorder.record`, safetensors, npz, or
-records of log-probs. A dump of Miles or slime by --dump-details is read too; its log-probs alone are compared.
+A and B are files or folders: of SGLang's dumper, of `true_on_policy.diff.module_recorder.record`, safetensors, npz,
+files of `torch.save`, or records of log-probs. A dump of Miles or slime by --dump-details is read too; its log-probs
+alone are compared.
 
     python -m true_on_policy diff train_data/7_0.pt             a host's dump: its engine beside its trainer
     python -m true_on_policy diff engine/ trainer/ --by-token   two recordings, whatever their batches were

@@ -17,7 +17,6 @@ keeps one name, and so does a module that runs again in the next step.
 from __future__ import annotations
 
 import json
-import math
 import os
 import re
 import zipfile
@@ -283,6 +282,9 @@ def _pt(file: Path) -> Iterator[tuple[str, Callable[[], Value]]]:
         yield name, partial(_known, tensor, file)
 
 
+MISSING = 0x7FF8_0000_0000_0001  # the bits of a NaN that no computation gives: None is none of its NaNs
+
+
 def _known(tensor: Tensor | Stored | Opaque, file: Path) -> Tensor:
     """The tensor, if numbers of its kind are read."""
     if isinstance(tensor, Opaque):
@@ -294,7 +296,9 @@ def _tensors(value: Any, name: str = "") -> Iterator[tuple[str, Tensor | Stored 
     """Yield every tensor and list of numbers of nested dicts and lists, and what may be a tensor of another kind."""
     if _are_numbers(value):
         kind = torch.int64 if all(isinstance(number, int) for number in value) else torch.float64
-        value = torch.tensor([math.nan if number is None else number for number in value], dtype=kind)
+        missing = torch.tensor([number is None for number in value])
+        value = torch.tensor([0 if number is None else number for number in value], dtype=kind)
+        value.view(torch.int64)[missing] = MISSING
     if isinstance(value, Tensor | Stored | Opaque):
         yield name, value
         return
@@ -306,7 +310,7 @@ def _tensors(value: Any, name: str = "") -> Iterator[tuple[str, Tensor | Stored 
 def _are_numbers(value: Any) -> bool:
     """Whether a value is a list of numbers, some of which may be missing, such as log-probs of a user's own script."""
     kinds = set(map(type, value)) if isinstance(value, list | tuple) else set()
-    return bool(kinds & {int, float}) and kinds <= {int, float, bool, type(None)}
+    return bool(kinds & {int, float, bool}) and kinds <= {int, float, bool, type(None)}
 
 
 def _safetensors(path: Path) -> Iterator[tuple[str, Callable[[], Value]]]:

@@ -67,7 +67,7 @@ def _refuse(url: str, why: str) -> NoReturn:
     raise EngineError(f"got {url!r}; give http://HOST:PORT ({why})")
 
 
-HELP = f"a running SGLang, for example http://127.0.0.1:30000; its --api-key comes from ${KEY}"
+HELP = f"a running engine, for example http://127.0.0.1:30000; its --api-key comes from ${KEY}"
 
 
 def url_of_engine(given: str) -> str:

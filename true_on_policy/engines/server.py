@@ -46,7 +46,7 @@ def interpreter(engine: str) -> Path:
 def versions(engine: str, names: Sequence[str]) -> dict[str, str]:
     """Return the versions of packages in the engine's environment."""
     folders = [str(folder) for folder in interpreter(engine).parent.parent.glob("lib/python*/site-packages")]
-    installed = {installed.name: installed.version for installed in distributions(path=folders)}
+    installed = {package.name: package.version for package in distributions(path=folders)}
     return {name: installed[name] for name in names}
 
 

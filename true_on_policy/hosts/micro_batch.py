@@ -71,7 +71,7 @@ class MicroBatch:
         present = [i for i in range(count) if all(side[i] is not None for side in sides)]
         if not present:
             return None
-        lengths = {name: [batch[name][i] for i in present] for name in LENGTHS if batch.get(name) is not None}
+        lengths = {name: [batch[name][i] for i in present] for name in LENGTHS if batch.get(name)}
         layout = layout_of(args, lengths, cp)
         masks = [batch["loss_masks"][i] for i in present]
         valid = layout.place(torch.cat(masks), Ranks()).loss_mask

@@ -123,8 +123,7 @@ class Comparison:
             DifferenceError: an earlier micro-batch differed, with `on_difference: raise` and without the step hook.
         """
         optional("safetensors.torch")  # a lack shows at the first micro-batch, not at the first difference
-        if self.latest is None:
-            atexit.register(_at_exit, weakref.ref(self))
+        self._begin()
         self.latest = args, config
         if self.step is None:
             arrived = list(takewhile(lambda earlier: earlier.arrival.ready, self.pending))
@@ -132,8 +131,15 @@ class Comparison:
             self._stop(config, self._read(arrived, args, config, None), None)
         self.pending.append(batch)
 
+    def _begin(self) -> None:
+        """Have an exit tell the totals, once."""
+        if self.latest is None and not self.totals.without:
+            atexit.register(_at_exit, weakref.ref(self))
+
     def leave_out(self, sequences: int) -> None:
         """Count sequences that lack the log-probs of one side, and log the first micro-batch with some."""
+        if sequences:
+            self._begin()
         if sequences and not self.totals.without:
             logger.warning(
                 "%s: %d sequences without rollout_log_probs or log_probs are counted and not compared. The "
@@ -158,10 +164,11 @@ class Comparison:
     def at_exit(self) -> None:
         """Read the pending flags when the process exits, and log the totals; an exception is logged and not raised."""
         pending, self.pending = self.pending, []
-        if self.latest is None:
+        if self.latest is None and not self.totals.without:
             return
         try:
-            self._read(pending, *self.latest, self.step)
+            if self.latest is not None:
+                self._read(pending, *self.latest, self.step)
             level = logging.WARNING if self.totals.different or self.totals.without else logging.INFO
             logger.log(level, "%s, the whole run: %s", _where(None), self.totals)
         except Exception as error:
@@ -218,9 +225,9 @@ class Comparison:
 
 
 def _at_exit(comparison: weakref.ref[Comparison]) -> None:
-    alive = comparison()
-    if alive is not None:
-        alive.at_exit()
+    kept = comparison()
+    if kept is not None:
+        kept.at_exit()
 
 
 def described(args: Any) -> str:

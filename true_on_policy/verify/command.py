@@ -30,26 +30,30 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     parser.add_argument("--engine", required=True, choices=list(ENGINES), help="what samples")
     parser.add_argument("--trainer", required=True, choices=list(TRAINERS), help="what computes log-probs again")
     fetched = f"{' or '.join(PRETRAINED)} (fetched once)"
-    models = f"%(default)s or another tiny model, {fetched}, or a folder of a {covered()} checkpoint"
+    models = f"%(default)s or another tiny model, {fetched}, or a folder with a checkpoint of {covered()}"
     parser.add_argument("--model", default="tiny-qwen3", help=models)
     prompts = f"real prompts, one a line; {BUILTIN} takes 128 of ours; else random tokens"
     parser.add_argument("--prompts", metavar="FILE", help=prompts)
     parser.add_argument(
-        "--dtype", default="fp32", choices=get_args(DtypeName), help="of the matrix products (%(default)s)"
+        "--dtype", default="fp32", choices=get_args(DtypeName), help="of the matrix products (default: %(default)s)"
     )
-    tokens = "how many to compare, at least (%(default)s); a run goes on until each situation was asked for"
+    tokens = "how many to compare, at least (default: %(default)s); a run goes on until each situation was asked for"
     parser.add_argument("--tokens", type=whole, default=2000, help=tokens)
     backends = get_args(BackendName)
-    parser.add_argument("--backend", default="native", choices=backends, help="the kernels of both sides (%(default)s)")
-    order = "whose order of rounding RMSNorm follows on both sides, which matters in bf16 (%(default)s)"
+    parser.add_argument(
+        "--backend", default="native", choices=backends, help="the kernels of both sides (default: %(default)s)"
+    )
+    order = "whose order of rounding RMSNorm follows on both sides, which matters in bf16 (default: %(default)s)"
     parser.add_argument("--norm-order", default="engine", choices=get_args(Side), help=order)
-    ranks = "ranks that share a row-parallel weight (%(default)s)"
+    ranks = "ranks that share a row-parallel weight (default: %(default)s)"
     parser.add_argument("--trainer-tensor-parallel", type=whole, default=1, metavar="RANKS", help=ranks)
     parser.add_argument("--engine-tensor-parallel", type=whole, default=1, metavar="RANKS", help=ranks)
-    leaves = "parts of the tree in which both sides add up a row-parallel product: a power of two (%(default)s)"
+    leaves = (
+        "parts of the tree in which both sides add up a row-parallel product: a power of two (default: %(default)s)"
+    )
     parser.add_argument("--leaves", type=whole, default=1, help=leaves)
     parser.add_argument(
-        "--seed", type=whole, default=0, help="of weights of a tiny model, prompts and samples (%(default)s)"
+        "--seed", type=whole, default=0, help="of weights of a tiny model, prompts and samples (default: %(default)s)"
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the certificate here")
     drawn = "in a checkout of mis-plugins, `python -m lab.certificate_picture FILE` draws it, with verify's arguments"

@@ -30,8 +30,8 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     asks = "are the weights of a running engine those of a checkpoint?"
     parser = subparsers.add_parser("weights", help=asks, description=__doc__)
     parser.add_argument("--engine", required=True, metavar="URL", type=url_of_engine, help=HELP)
-    folder = "a Hugging Face checkpoint"
-    parser.add_argument("--trainer", required=True, metavar="FOLDER", type=Path, help=folder)
+    folder = "a folder of Hugging Face's"
+    parser.add_argument("--trainer", required=True, metavar="CHECKPOINT", type=Path, help=folder)
     parser.set_defaults(run=run)
 
 

@@ -120,7 +120,9 @@ def _numbers(args: argparse.Namespace) -> Iterator[str]:
         yield f"--rollout-temperature: got {args.rollout_temperature}; give a number above 0"
     for name in named("rate"):
         value = getattr(args, name)
-        if value is not None and (not isinstance(value, int | float) or not 0 <= value <= sys.float_info.max):
+        if value is None and name in named("later"):
+            continue
+        if not isinstance(value, int | float) or not 0 <= value <= sys.float_info.max:
             yield f"{spelled(name)}: got {shown(value)}; give a finite number, at least 0"
 
 

@@ -103,7 +103,10 @@ def translate(text: str, behind: Sequence[str] = (), asked: Asked = ASKED) -> Tr
     by_key = _places(tree)
     if not by_key:
         replace(source, skipped=idle).prove_nothing()
-        raise ConfigError(f"nothing to translate: none of {', '.join(KNOWN)} in it, nor in its actor: and rollout:")
+        raise ConfigError(
+            f"nothing to translate: none of {', '.join((*KNOWN, OLD_CAP, OLD_MODE))} in it, nor in its actor: and "
+            "rollout:"
+        )
     refuse_open(dict(_leaves(by_key)), {})
     is_old = not {OLD_CAP, OLD_MODE}.isdisjoint(by_key)
     by_key = _renamed(by_key) if is_old else by_key

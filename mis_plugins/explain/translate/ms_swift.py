@@ -273,7 +273,7 @@ def _said(text: str, behind: set[str], asked: Asked) -> Said:
 def _override(text: str) -> tuple[str, Any]:
     key, equals, value = text.partition("=")
     if not equals or not _is_ours(_plain(key)):
-        raise not_read(text, f"KEY=VALUE, KEY one of {', '.join(KEYS)}")
+        raise not_read(text, f"KEY=VALUE, KEY one of {', '.join(KEYS)}", "options are --line N and --as-documented")
     return _plain(key), load(value)
 
 

@@ -237,8 +237,10 @@ def read(text: str, dialect: Dialect, behind: set[str], asked: Asked) -> Said:
     commands.check_bash()
     starts = list(dict.fromkeys(commands.starts))
     if commands.others and not starts and not commands.scripts:
-        remarks = f"`{commands.others[0]}`; {dialect.name} corrects with {dialect.corrects} alone"
-        raise ConfigError(f"nothing to translate: {remarks}")
+        other = commands.others[0]
+        if "$" in other:
+            raise ConfigError(f"`{other}`: which command runs is not known; say behind -- how you start the script")
+        raise ConfigError(f"nothing to translate: `{other}`; {dialect.name} corrects with {dialect.corrects} alone")
     start = _chosen(starts, dialect, behind, asked.line) if starts else None
     tree, remarks, lost = commands.named_yaml(start.file) if start and start.file else ({}, [], [])
     refused, skipped = commands.unread_keys({path.rpartition(".")[2] for path in behind})
@@ -270,12 +272,12 @@ def _chosen(starts: Sequence[Start], dialect: Dialect, behind: set[str], line: i
     }
     if asked and all(settings == own[asked[0]] for settings in own.values()):
         return asked[0]
-    places_told = "; ".join(
+    starts_in_words = "; ".join(
         f"line {_lines(start)}{_branch(start.branch)}: {_listed(start, dialect)}" for start in starts
     )
     raise ConfigError(
         f"{len(starts)} starts of {dialect.name} with different settings; choose one by --line N, start the script as "
-        f"you do, behind --, or put the values that count behind the file: {places_told}"
+        f"you do, behind --, or put the values that count behind the file: {starts_in_words}"
     )
 
 

@@ -178,10 +178,9 @@ def refuse_open(given: Mapping[str, Any], spelled: Mapping[str, str]) -> None:
         raise ConfigError(f"only the launch decides {left_open}; put the values behind the file, as {asked}")
 
 
-def not_read(setting: str, expected: str) -> ConfigError:
+def not_read(setting: str, expected: str, options: str = "option is --line N") -> ConfigError:
     """The error for a word behind the file that is neither a setting nor an option of the command."""
-    options = "the command's own options are --line N and, of from-ms-swift, --as-documented"
-    return ConfigError(f"override {shown(setting)}: expected {expected}; {options}")
+    return ConfigError(f"override {shown(setting)}: expected {expected}; the command's own {options}")
 
 
 def clip_flags(given: Mapping[str, Any], keys: Sequence[str], of_ratio: bool = False) -> Iterator[str]:

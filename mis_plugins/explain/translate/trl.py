@@ -247,8 +247,8 @@ def _of_correction(given: Mapping[str, Any], weight: Mapping[str, Any] | None) -
 def _of_loss(given: Mapping[str, Any], mis: Mapping[str, Any]) -> Iterator[str]:
     loss, level = given.get("loss_type"), _level(given)
     by_default = "" if loss else ", TRL's default,"
-    loss_said = GMPO if _is_gmpo(given) else f"loss_type: {loss or 'dapo'}{by_default}"
-    yield f"{loss_said} {AVERAGES[loss or 'dapo']}."
+    loss_name = GMPO if _is_gmpo(given) else f"loss_type: {loss or 'dapo'}{by_default}"
+    yield f"{loss_name} {AVERAGES[loss or 'dapo']}."
     if level == "sequence" and "objective" not in mis:
         yield f"importance_sampling_level: {level} is --advantage-estimator gspo of the hosts."
     if coefficient := _coefficient(given):
@@ -366,8 +366,11 @@ def _flags(words: Sequence[Word]) -> Iterator[tuple[str, Value]]:
 
 def _other(words: Sequence[Word]) -> str:
     """The trainer of TRL's that starts in place of GRPO's: a command of `trl`, or a file that `OTHERS` name."""
-    pairs = ((before.text, word.text) for before, word in itertools.pairwise(words) if before.text[:2] != "--")
-    others = (word for before, word in pairs if OTHER_FILE.search(word + ".py" * (before == "-m")))
+    texts = [word.text for word in words]
+    module = next((after for before, after in itertools.pairwise(texts) if before == "-m"), "")
+    file = next((text for text in texts if text.endswith(".py")), "")
+    is_grpos = any(key in KEYS and key != USE_VLLM for key, _ in _flags(words))
+    others = (text for text in (module, file) if OTHER_FILE.search(text.removesuffix(".py") + ".py") and not is_grpos)
     return other_of(words, ("trl",), COMMANDS) or next(others, "")
 
 

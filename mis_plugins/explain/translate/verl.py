@@ -285,14 +285,14 @@ def _flat(tree: Mapping[str, Any], parent: str = "", is_whole: bool = True) -> I
             yield path, value
 
 
-def _of_script(overrides: Mapping[str, Any]) -> dict[str, Any]:
+def _of_script(settings: Mapping[str, Any]) -> dict[str, Any]:
     """The values of Hydra's overrides in a launch script."""
-    if SECTION in overrides and overrides.keys() - {SECTION, ASYNC}:
+    if SECTION in settings and settings.keys() - {SECTION, ASYNC}:
         raise ConfigError(f"{SECTION}: stands beside a value for all of it; give one of them")
     plain_values = {
-        path: _plain(of_script(path, value), value) for path, value in overrides.items() if not is_open(value)
+        path: _plain(of_script(path, value), value) for path, value in settings.items() if not is_open(value)
     }
-    return dict(_flat({path: plain_values.get(path, value) for path, value in overrides.items()}))
+    return dict(_flat({path: plain_values.get(path, value) for path, value in settings.items()}))
 
 
 def _is_ours(path: str) -> bool:

@@ -166,7 +166,7 @@ def tell_nothing(file: Path, problems: Problems) -> None:
         why = f"{NOTHING}; {lacking(REQUIRED, first)}"
     else:
         wrong = [f"{problem.place}: {problem.reason}".removeprefix(": ") for problem in broken.kept[:1]]
-        why = "; ".join([*(wrong or ["is empty"]), NOTHING])
+        why = "; ".join([*(wrong or ["holds no line"]), NOTHING])
         problems.torn[str(file)] = None
     problems.add(why, file)
 

@@ -86,11 +86,11 @@ class Commands(Assignments):
                 own |= {name: shared, f"-x {name}": hole("-x") if known(shared) is None else EXPORTED}
         for word in before:
             name, value = pair(word)
-            others = {item: hole(shown(word)) for item in re.findall(r"(\w+)=", shown(word))}
+            others = {assigned: hole(shown(word)) for assigned in re.findall(r"(\w+)=", shown(word))}
             own |= {name: value, f"-x {name}": EXPORTED} if name else others
         own_name = next(iter(given), hole("$0"))
         exported = {
-            name: item for name, item in self.functions.items() if is_given and self.variables.get(f"-x {name}")
+            name: body for name, body in self.functions.items() if is_given and self.variables.get(f"-x {name}")
         }
         with self.now(variables=own, functions=exported, locals=None, own_name=own_name):
             self.attempt(lambda: self.evaluate(text))

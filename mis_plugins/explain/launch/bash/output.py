@@ -85,11 +85,12 @@ class Output(Texts):
         """What a command prints; None where only running it would tell."""
         words = self.command_words(node) if node.type == "command" else []
         name = word_of(words[0]).text if words else ""
-        is_nested = "\\" in says(node) and (known(spaced(words[1:2])) == "-e" or "\\`" in says(node))
+        reads_escapes = re.fullmatch(r"-[neE]*e[neE]*", known(spaced(words[1:2])) or "")
+        is_nested = "\\" in says(node) and (reads_escapes or "\\`" in says(node))
         if name not in PRINTS or name in self.functions or name == "echo" and is_nested:
             return None
         if name == "echo":
-            return (*spaced(word for word in words[1:] if known(word) not in ("-e", "-n")), Piece("\n"))
+            return (*spaced(word for word in words[1:] if not re.fullmatch("-[neE]+", known(word) or "")), Piece("\n"))
         if name == "printf":
             return _formatted(words[1:])
         body = next(parts_of(redirected, "heredoc_body"), None) if redirected else None

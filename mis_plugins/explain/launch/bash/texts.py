@@ -12,7 +12,7 @@ from mis_plugins.explain.launch.bash.variables import Variables, is_one
 from mis_plugins.explain.launch.words import Piece, Text, fields, hole, literal, shown, spaced
 
 # A home in a word, and a variable of the shell that the parser leaves within a word.
-EXPANDED = re.compile(r"(?:^|:)~[\w+-]*(?:[/:]|$)|(?<!\\)\$[@*#?!$-]")
+EXPANDED = re.compile(r"(?:^|:)~(?:[\w+-]*(?:[/:]|$)|[\w.+-]*/)|(?<!\\)\$[@*#?!$-]")
 BRACES = re.compile(r"([^{}'\"\\$`~]*)\{([^{}'\"\\$`~]*,[^{}'\"\\$`~]*)\}([^{}'\"\\$`~]*)")
 # The few letters that a backslash quotes within double quotes.
 ESCAPED = re.compile(r'\\(["$`\\\n])')
@@ -56,15 +56,20 @@ class Texts(Variables):
         return self.joined(node, [*(name.named_children if name else ()), *node.children_by_field_name("argument")])
 
     def joined(self, node: Node, parts: list[Node]) -> list[Text]:
-        """The words of parts; one with a backslash behind it goes on where the next line begins without a blank."""
-        source, every = node.text or b"", list[Text]()
+        """The words of parts; one with a backslash behind it goes on where the next line begins without a blank.
+
+        What goes on an expansion is not known: it may belong to the name, or be a word of its own.
+        """
+        source, gathered = node.text or b"", list[Text]()
         for before, part in zip([None, *parts], parts, strict=False):
             words = self.words(part)
             between = source[before.end_byte - node.start_byte : part.start_byte - node.start_byte] if before else b""
-            if between == b"\\\n" and every and words:
-                every[-1] += words.pop(0)
-            every += words
-        return every
+            if before and between == b"\\\n" and gathered and words:
+                last = before.named_children[-1] if before.type == "concatenation" else before
+                is_open = last.type in EXPANSIONS
+                words[0] = hole(says(before) + says(part), self.lines(part)) if is_open else gathered.pop() + words[0]
+            gathered += words
+        return gathered
 
     def _split(self, text: Text) -> list[Text]:
         """The words of an expansion without quotes; not known where the script sets other letters to cut at."""

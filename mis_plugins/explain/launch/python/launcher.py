@@ -202,7 +202,7 @@ class Launcher(Imported):
             meant = [piece.source.rpartition(".")[2] for piece in pieces if piece.text is None]
             name = next((meaning for meaning in meant if meaning.startswith(STARTS) and meaning.isidentifier()), name)
         if isinstance(target, ast.FunctionDef):
-            parameters = [] if is_sure else [meaning.arg for meaning, _ in defaults_of(target)]
+            parameters = [] if is_sure else [parameter.arg for parameter, _ in defaults_of(target)]
             return self.call(target, given, dict.fromkeys(parameters[len(given) :], self.unknown(node)) | named)
         if isinstance(target, ast.ClassDef):
             fields = [] if is_sure else list(self.fields(target))
