@@ -92,8 +92,8 @@ class Evidence:
     absent: defaultdict[str, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
     lists: Lists = field(default_factory=Lists)
     folds: Float[Tensor, "R F"] = field(default_factory=lambda: torch.zeros(len(RELATED), FOLDS).double())
-    inner: list[Float[Tensor, "R N"]] = field(default_factory=list)
-    rows: list[Float[Tensor, "3 N"]] = field(default_factory=list)
+    inner: list[Float[Tensor, "R _"]] = field(default_factory=list)
+    rows: list[Float[Tensor, "3 _"]] = field(default_factory=list)
     sequences: int = 0
     seen: set[int] = field(default_factory=set)
     repeated: int = 0
