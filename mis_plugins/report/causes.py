@@ -292,7 +292,7 @@ def _placeholder(facts: Facts) -> Numbers | None:
         + ", while the other side finds them unlikely" * (number == 0)
         for (side, number), (n, _) in sorted(shown.items(), key=lambda item: -item[1][0])[:SHOWN]
     )
-    mass = sum(square for _, square in shown.values())
+    mass = sum(part for _, part in shown.values())
     return {"told": "; ".join(phrases), "share_of_all": mass / facts.mass} if shown else None
 
 
