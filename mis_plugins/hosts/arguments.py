@@ -44,7 +44,7 @@ def kinds(host: Host) -> Mapping[str, Kind]:
 def flags(record: str, kind: Kind | None = None) -> set[str]:
     """Every flag of the parser that `record` is named after; of one kind, where that is given."""
     rows = [line.split() for line in recorded_lines(record)]
-    of_kind = [(name, given) for name, its_kind, *given in rows if kind in (None, its_kind)]
+    of_kind = [(name, given) for name, recorded_kind, *given in rows if kind in (None, recorded_kind)]
     return {flag for name, given in of_kind for flag in given or ["--" + name.replace("_", "-")]}
 
 

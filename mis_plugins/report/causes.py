@@ -207,6 +207,7 @@ def findings(facts: Facts) -> list[Finding]:
     able = {name: seen.keys() - weak - (OF_PLACES if name in away else set()) for name in seen}
     left = [name for name in seen if not any(_explains(other, name, shares) for other in able[name])]
     showing = set(left) - weak - UNMEASURED
+    # Causes of places take their tokens out, and causes of all tokens are measured away from these places: both add up.
     rest = 1 - sum(max((shares[name] for name in part), default=0.0) for part in (showing & away, showing - away))
     enough = facts.sums["usable"] >= FEW
     even = facts.is_even or any(shares[name] > PART for name in LOCAL.intersection(left))

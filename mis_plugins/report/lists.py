@@ -22,7 +22,7 @@ RESTORED, LEAST_RESTORED = 0.25, 0.5  # by which a shift must raise the correlat
 def correlation(sums: Float[Tensor, "6 N"]) -> Float[Tensor, " N"]:
     """Correlation of each column's pairs: 0 where one side alone varies, NaN where neither does.
 
-    It is NaN beside zeros throughout too: they are certain tokens, or placeholders, which have a cause of their own.
+    A column with zeros alone on one side has NaN. Zeros are certain tokens, or placeholders, a cause of their own.
     """
     n, x, y, xx, yy, xy = sums
     squares = torch.stack([xx - x * x / n, yy - y * y / n]).clamp(min=0)

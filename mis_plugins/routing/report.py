@@ -206,15 +206,18 @@ BY_CLASS = {
 """A metric of one class of tokens is a sum over the class divided by a sum over that class or over all classes."""
 
 
+def _named(names: Sequence[str], sums: Tensor) -> dict[str, float]:
+    return dict(zip(names, sums.tolist(), strict=True))
+
+
 def metrics_of(seen: Seen) -> dict[str, float]:
     """Every known metric of a step's routing, by name; those of a layer or a place behind a slash."""
-    named = lambda names, sums: dict(zip(names, sums.tolist(), strict=True))  # noqa: E731
-    places = {"": named(KINDS, seen.table.sum((0, 2)))}
-    places |= {f"/layer_{layer}": named(KINDS, sums) for layer, sums in enumerate(seen.table.sum(-1))}
+    places = {"": _named(KINDS, seen.table.sum((0, 2)))}
+    places |= {f"/layer_{layer}": _named(KINDS, sums) for layer, sums in enumerate(seen.table.sum(-1))}
     by_position = zip(POSITIONS, seen.table.sum(0).T, strict=True)
-    places |= {f"/position_{start}": named(KINDS, sums) for start, sums in by_position}
-    every = {f"all_{name}": value for name, value in named(SPLIT, seen.split.sum(0)).items()}
-    classes = {f"/{kind}": named(SPLIT, sums) | every for kind, sums in zip(CLASSES, seen.split, strict=True)}
+    places |= {f"/position_{start}": _named(KINDS, sums) for start, sums in by_position}
+    every = {f"all_{name}": value for name, value in _named(SPLIT, seen.split.sum(0)).items()}
+    classes = {f"/{kind}": _named(SPLIT, sums) | every for kind, sums in zip(CLASSES, seen.split, strict=True)}
     return known(
         {
             name + place: ratio_of(sums[part], sums[whole])

@@ -361,17 +361,7 @@ DUMPED: dict[str, Callable[[Path], Value]] = {
     **dict.fromkeys(SAVED, _dumped_pt),
 }
 ARGUMENTS = "training_args.bin"  # of Hugging Face's Trainer, beside a checkpoint: the arguments of the run alone
-UNREAD = {
-    ".npy",
-    ".gguf",
-    ".distcp",
-    ".h5",
-    ".pkl",
-    ".onnx",
-    ".msgpack",
-    ".parquet",
-    ".arrow",
-}  # of files that hold tensors too
+UNREAD = set(".npy .gguf .distcp .h5 .pkl .onnx .msgpack .parquet .arrow".split())  # of files that hold tensors too
 PACKED = {".gz", ".zst", ".bz2", ".xz", ".part", ".tmp", ".incomplete"}  # behind the ending of what is packed, or cut
 
 

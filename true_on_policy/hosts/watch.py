@@ -138,9 +138,10 @@ class Comparison:
 
     def leave_out(self, sequences: int) -> None:
         """Count sequences that lack the log-probs of one side, and log the first micro-batch with some."""
-        if sequences:
-            self._begin()
-        if sequences and not self.totals.without:
+        if not sequences:
+            return
+        self._begin()
+        if not self.totals.without:
             logger.warning(
                 "%s: %d sequences without rollout_log_probs or log_probs are counted and not compared. The "
                 "engine must return log-probs, and the trainer recompute them (not with --use-rollout-logprobs alone)",

@@ -17,7 +17,7 @@ from true_on_policy.errors import NotSeenError, PinError
 from true_on_policy.kernels import mode
 from true_on_policy.kernels.gpu_probes import Product, aten_failures, over_ranks
 from true_on_policy.kernels.probes import Failure
-from true_on_policy.kernels.provider import MISSING, Held, Undo, device, findable, held_by, imported, installed
+from true_on_policy.kernels.provider import Held, Undo, device, findable, held, held_by, imported, installed
 
 NAME = "megatron"
 MODE = mode.Mode("Megatron-core", "megatron.core.transformer.custom_layers.batch_invariant_kernels")
@@ -136,5 +136,5 @@ def _te_functions() -> list[Held]:
     root, _ = (imported(module, "Megatron-core, Transformer Engine") for module in (TE_ROOT, TE_WRAPPER))
     originals = held_by((TE, TE_WRAPPER))
     if hasattr(root, "RMSNorm"):
-        originals.append(Held(root.RMSNorm, "forward", vars(root.RMSNorm).get("forward", MISSING)))
+        originals.append(held(root.RMSNorm, "forward"))
     return originals

@@ -21,7 +21,6 @@ from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 from typing import Any
-from unittest.mock import patch
 
 import torch
 
@@ -100,6 +99,11 @@ class Held:
             setattr(self.owner, self.name, self.value)
 
 
+def held(owner: Any, name: str) -> Held:
+    """Note what a module or a class itself holds under a name; what it inherits is MISSING."""
+    return Held(owner, name, vars(owner).get(name, MISSING))
+
+
 def held_by(packages: Iterable[str]) -> list[Held]:
     """List every function and class that the imported modules of these packages hold."""
     roots = tuple(packages)
@@ -128,11 +132,14 @@ def replace_everywhere(replacements: Mapping[Callable, Callable]) -> None:
 @contextmanager
 def counted(owner: Any, name: str, note: Callable[[], Any] = lambda: None) -> Iterator[list[Any]]:
     """Count the calls of a function: the yielded list grows by the result of `note` before each call."""
-    calls, function = [], getattr(owner, name)
+    calls, function, original = [], getattr(owner, name), held(owner, name)
 
     def counting(*args, **kwargs):
         calls.append(note())
         return function(*args, **kwargs)
 
-    with patch.object(owner, name, counting):
+    setattr(owner, name, counting)
+    try:
         yield calls
+    finally:
+        original.put_back()

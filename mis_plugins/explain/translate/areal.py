@@ -55,8 +55,10 @@ SOURCES = {
     "objective.ratio": ("importance_sampling_level",),
     "m2_threshold": (M2,),
 }
-DEFAULTS: dict[str, Any] = {"level": "token", "action": "mask", "metric": "ratio", "agg": "mean", "upper": 5.0}
-DEFAULTS |= {"lower": None}
+DEFAULTS: dict[str, Any] = {
+    **{"level": "token", "action": "mask", "metric": "ratio", "agg": "mean"},
+    **{"upper": 5.0, "lower": None},
+}
 CHOICES = {
     "level": ("token", "sequence"),
     "action": ("mask", "clamp"),

@@ -40,7 +40,7 @@ from mis_plugins.explain.translate.translation import (
 
 MODE, THRESHOLD = "rollout_importance_sampling_mode", "rollout_importance_sampling_threshold"
 COMMANDS = ("pt", "sft", "infer", "merge-lora", "web-ui", "deploy", "rollout", "sample", "export", "eval", "app")
-"""Of `swift` and `megatron`, beside `rlhf`."""
+"""Commands of `swift` and `megatron` that start something else than `rlhf`, the one trainer that corrects."""
 TYPE, GRPO = "rlhf_type", "grpo"
 USE_VLLM, REAL = "use_vllm", "real"  # a `loss_type` that reads no weights
 DELTA, METRICS = "off_policy_sequence_mask_delta", "log_rollout_offpolicy_metrics"

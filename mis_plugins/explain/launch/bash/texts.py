@@ -58,7 +58,7 @@ class Texts(Variables):
     def joined(self, node: Node, parts: list[Node]) -> list[Text]:
         """The words of parts; one with a backslash behind it goes on where the next line begins without a blank.
 
-        What goes on an expansion is not known: it may belong to the name, or be a word of its own.
+        A word behind an expansion is not known: its letters may belong to the expansion's name, or begin a word.
         """
         source, gathered = node.text or b"", list[Text]()
         for before, part in zip([None, *parts], parts, strict=False):
