@@ -24,6 +24,7 @@ from mis_plugins.shared.opened import Opened, read
 
 LOCAL_HEADER = struct.Struct("<4s4xH")  # of a record of an archive: its mark, and how the record is compressed
 MARK = b"PK\x03\x04"
+END, END_SIZE = b"PK\x05\x06", 22  # the last record of an archive without a comment: its mark, and its bytes
 
 Entry = tuple[str, int, int]  # name of a record, place of its header, and size
 
@@ -77,6 +78,21 @@ def _listed_by_zipfile(opened: Opened) -> list[Entry]:
     return sorted(
         (entry.filename.removeprefix(f"{folder}/"), entry.header_offset, entry.file_size) for entry in entries
     )
+
+
+def check_whole(opened: Opened) -> None:
+    """Check that a file which is a zip archive, as .pt and .npz are, is nothing else.
+
+    Raises:
+        RecordError: bytes stand before or behind the archive, such as the end of a longer file below it.
+    """
+    if not zipfile.is_zipfile(opened.file):
+        return
+    with zipfile.ZipFile(opened.file) as archive:
+        begin = min((record.header_offset for record in archive.infolist()), default=0)
+    if begin or opened.bytes_at(opened.size - END_SIZE, len(END)) != END:
+        reason = "holds bytes before or behind its archive that no tensor has; write the file anew"
+        raise RecordError(f"{opened.path}: {reason}")
 
 
 @dataclass(frozen=True, eq=False)

@@ -348,7 +348,7 @@ def test_situations_are_counted_from_what_the_engine_returned():
         "preemptions": 1,
     }
     lacking = ["batch of 8", "sequence beyond 512 tokens"]
-    not_met = lambda evidence, *able: [*situations(counted(evidence), able)["not_met"]]  # noqa: E731
+    not_met = lambda evidence, *able: [*situations(counted(evidence), able).not_met]  # noqa: E731
     assert not_met(sampled(2, 1), "prefix cache", "preemption") == lacking
     assert not_met(sampled(), "prefix cache", "preemption") == [*lacking, *OF_SERVERS]
     assert not_met(sampled()) == lacking

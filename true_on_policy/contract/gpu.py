@@ -59,6 +59,8 @@ NOT_COVERED: dict[str, list[str]] = {
 TRAINER_GEMMS: dict[str, GemmName] = {"megatron": "triton_persistent", "fsdp": "deep_gemm"}
 
 MOST_COLUMNS = 1 << 20  # the order of a sum is a tree over columns, which must fit into memory
+# The library whose batch-invariant mode replaces a trainer's aten operators.
+MODES: dict[str, Literal["megatron", "sglang"]] = {"megatron": "megatron", "fsdp": "sglang"}
 # Numbers of tensor-parallel ranks in one machine. On 1 rank, Megatron and SGLang add in different orders.
 RANKS = (2, 4, 8)
 
@@ -109,7 +111,7 @@ class GpuContract:
     @property
     def mode(self) -> Literal["megatron", "sglang"]:
         """The one library whose batch-invariant mode replaces the trainer's aten operators."""
-        return "sglang" if self.backend == "fsdp" else "megatron"
+        return MODES[self.backend]
 
     @property
     def trainer_gemm(self) -> str:

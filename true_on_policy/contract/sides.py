@@ -10,7 +10,7 @@ from __future__ import annotations
 from importlib import import_module
 from pkgutil import iter_modules
 
-from true_on_policy.contract.specs import HUGGING_FACE, EngineSpec, NormOrder, TrainerSpec, at
+from true_on_policy.contract.specs import HUGGING_FACE, EngineSpec, NormOrder, SideSpec, at
 
 ROOM = "true_on_policy.engines"
 
@@ -24,13 +24,13 @@ def engines() -> dict[str, EngineSpec]:
 ENGINES = engines()
 
 TRAINERS = {
-    "megatron": TrainerSpec(
+    "megatron": SideSpec(
         start=at("true_on_policy.trainers.ranks:start"),
         order=NormOrder(rounds_sum=True, rounds_normalized=False),
         packages=("megatron-core", "torch"),
         splits=True,
     ),
-    "hf": TrainerSpec(
+    "hf": SideSpec(
         start=at("true_on_policy.trainers.hf:start"), order=HUGGING_FACE, packages=("torch", "transformers")
     ),
 }

@@ -43,8 +43,8 @@ def at(address: str) -> Callable[..., Any]:
 
 
 @dataclass(frozen=True)
-class TrainerSpec:
-    """The record of a trainer of a proof; the record of an engine has the same fields and more.
+class SideSpec:
+    """The record of a side of a proof: all that is known of a trainer, and a part of what is known of an engine.
 
     start: (checkpoint, contract, order) -> Trainer or Engine. Without an order the side is stock.
     order: the side's own order of rounding around RMSNorm.
@@ -59,7 +59,7 @@ class TrainerSpec:
 
 
 @dataclass(frozen=True)
-class EngineSpec(TrainerSpec):
+class EngineSpec(SideSpec):
     """The record of a rollout engine.
 
     abilities: situations that the engine meets by itself and reports.

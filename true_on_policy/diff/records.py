@@ -19,7 +19,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import zipfile
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -30,7 +29,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mis_plugins.shared.archive import Stored
+from mis_plugins.shared.archive import Stored, check_whole
 from mis_plugins.shared.arrays import Npz, Safetensors
 from mis_plugins.shared.budget import RecordError
 from mis_plugins.shared.foreign import load_foreign, tensor_of
@@ -40,7 +39,6 @@ from true_on_policy.diff.log_prob_record import FORMAT, LogProbRecord
 
 NON_INTRUSIVE = "non_intrusive__"  # SGLang's prefix for the values that its hooks record
 LOG_PROBS = "log_probs"
-END, END_SIZE = b"PK\x05\x06", 22  # the last record of an archive without a comment: its mark, and its bytes
 BEHAVIOR = "rollout_log_probs"  # the engine's log-probs in a host's dump
 
 Value = Any  # a tensor, a LogProbRecord, or a text or number recorded beside tensors
@@ -207,7 +205,8 @@ def _listed(file: Path, alone: bool) -> Iterator[_Item]:
         raise RecordError(f"{file}: may hold tensors, and is not read beside files; name this folder alone")
     if file.suffix not in READERS:
         raise RecordError(f"{file}: may hold tensors, and is of a kind that is not read")
-    _check_whole(file)
+    if file.suffix != ".safetensors":
+        check_whole(Opened(file))
     tags = parse_tags(file)
     if tags:
         yield _dumped(file, tags)
@@ -217,17 +216,6 @@ def _listed(file: Path, alone: bool) -> Iterator[_Item]:
         order = (1, _natural(file.name), _natural(name) if file.suffix == ".safetensors" else ())
         key = Key(prefix + name or ("value" if alone else file.stem))
         yield order, Entry(key, partial(read, file, load))
-
-
-def _check_whole(file: Path) -> None:
-    """Refuse bytes before or behind the archive that .pt and .npz are, such as the end of a longer file below it."""
-    opened = Opened(file)
-    if file.suffix == ".safetensors" or not zipfile.is_zipfile(opened.file):
-        return
-    with zipfile.ZipFile(opened.file) as archive:
-        begin = min((record.header_offset for record in archive.infolist()), default=0)
-    if begin or opened.bytes_at(opened.size - END_SIZE, len(END)) != END:
-        raise RecordError(f"{file}: holds bytes before or behind its archive that no tensor has; write the file anew")
 
 
 def parse_tags(file: Path) -> dict[str, str]:

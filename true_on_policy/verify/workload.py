@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import cycle
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -136,14 +136,25 @@ OF_ABLE: dict[str, tuple[Ability, str]] = {
 }
 
 
-def situations(counts: Mapping[str, Any], abilities: Collection[Ability]) -> dict[str, Any]:
-    """Sort the situations of a verification by what `counted` has counted, under the names that a certificate has."""
+class Situations(NamedTuple):
+    """Names of the situations that a verification met, could have met, and could never meet with its engine.
+
+    not_met: what makes the workload meet a situation, by the situation's name.
+    """
+
+    met: tuple[str, ...]
+    not_met: dict[str, str]
+    not_of_engine: tuple[str, ...]
+
+
+def situations(counts: Mapping[str, Any], abilities: Collection[Ability]) -> Situations:
+    """Sort the situations of a verification by what `counted` has counted."""
     is_met = _met(counts)
     foreign = [name for name, (ability, _) in OF_ABLE.items() if ability not in abilities]
     remedies = {name: OF_ABLE.get(name, ("", MORE))[1] for name in is_met if name not in foreign}
     not_met = {name: remedy for name, remedy in remedies.items() if not is_met[name]}
     met = [name for name in remedies if name not in not_met]
-    return {"met": met, "not_met": not_met, "not_of_engine": foreign}
+    return Situations(tuple(met), not_met, tuple(foreign))
 
 
 def _met(counts: Mapping[str, Any]) -> dict[str, bool]:

@@ -56,8 +56,12 @@ SOURCES = {
     "m2_threshold": (M2,),
 }
 DEFAULTS: dict[str, Any] = {
-    **{"level": "token", "action": "mask", "metric": "ratio", "agg": "mean"},
-    **{"upper": 5.0, "lower": None},
+    "level": "token",
+    "action": "mask",
+    "metric": "ratio",
+    "agg": "mean",
+    "upper": 5.0,
+    "lower": None,
 }
 CHOICES = {
     "level": ("token", "sequence"),

@@ -285,7 +285,7 @@ def _is_ours(key: str) -> bool:
     return key in (TYPE, *KEYS, USE_VLLM, *OF_KL, *OF_CLIP, *TAUS, *CLIPS, *UNSERVED) or key.startswith(FAMILIES)
 
 
-def _other(words: Sequence[Word]) -> str:
+def _other(words: Sequence[Word]) -> tuple[Word, ...]:
     return other_of(words, ("swift", "megatron"), COMMANDS)
 
 

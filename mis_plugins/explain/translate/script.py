@@ -87,7 +87,7 @@ class Dialect:
     last_wins: whether a setting that stands twice in one command has its last value.
     bases: the yamls that Hydra reads too; None where the framework has no Hydra.
     corrects: the one trainer of the framework that corrects.
-    other: what a command starts in its place; empty where it starts no other.
+    other: the words that tell what a command starts in its place; none where it starts no other.
     """
 
     name: str
@@ -99,7 +99,7 @@ class Dialect:
     last_wins: bool = False
     bases: Bases | None = None
     corrects: str = ""
-    other: Callable[[Sequence[Word]], str] = lambda _: ""
+    other: Callable[[Sequence[Word]], tuple[Word, ...]] = lambda _: ()
 
 
 @dataclass(frozen=True)
@@ -165,13 +165,13 @@ def flags(words: Sequence[Word]) -> Iterator[tuple[str, Value]]:
         yield flag[2:].replace("-", "_"), value and replace(value, branch=branch)
 
 
-def other_of(words: Sequence[Word], programs: Collection[str], commands: Collection[str]) -> str:
-    """The command of a program that a command line starts in place of the one that corrects, `trl rloo`, or nothing."""
+def other_of(words: Sequence[Word], programs: Collection[str], commands: Collection[str]) -> tuple[Word, ...]:
+    """A program and its command, `trl rloo`, that a command line starts instead of the one that corrects."""
     for before, program, after in zip([Word("", ""), *words], words, words[1:], strict=False):
         is_other = after.text.replace("_", "-") in commands or not before.text and after.text == HOLE
         if program.text.rpartition("/")[2] in programs and is_other and before.text[:1] != "-":
-            return f"{program.source} {after.source}"
-    return ""
+            return program, after
+    return ()
 
 
 def setting_of(words: Sequence[Word], *names: str) -> Word | None:
@@ -237,8 +237,9 @@ def read(text: str, dialect: Dialect, behind: set[str], asked: Asked) -> Said:
     commands.check_bash()
     starts = list(dict.fromkeys(commands.starts))
     if commands.others and not starts and not commands.scripts:
-        other = commands.others[0]
-        if "$" in other:
+        words = commands.others[0]
+        other = " ".join(word.source for word in words)
+        if any(HOLE in word.text for word in words):
             raise ConfigError(f"`{other}`: which command runs is not known; say behind -- how you start the script")
         raise ConfigError(f"nothing to translate: `{other}`; {dialect.name} corrects with {dialect.corrects} alone")
     start = _chosen(starts, dialect, behind, asked.line) if starts else None
@@ -367,7 +368,7 @@ class Commands(Shell):
         self.dialect = dialect
         self.starts: list[Start] = []
         self.scripts: list[str] = []
-        self.others: list[str] = []
+        self.others: list[tuple[Word, ...]] = []
         self.read: set[tuple[int, int, int]] = set()
         self.callers: list[int] = []
 

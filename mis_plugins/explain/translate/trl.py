@@ -364,14 +364,13 @@ def _flags(words: Sequence[Word]) -> Iterator[tuple[str, Value]]:
         yield (key[3:], Word("false", f"--{key}")) if key in OFF else (key, value)
 
 
-def _other(words: Sequence[Word]) -> str:
+def _other(words: Sequence[Word]) -> tuple[Word, ...]:
     """The trainer of TRL's that starts in place of GRPO's: a command of `trl`, or a file that `OTHERS` name."""
-    texts = [word.text for word in words]
-    module = next((after for before, after in itertools.pairwise(texts) if before == "-m"), "")
-    file = next((text for text in texts if text.endswith(".py")), "")
+    modules = [after for before, after in itertools.pairwise(words) if before.text == "-m"]
+    files = [word for word in words if word.text.endswith(".py")]
     is_grpos = any(key in KEYS and key != USE_VLLM for key, _ in _flags(words))
-    others = (text for text in (module, file) if OTHER_FILE.search(text.removesuffix(".py") + ".py") and not is_grpos)
-    return other_of(words, ("trl",), COMMANDS) or next(others, "")
+    others = [word for word in (*modules[:1], *files[:1]) if OTHER_FILE.search(word.text.removesuffix(".py") + ".py")]
+    return other_of(words, ("trl",), COMMANDS) or (() if is_grpos else tuple(others[:1]))
 
 
 def _starts(word: str) -> bool:
