@@ -82,6 +82,7 @@ setup(
             "pytest-xdist",
             "pytest-timeout",
             "hypothesis",
+            "atheris; platform_system == 'Linux' and platform_machine == 'x86_64'",  # lab/break_it/guided.py
             "beartype",
             "safetensors",
             "pyarrow",

@@ -40,6 +40,7 @@ from mis_plugins.shared.numerals import count
 
 ROOMS = (
     "weights",
+    "large",
     "losses",
     "config",
     "answers",
@@ -47,6 +48,7 @@ ROOMS = (
     "launchers",
     "translate",
     "dumps",
+    "routes",
     "files",
     "memory",
     "ranks",

@@ -7,6 +7,7 @@ branch whose condition is not known is read both ways, and what only one way giv
 from __future__ import annotations
 
 import ast
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -26,7 +27,7 @@ def launches(script: str, path: Path, reading: Reading, arguments: Sequence[str]
     """
     try:
         launcher = Launcher(script, path, reading, arguments)
-        launcher.run_everything(ast.parse(script))
+        launcher.run_everything(_tree(script))
     except SyntaxError as error:
         raise ConfigError(f"line {error.lineno}: no Python ({error.msg})") from None
     except (RecursionError, MemoryError):
@@ -34,3 +35,12 @@ def launches(script: str, path: Path, reading: Reading, arguments: Sequence[str]
     except ValueError as error:
         raise ConfigError(str(error)) from None
     return launcher.found
+
+
+def _tree(script: str) -> ast.Module:
+    """The syntax tree of a script that Python would run."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Python's advice on the style of somebody's launcher
+        tree = ast.parse(script)
+        compile(tree, "", "exec")  # refuses a `break` outside of a loop, which the tree alone allows
+    return tree

@@ -1,0 +1,76 @@
+"""Room `large`: the TIS hook on up to 4,096 sequences and a million tokens, or on no sequence, against the oracle."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from batches import MASK_TYPES, Batch, configs
+from hypothesis import strategies as st
+
+from lab.break_it import weights
+from lab.break_it.weights import ABSENT, CARRIERS
+
+SEQUENCES = (0, 1, 2, 17, 256, 4096)
+TOKENS = 20  # powers of two, each as likely
+DRIFTS = (0.0, 2**-9, 0.05, 0.5)  # of a log ratio, from equal policies to broken ones
+DTYPES = (torch.float32, torch.bfloat16, torch.float64)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call of the TIS hook, whose batch is made when it is needed: its print says all of it."""
+
+    config: dict[str, Any]
+    carrier: str
+    seed: int
+    sequences: int
+    tokens: int
+    drift: float
+    absent: float
+    masked: float
+    dtypes: tuple[torch.dtype, torch.dtype, torch.dtype]
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    return Case(
+        config=weights.with_extras(draw, draw(configs())),
+        carrier=draw(st.sampled_from(sorted(CARRIERS))),
+        seed=draw(st.integers(0, 2**32)),
+        sequences=draw(st.sampled_from(SEQUENCES)),
+        tokens=int(2 ** draw(st.floats(0, TOKENS))),
+        drift=draw(st.sampled_from(DRIFTS)),
+        absent=draw(st.sampled_from([0.0, 0.0, 1e-3])),
+        masked=draw(st.sampled_from([0.0, 0.0, 0.3, 1.0])),
+        dtypes=(draw(st.sampled_from(DTYPES)), draw(st.sampled_from(DTYPES)), draw(st.sampled_from(MASK_TYPES))),
+    )
+
+
+def batch_of(case: Case) -> Batch:
+    """Ragged responses, some of which are empty; absent log-probs lie under the mask and above it."""
+    dice = torch.Generator().manual_seed(case.seed)
+    lengths = _lengths(case, dice)
+    count = sum(lengths)
+    behavior = torch.rand(count, generator=dice).clamp(min=1e-4).log()
+    proximal = behavior + case.drift * torch.randn(count, generator=dice)
+    for side in (proximal, behavior):
+        gone = torch.rand(count, generator=dice) < case.absent
+        side[gone] = torch.tensor(ABSENT)[torch.randint(len(ABSENT), (int(gone.sum()),), generator=dice)]
+    mask = torch.rand(count, generator=dice) >= case.masked
+    rows = [list(x.to(dtype).split(lengths)) for x, dtype in zip((proximal, behavior, mask), case.dtypes, strict=True)]
+    return Batch(rows[0], rows[1], rows[2], [3] * len(lengths))
+
+
+def _lengths(case: Case, dice: torch.Generator) -> list[int]:
+    if not case.sequences:
+        return []
+    share = torch.randn(case.sequences, generator=dice).mul(1.5).exp()
+    drawn = torch.multinomial(share, case.tokens, replacement=True, generator=dice)
+    return drawn.bincount(minlength=case.sequences).tolist()
+
+
+def judge(case: Case) -> str:
+    """`right`, or `unclear` where rounding decides; an AssertionError where a weight or mask is not the oracle's."""
+    return weights.judge(weights.Case(case.config, case.carrier, batch_of(case)))
