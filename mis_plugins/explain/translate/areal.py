@@ -10,6 +10,7 @@ import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from operator import methodcaller
 from typing import Any
 
 from mis_plugins.config import reading, writing
@@ -17,8 +18,7 @@ from mis_plugins.config.flat import spelled
 from mis_plugins.config.model import CorrectionConfig, ObjectiveConfig, SegmentWiseConfig, WeightConfig
 from mis_plugins.config.reading import number
 from mis_plugins.errors import ConfigError, shown
-from mis_plugins.explain.launch.words import Word
-from mis_plugins.explain.translate.script import ASKED, Asked, Bases, Dialect, overrides, setting_of, tree_or_script
+from mis_plugins.explain.translate.script import ASKED, Asked, Bases, Dialect, overrides, tree_or_script
 from mis_plugins.explain.translate.translation import (
     OVER_TOKENS,
     Translation,
@@ -27,11 +27,11 @@ from mis_plugins.explain.translate.translation import (
     choice,
     clip_flags,
     is_open,
-    not_read,
     of_hydra,
     of_script,
     places,
     refuse_open,
+    settings_behind,
 )
 
 CAP, FLOOR, ENABLE = "behav_imp_weight_cap", "behav_imp_weight_floor", "enable_segment_wise_ppo"
@@ -100,7 +100,8 @@ def translate(text: str, behind: Sequence[str] = (), asked: Asked = ASKED) -> Tr
         ConfigError: no key of AReaL's, a value that AReaL refuses, or a setting without a counterpart; the
             error quotes the key.
     """
-    won = dict(map(_override, behind))
+    expected = f"actor.KEY=VALUE, KEY one of {', '.join(KNOWN)}"
+    won = settings_behind(behind, expected, _is_read, methodcaller("lstrip", "+"), of_hydra)
     source = tree_or_script(text, DIALECT, set(won), asked)
     own = {path: value if is_open(value) else of_script(path, str(value)) for path, value in source.settings.items()}
     tree, idle = source.tree, (*source.skipped, *places(source.tree, KNOWN))
@@ -126,14 +127,6 @@ def translate(text: str, behind: Sequence[str] = (), asked: Asked = ASKED) -> Tr
     return Translation("AReaL", dict(by_key.values()), writing.as_mapping(config), sources, remarks)
 
 
-def _override(text: str) -> tuple[str, Any]:
-    """The path and the value of an override of AReaL's."""
-    path, equals, value = text.lstrip("+").partition("=")
-    if not equals or not _is_read(path):
-        raise not_read(text, f"actor.KEY=VALUE, KEY one of {', '.join(KNOWN)}")
-    return path, of_hydra(value)
-
-
 def _is_read(path: str) -> bool:
     block = path.partition(".")[0]
     return block in reading.AREAL_BLOCKS or _is_areals(block)
@@ -148,12 +141,7 @@ def _starts(word: str) -> bool:
     return "=" in word and block in reading.AREAL_BLOCKS or word.partition("=")[0] == "--config"
 
 
-def _file(words: Sequence[Word]) -> Word | None:
-    return setting_of(words, "--config")
-
-
-BASES = Bases((), reading.AREAL_BLOCKS)
-DIALECT = Dialect("AReaL", KNOWN, overrides, _is_read, _starts, _file, last_wins=True, bases=BASES)
+DIALECT = Dialect("AReaL", KNOWN, overrides, _is_read, _starts, bases=Bases((), reading.AREAL_BLOCKS))
 
 
 def _place(tree: Mapping[str, Any], path: str) -> str:

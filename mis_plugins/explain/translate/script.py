@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mis_plugins.config.file import text_of
-from mis_plugins.errors import ConfigError, cut
-from mis_plugins.errors import shown as quoted
+from mis_plugins.errors import ConfigError, cut, shown
 from mis_plugins.explain.launch.bash.commands import SHELLS
 from mis_plugins.explain.launch.bash.nodes import one_line, parts_of
 from mis_plugins.explain.launch.bash.output import PRINTS
@@ -74,6 +73,11 @@ class Bases:
                     yield f"settings in {cut(str(name), 60)}, which `defaults` names and nothing here reads"
 
 
+def config_of(words: Sequence[Word]) -> Word | None:
+    """The yaml that a command names behind --config."""
+    return setting_of(words, "--config")
+
+
 @dataclass(frozen=True)
 class Dialect:
     """How the command line of a framework says its settings.
@@ -84,7 +88,6 @@ class Dialect:
     reads: whether a path is one that the translator reads.
     starts: whether a word tells that its command starts a training.
     file: the yaml that a command names, whose settings count beside those of the command; None where it names none.
-    last_wins: whether a setting that stands twice in one command has its last value.
     bases: the yamls that Hydra reads too; None where the framework has no Hydra.
     corrects: the one trainer of the framework that corrects.
     other: the words that tell what a command starts in its place; none where it starts no other.
@@ -95,8 +98,7 @@ class Dialect:
     settings: Callable[[Sequence[Word]], Iterator[tuple[str, Value]]]
     reads: Callable[[str], bool]
     starts: Callable[[str], bool]
-    file: Callable[[Sequence[Word]], Word | None]
-    last_wins: bool = False
+    file: Callable[[Sequence[Word]], Word | None] = config_of
     bases: Bases | None = None
     corrects: str = ""
     other: Callable[[Sequence[Word]], tuple[Word, ...]] = lambda _: ()
@@ -204,7 +206,7 @@ def tree_or_script(text: str, dialect: Dialect, behind: set[str], asked: Asked) 
     else:
         source = Said({}, tree)
     if not isinstance(source.tree, Mapping):
-        raise ConfigError(f"got {quoted(source.tree)}; expected a yaml of {dialect.name}'s, or a launch script")
+        raise ConfigError(f"got {shown(source.tree)}; expected a yaml of {dialect.name}'s, or a launch script")
     unread = tuple(dialect.bases.unread(source.tree)) if dialect.bases else ()
     notes = (f"not read: {base}; those that count go behind the file." for base in unread)
     return replace(source, notes=(*source.notes, *notes), skipped=(*source.skipped, *unread))
@@ -324,12 +326,12 @@ def _merged(start: Start, dialect: Dialect, behind: set[str]) -> dict[str, Any]:
     for path, value in start.settings:
         if dialect.reads(path.lstrip("~")) and path.lstrip("~") not in behind:
             values_by_path.setdefault(path, []).append(value)
-    return {path: _value(values, dialect.last_wins) for path, values in values_by_path.items()}
+    return {path: _value(values) for path, values in values_by_path.items()}
 
 
-def _value(values: list[Value], last_wins: bool) -> str | bool:
+def _value(values: list[Value]) -> str | bool:
     sure = [place for place, value in enumerate(values) if value is None or not value.branch]
-    if last_wins and sure:
+    if sure:
         values = values[sure[-1] :]
     texts = dict.fromkeys(True if value is None else value.text for value in values)
     labels = {value.branch for value in values if value is not None}

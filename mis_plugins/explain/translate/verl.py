@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from mis_plugins.config.reading import number, suggest
+from mis_plugins.config.reading import convert, number, suggest
 from mis_plugins.errors import ConfigError, cut, shown
 from mis_plugins.explain.launch.words import Word
 from mis_plugins.explain.translate import verl_presets
@@ -37,12 +37,11 @@ from mis_plugins.explain.translate.translation import (
     beside,
     choice,
     is_open,
-    not_read,
     of_hydra,
     of_script,
     places,
     refuse_open,
-    switch,
+    settings_behind,
 )
 
 SECTION, ACTOR = "algorithm.rollout_correction", "actor_rollout_ref.actor"
@@ -176,6 +175,10 @@ class Draft:
     notes: list[str] = field(default_factory=list)
     remarks: dict[str, str] = field(default_factory=dict)
 
+    def is_on(self, key: str) -> bool:
+        """Whether a switch is on; unset or null is off. Text, be it `${...}` or "false", is a ConfigError."""
+        return bool(convert(bool | None, self.given.get(key), key))
+
     def drop(self, part: str, why: str) -> None:
         """Set `weight` or `reject` back to null, and note why."""
         self.mis[part] = None
@@ -189,7 +192,8 @@ def translate(text: str, behind: Sequence[str] = (), asked: Asked = ASKED) -> Tr
     Raises:
         ConfigError: no such section, an unknown key, a value that verl refuses; it quotes verl's key.
     """
-    won = dict(_flat(dict(map(_override, behind))))
+    spelled = lambda name: _full(name.lstrip("+"))  # noqa: E731
+    won = dict(_flat(settings_behind(behind, f"{SECTION}.KEY=VALUE", _is_ours, spelled, _value)))
     source = _said(text, set(won), asked)
     settings = {**source.settings, **won}
     given = _given(settings, won)
@@ -231,17 +235,9 @@ def _full(path: str) -> str:
     return f"{SHORT.get(first, first)}{dot}{rest}"
 
 
-def _override(text: str) -> tuple[str, Any]:
-    """The full path and the value of a Hydra override."""
-    name, equals, value = text.partition("=")
-    path = _full(name.lstrip("+"))
-    if not equals or not _is_ours(path):
-        raise not_read(text, f"{SECTION}.KEY=VALUE")
-    return path, _plain(of_hydra(value), value)
-
-
-def _plain(value: Any, text: str) -> Any:
+def _value(text: str) -> Any:
     """A value of Hydra's; empty text and switches of YAML alone (`no`) stay text, which verl does not convert."""
+    value = of_hydra(text)
     is_ours = isinstance(value, bool) and text.strip().lower() not in ("true", "false")
     return text if is_ours or text == "" else value
 
@@ -289,10 +285,8 @@ def _of_script(settings: Mapping[str, Any]) -> dict[str, Any]:
     """The values of Hydra's overrides in a launch script."""
     if SECTION in settings and settings.keys() - {SECTION, ASYNC}:
         raise ConfigError(f"{SECTION}: stands beside a value for all of it; give one of them")
-    plain_values = {
-        path: _plain(of_script(path, value), value) for path, value in settings.items() if not is_open(value)
-    }
-    return dict(_flat({path: plain_values.get(path, value) for path, value in settings.items()}))
+    values = {path: value if is_open(value) else of_script(path, value, _value) for path, value in settings.items()}
+    return dict(_flat(values))
 
 
 def _is_ours(path: str) -> bool:
@@ -356,7 +350,6 @@ DIALECT = Dialect(
     _is_ours,
     _starts,
     _file,
-    last_wins=True,
     bases=Bases(OWN_PARTS, PARENTS),
 )
 
@@ -478,9 +471,9 @@ def _weigh(draft: Draft) -> None:
 
 
 def _normalize(draft: Draft) -> None:
-    if not draft.mis.get("weight") or not switch(draft.given, "rollout_is_batch_normalize"):
+    if not draft.mis.get("weight") or not draft.is_on("rollout_is_batch_normalize"):
         return
-    bypass = switch(draft.given, "bypass_mode")
+    bypass = draft.is_on("bypass_mode")
     draft.mis["weight"]["normalize"] = {"scope": "data_parallel" if bypass else "rollout", "over": "valid"}
     draft.sources["weight.normalize"] = ("rollout_is_batch_normalize",)
     whose = "each micro-batch over all ranks" if bypass else "the whole training batch, on one process"
@@ -543,7 +536,7 @@ def _divergence_rule(k: str, spec: Any) -> dict[str, Any]:
 def _bypass(draft: Draft) -> None:
     given = draft.given
     loss_type = choice(given.get("loss_type", "ppo_clip"), "loss_type", tuple(SURROGATE))
-    if not switch(given, "bypass_mode"):
+    if not draft.is_on("bypass_mode"):
         if loss_type != "ppo_clip":
             draft.notes.append(f"loss_type: {loss_type} has no effect without bypass_mode, in verl as here.")
         if draft.settings.get(MODE_PATH) == "bypass_mode" and draft.mis.get("weight"):
@@ -568,7 +561,7 @@ def _of_mode(draft: Draft) -> None:
     given, mode = draft.given, draft.given[LOSS_MODE]
     surrogate, read = LOSS_MODES[mode]
     choice(given.get("loss_type", "ppo_clip"), "loss_type", tuple(SURROGATE))
-    bypass = switch(given, "bypass_mode")
+    bypass = draft.is_on("bypass_mode")
     own = {key: number(given[key], key) for key in TAUS if key in given}
     draft.mis["objective"] = {"surrogate": surrogate, "old": "behavior" if bypass else "proximal"} | own
     draft.sources |= {"objective.surrogate": (LOSS_MODE,), "objective.old": ("bypass_mode",)}
