@@ -335,7 +335,7 @@ def _rejection(block: Any) -> dict[str, Any]:
     by_sequence = keys["level"] == "sequence" and keys["metric"] == "ratio"
     weight = {"level": "geometric" if by_sequence else "token", "bound": "none"}
     over = "token" if keys["level"] == "token" else keys["agg"]
-    return {"weight": weight, "reject": [RULES[keys["metric"]](over, lower, upper)]}
+    return {"weight": weight, "reject": [_rule(keys["metric"], over, lower, upper)]}
 
 
 def _bounds(keys: Mapping[str, Any]) -> tuple[float | None, float]:
@@ -366,29 +366,19 @@ def _clamped(keys: Mapping[str, Any]) -> dict[str, Any]:
     return {"level": "geometric", "bound": "clip"}
 
 
-def _ratio_rule(over: str, lower: float | None, upper: float) -> dict[str, Any]:
-    return {"statistic": "ratio", "over": over, "lower": lower, "upper": upper}
-
-
-def _k1_rule(over: str, lower: float | None, upper: float) -> dict[str, Any]:
-    """AReaL's k1 is log pi_old - log mu; ours is its negative."""
-    low = None if lower is None else -lower
-    return {"statistic": "k1", "over": {"max": "min"}.get(over, over), "lower": -upper, "upper": low}
-
-
-def _k2_rule(over: str, lower: float | None, upper: float) -> dict[str, Any]:
-    low = None if lower is None or lower <= 0 else lower  # no k2 lies below 0
-    return {"statistic": "k2", "over": over, "lower": low, "upper": upper}
-
-
-def _k3_rule(over: str, lower: float | None, upper: float) -> dict[str, Any]:
-    raise ConfigError(
-        f"{REJECTION}.metric: kl_k3 is 1/r - 1 + log r in AReaL's code, and r - 1 - log r here and in its help; use "
-        "kl_k2, or say k3 under `mis:`"
-    )
-
-
-RULES = {"ratio": _ratio_rule, "kl_k1": _k1_rule, "kl_k2": _k2_rule, "kl_k3": _k3_rule}
+def _rule(metric: str, over: str, lower: float | None, upper: float) -> dict[str, Any]:
+    """A rule of `rejection_sampling` over tokens, or over a sum, mean or largest value."""
+    if metric == "kl_k3":
+        raise ConfigError(
+            f"{REJECTION}.metric: kl_k3 is 1/r - 1 + log r in AReaL's code, and r - 1 - log r here and in its help; "
+            "use kl_k2, or say k3 under `mis:`"
+        )
+    if metric == "kl_k1":  # log pi_old - log mu in AReaL, and its negative here
+        high = None if lower is None else -lower
+        return {"statistic": "k1", "over": {"max": "min"}.get(over, over), "lower": -upper, "upper": high}
+    if metric == "kl_k2" and lower is not None and lower <= 0:
+        lower = None  # no k2 lies below 0
+    return {"statistic": metric.removeprefix("kl_"), "over": over, "lower": lower, "upper": upper}
 
 
 def _of_loss(where: Mapping[str, str], config: CorrectionConfig) -> Iterator[str]:

@@ -82,19 +82,15 @@ SOURCES = {
     "metrics": (METRICS,),
 }
 
-# By mode: the weight and the rules for a threshold. `sequence` is the geometric mean; `mask` sets the weight
-# to 0.
 MODES = {
-    "token_truncate": lambda upper: ({"level": "token", "bound": "truncate", "upper": upper}, []),
-    "token_mask": lambda upper: ({"level": "token", "bound": "zero", "lower": 0.0, "upper": upper}, []),
-    "sequence_truncate": lambda upper: ({"level": "geometric", "bound": "truncate", "upper": upper}, []),
-    "sequence_mask": lambda upper: ({"level": "token", "bound": "none"}, [{"over": "mean", "upper": upper}]),
+    "token_truncate": ("token", "truncate"),
+    "token_mask": ("token", "zero"),
+    "sequence_truncate": ("geometric", "truncate"),
+    "sequence_mask": ("token", "none"),
 }
-
-
-def _as_documented(upper: float) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """`sequence_mask` by ms-swift's document: the geometric mean of a kept sequence weighs it, and not each ratio."""
-    return {"level": "geometric", "bound": "zero", "lower": 0.0, "upper": upper}, []
+"""By mode: level and bound of the weight; `sequence` is the geometric mean, `mask` sets the weight to 0."""
+AS_DOCUMENTED = ("geometric", "zero")
+"""`sequence_mask` by ms-swift's document: the geometric mean of a kept sequence weighs it, and not each ratio."""
 
 
 def translate(text: str, behind: Sequence[str] = (), asked: Asked = ASKED, as_documented: bool = False) -> Translation:
@@ -143,9 +139,13 @@ def _weighed(given: Mapping[str, Any], as_documented: bool) -> dict[str, Any]:
     if given.get(MODE) is None or _idle(given):
         return {}
     upper = number(given.get(THRESHOLD, DEFAULT_THRESHOLD), THRESHOLD)
-    made = MODES[choice(given[MODE], MODE, tuple(MODES))]
-    weight, reject = (_as_documented if as_documented else made)(upper)
-    return {"weight": weight} | ({"reject": reject} if reject else {})
+    level, bound = MODES[choice(given[MODE], MODE, tuple(MODES))]
+    if as_documented:
+        level, bound = AS_DOCUMENTED
+    if bound == "none":  # a rule over sequences bounds what it leaves whole
+        return {"weight": {"level": level, "bound": bound}, "reject": [{"over": "mean", "upper": upper}]}
+    lower = {"lower": 0.0} if bound == "zero" else {}
+    return {"weight": {"level": level, "bound": bound, **lower, "upper": upper}}
 
 
 def _masked(given: Mapping[str, Any]) -> dict[str, Any]:
