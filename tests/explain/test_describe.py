@@ -118,7 +118,7 @@ def test_metrics_are_told_as_the_host_is_handed_them(host: str, handed: str, cap
     ],
 )
 def test_products_are_warned_of(config: CorrectionConfig, what: list[str]):
-    told = describe.warnings(config)
+    told = list(describe.warnings(config))
     assert [warning.partition(" multiplies")[0] for warning in told] == what
     assert all("1.001^2000 = 7.38" in warning for warning in told)
 
@@ -149,7 +149,7 @@ def test_products_are_warned_of(config: CorrectionConfig, what: list[str]):
     ],
 )  # fmt: skip
 def test_bounds_that_cannot_be_meant_are_warned_of(mapping: dict, said: list[str]):
-    told = describe.warnings(from_mapping(mapping))
+    told = list(describe.warnings(from_mapping(mapping)))
     assert len(told) == len(said) and all(map(str.startswith, told, said)), told
 
 
