@@ -18,7 +18,7 @@ from mis_plugins.config.flat import spelled
 from mis_plugins.config.model import CorrectionConfig, ObjectiveConfig, SegmentWiseConfig, WeightConfig
 from mis_plugins.config.reading import number
 from mis_plugins.errors import ConfigError, shown
-from mis_plugins.explain.translate.script import ASKED, Asked, Bases, Dialect, overrides, tree_or_script
+from mis_plugins.explain.translate.script import ASKED, Asked, Dialect, overrides, tree_or_script
 from mis_plugins.explain.translate.translation import (
     OVER_TOKENS,
     Translation,
@@ -55,14 +55,7 @@ SOURCES = {
     "objective.ratio": ("importance_sampling_level",),
     "m2_threshold": (M2,),
 }
-DEFAULTS: dict[str, Any] = {
-    "level": "token",
-    "action": "mask",
-    "metric": "ratio",
-    "agg": "mean",
-    "upper": 5.0,
-    "lower": None,
-}
+DEFAULTS = {"level": "token", "action": "mask", "metric": "ratio", "agg": "mean", "upper": 5.0, "lower": None}
 CHOICES = {
     "level": ("token", "sequence"),
     "action": ("mask", "clamp"),
@@ -141,7 +134,7 @@ def _starts(word: str) -> bool:
     return "=" in word and block in reading.AREAL_BLOCKS or word.partition("=")[0] == "--config"
 
 
-DIALECT = Dialect("AReaL", KNOWN, overrides, _is_read, _starts, bases=Bases((), reading.AREAL_BLOCKS))
+DIALECT = Dialect("AReaL", KNOWN, overrides, _is_read, _starts, blocks=reading.AREAL_BLOCKS)
 
 
 def _place(tree: Mapping[str, Any], path: str) -> str:

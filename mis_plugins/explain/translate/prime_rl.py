@@ -79,13 +79,10 @@ def translate(text: str, behind: Sequence[str] = (), asked: Asked = ASKED) -> Tr
     given = {f"{table}.{key}": value for key, value in loss.items()}
     sources = {path: tuple(f"{table}.{key}" for key in keys) for path, keys in SOURCES.items()}
     notes = (*_of_loss(loss, table, values), *_beside(tree))
-    return Translation("prime-rl", given, _mis(kind, values) | {"metrics": "watch"}, sources, notes)
-
-
-def _mis(kind: str, values: Mapping[str, float]) -> dict[str, Any]:
-    """-A pi_theta / mu of the tokens that are left, and a penalty on the log ratio of every token."""
-    penalty = {"kl_tau": values["kl_tau"]} if values["kl_tau"] else {}
-    return {"objective": {"surrogate": "dppo_tv" if kind == "default" else kind, "old": "behavior"} | penalty}
+    # -A pi_theta / mu of the tokens that are left, and a penalty on the log ratio of every token.
+    objective = {"surrogate": "dppo_tv" if kind == "default" else kind, "old": "behavior"}
+    objective |= {"kl_tau": values["kl_tau"]} if values["kl_tau"] else {}
+    return Translation("prime-rl", given, {"objective": objective, "metrics": "watch"}, sources, notes)
 
 
 def _of_loss(loss: Mapping[str, Any], table: str, values: Mapping[str, float]) -> Iterator[str]:

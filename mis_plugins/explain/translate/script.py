@@ -50,29 +50,6 @@ class Asked:
 ASKED = Asked()
 
 
-@dataclass(frozen=True)
-class Bases:
-    """Which yamls Hydra reads before the one that names them under `defaults`.
-
-    own: names of the framework's own, which correct nothing.
-    blocks: paths of the blocks that the translator reads.
-    """
-
-    own: tuple[str, ...]
-    blocks: Collection[str]
-
-    def unread(self, tree: Mapping[str, Any]) -> Iterator[str]:
-        """Names in `defaults: [NAME, GROUP: NAME, GROUP@PATH: NAME]` that may hold settings and are not read."""
-        defaults = tree.get("defaults")
-        for entry in defaults if isinstance(defaults, list) else ():
-            group, names = next(iter(entry.items()), ("", "")) if isinstance(entry, Mapping) else ("", entry)
-            _, at, package = str(group).partition("@")
-            for name in names if isinstance(names, list) else [names]:
-                is_own = name in (None, "_self_", *self.own)
-                if not is_own and (not at or package in ("_global_", *self.blocks)):
-                    yield f"settings in {cut(str(name), 60)}, which `defaults` names and nothing here reads"
-
-
 def config_of(words: Sequence[Word]) -> Word | None:
     """The yaml that a command names behind --config."""
     return setting_of(words, "--config")
@@ -88,7 +65,8 @@ class Dialect:
     reads: whether a path is one that the translator reads.
     starts: whether a word tells that its command starts a training.
     file: the yaml that a command names, whose settings count beside those of the command; None where it names none.
-    bases: the yamls that Hydra reads too; None where the framework has no Hydra.
+    own_yamls: names of the framework's own yamls, which correct nothing and may stand under `defaults`.
+    blocks: paths of the blocks of a yaml that the translator reads; none where the framework has no Hydra.
     corrects: the one trainer of the framework that corrects.
     other: the words that tell what a command starts in its place; none where it starts no other.
     """
@@ -99,9 +77,21 @@ class Dialect:
     reads: Callable[[str], bool]
     starts: Callable[[str], bool]
     file: Callable[[Sequence[Word]], Word | None] = config_of
-    bases: Bases | None = None
+    own_yamls: tuple[str, ...] = ()
+    blocks: Collection[str] = ()
     corrects: str = ""
     other: Callable[[Sequence[Word]], tuple[Word, ...]] = lambda _: ()
+
+    def unread_bases(self, tree: Mapping[str, Any]) -> Iterator[str]:
+        """Names in `defaults: [NAME, GROUP: NAME, GROUP@PATH: NAME]` that may hold settings and are not read."""
+        defaults = tree.get("defaults") if self.blocks else None
+        for entry in defaults if isinstance(defaults, list) else ():
+            group, names = next(iter(entry.items()), ("", "")) if isinstance(entry, Mapping) else ("", entry)
+            _, at, package = str(group).partition("@")
+            for name in names if isinstance(names, list) else [names]:
+                is_own = name in (None, "_self_", *self.own_yamls)
+                if not is_own and (not at or package in ("_global_", *self.blocks)):
+                    yield f"settings in {cut(str(name), 60)}, which `defaults` names and nothing here reads"
 
 
 @dataclass(frozen=True)
@@ -207,7 +197,7 @@ def tree_or_script(text: str, dialect: Dialect, behind: set[str], asked: Asked) 
         source = Said({}, tree)
     if not isinstance(source.tree, Mapping):
         raise ConfigError(f"got {shown(source.tree)}; expected a yaml of {dialect.name}'s, or a launch script")
-    unread = tuple(dialect.bases.unread(source.tree)) if dialect.bases else ()
+    unread = tuple(dialect.unread_bases(source.tree))
     notes = (f"not read: {base}; those that count go behind the file." for base in unread)
     return replace(source, notes=(*source.notes, *notes), skipped=(*source.skipped, *unread))
 

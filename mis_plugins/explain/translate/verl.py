@@ -19,7 +19,6 @@ from mis_plugins.explain.translate import verl_presets
 from mis_plugins.explain.translate.script import (
     ASKED,
     Asked,
-    Bases,
     Dialect,
     Said,
     Value,
@@ -350,7 +349,8 @@ DIALECT = Dialect(
     _is_ours,
     _starts,
     _file,
-    bases=Bases(OWN_PARTS, PARENTS),
+    own_yamls=OWN_PARTS,
+    blocks=PARENTS,
 )
 
 
