@@ -13,9 +13,9 @@ from dataclasses import replace
 from operator import methodcaller
 from typing import Any
 
-from mis_plugins.config import reading, writing
+from mis_plugins.config import model, reading, writing
 from mis_plugins.config.flat import spelled
-from mis_plugins.config.model import CorrectionConfig, ObjectiveConfig, SegmentWiseConfig, WeightConfig
+from mis_plugins.config.model import CorrectionConfig
 from mis_plugins.config.reading import number
 from mis_plugins.errors import ConfigError, shown
 from mis_plugins.explain.translate.script import ASKED, Asked, Dialect, overrides, tree_or_script
@@ -194,11 +194,7 @@ def _config(keys: Mapping[str, Any]) -> CorrectionConfig:
         return config
     if CAP in keys:
         raise ConfigError(f"{CAP}: rejection_sampling took its place in AReaL; keep one of them")
-    try:
-        rejecting = reading.from_mapping(_rejection(keys[REJECTION]))
-    except ConfigError as error:
-        raise ConfigError(re.sub(r"mis\.(weight|reject\[0\])", REJECTION, str(error))) from None
-    return replace(rejecting, segment_wise=config.segment_wise)
+    return replace(_rejection(keys[REJECTION]), segment_wise=config.segment_wise)
 
 
 def _is_decoupled(keys: Collection[str], config: CorrectionConfig) -> bool:
@@ -223,7 +219,7 @@ def _sapo(keys: Mapping[str, Any]) -> CorrectionConfig:
     pos, neg = (reading.convert(float | None, keys.get(key), key) for key in ("sapo_tau_pos", "sapo_tau_neg"))
     with spelled(tau_pos="sapo_tau_pos", tau_neg="sapo_tau_neg"):
         old, ratio = "proximal" if recomputes else "behavior", "sequence" if level == "sequence" else "token"
-        objective = ObjectiveConfig("sapo", old, ratio, tau_pos=pos, tau_neg=neg)
+        objective = model.ObjectiveConfig("sapo", old, ratio, tau_pos=pos, tau_neg=neg)
     return CorrectionConfig(objective=objective)
 
 
@@ -242,16 +238,16 @@ def _from_flat(keys: Mapping[str, Any]) -> CorrectionConfig:
     if decoupled is False:
         if asked:
             raise ConfigError("enable_segment_wise_ppo: true contradicts use_decoupled_loss: false")
-        off = SegmentWiseConfig(enabled=False)
-        return CorrectionConfig(objective=ObjectiveConfig(old="behavior"), segment_wise=off)
+        off = model.SegmentWiseConfig(enabled=False)
+        return CorrectionConfig(objective=model.ObjectiveConfig(old="behavior"), segment_wise=off)
     if cap is None and floor is not None:
         raise ConfigError(f"behav_imp_weight_floor: {floor:g} alone is not served; give a behav_imp_weight_cap too")
     with spelled(lower="behav_imp_weight_floor", upper="behav_imp_weight_cap"):
-        unbounded = None if asked is None else WeightConfig(bound="none")
-        weight = unbounded if cap is None else WeightConfig("token", "zero", floor or 0.0, cap)
+        unbounded = None if asked is None else model.WeightConfig(bound="none")
+        weight = unbounded if cap is None else model.WeightConfig("token", "zero", floor or 0.0, cap)
     # AReaL never scores what the current version wrote: such a token keeps the weight 1 that it starts with.
-    areals = SegmentWiseConfig(fresh_tokens="behavior_at_age_0", clip_against="proximal")
-    chosen = {None: None, False: SegmentWiseConfig(enabled=False), True: areals}
+    areals = model.SegmentWiseConfig(fresh_tokens="behavior_at_age_0", clip_against="proximal")
+    chosen = {None: None, False: model.SegmentWiseConfig(enabled=False), True: areals}
     return CorrectionConfig(weight, segment_wise=chosen[asked])
 
 
@@ -310,8 +306,8 @@ def _check_decoupled(keys: Mapping[str, tuple[str, Any]], blocks: Iterable[Mappi
         )
 
 
-def _rejection(block: Any) -> dict[str, Any]:
-    """`rejection_sampling` as it stands under `mis:`."""
+def _rejection(block: Any) -> CorrectionConfig:
+    """What `rejection_sampling` means."""
     if not isinstance(block, Mapping):
         raise ConfigError(f"{REJECTION}: got {shown(block)}; expected a mapping of {', '.join(DEFAULTS)}")
     for key in block:
@@ -323,12 +319,13 @@ def _rejection(block: Any) -> dict[str, Any]:
     for key, choices in CHOICES.items():
         choice(keys[key], f"{REJECTION}.{key}", choices)
     lower, upper = _bounds(keys)
-    if keys["action"] == "clamp":
-        return {"weight": _clamped(keys) | {"lower": lower or 0.0, "upper": upper}}
-    by_sequence = keys["level"] == "sequence" and keys["metric"] == "ratio"
-    weight = {"level": "geometric" if by_sequence else "token", "bound": "none"}
-    over = "token" if keys["level"] == "token" else keys["agg"]
-    return {"weight": weight, "reject": [_rule(keys["metric"], over, lower, upper)]}
+    with spelled(lower=f"{REJECTION}.lower", upper=f"{REJECTION}.upper"):
+        if keys["action"] == "clamp":
+            return CorrectionConfig(model.WeightConfig(_clamped(keys), "clip", lower or 0.0, upper))
+        by_sequence = keys["level"] == "sequence" and keys["metric"] == "ratio"
+        over = "token" if keys["level"] == "token" else keys["agg"]
+        rule = _rule(keys["metric"], over, lower, upper)
+        return CorrectionConfig(model.WeightConfig("geometric" if by_sequence else "token", "none"), (rule,))
 
 
 def _bounds(keys: Mapping[str, Any]) -> tuple[float | None, float]:
@@ -346,20 +343,21 @@ def _bounds(keys: Mapping[str, Any]) -> tuple[float | None, float]:
     return lower, upper
 
 
-def _clamped(keys: Mapping[str, Any]) -> dict[str, Any]:
+def _clamped(keys: Mapping[str, Any]) -> model.Level:
+    """The level of a weight that the bounds clamp."""
     if keys["metric"] != "ratio":
         raise ConfigError(f"{REJECTION}.action: clamp needs metric: ratio, in AReaL as here")
     if keys["level"] == "token":
-        return {"level": "token", "bound": "clip"}
+        return "token"
     if keys["agg"] != "mean" and keys["lower"]:
         raise ConfigError(
             f"{REJECTION}.agg: {keys['agg']} with action: clamp and a lower bound leaves weights below it in AReaL, "
             "which is not served; use mean, or drop lower"
         )
-    return {"level": "geometric", "bound": "clip"}
+    return "geometric"
 
 
-def _rule(metric: str, over: str, lower: float | None, upper: float) -> dict[str, Any]:
+def _rule(metric: str, over: model.Over, lower: float | None, upper: float) -> model.RejectRule:
     """A rule of `rejection_sampling` over tokens, or over a sum, mean or largest value."""
     if metric == "kl_k3":
         raise ConfigError(
@@ -368,10 +366,10 @@ def _rule(metric: str, over: str, lower: float | None, upper: float) -> dict[str
         )
     if metric == "kl_k1":  # log pi_old - log mu in AReaL, and its negative here
         high = None if lower is None else -lower
-        return {"statistic": "k1", "over": {"max": "min"}.get(over, over), "lower": -upper, "upper": high}
+        return model.RejectRule("k1", "min" if over == "max" else over, -upper, high)
     if metric == "kl_k2" and lower is not None and lower <= 0:
         lower = None  # no k2 lies below 0
-    return {"statistic": metric.removeprefix("kl_"), "over": over, "lower": lower, "upper": upper}
+    return model.RejectRule(metric.removeprefix("kl_"), over, lower, upper)
 
 
 def _of_loss(where: Mapping[str, str], config: CorrectionConfig) -> Iterator[str]:
