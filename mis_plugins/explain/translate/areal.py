@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import replace
 from operator import methodcaller
 from typing import Any
@@ -111,8 +110,7 @@ def translate(text: str, behind: Sequence[str] = (), asked: Asked = ASKED) -> Tr
     is_old = not {OLD_CAP, OLD_MODE}.isdisjoint(by_key)
     by_key = _renamed(by_key) if is_old else by_key
     where = {key: place for key, (place, _) in by_key.items()}
-    with _placed(where):
-        config = _config({key: value for key, (_, value) in by_key.items()})
+    config = _placed_config(by_key, where)
     if not config.corrects and not config.needs_loss_hook:
         source.prove_nothing()
     sources = {path: tuple(where[key] for key in keys if key in where) for path, keys in SOURCES.items()}
@@ -165,11 +163,10 @@ def _leaves(keys: Mapping[str, tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
         )
 
 
-@contextmanager
-def _placed(where: Mapping[str, str]) -> Iterator[None]:
-    """Make a ConfigError in the block quote keys by where they stand: `actor.behav_imp_weight_cap`."""
+def _placed_config(by_key: Mapping[str, tuple[str, Any]], where: Mapping[str, str]) -> CorrectionConfig:
+    """The config of keys; an error quotes them by where they stand: `actor.behav_imp_weight_cap`."""
     try:
-        yield
+        return _config({key: value for key, (_, value) in by_key.items()})
     except ConfigError as error:
         message = re.sub(r"\w+", lambda word: where.get(word[0], word[0]), str(error))
         raise ConfigError(message) from None

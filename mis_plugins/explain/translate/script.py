@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import os.path
+import re
 from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -554,21 +555,14 @@ def _errors(root: Node) -> Iterator[Node]:
 
 def _places(source: bytes, keys: Sequence[str]) -> Iterator[tuple[int, str]]:
     """Where each key stands in a text as a word of its own, and the key that it leads to, as in `KEY.LAST`."""
-    plain, end = source.replace(b"-", b"_"), len(source)
     for key in keys:
-        begin = plain.find(key.encode())
-        while begin >= 0:
-            after = begin + len(key)
-            before = source[begin - 1 : begin]
-            stop = after + (source[after : after + 1] == b".")
-            while stop < end and (source[stop : stop + 1].isalnum() or source[stop : stop + 1] == b"_"):
-                stop += 1
-            tail = source[after:stop].decode(errors="replace")
-            is_alone = not tail[:1].isalnum() and tail[:1] != "_" and source[after : after + 1] != b"-"
-            is_path = before == b"/" and source[stop : stop + 1] in ENDS_A_PATH or tail in LOCATED
-            if is_alone and not before.isalnum() and before != b"_" and not is_path:
-                yield begin, tail[1:] or key
-            begin = plain.find(key.encode(), max(after, stop))
+        word = rf"{key.replace('_', '[-_]')}(?![\w-])(\.\w*)?"
+        for place in re.finditer(word.encode(), source):
+            tail, before = (place[1] or b"").decode(), source[place.start() - 1 : place.start()]
+            is_part = before.isalnum() or before == b"_"
+            is_path = before == b"/" and source[place.end() : place.end() + 1] in ENDS_A_PATH or tail in LOCATED
+            if not is_part and not is_path:
+                yield place.start(), tail[1:] or key
 
 
 def _chain(root: Node, begin: int) -> list[Node]:
