@@ -556,12 +556,12 @@ def _errors(root: Node) -> Iterator[Node]:
 def _places(source: bytes, keys: Sequence[str]) -> Iterator[tuple[int, str]]:
     """Where each key stands in a text as a word of its own, and the key that it leads to, as in `KEY.LAST`."""
     for key in keys:
-        word = rf"{key.replace('_', '[-_]')}(?![\w-])(\.\w*)?"
+        name = key.replace("_", "[-_]")
+        word = rf"{name}(?<!\w{name})(?![\w-])(\.\w*)?"  # begins with a letter, which is found fast
         for place in re.finditer(word.encode(), source):
             tail, before = (place[1] or b"").decode(), source[place.start() - 1 : place.start()]
-            is_part = before.isalnum() or before == b"_"
             is_path = before == b"/" and source[place.end() : place.end() + 1] in ENDS_A_PATH or tail in LOCATED
-            if not is_part and not is_path:
+            if not is_path:
                 yield place.start(), tail[1:] or key
 
 
