@@ -196,7 +196,7 @@ def _bounds(config: CorrectionConfig) -> Iterator[str]:
         yield from _weight_bounds(config.weight, *(ours or ("weight.upper", "weight.bound")))
     for i, rule in enumerate(config.reject):
         agreed = rule.record.on_policy
-        if agreed is not None and not _holds(rule.lower, agreed, rule.upper):
+        if agreed is not None and not holds(rule.lower, agreed, rule.upper):
             verb = "drops" if rule.drops else "down-weighs"
             yield (
                 f"reject[{i}] {verb} what trainer and rollout engine agree on: there its {rule.statistic} is {agreed}, "
@@ -213,7 +213,7 @@ def _weight_bounds(weight: WeightConfig, cap: str, bound: str) -> Iterator[str]:
             f"{cap}: {weight.ceiling:g} caps the weight below 1 also where trainer and rollout engine agree, which "
             f"multiplies the loss there by {weight.ceiling:g}; a cap of TIS is above 1"
         )
-    elif not _holds(weight.floor, 1, weight.ceiling):
+    elif not holds(weight.floor, 1, weight.ceiling):
         effect = EFFECT[weight.record.outside]
         yield (
             f"{bound}: {weight.bound} {effect} what trainer and rollout engine agree on: there the ratio is 1, "
@@ -226,7 +226,8 @@ def _weight_bounds(weight: WeightConfig, cap: str, bound: str) -> Iterator[str]:
         )
 
 
-def _holds(lower: float | None, value: float, upper: float | None) -> bool:
+def holds(lower: float | None, value: float, upper: float | None) -> bool:
+    """Whether a value lies within bounds, of which None leaves a side open."""
     return (lower is None or lower <= value) and (upper is None or value <= upper)
 
 
