@@ -228,10 +228,8 @@ def _from_flat(keys: Mapping[str, Any]) -> CorrectionConfig:
     `behavior_at_age_0`, and for PPO's ratio, `clip_against: proximal`. Without the key the host decides, as without
     `mis.segment_wise`. `use_decoupled_loss: false` compares pi_theta with mu itself, and has no weight.
     """
-    cap = reading.convert(float | None, keys.get("behav_imp_weight_cap"), "behav_imp_weight_cap")
-    floor = reading.convert(float | None, keys.get("behav_imp_weight_floor"), "behav_imp_weight_floor")
-    asked = reading.convert(bool | None, keys.get("enable_segment_wise_ppo"), "enable_segment_wise_ppo")
-    decoupled = reading.convert(bool | None, keys.get("use_decoupled_loss"), "use_decoupled_loss")
+    cap, floor = (reading.convert(float | None, keys.get(key), key) for key in (CAP, FLOOR))
+    asked, decoupled = (reading.convert(bool | None, keys.get(key), key) for key in (ENABLE, DECOUPLED))
     if decoupled is False:
         if asked:
             raise ConfigError("enable_segment_wise_ppo: true contradicts use_decoupled_loss: false")
@@ -239,7 +237,7 @@ def _from_flat(keys: Mapping[str, Any]) -> CorrectionConfig:
         return CorrectionConfig(objective=model.ObjectiveConfig(old="behavior"), segment_wise=off)
     if cap is None and floor is not None:
         raise ConfigError(f"behav_imp_weight_floor: {floor:g} alone is not served; give a behav_imp_weight_cap too")
-    with spelled(lower="behav_imp_weight_floor", upper="behav_imp_weight_cap"):
+    with spelled(lower=FLOOR, upper=CAP):
         unbounded = None if asked is None else model.WeightConfig(bound="none")
         weight = unbounded if cap is None else model.WeightConfig("token", "zero", floor or 0.0, cap)
     # AReaL never scores what the current version wrote: such a token keeps the weight 1 that it starts with.
@@ -260,9 +258,9 @@ def _places(tree: Mapping[str, Any]) -> dict[str, tuple[str, Any]]:
     keys: dict[str, tuple[str, Any]] = {}
     for prefix, block in {"": tree, **blocks}.items():
         for key, given in block.items():
-            if given is None or not _is_areals(str(key)) or (key == SAPO and given is False):
+            if given is None or not _is_areals(key) or (key == SAPO and given is False):
                 continue
-            place, value = keys.setdefault(str(key), (f"{prefix}{key}", given))
+            place, value = keys.setdefault(key, (f"{prefix}{key}", given))
             if value != given:
                 raise ConfigError(
                     f"{prefix}{key}: {shown(given)} contradicts {place}: {shown(value)}; keep one of them"

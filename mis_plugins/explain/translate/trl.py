@@ -261,9 +261,8 @@ def _said(text: str, behind: set[str], asked: Asked) -> Said:
     if asked.path.suffix == ".py" or called and asked.path.suffix not in (".sh", ".yaml", ".yml"):
         return _of_call(text, behind)
     source = tree_or_script(text, DIALECT, behind, asked)
-    of_yaml = {str(key): value for key, value in source.tree.items()}
     strays = [place for place in places(source.tree, KEYS) if "." in place]
-    return replace(source, settings={**of_yaml, **source.settings}, skipped=(*source.skipped, *strays))
+    return replace(source, settings={**source.tree, **source.settings}, skipped=(*source.skipped, *strays))
 
 
 def _of_call(text: str, behind: set[str]) -> Said:
