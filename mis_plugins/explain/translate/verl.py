@@ -92,6 +92,14 @@ BY_DIVERGENCE = ("dppo_tv", "dppo_kl")
 LOSS_MODES = {mode: (mode, WIDTHS) for mode in BY_DIVERGENCE} | {"sapo": ("sapo", TAUS), "geo_mean": ("gmpo", WIDTHS)}
 """By verl's name of a loss: our surrogate, and the keys of the actor that the loss reads."""
 OTHER_LOSSES = ("vanilla", "bypass_mode")  # losses that an override behind the file may name in place of these
+SOURCES = {
+    "weight.level": ("rollout_is",),
+    **{f"weight.{name}": ("rollout_is_threshold",) for name in ("bound", "lower", "upper")},
+    "weight.normalize": ("rollout_is_batch_normalize",),
+    **{f"reject[{i}]": ("rollout_rs_threshold",) for i in range(len(OPTIONS))},
+    "objective.old": ("bypass_mode",),
+    **{f"objective.{key}": (key,) for key in TAUS},
+}
 CLIP_RATIO, CLIP_RATIO_C = 0.2, 3.0  # of an actor in verl 0.9.1 that sets none: all three widths, and the cap
 
 RETIRED = ("rollout_rs_threshold_lower", "rollout_token_veto_threshold", "rollout_is_veto_threshold",
@@ -170,7 +178,6 @@ class Draft:
     settings: Mapping[str, Any]
     given: Mapping[str, Any]
     mis: dict[str, Any] = field(default_factory=dict)
-    sources: dict[str, tuple[str, ...]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     remarks: dict[str, str] = field(default_factory=dict)
 
@@ -181,7 +188,6 @@ class Draft:
     def drop(self, part: str, why: str) -> None:
         """Set `weight` or `reject` back to null, and note why."""
         self.mis[part] = None
-        self.sources = {path: keys for path, keys in self.sources.items() if not path.startswith(part)}
         self.notes.append(why)
 
 
@@ -220,7 +226,8 @@ def _translated(draft: Draft, text: str) -> Translation:
     _normalize(draft)
     _finish(draft)
     notes = tuple(dict.fromkeys(draft.notes))
-    made = Translation("verl's rollout correction", given, draft.mis, draft.sources, notes, draft.remarks)
+    sources = SOURCES | {"objective.surrogate": (LOSS_MODE if LOSS_MODE in given else "loss_type",)}
+    made = Translation("verl's rollout correction", given, draft.mis, sources, notes, draft.remarks)
     made.config()
     return made
 
@@ -466,8 +473,6 @@ def _weigh(draft: Draft) -> None:
     lower, upper = _bounds(threshold, "rollout_is_threshold")
     bound = {"bound": "truncate"} if lower is None else {"bound": "zero", "lower": lower}
     draft.mis["weight"] = {"level": level, **bound, "upper": upper}
-    draft.sources["weight.level"] = ("rollout_is",)
-    draft.sources |= {f"weight.{name}": ("rollout_is_threshold",) for name in ("bound", "lower", "upper")}
 
 
 def _normalize(draft: Draft) -> None:
@@ -475,7 +480,6 @@ def _normalize(draft: Draft) -> None:
         return
     bypass = draft.is_on("bypass_mode")
     draft.mis["weight"]["normalize"] = {"scope": "data_parallel" if bypass else "rollout", "over": "valid"}
-    draft.sources["weight.normalize"] = ("rollout_is_batch_normalize",)
     whose = "each micro-batch over all ranks" if bypass else "the whole training batch, on one process"
     draft.notes.append(
         f"rollout_is_batch_normalize: verl's mean is over {whose}, rejected tokens and zeroed weights included, as "
@@ -508,7 +512,6 @@ def _reject(draft: Draft) -> None:
         unit, k = name.rsplit("_", 1)
         rule = _ratio_rule(spec) if k == "k1" else _divergence_rule(k, spec)
         draft.mis["reject"].append({"over": AGGREGATION[unit], **rule})
-        draft.sources[f"reject[{i}]"] = ("rollout_rs_threshold",)
         draft.remarks[f"reject[{i}]"] = f"rollout_rs: {name}, rollout_rs_threshold: {cut(str(spec))}"
         if k == "k1":
             draft.notes.append(
@@ -543,7 +546,6 @@ def _bypass(draft: Draft) -> None:
             draft.drop("weight", WEIGHTS_OF_ITS_OWN)
         return
     draft.mis["objective"] = {"old": "behavior", "surrogate": SURROGATE[loss_type]}
-    draft.sources |= {"objective.old": ("bypass_mode",), "objective.surrogate": ("loss_type",)}
     names_it = draft.settings.get(MODE_PATH) == "bypass_mode"
     is_handed = names_it and any(path.startswith(IN_LOSS) for path in draft.settings)
     if (draft.mis.get("reject") or loss_type == "reinforce") and _is_v1(draft.settings) and not is_handed:
@@ -564,8 +566,6 @@ def _of_mode(draft: Draft) -> None:
     bypass = draft.is_on("bypass_mode")
     own = {key: number(given[key], key) for key in TAUS if key in given}
     draft.mis["objective"] = {"surrogate": surrogate, "old": "behavior" if bypass else "proximal"} | own
-    draft.sources |= {"objective.surrogate": (LOSS_MODE,), "objective.old": ("bypass_mode",)}
-    draft.sources |= {f"objective.{key}": (key,) for key in own}
     if bypass:
         draft.notes.append(MODE_IN_BYPASS.format(mode=mode))
     elif mode in BY_DIVERGENCE:
