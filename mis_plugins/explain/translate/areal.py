@@ -93,7 +93,7 @@ def translate(text: str, behind: Sequence[str] = (), asked: Asked = ASKED) -> Tr
             error quotes the key.
     """
     expected = f"actor.KEY=VALUE, KEY one of {', '.join(KNOWN)}"
-    won = settings_behind(behind, expected, _is_read, methodcaller("lstrip", "+"), of_hydra)
+    won = dict(settings_behind(behind, expected, _is_read, methodcaller("lstrip", "+"), of_hydra))
     source = tree_or_script(text, DIALECT, set(won), asked)
     own = {path: value if is_open(value) else of_script(path, str(value)) for path, value in source.settings.items()}
     tree, idle = source.tree, (*source.skipped, *places(source.tree, KNOWN))

@@ -104,7 +104,7 @@ def translate(text: str, behind: Sequence[str] = (), asked: Asked = ASKED, as_do
         ConfigError: no key of ms-swift's, an unknown mode, or a value that only the launch decides.
     """
     expected, options = f"KEY=VALUE, KEY one of {', '.join(KEYS)}", "options are --line N and --as-documented"
-    won = settings_behind(behind, expected, _is_ours, options=options)
+    won = dict(settings_behind(behind, expected, _is_ours, options=options))
     source = _said(text, set(won), asked)
     keys = {**source.settings, **won}
     if isinstance(losses := keys.get(LOSS), list) and len(losses) == 1:

@@ -67,7 +67,7 @@ def translate(text: str, behind: Sequence[str] = (), asked: Asked = ASKED) -> Tr
     if not behind and not ({"loss", "trainer", "orchestrator", "inference"} & tree.keys()):
         raise ConfigError(f"nothing to translate: no table [{'] or ['.join(TABLES)}] in it, and no [trainer]")
     won = settings_behind(behind, f"{TABLES[0]}.KEY=VALUE, KEY one of {', '.join(KEYS)}", _is_read)
-    loss |= {path.rpartition(".")[2]: value for path, value in won.items()}
+    loss |= {path.rpartition(".")[2]: value for path, value in won}
     kind = choice(loss.get("type", "default"), f"{table}.type", tuple(DEFAULTS))
     _check_keys(loss, table, kind)
     if kind == "custom":

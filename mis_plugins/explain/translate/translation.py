@@ -190,8 +190,8 @@ def settings_behind(
     spelled: Callable[[str], str] = flag_of,
     value: Callable[[str], Any] = load,
     options: str = "option is --line N",
-) -> dict[str, Any]:
-    """The settings behind a file, by path; of two for one path the last.
+) -> Iterator[tuple[str, Any]]:
+    """The path and the value of each setting behind a file.
 
     Args:
         expected, options: the settings and the options of the command, in the words of an error.
@@ -201,14 +201,12 @@ def settings_behind(
     Raises:
         ConfigError: a word is neither a setting nor an option of the command.
     """
-    settings = {}
     for word in words:
         name, equals, text = word.partition("=")
         path = spelled(name)
         if not equals or not reads(path):
             raise ConfigError(f"override {shown(word)}: expected {expected}; the command's own {options}")
-        settings[path] = value(text)
-    return settings
+        yield path, value(text)
 
 
 def clip_flags(given: Mapping[str, Any], keys: Sequence[str], of_ratio: bool = False) -> Iterator[str]:

@@ -104,7 +104,8 @@ def translate(text: str, behind: Sequence[str] = (), asked: Asked = ASKED) -> Tr
         ConfigError: no key of TRL's, a value that TRL refuses, a loss without a counterpart, or a value that only the
             launch decides.
     """
-    won = settings_behind(map(_switched_off, behind), f"KEY=VALUE, KEY one of {', '.join(READ)}", _is_read)
+    expected = f"KEY=VALUE, KEY one of {', '.join(READ)}"
+    won = dict(settings_behind(map(_switched_off, behind), expected, _is_read))
     source = _said(text, set(won), asked)
     keys = {**source.settings, **won}
     for key in keys:

@@ -198,7 +198,7 @@ def translate(text: str, behind: Sequence[str] = (), asked: Asked = ASKED) -> Tr
         ConfigError: no such section, an unknown key, a value that verl refuses; it quotes verl's key.
     """
     spelled = lambda name: _full(name.lstrip("+"))  # noqa: E731
-    won = dict(_flat(settings_behind(behind, f"{SECTION}.KEY=VALUE", _is_ours, spelled, _value)))
+    won = dict(_flat(dict(settings_behind(behind, f"{SECTION}.KEY=VALUE", _is_ours, spelled, _value))))
     source = _said(text, set(won), asked)
     settings = {**source.settings, **won}
     given = _given(settings, won)
