@@ -38,8 +38,8 @@ FRAMEWORKS = {"verl": verl, "ms-swift": ms_swift, "AReaL": areal, "TRL": trl, "p
 
 def made_of(framework: str, case: dict) -> Translation:
     """The translation of what a file says, as text or as a tree, and of what stands behind it."""
-    said = case["said"] if isinstance(case["said"], str) else yaml.safe_dump(case["said"], sort_keys=False)
-    return FRAMEWORKS[framework].translate(said, case.get("behind", ()))
+    text = case["said"] if isinstance(case["said"], str) else yaml.safe_dump(case["said"], sort_keys=False)
+    return FRAMEWORKS[framework].translate(text, case.get("behind", ()))
 
 
 def cases(file: str) -> pytest.MarkDecorator:
@@ -86,9 +86,9 @@ PRESETS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("framework", "name", "said"), PRESETS, ids=lambda value: str(value)[:60])
-def test_frameworks_modes_become_our_presets(framework: str, name: str, said: str | dict, tmp_path: Path):
-    made = made_of(framework, {"said": said})
+@pytest.mark.parametrize(("framework", "name", "content"), PRESETS, ids=lambda value: str(value)[:60])
+def test_frameworks_modes_become_our_presets(framework: str, name: str, content: str | dict, tmp_path: Path):
+    made = made_of(framework, {"said": content})
     assert made.config() == preset(f"{framework.lower()}-{name.replace('_', '-')}") == read_back(made, tmp_path)
 
 
