@@ -110,11 +110,16 @@ def _grouped(bounded: str, weight: WeightConfig) -> str:
 
 def _over_mean(bounded: str, weight: WeightConfig) -> str:
     """The weight over its mean, where the config normalizes."""
+    mean = mean_of(weight)
+    return f"{_grouped(bounded, weight)} / {mean}" if mean else bounded
+
+
+def mean_of(weight: WeightConfig) -> str:
+    """The mean that a weight is divided by, in words; empty where the config does not normalize."""
     if weight.normalize is None:
-        return bounded
+        return ""
     unit = "sequences" if weight.by_sequence else "segments" if weight.by_segment else "tokens"
-    over = f"its mean over the {weight.normalize.over} {unit} of the {weight.normalize.scope.replace('_', ' ')}"
-    return f"{_grouped(bounded, weight)} / {over}"
+    return f"its mean over the {weight.normalize.over} {unit} of the {weight.normalize.scope.replace('_', ' ')}"
 
 
 def _rule(rule: RejectRule, trainer: str) -> str:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from mis_plugins.config.model import LEVEL_OVER, CorrectionConfig, Over
+from mis_plugins.explain.words import holds
 
 FILE = Path(__file__).parent / "rungs.json"
 FEW = 0.5  # share of the sequences; a window that keeps less gets a warning
@@ -100,11 +101,7 @@ class Window:
         sums = self.over == "sum"
         values = [responses.length * value for value in by_over["mean"]] if sums else by_over[self.over]
         low, high = self.limits
-        inside = (
-            (low is None or low <= value for value in values),
-            (high is None or value <= high for value in values),
-        )
-        return sum(map(all, zip(*inside, strict=True))) / len(values)
+        return sum(holds(low, value, high) for value in values) / len(values)
 
 
 def windows(config: CorrectionConfig) -> Iterator[Window]:

@@ -66,10 +66,8 @@ def work(config: CorrectionConfig) -> Example:
     """Correct the six tokens."""
     x = _inputs()
     behavior = log(BEHAVIOR)
-    compared, numerator = (
-        (compared_log_probs(x, config), behavior),
-        numerator_of(x.proximal, behavior, x.written, config),
-    )
+    compared = compared_log_probs(x, config), behavior
+    numerator = numerator_of(x.proximal, behavior, x.written, config)
     normalize, mean = config.weight and config.weight.normalize, None
     if normalize and normalize.scope == "rollout":
         mean = mean_weight_of(*compared, x.ragged, config, numerator)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from mis_plugins.config.model import (
     CenterConfig,
     CorrectionConfig,
@@ -17,7 +19,7 @@ from mis_plugins.config.model import (
 )
 from mis_plugins.config.terms.bounds import Outside
 from mis_plugins.config.terms.surrogates import SURROGATES
-from mis_plugins.explain.formula import trainer_policy
+from mis_plugins.explain.formula import mean_of, trainer_policy
 from mis_plugins.hosts.host import LOSS_HOOK, ONE_STEP, ROUTES_HOOK, Host
 from mis_plugins.metrics.alarms import COUNT
 
@@ -177,67 +179,61 @@ def _has_rollout_mean(config: CorrectionConfig) -> bool:
     return bool(normalize and normalize.scope == "rollout")
 
 
-def warnings(config: CorrectionConfig) -> list[str]:
+def warnings(config: CorrectionConfig) -> Iterator[str]:
     """Warnings about settings that work as documented and may still surprise."""
-    return _nothing(config) + _bounds(config) + _products(config) + _one_step(config)
+    if not (config.corrects or config.needs_loss_hook or config.metrics != "none"):
+        yield NOTHING
+    yield from _bounds(config)
+    yield from _products(config)
+    if _has_rollout_mean(config) and not config.needs_loss_hook:
+        yield f"weight.normalize.scope: rollout: {ONE_STEP}"
 
 
-def _nothing(config: CorrectionConfig) -> list[str]:
-    does_something = config.corrects or config.needs_loss_hook or config.metrics != "none"
-    return [] if does_something else [NOTHING]
-
-
-def _bounds(config: CorrectionConfig) -> list[str]:
+def _bounds(config: CorrectionConfig) -> Iterator[str]:
     """Bounds that change or drop tokens on which trainer and rollout engine agree, and caps that never act."""
-    ours = ("segment_wise.weight_cap", "segment_wise.mode") if config.weighs_by_segment_wise else None
-    lines = _weight_bounds(config.weight, *(ours or ("weight.upper", "weight.bound"))) if config.weight else []
+    if config.weight:
+        ours = ("segment_wise.weight_cap", "segment_wise.mode") if config.weighs_by_segment_wise else None
+        yield from _weight_bounds(config.weight, *(ours or ("weight.upper", "weight.bound")))
     for i, rule in enumerate(config.reject):
         agreed = rule.record.on_policy
-        if agreed is not None and not _holds(rule.lower, agreed, rule.upper):
+        if agreed is not None and not holds(rule.lower, agreed, rule.upper):
             verb = "drops" if rule.drops else "down-weighs"
-            lines.append(
+            yield (
                 f"reject[{i}] {verb} what trainer and rollout engine agree on: there its {rule.statistic} is {agreed}, "
                 f"which is outside {_interval(rule.lower, rule.upper)}"
             )
-    return lines
 
 
-def _weight_bounds(weight: WeightConfig, cap: str, bound: str) -> list[str]:
+def _weight_bounds(weight: WeightConfig, cap: str, bound: str) -> Iterator[str]:
     """Warnings about a weight's bounds; `cap` and `bound` are the user's names of the two keys."""
     if not weight.record.has_ceiling:
-        return []
-    lines = []
+        return
     if not weight.record.has_floor and weight.ceiling < 1:
-        lines.append(
+        yield (
             f"{cap}: {weight.ceiling:g} caps the weight below 1 also where trainer and rollout engine agree, which "
             f"multiplies the loss there by {weight.ceiling:g}; a cap of TIS is above 1"
         )
-    elif not _holds(weight.floor, 1, weight.ceiling):
+    elif not holds(weight.floor, 1, weight.ceiling):
         effect = EFFECT[weight.record.outside]
-        lines.append(
+        yield (
             f"{bound}: {weight.bound} {effect} what trainer and rollout engine agree on: there the ratio is 1, "
             f"which is outside {_interval(weight.floor, weight.ceiling)}"
         )
     if weight.ceiling > HIGHEST_CAP:
-        lines.append(
+        yield (
             f"{cap}: {weight.ceiling:g} hardly ever acts, and one token or sequence may weigh as much as "
             f"{weight.ceiling:g} others; the largest cap of a preset is 5"
         )
-    return lines
 
 
-def _holds(lower: float | None, value: float, upper: float | None) -> bool:
+def holds(lower: float | None, value: float, upper: float | None) -> bool:
+    """Whether a value lies within bounds, of which None leaves a side open."""
     return (lower is None or lower <= value) and (upper is None or value <= upper)
 
 
 def _interval(lower: float | None, upper: float | None) -> str:
     """An interval in words, with a bound that is not set left open."""
     return f"[{'-inf' if lower is None else f'{lower:g}'}, {'inf' if upper is None else f'{upper:g}'}]"
-
-
-def _one_step(config: CorrectionConfig) -> list[str]:
-    is_asked = _has_rollout_mean(config) and not config.needs_loss_hook
-    return [f"weight.normalize.scope: rollout: {ONE_STEP}"] if is_asked else []
 
 
 def _products(config: CorrectionConfig) -> list[str]:
@@ -259,12 +255,8 @@ def _weight(weight: WeightConfig | None, trainer: str) -> str:
     within = f"[{weight.floor:g}, {weight.ceiling:g}]"
     where = f"in {within}" if weight.floor else f"up to {weight.ceiling:g}"
     bound = weight.record.words.format(upper=f"{weight.ceiling:g}", range=within, where=where)
-    line = f"weight: {LEVEL[weight.level]}, {trainer} / mu, {bound}"
-    if weight.normalize is None:
-        return line
-    unit = "sequences" if weight.by_sequence else "segments" if weight.by_segment else "tokens"
-    scope = weight.normalize.scope.replace("_", " ")
-    return f"{line}; divided by its mean over the {weight.normalize.over} {unit} of the {scope}"
+    line, mean = f"weight: {LEVEL[weight.level]}, {trainer} / mu, {bound}", mean_of(weight)
+    return f"{line}; divided by {mean}" if mean else line
 
 
 def _normalization(weight: WeightConfig | None) -> list[str]:

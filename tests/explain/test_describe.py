@@ -20,7 +20,7 @@ from tolerances import normalized_rtol
 from mis_plugins.__main__ import load, main
 from mis_plugins.config import writing
 from mis_plugins.config.loading import presets
-from mis_plugins.config.model import CorrectionConfig, ObjectiveConfig, OpsmConfig, RejectRule, WeightConfig
+from mis_plugins.config.model import CorrectionConfig, ObjectiveConfig, OpsmConfig, WeightConfig
 from mis_plugins.config.reading import from_mapping
 from mis_plugins.config.terms.statistics import STATISTICS
 from mis_plugins.explain import formula, six_tokens
@@ -104,23 +104,7 @@ def test_metrics_are_told_as_the_host_is_handed_them(host: str, handed: str, cap
     assert f"\nmetrics: {handed}" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    ("config", "what"),
-    [
-        (CorrectionConfig(WeightConfig("sequence")), ["weight.level: sequence"]),
-        (CorrectionConfig(WeightConfig("segment")), ["weight.level: segment"]),
-        (
-            CorrectionConfig(None, (RejectRule(over="min", lower=0.1), RejectRule(over="sum", upper=2.0))),
-            ["reject[1] with over: sum"],
-        ),
-        (CorrectionConfig(WeightConfig("geometric"), (RejectRule(over="mean", upper=2.0),)), []),
-        (CorrectionConfig(None, (RejectRule("k3", "sum", upper=2.0),)), []),
-    ],
-)
-def test_products_are_warned_of(config: CorrectionConfig, what: list[str]):
-    told = describe.warnings(config)
-    assert [warning.partition(" multiplies")[0] for warning in told] == what
-    assert all("1.001^2000 = 7.38" in warning for warning in told)
+PRODUCT = " multiplies the ratios of all tokens: 1.001 at each of 2000 tokens is 1.001^2000 = 7.38"
 
 
 @pytest.mark.parametrize(
@@ -146,10 +130,15 @@ def test_products_are_warned_of(config: CorrectionConfig, what: list[str]):
         ({"weight": None, "reject": [{"statistic": "k3", "over": "max", "lower": 0.1}]},
          ["reject[0] drops what trainer and rollout engine agree on: there its k3 is 0"]),
         ({"weight": None, "reject": [{"statistic": "proximal_prob", "over": "min", "lower": 0.1}]}, []),
+        *(({"weight": {"level": level}}, [f"weight.level: {level}{PRODUCT}"]) for level in ("sequence", "segment")),
+        ({"weight": None, "reject": [{"over": "min", "lower": 0.1}, {"over": "sum", "upper": 2}]},
+         [f"reject[1] with over: sum{PRODUCT}"]),
+        ({"weight": {"level": "geometric"}, "reject": [{"over": "mean", "upper": 2}]}, []),
+        ({"weight": None, "reject": [{"statistic": "k3", "over": "sum", "upper": 2}]}, []),
     ],
 )  # fmt: skip
-def test_bounds_that_cannot_be_meant_are_warned_of(mapping: dict, said: list[str]):
-    told = describe.warnings(from_mapping(mapping))
+def test_bounds_that_cannot_be_meant_and_products_are_warned_of(mapping: dict, said: list[str]):
+    told = list(describe.warnings(from_mapping(mapping)))
     assert len(told) == len(said) and all(map(str.startswith, told, said)), told
 
 

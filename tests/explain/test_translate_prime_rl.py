@@ -1,8 +1,7 @@
-"""prime-rl's toml, translated; its loss by its formula, since no package index has it."""
+"""prime-rl's toml, translated: its loss by its formula, since no package index has it."""
 
 import re
 
-import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
@@ -10,61 +9,8 @@ from peers.rows import Rows, assert_all_close, keep_away, ours, rows, surrogate_
 from tolerances import DECISION
 from torch import Tensor
 
-from mis_plugins.__main__ import load
-from mis_plugins.config.loading import preset_path
-from mis_plugins.errors import ConfigError
 from mis_plugins.explain.translate.prime_rl import translate
 from mis_plugins.loss.objective import Clip
-
-WHOLE = "[trainer.model]\nseq_len = 2048\n[orchestrator]\nbatch_size = 8\n"
-
-
-@pytest.mark.parametrize("text", [WHOLE, "[trainer]", "[loss]", '[trainer.loss]\ntype = "default"'])
-def test_the_default_loss_is_dppo_with_a_penalty(text: str):
-    assert translate(text).config() == load(preset_path("prime-rl-dppo"))
-
-
-def test_without_a_penalty_the_loss_is_dppo():
-    assert translate("[loss]\nkl_tau = 0").config() == load(preset_path("dppo-tv"))
-
-
-@pytest.mark.parametrize(
-    ("text", "behind"),
-    [
-        ('[trainer.loss]\ntype = "ipo"\nipo_threshold = 0.3', ()),
-        ('[loss]\ntype = "ipo"', ("--loss.ipo-threshold=0.3",)),
-        (WHOLE, ("trainer.loss.type=ipo", "ipo_threshold=0.3")),
-    ],
-)
-def test_ipo_is_a_surrogate_against_the_engine(text: str, behind: tuple[str, ...]):
-    made = translate(text, behind)
-    assert made.config() == load(preset_path("prime-rl-ipo"))
-    assert "ipo_threshold: pass --eps-clip 0.3 --eps-clip-high 0.3 --eps-clip-c 1e+09" in " ".join(made.notes)
-
-
-NOTES = [
-    (WHOLE, "corrects by default: trainer.loss.type: default, dppo_mask_low: 0.2, dppo_mask_high: 0.2, adv_tau", ""),
-    ("[loss]\ndppo_mask_low = 0.1\ndppo_mask_high = 0.3", "--eps-clip 0.1 --eps-clip-high 0.3 --eps-clip-c 1e+09", ""),
-    ("[loss]\nadv_tau = 2", "adv_tau: 2 multiplies the advantages", ""),
-    ("[loss]\nadv_tau = 1.0", "", "multiplies the advantages"),
-    ("[orchestrator]\nmax_off_policy_steps = 8", "orchestrator.max_off_policy_steps: bounds the age of a rollout", ""),
-    ("[trainer]\nenable_router_replay = true", "trainer.enable_router_replay: replays the engine's routes", ""),
-    ('[[orchestrator.train.source]]\nalgo = {type = "opd"}', "algo.type: opd: drops tokens whose probability fell", ""),
-    ('[orchestrator.algo]\ntype = "grpo"', "", "algo.type"),
-]  # fmt: skip
-
-
-def test_a_script_is_told_which_of_its_files_to_give():
-    with pytest.raises(
-        ConfigError, match=r"give run/b\.toml, .*\(2 in all; later files win\) behind it as trainer\.loss"
-    ):
-        translate("#!/bin/bash\nuv run rl @ run/a.toml --trainer @run/b.toml --ckpt\n")
-
-
-@pytest.mark.parametrize(("text", "said", "unsaid"), NOTES)
-def test_notes(text: str, said: str, unsaid: str):
-    told = " ".join(translate(text).notes)
-    assert said in told and (not unsaid or unsaid not in told)
 
 
 def their_gradient(batch: Rows, drops: Tensor, kl_tau: float = 1e-3) -> Tensor:

@@ -8,17 +8,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import replace
+from operator import methodcaller
 from typing import Any
 
-from mis_plugins.config import reading, writing
+from mis_plugins.config import model, reading, writing
 from mis_plugins.config.flat import spelled
-from mis_plugins.config.model import CorrectionConfig, ObjectiveConfig, SegmentWiseConfig, WeightConfig
+from mis_plugins.config.model import CorrectionConfig
 from mis_plugins.config.reading import number
 from mis_plugins.errors import ConfigError, shown
-from mis_plugins.explain.launch.words import Word
-from mis_plugins.explain.translate.script import ASKED, Asked, Bases, Dialect, overrides, setting_of, tree_or_script
+from mis_plugins.explain.translate.script import ASKED, Asked, Dialect, overrides, tree_or_script
 from mis_plugins.explain.translate.translation import (
     OVER_TOKENS,
     Translation,
@@ -27,11 +26,11 @@ from mis_plugins.explain.translate.translation import (
     choice,
     clip_flags,
     is_open,
-    not_read,
     of_hydra,
     of_script,
     places,
     refuse_open,
+    settings_behind,
 )
 
 CAP, FLOOR, ENABLE = "behav_imp_weight_cap", "behav_imp_weight_floor", "enable_segment_wise_ppo"
@@ -55,14 +54,7 @@ SOURCES = {
     "objective.ratio": ("importance_sampling_level",),
     "m2_threshold": (M2,),
 }
-DEFAULTS: dict[str, Any] = {
-    "level": "token",
-    "action": "mask",
-    "metric": "ratio",
-    "agg": "mean",
-    "upper": 5.0,
-    "lower": None,
-}
+DEFAULTS = {"level": "token", "action": "mask", "metric": "ratio", "agg": "mean", "upper": 5.0, "lower": None}
 CHOICES = {
     "level": ("token", "sequence"),
     "action": ("mask", "clamp"),
@@ -100,7 +92,8 @@ def translate(text: str, behind: Sequence[str] = (), asked: Asked = ASKED) -> Tr
         ConfigError: no key of AReaL's, a value that AReaL refuses, or a setting without a counterpart; the
             error quotes the key.
     """
-    won = dict(map(_override, behind))
+    expected = f"actor.KEY=VALUE, KEY one of {', '.join(KNOWN)}"
+    won = dict(settings_behind(behind, expected, _is_read, methodcaller("lstrip", "+"), of_hydra))
     source = tree_or_script(text, DIALECT, set(won), asked)
     own = {path: value if is_open(value) else of_script(path, str(value)) for path, value in source.settings.items()}
     tree, idle = source.tree, (*source.skipped, *places(source.tree, KNOWN))
@@ -117,21 +110,12 @@ def translate(text: str, behind: Sequence[str] = (), asked: Asked = ASKED) -> Tr
     is_old = not {OLD_CAP, OLD_MODE}.isdisjoint(by_key)
     by_key = _renamed(by_key) if is_old else by_key
     where = {key: place for key, (place, _) in by_key.items()}
-    with _placed(where):
-        config = _config({key: value for key, (_, value) in by_key.items()})
+    config = _placed_config(by_key, where)
     if not config.corrects and not config.needs_loss_hook:
         source.prove_nothing()
     sources = {path: tuple(where[key] for key in keys if key in where) for path, keys in SOURCES.items()}
     remarks = (*source.notes, *([MOVED] if is_old else ()), *_of_loss(where, config), *notes(tree, where))
     return Translation("AReaL", dict(by_key.values()), writing.as_mapping(config), sources, remarks)
-
-
-def _override(text: str) -> tuple[str, Any]:
-    """The path and the value of an override of AReaL's."""
-    path, equals, value = text.lstrip("+").partition("=")
-    if not equals or not _is_read(path):
-        raise not_read(text, f"actor.KEY=VALUE, KEY one of {', '.join(KNOWN)}")
-    return path, of_hydra(value)
 
 
 def _is_read(path: str) -> bool:
@@ -148,12 +132,7 @@ def _starts(word: str) -> bool:
     return "=" in word and block in reading.AREAL_BLOCKS or word.partition("=")[0] == "--config"
 
 
-def _file(words: Sequence[Word]) -> Word | None:
-    return setting_of(words, "--config")
-
-
-BASES = Bases((), reading.AREAL_BLOCKS)
-DIALECT = Dialect("AReaL", KNOWN, overrides, _is_read, _starts, _file, last_wins=True, bases=BASES)
+DIALECT = Dialect("AReaL", KNOWN, overrides, _is_read, _starts, blocks=reading.AREAL_BLOCKS)
 
 
 def _place(tree: Mapping[str, Any], path: str) -> str:
@@ -184,11 +163,10 @@ def _leaves(keys: Mapping[str, tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
         )
 
 
-@contextmanager
-def _placed(where: Mapping[str, str]) -> Iterator[None]:
-    """Make a ConfigError in the block quote keys by where they stand: `actor.behav_imp_weight_cap`."""
+def _placed_config(by_key: Mapping[str, tuple[str, Any]], where: Mapping[str, str]) -> CorrectionConfig:
+    """The config of keys; an error quotes them by where they stand: `actor.behav_imp_weight_cap`."""
     try:
-        yield
+        return _config({key: value for key, (_, value) in by_key.items()})
     except ConfigError as error:
         message = re.sub(r"\w+", lambda word: where.get(word[0], word[0]), str(error))
         raise ConfigError(message) from None
@@ -213,11 +191,7 @@ def _config(keys: Mapping[str, Any]) -> CorrectionConfig:
         return config
     if CAP in keys:
         raise ConfigError(f"{CAP}: rejection_sampling took its place in AReaL; keep one of them")
-    try:
-        rejecting = reading.from_mapping(_rejection(keys[REJECTION]))
-    except ConfigError as error:
-        raise ConfigError(re.sub(r"mis\.(weight|reject\[0\])", REJECTION, str(error))) from None
-    return replace(rejecting, segment_wise=config.segment_wise)
+    return replace(_rejection(keys[REJECTION]), segment_wise=config.segment_wise)
 
 
 def _is_decoupled(keys: Collection[str], config: CorrectionConfig) -> bool:
@@ -242,7 +216,7 @@ def _sapo(keys: Mapping[str, Any]) -> CorrectionConfig:
     pos, neg = (reading.convert(float | None, keys.get(key), key) for key in ("sapo_tau_pos", "sapo_tau_neg"))
     with spelled(tau_pos="sapo_tau_pos", tau_neg="sapo_tau_neg"):
         old, ratio = "proximal" if recomputes else "behavior", "sequence" if level == "sequence" else "token"
-        objective = ObjectiveConfig("sapo", old, ratio, tau_pos=pos, tau_neg=neg)
+        objective = model.ObjectiveConfig("sapo", old, ratio, tau_pos=pos, tau_neg=neg)
     return CorrectionConfig(objective=objective)
 
 
@@ -254,23 +228,21 @@ def _from_flat(keys: Mapping[str, Any]) -> CorrectionConfig:
     `behavior_at_age_0`, and for PPO's ratio, `clip_against: proximal`. Without the key the host decides, as without
     `mis.segment_wise`. `use_decoupled_loss: false` compares pi_theta with mu itself, and has no weight.
     """
-    cap = reading.convert(float | None, keys.get("behav_imp_weight_cap"), "behav_imp_weight_cap")
-    floor = reading.convert(float | None, keys.get("behav_imp_weight_floor"), "behav_imp_weight_floor")
-    asked = reading.convert(bool | None, keys.get("enable_segment_wise_ppo"), "enable_segment_wise_ppo")
-    decoupled = reading.convert(bool | None, keys.get("use_decoupled_loss"), "use_decoupled_loss")
+    cap, floor = (reading.convert(float | None, keys.get(key), key) for key in (CAP, FLOOR))
+    asked, decoupled = (reading.convert(bool | None, keys.get(key), key) for key in (ENABLE, DECOUPLED))
     if decoupled is False:
         if asked:
             raise ConfigError("enable_segment_wise_ppo: true contradicts use_decoupled_loss: false")
-        off = SegmentWiseConfig(enabled=False)
-        return CorrectionConfig(objective=ObjectiveConfig(old="behavior"), segment_wise=off)
+        off = model.SegmentWiseConfig(enabled=False)
+        return CorrectionConfig(objective=model.ObjectiveConfig(old="behavior"), segment_wise=off)
     if cap is None and floor is not None:
         raise ConfigError(f"behav_imp_weight_floor: {floor:g} alone is not served; give a behav_imp_weight_cap too")
-    with spelled(lower="behav_imp_weight_floor", upper="behav_imp_weight_cap"):
-        unbounded = None if asked is None else WeightConfig(bound="none")
-        weight = unbounded if cap is None else WeightConfig("token", "zero", floor or 0.0, cap)
+    with spelled(lower=FLOOR, upper=CAP):
+        unbounded = None if asked is None else model.WeightConfig(bound="none")
+        weight = unbounded if cap is None else model.WeightConfig("token", "zero", floor or 0.0, cap)
     # AReaL never scores what the current version wrote: such a token keeps the weight 1 that it starts with.
-    areals = SegmentWiseConfig(fresh_tokens="behavior_at_age_0", clip_against="proximal")
-    chosen = {None: None, False: SegmentWiseConfig(enabled=False), True: areals}
+    areals = model.SegmentWiseConfig(fresh_tokens="behavior_at_age_0", clip_against="proximal")
+    chosen = {None: None, False: model.SegmentWiseConfig(enabled=False), True: areals}
     return CorrectionConfig(weight, segment_wise=chosen[asked])
 
 
@@ -286,9 +258,9 @@ def _places(tree: Mapping[str, Any]) -> dict[str, tuple[str, Any]]:
     keys: dict[str, tuple[str, Any]] = {}
     for prefix, block in {"": tree, **blocks}.items():
         for key, given in block.items():
-            if given is None or not _is_areals(str(key)) or (key == SAPO and given is False):
+            if given is None or not _is_areals(key) or (key == SAPO and given is False):
                 continue
-            place, value = keys.setdefault(str(key), (f"{prefix}{key}", given))
+            place, value = keys.setdefault(key, (f"{prefix}{key}", given))
             if value != given:
                 raise ConfigError(
                     f"{prefix}{key}: {shown(given)} contradicts {place}: {shown(value)}; keep one of them"
@@ -329,8 +301,8 @@ def _check_decoupled(keys: Mapping[str, tuple[str, Any]], blocks: Iterable[Mappi
         )
 
 
-def _rejection(block: Any) -> dict[str, Any]:
-    """`rejection_sampling` as it stands under `mis:`."""
+def _rejection(block: Any) -> CorrectionConfig:
+    """What `rejection_sampling` means."""
     if not isinstance(block, Mapping):
         raise ConfigError(f"{REJECTION}: got {shown(block)}; expected a mapping of {', '.join(DEFAULTS)}")
     for key in block:
@@ -342,12 +314,13 @@ def _rejection(block: Any) -> dict[str, Any]:
     for key, choices in CHOICES.items():
         choice(keys[key], f"{REJECTION}.{key}", choices)
     lower, upper = _bounds(keys)
-    if keys["action"] == "clamp":
-        return {"weight": _clamped(keys) | {"lower": lower or 0.0, "upper": upper}}
-    by_sequence = keys["level"] == "sequence" and keys["metric"] == "ratio"
-    weight = {"level": "geometric" if by_sequence else "token", "bound": "none"}
-    over = "token" if keys["level"] == "token" else keys["agg"]
-    return {"weight": weight, "reject": [RULES[keys["metric"]](over, lower, upper)]}
+    with spelled(lower=f"{REJECTION}.lower", upper=f"{REJECTION}.upper"):
+        if keys["action"] == "clamp":
+            return CorrectionConfig(model.WeightConfig(_clamped(keys), "clip", lower or 0.0, upper))
+        by_sequence = keys["level"] == "sequence" and keys["metric"] == "ratio"
+        over = "token" if keys["level"] == "token" else keys["agg"]
+        rule = _rule(keys["metric"], over, lower, upper)
+        return CorrectionConfig(model.WeightConfig("geometric" if by_sequence else "token", "none"), (rule,))
 
 
 def _bounds(keys: Mapping[str, Any]) -> tuple[float | None, float]:
@@ -365,42 +338,33 @@ def _bounds(keys: Mapping[str, Any]) -> tuple[float | None, float]:
     return lower, upper
 
 
-def _clamped(keys: Mapping[str, Any]) -> dict[str, Any]:
+def _clamped(keys: Mapping[str, Any]) -> model.Level:
+    """The level of a weight that the bounds clamp."""
     if keys["metric"] != "ratio":
         raise ConfigError(f"{REJECTION}.action: clamp needs metric: ratio, in AReaL as here")
     if keys["level"] == "token":
-        return {"level": "token", "bound": "clip"}
+        return "token"
     if keys["agg"] != "mean" and keys["lower"]:
         raise ConfigError(
             f"{REJECTION}.agg: {keys['agg']} with action: clamp and a lower bound leaves weights below it in AReaL, "
             "which is not served; use mean, or drop lower"
         )
-    return {"level": "geometric", "bound": "clip"}
+    return "geometric"
 
 
-def _ratio_rule(over: str, lower: float | None, upper: float) -> dict[str, Any]:
-    return {"statistic": "ratio", "over": over, "lower": lower, "upper": upper}
-
-
-def _k1_rule(over: str, lower: float | None, upper: float) -> dict[str, Any]:
-    """AReaL's k1 is log pi_old - log mu; ours is its negative."""
-    low = None if lower is None else -lower
-    return {"statistic": "k1", "over": {"max": "min"}.get(over, over), "lower": -upper, "upper": low}
-
-
-def _k2_rule(over: str, lower: float | None, upper: float) -> dict[str, Any]:
-    low = None if lower is None or lower <= 0 else lower  # no k2 lies below 0
-    return {"statistic": "k2", "over": over, "lower": low, "upper": upper}
-
-
-def _k3_rule(over: str, lower: float | None, upper: float) -> dict[str, Any]:
-    raise ConfigError(
-        f"{REJECTION}.metric: kl_k3 is 1/r - 1 + log r in AReaL's code, and r - 1 - log r here and in its help; use "
-        "kl_k2, or say k3 under `mis:`"
-    )
-
-
-RULES = {"ratio": _ratio_rule, "kl_k1": _k1_rule, "kl_k2": _k2_rule, "kl_k3": _k3_rule}
+def _rule(metric: str, over: model.Over, lower: float | None, upper: float) -> model.RejectRule:
+    """A rule of `rejection_sampling` over tokens, or over a sum, mean or largest value."""
+    if metric == "kl_k3":
+        raise ConfigError(
+            f"{REJECTION}.metric: kl_k3 is 1/r - 1 + log r in AReaL's code, and r - 1 - log r here and in its help; "
+            "use kl_k2, or say k3 under `mis:`"
+        )
+    if metric == "kl_k1":  # log pi_old - log mu in AReaL, and its negative here
+        high = None if lower is None else -lower
+        return model.RejectRule("k1", "min" if over == "max" else over, -upper, high)
+    if metric == "kl_k2" and lower is not None and lower <= 0:
+        lower = None  # no k2 lies below 0
+    return model.RejectRule(metric.removeprefix("kl_"), over, lower, upper)
 
 
 def _of_loss(where: Mapping[str, str], config: CorrectionConfig) -> Iterator[str]:

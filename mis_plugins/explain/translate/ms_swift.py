@@ -5,21 +5,13 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from mis_plugins.config.reading import number
 from mis_plugins.errors import ConfigError, cut
 from mis_plugins.explain.launch.words import Word
-from mis_plugins.explain.translate.script import (
-    ASKED,
-    Asked,
-    Dialect,
-    Said,
-    flags,
-    other_of,
-    setting_of,
-    tree_or_script,
-)
+from mis_plugins.explain.translate.script import ASKED, Asked, Dialect, Said, config_of, flags, other_of, tree_or_script
 from mis_plugins.explain.translate.translation import (
     BY_ENTROPY,
     NO_TRUNCATED,
@@ -30,11 +22,11 @@ from mis_plugins.explain.translate.translation import (
     beside,
     choice,
     clip_flags,
+    flag_of,
     is_open,
-    load,
-    not_read,
     places,
     refuse_open,
+    settings_behind,
     truth,
 )
 
@@ -90,19 +82,15 @@ SOURCES = {
     "metrics": (METRICS,),
 }
 
-# By mode: the weight and the rules for a threshold. `sequence` is the geometric mean; `mask` sets the weight
-# to 0.
 MODES = {
-    "token_truncate": lambda upper: ({"level": "token", "bound": "truncate", "upper": upper}, []),
-    "token_mask": lambda upper: ({"level": "token", "bound": "zero", "lower": 0.0, "upper": upper}, []),
-    "sequence_truncate": lambda upper: ({"level": "geometric", "bound": "truncate", "upper": upper}, []),
-    "sequence_mask": lambda upper: ({"level": "token", "bound": "none"}, [{"over": "mean", "upper": upper}]),
+    "token_truncate": ("token", "truncate"),
+    "token_mask": ("token", "zero"),
+    "sequence_truncate": ("geometric", "truncate"),
+    "sequence_mask": ("token", "none"),
 }
-
-
-def _as_documented(upper: float) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """`sequence_mask` by ms-swift's document: the geometric mean of a kept sequence weighs it, and not each ratio."""
-    return {"level": "geometric", "bound": "zero", "lower": 0.0, "upper": upper}, []
+"""By mode: level and bound of the weight; `sequence` is the geometric mean, `mask` sets the weight to 0."""
+AS_DOCUMENTED = ("geometric", "zero")
+"""`sequence_mask` by ms-swift's document: the geometric mean of a kept sequence weighs it, and not each ratio."""
 
 
 def translate(text: str, behind: Sequence[str] = (), asked: Asked = ASKED, as_documented: bool = False) -> Translation:
@@ -115,7 +103,8 @@ def translate(text: str, behind: Sequence[str] = (), asked: Asked = ASKED, as_do
     Raises:
         ConfigError: no key of ms-swift's, an unknown mode, or a value that only the launch decides.
     """
-    won = dict(map(_override, behind))
+    expected, options = f"KEY=VALUE, KEY one of {', '.join(KEYS)}", "options are --line N and --as-documented"
+    won = dict(settings_behind(behind, expected, _is_ours, options=options))
     source = _said(text, set(won), asked)
     keys = {**source.settings, **won}
     if isinstance(losses := keys.get(LOSS), list) and len(losses) == 1:
@@ -150,9 +139,13 @@ def _weighed(given: Mapping[str, Any], as_documented: bool) -> dict[str, Any]:
     if given.get(MODE) is None or _idle(given):
         return {}
     upper = number(given.get(THRESHOLD, DEFAULT_THRESHOLD), THRESHOLD)
-    made = MODES[choice(given[MODE], MODE, tuple(MODES))]
-    weight, reject = (_as_documented if as_documented else made)(upper)
-    return {"weight": weight} | ({"reject": reject} if reject else {})
+    level, bound = MODES[choice(given[MODE], MODE, tuple(MODES))]
+    if as_documented:
+        level, bound = AS_DOCUMENTED
+    if bound == "none":  # a rule over sequences bounds what it leaves whole
+        return {"weight": {"level": level, "bound": bound}, "reject": [{"over": "mean", "upper": upper}]}
+    lower = {"lower": 0.0} if bound == "zero" else {}
+    return {"weight": {"level": level, "bound": bound, **lower, "upper": upper}}
 
 
 def _masked(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -259,7 +252,7 @@ def _said(text: str, behind: set[str], asked: Asked) -> Said:
     ms-swift's parser takes `--a-key` for `--a_key`.
     """
     source = tree_or_script(text, DIALECT, behind, asked)
-    of_yaml = {_plain(key): value for key, value in source.tree.items()}
+    of_yaml = {flag_of(key): value for key, value in source.tree.items()}
     for key in source.settings.keys() & of_yaml.keys() - behind if "--config" in text else ():
         if _is_ours(key) and str(source.settings[key]) != str(of_yaml[key]):
             raise ConfigError(
@@ -270,23 +263,8 @@ def _said(text: str, behind: set[str], asked: Asked) -> Said:
     return replace(source, settings={**of_yaml, **source.settings}, skipped=(*source.skipped, *strays))
 
 
-def _override(text: str) -> tuple[str, Any]:
-    key, equals, value = text.partition("=")
-    if not equals or not _is_ours(_plain(key)):
-        raise not_read(text, f"KEY=VALUE, KEY one of {', '.join(KEYS)}", "options are --line N and --as-documented")
-    return _plain(key), load(value)
-
-
-def _plain(key: str) -> str:
-    return key.lstrip("-").replace("-", "_")
-
-
 def _is_ours(key: str) -> bool:
     return key in (TYPE, *KEYS, USE_VLLM, *OF_KL, *OF_CLIP, *TAUS, *CLIPS, *UNSERVED) or key.startswith(FAMILIES)
-
-
-def _other(words: Sequence[Word]) -> tuple[Word, ...]:
-    return other_of(words, ("swift", "megatron"), COMMANDS)
 
 
 def _starts(word: str) -> bool:
@@ -297,7 +275,8 @@ def _file(words: Sequence[Word]) -> Word | None:
     """The yaml or json behind `rlhf`, or behind --config of earlier releases."""
     behind = next((after for word, after in itertools.pairwise(words) if _starts(word.text)), None)
     is_named = behind and behind.text.endswith((".yaml", ".yml", ".json"))
-    return behind if is_named else setting_of(words, "--config")
+    return behind if is_named else config_of(words)
 
 
-DIALECT = Dialect("ms-swift", KEYS, flags, _is_ours, _starts, _file, last_wins=True, corrects="rlhf", other=_other)
+OTHER = partial(other_of, programs=("swift", "megatron"), commands=COMMANDS)
+DIALECT = Dialect("ms-swift", KEYS, flags, _is_ours, _starts, _file, corrects="rlhf", other=OTHER)

@@ -14,7 +14,7 @@ from typing import Any
 from mis_plugins.config.reading import number, suggest
 from mis_plugins.errors import ConfigError, cut, shown
 from mis_plugins.explain.translate.script import ASKED, Asked
-from mis_plugins.explain.translate.translation import OVER_TOKENS, Translation, choice, load, not_read, places
+from mis_plugins.explain.translate.translation import OVER_TOKENS, Translation, choice, places, settings_behind
 
 TABLES = ("trainer.loss", "loss")
 """Where the settings stand: in the toml of a whole run, and in the trainer's own."""
@@ -66,7 +66,8 @@ def translate(text: str, behind: Sequence[str] = (), asked: Asked = ASKED) -> Tr
     table, loss = _loss(tree)
     if not behind and not ({"loss", "trainer", "orchestrator", "inference"} & tree.keys()):
         raise ConfigError(f"nothing to translate: no table [{'] or ['.join(TABLES)}] in it, and no [trainer]")
-    loss |= dict(_override(override) for override in behind)
+    won = settings_behind(behind, f"{TABLES[0]}.KEY=VALUE, KEY one of {', '.join(KEYS)}", _is_read)
+    loss |= {path.rpartition(".")[2]: value for path, value in won}
     kind = choice(loss.get("type", "default"), f"{table}.type", tuple(DEFAULTS))
     _check_keys(loss, table, kind)
     if kind == "custom":
@@ -78,13 +79,10 @@ def translate(text: str, behind: Sequence[str] = (), asked: Asked = ASKED) -> Tr
     given = {f"{table}.{key}": value for key, value in loss.items()}
     sources = {path: tuple(f"{table}.{key}" for key in keys) for path, keys in SOURCES.items()}
     notes = (*_of_loss(loss, table, values), *_beside(tree))
-    return Translation("prime-rl", given, _mis(kind, values) | {"metrics": "watch"}, sources, notes)
-
-
-def _mis(kind: str, values: Mapping[str, float]) -> dict[str, Any]:
-    """-A pi_theta / mu of the tokens that are left, and a penalty on the log ratio of every token."""
-    penalty = {"kl_tau": values["kl_tau"]} if values["kl_tau"] else {}
-    return {"objective": {"surrogate": "dppo_tv" if kind == "default" else kind, "old": "behavior"} | penalty}
+    # -A pi_theta / mu of the tokens that are left, and a penalty on the log ratio of every token.
+    objective = {"surrogate": "dppo_tv" if kind == "default" else kind, "old": "behavior"}
+    objective |= {"kl_tau": values["kl_tau"]} if values["kl_tau"] else {}
+    return Translation("prime-rl", given, {"objective": objective, "metrics": "watch"}, sources, notes)
 
 
 def _of_loss(loss: Mapping[str, Any], table: str, values: Mapping[str, float]) -> Iterator[str]:
@@ -152,13 +150,8 @@ def _loss(tree: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
     return TABLES[0], {}
 
 
-def _override(text: str) -> tuple[str, Any]:
-    """The key and the value of a setting behind the file, spelled as on prime-rl's command line or in its toml."""
-    path, equals, value = text.lstrip("-").partition("=")
-    table, _, key = path.replace("-", "_").rpartition(".")
-    if not equals or table not in ("", *TABLES):
-        raise not_read(text, f"{TABLES[0]}.KEY=VALUE, KEY one of {', '.join(KEYS)}")
-    return key, load(value)
+def _is_read(path: str) -> bool:
+    return path.rpartition(".")[0] in ("", *TABLES)
 
 
 def _check_keys(loss: Mapping[str, Any], table: str, kind: str) -> None:

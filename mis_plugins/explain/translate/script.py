@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import os.path
+import re
 from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -14,8 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mis_plugins.config.file import text_of
-from mis_plugins.errors import ConfigError, cut
-from mis_plugins.errors import shown as quoted
+from mis_plugins.errors import ConfigError, cut, shown
 from mis_plugins.explain.launch.bash.commands import SHELLS
 from mis_plugins.explain.launch.bash.nodes import one_line, parts_of
 from mis_plugins.explain.launch.bash.output import PRINTS
@@ -51,27 +51,9 @@ class Asked:
 ASKED = Asked()
 
 
-@dataclass(frozen=True)
-class Bases:
-    """Which yamls Hydra reads before the one that names them under `defaults`.
-
-    own: names of the framework's own, which correct nothing.
-    blocks: paths of the blocks that the translator reads.
-    """
-
-    own: tuple[str, ...]
-    blocks: Collection[str]
-
-    def unread(self, tree: Mapping[str, Any]) -> Iterator[str]:
-        """Names in `defaults: [NAME, GROUP: NAME, GROUP@PATH: NAME]` that may hold settings and are not read."""
-        defaults = tree.get("defaults")
-        for entry in defaults if isinstance(defaults, list) else ():
-            group, names = next(iter(entry.items()), ("", "")) if isinstance(entry, Mapping) else ("", entry)
-            _, at, package = str(group).partition("@")
-            for name in names if isinstance(names, list) else [names]:
-                is_own = name in (None, "_self_", *self.own)
-                if not is_own and (not at or package in ("_global_", *self.blocks)):
-                    yield f"settings in {cut(str(name), 60)}, which `defaults` names and nothing here reads"
+def config_of(words: Sequence[Word]) -> Word | None:
+    """The yaml that a command names behind --config."""
+    return setting_of(words, "--config")
 
 
 @dataclass(frozen=True)
@@ -84,8 +66,8 @@ class Dialect:
     reads: whether a path is one that the translator reads.
     starts: whether a word tells that its command starts a training.
     file: the yaml that a command names, whose settings count beside those of the command; None where it names none.
-    last_wins: whether a setting that stands twice in one command has its last value.
-    bases: the yamls that Hydra reads too; None where the framework has no Hydra.
+    own_yamls: names of the framework's own yamls, which correct nothing and may stand under `defaults`.
+    blocks: paths of the blocks of a yaml that the translator reads; none where the framework has no Hydra.
     corrects: the one trainer of the framework that corrects.
     other: the words that tell what a command starts in its place; none where it starts no other.
     """
@@ -95,11 +77,22 @@ class Dialect:
     settings: Callable[[Sequence[Word]], Iterator[tuple[str, Value]]]
     reads: Callable[[str], bool]
     starts: Callable[[str], bool]
-    file: Callable[[Sequence[Word]], Word | None]
-    last_wins: bool = False
-    bases: Bases | None = None
+    file: Callable[[Sequence[Word]], Word | None] = config_of
+    own_yamls: tuple[str, ...] = ()
+    blocks: Collection[str] = ()
     corrects: str = ""
     other: Callable[[Sequence[Word]], tuple[Word, ...]] = lambda _: ()
+
+    def unread_bases(self, tree: Mapping[str, Any]) -> Iterator[str]:
+        """Names in `defaults: [NAME, GROUP: NAME, GROUP@PATH: NAME]` that may hold settings and are not read."""
+        defaults = tree.get("defaults") if self.blocks else None
+        for entry in defaults if isinstance(defaults, list) else ():
+            group, names = next(iter(entry.items()), ("", "")) if isinstance(entry, Mapping) else ("", entry)
+            _, at, package = str(group).partition("@")
+            for name in names if isinstance(names, list) else [names]:
+                is_own = name in (None, "_self_", *self.own_yamls)
+                if not is_own and (not at or package in ("_global_", *self.blocks)):
+                    yield f"settings in {cut(str(name), 60)}, which `defaults` names and nothing here reads"
 
 
 @dataclass(frozen=True)
@@ -204,8 +197,8 @@ def tree_or_script(text: str, dialect: Dialect, behind: set[str], asked: Asked) 
     else:
         source = Said({}, tree)
     if not isinstance(source.tree, Mapping):
-        raise ConfigError(f"got {quoted(source.tree)}; expected a yaml of {dialect.name}'s, or a launch script")
-    unread = tuple(dialect.bases.unread(source.tree)) if dialect.bases else ()
+        raise ConfigError(f"got {shown(source.tree)}; expected a yaml of {dialect.name}'s, or a launch script")
+    unread = tuple(dialect.unread_bases(source.tree))
     notes = (f"not read: {base}; those that count go behind the file." for base in unread)
     return replace(source, notes=(*source.notes, *notes), skipped=(*source.skipped, *unread))
 
@@ -324,12 +317,12 @@ def _merged(start: Start, dialect: Dialect, behind: set[str]) -> dict[str, Any]:
     for path, value in start.settings:
         if dialect.reads(path.lstrip("~")) and path.lstrip("~") not in behind:
             values_by_path.setdefault(path, []).append(value)
-    return {path: _value(values, dialect.last_wins) for path, values in values_by_path.items()}
+    return {path: _value(values) for path, values in values_by_path.items()}
 
 
-def _value(values: list[Value], last_wins: bool) -> str | bool:
+def _value(values: list[Value]) -> str | bool:
     sure = [place for place, value in enumerate(values) if value is None or not value.branch]
-    if last_wins and sure:
+    if sure:
         values = values[sure[-1] :]
     texts = dict.fromkeys(True if value is None else value.text for value in values)
     labels = {value.branch for value in values if value is not None}
@@ -562,21 +555,14 @@ def _errors(root: Node) -> Iterator[Node]:
 
 def _places(source: bytes, keys: Sequence[str]) -> Iterator[tuple[int, str]]:
     """Where each key stands in a text as a word of its own, and the key that it leads to, as in `KEY.LAST`."""
-    plain, end = source.replace(b"-", b"_"), len(source)
     for key in keys:
-        begin = plain.find(key.encode())
-        while begin >= 0:
-            after = begin + len(key)
-            before = source[begin - 1 : begin]
-            stop = after + (source[after : after + 1] == b".")
-            while stop < end and (source[stop : stop + 1].isalnum() or source[stop : stop + 1] == b"_"):
-                stop += 1
-            tail = source[after:stop].decode(errors="replace")
-            is_alone = not tail[:1].isalnum() and tail[:1] != "_" and source[after : after + 1] != b"-"
-            is_path = before == b"/" and source[stop : stop + 1] in ENDS_A_PATH or tail in LOCATED
-            if is_alone and not before.isalnum() and before != b"_" and not is_path:
-                yield begin, tail[1:] or key
-            begin = plain.find(key.encode(), max(after, stop))
+        name = key.replace("_", "[-_]")
+        word = rf"{name}(?<!\w{name})(?![\w-])(\.\w*)?"  # begins with a letter, which is found fast
+        for place in re.finditer(word.encode(), source):
+            tail, before = (place[1] or b"").decode(), source[place.start() - 1 : place.start()]
+            is_path = before == b"/" and source[place.end() : place.end() + 1] in ENDS_A_PATH or tail in LOCATED
+            if not is_path:
+                yield place.start(), tail[1:] or key
 
 
 def _chain(root: Node, begin: int) -> list[Node]:

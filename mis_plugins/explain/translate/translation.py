@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import textwrap
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -116,8 +116,8 @@ def of_hydra(text: str) -> Any:
     return text if is_number and not HYDRAS_NUMBER.fullmatch(text.strip()) else value
 
 
-def of_script(path: str, text: str) -> Any:
-    """The value of an override in a script, as `of_hydra` reads it.
+def of_script(path: str, text: str, read: Callable[[str], Any] = of_hydra) -> Any:
+    """The value of an override in a script.
 
     Raises:
         ConfigError: a comma without quotes or brackets, with which Hydra sweeps over values, and refuses to.
@@ -126,7 +126,7 @@ def of_script(path: str, text: str) -> Any:
         raise ConfigError(
             f"{path}={cut(text)}: Hydra refuses a comma that no quotes hold; write \"{path}='{cut(text)}'\""
         )
-    return of_hydra(text)
+    return read(text)
 
 
 def _by_text(value: Any) -> Any:
@@ -178,9 +178,35 @@ def refuse_open(given: Mapping[str, Any], spelled: Mapping[str, str]) -> None:
         raise ConfigError(f"only the launch decides {left_open}; put the values behind the file, as {asked}")
 
 
-def not_read(setting: str, expected: str, options: str = "option is --line N") -> ConfigError:
-    """The error for a word behind the file that is neither a setting nor an option of the command."""
-    return ConfigError(f"override {shown(setting)}: expected {expected}; the command's own {options}")
+def flag_of(name: str) -> str:
+    """The key of a flag, which parsers of Hugging Face's take with dashes or underscores."""
+    return name.lstrip("-").replace("-", "_")
+
+
+def settings_behind(
+    words: Iterable[str],
+    expected: str,
+    reads: Callable[[str], bool],
+    spelled: Callable[[str], str] = flag_of,
+    value: Callable[[str], Any] = load,
+    options: str = "option is --line N",
+) -> Iterator[tuple[str, Any]]:
+    """The path and the value of each setting behind a file.
+
+    Args:
+        expected, options: the settings and the options of the command, in the words of an error.
+        reads: whether a path is read.
+        spelled: the path that a setting's name means.
+
+    Raises:
+        ConfigError: a word is neither a setting nor an option of the command.
+    """
+    for word in words:
+        name, equals, text = word.partition("=")
+        path = spelled(name)
+        if not equals or not reads(path):
+            raise ConfigError(f"override {shown(word)}: expected {expected}; the command's own {options}")
+        yield path, value(text)
 
 
 def clip_flags(given: Mapping[str, Any], keys: Sequence[str], of_ratio: bool = False) -> Iterator[str]:
@@ -216,14 +242,6 @@ def beside(given: Mapping[str, Any], unserved: Mapping[str, tuple[Any, str]], cl
             means = read(value, key) if read else value
             if means != default:
                 yield f"{key}: {as_written(means)} {why}"
-
-
-def switch(given: Mapping[str, Any], key: str) -> bool:
-    """Whether a switch is on; unset or null is off. Text, be it `${...}` or "false", is a ConfigError."""
-    value = given.get(key)
-    if not isinstance(value, bool | None):
-        raise ConfigError(f"{key}: got {shown(value)}; expected true or false")
-    return bool(value)
 
 
 def truth(value: Any, key: str) -> bool:

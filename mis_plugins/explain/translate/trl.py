@@ -18,17 +18,7 @@ from typing import Any
 from mis_plugins.config.reading import number
 from mis_plugins.errors import ConfigError, cut
 from mis_plugins.explain.launch.words import Word
-from mis_plugins.explain.translate.script import (
-    ASKED,
-    Asked,
-    Dialect,
-    Said,
-    Value,
-    flags,
-    other_of,
-    setting_of,
-    tree_or_script,
-)
+from mis_plugins.explain.translate.script import ASKED, Asked, Dialect, Said, Value, flags, other_of, tree_or_script
 from mis_plugins.explain.translate.translation import (
     BY_ENTROPY,
     NO_TRUNCATED,
@@ -40,11 +30,11 @@ from mis_plugins.explain.translate.translation import (
     beside,
     choice,
     clip_flags,
+    flag_of,
     listed,
-    load,
-    not_read,
     places,
     refuse_open,
+    settings_behind,
     truth,
 )
 
@@ -114,7 +104,8 @@ def translate(text: str, behind: Sequence[str] = (), asked: Asked = ASKED) -> Tr
         ConfigError: no key of TRL's, a value that TRL refuses, a loss without a counterpart, or a value that only the
             launch decides.
     """
-    won = dict(map(_override, behind))
+    expected = f"KEY=VALUE, KEY one of {', '.join(READ)}"
+    won = dict(settings_behind(map(_switched_off, behind), expected, _is_read))
     source = _said(text, set(won), asked)
     keys = {**source.settings, **won}
     for key in keys:
@@ -271,9 +262,8 @@ def _said(text: str, behind: set[str], asked: Asked) -> Said:
     if asked.path.suffix == ".py" or called and asked.path.suffix not in (".sh", ".yaml", ".yml"):
         return _of_call(text, behind)
     source = tree_or_script(text, DIALECT, behind, asked)
-    of_yaml = {str(key): value for key, value in source.tree.items()}
     strays = [place for place in places(source.tree, KEYS) if "." in place]
-    return replace(source, settings={**of_yaml, **source.settings}, skipped=(*source.skipped, *strays))
+    return replace(source, settings={**source.tree, **source.settings}, skipped=(*source.skipped, *strays))
 
 
 def _of_call(text: str, behind: set[str]) -> Said:
@@ -344,14 +334,11 @@ def _nothing(value: Any) -> Any:
     return None if isinstance(value, str) and value.lower() in ("none", "null") else value
 
 
-def _override(text: str) -> tuple[str, Any]:
-    key, equals, value = text.partition("=")
-    key = key.lstrip("-").replace("-", "_")
-    if key in OFF and value == "true":
-        return key[3:], False
-    if not equals or not _is_read(key):
-        raise not_read(text, f"KEY=VALUE, KEY one of {', '.join(READ)}")
-    return key, load(value)
+def _switched_off(setting: str) -> str:
+    """`--no_KEY`, which stands behind a file as no_KEY=true, as the setting KEY=false."""
+    name, _, value = setting.partition("=")
+    key = flag_of(name)
+    return f"{key[3:]}=false" if key in OFF and value == "true" else setting
 
 
 def _is_read(key: str) -> bool:
@@ -377,8 +364,4 @@ def _starts(word: str) -> bool:
     return word == "grpo" or word.endswith((".py", ".yaml", ".yml")) and "grpo" in word
 
 
-def _file(words: Sequence[Word]) -> Word | None:
-    return setting_of(words, "--config")
-
-
-DIALECT = Dialect("TRL", (*KEYS, *OFF), _flags, _is_read, _starts, _file, last_wins=True, corrects="grpo", other=_other)
+DIALECT = Dialect("TRL", (*KEYS, *OFF), _flags, _is_read, _starts, corrects="grpo", other=_other)

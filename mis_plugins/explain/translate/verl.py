@@ -12,14 +12,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from mis_plugins.config.reading import number, suggest
+from mis_plugins.config.reading import convert, number, suggest
 from mis_plugins.errors import ConfigError, cut, shown
 from mis_plugins.explain.launch.words import Word
 from mis_plugins.explain.translate import verl_presets
 from mis_plugins.explain.translate.script import (
     ASKED,
     Asked,
-    Bases,
     Dialect,
     Said,
     Value,
@@ -37,12 +36,11 @@ from mis_plugins.explain.translate.translation import (
     beside,
     choice,
     is_open,
-    not_read,
     of_hydra,
     of_script,
     places,
     refuse_open,
-    switch,
+    settings_behind,
 )
 
 SECTION, ACTOR = "algorithm.rollout_correction", "actor_rollout_ref.actor"
@@ -94,6 +92,14 @@ BY_DIVERGENCE = ("dppo_tv", "dppo_kl")
 LOSS_MODES = {mode: (mode, WIDTHS) for mode in BY_DIVERGENCE} | {"sapo": ("sapo", TAUS), "geo_mean": ("gmpo", WIDTHS)}
 """By verl's name of a loss: our surrogate, and the keys of the actor that the loss reads."""
 OTHER_LOSSES = ("vanilla", "bypass_mode")  # losses that an override behind the file may name in place of these
+SOURCES = {
+    "weight.level": ("rollout_is",),
+    **{f"weight.{name}": ("rollout_is_threshold",) for name in ("bound", "lower", "upper")},
+    "weight.normalize": ("rollout_is_batch_normalize",),
+    **{f"reject[{i}]": ("rollout_rs_threshold",) for i in range(len(OPTIONS))},
+    "objective.old": ("bypass_mode",),
+    **{f"objective.{key}": (key,) for key in TAUS},
+}
 CLIP_RATIO, CLIP_RATIO_C = 0.2, 3.0  # of an actor in verl 0.9.1 that sets none: all three widths, and the cap
 
 RETIRED = ("rollout_rs_threshold_lower", "rollout_token_veto_threshold", "rollout_is_veto_threshold",
@@ -172,14 +178,16 @@ class Draft:
     settings: Mapping[str, Any]
     given: Mapping[str, Any]
     mis: dict[str, Any] = field(default_factory=dict)
-    sources: dict[str, tuple[str, ...]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     remarks: dict[str, str] = field(default_factory=dict)
+
+    def is_on(self, key: str) -> bool:
+        """Whether a switch is on; unset or null is off. Text, be it `${...}` or "false", is a ConfigError."""
+        return bool(convert(bool | None, self.given.get(key), key))
 
     def drop(self, part: str, why: str) -> None:
         """Set `weight` or `reject` back to null, and note why."""
         self.mis[part] = None
-        self.sources = {path: keys for path, keys in self.sources.items() if not path.startswith(part)}
         self.notes.append(why)
 
 
@@ -189,7 +197,8 @@ def translate(text: str, behind: Sequence[str] = (), asked: Asked = ASKED) -> Tr
     Raises:
         ConfigError: no such section, an unknown key, a value that verl refuses; it quotes verl's key.
     """
-    won = dict(_flat(dict(map(_override, behind))))
+    spelled = lambda name: _full(name.lstrip("+"))  # noqa: E731
+    won = dict(_flat(dict(settings_behind(behind, f"{SECTION}.KEY=VALUE", _is_ours, spelled, _value))))
     source = _said(text, set(won), asked)
     settings = {**source.settings, **won}
     given = _given(settings, won)
@@ -217,7 +226,8 @@ def _translated(draft: Draft, text: str) -> Translation:
     _normalize(draft)
     _finish(draft)
     notes = tuple(dict.fromkeys(draft.notes))
-    made = Translation("verl's rollout correction", given, draft.mis, draft.sources, notes, draft.remarks)
+    sources = SOURCES | {"objective.surrogate": (LOSS_MODE if LOSS_MODE in given else "loss_type",)}
+    made = Translation("verl's rollout correction", given, draft.mis, sources, notes, draft.remarks)
     made.config()
     return made
 
@@ -231,17 +241,9 @@ def _full(path: str) -> str:
     return f"{SHORT.get(first, first)}{dot}{rest}"
 
 
-def _override(text: str) -> tuple[str, Any]:
-    """The full path and the value of a Hydra override."""
-    name, equals, value = text.partition("=")
-    path = _full(name.lstrip("+"))
-    if not equals or not _is_ours(path):
-        raise not_read(text, f"{SECTION}.KEY=VALUE")
-    return path, _plain(of_hydra(value), value)
-
-
-def _plain(value: Any, text: str) -> Any:
+def _value(text: str) -> Any:
     """A value of Hydra's; empty text and switches of YAML alone (`no`) stay text, which verl does not convert."""
+    value = of_hydra(text)
     is_ours = isinstance(value, bool) and text.strip().lower() not in ("true", "false")
     return text if is_ours or text == "" else value
 
@@ -289,10 +291,8 @@ def _of_script(settings: Mapping[str, Any]) -> dict[str, Any]:
     """The values of Hydra's overrides in a launch script."""
     if SECTION in settings and settings.keys() - {SECTION, ASYNC}:
         raise ConfigError(f"{SECTION}: stands beside a value for all of it; give one of them")
-    plain_values = {
-        path: _plain(of_script(path, value), value) for path, value in settings.items() if not is_open(value)
-    }
-    return dict(_flat({path: plain_values.get(path, value) for path, value in settings.items()}))
+    values = {path: value if is_open(value) else of_script(path, value, _value) for path, value in settings.items()}
+    return dict(_flat(values))
 
 
 def _is_ours(path: str) -> bool:
@@ -356,8 +356,8 @@ DIALECT = Dialect(
     _is_ours,
     _starts,
     _file,
-    last_wins=True,
-    bases=Bases(OWN_PARTS, PARENTS),
+    own_yamls=OWN_PARTS,
+    blocks=PARENTS,
 )
 
 
@@ -473,16 +473,13 @@ def _weigh(draft: Draft) -> None:
     lower, upper = _bounds(threshold, "rollout_is_threshold")
     bound = {"bound": "truncate"} if lower is None else {"bound": "zero", "lower": lower}
     draft.mis["weight"] = {"level": level, **bound, "upper": upper}
-    draft.sources["weight.level"] = ("rollout_is",)
-    draft.sources |= {f"weight.{name}": ("rollout_is_threshold",) for name in ("bound", "lower", "upper")}
 
 
 def _normalize(draft: Draft) -> None:
-    if not draft.mis.get("weight") or not switch(draft.given, "rollout_is_batch_normalize"):
+    if not draft.mis.get("weight") or not draft.is_on("rollout_is_batch_normalize"):
         return
-    bypass = switch(draft.given, "bypass_mode")
+    bypass = draft.is_on("bypass_mode")
     draft.mis["weight"]["normalize"] = {"scope": "data_parallel" if bypass else "rollout", "over": "valid"}
-    draft.sources["weight.normalize"] = ("rollout_is_batch_normalize",)
     whose = "each micro-batch over all ranks" if bypass else "the whole training batch, on one process"
     draft.notes.append(
         f"rollout_is_batch_normalize: verl's mean is over {whose}, rejected tokens and zeroed weights included, as "
@@ -515,7 +512,6 @@ def _reject(draft: Draft) -> None:
         unit, k = name.rsplit("_", 1)
         rule = _ratio_rule(spec) if k == "k1" else _divergence_rule(k, spec)
         draft.mis["reject"].append({"over": AGGREGATION[unit], **rule})
-        draft.sources[f"reject[{i}]"] = ("rollout_rs_threshold",)
         draft.remarks[f"reject[{i}]"] = f"rollout_rs: {name}, rollout_rs_threshold: {cut(str(spec))}"
         if k == "k1":
             draft.notes.append(
@@ -543,14 +539,13 @@ def _divergence_rule(k: str, spec: Any) -> dict[str, Any]:
 def _bypass(draft: Draft) -> None:
     given = draft.given
     loss_type = choice(given.get("loss_type", "ppo_clip"), "loss_type", tuple(SURROGATE))
-    if not switch(given, "bypass_mode"):
+    if not draft.is_on("bypass_mode"):
         if loss_type != "ppo_clip":
             draft.notes.append(f"loss_type: {loss_type} has no effect without bypass_mode, in verl as here.")
         if draft.settings.get(MODE_PATH) == "bypass_mode" and draft.mis.get("weight"):
             draft.drop("weight", WEIGHTS_OF_ITS_OWN)
         return
     draft.mis["objective"] = {"old": "behavior", "surrogate": SURROGATE[loss_type]}
-    draft.sources |= {"objective.old": ("bypass_mode",), "objective.surrogate": ("loss_type",)}
     names_it = draft.settings.get(MODE_PATH) == "bypass_mode"
     is_handed = names_it and any(path.startswith(IN_LOSS) for path in draft.settings)
     if (draft.mis.get("reject") or loss_type == "reinforce") and _is_v1(draft.settings) and not is_handed:
@@ -568,11 +563,9 @@ def _of_mode(draft: Draft) -> None:
     given, mode = draft.given, draft.given[LOSS_MODE]
     surrogate, read = LOSS_MODES[mode]
     choice(given.get("loss_type", "ppo_clip"), "loss_type", tuple(SURROGATE))
-    bypass = switch(given, "bypass_mode")
+    bypass = draft.is_on("bypass_mode")
     own = {key: number(given[key], key) for key in TAUS if key in given}
     draft.mis["objective"] = {"surrogate": surrogate, "old": "behavior" if bypass else "proximal"} | own
-    draft.sources |= {"objective.surrogate": (LOSS_MODE,), "objective.old": ("bypass_mode",)}
-    draft.sources |= {f"objective.{key}": (key,) for key in own}
     if bypass:
         draft.notes.append(MODE_IN_BYPASS.format(mode=mode))
     elif mode in BY_DIVERGENCE:

@@ -112,6 +112,7 @@ def _arguments(name: str, text: str, parameters: tuple[str, ...]) -> dict[str, A
         given = {str(word.arg): ast.literal_eval(word.value) for word in call.keywords}
         return inspect.Signature(takes).bind_partial(*map(ast.literal_eval, call.args), **given).arguments
     except (SyntaxError, TypeError, ValueError) as error:
+        why = str(error).partition(": <ast")[0]  # Python names a place in memory of what is no literal
         raise ConfigError(
-            f"{name}{text}: {error}; {name} takes {', '.join(parameters) or 'nothing'}, as numbers or quoted text"
+            f"{name}{text}: {why}; {name} takes {', '.join(parameters) or 'nothing'}, as numbers or quoted text"
         ) from None
