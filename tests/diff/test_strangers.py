@@ -185,21 +185,29 @@ def test_bytes_around_an_archive_are_never_equal(ending: str, joined: Callable[[
     assert report(file, other).exit_code == report(other, other).exit_code == NOT_COMPARABLE
 
 
-@pytest.mark.parametrize("other", [[-1.5, -3.0], [-1.5, None], [-1.5], (-1.5, -2)])
-def test_lists_of_numbers_beside_a_tensor_are_compared(other: list, tmp_path: Path) -> None:
-    for name, log_probs in (("a.pt", [-1.5, -2.0]), ("b.pt", other)):
-        torch.save({"x": X, "log_probs": log_probs, "names": ["a"]}, tmp_path / name)
-    found = report(tmp_path / "a.pt", tmp_path / "b.pt")
-    assert (found.exit_code == EQUAL) == (other == (-1.5, -2)) and len(found.rows) == 2
-    assert report(tmp_path / "b.pt", tmp_path / "b.pt").exit_code == EQUAL
-
-
-@pytest.mark.parametrize(("one", "other"), [([True, True], [True, False]), ([-1.5, None], [-1.5, math.nan])])
-def test_masks_and_missing_numbers_in_lists_are_compared(one: list, other: list, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("one", "other", "code"),
+    [([-1.5, -2.0], [-1.5, -3.0], DIFFERENT),
+     ([-1.5, -2.0], [-1.5, None], DIFFERENT),
+     ([-1.5, -2.0], [-1.5], NOT_COMPARABLE),
+     ([-1.5, -2.0], (-1.5, -2), EQUAL),
+     ([True, True], [True, False], DIFFERENT),
+     ([-1.5, None], [-1.5, math.nan], DIFFERENT),
+     (1e-3, 1e-4, DIFFERENT),  # a learning rate
+     (3, 3.0, NOT_COMPARABLE),
+     (["text", 1.0], ["text", 2.0], DIFFERENT),
+     ({"a": ["text", {"c": 1}]}, {"a": ["text", {"c": 2}]}, DIFFERENT),
+     ("cosine", 1.0, NOT_COMPARABLE)],
+)  # fmt: skip
+def test_numbers_beside_a_tensor_are_compared(one: object, other: object, code: int, tmp_path: Path) -> None:
+    """A text is told as no tensor."""
     for name, values in (("a.pt", one), ("b.pt", other)):
-        torch.save({"x": X, "values": values}, tmp_path / name)
-    assert report(tmp_path / "a.pt", tmp_path / "b.pt").exit_code == DIFFERENT
-    assert report(tmp_path / "a.pt", tmp_path / "a.pt").exit_code == EQUAL
+        torch.save({"x": X, "values": values, "names": ["a"]}, tmp_path / name)
+    found = report(tmp_path / "a.pt", tmp_path / "b.pt")
+    assert found.exit_code == code and len(found.rows) == 2
+    assert found.no_tensors == 1 + ("text" in str(one))
+    for name in ("a.pt", "b.pt"):
+        assert report(tmp_path / name, tmp_path / name).exit_code == EQUAL
 
 
 def test_an_index_of_another_format_is_left_over(tmp_path: Path) -> None:
