@@ -133,14 +133,12 @@ def engine_and_trainer(dump: Recording) -> tuple[Recording, Recording]:
 
 def numbered(entries: Iterable[Entry]) -> tuple[Entry, ...]:
     """Number the occurrences of equal keys from 1, in the order of the entries."""
-    seen: Counter[Key] = Counter()
-
-    def next_key(key: Key) -> Key:
-        unnumbered = replace(key, occurrence=0)
-        seen[unnumbered] += 1
-        return replace(key, occurrence=seen[unnumbered])
-
-    return tuple(Entry(next_key(entry.key), entry.load) for entry in entries)
+    counts, with_numbers = Counter[Key](), []
+    for entry in entries:
+        unnumbered = replace(entry.key, occurrence=0)
+        counts[unnumbered] += 1
+        with_numbers.append(replace(entry, key=replace(unnumbered, occurrence=counts[unnumbered])))
+    return tuple(with_numbers)
 
 
 _Item = tuple[tuple, Entry]  # a key to sort by, and an entry whose occurrence is not counted yet
@@ -244,7 +242,7 @@ def _dumped(file: Path, tags: Mapping[str, str]) -> _Item:
         rank=rank,
         recompute=tags.get("recompute_status") == "recompute",
     )
-    return (0, index, rank), Entry(key, partial(read, file, partial(DUMPED[file.suffix], file)))
+    return (0, index, rank), Entry(key, partial(read, file, partial(_dumped_alone, READERS[file.suffix], file)))
 
 
 def _dumped_pt(file: Path) -> Value:
@@ -324,6 +322,8 @@ def _safetensors(path: Path) -> Iterator[tuple[str, Callable[[], Value]]]:
 
 def _dumped_alone(reader: Reader, file: Path) -> Value:
     """Load the only tensor of a file that is named like a dump of one tensor."""
+    if reader is _pt:
+        return _dumped_pt(file)
     (_, load), *more = list(reader(file)) or [("", lambda: None)]
     if more:
         raise RecordError(f"{file}: is named like a dump of one tensor but holds {1 + len(more)}")
@@ -354,12 +354,6 @@ def _natural(name: str) -> tuple:
 
 SAVED = (".pth", ".bin", ".ckpt")  # other endings of what torch.save writes
 READERS: dict[str, Reader] = {".pt": _pt, ".safetensors": _safetensors, ".npz": _npz, **dict.fromkeys(SAVED, _pt)}
-DUMPED: dict[str, Callable[[Path], Value]] = {
-    ".pt": _dumped_pt,
-    ".safetensors": partial(_dumped_alone, _safetensors),
-    ".npz": partial(_dumped_alone, _npz),
-    **dict.fromkeys(SAVED, _dumped_pt),
-}
 ARGUMENTS = "training_args.bin"  # of Hugging Face's Trainer, beside a checkpoint: the arguments of the run alone
 UNREAD = set(".npy .gguf .distcp .h5 .pkl .onnx .msgpack .parquet .arrow".split())  # of files that hold tensors too
 PACKED = {".gz", ".zst", ".bz2", ".xz", ".part", ".tmp", ".incomplete"}  # behind the ending of what is packed, or cut
