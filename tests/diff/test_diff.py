@@ -677,13 +677,6 @@ def test_an_npz_that_is_named_like_a_dump(tmp_path: Path, capsys: Capture):
     assert "is named like a dump of one tensor but holds 2" in capsys.readouterr().out
 
 
-def test_integers_are_not_told_in_ulps(tmp_path: Path, capsys: Capture):
-    a, b = (saved(tmp_path / f"{n}.pt", {"ids": torch.tensor([1, n])}) for n in (2, 10))
-    assert main(["diff", str(a), str(b)]) == DIFFERENT
-    assert "ids: 1 of 2 values differ, first at [1]: 2 (0x" in (out := capsys.readouterr().out)
-    assert "ulp" not in out
-
-
 def test_records_of_nothing_are_not_equal(tmp_path: Path):
     LogProbRecord.from_sequences([], []).save(tmp_path / "a.safetensors")
     assert diff(tmp_path / "a.safetensors", tmp_path / "a.safetensors") == NOT_COMPARABLE
