@@ -35,6 +35,7 @@ FLOATS = _existing(
 )  # fmt: skip
 UNSIGNED = _existing("bool", "uint8", "uint16", "uint32", "uint64", "float8_e8m0fnu")
 SIGNED = frozenset(INTEGERS.values())
+ORDERED = FLOATS | UNSIGNED | SIGNED  # dtypes whose values have an order, and so a distance
 
 Kind = Literal["dtype", "shape", "bytes"]
 
@@ -112,10 +113,9 @@ def first_mismatch(
         index = int(differs.int().argmax())
         first = first or (start + index, left[index], right[index], int(distances[index]))
         furthest = max(furthest, int(distances[differs].max()))
-        counts += _counts(left, right)
+        counts += torch.bincount(_labels(distances[differs]), minlength=len(LABELS))
     if first is None:
         return None
-    counts[LABELS.index("equal")] = 0
     index, left, right, apart = first
     return Mismatch(
         kind="bytes",
@@ -144,7 +144,7 @@ def ulps(a: Shaped[Tensor, "*S"], b: Shaped[Tensor, "*S"]) -> Int64[Tensor, "*S"
     dtype.
     """
     left, right = _bits(a), _bits(b)
-    if a.dtype in FLOATS | UNSIGNED | SIGNED:
+    if a.dtype in ORDERED:
         distance = _distance(_position(left, a.dtype), _position(right, a.dtype))
         distance = torch.where(_is_nan(a) | _is_nan(b), NO_DISTANCE, distance)
     else:
@@ -212,21 +212,19 @@ def _is_nan(x: Shaped[Tensor, "*S"]) -> Bool[Tensor, "*S"]:
 
 POWERS = 2 ** torch.arange(63)  # upper ends of the bins 1, 2, 3..4, 5..8, ...
 _RANGES = (f"{2 ** (power - 1) + 1}..{2**power}" for power in range(2, 63))
-LABELS = ("equal", "NaN", "0", "1", "2", *_RANGES, f"{2**62 + 1}..")
+LABELS = ("NaN", "0", "1", "2", *_RANGES, f"{2**62 + 1}..")
 
 
-def _counts(a: Shaped[Tensor, "n"], b: Shaped[Tensor, "n"]) -> Int64[Tensor, "labels"]:
-    """Count the pairs of each label in LABELS."""
-    distances = ulps(a, b)
-    label = torch.bucketize(distances, POWERS) + LABELS.index("1")
+def _labels(distances: Int64[Tensor, "n"]) -> Int64[Tensor, "n"]:
+    """Return the place in LABELS of each distance."""
+    labels = torch.bucketize(distances, POWERS) + LABELS.index("1")
     for special, value in (("0", 0), ("NaN", NO_DISTANCE)):
-        label = torch.where(distances == value, LABELS.index(special), label)
-    label = torch.where(_bits(a) == _bits(b), LABELS.index("equal"), label)
-    return torch.bincount(label, minlength=len(LABELS))
+        labels = torch.where(distances == value, LABELS.index(special), labels)
+    return labels
 
 
 def _value(x: Shaped[Tensor, ""]) -> object:
-    return x.item() if x.dtype in FLOATS | UNSIGNED | SIGNED else _hexadecimal(x)
+    return x.item() if x.dtype in ORDERED else _hexadecimal(x)
 
 
 def _hexadecimal(x: Shaped[Tensor, ""]) -> str:

@@ -153,14 +153,6 @@ def test_one_flipped_bit_is_found_at_the_next_step(
     assert f"first in {place}: engine {value:.9g} (0x" in said and ", 1 ulp apart" in said
 
 
-def test_a_bit_outside_the_loss_is_nobodys(tmp_path: Path, comparison: Comparison):
-    args, batch = settings(tmp_path, **RAISE), example()
-    outside = [(i, t) for i, m in enumerate(batch.loss_masks) for t in range(len(m)) if (i, t) not in VALID]
-    assert outside
-    steps(args, *[handed(flip(batch, *one)) for one in outside])
-    assert comparison.totals.different == 0
-
-
 PAIRS = [
     (0.0, -0.0, {"0": 1}),
     (-1.0, math.nextafter(-1.0, 0.0), {}),  # the same float32

@@ -5,17 +5,23 @@ Everything runs as it is but the kernels, which need a GPU: on this machine pinn
 
 import json
 import logging
+import sys
 from argparse import Namespace
+from collections.abc import Callable, Iterator
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from commands import ran
+from stand_ins import Write, write  # noqa: F401
 
 from mis_plugins.errors import ConfigError
-from true_on_policy.contract.gpu import MODELS, GpuContract, model_contract
+from true_on_policy import fsdp_worker
+from true_on_policy.contract.gpu import MODELS, GpuContract, gpu_contract, model_contract
 from true_on_policy.errors import ContractError, HostConfigError, NotSeenError, PinError
-from true_on_policy.flags.command import launch_flags
+from true_on_policy.flags.command import HOOK, launch_flags
 from true_on_policy.hosts import miles_init, start
 from true_on_policy.observe import dumps
 
@@ -186,3 +192,104 @@ def test_a_step_hook_on_fsdp_is_told_to_be_without_effect(
         miles_init(on_fsdp)
     (told,) = [record.getMessage() for record in caplog.records]
     assert told.startswith("without effect on FSDP") and pins
+
+
+# The pin of Miles's FSDP trainer, on a stand-in of its module: after Miles's own step, before its model, once.
+
+# As Miles's, with what it did written down.
+ACTOR = """
+class FSDPTrainRayActor:
+    def init(self, args):
+        self._enable_true_on_policy_optimizations(args)
+        args.done.append("model")
+
+    def _enable_true_on_policy_optimizations(self, args):
+        args.done.append("sglang's mode")
+"""
+
+
+@pytest.fixture
+def watched(write: Write, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:  # noqa: F811
+    """Write the module of Miles's trainer, which is not imported yet, and watch for it some times."""
+    monkeypatch.setattr(start, "start", lambda args: args.done.append("ours"))
+    finders = list(sys.meta_path)
+
+    def written(source: str = ACTOR, times: int = 1) -> None:
+        write({"miles/backends/fsdp_utils/actor.py": source})
+        for _ in range(times):
+            fsdp_worker.watch()
+
+    yield written
+    sys.meta_path[:] = finders
+
+
+def trained(deterministic_mode: bool = False) -> list[str]:
+    """What a trainer does while it begins, in order."""
+    args = Namespace(done=[], deterministic_mode=deterministic_mode)
+    import_module(fsdp_worker.MODULE).FSDPTrainRayActor().init(args)
+    return args.done
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_the_pin_follows_miless_own_step_once(times: int, watched: Callable[..., None]) -> None:
+    watched(times=times)
+    assert trained() == ["sglang's mode", "ours", "model"]
+
+
+def test_a_process_that_has_imported_the_trainer_is_pinned_too_and_once(watched: Callable[..., None]) -> None:
+    watched(times=0)
+    assert trained() == ["sglang's mode", "model"]
+    for _ in range(2):
+        fsdp_worker.watch()
+    assert trained() == ["sglang's mode", "ours", "model"]
+
+
+@pytest.mark.parametrize("asked", [True, False])
+def test_the_flag_that_miles_does_not_read_has_its_effect(
+    asked: bool, watched: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before our own start, which writes down what is in force."""
+    seen = []
+    monkeypatch.setattr(start, "start", lambda args: seen.append(torch.are_deterministic_algorithms_enabled()))
+    watched()
+    try:
+        trained(asked)
+        assert seen == [asked] == [torch.are_deterministic_algorithms_enabled()]
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("source", ["", "class FSDPTrainRayActor:\n    pass\n"])
+def test_a_miles_without_the_step_is_refused(source: str, watched: Callable[..., None]) -> None:
+    watched(source)
+    with pytest.raises(ContractError, match="no FSDPTrainRayActor._enable_true_on_policy.*nothing would pin"):
+        import_module(fsdp_worker.MODULE)
+
+
+def test_what_cannot_be_pinned_keeps_the_trainer_from_starting(
+    watched: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(args: Namespace) -> None:
+        raise ContractError("environment: NCCL_ALGO is None")
+
+    monkeypatch.setattr(start, "start", refuse)
+    watched()
+    with pytest.raises(ContractError, match="NCCL_ALGO"):
+        trained()
+
+
+def test_workers_that_train_nothing_pay_nothing() -> None:
+    code = (
+        "import sys; from true_on_policy import fsdp_worker; fsdp_worker.watch(); "
+        "print({'torch', 'miles'} & set(sys.modules))"
+    )
+    done = ran("-c", code)
+    assert done.stdout.strip() == "set()", done.stderr
+
+
+def test_the_launch_names_the_hook() -> None:
+    script = (Path(__file__).parents[2] / "scripts" / "run-qwen3-4b-true-on-policy.sh").read_text()
+    assert f'"worker_process_setup_hook": "{HOOK}"' in script.replace("\\", "")
+    module, _, name = HOOK.rpartition(".")
+    assert callable(getattr(import_module(module), name))
+    assert launch_flags(gpu_contract("qwen3-dense", "fsdp"))

@@ -3,7 +3,7 @@
 The model is a function of what stands before a token, so both sides must agree wherever it was computed.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import hypothesis.strategies as st
@@ -56,6 +56,9 @@ class Memory:
 
     def write(self, name: str, value: object, rank: int = 0) -> None:
         self.entries.append(Entry(Key(name, rank=rank), lambda: value))
+
+    def replace(self, name: str, value: object) -> None:
+        self.entries = [Entry(each.key, lambda: value) if each.key.name == name else each for each in self.entries]
 
     def modules(self, rows: Tensor, heads: Tensor) -> None:
         self.write("norm.output", rows)
@@ -225,36 +228,25 @@ def test_a_preempted_request_is_computed_again():
     assert by_token(memory, packed([[1, 2, 0, 1]], (1, 0))).exit_code == DIFFERENT
 
 
-def no_ids(memory: Memory) -> None:
-    memory.write("x.output", torch.zeros(2))
-
-
-def cached(memory: Memory) -> None:
-    engine_pass(memory, {"r": [1, 2, 3]}, [("r", 2, 3)])
-
-
-def ranks(memory: Memory) -> None:
-    memory.write("input_ids", torch.zeros(2).long())
-    memory.write("input_ids", torch.zeros(2).long(), rank=1)
-
-
-def megatron_batch(memory: Memory) -> None:
-    memory.write("input_ids", torch.zeros(2, 3).long())
-    memory.write("decoder.layers.0.mlp.output", torch.zeros(3, 2, WIDTH))
+IDS = ("input_ids", torch.zeros(2, 3).long())
+CACHED = [  # the third token of a request, whose other two an engine has in its cache
+    ("input_ids", torch.tensor([3])), ("seq_lens", torch.tensor([3])), ("positions", torch.tensor([2])), ("rids", ["r"])
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    ("write", "message"),
+    ("written", "message"),
     [
-        (no_ids, "records no input_ids"),
-        (cached, "begins a sequence at position 2.*switch the engine's prefix cache off"),
-        (ranks, "of several ranks"),
-        (megatron_batch, "pack the sequences"),
+        ([("x.output", torch.zeros(2))], "records no input_ids"),
+        ([IDS, (*IDS, 1)], "of several ranks"),
+        ([IDS, ("decoder.layers.0.mlp.output", torch.zeros(3, 2, WIDTH))], "pack the sequences"),
+        (CACHED, "begins a sequence at position 2.*switch the engine's prefix cache off"),
     ],
 )
-def test_what_tells_no_tokens_is_refused(write: Callable[[Memory], None], message: str):
+def test_what_tells_no_tokens_is_refused(written: list, message: str):
     memory = Memory()
-    write(memory)
+    for entry in written:
+        memory.write(*entry)
     with pytest.raises(RecordError, match=message):
         by_token(memory, memory)
 
@@ -270,10 +262,7 @@ def test_a_tensor_that_some_passes_lack():
 def test_a_tensor_with_other_rows_on_one_side_is_not_taken_for_equal():
     """An engine pads its pass to four rows: the trainer's tensor has a row for each token, the engine's has not."""
     a, b = packed([[1, 2, 0]]), packed([[1, 2, 0]])
-    b.entries = [
-        Entry(entry.key, lambda: torch.full((4, WIDTH), 7.0)) if entry.key.name == "norm.output" else entry
-        for entry in b.entries
-    ]
+    b.replace("norm.output", torch.full((4, WIDTH), 7.0))
     for found, side in ((by_token(a, b), "B"), (by_token(b, a), "A")):
         assert found.exit_code == NOT_COMPARABLE and statuses(found)["norm.output"] == "not comparable"
         (row,) = (row for row in found.rows if row.status == "not comparable")
@@ -300,10 +289,7 @@ def table_of(rows: int, whole: Sequences) -> Memory:
 
 def test_another_dtype():
     a, b = packed([[1, 2]]), packed([[1, 2]])
-    b.entries = [
-        Entry(entry.key, lambda: hidden([1, 2]).double()) if entry.key.name == "norm.output" else entry
-        for entry in b.entries
-    ]
+    b.replace("norm.output", hidden([1, 2]).double())
     found = by_token(a, b)
     assert found.exit_code == NOT_COMPARABLE and statuses(found)["norm.output"] == "other dtype"
 

@@ -1,6 +1,7 @@
 """The doctor: every row turns red by its own setting alone, says what to set, and what was not seen is never green."""
 
 from argparse import Namespace
+from collections.abc import Mapping
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
@@ -17,7 +18,7 @@ from true_on_policy.__main__ import main
 from true_on_policy.contract.gpu import DEEP_GEMM, WHY, GpuContract, model_contract
 from true_on_policy.contract.settings import ANY, Check
 from true_on_policy.doctor import diagnosis as doctor
-from true_on_policy.doctor.diagnosis import EXIT, checks, diagnose
+from true_on_policy.doctor.diagnosis import EXIT, Row, checks, diagnose
 from true_on_policy.doctor.engine_http import ALONE, LOG_SOFTMAX, PREFILLED, PROBED, SCORED
 from true_on_policy.engines.server import free_port
 from true_on_policy.kernels import gpu
@@ -50,12 +51,14 @@ def healthy(contract: GpuContract) -> dict[str, Observation]:
     return sides
 
 
-def with_row(seen: Observation, name: str, value: str) -> Observation:
-    return replace(seen, settings={**seen.settings, name: value})
-
-
-def without_row(seen: Observation, name: str, why: str) -> Observation:
-    return Observation({key: value for key, value in seen.settings.items() if key != name}, {name: why})
+def judged(backend: str, **changed: Mapping[str, str]) -> list[Row]:
+    """The rows of healthy sides where those in `changed` show other values, or in brackets why they show none."""
+    sides = healthy(CONTRACTS[backend])
+    for side, rows in changed.items():
+        unseen = {name: why.strip("()") for name, why in rows.items() if why.startswith("(")}
+        shown = {**sides[side].settings, **rows}
+        sides[side] = Observation({name: shown[name] for name in shown if name not in unseen}, unseen)
+    return diagnose(CONTRACTS[backend], **sides)
 
 
 def worst(rows) -> int:
@@ -64,7 +67,7 @@ def worst(rows) -> int:
 
 @pytest.mark.parametrize("backend", CONTRACTS)
 def test_what_the_contract_wants_is_green(backend: str) -> None:
-    rows = diagnose(CONTRACTS[backend], **healthy(CONTRACTS[backend]))
+    rows = judged(backend)
     assert worst(rows) == 0
     assert {row.verdict for row in rows} == {"green", ""}
     names = [row.check.name for row in rows]
@@ -73,9 +76,7 @@ def test_what_the_contract_wants_is_green(backend: str) -> None:
 
 @pytest.mark.parametrize(("backend", "name", "side"), CASES)
 def test_one_other_value_is_red_and_says_what_to_set(backend: str, name: str, side: str) -> None:
-    sides = healthy(CONTRACTS[backend])
-    sides[side] = with_row(sides[side], name, "something else")
-    rows = diagnose(CONTRACTS[backend], **sides)
+    rows = judged(backend, **{side: {name: "something else"}})
     (red,) = [row for row in rows if row.verdict == "red"]
     assert (red.check.name, worst(rows)) == (name, 1)
     assert "something else" in (red.trainer, red.engine)
@@ -84,46 +85,40 @@ def test_one_other_value_is_red_and_says_what_to_set(backend: str, name: str, si
 
 @pytest.mark.parametrize(("backend", "name", "side"), CASES)
 def test_one_missing_value_is_not_seen(backend: str, name: str, side: str) -> None:
-    sides = healthy(CONTRACTS[backend])
-    sides[side] = without_row(sides[side], name, "the lamp is broken")
-    rows = diagnose(CONTRACTS[backend], **sides)
+    rows = judged(backend, **{side: {name: "(the lamp is broken)"}})
     (unseen,) = [row for row in rows if row.verdict == "not seen"]
     assert (unseen.check.name, worst(rows), unseen.cells[-1]) == (name, 2, "")
     assert "(the lamp is broken)" in (unseen.trainer, unseen.engine)
 
 
-def test_red_outweighs_what_was_not_seen() -> None:
-    sides = healthy(CONTRACTS["megatron"])
-    sides["trainer"] = with_row(sides["trainer"], "contract", "none")
-    sides["engine"] = without_row(sides["engine"], "contract", "why")
-    rows = diagnose(CONTRACTS["megatron"], **sides)
-    assert [row.check.name for row in rows if row.verdict == "red"] == ["contract"]
+# SGLang's mode for prefill splits decode's attention again, by the size of the batch.
+PREFILL, DECODE = ({"log-probs come from": source} for source in ("prefill", "decode"))
+DECODES = {name: "3 of 16 log-probs differ" for name in (SCORED, ALONE)}
+PREFILLS = {PREFILLED: "3 of 55 log-probs differ"}
+# As seen of 0.5.23 with --tp-size 2; on one rank nothing but the launch sets it.
+OF_NCCL = {"NCCL_ALGO": "allreduce:tree"}
 
 
-@pytest.mark.parametrize("name", [SCORED, ALONE])
-def test_decode_may_do_as_it_likes_where_prefill_is_compared(name: str) -> None:
-    """SGLang's mode for it splits decode's attention again, by the size of the batch."""
-    sides = healthy(CONTRACTS["megatron"])
-    sides["engine"] = with_row(sides["engine"], name, "3 of 16 log-probs differ")
-    assert worst(diagnose(CONTRACTS["megatron"], **sides)) == 1
-    sides["trainer"] = with_row(sides["trainer"], "log-probs come from", "prefill")
-    rows = diagnose(CONTRACTS["megatron"], **sides)
-    assert worst(rows) == 0 and any("3 of 16" in row.engine for row in rows)
-
-
-@pytest.mark.parametrize("source", ["prefill", "decode"])
-def test_a_prefill_that_depends_on_its_batch_is_red(source: str) -> None:
-    sides = healthy(CONTRACTS["megatron"])
-    sides["trainer"] = with_row(sides["trainer"], "log-probs come from", source)
-    sides["engine"] = with_row(sides["engine"], PREFILLED, "3 of 55 log-probs differ")
-    assert worst(diagnose(CONTRACTS["megatron"], **sides)) == 1
-
-
-def test_a_trainer_on_the_engines_kernels_needs_its_version() -> None:
-    for backend, verdict in (("fsdp", 1), ("megatron", 0)):
-        sides = healthy(CONTRACTS[backend])
-        sides["engine"] = with_row(sides["engine"], "SGLang", "0.0.1")
-        assert worst(diagnose(CONTRACTS[backend], **sides)) == verdict
+@pytest.mark.parametrize(
+    ("backend", "trainer", "engine", "red"),
+    [("megatron", {"contract": "none"}, {"contract": "(why)"}, ["contract"]),  # red outweighs what was not seen
+     *(("megatron", {}, {name: DECODES[name]}, [name]) for name in DECODES),
+     ("megatron", PREFILL, DECODES, []),  # decode may do as it likes where prefill is compared
+     ("megatron", PREFILL, PREFILLS, [PREFILLED]),
+     ("megatron", DECODE, PREFILLS, [PREFILLED]),
+     ("megatron", {}, {"SGLang": "0.0.1"}, []),
+     ("fsdp", {}, {"SGLang": "0.0.1"}, ["SGLang"]),  # a trainer on the engine's kernels needs its version
+     ("megatron", {}, OF_NCCL, []),  # which SGLang sets itself on several ranks
+     ("fsdp", {}, OF_NCCL, ["NCCL_ALGO"]),
+     ("megatron", OF_NCCL, OF_NCCL, ["NCCL_ALGO"]),
+     ("fsdp", OF_NCCL, OF_NCCL, ["NCCL_ALGO"])],
+)  # fmt: skip
+def test_what_is_red_depends_on_the_contract(backend: str, trainer: dict, engine: dict, red: list[str]) -> None:
+    rows = judged(backend, trainer=trainer, engine=engine)
+    assert [row.check.name for row in rows if row.verdict == "red"] == red and worst(rows) == bool(red)
+    cells = {row.check.name: (row.trainer, row.engine) for row in rows}
+    assert all(cells[name][0] == value for name, value in trainer.items())
+    assert all(cells[name][1] == value for name, value in engine.items())
 
 
 def test_deep_gemm_is_asked_for_where_the_trainer_runs_it() -> None:
@@ -210,22 +205,12 @@ def test_both_sides_seen_and_as_the_contract_wants_them_are_0(tmp_path: Path, ca
 def test_one_rank_with_another_environment_is_red(tmp_path: Path, capsys) -> None:
     sides = healthy(CONTRACTS["megatron"])
     assert diagnosed(tmp_path, sides) == 0
-    other = Dump(Process(1, 2), with_row(sides["trainer"], "torch", "2.0"), CONTRACTS["megatron"])
-    write_dump(tmp_path / "trainer.json", other)
+    other = replace(sides["trainer"], settings={**sides["trainer"].settings, "torch": "2.0"})
+    write_dump(tmp_path / "trainer.json", Dump(Process(1, 2), other, CONTRACTS["megatron"]))
     assert main(["doctor", "--trainer-dump", str(tmp_path)]) == 1
     (row,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("red")]
     assert row.split()[1] == "torch" and "shown on rank 0; 2.0 on rank 1" in row
     assert row.endswith("the same on every rank")
-
-
-@pytest.mark.parametrize(("backend", "code"), [("megatron", 0), ("fsdp", 1)])
-def test_sglang_sets_the_algorithm_of_nccl_itself_on_several_ranks(backend: str, code: int) -> None:
-    """As seen of 0.5.23 with --tp-size 2; on one rank nothing but the launch sets it."""
-    sides = healthy(CONTRACTS[backend])
-    sides["engine"] = with_row(sides["engine"], "NCCL_ALGO", "allreduce:tree")
-    assert worst(diagnose(CONTRACTS[backend], **sides)) == code
-    sides["trainer"] = with_row(sides["trainer"], "NCCL_ALGO", "allreduce:tree")
-    assert worst(diagnose(CONTRACTS[backend], **sides)) == 1
 
 
 def test_a_file_of_another_server_is_red() -> None:

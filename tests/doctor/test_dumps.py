@@ -128,19 +128,19 @@ def test_many_ranks_are_counted() -> None:
     assert seen.settings["a"] == "False on 15 ranks, the first 0; True on rank 7"
 
 
-def test_what_a_larger_run_left_is_not_read(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("written", "of_ranks", "why"),
+    [
+        (((0, 4), (3, 4), (0, 2), (1, 2)), {RANKS: "all"}, "not stated"),
+        (((1, 4), (0, 2)), {}, "rank 1 of 2 wrote nothing"),
+    ],
+)
+def test_what_a_larger_run_left_is_not_read(written: tuple, of_ranks: dict, why: str, tmp_path: Path) -> None:
     path = tmp_path / "trainer.json"
-    for rank, count in ((0, 4), (3, 4), (0, 2), (1, 2)):
-        write(path, Dump(Process(rank, count), Observation({"a": str(count)}, {}), CONTRACT))
-    assert load(path)[1].settings == {"a": "2", RANKS: "all"}
-
-
-def test_what_a_larger_run_left_stands_for_no_rank(tmp_path: Path) -> None:
-    path = tmp_path / "trainer.json"
-    for rank, count in ((1, 4), (0, 2)):
+    for rank, count in written:
         write(path, Dump(Process(rank, count), Observation({"a": str(count)}, {}), CONTRACT))
     seen = load(path)[1]
-    assert seen.settings == {"a": "2"} and seen.why(RANKS) == "rank 1 of 2 wrote nothing"
+    assert seen.settings == {"a": "2"} | of_ranks and seen.why(RANKS) == why
 
 
 def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:

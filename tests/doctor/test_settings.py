@@ -1,9 +1,12 @@
 """What is seen of this process, and the file that a trainer writes of it."""
 
+import enum
 import importlib.metadata
+import sys
 from argparse import Namespace
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -14,10 +17,12 @@ from commands import ran
 from mis_plugins.hosts.needs.miles import NEEDS
 from true_on_policy.bitwise import first_mismatch
 from true_on_policy.contract.gpu import ENVIRONMENT, gpu_contract, model_contract
+from true_on_policy.contract.settings import CHOSEN, FUSED, Setting
 from true_on_policy.errors import NotSeenError, PinError
+from true_on_policy.flags.command import launch_flags
 from true_on_policy.kernels.probes import Failure
 from true_on_policy.observe import process
-from true_on_policy.observe.process import KERNELS, LOOKS, PRODUCTS, found, looked, observe
+from true_on_policy.observe.process import KERNELS, LOOKS, PRODUCTS, chosen, found, fused_of_host, looked, observe
 
 CONTRACT = model_contract("qwen3-4B", "megatron", trainer_tp=2, engine_tp=8, context_parallel=4)
 HOST = Namespace(
@@ -208,3 +213,59 @@ def test_a_look_that_fails_leaves_its_own_row_unseen_and_no_other():
     looks = {"broken": lambda: str(1 / 0), "absent": absent, "seen": lambda: "on"}
     unseen = {"broken": "ZeroDivisionError: division by zero", "absent": "no CUDA device"}
     assert looked(looks) == ({"seen": "on"}, unseen)
+
+
+# Kernels of Transformer Engine and Apex: a row says whether one is asked for, and whether it could run.
+
+ROPE = next(fused for fused in FUSED if fused.host == "apply_rope_fusion")
+
+
+class AttnBackend(enum.Enum):
+    """The values into which Megatron parses --attention-backend."""
+
+    flash = 1
+    fused = 2
+    auto = 5
+
+
+ASKED = {"transformer_impl": "transformer_engine", "attention_backend": AttnBackend.auto}
+
+
+def asked(fused: Setting) -> Namespace:
+    return Namespace(**{fused.host: ASKED.get(fused.host, True)})
+
+
+@pytest.mark.parametrize("fused", FUSED, ids=lambda fused: fused.host)
+def test_a_kernel_is_on_where_it_is_asked_for_and_its_library_is_there(
+    fused: Setting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    absent = f"off, no {fused.module}"
+    assert fused_of_host(asked(fused)) == {fused.name: absent}
+    monkeypatch.setattr("true_on_policy.observe.process.findable", lambda module: module == fused.module)
+    assert fused_of_host(asked(fused)) == {fused.name: f"asked for, {fused.module} not imported"}
+    monkeypatch.setitem(sys.modules, fused.module, ModuleType(fused.module))
+    assert fused_of_host(asked(fused)) == {fused.name: "on"}
+    assert fused_of_host(Namespace(**{fused.host: fused.off[0]})) == {fused.name: "off"}
+
+
+def test_every_remedy_is_a_flag_of_the_launch() -> None:
+    words = [" ".join(flag.words) for flag in launch_flags(CONTRACT)]
+    assert all(fused.remedy in words for fused in FUSED if fused.remedy)
+
+
+def test_what_megatron_chose_is_seen_once_it_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    import megatron.core.optimizer  # noqa: F401
+    from megatron.core.transformer import transformer_block
+
+    assert chosen("megatron.core.optimizer", "Adam") == "AdamW of torch"
+    assert chosen(transformer_block.__name__, "LayerNormImpl") == "WrappedTorchNorm of megatron"
+    assert chosen("megatron.core.fusions.fused_layer_norm", "HAVE_FUSED_LAYER_NORM") == "absent"
+    monkeypatch.setattr("megatron.core.fusions.fused_layer_norm.HAVE_FUSED_LAYER_NORM", True)
+    assert chosen("megatron.core.fusions.fused_layer_norm", "HAVE_FUSED_LAYER_NORM") == "found"
+    assert chosen("no.such.module", "x") == "not imported"
+
+
+def test_flags_are_configured_and_choices_observed() -> None:
+    seen = observe(CONTRACT, Namespace(apply_rope_fusion=False, true_on_policy_mode=False))
+    assert seen.settings[ROPE.name] == "off" and seen.how(ROPE.name) == "configured"
+    assert all(seen.how(row) == "observed" for row in CHOSEN)

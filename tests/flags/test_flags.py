@@ -42,15 +42,10 @@ def printed(capsys: pytest.CaptureFixture, *words: str) -> list[str]:
 
 
 @pytest.mark.parametrize("backend", CONTRACTS)
-def test_every_flag_is_one_of_its_owner(backend: str) -> None:
+def test_every_flag_is_one_of_its_owner_and_in_a_release(backend: str) -> None:
     files = {"fsdp": "miles-fsdp"}
     for flag in launch_flags(CONTRACTS[backend]):
         assert flag.words[0] in accepted(files.get(flag.owner, flag.owner)), flag
-
-
-@pytest.mark.parametrize("backend", CONTRACTS)
-def test_every_flag_is_in_a_release_of_its_owner(backend: str) -> None:
-    for flag in launch_flags(CONTRACTS[backend]):
         assert releases_with(flag.owner, flag.name)
 
 

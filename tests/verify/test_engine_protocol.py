@@ -81,16 +81,19 @@ def test_a_server_answers_and_its_whole_group_ends_with_it(server: Server):
     server.close()  # a second time does nothing
 
 
-def test_a_server_that_is_slow_is_an_error_not_a_hang(server: Server):
+@pytest.mark.parametrize(
+    ("path", "seconds", "message"),
+    [
+        ("/slow", 0.5, " did not answer within 0.5 s"),
+        ("/refuse", SOON, r" answered 400: [^$]*no such model"),
+        ("/nan", SOON, ": the answer is no JSON: NaN is no number"),
+    ],
+)
+def test_what_a_server_does_not_answer_is_an_error_and_no_hang(path: str, seconds: float, message: str, server: Server):
     began = time.monotonic()
-    with pytest.raises(EngineError, match=r"fake: /slow did not answer within 0.5 s"):
-        server.post("/slow", {}, 0.5)
+    with pytest.raises(EngineError, match=f"fake: {path}{message}"):
+        server.post(path, {}, seconds)
     assert time.monotonic() - began < SOON
-
-
-def test_a_refusal_is_quoted(server: Server):
-    with pytest.raises(EngineError, match=r"fake: /refuse answered 400: [^$]*no such model"):
-        server.post("/refuse", {}, SOON)
 
 
 def test_a_server_gets_the_key_of_its_run_beside_its_command_line(server: Server):
@@ -128,11 +131,6 @@ def test_vllms_guard_asks_each_request_for_the_key(
     headers = [] if given is None else [(b"authorization", given)]
     asyncio.run(Guard(app)({"type": kind, "headers": headers}, cast(Any, None), send))
     assert sent[0]["status"] == status
-
-
-def test_an_answer_that_is_no_json_is_an_error_of_the_server(server: Server):
-    with pytest.raises(EngineError, match=r"fake: /nan: the answer is no JSON: NaN is no number"):
-        server.post("/nan", {}, SOON)
 
 
 def test_a_server_that_dies_while_starting_tells_its_last_words():

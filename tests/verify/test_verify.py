@@ -29,6 +29,7 @@ from true_on_policy.verify import verification
 from true_on_policy.verify.certificate import Certificate, Evidence, Link, link
 from true_on_policy.verify.workload import LONG_PROMPT, Workload, arrangements, counted, situations
 
+Capture = pytest.CaptureFixture[str]
 FEW = "60"
 
 
@@ -40,33 +41,13 @@ def run(*more: str) -> int:
 
 
 @pytest.mark.parametrize(
-    ("trainer", "dtype", "norm_order"),
-    [
-        ("hf", "fp32", "engine"),
-        ("hf", "bf16", "trainer"),
-        ("megatron", "fp32", "trainer"),
-        ("megatron", "bf16", "engine"),
-    ],
-)
-def test_engine_and_trainer_agree(trainer: str, dtype: str, norm_order: str, capsys: pytest.CaptureFixture[str]):
-    assert run("--trainer", trainer, "--dtype", dtype, "--norm-order", norm_order) == 0
-    assert capsys.readouterr().out.endswith("verdict: equal\n")
-    assert active_backend() is None
-
-
-def test_the_other_shape():
-    assert run("--trainer", "megatron", "--model", "tiny-qwen3-tied") == 0
-
-
-def test_another_backend_is_refused_by_the_name_of_ours(capsys: pytest.CaptureFixture[str]):
-    with pytest.raises(SystemExit, match="2"):
-        run("--trainer", "hf", "--backend", "fast")
-    assert "invalid choice: 'fast' (choose from 'native'" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
     ("model", "trainer", "dtype", "norm_order"),
     [
+        ("tiny-qwen3", "hf", "fp32", "engine"),
+        ("tiny-qwen3", "hf", "bf16", "trainer"),
+        ("tiny-qwen3", "megatron", "fp32", "trainer"),
+        ("tiny-qwen3", "megatron", "bf16", "engine"),
+        ("tiny-qwen3-tied", "megatron", "fp32", "engine"),
         ("tiny-llama", "megatron", "bf16", "engine"),
         ("tiny-qwen2.5", "megatron", "bf16", "engine"),
         ("tiny-qwen2.5", "megatron", "bf16", "trainer"),
@@ -78,9 +59,17 @@ def test_another_backend_is_refused_by_the_name_of_ours(capsys: pytest.CaptureFi
         ("tiny-qwen2-moe", "megatron", "bf16", "engine"),
     ],
 )
-def test_other_families_agree(model: str, trainer: str, dtype: str, norm_order: str):
+def test_engine_and_trainer_agree(model: str, trainer: str, dtype: str, norm_order: str, capsys: Capture):
     """Qwen2.5 has biases on query, key and value, which Megatron's own layer adds to the rounded product."""
     assert run("--trainer", trainer, "--dtype", dtype, "--norm-order", norm_order, "--model", model) == 0
+    assert capsys.readouterr().out.endswith("verdict: equal\n")
+    assert active_backend() is None
+
+
+def test_another_backend_is_refused_by_the_name_of_ours(capsys: Capture):
+    with pytest.raises(SystemExit, match="2"):
+        run("--trainer", "hf", "--backend", "fast")
+    assert "invalid choice: 'fast' (choose from 'native'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -112,7 +101,7 @@ def test_other_families_agree(model: str, trainer: str, dtype: str, norm_order: 
     ],
 )
 def test_a_model_that_departs_from_its_family_is_refused_by_the_fields_name(
-    model: str, field: dict, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    model: str, field: dict, message: str, tmp_path: Path, capsys: Capture
 ):
     config = checkpoint(model, tmp_path, torch.float32, seed=0) / "config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | field))
@@ -160,23 +149,24 @@ def replaced(monkeypatch: pytest.MonkeyPatch, sides: dict, start: Callable) -> N
     monkeypatch.setitem(sides, "hf", dataclasses.replace(sides["hf"], start=start))
 
 
-def test_one_bit_of_the_engine_is_different(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
-    replaced(monkeypatch, ENGINES, lambda path, contract, order: OneBitOffDecode(path, contract.dtype, order))
+@pytest.mark.parametrize(
+    ("sides", "one_bit_off", "link_name"),
+    [
+        (ENGINES, OneBitOffDecode, "hence engine decode == trainer, at every temperature: "),
+        (TRAINERS, OneBitOffTrainer, "engine prefill == trainer: "),
+    ],
+)
+def test_one_bit_of_a_side_is_different(
+    sides: dict, one_bit_off: Callable, link_name: str, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+):
+    replaced(monkeypatch, sides, lambda path, contract, order: one_bit_off(path, contract.dtype, order))
     assert run("--trainer", "hf") == 1
     out = capsys.readouterr().out
-    assert "hence engine decode == trainer" in out and "1 ulp apart" in out
+    assert link_name in out and "1 ulp apart" in out
     assert out.endswith("verdict: different\n")
 
 
-def test_one_bit_of_the_trainer_is_different(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
-    replaced(monkeypatch, TRAINERS, lambda path, contract, order: OneBitOffTrainer(path, contract.dtype, order))
-    assert run("--trainer", "hf") == 1
-    assert "engine prefill == trainer: " in capsys.readouterr().out
-
-
-def test_a_chain_that_holds_with_stock_kernels_too_proves_nothing(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
+def test_a_chain_that_holds_with_stock_kernels_too_proves_nothing(monkeypatch: pytest.MonkeyPatch, capsys: Capture):
     agreeing = Evidence(
         samples=[Sample(Request((1,), 2), (3, 4), torch.tensor([-1.0, -2.0]), 0)],
         trainer_tempered=[torch.tensor([-1.0, -2.0])],
@@ -247,7 +237,7 @@ SIDES = ("engine", "trainer")
 
 
 def test_a_target_without_permission_is_told_before_the_work(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
 ) -> None:
     """The superuser of a container may write anywhere: it is asked for, not tried."""
     asked: list[tuple[Path, int]] = []
@@ -292,7 +282,7 @@ def test_a_target_without_permission_is_told_before_the_work(
         ),
     ],
 )
-def test_what_cannot_run_exits_with_2(arguments: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]):
+def test_what_cannot_run_exits_with_2(arguments: tuple[str, ...], message: str, capsys: Capture):
     assert run("--trainer", "hf", *arguments) == 2
     told = capsys.readouterr().err
     assert message in told and "sampled" not in told
@@ -305,9 +295,7 @@ EVERY += ["sequence beyond 512 tokens", "continued sequence", "weight update"]
 OF_SERVERS = ["prefix-cache hit", "preemption"]
 
 
-def test_few_tokens_meet_every_situation_and_the_certificate_names_them(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
+def test_few_tokens_meet_every_situation_and_the_certificate_names_them(tmp_path: Path, capsys: Capture):
     assert main(["verify", *"--engine hf --trainer hf --tokens 1 --json".split(), str(tmp_path / "c.json")]) == 0
     said = json.loads((tmp_path / "c.json").read_text())
     assert said["met"] == EVERY and said["not_met"] == {} and said["not_of_engine"] == OF_SERVERS
@@ -318,7 +306,7 @@ def test_few_tokens_meet_every_situation_and_the_certificate_names_them(
 
 
 def test_a_situation_that_an_engine_should_meet_and_did_not_is_no_equal(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, capsys: Capture
 ):
     able = dataclasses.replace(ENGINES["hf"], abilities=("prefix cache", "preemption"))
     monkeypatch.setitem(ENGINES, "hf", able)
@@ -423,22 +411,19 @@ def test_the_workload_meets_its_situations(tiny: Path):
         assert sorted(index for batch in batches for index in batch) == list(range(len(samples)))
 
 
-@pytest.mark.parametrize("other", [torch.ones(3, dtype=torch.float64), torch.ones(1), torch.ones(4)])
-def test_log_probs_of_another_dtype_or_number_never_hold(other: Tensor):
-    assert not link("a link", [torch.zeros(3)], [other]).holds
-
-
-def test_log_probs_that_are_nan_on_both_sides_never_hold():
-    log_probs = [torch.tensor([-1.0]), torch.tensor([-0.5, torch.nan])]
-    found = link("a link", log_probs, [x.clone() for x in log_probs])
-    assert not found.holds and found.first == "NaN at [1, 1]"
-
-
-def test_log_probs_of_sequences_of_other_lengths_never_hold():
-    left, right = ([torch.zeros(size) for size in sizes] for sizes in ((1, 2), (2, 1)))
-    assert not link("a link", left, right).holds
-
-
-def test_infinite_log_probs_that_are_equal_hold():
-    found = link("a link", [torch.tensor([-torch.inf, -1.0])], [torch.tensor([-torch.inf, -1.0])])
-    assert found.holds and found.furthest == 0
+@pytest.mark.parametrize(
+    ("left", "right", "first"),
+    [
+        ([[0.0] * 3], [torch.zeros(3, dtype=torch.float64)], "dtype torch.float32 against torch.float64"),
+        ([[0.0] * 3], [[0.0]], "shape (3,) against (1,)"),
+        ([[0.0] * 3], [[0.0] * 4], "shape (3,) against (4,)"),
+        ([[-1.0], [-0.5, torch.nan]], [[-1.0], [-0.5, torch.nan]], "NaN at [1, 1]"),
+        ([[0.0], [0.0] * 2], [[0.0] * 2, [0.0]], "sequences of other lengths"),
+        ([[-torch.inf, -1.0]], [[-torch.inf, -1.0]], None),
+    ],
+)
+def test_log_probs_of_another_dtype_or_number_and_nan_never_hold(left: list, right: list, first: str | None):
+    """An infinity on both sides holds."""
+    found = link("a link", *([torch.as_tensor(values) for values in side] for side in (left, right)))
+    assert (found.holds, found.first) == (first is None, first)
+    assert (found.furthest == 0) == found.holds

@@ -204,15 +204,6 @@ def test_a_stale_engine_differs_in_what_the_update_moved() -> None:
     assert str(found).count("other values") == min(len(names), 8) - 1, "the first with its values"
 
 
-def test_the_rank_that_differs_is_named() -> None:
-    weights = checkpoint()
-    engine = Engine([loaded(weights, rank, 2) for rank in range(2)])
-    name = f"{LAYER}.mlp.down_proj.weight"
-    engine.ranks[1][name] += 1
-    (difference,) = compare(engine, weights).differences
-    assert (difference.name, difference.rank) == (name, 1)
-
-
 def test_tensors_of_one_side_alone_and_of_other_shapes_are_named() -> None:
     weights = checkpoint()
     held = loaded(weights)

@@ -9,7 +9,7 @@ holds four tensors:
     cu_seqlens  int64    [N+1]   where each sequence begins, and where the last ends
 
 A log-prob that an engine did not give stays NaN, and a record that holds NaN, or a number that stands in for a log-prob
-(mis_plugins/shared/absent.py), cannot be compared.
+(mis_plugins/shared/absent.py), cannot be compared. `log_prob_records` makes records of a host's dump.
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int64, Shaped
@@ -27,6 +28,7 @@ from torch import Tensor
 
 from mis_plugins.shared.arrays import Safetensors, save_safetensors
 from mis_plugins.shared.budget import RecordError
+from mis_plugins.shared.foreign import tensor_of
 from mis_plugins.shared.provenance import environment
 from true_on_policy.bitwise import INTEGERS
 from true_on_policy.contract.cpu import Contract
@@ -155,3 +157,96 @@ def _exact(values: Sequence[float | None], dtype: torch.dtype) -> Float[Tensor, 
         value = given[rounded][0].item()
         raise RecordError(f"log_probs: {value!r} is no {dtype}; pass the dtype in which the engine computed it")
     return stored
+
+
+LOG_PROBS_END = "log_probs"  # ends rollout_log_probs, log_probs, ref_log_probs and teacher_log_probs
+# The name of the lengths in a trainer's columns, and in a rollout's sample.
+LENGTHS = ("response_lengths", "response_length")
+MASKS = ("loss_masks", "loss_mask")
+
+Samples = Sequence[Mapping[str, Any]]
+
+
+def host_samples(value: Any) -> Samples | None:
+    """Return the samples of a host's dump; None where `value` is not a host's dump."""
+    if not isinstance(value, dict):
+        return None
+    columns, samples = value.get("rollout_data"), value.get("samples")
+    if isinstance(columns, dict) and isinstance(columns.get("tokens"), list):
+        return _rows(columns)
+    are_samples = isinstance(samples, list) and all(
+        isinstance(sample, dict) and "tokens" in sample for sample in samples
+    )
+    return samples if are_samples and samples else None
+
+
+def _rows(columns: Mapping[str, Any]) -> Samples:
+    """Turn columns into one dict a sample; a column without a value for each sample is left out."""
+    count = len(columns["tokens"])
+    opened = {name: tensor_of(column) for name, column in columns.items() if name.endswith(LOG_PROBS_END)}
+    per_sample = {
+        name: column
+        for name, column in {**columns, **opened}.items()
+        if isinstance(column, list | tuple | Tensor) and len(column) == count
+    }
+    for name, column in opened.items():
+        if column is not None and name not in per_sample:
+            raise RecordError(f"{name}: not one entry for each of {count} samples")
+    return [{name: column[index] for name, column in per_sample.items()} for index in range(count)]
+
+
+def log_prob_records(samples: Samples) -> Iterator[tuple[str, LogProbRecord]]:
+    """Yield (name, record) for each kind of log-probs that a sample holds.
+
+    Raises:
+        RecordError: no sample holds log-probs, their number is not the length of the response, or one name
+            has several dtypes.
+    """
+    filled = {name for sample in samples for name, value in sample.items() if value is not None}
+    names = [name for name in sorted(filled) if name.endswith(LOG_PROBS_END)]
+    if not names:
+        raise RecordError("a host's dump without log-probs; name that of a rank which computed some")
+    for name in names:
+        yield name, _record(name, samples)
+
+
+def _record(name: str, samples: Samples) -> LogProbRecord:
+    tokens = [_response(sample) for sample in samples]
+    given = [tensor_of(sample.get(name)) for sample in samples]
+    log_probs = [
+        [None] * len(response) if values is None else _plain(values)
+        for values, response in zip(given, tokens, strict=True)
+    ]
+    dtypes = {values.dtype for values in given if isinstance(values, Tensor)} or {torch.float32}
+    if len(dtypes) > 1:
+        raise RecordError(f"{name}: of several dtypes: {', '.join(sorted(map(str, dtypes)))}")
+    try:
+        record = LogProbRecord.from_sequences(tokens, log_probs, dtype=dtypes.pop())
+        return replace(record, mask=_mask(samples, tokens))
+    except RecordError as error:
+        raise RecordError(f"{name}: {error}; a rank of context parallelism dumps its own part alone") from error
+
+
+def _response(sample: Mapping[str, Any]) -> list[int]:
+    """Return the tokens of the response, which end the sample's tokens."""
+    length = next((int(tensor_of(sample[name])) for name in LENGTHS if name in sample), None)
+    if length is None:
+        raise RecordError(f"a sample without {' or '.join(LENGTHS)}")
+    tokens = _plain(sample["tokens"])
+    if not 0 <= length <= len(tokens):
+        raise RecordError(f"a sample of {len(tokens)} tokens, {length} of them in its response")
+    return tokens[len(tokens) - length :]
+
+
+def _mask(samples: Samples, responses: Sequence[Sequence[int]]) -> Tensor:
+    """Return which tokens of the responses a host trains on: all of a sample without a mask."""
+    given = [next((sample[name] for name in MASKS if sample.get(name) is not None), None) for sample in samples]
+    masks = [[1] * len(tokens) if mask is None else _plain(mask) for mask, tokens in zip(given, responses, strict=True)]
+    if [*map(len, masks)] != [*map(len, responses)]:
+        raise RecordError(f"loss masks of {[*map(len, masks)]} values for responses of {[*map(len, responses)]} tokens")
+    return torch.tensor([bool(value) for mask in masks for value in mask], dtype=torch.bool)
+
+
+def _plain(values: Any) -> list:
+    values = tensor_of(values)
+    return values.tolist() if isinstance(values, Tensor) else list(values)

@@ -132,9 +132,20 @@ PARTS: Mapping[str, Part] = {
 
 @dataclass(frozen=True)
 class Pattern:
-    """A pattern matches one name, or with `*` one name in every layer."""
+    """A pattern matches one name, or with `*` one name in every layer.
+
+    Raises:
+        RecordError: the pattern takes a part that PARTS lacks, or holds a notation twice.
+    """
 
     text: str
+
+    def __post_init__(self):
+        if self.part is not None and self.part not in PARTS:
+            raise RecordError(f"{self.text}: no part {self.part!r}; choose one of {', '.join(PARTS)}")
+        for notation in ("*", "(.0)"):  # a search for several of them may never end
+            if self.text.count(notation) > 1:
+                raise RecordError(f"{self.text}: holds {notation} twice; a pattern holds it once")
 
     @property
     def part(self) -> str | None:
@@ -207,7 +218,7 @@ def correspondence(a: Iterable[str], b: Iterable[str], file: Path | None = None)
         return Correspondence(unchanged, unchanged)
     columns = [FRAMEWORKS.index(name) for name in frameworks if name]
     rows = [row for row in points() if all(row[column] for column in columns)]
-    sides = (Renaming(tuple((_pattern(row[column]), _pattern(row[0])) for row in rows), rest=False)
+    sides = (Renaming(tuple((Pattern(row[column] or ""), Pattern(row[0] or "")) for row in rows), rest=False)
              for column in columns)  # fmt: skip
     return Correspondence(*sides, regroup=True)
 
@@ -241,16 +252,6 @@ def _from_file(file: Path) -> Correspondence:
     for name, other in lines.items():
         if not isinstance(other, str | None) or other == "":
             raise RecordError(f"--map {file}: {name}: got {other!r}; expected a name in B, or null to leave it out")
-    pairs = [(_pattern(name), other and _pattern(other)) for name, other in lines.items()]
+    pairs = [(Pattern(name), other and Pattern(other)) for name, other in lines.items()]
     b = [(other, other) if other else (name, None) for name, other in pairs]
     return Correspondence(Renaming(tuple(pairs)), Renaming(tuple(b)), regroup=True)
-
-
-def _pattern(text: str | None) -> Pattern:
-    pattern = Pattern(text or "")
-    if pattern.part is not None and pattern.part not in PARTS:
-        raise RecordError(f"{text}: no part {pattern.part!r}; choose one of {', '.join(PARTS)}")
-    for notation in ("*", "(.0)"):  # a search for several of them may never end
-        if pattern.text.count(notation) > 1:
-            raise RecordError(f"{text}: holds {notation} twice; a pattern holds it once")
-    return pattern

@@ -35,7 +35,7 @@ from mis_plugins.shared.budget import RecordError
 from mis_plugins.shared.foreign import load_foreign, tensor_of
 from mis_plugins.shared.opened import Opened, read
 from mis_plugins.shared.restricted import Opaque
-from true_on_policy.diff.log_prob_record import FORMAT, LogProbRecord
+from true_on_policy.diff.log_prob_record import FORMAT, LogProbRecord, host_samples, log_prob_records
 
 NON_INTRUSIVE = "non_intrusive__"  # SGLang's prefix for the values that its hooks record
 LOG_PROBS = "log_probs"
@@ -133,14 +133,12 @@ def engine_and_trainer(dump: Recording) -> tuple[Recording, Recording]:
 
 def numbered(entries: Iterable[Entry]) -> tuple[Entry, ...]:
     """Number the occurrences of equal keys from 1, in the order of the entries."""
-    seen: Counter[Key] = Counter()
-
-    def next_key(key: Key) -> Key:
-        unnumbered = replace(key, occurrence=0)
-        seen[unnumbered] += 1
-        return replace(key, occurrence=seen[unnumbered])
-
-    return tuple(Entry(next_key(entry.key), entry.load) for entry in entries)
+    counts, with_numbers = Counter[Key](), []
+    for entry in entries:
+        unnumbered = replace(entry.key, occurrence=0)
+        counts[unnumbered] += 1
+        with_numbers.append(replace(entry, key=replace(unnumbered, occurrence=counts[unnumbered])))
+    return tuple(with_numbers)
 
 
 _Item = tuple[tuple, Entry]  # a key to sort by, and an entry whose occurrence is not counted yet
@@ -244,7 +242,7 @@ def _dumped(file: Path, tags: Mapping[str, str]) -> _Item:
         rank=rank,
         recompute=tags.get("recompute_status") == "recompute",
     )
-    return (0, index, rank), Entry(key, partial(read, file, partial(DUMPED[file.suffix], file)))
+    return (0, index, rank), Entry(key, partial(read, file, partial(_dumped_alone, READERS[file.suffix], file)))
 
 
 def _dumped_pt(file: Path) -> Value:
@@ -253,8 +251,9 @@ def _dumped_pt(file: Path) -> Value:
     if isinstance(value, dict) and "value" in value:
         value = value["value"]
     if isinstance(value, Tensor | Stored | Opaque):
-        return _known(value, file)
-    if not _are_numbers(value) and any(True for _ in _tensors(value)):
+        return _loaded(value, file)
+    compared = (Tensor, Stored, Opaque, list, tuple)
+    if not _are_numbers(value) and any(isinstance(leaf, compared) for _, leaf in _leaves(value)):
         raise RecordError(f"{file}: holds a {type(value).__name__} of tensors; dump each under its own name")
     return value
 
@@ -266,39 +265,50 @@ def _pt(file: Path) -> Iterator[tuple[str, Callable[[], Value]]]:
         for name, record in log_prob_records(samples):
             yield name, lambda record=record: record
         return
-    for name, tensor in _tensors(loaded):
-        yield name, partial(_known, tensor, file)
+    for name, leaf in _leaves(loaded):
+        yield name, partial(_loaded, leaf, file)
 
 
 MISSING = 0x7FF8_0000_0000_0001  # the bits of a NaN that no computation gives: None is none of its NaNs
 
 
-def _known(tensor: Tensor | Stored | Opaque, file: Path) -> Tensor:
-    """The tensor, if numbers of its kind are read."""
-    if isinstance(tensor, Opaque):
-        raise RecordError(f"{file}: holds {tensor}, of a kind that is not read")
-    return _comparable(tensor_of(tensor), file)
+def _loaded(leaf: Any, file: Path) -> Value:
+    """Load a leaf of a file of `torch.save`: numbers become a tensor; a text, for example, stays what it is."""
+    if isinstance(leaf, Opaque):
+        raise RecordError(f"{file}: holds {leaf}, of a kind that is not read")
+    if isinstance(leaf, Tensor | Stored):
+        return _comparable(tensor_of(leaf), file)
+    if type(leaf) in NUMBERS:
+        return _of_numbers([leaf])[0]
+    return _of_numbers(leaf) if _are_numbers(leaf) else leaf
 
 
-def _tensors(value: Any, name: str = "") -> Iterator[tuple[str, Tensor | Stored | Opaque]]:
-    """Yield every tensor and list of numbers of nested dicts and lists, and what may be a tensor of another kind."""
-    if _are_numbers(value):
-        kind = torch.int64 if all(isinstance(number, int) for number in value) else torch.float64
-        missing = torch.tensor([number is None for number in value])
-        value = torch.tensor([0 if number is None else number for number in value], dtype=kind)
-        value.view(torch.int64)[missing] = MISSING
-    if isinstance(value, Tensor | Stored | Opaque):
+def _of_numbers(numbers: Sequence[float | None]) -> Tensor:
+    """Build a tensor of int64 where all numbers are whole, else of float64; a missing number has the bits MISSING."""
+    kind = torch.int64 if all(isinstance(number, int) for number in numbers) else torch.float64
+    missing = torch.tensor([number is None for number in numbers])
+    values = torch.tensor([0 if number is None else number for number in numbers], dtype=kind)
+    values.view(torch.int64)[missing] = MISSING
+    return values
+
+
+def _leaves(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield every value of nested dicts and lists that holds no other, under its path; a list of numbers is one."""
+    if not isinstance(value, dict | list | tuple) or _are_numbers(value):
         yield name, value
         return
-    children = dict(enumerate(value)) if isinstance(value, list | tuple) else value
-    for key, child in children.items() if isinstance(children, dict) else ():
-        yield from _tensors(child, f"{name}.{key}" if name else str(key))
+    children = value.items() if isinstance(value, dict) else enumerate(value)
+    for key, child in children:
+        yield from _leaves(child, f"{name}.{key}" if name else str(key))
+
+
+NUMBERS = {int, float, bool}
 
 
 def _are_numbers(value: Any) -> bool:
     """Whether a value is a list of numbers, some of which may be missing, such as log-probs of a user's own script."""
     kinds = set(map(type, value)) if isinstance(value, list | tuple) else set()
-    return bool(kinds & {int, float, bool}) and kinds <= {int, float, bool, type(None)}
+    return bool(kinds & NUMBERS) and kinds <= {*NUMBERS, type(None)}
 
 
 def _safetensors(path: Path) -> Iterator[tuple[str, Callable[[], Value]]]:
@@ -312,6 +322,8 @@ def _safetensors(path: Path) -> Iterator[tuple[str, Callable[[], Value]]]:
 
 def _dumped_alone(reader: Reader, file: Path) -> Value:
     """Load the only tensor of a file that is named like a dump of one tensor."""
+    if reader is _pt:
+        return _dumped_pt(file)
     (_, load), *more = list(reader(file)) or [("", lambda: None)]
     if more:
         raise RecordError(f"{file}: is named like a dump of one tensor but holds {1 + len(more)}")
@@ -342,105 +354,6 @@ def _natural(name: str) -> tuple:
 
 SAVED = (".pth", ".bin", ".ckpt")  # other endings of what torch.save writes
 READERS: dict[str, Reader] = {".pt": _pt, ".safetensors": _safetensors, ".npz": _npz, **dict.fromkeys(SAVED, _pt)}
-DUMPED: dict[str, Callable[[Path], Value]] = {
-    ".pt": _dumped_pt,
-    ".safetensors": partial(_dumped_alone, _safetensors),
-    ".npz": partial(_dumped_alone, _npz),
-    **dict.fromkeys(SAVED, _dumped_pt),
-}
 ARGUMENTS = "training_args.bin"  # of Hugging Face's Trainer, beside a checkpoint: the arguments of the run alone
 UNREAD = set(".npy .gguf .distcp .h5 .pkl .onnx .msgpack .parquet .arrow".split())  # of files that hold tensors too
 PACKED = {".gz", ".zst", ".bz2", ".xz", ".part", ".tmp", ".incomplete"}  # behind the ending of what is packed, or cut
-
-
-LOG_PROBS_END = "log_probs"  # ends rollout_log_probs, log_probs, ref_log_probs and teacher_log_probs
-# The name of the lengths in a trainer's columns, and in a rollout's sample.
-LENGTHS = ("response_lengths", "response_length")
-MASKS = ("loss_masks", "loss_mask")
-
-Samples = Sequence[Mapping[str, Any]]
-
-
-def host_samples(value: Any) -> Samples | None:
-    """Return the samples of a host's dump; None where `value` is not a host's dump."""
-    if not isinstance(value, dict):
-        return None
-    columns, samples = value.get("rollout_data"), value.get("samples")
-    if isinstance(columns, dict) and isinstance(columns.get("tokens"), list):
-        return _rows(columns)
-    are_samples = isinstance(samples, list) and all(
-        isinstance(sample, dict) and "tokens" in sample for sample in samples
-    )
-    return samples if are_samples and samples else None
-
-
-def _rows(columns: Mapping[str, Any]) -> Samples:
-    """Turn columns into one dict a sample; a column without a value for each sample is left out."""
-    count = len(columns["tokens"])
-    opened = {name: tensor_of(column) for name, column in columns.items() if name.endswith(LOG_PROBS_END)}
-    per_sample = {
-        name: column
-        for name, column in {**columns, **opened}.items()
-        if isinstance(column, list | tuple | Tensor) and len(column) == count
-    }
-    for name, column in opened.items():
-        if column is not None and name not in per_sample:
-            raise RecordError(f"{name}: not one entry for each of {count} samples")
-    return [{name: column[index] for name, column in per_sample.items()} for index in range(count)]
-
-
-def log_prob_records(samples: Samples) -> Iterator[tuple[str, LogProbRecord]]:
-    """Yield (name, record) for each kind of log-probs that a sample holds.
-
-    Raises:
-        RecordError: no sample holds log-probs, their number is not the length of the response, or one name
-            has several dtypes.
-    """
-    filled = {name for sample in samples for name, value in sample.items() if value is not None}
-    names = [name for name in sorted(filled) if name.endswith(LOG_PROBS_END)]
-    if not names:
-        raise RecordError("a host's dump without log-probs; name that of a rank which computed some")
-    for name in names:
-        yield name, _record(name, samples)
-
-
-def _record(name: str, samples: Samples) -> LogProbRecord:
-    tokens = [_response(sample) for sample in samples]
-    given = [tensor_of(sample.get(name)) for sample in samples]
-    log_probs = [
-        [None] * len(response) if values is None else _plain(values)
-        for values, response in zip(given, tokens, strict=True)
-    ]
-    dtypes = {values.dtype for values in given if isinstance(values, Tensor)} or {torch.float32}
-    if len(dtypes) > 1:
-        raise RecordError(f"{name}: of several dtypes: {', '.join(sorted(map(str, dtypes)))}")
-    try:
-        record = LogProbRecord.from_sequences(tokens, log_probs, dtype=dtypes.pop())
-        return replace(record, mask=_mask(samples, tokens))
-    except RecordError as error:
-        raise RecordError(f"{name}: {error}; a rank of context parallelism dumps its own part alone") from error
-
-
-def _response(sample: Mapping[str, Any]) -> list[int]:
-    """Return the tokens of the response, which end the sample's tokens."""
-    length = next((int(tensor_of(sample[name])) for name in LENGTHS if name in sample), None)
-    if length is None:
-        raise RecordError(f"a sample without {' or '.join(LENGTHS)}")
-    tokens = _plain(sample["tokens"])
-    if not 0 <= length <= len(tokens):
-        raise RecordError(f"a sample of {len(tokens)} tokens, {length} of them in its response")
-    return tokens[len(tokens) - length :]
-
-
-def _mask(samples: Samples, responses: Sequence[Sequence[int]]) -> Tensor:
-    """Return which tokens of the responses a host trains on: all of a sample without a mask."""
-    given = [next((sample[name] for name in MASKS if sample.get(name) is not None), None) for sample in samples]
-    masks = [[1] * len(tokens) if mask is None else _plain(mask) for mask, tokens in zip(given, responses, strict=True)]
-    if [*map(len, masks)] != [*map(len, responses)]:
-        raise RecordError(f"loss masks of {[*map(len, masks)]} values for responses of {[*map(len, responses)]} tokens")
-    return torch.tensor([bool(value) for mask in masks for value in mask], dtype=torch.bool)
-
-
-def _plain(values: Any) -> list:
-    values = tensor_of(values)
-    return values.tolist() if isinstance(values, Tensor) else list(values)

@@ -19,10 +19,9 @@ from mis_plugins.shared.terminal import progress
 from true_on_policy.bitwise import Mismatch, coordinate, first_mismatch
 from true_on_policy.diff.log_prob_record import LogProbRecord
 from true_on_policy.diff.names import PARTS, Correspondence, Heads, Renaming, is_handed, regrouped
-from true_on_policy.diff.records import LOG_PROBS, Entry, Key, Recording, Value, numbered
+from true_on_policy.diff.records import Entry, Key, Recording, Value, numbered
 
 EQUAL, DIFFERENT, NOT_COMPARABLE = 0, 1, 2
-LOG_PROBS_KEY = Key(LOG_PROBS)
 EMPTY = "no values"
 NEAREST = 5  # at most this many equal tensors are named as inputs of an operation
 
@@ -130,7 +129,7 @@ def compare(a: Recording, b: Recording, names: Correspondence, heads: Heads | No
     )
 
 
-def compare_log_probs(a: LogProbRecord, b: LogProbRecord, key: Key = LOG_PROBS_KEY) -> Row:
+def compare_log_probs(key: Key, a: LogProbRecord, b: LogProbRecord) -> Row:
     """Compare two records of log-probs, which must hold equal tokens, lengths and versions of the weights.
 
     Records with a token that lacks a log-prob on either side are not equal: neither NaN nor -9999 is taken for one.
@@ -196,7 +195,7 @@ def row_of(key: Key, a: Entry | None, b: Entry | None, regroup: bool) -> Row | N
 
 def _compared(key: Key, a: Value, b: Value, regroup: bool) -> Row:
     if isinstance(a, LogProbRecord) and isinstance(b, LogProbRecord):
-        return compare_log_probs(a, b, key)
+        return compare_log_probs(key, a, b)
     if isinstance(a, Tensor) and isinstance(b, Tensor):
         row = verdict(key, first_mismatch(a, regrouped(a, b) if regroup else b))
         return row if a.numel() or row.mismatch else replace(row, detail=EMPTY)

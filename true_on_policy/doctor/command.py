@@ -49,10 +49,9 @@ def _asked(arguments: argparse.Namespace) -> GpuContract | None:
     """Return the contract that the arguments ask for; None beside --trainer-dump, whose file states the contract."""
     if arguments.trainer_dump is None:
         return contract_of(arguments)
-    given = [name for name in CONTRACT_ARGUMENTS if getattr(arguments, name) is not None]
+    given = [flag for flag in CONTRACT_ARGUMENTS if getattr(arguments, flag[2:].replace("-", "_")) is not None]
     if not given:
         return None
-    flags = ", ".join(f"--{name.replace('_', '-')}" for name in given)
     raise ContractError(
-        f"{flags}: without effect, the trainer's file states its contract; leave --trainer-dump out or these"
+        f"{', '.join(given)}: without effect, the trainer's file states its contract; leave --trainer-dump out or these"
     )

@@ -22,7 +22,7 @@ from true_on_policy.observe.dumps import load, load_engine
 from true_on_policy.observe.process import ALL, COMPILES, KERNELS, Observation, observe
 
 Verdict = Literal["green", "red", "not seen", ""]
-EXIT: dict[Verdict, int] = {"green": 0, "": 0, "not seen": 2, "red": 1}
+EXIT: dict[Verdict, int] = {"": 0, "green": 0, "not seen": 2, "red": 1}  # the worst verdict is the last
 
 INIT = {
     "megatron": "--custom-megatron-init-path true_on_policy.hosts.miles_init",
@@ -120,11 +120,8 @@ def _judge(check: Check, trainer: Observation, engine: Observation) -> Row:
     return Row(check, _worst(verdicts), cells[0], cells[1], " / ".join(filter(None, how)))
 
 
-SEVERITY: tuple[Verdict, ...] = ("", "green", "not seen", "red")
-
-
 def _worst(verdicts: Sequence[Verdict]) -> Verdict:
-    return max(verdicts, key=SEVERITY.index)
+    return max(verdicts, key=[*EXIT].index)
 
 
 def _verdict(name: str, wanted: tuple[str, ...], side: Observation) -> Verdict:
@@ -168,16 +165,13 @@ def diagnosed(contract: GpuContract | None, arguments: argparse.Namespace) -> in
     return EXIT[_worst(verdicts)]
 
 
-NOT_ASKED = "(not asked)"
-
-
 def asked(rows: Sequence[Row], engine: Observation) -> tuple[Sequence[Row], list[str]]:
     """Leave out rows of the engine alone where it could not be asked; return the trainer's rows, and a note why."""
     if engine.settings or engine.unseen.keys() != {ALL}:
         return rows, []
     unasked = [row for row in rows if row.check.engine is not None]
     hidden = [row for row in unasked if row.check.trainer is None]
-    shown = [replace(row, engine=NOT_ASKED) if row in unasked else row for row in rows if row not in hidden]
+    shown = [replace(row, engine="(not asked)") if row in unasked else row for row in rows if row not in hidden]
     return shown, [
         f"engine: could not be asked, so that {len(unasked)} rows could not be checked, of which {len(hidden)} ask "
         f"the engine alone and are not shown: {engine.unseen[ALL]}"
@@ -189,7 +183,7 @@ def _stand_in(contract: GpuContract) -> Observation:
     seen = _pinned_here(contract)
     of_shell = {COMPILES, *contract.environment}  # TORCH_COMPILE_DISABLE of the shell decides COMPILES
     settings = {name: value for name, value in seen.settings.items() if name not in of_shell}
-    return Observation(settings, {ALL: NO_DUMP, **seen.unseen}, seen.configured)
+    return Observation(settings, {ALL: "no --trainer-dump", **seen.unseen}, seen.configured)
 
 
 def _pinned_here(contract: GpuContract) -> Observation:
@@ -205,17 +199,14 @@ def _pinned_here(contract: GpuContract) -> Observation:
         return observe(contract)
 
 
-NO_DUMP = "no --trainer-dump"
-NOT_OVER_HTTP = "HTTP does not tell it: no --engine-dump"
-
-
 def _engine(url: str | None, path: Path | None) -> Observation:
     """Observe the engine over HTTP where a URL is given, and from inside where a dump is given."""
     if url is not None:
         tell(f"asking {url} for a few tokens")
     over_http = Observation({}, {ALL: "no --engine"}) if url is None else observe_engine(url)
     if path is None:
-        return Observation(over_http.settings, {ALL: NOT_OVER_HTTP, **over_http.unseen}, over_http.configured)
+        unseen = {ALL: "HTTP does not tell it: no --engine-dump", **over_http.unseen}
+        return Observation(over_http.settings, unseen, over_http.configured)
     return joined(over_http, load_engine(path, url))
 
 

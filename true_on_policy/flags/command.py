@@ -136,23 +136,21 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     parser.set_defaults(run=run)
 
 
+RANKS: dict[str, Any] = {"type": whole, "metavar": "RANKS"}
+# The arguments that `contract_of` reads; each is None where a user does not give it.
+CONTRACT_ARGUMENTS: dict[str, dict[str, Any]] = {
+    "--model": {"help": f"one of {', '.join(MODELS)}, or as Hugging Face names it (default: qwen3-4B)"},
+    "--backend": {"choices": get_args(TrainBackend), "help": "what trains (default: megatron)"},
+    "--tp": {**RANKS, "help": "tensor-parallel ranks of the trainer (default: the fewest that hold)"},
+    "--cp": {**RANKS, "help": "context-parallel ranks of the trainer (default: 1)"},
+    "--engine-tp": {**RANKS, "help": "ranks of the engine (default: --tp times --cp)"},
+    "--gemm": {"choices": get_args(GemmName), "help": "matrix products of the engine (default: the trainer's)"},
+}
+
+
 def add_contract_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments that `contract_of` reads, CONTRACT_ARGUMENTS; each is None where a user does not give it."""
-    parser.add_argument("--model", help=f"one of {', '.join(MODELS)}, or as Hugging Face names it (default: qwen3-4B)")
-    parser.add_argument("--backend", choices=get_args(TrainBackend), help="what trains (default: megatron)")
-    parser.add_argument(
-        "--tp", type=whole, metavar="RANKS", help="tensor-parallel ranks of the trainer (default: the fewest that hold)"
-    )
-    parser.add_argument("--cp", type=whole, metavar="RANKS", help="context-parallel ranks of the trainer (default: 1)")
-    parser.add_argument(
-        "--engine-tp", type=whole, metavar="RANKS", help="ranks of the engine (default: --tp times --cp)"
-    )
-    parser.add_argument(
-        "--gemm", choices=get_args(GemmName), help="matrix products of the engine (default: the trainer's)"
-    )
-
-
-CONTRACT_ARGUMENTS = ("model", "backend", "tp", "cp", "engine_tp", "gemm")
+    for flag, settings in CONTRACT_ARGUMENTS.items():
+        parser.add_argument(flag, **settings)
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -188,10 +188,7 @@ class Certificate:
 
     def write(self, path: Path) -> None:
         """Write the certificate as JSON, whole or not at all."""
-        write_text(path, json.dumps(self.as_dict(), indent=2) + "\n")
-
-    def as_dict(self) -> dict[str, Any]:
-        return {
+        document = {
             "verdict": self.verdict,
             **asdict(self),
             "machine": {
@@ -201,6 +198,7 @@ class Certificate:
             },
             "command": f"python -m true_on_policy {' '.join(sys.argv[1:])}",
         }
+        write_text(path, json.dumps(document, indent=2) + "\n")
 
     def __str__(self) -> str:
         rows = [*self.links, self.control]

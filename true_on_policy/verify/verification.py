@@ -133,7 +133,6 @@ def verify(plan: argparse.Namespace, scratch: Path) -> tuple[Certificate, Eviden
     tell("control: starting the engine with stock kernels")
     off = _control(setup)
     counts = counted(on)
-    met, not_met, not_of_engine = situations(counts, ENGINES[plan.engine].abilities)
     certificate = Certificate(
         engine={"name": plan.engine, **versions},
         trainer=plan.trainer,
@@ -145,9 +144,7 @@ def verify(plan: argparse.Namespace, scratch: Path) -> tuple[Certificate, Eviden
         links=links(on),
         control=conclusion(off, "control: stock engine decode == stock trainer"),
         situations=counts,
-        met=met,
-        not_met=not_met,
-        not_of_engine=not_of_engine,
+        **situations(counts, ENGINES[plan.engine].abilities)._asdict(),
         hashes=hashes(on),
         commit=ran,
         seconds=round(time.monotonic() - started, 1),

@@ -228,7 +228,7 @@ def _rounded(tensor: Tensor, digest: Digest) -> Tensor:
 
 def _by_how_much(ask: Ask, first: Difference, parts: list[Part], weights: Weights) -> Difference:
     """Fetch the values of a tensor that differs, unless they are too many, and say how far they lie apart."""
-    part = next((part for part in parts if part.rank == (first.rank or 0)), parts[0])
+    part = parts[first.rank or 0]
     digest = part.digests.get(first.name)
     if digest is None or first.why != "other values":
         return first
