@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from mis_plugins.__main__ import main
 from mis_plugins.config.model import CorrectionConfig, ObjectiveConfig, RejectRule, WeightConfig
 from mis_plugins.errors import ConfigError
-from mis_plugins.explain.launch import grammar
+from mis_plugins.explain.launch.bash import grammar
 from mis_plugins.explain.translate import areal, ms_swift, verl
 from mis_plugins.explain.translate.script import Asked
 

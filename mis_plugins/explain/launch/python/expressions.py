@@ -7,8 +7,17 @@ from collections.abc import Sequence
 from pathlib import PurePosixPath
 from typing import Any
 
-from mis_plugins.explain.launch.python.names import Names
-from mis_plugins.explain.launch.python.values import PLAIN, as_text, equal, key_of, lines_of, names_set, says, truth_of
+from mis_plugins.explain.launch.python.names import (
+    PLAIN,
+    Names,
+    as_text,
+    equal,
+    key_of,
+    lines_of,
+    names_set,
+    says,
+    truth_of,
+)  # fmt: skip
 from mis_plugins.explain.launch.reader import any_of
 from mis_plugins.explain.launch.words import Piece, Text, known, literal
 

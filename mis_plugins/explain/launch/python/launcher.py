@@ -9,7 +9,7 @@ from typing import Any
 from mis_plugins.explain.launch.python.expressions import LOOPS
 from mis_plugins.explain.launch.python.functions import defaults_of
 from mis_plugins.explain.launch.python.imported import STARTS, Imported
-from mis_plugins.explain.launch.python.values import Raised, Record, Round, Shared, equal, name_of, place_of, says
+from mis_plugins.explain.launch.python.names import Raised, Record, Round, Shared, equal, name_of, place_of, says
 from mis_plugins.explain.launch.reader import PACKAGES, Clause, Returned, all_of, any_of
 from mis_plugins.explain.launch.words import hole
 
