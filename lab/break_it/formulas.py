@@ -1,6 +1,7 @@
-"""Corrections of other packages, written down anew in float64: what the loss of each token is multiplied by.
+"""Corrections of other packages: settings of theirs at random, and what the loss of each token is multiplied by.
 
-A formula takes log pi_old - log mu of the valid tokens of each sequence. A token that the package drops has weight 0.
+Each formula is written down anew in float64. It takes log pi_old - log mu of the valid tokens of each sequence. A token
+that the package drops has weight 0.
 """
 
 from __future__ import annotations
@@ -9,10 +10,40 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from hypothesis import strategies as st
+
 Row = list[float]
 Formula = Callable[[list[Row]], list[Row]]
 CLAMP, MEAN_FLOOR = 20.0, 1e-8
 PENALTY = 1e-3  # `kl_tau` of prime-rl where nothing is set
+VERL_RULES = ("", "token_k1", "token_k2", "token_k3", "seq_mean_k1", "seq_sum_k1", "seq_mean_k3", "seq_max_k3")
+uppers, lowers = st.sampled_from([1.0001, 1.05, 2.0, 5.0]), st.sampled_from([0.1, 0.5, 0.9])
+
+
+@st.composite
+def verl_settings(draw: st.DrawFn) -> dict[str, Any]:
+    level, rule = draw(st.sampled_from(["token", "sequence", "null"])), draw(st.sampled_from(VERL_RULES))
+    rule = rule or ("token_k1" if level == "null" else "")
+    upper, lower = draw(uppers), draw(st.none() | lowers)
+    said: dict[str, Any] = {} if level == "null" else {"rollout_is": level}
+    said["rollout_is_threshold"] = upper if lower is None else f"{lower}_{upper}"
+    if rule:
+        said["rollout_rs"] = rule
+        said["rollout_rs_threshold"] = "0.8_1.3" if rule.endswith("k1") else draw(st.sampled_from([0.02, 0.1]))
+    return said
+
+
+@st.composite
+def areal_settings(draw: st.DrawFn) -> dict[str, Any]:
+    """Any block but k3, whose help contradicts the code on any input, and a clamp by another than the mean."""
+    metric = draw(st.sampled_from(["ratio", "ratio", "kl_k1", "kl_k2"]))
+    said = {"metric": metric, "level": draw(st.sampled_from(["token", "sequence"])), "action": "mask"}
+    if metric == "ratio":
+        said["action"] = draw(st.sampled_from(["mask", "clamp"]))
+    if said["level"] == "sequence" and said["action"] == "mask":
+        said["agg"] = draw(st.sampled_from(["sum", "mean", "max"]))
+    ends = (uppers, lowers) if metric == "ratio" else (st.sampled_from([0.01, 0.1, 1.0]), st.none())
+    return said | {"upper": draw(ends[0]), "lower": draw(st.none() | ends[1])}
 
 
 def clamped(x: float) -> float:
@@ -98,8 +129,12 @@ def of_trl(mode: str, upper: float, lower: float) -> Formula:
     return of_each(weights)
 
 
-def of_verl(level: str, upper: float, lower: float | None, rule: str, least: float, most: float) -> Formula:
+def of_verl(said: Mapping[str, Any]) -> Formula:
     """rollout_is truncates, or zeroes outside of a pair of bounds; rollout_rs drops tokens or sequences."""
+    *low, upper = map(float, str(said["rollout_is_threshold"]).split("_"))
+    lower, level = low[0] if low else None, said.get("rollout_is", "null")
+    rule, limit = said.get("rollout_rs", ""), said.get("rollout_rs_threshold", 1.0)
+    least, most = map(float, limit.split("_")) if isinstance(limit, str) else (1.0, limit)
 
     def weights(row: Row) -> Row:
         each = [exp(clamped(math.fsum(row)))] * len(row) if level == "sequence" else [exp(clamped(x)) for x in row]
@@ -123,7 +158,7 @@ def of_verl(level: str, upper: float, lower: float | None, rule: str, least: flo
     return of_each(weights)
 
 
-def of_areal(level: str, action: str, metric: str, agg: str, upper: float, lower: float | None) -> Formula:
+def of_areal(level: str, action: str, metric: str, upper: float, lower: float | None, agg: str = "mean") -> Formula:
     """`rejection_sampling`: a ratio weighs and is masked or clamped; k1 (log r) and k2 mask alone."""
 
     def weights(row: Row) -> Row:
