@@ -29,6 +29,7 @@ from importlib.metadata import version
 from types import ModuleType
 from typing import Any
 
+import pytest
 from hypothesis import HealthCheck, Phase, given, seed, settings
 
 from lab.break_it import ROOT
@@ -75,11 +76,9 @@ def room(name: str) -> ModuleType:
 @contextmanager
 def furnished(module: ModuleType) -> Iterator[None]:
     """What the cases of a room stand on, in place while the block runs: stand-ins of a host would answer others too."""
-    getattr(module, "install", lambda: None)()
-    try:
+    with pytest.MonkeyPatch.context() as patched:
+        getattr(module, "install", lambda _: None)(patched)
         yield
-    finally:
-        getattr(module, "remove", lambda: None)()
 
 
 def tried(name: str, number: int, cases: int = ROUND) -> Counter[str]:

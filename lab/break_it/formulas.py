@@ -59,9 +59,9 @@ def mean(values: Row) -> float:
     return math.fsum(values) / len(values)
 
 
-def of_each(weights: Callable[[Row], Row]) -> Formula:
-    """The formula of a package that weighs each sequence by itself."""
-    return lambda rows: [weights(row) if row else [] for row in rows]
+def of_each(weights: Callable[..., Row]) -> Callable[..., Formula]:
+    """The formula, by its settings, of a package that weighs each sequence by itself."""
+    return lambda *said, **named: lambda rows: [weights(row, *said, **named) if row else [] for row in rows]
 
 
 def of_mis_py(said: Mapping[str, Any]) -> Formula:
@@ -104,85 +104,75 @@ def normalized(rows: list[Row], level: str) -> list[Row]:
     return [[w / factor for w in row] for row in rows] if factor > MEAN_FLOOR else rows
 
 
-def of_swift(mode: str, upper: float) -> Formula:
-    def weights(row: Row) -> Row:
-        logs = [clamped(x) for x in row]
-        ratios, geometric = [exp(x) for x in logs], exp(mean(logs))
-        return {
-            "token_truncate": [min(r, upper) for r in ratios],
-            "token_mask": [r if r <= upper else 0.0 for r in ratios],
-            "sequence_truncate": [min(geometric, upper)] * len(row),
-            "sequence_mask": [r if geometric <= upper else 0.0 for r in ratios],
-        }[mode]
-
-    return of_each(weights)
+@of_each
+def of_swift(row: Row, mode: str, upper: float) -> Row:
+    logs = [clamped(x) for x in row]
+    ratios, geometric = [exp(x) for x in logs], exp(mean(logs))
+    return {
+        "token_truncate": [min(r, upper) for r in ratios],
+        "token_mask": [r if r <= upper else 0.0 for r in ratios],
+        "sequence_truncate": [min(geometric, upper)] * len(row),
+        "sequence_mask": [r if geometric <= upper else 0.0 for r in ratios],
+    }[mode]
 
 
-def of_trl(mode: str, upper: float, lower: float) -> Formula:
-    def weights(row: Row) -> Row:
-        level, _, action = mode.partition("_")
-        each = [exp(math.fsum(row))] * len(row) if level == "sequence" else [exp(x) for x in row]
-        if action == "mask":
-            return [r if lower <= r <= upper else 0.0 for r in each]
-        return [max(lower, min(r, upper)) for r in each]
-
-    return of_each(weights)
+@of_each
+def of_trl(row: Row, mode: str, upper: float, lower: float) -> Row:
+    level, _, action = mode.partition("_")
+    each = [exp(math.fsum(row))] * len(row) if level == "sequence" else [exp(x) for x in row]
+    if action == "mask":
+        return [r if lower <= r <= upper else 0.0 for r in each]
+    return [max(lower, min(r, upper)) for r in each]
 
 
-def of_verl(said: Mapping[str, Any]) -> Formula:
+@of_each
+def of_verl(row: Row, said: Mapping[str, Any]) -> Row:
     """rollout_is truncates, or zeroes outside of a pair of bounds; rollout_rs drops tokens or sequences."""
     *low, upper = map(float, str(said["rollout_is_threshold"]).split("_"))
     lower, level = low[0] if low else None, said.get("rollout_is", "null")
     rule, limit = said.get("rollout_rs", ""), said.get("rollout_rs_threshold", 1.0)
     least, most = map(float, limit.split("_")) if isinstance(limit, str) else (1.0, limit)
-
-    def weights(row: Row) -> Row:
-        each = [exp(clamped(math.fsum(row)))] * len(row) if level == "sequence" else [exp(clamped(x)) for x in row]
-        found = [min(r, upper) if lower is None else r if lower <= r <= upper else 0.0 for r in each]
-        found = found if level != "null" else [1.0] * len(row)
-        logs = [clamped(x) for x in row]
-        k2, k3 = [x * x / 2 for x in logs], [math.expm1(x) - x for x in logs]
-        within = lambda x: -math.log(most) <= x <= -math.log(least)  # noqa: E731
-        kept = {
-            "": lambda t: True,
-            "token_k1": lambda t: within(logs[t]),
-            "seq_mean_k1": lambda t: within(mean(logs)),
-            "seq_sum_k1": lambda t: within(math.fsum(logs)),
-            "token_k2": lambda t: k2[t] <= most,
-            "token_k3": lambda t: k3[t] <= most,
-            "seq_mean_k3": lambda t: mean(k3) <= most,
-            "seq_max_k3": lambda t: max(k3) <= most,
-        }[rule]
-        return [w if kept(t) else 0.0 for t, w in enumerate(found)]
-
-    return of_each(weights)
+    each = [exp(clamped(math.fsum(row)))] * len(row) if level == "sequence" else [exp(clamped(x)) for x in row]
+    found = [min(r, upper) if lower is None else r if lower <= r <= upper else 0.0 for r in each]
+    found = found if level != "null" else [1.0] * len(row)
+    logs = [clamped(x) for x in row]
+    k2, k3 = [x * x / 2 for x in logs], [math.expm1(x) - x for x in logs]
+    within = lambda x: -math.log(most) <= x <= -math.log(least)  # noqa: E731
+    kept = {
+        "": lambda t: True,
+        "token_k1": lambda t: within(logs[t]),
+        "seq_mean_k1": lambda t: within(mean(logs)),
+        "seq_sum_k1": lambda t: within(math.fsum(logs)),
+        "token_k2": lambda t: k2[t] <= most,
+        "token_k3": lambda t: k3[t] <= most,
+        "seq_mean_k3": lambda t: mean(k3) <= most,
+        "seq_max_k3": lambda t: max(k3) <= most,
+    }[rule]
+    return [w if kept(t) else 0.0 for t, w in enumerate(found)]
 
 
-def of_areal(level: str, action: str, metric: str, upper: float, lower: float | None, agg: str = "mean") -> Formula:
+@of_each
+def of_areal(
+    row: Row, level: str, action: str, metric: str, upper: float, lower: float | None, agg: str = "mean"
+) -> Row:
     """`rejection_sampling`: a ratio weighs and is masked or clamped; k1 (log r) and k2 mask alone."""
-
-    def weights(row: Row) -> Row:
-        logs = [mean(row)] * len(row) if (level, metric) == ("sequence", "ratio") else row
-        found = [exp(x) for x in logs]
-        if action == "clamp":
-            return [max(lower or 0.0, min(w, upper)) for w in found]
-        each = [x * x / 2 for x in row] if metric == "kl_k2" else row
-        judged = each if level == "token" else [{"sum": math.fsum, "mean": mean, "max": max}[agg](each)] * len(row)
-        judged = [exp(x) for x in judged] if metric == "ratio" else judged
-        return [w if (lower is None or lower <= x) and x <= upper else 0.0 for w, x in zip(found, judged, strict=True)]
-
-    return of_each(weights)
+    logs = [mean(row)] * len(row) if (level, metric) == ("sequence", "ratio") else row
+    found = [exp(x) for x in logs]
+    if action == "clamp":
+        return [max(lower or 0.0, min(w, upper)) for w in found]
+    each = [x * x / 2 for x in row] if metric == "kl_k2" else row
+    judged = each if level == "token" else [{"sum": math.fsum, "mean": mean, "max": max}[agg](each)] * len(row)
+    judged = [exp(x) for x in judged] if metric == "ratio" else judged
+    return [w if (lower is None or lower <= x) and x <= upper else 0.0 for w, x in zip(found, judged, strict=True)]
 
 
-def of_openrlhf(level: str, mode: str, low: float, high: float) -> Formula:
-    def weights(row: Row) -> Row:
-        ratios = [exp(x) for x in row]
-        judged = ratios if level == "token" else [exp(mean(row))] * len(row)
-        if mode == "clip":
-            return [max(low, min(r, high)) for r in ratios]
-        return [r if low <= j <= high else 0.0 for r, j in zip(ratios, judged, strict=True)]
-
-    return of_each(weights)
+@of_each
+def of_openrlhf(row: Row, level: str, mode: str, low: float, high: float) -> Row:
+    ratios = [exp(x) for x in row]
+    judged = ratios if level == "token" else [exp(mean(row))] * len(row)
+    if mode == "clip":
+        return [max(low, min(r, high)) for r in ratios]
+    return [r if low <= j <= high else 0.0 for r, j in zip(ratios, judged, strict=True)]
 
 
 def slope_of_prime_rl(

@@ -363,15 +363,8 @@ def _clear(self: Formula) -> bool:
     return min(gaps) > DECISION
 
 
-PATCHED = pytest.MonkeyPatch()
-
-
-def install() -> None:
+def install(patched: pytest.MonkeyPatch) -> None:
     stand_ins.load({
         "miles.backends.training_utils.parallel": {"get_parallel_state": one_rank},
         "miles.backends.training_utils.loss_hub.logit_processors": {"get_log_probs_and_entropy": scores},
-    }, PATCHED)  # fmt: skip
-
-
-def remove() -> None:
-    PATCHED.undo()
+    }, patched)  # fmt: skip

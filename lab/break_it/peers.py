@@ -42,6 +42,7 @@ from tolerances import DECISION, EPS, normalized_rtol
 from torch import Tensor
 
 from lab.break_it import ROOT, formulas, weights
+from lab.break_it.__main__ import OURS as ERROR
 from lab.break_it.__main__ import tried
 from lab.break_it.formulas import Formula, Row, lowers, uppers
 from lab.provenance import as_markdown, markdown_table, parser_of, provenance, write_record
@@ -373,32 +374,27 @@ def ours(package: Package, batch: Batch, said: Any) -> str:
     return found
 
 
-def judge(case: Case) -> str:
-    """`kind;package: answer;...;ours: answer` of one batch."""
+def judge(case: Case) -> list[str]:
+    """`package; kind; answer` of each package, and of ours, for one batch."""
     kind, said = kind_of(case.batch), []
     signs = torch.tensor([SIGNS[i % len(SIGNS)] for i in range(len(case.batch.prompts))])
     x = Given(case.batch, [], signs)
     rounds = resolution(case.batch) > EPS  # then `wrong` may be rounding
     for name, package in PACKAGES.items():
         found = answer(package, x, case.settings[name])
-        said.append(f"{name}: {'unclear' if rounds and found == 'wrong' else found}")
+        said.append(f"{name}; {kind}; {'unclear' if rounds and found == 'wrong' else found}")
     asked = PACKAGES[case.words]
-    return ";".join([kind, *said, f"{OURS}: {ours(asked, case.batch, case.settings[case.words])}"])
+    return [*said, f"{OURS}; {kind}; {ours(asked, case.batch, case.settings[case.words])}"]
 
 
 # ---------------------------------------------------------------------------------------------------------- record
 
-Counts = Counter[tuple[str, str, str]]  # package, kind, answer
+
+Counts = Counter[tuple[str, ...]]  # package, kind, answer
 
 
-def told_apart(answers: Counter[str]) -> Counts:
-    counts: Counts = Counter()
-    for text, number in answers.items():
-        kind, *said = text.split(";")
-        for one in said:
-            name, _, found = one.partition(": ")
-            counts[name, kind, found] += number
-    return counts
+def told_apart(answers: Mapping[str, int]) -> Counts:
+    return Counter({tuple(text.split("; ")): n for text, n in answers.items() if text != ERROR})
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -430,7 +426,7 @@ def main(argv: list[str] | None = None) -> int:
 def _known() -> tuple[list[list[int]], Counts]:
     """The first and the last seed of each earlier run, and what the record has counted."""
     record = json.loads(RECORD.read_text()) if RECORD.exists() else {"seeds": [], "counts": {}}
-    return record["seeds"], Counter({tuple(key.split("; ")): n for key, n in record["counts"].items()})
+    return record["seeds"], told_apart(record["counts"])
 
 
 def _write(seeds: list[list[int]], counts: Counts, measured: dict[str, str]) -> None:
