@@ -72,11 +72,11 @@ class Expressions(Names):
         return value if is_sure else self.unknown(node)
 
     def visit_UnaryOp(self, node: ast.UnaryOp) -> Any:
+        if isinstance(node.op, ast.Not):
+            truth = self.truth(node.operand)
+            return self.unknown(node) if truth is None else not truth
         value = self.visit(node.operand)
-        if isinstance(node.op, ast.USub) and isinstance(value, int | float):
-            return -value
-        truth = truth_of(value) if isinstance(node.op, ast.Not) else None
-        return self.unknown(node) if truth is None else not truth
+        return -value if isinstance(node.op, ast.USub) and isinstance(value, int | float) else self.unknown(node)
 
     def visit_Compare(self, node: ast.Compare) -> Any:
         left, kind, right = self.visit(node.left), node.ops[0], self.visit(node.comparators[0])

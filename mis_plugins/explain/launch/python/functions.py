@@ -8,7 +8,7 @@ from typing import Any
 
 from mis_plugins.errors import ConfigError, shown
 from mis_plugins.explain.launch.python.expressions import Expressions
-from mis_plugins.explain.launch.python.names import Record, lines_of, name_of, place_of, says
+from mis_plugins.explain.launch.python.names import Record, decorators, lines_of, name_of, place_of, says
 from mis_plugins.explain.launch.reader import Ended, Joined, Returned
 from mis_plugins.explain.launch.words import hole, literal
 
@@ -34,7 +34,7 @@ class Functions(Expressions):
             frames, around = [*self.frames, self.parameters(node, given, named)], self.enclosing.get(node, [])
             with self.now(frames=frames, returned=[], outside={}, around=around):
                 value = self.ended_by(self.attempt(lambda: self.block(node.body)))
-        is_plain = DECORATES.issuperset(map(name_of, node.decorator_list)) and not _yields(node)
+        is_plain = decorators(node) <= DECORATES and not _yields(node)
         return value if is_plain else self.unknown(node)
 
     def ended_by(self, ended: Ended | None) -> Any:
@@ -133,19 +133,13 @@ class Functions(Expressions):
         if node.attr in owner.fields:
             return owner.fields[node.attr]
         method = self.method(owner, node.attr)
-        is_property = method is not None and "property" in map(name_of, method.decorator_list)
+        is_property = method is not None and "property" in decorators(method)
         return self.call(method, [owner], {}) if method and is_property else self.unknown(node)
 
     def run_commands(self) -> None:
-        decorated = [
-            command
-            for command in self.globals.values()
-            if isinstance(command, ast.FunctionDef) and command.decorator_list
-        ]
-        named = [
-            command for command in decorated if {"command", "callback"} & set(map(name_of, command.decorator_list))
-        ]
-        commands = named or decorated
+        functions = [value for value in self.globals.values() if isinstance(value, ast.FunctionDef)]
+        named = [function for function in functions if decorators(function) & {"command", "callback"}]
+        commands = named or [function for function in functions if function.decorator_list]
         asked = (self.command or "").replace("-", "_")
         for node in [command for command in commands if command.name == asked] or commands:
             self.attempt(lambda node=node: self.command_line(node))

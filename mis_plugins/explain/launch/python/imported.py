@@ -133,7 +133,7 @@ class Imported(Functions):
         for start in bash.launches(with_holes(text), self.path, self.reading):
             words, branch = tuple(with_places(start.words, text)), self.branch or start.branch
             hosts = frozenset(self.hosts)
-            self.found.append(Launch(node.lineno, words, hosts, place, branch, True, start.folder))
+            self.found.append(Launch(node.lineno, words, hosts, place, branch, start.folder))
 
     def span(self, node: ast.expr) -> tuple[int, int]:
         """The bytes of an expression in the launcher."""

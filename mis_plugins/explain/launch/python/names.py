@@ -154,9 +154,6 @@ class Names(Reader, ast.NodeVisitor):
                 if parts[-1] is decides:
                     break
             return any_of(parts) if decides else all_of(parts)
-        if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
-            truth = self.truth(node.operand)
-            return None if truth is None else not truth
         return truth_of(self.visit(node))
 
 
@@ -179,6 +176,10 @@ def name_of(node: ast.expr | None) -> str:
     if isinstance(node, ast.Call):
         return name_of(node.func)
     return node.id if isinstance(node, ast.Name) else node.attr if isinstance(node, ast.Attribute) else ""
+
+
+def decorators(node: ast.FunctionDef) -> set[str]:
+    return set(map(name_of, node.decorator_list))
 
 
 def names_set(*nodes: ast.AST) -> list[str]:
