@@ -346,6 +346,7 @@ def test_a_branch_that_is_known_is_taken(tmp_path: Path, capsys) -> None:
         ('from pathlib import Path\np = Path("a") / "b"\nU.execute_train(f"--p {p}")', ["--p", "a/b"]),
         ("def f():\n  if U.x():\n    return '--a'\n  else:\n    raise SystemExit\nU.execute_train(f())", ["--a"]),
         ('t = "--a" if None is None and not "" else "--b"\nU.execute_train(t)', ["--a"]),
+        ('t = not (NOW() or True)\nU.execute_train("--a" if t else "--b")', ["--b"]),
         *(  # an operand that may not run sets no sure name
             (f"A, B = '--a', 1\n{statement.format(condition)}\nU.execute_train(A)", [expected])
             for statement in ("if {}: pass", "x = {}") for condition, expected in (

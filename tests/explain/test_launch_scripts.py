@@ -1,7 +1,6 @@
 """Launch scripts of other frameworks: no rule is lost, whatever the idiom; bash itself says what a command is given."""
 
 import shlex
-import subprocess
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
@@ -11,6 +10,7 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lab.break_it.scripts import given_by_bash
 from mis_plugins.__main__ import main
 from mis_plugins.config.model import CorrectionConfig, ObjectiveConfig, RejectRule, WeightConfig
 from mis_plugins.errors import ConfigError
@@ -106,17 +106,6 @@ def tree_of(framework: str, said: dict[str, object]) -> str:
     return yaml.safe_dump(tree)
 
 
-def given_by_bash(script: str, command: str) -> list[str]:
-    """The arguments that bash itself gives to the command of a script."""
-    program = command.split()[0]
-    shim = f"{program}() {{ printf '%s\\0' \"$@\" >&9; }}\nexport -f {program}\n"
-    done = subprocess.run(
-        ["bash", "-c", f"exec 9>&1 >/dev/null\n{shim}{script}"], capture_output=True, text=True, timeout=60
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout.rstrip("\0").split("\0")
-
-
 @pytest.mark.parametrize("framework", SETTINGS)
 @settings(max_examples=40, deadline=None)
 @given(data=st.data())
@@ -134,7 +123,8 @@ def test_a_random_correction_in_a_random_idiom_is_read_back(framework: str, data
     if '"$@"' in line or "[@]" in line and start == "of another shell":
         start = "command"  # an array and "$@" mean another thing there
     script = before + STARTS[start](line) + "\n"
-    assert given_by_bash(script, COMMAND[framework])[-1:] == [pairs[-1][-1]]  # the idiom is one
+    theirs = given_by_bash(script, COMMAND[framework].split()[0])
+    assert theirs and theirs[-1] == pairs[-1][-1]  # the idiom is one
     try:
         expected = TRANSLATE[framework](tree_of(framework, said)).config()
     except ConfigError as error:
