@@ -25,25 +25,25 @@ def verl_settings(draw: st.DrawFn) -> dict[str, Any]:
     level, rule = draw(st.sampled_from(["token", "sequence", "null"])), draw(st.sampled_from(VERL_RULES))
     rule = rule or ("token_k1" if level == "null" else "")
     upper, lower = draw(uppers), draw(st.none() | lowers)
-    said: dict[str, Any] = {} if level == "null" else {"rollout_is": level}
-    said["rollout_is_threshold"] = upper if lower is None else f"{lower}_{upper}"
+    settings: dict[str, Any] = {} if level == "null" else {"rollout_is": level}
+    settings["rollout_is_threshold"] = upper if lower is None else f"{lower}_{upper}"
     if rule:
-        said["rollout_rs"] = rule
-        said["rollout_rs_threshold"] = "0.8_1.3" if rule.endswith("k1") else draw(st.sampled_from([0.02, 0.1]))
-    return said
+        settings["rollout_rs"] = rule
+        settings["rollout_rs_threshold"] = "0.8_1.3" if rule.endswith("k1") else draw(st.sampled_from([0.02, 0.1]))
+    return settings
 
 
 @st.composite
 def areal_settings(draw: st.DrawFn) -> dict[str, Any]:
     """Any block but k3, whose help contradicts the code on any input, and a clamp by another than the mean."""
     metric = draw(st.sampled_from(["ratio", "ratio", "kl_k1", "kl_k2"]))
-    said = {"metric": metric, "level": draw(st.sampled_from(["token", "sequence"])), "action": "mask"}
+    settings = {"metric": metric, "level": draw(st.sampled_from(["token", "sequence"])), "action": "mask"}
     if metric == "ratio":
-        said["action"] = draw(st.sampled_from(["mask", "clamp"]))
-    if said["level"] == "sequence" and said["action"] == "mask":
-        said["agg"] = draw(st.sampled_from(["sum", "mean", "max"]))
+        settings["action"] = draw(st.sampled_from(["mask", "clamp"]))
+    if settings["level"] == "sequence" and settings["action"] == "mask":
+        settings["agg"] = draw(st.sampled_from(["sum", "mean", "max"]))
     ends = (uppers, lowers) if metric == "ratio" else (st.sampled_from([0.01, 0.1, 1.0]), st.none())
-    return said | {"upper": draw(ends[0]), "lower": draw(st.none() | ends[1])}
+    return settings | {"upper": draw(ends[0]), "lower": draw(st.none() | ends[1])}
 
 
 def clamped(x: float) -> float:
@@ -61,7 +61,7 @@ def mean(values: Row) -> float:
 
 def of_each(weights: Callable[..., Row]) -> Callable[..., Formula]:
     """The formula, by its settings, of a package that weighs each sequence by itself."""
-    return lambda *said, **named: lambda rows: [weights(row, *said, **named) if row else [] for row in rows]
+    return lambda *settings, **named: lambda rows: [weights(row, *settings, **named) if row else [] for row in rows]
 
 
 def of_mis_py(said: Mapping[str, Any]) -> Formula:
@@ -126,15 +126,15 @@ def of_trl(row: Row, mode: str, upper: float, lower: float) -> Row:
 
 
 @of_each
-def of_verl(row: Row, said: Mapping[str, Any]) -> Row:
+def of_verl(row: Row, settings: Mapping[str, Any]) -> Row:
     """rollout_is truncates, or zeroes outside of a pair of bounds; rollout_rs drops tokens or sequences."""
-    *low, upper = map(float, str(said["rollout_is_threshold"]).split("_"))
-    lower, level = low[0] if low else None, said.get("rollout_is", "null")
-    rule, limit = said.get("rollout_rs", ""), said.get("rollout_rs_threshold", 1.0)
+    *low, upper = map(float, str(settings["rollout_is_threshold"]).split("_"))
+    lower, level = low[0] if low else None, settings.get("rollout_is", "null")
+    rule, limit = settings.get("rollout_rs", ""), settings.get("rollout_rs_threshold", 1.0)
     least, most = map(float, limit.split("_")) if isinstance(limit, str) else (1.0, limit)
     each = [exp(clamped(math.fsum(row)))] * len(row) if level == "sequence" else [exp(clamped(x)) for x in row]
-    found = [min(r, upper) if lower is None else r if lower <= r <= upper else 0.0 for r in each]
-    found = found if level != "null" else [1.0] * len(row)
+    weights = [min(r, upper) if lower is None else r if lower <= r <= upper else 0.0 for r in each]
+    weights = weights if level != "null" else [1.0] * len(row)
     logs = [clamped(x) for x in row]
     k2, k3 = [x * x / 2 for x in logs], [math.expm1(x) - x for x in logs]
     within = lambda x: -math.log(most) <= x <= -math.log(least)  # noqa: E731
@@ -148,7 +148,7 @@ def of_verl(row: Row, said: Mapping[str, Any]) -> Row:
         "seq_mean_k3": lambda t: mean(k3) <= most,
         "seq_max_k3": lambda t: max(k3) <= most,
     }[rule]
-    return [w if kept(t) else 0.0 for t, w in enumerate(found)]
+    return [w if kept(t) else 0.0 for t, w in enumerate(weights)]
 
 
 @of_each

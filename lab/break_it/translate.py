@@ -52,29 +52,33 @@ class Framework:
     formula: Callable[[Any], Formula]
 
 
-def without_none(said: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in said.items() if value is not None}
+def without_none(settings: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in settings.items() if value is not None}
+
+
+def under(path: str, settings: dict[str, Any]) -> dict[str, Any]:
+    return {f"{path}{key}": value for key, value in settings.items()}
 
 
 FRAMEWORKS = {
     "ms-swift": Framework(
         ms_swift.translate, "swift rlhf --rlhf_type grpo", True,
         st.tuples(st.sampled_from(sorted(ms_swift.MODES)), uppers),
-        lambda said: dict(zip(SWIFT, said, strict=True)), lambda said: formulas.of_swift(*said),
+        lambda settings: dict(zip(SWIFT, settings, strict=True)), lambda settings: formulas.of_swift(*settings),
     ),
     "TRL": Framework(
         trl.translate, "trl grpo", True, st.tuples(st.sampled_from(trl.MODES), uppers, st.none() | lowers),
-        lambda said: {"use_vllm": True} | without_none(dict(zip(TRL, said, strict=True))),
-        lambda said: formulas.of_trl(said[0], said[1], said[2] or 0.0),
+        lambda settings: {"use_vllm": True} | without_none(dict(zip(TRL, settings, strict=True))),
+        lambda settings: formulas.of_trl(settings[0], settings[1], settings[2] or 0.0),
     ),
     "verl": Framework(
         verl.translate, "python3 -m verl.trainer.main_ppo", False, formulas.verl_settings(),
-        lambda said: {f"{IS}{key}": value for key, value in ({"rollout_is": None} | said).items()}, formulas.of_verl,
+        lambda settings: under(IS, {"rollout_is": None} | settings), formulas.of_verl,
     ),
     "AReaL": Framework(
         areal.translate, "python3 -m areal.launcher.local train.py", False, formulas.areal_settings(),
-        lambda said: {"actor.use_decoupled_loss": True} | without_none({f"{RULES}{key}": said[key] for key in said}),
-        lambda said: formulas.of_areal(**said),
+        lambda settings: {"actor.use_decoupled_loss": True} | without_none(under(RULES, settings)),
+        lambda settings: formulas.of_areal(**settings),
     ),
 }  # fmt: skip
 
@@ -105,8 +109,8 @@ def cases(draw: st.DrawFn) -> tuple[str, str, Any]:
     if name == "prime-rl":
         return name, *draw(prime_rl_tomls())
     framework = FRAMEWORKS[name]
-    said = draw(framework.drawn)
-    return name, spelled(draw, framework, framework.keys(said)), said
+    settings = draw(framework.drawn)
+    return name, spelled(draw, framework, framework.keys(settings)), settings
 
 
 @st.composite

@@ -282,12 +282,12 @@ TOLD = [
 @pytest.mark.parametrize("case", TOLD)
 def test_what_is_told_of_a_script(case: tuple, tmp_path: Path, capsys, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
-    config, script, given, code, *said = case
+    config, script, given, code, *sentences = case
     if config is not None:
         Path("mis.yaml").write_text(config)
-    found, told = check(capsys, tmp_path, "run.py" if "import" in script else "run.sh", script, *given)
-    assert found == code and all(text in told for text in said), told
-    assert "\x1b" not in told and (code == 1) == ("\n+++ " in told or "no diff: " in told)
+    status, output = check(capsys, tmp_path, "run.py" if "import" in script else "run.sh", script, *given)
+    assert status == code and all(text in output for text in sentences), output
+    assert "\x1b" not in output and (code == 1) == ("\n+++ " in output or "no diff: " in output)
 
 
 @pytest.mark.parametrize("name", ["run.sh", "a b.sh", "in/run.sh", "../here/run.sh", "/run.sh", "link.sh"])
