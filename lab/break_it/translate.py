@@ -10,7 +10,7 @@ import json
 import math
 import re
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -83,14 +83,19 @@ FRAMEWORKS = {
 }  # fmt: skip
 
 
+def as_yaml(keys: Mapping[str, Any]) -> str:
+    """Dotted keys as a yaml."""
+    tree: dict[str, Any] = {}
+    for key, value in keys.items():
+        *folders, name = key.split(".")
+        functools.reduce(lambda at, folder: at.setdefault(folder, {}), folders, tree)[name] = value
+    return yaml.safe_dump(tree)
+
+
 def spelled(draw: st.DrawFn, framework: Framework, keys: dict[str, Any]) -> str:
     """The keys as a yaml, or as a script, with a variable in the place of a value."""
     if draw(st.booleans()):
-        tree: dict[str, Any] = {}
-        for key, value in keys.items():
-            *folders, name = key.split(".")
-            functools.reduce(lambda at, folder: at.setdefault(folder, {}), folders, tree)[name] = value
-        return yaml.safe_dump(tree)
+        return as_yaml(keys)
     lines, words = [], []
     for i, (key, value) in enumerate(keys.items()):
         said = "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)

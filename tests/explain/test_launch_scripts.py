@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lab.break_it.scripts import given_by_bash
+from lab.break_it.translate import as_yaml
 from mis_plugins.__main__ import main
 from mis_plugins.config.model import CorrectionConfig, ObjectiveConfig, RejectRule, WeightConfig
 from mis_plugins.errors import ConfigError
@@ -92,18 +93,10 @@ SETTINGS = {
 TRANSLATE = {"verl": verl.translate, "ms-swift": ms_swift.translate, "AReaL": areal.translate}
 
 
-def tree_of(framework: str, said: dict[str, object]) -> str:
+def tree_of(said: dict[str, object]) -> str:
     """A correction as a yaml of the framework, where the framework's own values stand."""
-    if framework == "ms-swift":
-        return yaml.safe_dump(said)
-    tree: dict = {}
-    for path, value in said.items():
-        *parents, last = path.split(".")
-        node = tree
-        for parent in parents:
-            node = node.setdefault(parent, {})
-        node[last] = yaml.safe_load(value) if value in ("null", "true", "false", "True") else value
-    return yaml.safe_dump(tree)
+    own: dict[object, object] = {"null": None, "true": True, "false": False, "True": True}
+    return as_yaml({path: own[value] if value in own else value for path, value in said.items()})
 
 
 @pytest.mark.parametrize("framework", SETTINGS)
@@ -126,7 +119,7 @@ def test_a_random_correction_in_a_random_idiom_is_read_back(framework: str, data
     theirs = given_by_bash(script, COMMAND[framework].split()[0])
     assert theirs and theirs[-1] == pairs[-1][-1]  # the idiom is one
     try:
-        expected = TRANSLATE[framework](tree_of(framework, said)).config()
+        expected = TRANSLATE[framework](tree_of(said)).config()
     except ConfigError as error:
         with pytest.raises(ConfigError) as refused:
             TRANSLATE[framework](script)
