@@ -29,6 +29,7 @@ from importlib.metadata import version
 from types import ModuleType
 from typing import Any
 
+import pytest
 from hypothesis import HealthCheck, Phase, given, seed, settings
 
 from lab.break_it import ROOT
@@ -38,24 +39,8 @@ from mis_plugins.config import view
 from mis_plugins.errors import UserError
 from mis_plugins.shared.numerals import count
 
-ROOMS = (
-    "weights",
-    "large",
-    "losses",
-    "config",
-    "answers",
-    "scripts",
-    "launchers",
-    "translate",
-    "dumps",
-    "routes",
-    "files",
-    "memory",
-    "ranks",
-    "split",
-    "segments",
-    "baselines",
-)
+ROOMS = """weights large losses config answers scripts launchers translate dumps routes files memory ranks split segments
+           baselines""".split()
 RECORD = ROOT / "lab" / "results" / "break_it.json"
 ROUND = 100  # cases of one seed
 SEEDS_A_PROCESS = 20  # of a room, before the next room's turn: processes end, and what they hold with them
@@ -77,11 +62,9 @@ def room(name: str) -> ModuleType:
 @contextmanager
 def furnished(module: ModuleType) -> Iterator[None]:
     """What the cases of a room stand on, in place while the block runs: stand-ins of a host would answer others too."""
-    getattr(module, "install", lambda: None)()
-    try:
+    with pytest.MonkeyPatch.context() as patched:
+        getattr(module, "install", lambda _: None)(patched)
         yield
-    finally:
-        getattr(module, "remove", lambda: None)()
 
 
 def tried(name: str, number: int, cases: int = ROUND) -> Counter[str]:

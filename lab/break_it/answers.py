@@ -78,16 +78,9 @@ class HTTPError(Exception):
     """What httpx raises where a stream breaks: a host brings httpx, and this pack does without."""
 
 
-PATCHED = pytest.MonkeyPatch()
-
-
-def install() -> None:
-    stand_ins.load({"httpx": {"HTTPError": HTTPError, "RemoteProtocolError": HTTPError}}, PATCHED)
-    PATCHED.setitem(vars(NUMBERING), "shelf", Shelf())
-
-
-def remove() -> None:
-    PATCHED.undo()
+def install(patched: pytest.MonkeyPatch) -> None:
+    stand_ins.load({"httpx": {"HTTPError": HTTPError, "RemoteProtocolError": HTTPError}}, patched)
+    patched.setitem(vars(NUMBERING), "shelf", Shelf())
 
 
 def judge(chunks: list[dict[str, Any]]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import datetime
 import math
 from collections.abc import Iterator
@@ -50,18 +51,12 @@ def places(value: Any) -> Iterator[tuple[Any, Any]]:
         yield from places(inner)
 
 
-def copied(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: copied(inner) for key, inner in value.items()}
-    return [copied(inner) for inner in value] if isinstance(value, list) else value
-
-
 @st.composite
 def cases(draw: st.DrawFn) -> str:
     """YAML text of a config file."""
-    keys = copied(draw(flat_configs()) if draw(st.integers(0, 3)) == 0 else {"mis": draw(configs())})
+    keys = copy.deepcopy(draw(flat_configs()) if draw(st.integers(0, 3)) == 0 else {"mis": draw(configs())})
     for name in draw(st.sets(st.sampled_from(sorted(EXTRAS)), max_size=2)) if "mis" in keys else ():
-        keys["mis"][name] = copied(draw(st.sampled_from(EXTRAS[name])))
+        keys["mis"][name] = copy.deepcopy(draw(st.sampled_from(EXTRAS[name])))
     for _ in range(draw(st.sampled_from([0, 0, 1, 1, 2]))):
         spots = list(places(keys))
         if not spots:
@@ -71,15 +66,11 @@ def cases(draw: st.DrawFn) -> str:
         if edit == "drop":
             del holder[key]
         elif edit == "add" and isinstance(holder, dict):
-            holder[draw(st.text(max_size=4) | st.sampled_from(["upper", "lower", "over", "unit", "self", "<<"]))] = (
-                draw(ODD)
-            )
+            name = draw(st.text(max_size=4) | st.sampled_from(["upper", "lower", "over", "unit", "self", "<<"]))
+            holder[name] = draw(ODD)
         elif edit == "case" and isinstance(holder, dict):
-            holder[
-                draw(st.sampled_from([str.upper, str.title, lambda x: x + " ", lambda x: x.replace("_", "-")]))(
-                    str(key)
-                )
-            ] = holder.pop(key)
+            spell = draw(st.sampled_from([str.upper, str.title, lambda x: x + " ", lambda x: x.replace("_", "-")]))
+            holder[spell(str(key))] = holder.pop(key)
         elif edit == "twice" and isinstance(holder, list):
             holder.append(holder[key])  # an alias
         elif edit == "text":

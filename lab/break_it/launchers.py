@@ -15,7 +15,7 @@ from types import SimpleNamespace
 
 from hypothesis import strategies as st
 
-from lab.break_it.scripts import beside
+from lab.break_it.scripts import beside, pick
 from mis_plugins.errors import ConfigError
 from mis_plugins.explain.launch import python
 from mis_plugins.explain.launch.reader import Reading
@@ -64,7 +64,7 @@ SIMPLE = """A = T|B = T|A += T|X = L|Y = L|X.append(T)|X.extend([T])|X.insert(0,
     X += [T, T]|D['k'] = T|D = {'k': T}|
     D.update(k=T)|E = D|pass|A, B = B, A|A, *Y = [T, T, T]|o.t = T|setattr(o, 't', T)|o = C(T)|o = C(t=T)|p = o|
     o = K(T)|
-    g(X)|g(Y)|h()|A = f(T)|X[0] = T|X = Y = L|del X[0]|Y.clear()|D |= {'k': T}|import os as B|
+    g(X)|g(Y)|h()|A = f(T)|X[0] = T|X = Y = L|del X[0]|Y.clear()|D \\|= {'k': T}|import os as B|
     [g(X) for A in ['1']]"""
 NESTED = """if C:
     S
@@ -115,11 +115,6 @@ B = r() or B|def r():
     w()
     return A
 B = r()"""
-
-
-def pick(rng: random.Random, listed: str) -> str:
-    """One of the templates that `|` separates."""
-    return rng.choice(re.split(r"\|(?!=)\s*", listed)).strip()
 
 
 def filled(rng: random.Random, template: str, depth: int) -> str:

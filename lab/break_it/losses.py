@@ -108,22 +108,20 @@ class Made:
 
     step: Step
     positions: list[list[Position]]
-    named: list[list[bool]]
 
 
 def made(case: Case) -> Made:
     rng = random.Random(case.seed)
-    responses, behavior, positions, named = [], [], [], []
+    responses, behavior, positions = [], [], []
     for length in case.lengths:
-        rows, target, old, mu, names = [], [], [], [], []
+        rows, target, old, mu = [], [], [], []
         for _ in range(length):
             logits = [rng.gauss(0, 1.2) for _ in range(VOCABULARY)]
             engine = torch.tensor([x + rng.gauss(0, 0.4) for x in logits], dtype=torch.float64).softmax(0)
             q = engine.tolist()
             sampled = rng.randrange(VOCABULARY)
             head = sorted(range(VOCABULARY), key=lambda v: -q[v])[:TOP]
-            names.append(rng.random() < 0.9)
-            rows.append(Position(logits, q, sampled, head if names[-1] else []))
+            rows.append(Position(logits, q, sampled, head if rng.random() < 0.9 else []))
             target.append(float(torch.tensor(logits, dtype=torch.float64).log_softmax(0)[sampled]))
             mu.append(math.log(q[sampled]))
             old.append(target[-1] + rng.choice([0.0, rng.gauss(0, 0.15)]))
@@ -134,21 +132,20 @@ def made(case: Case) -> Made:
         responses.append(Response(target, old, reference, advantages, [1.0] * length, mask))
         behavior.append(mu)
         positions.append(rows)
-        named.append(names)
     for name, place, value in case.faults:
         lists = behavior if name == "behavior" else [getattr(x, name) for x in responses]
         where = [(row, t) for row in lists for t in range(len(row))]
         if where and not (name == "advantages" and math.isfinite(value)):
             row, t = where[place % len(where)]
             row[t] = value
-    return Made(Step(responses, behavior), positions, named)
+    return Made(Step(responses, behavior), positions)
 
 
 class Formula(Expected):
     """The oracle's loss, also where a log-prob is no number, and with M2PO and `on_all_rejected`."""
 
-    def __init__(self, step: Step, question: Question, named: list[list[bool]]):
-        self.named, self.known = named, []
+    def __init__(self, step: Step, question: Question, positions: list[list[Position]]):
+        self.positions, self.known = positions, []
         self.usable = [
             [is_log_prob(o) and is_log_prob(b) for o, b in zip(x.old, mu, strict=True)]
             for x, mu in zip(step.responses, step.behavior, strict=True)
@@ -167,8 +164,8 @@ class Formula(Expected):
         return dataclasses.replace(x, old=filled, factor=factor, reference=reference)
 
     def _factor(self, i: int, x: Response) -> list[float]:
-        return [f if n or "center" not in self.question.mis else 0.0
-                for f, n in zip(self._factors[i], self.named[i], strict=True)]  # fmt: skip
+        return [f if one.head or "center" not in self.question.mis else 0.0
+                for f, one in zip(self._factors[i], self.positions[i], strict=True)]  # fmt: skip
 
     @functools.cached_property
     def _factors(self) -> list[list[float]]:
@@ -261,7 +258,7 @@ def centered(case: Case, made: Made, formula: Formula) -> list[list[Tensor]]:
             g = torch.zeros(VOCABULARY, dtype=torch.float64)
             keep = (kept[i][t] if corrects else x.mask[t]) and x.mask[t]
             keep = (keep and stays[t]) or (formula.restored and x.mask[t])
-            if keep and t in sample.usable and made.named[i][t]:
+            if keep and t in sample.usable and one.head:
                 down = math.prod(r["down_weigh"] for r in rules_of if not oracle.passes(sample, t, r))
                 factor = formula.surrogate_scale[i] * down / formula.corrected.factor
                 log_p = torch.tensor(one.logits, dtype=torch.float64).log_softmax(0)
@@ -336,7 +333,7 @@ def judge(case: Case) -> str:
 
 
 def compared(case: Case, it: Made, loss: Tensor, gradient: Tensor, metrics: dict[str, Tensor]) -> str:
-    formula = Formula(it.step, case.question, it.named)
+    formula = Formula(it.step, case.question, it.positions)
     if not _clear(formula):
         return "unclear"
     atol = 10 * formula.rtol * formula.magnitude + finite_difference_atol(formula.magnitude)
@@ -363,15 +360,8 @@ def _clear(self: Formula) -> bool:
     return min(gaps) > DECISION
 
 
-PATCHED = pytest.MonkeyPatch()
-
-
-def install() -> None:
+def install(patched: pytest.MonkeyPatch) -> None:
     stand_ins.load({
         "miles.backends.training_utils.parallel": {"get_parallel_state": one_rank},
         "miles.backends.training_utils.loss_hub.logit_processors": {"get_log_probs_and_entropy": scores},
-    }, PATCHED)  # fmt: skip
-
-
-def remove() -> None:
-    PATCHED.undo()
+    }, patched)  # fmt: skip

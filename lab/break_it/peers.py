@@ -42,8 +42,9 @@ from tolerances import DECISION, EPS, normalized_rtol
 from torch import Tensor
 
 from lab.break_it import ROOT, formulas, weights
+from lab.break_it.__main__ import OURS as ERROR
 from lab.break_it.__main__ import tried
-from lab.break_it.formulas import Formula, Row
+from lab.break_it.formulas import Formula, Row, lowers, uppers
 from lab.provenance import as_markdown, markdown_table, parser_of, provenance, write_record
 
 RECORD = ROOT / "lab" / "results" / "break_it_peers.json"
@@ -103,8 +104,6 @@ class Package:
 
 # ------------------------------------------------------------------------------------------------------- packages
 
-uppers, lowers = st.sampled_from([1.0001, 1.05, 2.0, 5.0]), st.sampled_from([0.1, 0.5, 0.9])
-
 
 @cache
 def mis_py() -> Any:
@@ -137,30 +136,6 @@ def loss_of_mis_py(x: Given, target: Tensor, said: Mapping[str, Any]) -> tuple[T
     return (loss * torch.cat(list(kept))).sum(), 1.0
 
 
-@st.composite
-def verl_settings(draw: st.DrawFn) -> dict[str, Any]:
-    level, rule = draw(st.sampled_from(["token", "sequence", "null"])), draw(st.sampled_from(VERL_RULES))
-    rule = rule or ("token_k1" if level == "null" else "")
-    upper, lower = draw(uppers), draw(st.none() | lowers)
-    said: dict[str, Any] = {} if level == "null" else {"rollout_is": level}
-    said["rollout_is_threshold"] = upper if lower is None else f"{lower}_{upper}"
-    if rule:
-        said["rollout_rs"] = rule
-        said["rollout_rs_threshold"] = "0.8_1.3" if rule.endswith("k1") else draw(st.sampled_from([0.02, 0.1]))
-    return said
-
-
-VERL_RULES = ("", "token_k1", "token_k2", "token_k3", "seq_mean_k1", "seq_sum_k1", "seq_mean_k3", "seq_max_k3")
-
-
-def formula_of_verl(said: Mapping[str, Any]) -> Formula:
-    ends = str(said["rollout_is_threshold"]).split("_")
-    rule, limit = said.get("rollout_rs", ""), said.get("rollout_rs_threshold", 1.0)
-    least, most = map(float, limit.split("_")) if isinstance(limit, str) else (1.0, limit)
-    lower = float(ends[0]) if len(ends) > 1 else None
-    return formulas.of_verl(said.get("rollout_is", "null"), float(ends[-1]), lower, rule, least, most)
-
-
 def loss_of_trl(x: Given, target: Tensor, said: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
     ratio, _ = trl.correction(x, *said)
     return trl.loss(x, target, ratio), x.by_response
@@ -169,19 +144,6 @@ def loss_of_trl(x: Given, target: Tensor, said: tuple[Any, ...]) -> tuple[Tensor
 def loss_of_swift(x: Given, target: Tensor, said: tuple[str, float]) -> tuple[Tensor, Tensor]:
     keys = ("rollout_importance_sampling_mode", "rollout_importance_sampling_threshold")
     return ms_swift.loss(x, target, **dict(zip(keys, said, strict=True))), x.by_response
-
-
-@st.composite
-def areal_settings(draw: st.DrawFn) -> dict[str, Any]:
-    """Any block but k3, whose help contradicts the code on any input, and a clamp by another than the mean."""
-    metric = draw(st.sampled_from(["ratio", "ratio", "kl_k1", "kl_k2"]))
-    said = {"metric": metric, "level": draw(st.sampled_from(["token", "sequence"])), "action": "mask"}
-    if metric == "ratio":
-        said["action"] = draw(st.sampled_from(["mask", "clamp"]))
-    if said["level"] == "sequence" and said["action"] == "mask":
-        said["agg"] = draw(st.sampled_from(["sum", "mean", "max"]))
-    ends = (uppers, lowers) if metric == "ratio" else (st.sampled_from([0.01, 0.1, 1.0]), st.none())
-    return said | {"upper": draw(ends[0]), "lower": draw(st.none() | ends[1])}
 
 
 def loss_of_areal(x: Given, target: Tensor, said: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
@@ -201,8 +163,8 @@ def loss_of_openrlhf(x: Given, target: Tensor, said: tuple[str, str, float, floa
 PACKAGES = {
     "Miles's mis.py": Package(flat_configs(), formulas.of_mis_py, loss_of_mis_py, nested, reach_of_mis_py),
     "verl 0.9.1": Package(
-        verl_settings(),
-        formula_of_verl,
+        formulas.verl_settings(),
+        formulas.of_verl,
         lambda x, target, said: (verl.decoupled_loss(x, target, verl.Settings(said), "token-sum"), 1.0),
         verl.mapping_of,
         lambda said: "sequence" if "seq" in f"{said.get('rollout_is')} {said.get('rollout_rs')}" else "token",
@@ -222,8 +184,8 @@ PACKAGES = {
         lambda said: said[0].partition("_")[0],
     ),
     "AReaL 1.0.4": Package(
-        areal_settings(),
-        lambda said: formulas.of_areal(**{"agg": "mean"} | said),
+        formulas.areal_settings(),
+        lambda said: formulas.of_areal(**said),
         loss_of_areal,
         lambda said: areal.mapping_of(areal.settings(**said)),
         lambda said: said["level"],
@@ -412,32 +374,27 @@ def ours(package: Package, batch: Batch, said: Any) -> str:
     return found
 
 
-def judge(case: Case) -> str:
-    """`kind;package: answer;...;ours: answer` of one batch."""
+def judge(case: Case) -> list[str]:
+    """`package; kind; answer` of each package, and of ours, for one batch."""
     kind, said = kind_of(case.batch), []
     signs = torch.tensor([SIGNS[i % len(SIGNS)] for i in range(len(case.batch.prompts))])
     x = Given(case.batch, [], signs)
     rounds = resolution(case.batch) > EPS  # then `wrong` may be rounding
     for name, package in PACKAGES.items():
         found = answer(package, x, case.settings[name])
-        said.append(f"{name}: {'unclear' if rounds and found == 'wrong' else found}")
+        said.append(f"{name}; {kind}; {'unclear' if rounds and found == 'wrong' else found}")
     asked = PACKAGES[case.words]
-    return ";".join([kind, *said, f"{OURS}: {ours(asked, case.batch, case.settings[case.words])}"])
+    return [*said, f"{OURS}; {kind}; {ours(asked, case.batch, case.settings[case.words])}"]
 
 
 # ---------------------------------------------------------------------------------------------------------- record
 
-Counts = Counter[tuple[str, str, str]]  # package, kind, answer
+
+Counts = Counter[tuple[str, ...]]  # package, kind, answer
 
 
-def told_apart(answers: Counter[str]) -> Counts:
-    counts: Counts = Counter()
-    for text, number in answers.items():
-        kind, *said = text.split(";")
-        for one in said:
-            name, _, found = one.partition(": ")
-            counts[name, kind, found] += number
-    return counts
+def told_apart(answers: Mapping[str, int]) -> Counts:
+    return Counter({tuple(text.split("; ")): n for text, n in answers.items() if text != ERROR})
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -469,7 +426,7 @@ def main(argv: list[str] | None = None) -> int:
 def _known() -> tuple[list[list[int]], Counts]:
     """The first and the last seed of each earlier run, and what the record has counted."""
     record = json.loads(RECORD.read_text()) if RECORD.exists() else {"seeds": [], "counts": {}}
-    return record["seeds"], Counter({tuple(key.split("; ")): n for key, n in record["counts"].items()})
+    return record["seeds"], told_apart(record["counts"])
 
 
 def _write(seeds: list[list[int]], counts: Counts, measured: dict[str, str]) -> None:

@@ -94,13 +94,13 @@ def cases() -> st.SearchStrategy[str]:
     return st.integers(0, 2**32).map(script_of)
 
 
-def given_by_bash(script: str) -> list[str] | None:
-    """What bash gives to train.py; None where the script does not end well."""
-    shim = "python3() { shift; printf '%s\\0' x \"$@\" >&9; }\nexport -f python3\n"
+def given_by_bash(script: str, program: str = "python3") -> list[str] | None:
+    """What bash gives to a program behind its first argument, as train.py is; None where the script fails."""
+    shim = f"{program}() {{ shift; printf '%s\\0' x \"$@\" >&9; }}\nexport -f {program}\n"
     with tempfile.TemporaryDirectory() as folder:
         done = subprocess.run(
             ["bash", "--norc", "-c", f"exec 9>&1 >/dev/null 2>&1\n{shim}{script}", "s"], cwd=folder,
-            env={"PATH": "/usr/bin:/bin"}, capture_output=True, timeout=10, stdin=subprocess.DEVNULL,
+            env={"PATH": "/usr/bin:/bin"}, capture_output=True, timeout=60, stdin=subprocess.DEVNULL,
         )  # fmt: skip
     said = done.stdout.decode(errors="replace")
     return said.removesuffix("\0").split("\0")[1:] if done.returncode == 0 and said.count("x\0") >= 1 else None

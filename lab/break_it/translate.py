@@ -10,7 +10,8 @@ import json
 import math
 import re
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,46 +20,82 @@ from batches import host_args, ratio_batch
 from hypothesis import strategies as st
 
 from lab.break_it import formulas
-from lab.break_it.formulas import Formula
+from lab.break_it.formulas import Formula, lowers, uppers
 from mis_plugins import mis
 from mis_plugins.config.reading import from_mapping
 from mis_plugins.config.writing import to_yaml
 from mis_plugins.explain.translate import areal, ms_swift, prime_rl, trl, verl
+from mis_plugins.explain.translate.translation import Translation
 from mis_plugins.loss.objective import Clip, policy_term
 from mis_plugins.packing.ragged import Ragged
 
 RATIOS = [[0.2, 3.0, 1.1, 0.97], [1.7], [0.6, 0.6, 1.02], [0.99, 1.3], [4.0, 0.3]]
-IS = "algorithm.rollout_correction."
-FORMULAS: dict[str, Callable[..., Formula]] = {
-    "ms-swift": formulas.of_swift,
-    "TRL": formulas.of_trl,
-    "verl": formulas.of_verl,
-    "AReaL": formulas.of_areal,
-}
-TRANSLATE = {
-    "ms-swift": ms_swift.translate,
-    "TRL": trl.translate,
-    "verl": verl.translate,
-    "AReaL": areal.translate,
-    "prime-rl": prime_rl.translate,
-}
-PROGRAMS = {
-    "ms-swift": "swift rlhf --rlhf_type grpo",
-    "TRL": "trl grpo",
-    "verl": "python3 -m verl.trainer.main_ppo",
-    "AReaL": "python3 -m areal.launcher.local train.py",
-}
-PREFIX = {"verl": IS, "AReaL": "actor."}
+IS, RULES = "algorithm.rollout_correction.", "actor.rejection_sampling."
+SWIFT = "rollout_importance_sampling_mode", "rollout_importance_sampling_threshold"
+TRL = "vllm_importance_sampling_mode", "vllm_importance_sampling_clip_max", "vllm_importance_sampling_clip_min"
 
 
-def spelled(draw: st.DrawFn, framework: str, keys: dict[str, Any]) -> str:
+@dataclass(frozen=True)
+class Framework:
+    """How a framework says what its formula takes.
+
+    program: what its command line begins with; `settings` there are `KEY=VALUE`, or of `flags` `--KEY VALUE`.
+    drawn: what its formula takes, at random.
+    keys: the same in the framework's keys.
+    """
+
+    translate: Callable[..., Translation]
+    program: str
+    flags: bool
+    drawn: st.SearchStrategy[Any]
+    keys: Callable[[Any], dict[str, Any]]
+    formula: Callable[[Any], Formula]
+
+
+def without_none(settings: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in settings.items() if value is not None}
+
+
+def under(path: str, settings: dict[str, Any]) -> dict[str, Any]:
+    return {f"{path}{key}": value for key, value in settings.items()}
+
+
+FRAMEWORKS = {
+    "ms-swift": Framework(
+        ms_swift.translate, "swift rlhf --rlhf_type grpo", True,
+        st.tuples(st.sampled_from(sorted(ms_swift.MODES)), uppers),
+        lambda settings: dict(zip(SWIFT, settings, strict=True)), lambda settings: formulas.of_swift(*settings),
+    ),
+    "TRL": Framework(
+        trl.translate, "trl grpo", True, st.tuples(st.sampled_from(trl.MODES), uppers, st.none() | lowers),
+        lambda settings: {"use_vllm": True} | without_none(dict(zip(TRL, settings, strict=True))),
+        lambda settings: formulas.of_trl(settings[0], settings[1], settings[2] or 0.0),
+    ),
+    "verl": Framework(
+        verl.translate, "python3 -m verl.trainer.main_ppo", False, formulas.verl_settings(),
+        lambda settings: under(IS, {"rollout_is": None} | settings), formulas.of_verl,
+    ),
+    "AReaL": Framework(
+        areal.translate, "python3 -m areal.launcher.local train.py", False, formulas.areal_settings(),
+        lambda settings: {"actor.use_decoupled_loss": True} | without_none(under(RULES, settings)),
+        lambda settings: formulas.of_areal(**settings),
+    ),
+}  # fmt: skip
+
+
+def as_yaml(keys: Mapping[str, Any]) -> str:
+    """Dotted keys as a yaml."""
+    tree: dict[str, Any] = {}
+    for key, value in keys.items():
+        *folders, name = key.split(".")
+        functools.reduce(lambda at, folder: at.setdefault(folder, {}), folders, tree)[name] = value
+    return yaml.safe_dump(tree)
+
+
+def spelled(draw: st.DrawFn, framework: Framework, keys: dict[str, Any]) -> str:
     """The keys as a yaml, or as a script, with a variable in the place of a value."""
     if draw(st.booleans()):
-        tree: dict[str, Any] = {}
-        for key, value in keys.items():
-            *folders, name = key.split(".")
-            functools.reduce(lambda at, folder: at.setdefault(folder, {}), folders, tree)[name] = value
-        return yaml.safe_dump(tree)
+        return as_yaml(keys)
     lines, words = [], []
     for i, (key, value) in enumerate(keys.items()):
         said = "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
@@ -66,56 +103,19 @@ def spelled(draw: st.DrawFn, framework: str, keys: dict[str, Any]) -> str:
         if draw(st.booleans()):
             lines.append(f"V{i}={spot}")
             spot = draw(st.sampled_from([f'"$V{i}"', f"${{V{i}}}", f"${{V{i}:-7}}"]))
-        words.append(f"{key}={spot}" if framework in PREFIX else f"--{key} {spot}")
-    return "\n".join([*lines, f"{PROGRAMS[framework]} \\\n  " + " \\\n  ".join(words)]) + "\n"
+        words.append(f"--{key} {spot}" if framework.flags else f"{key}={spot}")
+    return "\n".join([*lines, f"{framework.program} \\\n  " + " \\\n  ".join(words)]) + "\n"
 
 
 @st.composite
-def cases(draw: st.DrawFn) -> tuple[str, str, tuple[Any, ...]]:
-    """Framework, text, and the arguments of the framework's formula."""
-    framework = draw(st.sampled_from(sorted(TRANSLATE)))
-    upper = draw(st.sampled_from([1.05, 1.5, 2.0, 5.0]))
-    if framework == "ms-swift":
-        mode = draw(st.sampled_from(sorted(ms_swift.MODES)))
-        keys = {"rollout_importance_sampling_mode": mode, "rollout_importance_sampling_threshold": upper}
-        return framework, spelled(draw, framework, keys), (mode, upper)
-    if framework == "TRL":
-        mode, lower = draw(st.sampled_from(trl.MODES)), draw(st.sampled_from([0.0, 0.5, 0.9]))
-        keys = {"use_vllm": True, "vllm_importance_sampling_mode": mode, "vllm_importance_sampling_clip_max": upper}
-        keys |= {"vllm_importance_sampling_clip_min": lower} if lower else {}
-        return framework, spelled(draw, framework, keys), (mode, upper, lower)
-    if framework == "prime-rl":
-        return framework, *draw(prime_rl_tomls())
-    if framework == "AReaL":
-        block = draw(areal_blocks())
-        keys = {"actor.use_decoupled_loss": True}
-        keys |= {f"actor.rejection_sampling.{key}": value for key, value in block.items() if value is not None}
-        return framework, spelled(draw, framework, keys), tuple(block.values())
-    level = draw(st.sampled_from(["token", "sequence", "null"]))
-    rule = draw(
-        st.sampled_from(
-            ["", "token_k1", "seq_mean_k1", "seq_sum_k1", "token_k3", "seq_mean_k3", "seq_max_k3", "token_k2"]
-        )
-    )
-    rule = rule or ("token_k1" if level == "null" else "")
-    least, most = (0.8, 1.3) if rule.endswith("k1") else (0.0, draw(st.sampled_from([0.02, 0.1])))
-    keys = {f"{IS}rollout_is": None if level == "null" else level, f"{IS}rollout_is_threshold": upper}
-    if rule:
-        said = f"{least}_{most}" if rule.endswith("k1") else most
-        keys |= {f"{IS}rollout_rs": rule, f"{IS}rollout_rs_threshold": said}
-    return framework, spelled(draw, framework, keys), (level, upper, None, rule, least, most)
-
-
-@st.composite
-def areal_blocks(draw: st.DrawFn) -> dict[str, Any]:
-    """`rejection_sampling` without k3, which is refused, and without a clamp by another than the mean."""
-    metric = draw(st.sampled_from(["ratio", "ratio", "kl_k1", "kl_k2"]))
-    action = draw(st.sampled_from(["mask", "clamp"])) if metric == "ratio" else "mask"
-    level = draw(st.sampled_from(["token", "sequence"]))
-    agg = draw(st.sampled_from(["sum", "mean", "max"])) if (level, action) == ("sequence", "mask") else "mean"
-    upper = st.sampled_from([1.05, 2.0, 5.0] if metric == "ratio" else [0.01, 0.1, 1.0])
-    lower = st.sampled_from([None, 0.5, 0.9] if metric == "ratio" else [None])
-    return {"level": level, "action": action, "metric": metric, "agg": agg, "upper": draw(upper), "lower": draw(lower)}
+def cases(draw: st.DrawFn) -> tuple[str, str, Any]:
+    """Framework, text, and what the framework's formula takes."""
+    name = draw(st.sampled_from([*FRAMEWORKS, "prime-rl"]))
+    if name == "prime-rl":
+        return name, *draw(prime_rl_tomls())
+    framework = FRAMEWORKS[name]
+    settings = draw(framework.drawn)
+    return name, spelled(draw, framework, framework.keys(settings)), settings
 
 
 @st.composite
@@ -132,16 +132,17 @@ def prime_rl_tomls(draw: st.DrawFn) -> tuple[str, tuple[Any, ...]]:
     return text, (kind, low, rest[0] if rest else low, formulas.PENALTY if penalty is None else penalty)
 
 
-def judge(case: tuple[str, str, tuple[Any, ...]]) -> str:
-    return judge_prime_rl(*case[1:]) if case[0] == "prime-rl" else judge_weights(*case)
+def judge(case: tuple[str, str, Any]) -> str:
+    name, text, meant = case
+    return judge_prime_rl(text, meant) if name == "prime-rl" else judge_weights(FRAMEWORKS[name], text, meant)
 
 
-def judge_weights(framework: str, text: str, meant: tuple[Any, ...]) -> str:
-    said = yaml.safe_load(to_yaml(TRANSLATE[framework](text).mis))["mis"]
+def judge_weights(framework: Framework, text: str, meant: Any) -> str:
+    said = yaml.safe_load(to_yaml(framework.translate(text).mis))["mis"]
     batch = ratio_batch(RATIOS)
     weights, masks, _ = mis.compute_mis_weights(host_args(mis=said), **batch.lists())
     assert weights is not None, "nothing is weighed"
-    for i, wanted in enumerate(FORMULAS[framework](*meant)([[math.log(r) for r in row] for row in RATIOS])):
+    for i, wanted in enumerate(framework.formula(meant)([[math.log(r) for r in row] for row in RATIOS])):
         found, kept = (weights[i] * masks[i]).tolist(), sum(masks[i].tolist())
         scale = len(wanted) / kept if said.get("denominator") == "kept" and kept else 1.0
         assert torch.allclose(torch.tensor(found), torch.tensor(wanted) * scale, rtol=1e-4, atol=0), (

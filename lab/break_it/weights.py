@@ -59,14 +59,6 @@ class Case:
     batch: Batch
 
 
-def with_extras(draw: st.DrawFn, config: dict[str, Any]) -> dict[str, Any]:
-    """The config, perhaps with M2PO, and with words in place of numbers."""
-    if draw(st.integers(0, 3)) == 0:
-        config["m2_threshold"] = draw(st.sampled_from([1e-3, 0.1, 0.5, 4.0]))
-        config["denominator"] = draw(st.sampled_from(["original", "kept"]))
-    return config
-
-
 @st.composite
 def hostile_batches(draw: st.DrawFn) -> Batch:
     """A batch of `tests/support`, perhaps with absent log-probs anywhere, as views or in float64."""
@@ -89,7 +81,11 @@ def hostile_batches(draw: st.DrawFn) -> Batch:
 
 @st.composite
 def cases(draw: st.DrawFn) -> Case:
-    return Case(with_extras(draw, draw(configs())), draw(st.sampled_from(sorted(CARRIERS))), draw(hostile_batches()))
+    config = draw(configs())
+    if draw(st.integers(0, 3)) == 0:
+        config["m2_threshold"] = draw(st.sampled_from([1e-3, 0.1, 0.5, 4.0]))
+        config["denominator"] = draw(st.sampled_from(["original", "kept"]))
+    return Case(config, draw(st.sampled_from(sorted(CARRIERS))), draw(hostile_batches()))
 
 
 def judge(case: Case) -> str:

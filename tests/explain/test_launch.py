@@ -19,19 +19,22 @@ from mis_plugins.explain.launch.words import HOLE, Word
 PRESET = '"$(python -m mis_plugins config path tis)"'
 STEP = "--custom-megatron-before-train-step-hook-path mis_plugins.mis.report_step"
 OURS = f"--custom-tis-function-path {HOOK}\n{STEP}\n--custom-config-path {PRESET}"
-UNSWITCHED = f"--custom-tis-function-path {HOOK}\n--custom-config-path unswitched.yaml"  # a file without use_tis
+WATCHES = "tis_upper_bound: 2.0\n"  # a config without use_tis
+UNSWITCHED = f"--custom-tis-function-path {HOOK}\n--custom-config-path mis.yaml"
 NEVER = "called: never: neither --use-tis nor --get-mismatch-metrics is set"
 ORACLE = {"weight": {"level": "token", "bound": "truncate", "upper": 2.0}}
 
 
-def words(script: str, *arguments: str, reader=bash) -> list[Word]:
-    path = Path("run.py" if reader is python else "run.sh")
-    (launch,) = reader.launches(script, path, Reading(len(script), "run"), arguments)
+def words(script: str) -> list[Word]:
+    """The words of the one start of a script, which is given `--seed 7`; it is in Python where it calls `U`."""
+    is_python = "U." in script or "import" in script
+    reader, path = (python, Path("run.py")) if is_python else (bash, Path("run.sh"))
+    (launch,) = reader.launches(script, path, Reading(len(script), "run"), ["--seed", "7"])
     return list(launch.words)
 
 
-def texts(script: str, *arguments: str, reader=bash) -> list[str]:
-    return [word.text for word in words(script, *arguments, reader=reader)]
+def texts(script: str) -> list[str]:
+    return [word.text for word in words(script)]
 
 
 def check(capsys: pytest.CaptureFixture[str], folder: Path, name: str, script: str, *arguments: str) -> tuple[int, str]:
@@ -53,25 +56,25 @@ def assert_corrects(argv: list[str]) -> None:
 
 
 CASES = {
-    "nothing of ours": ("run.sh", shell(), ()),
+    "nothing of ours": (FLAT, shell(), ()),
     "the host's example": (
-        "run.sh", shell("--use-tis", f"--custom-config-path mis.yaml\n--custom-tis-function-path {THEIRS}"), ()
+        FLAT, shell("--use-tis", f"--custom-config-path mis.yaml\n--custom-tis-function-path {THEIRS}"), ()
     ),
     "a config that does not exist": (
-        "run.sh", shell("--use-tis", f"--custom-config-path missing.yaml\n--custom-tis-function-path {HOOK}"), ()
+        FLAT, shell("--use-tis", f"--custom-config-path missing.yaml\n--custom-tis-function-path {HOOK}"), ()
     ),
-    "neither flag": ("run.sh", shell("", UNSWITCHED), ()),
-    "a launcher with nothing": ("run.py", PYTHON, ()),
-    "a launcher with its own config": ("run.py", PYTHON, ("--enable-mis",)),
+    "neither flag": (WATCHES, shell("", UNSWITCHED), ()),
+    "a launcher with nothing": (FLAT, PYTHON, ()),
+    "a launcher with its own config": (FLAT, PYTHON, ("--enable-mis",)),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_the_changed_script_starts_a_job_that_corrects(case: str, tmp_path: Path, capsys, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
-    name, script, given = CASES[case]
-    (tmp_path / "mis.yaml").write_text(FLAT)
-    (tmp_path / "unswitched.yaml").write_text("tis_upper_bound: 2.0\n")
+    config, script, given = CASES[case]
+    name = "run.py" if script is PYTHON else "run.sh"
+    (tmp_path / "mis.yaml").write_text(config)
     code, told = check(capsys, tmp_path, name, script, *(("--", *given) if given else ()))
     assert code == 1
     done = subprocess.run(["patch", "-p0", "-d", str(tmp_path)], input=told, capture_output=True, text=True)
@@ -92,45 +95,6 @@ ESCAPES = shell("--use-tis", "--custom-tis-function-path x\x1b[31m.y\n--custom-c
 GIVEN = ("--", "--extra-args", "--use-tis --custom-tis-function-path x.y", "--upper", "3", "--enable-mis")
 
 
-def branch(test: str) -> tuple:
-    script = shell("", OURS).replace("ray job", f"if {test}; then GRPO_ARGS+=(--use-tis); fi\nray job")
-    told = (f"--use-tis (line 13): there only if this holds: {test}", "nothing is proposed as long as that is unsure")
-    return "run.sh", script, (), 2, told
-
-
-TOLD = [
-    ("run.sh", shell("", UNSWITCHED), (), 1, (NEVER, "nothing is corrected, and its log has no mis_ metric")),
-    ("run.py", PYTHON, (), 1, (NEVER, "nothing is corrected, and its log has no mis_ metric")),
-    ("run.sh", shell("", OURS), (), 0, ("nothing has to change",)),  # a preset switches the correction on by itself
-    ("run.sh", shell("--get-mismatch-metrics", UNSWITCHED), (), 0, ("by --get-mismatch-metrics (line 7)",)),
-    ("run.sh", shell("--use-tis", OURS), ("--preset", "metrics-only"), 1,
-     ("-   --use-tis", "+   --get-mismatch-metrics", PRESET.replace("tis)", "metrics-only)"))),
-    *(branch(test) for test in ('[ "$1" = x ]', "[[ -n $HOST ]]", "grep -q x file", '[[ "$A" == c* || x == y ]]')),
-    ("run.py", PYTHON, GIVEN, 1, ("capped at 3", "x.y (given on the command line")),
-    ("run.py", PYTHON, ("--", "--upper", "high"), 2, ("--upper: got 'high'; expected a number",)),
-    ("run.sh", OWN_LOSS, (), 2, ("mine.loss runs in place of the host's policy loss",)),
-    ("run.sh", SWITCHED, ("--", "MODE=watch"), 0, ()),
-    ("run.sh", SWITCHED, ("--", "MODE=train"), 1, (NEVER,)),
-    ("run.sh", UNREAD, (), 1, ("not read: line 10: source /nowhere/model.sh: the file is not here",
-                               "${MODEL_ARGS[@]} may give more flags")),
-    ("run.sh", shell().replace('a model" \\', 'a model"'), (), 1, ("does the line above lack its backslash?",)),
-    ("run.sh", shell("--use-tiss"), ("--host", "slime"), 1,
-     ("warning: --use-tiss (line 7): no flag of slime where its parser was recorded",)),
-    ("run.sh", ESCAPES, (), 1, (r"x\x1b[31m.y",)),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("name", "script", "given", "code", "said"), TOLD)
-def test_what_is_told_of_a_script(
-    name: str, script: str, given: tuple, code: int, said: tuple, tmp_path: Path, capsys, monkeypatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("unswitched.yaml").write_text("tis_upper_bound: 2.0\n")  # a file without use_tis
-    found, told = check(capsys, tmp_path, name, script, *given)
-    assert found == code and all(text in told for text in said), told
-    assert "\x1b" not in told and (code == 1) == ("\n+++ " in told or "no diff: " in told)
-
-
 FULL = f"--use-tis --custom-tis-function-path {HOOK} {STEP} --custom-config-path mis.yaml"
 MIS = "use_tis: true\nmis: {weight: {level: token, upper: 2}}\n"
 KEPT = "use_tis: true\nmis: {weight: {}, denominator: kept, reject: [{statistic: ratio, upper: 2}]}\n"
@@ -146,6 +110,8 @@ def main(mis: bool = True, extra: str = "", upper: int = 2):
 
 typer.run(main)
 """
+NO_METRIC = "nothing is corrected, and its log has no mis_ metric"
+IN_OUT = shell("--use-tis", f"--custom-config-path $OUT/mis.yaml\n--custom-tis-function-path {HOOK}")
 TWICE, NONE = "the host's surrogate compares with the engine's log-probs already", "nothing has to change"
 START = f"import subprocess\nimport miles.utils as U\nU.execute_train(train_args='{FULL}')\n"
 WRITTEN = "import miles.utils as U\np = '/none/own.yaml'\n{}\nU.execute_train(train_args=f'" + FULL.replace(
@@ -153,8 +119,48 @@ WRITTEN = "import miles.utils as U\np = '/none/own.yaml'\n{}\nU.execute_train(tr
 )
 SURE = "the script writes it, with parts that are not known"
 BRANCHED = 'CMD=\'python3 train.py --colocate\'\nif [ $A = 1 ]; then CMD="$CMD {}"; fi\neval "$CMD"'
-OF_A_FAULT = [
+TOLD = [
     # the file of the config, the script (Python where it imports), how it is checked, the exit code, and what is told
+    (WATCHES, shell("", UNSWITCHED), (), 1, NEVER, NO_METRIC),
+    (None, PYTHON, (), 1, NEVER, NO_METRIC),
+    (None, shell("", OURS), (), 0, NONE),  # a preset switches the correction on by itself
+    (WATCHES, shell("--get-mismatch-metrics", UNSWITCHED), (), 0, "by --get-mismatch-metrics (line 7)"),
+    (None, shell("--use-tis", OURS), ("--preset", "metrics-only"), 1,
+     "-   --use-tis", "+   --get-mismatch-metrics", PRESET.replace("tis)", "metrics-only)")),
+    *((None, shell("", OURS).replace("ray job", f"if {test}; then GRPO_ARGS+=(--use-tis); fi\nray job"), (), 2,
+       f"--use-tis (line 13): there only if this holds: {test}", "nothing is proposed as long as that is unsure")
+      for test in ('[ "$1" = x ]', "[[ -n $HOST ]]", "grep -q x file", '[[ "$A" == c* || x == y ]]')),
+    (None, PYTHON, GIVEN, 1, "capped at 3", "x.y (given on the command line"),
+    (None, PYTHON, ("--", "--upper", "high"), 2, "--upper: got 'high'; expected a number"),
+    (None, OWN_LOSS, (), 2, "mine.loss runs in place of the host's policy loss"),
+    (WATCHES, SWITCHED, ("--", "MODE=watch"), 0, NONE),
+    (WATCHES, SWITCHED, ("--", "MODE=train"), 1, NEVER),
+    (None, UNREAD, (), 1, "not read: line 10: source /nowhere/model.sh: the file is not here",
+     "${MODEL_ARGS[@]} may give more flags"),
+    (None, shell().replace('a model" \\', 'a model"'), (), 1, "does the line above lack its backslash?"),
+    (None, shell("--use-tiss"), ("--host", "slime"), 1,
+     "warning: --use-tiss (line 7): no flag of slime where its parser was recorded"),
+    (None, ESCAPES, (), 1, r"x\x1b[31m.y"),
+    *((None, f"python3 train.py {flags}\n", (), 1, f"starts: train.py of {host} (line 1)") for flags, host in (
+        ("--vllm-gpu-memory-utilization 0.7", "vime"),
+        ("--train-memory-margin-bytes 1 --sglang-mem-fraction-static 0.7", "Miles"),
+        ("--rollout-sample-hook-path a.b --custom-advantage-function-path c.d", "slime"),
+        ("--custom-advantage-function-path c.d", "Miles, slime or vime"),
+        ("--lr 1e-6 --no-such-flag", "Miles, slime or vime"),
+        ("--vllm-gpu-memory-utilization 0.7 --sglang-mem-fraction-static 0.7", "Miles, slime or vime"),
+    )),
+    *((None, script, (), 1, "no diff: lines end in CR LF, or hold") for script in (
+        "# a\r\npython3 train.py --lr 1\r\n", "# a\x0cb\npython3 train.py --lr 1\n",
+    )),
+    *((None, IN_OUT.replace("set -e\n", f"ON=true\nOUT=$HOME/out\n{lines}\n"), (), code, said)
+      for lines, code, said in (
+        ("cat > $OUT/mis.yaml <<EOF\nuse_tis: $ON\ntis_level: token\ntis_mode: truncate\ntis_upper_bound: 6\nEOF", 0,
+         "at 6"),
+        ("cat <<'EOF' > $OUT/mis.yaml\nmis:\n  weight: {level: token, bound: truncate, upper: $X}\nEOF", 2, "upper"),
+        ("printf 'mis:\\n  weight: {level: token, bound: truncate, upper: %s}\\n' 3 >$OUT/mis.yaml", 1, "capped at 3"),
+        ("echo 'mis: {weight: {level: token, bound: truncate, upper: 4}}' > $OUT/mis.yaml", 1, "capped at 4"),
+        ("tee $OUT/mis.yaml <<EOF\nmis: {weight: {level: token, bound: truncate, upper: 5}}\nEOF", 1, "capped at 5"),
+    )),
     (MIS, f"python3 train.py {FULL} --use-rollout-logprobs", (), 2, TWICE),
     (MIS, "python3 train.py --use-rollout-logprobs", ("--host", "slime"), 2, TWICE),
     (f"{MIS}use_rollout_logprobs: true\n", f"python3 train.py {FULL}", ("--host", "miles"), 2, TWICE),
@@ -273,15 +279,15 @@ OF_A_FAULT = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("config", "script", "given", "code", "said"), OF_A_FAULT)
-def test_a_fault_of_a_start_is_told(
-    config: str | None, script: str, given: tuple, code: int, said: str, tmp_path: Path, capsys, monkeypatch
-) -> None:
+@pytest.mark.parametrize("case", TOLD)
+def test_what_is_told_of_a_script(case: tuple, tmp_path: Path, capsys, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
+    config, script, given, code, *sentences = case
     if config is not None:
         Path("mis.yaml").write_text(config)
-    found, told = check(capsys, tmp_path, "run.py" if "import" in script else "run.sh", script, *given)
-    assert found == code and said in told, told
+    status, output = check(capsys, tmp_path, "run.py" if "import" in script else "run.sh", script, *given)
+    assert status == code and all(text in output for text in sentences), output
+    assert "\x1b" not in output and (code == 1) == ("\n+++ " in output or "no diff: " in output)
 
 
 @pytest.mark.parametrize("name", ["run.sh", "a b.sh", "in/run.sh", "../here/run.sh", "/run.sh", "link.sh"])
@@ -300,30 +306,6 @@ def test_a_patch_finds_its_script(name: str, tmp_path: Path, capsys, monkeypatch
     )
     subprocess.run(shlex.split(how), input=told, text=True, check=True)
     assert main(["config", "check", given]) == 0
-
-
-@pytest.mark.parametrize("script", ["# a\r\npython3 train.py --lr 1\r\n", "# a\x0cb\npython3 train.py --lr 1\n"])
-def test_a_script_that_no_patch_serves(script: str, tmp_path: Path, capsys) -> None:
-    (tmp_path / "run.sh").write_bytes(script.encode())
-    assert main(["config", "check", str(tmp_path / "run.sh")]) == 1
-    assert "no diff: lines end in CR LF, or hold" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("lines", "told"),
-    [
-        ("cat > {file} <<EOF\nuse_tis: $ON\ntis_level: token\ntis_mode: truncate\ntis_upper_bound: 6\nEOF\n", "at 6"),
-        ("cat <<'EOF' > {file}\nmis:\n  weight: {{level: token, bound: truncate, upper: $X}}\nEOF\n", "upper"),
-        ("printf 'mis:\\n  weight: {{level: token, bound: truncate, upper: %s}}\\n' 3 >{file}\n", "capped at 3"),
-        ("echo 'mis: {{weight: {{level: token, bound: truncate, upper: 4}}}}' > {file}\n", "capped at 4"),
-        ("tee {file} <<EOF\nmis: {{weight: {{level: token, bound: truncate, upper: 5}}}}\nEOF\n", "capped at 5"),
-    ],
-)
-def test_a_config_that_the_script_writes_is_read(lines: str, told: str, tmp_path: Path, capsys) -> None:
-    body = shell("--use-tis", f"--custom-config-path $OUT/mis.yaml\n--custom-tis-function-path {HOOK}")
-    script = body.replace("set -e\n", "ON=true\nOUT=$HOME/out\n" + lines.format(file="$OUT/mis.yaml"))
-    _, output = check(capsys, tmp_path, "run.sh", script)
-    assert told in output
 
 
 def test_a_branch_that_is_known_is_taken(tmp_path: Path, capsys) -> None:
@@ -354,16 +336,7 @@ def test_a_branch_that_is_known_is_taken(tmp_path: Path, capsys) -> None:
         ("A=(--a 1)\npython train.py ${A[@]+${A[@]}} ${A%1} ${B+--b}", ["--a", "1", HOLE, HOLE]),
         ("read -ra A <<< \"--a 1\"\npython train.py ${A[@]}", ["--a", "1"]),
         ("if [ $X ]; then S=train.py; else S=/x/train.py; fi\nif [ $Y ]; then T=train.py; fi\npython $T --a", ["--a"]),
-    ],
-)  # fmt: skip
-def test_words_of_a_shell_script(script: str, expected: list[str]) -> None:
-    assert texts(script, "--seed", "7") == expected
-
-
-@pytest.mark.parametrize(
-    ("body", "expected"),
-    [
-        ('a = "--x "\na += f"--n {2 * 3} "\nU.execute_train(train_args=a)', ["--x", "--n", "6"]),
+            ('a = "--x "\na += f"--n {2 * 3} "\nU.execute_train(train_args=a)', ["--x", "--n", "6"]),
         ('d = {"H": 8}\nU.execute_train(f"--n {d[chr(72)]} --m {d[\'H\']}")', ["--n", HOLE, "--m", "8"]),
         ('match "b":\n  case "a" | "c":\n    t = "--a"\n  case _:\n    t = "--o"\nU.execute_train(t)', ["--o"]),
         ('U.execute_train(" ".join([f"--{n}" for n in ("a", "b")]))', ["--a", "--b"]),
@@ -373,31 +346,23 @@ def test_words_of_a_shell_script(script: str, expected: list[str]) -> None:
         ('from pathlib import Path\np = Path("a") / "b"\nU.execute_train(f"--p {p}")', ["--p", "a/b"]),
         ("def f():\n  if U.x():\n    return '--a'\n  else:\n    raise SystemExit\nU.execute_train(f())", ["--a"]),
         ('t = "--a" if None is None and not "" else "--b"\nU.execute_train(t)', ["--a"]),
+        ('t = not (NOW() or True)\nU.execute_train("--a" if t else "--b")', ["--b"]),
+        *(  # an operand that may not run sets no sure name
+            (f"A, B = '--a', 1\n{statement.format(condition)}\nU.execute_train(A)", [expected])
+            for statement in ("if {}: pass", "x = {}") for condition, expected in (
+                ("False and (A := '--n')", "--a"), ("True or (A := '--n')", "--a"), ("True and (A := '--n')", "--n"),
+                ("NOW() and (A := '--n')", HOLE), ("NOW() or B and (A := '--n')", HOLE),
+            )
+        ),
     ],
 )  # fmt: skip
-def test_words_of_a_launcher(body: str, expected: list[str]) -> None:
-    assert texts(body, reader=python) == expected
-
-
-@pytest.mark.parametrize(
-    ("condition", "expected"),
-    [
-        ("False and (A := '--n')", "--a"),
-        ("True or (A := '--n')", "--a"),
-        ("True and (A := '--n')", "--n"),
-        ("NOW() and (A := '--n')", HOLE),
-        ("NOW() or B and (A := '--n')", HOLE),
-    ],
-)
-@pytest.mark.parametrize("statement", ["if {}: pass", "x = {}"])
-def test_an_operand_that_may_not_run_sets_no_sure_name(condition: str, expected: str, statement: str) -> None:
-    script = f"A, B = '--a', 1\n{statement.format(condition)}\nU.execute_train(A)"
-    assert texts(script, reader=python) == [expected]
+def test_words_of_a_start(script: str, expected: list[str]) -> None:
+    assert texts(script) == expected
 
 
 def test_a_flag_of_a_branch_that_is_not_known_names_it() -> None:
     script = 'a = "--x "\nif U.cuda():\n    a += "--use-tis "\nU.execute_train(a)'
-    found = [(word.text, word.branch) for word in words(script, reader=python)]
+    found = [(word.text, word.branch) for word in words(script)]
     assert found == [("--x", None), ("--use-tis", "U.cuda()")]
 
 
@@ -441,21 +406,3 @@ def test_a_missing_parser_of_bash_names_the_extra(tmp_path: Path, capsys, monkey
     monkeypatch.setitem(__import__("sys").modules, "tree_sitter", None)
     code, told = check(capsys, tmp_path, "run.sh", shell())
     assert code == 2 and "mis-plugins[scripts]" in told
-
-
-@pytest.mark.parametrize(
-    ("flags", "host"),
-    [
-        ("--vllm-gpu-memory-utilization 0.7", "vime"),
-        ("--train-memory-margin-bytes 1 --sglang-mem-fraction-static 0.7", "Miles"),
-        ("--rollout-sample-hook-path a.b --custom-advantage-function-path c.d", "slime"),
-        ("--custom-advantage-function-path c.d", "Miles, slime or vime"),
-        ("--lr 1e-6 --no-such-flag", "Miles, slime or vime"),
-        ("--vllm-gpu-memory-utilization 0.7 --sglang-mem-fraction-static 0.7", "Miles, slime or vime"),
-    ],
-)
-def test_flags_tell_whose_train_py_it_is(
-    flags: str, host: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    _, told = check(capsys, tmp_path, "run.sh", f"python3 train.py {flags}\n")
-    assert f"starts: train.py of {host} (line 1)" in told

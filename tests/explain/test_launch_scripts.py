@@ -1,21 +1,23 @@
 """Launch scripts of other frameworks: no rule is lost, whatever the idiom; bash itself says what a command is given."""
 
 import shlex
-import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lab.break_it.scripts import given_by_bash
+from lab.break_it.translate import as_yaml
 from mis_plugins.__main__ import main
 from mis_plugins.config.model import CorrectionConfig, ObjectiveConfig, RejectRule, WeightConfig
 from mis_plugins.errors import ConfigError
-from mis_plugins.explain.launch import grammar
+from mis_plugins.explain.launch.bash import grammar
 from mis_plugins.explain.translate import areal, ms_swift, verl
-from mis_plugins.explain.translate.script import Asked
+from mis_plugins.explain.translate.script import ASKED, Asked
 
 IS, ACTOR = "algorithm.rollout_correction.", "actor_rollout_ref.actor."
 MODE, THRESHOLD = "rollout_importance_sampling_mode", "rollout_importance_sampling_threshold"
@@ -91,29 +93,10 @@ SETTINGS = {
 TRANSLATE = {"verl": verl.translate, "ms-swift": ms_swift.translate, "AReaL": areal.translate}
 
 
-def tree_of(framework: str, said: dict[str, object]) -> str:
+def tree_of(said: dict[str, object]) -> str:
     """A correction as a yaml of the framework, where the framework's own values stand."""
-    if framework == "ms-swift":
-        return yaml.safe_dump(said)
-    tree: dict = {}
-    for path, value in said.items():
-        *parents, last = path.split(".")
-        node = tree
-        for parent in parents:
-            node = node.setdefault(parent, {})
-        node[last] = yaml.safe_load(value) if value in ("null", "true", "false", "True") else value
-    return yaml.safe_dump(tree)
-
-
-def given_by_bash(script: str, command: str) -> list[str]:
-    """The arguments that bash itself gives to the command of a script."""
-    program = command.split()[0]
-    shim = f"{program}() {{ printf '%s\\0' \"$@\" >&9; }}\nexport -f {program}\n"
-    done = subprocess.run(
-        ["bash", "-c", f"exec 9>&1 >/dev/null\n{shim}{script}"], capture_output=True, text=True, timeout=60
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout.rstrip("\0").split("\0")
+    own: dict[object, object] = {"null": None, "true": True, "false": False, "True": True}
+    return as_yaml({path: own[value] if value in own else value for path, value in said.items()})
 
 
 @pytest.mark.parametrize("framework", SETTINGS)
@@ -133,9 +116,10 @@ def test_a_random_correction_in_a_random_idiom_is_read_back(framework: str, data
     if '"$@"' in line or "[@]" in line and start == "of another shell":
         start = "command"  # an array and "$@" mean another thing there
     script = before + STARTS[start](line) + "\n"
-    assert given_by_bash(script, COMMAND[framework])[-1:] == [pairs[-1][-1]]  # the idiom is one
+    theirs = given_by_bash(script, COMMAND[framework].split()[0])
+    assert theirs and theirs[-1] == pairs[-1][-1]  # the idiom is one
     try:
-        expected = TRANSLATE[framework](tree_of(framework, said)).config()
+        expected = TRANSLATE[framework](tree_of(said)).config()
     except ConfigError as error:
         with pytest.raises(ConfigError) as refused:
             TRANSLATE[framework](script)
@@ -147,9 +131,28 @@ def test_a_random_correction_in_a_random_idiom_is_read_back(framework: str, data
 # -------------------------------------------------------------------------------------- read, and asked where several
 
 
-@pytest.mark.parametrize(
-    "script",
-    [
+SWIFT = "swift rlhf --rlhf_type grpo"
+ARMS = f"""ARM=${{1:?arm}}
+GEO="{RULE}"
+case "$ARM" in
+  plain) {TRAIN} plain algorithm.gamma=1 ;;
+  geo)   {TRAIN} geo $GEO algorithm.gamma=1 ;;
+  both)  {TRAIN} both {WEIGHT} $GEO ;;
+esac
+"""
+BRANCHES = (
+    f'if [ "$MOE" = 1 ]; then\n{SWIFT} --{MODE} sequence_mask --{THRESHOLD} 1.5\n'
+    f"else\n{SWIFT} --{MODE} token_truncate\nfi"
+)
+OPEN = f'{TRAIN} {IS}rollout_is="$ROLLOUT_IS" {IS}rollout_is_threshold="${{ROLLOUT_IS_THRESHOLD}}" {IS}rollout_rs="$1"'
+EDITED = f"sed -i 's/rollout_is: .*/rollout_is: token/' a.yaml\n{TRAIN} "
+CAPPED = "{use_decoupled_loss: true, behav_imp_weight_cap: 5}"
+M2 = f"actor: {CAPPED[:-1]}, m2_threshold: 0.04}}"
+TOKEN_MASK = WeightConfig("token", "zero", 0.0, 3.0)
+Expected = CorrectionConfig | WeightConfig | str
+# translator, script or yaml, what stands behind it, what else the user says, and the config, its weight, or an error
+GIVEN: list[tuple[ModuleType, str, Sequence[str], Asked, Expected]] = [
+    *((verl, script, (), ASKED, BOTH) for script in (
         f'RS="{RULE}"\n{TRAIN} {WEIGHT} $RS',
         f'A=({WEIGHT})\nB=({RULE})\n{TRAIN} "${{A[@]}}" "${{B[@]}}"',
         f'K={IS}rollout_\n{TRAIN} ${{K}}is=token +$K"is_threshold"=2.0 {RULE}',
@@ -161,10 +164,82 @@ def test_a_random_correction_in_a_random_idiom_is_read_back(framework: str, data
         f"{TRAIN} {WEIGHT} {RULE} ${{WANDB:+trainer.logger=wandb}} ${{MORE[*]}}\npython -m verl.main_eval data.n=1",
         f"# {IS}rollout_is=sequence\necho '{IS}rollout_is=sequence'\n{TRAIN} {WEIGHT} {RULE} \"$@\"",
         f'USAGE="x"\nusage() {{\n  cat <<EOF\n{IS}rollout_is=MODE\nEOF\n}}\n{TRAIN} {WEIGHT} {RULE} $EXTRA',
-    ],
-)
-def test_verl_every_idiom_gives_the_weight_and_the_rule(script: str) -> None:
-    assert verl.translate(script).config() == BOTH
+    )),
+    (verl, ARMS, (), ASKED,
+     r"3 starts of verl .*--line N.*line 4, .*nothing of the correction; line 5, .*; line 6, .*is both"),
+    (verl, ARMS, (), Asked(line=6), BOTH),
+    (verl, ARMS, (), Asked(arguments=("geo",)), CorrectionConfig(None, MEAN)),
+    *((verl, ARMS, (), asked, "nothing that runs corrects, and yet there are .* line [256]")
+      for asked in (Asked(line=4), Asked(arguments=("plain",)))),
+    (verl, "rollout_is: token", (), Asked(line=1), "--line, and arguments behind --, belong to a launch script"),
+    # what only the launch decides is listed at once and whole
+    (verl, f"{OPEN} data.n=$N", (), ASKED,
+     r"decides rollout_is: \$ROLLOUT_IS, rollout_is_threshold: \$\{ROLLOUT_IS_THRESHOLD\}, rollout_rs: \$1; put "
+     f".*{IS}rollout_is=VALUE {IS}rollout_is_threshold=VALUE"),
+    (verl, f"{OPEN} data.n=$N", (f"{IS}rollout_is=token", f"{IS}rollout_is_threshold=2", f"{IS}rollout_rs=null"), ASKED,
+     WeightConfig(upper=2.0)),
+    (verl, f"{OPEN} data.n=$N", (), Asked(arguments=("ROLLOUT_IS=token", "ROLLOUT_IS_THRESHOLD=3", "null")),
+     WeightConfig(upper=3.0)),
+    (verl, f"{TRAIN} $1 {IS}rollout_is=token", (), Asked(arguments=(f"{IS}rollout_is=sequence",)),
+     WeightConfig(upper=2.0)),  # the last wins, as in Hydra
+    # branches are asked, and overrides win
+    (ms_swift, BRANCHES, (), ASKED, "2 starts of ms-swift .*line 2, only if .*sequence_mask.*line 4, .*token_tru"),
+    (ms_swift, BRANCHES, (f"{MODE}=token_mask", f"{THRESHOLD}=3"), ASKED, TOKEN_MASK),
+    (ms_swift, BRANCHES, (), Asked(line=4), WeightConfig()),
+    (ms_swift, BRANCHES, (), Asked(arguments=("MOE=1",)),
+     CorrectionConfig(WeightConfig("token", "none", None, None), (RejectRule(over="mean", upper=1.5),))),
+    (ms_swift, BRANCHES, ("nope=1",), ASKED, "override 'nope=1': expected KEY=VALUE"),
+    # what sets up a shell, and a last line that goes on, hide no setting
+    *((ms_swift, script.format(mode=MODE, swift=SWIFT), (), ASKED, WeightConfig()) for script in (
+        'A="--{mode} token_truncate"\neval "$(conda shell.bash hook)"\nconda activate x\n{swift} $A',
+        'A="--{mode} token_truncate"\neval "$(/opt/bin/micromamba shell hook -s bash 2>/dev/null)"\n{swift} $A',
+        "{swift} --{mode} token_truncate \\\n", "{swift} --{mode} token_truncate \\",
+    )),
+    # no key of a correction stands in the script, and one may stand in what the command prints
+    *((module, f"#!/bin/bash\nMORE=$(cat more.txt)\n{start} $MORE\n", (), ASKED,
+       r"only running the script would tell \$\(cat more\.txt\)") for module, start in (
+        (verl, "python3 -m verl.trainer.main_ppo trainer.nnodes=1"), (ms_swift, "swift rlhf --rlhf_type grpo"),
+        (areal, "python3 -m areal.launcher.local train.py --config grpo.yaml"),
+    )),
+    (verl, f"{TRAIN} trainer.experiment_name=gsm8k-rollout_is-2 {WEIGHT}", (), ASKED, WeightConfig(upper=2.0)),
+    # a key that an override gives may stand anywhere
+    *((verl, f"{EDITED}{word}", (), ASKED, "rollout_is in line 1")
+      for word in (f"{IS}rollout_is=token", "algorithm.gamma=1")),
+    *((verl, f"{EDITED}{word}", (f"{IS}rollout_is=sequence",), ASKED, WeightConfig("sequence", upper=2.0))
+      for word in (f"{IS}rollout_is=token", "algorithm.gamma=1")),
+    # a value that another machine or the launch gives is asked
+    *((verl, script, (), ASKED, "only the launch decides rollout_is_threshold") for script in (
+        f"srun --export=ALL,T=5 bash -c '{TRAIN} {IS}rollout_is=token {IS}rollout_is_threshold=${{T:-2}}'",
+        f"export T=5\nssh n bash <<'E'\n{TRAIN} {IS}rollout_is=token {IS}rollout_is_threshold=${{T:-2}}\nE",
+        f'T=${{1:-}}\n[ -z "$T" ] && exit 1\n{TRAIN} {IS}rollout_is=token {IS}rollout_is_threshold=$T',
+    )),
+    # overrides reach a key where it stands
+    *((areal, text, (word,), ASKED, WeightConfig("token", "zero", 0.0, 4.0)) for text in (CAPPED, f"actor: {CAPPED}")
+      for word in ("behav_imp_weight_cap=4", "actor.behav_imp_weight_cap=4")),
+    (areal, M2, ("actor.m2_threshold=null",), ASKED, areal.translate(f"actor: {CAPPED}").config()),
+    (areal, M2, ("lr=1",), ASKED, "override 'lr=1': expected actor.KEY=VALUE"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("module", "script", "behind", "asked", "expected"), GIVEN)
+def test_a_script_is_translated_or_refused_in_words(
+    module: ModuleType,
+    script: str,
+    behind: Sequence[str],
+    asked: Asked,
+    expected: CorrectionConfig | WeightConfig | str,
+) -> None:
+    if isinstance(expected, str):
+        with pytest.raises(ConfigError, match=expected):
+            module.translate(script, behind, asked=asked)
+        return
+    config = module.translate(script, behind, asked=asked).config()
+    assert (config.weight if isinstance(expected, WeightConfig) else config) == expected
+
+
+def test_a_key_of_an_arm_that_does_not_run_is_told() -> None:
+    geo = verl.translate(ARMS, asked=Asked(arguments=("geo",)))
+    assert any(note.startswith("not read, since it does not count: rollout_is") for note in geo.notes)
 
 
 def test_verl_bypass_in_variables_and_its_copy_in_the_loss() -> None:
@@ -184,80 +259,6 @@ def test_verl_bypass_in_variables_and_its_copy_in_the_loss() -> None:
                                       "policy_loss.rollout_correction.rollout_rs_threshold=0.01"))  # fmt: skip
 
 
-ARMS = f"""ARM=${{1:?arm}}
-GEO="{RULE}"
-case "$ARM" in
-  plain) {TRAIN} plain algorithm.gamma=1 ;;
-  geo)   {TRAIN} geo $GEO algorithm.gamma=1 ;;
-  both)  {TRAIN} both {WEIGHT} $GEO ;;
-esac
-"""
-
-
-def test_of_several_starts_the_user_says_which() -> None:
-    told = r"3 starts of verl .*--line N.*line 4, .*nothing of the correction; line 5, .*; line 6, .*is both"
-    with pytest.raises(ConfigError, match=told):
-        verl.translate(ARMS)
-    assert verl.translate(ARMS, asked=Asked(line=6)).config() == BOTH
-    geo = verl.translate(ARMS, asked=Asked(arguments=("geo",)))
-    assert geo.config() == CorrectionConfig(None, MEAN)
-    assert any(note.startswith("not read, since it does not count: rollout_is") for note in geo.notes)
-    for asked in (Asked(line=4), Asked(arguments=("plain",))):
-        with pytest.raises(ConfigError, match="nothing that runs corrects, and yet there are .* line [256]"):
-            verl.translate(ARMS, asked=asked)
-    with pytest.raises(ConfigError, match="--line, and arguments behind --, belong to a launch script"):
-        verl.translate("rollout_is: token", asked=Asked(line=1))
-
-
-def test_what_only_the_launch_decides_is_listed_at_once_and_whole() -> None:
-    names = {"rollout_is": "$ROLLOUT_IS", "rollout_is_threshold": "${ROLLOUT_IS_THRESHOLD}", "rollout_rs": "$1"}
-    script = " ".join([TRAIN, *(f'{IS}{key}="{name}"' for key, name in names.items()), "data.n=$N"])
-    told = r"rollout_is: \$ROLLOUT_IS, rollout_is_threshold: \$\{ROLLOUT_IS_THRESHOLD\}, rollout_rs: \$1; put"
-    with pytest.raises(ConfigError, match=f"decides {told} .*{IS}rollout_is=VALUE {IS}rollout_is_threshold=VALUE"):
-        verl.translate(script)
-    behind = [f"{IS}rollout_is=token", f"{IS}rollout_is_threshold=2", f"{IS}rollout_rs=null"]
-    assert verl.translate(script, behind).config().weight == WeightConfig(upper=2.0)
-    twice = f"{TRAIN} $1 {IS}rollout_is=token"
-    last = verl.translate(twice, asked=Asked(arguments=(f"{IS}rollout_is=sequence",))).config().weight
-    assert last == WeightConfig(upper=2.0)  # as in Hydra
-    started = Asked(arguments=("ROLLOUT_IS=token", "ROLLOUT_IS_THRESHOLD=3", "null"))
-    assert verl.translate(script, asked=started).config().weight == WeightConfig(upper=3.0)
-
-
-SWIFT = "swift rlhf --rlhf_type grpo"
-
-
-def test_ms_swift_branches_are_asked_and_overrides_win() -> None:
-    script = (
-        f'if [ "$MOE" = 1 ]; then\n{SWIFT} --{MODE} sequence_mask --{THRESHOLD} 1.5\n'
-        f"else\n{SWIFT} --{MODE} token_truncate\nfi"
-    )
-    with pytest.raises(
-        ConfigError, match="2 starts of ms-swift .*line 2, only if .*sequence_mask.*line 4, .*token_tru"
-    ):
-        ms_swift.translate(script)
-    behind = [f"{MODE}=token_mask", f"{THRESHOLD}=3"]
-    assert ms_swift.translate(script, behind).config().weight == WeightConfig("token", "zero", 0.0, 3.0)
-    assert ms_swift.translate(script, asked=Asked(line=4)).config().weight == WeightConfig()
-    moe = ms_swift.translate(script, asked=Asked(arguments=("MOE=1",)))
-    assert moe.config().reject == (RejectRule(over="mean", upper=1.5),)
-    with pytest.raises(ConfigError, match="override 'nope=1': expected KEY=VALUE"):
-        ms_swift.translate(script, ["nope=1"])
-
-
-@pytest.mark.parametrize(
-    "script",
-    [
-        'A="--{mode} token_truncate"\neval "$(conda shell.bash hook)"\nconda activate x\n{swift} $A',
-        'A="--{mode} token_truncate"\neval "$(/opt/bin/micromamba shell hook -s bash 2>/dev/null)"\n{swift} $A',
-        "{swift} --{mode} token_truncate \\\n",
-        "{swift} --{mode} token_truncate \\",
-    ],
-)
-def test_what_sets_up_a_shell_and_a_last_line_that_goes_on_hide_no_setting(script: str) -> None:
-    assert ms_swift.translate(script.format(mode=MODE, swift=SWIFT)).config().weight == WeightConfig()
-
-
 def test_ms_swift_an_unknown_flag_of_the_loss_is_no_refusal() -> None:
     script = f'ARGS=(\n  --beta "${{REF_BETA}}"\n  --{MODE} token_truncate\n)\n{SWIFT} "${{ARGS[@]}}"'
     made = ms_swift.translate(script)
@@ -265,36 +266,6 @@ def test_ms_swift_an_unknown_flag_of_the_loss_is_no_refusal() -> None:
     assert "beta: ${REF_BETA} is for the launch to decide" in made.text()
     with pytest.raises(ConfigError, match=r"decides beta: \$\{REF_BETA\}; .*beta=VALUE"):  # the mask hits the KL too
         ms_swift.translate(script + " --off_policy_sequence_mask_delta 0.1")
-
-
-# --------------------------------------------------------------------------------------------------- never lost
-
-
-@pytest.mark.parametrize(
-    ("framework", "start"),
-    [
-        ("verl", "python3 -m verl.trainer.main_ppo trainer.nnodes=1"),
-        ("ms-swift", "swift rlhf --rlhf_type grpo"),
-        ("AReaL", "python3 -m areal.launcher.local train.py --config grpo.yaml"),
-    ],
-)
-def test_what_a_command_gives_to_a_start_is_not_taken_for_nothing(framework: str, start: str) -> None:
-    """No key of a correction stands in the script, and one may stand in what the command prints."""
-    with pytest.raises(ConfigError, match=r"only running the script would tell \$\(cat more\.txt\)"):
-        TRANSLATE[framework](f"#!/bin/bash\nMORE=$(cat more.txt)\n{start} $MORE\n")
-
-
-def test_verl_a_key_within_a_name_is_no_key() -> None:
-    named = f"{TRAIN} trainer.experiment_name=gsm8k-rollout_is-2 {WEIGHT}"
-    assert verl.translate(named).config().weight == WeightConfig(upper=2.0)
-
-
-@pytest.mark.parametrize("word", [f"{IS}rollout_is=token", "algorithm.gamma=1"])
-def test_a_key_that_an_override_gives_may_stand_anywhere(word: str) -> None:
-    script = f"sed -i 's/rollout_is: .*/rollout_is: token/' a.yaml\n{TRAIN} {word}"
-    with pytest.raises(ConfigError, match="rollout_is in line 1"):
-        verl.translate(script)
-    assert verl.translate(script, [f"{IS}rollout_is=sequence"]).config().weight == WeightConfig("sequence", upper=2.0)
 
 
 def test_a_default_that_an_unread_file_may_replace_is_told() -> None:
@@ -320,19 +291,6 @@ def test_a_sourced_file_is_read_from_the_folder_that_the_script_changes_to(tmp_p
         script = f'cd "$(dirname "${{BASH_SOURCE[0]}}")"\n{lines}source ./env.sh\n{start}'
         weight = ms_swift.translate(script, asked=asked).config().weight
         assert weight is not None and weight.bound == bound
-
-
-@pytest.mark.parametrize(
-    "script",
-    [
-        f"srun --export=ALL,T=5 bash -c '{TRAIN} {IS}rollout_is=token {IS}rollout_is_threshold=${{T:-2}}'",
-        f"export T=5\nssh n bash <<'E'\n{TRAIN} {IS}rollout_is=token {IS}rollout_is_threshold=${{T:-2}}\nE",
-        f'T=${{1:-}}\n[ -z "$T" ] && exit 1\n{TRAIN} {IS}rollout_is=token {IS}rollout_is_threshold=$T',
-    ],
-)
-def test_a_value_that_another_machine_or_the_launch_gives_is_asked(script: str) -> None:
-    with pytest.raises(ConfigError, match="only the launch decides rollout_is_threshold"):
-        verl.translate(script)
 
 
 # ------------------------------------------------------------------------------------ a yaml that a script names
@@ -406,17 +364,6 @@ def test_a_yaml_that_the_script_writes_is_read() -> None:
         ms_swift.translate(f"{script} --{MODE} token_truncate")
     with pytest.raises(ConfigError, match="2 starts of ms-swift .*line 4: .*the yaml /tmp/a.yaml; line 5: .* b.yaml"):
         ms_swift.translate(f"{script}\n{SWIFT} --config b.yaml")
-
-
-def test_areal_overrides_reach_a_key_where_it_stands() -> None:
-    flat = "{use_decoupled_loss: true, behav_imp_weight_cap: 5}"
-    for text in (flat, f"actor: {flat}"):
-        for behind in ("behav_imp_weight_cap=4", "actor.behav_imp_weight_cap=4"):
-            assert areal.translate(text, [behind]).config().weight == WeightConfig("token", "zero", 0.0, 4.0)
-    m2 = f"actor: {flat[:-1]}, m2_threshold: 0.04}}"
-    assert areal.translate(m2, ["actor.m2_threshold=null"]).config() == areal.translate(f"actor: {flat}").config()
-    with pytest.raises(ConfigError, match="override 'lr=1': expected actor.KEY=VALUE"):
-        areal.translate(m2, ["lr=1"])
 
 
 def test_the_command_takes_overrides_a_line_and_the_scripts_own_arguments(tmp_path: Path, capsys) -> None:

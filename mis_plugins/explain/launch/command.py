@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import io
 import shlex
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,6 @@ from mis_plugins.hosts.host import Host
 from mis_plugins.shared.shell import REFUSED
 from mis_plugins.shared.terminal import printable
 
-READERS = {".sh": bash.launches, ".py": python.launches}
 DIFFERENT = 1
 BY_HAND = (
     "no diff: the flags come together in a way that could not be changed here, or in one place for several starts, of "
@@ -30,6 +29,7 @@ BY_HAND = (
 )
 Tell = Callable[[Mapping[str, Any], Host | None, str], str]
 Edit = tuple[int, int, str]  # bytes of the script to replace, from and up to, and the text in their place
+Appended = Callable[[bytes, int, int, Sequence[str]], Iterator[Edit]]
 
 
 def is_script(target: str) -> bool:
@@ -68,7 +68,7 @@ def check(target: str, given: Sequence[str], host: Host | None, preset: str | No
         return "\n\n".join(parts), REFUSED
     if not any(judgement.wants for _, judgement in starts):
         return "\n\n".join([*parts, "nothing has to change"]), 0
-    after = changed(script, [(launch, judgement.wants) for launch, judgement in starts])
+    after = changed(script, starts, READERS[path.suffix][1])
     try:
         holds = after is not None and not any(each.wants or each.unsure for _, each in judged(after)[0])
     except UserError:
@@ -80,7 +80,7 @@ def check(target: str, given: Sequence[str], host: Host | None, preset: str | No
 def _read(script: str, path: Path, given: Sequence[str]) -> tuple[list[Launch], Reading]:
     """Every start of train.py, each once: a launcher may reach one by several of its commands."""
     reading = Reading(len(script.encode()), str(path))
-    starts = READERS[path.suffix](script, path, reading, given)
+    starts = READERS[path.suffix][0](script, path, reading, given)
     if not starts:
         unread = "; not read: ".join(["", *reading.unread.values()])
         raise ConfigError(
@@ -131,29 +131,28 @@ def _notes(reading: Reading) -> list[str]:
 # The lines to change.
 
 
-def changed(script: str, wanted: Sequence[tuple[Launch, Sequence[Want]]]) -> str | None:
+def changed(script: str, starts: Sequence[tuple[Launch, Judgement]], appended: Appended) -> str | None:
     """The script with the flags that its starts of train.py lack; None where they cannot be written into it.
 
     A value that the script says as one literal is replaced there. Other flags are written behind the last one, where
     argparse lets them win.
     """
-    edits: set[Edit] = set()
+    source, edits = script.encode(), set[Edit]()
     lists: dict[tuple[int, int], list[str]] = {}
-    for launch, wants in wanted:
-        places = [(want, _in_place(script, want)) for want in wants]
-        edits |= {edit for _, edit in places if edit is not None}
-        texts = [
-            want.flag if want.value is None else f"{want.flag} {_quoted(want.value)}"
-            for want, edit in places
-            if edit is None
-        ]
+    for launch, judgement in starts:
+        texts = list[str]()
+        for want in judgement.wants:
+            edit = _in_place(script, want)
+            edits |= set() if edit is None else {edit}
+            texts += [] if edit else [want.flag if want.value is None else f"{want.flag} {_quoted(want.value)}"]
         others = lists.setdefault(launch.place, texts) if launch.place != (0, 0) else []
         if others != texts:
             return None
         if texts:
-            appended = _appended_python if launch.in_python else _appended_bash
-            edits |= set(appended(script.encode(), *launch.place, texts))
-    return _applied(script.encode(), edits)
+            edits |= set(appended(source, *launch.place, texts))
+    for begin, end, text in sorted(edits, key=lambda edit: edit[0], reverse=True):
+        source = source[:begin] + text.encode() + source[end:]
+    return source.decode()
 
 
 def _patch(script: str, after: str, path: Path) -> str:
@@ -217,7 +216,5 @@ def _appended_python(source: bytes, begin: int, end: int, texts: Sequence[str]) 
         yield begin, begin, "("
 
 
-def _applied(source: bytes, edits: Collection[Edit]) -> str:
-    for begin, end, text in sorted(edits, key=lambda edit: edit[0], reverse=True):
-        source = source[:begin] + text.encode() + source[end:]
-    return source.decode()
+READERS = {".sh": (bash.launches, _appended_bash), ".py": (python.launches, _appended_python)}
+"""By the end of a script's name, what reads it, and what writes flags behind others of a start."""

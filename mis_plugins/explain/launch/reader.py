@@ -66,9 +66,8 @@ class Launch:
     line: where the script starts it.
     words: what follows train.py.
     hosts: names of hosts that the script imports or whose folder it names.
-    place: where further flags can be written, for a diff; zeros are nowhere.
+    place: where further flags can be written, in Python the expression of the flags; zeros are nowhere.
     branch: the condition under which the script starts it; None is always.
-    in_python: whether the script is in Python; `place` then is the expression of the flags.
     folder: where the script has changed to, as it says it; empty where it has not.
     """
 
@@ -77,7 +76,6 @@ class Launch:
     hosts: frozenset[str]
     place: tuple[int, int]
     branch: str | None = None
-    in_python: bool = False
     folder: str = ""
 
 

@@ -1,7 +1,6 @@
 """Shell scripts, read by a parser of bash and never executed: what each start of train.py is given.
 
-Variables, arrays, functions, heredocs and sourced files are followed. A branch whose condition is not known is read
-both ways, and what only one way gives is marked with the condition.
+Variables, arrays, functions, heredocs and sourced files are followed.
 """
 
 from __future__ import annotations

@@ -9,11 +9,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from mis_plugins.config.file import text_of
-from mis_plugins.explain.launch.bash.assignments import FILLS, Assignments, pair
-from mis_plugins.explain.launch.bash.nodes import ENDS_ROUND, Node, one_line, says
-from mis_plugins.explain.launch.bash.output import NAMES_TRAIN, PRINTS
-from mis_plugins.explain.launch.bash.variables import EXPORTED, FOLDER, LAST_PIPE, LEFT, Value
-from mis_plugins.explain.launch.grammar import parsed
+from mis_plugins.explain.launch.bash.builtins import FILLS, NAMES_TRAIN, PRINTS, Builtins, pair
+from mis_plugins.explain.launch.bash.grammar import ENDS_ROUND, Node, one_line, parsed, says
+from mis_plugins.explain.launch.bash.texts import EXPORTED, FOLDER, LAST_PIPE, LEFT, Value
 from mis_plugins.explain.launch.reader import PACKAGES, Ended, Launch, Returned, is_train
 from mis_plugins.explain.launch.words import HOLE, Piece, Text, hole, known, shown, spaced, word_of
 
@@ -35,7 +33,7 @@ OF_A_SHELL = re.compile(r"\$\((?:[^\s()]*/)?(?:conda|mamba|micromamba|pyenv|ssh-
 PLAIN_WORDS = re.compile(r"( [\w./:=,@+-]+)+ *")
 
 
-class Commands(Assignments):
+class Commands(Builtins):
     """What the commands of a script do."""
 
     def run_text(self, script: str) -> None:
@@ -64,7 +62,7 @@ class Commands(Assignments):
             at, text = shell_of(words, "c")
             if text < len(words):
                 if is_unknown(words[text]):
-                    Assignments.unread(self, node, "its text is not known")
+                    Builtins.unread(self, node, "its text is not known")
                 self._other_shell(words[:at], words[text], words[text + 1 :])
             else:
                 self._launch(node, words)
@@ -178,7 +176,7 @@ class Commands(Assignments):
         if "lastpipe" in options:
             self.variables[LAST_PIPE] = () if "-u" in options else EXPORTED
         if "-s" in options and options & CHANGES_WORDS:
-            Assignments.unread(self, node, "which words and patterns fit from here on is not known")
+            Builtins.unread(self, node, "which words and patterns fit from here on is not known")
 
     def _cd(self, node: Node, words: list[Text]) -> None:
         """Keep the folder, in which the files that are sourced are looked for first, and the one before."""

@@ -1,29 +1,32 @@
-"""Statements of a script in bash: lists, branches, loops, functions and redirects."""
+"""Statements of a script in bash: lists, conditions, branches, loops, functions and redirects."""
 
 from __future__ import annotations
 
+import fnmatch
+import glob
+import operator
 import re
 from collections.abc import Callable, Sequence
 from itertools import groupby
 
 from mis_plugins.errors import ConfigError
-from mis_plugins.explain.launch.bash import nodes
-from mis_plugins.explain.launch.bash.assignments import FILLS
+from mis_plugins.explain.launch.bash import grammar
+from mis_plugins.explain.launch.bash.builtins import FILLS, NAMES_TRAIN
 from mis_plugins.explain.launch.bash.commands import COMMANDS, Commands, shell_of
-from mis_plugins.explain.launch.bash.conditions import Conditions, matches
-from mis_plugins.explain.launch.bash.nodes import ENDS_ROUND, Node, one_line, parts_of, says
-from mis_plugins.explain.launch.bash.output import NAMES_TRAIN
-from mis_plugins.explain.launch.bash.variables import EXPORTED, LAST_PIPE
-from mis_plugins.explain.launch.reader import Clause, any_of
-from mis_plugins.explain.launch.words import hole, known, literal, shown
+from mis_plugins.explain.launch.bash.grammar import ENDS_ROUND, EXPANSIONS, QUOTED, Node, one_line, parts_of, says
+from mis_plugins.explain.launch.bash.texts import EXPORTED, LAST_PIPE, TEXT, depends
+from mis_plugins.explain.launch.reader import Clause, all_of, any_of
+from mis_plugins.explain.launch.words import HOLE, hole, known, literal, shown
 
 LEAVES_VARIABLES = ("command", "negated_command", "pipeline", "subshell", "test_command")
 HOLDS_STATEMENTS = ("program", "variable_assignments", "compound_statement", "do_group", "pipeline", "negated_command",
                     "subshell")  # fmt: skip
 DECLARES = ("export", "readonly", "declare", "typeset", "local", "unset")
+# What bash and `fnmatch` read differently in a pattern.
+OTHER_PATTERN = re.compile(r"[\\('\"$`~]|\[\^|\[:")
 
 
-class Shell(Commands, Conditions):
+class Shell(Commands):
     """A shell that reads statements and runs none."""
 
     def run_script(self, script: str, arguments: Sequence[str]) -> None:
@@ -42,7 +45,7 @@ class Shell(Commands, Conditions):
         self.reading.spend()
         self.ran.add((self.source, node.id))
         is_last = node.parent is not None and node.parent.type == "pipeline" and node.next_named_sibling is None
-        if node.type in RUN and nodes.is_apart(node) and not (is_last and self.variables.get(LAST_PIPE)):
+        if node.type in RUN and grammar.is_apart(node) and not (is_last and self.variables.get(LAST_PIPE)):
             with self.now(variables=dict(self.variables)):
                 self.attempt(lambda: RUN[node.type](self, node))
         elif node.type in RUN:
@@ -65,7 +68,7 @@ class Shell(Commands, Conditions):
             if node.type != "test_command":
                 self.run(node)
             is_test = node.type == "test_command" or node.children[0].type == "(("
-            return True if truth is None and not is_test and (trusts or nodes.succeeds(node)) else truth
+            return True if truth is None and not is_test and (trusts or grammar.succeeds(node)) else truth
         left, right = node.named_children[0], node.named_children[-1]
         is_and = any(child.type == "&&" for child in node.children)
         status = self._status(left, trusts and not self._decides(right))
@@ -83,7 +86,7 @@ class Shell(Commands, Conditions):
         return node.type not in LEAVES_VARIABLES or first in {*COMMANDS, *ENDS_ROUND, *FILLS, *self.functions}
 
     def _if(self, node: Node) -> None:
-        parts, clauses = list(nodes.clauses_of(node)), list[Clause]()
+        parts, clauses = list(grammar.clauses_of(node)), list[Clause]()
         for conditions, _ in parts:
             self.run_all(conditions)
         for conditions, body in parts:
@@ -115,12 +118,74 @@ class Shell(Commands, Conditions):
 
         return work
 
+    def truth(self, node: Node) -> bool | None:
+        """Whether a condition holds; None where only running the script would tell."""
+        if node.type == "command":
+            words = self.command_words(node)
+            return {"true": True, "false": False}.get(known(words[0]) or "") if words else None
+        if node.type in ("test_command", "parenthesized_expression"):
+            return self.truth(node.named_children[0]) if len(node.named_children) == 1 else None
+        if node.type in ("word", *TEXT):
+            text = self._tested(node)
+            return None if text is None else text != ""
+        sign = next(map(says, node.children_by_field_name("operator")), "")
+        sides = [child for child in node.named_children if child.type != "test_operator"]
+        if node.type == "binary_expression" and len(sides) == 2:
+            return self._compared(sign, *sides)
+        if node.type not in ("unary_expression", "negated_command"):
+            return None
+        sign, last = says(node.children[0]), node.named_children[-1]
+        if sign == "!":
+            inner = self.truth(last)
+            return None if inner is None else not inner
+        text = self._tested(last) if sign in ("-n", "-z") else None
+        return None if text is None else (text == "") == (sign == "-z")
+
+    def _compared(self, sign: str, left: Node, right: Node) -> bool | None:
+        if sign in ("&&", "||"):
+            return (any_of if sign == "||" else all_of)([self.truth(left), self.truth(right)])
+        is_number = sign in ("-eq", "-ne", "-gt", "-ge", "-lt", "-le")
+        tested = self._tested(left) if is_number or sign in ("=", "==", "!=") else None
+        if tested is None:
+            return None
+        if is_number:
+            both = tested, known(self.text(right)) or ""
+            are_plain = all(re.fullmatch(r"0|-?[1-9]\d{0,17}", number) for number in both)
+            return getattr(operator, sign[1:])(*map(int, both)) if are_plain else None
+        fits = matches(tested, self._pattern(right))
+        return None if fits is None else fits == (sign != "!=")
+
+    def _tested(self, node: Node) -> str | None:
+        """The text of a part of a test; `${NAME:-}` is taken for empty, but where the script may exit."""
+        text, top = self.text(node), node
+        empty = re.fullmatch(r"\$\{(\w+):?-\}", text[0].source) if len(text) == 1 and not depends(text) else None
+        if empty is None:
+            return known(text)
+        while top.parent is not None and top.parent.parent is not None:
+            top = top.parent
+        source = says(top)
+        called = (says(body) for name, (body, _) in self.functions.items() if name in source)
+        if any("exit" in script for script in (source, *called)):
+            return None
+        self.reading.assume_unset(empty[1])
+        return ""
+
+    def _pattern(self, node: Node) -> str:
+        """A pattern as `fnmatch` takes it, with quoted letters as they are, and `HOLE` where it is not known."""
+        if node.type == "concatenation":
+            return "".join(map(self._pattern, node.children))
+        pattern = known(self.text(node)) if node.type in (*QUOTED, *EXPANSIONS) else says(node)
+        if node.type in QUOTED:
+            return HOLE if pattern is None else glob.escape(pattern)
+        pattern = re.sub(r"\\(.)", lambda match: glob.escape(match[1]), pattern or HOLE)
+        return HOLE if OTHER_PATTERN.search(pattern) else pattern
+
     def _for(self, node: Node) -> None:
         name, body = node.child_by_field_name("variable"), node.child_by_field_name("body")
         values = [word for child in node.children_by_field_name("value") for word in self.words(child)]
         if name is None or body is None:
             return
-        if not values or nodes.ends_early(body) or any(known(word) is None for word in values):
+        if not values or grammar.ends_early(body) or any(known(word) is None for word in values):
             self.variables[says(name)] = hole(f"${says(name)}", self.lines(node))
             self._loop(node)
             return
@@ -135,7 +200,7 @@ class Shell(Commands, Conditions):
         if body is not None:
             self.fork(one_line(node), lambda: self.run(body), lambda: None)
             changed = [name for name, value in self.variables.items() if before.get(name) != value]
-            if nodes.ends_early(body):
+            if grammar.ends_early(body):
                 self.variables |= {name: hole(f"${name}", self.lines(node)) for name in changed}
 
     def _function(self, node: Node) -> None:
@@ -145,7 +210,7 @@ class Shell(Commands, Conditions):
             self.variables |= {f"-x {says(name)}": EXPORTED} if "-a" in self.variables else {}
 
     def _command(self, node: Node) -> None:
-        before = nodes.of_lines_before(node)
+        before = grammar.of_lines_before(node)
         self.run_all(before)
         name = node.child_by_field_name("name")
         words = self.command_words(node)
@@ -198,6 +263,11 @@ class Shell(Commands, Conditions):
             for redirect in parts_of(node, "heredoc_redirect")
             for right in redirect.children_by_field_name("right")
         )
+
+
+def matches(text: str, pattern: str) -> bool | None:
+    is_short = len(pattern) < 256 and pattern.replace("[*]", "").count("*") < 4
+    return fnmatch.fnmatchcase(text, pattern) if is_short and HOLE not in pattern else None
 
 
 RUN: dict[str, Callable[[Shell, Node], object]] = {

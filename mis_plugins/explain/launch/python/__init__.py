@@ -1,7 +1,6 @@
 """Launchers in Python, read as a syntax tree and never executed: the command line that each start of train.py gets.
 
-The values of a dataclass of arguments are its defaults, and what the user gives on the launcher's command line. A
-branch whose condition is not known is read both ways, and what only one way gives is marked with the condition.
+The values of a dataclass of arguments are its defaults, and what the user gives on the launcher's command line.
 """
 
 from __future__ import annotations

@@ -7,8 +7,17 @@ from collections.abc import Sequence
 from pathlib import PurePosixPath
 from typing import Any
 
-from mis_plugins.explain.launch.python.names import Names
-from mis_plugins.explain.launch.python.values import PLAIN, as_text, equal, key_of, lines_of, names_set, says, truth_of
+from mis_plugins.explain.launch.python.names import (
+    PLAIN,
+    Names,
+    as_text,
+    equal,
+    key_of,
+    lines_of,
+    names_set,
+    says,
+    truth_of,
+)  # fmt: skip
 from mis_plugins.explain.launch.reader import any_of
 from mis_plugins.explain.launch.words import Piece, Text, known, literal
 
@@ -63,11 +72,11 @@ class Expressions(Names):
         return value if is_sure else self.unknown(node)
 
     def visit_UnaryOp(self, node: ast.UnaryOp) -> Any:
+        if isinstance(node.op, ast.Not):
+            truth = self.truth(node.operand)
+            return self.unknown(node) if truth is None else not truth
         value = self.visit(node.operand)
-        if isinstance(node.op, ast.USub) and isinstance(value, int | float):
-            return -value
-        truth = truth_of(value) if isinstance(node.op, ast.Not) else None
-        return self.unknown(node) if truth is None else not truth
+        return -value if isinstance(node.op, ast.USub) and isinstance(value, int | float) else self.unknown(node)
 
     def visit_Compare(self, node: ast.Compare) -> Any:
         left, kind, right = self.visit(node.left), node.ops[0], self.visit(node.comparators[0])

@@ -1,4 +1,4 @@
-"""Functions and classes of a launcher: what a call of them gives."""
+"""Functions and classes of a launcher: what a call of them gives, and what its command line sets."""
 
 from __future__ import annotations
 
@@ -6,19 +6,21 @@ import ast
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from mis_plugins.errors import ConfigError, shown
 from mis_plugins.explain.launch.python.expressions import Expressions
-from mis_plugins.explain.launch.python.values import Record, lines_of, name_of, place_of, says
+from mis_plugins.explain.launch.python.names import Record, decorators, lines_of, name_of, place_of, says
 from mis_plugins.explain.launch.reader import Ended, Joined, Returned
 from mis_plugins.explain.launch.words import hole, literal
 
 BASE_OF_MILES = "ExecuteTrainConfig"
 OF_MILES = {"num_nodes": 1, "cuda_core_dump": False, "extra_env_vars": (), "output_dir": literal("/root/shared_data")}
 """What a launcher has from Miles's own dataclass, by its defaults at 31f1ca9."""
+NUMBERS = {"int": (int, "a whole number"), "float": (float, "a number")}
 DECORATES = {"dataclass", "command", "callback", "dataclass_cli", "property", "staticmethod", "classmethod", "cache"}
 
 
 class Functions(Expressions):
-    """What calls of the functions and classes of the launcher give."""
+    """What calls of the functions and classes of the launcher give; its command line runs one."""
 
     def define(self, node: ast.FunctionDef) -> None:
         """Defaults have the values that their names have where the function is defined."""
@@ -32,7 +34,7 @@ class Functions(Expressions):
             frames, around = [*self.frames, self.parameters(node, given, named)], self.enclosing.get(node, [])
             with self.now(frames=frames, returned=[], outside={}, around=around):
                 value = self.ended_by(self.attempt(lambda: self.block(node.body)))
-        is_plain = DECORATES.issuperset(map(name_of, node.decorator_list)) and not _yields(node)
+        is_plain = decorators(node) <= DECORATES and not _yields(node)
         return value if is_plain else self.unknown(node)
 
     def ended_by(self, ended: Ended | None) -> Any:
@@ -131,8 +133,38 @@ class Functions(Expressions):
         if node.attr in owner.fields:
             return owner.fields[node.attr]
         method = self.method(owner, node.attr)
-        is_property = method is not None and "property" in map(name_of, method.decorator_list)
+        is_property = method is not None and "property" in decorators(method)
         return self.call(method, [owner], {}) if method and is_property else self.unknown(node)
+
+    def run_commands(self) -> None:
+        functions = [value for value in self.globals.values() if isinstance(value, ast.FunctionDef)]
+        named = [function for function in functions if decorators(function) & {"command", "callback"}]
+        commands = named or [function for function in functions if function.decorator_list]
+        asked = (self.command or "").replace("-", "_")
+        for node in [command for command in commands if command.name == asked] or commands:
+            self.attempt(lambda node=node: self.command_line(node))
+
+    def command_line(self, node: ast.FunctionDef) -> Any:
+        """Call the function that the launcher's command line runs, with what it sets."""
+        own, fields, others = dict[str, str](), dict[str, str](), set[str]()
+        for parameter, default in defaults_of(node):
+            kind = self.globals.get(name_of(parameter.annotation))
+            if isinstance(kind, ast.ClassDef):
+                fields |= self.kinds(kind)
+                others |= self.bases(kind) - {BASE_OF_MILES}
+            else:
+                own[parameter.arg] = kind_of(parameter.annotation, default)
+        values = _options(node.name, self.options, own | fields, bool(others))
+        self.of_fields = {name: value for name, value in values.items() if name not in own}
+        if more := [f"--{name}" for name in self.of_fields if name not in fields]:
+            self.reading.unread[0] = f"{', '.join(more)}: {' or '.join(sorted(others))} may have the option"
+        return self.call(node, [], {name: value for name, value in values.items() if name in own})
+
+    def kinds(self, node: ast.ClassDef) -> dict[str, str]:
+        """The types of a dataclass's fields."""
+        inherited = {name: type(value).__name__ for name, value in OF_MILES.items()}
+        own = {name: kind_of(field.annotation, field.value) for name, field in self.fields(node).items()}
+        return (inherited if BASE_OF_MILES in self.bases(node) else {}) | own
 
 
 def defaults_of(node: ast.FunctionDef) -> Iterator[tuple[ast.arg, ast.expr | None]]:
@@ -145,3 +177,46 @@ def defaults_of(node: ast.FunctionDef) -> Iterator[tuple[ast.arg, ast.expr | Non
 def _yields(node: ast.FunctionDef) -> bool:
     """Whether a function is a generator, whose value is no value of `return`."""
     return any(isinstance(part, ast.Yield | ast.YieldFrom) for part in ast.walk(node))
+
+
+def _options(command: str, words: Sequence[str], kinds: Mapping[str, str], is_open: bool) -> dict[str, Any]:
+    """The values that a command line sets, read as click does: what takes a value takes the next word, whatever it is.
+
+    Args:
+        kinds: the types of the options.
+        is_open: whether there may be others; of those a word that begins as an option is no value.
+
+    Raises:
+        ConfigError: no such option, or a value too many or too few.
+    """
+    values: dict[str, Any] = {}
+    listed = list(words)
+    while listed:
+        word = listed.pop(0)
+        option, equals, text = word.partition("=")
+        name = option[2:].replace("-", "_")
+        kind, negated = kinds.get(name), name.removeprefix("no_")
+        is_switch = kind == "bool" or kind is None and kinds.get(negated) == "bool"
+        if option[:2] != "--" or kind is None and not is_switch and not is_open:
+            raise ConfigError(f"{word}: no option of {command} ({', '.join(kinds)})")
+        if is_switch and not equals:
+            values[name if kind else negated] = bool(kind)
+        elif kind is None and not is_switch and not equals and (not listed or listed[0].startswith("--")):
+            values[name] = True
+        elif is_switch or not equals and not listed:
+            raise ConfigError(f"{word}: the option {'takes no' if is_switch else 'lacks its'} value")
+        else:
+            value = text if equals else listed.pop(0)
+            make, what = NUMBERS.get(kind or "", (literal, ""))
+            try:
+                values[name] = make(value)
+            except ValueError:
+                raise ConfigError(f"{word}: got {shown(value)}; expected {what}") from None
+    return values
+
+
+def kind_of(annotation: ast.expr | None, default: ast.expr | None) -> str:
+    """The type of an option by its annotation, or by its default."""
+    named = [part.id for part in ast.walk(annotation or ast.Pass()) if isinstance(part, ast.Name)]
+    by_default = type(default.value).__name__ if isinstance(default, ast.Constant) else "str"
+    return next((name for name in named if name in ("bool", "int", "float", "str")), by_default)

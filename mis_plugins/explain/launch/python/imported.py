@@ -11,8 +11,8 @@ from typing import Any
 
 from mis_plugins.config.file import INLINE
 from mis_plugins.explain.launch import bash
-from mis_plugins.explain.launch.python.options import Options
-from mis_plugins.explain.launch.python.values import Record, as_text, key_of, lines_of, name_of, says
+from mis_plugins.explain.launch.python.functions import Functions
+from mis_plugins.explain.launch.python.names import Record, as_text, key_of, lines_of, name_of, says
 from mis_plugins.explain.launch.reader import Ended, Launch, is_train
 from mis_plugins.explain.launch.words import Piece, Text, hole, known, literal, shown, with_holes, with_places
 
@@ -24,7 +24,7 @@ NAMES = ("str", "Path")  # functions that return the name of a file
 SET_ANY_NAME = ("exec", "globals", "locals")
 
 
-class Imported(Options):
+class Imported(Functions):
     """What calls of imported functions give, start and write."""
 
     def foreign(self, node: ast.Call, name: str, given: list[Any], named: dict[str, Any]) -> Any:
@@ -133,7 +133,7 @@ class Imported(Options):
         for start in bash.launches(with_holes(text), self.path, self.reading):
             words, branch = tuple(with_places(start.words, text)), self.branch or start.branch
             hosts = frozenset(self.hosts)
-            self.found.append(Launch(node.lineno, words, hosts, place, branch, True, start.folder))
+            self.found.append(Launch(node.lineno, words, hosts, place, branch, start.folder))
 
     def span(self, node: ast.expr) -> tuple[int, int]:
         """The bytes of an expression in the launcher."""

@@ -9,7 +9,17 @@ from typing import Any
 from mis_plugins.explain.launch.python.expressions import LOOPS
 from mis_plugins.explain.launch.python.functions import defaults_of
 from mis_plugins.explain.launch.python.imported import STARTS, Imported
-from mis_plugins.explain.launch.python.values import Raised, Record, Round, Shared, equal, name_of, place_of, says
+from mis_plugins.explain.launch.python.names import (
+    Raised,
+    Record,
+    Round,
+    Shared,
+    decorators,
+    equal,
+    name_of,
+    place_of,
+    says,
+)
 from mis_plugins.explain.launch.reader import PACKAGES, Clause, Returned, all_of, any_of
 from mis_plugins.explain.launch.words import hole
 
@@ -187,8 +197,7 @@ class Launcher(Imported):
             owner = self.visit(node.func.value)
             if isinstance(owner, Record):
                 target = self.method(owner, name)
-                kinds = set(map(name_of, target.decorator_list)) if target else set[str]()
-                given = given if "staticmethod" in kinds else [owner, *given]
+                given = given if target and "staticmethod" in decorators(target) else [owner, *given]
             elif isinstance(owner, list) and name in ("append", "extend") and given:
                 added = given[:1] if name == "append" else given[0]
                 self.changed(owner, owner + added if isinstance(added, list) else self.unknown(node))

@@ -1,0 +1,154 @@
+"""Scripts in bash as the tree of tree-sitter's parser, with guards against what it gets wrong; what its nodes say."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from functools import cache
+from importlib.metadata import version
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+from mis_plugins.errors import ConfigError
+from mis_plugins.shared.shell import not_installed
+
+if TYPE_CHECKING:
+    from tree_sitter import Language, Node, Query
+else:
+    Node = Any  # the parser is an extra, which may not be installed
+
+OLDEST = "0.26.1"  # an older one ends the process where it is asked to stop, below Python 3.14
+# Behind a brace the parser looks a character up in a table of 256, even one that the table does not hold.
+LOOKED_UP = re.compile(r"(\{[0-9]*(?:\.\.[0-9]*)?)([^\x00-\xff])")
+# A comment in backticks within a command that goes on, of which bash makes no word; the parser finds no end to it.
+WITHIN = re.compile(rb"(?:(?<=[ \t])|^)`#[^`\n]*`(?=[ \t]*\\?\n)", re.M)
+# A command whose last line goes on where the script ends, which is an error to the parser and none to bash.
+LAST = re.compile(rb"(?<!\\)\\((?:\n\s*)?)\Z")
+# Behind a line of several assignments the parser takes a keyword for a command, and loses where the branch ends.
+KEYWORDS = '((command_name (word) @word) (#any-of? @word "then" "elif" "else" "fi" "do" "done" "esac"))'
+ENDS_ROUND = ("break", "continue")
+ASSIGNMENTS = ("variable_assignment", "variable_assignments")
+SUCCEEDS = (*ASSIGNMENTS, "declaration_command", "function_definition")
+EXPANSIONS = ("simple_expansion", "expansion", "command_substitution")
+CLAUSES = ("elif_clause", "else_clause")
+NO_STATEMENTS = (*CLAUSES, "comment")
+QUOTED = ("string", "raw_string", "ansi_c_string")
+
+
+def parsed(script: str, is_over: Callable[[], bool]) -> tuple[Node, list[Node]]:
+    """The tree of a script, and the keywords in it that the parser took for commands.
+
+    Args:
+        is_over: asked while the parser works; True stops it.
+
+    Raises:
+        ConfigError: the parser is not installed, is too old, or was stopped.
+    """
+    try:
+        import tree_sitter
+        import tree_sitter_bash
+    except ModuleNotFoundError as error:
+        raise ConfigError(not_installed(error, "scripts")) from None
+    check_version()
+    language = tree_sitter.Language(tree_sitter_bash.language())
+    parser = tree_sitter.Parser(language)
+    # The parser reads letters in place of what it would look up; nodes get the text of the script as it is.
+    script = WITHIN.sub(lambda match: b" " * len(match[0]), LAST.sub(rb" \1", script.encode())).decode()
+    source = bytearray(LOOKED_UP.sub(lambda match: match[1] + "x" * len(match[2].encode()), script).encode())
+    # The parser can be stopped only where it asks for pieces. Nodes are safe to read only where it had the whole: a
+    # function that fails while a node asks it for text ends the process.
+    try:
+        parser.parse(lambda at, _: bytes(source[at : at + 4096]), progress_callback=lambda *_: is_over())
+    except ValueError:
+        raise ConfigError("bash's parser finds no end; give the part that starts train.py") from None
+    tree = parser.parse(source)
+    source[:] = script.encode()
+    lost = tree_sitter.QueryCursor(_keywords(language)).captures(tree.root_node).get("word", [])
+    return tree.root_node, sorted(lost, key=lambda keyword: keyword.start_byte)
+
+
+@cache
+def check_version() -> None:
+    """Refuse a parser that crashes.
+
+    Raises:
+        ConfigError: it is older than `OLDEST`.
+    """
+    installed = version("tree-sitter")
+    if _numbers(installed) < _numbers(OLDEST):
+        raise ConfigError(f"tree-sitter {installed} crashes while it parses; pip install 'tree-sitter>={OLDEST}'")
+
+
+def _numbers(release: str) -> list[int]:
+    return [int(number) for number in re.findall(r"\d+", release)[:3]]
+
+
+@cache
+def _keywords(language: Language) -> Query:
+    from tree_sitter import Query
+
+    return Query(language, KEYWORDS)
+
+
+def says(node: Node) -> str:
+    return (node.text or b"").decode(errors="replace")
+
+
+def one_line(node: Node) -> str:
+    """The first line of what a node says."""
+    return says(node).partition("\n")[0]
+
+
+def parts_of(node: Node, kind: str) -> Iterator[Node]:
+    """Redirects and pipes of a statement, which the parser may put beside or into a heredoc's."""
+    for child in node.children:
+        if child.type == kind:
+            yield child
+        elif child.type == "heredoc_redirect":
+            yield from parts_of(child, kind)
+
+
+def clauses_of(node: Node) -> Iterator[tuple[list[Node], list[Node]]]:
+    """Conditions and body of `if`, of each `elif`, and of `else`, which has no condition."""
+    kinds = [child.type for child in node.children]
+    then = 0 if node.type == "else_clause" else [*kinds, "then"].index("then")
+    parts = node.children[:then], node.children[then:]
+    conditions, body = (
+        [statement for statement in part if statement.is_named and statement.type not in NO_STATEMENTS]
+        for part in parts
+    )
+    yield conditions, body
+    for child in node.children:
+        if child.type in CLAUSES:
+            yield from clauses_of(child)
+
+
+def of_lines_before(node: Node) -> list[Node]:
+    """Assignments of the lines before a command, `A=x B=y`, which the parser puts in front of the command."""
+    source, before = node.text or b"", 0
+    for count, (first, second) in enumerate(pairwise(node.children), 1):
+        if first.type != "variable_assignment":
+            break
+        between = source[first.end_byte - node.start_byte : second.start_byte - node.start_byte]
+        before = count if b"\n" in between.replace(b"\\\n", b"") else before
+    return node.children[:before]
+
+
+def ends_early(node: Node) -> bool:
+    """Whether a round of a loop may end before the end of its body."""
+    is_such = node.type == "command" and says(node).partition(" ")[0] in ENDS_ROUND
+    return is_such or any(map(ends_early, node.named_children))
+
+
+def succeeds(statement: Node) -> bool:
+    """Whether a statement cannot fail: an assignment fails where a command in it does."""
+    runs = statement.type in ASSIGNMENTS and ("$(" in says(statement) or "`" in says(statement))
+    return statement.type in SUCCEEDS and not runs
+
+
+def is_apart(node: Node) -> bool:
+    """Whether a statement runs in a shell of its own: in brackets, in the background, or as a part of a pipeline."""
+    if node.type == "subshell" or node.next_sibling is not None and node.next_sibling.type == "&":
+        return True
+    is_part = node.parent is not None and node.parent.type == "pipeline"
+    return is_part or node.type == "redirected_statement" and any(parts_of(node, "pipeline"))
