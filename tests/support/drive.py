@@ -64,6 +64,8 @@ def assert_matches_oracle(
     """Masks exactly, weights and (under `metrics: full`) every metric that the oracle knows to float32 rounding.
 
     Args:
+        full: whether there are metrics to compare.
+        per_token: whether the host averages over tokens.
         counted: the samples of the whole step, over all ranks, where a rollout-data hook has counted them.
     """
     samples = batch.samples
@@ -78,18 +80,17 @@ def assert_matches_oracle(
 
 
 def assert_batch_metrics_match(
-    outcome: Outcome,
+    metrics: dict[str, list[Tensor]],
     batch: Batch,
-    config: dict,
     expected: oracle.Corrected,
     per_token: bool = False,
     counted: Sequence[oracle.Sample] | None = None,
 ) -> None:
     """Those with one number a micro-batch: at worst (sum w)^2 / sum w^2, four weights' relative errors."""
     rtol = 4 * normalized_rtol(max(spread(s) for s in batch.samples))
-    for name, value in oracle.batch_metrics(batch.samples, config, expected).items():
+    for name, value in oracle.batch_metrics(batch.samples, expected.config, expected).items():
         value *= oracle.host_scale(name, counted or batch.samples, per_token)
-        for found in torch.cat(outcome.metrics[f"mis_{name}"]).unique().tolist():
+        for found in torch.cat(metrics[f"mis_{name}"]).unique().tolist():
             assert_close(found, value, rtol, 0.0, name)
 
 
@@ -100,6 +101,9 @@ def assert_metrics_match(
     per_token: bool = False,
     counted: Sequence[oracle.Sample] | None = None,
 ) -> None:
+    """Metrics of tokens and of sequences, and with a correction those of micro-batches."""
+    if any(expected.config.get(key) is not None for key in ("weight", "m2_threshold")) or expected.config.get("reject"):
+        assert_batch_metrics_match(metrics, batch, expected, per_token, counted)
     for name, rows in expected.metrics.items():
         assert f"mis_{name}" in metrics, name
         scale = oracle.host_scale(name, counted or batch.samples, per_token)
