@@ -16,8 +16,8 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from host_flags import accepted
 from launch import alive
+from launchers import accepted
 
 from mis_plugins.config.file import keys_of
 from mis_plugins.config.loading import preset_path, read_keys
