@@ -67,7 +67,7 @@ def window_values(pair: Pair) -> dict[str, dict[str, list[float]]]:
     rules = {(name, over): RejectRule(name, over, upper=ANY_BOUND) for name in named for over in OVERS}
     config = CorrectionConfig(reject=tuple(rules.values()), metrics="none")
     made = correct(pair.proximal.float(), pair.behavior.float(), _ragged(pair), config)
-    totals = made.verdict.by_population["valid"]
+    totals = made.by_population["valid"]
     return {name: {over: aggregate(totals, rules[name, over]).tolist() for over in OVERS} for name in named}
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -67,6 +67,9 @@ class Verdict:
         return total if self.keep_sequences is None else total * self.keep_sequences
 
 
+V = TypeVar("V", bound=Verdict)
+
+
 @dataclass(frozen=True)
 class Means:
     """Means of each sequence over its usable tokens, 0 where it has none: of log pi_old, log mu and log r."""
@@ -90,8 +93,8 @@ class Kept:
 
 
 @dataclass(frozen=True)
-class Correction:
-    """The weights and masks of a micro-batch, with everything that its metrics are computed from.
+class Correction(Verdict):
+    """The verdict on a micro-batch with the weights in force, and everything that its metrics are computed from.
 
     weights: w_t, without gradient; 0 outside loss_mask and where the ratio is not known.
     mean_weight: what the weights were divided by; None without normalization.
@@ -104,7 +107,6 @@ class Correction:
 
     config: CorrectionConfig
     ragged: Ragged
-    verdict: Verdict
     weights: Float[Tensor, " T"]
     mean_weight: Float[Tensor, ""] | None
     rescale: Float[Tensor, " N"] | None
@@ -114,29 +116,9 @@ class Correction:
     nonfinite_advantages: Bool[Tensor, " T"] | None = None
 
     @property
-    def stage(self) -> TokenStage:
-        return self.verdict.stage
-
-    @property
-    def totals(self) -> Totals:
-        return self.verdict.totals
-
-    @property
     def log_ratio(self) -> Float[Tensor, " T"]:
         """log pi_old - log mu, unbounded; 0 where it is not known."""
         return self.stage.log_ratio
-
-    @property
-    def sequence_weight(self) -> Float[Tensor, " N"] | None:
-        return self.verdict.sequence_weight
-
-    @property
-    def keep_sequences(self) -> Bool[Tensor, " N"] | None:
-        return self.verdict.keep_sequences
-
-    @property
-    def all_rejected(self) -> Bool[Tensor, ""] | None:
-        return self.verdict.all_rejected
 
     @cached_property
     def usable_count(self) -> Float[Tensor, " N"]:
@@ -243,7 +225,7 @@ def correct(
     if mean is not None:
         weights = weights / mean
     rescale = _rescale(verdict) if config.denominator == "kept" else None
-    return Correction(config, ragged, verdict, weights, mean, rescale)
+    return Correction(**vars(verdict), config=config, ragged=ragged, weights=weights, mean_weight=mean, rescale=rescale)
 
 
 @torch.no_grad()
@@ -323,7 +305,7 @@ def _all_rejected(verdict: Verdict) -> Bool[Tensor, ""]:
     return totals["valid"].any() != verdict.of_kept_sequences(kept).any()
 
 
-def nothing_rejected(verdict: Verdict) -> Verdict:
+def nothing_rejected(verdict: V) -> V:
     """The verdict, with nothing rejected where everything was rejected."""
     stage, totals, keep, where = verdict.stage, verdict.totals, verdict.keep_sequences, verdict.all_rejected
     segments = verdict.segments

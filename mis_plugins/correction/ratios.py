@@ -3,21 +3,12 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
 from mis_plugins.config.terms.divergence import LARGEST_EXPONENT, LOG_RATIO_CLAMP
-
-
-@dataclass(frozen=True)
-class LogProbs:
-    """Log-probs of the sampled tokens under the trainer before the update (proximal) and the engine (behavior)."""
-
-    proximal: Float[Tensor, " T"]
-    behavior: Float[Tensor, " T"]
 
 
 def log_ratio(

@@ -13,7 +13,7 @@ from torch import Tensor
 from mis_plugins.config.model import CorrectionConfig, Population, RejectRule
 from mis_plugins.config.terms.statistics import STATISTICS, Evidence, statistic_of
 from mis_plugins.correction.plan import SUMS, Plan, Reads, UnitPlan
-from mis_plugins.correction.ratios import LogProbs, exp_clamped, log_ratios, nonfinite
+from mis_plugins.correction.ratios import exp_clamped, log_ratios, nonfinite
 from mis_plugins.correction.rejection import Totals, bounded_weight, in_bounds, passes, within
 from mis_plugins.packing.ragged import Ragged
 
@@ -22,6 +22,7 @@ from mis_plugins.packing.ragged import Ragged
 class TokenStage:
     """What is known of each local token before its sequence is known.
 
+    proximal_log_probs, behavior_log_probs: under the trainer before the update, and under the engine; any float dtype.
     log_ratio: log pi_old - log mu; 0 where the token is not usable.
     usable: tokens in loss_mask with both log-probs finite, and with segment-wise weights that of pi_{v+1}
         too.
@@ -37,7 +38,8 @@ class TokenStage:
     """
 
     config: CorrectionConfig
-    log_probs: LogProbs
+    proximal_log_probs: Float[Tensor, " T"]
+    behavior_log_probs: Float[Tensor, " T"]
     loss_mask: Bool[Tensor, " T"]
     log_ratio: Float[Tensor, " T"]
     usable: Bool[Tensor, " T"]
@@ -85,13 +87,13 @@ class TokenStage:
     @property
     def proximal(self) -> Float[Tensor, " T"]:
         """log pi_old; 0 where the token is not usable."""
-        return self.log_probs.proximal.float().masked_fill(self.unusable, 0)
+        return self.proximal_log_probs.float().masked_fill(self.unusable, 0)
 
     # In float32, as ratios are computed: a finite float64 may overflow there.
 
     @cached_property
     def _nonfinite(self) -> Sequence[Bool[Tensor, " T"]]:
-        pair = torch.stack([self.log_probs.proximal.float(), self.log_probs.behavior.float()])
+        pair = torch.stack([self.proximal_log_probs.float(), self.behavior_log_probs.float()])
         return (self.loss_mask & nonfinite(pair)).unbind()
 
     @property
@@ -111,8 +113,8 @@ class TokenStage:
     def statistic(self, name: str) -> Float[Tensor, " T"]:
         """Values that a rule compares; 0 at tokens that are not usable."""
         record = STATISTICS[name]
-        proximal, behavior = self.log_probs.proximal, self.log_probs.behavior
-        value = record.value(Evidence(self.log_ratio, proximal, behavior, self.routes))
+        policies = self.proximal_log_probs, self.behavior_log_probs
+        value = record.value(Evidence(self.log_ratio, *policies, self.routes))
         reads_more = record.reads_probabilities or record.reads_routes
         return value.masked_fill(self.unusable, 0) if reads_more else value
 
@@ -161,7 +163,8 @@ def token_stage(
     passing = in_bounds(unit_log_ratio, usable, weight) if weight else usable
     stage = TokenStage(
         config=plan.config,
-        log_probs=LogProbs(proximal, behavior),
+        proximal_log_probs=proximal,
+        behavior_log_probs=behavior,
         loss_mask=loss_mask,
         log_ratio=log_r,
         usable=usable,

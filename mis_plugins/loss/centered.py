@@ -111,5 +111,5 @@ def kept_by_rules(correction: Correction) -> Bool[Tensor, " T"]:
         return correction.keep
     rules = CorrectionConfig(reject=config.reject, m2_threshold=config.m2_threshold, metrics="none")
     stage = correction.stage
-    log_probs = stage.log_probs.proximal, stage.log_probs.behavior
+    log_probs = stage.proximal_log_probs, stage.behavior_log_probs
     return correct(*log_probs, correction.ragged, rules, routes=stage.routes).keep

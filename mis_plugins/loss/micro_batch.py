@@ -195,9 +195,8 @@ def given_back(correction: Correction, share: Share) -> Correction:
     """The correction with rules and OPSM judged together: `on_all_rejected: keep` undoes both if all is rejected."""
     if share.on_policy is None:
         return correction
-    verdict = replace(correction.verdict, all_rejected=share.all_rejected)
-    keeps = correction.config.on_all_rejected == "keep"
-    return replace(correction, verdict=nothing_rejected(verdict) if keeps else verdict)
+    correction = replace(correction, all_rejected=share.all_rejected)
+    return nothing_rejected(correction) if correction.config.on_all_rejected == "keep" else correction
 
 
 @torch.no_grad()

@@ -8,6 +8,8 @@ from mis_plugins.config.model import CorrectionConfig
 from mis_plugins.config.terms.divergence import LOG_RATIO_CLAMP
 from mis_plugins.metrics import slope
 
+Alarm = Callable[[CorrectionConfig, Mapping[str, float]], Sequence[str]]
+
 # Prefix of the step's metrics in a host's log, and the host's key for the number of the step.
 PREFIX, STEP_KEY = "train/mis_step/", "train/step"
 
@@ -54,22 +56,14 @@ def processed_log_probs(config: CorrectionConfig, sums: Mapping[str, float]) -> 
     return warnings_of(sums)
 
 
-def lacking_weights(config: CorrectionConfig, sums: Mapping[str, float]) -> Sequence[str]:
-    count = sums.get("lacking_weights", 0.0)
-    return [
-        f"{count:.0f} of {sums['valid']:.0f} tokens weigh 0, as nobody stored what their segment-wise weight needs, or "
-        "knows which version wrote them: drop or refuse them before training "
-        "(mis_plugins.versions.segment_wise.admitted)"
-    ] * bool(count)
+def counted(name: str, words: str) -> Alarm:
+    """The alarm of a sum that counts valid tokens: how many there are, and what the words say of such tokens."""
 
+    def alarm(config: CorrectionConfig, sums: Mapping[str, float]) -> Sequence[str]:
+        count = sums.get(name, 0.0)
+        return [f"{count:.0f} of {sums['valid']:.0f} tokens {words}"] * bool(count)
 
-def nonfinite_weights(config: CorrectionConfig, sums: Mapping[str, float]) -> Sequence[str]:
-    count = sums.get("nonfinite_weights", 0.0)
-    return [
-        f"{count:.0f} of {sums['valid']:.0f} tokens weigh 0, as a log-prob of theirs is not finite or stands in for "
-        "none (-9999), the trainer's or the rollout engine's: mis_nonfinite_train_mb and mis_nonfinite_rollout_mb say "
-        "whose"
-    ] * bool(count)
+    return alarm
 
 
 def weights_of_one(config: CorrectionConfig, sums: Mapping[str, float]) -> Sequence[str]:
@@ -104,14 +98,6 @@ def nonfinite_log_probs(config: CorrectionConfig, sums: Mapping[str, float]) -> 
     ]
 
 
-def nonfinite_advantages(config: CorrectionConfig, sums: Mapping[str, float]) -> Sequence[str]:
-    count = sums.get("nonfinite_advantages", 0.0)
-    return [
-        f"{count:.0f} of {sums['valid']:.0f} tokens have an advantage that is NaN or infinite. An advantage of this "
-        "kind counts as 0. Look at the rewards, and at what normalizes rewards (a group without spread, an empty one)"
-    ] * bool(count)
-
-
 COUNT = "--rollout-data-postprocess-path mis_plugins.mis.count_samples"
 
 
@@ -128,18 +114,29 @@ def diluted(config: CorrectionConfig, sums: Mapping[str, float]) -> Sequence[str
     ] * bool(count and masked)
 
 
-Alarm = Callable[[CorrectionConfig, Mapping[str, float]], Sequence[str]]
 ALARMS: dict[str, Alarm] = {
     "all_rejected": all_rejected,
     "few_kept": few_kept,
     "product_too_long": product_too_long,
     "processed_log_probs": processed_log_probs,
-    "lacking_weights": lacking_weights,
-    "nonfinite_weights": nonfinite_weights,
+    "lacking_weights": counted(
+        "lacking_weights",
+        "weigh 0, as nobody stored what their segment-wise weight needs, or knows which version wrote them: drop or "
+        "refuse them before training (mis_plugins.versions.segment_wise.admitted)",
+    ),
+    "nonfinite_weights": counted(
+        "nonfinite_weights",
+        "weigh 0, as a log-prob of theirs is not finite or stands in for none (-9999), the trainer's or the rollout "
+        "engine's: mis_nonfinite_train_mb and mis_nonfinite_rollout_mb say whose",
+    ),
     "weights_of_one": weights_of_one,
     "nonfinite_log_probs": nonfinite_log_probs,
     "diluted": diluted,
-    "nonfinite_advantages": nonfinite_advantages,
+    "nonfinite_advantages": counted(
+        "nonfinite_advantages",
+        "have an advantage that is NaN or infinite. An advantage of this kind counts as 0. Look at the rewards, and at "
+        "what normalizes rewards (a group without spread, an empty one)",
+    ),
 }
 ONCE = {"product_too_long", "processed_log_probs", "diluted"}  # warned of once a run
 EACH_TIME = {"all_rejected"}  # warned of at every step; all other alarms when they begin to hold

@@ -93,8 +93,8 @@ def _weight_metrics(weight: WeightConfig | None) -> Catalogue:
         is_ratio_max_final=lambda c: _extreme_weight(c, "max"),
     )
     if weight.by_sequence:
-        log_ratio = lambda c: known_log_ratio(c.verdict.unit_totals, weight)  # noqa: E731
-        before = lambda c: unit_ratio(c.verdict.unit_totals, weight)  # noqa: E731
+        log_ratio = lambda c: known_log_ratio(c.unit_totals, weight)  # noqa: E731
+        before = lambda c: unit_ratio(c.unit_totals, weight)  # noqa: E731
         far = {"saturated_sequence_fraction": lambda c: saturated(log_ratio(c))}
         bounded = _around_bound(weight, log_ratio, before, lambda c: c.sequence_weight)
         return of("sequence", **far, **bounded) | final
@@ -162,10 +162,10 @@ def compared(c: Correction, rule: RejectRule) -> Tensor:
         return c.stage.statistic(rule.statistic)
     population = c.config.population(rule)
     if rule.unit == "segment":
-        assert c.verdict.segments is not None
-        totals = c.verdict.segments.by_population[population]
+        assert c.segments is not None
+        totals = c.segments.by_population[population]
         return _at_tokens(c, lambda _: _of_units(c, totals, rule))
-    return _of_units(c, c.verdict.by_population[population], rule)
+    return _of_units(c, c.by_population[population], rule)
 
 
 def _of_units(c: Correction, totals: Totals, rule: RejectRule) -> Tensor:
@@ -187,8 +187,8 @@ def _token_ratio(weight: WeightConfig) -> Value:
 
 def _at_tokens(c: Correction, of_segment: Callable[[Totals], Tensor]) -> Float[Tensor, " T"]:
     """Give each token the number of its segment; a masked token gets the number of some segment."""
-    assert c.verdict.segments is not None
-    return c.verdict.segments.segments.ragged.to_tokens(of_segment(c.verdict.segments.totals).float())
+    assert c.segments is not None
+    return c.segments.segments.ragged.to_tokens(of_segment(c.segments.totals).float())
 
 
 def _of_unit(c: Correction) -> Float[Tensor, " T"]:
@@ -218,7 +218,7 @@ def _extreme_passing(c: Correction, side: Side) -> Float[Tensor, " N"]:
         row = c.totals[f"passing_{side}"]
         exists, extreme = row.abs() < torch.inf, _normalized(c, applied_bound(exp_clamped(row), weight))
     else:
-        exists = passing_units(c.verdict.unit_totals, units) if units else c.totals.any_usable
+        exists = passing_units(c.unit_totals, units) if units else c.totals.any_usable
         extreme = _extreme_weight(c, side)
     return torch.where(exists, extreme, torch.inf if side == "min" else -torch.inf)
 

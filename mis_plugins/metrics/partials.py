@@ -91,9 +91,9 @@ def _of_units(c: Correction) -> Iterator[tuple[Totals, list[Quantity]]]:
 def _totals(c: Correction, kind: tuple[Unit, Population]) -> Totals:
     unit, population = kind
     if unit == "sequence":
-        return c.verdict.by_population[population]
-    assert c.verdict.segments is not None
-    return c.verdict.segments.by_population[population]
+        return c.by_population[population]
+    assert c.segments is not None
+    return c.segments.by_population[population]
 
 
 def _of_micro_batch(c: Correction, **numbers: Tensor) -> Partials:

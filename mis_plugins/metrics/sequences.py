@@ -97,7 +97,7 @@ def _weights(c: Correction) -> Iterator[Quantity]:
         ratio = totals["weighed"] / totals.size
         yield from beyond(stem, ratio, (math.exp(limits[0]), math.exp(limits[1])), "any_usable")
         return
-    unit = known_log_ratio(c.verdict.unit_totals, weight)
+    unit = known_log_ratio(c.unit_totals, weight)
     for name in (stem, "weight_{side}_fraction"):
         yield from beyond(name, unit, limits, "any_usable")
     outside = (unit < log_bound(weight.floor)) | (unit > log_bound(weight.ceiling))
@@ -108,15 +108,14 @@ def _kept_weight(c: Correction) -> Float[Tensor, " N"]:
     """Sum of the weights of each sequence's tokens as multiplied into the loss, 0 where dropped."""
     if c.after_opsm is not None:
         return c.after_opsm.weight
-    verdict = c.verdict
-    total = verdict.of_kept_sequences(c.totals["kept_weight"]) if weighs_tokens(c.config) else verdict.kept_usable
+    total = c.of_kept_sequences(c.totals["kept_weight"]) if weighs_tokens(c.config) else c.kept_usable
     total = total if c.sequence_weight is None else total * c.sequence_weight
     return total if c.mean_weight is None else total / c.mean_weight
 
 
 def of_valid_sequences(c: Correction) -> Iterator[Quantity]:
     """Quantities of sequences with a valid token; 0 of the others."""
-    kept = c.verdict.kept_usable if c.after_opsm is None else c.after_opsm.usable
+    kept = c.kept_usable if c.after_opsm is None else c.after_opsm.usable
     yield Quantity("any_valid", c.any_valid, {"sequences": take.total})
     yield Quantity("nonfinite_train", c.totals["nonfinite_train"], {"nonfinite_train_tokens": take.total})
     yield Quantity("nonfinite_rollout", c.totals["nonfinite_rollout"], {"nonfinite_rollout_tokens": take.total})

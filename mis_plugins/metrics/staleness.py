@@ -56,11 +56,11 @@ WEIGHT_METRICS = (
 
 def of_correction(correction: Correction, written: Written, numerator: Float[Tensor, " T"] | None = None) -> Partials:
     """What the micro-batch of a correction adds; `numerator` is log pi_{v+1}, None with standard weights."""
-    log_probs = correction.stage.log_probs
+    proximal, behavior = correction.stage.proximal_log_probs, correction.stage.behavior_log_probs
     multiplied = BehaviorWeight(correction.weights, correction.keep)
     mask = correction.ragged.loss_mask
-    numerator = log_probs.proximal if numerator is None else numerator
-    return weights_by_age(numerator, log_probs.proximal, log_probs.behavior, written, mask, multiplied)
+    numerator = proximal if numerator is None else numerator
+    return weights_by_age(numerator, proximal, behavior, written, mask, multiplied)
 
 
 @torch.no_grad()

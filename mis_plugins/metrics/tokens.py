@@ -16,7 +16,7 @@ from mis_plugins.config.model import CorrectionConfig, RejectRule, WeightConfig
 from mis_plugins.config.terms.divergence import k3
 from mis_plugins.config.terms.statistics import row_of
 from mis_plugins.correction.pipeline import Correction
-from mis_plugins.correction.ratios import LOG_RATIO_CLAMP, LogProbs, log_bound
+from mis_plugins.correction.ratios import LOG_RATIO_CLAMP, log_bound
 from mis_plugins.correction.token_stage import TokenStage
 from mis_plugins.metrics import quantity as take
 from mis_plugins.metrics.quantity import Metrics, Quantity, Reduction, Step
@@ -105,7 +105,7 @@ class Tokens:
     @cached_property
     def log_probs(self) -> Float[Tensor, "2 T"]:
         """log pi_old and log mu; 0 where the token is not usable."""
-        pair = torch.stack([self.stage.log_probs.proximal, self.stage.log_probs.behavior]).double()
+        pair = torch.stack([self.stage.proximal_log_probs, self.stage.behavior_log_probs]).double()
         return pair.masked_fill_(self.stage.unusable, 0)
 
     @cached_property
@@ -128,7 +128,7 @@ def _cut(record: Any, part: slice) -> Any:
     """The record with its tensors, and those of records in it, cut to a part of the tokens."""
     held = {f.name: getattr(record, f.name) for f in fields(record)}
     tensors = {name: x[part] for name, x in held.items() if isinstance(x, Tensor) and x.dim()}
-    records = {name: _cut(x, part) for name, x in held.items() if isinstance(x, TokenStage | LogProbs)}
+    records = {name: _cut(x, part) for name, x in held.items() if isinstance(x, TokenStage)}
     return replace(record, **tensors, **records)
 
 

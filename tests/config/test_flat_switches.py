@@ -14,7 +14,7 @@ import torch
 from batches import host_args, ratio_batch
 from commands import ConfigCommand
 from drive import same_bytes
-from host_flags import accepted
+from launchers import accepted
 from test_loss_hook import drive, flags, hosts, random_step
 
 from mis_plugins import mis

@@ -87,12 +87,6 @@ def test_keep_gives_segments_back_to_the_mean(over: str):
     assert torch.equal(found.weights, plain.weights) and bool(found.keep.all())
 
 
-def test_keep_cannot_add_up_what_is_gone():
-    config = {"weight": {"level": "sequence"}, "reject": [{"over": "token", "upper": 0.01}], "aggregate": "kept"}
-    with pytest.raises(ConfigError, match=r"mis\.on_all_rejected: keep .*mis\.aggregate: kept"):
-        from_mapping(config | {"on_all_rejected": "keep"})
-
-
 def test_keep_does_nothing_while_something_is_kept():
     batch = ratio_batch([[9.0, 0.1], [1.0]])
     config = {"weight": {}, "reject": NOTHING}
@@ -100,11 +94,19 @@ def test_keep_does_nothing_while_something_is_kept():
     assert run(batch, config | {"on_all_rejected": "keep"}).masks[0].tolist() == [0, 0]
 
 
-@pytest.mark.parametrize("bound", ["mask", "zero"])
-def test_keep_cannot_give_back_what_has_no_bounded_weight(bound: str):
-    config = {"weight": {"bound": bound}, "reject": NOTHING, "on_all_rejected": "keep"}
-    with pytest.raises(ConfigError, match=rf"mis\.on_all_rejected: keep .* mis\.weight\.bound: {bound}"):
-        from_mapping(config)
+@pytest.mark.parametrize(
+    ("config", "key"),
+    [
+        ({"weight": {"bound": "mask"}, "reject": NOTHING}, r" mis\.weight\.bound: mask"),
+        ({"weight": {"bound": "zero"}, "reject": NOTHING}, r" mis\.weight\.bound: zero"),
+        ({"weight": {"level": "sequence"}, "reject": [{"over": "token", "upper": 0.01}], "aggregate": "kept"},
+         r"mis\.aggregate: kept"),
+    ],
+)  # fmt: skip
+def test_keep_cannot_give_back_what_is_gone(config: dict, key: str):
+    """A weight that was never bounded, or what a sequence would add up."""
+    with pytest.raises(ConfigError, match=rf"mis\.on_all_rejected: keep .*{key}"):
+        from_mapping(config | {"on_all_rejected": "keep"})
 
 
 # -------------------------------------------------------------------------------------------------- denominator

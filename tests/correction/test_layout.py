@@ -1,4 +1,4 @@
-"""Whole responses are cut over context-parallel ranks as the hosts cut them, and joined again."""
+"""Whole responses are cut over context-parallel ranks as the hosts cut them, joined again, and added up."""
 
 from typing import cast
 
@@ -9,8 +9,10 @@ from megatron.core import parallel_state as mpu
 from oracle import zigzag as owned
 from torch.distributed import ProcessGroup
 
+from mis_plugins.packing import ragged
 from mis_plugins.packing.exchange import gathered
 from mis_plugins.packing.layout import whole, zigzag
+from mis_plugins.packing.ragged import Ragged
 
 RESPONSES = [5, 1, 9, 3, 0]
 TOTALS = [12, 2, 10, 40, 6]  # the fourth response lies on one of two ranks alone
@@ -58,3 +60,28 @@ def test_one_rank_keeps_whole_responses():
     layout = whole(RESPONSES)
     assert all(torch.equal(*pair) for pair in zip(layout.cut(ROWS), ROWS, strict=True))
     assert gathered(layout, ROWS, None) is ROWS
+
+
+# Totals of sequences: named, each sum that of its own row and sequence alone, however the rows are summed.
+
+ENDS = torch.tensor([0, 3, 3, 7])  # the second sequence has no token
+X = torch.tensor([1.0, -2.0, 4.0, 0.1, 0.2, 0.3, 1e-9])
+MASK = torch.tensor([True, False, True, True, True, False, True])
+
+
+@pytest.mark.parametrize("longest", [0, 2**17])
+def test_totals_go_by_their_names(longest: int, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(ragged, "LONG_ON_CPU", longest)
+    totals = Ragged(ENDS, MASK).totals({"valid": MASK, "x": X}, {"xx": X}, {"least": X}, {"most": X})
+    assert totals["valid"].tolist() == [2.0, 0.0, 3.0]
+    wide = X.double()
+    for name, row in (("x", wide), ("xx", wide * wide)):
+        assert totals[name].tolist() == [float(part.sum()) for part in row.split([3, 0, 4])]
+    assert totals["least"].tolist() == [-2.0, torch.inf, float(X[6].double())]
+    assert totals["most"].tolist() == [4.0, -torch.inf, float(X[5].double())]
+    assert list(totals) == ["valid", "x", "xx", "least", "most"]
+
+
+def test_without_a_sum_there_are_extremes():
+    assert Ragged(ENDS, MASK).totals({}, maxima={"most": X})["most"].tolist()[0] == 4.0
+    assert Ragged(ENDS, MASK).totals({}) == {}

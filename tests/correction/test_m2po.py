@@ -49,27 +49,26 @@ def kept(log_ratios: list[list[float]], threshold: float, masks: list[list[int]]
     return correct(*batch.joined(), ragged, config).keep.tolist()
 
 
-def test_the_largest_squares_leave_whatever_their_sign_and_sequence() -> None:
-    """The squares are 0, 0.25, 1 and 4. The mean of the smallest three is 0.417, and the mean of all four 1.3125."""
-    rows = [[1.0, -2.0], [0.0, -0.5]]
-    assert kept(rows, 0.5) == [True, False, True, True]
-    assert kept(rows, 1.32) == [True] * 4
-    assert kept(rows, 0.4) == [False, False, True, True]
-    assert kept(rows[::-1], 0.5) == [True, True, True, False]
+# The squares are 0, 0.25, 1 and 4. The mean of the smallest three is 0.417, and the mean of all four 1.3125.
+OF_EITHER_SIGN = [[1.0, -2.0], [0.0, -0.5]]
+LARGEST, AT_IT, EQUAL = "the largest leave", "a mean at the threshold is not below it", "no rule says which 1 leaves"
 
 
-def test_a_mean_at_the_threshold_is_not_below_it() -> None:
-    assert kept([[0.0, 1.0]], 0.5) == [True, False]
-    assert kept([[0.0, 1.0]], 0.5000001) == [True, True]
-
-
-def test_equal_squares_go_together() -> None:
-    """0 and one 1 have a mean of 0.5, but no rule says which 1."""
-    assert kept([[1.0, 0.0, -1.0]], 0.6) == [False, True, False]
-
-
-def test_nothing_is_left_of_squares_that_all_are_large() -> None:
-    assert kept([[2.0, 3.0]], 0.5) == [False, False]
+@pytest.mark.parametrize(
+    ("why", "rows", "threshold", "expected"),
+    [
+        (LARGEST, OF_EITHER_SIGN, 0.5, [True, False, True, True]),
+        (LARGEST, OF_EITHER_SIGN, 1.32, [True] * 4),
+        (LARGEST, OF_EITHER_SIGN, 0.4, [False, False, True, True]),
+        (LARGEST, OF_EITHER_SIGN[::-1], 0.5, [True, True, True, False]),
+        (AT_IT, [[0.0, 1.0]], 0.5, [True, False]),
+        (AT_IT, [[0.0, 1.0]], 0.5000001, [True, True]),
+        (EQUAL, [[1.0, 0.0, -1.0]], 0.6, [False, True, False]),
+        ("all are large", [[2.0, 3.0]], 0.5, [False, False]),
+    ],
+)
+def test_which_tokens_stay(why: str, rows: list[list[float]], threshold: float, expected: list[bool]) -> None:
+    assert kept(rows, threshold) == expected, why
 
 
 def test_masked_and_unknown_tokens_neither_stay_nor_count() -> None:

@@ -148,17 +148,22 @@ def keep_on_rank(batch: Sequence[Response], prompts: Sequence[int], cp: int, con
     responses = [len(x.mask) for x in batch]
     totals = [p + r for p, r in zip(prompts, responses, strict=True)]
     owned = [oracle.zigzag(t, r, cp, rank) for t, r in zip(totals, responses, strict=True)]
-    ragged = zigzag(totals, responses, cp, rank).place(flat(batch, "mask"), Ranks(cp=dist.group.WORLD))
+    layout, mask = zigzag(totals, responses, cp, rank), flat(batch, "mask")
     target, reference, advantages = (
         torch.tensor([getattr(x, name)[t] for x, own in zip(batch, owned, strict=True) for t in own])
         for name in ("target", "reference", "advantages")
     )
-    return {"owned": owned, "keep": on_policy(target, reference, advantages, ragged, config)}
+    together, alone = (
+        on_policy(target, reference, advantages, layout.place(mask, Ranks(cp=group)), config)
+        for group in (dist.group.WORLD, None)
+    )
+    return {"owned": owned, "keep": together, "alone": alone}
 
 
 @pytest.mark.parametrize("advantage", ["token", "sequence"])
 def test_over_ranks(advantage: str, tmp_path: Path):
-    batch, prompts = random_responses(3, (9, 1, 20, 0, 13, 6)), [3, 30, 1, 5, 25, 8]
+    """Ranks decide as one process does, and by their own tokens alone they would not."""
+    batch, prompts = random_responses(2, (9, 1, 20, 0, 13, 6)), [3, 30, 1, 5, 25, 8]
     config = OpsmConfig(DELTA, advantage)  # type: ignore[arg-type]
     ranks = run_ranks(4, 4, lambda _: keep_on_rank(batch, prompts, 4, config), tmp_path, megatron=False)
     found = [[None] * len(x.mask) for x in batch]
@@ -168,6 +173,7 @@ def test_over_ranks(advantage: str, tmp_path: Path):
             for t, value in zip(own, keep.tolist(), strict=True):
                 row[t] = value
     assert found == kept(batch, config)
+    assert not all(torch.equal(part["keep"], part["alone"]) for part in ranks)
 
 
 def test_a_sequence_without_a_valid_token_departs_by_nothing():

@@ -19,13 +19,13 @@ from batches import (
     nested,
     ratio_batch,
 )
-from drive import Outcome, assert_batch_metrics_match, assert_matches_oracle, call, run, same_bytes
+from drive import Outcome, assert_matches_oracle, call, run, same_bytes
 from hypothesis import assume, example, given
 from hypothesis import strategies as st
 from tolerances import DECISION, normalized_rtol
 
 from mis_plugins.config.reading import from_mapping
-from mis_plugins.correction.pipeline import correct
+from mis_plugins.correction.pipeline import correct, denominator_scale
 from mis_plugins.packing.ragged import Ragged
 
 REJECTS = ("none", "token", "sum", "mean", "min", "max", "sum and min")
@@ -37,10 +37,16 @@ def check(batch: Batch, config: dict, **settings: object) -> Outcome:
     expected = oracle.correct(batch.samples, config)
     assume(expected.margin > DECISION)
     outcome = run(batch, None, **settings) if settings else run(batch, config)
-    full = config.get("metrics", "full") == "full"
-    assert_matches_oracle(outcome, batch, expected, full)
-    if full:
-        assert_batch_metrics_match(outcome, batch, config, expected)
+    assert_matches_oracle(outcome, batch, expected, config.get("metrics", "full") == "full")
+    return outcome
+
+
+def agreed(batch: Batch, config: dict, per_token: bool = False) -> Outcome:
+    """What oracle and hook agree on, for a batch that keeps clear of every bound."""
+    expected = oracle.correct(batch.samples, config)
+    assert expected.margin > DECISION, "the batch must keep clear of the bounds"
+    outcome = run(batch, config, calculate_per_token_loss=per_token)
+    assert_matches_oracle(outcome, batch, expected, per_token=per_token)
     return outcome
 
 
@@ -110,11 +116,8 @@ def test_the_mean_is_of_the_weights_of_tokens_down_weighed(level: str):
     batch = ratio_batch(WIDE, MASKS)
     weight = {"level": level, "bound": "clip", "lower": 0.3, "upper": 2.75, "normalize": {"over": "valid"}}
     config = {"weight": weight, "reject": [{"over": "token", "upper": 1.15, "down_weigh": 0.25}]}
-    expected = oracle.correct(batch.samples, config)
-    outcome = run(batch, config)
-    assert_matches_oracle(outcome, batch, expected)
-    assert_batch_metrics_match(outcome, batch, config, expected)
-    plain = oracle.correct(batch.samples, config | {"reject": []})
+    outcome = agreed(batch, config)
+    expected, plain = (oracle.correct(batch.samples, x) for x in (config, config | {"reject": []}))
     assert (expected.factor == plain.factor) == (level != "token")
     if level == "token":
         valid = torch.cat(outcome.weights)[batch.flat_mask]
@@ -150,12 +153,7 @@ def test_every_point_of_the_product(level: str, bound: str, reject: str, over: s
     weight |= {"lower": 0.7} if record.has_floor else {}
     if over:
         weight["normalize"] = {"scope": "micro_batch", "over": over}
-    config = {"weight": weight, "reject": rules_of(reject)}
-    expected = oracle.correct(batch.samples, config)
-    assert expected.margin > DECISION, "the batch must keep clear of the bounds"
-    outcome = run(batch, config)
-    assert_matches_oracle(outcome, batch, expected)
-    assert_batch_metrics_match(outcome, batch, config, expected)
+    agreed(batch, {"weight": weight, "reject": rules_of(reject)})
 
 
 @pytest.mark.parametrize("level", LEVELS)
@@ -163,15 +161,8 @@ def test_every_point_of_the_product(level: str, bound: str, reject: str, over: s
 def test_where_the_host_averages_over_tokens(level: str, bound: str):
     """`--calculate-per-token-loss` divides by tokens, of which a fully masked sample counts as one."""
     batch, weight = ratio_batch(WIDE, MASKS), {"level": level, "bound": bound, "normalize": {"over": "valid"}}
-    config = {
-        "weight": weight | ({"upper": 1.25} if BOUNDS[bound].has_ceiling else {}),
-        "reject": rules_of("sum and min"),
-    }
-    expected = oracle.correct(batch.samples, config)
-    assert expected.margin > DECISION, "the batch must keep clear of the bounds"
-    outcome = run(batch, config, calculate_per_token_loss=True)
-    assert_matches_oracle(outcome, batch, expected, per_token=True)
-    assert_batch_metrics_match(outcome, batch, config, expected, per_token=True)
+    weight |= {"upper": 1.25} if BOUNDS[bound].has_ceiling else {}
+    agreed(batch, {"weight": weight, "reject": rules_of("sum and min")}, per_token=True)
 
 
 @pytest.mark.parametrize("level", LEVELS)
@@ -185,12 +176,7 @@ def test_units_add_up_what_smaller_ones_leave(level: str, over: str):
         {"over": "sum", "lower": 0.7},
     ]
     config = {"weight": {"level": level, "bound": "clip", "lower": 0.3, "upper": 2.75}, "reject": rules}
-    expected = oracle.correct(batch.samples, config | {"aggregate": "kept"})
-    assert expected.margin > DECISION
-    outcome = run(batch, config | {"aggregate": "kept"})
-    assert_matches_oracle(outcome, batch, expected)
-    assert_batch_metrics_match(outcome, batch, config | {"aggregate": "kept"}, expected)
-    plain = run(batch, config)
+    outcome, plain = agreed(batch, config | {"aggregate": "kept"}), run(batch, config)
     assert not all(map(torch.equal, outcome.weights, plain.weights))
 
 
@@ -212,14 +198,26 @@ def test_sequences_add_up_what_segments_alone_leave(config: dict):
     batch = ratio_batch(
         [[1.05, 0.95, 9.0, 0.3], [1.0, 1.1], [0.5, 2.0, 1.1, 1.02]], [[1, 1, 0, 1], [1, 1], [1, 0, 1, 1]]
     )
-    expected = oracle.correct(batch.samples, config)
-    assert expected.margin > DECISION
-    outcome = run(batch, config)
-    assert_matches_oracle(outcome, batch, expected)
-    assert_batch_metrics_match(outcome, batch, config, expected)
+    outcome = agreed(batch, config)
     rules = [{k: v for k, v in rule.items() if k != "aggregate"} for rule in config["reject"]]
     plain = run(batch, config | {"reject": rules, "aggregate": "valid"})
     assert not all(map(torch.equal, outcome.masks + outcome.weights, plain.masks + plain.weights))
+
+
+def test_a_sequence_stays_where_the_rules_of_every_population_keep_it() -> None:
+    """The first passes neither kind of rule, the second and third one each; the last passes both."""
+    rules = [
+        {"over": "token", "upper": 3.0},
+        {"over": "max", "upper": 5.0},
+        {"over": "mean", "lower": 0.8, "aggregate": "kept"},
+    ]
+    outcome = agreed(ratio_batch([[6.0, 0.5], [6.0, 1.0], [1.0, 0.5], [3.5, 1.0]]), {"weight": None, "reject": rules})
+    assert [mask.tolist() for mask in outcome.masks] == [[0, 0], [0, 0], [0, 0], [0, 1]]
+
+
+def test_no_token_kept_has_no_scale() -> None:
+    found = denominator_scale(torch.tensor([4.0, 4.0, 0.0]), torch.tensor([2.0, 0.0, 0.0]))
+    assert found.tolist() == [2, 0, 0]
 
 
 @given(batches(), configs())

@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from batches import BOUNDS, LEVELS, Batch, host_args, make_batch, ratio_batch
-from drive import Outcome, assert_batch_metrics_match, assert_matches_oracle, run, same_bytes
+from drive import Outcome, assert_matches_oracle, run, same_bytes
 from launch import run_ranks, told
 from megatron.core import parallel_state as mpu
 from tolerances import DECISION, EPS
@@ -189,8 +189,6 @@ def check(cases: list[Case], results: list[list[dict]], cp: int, dp: int) -> Non
                 assert all(map(same_bytes, part["masks"], parts[0]["masks"])), "CP ranks must hand on the same masks"
             outcome, expected = whole(parts, batch), case.expected(d)
             assert_matches_oracle(outcome, batch, expected, counted=counted)
-            if case.config["weight"] is not None:
-                assert_batch_metrics_match(outcome, batch, case.config, expected, counted=counted)
 
 
 # --------------------------------------------------------------------------------------------------------- tests
@@ -322,28 +320,42 @@ def doubled(batch: Batch) -> Batch:
     return batch.select([*range(len(batch.prompts))] * 2)
 
 
-def test_what_every_rank_can_see_raises_on_every_rank(tmp_path: Path):
-    """A wrong length list: no rank enters a collective, so none waits for the others."""
-
-    def work(rank: int) -> str:
-        case = Case({"weight": {"level": "sequence"}, "reject": []}, (random_batch(2),))
-        kwargs, _ = host_kwargs(case, case.batches[0], 2, rank, None)
-        kwargs["total_lengths"] = kwargs["total_lengths"][:-1]
-        return told(lambda: mis.compute_mis_weights_with_cp(host_args(mis=case.config), **kwargs))
-
-    assert all("total_lengths" in message for message in run_ranks(2, 2, work, tmp_path))
+def tis_hook(args: SimpleNamespace, kwargs: dict) -> object:
+    return mis.compute_mis_weights_with_cp(args, **kwargs)
 
 
-def test_ranks_with_different_configs(tmp_path: Path):
-    """Another yaml on another node of a CP group: every rank says so at the first call, none waits for the others."""
+def rollout_hook(args: SimpleNamespace, kwargs: dict) -> object:
+    return mis.normalize_rollout(args, 0, rollout_data(kwargs))
+
+
+PLAIN = {"weight": {"level": "sequence"}, "reject": []}
+SEEN: dict[str, tuple[Callable[[SimpleNamespace, dict], object], list[dict], Callable[[dict], object], str]] = {
+    # No rank enters a collective.
+    "a wrong length list": (tis_hook, [PLAIN] * 2, lambda kwargs: kwargs["total_lengths"].pop(), "total_lengths"),
+    # Another yaml on another node of a CP group, said at the first call.
+    "other configs": (
+        tis_hook, [PLAIN | {"metrics": size} for size in ("watch", "core")], len, "different mis configs",
+    ),
+    # Ratios of one sequence bounded in two ways have no mean, which is said before any is added up.
+    "other configs of the rollout hook": (
+        rollout_hook, [{"weight": {"upper": upper, "normalize": {"scope": "rollout"}}} for upper in (2.0, 3.0)], len,
+        "different mis configs",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", SEEN)
+def test_what_every_rank_can_see_raises_on_every_rank(what: str, tmp_path: Path):
+    """No rank waits for the others."""
+    hook, configs, change, message = SEEN[what]
     batch = random_batch(2)
 
     def work(rank: int) -> str:
-        case = Case({"weight": {"level": "sequence"}, "metrics": ("watch", "core")[rank]}, (batch,))
-        kwargs, _ = host_kwargs(case, batch, 2, rank, None)
-        return told(lambda: mis.compute_mis_weights_with_cp(host_args(mis=case.config), **kwargs))
+        kwargs, _ = host_kwargs(Case(configs[rank], (batch,)), batch, 2, rank, None)
+        change(kwargs)
+        return told(lambda: hook(host_args(mis=configs[rank]), kwargs))
 
-    assert all("different mis configs" in message for message in run_ranks(2, 2, work, tmp_path, limit_s=20))
+    assert all(message in said for said in run_ranks(2, 2, work, tmp_path, limit_s=20))
 
 
 @pytest.mark.parametrize(("host", "odd"), [("megatron's groups", 0), ("handed groups", 3)])
@@ -366,28 +378,16 @@ def test_one_rank_of_the_grid_with_another_config(host: str, odd: int, tmp_path:
     assert all("different mis configs" in message for message in answers)
 
 
-def test_the_rollout_hook_of_ranks_with_different_configs(tmp_path: Path):
-    """Ratios of one sequence bounded in two ways have no mean: every rank says so before it adds any up."""
+def test_a_rank_local_fault_raises_before_its_first_collective(tmp_path: Path):
+    """One rank holds a token too few: it says so, and does not wait for the other one."""
     batch = random_batch(2)
 
     def work(rank: int) -> str:
-        config = {"weight": {"upper": 2.0 + rank, "normalize": {"scope": "rollout"}}}
-        kwargs, _ = host_kwargs(Case(config, (batch,)), batch, 2, rank, None)
-        return told(lambda: mis.normalize_rollout(host_args(mis=config), 0, rollout_data(kwargs)))
-
-    assert all("different mis configs" in message for message in run_ranks(2, 2, work, tmp_path, limit_s=20))
-
-
-def test_a_rank_local_fault_raises_before_its_first_collective(tmp_path: Path):
-    """One rank holds a token too few: it says so, and does not wait for the other one."""
-
-    def work(rank: int) -> str:
-        case = Case({"weight": {"level": "sequence"}, "reject": []}, (random_batch(2),))
-        kwargs, _ = host_kwargs(case, case.batches[0], 2, rank, None)
+        kwargs, _ = host_kwargs(Case(PLAIN, (batch,)), batch, 2, rank, None)
         if rank == 1:
             return ""
         kwargs["rollout_log_probs"] = [kwargs["rollout_log_probs"][0][:-1], *kwargs["rollout_log_probs"][1:]]
-        return told(lambda: mis.compute_mis_weights_with_cp(host_args(mis=case.config), **kwargs))
+        return told(lambda: tis_hook(host_args(mis=PLAIN), kwargs))
 
     assert "rollout_log_probs[0]" in run_ranks(2, 2, work, tmp_path)[0]
 

@@ -42,17 +42,20 @@ AT_ONCE = 5  # cases whose ranks run beside each other: nearly all of their time
 RULES: dict[str, Any] = {"weight": {"level": "sequence", "upper": 1.4}, "reject": [{"over": "token", "upper": 1.7}]}
 
 
+def case_of(normalize: dict[str, str], **more: Any) -> Case:
+    """Two micro-batches, one a data-parallel rank, whose weights are divided by a mean."""
+    config = {**RULES, "weight": {**RULES["weight"], "normalize": normalize}, **more}
+    return Case(config, (random_batch(1), random_batch(2)))
+
+
 def weighed(rank: int) -> Any:
     """The TIS hook: sums over sequences and over data-parallel ranks, M2PO, and the masks."""
-    weight = {**RULES["weight"], "normalize": {"scope": "data_parallel", "over": "kept"}}
-    config = {**RULES, "weight": weight, "m2_threshold": 0.1}
-    return correct_on_rank(Case(config, (random_batch(1), random_batch(2))), 2, None)
+    return correct_on_rank(case_of({"scope": "data_parallel", "over": "kept"}, m2_threshold=0.1), 2, None)
 
 
 def of_a_rollout(rank: int) -> Any:
     """The rollout-data hook, which keeps the mean weight of the rollout, and the TIS hook after it."""
-    weight = {**RULES["weight"], "normalize": {"scope": "rollout"}}
-    return correct_on_rank(Case({**RULES, "weight": weight}, (random_batch(1), random_batch(2))), 2, None)
+    return correct_on_rank(case_of({"scope": "rollout"}), 2, None)
 
 
 def reported(rank: int) -> Any:
@@ -235,9 +238,7 @@ def test_one_stage_of_a_pipeline_with_another_config(tmp_path: Path) -> None:
 
 def of_micro_batches(scope: str, rank: int) -> Any:
     """Rank 0 has three micro-batches, rank 1 has two; then both add up what stands for the gradients."""
-    weight = {**RULES["weight"], "normalize": {"scope": scope}}
-    case = Case({**RULES, "weight": weight}, (random_batch(1), random_batch(2)))
-    factors = [correct_on_rank(case, 1, None)["weights"] for _ in range(3 - rank)]
+    factors = [correct_on_rank(case_of({"scope": scope}), 1, None)["weights"] for _ in range(3 - rank)]
     torch.distributed.all_reduce(torch.ones(3))
     return factors
 

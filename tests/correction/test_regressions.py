@@ -158,12 +158,15 @@ def test_one_of_two_sequences_vetoed_reads_a_half():
     ("bounds", "outside"), [({"lower": 1.0, "upper": 3.0}, "low"), ({"lower": 0.4, "upper": 1.0}, "high")]
 )
 def test_what_lies_on_a_bound_is_within_it(bounds: dict, outside: str):
+    """Of a weight's bound and of a rule, which may have that bound alone."""
     batch = ratio_batch([[1.0, 0.5 if outside == "low" else 2.0]])  # a log ratio of exactly 0
-    config = {"weight": {"bound": "mask", **bounds}, "reject": [{"over": "token", **bounds}]}
-    outcome = run(batch, config)
-    assert outcome.masks[0].tolist() == [1, 0]
-    for metric in (f"mis_tis_mask_fraction_{outside}", f"mis_rs_mask_fraction_{outside}"):
-        assert outcome.metrics[metric][0].tolist() == [0.0, 1.0]
+    alone = {side: bound for side, bound in bounds.items() if bound == 1.0}
+    for rule in (bounds, alone):
+        assert run(batch, {"weight": None, "reject": [{"over": "token", **rule}]}).masks[0].tolist() == [1, 0]
+        outcome = run(batch, {"weight": {"bound": "mask", **bounds}, "reject": [{"over": "token", **rule}]})
+        assert outcome.masks[0].tolist() == [1, 0]
+        for metric in (f"mis_tis_mask_fraction_{outside}", f"mis_rs_mask_fraction_{outside}"):
+            assert outcome.metrics[metric][0].tolist() == [0.0, 1.0]
 
 
 def test_a_log_ratio_at_the_clamp_is_not_saturated():

@@ -4,12 +4,10 @@ Pages that a command makes anew are not counted. `tests/terms/`, `tests/hosts/` 
 made-up records; here the tree's own tests and commands accept the files, which are all that was touched.
 """
 
-import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
+import commands
 import pytest
 
 ROOT = Path(__file__).parents[2]
@@ -129,8 +127,7 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def ran(tree: Path, *words: str) -> str:
-    environment = os.environ | {"PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, *words], cwd=tree, env=environment, capture_output=True, text=True)
+    done = commands.ran(*words, folder=tree, PYTHONPATH=str(tree), OMP_NUM_THREADS="1")
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 

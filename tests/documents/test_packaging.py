@@ -108,24 +108,25 @@ def test_wheel_holds_every_module_and_preset(wheel: Path) -> None:
     assert held == modules | data | presets | records | others | shown
 
 
-def test_base_install_needs_little(wheel: Path) -> None:
+def stated(wheel: Path) -> bytes:
+    """The metadata of a wheel."""
     with ZipFile(wheel) as archive:
-        name = next(name for name in archive.namelist() if name.endswith("METADATA"))
-        metadata = HeaderParser().parsestr(archive.read(name).decode())
+        return archive.read(next(name for name in archive.namelist() if name.endswith("METADATA")))
+
+
+def test_base_install_needs_little(wheel: Path) -> None:
+    metadata = HeaderParser().parsestr(stated(wheel).decode())
     needs = metadata.get_all("Requires-Dist") or []
     assert [need for need in needs if "extra ==" not in need] == ["torch", "pyyaml", "jaxtyping"]
     assert set(metadata["Requires-Python"].split(",")) == {">=3.11", "<3.14"}
 
 
-def test_the_first_page_is_what_an_index_renders(built: Path) -> None:
+def test_the_first_page_is_what_an_index_renders(built: Path, wheel: Path) -> None:
     """By the index's own renderer, from metadata that holds to the standard; wheel and sdist say one thing."""
-    with ZipFile(next(built.glob("*.whl"))) as archive:
-        name = next(name for name in archive.namelist() if name.endswith("METADATA"))
-        stated = archive.read(name)
     with tarfile.open(next(built.glob("*.tar.gz"))) as archive:
         packed = archive.extractfile("mis_plugins-0.1.0/PKG-INFO")
-        assert packed is not None and packed.read() == stated
-    metadata = Metadata.from_email(stated, validate=True)
+        assert packed is not None and packed.read() == stated(wheel)
+    metadata = Metadata.from_email(stated(wheel), validate=True)
     assert metadata.description_content_type == "text/markdown" and metadata.description is not None
     assert len(metadata.description.splitlines()) <= 10
     page = markdown.render(metadata.description)

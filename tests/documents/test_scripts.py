@@ -1,6 +1,5 @@
 """The shell scripts: syntax, the one environment they share, and what the launch arrays hand to a host."""
 
-import importlib
 import itertools
 import json
 import os
@@ -12,13 +11,13 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
 
 import pytest
-from host_flags import accepted
 from launch import alive
+from launchers import accepted
 
 from mis_plugins.config.file import keys_of
 from mis_plugins.config.loading import preset_path, read_keys
@@ -48,12 +47,20 @@ BLOG = "run-qwen3-blog.sh"
 BLOG_PRESETS = {f"{kind}-{i}": f"miles-blog-{kind}-{i}" for kind in ("dense", "moe") for i in range(1, 5)}
 WATCHES = {"dense-1", "moe-r3"}  # correct nothing
 
+
+def bash(*words: object, given: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    """Run bash with these words, and with the given variables beside those of this process."""
+    return subprocess.run(
+        ["bash", *map(str, words)], env=os.environ | (given or {}), capture_output=True, text=True, timeout=120
+    )
+
+
 launch_script = pytest.mark.parametrize("script", sorted(CORRECTIONS))
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
 def test_syntax(script: Path) -> None:
-    done = subprocess.run(["bash", "-n", str(script)], capture_output=True, text=True)
+    done = bash("-n", script)
     assert (done.returncode, done.stderr) == (0, "")
     assert os.access(script, os.X_OK) or script.name in SOURCED
 
@@ -88,13 +95,7 @@ def launch(script: str, folder: Path, **environment: str) -> subprocess.Complete
     paths = dict.fromkeys(("MILES_DIR", "SLIME_DIR", "VIME_DIR"), str(host))
     paths |= {"MODEL_DIR": str(folder / "my models"), "SAVE_DIR": str(folder / "my runs")}
     found_first = {"PATH": f"{folder / 'bin'}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
-    return subprocess.run(
-        ["bash", str(ROOT / "scripts" / script), "--seed", "7"],
-        env=os.environ | paths | found_first | environment,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    return bash(ROOT / "scripts" / script, "--seed", "7", given=paths | found_first | environment)
 
 
 Launched = Callable[..., Path]
@@ -114,6 +115,11 @@ def launched(tmp_path_factory: pytest.TempPathFactory) -> Launched:
     return lambda script, **environment: folder(script, frozenset(environment.items()))
 
 
+def after(words: list[str], flag: str = "--custom-config-path") -> str:
+    """The word behind a flag."""
+    return words[words.index(flag) + 1]
+
+
 def trainer_arguments(folder: Path) -> list[str]:
     """What follows `-- python3 .../train.py`."""
     words = (folder / "ray.txt").read_text().splitlines()
@@ -123,15 +129,20 @@ def trainer_arguments(folder: Path) -> list[str]:
     return words[python + 2 :]
 
 
+def flags_of(arguments: list[str], *parsers: str) -> set[str]:
+    """The flags of a launch, each of which these parsers accept, and none of which stands there twice."""
+    flags = [word for word in arguments if word.startswith("--")]
+    assert set(flags) - accepted(*parsers) == set() and len(flags) == len(set(flags))
+    return set(flags)
+
+
 @pytest.mark.parametrize(("script", "parsers", "environment"), LAUNCHES)
 def test_launch_passes_only_flags_of_its_host(
     script: str, parsers: tuple[str, ...], environment: dict[str, str], launched: Launched
 ) -> None:
     folder = launched(script, **environment)
     arguments = trainer_arguments(folder)
-    flags = [word for word in arguments if word.startswith("--")]
-    assert set(flags) - accepted(*parsers) == set()
-    assert len(flags) == len(set(flags))
+    flags_of(arguments, *parsers)
     assert arguments[-2:] == ["--seed", "7"]
     model = "Qwen2.5-1.5B-Instruct" if script == ASYNC else "Qwen3-4B"
     assert str(folder / "my models" / model) in arguments
@@ -173,10 +184,8 @@ def test_the_record_is_of_the_words_that_a_launch_passes_today(row: str, launche
 def test_each_run_of_the_blog_is_launched_with_its_own_config(recipe: str, launched: Launched) -> None:
     folder = launched(BLOG, RECIPE=recipe)
     arguments = trainer_arguments(folder)
-    flags = [word for word in arguments if word.startswith("--")]
-    assert set(flags) - accepted("miles", "megatron", "sglang") == set() and len(flags) == len(set(flags))
-    preset = Path(arguments[arguments.index("--custom-config-path") + 1])
-    assert preset == preset_path(BLOG_PRESETS.get(recipe, "metrics-only"))
+    flags = flags_of(arguments, "miles", "megatron", "sglang")
+    assert Path(after(arguments)) == preset_path(BLOG_PRESETS.get(recipe, "metrics-only"))
     assert ("--use-tis" in flags) != ("--get-mismatch-metrics" in flags) == (recipe in WATCHES)
     assert ("--use-rollout-routing-replay" in flags) == (recipe == "moe-r3")
     model = "Qwen3-4B-Base" if recipe.startswith("dense") else "Qwen3-30B-A3B-Base"
@@ -198,16 +207,14 @@ def test_an_asynchronous_launch_says_which_version_wrote_a_token(enabled: str, t
         if value.startswith("mis_plugins."):
             assert callable(pkgutil.resolve_name(value)), flag
     assert set(every_host()["miles"].version_flags.split()) <= set(arguments)
-    config = keys_of(arguments[arguments.index("--custom-config-path") + 1])
-    assert read_keys(config).segment_wise_on == (enabled == "true")
+    assert read_keys(keys_of(after(arguments))).segment_wise_on == (enabled == "true")
 
 
 @launch_script
 def test_launch_loads_our_function_with_our_config(script: str, launched: Launched) -> None:
     arguments = trainer_arguments(launched(script))
-    module, function = arguments[arguments.index("--custom-tis-function-path") + 1].rsplit(".", 1)
-    assert callable(getattr(importlib.import_module(module), function))
-    assert Path(arguments[arguments.index("--custom-config-path") + 1]).name == "tis.yaml"
+    assert callable(pkgutil.resolve_name(after(arguments, "--custom-tis-function-path")))
+    assert Path(after(arguments)).name == "tis.yaml"
     assert "--use-tis" in arguments
 
 
@@ -242,8 +249,7 @@ def test_a_job_is_handed_a_path_that_it_finds_from_its_own_folder(
     (tmp_path / "mine.yaml").write_text("mis: {weight: {upper: 3.0}}")
     monkeypatch.chdir(tmp_path)
     assert launch(script, tmp_path, MIS_CONFIG=given).returncode == 0
-    arguments = trainer_arguments(tmp_path)
-    config = Path(arguments[arguments.index("--custom-config-path") + 1])
+    config = Path(after(trainer_arguments(tmp_path)))
     assert config.is_absolute() and config.is_file()
     assert config.stem == Path(given).stem
 
@@ -268,25 +274,17 @@ def test_a_true_on_policy_launch_keeps_its_contract(backend: str, tmp_path: Path
     for flag in launch_flags(contract):
         place = arguments.index(flag.words[0])
         assert tuple(arguments[place : place + len(flag.words)]) == flag.words
-    words = (tmp_path / "ray.txt").read_text().splitlines()
-    runtime = json.loads(words[words.index("--runtime-env-json") + 1])
+    runtime = json.loads(after((tmp_path / "ray.txt").read_text().splitlines(), "--runtime-env-json"))
     environment = runtime["env_vars"]
     check_environment(contract, environment)
     assert environment["TRUE_ON_POLICY_ENGINE_DUMP"].endswith("/true_on_policy")
     assert runtime.get("worker_process_setup_hook") == (HOOK if backend == "fsdp" else None)
     assert environment["PYTHONPATH"].startswith(str(tmp_path / "a host"))
-    assert arguments[arguments.index("--custom-config-path") + 1] == str(config)
-    for flag, hook in hooks_of(arguments).items():
-        assert callable(pkgutil.resolve_name(hook)), flag
+    assert after(arguments) == str(config)
+    for flag, hook in itertools.pairwise(arguments):
+        if flag.startswith("--custom-") and flag != "--custom-config-path":
+            assert callable(pkgutil.resolve_name(hook)), flag
     assert ("--custom-megatron-init-path" in arguments) == (backend == "megatron")
-
-
-def hooks_of(arguments: list[str]) -> dict[str, str]:
-    return {
-        flag: value
-        for flag, value in itertools.pairwise(arguments)
-        if flag.startswith("--custom-") and flag != "--custom-config-path"
-    }
 
 
 @pytest.fixture
@@ -366,17 +364,10 @@ def test_the_active_environment_is_used_where_the_variable_names_it(checkout: Pa
 
 def test_a_missing_environment_is_made(checkout: Path) -> None:
     shutil.rmtree(checkout / ".venv")
-    interpreter = executable_that_makes(checkout)
-    assert installs(checkout, PYTHON=str(interpreter)) == 2
+    copies_mine = f'if [ "$1" = -m ]; then echo "$@" >>"{checkout}/made.txt"; cp -r "{checkout}/mine" "$3"; fi'
+    executable(checkout / "any-python", copies_mine)
+    assert installs(checkout, PYTHON=f"{checkout}/any-python") == 2
     assert f"-m venv {checkout}/.venv" in (checkout / "made.txt").read_text()
-
-
-def executable_that_makes(checkout: Path) -> Path:
-    """An interpreter whose `-m venv FOLDER` copies the environment `mine`."""
-    interpreter = checkout / "any-python"
-    makes = f'if [ "$1" = -m ]; then echo "$@" >>"{checkout}/made.txt"; cp -r "{checkout}/mine" "$3"; fi'
-    executable(interpreter, makes)
-    return interpreter
 
 
 def test_failed_install_is_tried_again(checkout: Path) -> None:
@@ -403,13 +394,7 @@ def install(folder: Path, *engines: str, free_kb: int, python: str = "") -> subp
     executable(folder / "python", f'echo "$@" >>"{folder}/calls.txt"\n{python}')
     found = {"PATH": f"{folder / 'bin'}:{os.environ['PATH']}", "PYTHON": str(folder / "python")}
     homes = {f"{engine}_VENV": str(folder / engine) for engine in ("SGLANG", "VLLM")}
-    return subprocess.run(
-        ["bash", str(ROOT / "true_on_policy" / "engines" / "install.sh"), *engines],
-        env=os.environ | found | homes,
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+    return bash(ROOT / "true_on_policy" / "engines" / "install.sh", *engines, given=found | homes)
 
 
 def test_a_full_disk_is_said_before_any_engine_is_installed(tmp_path: Path) -> None:

@@ -37,13 +37,20 @@ OPENINGS = dict.fromkeys("it its they them their theirs these those this that su
 ROOMS_DONE = ("lab", "mis_plugins", "true_on_policy")
 
 
-def docstrings(file: Path) -> Iterator[tuple[str, str]]:
-    """The place of each docstring of a file, and its text."""
-    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
-        if not isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-            continue
-        if text := ast.get_docstring(node):
-            yield f"{file.relative_to(ROOT)}:{getattr(node, 'name', 'module')}", text
+def files(path: str) -> list[Path]:
+    """The Python files of a room, or one file."""
+    place = ROOT / path
+    return [place] if place.is_file() else sorted(place.rglob("*.py"))
+
+
+def docstrings(room: str) -> Iterator[tuple[str, str]]:
+    """The place of each docstring of a room, and its text."""
+    for file in files(room):
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if not isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+                continue
+            if text := ast.get_docstring(node):
+                yield f"{file.relative_to(ROOT)}:{getattr(node, 'name', 'module')}", text
 
 
 def fault(text: str) -> str | None:
@@ -111,23 +118,18 @@ def leaning(tree: ast.Module) -> list[str]:
     ]
 
 
-def files(path: str) -> list[Path]:
-    """The Python files of a room, or one file."""
-    place = ROOT / path
-    return [place] if place.is_file() else sorted(place.rglob("*.py"))
-
-
 @pytest.mark.parametrize("room", ROOMS_DONE)
 def test_docstrings_have_one_style(room: str) -> None:
     """A class lists its fields as `name: text`, without a heading; single backticks hold code."""
-    texts = [(place, text) for file in files(room) for place, text in docstrings(file)]
-    assert [place for place, text in texts if "Attributes:" in text or re.search(r"(?<!`)``(?!`)", text)] == []
+    assert [
+        place for place, text in docstrings(room) if "Attributes:" in text or re.search(r"(?<!`)``(?!`)", text)
+    ] == []
 
 
 @pytest.mark.parametrize("room", ROOMS_DONE)
 def test_docstrings_stand_alone(room: str) -> None:
     assert files(room), f"{room}: no such room"
-    faults = [f"{place} {fault(text)}" for file in files(room) for place, text in docstrings(file) if fault(text)]
+    faults = [f"{place} {fault(text)}" for place, text in docstrings(room) if fault(text)]
     assert not faults, "\n".join(faults)
 
 
@@ -190,7 +192,7 @@ def test_openings_are_refused(opening: str) -> None:
 
 @pytest.mark.parametrize("room", ["mis_plugins", "true_on_policy", "lab"])
 def test_sentences_are_short(room: str) -> None:
-    found = [(place, one) for file in files(room) for place, text in docstrings(file) for one in too_long(text)]
+    found = [(place, one) for place, text in docstrings(room) for one in too_long(text)]
     assert not found, f"more than {LONGEST} words: " + "\n".join(f"{place}: {one}" for place, one in found)
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from host_flags import accepted
+from launchers import accepted
 
 from true_on_policy.__main__ import main
 from true_on_policy.contract.gpu import (

@@ -45,10 +45,13 @@ OBJECTIVE = {"old": "behavior", "surrogate": "reinforce"}
 
 
 class Batch:
-    """Responses with the logits of the trainer and of the engine at each position; some tokens are masked."""
+    """Responses with the logits of the trainer and of the engine at each position; some tokens are masked.
 
-    def __init__(self, seed: int, masked: float = 0.2) -> None:
-        draw = random.Random(seed)
+    change: what becomes of the host's batch before it is handed over.
+    """
+
+    def __init__(self, seed: int, masked: float = 0.2, change: Callable[[dict[str, Any]], object] = len) -> None:
+        self.change, draw = change, random.Random(seed)
         row = lambda scale: [draw.gauss(0, scale) for _ in range(VOCABULARY)]  # noqa: E731
         self.logits = [[row(1.2) for _ in range(n)] for n in LENGTHS]
         self.engine = [[[x + draw.gauss(0, 0.3) for x in one] for one in rows] for rows in self.logits]
@@ -79,7 +82,7 @@ class Batch:
         heads = [[[one.engine[one.head[v]] for v in order] + [0.0, 0.0] for one in rows] for rows in every]
         shaped = lambda rows, dtype: torch.tensor(rows, dtype=dtype).reshape(len(rows), TOP + 2)  # noqa: E731
         sampled = [[math.log(one.engine[one.sampled]) for one in rows] for rows in every]
-        return {
+        made = {
             "unconcat_tokens": [torch.tensor([1] * PROMPT + row) for row in self.tokens],
             "total_lengths": [PROMPT + n for n in LENGTHS], "response_lengths": list(LENGTHS), "max_seq_lens": None,
             "loss_masks": [torch.tensor(row, dtype=torch.int32) for row in self.mask],
@@ -88,6 +91,8 @@ class Batch:
             "rollout_topk_token_ids": [shaped(rows, torch.int32) for rows in ids],
             "rollout_topk_log_probs": [shaped(rows, torch.float32).log() for rows in heads],
         }  # fmt: skip
+        self.change(made)
+        return made
 
     def full_logits(self) -> Tensor:
         """Logits of every position of every sequence, [sum of totals, V], times the temperature."""
@@ -242,7 +247,6 @@ def test_ranks_add_up_to_the_oracle(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     rule = {"statistic": "k2", "over": "mean", "upper": 0.08}
     batch, settings = Batch(5), args(weight=weight("truncate"), reject=[rule], metrics="full")
     alone = run_ranks(1, 1, lambda rank: run(batch, settings), tmp_path)[0]
-    (tmp_path / "ranks").mkdir()
     settings.host_cuts_heads, settings.allgather_cp = layout == "cut", layout == "gathered"
     if settings.allgather_cp:
         gathered = replace(HOST, scores=gathered_scores)
@@ -295,17 +299,9 @@ def test_a_mean_divides_all_three_alike(one_process: None) -> None:
 
 
 def test_tokens_without_a_head_are_left_out_and_counted(one_process: None) -> None:
-    batch, none = Batch(11, masked=0.0), (2, 3)
-    own = batch.host
-
-    def host() -> dict[str, Any]:
-        made = own()
-        made["rollout_topk_log_probs"][none[0]][none[1]] = -math.inf
-        return made
-
-    batch.host = host
+    batch = Batch(11, masked=0.0, change=lambda host: host["rollout_topk_log_probs"][2][3].fill_(-math.inf))
     _, gradient, logged = run(batch, args(weight=weight("truncate"), metrics="full"))
-    assert error(gradient, wanted(batch, "truncate", lambda i, t: (i, t) != none)) < 1e-6
+    assert error(gradient, wanted(batch, "truncate", lambda i, t: (i, t) != (2, 3))) < 1e-6
     assert float(logged["center_missing"]) == 1
     assert float(logged["center_drift"]) > 0 and float(logged["center_target_mass"]) > 0
 
@@ -419,14 +415,5 @@ def test_other_configs_are_refused(mapping: dict[str, Any], message: str) -> Non
     ],
 )
 def test_heads_that_do_not_fit_are_refused(one_process: None, change: Callable[..., Any], message: str) -> None:
-    batch = Batch(15)
-    own = batch.host
-
-    def host() -> dict[str, Any]:
-        made = own()
-        change(made)
-        return made
-
-    batch.host = host
     with pytest.raises(InputError, match=message):
-        run(batch, args())
+        run(Batch(15, change=change), args())

@@ -46,6 +46,7 @@ from mis_plugins.metrics import sketch
 from mis_plugins.metrics.quantity import QUANTILES
 
 CLIP = {"eps_clip": 0.2, "eps_clip_high": 0.28, "eps_clip_c": None}
+KL: dict[str, Any] = {"use_kl_loss": True, "kl_loss_type": "k3", "kl_loss_coef": 0.3}
 LENGTHS = (7, 1, 5, 9, 4, 6)
 
 
@@ -142,11 +143,17 @@ class Outcome:
 
 
 def call(
-    step: Step, mis_config: dict | None = None, host: str = "miles", without: Sequence[str] = (), **settings: Any
+    step: Step,
+    mis_config: dict | None = None,
+    host: str = "miles",
+    without: Sequence[str] = (),
+    carried: dict[str, Any] | None = None,
+    **settings: Any,
 ) -> Outcome:
+    """The hook's answer to a step; `carried` is what its batch holds besides, or in place of the step's own."""
     args = flags(**settings) if mis_config is None else flags(mis=mis_config, **settings)
     batch = {name: value for name, value in step.batch().items() if name not in without}
-    return drive(args, batch, torch.cat(step.rows("target")), host)
+    return drive(args, batch | (carried or {}), torch.cat(step.rows("target")), host)
 
 
 def drive(args: Namespace, batch: dict[str, Any], logits: Tensor, host: str = "miles") -> Outcome:
@@ -179,7 +186,7 @@ class Question:
 
     @property
     def settings(self) -> dict[str, Any]:
-        kl = {} if self.kl is None else {"use_kl_loss": True, "kl_loss_type": self.kl, "kl_loss_coef": 0.3}
+        kl = {} if self.kl is None else KL | {"kl_loss_type": self.kl}
         return kl | {"entropy_coef": self.entropy_coef, "eps_clip_c": self.spec.dual}
 
 
@@ -345,8 +352,8 @@ def test_a_kl_times_a_ratio_that_is_not_known_is_left_out(unbiased: bool):
     """`unbiased_kl` multiplies by pi_theta / old: without log old the KL term is 0, and not the term itself."""
     step = random_step(1)
     cast(list[float], step.responses[0].old)[t := step.responses[0].valid[0]] = math.nan
-    kl = {"use_kl_loss": True, "kl_loss_type": "k2", "kl_loss_coef": 0.3}
-    found = call(step, {"objective": {"unbiased_kl": unbiased}}, **kl)
+    k2: dict[str, Any] = KL | {"kl_loss_type": "k2"}
+    found = call(step, {"objective": {"unbiased_kl": unbiased}}, **k2)
     assert (found.gradient[t] == 0) == unbiased and found.gradient.isfinite().all()
 
 
@@ -363,8 +370,7 @@ def assert_same(first: Outcome, second: Outcome) -> None:
         ({"advantage_estimator": "gspo"}, {"ratio": "sequence"}),
         ({"advantage_estimator": "cispo"}, {"surrogate": "cispo"}),
         ({"use_rollout_logprobs": True}, {"old": "behavior"}),
-        ({"use_unbiased_kl": True, "use_kl_loss": True, "kl_loss_type": "k3", "kl_loss_coef": 0.3},
-         {"unbiased_kl": True}),
+        ({"use_unbiased_kl": True, **KL}, {"unbiased_kl": True}),
     ],
 )  # fmt: skip
 def test_flags_and_objective_say_the_same(settings: dict, objective: dict):
@@ -379,34 +385,28 @@ def test_flags_and_objective_say_the_same(settings: dict, objective: dict):
     assert not torch.equal(by_flag.gradient, plain.gradient), field
 
 
-@pytest.mark.parametrize(
-    "objective, settings, message",
-    [
-        ({"ratio": "token"}, {"advantage_estimator": "gspo"},
-         r"mis\.objective\.ratio: token contradicts --advantage-estimator gspo, which means ratio: sequence"),
-        ({"surrogate": "cispo", "ratio": "sequence"}, {"advantage_estimator": "gspo"},
-         r"mis\.objective\.surrogate: cispo contradicts --advantage-estimator gspo"),
-        *(({"surrogate": name}, {"advantage_estimator": estimator},
-           rf"mis\.objective\.surrogate: {name} contradicts --advantage-estimator {estimator}, which means")
-          for name in ("sapo", "vespo", "gmpo", "ipo") for estimator in ("gspo", "cispo")),
-        ({"ratio": "sequence"}, {"advantage_estimator": "cispo"},
-         r"mis\.objective\.surrogate: clip contradicts --advantage-estimator cispo, which means surrogate: cispo"),
-        ({"old": "proximal"}, {"use_rollout_logprobs": True},
-         r"mis\.objective\.old: proximal contradicts --use-rollout-logprobs, which means old: behavior"),
-        ({}, {"use_unbiased_kl": True, "use_kl_loss": True},
-         r"mis\.objective\.unbiased_kl: false contradicts --use-unbiased-kl, which means unbiased_kl: true"),
-        ({"unbiased_kl": True}, {}, r"mis\.objective\.unbiased_kl: true has no effect without --use-kl-loss"),
-        ({"weigh_kl": True}, {}, r"mis\.objective\.weigh_kl: true has no effect without --use-kl-loss"),
-    ],
-)  # fmt: skip
-def test_contradictions_quote_both(objective: dict, settings: dict, message: str):
-    with pytest.raises(ConfigError, match=message):
-        call(random_step(0), {"objective": objective}, **settings)
+def of(**objective: Any) -> dict:
+    return {"objective": objective}
 
 
 @pytest.mark.parametrize(
     "config, settings, message",
     [
+        (of(ratio="token"), {"advantage_estimator": "gspo"},
+         r"mis\.objective\.ratio: token contradicts --advantage-estimator gspo, which means ratio: sequence"),
+        (of(surrogate="cispo", ratio="sequence"), {"advantage_estimator": "gspo"},
+         r"mis\.objective\.surrogate: cispo contradicts --advantage-estimator gspo"),
+        *((of(surrogate=name), {"advantage_estimator": estimator},
+           rf"mis\.objective\.surrogate: {name} contradicts --advantage-estimator {estimator}, which means")
+          for name in ("sapo", "vespo", "gmpo", "ipo") for estimator in ("gspo", "cispo")),
+        (of(ratio="sequence"), {"advantage_estimator": "cispo"},
+         r"mis\.objective\.surrogate: clip contradicts --advantage-estimator cispo, which means surrogate: cispo"),
+        (of(old="proximal"), {"use_rollout_logprobs": True},
+         r"mis\.objective\.old: proximal contradicts --use-rollout-logprobs, which means old: behavior"),
+        (of(), {"use_unbiased_kl": True, "use_kl_loss": True},
+         r"mis\.objective\.unbiased_kl: false contradicts --use-unbiased-kl, which means unbiased_kl: true"),
+        (of(unbiased_kl=True), {}, r"mis\.objective\.unbiased_kl: true has no effect without --use-kl-loss"),
+        (of(weigh_kl=True), {}, r"mis\.objective\.weigh_kl: true has no effect without --use-kl-loss"),
         *((beside, {"custom_pg_loss_reducer_function_path": "mis_plugins.mis.kept_token_mean"},
            r"kept_token_mean: mis_plugins\.mis\.policy_loss hands a reducer the masks of before.*denominator: kept")
           for beside in (RULES, {"opsm": {"delta": 0.1}})),
@@ -422,6 +422,7 @@ def test_contradictions_quote_both(objective: dict, settings: dict, message: str
     ],
 )  # fmt: skip
 def test_what_cannot_work_is_refused(config: dict, settings: dict, message: str):
+    """A contradiction of flags and config quotes both."""
     with pytest.raises(ConfigError, match=message):
         call(random_step(0), config, **settings)
 
@@ -437,8 +438,7 @@ def test_our_reducer_may_stand_where_nothing_is_dropped():
     [
         (TIS, "rollout_log_probs", {}, r"rollout_log_probs: none in this micro-batch; the rollout engine"),
         ({}, "rollout_log_probs", {"use_rollout_logprobs": True}, r"rollout_log_probs: none in this micro-batch"),
-        ({}, "ref_log_probs", {"use_kl_loss": True, "kl_loss_type": "k1", "kl_loss_coef": 0.1},
-         r"ref_log_probs: none in this micro-batch; --use-kl-loss needs"),
+        ({}, "ref_log_probs", KL, r"ref_log_probs: none in this micro-batch; --use-kl-loss needs"),
         ({}, "log_probs", {}, r"log_probs: none in this micro-batch; the trainer's log-probs"),
     ],
 )  # fmt: skip
@@ -450,45 +450,51 @@ def test_what_is_missing_is_named(config: dict, without: str, settings: dict, me
 SUPPORT = ["rollout_sampling_mask_ids", "rollout_sampling_mask_offsets", "rollout_top_p_token_ids"]
 
 
-def with_support(host: str, carried: dict[str, Any], **settings: Any) -> Outcome:
-    step = random_step(0)
-    return drive(flags(mis=TIS, **settings), step.batch() | carried, torch.cat(step.rows("target")), host)
-
-
 @pytest.mark.parametrize("name", SUPPORT)
 def test_sampling_support_is_refused_on_miles(name: str):
     """The engine's log-probs are renormalized there, and ours of the whole vocabulary; slime scores the nucleus."""
     rows = [torch.arange(n) for n in LENGTHS]
     refused = f"^{name}: rollout_log_probs are renormalized .* does not score over these of Miles; give our hooks"
-    with pytest.raises(InputError, match=refused):
-        with_support("miles", {name: rows})
-    with pytest.raises(InputError, match=refused):
-        with_support("miles", {name: [None, *rows[1:]]})
-    assert_same(with_support("slime", {name: rows}), call(random_step(0), TIS))
+    for given in (rows, [None, *rows[1:]]):
+        with pytest.raises(InputError, match=refused):
+            call(random_step(0), TIS, carried={name: given})
+    assert_same(call(random_step(0), TIS, "slime", carried={name: rows}), call(random_step(0), TIS))
 
 
 def test_sampling_support_that_no_sample_has_is_none_but_where_the_argument_of_miles_asks():
     """A batch of a loss need not carry what the actor's own pass has read."""
     plain = call(random_step(0), TIS)
     for carried in (dict.fromkeys(SUPPORT), dict.fromkeys(SUPPORT, [None] * len(LENGTHS)), dict.fromkeys(SUPPORT, [])):
-        assert_same(with_support("miles", carried, use_sampling_support_replay=False), plain)
+        assert_same(call(random_step(0), TIS, carried=carried, use_sampling_support_replay=False), plain)
     with pytest.raises(InputError, match="^use_sampling_support_replay: rollout_log_probs are renormalized"):
-        with_support("miles", {}, use_sampling_support_replay=True)
+        call(random_step(0), TIS, use_sampling_support_replay=True)
 
 
-def test_what_does_not_fit_is_named():
-    batch = random_step(0).batch()
-    logits = torch.cat(random_step(0).rows("target"))
-    batch["advantages"] = batch["advantages"][:-1]
-    with pytest.raises(InputError, match=r"advantages: \[7, 1, 5, 9, 4\] tokens a sequence, but this rank expects"):
-        drive(flags(), batch, logits)
-    batch = random_step(0).batch()
-    batch["ref_log_probs"] = batch["ref_log_probs"][::-1]  # as many tokens in all
-    with pytest.raises(InputError, match=r"ref_log_probs: \[6, 4, 9, 5, 1, 7\] tokens a sequence"):
-        drive(flags(use_kl_loss=True, kl_loss_type="k1", kl_loss_coef=0.1), batch, logits)
+def of_length(count: int) -> Callable[[list[Tensor]], list[Tensor]]:
+    """Gives the third sequence so many tokens, all 1."""
+    return lambda rows: [*rows[:2], rows[2].new_ones(count), *rows[3:]]
+
+
+@pytest.mark.parametrize(
+    "name, change, settings, message",
+    [
+        ("advantages", lambda rows: rows[:-1], {},
+         r"advantages: \[7, 1, 5, 9, 4\] tokens a sequence, but this rank expects"),
+        ("ref_log_probs", lambda rows: rows[::-1], KL, r"ref_log_probs: \[6, 4, 9, 5, 1, 7\] tokens a sequence"),
+        *((name, of_length(count), {"mis": {}}, rf"^{name}\[2\]: {count} tokens, but sequence 2 has 5 .*{name} {count}")
+          for name, count in (("loss_masks", 6), ("log_probs", 4), ("rollout_log_probs", 0))),
+    ],
+)  # fmt: skip
+def test_a_list_that_does_not_fit_is_named_with_all_counts(name: str, change: Callable, settings: dict, message: str):
+    step = random_step(0)
+    with pytest.raises(InputError, match=message):
+        call(step, carried={name: change(step.batch()[name])}, **settings)
+
+
+def test_a_reducer_of_no_host_is_named():
     elsewhere = r"sum_of_sample_mean comes from elsewhere; the hook serves losses of .*miles, slime"
     with pytest.raises(InputError, match=elsewhere):
-        drive(flags(), random_step(0).batch(), logits, "elsewhere")
+        call(random_step(0), host="elsewhere")
 
 
 def test_bypass_asks_for_no_log_probs_of_the_proximal_policy():
@@ -555,9 +561,11 @@ def test_pg_loss_reducer(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, "test_loss_hook", sys.modules[__name__])
     for objective in ({}, {"ratio": "sequence"}):
         config = RULES | {"objective": objective}
-        kl = {"use_kl_loss": True, "kl_loss_type": "k3", "kl_loss_coef": 0.3, "entropy_coef": 0.01}
-        plain = call(step, config, calculate_per_token_loss=True, **kl)
-        reduced = call(step, config, custom_pg_loss_reducer_function_path=path, calculate_per_token_loss=True, **kl)
+        given = {"calculate_per_token_loss": True, "entropy_coef": 0.01, **KL}
+        plain, reduced = (
+            call(step, config, **given),
+            call(step, config, custom_pg_loss_reducer_function_path=path, **given),
+        )
         assert_close(reduced.metrics["pg_loss"], plain.metrics["pg_loss"] / 50)
         for name in ("kl_loss", "entropy_loss"):
             assert torch.equal(reduced.metrics[name], plain.metrics[name]) and plain.metrics[name] != 0
@@ -574,8 +582,7 @@ def assert_close(found: Tensor, expected: Tensor) -> None:
 
 def test_metrics_of_the_host_and_ours():
     step = random_step(5)
-    kl = {"use_kl_loss": True, "kl_loss_type": "k3", "kl_loss_coef": 0.3, "entropy_coef": 0.01}
-    found = call(step, TIS | {"opsm": {"delta": 0.02}, "metrics": "full"}, **kl).metrics
+    found = call(step, TIS | {"opsm": {"delta": 0.02}, "metrics": "full"}, entropy_coef=0.01, **KL).metrics
     theirs = {"loss", "pg_loss", "entropy_loss", "pg_clipfrac", "ppo_kl", "kl_loss", "opsm_clipfrac", "ois",
               "ess_ratio", "train_rollout_logprob_abs_diff", "train_rollout_kl"}  # fmt: skip
     assert theirs <= found.keys()
@@ -655,8 +662,7 @@ def test_without_rollout_log_probs_there_is_nothing_of_ours():
 
 def test_the_teacher_kl_is_passed_on():
     step = random_step(0)
-    batch = step.batch() | {"opd_reverse_kl": [torch.full_like(x, 0.25) for x in step.rows("target")]}
-    found = drive(flags(), batch, torch.cat(step.rows("target"))).metrics
+    found = call(step, carried={"opd_reverse_kl": [torch.full_like(x, 0.25) for x in step.rows("target")]}).metrics
     valid = sum(any(x.mask) for x in step.responses)
     assert_close(found["opd_reverse_kl"], torch.tensor(0.25 * valid))
 
@@ -689,18 +695,14 @@ ROBUST = [
 @pytest.mark.parametrize("config", ROBUST)
 @pytest.mark.parametrize("value", GARBAGE)
 def test_nothing_under_the_mask_counts(config: dict, value: float):
-    step, kl = random_step(2), {"use_kl_loss": True, "kl_loss_type": "k3", "kl_loss_coef": 0.3}
+    step = random_step(2)
     hide = lambda row, mask: [x if valid else value for x, valid in zip(row, mask, strict=True)]  # noqa: E731
+    names = ("old", "reference", "advantages")
     hidden = Step(
-        [
-            dataclasses.replace(
-                x, old=hide(x.old, x.mask), reference=hide(x.reference, x.mask), advantages=hide(x.advantages, x.mask)
-            )
-            for x in step.responses
-        ],
+        [dataclasses.replace(x, **{name: hide(getattr(x, name), x.mask) for name in names}) for x in step.responses],
         [hide(b, x.mask) for x, b in zip(step.responses, step.behavior, strict=True)],
     )
-    first, second = call(step, config, **kl), call(hidden, config, **kl)
+    first, second = call(step, config, **KL), call(hidden, config, **KL)
     # slime and Miles multiply by the mask when they reduce: a metric of theirs or ours that held a NaN would show.
     assert_same(first, second)
     assert all(same_bytes(first.metrics[name], second.metrics[name]) for name in first.metrics)
@@ -711,7 +713,7 @@ def test_nothing_under_the_mask_counts(config: dict, value: float):
 def test_an_unknown_rollout_log_prob_leaves_loss_and_gradient_finite(config: dict, value: float):
     step = random_step(3)
     broken = Step(step.responses, [[value] + row[1:] for row in step.behavior])
-    found = call(broken, config, use_kl_loss=True, kl_loss_type="k3", kl_loss_coef=0.3)
+    found = call(broken, config, **KL)
     assert found.loss.isfinite() and found.gradient.isfinite().all() and found.gradient.any()
     assert_same(call(broken, {}), call(step, {}))  # a lost log-prob weighs 0 in a correction, and there is none
 
@@ -719,25 +721,17 @@ def test_an_unknown_rollout_log_prob_leaves_loss_and_gradient_finite(config: dic
 @pytest.mark.parametrize("config", ROBUST)
 @pytest.mark.parametrize("name", ["log_probs", "rollout_log_probs", "ref_log_probs"])
 def test_what_stands_in_for_a_log_prob_counts_as_none(config: dict, name: str):
-    step, kl = random_step(3), {"use_kl_loss": True, "kl_loss_type": "k3", "kl_loss_coef": 0.3}
+    step = random_step(3)
 
     def found(value: float) -> Outcome:
-        batch = step.batch()
-        for row in batch[name]:
+        rows = step.batch()[name]
+        for row in rows:
             row[-1] = value
-        return drive(flags(mis=config, **kl), batch, torch.cat(step.rows("target")))
+        return call(step, config, carried={name: rows}, **KL)
 
     expected = found(math.nan)
     for value in (-9999.0, -1e9):
         assert_same(found(value), expected)
-
-
-def test_a_list_that_does_not_fit_is_named_with_all_counts():
-    for name, count in (("loss_masks", 6), ("log_probs", 4), ("rollout_log_probs", 0)):
-        batch = random_step(0).batch()
-        batch[name][2] = batch[name][2].new_ones(count)
-        with pytest.raises(InputError, match=rf"^{name}\[2\]: {count} tokens, but sequence 2 has 5 .*{name} {count}"):
-            drive(flags(mis={}), batch, torch.cat(random_step(0).rows("target")))
 
 
 def without_advantages(step: Step, value: float) -> Step:
@@ -817,8 +811,7 @@ def test_the_breaker_sees_rules_and_opsm_together():
 
 def test_what_weighs_nothing_is_not_left():
     """OPSM leaves the first sequence, and a zero bound gives it weight 0."""
-    step = all_bad(random_step(5))
-    step.responses[0] = dataclasses.replace(step.responses[0], advantages=[1.0] * len(step.responses[0].mask))
+    step = first_good(all_bad(random_step(5)))
     opsm = {"opsm": {"delta": 0.05}}
     assert bool(share_of(step, opsm | {"weight": {"bound": "zero"}}).all_rejected)
     assert not share_of(step, opsm | {"weight": {"bound": "clip"}}).all_rejected
@@ -850,6 +843,11 @@ def test_one_token_left_is_not_nothing():
 def all_bad(step: Step) -> Step:
     responses = [dataclasses.replace(x, advantages=[-1.0] * len(x.mask)) for x in step.responses]
     return Step(responses, [[x + 5 for x in row] for row in step.behavior])
+
+
+def first_good(step: Step) -> Step:
+    first, *others = step.responses
+    return Step([dataclasses.replace(first, advantages=[1.0] * len(first.mask)), *others], step.behavior)
 
 
 @pytest.mark.parametrize("without", [(), ("rollout_log_probs",)])
@@ -976,10 +974,8 @@ def test_metrics_count_what_keep_gave_back(logged: list[dict]):
     """Rules leave one sequence and OPSM masks that one: the loss is of everything, and so are the metrics."""
     rule = {"statistic": "k1", "over": "sum", "lower": 34.0}
     config = {"weight": None, "reject": [rule], "opsm": {"delta": 0.05}, "on_all_rejected": "keep", "metrics": "all"}
-    mis.report_step(flags(), 0, 0)
     step = all_bad(random_step(5))
-    found = call(step, config, calculate_per_token_loss=True).metrics
-    mis.report_step(flags(), 0, 1)
+    found = in_a_step(step, config, calculate_per_token_loss=True).metrics
     names = ("all_rejected_fraction", "kept_fraction", "kept_sequences", "applied_valid_mean", "sequence_applied_min")
     assert {name: logged[0][name] for name in names} == dict.fromkeys(names, 1.0)
     valid = [sum(x.mask) for x in step.responses]
@@ -1007,8 +1003,7 @@ def test_keep_gives_back_what_rules_and_opsm_took_together():
     step = all_bad(random_step(5))
     rule = {"statistic": "k1", "over": "sum", "lower": 34.0}
     both = {"weight": None, "reject": [rule], "opsm": {"delta": 0.05}, "on_all_rejected": "keep"}
-    rest = {"use_kl_loss": True, "kl_loss_type": "k3", "kl_loss_coef": 0.3, "entropy_coef": 0.01}
-    for denominator, flags_beside in itertools.product(("original", "kept"), ({}, rest)):
+    for denominator, flags_beside in itertools.product(("original", "kept"), ({}, {"entropy_coef": 0.01, **KL})):
         found = call(step, both | {"denominator": denominator}, **flags_beside)
         assert_same(found, call(step, {}, **flags_beside))
 
@@ -1034,8 +1029,7 @@ def test_opsm_of_everything_skips_or_keeps():
         config = {"opsm": {"delta": 0.05}, "on_all_rejected": "keep", "denominator": denominator}
         assert_same(call(step, config), call(step, {}))
         assert call(step, config).metrics["opsm_clipfrac"] == 0
-    mended = all_bad(random_step(5))
-    mended.responses[0] = dataclasses.replace(mended.responses[0], advantages=[1.0] * len(mended.responses[0].mask))
+    mended = first_good(all_bad(random_step(5)))
     partly = call(mended, {"opsm": {"delta": 0.05}, "on_all_rejected": "keep"})
     assert_same(partly, call(mended, {"opsm": {"delta": 0.05}}))
 
@@ -1060,7 +1054,7 @@ def flat_call(sequences: int) -> Callable[[], Tensor]:
     """The hook on so many sequences, with a reducer whose own work does not depend on their number."""
     step = random_step(7, [5] * sequences)
     batch, logits = step.batch(), torch.cat(step.rows("target")).requires_grad_()
-    args = flags(mis=COSTLY, use_kl_loss=True, kl_loss_type="k3", kl_loss_coef=0.3)
+    args = flags(mis=COSTLY, **KL)
     mask = torch.cat(step.rows("mask"))
 
     def reduce(x: Tensor) -> Tensor:
@@ -1072,7 +1066,7 @@ def flat_call(sequences: int) -> Callable[[], Tensor]:
 
 @pytest.mark.parametrize("config", [None, {}, {"weight": None}])
 def test_a_loss_that_nothing_corrects_is_told(config: dict | None, caplog: pytest.LogCaptureFixture):
-    drive(flags(mis=config), random_step(6).batch(), torch.cat(random_step(6).rows("target")))
+    call(random_step(6), mis=config)
     assert "policy_loss weighs and rejects nothing, since nothing says how to correct (looked" in caplog.text
 
 
@@ -1088,7 +1082,7 @@ CURED = [
 
 @pytest.mark.parametrize("settings", CURED)
 def test_a_run_that_watches_or_has_another_cure_is_not_told_so(settings: dict, caplog: pytest.LogCaptureFixture):
-    drive(flags(**settings), random_step(6).batch(), torch.cat(random_step(6).rows("target")))
+    call(random_step(6), **settings)
     assert "weighs and rejects nothing" not in caplog.text
 
 
@@ -1111,7 +1105,7 @@ def one_tensor(config: dict, share: Callable[[list[Tensor]], list[Tensor]], **se
     batch["log_probs"] = share(batch["rollout_log_probs"])
     batch |= {"output_versions": [torch.ones_like(m) for m in batch["loss_masks"]], "proximal_version": 2,
               "recomputed_log_probs": batch["ref_log_probs"]} if "segment_wise" in config else {}  # fmt: skip
-    return drive(flags(mis=config, **settings), batch, torch.cat(random_step(6).rows("target")))
+    return call(random_step(6), config, carried=batch, **settings)
 
 
 @pytest.mark.parametrize("config", CORRECTIONS)
@@ -1199,6 +1193,7 @@ def embedded_batch(step: Step, rank: int, cp: int) -> tuple[Layout, MicroBatch]:
     return layout, MicroBatch(layout, tokens, step.rows("mask"), **constants, proximal_version=version)
 
 
+OF_EMBEDDED = {"rollout_temperature": 1.0, "true_on_policy": False}
 EMBEDDED = [
     {"weight": {"level": "sequence", "upper": 5.0}, "opsm": {"delta": 0.1}, "denominator": "kept",
      "objective": {"ratio": "sequence", "weigh_kl": True}},
@@ -1213,13 +1208,10 @@ EMBEDDED = [
 def test_context_parallel_ranks_add_up_to_one(config: dict, tmp_path: Path):
     """Loss, gradient and metrics with the embedded host's own batch, log-probs and reducer, at CP 1 and 4."""
     step = random_step(11, (9, 1, 20, 13, 6))
-    args = flags(mis=config, rollout_temperature=1.0, true_on_policy=False, use_kl_loss=True, kl_loss_type="k3",
-                 kl_loss_coef=0.3, entropy_coef=0.01)  # fmt: skip
+    args = flags(mis=config, entropy_coef=0.01, **OF_EMBEDDED, **KL)
     answers = []
     for cp in (1, 4):
-        folder = tmp_path / str(cp)
-        folder.mkdir()
-        ranks = run_ranks(cp, cp, lambda _, cp=cp: embedded_outcome(args, step, cp), folder)
+        ranks = run_ranks(cp, cp, lambda _, cp=cp: embedded_outcome(args, step, cp), tmp_path / str(cp))
         answers.append({name: torch.stack([rank[name] for rank in ranks]).sum(0) for name in ranks[0]})
     alone = answers[0]
     tokens = sum(len(x.mask) for x in step.responses)
@@ -1247,12 +1239,10 @@ def opsm_of_rank(args: Namespace, steps: Sequence[Step], cp: int) -> list[dict]:
 def test_what_opsm_looks_at_is_the_same_over_ranks(tmp_path: Path):
     """Of a step of two micro-batches, over context-parallel ranks and over data-parallel ones."""
     steps = [broken(random_step(seed, (9, 1, 20, 13, 6))) for seed in (11, 12)]
-    args = flags(mis={"opsm": {"delta": 0.1}, "metrics": "all"}, rollout_temperature=1.0, true_on_policy=False)
+    args = flags(mis={"opsm": {"delta": 0.1}, "metrics": "all"}, **OF_EMBEDDED)
     answers = []
     for world, cp in ((1, 1), (2, 2), (2, 1), (4, 2)):
-        folder = tmp_path / f"{world}-{cp}"
-        folder.mkdir()
-        ranks = run_ranks(world, cp, lambda _, cp=cp: opsm_of_rank(args, steps, cp), folder)
+        ranks = run_ranks(world, cp, lambda _, cp=cp: opsm_of_rank(args, steps, cp), tmp_path / f"{world}-{cp}")
         (logged,) = [row for rows in ranks for row in rows]
         answers.append(logged)
     assert answers[0]["opsm_unknown_sequences"] == 2.0
@@ -1276,8 +1266,7 @@ def test_a_rank_without_tokens_recomputes_with_the_others(
     monkeypatch.setattr(log_probs, "get_log_probs_and_entropy", graph_with_tokens)
     monkeypatch.setattr(sys.modules[__name__], "PROMPTS", [3])
     step = random_step(11, (2,))
-    args = flags(mis=config, rollout_temperature=1.0, true_on_policy=False, use_kl_loss=True, kl_loss_type="k3",
-                 kl_loss_coef=0.3, entropy_coef=0.01)  # fmt: skip
+    args = flags(mis=config, entropy_coef=0.01, **OF_EMBEDDED, **KL)
     recomputed = partial(checkpoint, mis.policy_loss, use_reentrant=reentrant)
 
     def work(rank: int) -> list[dict[str, Any]]:
@@ -1302,19 +1291,23 @@ def test_context_parallel_ranks_with_different_configs(what: str, tmp_path: Path
     step = random_step(11, (9, 1, 20, 13, 6))
 
     def work(rank: int) -> str:
-        args = flags(mis=DIFFERENT[what][rank], rollout_temperature=1.0, true_on_policy=False)
+        args = flags(mis=DIFFERENT[what][rank], **OF_EMBEDDED)
         return told(lambda: embedded_outcome(args, step, 2))
 
     assert all("different mis configs" in message for message in run_ranks(2, 2, work, tmp_path, limit_s=20))
 
 
+def with_a_masked(step: Step) -> Step:
+    """The step, and its first response once more, fully masked."""
+    masked = dataclasses.replace(step.responses[0], mask=[0] * len(step.responses[0].mask))
+    return Step([*step.responses, masked], [*step.behavior, step.behavior[0]])
+
+
 def test_a_masked_sample_does_not_dilute_our_metrics():
     """The host divides what the hook reduced by all samples; names of Miles's `mis.py` take that as they do there."""
     step = random_step(3)
-    masked = dataclasses.replace(step.responses[0], mask=[0] * len(step.responses[0].mask))
-    among = Step([*step.responses, masked], [*step.behavior, step.behavior[0]])
     config = {"weight": {"upper": 1.2}, "reject": [{"over": "token", "upper": 1.5}], "metrics": "full"}
-    alone, found = (call(x, config, rollout_function_path=None).metrics for x in (step, among))
+    alone, found = (call(x, config, rollout_function_path=None).metrics for x in (step, with_a_masked(step)))
     size = len(step.responses)
     assert found["mis_kl"] == pytest.approx(alone["mis_kl"].item())
     for name in ("mis_kept_fraction", "mis_ratio_max_mb", "mis_ess_mb"):
@@ -1328,12 +1321,10 @@ def test_a_masked_sample_does_not_dilute_the_share_of_advantages_that_are_no_num
 ):
     """With and without rollout log-probs, as the host divides by all samples, or by at least 1 token of each."""
     step = without_advantages(random_step(3), math.nan)
-    masked = dataclasses.replace(step.responses[0], mask=[0] * len(step.responses[0].mask))
-    among = Step([*step.responses, masked], [*step.behavior, step.behavior[0]])
     settings = {"rollout_function_path": None, "calculate_per_token_loss": per_token}
     alone, found = (
         call(x, {"metrics": "core"}, without=without, **settings).metrics["nonfinite_advantages"].item()
-        for x in (step, among)
+        for x in (step, with_a_masked(step))
     )
     size = sum(max(len(x.valid), 1) for x in step.responses) if per_token else len(step.responses)
     assert alone > 0 and found / (size + 1) == pytest.approx(alone / size)

@@ -88,6 +88,13 @@ def term_of(batch: Sequence[Response], spec: Spec, target: Tensor | None = None,
     return policy_term(**(rows | fields), ragged=ragged_of(batch), config=objective(spec), clip=clip_of(spec))
 
 
+def learned(batch: Sequence[Response], spec: Spec, **fields: Tensor) -> tuple[PolicyTerm, Tensor]:
+    """The term, and the gradient of its sum by the log-probs of the target policy."""
+    target = flat(batch, "target").requires_grad_()
+    term = term_of(batch, spec, target, **fields)
+    return term, torch.autograd.grad(term.loss.sum(), target)[0]
+
+
 def split(x: Tensor, batch: Sequence[Response]) -> list[list[float]]:
     return [part.tolist() for part in x.detach().split([len(r.mask) for r in batch])]
 
@@ -114,9 +121,7 @@ SPECS = [
 @pytest.mark.parametrize("seed", range(3))
 def test_value_and_gradient(spec: Spec, seed: int):
     batch = clear_responses(seed, spec)
-    target = flat(batch, "target").requires_grad_()
-    term = term_of(batch, spec, target)
-    (gradient,) = torch.autograd.grad(term.loss.sum(), target)
+    term, gradient = learned(batch, spec)
     size = loss_oracle.magnitude(batch)
     sums = [sum(row) for row in split(term.loss, batch)]
     expected = loss_oracle.policy_sums(batch, spec, batch)
@@ -239,14 +244,10 @@ def test_unbiased_kl_is_the_kl():
 def test_dppo_on_policy_is_reinforce(surrogate: str):
     """Nothing has moved at the first step: the value and the gradient are those of -A log pi_theta."""
     batch = [replace(x, old=x.target) for x in random_responses(3)]
-    for spec in (Spec(surrogate, low=1e-9, high=1e-9), Spec("reinforce")):
-        target = flat(batch, "target").requires_grad_()
-        term = term_of(batch, spec, target)
-        (gradient,) = torch.autograd.grad(term.loss.sum(), target)
-        assert not term.clipped.any()
-        if spec.surrogate != "reinforce":
-            found = term.loss, gradient
-    assert same_bytes(found[0], term.loss) and same_bytes(found[1], gradient)
+    term, gradient = learned(batch, Spec(surrogate, low=1e-9, high=1e-9))
+    plain, plain_gradient = learned(batch, Spec("reinforce"))
+    assert same_bytes(term.loss, plain.loss) and same_bytes(gradient, plain_gradient)
+    assert not term.clipped.any() and not plain.clipped.any()
 
 
 @pytest.mark.parametrize("surrogate", ["dppo_tv", "ipo"])
@@ -265,9 +266,7 @@ def test_prime_rls_losses_by_formula(surrogate: str):
         ]
         for x in batch
     ]
-    target = flat(batch, "target").requires_grad_()
-    term = term_of(batch, spec, target)
-    (gradient,) = torch.autograd.grad(term.loss.sum(), target)
+    term, gradient = learned(batch, spec)
     assert_rows_close(split(gradient, batch), slopes, float64_atol(loss_oracle.magnitude(batch), 1))
     masked = [t for t, held in enumerate(term.clipped.tolist()) if held]
     assert masked and all(gradient[t] != 0 for t in masked)
@@ -313,15 +312,11 @@ def test_an_unknown_ratio_drops_what_it_enters(surrogate: str, ratio: str):
     broken = batch[0].valid[1]
     old = flat(batch, "old")
     old[broken] = math.nan
-    target = flat(batch, "target").requires_grad_()
-    loss = term_of(batch, spec, target, old=old).loss
-    (gradient,) = torch.autograd.grad(loss.sum(), target)
+    term, gradient = learned(batch, spec, old=old)
     mask = list(batch[0].mask)
     mask = [False] * len(mask) if spec.of_sequence else [m and t != broken for t, m in enumerate(mask)]
-    again = flat(batch, "target").requires_grad_()
-    expected = term_of([replace(batch[0], mask=mask), *batch[1:]], spec, again).loss
-    assert torch.equal(loss, expected)
-    assert torch.equal(gradient, torch.autograd.grad(expected.sum(), again)[0])
+    expected, expected_gradient = learned([replace(batch[0], mask=mask), *batch[1:]], spec)
+    assert torch.equal(term.loss, expected.loss) and torch.equal(gradient, expected_gradient)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
@@ -367,10 +362,8 @@ def test_objectives_of_a_sequence_over_ranks_have_the_gradient_of_one(tmp_path: 
     every = run_ranks(4, 4, lambda _: [on_rank(batch, prompts, 4, spec) for spec in specs], tmp_path, megatron=False)
     assert any(not own for (part, *_) in every for own in part["owned"][1:2]), "a rank without a token of one"
     for spec, *ranks in zip(specs, *every, strict=True):
-        target = flat(batch, "target").requires_grad_()
-        loss = term_of(batch, spec, target).loss
-        (gradient,) = torch.autograd.grad(loss.sum(), target)
-        assert_ranks_have(ranks, batch, [sum(row) for row in split(loss, batch)], split(gradient, batch))
+        term, gradient = learned(batch, spec)
+        assert_ranks_have(ranks, batch, [sum(row) for row in split(term.loss, batch)], split(gradient, batch))
 
 
 def assert_ranks_have(

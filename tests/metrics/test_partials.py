@@ -3,7 +3,7 @@
 import math
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import numpy as np
 import oracle
@@ -43,18 +43,11 @@ def shard(c: Correction, owned: list[list[int]]) -> Correction:
     starts = c.ragged.cu_seqlens.tolist()
     index = torch.tensor([s + t for s, piece in zip(starts[:-1], owned, strict=True) for t in piece], dtype=torch.long)
     ends = torch.tensor([0, *map(len, owned)]).cumsum(0)
-    pick = lambda x: x[index] if isinstance(x, Tensor) else x  # noqa: E731
-    log_probs = type(c.stage.log_probs)(pick(c.stage.log_probs.proximal), pick(c.stage.log_probs.behavior))
-    stage = replace(
-        c.stage,
-        **{name: pick(getattr(c.stage, name)) for name in
-           ("loss_mask", "log_ratio", "usable", "ratio", "unit_log_ratio", "bounded", "passing", "keep",
-            "down_weight")},
-        log_probs=log_probs,
-    )  # fmt: skip
+    held = {field.name: getattr(c.stage, field.name) for field in fields(c.stage)}
+    stage = replace(c.stage, **{name: x[index] for name, x in held.items() if isinstance(x, Tensor)})
     whole = Responses(c.ragged.cu_seqlens, c.ragged.loss_mask, index)
     ragged = Ragged(ends, c.ragged.loss_mask[index], responses=whole)
-    return replace(c, ragged=ragged, verdict=replace(c.verdict, stage=stage), weights=c.weights[index])
+    return replace(c, ragged=ragged, stage=stage, weights=c.weights[index])
 
 
 def split(batch: Batch, parts: Sequence[Sequence[int]], config: CorrectionConfig, cp: int) -> list[Partials]:

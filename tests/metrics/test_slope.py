@@ -5,7 +5,7 @@ import math
 import pytest
 import slope_simulation as simulation
 import torch
-from slope_simulation import BF16, INT3, INT8, KINDS, Error, Kind, found_in, sums
+from slope_simulation import BF16, INT3, INT8, KINDS, Error, Kind, found_in, related, sums
 
 from mis_plugins.metrics.processed import warnings
 from mis_plugins.metrics.slope import cut_off, not_sampled_from, relation, scaled
@@ -57,14 +57,12 @@ def test_a_nucleus_of_the_engine_alone(kind: Kind, top_p: float):
 def test_a_nucleus_that_both_sides_leave_out_of_their_log_probs_cannot_be_seen():
     """Sampling from the nucleus, but both report the whole distribution: the same log-probs on either side."""
     proximal, _ = simulation.simulate("mixed", Error(0.0, top_p=0.9), TOKENS)
-    found = relation(sums(proximal, proximal))
-    assert found is not None and warnings(found) == []
+    assert warnings(related(proximal, proximal)) == []
 
 
 def test_lines_are_found_exactly():
     x = -torch.rand(1000, dtype=torch.float64, generator=torch.Generator().manual_seed(0)) * 5
-    found = relation(sums(0.7 * x - 0.1, x))
-    assert found is not None
+    found = related(0.7 * x - 0.1, x)
     assert found.slope == pytest.approx(0.7) and found.inverse == pytest.approx(0.7)
     assert found.implied_temperature == pytest.approx(0.7)
     assert found.slope_error == pytest.approx(0, abs=1e-6)
@@ -76,8 +74,8 @@ def test_a_handful_of_tokens_tells_no_temperature():
     x[0] = -4.0
     y = x.clone()
     y[0] = -4.15
-    found = relation(sums(y, x))
-    assert found is not None and found.slope == pytest.approx(1.0375, abs=1e-3)
+    found = related(y, x)
+    assert found.slope == pytest.approx(1.0375, abs=1e-3)
     assert not warnings(found)
 
 
@@ -86,8 +84,7 @@ def test_noise_of_the_trainer_brackets_one():
     generator = torch.Generator().manual_seed(0)
     x = -3 * torch.rand(50000, dtype=torch.float64, generator=generator)
     y = x + 0.3 * torch.randn(50000, dtype=torch.float64, generator=generator)
-    found = relation(sums(y, x))
-    assert found is not None
+    found = related(y, x)
     assert found.slope < 1.01 and found.inverse > 1.05
     assert found.nearest == pytest.approx(1, abs=0.01)
 
@@ -103,6 +100,6 @@ def test_heavy_tails_are_not_taken_for_a_cut():
     """Where few ratios carry the mean, that it is low says nothing."""
     log_ratio = 3 * torch.randn(5000, dtype=torch.float64, generator=torch.Generator().manual_seed(0)) - 4.5
     x = -6 * torch.rand(5000, dtype=torch.float64, generator=torch.Generator().manual_seed(1)) - 10
-    found = relation(sums(x + log_ratio, x))
-    assert found is not None and math.isfinite(found.mean_ratio)
+    found = related(x + log_ratio, x)
+    assert math.isfinite(found.mean_ratio)
     assert not cut_off(found)

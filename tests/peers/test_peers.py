@@ -25,6 +25,7 @@ from peers.rows import (
     assert_all_close,
     assert_same_metrics,
     assert_same_weights,
+    clear_answer,
     clear_of,
     fixed_rows,
     keep_away,
@@ -55,28 +56,43 @@ from mis_plugins.loss.objective import DPPO_CAP, Clip, kl_term, policy_term, tar
 from mis_plugins.loss.token_baseline import token_advantages
 from mis_plugins.report.readers.curves import PEERS
 
-CLIP, DUAL_CLIP = Clip(0.2, 0.28), Clip(0.2, 0.28, 3.0)
+CLIP, DUAL_CLIP, PPO = Clip(0.2, 0.28), Clip(0.2, 0.28, 3.0), {"surrogate": "clip"}
+GSPO, CISPO = PPO | {"ratio": "sequence"}, {"surrogate": "cispo"}
 few = settings(max_examples=40)  # for a test that is one of many alike
 
 # ---------------------------------------------------------------------------------------------------- losses
 
 
-def token_losses(batch: Rows, correction: Correction, objective: dict, clip: Clip) -> tuple[Tensor, Tensor]:
+def token_losses(
+    batch: Rows, correction: Correction, objective: dict = PPO, clip: Clip = CLIP
+) -> tuple[Tensor, Tensor]:
     """(pi_theta's log-probs, our corrected loss of every token), `[N, L]` each."""
     target = batch.pad(batch.target).requires_grad_()
     old = batch.behavior if objective.get("old") == "behavior" else batch.proximal
     return target, surrogate_loss(batch, target, old, correction, objective, clip)
 
 
+def plain_losses(batch: Rows, objective: dict, clip: Clip = CLIP) -> tuple[Tensor, Tensor]:
+    """The same of a config that corrects nothing."""
+    return token_losses(batch, ours(batch, {"weight": None}), objective, clip)
+
+
+def assert_same_gradient(
+    batch: Rows, theirs: Callable[[Tensor], Tensor], target: Tensor, tokens: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The gradient of the sum of our losses is that of theirs; both are returned."""
+    their_target = batch.pad(batch.target).requires_grad_()
+    (our_gradient,) = torch.autograd.grad(tokens.sum(), target, retain_graph=True)
+    (their_gradient,) = torch.autograd.grad(theirs(their_target), their_target)
+    assert_all_close(our_gradient, their_gradient, batch.rtol, "gradient", atol=batch.rtol * 1e-12)
+    return our_gradient, their_gradient
+
+
 def assert_same_loss(batch: Rows, theirs: Callable[[Tensor], Tensor], target: Tensor, tokens: Tensor) -> None:
     """The loss and its gradient; `tokens` are our losses, each divided by what theirs is divided by."""
-    their_target = batch.pad(batch.target).requires_grad_()
-    their_loss = theirs(their_target)
     size = tokens.detach().abs().sum().item()
-    assert abs(tokens.sum().item() - their_loss.item()) <= batch.rtol * size
-    (our_gradient,) = torch.autograd.grad(tokens.sum(), target, retain_graph=True)
-    (their_gradient,) = torch.autograd.grad(their_loss, their_target)
-    assert_all_close(our_gradient, their_gradient, batch.rtol, "gradient", atol=batch.rtol * 1e-12)
+    assert abs(tokens.sum().item() - theirs(batch.pad(batch.target)).item()) <= batch.rtol * size
+    assert_same_gradient(batch, theirs, target, tokens)
 
 
 # ------------------------------------------------------------------------------------------------------ verl
@@ -107,8 +123,7 @@ def compared_with_mu(name: str, batch: Rows) -> list[Tensor]:
 
 def weighs_something(batch: Rows, mapping: dict, proximal: list[Tensor]) -> Correction:
     """Our answer, unless every weight is 0: verl divides by that, see `test_verl_all_zero_differs`."""
-    keep_away(batch, mapping, proximal)
-    correction = ours(batch, mapping, proximal)
+    correction = clear_answer(batch, mapping, proximal)
     assume(bool(correction.weights.any()))
     return correction
 
@@ -122,7 +137,7 @@ def test_verl_every_preset_is_compared():
 @given(batch=rows())
 def test_verl_preset(name: str, batch: Rows):
     proximal = compared_with_mu(name, batch)
-    correction = weighs_something(batch, preset(verl.file_of(name)), proximal)
+    correction = weighs_something(batch, preset(f"verl-{name}"), proximal)
     weights, mask, _ = verl.correction(batch, verl.preset(name), batch.pad(proximal))
     assert_same_weights(batch, correction, weights, mask)
 
@@ -175,7 +190,7 @@ def test_verl_any_settings(batch: Rows, chosen: dict):
 @few
 @given(batch=rows())
 def test_verl_preset_loss(name: str, batch: Rows):
-    mapping, chosen = preset(verl.file_of(name)), verl.preset(name)
+    mapping, chosen = preset(f"verl-{name}"), verl.preset(name)
     correction = weighs_something(batch, mapping, compared_with_mu(name, batch))
     theirs = verl.bypass_loss if chosen.bypass_mode else verl.decoupled_loss
     target, tokens = token_losses(batch, correction, mapping.get("objective", {}), DUAL_CLIP)
@@ -220,10 +235,9 @@ TRL_BOUNDS = [(3.0, None), (1.2, None), (2.0, 0.5)]
 @pytest.mark.parametrize("mode", trl.MODES)
 @given(batch=rows(dead=True), bounds=st.sampled_from(TRL_BOUNDS))
 def test_trl_modes(mode: str, batch: Rows, bounds: tuple):
-    mapping = trl.mapping_of(mode, *bounds)
-    keep_away(batch, mapping)
+    correction = clear_answer(batch, trl.mapping_of(mode, *bounds))
     ratio, _ = trl.correction(batch, mode, *bounds)
-    assert_same_weights(batch, ours(batch, mapping), ratio.expand_as(batch.mask), batch.mask)
+    assert_same_weights(batch, correction, ratio.expand_as(batch.mask), batch.mask)
 
 
 @st.composite
@@ -247,10 +261,9 @@ def test_trl_yaml_is_translated(batch: Rows, keys: dict):
         with pytest.raises(ConfigError, match="TRL refuses"):
             from_trl.translate(text)
         return
-    mapping = dict(from_trl.translate(text).mis)
-    keep_away(batch, mapping)
+    correction = clear_answer(batch, dict(from_trl.translate(text).mis))
     ratio, _ = trl.correction(batch, mode, upper, lower)
-    assert_same_weights(batch, ours(batch, mapping), ratio.expand_as(batch.mask), batch.mask)
+    assert_same_weights(batch, correction, ratio.expand_as(batch.mask), batch.mask)
 
 
 def test_trl_defaults_are_those_that_the_translator_takes_for_granted():
@@ -272,7 +285,7 @@ def test_trl_defaults_are_those_that_the_translator_takes_for_granted():
 @few
 @given(batch=rows())
 def test_trl_metrics(mode: str, batch: Rows):
-    mapping = preset(trl.file_of(mode))
+    mapping = preset(f"trl-{mode}")
     keep_away(batch, mapping)
     _, theirs = trl.correction(batch, mode)
     table = trl.metric_table(mode)
@@ -307,12 +320,10 @@ def mean_of_means(batch: Rows, tokens: Tensor) -> Tensor:
 @few
 @given(batch=rows(), delta=st.sampled_from([None, 0.01]))
 def test_trl_loss(mode: str, unbiased: bool, batch: Rows, delta: float | None):
-    mapping, beta = preset(trl.file_of(mode)), 0.1
-    keep_away(batch, mapping)
-    correction = ours(batch, mapping)
+    correction, beta = clear_answer(batch, preset(f"trl-{mode}")), 0.1
     if delta is not None:
         correction = restricted(correction, off_policy(batch, delta))
-    target, tokens = token_losses(batch, correction, {"surrogate": "clip"}, CLIP)
+    target, tokens = token_losses(batch, correction)
     reference = batch.proximal - 0.1
     tokens = tokens + beta * kl_tokens(batch, target, reference, unbiased)
     ratio, _ = trl.correction(batch, mode)
@@ -329,18 +340,16 @@ def restricted(correction: Correction, mask: Tensor) -> Correction:
 
 
 def kl_tokens(batch: Rows, target: Tensor, reference: Tensor, unbiased: bool) -> Tensor:
-    flat = lambda x: torch.cat([r[:n] for r, n in zip(x, batch.batch.response_lengths, strict=True)])  # noqa: E731
-    mask = batch.ragged.loss_mask
-    ratio = target_log_ratio(flat(target), flat(batch.proximal), mask)[0] if unbiased else None
-    return batch.padded(kl_term(flat(target), flat(reference), mask, "k3", ratio))
+    flat, mask = batch.flat(target), batch.ragged.loss_mask
+    ratio = target_log_ratio(flat, batch.flat(batch.proximal), mask)[0] if unbiased else None
+    return batch.padded(kl_term(flat, batch.flat(reference), mask, "k3", ratio))
 
 
 @few
 @given(batch=rows())
 def test_trl_cispo(batch: Rows):
-    mapping = preset("trl-token-truncate")
-    keep_away(batch, mapping)
-    target, tokens = token_losses(batch, ours(batch, mapping), {"surrogate": "cispo"}, Clip(1.0, 1.0))
+    correction = clear_answer(batch, preset("trl-token-truncate"))
+    target, tokens = token_losses(batch, correction, CISPO, Clip(1.0, 1.0))
     ratio, _ = trl.correction(batch, "token_truncate")
     theirs = lambda x: trl.loss(batch, x, ratio, loss_type="cispo", epsilon_high=2.0)  # noqa: E731
     assert_same_loss(batch, theirs, target, tokens / batch.mask.sum())
@@ -350,9 +359,7 @@ def test_trl_cispo(batch: Rows):
 @given(batch=rows())
 def test_trl_sequence_ratio(batch: Rows):
     """GSPO."""
-    mapping = preset("trl-token-truncate")
-    keep_away(batch, mapping)
-    target, tokens = token_losses(batch, ours(batch, mapping), {"surrogate": "clip", "ratio": "sequence"}, CLIP)
+    target, tokens = token_losses(batch, clear_answer(batch, preset("trl-token-truncate")), GSPO)
     ratio, _ = trl.correction(batch, "token_truncate")
     theirs = lambda x: trl.loss(batch, x, ratio, importance_sampling_level="sequence")  # noqa: E731
     assert_same_loss(batch, theirs, target, mean_of_means(batch, tokens))
@@ -364,9 +371,7 @@ def test_trl_sequence_ratio(batch: Rows):
 @pytest.mark.parametrize("mode", ms_swift.MODES)
 @given(batch=rows(dead=True), threshold=st.sampled_from([1.001, 1.2, 2.0]))
 def test_ms_swift_modes(mode: str, batch: Rows, threshold: float):
-    mapping = ms_swift.mapping_of(mode, threshold)
-    keep_away(batch, mapping)
-    correction = ours(batch, mapping)
+    correction = clear_answer(batch, ms_swift.mapping_of(mode, threshold))
     weights = ms_swift.weights(batch, mode, threshold)
     kept = batch.padded(correction.keep)  # theirs keeps the mask, and weighs a rejected sequence by 0
     assert_same_weights(batch, correction, weights, kept)
@@ -378,12 +383,10 @@ def test_ms_swift_modes(mode: str, batch: Rows, threshold: float):
 @given(batch=rows(), delta=st.sampled_from([None, 0.01]))
 def test_ms_swift_loss(mode: str, batch: Rows, delta: float | None):
     """Weight and off-policy mask hit the KL term too (`weigh_kl`)."""
-    mapping, beta = preset(ms_swift.file_of(mode)), 0.1
-    keep_away(batch, mapping)
-    correction = ours(batch, mapping)
+    correction, beta = clear_answer(batch, preset(f"ms-swift-{mode}")), 0.1
     kept = off_policy(batch, delta) if delta is not None else batch.ragged.loss_mask
     factor = batch.padded(torch.where(correction.keep & kept, correction.weights, 0))
-    target, tokens = token_losses(batch, restricted(correction, kept), {"surrogate": "clip"}, CLIP)
+    target, tokens = token_losses(batch, restricted(correction, kept))
     reference = batch.proximal - 0.1
     tokens = tokens + beta * factor * kl_tokens(batch, target, reference, unbiased=False)
     theirs = lambda x: ms_swift.loss(  # noqa: E731
@@ -396,7 +399,7 @@ def test_ms_swift_loss(mode: str, batch: Rows, delta: float | None):
 @few
 @given(batch=rows())
 def test_ms_swift_metrics(mode: str, batch: Rows):
-    mapping = preset(ms_swift.file_of(mode))
+    mapping = preset(f"ms-swift-{mode}")
     keep_away(batch, mapping)
     found, theirs = our_metrics(batch, mapping), ms_swift.mismatch_metrics(batch)
     assert set(theirs) == set(ms_swift.MISMATCH)
@@ -424,29 +427,33 @@ def areal_settings(draw: Callable) -> dict:
     return keys | {"lower": None if largest else draw(st.none() | lower), "upper": draw(upper)}
 
 
+@pytest.mark.parametrize(
+    ("name", "theirs"),
+    [
+        ("areal-rejection-sampling", lambda batch: areal.correction(batch, areal.settings())),
+        ("skyrl-chain", lambda batch: skyrl.correction(batch, skyrl.settings(**skyrl.CHAIN))),
+    ],
+)
 @given(batch=rows(dead=True))
-def test_areal_preset(batch: Rows):
-    """Its defaults, once rejection sampling is on at all."""
-    mapping = preset("areal-rejection-sampling")
-    keep_away(batch, mapping)
-    weights, mask, _ = areal.correction(batch, areal.settings())
-    assert_same_weights(batch, ours(batch, mapping), weights, mask)
+def test_areal_and_skyrl_presets(name: str, theirs: Callable, batch: Rows):
+    """AReaL's defaults, once rejection sampling is on at all, and SkyRL's chain of rules."""
+    correction = clear_answer(batch, preset(name))
+    weights, mask, _ = theirs(batch)
+    assert_same_weights(batch, correction, weights, mask)
 
 
 @given(batch=rows(dead=True), chosen=areal_settings(), packed=st.booleans())
 def test_areal_settings(batch: Rows, chosen: dict, packed: bool):
-    mapping = areal.mapping_of(areal.settings(**chosen))
-    keep_away(batch, mapping)
-    weights, mask, _ = areal.correction(batch, areal.settings(**chosen), packed)
-    assert_same_weights(batch, ours(batch, mapping), weights, mask)
+    config = areal.settings(**chosen)
+    correction = clear_answer(batch, areal.mapping_of(config))
+    weights, mask, _ = areal.correction(batch, config, packed)
+    assert_same_weights(batch, correction, weights, mask)
 
 
 @given(batch=rows(), chosen=areal_settings())
 def test_areal_loss(batch: Rows, chosen: dict):
     config = areal.settings(**chosen)
-    mapping = areal.mapping_of(config)
-    keep_away(batch, mapping)
-    target, tokens = token_losses(batch, ours(batch, mapping), {"surrogate": "clip"}, CLIP)
+    target, tokens = token_losses(batch, clear_answer(batch, areal.mapping_of(config)))
     assert_same_loss(batch, lambda x: areal.loss(batch, x, config)[0], target, tokens / batch.mask.sum())
 
 
@@ -455,8 +462,7 @@ def test_areal_loss(batch: Rows, chosen: dict):
 def test_areal_metrics(batch: Rows, chosen: dict):
     config = areal.settings(**chosen)
     mapping = areal.mapping_of(config)
-    keep_away(batch, mapping)
-    assume(bool(ours(batch, mapping).keep.any()))
+    assume(bool(clear_answer(batch, mapping).keep.any()))
     theirs, table = areal.metrics(batch, config), areal.metric_table(config)
     assert set(theirs) == set(table)
     assert_same_metrics(batch, our_metrics(batch, mapping), theirs, table)
@@ -498,10 +504,9 @@ def test_areal_yaml_is_translated(batch: Rows, block: dict, packed: bool):
         with pytest.raises(ConfigError, match=r"actor\.rejection_sampling"):
             from_areal.translate(text)
         return
-    mapping = {"weight": None, "reject": []} | dict(from_areal.translate(text).mis)
-    keep_away(batch, mapping)
+    correction = clear_answer(batch, {"weight": None, "reject": []} | dict(from_areal.translate(text).mis))
     weights, mask, _ = areal.correction(batch, config, packed)
-    assert_same_weights(batch, ours(batch, mapping), weights, mask)
+    assert_same_weights(batch, correction, weights, mask)
 
 
 @few
@@ -514,9 +519,8 @@ def test_areal_yaml_is_translated_into_the_loss(batch: Rows, block: dict):
         assume(False)
     assume(not areal_unserved(config))
     mapping = dict(from_areal.translate(yaml.safe_dump({"actor": {"rejection_sampling": block}})).mis)
-    keep_away(batch, mapping)
-    objective = {"surrogate": "clip"} | dict(mapping.get("objective") or {})
-    target, tokens = token_losses(batch, ours(batch, mapping), objective, CLIP)
+    objective = PPO | dict(mapping.get("objective") or {})
+    target, tokens = token_losses(batch, clear_answer(batch, mapping), objective)
     assert_same_loss(batch, lambda x: areal.loss(batch, x, config)[0], target, tokens / batch.mask.sum())
 
 
@@ -540,8 +544,7 @@ def test_openrlhf_presets(name: str, by_token: bool, batch: Rows, bounds: tuple[
         bounds = bounds and (0.0, bounds[0] / 10)
         openrlhf.within_clamp(batch)
     mapping = openrlhf.mapping_of(bounds, chosen) if bounds else preset(f"openrlhf-{name}")
-    keep_away(batch, mapping)
-    target, tokens = token_losses(batch, ours(batch, mapping), {"surrogate": "clip"}, CLIP)
+    target, tokens = token_losses(batch, clear_answer(batch, mapping))
     theirs = lambda x: openrlhf.loss(batch, x, bounds or openrlhf.bounds_of(chosen), by_token, **chosen)[0]  # noqa: E731
     parts = tokens / batch.mask.sum() if by_token else mean_of_means(batch, tokens)
     assert_same_loss(batch, theirs, target, parts)
@@ -577,28 +580,18 @@ def skyrl_settings(draw: Callable) -> dict:
     return keys
 
 
-@given(batch=rows(dead=True))
-def test_skyrl_preset(batch: Rows):
-    mapping = preset("skyrl-chain")
-    keep_away(batch, mapping)
-    weights, mask, _ = skyrl.correction(batch, skyrl.settings(**skyrl.CHAIN))
-    assert_same_weights(batch, ours(batch, mapping), weights, mask)
-
-
 @given(batch=rows(dead=True), chosen=skyrl_settings())
 def test_skyrl_settings(batch: Rows, chosen: dict):
-    mapping = skyrl.mapping_of(skyrl.settings(**chosen))
-    keep_away(batch, mapping)
-    weights, mask, _ = skyrl.correction(batch, skyrl.settings(**chosen))
-    assert_same_weights(batch, ours(batch, mapping), weights, mask)
+    config = skyrl.settings(**chosen)
+    correction = clear_answer(batch, skyrl.mapping_of(config))
+    weights, mask, _ = skyrl.correction(batch, config)
+    assert_same_weights(batch, correction, weights, mask)
 
 
 @given(batch=rows(), chosen=skyrl_settings())
 def test_skyrl_loss(batch: Rows, chosen: dict):
     config = skyrl.settings(**chosen)
-    mapping = skyrl.mapping_of(config)
-    keep_away(batch, mapping)
-    target, tokens = token_losses(batch, ours(batch, mapping), {"surrogate": "clip"}, CLIP)
+    target, tokens = token_losses(batch, clear_answer(batch, skyrl.mapping_of(config)))
     assert_same_loss(batch, lambda x: skyrl.loss(batch, x, config), target, tokens)
 
 
@@ -662,12 +655,7 @@ def logged_by_verl() -> set[str]:
     of_rules = VERL_OPTIONS | {
         "rollout_rs_threshold": ",".join("0.5_1.5" if x.endswith("k1") else "1.5" for x in OPTIONS)
     }
-    behavior = [[-1.0, -2.0, -0.5], [-0.2, -3.0]]
-    batch = Rows(
-        make_batch([([b + 0.3 for b in row], row, [1] * len(row)) for row in behavior]),
-        [torch.tensor(row) for row in behavior],
-        torch.ones(2, dtype=torch.float64),
-    )
+    batch = fixed_rows([[0.3] * 3, [0.3] * 2])
     settings = [
         {"rollout_is": level, "rollout_is_threshold": bound, "rollout_is_batch_normalize": normalize} | rules
         for level in (None, "token", "sequence")
@@ -708,7 +696,6 @@ def is_named(name: str, template: str) -> bool:
 # ----------------------------------------------------------------------- other objectives, on the same weights
 
 DUAL = 1.5
-GSPO, CISPO = {"surrogate": "clip", "ratio": "sequence"}, {"surrogate": "cispo"}
 
 
 @pytest.mark.parametrize(
@@ -721,7 +708,7 @@ def test_verl_other_losses(name: str, objective: dict, level: str, batch: Rows):
     """GSPO by weights of sequences; of tokens see `test_sequence_ratio_gradient_differs`."""
     weights = {"rollout_is": level, "rollout_is_threshold": 1.2}
     correction = weighs_something(batch, verl.mapping_of(weights), batch.batch.proximal)
-    target, tokens = token_losses(batch, correction, objective, CLIP)
+    target, tokens = token_losses(batch, correction, objective)
     theirs = lambda x: verl.surrogate_loss(batch, x, weights, name, "token-sum", DUAL_CLIP)  # noqa: E731
     assert_same_loss(batch, theirs, target, tokens)
 
@@ -749,7 +736,7 @@ def test_trl_dppo(kind: str, batch: Rows, cap: float | None):
     """Mask, loss and gradient. TRL compares with the rollout engine, and its loss is a mean over tokens."""
     clear_of_dppo(batch, batch.behavior, kind)
     objective, clip = {"surrogate": f"dppo_{kind}", "old": "behavior"}, replace(CLIP, dual=cap)
-    target, tokens = token_losses(batch, ours(batch, {"weight": None}), objective, clip)
+    target, tokens = plain_losses(batch, objective, clip)
     held = torch.where(batch.mask.bool(), trl.dppo_mask(batch, f"binary_{kind}", clip), 0)
     (gradient,) = torch.autograd.grad(tokens.sum(), target, retain_graph=True)
     assert torch.equal(gradient != 0, held.bool())
@@ -815,12 +802,8 @@ def test_skyrl_dppo(kind: str, batch: Rows):
     """SkyRL reports the ratio itself as the loss, whose gradient is that of the ratio as a constant factor."""
     clear_of_dppo(batch, batch.behavior, kind)
     objective = {"surrogate": f"dppo_{kind}", "old": "behavior"}
-    target, tokens = token_losses(batch, ours(batch, {"weight": None}), objective, Clip(0.2, 0.28, 1e9))
-    (mine,) = torch.autograd.grad(tokens.sum(), target)
-    their_target = batch.pad(batch.target).requires_grad_()
-    loss = skyrl.dppo_loss(batch, their_target, f"binary_{kind}", CLIP)
-    (theirs,) = torch.autograd.grad(loss, their_target)
-    assert_all_close(mine, theirs, batch.rtol, "gradient", atol=batch.rtol * 1e-12)
+    target, tokens = plain_losses(batch, objective, Clip(0.2, 0.28, 1e9))
+    assert_same_gradient(batch, lambda x: skyrl.dppo_loss(batch, x, f"binary_{kind}", CLIP), target, tokens)
 
 
 @pytest.mark.parametrize("kind", ["tv", "kl"])
@@ -839,12 +822,8 @@ def test_dppo_masks_the_tokens_that_verl_and_skyrl_mask(kind: str):
         ("behavior", lambda x: skyrl.dppo_loss(batch, x, f"binary_{kind}", narrow)),
     ):
         objective = {"surrogate": f"dppo_{kind}", "old": old}
-        target, tokens = token_losses(batch, ours(batch, {"weight": None}), objective, narrow)
-        (mine,) = torch.autograd.grad(tokens.sum(), target)
-        their_target = batch.pad(batch.target).requires_grad_()
-        (theirs,) = torch.autograd.grad(judge(their_target), their_target)
+        mine, theirs = assert_same_gradient(batch, judge, *plain_losses(batch, objective, narrow))
         assert (mine == 0).tolist() == (theirs == 0).tolist() == masked
-        assert_all_close(mine, theirs, batch.rtol, "gradient", atol=batch.rtol * 1e-12)
 
 
 TAUS = st.sampled_from([{"tau_pos": 1.0, "tau_neg": 1.05}, {"tau_pos": 0.5, "tau_neg": 3.0}])
@@ -855,7 +834,6 @@ TAUS = st.sampled_from([{"tau_pos": 1.0, "tau_neg": 1.05}, {"tau_pos": 0.5, "tau
 @given(batch=rows(), taus=TAUS)
 def test_sapo(level: str, batch: Rows, taus: dict):
     """TRL's and ms-swift's, of tokens and sequences, and AReaL's, which compares with the rollout engine."""
-    clean = ours(batch, {"weight": None})
     trls = {f"sapo_temperature_{name[4:]}": value for name, value in taus.items()}
     ratio: dict[str, Any] = {"importance_sampling_level": level}
     judges: list[tuple[str, Callable[[Tensor], Tensor]]] = [
@@ -865,7 +843,7 @@ def test_sapo(level: str, batch: Rows, taus: dict):
     ]
     for old, theirs in judges:
         objective = {"surrogate": "sapo", "old": old, "ratio": level} | taus
-        target, tokens = token_losses(batch, clean, objective, CLIP)
+        target, tokens = plain_losses(batch, objective)
         mean = mean_of_means(batch, tokens) if old == "proximal" else tokens / batch.mask.sum()
         assert_same_loss(batch, theirs, target, mean)
 
@@ -876,10 +854,10 @@ def test_verl_and_skyrl_sapo(batch: Rows, taus: dict):
     """verl's with the weights of its rollout correction."""
     weights = {"rollout_is": "token", "rollout_is_threshold": 1.2}
     correction = weighs_something(batch, verl.mapping_of(weights), batch.batch.proximal)
-    target, tokens = token_losses(batch, correction, {"surrogate": "sapo"} | taus, CLIP)
+    target, tokens = token_losses(batch, correction, {"surrogate": "sapo"} | taus)
     theirs = lambda x: verl.surrogate_loss(batch, x, weights, "sapo", "token-sum", DUAL_CLIP, **taus)  # noqa: E731
     assert_same_loss(batch, theirs, target, mean_of_means(batch, tokens))
-    target, tokens = token_losses(batch, ours(batch, {"weight": None}), {"surrogate": "sapo"} | taus, CLIP)
+    target, tokens = plain_losses(batch, {"surrogate": "sapo"} | taus)
     assert_same_loss(batch, lambda x: skyrl.sapo_loss(batch, x, **taus), target, tokens)
 
 
@@ -890,7 +868,7 @@ def test_trl_vespo(batch: Rows):
     uncapped, _ = trl.correction(batch, "token_truncate", 1e9)
     for old, ratio in (("proximal", None), ("behavior", uncapped)):
         objective = {"surrogate": "vespo", "old": old}
-        target, tokens = token_losses(batch, ours(batch, {"weight": None}), objective, CLIP)
+        target, tokens = plain_losses(batch, objective)
         theirs = lambda x, ratio=ratio: trl.loss(batch, x, ratio, loss_type="vespo")  # noqa: E731
         assert_same_loss(batch, theirs, target, tokens / batch.mask.sum())
 
@@ -899,7 +877,7 @@ def test_trl_vespo(batch: Rows):
 @given(batch=rows())
 def test_trl_and_verl_gmpo(batch: Rows):
     keep_off_the_clip(batch)
-    target, tokens = token_losses(batch, ours(batch, {"weight": None}), {"surrogate": "gmpo"}, CLIP)
+    target, tokens = plain_losses(batch, {"surrogate": "gmpo"})
     mean = mean_of_means(batch, tokens)
     assert_same_loss(batch, lambda x: trl.gmpo_loss(batch, x, CLIP), target, mean)
     theirs = lambda x: verl.surrogate_loss(batch, x, {}, "geo_mean", "token-mean", DUAL_CLIP)  # noqa: E731
@@ -933,11 +911,9 @@ def test_verl_token_baseline(batch: Rows, weigh: bool, seed: int):
     groups = [i % 2 for i in range(len(batch.mask))]
     weights = batch.log_ratio.exp() if weigh else None
     theirs = verl.token_advantages(batch, rewards, squares, groups, weights)
-    flat = lambda x: torch.cat([row[:n] for row, n in zip(x, batch.batch.response_lengths, strict=True)])  # noqa: E731
-    own = token_advantages(
-        flat(rewards), flat(batch.proximal), flat(squares), batch.ragged, torch.tensor(groups),
-        None if weights is None else flat(weights),
-    )  # fmt: skip
+    flat, numbered = batch.flat, torch.tensor(groups)
+    flat_weights = None if weights is None else flat(weights)
+    own = token_advantages(flat(rewards), flat(batch.proximal), flat(squares), batch.ragged, numbered, flat_weights)
     assert_all_close(batch.padded(own), theirs, 1e-9, "advantage", atol=1e-9)
 
 
@@ -976,7 +952,7 @@ def test_areal_m2po_comes_before_rejection(batch: Rows, level: str, action: str)
 @given(batch=rows())
 def test_dual_clip(batch: Rows):
     """AReaL's, OpenRLHF's and SkyRL's; verl's is part of its presets."""
-    target, tokens = token_losses(batch, ours(batch, {"weight": None}), {}, Clip(0.2, 0.28, DUAL))
+    target, tokens = plain_losses(batch, {}, Clip(0.2, 0.28, DUAL))
     mean = tokens / batch.mask.sum()
     assert_same_loss(batch, lambda x: areal.loss(batch, x, None, c_clip=DUAL)[0], target, mean)
     off: dict[str, Any] = {"is_correction_level": "off", "dual_clip": DUAL}
@@ -988,10 +964,10 @@ def test_dual_clip(batch: Rows):
 @given(batch=rows())
 def test_sequence_ratio(batch: Rows):
     """GSPO as AReaL and OpenRLHF have it, the latter with the behavior policy as old once it corrects."""
-    target, tokens = token_losses(batch, ours(batch, {"weight": None}), GSPO, CLIP)
+    target, tokens = plain_losses(batch, GSPO)
     level = {"importance_sampling_level": "sequence"}
     assert_same_loss(batch, lambda x: areal.loss(batch, x, None, **level)[0], target, tokens / batch.mask.sum())
-    target, tokens = token_losses(batch, ours(batch, {"weight": None}), GSPO | {"old": "behavior"}, CLIP)
+    target, tokens = plain_losses(batch, GSPO | {"old": "behavior"})
     gspo: dict[str, Any] = {"policy_loss_type": "gspo", "is_correction_level": "token"}
     theirs = lambda x: openrlhf.loss(batch, x, openrlhf.BOUNDS, **gspo)[0]  # noqa: E731
     assert_same_loss(batch, theirs, target, mean_of_means(batch, tokens))

@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from launch import run_ranks
+from launch import told as said_of
 from megatron.core import parallel_state as mpu
 from process_groups import destroy_process_groups
 from routing_host import Manager, Stage, engine_routes, fuse, module, own_route
@@ -37,6 +38,7 @@ from mis_plugins.routing.table import Flags, Gathered, Passed
 LAYERS = 4
 PROMPT, LENGTHS = 3, (21, 9, 30)
 SHARE = 0.2
+BY_ROUTE = {"weight": None, "reject": [{"statistic": "route", "upper": 0.5}]}
 OPERATORS = 53  # of one router in one micro-batch, beside the thousands of its layer
 Plant = Callable[[Tensor, list[Any]], None]
 Loss = Callable[[Namespace, list[list[int]]], None]
@@ -349,18 +351,11 @@ def test_a_planted_fault_is_named_and_stops_the_run(name: str, tmp_path: Path):
     said = [line for lines in on_ranks(where, work, tmp_path) for line in lines]
     for pattern in told:
         assert any(re.search(pattern, line) for line in said), (pattern, said)
-    stops = host_args(
-        sequence_parallel=cut, mis={"weight": None, "reject": [{"upper": 50}], "routing": {"on_fault": "raise"}}
-    )
-
-    def stop(rank: int) -> str:
-        with pytest.raises(MisError, match=r"mis\.routing\.on_fault: raise") as raised:
-            watched(stops, plant, fused=plant is None)
-        return str(raised.value)
-
-    (tmp_path / "again").mkdir()
-    raised = "; ".join(on_ranks(where, stop, tmp_path / "again"))
-    assert all(re.search(pattern, raised) for pattern in told), raised
+    raising = {"weight": None, "reject": [{"upper": 50}], "routing": {"on_fault": "raise"}}
+    stops = host_args(sequence_parallel=cut, mis=raising)
+    stopped = on_ranks(where, lambda _: said_of(lambda: watched(stops, plant, fused=plant is None)), tmp_path / "again")
+    assert all("mis.routing.on_fault: raise" in text for text in stopped), stopped
+    assert all(re.search(pattern, "; ".join(stopped)) for pattern in told), stopped
 
 
 def log_probs(batch: list[list[int]]) -> tuple[list[Tensor], list[Tensor]]:
@@ -455,14 +450,8 @@ def test_tokens_by_route_in_the_hook(name: str, down_weigh: float | None, tmp_pa
 
 def test_the_statistic_stops_where_a_layer_compared_nothing(tmp_path: Path):
     """Tokens of unknown routes would count as routed alike, and be kept."""
-    args = host_args(mis={"weight": None, "reject": [{"statistic": "route", "upper": 0.5}]})
-
-    def stop(rank: int) -> str:
-        with pytest.raises(MisError) as raised:
-            watched(args, drop)
-        return str(raised.value)
-
-    for said in on_ranks("pp 2", stop, tmp_path):  # a layer of each stage, in two micro-batches
+    stopped = on_ranks("pp 2", lambda _: said_of(lambda: watched(host_args(mis=BY_ROUTE), drop)), tmp_path)
+    for said in stopped:  # a layer of each stage, in two micro-batches
         assert "mis.reject: statistic: route: the log-prob pass lacks 4 comparisons" in said
 
 
@@ -475,14 +464,12 @@ IDLE = {
 @pytest.mark.parametrize("name", IDLE)
 def test_the_statistic_is_refused_where_no_router_compared(name: str, tmp_path: Path):
     """The hook says so; a critic, whose routers replay nothing, calls no such hook and trains on."""
-    args = host_args(mis={"weight": None, "reject": [{"statistic": "route", "upper": 0.5}]})
+    args = host_args(mis=BY_ROUTE)
 
     def stop(rank: int) -> str:
         with IDLE[name], patch.object(hooks, "current", lambda args: slime.HOST):
             watched(args)
-            with pytest.raises(InputError) as raised:
-                watched(args, loss=hooked([]))
-        return str(raised.value)
+            return said_of(lambda: watched(args, loss=hooked([])))
 
     (said,) = on_ranks("one rank", stop, tmp_path)
     assert "mis.reject: statistic: route needs" in said and "none of these micro-batches was watched" in said
@@ -490,8 +477,7 @@ def test_the_statistic_is_refused_where_no_router_compared(name: str, tmp_path: 
 
 def test_own_experts_leave_the_recorded_ones_unused(tmp_path: Path):
     """`routing.experts: trainer` compares, and the router uses what its gates pick."""
-    asked = {"weight": None, "reject": [{"statistic": "route", "upper": 0.5}], "routing": {"experts": "trainer"}}
-    args = host_args(mis=asked)
+    args = host_args(mis=BY_ROUTE | {"routing": {"experts": "trainer"}})
 
     def work(rank: int) -> Any:
         used: list[Tensor] = []
@@ -518,7 +504,7 @@ def test_own_experts_leave_the_recorded_ones_unused(tmp_path: Path):
     ],
 )  # fmt: skip
 def test_the_statistic_is_refused_where_no_pass_was_watched(host: Host, error: type[MisError], told: str):
-    args = host_args(mis={"weight": None, "reject": [{"statistic": "route", "upper": 0.5}]})
+    args = host_args(mis=BY_ROUTE)
     with patch.object(hooks, "current", lambda args: host), pytest.raises(error, match=told):
         mis.compute_mis_weights(
             args, train_log_probs=[torch.zeros(2)], rollout_log_probs=[torch.zeros(2)], loss_masks=[torch.ones(2)]
@@ -528,7 +514,7 @@ def test_the_statistic_is_refused_where_no_pass_was_watched(host: Host, error: t
 def test_the_mean_of_a_rollout_is_refused_beside_the_statistic():
     weight = {"normalize": {"scope": "rollout"}}
     with pytest.raises(ConfigError, match=r"mis\.weight\.normalize\.scope: rollout is computed before the routes"):
-        from_mapping({"weight": weight, "reject": [{"statistic": "route", "upper": 0.5}]})
+        from_mapping(BY_ROUTE | {"weight": weight})
 
 
 def begun(rows: int) -> Passed:

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from types import SimpleNamespace
 
 import oracle
@@ -64,6 +65,8 @@ def assert_matches_oracle(
     """Masks exactly, weights and (under `metrics: full`) every metric that the oracle knows to float32 rounding.
 
     Args:
+        full: whether there are metrics to compare.
+        per_token: whether the host averages over tokens.
         counted: the samples of the whole step, over all ranks, where a rollout-data hook has counted them.
     """
     samples = batch.samples
@@ -77,22 +80,6 @@ def assert_matches_oracle(
         assert_metrics_match(outcome.metrics, batch, expected, per_token, counted)
 
 
-def assert_batch_metrics_match(
-    outcome: Outcome,
-    batch: Batch,
-    config: dict,
-    expected: oracle.Corrected,
-    per_token: bool = False,
-    counted: Sequence[oracle.Sample] | None = None,
-) -> None:
-    """Those with one number a micro-batch: at worst (sum w)^2 / sum w^2, four weights' relative errors."""
-    rtol = 4 * normalized_rtol(max(spread(s) for s in batch.samples))
-    for name, value in oracle.batch_metrics(batch.samples, config, expected).items():
-        value *= oracle.host_scale(name, counted or batch.samples, per_token)
-        for found in torch.cat(outcome.metrics[f"mis_{name}"]).unique().tolist():
-            assert_close(found, value, rtol, 0.0, name)
-
-
 def assert_metrics_match(
     metrics: dict[str, list[Tensor]],
     batch: Batch,
@@ -100,9 +87,20 @@ def assert_metrics_match(
     per_token: bool = False,
     counted: Sequence[oracle.Sample] | None = None,
 ) -> None:
+    """Metrics of tokens and of sequences, and with a correction those of micro-batches.
+
+    The latter are at worst (sum w)^2 / sum w^2: four weights' relative errors.
+    """
+    scale_of = partial(oracle.host_scale, batch=counted or batch.samples, per_token=per_token)
+    config, rtol = expected.config, 4 * normalized_rtol(max(spread(s) for s in batch.samples))
+    corrects = config.get("weight") or config.get("reject") or config.get("m2_threshold") is not None
+    of_batch = oracle.batch_metrics(batch.samples, config, expected) if corrects else {}
+    for name, value in of_batch.items():
+        for found in torch.cat(metrics[f"mis_{name}"]).unique().tolist():
+            assert_close(found, value * scale_of(name), rtol, 0.0, name)
     for name, rows in expected.metrics.items():
         assert f"mis_{name}" in metrics, name
-        scale = oracle.host_scale(name, counted or batch.samples, per_token)
+        scale = scale_of(name)
         for i, sample in enumerate(batch.samples):
             largest = max(
                 [abs(x) for t in sample.usable for x in (sample.proximal[t], sample.behavior[t])], default=0.0

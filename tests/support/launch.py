@@ -21,8 +21,10 @@ def run_ranks(
     """`work(rank)` on every rank of a Megatron grid with context parallelism `cp`; their results, in rank order.
 
     Args:
+        folder: of the results, made where there is none.
         sizes: of other groups, by the names of `initialize_model_parallel`.
     """
+    folder.mkdir(exist_ok=True)
     context = start_processes(
         _rank, args=(world, cp, work, folder, megatron, sizes), nprocs=world, start_method="fork", join=False
     )

@@ -10,6 +10,7 @@ from typing import Any
 from mis_plugins.config.file import keys_of
 from mis_plugins.hosts.arguments import flags, kinds, recorded
 
+UNRELEASED = {"sglang": {"--sglang-true-on-policy-contract"}}  # of the SGLang that Miles builds for itself
 HOOK = "mis_plugins.mis.compute_mis_weights_with_cp"
 THEIRS = "examples.train_infer_mismatch_helper.mis.compute_mis_weights_with_cp"
 FLAT = 'use_tis: true\ntis_level: "token"\ntis_mode: "truncate"\ntis_upper_bound: 2.0\n'
@@ -92,6 +93,11 @@ def run(main):
     given = {word[2:].replace("-", "_"): True for word in sys.argv[1:]}
     main(kind(**given))
 """
+
+
+def accepted(*parsers: str) -> set[str]:
+    """Which flags these parsers of a host accept: what a launch script may pass."""
+    return {flag for parser in parsers for flag in flags(parser) | UNRELEASED.get(parser, set())}
 
 
 def shell(grpo: str = "", custom: str = "") -> str:

@@ -84,6 +84,7 @@ class Corrected:
     metrics: Metrics
     margin: float  # distance, in the statistic's own units, from the nearest decision to its bound
     scale: list[float]  # original over kept number of tokens; 1 with the original denominator
+    config: dict
 
 
 def correct(batch: Sequence[Sample], config: dict, others: Iterable[Sequence[Sample]] = ()) -> Corrected:
@@ -97,7 +98,7 @@ def correct(batch: Sequence[Sample], config: dict, others: Iterable[Sequence[Sam
     weights = [[w / factor for w in tokens] for tokens in bounded]
     metrics = all_metrics(batch, config, after_bound, weights, keep, factor)
     scale = [1.0 if own.restored else denominator_scale(s, k, config) for s, k in zip(batch, keep, strict=True)]
-    return Corrected(weights, bounded, keep, factor, metrics, decision_margin(batch, config), scale)
+    return Corrected(weights, bounded, keep, factor, metrics, decision_margin(batch, config), scale, config)
 
 
 @dataclass(frozen=True)

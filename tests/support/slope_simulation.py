@@ -92,10 +92,15 @@ def sums(proximal: Tensor, behavior: Tensor) -> dict[str, float]:
     return {name: float(column.sum()) for name, column in columns.items()}
 
 
-def found_in(kind: Kind, error: Error, tokens: int = 20000, seed: int = 0) -> Relation:
-    found = relation(sums(*simulate(kind, error, tokens, seed)))
+def related(proximal: Tensor, behavior: Tensor) -> Relation:
+    """The relation of log-probs of which there is one."""
+    found = relation(sums(proximal, behavior))
     assert found is not None
     return found
+
+
+def found_in(kind: Kind, error: Error, tokens: int = 20000, seed: int = 0) -> Relation:
+    return related(*simulate(kind, error, tokens, seed))
 
 
 def verdict(found: Relation) -> str:

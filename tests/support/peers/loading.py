@@ -152,6 +152,13 @@ def of_earlier_release(peer: Peer) -> Iterator[None]:
         sys.modules.update(hidden)
 
 
+def bare(kind: Any, **fields: Any) -> Any:
+    """An instance of a peer's class that was never initialized, with what the methods read."""
+    made = object.__new__(kind)
+    vars(made).update(fields)
+    return made
+
+
 @functools.cache
 def load(peer: Peer) -> ModuleType:
     """The module, imported once. With CI=true it must import; elsewhere what needs it is skipped, with the reason.

@@ -9,7 +9,8 @@ import yaml
 from torch import Tensor
 
 from mis_plugins.explain.translate.ms_swift import translate
-from peers.loading import Peer, load
+from peers import verl
+from peers.loading import Peer, bare, load
 from peers.rows import Metric, Rows
 
 ELSEWHERE = ("dataset", "rewards", "rl_core", "sequence_parallel", "template",
@@ -30,15 +31,13 @@ def method(name: str) -> Any:
 
 def bare_trainer(**settings: Any) -> Any:
     """An instance that was never initialized, with what the methods read."""
-    trainer = object.__new__(load(TRAINER).GRPOTrainer)
-    same = lambda x: x  # noqa: E731
-    vars(trainer).update(
+    state = dict(
         rollout_importance_sampling_mode=None,
         rollout_importance_sampling_threshold=2.0,
         disable_rollout_importance_sampling=False,
         log_rollout_offpolicy_metrics=False,
         off_policy_sequence_mask_delta=None,
-        accelerator=SimpleNamespace(gather_for_metrics=same, num_processes=1),
+        accelerator=SimpleNamespace(gather_for_metrics=lambda x: x, num_processes=1),
         model=SimpleNamespace(training=True),
         _metrics={"train": defaultdict(list)},
         args=SimpleNamespace(delta=None),
@@ -54,8 +53,7 @@ def bare_trainer(**settings: Any) -> Any:
         sdar_loss_coef=0.0,
         chord_sft_iterator=None,
     )
-    vars(trainer).update(settings)
-    return trainer
+    return bare(load(TRAINER).GRPOTrainer, **state | settings)
 
 
 def weights(batch: Rows, mode: str, threshold: float) -> Tensor:
@@ -96,24 +94,13 @@ def loss(batch: Rows, target: Tensor, reference: Tensor | None = None, **setting
 
 
 # Their names, without `rollout_correction/`, and ours.
-MISMATCH: dict[str, Metric] = {
-    "training_ppl": "train_ppl", "training_log_ppl": "train_log_ppl", "rollout_ppl": "rollout_ppl",
-    "rollout_log_ppl": "rollout_log_ppl", "kl": "kl_k1", "k3_kl": "kl_k3", "log_ppl_diff": "log_ppl_diff",
-    "log_ppl_abs_diff": "log_ppl_abs_diff", "log_ppl_diff_max": "log_ppl_diff_max",
-    "log_ppl_diff_min": "log_ppl_diff_min", "ppl_ratio": "ppl_ratio", "chi2_token": "chi2_token",
-    "chi2_seq": "chi2_geometric",
-}  # fmt: skip
+MISMATCH: dict[str, Metric] = verl.MISMATCH | {"chi2_seq": "chi2_geometric"}
 
 
 def weight_table(mode: str) -> dict[str, Metric]:
     """The sequences that `sequence_mask` counts are rejected by a rule of ours, and not by the weight's bound."""
     clipped = "rule_1_unit_high_fraction" if mode == "sequence_mask" else "weight_high_fraction"
     return {"is_weight_mean": "applied_valid_mean", "ess": "ess_lifted", "clipped_frac": clipped}
-
-
-def file_of(mode: str) -> str:
-    """Our preset of the mode's defaults."""
-    return f"ms-swift-{mode.replace('_', '-')}"
 
 
 def mapping_of(mode: str, threshold: float) -> dict:

@@ -8,7 +8,7 @@ import functools
 import math
 import random
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import oracle
 import torch
@@ -77,10 +77,13 @@ class Rows:
         """One of our `[R]` answers."""
         return self.pad(list(flat.split(self.batch.response_lengths)))
 
+    def flat(self, padded: Tensor) -> Tensor:
+        """One of their `[N, L]` as `[R]`."""
+        return torch.cat([row[:n] for row, n in zip(padded, self.batch.response_lengths, strict=True)])
+
     def packed(self, padded: Tensor) -> Tensor:
         """One of their `[N, L]` as `[R]` in float32."""
-        lengths = self.batch.response_lengths
-        return torch.cat([row[:n] for row, n in zip(padded, lengths, strict=True)]).float()
+        return self.flat(padded).float()
 
     @property
     def rtol(self) -> float:
@@ -127,10 +130,16 @@ def ours(batch: Rows, mapping: dict, stand_for_proximal: list[Tensor] | None = N
     return correct(flat(proximal), flat(batch.batch.behavior), batch.ragged, from_mapping(mapping))
 
 
+def clear_answer(batch: Rows, mapping: dict, stand_for_proximal: list[Tensor] | None = None) -> Correction:
+    """Our answer to a batch of which rounding could take no decision either way; others are skipped."""
+    keep_away(batch, mapping, stand_for_proximal)
+    return ours(batch, mapping, stand_for_proximal)
+
+
 @functools.cache
 def preset(name: str) -> dict:
-    """What stands under `mis:` in one of our files."""
-    return yaml.safe_load(preset_path(name).read_text())["mis"]
+    """What stands under `mis:` in one of our files, whose names have dashes where a peer's have underscores."""
+    return yaml.safe_load(preset_path(name.replace("_", "-")).read_text())["mis"]
 
 
 def our_metrics(batch: Rows, mapping: dict) -> dict[str, float]:
@@ -142,9 +151,7 @@ def our_metrics(batch: Rows, mapping: dict) -> dict[str, float]:
 def keep_away(batch: Rows, mapping: dict, proximal: list[Tensor] | None = None) -> None:
     """Skip a batch of which rounding could take a decision either way."""
     weight = mapping.get("weight")
-    compared = batch.batch if proximal is None else Batch(
-        proximal, batch.batch.behavior, batch.batch.loss_masks, batch.batch.prompts
-    )  # fmt: skip
+    compared = batch.batch if proximal is None else replace(batch.batch, proximal=proximal)
     known = {"weight": weight and {"bound": "truncate", "level": "token"} | weight, "reject": mapping.get("reject", [])}
     assume(oracle.decision_margin(compared.samples, known) > DECISION)
 
@@ -211,7 +218,6 @@ def surrogate_loss(
 ) -> Tensor:
     """Our corrected loss of every token, `[N, L]`, with gradient to `target` `[N, L]`, in float64."""
     factor = torch.where(correction.keep, correction.weights, 0)
-    config = ObjectiveConfig(**objective)
-    flat = lambda x: torch.cat([r[:n] for r, n in zip(x, batch.batch.response_lengths, strict=True)])  # noqa: E731
+    config, flat = ObjectiveConfig(**objective), batch.flat
     term = policy_term(flat(target), flat(old), flat(batch.token_advantages), factor, batch.ragged, config, clip)
     return batch.padded(term.loss)

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from mis_plugins.loss.objective import DPPO_CAP, Clip
-from peers.loading import Peer, load
+from peers.loading import Peer, bare, load
 from peers.rows import Rows
 
 ABSENT = ("pandas", "datasets", "pyarrow", "psutil")
@@ -69,9 +69,8 @@ def correction(
 
 def bare_trainer(kind: Any = None, **settings: Any) -> Any:
     """An instance that was never initialized, with what the methods read; of `kind`, or the GRPO trainer."""
-    trainer = object.__new__(kind or trainer_class())
     same = lambda x, **_: x  # noqa: E731
-    vars(trainer).update(
+    state = dict(
         use_vllm=True,
         vllm_importance_sampling_correction=True,
         accelerator=SimpleNamespace(gather=same, reduce=same, num_processes=1, sync_gradients=True),
@@ -89,8 +88,7 @@ def bare_trainer(kind: Any = None, **settings: Any) -> Any:
         aux_loss_enabled=False,
         _entropy_bonus_enabled=False,
     )
-    vars(trainer).update(settings)
-    return trainer
+    return bare(kind or trainer_class(), **state | settings)
 
 
 def soft_defaults() -> dict[str, float]:
@@ -177,11 +175,6 @@ def metric_table(mode: str) -> dict[str, str]:
     of = "sequence_weight" if mode.startswith("sequence") else "weight"
     table = {f"sampling/importance_sampling_ratio/{x}": f"{of}_{x}" for x in ("min", "mean", "max")}
     return table | {f"sampling/sampling_logp_difference/{x}": f"log_prob_diff_abs_{x}" for x in ("mean", "max")}
-
-
-def file_of(mode: str) -> str:
-    """Our preset of the mode's defaults."""
-    return f"trl-{mode.replace('_', '-')}"
 
 
 def mapping_of(mode: str, upper: float | None = 3.0, lower: float | None = None) -> dict:

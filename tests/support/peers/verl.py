@@ -5,13 +5,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import documented
 import numpy as np
 import yaml
 from torch import Tensor
 
 from mis_plugins.explain.translate.verl import translate
 from mis_plugins.loss.objective import Clip
-from peers.loading import Peer, load
+from peers.loading import Peer, bare, load
 from peers.rows import Metric, Rows
 
 ABSENT = ("ray", "omegaconf", "codetiming", "orjson")
@@ -25,15 +26,7 @@ PEERS = {
         "protocol": "verl.protocol",
     }.items()
 }
-
-
-BYPASS = ("bypass_ppo_clip", "bypass_ppo_clip_geo_rs", "bypass_ppo_clip_k3_rs", "bypass_pg_is",
-          "bypass_pg_token_icepop", "bypass_pg_geo_rs", "bypass_pg_geo_rs_seq_tis",
-          "bypass_pg_geo_rs_token_tis")  # fmt: skip
-DECOUPLED = ("decoupled_token_is", "decoupled_seq_is", "decoupled_token_icepop", "decoupled_seq_is_rs",
-             "decoupled_geo_rs", "decoupled_geo_rs_seq_tis", "decoupled_geo_rs_token_tis", "decoupled_k3_rs",
-             "decoupled_k3_rs_seq_tis", "decoupled_k3_rs_token_tis", "disabled")  # fmt: skip
-PRESETS = DECOUPLED + BYPASS
+PRESETS = tuple(documented.VERL)
 
 
 class Settings(dict):
@@ -58,11 +51,6 @@ def preset_names() -> list[str]:
     return [name for name, value in vars(rollout_config()).items() if isinstance(value, classmethod)]
 
 
-def file_of(name: str) -> str:
-    """Our preset of the same name."""
-    return f"verl-{name.replace('_', '-')}"
-
-
 def preset(name: str) -> Any:
     return getattr(rollout_config(), name)()
 
@@ -72,7 +60,7 @@ def rollout_config() -> type:
 
 
 # Their names, without `rollout_corr/` and `rollout_corr/rollout_is_`, and ours.
-MISMATCH = {
+MISMATCH: dict[str, Metric] = {
     "training_ppl": "train_ppl", "training_log_ppl": "train_log_ppl", "rollout_ppl": "rollout_ppl",
     "rollout_log_ppl": "rollout_log_ppl", "kl": "kl_k1", "k3_kl": "kl_k3", "log_ppl_diff": "log_ppl_diff",
     "log_ppl_abs_diff": "log_ppl_abs_diff", "log_ppl_diff_max": "log_ppl_diff_max",
@@ -152,8 +140,8 @@ def surrogate_loss(
     """Another of its policy losses (gspo, dppo, sapo, geo_mean, ...) on the same weights, by an actor's own config."""
     weights, mask, _ = correction(batch, settings)
     losses = load(PEERS["losses"])
-    config = object.__new__(losses.ActorConfig)
-    vars(config).update(
+    config = bare(
+        losses.ActorConfig,
         clip_ratio=clip.low,
         clip_ratio_low=clip.low,
         clip_ratio_high=clip.high,
@@ -194,7 +182,7 @@ def debug_metrics(batch: Rows) -> dict[str, float]:
 
 def metric_table(settings: Any) -> dict[str, Metric]:
     """Their name of every metric of these settings, and ours; a rule of ours has its place in the list for a name."""
-    table: dict[str, Metric] = dict(MISMATCH)
+    table = dict(MISMATCH)
     if settings.get("rollout_is"):
         weight = SEQUENCE_WEIGHT if settings.get("rollout_is") == "sequence" else WEIGHT
         table |= {f"rollout_is_{name}": value for name, value in weight.items()}
