@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from lab.host_modules import Host
-from lab.parity.cases import Batch, Case
-from lab.parity.nucleus import cut
+from lab.parity.cases import Batch, Case, cut
 
 OURS = "mis_plugins.mis.compute_mis_weights_with_cp"
 OUR_LOSS = "mis_plugins.mis.policy_loss"
