@@ -37,10 +37,10 @@ class Trainer:
         self, args: Namespace, config: ModelConfig, state: ParallelState, weights: Mapping[str, Tensor], lr: float
     ) -> None:
         self.args, self.state = args, state
-        self.naming = Naming(config, state.tp)
         model = build_model(config, state, args)
         self.replay = Replay(model)
         self.parameters = dict(model.named_parameters())
+        self.naming = Naming(config, state.tp, tuple(self.parameters))
         self.load_weights(weights)
         self.ddp = DistributedDataParallel(model.config, DistributedDataParallelConfig(grad_reduce_in_fp32=True), model)
         self.optimizer = torch.optim.AdamW(
