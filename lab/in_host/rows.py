@@ -165,6 +165,7 @@ COMPARED = (*COMPARED_ON_FSDP,
             "--custom-megatron-before-train-step-hook-path", "true_on_policy.hosts.report_step")  # fmt: skip
 PINNED = (*COMPARED, "--custom-megatron-init-path", "lab.in_host.cpu_trainer.miles_init")
 PROVEN = ("--custom-megatron-init-path", "true_on_policy.hosts.prove_weights")
+CHECKED = ("--custom-rm-path", "lab.in_host.reward.check_weights", *PROVEN)
 WHERE = "where they differ, the engine holds "
 EVERY = rf"^(\d+) of \1 tensors differ, .*; {WHERE}"
 REFERENCE = ("--use-kl-loss", "--kl-loss-coef", "0", "--kl-loss-type", "low_var_kl")
@@ -279,7 +280,7 @@ ROWS: tuple[Row, ...] = (
     Row("miles-retracted", "miles", sizes=Sizes(response=96), flags=(
         *CARRIED, "--sglang-max-total-tokens", "640", "--sglang-schedule-conservativeness", "0.01"),
         log_holds=("the engine retracted the requests of", "mis_step/retracted_fraction")),
-    *_both("weights", "proven.yaml", flags=("--custom-rm-path", "lab.in_host.reward.check_weights", *PROVEN), log_holds=(
+    *_both("weights", "proven.yaml", flags=CHECKED, log_holds=(
         "weights of rollout 1, saved 0 updates earlier: exit 0: ",
         "weights of rollout 2, saved 0 updates earlier: exit 0: ",
         "weights of rollout 2, saved 1 updates earlier: exit 1: ",
