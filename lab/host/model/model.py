@@ -147,9 +147,10 @@ class Naming:
         """Where each number of each rank's parameters stands among all numbers of a checkpoint."""
         shapes = self.config.shapes()
         sizes = [math.prod(shape) for shape in shapes.values()]
-        numbered = torch.arange(sum(sizes)).split(sizes)
+        numbered = torch.arange(sum(sizes), dtype=torch.float64).split(sizes)  # as weights, which a shard cuts
         whole = {name: one.view(shape) for (name, shape), one in zip(shapes.items(), numbered, strict=True)}
-        return [self._held_by(rank, whole) for rank in range(self.tp.size)]
+        held = (self._held_by(rank, whole) for rank in range(self.tp.size))
+        return [{name: places.long() for name, places in one.items()} for one in held]
 
     def _held_by(self, rank: int, whole: Mapping[str, Tensor]) -> dict[str, Tensor]:
         shard = Shard(rank, self.tp.size, self.config.num_kv_heads)
