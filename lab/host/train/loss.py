@@ -16,8 +16,7 @@ from torch import Tensor
 
 from lab.host.cli.loading import load_function
 from lab.host.train.batch import Layout
-from lab.host.train.kept_set import IDS, OFFSETS, KeptSets
-from lab.host.train.log_probs import response_log_probs
+from lab.host.train.log_probs import IDS, OFFSETS, KeptSets, response_log_probs
 from lab.host.train.parallel import ParallelState
 from mis_plugins.config.terms.divergence import k3
 

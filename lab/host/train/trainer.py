@@ -20,8 +20,7 @@ from lab.host.model.decoder import ModelConfig
 from lab.host.model.model import Naming, build_model, packed_logits
 from lab.host.model.replay import ROUTES, Replay
 from lab.host.train.batch import Layout, pack
-from lab.host.train.kept_set import IDS, OFFSETS, KeptSets, kept_sets
-from lab.host.train.log_probs import response_log_probs
+from lab.host.train.log_probs import IDS, OFFSETS, KeptSets, kept_sets, response_log_probs
 from lab.host.train.loss import LossFunction, Metrics, MicroBatch, masked
 from lab.host.train.parallel import ParallelState
 from mis_plugins.hosts.host import HEAD_IDS, HEAD_LOG_PROBS
