@@ -39,7 +39,7 @@ import warnings
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from pkgutil import resolve_name
+from pkgutil import resolve_name as load
 from statistics import median
 from types import SimpleNamespace
 from typing import Any
@@ -163,7 +163,7 @@ def sequence_by_sequence(
     losses, masks, metrics = [], [], []
     for number, part in enumerate(pg_loss.split([len(x) for x in given["train_log_probs"]])):
         one = {name: values[number : number + 1] for name, values in given.items()}
-        loss, mask, named = resolve_name(OURS)(args, pg_loss=part, **one)
+        loss, mask, named = load(OURS)(args, pg_loss=part, **one)
         float(loss.detach().sum())
         losses.append(loss)
         masks += mask
@@ -174,16 +174,13 @@ def sequence_by_sequence(
 def of_hooks(kwargs: dict[str, Any], with_miles: bool) -> dict[str, Call]:
     """Our hook by what it hands back, and Miles's where it can be imported."""
     ours = {name: hook_args(name, TOKEN_TIS) for name in ("none", "full", "watch")}
-    calls = {f"ours, {name}": called(resolve_name(OURS), args, kwargs) for name, args in ours.items()}
-    calls |= {f"ours, {name} + host": averaged(resolve_name(OURS), ours[name], kwargs) for name in ("full", "watch")}
-    calls["ours, mis.yaml"] = called(resolve_name(OURS), hook_args("full"), kwargs)
+    calls = {f"ours, {name}": called(load(OURS), args, kwargs) for name, args in ours.items()}
+    calls |= {f"ours, {name} + host": averaged(load(OURS), ours[name], kwargs) for name in ("full", "watch")}
+    calls["ours, mis.yaml"] = called(load(OURS), hook_args("full"), kwargs)
     if with_miles:
         theirs = hook_args(None, TOKEN_TIS)
-        calls |= {
-            "mis.py": called(resolve_name(MILES), theirs, kwargs),
-            "mis.py + host": averaged(resolve_name(MILES), theirs, kwargs),
-        }
-        calls["mis.py, mis.yaml"] = called(resolve_name(MILES), hook_args(None), kwargs)
+        calls |= {"mis.py": called(load(MILES), theirs, kwargs), "mis.py + host": averaged(load(MILES), theirs, kwargs)}
+        calls["mis.py, mis.yaml"] = called(load(MILES), hook_args(None), kwargs)
     return calls
 
 
