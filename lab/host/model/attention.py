@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
 from lab.host.train.batch import Layout
+from true_on_policy.trainers.attention import of_all_ranks
 
 
 @dataclass
@@ -37,23 +37,6 @@ class PackedLayout(PackedSeqParams):
             max_seqlen_kv=layout.max_seqlen,
             layout=layout,
         )
-
-
-class GatherOverContext(torch.autograd.Function):
-    """`[S, ...] -> [cp * S, ...]`, rank after rank; the gradient is summed over the ranks and cut again."""
-
-    @staticmethod
-    def forward(ctx: Any, local: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        parts = [torch.empty_like(local) for _ in range(dist.get_world_size(group))]
-        dist.all_gather(parts, local.contiguous(), group=group)
-        return torch.cat(parts)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        total = gradients[0].contiguous()
-        dist.all_reduce(total, group=ctx.group)
-        return total.chunk(dist.get_world_size(ctx.group))[dist.get_rank(ctx.group)], None
 
 
 class PackedAttention(torch.nn.Module):
@@ -76,9 +59,7 @@ class PackedAttention(torch.nn.Module):
     ) -> Tensor:
         layout = packed_seq_params.layout
         assert layout is not None
-        key_value = torch.stack([key, value], dim=1)
-        if self.context_group.size() > 1:
-            key_value = GatherOverContext.apply(key_value, self.context_group)
+        key_value = of_all_ranks(torch.stack([key, value], dim=1), self.context_group).flatten(0, 1)
         shared = query.shape[1] // key.shape[1]
         keys, values = key_value[layout.key_slots].repeat_interleave(shared, dim=3).permute(2, 0, 3, 1, 4)
         queries = query[layout.query_slots].transpose(1, 2)

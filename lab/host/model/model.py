@@ -9,7 +9,6 @@ dictionary.
 from __future__ import annotations
 
 import math
-import os
 from argparse import Namespace
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -36,12 +35,8 @@ INIT_STD = 0.02
 
 
 def cpu_shims() -> None:
-    """Let Megatron's RoPE run on CPU: on first use it moves a table to `torch.cuda.current_device()`.
-
-    The environment variable only silences Megatron's advice for GPUs.
-    """
+    """Let Megatron's RoPE run on CPU: on first use it moves a table to `torch.cuda.current_device()`."""
     torch.cuda.current_device = lambda: torch.device("cpu")  # type: ignore[assignment]
-    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
 
 
 def build_model(config: ModelConfig, state: ParallelState, args: Namespace) -> GPTModel:
