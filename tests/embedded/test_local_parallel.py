@@ -239,7 +239,7 @@ def test_packed_attention_is_causal_attention_within_each_sequence(tmp_path: Pat
     def main() -> None:
         from megatron.core.process_groups_config import ProcessGroupCollection
 
-        from lab.host.model.attention import PackedAttention, PackedLayout
+        from lab.host.model.model import PackedAttention, PackedLayout
 
         parallel.initialize(1, 2)
         rank = mpu.get_context_parallel_rank()

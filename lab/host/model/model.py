@@ -17,17 +17,19 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from lab.host.model.attention import PackedAttention, PackedLayout
 from lab.host.model.decoder import ModelConfig
 from lab.host.train.batch import Layout
 from lab.host.train.parallel import GroupInfo, ParallelState
 from true_on_policy.trainers import experts
+from true_on_policy.trainers.attention import of_all_ranks
 from true_on_policy.trainers.megatron import DECODER
 from true_on_policy.trainers.shards import Shard
 
@@ -178,3 +180,55 @@ def _of_all_ranks(local: Tensor, group: GroupInfo) -> list[Tensor]:
     parts = [torch.empty_like(local) for _ in range(group.size)]
     dist.all_gather(parts, local.contiguous(), group=group.group)
     return parts
+
+
+@dataclass
+class PackedLayout(PackedSeqParams):
+    """Megatron's description of a pack, which carries our index maps to the attention."""
+
+    layout: Layout | None = None
+
+    @classmethod
+    def of(cls, layout: Layout) -> PackedLayout:
+        return cls(
+            qkv_format="thd",
+            cu_seqlens_q=layout.cu_seqlens,
+            cu_seqlens_kv=layout.cu_seqlens,
+            max_seqlen_q=layout.max_seqlen,
+            max_seqlen_kv=layout.max_seqlen,
+            layout=layout,
+        )
+
+
+class PackedAttention(torch.nn.Module):
+    """Causal attention within each sequence of a `thd` pack. Takes and returns this rank's slots.
+
+    Megatron's local attention refuses packed sequences and context parallelism, and Transformer Engine's needs a GPU.
+    Here keys and values are gathered over the context ranks once, every sequence of the pack becomes a row of one padded
+    batch, and a single masked SDPA serves all rows. The cost grows with the tokens of the sequences, and not with their
+    number.
+    """
+
+    def __init__(self, config: Any, pg_collection: Any, softmax_scale: float | None = None, **unused: Any):
+        super().__init__()
+        self.context_group = pg_collection.cp
+        self.scale = softmax_scale or 1.0 / math.sqrt(config.kv_channels)
+
+    def forward(
+        self,
+        query: Tensor,  # [S, heads, dim]
+        key: Tensor,  # [S, groups, dim]
+        value: Tensor,
+        attention_mask: None,
+        *,
+        packed_seq_params: PackedLayout,
+        **unused: Any,
+    ) -> Tensor:
+        layout = packed_seq_params.layout
+        assert layout is not None
+        key_value = of_all_ranks(torch.stack([key, value], dim=1), self.context_group).flatten(0, 1)
+        shared = query.shape[1] // key.shape[1]
+        keys, values = key_value[layout.key_slots].repeat_interleave(shared, dim=3).permute(2, 0, 3, 1, 4)
+        queries = query[layout.query_slots].transpose(1, 2)
+        context = F.scaled_dot_product_attention(queries, keys, values, layout.causal, scale=self.scale)
+        return context[layout.sequence, :, layout.offset].flatten(1)
