@@ -204,9 +204,9 @@ class PackedAttention(torch.nn.Module):
     """Causal attention within each sequence of a `thd` pack. Takes and returns this rank's slots.
 
     Megatron's local attention refuses packed sequences and context parallelism, and Transformer Engine's needs a GPU.
-    Here keys and values are gathered over the context ranks once, every sequence of the pack becomes a row of one padded
-    batch, and a single masked SDPA serves all rows. The cost grows with the tokens of the sequences, and not with their
-    number.
+    Here keys and values are gathered over the context ranks once. Every sequence of the pack becomes a row of one
+    padded batch, and a single masked SDPA serves all rows. The cost grows with the tokens of the sequences, and not
+    with their number.
     """
 
     def __init__(self, config: Any, pg_collection: Any, softmax_scale: float | None = None, **unused: Any):
