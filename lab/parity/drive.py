@@ -81,11 +81,6 @@ def drive(host: Host, args: Namespace, batch: Batch) -> Outcome:
     return Outcome("", loss.item(), gradient, record.masks, record.weights, scalars, record.tokenwise)
 
 
-def micro_batch(host: Host, args: Namespace, batch: Batch) -> tuple[dict[str, Any], Tensor]:
-    """Return one CP rank's share of a batch, as the host's loss takes it: the lists, and the logits."""
-    return _host_batch(host, args, batch), _host_logits(host, args, batch.logits)
-
-
 def _host_logits(host: Host, args: Namespace, leaves: list[Tensor]) -> Tensor:
     longest = max(map(len, leaves))
     rows = [host.cp.slice_with_cp(leaf, 0, *host.layout(args, longest)) for leaf in leaves]
