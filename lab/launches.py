@@ -26,6 +26,8 @@ import importlib
 import io
 import json
 import os
+import pkgutil
+import runpy
 import shlex
 import shutil
 import subprocess
@@ -43,11 +45,13 @@ import torch
 
 from lab.host_arguments import STOOD_IN
 from lab.host_checkout import stand_in_for_missing_packages
-from lab.in_host.weighing import weights
 from lab.provenance import as_markdown, markdown_table, parser_of, provenance, target, write_record
+from mis_plugins.config.reading import from_args
+from mis_plugins.config.writing import as_mapping
 
 ROOT = Path(__file__).resolve().parents[1]
 HOPPER = SimpleNamespace(name="NVIDIA H100", major=9, minor=0, total_memory=80 << 30)
+STAND_INS = "from lab.launches import run_script; run_script()"
 SILENT = ("pkill", "sleep", "hf", "torchrun", "nvidia-smi", "huggingface-cli", "rsync")
 QWEN3 = {"model_type": "qwen3", "head_dim": 128, "rms_norm_eps": 1e-6, "rope_theta": 1000000, "vocab_size": 151936}
 SHAPES: dict[str, dict[str, Any]] = {
@@ -165,7 +169,7 @@ def _started(launch: Launch, arguments: Namespace, folder: Path) -> list[str]:
     }  # fmt: skip
     script = ROOT / "scripts" / launch.script if launch.ours else _changed(launch, checkout, folder)
     if script.suffix == ".py":
-        command = [sys.executable, "-m", "lab.launcher", str(script)]
+        command = [sys.executable, "-c", STAND_INS, str(script)]
     else:
         command = ["bash", str(script)]
     done = subprocess.run(
@@ -181,6 +185,14 @@ def _started(launch: Launch, arguments: Namespace, folder: Path) -> list[str]:
     words = written.read_text().splitlines()
     begin = next(index for index, word in enumerate(words) if word.endswith(("train.py", "train_async.py")))
     return words[begin + 1 :]
+
+
+def run_script() -> None:
+    """Run the launcher of Miles that the command line names, with stand-ins for packages that are not installed."""
+    sys.path.insert(0, ".")  # the folder of its host
+    stand_in_for_missing_packages(STOOD_IN)
+    del sys.argv[0]
+    runpy.run_path(sys.argv[0], run_name="__main__")
 
 
 def _stubs(folder: Path) -> Path:
@@ -248,11 +260,30 @@ def _weighed(arguments: Namespace, words: list[str]) -> dict[str, Any]:
     if not arguments.weighs:
         return {"result": "good", "said": "parsed and validated", "shape": shape}
     sys.path.append(str(ROOT / "tests" / "support"))
-    found, expected = weights(args)
+    found, expected = _weights(args)
     equal = all(abs(one - other) <= 1e-6 * abs(other) for one, other in zip(found, expected, strict=True))
     moved = any(abs(one - 1) > 1e-3 for one in found)
     said = f"parsed and validated; weights {[round(one, 4) for one in found]}"
     return {"result": "good" if equal and moved else "wrong", "said": said, "shape": shape, "oracle": expected}
+
+
+def _weights(args: Namespace) -> tuple[list[float], list[float]]:
+    """The weights of the hook that the arguments name, and the oracle's, one number a token of a small batch."""
+    import oracle
+    from batches import ratio_batch
+    from drive import one_rank
+
+    batch = ratio_batch([[0.6, 1.5], [1.2], [0.9, 3.0]])
+    hook = pkgutil.resolve_name(args.custom_tis_function_path)
+    loss, _, _ = hook(args=args, **batch.hook_kwargs(), parallel_state=one_rank())
+    config = {name: value for name, value in as_mapping(from_args(args)).items() if value is not None}
+    corrected = oracle.correct(batch.samples, config)
+    expected = [
+        weight if kept else 0.0
+        for row, keep in zip(corrected.weights, corrected.keep, strict=True)
+        for weight, kept in zip(row, keep, strict=True)
+    ]
+    return (loss / batch.pg_loss()).tolist(), expected
 
 
 def _parsed(arguments: Namespace, words: Sequence[str]) -> Namespace:

@@ -35,13 +35,23 @@ from typing import Any
 import torch
 
 from lab.ladder import picture, shipped
-from lab.ladder.dialogues import TURN_LENGTH, TURNS, Chat, drawn_tool_turns, tool_turns
 from lab.ladder.page import page
 from lab.ladder.presets_at import kept_and_weighed, of_length, window_values
 from lab.ladder.rollouts import Amount, Rollouts, start_engine, start_trainer
 from lab.ladder.rungs import RUNGS, USUAL, Rung, write_rollout_weights
 from lab.ladder.statistics import by_turn, summary
-from lab.ladder.workloads import ChatSettings, Settings, Workload, chats, responses
+from lab.ladder.workloads import (
+    TURN_LENGTH,
+    TURNS,
+    Chat,
+    ChatSettings,
+    Settings,
+    Workload,
+    chats,
+    drawn_tool_turns,
+    score_chat,
+    tool_turns,
+)
 from lab.provenance import parser_of, provenance, write_json
 from mis_plugins.errors import UserError
 from mis_plugins.shared.numerals import count
@@ -90,20 +100,18 @@ class Climb:
                 left = (time.monotonic() - began) * (1 - share) / (share - before)
                 print(f"{path.stem}: {share:.0%} of the rung, {left / 60:.0f} min left", file=sys.stderr)
             done = 0 if rollouts is None else len(rollouts.lengths)
-            more = _scored(asked, asked.batch(engine, done), trainers, words)
+            more = _scored(asked.batch(engine, done), trainers, words)
             rollouts = more if rollouts is None else rollouts.followed_by(more)
             rollouts.save(path)
         return rollouts
 
 
-def _scored(
-    asked: Workload, found: Sequence[tuple[int, Chat]], trainers: Mapping[str, Megatron], words: Mapping[str, str]
-) -> Rollouts:
+def _scored(found: Sequence[tuple[int, Chat]], trainers: Mapping[str, Megatron], words: Mapping[str, str]) -> Rollouts:
     turns = [(index, one) for index, chat in found for one in chat]
     return Rollouts(
         behavior=torch.cat([one.log_probs for _, one in turns]),
         proximal={
-            dtype: torch.cat([asked.score(trainer, chat) for _, chat in found]) for dtype, trainer in trainers.items()
+            dtype: torch.cat([score_chat(trainer, chat) for _, chat in found]) for dtype, trainer in trainers.items()
         },
         lengths=torch.tensor([len(one.tokens) for _, one in turns]),
         prompts=torch.tensor([index for index, _ in turns]),
@@ -179,7 +187,7 @@ def _workloads(options: Namespace, source: Path) -> tuple[Workload, Workload]:
     amount = Amount(options.prompts, options.tokens)
     tools = drawn_tool_turns(config.vocab_size, end) if options.source == "random" else tool_turns(source, end)
     return (
-        responses(Settings(*alike, options.length), amount, prompts, end),
+        Workload(Settings(*alike, options.length), amount, prompts, end),
         chats(ChatSettings(*alike, TURN_LENGTH), options.chats, prompts, tools, end),
     )
 

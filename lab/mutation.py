@@ -48,7 +48,8 @@ import torch
 import yaml
 
 from lab.mutants import Mutant, mutants_of
-from lab.provenance import as_given, as_markdown, markdown_table, measured_with, parser_of
+from lab.provenance import as_given, as_markdown, markdown_table, measured_with, parser_of, write_record
+from mis_plugins.shared.files import write_text
 from mis_plugins.shared.numerals import count, whole
 from mis_plugins.shared.provenance import REPOSITORY
 
@@ -417,8 +418,7 @@ def main() -> int:
     content = report(files, found, made_with)
     usual = RESULTS if of_math and not options.files and options.sample == SAMPLE else None
     if results := options.results or usual:
-        _write(results / "mutation.json", content)
-        (results / "mutation.md").write_text(markdown(content))
+        write_record(results / "mutation.json", content, markdown(content))
     print(score(content["files"]), *(f"survived: {name}" for name in content["survivors"]), sep="\n")
     return 0
 
@@ -451,6 +451,4 @@ def measure(
 
 
 def _write(path: Path, content: object) -> None:
-    partial = path.with_suffix(".partial")
-    partial.write_text(json.dumps(content, indent=1) + "\n")
-    partial.replace(path)
+    write_text(path, json.dumps(content, indent=1) + "\n")

@@ -39,6 +39,7 @@ import warnings
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from pkgutil import resolve_name as load
 from statistics import median
 from types import SimpleNamespace
 from typing import Any
@@ -111,11 +112,6 @@ def hook_kwargs(lengths: Sequence[int], cp: int, rank: int) -> dict[str, Any]:
 def hook_args(metrics: str | None, keys: Mapping[str, Any] = MIS_YAML) -> Namespace:
     extra = {} if metrics is None else {"mis": {"metrics": metrics}}
     return Namespace(**keys, **extra, qkv_format="thd", get_mismatch_metrics=False)
-
-
-def load(path: str) -> Hook:
-    module, _, name = path.rpartition(".")
-    return getattr(importlib.import_module(module), name)
 
 
 def called(hook: Hook, args: Namespace, kwargs: dict[str, Any]) -> Call:

@@ -37,8 +37,8 @@ from transformers import DynamicCache
 
 from lab.ladder.page import span
 from lab.ladder.presets_at import kept_by
-from lab.ladder.rollouts import sample
 from lab.ladder.statistics import Pair, summary
+from lab.ladder.workloads import converse
 from lab.provenance import as_markdown, markdown_table, parser_of, provenance, write_record
 from mis_plugins.__main__ import load
 from mis_plugins.config.loading import presets
@@ -203,7 +203,7 @@ def measured(rung: Rung, checkpoint: Path, prompts: Sequence[tuple[int, ...]], l
     with _cache(rung.cache):
         for done in range(0, len(prompts), BATCH):
             batch = min(BATCH, len(prompts) - done)
-            found += [one for _, one in sample(engine, prompts, done, batch, length, end)]
+            found += [one for _, (one,) in converse(engine, prompts, range(done, done + batch), length, end)]
             print(f"{rung.words}: {done + batch} of {len(prompts)} responses", file=sys.stderr)
     scores = [trainer.score([one])[0] for one in found]
     lengths = torch.tensor([len(one.tokens) for one in found])

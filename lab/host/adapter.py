@@ -14,8 +14,7 @@ from mis_plugins.hosts.host import Batch, Host, Ranks, Scores, Tensor, sequences
 
 def scores(args: Any, batch: Batch, logits: Tensor) -> Scores:
     """The embedded host's log-probs, over kept sets where there are any, and its entropy where the loss has it."""
-    from lab.host.train.kept_set import IDS, OFFSETS
-    from lab.host.train.log_probs import get_log_probs_and_entropy
+    from lab.host.train.log_probs import IDS, OFFSETS, get_log_probs_and_entropy
 
     found = get_log_probs_and_entropy(
         logits,

@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lab.host import report
+from lab.host.asynchronous.measure import asynchronous_summary
 from lab.host.asynchronous.source import AsynchronousRollouts
-from lab.host.asynchronous.summary import asynchronous_summary
 from lab.host.cli.loading import load_function
 from lab.host.folders import CURVES, METRICS, SUMMARY
 from lab.host.model import checkpoint

@@ -40,27 +40,17 @@ class _Changing(importlib.abc.MetaPathFinder):
             return None
         changes = self._changes.pop(fullname)
         spec = importlib.util.find_spec(fullname)
-        if spec is not None and spec.loader is not None:
-            spec.loader = _Then(spec.loader, changes)
+        if spec is None or spec.loader is None:
+            return spec
+        load = spec.loader.exec_module
+
+        def loaded(module: ModuleType) -> None:
+            load(module)
+            for change in changes:
+                change(module)
+
+        spec.loader.exec_module = loaded  # type: ignore[method-assign]
         return spec
-
-
-class _Then(importlib.abc.Loader):
-    """The loader of a module, and then the changes."""
-
-    def __init__(self, loader: Any, changes: Sequence[Change]):
-        self._loader, self._changes = loader, changes
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._loader, name)
-
-    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
-        return self._loader.create_module(spec)
-
-    def exec_module(self, module: ModuleType) -> None:
-        self._loader.exec_module(module)
-        for change in self._changes:
-            change(module)
 
 
 class _Missing(importlib.abc.MetaPathFinder, importlib.abc.Loader):

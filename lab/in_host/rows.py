@@ -10,8 +10,8 @@ from typing import Any
 
 from lab.in_host.bends import FROM_TENSOR
 from lab.in_host.by_version import BY_VERSION
+from lab.in_host.faults import LOST
 from lab.in_host.launching import Sizes
-from lab.in_host.lost_weights import LOST
 from lab.in_host.model import MODEL
 from true_on_policy.contract.cpu import Contract, Shapes
 from true_on_policy.engines.handover import ACTIVE
@@ -165,6 +165,7 @@ COMPARED = (*COMPARED_ON_FSDP,
             "--custom-megatron-before-train-step-hook-path", "true_on_policy.hosts.report_step")  # fmt: skip
 PINNED = (*COMPARED, "--custom-megatron-init-path", "lab.in_host.cpu_trainer.miles_init")
 PROVEN = ("--custom-megatron-init-path", "true_on_policy.hosts.prove_weights")
+CHECKED = ("--custom-rm-path", "lab.in_host.reward.check_weights", *PROVEN)
 WHERE = "where they differ, the engine holds "
 EVERY = rf"^(\d+) of \1 tensors differ, .*; {WHERE}"
 REFERENCE = ("--use-kl-loss", "--kl-loss-coef", "0", "--kl-loss-type", "low_var_kl")
@@ -225,7 +226,7 @@ def _routed(name: str, *flags: str, **more: Any) -> list[Row]:
 
 def _planted(fault: str, words: str, **more: Any) -> list[Row]:
     """Build rows whose recorded routes carry a fault: the watch names it before the first optimizer step."""
-    return _routed(f"-{fault}", "--custom-rm-path", f"lab.in_host.routes.{fault.replace('-', '_')}",
+    return _routed(f"-{fault}", "--custom-rm-path", f"lab.in_host.reward.{fault.replace('-', '_')}",
                    stopped=STOPPED, named=words, **more)  # fmt: skip
 
 
@@ -244,7 +245,7 @@ ROUTED: tuple[Row, ...] = (
 
 def _on_one_rank(fault: str, stopped: str, named: str, *flags: str) -> list[Row]:
     """Build rows of two ranks, the second of which has a fault."""
-    plant = ("--custom-megatron-init-path", f"lab.in_host.one_rank.{fault}")
+    plant = ("--custom-megatron-init-path", f"lab.in_host.faults.{fault}")
     return _replayed(f"rank-{fault.replace('_', '-')}", sizes=Sizes(context=2), flags=(*plant, *flags),
                      stopped=stopped, named=named)  # fmt: skip
 
@@ -260,7 +261,7 @@ def _resplit(name: str, expected: str, *flags: str) -> list[Row]:
 ROWS: tuple[Row, ...] = (
     *_both("tis"),
     *_resplit("", "equal"),
-    *_resplit("-planted", "different", "--custom-megatron-init-path", "lab.in_host.batch_dependence.init"),
+    *_resplit("-planted", "different", "--custom-megatron-init-path", "lab.in_host.faults.depends_on_the_batch"),
     *_both("tis-cp2", sizes=Sizes(context=2)),
     *_both("policy-loss", flags=LOSS_HOOK, dropped=_BY_LOSS),
     *_both("centered", "centered.yaml", Sizes(steps=10), flags=(*LOSS_HOOK, *CARRIED), dropped=_BY_LOSS,
@@ -279,7 +280,7 @@ ROWS: tuple[Row, ...] = (
     Row("miles-retracted", "miles", sizes=Sizes(response=96), flags=(
         *CARRIED, "--sglang-max-total-tokens", "640", "--sglang-schedule-conservativeness", "0.01"),
         log_holds=("the engine retracted the requests of", "mis_step/retracted_fraction")),
-    *_both("weights", "proven.yaml", flags=("--custom-rm-path", "lab.in_host.weights.compare", *PROVEN), log_holds=(
+    *_both("weights", "proven.yaml", flags=CHECKED, log_holds=(
         "weights of rollout 1, saved 0 updates earlier: exit 0: ",
         "weights of rollout 2, saved 0 updates earlier: exit 0: ",
         "weights of rollout 2, saved 1 updates earlier: exit 1: ",
@@ -288,8 +289,8 @@ ROWS: tuple[Row, ...] = (
     Row("miles-weights-resumed", "miles", "proven.yaml", flags=(*PROVEN, *REFERENCE), resumes=True, log_holds=(
         "weights of version 1, 1 engines: the engine's weights are the trainer's",)),
     _unproven("slime", "reference", "true_on_policy.hosts.prove_weights", rf"{EVERY}.*the reference's weights"),
-    _unproven("miles", "stale", "lab.in_host.lost_weights.all_of_them", f"{EVERY}what it held before this update"),
-    _unproven("miles", "lost", "lab.in_host.lost_weights.one", r"^1 of \d+ tensors differ, the first: "
+    _unproven("miles", "stale", "lab.in_host.faults.loses_all_weights", f"{EVERY}what it held before this update"),
+    _unproven("miles", "lost", "lab.in_host.faults.loses_one_weight", r"^1 of \d+ tensors differ, the first: "
               rf"{re.escape(LOST)}: other values; {WHERE}what it held before this update"),
     *_both("async", train="train_async.py"),
     Row("miles-colocate", "miles", colocate=True),

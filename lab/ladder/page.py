@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from lab.ladder.dialogues import TURN_LENGTH, TURNS
 from lab.ladder.presets_at import NEEDS_ADVANTAGES, NEEDS_ROUTES
 from lab.ladder.rungs import RUNGS
+from lab.ladder.workloads import TURN_LENGTH, TURNS
 from lab.provenance import as_markdown, markdown_table
 
 HEAD = """# The mismatch of a real model

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from lab.ladder.statistics import Pair
 from mis_plugins.shared.arrays import Safetensors, save_safetensors
 from true_on_policy.contract.cpu import Contract
 from true_on_policy.contract.sides import ENGINES
-from true_on_policy.engines.protocol import Engine, Request, Sample
+from true_on_policy.engines.protocol import Engine
 from true_on_policy.trainers.megatron import Megatron
 
 BATCH = 32  # a batch waits for its longest response: batches of 8 would wait four times as often
@@ -70,10 +70,11 @@ class Rollouts:
 
 @dataclass(frozen=True)
 class Amount:
-    """How much is sampled on a rung: the least numbers of prompts and of tokens."""
+    """How much is sampled on a rung: the least numbers of prompts and of tokens, and at most how much at a time."""
 
     prompts: int
     tokens: int
+    most: int = BATCH
 
     def share(self, rollouts: Rollouts | None) -> float:
         """Return the share of the amount that the rollouts hold; 1 or more is enough."""
@@ -84,19 +85,7 @@ class Amount:
     def batch(self, done: int) -> int:
         """Return how many responses to sample next: for missing prompts, or a whole batch for more tokens."""
         lacking = self.prompts - done
-        return min(lacking, BATCH) if lacking > 0 else BATCH
-
-
-def sample(
-    engine: Engine, prompts: Sequence[tuple[int, ...]], done: int, batch: int, length: int, end: int
-) -> list[tuple[int, Sample]]:
-    """Sample the `batch` responses after the first `done` at temperature 1; return (prompt index, response).
-
-    Prompts take turns, and response N has seed N, so that a run that was stopped goes on as it would have gone.
-    """
-    places = range(done, done + batch)
-    requests = [Request(prompts[place % len(prompts)], length, place, end=end) for place in places]
-    return [(place % len(prompts), one) for place, one in zip(places, engine.generate(requests), strict=True)]
+        return min(lacking, self.most) if lacking > 0 else self.most
 
 
 def start_engine(name: str, checkpoint: Path) -> Engine:
@@ -111,11 +100,6 @@ def start_trainer(checkpoint: Path, dtype: str, fp32_head: bool) -> Megatron:
     if fp32_head:
         _widen_head(trainer.model)
     return trainer
-
-
-def score(trainer: Megatron, samples: Sequence[Sample]) -> Tensor:
-    """Compute the log-probs of all sampled tokens, packed end to end."""
-    return torch.cat([trainer.log_probs([one], [1.0])[0] for one in samples])
 
 
 def _widen_head(model: Any) -> None:

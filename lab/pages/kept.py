@@ -19,6 +19,7 @@ from typing import Any
 from lab.ladder.rungs import RUNGS
 from lab.ladder.shipped import SAMPLED_AS_TRAINED, by_k3, commits
 from lab.pages.parts import write
+from lab.provenance import markdown_table
 from mis_plugins.explain.rungs import short
 
 RECORD = Path(__file__).parents[1] / "results" / "mismatch.json"
@@ -39,27 +40,23 @@ def _part(record: Mapping[str, Any]) -> Iterator[str]:
     yield from _presets({name: rung for name, rung in rungs.items() if RUNGS[name].step}, lengths)
 
 
-def _head(*names: str) -> str:
-    return f"| {' | '.join(names)} |\n" + "|---" * len(names) + "|"
-
-
 def _measured(rungs: Mapping[str, Rung], lengths: Sequence[int]) -> Iterator[str]:
     """A row for each rung."""
-    yield _head("rung", "rollout weights", "prompts", "tokens", "k3", "p99 of abs log r", "responses of each length")
+    rows = []
     for name, rung in rungs.items():
         numbers = rung["mismatch"][SAMPLED_AS_TRAINED]
         held = ", ".join(f"{rung['responses'][str(length)]} of {length}" for length in lengths)
         sizes = (f"{numbers['k3'][0]:.2g}", f"{numbers['p99'][0]:.2g}")
-        cells = (name, RUNGS[name].words, numbers["prompts"], numbers["tokens"], *sizes, held)
-        yield f"| {' | '.join(map(str, cells))} |"
+        rows.append((name, RUNGS[name].words, numbers["prompts"], numbers["tokens"], *sizes, held))
+    heads = ("rung", "rollout weights", "prompts", "tokens", "k3", "p99 of abs log r", "responses of each length")
+    yield markdown_table(heads, rows)
 
 
 def _windows(rungs: Mapping[str, Rung], lengths: Sequence[int]) -> Iterator[str]:
     """A window for each rung and length."""
-    yield "\nA window of `(prod r)^(1/n)` that keeps nine of ten responses of `n` tokens, rounded outwards.\n"
-    yield _head("rung", *(f"n = {length}" for length in lengths))
-    for name, rung in rungs.items():
-        yield f"| {name} | {' | '.join(window(rung['fits'][str(length)]) for length in lengths)} |"
+    yield "A window of `(prod r)^(1/n)` that keeps nine of ten responses of `n` tokens, rounded outwards.\n"
+    rows = ((name, *(window(rung["fits"][str(length)]) for length in lengths)) for name, rung in rungs.items())
+    yield markdown_table(("rung", *(f"n = {length}" for length in lengths)), rows)
 
 
 def window(fits: Sequence[float]) -> str:
@@ -72,12 +69,13 @@ def _presets(steps: Mapping[str, Rung], lengths: Sequence[int]) -> Iterator[str]
     """A row for each preset: the steps of the ladder at the shortest, the middle and the longest length."""
     shown = [str(length) for length in sorted({lengths[place] for place in (0, len(lengths) // 2, -1)})]
     told = ", ".join(shown)
-    yield f"\nPercent of the tokens kept in responses of {told} tokens; then the mean weight of the longest.\n"
+    yield f"Percent of the tokens kept in responses of {told} tokens; then the mean weight of the longest.\n"
     k3 = {name: rung["mismatch"][SAMPLED_AS_TRAINED]["k3"][0] for name, rung in steps.items()}
-    yield _head("preset", *(f"{name}, k3 {short(k3[name])}" for name in steps))
-    for preset in next(iter(steps.values()))["presets"][shown[0]]:
-        cells = [_cell([rung["presets"][length][preset] for length in shown]) for rung in steps.values()]
-        yield f"| `{preset}` | {' | '.join(cells)} |"
+    rows = (
+        (f"`{preset}`", *(_cell([rung["presets"][length][preset] for length in shown]) for rung in steps.values()))
+        for preset in next(iter(steps.values()))["presets"][shown[0]]
+    )
+    yield markdown_table(("preset", *(f"{name}, k3 {short(k3[name])}" for name in steps)), rows).rstrip()
 
 
 def _cell(by_length: Sequence[Any]) -> str:

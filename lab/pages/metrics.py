@@ -13,12 +13,13 @@ if __name__ == "__main__":
     run_command("lab.pages.metrics:main")
 
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 
 import yaml
 
 from lab.pages.parts import named, write
+from lab.provenance import markdown_table
 from mis_plugins.metrics import sketch, slope
 from mis_plugins.metrics.alarms import PREFIX
 from mis_plugins.metrics.quantity import QUANTILES
@@ -57,7 +58,7 @@ NUMBERS: dict[str, str] = {
 }
 """What sections say of numbers that the code holds."""
 
-HEAD = "| metric | what | range | bad | do | elsewhere |\n|---|---|---|---|---|---|"
+HEAD = ("metric", "what", "range", "bad", "do", "elsewhere")
 
 
 def part(name: str) -> str:
@@ -78,8 +79,7 @@ def sections() -> dict[str, list[str]]:
 
 
 def table(names: Iterable[str]) -> str:
-    rows = [" | ".join([f"`{name}`", *cells_of(name), _elsewhere(name)]) for name in names]
-    return "\n".join([HEAD, *(f"| {row} |" for row in rows)]) + "\n"
+    return markdown_table(HEAD, ([f"`{name}`", *cells_of(name), _elsewhere(name)] for name in names))
 
 
 def cells_of(name: str) -> list[str]:
@@ -98,18 +98,20 @@ def _elsewhere(name: str) -> str:
 
 
 def _hook_means() -> str:
-    rows = (f"| `{name}` | {words} |" for name, words in BY_STEP.items())
-    return "\n".join(["| the hook's | exact, of the step |", "|---|---|", *rows]) + "\n"
+    return markdown_table(("the hook's", "exact, of the step"), _named(BY_STEP))
 
 
 def _vanished() -> str:
-    rows = (f"| `{name}` | {words} |" for name, words in SAID["vanished"].items())
-    return "\n".join([f"| in the log before | now under `{PREFIX}` |", "|---|---|", *rows]) + "\n"
+    return markdown_table(("in the log before", f"now under `{PREFIX}`"), _named(SAID["vanished"]))
+
+
+def _named(words: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+    return ((f"`{name}`", said) for name, said in words.items())
 
 
 def _peers() -> str:
-    rows = [f"| {peer} | {theirs} | {words} |" for peer, names in OTHERWISE.items() for theirs, words in names.items()]
-    return "\n".join(["| package | theirs | ours |", "|---|---|---|", *rows])
+    rows = ((peer, theirs, words) for peer, names in OTHERWISE.items() for theirs, words in names.items())
+    return markdown_table(("package", "theirs", "ours"), rows)
 
 
 def _simulated() -> str:

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from lab.pages.parts import write
+from lab.provenance import markdown_table
 from mis_plugins.explain.limits import LIMITS, Limits
 from mis_plugins.explain.rungs import record
 from mis_plugins.report.causes import CANNOT, CAUSES
@@ -50,20 +51,17 @@ def _costs() -> Iterator[str]:
 
 
 def _places() -> Iterator[str]:
-    yield "| table | buckets |\n|---|---|"
-    yield from (f"| {name} | {place.what} |" for name, place in PLACES.items())
+    yield markdown_table(("table", "buckets"), ((name, place.what) for name, place in PLACES.items()))
 
 
 def _limits() -> Iterator[str]:
-    yield "| number | limit |\n|---|---|"
-    yield from (f"| `{name}` | {_limit(limits)} |" for name, limits in LIMITS.items())
+    yield markdown_table(("number", "limit"), ((f"`{name}`", _limit(limits)) for name, limits in LIMITS.items()))
 
 
 def _ladder() -> Iterator[str]:
     """The rungs of the real model."""
-    yield "| engine | prompts | tokens | kl_k3 | p99 of abs log r |\n|---|---|---|---|---|"
-    for rung in record().steps:
-        yield f"| {rung.words} | {rung.prompts} | {rung.tokens} | {rung.k3:.2g} | {rung.p99:.2g} |"
+    rows = ((rung.words, rung.prompts, rung.tokens, f"{rung.k3:.2g}", f"{rung.p99:.2g}") for rung in record().steps)
+    yield markdown_table(("engine", "prompts", "tokens", "kl_k3", "p99 of abs log r"), rows)
 
 
 def _limit(limits: Limits) -> str:

@@ -1,10 +1,14 @@
-"""The questions of host_parity.py: points of the config product, and ragged micro-batches."""
+"""The questions of host_parity.py: points of the config product, and ragged micro-batches.
+
+Where a batch is sampled from nuclei, as slime samples with `--rollout-top-p` below 1, the log-probs of every policy are
+over the kept sets. The sets travel beside them under slime's keys.
+"""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -15,6 +19,7 @@ MODES = ("truncate", "clip", "mask")
 VETO = 1e-4
 TIS_BOUNDS = {"token": (0.5, 2.0), "sequence": (0.3, 3.0), "geometric": (0.9, 1.1)}
 RS_BOUNDS = {"token": (0.45, 2.5), "sequence": (0.2, 5.0), "geometric": (0.88, 1.15)}
+IDS, OFFSETS = "rollout_top_p_token_ids", "rollout_top_p_token_offsets"
 
 
 @dataclass(frozen=True)
@@ -121,3 +126,39 @@ def batches() -> list[Batch]:
         make_batch("saturated ratios", [15, 9, 28, 4], multi_turn, _saturated, seed=4),
         make_batch("nearly on-policy", [40, 5, 17], single_turn, _noise(0.01), seed=5),
     ]
+
+
+def cut(batch: Batch, top_p: float) -> tuple[Batch, dict[str, list[Tensor]]]:
+    """Renormalize a batch's log-probs over the nuclei of its logits, and return the nuclei."""
+    rows = list(_response_logits(batch))
+    kept = [_nucleus(logits, top_p) for logits in rows]
+    forced = [row.scatter(1, tokens[:, None], True) for row, tokens in zip(kept, _responses(batch), strict=True)]
+    mass = [
+        logits.log_softmax(-1).masked_fill(~row, -torch.inf).logsumexp(-1)
+        for logits, row in zip(rows, forced, strict=True)
+    ]
+    policies = {
+        name: [x - m for x, m in zip(getattr(batch, name), mass, strict=True)]
+        for name in ("proximal", "behavior", "reference")
+    }
+    ids = [row.nonzero()[:, 1].int() for row in kept]
+    offsets = [torch.cat([torch.zeros(1), row.sum(1).cumsum(0)]).int() for row in kept]
+    return replace(batch, **policies), {IDS: ids, OFFSETS: offsets}
+
+
+def _nucleus(logits: Tensor, top_p: float) -> Tensor:
+    """Mark the likeliest tokens of each row, up to the token with which their mass exceeds `top_p`."""
+    probabilities, order = logits.softmax(-1).sort(-1, descending=True)
+    inside = probabilities.cumsum(-1) - probabilities <= top_p
+    return torch.zeros_like(inside).scatter(1, order, inside)
+
+
+def _response_logits(batch: Batch) -> Iterator[Tensor]:
+    """Yield the logits that score the response of each sequence."""
+    for logits, response in zip(batch.logits, batch.response_lengths, strict=True):
+        yield logits[len(logits) - response - 1 : -1]
+
+
+def _responses(batch: Batch) -> Iterator[Tensor]:
+    for tokens, response in zip(batch.tokens, batch.response_lengths, strict=True):
+        yield tokens[len(tokens) - response :]

@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from lab.host_modules import Host
-from lab.parity.cases import Batch, Case
-from lab.parity.nucleus import cut
+from lab.parity.cases import Batch, Case, cut
 
 OURS = "mis_plugins.mis.compute_mis_weights_with_cp"
 OUR_LOSS = "mis_plugins.mis.policy_loss"
@@ -80,11 +79,6 @@ def drive(host: Host, args: Namespace, batch: Batch) -> Outcome:
     gradient = torch.cat([leaf.grad if leaf.grad is not None else torch.zeros_like(leaf) for leaf in leaves])
     scalars = {key: float(value) for key, value in reported.items()}
     return Outcome("", loss.item(), gradient, record.masks, record.weights, scalars, record.tokenwise)
-
-
-def micro_batch(host: Host, args: Namespace, batch: Batch) -> tuple[dict[str, Any], Tensor]:
-    """Return one CP rank's share of a batch, as the host's loss takes it: the lists, and the logits."""
-    return _host_batch(host, args, batch), _host_logits(host, args, batch.logits)
 
 
 def _host_logits(host: Host, args: Namespace, leaves: list[Tensor]) -> Tensor:

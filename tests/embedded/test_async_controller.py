@@ -22,7 +22,7 @@ from lab.host.model.model import initial_weights
 from mis_plugins.errors import InputError
 
 CONFIG = ModelConfig(16, 32, 2, 4, 2, 8, 48)
-LENGTH, SAMPLES, ROLLOUTS = 8, 6, 5
+LENGTH, ROLLOUTS = 8, 5
 PROMPTS = [(1, 2, 3), (4, 5, 6, 7, 8, 11), (2,), (9, 9, 9, 9), (3, 3), (7, 1)]
 
 

@@ -19,11 +19,11 @@ from test_local_loop import launched, records
 from tolerances import FP32_LOG_PROB
 
 from lab.host import report
+from lab.host.asynchronous.measure import asynchronous_summary
 from lab.host.asynchronous.pool import Pool, recompute
 from lab.host.asynchronous.response import Response
 from lab.host.asynchronous.scoring import Scoring
 from lab.host.asynchronous.source import ages as token_ages
-from lab.host.asynchronous.summary import asynchronous_summary
 from lab.host.cli.arguments import parse_args
 from lab.host.loop import Loop
 from lab.host.model.engine import DecodeEngine

@@ -11,10 +11,9 @@ import transformers
 from tolerances import BF16_LOG_PROB, FP32_LOG_PROB
 
 from lab.host.model.decoder import ModelConfig
-from lab.host.model.decoding import Sampling
+from lab.host.model.decoding import Sampling, counter_uniform, sample
 from lab.host.model.engine import DecodeEngine, Generation
 from lab.host.model.quantize import at_precision, round_to_int
-from lab.host.model.sampling import counter_uniform, sample
 from mis_plugins.errors import ConfigError, InputError
 
 CONFIG = ModelConfig(16, 32, 2, 4, 2, 8, 48, rope_theta=100.0, norm_eps=1e-5)

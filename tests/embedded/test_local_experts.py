@@ -9,17 +9,13 @@ import torch
 import transformers
 from test_local_engine import CONFIG as DENSE
 from test_local_engine import NO_EOS, PROMPTS, hf_log_probs, transformers_sizes
-from test_local_parallel import Grid, assert_same_run, settings, strong_weights, train
+from test_local_parallel import Grid, assert_same_run, drawn, settings, train
 from test_local_true_on_policy import sides, trained
 from tolerances import FP32_LOG_PROB
 
-from lab.host.loop import model_config
 from lab.host.model.decoding import Sampling
 from lab.host.model.engine import DecodeEngine, Generation
 from lab.host.model.quantize import at_precision
-from lab.host.rollout.sample import make_samples
-from lab.host.rollout.sampler import Rollout, draw_problems
-from lab.host.rollout.tasks import Task
 
 CONFIG = replace(DENSE, ffn_size=24, experts=8, top_k=2)
 EXPERTS = "--num-experts 8 --moe-router-topk 2 --moe-ffn-hidden-size 32"
@@ -91,14 +87,7 @@ def yaml(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_the_layout_of_ranks_changes_no_step(yaml: Path, tmp_path: Path) -> None:
     args = settings(Grid(), yaml, EXPERTS)
-    task = Task(args.num_digits)
-    engine = DecodeEngine(model_config(args, task.vocab_size), "bf16")
-    engine.update_weights(strong_weights(args), version=0)
-    problems = [problem for problem in draw_problems(task, 8, seed=3) for _ in range(4)]
-    sampling, seeds = Sampling(9, 1.0, task.eos), range(len(problems))
-    made = engine.generate([problem.prompt for problem in problems], sampling, seeds)
-    rewards = torch.arange(len(problems)) % 3 / 2
-    rollout = Rollout(make_samples(task, problems, made, 4), rewards - rewards.mean())
+    rollout = drawn(args, "bf16")
     alone = train(Grid(), args, rollout, tmp_path / "alone")
     grid = Grid(dp=2, cp=2)
     assert_same_run(train(grid, settings(grid, yaml, EXPERTS), rollout, tmp_path / "four"), alone)

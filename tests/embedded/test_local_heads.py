@@ -4,16 +4,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_local_parallel import RTOL, Grid, assert_same_run, relative, strong_weights, train
+from test_local_parallel import RTOL, Grid, assert_same_run, drawn, relative, train
 from test_local_parallel import settings as grid_settings
 
 from lab.host.cli.arguments import parse_args
-from lab.host.loop import model_config
-from lab.host.model.decoding import Sampling
-from lab.host.model.engine import DecodeEngine
-from lab.host.rollout.sample import make_samples
-from lab.host.rollout.sampler import Rollout, derive_seed, draw_problems
-from lab.host.rollout.tasks import Task
+from lab.host.rollout.sampler import Rollout
 from mis_plugins.errors import ConfigError
 
 NAMED = 6
@@ -26,16 +21,7 @@ def named(tmp_path_factory: pytest.TempPathFactory) -> Rollout:
     """A rollout of the int3 engine, which names a part of the vocabulary at each position."""
     file = tmp_path_factory.mktemp("config") / "plain.yaml"
     file.write_text(f"mis: {{{BOUND}}}\n")
-    args = grid_settings(Grid(), file)
-    task = Task(args.num_digits)
-    engine = DecodeEngine(model_config(args, task.vocab_size), "int3")
-    engine.update_weights(strong_weights(args), version=0)
-    problems = [problem for problem in draw_problems(task, 8, seed=3) for _ in range(4)]
-    seeds = [derive_seed("named", index) for index in range(len(problems))]
-    sampling = Sampling(9, 1.0, task.eos, NAMED)
-    generations = engine.generate([one.prompt for one in problems], sampling, seeds)
-    rewards = torch.arange(len(problems)) % 3 / 2
-    return Rollout(make_samples(task, problems, generations, 4), rewards - rewards.mean())
+    return drawn(grid_settings(Grid(), file), "int3", NAMED)
 
 
 def test_the_engine_names_its_likeliest_tokens(named: Rollout) -> None:

@@ -9,18 +9,16 @@ import pytest
 import torch
 import torch.distributed as dist
 from test_local_loop import ALONE, micro_batch, records, run, settings
-from test_local_parallel import GRIDS, Grid, recorded, relative, strong_weights, train  # noqa: F401
+from test_local_parallel import GRIDS, Grid, on_this_rank, recorded, relative, train  # noqa: F401
 from test_local_parallel import settings as grid_settings
 from tolerances import EPS, FP32_LOG_PROB
 
-from lab.host.loop import model_config
 from lab.host.model.model import packed_logits
 from lab.host.rollout.sampler import Rollout, shard
 from lab.host.rollout.tasks import Task
 from lab.host.train import loss, parallel
 from lab.host.train.log_probs import get_log_probs_and_entropy
 from lab.host.train.loss import custom_loss, policy_loss
-from lab.host.train.trainer import Trainer
 from mis_plugins.mis import drop_broken_samples
 
 RTOL = 1e-5  # what the project promises between layouts of ranks, relative
@@ -100,11 +98,9 @@ def test_the_helper_scores_as_the_trainer_does_and_gives_the_entropy(
     grid: Grid, yaml: Path, recorded: Rollout, tmp_path: Path  # noqa: F811
 ) -> None:  # fmt: skip
     args = grid_settings(grid, yaml)
-    config = model_config(args, Task(args.num_digits).vocab_size)
 
     def main() -> None:
-        state = parallel.initialize(grid.tp, grid.cp)
-        trainer = Trainer(args, config, state, strong_weights(args), args.lr)
+        state, trainer = on_this_rank(args)
         data = shard(args, state, recorded)
         names = {"unconcat_tokens": "tokens", "total_lengths": "total_lengths", "response_lengths": "response_lengths"}
         lengths = {name: data[key][:8] for name, key in names.items()}
@@ -120,7 +116,7 @@ def test_the_helper_scores_as_the_trainer_does_and_gives_the_entropy(
         torch.testing.assert_close(torch.cat(found["log_probs"]), torch.cat(expected), rtol=0, atol=FP32_LOG_PROB)
         assert [part.numel() for part in found["entropy"]] == [part.numel() for part in expected]
         entropy = torch.cat(found["entropy"])
-        assert ((entropy >= 0) & (entropy <= math.log(config.vocab_size) * (1 + 4 * EPS))).all()
+        assert ((entropy >= 0) & (entropy <= math.log(Task(args.num_digits).vocab_size) * (1 + 4 * EPS))).all()
         assert entropy.std() > 0
 
 
@@ -200,11 +196,9 @@ def test_holding_other_weights_gives_the_own_ones_back(
     yaml: Path, recorded: Rollout, tmp_path: Path  # noqa: F811
 ) -> None:  # fmt: skip
     args = grid_settings(Grid(tp=2), yaml)
-    config = model_config(args, Task(args.num_digits).vocab_size)
 
     def main() -> None:
-        state = parallel.initialize(2, 1)
-        trainer = Trainer(args, config, state, strong_weights(args), args.lr)
+        state, trainer = on_this_rank(args)
         before, data = trainer.weights(), shard(args, state, recorded)
         other = {name: weight * 0.5 for name, weight in before.items()}
         scores = torch.cat(trainer.log_probs(data))

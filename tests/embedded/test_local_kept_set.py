@@ -20,8 +20,7 @@ from lab.host.rollout.served import _until
 from lab.host.rollout.tasks import Problem, Task
 from lab.host.train import parallel
 from lab.host.train.batch import pack
-from lab.host.train.kept_set import KeptSets, kept_columns
-from lab.host.train.log_probs import get_log_probs_and_entropy, response_log_probs
+from lab.host.train.log_probs import KeptSets, get_log_probs_and_entropy, kept_columns, response_log_probs
 from mis_plugins.errors import InputError
 from true_on_policy.engines import protocol
 from true_on_policy.engines.protocol import Cut, EngineError, Request

@@ -14,10 +14,9 @@ from commands import ran
 from lab.host import report
 from lab.host.cli.arguments import parse_args
 from lab.host.loop import run_rank
-from lab.host.rollout.sampler import derive_seed, draw_problems, training_order
+from lab.host.rollout.sampler import ESTIMATORS, derive_seed, draw_problems, training_order
 from lab.host.rollout.tasks import EOS, EQUALS, Problem, Task
 from lab.host.train import loss
-from lab.host.train.advantages import ESTIMATORS
 from lab.host.train.batch import pack
 from lab.host.train.loss import MicroBatch, clipped_surrogate, policy_loss
 from lab.host.train.parallel import EXIT_USER_ERROR, GroupInfo, ParallelState, launch

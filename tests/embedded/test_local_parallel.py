@@ -27,6 +27,7 @@ from lab.host.rollout.tasks import Task
 from lab.host.train import parallel
 from lab.host.train.batch import pack
 from lab.host.train.loss import LOSSES
+from lab.host.train.parallel import ParallelState
 from lab.host.train.trainer import Trainer
 
 RTOL = 1e-5  # what the project promises, relative, for four steps in any layout
@@ -77,25 +78,39 @@ def yaml(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def recorded(yaml: Path) -> Rollout:
-    """A rollout of the int3 engine, with advantages of both signs."""
-    args = settings(Grid(), yaml)
+    """A rollout of the int3 engine."""
+    return drawn(settings(Grid(), yaml), "int3")
+
+
+def drawn(args: Namespace, precision: str, named: int = 0) -> Rollout:
+    """A rollout of an engine of this precision, with advantages of both signs.
+
+    Args:
+        named: how many of its likeliest tokens the engine names.
+    """
     task = Task(args.num_digits)
-    engine = DecodeEngine(model_config(args, task.vocab_size), "int3")
+    engine = DecodeEngine(model_config(args, task.vocab_size), precision)
     engine.update_weights(strong_weights(args), version=0)
     problems = [problem for problem in draw_problems(task, 8, seed=3) for _ in range(4)]
     seeds = [derive_seed("recorded", index) for index in range(len(problems))]
-    generations = engine.generate([one.prompt for one in problems], Sampling(9, 1.0, task.eos), seeds)
+    sampling = Sampling(9, 1.0, task.eos, named)
+    generations = engine.generate([one.prompt for one in problems], sampling, seeds)
     rewards = torch.arange(len(problems)) % 3 / 2
     return Rollout(make_samples(task, problems, generations, 4), rewards - rewards.mean())
+
+
+def on_this_rank(args: Namespace) -> tuple[ParallelState, Trainer]:
+    """The groups that the arguments ask for, and a trainer in them."""
+    state = parallel.initialize(args.tensor_model_parallel_size, args.context_parallel_size)
+    config = model_config(args, Task(args.num_digits).vocab_size)
+    return state, Trainer(args, config, state, strong_weights(args), args.lr)
 
 
 def train(grid: Grid, args: Namespace, rollout: Rollout, folder: Path) -> dict[str, Any]:
     """Metrics and gradient of every step on the recorded rollout, and the weights at the end."""
 
     def main() -> None:
-        state = parallel.initialize(grid.tp, grid.cp)
-        config = model_config(args, Task(args.num_digits).vocab_size)
-        trainer = Trainer(args, config, state, strong_weights(args), args.lr)
+        state, trainer = on_this_rank(args)
         data = shard(args, state, rollout)
         data["log_probs"] = trainer.log_probs(data)
         share = args.global_batch_size // grid.dp
@@ -172,18 +187,16 @@ def test_the_engine_scores_with_exported_weights_as_the_trainer_does(
 ) -> None:
     """Two forward passes that share no code: names, the interleaving of q, k and v, RoPE and norms all agree."""
     args = settings(Grid(tp=tp), yaml)
-    config = model_config(args, Task(args.num_digits).vocab_size)
 
     def main() -> None:
-        state = parallel.initialize(tp, 1)
-        trainer = Trainer(args, config, state, strong_weights(args), args.lr)
+        state, trainer = on_this_rank(args)
         scores = trainer.log_probs(shard(args, state, recorded))
         torch.save((trainer.weights(), torch.cat(scores)), tmp_path / f"{state.tp.rank}.pt")
 
     assert parallel.launch(tp, main) == 0
     weights, scores = torch.load(tmp_path / "0.pt")
     assert all(torch.equal(weights[name], weight) for name, weight in strong_weights(args).items())
-    engine = DecodeEngine(config, "fp32")
+    engine = DecodeEngine(model_config(args, Task(args.num_digits).vocab_size), "fp32")
     engine.update_weights(weights, version=0)
     sequences = [tuple(sample.tokens) for sample in recorded.samples]
     expected = engine.score(sequences, [sample.response_length for sample in recorded.samples])
@@ -226,7 +239,7 @@ def test_packed_attention_is_causal_attention_within_each_sequence(tmp_path: Pat
     def main() -> None:
         from megatron.core.process_groups_config import ProcessGroupCollection
 
-        from lab.host.model.attention import PackedAttention, PackedLayout
+        from lab.host.model.model import PackedAttention, PackedLayout
 
         parallel.initialize(1, 2)
         rank = mpu.get_context_parallel_rank()

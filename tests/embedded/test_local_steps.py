@@ -13,9 +13,8 @@ from tolerances import FP32_LOG_PROB
 from lab.host.model.decoder import ModelConfig
 from lab.host.model.decoding import Sampling, Unfinished
 from lab.host.model.engine import DecodeEngine
-from lab.host.model.steps import Growing, SteppedEngine
 from lab.host.rollout import served_steps
-from lab.host.rollout.served_steps import ServedSteps
+from lab.host.rollout.served_steps import Growing, ServedSteps, SteppedEngine
 from true_on_policy.contract.sides import ENGINES
 from true_on_policy.engines.hf.engine import HuggingFace
 from true_on_policy.engines.protocol import EngineError, Request, Sample

@@ -17,7 +17,7 @@ from test_local_loop import records
 from test_local_true_on_policy import EXTREMES, PUSHED, corrected, sides, weights
 from tolerances import FP32_LOG_PROB
 
-from lab.host.train.kept_set import OFFSETS
+from lab.host.train.log_probs import OFFSETS
 
 pytestmark = pytest.mark.timeout(1800)  # two runs at most, each of 800 s at most
 

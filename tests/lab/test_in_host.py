@@ -639,10 +639,10 @@ def test_one_sample_of_each_rollout_is_broken() -> None:
 
 
 def scored(plant: str, index: int, rows: np.ndarray) -> np.ndarray:
-    from lab.in_host import routes
+    from lab.in_host import reward
 
     sample = types.SimpleNamespace(index=index, tokens=[1, 2, 4], response_length=2, rollout_routed_experts=rows)
-    assert asyncio.run(getattr(routes, plant)(None, sample)) == 1.0
+    assert asyncio.run(getattr(reward, plant)(None, sample)) == 1.0
     return sample.rollout_routed_experts
 
 

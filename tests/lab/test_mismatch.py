@@ -14,12 +14,21 @@ from transformers import PreTrainedTokenizerFast
 
 from lab import mismatch
 from lab.ladder import shipped
-from lab.ladder.dialogues import TURN_LENGTH, TURNS, score_chat, tool_turns
 from lab.ladder.presets_at import kept_and_weighed, kept_by, of_length
-from lab.ladder.rollouts import Amount, Rollouts, sample
+from lab.ladder.rollouts import Amount, Rollouts
 from lab.ladder.rungs import RUNGS, fp8, in_groups, write_rollout_weights
 from lab.ladder.statistics import Pair, by_turn, summary
-from lab.ladder.workloads import ChatSettings, Settings, Workload, chats, responses
+from lab.ladder.workloads import (
+    TURN_LENGTH,
+    TURNS,
+    ChatSettings,
+    Settings,
+    Workload,
+    chats,
+    converse,
+    score_chat,
+    tool_turns,
+)
 from lab.mismatch import Climb
 from mis_plugins.config.model import CorrectionConfig, Level, Over, RejectRule, WeightConfig
 from mis_plugins.errors import UserError
@@ -73,13 +82,14 @@ def test_only_linear_layers_are_rounded_beyond_bf16(name: str, tmp_path: Path):
 
 def test_prompts_take_turns_and_every_response_ends_with_its_first_end_of_sequence(tmp_path: Path):
     engine = HuggingFace(checkpoint("tiny-llama", tmp_path, torch.float32, seed=0), "fp32")
-    whole = sample(engine, [(7,), (8,), (9,)], done=2, batch=3, length=6, end=-1)
+    prompts = [(7,), (8,), (9,)]
+    whole = converse(engine, prompts, range(2, 5), length=6, end=-1)
     assert [place for place, _ in whole] == [2, 0, 1]
-    assert [one.request.prompt for _, one in whole] == [(9,), (7,), (8,)]
-    assert [one.request.seed for _, one in whole] == [2, 3, 4]
-    end = whole[0][1].tokens[2]
-    cut = sample(engine, [(7,), (8,), (9,)], done=2, batch=3, length=6, end=end)
-    assert cut[0][1].tokens == whole[0][1].tokens[:3]
+    assert [one.request.prompt for _, (one,) in whole] == [(9,), (7,), (8,)]
+    assert [one.request.seed for _, (one,) in whole] == [2, 3, 4]
+    end = whole[0][1][0].tokens[2]
+    cut = converse(engine, prompts, range(2, 5), length=6, end=end)
+    assert cut[0][1][0].tokens == whole[0][1][0].tokens[:3]
 
 
 # The statistics
@@ -215,12 +225,12 @@ PROMPTS = [(one, one + 1) for one in range(5)]
 
 def of_five(number: int) -> Workload:
     """A number of responses to five prompts."""
-    return responses(Settings("tiny-llama", "hash", "five", "hf", 6), Amount(number, 1), PROMPTS, 0)
+    return Workload(Settings("tiny-llama", "hash", "five", "hf", 6), Amount(number, 1), PROMPTS, 0)
 
 
 def three_chats(number: int = 3) -> Workload:
     """Chats whose tools answer 0 1 2 or 0 3."""
-    settings = ChatSettings("tiny-llama", "hash", "five", "hf", 6)
+    settings = ChatSettings("tiny-llama", "hash", "five", "hf", TURN_LENGTH)
     return chats(settings, number, PROMPTS, [(0, 1, 2), (0, 3)], 0)
 
 

@@ -16,7 +16,7 @@ from lab.host import report
 from lab.host.cli.arguments import parse_args
 from lab.host.folders import METRICS, SUMMARY
 from lab.host.report import MetricsLog
-from lab.toys.__main__ import DRAWN, RESULTS
+from lab.toys import DRAWN, RESULTS
 from mis_plugins.__main__ import load
 from mis_plugins.config.loading import presets
 from mis_plugins.config.reading import from_args

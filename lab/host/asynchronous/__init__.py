@@ -7,6 +7,5 @@ update_hooks     hooks before and after a pause and a resume
 staleness_bound  how far ahead a rollout may begin
 scoring          log-probs of the trainer for the recompute
 source           the rollouts of a run, on all ranks, and what it cost to get them
-measure          segment-wise and standard weights of a rollout, by age
-summary          the part of these numbers that goes into summary.json
+measure          segment-wise and standard weights of a rollout, by age, and the part that goes into summary.json
 """

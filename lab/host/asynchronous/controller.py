@@ -22,7 +22,7 @@ from lab.host.asynchronous.staleness_bound import HeadOffpolicyness
 from lab.host.asynchronous.update_hooks import Hooks
 from lab.host.model.decoder import ModelConfig
 from lab.host.model.decoding import Drawn, Sampling, Unfinished
-from lab.host.model.steps import Growing, stepped
+from lab.host.rollout.served_steps import Growing, stepped
 
 PauseMode = Literal["in_place", "retract", "abort"]
 

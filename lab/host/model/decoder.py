@@ -1,6 +1,8 @@
 """The forward pass of the rollout engine: a Qwen3 or Llama decoder with a KV cache, in plain torch operations.
 
-The decoder shares no forward code with the trainer on purpose, so that engine and trainer mismatch as in real runs.
+The decoder shares no forward code with the trainer on purpose, so that engine and trainer mismatch as in real runs. A
+mixture of experts chooses, weighs and adds in the order of SGLang (`true_on_policy/contract/rounding.py`), and
+Megatron-core's own layer in another.
 
 Shapes: `B` sequences, `T` tokens of this call, `S` cache slots, `L` layers, `G` key-value heads,
 `D` head size, `E` hidden size, `V` vocabulary, `K` experts of a token.
@@ -13,11 +15,11 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float, Int, Int64
 from torch import Tensor
 
-from lab.host.model.mlp import Experts, SwiGlu
 from mis_plugins.errors import ConfigError, InputError
+from true_on_policy.contract.rounding import chosen, combined
 
 
 @dataclass(frozen=True)
@@ -257,3 +259,47 @@ def _layer_weights(config: ModelConfig, held: Mapping[str, Tensor], index: int) 
         post_norm=joined("post_attention_layernorm"),
         mlp=Experts.of(held, mlp, config.top_k) if config.experts else SwiGlu.of(held, mlp),
     )
+
+
+@dataclass(frozen=True)
+class SwiGlu:
+    """`down (silu(gate x) * up x)`, with gate and up joined into one matrix."""
+
+    gate_up: Float[Tensor, "F2 E"]
+    down: Float[Tensor, "E F"]
+
+    @classmethod
+    def of(cls, held: Mapping[str, Tensor], prefix: str) -> SwiGlu:
+        """Join the weights that Hugging Face names behind `prefix`."""
+        gate, up, down = (held[f"{prefix}.{name}_proj.weight"] for name in ("gate", "up", "down"))
+        return cls(torch.cat([gate, up]), down)
+
+    def __call__(self, x: Float[Tensor, "*T E"]) -> Float[Tensor, "*T E"]:
+        gate, up = F.linear(x, self.gate_up).chunk(2, -1)
+        return F.linear(F.silu(gate) * up, self.down)
+
+
+@dataclass(frozen=True)
+class Experts:
+    """A mixture of experts, of which each token takes `top_k`."""
+
+    router: Float[Tensor, "X E"]
+    experts: tuple[SwiGlu, ...]
+    top_k: int
+
+    @classmethod
+    def of(cls, held: Mapping[str, Tensor], prefix: str, top_k: int) -> Experts:
+        """Take the router and all experts that Hugging Face names behind `prefix`."""
+        router = held[f"{prefix}.gate.weight"]
+        experts = (SwiGlu.of(held, f"{prefix}.experts.{number}") for number in range(len(router)))
+        return cls(router, tuple(experts), top_k)
+
+    def __call__(self, x: Float[Tensor, "T E"]) -> tuple[Float[Tensor, "T E"], Int64[Tensor, "T K"]]:
+        """Mix the outputs of each token's experts; return the experts too, the highest score first."""
+        weights, experts = chosen(F.linear(x, self.router), self.top_k)
+        by_expert = experts.flatten().argsort(stable=True)
+        counts = experts.flatten().bincount(minlength=len(self.experts)).tolist()
+        received = x[by_expert // self.top_k].split(counts)
+        pairs = zip(self.experts, received, strict=True)
+        outputs = torch.cat([expert(rows) for expert, rows in pairs if len(rows)])
+        return combined(outputs, by_expert.argsort().view_as(experts), weights), experts

@@ -8,38 +8,37 @@ dictionary.
 
 from __future__ import annotations
 
-import os
+import math
 from argparse import Namespace
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from lab.host.model.attention import PackedAttention, PackedLayout
 from lab.host.model.decoder import ModelConfig
 from lab.host.train.batch import Layout
 from lab.host.train.parallel import GroupInfo, ParallelState
 from true_on_policy.trainers import experts
+from true_on_policy.trainers.attention import of_all_ranks
 from true_on_policy.trainers.megatron import DECODER
+from true_on_policy.trainers.shards import Shard
 
 INIT_STD = 0.02
 
 
 def cpu_shims() -> None:
-    """Let Megatron's RoPE run on CPU: on first use it moves a table to `torch.cuda.current_device()`.
-
-    The environment variable only silences Megatron's advice for GPUs.
-    """
+    """Let Megatron's RoPE run on CPU: on first use it moves a table to `torch.cuda.current_device()`."""
     torch.cuda.current_device = lambda: torch.device("cpu")  # type: ignore[assignment]
-    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
 
 
 def build_model(config: ModelConfig, state: ParallelState, args: Namespace) -> GPTModel:
@@ -125,108 +124,111 @@ def initial_weights(config: ModelConfig, seed: int) -> dict[str, Tensor]:
     return {name: draw(name, shape) for name, shape in config.shapes().items()}
 
 
-@dataclass(frozen=True)
-class Shards:
-    """How one Megatron parameter is made of Hugging Face weights on one tensor-parallel rank.
-
-    `cut` names the dimension along which the ranks divide the weights. Several weights share one parameter
-    in `groups` interleaved blocks: q, k and v in a block for each query group of the rank; gate and up in
-    one block.
-    """
-
-    names: tuple[str, ...]
-    cut: Literal["whole", "rows", "columns"] = "rows"
-    groups: int = 1
-
-    def local(self, weights: Mapping[str, Tensor], tp: GroupInfo) -> Tensor:
-        """Cut this rank's parameter from whole Hugging Face weights."""
-        if self.cut == "whole":
-            return weights[self.names[0]]
-        dim = 0 if self.cut == "rows" else 1
-        parts = [weights[name].chunk(tp.size, dim)[tp.rank] for name in self.names]
-        return torch.cat([part.unflatten(0, (self.groups, -1)) for part in parts], 1).flatten(0, 1)
-
-    def full(self, local: Tensor, shapes: Mapping[str, tuple[int, ...]], tp: GroupInfo) -> dict[str, Tensor]:
-        """The inverse of :meth:`local`: whole weights, gathered over the tensor-parallel ranks."""
-        if self.cut == "whole":
-            return {self.names[0]: local.clone()}
-        dim = 0 if self.cut == "rows" else 1
-        share = tp.size if self.cut == "rows" else 1
-        rows = [shapes[name][0] // share // self.groups for name in self.names]
-        parts = local.unflatten(0, (self.groups, -1)).split(rows, 1)
-        return {name: _gather(part.flatten(0, 1), dim, tp) for name, part in zip(self.names, parts, strict=True)}
-
-
-def _gather(local: Tensor, dim: int, group: GroupInfo) -> Tensor:
-    if group.size == 1:
-        return local.clone()
-    parts = [torch.empty_like(local) for _ in range(group.size)]
-    dist.all_gather(parts, local.contiguous(), group=group.group)
-    return torch.cat(parts, dim)
-
-
-def shards(config: ModelConfig, tensor_parallel: int) -> dict[str, Shards]:
-    """Megatron's parameter names, each with its :class:`Shards`."""
-    table = {
-        "embedding.word_embeddings.weight": Shards(("model.embed_tokens.weight",)),
-        "decoder.final_layernorm.weight": Shards(("model.norm.weight",), "whole"),
-        "output_layer.weight": Shards(("lm_head.weight",)),
-    }
-    for index in range(config.num_layers):
-        table |= _layer_shards(index, config.num_kv_heads // tensor_parallel, config.experts)
-    held = config.shapes()
-    return {name: shard for name, shard in table.items() if all(one in held for one in shard.names)}
-
-
-def _layer_shards(index: int, groups: int, experts: int) -> dict[str, Shards]:
-    def of(*names: str) -> tuple[str, ...]:
-        return tuple(f"model.layers.{index}.{name}.weight" for name in names)
-
-    layer = {
-        "input_layernorm": Shards(of("input_layernorm"), "whole"),
-        "self_attention.linear_qkv": Shards(
-            of("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), groups=groups
-        ),
-        "self_attention.q_layernorm": Shards(of("self_attn.q_norm"), "whole"),
-        "self_attention.k_layernorm": Shards(of("self_attn.k_norm"), "whole"),
-        "self_attention.linear_proj": Shards(of("self_attn.o_proj"), "columns"),
-        "pre_mlp_layernorm": Shards(of("post_attention_layernorm"), "whole"),
-        "mlp.linear_fc1": Shards(of("mlp.gate_proj", "mlp.up_proj")),
-        "mlp.linear_fc2": Shards(of("mlp.down_proj"), "columns"),
-        "mlp.router": Shards(of("mlp.gate"), "whole"),
-    }
-    for number in range(experts):
-        theirs, hf = f"mlp.experts.local_experts.{number}", f"mlp.experts.{number}"
-        layer[f"{theirs}.linear_fc1"] = Shards(of(f"{hf}.gate_proj", f"{hf}.up_proj"))
-        layer[f"{theirs}.linear_fc2"] = Shards(of(f"{hf}.down_proj"), "columns")
-    return {f"decoder.layers.{index}.{name}.weight": value for name, value in layer.items()}
+WHOLE = ("layernorm.weight", "router.weight")
+"""How the names end of Megatron's parameters that every tensor-parallel rank holds whole."""
 
 
 @dataclass(frozen=True)
 class Naming:
-    """Translate weights, gradients and optimizer moments to Hugging Face names and back."""
+    """Translate weights, gradients and optimizer moments to Hugging Face names and back.
+
+    parameters: Megatron's names of the parameters of the model.
+    """
 
     config: ModelConfig
     tp: GroupInfo
+    parameters: tuple[str, ...]
 
     @cached_property
-    def _shards(self) -> dict[str, Shards]:
-        return shards(self.config, self.tp.size)
+    def _places(self) -> list[dict[str, Tensor]]:
+        """Where each number of each rank's parameters stands among all numbers of a checkpoint."""
+        shapes = self.config.shapes()
+        sizes = [math.prod(shape) for shape in shapes.values()]
+        numbered = torch.arange(sum(sizes), dtype=torch.float64).split(sizes)  # as weights, which a shard cuts
+        whole = {name: one.view(shape) for (name, shape), one in zip(shapes.items(), numbered, strict=True)}
+        held = (self._held_by(rank, whole) for rank in range(self.tp.size))
+        return [{name: places.long() for name, places in one.items()} for one in held]
+
+    def _held_by(self, rank: int, whole: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        shard = Shard(rank, self.tp.size, self.config.num_kv_heads)
+        return {name: shard.parameter(name, whole) for name in self.parameters}
 
     def sharded(self, parameter: str) -> bool:
         """Whether the tensor-parallel ranks hold different parts of a Megatron parameter."""
-        return self._shards[parameter].cut != "whole"
+        return not parameter.endswith(WHOLE)
 
     def to_hf(self, local: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Whole tensors in the order of a checkpoint, copied. Collective over the tensor-parallel ranks."""
         shapes = self.config.shapes()
-        whole = {
-            name: tensor
-            for parameter, piece in self._shards.items()
-            for name, tensor in piece.full(local[parameter], shapes, self.tp).items()
-        }
-        return {name: whole[name] for name in shapes}
+        sizes = [math.prod(shape) for shape in shapes.values()]
+        numbers = torch.empty(sum(sizes))
+        for name in self.parameters:
+            parts = _of_all_ranks(local[name], self.tp) if self.sharded(name) else [local[name]]
+            for places, part in zip(self._places, parts, strict=False):
+                numbers[places[name]] = part
+        parts = zip(shapes.items(), numbers.split(sizes), strict=True)
+        return {name: part.view(shape).clone() for (name, shape), part in parts}
 
     def to_megatron(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Shards of this rank by Megatron's parameter name."""
-        return {parameter: piece.local(weights, self.tp) for parameter, piece in self._shards.items()}
+        return self._held_by(self.tp.rank, weights)
+
+
+def _of_all_ranks(local: Tensor, group: GroupInfo) -> list[Tensor]:
+    if group.size == 1:
+        return [local]
+    parts = [torch.empty_like(local) for _ in range(group.size)]
+    dist.all_gather(parts, local.contiguous(), group=group.group)
+    return parts
+
+
+@dataclass
+class PackedLayout(PackedSeqParams):
+    """Megatron's description of a pack, which carries our index maps to the attention."""
+
+    layout: Layout | None = None
+
+    @classmethod
+    def of(cls, layout: Layout) -> PackedLayout:
+        return cls(
+            qkv_format="thd",
+            cu_seqlens_q=layout.cu_seqlens,
+            cu_seqlens_kv=layout.cu_seqlens,
+            max_seqlen_q=layout.max_seqlen,
+            max_seqlen_kv=layout.max_seqlen,
+            layout=layout,
+        )
+
+
+class PackedAttention(torch.nn.Module):
+    """Causal attention within each sequence of a `thd` pack. Takes and returns this rank's slots.
+
+    Megatron's local attention refuses packed sequences and context parallelism, and Transformer Engine's needs a GPU.
+    Here keys and values are gathered over the context ranks once. Every sequence of the pack becomes a row of one
+    padded batch, and a single masked SDPA serves all rows. The cost grows with the tokens of the sequences, and not
+    with their number.
+    """
+
+    def __init__(self, config: Any, pg_collection: Any, softmax_scale: float | None = None, **unused: Any):
+        super().__init__()
+        self.context_group = pg_collection.cp
+        self.scale = softmax_scale or 1.0 / math.sqrt(config.kv_channels)
+
+    def forward(
+        self,
+        query: Tensor,  # [S, heads, dim]
+        key: Tensor,  # [S, groups, dim]
+        value: Tensor,
+        attention_mask: None,
+        *,
+        packed_seq_params: PackedLayout,
+        **unused: Any,
+    ) -> Tensor:
+        layout = packed_seq_params.layout
+        assert layout is not None
+        key_value = of_all_ranks(torch.stack([key, value], dim=1), self.context_group).flatten(0, 1)
+        shared = query.shape[1] // key.shape[1]
+        keys, values = key_value[layout.key_slots].repeat_interleave(shared, dim=3).permute(2, 0, 3, 1, 4)
+        queries = query[layout.query_slots].transpose(1, 2)
+        context = F.scaled_dot_product_attention(queries, keys, values, layout.causal, scale=self.scale)
+        return context[layout.sequence, :, layout.offset].flatten(1)

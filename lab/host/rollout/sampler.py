@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import hashlib
 from argparse import Namespace
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
 import torch
 import torch.distributed as dist
+from jaxtyping import Float
 from torch import Tensor
 
 from lab.host.model.decoding import Sampling
@@ -21,9 +22,8 @@ from lab.host.model.engine import Generation, RolloutEngine
 from lab.host.model.replay import ROUTES
 from lab.host.rollout.sample import Sample, filtered, make_samples
 from lab.host.rollout.tasks import Problem, Task
-from lab.host.train.advantages import ESTIMATORS
 from lab.host.train.batch import Layout, pack
-from lab.host.train.kept_set import IDS, OFFSETS
+from lab.host.train.log_probs import IDS, OFFSETS
 from lab.host.train.parallel import ParallelState
 from lab.host.train.trainer import RolloutData
 from mis_plugins.config import reading
@@ -238,3 +238,26 @@ def _written(sample: Sample, current: int) -> Written:
     stored = sample.recomputed_log_probs or [None] * sample.response_length
     recomputed = [torch.nan if value is None else value for value in stored]
     return Written(torch.tensor(sample.output_versions, dtype=torch.int64), torch.tensor(recomputed), current)
+
+
+def group_relative(
+    rewards: Float[Tensor, "prompts samples"], *, normalize_std: bool
+) -> Float[Tensor, "prompts samples"]:
+    """`A = R - mean(R)` within each prompt's group, over its deviation if asked.
+
+    GRPO: Shao et al. 2024, arxiv.org/abs/2402.03300.
+    """
+    centred = rewards - rewards.mean(1, keepdim=True)
+    return centred / (rewards.std(1, keepdim=True) + 1e-6) if normalize_std else centred
+
+
+def shifted(rewards: Float[Tensor, "*shape"], shift: float) -> Float[Tensor, "*shape"]:
+    """`A = R + shift`: REINFORCE with a constant baseline."""
+    return rewards + shift
+
+
+ESTIMATORS: dict[str, Callable[[Namespace, Tensor], Tensor]] = {
+    "grpo": lambda args, rewards: group_relative(rewards, normalize_std=not args.disable_grpo_std_normalization),
+    "reinforce": lambda args, rewards: shifted(rewards, args.reward_shift),
+}
+"""`--advantage-estimator`: called with `args` and rewards `[prompts, samples]`."""

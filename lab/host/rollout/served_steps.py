@@ -1,24 +1,60 @@
-"""An engine of `true_on_policy`, such as SGLang, stepped asynchronously: one token a call.
+"""Engines that are stepped token by token, with new weights between steps: our own, or one of `true_on_policy`.
 
-Between two calls the engine holds no request, so that the weights may move there. An update empties the
-engine's prefix cache (`retract`, `abort`), or leaves it with keys and values of earlier weights (`in_place`).
+An engine such as SGLang samples one token a call. Between two calls it holds no request, so that the weights may move
+there. An update empties the engine's prefix cache (`retract`, `abort`), or leaves it with keys and values of earlier
+weights (`in_place`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
 from lab.host.model.decoder import ModelConfig
 from lab.host.model.decoding import Drawn, Sampling, Unfinished
+from lab.host.model.engine import DecodeEngine
 from lab.host.rollout.served import Served
 from true_on_policy.contract.sides import ENGINES
 from true_on_policy.engines.protocol import EngineError, Request, Sample
 
 RUNNING = 256
 """Sequences that the engine computes at a time, at most; a call with more takes several turns."""
+
+
+@runtime_checkable
+class Growing(Protocol):
+    """A batch of responses as the controller calls it: a `Decoding` or a `ServedDecoding`."""
+
+    stale_cache: bool
+
+    @property
+    def ended(self) -> bool: ...
+
+    @property
+    def unfinished(self) -> list[Unfinished]: ...
+
+    def step(self) -> Drawn: ...
+
+    def go_on(self, decoder: Any, *, keep_cache: bool) -> Growing: ...
+
+
+@runtime_checkable
+class SteppedEngine(Protocol):
+    """An engine as the controller calls it: batches of responses are stepped, and go on under other weights."""
+
+    version: int
+
+    def update_weights(self, weights: Mapping[str, Tensor], version: int) -> None: ...
+
+    def begin(self, responses: Sequence[Unfinished], sampling: Sampling) -> Growing: ...
+
+    @property
+    def decoder(self) -> Any: ...
+
+    def close(self) -> None: ...
 
 
 class ServedSteps(Served):
@@ -99,3 +135,10 @@ class ServedDecoding:
         """Go on with the engine's present weights."""
         self.stale_cache = self.stale_cache or decoder.keeps_cache
         return self
+
+
+def stepped(name: str, config: ModelConfig, precision: str, keep_cache: bool) -> SteppedEngine:
+    """Make the engine `name`; `keep_cache` says what an update does to a cache that outlives responses."""
+    if name == "local":
+        return DecodeEngine(config, precision)
+    return ServedSteps(name, config, precision, keep_cache)

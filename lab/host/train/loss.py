@@ -16,8 +16,7 @@ from torch import Tensor
 
 from lab.host.cli.loading import load_function
 from lab.host.train.batch import Layout
-from lab.host.train.kept_set import IDS, OFFSETS, KeptSets
-from lab.host.train.log_probs import response_log_probs
+from lab.host.train.log_probs import IDS, OFFSETS, KeptSets, response_log_probs
 from lab.host.train.parallel import ParallelState
 from mis_plugins.config.terms.divergence import k3
 
@@ -45,7 +44,6 @@ class MicroBatch:
     advantages: list[Tensor]
     proximal: list[Tensor] | None
     behavior: list[Tensor]
-    reference: list[Tensor] | None = None  # for a hook of the user's with a KL term
     versions: list[Tensor] | None = None
     recomputed: list[Tensor] | None = None
     proximal_version: int | None = None
@@ -197,7 +195,7 @@ def host_batch(batch: MicroBatch) -> dict[str, Any]:
         "advantages": batch.advantages,
         "log_probs": batch.proximal,
         "rollout_log_probs": batch.behavior,
-        "ref_log_probs": batch.reference,
+        "ref_log_probs": None,
         "max_seq_lens": None,
         "output_versions": batch.versions,
         "recomputed_log_probs": batch.recomputed,

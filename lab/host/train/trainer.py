@@ -20,8 +20,7 @@ from lab.host.model.decoder import ModelConfig
 from lab.host.model.model import Naming, build_model, packed_logits
 from lab.host.model.replay import ROUTES, Replay
 from lab.host.train.batch import Layout, pack
-from lab.host.train.kept_set import IDS, OFFSETS, KeptSets, kept_sets
-from lab.host.train.log_probs import response_log_probs
+from lab.host.train.log_probs import IDS, OFFSETS, KeptSets, kept_sets, response_log_probs
 from lab.host.train.loss import LossFunction, Metrics, MicroBatch, masked
 from lab.host.train.parallel import ParallelState
 from mis_plugins.hosts.host import HEAD_IDS, HEAD_LOG_PROBS
@@ -37,10 +36,10 @@ class Trainer:
         self, args: Namespace, config: ModelConfig, state: ParallelState, weights: Mapping[str, Tensor], lr: float
     ) -> None:
         self.args, self.state = args, state
-        self.naming = Naming(config, state.tp)
         model = build_model(config, state, args)
         self.replay = Replay(model)
         self.parameters = dict(model.named_parameters())
+        self.naming = Naming(config, state.tp, tuple(self.parameters))
         self.load_weights(weights)
         self.ddp = DistributedDataParallel(model.config, DistributedDataParallelConfig(grad_reduce_in_fp32=True), model)
         self.optimizer = torch.optim.AdamW(
