@@ -39,8 +39,8 @@ from mis_plugins.config import view
 from mis_plugins.errors import UserError
 from mis_plugins.shared.numerals import count
 
-ROOMS = """weights large losses config answers scripts launchers translate dumps routes files memory ranks split segments
-           baselines""".split()
+ROOMS = """weights large losses config answers scripts launchers translate dumps routes files memory ranks split
+           segments baselines""".split()
 RECORD = ROOT / "lab" / "results" / "break_it.json"
 ROUND = 100  # cases of one seed
 SEEDS_A_PROCESS = 20  # of a room, before the next room's turn: processes end, and what they hold with them
