@@ -222,7 +222,7 @@ def report(survey: Survey) -> Report | None:
         changes=moves,
         findings=findings(facts),
         alarms=list(survey.numbers.alarms()),
-        worst_tokens=survey.worst.worst_tokens(),
+        worst_tokens=[token for _, token in survey.worst.tokens.held],
         worst_sequences=survey.worst.worst_sequences(),
         outcomes={outcome.candidate.name: outcome.numbers() for outcome in survey.outcomes if outcome.sums},
         sequences=survey.sequences,

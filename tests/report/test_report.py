@@ -26,7 +26,7 @@ from mis_plugins.packing.ragged import Ragged
 from mis_plugins.report import survey as surveys
 from mis_plugins.report.causes import CAUSES, DETECTORS
 from mis_plugins.report.changes import changes
-from mis_plugins.report.proposal import Proposal, judge, propose
+from mis_plugins.report.proposal import Judged, Proposal, propose
 from mis_plugins.report.readers.source import Curve, Problems, Source
 from mis_plugins.report.record import Batch, Record, batches, from_mapping
 from mis_plugins.report.survey import Report, Survey, report, walk
@@ -156,7 +156,7 @@ def test_noise_is_borne_and_a_learning_rate_is_told() -> None:
     assert found.name == "sequence" and found.trusted
     assert "a mean weight of 0.5 acts as that factor on the learning rate" in found.why
     for against in ({"ess": 0.05}, {"applied_mean": 0.2}, {"kept_fraction": 0.4}):
-        assert judge(Candidate("tis", NONE), PLAIN | against).reasons
+        assert Judged(Candidate("tis", NONE), PLAIN | against).reasons
 
 
 def test_no_config_is_trusted_where_the_opening_is_beyond_all_rows() -> None:
@@ -287,7 +287,7 @@ def test_products_of_whole_responses_rank_where_they_bear_it() -> None:
 def test_advantages_of_one_sign_lean_to_none() -> None:
     records = [replace(one, advantages=-torch.ones(one.size)) for one in some_records(lengths=(40, 40))]
     numbers = surveyed(records, sweep="tis").outcomes["tis"]
-    assert not [reason for reason in judge(Candidate("tis", NONE), numbers).reasons if "advantages" in reason]
+    assert not [reason for reason in Judged(Candidate("tis", NONE), numbers).reasons if "advantages" in reason]
 
 
 @pytest.fixture
