@@ -258,12 +258,6 @@ def test_a_torchscript_program_is_refused(tmp_path: Path) -> None:
         load_foreign(file)
 
 
-def test_numbers_of_numpy_are_read_without_numpy(tmp_path: Path) -> None:
-    file = tmp_path / "numbers.pt"
-    torch.save({"a": numpy.float64(0.25), "b": numpy.int64(-3), "c": numpy.float32(1.5), "d": numpy.bool_(True)}, file)
-    assert load_foreign(file) == {"a": 0.25, "b": -3, "c": 1.5, "d": True}
-
-
 def write_lines(path: Path, records: Sequence[Record], *more: str) -> None:
     first, *others = map(as_line, records)
     path.write_text("\n".join([first, *more, *others]) + "\n")

@@ -18,7 +18,7 @@ from mis_plugins.shared.arrays import save_safetensors
 from mis_plugins.shared.budget import RecordError
 from mis_plugins.shared.files import PREFIX, check_writable, finish_killed, replace_together, replaced, write_text
 
-NAMES = ("report.json", "report.html")
+NAMES = ["report.json", "report.html"]
 CALLS = {"open", "fcntl.flock", "tempfile.mkdtemp", *(f"os.{name}" for name in ("mkdir", "rename", "remove", "rmdir",
          "chmod", "chown", "listdir", "scandir", "utime"))}  # fmt: skip
 
