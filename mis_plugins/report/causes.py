@@ -22,12 +22,12 @@ from torch import Tensor
 
 from mis_plugins.explain.limits import FIRST, LIMITS
 from mis_plugins.metrics import slope
+from mis_plugins.metrics.slope import STANDARD_ERRORS
 from mis_plugins.report.changes import SIDE, Change
 from mis_plugins.report.evidence import LONG_ENOUGH, RELATED, Evidence, Moments
 from mis_plugins.report.lists import Pairing
 from mis_plugins.report.places import SHARES
 
-STANDARD_ERRORS = 6.0
 LEAST_SEQUENCES = 16
 END_FACTOR = 5.0
 BEGINNING_FACTOR = 1.75

@@ -74,11 +74,13 @@ def alarmed(document: Document) -> bool:
     A file that breaks off may be one that the run still writes.
     """
     made = document.report
-    whole = of_curves(document.curves) if made is None else document.verdict
-    level = level_of(replace(made, torn=())) if made is not None and made.usable else whole.level
-    few = made is not None and made.usable < FEW and level != ALARM
-    beyond = document.verdict.measured and level != CALM and not few
-    return beyond or bool(made and made.alarms)
+    if not document.verdict.measured:
+        return bool(made and made.alarms)
+    if made is None:
+        return of_curves(document.curves).level != CALM
+    level = level_of(replace(made, torn=()))
+    few = made.usable < FEW and level != ALARM
+    return bool(made.alarms) or (level != CALM and not few)
 
 
 def suggest(arguments: argparse.Namespace) -> int:

@@ -202,7 +202,7 @@ def test_limits_are_those_of_the_page() -> None:
     """Each number of `LIMITS` stands in what docs/metrics.md calls bad."""
     for name, limits in LIMITS.items():
         numbers = {float(x) for x in re.findall(r"\d+(?:\.\d+)?(?:e-?\d+)?", WORDS[name]["bad"])}
-        assert {limit for limit in (limits.low, limits.high) if math.isfinite(limit)} <= numbers, name
+        assert {limit for limit in (limits.low, limits.high, limits.alarm) if math.isfinite(limit)} <= numbers, name
 
 
 @pytest.mark.parametrize("preset", ["tis", "icepop", "mis", "sequence"])

@@ -20,7 +20,6 @@ from test_readers import read, reported, some_records, write_lines
 from test_report import PLAIN, surveyed
 
 from lab import planted_runs as plants
-from lab.pages.metrics import WORDS
 from lab.planted_runs import IN_RECORDINGS, clean, drawn, planted_in_recording, recorded, records, sampled
 from mis_plugins.__main__ import main
 from mis_plugins.config.model import CorrectionConfig
@@ -408,16 +407,16 @@ def test_limits_of_k3_are_those_of_the_pages() -> None:
     limits = LIMITS[FIRST]
     assert f"above {limits.high:.0e}".replace("e-0", "e-") in line
     assert f"above {limits.alarm:.0e}".replace("e-0", "e-") in line
-    numbers = {float(x) for x in re.findall(r"\d+(?:\.\d+)?e-\d", WORDS[FIRST]["bad"])}
-    assert {limits.high, limits.alarm} <= numbers
 
 
 @pytest.mark.parametrize(
-    ("rung", "level"), [("bf16", CALM), ("int8", CALM), ("fp8", WATCH), ("int6", ALARM), ("int3", ALARM)]
+    ("rung", "level"),
+    [("bf16", CALM), ("int8", CALM), ("fp8", WATCH), ("int6", ALARM), ("int4", ALARM), ("int3", ALARM)],
 )
 def test_size_alone_warns_and_alarms(rung: str, level: str) -> None:
+    """An int3 engine differs more at the first tokens, as any coarse engine does, but 3% of the mismatch lies there."""
     made = surveyed(records(recorded(rung, 1)))
-    assert verdict(made, None).level == level
+    assert verdict(made, None).level == level and bool(made.findings) == (level != CALM)
     assert {one.name for one in made.findings} <= {"precision", "other-weights"}
 
 
@@ -461,13 +460,6 @@ def test_a_cause_planted_in_a_recording_is_named_first(plant: str, cause: str, r
 def test_a_clean_run_is_calm(seed: int) -> None:
     made = surveyed(clean(seed))
     assert made.whole[FIRST] < 1e-2 and verdict(made, None).level == CALM, made.findings
-
-
-def test_an_engine_far_beyond_int5_has_no_template_to_blame() -> None:
-    """An int3 engine differs more at the first tokens, as any coarse engine does, but 3% of the mismatch lies there."""
-    for rung in ("int4", "int3"):
-        names = [one.name for one in surveyed(records(recorded(rung, 1))).findings]
-        assert names[0] in ("precision", "other-weights") and "template" not in names
 
 
 def test_the_first_two_causes_say_what_speaks_against_them() -> None:
