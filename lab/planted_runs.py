@@ -155,9 +155,9 @@ def records(columns: Columns, steps: int = STEPS) -> list[Record]:
         "loss_mask": torch.ones(columns.behavior.shape, dtype=torch.bool), "advantages": columns.advantages,
         "route_differs": columns.route, "versions": columns.versions,
     }  # fmt: skip
-    told: dict[str, Any] = {name: column.split(sizes) for name, column in flat.items() if column is not None}
+    split: dict[str, Any] = {name: column.split(sizes) for name, column in flat.items() if column is not None}
     trainer = None if columns.versions is None else NEWEST
-    by_sequence = (dict(zip(told, parts, strict=True)) for parts in zip(*told.values(), strict=True))
+    by_sequence = (dict(zip(split, parts, strict=True)) for parts in zip(*split.values(), strict=True))
     return [
         Record(place * steps // count, str(place), trainer_version=trainer, **values)
         for place, values in enumerate(by_sequence)
@@ -166,8 +166,8 @@ def records(columns: Columns, steps: int = STEPS) -> list[Record]:
 
 def as_line(record: Record, **more: object) -> str:
     """Return a record as a line of the neutral form, with more keys of that form."""
-    told = {name: x.tolist() if isinstance(x, Tensor) else x for name, x in vars(record).items() if name != "absent"}
-    return json.dumps(told | more)
+    values = {name: x.tolist() if isinstance(x, Tensor) else x for name, x in vars(record).items() if name != "absent"}
+    return json.dumps(values | more)
 
 
 # Plants change logits before tokens are drawn, or columns after; each takes a size.

@@ -34,8 +34,8 @@ def spelled(record: Record) -> list[str]:
 def report_of_a_made_up_run(folder: Path) -> Path:
     """The page of a run whose engine was left behind at one step."""
     lines = [
-        as_line(one, advantages=[place % 2 * 2 - 1] * one.size, text=spelled(one))
-        for place, one in enumerate(planted("jump", seed=5))
+        as_line(record, advantages=[place % 2 * 2 - 1] * record.size, text=spelled(record))
+        for place, record in enumerate(planted("jump", seed=5))
     ]
     (folder / "run.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
     if mis_plugins(["report", str(folder / "run.jsonl"), "--output", str(folder)]):
