@@ -9,11 +9,13 @@ many chats; all others are of SGLang or vLLM.
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file
@@ -48,6 +50,11 @@ class Flat:
     def sequences(self) -> Tensor:
         """The number of each token's sequence."""
         return torch.arange(len(self.lengths)).repeat_interleave(self.lengths)
+
+    @property
+    def left(self) -> Tensor:
+        """The number of tokens from each token to the last one of its sequence: 0 at the last one."""
+        return self.lengths.repeat_interleave(self.lengths) - 1 - self.positions
 
 
 @dataclass(frozen=True)
@@ -87,6 +94,10 @@ class Columns(Flat):
     route: Tensor | None = None
     advantages: Tensor | None = None
     versions: Tensor | None = None
+
+    def errors(self) -> Tensor:
+        """Draw the size of a normal error for each token."""
+        return torch.randn(self.proximal.shape, generator=self.generator).abs()
 
     def by_sequence(self, column: Tensor, change: Callable[[Tensor], Tensor], every: int = 1) -> Tensor:
         """Return a column of which every `every`-th sequence is changed."""
@@ -139,24 +150,24 @@ def recorded(rung: str, seed: int, trainer: str = "bf16") -> Columns:
 def records(columns: Columns, steps: int = STEPS) -> list[Record]:
     """Return the neutral records of a run of so many steps."""
     sizes, count = columns.lengths.tolist(), len(columns.lengths)
-    told = (columns.tokens, columns.advantages, columns.route, columns.versions)
-    parts = [[None] * count if x is None else x.split(sizes) for x in told]
-    sides = (columns.behavior.split(sizes), columns.proximal.split(sizes))
+    flat = {
+        "behavior_log_probs": columns.behavior, "proximal_log_probs": columns.proximal, "tokens": columns.tokens,
+        "loss_mask": torch.ones(columns.behavior.shape, dtype=torch.bool), "advantages": columns.advantages,
+        "route_differs": columns.route, "versions": columns.versions,
+    }  # fmt: skip
+    split: dict[str, Any] = {name: column.split(sizes) for name, column in flat.items() if column is not None}
+    trainer = None if columns.versions is None else NEWEST
+    by_sequence = (dict(zip(split, parts, strict=True)) for parts in zip(*split.values(), strict=True))
     return [
-        Record(
-            place * steps // count,
-            str(place),
-            mu,
-            pi,
-            torch.ones_like(mu, dtype=torch.bool),
-            ids,
-            advantages=advantage,
-            route_differs=route,
-            versions=version,
-            trainer_version=None if version is None else NEWEST,
-        )
-        for place, (mu, pi, ids, advantage, route, version) in enumerate(zip(*sides, *parts, strict=True))
+        Record(place * steps // count, str(place), trainer_version=trainer, **values)
+        for place, values in enumerate(by_sequence)
     ]
+
+
+def as_line(record: Record, **more: object) -> str:
+    """Return a record as a line of the neutral form, with more keys of that form."""
+    values = {name: x.tolist() if isinstance(x, Tensor) else x for name, x in vars(record).items() if name != "absent"}
+    return json.dumps(values | more)
 
 
 # Plants change logits before tokens are drawn, or columns after; each takes a size.
@@ -234,9 +245,8 @@ def _rounding(weights: Tensor, bits: float) -> Tensor:
 
 
 def _nonfinite(columns: Columns, count: float) -> Columns:
-    proximal = columns.proximal.clone()
-    proximal[7 : 7 + int(count)] = torch.nan
-    return replace(columns, proximal=proximal)
+    broken = torch.arange(7, 7 + int(count))
+    return replace(columns, proximal=columns.proximal.index_fill(0, broken, torch.nan))
 
 
 def _broken_advantages(columns: Columns, count: float) -> Columns:
@@ -247,9 +257,8 @@ def _broken_advantages(columns: Columns, count: float) -> Columns:
 
 
 def _placeholder(columns: Columns, every: float) -> Columns:
-    behavior = columns.behavior.clone()
-    behavior[torch.arange(len(behavior)) % int(every) == 5] = 0.0
-    return replace(columns, behavior=behavior)
+    filled = torch.arange(len(columns.behavior)) % int(every) == 5
+    return replace(columns, behavior=columns.behavior.masked_fill(filled, 0.0))
 
 
 def _changed(columns: Columns, every: float) -> Columns:
@@ -261,14 +270,9 @@ def _changed(columns: Columns, every: float) -> Columns:
 
 def _padded_end(columns: Columns, count: float) -> Columns:
     """Return the run whose responses end in tokens of the host's own, with 0 for the engine's log-probs."""
-    ends = columns.lengths.repeat_interleave(columns.lengths) - count
-    last = columns.positions >= ends
-    unlikely = -3 - torch.randn(last.shape, generator=columns.generator).abs()
-    return replace(
-        columns,
-        behavior=columns.behavior.masked_fill(last, 0.0),
-        proximal=torch.where(last, unlikely, columns.proximal),
-    )
+    last = columns.left < count
+    proximal = torch.where(last, -3 - columns.errors(), columns.proximal)
+    return replace(columns, behavior=columns.behavior.masked_fill(last, 0.0), proximal=proximal)
 
 
 def _shifted(columns: Columns, every: float) -> Columns:
@@ -285,22 +289,18 @@ def _swapped(columns: Columns, noise: float) -> Columns:
 
 
 def _route(columns: Columns, size: float) -> Columns:
-    noise = torch.randn(columns.proximal.shape, generator=columns.generator)
+    errors = columns.errors()
     route = torch.rand(columns.proximal.shape, generator=columns.generator) < 0.1
-    return replace(
-        columns, route=route, proximal=torch.where(route, columns.proximal - size * noise.abs(), columns.proximal)
-    )
+    return replace(columns, route=route, proximal=columns.proximal - size * errors * route)
 
 
 def _cut_prompt(columns: Columns, size: float) -> Columns:
-    noise = torch.randn(columns.proximal.shape, generator=columns.generator)
-    return replace(columns, proximal=columns.proximal - size * torch.exp(-columns.positions / 4.0) * noise.abs())
+    errors = size * torch.exp(-columns.positions / 4.0) * columns.errors()
+    return replace(columns, proximal=columns.proximal - errors)
 
 
 def _lost_end(columns: Columns, size: float) -> Columns:
-    proximal = columns.proximal.clone()
-    proximal[columns.lengths.cumsum(0) - 1] -= size
-    return replace(columns, proximal=proximal)
+    return replace(columns, proximal=columns.proximal - size * (columns.left == 0))
 
 
 def _unit(columns: Columns, factor: float) -> Columns:

@@ -12,13 +12,11 @@ if __name__ == "__main__":
 
     run_command("lab.report_pictures:main", extra="dev")
 
-import json
 import shutil
-from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from lab.planted_runs import planted
+from lab.planted_runs import as_line, planted
 from lab.provenance import parser_of
 from mis_plugins.__main__ import main as mis_plugins
 from mis_plugins.report.record import Record
@@ -28,21 +26,18 @@ SCHEMES = ("light", "dark")
 SYLLABLES = (" the", " sum", " of", " two", " is", " so", ",", " we", " add", " and", " get", " a", " digit", ".")
 
 
-def line(record: Record) -> str:
-    """A record as a line of the neutral form, its tokens spelled by made-up words."""
-    columns = ("behavior_log_probs", "proximal_log_probs", "tokens", "advantages", "versions")
-    held = {name: x.tolist() for name in columns if (x := getattr(record, name)) is not None}
-    texts = [SYLLABLES[token % len(SYLLABLES)] for token in held["tokens"]]
-    return json.dumps({"step": record.step, "sample": record.sample, "text": texts} | held)
+def spelled(record: Record) -> list[str]:
+    """Made-up words in place of a record's tokens."""
+    return [SYLLABLES[token % len(SYLLABLES)] for token in ([] if record.tokens is None else record.tokens.tolist())]
 
 
 def report_of_a_made_up_run(folder: Path) -> Path:
     """The page of a run whose engine was left behind at one step."""
-    records = [
-        replace(one, advantages=one.behavior_log_probs.new_ones(one.size) * (place % 2 * 2 - 1))
-        for place, one in enumerate(planted("jump", seed=5))
+    lines = [
+        as_line(record, advantages=[place % 2 * 2 - 1] * record.size, text=spelled(record))
+        for place, record in enumerate(planted("jump", seed=5))
     ]
-    (folder / "run.jsonl").write_text("\n".join(map(line, records)) + "\n", encoding="utf-8")
+    (folder / "run.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
     if mis_plugins(["report", str(folder / "run.jsonl"), "--output", str(folder)]):
         raise RuntimeError("the made-up run was not read")
     return folder / "report.html"

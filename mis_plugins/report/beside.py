@@ -17,7 +17,7 @@ from mis_plugins.config import reading
 from mis_plugins.config.model import CorrectionConfig
 from mis_plugins.errors import ConfigError
 from mis_plugins.report.readers import curves
-from mis_plugins.report.readers.files import opened, parsed
+from mis_plugins.report.readers.files import library, opened, parsed
 from mis_plugins.report.readers.source import Problems
 from mis_plugins.report.record import LONGEST_WORD, printed
 from mis_plugins.report.sweep import Candidate, judged
@@ -113,11 +113,7 @@ def _load(file: Path) -> Any:
     Raises:
         RecordError: `tokenizers` is not installed, or the file is no tokenizer that is read.
     """
-    try:
-        from tokenizers import Tokenizer
-    except ModuleNotFoundError as error:
-        lacking = "tokens have no text without tokenizers; pip install 'mis-plugins[report]'"
-        raise RecordError(f"{file}: {lacking}") from error
+    tokenizers = library("tokenizers", file, "tokens have no text without tokenizers")
     held = _json(file)
     if not isinstance(held, dict) or not isinstance(held.get("model"), dict):
         raise RecordError(f"{file}: no tokenizer")
@@ -125,7 +121,7 @@ def _load(file: Path) -> Any:
         raise RecordError(f"{file}: adds more than {ADDED:,} tokens")
     model = held["model"] | ({"merges": []} if "merges" in held["model"] else {})
     kept = {name: held[name] for name in KEPT if name in held}
-    return Tokenizer.from_str(json.dumps(kept | {"model": model, "decoder": _plain(held.get("decoder"))}))
+    return tokenizers.Tokenizer.from_str(json.dumps(kept | {"model": model, "decoder": _plain(held.get("decoder"))}))
 
 
 def _plain(decoder: Any) -> Mapping[str, Any] | None:

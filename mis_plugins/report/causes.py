@@ -11,20 +11,23 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
 import yaml
+from jaxtyping import Float
+from torch import Tensor
 
 from mis_plugins.explain.limits import FIRST, LIMITS
 from mis_plugins.metrics import slope
+from mis_plugins.metrics.slope import STANDARD_ERRORS
 from mis_plugins.report.changes import SIDE, Change
 from mis_plugins.report.evidence import LONG_ENOUGH, RELATED, Evidence, Moments
 from mis_plugins.report.lists import Pairing
 from mis_plugins.report.places import SHARES
 
-STANDARD_ERRORS = 6.0
 LEAST_SEQUENCES = 16
 END_FACTOR = 5.0
 BEGINNING_FACTOR = 1.75
@@ -72,8 +75,15 @@ class Facts:
     changes: Sequence[Change]
 
     @cached_property
-    def relation(self) -> slope.Relation | None:
-        return _relation(self.evidence.folds.sum(1))
+    def rows(self) -> Float[Tensor, "3 N"]:
+        """`Evidence.rows` of all sequences."""
+        return torch.cat(self.evidence.rows, 1)
+
+    @cached_property
+    def line(self) -> Line | None:
+        """How one list follows the other, where tokens are enough for standard errors over folds."""
+        relation = _relation(self.evidence.folds.sum(1))
+        return None if relation is None or self.sums["usable"] < LEAST_TO_RELATE else Line(self, relation)
 
     @cached_property
     def means(self) -> dict[str, float]:
@@ -104,14 +114,13 @@ class Facts:
     @cached_property
     def mass(self) -> float:
         """The sum of `mass` over all tokens."""
-        return max(float(torch.cat(self.evidence.rows, 1)[2].sum()), 1e-30)
+        return max(float(self.rows[2].sum()), 1e-30)
 
     @cached_property
     def spread(self) -> dict[str, float]:
         """The share of the tokens, and of the responses, over which the mismatch is as good as spread."""
         moments = Moments.sum(map(_moments, self.places.get("position", ())))
-        _, counts, masses = torch.cat(self.evidence.rows, 1)
-        counts, masses = (column[counts >= LONG_ENOUGH] for column in (counts, masses))
+        _, counts, masses = self.rows[:, self.rows[1] >= LONG_ENOUGH]
         squares = float((masses.square() / counts).sum() * counts.sum())
         responses = float(masses.sum()) ** 2 / squares if len(masses) >= LEAST_SEQUENCES and squares else 1.0
         tokens = moments.total**2 / (moments.count * moments.squares) if moments.squares else 1.0
@@ -134,18 +143,76 @@ class Facts:
         return self.evidence.lists.verdict(self.kl)
 
     @cached_property
-    def related(self) -> slope.Relation | None:
-        """The relation where there are tokens enough for `error`."""
-        return self.relation if self.sums["usable"] >= LEAST_TO_RELATE else None
+    def levels(self) -> list[Float[Tensor, "3 _"]]:
+        """`rows` of the responses of each level of kl_k3; the first level ends at the first change."""
+        edges = [-math.inf, *(change.step for change in self.changes), math.inf]
+        return [self.rows[:, (self.rows[0] >= low) & (self.rows[0] < high)] for low, high in pairwise(edges)]
 
-    def error(self, number: Callable[[slope.Relation], float]) -> float:
+
+@dataclass(frozen=True)
+class Line:
+    """How log pi_old follows log mu in a run of many tokens: `metrics/slope.py` says what each number tells."""
+
+    facts: Facts
+    relation: slope.Relation
+
+    def error(self, number: str) -> float:
         """Standard error of a number of the relation: each fold of sequences is left out in turn."""
-        folds = self.evidence.folds
+        folds = self.facts.evidence.folds
         held = folds[:, folds[0] > 0]
         left = [_relation(held.sum(1) - fold) for fold in held.T]
-        estimates = torch.tensor([number(relation) for relation in left if relation is not None], dtype=torch.float64)
+        numbers = [getattr(relation, number) for relation in left if relation is not None]
+        estimates = torch.tensor(numbers, dtype=torch.float64)
         few = len(estimates) < LEAST_SEQUENCES
         return math.inf if few else float(estimates.var(correction=0) * (len(estimates) - 1)) ** 0.5
+
+    @cached_property
+    def off_one(self) -> int:
+        """1 where the mean of pi_old / mu is above 1 by more than its error, -1 where it is below, else 0."""
+        mean = self.relation.mean_ratio
+        if abs(mean - 1) <= max(slope.RATIO_MARGIN, STANDARD_ERRORS * self.relation.mean_ratio_error):
+            return 0
+        return 1 if mean > 1 else -int(self.relation.ess > slope.LEAST_ESS)
+
+    @cached_property
+    def is_scaled(self) -> bool:
+        """Whether one side is a multiple of the other by more than noise gives."""
+        if self.is_flat:
+            return True
+        off, error = self.relation.nearest - 1, max(self.error("slope"), self.error("inverse"))
+        if abs(off) < max(slope.SLOPE_MARGIN, STANDARD_ERRORS * error):
+            return False
+        by_noise = off < 2 * self.relation.unexplained and self.off_one <= 0
+        by_cut = self.off_one < 0 and not _are_lowered(self.facts)
+        return off < 0 or self.is_multiple or not (by_noise or by_cut)
+
+    @cached_property
+    def is_flat(self) -> bool:
+        """Whether log pi_old varies less than log mu over tokens that mu sampled, as below a temperature of 1 alone."""
+        temperature = self.relation.implied_temperature
+        if self.relation.mean_log_ratio > 0 or temperature > FLAT:
+            return False
+        return 1 - temperature > STANDARD_ERRORS * self.error("implied_temperature")
+
+    @cached_property
+    def factor(self) -> tuple[float, float]:
+        """By which factor log pi_old is log mu, and the share of (log r)^2, or of (log pi_old)^2, that it leaves."""
+        names = ("behavior_squared", "proximal_squared", "log_prob_product")
+        xx, yy, xy = (self.facts.means[name] for name in names)
+        left = yy - xy * xy / max(xx, 1e-30)
+        return math.sqrt(yy / max(xx, 1e-30)), left / max(min(self.facts.square, yy), 1e-30)
+
+    @property
+    def is_multiple(self) -> bool:
+        """Whether one list is so much a multiple of the other that no mean ratio tells more."""
+        return abs(self.relation.nearest - 1) > slope.SLOPE_MARGIN and self.factor[1] < 1 - PROPORTIONAL
+
+    @property
+    def share(self) -> float:
+        """The share of (log r)^2 that a line in log mu accounts for."""
+        means = self.facts.means
+        variance = means["proximal_squared"] - means["proximal"] ** 2
+        return 1 - self.relation.unexplained * variance / self.facts.square
 
 
 def _is_level(rows: Table, name: str = "mass") -> bool:
@@ -226,7 +293,7 @@ def _seen(facts: Facts) -> tuple[dict[str, Numbers], dict[str, float], set[str]]
     """
     seen = _detected(facts, DETECTORS)
     shares, elsewhere = _shares(seen), facts.away()
-    if OF_PLACES.isdisjoint(seen) or not elsewhere.related:
+    if OF_PLACES.isdisjoint(seen) or not elsewhere.line:
         return seen, shares, set()
     away = _detected(elsewhere, OF_ALL)
     left = 1 - max(shares[name] for name in OF_PLACES & seen.keys())
@@ -307,8 +374,8 @@ def _is_fill(facts: Facts, side: str, number: float, sums: Sequence[float], usab
 
 def _left_alone(facts: Facts, mean: float) -> bool:
     """Whether tokens of log-prob 0, of this mean `mass`, are those that a deep cut leaves alone in their nucleus."""
-    relation = facts.related
-    return relation is not None and relation.mean_ratio < CUT_DEEP and mean < CUT_MASS and _cut_off(facts) is not None
+    line = facts.line
+    return line is not None and line.relation.mean_ratio < CUT_DEEP and mean < CUT_MASS and _cut_off(line) is not None
 
 
 def _pairing(facts: Facts, of_all: bool) -> Numbers | None:
@@ -316,8 +383,7 @@ def _pairing(facts: Facts, of_all: bool) -> Numbers | None:
     pairing = facts.pairing
     if pairing is None or of_all != bool(pairing.shift or pairing.share > 0.5):
         return None
-    *_, masses = torch.cat(facts.evidence.rows, 1)
-    share = float(masses[facts.evidence.lists.broken(facts.kl)].sum()) / facts.mass
+    share = float(facts.rows[2, facts.evidence.lists.broken(facts.kl)].sum()) / facts.mass
     return {"found": pairing, "share_of_all": share}
 
 
@@ -331,32 +397,6 @@ def _of_part(facts: Facts, part: str, factor: float) -> Numbers | None:
     return {**moments, "share_of_all": share} if excess.mean > STANDARD_ERRORS * excess.error else None
 
 
-def _off_one(facts: Facts) -> int:
-    """1 where the mean of pi_old / mu is above 1 by more than its error, -1 where it is below, else 0."""
-    relation = facts.related
-    if relation is None:
-        return 0
-    if abs(relation.mean_ratio - 1) <= max(slope.RATIO_MARGIN, STANDARD_ERRORS * relation.mean_ratio_error):
-        return 0
-    return 1 if relation.mean_ratio > 1 else -int(relation.ess > slope.LEAST_ESS)
-
-
-def _is_scaled(facts: Facts) -> bool:
-    """Whether one side is a multiple of the other by more than noise gives: `metrics/slope.py`."""
-    relation = facts.related
-    if relation is None:
-        return False
-    if _is_flat(facts):
-        return True
-    off = relation.nearest - 1
-    error = max(facts.error(lambda fold: fold.slope), facts.error(lambda fold: fold.inverse))
-    if abs(off) < max(slope.SLOPE_MARGIN, STANDARD_ERRORS * error):
-        return False
-    by_noise = off < 2 * relation.unexplained and _off_one(facts) <= 0
-    by_cut = _off_one(facts) < 0 and not _are_lowered(facts)
-    return off < 0 or _is_multiple(facts) or not (by_noise or by_cut)
-
-
 def _are_lowered(facts: Facts) -> bool:
     """Whether the engine's likely tokens are likelier to the trainer, as a temperature above 1 alone makes them."""
     likely = (row for row in facts.places.get("probability", ()) if row["bucket"] in SHARES[3:])
@@ -364,98 +404,58 @@ def _are_lowered(facts: Facts) -> bool:
     return likely_moments.count >= LEAST_TOKENS and -likely_moments.mean > STANDARD_ERRORS * likely_moments.error
 
 
-def _is_flat(facts: Facts) -> bool:
-    """Whether log pi_old varies less than log mu over tokens that mu sampled, as below a temperature of 1 alone."""
-    relation = facts.related
-    if relation is None or relation.mean_log_ratio > 0 or relation.implied_temperature > FLAT:
-        return False
-    return 1 - relation.implied_temperature > STANDARD_ERRORS * facts.error(lambda fold: fold.implied_temperature)
-
-
-def _is_multiple(facts: Facts) -> bool:
-    """Whether one list is so much a multiple of the other that no mean ratio tells more."""
-    relation = facts.related
-    return (
-        relation is not None and abs(relation.nearest - 1) > slope.SLOPE_MARGIN and _factor(facts)[1] < 1 - PROPORTIONAL
-    )
-
-
-def _factor(facts: Facts) -> tuple[float, float]:
-    """By which factor log pi_old is log mu, and the share of (log r)^2, or of (log pi_old)^2, that it leaves."""
-    xx, yy, xy = (facts.means[name] for name in ("behavior_squared", "proximal_squared", "log_prob_product"))
-    left = yy - xy * xy / max(xx, 1e-30)
-    return math.sqrt(yy / max(xx, 1e-30)), left / max(min(facts.square, yy), 1e-30)
-
-
-def _unit(facts: Facts) -> Numbers | None:
+def _unit(line: Line) -> Numbers | None:
     """A factor that is a logarithm's base, or that no temperature reaches; a temperature leaves more, for its mass."""
-    if not _is_multiple(facts):
+    if not line.is_multiple:
         return None
-    factor, left = _factor(facts)
+    factor, left = line.factor
     size = abs(math.log(factor))
     of_unit = size > math.log(MOST_FACTOR) or any(abs(size - unit) < UNIT_MARGIN for unit in UNITS)
     return {"factor": factor, "left": left} if left < LEFT and of_unit else None
 
 
-def _of_line(facts: Facts, relation: slope.Relation) -> float:
-    """The share of (log r)^2 that a line in log mu accounts for."""
-    variance = facts.means["proximal_squared"] - facts.means["proximal"] ** 2
-    return 1 - relation.unexplained * variance / facts.square
-
-
-def _inverse(facts: Facts) -> tuple[float, float]:
-    """The mean of mu / pi_old, and its standard error."""
-    n, inverse = facts.evidence.folds[0], facts.evidence.folds[-1]
-    mean = inverse.sum() / n.sum()
-    return float(mean), float((inverse - mean * n).square().sum().sqrt() / n.sum())
-
-
-def _swapped(facts: Facts) -> Numbers | None:
+def _swapped(line: Line) -> Numbers | None:
     """Tokens that the trainer's column sampled: the mean of mu / pi_old is 1, and that of pi_old / mu is not."""
-    relation = facts.related
-    if relation is None or relation.mean_log_ratio < NEGATIVE_KL or _is_scaled(facts):
+    mean = line.relation.mean_log_ratio
+    if mean < NEGATIVE_KL or line.is_scaled:
         return None
-    inverse, error = _inverse(facts)
-    above = relation.mean_log_ratio > NEGATIVE_ERRORS * facts.error(lambda fold: fold.mean_log_ratio)
-    off = abs(inverse - 1)
-    sampled = off <= max(slope.RATIO_MARGIN, STANDARD_ERRORS * error) and off < relation.mean_log_ratio / 2
-    return {"found": relation, "inverse": inverse, "error": error} if above and sampled else None
+    folds = line.facts.evidence.folds
+    n, sums = folds[0], folds[-1]
+    inverse = sums.sum() / n.sum()
+    error = float((sums - inverse * n).square().sum().sqrt() / n.sum())
+    off = abs(float(inverse) - 1)
+    sampled = off <= max(slope.RATIO_MARGIN, STANDARD_ERRORS * error) and off < mean / 2
+    above = mean > NEGATIVE_ERRORS * line.error("mean_log_ratio")
+    return {"found": line.relation, "inverse": float(inverse), "error": error} if above and sampled else None
 
 
-def _raw(facts: Facts) -> Numbers | None:
-    relation = facts.related
-    if relation is None or _off_one(facts) <= 0:
-        return None
-    scaled = _is_scaled(facts)
-    if scaled and _is_multiple(facts):
+def _raw(line: Line) -> Numbers | None:
+    relation, scaled = line.relation, line.is_scaled
+    if line.off_one <= 0 or (scaled and line.is_multiple):
         return None
     scale = f"; the slope of log pi_old on log mu is {relation.slope:.3f}" if scaled else ""
-    share = _of_line(facts, relation) if scaled else (relation.mean_ratio - 1) / max(facts.kl_k3, 1e-30)
+    share = line.share if scaled else (relation.mean_ratio - 1) / max(line.facts.kl_k3, 1e-30)
     return {"found": relation, "scale": scale, "share_of_all": share}
 
 
-def _temperature(facts: Facts) -> Numbers | None:
-    relation = facts.related
-    if relation is None or not _is_scaled(facts):
+def _temperature(line: Line) -> Numbers | None:
+    if not line.is_scaled or (line.off_one > 0 and not line.is_multiple):
         return None
-    if _off_one(facts) > 0 and not _is_multiple(facts):
-        return None
-    return {"found": relation, "share_of_all": _of_line(facts, relation)}
+    return {"found": line.relation, "share_of_all": line.share}
 
 
-def _cut_off(facts: Facts) -> Numbers | None:
-    relation = facts.related
-    if relation is None or _off_one(facts) >= 0 or _is_multiple(facts):
+def _cut_off(line: Line) -> Numbers | None:
+    facts, relation, mean = line.facts, line.relation, line.relation.mean_log_ratio
+    if line.off_one >= 0 or line.is_multiple:
         return None
-    apart = math.log(relation.mean_ratio) - relation.mean_log_ratio
-    even = abs(apart) <= max(0.2, -0.3 * relation.mean_log_ratio) and relation.mean_log_ratio <= 0
+    even = abs(math.log(relation.mean_ratio) - mean) <= max(0.2, -0.3 * mean) and mean <= 0
     even &= facts.spread["tokens"] >= EVEN["tokens"] and _is_level(facts.places.get("position", ()), "kl_k1")
-    return {"found": relation, "share_of_all": relation.mean_log_ratio**2 / facts.square} if even else None
+    return {"found": relation, "share_of_all": mean**2 / facts.square} if even else None
 
 
 def _other_weights(facts: Facts) -> Numbers | None:
-    few = facts.sums["usable"] < LEAST_TOKENS or facts.mean > -slope.UNLIKELY
-    if few or _is_multiple(facts) or _is_flat(facts) or _off_one(facts) < 0:
+    few, line = facts.sums["usable"] < LEAST_TOKENS or facts.mean > -slope.UNLIKELY, facts.line
+    if few or (line and (line.is_multiple or line.is_flat or line.off_one < 0)):
         return None
     return {"mean": facts.mean, "share_of_all": 1 - max(_share_of(facts, part) for part in ("beginning", "end"))}
 
@@ -468,21 +468,23 @@ def _share_of(facts: Facts, part: str) -> float:
 
 def _of_bucket(facts: Facts, place: str, usual: str, factor: float, least: int = 1) -> Numbers | None:
     """A bucket beyond which `mass` is higher by a factor, and |log r| by `STANDARD_ERRORS`: one token moves k3."""
-    rows = {str(row["bucket"]): row for row in facts.places.get(place, ())}
-    moments = {bucket: _moments(row) for bucket, row in rows.items()}
-    low = moments.pop(usual, Moments())
-    high = Moments.sum(moments.values())
+    rows = facts.places.get(place, ())
+    low, high = _beside(rows, usual)
     if high.count < LEAST_TOKENS or low.count < least or high.mean <= 0 or high.mean < factor * low.mean:
         return None
-    sizes = {bucket: _moments(row, "log_prob_diff_abs_mean", "log_ratio_squared") for bucket, row in rows.items()}
-    less, more = sizes.pop(usual, Moments()), Moments.sum(sizes.values())
+    less, more = _beside(rows, usual, "log_prob_diff_abs_mean", "log_ratio_squared")
     if more.mean - less.mean < STANDARD_ERRORS * math.sqrt(less.variance / less.count + more.variance / more.count):
         return None
     tokens = low.count + high.count
     explained = 1 - tokens * low.mean / (low.total + high.total)
-    high_kl_k3 = sum(moments[bucket].count * float(rows[bucket]["kl_k3"]) for bucket in moments) / high.count
-    usual_kl_k3 = float(rows[usual]["kl_k3"])
-    return {"usual": usual_kl_k3, "others": high_kl_k3, "share": high.count / tokens, "share_of_all": explained}
+    usual_k3, others_k3 = (moments.mean for moments in _beside(rows, usual, "kl_k3"))
+    return {"usual": usual_k3, "others": others_k3, "share": high.count / tokens, "share_of_all": explained}
+
+
+def _beside(rows: Table, usual: str, *columns: str) -> list[Moments]:
+    """Moments of a number in the usual bucket, and in all others; `columns` as of `_moments`."""
+    sides = ([row for row in rows if (row["bucket"] == usual) == is_usual] for is_usual in (True, False))
+    return [Moments.sum(_moments(row, *columns) for row in side) for side in sides]
 
 
 def _moments(row: Mapping[str, float | str], name: str = "mass", squared: str = "mass_squared") -> Moments:
@@ -502,7 +504,7 @@ def _counts(facts: Facts, place: int) -> bool:
     change = facts.changes[place]
     if max(change.factor, 1 / change.factor) < JUMP_FACTOR:
         return False
-    steps = [len(_level(facts, level)[0].unique()) for level in range(len(facts.changes) + 1)]
+    steps = [len(level[0].unique()) for level in facts.levels]
     lasts = min(steps[place : place + 2]) >= SIDE or sum(steps) < 2 * SIDE
     return max(change.before, change.after) > LIMITS[FIRST].high or (lasts and change.factor > 1)
 
@@ -520,16 +522,8 @@ def _rise(facts: Facts) -> Numbers | None:
 def _of_change(facts: Facts, change: Change | None) -> Numbers | None:
     if change is None:
         return None
-    usual = _mean(_level(facts, 0 if facts.changes[0].factor > 1 else 1))
-    _, counts, _ = torch.cat(facts.evidence.rows, 1)
-    return {"change": change, "share_of_all": 1 - float(usual * counts.sum()) / facts.mass}
-
-
-def _level(facts: Facts, place: int) -> torch.Tensor:
-    """The rows of the responses of a level; level 0 ends at the first change."""
-    edges = [-math.inf, *(change.step for change in facts.changes), math.inf]
-    rows = torch.cat(facts.evidence.rows, 1)
-    return rows[:, (rows[0] >= edges[place]) & (rows[0] < edges[place + 1])]
+    usual = _mean(facts.levels[0 if facts.changes[0].factor > 1 else 1])
+    return {"change": change, "share_of_all": 1 - float(usual * facts.rows[1].sum()) / facts.mass}
 
 
 def _mean(rows: torch.Tensor) -> torch.Tensor:
@@ -539,7 +533,7 @@ def _mean(rows: torch.Tensor) -> torch.Tensor:
 
 def _of_several(facts: Facts, place: int) -> bool:
     """Whether the higher level stays above the lower one without its heaviest response."""
-    low, high = (_level(facts, place + side) for side in ((0, 1) if facts.changes[place].factor > 1 else (1, 0)))
+    low, high = facts.levels[place : place + 2][:: 1 if facts.changes[place].factor > 1 else -1]
     lighter = torch.arange(high.shape[1]) != high[2].argmax()
     return bool(_mean(high[:, lighter]) > math.sqrt(JUMP_FACTOR) * _mean(low))
 
@@ -588,19 +582,24 @@ def _less_own_variance(
     return total - moved * count, squares - 2 * moved * total + count * moved.square()
 
 
+def _of_line(detector: Callable[[Line], Numbers | None]) -> Callable[[Facts], Numbers | None]:
+    """A detector that has nothing to say where tokens are too few for a `Line`."""
+    return lambda facts: detector(facts.line) if facts.line else None
+
+
 DETECTORS: dict[str, Callable[[Facts], Numbers | None]] = {
     "non-finite": _nonfinite,
     "non-finite-advantage": _broken_advantages,
     "placeholder": _placeholder,
     "different-tokens": partial(_pairing, of_all=True),
     "changed-response": partial(_pairing, of_all=False),
-    "swapped": _swapped,
+    "swapped": _of_line(_swapped),
     "end-token": partial(_of_part, part="end", factor=END_FACTOR),
     "template": partial(_of_part, part="beginning", factor=BEGINNING_FACTOR),
-    "unit": _unit,
-    "raw-log-probs": _raw,
-    "temperature": _temperature,
-    "top-p": _cut_off,
+    "unit": _of_line(_unit),
+    "raw-log-probs": _of_line(_raw),
+    "temperature": _of_line(_temperature),
+    "top-p": _of_line(_cut_off),
     "other-weights": _other_weights,
     "stale-weights": partial(_of_bucket, place="age", usual="0", factor=AGE_FACTOR, least=LEAST_TOKENS),
     "jump": _jump,

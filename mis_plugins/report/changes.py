@@ -11,9 +11,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from mis_plugins.metrics.slope import STANDARD_ERRORS
+
 SMALLEST = 1e-12  # a KL below this counts as this
 SIDE = 3  # steps that a level needs on either side of a change
-STANDARD_ERRORS = 6.0
 LEAST_FACTOR = 1.5
 FEW_FACTOR = 10.0  # between the ends of a curve: a change, however few the steps are
 MOST = 8  # changes, the largest

@@ -7,7 +7,6 @@ an alarm; 130 interrupted, and what was read before is written.
 from __future__ import annotations
 
 import argparse
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -28,12 +27,11 @@ from mis_plugins.report.verdict import ALARM, CALM, level_of, of_curves, verdict
 from mis_plugins.report.written import Document, as_text
 from mis_plugins.shared.files import finish_killed, replace_together
 from mis_plugins.shared.shell import INTERRUPTED, REFUSED, importing
-from mis_plugins.shared.terminal import print_error, print_table, printable
+from mis_plugins.shared.terminal import SECONDS, print_error, print_table, printable, tell
 
 ALARMED = 3
 NEEDED = "it takes behavior_log_probs and proximal_log_probs of tokens, or curves of kl_k3 and its like"
 PAGE = "report.html"
-SECONDS = 2.0
 LONGEST_WAIT = 86_400  # seconds
 SHOWN_PROBLEMS, SHOWN_CONFIGS, SHOWN_PATHS = 10, 8, 4
 SHOWN = (FIRST, "kl_k1", "log_prob_diff_abs_mean", "ratio_mean", "ess_ratio", "prob_correlation", "kept_fraction")
@@ -76,11 +74,13 @@ def alarmed(document: Document) -> bool:
     A file that breaks off may be one that the run still writes.
     """
     made = document.report
-    whole = of_curves(document.curves) if made is None else document.verdict
-    level = level_of(replace(made, torn=())) if made is not None and made.usable else whole.level
-    few = made is not None and made.usable < FEW and level != ALARM
-    beyond = document.verdict.measured and level != CALM and not few
-    return beyond or bool(made and made.alarms)
+    if not document.verdict.measured:
+        return bool(made and made.alarms)
+    if made is None:
+        return of_curves(document.curves).level != CALM
+    level = level_of(replace(made, torn=()))
+    few = made.usable < FEW and level != ALARM
+    return bool(made.alarms) or (level != CALM and not few)
 
 
 def suggest(arguments: argparse.Namespace) -> int:
@@ -159,15 +159,15 @@ def progress() -> Told:
     """A function that tells on stderr how far the work is, and the time left, where it takes longer than a moment."""
     begun = last = time.monotonic()
 
-    def told(done: int, total: int) -> None:
+    def tell_bytes(done: int, total: int) -> None:
         nonlocal last
         now = time.monotonic()
         if done and now - last >= SECONDS:
             last = now
             left = (now - begun) * (total - done) / done
-            print(f"{done / 1e6:.0f} of {total / 1e6:.0f} MB, {left:.0f} s left", file=sys.stderr, flush=True)
+            tell(f"{done / 1e6:.0f} of {total / 1e6:.0f} MB, {left:.0f} s left")
 
-    return told
+    return tell_bytes
 
 
 # The terminal's summary: verdict, causes, numbers, proposal; by rich where stdout is a terminal.

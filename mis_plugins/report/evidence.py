@@ -204,10 +204,9 @@ def in_unlikely_runs(
 
 
 def _added(first: Tensor, second: Tensor) -> Tensor:
-    shorter, longer = sorted((first, second), key=lambda table: table.shape[1])
-    total = longer.clone()
-    total[:, : shorter.shape[1]] += shorter
-    return total
+    size = max(first.shape[1], second.shape[1])
+    wide, other = (torch.nn.functional.pad(table, (0, size - table.shape[1])) for table in (first, second))
+    return wide + other
 
 
 def ends(ragged: Ragged, usable: Bool[Tensor, " T"], most: int) -> tuple[Bool[Tensor, " T"], Bool[Tensor, " T"]]:

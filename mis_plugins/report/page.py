@@ -38,7 +38,6 @@ IDS = (
     "report again to read text."
 )
 NO_IDS = "Dots stand for tokens, because the dumps hold no token ids."
-PLACE_COLUMNS = ("bucket", "tokens", "kl_k1", "kl_k3", "log_prob_diff_abs_mean")
 
 
 def page(document: Document) -> str:
@@ -56,7 +55,6 @@ def page(document: Document) -> str:
         curves=dict(_curves(document)),
         first_lines=_first_lines(document),
         places=[_place(name, rows, places.values()) for name, rows in places.items()],
-        place_columns=PLACE_COLUMNS,
         **_spelling([token for sequence in report.worst_sequences for token in sequence["tokens"]] if report else []),
     )
     return printable(whole, keep="\n\t")

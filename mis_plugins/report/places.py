@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -155,9 +155,6 @@ class Worst:
         total, usable = batch.ragged.sums(size, tokens.usable)
         self.tokens.add(size, lambda place: _token(batch, place))
         self.sequences.add(total / usable.clamp(min=1), lambda place: batch.records[place].copied())
-
-    def worst_tokens(self) -> list[Mapping[str, Any]]:
-        return [token for _, token in self.tokens.held]
 
     def worst_sequences(self) -> list[dict[str, Any]]:
         """The worst sequences, each with its numbers and the tokens around its worst token."""

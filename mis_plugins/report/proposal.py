@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from statistics import fmean, pvariance
 from typing import Any
 
@@ -34,11 +35,15 @@ ALIKE = 0.005  # directions closer than this are not told apart, whatever their 
 
 @dataclass(frozen=True)
 class Judged:
-    """A candidate with its numbers, and why it is out; no reason where it is in."""
+    """A candidate with its numbers."""
 
     candidate: Candidate
     numbers: Mapping[str, Any]
-    reasons: tuple[str, ...]
+
+    @cached_property
+    def reasons(self) -> tuple[str, ...]:
+        """Why the candidate is out; none where it is in."""
+        return tuple(_against(self.numbers))
 
     @property
     def measure(self) -> str:
@@ -76,11 +81,6 @@ class Proposal:
     ranking: tuple[Judged, ...]
 
 
-def judge(candidate: Candidate, numbers: Mapping[str, Any]) -> Judged:
-    """Say what speaks against a candidate."""
-    return Judged(candidate, numbers, tuple(_against(numbers)))
-
-
 def _against(numbers: Mapping[str, Any]) -> Iterator[str]:
     kept, ess, mean = numbers["kept_fraction"], numbers["ess"], numbers["applied_mean"]
     if kept < LEAST_KEPT:
@@ -110,7 +110,7 @@ def propose(
 
     length: mean number of tokens of a response.
     """
-    judged = [judge(candidate, outcomes[candidate.name]) for candidate in candidates if candidate.name in outcomes]
+    judged = [Judged(candidate, outcomes[candidate.name]) for candidate in candidates if candidate.name in outcomes]
     if not judged:
         return None
     ranking = sorted(

@@ -10,6 +10,7 @@ import ctypes
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import reduce
 from typing import Any
 
 from mis_plugins.config.model import CorrectionConfig
@@ -57,11 +58,7 @@ class StepNumbers:
 
     def whole(self) -> Partials:
         """Partials of the whole run."""
-        parts = list(self.steps.values())
-        merged = _dense(parts[0])
-        for part in parts[1:]:
-            merged = merged.merge(_dense(part))
-        return merged
+        return reduce(Partials.merge, map(_dense, self.steps.values()))
 
     def alarms(self) -> Iterator[tuple[int, str, str]]:
         """Step, name and message of every alarm of docs/metrics.md that fires."""
@@ -222,7 +219,7 @@ def report(survey: Survey) -> Report | None:
         changes=moves,
         findings=findings(facts),
         alarms=list(survey.numbers.alarms()),
-        worst_tokens=survey.worst.worst_tokens(),
+        worst_tokens=[token for _, token in survey.worst.tokens.held],
         worst_sequences=survey.worst.worst_sequences(),
         outcomes={outcome.candidate.name: outcome.numbers() for outcome in survey.outcomes if outcome.sums},
         sequences=survey.sequences,

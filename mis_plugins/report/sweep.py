@@ -207,22 +207,26 @@ def load(target: str) -> CorrectionConfig:
         ConfigError: it cannot work, or reads what no dump holds.
     """
     config = load_file(file_of(target))
-    if config.reads_routes:
-        raise ConfigError(
-            f"{target}: statistic: route reads what the trainer's routers did, which no dump holds; leave the rule out"
-        )
-    if config.m2_threshold is not None:
-        raise ConfigError(
-            f"{target}: m2_threshold compares the tokens of a micro-batch, and no dump says how micro-batches were "
-            "cut; leave m2_threshold out"
-        )
+    if beyond := _beyond_dumps(config):
+        raise ConfigError(f"{target}: {beyond}")
     return config
 
 
 def judged(config: CorrectionConfig) -> bool:
     """Whether a config corrects, and a dump holds everything that it reads."""
-    reads_more = config.needs_loss_hook or config.reads_routes or config.m2_threshold is not None
-    return config.corrects and not reads_more
+    return config.corrects and not (config.needs_loss_hook or _beyond_dumps(config))
+
+
+def _beyond_dumps(config: CorrectionConfig) -> str:
+    """What a config reads that no dump holds, in words; empty of any other config."""
+    if config.reads_routes:
+        return "statistic: route reads what the trainer's routers did, which no dump holds; leave the rule out"
+    if config.m2_threshold is not None:
+        return (
+            "m2_threshold compares the tokens of a micro-batch, and no dump says how micro-batches were cut; leave "
+            "m2_threshold out"
+        )
+    return ""
 
 
 def _shares(place: str, both: Float[Tensor, "2 K"] | None) -> dict[str, float]:

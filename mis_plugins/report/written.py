@@ -51,22 +51,21 @@ def as_json(document: Document) -> dict[str, Any]:
         "verdict": asdict(document.verdict) | {"parts": document.verdict.told, "lines": document.verdict.lines},
         **(_of_report(document.report) if document.report else {}),
         **({"proposal": _of_proposal(document.proposal)} if document.proposal else {}),
-        "curves": [{"label": curve.label, "values": dict(curve.values)} for curve in document.curves],
+        "curves": list(map(asdict, document.curves)),
         "problems": list(map(asdict, document.problems.first())),
         "cannot_tell": CANNOT,
     }
 
 
 def _of_report(report: Report) -> dict[str, Any]:
-    causes = (
-        asdict(finding) | {"cause": finding.cause.cause, "title": finding.cause.title, "fix": finding.cause.fix}
-        for finding in report.findings
-    )
+    words = ("cause", "title", "fix")
     return {
         **{name: getattr(report, name) for name in OF_REPORT},
         "steps": [{"step": step, **values} for step, values in report.steps.items()],
         "changes": [{**asdict(change), "factor": change.factor} for change in report.changes],
-        "causes": list(causes),
+        "causes": [
+            asdict(finding) | {name: getattr(finding.cause, name) for name in words} for finding in report.findings
+        ],
         "alarms": [dict(zip(("step", "name", "message"), alarm, strict=True)) for alarm in report.alarms],
         "configs": report.outcomes,
     }

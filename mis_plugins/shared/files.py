@@ -14,7 +14,7 @@ import platform
 import shutil
 import stat
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from hashlib import blake2b
 from pathlib import Path
@@ -64,15 +64,12 @@ def write_text(path: Path, text: str) -> None:
         partial.write_bytes(data)
 
 
-def replace_together(folder: Path, texts: Mapping[str, str], obsolete: Iterable[str] = ()) -> None:
-    """Write files of a folder, and remove the obsolete ones, so that all its files are of one run.
+def replace_together(folder: Path, texts: Mapping[str, str]) -> None:
+    """Write files of a folder by their names, so that all of them are of one run.
 
     All files are whole and on the disk before the first is moved, and signals wait for the last. Only SIGKILL can fall
     between two moves. The old files go before the new ones come, so that even then no file stands beside one of another
     run; `finish_killed`, or the next process that writes there, moves the others.
-
-    Args:
-        texts: of each file, not empty, by its name.
 
     Raises:
         RecordError: the disk is full, or no file can be made there.
@@ -80,8 +77,6 @@ def replace_together(folder: Path, texts: Mapping[str, str], obsolete: Iterable[
     with _partial_folder(folder, folder) as partial:
         made = partial / "made"
         made.mkdir()
-        for name in obsolete:
-            (made / name).touch()  # an empty file: its name goes
         for name, text in texts.items():
             data = text.encode()
             with _told_if_full(folder / name, made / name, len(data)):
@@ -212,10 +207,8 @@ def _move(complete: Path, folder: Path) -> None:
     with _opened(folder.resolve()) as descriptor:
         with suppress(OSError):  # some shared disks have no locks
             fcntl.flock(descriptor, fcntl.LOCK_EX)  # two runs do not move at once
-        plain = [(str(file), str(path)) for file, path in pairs if _target(path) == path]
-        moves = [(file, path) for file, path in plain if os.path.getsize(file)]
-        replaced_first = {path for _, path in moves[:1]}
-        gone = [path for _, path in plain if os.path.exists(path) and path not in replaced_first]
+        moves = [(str(file), str(path)) for file, path in pairs if _target(path) == path]
+        gone = [path for _, path in moves[1:] if os.path.exists(path)]  # the first move replaces its own
         for path in gone:
             os.unlink(path)
         for file, path in moves:
@@ -223,7 +216,7 @@ def _move(complete: Path, folder: Path) -> None:
         with suppress(OSError):
             os.fsync(descriptor)
     for file, path in pairs:
-        if file.exists() and file.stat().st_size:  # `path` is a link, perhaps to another disk, or a device
+        if file.exists():  # `path` is a link, perhaps to another disk, or a device
             with replaced(path) as partial:
                 shutil.copyfile(file, partial)
 

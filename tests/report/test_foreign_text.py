@@ -20,7 +20,7 @@ SEEN = r"nul\x00 esc\x1b[31m rlo\u202e sur\udcff zero\u200b $\x$ &lt;b&gt;&amp;&
 def write_run(path: Path) -> Path:
     """A run of three steps, all texts of which are hostile."""
     record = {"behavior_log_probs": [-1.0, -0.5], "proximal_log_probs": [-1.1, -0.4], "loss_mask": [1, 1]}
-    texts = {"sample": EVIL, "prompt": EVIL, "response": EVIL, "token_texts": [EVIL, EVIL], "tokens": [1, 2]}
+    texts = {"sample": EVIL, "prompt": EVIL, "response": EVIL, "text": [EVIL, EVIL], "tokens": [1, 2]}
     path.write_text("".join(json.dumps(record | texts | {"step": step}) + "\n" for step in range(3)))
     return path
 

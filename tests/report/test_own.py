@@ -39,25 +39,21 @@ def test_a_config_is_found_in_what_a_run_left(tmp_path: Path, write) -> None:
     assert found.config.weight is not None and found.config.weight.upper == 3
 
 
-def test_a_run_without_correction_has_no_config_of_its_own(tmp_path: Path) -> None:
-    problems = Problems()
-    for arguments in ({"use_tis": False, "mis": MIS}, {"lr": 1.0}):
-        assert found_config([summary(tmp_path, **arguments)], problems) is None
-    assert not problems.told
+OF_ARGUMENTS: dict[str, tuple[dict[str, Any], bool, str]] = {
+    "no correction": ({"use_tis": False, "mis": MIS}, False, ""),
+    "no key of ours": ({"lr": 1.0}, False, ""),
+    "a config that cannot be read": ({"use_tis": True, "mis": {"wait": {}}}, False, "config cannot be read"),
+    "a file of the machine, which is not opened": (
+        {"use_tis": True, "mis": MIS, "custom_config_path": "/", "use_tiss": True}, True, ""
+    ),
+}  # fmt: skip
 
 
-def test_a_config_that_cannot_be_read_is_named(tmp_path: Path) -> None:
-    problems = Problems()
-    file = summary(tmp_path, use_tis=True, mis={"wait": {}})
-    assert found_config([file], problems) is None
-    assert f"{file}: the run's own config cannot be read" in problems.told[0]
-
-
-def test_a_file_that_a_run_names_is_not_opened(tmp_path: Path) -> None:
-    """Arguments may name any file of the machine."""
-    file = summary(tmp_path, use_tis=True, mis=MIS, custom_config_path=str(tmp_path), use_tiss=True)
-    problems = Problems()
-    assert found_config([file], problems) is not None and not problems.told
+@pytest.mark.parametrize(("arguments", "is_found", "told"), OF_ARGUMENTS.values(), ids=OF_ARGUMENTS)
+def test_what_arguments_say_of_a_config(tmp_path: Path, arguments: dict[str, Any], is_found: bool, told: str) -> None:
+    problems, file = Problems(), summary(tmp_path, **arguments)
+    assert (found_config([file], problems) is not None) == is_found
+    assert [problem.startswith(f"{file}: the run's own {told}") for problem in problems.told] == [True] * bool(told)
 
 
 def test_numbers_are_of_the_config_that_is_named(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ import pytest
 import torch
 from report_dumps import write_miles, write_rollout, write_slime, write_vime
 
+from lab.planted_runs import as_line
 from mis_plugins.__main__ import main
 from mis_plugins.errors import InputError
 from mis_plugins.report.readers.paths import find
@@ -68,59 +69,74 @@ def edit(file: Path, change: Callable[[Any], object]) -> None:
     torch.save(content, file)
 
 
-WRITERS = [write_slime, write_vime, *(partial(write_miles, cp=cp) for cp in (1, 2, 4))]
+Written = Callable[[Path, Sequence[Record]], None]
 
 
-@pytest.mark.parametrize("write", WRITERS, ids=("slime", "vime", "miles", "miles-cp2", "miles-cp4"))
-def test_a_hosts_dump_is_read_whole(tmp_path: Path, write: Callable[..., None]) -> None:
+def miles_where(change: Callable[[dict[str, Any]], object]) -> Written:
+    """Writes a dump of Miles, the columns of whose ranks are changed."""
+
+    def write(folder: Path, records: Sequence[Record]) -> None:
+        write_miles(folder, records, 1)
+        for file in (folder / "train_data").iterdir():
+            edit(file, lambda content: change(content["rollout_data"]))
+
+    return write
+
+
+def slime_where(change: Callable[[dict[str, Any]], object]) -> Written:
+    """Writes a dump of slime, each of whose samples is changed."""
+
+    def write(folder: Path, records: Sequence[Record]) -> None:
+        write_slime(folder, records)
+        edit(folder / "train_data" / "3.pt", lambda content: [change(sample) for sample in content["samples"]])
+
+    return write
+
+
+WRITERS = {
+    "slime": write_slime, "vime": write_vime, **{f"miles-cp{cp}": partial(write_miles, cp=cp) for cp in (1, 2, 4)},
+    **{f"a version {text[:9]}": slime_where(lambda sample, text=text: sample.update(weight_versions=[text]))
+       for text in ("\u00b2", "9" * 400)},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("write", WRITERS.values(), ids=WRITERS)
+def test_a_hosts_dump_is_read_whole(tmp_path: Path, write: Written) -> None:
     write(tmp_path, some_records())
     found, told = read(tmp_path)
     assert_alike(found, some_records())
     assert not told
 
 
-def test_miles_names_what_lacks_a_rank(tmp_path: Path) -> None:
-    write_miles(tmp_path, some_records(), 2)
-    for rank in (3, 4, 5):
-        (tmp_path / "train_data" / f"3_{rank}.pt").unlink()
-    found, told = read(tmp_path)
-    assert not found and "of 1 of 2 context-parallel ranks" in told[0]
-
-
-@pytest.mark.parametrize("name", ["loss_masks", "log_probs", "rollout_log_probs"])
-def test_a_column_that_ends_before_the_last_sample_is_told(name: str, tmp_path: Path) -> None:
-    write_miles(tmp_path, some_records(), 1)
-    for file in (tmp_path / "train_data").iterdir():
-        edit(file, lambda content: content["rollout_data"].update({name: []}))
-    found, told = read(tmp_path)
-    assert not found and all(f"{name} has 0 entries, fewer than the rank has samples" in one for one in told)
-
-
 def test_lengths_that_end_before_the_last_sample_lose_none(tmp_path: Path) -> None:
-    write_miles(tmp_path, some_records(), 1)
-    for file in (tmp_path / "train_data").iterdir():
-        edit(file, lambda content: content["rollout_data"]["response_lengths"].pop())
-    found, _ = read(tmp_path)
-    assert_alike(found, some_records())
+    miles_where(lambda columns: columns["response_lengths"].pop())(tmp_path, some_records())
+    assert_alike(read(tmp_path)[0], some_records())
 
 
-@pytest.mark.parametrize("version", ["\u00b2", "9" * 400])
-def test_a_version_that_is_no_number_loses_no_record(version: str, tmp_path: Path) -> None:
-    write_slime(tmp_path, some_records())
-    for file in (tmp_path / "train_data").iterdir():
-        edit(file, lambda content: [one.update(weight_versions=[version]) for one in content["samples"]])
+def miles_without_ranks(folder: Path, records: Sequence[Record]) -> None:
+    write_miles(folder, records, 2)
+    for rank in (3, 4, 5):
+        (folder / "train_data" / f"3_{rank}.pt").unlink()
+
+
+LOST: dict[str, tuple[Written, str]] = {
+    "a rank": (miles_without_ranks, "of 1 of 2 context-parallel ranks"),
+    **{f"the end of {name}": (
+        miles_where(lambda columns, name=name: columns.update({name: []})),
+        f"{name} has 0 entries, fewer than the rank has samples",
+    ) for name in ("loss_masks", "log_probs", "rollout_log_probs")},
+    **{f"the fractions of {name}": (
+        slime_where(lambda sample, name=name: sample.update({name: sample[name].long()})),
+        "numbers of another kind (torch.int64)",
+    ) for name in ("log_probs", "rollout_log_probs")},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("write", "why"), LOST.values(), ids=LOST)
+def test_a_dump_without_what_its_samples_need_is_told(tmp_path: Path, write: Written, why: str) -> None:
+    write(tmp_path, some_records())
     found, told = read(tmp_path)
-    assert_alike(found, some_records())
-    assert not told
-
-
-@pytest.mark.parametrize("name", ["log_probs", "rollout_log_probs"])
-def test_log_probs_in_whole_numbers_are_refused(name: str, tmp_path: Path) -> None:
-    write_slime(tmp_path, some_records())
-    for file in (tmp_path / "train_data").iterdir():
-        edit(file, lambda content: [one.update({name: one[name].long()}) for one in content["samples"]])
-    found, told = read(tmp_path)
-    assert not found and "numbers of another kind (torch.int64)" in told[0]
+    assert not found and told and all(why in one for one in told)
 
 
 @pytest.mark.parametrize("write", [write_miles, write_slime])
@@ -156,9 +172,7 @@ def test_many_samples_that_share_an_index_are_read_in_linear_time(tmp_path: Path
 
 
 def test_a_sample_without_an_index_is_read(tmp_path: Path) -> None:
-    write_miles(tmp_path, some_records())
-    for file in (tmp_path / "train_data").iterdir():
-        edit(file, lambda content: content["rollout_data"]["sample_indices"].__setitem__(1, None))
+    miles_where(lambda columns: columns["sample_indices"].__setitem__(1, None))(tmp_path, some_records())
     found, told = read(tmp_path)
     assert [record.sample for record in found] == ["0", "(0, 1)", "2"] and not told
 
@@ -199,16 +213,10 @@ def test_the_rollouts_own_dump_adds_what_it_knows(tmp_path: Path, write) -> None
 @pytest.mark.parametrize("beside", [False, True])
 def test_versions_that_this_pack_carries_are_those_of_each_token(tmp_path: Path, beside: bool) -> None:
     """A response that was retracted is gone on with by newer weights: `convert_with_versions` notes who wrote what."""
-    write_slime(tmp_path, some_records())
     if beside:  # the rollout's own dump says version 3 of whole samples
         write_rollout(tmp_path, some_records())
-    notes = ([9, 0, 4, 3, 5, 4], [9, 1, 6, 1], [9, 2, 4, 29])  # the last one is a token short
-
-    def change(content: dict[str, Any]) -> None:
-        for sample, note in zip(content["samples"], notes, strict=True):
-            sample["weight_versions"] = note
-
-    edit(tmp_path / "train_data" / "3.pt", change)
+    notes = iter([[9, 0, 4, 3, 5, 4], [9, 1, 6, 1], [9, 2, 4, 29]])  # the last one is a token short
+    slime_where(lambda sample: sample.update(weight_versions=next(notes)))(tmp_path, some_records())
     first, second, third = read(tmp_path)[0]
     assert first.versions is not None and first.versions.tolist() == [4, 4, 4, 5, 5, 5, 5]
     assert first.ages is not None and first.ages.tolist() == [1, 1, 1, 0, 0, 0, 0]
@@ -250,25 +258,9 @@ def test_a_torchscript_program_is_refused(tmp_path: Path) -> None:
         load_foreign(file)
 
 
-def test_numbers_of_numpy_are_read_without_numpy(tmp_path: Path) -> None:
-    file = tmp_path / "numbers.pt"
-    torch.save({"a": numpy.float64(0.25), "b": numpy.int64(-3), "c": numpy.float32(1.5), "d": numpy.bool_(True)}, file)
-    assert load_foreign(file) == {"a": 0.25, "b": -3, "c": 1.5, "d": True}
-
-
 def write_lines(path: Path, records: Sequence[Record], *more: str) -> None:
-    lines = [
-        json.dumps({
-            "step": one.step, "sample": one.sample, "behavior_log_probs": one.behavior_log_probs.tolist(),
-            "proximal_log_probs": one.proximal_log_probs.tolist(), "loss_mask": one.loss_mask.int().tolist(),
-            "tokens": None if one.tokens is None else one.tokens.tolist(),
-            "advantages": None if one.advantages is None else one.advantages.tolist(),
-            **{name: value.tolist() for name in ("versions", "turns", "route_differs")
-               if (value := getattr(one, name)) is not None}, "trainer_version": one.trainer_version,
-        })
-        for one in records
-    ]  # fmt: skip
-    path.write_text("\n".join([*lines[:1], *more, *lines[1:]]) + "\n")
+    first, *others = map(as_line, records)
+    path.write_text("\n".join([first, *more, *others]) + "\n")
 
 
 def test_a_broken_line_is_named_and_the_rest_is_read(tmp_path: Path) -> None:
@@ -369,17 +361,15 @@ CUT = event(300, "train/mis_step/kl_k3", 0.5) + event(301, "train/mis_step/kl_k3
 OFFLINE = b":W&B" + bytes(3) + wandb_record(1, 0.5) + wandb_record(2, 0.25)
 
 
+CUT_OFF = "tensorboard is damaged after step 300: the end of the file is cut"
+
+
 @pytest.mark.parametrize(
     ("name", "content", "wanted", "told"),
     [
         ("metrics.jsonl", LINES, {0: 0.5, 1: 0.25, 2: 0.125}, ""),
         ("run-a.wandb", OFFLINE, {1: 0.5, 2: 0.25}, ""),
-        (
-            "events.out.tfevents.1.host",
-            CUT,
-            {300: 0.5},
-            "tensorboard is damaged after step 300: the end of the file is cut",
-        ),
+        ("events.out.tfevents.1.host", CUT, {300: 0.5}, CUT_OFF),
     ],
 )
 def test_curves_have_our_names(tmp_path: Path, name: str, content: bytes, wanted: dict[int, float], told: str) -> None:

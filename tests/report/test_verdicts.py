@@ -8,6 +8,7 @@ import re
 from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -18,23 +19,8 @@ from report_dumps import write_miles, write_slime
 from test_readers import read, reported, some_records, write_lines
 from test_report import PLAIN, surveyed
 
-from lab.pages.metrics import WORDS
-from lab.planted_runs import (
-    IN_RECORDINGS,
-    _changed,
-    _placeholder,
-    _route,
-    _shifted,
-    _temperature,
-    _template,
-    _top_p,
-    clean,
-    drawn,
-    planted_in_recording,
-    recorded,
-    records,
-    sampled,
-)
+from lab import planted_runs as plants
+from lab.planted_runs import IN_RECORDINGS, clean, drawn, planted_in_recording, recorded, records, sampled
 from mis_plugins.__main__ import main
 from mis_plugins.config.model import CorrectionConfig
 from mis_plugins.errors import InputError
@@ -72,10 +58,8 @@ NEEDED = ("behavior_log_probs", "proximal_log_probs")
 
 def run_of_bf16(folder: Path, name: str = "good.jsonl") -> Path:
     """A run that is calm, beside which a test writes what is not."""
-    keys = ("behavior_log_probs", "proximal_log_probs")
-    rows = [{name: getattr(one, name).tolist() for name in keys} | {"step": one.step} for one in BF16]
     folder.mkdir(exist_ok=True, parents=True)
-    (folder / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_lines(folder / name, BF16)
     return folder
 
 
@@ -423,16 +407,16 @@ def test_limits_of_k3_are_those_of_the_pages() -> None:
     limits = LIMITS[FIRST]
     assert f"above {limits.high:.0e}".replace("e-0", "e-") in line
     assert f"above {limits.alarm:.0e}".replace("e-0", "e-") in line
-    numbers = {float(x) for x in re.findall(r"\d+(?:\.\d+)?e-\d", WORDS[FIRST]["bad"])}
-    assert {limits.high, limits.alarm} <= numbers
 
 
 @pytest.mark.parametrize(
-    ("rung", "level"), [("bf16", CALM), ("int8", CALM), ("fp8", WATCH), ("int6", ALARM), ("int3", ALARM)]
+    ("rung", "level"),
+    [("bf16", CALM), ("int8", CALM), ("fp8", WATCH), ("int6", ALARM), ("int4", ALARM), ("int3", ALARM)],
 )
 def test_size_alone_warns_and_alarms(rung: str, level: str) -> None:
+    """An int3 engine differs more at the first tokens, as any coarse engine does, but 3% of the mismatch lies there."""
     made = surveyed(records(recorded(rung, 1)))
-    assert verdict(made, None).level == level
+    assert verdict(made, None).level == level and bool(made.findings) == (level != CALM)
     assert {one.name for one in made.findings} <= {"precision", "other-weights"}
 
 
@@ -441,28 +425,25 @@ def test_size_alone_warns_and_alarms(rung: str, level: str) -> None:
 RUNGS = record().steps
 
 
-@pytest.mark.parametrize("rung", RUNGS, ids=lambda rung: rung.name)
-def test_each_rung_is_named_at_its_own_mismatch(rung) -> None:
-    assert nearest(rung.k3, RUNGS) is rung
-    assert in_words(rung.k3) == f"A real model shows as much ({rung.k3:.2g}) with an engine in {rung.words}."
+FINEST, COARSEST = RUNGS[0], RUNGS[-1]
+TOLD_OF_K3 = {
+    **{rung.k3: f"A real model shows as much ({rung.k3:.2g}) with an engine in {rung.words}." for rung in RUNGS},
+    **{(low.k3 * high.k3) ** 0.5: "The mismatch lies between what a real model shows with an engine in "
+       f"{low.name} ({low.k3:.2g}) and in {high.name} ({high.k3:.2g})."
+       for low, high in pairwise(RUNGS) if high.k3 > 1.2 * AS_MUCH**2 * low.k3},
+    FINEST.k3 / 10: f"The mismatch is 10 times less than a real model shows with an engine in {FINEST.name}.",
+    10 * COARSEST.k3: f"The mismatch is 10 times what a real model shows with an engine in {COARSEST.name}.",
+}  # fmt: skip
 
 
-def test_beyond_the_ladder_the_last_rung_is_a_measure() -> None:
-    first, last = RUNGS[0], RUNGS[-1]
-    assert in_words(first.k3 / 10) == (
-        f"The mismatch is 10 times less than a real model shows with an engine in {first.name}."
-    )
-    assert in_words(10 * last.k3) == (
-        f"The mismatch is 10 times what a real model shows with an engine in {last.name}."
-    )
+@pytest.mark.parametrize(("k3", "said"), TOLD_OF_K3.items())
+def test_a_mismatch_is_told_beside_the_rungs_and_neither_of_two_far_ones_is_named(k3: float, said: str) -> None:
+    assert in_words(k3) == said
+
+
+def test_a_rung_is_nearest_to_itself_and_no_mismatch_is_none_to_correct() -> None:
     assert "nothing to correct" in in_words(0.0)
-
-
-def test_between_two_rungs_neither_is_named_as_the_engine() -> None:
-    wide = [(low, high) for low, high in zip(RUNGS, RUNGS[1:], strict=False) if high.k3 > 1.2 * AS_MUCH**2 * low.k3]
-    for low, high in wide:
-        said = in_words((low.k3 * high.k3) ** 0.5)
-        assert f"an engine in {low.name} ({low.k3:.2g}) and in {high.name} ({high.k3:.2g})" in said
+    assert [nearest(rung.k3, RUNGS) for rung in RUNGS] == list(RUNGS)
 
 
 # Causes.
@@ -479,13 +460,6 @@ def test_a_cause_planted_in_a_recording_is_named_first(plant: str, cause: str, r
 def test_a_clean_run_is_calm(seed: int) -> None:
     made = surveyed(clean(seed))
     assert made.whole[FIRST] < 1e-2 and verdict(made, None).level == CALM, made.findings
-
-
-def test_an_engine_far_beyond_int5_has_no_template_to_blame() -> None:
-    """An int3 engine differs more at the first tokens, as any coarse engine does, but 3% of the mismatch lies there."""
-    for rung in ("int4", "int3"):
-        names = [one.name for one in surveyed(records(recorded(rung, 1))).findings]
-        assert names[0] in ("precision", "other-weights") and "template" not in names
 
 
 def test_the_first_two_causes_say_what_speaks_against_them() -> None:
@@ -509,11 +483,6 @@ def test_a_cause_alone_says_whether_another_sign_shows() -> None:
         "The sign of another cause shows too (tokens were not sampled from the reported log-probs), and follows from "
         "this cause."
     )
-
-
-def test_placeholders_everywhere_are_no_other_weights() -> None:
-    rows = [replace(one, behavior_log_probs=torch.zeros(one.size)) for one in records(recorded("bf16", 1))]
-    assert [one.name for one in surveyed(rows).findings] == ["placeholder"]
 
 
 @pytest.mark.parametrize("shift", [-2, -1, 1, 2])
@@ -706,7 +675,7 @@ def test_a_ranking_beats_readmes_row_beyond_its_interval_alone() -> None:
 # What an adversary's runs were told wrongly.
 
 INT5 = records(recorded("int5", 3))
-TEMPERED = records(sampled(_temperature(drawn(7, "bf16"), 0.7)))
+TEMPERED = records(sampled(plants._temperature(drawn(7, "bf16"), 0.7)))
 
 
 def changed(rows: Sequence[Record], name: str, change: Callable[[torch.Tensor], torch.Tensor]) -> list[Record]:
@@ -772,8 +741,8 @@ def with_one_permuted(rows: Sequence[Record]) -> list[Record]:
 
 def sampled_at(precision: str, temperature: float, mass: float = 1.0) -> list[Record]:
     """Responses of an engine that samples at a temperature, from the likeliest tokens of so much probability."""
-    run = _temperature(drawn(8, precision), temperature)
-    return records(sampled(run if mass == 1 else _top_p(run, mass)))
+    run = plants._temperature(drawn(8, precision), temperature)
+    return records(sampled(run if mass == 1 else plants._top_p(run, mass)))
 
 
 def of_likeliest(count: int) -> list[Record]:
@@ -782,7 +751,7 @@ def of_likeliest(count: int) -> list[Record]:
     return records(sampled(replace(run, engine=run.engine.masked_fill(run.engine < least, -torch.inf))))
 
 
-TEMPERED_AT = {at: sampled(_temperature(drawn(8, "bf16"), at)) for at in (0.8, 0.9)}
+TEMPERED_AT = {at: sampled(plants._temperature(drawn(8, "bf16"), at)) for at in (0.8, 0.9)}
 BEHAVIOR, PROXIMAL = NEEDED
 TOLD: dict[str, tuple[Callable[[], list[Record]], Sequence[str]]] = {
     "one bad step of sixteen": (lambda: at_steps({7}, 16), ["jump"]),
@@ -791,20 +760,23 @@ TOLD: dict[str, tuple[Callable[[], list[Record]], Sequence[str]]] = {
     "a temperature and five placeholders": (lambda: with_placeholders(TEMPERED), ["temperature", "placeholder"]),
     "a temperature and a changed response": (lambda: with_one_permuted(TEMPERED), ["temperature", "changed-response"]),
     "a temperature and a template": (
-        lambda: records(sampled(_template(_temperature(drawn(8, "bf16"), 0.9), 0.25))), ["temperature", "template"]
+        lambda: records(sampled(plants._template(plants._temperature(drawn(8, "bf16"), 0.9), 0.25))),
+        ["temperature", "template"],
     ),
-    "a temperature and missed routes": (lambda: records(_route(TEMPERED_AT[0.9], 0.4)), ["temperature", "route"]),
+    "a temperature and missed routes": (
+        lambda: records(plants._route(TEMPERED_AT[0.9], 0.4)), ["temperature", "route"]
+    ),
     "a temperature and many placeholders": (
-        lambda: records(_placeholder(TEMPERED_AT[0.8], 100)), ["temperature", "placeholder"]
+        lambda: records(plants._placeholder(TEMPERED_AT[0.8], 100)), ["temperature", "placeholder"]
     ),
     "a temperature and lists that are shifted": (
-        lambda: records(_shifted(TEMPERED_AT[0.8], 4)), ["different-tokens", "temperature"]
+        lambda: records(plants._shifted(TEMPERED_AT[0.8], 4)), ["different-tokens", "temperature"]
     ),
     "a temperature and changed responses": (
-        lambda: records(_changed(TEMPERED_AT[0.8], 10)), ["changed-response", "temperature"]
+        lambda: records(plants._changed(TEMPERED_AT[0.8], 10)), ["changed-response", "temperature"]
     ),
     "one shifted response of 64, as of one rank": (
-        lambda: records(_shifted(sampled(drawn(8, "bf16")), 64)), ["different-tokens"]
+        lambda: records(plants._shifted(sampled(drawn(8, "bf16")), 64)), ["different-tokens"]
     ),
     "a temperature above 1 and a little top-p": (lambda: sampled_at("bf16", 1.3, 0.95), ["temperature", "top-p"]),
     "a temperature above 1 and much top-p": (lambda: sampled_at("bf16", 1.6, 0.7), ["temperature", "top-p"]),
@@ -829,6 +801,7 @@ TOLD: dict[str, tuple[Callable[[], list[Record]], Sequence[str]]] = {
         ["different-tokens", "placeholder"],
     ),
     "the trainer's zeros": (lambda: changed(BF16, PROXIMAL, torch.zeros_like), ["placeholder"]),
+    "the engine's zeros": (lambda: changed(BF16, BEHAVIOR, torch.zeros_like), ["placeholder"]),
     "the trainer's padding of 0": (lambda: changed(BF16, PROXIMAL, ended_in(0.0, 4)), ["placeholder"]),
     "the trainer's padding of -100": (lambda: changed(BF16, PROXIMAL, ended_in(-100.0)), ["placeholder"]),
     "the engine's padding of -20": (lambda: changed(BF16, BEHAVIOR, ended_in(-20.0)), ["placeholder"]),
@@ -866,24 +839,6 @@ def test_of_a_temperature_beside_top_p_one_says_that_it_may_hide_the_other(tempe
 def test_responses_that_the_engine_is_certain_of_belong_to_no_other_tokens() -> None:
     found = {one.name for one in surveyed(certain_in_part(BF16)).findings}
     assert not found & {"changed-response", "different-tokens", "pairing"}
-
-
-@pytest.mark.parametrize(
-    ("values", "said"),
-    [
-        ([0.2 if step == 20 else 0.002 for step in range(40)], "kl_k3 is 0.2, above 0.01, at step 20 (1 of 40 steps)"),
-        (
-            [0.2 if 500 <= step < 504 else 0.002 for step in range(1000)],
-            "rose 100 times at step 500, from 0.002 to 0.2",
-        ),
-        ([0.3] * 8 + [0.0], "fell to 0 at step 8, from 0.3"),
-        ([0.002] * 30 + [math.nan] * 10, "kl_k3 is NaN"),
-    ],
-)
-def test_a_curve_is_judged_at_every_step(values: Sequence[float], said: str) -> None:
-    found = of_curves([Curve("a run", {step: {FIRST: x} for step, x in enumerate(values)})])
-    told = f"{found.headline} {' '.join(found.lines)}"
-    assert found.level != CALM and said in told and "nan times" not in told
 
 
 def test_a_level_that_dips_at_one_step_is_no_jump() -> None:

@@ -9,11 +9,11 @@ import os
 import pickle
 import struct
 import sys
-import tempfile
 import time
 import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
+from test_foreign import integer, npy
 
 from mis_plugins.config.model import CorrectionConfig
 from mis_plugins.errors import UserError
@@ -75,17 +76,12 @@ def text(value: str) -> bytes:
     return b"X" + struct.pack("<I", len(encoded)) + encoded
 
 
-def whole(value: int) -> bytes:
-    size = (value.bit_length() + 8) // 8
-    return b"\x8a" + bytes([size]) + value.to_bytes(size, "little", signed=True)
-
-
 PIECES = st.one_of(
     st.sampled_from(list("()]}NtelasubR0.2Q\x81\x85\x86\x87\x88\x89\x8f\x90\x91\x92\x93\x94")).map(
         lambda opcode: opcode.encode("latin1")
     ),
     st.sampled_from(NAMES).map(lambda name: b"c" + name.encode() + b"\n"),
-    WHOLE.map(whole),
+    WHOLE.map(integer),
     st.floats().map(lambda value: b"G" + struct.pack(">d", value)),
     st.text(max_size=8).map(text),
     st.integers(0, 8).map(lambda place: b"h" + bytes([place])),
@@ -117,14 +113,13 @@ def changed(draw: st.DrawFn, content: bytes, most: int) -> bytes:
 @st.composite
 def archives(draw: st.DrawFn) -> bytes:
     """An archive of torch.save's shape with any pickle, records, directories and damage."""
-    file = Path(tempfile.gettempdir(), f"fuzz-{os.getpid()}.zip")
+    file = BytesIO()
     method = draw(st.sampled_from([zipfile.ZIP_STORED, zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED]))
     with zipfile.ZipFile(file, "w", method) as made:
         made.writestr("a/data.pkl", draw(programs()))
         for name in draw(st.lists(RECORDS, max_size=4)):
             made.writestr(f"{draw(st.sampled_from(['a', 'a', 'b']))}/{name}", draw(st.binary(max_size=40)))
-    content = file.read_bytes()
-    file.unlink()
+    content = file.getvalue()
     if draw(st.booleans()):
         content = _second_directory(content)
     return changed(draw, content, draw(st.sampled_from([0, 0, 3])))
@@ -185,11 +180,9 @@ def dumps(draw: st.DrawFn) -> bytes:
             at = inner
         if key is not None:
             at[key] = draw(JUNK)
-    file = Path(tempfile.gettempdir(), f"fuzz-{os.getpid()}.save")
+    file = BytesIO()
     torch.save(content, file)
-    made = file.read_bytes()
-    file.unlink()
-    return made
+    return file.getvalue()
 
 
 KEYS = st.sampled_from(["behavior_log_probs", "proximal_log_probs", "loss_mask", "tokens", "step", "sample", "text",
@@ -232,13 +225,10 @@ def npz(draw: st.DrawFn) -> bytes:
         "descr": draw(st.sampled_from(["<f4", "|O", "<i8", "|V8", ">f8", [("a", "<f4")]])),
         "fortran_order": draw(st.booleans()), "shape": tuple(draw(st.lists(WHOLE, max_size=3))),
     }).encode()  # fmt: skip
-    array = b"\x93NUMPY\x01\x00" + struct.pack("<H", len(header)) + header + draw(st.binary(max_size=32))
-    file = Path(tempfile.gettempdir(), f"fuzz-{os.getpid()}.zip")
+    file, array = BytesIO(), npy(header, draw(st.binary(max_size=32)))
     with zipfile.ZipFile(file, "w", draw(st.sampled_from([0, zipfile.ZIP_DEFLATED]))) as made:
         made.writestr("x.npy", array)
-    content = file.read_bytes()
-    file.unlink()
-    return changed(draw, content, draw(st.sampled_from([0, 0, 2])))
+    return changed(draw, file.getvalue(), draw(st.sampled_from([0, 0, 2])))
 
 
 def reported(path: Path) -> None:

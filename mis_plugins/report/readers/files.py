@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import importlib
 import io
 import itertools
 import json
@@ -45,12 +46,20 @@ def unpacked(file: BinaryIO, path: Path) -> Lines:
         return gzip.GzipFile(fileobj=file)
     if start != ZSTD:
         return file  # pyright: ignore[reportReturnType]
+    pyarrow = library("pyarrow", path, "zstd needs pyarrow, which is not installed")
+    return io.BufferedReader(pyarrow.CompressedInputStream(file, "zstd"))
+
+
+def library(name: str, path: Path, lacking: str) -> Any:
+    """Import a library of the extra `report`, which one kind of file needs.
+
+    Raises:
+        RecordError: the library is not installed; the message says what is `lacking` then, and what to install.
+    """
     try:
-        from pyarrow import CompressedInputStream  # pyright: ignore[reportMissingImports]
+        return importlib.import_module(name)
     except ModuleNotFoundError as error:
-        lacking = "pip install 'mis-plugins[report]'"
-        raise RecordError(f"{path}: zstd needs pyarrow, which is not installed; {lacking}") from error
-    return io.BufferedReader(CompressedInputStream(file, "zstd"))
+        raise RecordError(f"{path}: {lacking}; pip install 'mis-plugins[report]'") from error
 
 
 def parsed(text: bytes, path: Path) -> Any:

@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from mis_plugins.report.readers.files import limited_memory, objects, opened
+from mis_plugins.report.readers.files import library, limited_memory, objects, opened
 from mis_plugins.report.readers.keys import lacking
 from mis_plugins.report.readers.source import Problems, size_of
 from mis_plugins.report.record import KINDS, REQUIRED, Record, from_mapping
@@ -32,15 +32,11 @@ def parquet(path: Path, problems: Problems) -> Iterator[Record]:
     Raises:
         RecordError: pyarrow is not installed, or the file is beyond a budget.
     """
-    try:
-        from pyarrow.parquet import ParquetFile  # pyright: ignore[reportMissingImports]
-    except ModuleNotFoundError as error:
-        lacking = "pip install 'mis-plugins[report]'"
-        raise RecordError(f"{path}: parquet needs pyarrow, which is not installed; {lacking}") from error
+    parquet_files = library("pyarrow.parquet", path, "parquet needs pyarrow, which is not installed")
     with opened(path) as content:
         size = size_of(path)
         with limited_memory(size):
-            file = ParquetFile(content, page_checksum_verification=True)
+            file = parquet_files.ParquetFile(content, page_checksum_verification=True)
             columns = _columns(file.schema_arrow, path)
         for group in range(file.num_row_groups):
             rows = _group(file, group, columns, path, size, problems)

@@ -154,8 +154,10 @@ def _shown_by(mapping: Mapping[str, Any], file: Path) -> str | None:
 
 
 def tell_nothing(file: Path, problems: Problems) -> None:
-    """Tell why a file is not read: its first object's keys; or what is wrong with its first line, or that it has none,
-    so that its tokens are lost.
+    """Tell why a file is not read.
+
+    A file that holds an object lacks keys, and its keys are told. A file without one breaks off, so that its tokens are
+    lost: the fault of its first line is told, or that the file has none.
     """
     broken = Problems()
     head = broken.each(objects(file, broken, head=True), file, size_of(file))
