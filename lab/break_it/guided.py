@@ -51,11 +51,13 @@ class Target:
 
 def translate() -> Target:
     """Settings of another framework, which the first byte picks: a file of keys, a script, or a launcher."""
-    from lab.break_it.translate import TRANSLATE, cases
+    from lab.break_it.translate import FRAMEWORKS, cases
+    from mis_plugins.explain.translate import prime_rl
 
-    names = sorted(TRANSLATE)
+    readers = {name: each.translate for name, each in FRAMEWORKS.items()} | {"prime-rl": prime_rl.translate}
+    names = sorted(readers)
     begun = cases().map(lambda case: bytes([names.index(case[0])]) + case[1].encode())
-    return Target(lambda content: TRANSLATE[names[content[0] % len(names)]](_text(content[1:])), begun)
+    return Target(lambda content: readers[names[content[0] % len(names)]](_text(content[1:])), begun)
 
 
 def scripts() -> Target:
@@ -114,7 +116,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = _parser()
     arguments = parser.parse_args(argv)
     asked = [f"-max_total_time={round(60 * arguments.minutes)}", f"-seed={arguments.seed}"]
-    asked = [str(arguments.again)] if arguments.again else [*asked, *map(str, arguments.corpus), BEGIN]
+    kept = [str(path.resolve()) for path in ([arguments.again] if arguments.again else arguments.corpus)]
+    asked = kept if arguments.again else [*asked, *kept, BEGIN]
     limits = [f"-timeout={LIMIT}", f"-rss_limit_mb={MEMORY}", f"-max_len={LARGEST}"]
     limits.append(f"-artifact_prefix={Path(tempfile.gettempdir(), arguments.target)}-")
     code = f"from lab.break_it.guided import fuzz; fuzz({arguments.target!r})"

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from batches import MASK_TYPES, Batch, configs
+from batches import MASK_TYPES, Batch
 from hypothesis import strategies as st
 
 from lab.break_it import weights
-from lab.break_it.weights import ABSENT, CARRIERS
+from lab.break_it.weights import ABSENT
 
 SEQUENCES = (0, 1, 2, 17, 256, 4096)
 TOKENS = 20  # powers of two, each as likely
@@ -35,9 +35,10 @@ class Case:
 
 @st.composite
 def cases(draw: st.DrawFn) -> Case:
+    config, carrier = draw(weights.configured())
     return Case(
-        config=weights.with_extras(draw, draw(configs())),
-        carrier=draw(st.sampled_from(sorted(CARRIERS))),
+        config=config,
+        carrier=carrier,
         seed=draw(st.integers(0, 2**32)),
         sequences=draw(st.sampled_from(SEQUENCES)),
         tokens=int(2 ** draw(st.floats(0, TOKENS))),

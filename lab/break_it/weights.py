@@ -80,12 +80,19 @@ def hostile_batches(draw: st.DrawFn) -> Batch:
 
 
 @st.composite
-def cases(draw: st.DrawFn) -> Case:
+def configured(draw: st.DrawFn) -> tuple[dict[str, Any], str]:
+    """A config, perhaps with M2PO, and what carries it."""
     config = draw(configs())
     if draw(st.integers(0, 3)) == 0:
         config["m2_threshold"] = draw(st.sampled_from([1e-3, 0.1, 0.5, 4.0]))
         config["denominator"] = draw(st.sampled_from(["original", "kept"]))
-    return Case(config, draw(st.sampled_from(sorted(CARRIERS))), draw(hostile_batches()))
+    return config, draw(st.sampled_from(sorted(CARRIERS)))
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    config, carrier = draw(configured())
+    return Case(config, carrier, draw(hostile_batches()))
 
 
 def judge(case: Case) -> str:

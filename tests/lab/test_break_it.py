@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import math
+import platform
 import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -17,13 +19,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from lab.break_it import __main__ as campaign
-from lab.break_it import formulas, launchers, peers, scripts
+from lab.break_it import formulas, guided, launchers, peers, scripts
 from lab.break_it.__main__ import ROOMS, tried
 from mis_plugins.explain.launch import python
 from mis_plugins.explain.launch.reader import Reading
 
 # Of other rooms 50. A case of `ranks` or `split` asks its ranks 12 times.
-CASES = {"losses": 15, "weights": 25, "dumps": 10, "files": 5, "memory": 2, "ranks": 2, "split": 2}
+CASES = {"losses": 15, "weights": 25, "large": 3, "dumps": 10, "files": 5, "memory": 2, "ranks": 2, "split": 2}
 READ = {
     "an output that is empty": ('A=$(echo "")\npython3 train.py "${A:=b}" x', ["b", "x"]),
     "assignments that cannot fail": ("A=b\nD=1 && export E=1 && A=a\npython3 train.py $A", ["a"]),
@@ -247,6 +249,21 @@ def test_a_launcher_that_exits_starts_nothing() -> None:
     reading = Reading(len(script), "run.py")
     assert python.launches(script, Path("run.py"), reading) == []
     assert reading.ended.endswith("exits in line 2")
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="atheris has no wheel for this processor")
+@pytest.mark.parametrize("target", ["launchers", "config"])
+def test_atheris_feeds_a_reader(target: str, tmp_path: Path) -> None:
+    kept = tmp_path / "kept"
+    kept.write_text("if a:\n    break\n")
+    assert guided.main([target, "--again", str(kept)]) == 0
+
+
+@pytest.mark.parametrize(("ended", "status"), [(0, 0), (70, 1), (77, 1), (1, 2), (-9, 2)])
+def test_the_status_tells_a_fault_from_a_run_that_failed(ended: int, status: int) -> None:
+    """libFuzzer ends with 77 behind an exception, and with 70 behind an input that takes too long."""
+    with patch.object(subprocess, "run", lambda *_, **__: subprocess.CompletedProcess([], ended)):
+        assert guided.main(["config", "--minutes", "0"]) == status
 
 
 def weighed(x: peers.Given, target: Tensor, most: float = 2.0) -> tuple[Tensor, float]:
