@@ -65,7 +65,6 @@ START_SECONDS = 600  # a start took 15 s on two idle cores, and over 300 s on ov
 GENERATE_SECONDS = 300
 LARGEST = 1 << 30  # bytes of an answer: a batch of a training loop, with the tokens that each cut kept
 TOKEN_SECONDS = 0.1  # a token took 0.02 s in a batch of 32, on an overloaded core
-LOOP_TOKENS = 1 << 16  # slots of the key-value cache under a training loop
 DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 TAIL_LINES = 25
 POLL_SECONDS = 0.25

@@ -1,6 +1,6 @@
 """Batch-invariant kernels on the CPU dispatch key, below autograd, and one way to install them.
 
-Products and attention come from a backend, other operators from their stock kernels. Measured hazards of the stock
+Products and attention come from `native`, other operators from their stock kernels. Measured hazards of the stock
 kernels: a reduction over a strided dimension adds in another order; a mean with one output is split over threads;
 silu, sigmoid and rsqrt take another code path for elements beyond the last whole vector of a thread's share. So every
 tensor is made contiguous, a single row is doubled, and the number of elements is padded.
@@ -16,38 +16,38 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from true_on_policy.kernels.native import NATIVE, Native
+from true_on_policy.kernels import native
 from true_on_policy.kernels.provider import Undo
 
 SERVED = (torch.float32, torch.bfloat16)
 
 
-def mm(backend, stock, keyset, a: Tensor, b: Tensor) -> Tensor:
+def mm(stock, keyset, a: Tensor, b: Tensor) -> Tensor:
     if not _served(a, b):
         return stock.call_boxed(keyset, a, b)
-    return backend.product(a[None], b[None], a.dtype)[0]
+    return native.product(a[None], b[None], a.dtype)[0]
 
 
-def bmm(backend, stock, keyset, a: Tensor, b: Tensor) -> Tensor:
+def bmm(stock, keyset, a: Tensor, b: Tensor) -> Tensor:
     if not _served(a, b):
         return stock.call_boxed(keyset, a, b)
-    return backend.product(a, b, a.dtype)
+    return native.product(a, b, a.dtype)
 
 
-def addmm(backend, stock, keyset, bias: Tensor, a: Tensor, b: Tensor, *, beta=1, alpha=1) -> Tensor:
+def addmm(stock, keyset, bias: Tensor, a: Tensor, b: Tensor, *, beta=1, alpha=1) -> Tensor:
     if not _served(a, b, bias):
         return stock.call_boxed(keyset, bias, a, b, beta=beta, alpha=alpha)
-    return _add(bias, backend.product(a[None], b[None], torch.float32)[0], beta, alpha)
+    return _add(bias, native.product(a[None], b[None], torch.float32)[0], beta, alpha)
 
 
-def baddbmm(backend, stock, keyset, bias: Tensor, a: Tensor, b: Tensor, *, beta=1, alpha=1) -> Tensor:
+def baddbmm(stock, keyset, bias: Tensor, a: Tensor, b: Tensor, *, beta=1, alpha=1) -> Tensor:
     if not _served(a, b, bias):
         return stock.call_boxed(keyset, bias, a, b, beta=beta, alpha=alpha)
-    return _add(bias, backend.product(a, b, torch.float32), beta, alpha)
+    return _add(bias, native.product(a, b, torch.float32), beta, alpha)
 
 
 def _served(a: Tensor, b: Tensor, *others: Tensor) -> bool:
-    """Whether the backend serves this call; other dtypes and shapes that do not fit go to the stock kernel."""
+    """Whether the native kernels serve this call; other dtypes and shapes that do not fit go to the stock kernel."""
     return a.dtype in SERVED and all(x.dtype == a.dtype for x in (b, *others)) and a.shape[-1] == b.shape[-2]
 
 
@@ -61,7 +61,6 @@ def _add(bias: Tensor, product: Tensor, beta: float, alpha: float) -> Tensor:
 
 
 def attention(
-    backend,
     stock,
     keyset,
     query: Tensor,
@@ -73,7 +72,7 @@ def attention(
     attn_mask: Tensor | None = None,
     scale: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Attend by the backend, or by the stock kernel for a dtype that the backend does not serve.
+    """Attend by the native kernel, or by the stock kernel for a dtype that the native kernel does not serve.
 
     Returns:
         Output [B, H, Q, D] and logsumexp [B, H, Q], in the memory layout of the stock kernel.
@@ -81,10 +80,10 @@ def attention(
     if query.dtype not in SERVED:
         kwargs = {"attn_mask": attn_mask, "scale": scale}
         return stock.call_boxed(keyset, query, key, value, dropout_p, is_causal, **kwargs)
-    scale, bias = query.shape[-1] ** -0.5 if scale is None else scale, attn_mask
+    factor, bias = query.shape[-1] ** -0.5 if scale is None else scale, attn_mask
     if attn_mask is not None and attn_mask.dtype == torch.bool:  # 0 shows a key, -inf hides it
         bias = torch.zeros(attn_mask.shape).masked_fill_(~attn_mask, float("-inf"))
-    return backend.attend(query, key, value, None if bias is None else bias.float(), is_causal, scale)
+    return native.attend(query, key, value, None if bias is None else bias.float(), is_causal, factor)
 
 
 # ATen splits elementwise work into shares of at least this many elements (at::internal::GRAIN_SIZE).
@@ -93,7 +92,7 @@ GRAIN = 32768
 VECTORS = 64
 
 
-def softmax(_, stock, keyset, x: Tensor, dim: int, half_to_float: bool) -> Tensor:
+def softmax(stock, keyset, x: Tensor, dim: int, half_to_float: bool) -> Tensor:
     """Compute _softmax or _log_softmax along `dim`, on contiguous rows."""
     if x.dim() == 0:
         return stock.call_boxed(keyset, x, dim, half_to_float)
@@ -101,7 +100,7 @@ def softmax(_, stock, keyset, x: Tensor, dim: int, half_to_float: bool) -> Tenso
     return stock.call_boxed(keyset, rows, rows.dim() - 1, half_to_float).movedim(-1, dim)
 
 
-def mean(_, stock, keyset, x: Tensor, dim, keepdim: bool = False, *, dtype=None) -> Tensor:
+def mean(stock, keyset, x: Tensor, dim, keepdim: bool = False, *, dtype=None) -> Tensor:
     """Compute mean.dim; a single row is summed beside a copy of itself."""
     rows, shape = _rows(x, dim, keepdim)
     if len(rows) == 1:
@@ -119,7 +118,7 @@ def _rows(x: Tensor, dim, keepdim: bool) -> tuple[Tensor, list[int]]:
     return x.permute(*kept, *sorted(reduced)).reshape(outputs, elements).contiguous(), shape
 
 
-def pointwise(_, stock, keyset, x: Tensor) -> Tensor:
+def pointwise(stock, keyset, x: Tensor) -> Tensor:
     """Compute an elementwise kernel on `x`, padded so that only whole vectors are computed."""
     if x.dtype not in SERVED:
         return stock.call_boxed(keyset, x)
@@ -156,9 +155,6 @@ OVERRIDES = {
 }
 
 
-# By the `backend` of a Contract.
-BACKENDS: dict[str, Native] = {NATIVE.name: NATIVE}
-
 # Other spellings of an operator: the form that writes into `out`, and the form that writes into its first argument.
 OUT_FORMS = {f"{name}.out": name for name in OVERRIDES if "." not in name and "flash" not in name}
 OUT_FORMS["mean.out"] = "mean.dim"
@@ -167,14 +163,14 @@ INPLACE_FORMS = {f"{name}_": name for name in ("addmm", "baddbmm", "silu", "sigm
 OPERATORS = (*OVERRIDES, *OUT_FORMS, *INPLACE_FORMS)
 
 
-def install(backend: Native) -> Undo:
+def install() -> Undo:
     """Override `OPERATORS` on the CPU key, and return a function that restores the previous kernels.
 
     Raises:
-        PinError: the backend does not run here: there is no compiler, or its self-test fails.
+        PinError: the native kernels do not run here: there is no compiler, or it fails.
     """
-    backend.prepare()
-    overrides = _overrides(backend)
+    native.library()
+    overrides = _overrides()
     library = torch.library.Library("aten", "IMPL")
     try:
         with warnings.catch_warnings():
@@ -187,10 +183,10 @@ def install(backend: Native) -> Undo:
     return library._destroy
 
 
-def _overrides(backend: Native) -> dict[str, Callable]:
+def _overrides() -> dict[str, Callable]:
     """Build every override around its stock kernel, before the first override is installed."""
     stock = {name: torch.library.get_kernel(f"aten::{name}", "CPU") for name in OVERRIDES}
-    functions = {name: partial(function, backend, stock[name]) for name, function in OVERRIDES.items()}
+    functions = {name: partial(function, stock[name]) for name, function in OVERRIDES.items()}
     outs = {name: partial(_into_out, functions[function]) for name, function in OUT_FORMS.items()}
     inplace = {name: partial(_into_self, functions[function]) for name, function in INPLACE_FORMS.items()}
     return functions | outs | inplace

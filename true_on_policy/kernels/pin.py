@@ -11,7 +11,7 @@ from functools import partial
 from true_on_policy.contract.cpu import Contract
 from true_on_policy.contract.gpu import GpuContract
 from true_on_policy.errors import PinError
-from true_on_policy.kernels import cpu, gpu
+from true_on_policy.kernels import cpu, gpu, native
 from true_on_policy.kernels.mode import registration
 from true_on_policy.kernels.probes import probe
 from true_on_policy.kernels.provider import Undo
@@ -31,14 +31,14 @@ def _kernels(contract: Contract | GpuContract) -> _Kernels:
     if isinstance(contract, GpuContract):
         name, install = gpu.name(contract), partial(gpu.install, contract)
         return _Kernels(name, install, partial(gpu.observe, contract), partial(gpu.probe, contract))
-    return _Kernels(contract.backend, partial(_install, contract), _observe, lambda: probe(contract))
+    return _Kernels(native.NAME, _install, _observe, lambda: probe(contract))
 
 
-def _install(contract: Contract) -> Undo:
+def _install() -> Undo:
     for name, kernel in _observe().items():
         if ".py:" in kernel:  # another library's batch-invariant mode put it there
             raise PinError(f"{name} is overridden already ({kernel}); leave that mode before you pin")
-    return cpu.install(cpu.BACKENDS[contract.backend])
+    return cpu.install()
 
 
 def _observe() -> dict[str, str]:
@@ -91,8 +91,8 @@ def pin(contract: Contract | GpuContract) -> None:
             _active = _installed(kernels)
         elif _active.name != kernels.name:
             raise PinError(
-                f"contract.backend: {kernels.name!r}, but {_active.name!r} is pinned in this process. "
-                "Two backends have different bits: leave the outer pin first"
+                f"kernels: {kernels.name!r}, but {_active.name!r} is pinned in this process. "
+                "Other kernels have other bits: leave the outer pin first"
             )
         _active.depth += 1
         try:

@@ -56,8 +56,7 @@ def probe(contract: Contract) -> None:
     failure = next(failures(contract), None)
     if failure is not None:
         raise ProbeError(
-            f"contract.backend: {contract.backend!r} does not hold in {contract.dtype} with "
-            f"{torch.get_num_threads()} threads: {failure}"
+            f"the native kernels do not hold in {contract.dtype} with {torch.get_num_threads()} threads: {failure}"
         )
 
 

@@ -32,11 +32,6 @@ def start(checkpoint: Path, contract: Contract, order: NormOrder | None) -> Hugg
     return HuggingFace(checkpoint, contract.dtype, order, tree)
 
 
-def serve(checkpoint: Path, dtype: str, contract: Contract | None, running: int) -> HuggingFace:
-    """Start the engine of a training loop, on the kernels that are pinned in this process."""
-    return HuggingFace(checkpoint, dtype)
-
-
 class HuggingFace:
     """A decoder of transformers as an engine; without an `order` and a `tree` the model is Hugging Face's own."""
 

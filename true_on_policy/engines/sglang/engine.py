@@ -52,11 +52,6 @@ def start(checkpoint: Path, contract: Contract, order: NormOrder | None) -> SGLa
     return SGLang(checkpoint, contract.dtype, pinned_to, follows, PROOF, contract.engine_tensor_parallel)
 
 
-def serve(checkpoint: Path, dtype: str, contract: Contract | None, running: int) -> SGLang:
-    """Start the server of a training loop, for a given number of running sequences."""
-    return SGLang(checkpoint, dtype, contract, pool=Pool(server.LOOP_TOKENS, running))
-
-
 class SGLang(Served):
     """SGLang's server, stock where `contract` is None, else pinned by our plugin in deterministic mode.
 

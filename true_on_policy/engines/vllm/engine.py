@@ -46,13 +46,6 @@ def start(checkpoint: Path, contract: Contract, order: NormOrder | None) -> VLLM
     return VLLM(checkpoint, contract.dtype, contract if order is not None else None, order)
 
 
-def serve(checkpoint: Path, dtype: str, contract: Contract | None, running: int) -> VLLM:
-    """Start the server of a training loop, for a given number of running sequences."""
-    # A decode step computes one token of each running sequence.
-    pool = Pool(server.LOOP_TOKENS // BLOCK, running, max(Pool.prefill_chunk, running))
-    return VLLM(checkpoint, dtype, contract, pool=pool)
-
-
 class VLLM(Served):
     """vLLM's server, stock where `contract` is None, else on the kernels that our plugin pins.
 
