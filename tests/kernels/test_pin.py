@@ -11,7 +11,6 @@ from true_on_policy.bitwise import equal_bits
 from true_on_policy.contract.cpu import Contract
 from true_on_policy.errors import ContractError, PinError, ProbeError
 from true_on_policy.kernels import cpu, native
-from true_on_policy.kernels import pin as pins
 from true_on_policy.kernels.pin import active_backend, pin, pinned
 
 NATIVE = Contract()
@@ -109,7 +108,7 @@ def test_a_failing_probe_raises_and_unpins(monkeypatch, found):
 def test_a_failing_probe_inside_leaves_the_outer_pin(monkeypatch):
     with pinned(NATIVE):
         outer = dispatcher()
-        monkeypatch.setattr(pins, "probe", raises)
+        monkeypatch.setattr(cpu, "probe", raises)
         with pytest.raises(ProbeError):
             pin(NATIVE)
         assert dispatcher() == outer

@@ -7,7 +7,7 @@ from true_on_policy.contract.cpu import Contract, Shapes
 from true_on_policy.errors import ProbeError
 from true_on_policy.kernels import cpu, native
 from true_on_policy.kernels.pin import pinned
-from true_on_policy.kernels.probes import failures, probe
+from true_on_policy.kernels.probes import failures
 
 # Of two models, with their fused weights and heads.
 MODEL = Shapes(
@@ -29,7 +29,7 @@ def test_pinned_kernels_hold_at_a_models_shapes(dtype):
 def test_stock_kernels_are_found_out(dtype, kernels):
     assert kernels <= {failure.kernel for failure in failures(Contract(dtype=dtype, shapes=MODEL))}
     with pytest.raises(ProbeError, match=f"the native kernels do not hold in {dtype} with 1 threads: "):
-        probe(Contract(dtype=dtype, shapes=MODEL))
+        cpu.probe(Contract(dtype=dtype, shapes=MODEL))
 
 
 OPERATORS = {

@@ -27,7 +27,7 @@ from true_on_policy.contract import rounding as rope
 from true_on_policy.contract.cpu import Contract
 from true_on_policy.contract.rounding import ORDERS, NormOrder
 from true_on_policy.engines.protocol import Sample
-from true_on_policy.kernels import cpu, pin
+from true_on_policy.kernels import cpu
 from true_on_policy.kernels.pin import pinned
 from true_on_policy.kernels.row_parallel import Tree
 from true_on_policy.trainers.hf import HuggingFace
@@ -84,7 +84,7 @@ def _without(operator: str | None) -> Iterator[None]:
     def others():
         return {name: kernel for name, kernel in every().items() if name.split(".")[0] != operator}
 
-    with patch.object(cpu, "_overrides", others), patch.object(pin, "probe", lambda _: None):
+    with patch.object(cpu, "_overrides", others), patch.object(cpu, "probe", lambda _: None):
         yield
 
 

@@ -16,7 +16,11 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from true_on_policy.contract.cpu import Contract
+from true_on_policy.errors import PinError, ProbeError
 from true_on_policy.kernels import native
+from true_on_policy.kernels.mode import registration
+from true_on_policy.kernels.probes import failures
 from true_on_policy.kernels.provider import Undo
 
 SERVED = (torch.float32, torch.bfloat16)
@@ -163,12 +167,24 @@ INPLACE_FORMS = {f"{name}_": name for name in ("addmm", "baddbmm", "silu", "sigm
 OPERATORS = (*OVERRIDES, *OUT_FORMS, *INPLACE_FORMS)
 
 
-def install() -> Undo:
+def name(contract: Contract) -> str:
+    return native.NAME
+
+
+def observe(contract: Contract) -> dict[str, str]:
+    """Read the dispatcher's line on each of `OPERATORS`."""
+    return {f"aten::{name}": registration(name, "CPU") for name in OPERATORS}
+
+
+def install(contract: Contract) -> Undo:
     """Override `OPERATORS` on the CPU key, and return a function that restores the previous kernels.
 
     Raises:
-        PinError: the native kernels do not run here: there is no compiler, or it fails.
+        PinError: another provider holds an operator, or there is no compiler, or it fails.
     """
+    for operator, kernel in observe(contract).items():
+        if ".py:" in kernel:  # another library's batch-invariant mode put it there
+            raise PinError(f"{operator} is overridden already ({kernel}); leave that mode before you pin")
     native.library()
     overrides = _overrides()
     library = torch.library.Library("aten", "IMPL")
@@ -199,3 +215,16 @@ def _into_out(function: Callable, keyset, *args, out: Tensor, **kwargs) -> Tenso
 
 def _into_self(function: Callable, keyset, x: Tensor, *args, **kwargs) -> Tensor:
     return x.copy_(function(keyset, x, *args, **kwargs))
+
+
+def probe(contract: Contract) -> None:
+    """Try every kernel at the shapes of `contract`, in its dtype.
+
+    Raises:
+        ProbeError: a row has other bits alone than in a batch.
+    """
+    failure = next(failures(contract), None)
+    if failure is not None:
+        raise ProbeError(
+            f"the native kernels do not hold in {contract.dtype} with {torch.get_num_threads()} threads: {failure}"
+        )

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-import torch
 from jaxtyping import Float
 from torch import Tensor
 
@@ -13,7 +12,7 @@ from true_on_policy.contract.cpu import Contract
 from true_on_policy.contract.specs import NormOrder
 from true_on_policy.kernels.row_parallel import Tree, agreed_tree
 from true_on_policy.models import hf_decoder
-from true_on_policy.models.hf_decoder import take
+from true_on_policy.models.hf_decoder import padded, take
 from true_on_policy.trainers.protocol import InProcess
 
 
@@ -36,11 +35,6 @@ class HuggingFace(InProcess):
 
     def logits(self, sequences: Sequence[Sequence[int]]) -> list[Float[Tensor, "_ V"]]:
         """Compute the logits of each sequence, in one pass over all sequences."""
-        longest = max(map(len, sequences))
-        tokens = torch.zeros(len(sequences), longest, dtype=torch.long)
-        present = torch.zeros(len(sequences), longest, dtype=torch.long)
-        for row, sequence in enumerate(sequences):
-            tokens[row, : len(sequence)] = torch.tensor(sequence)
-            present[row, : len(sequence)] = 1
+        tokens, present = padded(sequences, "right")
         logits = self.model(input_ids=tokens, attention_mask=present).logits
         return [rows[: len(sequence)] for rows, sequence in zip(logits, sequences, strict=True)]

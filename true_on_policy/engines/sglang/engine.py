@@ -158,7 +158,7 @@ class SGLang(Served):
             self._server.get(f"/flush_cache?timeout={server.GENERATE_SECONDS}", 2 * server.GENERATE_SECONDS)
 
     def weights_checker(self, body: Mapping[str, Any]) -> Any:
-        """Ask the server's weight checker, which returns digests by our plugin (`weights.py`)."""
+        """Ask the server's weight checker, which returns digests by our plugin."""
         return self._server.post("/weights_checker", body)
 
 
