@@ -1,4 +1,7 @@
-"""What do pinned kernels cost against stock kernels? Timed stock, pinned, stock, to show the noise."""
+"""What do pinned kernels cost against stock kernels, and what can the device do at most?
+
+A kernel is timed stock, pinned, stock, to show the noise.
+"""
 
 from __future__ import annotations
 
@@ -10,13 +13,13 @@ import torch
 import torch.nn.functional as F
 
 from lab.gpu import qwen3
-from lab.gpu.attention import flash_attention_3, prefill
+from lab.gpu.attention import prefill
+from lab.gpu.kernels import installed
 from lab.gpu.machine import Call, Cuda
-from lab.gpu.pins import installed
 from lab.gpu.plan import CONTRACT, Plan
-from lab.gpu.results import Result
-from true_on_policy.kernels import deep_gemm, gpu
-from true_on_policy.kernels.gpu_probes import drawing
+from lab.gpu.receipt import Result
+from true_on_policy.kernels import deep_gemm, flash_attention, gpu
+from true_on_policy.kernels.probes import drawing
 
 MODE, GEMM, SPLIT = "Megatron-core's mode", "DeepGEMM", "FA3, one split"
 
@@ -123,14 +126,14 @@ def _attention(plan: Plan, machine: Cuda) -> Iterator[Case]:
 
 
 def _prefill(parts: list[torch.Tensor]) -> tuple[Call, Call]:
-    library = flash_attention_3()
+    library = flash_attention.library()
     query, key, value = (x.transpose(1, 2) for x in parts)
     stock = lambda: F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)  # noqa: E731
     return stock, lambda: prefill(library, *parts)
 
 
 def _decode(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> tuple[Call, Call]:
-    library = flash_attention_3()
+    library = flash_attention.library()
     seen = torch.full((len(key),), key.shape[1], dtype=torch.int32, device=key.device)
     # The function is looked up at each call, because a pin replaces it.
     call = lambda: library.flash_attn_with_kvcache(query, key, value, cache_seqlens=seen, causal=True)  # noqa: E731
@@ -153,3 +156,20 @@ def _model(plan: Plan, machine: Cuda) -> Iterator[Case]:
         qwen3.log_probs(by_sdpa, tokens).sum().backward()
 
     yield Case("training step; attention is SDPA", MODE, batch, lambda: (step, step))
+
+
+def ceilings(plan: Plan, machine: Cuda) -> Iterator[Result]:
+    """A copy and a product, with which other figures can be compared."""
+    source = torch.randn(plan.copied // 4, device=machine.device)
+    target = torch.empty_like(source)
+    copy = machine.milliseconds(lambda: target.copy_(source))
+    x, y = (torch.randn(plan.product, plan.product, device=machine.device).bfloat16() for _ in range(2))
+    product = machine.milliseconds(lambda: x @ y)
+    yield Result(
+        "Ceilings",
+        ("what", "size", "ms", "rate", "unit"),
+        (
+            ("copy, bytes read and written", 2 * plan.copied, copy, 2 * plan.copied / copy / 1e9, "TB/s"),
+            ("bf16 product", plan.product, product, 2 * plan.product**3 / product / 1e9, "TFLOP/s"),
+        ),
+    )

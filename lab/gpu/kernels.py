@@ -3,24 +3,46 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 
 import torch
 import torch.nn.functional as F
 
 from lab.gpu.machine import Cuda
-from lab.gpu.pins import installed
 from lab.gpu.plan import CONTRACT, Plan
-from lab.gpu.results import Result
-from true_on_policy.contract.cpu import Shapes
+from lab.gpu.receipt import Result
 from true_on_policy.errors import ProbeError
 from true_on_policy.kernels import deep_gemm, gpu
-from true_on_policy.kernels.gpu_probes import drawing, in_company
+from true_on_policy.kernels.gpu_probes import in_company
 from true_on_policy.kernels.pin import pinned
-from true_on_policy.kernels.probes import COLUMNS, Failure, Kernel, compare
+from true_on_policy.kernels.probes import COLUMNS, Failure, Kernel, compare, drawing
 
 Case = tuple[str, tuple[int, ...], Kernel, torch.Tensor]
 Row = tuple[str, str, int, int, str]
 COLUMN_NAMES = ("kernel", "shape", "comparisons", "equal", "first difference")
+
+
+@contextmanager
+def installed() -> Iterator[None]:
+    """Run the body on the contract's kernels, without the probes of `pinned`, which have their own section."""
+    with ExitStack() as stack:
+        stack.callback(gpu.install(CONTRACT))
+        yield
+
+
+def warm(plan: Plan, machine: Cuda) -> None:
+    """Compile DeepGEMM's kernels: multiply once by every product of the sections `kernels` and `cost`.
+
+    A first call compiles for seconds, and leaves the kernel in a cache on disk, where later sections find it.
+    """
+    if deep_gemm.version() is None:
+        return
+    draw = drawing(CONTRACT.dtype, machine.device)
+    for inner, outer in gpu.shapes(CONTRACT).linear:
+        for columns in {min(outer, COLUMNS), outer}:
+            weight = draw(columns, inner)
+            for rows in {*plan.rows, *plan.timed_rows}:
+                deep_gemm.product(draw(rows, inner), weight)
 
 
 def kernels(plan: Plan, machine: Cuda) -> Iterator[Result]:
@@ -70,7 +92,7 @@ def _row(kernel: str, shape: tuple[int, ...], function: Kernel, x: torch.Tensor,
 
 def _cases(plan: Plan, machine: Cuda, product) -> Iterator[Case]:
     """Yield every kernel that a batch-invariant mode replaces, as models call it, with the largest batch."""
-    draw, shapes, most = drawing(CONTRACT.dtype, machine.device), _shapes(), plan.rows[-1]
+    draw, shapes, most = drawing(CONTRACT.dtype, machine.device), gpu.shapes(CONTRACT), plan.rows[-1]
     for inner, outer in shapes.linear:
         weight = draw(min(outer, COLUMNS), inner)
         yield "linear", (inner, len(weight)), lambda x, weight=weight: product(x, weight), draw(most, inner)
@@ -83,7 +105,7 @@ def _cases(plan: Plan, machine: Cuda, product) -> Iterator[Case]:
 
 def _agreement(plan: Plan, machine: Cuda) -> Iterator[Row]:
     draw = drawing(CONTRACT.dtype, machine.device)
-    for inner, outer in _shapes().linear:
+    for inner, outer in gpu.shapes(CONTRACT).linear:
         weight, x = draw(min(outer, COLUMNS), inner), draw(plan.rows[-1], inner)
         shape = inner, len(weight)
         found = [
@@ -94,10 +116,6 @@ def _agreement(plan: Plan, machine: Cuda) -> Iterator[Row]:
             )
         ]
         yield "linear", _times(shape), len(plan.rows), len(plan.rows) - len(found), _first(found)
-
-
-def _shapes() -> Shapes:
-    return gpu.shapes(CONTRACT)
 
 
 def _times(shape: tuple[int, ...]) -> str:

@@ -7,8 +7,8 @@ import pytest
 import torch
 from stand_ins import FLASH_ATTENTION, Write, write  # noqa: F401
 
-from lab.gpu import decoding
-from lab.gpu.decoding import decode_failures, mixed_failures
+from lab.gpu import attention
+from lab.gpu.attention import decode_failures, mixed_failures
 from true_on_policy.bitwise import equal_bits
 from true_on_policy.contract.cpu import Shapes
 from true_on_policy.contract.gpu import gpu_contract
@@ -31,7 +31,7 @@ combine = fa.flash_attn_combine
 @pytest.fixture(autouse=True)
 def shorter(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(gpu_probes, "LENGTHS", (1, 5, 9))
-    monkeypatch.setattr(decoding, "POSITIONS", (0, 4, 8))
+    monkeypatch.setattr(attention, "POSITIONS", (0, 4, 8))
 
 
 @pytest.fixture
