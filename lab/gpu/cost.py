@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -19,6 +21,7 @@ from lab.gpu.machine import Call, Cuda
 from lab.gpu.plan import CONTRACT, Plan
 from lab.gpu.receipt import Result
 from true_on_policy.kernels import deep_gemm, flash_attention, gpu
+from true_on_policy.kernels.gpu_probes import Product
 from true_on_policy.kernels.probes import drawing
 
 MODE, GEMM, SPLIT = "Megatron-core's mode", "DeepGEMM", "FA3, one split"
@@ -47,7 +50,8 @@ def cost(plan: Plan, machine: Cuda) -> Iterator[Result]:
         f"{plan.timed_model.layers} layers of Qwen3-4B's widths and its LM head. The training step's attention is "
         "SDPA, forward and backward, on both sides: fa3-fwd has no backward.",
     )
-    yield _result("DeepGEMM", machine, _products(plan, machine))
+    by_deep_gemm = (_products(rows, machine, GEMM, deep_gemm.product) for rows in plan.timed_rows)
+    yield _result("DeepGEMM", machine, chain.from_iterable(by_deep_gemm))
 
 
 def _result(title: str, machine: Cuda, cases: Iterator[Case], note: str = "") -> Result:
@@ -67,9 +71,7 @@ def _timed(machine: Cuda, case: Case) -> tuple[Any, ...]:
 def _kernels(plan: Plan, machine: Cuda) -> Iterator[Case]:
     draw, shapes = drawing(CONTRACT.dtype, machine.device), gpu.shapes(CONTRACT)
     for rows in plan.timed_rows:
-        for inner, outer in shapes.linear:
-            named = f"{rows} x {inner} x {outer}"
-            yield Case("linear", MODE, named, lambda r=rows, i=inner, o=outer: _linear(draw, r, i, o))
+        yield from _products(rows, machine, MODE, F.linear)
         for width in shapes.hidden:
             yield Case("RMSNorm", MODE, f"{rows} x {width}", lambda r=rows, w=width: _both(_norm, draw(r, w)))
         width = plan.size.vocab_size
@@ -79,22 +81,16 @@ def _kernels(plan: Plan, machine: Cuda) -> Iterator[Case]:
         )
 
 
-def _products(plan: Plan, machine: Cuda) -> Iterator[Case]:
+def _products(rows: int, machine: Cuda, pinned_by: str, pinned: Product) -> Iterator[Case]:
+    """Yield the model's products: by aten on stock kernels, and inside a pin by `pinned`."""
     draw = drawing(CONTRACT.dtype, machine.device)
-    for rows in plan.timed_rows:
-        for inner, outer in gpu.shapes(CONTRACT).linear:
-            named = f"{rows} x {inner} x {outer}"
-            yield Case("linear", GEMM, named, lambda r=rows, i=inner, o=outer: _deep_gemm(draw, r, i, o))
 
+    def make(inner: int, outer: int) -> tuple[Call, Call]:
+        weight, x = draw(outer, inner), draw(rows, inner)
+        return lambda: F.linear(x, weight), lambda: pinned(x, weight)
 
-def _linear(draw, rows: int, inner: int, outer: int) -> tuple[Call, Call]:
-    weight = draw(outer, inner)
-    return _both(lambda x: F.linear(x, weight), draw(rows, inner))
-
-
-def _deep_gemm(draw, rows: int, inner: int, outer: int) -> tuple[Call, Call]:
-    weight, x = draw(outer, inner), draw(rows, inner)
-    return lambda: F.linear(x, weight), lambda: deep_gemm.product(x, weight)
+    for shape in gpu.shapes(CONTRACT).linear:
+        yield Case("linear", pinned_by, " x ".join(map(str, (rows, *shape))), partial(make, *shape))
 
 
 def _norm(x: torch.Tensor) -> torch.Tensor:

@@ -46,9 +46,10 @@ def warm(plan: Plan, machine: Cuda) -> None:
 
 
 def kernels(plan: Plan, machine: Cuda) -> Iterator[Result]:
-    yield _result("Stock kernels", _in_company(plan, machine, F.linear), demanded=False)
+    rows = lambda: (_row(*case, plan.rows) for case in _cases(plan, machine, F.linear))  # noqa: E731
+    yield _result("Stock kernels", rows(), demanded=False)
     with installed():
-        yield _result("Pinned: Megatron-core's mode", _in_company(plan, machine, F.linear))
+        yield _result("Pinned: Megatron-core's mode", rows())
     yield from _contract()
     products = (case for case in _cases(plan, machine, deep_gemm.product) if case[0] == "linear")
     yield _result("Pinned: DeepGEMM", (_row(*case, plan.rows) for case in products))
@@ -78,10 +79,6 @@ def _result(title: str, rows: Iterable[Row], demanded: bool = True, note: str = 
     equal = all(row[2] == row[3] for row in listed)
     control = "" if demanded else "A control: nothing is demanded of it. "
     return Result(title, COLUMN_NAMES, listed, equal if demanded else None, note or control)
-
-
-def _in_company(plan: Plan, machine: Cuda, product) -> Iterator[Row]:
-    return (_row(*case, plan.rows) for case in _cases(plan, machine, product))
 
 
 def _row(kernel: str, shape: tuple[int, ...], function: Kernel, x: torch.Tensor, sizes: tuple[int, ...]) -> Row:

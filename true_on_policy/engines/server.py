@@ -43,13 +43,6 @@ def interpreter(engine: str) -> Path:
     return python
 
 
-def versions(engine: str, names: Sequence[str]) -> dict[str, str]:
-    """Return the versions of packages in the engine's environment."""
-    folders = [str(folder) for folder in interpreter(engine).parent.parent.glob("lib/python*/site-packages")]
-    installed = {package.name: package.version for package in distributions(path=folders)}
-    return {name: installed[name] for name in names}
-
-
 # PYTHON and VIRTUAL_ lead Python into our environment; TRITON_INTERPRET, which our tests set, emulates a GPU.
 WITHHELD = ("PYTHON", "VIRTUAL_", "TRITON_INTERPRET")
 
@@ -243,7 +236,9 @@ class Served:
     _server: Server
 
     def versions(self) -> dict[str, str]:
-        return versions(self.name, ENGINES[self.name].packages)
+        folders = interpreter(self.name).parent.parent.glob("lib/python*/site-packages")
+        installed = {package.name: package.version for package in distributions(path=[*map(str, folders)])}
+        return {name: installed[name] for name in ENGINES[self.name].packages}
 
     def close(self) -> None:
         self._server.close()

@@ -26,28 +26,21 @@ from true_on_policy.kernels.provider import Undo
 SERVED = (torch.float32, torch.bfloat16)
 
 
-def mm(stock, keyset, a: Tensor, b: Tensor) -> Tensor:
-    if not _served(a, b):
-        return stock.call_boxed(keyset, a, b)
-    return native.product(a[None], b[None], a.dtype)[0]
+def product(stock, keyset, a: Tensor, b: Tensor) -> Tensor:
+    """Compute mm or bmm."""
+    return _multiply(a, b, a.dtype) if _served(a, b) else stock.call_boxed(keyset, a, b)
 
 
-def bmm(stock, keyset, a: Tensor, b: Tensor) -> Tensor:
-    if not _served(a, b):
-        return stock.call_boxed(keyset, a, b)
-    return native.product(a, b, a.dtype)
-
-
-def addmm(stock, keyset, bias: Tensor, a: Tensor, b: Tensor, *, beta=1, alpha=1) -> Tensor:
+def sum_with_product(stock, keyset, bias: Tensor, a: Tensor, b: Tensor, *, beta=1, alpha=1) -> Tensor:
+    """Compute addmm or baddbmm."""
     if not _served(a, b, bias):
         return stock.call_boxed(keyset, bias, a, b, beta=beta, alpha=alpha)
-    return _add(bias, native.product(a[None], b[None], torch.float32)[0], beta, alpha)
+    return _add(bias, _multiply(a, b, torch.float32), beta, alpha)
 
 
-def baddbmm(stock, keyset, bias: Tensor, a: Tensor, b: Tensor, *, beta=1, alpha=1) -> Tensor:
-    if not _served(a, b, bias):
-        return stock.call_boxed(keyset, bias, a, b, beta=beta, alpha=alpha)
-    return _add(bias, native.product(a, b, torch.float32), beta, alpha)
+def _multiply(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
+    """Multiply two matrices, or two batches of matrices, by the native kernel."""
+    return native.product(a, b, dtype) if a.dim() == 3 else native.product(a[None], b[None], dtype)[0]
 
 
 def _served(a: Tensor, b: Tensor, *others: Tensor) -> bool:
@@ -145,10 +138,10 @@ def whole_vectors(elements: int, threads: int) -> int:
 
 
 OVERRIDES = {
-    "mm": mm,
-    "bmm": bmm,
-    "addmm": addmm,
-    "baddbmm": baddbmm,
+    "mm": product,
+    "bmm": product,
+    "addmm": sum_with_product,
+    "baddbmm": sum_with_product,
     "_scaled_dot_product_flash_attention_for_cpu": attention,
     "_softmax": softmax,
     "_log_softmax": softmax,

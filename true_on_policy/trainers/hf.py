@@ -18,8 +18,7 @@ from true_on_policy.trainers.protocol import InProcess
 
 def start(checkpoint: Path, contract: Contract, order: NormOrder | None) -> HuggingFace:
     """Start the trainer of a proof; without an `order` the trainer is stock."""
-    tree = None if order is None else agreed_tree(contract)
-    return HuggingFace(checkpoint, contract.dtype, order, tree)
+    return HuggingFace(checkpoint, contract.dtype, order, order and agreed_tree(contract))
 
 
 class HuggingFace(InProcess):

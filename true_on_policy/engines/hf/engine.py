@@ -28,8 +28,7 @@ PREFILL_CHUNK = 128
 
 def start(checkpoint: Path, contract: Contract, order: NormOrder | None) -> HuggingFace:
     """Start the engine of a proof; without an `order` the engine is stock."""
-    tree = None if order is None else agreed_tree(contract)
-    return HuggingFace(checkpoint, contract.dtype, order, tree)
+    return HuggingFace(checkpoint, contract.dtype, order, order and agreed_tree(contract))
 
 
 class HuggingFace:
