@@ -21,7 +21,7 @@ from true_on_policy.bitwise import first_mismatch
 from true_on_policy.contract.cpu import Shapes
 from true_on_policy.contract.rounding import add_residual, chosen, combined, rms_norm, rotated
 from true_on_policy.contract.specs import NormOrder
-from true_on_policy.kernels.gpu_probes import drawing
+from true_on_policy.kernels.probes import drawing
 from true_on_policy.kernels.provider import replace_everywhere
 
 ROWS = (64, 1, 2, 5000)

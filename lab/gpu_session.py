@@ -33,8 +33,7 @@ import torch
 
 from lab.gpu import sections
 from lab.gpu.plan import CONTRACT
-from lab.gpu.receipt import Measured, Receipt, write
-from lab.gpu.results import Section, exit_code, held
+from lab.gpu.receipt import Measured, Receipt, Section, exit_code, held, write
 from lab.provenance import parser_of, provenance
 from mis_plugins.shared.numerals import finite
 from mis_plugins.shared.terminal import print_table

@@ -39,7 +39,7 @@ LONG_FILES = [
     f"test_{name}.py"
     for name in (
         "sglang verify training vllm readme parallel local_async async_controller local_true_on_policy toys "
-        "runner partials gpu_engine real_model gpu_session benchmarks shell tensor_parallel cpu_kernels local_loop "
+        "runner partials gpu_engine real_model gpu_session benchmarks shell trainer_layouts cpu_kernels local_loop "
         "sglang_target"
     ).split()
 ]

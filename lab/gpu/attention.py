@@ -3,31 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from importlib import import_module
 from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lab.gpu.decoding import mixed_failures
 from lab.gpu.machine import Cuda
 from lab.gpu.plan import CONTRACT, Plan
-from lab.gpu.results import Result
+from lab.gpu.receipt import Result
 from true_on_policy.bitwise import first_mismatch
-from true_on_policy.errors import NotSeenError
-from true_on_policy.kernels import flash_attention, gpu
-from true_on_policy.kernels.gpu_probes import drawing
+from true_on_policy.contract.cpu import Shapes
+from true_on_policy.kernels import flash_attention, gpu, gpu_probes
+from true_on_policy.kernels.gpu_probes import Packed, output
+from true_on_policy.kernels.probes import Failure, compare, drawing
 
 # (num_splits, max_seqlen_q). On a contiguous cache FlashAttention-3 drops the causal mask of a lone query (1). In heads
 # of 128 it then takes wider tiles of keys than prefill does; with 2 it keeps prefill's tiles.
 CAUSAL_TILES = 2
 DEMANDED = "one split, causal tiles"
+POSITIONS = (0, 1, 63, 64, 128, 256)  # of decoded tokens: one key, less than a tile of 64 or 128, and more
 WAYS = {"FA3 chooses the splits": (0, CAUSAL_TILES), DEMANDED: (1, CAUSAL_TILES), "one split, a lone query": (1, 1)}
 
 
 def attention(plan: Plan, machine: Cuda) -> Iterator[Result]:
-    library = flash_attention_3()
+    library = flash_attention.library()
     columns = ("call", "heads, groups, width", "sequences x tokens", "values", "different", "first difference")
     rows = {name: tuple(_appended(plan, machine, library, name)) for name in WAYS}
     demanded = rows.pop(DEMANDED)
@@ -46,18 +46,6 @@ def attention(plan: Plan, machine: Cuda) -> Iterator[Result]:
         tuple((failure.company, str(failure.mismatch)) for failure in found) or (("all equal", ""),),
         note="A finding, no demand: engines that mix the two in one batch are to know.",
     )
-
-
-def flash_attention_3() -> ModuleType:
-    """Import the FlashAttention-3 that is installed.
-
-    Raises:
-        NotSeenError: no FlashAttention-3 is installed.
-    """
-    name = flash_attention.interface()
-    if name is None:
-        raise NotSeenError("not seen: no FlashAttention-3 is installed")
-    return import_module(name)
 
 
 @torch.no_grad()
@@ -116,6 +104,33 @@ def next_token(
     return output(out)[:, None]
 
 
-def output(result: Any) -> Tensor:
-    """Pick the output from a result of FlashAttention-3; some builds return the logsumexp beside it."""
-    return result[0] if isinstance(result, tuple) else result
+@torch.no_grad()
+def decode_failures(
+    dtype: str, shapes: Shapes, device: torch.device, library: ModuleType, longest: int
+) -> Iterator[Failure]:
+    """Compare tokens that read their keys from a contiguous cache with these tokens in a prefill.
+
+    `longest` is the call's max_seqlen_q. With 1, FlashAttention-3 drops the causal mask of the lone query and adds up
+    the keys in other tiles than prefill does; with 2 it keeps the causal tiles.
+    """
+    for heads, groups, width in shapes.attention:
+        batch, last = Packed(drawing(dtype, device), heads, groups, width), len(gpu_probes.LENGTHS) - 1
+        (query, key, value), prefilled = batch.sequences[last], batch.attend(library, [last])[last]
+        for t in POSITIONS:
+            seen = torch.full((1,), t + 1, dtype=torch.int32, device=device)
+            alone = next_token(library, query[None, t, None], key[None], value[None], seen, longest)[0]
+            company = f"token {t} decoded and prefilled"
+            yield from compare("attention", (heads, groups, width), company, alone, prefilled[t : t + 1])
+
+
+@torch.no_grad()
+def mixed_failures(dtype: str, shapes: Shapes, device: torch.device, library: ModuleType) -> Iterator[Failure]:
+    """Compare a mixed (chunked) batch, where one sequence decodes and one prefills, with each sequence alone."""
+    for heads, groups, width in shapes.attention:
+        batch = Packed(drawing(dtype, device), heads, groups, width)
+        one, other = len(gpu_probes.LENGTHS) - 1, len(gpu_probes.LENGTHS) - 2
+        mixed = batch.attend(library, [one, other], last=(one,))
+        alone = batch.attend(library, [one], last=(one,))[one], batch.attend(library, [other])[other]
+        for name, a, b in zip(("decoding", "prefilling"), (mixed[one], mixed[other]), alone, strict=True):
+            company = f"a {name} sequence alone and in a mixed batch"
+            yield from compare("attention", (heads, groups, width), company, a, b)

@@ -8,10 +8,10 @@ import torch
 
 from lab.compiled_functions import Tried, compiled_where_equal, tried
 from lab.gpu import qwen3
+from lab.gpu.kernels import installed
 from lab.gpu.machine import Cuda
-from lab.gpu.pins import installed
 from lab.gpu.plan import CONTRACT, Plan
-from lab.gpu.results import Result, compared
+from lab.gpu.receipt import Result, compared
 from true_on_policy.contract.rounding import ORDERS
 from true_on_policy.kernels import gpu
 from true_on_policy.models import hf_decoder

@@ -1,22 +1,28 @@
-"""What do pinned kernels cost against stock kernels? Timed stock, pinned, stock, to show the noise."""
+"""What do pinned kernels cost against stock kernels, and what can the device do at most?
+
+A kernel is timed stock, pinned, stock, to show the noise.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
 from lab.gpu import qwen3
-from lab.gpu.attention import flash_attention_3, prefill
+from lab.gpu.attention import prefill
+from lab.gpu.kernels import installed
 from lab.gpu.machine import Call, Cuda
-from lab.gpu.pins import installed
 from lab.gpu.plan import CONTRACT, Plan
-from lab.gpu.results import Result
-from true_on_policy.kernels import deep_gemm, gpu
-from true_on_policy.kernels.gpu_probes import drawing
+from lab.gpu.receipt import Result
+from true_on_policy.kernels import deep_gemm, flash_attention, gpu
+from true_on_policy.kernels.gpu_probes import Product
+from true_on_policy.kernels.probes import drawing
 
 MODE, GEMM, SPLIT = "Megatron-core's mode", "DeepGEMM", "FA3, one split"
 
@@ -44,7 +50,8 @@ def cost(plan: Plan, machine: Cuda) -> Iterator[Result]:
         f"{plan.timed_model.layers} layers of Qwen3-4B's widths and its LM head. The training step's attention is "
         "SDPA, forward and backward, on both sides: fa3-fwd has no backward.",
     )
-    yield _result("DeepGEMM", machine, _products(plan, machine))
+    by_deep_gemm = (_products(rows, machine, GEMM, deep_gemm.product) for rows in plan.timed_rows)
+    yield _result("DeepGEMM", machine, chain.from_iterable(by_deep_gemm))
 
 
 def _result(title: str, machine: Cuda, cases: Iterator[Case], note: str = "") -> Result:
@@ -64,9 +71,7 @@ def _timed(machine: Cuda, case: Case) -> tuple[Any, ...]:
 def _kernels(plan: Plan, machine: Cuda) -> Iterator[Case]:
     draw, shapes = drawing(CONTRACT.dtype, machine.device), gpu.shapes(CONTRACT)
     for rows in plan.timed_rows:
-        for inner, outer in shapes.linear:
-            named = f"{rows} x {inner} x {outer}"
-            yield Case("linear", MODE, named, lambda r=rows, i=inner, o=outer: _linear(draw, r, i, o))
+        yield from _products(rows, machine, MODE, F.linear)
         for width in shapes.hidden:
             yield Case("RMSNorm", MODE, f"{rows} x {width}", lambda r=rows, w=width: _both(_norm, draw(r, w)))
         width = plan.size.vocab_size
@@ -76,22 +81,16 @@ def _kernels(plan: Plan, machine: Cuda) -> Iterator[Case]:
         )
 
 
-def _products(plan: Plan, machine: Cuda) -> Iterator[Case]:
+def _products(rows: int, machine: Cuda, pinned_by: str, pinned: Product) -> Iterator[Case]:
+    """Yield the model's products: by aten on stock kernels, and inside a pin by `pinned`."""
     draw = drawing(CONTRACT.dtype, machine.device)
-    for rows in plan.timed_rows:
-        for inner, outer in gpu.shapes(CONTRACT).linear:
-            named = f"{rows} x {inner} x {outer}"
-            yield Case("linear", GEMM, named, lambda r=rows, i=inner, o=outer: _deep_gemm(draw, r, i, o))
 
+    def make(inner: int, outer: int) -> tuple[Call, Call]:
+        weight, x = draw(outer, inner), draw(rows, inner)
+        return lambda: F.linear(x, weight), lambda: pinned(x, weight)
 
-def _linear(draw, rows: int, inner: int, outer: int) -> tuple[Call, Call]:
-    weight = draw(outer, inner)
-    return _both(lambda x: F.linear(x, weight), draw(rows, inner))
-
-
-def _deep_gemm(draw, rows: int, inner: int, outer: int) -> tuple[Call, Call]:
-    weight, x = draw(outer, inner), draw(rows, inner)
-    return lambda: F.linear(x, weight), lambda: deep_gemm.product(x, weight)
+    for shape in gpu.shapes(CONTRACT).linear:
+        yield Case("linear", pinned_by, " x ".join(map(str, (rows, *shape))), partial(make, *shape))
 
 
 def _norm(x: torch.Tensor) -> torch.Tensor:
@@ -123,14 +122,14 @@ def _attention(plan: Plan, machine: Cuda) -> Iterator[Case]:
 
 
 def _prefill(parts: list[torch.Tensor]) -> tuple[Call, Call]:
-    library = flash_attention_3()
+    library = flash_attention.library()
     query, key, value = (x.transpose(1, 2) for x in parts)
     stock = lambda: F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)  # noqa: E731
     return stock, lambda: prefill(library, *parts)
 
 
 def _decode(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> tuple[Call, Call]:
-    library = flash_attention_3()
+    library = flash_attention.library()
     seen = torch.full((len(key),), key.shape[1], dtype=torch.int32, device=key.device)
     # The function is looked up at each call, because a pin replaces it.
     call = lambda: library.flash_attn_with_kvcache(query, key, value, cache_seqlens=seen, causal=True)  # noqa: E731
@@ -153,3 +152,20 @@ def _model(plan: Plan, machine: Cuda) -> Iterator[Case]:
         qwen3.log_probs(by_sdpa, tokens).sum().backward()
 
     yield Case("training step; attention is SDPA", MODE, batch, lambda: (step, step))
+
+
+def ceilings(plan: Plan, machine: Cuda) -> Iterator[Result]:
+    """A copy and a product, with which other figures can be compared."""
+    source = torch.randn(plan.copied // 4, device=machine.device)
+    target = torch.empty_like(source)
+    copy = machine.milliseconds(lambda: target.copy_(source))
+    x, y = (torch.randn(plan.product, plan.product, device=machine.device).bfloat16() for _ in range(2))
+    product = machine.milliseconds(lambda: x @ y)
+    yield Result(
+        "Ceilings",
+        ("what", "size", "ms", "rate", "unit"),
+        (
+            ("copy, bytes read and written", 2 * plan.copied, copy, 2 * plan.copied / copy / 1e9, "TB/s"),
+            ("bf16 product", plan.product, product, 2 * plan.product**3 / product / 1e9, "TFLOP/s"),
+        ),
+    )

@@ -1,6 +1,6 @@
 """A dry run of a session on a CPU, at tiny sizes: every line runs on swapped kernels, and no figure means anything.
 
-Triton's kernels are interpreted. The tests' stand-ins replace FlashAttention-3 and DeepGEMM, stand_in_server replaces
+Triton's kernels are interpreted. The tests' stand-ins replace FlashAttention-3 and DeepGEMM, `StandIn` replaces
 SGLang, and a function takes the place of its compiled self. A wait is counted where an operator would wait on CUDA.
 """
 
@@ -24,7 +24,6 @@ from lab.gpu.machine import Call, Cuda
 from lab.gpu.plan import CONTRACT, TINY
 from lab.tallies import Tallying, peak_bytes
 from true_on_policy.contract.gpu import GpuContract
-from true_on_policy.engines.protocol import Engine
 from true_on_policy.kernels.provider import Undo
 
 TESTS = Path(__file__).resolve().parents[2] / "tests" / "support"
@@ -92,22 +91,16 @@ def swapped() -> Iterator[Cuda]:
 
 
 def _swap_sglang(stack: ExitStack, machine: Cuda) -> None:
-    from lab.gpu import pins, sglang_server
+    from lab.gpu import kernels, sglang_server
     from true_on_policy.kernels import gpu
 
     swapped = {
-        "start": partial(_stand_in, machine),
-        "kernels": pins.installed,
+        "start": partial(sglang_server.StandIn, machine),
+        "kernels": kernels.installed,
         "in_force": partial(gpu.observe, CONTRACT),
     }
     for name, value in swapped.items():
         stack.enter_context(mock.patch.object(sglang_server, name, value))
-
-
-def _stand_in(machine: Cuda, checkpoint: Path, mode: str) -> Engine:
-    from lab.gpu.stand_in_server import StandIn
-
-    return StandIn(checkpoint, mode, machine)
 
 
 def _interpreted(pin: Callable[[GpuContract], Undo], on_cpu: Callable[[], Any]) -> Callable[[GpuContract], Undo]:

@@ -19,7 +19,7 @@ from transformers import Qwen3ForCausalLM
 from lab.gpu import qwen3, sglang_server
 from lab.gpu.machine import Cuda
 from lab.gpu.plan import Plan
-from lab.gpu.results import Result, compared
+from lab.gpu.receipt import Result, compared
 from lab.gpu.sglang_server import DETERMINISTIC, STOCK, TARGET
 from true_on_policy.engines.protocol import Engine, Request, Sample
 from true_on_policy.models.tiny import updated

@@ -9,8 +9,7 @@ from collections.abc import Iterator
 from lab.break_it.__main__ import room, tried
 from lab.gpu.machine import Cuda
 from lab.gpu.plan import Plan
-from lab.gpu.receipt import DIFFERENCE
-from lab.gpu.results import Result
+from lab.gpu.receipt import DIFFERENCE, Result
 
 ROOMS = {"weights": "The TIS hook", "losses": "The loss hook"}
 A_ROUND = 20  # cases of one seed

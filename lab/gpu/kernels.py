@@ -3,30 +3,53 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 
 import torch
 import torch.nn.functional as F
 
 from lab.gpu.machine import Cuda
-from lab.gpu.pins import installed
 from lab.gpu.plan import CONTRACT, Plan
-from lab.gpu.results import Result
-from true_on_policy.contract.cpu import Shapes
+from lab.gpu.receipt import Result
 from true_on_policy.errors import ProbeError
 from true_on_policy.kernels import deep_gemm, gpu
-from true_on_policy.kernels.gpu_probes import drawing, in_company
+from true_on_policy.kernels.gpu_probes import in_company
 from true_on_policy.kernels.pin import pinned
-from true_on_policy.kernels.probes import COLUMNS, Failure, Kernel, compare
+from true_on_policy.kernels.probes import COLUMNS, Failure, Kernel, compare, drawing
 
 Case = tuple[str, tuple[int, ...], Kernel, torch.Tensor]
 Row = tuple[str, str, int, int, str]
 COLUMN_NAMES = ("kernel", "shape", "comparisons", "equal", "first difference")
 
 
+@contextmanager
+def installed() -> Iterator[None]:
+    """Run the body on the contract's kernels, without the probes of `pinned`, which have their own section."""
+    with ExitStack() as stack:
+        stack.callback(gpu.install(CONTRACT))
+        yield
+
+
+def warm(plan: Plan, machine: Cuda) -> None:
+    """Compile DeepGEMM's kernels: multiply once by every product of the sections `kernels` and `cost`.
+
+    A first call compiles for seconds, and leaves the kernel in a cache on disk, where later sections find it.
+    """
+    if deep_gemm.version() is None:
+        return
+    draw = drawing(CONTRACT.dtype, machine.device)
+    for inner, outer in gpu.shapes(CONTRACT).linear:
+        for columns in {min(outer, COLUMNS), outer}:
+            weight = draw(columns, inner)
+            for rows in {*plan.rows, *plan.timed_rows}:
+                deep_gemm.product(draw(rows, inner), weight)
+
+
 def kernels(plan: Plan, machine: Cuda) -> Iterator[Result]:
-    yield _result("Stock kernels", _in_company(plan, machine, F.linear), demanded=False)
+    rows = lambda: (_row(*case, plan.rows) for case in _cases(plan, machine, F.linear))  # noqa: E731
+    yield _result("Stock kernels", rows(), demanded=False)
     with installed():
-        yield _result("Pinned: Megatron-core's mode", _in_company(plan, machine, F.linear))
+        yield _result("Pinned: Megatron-core's mode", rows())
     yield from _contract()
     products = (case for case in _cases(plan, machine, deep_gemm.product) if case[0] == "linear")
     yield _result("Pinned: DeepGEMM", (_row(*case, plan.rows) for case in products))
@@ -58,10 +81,6 @@ def _result(title: str, rows: Iterable[Row], demanded: bool = True, note: str = 
     return Result(title, COLUMN_NAMES, listed, equal if demanded else None, note or control)
 
 
-def _in_company(plan: Plan, machine: Cuda, product) -> Iterator[Row]:
-    return (_row(*case, plan.rows) for case in _cases(plan, machine, product))
-
-
 def _row(kernel: str, shape: tuple[int, ...], function: Kernel, x: torch.Tensor, sizes: tuple[int, ...]) -> Row:
     found = list(in_company(kernel, shape, function, x, sizes))
     asked = 1 + sum(size < len(x) for size in sizes)
@@ -70,7 +89,7 @@ def _row(kernel: str, shape: tuple[int, ...], function: Kernel, x: torch.Tensor,
 
 def _cases(plan: Plan, machine: Cuda, product) -> Iterator[Case]:
     """Yield every kernel that a batch-invariant mode replaces, as models call it, with the largest batch."""
-    draw, shapes, most = drawing(CONTRACT.dtype, machine.device), _shapes(), plan.rows[-1]
+    draw, shapes, most = drawing(CONTRACT.dtype, machine.device), gpu.shapes(CONTRACT), plan.rows[-1]
     for inner, outer in shapes.linear:
         weight = draw(min(outer, COLUMNS), inner)
         yield "linear", (inner, len(weight)), lambda x, weight=weight: product(x, weight), draw(most, inner)
@@ -83,7 +102,7 @@ def _cases(plan: Plan, machine: Cuda, product) -> Iterator[Case]:
 
 def _agreement(plan: Plan, machine: Cuda) -> Iterator[Row]:
     draw = drawing(CONTRACT.dtype, machine.device)
-    for inner, outer in _shapes().linear:
+    for inner, outer in gpu.shapes(CONTRACT).linear:
         weight, x = draw(min(outer, COLUMNS), inner), draw(plan.rows[-1], inner)
         shape = inner, len(weight)
         found = [
@@ -94,10 +113,6 @@ def _agreement(plan: Plan, machine: Cuda) -> Iterator[Row]:
             )
         ]
         yield "linear", _times(shape), len(plan.rows), len(plan.rows) - len(found), _first(found)
-
-
-def _shapes() -> Shapes:
-    return gpu.shapes(CONTRACT)
 
 
 def _times(shape: tuple[int, ...]) -> str:

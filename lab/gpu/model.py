@@ -14,10 +14,10 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from lab.gpu import qwen3
+from lab.gpu.kernels import installed
 from lab.gpu.machine import Cuda
-from lab.gpu.pins import installed
 from lab.gpu.plan import Plan
-from lab.gpu.results import Result, compared
+from lab.gpu.receipt import Result, compared
 from true_on_policy.verify.certificate import link
 
 KERNELS = {"stock": nullcontext, "pinned": installed}

@@ -11,7 +11,7 @@ from xml.etree import ElementTree
 
 from lab.gpu.machine import Cuda
 from lab.gpu.plan import Plan
-from lab.gpu.results import Result
+from lab.gpu.receipt import Result
 from mis_plugins.shared.provenance import REPOSITORY
 from true_on_policy.errors import NotSeenError
 

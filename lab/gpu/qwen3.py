@@ -10,10 +10,11 @@ from torch import Tensor
 from transformers import AttentionInterface, Qwen3Config, Qwen3ForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
-from lab.gpu.attention import flash_attention_3, next_token, prefill
+from lab.gpu.attention import next_token, prefill
 from lab.gpu.machine import Cuda
 from lab.gpu.plan import Network
 from true_on_policy.contract.families import FAMILIES, Shape
+from true_on_policy.kernels import flash_attention as fa3
 from true_on_policy.models.tiny import config_of
 
 # No name with "flash" in it: transformers would look for a kernel of that name on its hub.
@@ -62,7 +63,7 @@ def flash_attention(
 ) -> tuple[Tensor, None]:
     """Attend [B, H, T, D] by FlashAttention-3: whole sequences packed, the next token of each from a cache."""
     assert mask is None and scaling == query.shape[-1] ** -0.5, "causal attention at the usual scale alone"
-    library = flash_attention_3()
+    library = fa3.library()
     # In autocast the norms leave q and k in float32, and so does a cache.
     query, key, value = (x.transpose(1, 2).bfloat16().contiguous() for x in (query, key, value))
     if query.shape[1] == key.shape[1]:

@@ -17,25 +17,67 @@ import html
 import json
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
-from lab.gpu.results import Result, Section, exit_code, held, tables
 from lab.provenance import markdown_table, parser_of, write_json
 from mis_plugins.report.readers.files import opened, parsed
 from mis_plugins.shared.budget import LINE, RecordError
 from mis_plugins.shared.opened import read as guarded
 from mis_plugins.shared.terminal import print_error, printable
+from true_on_policy.verify.certificate import Link
 
+Cell = str | int | float | None
 COMMIT = re.compile(r"[0-9a-f]{12,40}")
 DIFFERENCE = "first difference"
 COUNTS = ("of", "comparisons")  # columns that say how many values a demand compares; `equal` stands beside them
 LONGEST = 300  # characters of a text as a page shows it
 # The sections in the order in which a difference is looked for: single operations before whole models.
 OPERATIONS_FIRST = ("attention", "kernels", "probes", "correction", "hostile", "compiled", "model", "engine")
+
+
+@dataclass(frozen=True)
+class Result:
+    """A result is one table.
+
+    title: the question.
+    columns, rows: the answer; numbers stay numbers.
+    holds: whether everything that must be equal is equal; None where nothing is demanded (a cost, a control).
+    note: what the figures say and do not say.
+    """
+
+    title: str
+    columns: tuple[str, ...]
+    rows: tuple[tuple[Cell, ...], ...]
+    holds: bool | None = None
+    note: str = ""
+
+
+def compared(title: str, links: Sequence[Link], demanded: bool = False, note: str = "") -> Result:
+    """Make a table of links of log-probs, which must all hold where that is demanded."""
+    return Result(
+        title,
+        ("link", "equal", "of", "furthest apart", "first difference"),
+        tuple((each.name, each.equal, each.total, each.furthest, each.first or "") for each in links),
+        all(each.holds for each in links) if demanded else None,
+        note if demanded else "The control: nothing is demanded of it.",
+    )
+
+
+@dataclass(frozen=True)
+class Section:
+    """A section as it ended.
+
+    ended: `done`, or what kept the section from finishing; earlier results are kept.
+    """
+
+    name: str
+    ended: str
+    seconds: float
+    results: tuple[Result, ...]
 
 
 @dataclass(frozen=True)
@@ -102,6 +144,22 @@ def _first(result: Result) -> str:
         return result.title
     named = [str(value) for name, value in differing.items() if name != DIFFERENCE][:2]
     return f"{result.title}: {', '.join(named)}: {differing[DIFFERENCE]}"
+
+
+def exit_code(sections: Sequence[Section]) -> int:
+    """Return 0 if all demands hold, 1 if one does not, 2 if a section is unfinished or none demands."""
+    demanded = [result.holds for section in sections for result in section.results if result.holds is not None]
+    if not all(demanded):
+        return 1
+    return 0 if demanded and all(section.ended == "done" for section in sections) else 2
+
+
+def held(sections: Sequence[Section]) -> str:
+    """How many demands hold, and which sections did not finish, in words."""
+    asked = [result.holds for section in sections for result in section.results if result.holds is not None]
+    unfinished = [f"{section.name} ({section.ended})" for section in sections if section.ended != "done"]
+    words = f"{sum(asked)} of {len(asked)} demands hold" if asked else "nothing was demanded"
+    return f"{words}; not finished: {', '.join(unfinished)}" if unfinished else words
 
 
 def write(path: Path, receipt: Receipt) -> None:
@@ -171,7 +229,26 @@ def drawn(receipt: Receipt) -> str:
     difference = receipt.first_difference()
     said.append(f"{held(receipt.sections)}. First operation that differs: {shown(difference or 'none')}.")
     table = markdown_table(("measured with", ""), ((shown(key), shown(_flat(value))) for key, value in rows))
-    return "\n\n".join([*said, table, tables(receipt.sections, shown)])
+    return "\n\n".join([*said, table, "\n".join(map(_section, receipt.sections))])
+
+
+def _section(section: Section) -> str:
+    tables = "\n".join(map(_table, section.results))
+    return f"## {shown(section.name)}: {shown(section.ended)}, {section.seconds:.0f} s\n\n{tables}"
+
+
+def _table(result: Result) -> str:
+    verdict = {True: " All hold.", False: " **Not all hold.**", None: ""}[result.holds]
+    rows = ([shown(rounded(value)) for value in row] for row in result.rows)
+    table = markdown_table([*map(shown, result.columns)], rows)
+    return f"**{shown(result.title)}.**{verdict} {shown(result.note)}\n\n{table}"
+
+
+def rounded(value: Cell) -> Cell:
+    """A number with three significant digits, which is more than a second run repeats."""
+    if isinstance(value, float):
+        return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+    return value
 
 
 def _flat(value: Any) -> str:

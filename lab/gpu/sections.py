@@ -13,7 +13,7 @@ from multiprocessing.connection import Connection
 
 from lab.gpu.machine import Cuda
 from lab.gpu.plan import FULL, TINY, Plan
-from lab.gpu.results import Result, Section
+from lab.gpu.receipt import Result, Section
 from true_on_policy.errors import NotSeenError
 
 # The most seconds of each section, in the order of running: sections that compile kernels at run time come last.
@@ -64,14 +64,14 @@ def warming(dry_run: bool) -> Iterator[None]:
 def preload() -> None:
     """Import what sections import, for the forks of a dry run; beside a GPU this process must not touch CUDA."""
     importlib.import_module("lab.gpu.dry_run").interpret()
-    for name in ("stand_in_server", *SECTIONS):
-        importlib.import_module(f"lab.gpu.{name}")
+    for name in SECTIONS:
+        load(name)
 
 
 def _warm(dry_run: bool) -> None:
     try:
         with _machine(dry_run) as machine:
-            importlib.import_module("lab.gpu.warm").warm(_plan(dry_run), machine)
+            importlib.import_module("lab.gpu.kernels").warm(_plan(dry_run), machine)
         print("warm", file=sys.stderr, flush=True)
     except Exception:
         traceback.print_exc()
@@ -109,7 +109,7 @@ def _child(name: str, dry_run: bool, sender: Connection) -> None:
 
 
 def load(name: str) -> Work:
-    return getattr(importlib.import_module(f"lab.gpu.{name}"), name)
+    return getattr(importlib.import_module(f"lab.gpu.{'cost' if name == 'ceilings' else name}"), name)
 
 
 def _machine(dry_run: bool) -> AbstractContextManager[Cuda]:

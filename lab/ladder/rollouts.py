@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import Tensor
 
+from lab.host.rollout.serving import SERVING
 from lab.ladder.shipped import commits
 from lab.ladder.statistics import Pair
 from mis_plugins.shared.arrays import Safetensors, save_safetensors
@@ -90,8 +91,9 @@ class Amount:
 
 def start_engine(name: str, checkpoint: Path) -> Engine:
     """Start a stock engine in bf16, as a training run would."""
-    spec, contract = ENGINES[name], Contract(dtype="bf16")
-    return spec.serve(checkpoint, "bf16", None, BATCH) if spec.serve else spec.start(checkpoint, contract, None)
+    if name in SERVING:
+        return SERVING[name].start(checkpoint, "bf16", None, BATCH)
+    return ENGINES[name].start(checkpoint, Contract(dtype="bf16"), None)
 
 
 def start_trainer(checkpoint: Path, dtype: str, fp32_head: bool) -> Megatron:

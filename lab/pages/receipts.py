@@ -14,8 +14,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from lab.gpu.receipt import Receipt, read, shown
-from lab.gpu.results import held
+from lab.gpu.receipt import Receipt, held, read, shown
 from lab.pages import parts
 from lab.provenance import markdown_table
 from mis_plugins.shared.budget import RecordError

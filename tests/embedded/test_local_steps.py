@@ -15,7 +15,7 @@ from lab.host.model.decoding import Sampling, Unfinished
 from lab.host.model.engine import DecodeEngine
 from lab.host.rollout import served_steps
 from lab.host.rollout.served_steps import Growing, ServedSteps, SteppedEngine
-from true_on_policy.contract.sides import ENGINES
+from lab.host.rollout.serving import SERVING
 from true_on_policy.engines.hf.engine import HuggingFace
 from true_on_policy.engines.protocol import EngineError, Request, Sample
 
@@ -44,8 +44,8 @@ class Server(HuggingFace):
 
 @pytest.fixture
 def served(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], ServedSteps]:
-    spec = replace(ENGINES["sglang"], serve=lambda path, dtype, contract, running: Server(path, dtype))
-    monkeypatch.setitem(served_steps.ENGINES, "sglang", spec)
+    spec = replace(SERVING["sglang"], start=lambda path, dtype, contract, running: Server(path, dtype))
+    monkeypatch.setitem(SERVING, "sglang", spec)
     monkeypatch.setattr(Server, "kept", [])
     return lambda keep: ServedSteps("sglang", CONFIG, "fp32", keep)
 

@@ -12,7 +12,7 @@ from lab.gpu import engine, qwen3, sglang_server
 from lab.gpu.dry_run import Cpu
 from lab.gpu.machine import Cuda
 from lab.gpu.plan import TINY, Network
-from lab.gpu.results import Result
+from lab.gpu.receipt import Result
 from lab.gpu.sglang_server import STOCK, TARGET
 from true_on_policy.contract.cpu import Contract
 from true_on_policy.contract.gpu import Size

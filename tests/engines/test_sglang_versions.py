@@ -7,18 +7,19 @@ from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 from unittest.mock import patch
 
 import pytest
 import torch
 from test_local_async import versions_of_a_run
 
+from lab.host.rollout.serving import SERVING
 from mis_plugins.hosts.versions import kept
 from mis_plugins.versions.spans import spans
 from true_on_policy.engines.protocol import Request, Sample
 from true_on_policy.engines.server import GENERATE_SECONDS, Private, Server, started
-from true_on_policy.engines.sglang.engine import SGLang, serve
+from true_on_policy.engines.sglang.engine import SGLang
 from true_on_policy.models.tiny import updated
 
 pytestmark = pytest.mark.timeout(1200)  # a server may take 600 s to start
@@ -36,7 +37,7 @@ def engine(tiny: Path) -> Iterator[SGLang]:
         return started(name, [*command, "--disable-overlap-schedule"], environment, private=private)
 
     with patch("true_on_policy.engines.server.started", alone):
-        engine = serve(tiny, "fp32", None, 8)
+        engine = cast(SGLang, SERVING["sglang"].start(tiny, "fp32", None, 8))
     with closing(engine):
         yield engine
 

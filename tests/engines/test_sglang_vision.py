@@ -1,16 +1,12 @@
 """The real SGLang serves a tiny Qwen3-VL with its vision tower: on text alone it has the bits of the trainers."""
 
-import json
-from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 from true_on_policy.bitwise import equal_bits
-from true_on_policy.contract import rounding as rope
 from true_on_policy.contract.cpu import Contract, Shapes
 from true_on_policy.contract.rounding import ORDERS
 from true_on_policy.engines.protocol import Request
@@ -47,22 +43,3 @@ def test_on_text_alone_it_has_the_trainers_bits(tmp_path: Path):
                     ours = trainer.log_probs(samples, [request.temperature for request in REQUESTS])
                 assert equal_bits(torch.cat(ours), sampled), (trainer.name, version)
         assert compare(engine.weights_checker, read_weights(weights)).equal  # the vision tower's among them
-
-
-def test_its_mrope_with_equal_positions_is_plain_rope_whatever_the_section(
-    ran_in_sglang: Callable[..., str], tmp_path: Path
-):
-    sections, base, width = [[6, 5, 5], [5, 6, 5], [16, 0, 0], [0, 0, 16], [1, 14, 1], [4, 4, 8]], 5e6, 32
-    positions = torch.tensor([0, 1, 2, 3, 100, 511, 512, 2047])
-    heads = torch.randn(len(positions), 4, width, generator=torch.Generator().manual_seed(0)).bfloat16()
-    given, made = tmp_path / "case.safetensors", tmp_path / "outputs.safetensors"
-    asked = json.dumps({"sections": sections, "base": base})
-    save_file({"heads": heads, "positions": positions}, given, {"asked": asked})
-    ran_in_sglang("sglang_mrope.py", given, made)
-    angles = positions[:, None] * (1.0 / base ** (torch.arange(0, width, 2).float() / width))
-    turned = rope.rotated(heads, torch.cat((angles, angles), -1)[:, None])
-    plain = torch.cat((turned, turned[:, :1]), 1).flatten(1)
-    theirs = load_file(made)
-    assert len(theirs) == 4 * len(sections)
-    for name, rotated in theirs.items():
-        assert equal_bits(rotated, plain) == (name.startswith("alike") or "[16, 0, 0]" in name), name

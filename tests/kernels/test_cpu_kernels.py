@@ -180,7 +180,7 @@ def test_gradients_with_and_without_checkpointing(dtype):
 def test_without_a_compiler_native_says_what_to_do(monkeypatch):
     monkeypatch.setattr(build.shutil, "which", lambda name: None)
     build.library.cache_clear()
-    with pytest.raises(PinError, match="'native' needs a C compiler and none was found; install gcc"):
+    with pytest.raises(PinError, match="the native kernels need a C compiler and none was found; install gcc"):
         with pinned(Contract()):
             pass
 
@@ -191,7 +191,7 @@ def test_a_compiler_that_fails_is_quoted(monkeypatch, tmp_path):
     failing.chmod(0o755)
     monkeypatch.setenv("CC", str(failing))
     build.library.cache_clear()
-    with pytest.raises(PinError, match="'native' does not build here .*no such option.*set CC"):
+    with pytest.raises(PinError, match="the native kernels do not build here .*no such option.*set CC"):
         with pinned(Contract()):
             pass
 

@@ -96,16 +96,17 @@ def test_tf32_that_is_allowed_inside_a_pin_is_found(trainer: ModuleType, allowed
             pin(CONTRACT)
 
 
-def test_a_cpu_pin_and_a_gpu_pin_refuse_each_other(trainer: ModuleType):
-    with pinned(CONTRACT), pytest.raises(PinError, match=r"'native', but 'megatron\+flash_attention' is pinned"):
-        pin(Contract())
-    with pinned(Contract()), pytest.raises(PinError, match=r"'megatron\+flash_attention', but 'native' is pinned"):
-        pin(CONTRACT)
-
-
-def test_another_trainers_contract_is_refused(trainer: ModuleType):
-    with pinned(CONTRACT), pytest.raises(PinError, match=r"'sglang\+deep_gemm\+flash_attention', but 'megatron"):
-        pin(FSDP)
+@pytest.mark.parametrize(
+    ("outer", "inner", "message"),
+    [
+        (CONTRACT, Contract(), r"'native', but 'megatron\+flash_attention' is pinned"),
+        (Contract(), CONTRACT, r"'megatron\+flash_attention', but 'native' is pinned"),
+        (CONTRACT, FSDP, r"'sglang\+deep_gemm\+flash_attention', but 'megatron"),
+    ],
+)
+def test_contracts_of_other_kernels_refuse_each_other(trainer: ModuleType, outer, inner, message: str):
+    with pinned(outer), pytest.raises(PinError, match=message):
+        pin(inner)
 
 
 def test_a_failing_probe_restores_everything(trainer: ModuleType, monkeypatch):

@@ -8,12 +8,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lab.gpu import decoding
-from lab.gpu.decoding import decode_failures, mixed_failures
+from lab.gpu import attention
+from lab.gpu.attention import decode_failures, mixed_failures
 from true_on_policy.bitwise import equal_bits
 from true_on_policy.contract.cpu import Shapes
 from true_on_policy.kernels import gpu_probes
-from true_on_policy.kernels.gpu_probes import attention_failures, digest, drawing, in_company, product_failures
+from true_on_policy.kernels.gpu_probes import attention_failures, digest, in_company, product_failures
+from true_on_policy.kernels.probes import drawing
 
 CPU = torch.device("cpu")
 SHAPES = Shapes(linear=((8, 6),), attention=((4, 2, 8),))
@@ -24,7 +25,7 @@ SIZES = (1, 2, 7, 40)
 def shorter(monkeypatch: pytest.MonkeyPatch):
     for name, value in {"SIZES": SIZES, "LENGTHS": (1, 5, 9)}.items():
         monkeypatch.setattr(gpu_probes, name, value)
-    monkeypatch.setattr(decoding, "POSITIONS", (0, 4, 8))
+    monkeypatch.setattr(attention, "POSITIONS", (0, 4, 8))
 
 
 def nudged(x: Tensor, where: Any) -> Tensor:

@@ -14,10 +14,9 @@ from triton_interpreter import UNAVAILABLE, on_cpu
 
 from true_on_policy.bitwise import equal_bits, ulps
 from true_on_policy.contract.cpu import Contract, Shapes
-from true_on_policy.contract.gpu import GpuContract, gpu_contract
-from true_on_policy.errors import NotSeenError, PinError
+from true_on_policy.contract.gpu import gpu_contract
+from true_on_policy.errors import PinError
 from true_on_policy.kernels import gpu_probes, megatron, mode
-from true_on_policy.kernels import mode as dispatcher
 from true_on_policy.kernels.gpu_probes import aten_failures
 from true_on_policy.kernels.pin import pinned
 
@@ -93,15 +92,12 @@ def test_a_bias_is_added_before_the_sum_is_rounded(library: ModuleType):
     """As the contract says of Triton's kernel: 256 + 1 is no bfloat16, 256 + 1 + 1 is one."""
     x, weight = torch.ones(3, 2).bfloat16(), torch.tensor([[256.0, 1.0]]).bfloat16()
     bias = torch.ones(1).bfloat16()
-    product = next(row for row in biased().operations if row.name == "q, k, v product")
+    biased = gpu_contract("qwen2.5-dense", "megatron")
+    product = next(row for row in biased.operations if row.name == "q, k, v product")
     with standing():
         assert F.linear(x, weight, bias).flatten().tolist() == [258.0] * 3
         assert (F.linear(x, weight) + bias).flatten().tolist() == [256.0] * 3
     assert product.bits.endswith("+ bias in fp32, then rounded")
-
-
-def biased() -> GpuContract:
-    return gpu_contract("qwen2.5-dense", "megatron")
 
 
 def test_log_softmax_of_bf16_is_summed_in_fp32(library: ModuleType):
@@ -162,21 +158,19 @@ def test_a_mode_that_was_on_stays_on(library: ModuleType):
     turn(library, on=False)
 
 
-def test_a_flag_without_overrides_is_refused(library: ModuleType, monkeypatch):
-    """What a nested context of thinking-machines' original leaves behind."""
+@pytest.mark.parametrize(
+    ("on", "message"),
+    [
+        (False, "flag of the mode says on, but aten::mm runs stock.*call megatron.core.*disable_"),
+        (True, f"the flag of the mode says off, but aten::mm runs {OURS}"),
+    ],
+)
+def test_a_flag_that_contradicts_the_dispatcher_is_refused(library: ModuleType, monkeypatch, on: bool, message: str):
+    """A flag without overrides is what a nested context of thinking-machines' original leaves behind."""
+    turn(library, on)
     with monkeypatch.context() as patch:
-        patch.setattr(library, "_batch_invariant_MODE", True)
-        with pytest.raises(
-            PinError, match="flag of the mode says on, but aten::mm runs stock.*call megatron.core.*disable_"
-        ):
-            megatron.pin(CONTRACT)
-
-
-def test_overrides_without_a_flag_are_refused(library: ModuleType, monkeypatch):
-    turn(library, on=True)
-    with monkeypatch.context() as patch:
-        patch.setattr(library, "_batch_invariant_MODE", False)
-        with pytest.raises(PinError, match=f"the flag of the mode says off, but aten::mm runs {OURS}"):
+        patch.setattr(library, "_batch_invariant_MODE", not on)
+        with pytest.raises(PinError, match=message):
             megatron.pin(CONTRACT)
     turn(library, on=False)
 
@@ -227,15 +221,15 @@ def test_an_operator_that_torch_overrides_itself_is_stock(library: ModuleType):
     """CUDA builds of torch 2.13 do so, here by hand; a pin goes over it and leaves it as it was."""
     source = "import torch\nlibrary = torch.library.Library('aten', 'IMPL')\n"
     torchs: dict[str, Any] = {}
-    exec(compile(source, dispatcher.OWN / "registry.py", "exec"), torchs)
+    exec(compile(source, mode.OWN / "registry.py", "exec"), torchs)
     torchs["library"].impl("mm", lambda a, b: torch.einsum("ik,kj->ij", a, b), "CPU")
     try:
-        before = dispatcher.registration("mm", "CPU")
-        assert "_native/registry.py" in before and dispatcher.described("mm", "CPU") == "stock"
+        before = mode.registration("mm", "CPU")
+        assert "_native/registry.py" in before and mode.described("mm", "CPU") == "stock"
         undo = megatron.pin(CONTRACT)
-        assert dispatcher.described("mm", "CPU") == OURS
+        assert mode.described("mm", "CPU") == OURS
         undo()
-        assert dispatcher.registration("mm", "CPU") == before
+        assert mode.registration("mm", "CPU") == before
     finally:
         torchs["library"]._destroy()
 
@@ -273,11 +267,6 @@ def test_later_versions_are_told_which_products(library: ModuleType, monkeypatch
     with pytest.raises(PinError, match="the mode is on with 'te_native'.*Set --batch-invariant-backend triton"):
         megatron.pin(CONTRACT)
     turn(library, on=False)
-
-
-def test_without_a_device_nothing_is_seen():
-    with pytest.raises(NotSeenError, match="not seen: no CUDA device"):
-        next(megatron.probe(CONTRACT, SHAPES))
 
 
 # What Megatron-core 0.16 replaces in Transformer Engine, with an RMSNorm that inherits its forward.

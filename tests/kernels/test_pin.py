@@ -1,23 +1,19 @@
 """Pinning nests, survives exceptions, restores what it found, and believes no flag."""
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import pytest
 import torch
 import torch.nn.functional as F
 from commands import ran
-from other_backend import BACKWARDS
-from torch import Tensor
 
 from true_on_policy.bitwise import equal_bits
 from true_on_policy.contract.cpu import Contract
 from true_on_policy.errors import ContractError, PinError, ProbeError
-from true_on_policy.kernels import cpu
-from true_on_policy.kernels import pin as pins
-from true_on_policy.kernels.native import Native
+from true_on_policy.kernels import cpu, native
 from true_on_policy.kernels.pin import active_backend, pin, pinned
 
-NATIVE, OTHER = Contract(), Contract(backend=BACKWARDS.name)
+NATIVE = Contract()
 
 
 def dispatcher() -> list[str]:
@@ -34,11 +30,10 @@ def found():
     assert active_backend() is None
 
 
-@pytest.mark.parametrize("contract", [NATIVE, OTHER], ids=lambda contract: contract.backend)
-def test_pinned_replaces_every_operator_and_restores_it(found, contract):
-    with pinned(contract):
+def test_pinned_replaces_every_operator_and_restores_it(found):
+    with pinned(NATIVE):
         inside = dispatcher()
-        assert active_backend() == contract.backend
+        assert active_backend() == "native"
     assert all(now != then for now, then in zip(inside, found, strict=True))
 
 
@@ -57,14 +52,6 @@ def test_an_exception_unpins(found):
         with pinned(NATIVE), pinned(NATIVE):
             raise ZeroDivisionError
     assert dispatcher() == found
-
-
-def test_two_backends_at_once_are_refused():
-    with pinned(NATIVE):
-        with pytest.raises(PinError, match="'backwards', but 'native' is pinned"):
-            with pinned(OTHER):
-                pass
-        assert active_backend() == "native"
 
 
 def test_another_provider_is_refused_and_left_alone():
@@ -104,24 +91,15 @@ print(active_backend(), ".py:" in torch._C._dispatch_dump("aten::mm"))
     assert done.stdout.split() == ["native", "True"], done.stderr
 
 
-@dataclass(frozen=True)
-class Broken(Native):
-    """A backend whose rows see the batch, in one bit."""
-
-    name: str = "native"
-
-    def prepare(self) -> None: ...
-
-    def product(self, a: Tensor, b: Tensor, out_dtype: torch.dtype) -> Tensor:
-        right = cpu.NATIVE.product(a, b, out_dtype)
-        return right if a.shape[1] == 1 else torch.nextafter(right, right + 1)
-
-    def attend(self, query, key, value, bias, is_causal, scale):
-        return cpu.NATIVE.attend(query, key, value, bias, is_causal, scale)
-
-
 def test_a_failing_probe_raises_and_unpins(monkeypatch, found):
-    monkeypatch.setitem(cpu.BACKENDS, "native", Broken())
+    """Of a product whose rows see the batch, in one bit."""
+    right = native.product
+
+    def broken(a, b, out_dtype):
+        made = right(a, b, out_dtype)
+        return made if a.shape[1] == 1 else torch.nextafter(made, made + 1)
+
+    monkeypatch.setattr(native, "product", broken)
     with pytest.raises(ProbeError, match=r"linear at \(64, 96\), a row alone and in a batch: 672 of 672"):
         pin(NATIVE)
     assert dispatcher() == found
@@ -130,20 +108,20 @@ def test_a_failing_probe_raises_and_unpins(monkeypatch, found):
 def test_a_failing_probe_inside_leaves_the_outer_pin(monkeypatch):
     with pinned(NATIVE):
         outer = dispatcher()
-        monkeypatch.setattr(pins, "probe", raises)
+        monkeypatch.setattr(cpu, "probe", raises)
         with pytest.raises(ProbeError):
             pin(NATIVE)
         assert dispatcher() == outer
 
 
 def raises(contract: Contract) -> None:
-    raise ProbeError(contract.backend)
+    raise ProbeError(contract.dtype)
 
 
 def test_a_failing_install_restores(monkeypatch, found):
     """The last operator's kernel cannot be called: those before it were installed already."""
-    installed = cpu._overrides(cpu.NATIVE)
-    monkeypatch.setattr(cpu, "_overrides", lambda backend: installed | {list(installed)[-1]: "no function"})
+    installed = cpu._overrides()
+    monkeypatch.setattr(cpu, "_overrides", lambda: installed | {list(installed)[-1]: "no function"})
     with pytest.raises(TypeError, match="callable"):
         pin(NATIVE)
     assert dispatcher() == found
@@ -152,7 +130,6 @@ def test_a_failing_install_restores(monkeypatch, found):
 @pytest.mark.parametrize(
     ("setting", "message"),
     [
-        ({"backend": "fast"}, "contract.backend: got 'fast'; choose one of native, backwards"),
         ({"dtype": "fp16"}, "contract.dtype: got 'fp16'; choose one of fp32, bf16"),
         ({"norm_order": "hf"}, "contract.norm_order: got 'hf'; choose one of engine, trainer"),
         ({"trainer_tensor_parallel": 2}, "contract.trainer_tensor_parallel: 2 but engine_tensor_parallel: 1"),

@@ -22,10 +22,10 @@ from commands import ran
 from triton_interpreter import UNAVAILABLE
 
 from lab import gpu_session
-from lab.gpu import cost, hostile, kernels, receipt, sections, sglang_server, warm
+from lab.gpu import cost, hostile, kernels, receipt, sections, sglang_server
 from lab.gpu.machine import Cuda
 from lab.gpu.plan import TINY
-from lab.gpu.results import Result, Section, exit_code
+from lab.gpu.receipt import Result, Section, exit_code
 from lab.provenance import provenance
 from true_on_policy.errors import NotSeenError, ProbeError
 
@@ -273,7 +273,7 @@ def test_kernels_are_compiled_beside_the_sections_and_may_fail(fails: bool, monk
             raise RuntimeError("no nvcc")
         time.sleep(600)
 
-    monkeypatch.setitem(sys.modules, "lab.gpu.warm", SimpleNamespace(warm=warm))
+    monkeypatch.setattr(kernels, "warm", warm)
     start = time.monotonic()
     with sections.warming(dry_run=False):
         while not (tmp_path / "warm").exists():
@@ -288,20 +288,20 @@ def test_kernels_are_compiled_beside_the_sections_and_may_fail(fails: bool, monk
 def test_what_is_compiled_is_what_is_measured(monkeypatch: pytest.MonkeyPatch):
     asked: set[tuple[int, ...]] = set()
     monkeypatch.setattr(kernels, "COLUMNS", 8)
-    monkeypatch.setattr(warm, "COLUMNS", 8)
     monkeypatch.setattr(kernels.gpu, "PROBED", TINY.size)
-    monkeypatch.setattr(warm.deep_gemm, "version", lambda: "here")
+    monkeypatch.setattr(kernels.deep_gemm, "version", lambda: "here")
 
     def product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         asked.add((len(x), *weight.shape))
         return F.linear(x, weight)
 
-    monkeypatch.setattr(warm.deep_gemm, "product", product)
-    warm.warm(TINY, HERE)
+    monkeypatch.setattr(kernels.deep_gemm, "product", product)
+    kernels.warm(TINY, HERE)
     warmed, asked = asked, set()
     list(kernels._agreement(TINY, HERE))
-    for case in cost._products(TINY, HERE):
-        case.make()[1]()
+    for rows in TINY.timed_rows:
+        for case in cost._products(rows, HERE, cost.GEMM, kernels.deep_gemm.product):
+            case.make()[1]()
     assert asked and asked <= warmed
 
 

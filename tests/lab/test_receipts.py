@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from lab.gpu import probes
-from lab.gpu.receipt import Measured, Receipt, drawn, main, read, write
-from lab.gpu.results import Result, Section
+from lab.gpu.receipt import Measured, Receipt, Result, Section, drawn, main, read, write
 from lab.pages import parts
 from lab.pages.receipts import FOLDER, NONE, part, proof
 from mis_plugins.shared.budget import RecordError

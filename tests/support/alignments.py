@@ -1,10 +1,10 @@
 """What a trainer must take over from the engine for its log-probs to be the engine's, and the trainer without each.
 
-The engine samples in bf16, in SGLang's order of rounding, on ordinary sums, with kernels of the native backend.
+The engine samples in bf16, in SGLang's order of rounding, on ordinary sums, with the native kernels.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from itertools import product, takewhile
 from pathlib import Path
@@ -19,7 +19,7 @@ from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
 from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
-from other_backend import BACKWARDS
+from other_backend import backwards
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
@@ -27,7 +27,7 @@ from true_on_policy.contract import rounding as rope
 from true_on_policy.contract.cpu import Contract
 from true_on_policy.contract.rounding import ORDERS, NormOrder
 from true_on_policy.engines.protocol import Sample
-from true_on_policy.kernels import cpu, pin
+from true_on_policy.kernels import cpu
 from true_on_policy.kernels.pin import pinned
 from true_on_policy.kernels.row_parallel import Tree
 from true_on_policy.trainers.hf import HuggingFace
@@ -61,10 +61,11 @@ def aligned(
     tree: Tree | None = None,
     contract: Contract | None = CONTRACT,
     stock: str | None = None,
+    kernels: Callable[[], AbstractContextManager] = nullcontext,
 ) -> LogProbs:
     """The trainer's log-probs; each argument but the first two leaves an alignment out where it is not the default."""
     model = trainer(checkpoint, "bf16", order, tree)
-    with nullcontext() if contract is None else _without(stock), _pinned(contract):
+    with kernels(), nullcontext() if contract is None else _without(stock), _pinned(contract):
         return [model.log_probs([sample], [sample.request.temperature])[0] for sample in samples]
 
 
@@ -80,10 +81,10 @@ def _without(operator: str | None) -> Iterator[None]:
         return
     every = cpu._overrides
 
-    def others(backend):
-        return {name: kernel for name, kernel in every(backend).items() if name.split(".")[0] != operator}
+    def others():
+        return {name: kernel for name, kernel in every().items() if name.split(".")[0] != operator}
 
-    with patch.object(cpu, "_overrides", others), patch.object(pin, "probe", lambda _: None):
+    with patch.object(cpu, "_overrides", others), patch.object(cpu, "probe", lambda _: None):
         yield
 
 
@@ -186,11 +187,11 @@ LEFT_OUT: dict[str, Trained] = {
     for trainer in TRAINERS
     for what, change in {
         "stock kernels": {"contract": None},
-        "another backend": {"contract": Contract(dtype="bf16", backend=BACKWARDS.name)},
+        "another backend": {"kernels": backwards},
         "stock mm": {"stock": "mm"},
         "stock attention": {"stock": ATTENTION},
         **{str(order): {"order": order} for order in ALL_ORDERS if order != ORDER},
-        "sums on a tree": {"tree": Tree("native", leaves=4)},
+        "sums on a tree": {"tree": Tree(leaves=4)},
     }.items()
 }
 LEFT_OUT |= {

@@ -2,6 +2,8 @@
 
 import os
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -14,6 +16,7 @@ from true_on_policy.engines.protocol import Request, Sample
 from true_on_policy.models.tiny import updated
 from true_on_policy.trainers.ranks import MegatronRanks, RankError
 
+ROOT = Path(__file__).parents[2]
 CONTRACT = Contract(dtype="bf16", trainer_tensor_parallel=2, leaves=2)
 SAMPLES = [
     Sample(Request((5, 6, 7), 3), (8, 9, 10), torch.zeros(3), 0),
@@ -58,3 +61,32 @@ def test_an_interrupt_of_the_terminal_is_left_to_the_driver(tiny: Path):
         os.kill(process.pid, signal.SIGINT)
     trainer.log_probs(SAMPLES, [1.0, 1.0])
     trainer.close()
+
+
+# Ranks can be forked from a process that trained in Megatron, once its groups are gone.
+SCRIPT = """
+import signal
+from megatron.core import parallel_state as mpu
+from torch.distributed import barrier
+from lab.host.train.parallel import initialize, launch
+from process_groups import destroy_process_groups
+from true_on_policy.trainers.megatron import one_rank
+
+one_rank()
+destroy_process_groups()
+assert not mpu.model_parallel_is_initialized()
+
+
+def rank():
+    signal.alarm(60)  # ends it where it waits
+    initialize(1, 1)
+    barrier()  # a rank that is done may not exit while the other still connects its last group
+
+
+raise SystemExit(launch(2, rank))
+"""
+
+
+def test_a_rank_that_is_forked_later_waits_for_none_of_them():
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'tests' / 'support'}{os.pathsep}{ROOT}"}
+    subprocess.run([sys.executable, "-c", SCRIPT], check=True, env=environment, timeout=200)

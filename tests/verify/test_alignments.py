@@ -14,7 +14,7 @@ from true_on_policy.trainers.hf import HuggingFace
 from true_on_policy.trainers.megatron import Megatron
 from true_on_policy.verify.workload import Workload
 
-TREE = Tree("native", leaves=4)
+TREE = Tree(leaves=4)
 
 
 def sample(tiny: Path, tree: Tree | None) -> list[Sample]:
@@ -47,7 +47,7 @@ def test_only_one_tree_on_both_sides_gives_the_same_bits(tiny, trainer):
     samples = sample(tiny, TREE)
     with pinned(CONTRACT):
         shares = []
-        for tree in (TREE, None, Tree("native", leaves=8)):
+        for tree in (TREE, None, Tree(leaves=8)):
             model = trainer(tiny, "bf16", ORDER, tree)
             log_probs = [model.log_probs([one], [one.request.temperature])[0] for one in samples]
             shares.append(equal_share(samples, log_probs))

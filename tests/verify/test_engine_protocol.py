@@ -369,7 +369,7 @@ def test_every_other_name_of_the_stand_in_says_what_it_is():
 
 
 def test_the_resource_trackers_traceback_does_not_hide_the_servers() -> None:
-    own = 'Traceback (most recent call last):\n  File "a.py", line 1, in f\nPinError: contract.backend\n'
+    own = 'Traceback (most recent call last):\n  File "a.py", line 1, in f\nPinError: the native kernels\n'
     place = '  File "lib/multiprocessing/resource_tracker.py", line 239, in main\n'
     tracker = f"Traceback (most recent call last):\n{place}KeyError: '/mp-1'\n"
     assert _telling(own + "Killed\n" + tracker).splitlines()[:3] == own.splitlines()

@@ -23,7 +23,7 @@ from mis_plugins.errors import ConfigError
 from true_on_policy.__main__ import main
 from true_on_policy.engines.digests import DIGESTS, VALUES, Digest, read_values, values
 from true_on_policy.engines.protocol import EngineError
-from true_on_policy.engines.sglang.weights import answered
+from true_on_policy.engines.sglang.plugin import weights_told
 from true_on_policy.errors import NotSeenError
 from true_on_policy.models import tiny
 from true_on_policy.models.tiny import read_weights
@@ -112,7 +112,7 @@ class Engine:
         checker = SimpleNamespace(
             _get_model=lambda: SimpleNamespace(state_dict=lambda: self.ranks[rank]), _parallelism_info=lambda role: info
         )
-        told = answered(pytest.fail, checker, body["action"], False, body.get("skip_tensor_list"), role="target")
+        told = weights_told(pytest.fail, checker, body["action"], False, body.get("skip_tensor_list"), role="target")
         return told | {"parallelism_info": [told["parallelism_info"]]}
 
 
@@ -385,7 +385,7 @@ def test_every_other_action_is_sglangs() -> None:
         return "theirs"
 
     checker = object()
-    assert answered(original, checker, "compare", True, ["a"], role="target") == "theirs"
+    assert weights_told(original, checker, "compare", True, ["a"], role="target") == "theirs"
     assert calls == [((checker, "compare", True, ["a"]), {"role": "target"})]
 
 

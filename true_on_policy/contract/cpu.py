@@ -8,14 +8,10 @@ from typing import Any, get_args
 
 import torch
 
-from true_on_policy.contract.specs import BackendName, DtypeName, Side
+from true_on_policy.contract.specs import DtypeName, Side
 from true_on_policy.errors import ContractError
 
-CHOICES: dict[str, tuple[str, ...]] = {
-    "backend": get_args(BackendName),
-    "dtype": get_args(DtypeName),
-    "norm_order": get_args(Side),
-}
+CHOICES: dict[str, tuple[str, ...]] = {"dtype": get_args(DtypeName), "norm_order": get_args(Side)}
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
@@ -70,9 +66,8 @@ class Shapes:
 
 @dataclass(frozen=True)
 class Contract:
-    """The agreement between a rollout engine and a trainer.
+    """The agreement between a rollout engine and a trainer, both on the kernels of `kernels/native.py`.
 
-    backend: the BackendName of the kernels on both sides; two backends give different bits.
     dtype: a DtypeName, the dtype of the model's matrix products.
     norm_order: the Side whose order of rounding RMSNorm follows on both sides; it matters in bf16 alone.
     trainer_tensor_parallel: ranks over which the trainer splits a row-parallel weight.
@@ -85,7 +80,6 @@ class Contract:
         ContractError: a choice does not exist, ranks cannot share the leaves, or tensor parallelism differs at 1 leaf.
     """
 
-    backend: str = "native"
     dtype: str = "fp32"
     norm_order: str = "engine"
     trainer_tensor_parallel: int = 1

@@ -65,12 +65,7 @@ def chosen(
         divided: whether the scores of a token's experts are divided by their sum.
     """
     scores, experts = torch.topk(torch.softmax(logits.float(), -1), top_k, -1)
-    return normalized(scores) if divided else scores, experts
-
-
-def normalized(scores: Float32[Tensor, "T K"]) -> Float32[Tensor, "T K"]:
-    """Divide the scores of a token's experts by their sum."""
-    return scores / total(scores)
+    return scores / total(scores) if divided else scores, experts
 
 
 def total(scores: Float32[Tensor, "T K"]) -> Float32[Tensor, "T 1"]:

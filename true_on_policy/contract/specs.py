@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from pkgutil import resolve_name
 from typing import Any, Literal
 
-BackendName = Literal["native"]
 DtypeName = Literal["fp32", "bf16"]
 Side = Literal["engine", "trainer"]
 # An ability is a situation that an engine meets by itself: no request can ask for it, and not every engine reports it.
@@ -27,10 +26,6 @@ class NormOrder:
 
     rounds_sum: bool
     rounds_normalized: bool
-
-
-OWN_SERVER = "its server, in the environment that true_on_policy/engines/install.sh makes"
-"""The `words` of an engine that runs in an environment of its own."""
 
 
 def at(address: str) -> Callable[..., Any]:
@@ -63,20 +58,9 @@ class EngineSpec(SideSpec):
     """The record of a rollout engine.
 
     abilities: situations that the engine meets by itself and reports.
-    serve: (checkpoint, dtype, contract, running sequences) -> Engine for the embedded host; None: not offered.
-    words: a description of the engine for a help text.
-    tells_weights: whether the server that `serve` starts has a `weights_checker` that returns weight
-        digests.
-    head_sizes: the sizes of an attention head that the engine's CPU kernels know; empty: any.
-    cuts: whether the engine can sample by top-p and top-k, and return the tokens that they kept.
     """
 
     abilities: tuple[Ability, ...] = ()
-    serve: Callable[..., Any] | None = None
-    words: str = ""
-    tells_weights: bool = False
-    head_sizes: tuple[int, ...] = ()
-    cuts: bool = False
 
 
 HUGGING_FACE = NormOrder(rounds_sum=True, rounds_normalized=True)

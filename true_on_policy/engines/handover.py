@@ -46,11 +46,10 @@ def asked_for() -> bool:
 
 def pin_as_asked() -> None:
     """Pin the contract that was handed over, for the rest of the process; an error ends the server."""
-    from true_on_policy.kernels.pin import pin
+    from true_on_policy.kernels.pin import active_backend, pin
 
-    contract = stated_contract()
-    pin(contract)
-    print(ACTIVE, contract.backend, flush=True)
+    pin(stated_contract())
+    print(ACTIVE, active_backend(), flush=True)
 
 
 def ordered_norm() -> Callable | None:

@@ -43,13 +43,6 @@ def interpreter(engine: str) -> Path:
     return python
 
 
-def versions(engine: str, names: Sequence[str]) -> dict[str, str]:
-    """Return the versions of packages in the engine's environment."""
-    folders = [str(folder) for folder in interpreter(engine).parent.parent.glob("lib/python*/site-packages")]
-    installed = {package.name: package.version for package in distributions(path=folders)}
-    return {name: installed[name] for name in names}
-
-
 # PYTHON and VIRTUAL_ lead Python into our environment; TRITON_INTERPRET, which our tests set, emulates a GPU.
 WITHHELD = ("PYTHON", "VIRTUAL_", "TRITON_INTERPRET")
 
@@ -65,7 +58,6 @@ START_SECONDS = 600  # a start took 15 s on two idle cores, and over 300 s on ov
 GENERATE_SECONDS = 300
 LARGEST = 1 << 30  # bytes of an answer: a batch of a training loop, with the tokens that each cut kept
 TOKEN_SECONDS = 0.1  # a token took 0.02 s in a batch of 32, on an overloaded core
-LOOP_TOKENS = 1 << 16  # slots of the key-value cache under a training loop
 DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 TAIL_LINES = 25
 POLL_SECONDS = 0.25
@@ -244,7 +236,9 @@ class Served:
     _server: Server
 
     def versions(self) -> dict[str, str]:
-        return versions(self.name, ENGINES[self.name].packages)
+        folders = interpreter(self.name).parent.parent.glob("lib/python*/site-packages")
+        installed = {package.name: package.version for package in distributions(path=[*map(str, folders)])}
+        return {name: installed[name] for name in ENGINES[self.name].packages}
 
     def close(self) -> None:
         self._server.close()

@@ -1,6 +1,6 @@
 """Batch-invariant kernels on the CPU dispatch key, below autograd, and one way to install them.
 
-Products and attention come from a backend, other operators from their stock kernels. Measured hazards of the stock
+Products and attention come from `native`, other operators from their stock kernels. Measured hazards of the stock
 kernels: a reduction over a strided dimension adds in another order; a mean with one output is split over threads;
 silu, sigmoid and rsqrt take another code path for elements beyond the last whole vector of a thread's share. So every
 tensor is made contiguous, a single row is doubled, and the number of elements is padded.
@@ -16,38 +16,35 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from true_on_policy.kernels.native import NATIVE, Native
+from true_on_policy.contract.cpu import Contract
+from true_on_policy.errors import PinError, ProbeError
+from true_on_policy.kernels import native
+from true_on_policy.kernels.mode import registration
+from true_on_policy.kernels.probes import failures
 from true_on_policy.kernels.provider import Undo
 
 SERVED = (torch.float32, torch.bfloat16)
 
 
-def mm(backend, stock, keyset, a: Tensor, b: Tensor) -> Tensor:
-    if not _served(a, b):
-        return stock.call_boxed(keyset, a, b)
-    return backend.product(a[None], b[None], a.dtype)[0]
+def product(stock, keyset, a: Tensor, b: Tensor) -> Tensor:
+    """Compute mm or bmm."""
+    return _multiply(a, b, a.dtype) if _served(a, b) else stock.call_boxed(keyset, a, b)
 
 
-def bmm(backend, stock, keyset, a: Tensor, b: Tensor) -> Tensor:
-    if not _served(a, b):
-        return stock.call_boxed(keyset, a, b)
-    return backend.product(a, b, a.dtype)
-
-
-def addmm(backend, stock, keyset, bias: Tensor, a: Tensor, b: Tensor, *, beta=1, alpha=1) -> Tensor:
+def sum_with_product(stock, keyset, bias: Tensor, a: Tensor, b: Tensor, *, beta=1, alpha=1) -> Tensor:
+    """Compute addmm or baddbmm."""
     if not _served(a, b, bias):
         return stock.call_boxed(keyset, bias, a, b, beta=beta, alpha=alpha)
-    return _add(bias, backend.product(a[None], b[None], torch.float32)[0], beta, alpha)
+    return _add(bias, _multiply(a, b, torch.float32), beta, alpha)
 
 
-def baddbmm(backend, stock, keyset, bias: Tensor, a: Tensor, b: Tensor, *, beta=1, alpha=1) -> Tensor:
-    if not _served(a, b, bias):
-        return stock.call_boxed(keyset, bias, a, b, beta=beta, alpha=alpha)
-    return _add(bias, backend.product(a, b, torch.float32), beta, alpha)
+def _multiply(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
+    """Multiply two matrices, or two batches of matrices, by the native kernel."""
+    return native.product(a, b, dtype) if a.dim() == 3 else native.product(a[None], b[None], dtype)[0]
 
 
 def _served(a: Tensor, b: Tensor, *others: Tensor) -> bool:
-    """Whether the backend serves this call; other dtypes and shapes that do not fit go to the stock kernel."""
+    """Whether the native kernels serve this call; other dtypes and shapes that do not fit go to the stock kernel."""
     return a.dtype in SERVED and all(x.dtype == a.dtype for x in (b, *others)) and a.shape[-1] == b.shape[-2]
 
 
@@ -61,7 +58,6 @@ def _add(bias: Tensor, product: Tensor, beta: float, alpha: float) -> Tensor:
 
 
 def attention(
-    backend,
     stock,
     keyset,
     query: Tensor,
@@ -73,7 +69,7 @@ def attention(
     attn_mask: Tensor | None = None,
     scale: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Attend by the backend, or by the stock kernel for a dtype that the backend does not serve.
+    """Attend by the native kernel, or by the stock kernel for a dtype that the native kernel does not serve.
 
     Returns:
         Output [B, H, Q, D] and logsumexp [B, H, Q], in the memory layout of the stock kernel.
@@ -81,10 +77,10 @@ def attention(
     if query.dtype not in SERVED:
         kwargs = {"attn_mask": attn_mask, "scale": scale}
         return stock.call_boxed(keyset, query, key, value, dropout_p, is_causal, **kwargs)
-    scale, bias = query.shape[-1] ** -0.5 if scale is None else scale, attn_mask
+    factor, bias = query.shape[-1] ** -0.5 if scale is None else scale, attn_mask
     if attn_mask is not None and attn_mask.dtype == torch.bool:  # 0 shows a key, -inf hides it
         bias = torch.zeros(attn_mask.shape).masked_fill_(~attn_mask, float("-inf"))
-    return backend.attend(query, key, value, None if bias is None else bias.float(), is_causal, scale)
+    return native.attend(query, key, value, None if bias is None else bias.float(), is_causal, factor)
 
 
 # ATen splits elementwise work into shares of at least this many elements (at::internal::GRAIN_SIZE).
@@ -93,7 +89,7 @@ GRAIN = 32768
 VECTORS = 64
 
 
-def softmax(_, stock, keyset, x: Tensor, dim: int, half_to_float: bool) -> Tensor:
+def softmax(stock, keyset, x: Tensor, dim: int, half_to_float: bool) -> Tensor:
     """Compute _softmax or _log_softmax along `dim`, on contiguous rows."""
     if x.dim() == 0:
         return stock.call_boxed(keyset, x, dim, half_to_float)
@@ -101,7 +97,7 @@ def softmax(_, stock, keyset, x: Tensor, dim: int, half_to_float: bool) -> Tenso
     return stock.call_boxed(keyset, rows, rows.dim() - 1, half_to_float).movedim(-1, dim)
 
 
-def mean(_, stock, keyset, x: Tensor, dim, keepdim: bool = False, *, dtype=None) -> Tensor:
+def mean(stock, keyset, x: Tensor, dim, keepdim: bool = False, *, dtype=None) -> Tensor:
     """Compute mean.dim; a single row is summed beside a copy of itself."""
     rows, shape = _rows(x, dim, keepdim)
     if len(rows) == 1:
@@ -119,7 +115,7 @@ def _rows(x: Tensor, dim, keepdim: bool) -> tuple[Tensor, list[int]]:
     return x.permute(*kept, *sorted(reduced)).reshape(outputs, elements).contiguous(), shape
 
 
-def pointwise(_, stock, keyset, x: Tensor) -> Tensor:
+def pointwise(stock, keyset, x: Tensor) -> Tensor:
     """Compute an elementwise kernel on `x`, padded so that only whole vectors are computed."""
     if x.dtype not in SERVED:
         return stock.call_boxed(keyset, x)
@@ -142,10 +138,10 @@ def whole_vectors(elements: int, threads: int) -> int:
 
 
 OVERRIDES = {
-    "mm": mm,
-    "bmm": bmm,
-    "addmm": addmm,
-    "baddbmm": baddbmm,
+    "mm": product,
+    "bmm": product,
+    "addmm": sum_with_product,
+    "baddbmm": sum_with_product,
     "_scaled_dot_product_flash_attention_for_cpu": attention,
     "_softmax": softmax,
     "_log_softmax": softmax,
@@ -156,9 +152,6 @@ OVERRIDES = {
 }
 
 
-# By the `backend` of a Contract.
-BACKENDS: dict[str, Native] = {NATIVE.name: NATIVE}
-
 # Other spellings of an operator: the form that writes into `out`, and the form that writes into its first argument.
 OUT_FORMS = {f"{name}.out": name for name in OVERRIDES if "." not in name and "flash" not in name}
 OUT_FORMS["mean.out"] = "mean.dim"
@@ -167,14 +160,26 @@ INPLACE_FORMS = {f"{name}_": name for name in ("addmm", "baddbmm", "silu", "sigm
 OPERATORS = (*OVERRIDES, *OUT_FORMS, *INPLACE_FORMS)
 
 
-def install(backend: Native) -> Undo:
+def name(contract: Contract) -> str:
+    return native.NAME
+
+
+def observe(contract: Contract) -> dict[str, str]:
+    """Read the dispatcher's line on each of `OPERATORS`."""
+    return {f"aten::{name}": registration(name, "CPU") for name in OPERATORS}
+
+
+def install(contract: Contract) -> Undo:
     """Override `OPERATORS` on the CPU key, and return a function that restores the previous kernels.
 
     Raises:
-        PinError: the backend does not run here: there is no compiler, or its self-test fails.
+        PinError: another provider holds an operator, or there is no compiler, or it fails.
     """
-    backend.prepare()
-    overrides = _overrides(backend)
+    for operator, kernel in observe(contract).items():
+        if ".py:" in kernel:  # another library's batch-invariant mode put it there
+            raise PinError(f"{operator} is overridden already ({kernel}); leave that mode before you pin")
+    native.library()
+    overrides = _overrides()
     library = torch.library.Library("aten", "IMPL")
     try:
         with warnings.catch_warnings():
@@ -187,10 +192,10 @@ def install(backend: Native) -> Undo:
     return library._destroy
 
 
-def _overrides(backend: Native) -> dict[str, Callable]:
+def _overrides() -> dict[str, Callable]:
     """Build every override around its stock kernel, before the first override is installed."""
     stock = {name: torch.library.get_kernel(f"aten::{name}", "CPU") for name in OVERRIDES}
-    functions = {name: partial(function, backend, stock[name]) for name, function in OVERRIDES.items()}
+    functions = {name: partial(function, stock[name]) for name, function in OVERRIDES.items()}
     outs = {name: partial(_into_out, functions[function]) for name, function in OUT_FORMS.items()}
     inplace = {name: partial(_into_self, functions[function]) for name, function in INPLACE_FORMS.items()}
     return functions | outs | inplace
@@ -203,3 +208,16 @@ def _into_out(function: Callable, keyset, *args, out: Tensor, **kwargs) -> Tenso
 
 def _into_self(function: Callable, keyset, x: Tensor, *args, **kwargs) -> Tensor:
     return x.copy_(function(keyset, x, *args, **kwargs))
+
+
+def probe(contract: Contract) -> None:
+    """Try every kernel at the shapes of `contract`, in its dtype.
+
+    Raises:
+        ProbeError: a row has other bits alone than in a batch.
+    """
+    failure = next(failures(contract), None)
+    if failure is not None:
+        raise ProbeError(
+            f"the native kernels do not hold in {contract.dtype} with {torch.get_num_threads()} threads: {failure}"
+        )

@@ -64,27 +64,29 @@ def settings() -> dict[str, str]:
 
 
 def pin(contract: GpuContract) -> Undo:
-    library = _load()
-    functions = _splitting(library)
+    if (name := interface()) is None:
+        raise PinError(f"FlashAttention-3: not installed; looked for {', '.join(INTERFACES)}")
+    functions = _splitting(imported(name, "FlashAttention-3"))
     if not functions:
-        raise PinError(f"FlashAttention-3: {library.__name__} has no function that takes {SPLITS}")
+        raise PinError(f"FlashAttention-3: {name} has no function that takes {SPLITS}")
     unsplit = {function: _one_split(function) for function in functions}
     replace_everywhere(unsplit)
     return lambda: replace_everywhere({ours: theirs for theirs, ours in unsplit.items()})
 
 
 def probe(contract: GpuContract, shapes: Shapes) -> Iterator[Failure]:
-    where, name = device(), interface()
-    if name is None:
+    yield from attention_failures(contract.dtype, shapes, device(), library())
+
+
+def library() -> ModuleType:
+    """Import the FlashAttention-3 that is installed.
+
+    Raises:
+        NotSeenError: no FlashAttention-3 is installed.
+    """
+    if (name := interface()) is None:
         raise NotSeenError("not seen: no FlashAttention-3 is installed")
-    yield from attention_failures(contract.dtype, shapes, where, import_module(name))
-
-
-def _load() -> ModuleType:
-    name = interface()
-    if name is None:
-        raise PinError(f"FlashAttention-3: not installed; looked for {', '.join(INTERFACES)}")
-    return imported(name, "FlashAttention-3")
+    return import_module(name)
 
 
 def _splitting(library: ModuleType) -> list[Callable]:

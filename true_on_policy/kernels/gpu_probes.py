@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
-from true_on_policy.contract.cpu import DTYPES, Shapes
-from true_on_policy.kernels.probes import COLUMNS, Failure, Kernel, compare
+from true_on_policy.contract.cpu import Shapes
+from true_on_policy.kernels.probes import COLUMNS, Draw, Failure, Kernel, compare, drawing
 from true_on_policy.kernels.row_parallel import tree_sum
 
 # Sizes of the batches in which the first rows are computed; each smaller batch is compared with the last.
@@ -31,13 +31,6 @@ DIGESTED = (64, 512)
 LENGTHS = (1, 33, 130, 257)
 
 Product = Callable[[Float[Tensor, "M K"], Float[Tensor, "N K"]], Float[Tensor, "M N"]]
-Draw = Callable[..., Tensor]
-
-
-def drawing(dtype: str, device: torch.device) -> Draw:
-    """Return `draw(*shape)`, which draws normal numbers: equal ones in each process on this kind of device."""
-    generator = torch.Generator(device).manual_seed(0)
-    return lambda *shape: torch.randn(*shape, generator=generator, device=device).to(DTYPES[dtype])
 
 
 @torch.no_grad()
@@ -69,7 +62,7 @@ def digest(dtype: str, products: Iterable[tuple[int, int, Product]], device: tor
 
     The numbers are drawn on the CPU, so that two kinds of accelerator multiply equal numbers.
     """
-    draw, digested = drawing(dtype, torch.device("cpu")), hashlib.sha256()
+    draw, digested = drawing(dtype), hashlib.sha256()
     for inner, outer, multiply in products:
         weight, x = draw(min(outer, DIGESTED[1]), inner), draw(DIGESTED[0], inner)
         product = multiply(x.to(device), weight.to(device)).cpu()

@@ -1,4 +1,4 @@
-"""The native backend, in C: each output has one accumulator, a fixed order of adding, and explicit fma."""
+"""The native kernels, in C: each output has one accumulator, a fixed order of adding, and explicit fma."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import os
 import shutil
 import subprocess
 import tempfile
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
@@ -18,6 +17,7 @@ from torch import Tensor
 
 from true_on_policy.errors import PinError
 
+NAME = "native"
 SOURCE = Path(__file__).with_name("batch_invariant.c")
 
 # No -ffast-math and no contraction. The source writes fma where it fuses, alike in every instance of a kernel.
@@ -55,7 +55,7 @@ def find_compiler() -> str:
     paths = (shutil.which(name) for name in (os.environ.get("CC", "cc"), "cc", "gcc", "clang"))
     compiler = next(filter(None, paths), None)
     if compiler is None:
-        raise PinError("contract.backend: 'native' needs a C compiler and none was found; install gcc or clang")
+        raise PinError("the native kernels need a C compiler and none was found; install gcc or clang")
     return compiler
 
 
@@ -76,9 +76,7 @@ def _compile(compiler: str, path: Path) -> None:
 def _run(*command: str) -> str:
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode != 0:
-        raise PinError(
-            f"contract.backend: 'native' does not build here ({done.stderr.strip()}); set CC to gcc or clang"
-        )
+        raise PinError(f"the native kernels do not build here ({done.stderr.strip()}); set CC to gcc or clang")
     return done.stdout
 
 
@@ -110,58 +108,47 @@ class _Attention(ctypes.Structure):
     ]
 
 
-@dataclass(frozen=True)
-class Native:
-    """The backend that calls compiled C kernels for a matrix product and attention; overrides are built from both."""
+def product(a: Float[Tensor, "B M K"], b: Float[Tensor, "B K N"], out_dtype: torch.dtype) -> Float[Tensor, "B M N"]:
+    """Multiply a @ b; the bits of an output depend on its row of `a` and its column of `b` alone."""
+    a, columns = _rows(a), _rows(b.transpose(1, 2))
+    (batch, rows, depth), width = a.shape, b.shape[2]
+    out = torch.empty(batch, rows, width, dtype=out_dtype)
+    arguments = _Product(
+        *(batch, rows, width, depth),
+        *(a.data_ptr(), columns.data_ptr(), out.data_ptr()),
+        *(a.stride(0), a.stride(1), columns.stride(0), columns.stride(1), rows * width, width),
+        out_dtype == torch.float32,
+    )
+    kernel = getattr(library(), ENTRIES[a.dtype])
+    kernel(ctypes.byref(arguments), torch.get_num_threads())
+    return out
 
-    name: str = "native"
 
-    def prepare(self) -> None:
-        """Build and load the kernels; a PinError where they cannot run on this machine."""
-        library()
+def attend(
+    query, key, value, bias: Tensor | None, is_causal: bool, scale: float
+) -> tuple[Float[Tensor, "B H Q D"], Float[Tensor, "B H Q"]]:
+    """Return attention and its logsumexp; a row's bits depend on its visible keys and their order alone.
 
-    def product(
-        self, a: Float[Tensor, "B M K"], b: Float[Tensor, "B K N"], out_dtype: torch.dtype
-    ) -> Float[Tensor, "B M N"]:
-        """Multiply a @ b; the bits of an output depend on its row of `a` and its column of `b` alone."""
-        a, columns = _rows(a), _rows(b.transpose(1, 2))
-        (batch, rows, depth), width = a.shape, b.shape[2]
-        out = torch.empty(batch, rows, width, dtype=out_dtype)
-        arguments = _Product(
-            *(batch, rows, width, depth),
-            *(a.data_ptr(), columns.data_ptr(), out.data_ptr()),
-            *(a.stride(0), a.stride(1), columns.stride(0), columns.stride(1), rows * width, width),
-            out_dtype == torch.float32,
-        )
-        kernel = getattr(library(), ENTRIES[a.dtype])
-        kernel(ctypes.byref(arguments), torch.get_num_threads())
-        return out
-
-    def attend(
-        self, query, key, value, bias: Tensor | None, is_causal: bool, scale: float
-    ) -> tuple[Float[Tensor, "B H Q D"], Float[Tensor, "B H Q"]]:
-        """Return attention and its logsumexp; a row's bits depend on its visible keys and their order alone.
-
-        Query is [B, H, Q, D]; key and value are [B, G, T, D].
-        """
-        query, key, value = (x if x.stride(3) == 1 else x.contiguous() for x in (query, key, value))
-        (batch, heads, queries, width), (_, groups, keys, _) = query.shape, key.shape
-        if bias is not None:
-            bias = bias.expand(batch, heads, queries, keys)
-            bias = bias if bias.stride(3) == 1 else bias.contiguous()
-        out = torch.empty(batch, queries, heads, width, dtype=query.dtype)
-        logsumexp = torch.empty(batch, queries, heads)
-        arguments = _Attention(
-            *(batch, heads, groups, queries, keys, width),
-            *(query.data_ptr(), key.data_ptr(), value.data_ptr(), None if bias is None else bias.data_ptr()),
-            *(out.data_ptr(), logsumexp.data_ptr()),
-            *(stride for x in (query, key, value) for stride in x.stride()[:3]),
-            *((0, 0, 0) if bias is None else bias.stride()[:3]),
-            *(scale, is_causal, query.dtype == torch.bfloat16),
-        )
-        if library().bi_attention(ctypes.byref(arguments), torch.get_num_threads()):
-            raise MemoryError(f"attention: no memory for the scores of {keys} keys")
-        return out.transpose(1, 2), logsumexp.transpose(1, 2)
+    Query is [B, H, Q, D]; key and value are [B, G, T, D].
+    """
+    query, key, value = (x if x.stride(3) == 1 else x.contiguous() for x in (query, key, value))
+    (batch, heads, queries, width), (_, groups, keys, _) = query.shape, key.shape
+    if bias is not None:
+        bias = bias.expand(batch, heads, queries, keys)
+        bias = bias if bias.stride(3) == 1 else bias.contiguous()
+    out = torch.empty(batch, queries, heads, width, dtype=query.dtype)
+    logsumexp = torch.empty(batch, queries, heads)
+    arguments = _Attention(
+        *(batch, heads, groups, queries, keys, width),
+        *(query.data_ptr(), key.data_ptr(), value.data_ptr(), None if bias is None else bias.data_ptr()),
+        *(out.data_ptr(), logsumexp.data_ptr()),
+        *(stride for x in (query, key, value) for stride in x.stride()[:3]),
+        *((0, 0, 0) if bias is None else bias.stride()[:3]),
+        *(scale, is_causal, query.dtype == torch.bfloat16),
+    )
+    if library().bi_attention(ctypes.byref(arguments), torch.get_num_threads()):
+        raise MemoryError(f"attention: no memory for the scores of {keys} keys")
+    return out.transpose(1, 2), logsumexp.transpose(1, 2)
 
 
 def _rows(x: Tensor) -> Tensor:
@@ -178,6 +165,3 @@ def _rows(x: Tensor) -> Tensor:
     longs = (ctypes.c_long(n) for n in (batch, columns, rows, x.stride(0), x.stride(2)))
     library().bi_transpose(addresses[0], *longs, addresses[1], x.element_size(), torch.get_num_threads())
     return out
-
-
-NATIVE = Native()

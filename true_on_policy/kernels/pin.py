@@ -3,46 +3,21 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
+from types import ModuleType
 
 from true_on_policy.contract.cpu import Contract
 from true_on_policy.contract.gpu import GpuContract
 from true_on_policy.errors import PinError
 from true_on_policy.kernels import cpu, gpu
-from true_on_policy.kernels.mode import registration
-from true_on_policy.kernels.probes import probe
 from true_on_policy.kernels.provider import Undo
 
 
-@dataclass(frozen=True)
-class _Kernels:
-    """The kernels of a contract: of this package on the CPU key, or of other libraries on an accelerator."""
-
-    name: str
-    install: Callable[[], Undo]
-    observe: Callable[[], dict[str, str]]  # the kernel or setting in force now, by its name
-    probe: Callable[[], None]
-
-
-def _kernels(contract: Contract | GpuContract) -> _Kernels:
-    if isinstance(contract, GpuContract):
-        name, install = gpu.name(contract), partial(gpu.install, contract)
-        return _Kernels(name, install, partial(gpu.observe, contract), partial(gpu.probe, contract))
-    return _Kernels(contract.backend, partial(_install, contract), _observe, lambda: probe(contract))
-
-
-def _install(contract: Contract) -> Undo:
-    for name, kernel in _observe().items():
-        if ".py:" in kernel:  # another library's batch-invariant mode put it there
-            raise PinError(f"{name} is overridden already ({kernel}); leave that mode before you pin")
-    return cpu.install(cpu.BACKENDS[contract.backend])
-
-
-def _observe() -> dict[str, str]:
-    return {f"aten::{name}": registration(name, "CPU") for name in cpu.OPERATORS}
+def _kernels(contract: Contract | GpuContract) -> ModuleType:
+    """Return the module with the kernels of a contract: of this package on the CPU key, or of other libraries."""
+    return gpu if isinstance(contract, GpuContract) else cpu
 
 
 @dataclass
@@ -50,7 +25,7 @@ class _Active:
     """The pin of this process: the kernels it put in place, how to remove them, and how many pins are nested."""
 
     name: str
-    kernels: dict[str, str]
+    kernels: dict[str, str]  # the kernel or setting in force, by its name
     uninstall: Undo
     depth: int = 0
 
@@ -88,28 +63,29 @@ def pin(contract: Contract | GpuContract) -> None:
     kernels = _kernels(contract)
     with _lock:
         if _active is None:
-            _active = _installed(kernels)
-        elif _active.name != kernels.name:
+            _active = _installed(contract)
+        elif _active.name != (name := kernels.name(contract)):
             raise PinError(
-                f"contract.backend: {kernels.name!r}, but {_active.name!r} is pinned in this process. "
-                "Two backends have different bits: leave the outer pin first"
+                f"kernels: {name!r}, but {_active.name!r} is pinned in this process. "
+                "Other kernels have other bits: leave the outer pin first"
             )
         _active.depth += 1
         try:
-            for name, kernel in kernels.observe().items():
-                if kernel != _active.kernels[name]:
-                    raise PinError(f"{name} was overridden inside a pin ({kernel}); leave that mode first")
-            kernels.probe()
+            for setting, kernel in kernels.observe(contract).items():
+                if kernel != _active.kernels[setting]:
+                    raise PinError(f"{setting} was overridden inside a pin ({kernel}); leave that mode first")
+            kernels.probe(contract)
         except BaseException:
             _leave()
             raise
 
 
-def _installed(kernels: _Kernels) -> _Active:
+def _installed(contract: Contract | GpuContract) -> _Active:
     """Install the kernels and note which kernels run; uninstall them where this cannot be read."""
-    uninstall = kernels.install()
+    kernels = _kernels(contract)
+    uninstall = kernels.install(contract)
     try:
-        return _Active(kernels.name, kernels.observe(), uninstall)
+        return _Active(kernels.name(contract), kernels.observe(contract), uninstall)
     except BaseException:
         uninstall()
         raise

@@ -17,7 +17,6 @@ from torch import Tensor
 from true_on_policy.bitwise import Mismatch, first_mismatch
 from true_on_policy.contract.cpu import DTYPES, Contract
 from true_on_policy.contract.rounding import chosen, combined
-from true_on_policy.errors import ProbeError
 from true_on_policy.kernels.row_parallel import agreed_tree
 
 ROWS = 7
@@ -26,6 +25,14 @@ TOKENS = 21
 COLUMNS = 8192
 
 Kernel = Callable[[Float[Tensor, "M K"]], Float[Tensor, "M N"]]
+Draw = Callable[..., Tensor]
+CPU = torch.device("cpu")
+
+
+def drawing(dtype: str, device: torch.device = CPU) -> Draw:
+    """Return `draw(*shape)`, which draws normal numbers: equal ones in each process on this kind of device."""
+    generator = torch.Generator(device).manual_seed(0)
+    return lambda *shape: torch.randn(*shape, generator=generator, device=device).to(DTYPES[dtype])
 
 
 @dataclass(frozen=True)
@@ -47,26 +54,10 @@ class Failure:
         return f"{self.kernel} at {self.shape}, {self.company}: {self.mismatch}"
 
 
-def probe(contract: Contract) -> None:
-    """Try every kernel at the shapes of `contract`, in its dtype.
-
-    Raises:
-        ProbeError: a row has other bits alone than in a batch.
-    """
-    failure = next(failures(contract), None)
-    if failure is not None:
-        raise ProbeError(
-            f"contract.backend: {contract.backend!r} does not hold in {contract.dtype} with "
-            f"{torch.get_num_threads()} threads: {failure}"
-        )
-
-
 @torch.no_grad()
 def failures(contract: Contract) -> Iterator[Failure]:
     """Probe every kernel at the shapes of a contract, and yield each failure; none where all rows keep their bits."""
-    generator = torch.Generator().manual_seed(0)
-    draw = lambda *shape: torch.randn(*shape, generator=generator).to(DTYPES[contract.dtype])  # noqa: E731
-    tree = agreed_tree(contract)
+    draw, tree = drawing(contract.dtype), agreed_tree(contract)
     for inner, outer in contract.shapes.linear:
         yield from _linear(inner, outer, draw)
         if tree is not None and inner % tree.leaves == 0:  # a tree's product is no operator of the dispatcher
@@ -96,7 +87,7 @@ def _rows(kernel: str, shape: tuple[int, ...], function: Kernel, x: Float[Tensor
     yield from compare(kernel, shape, "a batch in two orders", function(x.flip(0)).flip(0), together)
 
 
-def _linear(inner: int, outer: int, draw) -> Iterator[Failure]:
+def _linear(inner: int, outer: int, draw: Draw) -> Iterator[Failure]:
     """Probe a product with a weight, and compare the weight alone with the weight fused to another."""
     outer = min(outer, COLUMNS)
     weight, x = draw(outer, inner), draw(ROWS, inner)
@@ -105,7 +96,7 @@ def _linear(inner: int, outer: int, draw) -> Iterator[Failure]:
     yield from compare("linear", (inner, outer), "a weight alone and fused", F.linear(x, weight), fused)
 
 
-def _attention(heads: int, groups: int, width: int, draw) -> Iterator[Failure]:
+def _attention(heads: int, groups: int, width: int, draw: Draw) -> Iterator[Failure]:
     """Compare prefill with decode, token by token, and with a prefill that is padded on the left."""
     query, key, value = (draw(2, count, TOKENS, width) for count in (heads, groups, groups))
     attend = lambda q, k, v, **kw: F.scaled_dot_product_attention(q, k, v, enable_gqa=True, **kw)  # noqa: E731
@@ -122,7 +113,7 @@ def _attention(heads: int, groups: int, width: int, draw) -> Iterator[Failure]:
     yield from compare("attention", shape, "with and without padding on the left", padded, prefill)
 
 
-def _experts(experts: int, top_k: int, width: int, draw) -> Iterator[Failure]:
+def _experts(experts: int, top_k: int, width: int, draw: Draw) -> Iterator[Failure]:
     """Probe the choice of experts among scores that tie, and the sum of their weighted outputs."""
     shape, tied = (experts, top_k), draw(ROWS, experts).round()
     yield from _rows("top k among ties", shape, lambda logits: chosen(logits, top_k)[1], tied)

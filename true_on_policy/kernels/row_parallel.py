@@ -6,7 +6,7 @@ product in float32, parts are added as a balanced binary tree, and the sum is ro
 neighbouring leaves, a power of two of them. These leaves form a subtree, so every number of ranks adds up one tree.
 
 The method follows tree-based invariant kernels (Zhang et al. 2025, "Deterministic Inference across Tensor Parallel
-Sizes That Eliminates Training-Inference Mismatch", arXiv:2511.17826); here it runs on the kernels of `cpu`.
+Sizes That Eliminates Training-Inference Mismatch", arXiv:2511.17826); here it runs on the native kernels.
 """
 
 from __future__ import annotations
@@ -21,20 +21,17 @@ from torch import Tensor
 
 from true_on_policy.contract.cpu import Contract
 from true_on_policy.errors import ContractError
-from true_on_policy.kernels.cpu import BACKENDS
-from true_on_policy.kernels.native import Native
+from true_on_policy.kernels import native
 
 
 @dataclass(frozen=True)
 class Tree:
     """A tree is the order in which the row-parallel products of a model add up.
 
-    backend: the name of the backend that multiplies each leaf.
     leaves: equal parts of the whole K; a power of two, equal on both sides, and a multiple of every number of
         ranks.
     """
 
-    backend: str
     leaves: int
 
     def product(
@@ -56,23 +53,23 @@ class Tree:
         if depth % (leaves // ranks):
             raise ContractError(f"leaves: {leaves // ranks} a rank do not divide its K of {depth}; choose fewer leaves")
         own = group if ranks > 1 else None
-        return _RowParallel.apply(BACKENDS[self.backend], x, weight, leaves // ranks, own)
+        return _RowParallel.apply(x, weight, leaves // ranks, own)
 
 
 def agreed_tree(contract: Contract) -> Tree | None:
     """Return the tree that both sides share; None where the contract leaves row-parallel products as they are."""
-    return Tree(contract.backend, contract.leaves) if contract.leaves > 1 else None
+    return Tree(contract.leaves) if contract.leaves > 1 else None
 
 
 class _RowParallel(torch.autograd.Function):
     """The forward adds over the ranks; the backward gives each rank its own share's gradient, as in Megatron-core."""
 
     @staticmethod
-    def forward(ctx, backend: Native, x: Tensor, weight: Tensor, leaves: int, group):
+    def forward(ctx, x: Tensor, weight: Tensor, leaves: int, group):
         ctx.save_for_backward(x, weight)
         rows, columns = x.reshape(-1, x.shape[-1]), weight.t()
         parts = zip(rows.chunk(leaves, 1), columns.chunk(leaves, 0), strict=True)
-        own = tree_sum([backend.product(a[None], b[None], torch.float32)[0] for a, b in parts])
+        own = tree_sum([native.product(a[None], b[None], torch.float32)[0] for a, b in parts])
         total = own
         if group is not None:  # gathered in the order of the ranks: an all-reduce would choose its own order
             sums = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
@@ -84,7 +81,7 @@ class _RowParallel(torch.autograd.Function):
     def backward(ctx, *gradients):
         (gradient,), (x, weight) = gradients, ctx.saved_tensors
         rows = gradient.reshape(-1, gradient.shape[-1])
-        return None, (rows @ weight).view(x.shape), rows.t() @ x.reshape(-1, x.shape[-1]), None, None
+        return (rows @ weight).view(x.shape), rows.t() @ x.reshape(-1, x.shape[-1]), None, None
 
 
 def tree_sum(parts: list[Tensor]) -> Tensor:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Float32, Int64
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from true_on_policy.contract.cpu import DTYPES
 from true_on_policy.contract.rounding import add_residual, chosen, combined, rms_norm
@@ -17,6 +18,8 @@ from true_on_policy.contract.specs import HUGGING_FACE, NormOrder
 from true_on_policy.errors import ModelError
 from true_on_policy.kernels.row_parallel import Tree
 from true_on_policy.models.tiny import family_of, model_class, read_config, read_weights
+
+Tokens = Int64[Tensor, "B T"]
 
 
 def load(checkpoint: Path, dtype: str, order: NormOrder | None = None, tree: Tree | None = None) -> Any:
@@ -40,6 +43,15 @@ def add_as(tree: Tree, model: torch.nn.Module) -> None:
             assert module.bias is None, "no family has one there"
             module.__class__ = TreeLinear
             module.tree = tree  # pyright: ignore[reportArgumentType]
+
+
+def padded(sequences: Sequence[Sequence[int]], side: Literal["left", "right"]) -> tuple[Tokens, Tokens]:
+    """Pad sequences on one side; return their tokens, and a mask that is 1 where a slot holds a token."""
+    rows = [torch.tensor(sequence) for sequence in sequences]
+    tokens, present = (
+        pad_sequence(each, batch_first=True, padding_side=side) for each in (rows, [*map(torch.ones_like, rows)])
+    )
+    return tokens, present
 
 
 def align(model: Any, order: NormOrder) -> None:

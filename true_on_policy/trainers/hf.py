@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-import torch
 from jaxtyping import Float
 from torch import Tensor
 
@@ -13,14 +12,13 @@ from true_on_policy.contract.cpu import Contract
 from true_on_policy.contract.specs import NormOrder
 from true_on_policy.kernels.row_parallel import Tree, agreed_tree
 from true_on_policy.models import hf_decoder
-from true_on_policy.models.hf_decoder import take
+from true_on_policy.models.hf_decoder import padded, take
 from true_on_policy.trainers.protocol import InProcess
 
 
 def start(checkpoint: Path, contract: Contract, order: NormOrder | None) -> HuggingFace:
     """Start the trainer of a proof; without an `order` the trainer is stock."""
-    tree = None if order is None else agreed_tree(contract)
-    return HuggingFace(checkpoint, contract.dtype, order, tree)
+    return HuggingFace(checkpoint, contract.dtype, order, order and agreed_tree(contract))
 
 
 class HuggingFace(InProcess):
@@ -36,11 +34,6 @@ class HuggingFace(InProcess):
 
     def logits(self, sequences: Sequence[Sequence[int]]) -> list[Float[Tensor, "_ V"]]:
         """Compute the logits of each sequence, in one pass over all sequences."""
-        longest = max(map(len, sequences))
-        tokens = torch.zeros(len(sequences), longest, dtype=torch.long)
-        present = torch.zeros(len(sequences), longest, dtype=torch.long)
-        for row, sequence in enumerate(sequences):
-            tokens[row, : len(sequence)] = torch.tensor(sequence)
-            present[row, : len(sequence)] = 1
+        tokens, present = padded(sequences, "right")
         logits = self.model(input_ids=tokens, attention_mask=present).logits
         return [rows[: len(sequence)] for rows, sequence in zip(logits, sequences, strict=True)]

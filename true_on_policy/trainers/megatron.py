@@ -17,7 +17,7 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from jaxtyping import Float, Int64
+from jaxtyping import Float
 from megatron.core import parallel_state as mpu
 from megatron.core.models.common.embeddings import rope_utils
 from megatron.core.models.gpt import GPTModel
@@ -80,7 +80,8 @@ class Megatron(InProcess):
         multiple = 2 * ranks if ranks > 1 else 1
         padded = [-(-length // multiple) * multiple for length in lengths]
         held = [zigzag(length, context.rank(), ranks) for length in padded]
-        tokens = [_padded(sequence, length) for sequence, length in zip(sequences, padded, strict=True)]
+        rows = zip(map(torch.tensor, sequences), padded, strict=True)
+        tokens = [F.pad(row, (0, length - len(row))) for row, length in rows]
         logits = self._forward(
             input_ids=torch.cat([row[slots] for row, slots in zip(tokens, held, strict=True)])[None],
             position_ids=torch.cat(held)[None],
@@ -95,10 +96,6 @@ class Megatron(InProcess):
         agreed = patch.object(rope_utils, rounding.ROPE_NAME, rounding.rotated)
         with _rope_on_cpu(), agreed if self._ordered else nullcontext():
             return self.model(attention_mask=None, **inputs)[..., : self._vocabulary]
-
-
-def _padded(sequence: Sequence[int], length: int) -> Int64[Tensor, "L"]:
-    return torch.tensor([*sequence, *[0] * (length - len(sequence))])
 
 
 class SpecNorm(torch.nn.Module):

@@ -43,7 +43,7 @@ def start(checkpoint: Path, contract: Contract, order: NormOrder | None) -> Trai
     """Start the trainer of a proof on the contract's number of ranks; without an `order` the trainer is stock."""
     if contract.trainer_tensor_parallel > 1:
         return MegatronRanks(checkpoint, contract, order)
-    return Megatron(checkpoint, contract.dtype, order, None if order is None else agreed_tree(contract))
+    return Megatron(checkpoint, contract.dtype, order, order and agreed_tree(contract))
 
 
 class RankError(TrueOnPolicyError):
@@ -143,8 +143,7 @@ def _serve(
         mpu.initialize_model_parallel(tensor_model_parallel_size=ranks)
         probed = replace(contract, shapes=Shapes.of(read_config(checkpoint), ranks))
         with nullcontext() if order is None else pinned(probed):
-            tree = None if order is None else agreed_tree(contract)
-            trainer = Megatron(checkpoint, contract.dtype, order, tree)
+            trainer = Megatron(checkpoint, contract.dtype, order, order and agreed_tree(contract))
             _send(connection, (None, None))
             while True:
                 name, arguments = pickle.loads(connection.recv_bytes())

@@ -27,6 +27,7 @@ from true_on_policy.contract.cpu import Contract
 from true_on_policy.contract.rounding import NormOrder
 from true_on_policy.diff.log_prob_record import digest, provenance
 from true_on_policy.engines.protocol import Sample
+from true_on_policy.kernels.native import NAME
 
 Verdict = Literal["equal", "different", "vacuous", "incomplete"]
 LogProbs = list[Float32[Tensor, "_"]]  # one tensor a sequence
@@ -191,6 +192,7 @@ class Certificate:
         document = {
             "verdict": self.verdict,
             **asdict(self),
+            "contract": {"backend": NAME, **asdict(self.contract)},
             "machine": {
                 "cpu": cpu_name(),
                 "platform": f"{platform.system()} {platform.machine()}",

@@ -21,7 +21,7 @@ from mis_plugins.shared.shell import Gone, importing
 from true_on_policy.contract.families import covered
 from true_on_policy.contract.model_config import PRETRAINED, check_model
 from true_on_policy.contract.sides import ENGINES, TRAINERS
-from true_on_policy.contract.specs import BackendName, DtypeName, Side
+from true_on_policy.contract.specs import DtypeName, Side
 from true_on_policy.verify.prompts import BUILTIN, prompt_lines
 
 
@@ -39,10 +39,8 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     )
     tokens = "how many to compare, at least (default: %(default)s); a run goes on until each situation was asked for"
     parser.add_argument("--tokens", type=whole, default=2000, help=tokens)
-    backends = get_args(BackendName)
-    parser.add_argument(
-        "--backend", default="native", choices=backends, help="the kernels of both sides (default: %(default)s)"
-    )
+    kernels = "the kernels of both sides (default: %(default)s)"
+    parser.add_argument("--backend", default="native", choices=("native",), help=kernels)
     order = "whose order of rounding RMSNorm follows on both sides, which matters in bf16 (default: %(default)s)"
     parser.add_argument("--norm-order", default="engine", choices=get_args(Side), help=order)
     ranks = "ranks that share a row-parallel weight (default: %(default)s)"

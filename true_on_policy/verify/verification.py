@@ -109,7 +109,7 @@ class Setup:
         config = read_config(source)
         prompts = read_prompts(plan.prompts, source) if plan.prompts else None
         contract = Contract(
-            *(plan.backend, plan.dtype, plan.norm_order, plan.trainer_tensor_parallel),
+            *(plan.dtype, plan.norm_order, plan.trainer_tensor_parallel),
             *(plan.engine_tensor_parallel, plan.leaves, Shapes.of(config)),
         )
         check_shares(config, contract)

@@ -37,7 +37,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     with importing():  # torch: seconds
-        from true_on_policy.engines.vllm import weights as vllm
+        from true_on_policy.engines.vllm import plugin as vllm
         from true_on_policy.models.tiny import read_weights
         from true_on_policy.weights.comparison import LIMITS, compare
 

@@ -14,10 +14,10 @@ from lab.host.asynchronous.staleness_bound import HeadOffpolicyness
 from lab.host.asynchronous.update_hooks import Hooks, Point
 from lab.host.cli.flags import TELLING, build_parser, named, spelled
 from lab.host.cli.loading import load_function
+from lab.host.rollout.serving import SERVING
 from mis_plugins.config.file import keys_of
 from mis_plugins.config.reading import from_args
 from mis_plugins.errors import LARGEST, ConfigError, shown
-from true_on_policy.contract.sides import ENGINES
 
 SMOKE = {
     "num_rollout": 3,
@@ -170,7 +170,7 @@ def _pairs(args: argparse.Namespace) -> Iterator[str]:
     for pair in PAIRS:
         if pair.of(args):
             yield f"{_told(args, pair.one)} with {_told(args, pair.other)}: {pair.why}"
-    sizes = ENGINES[args.rollout_engine].head_sizes if args.rollout_engine in ENGINES else ()
+    sizes = SERVING[args.rollout_engine].head_sizes if args.rollout_engine in SERVING else ()
     if sizes and args.kv_channels not in sizes:
         yield (
             f"{_told(args, 'rollout_engine')} with {_told(args, 'kv_channels')}: on a CPU the engine knows heads of "
@@ -187,7 +187,7 @@ def _told(args: argparse.Namespace, name: str) -> str:
 
 
 def _cuts(engine: str) -> bool:
-    return engine in ENGINES and ENGINES[engine].cuts
+    return engine in SERVING and SERVING[engine].cuts
 
 
 def _fill_asynchronous(args: argparse.Namespace) -> None:
@@ -267,7 +267,7 @@ NEEDS = dict.fromkeys(("moe_router_topk", "moe_ffn_hidden_size", "use_rollout_ro
 NEEDS |= dict.fromkeys([*named("later"), *map(_hook_path, POINTS)], "asynchronous")
 """Settings by name, each with the setting without which it has no effect."""
 
-_CUTTING = ", ".join(name for name, spec in ENGINES.items() if spec.cuts and spec.serve)
+_CUTTING = ", ".join(name for name, engine in SERVING.items() if engine.cuts)
 PAIRS: tuple[Pair, ...] = (
     Pair("num_experts", "tensor_model_parallel_size",
          "Megatron-core trains experts so with sequence parallelism alone, which this host lacks; use context or data "

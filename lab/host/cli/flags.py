@@ -9,15 +9,12 @@ import argparse
 from dataclasses import Field, dataclass, field, fields
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
+from lab.host.rollout.serving import SERVING
 from mis_plugins.shared.numerals import finite, whole
 from mis_plugins.shared.shell import add_version
-from true_on_policy.contract.sides import ENGINES
 
 PRECISIONS = ("fp32", "bf16", "int8", "int4", "int3")
-SERVED = {name: spec.words for name, spec in sorted(ENGINES.items()) if spec.serve}
-"""Engines of `true_on_policy` that can serve a training loop, and what they are."""
-ENGINE_NAMES = ("local", *SERVED)
-TELLING = tuple(name for name, spec in sorted(ENGINES.items()) if spec.serve and spec.tells_weights)
+TELLING = tuple(name for name, engine in SERVING.items() if engine.tells_weights)
 """Engines whose weights can be read back."""
 
 DESCRIPTION = """\
@@ -132,8 +129,8 @@ class Flags:
     )
     rollout_engine: str = flag(
         "local",
-        f"local: our own decoder; {'; '.join(f'{name}: {words}' for name, words in SERVED.items())}",
-        choices=ENGINE_NAMES,
+        f"local: our own decoder; {'; '.join(f'{name}: {engine.words}' for name, engine in SERVING.items())}",
+        choices=("local", *SERVING),
     )
     check_weights_every: int = flag(
         0,

@@ -9,8 +9,8 @@ import torch
 
 from lab.host.model.decoder import ModelConfig
 from lab.host.model.engine import DecodeEngine, RolloutEngine
+from lab.host.rollout.serving import SERVING
 from true_on_policy.contract.cpu import Contract, Shapes
-from true_on_policy.contract.sides import ENGINES
 from true_on_policy.engines.protocol import Cut
 from true_on_policy.kernels.pin import pinned
 
@@ -45,8 +45,7 @@ def rollout_engine(args: Namespace, config: ModelConfig) -> RolloutEngine:
     from lab.host.rollout.served import ServedEngine
 
     logging.disable_progress_bar()
-    serve = ENGINES[args.rollout_engine].serve
-    assert serve is not None, "the command line offers engines that serve alone"
+    serve = SERVING[args.rollout_engine].start
     contract, running = contracted(args, config), args.rollout_batch_size * args.n_samples_per_prompt
     start = lambda checkpoint: serve(checkpoint, args.rollout_weights, contract, running)  # noqa: E731
     return ServedEngine(config, start, cut_of(args))

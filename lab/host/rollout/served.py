@@ -27,7 +27,7 @@ from true_on_policy.weights.comparison import compare
 
 @runtime_checkable
 class TellsWeights(Protocol):
-    """An engine that returns digests of its weights, in the form of `true_on_policy.engines.sglang.weights`."""
+    """An engine that returns digests of its weights, in the form of SGLang's weight checker."""
 
     def weights_checker(self, body: Mapping[str, Any]) -> Any:
         """Post a question to the engine's weight checker, and return its answer."""

@@ -17,6 +17,7 @@ from lab.host.model.decoder import ModelConfig
 from lab.host.model.decoding import Drawn, Sampling, Unfinished
 from lab.host.model.engine import DecodeEngine
 from lab.host.rollout.served import Served
+from lab.host.rollout.serving import SERVING
 from true_on_policy.contract.sides import ENGINES
 from true_on_policy.engines.protocol import EngineError, Request, Sample
 
@@ -65,10 +66,8 @@ class ServedSteps(Served):
     """
 
     def __init__(self, name: str, config: ModelConfig, precision: str, keep_cache: bool) -> None:
-        spec, serve = ENGINES[name], ENGINES[name].serve
-        assert serve is not None, "the command line offers engines that serve alone"
-        super().__init__(config, lambda path: serve(path, precision, None, RUNNING))
-        self.keeps_cache = keep_cache and "prefix cache" in spec.abilities
+        super().__init__(config, lambda path: SERVING[name].start(path, precision, None, RUNNING))
+        self.keeps_cache = keep_cache and "prefix cache" in ENGINES[name].abilities
 
     @property
     def decoder(self) -> ServedSteps:

@@ -3,9 +3,5 @@
 from true_on_policy.contract.specs import HUGGING_FACE, EngineSpec, at
 
 ENGINE = EngineSpec(
-    start=at("true_on_policy.engines.hf.engine:start"),
-    order=HUGGING_FACE,
-    packages=("torch", "transformers"),
-    serve=at("true_on_policy.engines.hf.engine:serve"),
-    words="Hugging Face transformers",
+    start=at("true_on_policy.engines.hf.engine:start"), order=HUGGING_FACE, packages=("torch", "transformers")
 )

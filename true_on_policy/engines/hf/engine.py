@@ -21,20 +21,14 @@ from true_on_policy.contract.specs import NormOrder
 from true_on_policy.engines.protocol import Request, Sample
 from true_on_policy.kernels.row_parallel import Tree, agreed_tree
 from true_on_policy.models import hf_decoder
-from true_on_policy.models.hf_decoder import take
+from true_on_policy.models.hf_decoder import padded, take
 
 PREFILL_CHUNK = 128
 
 
 def start(checkpoint: Path, contract: Contract, order: NormOrder | None) -> HuggingFace:
     """Start the engine of a proof; without an `order` the engine is stock."""
-    tree = None if order is None else agreed_tree(contract)
-    return HuggingFace(checkpoint, contract.dtype, order, tree)
-
-
-def serve(checkpoint: Path, dtype: str, contract: Contract | None, running: int) -> HuggingFace:
-    """Start the engine of a training loop, on the kernels that are pinned in this process."""
-    return HuggingFace(checkpoint, dtype)
+    return HuggingFace(checkpoint, contract.dtype, order, order and agreed_tree(contract))
 
 
 class HuggingFace:
@@ -72,7 +66,7 @@ class HuggingFace:
 
     @torch.no_grad()
     def score(self, samples: Sequence[Sample]) -> list[Float32[Tensor, "_"]]:
-        tokens, present = _left_padded([sample.sequence for sample in samples])
+        tokens, present = padded([sample.sequence for sample in samples], "left")
         logits = self._model(
             input_ids=tokens, attention_mask=present, position_ids=_positions(present), use_cache=False
         ).logits.float()
@@ -94,7 +88,7 @@ class _Decoding:
     logits: Float[Tensor, "B V"]
 
     def __init__(self, model: torch.nn.Module, prompts: Sequence[Sequence[int]]):
-        tokens, self._present = _left_padded(prompts)
+        tokens, self._present = padded(prompts, "left")
         self._model = model
         self._cache = DynamicCache()
         for start in range(0, tokens.shape[1], PREFILL_CHUNK):
@@ -116,14 +110,6 @@ class _Decoding:
             use_cache=True,
         )
         self.logits = output.logits[:, -1].float()
-
-
-def _left_padded(sequences: Sequence[Sequence[int]]) -> tuple[Int64[Tensor, "B T"], Int64[Tensor, "B T"]]:
-    """Pad sequences on the left; return their tokens, and a mask that is 1 where a slot holds a token."""
-    longest = max(map(len, sequences))
-    tokens = torch.tensor([[0] * (longest - len(sequence)) + list(sequence) for sequence in sequences])
-    present = torch.tensor([[0] * (longest - len(s)) + [1] * len(s) for s in sequences])
-    return tokens, present
 
 
 def _positions(present: Int64[Tensor, "B T"]) -> Int64[Tensor, "B T"]:

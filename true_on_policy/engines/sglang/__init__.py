@@ -1,6 +1,6 @@
 """SGLang as a rollout engine: its record, its server, our plugin inside its processes, and what the plugin observes."""
 
-from true_on_policy.contract.specs import OWN_SERVER, EngineSpec, NormOrder, at
+from true_on_policy.contract.specs import EngineSpec, NormOrder, at
 
 ENGINE = EngineSpec(
     start=at("true_on_policy.engines.sglang.engine:start"),
@@ -8,8 +8,4 @@ ENGINE = EngineSpec(
     packages=("sglang", "torch", "transformers"),
     splits=True,
     abilities=("prefix cache", "preemption"),
-    serve=at("true_on_policy.engines.sglang.engine:serve"),
-    words=OWN_SERVER,
-    cuts=True,
-    tells_weights=True,
 )

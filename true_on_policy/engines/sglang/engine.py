@@ -52,11 +52,6 @@ def start(checkpoint: Path, contract: Contract, order: NormOrder | None) -> SGLa
     return SGLang(checkpoint, contract.dtype, pinned_to, follows, PROOF, contract.engine_tensor_parallel)
 
 
-def serve(checkpoint: Path, dtype: str, contract: Contract | None, running: int) -> SGLang:
-    """Start the server of a training loop, for a given number of running sequences."""
-    return SGLang(checkpoint, dtype, contract, pool=Pool(server.LOOP_TOKENS, running))
-
-
 class SGLang(Served):
     """SGLang's server, stock where `contract` is None, else pinned by our plugin in deterministic mode.
 
@@ -163,7 +158,7 @@ class SGLang(Served):
             self._server.get(f"/flush_cache?timeout={server.GENERATE_SECONDS}", 2 * server.GENERATE_SECONDS)
 
     def weights_checker(self, body: Mapping[str, Any]) -> Any:
-        """Ask the server's weight checker, which returns digests by our plugin (`weights.py`)."""
+        """Ask the server's weight checker, which returns digests by our plugin."""
         return self._server.post("/weights_checker", body)
 
 

@@ -7,8 +7,8 @@ the environment `activate` does nothing, so an SGLang that shares our environmen
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 from true_on_policy.engines import handover
 
@@ -23,10 +23,7 @@ def activate() -> None:
 
         _register(TARGET, written, "AFTER")
     if handover.ASKED in os.environ:
-        from true_on_policy.engines.sglang.weights import TARGET as CHECKER
-        from true_on_policy.engines.sglang.weights import answered
-
-        _register(CHECKER, answered, "AROUND")
+        _register("sglang.srt.utils.weight_checker.WeightChecker.handle", weights_told, "AROUND")  # 0.5.23
     if handover.asked_for():
         _align()
 
@@ -35,6 +32,30 @@ def _register(target: str, hook: Callable, kind: str) -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType  # pyright: ignore[reportMissingImports]
 
     HookRegistry.register(target, hook, getattr(HookType, kind))
+
+
+def weights_told(
+    original: Callable[..., Any],
+    checker: Any,
+    action: str,
+    allow_quant_error: bool = False,
+    skip_tensor_list: Sequence[str] | None = None,
+    *,
+    role: str,
+) -> Any:
+    """Answer our two actions of the weight checker in the form of SGLang's checksum; SGLang answers every other one.
+
+    Args:
+        skip_tensor_list: for the action `VALUES`, the names of the weights to return.
+    """
+    from true_on_policy.engines.digests import DIGESTS, VALUES, told
+
+    if action not in (DIGESTS, VALUES):
+        return original(checker, action, allow_quant_error, skip_tensor_list, role=role)
+    held = checker._get_model().state_dict()  # parameters and persistent buffers; rope's tables are neither
+    checksums = told(held, action, skip_tensor_list or ())
+    parallelism = checker._parallelism_info(role=role).model_dump()
+    return {"checksums": checksums, "per_gpu_checksum": "", "parallelism_info": parallelism}
 
 
 def allow() -> None:

@@ -20,7 +20,7 @@ from true_on_policy.engines.answers import check_counts, list_of, reading, short
 from true_on_policy.engines.handover import ASKED, handed_over
 from true_on_policy.engines.protocol import EngineError, Request, Sample, log_probs
 from true_on_policy.engines.server import Served
-from true_on_policy.engines.vllm import weights
+from true_on_policy.engines.vllm import plugin
 
 PATH = "/inference/v1/generate"
 GUARD = "true_on_policy.engines.vllm.plugin.Guard"
@@ -44,13 +44,6 @@ class Pool:
 def start(checkpoint: Path, contract: Contract, order: NormOrder | None) -> VLLM:
     """Start the server of a proof; without an `order` the server is stock."""
     return VLLM(checkpoint, contract.dtype, contract if order is not None else None, order)
-
-
-def serve(checkpoint: Path, dtype: str, contract: Contract | None, running: int) -> VLLM:
-    """Start the server of a training loop, for a given number of running sequences."""
-    # A decode step computes one token of each running sequence.
-    pool = Pool(server.LOOP_TOKENS // BLOCK, running, max(Pool.prefill_chunk, running))
-    return VLLM(checkpoint, dtype, contract, pool=pool)
 
 
 class VLLM(Served):
@@ -114,7 +107,7 @@ class VLLM(Served):
 
     def update_weights(self, checkpoint: Path, version: int, keep_cache: bool = False) -> None:
         call = {"method": "reload_weights", "kwargs": {"weights_path": str(checkpoint)}}
-        self._server.post("/collective_rpc", call)
+        self._server.post(plugin.PATH, call)
         seconds = server.GENERATE_SECONDS
         deadline = time.monotonic() + seconds
         while not keep_cache and not self._dropped_cache():
@@ -130,10 +123,10 @@ class VLLM(Served):
             return answer["success"] is True
 
     def weights_checker(self, body: Mapping[str, Any]) -> Any:
-        """Ask each worker for its weights, which our plugin tells (`weights.py`), in the form of SGLang's answer."""
-        answer = self._server.post(weights.PATH, weights.request(body))
-        with reading(weights.PATH, self.name):
-            return weights.answer_as_sglang(answer)
+        """Ask each worker for its weights, which our plugin tells, in the form of SGLang's answer."""
+        answer = self._server.post(plugin.PATH, plugin.request(body))
+        with reading(plugin.PATH, self.name):
+            return plugin.answer_as_sglang(answer)
 
     def close(self) -> None:
         super().close()

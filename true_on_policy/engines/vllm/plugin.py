@@ -10,7 +10,7 @@ from __future__ import annotations
 import hmac
 import os
 import pkgutil
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 from true_on_policy.engines.handover import ASKED, KEY, asked_for, ordered_norm, pin_as_asked
@@ -18,13 +18,13 @@ from true_on_policy.engines.handover import ASKED, KEY, asked_for, ordered_norm,
 Receive = Callable[[], Awaitable[Any]]
 Send = Callable[[dict[str, Any]], Awaitable[None]]
 
+PATH, METHOD = "/collective_rpc", "true_on_policy_weights"  # of the server; of each worker, for `weights_told`
+
 
 def activate() -> None:
     """Replace what vLLM computes in its own kernels; vLLM calls this function early in each process."""
     if ASKED in os.environ:
-        from true_on_policy.engines.vllm import weights
-
-        setattr(pkgutil.resolve_name(weights.TARGET), weights.METHOD, weights.answered)
+        setattr(pkgutil.resolve_name("vllm.v1.worker.worker_base:WorkerBase"), METHOD, weights_told)  # 0.32.0
     if not asked_for():
         return
     import vllm._custom_ops as custom_ops  # pyright: ignore[reportMissingImports]
@@ -82,6 +82,32 @@ def _attend(self, layer, query, key, value, kv_cache, attn_metadata, output, *un
         target = output[starts[row] : starts[row + 1]]
         target.copy_(mixed[0].transpose(0, 1).reshape(target.shape))
     return output
+
+
+def weights_told(worker: Any, action: str, names: Sequence[str]) -> dict[str, Any]:
+    """Answer one of our two actions for the parameters of one worker, in the form of SGLang's checksum.
+
+    A weight that vLLM has packed for a CPU's kernels, and emptied, is told with the dtype `packed_bfloat16`.
+    """
+    from true_on_policy.engines.digests import told
+
+    held = dict(worker.get_model().named_parameters(remove_duplicate=False))
+    texts = told(held, action, names)
+    sizes, tensor = worker.parallel_config, worker.parallel_config.tensor_parallel_size
+    place = {"tp_rank": worker.rank % tensor, "tp_size": tensor, "pp_size": sizes.pipeline_parallel_size,
+             "dp_size": sizes.data_parallel_size}  # fmt: skip
+    checksums = {name: text if held[name].numel() else f"packed_{text}" for name, text in texts.items()}
+    return {"checksums": checksums, "parallelism_info": [place]}
+
+
+def request(body: Mapping[str, Any]) -> dict[str, Any]:
+    """Put a request for SGLang's weight checker into the form that vLLM's `/collective_rpc` takes."""
+    return {"method": METHOD, "kwargs": {"action": body["action"], "names": body.get("skip_tensor_list", [])}}
+
+
+def answer_as_sglang(answer: Mapping[str, Any]) -> dict[str, Any]:
+    """Put vLLM's answer, one entry a worker, into the form of SGLang's weight checker."""
+    return {"ranks": answer["results"]}
 
 
 class Guard:

@@ -1,8 +1,9 @@
-"""The outputs of SGLang's own mixture of experts on CPU, by SGLang's python, for weights and hidden states in a file.
+"""What SGLang's own functions compute on CPU, by SGLang's python, from the tensors in a file.
 
-    python sglang_experts.py CASES OUTPUTS      files of safetensors
+    python sglang_functions.py experts CASES OUTPUTS      its mixture of experts, on the kernels of the CPU contract
+    python sglang_functions.py mrope CASE OUTPUTS         query and key as its M-RoPE rotates them
 
-Each case has hidden states, the gate, and the weights of all experts; the kernels of the CPU contract are pinned.
+Files are safetensors.
 """
 
 import json
@@ -15,6 +16,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from sglang.srt.layers.moe import fused_moe_native  # pyright: ignore[reportMissingImports]
 from sglang.srt.layers.moe.topk import StandardTopKOutput, fused_topk_torch_native  # pyright: ignore[reportMissingImports]
+from sglang.srt.layers.rotary_embedding.mrope import MRotaryEmbedding  # pyright: ignore[reportMissingImports]
 from torch import Tensor
 
 from true_on_policy.contract.cpu import Contract
@@ -41,7 +43,8 @@ def outputs(hidden: Tensor, gate: Tensor, up: Tensor, down: Tensor, top_k: int) 
     return fused_moe_native.moe_forward_native(layer, hidden, chosen, runner)
 
 
-def main(cases: str, made: str) -> None:
+def experts(cases: str, made: str) -> None:
+    """Compute the outputs of each case, which has hidden states, the gate, and the weights of all experts."""
     fused_moe_native.SiluAndMul = SiluAndMul
     found = {}
     with safe_open(cases, "pt") as file, torch.no_grad():
@@ -52,5 +55,21 @@ def main(cases: str, made: str) -> None:
     save_file(found, made)
 
 
+def mrope(case: str, made: str) -> None:
+    """Rotate each section with a token's time, height and width alike, and with a height and width of their own."""
+    with safe_open(case, "pt") as file:
+        heads, positions = file.get_tensor("heads"), file.get_tensor("positions")
+        asked = json.loads(file.metadata()["asked"])
+    moved = torch.stack([positions, positions + 1, positions + 2])
+    width, found = heads.shape[-1], {}
+    for interleaved in (False, True):
+        for section in asked["sections"]:
+            rope = MRotaryEmbedding(width, width, 4096, asked["base"], True, heads.dtype, section, interleaved)
+            for name, three in (("alike", positions.expand(3, -1)), ("moved", moved)):
+                query, key = rope.forward_native(three, heads.flatten(1), heads[:, :1].flatten(1))
+                found[f"{name} {section} {interleaved}"] = torch.cat((query, key), -1)
+    save_file(found, made)
+
+
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    {"experts": experts, "mrope": mrope}[sys.argv[1]](*sys.argv[2:])
