@@ -10,7 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from lab.palette import BLACK, BLUE, FRAME, GRID, SKY
-from mis_plugins.config.families import START
+from mis_plugins.config.loading import START
 
 
 def draw(content: Mapping[str, Any], path: Path) -> None:

@@ -21,7 +21,7 @@ from tolerances import weight_rtol
 from lab.pages import presets as presets_page
 from mis_plugins import mis
 from mis_plugins.__main__ import load, main
-from mis_plugins.config import families, loading, writing
+from mis_plugins.config import loading, writing
 from mis_plugins.config.loading import preset_path, presets
 from mis_plugins.config.model import (
     CorrectionConfig,
@@ -344,7 +344,7 @@ def test_another_name_is_a_line_of_the_header(tmp_path: Path, monkeypatch: pytes
     head, rest = file.read_text().split("# Needs", 1)
     file.write_text(f"{head}{line}# Needs{rest}")
     assert preset_path("trl-mine") == preset_path("tis") == file
-    grouped = families.families(presets())
+    grouped = loading.families(presets())
     assert "trl-mine" in grouped["trl"] and {"trl-mine", "tis"} <= set(grouped["token"])
     row = "| [`trl-mine`](../yaml/tis.yaml) | `w_t = min(r_t, 2); r = pi_old/mu` | TRL, mine | TRL, run |"
     assert row in presets_page.page(PRESETS_DOC).partition("peers/trl-")[2].partition("<!--")[0]
@@ -424,7 +424,7 @@ PRESETS_TO_CHOOSE = re.findall(r"^\| .* \| `([\w-]+)` \| .* \|$", README, re.MUL
 
 def test_the_readme_lets_choose_among_presets_that_are_there():
     assert len(PRESETS_TO_CHOOSE) == 5
-    assert set(PRESETS_TO_CHOOSE) == set(families.START)
+    assert set(PRESETS_TO_CHOOSE) == set(loading.START)
 
 
 @pytest.mark.parametrize("name", ["tis", ".", ""])

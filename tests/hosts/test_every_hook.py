@@ -21,8 +21,8 @@ from stand_in_hosts import LAYOUTS, VOCABULARY, Bodies, Layout, Output
 from lab.in_host import cpu_trainer
 from mis_plugins import mis
 from mis_plugins.errors import ConfigError
-from mis_plugins.hosts import replay
-from mis_plugins.hosts.needs.record import HOOKS, NeedError
+from mis_plugins.hosts import routing
+from mis_plugins.hosts.needs import HOOKS, NeedError
 from mis_plugins.hosts.registry import current
 from mis_plugins.hosts.step_report import Recorder
 from mis_plugins.hosts.versions import generate
@@ -247,11 +247,11 @@ def test_samples_and_reducers(host: Bodies) -> None:
 
 
 def test_routes_are_read_from_the_hosts_queues(host: Bodies, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(replay.SWITCH, "1")
-    monkeypatch.setenv(replay.STAGE, replay.FORWARD)
+    monkeypatch.setenv(routing.SWITCH, "1")
+    monkeypatch.setenv(routing.STAGE, routing.FORWARD)
     rows = [torch.tensor([[0, 1]]), torch.tensor([[2, 3]])]
     router = Namespace(routing_replay=Namespace(top_indices_list=rows, forward_index=1))
-    source = replay.source()
+    source = routing.source()
     assert source.replaying() and source.rows(router) is rows[1]
 
 

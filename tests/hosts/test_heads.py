@@ -18,7 +18,8 @@ from mis_plugins.errors import InputError
 from mis_plugins.hosts.host import HEAD_IDS, HEAD_LOG_PROBS
 from mis_plugins.hosts.versions import generate, heads
 from mis_plugins.hosts.versions.heads import HEAD, NamedTokens
-from mis_plugins.hosts.versions.samples import Note, Numbering
+from mis_plugins.hosts.versions.rollouts import Numbering
+from mis_plugins.hosts.versions.samples import Note
 
 pytestmark = pytest.mark.usefixtures("numbering")
 

@@ -18,7 +18,8 @@ from mis_plugins.hosts.adapters.miles import HOST
 from mis_plugins.hosts.host import HEAD_IDS
 from mis_plugins.hosts.versions import generate, heads, kept
 from mis_plugins.hosts.versions.kept import KEPT, KeptScoring, KeptSets, columns
-from mis_plugins.hosts.versions.samples import Note, Numbering
+from mis_plugins.hosts.versions.rollouts import Numbering
+from mis_plugins.hosts.versions.samples import Note
 
 pytestmark = pytest.mark.usefixtures("numbering")
 

@@ -14,10 +14,10 @@ from stand_in_hosts import LAYOUTS, Bodies, Output
 
 from mis_plugins import mis
 from mis_plugins.errors import ConfigError, InputError
-from mis_plugins.hosts.needs.miles import NEEDS
+from mis_plugins.hosts.adapters.miles import NEEDS
 from mis_plugins.hosts.versions import generate
-from mis_plugins.hosts.versions.samples import Note, Numbering
-from mis_plugins.hosts.versions.shelf import Shelf
+from mis_plugins.hosts.versions.rollouts import Numbering, Shelf
+from mis_plugins.hosts.versions.samples import Note
 from mis_plugins.versions.recompute import Request
 from mis_plugins.versions.spans import spans
 

@@ -25,9 +25,9 @@ from mis_plugins.config.reading import from_mapping
 from mis_plugins.correction.pipeline import Correction, correct
 from mis_plugins.errors import ConfigError, InputError, MisError
 from mis_plugins.hosts import tracking
+from mis_plugins.hosts.adapters.miles import NEEDS as MILES
+from mis_plugins.hosts.adapters.slime import SLIME
 from mis_plugins.hosts.batch import HostBatch
-from mis_plugins.hosts.needs.miles import NEEDS as MILES
-from mis_plugins.hosts.needs.slime import SLIME
 from mis_plugins.hosts.rank_agreement import can_add_up
 from mis_plugins.hosts.step_report import Recorder
 from mis_plugins.metrics.partials import partials, watch

@@ -15,7 +15,7 @@ from test_loss_hook import Outcome, assert_same, call, drive, flags, hosts, rand
 from lab.host.cli.arguments import merge_custom_config
 from mis_plugins import mis
 from mis_plugins.errors import ConfigError
-from mis_plugins.hosts import watching
+from mis_plugins.hosts import uncorrected
 from mis_plugins.hosts.step_report import Recorder
 
 __all__ = ["hosts"]  # the fixture that stands in for the hosts' modules
@@ -183,5 +183,5 @@ def test_the_mean_of_a_rollout_has_no_effect_where_the_loss_hook_watches(tmp_pat
 def test_metrics_keep_their_size(tmp_path: Path):
     keys = {"mis": {"weight": {"upper": 1.05}, "metrics": "core"}, "use_tis": False}
     args = from_file(tmp_path / "mis.yaml", keys)
-    left = watching.for_loss_hook(args, mis.reading.from_args(args))
+    left = uncorrected.for_loss_hook(args, mis.reading.from_args(args))
     assert left == mis.CorrectionConfig(metrics="core")

@@ -13,7 +13,7 @@ import pytest
 import stand_ins
 
 from mis_plugins.hosts.versions import generate, rollouts, scores
-from mis_plugins.hosts.versions.samples import Numbering
+from mis_plugins.hosts.versions.rollouts import Numbering
 
 
 class Sample:
