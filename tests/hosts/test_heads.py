@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 import stand_in_hosts
 import stand_ins
-from rollout_process import Sample, alone_in_world
+from rollout_process import ROUTER, Sample, alone_in_world, streamed
+from rollout_process import generated as generated_by_miles
 from stand_in_hosts import LAYOUTS, VOCABULARY
 from test_every_hook import LOSS, trained
 
@@ -52,26 +53,17 @@ def spans(versions: Sequence[int]) -> list[dict[str, Any]]:
 # ----------------------------------------------------------------------------------------------------------- Miles
 
 
-async def stream(payload: Any, incremental: bool) -> AsyncIterator[dict[str, Any]]:
+def stream(payload: Any, incremental: bool) -> AsyncIterator[dict[str, Any]]:
     """Four tokens in two chunks, with as many likeliest tokens at each as the request asks for."""
     k = payload.get("top_logprobs_num", 0)
-    for start, stop in ((0, 1), (1, 4)):
-        some = slice(start if incremental else 0, stop)
-        positions = range(4)[some]
-        meta = {"output_token_logprobs": [[-1.0, position] for position in positions], "completion_tokens": stop,
-                "weight_version": "3", "finish_reason": {"type": "stop"} if stop == 4 else None,
-                "weight_versions": spans([3] * stop)}  # fmt: skip
-        if k:
-            meta["output_top_logprobs"] = [row(position)[:k] for position in positions]
-        yield {"text": "abcd"[some], "meta_info": meta}
+    named: dict[str, Any] = {"output_top_logprobs": [row(position)[:k] for position in range(4)]} if k else {}
+    return streamed([[-1.0, i] for i in range(4)], [1, 4], [3] * 4, incremental=incremental, **named)
 
 
 def generated(monkeypatch: pytest.MonkeyPatch, incremental: bool = True, **args: Any) -> Any:
     monkeypatch.setattr(generate, "_stream", lambda url, payload, headers: stream(payload, incremental))
     stand_in_hosts.load(LAYOUTS["August"], monkeypatch)
-    given = Namespace(sglang_router_ip="127.0.0.1", sglang_router_port=1, **args)
-    asked = Namespace(args=given, sample=Sample(), state=None, sampling_params={}, evaluation=False)
-    return asyncio.run(mis.generate_with_versions(asked)).samples
+    return generated_by_miles(Namespace(**ROUTER, **args), Sample()).samples
 
 
 @pytest.mark.parametrize("incremental", [False, True])

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import segmentwise_oracle as oracle
@@ -83,40 +84,38 @@ def sample(versions: list[int], stored: list[float] | None = None) -> Written:
 ALL = [torch.ones(3, dtype=torch.bool)]
 
 
-def test_too_old_names_the_sample():
-    with pytest.raises(InputError, match=r"sample group 4/1, token 1: version 7, with the trainer at 9.*too_old"):
-        admitted(["group 4/1"], [sample([9, 7, 7])], ALL, SegmentWiseConfig())
+@pytest.mark.parametrize(
+    ("one", "valid", "config", "left"),
+    [
+        (sample([9, 7, 6], [math.nan, math.nan, -1.0]), [1, 1, 1], SegmentWiseConfig(too_old="drop"), [1, 0, 1]),
+        (sample([-1, 8, 9]), [0, 1, 1], SegmentWiseConfig(), [0, 1, 1]),
+        (sample([-1, 0, 12]), [1, 1, 1], SegmentWiseConfig(enabled=False), [1, 1, 1]),
+    ],
+    ids=["too old is dropped", "masked tokens may be of no version", "off admits everything"],
+)
+def test_which_tokens_are_left(one: Written, valid: list[int], config: SegmentWiseConfig, left: list[int]):
+    (mask,) = admitted(["a"], [one], [torch.tensor(valid).bool()], config)
+    assert mask.dtype == torch.bool and mask.tolist() == left
 
 
-def test_too_old_is_dropped():
-    one = sample([9, 7, 6], [math.nan, math.nan, -1.0])
-    (mask,) = admitted(["a"], [one], ALL, SegmentWiseConfig(too_old="drop"))
-    assert mask.tolist() == [True, False, True]
+def test_a_token_of_no_version_lacks_its_weight():
+    assert lacking(sample([-1, 8, 9]), SegmentWiseConfig()).tolist() == [True, False, False]
 
 
-def test_masked_tokens_may_be_of_no_version():
-    one = sample([-1, 8, 9])
-    valid = torch.tensor([False, True, True])
-    (mask,) = admitted(["a"], [one], [valid], SegmentWiseConfig())
-    assert mask.tolist() == [False, True, True]
-    assert lacking(one, SegmentWiseConfig()).tolist() == [True, False, False]
-
-
-def test_a_live_token_has_a_version():
-    with pytest.raises(InputError, match="sample a, token 0: version -1.*no version wrote it"):
-        admitted(["a"], [sample([-1, 8, 9])], ALL, SegmentWiseConfig(too_old="drop"))
-
-
-def test_a_version_of_the_future():
-    with pytest.raises(InputError, match="sample a, token 2: version 10, with the trainer at 9.*not reached"):
-        admitted(["a"], [sample([8, 9, 10])], ALL, SegmentWiseConfig(too_old="drop"))
+@pytest.mark.parametrize(
+    ("name", "versions", "too_old", "said"),
+    [
+        ("group 4/1", [9, 7, 7], "raise", r"sample group 4/1, token 1: version 7, with the trainer at 9.*too_old"),
+        ("a", [-1, 8, 9], "drop", "sample a, token 0: version -1.*no version wrote it"),
+        ("a", [8, 9, 10], "drop", "sample a, token 2: version 10, with the trainer at 9.*not reached"),
+    ],
+)
+def test_a_sample_that_cannot_be_weighed_is_named(name: str, versions: list[int], too_old: Any, said: str):
+    with pytest.raises(InputError, match=said):
+        admitted([name], [sample(versions)], ALL, SegmentWiseConfig(too_old=too_old))
 
 
 def test_a_sample_without_a_name_or_a_mask_is_not_passed_over():
     for names, masks in ((["a"], ALL * 2), (["a", "b"], ALL)):
         with pytest.raises(ValueError, match="zip"):
             admitted(names, [sample([9, 9, 9])] * 2, masks, SegmentWiseConfig())
-
-
-def test_off_admits_everything():
-    assert admitted(["a"], [sample([-1, 0, 12])], ALL, SegmentWiseConfig(enabled=False)) == ALL
