@@ -17,14 +17,7 @@ from mis_plugins.config import writing
 from mis_plugins.config.flat import from_flat
 from mis_plugins.config.loading import load, preset_path
 from mis_plugins.config.messages import correcting_keys
-from mis_plugins.config.model import (
-    CorrectionConfig,
-    NormalizeConfig,
-    Over,
-    RejectRule,
-    SegmentWiseConfig,
-    WeightConfig,
-)
+from mis_plugins.config.model import CorrectionConfig, NormalizeConfig, RejectRule, SegmentWiseConfig, WeightConfig
 from mis_plugins.config.reading import from_args, from_mapping, spelling
 from mis_plugins.config.terms.statistics import LARGEST_BINARY_KL, LEAST_PROBABILITY
 from mis_plugins.errors import ConfigError
@@ -51,11 +44,6 @@ def test_everything_nested():
     assert from_mapping(mapping) == CorrectionConfig(weight, rules, "core")
 
 
-def test_rejection_alone():
-    config = from_mapping({"weight": None, "reject": [{"over": "min", "lower": 1e-4}]})
-    assert config.weight is None and config.reject == (RejectRule(over="min", lower=1e-4),)
-
-
 def test_miles_yaml():
     """The file that Miles ships, in both spellings, and our preset of it."""
     expected = CorrectionConfig(
@@ -73,24 +61,6 @@ def test_flat_keys_mean_the_nested_ones(flat: dict):
     assert from_flat(flat) == from_mapping(nested(flat) | {"metrics": "full"})
 
 
-@pytest.mark.parametrize(("level", "over"), [("token", "token"), ("sequence", "sum"), ("geometric", "mean")])
-def test_rejection_levels(level: str, over: Over):
-    config = from_flat(
-        {"tis_upper_bound": 2.0, "use_rs": True, "rs_level": level, "rs_lower_bound": 0.9, "rs_upper_bound": 1.1}
-    )
-    assert config.reject == (RejectRule(over=over, lower=0.9, upper=1.1),)
-
-
-def test_bounds_fall_back_as_in_miles():
-    """rs_ to tis_; the lower one to 1 / upper."""
-    only_upper = from_flat({"tis_upper_bound": 4.0, "use_rs": True, "rs_level": "token"})
-    assert only_upper.reject == (RejectRule(lower=0.25, upper=4.0),)
-    both = from_flat({"tis_lower_bound": 0.6, "tis_upper_bound": 4.0, "use_rs": True, "rs_upper_bound": 3.0})
-    assert both.reject == (RejectRule(lower=0.6, upper=3.0),)
-    clip = from_flat({"tis_mode": "clip", "tis_upper_bound": 4.0}).weight
-    assert clip is not None and clip.floor == 0.25
-
-
 @pytest.mark.parametrize("text", ["1e-4", "0.0001", "1.0E-4"])
 def test_numbers_that_yaml_reads_as_text(text: str):
     flat = from_flat(MILES_YAML | {"rs_veto_threshold": text})
@@ -101,10 +71,6 @@ def test_numbers_that_yaml_reads_as_text(text: str):
 def test_metrics_beside_flat_keys():
     args = SimpleNamespace(use_tis=True, mis={"metrics": "core"}, **MILES_YAML)
     assert from_args(args) == dataclasses.replace(from_flat(MILES_YAML), metrics="core")
-
-
-def test_metrics_only_needs_no_keys():
-    assert from_args(SimpleNamespace(use_tis=False, get_mismatch_metrics=True)) == CorrectionConfig()
 
 
 def test_the_hosts_own_clip_flags_are_not_ours():
@@ -121,22 +87,6 @@ def test_a_value_of_the_wrong_type_is_refused_beside_an_equal_one(good: dict, al
     from_args(SimpleNamespace(**good))
     with pytest.raises(ConfigError, match="got (1|True); expected"):
         from_args(SimpleNamespace(**alike))
-
-
-def test_a_config_that_changes_between_two_calls_is_read_again():
-    """A host may hand the same Namespace for each micro-batch, and what is in it may be another."""
-    args = SimpleNamespace(use_tis=True, mis={"weight": {"upper": 3.0}})
-    assert from_args(args).weight == WeightConfig(upper=3.0)
-    args.mis["weight"]["upper"] = 4.0
-    assert from_args(args).weight == WeightConfig(upper=4.0)
-    args.use_tis, args.mis = False, None
-    assert from_args(args) == CorrectionConfig()
-    args.use_tis = True
-    with pytest.raises(ConfigError, match="nothing says how to correct"):
-        from_args(args)
-    args.rs_levle = "token"
-    with pytest.raises(ConfigError, match="did you mean rs_level"):
-        from_args(args)
 
 
 @pytest.mark.parametrize(

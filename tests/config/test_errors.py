@@ -356,12 +356,3 @@ def test_fsdp_refuses_context_parallel_input_and_state():
     state = SimpleNamespace(cp=two, effective_dp=two, effective_dp_cp=two, is_ulysses_cp=False)
     with pytest.raises(MisError, match="context.parallel.*compute_mis_weights_with_cp"):
         call("compute_mis_weights_fsdp", parallel_state=state)
-
-
-def test_rollout_scope_without_its_hook_and_without_its_batch():
-    """A hook of Miles that hands its arguments alone has nothing to normalize over."""
-    args = host_args(mis={"weight": {"normalize": {"scope": "rollout"}}})
-    with pytest.raises(MisError, match="mis_plugins.mis.normalize_rollout"):
-        call(args=args)
-    with pytest.raises(MisError, match="rollout"):
-        mis.normalize_rollout(args)

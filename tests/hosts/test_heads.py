@@ -2,7 +2,7 @@
 
 import asyncio
 from argparse import Namespace
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -132,31 +132,33 @@ def called(sample: Any, **args: Any) -> None:
     asyncio.run(mis.generate_with_versions(Namespace(**args), sample, {}))
 
 
-def test_slime_asks_in_every_call_and_joins_what_the_calls_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    requests, sample = (slime(monkeypatch, [0, 1], [], [2]), Sample())  # aborted, aborted before a token, finished
-    for _ in range(3):
-        called(sample, mis=CENTER)
-    assert told(getattr(sample, HEAD)) == expected(0, 1, 2)
-    assert [request["top_logprobs_num"] for request in requests] == [K] * 3
-
-
-def test_tokens_that_no_call_wrote_have_an_empty_head(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tokens of a tool stand between two turns."""
-    slime(monkeypatch, [0, 1], [2])
-    sample = Sample()
-    called(sample, mis=CENTER)
+def a_tool_writes(sample: Any) -> None:
     sample.append_response_tokens(None, tokens=[1, 1], log_probs=[0.0] * 2, meta_info={})
-    called(sample, mis=CENTER)
-    assert told(getattr(sample, HEAD)) == expected(0, 1, None, None, 2)
 
 
-def test_a_response_that_begins_anew_has_a_head_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    slime(monkeypatch, [0, 1], [2])
-    sample = Sample()
-    called(sample, mis=CENTER)
+def begins_anew(sample: Any) -> None:
     sample.tokens, sample.response_length = [], 0
-    called(sample, mis=CENTER)
-    assert told(getattr(sample, HEAD)) == expected(2)
+
+
+@pytest.mark.parametrize(
+    ("calls", "between", "positions"),
+    [
+        ([[0, 1], [], [2]], lambda sample: None, [0, 1, 2]),  # aborted, aborted before a token, finished
+        ([[0, 1], [2]], a_tool_writes, [0, 1, None, None, 2]),
+        ([[0, 1], [2]], begins_anew, [2]),
+    ],
+)
+def test_slime_asks_in_every_call_and_joins_what_the_calls_name(
+    calls: list[list[int]], between: Callable[[Any], None], positions: list[int | None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tokens that no call wrote have an empty head, and a response that begins anew has a head of its own."""
+    requests, sample = slime(monkeypatch, *calls), Sample()
+    for number in range(len(calls)):
+        if number:
+            between(sample)
+        called(sample, mis=CENTER)
+    assert told(getattr(sample, HEAD)) == expected(*positions)
+    assert [request["top_logprobs_num"] for request in requests] == [K] * len(calls)
 
 
 def test_jobs_that_do_not_center_post_the_hosts_own_request(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -44,22 +44,14 @@ def loss_of(args: Namespace) -> Outcome:
 
 
 @pytest.mark.parametrize("keys", CORRECTING)
-def test_a_file_that_says_use_tis_false_leaves_the_hosts_loss(keys: dict, tmp_path: Path):
-    plain = call(random_step(0))
-    watched = loss_of(from_file(tmp_path / "mis.yaml", keys | {"use_tis": False}))
+def test_the_hosts_loss_is_left_where_a_file_or_a_flag_says_that_the_run_watches(keys: dict, tmp_path: Path):
+    plain, file = call(random_step(0)), tmp_path / "mis.yaml"
+    watched = loss_of(from_file(file, keys | {"use_tis": False}))
     assert_same(watched, plain)
     assert "mis_k3_kl" in watched.metrics.keys()
-    corrected = loss_of(from_file(tmp_path / "other.yaml", keys))
-    assert not same_bytes(corrected.loss, plain.loss)
-
-
-@pytest.mark.parametrize("keys", CORRECTING)
-def test_mismatch_metrics_without_use_tis_leave_the_hosts_loss(keys: dict, tmp_path: Path):
-    plain = call(random_step(0))
-    by_flag = from_file(tmp_path / "a.yaml", keys, get_mismatch_metrics=True)
-    by_file = from_file(tmp_path / "b.yaml", keys | {"get_mismatch_metrics": True})
-    for args in (by_flag, by_file):
-        assert_same(loss_of(args), plain)
+    assert_same(loss_of(from_file(file, keys, get_mismatch_metrics=True)), plain)
+    assert_same(loss_of(from_file(file, keys | {"get_mismatch_metrics": True})), plain)
+    assert not same_bytes(loss_of(from_file(file, keys)).loss, plain.loss)
 
 
 @pytest.mark.parametrize("keys", [NESTED, FLAT, MORE])
