@@ -308,7 +308,7 @@ def hosts_check(arguments: argparse.Namespace) -> int:
     Exit codes: 0 all is found where our own runs found it; 1 something moved, and is served; 2 a hook or a script of
     ours would fail, or there is no checkout.
     """
-    from mis_plugins.hosts.checkout.command import run
+    from mis_plugins.hosts.checkout import run
 
     return run(arguments)
 

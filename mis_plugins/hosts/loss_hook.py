@@ -17,6 +17,7 @@ from mis_plugins.config.view import View
 from mis_plugins.correction.pipeline import Correction, correct
 from mis_plugins.errors import ConfigError
 from mis_plugins.hosts import checks, loss_batch, tracking, uncorrected
+from mis_plugins.hosts.batch import layout_of
 from mis_plugins.hosts.host import Batch, Host
 from mis_plugins.hosts.rank_agreement import check_agreement
 from mis_plugins.hosts.rollout_store import ROLLOUT
@@ -64,7 +65,10 @@ def _corrected(
     """Weights and masks of the micro-batch against the rollout engine, and its routes for the watch."""
     assert x.behavior is not None
     rollout_mean = ROLLOUT.mean(args, config)
-    flags = loss_batch.flags(host, args, batch, x.target.device)
+    flags = None
+    if WATCHING.watch is not None:
+        layout = layout_of(args, batch, host.parallel()[1])
+        flags = WATCHING.flags(args, layout, batch["total_lengths"], x.target.device)
     routes = WATCHING.routes(args, config, flags)
     compared = micro_batch.compared_log_probs(x, config)
     correction = correct(compared, x.behavior, x.ragged, config, rollout_mean, numerator, routes)
