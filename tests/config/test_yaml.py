@@ -128,15 +128,6 @@ def test_a_product_of_2000_ratios_of_1_001():
 # ------------------------------------------------------------------------------------------------- command line
 
 
-@each_file
-def test_check_passes_and_describes(file: Path, capsys: pytest.CaptureFixture):
-    assert main(["config", "check", str(file)]) == 0
-    told = capsys.readouterr().out
-    weight = load(file).weight
-    assert weight is None or weight.upper is None or f"{weight.upper:g}" in told
-    assert told.count("reject:") + told.count("down-weigh:") == len(load(file).reject)
-
-
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -242,9 +233,13 @@ def test_only_show_needs_torch(command: str):
 
 
 @each_file
-def test_one_rule_says_which_file_corrects(file: Path, capsys: pytest.CaptureFixture):
+def test_check_describes_and_one_rule_says_which_file_corrects(file: Path, capsys: pytest.CaptureFixture):
     """The file of the TIS hook corrects by itself; with --watch it never does; the loss hook has neither."""
-    config = load(file)
+    config, weight = load(file), load(file).weight
+    assert main(["config", "check", str(file)]) == 0
+    told = capsys.readouterr().out
+    assert weight is None or weight.upper is None or f"{weight.upper:g}" in told
+    assert told.count("reject:") + told.count("down-weigh:") == len(config.reject)
     by_tis_hook = config.corrects and not config.needs_loss_hook
     assert keys_of(file).get("use_tis") == (True if by_tis_hook else None)
     code = main(["config", "path", file.stem, "--watch"])
@@ -255,8 +250,6 @@ def test_one_rule_says_which_file_corrects(file: Path, capsys: pytest.CaptureFix
     watched = load(Path(printed.out.strip()))
     assert code == 0 and "use_tis" not in keys_of(Path(printed.out.strip()))
     assert watched == CorrectionConfig(), "the step hook logs every metric of the preset"
-    assert main(["config", "check", str(file)]) == 0
-    told = capsys.readouterr().out
     assert ("switch: use_tis: true in the file corrects, whatever the command line says" in told) == by_tis_hook
 
 
@@ -384,8 +377,7 @@ def test_a_new_preset_is_held_to_what_every_preset_is(
     test_names_the_flags_it_needs(file)
     test_formula_names_every_bound(file)
     test_corrects_as_the_oracle_says(file)
-    test_check_passes_and_describes(file, capsys)
-    test_one_rule_says_which_file_corrects(file, capsys)
+    test_check_describes_and_one_rule_says_which_file_corrects(file, capsys)
     assert main(["config", "list"]) == main(["config", "show", file.stem]) == 0
     told = capsys.readouterr().out
     assert re.search(rf"^ *{file.stem} .*w_t = min\(r_t, 3\.5\); r = pi_old/mu$", told, re.MULTILINE)
