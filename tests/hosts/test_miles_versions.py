@@ -197,12 +197,11 @@ def test_train_data_holds_a_note_of_each_sample(host: Bodies, fresh: Numbering) 
     ]
 
 
-def test_a_sample_of_another_generate_function_is_refused(host: Bodies) -> None:
+def test_a_sample_of_another_generate_function_and_a_response_that_was_cut_are_refused(
+    host: Bodies, fresh: Numbering
+) -> None:
     with pytest.raises(InputError, match="sample 0: no output_versions; generate with --custom-generate"):
         converted(host, [Sample()])
-
-
-def test_a_response_that_was_cut_is_refused(host: Bodies, fresh: Numbering) -> None:
     sample = drawn(fresh, [1, 2])
     sample.response_length = 1
     with pytest.raises(InputError, match="output_versions of 2 tokens, and the response has 1"):
