@@ -23,7 +23,7 @@ from mis_plugins.correction.pipeline import Correction
 from mis_plugins.errors import InputError, MisError, logger
 from mis_plugins.hosts import checks, megatron, tracking
 from mis_plugins.hosts.adapters.miles import NEEDS as MILES
-from mis_plugins.hosts.adapters.slime import SLIME
+from mis_plugins.hosts.adapters.slime import SLIME, STAGE
 from mis_plugins.hosts.adapters.vime import VIME
 from mis_plugins.hosts.host import ROUTES_HOOK
 from mis_plugins.hosts.registry import current
@@ -159,7 +159,7 @@ WATCHING = Watching()
 # ---------------------------------------------------------------------------------------------------- recorded routes
 
 FORWARD, BACKWARD, FALLTHROUGH = "replay_forward", "replay_backward", "fallthrough"
-SWITCH, STAGE = "ENABLE_ROUTING_REPLAY", "ROUTING_REPLAY_STAGE"
+SWITCH = "ENABLE_ROUTING_REPLAY"
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,7 @@ from mis_plugins.hosts.versions.samples import (
     VERSIONS,
     Note,
     check_sample,
-    packed,
+    packed_columns,
     recomputes,
     retracted_share,
     segment_wise,
@@ -174,7 +174,7 @@ class Numbering:
                 self._gone.put(number)
         self._sweep()
         return [
-            Note(batch, number, getattr(sample, VERSIONS), {**packed(sample), **of_batch}).packed()
+            Note(batch, number, getattr(sample, VERSIONS), {**packed_columns(sample), **of_batch}).packed()
             for number, sample in zip(numbers, samples, strict=True)
         ]
 

@@ -89,13 +89,14 @@ class Note:
 SAID = (HEAD, KEPT)  # attributes that hold what the engine said of each token, beside its version
 
 
-def packed(sample: Any) -> dict[str, bytes]:
+def packed_columns(sample: Any) -> dict[str, bytes]:
     """What the engine said of the tokens of a sample, packed by name."""
     columns = (getattr(sample, name).packed() for name in SAID if hasattr(sample, name))
     return {name: packed for each in columns for name, packed in each.items()}
 
 
 def check_sample(sample: Any, scored: bool, needed: Mapping[str, str]) -> None:
+    """Refuse a sample of whose tokens not all is known that the trainer reads; see `Numbering.noted`."""
     if (fault := getattr(sample, FAULT, None)) is not None:
         raise InputError(f"sample {sample.index}: {fault}")
     versions = getattr(sample, VERSIONS, None)
