@@ -277,7 +277,7 @@ TOLD: list[tuple[Sample, str]] = [
      "2 rollout log-probs for 4 response tokens and a loss mask of 3: no two agree"),
     # TRL's PPO pads with 1.
     *((Sample(log_probs), f"1 of 2 rollout log-probs {said}") for log_probs, said in (
-        ([-0.5, 1.0], "absent: 1 in 1"), ([1e9, -0.5], "absent: 1e+09 in 1"), ([True, -0.5], "absent: 1 in 1"),
+        ([-0.5, 1.0], "absent: 1 in 1"), ([1e9, -0.5], "absent: 1e+09 in 1"), ([True, -0.5], "not finite"),
         ([-0.5, math.inf], "not finite"))),
     (good(tokens=[7]), "1 tokens for a prompt and 2 response tokens"),
     *((good(metadata={"output_token_logprobs": [(-0.5, 5), entry]}), NAMES_NONE)

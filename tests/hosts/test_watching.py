@@ -45,13 +45,13 @@ def loss_of(args: Namespace) -> Outcome:
 
 @pytest.mark.parametrize("keys", CORRECTING)
 def test_the_hosts_loss_is_left_where_a_file_or_a_flag_says_that_the_run_watches(keys: dict, tmp_path: Path):
-    plain, file = call(random_step(0)), tmp_path / "mis.yaml"
-    watched = loss_of(from_file(file, keys | {"use_tis": False}))
+    plain = call(random_step(0))
+    watched = loss_of(from_file(tmp_path / "off.yaml", keys | {"use_tis": False}))
     assert_same(watched, plain)
     assert "mis_k3_kl" in watched.metrics.keys()
-    assert_same(loss_of(from_file(file, keys, get_mismatch_metrics=True)), plain)
-    assert_same(loss_of(from_file(file, keys | {"get_mismatch_metrics": True})), plain)
-    assert not same_bytes(loss_of(from_file(file, keys)).loss, plain.loss)
+    assert_same(loss_of(from_file(tmp_path / "flag.yaml", keys, get_mismatch_metrics=True)), plain)
+    assert_same(loss_of(from_file(tmp_path / "said.yaml", keys | {"get_mismatch_metrics": True})), plain)
+    assert not same_bytes(loss_of(from_file(tmp_path / "on.yaml", keys)).loss, plain.loss)
 
 
 @pytest.mark.parametrize("keys", [NESTED, FLAT, MORE])
