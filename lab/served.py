@@ -22,8 +22,8 @@ from typing import Any
 
 from lab.provenance import parser_of, provenance, tracked, write_json
 from mis_plugins import __version__
-from mis_plugins.hosts.checkout import search
-from mis_plugins.hosts.checkout.command import by_package
+from mis_plugins.hosts import checkout
+from mis_plugins.hosts.checkout import by_package
 from mis_plugins.hosts.host import Host
 from mis_plugins.shared.provenance import git
 
@@ -32,16 +32,16 @@ SINCE = "2026-03-01"
 
 
 @dataclass(frozen=True)
-class Commit(search.Folder):
+class Commit(checkout.Folder):
     """The source of a host at a commit, in the git directory `root`: parsed from git, never checked out."""
 
     name: str = "HEAD"
 
-    def module(self, name: str) -> search.Module | None:
-        path = next((path for path in search.paths(name) if path in self.blobs), None)
+    def module(self, name: str) -> checkout.Module | None:
+        path = next((path for path in checkout.paths(name) if path in self.blobs), None)
         return None if path is None else parsed(self.root, self.blobs[path], path, name)
 
-    def modules(self, package: str) -> Iterator[search.Module]:
+    def modules(self, package: str) -> Iterator[checkout.Module]:
         for path in self.blobs:
             name = path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
             if path.startswith(f"{package}/") and (module := self.module(name)) is not None:
@@ -55,14 +55,14 @@ class Commit(search.Folder):
 
 
 @cache
-def parsed(root: Path, blob: str, path: str, name: str) -> search.Module:
+def parsed(root: Path, blob: str, path: str, name: str) -> checkout.Module:
     """A file's syntax; most commits leave most files as they were."""
-    return search.Module.of(git(root, "cat-file", "blob", blob).encode(), path, name)
+    return checkout.Module.of(git(root, "cat-file", "blob", blob).encode(), path, name)
 
 
-def works(host: Host, folder: search.Folder) -> set[str]:
+def works(host: Host, folder: checkout.Folder) -> set[str]:
     """The hooks whose needs are all found."""
-    found = [search.elsewhere(one, folder) for one in search.find_all(host.needs, folder.module).values()]
+    found = checkout.find_all(host.needs, folder).values()
     failing = {hook for one in found if one.place is None for hook in one.need.hooks}
     return {hook for one in found for hook in one.need.hooks} - failing
 

@@ -26,7 +26,7 @@ from matplotlib.lines import Line2D
 
 from lab.palette import BLACK, BLUE, FRAME, GRID, SKY, TEXT, color, dress
 from lab.provenance import parser_of
-from mis_plugins.config.families import START
+from mis_plugins.config.loading import START
 from mis_plugins.shared.files import replaced
 
 RESULTS = Path("lab/results")

@@ -34,10 +34,9 @@ from typing import Any
 
 import yaml
 
-from mis_plugins.config import families, reading, writing
-from mis_plugins.config.families import header
+from mis_plugins.config import loading, reading, writing
 from mis_plugins.config.file import STDIN, keys_of, text_of
-from mis_plugins.config.loading import WATCHING, file_of, load, presets, read_keys, watching
+from mis_plugins.config.loading import WATCHING, file_of, header, load, presets, read_keys, watching
 from mis_plugins.config.model import CorrectionConfig
 from mis_plugins.errors import ConfigError, UserError, cut
 from mis_plugins.explain import rungs
@@ -197,10 +196,10 @@ def names(arguments: argparse.Namespace) -> str:
         return f"{name:<{width}}  {header(name, files[name]).formula}"
 
     if arguments.family is not None:
-        return "\n".join([LEGEND, "", *map(row, families.of_family(arguments.family, files))])
-    grouped = families.families(files)
-    parts = ("\n".join([f"{kind}: {words}", *map(row, grouped[kind])]) for kind, words in families.KINDS.items())
-    return "\n\n".join([LEGEND, f"where to start: {', '.join(families.START)}", *parts])
+        return "\n".join([LEGEND, "", *map(row, loading.of_family(arguments.family, files))])
+    grouped = loading.families(files)
+    parts = ("\n".join([f"{kind}: {words}", *map(row, grouped[kind])]) for kind, words in loading.KINDS.items())
+    return "\n\n".join([LEGEND, f"where to start: {', '.join(loading.START)}", *parts])
 
 
 def from_verl(arguments: argparse.Namespace) -> str:
@@ -309,7 +308,7 @@ def hosts_check(arguments: argparse.Namespace) -> int:
     Exit codes: 0 all is found where our own runs found it; 1 something moved, and is served; 2 a hook or a script of
     ours would fail, or there is no checkout.
     """
-    from mis_plugins.hosts.checkout.command import run
+    from mis_plugins.hosts.checkout import run
 
     return run(arguments)
 

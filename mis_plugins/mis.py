@@ -265,9 +265,9 @@ def config_in_force(args: Any, host: Host | None = None) -> CorrectionConfig:
 
         raise ConfigError(messages.needs_loss_hook(args, config)).spelled(reading.spelling(args), "mis.")
     if not args.use_tis:
-        from mis_plugins.hosts import watching
+        from mis_plugins.hosts import uncorrected
 
-        return watching.metrics_alone(args, config, watching.WITHOUT_USE_TIS)
+        return uncorrected.metrics_alone(args, config, uncorrected.WITHOUT_USE_TIS)
     checks.run("tis", args, config, host or current(args))
     return config
 

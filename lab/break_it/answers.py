@@ -19,8 +19,7 @@ from hypothesis import strategies as st
 from mis_plugins.errors import InputError
 from mis_plugins.hosts.versions import generate
 from mis_plugins.hosts.versions.heads import NamedTokens
-from mis_plugins.hosts.versions.rollouts import NUMBERING
-from mis_plugins.hosts.versions.shelf import Shelf
+from mis_plugins.hosts.versions.rollouts import NUMBERING, Shelf
 from mis_plugins.versions.spans import spans, written_by
 
 K = 3

@@ -37,7 +37,7 @@ def rescore(args: Any, data: Batch, ranks: Ranks) -> Sequence[Tensor] | None:
     """
     from lab.host.train.gradients import before_log_probs
     from mis_plugins.errors import warn_once
-    from mis_plugins.hosts.needs.record import held_by
+    from mis_plugins.hosts.needs import held_by
     from mis_plugins.hosts.resplit import ONE_SPLIT, PREFIX
 
     held = held_by(("lab.host.loop", "prepare"))

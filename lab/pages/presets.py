@@ -19,8 +19,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 
 from lab.provenance import parser_of
-from mis_plugins.config.families import header, is_of_peer
-from mis_plugins.config.loading import presets
+from mis_plugins.config.loading import header, is_of_peer, presets
 
 PAGE = Path(__file__).parents[2] / "docs" / "presets.md"
 HEAD = "| preset | formula | source | judged by |\n|---|---|---|---|\n"

@@ -433,9 +433,8 @@ class CorrectionConfig:
             from mis_plugins.config import contradictions
 
             contradictions.check(self)
-        if self.segment_wise is not None:
-            if self.weight is None and not self.bypass:
-                object.__setattr__(self, "weight", self.segment_wise.weight)
+        if self.segment_wise is not None and self.weight is None and not self.bypass:
+            object.__setattr__(self, "weight", self.segment_wise.weight)
         self._check_kept()
         self._check_all_rejected()
         normalize = self.weight and self.weight.normalize

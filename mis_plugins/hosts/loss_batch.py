@@ -15,10 +15,8 @@ from mis_plugins.config.view import original, view
 from mis_plugins.errors import InputError
 from mis_plugins.hosts.batch import check_apart, check_lengths, layout_of, without_absent_
 from mis_plugins.hosts.host import HEAD_IDS, Batch, Host, Parallel
-from mis_plugins.hosts.routing import WATCHING
 from mis_plugins.loss.micro_batch import Head, LossInputs, Reduce
 from mis_plugins.packing.layout import Layout
-from mis_plugins.routing.table import Flags
 from mis_plugins.versions.segment_wise import Written
 
 
@@ -73,14 +71,6 @@ def _head(
 
     ranks, cp = parallel
     return head_of(args, batch, logits, layout, cp, ranks, config.center and config.center.top_k)
-
-
-def flags(host: Host, args: Any, batch: Batch, device: torch.device) -> Flags | None:
-    """Routes of the micro-batch's tokens; None where no watch over the routers knows them."""
-    if WATCHING.watch is None:
-        return None
-    layout = layout_of(args, batch, host.parallel()[1])
-    return WATCHING.flags(args, layout, batch["total_lengths"], device)
 
 
 def _on_the_tape(target: Tensor, logits: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from mis_plugins.hosts.host import Batch, Parallel, Ranks, Tensor
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-    from mis_plugins.hosts.needs.record import Needs
+    from mis_plugins.hosts.needs import Needs
 
 
 def parallel() -> Parallel:

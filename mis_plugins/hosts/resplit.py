@@ -23,7 +23,7 @@ from mis_plugins.errors import ConfigError, InputError, warn_once
 from mis_plugins.hosts import megatron, tracking
 from mis_plugins.hosts.batch import layout_of
 from mis_plugins.hosts.host import Host, Rescore
-from mis_plugins.hosts.needs.record import Needs
+from mis_plugins.hosts.needs import Needs
 from mis_plugins.hosts.registry import current
 from mis_plugins.metrics.alarms import COUNT
 from mis_plugins.metrics.quantity import known, ratio_of

@@ -12,10 +12,10 @@ from mis_plugins.config.model import CorrectionConfig
 from mis_plugins.config.view import View
 from mis_plugins.correction.pipeline import mean_weight_of
 from mis_plugins.errors import ConfigError, InputError
-from mis_plugins.hosts import baselines, loss_batch, megatron, resplit, tracking, watching
+from mis_plugins.hosts import baselines, loss_batch, megatron, resplit, tracking, uncorrected
+from mis_plugins.hosts.adapters.miles import NEEDS as MILES
 from mis_plugins.hosts.batch import HostBatch, check_apart
 from mis_plugins.hosts.host import ONE_STEP
-from mis_plugins.hosts.needs.miles import NEEDS as MILES
 from mis_plugins.hosts.rank_agreement import check_agreement, check_everywhere
 from mis_plugins.hosts.reducer import valid_tokens
 from mis_plugins.hosts.registry import current
@@ -103,7 +103,7 @@ def _is_by_loss_hook(args: View) -> bool:
 
 def _in_force(args: View, tis_config: Callable[[View], CorrectionConfig]) -> CorrectionConfig:
     """The config of the hook that makes the loss: one that changes nothing where the run only watches."""
-    return watching.for_loss_hook(args, reading.from_args(args)) if _is_by_loss_hook(args) else tis_config(args)
+    return uncorrected.for_loss_hook(args, reading.from_args(args)) if _is_by_loss_hook(args) else tis_config(args)
 
 
 def _has_log_probs(data: Mapping[str, Any]) -> bool:

@@ -89,15 +89,16 @@ class Recorded:
             RANK_LOST: a rank died.
         """
         groups = [group for group in (self.ranks.cp, self.ranks.dp) if group is not None]
-        ages = None if self.ages is None else self.ages.over_ranks(groups)
-        added = replace(self, partials=self.partials.over_ranks(groups), ages=ages)
+        added = self._each(lambda sums: sums.over_ranks(groups))
         raise_if_aborted(groups)
         return added
 
     def map(self, function: Callable[[Tensor], Tensor]) -> Recorded:
         """Apply a function to every tensor, such as a copy to the host."""
-        ages = None if self.ages is None else self.ages.map(function)
-        return replace(self, partials=self.partials.map(function), ages=ages)
+        return self._each(lambda sums: sums.map(function))
+
+    def _each(self, make: Callable[[Partials], Partials]) -> Recorded:
+        return replace(self, partials=make(self.partials), ages=None if self.ages is None else make(self.ages))
 
     @property
     def sums(self) -> dict[str, float]:

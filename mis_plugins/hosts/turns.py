@@ -14,7 +14,7 @@ from itertools import groupby
 from typing import Any
 
 from mis_plugins.errors import logger
-from mis_plugins.hosts.needs.record import Need
+from mis_plugins.hosts.needs import Need
 from mis_plugins.hosts.registry import every_host
 
 JUDGED = "judged_turns"  # the attribute of a sample

@@ -13,8 +13,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from mis_plugins.config.families import is_of_peer
-from mis_plugins.config.loading import file_of, presets
+from mis_plugins.config.loading import file_of, is_of_peer, presets
 from mis_plugins.config.loading import load as load_file
 from mis_plugins.config.model import CorrectionConfig
 from mis_plugins.correction.pipeline import correct

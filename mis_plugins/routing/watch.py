@@ -27,7 +27,7 @@ MTP = re.compile(r"(^|\.)mtp(\.|$)")
 
 @runtime_checkable
 class Source(Protocol):
-    """The queues of recorded routes of one host; `mis_plugins/hosts/replay.py` has one for each host."""
+    """The queues of recorded routes of one host; `mis_plugins/hosts/routing.py` has one for each host."""
 
     def replaying(self) -> bool:
         """Whether routers should consume recorded rows now."""

@@ -1,4 +1,4 @@
-"""Both spellings of the config: what they mean, and that they meet."""
+"""Both spellings of the config: what they mean, that they meet, and that what is written is read back."""
 
 import dataclasses
 import math
@@ -7,17 +7,19 @@ from typing import Any
 
 import oracle
 import pytest
+import yaml
 from batches import MILES_YAML, flat_configs, nested
 from hypothesis import given
+from hypothesis import strategies as st
 from tolerances import EPS64
 
+from mis_plugins.config import writing
 from mis_plugins.config.flat import from_flat
 from mis_plugins.config.loading import load, preset_path
 from mis_plugins.config.messages import correcting_keys
-from mis_plugins.config.model import CorrectionConfig, NormalizeConfig, Over, RejectRule, WeightConfig
+from mis_plugins.config.model import CorrectionConfig, NormalizeConfig, RejectRule, SegmentWiseConfig, WeightConfig
 from mis_plugins.config.reading import from_args, from_mapping, spelling
 from mis_plugins.config.terms.statistics import LARGEST_BINARY_KL, LEAST_PROBABILITY
-from mis_plugins.config.writing import as_mapping
 from mis_plugins.errors import ConfigError
 
 
@@ -42,11 +44,6 @@ def test_everything_nested():
     assert from_mapping(mapping) == CorrectionConfig(weight, rules, "core")
 
 
-def test_rejection_alone():
-    config = from_mapping({"weight": None, "reject": [{"over": "min", "lower": 1e-4}]})
-    assert config.weight is None and config.reject == (RejectRule(over="min", lower=1e-4),)
-
-
 def test_miles_yaml():
     """The file that Miles ships, in both spellings, and our preset of it."""
     expected = CorrectionConfig(
@@ -64,24 +61,6 @@ def test_flat_keys_mean_the_nested_ones(flat: dict):
     assert from_flat(flat) == from_mapping(nested(flat) | {"metrics": "full"})
 
 
-@pytest.mark.parametrize(("level", "over"), [("token", "token"), ("sequence", "sum"), ("geometric", "mean")])
-def test_rejection_levels(level: str, over: Over):
-    config = from_flat(
-        {"tis_upper_bound": 2.0, "use_rs": True, "rs_level": level, "rs_lower_bound": 0.9, "rs_upper_bound": 1.1}
-    )
-    assert config.reject == (RejectRule(over=over, lower=0.9, upper=1.1),)
-
-
-def test_bounds_fall_back_as_in_miles():
-    """rs_ to tis_; the lower one to 1 / upper."""
-    only_upper = from_flat({"tis_upper_bound": 4.0, "use_rs": True, "rs_level": "token"})
-    assert only_upper.reject == (RejectRule(lower=0.25, upper=4.0),)
-    both = from_flat({"tis_lower_bound": 0.6, "tis_upper_bound": 4.0, "use_rs": True, "rs_upper_bound": 3.0})
-    assert both.reject == (RejectRule(lower=0.6, upper=3.0),)
-    clip = from_flat({"tis_mode": "clip", "tis_upper_bound": 4.0}).weight
-    assert clip is not None and clip.floor == 0.25
-
-
 @pytest.mark.parametrize("text", ["1e-4", "0.0001", "1.0E-4"])
 def test_numbers_that_yaml_reads_as_text(text: str):
     flat = from_flat(MILES_YAML | {"rs_veto_threshold": text})
@@ -92,10 +71,6 @@ def test_numbers_that_yaml_reads_as_text(text: str):
 def test_metrics_beside_flat_keys():
     args = SimpleNamespace(use_tis=True, mis={"metrics": "core"}, **MILES_YAML)
     assert from_args(args) == dataclasses.replace(from_flat(MILES_YAML), metrics="core")
-
-
-def test_metrics_only_needs_no_keys():
-    assert from_args(SimpleNamespace(use_tis=False, get_mismatch_metrics=True)) == CorrectionConfig()
 
 
 def test_the_hosts_own_clip_flags_are_not_ours():
@@ -112,22 +87,6 @@ def test_a_value_of_the_wrong_type_is_refused_beside_an_equal_one(good: dict, al
     from_args(SimpleNamespace(**good))
     with pytest.raises(ConfigError, match="got (1|True); expected"):
         from_args(SimpleNamespace(**alike))
-
-
-def test_a_config_that_changes_between_two_calls_is_read_again():
-    """A host may hand the same Namespace for each micro-batch, and what is in it may be another."""
-    args = SimpleNamespace(use_tis=True, mis={"weight": {"upper": 3.0}})
-    assert from_args(args).weight == WeightConfig(upper=3.0)
-    args.mis["weight"]["upper"] = 4.0
-    assert from_args(args).weight == WeightConfig(upper=4.0)
-    args.use_tis, args.mis = False, None
-    assert from_args(args) == CorrectionConfig()
-    args.use_tis = True
-    with pytest.raises(ConfigError, match="nothing says how to correct"):
-        from_args(args)
-    args.rs_levle = "token"
-    with pytest.raises(ConfigError, match="did you mean rs_level"):
-        from_args(args)
 
 
 @pytest.mark.parametrize(
@@ -215,11 +174,15 @@ def test_what_weighs_and_rejects_goes_by_the_users_own_key(said: dict, keys: lis
 
 
 def test_a_written_config_says_what_is_not_the_default():
-    assert as_mapping(CorrectionConfig()) == {"metrics": "watch"}
+    assert writing.as_mapping(CorrectionConfig()) == {"metrics": "watch"}
     segment_wise = {"enabled": True, "weight_cap": 5.0, "mode": "truncate"}
-    assert as_mapping(from_mapping({"segment_wise": {}})) == {"segment_wise": segment_wise, "metrics": "watch"}
+    assert writing.as_mapping(from_mapping({"segment_wise": {}})) == {"segment_wise": segment_wise, "metrics": "watch"}
     rejecting = CorrectionConfig(None, (RejectRule(upper=2.0),))
-    assert as_mapping(rejecting) == {"weight": None, "reject": [{"over": "token", "upper": 2.0}], "metrics": "watch"}
+    assert writing.as_mapping(rejecting) == {
+        "weight": None,
+        "reject": [{"over": "token", "upper": 2.0}],
+        "metrics": "watch",
+    }
 
 
 def test_binary_kl_is_bounded_by_the_most_it_can_be():
@@ -237,3 +200,83 @@ def test_configs_are_values():
     assert hash(config) == hash(from_mapping({"weight": {}, "reject": [{"lower": 0.5}]}))
     with pytest.raises(dataclasses.FrozenInstanceError):
         config.metrics = "none"  # type: ignore[misc]
+
+
+# ------------------------------------------------------------------------------------------------ segment-wise weights
+
+
+def test_the_block_is_a_weight_and_on():
+    config = from_mapping({"segment_wise": {}})
+    assert config.segment_wise == SegmentWiseConfig(enabled=True)
+    assert config.weight == WeightConfig("token", "truncate", upper=5.0)
+    assert config.segment_wise_on and config.needs_loss_hook and config.corrects
+    beside_rules = from_mapping({"segment_wise": {}, "reject": [{"over": "mean", "upper": 2}]})
+    assert beside_rules.weight is not None and len(beside_rules.reject) == 1
+
+
+def test_off_is_the_standard_weight():
+    config = from_mapping({"segment_wise": {"enabled": False, "weight_cap": "3", "mode": "clip"}})
+    assert config.weight == WeightConfig("token", "clip", None, 3.0)
+    assert not config.segment_wise_on and not config.needs_loss_hook
+
+
+def test_a_weight_beside_it_bounds_and_normalizes():
+    config = from_mapping({"weight": {"upper": 3, "normalize": {}}, "segment_wise": {"method": "loglinear"}})
+    assert config.weight == WeightConfig("token", "truncate", upper=3.0, normalize=NormalizeConfig())
+    assert config.segment_wise_on and not config.weighs_by_segment_wise
+
+
+@pytest.mark.parametrize(
+    ("mapping", "on"),
+    [
+        ({"weight": {}}, True),
+        ({"weight": {}, "opsm": {"delta": 0.1}, "objective": {"ratio": "sequence"}}, True),
+        ({"weight": {}, "segment_wise": {"enabled": False}}, False),
+        ({"weight": {"level": "sequence"}}, False),
+        ({"weight": None, "reject": [{"upper": 2}]}, False),
+        ({"weight": {}, "objective": {"old": "behavior", "surrogate": "reinforce"}}, False),
+        ({}, False),
+    ],
+)
+def test_where_versions_are_known_it_is_on_unless_something_speaks_against_it(mapping: dict, on: bool):
+    config = from_mapping(mapping)
+    in_force = config.where_versions_are_known()
+    assert in_force.segment_wise_on == on and not config.segment_wise_on
+    assert in_force.weight == config.weight
+    assert in_force.where_versions_are_known() == in_force
+
+
+def test_bounds_beside_a_weight_are_refused_in_python_too():
+    with pytest.raises(ConfigError, match=r"^segment_wise\.weight_cap: has no effect beside weight"):
+        CorrectionConfig(WeightConfig(), segment_wise=SegmentWiseConfig(weight_cap=3.0))
+
+
+blocks = st.fixed_dictionaries(
+    {"enabled": st.just(True)},
+    optional={
+        "method": st.just("loglinear"),
+        "fresh_tokens": st.sampled_from(["proximal", "behavior", "behavior_at_age_0"]),
+        "clip_against": st.sampled_from(["next", "proximal"]),
+    },
+)
+bounds = st.one_of(
+    st.fixed_dictionaries({}, optional={"weight_cap": st.sampled_from([None, 2.0, 5.0, 1e-4])}),
+    st.fixed_dictionaries(
+        {"mode": st.sampled_from(["clip", "mask", "zero"]), "weight_cap": st.sampled_from([2.0, 5.0])},
+        optional={"weight_floor": st.sampled_from([None, 0.0, 0.5])},
+    ),
+)
+
+
+@given(blocks, bounds, st.booleans(), st.booleans(), st.booleans())
+def test_what_is_written_is_read_back(block: dict, bound: dict, enabled: bool, weighted: bool, rules: bool):
+    mapping = {"reject": [{"over": "mean", "upper": 2.0}]} if rules else {}
+    if not enabled:
+        block = {"enabled": False}
+    if weighted:
+        mapping |= {"weight": {"bound": "clip", "upper": 3, "normalize": {}}, "segment_wise": block}
+    else:
+        mapping |= {"segment_wise": block | bound}
+    config = from_mapping(mapping)
+    text = writing.to_yaml(writing.as_mapping(config))
+    assert from_mapping(yaml.safe_load(text)["mis"]) == config

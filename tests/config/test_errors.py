@@ -134,6 +134,45 @@ NESTED = [
     ({"weight": None, "reject": [{"statistic": "binary_kl", "over": "mean", "lower": 14}]},
      r"mis\.reject\[0\]\.lower: got 14; binary_kl over mean lies between 0 and 13\.8155"),
     ({"reject": [{"over": "min", "lower": 1e-4}]}, r"mis\.weight: missing beside mis\.reject"),
+    # Segment-wise weights.
+    ({"segment_wise": {"cap": 3}}, r"^mis\.segment_wise\.cap: unknown key"),
+    ({"segment_wise": {"enabld": True}}, r"enabld: unknown key; did you mean enabled\?"),
+    ({"segment_wise": True}, r"^mis\.segment_wise: got True; expected a mapping of enabled, weight_cap"),
+    ({"segment_wise": {"mode": "drop"}},
+     r"^mis\.segment_wise\.mode: got 'drop'; choose one of .*truncate, .*zero"),
+    ({"segment_wise": {"too_old": "error"}},
+     r"^mis\.segment_wise\.too_old: got 'error'; choose one of raise, drop"),
+    ({"segment_wise": {"weight_cap": "high"}}, r"^mis\.segment_wise\.weight_cap: got 'high'; expected a number"),
+    ({"segment_wise": {"weight_cap": 0}}, r"^mis\.segment_wise\.weight_cap: got 0; every ratio is above 0"),
+    ({"weight": {"upper": 1e-46}}, r"^mis\.weight\.upper: got 1e-46; every ratio is above 0"),
+    ({"segment_wise": {"mode": "clip", "weight_floor": 6}},
+     r"^mis\.segment_wise\.weight_floor: 6 is not below mis\.segment_wise\.weight_cap: 5"),
+    ({"segment_wise": {"weight_floor": 0.2}},
+     r"^mis\.segment_wise\.weight_floor: 0\.2 has no effect with mis\.segment_wise\.mode: truncate"),
+    ({"segment_wise": {"weight_cap": 0.5, "mode": "clip"}},
+     r"weight_floor: unset means 1 / mis\.segment_wise\.weight_cap: 2, not below mis\.segment_wise\.weight_cap"),
+    ({"segment_wise": {"weight_cap": None, "weight_floor": 0.5}},
+     r"^mis\.segment_wise\.weight_floor: 0\.5 has no effect"),
+    ({"segment_wise": {"weight_cap": None, "mode": "zero"}},
+     r"^mis\.segment_wise\.mode: zero needs a mis\.segment_wise\.weight_cap"),
+    ({"segment_wise": {"method": "loglinear", "too_old": "drop"}},
+     r"^mis\.segment_wise\.too_old: drop has no effect with mis\.segment_wise\.method: loglinear"),
+    ({"segment_wise": {"enabled": False, "fresh_tokens": "behavior"}},
+     r"^mis\.segment_wise\.fresh_tokens: behavior has no effect with mis\.segment_wise\.enabled: false"),
+    ({"segment_wise": {"enabled": False, "clip_against": "proximal"}},
+     r"^mis\.segment_wise\.clip_against: proximal has no effect with mis\.segment_wise\.enabled: false"),
+    ({"weight": {}, "segment_wise": {"weight_cap": 5.0}},
+     r"^mis\.segment_wise\.weight_cap: has no effect beside mis\.weight, which has bounds"),
+    ({"weight": {}, "segment_wise": {"mode": "truncate"}}, r"^mis\.segment_wise\.mode: has no effect beside"),
+    ({"weight": None, "segment_wise": {}}, r"^mis\.weight: null contradicts mis\.segment_wise"),
+    ({"weight": {"level": "geometric"}, "segment_wise": {}},
+     r"^mis\.weight\.level: geometric beside mis\.segment_wise, which weighs each token by itself; use token"),
+    ({"segment_wise": {}, "objective": {"old": "behavior"}},
+     r"^mis\.segment_wise: a weight pi_\{v\+1\} / mu belongs to mis\.objective\.old: proximal"),
+    ({"segment_wise": {"enabled": False, "mode": "clip"}, "objective": {"old": "behavior"}},
+     r"^mis\.segment_wise\.mode: has no effect with mis\.objective\.old: behavior"),
+    ({"segment_wise": {"mode": "mask"}, "on_all_rejected": "keep"},
+     r"keep cannot give back what mis\.segment_wise\.mode: mask takes.*mis\.segment_wise\.mode: clip"),
 ]  # fmt: skip
 
 FLAT = [
@@ -317,12 +356,3 @@ def test_fsdp_refuses_context_parallel_input_and_state():
     state = SimpleNamespace(cp=two, effective_dp=two, effective_dp_cp=two, is_ulysses_cp=False)
     with pytest.raises(MisError, match="context.parallel.*compute_mis_weights_with_cp"):
         call("compute_mis_weights_fsdp", parallel_state=state)
-
-
-def test_rollout_scope_without_its_hook_and_without_its_batch():
-    """A hook of Miles that hands its arguments alone has nothing to normalize over."""
-    args = host_args(mis={"weight": {"normalize": {"scope": "rollout"}}})
-    with pytest.raises(MisError, match="mis_plugins.mis.normalize_rollout"):
-        call(args=args)
-    with pytest.raises(MisError, match="rollout"):
-        mis.normalize_rollout(args)

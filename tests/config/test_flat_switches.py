@@ -1,16 +1,21 @@
-"""The switches of Miles's flat keys: `use_rs`, the blog's `use_mask`, and keys that merely look like ours."""
+"""The switches of Miles's flat keys, `use_rs` and the blog's `use_mask`, and keys that merely look like ours.
+
+Some are ours but for letter case, dots or a missing prefix: a host makes arguments of them that nobody reads.
+"""
 
 import difflib
+import re
 import socket
 from argparse import Namespace
 from collections.abc import Callable
-from itertools import chain
+from itertools import chain, product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import yaml
 from batches import host_args, ratio_batch
 from commands import ConfigCommand
 from drive import same_bytes
@@ -162,18 +167,14 @@ MISSES = [
 
 
 @pytest.mark.parametrize(("key", "meant"), MISSES)
-@pytest.mark.parametrize("command", ["check", "show"])
-def test_a_command_refuses_a_near_miss(key: str, meant: str, command: str, config_command: ConfigCommand):
-    for value in (True, False):
-        told = config_command({"tis_upper_bound": 2.0, key: value}, command=command, code=2).err
-        assert f"{key}: unknown key; did you mean {meant}?" in told
-
-
-@pytest.mark.parametrize(("key", "meant"), MISSES)
-def test_a_hook_refuses_a_near_miss(key: str, meant: str):
-    batch = ratio_batch([[0.9, 1.1]])
-    with pytest.raises(ConfigError, match=f"^{key}: unknown key; did you mean {meant}\\?$"):
-        mis.compute_mis_weights_with_cp(host_args(tis_upper_bound=2.0, **{key: True}), **batch.hook_kwargs())
+def test_a_near_miss_is_refused_by_commands_and_by_a_hook(key: str, meant: str, config_command: ConfigCommand):
+    said = f"{key}: unknown key; did you mean {meant}?"
+    for command, value in product(("check", "show"), (True, False)):
+        assert said in config_command({"tis_upper_bound": 2.0, key: value}, command=command, code=2).err
+    with pytest.raises(ConfigError, match=f"^{re.escape(said)}$"):
+        mis.compute_mis_weights_with_cp(
+            host_args(tis_upper_bound=2.0, **{key: True}), **ratio_batch([[0.9, 1.1]]).hook_kwargs()
+        )
 
 
 def test_no_argument_of_a_host_is_a_near_miss():
@@ -231,3 +232,68 @@ def test_an_argument_of_a_newer_host_without_a_file_is_no_near_miss(by_fsdp: boo
     if by_fsdp:
         with pytest.raises(ConfigError, match="^tis_hf: unknown key"):
             reading.from_args(args)
+
+
+# ------------------------------------------------------------------------------------------------------ other spellings
+
+MIS = {"mis": {"weight": {}}}
+CAP = {"tis_upper_bound": 2.0}
+OTHERS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
+    ({}, {"MIS": {"weight": {}}}, "mis"),
+    (MIS, {"Use_TIS": True}, "use_tis"),
+    (MIS, {"mis.weight.upper": 3}, "`mis: {weight: {upper: ...}}`"),
+    (MIS, {"MIS.reject.upper": 3}, "`mis: {reject: [{upper: ...}]}`"),
+    (MIS, {"weight.upper": 3}, "`mis: {weight: {upper: ...}}`"),
+    (MIS, {"Reject": []}, "`mis: {reject: ...}`"),
+    (MIS, {"upper": 3}, "`mis: {weight: {upper: ...}}`"),
+    (CAP, {"USE_RS": True}, "use_rs"),
+    (CAP, {"RS_Veto_Treshold": 1e-4}, "rs_veto_threshold"),
+    (CAP, {"rs.veto_threshold": 1e-4}, "rs_veto_threshold"),
+    (CAP, {"veto_threshold": 1e-4}, "rs_veto_threshold"),
+    (CAP, {"Veto-Threshold": 1e-4}, "rs_veto_threshold"),
+    (CAP, {"lower_bound": 0.5}, "tis_lower_bound or rs_lower_bound"),
+    (CAP, {"mode": "mask"}, "tis_mode"),
+    (CAP, {"tis": True}, "use_tis"),
+    (CAP, {"use_rss": True}, "use_rs"),
+    (CAP, {"use_masks": False}, "use_mask"),
+]
+
+
+@pytest.mark.parametrize(("given", "other", "meant"), OTHERS)
+def test_the_users_key_and_the_right_one_are_named(
+    given: dict, other: dict, meant: str, tmp_path: Path, config_command: ConfigCommand
+):
+    told = f"{next(iter(other))}: nobody reads this key; write {meant}"
+    assert told in config_command({**given, **other}, command="check", code=2).err
+    file = tmp_path / "config.yaml"
+    file.write_text(yaml.safe_dump({**given, **other}))
+    args = Namespace(**{"use_tis": True, "custom_config_path": str(file), **given, **other})
+    with pytest.raises(ConfigError) as caught:
+        mis.compute_mis_weights_with_cp(args, **ratio_batch([[0.9, 1.1]]).hook_kwargs())
+    assert str(caught.value) == told
+
+
+def test_the_file_of_miles_on_fsdp_is_read_too(tmp_path: Path):
+    (tmp_path / "fsdp.yaml").write_text("MIS: {}\n")
+    args = Namespace(train_backend="fsdp", config=str(tmp_path / "fsdp.yaml"), use_tis=False, **CAP)
+    with pytest.raises(ConfigError, match="^MIS: nobody reads this key; write mis$"):
+        reading.from_args(args)
+
+
+def test_an_argument_of_a_hosts_parser_is_none_of_ours(tmp_path: Path):
+    others = {key: value for _, other, _ in OTHERS for key, value in other.items()}
+    args = Namespace(**{**others, **CAP, "use_tis": True})
+    assert reading.from_args(args) == from_flat(CAP)
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(CAP))
+    args.custom_config_path = str(tmp_path / "config.yaml")
+    assert reading.from_args(args) == from_flat(CAP)
+
+
+@pytest.mark.parametrize("given", [MIS, CAP])
+def test_a_file_may_say_any_argument_of_a_host(given: dict):
+    names = {*chain(*map(kinds, recorded().values()))}
+    reading.check_names([*names, *given, "actor", "rollout", "my_level", "weights", "reward.upper"])
+
+
+def test_a_word_without_ours_beside_it_is_the_users_own():
+    reading.check_names(["level", "mode", "mask", "upper"])

@@ -21,7 +21,7 @@ from tolerances import weight_rtol
 from lab.pages import presets as presets_page
 from mis_plugins import mis
 from mis_plugins.__main__ import load, main
-from mis_plugins.config import families, loading, writing
+from mis_plugins.config import loading, writing
 from mis_plugins.config.loading import preset_path, presets
 from mis_plugins.config.model import (
     CorrectionConfig,
@@ -126,15 +126,6 @@ def test_a_product_of_2000_ratios_of_1_001():
 
 
 # ------------------------------------------------------------------------------------------------- command line
-
-
-@each_file
-def test_check_passes_and_describes(file: Path, capsys: pytest.CaptureFixture):
-    assert main(["config", "check", str(file)]) == 0
-    told = capsys.readouterr().out
-    weight = load(file).weight
-    assert weight is None or weight.upper is None or f"{weight.upper:g}" in told
-    assert told.count("reject:") + told.count("down-weigh:") == len(load(file).reject)
 
 
 @pytest.mark.parametrize(
@@ -242,9 +233,13 @@ def test_only_show_needs_torch(command: str):
 
 
 @each_file
-def test_one_rule_says_which_file_corrects(file: Path, capsys: pytest.CaptureFixture):
+def test_check_describes_and_one_rule_says_which_file_corrects(file: Path, capsys: pytest.CaptureFixture):
     """The file of the TIS hook corrects by itself; with --watch it never does; the loss hook has neither."""
-    config = load(file)
+    config, weight = load(file), load(file).weight
+    assert main(["config", "check", str(file)]) == 0
+    told = capsys.readouterr().out
+    assert weight is None or weight.upper is None or f"{weight.upper:g}" in told
+    assert told.count("reject:") + told.count("down-weigh:") == len(config.reject)
     by_tis_hook = config.corrects and not config.needs_loss_hook
     assert keys_of(file).get("use_tis") == (True if by_tis_hook else None)
     code = main(["config", "path", file.stem, "--watch"])
@@ -255,8 +250,6 @@ def test_one_rule_says_which_file_corrects(file: Path, capsys: pytest.CaptureFix
     watched = load(Path(printed.out.strip()))
     assert code == 0 and "use_tis" not in keys_of(Path(printed.out.strip()))
     assert watched == CorrectionConfig(), "the step hook logs every metric of the preset"
-    assert main(["config", "check", str(file)]) == 0
-    told = capsys.readouterr().out
     assert ("switch: use_tis: true in the file corrects, whatever the command line says" in told) == by_tis_hook
 
 
@@ -344,7 +337,7 @@ def test_another_name_is_a_line_of_the_header(tmp_path: Path, monkeypatch: pytes
     head, rest = file.read_text().split("# Needs", 1)
     file.write_text(f"{head}{line}# Needs{rest}")
     assert preset_path("trl-mine") == preset_path("tis") == file
-    grouped = families.families(presets())
+    grouped = loading.families(presets())
     assert "trl-mine" in grouped["trl"] and {"trl-mine", "tis"} <= set(grouped["token"])
     row = "| [`trl-mine`](../yaml/tis.yaml) | `w_t = min(r_t, 2); r = pi_old/mu` | TRL, mine | TRL, run |"
     assert row in presets_page.page(PRESETS_DOC).partition("peers/trl-")[2].partition("<!--")[0]
@@ -384,8 +377,7 @@ def test_a_new_preset_is_held_to_what_every_preset_is(
     test_names_the_flags_it_needs(file)
     test_formula_names_every_bound(file)
     test_corrects_as_the_oracle_says(file)
-    test_check_passes_and_describes(file, capsys)
-    test_one_rule_says_which_file_corrects(file, capsys)
+    test_check_describes_and_one_rule_says_which_file_corrects(file, capsys)
     assert main(["config", "list"]) == main(["config", "show", file.stem]) == 0
     told = capsys.readouterr().out
     assert re.search(rf"^ *{file.stem} .*w_t = min\(r_t, 3\.5\); r = pi_old/mu$", told, re.MULTILINE)
@@ -424,7 +416,7 @@ PRESETS_TO_CHOOSE = re.findall(r"^\| .* \| `([\w-]+)` \| .* \|$", README, re.MUL
 
 def test_the_readme_lets_choose_among_presets_that_are_there():
     assert len(PRESETS_TO_CHOOSE) == 5
-    assert set(PRESETS_TO_CHOOSE) == set(families.START)
+    assert set(PRESETS_TO_CHOOSE) == set(loading.START)
 
 
 @pytest.mark.parametrize("name", ["tis", ".", ""])

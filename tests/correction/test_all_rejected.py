@@ -16,7 +16,7 @@ from mis_plugins import mis
 from mis_plugins.config.reading import from_mapping
 from mis_plugins.correction.pipeline import Correction, correct
 from mis_plugins.errors import ConfigError, InputError
-from mis_plugins.hosts.needs.miles import NEEDS as MILES
+from mis_plugins.hosts.adapters.miles import NEEDS as MILES
 from mis_plugins.hosts.step_report import Recorder
 from mis_plugins.packing.layout import whole
 from mis_plugins.packing.ragged import Ranks

@@ -14,7 +14,7 @@ import stand_ins
 import torch
 from commands import ran
 
-from mis_plugins.hosts.needs.miles import NEEDS
+from mis_plugins.hosts.adapters.miles import NEEDS
 from true_on_policy.bitwise import first_mismatch
 from true_on_policy.contract.gpu import ENVIRONMENT, gpu_contract, model_contract
 from true_on_policy.contract.settings import CHOSEN, FUSED, Setting

@@ -14,7 +14,7 @@ from mis_plugins.config.reading import from_mapping
 from mis_plugins.correction.opsm import Departure
 from mis_plugins.correction.pipeline import correct
 from mis_plugins.hosts.resplit import RESPLIT
-from mis_plugins.hosts.versions.retractions import SHARE
+from mis_plugins.hosts.versions.samples import RETRACTED
 from mis_plugins.metrics.partials import METRICS, partials
 from mis_plugins.metrics.staleness import WEIGHT_METRICS
 from mis_plugins.metrics.token_metrics import OF_MIS_PY, catalogue
@@ -50,7 +50,7 @@ def pattern(name: str) -> str:
 
 
 EVERY = list(WORDS)
-OTHERS = {*WEIGHT_METRICS, *ROUTED, *BY_CLASS, *RESPLIT, SHARE}
+OTHERS = {*WEIGHT_METRICS, *ROUTED, *BY_CLASS, *RESPLIT, RETRACTED}
 
 VETO = {"over": "min", "lower": 1e-4}
 

@@ -13,7 +13,6 @@ from tolerances import FP32_LOG_PROB
 from lab.host.model.decoder import ModelConfig
 from lab.host.model.decoding import Sampling, Unfinished
 from lab.host.model.engine import DecodeEngine
-from lab.host.rollout import served_steps
 from lab.host.rollout.served_steps import Growing, ServedSteps, SteppedEngine
 from lab.host.rollout.serving import SERVING
 from true_on_policy.engines.hf.engine import HuggingFace

@@ -112,7 +112,7 @@ def test_log_probs_over_kept_sets_are_the_engines_renormalized(engine: SGLang, h
             assert [log_prob for log_prob, _ in named] == pytest.approx(
                 sorted((of_engine - mass).tolist(), reverse=True), abs=1e-5
             )
-    assert meta["num_retractions"] == 0, "what retractions.py reads"
+    assert meta["num_retractions"] == 0, "what samples.py reads"
 
 
 def test_an_update_drops_the_cache_once_the_last_request_has_ended(engine: SGLang, tiny: Path, tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 import rollout_process
 
-from mis_plugins.hosts.versions.samples import Numbering
+from mis_plugins.hosts.versions.rollouts import Numbering
 
 
 @pytest.fixture

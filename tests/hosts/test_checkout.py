@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 
 from mis_plugins.__main__ import main
-from mis_plugins.hosts.checkout.command import given_flags
-from mis_plugins.hosts.needs.miles import NEEDS as MILES
-from mis_plugins.hosts.needs.record import Need
-from mis_plugins.hosts.needs.slime import SLIME, VIME
+from mis_plugins.hosts.adapters.miles import NEEDS as MILES
+from mis_plugins.hosts.adapters.slime import SLIME
+from mis_plugins.hosts.adapters.vime import VIME
+from mis_plugins.hosts.checkout import given_flags
+from mis_plugins.hosts.needs import Need
 from mis_plugins.hosts.registry import every_host
 
 RAN, NEWEST = None, 0

@@ -4,10 +4,8 @@ A response's tokens are 0, 1, 2, ...; the trainer's log-probs are those of its w
 them, so that each ratio is known.
 """
 
-import asyncio
 import sys
 from argparse import Namespace
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +19,8 @@ from stand_in_hosts import LAYOUTS, VOCABULARY, Bodies, Layout, Output
 from lab.in_host import cpu_trainer
 from mis_plugins import mis
 from mis_plugins.errors import ConfigError
-from mis_plugins.hosts import replay
-from mis_plugins.hosts.needs.record import HOOKS, NeedError
+from mis_plugins.hosts import routing
+from mis_plugins.hosts.needs import HOOKS, NeedError
 from mis_plugins.hosts.registry import current
 from mis_plugins.hosts.step_report import Recorder
 from mis_plugins.hosts.versions import generate
@@ -247,11 +245,11 @@ def test_samples_and_reducers(host: Bodies) -> None:
 
 
 def test_routes_are_read_from_the_hosts_queues(host: Bodies, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(replay.SWITCH, "1")
-    monkeypatch.setenv(replay.STAGE, replay.FORWARD)
+    monkeypatch.setenv(routing.SWITCH, "1")
+    monkeypatch.setenv(routing.STAGE, routing.FORWARD)
     rows = [torch.tensor([[0, 1]]), torch.tensor([[2, 3]])]
     router = Namespace(routing_replay=Namespace(top_indices_list=rows, forward_index=1))
-    source = replay.source()
+    source = routing.source()
     assert source.replaying() and source.rows(router) is rows[1]
 
 
@@ -274,24 +272,13 @@ def test_the_formula_of_log_probs_is_replaced(host: Bodies, monkeypatch: pytest.
 # ------------------------------------------------------------------------------------------------ versions of tokens
 
 
-def stream(version: int) -> AsyncIterator[dict[str, Any]]:
-    """A call of two tokens under one version."""
-    rows, span = [[-0.5, 1], [-0.25, 2]], {"version": str(version), "start": 0, "end": 2}
-
-    async def told() -> AsyncIterator[dict[str, Any]]:
-        meta = {"output_token_logprobs": rows, "completion_tokens": 2, "weight_version": str(version)}
-        yield {"text": "ab", "meta_info": meta | {"finish_reason": {"type": "stop"}, "weight_versions": [span]}}
-
-    return told()
-
-
 def generated(host: Bodies, version: int, monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.setattr(generate, "_stream", lambda url, payload, headers: stream(version))
-    sample = Namespace(index=0, prompt="p", multimodal_inputs=None, response_length=0, tokens=[], weight_versions=[],
-                       rollout_log_probs=[], kv_cache_namespace="train:-:7")  # fmt: skip
-    args = arguments(host.layout, sglang_router_ip="127.0.0.1", sglang_router_port=1)
-    asked = Namespace(args=args, sample=sample, state=None, sampling_params={}, evaluation=False)
-    output = asyncio.run(mis.generate_with_versions(asked))
+    """A call of two tokens under one version."""
+    answer = rollout_process.streamed([[-0.5, 1], [-0.25, 2]], [2], [version] * 2)
+    monkeypatch.setattr(generate, "_stream", lambda url, payload, headers: answer)
+    sample: Any = rollout_process.Sample()
+    sample.kv_cache_namespace = "train:-:7"
+    output = rollout_process.generated(arguments(host.layout, **rollout_process.ROUTER), sample)
     assert type(output) is Output
     return output.samples
 

@@ -2,14 +2,15 @@
 
 import asyncio
 from argparse import Namespace
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
 import numpy as np
 import pytest
 import stand_in_hosts
 import stand_ins
-from rollout_process import Sample, alone_in_world
+from rollout_process import ROUTER, Sample, alone_in_world, streamed
+from rollout_process import generated as generated_by_miles
 from stand_in_hosts import LAYOUTS, VOCABULARY
 from test_every_hook import LOSS, trained
 
@@ -18,7 +19,8 @@ from mis_plugins.errors import InputError
 from mis_plugins.hosts.host import HEAD_IDS, HEAD_LOG_PROBS
 from mis_plugins.hosts.versions import generate, heads
 from mis_plugins.hosts.versions.heads import HEAD, NamedTokens
-from mis_plugins.hosts.versions.samples import Note, Numbering
+from mis_plugins.hosts.versions.rollouts import Numbering
+from mis_plugins.hosts.versions.samples import Note
 
 pytestmark = pytest.mark.usefixtures("numbering")
 
@@ -51,26 +53,17 @@ def spans(versions: Sequence[int]) -> list[dict[str, Any]]:
 # ----------------------------------------------------------------------------------------------------------- Miles
 
 
-async def stream(payload: Any, incremental: bool) -> AsyncIterator[dict[str, Any]]:
+def stream(payload: Any, incremental: bool) -> AsyncIterator[dict[str, Any]]:
     """Four tokens in two chunks, with as many likeliest tokens at each as the request asks for."""
     k = payload.get("top_logprobs_num", 0)
-    for start, stop in ((0, 1), (1, 4)):
-        some = slice(start if incremental else 0, stop)
-        positions = range(4)[some]
-        meta = {"output_token_logprobs": [[-1.0, position] for position in positions], "completion_tokens": stop,
-                "weight_version": "3", "finish_reason": {"type": "stop"} if stop == 4 else None,
-                "weight_versions": spans([3] * stop)}  # fmt: skip
-        if k:
-            meta["output_top_logprobs"] = [row(position)[:k] for position in positions]
-        yield {"text": "abcd"[some], "meta_info": meta}
+    named: dict[str, Any] = {"output_top_logprobs": [row(position)[:k] for position in range(4)]} if k else {}
+    return streamed([[-1.0, i] for i in range(4)], [1, 4], [3] * 4, incremental=incremental, **named)
 
 
 def generated(monkeypatch: pytest.MonkeyPatch, incremental: bool = True, **args: Any) -> Any:
     monkeypatch.setattr(generate, "_stream", lambda url, payload, headers: stream(payload, incremental))
     stand_in_hosts.load(LAYOUTS["August"], monkeypatch)
-    given = Namespace(sglang_router_ip="127.0.0.1", sglang_router_port=1, **args)
-    asked = Namespace(args=given, sample=Sample(), state=None, sampling_params={}, evaluation=False)
-    return asyncio.run(mis.generate_with_versions(asked)).samples
+    return generated_by_miles(Namespace(**ROUTER, **args), Sample()).samples
 
 
 @pytest.mark.parametrize("incremental", [False, True])
@@ -139,31 +132,33 @@ def called(sample: Any, **args: Any) -> None:
     asyncio.run(mis.generate_with_versions(Namespace(**args), sample, {}))
 
 
-def test_slime_asks_in_every_call_and_joins_what_the_calls_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    requests, sample = (slime(monkeypatch, [0, 1], [], [2]), Sample())  # aborted, aborted before a token, finished
-    for _ in range(3):
-        called(sample, mis=CENTER)
-    assert told(getattr(sample, HEAD)) == expected(0, 1, 2)
-    assert [request["top_logprobs_num"] for request in requests] == [K] * 3
-
-
-def test_tokens_that_no_call_wrote_have_an_empty_head(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tokens of a tool stand between two turns."""
-    slime(monkeypatch, [0, 1], [2])
-    sample = Sample()
-    called(sample, mis=CENTER)
+def a_tool_writes(sample: Any) -> None:
     sample.append_response_tokens(None, tokens=[1, 1], log_probs=[0.0] * 2, meta_info={})
-    called(sample, mis=CENTER)
-    assert told(getattr(sample, HEAD)) == expected(0, 1, None, None, 2)
 
 
-def test_a_response_that_begins_anew_has_a_head_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    slime(monkeypatch, [0, 1], [2])
-    sample = Sample()
-    called(sample, mis=CENTER)
+def begins_anew(sample: Any) -> None:
     sample.tokens, sample.response_length = [], 0
-    called(sample, mis=CENTER)
-    assert told(getattr(sample, HEAD)) == expected(2)
+
+
+@pytest.mark.parametrize(
+    ("calls", "between", "positions"),
+    [
+        ([[0, 1], [], [2]], lambda sample: None, [0, 1, 2]),  # aborted, aborted before a token, finished
+        ([[0, 1], [2]], a_tool_writes, [0, 1, None, None, 2]),
+        ([[0, 1], [2]], begins_anew, [2]),
+    ],
+)
+def test_slime_asks_in_every_call_and_joins_what_the_calls_name(
+    calls: list[list[int]], between: Callable[[Any], None], positions: list[int | None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tokens that no call wrote have an empty head, and a response that begins anew has a head of its own."""
+    requests, sample = slime(monkeypatch, *calls), Sample()
+    for number in range(len(calls)):
+        if number:
+            between(sample)
+        called(sample, mis=CENTER)
+    assert told(getattr(sample, HEAD)) == expected(*positions)
+    assert [request["top_logprobs_num"] for request in requests] == [K] * len(calls)
 
 
 def test_jobs_that_do_not_center_post_the_hosts_own_request(monkeypatch: pytest.MonkeyPatch) -> None:

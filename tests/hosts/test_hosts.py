@@ -1,6 +1,5 @@
 """The functions as the hosts load and call them, and what the hosts then do with the answer."""
 
-import importlib
 import logging
 import math
 from collections.abc import Callable, Sequence
@@ -28,12 +27,6 @@ CONFIG = {
 HOOKS = ["compute_mis_weights_with_cp", "compute_mis_weights_fsdp"]
 
 
-def load_function(path: str) -> Callable:
-    """Split at the last dot and import: what both hosts do with `--custom-tis-function-path`."""
-    module, _, name = path.rpartition(".")
-    return getattr(importlib.import_module(module), name)
-
-
 @pytest.mark.parametrize(
     ("name", "more", "lacks"),
     [
@@ -51,7 +44,7 @@ def test_a_hosts_call(name: str, more: dict[str, Any], lacks: Sequence[str]):
     args = host_args(mis=CONFIG, **{key: more.pop(key) for key in ("qkv_format",) if key in more})
     for argument in lacks:
         delattr(args, argument)
-    answer = load_function(f"mis_plugins.mis.{name}")(args=args, **batch.hook_kwargs(), **more)
+    answer = getattr(mis, name)(args=args, **batch.hook_kwargs(), **more)
     check_answer(batch, answer, by_kept=name == HOOKS[1])
 
 
@@ -60,7 +53,7 @@ ROLLOUT_MEAN = {"weight": {"normalize": {"scope": "rollout"}}}
 
 def called(name: str, batch: Batch, **settings: object) -> object:
     """The answer of a hook that compares the trainer's log-probs with the engine's."""
-    hook, args = load_function(f"mis_plugins.mis.{name}"), host_args(**{"mis": ROLLOUT_MEAN} | settings)
+    hook, args = getattr(mis, name), host_args(**{"mis": ROLLOUT_MEAN} | settings)
     if name == "normalize_rollout":
         return hook(args, 0, rollout_data(batch))
     return hook(args, **(batch.lists() if name == "compute_mis_weights" else batch.hook_kwargs()))
@@ -95,7 +88,7 @@ def test_a_sequence_without_a_valid_token_has_no_gradient_on_fsdp():
     """0 of 0 tokens are kept, and 0 times NaN is NaN."""
     kwargs = ratio_batch([[0.5, 3.0], [1.2]], [[1, 1], [0]]).hook_kwargs()
     args = host_args(mis={"weight": None, "reject": [{"over": "token", "upper": 2.0}]})
-    loss, _, _ = load_function("mis_plugins.mis.compute_mis_weights_fsdp")(args=args, **kwargs)
+    loss, _, _ = mis.compute_mis_weights_fsdp(args=args, **kwargs)
     (gradient,) = torch.autograd.grad(loss.sum(), kwargs["pg_loss"])
     assert gradient.tolist() == [0.5, 0, 0]
 
@@ -348,8 +341,8 @@ def test_metrics_have_no_other_names_than_the_prefixed_ones(name: str):
 def test_lists_of_weights_are_zero_outside_the_mask(level: str):
     batch = ratio_batch([[0.5, 3.0, 1.0], [1.2]], [[1, 0, 1], [0]])
     args = host_args(mis={"weight": {"level": level, "bound": "clip", "upper": 2.0}})
-    weights, _, _ = load_function("mis_plugins.mis.compute_mis_weights")(args, **batch.lists())
-    assert [(w != 0).tolist() for w in weights] == [[True, False, True], [False]]
+    weights, _, _ = mis.compute_mis_weights(args, **batch.lists())
+    assert weights is not None and [(w != 0).tolist() for w in weights] == [[True, False, True], [False]]
 
 
 def test_no_warning_in_a_plain_run(warnings: Callable[[], list[str]]):
@@ -362,8 +355,8 @@ def test_a_rule_alone_weighs_one_or_zero():
     batch = ratio_batch([[0.5, 3.0], [1.2]])
     batch.behavior[0][1] = math.nan
     args = host_args(mis={"weight": None, "reject": [{"over": "min", "lower": 1e-4}]})
-    weights, masks, _ = load_function("mis_plugins.mis.compute_mis_weights")(args, **batch.lists())
-    assert [w.tolist() for w in weights] == [[1.0, 0.0], [1.0]]
+    weights, masks, _ = mis.compute_mis_weights(args, **batch.lists())
+    assert weights is not None and [w.tolist() for w in weights] == [[1.0, 0.0], [1.0]]
     assert [m.tolist() for m in masks] == [[0, 0], [1]]
 
 
@@ -376,7 +369,7 @@ def test_gradient_flows_through_the_loss_alone(batch: Batch, config: dict):
     kwargs = batch.hook_kwargs()
     leaves = [x.clone().requires_grad_() for x in batch.proximal]
     kwargs["train_log_probs"] = leaves
-    function = load_function("mis_plugins.mis.compute_mis_weights_fsdp")
+    function = mis.compute_mis_weights_fsdp
     loss, masks, metrics = function(host_args(mis=config), **kwargs)
     found = torch.autograd.grad(loss.sum(), [kwargs["pg_loss"], *leaves], allow_unused=True)
     assert found[0] is not None and all(g is None for g in found[1:])
@@ -403,8 +396,8 @@ def test_rollout_scope_does_not_depend_on_the_split(level: str, parts: list[list
     whole = config["weight"] | {"normalize": {"scope": "micro_batch"}}
     expected = oracle.correct(batch.samples, {"weight": whole}).weights
     args = host_args(mis=config)
-    load_function("mis_plugins.mis.normalize_rollout")(args, 0, rollout_data(batch))
-    function = load_function("mis_plugins.mis.compute_mis_weights_with_cp")
+    mis.normalize_rollout(args, 0, rollout_data(batch))
+    function = mis.compute_mis_weights_with_cp
     for part in parts:
         kwargs = batch.select(part).hook_kwargs()
         loss, _, _ = function(args, **kwargs, parallel_state=one_rank(), max_seq_lens=None)

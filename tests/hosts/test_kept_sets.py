@@ -1,6 +1,5 @@
 """Kept sets on Miles: asked of SGLang by our generate function, carried to the trainer, and scored over there."""
 
-import asyncio
 import math
 from argparse import Namespace
 from collections.abc import AsyncIterator, Sequence
@@ -10,15 +9,17 @@ import numpy as np
 import pytest
 import stand_in_hosts
 import torch
+from rollout_process import ROUTER, Sample, streamed
+from rollout_process import generated as generated_by_miles
 from stand_in_hosts import LAYOUTS, VOCABULARY
 
-from mis_plugins import mis
 from mis_plugins.errors import ConfigError, InputError
 from mis_plugins.hosts.adapters.miles import HOST
 from mis_plugins.hosts.host import HEAD_IDS
 from mis_plugins.hosts.versions import generate, heads, kept
 from mis_plugins.hosts.versions.kept import KEPT, KeptScoring, KeptSets, columns
-from mis_plugins.hosts.versions.samples import Note, Numbering
+from mis_plugins.hosts.versions.rollouts import Numbering
+from mis_plugins.hosts.versions.samples import Note
 
 pytestmark = pytest.mark.usefixtures("numbering")
 
@@ -37,29 +38,20 @@ def support(ids: Sequence[int]) -> list[float]:
 # ------------------------------------------------------------------------------------------------------- the engine
 
 
-async def stream(payload: Any, without: str = "") -> AsyncIterator[dict[str, Any]]:
+def stream(payload: Any, without: str = "") -> AsyncIterator[dict[str, Any]]:
     """Three tokens in two chunks, with what a request may ask for beside them."""
     whole = [support(ids) for ids in SETS]
     chosen = [row[ids.index(token)] for row, ids, token in zip(whole, SETS, TOKENS, strict=True)]
-    in_support = payload.get("sampling_logprobs_mode") == "support"
-    for start, stop in ((0, 1), (1, 3)):
-        some = slice(start, stop)
-        meta = {"output_token_logprobs": [[-9.0, token, None] for token in TOKENS[some]], "completion_tokens": stop,
-                "weight_version": "3", "finish_reason": {"type": "stop"} if stop == 3 else None,
-                "weight_versions": [{"version": "3", "start": 0, "end": stop}]}  # fmt: skip
-        if payload.get("return_sampling_mask"):
-            meta[kept.MASK], meta[kept.LOG_PROBS] = SETS[some], (whole if in_support else chosen)[some]
-        meta.pop(without, None)
-        yield {"text": "abc"[some], "meta_info": meta}
+    values = whole if payload.get("sampling_logprobs_mode") == "support" else chosen
+    asked = {kept.MASK: SETS, kept.LOG_PROBS: values} if payload.get("return_sampling_mask") else {}
+    asked.pop(without, None)
+    return streamed([[-9.0, token, None] for token in TOKENS], [1, 3], [3] * 3, **asked)
 
 
 def generated(monkeypatch: pytest.MonkeyPatch, without: str = "", **args: Any) -> Any:
     monkeypatch.setattr(generate, "_stream", lambda url, payload, headers: stream(payload, without))
     stand_in_hosts.load(LAYOUTS["August"], monkeypatch)
-    sample: Any = Namespace(index=4, multimodal_inputs=None, response_length=0, weight_versions=[])
-    given = Namespace(sglang_router_ip="127.0.0.1", sglang_router_port=1, **args)
-    asked = Namespace(args=given, sample=sample, state=None, sampling_params={}, evaluation=False)
-    return asyncio.run(mis.generate_with_versions(asked)).samples
+    return generated_by_miles(Namespace(**ROUTER, **args), Sample(4)).samples
 
 
 @pytest.mark.parametrize("centers", [False, True])

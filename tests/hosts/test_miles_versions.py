@@ -9,15 +9,15 @@ from typing import Any
 
 import pytest
 import stand_in_hosts
-from rollout_process import Sample
+from rollout_process import ROUTER, Sample, generated, streamed
 from stand_in_hosts import LAYOUTS, Bodies, Output
 
 from mis_plugins import mis
 from mis_plugins.errors import ConfigError, InputError
-from mis_plugins.hosts.needs.miles import NEEDS
+from mis_plugins.hosts.adapters.miles import NEEDS
 from mis_plugins.hosts.versions import generate
-from mis_plugins.hosts.versions.samples import Note, Numbering
-from mis_plugins.hosts.versions.shelf import Shelf
+from mis_plugins.hosts.versions.rollouts import Numbering, Shelf
+from mis_plugins.hosts.versions.samples import Note
 from mis_plugins.versions.recompute import Request
 from mis_plugins.versions.spans import spans
 
@@ -74,22 +74,8 @@ def test_a_sample_that_the_host_drops_leaves(fresh: Numbering) -> None:
 
 def chunks(incremental: bool, finish: str | None = "stop") -> AsyncIterator[dict[str, Any]]:
     """Four tokens: two chunks under version 3, one under 4."""
-    rows = [[-0.5, 11], [-0.25, 12], [-1.5, 13], [-2.0, 14]]
-
-    async def told() -> AsyncIterator[dict[str, Any]]:
-        for start, stop, version in ((0, 1, "3"), (1, 3, "3"), (3, 4, "4")):
-            first = start if incremental else 0
-            last = stop == 4 and finish
-            meta = {"output_token_logprobs": rows[first:stop], "completion_tokens": stop,
-                    "weight_version": version, "finish_reason": {"type": finish} if last else None}  # fmt: skip
-            if last:
-                meta["weight_versions"] = [
-                    {"version": "3", "start": 0, "end": 2},
-                    {"version": "4", "start": 2, "end": 4},
-                ]
-            yield {"text": "abcd"[first:stop], "meta_info": meta}
-
-    return told()
+    rows, heard = [[-0.5, 11], [-0.25, 12], [-1.5, 13], [-2.0, 14]], [3, 3, 4]
+    return streamed(rows, [1, 3, 4], [3, 3, 4, 4], heard=heard, incremental=incremental, finish=finish)
 
 
 @pytest.mark.parametrize("incremental", [False, True])
@@ -160,18 +146,15 @@ def host(monkeypatch: pytest.MonkeyPatch) -> Bodies:
     return stand_in_hosts.load(LAYOUTS["August"], monkeypatch)
 
 
-def asked(sample: Any, evaluation: bool = False) -> Namespace:
-    args = Namespace(sglang_router_ip="127.0.0.1", sglang_router_port=1)
-    return Namespace(args=args, sample=sample, state=None, sampling_params={}, evaluation=evaluation)
+ARGS = Namespace(**ROUTER)
 
 
 def test_the_versions_of_the_engine_stand_on_the_sample(host: Bodies, fresh: Numbering) -> None:
-    sample = asyncio.run(mis.generate_with_versions(asked(Sample()))).samples
+    sample = generated(ARGS, Sample()).samples
     assert sample.output_versions == [3, 3, 4, 4]  # the last chunk of version 3 held a token of version 4
     assert sample.weight_versions == ["3", "4"]
     assert shelf(fresh).waiting(3, -1).requests[0].positions == (0, 1)
-    evaluated = asyncio.run(mis.generate_with_versions(asked(Sample(), evaluation=True)))
-    assert evaluated == Output("the host's own")
+    assert generated(ARGS, Sample(), evaluation=True) == Output("the host's own")
 
 
 def test_an_answer_without_versions_is_raised_by_the_conversion(
@@ -179,7 +162,7 @@ def test_an_answer_without_versions_is_raised_by_the_conversion(
 ) -> None:
     """Miles asks for another group, for ever, where a generate function raises."""
     monkeypatch.setattr(generate, "spans", lambda meta_info, count: spans({"weight_version": "5"}, count))
-    sample = asyncio.run(mis.generate_with_versions(asked(Sample()))).samples
+    sample = generated(ARGS, Sample()).samples
     assert "sample 0: " in caplog.text, "a job without our conversion reads it in its log"
     with pytest.raises(InputError, match="sample 0: .*no weight_versions"):
         converted(host, [sample])
@@ -214,12 +197,11 @@ def test_train_data_holds_a_note_of_each_sample(host: Bodies, fresh: Numbering) 
     ]
 
 
-def test_a_sample_of_another_generate_function_is_refused(host: Bodies) -> None:
+def test_a_sample_of_another_generate_function_and_a_response_that_was_cut_are_refused(
+    host: Bodies, fresh: Numbering
+) -> None:
     with pytest.raises(InputError, match="sample 0: no output_versions; generate with --custom-generate"):
         converted(host, [Sample()])
-
-
-def test_a_response_that_was_cut_is_refused(host: Bodies, fresh: Numbering) -> None:
     sample = drawn(fresh, [1, 2])
     sample.response_length = 1
     with pytest.raises(InputError, match="output_versions of 2 tokens, and the response has 1"):

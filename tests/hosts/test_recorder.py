@@ -25,9 +25,9 @@ from mis_plugins.config.reading import from_mapping
 from mis_plugins.correction.pipeline import Correction, correct
 from mis_plugins.errors import ConfigError, InputError, MisError
 from mis_plugins.hosts import tracking
+from mis_plugins.hosts.adapters.miles import NEEDS as MILES
+from mis_plugins.hosts.adapters.slime import SLIME
 from mis_plugins.hosts.batch import HostBatch
-from mis_plugins.hosts.needs.miles import NEEDS as MILES
-from mis_plugins.hosts.needs.slime import SLIME
 from mis_plugins.hosts.rank_agreement import can_add_up
 from mis_plugins.hosts.step_report import Recorder
 from mis_plugins.metrics.partials import partials, watch
@@ -420,24 +420,27 @@ def corrected_on(batch: Batch, cp: int, cp_rank: int, ranks: Ranks, config: dict
     return correct(host.proximal, host.behavior, host.place(), from_mapping(config))
 
 
-def of_rank(rank: int, batches: list[Batch], config: dict, cp: int) -> tuple[list[dict], str | None]:
-    """Each data-parallel rank records its batch; what the host's tracking got, and what was raised."""
+def of_process() -> tuple[list[dict], Ranks, Recorder]:
+    """What the host's tracking gets in this process, the process's groups, and a recorder."""
     from megatron.core import parallel_state as mpu
 
-    module = Tracking()
+    module, groups = Tracking(), (mpu.get_context_parallel_group(), mpu.get_data_parallel_group())
     sys.modules[module.__name__] = module
-    group = lambda g: g if g.size() > 1 else None  # noqa: E731
-    ranks = Ranks(group(mpu.get_context_parallel_group()), group(mpu.get_data_parallel_group()))
-    recorder = Recorder()
+    return module.logged, Ranks(*(group if group.size() > 1 else None for group in groups)), Recorder()
+
+
+def of_rank(rank: int, batches: list[Batch], config: dict, cp: int) -> tuple[list[dict], str | None]:
+    """Each data-parallel rank records its batch; what the host's tracking got, and what was raised."""
+    logged, ranks, recorder = of_process()
     recorder.report(ARGS, 0, 0, ranks)
     recorder.record(corrected_on(batches[rank // cp], cp, rank % cp, ranks, config))
     try:
         recorder.flush(ARGS, ranks)
     except MisError as error:
-        return module.logged, str(error)
+        return logged, str(error)
     finally:
         dist.barrier()
-    return module.logged, None
+    return logged, None
 
 
 RANK_BATCHES = [
@@ -479,18 +482,15 @@ def test_every_rank_raises_for_one(tmp_path: Path):
 
 def joined(rank: int, groups_changed: bool, on_all_rejected: str) -> tuple[list[dict], list[str]]:
     """Rank 1 is new in the second step; what the tracking got in two steps, and what was warned of or raised."""
-    module, words = Tracking(), []
-    sys.modules[module.__name__] = module
-    handler = logging.Handler()
+    logged, ranks, recorder = of_process()
+    words, handler = list[str](), logging.Handler()
     handler.emit = lambda record: words.append(record.getMessage())
     logging.getLogger("mis_plugins").addHandler(handler)
-    ranks = Ranks(dp=dist.group.WORLD)
     config = VETO | {"metrics": "all", "on_all_rejected": on_all_rejected}
 
     def record(ratio: float, among: Ranks) -> None:
         recorder.record(corrected_on(ratio_batch([[ratio, 1.0]]), 1, 0, among, config))
 
-    recorder = Recorder()
     if rank == 0:
         recorder.step = (0, 0)  # of the rank that is lost by now
         record(0.01, Ranks() if groups_changed else ranks)
@@ -501,7 +501,7 @@ def joined(rank: int, groups_changed: bool, on_all_rejected: str) -> tuple[list[
     record(1.0 + rank, ranks)
     recorder.flush(ARGS, ranks)
     dist.barrier()
-    return module.logged, words
+    return logged, words
 
 
 @pytest.mark.parametrize(("groups_changed", "on_all_rejected"), [(False, "skip"), (True, "raise")])
@@ -518,10 +518,7 @@ def test_a_rank_that_joins_has_nothing_to_add(tmp_path: Path, groups_changed: bo
 
 def odd_one_out(rank: int) -> list[list[bool]]:
     """On a grid of two by two, in turn one has joined, or been moved; then all have two configs, or all are new."""
-    from megatron.core import parallel_state as mpu
-
-    group = lambda g: g if g.size() > 1 else None  # noqa: E731
-    ranks = Ranks(group(mpu.get_context_parallel_group()), group(mpu.get_data_parallel_group()))
+    _, ranks, _ = of_process()
     one, none, of_rank = [from_mapping(VETO)], list[CorrectionConfig](), [rank == odd for odd in range(4)]
     two = [*one, from_mapping(EVERYTHING)]
     return [
@@ -538,8 +535,8 @@ def test_what_one_rank_of_the_grid_knows_all_ranks_heed(tmp_path: Path):
 
 
 def under_two_configs(rank: int) -> str:
-    ranks = Ranks(dp=dist.group.WORLD)
-    recorder, config = Recorder(), EVERYTHING | ({"reject": VETO["reject"]} if rank else {})
+    _, ranks, recorder = of_process()
+    config = EVERYTHING | ({"reject": VETO["reject"]} if rank else {})
     recorder.report(ARGS, 0, 0, ranks)
     recorder.record(corrected_on(ratio_batch([[1.0]]), 1, 0, ranks, config))
     with pytest.raises(InputError) as raised:
@@ -553,16 +550,13 @@ def test_ranks_that_corrected_differently_do_not_wait_for_each_other(tmp_path: P
 
 
 def in_another_order(rank: int) -> list[float]:
-    module = Tracking()
-    sys.modules[module.__name__] = module
-    ranks = Ranks(dp=dist.group.WORLD)
-    recorder = Recorder()
+    logged, ranks, recorder = of_process()
     recorder.report(ARGS, 0, 0, ranks)
     of_config = [(EVERYTHING | {"keep_floor": 0.1}, 1), (EVERYTHING | {"keep_floor": 0.2}, 10)]
     for config, tokens in reversed(of_config) if rank else of_config:
         recorder.record(corrected_on(ratio_batch([[1.0] * tokens]), 1, 0, ranks, config))
     recorder.flush(ARGS, ranks)
-    return [row["train/mis_step/tokens"] for row in module.logged]
+    return [row["train/mis_step/tokens"] for row in logged]
 
 
 def test_two_configs_that_ranks_met_in_another_order_are_not_mixed(tmp_path: Path):

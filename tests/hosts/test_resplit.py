@@ -150,18 +150,13 @@ MEGATRON = pytest.mark.parametrize("host", ["miles", "slime"])
 
 @MEGATRON
 @pytest.mark.parametrize("groups", [3, [[4, 0, 2], [1, 5, 3]]])
-def test_a_trainer_that_does_not_depend_on_the_batch_differs_in_nothing(
+def test_a_dependence_on_the_batch_is_told_and_nothing_where_there_is_none(
     host: str, groups: Any, monkeypatch: Any, caplog: Any
 ) -> None:
     trainer, told = trained(host, monkeypatch, caplog, groups)
     halved = [[0, 1], [2], [3, 4], [5]] if groups == 3 else [[4, 0], [2], [1, 5], [3]]
     assert trainer.passes == [(halved, [2, 2])]
     assert told == {"resplit_differs": 0, "resplit_diff_abs_mean": 0, "resplit_diff_abs_max": 0, "step": 0}
-
-
-@MEGATRON
-@pytest.mark.parametrize("groups", [3, [[4, 0, 2], [1, 5, 3]]])
-def test_a_planted_dependence_on_the_batch_is_told(host: str, groups: Any, monkeypatch: Any, caplog: Any) -> None:
     _, told = trained(host, monkeypatch, caplog, groups, leak=0.25)
     assert told["resplit_differs"] == 1
     assert told["resplit_diff_abs_max"] == 0.5, "a sample that is alone, and was one of three"

@@ -94,6 +94,7 @@ FINE = {
     "NaN at a masked token": Sample([math.nan, -1.0], loss_mask=[0, 1]),
     "None at a masked token": Sample([None, -1.0], loss_mask=torch.tensor([0, 1])),
     "no index": good(index=None, group_index=None),
+    "little above 0, by rounding": Sample([1e-3, -0.5]),
 }
 
 
@@ -148,70 +149,10 @@ def test_a_sample_removed_earlier_stays_removed_and_is_not_named(caplog: pytest.
     assert not caplog.records
 
 
-def test_the_log_names_samples_with_counts(caplog: pytest.LogCaptureFixture):
-    data = [[good(), Sample([-0.5], index=11, group_index=2)], [Sample([math.nan, -1.0], index=12)]]
-    drop_broken_samples(ARGS, data)
-    assert [record.getMessage() for record in caplog.records] == [
-        "dropped sample 11 of group 2: 1 rollout log-probs for 2 response tokens",
-        "dropped sample 12 of group 3: 1 of 2 rollout log-probs not finite",
-        "dropped 2 of 3 samples from the loss: rollout log-probs of another count in 1, not finite in 1",
-    ]
-    assert all(record.levelno == logging.WARNING for record in caplog.records)
-
-
-@pytest.mark.parametrize(
-    ("sample", "detail"),
-    [
-        (good(loss_mask=[1] * 3), "a loss mask of 3 for 2 response tokens and 2 rollout log-probs"),
-        (good(loss_mask=[]), "a loss mask of 0 for 2 response tokens and 2 rollout log-probs"),
-        (Sample([-0.5], loss_mask=[1, 1]), "1 rollout log-probs for 2 response tokens and a loss mask of 2"),
-        (
-            good(response_length=3, loss_mask=[1, 0]),
-            "a response_length of 3 for 2 rollout log-probs and a loss mask of 2",
-        ),
-        (
-            good(response_length=4, loss_mask=[1] * 3),
-            "2 rollout log-probs for 4 response tokens and a loss mask of 3: no two agree",
-        ),
-    ],
-)
-def test_the_odd_one_of_log_probs_tokens_and_loss_mask_is_named(sample: Sample, detail: str):
-    fault = fault_of(sample)
-    assert fault is not None and fault.detail == detail
-
-
-@pytest.mark.parametrize("log_probs", [[-0.5, 1.0], [1e9, -0.5], [True, -0.5], [-0.5, math.inf]])
-def test_no_log_prob_is_above_zero(log_probs: list):
-    """TRL's PPO pads with 1; rounding may leave little above 0."""
-    fault = fault_of(Sample(log_probs))
-    assert fault is not None and fault.detail.startswith("1 of 2 rollout log-probs")
-    assert fault_of(Sample([1e-3, -0.5])) is None
-
-
 def test_fewer_tokens_than_the_response_has():
     short = good(tokens=[7], loss_mask=[1, 1])
     drop_broken_samples(ARGS, iter([good(), [short]]))
     assert short.remove_sample and len(short.tokens) == 3
-    assert (fault := fault_of(good(tokens=[7]))) and fault.detail == "1 tokens for a prompt and 2 response tokens"
-
-
-@pytest.mark.parametrize("entry", [{"token": 5}, (-0.5,), (-0.5, None), 7])
-def test_an_entry_that_names_no_token_is_of_another_one(entry: Any):
-    fault = fault_of(good(metadata={"output_token_logprobs": [(-0.5, 5), entry]}))
-    assert fault is not None and fault.cause == "of other tokens"
-
-
-def test_the_log_names_what_stands_in_for_log_probs(caplog: pytest.LogCaptureFixture):
-    samples = [
-        Sample([-9999.0, None, -9999, math.nan, -1e9, "x"], response_length=6, index=1),
-        Sample([None, -1.0], index=2),
-    ]
-    drop_broken_samples(ARGS, [[good(), *samples]])
-    assert [record.getMessage() for record in caplog.records] == [
-        "dropped sample 1 of group 3: 6 of 6 rollout log-probs absent: -9999 in 2, None in 1, -1e+09 in 1, 'x' in 1",
-        "dropped sample 2 of group 3: 1 of 2 rollout log-probs not finite: None in 1",
-        "dropped 2 of 3 samples from the loss: rollout log-probs absent in 1, not finite in 1",
-    ]
 
 
 def test_many_dropped_samples_end_in_a_total(caplog: pytest.LogCaptureFixture):
@@ -326,10 +267,57 @@ def test_a_drafted_token_may_lie_outside_its_nucleus():
     assert (sample.remove_sample, changed.remove_sample) == (False, True)
 
 
-def test_the_log_says_which_token_differs(caplog: pytest.LogCaptureFixture):
-    drop_broken_samples(ARGS, [[good(metadata=returned(5, 7)), good(metadata=returned(5))]])
-    assert [record.getMessage() for record in caplog.records] == [
+NAMES_NONE = "1 of 2 response tokens are not those that the engine returned, the first at 1"
+TOLD: list[tuple[Sample, str]] = [
+    (good(loss_mask=[1] * 3), "a loss mask of 3 for 2 response tokens and 2 rollout log-probs"),
+    (good(loss_mask=[]), "a loss mask of 0 for 2 response tokens and 2 rollout log-probs"),
+    (Sample([-0.5], loss_mask=[1, 1]), "1 rollout log-probs for 2 response tokens and a loss mask of 2"),
+    (good(response_length=3, loss_mask=[1, 0]), "a response_length of 3 for 2 rollout log-probs and a loss mask of 2"),
+    (good(response_length=4, loss_mask=[1] * 3),
+     "2 rollout log-probs for 4 response tokens and a loss mask of 3: no two agree"),
+    # TRL's PPO pads with 1.
+    *((Sample(log_probs), f"1 of 2 rollout log-probs {said}") for log_probs, said in (
+        ([-0.5, 1.0], "absent: 1 in 1"), ([1e9, -0.5], "absent: 1e+09 in 1"), ([True, -0.5], "not finite"),
+        ([-0.5, math.inf], "not finite"))),
+    (good(tokens=[7]), "1 tokens for a prompt and 2 response tokens"),
+    *((good(metadata={"output_token_logprobs": [(-0.5, 5), entry]}), NAMES_NONE)
+      for entry in ({"token": 5}, (-0.5,), (-0.5, None), 7)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("sample", "detail"), TOLD)
+def test_what_is_wrong_with_a_sample_is_told(sample: Sample, detail: str):
+    """Of log-probs, tokens and loss mask the odd one is named."""
+    fault = fault_of(sample)
+    assert fault is not None and fault.detail == detail
+    assert (fault.cause == "of other tokens") == (detail == NAMES_NONE)
+
+
+# The samples, and what the log says of them.
+LOGGED: list[tuple[list[Sample], list[str]]] = [
+    ([good(), Sample([-0.5], index=11, group_index=2), Sample([math.nan, -1.0], index=12)], [
+        "dropped sample 11 of group 2: 1 rollout log-probs for 2 response tokens",
+        "dropped sample 12 of group 3: 1 of 2 rollout log-probs not finite",
+        "dropped 2 of 3 samples from the loss: rollout log-probs of another count in 1, not finite in 1",
+    ]),
+    ([good(), Sample([-9999.0, None, -9999, math.nan, -1e9, "x"], response_length=6, index=1),
+      Sample([None, -1.0], index=2)], [
+        "dropped sample 1 of group 3: 6 of 6 rollout log-probs absent: -9999 in 2, None in 1, -1e+09 in 1, 'x' in 1",
+        "dropped sample 2 of group 3: 1 of 2 rollout log-probs not finite: None in 1",
+        "dropped 2 of 3 samples from the loss: rollout log-probs absent in 1, not finite in 1",
+    ]),
+    ([good(metadata=returned(5, 7)), good(metadata=returned(5))], [
         "dropped sample 7 of group 3: 1 of 2 response tokens are not those that the engine returned, the first at 1",
         "dropped sample 7 of group 3: 1 output_token_logprobs for 2 response tokens",
         "dropped 2 of 2 samples from the loss: rollout log-probs of other tokens in 2",
-    ]
+    ]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("samples", "said"), LOGGED)
+def test_the_log_names_samples_and_what_is_wrong_with_them(
+    samples: list[Sample], said: list[str], caplog: pytest.LogCaptureFixture
+):
+    drop_broken_samples(ARGS, [samples[:1], samples[1:]])
+    assert [record.getMessage() for record in caplog.records] == said
+    assert all(record.levelno == logging.WARNING for record in caplog.records)

@@ -18,7 +18,8 @@ from rollout_process import Sample
 from mis_plugins import mis
 from mis_plugins.errors import ConfigError, InputError
 from mis_plugins.hosts.versions import rollouts
-from mis_plugins.hosts.versions.samples import Note, Numbering
+from mis_plugins.hosts.versions.rollouts import Numbering
+from mis_plugins.hosts.versions.samples import Note
 
 pytestmark = pytest.mark.usefixtures("numbering")
 

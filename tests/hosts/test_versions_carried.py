@@ -20,9 +20,10 @@ from mis_plugins import mis
 from mis_plugins.errors import ConfigError, InputError
 from mis_plugins.hosts import loss_batch
 from mis_plugins.hosts.registry import current
-from mis_plugins.hosts.versions import retractions
+from mis_plugins.hosts.versions import samples as on_samples
 from mis_plugins.hosts.versions.carrying import Carrying
-from mis_plugins.hosts.versions.samples import Note, Numbering
+from mis_plugins.hosts.versions.rollouts import Numbering
+from mis_plugins.hosts.versions.samples import Note
 from mis_plugins.hosts.versions.scores import Scores, Trainer, shares
 from mis_plugins.versions.recompute import Request
 
@@ -164,17 +165,17 @@ def test_the_share_of_retracted_samples_is_told_and_logged_once(
     samples = [drawn(numbering, [1, 1], index) for index in range(4)]
     for one, calls in zip(samples, ([0], [2], [1, 0], [0, 0]), strict=True):
         for before, told in enumerate(calls):
-            retractions.hear(one, {"num_retractions": told}, before)
-    share = retractions.share(Namespace(use_rollout_routing_replay=True), samples)
+            on_samples.hear_retractions(one, {"num_retractions": told}, before)
+    share = on_samples.retracted_share(Namespace(use_rollout_routing_replay=True), samples)
     assert "retracted the requests of 2 of 4 samples; --use-rollout-routing-replay" in caplog.text
     data = rollout(host, numbering, *samples)
     data[host.layout.needs.notes] = numbering.noted(samples, scored=False, of_batch=share)
     for _ in range(2):  # the host repeats the rollout
         kept.before_training(actor, 3, dict(data))
     assert [told["train/mis_step/retracted_fraction"] for told in host.logged] == [0.5]
-    retractions.hear(samples[0], {"num_retractions": 0}, 0)
-    delattr(samples[1], retractions.RETRACTIONS)
-    assert not retractions.share(Namespace(), samples), "not known of every sample"
+    on_samples.hear_retractions(samples[0], {"num_retractions": 0}, 0)
+    delattr(samples[1], on_samples.RETRACTIONS)
+    assert not on_samples.retracted_share(Namespace(), samples), "not known of every sample"
 
 
 def test_the_loss_hook_gets_what_it_reads(host: Bodies, numbering: Numbering) -> None:

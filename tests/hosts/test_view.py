@@ -24,7 +24,7 @@ from mis_plugins.config import reading
 from mis_plugins.config.model import CorrectionConfig, WeightConfig
 from mis_plugins.config.view import original, stamp, view
 from mis_plugins.errors import ConfigError, InputError
-from mis_plugins.hosts import registry, watching
+from mis_plugins.hosts import registry, uncorrected
 
 KEYS: dict[str, Any] = {
     "use_tis": True, "get_mismatch_metrics": False, "qkv_format": "thd", "mis": {"weight": {"upper": 1.5}},
@@ -367,7 +367,7 @@ def test_a_file_is_read_once_and_again_for_another_job(tmp_path: Path):
 def test_flat_keys_that_nothing_reads_are_refused_by_the_loss_hook(tmp_path: Path):
     args = job(tmp_path, {"tis_level": "token"}, mis=None, use_tis=False)
     with pytest.raises(ConfigError, match="^tis_level: no effect without a tis_upper_bound"):
-        watching.for_loss_hook(args, reading.from_args(args))
+        uncorrected.for_loss_hook(args, reading.from_args(args))
 
 
 def test_a_file_that_says_another_weight_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture):
@@ -378,9 +378,9 @@ def test_a_file_that_says_another_weight_is_told(tmp_path: Path, caplog: pytest.
 
 def test_a_file_edited_for_the_next_job_switches_no_running_job_off(tmp_path: Path):
     args = job(tmp_path, "mis: {weight: {upper: 100}}\n", use_tis=False, mis=CAPPED)
-    assert not watching.watches(args)
+    assert not uncorrected.watches(args)
     (tmp_path / "mis.yaml").write_text("mis: {weight: {upper: 100}}\nuse_tis: false\n")
-    assert not watching.watches(args)
+    assert not uncorrected.watches(args)
 
 
 @pytest.mark.parametrize(

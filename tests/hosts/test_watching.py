@@ -15,7 +15,7 @@ from test_loss_hook import Outcome, assert_same, call, drive, flags, hosts, rand
 from lab.host.cli.arguments import merge_custom_config
 from mis_plugins import mis
 from mis_plugins.errors import ConfigError
-from mis_plugins.hosts import watching
+from mis_plugins.hosts import uncorrected
 from mis_plugins.hosts.step_report import Recorder
 
 __all__ = ["hosts"]  # the fixture that stands in for the hosts' modules
@@ -44,22 +44,14 @@ def loss_of(args: Namespace) -> Outcome:
 
 
 @pytest.mark.parametrize("keys", CORRECTING)
-def test_a_file_that_says_use_tis_false_leaves_the_hosts_loss(keys: dict, tmp_path: Path):
+def test_the_hosts_loss_is_left_where_a_file_or_a_flag_says_that_the_run_watches(keys: dict, tmp_path: Path):
     plain = call(random_step(0))
-    watched = loss_of(from_file(tmp_path / "mis.yaml", keys | {"use_tis": False}))
+    watched = loss_of(from_file(tmp_path / "off.yaml", keys | {"use_tis": False}))
     assert_same(watched, plain)
     assert "mis_k3_kl" in watched.metrics.keys()
-    corrected = loss_of(from_file(tmp_path / "other.yaml", keys))
-    assert not same_bytes(corrected.loss, plain.loss)
-
-
-@pytest.mark.parametrize("keys", CORRECTING)
-def test_mismatch_metrics_without_use_tis_leave_the_hosts_loss(keys: dict, tmp_path: Path):
-    plain = call(random_step(0))
-    by_flag = from_file(tmp_path / "a.yaml", keys, get_mismatch_metrics=True)
-    by_file = from_file(tmp_path / "b.yaml", keys | {"get_mismatch_metrics": True})
-    for args in (by_flag, by_file):
-        assert_same(loss_of(args), plain)
+    assert_same(loss_of(from_file(tmp_path / "flag.yaml", keys, get_mismatch_metrics=True)), plain)
+    assert_same(loss_of(from_file(tmp_path / "said.yaml", keys | {"get_mismatch_metrics": True})), plain)
+    assert not same_bytes(loss_of(from_file(tmp_path / "on.yaml", keys)).loss, plain.loss)
 
 
 @pytest.mark.parametrize("keys", [NESTED, FLAT, MORE])
@@ -183,5 +175,5 @@ def test_the_mean_of_a_rollout_has_no_effect_where_the_loss_hook_watches(tmp_pat
 def test_metrics_keep_their_size(tmp_path: Path):
     keys = {"mis": {"weight": {"upper": 1.05}, "metrics": "core"}, "use_tis": False}
     args = from_file(tmp_path / "mis.yaml", keys)
-    left = watching.for_loss_hook(args, mis.reading.from_args(args))
+    left = uncorrected.for_loss_hook(args, mis.reading.from_args(args))
     assert left == mis.CorrectionConfig(metrics="core")

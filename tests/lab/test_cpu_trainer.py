@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from lab.in_host import cpu_trainer
-from mis_plugins.hosts.needs.record import NeedError
+from mis_plugins.hosts.needs import NeedError
 from mis_plugins.hosts.registry import every_host
 from true_on_policy.bitwise import equal_bits
 from true_on_policy.contract import rounding as rope

@@ -39,7 +39,7 @@ from mis_plugins import mis
 from mis_plugins.config import reading
 from mis_plugins.correction.pipeline import correct
 from mis_plugins.errors import ConfigError, InputError, MisError
-from mis_plugins.hosts import loss_batch, loss_flags, tracking
+from mis_plugins.hosts import loss_batch, loss_hook, tracking
 from mis_plugins.hosts.registry import current
 from mis_plugins.loss import micro_batch as loss
 from mis_plugins.metrics import sketch
@@ -790,7 +790,7 @@ def share_of(step: Step, config: dict) -> loss.Share:
     """What the hook makes of correction and OPSM."""
     args, batch = flags(mis=config), step.batch()
     reduce, logits = reducer(batch, "miles"), torch.cat(step.rows("target"))
-    in_force = loss_flags.config_in_force(args, reading.from_args(args), current(args))
+    in_force = loss_hook.config_in_force(args, reading.from_args(args), current(args))
     inputs = loss_batch.read(current(args, reduce), args, batch, logits, in_force)
     assert inputs.behavior is not None
     correction = correct(loss.compared_log_probs(inputs, in_force), inputs.behavior, inputs.ragged, in_force)

@@ -24,11 +24,10 @@ from lab.tallies import tally
 from mis_plugins import mis
 from mis_plugins.config.reading import from_mapping
 from mis_plugins.errors import ConfigError, InputError, MisError
-from mis_plugins.hosts import replay
 from mis_plugins.hosts import routing as hooks
 from mis_plugins.hosts.adapters import miles_fsdp, slime
+from mis_plugins.hosts.adapters.miles import NEEDS as MILES
 from mis_plugins.hosts.host import Host
-from mis_plugins.hosts.needs.miles import NEEDS as MILES
 from mis_plugins.packing.layout import whole, zigzag
 from mis_plugins.routing import watch as watch_room
 from mis_plugins.routing.placement import Grid, placement
@@ -456,7 +455,7 @@ def test_the_statistic_stops_where_a_layer_compared_nothing(tmp_path: Path):
 
 
 IDLE = {
-    "no replay": patch.object(replay.Queues, "replaying", lambda source: False),
+    "no replay": patch.object(hooks.Queues, "replaying", lambda source: False),
     "a dense model": patch.object(watch_room, "routers_of", lambda model: iter(())),
 }
 
@@ -531,7 +530,7 @@ def pass_of(*rows: int) -> Gathered:
 def training(gathered: Gathered, chunks: int = 1) -> watch_room.Watch:
     """A watch whose rollout trains."""
     run, rollout = watch_room.Pass(watch_room.TRAIN), watch_room.Rollout(gathered=gathered)
-    return watch_room.Watch(replay.Targets(), Grid(), chunks=chunks, run=run, rollout=rollout)
+    return watch_room.Watch(hooks.Targets(), Grid(), chunks=chunks, run=run, rollout=rollout)
 
 
 def test_flags_are_those_of_the_micro_batch_whose_loss_runs():

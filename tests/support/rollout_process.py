@@ -2,9 +2,10 @@
 
 import asyncio
 import inspect
+import itertools
 import threading
 from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from concurrent.futures import CancelledError
 from contextlib import contextmanager
 from typing import Any
@@ -12,8 +13,9 @@ from typing import Any
 import pytest
 import stand_ins
 
+from mis_plugins import mis
 from mis_plugins.hosts.versions import generate, rollouts, scores
-from mis_plugins.hosts.versions.samples import Numbering
+from mis_plugins.hosts.versions.rollouts import Numbering
 
 
 class Sample:
@@ -28,6 +30,42 @@ class Sample:
         self.tokens += tokens
         self.response_length += len(tokens)
         self.rollout_log_probs += log_probs
+
+
+async def streamed(
+    rows: Sequence[Any],
+    ends: Sequence[int],
+    versions: Sequence[int],
+    *,
+    heard: Sequence[int] = (),
+    incremental: bool = True,
+    finish: str | None = "stop",
+    **columns: Sequence[Any],
+) -> AsyncIterator[dict[str, Any]]:
+    """SGLang's stream of one response, whose chunks end at these tokens.
+
+    rows: log-prob and token at each position; `columns` are further lists of the answer's `meta_info`.
+    versions: which version wrote each token, as the last chunk names it.
+    heard: the version that the engine has when it sends each chunk; that of the chunk's last token where none is given.
+    finish: why the response ended; None for a stream that breaks off.
+    """
+    runs = [list(run) for _, run in itertools.groupby(range(len(versions)), versions.__getitem__)]
+    named = [{"version": str(versions[run[0]]), "start": run[0], "end": run[-1] + 1} for run in runs]
+    told = heard or [versions[end - 1] for end in ends]
+    for version, (start, stop) in zip(told, itertools.pairwise((0, *ends)), strict=True):
+        some, ended = slice(start if incremental else 0, stop), finish if stop == ends[-1] else None
+        meta = {"completion_tokens": stop, "weight_version": str(version), "finish_reason": ended and {"type": ended}}
+        meta |= {name: column[some] for name, column in {"output_token_logprobs": rows, **columns}.items()}
+        yield {"text": "abcdefgh"[some], "meta_info": meta | ({"weight_versions": named} if ended else {})}
+
+
+def generated(args: Any, sample: Any, evaluation: bool = False) -> Any:
+    """What our generate function makes of Miles's request for a response."""
+    asked = Namespace(args=args, sample=sample, state=None, sampling_params={}, evaluation=evaluation)
+    return asyncio.run(mis.generate_with_versions(asked))
+
+
+ROUTER = {"sglang_router_ip": "127.0.0.1", "sglang_router_port": 1}
 
 
 class Remote:

@@ -16,9 +16,10 @@ import stand_ins
 import torch
 from torch import Tensor
 
-from mis_plugins.hosts.needs.miles import NEEDS as MILES
-from mis_plugins.hosts.needs.record import Need
-from mis_plugins.hosts.needs.slime import SLIME, VIME
+from mis_plugins.hosts.adapters.miles import NEEDS as MILES
+from mis_plugins.hosts.adapters.slime import SLIME
+from mis_plugins.hosts.adapters.vime import VIME
+from mis_plugins.hosts.needs import Need
 
 Data = dict[str, Any]
 VOCABULARY = 8

@@ -1,19 +1,32 @@
-"""The behavior weight of segment-wise decoupled PPO: against a float64 oracle, and what ties it to the standard one."""
+"""The behavior weight of segment-wise decoupled PPO, and its metrics by age.
 
+Each is compared with a float64 oracle. Identities tie the weight to the standard one, and metrics add.
+"""
+
+import functools
 import math
+from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 import segmentwise_oracle as oracle
 import torch
+import torch.distributed as dist
 from drive import same_bytes
 from hypothesis import given
 from hypothesis import strategies as st
+from launch import run_ranks
 from segmentwise_oracle import Spec, Token
-from segmentwise_rows import CURRENT, applied, config_of, flat, numerator_of, rows, specs
-from tolerances import weight_rtol
+from segmentwise_rows import CURRENT, applied, config_of, flat, numerator_of, rows, specs, written_of
+from tolerances import step_atol, step_weight_atol, weight_rtol
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
+from lab.host.asynchronous.measure import loglinear_error_by_age
 from mis_plugins.errors import InputError
+from mis_plugins.metrics.staleness import AGES, metrics_by_age, weight_metrics, weights_by_age
+from mis_plugins.metrics.totals import Partials
 from mis_plugins.versions.segment_wise import SegmentWiseConfig, Written, admitted, lacking, loglinear, proximal_t
 
 
@@ -83,33 +96,35 @@ def sample(versions: list[int], stored: list[float] | None = None) -> Written:
 ALL = [torch.ones(3, dtype=torch.bool)]
 
 
-def test_too_old_names_the_sample():
-    with pytest.raises(InputError, match=r"sample group 4/1, token 1: version 7, with the trainer at 9.*too_old"):
-        admitted(["group 4/1"], [sample([9, 7, 7])], ALL, SegmentWiseConfig())
+@pytest.mark.parametrize(
+    ("one", "valid", "config", "left"),
+    [
+        (sample([9, 7, 6], [math.nan, math.nan, -1.0]), [1, 1, 1], SegmentWiseConfig(too_old="drop"), [1, 0, 1]),
+        (sample([-1, 8, 9]), [0, 1, 1], SegmentWiseConfig(), [0, 1, 1]),
+        (sample([-1, 0, 12]), [1, 1, 1], SegmentWiseConfig(enabled=False), [1, 1, 1]),
+    ],
+    ids=["too old is dropped", "masked tokens may be of no version", "off admits everything"],
+)
+def test_which_tokens_are_left(one: Written, valid: list[int], config: SegmentWiseConfig, left: list[int]):
+    (mask,) = admitted(["a"], [one], [torch.tensor(valid).bool()], config)
+    assert mask.dtype == torch.bool and mask.tolist() == left
 
 
-def test_too_old_is_dropped():
-    one = sample([9, 7, 6], [math.nan, math.nan, -1.0])
-    (mask,) = admitted(["a"], [one], ALL, SegmentWiseConfig(too_old="drop"))
-    assert mask.tolist() == [True, False, True]
+def test_a_token_of_no_version_lacks_its_weight():
+    assert lacking(sample([-1, 8, 9]), SegmentWiseConfig()).tolist() == [True, False, False]
 
 
-def test_masked_tokens_may_be_of_no_version():
-    one = sample([-1, 8, 9])
-    valid = torch.tensor([False, True, True])
-    (mask,) = admitted(["a"], [one], [valid], SegmentWiseConfig())
-    assert mask.tolist() == [False, True, True]
-    assert lacking(one, SegmentWiseConfig()).tolist() == [True, False, False]
-
-
-def test_a_live_token_has_a_version():
-    with pytest.raises(InputError, match="sample a, token 0: version -1.*no version wrote it"):
-        admitted(["a"], [sample([-1, 8, 9])], ALL, SegmentWiseConfig(too_old="drop"))
-
-
-def test_a_version_of_the_future():
-    with pytest.raises(InputError, match="sample a, token 2: version 10, with the trainer at 9.*not reached"):
-        admitted(["a"], [sample([8, 9, 10])], ALL, SegmentWiseConfig(too_old="drop"))
+@pytest.mark.parametrize(
+    ("name", "versions", "too_old", "said"),
+    [
+        ("group 4/1", [9, 7, 7], "raise", r"sample group 4/1, token 1: version 7, with the trainer at 9.*too_old"),
+        ("a", [-1, 8, 9], "drop", "sample a, token 0: version -1.*no version wrote it"),
+        ("a", [8, 9, 10], "drop", "sample a, token 2: version 10, with the trainer at 9.*not reached"),
+    ],
+)
+def test_a_sample_that_cannot_be_weighed_is_named(name: str, versions: list[int], too_old: Any, said: str):
+    with pytest.raises(InputError, match=said):
+        admitted([name], [sample(versions)], ALL, SegmentWiseConfig(too_old=too_old))
 
 
 def test_a_sample_without_a_name_or_a_mask_is_not_passed_over():
@@ -118,5 +133,175 @@ def test_a_sample_without_a_name_or_a_mask_is_not_passed_over():
             admitted(names, [sample([9, 9, 9])] * 2, masks, SegmentWiseConfig())
 
 
-def test_off_admits_everything():
-    assert admitted(["a"], [sample([-1, 0, 12])], ALL, SegmentWiseConfig(enabled=False)) == ALL
+# ------------------------------------------------------------------------------------------------- metrics by age
+
+
+def measured(row: Sequence[Token], config: SegmentWiseConfig) -> Partials:
+    numerator, behavior, valid = (numerator_of(row, config), flat(row, "behavior"), flat(row, "valid", torch.bool))
+    weighed = applied(numerator, behavior, valid, config)
+    return weights_by_age(numerator, flat(row, "proximal"), behavior, written_of(row), valid, weighed)
+
+
+def errors(row: Sequence[Token]) -> Partials:
+    valid = flat(row, "valid", torch.bool)
+    return loglinear_error_by_age(flat(row, "proximal"), flat(row, "behavior"), written_of(row), valid)
+
+
+def groups(row: Sequence[Token]) -> dict[str, list[Token]]:
+    """All tokens, and those of each age, as the metrics name them."""
+    found = {"": list(row)}
+    for token in row:
+        known = 0 <= token.age and token.version >= 0
+        found.setdefault(f"/age_{token.age}" if known else "/no_age", []).append(token)
+    return found
+
+
+RATIO = math.exp(2)  # of one token at most: see `segmentwise_rows.tokens`
+FLOAT32 = ("avg", "variance", "min", "max", "ess")  # of applied weights; the others are float64 throughout
+
+
+def tolerance(name: str, terms: int) -> float:
+    kind = name.removeprefix("behav_imp_weight/")
+    return step_weight_atol(terms, RATIO**2) if kind in FLOAT32 else step_atol(terms, RATIO**2)
+
+
+def expected_weights(row: Sequence[Token], spec: Spec) -> dict[str, float]:
+    valid = [token for token in row if token.valid]
+    known = [token for token in valid if oracle.numerator(token, spec) is not None]
+    found = {"staleness/tokens": float(len(known)), "staleness/unknown": float(len(valid) - len(known))}
+    kept = [w for w, stays in (oracle.weight(token, spec) for token in known) if stays]
+    if kept:
+        found["behav_imp_weight/avg"] = math.fsum(kept) / len(kept)
+        found["behav_imp_weight/variance"] = oracle.variance(kept)
+        found["behav_imp_weight/min"], found["behav_imp_weight/max"] = min(kept), max(kept)
+        found["behav_imp_weight/ess"] = oracle.effective_share(kept) if any(kept) else 0.0
+    if known:
+        steps = [oracle.numerator(token, spec) - token.behavior for token in known]  # type: ignore[operator]
+        found["behav_imp_weight/var/segment_wise"] = oracle.variance([math.exp(x) for x in steps])
+        standard = [math.exp(token.proximal - token.behavior) for token in known]
+        found["behav_imp_weight/var/standard"] = oracle.variance(standard)
+        found["behav_kl/avg"] = -math.fsum(steps) / len(steps)
+        found["staleness/avg"] = math.fsum(token.age for token in known) / len(known)
+    return found
+
+
+@given(rows, specs)
+def test_weights(row: list[Token], spec: Spec):
+    metrics = weight_metrics(measured(row, config_of(spec)))
+    # A root amplifies what rounding leaves near 0: variances are compared.
+    metrics = {
+        name.replace("/std", "/variance"): value**2 if "/std" in name else value for name, value in metrics.items()
+    }
+    for suffix, part in groups(row).items():
+        wanted = expected_weights(part, spec)
+        if suffix and not (wanted["staleness/tokens"] or wanted["staleness/unknown"]):
+            continue
+        for name, value in wanted.items():
+            assert metrics.pop(name + suffix) == pytest.approx(value, abs=tolerance(name, len(row))), name + suffix
+    assert metrics == {}
+
+
+def test_the_smallest_weights_count_as_others_do():
+    """Two tokens of e^-20: each is half of what counts."""
+    behavior, valid = torch.zeros(2), torch.ones(2, dtype=torch.bool)
+    numerator = behavior - 20
+    written = Written(torch.tensor([3, 3]), numerator, current=5)
+    weighed = applied(numerator, behavior, valid, SegmentWiseConfig())
+    found = weight_metrics(weights_by_age(numerator, numerator, behavior, written, valid, weighed))
+    assert found["behav_imp_weight/ess"] == found["behav_imp_weight/ess/age_2"] == pytest.approx(1.0)
+
+
+@given(rows)
+def test_loglinear_error(row: list[Token]):
+    counted = [
+        token for token in row if token.valid and token.version >= 0 and token.age >= 2 and token.recomputed is not None
+    ]
+    metrics = metrics_by_age(errors(row))
+    if not counted:
+        assert metrics == {}
+        return
+    gaps = [oracle.numerator(token, Spec(method="loglinear")) - token.recomputed for token in counted]  # type: ignore[operator]
+    steps = [token.recomputed - token.behavior for token in counted]  # type: ignore[operator]
+    mean_square = lambda xs: math.fsum(x * x for x in xs) / len(xs)  # noqa: E731
+    expected = {
+        "avg": math.fsum(gaps) / len(gaps), "abs": math.fsum(map(abs, gaps)) / len(gaps),
+        "rms": math.sqrt(mean_square(gaps)), "max": max(map(abs, gaps)), "step_rms": math.sqrt(mean_square(steps)),
+    }  # fmt: skip
+    for name, value in expected.items():
+        # The line is drawn in float32, at log-probs of at most 10 in size.
+        assert metrics[f"loglinear/error/{name}"] == pytest.approx(value, abs=step_weight_atol(len(row), 10.0))
+
+
+@given(rows, specs, st.integers(0, 12))
+def test_adds_over_micro_batches(row: list[Token], spec: Spec, cut: int):
+    config = config_of(spec)
+    whole = measured(row, config)
+    parts = measured(row[:cut], config).merge(measured(row[cut:], config))
+    assert torch.equal(whole.largest["maxima"], parts.largest["maxima"])
+    torch.testing.assert_close(
+        whole.added["sums"], parts.added["sums"], rtol=0, atol=step_atol(len(row), 60.0 * max(len(row), 1))
+    )
+
+
+def row_of(ages: Sequence[int]) -> list[Token]:
+    """Every update moves a token by 1/8."""
+    return [Token(-1 - 0.125 * age, -1.0, -1.125, CURRENT - age, CURRENT) for age in ages]
+
+
+def test_adds_over_ranks(tmp_path: Path):
+    config = SegmentWiseConfig()
+
+    def work(rank: int) -> dict[str, float]:
+        part = measured(row_of([0, 2, 3] if rank else [5]), config)
+        assert dist.group.WORLD is not None
+        return weight_metrics(part.over_ranks([dist.group.WORLD]))
+
+    whole = weight_metrics(measured(row_of([0, 2, 3, 5]), config))
+    for metrics in run_ranks(2, 1, work, tmp_path, megatron=False):
+        assert metrics == pytest.approx(whole, abs=step_atol(4, 1.0))
+
+
+def test_the_last_age_holds_all_above():
+    tokens = [Token(-1.0, -1.0, -1.0, 0, version) for version in (AGES - 2, AGES - 1, AGES + 40)]
+    found: list[Partials] = []
+    for token in tokens:
+        written = replace(written_of([token]), current=token.current)
+        one = torch.tensor([-1.0])
+        valid = torch.tensor([True])
+        weighed = applied(one, one, valid, SegmentWiseConfig())
+        found.append(weights_by_age(one, one, one, written, valid, weighed))
+    metrics = weight_metrics(functools.reduce(Partials.merge, found))
+    assert metrics["staleness/tokens/age_16_up"] == 2 and metrics["staleness/tokens/age_15"] == 1
+    assert metrics["staleness/avg"] == (AGES - 2 + AGES - 1 + AGES + 40) / 3
+
+
+def test_nothing_at_all():
+    assert weight_metrics(measured([], SegmentWiseConfig())) == {"staleness/tokens": 0.0, "staleness/unknown": 0.0}
+    assert metrics_by_age(errors([])) == {}
+
+
+def test_what_was_not_stored_is_not_taken_for_what_is_not_finite():
+    """NaN stands for a log pi_{v+1} that nobody stored; an infinite one was."""
+    numerator, one, valid = (torch.tensor([math.nan, -math.inf, -1.0]), torch.full((3,), -1.0), torch.ones(3).bool())
+    weighed = applied(numerator, one, valid, SegmentWiseConfig())
+    row = weights_by_age(numerator, one, one, written_of(row_of([3, 3, 3])), valid, weighed).named_sums
+    assert (row["tokens"], row["unknown"], row["nonfinite"]) == (1, 2, 1)
+
+
+@pytest.mark.parametrize("method", ["recompute", "loglinear"])
+@pytest.mark.parametrize("mode", ["truncate", "clip", "mask", "zero"])
+def test_nothing_waits_for_the_device(method: str, mode: str):
+    """Fake tensors have no values: whatever would read one raises."""
+    config = SegmentWiseConfig(method=method, mode=mode)  # type: ignore[arg-type]
+    with FakeTensorMode():
+        proximal, behavior, recomputed = torch.zeros(3, 5)
+        valid, versions = torch.ones(5, dtype=torch.bool), torch.zeros(5, dtype=torch.int64)
+        written = Written(versions, recomputed, CURRENT)
+        numerator = proximal_t(proximal, behavior, written, config)
+        weighed = applied(numerator, behavior, valid, config)
+        sums = weights_by_age(numerator, proximal, behavior, written, valid, weighed)
+        loglinear_error_by_age(proximal, behavior, written, valid).merge(
+            loglinear_error_by_age(proximal, behavior, written, valid)
+        )
+        with pytest.raises(DataDependentOutputException):
+            weight_metrics(sums)

@@ -50,7 +50,7 @@ from mis_plugins.config import reading
 from mis_plugins.correction.pipeline import correct
 from mis_plugins.errors import ConfigError, InputError
 from mis_plugins.explain.translate.areal import translate
-from mis_plugins.hosts import loss_batch, loss_flags
+from mis_plugins.hosts import loss_batch, loss_hook
 from mis_plugins.hosts.registry import current
 from mis_plugins.loss import micro_batch
 from mis_plugins.metrics.staleness import weight_metrics
@@ -205,7 +205,7 @@ def test_metrics_are_the_oracles(mis_config: dict):
     expected = next(e for e in candidates if e.margin > DECISION and e.decides)
     lengths = [len(x.mask) for x in expected.step.responses]
     args, batch = flags(mis=question.mis), expected.step.batch()
-    config = loss_flags.config_in_force(args, reading.from_args(args), current(args), versions_known=True)
+    config = loss_hook.config_in_force(args, reading.from_args(args), current(args), versions_known=True)
     host, logits = current(args, reducer(batch, "miles")), torch.cat(expected.step.rows("target"))
     x = loss_batch.read(host, args, batch, logits, config)
     assert x.behavior is not None

@@ -10,7 +10,8 @@ import pytest
 from test_weights import LAYER, Engine, checkpoint, loaded
 from torch import Tensor
 
-from mis_plugins.hosts.needs.slime import SLIME, VIME
+from mis_plugins.hosts.adapters.slime import SLIME
+from mis_plugins.hosts.adapters.vime import VIME
 from true_on_policy.errors import DifferenceError, HostConfigError, NotSeenError
 from true_on_policy.hosts import prove_weights, report_step, weights
 

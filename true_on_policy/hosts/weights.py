@@ -20,7 +20,7 @@ from torch import Tensor
 
 from mis_plugins.config.view import view
 from mis_plugins.errors import warn_once
-from mis_plugins.hosts.needs.record import Need, VersionNeeds
+from mis_plugins.hosts.needs import Need, VersionNeeds
 from mis_plugins.hosts.registry import current
 from mis_plugins.packing.roll_call import together
 from true_on_policy.engines.digests import DIGESTS

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 
 from mis_plugins.config.view import original, view
-from mis_plugins.hosts.needs.miles import NEEDS as MILES
+from mis_plugins.hosts.adapters.miles import NEEDS as MILES
 from true_on_policy.contract.gpu import GpuContract
 from true_on_policy.contract.settings import CHOSEN, FUSED, OF_HOST, VERSIONS, Setting
 from true_on_policy.errors import NotSeenError, PinError

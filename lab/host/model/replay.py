@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from lab.host.train.batch import Layout
 from mis_plugins.errors import InputError
-from mis_plugins.hosts.replay import of_megatron
+from mis_plugins.hosts.routing import of_megatron
 from mis_plugins.routing.watch import routers_of
 
 ROUTES = "rollout_routed_experts"

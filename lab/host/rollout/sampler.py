@@ -29,7 +29,7 @@ from lab.host.train.trainer import RolloutData
 from mis_plugins.config import reading
 from mis_plugins.config.model import SegmentWiseConfig
 from mis_plugins.errors import ConfigError, InputError
-from mis_plugins.hosts import watching
+from mis_plugins.hosts import uncorrected
 from mis_plugins.hosts.host import HEAD_IDS, HEAD_LOG_PROBS
 from mis_plugins.versions.segment_wise import Written, admitted
 
@@ -229,7 +229,7 @@ def _segment_wise(args: Namespace) -> SegmentWiseConfig | None:
     """Segment-wise settings of a custom loss; None for other losses, which see no versions."""
     if args.loss_type != "custom_loss":
         return None
-    config = watching.for_loss_hook(args, reading.from_args(args))
+    config = uncorrected.for_loss_hook(args, reading.from_args(args))
     return config.where_versions_are_known().segment_wise
 
 

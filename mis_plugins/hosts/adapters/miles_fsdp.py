@@ -9,8 +9,8 @@ from typing import Any
 from mis_plugins.errors import InputError
 from mis_plugins.hosts import megatron
 from mis_plugins.hosts.adapters import miles
+from mis_plugins.hosts.adapters.miles import NEEDS
 from mis_plugins.hosts.host import Ranks
-from mis_plugins.hosts.needs.miles import NEEDS
 
 USE_CP = "use --custom-tis-function-path mis_plugins.mis.compute_mis_weights_with_cp"
 IF_CUT = f"if context parallelism splits the responses, {USE_CP}"

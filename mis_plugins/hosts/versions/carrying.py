@@ -25,10 +25,10 @@ from mis_plugins.config.view import view
 from mis_plugins.errors import ConfigError, InputError
 from mis_plugins.hosts import megatron, tracking
 from mis_plugins.hosts.loss_batch import VERSION, VERSIONS
-from mis_plugins.hosts.needs.record import LOGLINEAR, Refusal
+from mis_plugins.hosts.needs import LOGLINEAR, Refusal
 from mis_plugins.hosts.ownership import Hook
-from mis_plugins.hosts.versions import heads, kept, retractions
-from mis_plugins.hosts.versions.samples import Note, recomputes, segment_wise, served
+from mis_plugins.hosts.versions import heads, kept
+from mis_plugins.hosts.versions.samples import RETRACTED, Note, recomputes, segment_wise, served
 from mis_plugins.hosts.versions.scores import Data, Scores, Trainer
 from mis_plugins.packing.roll_call import together
 from mis_plugins.versions.segment_wise import Written, admitted
@@ -140,8 +140,8 @@ class Carrying:
     def _log(self, args: Any, rollout_id: int, notes: Sequence[Note]) -> None:
         """Log what every note tells of the batch, on the rank that logs."""
         more, host = notes[0].more if notes else {}, self.trainer.host
-        if retractions.SHARE in more and megatron.holds_log_probs() and host.reports(host.parallel()[0]):
-            metrics = {retractions.SHARE: more[retractions.SHARE]}
+        if RETRACTED in more and megatron.holds_log_probs() and host.reports(host.parallel()[0]):
+            metrics = {RETRACTED: more[RETRACTED]}
             tracking.log(args, metrics, tracking.number_of(args, rollout_id, 0))
 
     def _score(self, actor: Any, rollout_id: int, data: Data, version: int, trained: int) -> None:

@@ -18,13 +18,13 @@ from operator import index
 from typing import Any
 
 from mis_plugins.errors import InputError, cut, logger
-from mis_plugins.hosts.needs.miles import NEEDS
-from mis_plugins.hosts.needs.record import more_of
-from mis_plugins.hosts.needs.slime import SLIME
+from mis_plugins.hosts.adapters.miles import NEEDS
+from mis_plugins.hosts.adapters.slime import SLIME
+from mis_plugins.hosts.needs import more_of
 from mis_plugins.hosts.ownership import Hook
-from mis_plugins.hosts.versions import heads, kept, retractions
+from mis_plugins.hosts.versions import heads, kept
 from mis_plugins.hosts.versions.rollouts import NUMBERING
-from mis_plugins.hosts.versions.samples import FAULT, NUMBER, VERSIONS
+from mis_plugins.hosts.versions.samples import FAULT, NUMBER, VERSIONS, hear_retractions
 from mis_plugins.versions.spans import spans, written_by
 
 MORE = ("output_top_logprobs", kept.MASK, kept.LOG_PROBS)  # lists of a chunk, beside its log-probs
@@ -82,7 +82,7 @@ async def miles(input: Any) -> Any:
             setattr(sample, kept.KEPT, sets)
     await NEEDS.update_sample.get()(args, sample, payload=payload, output=output)
     with _raised_by_the_conversion(sample):
-        retractions.hear(sample, output["meta_info"], 0)
+        hear_retractions(sample, output["meta_info"], 0)
         if k:
             heads.extend(sample, output["meta_info"], 0, k)
         runs = spans(output["meta_info"], sample.response_length)
@@ -118,7 +118,7 @@ async def slime(args: Any, sample: Any, sampling_params: Mapping[str, Any], eval
         await own(args, sample, sampling_params)
     if answers and sample.response_length > before:
         with _raised_by_the_conversion(sample):
-            retractions.hear(sample, answers[-1], before)
+            hear_retractions(sample, answers[-1], before)
             _continue(sample, before, answers[-1])
             if k:
                 heads.extend(sample, answers[-1], before, k)

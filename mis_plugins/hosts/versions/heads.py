@@ -20,7 +20,7 @@ from torch import Tensor
 from mis_plugins.config import reading
 from mis_plugins.errors import InputError, shown
 from mis_plugins.hosts.host import HEAD_IDS, HEAD_LOG_PROBS
-from mis_plugins.hosts.needs.record import Need
+from mis_plugins.hosts.needs import Need
 
 HEAD = "output_head"  # the attribute of a sample
 LARGEST_MASS = 1.01  # of the probabilities that an engine names at a position, which it may have rounded

@@ -1,30 +1,36 @@
-"""Samples in the process of the rollouts: the number by which the shelf knows each, and who wrote its tokens."""
+"""What our hooks leave on a sample in the process of the rollouts, and what travels from there to the trainer.
+
+The trainer also logs which share of a rollout's samples had requests that the engine retracted. SGLang retracts a
+request to free its cache, or for an update of weights (`--pause-generation-mode retract`). It then computes the tokens
+so far anew, and keeps their log-probs of the first pass. The routes of experts that it returns are those of the second
+pass (miles#3277).
+"""
 
 from __future__ import annotations
 
-import functools
-import itertools
-import queue
-import weakref
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from mis_plugins.config import reading
 from mis_plugins.config.model import SegmentWiseConfig
-from mis_plugins.errors import ConfigError, InputError
+from mis_plugins.errors import ConfigError, InputError, logger
 from mis_plugins.hosts.host import Host
-from mis_plugins.hosts.needs.record import LOGLINEAR
+from mis_plugins.hosts.needs import LOGLINEAR
 from mis_plugins.hosts.registry import current
 from mis_plugins.hosts.versions.heads import HEAD
 from mis_plugins.hosts.versions.kept import KEPT
-from mis_plugins.hosts.versions.shelf import Shelf
 from mis_plugins.shared import runs
 
-# Attributes that our generate functions leave on a sample; FAULT where its versions cannot be known.
+# Attributes that our generate functions leave on a sample: FAULT where its versions cannot be known, and in RETRACTIONS
+# how often its requests were retracted.
 NUMBER, VERSIONS, FAULT = "response_number", "output_versions", "versions_fault"
-NO_NUMBER = -1
+RETRACTIONS = "output_retractions"
+RETRACTED = "retracted_fraction"
+ROUTES = (
+    "; --use-rollout-routing-replay replays the routes of the last pass beside log-probs of the first: give the engine "
+    "more cache or fewer requests at once, or pause by abort"
+)
 GENERATE = "--custom-generate-function-path mis_plugins.mis.generate_with_versions"
 
 
@@ -80,90 +86,17 @@ class Note:
         return cls(numbers[0], numbers[1], runs.unpacked(numbers[2:]), more)
 
 
-class Numbering:
-    """Numbers the samples of this process, and tells of each a shelf, which is made when the first sample begins."""
-
-    def __init__(self, shelf: Callable[[], Shelf]) -> None:
-        self._make = shelf
-        self._numbers, self._batches = itertools.count(), itertools.count()
-        self._begun: dict[int, weakref.ref[Any]] = {}
-        self._gone: queue.SimpleQueue[int] = queue.SimpleQueue()
-
-    @functools.cached_property
-    def shelf(self) -> Shelf:
-        return self._make()
-
-    def begin(self, sample: Any, prompt: Sequence[int]) -> int:
-        """Number a response that begins; the sample's number from before is given up."""
-        self._gone.put(self._number(sample))
-        self._sweep()
-        number = next(self._numbers)
-        self._begun[number] = weakref.ref(sample)
-        self.shelf.begin(number, tuple(prompt))
-        setattr(sample, NUMBER, number)
-        setattr(sample, VERSIONS, [])
-        weakref.finalize(sample, self._gone.put, number).atexit = False
-        return number
-
-    def known(self, sample: Any) -> bool:
-        """Whether this process numbered the sample: a copy, or one from a file, carries the number of another."""
-        return self._number(sample) != NO_NUMBER
-
-    def noted(
-        self, samples: Sequence[Any], scored: bool, needed: Mapping[str, str] = {}, of_batch: Mapping[str, float] = {}
-    ) -> list[list[Any]]:
-        """A packed note of each sample of a batch, which the trainer gets next.
-
-        Args:
-            scored: whether the trainer asks for waiting tokens and scores them. Else the shelf forgets the batch.
-            needed: attributes that each sample must have, and who reads each.
-            of_batch: numbers of the batch, which each note tells.
-
-        Raises:
-            InputError: a sample without versions or a needed attribute, or with those of other tokens; a scored one
-                with images.
-        """
-        for sample in samples:
-            _check(sample, scored, needed)
-        batch, numbers = next(self._batches), [self._number(sample) for sample in samples]
-        if scored:
-            self.shelf.take(batch, numbers)
-        else:
-            for number in numbers:
-                self._gone.put(number)
-        self._sweep()
-        return [
-            Note(batch, number, getattr(sample, VERSIONS), {**_packed(sample), **of_batch}).packed()
-            for number, sample in zip(numbers, samples, strict=True)
-        ]
-
-    def _sweep(self) -> None:
-        """Drop the numbers of samples that are gone.
-
-        A sample's finalizer only queues its number: it may run while this thread holds the shelf's lock.
-        """
-        with suppress(queue.Empty):  # without waiting: another thread may take the last one first
-            while True:
-                number = self._gone.get_nowait()
-                if self._begun.pop(number, None) is not None:
-                    self.shelf.drop(number)
-
-    def _number(self, sample: Any) -> int:
-        number = getattr(sample, NUMBER, NO_NUMBER)
-        reference = self._begun.get(number)
-        return number if reference is not None and reference() is sample else NO_NUMBER
-
-
 SAID = (HEAD, KEPT)  # attributes that hold what the engine said of each token, beside its version
 
 
-def _packed(sample: Any) -> dict[str, bytes]:
+def packed_columns(sample: Any) -> dict[str, bytes]:
     """What the engine said of the tokens of a sample, packed by name."""
     columns = (getattr(sample, name).packed() for name in SAID if hasattr(sample, name))
     return {name: packed for each in columns for name, packed in each.items()}
 
 
-def _check(sample: Any, scored: bool, needed: Mapping[str, str]) -> None:
+def check_sample(sample: Any, scored: bool, needed: Mapping[str, str]) -> None:
+    """Refuse a sample of whose tokens not all is known that the trainer reads; see `Numbering.noted`."""
     if (fault := getattr(sample, FAULT, None)) is not None:
         raise InputError(f"sample {sample.index}: {fault}")
     versions = getattr(sample, VERSIONS, None)
@@ -184,3 +117,26 @@ def _check(sample: Any, scored: bool, needed: Mapping[str, str]) -> None:
             f"sample {sample.index}: multimodal_train_inputs, and recompute would score its tokens without them; "
             f"{LOGLINEAR}"
         )
+
+
+def hear_retractions(sample: Any, meta_info: Mapping[str, Any], before: int) -> None:
+    """Add to the sample what the `meta_info` of an answer says, if its engine says anything.
+
+    Args:
+        before: how many tokens the response had before the answer; 0 begins to count anew.
+    """
+    retractions = meta_info.get("num_retractions")
+    if retractions is not None:
+        setattr(sample, RETRACTIONS, retractions + (getattr(sample, RETRACTIONS, 0) if before else 0))
+
+
+def retracted_share(args: Any, samples: Sequence[Any]) -> dict[str, float]:
+    """The share of the samples whose requests were retracted, by its name; empty where the engine does not say."""
+    retractions = [getattr(sample, RETRACTIONS, None) for sample in samples]
+    if None in retractions or not retractions:
+        return {}
+    retracted = sum(map(bool, retractions))
+    if retracted:
+        routes = ROUTES if getattr(args, "use_rollout_routing_replay", False) else ""
+        logger.warning("the engine retracted the requests of %d of %d samples%s", retracted, len(retractions), routes)
+    return {RETRACTED: retracted / len(retractions)}

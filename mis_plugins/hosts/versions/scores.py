@@ -20,10 +20,9 @@ from torch import Tensor
 
 from mis_plugins.hosts.batch import layout_of
 from mis_plugins.hosts.host import Host
-from mis_plugins.hosts.needs.record import VersionNeeds
+from mis_plugins.hosts.needs import VersionNeeds
 from mis_plugins.hosts.versions import rollouts
 from mis_plugins.hosts.versions.samples import Note
-from mis_plugins.hosts.versions.shelf import Waiting
 from mis_plugins.packing.exchange import gathered
 from mis_plugins.packing.layout import Layout
 from mis_plugins.packing.roll_call import met, timeout, together
@@ -67,7 +66,7 @@ class Trainer:
         """A group of all ranks on the CPU. Making it is collective."""
         return dist.new_group(backend="gloo", timeout=timeout())
 
-    def waiting(self, version: int, trained: int) -> Waiting:
+    def waiting(self, version: int, trained: int) -> rollouts.Waiting:
         """Ask on rank 0 which tokens of `version` wait to be scored, and tell all ranks. Collective."""
         asks = dist.get_rank() == 0
         shared = [together(ASKING, lambda: rollouts.waiting(version, trained) if asks else None)]

@@ -1,15 +1,24 @@
-"""Read what the modules of a host's source define, and look for each need there: by syntax, nothing is imported."""
+"""`python -m mis_plugins hosts check`: what of a host's source our hooks need, found or not.
+
+The source is read by its syntax alone: nothing of it is imported or run.
+"""
 
 from __future__ import annotations
 
+import argparse
 import ast
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from mis_plugins.hosts.needs.record import Address, Need
+from mis_plugins.errors import InputError
+from mis_plugins.hosts import arguments as recorded
+from mis_plugins.hosts.host import Host
+from mis_plugins.hosts.needs import Address, Need
+from mis_plugins.hosts.registry import every_host
+from mis_plugins.shared.terminal import print_table
 
 Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 Function = ast.FunctionDef | ast.AsyncFunctionDef
@@ -52,10 +61,6 @@ class Module:
         return ".".join(parts), original
 
 
-Lookup = Callable[[str], Module | None]
-"""The module of a dotted path; None where the host has no such file."""
-
-
 @dataclass(frozen=True)
 class Folder:
     """A checkout on disk."""
@@ -64,7 +69,7 @@ class Folder:
     _parsed: dict[str, Module | None] = field(default_factory=dict)
 
     def module(self, name: str) -> Module | None:
-        """Parse a module once; None where there is no such file."""
+        """The module of a dotted path, parsed once; None where the host has no such file."""
         if name not in self._parsed:
             path = next((path for path in paths(name) if (self.root / path).is_file()), None)
             parsed = None if path is None else Module.of((self.root / path).read_bytes(), path, name)
@@ -181,65 +186,62 @@ class Found:
         return self.address is not None and self.address != self.need.addresses[self.need.ran]
 
 
-def find(need: Need, module_of: Lookup) -> Found:
-    """Try the addresses of a need, the newest first, as the hooks do."""
+def find(need: Need, folder: Folder) -> Found:
+    """Try the addresses of a need, the newest first, as the hooks do; then look for who calls a hook with arguments."""
     tried: list[str] = []
     for address in need.addresses:
-        place = _place(address, module_of)
+        place = _place(address, folder)
         lacks = f"{address}: not there" if place is None else _lacking(need, address, place.node)
         if lacks is None:
             return Found(need, place, tried, address)
         tried.append(lacks)
-    return Found(need, None, tried)
+    return _elsewhere(need, folder, tried) if need.hands else Found(need, None, tried)
 
 
-def elsewhere(finding: Found, folder: Folder) -> Found:
+def _elsewhere(need: Need, folder: Folder, tried: Sequence[str]) -> Found:
     """What hands a hook its arguments from a place that no address names: a host calls the hook by its flag."""
-    need = finding.need
-    if finding.place is not None or not need.hands:
-        return finding
     for module in folder.modules(need.addresses[0].module.partition(".")[0]):
         for node in (node for statement in module.body for node in ast.walk(statement)):
             if isinstance(node, Function) and handed_on(node) >= set(need.hands):
-                return replace(finding, place=Place(module, node), address=Address(module.name, (node.name,)))
-    return finding
+                return Found(need, Place(module, node), tried, Address(module.name, (node.name,)))
+    return Found(need, None, tried)
 
 
-def find_all(needs: Any, module_of: Lookup) -> dict[str, Found]:
+def find_all(needs: Any, folder: Folder) -> dict[str, Found]:
     """Each need of a host's table by its name there."""
-    return {name: find(need, module_of) for name, need in vars(needs).items()}
+    return {name: find(need, folder) for name, need in vars(needs).items()}
 
 
-def _place(address: Address, module_of: Lookup) -> Place | None:
+def _place(address: Address, folder: Folder) -> Place | None:
     first, *rest = address.names
-    place = _defined(address.module, first, module_of)
+    place = _defined(address.module, first, folder)
     if place is None or not rest:
         return place
-    members = ((owner, member(node, rest[0])) for owner, node in _classes(place, module_of))
+    members = ((owner, member(node, rest[0])) for owner, node in _classes(place, folder))
     return next((Place(owner, node) for owner, node in members if node is not None), None)
 
 
-def _defined(module: str, name: str, module_of: Lookup, left: int = FOLLOWED) -> Place | None:
+def _defined(module: str, name: str, folder: Folder, left: int = FOLLOWED) -> Place | None:
     """The definition of a module's name, through imports of the host's own modules; an import where those end."""
-    source = module_of(module)
+    source = folder.module(module)
     node = None if source is None else source.names.get(name)
     if source is None or node is None:
         return None
     origin = source.imported_from(name) if left else None
-    place = None if origin is None else _defined(*origin, module_of, left - 1)
+    place = None if origin is None else _defined(*origin, folder, left - 1)
     if origin is not None and place is None and origin[0].partition(".")[0] == module.partition(".")[0]:
         return None  # an import of something that is gone
     return place or Place(source, node)
 
 
-def _classes(place: Place, module_of: Lookup, left: int = FOLLOWED) -> Iterator[tuple[Module, ast.ClassDef]]:
+def _classes(place: Place, folder: Folder, left: int = FOLLOWED) -> Iterator[tuple[Module, ast.ClassDef]]:
     """A class, and the classes it inherits from, each with its module."""
     if not isinstance(place.node, ast.ClassDef) or not left:
         return
     yield place.module, place.node
     for base in place.node.bases:
-        if isinstance(base, ast.Name) and (above := _defined(place.module.name, base.id, module_of)) is not None:
-            yield from _classes(above, module_of, left - 1)
+        if isinstance(base, ast.Name) and (above := _defined(place.module.name, base.id, folder)) is not None:
+            yield from _classes(above, folder, left - 1)
 
 
 def _lacking(need: Need, address: Address, node: ast.AST) -> str | None:
@@ -252,3 +254,89 @@ def _lacking(need: Need, address: Address, node: ast.AST) -> str | None:
     }
     phrases = [f"no {kind} {', '.join(names)}" for kind, names in lacks.items() if names]
     return f"{address}: {'; '.join(phrases)}" if phrases else None
+
+
+# ----------------------------------------------------------------------------------------------------- the command
+
+GOOD, MOVED, FAILS = 0, 1, 2
+SCRIPTS = Path(__file__).parents[2] / "scripts"
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Check a checkout."""
+    root = arguments.checkout
+    hosts = by_package()
+    host = next((host for package, host in hosts.items() if _is_root(root, package)), None)
+    if host is None:
+        raise InputError(f"no folder {' or '.join(hosts)} in it; give the root of a host's checkout")
+    folder = Folder(root)
+    findings = list(find_all(host.needs, folder).values())
+    print(f"{host.title}: what our hooks need of it")
+    print_table(("need", "where", "hooks"), [_row(finding) for finding in findings])
+    print()
+    hooks = dict.fromkeys(hook for finding in findings for hook in finding.need.hooks)
+    print_table(("hook", "with this checkout"), [(hook, _state(hook, findings)) for hook in hooks])
+    missing = _unknown_flags(host, folder) if host.records else {}
+    for flag, place in missing.items():
+        print(f"{flag}: given in {place}, and nothing in {host.package}/ defines it any more")
+    if not SCRIPTS.is_dir():
+        print("flags: not compared; our launch scripts are not installed, run the command in a checkout of ours")
+    if missing or any(finding.place is None for finding in findings):
+        return FAILS
+    return MOVED if any(finding.moved for finding in findings) else GOOD
+
+
+def _is_root(root: Path, package: str) -> bool:
+    """Whether the package lies in this folder, and no checkout of its name, which holds the package."""
+    return (root / package).is_dir() and not (root / package / package).is_dir()
+
+
+def by_package() -> dict[str, Host]:
+    """The first host of each package that has a table of needs."""
+    first_hosts = dict[str, Host]()
+    for host in every_host().values():
+        if host.needs is not None:
+            first_hosts.setdefault(host.package, host)
+    return first_hosts
+
+
+def _row(finding: Found) -> tuple[str, str, str]:
+    where = f"MISSING: {'; '.join(finding.tried)}" if finding.place is None else str(finding.place)
+    return finding.need.what, f"{where} (moved)" if finding.moved else where, ", ".join(finding.need.hooks)
+
+
+def _state(hook: str, findings: Iterable[Found]) -> str:
+    of_hook = [finding for finding in findings if hook in finding.need.hooks]
+    missing = [finding.need.what for finding in of_hook if finding.place is None]
+    if missing:
+        return f"FAILS without {', '.join(missing)}"
+    return "works, at a new address" if any(finding.moved for finding in of_hook) else "works"
+
+
+def given_flags(host: Host) -> dict[str, str]:
+    """Flags of the host's own parser that our scripts for it give, and the first place of each."""
+    own, places = recorded.flags(host.records[0]), dict[str, str]()
+    for script in sorted(SCRIPTS.glob("*.sh")):
+        if ("slime" in script.name) != (host.package == "slime"):
+            continue
+        for number, line in enumerate(script.read_text(encoding="utf-8").splitlines(), 1):
+            words = [] if line.lstrip().startswith("#") else line.split()
+            for word in words:
+                if word in own:
+                    places.setdefault(word, f"scripts/{script.name}:{number}")
+    return places
+
+
+def _unknown_flags(host: Host, folder: Folder) -> dict[str, str]:
+    """Flags that our scripts give and that nothing in the host's package defines any more."""
+    defined = {flag for module in folder.modules(host.package) for flag in _flags(module)}
+    return {flag: place for flag, place in given_flags(host).items() if flag not in defined}
+
+
+def _flags(module: Module) -> Iterator[str]:
+    """Texts that begin as flags do, and flags of the fields of classes, from which typed arguments are made."""
+    for node in (node for statement in module.body for node in ast.walk(statement)):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.startswith("--"):
+            yield node.value
+        elif isinstance(node, ast.ClassDef):
+            yield from (f"--{name.replace('_', '-')}" for name in fields(node))
