@@ -424,9 +424,9 @@ def of_process() -> tuple[list[dict], Ranks, Recorder]:
     """What the host's tracking gets in this process, the process's groups, and a recorder."""
     from megatron.core import parallel_state as mpu
 
-    module, groups = Tracking(), (mpu.get_context_parallel_group(), mpu.get_data_parallel_group())
+    module, cp, dp = Tracking(), mpu.get_context_parallel_group(), mpu.get_data_parallel_group()
     sys.modules[module.__name__] = module
-    return module.logged, Ranks(*(group if group.size() > 1 else None for group in groups)), Recorder()
+    return module.logged, Ranks(cp if cp.size() > 1 else None, dp if dp.size() > 1 else None), Recorder()
 
 
 def of_rank(rank: int, batches: list[Batch], config: dict, cp: int) -> tuple[list[dict], str | None]:
