@@ -424,9 +424,13 @@ def of_process() -> tuple[list[dict], Ranks, Recorder]:
     """What the host's tracking gets in this process, the process's groups, and a recorder."""
     from megatron.core import parallel_state as mpu
 
-    module, cp, dp = Tracking(), mpu.get_context_parallel_group(), mpu.get_data_parallel_group()
+    def several(group: Any) -> dist.ProcessGroup | None:
+        return group if group.size() > 1 else None
+
+    module = Tracking()
     sys.modules[module.__name__] = module
-    return module.logged, Ranks(cp if cp.size() > 1 else None, dp if dp.size() > 1 else None), Recorder()
+    ranks = Ranks(several(mpu.get_context_parallel_group()), several(mpu.get_data_parallel_group()))
+    return module.logged, ranks, Recorder()
 
 
 def of_rank(rank: int, batches: list[Batch], config: dict, cp: int) -> tuple[list[dict], str | None]:
