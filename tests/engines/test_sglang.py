@@ -26,7 +26,7 @@ from true_on_policy.contract.sides import ENGINES, TRAINERS
 from true_on_policy.doctor.engine_http import ALONE, LOG_SOFTMAX, PREFILLED, PROBED, SCORED, SEEDS, observe_engine
 from true_on_policy.engines.asking import answer_of
 from true_on_policy.engines.handover import KEY
-from true_on_policy.engines.protocol import Engine, EngineError, Request, Sample
+from true_on_policy.engines.protocol import Cut, Engine, EngineError, Request, Sample
 from true_on_policy.engines.server import interpreter
 from true_on_policy.engines.sglang.engine import SGLang
 from true_on_policy.flags.command import launch_flags
@@ -73,6 +73,14 @@ def test_decode_is_prefill_also_where_the_prompt_comes_from_the_cache(engine: SG
     assert second[0].cached >= len(PROMPT) and second[1].cached > len(PROMPT) + 2
     assert equal_bits(first[0].log_probs, second[0].log_probs)
     assert equal_bits(joined(second), torch.cat(engine.score(second)))
+
+
+def test_a_cut_by_probability_alone_keeps_sets_of_tokens(engine: SGLang):
+    """SGLang names kept tokens only where it has a top-k too."""
+    [sample] = engine.generate([Request(PROMPT, 40, seed=6, cut=Cut(top_p=0.02))])
+    assert sample.kept is not None
+    sizes = torch.tensor([len(row) for row in sample.kept])
+    assert sizes.max() > 1 and (sample.log_probs[sizes == 1] == 0).all() and (sample.log_probs[sizes > 1] < 0).all()
 
 
 def test_the_doctor_sees_from_inside_what_http_does_not_tell(engine: SGLang, engine_dump: Path, tiny: Path):
@@ -190,15 +198,13 @@ def shared(engine: SGLang, stock: SGLang, tiny: Path) -> Iterator[None]:
 @pytest.mark.parametrize(
     "arguments",
     [
-        "--trainer megatron --dtype fp32",
-        "--trainer megatron --dtype bf16 --norm-order trainer",
+        "--trainer megatron --dtype fp32 --trainer-tensor-parallel 2 --leaves 4",
         "--trainer hf --dtype bf16 --norm-order engine",
-        "--trainer hf --dtype bf16 --norm-order trainer",
-        "--trainer megatron --dtype bf16 --trainer-tensor-parallel 2 --leaves 4",
-        "--trainer megatron --dtype bf16 --engine-tensor-parallel 2 --leaves 2",
+        "--trainer megatron --dtype bf16 --norm-order trainer --engine-tensor-parallel 2 --leaves 2",
     ],
 )
 def test_the_command_certifies_it(arguments: str, shared: None, tmp_path: Path):
+    """Each trainer, dtype, order and side with ranks once: `lab/results` has certificates of all of them."""
     certificate = tmp_path / "c.json"
     command = ["verify", "--engine", "sglang", "--tokens", "1200", "--json", str(certificate)]
     assert main([*command, *arguments.split()]) == 0

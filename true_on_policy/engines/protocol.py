@@ -35,7 +35,7 @@ class Request:
     length: how many tokens to sample, at most; the engine ignores the end-of-sequence token of its model.
     seed: the seed of this sequence's random numbers, in an engine that takes a seed per request.
     temperature: above 0; the log-probs are those of log_softmax(logits / temperature).
-    cut: the part of the vocabulary to sample from, in an engine whose record says `cuts`; None: all of it.
+    cut: the part of the vocabulary to sample from, in an engine that can cut; None: all of it.
     end: the token that ends a response; None where every response has `length` tokens.
     """
 
