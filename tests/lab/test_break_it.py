@@ -25,7 +25,7 @@ from mis_plugins.explain.launch import python
 from mis_plugins.explain.launch.reader import Reading
 
 # Of other rooms 50. A case of `ranks` or `split` asks its ranks 12 times.
-CASES = {"losses": 15, "weights": 25, "large": 3, "dumps": 10, "files": 5, "memory": 2, "ranks": 2, "split": 2}
+CASES = {"losses": 15, "weights": 25, "large": 2, "dumps": 10, "files": 5, "memory": 2, "ranks": 2, "split": 2}
 READ = {
     "an output that is empty": ('A=$(echo "")\npython3 train.py "${A:=b}" x', ["b", "x"]),
     "assignments that cannot fail": ("A=b\nD=1 && export E=1 && A=a\npython3 train.py $A", ["a"]),

@@ -74,9 +74,7 @@ BROKEN_FILES: dict[str, tuple[str, bytes | None]] = {
 
 
 @pytest.mark.parametrize(("name", "content"), BROKEN_FILES.values(), ids=BROKEN_FILES)
-def test_a_broken_file_beside_good_ones_is_never_calm(
-    name: str, content: bytes | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_broken_file_beside_good_ones_is_never_calm(name: str, content: bytes | None, tmp_path: Path) -> None:
     bad = run_of_bf16(tmp_path / "run") / name
     bad.symlink_to(tmp_path / "gone") if content is None else bad.write_bytes(content)
     code, told = reported(bad.parent, "--sweep", "own")
@@ -84,9 +82,17 @@ def test_a_broken_file_beside_good_ones_is_never_calm(
         code == 0 and told["verdict"]["level"] == WATCH and str(bad) in told["verdict"]["parts"]["Not read to the end"]
     )
     assert told["proposal"]["name"] == NOTHING and "calm" not in told["proposal"]["why"][0]
-    capsys.readouterr()
-    assert main(["config", "suggest", str(bad.parent)]) == 0
-    assert "not read at 1 place\n" in capsys.readouterr().out
+
+
+def test_a_proposal_tells_at_how_many_places_a_run_was_not_read(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = run_of_bf16(tmp_path / "run")
+    for place in ("zeros", "a damaged gzip", "no parquet", "no dump"):
+        name, content = BROKEN_FILES[place]
+        (run / name).write_bytes(content or b"")
+    assert main(["config", "suggest", str(run)]) == 0
+    assert "not read at 4 places\n" in capsys.readouterr().out
 
 
 def test_another_files_lines_are_told_and_lose_nothing(tmp_path: Path) -> None:

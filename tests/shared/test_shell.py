@@ -152,7 +152,7 @@ def test_ctrl_c_while_modules_are_imported(after: float, tmp_path: Path) -> None
 
 
 def test_ctrl_c_while_the_policy_is_warm_started(tmp_path: Path) -> None:
-    assert interrupted(f"{LONG} {tmp_path}/run --quiet", after=20) == (130, "interrupted\n")
+    assert interrupted(f"{LONG} {tmp_path}/run --quiet", after=10) == (130, "interrupted\n")
 
 
 @pytest.mark.parametrize(

@@ -44,6 +44,7 @@ class MicroBatch:
     advantages: list[Tensor]
     proximal: list[Tensor] | None
     behavior: list[Tensor]
+    reference: list[Tensor] | None = None  # for a hook of the user's with a KL term
     versions: list[Tensor] | None = None
     recomputed: list[Tensor] | None = None
     proximal_version: int | None = None
@@ -195,7 +196,7 @@ def host_batch(batch: MicroBatch) -> dict[str, Any]:
         "advantages": batch.advantages,
         "log_probs": batch.proximal,
         "rollout_log_probs": batch.behavior,
-        "ref_log_probs": None,
+        "ref_log_probs": batch.reference,
         "max_seq_lens": None,
         "output_versions": batch.versions,
         "recomputed_log_probs": batch.recomputed,
