@@ -18,7 +18,7 @@ class ModelError(TrueOnPolicyError):
 
 
 class PinError(TrueOnPolicyError):
-    """Kernels cannot be pinned: another provider holds them, or the backend does not run here."""
+    """Kernels cannot be pinned: another provider holds them, or they do not run here."""
 
 
 class ProbeError(TrueOnPolicyError):

@@ -1,7 +1,7 @@
 """Feed the readers of strangers' texts and files with bytes, guided by the branches that each input reaches in them.
 
-A fault is an error that is not ours, or an input that takes over ten seconds. It is kept in a file, whose name is
-printed, and `--again FILE` reads that file once more.
+A fault is an error that is not ours, or an input that takes over ten seconds or 4 GB. It is kept in a file, whose name
+is printed, and `--again FILE` reads that file once more.
 
     python -m lab.break_it.guided translate --minutes 5
     python -m lab.break_it.guided translate --again /tmp/translate-crash-0123abcd
@@ -36,9 +36,8 @@ from lab.provenance import parser_of
 LIMIT = 10  # seconds for one input
 LARGEST = 4096  # bytes of an input
 MEMORY = 4096  # MiB of the process
-STATUS = {0: 0, 70: 1, 77: 1}  # of libFuzzer: no fault; too slow; an exception
+STATUS = {0: 0, 70: 1, 71: 1, 77: 1}  # of libFuzzer: no fault; too slow; out of memory; an exception
 BEGUN = 100  # inputs of a room's own strategy
-BEGIN = "INPUTS TO BEGIN WITH"  # stands for the folder of these inputs, which the process makes that is fed
 
 
 @dataclass(frozen=True)
@@ -93,7 +92,9 @@ def config() -> Target:
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder, "mis.yaml")
             path.write_bytes(content)
-            from_args(Namespace(**keys_of(path) | {"use_tis": True, "custom_config_path": str(path)}))
+            args = Namespace()
+            vars(args).update(keys_of(path) | {"use_tis": True, "custom_config_path": str(path)})
+            from_args(args)
 
     return Target(read, st.sampled_from([file.read_bytes() for file in sorted((ROOT / "yaml").rglob("*.yaml"))]))
 
@@ -117,31 +118,39 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     asked = [f"-max_total_time={round(60 * arguments.minutes)}", f"-seed={arguments.seed}"]
     kept = [str(path.resolve()) for path in ([arguments.again] if arguments.again else arguments.corpus)]
-    asked = kept if arguments.again else [*asked, *kept, BEGIN]
     limits = [f"-timeout={LIMIT}", f"-rss_limit_mb={MEMORY}", f"-max_len={LARGEST}"]
     limits.append(f"-artifact_prefix={Path(tempfile.gettempdir(), arguments.target)}-")
-    code = f"from lab.break_it.guided import fuzz; fuzz({arguments.target!r})"
-    ended = subprocess.run([sys.executable, "-c", code, *limits, *asked], check=False, cwd=ROOT).returncode
+    with tempfile.TemporaryDirectory() as folder:
+        asked, begun = (kept, None) if arguments.again else ([*asked, *kept, folder], folder)
+        code = f"from lab.break_it.guided import fuzz; fuzz({arguments.target!r}, {begun!r})"
+        ended = subprocess.run([sys.executable, "-c", code, *limits, *asked], check=False, cwd=ROOT).returncode
     return STATUS.get(ended, 2)
 
 
-def fuzz(target: str) -> None:
-    """Feed one target, in a process of its own: libFuzzer ends it."""
+def fuzz(target: str, begun: str | None) -> None:
+    """Feed one target, in a process of its own: libFuzzer ends it.
+
+    Args:
+        begun: the folder for the inputs to begin with; None makes none.
+    """
     import atheris
 
-    from mis_plugins.errors import UserError
+    from mis_plugins import errors
+    from mis_plugins.config import view
 
     with atheris.instrument_imports(include=["mis_plugins"]):  # pyright: ignore[reportAttributeAccessIssue]
         made = TARGETS[target]()
 
     def fed(content: bytes) -> None:
-        with suppress(UserError):
+        errors.warn_once.cache_clear()
+        view.LAST.clear()
+        with suppress(errors.UserError):
             made.read(content or b"\0")
 
-    with tempfile.TemporaryDirectory() as folder:
-        _begin(made, Path(folder))
-        atheris.Setup([argument.replace(BEGIN, folder) for argument in sys.argv], fed)
-        atheris.Fuzz()
+    if begun is not None:
+        _begin(made, Path(begun))
+    atheris.Setup(sys.argv, fed)
+    atheris.Fuzz()
 
 
 def _begin(made: Target, folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""Room `large`: the TIS hook on up to 4,096 sequences and a million tokens, or on no sequence, against the oracle."""
+"""Room `large`: the TIS hook on up to 4,096 sequences and a million tokens, against the oracle; none is refused."""
 
 from __future__ import annotations
 

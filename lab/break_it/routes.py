@@ -17,13 +17,14 @@ from typing import Any
 import torch
 from hypothesis import strategies as st
 
-from mis_plugins.routing.choice import compare, selection_scores
+from mis_plugins.routing.choice import compare, selection_scores, strange_at_random
 from mis_plugins.routing.fault import faulty_layers
 from mis_plugins.routing.placement import POSITIONS, Grid, placement
 from mis_plugins.routing.table import KINDS, Passed
 
 SHAPES = ((4, 1, None, None), (8, 2, None, None), (16, 4, None, None), (8, 2, 4, 2), (16, 4, 4, 2), (12, 3, 4, 1))
 GRIDS = ((1, 1), (2, 1), (4, 1), (1, 2), (2, 2))
+CHUNKS = (1, 1, 1, 2, 2, 9, 9, 40, 600)  # rows of a chunk of a sequence
 CLOSE = 1e-5  # gates this near are chosen by rounding
 RECORDED = ("own", "own", "own", "other", "random", "padding", "twice", "beyond", "negative")
 Sums = Counter[tuple[str, int]]
@@ -66,7 +67,7 @@ def cases(draw: st.DrawFn) -> Case:
     made = None if bias is None else torch.tensor(bias)
     router = SimpleNamespace(score_function=score, expert_bias=made, topk=topk, config=config)
     cp, sp = draw(st.sampled_from(GRIDS))
-    lengths = [2 * cp * sp * n for n in draw(st.lists(st.sampled_from([1, 1, 2, 9, 40]), min_size=1, max_size=4))]
+    lengths = [2 * cp * sp * n for n in draw(st.lists(st.sampled_from(CHUNKS), min_size=1, max_size=4))]
     kinds = draw(st.lists(st.sampled_from(RECORDED), min_size=1, max_size=4))
     rows = [
         _row(rng, router, experts, sequence, position, rng.choice(kinds))
@@ -197,9 +198,9 @@ def judge(case: Case) -> str:
         return "unclear"
     cp, sp = case.grid
     table = torch.stack([_counted_by(case, *ranks) for ranks in itertools.product(range(cp), range(sp))]).sum(0)
-    for (kind, bucket), value in expected.items():
-        found = table[0, KINDS.index(kind), bucket].item()
+    for kind, bucket in itertools.product(KINDS, range(len(POSITIONS))):
+        found, value = table[0, KINDS.index(kind), bucket].item(), expected[kind, bucket]
         assert math.isclose(found, value, rel_tol=1e-4, abs_tol=1e-4 if kind == "margin" else 0), (kind, bucket, found)
-    random_share = {0: _strange_by_chance(case.experts, case.router.topk)}
+    random_share = {0: strange_at_random(case.experts, case.router.topk)}
     assert {kind for _, kind in faulty_layers(table, random_share)} == faults, faults
     return "right"

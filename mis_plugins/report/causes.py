@@ -454,8 +454,10 @@ def _cut_off(line: Line) -> Numbers | None:
 
 
 def _other_weights(facts: Facts) -> Numbers | None:
-    few, line = facts.sums["usable"] < LEAST_TOKENS or facts.mean > -slope.UNLIKELY, facts.line
-    if few or (line and (line.is_multiple or line.is_flat or line.off_one < 0)):
+    if facts.sums["usable"] < LEAST_TOKENS or facts.mean > -slope.UNLIKELY:
+        return None
+    line = facts.line
+    if line and (line.is_multiple or line.is_flat or line.off_one < 0):
         return None
     return {"mean": facts.mean, "share_of_all": 1 - max(_share_of(facts, part) for part in ("beginning", "end"))}
 
@@ -533,7 +535,9 @@ def _mean(rows: torch.Tensor) -> torch.Tensor:
 
 def _of_several(facts: Facts, place: int) -> bool:
     """Whether the higher level stays above the lower one without its heaviest response."""
-    low, high = facts.levels[place : place + 2][:: 1 if facts.changes[place].factor > 1 else -1]
+    low, high = facts.levels[place : place + 2]
+    if facts.changes[place].factor < 1:
+        low, high = high, low
     lighter = torch.arange(high.shape[1]) != high[2].argmax()
     return bool(_mean(high[:, lighter]) > math.sqrt(JUMP_FACTOR) * _mean(low))
 

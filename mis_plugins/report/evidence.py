@@ -205,8 +205,8 @@ def in_unlikely_runs(
 
 def _added(first: Tensor, second: Tensor) -> Tensor:
     size = max(first.shape[1], second.shape[1])
-    wide, other = (torch.nn.functional.pad(table, (0, size - table.shape[1])) for table in (first, second))
-    return wide + other
+    first, second = (torch.nn.functional.pad(table, (0, size - table.shape[1])) for table in (first, second))
+    return first + second
 
 
 def ends(ragged: Ragged, usable: Bool[Tensor, " T"], most: int) -> tuple[Bool[Tensor, " T"], Bool[Tensor, " T"]]:

@@ -55,14 +55,14 @@ STEPS = Budget("steps", 100_000, 0, "each step of a run takes memory of its own,
 CHANGES = Budget(
     "changes of the step (sort by step)", 2000, 1e-4, "each change of the step begins a batch, which takes milliseconds"
 )
-SECONDS = Budget("seconds of reading", 8, 10 / MEGABYTE, "a reader would never come to the end")
+SECONDS = Budget("processor seconds of reading", 8, 10 / MEGABYTE, "a reader would never come to the end")
 BUDGETS = (INFLATED, VALUES, OBJECTS, DEPTH, LINE, ITEMS, STEPS, CHANGES, SECONDS)
 
 
 class Clock:
-    """The seconds that a processor has spent on reading one file; `check` refuses the file beyond `SECONDS`.
+    """Processor seconds of its thread since the reading of one file began; `check` refuses the file beyond `SECONDS`.
 
-    A clock belongs to the thread that makes it. Other work on a busy machine refuses no file.
+    What the thread computes of the file's records counts too. Other processes of a busy machine count nothing.
     """
 
     def __init__(self, size: int, where: object):
@@ -73,7 +73,7 @@ class Clock:
         return time.thread_time() - self.begun > SECONDS.most(self.size)
 
     def check(self) -> None:
-        """Check the time since the reading began.
+        """Check the processor seconds since the reading began.
 
         Raises:
             RecordError: the file takes longer than its budget.

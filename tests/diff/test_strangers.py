@@ -6,6 +6,8 @@ import math
 import os
 from collections.abc import Callable
 from pathlib import Path
+from shutil import copytree
+from typing import Any
 
 import numpy as np
 import pytest
@@ -76,6 +78,15 @@ def test_a_file_of_odd_values_hides_no_other(case: str, folder: Path, tmp_path: 
     assert ("z.output", "equal") in {(row["name"], row["status"]) for row in rows}
     assert (code == EQUAL) == all(row["status"] == "equal" for row in rows)
     assert "Traceback" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("numbers", [2**64 - 1, [2**70, None], [0.5, 2**53 + 1]], ids=str)
+def test_numbers_that_no_dtype_holds_are_compared_exactly(numbers: Any, folder: Path, tmp_path: Path) -> None:
+    others = numbers - 1 if isinstance(numbers, int) else [x if x in (None, 0.5) else x - 1 for x in numbers]
+    copies = [copytree(folder, tmp_path / name) for name in ("same", "other")]
+    for copied, seed in zip((folder, *copies), (numbers, numbers, others), strict=True):
+        (copied / "seed.pt").write_bytes(bytes_of({"seed": seed}))
+    assert [diff(folder, copied) for copied in copies] == [EQUAL, DIFFERENT]
 
 
 def test_tensors_without_values_are_nothing_that_was_computed(tmp_path: Path) -> None:

@@ -75,12 +75,13 @@ def test_decode_is_prefill_also_where_the_prompt_comes_from_the_cache(engine: SG
     assert equal_bits(joined(second), torch.cat(engine.score(second)))
 
 
-def test_a_cut_by_probability_alone_keeps_sets_of_tokens(engine: SGLang):
-    """SGLang names kept tokens only where it has a top-k too."""
-    [sample] = engine.generate([Request(PROMPT, 40, seed=6, cut=Cut(top_p=0.02))])
+def test_a_cut_by_number_keeps_no_more_tokens(engine: SGLang):
+    """`test_training.py` cuts by probability alone."""
+    [sample] = engine.generate([Request(PROMPT, 40, seed=6, cut=Cut(top_p=0.02, top_k=4))])
     assert sample.kept is not None
     sizes = torch.tensor([len(row) for row in sample.kept])
-    assert sizes.max() > 1 and (sample.log_probs[sizes == 1] == 0).all() and (sample.log_probs[sizes > 1] < 0).all()
+    assert 1 < sizes.max() <= 4
+    assert (sample.log_probs[sizes == 1] == 0).all() and (sample.log_probs[sizes > 1] < 0).all()
 
 
 def test_the_doctor_sees_from_inside_what_http_does_not_tell(engine: SGLang, engine_dump: Path, tiny: Path):
@@ -198,13 +199,14 @@ def shared(engine: SGLang, stock: SGLang, tiny: Path) -> Iterator[None]:
 @pytest.mark.parametrize(
     "arguments",
     [
-        "--trainer megatron --dtype fp32 --trainer-tensor-parallel 2 --leaves 4",
+        "--trainer megatron --dtype bf16 --norm-order trainer",
         "--trainer hf --dtype bf16 --norm-order engine",
-        "--trainer megatron --dtype bf16 --norm-order trainer --engine-tensor-parallel 2 --leaves 2",
+        "--trainer megatron --dtype bf16 --trainer-tensor-parallel 2 --leaves 4",
+        "--trainer megatron --dtype fp32 --engine-tensor-parallel 2 --leaves 2",
     ],
 )
 def test_the_command_certifies_it(arguments: str, shared: None, tmp_path: Path):
-    """Each trainer, dtype, order and side with ranks once: `lab/results` has certificates of all of them."""
+    """Float32 has an engine on two ranks; `lab/results` has certificates of engine and trainer on one."""
     certificate = tmp_path / "c.json"
     command = ["verify", "--engine", "sglang", "--tokens", "1200", "--json", str(certificate)]
     assert main([*command, *arguments.split()]) == 0

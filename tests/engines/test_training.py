@@ -83,7 +83,7 @@ def keep_kept_sets(args: Namespace, rollout_id: int, data: dict[str, Any]) -> No
 
 def test_both_sides_of_a_stock_engine_renormalize_over_what_it_sampled_from(tmp_path: Path):
     """The stock engine is also the control of the runs above: it is near the trainer, and not the trainer."""
-    output, cut = tmp_path / "run", "--rollout-top-p 0.8 --rollout-top-k 4 --rollout-temperature 1.3"
+    output, cut = tmp_path / "run", "--rollout-top-p 0.6 --rollout-temperature 1.3"
     done = train(f"{STOCK} {cut} --rollout-data-postprocess-path {__name__}.keep_kept_sets", output)
     assert done.returncode == 0, done.stderr
     for data in map(torch.load, sorted(output.glob("rollout-*.pt"))):
@@ -92,7 +92,6 @@ def test_both_sides_of_a_stock_engine_renormalize_over_what_it_sampled_from(tmp_
         assert (trainer != behavior).any()
         sizes = torch.cat([offsets.diff() for offsets in data[OFFSETS]])
         assert len(sizes) == len(behavior) > 50
-        assert sizes.max() <= 4
         assert (behavior[sizes == 1] == 0).all() and (behavior[sizes > 1] < 0).all()
         assert sizes.double().mean() > 1, "somewhere more than one token is left"
     assert all(row["k3_kl"] < FP32_LOG_PROB**2 for row in records(output))

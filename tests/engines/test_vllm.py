@@ -37,9 +37,9 @@ def joined(samples: list[Sample]) -> torch.Tensor:
     return torch.cat([sample.log_probs for sample in samples])
 
 
-@pytest.mark.parametrize(("dtype", "order"), [("fp32", "vllm"), ("bf16", "hf")])
+@pytest.mark.parametrize(("dtype", "order"), [("bf16", "vllm"), ("bf16", "hf")])
 def test_every_log_prob_is_the_trainers_through_an_update(dtype: str, order: str, tmp_path: Path):
-    """In bf16 `test_training.py` has vLLM's own order."""
+    """In float32, where no order of rounding tells, `test_training.py` compares vLLM."""
     source = checkpoint("tiny-qwen3", tmp_path / "0", DTYPES[dtype], seed=0)
     contract, agreed = Contract(dtype=dtype), ORDERS[order]
     trainers = [HuggingFace(source, dtype, agreed), Megatron(source, dtype, agreed)]

@@ -92,6 +92,21 @@ def test_other_dtypes_and_errors_are_the_stock_ones():
             torch.mm(torch.randn(5, 7), torch.randn(7, 3, dtype=torch.bfloat16))
 
 
+@pytest.mark.parametrize(
+    ("operator", "sizes"),
+    [
+        (torch.mm, [(2, 3, 4), (2, 4, 5)]),
+        (torch.bmm, [(3, 4), (4, 5)]),
+        (torch.bmm, [(3, 3, 4), (2, 4, 5)]),
+        (torch.addmm, [(5,), (2, 3, 4), (2, 4, 5)]),
+        (torch.baddbmm, [(5,), (3, 4), (4, 5)]),
+    ],
+)
+def test_tensors_of_another_rank_or_batch_are_refused_as_by_stock_kernels(operator, sizes):
+    with pinned(Contract()), pytest.raises((RuntimeError, IndexError)):
+        operator(*map(torch.ones, sizes))
+
+
 def test_in_place_and_out_forms():
     x, a, b = torch.randn(9, 100), torch.randn(9, 33), torch.randn(33, 100)
     with pinned(Contract()):

@@ -321,7 +321,7 @@ def test_steps_beyond_the_budget_end_the_file(tmp_path: Path, monkeypatch: pytes
 
 
 def test_a_reader_that_never_ends_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(budget, "SECONDS", budget.Budget("seconds of reading", 0.05, 0, ""))
+    monkeypatch.setattr(budget, "SECONDS", budget.Budget("processor seconds of reading", 0.05, 0, ""))
     problems = Problems()
     for _ in problems.each(iter(int, 1), "a file", 0):
         time.sleep(0.001)

@@ -269,6 +269,7 @@ def _pt(file: Path) -> Iterator[tuple[str, Callable[[], Value]]]:
         yield name, partial(_loaded, leaf, file)
 
 
+EXACT = {torch.int64: 2**63, torch.float64: 2**53}  # below these a dtype holds every whole number
 MISSING = 0x7FF8_0000_0000_0001  # the bits of a NaN that no computation gives: None is none of its NaNs
 
 
@@ -279,13 +280,19 @@ def _loaded(leaf: Any, file: Path) -> Value:
     if isinstance(leaf, Tensor | Stored):
         return _comparable(tensor_of(leaf), file)
     if type(leaf) in NUMBERS:
-        return _of_numbers([leaf])[0]
+        return _of_numbers([leaf]).squeeze()
     return _of_numbers(leaf) if _are_numbers(leaf) else leaf
 
 
 def _of_numbers(numbers: Sequence[float | None]) -> Tensor:
-    """Build a tensor of int64 where all numbers are whole, else of float64; a missing number has the bits MISSING."""
-    kind = torch.int64 if all(isinstance(number, int) for number in numbers) else torch.float64
+    """Build a tensor of int64 where all numbers are whole, else of float64; a missing number has the bits MISSING.
+
+    Where neither dtype holds every whole number exactly, the tensor has the letters of the numbers.
+    """
+    whole = [number for number in numbers if isinstance(number, int)]
+    kind = torch.int64 if all(number is None or isinstance(number, int) for number in numbers) else torch.float64
+    if not all(-EXACT[kind] <= number < EXACT[kind] for number in whole):
+        return torch.frombuffer(bytearray(repr(list(numbers)).encode()), dtype=torch.uint8)
     missing = torch.tensor([number is None for number in numbers])
     values = torch.tensor([0 if number is None else number for number in numbers], dtype=kind)
     values.view(torch.int64)[missing] = MISSING

@@ -26,14 +26,14 @@ from true_on_policy.kernels.provider import Undo
 SERVED = (torch.float32, torch.bfloat16)
 
 
-def product(stock, keyset, a: Tensor, b: Tensor) -> Tensor:
-    """Compute mm or bmm."""
-    return _multiply(a, b, a.dtype) if _served(a, b) else stock.call_boxed(keyset, a, b)
+def product(rank: int, stock, keyset, a: Tensor, b: Tensor) -> Tensor:
+    """Compute mm of two matrices (`rank` 2), or bmm of two batches of matrices (3)."""
+    return _multiply(a, b, a.dtype) if _served(rank, a, b) else stock.call_boxed(keyset, a, b)
 
 
-def sum_with_product(stock, keyset, bias: Tensor, a: Tensor, b: Tensor, *, beta=1, alpha=1) -> Tensor:
-    """Compute addmm or baddbmm."""
-    if not _served(a, b, bias):
+def sum_with_product(rank: int, stock, keyset, bias: Tensor, a: Tensor, b: Tensor, *, beta=1, alpha=1) -> Tensor:
+    """Compute addmm (`rank` 2) or baddbmm (3)."""
+    if not _served(rank, a, b, bias):
         return stock.call_boxed(keyset, bias, a, b, beta=beta, alpha=alpha)
     return _add(bias, _multiply(a, b, torch.float32), beta, alpha)
 
@@ -43,9 +43,10 @@ def _multiply(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
     return native.product(a, b, dtype) if a.dim() == 3 else native.product(a[None], b[None], dtype)[0]
 
 
-def _served(a: Tensor, b: Tensor, *others: Tensor) -> bool:
+def _served(rank: int, a: Tensor, b: Tensor, *others: Tensor) -> bool:
     """Whether the native kernels serve this call; other dtypes and shapes that do not fit go to the stock kernel."""
-    return a.dtype in SERVED and all(x.dtype == a.dtype for x in (b, *others)) and a.shape[-1] == b.shape[-2]
+    fit = a.dim() == b.dim() == rank and a.shape[:-2] == b.shape[:-2] and a.shape[-1] == b.shape[-2]
+    return fit and a.dtype in SERVED and all(x.dtype == a.dtype for x in (b, *others))
 
 
 def _add(bias: Tensor, product: Tensor, beta: float, alpha: float) -> Tensor:
@@ -138,10 +139,10 @@ def whole_vectors(elements: int, threads: int) -> int:
 
 
 OVERRIDES = {
-    "mm": product,
-    "bmm": product,
-    "addmm": sum_with_product,
-    "baddbmm": sum_with_product,
+    "mm": partial(product, 2),
+    "bmm": partial(product, 3),
+    "addmm": partial(sum_with_product, 2),
+    "baddbmm": partial(sum_with_product, 3),
     "_scaled_dot_product_flash_attention_for_cpu": attention,
     "_softmax": softmax,
     "_log_softmax": softmax,

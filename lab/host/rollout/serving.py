@@ -24,7 +24,7 @@ class Serving:
 
     start: (checkpoint, dtype, contract, running sequences) -> Engine; without a contract the engine is stock.
     words: a description of the engine for a help text.
-    tells_weights: whether the engine has a `weights_checker` that returns weight digests.
+    tells_weights: whether the server, as it is started here, tells its weights that returns weight digests.
     head_sizes: the sizes of an attention head that the engine's CPU kernels know; empty: any.
     cuts: whether the engine can sample by top-p and top-k, and return the tokens that they kept.
     """

@@ -143,8 +143,10 @@ def changed(script: str, starts: Sequence[tuple[Launch, Judgement]], appended: A
         texts = list[str]()
         for want in judgement.wants:
             edit = _in_place(script, want)
-            edits |= set() if edit is None else {edit}
-            texts += [] if edit else [want.flag if want.value is None else f"{want.flag} {_quoted(want.value)}"]
+            if edit is not None:
+                edits.add(edit)
+            else:
+                texts.append(want.flag if want.value is None else f"{want.flag} {_quoted(want.value)}")
         others = lists.setdefault(launch.place, texts) if launch.place != (0, 0) else []
         if others != texts:
             return None

@@ -179,7 +179,7 @@ def refuse_open(given: Mapping[str, Any], spelled: Mapping[str, str]) -> None:
 
 
 def flag_of(name: str) -> str:
-    """The key of a flag, which parsers of Hugging Face's take with dashes or underscores."""
+    """The key of a flag, whose words may be joined by dashes or by underscores."""
     return name.lstrip("-").replace("-", "_")
 
 
@@ -197,6 +197,7 @@ def settings_behind(
         expected, options: the settings and the options of the command, in the words of an error.
         reads: whether a path is read.
         spelled: the path that a setting's name means.
+        value: reads the text behind `=`.
 
     Raises:
         ConfigError: a word is neither a setting nor an option of the command.

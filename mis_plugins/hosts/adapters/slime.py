@@ -123,15 +123,15 @@ def scores(args: Any, batch: Batch, logits: Tensor) -> Scores:
     return scored(SLIME, args, batch, logits, SLIME.kept_sets.get()(args, batch))
 
 
-def scored(of: Needs, args: Any, batch: Batch, logits: Tensor, more: Mapping[str, Any] | None = None) -> Scores:
+def scored(table: Needs, args: Any, batch: Batch, logits: Tensor, more: Mapping[str, Any] | None = None) -> Scores:
     """Log-probs and entropy by the host's own function, which returns them behind an empty tensor."""
-    _, by_name = of.scores.get()(logits, args=args, with_entropy=True, **sequences_of(batch), **(more or {}))
+    _, by_name = table.scores.get()(logits, args=args, with_entropy=True, **sequences_of(batch), **(more or {}))
     return by_name["log_probs"], by_name["entropy"]
 
 
-def tracks(of: Needs) -> Callable[[Any], bool]:
+def tracks(table: Needs) -> Callable[[Any], bool]:
     """Whether this process has the host's tracking, whatever its arguments say."""
-    return lambda args: of.tracking.is_loaded
+    return lambda args: table.tracking.is_loaded
 
 
 HOST = Host(

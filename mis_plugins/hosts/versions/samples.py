@@ -96,7 +96,14 @@ def packed_columns(sample: Any) -> dict[str, bytes]:
 
 
 def check_sample(sample: Any, scored: bool, needed: Mapping[str, str]) -> None:
-    """Refuse a sample of whose tokens not all is known that the trainer reads; see `Numbering.noted`."""
+    """Refuse a sample that lacks what the trainer reads of its tokens.
+
+    Args:
+        needed: for each attribute that the trainer reads, who reads it.
+
+    Raises:
+        InputError: the sample has a fault, or lacks versions or an attribute.
+    """
     if (fault := getattr(sample, FAULT, None)) is not None:
         raise InputError(f"sample {sample.index}: {fault}")
     versions = getattr(sample, VERSIONS, None)
