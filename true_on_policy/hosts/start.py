@@ -13,7 +13,6 @@ from typing import Any
 from mis_plugins import mis
 from mis_plugins.config import reading
 from mis_plugins.config.view import view
-from mis_plugins.hosts import loss_hook
 from mis_plugins.hosts.registry import current
 from true_on_policy.contract.gpu import check_environment
 from true_on_policy.errors import HostConfigError
@@ -79,6 +78,8 @@ def _check_mis(args: Any, config: BitwiseConfig) -> None:
     if asked and ours(getattr(args, "custom_tis_function_path", None)):
         mis.config_in_force(args)
     if ours(config.loss):
+        from mis_plugins.hosts import loss_hook  # and the adapters of all hosts, which nothing else here needs
+
         loss_hook.config_in_force(args, reading.from_args(args), current(args))
 
 
