@@ -325,7 +325,7 @@ def test_a_reader_that_never_ends_is_left(monkeypatch: pytest.MonkeyPatch) -> No
     problems = Problems()
     for _ in problems.each(iter(int, 1), "a file", 0):
         time.sleep(0.001)
-    assert "a file: asks for 0 seconds of reading" in problems.told[0]
+    assert "a file: asks for 0 processor seconds of reading" in problems.told[0]
 
 
 def test_levels_that_change_without_end_are_no_deep_recursion() -> None:
