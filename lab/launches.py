@@ -26,7 +26,6 @@ import importlib
 import io
 import json
 import os
-import pkgutil
 import runpy
 import shlex
 import shutil
@@ -45,6 +44,7 @@ import torch
 
 from lab.host_arguments import STOOD_IN
 from lab.host_checkout import stand_in_for_missing_packages
+from lab.host_modules import load
 from lab.provenance import as_markdown, markdown_table, parser_of, provenance, target, write_record
 from mis_plugins.config.reading import from_args
 from mis_plugins.config.writing import as_mapping
@@ -274,7 +274,7 @@ def _weights(args: Namespace) -> tuple[list[float], list[float]]:
     from drive import one_rank
 
     batch = ratio_batch([[0.6, 1.5], [1.2], [0.9, 3.0]])
-    hook = pkgutil.resolve_name(args.custom_tis_function_path)
+    hook = load(args.custom_tis_function_path)
     loss, _, _ = hook(args=args, **batch.hook_kwargs(), parallel_state=one_rank())
     config = {name: value for name, value in as_mapping(from_args(args)).items() if value is not None}
     corrected = oracle.correct(batch.samples, config)

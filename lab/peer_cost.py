@@ -39,7 +39,6 @@ import warnings
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from pkgutil import resolve_name as load
 from statistics import median
 from types import SimpleNamespace
 from typing import Any
@@ -52,6 +51,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from lab.compiled_functions import switched_on
 from lab.host_checkout import run_ranks, stand_in_for_missing_packages, start_groups
+from lab.host_modules import load
 from lab.provenance import as_markdown, markdown_table, parser_of, provenance, target, write_record
 from lab.tallies import peak_bytes, tally
 from mis_plugins import mis

@@ -1,34 +1,40 @@
-"""Room `large`: the TIS hook on up to 4,096 sequences and a million tokens, against the oracle; none is refused."""
+"""Room `large`: the TIS hook on up to 4,096 sequences and a million tokens, which are copies of a few.
+
+A weight or a mask of a sequence reads other sequences through a mean at most, and the mean over copies is the mean over
+the few. So the oracle judges the few, and every copy must have their weights and masks.
+"""
 
 from __future__ import annotations
 
-import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+import oracle
 import torch
 from batches import MASK_TYPES, Batch
+from drive import Outcome, assert_matches_oracle, one_rank, spread
 from hypothesis import strategies as st
+from tolerances import DECISION, EPS, normalized_rtol
 
 from lab.break_it import weights
-from lab.break_it.weights import ABSENT
+from lab.break_it.weights import ABSENT, CARRIERS, SPELLED
+from mis_plugins import mis
 
-SEQUENCES = (0, 1, 2, 17, 256, 4096)
-POWERS = [*[13] * 19, 20]  # the most tokens of a case, as a power of two: one in twenty may have a million
-FEW = [8]  # the oracle's time grows with the square of a sequence's segments
+LENGTHS = (0, 1, 5, 40, 256)
+COPIES = (0, 1, 3, 64, 1024)
 DRIFTS = (0.0, 2**-9, 0.05, 0.5)  # of a log ratio, from equal policies to broken ones
 DTYPES = (torch.float32, torch.bfloat16, torch.float64)
 
 
 @dataclass(frozen=True)
 class Case:
-    """One call of the TIS hook, whose batch is made when it is needed: its print says all of it."""
+    """One call of the TIS hook, whose log-probs and masks follow from the seed."""
 
     config: dict[str, Any]
     carrier: str
     seed: int
-    sequences: int
-    tokens: int
+    lengths: list[int]
+    copies: int
     drift: float
     absent: float
     masked: float
@@ -38,45 +44,51 @@ class Case:
 @st.composite
 def cases(draw: st.DrawFn) -> Case:
     config, carrier = draw(weights.configured())
-    seed = draw(st.integers(0, 2**32))
-    dice = random.Random(seed)  # hypothesis would draw the most tokens much oftener
-    powers = FEW if "segment" in str(config) else POWERS
+    config.pop("m2_threshold", None)  # M2PO orders the tokens of a batch, where copies are ties
     return Case(
         config=config,
         carrier=carrier,
-        seed=seed,
-        sequences=draw(st.sampled_from(SEQUENCES)),
-        tokens=int(2 ** dice.uniform(0, dice.choice(powers))),
+        seed=draw(st.integers(0, 2**32)),
+        lengths=draw(st.lists(st.sampled_from(LENGTHS), min_size=1, max_size=4)),
+        copies=draw(st.sampled_from(COPIES)),
         drift=draw(st.sampled_from(DRIFTS)),
-        absent=draw(st.sampled_from([0.0, 0.0, 1e-3])),
+        absent=draw(st.sampled_from([0.0, 0.0, 0.01])),
         masked=draw(st.sampled_from([0.0, 0.0, 0.3, 1.0])),
         dtypes=(draw(st.sampled_from(DTYPES)), draw(st.sampled_from(DTYPES)), draw(st.sampled_from(MASK_TYPES))),
     )
 
 
-def batch_of(case: Case) -> Batch:
-    """Ragged responses, some of which are empty; absent log-probs lie under the mask and above it."""
-    dice = torch.Generator().manual_seed(case.seed)
-    lengths = _lengths(case, dice)
-    count = sum(lengths)
+def few(case: Case) -> Batch:
+    """The sequences that are copied; absent log-probs lie under the mask and above it."""
+    dice, count = torch.Generator().manual_seed(case.seed), sum(case.lengths)
     behavior = torch.rand(count, generator=dice).clamp(min=1e-4).log()
     proximal = behavior + case.drift * torch.randn(count, generator=dice)
     for side in (proximal, behavior):
         gone = torch.rand(count, generator=dice) < case.absent
         side[gone] = torch.tensor(ABSENT)[torch.randint(len(ABSENT), (int(gone.sum()),), generator=dice)]
     mask = torch.rand(count, generator=dice) >= case.masked
-    rows = [list(x.to(dtype).split(lengths)) for x, dtype in zip((proximal, behavior, mask), case.dtypes, strict=True)]
-    return Batch(rows[0], rows[1], rows[2], [3] * len(lengths))
-
-
-def _lengths(case: Case, dice: torch.Generator) -> list[int]:
-    if not case.sequences:
-        return []
-    share = torch.randn(case.sequences, generator=dice).mul(1.5).exp()
-    drawn = torch.multinomial(share, case.tokens, replacement=True, generator=dice)
-    return drawn.bincount(minlength=case.sequences).tolist()
+    rows = [
+        list(x.to(dtype).split(case.lengths)) for x, dtype in zip((proximal, behavior, mask), case.dtypes, strict=True)
+    ]
+    return Batch(rows[0], rows[1], rows[2], [3] * len(case.lengths))
 
 
 def judge(case: Case) -> str:
-    """`right`, or `unclear` where rounding decides; an AssertionError where a weight or mask is not the oracle's."""
-    return weights.judge(weights.Case(case.config, case.carrier, batch_of(case)))
+    """`right`, or `unclear` where rounding decides; an AssertionError where a copy is not what the oracle says."""
+    batch = few(case)
+    whole = replace(batch, **{name: rows * case.copies for name, rows in vars(batch).items()})
+    kwargs = whole.hook_kwargs()
+    args = CARRIERS[case.carrier](SPELLED | {"mis": case.config})
+    loss, masks, _ = mis.compute_mis_weights_with_cp(args, **kwargs, parallel_state=one_rank())
+    assert case.copies, "a batch without a sequence is answered"
+    expected = oracle.correct(batch.samples, case.config)
+    largest = max(map(spread, batch.samples))
+    if expected.margin <= DECISION + EPS * largest:
+        return "unclear"
+    applied = torch.autograd.grad(loss.sum(), kwargs["pg_loss"])[0].view(case.copies, sum(case.lengths))
+    first = list(applied[0].split(case.lengths))
+    assert_matches_oracle(Outcome(loss, first, list(masks[: len(case.lengths)]), {}), batch, expected, full=False)
+    torch.testing.assert_close(applied, applied[:1].expand_as(applied), rtol=normalized_rtol(largest), atol=0)
+    kept = torch.cat(list(masks)).view_as(applied)
+    assert torch.equal(kept, kept[:1].expand_as(kept)), "copies of a sequence have other masks"
+    return "right"

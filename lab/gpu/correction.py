@@ -13,7 +13,8 @@ from lab.gpu.machine import Call, Cuda, moved
 from lab.gpu.plan import Plan
 from lab.gpu.receipt import Result
 from lab.host_checkout import stand_in_for_missing_packages, start_groups
-from lab.peer_cost import LOOP, called, hook_args, hook_kwargs, load, of_hooks
+from lab.host_modules import load
+from lab.peer_cost import LOOP, called, hook_args, hook_kwargs, of_hooks
 from mis_plugins import mis
 from mis_plugins.hosts.step_report import Recorder
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -225,7 +225,8 @@ def correct(
     if mean is not None:
         weights = weights / mean
     rescale = _rescale(verdict) if config.denominator == "kept" else None
-    return Correction(**vars(verdict), config=config, ragged=ragged, weights=weights, mean_weight=mean, rescale=rescale)
+    judged = {part.name: getattr(verdict, part.name) for part in fields(verdict)}
+    return Correction(**judged, config=config, ragged=ragged, weights=weights, mean_weight=mean, rescale=rescale)
 
 
 @torch.no_grad()

@@ -158,7 +158,7 @@ def test_one_of_two_sequences_vetoed_reads_a_half():
     ("bounds", "outside"), [({"lower": 1.0, "upper": 3.0}, "low"), ({"lower": 0.4, "upper": 1.0}, "high")]
 )
 def test_what_lies_on_a_bound_is_within_it(bounds: dict, outside: str):
-    """Of a weight's bound and of a rule, which may have that bound alone."""
+    """A ratio on a bound passes the weight's bound, and a rule with one limit or two."""
     batch = ratio_batch([[1.0, 0.5 if outside == "low" else 2.0]])  # a log ratio of exactly 0
     alone = {side: bound for side, bound in bounds.items() if bound == 1.0}
     for rule in (bounds, alone):

@@ -287,7 +287,7 @@ TOLD: list[tuple[Sample, str]] = [
 
 @pytest.mark.parametrize(("sample", "detail"), TOLD)
 def test_what_is_wrong_with_a_sample_is_told(sample: Sample, detail: str):
-    """Of log-probs, tokens and loss mask the odd one is named."""
+    """Where log-probs, tokens and loss mask of a sample disagree, the fault names the one that is wrong."""
     fault = fault_of(sample)
     assert fault is not None and fault.detail == detail
     assert (fault.cause == "of other tokens") == (detail == NAMES_NONE)

@@ -92,7 +92,7 @@ print(active_backend(), ".py:" in torch._C._dispatch_dump("aten::mm"))
 
 
 def test_a_failing_probe_raises_and_unpins(monkeypatch, found):
-    """Of a product whose rows see the batch, in one bit."""
+    """The product here gives a row another last bit in a batch than alone."""
     right = native.product
 
     def broken(a, b, out_dtype):

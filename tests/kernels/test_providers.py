@@ -172,7 +172,7 @@ def test_a_pin_holds_where_a_lone_query_has_other_tiles(library, monkeypatch: py
 
 
 def test_the_two_calls_of_a_lone_query_are_one(library):
-    """As one row of a batch, and as a packed sequence of at most one token."""
+    """A query alone has equal bits as a row of a batch, and as a packed sequence of at most one token."""
     q, k, v = torch.randn(1, 1, 4, 16), torch.randn(1, 9, 2, 16), torch.randn(1, 9, 2, 16)
     asked = {"cache_seqlens": torch.tensor([9]), "causal": True, "num_splits": 1}
     starts = torch.tensor([0, 1])

@@ -73,7 +73,7 @@ def token_losses(
 
 
 def plain_losses(batch: Rows, objective: dict, clip: Clip = CLIP) -> tuple[Tensor, Tensor]:
-    """The same of a config that corrects nothing."""
+    """The target's log-probs and the loss of every token, `[N, L]` each, where the config corrects nothing."""
     return token_losses(batch, ours(batch, {"weight": None}), objective, clip)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -104,7 +105,7 @@ class Returned(Ended):
         self.value = value
 
 
-class Reader:
+class Reader(ABC):
     """What both readers share: scopes of names, branches that are read both ways, and files that are written.
 
     returned: what one branch of the function that is read returns, by the branch.
@@ -117,9 +118,10 @@ class Reader:
         self.branch: str | None = None
         self.returned: list[tuple[str, Any]] = []
 
+    @abstractmethod
     def scopes(self) -> list[dict[str, Any]]:
         """The names that a branch may set, by scope."""
-        raise NotImplementedError
+        ...
 
     def remember(self, branch: str, ended: Ended) -> None:
         """Keep what one of two branches returns."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import codecs
 import re
+from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -113,9 +114,10 @@ class Texts(Reader):
         words = self.positional[: int(name[:3])]
         return words[int(name[:3]) - 1 :] if all(map(is_one, words)) else [hole(f"${name}")]
 
+    @abstractmethod
     def run(self, node: Node) -> None:
         """Read a statement."""
-        raise NotImplementedError
+        ...
 
     def words(self, node: Node) -> list[Text]:
         """The words that a shell makes of one argument."""
@@ -291,9 +293,10 @@ class Texts(Reader):
         is_quoted = node.parent is not None and node.parent.type in ("string", "heredoc_body")
         return self.unknown(node) if is_quoted and "'" in says(node) else text
 
+    @abstractmethod
     def _substituted(self, node: Node) -> Text:
         """The output of commands within a word."""
-        raise NotImplementedError
+        ...
 
 
 TEXT: dict[str, Callable[[Texts, Node], Text]] = {
