@@ -22,7 +22,6 @@ import sys
 import tempfile
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -114,8 +113,9 @@ TARGETS: dict[str, Callable[[], Target]] = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = _parser()
-    arguments = parser.parse_args(argv)
+    arguments = _parser().parse_args(argv)
+    import atheris  # noqa: F401  a machine that lacks it is told so here, and not by the process that is fed
+
     asked = [f"-max_total_time={round(60 * arguments.minutes)}", f"-seed={arguments.seed}"]
     kept = [str(path.resolve()) for path in ([arguments.again] if arguments.again else arguments.corpus)]
     limits = [f"-timeout={LIMIT}", f"-rss_limit_mb={MEMORY}", f"-max_len={LARGEST}"]
@@ -135,21 +135,18 @@ def fuzz(target: str, begun: str | None) -> None:
     """
     import atheris
 
-    from mis_plugins import errors
-    from mis_plugins.config import view
-
     with atheris.instrument_imports(include=["mis_plugins"]):  # pyright: ignore[reportAttributeAccessIssue]
+        from lab.break_it.__main__ import answered
+
         made = TARGETS[target]()
 
-    def fed(content: bytes) -> None:
-        errors.warn_once.cache_clear()
-        view.LAST.clear()
-        with suppress(errors.UserError):
-            made.read(content or b"\0")
+    def judge(content: bytes) -> str:
+        made.read(content or b"\0")
+        return "read"
 
     if begun is not None:
         _begin(made, Path(begun))
-    atheris.Setup(sys.argv, fed)
+    atheris.Setup(sys.argv, lambda content: answered(judge, content))
     atheris.Fuzz()
 
 
