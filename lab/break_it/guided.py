@@ -144,9 +144,12 @@ def fuzz(target: str, begun: str | None) -> None:
         made.read(content or b"\0")
         return "read"
 
+    def fed(content: bytes) -> None:
+        answered(judge, content)
+
     if begun is not None:
         _begin(made, Path(begun))
-    atheris.Setup(sys.argv, lambda content: answered(judge, content))
+    atheris.Setup(sys.argv, fed)
     atheris.Fuzz()
 
 
