@@ -216,9 +216,9 @@ def test_no_process_of_a_run_is_left(tmp_path: Path) -> None:
     with processes.marked(tmp_path, tmp_path) as settings:
         mark = settings[processes.MARK]
         code = processes.run(["setsid", "--fork", "sleep", "600"], tmp_path, settings, tmp_path / "log", 30)
-        while not processes.of(mark):  # its environment reads as empty while `sleep` starts
+        while not (children := processes.of(mark)):  # an environment reads as empty while `sleep` starts
             time.sleep(0.01)
-        assert code == 0 and len(processes.of(mark)) == 1
+        assert code == 0 and len(children) == 1
     assert processes.of(mark) == []
 
 
