@@ -5,6 +5,7 @@ Shapes are checked at run time by jaxtyping's own flag, which `scripts/test.sh` 
 """
 
 import fnmatch
+import gc
 import logging
 import os
 import sys
@@ -59,6 +60,7 @@ def pytest_report_header() -> list[str]:
 
 def pytest_configure() -> None:
     torch.set_num_threads(1)
+    os.register_at_fork(after_in_child=gc.freeze)  # else a rank may collect a process group, and wait for its threads
     hypothesis.settings.load_profile("ci" if IN_CI else "local")
 
 

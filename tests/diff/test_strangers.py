@@ -194,6 +194,8 @@ def test_bytes_around_an_archive_are_never_equal(ending: str, joined: Callable[[
      ([-1.5, -2.0], (-1.5, -2), EQUAL),
      ([True, True], [True, False], DIFFERENT),
      ([-1.5, None], [-1.5, math.nan], DIFFERENT),
+     ([-1.5, None], [-1.5, 0.0], DIFFERENT),
+     ([1, None], [1, 0], DIFFERENT),
      (1e-3, 1e-4, DIFFERENT),  # a learning rate
      (3, 3.0, NOT_COMPARABLE),
      (["text", 1.0], ["text", 2.0], DIFFERENT),

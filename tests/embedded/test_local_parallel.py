@@ -1,6 +1,8 @@
 """The trainer in every layout of ranks: one recorded batch, four optimizer steps, the same numbers."""
 
 import signal
+import subprocess
+import sys
 import time
 from argparse import Namespace
 from collections.abc import Callable
@@ -292,3 +294,23 @@ def test_ctrl_c_while_ranks_connect_ends_all_of_them(
     monkeypatch.setattr(parallel, "on_loopback", interrupted("join", parallel.on_loopback))
     monkeypatch.setattr(mpu, "initialize_model_parallel", interrupted("groups", groups))
     assert parallel.launch(2, main) == parallel.EXIT_INTERRUPTED
+
+
+LEFT_A_GROUP = """
+import gc, sys
+import torch.distributed as dist
+from lab.host.train.parallel import launch
+
+gc.disable()
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+garbage = [dist.group.WORLD]
+garbage.append(garbage)
+del garbage
+dist.destroy_process_group()
+sys.exit(launch(2, gc.collect))
+"""
+
+
+def test_a_rank_waits_for_no_thread_of_the_launchers() -> None:
+    """The destructor of an inherited process group would join a thread that only the launcher has."""
+    assert subprocess.run([sys.executable, "-c", LEFT_A_GROUP], timeout=60).returncode == 0

@@ -256,6 +256,13 @@ def test_a_stranger_without_the_key_is_refused_and_ps_does_not_show_it(stock: SG
     assert "--config" in listed.stdout and stock._server.key not in listed.stdout
 
 
+def test_its_processes_are_forked(stock: SGLang):
+    """A spawned process brings Python's resource tracker with it."""
+    command = ["ps", "-ww", "-o", "args=", "--sid", str(stock._server._process.pid)]
+    listed = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert "sglang::scheduler" in listed.stdout and "multiprocessing" not in listed.stdout
+
+
 def test_nothing_of_a_closed_server_is_left(stock: SGLang):
     group, port = stock._server._process.pid, int(stock._server.url.rsplit(":", 1)[1])
     assert members(group) and listening(port)

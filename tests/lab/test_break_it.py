@@ -255,7 +255,7 @@ def test_a_launcher_that_exits_starts_nothing() -> None:
 @pytest.mark.parametrize("target", ["launchers", "config"])
 def test_atheris_feeds_a_reader(target: str, tmp_path: Path) -> None:
     kept = tmp_path / "kept"
-    kept.write_text("if a:\n    break\n")
+    kept.write_text("break\n")
     assert guided.main([target, "--again", str(kept)]) == 0
 
 

@@ -35,6 +35,7 @@ def stated_contract(environment: Mapping[str, str] = os.environ) -> Contract:
 
 FOLDER = "TRUE_ON_POLICY_ENGINE_DUMP"  # where the processes that run the model say what they run, for the doctor
 ASKED = "TRUE_ON_POLICY_WEIGHTS"  # set for an engine whose weight checker is to return digests of its weights
+FORKS = "TRUE_ON_POLICY_FORKS"  # set for an engine on CPU, which forks its processes
 KEY = "TRUE_ON_POLICY_ENGINE_KEY"  # the key that a server of ours asks of each request, and that our clients send
 ACTIVE = "true_on_policy: pinned"  # printed by the process that runs the model, once its probes have passed
 

@@ -6,6 +6,7 @@ All collectives run over gloo, so no GPU is needed.
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import sys
@@ -168,6 +169,7 @@ class Interrupts:
 
 
 def _forked_rank(rank: int, world_size: int, main: Callable[[], None], scratch: Path) -> None:
+    gc.freeze()  # a process group of the launcher would wait, once collected here, for threads that no fork inherits
     signal.signal(signal.SIGINT, _interrupt_once)
     torch.set_num_threads(1)
     os.environ |= on_loopback()

@@ -18,7 +18,7 @@ from true_on_policy.contract.sides import ENGINES
 from true_on_policy.contract.specs import NormOrder
 from true_on_policy.engines import server
 from true_on_policy.engines.answers import check_counts, list_of, reading, short, whole
-from true_on_policy.engines.handover import ASKED, handed_over
+from true_on_policy.engines.handover import ASKED, FORKS, handed_over
 from true_on_policy.engines.protocol import EngineError, Request, Sample, log_probs, sglang_rows
 from true_on_policy.engines.server import Served
 
@@ -191,7 +191,8 @@ def _private(folder: Path, key: str) -> tuple[list[str], dict[str, str]]:
 def _environment(
     contract: Contract | None, order: NormOrder | None, pool: Pool, ranks: int, target: Target | None
 ) -> dict[str, str]:
-    added = {"PYTHONPATH": str(server.HERE / "sglang" / "stand_in"), "SGLANG_USE_CPU_ENGINE": "1", ASKED: "1"}
+    stand_in = str(server.HERE / "sglang" / "stand_in")
+    added = {"PYTHONPATH": stand_in, "SGLANG_USE_CPU_ENGINE": "1", ASKED: "1", FORKS: "1"}
     if ranks > 1:  # unset, SGLang refuses more ranks than NUMA nodes; set, it binds no thread here
         added["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(map(str, range(ranks)))
     if target is not None:  # SGLang's CPU path would round cos and sin to bf16, its GPU path does not

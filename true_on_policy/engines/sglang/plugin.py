@@ -6,6 +6,7 @@ the environment `activate` does nothing, so an SGLang that shares our environmen
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -24,6 +25,8 @@ def activate() -> None:
         _register(TARGET, written, "AFTER")
     if handover.ASKED in os.environ:
         _register("sglang.srt.utils.weight_checker.WeightChecker.handle", weights_told, "AROUND")  # 0.5.23
+    if handover.FORKS in os.environ:
+        _register("sglang.srt.entrypoints.engine._set_envs_and_config", _fork, "AFTER")
     if handover.asked_for():
         _align()
 
@@ -32,6 +35,11 @@ def _register(target: str, hook: Callable, kind: str) -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType  # pyright: ignore[reportMissingImports]
 
     HookRegistry.register(target, hook, getattr(HookType, kind))
+
+
+def _fork(result: object, arguments: object) -> None:
+    """Let SGLang fork its processes: each one that it spawns imports SGLang anew, for 7 s of a processor."""
+    multiprocessing.set_start_method("fork", force=True)
 
 
 def weights_told(

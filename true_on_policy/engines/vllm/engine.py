@@ -170,7 +170,6 @@ def _environment(contract: Contract | None, order: NormOrder | None) -> dict[str
     added = {
         "VLLM_SERVER_DEV_MODE": "1",  # serves /collective_rpc and /reset_prefix_cache
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        "VLLM_WORKER_MULTIPROCESSING_METHOD": "spawn",
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_API_KEY": "",  # of the user's other servers; Guard asks for the key of the run
         "VLLM_LOGGING_LEVEL": "INFO",
