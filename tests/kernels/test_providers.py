@@ -21,6 +21,7 @@ from true_on_policy.contract.gpu import gpu_contract
 from true_on_policy.errors import NotSeenError, PinError
 from true_on_policy.kernels import deep_gemm, flash_attention, gpu_probes, megatron
 from true_on_policy.kernels.gpu_probes import product_failures
+from true_on_policy.kernels.provider import counted
 
 FSDP, MEGATRON = (gpu_contract("qwen3-dense", trainer) for trainer in ("fsdp", "megatron"))
 SHAPES = Shapes(linear=((48, 32), (64, 16)), attention=((4, 2, 16),))
@@ -235,3 +236,13 @@ def test_a_build_without_the_argument_is_refused(write: Write):  # noqa: F811
     with pytest.raises(PinError, match="flash_attn_interface has no function that takes num_splits"):
         flash_attention.pin(MEGATRON)
     assert flash_attention.settings()["FA3 num_splits argument"] == "absent"
+
+
+@pytest.mark.parametrize("inherited", [False, True])
+def test_a_function_whose_calls_were_counted_is_put_back(inherited: bool):
+    owner = type("Owner", (), {"double": staticmethod(lambda x: 2 * x)})
+    owner = type("Heir", (owner,), {}) if inherited else owner
+    before = dict(vars(owner))
+    with counted(owner, "double", lambda: "called") as calls:
+        assert owner.double(3) == 6 and calls == ["called"]
+    assert vars(owner) == before

@@ -30,8 +30,8 @@ from mis_plugins.hosts.adapters.miles import NEEDS as MILES
 from mis_plugins.hosts.host import Host
 from mis_plugins.packing.layout import whole, zigzag
 from mis_plugins.routing import watch as watch_room
-from mis_plugins.routing.placement import Grid, placement
-from mis_plugins.routing.report import Seen
+from mis_plugins.routing.placement import POSITIONS, Grid, placement
+from mis_plugins.routing.report import Seen, metrics_of
 from mis_plugins.routing.table import Flags, Gathered, Passed
 
 LAYERS = 4
@@ -568,3 +568,23 @@ def test_a_forward_asks_nobody_and_waits_for_nothing(tmp_path: Path):
 
     (counts,) = on_ranks("one rank", work, tmp_path)
     assert set(counts) == {OPERATORS}
+
+
+def test_every_metric_of_a_step_is_a_share_of_two_sums() -> None:
+    table = torch.rand(2, 7, len(POSITIONS), dtype=torch.float64)
+    split = torch.rand(3, 4, dtype=torch.float64)
+    wanted = {}
+    last = f"/position_{POSITIONS[-1]}"
+    for place, sums in (("", table.sum((0, 2))), ("/layer_1", table[1].sum(-1)), (last, table[..., -1].sum(0))):
+        tokens, differs, strange, margin, rows, unequal, _ = sums.tolist()
+        wanted |= {f"route_differs{place}": differs / tokens, f"route_strange{place}": strange / tokens}
+        wanted |= {f"route_margin{place}": margin / differs, f"route_unequal{place}": unequal / rows}
+    all_tokens, all_k3, _, _ = split.sum(0).tolist()
+    for place, sums in zip(("/same", "/other", "/earlier"), split.tolist(), strict=True):
+        tokens, k3, tail, kept = sums
+        wanted |= {f"route_tokens{place}": tokens / all_tokens, f"route_kl_k3{place}": k3 / tokens}
+        wanted |= {f"route_share_of_k3{place}": k3 / all_k3, f"route_tail{place}": tail / tokens}
+        wanted[f"route_kept{place}"] = kept / tokens
+    metrics = metrics_of(Seen(table, split, mine=(), faults=(), tells=True, faulty=0, unknown=0))
+    assert {name: metrics[name] for name in wanted} == pytest.approx(wanted, rel=1e-12)
+    assert len(metrics) == 4 * (1 + 2 + len(POSITIONS)) + 5 * 3
