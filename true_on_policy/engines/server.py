@@ -54,7 +54,7 @@ def inherited() -> dict[str, str]:
     return kept | eager | on_loopback() | {"PYTHONSAFEPATH": "1", "PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1"}
 
 
-START_SECONDS = 600  # a start took 15 s on two idle cores, and over 300 s on overloaded cores
+START_SECONDS = 600  # a start took 10 s on two idle cores, and over 300 s on overloaded cores
 GENERATE_SECONDS = 300
 LARGEST = 1 << 30  # bytes of an answer: a batch of a training loop, with the tokens that each cut kept
 TOKEN_SECONDS = 0.1  # a token took 0.02 s in a batch of 32, on an overloaded core

@@ -17,7 +17,7 @@ from true_on_policy.contract.sides import ENGINES
 from true_on_policy.contract.specs import NormOrder
 from true_on_policy.engines import server
 from true_on_policy.engines.answers import check_counts, list_of, reading, short, whole
-from true_on_policy.engines.handover import ASKED, handed_over
+from true_on_policy.engines.handover import ASKED, FORKS, handed_over
 from true_on_policy.engines.protocol import EngineError, Request, Sample, log_probs
 from true_on_policy.engines.server import Served
 from true_on_policy.engines.vllm import plugin
@@ -174,6 +174,7 @@ def _environment(contract: Contract | None, order: NormOrder | None) -> dict[str
         "VLLM_API_KEY": "",  # of the user's other servers; Guard asks for the key of the run
         "VLLM_LOGGING_LEVEL": "INFO",
         ASKED: "1",
+        FORKS: "1",
     }
     # vLLM's own norm may be a compiled kernel: a pinned engine always takes our norm, even in vLLM's order.
     return server.inherited() | added | handed_over(contract, contract and (order or ENGINES["vllm"].order))

@@ -13,7 +13,7 @@ import pkgutil
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
-from true_on_policy.engines.handover import ASKED, KEY, asked_for, ordered_norm, pin_as_asked
+from true_on_policy.engines.handover import ASKED, FORKS, KEY, asked_for, ordered_norm, pin_as_asked
 
 Receive = Callable[[], Awaitable[Any]]
 Send = Callable[[dict[str, Any]], Awaitable[None]]
@@ -25,6 +25,8 @@ def activate() -> None:
     """Replace what vLLM computes in its own kernels; vLLM calls this function early in each process."""
     if ASKED in os.environ:
         setattr(pkgutil.resolve_name("vllm.v1.worker.worker_base:WorkerBase"), METHOD, weights_told)  # 0.32.0
+    if FORKS in os.environ:
+        _fork()
     if not asked_for():
         return
     import vllm._custom_ops as custom_ops  # pyright: ignore[reportMissingImports]
@@ -41,6 +43,19 @@ def activate() -> None:
     RotaryEmbedding.forward_cpu = RotaryEmbedding.forward_native
     RMSNorm.forward_native = ordered_norm()
     CPUWorker.load_model = _pinned(CPUWorker.load_model)
+
+
+def _fork() -> None:
+    """Let vLLM fork its processes on CPU: each one that it spawns imports vLLM anew, for 7 s of a processor."""
+    from vllm.platforms.cpu import CpuPlatform  # pyright: ignore[reportMissingImports]
+
+    update = CpuPlatform.check_and_update_config
+
+    def then_fork(vllm_config: Any) -> None:
+        update(vllm_config)  # sets spawn
+        os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
+
+    CpuPlatform.check_and_update_config = staticmethod(then_fork)
 
 
 def _pinned(load_model):
