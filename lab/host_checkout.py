@@ -11,7 +11,6 @@ import os
 
 os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")
 
-import gc
 import importlib
 import importlib.abc
 import importlib.machinery
@@ -152,7 +151,6 @@ def run_ranks(world_size: int, work: Callable[[int], Any]) -> list[Any]:
 
 
 def _rank(rank: int, world_size: int, folder: str, work: Callable[[int], Any]) -> None:
-    gc.freeze()  # as in `lab.host.train.parallel`
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world_size)
     try:

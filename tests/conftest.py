@@ -60,7 +60,8 @@ def pytest_report_header() -> list[str]:
 
 def pytest_configure() -> None:
     torch.set_num_threads(1)
-    os.register_at_fork(after_in_child=gc.freeze)  # else a rank may collect a process group, and wait for its threads
+    # Else a forked rank may collect a process group, and wait for its threads.
+    os.register_at_fork(before=gc.freeze, after_in_parent=gc.unfreeze)
     hypothesis.settings.load_profile("ci" if IN_CI else "local")
 
 

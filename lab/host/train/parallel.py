@@ -115,7 +115,7 @@ def _fork_ranks(world_size: int, main: Callable[[], None], scratch: Path) -> int
     interrupts = Interrupts()
     previous = signal.signal(signal.SIGINT, interrupts)
     try:
-        with _sigint_blocked():  # in each rank, too, until it has joined the others
+        with _sigint_blocked(), nothing_collected():  # SIGINT in each rank, too, until it has joined the others
             ranks = start_processes(
                 _forked_rank, (world_size, main, scratch), nprocs=world_size, join=False, start_method="fork"
             )
@@ -123,12 +123,25 @@ def _fork_ranks(world_size: int, main: Callable[[], None], scratch: Path) -> int
         interrupts.reach(ranks.processes)
         while not ranks.join():
             pass
-    except ProcessExitedException:
+    except ProcessExitedException as error:
         # A rank may fail only because another was interrupted and left their collective.
-        return _stopped(scratch) or _print_report(scratch)
+        return _stopped(scratch) or _print_report(scratch, error)
     finally:
         signal.signal(signal.SIGINT, previous)
     return _stopped(scratch) or 0
+
+
+@contextmanager
+def nothing_collected() -> Iterator[None]:
+    """Let no garbage of this process be collected in a process that is forked here.
+
+    A process group in it would wait there for threads that a fork does not inherit, or crash.
+    """
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 @contextmanager
@@ -169,7 +182,6 @@ class Interrupts:
 
 
 def _forked_rank(rank: int, world_size: int, main: Callable[[], None], scratch: Path) -> None:
-    gc.freeze()  # a process group of the launcher would wait, once collected here, for threads that no fork inherits
     signal.signal(signal.SIGINT, _interrupt_once)
     torch.set_num_threads(1)
     os.environ |= on_loopback()
@@ -210,9 +222,9 @@ def _run_rank(main: Callable[[], None], scratch: Path, rank: int) -> int:
         return EXIT_FAILURE
 
 
-def _print_report(scratch: Path) -> int:
+def _print_report(scratch: Path, error: ProcessExitedException) -> int:
     """Print the first fault that a rank reported, the others being its echoes, and return its exit code."""
     reports = sorted(scratch.glob("error-*"), key=lambda path: path.stat().st_mtime_ns)
-    text = reports[0].read_text() if reports else "a rank was killed\n"
+    text = reports[0].read_text() if reports else f"{error}\n"
     print(text, end="", file=sys.stderr)
     return EXIT_USER_ERROR if text.startswith("error: ") else EXIT_FAILURE
