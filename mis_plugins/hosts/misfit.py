@@ -23,6 +23,29 @@ NO_TRAIN_LOG_PROBS = (
 )
 
 
+def of_sequences(counts: Mapping[str, int]) -> str:
+    """What an error says of lists with several numbers of sequences; `response_lengths` decides where no two agree.
+
+    Args:
+        counts: number of sequences by list.
+    """
+    most, number = Counter(counts.values()).most_common(1)[0]
+    size = most if 2 * number > len(counts) else counts.get("response_lengths")
+    odd = {name: count for name, count in counts.items() if count != size}
+    every = ", ".join(f"{name} {count}" for name, count in counts.items())
+    if size is None:
+        return f"{', '.join(odd)}: no two agree on the number of sequences ({every})"
+    return f"{', '.join(odd)}: {next(iter(odd.values()))} sequences, but the batch has {size} ({every})"
+
+
+def without_prompt(i: int, total: int, response: int, loss_masks: Sequence[Any] | None) -> str:
+    """What an error says of a sequence that is no longer than its response."""
+    mask = None if loss_masks is None else loss_masks[i]
+    if isinstance(mask, Tensor) and mask.numel() != response:
+        return f"response_lengths[{i}]: {response} tokens, but sequence {i} has {mask.numel()} by its loss mask"
+    return f"total_lengths[{i}]: {total}, but sequence {i} has a prompt and {response} response tokens"
+
+
 def message(lists: Mapping[str, Sequence[Any]], layout: Layout, if_cut: str) -> str:
     """What an error says of lists of which an entry is no tensor, or has another shape than its sequence.
 
@@ -54,6 +77,10 @@ def _of_sequence(i: int, counts: Mapping[str, Sequence[int]], layout: Layout, if
     elif response != here["loss_masks"]:
         lengths += f", response_lengths {response}"
     mask, *of_rank = here.values()
+    if layout.spans is not None and mask == response and len(of_rank) > 1 and len(set(of_rank)) == 1:
+        if of_rank[0] == response:
+            return f"{', '.join(list(here)[1:])}: the whole response of sequence {i}, not this rank's part ({lengths})"
+        return f"total_lengths[{i}] (max_seq_lens[{i}] with bshd): sequence {i} was cut by another length ({lengths})"
     if not odd:
         return f"response_lengths[{i}]: {response} tokens, but sequence {i} has {truth} ({lengths})"
     if len(odd) > 1:
