@@ -167,11 +167,10 @@ def _has(batch: Batch, name: str) -> bool:
 
 
 def _flat(name: str, tensors: Sequence[Tensor | None], lengths: Sequence[int]) -> Tensor:
-    present = [x for x in tensors if x is not None]
-    counts = [None if x is None else x.numel() for x in tensors]
+    counts = [None if x is None else x.numel() if x.dim() == 1 else list(x.shape) for x in tensors]
     if counts != list(lengths):
         raise InputError(f"{name}: {counts} tokens a sequence, but this rank expects {list(lengths)}")
-    return torch.cat(present)
+    return torch.cat([x for x in tensors if x is not None])
 
 
 def _log_probs(name: str, batch: Batch, lengths: Sequence[int]) -> Tensor:
