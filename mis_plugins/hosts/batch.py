@@ -182,6 +182,11 @@ def numbers_of(loss_masks: Sequence[Tensor | None] | None, **log_probs: Handed) 
     return [] if loss_masks is None else [x.numel() if isinstance(x, Tensor) else 0 for x in loss_masks]
 
 
+def counts_of(tensors: Sequence[Tensor | None]) -> list[Any]:
+    """Number of tokens of each tensor, its shape where it has not one dimension, and None where there is no tensor."""
+    return [None if x is None else x.numel() if x.dim() == 1 else list(x.shape) for x in tensors]
+
+
 def without_absent_(log_probs: Shaped[Tensor, "*N"]) -> Float[Tensor, "*N"]:
     """The log-probs, in place, NaN where a number at or below `LOWEST` stands in for one: one operator, and no wait."""
     floats = log_probs if log_probs.is_floating_point() else log_probs.float()
