@@ -13,6 +13,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
+from mis_plugins.config.view import view
 from mis_plugins.errors import InputError, logger, warn_once
 from mis_plugins.hosts.ownership import Hook
 from mis_plugins.hosts.turns import JUDGED, NOT_HEARD, flat, listed
@@ -75,6 +76,7 @@ def drop_broken_samples(args: Any, data: Iterable[Any]) -> None:
         InputError: none of the samples that were not removed before has any rollout log-prob, or the function that
             compares turns heard nothing of the engine.
     """
+    args = view(args)
     samples = [sample for sample in flat(data) if not _scored_later(args, sample)]
     judged = [sample for sample in samples if not sample.remove_sample]
     drafts, dropped = bool(getattr(args, "sglang_speculative_algorithm", None)), []

@@ -195,10 +195,11 @@ def test_all_broken_in_other_ways_is_not():
     assert all(sample.remove_sample for sample in samples)
 
 
-def test_what_miles_scores_again_is_left_alone(caplog: pytest.LogCaptureFixture):
+@pytest.mark.parametrize("made", [SimpleNamespace, dict])
+def test_what_miles_scores_again_is_left_alone(made: type, caplog: pytest.LogCaptureFixture):
     """--recompute-logprobs-via-prefill runs after this hook, but not for aborted samples."""
     errors.warn_once.cache_clear()
-    args = SimpleNamespace(recompute_logprobs_via_prefill=True)
+    args = made(recompute_logprobs_via_prefill=True)
     later, aborted = Sample(None), Sample([-0.5], status=Status.ABORTED)
     drop_broken_samples(args, [[later, aborted, good()]])
     assert not later.remove_sample and later.rollout_log_probs is None
