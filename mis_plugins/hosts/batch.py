@@ -165,6 +165,11 @@ def check_lengths(
         from mis_plugins.hosts import misfit
 
         raise InputError(misfit.message(lists, layout, if_cut))
+    devices = {name: str(x.device) for name, each in lists.items() for x in each[:1] if x is not None}
+    if len(set(devices.values())) > 1:
+        from mis_plugins.hosts import misfit
+
+        raise InputError(misfit.of_devices(devices))
 
 
 def check_sequences(lists: Mapping[str, Sequence[Any] | None]) -> None:

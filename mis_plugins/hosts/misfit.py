@@ -38,6 +38,13 @@ def of_sequences(counts: Mapping[str, int]) -> str:
     return f"{', '.join(odd)}: {next(iter(odd.values()))} sequences, but the batch has {size} ({every})"
 
 
+def of_devices(devices: Mapping[str, str]) -> str:
+    """What an error says of lists that lie on several devices."""
+    most = Counter(devices.values()).most_common(1)[0][0]
+    odd = ", ".join(f"{name}[0]: on {device}" for name, device in devices.items() if device != most)
+    return f"{odd}, and the other lists are on {most}; move all lists of a micro-batch to one device"
+
+
 def without_prompt(i: int, total: int, response: int, loss_masks: Sequence[Any] | None) -> str:
     """What an error says of a sequence that is no longer than its response."""
     mask = None if loss_masks is None else loss_masks[i]

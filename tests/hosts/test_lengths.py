@@ -166,6 +166,14 @@ def test_several_lists_of_fewer_sequences_are_named():
         mis.compute_mis_weights(host_args(mis={"weight": {}}), **lists([5, 3], [5], [5, 3, 4]))
 
 
+@pytest.mark.parametrize("name", [MASK, TRAIN, ROLLOUT])
+def test_a_list_on_another_device_is_named(name: str):
+    given = lists([5, 3], [5, 3], [5, 3])
+    given[name] = [x.to("meta") for x in given[name]]
+    with pytest.raises(InputError, match=rf"^{name}\[0\]: on meta, and the other lists are on cpu; move all lists of"):
+        mis.compute_mis_weights(host_args(mis={"weight": {}}), **given)
+
+
 @pytest.mark.parametrize(("total", "stated", "told"), [
     (6, 6, r"^response_lengths\[1\]: 6 tokens, but sequence 1 has 5 "),
     (5, 5, r"^total_lengths\[1\]: 5, but sequence 1 has a prompt and 5 response tokens"),
