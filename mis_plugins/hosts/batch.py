@@ -121,23 +121,27 @@ def host_layout(
     qkv_format = getattr(args, "qkv_format", "thd")
     if qkv_format not in ("thd", "bshd"):
         raise ConfigError(f"qkv_format: got {qkv_format!r}; choose one of thd, bshd")
-    padded = max_seq_lens if qkv_format == "bshd" else total_lengths
-    if response_lengths is None or total_lengths is None or padded is None:
-        named = {"response_lengths": response_lengths, "total_lengths": total_lengths, "max_seq_lens": padded}
-        lacking = next(name for name, lengths in named.items() if lengths is None)
-        raise InputError(f"{lacking}: missing, and qkv_format: {qkv_format} needs it")
-    lists = {"response_lengths": response_lengths, "total_lengths": total_lengths, "loss_masks": loss_masks}
-    check_sequences(lists if padded is total_lengths else lists | {"max_seq_lens": padded})
-    for i, (total, response) in enumerate(zip(total_lengths, response_lengths, strict=True)):
-        if response and total <= response:
-            from mis_plugins.hosts import misfit
+    lengths = {"response_lengths": response_lengths, "total_lengths": total_lengths}
+    if qkv_format == "bshd":
+        lengths["max_seq_lens"] = max_seq_lens
+    for name, each in lengths.items():
+        if each is None:
+            raise InputError(f"{name}: missing, and qkv_format: {qkv_format} needs it")
+    assert response_lengths is not None and total_lengths is not None
+    padded = lengths.get("max_seq_lens")
+    check_sequences(lengths | {"loss_masks": loss_masks})
+    rows = zip(total_lengths, response_lengths, total_lengths if padded is None else padded, strict=True)
+    try:
+        fits = [(response == 0 or response < total) and total <= held for total, response, held in rows]
+    except TypeError:  # a length is no number
+        fits = [False]
+    if not all(fits):
+        from mis_plugins.hosts import misfit
 
-            raise InputError(misfit.without_prompt(i, total, response, loss_masks))
-        if padded[i] < total:
-            raise InputError(f"max_seq_lens[{i}]: {padded[i]}, but sequence {i} has {total} tokens")
+        raise InputError(misfit.of_lengths(fits.index(False), lengths, loss_masks))
     if cp_size == 1:
         return whole(response_lengths)
-    return zigzag(total_lengths, response_lengths, cp_size, cp_rank, max_seq_lens if qkv_format == "bshd" else None)
+    return zigzag(total_lengths, response_lengths, cp_size, cp_rank, padded)
 
 
 def layout_of(args: Any, data: Mapping[str, Any], cp: tuple[int, int]) -> Layout:

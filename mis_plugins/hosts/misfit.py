@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
+from mis_plugins.errors import shown
 from mis_plugins.packing.layout import Layout
 
 NO_ROLLOUT_LOG_PROBS = (
@@ -45,9 +46,21 @@ def of_devices(devices: Mapping[str, str]) -> str:
     return f"{odd}, and the other lists are on {most}; move all lists of a micro-batch to one device"
 
 
-def without_prompt(i: int, total: int, response: int, loss_masks: Sequence[Any] | None) -> str:
-    """What an error says of a sequence that is no longer than its response."""
+def of_lengths(i: int, lengths: Mapping[str, Any], loss_masks: Sequence[Any] | None) -> str:
+    """What an error says of lengths that are no numbers, or of a sequence that is too short for what it holds.
+
+    Args:
+        i: the sequence.
+        lengths: the host's lists of lengths, by name.
+    """
+    for name, each in lengths.items():
+        for place, length in enumerate(each):
+            if not hasattr(length, "__index__"):
+                return f"{name}[{place}]: got {shown(length)}; expected a number of tokens"
+    response, total = lengths["response_lengths"][i], lengths["total_lengths"][i]
     mask = None if loss_masks is None else loss_masks[i]
+    if response < total:
+        return f"max_seq_lens[{i}]: {lengths['max_seq_lens'][i]}, but sequence {i} has {total} tokens"
     if isinstance(mask, Tensor) and mask.numel() != response:
         return f"response_lengths[{i}]: {response} tokens, but sequence {i} has {mask.numel()} by its loss mask"
     return f"total_lengths[{i}]: {total}, but sequence {i} has a prompt and {response} response tokens"

@@ -166,6 +166,15 @@ def test_several_lists_of_fewer_sequences_are_named():
         mis.compute_mis_weights(host_args(mis={"weight": {}}), **lists([5, 3], [5], [5, 3, 4]))
 
 
+@pytest.mark.parametrize("length", [None, "8", (8,)])
+@pytest.mark.parametrize("name", LENGTHS)
+def test_a_length_that_is_no_number_is_named(name: str, length: Any):
+    given = lists([5, 3], [5, 3], [5, 3]) | LENGTHS | {"pg_loss": torch.ones(8), "parallel_state": one_rank()}
+    given[name] = [LENGTHS[name][0], length]
+    with pytest.raises(InputError, match=rf"^{name}\[1\]: got .*; expected a number of tokens"):
+        mis.compute_mis_weights_with_cp(host_args(mis={"weight": {}}, qkv_format="bshd"), **given)
+
+
 @pytest.mark.parametrize("name", [MASK, TRAIN, ROLLOUT])
 def test_a_list_on_another_device_is_named(name: str):
     given = lists([5, 3], [5, 3], [5, 3])
