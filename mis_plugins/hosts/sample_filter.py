@@ -54,12 +54,12 @@ def drop_broken_samples(args: Any, data: Iterable[Any]) -> None:
     """The sample filter of Miles and slime: `--rollout-sample-filter-path mis_plugins.mis.drop_broken_samples`.
 
     Sets `remove_sample` where rollout log-probs are missing, or where they, the loss mask and the response's tokens
-    differ in number, or where the sample has no token before its response. Sets it too where an entry of the loss mask
-    or the number of the response's tokens is no number, and where a token of the loss has no log-prob
-    (`shared/absent.py`: None, NaN, -9999), or that of another token than the response holds there. The log names
-    dropped samples; they stay in their group's advantages. The hosts convert their lists too, and would fail there:
-    missing log-probs become 0, as do missing tokens and a response_length that is no number, and a loss mask that does
-    not fit zeros, all of them outside the loss by then.
+    differ in number, or where the sample has no token before its response. Sets it too where a token of the loss has no
+    log-prob (`shared/absent.py`: None, NaN, -9999), or that of another token than the response holds there. Sets it
+    where `response_length`, or an entry of the loss mask, is no number from 0 on. The log names dropped samples; they
+    stay in their group's advantages. The hosts convert their lists too, and would fail there: missing log-probs become
+    0, as does what is missing of tokens, and a loss mask that does not fit zeros. All of them are outside the loss by
+    then.
 
     Tokens, which an environment may rewrite, are compared where a sample holds what the engine returned. A generate
     function of the user's may be wrapped in `turns_checked`, which compares them by turn. It may also keep SGLang's
