@@ -107,7 +107,7 @@ def compute_mis_weights_with_cp(
     """
     args = view(args)
     ranks, cp = once(args, current).parallel() if parallel_state is None else megatron.handed(parallel_state)
-    layout = host_layout(args, total_lengths, response_lengths, max_seq_lens, *cp)
+    layout = host_layout(args, total_lengths, response_lengths, max_seq_lens, *cp, loss_masks)
     batch = HostBatch(train_log_probs, rollout_log_probs, loss_masks, layout, ranks)
     routes = _begun_watch()
     flags = None if routes is None else routes.flags(args, layout, total_lengths, pg_loss.device)
@@ -135,7 +135,8 @@ def compute_mis_weights_fsdp(
     from mis_plugins.hosts.adapters import miles_fsdp
 
     args, ranks = view(args), miles_fsdp.ranks(parallel_state)
-    layout = whole(numbers_of(loss_masks) if response_lengths is None else response_lengths)
+    sides = {"train_log_probs": train_log_probs, "rollout_log_probs": rollout_log_probs}
+    layout = whole(numbers_of(loss_masks, **sides) if response_lengths is None else response_lengths)
     batch = HostBatch(train_log_probs, rollout_log_probs, loss_masks, layout, ranks, if_cut=miles_fsdp.IF_CUT)
     return _hook(args, pg_loss, batch, once(args, _settled_on_fsdp), None)
 
@@ -150,7 +151,7 @@ def compute_mis_weights(
     """
     args = view(args)
     config = config_in_force(args).without_step_hook
-    lengths = numbers_of(loss_masks)
+    lengths = numbers_of(loss_masks, train_log_probs=train_log_probs, rollout_log_probs=rollout_log_probs)
     batch = HostBatch(train_log_probs, rollout_log_probs, loss_masks, whole(lengths))
     correction = _correct(args, batch, config)
     metrics = {name: list(value.split(lengths)) for name, value in diagnose(correction, prefix="").items()}

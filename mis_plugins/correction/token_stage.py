@@ -188,7 +188,9 @@ def token_stage(
 def _down_weight(stage: TokenStage, rules: tuple[RejectRule, ...]) -> Float[Tensor, " T"]:
     """What rules multiply the weight of each token by: 1 within their bounds."""
     factors = (
-        torch.where(within(stage.statistic(rule.statistic), *rule.limits), 1.0, rule.down_weigh)
+        torch.where(
+            within(stage.statistic(rule.statistic), *rule.limits), 1.0, stage.ratio.new_full((), rule.down_weigh)
+        )
         for rule in rules
         if rule.down_weigh is not None
     )

@@ -136,7 +136,7 @@ def grpo(rewards: PerSample, trains: Bool[Tensor, " N"], groups: Groups, by_devi
     the same whatever was subtracted and divided by before. A sample alone gets 0: there is nothing to compare it with.
     """
     kept = trains.double()
-    count, mean = groups.of(kept, kept * rewards)
+    count, mean = groups.of(kept, torch.where(trains, rewards, 0))
     centered = torch.where(trains, rewards - groups.at(mean / count.clamp(min=1))[0], 0)
     if not by_deviation:
         return centered
@@ -148,7 +148,7 @@ def grpo(rewards: PerSample, trains: Bool[Tensor, " N"], groups: Groups, by_devi
 def rloo(rewards: PerSample, trains: Bool[Tensor, " N"], groups: Groups, by_deviation: bool) -> PerSample:
     """Reward less the mean over the group's other samples that train; 0 for a sample alone."""
     kept = trains.double()
-    count, total = groups.at(*groups.of(kept, kept * rewards))
+    count, total = groups.at(*groups.of(kept, torch.where(trains, rewards, 0)))
     others = (total - rewards) / (count - 1).clamp(min=1)
     return torch.where(trains & (count > 1), rewards - others, 0)
 

@@ -107,8 +107,12 @@ def host_layout(
     max_seq_lens: Sequence[int] | None,
     cp_size: int,
     cp_rank: int,
+    loss_masks: Sequence[Tensor | None] | None = None,
 ) -> Layout:
     """Where `args.qkv_format` puts each response on this rank.
+
+    Args:
+        loss_masks: they help to tell which of the lengths is wrong; None where the caller has none.
 
     Raises:
         ConfigError: an unknown `qkv_format`; every rank raises alike.
@@ -117,30 +121,33 @@ def host_layout(
     qkv_format = getattr(args, "qkv_format", "thd")
     if qkv_format not in ("thd", "bshd"):
         raise ConfigError(f"qkv_format: got {qkv_format!r}; choose one of thd, bshd")
-    padded = max_seq_lens if qkv_format == "bshd" else total_lengths
-    if response_lengths is None or total_lengths is None or padded is None:
-        named = {"response_lengths": response_lengths, "total_lengths": total_lengths, "max_seq_lens": padded}
-        lacking = next(name for name, lengths in named.items() if lengths is None)
-        raise InputError(f"{lacking}: missing, and qkv_format: {qkv_format} needs it")
-    for name, lengths in (("total_lengths", total_lengths), ("max_seq_lens", padded)):
-        if len(lengths) != len(response_lengths):
-            raise InputError(f"{name}: {len(lengths)} sequences, response_lengths: {len(response_lengths)}")
-    for i, (total, response) in enumerate(zip(total_lengths, response_lengths, strict=True)):
-        if response and total <= response:
-            raise InputError(
-                f"total_lengths[{i}]: {total}, but sequence {i} has a prompt and {response} response tokens"
-            )
-        if padded[i] < total:
-            raise InputError(f"max_seq_lens[{i}]: {padded[i]}, but sequence {i} has {total} tokens")
+    lengths = {"response_lengths": response_lengths, "total_lengths": total_lengths}
+    if qkv_format == "bshd":
+        lengths["max_seq_lens"] = max_seq_lens
+    for name, each in lengths.items():
+        if each is None:
+            raise InputError(f"{name}: missing, and qkv_format: {qkv_format} needs it")
+    assert response_lengths is not None and total_lengths is not None
+    padded = lengths.get("max_seq_lens")
+    check_sequences(lengths | {"loss_masks": loss_masks})
+    rows = zip(total_lengths, response_lengths, total_lengths if padded is None else padded, strict=True)
+    try:
+        fits = [(response == 0 or response < total) and total <= held for total, response, held in rows]
+    except TypeError:  # a length is no number
+        fits = [False]
+    if not all(fits):
+        from mis_plugins.hosts import misfit
+
+        raise InputError(misfit.of_lengths(fits.index(False), lengths, loss_masks))
     if cp_size == 1:
         return whole(response_lengths)
-    return zigzag(total_lengths, response_lengths, cp_size, cp_rank, max_seq_lens if qkv_format == "bshd" else None)
+    return zigzag(total_lengths, response_lengths, cp_size, cp_rank, padded)
 
 
 def layout_of(args: Any, data: Mapping[str, Any], cp: tuple[int, int]) -> Layout:
     """Where the responses of a host's micro-batch or rollout lie on this rank, by its own keys of lengths."""
     total, response, padded = map(data.get, ("total_lengths", "response_lengths", "max_seq_lens"))
-    return host_layout(args, total, response, padded, *cp)
+    return host_layout(args, total, response, padded, *cp, data.get("loss_masks"))
 
 
 def check_lengths(
@@ -150,10 +157,8 @@ def check_lengths(
     if_cut: str = "",
 ) -> None:
     """Refuse lists of a micro-batch that do not fit together."""
-    lists, sequences = {"loss_masks": loss_masks, **log_probs}, len(layout.response_lengths)
-    for name, tensors in lists.items():
-        if len(tensors) != sequences:
-            raise InputError(f"{name}: {len(tensors)} sequences, but the batch has {sequences}")
+    lists = {"loss_masks": loss_masks, **log_probs}
+    check_sequences({"response_lengths": layout.response_lengths, **lists})
     local, full = ([(count,) for count in counts] for counts in (layout.local_lengths, layout.response_lengths))
     fits = dict.fromkeys(lists, local) | {"loss_masks": full}
     try:
@@ -164,11 +169,31 @@ def check_lengths(
         from mis_plugins.hosts import misfit
 
         raise InputError(misfit.message(lists, layout, if_cut))
+    devices = {name: str(x.device) for name, each in lists.items() for x in each[:1] if x is not None}
+    if len(set(devices.values())) > 1:
+        from mis_plugins.hosts import misfit
+
+        raise InputError(misfit.of_devices(devices))
 
 
-def numbers_of(tensors: Sequence[Tensor | None] | None) -> list[int]:
-    """Number of tokens of each sequence; 0 where there is no tensor, which `check_lengths` refuses."""
-    return [] if tensors is None else [x.numel() if isinstance(x, Tensor) else 0 for x in tensors]
+def check_sequences(lists: Mapping[str, Sequence[Any] | None]) -> None:
+    """Refuse lists of a micro-batch that hold several numbers of sequences; None is no list."""
+    counts = {name: len(rows) for name, rows in lists.items() if rows is not None}
+    if len(set(counts.values())) > 1:
+        from mis_plugins.hosts import misfit
+
+        raise InputError(misfit.of_sequences(counts))
+
+
+def numbers_of(loss_masks: Sequence[Tensor | None] | None, **log_probs: Handed) -> list[int]:
+    """Number of tokens of each sequence by its mask; 0 where there is no tensor, which `check_lengths` refuses."""
+    check_sequences({"loss_masks": loss_masks, **log_probs})
+    return [] if loss_masks is None else [x.numel() if isinstance(x, Tensor) else 0 for x in loss_masks]
+
+
+def counts_of(tensors: Sequence[Tensor | None]) -> list[Any]:
+    """Number of tokens of each tensor, its shape where it has not one dimension, and None where there is no tensor."""
+    return [None if x is None else x.numel() if x.dim() == 1 else list(x.shape) for x in tensors]
 
 
 def without_absent_(log_probs: Shaped[Tensor, "*N"]) -> Float[Tensor, "*N"]:

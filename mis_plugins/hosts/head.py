@@ -18,6 +18,7 @@ from mis_plugins.packing.exchange import Exchange, contiguous
 from mis_plugins.packing.layout import Layout
 from mis_plugins.packing.ragged import Ranks
 from mis_plugins.routing.placement import Grid, response_rows
+from mis_plugins.shared.absent import LOWEST
 
 ABSENT = -1  # the id of an entry beyond what the engine named
 
@@ -60,14 +61,17 @@ def head_of(
 
 
 def _likeliest(batch: Batch, layout: Layout, top_k: int | None) -> tuple[Int[Tensor, "T K"], Shaped[Tensor, "T K"]]:
-    """Ids and log-probs of the `top_k` likeliest tokens at each position of a layout; -inf in an entry without one."""
+    """Ids and log-probs of the `top_k` likeliest tokens at each position of a layout; -inf in an entry without one.
+
+    An entry has none where the engine named no token, or where its log-prob is none (`shared/absent.py`).
+    """
     width = _width(batch)
     shaped = (
         _joined([torch.as_tensor(x).reshape(-1, width) for x in batch[name]], layout)
         for name in (HEAD_IDS, HEAD_LOG_PROBS)
     )
     ids, behavior = next(shaped).long(), next(shaped).float()
-    behavior = torch.where(ids > ABSENT, behavior, -torch.inf)
+    behavior = torch.where((ids > ABSENT) & (behavior.abs() < -LOWEST), behavior, -torch.inf)
     if top_k is not None and width > top_k:
         behavior, likeliest = behavior.topk(top_k, -1)
         ids = ids.gather(-1, likeliest)

@@ -13,7 +13,7 @@ from mis_plugins.config import reading
 from mis_plugins.config.model import CorrectionConfig
 from mis_plugins.config.view import original, view
 from mis_plugins.errors import InputError
-from mis_plugins.hosts.batch import check_apart, check_lengths, layout_of, without_absent_
+from mis_plugins.hosts.batch import check_apart, check_lengths, counts_of, layout_of, without_absent_
 from mis_plugins.hosts.host import HEAD_IDS, Batch, Host, Parallel
 from mis_plugins.loss.micro_batch import Head, LossInputs, Reduce
 from mis_plugins.packing.layout import Layout
@@ -167,11 +167,10 @@ def _has(batch: Batch, name: str) -> bool:
 
 
 def _flat(name: str, tensors: Sequence[Tensor | None], lengths: Sequence[int]) -> Tensor:
-    present = [x for x in tensors if x is not None]
-    counts = [None if x is None else x.numel() for x in tensors]
+    counts = counts_of(tensors)
     if counts != list(lengths):
         raise InputError(f"{name}: {counts} tokens a sequence, but this rank expects {list(lengths)}")
-    return torch.cat(present)
+    return torch.cat([x for x in tensors if x is not None])
 
 
 def _log_probs(name: str, batch: Batch, lengths: Sequence[int]) -> Tensor:

@@ -12,6 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from mis_plugins.config import reading
+from mis_plugins.config.flat import spelled
 from mis_plugins.config.model import CorrectionConfig, ObjectiveConfig, OpsmConfig
 from mis_plugins.config.view import View
 from mis_plugins.correction.pipeline import Correction, correct
@@ -93,7 +94,8 @@ def config_in_force(args: Any, config: CorrectionConfig, host: Host, versions_kn
     if getattr(args, "use_opsm", False):
         if opsm is not None:
             raise ConfigError("--use-opsm and mis.opsm are both set; keep one of them")
-        opsm = OpsmConfig(_number(args, "opsm_delta"), reference=objective.old)
+        with spelled(delta="--opsm-delta"):
+            opsm = OpsmConfig(_number(args, "opsm_delta"), reference=objective.old)
     try:
         config = dataclasses.replace(config, objective=objective, opsm=opsm)
     except ConfigError as error:
@@ -149,10 +151,8 @@ def loss_config(args: Any, step: tuple[int, int] | None = None) -> LossConfig:
         kl_type = args.kl_loss_type
         if kl_type not in ESTIMATORS:
             raise ConfigError(f"--kl-loss-type: got {kl_type!r}; choose one of {', '.join(ESTIMATORS)}")
-    try:
+    with spelled(low="--eps-clip", high="--eps-clip-high", dual="--eps-clip-c"):
         dual = None if getattr(args, "eps_clip_c", None) is None else _number(args, "eps_clip_c")
         clip = Clip(_number(args, "eps_clip"), _number(args, "eps_clip_high"), dual)
-    except ConfigError as error:
-        raise error.spelled({"dual": "--eps-clip-c"}) from None
     entropy_coef, kl_coef = getattr(args, "entropy_coef", 0.0), getattr(args, "kl_loss_coef", 0.0)
     return LossConfig(clip, entropy_coef, kl_type, kl_coef, tracking.average(args, step))

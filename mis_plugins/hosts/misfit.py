@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
+from mis_plugins.errors import shown
 from mis_plugins.packing.layout import Layout
 
 NO_ROLLOUT_LOG_PROBS = (
@@ -21,6 +22,48 @@ NO_TRAIN_LOG_PROBS = (
     "both hosts leave them out with --use-rollout-logprobs: drop it, or give --get-mismatch-metrics in place of "
     "--use-tis, which recomputes them"
 )
+
+
+def of_sequences(counts: Mapping[str, int]) -> str:
+    """What an error says of lists with several numbers of sequences; `response_lengths` decides where no two agree.
+
+    Args:
+        counts: number of sequences by list.
+    """
+    most, number = Counter(counts.values()).most_common(1)[0]
+    size = most if 2 * number > len(counts) else counts.get("response_lengths")
+    odd = {name: count for name, count in counts.items() if count != size}
+    every = ", ".join(f"{name} {count}" for name, count in counts.items())
+    if size is None:
+        return f"{', '.join(odd)}: no two agree on the number of sequences ({every})"
+    return f"{', '.join(odd)}: {next(iter(odd.values()))} sequences, but the batch has {size} ({every})"
+
+
+def of_devices(devices: Mapping[str, str]) -> str:
+    """What an error says of lists that lie on several devices."""
+    most = Counter(devices.values()).most_common(1)[0][0]
+    odd = ", ".join(f"{name}[0]: on {device}" for name, device in devices.items() if device != most)
+    return f"{odd}, and the other lists are on {most}; move all lists of a micro-batch to one device"
+
+
+def of_lengths(i: int, lengths: Mapping[str, Any], loss_masks: Sequence[Any] | None) -> str:
+    """What an error says of lengths that are no numbers, or of a sequence that is too short for what it holds.
+
+    Args:
+        i: the sequence.
+        lengths: the host's lists of lengths, by name.
+    """
+    for name, each in lengths.items():
+        for place, length in enumerate(each):
+            if not hasattr(length, "__index__"):
+                return f"{name}[{place}]: got {shown(length)}; expected a number of tokens"
+    response, total = lengths["response_lengths"][i], lengths["total_lengths"][i]
+    mask = None if loss_masks is None else loss_masks[i]
+    if response < total:
+        return f"max_seq_lens[{i}]: {lengths['max_seq_lens'][i]}, but sequence {i} has {total} tokens"
+    if isinstance(mask, Tensor) and mask.numel() != response:
+        return f"response_lengths[{i}]: {response} tokens, but sequence {i} has {mask.numel()} by its loss mask"
+    return f"total_lengths[{i}]: {total}, but sequence {i} has a prompt and {response} response tokens"
 
 
 def message(lists: Mapping[str, Sequence[Any]], layout: Layout, if_cut: str) -> str:
@@ -54,6 +97,10 @@ def _of_sequence(i: int, counts: Mapping[str, Sequence[int]], layout: Layout, if
     elif response != here["loss_masks"]:
         lengths += f", response_lengths {response}"
     mask, *of_rank = here.values()
+    if layout.spans is not None and mask == response and len(of_rank) > 1 and len(set(of_rank)) == 1:
+        if of_rank[0] == response:
+            return f"{', '.join(list(here)[1:])}: the whole response of sequence {i}, not this rank's part ({lengths})"
+        return f"total_lengths[{i}] (max_seq_lens[{i}] with bshd): sequence {i} was cut by another length ({lengths})"
     if not odd:
         return f"response_lengths[{i}]: {response} tokens, but sequence {i} has {truth} ({lengths})"
     if len(odd) > 1:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from mis_plugins.errors import ConfigError, InputError
 from mis_plugins.hosts import megatron
-from mis_plugins.hosts.batch import Tensors, host_layout
+from mis_plugins.hosts.batch import Tensors, counts_of, host_layout
 from mis_plugins.hosts.ownership import Hook
 from mis_plugins.hosts.registry import current
 from mis_plugins.packing.ragged import Ranks, to_device
@@ -46,8 +46,8 @@ def kept_token_mean(
             "rejection, whatever a reducer returns; drop --calculate-per-token-loss, or drop the reducer"
         )
     size, rank = _context_parallel()
-    layout = host_layout(SimpleNamespace(), total_lengths, response_lengths, None, size, rank)
-    counts = [mask.numel() for mask in masks]
+    layout = host_layout(SimpleNamespace(), total_lengths, response_lengths, None, size, rank, masks)
+    counts = counts_of(masks)
     if not counts:
         raise InputError("masks: no sequence in this micro-batch")
     if counts != list(response_lengths):
@@ -57,10 +57,9 @@ def kept_token_mean(
     lengths = ragged.to_tokens(valid_tokens(mask, response_lengths).clamp(min=1))
 
     def reduce(x: Tensor) -> Tensor:
-        if x.numel() != lengths.numel():
-            raise InputError(
-                f"pg_loss: {x.numel()} tokens, but this rank holds {lengths.numel()} of zigzag thd sequences"
-            )
+        if x.shape != lengths.shape:  # a column would be spread over every pair of tokens
+            held = f"this rank holds {lengths.numel()} of zigzag thd sequences"
+            raise InputError(f"pg_loss: {counts_of([x])[0]} tokens, but {held}")
         return torch.where(ragged.loss_mask, x / lengths, 0).sum()
 
     return reduce

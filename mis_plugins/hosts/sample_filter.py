@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
+from mis_plugins.config.view import view
 from mis_plugins.errors import InputError, logger, warn_once
 from mis_plugins.hosts.ownership import Hook
 from mis_plugins.hosts.turns import JUDGED, NOT_HEARD, flat, listed
@@ -21,6 +23,7 @@ Cause = Literal[
     "missing",
     "of another count",
     "beside a loss mask of another count",
+    "beside a loss mask of other things than numbers",
     "beside a response_length of another count",
     "beside tokens of another count",
     "not finite",
@@ -51,11 +54,12 @@ def drop_broken_samples(args: Any, data: Iterable[Any]) -> None:
     """The sample filter of Miles and slime: `--rollout-sample-filter-path mis_plugins.mis.drop_broken_samples`.
 
     Sets `remove_sample` where rollout log-probs are missing, or where they, the loss mask and the response's tokens
-    differ in number, or where the sample has fewer tokens. Sets it too where a token of the loss has no log-prob
-    (`shared/absent.py`: None, NaN, -9999), or that of another token than the response holds there. The log names
-    dropped samples; they stay in their group's advantages. The hosts convert their lists too, and would fail there:
-    missing log-probs become 0, as do missing tokens, and a loss mask that does not fit zeros, all of them outside the
-    loss by then.
+    differ in number, or where the sample has no token before its response. Sets it too where a token of the loss has no
+    log-prob (`shared/absent.py`: None, NaN, -9999), or that of another token than the response holds there. Sets it
+    where `response_length`, or an entry of the loss mask, is no number from 0 on. The log names dropped samples; they
+    stay in their group's advantages. The hosts convert their lists too, and would fail there: missing log-probs become
+    0, as does what is missing of tokens, and a loss mask that does not fit zeros. All of them are outside the loss by
+    then.
 
     Tokens, which an environment may rewrite, are compared where a sample holds what the engine returned. A generate
     function of the user's may be wrapped in `turns_checked`, which compares them by turn. It may also keep SGLang's
@@ -72,6 +76,7 @@ def drop_broken_samples(args: Any, data: Iterable[Any]) -> None:
         InputError: none of the samples that were not removed before has any rollout log-prob, or the function that
             compares turns heard nothing of the engine.
     """
+    args = view(args)
     samples = [sample for sample in flat(data) if not _scored_later(args, sample)]
     judged = [sample for sample in samples if not sample.remove_sample]
     drafts, dropped = bool(getattr(args, "sglang_speculative_algorithm", None)), []
@@ -80,9 +85,9 @@ def drop_broken_samples(args: Any, data: Iterable[Any]) -> None:
         if fault is not None:
             dropped.append((sample, fault))
             sample.remove_sample = True
-    _refuse_what_tells_nothing(judged, dropped)
     for sample in samples:
         _make_readable(sample)
+    _refuse_what_tells_nothing(judged, dropped)
     _report(dropped, len(samples))
 
 
@@ -93,17 +98,24 @@ def fault_of(sample: Any, drafts: bool = False) -> Fault | None:
         drafts: whether the engine speculates.
     """
     log_probs, expected = listed(sample.rollout_log_probs), sample.response_length
+    if not _is_count(expected):
+        detail = f"a response_length of {shortened(expected)}, which is no number of tokens"
+        return Fault("beside a response_length of another count", detail)
     if expected and not log_probs:
         return Fault("missing", f"no rollout log-probs for {expected} response tokens")
     fault = _other_lengths(len(log_probs), expected, sample.loss_mask)
     if fault is not None:
         return fault
+    wrong = [x for x in listed(sample.loss_mask) if not _is_weight(x)]
+    if wrong:
+        detail = f"a loss mask with {shortened(wrong[0])}, where a number from 0 on should be"
+        return Fault("beside a loss mask of other things than numbers", detail)
     pairs = zip(log_probs, _in_loss(sample), strict=True)
     absent = [x for x, counts in pairs if counts and is_absent(x)]
     if absent:
         return _without_log_probs(absent, expected)
-    tokens = len(listed(getattr(sample, "tokens", None)))
-    if 0 < tokens < expected:
+    tokens = len(listed(getattr(sample, "tokens", range(expected + 1))))
+    if expected and tokens <= expected:
         return Fault("beside tokens of another count", f"{tokens} tokens for a prompt and {expected} response tokens")
     return _other_tokens(sample, drafts)
 
@@ -113,7 +125,7 @@ def _other_lengths(log_probs: int, tokens: int, loss_mask: Any) -> Fault | None:
     if loss_mask is None:
         mask, of_mask = tokens, ""
     else:
-        mask = len(loss_mask)
+        mask = len(listed(loss_mask))
         of_mask = f" and a loss mask of {mask}"
     if log_probs == tokens == mask:
         return None
@@ -143,8 +155,8 @@ def _other_tokens(sample: Any, drafts: bool) -> Fault | None:
         return Fault("of other tokens", judged.fault)
     length, metadata = sample.response_length, getattr(sample, "metadata", None)
     entries = metadata.get(ENTRIES) if isinstance(metadata, Mapping) else None
-    if entries is not None and len(entries) != length:
-        return Fault("of other tokens", f"{len(entries)} {ENTRIES} for {length} response tokens")
+    if entries is not None and len(listed(entries)) != length:
+        return Fault("of other tokens", f"{len(listed(entries))} {ENTRIES} for {length} response tokens")
     if entries is not None:
         pairs = zip(entries, _response(sample).tolist(), strict=True)
         changed = [entry is not None and _token_of(entry) != token for entry, token in pairs]
@@ -205,17 +217,30 @@ def _in_loss(sample: Any) -> list[bool]:
     return [True] * sample.response_length if mask is None else [bool(x) for x in listed(mask)]
 
 
+def _is_count(entry: Any) -> bool:
+    """Whether a sample's response_length is a whole number from 0 on."""
+    return hasattr(entry, "__index__") and entry >= 0
+
+
+def _is_weight(entry: Any) -> bool:
+    """Whether an entry of a loss mask is a truth value, or a number from 0 on."""
+    return entry in (0, 1) or 0 <= number_of(entry) < math.inf
+
+
 def _make_readable(sample: Any) -> None:
     """Give the sample tokens, log-probs and a loss mask as long as its response, where it lacks them."""
+    if not _is_count(sample.response_length):
+        sample.response_length = 0
     log_probs, tokens = listed(sample.rollout_log_probs), sample.response_length
     if sample.rollout_log_probs is None or len(log_probs) != tokens:
         sample.rollout_log_probs = [UNSAMPLED] * tokens
     elif any(map(is_absent, log_probs)):
         sample.rollout_log_probs = [UNSAMPLED if is_absent(x) else x for x in log_probs]
-    if sample.loss_mask is not None and len(sample.loss_mask) != tokens:
+    mask = listed(sample.loss_mask)
+    if sample.loss_mask is not None and (len(mask) != tokens or not all(map(_is_weight, mask))):
         sample.loss_mask = [0] * tokens
-    held = listed(getattr(sample, "tokens", None))
-    if 0 < len(held) < tokens:
+    held = listed(getattr(sample, "tokens", range(tokens + 1)))
+    if tokens and len(held) <= tokens:
         sample.tokens = [*held, *[0] * (tokens + 1 - len(held))]
 
 

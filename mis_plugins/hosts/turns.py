@@ -6,7 +6,7 @@ log-probs of a turn are those of other tokens, or of other tokens before it (ver
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence, Sized
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import wraps
@@ -163,8 +163,9 @@ def _hearing(own: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def listed(values: Any) -> list[Any]:
-    """The entries of a list, tensor or array; none of a None."""
-    return [] if values is None else list(values.tolist() if hasattr(values, "tolist") else values)
+    """The entries of a list, tensor or array; none of a None, nor of a number or of what can be read once alone."""
+    values = values.tolist() if hasattr(values, "tolist") else values
+    return list(values) if isinstance(values, Sized) and isinstance(values, Iterable) else []
 
 
 def flat(data: Any) -> Iterator[Any]:

@@ -40,7 +40,10 @@ class Clip:
     dual: float | None = None
 
     def __post_init__(self) -> None:
-        if self.dual is not None and self.dual <= 1:
+        for name, width in (("low", self.low), ("high", self.high)):
+            if not width >= 0:
+                raise ConfigError(f"{{{name}}}: got {width:g}; the width of a clip is a number that is not below 0")
+        if self.dual is not None and not self.dual > 1:
             raise ConfigError(f"{{dual}}: got {self.dual:g}; a dual clip lies above 1")
 
 

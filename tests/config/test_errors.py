@@ -336,7 +336,7 @@ def test_an_argument_that_the_host_lacks_is_named():
 
 def test_layouts():
     padded = host_args(mis=GOOD, qkv_format="bshd")
-    with pytest.raises(InputError, match="max_seq_lens: 2 sequences, response_lengths: 3"):
+    with pytest.raises(InputError, match="max_seq_lens: 2 sequences, but the batch has 3"):
         call(args=padded, max_seq_lens=[8, 8])
     with pytest.raises(InputError, match=r"max_seq_lens\[2\]: 4, but sequence 2 has 5 tokens"):
         call(args=padded, max_seq_lens=[8, 8, 4])

@@ -15,6 +15,7 @@ from batches import (
     broken_batches,
     configs,
     flat_configs,
+    host_args,
     make_batch,
     nested,
     ratio_batch,
@@ -24,6 +25,7 @@ from hypothesis import assume, example, given
 from hypothesis import strategies as st
 from tolerances import DECISION, normalized_rtol
 
+from mis_plugins import mis
 from mis_plugins.config.reading import from_mapping
 from mis_plugins.correction.pipeline import correct, denominator_scale
 from mis_plugins.packing.ragged import Ragged
@@ -108,6 +110,21 @@ def test_a_down_weighed_token_is_kept(level: str | None):
     assert torch.equal(torch.cat(lowered.metrics["mis_kept_fraction"]), torch.cat(plain.metrics["mis_kept_fraction"]))
     shares = [torch.cat(one.metrics["mis_rs_mask_fraction_high"]) for one in (lowered, dropped)]
     assert same_bytes(*shares)
+
+
+@pytest.mark.parametrize("weight", [None, {"upper": 2.0}])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_the_default_dtype_of_torch_changes_nothing(dtype: torch.dtype, weight: dict | None):
+    """A host that makes its model in bfloat16 may leave the default so: 0.1 would read 0.10009765625."""
+    lists = ratio_batch(WIDE, MASKS).lists()
+    args = host_args(mis={"weight": weight, "reject": [{"over": "token", "upper": 1.15, "down_weigh": 0.1}]})
+    expected, before = mis.compute_mis_weights(args, **lists)[0], torch.get_default_dtype()
+    try:
+        torch.set_default_dtype(dtype)
+        weights = mis.compute_mis_weights(args, **lists)[0]
+    finally:
+        torch.set_default_dtype(before)
+    assert weights is not None and expected is not None and all(map(same_bytes, weights, expected))
 
 
 @pytest.mark.parametrize("level", LEVELS)

@@ -1,5 +1,6 @@
 """Group baselines without the samples that do not train, against a loop over samples in Python."""
 
+import math
 import random
 import statistics
 from collections.abc import Set
@@ -78,7 +79,7 @@ def oracle(raw: list[float], out: set[int], kind: str, by_deviation: bool) -> li
 
 
 def advantages(data: dict[str, Any]) -> list[float]:
-    assert all(bool((row == row[0]).all()) for row in data["advantages"])
+    assert all(bool((row == row[0]).all() or row.isnan().all()) for row in data["advantages"])
     return [float(row[0]) for row in data["advantages"]]
 
 
@@ -112,6 +113,10 @@ def test_a_reward_of_100_that_is_rejected_or_weighs_nothing_moves_no_sibling(
     data = rollout([100.0, 0.0, 1.0, 1.0], {0}, by_deviation=False)
     assert advantages(data)[2] == -24.5
     hook(arguments(kind, config, grpo_std_normalization=False), 3, data)
+    assert advantages(data)[1:] == pytest.approx(wanted, abs=1e-5)
+    data = rollout([0.0, 0.0, 1.0, 1.0], {0}, by_deviation=False) | {"rewards": [math.nan, 0.0, 1.0, 1.0]}
+    data["advantages"] = [torch.full((2,), reward) for reward in data["rewards"]]
+    hook(arguments(kind, config, grpo_std_normalization=False, rewards_normalization=False), 3, data)
     assert advantages(data)[1:] == pytest.approx(wanted, abs=1e-5)
 
 

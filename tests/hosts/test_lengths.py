@@ -119,11 +119,80 @@ def test_a_stated_length_that_no_list_has_is_named_under_context_parallelism(ran
     assert "another order" not in str(caught.value)
 
 
-def test_pieces_that_agree_against_mask_and_stated_length():
-    layout = zigzag([12], [9], 2, 0)
-    short = [layout.local_lengths[0] - 1]
-    with pytest.raises(InputError, match=rf"^loss_masks\[0\]: 9 tokens, but sequence 0 has {short[0]} "):
-        check_lengths(of([9]), {TRAIN: of(short), ROLLOUT: of(short)}, layout)
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("more", [2, -4])
+def test_a_length_that_the_host_did_not_cut_by_is_named(more: int, padded: bool):
+    """Loss mask and response_lengths agree, and so do the pieces of both sides."""
+    held = of(zigzag([13], [9], 2, 0, [16] if padded else None).local_lengths)
+    total, pad = (13, 16 + more) if padded else (13 + more, None)
+    layout = zigzag([total], [9], 2, 0, None if pad is None else [pad])
+    assert layout.local_lengths != [len(x) for x in held if x is not None]
+    with pytest.raises(InputError, match=r"^total_lengths\[0\] \(max_seq_lens\[0\] with bshd\): .*loss_masks 9"):
+        check_lengths(of([9]), {TRAIN: held, ROLLOUT: held}, layout)
+
+
+def test_log_probs_that_the_host_did_not_cut_are_named():
+    whole_response = {TRAIN: of([9]), ROLLOUT: of([9])}
+    with pytest.raises(InputError, match=r"^train_log_probs, rollout_log_probs: the whole response of sequence 0"):
+        check_lengths(of([9]), whole_response, zigzag([12], [9], 2, 0))
+
+
+LENGTHS = {"total_lengths": [8, 6], "response_lengths": [5, 3], "max_seq_lens": [8, 8]}
+NUMBERS = ["total_lengths", "response_lengths", MASK, TRAIN, ROLLOUT, "max_seq_lens"]
+
+
+@pytest.mark.parametrize("more", [1, -1])
+@pytest.mark.parametrize("name", NUMBERS)
+@pytest.mark.parametrize("hook", ["compute_mis_weights", "compute_mis_weights_with_cp", "compute_mis_weights_fsdp"])
+def test_a_list_of_more_or_fewer_sequences_is_named(hook: str, name: str, more: int):
+    given = lists([5, 3], [5, 3], [5, 3])
+    if hook == "compute_mis_weights_with_cp":
+        given |= LENGTHS
+    if hook != "compute_mis_weights":
+        given |= {"pg_loss": torch.ones(8), "parallel_state": one_rank()}
+    if name not in given:
+        return
+    given[name] = [*given[name], *given[name]][: 2 + more]
+    with pytest.raises(InputError, match=rf"^{name}: {2 + more} sequences, but the batch has 2 \(") as caught:
+        getattr(mis, hook)(host_args(mis={"weight": {}}, qkv_format="bshd"), **given)
+    assert all(f"{other} " in str(caught.value) for other in (MASK, name))
+
+
+def test_several_lists_of_fewer_sequences_are_named():
+    given = lists([5, 3], [5], [5]) | LENGTHS | {"pg_loss": torch.ones(5), "parallel_state": one_rank()}
+    with pytest.raises(InputError, match=r"^train_log_probs, rollout_log_probs: 1 sequences, but the batch has 2 "):
+        mis.compute_mis_weights_with_cp(host_args(mis={"weight": {}}), **given)
+    with pytest.raises(InputError, match=r"^loss_masks, train_log_probs, rollout_log_probs: no two agree on the numb"):
+        mis.compute_mis_weights(host_args(mis={"weight": {}}), **lists([5, 3], [5], [5, 3, 4]))
+
+
+@pytest.mark.parametrize("length", [None, "8", (8,)])
+@pytest.mark.parametrize("name", LENGTHS)
+def test_a_length_that_is_no_number_is_named(name: str, length: Any):
+    given = lists([5, 3], [5, 3], [5, 3]) | LENGTHS | {"pg_loss": torch.ones(8), "parallel_state": one_rank()}
+    given[name] = [LENGTHS[name][0], length]
+    with pytest.raises(InputError, match=rf"^{name}\[1\]: got .*; expected a number of tokens"):
+        mis.compute_mis_weights_with_cp(host_args(mis={"weight": {}}, qkv_format="bshd"), **given)
+
+
+@pytest.mark.parametrize("name", [MASK, TRAIN, ROLLOUT])
+def test_a_list_on_another_device_is_named(name: str):
+    given = lists([5, 3], [5, 3], [5, 3])
+    given[name] = [x.to("meta") for x in given[name]]
+    with pytest.raises(InputError, match=rf"^{name}\[0\]: on meta, and the other lists are on cpu; move all lists of"):
+        mis.compute_mis_weights(host_args(mis={"weight": {}}), **given)
+
+
+@pytest.mark.parametrize(("total", "stated", "told"), [
+    (6, 6, r"^response_lengths\[1\]: 6 tokens, but sequence 1 has 5 "),
+    (5, 5, r"^total_lengths\[1\]: 5, but sequence 1 has a prompt and 5 response tokens"),
+])  # fmt: skip
+def test_a_response_that_is_as_long_as_its_sequence(total: int, stated: int, told: str):
+    """Of a prompt of one token, a response_length one too large leaves none."""
+    given = lists([5, 5], [5, 5], [5, 5]) | {"pg_loss": torch.ones(10), "parallel_state": one_rank()}
+    given |= {"total_lengths": [8, total], "response_lengths": [5, stated]}
+    with pytest.raises(InputError, match=told):
+        mis.compute_mis_weights_with_cp(host_args(mis={"weight": {}}), **given)
 
 
 def test_the_rollout_hook_names_the_hosts_own_list():

@@ -1,6 +1,7 @@
 """The pg-loss reducer beside a mean written down in float64, on one rank and over context-parallel ranks."""
 
 import math
+import re
 import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -170,12 +171,20 @@ def test_a_loss_of_other_tokens_is_refused(tokens: int):
     with pytest.raises(InputError, match=f"pg_loss: {tokens} tokens, but this rank holds 3 of zigzag thd"):
         reduce(torch.ones(tokens))
     assert reduce(torch.ones(3)) == 2
+    for shape in ([3, 1], [1, 3]):
+        with pytest.raises(InputError, match=re.escape(f"pg_loss: {shape} tokens, but this rank holds 3 of zigzag")):
+            reduce(torch.ones(shape))
 
 
 def test_lengths_that_do_not_fit():
     batch = sharded_batch()
     with pytest.raises(InputError, match=r"masks: \[2\] tokens, but the responses have \[3\]"):
         kept_token_mean([5], [3], [torch.ones(2)])
+    for mask in (torch.ones(3, 1), torch.ones(1, 3)):
+        with pytest.raises(InputError, match=r"^masks: \[\[., .\]\] tokens, but the responses have \[3\]"):
+            kept_token_mean([5], [3], [mask])
+    with pytest.raises(InputError, match=r"^response_lengths: 1 sequences, but the batch has 2 "):
+        kept_token_mean([5, 4], [3], [torch.ones(3), torch.ones(2)])
     with pytest.raises(InputError, match="masks: no sequence"):
         kept_token_mean([], [], [])
     with pytest.raises(InputError, match="total_lengths"):

@@ -76,6 +76,20 @@ BROKEN = {
     "everywhere": Sample([-1e9, -1e9]),
     "a text": Sample(["-0.5", -1.0]),
     "an entry of SGLang": Sample([[-0.5, 7, None], -1.0]),
+    "read once": Sample(iter([-0.5, -1.0])),
+    "a number for a list": Sample(-0.5),
+    "no response_length": good(response_length=None),
+    "a text for a response_length": good(response_length="2"),
+    "a share for a response_length": good(response_length=2.0),
+    "a response_length below 0": good(response_length=-1),
+    "NaN in the loss mask": good(loss_mask=[math.nan, 1]),
+    "None in the loss mask": good(loss_mask=[1, None]),
+    "a text in the loss mask": good(loss_mask=["1", 1]),
+    "a loss mask below 0": good(loss_mask=torch.tensor([-1, 1])),
+    "a number for a loss mask": good(loss_mask=1),
+    "no token of a prompt": good(tokens=[5, 6]),
+    "no tokens": good(tokens=[]),
+    "None for tokens": good(tokens=None),
 }
 FINE = {
     "plain": good(),
@@ -94,6 +108,9 @@ FINE = {
     "NaN at a masked token": Sample([math.nan, -1.0], loss_mask=[0, 1]),
     "None at a masked token": Sample([None, -1.0], loss_mask=torch.tensor([0, 1])),
     "no index": good(index=None, group_index=None),
+    "truth values in the loss mask": good(loss_mask=[True, False]),
+    "a part of a token in the loss mask": good(loss_mask=[0.5, 1.0]),
+    "no response and no tokens": Sample(None, response_length=0, tokens=[]),
     "little above 0, by rounding": Sample([1e-3, -0.5]),
 }
 
@@ -108,6 +125,8 @@ def test_broken_samples_alone_are_dropped_and_all_can_be_sliced_and_converted(ca
     assert torch.isfinite(torch.as_tensor(sample.rollout_log_probs)).all()
     assert not any(x < -746 for x in sample.rollout_log_probs)
     assert sample.loss_mask is None or len(sample.loss_mask) == sample.response_length
+    assert sample.loss_mask is None or (torch.as_tensor(sample.loss_mask) >= 0).all()
+    assert not sample.response_length or len(sample.tokens) > sample.response_length
 
 
 def test_log_probs_that_fit_are_not_touched():
@@ -176,10 +195,11 @@ def test_all_broken_in_other_ways_is_not():
     assert all(sample.remove_sample for sample in samples)
 
 
-def test_what_miles_scores_again_is_left_alone(caplog: pytest.LogCaptureFixture):
+@pytest.mark.parametrize("made", [SimpleNamespace, dict])
+def test_what_miles_scores_again_is_left_alone(made: type, caplog: pytest.LogCaptureFixture):
     """--recompute-logprobs-via-prefill runs after this hook, but not for aborted samples."""
     errors.warn_once.cache_clear()
-    args = SimpleNamespace(recompute_logprobs_via_prefill=True)
+    args = made(recompute_logprobs_via_prefill=True)
     later, aborted = Sample(None), Sample([-0.5], status=Status.ABORTED)
     drop_broken_samples(args, [[later, aborted, good()]])
     assert not later.remove_sample and later.rollout_log_probs is None
@@ -246,6 +266,7 @@ CHANGED = {
     "beside a masked one": good(loss_mask=[0, 1], metadata=returned(5, 7)),
     "an entry too few": good(metadata=returned(5)),
     "an entry too many": good(metadata=returned(5, 6, 7)),
+    "a number for entries": good(metadata={"output_token_logprobs": 2}),
     "outside its nucleus": good(**nucleus([5], [3, 7])),
     "in the other's nucleus": good(**nucleus([6], [5])),
 }
@@ -280,6 +301,9 @@ TOLD: list[tuple[Sample, str]] = [
         ([-0.5, 1.0], "absent: 1 in 1"), ([1e9, -0.5], "absent: 1e+09 in 1"), ([True, -0.5], "not finite"),
         ([-0.5, math.inf], "not finite"))),
     (good(tokens=[7]), "1 tokens for a prompt and 2 response tokens"),
+    (good(tokens=[5, 6]), "2 tokens for a prompt and 2 response tokens"),
+    (good(response_length=None), "a response_length of None, which is no number of tokens"),
+    (good(loss_mask=[1, math.nan]), "a loss mask with nan, where a number from 0 on should be"),
     *((good(metadata={"output_token_logprobs": [(-0.5, 5), entry]}), NAMES_NONE)
       for entry in ({"token": 5}, (-0.5,), (-0.5, None), 7)),
 ]  # fmt: skip

@@ -306,6 +306,24 @@ def test_tokens_without_a_head_are_left_out_and_counted(one_process: None) -> No
     assert float(logged["center_drift"]) > 0 and float(logged["center_target_mass"]) > 0
 
 
+@pytest.mark.parametrize("stand_in", [math.nan, -9999.0, -1e9, math.inf])
+@pytest.mark.parametrize("bound", [None, "truncate"])
+def test_an_entry_of_the_head_without_a_log_prob_is_none(one_process: None, bound: str | None, stand_in: float) -> None:
+    """An entry that the engine named without a log-prob counts as a padded one does."""
+
+    def write(value: float, host: dict[str, Any]) -> None:
+        host["rollout_topk_log_probs"][0][1, 2] = value
+        host["rollout_topk_log_probs"][2][3] = value
+
+    keys: dict[str, Any] = {"weight": weight(bound), "metrics": "full", "center": {"top_k": TOP}}
+    (loss, gradient, logged), (_, wanted_gradient, wanted_log) = (
+        run(Batch(3, change=functools.partial(write, value)), args(**keys)) for value in (stand_in, -math.inf)
+    )
+    assert loss.isfinite() and torch.equal(gradient, wanted_gradient)
+    assert {name: float(value) for name, value in logged.items()} == {k: float(v) for k, v in wanted_log.items()}
+    assert logged["center_missing"] > 0
+
+
 def test_a_larger_head_is_cut_to_its_likeliest(one_process: None) -> None:
     batch = Batch(13)
     _, gradient, _ = run(batch, args(center={"top_k": 3}))

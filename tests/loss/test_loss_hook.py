@@ -418,7 +418,11 @@ def of(**objective: Any) -> dict:
          r"mis\.weight\.normalize\.scope: rollout .*mis\.objective\.old: behavior.*use scope: data_parallel"),
         (KEPT, {"calculate_per_token_loss": True}, r"mis\.denominator: kept .*--calculate-per-token-loss"),
         ({}, {"use_kl_loss": True, "kl_loss_type": "k4"}, r"--kl-loss-type: got 'k4'; choose one of k1, k2, k3"),
-        ({}, {"eps_clip_c": 0.9}, r"--eps-clip-c: got 0\.9; a dual clip lies above 1"),
+        ({}, {"eps_clip_c": 0.9}, r"^--eps-clip-c: got 0\.9; a dual clip lies above 1"),
+        ({}, {"eps_clip_c": math.nan}, r"^--eps-clip-c: got nan; a dual clip lies above 1"),
+        *(({}, {name: width}, rf"^--{name.replace('_', '-')}: got {width}; the width of a clip is a number that is no")
+          for name in ("eps_clip", "eps_clip_high") for width in (-1, math.nan)),
+        ({}, {"use_opsm": True, "opsm_delta": math.nan}, r"^--opsm-delta: got nan; give a finite number of nats"),
     ],
 )  # fmt: skip
 def test_what_cannot_work_is_refused(config: dict, settings: dict, message: str):
@@ -481,6 +485,8 @@ def of_length(count: int) -> Callable[[list[Tensor]], list[Tensor]]:
         ("advantages", lambda rows: rows[:-1], {},
          r"advantages: \[7, 1, 5, 9, 4\] tokens a sequence, but this rank expects"),
         ("ref_log_probs", lambda rows: rows[::-1], KL, r"ref_log_probs: \[6, 4, 9, 5, 1, 7\] tokens a sequence"),
+        ("ref_log_probs", lambda rows: [row[:, None] for row in rows], KL,
+         r"ref_log_probs: \[\[7, 1\], \[1, 1\], .*\] tokens a sequence"),  # would broadcast to a pair of tokens
         *((name, of_length(count), {"mis": {}}, rf"^{name}\[2\]: {count} tokens, but sequence 2 has 5 .*{name} {count}")
           for name, count in (("loss_masks", 6), ("log_probs", 4), ("rollout_log_probs", 0))),
     ],
