@@ -337,6 +337,21 @@ def test_a_branch_that_is_known_is_taken(tmp_path: Path, capsys) -> None:
         ("f() { if [ $X ]; then A=1; exit 1; else A=2; return; fi; }\nf\npython train.py --a $A", ["--a", "2"]),
         ("A=(--a 1)\npython train.py ${A[@]+${A[@]}} ${A%1} ${B+--b}", ["--a", "1", HOLE, HOLE]),
         ("read -ra A <<< \"--a 1\"\npython train.py ${A[@]}", ["--a", "1"]),
+        *((f"A=(--a 'b c')\npython train.py {items}", ["--a", "b c"]) for items in (
+            '${A[@]+"${A[@]}"}', '"${A[@]+${A[@]}}"', '${A[@]:+"${A[@]}"}', '"${A[@]:-}"', '"${A[@]+"${A[@]}"}"',
+        )),
+        ('f() { python train.py ${1+"$@"}; }\nf --a "b c"', ["--a", "b c"]),
+        ('A=1\nB=\npython train.py ${A:+--a "$A"} ${B:+--b "$B"} ${A:+--c "d $A"}', ["--a", "1", HOLE]),
+        ("for A in '' 'b c'; do B=(${A:+--a \"$A\"}); done\npython train.py ${B[@]}", [HOLE]),
+        ("readarray -t A <<E\n--a\nb c\nE\npython train.py \"${A[@]}\"", ["--a", "b c"]),
+        ("read -r -d '' A <<'E'\n--a\n1\nE\npython train.py $A", ["--a", "1"]),
+        ("read -r A B <<E\n--a 1\nE\npython train.py $A", [HOLE]),
+        ('A=${A:-["x"]}\npython train.py --a $A ${B:-["y", "z"]}', ["--a", "[x]", "[y,", "z]"]),
+        *((f"if {condition}; then A=--a; else A=--b; fi\npython train.py $A", [expected])
+            for condition, expected in (
+                ("[ a = b ] || [ c = c ]", "--a"), ("[[ a = a ]] && [ $X ] && [[ c = d ]]", "--b"),
+                ("! [ a = a ] || false", "--b"), ("ls && [ a = a ]", HOLE),
+            )),
         ("if [ $X ]; then S=train.py; else S=/x/train.py; fi\nif [ $Y ]; then T=train.py; fi\npython $T --a", ["--a"]),
             ('a = "--x "\na += f"--n {2 * 3} "\nU.execute_train(train_args=a)', ["--x", "--n", "6"]),
         ('d = {"H": 8}\nU.execute_train(f"--n {d[chr(72)]} --m {d[\'H\']}")', ["--n", HOLE, "--m", "8"]),

@@ -239,7 +239,8 @@ def read(text: str, dialect: Dialect, behind: set[str], asked: Asked) -> Said:
     tree, remarks, lost = commands.named_yaml(start.file) if start and start.file else ({}, [], [])
     refused, skipped = commands.unread_keys({path.rpartition(".")[2] for path in behind})
     if refused:
-        sources = "; not read: ".join(["", *reading.unread.values()])
+        unread = [f"{word} in line {_lines(other)}" for other in starts for word in (*other.unset, *other.unread)]
+        sources = "; not read: ".join(["", *reading.unread.values(), *unread])
         raise ConfigError(
             f"no start of {dialect.name} that can be read is given {listed(refused)}; put the values that count behind "
             f"the file{sources}"
@@ -374,8 +375,8 @@ class Commands(Shell):
             if given and _is_whole(node) and (begins or given[0].text.startswith("--")):
                 self._launch(node, words)
             elif begins:
-                message = f"{cut(one_line(node))}: begins with a setting; does the line above lack its backslash?"
-                self.reading.unread.setdefault(line, message)
+                why = "begins with a setting; does the line above lack its backslash, or hold a comment?"
+                self.reading.unread.setdefault(line, f"{cut(one_line(node))}: {why}")
             else:
                 super().call(node, words)
         finally:
@@ -384,6 +385,9 @@ class Commands(Shell):
 
     def _is_setting(self, path: str) -> bool:
         return self.dialect.reads(path.lstrip("~"))
+
+    def may_start(self, source: str) -> bool:
+        return any(map(self.dialect.starts, source.split()))
 
     def _launch(self, node: Node, words: list[Text]) -> None:
         given = [word_of(word) for word in words]
@@ -429,10 +433,8 @@ class Commands(Shell):
         Raises:
             ConfigError: the file is no yaml.
         """
-        name = word.source
-        for folder in HERE:
-            name = name.removeprefix(f"{folder}/")
-        written = self.reading.files.get(word.source, ())
+        name = _in_folder(word.source)
+        written = next((text for file, text in self.reading.files.items() if _in_folder(file) == name), ())
         text, where = known(written) if written else None, f"{word.source}, which the script writes"
         is_sure = not word.branch and "$" not in name and "`" not in name
         if text is not None and is_sure:
@@ -502,6 +504,8 @@ class Commands(Shell):
         never = [i for i, node in statements if (number, node.id) not in self.ran]
         if never:
             return "" if chain[never[-1] + 1].type == "function_definition" else ", which does not run"
+        if any((number, node.id) in self.unused for node in chain):
+            return ", which gives nothing"
         for node in chain:
             name = node.child_by_field_name("name") if node.type == "variable_assignment" else None
             if name is not None and not (node.parent and one_line(node.parent).startswith(("export", "declare -x"))):
@@ -519,6 +523,13 @@ class Commands(Shell):
             if not _is_harmless(chain[1:]) and not self._idle(number, root, chain[1:], seen | {name}):
                 return True
         return False
+
+
+def _in_folder(file: str) -> str:
+    """The name of a file from the folder where a script is started."""
+    for folder in HERE:
+        file = file.removeprefix(f"{folder}/")
+    return file
 
 
 def _script_of(words: Sequence[Word], dialect: Dialect) -> str:

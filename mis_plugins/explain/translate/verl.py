@@ -75,7 +75,8 @@ OWN_PARTS = (*OWN, *OWN_ASYNC, "rollout_correction", "rollout", "distillation", 
              "torchtitan_actor")  # fmt: skip
 TEACHER = "distillation"  # whose loss has a `loss_mode` of its own
 DISTILLS, OF_TEACHER = f"{TEACHER}.enabled", f"{TEACHER}.distillation_loss"
-BESIDE_IT = (AGGREGATED, LOG_PROBS, USE_V1, ASYNC, DISTILLS, f"{OF_TEACHER}.{LOSS_MODE}", *KL, *UNSERVED)
+BESIDE_IT = (AGGREGATED, LOG_PROBS, USE_V1, ASYNC, DISTILLS, f"{OF_TEACHER}.{LOSS_MODE}",
+             f"{OF_TEACHER}.use_policy_gradient", *KL, *UNSERVED)  # fmt: skip
 """Settings outside of the correction that a note is about."""
 SHORT = {key: path for path, key in PATHS.items()} | {"rollout_correction": SECTION, "actor": ACTOR}
 PARENTS = {"algorithm", SECTION, "actor_rollout_ref", ACTOR, f"{ACTOR}.policy_loss", IN_LOSS,

@@ -29,13 +29,17 @@ class Builtins(Texts):
         inner = [child for child in node.named_children if child.type != "comment"]
         with self.deeper():
             output = self._output(inner) if inner else None
-            if output is None and NAMES_TRAIN.search(says(node)):  # a start whose output is kept
+            if output is None and self.may_start(says(node)):  # a start whose output is kept
                 with self.now(variables=dict(self.variables)):
                     self.attempt(lambda: self.run_all(inner))
         if not output or all(piece.text is None for piece in output):
             return self.unknown(node)
         *parts, last = output
         return (*parts, replace(last, text=last.text.rstrip("\n"))) if last.text is not None else output
+
+    def may_start(self, source: str) -> bool:
+        """Whether a text may start a training."""
+        return bool(NAMES_TRAIN.search(source))
 
     def _output(self, nodes: Sequence[Node]) -> Text | None:
         *before, node = nodes
@@ -182,19 +186,24 @@ class Builtins(Texts):
             self.variables[says(node.named_children[0])] = self.unknown(node)
 
     def _fill(self, node: Node, words: list[Text]) -> None:
-        """Variables whose values come from outside, but for a herestring."""
+        """Variables whose values come from outside, but for a herestring and a heredoc."""
         here = next((child for child in node.children if child.type == "herestring_redirect"), None)
+        beside = node.parent if node.parent and node.parent.type == "redirected_statement" else node
+        body = next(parts_of(beside, "heredoc_body"), None)
+        ends = [place for place, word in enumerate(words) if known(word) == "" and shown(words[place - 1])[-1:] == "d"]
+        words = [word for place, word in enumerate(words) if place not in ends]  # `-d ''` reads more than a line
         names = [shown(word).partition("=")[0].rstrip("+-*/% ") for word in words if shown(word)[:1] != "-"]
-        is_whole = here is not None and len(names) == 1 and node.children[0].type == "command_name"
-        text = self.text(here.named_children[0]) if here and is_whole else self.unknown(node)
+        is_whole = len(names) == 1 and node.children[0].type == "command_name"
+        fed = self.text(here.named_children[0]) if here else self._heredoc(body) if body else ()
+        text = fed if is_whole and fed else self.unknown(node)
         value: Value = text
         content = known(text)
         if says(node.children[0]) in ("mapfile", "readarray"):
-            value = [text] if content is None else [literal(line, self.lines(node)) for line in content.split("\n")]
+            value = [text] if content is None else fields(text, "\n")
         elif (
             "IFS" in self.variables
             or content is not None
-            and ("\\" in content or content != content.strip() or "\n" in content)
+            and ("\\" in content or not ends and (content != content.strip() or "\n" in content))
         ):
             value = self.unknown(node)  # `read` drops what stands around a line and before a letter
         elif any(shown(word)[:1] == "-" and "a" in shown(word) for word in words):  # read -ra NAME

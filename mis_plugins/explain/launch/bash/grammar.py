@@ -18,8 +18,9 @@ else:
     Node = Any  # the parser is an extra, which may not be installed
 
 OLDEST = "0.26.1"  # an older one ends the process where it is asked to stop, below Python 3.14
-# Behind a brace the parser looks a character up in a table of 256, even one that the table does not hold.
-LOOKED_UP = re.compile(r"(\{[0-9]*(?:\.\.[0-9]*)?)([^\x00-\xff])")
+# Behind a brace the parser looks a character up in a table of 256, even one that the table does not hold. A bracket
+# that begins a default, as in `${FILES:-["a"]}`, is an error to it, and none to bash.
+LOOKED_UP = re.compile(r"(\{[0-9]*(?:\.\.[0-9]*)?(?=[^\x00-\xff])|\$\{\w+:?[-=](?=\[))(.)")
 # A comment in backticks within a command that goes on, of which bash makes no word; the parser finds no end to it.
 WITHIN = re.compile(rb"(?:(?<=[ \t])|^)`#[^`\n]*`(?=[ \t]*\\?\n)", re.M)
 # A command whose last line goes on where the script ends, which is an error to the parser and none to bash.

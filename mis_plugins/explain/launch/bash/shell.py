@@ -125,6 +125,8 @@ class Shell(Commands):
             return {"true": True, "false": False}.get(known(words[0]) or "") if words else None
         if node.type in ("test_command", "parenthesized_expression"):
             return self.truth(node.named_children[0]) if len(node.named_children) == 1 else None
+        if node.type == "list":
+            return self._compared(says(node.children[1]), node.named_children[0], node.named_children[-1])
         if node.type in ("word", *TEXT):
             text = self._tested(node)
             return None if text is None else text != ""

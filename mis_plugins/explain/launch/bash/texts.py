@@ -10,9 +10,9 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-from mis_plugins.explain.launch.bash.grammar import EXPANSIONS, Node, says
+from mis_plugins.explain.launch.bash.grammar import EXPANSIONS, QUOTED, Node, says
 from mis_plugins.explain.launch.reader import Reader, Reading
-from mis_plugins.explain.launch.words import Lines, Piece, Text, fields, hole, literal, shown, spaced
+from mis_plugins.explain.launch.words import Lines, Piece, Text, fields, hole, known, literal, shown, spaced
 
 EXPORTED, FOLDER, LEFT, LAST_PIPE = literal("x"), "~+", "~-", "-p"
 Value = Text | list[Text]  # of a variable, of an array
@@ -22,6 +22,8 @@ BRACES = re.compile(r"([^{}'\"\\$`~]*)\{([^{}'\"\\$`~]*,[^{}'\"\\$`~]*)\}([^{}'\
 # The few letters that a backslash quotes within double quotes.
 ESCAPED = re.compile(r'\\(["$`\\\n])')
 DEFAULTS = (":-", "-", ":=", "=")
+# Items of a list that may be empty under `set -u`: `${A[@]+"${A[@]}"}`, `${1+"$@"}` and `"${A[@]:-}"`.
+GUARDED = re.compile(r'\$\{(?:(\w+\[@\]|@):?(?:-|\+("?)\$\{\1\}\2)|[1@]:?\+("?)\$(@)\3)\}')
 # A part of an evaluated text that is not known.
 UNKNOWN = re.compile(r"\$\{(unknown_\d+)\}")
 
@@ -36,6 +38,7 @@ class Texts(Reader):
     held: what variables become behind the functions, and the commands with assignments in front, that are read.
     returned: of a branch, the variables with which it returns.
     ran: the statements that were read, by number of the text and id of the node.
+    unused: the expansions whose default or alternative was not taken, likewise.
     """
 
     def __init__(self, path: Path, reading: Reading):
@@ -48,6 +51,7 @@ class Texts(Reader):
         self.held: list[dict[str, Value | None]] = []
         self.own_name = literal(str(path))
         self.ran: set[tuple[int, int]] = set()
+        self.unused: set[tuple[int, int]] = set()
 
     @property
     def positional(self) -> list[Text]:
@@ -137,9 +141,8 @@ class Texts(Reader):
         text = self.text(node)
         if node.type in EXPANSIONS:
             split = self._split(self.reading.paid(text))
-            # Quotes in a default hold blanks together, and make a word of nothing.
-            quotes = node.type == "expansion" and any(letter in says(node) for letter in "\"'\\")
-            return [self.unknown(node)] if quotes and split != [text] else split
+            is_given = (self.source, node.id) not in self.unused
+            return [self.unknown(node)] if is_given and split != [text] and self._holds_blanks(node) else split
         if node.type in ("concatenation", "string") and any(map(self._may_be_several, node.named_children)):
             named = UNKNOWN.sub(lambda match: shown(self._valued(node, match[1])), says(node))
             return [hole(named, self.lines(node))]
@@ -166,6 +169,14 @@ class Texts(Reader):
             gathered += words
         return gathered
 
+    def _holds_blanks(self, node: Node) -> bool:
+        """Whether quotes in a default hold blanks together, or make a word of nothing."""
+        if node.type in QUOTED:
+            text = self.text(node)
+            return not text or any(piece.text is not None and piece.text.split() != [piece.text] for piece in text)
+        is_word = node.type == "word" and "\\" in says(node)
+        return is_word or node.type != "command_substitution" and any(map(self._holds_blanks, node.named_children))
+
     def _split(self, text: Text) -> list[Text]:
         """The words of an expansion without quotes; not known where the script sets other letters to cut at."""
         return [hole(shown(text))] if text and "IFS" in self.variables else fields(text)
@@ -180,14 +191,15 @@ class Texts(Reader):
 
     def _listed(self, node: Node) -> list[Text] | None:
         """The words of an array that stands alone, quoted or not."""
-        source = says(node)
-        if node.type == "string":
-            source = source[1:-1]
         if node.type not in ("string", "simple_expansion", "expansion"):
             return None
+        source = says(node)[1:-1] if node.type == "string" else says(node)
+        holds_blanks = node.type == "string" or '"' in source
+        if guarded := GUARDED.fullmatch(source):
+            source = f"${{{guarded[1] or guarded[4]}}}"
 
         def items(listed: list[Text]) -> list[Text]:
-            return listed[:] if node.type == "string" else [word for item in listed for word in self._split(item)]
+            return listed[:] if holds_blanks else [word for item in listed for word in self._split(item)]
 
         if source in ("$@", "${@}"):
             return items(self.positional)
@@ -274,11 +286,16 @@ class Texts(Reader):
         if operator in ("-", "=", "+"):
             is_set = value is not None and value != []
         if operator in ("", ":?", "?") or is_set and operator in DEFAULTS:
+            self.unused |= set() if known(text) is None else {(self.source, node.id)}
             return self._valued(node, name, whole)
         is_alternative = is_set and operator in ("+", ":+")
+        if not is_set and operator in ("+", ":+"):
+            self.unused.add((self.source, node.id))
+            return unknown if value is None else ()
         if not is_alternative and operator not in DEFAULTS or len(node.named_children) < 2:
             return unknown
         text = self._instead(node)
+        self.unused.discard((self.source, node.id))
         if is_alternative:
             is_sure = isinstance(value, list) or any(piece.text and not piece.branch for piece in value or ())
             return text if is_sure else unknown
