@@ -319,6 +319,9 @@ def test_a_branch_that_is_known_is_taken(tmp_path: Path, capsys) -> None:
     assert "--use-tis" not in texts(script) and "--seed" in texts(script)
 
 
+LOOP, START = 'S=0\nset -- "$@" --rest\nwhile [ {} ]; do case $1 in {} esac; done\n', 'python train.py --s $S "$@"'
+
+
 @pytest.mark.parametrize(
     ("script", "expected"),
     [
@@ -347,6 +350,16 @@ def test_a_branch_that_is_known_is_taken(tmp_path: Path, capsys) -> None:
         ("read -r -d '' A <<'E'\n--a\n1\nE\npython train.py $A", ["--a", "1"]),
         ("read -r A B <<E\n--a 1\nE\npython train.py $A", [HOLE]),
         ('A=${A:-["x"]}\npython train.py --a $A ${B:-["y", "z"]}', ["--a", "[x]", "[y,", "z]"]),
+        *((f"{LOOP.format(cond, body)}{START}", words) for cond, body, words in (
+            ("$# -gt 0", '--seed) S=$2; shift 2 ;; *) break ;;', ["--s", "7", "--rest"]),
+            ('-n "${1:-}"', '--seed) S=$2; shift; shift ;; *) shift; continue ;;', ["--s", "7"]),
+            ("$# -gt 0", '--seed) S=$2; [ $X ] && break; shift 2 ;; *) break ;;', ["--s", HOLE, HOLE]),
+            ("$# -gt 0", '--seed) S=$2; [ $X ] || shift 2 ;; *) break ;;', ["--s", HOLE, HOLE]),
+            ("-f x", '--seed) S=$2; shift 2 ;; *) break ;;', ["--s", HOLE, HOLE]),
+        )),
+        ("f() { while (( $# )); do A+=(${1#*=}); shift; done; }\nf --x=--a --y=b=c\npython train.py ${A[@]} ${A##*=}",
+         ["--a", "b=c", "--a"]),
+        ("while [ $# -ne 0 ]; do shift; done\npython train.py --a \"$@\"", ["--a"]),
         *((f"if {condition}; then A=--a; else A=--b; fi\npython train.py $A", [expected])
             for condition, expected in (
                 ("[ a = b ] || [ c = c ]", "--a"), ("[[ a = a ]] && [ $X ] && [[ c = d ]]", "--b"),

@@ -282,6 +282,9 @@ class Texts(Reader):
         if isinstance(value, list) and not whole:
             value = self._first(value, node) if value else None
         text = spaced(value) if isinstance(value, list) else value or ()
+        if says(node).endswith("#*=}") and (content := known(text)) is not None:  # `--key=value` without its key
+            cut = content.rpartition if operator == "##" else content.partition
+            return literal(cut("=")[2] if "=" in content else content, self.lines(node))
         is_set = any(piece.text != "" for piece in text)
         if operator in ("-", "=", "+"):
             is_set = value is not None and value != []
