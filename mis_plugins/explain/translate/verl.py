@@ -266,8 +266,8 @@ def _said(text: str, behind: set[str], asked: Asked) -> Said:
     elif ASYNC in script and not tree and BYPASS not in script:
         of_yaml = {BYPASS: Open("a yaml that is not here")}
     seen = {part for path in of_yaml for part in path.split(".")}
-    strays = [place for place in places(source.tree, DIALECT.keys) if place.rpartition(".")[2] not in seen]
-    return replace(source, settings={**of_yaml, **script}, skipped=(*source.skipped, *strays))
+    strays = [place for place in places(tree, DIALECT.keys) if place.rpartition(".")[2] not in seen]
+    return replace(source, settings={**of_yaml, **script}).beside(strays)
 
 
 def _of_section(call: str) -> dict[str, Any]:
