@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from mis_plugins.config.file import text_of
 from mis_plugins.errors import ConfigError, cut, shown
 from mis_plugins.explain.launch.bash.builtins import PRINTS
-from mis_plugins.explain.launch.bash.commands import SHELLS
+from mis_plugins.explain.launch.bash.commands import COPIES, EDITS, LEAVES_FILES, SHELLS
 from mis_plugins.explain.launch.bash.grammar import one_line, parts_of
 from mis_plugins.explain.launch.bash.shell import RUN, Shell
 from mis_plugins.explain.launch.reader import Reading
@@ -172,6 +172,17 @@ def other_of(words: Sequence[Word], programs: Collection[str], commands: Collect
     return ()
 
 
+def no_values(words: Sequence[Word]) -> Iterator[Word]:
+    """The words of a command, but for the value of each flag in two words, as the file behind `--target`.
+
+    A file behind `--config` stays, whose name may tell the trainer.
+    """
+    for before, word in itertools.pairwise([Word("", ""), *words]):
+        is_flag = before.text[:2] == "--" and "=" not in before.text and before.text not in ("--", "--config")
+        if not is_flag or word.text.startswith("-"):
+            yield word
+
+
 def setting_of(words: Sequence[Word], *names: str) -> Word | None:
     """The value of the last of some flags of a command; None where none is there."""
     values = [value for flag, _, value in flags_of(words, names) if flag in names]
@@ -290,7 +301,8 @@ def _lines(start: Start) -> str:
 
 
 def _listed(start: Start, dialect: Dialect) -> str:
-    settings = [f"{path}: {word.source if word else 'true'}" for path, word in start.settings if dialect.reads(path)]
+    own = [(path, word.source if word else "true") for path, word in start.settings if dialect.reads(path)]
+    settings = [f"{path}: {source}" for path, source in own if source != path]
     settings += [f"the yaml {start.file.source}"] if start.file else []
     return listed(settings) or "nothing of the correction"
 
@@ -360,6 +372,7 @@ class Commands(Shell):
     scripts: other shell scripts that it starts.
     others: trainers of the framework that it starts and that correct nothing.
     read: by number of the text, begin and end of the literals that a start is given.
+    elsewhere: the paths of those literals that name a key of the framework, and set something else.
     """
 
     def __init__(self, dialect: Dialect, path: Path, reading: Reading):
@@ -369,6 +382,7 @@ class Commands(Shell):
         self.scripts: list[str] = []
         self.others: list[tuple[Word, ...]] = []
         self.read: set[tuple[int, int, int]] = set()
+        self.elsewhere: dict[tuple[int, int, int], str] = {}
         self.callers: list[int] = []
 
     def call(self, node: Node, words: list[Text]) -> None:
@@ -396,6 +410,8 @@ class Commands(Shell):
 
     def _launch(self, node: Node, words: list[Text]) -> None:
         given = [word_of(word) for word in words]
+        if given and given[0].text.rpartition("/")[2] in (*LEAVES_FILES, *COPIES, *EDITS):
+            return
         if other := self.dialect.other(given):
             self.others.append(other)
             self._give(words)
@@ -403,7 +419,7 @@ class Commands(Shell):
         script = _script_of(given, self.dialect)
         self.scripts += [script] if script else []
         paths = [path for path, _ in self.dialect.settings(given)]
-        if any(map(self._is_setting, paths)) or any(self.dialect.starts(word.text) for word in given):
+        if any(map(self._is_setting, paths)) or any(self.dialect.starts(word.text) for word in no_values(given)):
             self.starts.append(replace(self._start(given), script=script))
             self._give(words)
 
@@ -416,6 +432,8 @@ class Commands(Shell):
             is_lost = bool(word.text.split()[1:]) or not parts.isdisjoint(self.dialect.keys)
             if not is_lost or any(map(self._is_setting, paths)):
                 self.read |= {piece.at for piece in text if piece.at}
+            elif paths:
+                self.elsewhere |= {piece.at: paths[0] for piece in text if piece.at}
 
     def _start(self, given: Sequence[Word]) -> Start:
         marks = enumerate(itertools.pairwise([Word("", ""), *given]))
@@ -496,7 +514,9 @@ class Commands(Shell):
                 if not chain or _is_harmless(chain):
                     continue
                 idle = self._idle(number, root, chain, set())
-                (skipped if idle else refused).setdefault(f"{_place(number, chain)}{idle}", {})[key] = None
+                paths = (path for at, path in self.elsewhere.items() if at[0] == number and at[1] <= begin < at[2])
+                named = f"{key} but as {path}" if not idle and (path := next(paths, "")) else key
+                (skipped if idle else refused).setdefault(f"{_place(number, chain)}{idle}", {})[named] = None
         sentences = (
             [f"{', '.join(keys)} in {place}" for place, keys in by_place.items()] for by_place in (refused, skipped)
         )

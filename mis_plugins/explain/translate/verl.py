@@ -22,6 +22,7 @@ from mis_plugins.explain.translate.script import (
     Dialect,
     Said,
     Value,
+    no_values,
     overrides,
     setting_of,
     tree_or_script,
@@ -322,7 +323,7 @@ def _settings(words: Sequence[Word]) -> Iterator[tuple[str, Value]]:
 
 def _own(words: Sequence[Word]) -> tuple[str, ...]:
     """Names of verl's own yamls for the trainer of a command; the first is read where the command names none."""
-    modules = [word.text for word in words if "=" not in word.text]
+    modules = [word.text for word in no_values(words) if "=" not in word.text]
     names = [name for part, name in MAINS.items() if any(part in module for module in modules)]
     return tuple(f"{names[0]}_{own}" for own in OWN) if names else OWN
 
@@ -412,7 +413,9 @@ def _check_copy(settings: Mapping[str, Any]) -> None:
     """Refuse a block of the loss that is no copy of the correction in bypass, as verl's trainer makes one."""
     for path, value in settings.items():
         if path.startswith(IN_LOSS) and value not in (None, False):  # as verl's own yaml of a run has them
-            twin = f"{SECTION}{path.removeprefix(IN_LOSS)}"
+            twin, reads_it = f"{SECTION}{path.removeprefix(IN_LOSS)}", settings.get(MODE_PATH) == "bypass_mode"
+            if not reads_it and settings.get(BYPASS) is not True and settings.get(twin, BYPASS) == value:
+                continue
             if settings.get(BYPASS) is True and (path, value) == (IN_LOSS, f"${{{SECTION}}}"):
                 continue
             if settings.get(BYPASS) is not True or twin not in settings:
