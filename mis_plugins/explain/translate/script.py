@@ -513,7 +513,9 @@ class Commands(Shell):
                 chain = [] if is_read or key in behind else _chain(root, begin)
                 if not chain or _is_harmless(chain):
                     continue
-                idle = self._idle(number, root, chain, set())
+                dead = (at for at in self.replaced - self.used if at[0] == number and at[1] <= begin < at[2])
+                is_dead = next(dead, None) is not None
+                idle = ", which is set anew" if is_dead else self._idle(number, root, chain, set())
                 paths = (path for at, path in self.elsewhere.items() if at[0] == number and at[1] <= begin < at[2])
                 named = f"{key} but as {path}" if not idle and (path := next(paths, "")) else key
                 (skipped if idle else refused).setdefault(f"{_place(number, chain)}{idle}", {})[named] = None

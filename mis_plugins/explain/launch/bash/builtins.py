@@ -10,7 +10,7 @@ from pathlib import Path
 from mis_plugins.config.loading import file_of, watching
 from mis_plugins.errors import UserError
 from mis_plugins.explain.launch.bash.grammar import Node, one_line, parts_of, says
-from mis_plugins.explain.launch.bash.texts import EXPORTED, Texts, Value, depends, is_one
+from mis_plugins.explain.launch.bash.texts import EXPORTED, Texts, Value, depends, is_one, literals_of
 from mis_plugins.explain.launch.words import Piece, Text, fields, hole, known, literal, shown, spaced, word_of
 
 PRINTS = ("echo", "printf", "cat", "tee")
@@ -53,6 +53,11 @@ class Builtins(Texts):
         if node.type != "command":
             return None
         words = self.command_words(node)
+        if self.functions.get(shown(words[0]) if words else ""):
+            body, source = self.functions[shown(words[0])]
+            with self.now(variables={**self.variables, "@": words[1:]}, source=source):
+                inner = [child for child in body.named_children if child.type != "comment"]
+                return self._output(inner) if len(inner) == 1 else None
         name, given = known(spaced(words[:1])), [word for word in words[1:] if known(word) not in ("--", "-P")]
         if name == "pwd" and len(nodes) > 1:
             return self._output(nodes[:-1])
@@ -134,6 +139,8 @@ class Builtins(Texts):
             if isinstance(before, list):
                 is_sure = not before or not depends(before[0])
                 made = [made, *before[1:]] if is_sure else self.unknown(node)
+        if before and not adds and self.branch is None and f"-x {says(name)}" not in self.variables:
+            self.replaced |= literals_of(before)
         self.variables[says(name)] = made
         if "-a" in self.variables:
             self.variables.setdefault(f"-x {says(name)}", self.variables["-a"])

@@ -39,6 +39,7 @@ class Texts(Reader):
     returned: of a branch, the variables with which it returns.
     ran: the statements that were read, by number of the text and id of the node.
     unused: the expansions whose default or alternative was not taken, likewise.
+    replaced, used: the literals in variables that are set anew, and those that an expansion has read.
     """
 
     def __init__(self, path: Path, reading: Reading):
@@ -52,6 +53,8 @@ class Texts(Reader):
         self.own_name = literal(str(path))
         self.ran: set[tuple[int, int]] = set()
         self.unused: set[tuple[int, int]] = set()
+        self.replaced: set[tuple[int, int, int]] = set()
+        self.used: set[tuple[int, int, int]] = set()
 
     @property
     def positional(self) -> list[Text]:
@@ -102,6 +105,7 @@ class Texts(Reader):
         value = self.positional if name in ("@", "*") else self.variables.get(name)
         if value is None:
             return self.unknown(node)
+        self.used |= literals_of(value)
         if not isinstance(value, list):
             return value
         if not whole and name not in ("@", "*"):
@@ -213,6 +217,7 @@ class Texts(Reader):
         value = self.variables.get(name)
         if value is None:
             return [hole(source, self.lines(node))]
+        self.used |= literals_of(value)
         return items(value if isinstance(value, list) else [value])
 
     def text(self, node: Node) -> Text:
@@ -275,7 +280,7 @@ class Texts(Reader):
         if name == "BASH_SOURCE":
             return literal(str(self.path))
         if whole and not says(named).endswith(("[@]", "[*]")):
-            return unknown
+            return self._item(node, name)
         marks = (child.type for child in node.children if not child.is_named and child.type not in ("${", "}"))
         operator = next(marks, "")
         value = self.variables.get(name, self._argument(name) if name.isdigit() else None)
@@ -285,6 +290,7 @@ class Texts(Reader):
         if says(node).endswith("#*=}") and (content := known(text)) is not None:  # `--key=value` without its key
             cut = content.rpartition if operator == "##" else content.partition
             return literal(cut("=")[2] if "=" in content else content, self.lines(node))
+        self.used |= literals_of(text)
         is_set = any(piece.text != "" for piece in text)
         if operator in ("-", "=", "+"):
             is_set = value is not None and value != []
@@ -306,6 +312,15 @@ class Texts(Reader):
         if operator.endswith("="):
             self.variables[name] = text
         return text
+
+    def _item(self, node: Node, name: str) -> Text:
+        """`${NAME[2]}`; not known where an item before it may be none or several."""
+        index, value = says(node)[len(name) + 3 : -2], self.variables.get(name)
+        if not isinstance(value, list) or not re.fullmatch(r"\d{1,4}", index):
+            return self.unknown(node)
+        items = value[: int(index) + 1]
+        self.used |= literals_of(items)
+        return items[-1] if len(items) > int(index) and all(map(is_one, items)) else self.unknown(node)
 
     def _instead(self, node: Node) -> Text:
         """The text of `${NAME:-text}`; not known where a single quote in it is a letter, as in double quotes."""
@@ -340,6 +355,11 @@ def is_one(word: Text) -> bool:
 
 def depends(word: Text) -> bool:
     return any(piece.branch for piece in word)
+
+
+def literals_of(value: Value) -> set[tuple[int, int, int]]:
+    """Where the literals of a variable or an array stand."""
+    return {piece.at for text in (value if isinstance(value, list) else [value]) for piece in text if piece.at}
 
 
 def as_words(value: Value) -> list[Text]:
