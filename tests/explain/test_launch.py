@@ -348,6 +348,7 @@ LOOP, START = 'S=0\nset -- "$@" --rest\nwhile [ {} ]; do case $1 in {} esac; don
         ("for A in '' 'b c'; do B=(${A:+--a \"$A\"}); done\npython train.py ${B[@]}", [HOLE]),
         ("readarray -t A <<E\n--a\nb c\nE\npython train.py \"${A[@]}\"", ["--a", "b c"]),
         ("read -r -d '' A <<'E'\n--a\n1\nE\npython train.py $A", ["--a", "1"]),
+        ("read -r -d '' A <<E\n--a\nE\nbash <<E\npython train.py $A b\nE", ["--a", "b"]),
         ("read -r A B <<E\n--a 1\nE\npython train.py $A", [HOLE]),
         ('A=${A:-["x"]}\npython train.py --a $A ${B:-["y", "z"]}', ["--a", "[x]", "[y,", "z]"]),
         *((f"{LOOP.format(cond, body)}{START}", words) for cond, body, words in (

@@ -203,6 +203,8 @@ class Builtins(Texts):
         is_whole = len(names) == 1 and node.children[0].type == "command_name"
         fed = self.text(here.named_children[0]) if here else self._heredoc(body) if body else ()
         text = fed if is_whole and fed else self.unknown(node)
+        if ends and text[-1].text is not None:
+            text = (*text[:-1], replace(text[-1], text=text[-1].text.rstrip("\n")))
         value: Value = text
         content = known(text)
         if says(node.children[0]) in ("mapfile", "readarray"):
