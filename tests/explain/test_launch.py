@@ -319,6 +319,9 @@ def test_a_branch_that_is_known_is_taken(tmp_path: Path, capsys) -> None:
     assert "--use-tis" not in texts(script) and "--seed" in texts(script)
 
 
+LOOP, START = 'S=0\nset -- "$@" --rest\nwhile [ {} ]; do case $1 in {} esac; done\n', 'python train.py --s $S "$@"'
+
+
 @pytest.mark.parametrize(
     ("script", "expected"),
     [
@@ -337,6 +340,32 @@ def test_a_branch_that_is_known_is_taken(tmp_path: Path, capsys) -> None:
         ("f() { if [ $X ]; then A=1; exit 1; else A=2; return; fi; }\nf\npython train.py --a $A", ["--a", "2"]),
         ("A=(--a 1)\npython train.py ${A[@]+${A[@]}} ${A%1} ${B+--b}", ["--a", "1", HOLE, HOLE]),
         ("read -ra A <<< \"--a 1\"\npython train.py ${A[@]}", ["--a", "1"]),
+        *((f"A=(--a 'b c')\npython train.py {items}", ["--a", "b c"]) for items in (
+            '${A[@]+"${A[@]}"}', '"${A[@]+${A[@]}}"', '${A[@]:+"${A[@]}"}', '"${A[@]:-}"', '"${A[@]+"${A[@]}"}"',
+        )),
+        ('f() { python train.py ${1+"$@"}; }\nf --a "b c"', ["--a", "b c"]),
+        ('A=1\nB=\npython train.py ${A:+--a "$A"} ${B:+--b "$B"} ${A:+--c "d $A"}', ["--a", "1", HOLE]),
+        ("for A in '' 'b c'; do B=(${A:+--a \"$A\"}); done\npython train.py ${B[@]}", [HOLE]),
+        ("readarray -t A <<E\n--a\nb c\nE\npython train.py \"${A[@]}\"", ["--a", "b c"]),
+        ("read -r -d '' A <<'E'\n--a\n1\nE\npython train.py $A", ["--a", "1"]),
+        ("read -r -d '' A <<E\n--a\nE\nbash <<E\npython train.py $A b\nE", ["--a", "b"]),
+        ("read -r A B <<E\n--a 1\nE\npython train.py $A", [HOLE]),
+        ('A=${A:-["x"]}\npython train.py --a $A ${B:-["y", "z"]}', ["--a", "[x]", "[y,", "z]"]),
+        *((f"{LOOP.format(cond, body)}{START}", words) for cond, body, words in (
+            ("$# -gt 0", '--seed) S=$2; shift 2 ;; *) break ;;', ["--s", "7", "--rest"]),
+            ('-n "${1:-}"', '--seed) S=$2; shift; shift ;; *) shift; continue ;;', ["--s", "7"]),
+            ("$# -gt 0", '--seed) S=$2; [ $X ] && break; shift 2 ;; *) break ;;', ["--s", HOLE, HOLE]),
+            ("$# -gt 0", '--seed) S=$2; [ $X ] || shift 2 ;; *) break ;;', ["--s", HOLE, HOLE]),
+            ("-f x", '--seed) S=$2; shift 2 ;; *) break ;;', ["--s", HOLE, HOLE]),
+        )),
+        ("f() { while (( $# )); do A+=(${1#*=}); shift; done; }\nf --x=--a --y=b=c\npython train.py ${A[@]} ${A##*=}",
+         ["--a", "b=c", "--a"]),
+        ("while [ $# -ne 0 ]; do shift; done\npython train.py --a \"$@\"", ["--a"]),
+        *((f"if {condition}; then A=--a; else A=--b; fi\npython train.py $A", [expected])
+            for condition, expected in (
+                ("[ a = b ] || [ c = c ]", "--a"), ("[[ a = a ]] && [ $X ] && [[ c = d ]]", "--b"),
+                ("! [ a = a ] || false", "--b"), ("ls && [ a = a ]", HOLE),
+            )),
         ("if [ $X ]; then S=train.py; else S=/x/train.py; fi\nif [ $Y ]; then T=train.py; fi\npython $T --a", ["--a"]),
             ('a = "--x "\na += f"--n {2 * 3} "\nU.execute_train(train_args=a)', ["--x", "--n", "6"]),
         ('d = {"H": 8}\nU.execute_train(f"--n {d[chr(72)]} --m {d[\'H\']}")', ["--n", HOLE, "--m", "8"]),

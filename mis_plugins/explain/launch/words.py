@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -64,11 +65,11 @@ def spaced(words: Iterable[Text]) -> Text:
     return tuple(pieces[:-1])
 
 
-def fields(text: Text) -> list[Text]:
+def fields(text: Text, blanks: str = "[ \t\n]") -> list[Text]:
     """The words of a text, cut at blanks."""
     words: list[list[Piece]] = [[]]
     for piece in text:
-        first, *more = (piece.text or "").replace("\t", " ").replace("\n", " ").split(" ")
+        first, *more = re.split(blanks, piece.text or "")
         words[-1] += [replace(piece, text=first)] if first else [piece] if piece.text is None else []
         words += [[replace(piece, text=part)] if part else [] for part in more]
     return [tuple(part) for part in words if part]

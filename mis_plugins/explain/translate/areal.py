@@ -96,12 +96,14 @@ def translate(text: str, behind: Sequence[str] = (), asked: Asked = ASKED) -> Tr
     won = dict(settings_behind(behind, expected, _is_read, methodcaller("lstrip", "+"), of_hydra))
     source = tree_or_script(text, DIALECT, set(won), asked)
     own = {path: value if is_open(value) else of_script(path, str(value)) for path, value in source.settings.items()}
-    tree, idle = source.tree, (*source.skipped, *places(source.tree, KNOWN))
+    tree = source.tree
     for path, value in {**own, **won}.items():
         tree = _with(tree, _place(tree, path).split("."), value)
     by_key = _places(tree)
+    read = tuple(f"{block}.{key}" for block in reading.AREAL_BLOCKS for key in by_key)
+    source = source.beside([place for place in places(source.tree, KNOWN) if place not in (*by_key, *read)])
     if not by_key:
-        replace(source, skipped=idle).prove_nothing()
+        source.prove_nothing()
         raise ConfigError(
             f"nothing to translate: none of {', '.join((*KNOWN, OLD_CAP, OLD_MODE))} in it, nor in its actor: and "
             "rollout:"

@@ -259,8 +259,8 @@ def _said(text: str, behind: set[str], asked: Asked) -> Said:
                 f"{key}: {as_written(source.settings[key])} contradicts {as_written(of_yaml[key])} in the yaml that "
                 f"the script names; releases with --config take the second: put {key}=VALUE behind the file"
             )
-    strays = [place for place in places(source.tree, KEYS) if "." in place]
-    return replace(source, settings={**of_yaml, **source.settings}, skipped=(*source.skipped, *strays))
+    strays = [place for place in places(source.tree, KEYS) if place not in source.tree]
+    return replace(source, settings={**of_yaml, **source.settings}).beside(strays)
 
 
 def _is_ours(key: str) -> bool:

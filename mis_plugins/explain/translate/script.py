@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from mis_plugins.config.file import text_of
 from mis_plugins.errors import ConfigError, cut, shown
 from mis_plugins.explain.launch.bash.builtins import PRINTS
-from mis_plugins.explain.launch.bash.commands import SHELLS
+from mis_plugins.explain.launch.bash.commands import COPIES, EDITS, LEAVES_FILES, SHELLS
 from mis_plugins.explain.launch.bash.grammar import one_line, parts_of
 from mis_plugins.explain.launch.bash.shell import RUN, Shell
 from mis_plugins.explain.launch.reader import Reading
@@ -130,6 +130,11 @@ class Said:
     skipped: tuple[str, ...] = ()
     starts: bool = True
 
+    def beside(self, strays: Sequence[str]) -> Said:
+        """What the script says, with keys that stand in a yaml where nothing reads them."""
+        notes = (f"not read, since it does not count: {place}." for place in strays)
+        return replace(self, notes=(*self.notes, *notes), skipped=(*self.skipped, *strays))
+
     def prove_nothing(self) -> None:
         """Check that a script corrects nothing.
 
@@ -165,6 +170,17 @@ def other_of(words: Sequence[Word], programs: Collection[str], commands: Collect
         if program.text.rpartition("/")[2] in programs and is_other and before.text[:1] != "-":
             return program, after
     return ()
+
+
+def no_values(words: Sequence[Word]) -> Iterator[Word]:
+    """The words of a command, but for the value of each flag in two words, as the file behind `--target`.
+
+    A file behind `--config` stays, whose name may tell the trainer.
+    """
+    for before, word in itertools.pairwise([Word("", ""), *words]):
+        is_flag = before.text[:2] == "--" and "=" not in before.text and before.text not in ("--", "--config")
+        if not is_flag or word.text.startswith("-"):
+            yield word
 
 
 def setting_of(words: Sequence[Word], *names: str) -> Word | None:
@@ -239,7 +255,8 @@ def read(text: str, dialect: Dialect, behind: set[str], asked: Asked) -> Said:
     tree, remarks, lost = commands.named_yaml(start.file) if start and start.file else ({}, [], [])
     refused, skipped = commands.unread_keys({path.rpartition(".")[2] for path in behind})
     if refused:
-        sources = "; not read: ".join(["", *reading.unread.values()])
+        unread = [f"{word} in line {_lines(other)}" for other in starts for word in (*other.unset, *other.unread)]
+        sources = "; not read: ".join(["", *reading.unread.values(), *unread])
         raise ConfigError(
             f"no start of {dialect.name} that can be read is given {listed(refused)}; put the values that count behind "
             f"the file{sources}"
@@ -284,7 +301,8 @@ def _lines(start: Start) -> str:
 
 
 def _listed(start: Start, dialect: Dialect) -> str:
-    settings = [f"{path}: {word.source if word else 'true'}" for path, word in start.settings if dialect.reads(path)]
+    own = [(path, word.source if word else "true") for path, word in start.settings if dialect.reads(path)]
+    settings = [f"{path}: {source}" for path, source in own if source != path]
     settings += [f"the yaml {start.file.source}"] if start.file else []
     return listed(settings) or "nothing of the correction"
 
@@ -354,6 +372,7 @@ class Commands(Shell):
     scripts: other shell scripts that it starts.
     others: trainers of the framework that it starts and that correct nothing.
     read: by number of the text, begin and end of the literals that a start is given.
+    elsewhere: the paths of those literals that name a key of the framework, and set something else.
     """
 
     def __init__(self, dialect: Dialect, path: Path, reading: Reading):
@@ -363,6 +382,7 @@ class Commands(Shell):
         self.scripts: list[str] = []
         self.others: list[tuple[Word, ...]] = []
         self.read: set[tuple[int, int, int]] = set()
+        self.elsewhere: dict[tuple[int, int, int], str] = {}
         self.callers: list[int] = []
 
     def call(self, node: Node, words: list[Text]) -> None:
@@ -374,8 +394,8 @@ class Commands(Shell):
             if given and _is_whole(node) and (begins or given[0].text.startswith("--")):
                 self._launch(node, words)
             elif begins:
-                message = f"{cut(one_line(node))}: begins with a setting; does the line above lack its backslash?"
-                self.reading.unread.setdefault(line, message)
+                why = "begins with a setting; does the line above lack its backslash, or hold a comment?"
+                self.reading.unread.setdefault(line, f"{cut(one_line(node))}: {why}")
             else:
                 super().call(node, words)
         finally:
@@ -385,8 +405,13 @@ class Commands(Shell):
     def _is_setting(self, path: str) -> bool:
         return self.dialect.reads(path.lstrip("~"))
 
+    def may_start(self, source: str) -> bool:
+        return any(map(self.dialect.starts, source.split()))
+
     def _launch(self, node: Node, words: list[Text]) -> None:
         given = [word_of(word) for word in words]
+        if given and given[0].text.rpartition("/")[2] in (*LEAVES_FILES, *COPIES, *EDITS):
+            return
         if other := self.dialect.other(given):
             self.others.append(other)
             self._give(words)
@@ -394,7 +419,7 @@ class Commands(Shell):
         script = _script_of(given, self.dialect)
         self.scripts += [script] if script else []
         paths = [path for path, _ in self.dialect.settings(given)]
-        if any(map(self._is_setting, paths)) or any(self.dialect.starts(word.text) for word in given):
+        if any(map(self._is_setting, paths)) or any(self.dialect.starts(word.text) for word in no_values(given)):
             self.starts.append(replace(self._start(given), script=script))
             self._give(words)
 
@@ -407,6 +432,8 @@ class Commands(Shell):
             is_lost = bool(word.text.split()[1:]) or not parts.isdisjoint(self.dialect.keys)
             if not is_lost or any(map(self._is_setting, paths)):
                 self.read |= {piece.at for piece in text if piece.at}
+            elif paths:
+                self.elsewhere |= {piece.at: paths[0] for piece in text if piece.at}
 
     def _start(self, given: Sequence[Word]) -> Start:
         marks = enumerate(itertools.pairwise([Word("", ""), *given]))
@@ -429,10 +456,8 @@ class Commands(Shell):
         Raises:
             ConfigError: the file is no yaml.
         """
-        name = word.source
-        for folder in HERE:
-            name = name.removeprefix(f"{folder}/")
-        written = self.reading.files.get(word.source, ())
+        name = _in_folder(word.source)
+        written = next((text for file, text in self.reading.files.items() if _in_folder(file) == name), ())
         text, where = known(written) if written else None, f"{word.source}, which the script writes"
         is_sure = not word.branch and "$" not in name and "`" not in name
         if text is not None and is_sure:
@@ -488,8 +513,12 @@ class Commands(Shell):
                 chain = [] if is_read or key in behind else _chain(root, begin)
                 if not chain or _is_harmless(chain):
                     continue
-                idle = self._idle(number, root, chain, set())
-                (skipped if idle else refused).setdefault(f"{_place(number, chain)}{idle}", {})[key] = None
+                dead = (at for at in self.replaced - self.used if at[0] == number and at[1] <= begin < at[2])
+                is_dead = next(dead, None) is not None
+                idle = ", which is set anew" if is_dead else self._idle(number, root, chain, set())
+                paths = (path for at, path in self.elsewhere.items() if at[0] == number and at[1] <= begin < at[2])
+                named = f"{key} but as {path}" if not idle and (path := next(paths, "")) else key
+                (skipped if idle else refused).setdefault(f"{_place(number, chain)}{idle}", {})[named] = None
         sentences = (
             [f"{', '.join(keys)} in {place}" for place, keys in by_place.items()] for by_place in (refused, skipped)
         )
@@ -502,6 +531,8 @@ class Commands(Shell):
         never = [i for i, node in statements if (number, node.id) not in self.ran]
         if never:
             return "" if chain[never[-1] + 1].type == "function_definition" else ", which does not run"
+        if any((number, node.id) in self.unused for node in chain):
+            return ", which gives nothing"
         for node in chain:
             name = node.child_by_field_name("name") if node.type == "variable_assignment" else None
             if name is not None and not (node.parent and one_line(node.parent).startswith(("export", "declare -x"))):
@@ -519,6 +550,13 @@ class Commands(Shell):
             if not _is_harmless(chain[1:]) and not self._idle(number, root, chain[1:], seen | {name}):
                 return True
         return False
+
+
+def _in_folder(file: str) -> str:
+    """The name of a file from the folder where a script is started."""
+    for folder in HERE:
+        file = file.removeprefix(f"{folder}/")
+    return file
 
 
 def _script_of(words: Sequence[Word], dialect: Dialect) -> str:

@@ -136,7 +136,11 @@ def _by_text(value: Any) -> Any:
 
 
 def places(tree: Any, keys: Collection[str], above: str = "") -> Iterator[str]:
-    """Where keys stand in a yaml, at any depth, with a value other than null and false."""
+    """Where keys stand in a yaml, at any depth, with a value other than null and false; or within a text of it."""
+    if isinstance(tree, str) and (named := set(re.findall(r"\w+", re.sub(r"\$\{[^}]*\}", "", tree))) & set(keys)):
+        yield f"{above.rstrip('.')} ({', '.join(sorted(named))})"
+    for place, value in enumerate(tree if isinstance(tree, list) else ()):
+        yield from places(value, keys, f"{above}{place}.")
     for key, value in tree.items() if isinstance(tree, Mapping) else ():
         inner = list(places(value, keys, f"{above}{key}."))
         yield from inner or ([f"{above}{key}"] if key in keys and _is_set(value) else ())

@@ -262,8 +262,8 @@ def _said(text: str, behind: set[str], asked: Asked) -> Said:
     if asked.path.suffix == ".py" or called and asked.path.suffix not in (".sh", ".yaml", ".yml"):
         return _of_call(text, behind)
     source = tree_or_script(text, DIALECT, behind, asked)
-    strays = [place for place in places(source.tree, KEYS) if "." in place]
-    return replace(source, settings={**source.tree, **source.settings}, skipped=(*source.skipped, *strays))
+    strays = [place for place in places(source.tree, KEYS) if place not in source.tree]
+    return replace(source, settings={**source.tree, **source.settings}).beside(strays)
 
 
 def _of_call(text: str, behind: set[str]) -> Said:

@@ -22,6 +22,7 @@ from mis_plugins.explain.translate.script import (
     Dialect,
     Said,
     Value,
+    no_values,
     overrides,
     setting_of,
     tree_or_script,
@@ -75,7 +76,8 @@ OWN_PARTS = (*OWN, *OWN_ASYNC, "rollout_correction", "rollout", "distillation", 
              "torchtitan_actor")  # fmt: skip
 TEACHER = "distillation"  # whose loss has a `loss_mode` of its own
 DISTILLS, OF_TEACHER = f"{TEACHER}.enabled", f"{TEACHER}.distillation_loss"
-BESIDE_IT = (AGGREGATED, LOG_PROBS, USE_V1, ASYNC, DISTILLS, f"{OF_TEACHER}.{LOSS_MODE}", *KL, *UNSERVED)
+BESIDE_IT = (AGGREGATED, LOG_PROBS, USE_V1, ASYNC, DISTILLS, f"{OF_TEACHER}.{LOSS_MODE}",
+             f"{OF_TEACHER}.use_policy_gradient", *KL, *UNSERVED)  # fmt: skip
 """Settings outside of the correction that a note is about."""
 SHORT = {key: path for path, key in PATHS.items()} | {"rollout_correction": SECTION, "actor": ACTOR}
 PARENTS = {"algorithm", SECTION, "actor_rollout_ref", ACTOR, f"{ACTOR}.policy_loss", IN_LOSS,
@@ -265,8 +267,8 @@ def _said(text: str, behind: set[str], asked: Asked) -> Said:
     elif ASYNC in script and not tree and BYPASS not in script:
         of_yaml = {BYPASS: Open("a yaml that is not here")}
     seen = {part for path in of_yaml for part in path.split(".")}
-    strays = [place for place in places(source.tree, DIALECT.keys) if place.rpartition(".")[2] not in seen]
-    return replace(source, settings={**of_yaml, **script}, skipped=(*source.skipped, *strays))
+    strays = [place for place in places(tree, DIALECT.keys) if place.rpartition(".")[2] not in seen]
+    return replace(source, settings={**of_yaml, **script}).beside(strays)
 
 
 def _of_section(call: str) -> dict[str, Any]:
@@ -321,7 +323,7 @@ def _settings(words: Sequence[Word]) -> Iterator[tuple[str, Value]]:
 
 def _own(words: Sequence[Word]) -> tuple[str, ...]:
     """Names of verl's own yamls for the trainer of a command; the first is read where the command names none."""
-    modules = [word.text for word in words if "=" not in word.text]
+    modules = [word.text for word in no_values(words) if "=" not in word.text]
     names = [name for part, name in MAINS.items() if any(part in module for module in modules)]
     return tuple(f"{names[0]}_{own}" for own in OWN) if names else OWN
 
@@ -411,7 +413,9 @@ def _check_copy(settings: Mapping[str, Any]) -> None:
     """Refuse a block of the loss that is no copy of the correction in bypass, as verl's trainer makes one."""
     for path, value in settings.items():
         if path.startswith(IN_LOSS) and value not in (None, False):  # as verl's own yaml of a run has them
-            twin = f"{SECTION}{path.removeprefix(IN_LOSS)}"
+            twin, reads_it = f"{SECTION}{path.removeprefix(IN_LOSS)}", settings.get(MODE_PATH) == "bypass_mode"
+            if not reads_it and settings.get(BYPASS) is not True and settings.get(twin, BYPASS) == value:
+                continue
             if settings.get(BYPASS) is True and (path, value) == (IN_LOSS, f"${{{SECTION}}}"):
                 continue
             if settings.get(BYPASS) is not True or twin not in settings:

@@ -10,7 +10,7 @@ from pathlib import Path
 from mis_plugins.config.loading import file_of, watching
 from mis_plugins.errors import UserError
 from mis_plugins.explain.launch.bash.grammar import Node, one_line, parts_of, says
-from mis_plugins.explain.launch.bash.texts import EXPORTED, Texts, Value, depends, is_one
+from mis_plugins.explain.launch.bash.texts import EXPORTED, Texts, Value, depends, is_one, literals_of
 from mis_plugins.explain.launch.words import Piece, Text, fields, hole, known, literal, shown, spaced, word_of
 
 PRINTS = ("echo", "printf", "cat", "tee")
@@ -29,13 +29,17 @@ class Builtins(Texts):
         inner = [child for child in node.named_children if child.type != "comment"]
         with self.deeper():
             output = self._output(inner) if inner else None
-            if output is None and NAMES_TRAIN.search(says(node)):  # a start whose output is kept
+            if output is None and self.may_start(says(node)):  # a start whose output is kept
                 with self.now(variables=dict(self.variables)):
                     self.attempt(lambda: self.run_all(inner))
         if not output or all(piece.text is None for piece in output):
             return self.unknown(node)
         *parts, last = output
         return (*parts, replace(last, text=last.text.rstrip("\n"))) if last.text is not None else output
+
+    def may_start(self, source: str) -> bool:
+        """Whether a text may start a training."""
+        return bool(NAMES_TRAIN.search(source))
 
     def _output(self, nodes: Sequence[Node]) -> Text | None:
         *before, node = nodes
@@ -49,6 +53,11 @@ class Builtins(Texts):
         if node.type != "command":
             return None
         words = self.command_words(node)
+        if self.functions.get(shown(words[0]) if words else ""):
+            body, source = self.functions[shown(words[0])]
+            with self.now(variables={**self.variables, "@": words[1:]}, source=source):
+                inner = [child for child in body.named_children if child.type != "comment"]
+                return self._output(inner) if len(inner) == 1 else None
         name, given = known(spaced(words[:1])), [word for word in words[1:] if known(word) not in ("--", "-P")]
         if name == "pwd" and len(nodes) > 1:
             return self._output(nodes[:-1])
@@ -130,6 +139,8 @@ class Builtins(Texts):
             if isinstance(before, list):
                 is_sure = not before or not depends(before[0])
                 made = [made, *before[1:]] if is_sure else self.unknown(node)
+        if before and not adds and self.branch is None and f"-x {says(name)}" not in self.variables:
+            self.replaced |= literals_of(before)
         self.variables[says(name)] = made
         if "-a" in self.variables:
             self.variables.setdefault(f"-x {says(name)}", self.variables["-a"])
@@ -182,19 +193,26 @@ class Builtins(Texts):
             self.variables[says(node.named_children[0])] = self.unknown(node)
 
     def _fill(self, node: Node, words: list[Text]) -> None:
-        """Variables whose values come from outside, but for a herestring."""
+        """Variables whose values come from outside, but for a herestring and a heredoc."""
         here = next((child for child in node.children if child.type == "herestring_redirect"), None)
+        beside = node.parent if node.parent and node.parent.type == "redirected_statement" else node
+        body = next(parts_of(beside, "heredoc_body"), None)
+        ends = [place for place, word in enumerate(words) if known(word) == "" and shown(words[place - 1])[-1:] == "d"]
+        words = [word for place, word in enumerate(words) if place not in ends]  # `-d ''` reads more than a line
         names = [shown(word).partition("=")[0].rstrip("+-*/% ") for word in words if shown(word)[:1] != "-"]
-        is_whole = here is not None and len(names) == 1 and node.children[0].type == "command_name"
-        text = self.text(here.named_children[0]) if here and is_whole else self.unknown(node)
+        is_whole = len(names) == 1 and node.children[0].type == "command_name"
+        fed = self.text(here.named_children[0]) if here else self._heredoc(body) if body else ()
+        text = fed if is_whole and fed else self.unknown(node)
+        if ends and text[-1].text is not None:
+            text = (*text[:-1], replace(text[-1], text=text[-1].text.rstrip("\n")))
         value: Value = text
         content = known(text)
         if says(node.children[0]) in ("mapfile", "readarray"):
-            value = [text] if content is None else [literal(line, self.lines(node)) for line in content.split("\n")]
+            value = [text] if content is None else fields(text, "\n")
         elif (
             "IFS" in self.variables
             or content is not None
-            and ("\\" in content or content != content.strip() or "\n" in content)
+            and ("\\" in content or not ends and (content != content.strip() or "\n" in content))
         ):
             value = self.unknown(node)  # `read` drops what stands around a line and before a letter
         elif any(shown(word)[:1] == "-" and "a" in shown(word) for word in words):  # read -ra NAME

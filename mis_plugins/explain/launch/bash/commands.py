@@ -16,7 +16,7 @@ from mis_plugins.explain.launch.reader import PACKAGES, Ended, Launch, Returned,
 from mis_plugins.explain.launch.words import HOLE, Piece, Text, hole, known, shown, spaced, word_of
 
 SHELLS = ("bash", "sh", "zsh", "dash")
-STARTS_NOTHING = (":", "true", "pkill", "pgrep", "grep", "ps", "kill", *ENDS_ROUND)
+STARTS_NOTHING = (":", "true", "pkill", "pgrep", "grep", "ps", "kill")
 # Commands that start nothing and write no file that they name, and those that write one.
 LEAVES_FILES = ("ls", "test", "chmod", "mkdir", "touch", "head", "tail", "less", "vim", "wc", "diff", "stat", "git",
                 "basename", "dirname", "realpath", "which")  # fmt: skip
@@ -33,8 +33,22 @@ OF_A_SHELL = re.compile(r"\$\((?:[^\s()]*/)?(?:conda|mamba|micromamba|pyenv|ssh-
 PLAIN_WORDS = re.compile(r"( [\w./:=,@+-]+)+ *")
 
 
+class RoundEnded(Ended):
+    """A round of a loop ends, and the loop with it or not."""
+
+    def __init__(self, ends_loop: bool):
+        self.ends_loop = ends_loop
+
+
 class Commands(Builtins):
-    """What the commands of a script do."""
+    """What the commands of a script do.
+
+    is_sure_round: whether what is read runs for sure in a round of the loop that is read round by round; None outside.
+    may_have_ended: whether a branch of which only running the script would tell may have ended such a round.
+    """
+
+    is_sure_round: bool | None = None
+    may_have_ended = False
 
     def run_text(self, script: str) -> None:
         root, lost = parsed(script, self.reading.clock.is_over)
@@ -156,6 +170,11 @@ class Commands(Builtins):
         self.reading.ended = f": the script exits in line {self.lines(node)[0]}"
         raise Ended
 
+    def _end_round(self, node: Node, words: list[Text]) -> None:
+        if self.is_sure_round:
+            raise RoundEnded(says(node).startswith("break"))
+        self.may_have_ended = True
+
     def _return(self, node: Node, words: list[Text]) -> None:
         raise Returned(dict(self.variables))
 
@@ -221,6 +240,7 @@ COMMANDS: dict[str, Callable[[Commands, Node, list[Text]], None]] = {
     "cd": Commands._cd,
     **dict.fromkeys(("exec", "time"), lambda shell, node, words: shell.call(node, words)),
     "return": Commands._return,
+    **dict.fromkeys(ENDS_ROUND, Commands._end_round),
     "shift": Commands._shift,
     "shopt": Commands._shopt,
     "set": Commands._set,

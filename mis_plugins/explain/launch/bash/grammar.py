@@ -18,8 +18,12 @@ else:
     Node = Any  # the parser is an extra, which may not be installed
 
 OLDEST = "0.26.1"  # an older one ends the process where it is asked to stop, below Python 3.14
-# Behind a brace the parser looks a character up in a table of 256, even one that the table does not hold.
-LOOKED_UP = re.compile(r"(\{[0-9]*(?:\.\.[0-9]*)?)([^\x00-\xff])")
+# Behind a brace the parser looks a character up in a table of 256, even one that the table does not hold. A bracket
+# that begins a default, as in `${FILES:-["a"]}`, is an error to it, and none to bash.
+LOOKED_UP = re.compile(r"(\{[0-9]*(?:\.\.[0-9]*)?(?=[^\x00-\xff])|\$\{\w+:?[-=](?=\[))(.)")
+# Redirects between a heredoc and a pipe, and a heredoc in the background: the parser takes neither.
+HEREDOC, REDIRECTS = r"<<-?[ \t]*(?:\w+|'\w+'|\"\w+\")", r"(?:[ \t]+\d?>(?:&\d|>?[ \t]*[^\s|&;<>]+))"
+BEHIND_HEREDOC = re.compile(rf"({HEREDOC})({REDIRECTS}+)(?=[ \t]*\|)|({HEREDOC}{REDIRECTS}*)([ \t]*&)(?=[ \t]*\n)")
 # A comment in backticks within a command that goes on, of which bash makes no word; the parser finds no end to it.
 WITHIN = re.compile(rb"(?:(?<=[ \t])|^)`#[^`\n]*`(?=[ \t]*\\?\n)", re.M)
 # A command whose last line goes on where the script ends, which is an error to the parser and none to bash.
@@ -54,7 +58,8 @@ def parsed(script: str, is_over: Callable[[], bool]) -> tuple[Node, list[Node]]:
     parser = tree_sitter.Parser(language)
     # The parser reads letters in place of what it would look up; nodes get the text of the script as it is.
     script = WITHIN.sub(lambda match: b" " * len(match[0]), LAST.sub(rb" \1", script.encode())).decode()
-    source = bytearray(LOOKED_UP.sub(lambda match: match[1] + "x" * len(match[2].encode()), script).encode())
+    seen = LOOKED_UP.sub(lambda match: match[1] + "x" * len(match[2].encode()), script)
+    source = bytearray(BEHIND_HEREDOC.sub(_blanked, seen).encode())
     # The parser can be stopped only where it asks for pieces. Nodes are safe to read only where it had the whole: a
     # function that fails while a node asks it for text ends the process.
     try:
@@ -65,6 +70,11 @@ def parsed(script: str, is_over: Callable[[], bool]) -> tuple[Node, list[Node]]:
     source[:] = script.encode()
     lost = tree_sitter.QueryCursor(_keywords(language)).captures(tree.root_node).get("word", [])
     return tree.root_node, sorted(lost, key=lambda keyword: keyword.start_byte)
+
+
+def _blanked(match: re.Match[str]) -> str:
+    kept, gone = match[1] or match[3], match[2] or match[4]
+    return kept + " " * len(gone.encode())
 
 
 @cache

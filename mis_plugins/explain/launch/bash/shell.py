@@ -12,12 +12,16 @@ from itertools import groupby
 from mis_plugins.errors import ConfigError
 from mis_plugins.explain.launch.bash import grammar
 from mis_plugins.explain.launch.bash.builtins import FILLS, NAMES_TRAIN
-from mis_plugins.explain.launch.bash.commands import COMMANDS, Commands, shell_of
+from mis_plugins.explain.launch.bash.commands import COMMANDS, Commands, RoundEnded, shell_of
 from mis_plugins.explain.launch.bash.grammar import ENDS_ROUND, EXPANSIONS, QUOTED, Node, one_line, parts_of, says
-from mis_plugins.explain.launch.bash.texts import EXPORTED, LAST_PIPE, TEXT, depends
+from mis_plugins.explain.launch.bash.texts import EXPORTED, LAST_PIPE, TEXT, depends, is_one
 from mis_plugins.explain.launch.reader import Clause, all_of, any_of
 from mis_plugins.explain.launch.words import HOLE, hole, known, literal, shown
 
+# The condition of a loop that takes the arguments one by one, as `$# -gt 0`, `(( $# ))` or `-n "${1:-}"`.
+OF_ARGUMENTS = re.compile(
+    r'(\[{1,2}|\(\(|test) *("?\$\{?#\}?"?( *(-gt|-ne|>|!=) *0| *-ge *1)?|-n +"?\$\{?1(:?-)?\}?"?) *(\]{1,2}|\)\))?'
+)
 LEAVES_VARIABLES = ("command", "negated_command", "pipeline", "subshell", "test_command")
 HOLDS_STATEMENTS = ("program", "variable_assignments", "compound_statement", "do_group", "pipeline", "negated_command",
                     "subshell")  # fmt: skip
@@ -125,6 +129,8 @@ class Shell(Commands):
             return {"true": True, "false": False}.get(known(words[0]) or "") if words else None
         if node.type in ("test_command", "parenthesized_expression"):
             return self.truth(node.named_children[0]) if len(node.named_children) == 1 else None
+        if node.type == "list":
+            return self._compared(says(node.children[1]), node.named_children[0], node.named_children[-1])
         if node.type in ("word", *TEXT):
             text = self._tested(node)
             return None if text is None else text != ""
@@ -189,19 +195,45 @@ class Shell(Commands):
             self.variables[says(name)] = hole(f"${says(name)}", self.lines(node))
             self._loop(node)
             return
-        for word in values:
-            self.variables[says(name)] = word
-            self.run(body)
+        with self.now(is_sure_round=None):
+            for word in values:
+                self.variables[says(name)] = word
+                self.run(body)
 
     def _loop(self, node: Node) -> None:
         """Read the body once; what it sets is not known where it may end before its last round."""
         body, before = node.child_by_field_name("body"), dict(self.variables)
+        condition = node.child_by_field_name("condition")
+        is_such = condition is not None and says(node).startswith("while") and OF_ARGUMENTS.fullmatch(says(condition))
+        if body is not None and is_such and self._over_arguments(body):
+            return
         self.run_all(child for child in node.named_children if child != body)
         if body is not None:
-            self.fork(one_line(node), lambda: self.run(body), lambda: None)
+            with self.now(is_sure_round=None):
+                self.fork(one_line(node), lambda: self.run(body), lambda: None)
             changed = [name for name, value in self.variables.items() if before.get(name) != value]
             if grammar.ends_early(body):
                 self.variables |= {name: hole(f"${name}", self.lines(node)) for name in changed}
+
+    def fork(self, label: str, then: Callable[[], object], otherwise: Callable[[], object]) -> None:
+        with self.now(is_sure_round=self.is_sure_round and False):
+            super().fork(label, then, otherwise)
+
+    def _over_arguments(self, body: Node) -> bool:
+        """Read a loop that takes the arguments one by one; False where a round leaves open how it goes on."""
+        if not self.positional and self.locals is None:
+            self.reading.assume_unset("1")
+        with self.now(is_sure_round=True, may_have_ended=False):
+            while self.positional and all(map(is_one, self.positional)):
+                count = len(self.positional)
+                try:
+                    self.run(body)
+                except RoundEnded as ended:
+                    if ended.ends_loop:
+                        return True
+                if len(self.positional) >= count or self.may_have_ended:
+                    return False
+        return not self.positional
 
     def _function(self, node: Node) -> None:
         name, body = node.child_by_field_name("name"), node.child_by_field_name("body")

@@ -10,9 +10,9 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-from mis_plugins.explain.launch.bash.grammar import EXPANSIONS, Node, says
+from mis_plugins.explain.launch.bash.grammar import EXPANSIONS, QUOTED, Node, says
 from mis_plugins.explain.launch.reader import Reader, Reading
-from mis_plugins.explain.launch.words import Lines, Piece, Text, fields, hole, literal, shown, spaced
+from mis_plugins.explain.launch.words import Lines, Piece, Text, fields, hole, known, literal, shown, spaced
 
 EXPORTED, FOLDER, LEFT, LAST_PIPE = literal("x"), "~+", "~-", "-p"
 Value = Text | list[Text]  # of a variable, of an array
@@ -22,6 +22,8 @@ BRACES = re.compile(r"([^{}'\"\\$`~]*)\{([^{}'\"\\$`~]*,[^{}'\"\\$`~]*)\}([^{}'\
 # The few letters that a backslash quotes within double quotes.
 ESCAPED = re.compile(r'\\(["$`\\\n])')
 DEFAULTS = (":-", "-", ":=", "=")
+# Items of a list that may be empty under `set -u`: `${A[@]+"${A[@]}"}`, `${1+"$@"}` and `"${A[@]:-}"`.
+GUARDED = re.compile(r'\$\{(?:(\w+\[@\]|@):?(?:-|\+("?)\$\{\1\}\2)|[1@]:?\+("?)\$(@)\3)\}')
 # A part of an evaluated text that is not known.
 UNKNOWN = re.compile(r"\$\{(unknown_\d+)\}")
 
@@ -36,6 +38,8 @@ class Texts(Reader):
     held: what variables become behind the functions, and the commands with assignments in front, that are read.
     returned: of a branch, the variables with which it returns.
     ran: the statements that were read, by number of the text and id of the node.
+    unused: the expansions whose default or alternative was not taken, likewise.
+    replaced, used: the literals in variables that are set anew, and those that an expansion has read.
     """
 
     def __init__(self, path: Path, reading: Reading):
@@ -48,6 +52,9 @@ class Texts(Reader):
         self.held: list[dict[str, Value | None]] = []
         self.own_name = literal(str(path))
         self.ran: set[tuple[int, int]] = set()
+        self.unused: set[tuple[int, int]] = set()
+        self.replaced: set[tuple[int, int, int]] = set()
+        self.used: set[tuple[int, int, int]] = set()
 
     @property
     def positional(self) -> list[Text]:
@@ -98,6 +105,7 @@ class Texts(Reader):
         value = self.positional if name in ("@", "*") else self.variables.get(name)
         if value is None:
             return self.unknown(node)
+        self.used |= literals_of(value)
         if not isinstance(value, list):
             return value
         if not whole and name not in ("@", "*"):
@@ -137,9 +145,8 @@ class Texts(Reader):
         text = self.text(node)
         if node.type in EXPANSIONS:
             split = self._split(self.reading.paid(text))
-            # Quotes in a default hold blanks together, and make a word of nothing.
-            quotes = node.type == "expansion" and any(letter in says(node) for letter in "\"'\\")
-            return [self.unknown(node)] if quotes and split != [text] else split
+            is_given = (self.source, node.id) not in self.unused
+            return [self.unknown(node)] if is_given and split != [text] and self._holds_blanks(node) else split
         if node.type in ("concatenation", "string") and any(map(self._may_be_several, node.named_children)):
             named = UNKNOWN.sub(lambda match: shown(self._valued(node, match[1])), says(node))
             return [hole(named, self.lines(node))]
@@ -166,6 +173,14 @@ class Texts(Reader):
             gathered += words
         return gathered
 
+    def _holds_blanks(self, node: Node) -> bool:
+        """Whether quotes in a default hold blanks together, or make a word of nothing."""
+        if node.type in QUOTED:
+            text = self.text(node)
+            return not text or any(piece.text is not None and piece.text.split() != [piece.text] for piece in text)
+        is_word = node.type == "word" and "\\" in says(node)
+        return is_word or node.type != "command_substitution" and any(map(self._holds_blanks, node.named_children))
+
     def _split(self, text: Text) -> list[Text]:
         """The words of an expansion without quotes; not known where the script sets other letters to cut at."""
         return [hole(shown(text))] if text and "IFS" in self.variables else fields(text)
@@ -180,14 +195,15 @@ class Texts(Reader):
 
     def _listed(self, node: Node) -> list[Text] | None:
         """The words of an array that stands alone, quoted or not."""
-        source = says(node)
-        if node.type == "string":
-            source = source[1:-1]
         if node.type not in ("string", "simple_expansion", "expansion"):
             return None
+        source = says(node)[1:-1] if node.type == "string" else says(node)
+        holds_blanks = node.type == "string" or '"' in source
+        if guarded := GUARDED.fullmatch(source):
+            source = f"${{{guarded[1] or guarded[4]}}}"
 
         def items(listed: list[Text]) -> list[Text]:
-            return listed[:] if node.type == "string" else [word for item in listed for word in self._split(item)]
+            return listed[:] if holds_blanks else [word for item in listed for word in self._split(item)]
 
         if source in ("$@", "${@}"):
             return items(self.positional)
@@ -201,6 +217,7 @@ class Texts(Reader):
         value = self.variables.get(name)
         if value is None:
             return [hole(source, self.lines(node))]
+        self.used |= literals_of(value)
         return items(value if isinstance(value, list) else [value])
 
     def text(self, node: Node) -> Text:
@@ -263,22 +280,31 @@ class Texts(Reader):
         if name == "BASH_SOURCE":
             return literal(str(self.path))
         if whole and not says(named).endswith(("[@]", "[*]")):
-            return unknown
+            return self._item(node, name)
         marks = (child.type for child in node.children if not child.is_named and child.type not in ("${", "}"))
         operator = next(marks, "")
         value = self.variables.get(name, self._argument(name) if name.isdigit() else None)
         if isinstance(value, list) and not whole:
             value = self._first(value, node) if value else None
         text = spaced(value) if isinstance(value, list) else value or ()
+        if says(node).endswith("#*=}") and (content := known(text)) is not None:  # `--key=value` without its key
+            cut = content.rpartition if operator == "##" else content.partition
+            return literal(cut("=")[2] if "=" in content else content, self.lines(node))
+        self.used |= literals_of(text)
         is_set = any(piece.text != "" for piece in text)
         if operator in ("-", "=", "+"):
             is_set = value is not None and value != []
         if operator in ("", ":?", "?") or is_set and operator in DEFAULTS:
+            self.unused |= set() if known(text) is None else {(self.source, node.id)}
             return self._valued(node, name, whole)
         is_alternative = is_set and operator in ("+", ":+")
+        if not is_set and operator in ("+", ":+"):
+            self.unused.add((self.source, node.id))
+            return unknown if value is None else ()
         if not is_alternative and operator not in DEFAULTS or len(node.named_children) < 2:
             return unknown
         text = self._instead(node)
+        self.unused.discard((self.source, node.id))
         if is_alternative:
             is_sure = isinstance(value, list) or any(piece.text and not piece.branch for piece in value or ())
             return text if is_sure else unknown
@@ -286,6 +312,15 @@ class Texts(Reader):
         if operator.endswith("="):
             self.variables[name] = text
         return text
+
+    def _item(self, node: Node, name: str) -> Text:
+        """`${NAME[2]}`; not known where an item before it may be none or several."""
+        index, value = says(node)[len(name) + 3 : -2], self.variables.get(name)
+        if not isinstance(value, list) or not re.fullmatch(r"\d{1,4}", index):
+            return self.unknown(node)
+        items = value[: int(index) + 1]
+        self.used |= literals_of(items)
+        return items[-1] if len(items) > int(index) and all(map(is_one, items)) else self.unknown(node)
 
     def _instead(self, node: Node) -> Text:
         """The text of `${NAME:-text}`; not known where a single quote in it is a letter, as in double quotes."""
@@ -320,6 +355,11 @@ def is_one(word: Text) -> bool:
 
 def depends(word: Text) -> bool:
     return any(piece.branch for piece in word)
+
+
+def literals_of(value: Value) -> set[tuple[int, int, int]]:
+    """Where the literals of a variable or an array stand."""
+    return {piece.at for text in (value if isinstance(value, list) else [value]) for piece in text if piece.at}
 
 
 def as_words(value: Value) -> list[Text]:
