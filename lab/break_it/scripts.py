@@ -23,13 +23,14 @@ USES = """$A ${A} ${A:-b} ${A-b} ${A:+b} ${A:=b} ${A%.yaml} ${A#*/} ${A##*/} ${A
     ${!A} ${X[0]} ${X[1]} ${X[@]} ${X[*]} ${#X[@]} ${X[@]:1} $X $((1+2)) ${X[-1]} $# $1 $@ $* ${A+set} ${A%/*}
      ${X[@]/a/b}
     ${X[@]:-b} ${1:-b} ${A:-$B} ${A:-"$B"} ${@:2} ${A//\\//_} ${X[@]%.yaml} ${A:-$@} ${A:-$#} ${A:-~/b}
-    ${A:-'$B'} ${A:-"${X[@]}"} ${A-"$@"} ${A:-b"$B"} ${A:+"$A"} ${A:-b\\$B} ${A:="$B"}""".split()
+    ${A:-'$B'} ${A:-"${X[@]}"} ${A-"$@"} ${A:-b"$B"} ${A:+"$A"} ${A:-b\\$B} ${A:="$B"} ${X[@]+"${X[@]}"} ${1+"$@"}
+    ${A:+-v} ${A#*=} ${A:-["a"]} ${1:-} ${X[@]:-}""".split()
 CONDITIONS = """[ "$A" = a ]|[[ $A == b ]]|[[ $A == a* ]]|[[ -n $A ]]|[ -z "$A" ]|[[ ! $A != b ]]|true|false|
     [[ $A == a && -n $B ]]|
     [ "${A:-a}" = a ]|[[ ${#A} -gt 2 ]]|(( ${#A} > 2 ))|[[ $A =~ ^a ]]|test "$A" != b|! [ -n "$A" ]|
     [ $# -gt 0 ]|
     [[ -z $A || $A = b ]]|[ -n $A ]|[[ -v A ]]|[ "$A" ]|[[ $A == "a*" ]]|[ "$A" = a -o "$B" = b ]|
-    [[ $A < b ]]"""
+    [[ $A < b ]]|[ -n "$A" ] && [ "$B" = a ]|[ -z "$A" ] \\|\\| [ "$B" = a ]"""
 SIMPLE = """A=W|A=W|export A=W|A+=W|X=(W W)|X+=(W)|X[1]=W|unset A|unset 'X[0]'|set -- W W|: ${A:=P}|eval 'A=P'|
     (A=W)|A=W true|
     read -r A <<< "P P"|read -ra X <<< "P P"|A=$(cat <<E\nP $B\nE\n)|shift|echo W \\| read -r A|declare A=W|
@@ -43,6 +44,7 @@ SIMPLE = """A=W|A=W|export A=W|A+=W|X=(W W)|X+=(W)|X[1]=W|unset A|unset 'X[0]'|s
     X=({W,P})|[ ${#X[@]} -gt 1 ] && A=W|export "A=P"|A=$(printf '%s_' P P)|
     unset A B|readonly Z=1; A=W|A=$((1+1))|let A=2|A=P B=W|: "${A:=W}"|read A B <<< "P P"|
     [[ $A == a ]] \\|\\| A=W|grep -q x /dev/null && A=W|B=$(false) && A=W|{ false; } && A=W|
+    read -r -d '' A <<'E'\nP  P\nE|mapfile -t X <<E\nP $B\nP\nE|read A B <<E\nP P\nE|p() { echo P; }; B=$(p)|
     true && grep -q x /dev/null && A=W|B=W && A=W|export B=W && A=W|! grep -q x /dev/null && unset A|
     grep -q x /dev/null \\|\\| set -- W|(exit 1) && read -r A <<< P|(( 1 > 2 )) \\|\\| X=(W)"""
 NESTED = """if C; then\nS\nelse\nS\nfi|if C; then\nS\nfi|for A in W W; do\nS\ndone|
@@ -52,6 +54,8 @@ NESTED = """if C; then\nS\nelse\nS\nfi|if C; then\nS\nfi|for A in W W; do\nS\ndo
     f() {\nC && return 0\nS\n}\nf W|
     if C; then\nS\nelif C; then\nS\nfi|for A in "${X[@]}"; do\nS\ndone|for ((i=0; i<2; i++)); do\nS\ndone|
     f() {\nA=$1\nS\n}\nf W W|case $A in a) S ;& b) S ;; esac|until C; do\nS\nbreak\ndone|f() { A=W; }\nB=$(f)|
+    while [ $# -gt 0 ]; do\nA=$1\nshift\nS\ndone|
+    while [[ $# -gt 0 ]]; do\ncase $1 in a*) A=${1#*=} ;; b) B=W; shift ;; *) break ;; esac\nshift\ndone|
     g() {\nS\n}|h() {\nS\nB="$A x"\n}\nA=W B=W h W|
     case $A in "a"*\\|'b') S ;;& *"b"*) S ;& a\\*) S ;; "$B") S ;; *) S ;; esac"""
 STARTS = """T W|T W|T W|T W|bash -c 'T ${A:-P} $B $1' _ W|A=W bash -c 'T ${A:-P} "$B"'|env B=W bash -c 'T ${B:-P} $A'|

@@ -197,10 +197,19 @@ class Texts(Reader):
         """The words of an array that stands alone, quoted or not."""
         if node.type not in ("string", "simple_expansion", "expansion"):
             return None
-        source = says(node)[1:-1] if node.type == "string" else says(node)
-        holds_blanks = node.type == "string" or '"' in source
-        if guarded := GUARDED.fullmatch(source):
-            source = f"${{{guarded[1] or guarded[4]}}}"
+        is_quoted = node.type == "string"
+        source = says(node)[1:-1] if is_quoted else says(node)
+        guarded = GUARDED.fullmatch(source)
+        if guarded is None:
+            return self._items(node, source, is_quoted)
+        words = self._items(node, f"${{{guarded[1] or guarded[4]}}}", is_quoted or '"' in source)
+        of_first = source[2] == "1"
+        is_null = words and ":" in source and known(words[0]) == "" and (of_first or len(words) == 1)
+        empty = [literal("", self.lines(node))] if is_quoted and (of_first or "+" not in source) else []
+        return empty if is_null or words == [] else words
+
+    def _items(self, node: Node, source: str, holds_blanks: bool) -> list[Text] | None:
+        """The words of `${NAME[@]}`, `$@` or `${@:2}`; None where a source is none of these."""
 
         def items(listed: list[Text]) -> list[Text]:
             return listed[:] if holds_blanks else [word for item in listed for word in self._split(item)]
