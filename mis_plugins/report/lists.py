@@ -46,7 +46,8 @@ def floor(sums: Float[Tensor, "6 N"], kl: float) -> Float[Tensor, " N"]:
 class Lists:
     """Sums over the pairs (log mu of a token, log pi_old of the token `shift` places on), among usable tokens.
 
-    within: for each shift the sums of every sequence, over pairs within a turn.
+    within: for each shift the sums of every sequence, over pairs within a turn, less the pair that lies furthest apart:
+        one wild token, as a lost end, is no sign of lists of different tokens.
     turns, joins: sums over pairs of two turns of one sequence, and of two sequences.
     """
 
@@ -70,7 +71,9 @@ class Lists:
             a, b = x[first], y[second]
             rows = torch.stack([torch.ones_like(a), a, b, a * a, b * b, a * b])
             same, turned = owner[first] == owner[second], turn[first] != turn[second]
-            within[place].index_add_(1, owner[first], rows * (same & ~turned))
+            apart = torch.where(same & ~turned, (a - b).abs(), -1)
+            most = apart.new_zeros(size).scatter_reduce(0, owner[first], apart, "amax")
+            within[place].index_add_(1, owner[first], rows * ((apart >= 0) & (apart < most[owner[first]])))
             self.turns[place] += rows[:, same & turned].sum(1)
             self.joins[place] += rows[:, ~same].sum(1)
         self.within.append(within)
