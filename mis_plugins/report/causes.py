@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 import yaml
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from mis_plugins.explain.limits import FIRST, LIMITS
@@ -49,6 +49,7 @@ AS_LARGE = 0.5  # a cause explains the sign of another that accounts for at most
 LEAST_SHARE = 0.06  # of the mismatch; a sign that low precision brings about too comes first from here on
 
 EVEN, LEVEL = {"tokens": 0.06, "responses": 0.6}, 0.25  # half of what the engines of the ladder show, and less
+ALIKE = 0.8  # share of the responses over which the mismatch is spread; recorded engines show 0.83 and more
 LOCAL, PART = (
     {"placeholder", "changed-response", "end-token", "template", "stale-weights", "jump", "rise", "route"},
     0.2,
@@ -137,7 +138,21 @@ class Facts:
     @cached_property
     def away(self) -> Facts:
         """Facts of the tokens that no cause of one place, or of some sequences, touches."""
-        folds = self.evidence.away(self.evidence.lists.broken(self.kl))
+        return self._within(~self.evidence.lists.broken(self.kl))
+
+    @cached_property
+    def heavy(self) -> Bool[Tensor, " N"]:
+        """The responses that have more of the mismatch than the mean, by their tokens."""
+        return self.rows[2] * self.rows[1].sum() > self.mass * self.rows[1]
+
+    @cached_property
+    def part(self) -> Facts | None:
+        """Facts of the `heavy` responses, where these differ from the others more than an engine makes them."""
+        return self._within(self.heavy) if self.spread["responses"] < ALIKE else None
+
+    def _within(self, kept: Bool[Tensor, " N"]) -> Facts:
+        """Facts of the inner tokens of some responses."""
+        folds = self.evidence.within(kept)
         evidence = replace(self.evidence, folds=folds)
         return replace(self, sums={**self.sums, "usable": float(folds[0].sum())}, evidence=evidence)
 
@@ -307,15 +322,21 @@ def _seen(facts: Facts) -> tuple[dict[str, Numbers], dict[str, float], set[str]]
     """What detectors see, the share of each cause, and the causes that show away from those of places.
 
     Beside a cause of some tokens, one of all tokens is looked for among the others, where the former has no sign.
+    Where some responses have most of the mismatch, one that they show alone counts.
     """
     seen = _detected(facts, DETECTORS)
-    shares, elsewhere = _shares(seen), facts.away
-    if OF_PLACES.isdisjoint(seen) or not elsewhere.line:
+    shares, places = _shares(seen), OF_PLACES & seen.keys()
+    others = facts.away if places else facts.part
+    showing = _detected(others, OF_ALL) if others and others.line else {}
+    if not (places and facts.away.line or showing):
         return seen, shares, set()
-    away = _detected(elsewhere, OF_ALL)
-    left = 1 - max(shares[name] for name in OF_PLACES & seen.keys())
-    shares |= {name: left * share for name, share in _shares(away).items()}
-    return {name: numbers for name, numbers in seen.items() if name not in OF_ALL} | away, shares, {*away}
+    left = 1 - max(shares[name] for name in places) if places else float(facts.rows[2, facts.heavy].sum()) / facts.mass
+    if not places:
+        where = f"In {int(facts.heavy.sum())} of {len(facts.heavy)} responses, which have {left:.0%} of the mismatch: "
+        showing = {name: {**numbers, "where": where} for name, numbers in showing.items()}
+    shares |= {name: left * share for name, share in _shares(showing).items()}
+    rest = {name: numbers for name, numbers in seen.items() if name not in OF_ALL}
+    return rest | showing, shares, {*showing} if places else set()
 
 
 def _detected(facts: Facts, names: Iterable[str]) -> dict[str, Numbers]:
@@ -338,7 +359,8 @@ def _finding(name: str, seen: Mapping[str, Numbers], shares: Mapping[str, float]
     rest = 1 - shares[name]
     left = f"The cause leaves {rest:.0%} of the mismatch unexplained. " if rest > 0.005 else ""
     against = left + f"The cause may hide {cause.hides}. " * bool(cause.hides) + _rival(name, shares, order)
-    return Finding(name, cause, cause.evidence.format(**seen[name]), against, shares[name], also)
+    evidence = seen[name].get("where", "") + cause.evidence.format(**seen[name])
+    return Finding(name, cause, evidence, against, shares[name], also)
 
 
 def _rival(name: str, shares: Mapping[str, float], order: Sequence[str]) -> str:

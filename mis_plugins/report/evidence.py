@@ -159,10 +159,10 @@ class Evidence:
         self.inner.append(rows.new_zeros(len(RELATED), ragged.size).index_add_(1, owner, rows * ~touched[usable]))
         self.sequences += ragged.size
 
-    def away(self, broken: Bool[Tensor, " N"]) -> Float[Tensor, "R F"]:
-        """`folds` over the `inner` tokens of the sequences that are not broken."""
-        sums = torch.cat(self.inner, 1) * ~broken
-        return torch.zeros_like(self.folds).index_add_(1, torch.arange(len(broken)) % FOLDS, sums)
+    def within(self, kept: Bool[Tensor, " N"]) -> Float[Tensor, "R F"]:
+        """`folds` over the `inner` tokens of some sequences."""
+        sums = torch.cat(self.inner, 1)[:, kept]
+        return torch.zeros_like(self.folds).index_add_(1, torch.arange(sums.shape[1]) % FOLDS, sums)
 
     def _are_repeated(self, batch: Batch) -> Bool[Tensor, " N"]:
         """Which responses have all log-probs of an earlier one, as of a file or a step that was read twice."""

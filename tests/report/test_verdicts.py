@@ -700,6 +700,7 @@ def test_a_ranking_beats_readmes_row_beyond_its_interval_alone() -> None:
 INT5 = records(recorded("int5", 3))
 TEMPERED = records(sampled(plants._temperature(drawn(7, "bf16"), 0.7)))
 MADE = records(sampled(drawn(8, "bf16")))
+TEMPERED_MADE = records(sampled(plants._temperature(drawn(8, "bf16"), 0.7)))
 FEW = [
     replace(one, **{name: getattr(one, name)[-60:] for name in (*NEEDED, "loss_mask")})
     for one in BF16 if one.size >= 60
@@ -857,6 +858,11 @@ TOLD: dict[str, tuple[Callable[[], list[Record]], Sequence[str]]] = {
     "raw log-probs of every second response": (
         lambda: in_part(MADE, records(sampled(plants._raw(drawn(8, "bf16"), 0.6))), 2), ["raw-log-probs"]
     ),
+    "a temperature in every second response": (lambda: in_part(MADE, TEMPERED_MADE, 2), ["temperature"]),
+    "a temperature in one replica of eight": (lambda: in_part(MADE, TEMPERED_MADE), ["temperature"]),
+    "logarithms to base 2 in one replica of eight": (
+        lambda: in_part(BF16, changed(BF16, BEHAVIOR, lambda column: column / math.log(2))), ["unit"]
+    ),
     "a multiple that is nearly ln 2": (lambda: changed(BF16, BEHAVIOR, lambda column: column / 0.7), ["temperature"]),
     "a multiple in few tokens": (lambda: changed(FEW[:8], BEHAVIOR, lambda column: column / 0.6), ["temperature"]),
     "logarithms to base 2 in few tokens": (
@@ -891,6 +897,14 @@ def test_what_is_told_of_a_run_is_so(rows: Callable[[], list[Record]], names: Se
     made = surveyed(rows())
     assert [one.name for one in made.findings] == list(names)
     assert verdict(made, None).level != CALM and not (names == [] and "evenly" in "".join(verdict(made, None).lines))
+
+
+def test_a_cause_in_a_part_of_the_responses_tells_in_which() -> None:
+    first, *_ = surveyed(in_part(MADE, TEMPERED_MADE)).findings
+    where, _, evidence = first.evidence.partition(", which have ")
+    count = int(where.removeprefix("In ").removesuffix(f" of {len(MADE)} responses"))
+    assert len(MADE) // 8 <= count < len(MADE) // 4
+    assert re.match(r"8\d% of the mismatch: log pi_old follows", evidence)
 
 
 @pytest.mark.parametrize(("temperature", "mass"), [(1.1, 0.8), (1.3, 0.7), (1.6, 0.5), (1.1, 0.9)])
