@@ -20,7 +20,8 @@ from mis_plugins.report.lists import Lists
 from mis_plugins.report.record import Batch
 
 BEGINNING = 4  # valid tokens that count as the beginning of a response
-LONG_ENOUGH = 16  # valid tokens of a sequence whose ends are compared with its middle
+WITH_MIDDLE = BEGINNING + 2  # valid tokens of a sequence whose beginning and end are compared with its middle
+LONG_ENOUGH = 16  # valid tokens of a sequence whose correlation is read, and of either end that a cause may touch
 LARGEST_ID = 1_000_000
 FOLDS = 32  # of the sequences, for the standard errors of slopes and means
 RELATED = ("usable", *slope.RELATED_SUMS, "inverse")
@@ -236,7 +237,7 @@ def mass(tokens: Tokens) -> Float[Tensor, " T"]:
 
 
 def of_sequences(ragged: Ragged, tokens: Tokens, ended: Bool[Tensor, " N"]) -> dict[str, Float[Tensor, " L"]]:
-    """Numbers of the sequences that have at least `LONG_ENOUGH` usable tokens.
+    """Numbers of the sequences that have at least `WITH_MIDDLE` usable tokens.
 
     Returns:
         Mean |log r| of the first tokens (`beginning`), of the last token (`end`, NaN of a response that ran into a
@@ -255,17 +256,16 @@ def of_sequences(ragged: Ragged, tokens: Tokens, ended: Bool[Tensor, " N"]) -> d
         (last, largest),
     )  # fmt: skip
     rows = torch.stack([*ragged.sums(usable, size, masses, *(torch.where(where, x, 0) for where, x in parts))])
-    n, total, whole, begins, signed, end, begins_mass, end_mass, at_first, at_last = rows[
-        :, rows[0] >= LONG_ENOUGH
-    ].unbind()
-    long = ended[rows[0] >= LONG_ENOUGH]
+    with_middle = rows[0] >= WITH_MIDDLE
+    n, total, whole, begins, signed, end, begins_mass, end_mass, at_first, at_last = rows[:, with_middle].unbind()
+    ends_itself = ended[with_middle]
     middle, rest = (total - begins - end) / (n - BEGINNING - 1), n - BEGINNING - 1
     usual = (whole - begins_mass - end_mass) / rest
-    at_end, beginning = torch.where(long, end, torch.nan), begins / BEGINNING
+    at_end, beginning = torch.where(ends_itself, end, torch.nan), begins / BEGINNING
     return {
         "beginning": beginning, "beginning_signed": signed / BEGINNING, "end": at_end, "middle": middle,
         "beginning_excess": beginning - middle, "end_excess": at_end - middle, "mass": whole,
         "beginning_mass": begins_mass - BEGINNING * usual, "end_mass": end_mass - usual,
-        "beginning_largest": at_first, "end_largest": torch.where(long, at_last, torch.nan),
-        "beginning_chance": BEGINNING / n, "end_chance": torch.where(long, 1 / n, torch.nan),
+        "beginning_largest": at_first, "end_largest": torch.where(ends_itself, at_last, torch.nan),
+        "beginning_chance": BEGINNING / n, "end_chance": torch.where(ends_itself, 1 / n, torch.nan),
     }  # fmt: skip

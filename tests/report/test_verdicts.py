@@ -726,6 +726,17 @@ def in_part(rows: Sequence[Record], others: Sequence[Record], every: int = 8) ->
     return [others[place] if place % every == 0 else one for place, one in enumerate(rows)]
 
 
+def shifted_behind_a_tool(rows: Sequence[Record]) -> list[Record]:
+    """Responses of two turns with a masked token between them, whose second turn is a place late in the trainer's."""
+    middle = [one.size // 2 for one in rows]
+    masks = [torch.arange(one.size) != place for one, place in zip(rows, middle, strict=True)]
+    late = [
+        torch.cat([one.proximal_log_probs[: place + 1], one.proximal_log_probs[place + 1 :].roll(1)])
+        for one, place in zip(rows, middle, strict=True)
+    ]
+    return [replace(one, loss_mask=mask, proximal_log_probs=x) for one, mask, x in zip(rows, masks, late, strict=True)]
+
+
 def certain_in_part(rows: Sequence[Record]) -> list[Record]:
     """A third of the responses are certain to the engine, and nearly so to the trainer."""
     noise = torch.Generator().manual_seed(5)
@@ -858,6 +869,13 @@ TOLD: dict[str, tuple[Callable[[], list[Record]], Sequence[str]]] = {
     "raw log-probs of every second response": (
         lambda: in_part(MADE, records(sampled(plants._raw(drawn(8, "bf16"), 0.6))), 2), ["raw-log-probs"]
     ),
+    "a turn behind a tool's answer, shifted in a quarter of the responses": (
+        lambda: in_part(BF16, shifted_behind_a_tool(BF16), 4), ["different-tokens"]
+    ),
+    "short lists of which a third is of other tokens": (
+        lambda: in_part(short(BF16), short(BF16, 1), 3), ["different-tokens"]
+    ),
+    "short responses that lost their ends": (lambda: changed(short(BF16), PROXIMAL, less(8.0, 1)), ["end-token"]),
     "a temperature in every second response": (lambda: in_part(MADE, TEMPERED_MADE, 2), ["temperature"]),
     "a temperature in one replica of eight": (lambda: in_part(MADE, TEMPERED_MADE), ["temperature"]),
     "logarithms to base 2 in one replica of eight": (
