@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 import yaml
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from mis_plugins.explain.limits import FIRST, LIMITS
@@ -40,20 +40,23 @@ FLAT = 0.95  # geometric mean of both slopes: errors of either side bring it to 
 CUT_DEEP, CUT_MASS = 0.7, 1.2  # mean ratio below which a cut leaves tokens alone, and the mass of such a token, by 1.5
 PROPORTIONAL = 0.75  # of (log r)^2 that a factor accounts for: one list is the other's multiple
 UNITS = (abs(math.log(math.log(2))), math.log(math.log(10)))  # of logarithms to base 2 and 10, by either side
-UNIT_MARGIN, LEFT, MOST_FACTOR = 0.05, 0.1, 8.0  # of a unit: int5 leaves 0.07 beside base 2, a temperature 0.2 or more
+LEFT, MOST_FACTOR = 0.1, 8.0  # of (log r)^2 beside a unit: int5 leaves 0.07, a temperature 0.2 or more
 NEGATIVE_KL, NEGATIVE_ERRORS = 0.002, 4.0  # a mean of log r above 0, which samples of mu cannot give
 SURE_SHARE, FILLS = 1e-4, 8
 SHOWN = 8  # numbers or names of one kind that evidence lists
+RARE = 1e-9  # chance of a part of the responses that is no sign; six standard errors have about the same
 AS_LARGE = 0.5  # a cause explains the sign of another that accounts for at most twice as much
 LEAST_SHARE = 0.06  # of the mismatch; a sign that low precision brings about too comes first from here on
 
 EVEN, LEVEL = {"tokens": 0.06, "responses": 0.6}, 0.25  # half of what the engines of the ladder show, and less
+ALIKE = 0.8  # share of the responses over which the mismatch is spread; recorded engines show 0.83 and more
 LOCAL, PART = (
     {"placeholder", "changed-response", "end-token", "template", "stale-weights", "jump", "rise", "route"},
     0.2,
 )
 OF_PLACES = {"placeholder", "different-tokens", "changed-response", "end-token", "template", "route", "stale-weights"}
 OF_ALL = ("swapped", "unit", "raw-log-probs", "temperature", "top-p")  # act on all tokens alike
+ROUNDING = 1e-4  # of the logarithm of a factor between two lists, which a file may hold in half precision
 UNMEASURED = {"non-finite", "non-finite-advantage"}  # no part of the numbers' mismatch
 PRECISION, WEIGHTS = "precision", {"differing-weights", "other-weights"}  # the latter tell more of weights
 Table = Sequence[Mapping[str, float | str]]
@@ -81,9 +84,9 @@ class Facts:
 
     @cached_property
     def line(self) -> Line | None:
-        """How one list follows the other, where tokens are enough for standard errors over folds."""
+        """How one list follows the other, where tokens are enough to tell anything by."""
         relation = _relation(self.evidence.folds.sum(1))
-        return None if relation is None or self.sums["usable"] < LEAST_TO_RELATE else Line(self, relation)
+        return None if relation is None or self.sums["usable"] < FEW else Line(self, relation)
 
     @cached_property
     def means(self) -> dict[str, float]:
@@ -132,9 +135,24 @@ class Facts:
         places = (rows for name, rows in self.places.items() if name in ("position", "length", "turn"))
         return all(self.spread[name] >= least for name, least in EVEN.items()) and all(map(_is_level, places))
 
+    @cached_property
     def away(self) -> Facts:
         """Facts of the tokens that no cause of one place, or of some sequences, touches."""
-        folds = self.evidence.away(self.evidence.lists.broken(self.kl))
+        return self._within(~self.evidence.lists.broken(self.kl))
+
+    @cached_property
+    def heavy(self) -> Bool[Tensor, " N"]:
+        """The responses that have more of the mismatch than the mean, by their tokens."""
+        return self.rows[2] * self.rows[1].sum() > self.mass * self.rows[1]
+
+    @cached_property
+    def part(self) -> Facts | None:
+        """Facts of the `heavy` responses, where these differ from the others more than an engine makes them."""
+        return self._within(self.heavy) if self.spread["responses"] < ALIKE else None
+
+    def _within(self, kept: Bool[Tensor, " N"]) -> Facts:
+        """Facts of the inner tokens of some responses."""
+        folds = self.evidence.within(kept)
         evidence = replace(self.evidence, folds=folds)
         return replace(self, sums={**self.sums, "usable": float(folds[0].sum())}, evidence=evidence)
 
@@ -151,7 +169,7 @@ class Facts:
 
 @dataclass(frozen=True)
 class Line:
-    """How log pi_old follows log mu in a run of many tokens: `metrics/slope.py` says what each number tells."""
+    """How log pi_old follows log mu: `metrics/slope.py` says what each number tells."""
 
     facts: Facts
     relation: slope.Relation
@@ -163,28 +181,34 @@ class Line:
         left = [_relation(held.sum(1) - fold) for fold in held.T]
         numbers = [getattr(relation, number) for relation in left if relation is not None]
         estimates = torch.tensor(numbers, dtype=torch.float64)
-        few = len(estimates) < LEAST_SEQUENCES
+        few = not self.is_long or len(estimates) < LEAST_SEQUENCES
         return math.inf if few else float(estimates.var(correction=0) * (len(estimates) - 1)) ** 0.5
+
+    @property
+    def is_long(self) -> bool:
+        """Whether tokens are enough for standard errors."""
+        return self.relation.tokens >= LEAST_TO_RELATE
 
     @cached_property
     def off_one(self) -> int:
         """1 where the mean of pi_old / mu is above 1 by more than its error, -1 where it is below, else 0."""
         mean = self.relation.mean_ratio
-        if abs(mean - 1) <= max(slope.RATIO_MARGIN, STANDARD_ERRORS * self.relation.mean_ratio_error):
+        error = STANDARD_ERRORS * self.relation.mean_ratio_error
+        if not self.is_long or abs(mean - 1) <= max(slope.RATIO_MARGIN, error):
             return 0
         return 1 if mean > 1 else -int(self.relation.ess > slope.LEAST_ESS)
 
     @cached_property
     def is_scaled(self) -> bool:
         """Whether one side is a multiple of the other by more than noise gives."""
-        if self.is_flat:
+        if self.is_flat or self.is_multiple:
             return True
         off, error = self.relation.nearest - 1, max(self.error("slope"), self.error("inverse"))
         if abs(off) < max(slope.SLOPE_MARGIN, STANDARD_ERRORS * error):
             return False
         by_noise = off < 2 * self.relation.unexplained and self.off_one <= 0
         by_cut = self.off_one < 0 and not _are_lowered(self.facts)
-        return off < 0 or self.is_multiple or not (by_noise or by_cut)
+        return off < 0 or not (by_noise or by_cut)
 
     @cached_property
     def is_flat(self) -> bool:
@@ -201,6 +225,12 @@ class Line:
         xx, yy, xy = (self.facts.means[name] for name in names)
         left = yy - xy * xy / max(xx, 1e-30)
         return math.sqrt(yy / max(xx, 1e-30)), left / max(min(self.facts.square, yy), 1e-30)
+
+    @property
+    def factor_margin(self) -> float:
+        """By how much noise may move the logarithm of the factor: twice what noise leaves, and six standard errors."""
+        left = self.relation.unexplained
+        return 2 * left + STANDARD_ERRORS * math.sqrt(left / self.relation.tokens) + ROUNDING
 
     @property
     def is_multiple(self) -> bool:
@@ -276,9 +306,11 @@ def findings(facts: Facts) -> list[Finding]:
     showing = set(left) - weak - UNMEASURED
     # Causes of places take their tokens out, and causes of all tokens are measured away from these places: both add up.
     rest = 1 - sum(max((shares[name] for name in part), default=0.0) for part in (showing & away, showing - away))
-    enough = facts.sums["usable"] >= FEW
+    if not OF_PLACES.isdisjoint(left) and facts.away.sums["usable"] >= FEW:
+        rest = min(rest, facts.away.kl_k3 / max(facts.kl_k3, 1e-30))
+    judged = facts.line is not None and math.isfinite(facts.line.error("slope"))
     even = facts.is_even or any(shares[name] > PART for name in LOCAL.intersection(left))
-    if enough and even and rest > 0.5 and rest * facts.kl_k3 > LIMITS[FIRST].high and WEIGHTS.isdisjoint(left):
+    if judged and even and rest > 0.5 and rest * facts.kl_k3 > LIMITS[FIRST].high and WEIGHTS.isdisjoint(left):
         beside = ", and so may another setting of sampling" if {"temperature", "top-p"} & showing else ""
         seen[PRECISION], shares[PRECISION] = {"kl_k3": facts.kl_k3, "rest": rest, "beside": beside}, rest
         left.append(PRECISION)
@@ -290,15 +322,21 @@ def _seen(facts: Facts) -> tuple[dict[str, Numbers], dict[str, float], set[str]]
     """What detectors see, the share of each cause, and the causes that show away from those of places.
 
     Beside a cause of some tokens, one of all tokens is looked for among the others, where the former has no sign.
+    Where some responses have most of the mismatch, one that they show alone counts.
     """
     seen = _detected(facts, DETECTORS)
-    shares, elsewhere = _shares(seen), facts.away()
-    if OF_PLACES.isdisjoint(seen) or not elsewhere.line:
+    shares, places = _shares(seen), OF_PLACES & seen.keys()
+    others = facts.away if places else facts.part
+    showing = _detected(others, OF_ALL) if others and others.line else {}
+    if not (places and facts.away.line or showing):
         return seen, shares, set()
-    away = _detected(elsewhere, OF_ALL)
-    left = 1 - max(shares[name] for name in OF_PLACES & seen.keys())
-    shares |= {name: left * share for name, share in _shares(away).items()}
-    return {name: numbers for name, numbers in seen.items() if name not in OF_ALL} | away, shares, {*away}
+    left = 1 - max(shares[name] for name in places) if places else float(facts.rows[2, facts.heavy].sum()) / facts.mass
+    if not places:
+        where = f"In {int(facts.heavy.sum())} of {len(facts.heavy)} responses, which have {left:.0%} of the mismatch: "
+        showing = {name: {**numbers, "where": where} for name, numbers in showing.items()}
+    shares |= {name: left * share for name, share in _shares(showing).items()}
+    rest = {name: numbers for name, numbers in seen.items() if name not in OF_ALL}
+    return rest | showing, shares, {*showing} if places else set()
 
 
 def _detected(facts: Facts, names: Iterable[str]) -> dict[str, Numbers]:
@@ -321,7 +359,8 @@ def _finding(name: str, seen: Mapping[str, Numbers], shares: Mapping[str, float]
     rest = 1 - shares[name]
     left = f"The cause leaves {rest:.0%} of the mismatch unexplained. " if rest > 0.005 else ""
     against = left + f"The cause may hide {cause.hides}. " * bool(cause.hides) + _rival(name, shares, order)
-    return Finding(name, cause, cause.evidence.format(**seen[name]), against, shares[name], also)
+    evidence = seen[name].get("where", "") + cause.evidence.format(**seen[name])
+    return Finding(name, cause, evidence, against, shares[name], also)
 
 
 def _rival(name: str, shares: Mapping[str, float], order: Sequence[str]) -> str:
@@ -366,8 +405,9 @@ def _placeholder(facts: Facts) -> Numbers | None:
 
 def _is_fill(facts: Facts, side: str, number: float, sums: Sequence[float], usable: float) -> bool:
     count, total = sums
-    least, near = (FILLS, facts.evidence.low[side, math.floor(number)]) if number else (3, count)
-    return count >= max(least, SURE_SHARE * usable, near / 2) and not (
+    octave = math.frexp(number)[1]
+    near = sum(facts.evidence.apart[side, place] for place in range(octave - 1, octave + 2)) if number else count
+    return count >= max(FILLS if number else 3, SURE_SHARE * usable, near / 2) and not (
         number == 0 and _left_alone(facts, total / count)
     )
 
@@ -390,11 +430,11 @@ def _pairing(facts: Facts, of_all: bool) -> Numbers | None:
 def _of_part(facts: Facts, part: str, factor: float) -> Numbers | None:
     """Moments of the responses where the |log r| of a part stands out from that of their middle."""
     moments = facts.evidence.moments
-    part_moments, middle, excess = moments[part], moments["middle"], moments[f"{part}_excess"]
-    if part_moments.count < LEAST_SEQUENCES or part_moments.mean < factor * middle.mean:
-        return None
-    share = _share_of(facts, part)
-    return {**moments, "share_of_all": share} if excess.mean > STANDARD_ERRORS * excess.error else None
+    excess, largest, chance = (moments[f"{part}_{name}"] for name in ("excess", "largest", "chance"))
+    of_most = excess.count >= LEAST_SEQUENCES and excess.mean > STANDARD_ERRORS * excess.error
+    of_some = float(torch.special.gammainc(*torch.tensor([largest.total, chance.total]).double())) < RARE
+    shows = moments[part].mean >= factor * moments["middle"].mean and (of_most or of_some)
+    return {**moments, "share_of_all": _share_of(facts, part)} if shows else None
 
 
 def _are_lowered(facts: Facts) -> bool:
@@ -410,14 +450,14 @@ def _unit(line: Line) -> Numbers | None:
         return None
     factor, left = line.factor
     size = abs(math.log(factor))
-    of_unit = size > math.log(MOST_FACTOR) or any(abs(size - unit) < UNIT_MARGIN for unit in UNITS)
+    of_unit = size > math.log(MOST_FACTOR) or any(abs(size - unit) < line.factor_margin for unit in UNITS)
     return {"factor": factor, "left": left} if left < LEFT and of_unit else None
 
 
 def _swapped(line: Line) -> Numbers | None:
     """Tokens that the trainer's column sampled: the mean of mu / pi_old is 1, and that of pi_old / mu is not."""
     mean = line.relation.mean_log_ratio
-    if mean < NEGATIVE_KL or line.is_scaled:
+    if mean < NEGATIVE_KL or line.is_scaled or line.facts.spread["responses"] < EVEN["responses"]:
         return None
     folds = line.facts.evidence.folds
     n, sums = folds[0], folds[-1]
@@ -434,8 +474,7 @@ def _raw(line: Line) -> Numbers | None:
     if line.off_one <= 0 or (scaled and line.is_multiple):
         return None
     scale = f"; the slope of log pi_old on log mu is {relation.slope:.3f}" if scaled else ""
-    share = line.share if scaled else (relation.mean_ratio - 1) / max(line.facts.kl_k3, 1e-30)
-    return {"found": relation, "scale": scale, "share_of_all": share}
+    return {"found": relation, "scale": scale, "share_of_all": (relation.mean_ratio - 1) / max(line.facts.kl_k3, 1e-30)}
 
 
 def _temperature(line: Line) -> Numbers | None:
@@ -472,7 +511,7 @@ def _of_bucket(facts: Facts, place: str, usual: str, factor: float, least: int =
     """A bucket beyond which `mass` is higher by a factor, and |log r| by `STANDARD_ERRORS`: one token moves k3."""
     rows = facts.places.get(place, ())
     low, high = _beside(rows, usual)
-    if high.count < LEAST_TOKENS or low.count < least or high.mean <= 0 or high.mean < factor * low.mean:
+    if high.count < FEW or low.count < least or high.mean <= 0 or high.mean < factor * low.mean:
         return None
     less, more = _beside(rows, usual, "log_prob_diff_abs_mean", "log_ratio_squared")
     if more.mean - less.mean < STANDARD_ERRORS * math.sqrt(less.variance / less.count + more.variance / more.count):

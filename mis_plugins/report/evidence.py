@@ -20,13 +20,14 @@ from mis_plugins.report.lists import Lists
 from mis_plugins.report.record import Batch
 
 BEGINNING = 4  # valid tokens that count as the beginning of a response
-LONG_ENOUGH = 16  # valid tokens of a sequence whose ends are compared with its middle
+WITH_MIDDLE = BEGINNING + 2  # valid tokens of a sequence whose beginning and end are compared with its middle
+LONG_ENOUGH = 16  # valid tokens of a sequence whose correlation is read, and of either end that a cause may touch
 LARGEST_ID = 1_000_000
 FOLDS = 32  # of the sequences, for the standard errors of slopes and means
 RELATED = ("usable", *slope.RELATED_SUMS, "inverse")
-UNLIKELY = -1.0  # log-prob of one side where the other reports a probability of exactly 1; of a run the mean
-RUN = 3  # fewest such tokens of a run
-LOW = -8.0  # from here down a number that recurs may be no log-prob
+UNLIKELY = -1.0  # log-prob of one side where the other reports a probability of exactly 1
+RUN = 3  # fewest such tokens of a run, which are as unlikely together as so many of `UNLIKELY`
+CUT = math.log(0.9)  # of a run the mean: a nucleus of one token seldom leaves less; above it rounding repeats numbers
 NEVER = -50.0  # a million tokens of this log-prob have a probability of 2e-16 together: none of a run was sampled
 SIDES = ("trainer", "rollout")
 
@@ -69,14 +70,15 @@ class Evidence:
 
     moments: of each number of `of_sequences`.
     fills: of each side and number the tokens with exactly that log-prob, and their sum of `mass`: 0 where the other
-        side finds the token, or a run of such tokens, unlikely; numbers below `LOW` where the other is a nat away, and
-        below `NEVER`.
-    low: of each side the tokens with such low numbers, by the nat that they lie in.
+        side finds the token, or a run of such tokens, unlikely; numbers below `CUT` where the other is a nat away,
+        and all below `NEVER`.
+    apart: of each side the tokens with such numbers, by their octave, from a power of two to the next.
+    certain: number of usable tokens with log-prob 0 on both sides.
     absent: of each side how often each entry stands in for a log-prob, by its name.
     lists: pairs of both lists of log-probs, for each sequence.
     folds: sums of `RELATED` over the usable tokens of every `FOLDS`-th sequence.
     inner: sums of `RELATED` over those usable tokens of each sequence that no cause of one place touches: neither the
-        first `LONG_ENOUGH`, nor the last, nor of `fills`, nor of another route or an older version.
+        first `LONG_ENOUGH`, nor the last ones, nor of `fills`, nor of another route or an older version.
     rows: of each sequence its step, the number of usable tokens, and their sum of `mass`.
     seen, repeated: digests of the responses' log-probs, and how many responses repeat an earlier one's.
     by_id: of each token id the count, and the sums of log r, log mu, (log r)^2, (log mu)^2 and their product; of equal
@@ -87,7 +89,8 @@ class Evidence:
     fills: defaultdict[tuple[str, float], Float[Tensor, " 2"]] = field(
         default_factory=lambda: defaultdict(lambda: torch.zeros(2).double())
     )
-    low: Counter[tuple[str, float]] = field(default_factory=Counter)
+    apart: Counter[tuple[str, int]] = field(default_factory=Counter)
+    certain: int = 0
     broken_advantages: int = 0
     absent: defaultdict[str, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
     lists: Lists = field(default_factory=Lists)
@@ -118,19 +121,20 @@ class Evidence:
             self._add_ids(ids.masked_fill(~new, -1), tokens)
 
     def _add_fills(self, batch: Batch, tokens: Tokens) -> Bool[Tensor, " T"]:
-        """Add `fills` and `low`, and return the tokens that `fills` counts."""
+        """Add `fills`, `apart` and `certain`, and return the tokens that `fills` counts."""
         counted = torch.zeros_like(tokens.usable)
-        masses, apart = mass(tokens), tokens.usable & (tokens.log_ratio.abs() > -UNLIKELY)
+        masses, distant = mass(tokens), tokens.log_ratio.abs() > -UNLIKELY
+        self.certain += int((tokens.usable & ~_are_unsure(tokens)).sum())
         for side, own, other in zip(SIDES, tokens.log_probs, tokens.log_probs.flip(0), strict=True):
             sure = tokens.usable & (own == 0)
             odd = sure & ((other < UNLIKELY) | in_unlikely_runs(sure, other, batch.positions))
-            low = (apart & (own < LOW)) | (tokens.usable & (own < NEVER))
-            nats, counts = own[low].floor().unique(return_counts=True)
-            self.low.update({(side, nat): n for nat, n in zip(nats.tolist(), counts.tolist(), strict=True)})
-            numbers, place, counts = own[odd | low].unique(return_inverse=True, return_counts=True)
-            sums = torch.stack([counts, torch.bincount(place, masses[odd | low], len(numbers))], 1)
+            apart = tokens.usable & (distant | (own < NEVER)) & (own < CUT)
+            octaves, counts = own[apart].frexp().exponent.unique(return_counts=True)
+            self.apart.update({(side, place): n for place, n in zip(octaves.tolist(), counts.tolist(), strict=True)})
+            numbers, place, counts = own[odd | apart].unique(return_inverse=True, return_counts=True)
+            sums = torch.stack([counts, torch.bincount(place, masses[odd | apart], len(numbers))], 1)
             kept = (numbers == 0) | (counts >= RUN)
-            counted[odd | low] |= kept[place]
+            counted[odd | apart] |= kept[place]
             for row in kept.nonzero().flatten().tolist():
                 self.fills[side, float(numbers[row])] += sums[row]
         return counted
@@ -148,7 +152,7 @@ class Evidence:
         self.rows.append(torch.stack([torch.full_like(masses, batch.step), counts, masses]))
         rows = torch.stack([torch.ones_like(x), x, y, x * x, y * y, x * y, r, r * r, 1 / r])
         self.folds.index_add_(1, (owner + self.sequences) % FOLDS, rows)
-        first, last = ends(ragged, usable, LONG_ENOUGH)
+        first, last = ends(ragged, usable, LONG_ENOUGH, LONG_ENOUGH)
         touched = first | last | fills
         for name in ("route_differs", "ages"):
             if (numbers := batch.whole_numbers(name)) is not None:
@@ -156,10 +160,10 @@ class Evidence:
         self.inner.append(rows.new_zeros(len(RELATED), ragged.size).index_add_(1, owner, rows * ~touched[usable]))
         self.sequences += ragged.size
 
-    def away(self, broken: Bool[Tensor, " N"]) -> Float[Tensor, "R F"]:
-        """`folds` over the `inner` tokens of the sequences that are not broken."""
-        sums = torch.cat(self.inner, 1) * ~broken
-        return torch.zeros_like(self.folds).index_add_(1, torch.arange(len(broken)) % FOLDS, sums)
+    def within(self, kept: Bool[Tensor, " N"]) -> Float[Tensor, "R F"]:
+        """`folds` over the `inner` tokens of some sequences."""
+        sums = torch.cat(self.inner, 1)[:, kept]
+        return torch.zeros_like(self.folds).index_add_(1, torch.arange(sums.shape[1]) % FOLDS, sums)
 
     def _are_repeated(self, batch: Batch) -> Bool[Tensor, " N"]:
         """Which responses have all log-probs of an earlier one, as of a file or a step that was read twice."""
@@ -196,11 +200,11 @@ def are_first(ids: Int[Tensor, " T"], positions: Int[Tensor, " T"]) -> Bool[Tens
 def in_unlikely_runs(
     sure: Bool[Tensor, " T"], other: Float[Tensor, " T"], positions: Int[Tensor, " T"]
 ) -> Bool[Tensor, " T"]:
-    """Tokens of a response in runs of `RUN` or more sure ones, whose mean log-prob of the other side is `UNLIKELY`."""
+    """Tokens of a response in runs of `RUN` or more sure ones, which the other side finds unlikely together."""
     before = torch.cat([sure.new_zeros(1), sure[:-1]]) & (positions > 0)
     number = (sure & ~before).cumsum(0) * sure  # of the token's run; 0 outside of runs
     count, log_prob = torch.bincount(number), torch.bincount(number, torch.where(sure, other, 0))
-    return sure & ((count >= RUN) & (log_prob < UNLIKELY * count))[number]
+    return sure & ((log_prob < UNLIKELY * RUN) & (log_prob < CUT * count) & (count >= RUN))[number]
 
 
 def _added(first: Tensor, second: Tensor) -> Tensor:
@@ -209,12 +213,19 @@ def _added(first: Tensor, second: Tensor) -> Tensor:
     return first + second
 
 
-def ends(ragged: Ragged, usable: Bool[Tensor, " T"], most: int) -> tuple[Bool[Tensor, " T"], Bool[Tensor, " T"]]:
-    """The first `most` usable tokens of each response, and its last one."""
+def ends(
+    ragged: Ragged, usable: Bool[Tensor, " T"], first: int, last: int = 1
+) -> tuple[Bool[Tensor, " T"], Bool[Tensor, " T"]]:
+    """The `first` usable tokens of each response, and its `last` ones."""
     place = usable.cumsum(0)
     starts = torch.cat([place.new_zeros(1), place])[ragged.cu_seqlens]
     place = place - ragged.to_tokens(starts[:-1])
-    return usable & (place <= most), usable & (place == ragged.to_tokens(starts.diff()))
+    return usable & (place <= first), usable & (place > ragged.to_tokens(starts.diff()) - last)
+
+
+def _are_unsure(tokens: Tokens) -> Bool[Tensor, " T"]:
+    """Tokens that are certain on one side at most. Of both sides, a log-prob of 0 is that of padding."""
+    return (tokens.log_probs != 0).any(0)
 
 
 def mass(tokens: Tokens) -> Float[Tensor, " T"]:
@@ -226,25 +237,35 @@ def mass(tokens: Tokens) -> Float[Tensor, " T"]:
 
 
 def of_sequences(ragged: Ragged, tokens: Tokens, ended: Bool[Tensor, " N"]) -> dict[str, Float[Tensor, " L"]]:
-    """Numbers of the sequences that have at least `LONG_ENOUGH` usable tokens.
+    """Numbers of the sequences that have at least `WITH_MIDDLE` usable tokens.
 
     Returns:
         Mean |log r| of the first tokens (`beginning`), of the last token (`end`, NaN of a response that ran into a
         limit), and of the others (`middle`); the mean log r of the first tokens (`beginning_signed`); what `beginning`
-        and `end` are above `middle`; and the sum of `mass` that the first tokens (`beginning_mass`) and the last one
-        (`end_mass`) have beyond the others, beside the sum of all (`mass`).
+        and `end` are above `middle`; the sum of `mass` that the first tokens (`beginning_mass`) and the last one
+        (`end_mass`) have beyond the others, beside the sum of all (`mass`); and whether the largest |log r| of all is
+        there (`beginning_largest`, `end_largest`), beside the chance of it (`beginning_chance`, `end_chance`).
     """
-    usable, size, masses = tokens.usable, tokens.log_ratio.abs(), mass(tokens)
+    usable, size, masses = tokens.usable & _are_unsure(tokens), tokens.log_ratio.abs(), mass(tokens)
     first, last = ends(ragged, usable, BEGINNING)
-    parts = ((first, size), (first, tokens.log_ratio), (last, size), (first, masses), (last, masses))
+    owner = ragged.to_tokens(torch.arange(ragged.size))
+    most = size.new_zeros(ragged.size).scatter_reduce(0, owner, torch.where(usable, size, 0), "amax")
+    largest = ((size == most[owner]) & (size > 0)).to(size.dtype)
+    parts = (
+        (first, size), (first, tokens.log_ratio), (last, size), (first, masses), (last, masses), (first, largest),
+        (last, largest),
+    )  # fmt: skip
     rows = torch.stack([*ragged.sums(usable, size, masses, *(torch.where(where, x, 0) for where, x in parts))])
-    n, total, whole, begins, signed, end, begins_mass, end_mass = rows[:, rows[0] >= LONG_ENOUGH].unbind()
-    long = ended[rows[0] >= LONG_ENOUGH]
+    with_middle = rows[0] >= WITH_MIDDLE
+    n, total, whole, begins, signed, end, begins_mass, end_mass, at_first, at_last = rows[:, with_middle].unbind()
+    ends_itself = ended[with_middle]
     middle, rest = (total - begins - end) / (n - BEGINNING - 1), n - BEGINNING - 1
     usual = (whole - begins_mass - end_mass) / rest
-    at_end, beginning = torch.where(long, end, torch.nan), begins / BEGINNING
+    at_end, beginning = torch.where(ends_itself, end, torch.nan), begins / BEGINNING
     return {
         "beginning": beginning, "beginning_signed": signed / BEGINNING, "end": at_end, "middle": middle,
         "beginning_excess": beginning - middle, "end_excess": at_end - middle, "mass": whole,
         "beginning_mass": begins_mass - BEGINNING * usual, "end_mass": end_mass - usual,
+        "beginning_largest": at_first, "end_largest": torch.where(ends_itself, at_last, torch.nan),
+        "beginning_chance": BEGINNING / n, "end_chance": torch.where(ends_itself, 1 / n, torch.nan),
     }  # fmt: skip

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
+
+from mis_plugins.metrics.slope import STANDARD_ERRORS
 
 SHIFTS = (-2, -1, 0, 1, 2)
 HERE = SHIFTS.index(0)
@@ -16,7 +19,7 @@ BROKEN = 0.6  # a correlation above this is never a sign
 # In 999 of 1,000 clean responses 1 - correlation is at most (1.3 + 11 / sqrt(tokens)) times KL over variance.
 QUANTILE, QUANTILE_OF_FEW = 1.3, 11.0
 LEAST_KL = 0.003
-RESTORED, LEAST_RESTORED = 0.25, 0.5  # by which a shift must raise the correlation, and what it must reach
+RESTORED = 0.25  # by which the correlation of a shift must exceed that of every other shift
 
 
 def correlation(sums: Float[Tensor, "6 N"]) -> Float[Tensor, " N"]:
@@ -46,7 +49,8 @@ def floor(sums: Float[Tensor, "6 N"], kl: float) -> Float[Tensor, " N"]:
 class Lists:
     """Sums over the pairs (log mu of a token, log pi_old of the token `shift` places on), among usable tokens.
 
-    within: for each shift the sums of every sequence, over pairs within a turn.
+    within: for each shift the sums of every sequence, over pairs within a turn, less the pair that lies furthest apart:
+        one wild token, as a lost end, is no sign of lists of different tokens.
     turns, joins: sums over pairs of two turns of one sequence, and of two sequences.
     """
 
@@ -70,21 +74,28 @@ class Lists:
             a, b = x[first], y[second]
             rows = torch.stack([torch.ones_like(a), a, b, a * a, b * b, a * b])
             same, turned = owner[first] == owner[second], turn[first] != turn[second]
-            within[place].index_add_(1, owner[first], rows * (same & ~turned))
+            apart = torch.where(same & ~turned, (a - b).abs(), -1)
+            most = apart.new_zeros(size).scatter_reduce(0, owner[first], apart, "amax")
+            within[place].index_add_(1, owner[first], rows * ((apart >= 0) & (apart < most[owner[first]])))
             self.turns[place] += rows[:, same & turned].sum(1)
             self.joins[place] += rows[:, ~same].sum(1)
         self.within.append(within)
 
     def broken(self, kl: float) -> Bool[Tensor, " N"]:
-        """Sequences whose correlation is below that of clean runs; all where most are, or the others together are."""
+        """Sequences whose correlation is below that of clean runs; all where most are.
+
+        The others count together, and so do those of the short ones whose lists lie further apart than the mean.
+        """
         sums = torch.cat([sums_of_part[HERE] for sums_of_part in self.within], 1)
         long = sums[0] >= LONG_ENOUGH
         broken = long & (correlation(sums) < floor(sums, kl).clamp(max=BROKEN))
-        rest = sums[:, ~broken].sum(1, keepdim=True)
         if broken.sum() > long.sum() / 2:
             return torch.ones_like(broken)
-        if rest[0] >= LONG_ENOUGH**2:
-            broken |= correlation(rest) < floor(rest, kl).clamp(max=BROKEN)
+        n, distance = sums[0] * ~long, (sums[3] + sums[4] - 2 * sums[5]) * ~long
+        for part in (~broken, distance * n.sum() > distance.sum() * n):
+            rest = sums[:, part].sum(1, keepdim=True)
+            if rest[0] >= LONG_ENOUGH**2:
+                broken |= part & (correlation(rest) < floor(rest, kl).clamp(max=BROKEN))
         return broken
 
     def verdict(self, kl: float) -> Pairing | None:
@@ -92,11 +103,13 @@ class Lists:
         sums, broken = torch.cat(self.within, 2), self.broken(kl)
         if not broken.any():
             return None
-        shifted = correlation(sums[:, :, broken].sum(2).T)
-        best = int(shifted.nan_to_num(-1).argmax())
-        restored = float(shifted[best]) > max(LEAST_RESTORED, float(shifted[HERE]) + RESTORED)
-        count, here, there = int(broken.sum()), float(shifted[HERE]), float(shifted[best])
-        return Pairing(count, broken.numel(), here, SHIFTS[best] if restored else 0, there, self._scope(best))
+        shifted = correlation(sums[:, :, broken].sum(2).T).nan_to_num(-1)
+        others = shifted.index_fill(0, torch.tensor(HERE), -1)
+        there, second = others.topk(2).values.tolist()
+        best, pairs = int(others.argmax()), float(sums[HERE, 0, broken].sum())
+        errors = float(torch.tensor([there, second]).atanh().clamp(-9, 9).diff().abs()) * math.sqrt(pairs)
+        shift = SHIFTS[best] if there > second + RESTORED and errors > STANDARD_ERRORS else 0
+        return Pairing(int(broken.sum()), broken.numel(), float(shifted[HERE]), shift, there, self._scope(best))
 
     def _scope(self, place: int) -> str:
         """Over which joins the shift at `place` goes on."""
@@ -131,7 +144,8 @@ class Pairing:
             return f"no shift of up to two tokens restores it (the best leads to {self.restored:.2f})"
         places = f"{abs(self.shift)} {'place' if abs(self.shift) == 1 else 'places'}"
         way = "later" if self.shift > 0 else "earlier"
-        return f"with the trainer's list read {places} {way}, {self.scope}, it is {self.restored:.2f}"
+        part = ", as where a part of each is shifted" * (self.restored < self.correlation + RESTORED)
+        return f"with the trainer's list read {places} {way}, {self.scope}, it is {self.restored:.2f}{part}"
 
     @property
     def share(self) -> float:

@@ -140,6 +140,8 @@ class Report:
     absent: as of an `Evidence`.
     spread: as of `Facts`.
     repeated: number of responses with all log-probs of an earlier one.
+    certain: number of usable tokens with log-prob 0 on both sides.
+    empty: number of responses without a usable token.
     """
 
     steps: dict[int, dict[str, float]]
@@ -159,6 +161,8 @@ class Report:
     absent: dict[str, dict[str, int]]
     spread: dict[str, float]
     repeated: int
+    certain: int
+    empty: int
 
 
 def walk(survey: Survey, sources: Sequence[Source], problems: Problems, tell: Told) -> bool:
@@ -230,6 +234,8 @@ def report(survey: Survey) -> Report | None:
         absent={side: dict(names) for side, names in survey.evidence.absent.items() if names},
         spread=facts.spread,
         repeated=survey.evidence.repeated,
+        certain=survey.evidence.certain,
+        empty=int((facts.rows[1] == 0).sum()),
     )
 
 

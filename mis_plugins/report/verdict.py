@@ -18,7 +18,7 @@ from mis_plugins.report.survey import Report
 ROUNDING = 1e-5  # by which a number may lie outside of what it can be
 AS_MUCH = 3.0  # within this factor of a rung a mismatch counts as that rung's
 CALM, WATCH, ALARM = "calm", "watch", "alarm"
-MOST_LOST = 0.1  # records or rows that were not read, for each that was; with more no run is calm
+MOST_LOST = 0.1  # records or rows that were not read, for each that was, with more of which no run is calm; padding
 TOLD = {"What to do": "name a dump: without tokens no cause can be told."}
 WHY = (
     "log-probs alone cannot tell. An engine of lower precision differs without the sign of any cause, and so does "
@@ -83,7 +83,7 @@ def possible(name: str, value: float) -> bool:
 
 def verdict(report: Report, proposal: Proposal | None) -> Verdict:
     """The verdict on a run with tokens."""
-    if not report.usable or _all_are_zero(report):
+    if report.certain == report.usable:
         return _of_nothing(report)
     limits, level, kl_k3 = beyond(report.whole), level_of(report), report.whole[FIRST]
     is_explained = report.findings and report.findings[0].name != PRECISION
@@ -92,15 +92,12 @@ def verdict(report: Report, proposal: Proposal | None) -> Verdict:
         "Beyond its limit": f"{'; '.join(limits)}." if limits else "",
         "Why": WHY if limits and not is_explained else "",
         **_unread(report),
+        "Certain on both sides": _certain(report),
         "Since when": since({step: row[FIRST] for step, row in report.steps.items() if FIRST in row}, report.changes),
         "Where": _where(report),
         "What to run with": _helped(proposal) if proposal else "",
     }
     return Verdict(level, _headline(report, level), parts)
-
-
-def _all_are_zero(report: Report) -> bool:
-    return report.whole["train_log_ppl"] == 0 == report.whole["rollout_log_ppl"]
 
 
 def level_of(report: Report) -> str:
@@ -109,7 +106,20 @@ def level_of(report: Report) -> str:
     if is_explained or not report.whole[FIRST] <= LIMITS[FIRST].alarm:
         return ALARM
     rose = any(change.factor > 1 and change.after > LIMITS[FIRST].high for change in report.changes)
-    return WATCH if beyond(report.whole) or rose or _much_is_lost(report) or report.usable < FEW else CALM
+    beside = beyond({FIRST: _beside_certain(report)})
+    return WATCH if beyond(report.whole) or beside or rose or _much_is_lost(report) or report.usable < FEW else CALM
+
+
+def _beside_certain(report: Report) -> float:
+    """The kl_k3 of all tokens but those of log-prob 0 on both sides, as padding has, which add nothing to any sum."""
+    return report.whole[FIRST] * report.usable / max(report.usable - report.certain, 1)
+
+
+def _certain(report: Report) -> str:
+    """How many tokens both sides are certain of, where these are more than `MOST_LOST`; else nothing."""
+    count = f"{report.certain} of {report.usable} tokens have a log-prob of exactly 0 on both sides, as padding has; "
+    rest = f"take padding out of the loss mask. {FIRST} of the others is {_beside_certain(report):.3g}."
+    return (count + rest) * (report.certain > MOST_LOST * report.usable)
 
 
 def _much_is_lost(report: Report) -> bool:
@@ -122,8 +132,10 @@ def _unread(report: Report) -> dict[str, str]:
     twice = f"{report.repeated} of {report.sequences} responses have all log-probs of an earlier one, and count twice."
     same = f"{len(report.together)} files or folders hold the same steps, or tell none, as "
     same += f"{' and '.join(report.together[:2])}; "
+    none = f"{report.empty} of {report.sequences} responses have no token that can be compared."
     alone = {"Read as one run": f"{same}name one alone where they are several runs." if report.together else ""}
-    return {"Not read": rejected, "Read twice": twice if report.repeated else ""} | _broke_off(report.torn) | alone
+    parts = {"Not read": rejected, "Nothing in the loss": none if report.empty else ""}
+    return parts | {"Read twice": twice if report.repeated else ""} | _broke_off(report.torn) | alone
 
 
 def _broke_off(torn: Sequence[str]) -> dict[str, str]:
@@ -238,7 +250,7 @@ def _headline(report: Report, level: str) -> str:
         return f"{report.usable} token{'s' * (report.usable > 1)} can be compared, too few to tell anything by."
     if level == CALM:
         return "Rollout engine and trainer agree as well as a healthy run."
-    if not beyond(report.whole):
+    if _much_is_lost(report) and not beyond(report.whole):
         lost = _rejected(report) if report.rejected > MOST_LOST * report.sequences else "a file broke off, or is empty"
         return f"What was read agrees as well as a healthy run, but {lost}."
     return "Rollout engine and trainer differ more than a healthy run; no single cause shows."

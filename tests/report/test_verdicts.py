@@ -615,6 +615,23 @@ def test_too_few_tokens_tell_nothing(tokens: int, level: str) -> None:
         assert (found.headline == few) == (level == WATCH) and found.level in (level, WATCH)
 
 
+@pytest.mark.parametrize(("rows", "level"), [(BF16, CALM), (records(recorded("fp8", 3)), WATCH)])
+def test_padding_in_the_loss_is_told_and_hides_no_mismatch(rows: Sequence[Record], level: str) -> None:
+    zeros = {name: (lambda column: torch.cat([column, torch.zeros(400)])) for name in NEEDED}
+    padded = changed(rows, "loss_mask", lambda column: torch.cat([column, torch.ones(400, dtype=torch.bool)]))
+    for name, add in zeros.items():
+        padded = changed(padded, name, add)
+    judged = verdict(surveyed(padded), None)
+    assert judged.level == level and f"{400 * len(rows)} of " in judged.parts["Certain on both sides"]
+    assert f"of the others is {surveyed(rows).whole[FIRST]:.3g}" in judged.parts["Certain on both sides"]
+    assert judged.level == CALM or "differ more than a healthy run" in judged.headline
+
+
+def test_responses_without_a_token_in_the_loss_are_told() -> None:
+    masked = changed(BF16[1:], "loss_mask", torch.zeros_like)
+    assert verdict(surveyed([BF16[0], *masked]), None).parts["Nothing in the loss"].startswith(f"{len(masked)} of ")
+
+
 def test_zeros_alone_are_no_log_probs() -> None:
     zeros = [replace(one, behavior_log_probs=torch.zeros(one.size), proximal_log_probs=torch.zeros(one.size))
              for one in BF16]  # fmt: skip
@@ -682,6 +699,12 @@ def test_a_ranking_beats_readmes_row_beyond_its_interval_alone() -> None:
 
 INT5 = records(recorded("int5", 3))
 TEMPERED = records(sampled(plants._temperature(drawn(7, "bf16"), 0.7)))
+MADE = records(sampled(drawn(8, "bf16")))
+TEMPERED_MADE = records(sampled(plants._temperature(drawn(8, "bf16"), 0.7)))
+FEW = [
+    replace(one, **{name: getattr(one, name)[-60:] for name in (*NEEDED, "loss_mask")})
+    for one in BF16 if one.size >= 60
+][:16]  # fmt: skip
 
 
 def changed(rows: Sequence[Record], name: str, change: Callable[[torch.Tensor], torch.Tensor]) -> list[Record]:
@@ -691,6 +714,27 @@ def changed(rows: Sequence[Record], name: str, change: Callable[[torch.Tensor], 
 
 def ended_in(number: float, places: int = 3) -> Callable[[torch.Tensor], torch.Tensor]:
     return lambda column: torch.cat([column[:-places], torch.full((places,), number)])
+
+
+def less(nats: float, places: int) -> Callable[[torch.Tensor], torch.Tensor]:
+    """What is so much lower at the last places."""
+    return lambda column: torch.cat([column[:-places], column[-places:] - nats])
+
+
+def in_part(rows: Sequence[Record], others: Sequence[Record], every: int = 8) -> list[Record]:
+    """Responses of which every `every`-th one is another's."""
+    return [others[place] if place % every == 0 else one for place, one in enumerate(rows)]
+
+
+def shifted_behind_a_tool(rows: Sequence[Record]) -> list[Record]:
+    """Responses of two turns with a masked token between them, whose second turn is a place late in the trainer's."""
+    middle = [one.size // 2 for one in rows]
+    masks = [torch.arange(one.size) != place for one, place in zip(rows, middle, strict=True)]
+    late = [
+        torch.cat([one.proximal_log_probs[: place + 1], one.proximal_log_probs[place + 1 :].roll(1)])
+        for one, place in zip(rows, middle, strict=True)
+    ]
+    return [replace(one, loss_mask=mask, proximal_log_probs=x) for one, mask, x in zip(rows, masks, late, strict=True)]
 
 
 def certain_in_part(rows: Sequence[Record]) -> list[Record]:
@@ -725,10 +769,10 @@ def of_versions() -> list[Record]:
     return [replace(one, versions=age) for one, age in zip(rows, ages, strict=True)]
 
 
-def with_flips() -> list[Record]:
+def with_flips(share: float = 0.03) -> list[Record]:
     noise, rows = torch.Generator().manual_seed(5), []
     for one in BF16:
-        flips = torch.rand(one.size, generator=noise) < 0.03
+        flips = torch.rand(one.size, generator=noise) < share
         moved = one.proximal_log_probs + flips * 2 * torch.randn(one.size, generator=noise)
         rows.append(replace(one, route_differs=flips, proximal_log_probs=moved.clamp(max=-1e-6)))
     return rows
@@ -797,11 +841,52 @@ TOLD: dict[str, tuple[Callable[[], list[Record]], Sequence[str]]] = {
     "a slight template at int6": (lambda: planted_in_recording("template", 3, "int6", 0), ["template", "precision"]),
     "slight routes at int6": (lambda: planted_in_recording("route", 1008, "int6", 0), ["route", "precision"]),
     "one number for every trainer's log-prob": (
-        lambda: changed(BF16, PROXIMAL, lambda column: torch.full_like(column, -1.0)), ["different-tokens"]
+        lambda: changed(BF16, PROXIMAL, lambda column: torch.full_like(column, -1.0)), ["placeholder"]
     ),
     "one number for every engine's log-prob": (
-        lambda: changed(BF16, BEHAVIOR, lambda column: torch.full_like(column, -1.0)), ["different-tokens"]
+        lambda: changed(BF16, BEHAVIOR, lambda column: torch.full_like(column, -1.0)), ["placeholder"]
     ),
+    "the engine's padding of -1": (lambda: changed(BF16, BEHAVIOR, ended_in(-1.0)), ["placeholder"]),
+    "ten zeros in one response of tokens that are likely as any": (
+        lambda: [*changed(changed(FEW[:1], BEHAVIOR, ended_in(0.0, 10)), PROXIMAL, ended_in(-0.6, 10)), *FEW[1:]],
+        ["placeholder"],
+    ),
+    "ends that half of few responses lost": (
+        lambda: in_part(FEW, changed(FEW, PROXIMAL, less(10.0, 1)), 2), ["end-token"]
+    ),
+    "ends of which the trainer is as good as certain that they do not come": (
+        lambda: records(sampled(plants._end_token(drawn(8, "bf16"), 32.0))), ["end-token"]
+    ),
+    "ends that an eighth of the responses lost": (
+        lambda: in_part(MADE, records(sampled(plants._end_token(drawn(8, "bf16"), 12.0)))), ["end-token"]
+    ),
+    "the last two tokens of a template": (lambda: changed(BF16, PROXIMAL, less(8.0, 2)), ["end-token"]),
+    "a template in an eighth of the responses": (
+        lambda: in_part(MADE, records(sampled(plants._template(drawn(8, "bf16"), 0.8)))), ["template"]
+    ),
+    "few routes that differ": (lambda: with_flips(0.01), ["route"]),
+    "raw log-probs": (lambda: records(sampled(plants._raw(drawn(8, "bf16"), 0.6))), ["raw-log-probs"]),
+    "raw log-probs of every second response": (
+        lambda: in_part(MADE, records(sampled(plants._raw(drawn(8, "bf16"), 0.6))), 2), ["raw-log-probs"]
+    ),
+    "a turn behind a tool's answer, shifted in a quarter of the responses": (
+        lambda: in_part(BF16, shifted_behind_a_tool(BF16), 4), ["different-tokens"]
+    ),
+    "short lists of which a third is of other tokens": (
+        lambda: in_part(short(BF16), short(BF16, 1), 3), ["different-tokens"]
+    ),
+    "short responses that lost their ends": (lambda: changed(short(BF16), PROXIMAL, less(8.0, 1)), ["end-token"]),
+    "a temperature in every second response": (lambda: in_part(MADE, TEMPERED_MADE, 2), ["temperature"]),
+    "a temperature in one replica of eight": (lambda: in_part(MADE, TEMPERED_MADE), ["temperature"]),
+    "logarithms to base 2 in one replica of eight": (
+        lambda: in_part(BF16, changed(BF16, BEHAVIOR, lambda column: column / math.log(2))), ["unit"]
+    ),
+    "a multiple that is nearly ln 2": (lambda: changed(BF16, BEHAVIOR, lambda column: column / 0.7), ["temperature"]),
+    "a multiple in few tokens": (lambda: changed(FEW[:8], BEHAVIOR, lambda column: column / 0.6), ["temperature"]),
+    "logarithms to base 2 in few tokens": (
+        lambda: changed(FEW[:8], BEHAVIOR, lambda column: column / math.log(2)), ["unit"]
+    ),
+    "a temperature in few tokens": (lambda: TEMPERED[:5], []),
     "an early list, filled with 0": (
         lambda: changed(BF16, BEHAVIOR, lambda column: torch.cat([column[1:], torch.zeros(1)])),
         ["different-tokens", "placeholder"],
@@ -830,6 +915,14 @@ def test_what_is_told_of_a_run_is_so(rows: Callable[[], list[Record]], names: Se
     made = surveyed(rows())
     assert [one.name for one in made.findings] == list(names)
     assert verdict(made, None).level != CALM and not (names == [] and "evenly" in "".join(verdict(made, None).lines))
+
+
+def test_a_cause_in_a_part_of_the_responses_tells_in_which() -> None:
+    first, *_ = surveyed(in_part(MADE, TEMPERED_MADE)).findings
+    where, _, evidence = first.evidence.partition(", which have ")
+    count = int(where.removeprefix("In ").removesuffix(f" of {len(MADE)} responses"))
+    assert len(MADE) // 8 <= count < len(MADE) // 4
+    assert re.match(r"8\d% of the mismatch: log pi_old follows", evidence)
 
 
 @pytest.mark.parametrize(("temperature", "mass"), [(1.1, 0.8), (1.3, 0.7), (1.6, 0.5), (1.1, 0.9)])
