@@ -19,7 +19,7 @@ from mis_plugins.shared.provenance import REPOSITORY, commit, cpu_lines, cpu_nam
 from mis_plugins.shared.terminal import steered
 
 T = TypeVar("T")
-NUMBERS = re.compile(r'\[\n[^][{}"]*]')  # a list without texts, as `json.dumps` writes it over lines
+FLAT = re.compile(r"(?<=[\[{])\n[^][{}]*(?=[\]}])")  # what an innermost list or mapping holds
 MEASURED = ("mis_plugins", "true_on_policy", "lab", ":!lab/host", ":!lab/results")
 
 
@@ -42,9 +42,9 @@ def write_record(path: Path, content: Mapping[str, Any], text: str) -> None:
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
-    """Write a JSON file that is complete whenever it exists, a list of numbers on one line."""
+    """Write a JSON file that is complete whenever it exists, an innermost list or mapping on one line."""
     text = json.dumps(content, indent=1)
-    write_text(path, NUMBERS.sub(lambda found: f"[{' '.join(found[0][1:-1].split())}]", text) + "\n")
+    write_text(path, FLAT.sub(lambda inside: re.sub(r"\n\s*", " ", inside[0]).strip(), text) + "\n")
 
 
 def provenance(checkouts: dict[str, Path] | None = None) -> dict[str, str]:

@@ -103,7 +103,7 @@ def given_by_bash(script: str, program: str = "python3") -> list[str] | None:
     shim = f"{program}() {{ shift; printf '%s\\0' x \"$@\" >&9; }}\nexport -f {program}\n"
     with tempfile.TemporaryDirectory() as folder:
         done = subprocess.run(
-            ["bash", "--norc", "-c", f"exec 9>&1 >/dev/null 2>&1\n{shim}{script}", "s"], cwd=folder,
+            ["bash", "--norc", "-c", f"ulimit -t 5; exec 9>&1 >/dev/null 2>&1\n{shim}{script}", "s"], cwd=folder,
             env={"PATH": "/usr/bin:/bin"}, capture_output=True, timeout=60, stdin=subprocess.DEVNULL,
         )  # fmt: skip
     said = done.stdout.decode(errors="replace")
