@@ -39,7 +39,7 @@ from mis_plugins.config.view import View, once, view
 from mis_plugins.correction.pipeline import Correction, correct
 from mis_plugins.errors import ConfigError, InputError
 from mis_plugins.hosts import checks, megatron, tracking
-from mis_plugins.hosts.batch import Handed, HostBatch, Tensors, check_apart, host_layout, numbers_of
+from mis_plugins.hosts.batch import Handed, HostBatch, Lengths, Tensors, check_apart, host_layout, numbers_of
 from mis_plugins.hosts.host import Host
 from mis_plugins.hosts.ownership import Hook
 from mis_plugins.hosts.rank_agreement import check_agreement, check_everywhere
@@ -83,10 +83,10 @@ def compute_mis_weights_with_cp(
     train_log_probs: Handed,
     rollout_log_probs: Handed,
     loss_masks: Tensors,
-    total_lengths: Sequence[int],
-    response_lengths: Sequence[int],
+    total_lengths: Lengths,
+    response_lengths: Lengths,
     parallel_state: Any = None,
-    max_seq_lens: Sequence[int] | None = None,
+    max_seq_lens: Lengths | None = None,
     **_: Any,
 ) -> Answer:
     """The TIS hook of Miles and slime on Megatron, with or without context parallelism.
@@ -122,7 +122,7 @@ def compute_mis_weights_fsdp(
     train_log_probs: Handed,
     rollout_log_probs: Handed,
     loss_masks: Tensors,
-    response_lengths: Sequence[int] | None = None,
+    response_lengths: Lengths | None = None,
     parallel_state: Any = None,
     **_: Any,
 ) -> Answer:

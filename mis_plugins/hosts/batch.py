@@ -19,6 +19,7 @@ from mis_plugins.shared.absent import LOWEST
 
 Tensors = Sequence[Tensor]
 Handed = Sequence[Tensor | None] | None  # what a host may really pass; HostBatch refuses the None
+Lengths = Sequence[Any]  # a whole number each; `host_layout` names an entry that is none
 
 
 @dataclass(frozen=True)
@@ -102,9 +103,9 @@ def check_apart(proximal: Handed, behavior: Handed, name: str = "train_log_probs
 
 def host_layout(
     args: Any,
-    total_lengths: Sequence[int] | None,
-    response_lengths: Sequence[int] | None,
-    max_seq_lens: Sequence[int] | None,
+    total_lengths: Lengths | None,
+    response_lengths: Lengths | None,
+    max_seq_lens: Lengths | None,
     cp_size: int,
     cp_rank: int,
     loss_masks: Sequence[Tensor | None] | None = None,

@@ -240,8 +240,13 @@ def test_a_build_without_the_argument_is_refused(write: Write):  # noqa: F811
 
 @pytest.mark.parametrize("inherited", [False, True])
 def test_a_function_whose_calls_were_counted_is_put_back(inherited: bool):
-    owner = type("Owner", (), {"double": staticmethod(lambda x: 2 * x)})
-    owner = type("Heir", (owner,), {}) if inherited else owner
+    class Owner:
+        double = staticmethod(lambda x: 2 * x)
+
+    class Heir(Owner):
+        pass
+
+    owner = Heir if inherited else Owner
     before = dict(vars(owner))
     with counted(owner, "double", lambda: "called") as calls:
         assert owner.double(3) == 6 and calls == ["called"]
