@@ -617,10 +617,10 @@ def test_too_few_tokens_tell_nothing(tokens: int, level: str) -> None:
 
 @pytest.mark.parametrize(("rows", "level"), [(BF16, CALM), (records(recorded("fp8", 3)), WATCH)])
 def test_padding_in_the_loss_is_told_and_hides_no_mismatch(rows: Sequence[Record], level: str) -> None:
-    zeros = {name: (lambda column: torch.cat([column, torch.zeros(400)])) for name in NEEDED}
-    padded = changed(rows, "loss_mask", lambda column: torch.cat([column, torch.ones(400, dtype=torch.bool)]))
-    for name, add in zeros.items():
-        padded = changed(padded, name, add)
+    fills = dict.fromkeys(NEEDED, torch.zeros(400)) | {"loss_mask": torch.ones(400, dtype=torch.bool)}
+    padded = [
+        replace(one, **{name: torch.cat([getattr(one, name), fill]) for name, fill in fills.items()}) for one in rows
+    ]
     judged = verdict(surveyed(padded), None)
     assert judged.level == level and f"{400 * len(rows)} of " in judged.parts["Certain on both sides"]
     assert f"of the others is {surveyed(rows).whole[FIRST]:.3g}" in judged.parts["Certain on both sides"]
