@@ -5,7 +5,6 @@ Shapes are checked at run time by jaxtyping's own flag, which `scripts/test.sh` 
 """
 
 import fnmatch
-import gc
 import logging
 import os
 import sys
@@ -60,8 +59,6 @@ def pytest_report_header() -> list[str]:
 
 def pytest_configure() -> None:
     torch.set_num_threads(1)
-    # Else a forked rank may collect a process group, and wait for its threads.
-    os.register_at_fork(before=gc.freeze, after_in_parent=gc.unfreeze)
     hypothesis.settings.load_profile("ci" if IN_CI else "local")
 
 
