@@ -327,11 +327,13 @@ def _seen(facts: Facts) -> tuple[dict[str, Numbers], dict[str, float], set[str]]
     seen = _detected(facts, DETECTORS)
     shares, places = _shares(seen), OF_PLACES & seen.keys()
     others = facts.away if places else facts.part
-    showing = _detected(others, OF_ALL) if others and others.line else {}
-    if not (places and facts.away.line or showing):
+    showing = _detected(others, OF_ALL) if others and others.line else None
+    if showing is None or not (places or showing):
         return seen, shares, set()
-    left = 1 - max(shares[name] for name in places) if places else float(facts.rows[2, facts.heavy].sum()) / facts.mass
-    if not places:
+    if places:
+        left = 1 - max(shares[name] for name in places)
+    else:
+        left = float(facts.rows[2, facts.heavy].sum()) / facts.mass
         where = f"In {int(facts.heavy.sum())} of {len(facts.heavy)} responses, which have {left:.0%} of the mismatch: "
         showing = {name: {**numbers, "where": where} for name, numbers in showing.items()}
     shares |= {name: left * share for name, share in _shares(showing).items()}

@@ -16,12 +16,11 @@ from mis_plugins.correction.pipeline import Correction
 from mis_plugins.metrics import slope
 from mis_plugins.metrics.tokens import Tokens
 from mis_plugins.packing.ragged import Ragged
-from mis_plugins.report.lists import Lists
+from mis_plugins.report.lists import LONG_ENOUGH, Lists
 from mis_plugins.report.record import Batch
 
 BEGINNING = 4  # valid tokens that count as the beginning of a response
 WITH_MIDDLE = BEGINNING + 2  # valid tokens of a sequence whose beginning and end are compared with its middle
-LONG_ENOUGH = 16  # valid tokens of a sequence whose correlation is read, and of either end that a cause may touch
 LARGEST_ID = 1_000_000
 FOLDS = 32  # of the sequences, for the standard errors of slopes and means
 RELATED = ("usable", *slope.RELATED_SUMS, "inverse")

@@ -18,7 +18,7 @@ from mis_plugins.report.survey import Report
 ROUNDING = 1e-5  # by which a number may lie outside of what it can be
 AS_MUCH = 3.0  # within this factor of a rung a mismatch counts as that rung's
 CALM, WATCH, ALARM = "calm", "watch", "alarm"
-MOST_LOST = 0.1  # records or rows that were not read, for each that was, with more of which no run is calm; padding
+MOST_LOST = 0.1  # of what was read: the most that may be unread in a calm run, and the most padding that goes untold
 TOLD = {"What to do": "name a dump: without tokens no cause can be told."}
 WHY = (
     "log-probs alone cannot tell. An engine of lower precision differs without the sign of any cause, and so does "

@@ -188,7 +188,7 @@ def test_a_list_on_another_device_is_named(name: str):
     (5, 5, r"^total_lengths\[1\]: 5, but sequence 1 has a prompt and 5 response tokens"),
 ])  # fmt: skip
 def test_a_response_that_is_as_long_as_its_sequence(total: int, stated: int, told: str):
-    """Of a prompt of one token, a response_length one too large leaves none."""
+    """The prompt has one token; a response_length that is one too large leaves no prompt."""
     given = lists([5, 5], [5, 5], [5, 5]) | {"pg_loss": torch.ones(10), "parallel_state": one_rank()}
     given |= {"total_lengths": [8, total], "response_lengths": [5, stated]}
     with pytest.raises(InputError, match=told):

@@ -38,6 +38,14 @@ READ = {
     "items are cut at blanks": ('X=("a b" "")\npython3 train.py ${X[@]} "${X[@]}"', ["a", "b", "a b", ""]),
     "a text behind an array joins its first item": ('X=(a b)\nX+=c\npython3 train.py "${X[@]}"', ["ac", "b"]),
     "a text in an array's name sets its first item": ('X=(a b)\nX=c\npython3 train.py "${X[@]}"', ["c", "b"]),
+    "guarded arrays that are empty": (
+        'X=()\npython3 train.py "${X[@]+"${X[@]}"}" "${1+"$@"}" ${X[@]:-} "${X[@]:-}"',
+        ["", ""],
+    ),
+    "guarded arguments of which the first is empty": (
+        'set -- "" b\npython3 train.py ${1+"$@"} ${1:+"$@"} "${1:+"$@"}"',
+        ["", "b", ""],
+    ),
     "an empty text is an item": ('A=\nA+=(y)\npython3 train.py "${A[@]}"', ["", "y"]),
     "two assignments in a line": ("A=1\nA=x B=c\npython3 train.py $A $B", ["x", "c"]),
     "two assignments before an export": ("A=1 B=2\nexport C=3\npython3 train.py $A $C", ["1", "3"]),
@@ -82,6 +90,7 @@ READ = {
     "a shell behind another command": ("env bash <<'E'\npython3 train.py b\nE", ["b"]),
 }
 UNSURE = {
+    "a home in an assignment behind env": ("HOME=/h\nenv B=~/x bash -c 'python3 train.py $B'", ["/h/x"]),
     "an early return": ("A=c\nf() {\n[[ $A < b ]] && return 0\nA=z\n}\nf\npython3 train.py $A", ["z"]),
     "an item that is gone": ("X=(a b)\nunset 'X[0]'\npython3 train.py \"${X[@]}\"", ["b"]),
     "items within a text": ('X=(a b)\npython3 train.py "p ${X[@]}"', ["p a", "b"]),

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state as mpu
 
+from lab.host.train.parallel import nothing_collected
 from mis_plugins.packing import roll_call
 
 MEETINGS = ("all_reduce", "all_gather", "all_gather_into_tensor", "all_gather_object", "broadcast_object_list")
@@ -92,8 +93,9 @@ def started(world: int, work: Callable[[int], Any], fault: Fault, **sizes: Any) 
         get_context("fork").Process(target=_rank, args=(rank, world, work, fault, folder, sizes))
         for rank in range(world)
     ]
-    for process in processes:
-        process.start()
+    with nothing_collected():
+        for process in processes:
+            process.start()
     return Started(fault, folder, processes)
 
 

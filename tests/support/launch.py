@@ -10,6 +10,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state as mpu
 from torch.multiprocessing.spawn import ProcessContext, start_processes
 
+from lab.host.train.parallel import nothing_collected
 from mis_plugins.errors import MisError
 
 Work = Callable[[int], object]
@@ -25,9 +26,9 @@ def run_ranks(
         sizes: of other groups, by the names of `initialize_model_parallel`.
     """
     folder.mkdir(exist_ok=True)
-    context = start_processes(
-        _rank, args=(world, cp, work, folder, megatron, sizes), nprocs=world, start_method="fork", join=False
-    )
+    given = (world, cp, work, folder, megatron, sizes)
+    with nothing_collected():
+        context = start_processes(_rank, args=given, nprocs=world, start_method="fork", join=False)
     assert isinstance(context, ProcessContext)
     deadline = time.monotonic() + limit_s
     try:

@@ -115,7 +115,7 @@ def _fork_ranks(world_size: int, main: Callable[[], None], scratch: Path) -> int
     interrupts = Interrupts()
     previous = signal.signal(signal.SIGINT, interrupts)
     try:
-        with _sigint_blocked(), nothing_collected():  # SIGINT in each rank, too, until it has joined the others
+        with _sigint_blocked(), nothing_collected():  # SIGINT is blocked in a rank until it has joined the others
             ranks = start_processes(
                 _forked_rank, (world_size, main, scratch), nprocs=world_size, join=False, start_method="fork"
             )

@@ -43,12 +43,11 @@ class RoundEnded(Ended):
 class Commands(Builtins):
     """What the commands of a script do.
 
-    is_sure_round: whether what is read runs for sure in a round of the loop that is read round by round; None outside.
+    is_sure_round: whether what is read runs for sure in a round of the loop that is read round by round.
     may_have_ended: whether a branch of which only running the script would tell may have ended such a round.
     """
 
-    is_sure_round: bool | None = None
-    may_have_ended = False
+    is_sure_round = may_have_ended = False
 
     def run_text(self, script: str) -> None:
         root, lost = parsed(script, self.reading.clock.is_over)

@@ -195,7 +195,7 @@ class Shell(Commands):
             self.variables[says(name)] = hole(f"${says(name)}", self.lines(node))
             self._loop(node)
             return
-        with self.now(is_sure_round=None):
+        with self.now(is_sure_round=False):
             for word in values:
                 self.variables[says(name)] = word
                 self.run(body)
@@ -209,14 +209,14 @@ class Shell(Commands):
             return
         self.run_all(child for child in node.named_children if child != body)
         if body is not None:
-            with self.now(is_sure_round=None):
+            with self.now(is_sure_round=False):
                 self.fork(one_line(node), lambda: self.run(body), lambda: None)
             changed = [name for name, value in self.variables.items() if before.get(name) != value]
             if grammar.ends_early(body):
                 self.variables |= {name: hole(f"${name}", self.lines(node)) for name in changed}
 
     def fork(self, label: str, then: Callable[[], object], otherwise: Callable[[], object]) -> None:
-        with self.now(is_sure_round=self.is_sure_round and False):
+        with self.now(is_sure_round=False):
             super().fork(label, then, otherwise)
 
     def _over_arguments(self, body: Node) -> bool:

@@ -17,7 +17,7 @@ from mis_plugins.explain.launch.words import Lines, Piece, Text, fields, hole, k
 EXPORTED, FOLDER, LEFT, LAST_PIPE = literal("x"), "~+", "~-", "-p"
 Value = Text | list[Text]  # of a variable, of an array
 # A home in a word, and a variable of the shell that the parser leaves within a word.
-EXPANDED = re.compile(r"(?:^|:)~(?:[\w+-]*(?:[/:]|$)|[\w.+-]*/)|(?<!\\)\$[@*#?!$-]")
+EXPANDED = re.compile(r"(?:^(?:[A-Za-z_]\w*=)?|:)~(?:[\w+-]*(?:[/:]|$)|[\w.+-]*/)|(?<!\\)\$[@*#?!$-]")
 BRACES = re.compile(r"([^{}'\"\\$`~]*)\{([^{}'\"\\$`~]*,[^{}'\"\\$`~]*)\}([^{}'\"\\$`~]*)")
 # The few letters that a backslash quotes within double quotes.
 ESCAPED = re.compile(r'\\(["$`\\\n])')
