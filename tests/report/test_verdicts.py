@@ -627,6 +627,18 @@ def test_padding_in_the_loss_is_told_and_hides_no_mismatch(rows: Sequence[Record
     assert judged.level == CALM or "differ more than a healthy run" in judged.headline
 
 
+def test_a_shift_that_restores_little_is_none() -> None:
+    """The lists correlate by 0.17 with a shift of one, which is far beyond its error and far from one list."""
+    dice = torch.Generator().manual_seed(0)
+    rows = []
+    for number in range(60):
+        behavior, other = -3 * torch.rand(2, 200, generator=dice)
+        proximal = 0.85 * other + 0.15 * behavior.roll(1)
+        rows.append(Record(0, str(number), behavior, proximal, torch.ones(200, dtype=torch.bool)))
+    (cause,) = [finding for finding in surveyed(rows).findings if finding.name == "different-tokens"]
+    assert "no shift of up to two tokens restores it" in cause.evidence
+
+
 def test_responses_without_a_token_in_the_loss_are_told() -> None:
     masked = changed(BF16[1:], "loss_mask", torch.zeros_like)
     assert verdict(surveyed([BF16[0], *masked]), None).parts["Nothing in the loss"].startswith(f"{len(masked)} of ")
