@@ -18,9 +18,8 @@ import torch
 from hypothesis import strategies as st
 
 from mis_plugins.routing.choice import compare, selection_scores, strange_at_random
-from mis_plugins.routing.fault import faulty_layers
 from mis_plugins.routing.placement import POSITIONS, Grid, placement
-from mis_plugins.routing.table import KINDS, Passed
+from mis_plugins.routing.table import KINDS, Passed, faulty_layers
 
 SHAPES = ((4, 1, None, None), (8, 2, None, None), (16, 4, None, None), (8, 2, 4, 2), (16, 4, 4, 2), (12, 3, 4, 1))
 GRIDS = ((1, 1), (2, 1), (4, 1), (1, 2), (2, 2))

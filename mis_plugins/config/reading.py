@@ -96,7 +96,7 @@ def is_ours(name: str) -> bool:
         return True
     if not plain.startswith(OUR_PREFIXES):
         return False
-    from mis_plugins.config.misspelled import recorded_names
+    from mis_plugins.config.messages import recorded_names
 
     return plain not in recorded_names()
 
@@ -111,7 +111,7 @@ def check_names(names: Iterable[str]) -> None:
     """Refuse a key that looks like ours and is not."""
     given = tuple(names)
     if not READ_KEYS.issuperset(given):
-        from mis_plugins.config.misspelled import check
+        from mis_plugins.config.messages import check
 
         check(given)
 
@@ -291,7 +291,7 @@ def _parse(cls: type, value: Any, path: str) -> Any:
     hints = typing.get_type_hints(cls, include_extras=True)
     for key in value:
         if key not in hints:
-            from mis_plugins.config.misspelled import unknown
+            from mis_plugins.config.messages import unknown
 
             raise ConfigError(unknown(path, str(key), value[key], hints))
     for field in dataclasses.fields(cls):

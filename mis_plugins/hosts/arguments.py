@@ -14,7 +14,7 @@ from functools import cache
 from typing import Any, Literal, cast
 
 from mis_plugins.config import reading
-from mis_plugins.config.misspelled import recorded_lines
+from mis_plugins.config.messages import recorded_lines
 from mis_plugins.errors import shown
 from mis_plugins.hosts.host import Host
 from mis_plugins.hosts.registry import every_host

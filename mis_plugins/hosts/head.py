@@ -12,8 +12,7 @@ from torch import Tensor
 
 from mis_plugins.errors import InputError
 from mis_plugins.hosts.host import HEAD_IDS, HEAD_LOG_PROBS, Batch
-from mis_plugins.loss.centered import Head
-from mis_plugins.loss.centering import Candidates, Vocabulary
+from mis_plugins.loss.centering import Candidates, Head, Vocabulary
 from mis_plugins.packing.exchange import Exchange, contiguous
 from mis_plugins.packing.layout import Layout
 from mis_plugins.packing.ragged import Ranks

@@ -19,9 +19,8 @@ import torch.distributed as dist
 from mis_plugins.config.model import CorrectionConfig
 from mis_plugins.config.view import plain
 from mis_plugins.errors import ConfigError, InputError, shown
-from mis_plugins.packing.collectives import all_reduce
+from mis_plugins.packing.collectives import Arrival, all_reduce, to_host
 from mis_plugins.packing.ragged import Ranks, to_device
-from mis_plugins.packing.transfer import Arrival, to_host
 
 SHOWN_KEYS = 3  # how many differing keys an error names
 Known = dict[str, dict[str, int]]  # by key, and by what a rank was given there: the first such rank

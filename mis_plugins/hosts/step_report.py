@@ -40,9 +40,8 @@ from mis_plugins.hosts.registry import current
 from mis_plugins.metrics.alarms import ALARMS, EACH_TIME, ONCE, everything_rejected
 from mis_plugins.metrics.partials import finalize, partials, watch
 from mis_plugins.metrics.totals import Partials
-from mis_plugins.packing.collectives import RANK_LOST
+from mis_plugins.packing.collectives import RANK_LOST, Arrival, to_host
 from mis_plugins.packing.ragged import Ranks
-from mis_plugins.packing.transfer import Arrival, to_host
 
 if TYPE_CHECKING:
     from mis_plugins.versions.segment_wise import Written

@@ -21,7 +21,7 @@ from mis_plugins.packing.ragged import Ragged
 from mis_plugins.versions.segment_wise import Written, proximal_t
 
 if TYPE_CHECKING:
-    from mis_plugins.loss.centered import Head
+    from mis_plugins.loss.centering import Head
 else:
     Head = Any  # loaded where a batch has one: other jobs pay nothing for it
 

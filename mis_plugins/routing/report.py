@@ -11,11 +11,20 @@ from jaxtyping import Float
 from torch import Tensor
 
 from mis_plugins.metrics.quantity import known, ratio_of
-from mis_plugins.packing.collectives import RANK_LOST, all_reduce
-from mis_plugins.packing.transfer import Arrival, to_host
-from mis_plugins.routing.fault import faulty_layers, of_layer, of_sample
+from mis_plugins.packing.collectives import RANK_LOST, Arrival, all_reduce, to_host
 from mis_plugins.routing.placement import POSITIONS
-from mis_plugins.routing.table import CLASSES, KINDS, LOG_PROB, SPLIT, Group, Ran, gather
+from mis_plugins.routing.table import (
+    CLASSES,
+    KINDS,
+    LOG_PROB,
+    SPLIT,
+    Group,
+    Ran,
+    faulty_layers,
+    gather,
+    of_layer,
+    of_sample,
+)
 from mis_plugins.routing.watch import Watch
 
 logger = logging.getLogger("mis_plugins")

@@ -18,9 +18,8 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from mis_plugins.routing.choice import compare, selection_scores, strange_at_random
-from mis_plugins.routing.fault import Fault, Kind
 from mis_plugins.routing.placement import BUCKETS, Grid, placement
-from mis_plugins.routing.table import CLASSES, KINDS, LOG_PROB, SPLIT, TRAIN, Flags, Gathered, Passed, Ran
+from mis_plugins.routing.table import CLASSES, KINDS, LOG_PROB, SPLIT, TRAIN, Fault, Flags, Gathered, Kind, Passed, Ran
 
 MTP = re.compile(r"(^|\.)mtp(\.|$)")
 

@@ -396,7 +396,7 @@ def test_without_the_step_hook_a_later_micro_batch_reads(tmp_path: Path, compari
 def test_without_the_step_hook_what_is_on_its_way_is_left_alone(
     tmp_path: Path, comparison: Comparison, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr("mis_plugins.packing.transfer.Arrival.ready", False)
+    monkeypatch.setattr("mis_plugins.packing.collectives.Arrival.ready", False)
     for _ in range(3):
         loss(settings(tmp_path, **RAISE), handed(flip(example(), 0, 0)))
     assert len(comparison.pending) == 3 and comparison.totals.compared == 0

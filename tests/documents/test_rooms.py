@@ -22,7 +22,7 @@ FLOORS = {
 }
 OPEN_TO_TRUE_ON_POLICY = {"packing", "config", "hosts", "mis", "shared", "errors"}
 # The report reads files alone: it knows no host, and only the door imports it.
-READ_BY_REPORT = {"report", "config", "packing", "correction", "metrics", "explain", "shared", "errors"}
+READ_BY_REPORT = {"report", "config", "packing", "correction", "metrics", "versions", "explain", "shared", "errors"}
 ENTRIES = 18
 
 

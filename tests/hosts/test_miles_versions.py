@@ -18,8 +18,7 @@ from mis_plugins.hosts.adapters.miles import NEEDS
 from mis_plugins.hosts.versions import generate
 from mis_plugins.hosts.versions.rollouts import Numbering, Shelf
 from mis_plugins.hosts.versions.samples import Note
-from mis_plugins.versions.recompute import Request
-from mis_plugins.versions.spans import spans
+from mis_plugins.versions.spans import Request, spans
 
 KEY = NEEDS.notes
 

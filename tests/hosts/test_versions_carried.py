@@ -25,7 +25,7 @@ from mis_plugins.hosts.versions.carrying import Carrying
 from mis_plugins.hosts.versions.rollouts import Numbering
 from mis_plugins.hosts.versions.samples import Note
 from mis_plugins.hosts.versions.scores import Scores, Trainer, shares
-from mis_plugins.versions.recompute import Request
+from mis_plugins.versions.spans import Request
 
 pytestmark = pytest.mark.usefixtures("numbering")
 

@@ -33,7 +33,7 @@ from mis_plugins import mis
 from mis_plugins.config.reading import from_mapping
 from mis_plugins.correction.pipeline import correct
 from mis_plugins.errors import ConfigError, InputError
-from mis_plugins.loss.centered import kept_by_rules
+from mis_plugins.loss.centering import kept_by_rules
 from mis_plugins.packing.layout import whole
 from mis_plugins.packing.ragged import Ranks
 

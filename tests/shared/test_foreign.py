@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from mis_plugins.shared import restricted
+from mis_plugins.shared import foreign
 from mis_plugins.shared.arrays import Npz, Safetensors
 from mis_plugins.shared.budget import OBJECTS, RecordError
 from mis_plugins.shared.foreign import load_foreign, load_pt, tensor_of
@@ -283,7 +283,7 @@ FILES: dict[tuple[str, str], tuple[Callable[[Path], Path], str]] = {
 
 @pytest.mark.parametrize("case", FILES, ids=" ".join)
 def test_a_hostile_file_is_refused_soon(case: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(restricted, "OBJECTS", replace(OBJECTS, base=10_000))  # checking types takes its time
+    monkeypatch.setattr(foreign, "OBJECTS", replace(OBJECTS, base=10_000))  # checking types takes its time
     make, message = FILES[case]
     made, begun = make(tmp_path / case[0]), time.monotonic()
     if message:

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 
 from lab.host.asynchronous.response import Response
 from mis_plugins.errors import ConfigError, InputError
-from mis_plugins.versions.recompute import Request, batches
-from mis_plugins.versions.spans import spans
+from mis_plugins.versions.spans import Request, batches, spans
 
 
 @st.composite

@@ -32,9 +32,8 @@ from torch import Tensor
 from mis_plugins.shared.archive import Stored, check_whole
 from mis_plugins.shared.arrays import Npz, Safetensors
 from mis_plugins.shared.budget import RecordError
-from mis_plugins.shared.foreign import load_foreign, tensor_of
+from mis_plugins.shared.foreign import Opaque, load_foreign, tensor_of
 from mis_plugins.shared.opened import Opened, read
-from mis_plugins.shared.restricted import Opaque
 from true_on_policy.diff.log_prob_record import FORMAT, LogProbRecord, host_samples, log_prob_records
 
 NON_INTRUSIVE = "non_intrusive__"  # SGLang's prefix for the values that its hooks record

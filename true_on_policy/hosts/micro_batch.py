@@ -18,9 +18,9 @@ from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
 from mis_plugins.hosts.batch import layout_of
+from mis_plugins.packing.collectives import Arrival, to_host
 from mis_plugins.packing.layout import Layout
 from mis_plugins.packing.ragged import Ranks
-from mis_plugins.packing.transfer import Arrival, to_host
 from mis_plugins.shared.arrays import save_safetensors
 from true_on_policy.bitwise import INTEGERS
 from true_on_policy.diff.log_prob_record import LogProbRecord, provenance

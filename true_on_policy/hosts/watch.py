@@ -26,8 +26,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from mis_plugins.packing.collectives import Arrival, to_host
 from mis_plugins.packing.ragged import to_device
-from mis_plugins.packing.transfer import Arrival, to_host
 from mis_plugins.shared.budget import RecordError
 from mis_plugins.shared.opened import optional
 from true_on_policy.bitwise import Mismatch, first_mismatch

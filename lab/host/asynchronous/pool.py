@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from lab.host.asynchronous.response import Response
-from mis_plugins.versions.recompute import Request, batches
+from mis_plugins.versions.spans import Request, batches
 
 Batch = tuple[Sequence[Sequence[int]], Sequence[int]]
 """Whole sequences for one forward pass, and how many tokens at the end of each to score."""

@@ -37,8 +37,8 @@ from mis_plugins.hosts.versions.samples import (
     segment_wise,
     served,
 )
-from mis_plugins.versions.recompute import Request
 from mis_plugins.versions.segment_wise import NO_VERSION
+from mis_plugins.versions.spans import Request
 
 NAME = "mis_plugins_rollouts"
 NO_NUMBER = -1

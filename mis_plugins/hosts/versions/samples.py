@@ -20,7 +20,7 @@ from mis_plugins.hosts.needs import LOGLINEAR
 from mis_plugins.hosts.registry import current
 from mis_plugins.hosts.versions.heads import HEAD
 from mis_plugins.hosts.versions.kept import KEPT
-from mis_plugins.shared import runs
+from mis_plugins.versions.spans import from_run_lengths, run_lengths
 
 # Attributes that our generate functions leave on a sample: FAULT where its versions cannot be known, and in RETRACTIONS
 # how often its requests were retracted.
@@ -70,7 +70,7 @@ class Note:
     def packed(self) -> list[Any]:
         """Batch, number, version and count of each run of tokens that one version wrote, and what else there is."""
         more = [dict(self.more)] if self.more else []
-        return [self.batch, self.number, *runs.packed(self.versions), *more]
+        return [self.batch, self.number, *run_lengths(self.versions), *more]
 
     @classmethod
     def of(cls, packed: Any, key: str) -> Note:
@@ -83,7 +83,7 @@ class Note:
                 f"{key}: not those of mis_plugins; give --custom-convert-samples-to-train-data-path "
                 "mis_plugins.mis.convert_with_versions"
             )
-        return cls(numbers[0], numbers[1], runs.unpacked(numbers[2:]), more)
+        return cls(numbers[0], numbers[1], from_run_lengths(numbers[2:]), more)
 
 
 SAID = (HEAD, KEPT)  # attributes that hold what the engine said of each token, beside its version

@@ -26,8 +26,8 @@ from mis_plugins.hosts.versions.samples import Note
 from mis_plugins.packing.exchange import gathered
 from mis_plugins.packing.layout import Layout
 from mis_plugins.packing.roll_call import met, timeout, together
-from mis_plugins.versions.recompute import Request, batches
 from mis_plugins.versions.segment_wise import Written
+from mis_plugins.versions.spans import Request, batches
 
 Data = dict[str, Any]
 Answers = Mapping[int, tuple[Sequence[int], Float[Tensor, " n"]]]

@@ -11,11 +11,10 @@ import torch
 from torch import Tensor
 
 from mis_plugins.errors import LARGEST, shown
-from mis_plugins.report.readers.keys import lacking
-from mis_plugins.report.record import REQUIRED, Record, from_mapping
-from mis_plugins.shared import runs
+from mis_plugins.report.record import REQUIRED, Record, from_mapping, lacking
 from mis_plugins.shared.budget import RecordError
 from mis_plugins.shared.foreign import tensor_of
+from mis_plugins.versions.spans import from_run_lengths
 
 # What a host calls the columns of the neutral form.
 NAMES = {
@@ -148,6 +147,6 @@ def _versions(versions: Any, size: int) -> dict[str, Any]:
     if len(held) > 3 and len(held) % 2 == 0 and all(type(value) is int for value in held):
         counts = held[3::2]
         fit = sum(counts) == size and min(counts) > 0
-        return {"versions": torch.tensor(runs.unpacked(held[2:]))} if fit else {}
+        return {"versions": torch.tensor(from_run_lengths(held[2:]))} if fit else {}
     numbers = {int(version) for version in held if str(version).isdecimal() and len(str(version)) < 19}
     return {"versions": torch.full((size,), numbers.pop())} if len(numbers) == 1 else {}
