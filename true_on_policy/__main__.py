@@ -261,8 +261,7 @@ def add_weights(subparsers: Subparsers) -> None:
 
 def weights(arguments: argparse.Namespace) -> int:
     with importing():  # torch: seconds
-        from true_on_policy.engines.answers import reading
-        from true_on_policy.engines.asking import answer_of
+        from true_on_policy.engines.asking import answer_of, reading
         from true_on_policy.engines.vllm import plugin as vllm
         from true_on_policy.models.tiny import read_weights
         from true_on_policy.weights.comparison import LIMITS, compare

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from true_on_policy.bitwise import FLOATS, first_mismatch
-from true_on_policy.engines.answers import LIMIT, reading, whole
+from true_on_policy.engines.asking import LIMIT, reading, whole
 from true_on_policy.engines.digests import DIGESTS, VALUES, Digest, read_values
 from true_on_policy.engines.handover import ASKED
 from true_on_policy.errors import EngineError, NotSeenError
