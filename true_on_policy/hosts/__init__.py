@@ -113,6 +113,6 @@ def prove_weights(args: Any) -> None:
     Raises:
         HostConfigError: the host, or one of its arguments, leaves no place where the trainer could compare.
     """
-    from true_on_policy.hosts.weights import install  # imports digests, which no other hook needs
+    from true_on_policy.hosts.weights import install  # imports the comparison of weights, which no other hook needs
 
     install(args)
