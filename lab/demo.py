@@ -24,7 +24,8 @@ from lab.host.loop import run_rank
 from lab.host.report import PANELS, MetricsLog, draw_histories, in_words
 from lab.host.train.parallel import launch
 from lab.provenance import write_json
-from mis_plugins.shared.shell import add_version, whole
+from mis_plugins.shared.numerals import whole
+from mis_plugins.shared.shell import add_version
 
 RECORD = "demo.json"
 # One small setting in which the mismatch is large: digits are reversed by a policy that was warm-started to a reward

@@ -35,7 +35,7 @@ from lab.gpu import sections
 from lab.gpu.plan import CONTRACT
 from lab.gpu.receipt import Measured, Receipt, Section, exit_code, held, write
 from lab.provenance import parser_of, provenance
-from mis_plugins.shared.shell import finite
+from mis_plugins.shared.numerals import finite
 from mis_plugins.shared.terminal import print_table
 from true_on_policy.kernels import gpu
 

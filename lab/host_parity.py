@@ -51,7 +51,7 @@ from lab.parity.verdict import (
     what_theirs_gave,
 )
 from lab.provenance import as_markdown, markdown_table, provenance, tracked, write_record
-from mis_plugins.shared.shell import count
+from mis_plugins.shared.numerals import count
 from mis_plugins.shared.terminal import print_table
 
 Group = tuple[str, str]

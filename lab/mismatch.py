@@ -54,7 +54,7 @@ from lab.ladder.workloads import (
 )
 from lab.provenance import parser_of, provenance, write_json
 from mis_plugins.errors import UserError
-from mis_plugins.shared.shell import count
+from mis_plugins.shared.numerals import count
 from true_on_policy.contract.model_config import check_model
 from true_on_policy.contract.sides import ENGINES
 from true_on_policy.engines.protocol import Engine

@@ -50,8 +50,8 @@ import yaml
 from lab.mutants import Mutant, mutants_of
 from lab.provenance import as_given, as_markdown, markdown_table, measured_with, parser_of, write_record
 from mis_plugins.shared.files import write_text
+from mis_plugins.shared.numerals import count, whole
 from mis_plugins.shared.provenance import REPOSITORY
-from mis_plugins.shared.shell import count, whole
 
 MATH = ("correction", "config/terms", "loss", "versions")
 ROOMS = (*MATH, "packing", "config", "metrics", "hosts")

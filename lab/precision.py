@@ -42,7 +42,7 @@ from lab.ladder.workloads import converse
 from lab.provenance import as_markdown, markdown_table, parser_of, provenance, write_record
 from mis_plugins.__main__ import load
 from mis_plugins.config.loading import presets
-from mis_plugins.shared.shell import count
+from mis_plugins.shared.numerals import count
 from true_on_policy.engines.hf import engine as hugging_face
 from true_on_policy.engines.hf.engine import HuggingFace
 from true_on_policy.models.pretrained import checkpoint_of

@@ -49,7 +49,8 @@ from mis_plugins.hosts import checks, ownership
 from mis_plugins.hosts.arguments import recorded, surprises
 from mis_plugins.hosts.host import Host
 from mis_plugins.hosts.registry import every_host
-from mis_plugins.shared.shell import REFUSED, Gone, add_version, count, importing, is_foreign, not_installed
+from mis_plugins.shared.numerals import count
+from mis_plugins.shared.shell import REFUSED, Gone, add_version, importing, is_foreign, not_installed
 from mis_plugins.shared.terminal import print_error, printable
 
 LONGEST_TARGET, LONGEST_ERROR = 300, 2000  # letters; a path of `base64:` holds a whole file

@@ -37,7 +37,7 @@ from lab.provenance import as_markdown, markdown_table, parser_of, provenance, w
 from mis_plugins import errors
 from mis_plugins.config import view
 from mis_plugins.errors import UserError
-from mis_plugins.shared.shell import count
+from mis_plugins.shared.numerals import count
 
 ROOMS = """weights large losses config answers scripts launchers translate dumps routes files memory ranks split
            segments baselines""".split()

@@ -33,7 +33,8 @@ from typing import Any
 from lab.host.cli.arguments import parse_args
 from lab.host.folders import set_aside
 from lab.provenance import as_given, committed_tree, measured_with, write_json
-from mis_plugins.shared.shell import INTERRUPTED, add_version, count, importing, whole
+from mis_plugins.shared.numerals import count, whole
+from mis_plugins.shared.shell import INTERRUPTED, add_version, importing
 
 STAMP, LOG = "made_of.json", "run.log"
 SEEDS, RESULTS = (0, 1, 2), Path("lab/results")

@@ -1,5 +1,5 @@
 """How every command of this repository speaks to a shell, and how it ends there: by a reader that left, by Ctrl-C, by
-SIGTERM, for a package that is not installed. Types of arguments refuse numbers that no tensor and no loop can use.
+SIGTERM, for a package that is not installed.
 
 A command's file starts with the lines below, before its other imports. Imports may take seconds, during which Ctrl-C
 may come.
@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import io
-import math
 import os
 import pkgutil
 import re
@@ -22,14 +21,12 @@ import signal
 import sys
 import threading
 import warnings
-from argparse import ArgumentTypeError
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from types import FrameType
 from typing import Any, NoReturn
 
 from mis_plugins import __version__
-from mis_plugins.errors import LARGEST, shown
 from mis_plugins.shared.terminal import Shown, print_error
 
 REFUSED, INTERRUPTED, UNREAD, TERMINATED = 2, 130, 141, 143
@@ -231,45 +228,3 @@ def _leave_unread() -> int:
     for stream in (sys.stdout, sys.stderr):
         os.dup2(nowhere, stream.fileno())
     return UNREAD
-
-
-def whole(text: str) -> int:
-    """A whole number that 64 bits hold.
-
-    Raises:
-        ArgumentTypeError: text that is no such number.
-    """
-    try:
-        value = int(text)
-    except ValueError:
-        raise ArgumentTypeError(f"got {shown(text)}; expected a whole number") from None
-    if abs(value) > LARGEST:
-        raise ArgumentTypeError(f"got {shown(text)}; the largest whole number is {LARGEST}")
-    return value
-
-
-def count(text: str) -> int:
-    """A whole number of at least 1.
-
-    Raises:
-        ArgumentTypeError: text that is no such number.
-    """
-    value = whole(text)
-    if value < 1:
-        raise ArgumentTypeError(f"got {value}; expected at least 1")
-    return value
-
-
-def finite(text: str) -> float:
-    """A number that is neither infinite nor NaN.
-
-    Raises:
-        ArgumentTypeError: text that is no such number.
-    """
-    try:
-        value = float(text)
-    except ValueError:
-        raise ArgumentTypeError(f"got {shown(text)}; expected a number") from None
-    if not math.isfinite(value):
-        raise ArgumentTypeError(f"got {shown(text)}; expected a finite number")
-    return value

@@ -7,7 +7,7 @@ import pytest
 from commands import ran
 
 from mis_plugins.errors import LARGEST, shown
-from mis_plugins.shared.shell import count, finite, whole
+from mis_plugins.shared.numerals import count, finite, whole
 
 HUGE = "1" + "0" * 400
 

@@ -20,7 +20,7 @@ from typing import Any, get_args
 from mis_plugins.config.file import parsed, text_of
 from mis_plugins.config.view import view
 from mis_plugins.errors import cut, shown
-from mis_plugins.shared.shell import whole
+from mis_plugins.shared.numerals import whole
 from true_on_policy.contract.gpu import (
     DEEP_GEMM,
     GPU_FAMILIES,

@@ -16,7 +16,8 @@ import argparse
 from pathlib import Path
 from typing import get_args
 
-from mis_plugins.shared.shell import Gone, importing, whole
+from mis_plugins.shared.numerals import whole
+from mis_plugins.shared.shell import Gone, importing
 from true_on_policy.contract.families import covered
 from true_on_policy.contract.model_config import PRETRAINED, check_model
 from true_on_policy.contract.sides import ENGINES, TRAINERS

@@ -10,7 +10,8 @@ from dataclasses import Field, dataclass, field, fields
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from lab.host.rollout.serving import SERVING
-from mis_plugins.shared.shell import add_version, finite, whole
+from mis_plugins.shared.numerals import finite, whole
+from mis_plugins.shared.shell import add_version
 
 PRECISIONS = ("fp32", "bf16", "int8", "int4", "int3")
 TELLING = tuple(name for name, engine in SERVING.items() if engine.tells_weights)
