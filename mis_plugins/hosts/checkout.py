@@ -146,8 +146,8 @@ def locals_of(node: ast.AST) -> set[str]:
     return {name.id for name in names if isinstance(name.ctx, ast.Store)}
 
 
-def handed_on(node: ast.AST, asked: Sequence[str]) -> set[str]:
-    """Of the keywords asked for, those that a function hands on together: the most of any one call or dict of it."""
+def handed_on(node: ast.AST, asked: Sequence[str]) -> set[Any]:
+    """The keywords asked for that a function hands on together: in the one call or dict of it that has most of them."""
     calls = (each.keywords for each in ast.walk(node) if isinstance(each, ast.Call))
     keys = (each.keys for each in ast.walk(node) if isinstance(each, ast.Dict))
     groups = [{keyword.arg for keyword in call} for call in calls]
