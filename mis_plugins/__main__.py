@@ -129,9 +129,9 @@ def check(arguments: argparse.Namespace) -> str | int:
     With the flags it needs, and warnings of what works as it says and may yet surprise. A file in Miles's flat keys is
     understood too. --host makes the flags that host's, ready to paste, and refuses what it cannot serve.
 
-    A script (.sh, or .py as Miles has them) is read and never executed. The output ends with the lines to change, as a
-    diff for `patch`; --preset names what shall correct there (default: the script's own config, else tis). Behind --
-    stands what the script is started with: check run.py -- --enable-mis.
+    A script (.sh, .bash, .slurm, .sbatch, or .py as Miles has them) is read and never executed. The output ends with
+    the lines to change, as a diff for `patch`; --preset names what shall correct there (default: the script's own
+    config, else tis). Behind -- stands what the script is started with: check run.py -- --enable-mis.
     """
     host = every_host().get(arguments.host)
     if launch.is_script(arguments.target):
@@ -139,7 +139,7 @@ def check(arguments: argparse.Namespace) -> str | int:
         print(text)
         return code
     if arguments.given or arguments.preset:
-        raise ConfigError("--preset, and arguments behind --, belong to a launch script (.sh, .py)")
+        raise ConfigError("--preset, and arguments behind --, belong to a launch script (.sh, .slurm, .py)")
     file = file_of(arguments.target)
     named = shlex.quote(str(file.absolute())) if host and file.is_file() else "FILE"
     return _told(keys_of(file), host, named)  # read once: it may be a pipe

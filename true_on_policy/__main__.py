@@ -37,9 +37,6 @@ if TYPE_CHECKING:
     from true_on_policy.contract.gpu import GpuContract
 
 Subparsers = argparse._SubParsersAction
-SECONDS = 600  # for one answer of an engine about its weights
-NOT_RUN = "Read in the sources of Miles, SGLang and Megatron; this project has not run it on a GPU."
-NOT_LAUNCHED = "No release launches this family; what it would take, and at the end what is missing."
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -140,6 +137,8 @@ CONTRACT = """What trainer and engine must share on GPUs.
 prints, operation by operation, whose bits both sides share; what could be chosen instead; the layouts that hold; the
 environment; and what is not covered.
 """
+NOT_RUN = "Read in the sources of Miles, SGLang and Megatron; this project has not run it on a GPU."
+NOT_LAUNCHED = "No release launches this family; what it would take, and at the end what is missing."
 
 
 def add_contract(subparsers: Subparsers) -> None:
@@ -246,6 +245,7 @@ vLLM needs VLLM_SERVER_DEV_MODE=1 too.
 
 Exit codes: 0 equal; 1 different, and the first tensor that differs is named; 2 could not compare.
 """
+SECONDS = 600  # for one answer of an engine about its weights
 
 
 def add_weights(subparsers: Subparsers) -> None:
@@ -290,7 +290,9 @@ COMMANDS: Mapping[str, Callable[[Subparsers], None]] = {
     "doctor": add_doctor,
     "weights": add_weights,
 }
-"""By its name, what adds a command: it imports what the command's arguments need, and sets run(arguments) -> code."""
+"""By its name, what adds a command: it imports what the command's arguments need, and sets run(arguments) -> code.
+
+`diff` and `flags` have a `command.py` in their rooms, since other code calls it."""
 
 
 class _Parser(argparse.ArgumentParser):

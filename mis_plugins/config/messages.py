@@ -1,8 +1,8 @@
 """Errors and warnings about the keys of a host's arguments.
 
 They say which keys correct, where a config was looked for, and which key a misspelled one may be meant for.
-A hook that corrects has no such error, and does not load this file. A name that the parser of a host is recorded to
-make is the host's own. The records lie in `hosts/records/`. Their first lines name what each was made from:
+A hook that corrects loads this file only where a config has keys that are not ours. An argument that a host's recorded
+parser knows is the host's own. The records lie in `hosts/records/`. Their first lines name what each was made from:
 `lab/host_arguments.py` and a checkout, or single files of a host where no checkout can be had.
 """
 

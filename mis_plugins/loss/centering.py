@@ -18,6 +18,9 @@ engine is taken to be q_v = rho p_v, and sum_v p_v s_v = 0 leaves
 With top-p or top-k sampling both sides are normalized over the support. A head that is the whole support leaves rho
 without effect, because sum_H p_v s_v is then 0.
 
+`Head` holds what a micro-batch gives to the estimate. It decides which tokens keep their term and by which factor, and
+reports the drift.
+
 Marek and Ryabinin 2026, "Score Centering Stabilizes Off-policy Reinforcement Learning", arxiv.org/abs/2609.20807,
 equations 9, 12 and 14, and appendix A.
 """
@@ -285,7 +288,7 @@ class Head:
     exchange: Exchange | None = None
 
     def center(self, target: Float[Tensor, " T"], usable: Bool[Tensor, " T"], config: CorrectionConfig) -> Center:
-        """The centering term of each usable position at which the engine named a token; see `loss/centering.py`.
+        """The centering term of each usable position at which the engine named a token; see the head of this file.
 
         The term has no gradient where the config does not center.
         """

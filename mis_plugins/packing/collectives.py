@@ -1,6 +1,6 @@
-"""Reductions over ranks, and copies to the host that nothing waits for.
+"""Reductions in which another rank may die, and copies from the device to the CPU, which nothing waits for.
 
-A rank may die: with Miles's torchft the others live on and repeat the step.
+With Miles's torchft the other ranks live on and repeat the step.
 """
 
 from __future__ import annotations

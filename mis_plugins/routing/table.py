@@ -1,6 +1,7 @@
 """Sums of routes on the device: by layer and position, by layer and sample, and counts for each token.
 
-What the sums show to be wrong with a replay of routes is a `Fault`, in words that name layer, stage and sample.
+`faulty_layers` finds what the sums show to be wrong with a replay of routes, and `of_layer` and `of_sample` say it in
+words. A `Fault` is what a hook saw without sums.
 """
 
 from __future__ import annotations

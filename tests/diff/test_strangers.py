@@ -241,6 +241,8 @@ def test_files_of_one_index_are_read_in_one_order(tmp_path: Path) -> None:
         for step in range(12):
             dump(tmp_path / name, 1, "x.output", X + step, step=step)
     assert report(tmp_path / "a", tmp_path / "b").exit_code == EQUAL
+    dump(tmp_path / "a", 1, "x.output", X + 12, step=12)
+    assert {row.status for row in report(tmp_path / "a", tmp_path / "b").rows[:12]} == {"equal"}
 
 
 def test_a_map_may_leave_out_what_b_alone_holds(folder: Path, tmp_path: Path) -> None:

@@ -178,7 +178,7 @@ def test_a_rank_with_two_files_is_refused(tmp_path: Path) -> None:
     for rank in (0, 1):
         write(path, Dump(Process(rank, 2), Observation({}, {}), CONTRACT))
     (tmp_path / "trainer.rank1.old.json").write_bytes((tmp_path / "trainer.rank1.json").read_bytes())
-    with pytest.raises(DumpError, match=r"trainer\.json: rank 1 wrote two files beside it"):
+    with pytest.raises(DumpError, match=r"trainer\.json: more than one file of rank 1"):
         load(path)
 
 

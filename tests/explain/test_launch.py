@@ -263,6 +263,11 @@ TOLD = [
     (MIS, f"cd /none/miles\npython3 train.py {FULL}", (), 2, "the script changes to /none/miles/, where it is not"),
     (MIS, f"cd /none/miles\ngit pull\ncd -\npython3 train.py {FULL}", (), 0, NONE),
     (MIS, f"pushd /none\npopd\npython3 train.py {FULL}", (), 0, NONE),
+    (MIS, f"pushd /none; pushd sub; popd; popd\npython3 train.py {FULL}", (), 0, NONE),
+    (MIS, f"pushd /none; cd sub; popd\npython3 train.py {FULL}", (), 0, NONE),
+    (MIS, f"popd\npython3 train.py {FULL}", (), 2, "the script changes to popd, where it is not"),
+    (MIS, f'ray job submit --working-dir "$PWD" -- python3 train.py {FULL}', (), 0, NONE),
+    (MIS, f"#SBATCH --chdir=/none\npython3 train.py {FULL}", (), 2, "the script changes to /none/, where it is not"),
     *((MIS, f"{before} python3 train.py {FULL}", (), 2, "the script changes to /none/, where it is not")
       for before in ("pushd /none;", "ray job submit --working-dir=/none --", "srun --chdir /none",
                      """ray job submit --runtime-env-json '{"working_dir": "/none"}' --""")),
@@ -272,7 +277,10 @@ TOLD = [
     *((MIS, f"{gone}\npython3 train.py {FULL}", (), 2, SURE) for gone in ("mv mis.yaml x.yaml", "rm mis.yaml x.yaml")),
     (MIS, f"python3 train.py {FULL} --rollout-sample-filter-path mis_plugins.mis.drop_brokn_samples", (), 2,
      "line 1): this pack has no function mis_plugins.mis.drop_brokn_samples"),
-    (MIS, f"python3 train.py {FULL} --custom-megatron-init-path mis_plugins.mis.carry_versions", (), 0, NONE),
+    *((MIS, f"python3 train.py {FULL} --custom-megatron-init-path {hook}", (), 0, NONE)
+      for hook in ("mis_plugins.mis.carry_versions", "true_on_policy.hosts.$HOOK")),
+    (MIS, f"python3 train.py {FULL} --custom-generate-function-path "
+     "mis_plugins.hosts.versions.generate.generate_with_versions", (), 0, NONE),
     *((MIS, f"python3 train.py {FULL}".replace("--use-tis", f"--use-tis{value}"), (), 2, "takes no value, and the host")
       for value in ("=false", " false")),
     (MIS, "A='--lr 1' B='--use-tis'\nALL=\"${A} ${B}\"\npython3 train.py $ALL", (), 1, "by --use-tis (line 1)"),
@@ -284,7 +292,7 @@ TOLD = [
         "ssh h <<E\npython3 train.py\nE", "bash <<< 'python3 train.py'",
     )),
     *((MIS, f"{line}\npython3 train.py {FULL}", (), 0, "runs another script, which is not read") for line in (
-        "bash inner.sh", "./inner.sh", "sbatch inner.sh", "echo 'python3 train.py' | bash",
+        "bash inner.sh", "./inner.sh", "sbatch inner.slurm", "echo 'python3 train.py' | bash",
     )),
     (MIS, BRANCHED.format("--loss-type custom_loss"), (), 2, "--loss-type (line 3): there only if this holds: ["),
     (MIS, BRANCHED.format("--prompt 'a b' --x"), (), 1, "): --colocate --prompt 'a b' --x may give more flags"),

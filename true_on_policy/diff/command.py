@@ -7,8 +7,8 @@ alone are compared.
     python -m true_on_policy diff train_data/7_0.pt             a host's dump: its engine beside its trainer
     python -m true_on_policy diff engine/ trainer/ --by-token   two recordings, whatever their batches were
 
-Exit codes: 0 all equal; 1 a tensor has other bytes, or a text is another; 2 none differs, but one could not be
-compared: it is missing, unreadable, of another dtype or shape, or a token has no log-prob.
+Exit codes: 0 all equal; 1 a tensor or a text differs; 2 nothing differs, but a tensor could not be compared: it is
+missing, unreadable, of another dtype or shape, or a token has no log-prob.
 """
 
 from __future__ import annotations

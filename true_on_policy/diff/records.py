@@ -100,7 +100,11 @@ def read_recording(path: Path | str) -> Recording:
     """
     path = Path(path)
     files = _files(path)
-    items = [item for file in sorted(files, key=str) for item in _items(file, alone=file == path)]
+    items = [
+        item
+        for file in sorted(files, key=lambda file: _natural(str(file)))
+        for item in _items(file, alone=file == path)
+    ]
     items.sort(key=lambda item: item[0])
     return Recording(path, numbered(entry for _, entry in items))
 

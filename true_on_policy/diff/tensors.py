@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os.path
 import re
 from collections import Counter
 from collections.abc import Mapping
@@ -59,7 +60,7 @@ class Report:
 
     rows: one row a tensor, in execution order of A; tensors that A lacks come last.
     left_out: how many tensors of either side have no counterpart by the table of frameworks or the map.
-    no_rows: how many tensors were not compared by token, since neither side has one row for each token.
+    no_rows: how many values were not compared by token: texts, and tensors of which neither side has one row a token.
     tokens: how many pairs of tokens were compared; None where tensors were not matched by token.
     masked: how many tokens of a host's dump its loss mask leaves out.
     """
@@ -200,7 +201,9 @@ def _compared(key: Key, a: Value, b: Value, regroup: bool) -> Row:
         return Row(key, "not comparable", detail=f"{type(a).__name__} against {type(b).__name__}")
     if repr(a) == repr(b):
         return Row(key, "equal", detail=EMPTY)
-    return Row(key, "different", detail=f"{shown(a)} against {shown(b)}")
+    letter = len(os.path.commonprefix([repr(a), repr(b)]))
+    where = f", from letter {letter}" if shown(a) == shown(b) else ""
+    return Row(key, "different", detail=f"{shown(a)} against {shown(b)}{where}")
 
 
 def verdict(key: Key, mismatch: Mismatch | None) -> Row:

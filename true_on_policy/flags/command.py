@@ -177,6 +177,12 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _check_ranks(counts: Mapping[str, int | None]) -> None:
+    for flag, given in counts.items():
+        if given is not None and given < 1:
+            raise ContractError(f"{flag}: got {given}; a side has 1 rank or more")
+
+
 def contract_of(arguments: argparse.Namespace) -> GpuContract:
     """Build the contract that the command line asks for.
 
@@ -186,9 +192,7 @@ def contract_of(arguments: argparse.Namespace) -> GpuContract:
     model = "qwen3-4B" if arguments.model is None else arguments.model
     backend = arguments.backend or "megatron"
     host_contract(GPU_FAMILIES[family_and_size(model)[0]])
-    for flag, given in (("--tp", arguments.tp), ("--cp", arguments.cp), ("--engine-tp", arguments.engine_tp)):
-        if given is not None and given < 1:
-            raise ContractError(f"{flag}: got {given}; a side has 1 rank or more")
+    _check_ranks({"--tp": arguments.tp, "--cp": arguments.cp, "--engine-tp": arguments.engine_tp})
     context = arguments.cp or 1
     shared = context if backend == "megatron" else 1
     tensor = fewest_ranks(model, backend, shared) // shared if arguments.tp is None else arguments.tp

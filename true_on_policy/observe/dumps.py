@@ -179,7 +179,7 @@ def _side(first: Path) -> list[Dump]:
     others = [read(file) for file in sorted(first.parent.glob(pattern))]
     dumps = [zero, *(each for each in others if each.process.ranks == zero.process.ranks)]
     if twice := [rank for rank, count in Counter(each.process.rank for each in dumps).items() if count > 1]:
-        raise DumpError(f"{first}: {_ranks(twice)} wrote two files beside it; remove those of an earlier run")
+        raise DumpError(f"{first}: more than one file of {_ranks(twice)}; remove those of an earlier run")
     return dumps
 
 

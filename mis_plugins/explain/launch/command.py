@@ -15,7 +15,7 @@ from mis_plugins.config.loading import read_keys
 from mis_plugins.errors import ConfigError, UserError
 from mis_plugins.explain.launch import bash, python
 from mis_plugins.explain.launch.judgement import Judgement, Want, arguments, judge
-from mis_plugins.explain.launch.reader import PACKAGES, Launch, Reading
+from mis_plugins.explain.launch.reader import PACKAGES, SCRIPTS, Launch, Reading
 from mis_plugins.hosts import checks
 from mis_plugins.hosts.arguments import recorded
 from mis_plugins.hosts.host import Host
@@ -219,5 +219,5 @@ def _appended_python(source: bytes, begin: int, end: int, texts: Sequence[str]) 
 
 
 SHELL = bash.launches, _appended_bash
-READERS = {".py": (python.launches, _appended_python), **dict.fromkeys((".sh", ".bash", ".slurm", ".sbatch"), SHELL)}
+READERS = {".py": (python.launches, _appended_python), **dict.fromkeys(SCRIPTS, SHELL)}
 """By the end of a script's name, what reads it, and what writes flags behind others of a start."""

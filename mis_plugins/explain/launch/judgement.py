@@ -217,9 +217,7 @@ def _unsure(launch: Launch, flags: Mapping[str, Flag]) -> Iterator[str]:
     for word in launch.words:
         if not word.is_known and any(flag in word.source for flag in DECIDES):
             yield f"({word.place}): one of {word.source}"
-    for name, flag in flags.items():
-        if name in SWITCHES and flag.value is not None and flag.value.is_known:
-            yield f"{name} ({flag.word.place}): takes no value, and the host ends at {flag.value.source}; drop it"
+    yield from _switches_with_values(flags)
     loss = _other_loss(flags)
     if loss is not None:
         yield (
@@ -236,6 +234,13 @@ def _unsure(launch: Launch, flags: Mapping[str, Flag]) -> Iterator[str]:
             yield f"{name} ({flag.word.place}): only running the script would tell its value, {value.source}"
 
 
+def _switches_with_values(flags: Mapping[str, Flag]) -> Iterator[str]:
+    for name, flag in flags.items():
+        if name in SWITCHES and flag.value is not None and flag.value.is_known:
+            value = flag.value.source
+            yield f"{name} ({flag.word.place}): takes no value, and the host's parser refuses {value!r}; drop it"
+
+
 def _loads(flags: Mapping[str, Flag]) -> Iterator[str]:
     """Each function of this pack, of the host's example or of the user that the command loads for a correction."""
     for name, flag in flags.items():
@@ -244,6 +249,7 @@ def _loads(flags: Mapping[str, Flag]) -> Iterator[str]:
         value = flag.value.source
         if value.startswith(OURS):
             whose = "a hook of this pack" if _is_held(value) else "this pack has no such function"
+            whose = whose if flag.value.is_known else "only running the script would tell which"
             yield f"loads: {name} {value} ({flag.value.place}): {whose}"
         elif name in (TIS, LOSS):
             whose = "the host's own example" if HOSTS_OWN in value else "no hook of this pack"
@@ -256,7 +262,7 @@ def _is_held(path: str) -> bool:
     """Whether this pack has the function of a dotted path, by the source of its module."""
     module, _, name = path.rpartition(".")
     texts = (file.read_text(encoding="utf-8") for file in map(PACK.joinpath, paths(module)) if file.is_file())
-    return any(re.search(rf'^(def |    "){re.escape(name)}\b', text, re.M) for text in texts)
+    return any(re.search(rf'^((async )?def |    "){re.escape(name)}\b', text, re.M) for text in texts)
 
 
 def _config(flag: Flag | None, reading: Reading, path: Path, folder: str) -> Given:
@@ -387,11 +393,15 @@ def _want(judgement: Judgement, flags: Mapping[str, Flag], given: Given, preset:
     if judgement.source is value and not flag.says(str(file_of(name).absolute())):
         why = given.problem or (f"--preset {name}" if preset else "no config says how to correct")
         judgement.wants.append(Want(CONFIG, value, flag.value, why))
-    changed = {want.flag for want in judgement.wants}
+    judgement.unsure += _not_held(flags, {want.flag for want in judgement.wants})
+
+
+def _not_held(flags: Mapping[str, Flag], changed: set[str]) -> Iterator[str]:
+    """The flags, but for those that change, which name a function of this pack that it lacks."""
     for name, flag in flags.items():
-        path = flag.value.source if flag.value and name not in changed else ""
+        path = flag.value.source if flag.value and flag.value.is_known and name not in changed else ""
         if path.startswith(OURS) and name.endswith("-path") and not _is_held(path):
-            judgement.unsure.append(f"{name} ({flag.word.place}): this pack has no function {path}")
+            yield f"{name} ({flag.word.place}): this pack has no function {path}"
 
 
 def _needed(config: CorrectionConfig, host: Host | None) -> dict[str, str | None]:

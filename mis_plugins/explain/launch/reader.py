@@ -13,6 +13,7 @@ from mis_plugins.explain.launch.words import Piece, Text, Word, hole, under
 from mis_plugins.shared.budget import VALUES, Clock
 
 PACKAGES = {"miles", "slime", "vime"}  # of the hosts whose launch scripts are read
+SCRIPTS = (".sh", ".bash", ".slurm", ".sbatch")  # endings of what a shell reads
 DEEPEST = 32  # functions, sourced files and evaluated texts within one another
 Joined = dict[tuple[int, int], tuple[Any, Any, Any]]  # of two branches: the values of either, and both in one
 Clause = tuple[str, bool | None, Callable[[], object]]  # a condition, whether it holds where that is known, the work

@@ -11,8 +11,8 @@ from pathlib import Path
 from mis_plugins.config.file import text_of
 from mis_plugins.explain.launch.bash.builtins import FILLS, NAMES_TRAIN, PRINTS, Builtins, pair
 from mis_plugins.explain.launch.bash.grammar import ENDS_ROUND, Node, one_line, parsed, says
-from mis_plugins.explain.launch.bash.texts import EXPORTED, FOLDER, LAST_PIPE, LEFT, Value
-from mis_plugins.explain.launch.reader import PACKAGES, Ended, Launch, Returned, is_train
+from mis_plugins.explain.launch.bash.texts import EXPORTED, FOLDER, LAST_PIPE, LEFT, PUSHED, Value
+from mis_plugins.explain.launch.reader import PACKAGES, SCRIPTS, Ended, Launch, Returned, is_train
 from mis_plugins.explain.launch.words import HOLE, Piece, Text, hole, known, literal, shown, spaced, word_of
 
 SHELLS = ("bash", "sh", "zsh", "dash")
@@ -29,6 +29,9 @@ LETS_GO = ("-i", "-u", "--ignore", "--unset", "--export")
 PYTHON = re.compile(r"(i?python|pypy)[\d.]*|torchrun|accelerate|deepspeed|uv|poetry")
 # The folder in which Ray, Slurm or Docker starts a program.
 WORKS_IN = re.compile(r"""(?:--(?:working-dir|chdir|workdir)[ =]|"working_dir": *)"?([^\s"]+)""")
+HERE = ("$PWD", "${PWD}", "$(pwd)")
+# The folder in which Slurm starts a script.
+BATCH_FOLDER = re.compile(r"^#SBATCH\s+(?:--chdir[= ]|-D\s*)(\S+)", re.M)
 # What sets up a shell, and no variable of a training.
 OF_A_SHELL = re.compile(r"\$\((?:[^\s()]*/)?(?:conda|mamba|micromamba|pyenv|ssh-agent)\s[^()]*\)")
 # A part of an evaluated text that is known but for its branch: words that need no quotes.
@@ -53,6 +56,8 @@ class Commands(Builtins):
 
     def run_text(self, script: str) -> None:
         root, lost = parsed(script, self.reading.clock.is_over)
+        if not self.texts and (named := BATCH_FOLDER.search(script)):
+            self.variables[FOLDER] = literal(f"{named[1]}/")
         self.texts.append(root)
         for keyword in lost:
             self.unread(keyword, "the parser of bash loses the branch before it; write one assignment a line")
@@ -140,7 +145,7 @@ class Commands(Builtins):
         place = (0, 0) if self.source or not ends else (ends[-1], ends[-1])
         parts = {part.lower() for word in words for part in shown(word).replace(":", "/").split("/")}
         given, hosts, folder = tuple(map(word_of, words[at + 1 :])), frozenset(parts & PACKAGES), shown(self._folder())
-        if named := WORKS_IN.search(shown(spaced(words[:at]))):
+        if (named := WORKS_IN.search(shown(spaced(words[:at])))) and named[1] not in HERE:
             folder = os.path.join(folder, named[1], "")
         self.found.append(Launch(self.lines(name or node)[0], given, hosts, place, self.branch, folder=folder))
 
@@ -167,7 +172,7 @@ class Commands(Builtins):
             and all(map(is_unknown, words))
         ):
             self.unread(node, "may start train.py too")
-        elif shell in (0, *range(len(given))) and words or any(word.endswith(".sh") for word in (name, *given)):
+        elif shell in (0, *range(len(given))) and words or any(word.endswith(SCRIPTS) for word in (name, *given)):
             self.unread(node, "runs another script, which is not read")
 
     def _exit(self, node: Node, words: list[Text]) -> None:
@@ -208,6 +213,19 @@ class Commands(Builtins):
         self.variables[FOLDER] = self.variables.get(LEFT, hole("-")) if shown(to) == "-" else there
         self.variables[LEFT] = before
 
+    def _pushd(self, node: Node, words: list[Text]) -> None:
+        """`cd` that keeps the folder before, to which `popd` goes back."""
+        self.variables[PUSHED] = [*self._pushed(), self._folder()]
+        self._cd(node, words)
+
+    def _popd(self, node: Node, words: list[Text]) -> None:
+        *kept, last = self._pushed() or [hole("popd")]
+        self.variables |= {PUSHED: kept, LEFT: self._folder(), FOLDER: last}
+
+    def _pushed(self) -> list[Text]:
+        pushed = self.variables.get(PUSHED)
+        return pushed if isinstance(pushed, list) else []
+
     def _eval(self, node: Node, words: list[Text]) -> None:
         self.evaluate(spaced(words), shares=True)
         if known(spaced(words)) is None and not OF_A_SHELL.fullmatch(shown(spaced(words))):
@@ -241,8 +259,9 @@ COMMANDS: dict[str, Callable[[Commands, Node, list[Text]], None]] = {
     ".": Commands._source,
     "eval": Commands._eval,
     "exit": Commands._exit,
-    **dict.fromkeys(("cd", "pushd"), Commands._cd),
-    "popd": lambda shell, node, words: shell._cd(node, [literal("-")]),
+    "cd": Commands._cd,
+    "pushd": Commands._pushd,
+    "popd": Commands._popd,
     **dict.fromkeys(("exec", "time"), lambda shell, node, words: shell.call(node, words)),
     "return": Commands._return,
     **dict.fromkeys(ENDS_ROUND, Commands._end_round),
