@@ -420,6 +420,8 @@ def of(**objective: Any) -> dict:
         ({}, {"use_kl_loss": True, "kl_loss_type": "k4"}, r"--kl-loss-type: got 'k4'; choose one of k1, k2, k3"),
         ({}, {"eps_clip_c": 0.9}, r"^--eps-clip-c: got 0\.9; a dual clip lies above 1"),
         ({}, {"eps_clip_c": math.nan}, r"^--eps-clip-c: got nan; a dual clip lies above 1"),
+        *(({}, {name: "much", **KL} | {name: "much"}, rf"^--{name.replace('_', '-')}: got 'much'; expected a number")
+          for name in ("entropy_coef", "kl_loss_coef")),
         *(({}, {name: width}, rf"^--{name.replace('_', '-')}: got {width}; the width of a clip is a number that is no")
           for name in ("eps_clip", "eps_clip_high") for width in (-1, math.nan)),
         ({}, {"use_opsm": True, "opsm_delta": math.nan}, r"^--opsm-delta: got nan; give a finite number of nats"),
@@ -557,6 +559,12 @@ def test_entropy_is_computed_where_it_is_wanted(monkeypatch: pytest.MonkeyPatch)
     assert_same(plain, observed)
     assert plain.metrics["entropy_loss"] == 0 != observed.metrics["entropy_loss"]
     assert_close(learned.loss, plain.loss - 0.01 * observed.metrics["entropy_loss"])
+
+
+def test_a_number_that_yaml_leaves_a_text_is_read():
+    """YAML reads `1e-2` as text, and a host hands the keys of a file on as they are."""
+    texts, numbers = ({name: kind(0.01) for name in ("entropy_coef", "kl_loss_coef")} for kind in ("{:.0e}".format, float))
+    assert_same(*(call(random_step(4), {}, **(KL | given)) for given in (texts, numbers)))
 
 
 def test_pg_loss_reducer(monkeypatch: pytest.MonkeyPatch):
