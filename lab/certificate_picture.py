@@ -21,9 +21,9 @@ from matplotlib.figure import Figure
 
 from lab.palette import color
 from mis_plugins.shared.files import check_writable
+from true_on_policy.__main__ import add_verify
 from true_on_policy.contract.model_config import check_model
 from true_on_policy.verify.certificate import Evidence
-from true_on_policy.verify.command import add_parser
 from true_on_policy.verify.verification import EXIT, certified, title
 
 ZERO = 1e-10  # where the logarithmic axis shows a difference of exactly 0
@@ -34,7 +34,7 @@ def main(argv: list[str] | None = None) -> int:
     picture, *rest = sys.argv[1:] if argv is None else argv
     sys.argv[1:] = ["verify", *rest]  # a certificate states its command
     parser = argparse.ArgumentParser()
-    add_parser(parser.add_subparsers())
+    add_verify(parser.add_subparsers())
     arguments = parser.parse_args(sys.argv[1:])
     check_model(arguments.model)
     check_writable(Path(picture), "PICTURE")

@@ -41,7 +41,7 @@ from lab.in_host.rows import ON_POLICY, ROWS, Row
 from lab.in_host.trees import HOSTS, CannotRun, Host
 from lab.records import Records, records
 from mis_plugins.report.readers import curves, paths
-from mis_plugins.report.readers.source import Problems
+from mis_plugins.report.readers.files import Problems
 from mis_plugins.shared.budget import RecordError
 from mis_plugins.shared.provenance import commit
 from mis_plugins.shared.terminal import print_table

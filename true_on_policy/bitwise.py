@@ -1,13 +1,18 @@
 """Compare two tensors by bytes: where they differ first, in which values, and how far apart the values are.
 
 Bytes decide: -0.0 is not 0.0, and two NaNs with other payloads differ. Tensors are read in blocks, so a tensor in a
-mapped file need not fit into memory.
+mapped file need not fit into memory. Where the tensors lie in two processes, a digest tells one process what the other
+holds.
 
 A distance in ulps counts the steps between representable values: 1 for neighbours, 0 for -0.0 and 0.0.
 """
 
 from __future__ import annotations
 
+import base64
+import hashlib
+import math
+import re
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -20,6 +25,7 @@ from torch import Tensor
 BLOCK = 1 << 20  # values compared at once; comparing a block takes about 50 bytes of scratch memory a value
 NO_DISTANCE = -1  # stands for the distance between a NaN and a value with other bytes
 FURTHEST = torch.iinfo(torch.int64).max  # a distance of 64-bit numbers saturates here
+HASHED = 1 << 26  # bytes hashed at once
 
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -38,6 +44,9 @@ SIGNED = frozenset(INTEGERS.values())
 ORDERED = FLOATS | UNSIGNED | SIGNED  # dtypes whose values have an order, and so a distance
 
 Kind = Literal["dtype", "shape", "bytes"]
+_DIGEST = re.compile(
+    r"(?P<dtype>\w{1,40}) (?P<shape>(?:\d{1,12}(?:x\d{1,12}){0,15})?) (?P<sha256>[0-9a-f]{64})", re.ASCII
+)
 
 
 @dataclass(frozen=True)
@@ -230,3 +239,63 @@ def _value(x: Shaped[Tensor, ""]) -> object:
 def _hexadecimal(x: Shaped[Tensor, ""]) -> str:
     width = 8 * x.element_size()
     return f"0x{int(_bits(x)) % (1 << width):0{width // 4}x}"
+
+
+@dataclass(frozen=True)
+class Digest:
+    """A digest identifies the dtype, the shape and the bytes of a tensor.
+
+    dtype: torch's name, without `torch.`.
+    shape: the sizes.
+    sha256: the SHA-256 of the bytes in row-major order, in hexadecimal.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    sha256: str
+
+    @classmethod
+    def of(cls, tensor: Shaped[Tensor, "..."]) -> Digest:
+        hashed, flat = hashlib.sha256(), _bytes(tensor)
+        for start in range(0, flat.numel(), HASHED):
+            hashed.update(flat[start : start + HASHED].cpu().numpy().data)
+        return cls(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), hashed.hexdigest())
+
+    @classmethod
+    def read(cls, text: str) -> Digest:
+        """Read a digest from its `text`.
+
+        Raises:
+            ValueError: the text is not that of a digest.
+        """
+        match = _DIGEST.fullmatch(text)
+        if match is None:
+            raise ValueError(f"{text[:100]!r} is no digest")
+        return cls(match["dtype"], tuple(map(int, re.findall(r"\d+", match["shape"]))), match["sha256"])
+
+    @property
+    def text(self) -> str:
+        return " ".join((self.dtype, "x".join(map(str, self.shape)), self.sha256))
+
+
+def values(tensor: Shaped[Tensor, "..."]) -> str:
+    """Return all bytes of a tensor as base64 text."""
+    return base64.b64encode(_bytes(tensor).cpu().numpy().tobytes()).decode()
+
+
+def read_values(text: str, digest: Digest) -> Shaped[Tensor, "..."]:
+    """Read a tensor from the text of `values` and the tensor's digest.
+
+    Raises:
+        ValueError: the text is no base64, or holds another number of bytes than the digest tells.
+    """
+    decoded = bytearray(base64.b64decode(text, validate=True))
+    size = math.prod(digest.shape) * getattr(torch, digest.dtype).itemsize
+    if len(decoded) != size:
+        raise ValueError(f"{len(decoded)} bytes of values, and the digest tells {size}")
+    flat = torch.frombuffer(decoded, dtype=torch.uint8) if decoded else torch.empty(0, dtype=torch.uint8)
+    return flat.view(getattr(torch, digest.dtype)).view(digest.shape)
+
+
+def _bytes(tensor: Shaped[Tensor, "..."]) -> Tensor:
+    return tensor.detach().contiguous().flatten().view(torch.uint8)

@@ -14,9 +14,8 @@ from lab.gpu.plan import CONTRACT, Plan
 from lab.gpu.receipt import Result
 from true_on_policy.bitwise import first_mismatch
 from true_on_policy.contract.cpu import Shapes
-from true_on_policy.kernels import flash_attention, gpu, gpu_probes
-from true_on_policy.kernels.gpu_probes import Packed, output
-from true_on_policy.kernels.probes import Failure, compare, drawing
+from true_on_policy.kernels import flash_attention, gpu, probes
+from true_on_policy.kernels.probes import Failure, Packed, compare, drawing, output
 
 # (num_splits, max_seqlen_q). On a contiguous cache FlashAttention-3 drops the causal mask of a lone query (1). In heads
 # of 128 it then takes wider tiles of keys than prefill does; with 2 it keeps prefill's tiles.
@@ -114,7 +113,7 @@ def decode_failures(
     the keys in other tiles than prefill does; with 2 it keeps the causal tiles.
     """
     for heads, groups, width in shapes.attention:
-        batch, last = Packed(drawing(dtype, device), heads, groups, width), len(gpu_probes.LENGTHS) - 1
+        batch, last = Packed(drawing(dtype, device), heads, groups, width), len(probes.LENGTHS) - 1
         (query, key, value), prefilled = batch.sequences[last], batch.attend(library, [last])[last]
         for t in POSITIONS:
             seen = torch.full((1,), t + 1, dtype=torch.int32, device=device)
@@ -128,7 +127,7 @@ def mixed_failures(dtype: str, shapes: Shapes, device: torch.device, library: Mo
     """Compare a mixed (chunked) batch, where one sequence decodes and one prefills, with each sequence alone."""
     for heads, groups, width in shapes.attention:
         batch = Packed(drawing(dtype, device), heads, groups, width)
-        one, other = len(gpu_probes.LENGTHS) - 1, len(gpu_probes.LENGTHS) - 2
+        one, other = len(probes.LENGTHS) - 1, len(probes.LENGTHS) - 2
         mixed = batch.attend(library, [one, other], last=(one,))
         alone = batch.attend(library, [one], last=(one,))[one], batch.attend(library, [other])[other]
         for name, a, b in zip(("decoding", "prefilling"), (mixed[one], mixed[other]), alone, strict=True):

@@ -21,8 +21,7 @@ from lab.gpu.machine import Call, Cuda
 from lab.gpu.plan import CONTRACT, Plan
 from lab.gpu.receipt import Result
 from true_on_policy.kernels import deep_gemm, flash_attention, gpu
-from true_on_policy.kernels.gpu_probes import Product
-from true_on_policy.kernels.probes import drawing
+from true_on_policy.kernels.probes import Product, drawing
 
 MODE, GEMM, SPLIT = "Megatron-core's mode", "DeepGEMM", "FA3, one split"
 

@@ -69,7 +69,7 @@ def swapped() -> Iterator[Cuda]:
     import triton_interpreter
     from stand_ins import FLASH_ATTENTION, deep_gemm_source
 
-    from true_on_policy.kernels import deep_gemm, flash_attention, gpu, gpu_probes, megatron
+    from true_on_policy.kernels import deep_gemm, flash_attention, gpu, megatron, probes
 
     with ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory())
@@ -79,7 +79,7 @@ def swapped() -> Iterator[Cuda]:
         for module in (megatron, flash_attention, deep_gemm, gpu):
             stack.enter_context(mock.patch.object(module, "device", lambda: DEVICE))
         for name, value in SHORTER.items():
-            stack.enter_context(mock.patch.object(gpu_probes, name, value))
+            stack.enter_context(mock.patch.object(probes, name, value))
         for name, value in NOT_COMPILED.items():
             stack.enter_context(mock.patch.object(compiled_functions, name, value))
         stack.enter_context(mock.patch.object(gpu, "PROBED", TINY.size))

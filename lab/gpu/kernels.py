@@ -13,9 +13,8 @@ from lab.gpu.plan import CONTRACT, Plan
 from lab.gpu.receipt import Result
 from true_on_policy.errors import ProbeError
 from true_on_policy.kernels import deep_gemm, gpu
-from true_on_policy.kernels.gpu_probes import in_company
 from true_on_policy.kernels.pin import pinned
-from true_on_policy.kernels.probes import COLUMNS, Failure, Kernel, compare, drawing
+from true_on_policy.kernels.probes import COLUMNS, Failure, Kernel, compare, drawing, in_company
 
 Case = tuple[str, tuple[int, ...], Kernel, torch.Tensor]
 Row = tuple[str, str, int, int, str]

@@ -17,8 +17,7 @@ from mis_plugins.config import reading
 from mis_plugins.config.model import CorrectionConfig
 from mis_plugins.errors import ConfigError
 from mis_plugins.report.readers import curves
-from mis_plugins.report.readers.files import library, opened, parsed
-from mis_plugins.report.readers.source import Problems
+from mis_plugins.report.readers.files import Problems, library, opened, parsed
 from mis_plugins.report.record import LONGEST_WORD, printed
 from mis_plugins.report.sweep import Candidate, judged
 from mis_plugins.shared.budget import LINE, RecordError

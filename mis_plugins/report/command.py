@@ -19,8 +19,8 @@ from mis_plugins.explain.limits import FIRST
 from mis_plugins.report.beside import found_config, spell, tokenizer_of
 from mis_plugins.report.causes import FEW
 from mis_plugins.report.proposal import Proposal, propose
+from mis_plugins.report.readers.files import Problems
 from mis_plugins.report.readers.paths import NOTHING, find, tell_nothing
-from mis_plugins.report.readers.source import Problems
 from mis_plugins.report.survey import Survey, Told, keep_freed_memory, report, walk
 from mis_plugins.report.sweep import Candidate, candidates, load
 from mis_plugins.report.verdict import ALARM, CALM, level_of, of_curves, verdict

@@ -24,7 +24,7 @@ from mis_plugins.report.causes import Facts, Finding, findings
 from mis_plugins.report.changes import Change, changes
 from mis_plugins.report.evidence import Evidence
 from mis_plugins.report.places import Tables, Worst
-from mis_plugins.report.readers.source import Problems, Source
+from mis_plugins.report.readers.files import Problems, Source
 from mis_plugins.report.record import Batch, Record, batches
 from mis_plugins.report.sweep import Candidate, Outcome, Shared, with_own_mean
 from mis_plugins.shared.budget import CHANGES, STEPS

@@ -11,7 +11,7 @@ from mis_plugins.explain.rungs import Rung, record
 from mis_plugins.report.causes import EVEN, FEW, PRECISION
 from mis_plugins.report.changes import SMALLEST, Change, changes, smallest_rise
 from mis_plugins.report.proposal import NOTHING, Proposal
-from mis_plugins.report.readers.source import Curve, Problem, Problems
+from mis_plugins.report.readers.files import Curve, Problem, Problems
 from mis_plugins.report.record import lacking
 from mis_plugins.report.survey import Report
 

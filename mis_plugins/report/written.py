@@ -11,7 +11,7 @@ from typing import Any
 from mis_plugins import __version__
 from mis_plugins.report.causes import CANNOT
 from mis_plugins.report.proposal import Proposal
-from mis_plugins.report.readers.source import Curve, Problems
+from mis_plugins.report.readers.files import Curve, Problems
 from mis_plugins.report.survey import Report
 from mis_plugins.report.verdict import Verdict
 

@@ -20,9 +20,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as recomputed
 
 from mis_plugins.shared.budget import RecordError
-from true_on_policy.__main__ import main
+from true_on_policy.__main__ import COMMANDS, main
 from true_on_policy.contract.cpu import Contract
 from true_on_policy.contract.rounding import ORDERS, NormOrder
+from true_on_policy.contract.specs import at
 from true_on_policy.diff import tensors as comparison
 from true_on_policy.diff.log_prob_record import FORMAT, LogProbRecord, digest, provenance
 from true_on_policy.diff.module_recorder import record
@@ -158,7 +159,8 @@ def test_a_file_that_cannot_be_written_is_told_before_anything_is_compared(
 
 def test_another_command_that_cannot_be_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture):
     """It stops nobody from comparing; asked for, it is an error, and an error is never "different"."""
-    monkeypatch.setattr("true_on_policy.__main__.COMMANDS", {"gone": "gone", "diff": "diff"})
+    commands = {"gone": at("true_on_policy.gone:add_parser"), "diff": COMMANDS["diff"]}
+    monkeypatch.setattr("true_on_policy.__main__.COMMANDS", commands)
     a = dump_all(tmp_path / "a", BASE)
     assert diff(a, a) == EQUAL
     assert main(["gone"]) == NOT_COMPARABLE

@@ -22,7 +22,7 @@ from true_on_policy.contract.gpu import WHY, Size
 from true_on_policy.engines.handover import FOLDER
 from true_on_policy.engines.sglang import settings as sglang_settings
 from true_on_policy.engines.sglang.settings import MODE, SPLITS, observe, written
-from true_on_policy.kernels import gpu_probes
+from true_on_policy.kernels import probes
 from true_on_policy.observe.dumps import load_engine
 from true_on_policy.observe.process import KERNELS, PRODUCTS
 
@@ -53,7 +53,7 @@ def runner(**changed: Any) -> Any:
 @pytest.fixture(autouse=True)
 def shorter(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
     for name, value in {"SIZES": (1, 2, 7), "FEW": (1, 2), "DIGESTED": (3, 16)}.items():
-        monkeypatch.setattr(gpu_probes, name, value)
+        monkeypatch.setattr(probes, name, value)
     write({"sglang/srt/distributed/parallel_state.py": "def get_tensor_model_parallel_world_size():\n    return 2\n"})
 
 
@@ -72,9 +72,9 @@ def test_what_a_process_runs(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_kernels_are_tried_on_the_device_of_the_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     stock = F.linear
     products = sglang_settings._products(model(64, 48, 2), SIZE)
-    assert observe(runner()).settings[PRODUCTS] == gpu_probes.digest("bf16", products, torch.device("cpu"))
+    assert observe(runner()).settings[PRODUCTS] == probes.digest("bf16", products, torch.device("cpu"))
     alone = lambda x, *rest: stock(x, *rest) + (len(x) == 1)  # noqa: E731
-    monkeypatch.setattr(gpu_probes.F, "linear", alone)
+    monkeypatch.setattr(probes.F, "linear", alone)
     assert "1 of 7 rows and all" in observe(runner()).settings[KERNELS]
 
 
@@ -144,7 +144,7 @@ def test_deep_gemms_mode_is_that_of_the_call(write: Write, monkeypatch: pytest.M
     write({"deep_gemm.py": deep_gemm_source(SWITCH)})
     library = import_module("deep_gemm")
     assert observe(runner()).why(MODE) == "SGLang's product did not call deep_gemm"
-    monkeypatch.setattr(gpu_probes.F, "linear", around_each_call(library))
+    monkeypatch.setattr(probes.F, "linear", around_each_call(library))
     assert not library.get_deterministic_algorithms()
     where, shapes = torch.device("cpu"), Shapes.of(SIZE, 1)
     assert sglang_settings._deep_gemm_mode("bf16", shapes, where) == "deterministic"

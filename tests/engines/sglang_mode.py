@@ -18,8 +18,8 @@ import triton_interpreter
 from true_on_policy.contract.cpu import Shapes
 from true_on_policy.contract.gpu import gpu_contract
 from true_on_policy.errors import PinError
-from true_on_policy.kernels import gpu_probes, megatron, mode, sglang
-from true_on_policy.kernels.gpu_probes import aten_failures
+from true_on_policy.kernels import megatron, mode, probes, sglang
+from true_on_policy.kernels.probes import aten_failures
 
 CONTRACT = gpu_contract("qwen3-dense", "fsdp")
 CPU = torch.device("cpu")
@@ -122,7 +122,7 @@ def main() -> None:
     library: Any = mode.load(sglang.MODE)
     import deep_gemm  # pyright: ignore[reportMissingImports]
 
-    gpu_probes.SIZES = (1, 2, 40)
+    probes.SIZES = (1, 2, 40)
     here = {
         "get_dispatch_device_backend": lambda: "CPU",
         "get_device_core_count": lambda: 2,

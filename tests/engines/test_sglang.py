@@ -32,8 +32,8 @@ from true_on_policy.engines.sglang.engine import SGLang
 from true_on_policy.flags.command import launch_flags
 from true_on_policy.flags.rules import FILES, RELEASES, declares
 from true_on_policy.kernels import gpu
-from true_on_policy.kernels.gpu_probes import digest, over_ranks
 from true_on_policy.kernels.pin import pinned
+from true_on_policy.kernels.probes import digest, over_ranks
 from true_on_policy.models.tiny import read_config, updated
 from true_on_policy.observe.dumps import RANKS, load_engine
 from true_on_policy.observe.process import KERNELS, PRODUCTS

@@ -14,7 +14,7 @@ from triton_interpreter import UNAVAILABLE, on_cpu
 from true_on_policy.contract.cpu import Contract
 from true_on_policy.contract.gpu import MODELS, Size, gpu_contract
 from true_on_policy.errors import NotSeenError, PinError, ProbeError
-from true_on_policy.kernels import flash_attention, gpu, gpu_probes, megatron, mode, precision, provider
+from true_on_policy.kernels import flash_attention, gpu, megatron, mode, precision, probes, provider
 from true_on_policy.kernels.pin import active_backend, pin, pinned
 
 pytestmark = pytest.mark.skipif(bool(UNAVAILABLE), reason=UNAVAILABLE)
@@ -27,7 +27,7 @@ FSDP = dataclasses.replace(CONTRACT, backend="fsdp", engine_gemm="deep_gemm")
 def trainer(write: Write, monkeypatch: pytest.MonkeyPatch):  # noqa: F811
     """Where a Megatron trainer of a tiny model can be pinned; every test leaves it as it was."""
     for name, value in {"SIZES": (1, 2, 40), "LENGTHS": (1, 3, 5)}.items():
-        monkeypatch.setattr(gpu_probes, name, value)
+        monkeypatch.setattr(probes, name, value)
     for module in (megatron, flash_attention, gpu):
         monkeypatch.setattr(module, "device", lambda: torch.device("cpu"))
     monkeypatch.setattr(gpu, "PROBED", Size(64, 32, 4, 2, 16, 48))

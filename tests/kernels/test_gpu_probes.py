@@ -12,9 +12,8 @@ from lab.gpu import attention
 from lab.gpu.attention import decode_failures, mixed_failures
 from true_on_policy.bitwise import equal_bits
 from true_on_policy.contract.cpu import Shapes
-from true_on_policy.kernels import gpu_probes
-from true_on_policy.kernels.gpu_probes import attention_failures, digest, in_company, product_failures
-from true_on_policy.kernels.probes import drawing
+from true_on_policy.kernels import probes
+from true_on_policy.kernels.probes import attention_failures, digest, drawing, in_company, product_failures
 
 CPU = torch.device("cpu")
 SHAPES = Shapes(linear=((8, 6),), attention=((4, 2, 8),))
@@ -24,7 +23,7 @@ SIZES = (1, 2, 7, 40)
 @pytest.fixture(autouse=True)
 def shorter(monkeypatch: pytest.MonkeyPatch):
     for name, value in {"SIZES": SIZES, "LENGTHS": (1, 5, 9)}.items():
-        monkeypatch.setattr(gpu_probes, name, value)
+        monkeypatch.setattr(probes, name, value)
     monkeypatch.setattr(attention, "POSITIONS", (0, 4, 8))
 
 
@@ -124,7 +123,7 @@ def test_a_lone_query_is_told_from_one_that_keeps_the_causal_tiles():
 
 
 def test_a_product_is_named_by_the_columns_that_ran(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(gpu_probes, "COLUMNS", 4)
+    monkeypatch.setattr(probes, "COLUMNS", 4)
     other = lambda x, weight: nudged(F.linear(x, weight), 0) if len(x) == 1 else F.linear(x, weight)  # noqa: E731
     failures = list(product_failures("linear", "fp32", SHAPES, CPU, other))
     assert [failure.shape for failure in failures] == [(8, 4)]
@@ -140,7 +139,7 @@ def test_a_bias_is_contiguous(monkeypatch: pytest.MonkeyPatch):
         return linear(x, weight, bias)
 
     monkeypatch.setattr(F, "linear", recorded)
-    list(gpu_probes.aten_failures("fp32", SHAPES, torch.device("cpu")))
+    list(probes.aten_failures("fp32", SHAPES, torch.device("cpu")))
     assert biases and all(bias.is_contiguous() for bias in biases)
 
 

@@ -16,9 +16,9 @@ from true_on_policy.bitwise import equal_bits, ulps
 from true_on_policy.contract.cpu import Contract, Shapes
 from true_on_policy.contract.gpu import gpu_contract
 from true_on_policy.errors import PinError
-from true_on_policy.kernels import gpu_probes, megatron, mode
-from true_on_policy.kernels.gpu_probes import aten_failures
+from true_on_policy.kernels import megatron, mode, probes
 from true_on_policy.kernels.pin import pinned
+from true_on_policy.kernels.probes import aten_failures
 
 pytestmark = pytest.mark.skipif(bool(UNAVAILABLE), reason=UNAVAILABLE)
 
@@ -35,7 +35,7 @@ def registrations() -> list[str]:
 
 @pytest.fixture(autouse=True)
 def fewer_rows(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(gpu_probes, "SIZES", (1, 2, 7, 40))
+    monkeypatch.setattr(probes, "SIZES", (1, 2, 7, 40))
 
 
 @pytest.fixture

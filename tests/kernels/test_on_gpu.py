@@ -8,9 +8,9 @@ import torch
 
 from true_on_policy.contract.gpu import GpuContract, model_contract
 from true_on_policy.kernels import gpu, mode
-from true_on_policy.kernels.gpu_probes import aten_failures
 from true_on_policy.kernels.mode import holder
 from true_on_policy.kernels.pin import active_backend, pinned
+from true_on_policy.kernels.probes import aten_failures
 
 pytestmark = pytest.mark.gpu
 

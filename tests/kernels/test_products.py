@@ -16,7 +16,7 @@ from true_on_policy.contract.gpu import MODELS, Size, gpu_contract
 from true_on_policy.contract.row_sums import engine_order, megatron_order
 from true_on_policy.engines.sglang import settings as sglang_settings
 from true_on_policy.errors import NotSeenError
-from true_on_policy.kernels import gpu, gpu_probes
+from true_on_policy.kernels import gpu, probes
 from true_on_policy.kernels import megatron as mode
 from true_on_policy.observe import process
 
@@ -67,7 +67,7 @@ class RowParallelLinear(torch.nn.Module):
 @pytest.fixture(autouse=True)
 def here(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(process, "device", lambda: CPU)
-    monkeypatch.setattr(gpu_probes, "DIGESTED", (4, 16))
+    monkeypatch.setattr(probes, "DIGESTED", (4, 16))
 
 
 @pytest.fixture
@@ -102,7 +102,7 @@ def model(o: int, down: int, ranks: int) -> torch.nn.Module:
 
 
 def of_engine(o: int, down: int, ranks: int) -> str:
-    return gpu_probes.digest("bf16", sglang_settings._products(model(o, down, ranks), size(o, down)), CPU)
+    return probes.digest("bf16", sglang_settings._products(model(o, down, ranks), size(o, down)), CPU)
 
 
 def of_trainer(o: int, down: int) -> str:

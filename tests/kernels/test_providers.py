@@ -19,8 +19,8 @@ from true_on_policy.bitwise import equal_bits
 from true_on_policy.contract.cpu import Shapes
 from true_on_policy.contract.gpu import gpu_contract
 from true_on_policy.errors import NotSeenError, PinError
-from true_on_policy.kernels import deep_gemm, flash_attention, gpu_probes, megatron
-from true_on_policy.kernels.gpu_probes import product_failures
+from true_on_policy.kernels import deep_gemm, flash_attention, megatron, probes
+from true_on_policy.kernels.probes import product_failures
 from true_on_policy.kernels.provider import counted
 
 FSDP, MEGATRON = (gpu_contract("qwen3-dense", trainer) for trainer in ("fsdp", "megatron"))
@@ -39,8 +39,8 @@ combine = fa.flash_attn_combine
 
 @pytest.fixture(autouse=True)
 def fewer_rows(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(gpu_probes, "SIZES", (1, 2, 7))
-    monkeypatch.setattr(gpu_probes, "LENGTHS", (1, 5, 9))
+    monkeypatch.setattr(probes, "SIZES", (1, 2, 7))
+    monkeypatch.setattr(probes, "LENGTHS", (1, 5, 9))
     monkeypatch.setattr(attention, "POSITIONS", (0, 4, 8))
 
 

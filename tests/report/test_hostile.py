@@ -17,7 +17,7 @@ from mis_plugins.report import plots, survey
 from mis_plugins.report.beside import spell
 from mis_plugins.report.changes import changes
 from mis_plugins.report.readers import curves, files, neutral
-from mis_plugins.report.readers.source import Problems
+from mis_plugins.report.readers.files import Problems
 from mis_plugins.report.record import from_mapping
 from mis_plugins.report.survey import Survey
 from mis_plugins.shared import budget

@@ -8,7 +8,7 @@ import pytest
 from test_readers import field, logged, reported, some_records, write_lines
 
 from mis_plugins.report.beside import found_config
-from mis_plugins.report.readers.source import Problems
+from mis_plugins.report.readers.files import Problems
 
 MIS = {"weight": {"upper": 3.0}}
 

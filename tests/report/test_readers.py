@@ -18,8 +18,8 @@ from report_dumps import write_miles, write_rollout, write_slime, write_vime
 from lab.planted_runs import as_line
 from mis_plugins.__main__ import main
 from mis_plugins.errors import InputError
+from mis_plugins.report.readers.files import Problems
 from mis_plugins.report.readers.paths import find
-from mis_plugins.report.readers.source import Problems
 from mis_plugins.report.record import Record, from_mapping
 from mis_plugins.shared.budget import RecordError
 from mis_plugins.shared.foreign import load_foreign

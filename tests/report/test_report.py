@@ -27,7 +27,7 @@ from mis_plugins.report import survey as surveys
 from mis_plugins.report.causes import CAUSES, DETECTORS
 from mis_plugins.report.changes import changes
 from mis_plugins.report.proposal import Judged, Proposal, propose
-from mis_plugins.report.readers.source import Curve, Problems, Source
+from mis_plugins.report.readers.files import Curve, Problems, Source
 from mis_plugins.report.record import Batch, Record, batches, from_mapping
 from mis_plugins.report.survey import Report, Survey, report, walk
 from mis_plugins.report.sweep import Candidate, candidates

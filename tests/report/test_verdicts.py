@@ -30,7 +30,7 @@ from mis_plugins.report.causes import CAUSES
 from mis_plugins.report.changes import changes, smallest_rise
 from mis_plugins.report.command import run
 from mis_plugins.report.proposal import NOTHING, propose
-from mis_plugins.report.readers.source import Curve
+from mis_plugins.report.readers.files import Curve
 from mis_plugins.report.record import Record, from_mapping, lacking
 from mis_plugins.report.survey import Survey, report
 from mis_plugins.report.sweep import candidates

@@ -25,8 +25,8 @@ from test_foreign import integer, npy
 
 from mis_plugins.config.model import CorrectionConfig
 from mis_plugins.errors import UserError
+from mis_plugins.report.readers.files import Problems
 from mis_plugins.report.readers.paths import find
-from mis_plugins.report.readers.source import Problems
 from mis_plugins.report.survey import Survey, report
 from mis_plugins.shared.arrays import Npz, Safetensors
 from mis_plugins.shared.foreign import load_pt

@@ -154,7 +154,7 @@ def reduced(ranks: list[Rank], case: Case, name: str, rank: int, layout: tuple[i
 
 
 def held(name: str, gradient: Tensor, rank: int, ranks: int) -> Tensor:
-    """A rank's share of what one rank holds of a parameter, said once more and otherwise than in `shards`."""
+    """A rank's share of what one rank holds of a parameter, said once more and otherwise than in `Shard`."""
     if gradient.dim() == 1:
         return gradient.unflatten(0, (ranks, -1))[rank] if "linear_qkv" in name else gradient
     if "linear_proj" in name or "linear_fc2" in name:

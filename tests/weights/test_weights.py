@@ -21,7 +21,8 @@ from lab.host.rollout.served import ServedEngine
 from lab.host.train.parallel import EXIT_USER_ERROR, launch
 from mis_plugins.errors import ConfigError
 from true_on_policy.__main__ import main
-from true_on_policy.engines.digests import DIGESTS, VALUES, Digest, read_values, values
+from true_on_policy.bitwise import Digest, read_values, values
+from true_on_policy.engines.handover import DIGESTS, VALUES
 from true_on_policy.engines.protocol import EngineError
 from true_on_policy.engines.sglang.plugin import weights_told
 from true_on_policy.errors import NotSeenError

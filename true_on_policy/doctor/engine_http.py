@@ -14,8 +14,7 @@ from torch import Tensor
 
 from true_on_policy.bitwise import equal_bits, first_mismatch
 from true_on_policy.contract.settings import OF_SERVER
-from true_on_policy.engines.answers import check_counts, list_of, reading, short
-from true_on_policy.engines.asking import answer_of
+from true_on_policy.engines.asking import answer_of, check_counts, list_of, reading, short
 from true_on_policy.engines.protocol import sglang_rows
 from true_on_policy.errors import EngineError
 from true_on_policy.observe.process import ALL, Observation

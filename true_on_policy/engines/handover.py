@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from true_on_policy.contract.cpu import Contract
     from true_on_policy.contract.rounding import NormOrder
 
@@ -37,6 +39,9 @@ FOLDER = "TRUE_ON_POLICY_ENGINE_DUMP"  # where the processes that run the model 
 ASKED = "TRUE_ON_POLICY_WEIGHTS"  # set for an engine whose weight checker is to return digests of its weights
 FORKS = "TRUE_ON_POLICY_FORKS"  # set for an engine on CPU, which forks its processes
 KEY = "TRUE_ON_POLICY_ENGINE_KEY"  # the key that a server of ours asks of each request, and that our clients send
+# Actions of the weight checker of such an engine. SGLang's own checksum differs between GPU and CPU, has 64 bits, and
+# covers neither dtype nor shape.
+DIGESTS, VALUES = "true_on_policy.digests", "true_on_policy.values"
 ACTIVE = "true_on_policy: pinned"  # printed by the process that runs the model, once its probes have passed
 
 
@@ -51,6 +56,15 @@ def pin_as_asked() -> None:
 
     pin(stated_contract())
     print(ACTIVE, active_backend(), flush=True)
+
+
+def told(held: Mapping[str, Tensor], action: str, names: Sequence[str] = ()) -> dict[str, str]:
+    """Return by name the digest of each tensor as text, or the values of the named tensors."""
+    from true_on_policy.bitwise import Digest, values
+
+    if action == DIGESTS:
+        return {name: Digest.of(tensor).text for name, tensor in held.items()}
+    return {name: values(held[name]) for name in names if name in held}
 
 
 def ordered_norm() -> Callable | None:

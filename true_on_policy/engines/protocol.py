@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Float32
 from torch import Tensor
 
-from true_on_policy.engines.answers import log_prob, whole
+from true_on_policy.engines.asking import log_prob, whole
 from true_on_policy.errors import EngineError as EngineError
 
 

@@ -20,8 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from true_on_policy.contract.sides import ENGINES
-from true_on_policy.engines.answers import parsed
-from true_on_policy.engines.asking import Address, exchanged
+from true_on_policy.engines.asking import Address, exchanged, parsed
 from true_on_policy.engines.handover import ACTIVE, KEY
 from true_on_policy.engines.protocol import Request
 from true_on_policy.errors import EngineError

@@ -23,10 +23,9 @@ from mis_plugins.errors import warn_once
 from mis_plugins.hosts.needs import Need, VersionNeeds
 from mis_plugins.hosts.registry import current
 from mis_plugins.packing.roll_call import together
-from true_on_policy.engines.digests import DIGESTS
+from true_on_policy.engines.handover import DIGESTS
 from true_on_policy.errors import DifferenceError, HostConfigError, NotSeenError
-from true_on_policy.hosts.config import BitwiseConfig
-from true_on_policy.hosts.watch import own_rank
+from true_on_policy.hosts.watch import BitwiseConfig, own_rank
 from true_on_policy.weights.comparison import Comparison, Part, against, told, untold
 
 logger = logging.getLogger("true_on_policy")

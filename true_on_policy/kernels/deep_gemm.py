@@ -12,8 +12,7 @@ import torch
 from true_on_policy.contract.cpu import Shapes
 from true_on_policy.contract.gpu import GpuContract
 from true_on_policy.errors import NotSeenError, PinError
-from true_on_policy.kernels.gpu_probes import product_failures
-from true_on_policy.kernels.probes import Failure
+from true_on_policy.kernels.probes import Failure, product_failures
 from true_on_policy.kernels.provider import Undo, device, imported, installed
 
 NAME = "deep_gemm"

@@ -17,8 +17,7 @@ from types import ModuleType
 from true_on_policy.contract.cpu import Shapes
 from true_on_policy.contract.gpu import GpuContract
 from true_on_policy.errors import NotSeenError, PinError
-from true_on_policy.kernels.gpu_probes import attention_failures
-from true_on_policy.kernels.probes import Failure
+from true_on_policy.kernels.probes import Failure, attention_failures
 from true_on_policy.kernels.provider import Undo, device, findable, imported, installed, replace_everywhere
 
 NAME = "flash_attention"

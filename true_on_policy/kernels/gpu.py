@@ -12,8 +12,7 @@ from true_on_policy.contract.cpu import Shapes
 from true_on_policy.contract.gpu import MODELS, GpuContract, Size
 from true_on_policy.errors import PinError, ProbeError
 from true_on_policy.kernels import deep_gemm, flash_attention, megatron, precision, sglang
-from true_on_policy.kernels.gpu_probes import Product
-from true_on_policy.kernels.probes import Failure
+from true_on_policy.kernels.probes import Failure, Product
 from true_on_policy.kernels.provider import Undo, device
 
 PROVIDERS = {provider.NAME: provider for provider in (megatron, sglang, deep_gemm, flash_attention)}

@@ -15,8 +15,7 @@ from true_on_policy.contract.cpu import Shapes
 from true_on_policy.contract.gpu import GpuContract
 from true_on_policy.errors import NotSeenError, PinError
 from true_on_policy.kernels import mode
-from true_on_policy.kernels.gpu_probes import Product, aten_failures, over_ranks
-from true_on_policy.kernels.probes import Failure
+from true_on_policy.kernels.probes import Failure, Product, aten_failures, over_ranks
 from true_on_policy.kernels.provider import Held, Undo, device, findable, held, held_by, imported, installed
 
 NAME = "megatron"

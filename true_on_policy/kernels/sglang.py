@@ -13,9 +13,8 @@ from true_on_policy.contract.cpu import Shapes
 from true_on_policy.contract.gpu import GpuContract
 from true_on_policy.errors import PinError
 from true_on_policy.kernels import mode
-from true_on_policy.kernels.gpu_probes import aten_failures, linear_once
 from true_on_policy.kernels.mode import accelerator_key, holder
-from true_on_policy.kernels.probes import Failure
+from true_on_policy.kernels.probes import Failure, aten_failures, linear_once
 from true_on_policy.kernels.provider import Undo, counted, device, installed
 
 NAME = "sglang"

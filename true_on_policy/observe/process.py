@@ -24,8 +24,7 @@ from true_on_policy.contract.gpu import GpuContract
 from true_on_policy.contract.settings import CHOSEN, FUSED, OF_HOST, VERSIONS, Setting
 from true_on_policy.errors import NotSeenError, PinError
 from true_on_policy.kernels import gpu, megatron, precision
-from true_on_policy.kernels.gpu_probes import digest
-from true_on_policy.kernels.probes import Failure
+from true_on_policy.kernels.probes import Failure, digest
 from true_on_policy.kernels.provider import device, findable
 
 ABSENT = "absent"

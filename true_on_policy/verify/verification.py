@@ -1,4 +1,4 @@
-"""The verification behind `python -m true_on_policy verify`, which `verify/command.py` describes: chain and control."""
+"""The verification behind `python -m true_on_policy verify`, which `__main__.py` describes: chain and control."""
 
 from __future__ import annotations
 

@@ -9,10 +9,9 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from true_on_policy.bitwise import FLOATS, first_mismatch
-from true_on_policy.engines.answers import LIMIT, reading, whole
-from true_on_policy.engines.digests import DIGESTS, VALUES, Digest, read_values
-from true_on_policy.engines.handover import ASKED
+from true_on_policy.bitwise import FLOATS, Digest, first_mismatch, read_values
+from true_on_policy.engines.asking import LIMIT, reading, whole
+from true_on_policy.engines.handover import ASKED, DIGESTS, VALUES
 from true_on_policy.errors import EngineError, NotSeenError
 from true_on_policy.weights.held import Lacking, Weights
 

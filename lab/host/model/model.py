@@ -30,8 +30,7 @@ from lab.host.train.batch import Layout
 from lab.host.train.parallel import GroupInfo, ParallelState
 from true_on_policy.trainers import experts
 from true_on_policy.trainers.attention import of_all_ranks
-from true_on_policy.trainers.megatron import DECODER
-from true_on_policy.trainers.shards import Shard
+from true_on_policy.trainers.megatron import DECODER, Shard
 
 INIT_STD = 0.02
 

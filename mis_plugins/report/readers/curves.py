@@ -16,8 +16,7 @@ from typing import Any, BinaryIO
 import yaml
 
 from mis_plugins.metrics.alarms import PREFIX
-from mis_plugins.report.readers.files import objects, opened, parsed
-from mis_plugins.report.readers.source import Curve, Problems, size_of
+from mis_plugins.report.readers.files import Curve, Problems, objects, opened, parsed, size_of
 from mis_plugins.report.record import LONGEST_WORD, printed, step_of
 from mis_plugins.shared.budget import ITEMS, LINE, STEPS, RecordError
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from mis_plugins.errors import shown
 from mis_plugins.report.readers import host, miles
-from mis_plugins.report.readers.source import Problems, Source, natural
+from mis_plugins.report.readers.files import Problems, Source, natural
 from mis_plugins.report.record import Record, lacking
 from mis_plugins.shared.budget import RecordError
 from mis_plugins.shared.foreign import load_foreign

@@ -23,7 +23,7 @@ from torch import Tensor
 from mis_plugins.errors import shown
 from mis_plugins.packing.layout import zigzag
 from mis_plugins.report.readers import host
-from mis_plugins.report.readers.source import Problems
+from mis_plugins.report.readers.files import Problems
 from mis_plugins.report.record import Record
 from mis_plugins.shared.archive import Stored
 from mis_plugins.shared.budget import RecordError

@@ -10,8 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from mis_plugins.report.readers.files import library, limited_memory, objects, opened
-from mis_plugins.report.readers.source import Problems, size_of
+from mis_plugins.report.readers.files import Problems, library, limited_memory, objects, opened, size_of
 from mis_plugins.report.record import KINDS, REQUIRED, Record, from_mapping, lacking
 from mis_plugins.shared.budget import INFLATED, ITEMS, LINE, VALUES, RecordError
 

@@ -17,8 +17,7 @@ from mis_plugins.errors import InputError
 from mis_plugins.explain.limits import LIMITS
 from mis_plugins.report.readers import curves, neutral
 from mis_plugins.report.readers.dumps import dumps
-from mis_plugins.report.readers.files import objects, opened
-from mis_plugins.report.readers.source import Curve, Problems, Source, natural, size_of
+from mis_plugins.report.readers.files import Curve, Problems, Source, natural, objects, opened, size_of
 from mis_plugins.report.record import REQUIRED, lacking, nearest
 
 VERL = (

@@ -26,7 +26,7 @@ from true_on_policy.contract.model_config import stated_size
 from true_on_policy.engines.handover import FOLDER
 from true_on_policy.errors import NotSeenError
 from true_on_policy.kernels import deep_gemm, gpu, precision, sglang
-from true_on_policy.kernels.gpu_probes import Product, aten_failures, digest, linear_once, over_ranks
+from true_on_policy.kernels.probes import Product, aten_failures, digest, linear_once, over_ranks
 from true_on_policy.kernels.provider import counted
 from true_on_policy.observe.dumps import Dump, this_process
 from true_on_policy.observe.dumps import write as write_dump

@@ -16,7 +16,7 @@ from true_on_policy.contract.cpu import Contract
 from true_on_policy.contract.sides import ENGINES
 from true_on_policy.contract.specs import NormOrder
 from true_on_policy.engines import server
-from true_on_policy.engines.answers import check_counts, list_of, reading, short, whole
+from true_on_policy.engines.asking import check_counts, list_of, reading, short, whole
 from true_on_policy.engines.handover import ASKED, FORKS, handed_over
 from true_on_policy.engines.protocol import EngineError, Request, Sample, log_probs
 from true_on_policy.engines.server import Served

@@ -13,7 +13,7 @@ import pkgutil
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
-from true_on_policy.engines.handover import ASKED, FORKS, KEY, asked_for, ordered_norm, pin_as_asked
+from true_on_policy.engines.handover import ASKED, FORKS, KEY, asked_for, ordered_norm, pin_as_asked, told
 
 Receive = Callable[[], Awaitable[Any]]
 Send = Callable[[dict[str, Any]], Awaitable[None]]
@@ -104,8 +104,6 @@ def weights_told(worker: Any, action: str, names: Sequence[str]) -> dict[str, An
 
     A weight that vLLM has packed for a CPU's kernels, and emptied, is told with the dtype `packed_bfloat16`.
     """
-    from true_on_policy.engines.digests import told
-
     held = dict(worker.get_model().named_parameters(remove_duplicate=False))
     texts = told(held, action, names)
     sizes, tensor = worker.parallel_config, worker.parallel_config.tensor_parallel_size

@@ -1,0 +1,50 @@
+"""Numbers as a command line spells them: types for argparse, which refuse what no tensor and no loop can use."""
+
+from __future__ import annotations
+
+import math
+from argparse import ArgumentTypeError
+
+from mis_plugins.errors import LARGEST, shown
+
+
+def whole(text: str) -> int:
+    """A whole number that 64 bits hold.
+
+    Raises:
+        ArgumentTypeError: text that is no such number.
+    """
+    try:
+        value = int(text)
+    except ValueError:
+        raise ArgumentTypeError(f"got {shown(text)}; expected a whole number") from None
+    if abs(value) > LARGEST:
+        raise ArgumentTypeError(f"got {shown(text)}; the largest whole number is {LARGEST}")
+    return value
+
+
+def count(text: str) -> int:
+    """A whole number of at least 1.
+
+    Raises:
+        ArgumentTypeError: text that is no such number.
+    """
+    value = whole(text)
+    if value < 1:
+        raise ArgumentTypeError(f"got {value}; expected at least 1")
+    return value
+
+
+def finite(text: str) -> float:
+    """A number that is neither infinite nor NaN.
+
+    Raises:
+        ArgumentTypeError: text that is no such number.
+    """
+    try:
+        value = float(text)
+    except ValueError:
+        raise ArgumentTypeError(f"got {shown(text)}; expected a number") from None
+    if not math.isfinite(value):
+        raise ArgumentTypeError(f"got {shown(text)}; expected a finite number")
+    return value
