@@ -748,6 +748,18 @@ def test_what_stands_in_for_a_log_prob_counts_as_none(config: dict, name: str):
         assert_same(found(value), expected)
 
 
+@pytest.mark.parametrize(("name", "objective"), [("log_probs", {"kl_tau": 0.1}), ("ref_log_probs", {"weigh_kl": True})])
+def test_a_rejected_token_adds_nothing_however_far_its_policies_are(name: str, objective: dict):
+    """The square of its log ratio is infinite, and 0 times infinity would make the loss NaN."""
+    step = random_step(3)
+    rows, behavior = step.batch()[name], step.batch()["rollout_log_probs"]
+    token = step.responses[0].valid[0]
+    rows[0][token], behavior[0][token] = 1e200, math.nan
+    config = RULES | {"objective": objective}
+    found = call(step, config, carried={name: rows, "rollout_log_probs": behavior}, **KL | {"kl_loss_type": "k2"})
+    assert found.loss.isfinite() and found.gradient.isfinite().all() and found.gradient.any()
+
+
 def without_advantages(step: Step, value: float) -> Step:
     """The first valid token of every response but one has the advantage `value`."""
     responses = [
