@@ -71,7 +71,8 @@ def pick(rng: random.Random, listed: str) -> str:
 def word(rng: random.Random) -> str:
     """One word of a command as a script spells it: it may expand to several, or to none."""
     plain, use = rng.choice(PLAIN), rng.choice(USES)
-    spelled = [plain, plain, f"'{plain} x'", f'"{plain}"', f'"{use}"', use, f'"{plain} {use}"', f"{plain}{use}", '""']
+    quoted = [f"'{plain} x'", f'"{plain}"', f'"{use}"', f'"{plain} {use}"', f'"{use}  {use}"', '""']
+    spelled = [plain, plain, use, f"{plain}{use}", *quoted]
     return rng.choice(spelled).replace("A", rng.choice("AB")) if "A" in use else rng.choice(spelled)
 
 

@@ -91,10 +91,11 @@ def paths(module: str) -> tuple[str, str]:
 
 
 def statements(body: Sequence[ast.stmt]) -> Iterator[ast.stmt]:
-    """Statements of a body, those under `if`, `try` and `with` too."""
+    """Statements of a body, those under `if`, `try` and `with` too, but for what only a checker of types reads."""
     for node in body:
         yield node
-        for name in ("body", "orelse", "finalbody"):
+        is_for_types = isinstance(node, ast.If) and ast.unparse(node.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING")
+        for name in ("body", "orelse", "finalbody")[is_for_types:]:
             if not isinstance(node, Definition):
                 yield from statements(getattr(node, name, []))
         for handler in getattr(node, "handlers", []):
@@ -145,12 +146,13 @@ def locals_of(node: ast.AST) -> set[str]:
     return {name.id for name in names if isinstance(name.ctx, ast.Store)}
 
 
-def handed_on(node: ast.AST) -> set[str]:
-    """Keywords that a function hands on: of its calls, and text keys of its dicts."""
-    keywords = {each.arg for each in ast.walk(node) if isinstance(each, ast.keyword) and each.arg}
-    keys = (key for each in ast.walk(node) if isinstance(each, ast.Dict) for key in each.keys)
-    texts = (key.value for key in keys if isinstance(key, ast.Constant))
-    return keywords | {text for text in texts if isinstance(text, str)}
+def handed_on(node: ast.AST, asked: Sequence[str]) -> set[Any]:
+    """The keywords asked for that a function hands on together: in the one call or dict of it that has most of them."""
+    calls = (each.keywords for each in ast.walk(node) if isinstance(each, ast.Call))
+    keys = (each.keys for each in ast.walk(node) if isinstance(each, ast.Dict))
+    groups = [{keyword.arg for keyword in call} for call in calls]
+    groups += [{key.value for key in listed if isinstance(key, ast.Constant)} for listed in keys]
+    return max((group & set(asked) for group in groups), key=len, default=set())
 
 
 FOLLOWED = 8  # imports from module to module
@@ -202,7 +204,7 @@ def _elsewhere(need: Need, folder: Folder, tried: Sequence[str]) -> Found:
     """What hands a hook its arguments from a place that no address names: a host calls the hook by its flag."""
     for module in folder.modules(need.addresses[0].module.partition(".")[0]):
         for node in (node for statement in module.body for node in ast.walk(statement)):
-            if isinstance(node, Function) and handed_on(node) >= set(need.hands):
+            if isinstance(node, Function) and handed_on(node, need.hands) == set(need.hands):
                 return Found(need, Place(module, node), tried, Address(module.name, (node.name,)))
     return Found(need, None, tried)
 
@@ -250,7 +252,7 @@ def _lacking(need: Need, address: Address, node: ast.AST) -> str | None:
     lacks = {
         "parameter": [] if taken is None else [name for name in need.parameters if name not in taken],
         "variable": [name for name in need.holds if name not in locals_of(node)],
-        "keyword": [name for name in need.hands if name not in handed_on(node)],
+        "keyword": [name for name in need.hands if name not in handed_on(node, need.hands)],
     }
     phrases = [f"no {kind} {', '.join(names)}" for kind, names in lacks.items() if names]
     return f"{address}: {'; '.join(phrases)}" if phrases else None

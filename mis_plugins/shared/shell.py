@@ -24,7 +24,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from types import FrameType
-from typing import IO, Any, NoReturn
+from typing import Any, NoReturn
 
 from mis_plugins import __version__
 from mis_plugins.shared.terminal import Shown, print_error
@@ -56,6 +56,7 @@ def run_command(command: str, extra: str | None = None) -> NoReturn:
     Args:
         extra: the extra of `setup.py` that installs the packages which the command needs.
     """
+    sys.stdin = sys.stdin or open(os.devnull)
     sys.stdout, sys.stderr = watched(sys.stdout), watched(sys.stderr)
     # torch warns of a missing numpy, which an extra installs.
     warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
@@ -98,9 +99,8 @@ def _call(command: str, extra: str | None) -> int:
         if not (isinstance(error, MemoryError) or NO_MEMORY.search(str(error))):
             raise
     finally:  # flushing here still raises `Unread` for a closed pipe
-        for stream in (sys.stdout, sys.stderr):
-            if stream is not None:
-                stream.flush()
+        sys.stdout.flush()
+        sys.stderr.flush()
     # Behind the handler, so that what the failed call held is free again.
     print_error("error: no memory left: give this process more (`ulimit -v` tells its limit), or less to read")
     return REFUSED
@@ -196,10 +196,9 @@ class Gone(argparse.Action):
 def watched(stream: Any) -> Any:
     """A standard stream that shows foreign text safely, and raises `Unread` where nobody reads on.
 
-    None, a closed stream, stays None.
+    None, a stream that the shell has closed, leads nowhere.
     """
-    if stream is None:
-        return None
+    stream = stream or open(os.open(os.devnull, os.O_WRONLY), "w", closefd=False)
     stream.flush()
     raw = _Watched(stream.fileno(), "w", closefd=False)
     # PYTHONUNBUFFERED, which containers set: nothing may stay in a buffer, as in Python's own stream.
@@ -226,8 +225,6 @@ class _Watched(io.FileIO):
 def _leave_unread() -> int:
     """Drop buffered output: Python would flush the buffers at exit and complain about the closed pipe."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
-    streams: tuple[IO[str] | None, ...] = (sys.stdout, sys.stderr)
-    for stream in streams:
-        if stream is not None:
-            os.dup2(nowhere, stream.fileno())
+    for stream in (sys.stdout, sys.stderr):
+        os.dup2(nowhere, stream.fileno())
     return UNREAD

@@ -76,7 +76,8 @@ CASES: dict[str, tuple[Any, int, str]] = {
     "one too few": ({"embed.output": X, "rids": []}, NOT_COMPARABLE, "missing in B"),
     "one too many": (BASE | {"more.output": X}, NOT_COMPARABLE, "missing in A"),
     "a dict of tensors": (BASE | {"embed.output": {"hidden": X}}, NOT_COMPARABLE, "not comparable"),
-    "no tensor": (BASE | {"embed.output": 3}, NOT_COMPARABLE, "not comparable"),
+    "no tensor": (BASE | {"embed.output": "x"}, NOT_COMPARABLE, "not comparable"),
+    "a number": (BASE | {"embed.output": 3}, NOT_COMPARABLE, "other dtype"),
     "different and missing": ({"embed.output": Y}, DIFFERENT, "different"),
 }
 
@@ -92,15 +93,23 @@ def test_exit_code(case: str, tmp_path: Path, capsys: Capture):
     assert capsys.readouterr().out.rstrip().endswith(document["verdict"])
 
 
-def test_what_is_no_tensor_is_not_compared_and_bookkeeping_is_left_out(tmp_path: Path):
-    """Request ids differ from run to run; a run that records nothing else compares nothing."""
-    a, b = (dump_all(tmp_path / f"text {side}", {"qkv_format": side}) for side in "ab")
-    found = report(a, b)
-    assert (found.no_tensors, found.exit_code) == (1, NOT_COMPARABLE)
-    slots = {"a": torch.tensor([1]), "b": torch.tensor([2])}
-    a, b = (dump_all(tmp_path / side, {"x.output": X, "req_pool_indices": slots[side]}) for side in slots)
-    found = report(a, b)
-    assert (found.exit_code, found.left_out) == (EQUAL, 2)
+@pytest.mark.parametrize("values", [("thd", "bshd"), (1e-3, 1e-4), ([1, 2], [1, 3]), (["a"], ["b"])])
+def test_a_dumped_value_that_is_no_tensor_is_compared_too(values: tuple, tmp_path: Path, capsys: Capture):
+    a, b = (dump_all(tmp_path / side, {"said": value, "x.output": X}) for side, value in zip("ab", values, strict=True))
+    assert [diff(a, a), diff(a, b)] == [EQUAL, DIFFERENT]
+    assert " against " in capsys.readouterr().out
+    a = dump_all(tmp_path / "text", {"said": "thd"})
+    assert diff(a, a) == NOT_COMPARABLE  # nothing that a model computed
+
+
+@pytest.mark.parametrize("mapped", [False, True])
+def test_bookkeeping_is_left_out(mapped: bool, tmp_path: Path):
+    """Request ids and slots differ from run to run."""
+    sides = {"a": {"rids": ["7"], "req_pool_indices": torch.tensor([1])}, "b": {"req_pool_indices": torch.tensor([2])}}
+    a, b = (dump_all(tmp_path / side, {"x.output": X, **held}) for side, held in sides.items())
+    (tmp_path / "map.yaml").write_text("x.output: x.output")
+    found = report(a, b, tmp_path / "map.yaml" if mapped else None)
+    assert (found.exit_code, found.left_out) == (EQUAL, 3)
 
 
 HF = {"input_ids": torch.tensor([[1, 2]]), "model.language_model.layers.0.self_attn.q_proj.output": X}
@@ -592,9 +601,11 @@ def test_the_two_sides_of_one_hosts_dump(tmp_path: Path, capsys: Capture):
         ([None, [1]], DIFFERENT, "first at [0, 1]"),
         ([[0, 0], [0]], NOT_COMPARABLE, "the loss mask of the dump leaves every token out"),
         ([[1], [1]], NOT_COMPARABLE, "loss masks of [1, 1] values for responses of [2, 1] tokens"),
+        (torch.ones(2, 2), NOT_COMPARABLE, "loss masks of [2, 2] values for responses of [2, 1] tokens"),
+        ([[1, 0]], NOT_COMPARABLE, "loss_masks: not one entry for each of 2 samples"),
     ],
 )
-def test_a_token_that_no_engine_sampled_is_left_out(masks: list, code: int, said: str, tmp_path: Path, capsys: Capture):
+def test_a_token_that_no_engine_sampled_is_left_out(masks: Any, code: int, said: str, tmp_path: Path, capsys: Capture):
     """Hosts give a tool's tokens the log-prob 0; two runs are compared with the tokens outside the mask."""
     engine = [torch.tensor([-1.0, 0.0]), torch.tensor([-3.0])]
     a = saved(tmp_path / "a.pt", miles_dump(loss_masks=masks, rollout_log_probs=engine))
@@ -634,7 +645,7 @@ def test_a_number_of_numpy_hides_nothing_in_a_dump(number: Any, tmp_path: Path, 
     assert main(["diff", str(a), str(a)]) == EQUAL
     assert main(["diff", str(a), str(b)]) == DIFFERENT
     dumped = saved(tmp_path / "step=0___rank=0___dump_index=1___name=x.pt", {"value": number})
-    assert main(["diff", str(dumped), str(dumped)]) == NOT_COMPARABLE
+    assert main(["diff", str(dumped), str(dumped)]) == EQUAL
     rewards = saved(tmp_path / "m.pt", miles_dump(raw_reward=[number, number]))
     assert main(["diff", str(rewards)]) == EQUAL
     assert "Traceback" not in capsys.readouterr().err

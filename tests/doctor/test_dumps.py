@@ -173,6 +173,15 @@ def test_ranks_with_two_contracts_are_told(tmp_path: Path) -> None:
     assert "'fsdp'" in seen.settings[CONTRACT_ROW] and "on rank 1" in seen.settings[CONTRACT_ROW]
 
 
+def test_a_rank_with_two_files_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "trainer.json"
+    for rank in (0, 1):
+        write(path, Dump(Process(rank, 2), Observation({}, {}), CONTRACT))
+    (tmp_path / "trainer.rank1.old.json").write_bytes((tmp_path / "trainer.rank1.json").read_bytes())
+    with pytest.raises(DumpError, match=r"trainer\.json: rank 1 wrote two files beside it"):
+        load(path)
+
+
 def engine(folder: Path, port: int, **process) -> Path:
     where = Process(url=f"http://10.0.0.1:{port}", **process)
     return write(folder / f"engine-{port}.json", Dump(where, Observation({"port": str(port)}, {}), None))

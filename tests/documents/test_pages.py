@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import pkgutil
 import re
 import textwrap
 from collections.abc import Sequence
@@ -50,6 +51,17 @@ def test_settings_are_shown_with_their_defaults(page: str, key: str, defaults: A
     stated = yaml.safe_load(block)[key]
     assert set(stated) == {field.name for field in dataclasses.fields(defaults)}
     assert type(defaults)(**stated) == defaults
+
+
+PAGES = [DOCS.parent / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md")] + sorted(DOCS.glob("*.md"))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_dotted_name_on_a_page_exists(page: Path) -> None:
+    for name in set(
+        re.findall(r"\b(?:mis_plugins|true_on_policy)(?:\.[a-zA-Z_]\w*)+", page.read_text(encoding="utf-8"))
+    ):
+        pkgutil.resolve_name(name)
 
 
 def test_the_hooks_that_gpu_md_names_exist() -> None:

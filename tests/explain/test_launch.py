@@ -262,6 +262,21 @@ TOLD = [
     (None, f"test -f mis.yaml\npython3 train.py {FULL}", (), 1, "no such file"),
     (MIS, f"cd /none/miles\npython3 train.py {FULL}", (), 2, "the script changes to /none/miles/, where it is not"),
     (MIS, f"cd /none/miles\ngit pull\ncd -\npython3 train.py {FULL}", (), 0, NONE),
+    (MIS, f"pushd /none\npopd\npython3 train.py {FULL}", (), 0, NONE),
+    *((MIS, f"{before} python3 train.py {FULL}", (), 2, "the script changes to /none/, where it is not")
+      for before in ("pushd /none;", "ray job submit --working-dir=/none --", "srun --chdir /none",
+                     """ray job submit --runtime-env-json '{"working_dir": "/none"}' --""")),
+    *((MIS, f"{line.replace('START', START)}", (), 2, "the script changes to /none/, where it is not")
+      for line in ("import os\nos.chdir('/none')\nSTART",
+                   f"import subprocess\nsubprocess.run('python3 train.py {FULL}', shell=True, cwd='/none')")),
+    *((MIS, f"{gone}\npython3 train.py {FULL}", (), 2, SURE) for gone in ("mv mis.yaml x.yaml", "rm mis.yaml x.yaml")),
+    (MIS, f"python3 train.py {FULL} --rollout-sample-filter-path mis_plugins.mis.drop_brokn_samples", (), 2,
+     "line 1): this pack has no function mis_plugins.mis.drop_brokn_samples"),
+    (MIS, f"python3 train.py {FULL} --custom-megatron-init-path mis_plugins.mis.carry_versions", (), 0, NONE),
+    *((MIS, f"python3 train.py {FULL}".replace("--use-tis", f"--use-tis{value}"), (), 2, "takes no value, and the host")
+      for value in ("=false", " false")),
+    (MIS, "A='--lr 1' B='--use-tis'\nALL=\"${A} ${B}\"\npython3 train.py $ALL", (), 1, "by --use-tis (line 1)"),
+    (MIS, "python3 train.py $A$B", (), 1, "not read: (line 1): $A$B may give more flags"),
     (MIS, f'cd "$(dirname "$0")"\npython3 train.py {FULL}', (), 0, NONE),
     (MIS, f"J=$(ray job submit -- python3 train.py --lr 1)\npython3 train.py {FULL}", (), 1, "+J=$(ray job submit -- "),
     *((MIS, f"{line}\npython3 train.py {FULL}", (), 0, "may start train.py too") for line in (
@@ -292,7 +307,7 @@ def test_what_is_told_of_a_script(case: tuple, tmp_path: Path, capsys, monkeypat
     assert "\x1b" not in output and (code == 1) == ("\n+++ " in output or "no diff: " in output)
 
 
-@pytest.mark.parametrize("name", ["run.sh", "a b.sh", "in/run.sh", "../here/run.sh", "/run.sh", "link.sh"])
+@pytest.mark.parametrize("name", ["run.sh", "a b.slurm", "in/run.sh", "../here/run.sh", "/run.sh", "link.sh"])
 def test_a_patch_finds_its_script(name: str, tmp_path: Path, capsys, monkeypatch) -> None:
     here = tmp_path / "here"
     (here / "in").mkdir(parents=True)
@@ -329,6 +344,8 @@ LOOP, START = 'S=0\nset -- "$@" --rest\nwhile [ {} ]; do case $1 in {} esac; don
         ("A='--a 1'\npython3 -u /root/slime/train_async.py $A --b=\"x y\"", ["--a", "1", "--b=x y"]),
         ("run() { python train.py --n \"$1\" \"${@}\"; }\nrun 3 --x", ["--n", "3", "3", "--x"]),
         ("eval \"python train.py --a b\"", ["--a", "b"]),
+        ('A="--a 1" B=2\nC="$A  $B $((1 + 1)) x"\npython train.py $C', ["--a", "1", "2", HOLE, "x"]),
+        ("python train.py `echo a` `echo $A` $'b'\\c", [HOLE, "bc"]),
         ("false && A=1 || A=2\ncd /x && B=1\npython train.py --a $A", ["--a", "2"]),
         ("for i in 1 2; do A+=(--x$i); done\npython train.py ${A[@]}", ["--x1", "--x2"]),
         ("cmd=\"python train.py --a\"\n$cmd b", ["--a", "b"]),

@@ -36,6 +36,9 @@ IDIOMS: dict[str, Callable[[str, list[str], int], tuple[str, str]]] = {
     "array that grows": lambda name, words, i: (
         f"{name}=()\n" + "".join(f"{name}+=({word})\n" for word in words), f'"${{{name}[@]}}"'),
     "text": lambda name, words, i: (f"export {name}={shlex.quote(' '.join(words))}", f"${name}"),
+    "texts in quotes": lambda name, words, i: (
+        f"{name}A={words[0]}\n{name}B={shlex.quote(' '.join(words[1:]))}\n{name}=\"${{{name}A}} ${{{name}B}}  $none\"",
+        f"${name}"),
     "text that grows": lambda name, words, i: (
         f"{name}=''\n" + "".join(f"{name}+={shlex.quote(' ' + word)}\n" for word in words), f"${{{name}}}"),
     "default": lambda name, words, i: ("", f"${{{name}:-{' '.join(words)}}}"),

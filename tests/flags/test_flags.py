@@ -102,9 +102,9 @@ def test_what_a_refused_layout_is_told_to_set_holds(words: tuple[str, ...], caps
         (("--model", "qwen3-4B", "--backend", "megatron", "--tp", "1"), "two orders"),
         (("--model", "qwen3-4B", "--backend", "fsdp", "--tp", "2"), "data parallel alone"),
         (("--model", ""), "--model: got ''; choose one of"),
-        (("--tp", "0"), "trainer_tp: got 0; a side has 1 rank or more"),
-        (("--engine-tp", "0"), "engine_tp: got 0"),
-        (("--cp", "0"), "context_parallel: got 0"),
+        (("--tp", "0"), "--tp: got 0; a side has 1 rank or more"),
+        (("--engine-tp", "0"), "--engine-tp: got 0"),
+        (("--cp", "0"), "--cp: got 0"),
     ],
 )
 def test_what_cannot_be_launched_is_exit_2(words: tuple, message: str, capsys: pytest.CaptureFixture) -> None:

@@ -77,6 +77,8 @@ def test_a_checkout_whose_modules_moved_is_served(tmp_path: Path, capsys: pytest
     [
         (LOSSES, "def policy_loss_function", "def renamed", "policy_loss_function: not there"),
         (LOSSES, "'parallel_state': 0, ", "", "no keyword parallel_state"),
+        (LOSSES, "'parallel_state': 0, ", "}, {'parallel_state': 0, ", "no keyword"),
+        (ENDPOINT, "def compute_routing", "if TYPE_CHECKING:\n  def compute_routing", "_routing_headers: not there"),
         (ENDPOINT, "args, input_ids", "args, ids", "no parameter input_ids"),
         ("miles/backends/megatron_utils/actor.py", "data_iterator = 0", "pass", "no variable data_iterator"),
         ("miles/utils/replay_base.py", "def routing", "def (", ":all_replay_managers: not there"),

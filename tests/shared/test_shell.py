@@ -56,11 +56,15 @@ def test_nobody_reads(words: str, unbuffered: str) -> None:
     os.close(writer)
 
 
-def test_a_closed_standard_stream_is_no_error() -> None:
-    done = subprocess.run(
-        ["bash", "-c", '"$0" -m mis_plugins config check mis >&-', sys.executable], cwd=ROOT, capture_output=True
-    )
-    assert (done.returncode, done.stderr) == (0, b"")
+@pytest.mark.parametrize(
+    ("words", "code", "told"),
+    [("mis_plugins config check mis >&-", 0, b""),
+     ("mis_plugins config check - <&-", 2, b"standard input: it is empty"),
+     ("true_on_policy contract show llama >&-", 0, b""), ("true_on_policy diff /none /none 2>&-", 2, b"")],
+)  # fmt: skip
+def test_a_closed_standard_stream_is_no_traceback(words: str, code: int, told: bytes) -> None:
+    done = subprocess.run(["bash", "-c", f'"$0" -m {words}', sys.executable], cwd=ROOT, capture_output=True)
+    assert done.returncode == code and done.stderr.startswith(told) and b"Traceback" not in done.stderr
 
 
 @pytest.mark.parametrize("unbuffered", ["", "1"])

@@ -1,6 +1,7 @@
 """Real prompts: what a file may hold, what a model needs, and the requests that a workload makes of them."""
 
 import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -66,13 +67,16 @@ def test_a_workload_asks_every_real_prompt_and_joins_them_to_a_long_one():
     ("text", "message"),
     [
         (None, r"--prompts .*p.txt: cannot be read"),
+        ("a pipe", r"--prompts .*p.txt: is no regular file"),
         ("\n \n", "holds no prompt; write one a line"),
         ("a" * (LONGEST + 1), f"has {LONGEST + 7} tokens; give {LONGEST} at most"),
     ],
 )
 def test_prompts_that_cannot_be_used_are_refused(text: str | None, message: str, spelled: Path, tmp_path: Path):
     file = tmp_path / "p.txt"
-    if text is not None:
+    if text == "a pipe":
+        os.mkfifo(file)
+    elif text is not None:
         file.write_text(text)
     with pytest.raises(PromptsError, match=message):
         read_prompts(str(file), spelled)

@@ -7,8 +7,8 @@ alone are compared.
     python -m true_on_policy diff train_data/7_0.pt             a host's dump: its engine beside its trainer
     python -m true_on_policy diff engine/ trainer/ --by-token   two recordings, whatever their batches were
 
-Exit codes: 0 all equal; 1 a tensor has other bytes; 2 no bytes differ, but a tensor could not be compared: it is
-missing, unreadable, of another dtype or shape, or a token has no log-prob.
+Exit codes: 0 all equal; 1 a tensor has other bytes, or a text is another; 2 none differs, but one could not be
+compared: it is missing, unreadable, of another dtype or shape, or a token has no log-prob.
 """
 
 from __future__ import annotations
@@ -66,10 +66,9 @@ def show(report: Report) -> None:
         "left out: no counterpart": report.left_out,
         "left out: not one row a token": report.no_rows,
         "left out: masked tokens": report.masked,
-        "not tensors": report.no_tensors,
     }
     counts |= {what: count for what, count in unmatched.items() if count}
-    print_table(("tensors", ""), list(counts.items()))
+    print_table(("recorded", ""), list(counts.items()))
     if report.first:
         print(f"\n{divergence(report, report.first)}")
     unequal = [row for row in report.rows if row.status != "equal"]
@@ -108,7 +107,6 @@ def write_json(report: Report, file: Path) -> None:
         "verdict": VERDICTS[report.exit_code],
         "counts": report.counts,
         "left_out": report.left_out,
-        "no_tensors": report.no_tensors,
         "no_rows": report.no_rows,
         "tokens": report.tokens,
         "masked": report.masked,

@@ -26,6 +26,7 @@ import torch
 from jaxtyping import Bool, Float, Int64, Shaped
 from torch import Tensor
 
+from mis_plugins.shared.archive import Stored
 from mis_plugins.shared.arrays import Safetensors, save_safetensors
 from mis_plugins.shared.budget import RecordError
 from mis_plugins.shared.foreign import tensor_of
@@ -172,7 +173,7 @@ def host_samples(value: Any) -> Samples | None:
     if not isinstance(value, dict):
         return None
     columns, samples = value.get("rollout_data"), value.get("samples")
-    if isinstance(columns, dict) and isinstance(columns.get("tokens"), list):
+    if isinstance(columns, dict) and isinstance(columns.get("tokens"), list | tuple | Tensor | Stored):
         return _rows(columns)
     are_samples = isinstance(samples, list) and all(
         isinstance(sample, dict) and "tokens" in sample for sample in samples
@@ -181,9 +182,10 @@ def host_samples(value: Any) -> Samples | None:
 
 
 def _rows(columns: Mapping[str, Any]) -> Samples:
-    """Turn columns into one dict a sample; a column without a value for each sample is left out."""
-    count = len(columns["tokens"])
-    opened = {name: tensor_of(column) for name, column in columns.items() if name.endswith(LOG_PROBS_END)}
+    """Turn columns into one dict a sample; a column that nobody reads, without a value for each sample, is left out."""
+    names = [name for name in columns if name.endswith(LOG_PROBS_END) or name in ("tokens", *LENGTHS, *MASKS)]
+    opened = {name: tensor_of(columns[name]) for name in names}
+    count = len(opened["tokens"])
     per_sample = {
         name: column
         for name, column in {**columns, **opened}.items()

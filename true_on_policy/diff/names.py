@@ -19,10 +19,10 @@ import yaml
 from jaxtyping import Shaped
 from torch import Tensor
 
-from mis_plugins.config.file import parsed
+from mis_plugins.config.file import parsed, text_of
 from mis_plugins.shared.budget import RecordError
 from true_on_policy.bitwise import equal_bits
-from true_on_policy.contract.model_config import text_of
+from true_on_policy.contract import model_config
 
 # Tensors that identify requests: their values differ between two runs of one engine.
 BOOKKEEPING = frozenset({"rids", "req_pool_indices"})
@@ -66,7 +66,7 @@ class Heads:
         try:
             if file.exists() and not file.is_file():
                 raise ValueError("no regular file")
-            config = text_of(json.loads(file.read_text(encoding="utf-8")))
+            config = model_config.text_of(json.loads(file.read_text(encoding="utf-8")))
             query = int(config["num_attention_heads"])
             size = config.get("head_dim") or int(config["hidden_size"]) // query
             heads = cls(query, int(config.get("num_key_value_heads") or query), int(size))
@@ -169,6 +169,9 @@ def _expression(pattern: str) -> re.Pattern[str]:
     return re.compile(rf"(?:module\.)*{escaped}")
 
 
+OWN = tuple((Pattern(name), None) for name in sorted(BOOKKEEPING))
+
+
 @dataclass(frozen=True)
 class Renaming:
     """A renaming turns the names of one side into common names.
@@ -211,11 +214,10 @@ def correspondence(a: Iterable[str], b: Iterable[str], file: Path | None = None)
         lines = [(pattern, names) for pattern, _ in pairing.a.patterns] + [(pattern, list(b)) for pattern in left_out]
         if not any(pattern.layer(name) is not None for pattern, held in lines for name in held):
             raise RecordError(f"--map {file}: no line names a tensor of A, such as {', '.join(sorted(names)[:3])}")
-        return pairing
+        return Correspondence(*(Renaming((*OWN, *side.patterns)) for side in (pairing.a, pairing.b)), regroup=True)
     frameworks = framework(a), framework(b)
     if None in frameworks or frameworks[0] == frameworks[1]:
-        unchanged = Renaming(tuple((Pattern(name), None) for name in sorted(BOOKKEEPING)))
-        return Correspondence(unchanged, unchanged)
+        return Correspondence(Renaming(OWN), Renaming(OWN))
     columns = [FRAMEWORKS.index(name) for name in frameworks if name]
     rows = [row for row in points() if all(row[column] for column in columns)]
     sides = (Renaming(tuple((Pattern(row[column] or ""), Pattern(row[0] or "")) for row in rows), rest=False)
@@ -244,7 +246,7 @@ def regrouped(a: Shaped[Tensor, "..."], b: Shaped[Tensor, "..."]) -> Shaped[Tens
 def _from_file(file: Path) -> Correspondence:
     """Read a correspondence from YAML or JSON: a name in A -> its name in B, or null to leave it out on both sides."""
     try:
-        lines = parsed(file.read_text(encoding="utf-8"))
+        lines = parsed(text_of(file))
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         raise RecordError(f"--map {file}: cannot be read: {error}") from error
     if not isinstance(lines, dict) or not all(isinstance(line, str) for line in lines):

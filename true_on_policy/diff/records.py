@@ -100,7 +100,7 @@ def read_recording(path: Path | str) -> Recording:
     """
     path = Path(path)
     files = _files(path)
-    items = [item for file in files for item in _items(file, alone=file == path)]
+    items = [item for file in sorted(files, key=str) for item in _items(file, alone=file == path)]
     items.sort(key=lambda item: item[0])
     return Recording(path, numbered(entry for _, entry in items))
 
@@ -181,7 +181,8 @@ def _missing(index: Path) -> list[Path]:
 
     An index of shards beside a checkpoint of the other format alone is left over from a download.
     """
-    held = read(index, lambda: json.loads(index.read_text(encoding="utf-8")))
+    opened = Opened(index)
+    held = read(index, lambda: json.loads(opened.bytes_at(0, opened.size)))
     named = held.get("weight_map") if isinstance(held, dict) else None
     shards = {index.parent / str(name) for name in named.values()} if isinstance(named, dict) else ()
     formats = {file.suffix for file in index.parent.iterdir() if file.name != ARGUMENTS} & {".bin", ".safetensors"}
@@ -249,12 +250,10 @@ def _dumped_pt(file: Path) -> Value:
     value = load_foreign(file, strict=True)
     if isinstance(value, dict) and "value" in value:
         value = value["value"]
-    if isinstance(value, Tensor | Stored | Opaque):
-        return _loaded(value, file)
-    compared = (Tensor, Stored, Opaque, list, tuple)
-    if not _are_numbers(value) and any(isinstance(leaf, compared) for _, leaf in _leaves(value)):
+    leaves = () if isinstance(value, Tensor | Stored | Opaque) or _are_numbers(value) else _leaves(value)
+    if any(isinstance(leaf, Tensor | Stored | Opaque) or _are_numbers(leaf) for _, leaf in leaves):
         raise RecordError(f"{file}: holds a {type(value).__name__} of tensors; dump each under its own name")
-    return value
+    return _loaded(value, file)
 
 
 def _pt(file: Path) -> Iterator[tuple[str, Callable[[], Value]]]:
@@ -300,7 +299,7 @@ def _of_numbers(numbers: Sequence[float | None]) -> Tensor:
 
 def _leaves(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
     """Yield every value of nested dicts and lists that holds no other, under its path; a list of numbers is one."""
-    if not isinstance(value, dict | list | tuple) or _are_numbers(value):
+    if not isinstance(value, dict | list | tuple) or not value or _are_numbers(value):
         yield name, value
         return
     children = value.items() if isinstance(value, dict) else enumerate(value)
@@ -361,5 +360,6 @@ def _natural(name: str) -> tuple:
 SAVED = (".pth", ".bin", ".ckpt")  # other endings of what torch.save writes
 READERS: dict[str, Reader] = {".pt": _pt, ".safetensors": _safetensors, ".npz": _npz, **dict.fromkeys(SAVED, _pt)}
 ARGUMENTS = "training_args.bin"  # of Hugging Face's Trainer, beside a checkpoint: the arguments of the run alone
-UNREAD = set(".npy .gguf .distcp .h5 .pkl .onnx .msgpack .parquet .arrow".split())  # of files that hold tensors too
-PACKED = {".gz", ".zst", ".bz2", ".xz", ".part", ".tmp", ".incomplete"}  # behind the ending of what is packed, or cut
+# Endings of files that hold tensors too, and what stands behind the ending of one that is packed, cut or put aside.
+UNREAD = set(".npy .gguf .distcp .h5 .hdf5 .pkl .pickle .joblib .nemo .onnx .msgpack .parquet .arrow .feather".split())
+PACKED = set(".gz .zst .bz2 .xz .zip .part .tmp .incomplete .bak .old .orig .1".split())

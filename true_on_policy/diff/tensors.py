@@ -13,6 +13,7 @@ from typing import Literal, get_args
 
 from torch import Tensor
 
+from mis_plugins.errors import shown
 from mis_plugins.shared.absent import HIGHEST, LOWEST
 from mis_plugins.shared.budget import RecordError
 from mis_plugins.shared.terminal import progress
@@ -22,7 +23,7 @@ from true_on_policy.diff.names import PARTS, Correspondence, Heads, Renaming, is
 from true_on_policy.diff.records import Entry, Key, Recording, Value, numbered
 
 EQUAL, DIFFERENT, NOT_COMPARABLE = 0, 1, 2
-EMPTY = "no values"
+EMPTY = "no tensor with values"
 NEAREST = 5  # at most this many equal tensors are named as inputs of an operation
 
 Status = Literal["equal", "different", "other dtype", "other shape", "missing in A", "missing in B", "not comparable"]
@@ -33,7 +34,8 @@ DIVERGED: Mapping[str, Status] = {"bytes": "different", "dtype": "other dtype", 
 class Row:
     """The outcome for one tensor, which both sides recorded or only one side.
 
-    detail: why the tensor was not compared; EMPTY where both sides are equal and hold no value.
+    detail: why the tensor was not compared, or two values that are no tensors; EMPTY where both sides are equal, and
+        are no tensor or hold no value.
     """
 
     key: Key
@@ -57,7 +59,6 @@ class Report:
 
     rows: one row a tensor, in execution order of A; tensors that A lacks come last.
     left_out: how many tensors of either side have no counterpart by the table of frameworks or the map.
-    no_tensors: how many pairs of recorded values are not tensors.
     no_rows: how many tensors were not compared by token, since neither side has one row for each token.
     tokens: how many pairs of tokens were compared; None where tensors were not matched by token.
     masked: how many tokens of a host's dump its loss mask leaves out.
@@ -67,7 +68,6 @@ class Report:
     b: Path
     rows: tuple[Row, ...]
     left_out: int = 0
-    no_tensors: int = 0
     no_rows: int = 0
     tokens: int | None = None
     masked: int = 0
@@ -105,7 +105,8 @@ class Report:
         first = self.first
         if first is None:
             return ()
-        equal = [row for row in takewhile(lambda row: row is not first, self.rows) if row.status == "equal"]
+        before = takewhile(lambda row: row is not first, self.rows)
+        equal = [row for row in before if row.status == "equal" and row.detail != EMPTY]
         call = [row for row in equal if _call(row.key) == _call(first.key)]
         parent = first.operation.rpartition(".")[0]
         inputs = f"{first.operation}.inputs"
@@ -118,13 +119,11 @@ def compare(a: Recording, b: Recording, names: Correspondence, heads: Heads | No
     """Compare every tensor of A with its counterpart in B; one pair is loaded at a time."""
     left, right = renamed(a, names.a, heads), renamed(b, names.b, heads)
     keys = progress([*dict.fromkeys((*left, *right))], "tensors compared")
-    rows = [row_of(key, left.get(key), right.get(key), names.regroup) for key in keys]
     return Report(
         a.path,
         b.path,
-        rows=tuple(row for row in rows if row),
+        rows=tuple(row_of(key, left.get(key), right.get(key), names.regroup) for key in keys),
         left_out=left_out(a, names.a) + left_out(b, names.b),
-        no_tensors=rows.count(None),
         masked=a.masked,
     )
 
@@ -180,14 +179,12 @@ def _part(entry: Entry, part: str | None, heads: Heads | None) -> Value:
         raise RecordError(f"{entry.key}: shape {list(value.shape)} has no part {part}") from error
 
 
-def row_of(key: Key, a: Entry | None, b: Entry | None, regroup: bool) -> Row | None:
-    """Compare one pair of entries; None if neither side recorded a tensor."""
+def row_of(key: Key, a: Entry | None, b: Entry | None, regroup: bool) -> Row:
+    """Compare one pair of entries."""
     try:
         values = [entry.load() for entry in (a, b) if entry]
     except RecordError as error:
         return Row(key, "not comparable", detail=str(error))
-    if not any(isinstance(value, Tensor | LogProbRecord) for value in values):
-        return None
     if a is None or b is None:
         return Row(key, "missing in A" if a is None else "missing in B")
     return _compared(key, values[0], values[1], regroup)
@@ -199,8 +196,11 @@ def _compared(key: Key, a: Value, b: Value, regroup: bool) -> Row:
     if isinstance(a, Tensor) and isinstance(b, Tensor):
         row = verdict(key, first_mismatch(a, regrouped(a, b) if regroup else b))
         return row if a.numel() or row.mismatch else replace(row, detail=EMPTY)
-    kinds = " against ".join(type(value).__name__ for value in (a, b))
-    return Row(key, "not comparable", detail=kinds)
+    if type(a) is not type(b):
+        return Row(key, "not comparable", detail=f"{type(a).__name__} against {type(b).__name__}")
+    if repr(a) == repr(b):
+        return Row(key, "equal", detail=EMPTY)
+    return Row(key, "different", detail=f"{shown(a)} against {shown(b)}")
 
 
 def verdict(key: Key, mismatch: Mismatch | None) -> Row:

@@ -173,7 +173,7 @@ def _engine_layout(entries: Sequence[Entry]) -> Iterator[tuple[object, int, int]
     for request, length in zip(_load(entries, "rids"), _load(entries, "seq_lens").tolist(), strict=True):
         new = range(positions[row], length)
         if not str(request).startswith(HEALTH_CHECK):
-            yield from ((request, position, row + index) for index, position in enumerate(new))
+            yield from ((str(request), position, row + index) for index, position in enumerate(new))
         row += len(new)
 
 
@@ -314,4 +314,4 @@ def _log_probs(a: Recording, b: Recording) -> list[Row]:
     """Compare the records of log-probs, which need no matching by token."""
     left, right = ({e.key: e for e in side.entries if e.key.name == LOG_PROBS} for side in (a, b))
     keys = dict.fromkeys((*left, *right))
-    return [row for key in keys if (row := row_of(key, left.get(key), right.get(key), regroup=False))]
+    return [row_of(key, left.get(key), right.get(key), regroup=False) for key in keys]

@@ -186,8 +186,11 @@ def contract_of(arguments: argparse.Namespace) -> GpuContract:
     model = "qwen3-4B" if arguments.model is None else arguments.model
     backend = arguments.backend or "megatron"
     host_contract(GPU_FAMILIES[family_and_size(model)[0]])
-    context = 1 if arguments.cp is None else arguments.cp
-    shared = context if backend == "megatron" and context > 0 else 1  # model_contract refuses other values
+    for flag, given in (("--tp", arguments.tp), ("--cp", arguments.cp), ("--engine-tp", arguments.engine_tp)):
+        if given is not None and given < 1:
+            raise ContractError(f"{flag}: got {given}; a side has 1 rank or more")
+    context = arguments.cp or 1
+    shared = context if backend == "megatron" else 1
     tensor = fewest_ranks(model, backend, shared) // shared if arguments.tp is None else arguments.tp
     return model_contract(
         model,

@@ -11,6 +11,7 @@ import json
 import os
 import socket
 import sys
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -176,7 +177,10 @@ def _side(first: Path) -> list[Dump]:
     zero = read(first)
     pattern = glob.escape(f"{first.stem}.rank") + "*" + first.suffix
     others = [read(file) for file in sorted(first.parent.glob(pattern))]
-    return [zero, *(each for each in others if each.process.ranks == zero.process.ranks)]
+    dumps = [zero, *(each for each in others if each.process.ranks == zero.process.ranks)]
+    if twice := [rank for rank, count in Counter(each.process.rank for each in dumps).items() if count > 1]:
+        raise DumpError(f"{first}: {_ranks(twice)} wrote two files beside it; remove those of an earlier run")
+    return dumps
 
 
 def read(path: Path) -> Dump:

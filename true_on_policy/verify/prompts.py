@@ -45,6 +45,8 @@ def prompt_lines(source: str) -> tuple[Path, list[str]]:
         PromptsError: the file cannot be read, holds no prompt, or holds a prompt of JSON with an image.
     """
     path = Path(__file__).parent / "prompts.txt" if source == BUILTIN else Path(source)
+    if path.exists() and not path.is_file():
+        raise PromptsError(f"--prompts {source}: is no regular file; a pipe or a device is not read")
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:

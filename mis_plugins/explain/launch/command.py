@@ -218,5 +218,6 @@ def _appended_python(source: bytes, begin: int, end: int, texts: Sequence[str]) 
         yield begin, begin, "("
 
 
-READERS = {".sh": (bash.launches, _appended_bash), ".py": (python.launches, _appended_python)}
+SHELL = bash.launches, _appended_bash
+READERS = {".py": (python.launches, _appended_python), **dict.fromkeys((".sh", ".bash", ".slurm", ".sbatch"), SHELL)}
 """By the end of a script's name, what reads it, and what writes flags behind others of a start."""

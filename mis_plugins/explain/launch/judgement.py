@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import itertools
 import os.path
+import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -24,6 +25,7 @@ from mis_plugins.explain.launch.words import HOLE, Word, flags_of, known
 from mis_plugins.explain.words import flags as flags_for
 from mis_plugins.hosts.arguments import NEWER, kinds, near, recorded
 from mis_plugins.hosts.arguments import flags as recorded_flags
+from mis_plugins.hosts.checkout import paths
 from mis_plugins.hosts.checks import REPLAY
 from mis_plugins.hosts.host import Host
 
@@ -32,7 +34,7 @@ SWITCHES = {"--use-tis": "use_tis", "--get-mismatch-metrics": "get_mismatch_metr
 LOSS_TYPE, BACKEND = "--loss-type", "--train-backend"
 DECIDES = {*SWITCHES, CONFIG, TIS, LOSS, LOSS_TYPE, BACKEND}
 ANY = "Miles, slime or vime"
-OURS = ("mis_plugins.", "true_on_policy.")
+OURS, PACK = ("mis_plugins.", "true_on_policy."), Path(__file__).parents[3]
 OUR_LOSS = "mis_plugins.mis.policy_loss"
 HOSTS_OWN = "train_infer_mismatch_helper"
 ABOVE = 6  # folders above a script in which a file of its host is looked for
@@ -215,6 +217,9 @@ def _unsure(launch: Launch, flags: Mapping[str, Flag]) -> Iterator[str]:
     for word in launch.words:
         if not word.is_known and any(flag in word.source for flag in DECIDES):
             yield f"({word.place}): one of {word.source}"
+    for name, flag in flags.items():
+        if name in SWITCHES and flag.value is not None and flag.value.is_known:
+            yield f"{name} ({flag.word.place}): takes no value, and the host ends at {flag.value.source}; drop it"
     loss = _other_loss(flags)
     if loss is not None:
         yield (
@@ -238,12 +243,20 @@ def _loads(flags: Mapping[str, Flag]) -> Iterator[str]:
             continue
         value = flag.value.source
         if value.startswith(OURS):
-            yield f"loads: {name} {value} ({flag.value.place}): a hook of this pack"
+            whose = "a hook of this pack" if _is_held(value) else "this pack has no such function"
+            yield f"loads: {name} {value} ({flag.value.place}): {whose}"
         elif name in (TIS, LOSS):
             whose = "the host's own example" if HOSTS_OWN in value else "no hook of this pack"
             yield f"loads: {name} {value} ({flag.value.place}): {whose}"
     if TIS not in flags and "--use-tis" in flags and not _loss(flags) and not _other_loss(flags):
         yield "loads: the host's own truncated weights: --use-tis without --custom-tis-function-path"
+
+
+def _is_held(path: str) -> bool:
+    """Whether this pack has the function of a dotted path, by the source of its module."""
+    module, _, name = path.rpartition(".")
+    texts = (file.read_text(encoding="utf-8") for file in map(PACK.joinpath, paths(module)) if file.is_file())
+    return any(re.search(rf'^(def |    "){re.escape(name)}\b', text, re.M) for text in texts)
 
 
 def _config(flag: Flag | None, reading: Reading, path: Path, folder: str) -> Given:
@@ -347,7 +360,7 @@ def _unread(launch: Launch, host: Host | None) -> Iterator[str]:
     switches = {flag for record in records for flag in recorded_flags(record, "switch")}
     for before, word in itertools.pairwise((ABSENT.word, *launch.words)):
         takes = before.text.startswith("--") and "=" not in before.text and before.text not in switches
-        is_open = word.text == HOLE or "--" in word.text and HOLE in word.text.partition("=")[0]
+        is_open = set(word.text) == {HOLE} or "--" in word.text and HOLE in word.text.partition("=")[0]
         if is_open and not takes:
             yield f"not read: ({word.place}): {word.source} may give more flags"
         if word.text == "--":
@@ -374,6 +387,11 @@ def _want(judgement: Judgement, flags: Mapping[str, Flag], given: Given, preset:
     if judgement.source is value and not flag.says(str(file_of(name).absolute())):
         why = given.problem or (f"--preset {name}" if preset else "no config says how to correct")
         judgement.wants.append(Want(CONFIG, value, flag.value, why))
+    changed = {want.flag for want in judgement.wants}
+    for name, flag in flags.items():
+        path = flag.value.source if flag.value and name not in changed else ""
+        if path.startswith(OURS) and name.endswith("-path") and not _is_held(path):
+            judgement.unsure.append(f"{name} ({flag.word.place}): this pack has no function {path}")
 
 
 def _needed(config: CorrectionConfig, host: Host | None) -> dict[str, str | None]:

@@ -32,8 +32,8 @@ class Builtins(Texts):
             if output is None and self.may_start(says(node)):  # a start whose output is kept
                 with self.now(variables=dict(self.variables)):
                     self.attempt(lambda: self.run_all(inner))
-        if not output or all(piece.text is None for piece in output):
-            return self.unknown(node)
+        if not output or all(piece.text is None for piece in output) or says(node).count("`") > 2:
+            return self.unknown(node)  # of several substitutions in backticks the parser makes one
         *parts, last = output
         return (*parts, replace(last, text=last.text.rstrip("\n"))) if last.text is not None else output
 

@@ -13,7 +13,7 @@ from mis_plugins.explain.launch.bash.builtins import FILLS, NAMES_TRAIN, PRINTS,
 from mis_plugins.explain.launch.bash.grammar import ENDS_ROUND, Node, one_line, parsed, says
 from mis_plugins.explain.launch.bash.texts import EXPORTED, FOLDER, LAST_PIPE, LEFT, Value
 from mis_plugins.explain.launch.reader import PACKAGES, Ended, Launch, Returned, is_train
-from mis_plugins.explain.launch.words import HOLE, Piece, Text, hole, known, shown, spaced, word_of
+from mis_plugins.explain.launch.words import HOLE, Piece, Text, hole, known, literal, shown, spaced, word_of
 
 SHELLS = ("bash", "sh", "zsh", "dash")
 STARTS_NOTHING = (":", "true", "pkill", "pgrep", "grep", "ps", "kill")
@@ -27,6 +27,8 @@ HANDS_ON = ("env", "exec", "nohup", "nice", "timeout", "setsid", "stdbuf", "srun
 LETS_GO = ("-i", "-u", "--ignore", "--unset", "--export")
 # What starts a program in Python, wherever it stands before train.py.
 PYTHON = re.compile(r"(i?python|pypy)[\d.]*|torchrun|accelerate|deepspeed|uv|poetry")
+# The folder in which Ray, Slurm or Docker starts a program.
+WORKS_IN = re.compile(r"""(?:--(?:working-dir|chdir|workdir)[ =]|"working_dir": *)"?([^\s"]+)""")
 # What sets up a shell, and no variable of a training.
 OF_A_SHELL = re.compile(r"\$\((?:[^\s()]*/)?(?:conda|mamba|micromamba|pyenv|ssh-agent)\s[^()]*\)")
 # A part of an evaluated text that is known but for its branch: words that need no quotes.
@@ -138,6 +140,8 @@ class Commands(Builtins):
         place = (0, 0) if self.source or not ends else (ends[-1], ends[-1])
         parts = {part.lower() for word in words for part in shown(word).replace(":", "/").split("/")}
         given, hosts, folder = tuple(map(word_of, words[at + 1 :])), frozenset(parts & PACKAGES), shown(self._folder())
+        if named := WORKS_IN.search(shown(spaced(words[:at]))):
+            folder = os.path.join(folder, named[1], "")
         self.found.append(Launch(self.lines(name or node)[0], given, hosts, place, self.branch, folder=folder))
 
     def _other(self, node: Node, words: Sequence[Text]) -> None:
@@ -151,7 +155,8 @@ class Commands(Builtins):
         if name in (*COPIES, *EDITS):
             within = (os.path.normpath(f"{given[-1]}/{os.path.basename(word)}") for word in given[:-1])
             is_edit = any(re.match(r"-\w*[iOo]|--in|--out", word) for word in given)
-            for file in [*given[-1:], *within] if name in COPIES else given if is_edit else []:
+            changed = given if name in ("mv", "rm") else given[-1:]
+            for file in [*changed, *within] if name in COPIES else given if is_edit else []:
                 self.write(file, hole(one_line(node)))
             return
         shell, _ = shell_of(words, "c")
@@ -236,7 +241,8 @@ COMMANDS: dict[str, Callable[[Commands, Node, list[Text]], None]] = {
     ".": Commands._source,
     "eval": Commands._eval,
     "exit": Commands._exit,
-    "cd": Commands._cd,
+    **dict.fromkeys(("cd", "pushd"), Commands._cd),
+    "popd": lambda shell, node, words: shell._cd(node, [literal("-")]),
     **dict.fromkeys(("exec", "time"), lambda shell, node, words: shell.call(node, words)),
     "return": Commands._return,
     **dict.fromkeys(ENDS_ROUND, Commands._end_round),

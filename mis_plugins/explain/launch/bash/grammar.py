@@ -101,7 +101,14 @@ def _keywords(language: Language) -> Query:
 
 
 def says(node: Node) -> str:
-    return (node.text or b"").decode(errors="replace")
+    """What the script says in a node, without the blanks that the parser puts in front of an expansion in quotes."""
+    return (node.text or b"")[blanks_before(node) :].decode(errors="replace")
+
+
+def blanks_before(node: Node) -> int:
+    """How many bytes of blanks of a text in quotes the parser puts into the expansion behind them."""
+    text = node.text or b""
+    return len(text) - len(text.lstrip()) if node.type.endswith(("expansion", "substitution")) else 0
 
 
 def one_line(node: Node) -> str:

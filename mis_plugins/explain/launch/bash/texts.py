@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-from mis_plugins.explain.launch.bash.grammar import EXPANSIONS, QUOTED, Node, says
+from mis_plugins.explain.launch.bash.grammar import EXPANSIONS, QUOTED, Node, blanks_before, says
 from mis_plugins.explain.launch.reader import Reader, Reading
 from mis_plugins.explain.launch.words import Lines, Piece, Text, fields, hole, known, literal, shown, spaced
 
@@ -166,7 +166,7 @@ class Texts(Reader):
         for before, part in zip([None, *parts], parts, strict=False):
             words = self.words(part)
             between = source[before.end_byte - node.start_byte : part.start_byte - node.start_byte] if before else b""
-            if before and between == b"\\\n" and gathered and words:
+            if before and between in (b"", b"\\\n") and gathered and words:
                 last = before.named_children[-1] if before.type == "concatenation" else before
                 is_open = last.type in EXPANSIONS
                 words[0] = hole(says(before) + says(part), self.lines(part)) if is_open else gathered.pop() + words[0]
@@ -274,7 +274,7 @@ class Texts(Reader):
 
         for child in node.named_children:
             if child.type not in ("string_content", "heredoc_content"):
-                plain(child.start_byte)
+                plain(child.start_byte + blanks_before(child))
                 parts.append(self.text(child))
                 place = child.end_byte
         plain(end)

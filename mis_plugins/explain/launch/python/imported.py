@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import base64
+import os.path
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import PurePosixPath
@@ -32,8 +33,12 @@ class Imported(Functions):
         if name.startswith(STARTS):
             self.start(node, named.get("train_args", given[0] if given else ()))
             return None
+        folder = self.folder_of(named.get("cwd"))
+        if name == "chdir" and given:
+            self.folder = folder = self.folder_of(given[0])
         for value in (*given, *named.values()):
-            self.shell(node, value)
+            with self.now(folder=folder):
+                self.shell(node, value)
             if name not in (*NAMES, "open"):
                 self.hand_on(value)
             if id(value) in self.handles:
@@ -133,7 +138,12 @@ class Imported(Functions):
         for start in bash.launches(with_holes(text), self.path, self.reading):
             words, branch = tuple(with_places(start.words, text)), self.branch or start.branch
             hosts = frozenset(self.hosts)
-            self.found.append(Launch(node.lineno, words, hosts, place, branch, start.folder))
+            folder = os.path.join(self.folder, start.folder)
+            self.found.append(Launch(node.lineno, words, hosts, place, branch, folder))
+
+    def folder_of(self, value: Any) -> str:
+        """The folder in which a command runs, or where it changes to; None is the one that the launcher is in."""
+        return self.folder if value is None else os.path.join(self.folder, shown(as_text(value)), "")
 
     def span(self, node: ast.expr) -> tuple[int, int]:
         """The bytes of an expression in the launcher."""

@@ -46,7 +46,7 @@ class Names(Reader, ast.NodeVisitor):
 
     def __init__(self, script: str, path: Path, reading: Reading, arguments: Sequence[str]):
         super().__init__(reading)
-        self.path = path
+        self.path, self.folder = path, ""
         self.starts = [0, *accumulate(map(len, script.encode().splitlines(keepends=True)))]
         self.command = next((word for word in arguments[:1] if word[:1] != "-" and "=" not in word), None)
         self.options = arguments[bool(self.command) :]
