@@ -31,9 +31,9 @@ def first_dropped(squares: Float[Tensor, " R"], threshold: float) -> Float[Tenso
     """The smallest square that is dropped, with every equal one; infinite where all of the finite ones stay.
 
     Of ascending numbers the mean of the first n never falls with n, so that a count of small means tells how many stay.
-    Shares of the threshold are added up in whole numbers, as a GPU has no deterministic running sum of floats, for which
-    torch raises under a host's --deterministic-mode. A share above the number of squares counts as that number: with
-    either a mean lies at the threshold or above.
+    Shares of the threshold are added up in whole numbers: torch has no deterministic running sum of floats on a GPU, and
+    raises where a host asks for one by --deterministic-mode. A share above the number of squares counts as that number:
+    with either a mean lies at the threshold or above.
     """
     ordered, size = squares.sort().values, squares.numel()
     whole = 2 ** (62 - 2 * size.bit_length())  # so that all of them add up within 64 bits
