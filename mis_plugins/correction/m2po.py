@@ -31,10 +31,15 @@ def first_dropped(squares: Float[Tensor, " R"], threshold: float) -> Float[Tenso
     """The smallest square that is dropped, with every equal one; infinite where all of the finite ones stay.
 
     Of ascending numbers the mean of the first n never falls with n, so that a count of small means tells how many stay.
+    Shares of the threshold are added up in whole numbers: torch has no deterministic running sum of floats on a GPU, and
+    raises where a host asks for one by --deterministic-mode. A share above the number of squares counts as that number:
+    with either a mean lies at the threshold or above.
     """
-    ordered = squares.sort().values
-    counts = torch.arange(1, ordered.numel() + 1, device=ordered.device)
-    stay = (ordered.double().cumsum(0) / counts < threshold).sum()
+    ordered, size = squares.sort().values, squares.numel()
+    whole = 2 ** (62 - 2 * size.bit_length())  # so that all of them add up within 64 bits
+    shares = ((ordered.double() / threshold).clamp(max=size) * whole).long()
+    counts = torch.arange(1, size + 1, device=ordered.device)
+    stay = (shares.cumsum(0) < counts * whole).sum()
     return F.pad(ordered, (0, 1), value=torch.inf).index_select(0, stay.view(1))
 
 

@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from mis_plugins.config.model import CorrectionConfig, Level, Population, WeightConfig
@@ -144,9 +144,9 @@ class Correction(Verdict):
         return self.valid_count > 0
 
     @cached_property
-    def sequence_count(self) -> Int[Tensor, ""]:
-        """How many sequences have a valid token, at least 1."""
-        return self.any_valid.sum().clamp(min=1)
+    def sequence_count(self) -> Float[Tensor, ""]:
+        """How many sequences have a valid token, at least 1; a float, as torch's default dtype may divide two ints."""
+        return self.any_valid.sum(dtype=torch.float32).clamp(min=1)
 
     @property
     def keep_tokens(self) -> Bool[Tensor, " T"] | None:

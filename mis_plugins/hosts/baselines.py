@@ -33,6 +33,7 @@ NEEDED = ("log_probs", "advantages", "rewards", "sample_indices")
 EPSILON = 1e-6  # what the hosts add to a standard deviation
 LARGEST_MEAN = 1e-3  # of a group's rewards that a host has normalized in float32
 MOST_GROUPS = 2**20
+MOVED = "mis_plugins_moved"  # attribute of advantages whose baseline is ours already
 PerSample = Float[Tensor, " N"]
 
 
@@ -68,7 +69,9 @@ def rebase(args: View, rollout_id: int, data: Mapping[str, Any], config_of: Call
     new = GROUP[config.group_baseline](rewards, trains, sums, by_deviation)
     for place, change in enumerate(torch.where(trains, new - rewards, 0)):
         advantages = data["advantages"][place]
-        data["advantages"][place] = advantages + change.to(advantages)
+        if not hasattr(advantages, MOVED):  # a function of the user's may call both rollout-data hooks
+            data["advantages"][place] = moved = advantages + change.to(advantages)
+            setattr(moved, MOVED, True)
     if host.reports(ranks):
         logger.info(
             "%s: rollout %d: %d of %d samples do not train, and left the baselines of their groups",

@@ -154,5 +154,6 @@ def loss_config(args: Any, step: tuple[int, int] | None = None) -> LossConfig:
     with spelled(low="--eps-clip", high="--eps-clip-high", dual="--eps-clip-c"):
         dual = None if getattr(args, "eps_clip_c", None) is None else _number(args, "eps_clip_c")
         clip = Clip(_number(args, "eps_clip"), _number(args, "eps_clip_high"), dual)
-    entropy_coef, kl_coef = getattr(args, "entropy_coef", 0.0), getattr(args, "kl_loss_coef", 0.0)
+    coefs = ("entropy_coef", "kl_loss_coef")
+    entropy_coef, kl_coef = (_number(args, name) if getattr(args, name, None) else 0.0 for name in coefs)
     return LossConfig(clip, entropy_coef, kl_type, kl_coef, tracking.average(args, step))

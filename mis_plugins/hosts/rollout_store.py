@@ -5,7 +5,7 @@ Nothing is left on the host's arguments, which may be frozen, and made anew for 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from jaxtyping import Float
@@ -66,7 +66,13 @@ class RolloutStore:
     training: int | None = None
 
     def keep(self, held: Held) -> None:
-        """Hold the numbers of a rollout in place of those of the one before, or of an earlier attempt at it."""
+        """Hold the numbers of a rollout in place of those of the one before, or of an earlier attempt at it.
+
+        A mean stays where the other hook counts the same rollout behind `normalize_rollout`.
+        """
+        last = self.held
+        if held.config is None and last and (last.rollout_id, last.asked) == (held.rollout_id, held.asked):
+            held = replace(held, config=last.config, mean=last.mean)
         self.held, self.training = held, None
 
     def begin(self, rollout_id: int) -> None:

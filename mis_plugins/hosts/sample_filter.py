@@ -224,7 +224,7 @@ def _is_count(entry: Any) -> bool:
 
 def _is_weight(entry: Any) -> bool:
     """Whether an entry of a loss mask is a truth value, or a number from 0 on."""
-    return entry in (0, 1) or 0 <= number_of(entry) < math.inf
+    return isinstance(entry, bool) or 0 <= number_of(entry) < math.inf
 
 
 def _make_readable(sample: Any) -> None:

@@ -244,8 +244,8 @@ class Recorder:
         """
         self._begin(args)
         ended, self.step = self.step, (rollout_id, step_id)
-        if ended == self.step:
-            self.pending, self.ran = {}, True  # the host threw that attempt at the step away, and repeats it
+        if ended is not None and self.step <= ended < (rollout_id + 1, 0):
+            self.pending, self.ran = {}, True  # the host threw that attempt away, and repeats step or rollout
         self._report_ended(None if ended is None else Ended(*ended, is_last=ended[0] != rollout_id), ranks)
 
     def _begin(self, args: Any) -> None:

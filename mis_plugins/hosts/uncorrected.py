@@ -144,7 +144,6 @@ def _check_unchanged(args: View, name: str, keys: Mapping[str, Any]) -> None:
 
 # ------------------------------------------------------------------------------------------- asked for and not done
 
-OF_SEQUENCES = ("sequence", "geometric")  # levels at which all tokens of a sequence share one weight
 STEP_HOOK = "--custom-megatron-before-train-step-hook-path mis_plugins.mis.report_step"
 OURS = ("mis_plugins.", "true_on_policy.")
 
@@ -176,14 +175,14 @@ def _names_another_hook(args: View) -> bool:
 def warn_of_one_sequence(config: CorrectionConfig, sequences: int, ranks: Ranks) -> None:
     """Warn where a weight is divided by the mean of itself alone, which leaves 1."""
     weight = config.weight
-    if weight is None or weight.normalize is None or weight.level not in OF_SEQUENCES or sequences > 1:
+    if weight is None or weight.normalize is None or weight.level == "token" or sequences > 1:
         return
-    scope = weight.normalize.scope
+    scope, turn = weight.normalize.scope, " and one turn" if weight.by_segment else ""
     if scope == "micro_batch" or (scope == "data_parallel" and ranks.dp is None):
         warn_once(
-            f"mis.weight.normalize.scope: {scope} (tis_batch_normalize) in a micro-batch of one sequence divides its "
-            "weight by itself, which leaves 1: nothing is corrected; use scope: rollout, leave normalize out, or let "
-            "micro-batches hold more sequences"
+            f"mis.weight.normalize.scope: {scope} (tis_batch_normalize) in a micro-batch of one sequence{turn} divides "
+            "its weight by itself, which leaves 1: nothing is corrected; use scope: rollout, leave normalize out, or "
+            "let micro-batches hold more sequences"
         )
 
 

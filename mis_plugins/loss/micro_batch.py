@@ -288,7 +288,7 @@ def _kl(x: LossInputs, old: Tensor, share: Share, objective: ObjectiveConfig, ki
     if objective.unbiased_kl:
         log_ratio, mask = target_log_ratio(x.target, old, mask)  # the product is not known where the ratio is not
     kl = kl_term(x.target, x.reference, mask, kind, log_ratio)
-    return kl * share.factor if objective.weigh_kl else share.kept(kl * share.scale)
+    return torch.where(share.factor > 0, kl * share.factor, 0) if objective.weigh_kl else share.kept(kl * share.scale)
 
 
 def _host_metrics(

@@ -111,7 +111,8 @@ def policy_term(
     term = term_of(config.surrogate, config.ratio)(operands, ragged, clip)
     if not config.kl_tau:
         return term
-    return replace(term, loss=term.loss + config.kl_tau * operands.factor * log_r.square())
+    of_kept = torch.where(operands.factor > 0, log_r, 0)  # an infinite square of a rejected token would make it NaN
+    return replace(term, loss=term.loss + config.kl_tau * operands.factor * of_kept.square())
 
 
 def target_log_ratio(

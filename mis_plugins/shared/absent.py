@@ -32,5 +32,5 @@ def number_of(entry: Any) -> float:
     """An entry of a list as a float; NaN where it is no number."""
     try:
         return math.nan if isinstance(entry, str | bytes | bool) else float(entry)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         return math.nan

@@ -1,6 +1,7 @@
 """M2PO against its twin in the oracle: which tokens of a micro-batch leave the loss, alone and beside rules."""
 
 import math
+from typing import Any
 
 import oracle
 import pytest
@@ -10,6 +11,7 @@ from drive import assert_matches_oracle, run
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from tolerances import DECISION
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from mis_plugins.config.reading import from_mapping
 from mis_plugins.correction.m2po import first_dropped
@@ -80,3 +82,26 @@ def test_masked_and_unknown_tokens_neither_stay_nor_count() -> None:
 def test_an_empty_micro_batch_drops_nothing(count: int) -> None:
     squares = torch.full((count,), torch.inf)
     assert first_dropped(squares, 0.04).tolist() == [math.inf]
+
+
+class Deterministic(TorchDispatchMode):
+    """Refuses what torch refuses on a GPU under `use_deterministic_algorithms`: a running sum of floats."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert func.name() != "aten::cumsum" or not args[0].is_floating_point()
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_host_with_deterministic_mode_is_served() -> None:
+    """Megatron's --deterministic-mode makes torch raise within the first micro-batch."""
+    with Deterministic():
+        assert kept(OF_EITHER_SIGN, 0.5) == [True, False, True, True]
+
+
+@pytest.mark.parametrize("threshold", [1e-30, 0.04, 1e30])
+def test_of_many_tokens_as_many_stay_as_by_sums_in_python(threshold: float) -> None:
+    squares = (torch.randn(100_000, generator=torch.Generator().manual_seed(0)) * 2 * threshold**0.5).square()
+    mean = lambda count: math.fsum(ordered[:count]) / count  # noqa: E731
+    ordered = squares.sort().values.tolist()
+    stay = ordered.index(first_dropped(squares, threshold).item())
+    assert 0 < stay < len(ordered) and mean(stay) < threshold <= mean(stay + 1)

@@ -117,14 +117,16 @@ def test_a_down_weighed_token_is_kept(level: str | None):
 def test_the_default_dtype_of_torch_changes_nothing(dtype: torch.dtype, weight: dict | None):
     """A host that makes its model in bfloat16 may leave the default so: 0.1 would read 0.10009765625."""
     lists = ratio_batch(WIDE, MASKS).lists()
-    args = host_args(mis={"weight": weight, "reject": [{"over": "token", "upper": 1.15, "down_weigh": 0.1}]})
-    expected, before = mis.compute_mis_weights(args, **lists)[0], torch.get_default_dtype()
+    reject = [{"over": "token", "upper": 1.15, "down_weigh": 0.1}, {"over": "mean", "upper": 1.25}]
+    args = host_args(mis={"weight": weight, "reject": reject})
+    expected, before = mis.compute_mis_weights(args, **lists), torch.get_default_dtype()
     try:
         torch.set_default_dtype(dtype)
-        weights = mis.compute_mis_weights(args, **lists)[0]
+        weights, _, metrics = mis.compute_mis_weights(args, **lists)
     finally:
         torch.set_default_dtype(before)
-    assert weights is not None and expected is not None and all(map(same_bytes, weights, expected))
+    assert weights is not None and expected[0] is not None and all(map(same_bytes, weights, expected[0]))
+    assert all(same_bytes(*pair) for name in metrics for pair in zip(metrics[name], expected[2][name], strict=True))
 
 
 @pytest.mark.parametrize("level", LEVELS)

@@ -184,11 +184,14 @@ def test_the_last_step_of_a_rollout_tells_how_many_it_had(tracked: list[dict]):
     assert [row["train/step"] for row in tracked] == [promised, three_steps, one_step, at_the_end]
 
 
-def test_an_attempt_that_the_host_repeats_is_forgotten(tracked: list[dict], caplog: pytest.LogCaptureFixture):
-    """Miles repeats a step where a cell was lost, under the number that it had; only the last attempt is applied."""
+@pytest.mark.parametrize("lost", [0, 1])
+def test_an_attempt_that_the_host_repeats_is_forgotten(
+    lost: int, tracked: list[dict], caplog: pytest.LogCaptureFixture
+):
+    """Miles repeats a step where a cell was lost, or its rollout, under the number that it had; the last one counts."""
     recorder, config = Recorder(), EVERYTHING | {"reject": VETO["reject"], "on_all_rejected": "raise"}
-    for ratio in (0.01, 2.0):
-        recorder.report(ARGS, 0, 0)
+    for step, ratio in ((lost, 0.01), (0, 2.0)):
+        recorder.report(ARGS, 0, step)
         recorder.record(micro_batch([[ratio]], config))
     recorder.report(ARGS, 1, 0)
     assert [row["train/mis_step/ratio_mean"] for row in tracked] == [pytest.approx(2.0)]

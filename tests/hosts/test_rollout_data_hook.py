@@ -47,6 +47,12 @@ def miles(args: SimpleNamespace, data: dict[str, Any] | None = None) -> None:
     trainer["train_actor"](hook, args, 3, example() if data is None else data)
 
 
+def both(args: SimpleNamespace) -> None:
+    """A function of the user's that calls both rollout-data hooks."""
+    hook(args, 3, example())
+    mis.count_samples(args, 3, example())
+
+
 def another(args: SimpleNamespace) -> None:
     """A host that hands `args` alone from a function that is not known."""
     hook(args)
@@ -67,7 +73,7 @@ def slime_as_documented(args: SimpleNamespace) -> None:
     hook(args, [[SimpleNamespace(rollout_log_probs=[-1.0], response_length=1)]])
 
 
-@pytest.mark.parametrize("call", [slime, miles])
+@pytest.mark.parametrize("call", [slime, miles, both])
 def test_the_mean_of_the_rollout_is_left_for_the_hook(call: Any):
     args = host_args(mis=ROLLOUT)
     call(args)

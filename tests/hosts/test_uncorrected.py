@@ -161,18 +161,19 @@ def test_without_a_step_hook_the_next_rollout_tells():
 
 
 NORMALIZED = [
-    ({"weight": {"level": "sequence", "normalize": {}}}, "scope: micro_batch"),
-    ({"weight": {"level": "geometric", "normalize": {"scope": "data_parallel"}}}, "scope: data_parallel"),
+    ({"weight": {"level": "sequence", "normalize": {}}}, "scope: micro_batch", " divides"),
+    ({"weight": {"level": "geometric", "normalize": {"scope": "data_parallel"}}}, "scope: data_parallel", " divides"),
+    ({"weight": {"level": "segment_geometric", "normalize": {}}}, "scope: micro_batch", " and one turn"),
 ]
 
 
-@pytest.mark.parametrize(("config", "said"), NORMALIZED)
+@pytest.mark.parametrize(("config", "said", "more"), NORMALIZED)
 def test_a_sequence_that_is_divided_by_its_own_weight_is_told(
-    config: dict, said: str, caplog: pytest.LogCaptureFixture
+    config: dict, said: str, more: str, caplog: pytest.LogCaptureFixture
 ):
     for rows, told_of in (([[0.3, 4.0], [2.0]], False), ([[0.3, 4.0]], True)):
         mis.compute_mis_weights_with_cp(host_args(mis=config), **ratio_batch(rows).hook_kwargs())
-        assert (f"{said} (tis_batch_normalize) in a micro-batch of one sequence" in caplog.text) == told_of
+        assert (f"{said} (tis_batch_normalize) in a micro-batch of one sequence{more}" in caplog.text) == told_of
 
 
 def test_tokens_of_one_sequence_are_divided_by_their_mean(caplog: pytest.LogCaptureFixture):

@@ -420,6 +420,8 @@ def of(**objective: Any) -> dict:
         ({}, {"use_kl_loss": True, "kl_loss_type": "k4"}, r"--kl-loss-type: got 'k4'; choose one of k1, k2, k3"),
         ({}, {"eps_clip_c": 0.9}, r"^--eps-clip-c: got 0\.9; a dual clip lies above 1"),
         ({}, {"eps_clip_c": math.nan}, r"^--eps-clip-c: got nan; a dual clip lies above 1"),
+        *(({}, {name: "much", **KL} | {name: "much"}, rf"^--{name.replace('_', '-')}: got 'much'; expected a number")
+          for name in ("entropy_coef", "kl_loss_coef")),
         *(({}, {name: width}, rf"^--{name.replace('_', '-')}: got {width}; the width of a clip is a number that is no")
           for name in ("eps_clip", "eps_clip_high") for width in (-1, math.nan)),
         ({}, {"use_opsm": True, "opsm_delta": math.nan}, r"^--opsm-delta: got nan; give a finite number of nats"),
@@ -557,6 +559,15 @@ def test_entropy_is_computed_where_it_is_wanted(monkeypatch: pytest.MonkeyPatch)
     assert_same(plain, observed)
     assert plain.metrics["entropy_loss"] == 0 != observed.metrics["entropy_loss"]
     assert_close(learned.loss, plain.loss - 0.01 * observed.metrics["entropy_loss"])
+
+
+def test_a_number_that_yaml_leaves_a_text_is_read():
+    """YAML reads `1e-2` as text, and a host hands the keys of a file on as they are."""
+
+    def with_coefficients(value: Any) -> Outcome:
+        return call(random_step(4), {}, **(KL | {"entropy_coef": value, "kl_loss_coef": value}))
+
+    assert_same(with_coefficients("1e-2"), with_coefficients(0.01))
 
 
 def test_pg_loss_reducer(monkeypatch: pytest.MonkeyPatch):
@@ -738,6 +749,18 @@ def test_what_stands_in_for_a_log_prob_counts_as_none(config: dict, name: str):
     expected = found(math.nan)
     for value in (-9999.0, -1e9):
         assert_same(found(value), expected)
+
+
+@pytest.mark.parametrize(("name", "objective"), [("log_probs", {"kl_tau": 0.1}), ("ref_log_probs", {"weigh_kl": True})])
+def test_a_rejected_token_adds_nothing_however_far_its_policies_are(name: str, objective: dict):
+    """The square of its log ratio is infinite, and 0 times infinity would make the loss NaN."""
+    step = random_step(3)
+    rows, behavior = step.batch()[name], step.batch()["rollout_log_probs"]
+    token = step.responses[0].valid[0]
+    rows[0][token], behavior[0][token] = 1e200, math.nan
+    config = RULES | {"objective": objective}
+    found = call(step, config, carried={name: rows, "rollout_log_probs": behavior}, **KL | {"kl_loss_type": "k2"})
+    assert found.loss.isfinite() and found.gradient.isfinite().all() and found.gradient.any()
 
 
 def without_advantages(step: Step, value: float) -> Step:

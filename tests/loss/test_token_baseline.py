@@ -78,6 +78,14 @@ def test_advantages_are_the_twins(seed: int) -> None:
     assert found.count_nonzero() == sum(len(x.valid) for x in batch)
 
 
+@pytest.mark.parametrize("name", ["reward", "log_prob"])
+def test_a_number_that_is_none_stays_in_its_group(name: str) -> None:
+    batch = random_batch(0)
+    expected, groups = ours(batch), torch.tensor([x.group for x in batch for _ in x.mask])
+    getattr(batch[0], name)[batch[0].valid[0]] = math.nan
+    assert torch.equal(ours(batch)[groups > 0], expected[groups > 0])
+
+
 def test_equal_norms_leave_the_group_mean() -> None:
     """Two certain rewards of 1 and 0 at the end, and tokens of one probability: half up, half down."""
     token = [-1.0] * 3, [0.3] * 3, [1.0] * 3, [True] * 3

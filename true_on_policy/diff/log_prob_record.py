@@ -182,7 +182,7 @@ def host_samples(value: Any) -> Samples | None:
 
 
 def _rows(columns: Mapping[str, Any]) -> Samples:
-    """Turn columns into one dict a sample. A column of another length is an error, or is left out where nobody reads it."""
+    """Turn columns into one dict a sample. A column of another length is an error where it is read."""
     names = [name for name in columns if name.endswith(LOG_PROBS_END) or name in ("tokens", *LENGTHS, *MASKS)]
     opened = {name: tensor_of(columns[name]) for name in names}
     count = len(opened["tokens"])

@@ -99,12 +99,8 @@ def read_recording(path: Path | str) -> Recording:
         RecordError: there is no such file or folder, or it holds nothing that can be compared.
     """
     path = Path(path)
-    files = _files(path)
-    items = [
-        item
-        for file in sorted(files, key=lambda file: _natural(str(file)))
-        for item in _items(file, alone=file == path)
-    ]
+    files = sorted(_files(path), key=lambda file: _natural(str(file)))
+    items = [item for file in files for item in _items(file, alone=file == path)]
     items.sort(key=lambda item: item[0])
     return Recording(path, numbered(entry for _, entry in items))
 

@@ -39,8 +39,8 @@ FOLDER = "TRUE_ON_POLICY_ENGINE_DUMP"  # where the processes that run the model 
 ASKED = "TRUE_ON_POLICY_WEIGHTS"  # set for an engine whose weight checker is to return digests of its weights
 FORKS = "TRUE_ON_POLICY_FORKS"  # set for an engine on CPU, which forks its processes
 KEY = "TRUE_ON_POLICY_ENGINE_KEY"  # the key that a server of ours asks of each request, and that our clients send
-# Actions of the weight checker of an engine that was started with `ASKED`. SGLang's own checksum differs between GPU and CPU, has 64 bits, and
-# covers neither dtype nor shape.
+# Actions of the weight checker of an engine that was started with `ASKED`. SGLang's own checksum differs between GPU
+# and CPU, has 64 bits, and covers neither dtype nor shape.
 DIGESTS, VALUES = "true_on_policy.digests", "true_on_policy.values"
 ACTIVE = "true_on_policy: pinned"  # printed by the process that runs the model, once its probes have passed
 
