@@ -5,6 +5,7 @@ Zheng et al. 2025, "Prosperity before Collapse", arxiv.org/abs/2510.01161.
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import torch
@@ -31,15 +32,17 @@ def first_dropped(squares: Float[Tensor, " R"], threshold: float) -> Float[Tenso
     """The smallest square that is dropped, with every equal one; infinite where all of the finite ones stay.
 
     Of ascending numbers the mean of the first n never falls with n, so that a count of small means tells how many stay.
-    Shares of the threshold are added up in whole numbers: torch has no deterministic running sum of floats on a GPU, and
-    raises where a host asks for one by --deterministic-mode. A share above the number of squares counts as that number:
-    with either a mean lies at the threshold or above.
+    Squares are added up in whole numbers, of units and of a unit's parts: torch has no deterministic running sum of
+    floats on a GPU, and raises where a host asks for one by --deterministic-mode. A square beyond the number of squares
+    times the threshold's power of two counts as that: with either the mean lies above the threshold.
     """
     ordered, size = squares.sort().values, squares.numel()
-    whole = 2 ** (62 - 2 * size.bit_length())  # so that all of them add up within 64 bits
-    shares = ((ordered.double() / threshold).clamp(max=size) * whole).long()
-    counts = torch.arange(1, size + 1, device=ordered.device)
-    stay = (shares.cumsum(0) < counts * whole).sum()
+    unit = 2 ** (62 - 2 * size.bit_length())  # so that all of them add up within 64 bits
+    scale = unit / 2.0 ** math.frexp(threshold)[1]
+    in_units, limit = (ordered.double() * scale).clamp(max=float(size * unit)), threshold * scale
+    over = (in_units.long() - int(limit)).cumsum(0)
+    parts = ((in_units.frac() * unit).long() - int(limit % 1 * unit)).cumsum(0)
+    stay = (over.double() * unit + parts < 0).sum()
     return F.pad(ordered, (0, 1), value=torch.inf).index_select(0, stay.view(1))
 
 

@@ -51,4 +51,5 @@ def token_advantages(
 
 def _running(x: Float[Tensor, " T"], ragged: Ragged) -> Float[Tensor, " T"]:
     """The sum of each sequence up to a token, the token included; on a CPU, whose running sums are deterministic."""
-    return torch.cat([part.cumsum(0) for part in x.cpu().split(ragged.lengths.tolist())]).to(x.device)
+    parts = x.cpu().split(ragged.lengths.tolist())
+    return torch.cat([x.new_zeros(0, device="cpu"), *(part.cumsum(0) for part in parts)]).to(x.device)
