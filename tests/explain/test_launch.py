@@ -276,7 +276,7 @@ TOLD = [
                    f"import subprocess\nsubprocess.run('python3 train.py {FULL}', shell=True, cwd='/none')")),
     *((MIS, f"{gone}\npython3 train.py {FULL}", (), 2, SURE) for gone in ("mv mis.yaml x.yaml", "rm mis.yaml x.yaml")),
     (MIS, f"python3 train.py {FULL} --rollout-sample-filter-path mis_plugins.mis.drop_brokn_samples", (), 2,
-     "line 1): this pack has no function mis_plugins.mis.drop_brokn_samples"),
+     "line 1): mis-plugins has no function mis_plugins.mis.drop_brokn_samples"),
     *((MIS, f"python3 train.py {FULL} --custom-megatron-init-path {hook}", (), 0, NONE)
       for hook in ("mis_plugins.mis.carry_versions", "true_on_policy.hosts.$HOOK")),
     (MIS, f"python3 train.py {FULL} --custom-generate-function-path "

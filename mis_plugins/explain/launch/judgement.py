@@ -248,7 +248,7 @@ def _loads(flags: Mapping[str, Flag]) -> Iterator[str]:
             continue
         value = flag.value.source
         if value.startswith(OURS):
-            whose = "a hook of this pack" if _is_held(value) else "this pack has no such function"
+            whose = "a hook of this pack" if _is_held(value) else "mis-plugins has no such function"
             whose = whose if flag.value.is_known else "only running the script would tell which"
             yield f"loads: {name} {value} ({flag.value.place}): {whose}"
         elif name in (TIS, LOSS):
@@ -401,7 +401,7 @@ def _not_held(flags: Mapping[str, Flag], changed: set[str]) -> Iterator[str]:
     for name, flag in flags.items():
         path = flag.value.source if flag.value and flag.value.is_known and name not in changed else ""
         if path.startswith(OURS) and name.endswith("-path") and not _is_held(path):
-            yield f"{name} ({flag.word.place}): this pack has no function {path}"
+            yield f"{name} ({flag.word.place}): mis-plugins has no function {path}"
 
 
 def _needed(config: CorrectionConfig, host: Host | None) -> dict[str, str | None]:
