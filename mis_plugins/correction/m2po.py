@@ -33,13 +33,14 @@ def first_dropped(squares: Float[Tensor, " R"], threshold: float) -> Float[Tenso
 
     Of ascending numbers the mean of the first n never falls with n, so that a count of small means tells how many stay.
     Squares are added up in whole numbers, of units and of a unit's parts: torch has no deterministic running sum of
-    floats on a GPU, and raises where a host asks for one by --deterministic-mode. A square beyond the number of squares
-    times the threshold's power of two counts as that: with either the mean lies above the threshold.
+    floats on a GPU, and raises where a host asks for one by --deterministic-mode. A square beyond twice the number of
+    squares, times the largest power of two within the threshold, counts as that: the mean lies above with either.
     """
     ordered, size = squares.sort().values, squares.numel()
-    unit = 2 ** (62 - 2 * size.bit_length())  # so that all of them add up within 64 bits
-    scale = unit / 2.0 ** math.frexp(threshold)[1]
-    in_units, limit = (ordered.double() * scale).clamp(max=float(size * unit)), threshold * scale
+    unit = 2 ** (61 - 2 * size.bit_length())  # so that all of them add up within 64 bits
+    half, exponent = math.frexp(threshold)
+    in_units = (ordered.double() / 2.0 ** (exponent - 1)).clamp(max=2 * size) * unit
+    limit = 2 * half * unit
     over = (in_units.long() - int(limit)).cumsum(0)
     parts = ((in_units.frac() * unit).long() - int(limit % 1 * unit)).cumsum(0)
     stay = (over.double() * unit + parts < 0).sum()

@@ -105,3 +105,8 @@ def test_of_many_tokens_as_many_stay_as_by_sums_in_python(threshold: float) -> N
     ordered = squares.sort().values.tolist()
     stay = ordered.index(first_dropped(squares, threshold).item())
     assert 0 < stay < len(ordered) and mean(stay) < threshold <= mean(stay + 1)
+
+
+@pytest.mark.parametrize(("threshold", "dropped"), [(5e-324, 1.0), (1e-300, 1.0), (1.7e308, math.inf)])
+def test_any_threshold_of_a_float_serves(threshold: float, dropped: float) -> None:
+    assert first_dropped(torch.tensor([0.0, 1.0, 1e38]), threshold).item() == dropped
