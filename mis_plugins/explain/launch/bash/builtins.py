@@ -27,11 +27,10 @@ class Builtins(Texts):
     def _substituted(self, node: Node) -> Text:
         """The output of commands that name or print files; of others it is not known."""
         inner = [child for child in node.named_children if child.type != "comment"]
-        with self.deeper():
+        with self.deeper(), self.now(variables=dict(self.variables)):  # a shell of its own
             output = self._output(inner) if inner else None
             if output is None and self.may_start(says(node)):  # a start whose output is kept
-                with self.now(variables=dict(self.variables)):
-                    self.attempt(lambda: self.run_all(inner))
+                self.attempt(lambda: self.run_all(inner))
         if not output or all(piece.text is None for piece in output) or says(node).count("`") > 2:
             return self.unknown(node)  # of several substitutions in backticks the parser makes one
         *parts, last = output
@@ -135,15 +134,19 @@ class Builtins(Texts):
             self.reading.spend(1 + len(made))
         else:
             first = self._first(before, node) if isinstance(before, list) else before or ()
-            made = self.reading.paid((first if adds else ()) + (() if value is None else self.text(value)))
-            if isinstance(before, list):
-                is_sure = not before or not depends(before[0])
-                made = [made, *before[1:]] if is_sure else self.unknown(node)
+            text = self.reading.paid((first if adds else ()) + (() if value is None else self.text(value)))
+            made = self._stored(node, before, text)
         if before and not adds and self.branch is None and f"-x {says(name)}" not in self.variables:
             self.replaced |= literals_of(before)
         self.variables[says(name)] = made
         if "-a" in self.variables:
             self.variables.setdefault(f"-x {says(name)}", self.variables["-a"])
+
+    def _stored(self, node: Node, before: Value | None, text: Text) -> Value:
+        """What a variable holds once a text is its value: the name of an array sets its first item."""
+        if not isinstance(before, list):
+            return text
+        return [text, *before[1:]] if not before or not depends(before[0]) else self.unknown(node)
 
     def _declare(self, node: Node) -> None:
         """`export`, `local` and the like; within a function most of them make a variable of its own."""
@@ -165,7 +168,7 @@ class Builtins(Texts):
                 if is_plain:
                     self.run(child)
                 elif name:
-                    self.variables[name] = value
+                    self.variables[name] = self._stored(node, self.variables.get(name), value)
                 if not name or kind in OF_FUNCTION and "n" in flags:
                     self.unread(node, "which variables it sets is not known")
                 if kind in OF_FUNCTION and set(flags) & set("ilnu"):
@@ -217,7 +220,10 @@ class Builtins(Texts):
             value = self.unknown(node)  # `read` drops what stands around a line and before a letter
         elif any(shown(word)[:1] == "-" and "a" in shown(word) for word in words):  # read -ra NAME
             value = fields(text)
-        self.variables |= dict.fromkeys(names, value)
+        for name in names:
+            self.variables[name] = (
+                value if isinstance(value, list) else self._stored(node, self.variables.get(name), value)
+            )
 
     def _set(self, node: Node, words: list[Text]) -> None:
         """`set -- WORD ...`, which sets the script's own arguments, unless `${!NAME}` finds no name and it fails."""

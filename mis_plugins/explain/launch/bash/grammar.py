@@ -163,6 +163,16 @@ def succeeds(statement: Node) -> bool:
     return statement.type in SUCCEEDS and not runs
 
 
+def is_bare(node: Node) -> bool:
+    """Whether bash cuts a part of a test into words, and drops one that is empty, as `$A` in `[ -n $A ]`."""
+    test: Node | None = node
+    while test is not None and test.type != "test_command":
+        test = test.parent
+    return (
+        test is not None and says(test.children[0]) == "[" and re.search("^[^'\"]*[$`][^'\"]*$", says(node)) is not None
+    )
+
+
 def is_apart(node: Node) -> bool:
     """Whether a statement runs in a shell of its own: in brackets, in the background, or as a part of a pipeline."""
     if node.type == "subshell" or node.next_sibling is not None and node.next_sibling.type == "&":
