@@ -46,7 +46,7 @@ def prompt_lines(source: str) -> tuple[Path, list[str]]:
     """
     path = Path(__file__).parent / "prompts.txt" if source == BUILTIN else Path(source)
     if path.exists() and not path.is_file():
-        raise PromptsError(f"--prompts {source}: is a folder, a pipe or a device, and no regular file")
+        raise PromptsError(f"--prompts {source}: is no regular file, but a folder, a pipe or a device")
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
