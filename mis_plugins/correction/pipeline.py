@@ -145,7 +145,10 @@ class Correction(Verdict):
 
     @cached_property
     def sequence_count(self) -> Float[Tensor, ""]:
-        """How many sequences have a valid token, at least 1; a float, as torch's default dtype may divide two ints."""
+        """How many sequences have a valid token, at least 1.
+
+        The count is a float: torch divides two whole numbers in its default dtype, which may be bfloat16.
+        """
         return self.any_valid.sum(dtype=torch.float32).clamp(min=1)
 
     @property

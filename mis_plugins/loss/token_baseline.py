@@ -39,7 +39,7 @@ def token_advantages(
     energy = 1 - 2 * log_probs.double().exp() + sum_of_squares.double()
     energy = energy if weights is None else energy * weights.double().square()
     reward, energy, rank = (torch.where(valid, x.double(), 0) for x in (rewards, energy, valid))
-    so_far, path, rank = (_running(x, ragged) for x in (reward, energy, rank))
+    so_far, path, rank = _running(torch.stack([reward, energy, rank]), ragged)
     returns = ragged.to_tokens(ragged.sums(reward)[0]) - so_far + reward
     place = ragged.to_tokens(groups) * valid.numel() + rank.long()
     _, place = torch.where(valid, place, -1).unique(return_inverse=True)
@@ -49,7 +49,8 @@ def token_advantages(
     return torch.where(valid, returns - baseline, 0).to(rewards.dtype)
 
 
-def _running(x: Float[Tensor, " T"], ragged: Ragged) -> Float[Tensor, " T"]:
-    """The sum of each sequence up to a token, the token included; on a CPU, whose running sums are deterministic."""
-    parts = x.cpu().split(ragged.lengths.tolist())
-    return torch.cat([x.new_zeros(0, device="cpu"), *(part.cumsum(0) for part in parts)]).to(x.device)
+def _running(rows: Float[Tensor, "K T"], ragged: Ragged) -> Float[Tensor, "K T"]:
+    """The sums of a sequence up to a token, the token included; on a CPU, whose running sums are deterministic."""
+    whole = rows.cpu()
+    parts = [part.cumsum(1) for part in whole.split(ragged.lengths.tolist(), dim=1)]
+    return torch.cat([whole[:, :0], *parts], dim=1).to(rows.device)

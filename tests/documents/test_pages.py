@@ -22,7 +22,7 @@ from mis_plugins.packing.layout import whole
 from mis_plugins.packing.ragged import Ranks
 from mis_plugins.versions import segment_wise
 from true_on_policy import hosts
-from true_on_policy.hosts.watch import BitwiseConfig
+from true_on_policy.hosts.config import BitwiseConfig
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 

@@ -8,7 +8,7 @@ import pytest
 
 from lab.host.folders import CHECKPOINT, METRICS, SUMMARY, run_folder, set_aside, unused
 from mis_plugins.errors import ConfigError
-from true_on_policy.hosts.watch import BitwiseConfig
+from true_on_policy.hosts.config import BitwiseConfig
 
 
 def a_run(folder: Path, save: Path | None = None, name: str = SUMMARY) -> Path:

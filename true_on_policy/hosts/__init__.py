@@ -5,7 +5,7 @@
     --custom-megatron-init-path  true_on_policy.hosts.miles_init, or true_on_policy.hosts.prove_weights
 
 A host's flag takes one hook, so each hook here calls a second function: the host's own policy loss, or the
-hook that `bitwise.loss` or `bitwise.step_hook` names (`watch.py`). Hosts are read through the records of
+hook that `bitwise.loss` or `bitwise.step_hook` names (`config.py`). Hosts are read through the records of
 `mis_plugins.hosts`.
 """
 
@@ -21,8 +21,9 @@ from torch import Tensor
 from mis_plugins.hosts.ownership import Hook
 from mis_plugins.hosts.registry import current
 from true_on_policy.errors import HostConfigError
+from true_on_policy.hosts.config import BitwiseConfig
 from true_on_policy.hosts.micro_batch import MicroBatch
-from true_on_policy.hosts.watch import COMPARISON, BitwiseConfig
+from true_on_policy.hosts.watch import COMPARISON
 
 Batch = Mapping[str, Any]
 Loss = tuple[Tensor, dict[str, Tensor]]

@@ -17,7 +17,7 @@ from mis_plugins.hosts.registry import current
 from true_on_policy.contract.gpu import check_environment
 from true_on_policy.errors import HostConfigError
 from true_on_policy.flags.command import check_host
-from true_on_policy.hosts.watch import BitwiseConfig
+from true_on_policy.hosts.config import BitwiseConfig
 from true_on_policy.kernels.pin import pin
 from true_on_policy.observe import dumps
 

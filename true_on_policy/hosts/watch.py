@@ -9,99 +9,35 @@ the totals of the run are logged.
 
 Without the step hook (Miles calls none on FSDP), flags are read at a later micro-batch, once they have arrived. A rank
 that saw a difference then stops alone under `on_difference: raise`.
-
-Under the key `bitwise:` of `--custom-config-path` a user sets up the watch, and names the functions that the hooks of
-this package call. Both hosts copy the key from the file to their arguments.
 """
 
 from __future__ import annotations
 
 import atexit
 import logging
-import pkgutil
 import weakref
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from mis_plugins.config.reading import convert
-from mis_plugins.config.view import view
-from mis_plugins.errors import ConfigError
 from mis_plugins.packing.collectives import Arrival, to_host
 from mis_plugins.packing.ragged import to_device
 from mis_plugins.shared.budget import RecordError
 from mis_plugins.shared.opened import optional
 from true_on_policy.bitwise import Mismatch, first_mismatch
-from true_on_policy.errors import DifferenceError, HostConfigError
+from true_on_policy.errors import DifferenceError
+from true_on_policy.hosts.config import BitwiseConfig
 from true_on_policy.hosts.micro_batch import MicroBatch, write_sample
 
 logger = logging.getLogger("true_on_policy")
 
 Step = tuple[int, int]  # rollout, step
-OnDifference = Literal["warn", "raise"]
-Proven = Literal["first", "every"]
-
-
-@dataclass(frozen=True)
-class BitwiseConfig:
-    """The config of the watch over a run's log-probs, and of the functions that this package's hooks call.
-
-    on_difference: an OnDifference; `raise` stops the run at the next step.
-    folder: the folder for the first differing sample of each rank; None is `bitwise` in the folder of `--output`
-        (embedded host) or of `--save` (Miles and slime).
-    loss: dotted path of the policy loss that our loss calls; None is the host's own.
-    step_hook: dotted path of the before-train-step hook that our hook calls first; None is no hook.
-    weights: after which weight updates the engines' weights are compared with the trainer's, a Proven: the one
-        before the first rollout, or every; None compares none, unless the hook `prove_weights` is given.
-    """
-
-    on_difference: OnDifference = "warn"
-    folder: str | None = None
-    loss: str | None = None
-    step_hook: str | None = None
-    weights: Proven | None = None
-
-    @classmethod
-    def from_args(cls, args: Any) -> BitwiseConfig:
-        """Read the config from a host's arguments; every default holds where the file has no key `bitwise:`.
-
-        Raises:
-            HostConfigError: a value cannot work; the message quotes the key.
-        """
-        given = view(args).get("bitwise")
-        try:
-            return convert(cls, {} if given is None else given, "bitwise")
-        except ConfigError as error:
-            raise HostConfigError(str(error)) from None
-
-    def place(self, args: Any) -> Path:
-        """Return the folder for differing samples."""
-        if self.folder:
-            return Path(self.folder)
-        given = view(args)
-        return Path(given.get("output") or given.get("save") or ".") / "bitwise"
-
-    def hook(self, name: Literal["loss", "step_hook"]) -> Callable[..., Any] | None:
-        """Load the function that our hook calls; None where the key is not set.
-
-        Raises:
-            HostConfigError: the dotted path names no function that can be loaded.
-        """
-        path = getattr(self, name)
-        if path is None:
-            return None
-        try:
-            return pkgutil.resolve_name(path)
-        except (ImportError, AttributeError, ValueError) as error:
-            raise HostConfigError(
-                f"bitwise.{name}: cannot load {path!r} ({error}); give package.module.function"
-            ) from error
 
 
 @dataclass

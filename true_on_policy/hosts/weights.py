@@ -25,7 +25,8 @@ from mis_plugins.hosts.registry import current
 from mis_plugins.packing.roll_call import together
 from true_on_policy.engines.handover import DIGESTS
 from true_on_policy.errors import DifferenceError, HostConfigError, NotSeenError
-from true_on_policy.hosts.watch import BitwiseConfig, own_rank
+from true_on_policy.hosts.config import BitwiseConfig
+from true_on_policy.hosts.watch import own_rank
 from true_on_policy.weights.comparison import Comparison, Part, against, told, untold
 
 logger = logging.getLogger("true_on_policy")

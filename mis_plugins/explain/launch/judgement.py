@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import base64
 import itertools
 import os.path
-import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -25,7 +25,7 @@ from mis_plugins.explain.launch.words import HOLE, Word, flags_of, known
 from mis_plugins.explain.words import flags as flags_for
 from mis_plugins.hosts.arguments import NEWER, kinds, near, recorded
 from mis_plugins.hosts.arguments import flags as recorded_flags
-from mis_plugins.hosts.checkout import paths
+from mis_plugins.hosts.checkout import Folder
 from mis_plugins.hosts.checks import REPLAY
 from mis_plugins.hosts.host import Host
 
@@ -260,9 +260,11 @@ def _loads(flags: Mapping[str, Flag]) -> Iterator[str]:
 
 def _is_held(path: str) -> bool:
     """Whether this pack has the function of a dotted path, by the source of its module."""
-    module, _, name = path.rpartition(".")
-    texts = (file.read_text(encoding="utf-8") for file in map(PACK.joinpath, paths(module)) if file.is_file())
-    return any(re.search(rf'^((async )?def |    "){re.escape(name)}\b', text, re.M) for text in texts)
+    owner, _, name = path.rpartition(".")
+    module = Folder(PACK).module(owner)
+    names = {} if module is None else module.names
+    lazy = names.get("ELSEWHERE")  # of mis.py: hooks that lie in another file
+    return name in names or (isinstance(lazy, ast.Assign) and name in ast.literal_eval(lazy.value))
 
 
 def _config(flag: Flag | None, reading: Reading, path: Path, folder: str) -> Given:

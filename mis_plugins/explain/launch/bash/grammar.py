@@ -168,9 +168,8 @@ def is_bare(node: Node) -> bool:
     test: Node | None = node
     while test is not None and test.type != "test_command":
         test = test.parent
-    return (
-        test is not None and says(test.children[0]) == "[" and re.search("^[^'\"]*[$`][^'\"]*$", says(node)) is not None
-    )
+    is_expanded = re.fullmatch("[^'\"]*[$`][^'\"]*", says(node)) is not None
+    return is_expanded and test is not None and says(test.children[0]) == "["
 
 
 def is_apart(node: Node) -> bool:
