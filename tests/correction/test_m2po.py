@@ -110,3 +110,13 @@ def test_of_many_tokens_as_many_stay_as_by_sums_in_python(threshold: float) -> N
 @pytest.mark.parametrize(("threshold", "dropped"), [(5e-324, 1.0), (1e-300, 1.0), (1.7e308, math.inf)])
 def test_any_threshold_of_a_float_serves(threshold: float, dropped: float) -> None:
     assert first_dropped(torch.tensor([0.0, 1.0, 1e38]), threshold).item() == dropped
+
+
+@pytest.mark.parametrize(
+    ("tiny", "threshold", "dropped"),
+    [(0.0, 2**-14, 1.0), (0.0, 2**-14 * (1 + 2**-52), math.inf), (2**-54, 2**-14, 1.0), (0.0, 2**-13, math.inf)],
+)
+def test_less_than_a_unit_decides_about_many_tokens(tiny: float, threshold: float, dropped: float) -> None:
+    """The mean of all is 2^-14, or above it by less than float64 tells of 16,384 squares in one sum of units."""
+    squares = torch.tensor([1.0, *[tiny] * (2**14 - 1)])
+    assert first_dropped(squares, threshold).item() == dropped

@@ -102,6 +102,11 @@ def test_a_dumped_value_that_is_no_tensor_is_compared_too(values: tuple, tmp_pat
     assert diff(a, a) == NOT_COMPARABLE  # nothing that a model computed
 
 
+def test_long_texts_with_one_beginning_are_told_apart(tmp_path: Path, capsys: Capture):
+    a, b = (dump_all(tmp_path / side, {"said": "y" * 600 + side, "x.output": X}) for side in "ab")
+    assert diff(a, b) == DIFFERENT and ", from letter 601" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("mapped", [False, True])
 def test_bookkeeping_is_left_out(mapped: bool, tmp_path: Path):
     """Request ids and slots differ from run to run."""

@@ -163,8 +163,9 @@ def test_without_a_step_hook_the_next_rollout_tells():
 NORMALIZED = [
     ({"weight": {"level": "sequence", "normalize": {}}}, "scope: micro_batch", " divides"),
     ({"weight": {"level": "geometric", "normalize": {"scope": "data_parallel"}}}, "scope: data_parallel", " divides"),
-    ({"weight": {"level": "segment_geometric", "normalize": {}}}, "scope: micro_batch", " and one turn"),
-]
+    *(({"weight": {"level": level, "normalize": {}}}, "scope: micro_batch", " and one turn")
+      for level in ("segment", "segment_geometric")),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("config", "said", "more"), NORMALIZED)

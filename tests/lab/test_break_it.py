@@ -102,6 +102,7 @@ READ = {
     "a shell behind another command": ("env bash <<'E'\npython3 train.py b\nE", ["b"]),
 }
 UNSURE = {
+    "a test of two words without quotes": ("A='a b'\n[ -n $A ] && B=b\npython3 train.py c$B", ["c"]),
     "an array whose first item export sets": ("A=(x)\nexport \"A=y\"\nbash -c 'python3 train.py $A z'", ["z"]),
     "a home in an assignment behind env": ("HOME=/h\nenv B=~/x bash -c 'python3 train.py $B'", ["/h/x"]),
     "an early return": ("A=c\nf() {\n[[ $A < b ]] && return 0\nA=z\n}\nf\npython3 train.py $A", ["z"]),
