@@ -68,7 +68,7 @@ def cases(draw: st.DrawFn) -> list[dict[str, Any]]:
             elif edit == "swap" and isinstance(holder, list):
                 holder[key], holder[0] = holder[0], holder[key]
             else:
-                holder[key] = draw(LIES)
+                holder[key] = copy.deepcopy(draw(LIES))  # the next edit may go into it
             break
     return chunks
 
