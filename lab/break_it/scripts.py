@@ -45,6 +45,7 @@ SIMPLE = """A=W|A=W|export A=W|A+=W|X=(W W)|X+=(W)|X[1]=W|unset A|unset 'X[0]'|s
     unset A B|readonly Z=1; A=W|A=$((1+1))|let A=2|A=P B=W|: "${A:=W}"|read A B <<< "P P"|
     [[ $A == a ]] \\|\\| A=W|grep -q x /dev/null && A=W|B=$(false) && A=W|{ false; } && A=W|
     read -r -d '' A <<'E'\nP  P\nE|mapfile -t X <<E\nP $B\nP\nE|read A B <<E\nP P\nE|p() { echo P; }; B=$(p)|
+    A=$((B+=1))|: $((B++))|(( 1 > 0 && (A=3) ))|A=${X[B++]}|for ((A=0; A<2; A++)); do :; done|
     true && grep -q x /dev/null && A=W|B=W && A=W|export B=W && A=W|! grep -q x /dev/null && unset A|
     grep -q x /dev/null \\|\\| set -- W|(exit 1) && read -r A <<< P|(( 1 > 2 )) \\|\\| X=(W)"""
 NESTED = """if C; then\nS\nelse\nS\nfi|if C; then\nS\nfi|for A in W W; do\nS\ndone|

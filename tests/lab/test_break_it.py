@@ -155,6 +155,29 @@ UNSURE = {
     "a list in braces with quotes": ("python3 train.py {'a b',c}", ["a b", "c"]),
     "a range in braces": ("python3 train.py {a..c}", ["a", "b", "c"]),
     "a text that a pipe changes before a shell": ("cat <<'E' | sed s/b/c/ | bash\npython3 train.py b\nE", ["c"]),
+    "a sum within a word": ("B=1\necho $((B += 1))\npython3 train.py $B", ["2"]),
+    "a sum within a test": ("B=1\nif [ $((B++)) = 1 ]; then python3 train.py $B; fi", ["2"]),
+    "a sum within brackets": ("B=1\n(( B > 0 && (B = 3) ))\npython3 train.py $B", ["3"]),
+    "a sum within a subscript": ("B=1; X=(a b c); A=${X[B++]}\npython3 train.py $B", ["2"]),
+    "a sum that cuts a text": ("B=1; A=abc; A=${A:$((B = 2))}\npython3 train.py $B", ["2"]),
+    "a loop that counts": ("for ((B=0; B<2; B++)); do :; done\npython3 train.py $B", ["2"]),
+    "a default that braces set": ('X=({"${A:=b}",c})\npython3 train.py "${A:-d}"', ["b"]),
+    "a default in a heredoc": ("cat <<E\n${A:=b}\nE\npython3 train.py ${A:-d}", ["d"]),
+    "a default in a pattern": ("[[ x == ${A:=b}* ]]\npython3 train.py ${A:-d}", ["b"]),
+    "an array that one branch makes a text": (
+        "A=(a b); (( 1 > 2 )) && A=c\nA=d; export A\nbash -c 'python3 train.py ${A:-e}'",
+        ["e"],
+    ),
+    "an array by one place": ("X[1]=b; X=c; export X\nbash -c 'python3 train.py ${X:-e}'", ["e"]),
+    "an array of a round that ends early": (
+        "for i in 1 2; do\n(( i > 1 )) && break\nA=(a)\ndone\nA=b; export A\nbash -c 'python3 train.py ${A:-e}'",
+        ["e"],
+    ),
+    "an export of what stands in front of a function": (
+        "f() { export A; }\nA=a f\nA=b\nbash -c 'python3 train.py ${A:-c}'",
+        ["b"],
+    ),
+    "a text that names no variable": ("A='b x'; f() { B=${!A}; C=a; }\nf\npython3 train.py a$C", ["a"]),
     "letters to cut at for one read": ('IFS=, read -ra X <<< "a,b"\npython3 train.py "${X[@]}"', ["a", "b"]),
 }
 START = '\nU.execute_train(train_args=f"--a {A}")\n'  # of a launcher

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from mis_plugins.config.loading import file_of, watching
 from mis_plugins.errors import UserError
-from mis_plugins.explain.launch.bash.grammar import Node, one_line, parts_of, says
-from mis_plugins.explain.launch.bash.texts import EXPORTED, Texts, Value, depends, is_one, literals_of
+from mis_plugins.explain.launch.bash.grammar import Node, one_line, parts_of, says, set_within
+from mis_plugins.explain.launch.bash.texts import EXPORTED, Texts, Value, depends, is_one, literals_of, maybe
 from mis_plugins.explain.launch.words import Piece, Text, fields, hole, known, literal, shown, spaced, word_of
 
 PRINTS = ("echo", "printf", "cat", "tee")
@@ -18,7 +18,6 @@ OUR_PATH = ("-m mis_plugins config path ", "mis-plugins config path ")
 NAMES_TRAIN = re.compile(r"\btrain(_async)?\.py\b")
 FILLS = ("read", "mapfile", "readarray", "getopts", "let")
 OF_FUNCTION = ("local", "declare", "typeset")
-ASSIGNS = ("=", "+=", "-=", "*=", "/=", "%=", "<<=", ">>=", "&=", "|=", "^=")
 
 
 class Builtins(Texts):
@@ -114,14 +113,17 @@ class Builtins(Texts):
         start = next((child for child in beside if child.type == "heredoc_start"), None)
         if start is not None and says(start)[:1] in "'\"\\":
             return self.literal(says(body), body)
-        return self.mixed(body, body.start_byte, body.end_byte)
+        with self.now(variables=dict(self.variables)):  # of most commands, bash expands it in a process of its own
+            text = self.mixed(body, body.start_byte, body.end_byte)
+        self.variables |= {name: self.unknown(place) for name, place in set_within(body)}
+        return text
 
     def _assignment(self, node: Node) -> None:
         name, value = node.child_by_field_name("name"), node.child_by_field_name("value")
         if name is None:
             return
         if name.type == "subscript":
-            self.variables[says(name.named_children[0])] = self.unknown(node)
+            self.variables[says(name.named_children[0])] = [maybe(says(node))]
             return
         before = self.variables.get(says(name))
         adds = any(child.type == "+=" for child in node.children)
@@ -146,7 +148,7 @@ class Builtins(Texts):
         """What a variable holds once a text is its value: the name of an array sets its first item."""
         if not isinstance(before, list):
             return text
-        return [text, *before[1:]] if not before or not depends(before[0]) else self.unknown(node)
+        return [text, *([maybe(says(node))] if before and depends(before[0]) else before[1:])]
 
     def _declare(self, node: Node) -> None:
         """`export`, `local` and the like; within a function most of them make a variable of its own."""
@@ -180,20 +182,16 @@ class Builtins(Texts):
         """A variable that a function sets beyond one that is its own, or in front of it, is not known from then on."""
         for held in self.held:
             if name in held and (is_global or held is not self.locals):
-                held[name] = self.variables[name] = hole(f"${name}")
+                for key in (name, f"-x {name}"):
+                    held[key] = self.variables[key] = hole(f"${key}")
 
     def _unset(self, node: Node) -> None:
         for word in (word for child in node.named_children for word in self.words(child)):
             name, item, _ = shown(word).partition("[")
             self.variables.pop(name, None)
             self.variables.pop(f"-x {name}", None)
-            self.variables |= {name: self.unknown(node)} if item else {}
+            self.variables |= {name: [maybe(says(node))]} if item else {}
             self._beyond(name)
-
-    def _computed(self, node: Node) -> None:
-        """`((NAME += 1))`: the value is not known."""
-        if any(child.type in ("++", "--") or child.type in ASSIGNS for child in node.children):
-            self.variables[says(node.named_children[0])] = self.unknown(node)
 
     def _fill(self, node: Node, words: list[Text]) -> None:
         """Variables whose values come from outside, but for a herestring and a heredoc."""

@@ -11,7 +11,7 @@ from pathlib import Path
 from mis_plugins.config.file import text_of
 from mis_plugins.explain.launch.bash.builtins import FILLS, NAMES_TRAIN, PRINTS, Builtins, pair
 from mis_plugins.explain.launch.bash.grammar import ENDS_ROUND, Node, one_line, parsed, says
-from mis_plugins.explain.launch.bash.texts import EXPORTED, FOLDER, LAST_PIPE, LEFT, PUSHED, Value
+from mis_plugins.explain.launch.bash.texts import EXPORTED, FOLDER, LAST_PIPE, LEFT, PUSHED, Value, depends
 from mis_plugins.explain.launch.reader import PACKAGES, SCRIPTS, Ended, Launch, Returned, is_train
 from mis_plugins.explain.launch.words import HOLE, Piece, Text, hole, known, literal, shown, spaced, word_of
 
@@ -99,8 +99,10 @@ class Commands(Builtins):
         own: dict[str, Value] = {FOLDER: self._folder(), "@": list(given[1:])}
         for name, value in self.variables.items():
             mark = self.variables.get(f"-x {name}", hole("-a") if "-a" in self.variables else ())
-            if mark and name.isidentifier() and name != "IFS" and not isinstance(value, list):
-                shared = value if is_given and mark == EXPORTED else hole(f"${name}")
+            is_array = isinstance(value, list) and not any(map(depends, value))  # bash exports none
+            if mark and name.isidentifier() and name != "IFS" and not is_array:
+                is_sure = is_given and mark == EXPORTED and not isinstance(value, list)
+                shared = value if is_sure else hole(f"${name}")
                 own |= {name: shared, f"-x {name}": hole("-x") if known(shared) is None else EXPORTED}
         for word in before:
             name, value = pair(word)

@@ -37,6 +37,12 @@ EXPANSIONS = ("simple_expansion", "expansion", "command_substitution")
 CLAUSES = ("elif_clause", "else_clause")
 NO_STATEMENTS = (*CLAUSES, "comment")
 QUOTED = ("string", "raw_string", "ansi_c_string")
+ARITHMETIC = ("binary_expression", "unary_expression", "postfix_expression")
+ASSIGNS = ("=", "+=", "-=", "*=", "/=", "%=", "<<=", ">>=", "&=", "|=", "^=", "++", "--")
+# Statements in a statement, which are read on their own, and commands whose variables are gone afterwards.
+WITHIN_STATEMENTS = ("do_group", "case_item", "if_statement", "case_statement", "for_statement", "while_statement",
+                     "c_style_for_statement", "list", "pipeline", "command", "compound_statement", "subshell",
+                     "redirected_statement", "command_substitution", "process_substitution")  # fmt: skip
 
 
 def parsed(script: str, is_over: Callable[[], bool]) -> tuple[Node, list[Node]]:
@@ -170,6 +176,19 @@ def is_bare(node: Node) -> bool:
         test = test.parent
     is_expanded = re.fullmatch("[^'\"]*[$`][^'\"]*", says(node)) is not None
     return is_expanded and test is not None and says(test.children[0]) == "["
+
+
+def set_within(node: Node) -> Iterator[tuple[str, Node]]:
+    """The variables that a statement sets in the midst of its words, as `$((A += 1))` and `${A:=b}`, and where."""
+    signs, first = {part.type for part in node.children if not part.is_named}, next(iter(node.named_children), node)
+    is_computed = node.type in ARITHMETIC and (first.type in ("variable_name", "subscript") or signs & {"++", "--"})
+    if is_computed and signs.intersection(ASSIGNS) or node.type == "expansion" and signs & {"=", ":="}:
+        yield re.split(r"\W", says(first))[0], node
+    elif node.type == "subscript" and re.search(r"=|\+\+|--", says(node)):
+        yield from ((name, node) for name in re.findall(r"[A-Za-z_]\w*", says(node)))
+    for child in node.named_children:
+        if child.type not in WITHIN_STATEMENTS:
+            yield from set_within(child)
 
 
 def is_apart(node: Node) -> bool:

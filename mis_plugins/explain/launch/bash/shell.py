@@ -23,7 +23,7 @@ from mis_plugins.explain.launch.bash.grammar import (
     parts_of,
     says,
 )
-from mis_plugins.explain.launch.bash.texts import EXPORTED, LAST_PIPE, TEXT, depends, is_one
+from mis_plugins.explain.launch.bash.texts import EXPORTED, LAST_PIPE, TEXT, depends, is_one, maybe
 from mis_plugins.explain.launch.reader import Clause, all_of, any_of
 from mis_plugins.explain.launch.words import HOLE, hole, known, literal, shown
 
@@ -58,13 +58,18 @@ class Shell(Commands):
         self.reading.spend()
         self.ran.add((self.source, node.id))
         is_last = node.parent is not None and node.parent.type == "pipeline" and node.next_named_sibling is None
-        if node.type in RUN and grammar.is_apart(node) and not (is_last and self.variables.get(LAST_PIPE)):
-            with self.now(variables=dict(self.variables)):
-                self.attempt(lambda: RUN[node.type](self, node))
-        elif node.type in RUN:
-            RUN[node.type](self, node)
-        elif node.type == "ERROR":
+        if node.type == "ERROR":
             self.unread(node, "no bash that the parser knows")
+        elif node.type in RUN and grammar.is_apart(node) and not (is_last and self.variables.get(LAST_PIPE)):
+            with self.now(variables=dict(self.variables)):
+                self.attempt(lambda: self._read(node))
+        else:
+            self._read(node)
+
+    def _read(self, node: Node) -> None:
+        if node.type in RUN:
+            RUN[node.type](self, node)
+        self.settle(node)
 
     def _children(self, node: Node) -> None:
         self.run_all(node.named_children)
@@ -101,7 +106,7 @@ class Shell(Commands):
     def _if(self, node: Node) -> None:
         parts, clauses = list(grammar.clauses_of(node)), list[Clause]()
         for conditions, _ in parts:
-            self.run_all(conditions)
+            self.run_all(condition for condition in conditions if condition.type != "test_command")
         for conditions, body in parts:
             truth = self.truth(conditions[-1]) if conditions else True
             clauses.append(("; ".join(map(says, conditions)), truth, lambda body=body: self.run_all(body)))
@@ -136,8 +141,12 @@ class Shell(Commands):
         if node.type == "command":
             words = self.command_words(node)
             return {"true": True, "false": False}.get(known(words[0]) or "") if words else None
-        if node.type in ("test_command", "parenthesized_expression"):
+        if node.type == "parenthesized_expression":
             return self.truth(node.named_children[0]) if len(node.named_children) == 1 else None
+        if node.type == "test_command":
+            truth = self.truth(node.named_children[0]) if len(node.named_children) == 1 else None
+            self.settle(node)
+            return truth
         if node.type == "list":
             return self._compared(says(node.children[1]), node.named_children[0], node.named_children[-1])
         if node.type in ("word", *TEXT):
@@ -224,8 +233,9 @@ class Shell(Commands):
             with self.now(is_sure_round=False):
                 self.fork(one_line(node), lambda: self.run(body), lambda: None)
             changed = [name for name, value in self.variables.items() if before.get(name) != value]
-            if grammar.ends_early(body):
-                self.variables |= {name: hole(f"${name}", self.lines(node)) for name in changed}
+            for name in changed if grammar.ends_early(body) else ():
+                is_array = isinstance(before.get(name), list) or isinstance(self.variables[name], list)
+                self.variables[name] = [maybe(f"${name}")] if is_array else hole(f"${name}", self.lines(node))
 
     def fork(self, label: str, then: Callable[[], object], otherwise: Callable[[], object]) -> None:
         with self.now(is_sure_round=False):
@@ -317,7 +327,6 @@ def matches(text: str, pattern: str) -> bool | None:
 RUN: dict[str, Callable[[Shell, Node], object]] = {
     **dict.fromkeys(HOLDS_STATEMENTS, Shell._children),
     "declaration_command": Shell._declare,
-    **dict.fromkeys(("binary_expression", "unary_expression", "postfix_expression"), Shell._computed),
     "unset_command": Shell._unset,
     "command": Shell._command,
     "variable_assignment": Shell._assignment,

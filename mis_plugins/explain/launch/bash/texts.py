@@ -9,10 +9,11 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
-from mis_plugins.explain.launch.bash.grammar import EXPANSIONS, QUOTED, Node, blanks_before, says
+from mis_plugins.explain.launch.bash.grammar import EXPANSIONS, QUOTED, Node, blanks_before, says, set_within
 from mis_plugins.explain.launch.reader import Reader, Reading
-from mis_plugins.explain.launch.words import Lines, Piece, Text, fields, hole, known, literal, shown, spaced
+from mis_plugins.explain.launch.words import Lines, Piece, Text, fields, hole, known, literal, shown, spaced, under
 
 EXPORTED, FOLDER, LEFT, PUSHED, LAST_PIPE = literal("x"), "~+", "~-", "~0", "-p"
 Value = Text | list[Text]  # of a variable, of an array
@@ -24,6 +25,8 @@ ESCAPED = re.compile(r'\\(["$`\\\n])')
 DEFAULTS = (":-", "-", ":=", "=")
 # Items of a list that may be empty under `set -u`: `${A[@]+"${A[@]}"}`, `${1+"$@"}` and `"${A[@]:-}"`.
 GUARDED = re.compile(r'\$\{(?:(\w+\[@\]|@):?(?:-|\+("?)\$\{\1\}\2)|[1@]:?\+("?)\$(@)\3)\}')
+# Letters of what `${!A}` takes for the name of a variable.
+OF_A_NAME = re.compile(r"[\w@*#?!$\[\]-]*")
 # A part of an evaluated text that is not known.
 UNKNOWN = re.compile(r"\$\{(unknown_\d+)\}")
 
@@ -38,7 +41,7 @@ class Texts(Reader):
     locals: what the variables that a function declares as its own were before; None outside functions.
     held: what variables become behind the functions, and the commands with assignments in front, that are read.
     returned: of a branch, the variables with which it returns.
-    ran: the statements that were read, by number of the text and id of the node.
+    ran: the statements and the expansions that were read, by number of the text and id of the node.
     unused: the expansions whose default or alternative was not taken, likewise.
     replaced, used: the literals in variables that are set anew, and those that an expansion has read.
     """
@@ -127,6 +130,20 @@ class Texts(Reader):
     def run(self, node: Node) -> None:
         """Read a statement."""
         ...
+
+    def settle(self, node: Node) -> None:
+        """What a statement sets in the midst of its words is not known, but by a default that was read."""
+        for name, place in set_within(node):
+            if place.type != "expansion" or (self.source, place.id) not in self.ran:
+                self.variables[name] = self.unknown(place)
+
+    def either(self, first: Any, second: Any, branch: str) -> Any:
+        """What one branch makes an array is one in the other too: a text sets the first item of either."""
+        if isinstance(first, list) or isinstance(second, list):
+            first, second = (
+                as_words(value) if isinstance(value, list) else [value][: bool(value)] for value in (first, second)
+            )
+        return super().either(first, second, branch)
 
     def words(self, node: Node) -> list[Text]:
         """The words that a shell makes of one argument."""
@@ -284,6 +301,7 @@ class Texts(Reader):
     def _braced(self, node: Node) -> Text:
         """`${NAME}`, `${NAME:-default}` and the like; all that cuts or counts is not known."""
         unknown, named = self.unknown(node), next(iter(node.named_children), None)
+        self.ran.add((self.source, node.id))
         if named is None:
             return unknown
         name, whole = says(named).partition("[")[0], named.type == "subscript"
@@ -301,6 +319,9 @@ class Texts(Reader):
             cut = content.rpartition if operator == "##" else content.partition
             return literal(cut("=")[2] if "=" in content else content, self.lines(node))
         self.used |= literals_of(text)
+        is_name = text != () and all(piece.text is None or OF_A_NAME.fullmatch(piece.text) for piece in text)
+        if operator == "!" and value is not None and not is_name:
+            self.unread(node, f"bash stops where {name} holds no name of a variable")
         is_set = any(piece.text != "" for piece in text)
         if operator in ("-", "=", "+"):
             is_set = value is not None and value != []
@@ -361,6 +382,11 @@ TEXT: dict[str, Callable[[Texts, Node], Text]] = {
 def is_one(word: Text) -> bool:
     """Whether a word is surely one: an unquoted expansion may be none or several, and a branch may give none."""
     return not word or any(piece.text is not None or piece.span for piece in word) and not depends(word)
+
+
+def maybe(source: str) -> Text:
+    """An item of an array that may be none."""
+    return under(hole(source), f"{source} does so")
 
 
 def depends(word: Text) -> bool:
