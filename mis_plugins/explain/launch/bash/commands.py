@@ -101,8 +101,8 @@ class Commands(Builtins):
             mark = self.variables.get(f"-x {name}", hole("-a") if "-a" in self.variables else ())
             is_array = isinstance(value, list) and not any(map(depends, value))  # bash exports none
             if mark and name.isidentifier() and name != "IFS" and not is_array:
-                is_sure = is_given and mark == EXPORTED and not isinstance(value, list)
-                shared = value if is_sure else hole(f"${name}")
+                is_sure = is_given and mark == EXPORTED
+                shared = value if is_sure and not isinstance(value, list) else hole(f"${name}")
                 own |= {name: shared, f"-x {name}": hole("-x") if known(shared) is None else EXPORTED}
         for word in before:
             name, value = pair(word)

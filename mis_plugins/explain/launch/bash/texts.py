@@ -140,9 +140,7 @@ class Texts(Reader):
     def either(self, first: Any, second: Any, branch: str) -> Any:
         """What one branch makes an array is one in the other too: a text sets the first item of either."""
         if isinstance(first, list) or isinstance(second, list):
-            first, second = (
-                as_words(value) if isinstance(value, list) else [value][: bool(value)] for value in (first, second)
-            )
+            first, second = (x if isinstance(x, list) else [x] if x else [] for x in (first, second))
         return super().either(first, second, branch)
 
     def words(self, node: Node) -> list[Text]:
