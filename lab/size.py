@@ -1,7 +1,7 @@
 """The size of the house beside its goals: lines, files, what the hook loads, tests, bytes, operators.
 
     python lab/size.py
-    python lab/size.py --rooms      what holds the lines of an install, and why
+    python lab/size.py --rooms      what holds the lines of an install, of the lab and of the tests, and why
 
 Runs as a plain file too, from any folder, with nothing of the pack installed. A row whose goal is missed is marked.
 """
@@ -173,16 +173,40 @@ HOLD = {
     "true_on_policy/kernels": "four libraries on a GPU and tiles on a CPU: pinned, probed, undone",
     "mis_plugins/shared": "budgets for strangers' files, the terminal, spelling",
     "true_on_policy/diff": "two recordings, tensor by tensor, to the first operation that differs",
+    "lab/host": "the embedded host, synchronous and asynchronous: README's main job, the demonstration, all ladders",
+    "lab/break_it": "the campaign against hostile input, sixteen rooms with an oracle each, the peers beside",
+    "lab/in_host": "Miles's and slime's own loops on a CPU: 81 rows, what each must show, and faults in them",
+    "lab/gpu": "the session on an H100 and its receipt",
+    "lab/ladder": "mismatch by number format and preset: pages and pictures",
+    "lab/parity": "both hosts' mis.py beside ours",
+    "lab/pages": "pages that are made of records",
+    "lab/experiments": "asynchronous runs and the search for a collapse: their pages' commands",
+    "tests/hosts": "each hook of each host, and ranks that fail, lag or disagree over real processes",
+    "tests/support": "float64 oracles that share no code with the product, batches, stand-ins of hosts and GPUs",
+    "tests/embedded": "the embedded host",
+    "tests/lab": "the lab's proofs, campaigns and records",
+    "tests/report": "causes, verdicts and readers on planted runs and hostile files",
+    "tests/loss": "the loss and its gradients beside an oracle, score centering",
+    "tests/correction": "weights, rules and masks beside the oracle, over ranks",
+    "tests/explain": "translators and launch scripts beside bash and the peers' packages",
+    "tests/diff": "recordings that differ in one way each, and strangers' files",
+    "tests/kernels": "pins and probes on a CPU and on stand-ins of a GPU",
+    "tests/documents": "every page, sentence, command and figure",
+    "tests/config": "every refusal, in its words",
+    "tests/verify": "certificates, and engines that answer wrongly",
 }
-"""Why a room holds what it holds: what README and docs promise that stands there and nowhere else."""
+"""Why a room holds what it holds: what README, docs and open issues promise that stands there and nowhere else."""
 
 
 def by_room() -> str:
-    """The lines of each room of an install, the largest first, with what README and docs promise there."""
-    folders = {f"{package}/{folder.name}" for package in PACKAGES for folder in (ROOT / package).iterdir()}
-    counted = {name: lines(python_files(name)) for name in folders}
-    ordered = sorted((item for item in counted.items() if item[1]), key=lambda item: -item[1])
-    return "\n".join(f"{count:6,}  {name:<28}{HOLD.get(name, '')}".rstrip() for name, count in ordered)
+    """The lines of each room of an install, of the lab and of the tests, the largest first, and why it has them."""
+    parts = []
+    for packages in (PACKAGES, ("lab",), ("tests",)):
+        folders = {f"{package}/{folder.name}" for package in packages for folder in (ROOT / package).iterdir()}
+        counted = {name: lines(python_files(name)) for name in folders}
+        ordered = sorted((item for item in counted.items() if item[1]), key=lambda item: -item[1])
+        parts.append("\n".join(f"{count:6,}  {name:<28}{HOLD.get(name, '')}".rstrip() for name, count in ordered))
+    return "\n\n".join(parts)
 
 
 def by_module(loaded: Mapping[str, int]) -> str:
@@ -192,7 +216,7 @@ def by_module(loaded: Mapping[str, int]) -> str:
 
 
 def main() -> int:
-    """Print the table; with `--modules` what the hook loads, with `--rooms` what holds an install's lines."""
+    """Print the table; with `--modules` what the hook loads, with `--rooms` what holds the lines."""
     if sys.argv[1:] == ["--modules"]:
         print(by_module(closure()))
         return 0

@@ -31,7 +31,7 @@ def test_the_hook_loads_nothing_that_a_correction_does_not_need():
 
 
 def test_a_large_room_says_which_promise_holds_its_lines():
-    rooms = [line.split(maxsplit=2) for line in size.by_room().splitlines()]
+    rooms = [line.split(maxsplit=2) for line in size.by_room().splitlines() if line]
     assert {room[1] for room in rooms} >= set(size.HOLD)
     assert all(len(room) == 3 for room in rooms if int(room[0].replace(",", "")) > 1_500)
 
