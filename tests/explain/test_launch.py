@@ -249,6 +249,11 @@ TOLD = [
         "| tee mis.yaml", "| tee mis.yaml > /dev/null", "> mis.yaml && ls",
     )),
     (None, f"cat > mis.yaml <<E && python3 train.py {FULL} --lr 1\n{MIS}E", (), 0, NONE),
+    *(("a: 1", f"{before} cat > {name} <<E\n{MIS}E\n{behind}python3 train.py {FULL}", (), 0, NONE)
+      for before, name, behind in (
+        ("", "./mis.yaml", ""), ("", "$PWD/mis.yaml", ""), ("cd x;", "../mis.yaml", "cd ..\n"),
+    )),
+    (MIS, f"cd x; echo a: 1 > mis.yaml; cd ..\npython3 train.py {FULL}", (), 0, NONE),
     *((None, f"{lines}\npython3 train.py {FULL}", (), 2, SURE) for lines in (
         "python - <<E | tee mis.yaml\nprint(1)\nE", "{ echo a; echo b; } > mis.yaml",
         "envsubst < t.yaml > mis.yaml", "python - > mis.yaml", "cp x.yaml mis.yaml",

@@ -20,7 +20,7 @@ from mis_plugins.config.model import CorrectionConfig
 from mis_plugins.config.reading import is_read
 from mis_plugins.config.view import BACKENDS
 from mis_plugins.errors import UserError
-from mis_plugins.explain.launch.reader import PACKAGES, Launch, Reading
+from mis_plugins.explain.launch.reader import PACKAGES, Launch, Reading, from_start
 from mis_plugins.explain.launch.words import HOLE, Word, flags_of, known
 from mis_plugins.explain.words import flags as flags_for
 from mis_plugins.hosts.arguments import NEWER, kinds, near, recorded
@@ -273,8 +273,8 @@ def _config(flag: Flag | None, reading: Reading, path: Path, folder: str) -> Giv
     word = flag.value
     if word is None:
         return Given("", None, f"{CONFIG} ({flag.word.place}): no file behind it", True)
-    if word.source in reading.files:
-        text = known(reading.files[word.source])
+    if (written := reading.files.get(from_start(folder, word.source))) is not None:
+        text = known(written)
         if text is None:
             why = f"{word.source}: the script writes it, with parts that are not known"
             return Given(word.source, None, why)
@@ -283,7 +283,7 @@ def _config(flag: Flag | None, reading: Reading, path: Path, folder: str) -> Giv
         return Given(word.source, None, f"not known: {word.source} ({word.place})")
     if word.text.startswith(INLINE):
         return _read("FILE", word.text)
-    there = os.path.join(os.path.expanduser(folder), word.text)
+    there = os.path.normpath(os.path.join(os.path.expanduser(folder), word.text))  # as `cd ..` goes up in a name
     file = Path(there) if os.path.isfile(there) else _located(word.text, path)
     if folder and file is not None and file != Path(there):
         why = f"{word.text}: the script changes to {folder}, where it is not; {file} may be another"

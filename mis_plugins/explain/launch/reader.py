@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os.path
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -13,6 +14,7 @@ from mis_plugins.explain.launch.words import Piece, Text, Word, hole, under
 from mis_plugins.shared.budget import VALUES, Clock
 
 PACKAGES = {"miles", "slime", "vime"}  # of the hosts whose launch scripts are read
+HERE = ("$PWD", "${PWD}", "$(pwd)")  # the folder where a script is started
 SCRIPTS = (".sh", ".bash", ".slurm", ".sbatch")  # endings of what a shell reads
 DEEPEST = 32  # functions, sourced files and evaluated texts within one another
 Joined = dict[tuple[int, int], tuple[Any, Any, Any]]  # of two branches: the values of either, and both in one
@@ -25,7 +27,7 @@ class Reading:
 
     unread: parts that only running the script would tell, by the line where they stand.
     assumed: what was taken for granted, in words.
-    files: texts that the script writes, by the name of the file.
+    files: texts that the script writes, by the name of the file from the folder where the script is started.
     handed: words that a launcher in Python hands to functions that it imports, which may write a file of that name.
     ended: where the script stops before its end, in words.
     """
@@ -90,6 +92,14 @@ def all_of(truths: Sequence[bool | None]) -> bool | None:
     return False if False in truths else None if None in truths else True
 
 
+def from_start(folder: str, file: str) -> str:
+    """The name of a file, from the folder where a script is started."""
+    name = os.path.join(folder, file)
+    for here in HERE:
+        name = name.removeprefix(f"{here}/")
+    return os.path.normpath(name)
+
+
 def is_train(word: str) -> bool:
     """Whether a word names the file that trains, of either host."""
     return word.rpartition("/")[2] in ("train.py", "train_async.py")
@@ -124,6 +134,11 @@ class Reader(ABC):
         """The names that a branch may set, by scope."""
         ...
 
+    @abstractmethod
+    def where(self) -> str:
+        """The folder that the script has changed to, from the one where it is started."""
+        ...
+
     def remember(self, branch: str, ended: Ended) -> None:
         """Keep what one of two branches returns."""
         if isinstance(ended, Returned):
@@ -131,6 +146,7 @@ class Reader(ABC):
 
     def write(self, file: str, text: Text, adds: bool = False) -> None:
         """Keep what the script writes into a file; what only a branch writes is not sure."""
+        file = from_start(self.where(), file)
         before = self.reading.files.get(file, hole("what it holds before")) if adds else ()
         self.reading.files[file] = self.reading.paid(before + (under(text, self.branch) if self.branch else text))
 

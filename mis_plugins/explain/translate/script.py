@@ -20,7 +20,7 @@ from mis_plugins.explain.launch.bash.builtins import PRINTS
 from mis_plugins.explain.launch.bash.commands import COPIES, EDITS, LEAVES_FILES, SHELLS
 from mis_plugins.explain.launch.bash.grammar import one_line, parts_of
 from mis_plugins.explain.launch.bash.shell import RUN, Shell
-from mis_plugins.explain.launch.reader import Reading
+from mis_plugins.explain.launch.reader import Reading, from_start
 from mis_plugins.explain.launch.words import HOLE, Text, Word, flags_of, hole, known, word_of
 from mis_plugins.explain.translate.translation import Open, listed, load
 
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 Value = Word | None  # of a flag that stands alone
 LOCATED = (".sh", ".log", ".txt", ".py", ".yaml", ".yml", ".json", ".jsonl", ".md", ".out", ".err")
 ENDS_A_PATH = (b"", b" ", b"\n", b"/", b"'", b'"', b")", b";")
-HERE = ("$(pwd)", "$PWD", "${PWD}", ".")  # of the folder where a script is started
 SUBSTITUTIONS = ("command_substitution", "process_substitution")
 
 
@@ -103,6 +102,7 @@ class Start:
     unset: words that are variables which the script never sets.
     unread: other words that may hold settings and are not known.
     script: another shell script that is given the settings, and may have some of its own.
+    folder: where the script has changed to.
     """
 
     lines: tuple[int, ...]
@@ -112,6 +112,7 @@ class Start:
     unset: tuple[str, ...] = ()
     unread: tuple[str, ...] = ()
     script: str = ""
+    folder: str = ""
 
 
 @dataclass(frozen=True)
@@ -252,7 +253,7 @@ def read(text: str, dialect: Dialect, behind: set[str], asked: Asked) -> Said:
             raise ConfigError(f"`{other}`: which command runs is not known; say behind -- how you start the script")
         raise ConfigError(f"nothing to translate: `{other}`; {dialect.name} corrects with {dialect.corrects} alone")
     start = _chosen(starts, dialect, behind, asked.line) if starts else None
-    tree, remarks, lost = commands.named_yaml(start.file) if start and start.file else ({}, [], [])
+    tree, remarks, lost = commands.named_yaml(start.file, start.folder) if start and start.file else ({}, [], [])
     refused, skipped = commands.unread_keys({path.rpartition(".")[2] for path in behind})
     if refused:
         unread = [f"{word} in line {_lines(other)}" for other in starts for word in (*other.unset, *other.unread)]
@@ -420,7 +421,7 @@ class Commands(Shell):
         self.scripts += [script] if script else []
         paths = [path for path, _ in self.dialect.settings(given)]
         if any(map(self._is_setting, paths)) or any(self.dialect.starts(word.text) for word in no_values(given)):
-            self.starts.append(replace(self._start(given), script=script))
+            self.starts.append(replace(self._start(given), script=script, folder=self.where()))
             self._give(words)
 
     def _give(self, words: Sequence[Text]) -> None:
@@ -448,7 +449,7 @@ class Commands(Shell):
         settings = tuple(self.dialect.settings(given))
         return Start(tuple(self.callers), self.branch, settings, self.dialect.file(given), unset, unread)
 
-    def named_yaml(self, word: Word) -> tuple[Any, list[str], list[str]]:
+    def named_yaml(self, word: Word, folder: str) -> tuple[Any, list[str], list[str]]:
         """The yaml that a start names, what to tell of it, and what stays unread.
 
         The script writes the file itself, or it lies in the script's folder or in one above.
@@ -456,8 +457,8 @@ class Commands(Shell):
         Raises:
             ConfigError: the file is no yaml.
         """
-        name = _in_folder(word.source)
-        written = next((text for file, text in self.reading.files.items() if _in_folder(file) == name), ())
+        name = from_start("", word.source)
+        written = self.reading.files.get(from_start(folder, word.source), ())
         text, where = known(written) if written else None, f"{word.source}, which the script writes"
         is_sure = not word.branch and "$" not in name and "`" not in name
         if text is not None and is_sure:
@@ -550,13 +551,6 @@ class Commands(Shell):
             if not _is_harmless(chain[1:]) and not self._idle(number, root, chain[1:], seen | {name}):
                 return True
         return False
-
-
-def _in_folder(file: str) -> str:
-    """The name of a file from the folder where a script is started."""
-    for folder in HERE:
-        file = file.removeprefix(f"{folder}/")
-    return file
 
 
 def _script_of(words: Sequence[Word], dialect: Dialect) -> str:

@@ -11,6 +11,7 @@ from mis_plugins.config.loading import file_of, watching
 from mis_plugins.errors import UserError
 from mis_plugins.explain.launch.bash.grammar import Node, one_line, parts_of, says, set_within
 from mis_plugins.explain.launch.bash.texts import EXPORTED, Texts, Value, depends, is_one, literals_of, maybe
+from mis_plugins.explain.launch.reader import from_start
 from mis_plugins.explain.launch.words import Piece, Text, fields, hole, known, literal, shown, spaced, word_of
 
 PRINTS = ("echo", "printf", "cat", "tee")
@@ -105,7 +106,7 @@ class Builtins(Texts):
         body = next(parts_of(redirected, "heredoc_body"), None) if redirected else None
         if body is None or name == "cat" and len(words) > 1:
             file = shown(words[1]) if len(words) == 2 and name == "cat" else ""
-            return self.reading.files.get(file, self.unknown(node))
+            return self.reading.files.get(from_start(self.where(), file), self.unknown(node))
         return self._heredoc(body)
 
     def _heredoc(self, body: Node) -> Text:

@@ -12,7 +12,7 @@ from mis_plugins.config.file import text_of
 from mis_plugins.explain.launch.bash.builtins import FILLS, NAMES_TRAIN, PRINTS, Builtins, pair
 from mis_plugins.explain.launch.bash.grammar import ENDS_ROUND, Node, one_line, parsed, says
 from mis_plugins.explain.launch.bash.texts import EXPORTED, FOLDER, LAST_PIPE, LEFT, PUSHED, Value, depends
-from mis_plugins.explain.launch.reader import PACKAGES, SCRIPTS, Ended, Launch, Returned, is_train
+from mis_plugins.explain.launch.reader import HERE, PACKAGES, SCRIPTS, Ended, Launch, Returned, is_train
 from mis_plugins.explain.launch.words import HOLE, Piece, Text, hole, known, literal, shown, spaced, word_of
 
 SHELLS = ("bash", "sh", "zsh", "dash")
@@ -29,7 +29,6 @@ LETS_GO = ("-i", "-u", "--ignore", "--unset", "--export")
 PYTHON = re.compile(r"(i?python|pypy)[\d.]*|torchrun|accelerate|deepspeed|uv|poetry")
 # The folder in which Ray, Slurm or Docker starts a program.
 WORKS_IN = re.compile(r"""(?:--(?:working-dir|chdir|workdir)[ =]|"working_dir": *)"?([^\s"]+)""")
-HERE = ("$PWD", "${PWD}", "$(pwd)")
 # The folder in which Slurm starts a script.
 BATCH_FOLDER = re.compile(r"^#SBATCH\s+(?:--chdir[= ]|-D\s*)(\S+)", re.M)
 # What sets up a shell, and no variable of a training.
@@ -146,7 +145,7 @@ class Commands(Builtins):
             ends = [name.end_byte]
         place = (0, 0) if self.source or not ends else (ends[-1], ends[-1])
         parts = {part.lower() for word in words for part in shown(word).replace(":", "/").split("/")}
-        given, hosts, folder = tuple(map(word_of, words[at + 1 :])), frozenset(parts & PACKAGES), shown(self._folder())
+        given, hosts, folder = tuple(map(word_of, words[at + 1 :])), frozenset(parts & PACKAGES), self.where()
         if (named := WORKS_IN.search(shown(spaced(words[:at])))) and named[1] not in HERE:
             folder = os.path.join(folder, named[1], "")
         self.found.append(Launch(self.lines(name or node)[0], given, hosts, place, self.branch, folder=folder))

@@ -100,6 +100,9 @@ class Texts(Reader):
     def _folder(self) -> Text:
         return spaced(as_words(self.variables.get(FOLDER, ())))
 
+    def where(self) -> str:
+        return shown(self._folder())
+
     def _valued(self, node: Node, name: str, whole: bool = False) -> Text:
         """`$NAME`, and `$1`, `$0`, `$@`; of an array its first item, or all items with `whole`."""
         if name == "0":

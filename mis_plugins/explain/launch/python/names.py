@@ -68,6 +68,9 @@ class Names(Reader, ast.NodeVisitor):
     def locals(self) -> dict[str, Any]:
         return self.frames[-1]
 
+    def where(self) -> str:
+        return self.folder
+
     def scopes(self) -> list[dict[str, Any]]:
         return [self.defaults, *self.frames, *(record.fields for record in self.records)]
 
