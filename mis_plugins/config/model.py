@@ -1,7 +1,6 @@
 """What to correct and how, as frozen dataclasses. `config/reading.py` makes them of what a user wrote.
 
-Each dataclass checks itself when it is made: a bound that cannot hold or a setting without effect is a
-`ConfigError`.
+Each dataclass checks itself when it is made: a bound that cannot hold or a setting without effect is a `ConfigError`.
 """
 
 from __future__ import annotations
@@ -30,8 +29,7 @@ def _surrogate_names() -> tuple[str, ...]:
     return tuple(SURROGATES)
 
 
-# A name from a table that may grow; the annotation holds the function that lists them: see
-# `reading.choices_of`.
+# A name from a table that may grow; the annotation holds the function that lists them: see `reading.choices_of`.
 BoundName = Annotated[str, lambda: tuple(bounds.BOUNDS)]
 CappingBoundName = Annotated[str, lambda: tuple(name for name, bound in bounds.BOUNDS.items() if bound.has_ceiling)]
 StatisticName = Annotated[str, lambda: tuple(statistics.STATISTICS)]

@@ -24,8 +24,7 @@ class TokenStage:
 
     proximal_log_probs, behavior_log_probs: under the trainer before the update, and under the engine; any float dtype.
     log_ratio: log pi_old - log mu; 0 where the token is not usable.
-    usable: tokens in loss_mask with both log-probs finite, and with segment-wise weights that of pi_{v+1}
-        too.
+    usable: tokens in loss_mask with both log-probs finite, and with segment-wise weights that of pi_{v+1} too.
     ratio: exp(log_ratio), clamped; 0 where the token is not usable.
     unit_log_ratio: log ratio that the weight bounds. At token level it is the token's own (with segment-wise
         weights log pi_{v+1} - log mu), 0 where the token is not usable. At segment level it is the segment's,

@@ -165,8 +165,7 @@ def rescored(needs: Needs, args: Any, data: Mapping[str, Any], ranks: Ranks) -> 
     rest = iter(together(FIELD, lambda: _groups(iterators[0], sum(numbers))))
     steps = [list(islice(rest, number)) for number in numbers]
     halves = _anywhere(any(len(group) > 1 for step in steps for group in step))
-    # A virtual pipeline needs a number of micro-batches that its stages divide: halving keeps it so, joining
-    # may not.
+    # A virtual pipeline needs a number of micro-batches that its stages divide: halving keeps it so, joining may not.
     if not halves and (len(iterators) > 1 or max(numbers) < 2):
         warn_once(ONE_SPLIT)
         return None

@@ -84,8 +84,7 @@ class Family:
     model_type: what a checkpoint's config.json states.
     title: the family in words.
     tiny: sizes of tiny models of random weights, by the names that `--model` takes.
-    align: (Hugging Face model, NormOrder) -> None, which makes norms and residual sums round in this
-        order.
+    align: (Hugging Face model, NormOrder) -> None, which makes norms and residual sums round in this order.
     qk_norm: whether query and key are normalized.
     qkv_bias: whether the product that gives query, key and value has a bias.
     host_contract: the name under which Miles, its SGLang and its Megatron know the family; None where they do not.

@@ -88,8 +88,7 @@ def check_host(args: Any, environment: Mapping[str, str] = os.environ) -> GpuCon
             the other variables.
 
     Raises:
-        ContractError: a setting breaks the contract, or the model is not covered; the message has a line a
-            fault.
+        ContractError: a setting breaks the contract, or the model is not covered; the message has a line a fault.
     """
     contract = _asked_contract(args, environment)
     asked = REFUSALS, launch_flags(contract)

@@ -1,8 +1,7 @@
 """What a launch must hold: flags that must have been parsed, settings with which no contract holds, and releases.
 
-The releases were read: a flag exists where one of its owner's `FILES` declares the flag. Installed sources
-are read as text and never imported. Miles builds SGLang's branch sglang-miles; SGLang's PyPI releases lack
-the contract.
+The releases were read: a flag exists where one of its owner's `FILES` declares the flag. Installed sources are read as
+text and never imported. Miles builds SGLang's branch sglang-miles; SGLang's PyPI releases lack the contract.
 """
 
 from __future__ import annotations

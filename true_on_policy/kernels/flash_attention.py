@@ -1,8 +1,7 @@
 """FlashAttention-3 with one split: several splits add up a row's keys in parts whose number depends on the batch.
 
 FlashAttention-3 has no switch. `num_splits` is an argument of each call, 0 ("choose") by default where a cache is read.
-Callers hold the functions under names of their own, so the pin replaces each held function by one that passes
-1.
+Callers hold the functions under names of their own, so the pin replaces each held function by one that passes 1.
 """
 
 from __future__ import annotations

@@ -192,8 +192,7 @@ def parallel() -> Parallel:
 def reports(ranks: Ranks) -> bool:
     """Whether Miles logs on this rank of the last pipeline stage.
 
-    The ranks are those that Miles keeps: under fault tolerance a group is torchft's, whose `rank()` is 0 in
-    each cell.
+    The ranks are those that Miles keeps: under fault tolerance a group is torchft's, whose `rank()` is 0 in each cell.
     """
     state = _state()
     if state is None:
