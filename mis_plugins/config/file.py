@@ -85,11 +85,7 @@ class Extent(NamedTuple):
 
 
 def _extent(node: yaml.Node, extents: dict[int, Extent | None]) -> Extent:
-    """The extent of this tree, its root included.
-
-    Args:
-        extents: the extents that are found; None while one is being found.
-    """
+    """The extent of a tree, root included; `extents` holds those that are known, and None while one is measured."""
     if isinstance(node, yaml.ScalarNode):
         return Extent(1 + len(node.value), 0)
     if id(node) in extents:

@@ -34,11 +34,7 @@ def as_arguments(keys: Mapping[str, Any]) -> argparse.Namespace:
 
 
 def read_keys(keys: Mapping[str, Any]) -> CorrectionConfig:
-    """Read the keys of a file as `load` does.
-
-    Raises:
-        ConfigError: no key says how to correct, or a setting cannot work.
-    """
+    """Read a file's keys as `load` does; a ConfigError where none says how to correct, or a setting cannot work."""
     reading.check_areal(keys)
     reading.check_names(keys)
     if not any(reading.is_read(key, value) for key, value in keys.items()):
@@ -97,11 +93,7 @@ def file_of(target: str) -> Path:
 
 
 def preset_path(name: str) -> Path:
-    """The file of a preset, in a checkout or in an installed package.
-
-    Raises:
-        ConfigError: names the nearest preset that exists.
-    """
+    """The file of a preset, in a checkout or an installed package; a ConfigError names the nearest that exists."""
     files = presets()
     if name not in files:
         raise ConfigError(f"preset {shown(name)}: unknown{reading.suggest(name, files)}")
@@ -197,11 +189,7 @@ def package(name: str) -> str:
 
 
 def of_family(name: str, presets: Mapping[str, Path]) -> list[str]:
-    """The names of the presets of one family.
-
-    Raises:
-        ConfigError: names every family that there is.
-    """
+    """The names of the presets of one family; a ConfigError names every family that there is."""
     by_family = families(presets)
     if name not in by_family:
         raise ConfigError(f"--family {name}: unknown; choose one of {', '.join(by_family)}")

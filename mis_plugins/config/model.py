@@ -46,11 +46,7 @@ LEVEL_OVER: dict[Level, Over] = {
 
 
 def check_ratio_bounds(lower: float | None, upper: float | None, unbounded: str = "null") -> None:
-    """Refuse bounds that no ratio, or every ratio, would cross; a ratio is always above 0.
-
-    Args:
-        unbounded: what the user writes for no lower bound.
-    """
+    """Refuse bounds that no ratio, or every ratio, crosses; `unbounded` is the user's word for no lower bound."""
     if lower is not None and not 0 < lower < math.inf:
         raise ConfigError(
             f"{{lower}}: got {lower:g}; a ratio is never below 0, so give a finite number above 0, or {unbounded} for "

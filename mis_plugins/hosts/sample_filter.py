@@ -92,11 +92,7 @@ def drop_broken_samples(args: Any, data: Iterable[Any]) -> None:
 
 
 def fault_of(sample: Any, drafts: bool = False) -> Fault | None:
-    """What is wrong with the rollout log-probs of a host's `Sample`, if anything.
-
-    Args:
-        drafts: whether the engine speculates.
-    """
+    """What is wrong with the rollout log-probs of a host's `Sample`, if anything; `drafts` if the engine speculates."""
     log_probs, expected = listed(sample.rollout_log_probs), sample.response_length
     if not _is_count(expected):
         detail = f"a response_length of {shortened(expected)}, which is no number of tokens"

@@ -82,11 +82,7 @@ class Recorded:
         return self.ranks.cp is None and self.ranks.dp is None
 
     def over_ranks(self) -> Recorded:
-        """Merge the records of all ranks.
-
-        Raises:
-            RANK_LOST: a rank died.
-        """
+        """Merge the records of all ranks; raises RANK_LOST where a rank died."""
         groups = [group for group in (self.ranks.cp, self.ranks.dp) if group is not None]
         added = self._each(lambda sums: sums.over_ranks(groups))
         raise_if_aborted(groups)

@@ -89,11 +89,7 @@ def _warn_where_nothing_is_said(args: View) -> None:
 
 
 def watches(args: Any) -> bool:
-    """Whether the user says that a run with a config only watches, by a flag or in a file.
-
-    Raises:
-        ConfigError: this node cannot read the file.
-    """
+    """Whether a flag or file of the user's says that a run only watches; a ConfigError where a file cannot be read."""
     return _reason(args) is not None
 
 

@@ -51,7 +51,6 @@ OF_KEPT_WEIGHT = {
     "sequence_applied_max": take.largest,
 }
 
-
 Sequence = partial(Quantity, over="any_usable")
 
 
@@ -165,9 +164,6 @@ def of_unit_rule(name: str, rule: RejectRule, totals: Totals) -> Iterator[Quanti
     yield Quantity(f"{name}_bounded", bounded(values, rule), {f"{name}_std": take.std_by_tokens}, count)
 
 
-# How far products of ratios go, for warnings.
-
-
 def multiplies(config: CorrectionConfig) -> tuple[Unit, Population] | None:
     """The unit and population of tokens over which a weight or rule multiplies ratios: the longest such product.
 
@@ -188,8 +184,6 @@ def of_product(totals: Totals) -> Iterator[Quantity]:
     yield Quantity("product_size", far, also="sum")
     yield Quantity("product_saturated", far > LOG_RATIO_CLAMP, also="sum")
 
-
-# What OPSM compares.
 
 DEPARTURES: dict[str, Callable[[Departure], Float[Tensor, " N"]]] = {
     "opsm_divergence": lambda d: d.divergence,

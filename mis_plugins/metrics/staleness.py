@@ -107,11 +107,7 @@ def weights_by_age(
 
 
 def by_age(quantities: Iterable[Quantity], where: Bool[Tensor, " T"], ages: Int[Tensor, " T"]) -> Iterator[Partials]:
-    """The totals of the tokens that `where` marks, of all and by age.
-
-    Args:
-        ages: the age of each token; negative where it is not known.
-    """
+    """The totals of the tokens that `where` marks, of all and by age; an age below 0 is not known."""
     column = torch.where(ages >= 0, ages.clamp(max=AGES - 1), AGES)
     of_age = column.unsqueeze(1) == torch.arange(len(COLUMNS), device=ages.device)
     every = torch.cat([where.unsqueeze(1), of_age & where.unsqueeze(1)], 1)

@@ -107,11 +107,7 @@ def _got_lock(descriptor: int) -> bool:
 
 
 def check_writable(path: Path, flag: str) -> None:
-    """Check, before the work begins, that its outcome can be written to `path`.
-
-    Raises:
-        RecordError: `path` cannot be written; the message names the flag.
-    """
+    """Check, before the work begins, that its outcome can be written to `path`; a RecordError names the flag."""
     if path.is_dir():
         raise RecordError(f"{flag} {path}: is a folder; name a file")
     try:

@@ -162,11 +162,7 @@ WHY = {name: row["why"] for name, row in TABLE["variables"].items()}
 
 
 def family(name: str) -> Family:
-    """Return the family of this name.
-
-    Raises:
-        ContractError: there is no such family; for MoE, the message says why it is not covered.
-    """
+    """Return the family of this name; a ContractError where there is none, which says why MoE is not covered."""
     if name in GPU_FAMILIES:
         return GPU_FAMILIES[name]
     if "moe" in name.lower():
@@ -247,11 +243,7 @@ def gpu_contract(family_name: str, backend: str, **layout: Any) -> GpuContract:
 
 
 def check_environment(contract: GpuContract, environment: Mapping[str, str]) -> None:
-    """Check that every variable of a contract is set in an environment.
-
-    Raises:
-        ContractError: a variable is missing or has another value; the message holds the settings to start with.
-    """
+    """Check that an environment sets every variable of a contract; a ContractError has the settings to start with."""
     wrong = {name: value for name, value in contract.environment.items() if environment.get(name) != value}
     if wrong:
         values = ", ".join(f"{name} is {environment.get(name)!r}" for name in wrong)

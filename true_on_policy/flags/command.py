@@ -70,11 +70,7 @@ def _value(stated: Any, words: Mapping[str, Any]) -> Any:
 
 
 def host_contract(family: Family) -> str:
-    """Return the name under which the hosts know a family.
-
-    Raises:
-        ContractError: the hosts do not know the family; the message says what is missing.
-    """
+    """Return the name under which the hosts know a family; a ContractError says what is missing where they do not."""
     if family.host_contract is None:
         raise ContractError(f"{family.name} cannot be launched: {'; '.join(family.missing)}")
     return family.host_contract
@@ -183,11 +179,7 @@ def _check_ranks(counts: Mapping[str, int | None]) -> None:
 
 
 def contract_of(arguments: argparse.Namespace) -> GpuContract:
-    """Build the contract that the command line asks for.
-
-    Raises:
-        ContractError: no host carries the family, or the contract cannot hold.
-    """
+    """Build the contract that the command line asks for; a ContractError where no host has it, or it cannot hold."""
     model = "qwen3-4B" if arguments.model is None else arguments.model
     backend = arguments.backend or "megatron"
     host_contract(GPU_FAMILIES[family_and_size(model)[0]])

@@ -151,11 +151,7 @@ def faults(args: Any, refusals: Iterable[Refusal], flags: Iterable[Flag]) -> lis
 
 
 def refuse(reasons: Iterable[str]) -> None:
-    """Refuse a launch whose arguments or environment have faults.
-
-    Raises:
-        ContractError: there is a fault; the message has one line for each fault.
-    """
+    """Refuse a launch whose arguments or environment have faults; a ContractError has one line for each fault."""
     lines = "".join(f"\n  {fault}" for fault in reasons)
     if lines:
         raise ContractError(f"true-on-policy cannot hold:{lines}")

@@ -82,11 +82,7 @@ def settings(mode: Mode) -> dict[str, str]:
 
 
 def load(mode: Mode) -> ModuleType:
-    """Import the library's copy of batch_invariant_ops.
-
-    Raises:
-        PinError: the copy cannot be imported.
-    """
+    """Import the library's copy of batch_invariant_ops; a PinError where it cannot be imported."""
     return imported(mode.module, mode.library)
 
 

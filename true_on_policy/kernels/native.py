@@ -29,11 +29,7 @@ FLAGS = (
 
 @cache
 def library() -> ctypes.CDLL:
-    """Load the compiled kernels, and build them at first use.
-
-    Raises:
-        PinError: there is no C compiler, or it cannot compile the kernels.
-    """
+    """Load the compiled kernels, built at first use; a PinError without a C compiler that can compile them."""
     compiler = find_compiler()
     # The compiler's macros tell what `-march=native` means on this machine.
     macros = _run(compiler, "-march=native", "-dM", "-E", "-x", "c", os.devnull)
@@ -47,11 +43,7 @@ def library() -> ctypes.CDLL:
 
 
 def find_compiler() -> str:
-    """Find a C compiler: $CC, else cc, gcc or clang on the path.
-
-    Raises:
-        PinError: none of them is installed.
-    """
+    """Find a C compiler: $CC, else cc, gcc or clang on the path; a PinError where none is installed."""
     paths = (shutil.which(name) for name in (os.environ.get("CC", "cc"), "cc", "gcc", "clang"))
     compiler = next(filter(None, paths), None)
     if compiler is None:

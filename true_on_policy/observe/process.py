@@ -64,11 +64,7 @@ Look = Callable[[], str]  # returns the value of one row, or raises where the ro
 
 
 def observe(contract: GpuContract, args: Any = None) -> Observation:
-    """Observe this process: the trainer's, or one that pinned the trainer's contract.
-
-    Args:
-        args: the host's parsed arguments; None in a process without a host.
-    """
+    """Observe this process, the trainer's or one that pinned its contract; without a host `args` is None."""
     of_contract: dict[str, Look] = {
         KERNELS: lambda: found(gpu.failures(contract), "batch-invariant"),
         PRODUCTS: lambda: _products(contract),

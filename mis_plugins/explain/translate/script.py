@@ -136,11 +136,7 @@ class Said:
         return replace(self, notes=(*self.notes, *notes), skipped=(*self.skipped, *strays))
 
     def prove_nothing(self) -> None:
-        """Check that a script corrects nothing.
-
-        Raises:
-            ConfigError: a key of the framework stands in the script all the same.
-        """
+        """Check that a script corrects nothing; a ConfigError where a key of the framework is in it all the same."""
         if self.skipped:
             raise ConfigError(
                 f"nothing that runs corrects, and yet there are {'; '.join(self.skipped)}; put the values that count "
@@ -190,11 +186,7 @@ def setting_of(words: Sequence[Word], *names: str) -> Word | None:
 
 
 def tree_or_script(text: str, dialect: Dialect, behind: set[str], asked: Asked) -> Said:
-    """What a yaml or a launch script says.
-
-    Raises:
-        ConfigError: the text is neither.
-    """
+    """What a yaml or a launch script says; a ConfigError where the text is neither."""
     is_yaml, problem, tree = asked.path.suffix in (".yaml", ".yml"), None, ""
     if asked.path.suffix == ".py":
         raise ConfigError(
