@@ -31,8 +31,6 @@ TOO_DEEP = f"nested more than {DEEPEST} levels deep, which no config is"
 MERGE = "tag:yaml.org,2002:merge"  # `<<`, which may stand twice
 SWITCHES = ("use_tis", "get_mismatch_metrics")  # of the host
 OURS = {field.name for field in dataclasses.fields(CorrectionConfig)}
-
-
 OUR_NUMBERS = re.compile("mis$|tis_|rs_")  # keys that hold numbers of ours
 REWRITTEN = re.compile(r"[-+]?(0[0-9]|[0-9.]*[_:])")  # numbers that YAML 1.1 alone reads so: 0.5_5, 1:30, 010
 

@@ -101,10 +101,7 @@ def preset_path(name: str) -> Path:
 
 
 def presets() -> dict[str, Path]:
-    """The file of every preset by its names: that of the file, and others that its header gives the same config.
-
-    Files of ours lie at the top of the folder, those of other packages in `peers/`.
-    """
+    """The file of every preset by its names, those in its header too; other packages' files lie in `peers/`."""
     files = _preset_folder().rglob("*.yaml")
     return dict(sorted((name, file) for file in files for name in (file.stem, *aliases(file))))
 

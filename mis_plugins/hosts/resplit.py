@@ -63,7 +63,10 @@ def compare(args: Any, rollout_id: int, data: Mapping[str, Any]) -> None:
         ConfigError: arguments of the host under which a second pass would not be the same pass.
         InputError: a rollout without the trainer's log-probs.
     """
-    every = _every(args)
+    asked = view(args).get("mis")
+    if not isinstance(asked, Mapping) or KEY not in asked:
+        return  # no config is read: `count_samples` serves runs without one
+    every = reading.from_args(args).resplit_every
     if every is None or rollout_id % every:
         return
     host = current(args)
@@ -104,12 +107,6 @@ def _differences(
 ) -> tuple[Float64[Tensor, "3"], Float64[Tensor, ""]]:
     mask = layout_of(args, data, cp).place(torch.cat(list(data["loss_masks"])), ranks).loss_mask
     return differences(torch.cat(list(data["log_probs"])), torch.cat(list(again)), mask)
-
-
-def _every(args: Any) -> int | None:
-    """`resplit_every`. Without the key no config is read: `count_samples` serves runs without a config."""
-    asked = view(args).get("mis")
-    return reading.from_args(args).resplit_every if isinstance(asked, Mapping) and KEY in asked else None
 
 
 def differences(

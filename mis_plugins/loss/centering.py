@@ -292,17 +292,9 @@ class Head:
 
         The term has no gradient where the config does not center.
         """
+        how = weigh_in(config), self.temperature, self.vocabulary, self.exchange
         with torch.set_grad_enabled(config.center is not None):
-            return center(
-                self.logits,
-                target,
-                usable & self.named,
-                self.candidates,
-                weigh_in(config),
-                self.temperature,
-                self.vocabulary,
-                self.exchange,
-            )
+            return center(self.logits, target, usable & self.named, self.candidates, *how)
 
     def shared(self, share: Share, correction: Correction, scale: Float[Tensor, " T"]) -> Share:
         """The share with the factor of the centering term, and without tokens at which the engine named no head.

@@ -210,16 +210,11 @@ def for_metrics(x: LossInputs, correction: Correction, share: Share) -> Correcti
     )
     if share.on_policy is None or not correction.config.reports_step:
         return correction
-    kept = correction.keep & correction.stage.usable
-    rows = [kept, torch.where(kept, correction.weights, 0), *_departure_rows(x, correction.config)]
-    usable, weight, *departure = x.ragged.sums(*rows)
+    kept, opsm, policies = correction.keep & correction.stage.usable, correction.config.opsm, (x.proximal, x.behavior)
+    assert opsm is not None and x.behavior is not None
+    compared = departure_rows(x.target.detach(), *policies, x.finite_advantages, x.ragged.loss_mask, opsm)
+    usable, weight, *departure = x.ragged.sums(kept, torch.where(kept, correction.weights, 0), *compared)
     return replace(correction, after_opsm=Kept(usable, weight), departure=Departure.of(departure))
-
-
-def _departure_rows(x: LossInputs, config: CorrectionConfig) -> list[Tensor]:
-    assert config.opsm is not None and x.behavior is not None
-    policies = x.target.detach(), x.proximal, x.behavior
-    return departure_rows(*policies, x.finite_advantages, x.ragged.loss_mask, config.opsm)
 
 
 def micro_batch_loss(

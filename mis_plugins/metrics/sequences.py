@@ -165,10 +165,7 @@ def of_unit_rule(name: str, rule: RejectRule, totals: Totals) -> Iterator[Quanti
 
 
 def multiplies(config: CorrectionConfig) -> tuple[Unit, Population] | None:
-    """The unit and population of tokens over which a weight or rule multiplies ratios: the longest such product.
-
-    The answer is None where the config multiplies no ratios.
-    """
+    """Unit and population of tokens of the longest product of ratios that a weight or rule takes; None without one."""
     multiplying = [rule for rule in config.reject if rule.multiplies]
     products: list[tuple[Unit, Population]] = [(rule.unit, config.population(rule)) for rule in multiplying]
     weight = config.weight

@@ -194,10 +194,7 @@ def _sums(
 
 
 def _extremes(ended: list[Quantity], columns: Float[Tensor, "M *P"] | None) -> Float[Tensor, " E"]:
-    """Largest value of each quantity, then of each negated one, over each column; minus infinity of nothing.
-
-    A context-parallel rank may own no token.
-    """
+    """Largest value of each quantity, then of each negated one, over each column; minus infinity without a token."""
     rows = torch.stack([q.values for q in ended]).double()
     both = torch.cat([rows, -rows])
     if columns is not None:  # members that do not enter are put at log 0

@@ -30,27 +30,21 @@ class Source(Protocol):
 
     def replaying(self) -> bool:
         """Whether routers should consume recorded rows now."""
-        ...
 
     def has_queue(self, router: Any) -> bool:
         """Whether recorded rows are kept for this router at all."""
-        ...
 
     def recorded(self, router: Any) -> int:
         """How many micro-batches are recorded for this router."""
-        ...
 
     def consumed(self, router: Any) -> int | None:
         """How many of them it has consumed; None where the host does not count them."""
-        ...
 
     def rows(self, router: Any) -> Tensor | None:
         """The rows that this router should consume next, on any device; None where there are none."""
-        ...
 
     def passing_over(self, router: Any) -> AbstractContextManager[None]:
         """Let the router route by its own gates within the block, and count its next rows as consumed."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -194,10 +188,7 @@ class Watch:
         self.sums.faults.setdefault((kind, watched.layer), fault)
 
     def flags(self) -> Flags | None:
-        """Flags of the micro-batch whose loss is computed now; None where no log-prob pass told them.
-
-        Where the log-prob pass cut its micro-batches otherwise than training, the flags do not fit and are None.
-        """
+        """Flags of the micro-batch whose loss is computed now; None where no log-prob pass with its cut told them."""
         gathered, trained, begun = self.rollout.gathered, self.rollout.trained, self.rollout.begun
         if gathered is None or begun is None or not 0 < trained <= len(gathered.flags):
             return None

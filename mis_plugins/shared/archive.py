@@ -111,10 +111,7 @@ class Storage:
 
 @dataclass(frozen=True, eq=False)
 class Stored:
-    """A tensor of an archive that is not read yet.
-
-    numel: number of values that the file claims; `read` checks the claim.
-    """
+    """A tensor of an archive that is not read yet; `numel` is what the file claims, and `read` checks the claim."""
 
     storage: Storage
     dtype: torch.dtype

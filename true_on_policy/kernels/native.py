@@ -144,10 +144,7 @@ def attend(
 
 
 def _rows(x: Tensor) -> Tensor:
-    """Return x [B, R, C] with contiguous rows.
-
-    Our kernel copies a transposed batch: torch's own copy takes many times as long as the product.
-    """
+    """Return x [B, R, C] with contiguous rows; a transposed batch by our kernel, many times as fast as torch's copy."""
     if x.stride(2) == 1:
         return x
     if x.stride(1) != 1:

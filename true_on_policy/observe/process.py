@@ -82,10 +82,7 @@ def observe(contract: GpuContract, args: Any = None) -> Observation:
 
 
 def looked(looks: Mapping[str, Look]) -> tuple[dict[str, str], dict[str, str]]:
-    """Call each look; return the values that were seen, and the reasons of the rows that were not.
-
-    Any exception leaves its own row unseen, and no other row.
-    """
+    """Call each look; return the values seen, and why others were not: an exception leaves its own row unseen."""
     settings, unseen = {}, {}
     for name, look in looks.items():
         try:

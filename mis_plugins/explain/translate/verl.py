@@ -199,7 +199,8 @@ def translate(text: str, behind: Sequence[str] = (), asked: Asked = ASKED) -> Tr
     Raises:
         ConfigError: no such section, an unknown key, a value that verl refuses; it quotes verl's key.
     """
-    won = dict(_flat(dict(settings_behind(behind, f"{SECTION}.KEY=VALUE", _is_ours, _overridden, _value))))
+    spelled = lambda name: _full(name.lstrip("+"))  # noqa: E731  (`+` adds a key)
+    won = dict(_flat(dict(settings_behind(behind, f"{SECTION}.KEY=VALUE", _is_ours, spelled, _value))))
     source = _said(text, set(won), asked)
     settings = {**source.settings, **won}
     given = _given(settings, won)
@@ -240,11 +241,6 @@ def _full(path: str) -> str:
     """The full path of a setting that may begin below the root, as in `rollout_correction.rollout_is`."""
     first, dot, rest = path.partition(".")
     return f"{SHORT.get(first, first)}{dot}{rest}"
-
-
-def _overridden(name: str) -> str:
-    """The full path that an override of Hydra's names; `+` adds a key."""
-    return _full(name.lstrip("+"))
 
 
 def _value(text: str) -> Any:
