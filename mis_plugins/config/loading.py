@@ -67,10 +67,8 @@ def watching(target: str) -> Path:
     """The file with which a run watches that a preset would correct.
 
     Every preset of the TIS hook says `use_tis: true`, which wins over the command line. A run that watches computes
-    metrics alone, whatever the preset, so that one file serves all: a file of this package, which every node has.
-
-    Raises:
-        ConfigError: no preset; or a preset of the loss hook, which corrects whatever `use_tis` says.
+    metrics alone, whatever the preset, so that one file serves all: a file of this package, which every node has. A
+    ConfigError for what is no preset, or is one of the loss hook, which corrects whatever `use_tis` says.
     """
     file = file_of(target)
     if file not in presets().values():
@@ -122,7 +120,6 @@ def _preset_folder() -> Path:
 
 START = ("metrics-only", "tis", "geometric-mis", "geometric-mis-wide", "sequence")
 """The presets among which docs/choose.md lets a newcomer choose, in the order of the page."""
-
 KINDS = {
     "watch": "metrics, the same loss",
     "token": "a weight a token; at most tokens are dropped",

@@ -34,7 +34,6 @@ BoundName = Annotated[str, lambda: tuple(bounds.BOUNDS)]
 CappingBoundName = Annotated[str, lambda: tuple(name for name, bound in bounds.BOUNDS.items() if bound.has_ceiling)]
 StatisticName = Annotated[str, lambda: tuple(statistics.STATISTICS)]
 SurrogateName = Annotated[str, _surrogate_names]
-
 DEFAULT_UPPER = 2.0
 LEVEL_OVER: dict[Level, Over] = {
     "token": "token",

@@ -135,7 +135,6 @@ class TokenStage:
 
 ROWS = {name: name for name in (*SUMS, "ratio")} | {"valid": "loss_mask", "kept": "keep"}
 """For each row that is added up, the attribute of the stage; a statistic adds up to its own row."""
-
 EXTREMES = {"passing": "log_ratio", "passing_weight": "weight", "weight": "weight"}
 """For each row of extremes, the attribute of the stage that it takes its values from."""
 

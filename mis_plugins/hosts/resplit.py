@@ -32,7 +32,6 @@ from mis_plugins.packing.ragged import Ranks
 from mis_plugins.packing.roll_call import heard, together
 
 Groups = list[list[int]]  # the samples of each micro-batch of an optimizer step
-
 KEY = "resplit_every"
 FIELD = f"mis.{KEY}"
 PREFIX = "resplit_"  # of the pass's keys, as hosts have `ref_` for a reference policy
@@ -41,7 +40,6 @@ ONE_SPLIT = (
     "mis.resplit_every: micro-batches of one sample, and no two of them that can be joined, so that nothing is "
     "compared; give the trainer more samples or a larger micro-batch"
 )
-
 QUEUED = "what is replayed is queued for one pass, micro-batch by micro-batch"
 GONE = dict.fromkeys(("use_routing_replay", "use_rollout_routing_replay", "use_indexer_replay"), QUEUED) | {
     "keep_old_actor": "the trainer has switched to other weights by then"
@@ -147,10 +145,7 @@ def cut_otherwise(groups: Groups, halves: bool) -> Groups:
 def rescored(needs: Needs, args: Any, data: Mapping[str, Any], ranks: Ranks) -> list[Tensor] | None:
     """Score a rollout again by the log-prob pass of the host's trainer, for `Host.rescore`.
 
-    No hook is handed the trainer: it is read from `train_actor`, which calls the rollout-data hook.
-
-    Raises:
-        InputError: another function calls the hook.
+    No hook is handed the trainer: it is read from `train_actor`, which calls the rollout-data hook, else an InputError.
     """
     held = needs.train_actor.frame()
     if not held.keys() >= set(HELD):

@@ -30,13 +30,10 @@ Cause = Literal[
     "absent",
     "of other tokens",
 ]
-
 NAMED = 10
 """How many dropped samples of one rollout are named in the log, before their total."""
-
 UNSAMPLED = 0.0
 """What the hosts themselves give to tokens that no engine sampled, such as a tool's."""
-
 ENTRIES = "output_token_logprobs"
 """SGLang's name, and ours in a sample's metadata, for (log-prob, token id, ...) of each token that it sampled."""
 

@@ -147,10 +147,8 @@ OURS = ("mis_plugins.", "true_on_policy.")
 def asked_for(args: Any) -> CorrectionConfig | None:
     """The correction that the arguments of an actor ask us for; None for a critic, and for a run that watches.
 
-    None too where another package's hook reads flat keys, which are Miles's own.
-
-    Raises:
-        ConfigError: the arguments cannot be read.
+    None too where another package's hook reads flat keys, which are Miles's own. A ConfigError where arguments cannot
+    be read.
     """
     given = view(args)
     is_critic = given.get("loss_type") == "value_loss" or given.get("trainer_role") == "critic"

@@ -50,7 +50,6 @@ OF_KEPT_WEIGHT = {
     "sequence_applied_min": take.smallest,
     "sequence_applied_max": take.largest,
 }
-
 Sequence = partial(Quantity, over="any_usable")
 
 

@@ -20,7 +20,6 @@ from torch import Tensor
 RELATIVE_ERROR = 0.01
 SMALLEST = 1e-8  # a float32 log-prob near 1 has steps of 6e-8
 LARGEST = 1e4  # sums of log ratios reach thousands
-
 GROWTH = (1 + RELATIVE_ERROR) / (1 - RELATIVE_ERROR)
 STEPS = math.ceil(math.log(LARGEST / SMALLEST) / math.log(GROWTH))
 # A CPU looks long rows up in a table: a search takes ten times as long.

@@ -28,7 +28,6 @@ Value = Callable[[Correction], Tensor]
 Kind = Literal["token", "sequence", "micro_batch"]
 Side = Literal["min", "max"]
 Average = Literal["sequences", "tokens"] | Tensor  # a 0-d tensor: the share of the step that trains
-
 OF_MIS_PY = frozenset(
     """training_log_ppl training_ppl rollout_log_ppl rollout_ppl kl k3_kl log_ppl_diff log_ppl_abs_diff ppl_ratio
     chi2_token chi2_seq tis_weight_before_bound tis_weight_after_bound tis_truncate_fraction tis_clip_fraction_low

@@ -29,10 +29,8 @@ OF_AGES = tuple(f"lag_{age}/" for age in range(AGES))
 KEPT = "kept/"
 PLACES = ("", KEPT, *OF_TURNS, *OF_AGES)
 """Parts of the usable tokens: all, kept, by turn of a dialogue (a run of ones in the loss mask), and by age."""
-
 LOG_RATIO_TAILS = (0.1, 1.0)
 PROB_DIFF_TAILS = (0.05, 0.2, 0.5)
-
 # A CPU is handed this many tokens at a time: longer stacks of rows leave its cache.
 LONG_ON_CPU = 32_768
 

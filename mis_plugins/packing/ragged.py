@@ -188,10 +188,8 @@ def as_bytes(x: Tensor) -> Tensor:
 def _added(total: Float[Tensor, " K"], group: dist.ProcessGroup) -> Float[Tensor, " K"]:
     """Sum over data-parallel ranks; this rank's own total where a rank of torchft's group died.
 
-    Miles repeats the step in which a rank died.
-
-    Raises:
-        RANK_LOST: a rank of another kind of group died, whose host would apply the step.
+    Miles repeats the step in which a rank died. RANK_LOST where a rank of another group died, whose host would apply
+    it.
     """
     added = total.clone()
     try:

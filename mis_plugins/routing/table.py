@@ -30,7 +30,6 @@ CLASSES: tuple[str, ...] = (
 )  # own routing agrees here and before; differs here; differs before
 SPLIT: tuple[str, ...] = ("tokens", "k3", "tail", "kept")
 TAIL = 0.5  # nats of a log ratio
-
 Group = dist.ProcessGroup
 
 

@@ -25,7 +25,6 @@ from mis_plugins.shared.opened import Opened, read
 LOCAL_HEADER = struct.Struct("<4s4xH")  # of a record of an archive: its mark, and how the record is compressed
 MARK = b"PK\x03\x04"
 END, END_SIZE = b"PK\x05\x06", 22  # the last record of an archive without a comment: its mark, and its bytes
-
 Entry = tuple[str, int, int]  # name of a record, place of its header, and size
 
 

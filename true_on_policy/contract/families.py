@@ -136,7 +136,6 @@ def _family(name: str, row: dict[str, Any]) -> Family:
 FAMILIES = {name: _family(name, row) for name, row in _TABLE["families"].items()}
 # The family and the sizes of models that a launch may name.
 MODELS = {name: (row[0], Size(*row[1:])) for name, row in _TABLE["models"].items()}
-
 # The GPU contract has no row for experts.
 GPU_FAMILIES = {name: family for name, family in FAMILIES.items() if not family.experts}
 

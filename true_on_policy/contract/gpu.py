@@ -54,18 +54,14 @@ GemmName = Literal["deep_gemm", "triton_persistent"]
 NOT_COVERED: dict[str, list[str]] = {
     name: [why.format(**REASONS) for why in reasons] for name, reasons in TABLE["not_covered"].items()
 } | {"images": [*IMAGES]}
-
 # The trainer's GEMM where a user names none.
 TRAINER_GEMMS: dict[str, GemmName] = {"megatron": "triton_persistent", "fsdp": "deep_gemm"}
-
 MOST_COLUMNS = 1 << 20  # the order of a sum is a tree over columns, which must fit into memory
 # The library whose batch-invariant mode replaces a trainer's aten operators.
 MODES: dict[str, Literal["megatron", "sglang"]] = {"megatron": "megatron", "fsdp": "sglang"}
 # Numbers of tensor-parallel ranks in one machine. On 1 rank, Megatron and SGLang add in different orders.
 RANKS = (2, 4, 8)
-
 CHOICES = {"backend": get_args(TrainBackend), "attention": get_args(AttentionName), "engine_gemm": get_args(GemmName)}
-
 LAYOUTS = {
     backend: {name: holds.format(**REASONS) for name, holds in rows.items()}
     for backend, rows in TABLE["layouts"].items()

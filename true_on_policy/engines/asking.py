@@ -27,7 +27,6 @@ from true_on_policy.engines.handover import KEY
 from true_on_policy.errors import EngineError
 
 T = TypeVar("T")
-
 BLOCK = 1 << 16  # bytes read at once
 TOLD = 500  # letters of an error's body that are quoted
 SCHEMES: Mapping[str, type[client.HTTPConnection]] = {"http": client.HTTPConnection, "https": client.HTTPSConnection}

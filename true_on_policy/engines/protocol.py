@@ -85,12 +85,15 @@ class Engine(Protocol):
 
     def versions(self) -> dict[str, str]:
         """Return the versions of the packages that compute, in the engine's own environment."""
+        ...
 
     def generate(self, requests: Sequence[Request]) -> list[Sample]:
         """Sample all requests in one batch."""
+        ...
 
     def score(self, samples: Sequence[Sample]) -> list[Float32[Tensor, "_"]]:
         """Compute the log-prob of each sampled token by prefill of the whole sequence, at temperature 1."""
+        ...
 
     def update_weights(self, checkpoint: Path, version: int, keep_cache: bool = False) -> None:
         """Load the weights of a checkpoint with equal shapes, and drop the cache of the previous weights.
@@ -98,6 +101,7 @@ class Engine(Protocol):
         An engine keeps its cache while a request runs, so that the call returns when the last request has ended.
         With `keep_cache`, the next tokens of a sequence attend to keys and values of the previous weights.
         """
+        ...
 
     def close(self) -> None: ...
 

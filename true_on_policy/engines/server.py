@@ -68,7 +68,6 @@ LOWEST_PORT = 20_000
 PORTS_LOOKED_AT = 100
 STARTS = 3
 TAKEN = "address already in use"
-
 Private = Callable[[Path, str], tuple[Sequence[str], Mapping[str, str]]]
 """Gives the arguments and variables that an engine takes from the folder and the key of its run."""
 NOTHING: Private = lambda folder, key: ((), {})  # noqa: E731

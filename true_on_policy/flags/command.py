@@ -28,7 +28,6 @@ from true_on_policy.errors import ContractError
 from true_on_policy.flags.rules import RELEASES, UNFUSED, Flag, Refusal, check_installed, faults, plain, refuse
 
 HOOK = "true_on_policy.fsdp_worker.watch"  # Ray's worker_process_setup_hook, for Miles's FSDP trainer
-
 REFUSALS = tuple(
     Refusal(name, tuple(rule["allowed"]), rule["why"].format(**REASONS)) for name, rule in TABLE["refusals"].items()
 )

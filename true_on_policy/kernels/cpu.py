@@ -151,12 +151,10 @@ OVERRIDES = {
     "sigmoid": pointwise,
     "rsqrt": pointwise,
 }
-
 # Other spellings of an operator: the form that writes into `out`, and the form that writes into its first argument.
 OUT_FORMS = {f"{name}.out": name for name in OVERRIDES if "." not in name and "flash" not in name}
 OUT_FORMS["mean.out"] = "mean.dim"
 INPLACE_FORMS = {f"{name}_": name for name in ("addmm", "baddbmm", "silu", "sigmoid", "rsqrt")}
-
 OPERATORS = (*OVERRIDES, *OUT_FORMS, *INPLACE_FORMS)
 
 

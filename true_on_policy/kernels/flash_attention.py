@@ -20,7 +20,6 @@ from true_on_policy.kernels.probes import Failure, attention_failures
 from true_on_policy.kernels.provider import Undo, device, findable, imported, installed, replace_everywhere
 
 NAME = "flash_attention"
-
 # The module of each FlashAttention-3 build, in the order in which Miles looks, and the build's distributions.
 INTERFACES = {
     "flash_attn_interface": ("flash-attn-3", "flash_attn_3"),
@@ -29,7 +28,6 @@ INTERFACES = {
     "fa3_fwd_interface": ("fa3-fwd",),
     "sgl_kernel.flash_attn": ("sglang-kernel", "sgl-kernel"),
 }
-
 SPLITS = "num_splits"
 
 

@@ -16,7 +16,6 @@ from true_on_policy.kernels.probes import Failure, Product
 from true_on_policy.kernels.provider import Undo, device
 
 PROVIDERS = {provider.NAME: provider for provider in (megatron, sglang, deep_gemm, flash_attention)}
-
 # The sizes at which kernels are probed where a contract names no model.
 PROBED: Size = MODELS["qwen3-4B"][1]
 

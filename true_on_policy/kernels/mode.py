@@ -53,7 +53,6 @@ def described(operator: str, key: str) -> str:
 
 # The operators that at least one copy overrides.
 OVERRIDABLE = ("mm", "mm.out", "mm.dtype", "addmm", "bmm", "_log_softmax", "mean.dim", "rms_norm")
-
 # The operators that every version of every copy overrides: a mode that is on holds all of them.
 SHARED = ("mm", "addmm", "_log_softmax", "mean.dim")
 

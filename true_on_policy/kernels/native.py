@@ -19,7 +19,6 @@ from true_on_policy.errors import PinError
 
 NAME = "native"
 SOURCE = Path(__file__).with_name("batch_invariant.c")
-
 # No -ffast-math and no contraction. The source writes fma where it fuses, alike in every instance of a kernel.
 FLAGS = (
     *("-O3", "-march=native", "-std=gnu11", "-ffp-contract=off", "-fno-math-errno"),

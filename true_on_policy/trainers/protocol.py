@@ -21,9 +21,11 @@ class Trainer(Protocol):
 
     def load(self, checkpoint: Path) -> None:
         """Load the weights of a checkpoint, whose shapes must be those of the model."""
+        ...
 
     def log_probs(self, batch: Sequence[Sample], temperatures: Sequence[float]) -> list[Float32[Tensor, "_"]]:
         """Compute the log-prob of each sampled token in one pass, each sequence at its temperature."""
+        ...
 
     def close(self) -> None: ...
 

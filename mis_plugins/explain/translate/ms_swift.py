@@ -81,7 +81,6 @@ SOURCES = {
     **{f"objective.{key}": (key,) for key in TAUS},
     "metrics": (METRICS,),
 }
-
 MODES = {
     "token_truncate": ("token", "truncate"),
     "token_mask": ("token", "zero"),

@@ -443,10 +443,8 @@ class Commands(Shell):
     def named_yaml(self, word: Word) -> tuple[Any, list[str], list[str]]:
         """The yaml that a start names, what to tell of it, and what stays unread.
 
-        The script writes the file itself, or it lies in the script's folder or in one above.
-
-        Raises:
-            ConfigError: the file is no yaml.
+        The script writes the file itself, or it lies in the script's folder or one above. A ConfigError where it is
+        none.
         """
         name = _in_folder(word.source)
         written = next((text for file, text in self.reading.files.items() if _in_folder(file) == name), ())

@@ -159,7 +159,6 @@ class Miles(VersionNeeds):
 
 
 NEEDS = Miles()
-
 # Which tokens the engine could have sampled: Miles's keys (its #2595), and slime's, where they reach Miles.
 SAMPLING_SUPPORT = (
     "rollout_sampling_mask_ids",
