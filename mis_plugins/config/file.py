@@ -189,10 +189,7 @@ def keys_given(path: str) -> list[dict[str, Any]]:
     """The keys of a file that a host was given, and of its earlier versions that this process has read.
 
     A host asks for each micro-batch: a file is read again only where it may have changed. A file that has become
-    unreadable since keeps its earlier versions.
-
-    Raises:
-        ConfigError: this node cannot read the file; it names both.
+    unreadable since keeps its earlier versions; where there are none, a ConfigError names the file and this node.
     """
     versions, stamped = _GIVEN.setdefault(path, []), stamp(path)
     if not versions or stamped not in (None, versions[0][0]):

@@ -149,9 +149,8 @@ def token_stage(
 ) -> TokenStage:
     """Ratio, weight and rules of each token as far as no other token is needed.
 
-    Args:
-        numerator: log-probs of pi_{v+1}, which segment-wise weights, and nothing else, compare with mu.
-        routes: number of layers that routed each token otherwise, for rules that read it.
+    `numerator` holds log-probs of pi_{v+1}, which segment-wise weights, and nothing else, compare with mu. `routes`
+    holds the number of layers that routed each token otherwise, for rules that read it.
     """
     log_r, unit_log_ratio, usable = log_ratios(proximal, behavior, loss_mask, numerator)
     unusable = ~usable  # filling is faster than a product, for which a CPU makes floats of the mask first

@@ -43,12 +43,7 @@ def of_devices(devices: Mapping[str, str]) -> str:
 
 
 def of_lengths(i: int, lengths: Mapping[str, Any], loss_masks: Sequence[Any] | None) -> str:
-    """What an error says of lengths that are no numbers, or of a sequence that is too short for what it holds.
-
-    Args:
-        i: the sequence.
-        lengths: the host's lists of lengths, by name.
-    """
+    """What an error says of lengths, by name, that are no numbers, or of sequence i that is too short."""
     for name, each in lengths.items():
         for place, length in enumerate(each):
             if not hasattr(length, "__index__"):

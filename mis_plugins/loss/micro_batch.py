@@ -149,11 +149,10 @@ def compared_with(x: LossInputs, config: CorrectionConfig) -> Float[Tensor, " T"
 def share_of(x: LossInputs, correction: Correction | None, config: CorrectionConfig) -> Share:
     """Which tokens enter the loss after correction and OPSM, and by which factor.
 
+    `correction` is that of `compared_log_probs` against the behavior policy; None where there is none.
+
     With `denominator: kept`, entropy and KL are divided by the tokens that rules keep, the surrogate by those that OPSM
     leaves too. OPSM costs two collectives over context-parallel ranks: one for its divergence, one for the kept tokens.
-
-    Args:
-        correction: the correction of `compared_log_probs` against the behavior policy; None where there is none.
     """
     mask, all_rejected = x.ragged.loss_mask, None
     keep, scale = mask, mask.float()

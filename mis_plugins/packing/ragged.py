@@ -132,9 +132,7 @@ class Ragged:
     def full_mask(self, tokens: Bool[Tensor, " T"] | None, sequences: Bool[Tensor, " N"] | None) -> Bool[Tensor, " R"]:
         """Mask of the tokens that are kept in whole responses. A mask of tokens costs one collective.
 
-        Args:
-            tokens: which local tokens are kept; None keeps all of them, masked ones included.
-            sequences: which sequences are kept; None keeps all of them.
+        None for `tokens` keeps all local tokens, masked ones included; None for `sequences` keeps all sequences.
         """
         responses = self.responses
         assert responses is not None

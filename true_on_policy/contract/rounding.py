@@ -77,9 +77,7 @@ def combined(
 ) -> Float[Tensor, "T H"]:
     """Add the weighted outputs of each token's experts in the order of the choice, and round once.
 
-    Args:
-        outputs: the outputs of all experts, one row for each token that an expert received.
-        rows: the rows of `outputs` that belong to each token.
+    `outputs` holds one row for each token that an expert received, and `rows` the rows that belong to each token.
     """
     weighted = outputs.float()[rows] * weights[..., None]
     return weighted.sum(1).to(outputs.dtype)

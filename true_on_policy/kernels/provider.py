@@ -39,9 +39,7 @@ def device() -> torch.device:
 def installed(module: str, *distributions: str) -> str | None:
     """Return name and version of the distribution that `module` comes from; None where it cannot be imported.
 
-    Args:
-        module: the dotted name of the module, which is looked for but not imported.
-        distributions: the names under which the module is published, the likeliest first.
+    `module` is looked for but not imported; of the names under which it is published, the likeliest comes first.
     """
     if not findable(module):
         return None
