@@ -209,9 +209,10 @@ def for_metrics(x: LossInputs, correction: Correction, share: Share) -> Correcti
     )
     if share.on_policy is None or not correction.config.reports_step:
         return correction
-    kept, opsm, policies = correction.keep & correction.stage.usable, correction.config.opsm, (x.proximal, x.behavior)
+    kept, opsm = correction.keep & correction.stage.usable, correction.config.opsm
     assert opsm is not None and x.behavior is not None
-    compared = departure_rows(x.target.detach(), *policies, x.finite_advantages, x.ragged.loss_mask, opsm)
+    policies = x.target.detach(), x.proximal, x.behavior
+    compared = departure_rows(*policies, x.finite_advantages, x.ragged.loss_mask, opsm)
     usable, weight, *departure = x.ragged.sums(kept, torch.where(kept, correction.weights, 0), *compared)
     return replace(correction, after_opsm=Kept(usable, weight), departure=Departure.of(departure))
 
