@@ -34,7 +34,7 @@ def as_arguments(keys: Mapping[str, Any]) -> argparse.Namespace:
 
 
 def read_keys(keys: Mapping[str, Any]) -> CorrectionConfig:
-    """Read a file's keys as `load` does; a ConfigError where none says how to correct, or a setting cannot work."""
+    """Read a file's keys as `load` does; raises ConfigError where none says how to correct or one cannot work."""
     reading.check_areal(keys)
     reading.check_names(keys)
     if not any(reading.is_read(key, value) for key, value in keys.items()):
@@ -67,8 +67,8 @@ def watching(target: str) -> Path:
     """The file with which a run watches that a preset would correct.
 
     Every preset of the TIS hook says `use_tis: true`, which wins over the command line. A run that watches computes
-    metrics alone, whatever the preset, so that one file serves all: a file of this package, which every node has. A
-    ConfigError for what is no preset, or is one of the loss hook, which corrects whatever `use_tis` says.
+    metrics alone, whatever the preset, so that one file serves all: a file of this package, which every node has. It
+    raises ConfigError for no preset, or for one of the loss hook, which corrects whatever `use_tis` says.
     """
     file = file_of(target)
     if file not in presets().values():

@@ -221,8 +221,8 @@ def files_of(args: View) -> dict[str, str]:
 def keys_of_file(args: View, argument: str) -> Mapping[str, Any]:
     """The keys of the file that an argument names: of the version that says most of what the arguments have.
 
-    A file may be edited for the next job while a job runs, so that of equal versions the oldest counts. A ConfigError
-    where this node cannot read the file.
+    A file may be edited for the next job while a job runs, so that of equal versions the oldest counts. It raises
+    ConfigError where this node cannot read the file.
     """
     versions = keys_given(files_of(args)[argument])
     handed_on = [keys for keys in reversed(versions) if not differing(args, keys)]

@@ -92,11 +92,11 @@ class Need:
         return any(address.module in sys.modules for address in self.addresses)
 
     def get(self) -> Any:
-        """Import what the need names, from the newest address that has it; a NeedError where none has it."""
+        """Import what the need names, from the newest address that has it; raises NeedError where none has it."""
         return getattr(*self.owner())
 
     def owner(self) -> tuple[Any, str]:
-        """The module or class that holds what the need names, and its name there; a NeedError where none does."""
+        """The module or class that holds what the need names, and its name there; raises NeedError where none does."""
         held = self._found(_imported)
         if held is None:
             raise self.error()
@@ -119,11 +119,11 @@ class Need:
         return self.get() if package in sys.modules else None
 
     def of(self, instance: Any) -> Any:
-        """The member of a host's instance by the newest name that it has; a NeedError where it has none."""
+        """The member of a host's instance by the newest name that it has; raises NeedError where it has none."""
         return getattr(instance, self.name_on(instance))
 
     def name_on(self, owner: Any) -> str:
-        """The newest name under which `owner` holds what the need names; a NeedError where it holds none."""
+        """The newest name under which `owner` holds what the need names; raises NeedError where it holds none."""
         for name in dict.fromkeys(address.names[-1] for address in self.addresses):
             if hasattr(owner, name):
                 return name

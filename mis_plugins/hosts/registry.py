@@ -95,10 +95,11 @@ def current(args: Any = None, reduce: Callable[..., Any] | None = None) -> Host:
             f"{first.title} and {others[0].title}: {first.told_by} of both say that this process is theirs; load the "
             "modules of one host alone"
         )
-    # The trainer of a host whose tracking lies at no address of ours would count as the host that is left.
-    for host in hosts if first.told_by in ("registration", "nothing") else ():
-        if host.needs is not None and host.needs.train_actor.is_loaded:
-            raise host.needs.tracking.error()
+    if first.told_by in ("registration", "nothing"):
+        # The trainer of a host whose tracking lies at no address of ours would count as the host that is left.
+        for host in hosts:
+            if host.needs is not None and host.needs.train_actor.is_loaded:
+                raise host.needs.tracking.error()
     return first
 
 

@@ -145,7 +145,7 @@ def cut_otherwise(groups: Groups, halves: bool) -> Groups:
 def rescored(needs: Needs, args: Any, data: Mapping[str, Any], ranks: Ranks) -> list[Tensor] | None:
     """Score a rollout again by the log-prob pass of the host's trainer, for `Host.rescore`.
 
-    No hook is handed the trainer: it is read from `train_actor`, which calls the rollout-data hook, else an InputError.
+    No hook is handed the trainer: it is read from `train_actor`, the hook's caller; another caller is an InputError.
     """
     held = needs.train_actor.frame()
     if not held.keys() >= set(HELD):

@@ -76,7 +76,7 @@ class RolloutStore:
         self.held, self.training = held, None
 
     def begin(self, rollout_id: int) -> None:
-        """Note on every rank which rollout trains; an InputError on each where the mean is of an older rollout."""
+        """Note on every rank which rollout trains; raises InputError on each where the mean is of an older rollout."""
         self.training = rollout_id
         if self._is_older() and self.held and self.held.config:
             raise InputError(

@@ -186,8 +186,8 @@ def as_bytes(x: Tensor) -> Tensor:
 def _added(total: Float[Tensor, " K"], group: dist.ProcessGroup) -> Float[Tensor, " K"]:
     """Sum over data-parallel ranks; this rank's own total where a rank of torchft's group died.
 
-    Miles repeats the step in which a rank died. RANK_LOST where a rank of another group died, whose host would apply
-    it.
+    Miles repeats the step in which a rank died. In another kind of group, whose host would apply the step,
+    a dead rank raises RANK_LOST.
     """
     added = total.clone()
     try:

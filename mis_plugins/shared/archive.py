@@ -123,7 +123,7 @@ class Stored:
         return math.prod(self.shape)
 
     def read(self) -> Tensor:
-        """The tensor; a RecordError where it does not lie within its storage, or the storage within the file."""
+        """The tensor; raises RecordError where it does not lie within its storage, or the storage within the file."""
         path = self.storage.archive.opened.path
         return read(path, lambda: _strided(self.storage.read(self.dtype), self))
 

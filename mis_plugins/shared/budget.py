@@ -69,5 +69,5 @@ class Clock:
         return time.thread_time() - self.begun > SECONDS.most(self.size)
 
     def check(self) -> None:
-        """Check the processor seconds since the reading began; a RecordError where they are beyond the budget."""
+        """Check the processor seconds since the reading began; raises RecordError where they are beyond the budget."""
         SECONDS.check(time.thread_time() - self.begun, self.size, self.where)

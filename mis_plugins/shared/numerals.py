@@ -9,7 +9,7 @@ from mis_plugins.errors import LARGEST, shown
 
 
 def whole(text: str) -> int:
-    """A whole number that 64 bits hold; an ArgumentTypeError for any other text."""
+    """A whole number that 64 bits hold; raises ArgumentTypeError for any other text."""
     try:
         value = int(text)
     except ValueError:
@@ -20,7 +20,7 @@ def whole(text: str) -> int:
 
 
 def count(text: str) -> int:
-    """A whole number of at least 1; an ArgumentTypeError for any other text."""
+    """A whole number of at least 1; raises ArgumentTypeError for any other text."""
     value = whole(text)
     if value < 1:
         raise ArgumentTypeError(f"got {value}; expected at least 1")
@@ -28,7 +28,7 @@ def count(text: str) -> int:
 
 
 def finite(text: str) -> float:
-    """A number that is neither infinite nor NaN; an ArgumentTypeError for any other text."""
+    """A number that is neither infinite nor NaN; raises ArgumentTypeError for any other text."""
     try:
         value = float(text)
     except ValueError:

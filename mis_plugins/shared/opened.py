@@ -60,7 +60,7 @@ def optional(module: str) -> ModuleType:
 
 
 class Opened:
-    """A regular file, opened for reading; a RecordError for a folder, a pipe, a device, or what cannot be opened."""
+    """A regular file, opened for reading; raises RecordError for a folder, pipe or device, or what cannot be opened."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -74,7 +74,7 @@ class Opened:
         self.size = status.st_size
 
     def bytes_at(self, offset: int, count: int) -> bytearray:
-        """The `count` bytes at `offset`; a RecordError where the file ends before them."""
+        """The `count` bytes at `offset`; raises RecordError where the file ends before them."""
         self._check(offset, count)
         buffer = bytearray(count)
         self._fill(offset, memoryview(buffer))

@@ -193,7 +193,10 @@ class Gone(argparse.Action):
 
 
 def watched(stream: Any) -> Any:
-    """A standard stream that shows foreign text safely, and raises `Unread` where nobody reads; None leads nowhere."""
+    """A standard stream that shows foreign text safely, and raises `Unread` where nobody reads on.
+
+    None, a stream that the shell has closed, leads nowhere.
+    """
     stream = stream or open(os.open(os.devnull, os.O_WRONLY), "w", closefd=False)
     stream.flush()
     raw = _Watched(stream.fileno(), "w", closefd=False)

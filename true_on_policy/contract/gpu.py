@@ -158,7 +158,7 @@ WHY = {name: row["why"] for name, row in TABLE["variables"].items()}
 
 
 def family(name: str) -> Family:
-    """Return the family of this name; a ContractError where there is none, which says why MoE is not covered."""
+    """Return the family of this name; raises ContractError where there is none, which says why MoE is not covered."""
     if name in GPU_FAMILIES:
         return GPU_FAMILIES[name]
     if "moe" in name.lower():

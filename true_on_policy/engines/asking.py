@@ -51,7 +51,7 @@ class Address:
 
     @classmethod
     def of(cls, url: str) -> Address:
-        """Read a URL; an EngineError where it is not that of an HTTP server."""
+        """Read a URL; raises EngineError where it is not that of an HTTP server."""
         if not url.isascii() or not url.isprintable() or " " in url:
             _refuse(url, "a URL holds no such letters")
         try:
@@ -266,7 +266,7 @@ def short(value: object) -> str:
 
 
 def list_of(value: Any, count: int, what: str) -> list[Any]:
-    """Return `value`, a list of `count` entries; an EngineError where it is no such list."""
+    """Return `value`, a list of `count` entries; raises EngineError where it is no such list."""
     if not isinstance(value, list):
         raise EngineError(f"{what}: expected a list of {count}; got {short(value)}")
     if len(value) != count:
@@ -275,14 +275,14 @@ def list_of(value: Any, count: int, what: str) -> list[Any]:
 
 
 def whole(value: Any, what: str, most: int = IDS) -> int:
-    """Return `value`, a whole number from 0 to `most`; an EngineError where it is none."""
+    """Return `value`, a whole number from 0 to `most`; raises EngineError where it is none."""
     if type(value) is not int or not 0 <= value <= most:
         raise EngineError(f"{what}: expected a whole number from 0 to {most}; got {short(value)}")
     return value
 
 
 def log_prob(value: Any) -> float:
-    """Return `value`, a finite log-prob; an EngineError where it is none, or what an engine writes in place of one."""
+    """Return `value`, a finite log-prob; raises EngineError where it is none, or what an engine writes for none."""
     is_number = type(value) in (int, float)
     if value is None or (is_number and -math.inf < value <= LOWEST):
         raise EngineError(f"a token without a log-prob; got {short(value)}")

@@ -158,7 +158,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def contract_of(arguments: argparse.Namespace) -> GpuContract:
-    """Build the contract that the command line asks for; a ContractError where no host has it, or it cannot hold."""
+    """Build the contract that the command line asks for; raises ContractError where no host can keep it."""
     model = "qwen3-4B" if arguments.model is None else arguments.model
     backend = arguments.backend or "megatron"
     host_contract(gpu.GPU_FAMILIES[gpu.family_and_size(model)[0]])

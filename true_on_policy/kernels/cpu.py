@@ -209,7 +209,7 @@ def _into_self(function: Callable, keyset, x: Tensor, *args, **kwargs) -> Tensor
 
 
 def probe(contract: Contract) -> None:
-    """Try every kernel at the shapes of `contract`, in its dtype; a ProbeError where company changes a row's bits."""
+    """Try every kernel at the shapes and dtype of `contract`; raises ProbeError where a batch changes a row's bits."""
     failure = next(failures(contract), None)
     if failure is not None:
         raise ProbeError(

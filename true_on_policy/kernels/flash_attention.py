@@ -75,7 +75,7 @@ def probe(contract: GpuContract, shapes: Shapes) -> Iterator[Failure]:
 
 
 def library() -> ModuleType:
-    """Import the FlashAttention-3 that is installed; a NotSeenError where none is."""
+    """Import the FlashAttention-3 that is installed; raises NotSeenError where none is."""
     if (name := interface()) is None:
         raise NotSeenError("not seen: no FlashAttention-3 is installed")
     return import_module(name)

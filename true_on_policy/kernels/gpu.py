@@ -72,7 +72,7 @@ def failures(contract: GpuContract) -> Iterator[Failure]:
 
 
 def probe(contract: GpuContract) -> None:
-    """Probe every pinned kernel; a ProbeError where a row has other bits in a batch than alone."""
+    """Probe every pinned kernel; raises ProbeError where a row has other bits in a batch than alone."""
     failure = next(failures(contract), None)
     if failure is not None:
         raise ProbeError(f"contract.backend: {contract.backend!r} does not hold: {failure}")

@@ -70,7 +70,7 @@ def probe(contract: GpuContract, shapes: Shapes) -> Iterator[Failure]:
 def row_parallel() -> Product:
     """Build the o or down product over Megatron's tensor-parallel ranks from the fork's own function.
 
-    The fork's function asks Megatron's groups for both sides' ranks; a NotSeenError where fork or groups are missing.
+    The fork's function asks Megatron's groups for both sides' ranks; raises NotSeenError where either is missing.
     """
     state = sys.modules.get("megatron.core.parallel_state")
     if not findable(FORK):

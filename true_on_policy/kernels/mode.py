@@ -81,7 +81,7 @@ def settings(mode: Mode) -> dict[str, str]:
 
 
 def load(mode: Mode) -> ModuleType:
-    """Import the library's copy of batch_invariant_ops; a PinError where it cannot be imported."""
+    """Import the library's copy of batch_invariant_ops; raises PinError where it cannot be imported."""
     return imported(mode.module, mode.library)
 
 

@@ -28,7 +28,7 @@ FLAGS = (
 
 @cache
 def library() -> ctypes.CDLL:
-    """Load the compiled kernels, built at first use; a PinError without a C compiler that can compile them."""
+    """Load the compiled kernels, built at first use; raises PinError without a C compiler that can compile them."""
     compiler = find_compiler()
     # The compiler's macros tell what `-march=native` means on this machine.
     macros = _run(compiler, "-march=native", "-dM", "-E", "-x", "c", os.devnull)
@@ -42,7 +42,7 @@ def library() -> ctypes.CDLL:
 
 
 def find_compiler() -> str:
-    """Find a C compiler: $CC, else cc, gcc or clang on the path; a PinError where none is installed."""
+    """Find a C compiler: $CC, else cc, gcc or clang on the path; raises PinError where none is installed."""
     paths = (shutil.which(name) for name in (os.environ.get("CC", "cc"), "cc", "gcc", "clang"))
     compiler = next(filter(None, paths), None)
     if compiler is None:
@@ -143,7 +143,7 @@ def attend(
 
 
 def _rows(x: Tensor) -> Tensor:
-    """Return x [B, R, C] with contiguous rows; a transposed batch by our kernel, many times as fast as torch's copy."""
+    """Return x [B, R, C] with contiguous rows; our kernel copies a transposed batch many times as fast as torch."""
     if x.stride(2) == 1:
         return x
     if x.stride(1) != 1:

@@ -30,7 +30,7 @@ Undo = Callable[[], None]
 
 
 def device() -> torch.device:
-    """Return the accelerator on which kernels are probed; a NotSeenError where there is no CUDA device."""
+    """Return the accelerator on which kernels are probed; raises NotSeenError where there is no CUDA device."""
     if not torch.cuda.is_available():
         raise NotSeenError("not seen: no CUDA device")
     return torch.device("cuda", torch.cuda.current_device())
@@ -61,7 +61,7 @@ def findable(module: str) -> bool:
 
 
 def imported(module: str, library: str) -> ModuleType:
-    """Import a module of a library that is pinned; a PinError where it cannot be imported."""
+    """Import a module of a library that is pinned; raises PinError where it cannot be imported."""
     try:
         return import_module(module)
     except Exception as error:

@@ -300,6 +300,6 @@ HELD: dict[str, Held] = {
     "whole": lambda sources, shard: sources[0],
     "rows padded": _rows_padded,
     "rows by group": _rows_by_group,
-    "rows of each": lambda sources, shard: torch.cat([*map(shard.rows, sources)]),  # of gate, then of up
+    "rows of each": lambda sources, shard: torch.cat([shard.rows(source) for source in sources]),  # gate, then up
     "columns": lambda sources, shard: sources[0].chunk(shard.ranks, 1)[shard.rank],
 }

@@ -62,7 +62,7 @@ def _quiet() -> None:
 
 
 def check(arguments: argparse.Namespace) -> None:
-    """Check what the command line chooses, before anything starts; a ContractError for no tokens or too many ranks."""
+    """Check the command line before anything starts; raises ContractError where it asks no tokens or too many ranks."""
     if arguments.tokens < 1:
         raise ContractError(f"--tokens: got {arguments.tokens}; compare one at least")
     for side, specs in (("engine", ENGINES), ("trainer", TRAINERS)):

@@ -96,11 +96,11 @@ STATISTICS: dict[str, Statistic] = {
         words="binary KL divergence (mu to {trainer}, the sampled token against all others)",
     ),
     "prob_diff": _of_probabilities(
-        lambda t: prob_diff(t.proximal, t.behavior),
-        -1,
-        1,
-        "({trainer} - mu)",
-        "probability difference ({trainer} - mu)",
+        value=lambda t: prob_diff(t.proximal, t.behavior),
+        low=-1,
+        high=1,
+        formula="({trainer} - mu)",
+        words="probability difference ({trainer} - mu)",
     ),
     "abs_prob_diff": _of_probabilities(
         value=lambda t: prob_diff(t.proximal, t.behavior).abs(),
@@ -110,11 +110,11 @@ STATISTICS: dict[str, Statistic] = {
         words="absolute probability difference |{trainer} - mu|",
     ),
     "proximal_prob": _of_probabilities(
-        lambda t: t.proximal.float().exp(),
-        0,
-        1,
-        "{trainer}",
-        "probability under the trainer ({trainer})",
+        value=lambda t: t.proximal.float().exp(),
+        low=0,
+        high=1,
+        formula="{trainer}",
+        words="probability under the trainer ({trainer})",
         on_policy=None,
     ),
     "behavior_prob": _of_probabilities(

@@ -136,7 +136,7 @@ class Said:
         return replace(self, notes=(*self.notes, *notes), skipped=(*self.skipped, *strays))
 
     def prove_nothing(self) -> None:
-        """Check that a script corrects nothing; a ConfigError where a key of the framework is in it all the same."""
+        """Check that a script corrects nothing; raises ConfigError where it holds the framework's keys all the same."""
         if self.skipped:
             raise ConfigError(
                 f"nothing that runs corrects, and yet there are {'; '.join(self.skipped)}; put the values that count "
@@ -186,7 +186,7 @@ def setting_of(words: Sequence[Word], *names: str) -> Word | None:
 
 
 def tree_or_script(text: str, dialect: Dialect, behind: set[str], asked: Asked) -> Said:
-    """What a yaml or a launch script says; a ConfigError where the text is neither."""
+    """What a yaml or a launch script says; raises ConfigError where the text is neither."""
     is_yaml, problem, tree = asked.path.suffix in (".yaml", ".yml"), None, ""
     if asked.path.suffix == ".py":
         raise ConfigError(
@@ -443,8 +443,8 @@ class Commands(Shell):
     def named_yaml(self, word: Word) -> tuple[Any, list[str], list[str]]:
         """The yaml that a start names, what to tell of it, and what stays unread.
 
-        The script writes the file itself, or it lies in the script's folder or one above. A ConfigError where it is
-        none.
+        The script writes the file itself, or it lies in the script's folder or one above. It raises ConfigError
+        where the file is no yaml.
         """
         name = _in_folder(word.source)
         written = next((text for file, text in self.reading.files.items() if _in_folder(file) == name), ())

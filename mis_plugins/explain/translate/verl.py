@@ -196,8 +196,9 @@ def translate(text: str, behind: Sequence[str] = (), asked: Asked = ASKED) -> Tr
     Raises:
         ConfigError: no such section, an unknown key, a value that verl refuses; it quotes verl's key.
     """
-    spelled = lambda name: _full(name.lstrip("+"))  # noqa: E731  (`+` adds a key)
-    won = dict(_flat(dict(settings_behind(behind, f"{SECTION}.KEY=VALUE", _is_ours, spelled, _value))))
+    # Hydra's `+` adds a key.
+    overrides = settings_behind(behind, f"{SECTION}.KEY=VALUE", _is_ours, lambda key: _full(key.lstrip("+")), _value)
+    won = dict(_flat(dict(overrides)))
     source = _said(text, set(won), asked)
     settings = {**source.settings, **won}
     given = _given(settings, won)

@@ -17,7 +17,7 @@ IF_CUT = f"if context parallelism splits the responses, {USE_CP}"
 
 
 def ranks(parallel_state: Any | None) -> Ranks:
-    """The data-parallel group, where one is handed; an InputError where responses lie over context-parallel ranks."""
+    """The data-parallel group, where one is handed; raises InputError where context-parallel ranks share responses."""
     from mis_plugins.packing.ragged import Ranks
 
     if parallel_state is None:

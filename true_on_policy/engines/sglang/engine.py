@@ -212,7 +212,10 @@ def _log_probs(rows: Sequence[Sequence[Any]], tokens: Sequence[int]) -> Float32[
 def _over_kept(
     meta: Mapping[str, Any], tokens: Sequence[int]
 ) -> tuple[Float32[Tensor, "N"], tuple[tuple[int, ...], ...]]:
-    """Read the set that each token was sampled from, and its log-prob there: ordinary ones are over the vocabulary."""
+    """Read the set of tokens that each token was sampled from, and the token's log-prob within its set.
+
+    SGLang's ordinary log-probs are over the whole vocabulary.
+    """
     kept = tuple(map(tuple, meta["output_token_sampling_mask"]))
     if {*map(type, chain.from_iterable(kept))} - {int}:
         raise EngineError(f"sglang: expected the ids of kept sets; got {short(kept)}")
