@@ -354,7 +354,7 @@ def _watch() -> Watching:
 
 def _masks(batch: HostBatch, correction: Correction) -> Tensors:
     """The host's masks, or copies of them in its own dtype where something can be rejected."""
-    tokens, sequences = correction.keep_tokens, correction.keep_sequences
+    tokens, sequences = correction.stage.keep, correction.keep_sequences
     if tokens is None and sequences is None:
         return batch.loss_masks
     keep = correction.keep if correction.ragged.responses is None else correction.ragged.full_mask(tokens, sequences)

@@ -31,8 +31,6 @@ TOO_DEEP = f"nested more than {DEEPEST} levels deep, which no config is"
 MERGE = "tag:yaml.org,2002:merge"  # `<<`, which may stand twice
 SWITCHES = ("use_tis", "get_mismatch_metrics")  # of the host
 OURS = {field.name for field in dataclasses.fields(CorrectionConfig)}
-
-
 OUR_NUMBERS = re.compile("mis$|tis_|rs_")  # keys that hold numbers of ours
 REWRITTEN = re.compile(r"[-+]?(0[0-9]|[0-9.]*[_:])")  # numbers that YAML 1.1 alone reads so: 0.5_5, 1:30, 010
 
@@ -85,11 +83,7 @@ class Extent(NamedTuple):
 
 
 def _extent(node: yaml.Node, extents: dict[int, Extent | None]) -> Extent:
-    """The extent of this tree, its root included.
-
-    Args:
-        extents: the extents that are found; None while one is being found.
-    """
+    """The extent of a tree, root included; `extents` holds those that are known, and None while one is measured."""
     if isinstance(node, yaml.ScalarNode):
         return Extent(1 + len(node.value), 0)
     if id(node) in extents:
@@ -195,10 +189,7 @@ def keys_given(path: str) -> list[dict[str, Any]]:
     """The keys of a file that a host was given, and of its earlier versions that this process has read.
 
     A host asks for each micro-batch: a file is read again only where it may have changed. A file that has become
-    unreadable since keeps its earlier versions.
-
-    Raises:
-        ConfigError: this node cannot read the file; it names both.
+    unreadable since keeps its earlier versions; where there are none, a ConfigError names the file and this node.
     """
     versions, stamped = _GIVEN.setdefault(path, []), stamp(path)
     if not versions or stamped not in (None, versions[0][0]):

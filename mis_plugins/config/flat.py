@@ -14,7 +14,6 @@ from mis_plugins.errors import ConfigError
 
 FlatLevel = Literal["token", "sequence", "geometric"]
 FlatMode = Literal["truncate", "clip", "mask"]
-
 # Fields without a flat key are said under `mis:`, which excludes the flat keys.
 FLAT_NAMES = {
     "segment_wise.enabled": "mis.segment_wise.enabled (in place of Miles's flat keys)",

@@ -34,11 +34,7 @@ def as_arguments(keys: Mapping[str, Any]) -> argparse.Namespace:
 
 
 def read_keys(keys: Mapping[str, Any]) -> CorrectionConfig:
-    """Read the keys of a file as `load` does.
-
-    Raises:
-        ConfigError: no key says how to correct, or a setting cannot work.
-    """
+    """Read a file's keys as `load` does; raises ConfigError where none says how to correct or one cannot work."""
     reading.check_areal(keys)
     reading.check_names(keys)
     if not any(reading.is_read(key, value) for key, value in keys.items()):
@@ -71,10 +67,8 @@ def watching(target: str) -> Path:
     """The file with which a run watches that a preset would correct.
 
     Every preset of the TIS hook says `use_tis: true`, which wins over the command line. A run that watches computes
-    metrics alone, whatever the preset, so that one file serves all: a file of this package, which every node has.
-
-    Raises:
-        ConfigError: no preset; or a preset of the loss hook, which corrects whatever `use_tis` says.
+    metrics alone, whatever the preset, so that one file serves all: a file of this package, which every node has. It
+    raises ConfigError for no preset, or for one of the loss hook, which corrects whatever `use_tis` says.
     """
     file = file_of(target)
     if file not in presets().values():
@@ -97,11 +91,7 @@ def file_of(target: str) -> Path:
 
 
 def preset_path(name: str) -> Path:
-    """The file of a preset, in a checkout or in an installed package.
-
-    Raises:
-        ConfigError: names the nearest preset that exists.
-    """
+    """The file of a preset, in a checkout or an installed package; a ConfigError names the nearest that exists."""
     files = presets()
     if name not in files:
         raise ConfigError(f"preset {shown(name)}: unknown{reading.suggest(name, files)}")
@@ -109,10 +99,7 @@ def preset_path(name: str) -> Path:
 
 
 def presets() -> dict[str, Path]:
-    """The file of every preset by its names: that of the file, and others that its header gives the same config.
-
-    Files of ours lie at the top of the folder, those of other packages in `peers/`.
-    """
+    """The file of every preset by its names, those in its header too; other packages' files lie in `peers/`."""
     files = _preset_folder().rglob("*.yaml")
     return dict(sorted((name, file) for file in files for name in (file.stem, *aliases(file))))
 
@@ -133,7 +120,6 @@ def _preset_folder() -> Path:
 
 START = ("metrics-only", "tis", "geometric-mis", "geometric-mis-wide", "sequence")
 """The presets among which docs/choose.md lets a newcomer choose, in the order of the page."""
-
 KINDS = {
     "watch": "metrics, the same loss",
     "token": "a weight a token; at most tokens are dropped",
@@ -197,11 +183,7 @@ def package(name: str) -> str:
 
 
 def of_family(name: str, presets: Mapping[str, Path]) -> list[str]:
-    """The names of the presets of one family.
-
-    Raises:
-        ConfigError: names every family that there is.
-    """
+    """The names of the presets of one family; a ConfigError names every family that there is."""
     by_family = families(presets)
     if name not in by_family:
         raise ConfigError(f"--family {name}: unknown; choose one of {', '.join(by_family)}")

@@ -27,7 +27,6 @@ NOTHING = (
     "--use-tis is set but nothing says how to correct: pass a preset, for example "
     "--custom-config-path $(python -m mis_plugins config path tis); `config list --family start` has the others"
 )
-
 OTHERS = ("m2_threshold", "opsm", "objective", "center", "group_baseline")
 """Keys of `mis:` that change a loss, weight and rules aside."""
 

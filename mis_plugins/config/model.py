@@ -1,7 +1,6 @@
 """What to correct and how, as frozen dataclasses. `config/reading.py` makes them of what a user wrote.
 
-Each dataclass checks itself when it is made: a bound that cannot hold or a setting without effect is a
-`ConfigError`.
+Each dataclass checks itself when it is made: a bound that cannot hold or a setting without effect is a `ConfigError`.
 """
 
 from __future__ import annotations
@@ -30,13 +29,11 @@ def _surrogate_names() -> tuple[str, ...]:
     return tuple(SURROGATES)
 
 
-# A name from a table that may grow; the annotation holds the function that lists them: see
-# `reading.choices_of`.
+# A name from a table that may grow; the annotation holds the function that lists them: see `reading.choices_of`.
 BoundName = Annotated[str, lambda: tuple(bounds.BOUNDS)]
 CappingBoundName = Annotated[str, lambda: tuple(name for name, bound in bounds.BOUNDS.items() if bound.has_ceiling)]
 StatisticName = Annotated[str, lambda: tuple(statistics.STATISTICS)]
 SurrogateName = Annotated[str, _surrogate_names]
-
 DEFAULT_UPPER = 2.0
 LEVEL_OVER: dict[Level, Over] = {
     "token": "token",
@@ -48,11 +45,7 @@ LEVEL_OVER: dict[Level, Over] = {
 
 
 def check_ratio_bounds(lower: float | None, upper: float | None, unbounded: str = "null") -> None:
-    """Refuse bounds that no ratio, or every ratio, would cross; a ratio is always above 0.
-
-    Args:
-        unbounded: what the user writes for no lower bound.
-    """
+    """Refuse bounds that no ratio, or every ratio, crosses; `unbounded` is the user's word for no lower bound."""
     if lower is not None and not 0 < lower < math.inf:
         raise ConfigError(
             f"{{lower}}: got {lower:g}; a ratio is never below 0, so give a finite number above 0, or {unbounded} for "

@@ -221,10 +221,8 @@ def files_of(args: View) -> dict[str, str]:
 def keys_of_file(args: View, argument: str) -> Mapping[str, Any]:
     """The keys of the file that an argument names: of the version that says most of what the arguments have.
 
-    A file may be edited for the next job while a job runs, so that of equal versions the oldest counts.
-
-    Raises:
-        ConfigError: this node cannot read the file.
+    A file may be edited for the next job while a job runs, so that of equal versions the oldest counts. It raises
+    ConfigError where this node cannot read the file.
     """
     versions = keys_given(files_of(args)[argument])
     handed_on = [keys for keys in reversed(versions) if not differing(args, keys)]
@@ -349,10 +347,7 @@ def _whole(value: Any, path: str) -> int:
 def number(value: Any, path: str) -> float:
     """Convert a number, or a text such as 1e-4 (text to YAML), to a float.
 
-    Text with an underscore is refused: Python would read verl's pair 0.5_5 as 0.55.
-
-    Raises:
-        ConfigError: it quotes `path`.
+    Text with an underscore is refused: Python would read verl's pair 0.5_5 as 0.55. A ConfigError quotes `path`.
     """
     try:
         if isinstance(value, bool) or "_" in str(value):

@@ -87,10 +87,8 @@ LAST: list[View] = []  # the view of the arguments that a hook was handed last
 def view(args: Any) -> View:
     """The arguments of a host as a read-only mapping; a view is returned as it is.
 
-    An object that was read last, and says the same still, has the same view, with all that was made `once` of it.
-
-    Raises:
-        InputError: no argument can be read from the object.
+    An object that was read last, and says the same still, has the same view, with all that was made `once` of it. It
+    raises InputError where no argument can be read.
     """
     if isinstance(args, View):
         return args

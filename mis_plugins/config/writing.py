@@ -25,7 +25,6 @@ SPELLED_OUT: dict[type, tuple[str, ...]] = {
 }
 # One setting a line; everything else stands on the line of its key.
 BLOCKS = ("weight", "opsm", "objective", "segment_wise", "routing")
-
 Line = tuple[str, str]  # text, comment
 
 

@@ -85,8 +85,7 @@ def sequence_means(
 ) -> tuple[Float[Tensor, " N"], Float[Tensor, " N"]]:
     """mean_t(log mu - log pi_theta), infinite where it is not known, and mean_t A_t, of each sequence.
 
-    The divergence is a sum: mean(log mu - log pi_old), fixed for a rollout, plus mean(log pi_old - log
-    pi_theta).
+    The divergence is a sum: mean(log mu - log pi_old), fixed for a rollout, plus mean(log pi_old - log pi_theta).
     """
     mask = ragged.loss_mask
     log_r, usable = log_ratio(reference, target, mask)

@@ -57,11 +57,6 @@ class Verdict:
         """How many usable tokens of each sequence all rules keep."""
         return self.of_kept_sequences(kept_below(self.totals))
 
-    @property
-    def kept_valid(self) -> Float[Tensor, " N"]:
-        """How many tokens of each sequence all rules keep, tokens without a weight included."""
-        return self.of_kept_sequences(self.totals["kept" if "kept" in self.totals else "valid"])
-
     def of_kept_sequences(self, total: Float[Tensor, " N"]) -> Float[Tensor, " N"]:
         """A total of each sequence that the rules over sequences keep; 0 of the others."""
         return total if self.keep_sequences is None else total * self.keep_sequences
@@ -152,11 +147,6 @@ class Correction(Verdict):
         return self.any_valid.sum(dtype=torch.float32).clamp(min=1)
 
     @property
-    def keep_tokens(self) -> Bool[Tensor, " T"] | None:
-        """Tokens that mask bound and rules below sequences keep; None where these can drop nothing."""
-        return self.stage.keep
-
-    @property
     def loss_factor(self) -> Float[Tensor, " T"]:
         """What a kept token's loss is multiplied by: its weight, rescaled to the denominator in force."""
         if self.rescale is None:
@@ -174,7 +164,7 @@ class Correction(Verdict):
     @cached_property
     def keep(self) -> Bool[Tensor, " T"]:
         """Kept tokens: in loss_mask, and kept by every rule and by OPSM where it is known."""
-        keep = self.ragged.loss_mask if self.keep_tokens is None else self.keep_tokens
+        keep = self.ragged.loss_mask if self.stage.keep is None else self.stage.keep
         keep = keep if self.on_policy is None else keep & self.on_policy
         return keep if self.keep_sequences is None else keep & self.ragged.to_tokens(self.keep_sequences)
 
@@ -257,7 +247,8 @@ def denominator_scale(valid: Float[Tensor, " N"], kept: Float[Tensor, " N"]) -> 
 
 
 def _rescale(verdict: Verdict) -> Float[Tensor, " N"]:
-    scale = denominator_scale(verdict.totals["valid"], verdict.kept_valid)
+    valid = verdict.totals["valid"]
+    scale = denominator_scale(valid, verdict.of_kept_sequences(verdict.totals.get("kept", valid)))
     if verdict.stage.config.on_all_rejected != "keep" or verdict.all_rejected is None:
         return scale
     return torch.where(verdict.all_rejected, 1, scale)  # nothing is rejected then

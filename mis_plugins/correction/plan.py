@@ -149,9 +149,9 @@ def needed(config: CorrectionConfig) -> frozenset[str]:
     if rules or (config.weight and config.weight.by_sequence):
         names |= _needed_for_units(rules)
     if config.can_end_empty:
-        names |= {"valid", _kept_row(config)}
+        names |= {"valid", "kept_weight" if weighs_tokens(config) else _kept_row(config)}
     if config.denominator == "kept":
-        names |= {"valid", "kept" if config.drops_below("sequence") else "usable"}
+        names |= {"valid", _kept_row(config)}
     if config.on_all_rejected == "keep":
         names |= {UNREJECTED[name] for name in names & set(UNREJECTED)}
     return frozenset(names)
@@ -188,9 +188,7 @@ def zero_weights(config: CorrectionConfig) -> bool:
 
 
 def _kept_row(config: CorrectionConfig) -> str:
-    """Name of the total that is 0 where no token of a sequence is kept, rules over sequences aside."""
-    if weighs_tokens(config):
-        return "kept_weight"
+    """Name of the total that counts the kept tokens of a sequence, rules over sequences aside."""
     return "kept" if config.drops_below("sequence") else "usable"
 
 
@@ -199,8 +197,7 @@ def _needed_for_mean(config: CorrectionConfig) -> set[str]:
     if weight is None or weight.normalize is None:
         return set()
     if weight.normalize.over == "kept":
-        kept = {"kept" if config.drops_below("sequence") else "usable"}
-        return kept | ({"kept_weight"} if weight.level == "token" else set())
+        return {_kept_row(config)} | ({"kept_weight"} if weight.level == "token" else set())
     if weight.level != "token":
         return set()
     return {"passing", "passing_weight"} if weight.record.drops_token else {"usable", "weight"}

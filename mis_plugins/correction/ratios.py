@@ -31,8 +31,7 @@ def log_ratios(
 ) -> tuple[Float[Tensor, " T"], Float[Tensor, " T"], Bool[Tensor, " T"]]:
     """The log ratio of rules, the log ratio of the weight, and the tokens where both are known.
 
-    Args:
-        numerator: log-probs of pi_{v+1}; None where the weight bounds pi_old / mu itself.
+    `numerator` holds log-probs of pi_{v+1}; it is None where the weight bounds pi_old / mu itself.
     """
     log_r, usable = log_ratio(proximal, behavior, loss_mask)
     if numerator is None:

@@ -94,10 +94,7 @@ def passing_units(totals: Totals, weight: WeightConfig) -> Bool[Tensor, " N"]:
 
 
 def kept_units(by_population: Mapping[Population, Totals], plan: UnitPlan) -> Bool[Tensor, " N"] | None:
-    """Units of one kind that mask bound and rules keep; each rule reads its own population of tokens.
-
-    The answer is None where neither a rule nor a bound can drop a unit of this kind.
-    """
+    """Units of a kind that mask bound and rules, each by its own population, keep; None where nothing can drop one."""
     keep = None
     for population, totals in by_population.items():
         rules, masks = plan.rules[population], plan.masks.get(population)

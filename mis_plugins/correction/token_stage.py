@@ -24,8 +24,7 @@ class TokenStage:
 
     proximal_log_probs, behavior_log_probs: under the trainer before the update, and under the engine; any float dtype.
     log_ratio: log pi_old - log mu; 0 where the token is not usable.
-    usable: tokens in loss_mask with both log-probs finite, and with segment-wise weights that of pi_{v+1}
-        too.
+    usable: tokens in loss_mask with both log-probs finite, and with segment-wise weights that of pi_{v+1} too.
     ratio: exp(log_ratio), clamped; 0 where the token is not usable.
     unit_log_ratio: log ratio that the weight bounds. At token level it is the token's own (with segment-wise
         weights log pi_{v+1} - log mu), 0 where the token is not usable. At segment level it is the segment's,
@@ -136,7 +135,6 @@ class TokenStage:
 
 ROWS = {name: name for name in (*SUMS, "ratio")} | {"valid": "loss_mask", "kept": "keep"}
 """For each row that is added up, the attribute of the stage; a statistic adds up to its own row."""
-
 EXTREMES = {"passing": "log_ratio", "passing_weight": "weight", "weight": "weight"}
 """For each row of extremes, the attribute of the stage that it takes its values from."""
 
@@ -151,9 +149,8 @@ def token_stage(
 ) -> TokenStage:
     """Ratio, weight and rules of each token as far as no other token is needed.
 
-    Args:
-        numerator: log-probs of pi_{v+1}, which segment-wise weights, and nothing else, compare with mu.
-        routes: number of layers that routed each token otherwise, for rules that read it.
+    `numerator` holds log-probs of pi_{v+1}, which segment-wise weights, and nothing else, compare with mu. `routes`
+    holds the number of layers that routed each token otherwise, for rules that read it.
     """
     log_r, unit_log_ratio, usable = log_ratios(proximal, behavior, loss_mask, numerator)
     unusable = ~usable  # filling is faster than a product, for which a CPU makes floats of the mask first

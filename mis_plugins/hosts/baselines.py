@@ -62,8 +62,7 @@ def rebase(args: View, rollout_id: int, data: Mapping[str, Any], config_of: Call
     indices = torch.as_tensor([int(index) for index in data["sample_indices"]]).to(trains.device)
     size = int(args.n_samples_per_prompt)
     sums = Groups(indices // size, ranks.dp)
-    everyone = torch.ones_like(rewards)
-    counted, total, trained = sums.of(everyone, rewards, trains.double())
+    counted, total, trained = sums.of(torch.ones_like(rewards), rewards, trains.double())
     _check_groups(args, size, counted, total)
     by_deviation = config.group_baseline == "grpo" and args.get("grpo_std_normalization", False)
     new = GROUP[config.group_baseline](rewards, trains, sums, by_deviation)
@@ -112,10 +111,6 @@ class Groups:
             all_reduce(sums, self.dp)
         return sums.unbind()
 
-    def at(self, *of_groups: Float[Tensor, " groups"]) -> tuple[Float[Tensor, " N"], ...]:
-        """Each sample's own entry."""
-        return tuple(row[self.place] for row in of_groups)
-
 
 def _check_groups(args: View, size: int, counted: Float[Tensor, " groups"], total: Float[Tensor, " groups"]) -> None:
     """Refuse groups that are not those over which the host normalized its rewards."""
@@ -138,20 +133,19 @@ def grpo(rewards: PerSample, trains: Bool[Tensor, " N"], groups: Groups, by_devi
     The hosts' rewards are normalized over all samples already. A mean and a deviation over fewer undo that, as both are
     the same whatever was subtracted and divided by before. A sample alone gets 0: there is nothing to compare it with.
     """
-    kept = trains.double()
-    count, mean = groups.of(kept, torch.where(trains, rewards, 0))
-    centered = torch.where(trains, rewards - groups.at(mean / count.clamp(min=1))[0], 0)
+    count, total = groups.of(trains.double(), torch.where(trains, rewards, 0))
+    centered = torch.where(trains, rewards - (total / count.clamp(min=1))[groups.place], 0)
     if not by_deviation:
         return centered
     (squares,) = groups.of(centered**2)
-    (deviation,) = groups.at((squares / (count - 1).clamp(min=1)).sqrt())
-    return centered / (deviation + EPSILON)
+    deviation = (squares / (count - 1).clamp(min=1)).sqrt()
+    return centered / (deviation[groups.place] + EPSILON)
 
 
 def rloo(rewards: PerSample, trains: Bool[Tensor, " N"], groups: Groups, by_deviation: bool) -> PerSample:
     """Reward less the mean over the group's other samples that train; 0 for a sample alone."""
-    kept = trains.double()
-    count, total = groups.at(*groups.of(kept, torch.where(trains, rewards, 0)))
+    sums = groups.of(trains.double(), torch.where(trains, rewards, 0))
+    count, total = (of_group[groups.place] for of_group in sums)
     others = (total - rewards) / (count - 1).clamp(min=1)
     return torch.where(trains & (count > 1), rewards - others, 0)
 

@@ -89,11 +89,9 @@ VERSION = "proximal_version"  # which one the proximal policy is
 def knows_versions(batch: Batch) -> bool:
     """Whether the host knows each token's version: it then names the version of the proximal policy.
 
-    The proximal version is the trainer's own number, so that every rank decides alike. A rank that decided by
-    its samples, which carry the tokens' versions, could choose other weights and other collectives.
-
-    Raises:
-        InputError: versions of tokens without the version of the proximal policy.
+    The proximal version is the trainer's own number, so that every rank decides alike. A rank that decided by its
+    samples, which carry the tokens' versions, could choose other weights and other collectives. It raises InputError
+    where the tokens' versions stand without the proximal version.
     """
     if batch.get(VERSION) is None and _has(batch, VERSIONS):
         raise InputError(f"{VERSION}: none beside {VERSIONS}; hand on the version of the weights that log_probs are of")

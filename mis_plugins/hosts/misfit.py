@@ -25,11 +25,7 @@ NO_TRAIN_LOG_PROBS = (
 
 
 def of_sequences(counts: Mapping[str, int]) -> str:
-    """What an error says of lists with several numbers of sequences; `response_lengths` decides where no two agree.
-
-    Args:
-        counts: number of sequences by list.
-    """
+    """What an error says of lists, by their numbers of sequences; `response_lengths` decides where no two agree."""
     most, number = Counter(counts.values()).most_common(1)[0]
     size = most if 2 * number > len(counts) else counts.get("response_lengths")
     odd = {name: count for name, count in counts.items() if count != size}
@@ -47,12 +43,7 @@ def of_devices(devices: Mapping[str, str]) -> str:
 
 
 def of_lengths(i: int, lengths: Mapping[str, Any], loss_masks: Sequence[Any] | None) -> str:
-    """What an error says of lengths that are no numbers, or of a sequence that is too short for what it holds.
-
-    Args:
-        i: the sequence.
-        lengths: the host's lists of lengths, by name.
-    """
+    """What an error says of lengths, by name, that are no numbers, or of sequence i that is too short."""
     for name, each in lengths.items():
         for place, length in enumerate(each):
             if not hasattr(length, "__index__"):
@@ -67,11 +58,7 @@ def of_lengths(i: int, lengths: Mapping[str, Any], loss_masks: Sequence[Any] | N
 
 
 def message(lists: Mapping[str, Sequence[Any]], layout: Layout, if_cut: str) -> str:
-    """What an error says of lists of which an entry is no tensor, or has another shape than its sequence.
-
-    Args:
-        lists: the loss masks first.
-    """
+    """What an error says of lists, loss masks first, of which an entry is no tensor or has not its sequence's shape."""
     for name, tensors in lists.items():
         for i, tensor in enumerate(tensors):
             if tensor is None:

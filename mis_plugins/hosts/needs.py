@@ -92,19 +92,11 @@ class Need:
         return any(address.module in sys.modules for address in self.addresses)
 
     def get(self) -> Any:
-        """Import what the need names, from the newest address that has it.
-
-        Raises:
-            NeedError: no address has it.
-        """
+        """Import what the need names, from the newest address that has it; raises NeedError where none has it."""
         return getattr(*self.owner())
 
     def owner(self) -> tuple[Any, str]:
-        """The module or class that holds what the need names, and its name there, so that it can be replaced.
-
-        Raises:
-            NeedError: no address has it.
-        """
+        """The module or class that holds what the need names, and its name there; raises NeedError where none does."""
         held = self._found(_imported)
         if held is None:
             raise self.error()
@@ -127,19 +119,11 @@ class Need:
         return self.get() if package in sys.modules else None
 
     def of(self, instance: Any) -> Any:
-        """The member of an instance of the host by the newest name that it has.
-
-        Raises:
-            NeedError: the instance has no member of these names.
-        """
+        """The member of a host's instance by the newest name that it has; raises NeedError where it has none."""
         return getattr(instance, self.name_on(instance))
 
     def name_on(self, owner: Any) -> str:
-        """The newest name under which `owner` holds what the need names.
-
-        Raises:
-            NeedError: it holds none.
-        """
+        """The newest name under which `owner` holds what the need names; raises NeedError where it holds none."""
         for name in dict.fromkeys(address.names[-1] for address in self.addresses):
             if hasattr(owner, name):
                 return name

@@ -15,7 +15,6 @@ from typing import Any, TypeVar
 from mis_plugins.config import reading
 
 R = TypeVar("R")
-
 BASE = ("miles.utils.args.schema", "BaseConfig")  # what a `config_class` must inherit
 NAME = "MisPluginsConfig"
 KEYS = ("mis", "bitwise", *reading.FLAT_KEYS, *reading.AREAL_KEYS)  # `use_tis` and `tis_clip` are the host's own

@@ -193,9 +193,6 @@ def raise_if_aborted(groups: Iterable[dist.ProcessGroup]) -> None:
     """Raise the error of a torchft collective, which on a GPU aborts silently and leaves arbitrary numbers.
 
     Asking for the error waits for the device. Torch's own groups raise by themselves, or end the process.
-
-    Raises:
-        RANK_LOST: what the group reports.
     """
     for group in groups:
         error = getattr(group, "errored", lambda: None)()

@@ -17,7 +17,6 @@ from mis_plugins.hosts.registry import current
 from mis_plugins.packing.ragged import Ranks, to_device
 
 FLAG = "--custom-pg-loss-reducer-function-path mis_plugins.mis.kept_token_mean"
-
 Reduce = Callable[[Float[Tensor, " T"]], Float[Tensor, ""]]
 
 

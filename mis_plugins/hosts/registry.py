@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container
 from functools import cache
 from importlib import import_module
 from importlib.metadata import entry_points
@@ -96,15 +96,11 @@ def current(args: Any = None, reduce: Callable[..., Any] | None = None) -> Host:
             "modules of one host alone"
         )
     if first.told_by in ("registration", "nothing"):
-        _refuse_moved(hosts)
+        # The trainer of a host whose tracking lies at no address of ours would count as the host that is left.
+        for host in hosts:
+            if host.needs is not None and host.needs.train_actor.is_loaded:
+                raise host.needs.tracking.error()
     return first
-
-
-def _refuse_moved(hosts: Sequence[Host]) -> None:
-    """Refuse a trainer of a host whose tracking lies at no address of ours: it would count as the host that is left."""
-    for host in hosts:
-        if host.needs is not None and host.needs.train_actor.is_loaded:
-            raise host.needs.tracking.error()
 
 
 def of_package(name: str) -> list[Host]:

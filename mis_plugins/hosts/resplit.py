@@ -32,7 +32,6 @@ from mis_plugins.packing.ragged import Ranks
 from mis_plugins.packing.roll_call import heard, together
 
 Groups = list[list[int]]  # the samples of each micro-batch of an optimizer step
-
 KEY = "resplit_every"
 FIELD = f"mis.{KEY}"
 PREFIX = "resplit_"  # of the pass's keys, as hosts have `ref_` for a reference policy
@@ -41,7 +40,6 @@ ONE_SPLIT = (
     "mis.resplit_every: micro-batches of one sample, and no two of them that can be joined, so that nothing is "
     "compared; give the trainer more samples or a larger micro-batch"
 )
-
 QUEUED = "what is replayed is queued for one pass, micro-batch by micro-batch"
 GONE = dict.fromkeys(("use_routing_replay", "use_rollout_routing_replay", "use_indexer_replay"), QUEUED) | {
     "keep_old_actor": "the trainer has switched to other weights by then"
@@ -63,7 +61,10 @@ def compare(args: Any, rollout_id: int, data: Mapping[str, Any]) -> None:
         ConfigError: arguments of the host under which a second pass would not be the same pass.
         InputError: a rollout without the trainer's log-probs.
     """
-    every = _every(args)
+    asked = view(args).get("mis")
+    if not isinstance(asked, Mapping) or KEY not in asked:
+        return  # no config is read: `count_samples` serves runs without one
+    every = reading.from_args(args).resplit_every
     if every is None or rollout_id % every:
         return
     host = current(args)
@@ -106,12 +107,6 @@ def _differences(
     return differences(torch.cat(list(data["log_probs"])), torch.cat(list(again)), mask)
 
 
-def _every(args: Any) -> int | None:
-    """`resplit_every`. Without the key no config is read: `count_samples` serves runs without a config."""
-    asked = view(args).get("mis")
-    return reading.from_args(args).resplit_every if isinstance(asked, Mapping) and KEY in asked else None
-
-
 def differences(
     first: Float[Tensor, " T"], second: Float[Tensor, " T"], loss_mask: Bool[Tensor, " T"]
 ) -> tuple[Float64[Tensor, "3"], Float64[Tensor, ""]]:
@@ -150,10 +145,7 @@ def cut_otherwise(groups: Groups, halves: bool) -> Groups:
 def rescored(needs: Needs, args: Any, data: Mapping[str, Any], ranks: Ranks) -> list[Tensor] | None:
     """Score a rollout again by the log-prob pass of the host's trainer, for `Host.rescore`.
 
-    No hook is handed the trainer: it is read from `train_actor`, which calls the rollout-data hook.
-
-    Raises:
-        InputError: another function calls the hook.
+    No hook is handed the trainer: it is read from `train_actor`, the hook's caller; another caller is an InputError.
     """
     held = needs.train_actor.frame()
     if not held.keys() >= set(HELD):
@@ -165,8 +157,7 @@ def rescored(needs: Needs, args: Any, data: Mapping[str, Any], ranks: Ranks) -> 
     rest = iter(together(FIELD, lambda: _groups(iterators[0], sum(numbers))))
     steps = [list(islice(rest, number)) for number in numbers]
     halves = _anywhere(any(len(group) > 1 for step in steps for group in step))
-    # A virtual pipeline needs a number of micro-batches that its stages divide: halving keeps it so, joining
-    # may not.
+    # A virtual pipeline needs a number of micro-batches that its stages divide: halving keeps it so, joining may not.
     if not halves and (len(iterators) > 1 or max(numbers) < 2):
         warn_once(ONE_SPLIT)
         return None
@@ -203,9 +194,7 @@ RESPLIT = ("resplit_differs", "resplit_diff_abs_mean", "resplit_diff_abs_max")
 def resplit_metrics(tokens: float, differing: float, apart: float, largest: float) -> dict[str, float]:
     """Every known metric of two log-prob passes over the valid tokens of a rollout, by name.
 
-    Args:
-        differing: how many tokens have another log-prob in the second pass.
-        apart, largest: the sum of |difference|, and the largest.
+    `differing` tokens have another log-prob in the second pass; `apart` sums |difference|, `largest` is its maximum.
     """
     most = largest if tokens else math.nan
     return known(dict(zip(RESPLIT, (ratio_of(differing, tokens), ratio_of(apart, tokens), most), strict=True)))

@@ -76,11 +76,7 @@ class RolloutStore:
         self.held, self.training = held, None
 
     def begin(self, rollout_id: int) -> None:
-        """Note which rollout trains; the step hook calls it on every rank.
-
-        Raises:
-            InputError: the mean is that of an older rollout; every rank raises.
-        """
+        """Note on every rank which rollout trains; raises InputError on each where the mean is of an older rollout."""
         self.training = rollout_id
         if self._is_older() and self.held and self.held.config:
             raise InputError(

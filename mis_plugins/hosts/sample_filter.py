@@ -30,13 +30,10 @@ Cause = Literal[
     "absent",
     "of other tokens",
 ]
-
 NAMED = 10
 """How many dropped samples of one rollout are named in the log, before their total."""
-
 UNSAMPLED = 0.0
 """What the hosts themselves give to tokens that no engine sampled, such as a tool's."""
-
 ENTRIES = "output_token_logprobs"
 """SGLang's name, and ours in a sample's metadata, for (log-prob, token id, ...) of each token that it sampled."""
 
@@ -92,11 +89,7 @@ def drop_broken_samples(args: Any, data: Iterable[Any]) -> None:
 
 
 def fault_of(sample: Any, drafts: bool = False) -> Fault | None:
-    """What is wrong with the rollout log-probs of a host's `Sample`, if anything.
-
-    Args:
-        drafts: whether the engine speculates.
-    """
+    """What is wrong with the rollout log-probs of a host's `Sample`, if anything; `drafts` if the engine speculates."""
     log_probs, expected = listed(sample.rollout_log_probs), sample.response_length
     if not _is_count(expected):
         detail = f"a response_length of {shortened(expected)}, which is no number of tokens"

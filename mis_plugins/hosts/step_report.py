@@ -82,21 +82,13 @@ class Recorded:
         return self.ranks.cp is None and self.ranks.dp is None
 
     def over_ranks(self) -> Recorded:
-        """Merge the records of all ranks.
-
-        Raises:
-            RANK_LOST: a rank died.
-        """
+        """Merge the records of all ranks; raises RANK_LOST where a rank died."""
         groups = [group for group in (self.ranks.cp, self.ranks.dp) if group is not None]
-        added = self._each(lambda sums: sums.over_ranks(groups))
+        added = self.each(lambda sums: sums.over_ranks(groups))
         raise_if_aborted(groups)
         return added
 
-    def map(self, function: Callable[[Tensor], Tensor]) -> Recorded:
-        """Apply a function to every tensor, such as a copy to the host."""
-        return self._each(lambda sums: sums.map(function))
-
-    def _each(self, make: Callable[[Partials], Partials]) -> Recorded:
+    def each(self, make: Callable[[Partials], Partials]) -> Recorded:
         return replace(self, partials=make(self.partials), ages=None if self.ages is None else make(self.ages))
 
     @property
@@ -124,10 +116,7 @@ class Recorded:
 
 @dataclass(frozen=True)
 class Ended:
-    """An optimizer step that is over.
-
-    is_last: the rollout is known to have ended with this step.
-    """
+    """An optimizer step that is over; `is_last` where the rollout is known to have ended with it."""
 
     rollout_id: int
     step_id: int
@@ -151,7 +140,7 @@ class Copy:
 
     @classmethod
     def begin(cls, recorded: Recorded) -> Copy:
-        copies = recorded.map(to_host)
+        copies = recorded.each(lambda sums: sums.map(to_host))
         return cls(copies, Arrival.of_copies_from(recorded.partials.added["sums"]))
 
     def wait(self) -> Recorded:

@@ -48,11 +48,9 @@ OF_USER = ("custom_generate_function_path", "custom_convert_samples_to_train_dat
 def average(args: Any, step: tuple[int, int] | None = None) -> Average | None:
     """How the host averages, or the counted share of the step that trains; None where neither is known.
 
-    A rollout may be several samples, whose number no hook is told. The samples of a rollout share one place
-    in the average, so that a masked sample among them lowers nothing.
-
-    Args:
-        step: (rollout, step) that trains now, where the step hook said so.
+    A rollout may be several samples, whose number no hook is told. The samples of a rollout share one place in the
+    average, so that a masked sample among them lowers nothing. `step` is the (rollout, step) that trains now, where the
+    step hook said so.
     """
     counted = ROLLOUT.counted(args)
     share = None if counted is None else counted.share(step)

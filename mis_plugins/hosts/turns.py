@@ -133,10 +133,7 @@ def _turns(sample: Any, total: int) -> Iterator[tuple[int, int]]:
 
 
 def _listen() -> None:
-    """Have the request of each loaded host tell the task that runs what the engine answered.
-
-    A host that registers itself has an engine of its own, whose requests are not known here.
-    """
+    """Have each loaded host's request tell the task what the engine answered; a registered host has its own engine."""
     for host in (host for host in every_host().values() if host.told_by != "registration"):
         address = f"{host.package}.{REQUEST}"
         need = Need(host.title, "its request to the engine", ("turns_checked",), (address,), ("url", "payload"))

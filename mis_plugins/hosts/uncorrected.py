@@ -89,11 +89,7 @@ def _warn_where_nothing_is_said(args: View) -> None:
 
 
 def watches(args: Any) -> bool:
-    """Whether the user says that a run with a config only watches, by a flag or in a file.
-
-    Raises:
-        ConfigError: this node cannot read the file.
-    """
+    """Whether a flag or file of the user's says that a run only watches; raises ConfigError for an unreadable file."""
     return _reason(args) is not None
 
 
@@ -151,10 +147,8 @@ OURS = ("mis_plugins.", "true_on_policy.")
 def asked_for(args: Any) -> CorrectionConfig | None:
     """The correction that the arguments of an actor ask us for; None for a critic, and for a run that watches.
 
-    None too where another package's hook reads flat keys, which are Miles's own.
-
-    Raises:
-        ConfigError: the arguments cannot be read.
+    None too where another package's hook reads flat keys, which are Miles's own. It raises ConfigError where the
+    arguments cannot be read.
     """
     given = view(args)
     is_critic = given.get("loss_type") == "value_loss" or given.get("trainer_role") == "critic"

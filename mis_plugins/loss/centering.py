@@ -46,10 +46,8 @@ from mis_plugins.packing.exchange import Exchange
 
 SMALLEST_TAIL = 1e-6
 """The least probability that either side is taken to have beyond the head; appendix A of the paper."""
-
 CHUNK = 1 << 18
 """Candidates that are computed at once, in float64: 2 MB for each of a few tensors."""
-
 Weigh = Callable[[Tensor], Tensor]
 """The weight w of each log ratio log p - log q."""
 
@@ -292,26 +290,16 @@ class Head:
 
         The term has no gradient where the config does not center.
         """
+        how = weigh_in(config), self.temperature, self.vocabulary, self.exchange
         with torch.set_grad_enabled(config.center is not None):
-            return center(
-                self.logits,
-                target,
-                usable & self.named,
-                self.candidates,
-                weigh_in(config),
-                self.temperature,
-                self.vocabulary,
-                self.exchange,
-            )
+            return center(self.logits, target, usable & self.named, self.candidates, *how)
 
     def shared(self, share: Share, correction: Correction, scale: Float[Tensor, " T"]) -> Share:
         """The share with the factor of the centering term, and without tokens at which the engine named no head.
 
         A token beyond a mask bound weighs 0 and keeps its term, because the mean that the term subtracts counts the
-        token as weighing 0. A token that a rule or OPSM drops loses its term too.
-
-        Args:
-            scale: factor from the host's denominator to that of the surrogate.
+        token as weighing 0. A token that a rule or OPSM drops loses its term too. `scale` is the factor from the host's
+        denominator to the surrogate's.
         """
         stage = correction.stage
         kept = kept_by_rules(correction) | share.keep  # what `on_all_rejected` gives back was dropped by rules

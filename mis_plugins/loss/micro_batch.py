@@ -149,11 +149,10 @@ def compared_with(x: LossInputs, config: CorrectionConfig) -> Float[Tensor, " T"
 def share_of(x: LossInputs, correction: Correction | None, config: CorrectionConfig) -> Share:
     """Which tokens enter the loss after correction and OPSM, and by which factor.
 
+    `correction` is that of `compared_log_probs` against the behavior policy; None where there is none.
+
     With `denominator: kept`, entropy and KL are divided by the tokens that rules keep, the surrogate by those that OPSM
     leaves too. OPSM costs two collectives over context-parallel ranks: one for its divergence, one for the kept tokens.
-
-    Args:
-        correction: the correction of `compared_log_probs` against the behavior policy; None where there is none.
     """
     mask, all_rejected = x.ragged.loss_mask, None
     keep, scale = mask, mask.float()
@@ -210,16 +209,12 @@ def for_metrics(x: LossInputs, correction: Correction, share: Share) -> Correcti
     )
     if share.on_policy is None or not correction.config.reports_step:
         return correction
-    kept = correction.keep & correction.stage.usable
-    rows = [kept, torch.where(kept, correction.weights, 0), *_departure_rows(x, correction.config)]
-    usable, weight, *departure = x.ragged.sums(*rows)
-    return replace(correction, after_opsm=Kept(usable, weight), departure=Departure.of(departure))
-
-
-def _departure_rows(x: LossInputs, config: CorrectionConfig) -> list[Tensor]:
-    assert config.opsm is not None and x.behavior is not None
+    kept, opsm = correction.keep & correction.stage.usable, correction.config.opsm
+    assert opsm is not None and x.behavior is not None
     policies = x.target.detach(), x.proximal, x.behavior
-    return departure_rows(*policies, x.finite_advantages, x.ragged.loss_mask, config.opsm)
+    compared = departure_rows(*policies, x.finite_advantages, x.ragged.loss_mask, opsm)
+    usable, weight, *departure = x.ragged.sums(kept, torch.where(kept, correction.weights, 0), *compared)
+    return replace(correction, after_opsm=Kept(usable, weight), departure=Departure.of(departure))
 
 
 def micro_batch_loss(

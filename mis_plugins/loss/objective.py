@@ -165,15 +165,6 @@ DPPO_CAP = 20.0
 """The cap of the ratio where the host sets no --eps-clip-c: the default of TRL, and of verl's function."""
 
 
-def dppo_surrogate(ratio: Tensor, target: Tensor, advantages: Tensor, away: Tensor, clip: Clip) -> Tensor:
-    """-sg(min(r, c)) A log pi_theta, and 0 where the policy has moved away.
-
-    Qi et al. 2026, "Rethinking the Trust Region in LLM Reinforcement Learning", arxiv.org/abs/2602.04879.
-    """
-    cap = DPPO_CAP if clip.dual is None else clip.dual
-    return -ratio.detach().clamp(max=cap).masked_fill(away, 0) * advantages * target
-
-
 def moved_away(divergence: Tensor, moved: Tensor, advantages: Tensor, clip: Clip) -> Bool[Tensor, " T"]:
     """DPPO's mask: tokens whose probability A has moved beyond the trust region, so that A would move it further.
 
@@ -258,8 +249,13 @@ def ipo(x: Operands, ragged: Ragged, clip: Clip) -> PolicyTerm:
 
 
 def _dppo(x: Operands, away: Bool[Tensor, " T"], clip: Clip) -> PolicyTerm:
+    """-sg(min(r, c)) A log pi_theta, and 0 where the policy has moved away.
+
+    Qi et al. 2026, "Rethinking the Trust Region in LLM Reinforcement Learning", arxiv.org/abs/2602.04879.
+    """
     ratio = exp_clamped(x.log_ratio.detach())
-    loss = x.factor * dppo_surrogate(ratio, x.target, x.advantages, away, clip)
+    capped = ratio.clamp(max=DPPO_CAP if clip.dual is None else clip.dual)
+    loss = x.factor * (-capped.masked_fill(away, 0) * x.advantages * x.target)
     return PolicyTerm(loss, away.to(ratio.dtype), x.log_ratio.detach(), x.usable)
 
 

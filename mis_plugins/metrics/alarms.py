@@ -9,7 +9,6 @@ from mis_plugins.config.terms.divergence import LOG_RATIO_CLAMP
 from mis_plugins.metrics import slope
 
 Alarm = Callable[[CorrectionConfig, Mapping[str, float]], Sequence[str]]
-
 # Prefix of the step's metrics in a host's log, and the host's key for the number of the step.
 PREFIX, STEP_KEY = "train/mis_step/", "train/step"
 

@@ -44,11 +44,6 @@ def final_mean(c: Correction) -> Float[Tensor, " N"]:
     return _normalized(c, _of_sequence(c, total / c.totals.size))
 
 
-def final_min(c: Correction) -> Float[Tensor, " N"]:
-    """Smallest weight of the sequence as multiplied into the loss; 0 where a valid token is not usable."""
-    return torch.where(c.totals.known, _extreme_weight(c, "min"), 0)
-
-
 def ratio_min(c: Correction) -> Float[Tensor, ""]:
     """Smallest token ratio before any bound, its log clamped at -20; 0 where no token is usable."""
     row = c.totals["log_ratio_min"]
@@ -89,7 +84,7 @@ def _weight_metrics(weight: WeightConfig | None) -> Catalogue:
     final = of(
         "sequence",
         is_ratio_mean_final=final_mean,
-        is_ratio_min_final=final_min,
+        is_ratio_min_final=lambda c: torch.where(c.totals.known, _extreme_weight(c, "min"), 0),
         is_ratio_max_final=lambda c: _extreme_weight(c, "max"),
     )
     if weight.by_sequence:

@@ -4,24 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from mis_plugins.metrics.slope import (
-    Relation,
-    cut_off,
-    mean_log_ratio,
-    means_unlikely,
-    not_sampled_from,
-    relation,
-    scaled,
-    unlikely,
-)
+from mis_plugins.metrics import slope
 
 
 def warnings_of(sums: Mapping[str, float]) -> list[str]:
     """Messages on the log-probs that `sums` add up. Where no line relates the log-probs, their means still tell."""
-    related = relation(sums)
+    related = slope.relation(sums)
     if related is not None:
         return warnings(related)
-    return [_finds_unlikely(sums["usable"], mean_log_ratio(sums))] if means_unlikely(sums) else []
+    return [_finds_unlikely(sums["usable"], slope.mean_log_ratio(sums))] if slope.means_unlikely(sums) else []
 
 
 def _finds_unlikely(tokens: float, mean: float) -> str:
@@ -31,29 +22,29 @@ def _finds_unlikely(tokens: float, mean: float) -> str:
     )
 
 
-def warnings(related: Relation) -> list[str]:
+def warnings(related: slope.Relation) -> list[str]:
     """Messages that tell what is wrong with the log-probs and what to check; none where both sides match."""
-    raw = not_sampled_from(related)
+    raw = slope.not_sampled_from(related)
     mean = (
         f"the mean of pi_old / mu over {related.tokens:.0f} tokens is {related.mean_ratio:.4f} +- "
         f"{related.mean_ratio_error:.4f}, and should be 1: "
     )
     messages = []
-    if cut_off(related):
+    if slope.cut_off(related):
         messages.append(
             f"{mean}either the rollout engine samples from {related.mean_ratio:.1%} of the probability mass (top-p, "
             "top-k or min-p) and renormalizes, which the trainer does not (check --rollout-top-p and "
             "--rollout-top-k, or hand the kept tokens to the trainer), or the trainer finds nearly every token less "
             "likely than the engine did (compare weights, chat template and precision of both)"
         )
-    if unlikely(related):
+    if slope.unlikely(related):
         messages.append(_finds_unlikely(related.tokens, related.mean_log_ratio))
     if raw:
         messages.append(
             f"{mean}the tokens were not sampled from the log-probs that the rollout engine reports: check that it "
             "returns log-probs after the temperature, and of the weights that it sampled with"
         )
-    if scaled(related):
+    if slope.scaled(related):
         whose = "the trainer's" if raw else "the rollout engine's"
         temperature = 1 / related.implied_temperature if raw else related.implied_temperature
         messages.append(

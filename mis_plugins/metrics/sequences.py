@@ -50,8 +50,6 @@ OF_KEPT_WEIGHT = {
     "sequence_applied_min": take.smallest,
     "sequence_applied_max": take.largest,
 }
-
-
 Sequence = partial(Quantity, over="any_usable")
 
 
@@ -165,14 +163,8 @@ def of_unit_rule(name: str, rule: RejectRule, totals: Totals) -> Iterator[Quanti
     yield Quantity(f"{name}_bounded", bounded(values, rule), {f"{name}_std": take.std_by_tokens}, count)
 
 
-# How far products of ratios go, for warnings.
-
-
 def multiplies(config: CorrectionConfig) -> tuple[Unit, Population] | None:
-    """The unit and population of tokens over which a weight or rule multiplies ratios: the longest such product.
-
-    The answer is None where the config multiplies no ratios.
-    """
+    """Unit and population of tokens of the longest product of ratios that a weight or rule takes; None without one."""
     multiplying = [rule for rule in config.reject if rule.multiplies]
     products: list[tuple[Unit, Population]] = [(rule.unit, config.population(rule)) for rule in multiplying]
     weight = config.weight
@@ -188,8 +180,6 @@ def of_product(totals: Totals) -> Iterator[Quantity]:
     yield Quantity("product_size", far, also="sum")
     yield Quantity("product_saturated", far > LOG_RATIO_CLAMP, also="sum")
 
-
-# What OPSM compares.
 
 DEPARTURES: dict[str, Callable[[Departure], Float[Tensor, " N"]]] = {
     "opsm_divergence": lambda d: d.divergence,

@@ -20,7 +20,6 @@ from torch import Tensor
 RELATIVE_ERROR = 0.01
 SMALLEST = 1e-8  # a float32 log-prob near 1 has steps of 6e-8
 LARGEST = 1e4  # sums of log ratios reach thousands
-
 GROWTH = (1 + RELATIVE_ERROR) / (1 - RELATIVE_ERROR)
 STEPS = math.ceil(math.log(LARGEST / SMALLEST) / math.log(GROWTH))
 # A CPU looks long rows up in a table: a search takes ten times as long.
@@ -37,11 +36,7 @@ def edges(device: torch.device) -> Float[Tensor, " _"]:
 
 
 def histograms(x: Float[Tensor, "H K"], where: Float[Tensor, " K"], edges: Float[Tensor, " _"]) -> Float[Tensor, "H B"]:
-    """How many of the values of each row lie in each bucket, as whole numbers.
-
-    Args:
-        where: 1 at values that enter, else 0.
-    """
+    """How many values of each row, of those that `where` marks by 1, lie in each bucket, as whole numbers."""
     # Comparing with edges is exact; vectorized and scalar logarithms differ in the last bit.
     long = x.is_cpu and x.shape[-1] >= LONG
     bucket = _looked_up(x.double()) if long else torch.bucketize(x.to(edges.dtype), edges)

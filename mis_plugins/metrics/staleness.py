@@ -23,11 +23,6 @@ COLUMNS = (*(f"age_{age}" for age in range(AGES - 1)), f"age_{AGES - 1}_up", "no
 PLACES = ("", *(f"{column}/" for column in COLUMNS))
 
 
-def age_column(age: int) -> str:
-    """Name of the place that holds tokens of one age."""
-    return COLUMNS[min(age, AGES - 1)]
-
-
 def _effective_share(s: Step, x: str, count: str) -> float:
     """Effective sample size as a share of the count; 0 where every weight is 0."""
     return s.share(x, count) if s.sums[f"{x}_squared"] or not s.sums[count] else 0.0
@@ -107,11 +102,7 @@ def weights_by_age(
 
 
 def by_age(quantities: Iterable[Quantity], where: Bool[Tensor, " T"], ages: Int[Tensor, " T"]) -> Iterator[Partials]:
-    """The totals of the tokens that `where` marks, of all and by age.
-
-    Args:
-        ages: the age of each token; negative where it is not known.
-    """
+    """The totals of the tokens that `where` marks, of all and by age; an age below 0 is not known."""
     column = torch.where(ages >= 0, ages.clamp(max=AGES - 1), AGES)
     of_age = column.unsqueeze(1) == torch.arange(len(COLUMNS), device=ages.device)
     every = torch.cat([where.unsqueeze(1), of_age & where.unsqueeze(1)], 1)
@@ -121,9 +112,8 @@ def by_age(quantities: Iterable[Quantity], where: Bool[Tensor, " T"], ages: Int[
 def weight_metrics(measured: Partials, segment_wise: bool = True) -> dict[str, float]:
     """The metrics `WEIGHT_METRICS` of a whole step from merged sums on the host, each also by age (`/age_2`).
 
-    Args:
-        segment_wise: false where the weights are the standard pi_old / pi_v; the variance of pi_{v+1} / pi_v is then
-            unknown and left out.
+    Where `segment_wise` is false, the weights are the standard pi_old / pi_v; the variance of pi_{v+1} / pi_v is then
+    unknown and left out.
     """
     metrics = metrics_by_age(measured)
     return metrics if segment_wise else {name: x for name, x in metrics.items() if SEGMENT_WISE_ONLY not in name}

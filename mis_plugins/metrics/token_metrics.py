@@ -28,7 +28,6 @@ Value = Callable[[Correction], Tensor]
 Kind = Literal["token", "sequence", "micro_batch"]
 Side = Literal["min", "max"]
 Average = Literal["sequences", "tokens"] | Tensor  # a 0-d tensor: the share of the step that trains
-
 OF_MIS_PY = frozenset(
     """training_log_ppl training_ppl rollout_log_ppl rollout_ppl kl k3_kl log_ppl_diff log_ppl_abs_diff ppl_ratio
     chi2_token chi2_seq tis_weight_before_bound tis_weight_after_bound tis_truncate_fraction tis_clip_fraction_low
@@ -160,15 +159,6 @@ def _mean_weight(c: Correction) -> Float[Tensor, ""]:
     return c.mean_weight
 
 
-def _applied_moments(c: Correction) -> tuple[Float[Tensor, " N"], Float[Tensor, " N"]]:
-    """Sum and sum of squares of the weights of each sequence's kept tokens, before the common normalization."""
-    kept = kept_below(c.totals)
-    total, squares = (c.totals.get(name, kept) for name in ("kept_weight", "kept_weight_squared"))
-    if c.sequence_weight is None:
-        return total, squares
-    return c.sequence_weight * total, c.sequence_weight.square() * squares
-
-
 def end_of(values: Float[Tensor, " N"], side: Side) -> Float[Tensor, ""]:
     """Smallest or largest value over sequences; 0 where no sequence has one."""
     if not values.numel():
@@ -181,7 +171,10 @@ def effective_sample_size(c: Correction) -> Float[Tensor, ""]:
 
     ESS / n = (sum w)^2 / (n sum w^2), with w = 0 where a token is dropped.
     """
-    total, squares = _applied_moments(c)
+    kept = kept_below(c.totals)
+    total, squares = (c.totals.get(name, kept) for name in ("kept_weight", "kept_weight_squared"))
+    if c.sequence_weight is not None:
+        total, squares = c.sequence_weight * total, c.sequence_weight.square() * squares
     if c.keep_sequences is not None:
         total, squares = (torch.where(c.keep_sequences, x, 0) for x in (total, squares))
     return total.sum() ** 2 / (c.totals["valid"].sum() * squares.sum()).clamp(min=torch.finfo(torch.float64).tiny)

@@ -29,10 +29,8 @@ OF_AGES = tuple(f"lag_{age}/" for age in range(AGES))
 KEPT = "kept/"
 PLACES = ("", KEPT, *OF_TURNS, *OF_AGES)
 """Parts of the usable tokens: all, kept, by turn of a dialogue (a run of ones in the loss mask), and by age."""
-
 LOG_RATIO_TAILS = (0.1, 1.0)
 PROB_DIFF_TAILS = (0.05, 0.2, 0.5)
-
 # A CPU is handed this many tokens at a time: longer stacks of rows leave its cache.
 LONG_ON_CPU = 32_768
 
@@ -257,23 +255,20 @@ def of_kept(t: Tokens) -> Iterator[Quantity]:
     yield Quantity("kept_log_ratio", t.log_ratio, OF_KEPT_LOG_RATIO)
 
 
+def _applied_min(s: Step, x: str, _: str) -> float:
+    return s.smallest(x) if s.sums["kept_usable"] == s.sums["usable"] else 0.0
+
+
+def _applied_max(s: Step, x: str, _: str) -> float:
+    none_is_kept = 0.0 if s.sums["usable"] else math.nan
+    return s.largest(x) if s.sums["kept_usable"] else none_is_kept
+
+
 # A dropped token weighs 0 in metrics of applied weights, and 1 / upper in those of lifted ones.
-
-
-def _dropped(s: Step) -> float:
-    """How many usable tokens are dropped."""
-    return s.sums["usable"] - s.sums["kept_usable"]
-
-
-def _of_none(s: Step) -> float:
-    """The largest weight where no usable token is kept."""
-    return 0.0 if s.sums["usable"] else math.nan
-
-
 OF_KEPT_WEIGHT = {
     "kept_weight_min": take.smallest,
-    "applied_min": Reduction("ends", lambda s, x, _: 0.0 if _dropped(s) else s.smallest(x)),
-    "applied_max": Reduction("ends", lambda s, x, _: s.largest(x) if s.sums["kept_usable"] else _of_none(s)),
+    "applied_min": Reduction("ends", _applied_min),
+    "applied_max": Reduction("ends", _applied_max),
 }
 OF_KEPT_LOG_RATIO = {"kept_log_ratio_min": take.smallest, "kept_log_ratio_max": take.largest}
 

@@ -53,7 +53,9 @@ class Partials:
         records = tuple(record for part in every for record in part.records)
         counts = {name: count for part in every for name, count in part.counts.items()}
         tensors = ([part.added for part in every], [part.largest for part in every])
-        added, largest = ({kind: _cat(x) for kind, x in _by_key(held)} for held in tensors)
+        added, largest = (
+            {kind: rows[0] if len(rows) == 1 else torch.cat(rows) for kind, rows in _by_key(held)} for held in tensors
+        )
         return cls(joined, records, counts, added, largest)
 
     def merge(self, other: Partials) -> Partials:
@@ -112,10 +114,6 @@ def _by_key(held: Iterable[Mapping[str, Any]]) -> Iterable[tuple[str, list[Any]]
     for key, value in chain.from_iterable(mapping.items() for mapping in held):
         by_key.setdefault(key, []).append(value)
     return by_key.items()
-
-
-def _cat(parts: list[Tensor]) -> Tensor:
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def _over_ranks(
@@ -196,10 +194,7 @@ def _sums(
 
 
 def _extremes(ended: list[Quantity], columns: Float[Tensor, "M *P"] | None) -> Float[Tensor, " E"]:
-    """Largest value of each quantity, then of each negated one, over each column; minus infinity of nothing.
-
-    A context-parallel rank may own no token.
-    """
+    """Largest value of each quantity, then of each negated one, over each column; minus infinity without a token."""
     rows = torch.stack([q.values for q in ended]).double()
     both = torch.cat([rows, -rows])
     if columns is not None:  # members that do not enter are put at log 0

@@ -21,12 +21,9 @@ def all_reduce(
 ) -> None:
     """Reduce `x` in place over a group, torch's own or one of torchft's.
 
-    torchft's group is called directly. torch's own function puts the group's name into an error, does not
-    know the name, and raises a ValueError that hides the error. In torchft's group `wait` may return False in
-    place of an error, and an aborted group raises an AssertionError.
-
-    Raises:
-        RANK_LOST: a rank of the group died.
+    torchft's group is called directly. torch's own function puts the group's name into an error, does not know the
+    name, and raises a ValueError that hides the error. In torchft's group `wait` may return False in place of an error,
+    and an aborted group raises an AssertionError. RANK_LOST is raised where a rank of the group died.
     """
     if not hasattr(group, "errored"):
         dist.all_reduce(x, op, group=group)

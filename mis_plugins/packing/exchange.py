@@ -20,11 +20,7 @@ from mis_plugins.packing.layout import Layout
 
 
 def contiguous(total_lengths: Sequence[int], response_lengths: Sequence[int], rows: int, rank: int) -> Layout:
-    """Layout of the response tokens that the rows [rank x rows, (rank + 1) x rows) of the packed stream score.
-
-    Args:
-        rows: rows of logits on each rank.
-    """
+    """Layout of the response tokens that the rows [rank x rows, (rank + 1) x rows) of the packed stream score."""
     spans = []
     for end, response in zip(accumulate(total_lengths), response_lengths, strict=True):
         first = end - response - 1  # the row that scores the first response token

@@ -91,9 +91,7 @@ def zigzag(
 ) -> Layout:
     """Layout of responses that lie zigzag over `cp_size` ranks.
 
-    Args:
-        padded_lengths: the length that each sequence was padded to before the cut (`bshd`); None cuts the sequence at
-            its own length (`thd`).
+    A sequence is cut at its own length (`thd`), or at its number in `padded_lengths`, padded before the cut (`bshd`).
     """
     padded = total_lengths if padded_lengths is None else padded_lengths
     rows = zip(total_lengths, response_lengths, padded, strict=True)

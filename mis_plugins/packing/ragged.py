@@ -132,9 +132,7 @@ class Ragged:
     def full_mask(self, tokens: Bool[Tensor, " T"] | None, sequences: Bool[Tensor, " N"] | None) -> Bool[Tensor, " R"]:
         """Mask of the tokens that are kept in whole responses. A mask of tokens costs one collective.
 
-        Args:
-            tokens: which local tokens are kept; None keeps all of them, masked ones included.
-            sequences: which sequences are kept; None keeps all of them.
+        None for `tokens` keeps all local tokens, masked ones included; None for `sequences` keeps all sequences.
         """
         responses = self.responses
         assert responses is not None
@@ -188,10 +186,8 @@ def as_bytes(x: Tensor) -> Tensor:
 def _added(total: Float[Tensor, " K"], group: dist.ProcessGroup) -> Float[Tensor, " K"]:
     """Sum over data-parallel ranks; this rank's own total where a rank of torchft's group died.
 
-    Miles repeats the step in which a rank died.
-
-    Raises:
-        RANK_LOST: a rank of another kind of group died, whose host would apply the step.
+    Miles repeats the step in which a rank died. In another kind of group, whose host would apply the step,
+    a dead rank raises RANK_LOST.
     """
     added = total.clone()
     try:

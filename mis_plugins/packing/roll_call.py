@@ -20,7 +20,6 @@ from torch.distributed.distributed_c10d import _get_default_store
 from mis_plugins.errors import MisError, cut
 
 R = TypeVar("R")
-
 FIRST_POLL_S, LONGEST_POLL_S, FEW = 0.001, 0.05, 16  # between two questions to the store, of so few ranks
 GRACE_S = 2.0  # between the first and the last rank in which a collective of ours fails
 LONGEST = 400  # characters of another rank's error

@@ -80,10 +80,7 @@ def compare(
 ) -> Compared:
     """Compare recorded rows with the gates of a router and with the map of experts that it used.
 
-    Rows of -1, with which a host pads, are equal to everything.
-
-    Args:
-        replays: whether the router should have used the recorded rows; False makes nothing unequal.
+    Rows of -1, with which a host pads, are equal to everything; without `replays` nothing is unequal.
     """
     topk, experts = rows.shape[1], scores.shape[1]
     gates, own = scores.topk(min(topk + 1, experts), dim=-1)

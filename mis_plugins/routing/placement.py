@@ -105,11 +105,7 @@ def response_rows(
     device: torch.device,
     padded_lengths: Sequence[int] | None = None,
 ) -> Int[Tensor, " T"]:
-    """The row of a micro-batch at which each local response token was predicted.
-
-    Args:
-        padded_lengths: the length that each sequence was padded to (`bshd`); None where sequences are packed.
-    """
+    """The row of a micro-batch that predicted each local response token; `padded_lengths` is of `bshd` alone."""
     starts, counts, base = [], [], 0
     for sequence, (total, response) in enumerate(zip(total_lengths, layout.response_lengths, strict=True)):
         padded = total if padded_lengths is None else padded_lengths[sequence]

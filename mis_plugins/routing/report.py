@@ -175,10 +175,7 @@ def _read_layers(rows: Float[Tensor, "3 L"]) -> tuple[dict[int, int], dict[int, 
 def _summed(x: Tensor, groups: Sequence[Group | None]) -> Tensor:
     """Sum over the ranks of all groups, except a torchft group that lost a rank: Miles goes on without it.
 
-    A group that is None has one rank.
-
-    Raises:
-        RANK_LOST: a rank of another group died.
+    A group that is None has one rank. RANK_LOST is raised where a rank of another group died.
     """
     for group in groups:
         if group is None:

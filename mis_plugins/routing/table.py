@@ -23,14 +23,10 @@ from mis_plugins.routing.placement import Placement, first_of
 
 LOG_PROB, TRAIN = "log_prob", "train"  # passes that are watched
 KINDS: tuple[str, ...] = ("tokens", "differs", "strange", "margin", "rows", "unequal", "broken")
-CLASSES: tuple[str, ...] = (
-    "same",
-    "other",
-    "earlier",
-)  # own routing agrees here and before; differs here; differs before
+# Own routing agrees here and before; differs here; differs before.
+CLASSES: tuple[str, ...] = ("same", "other", "earlier")
 SPLIT: tuple[str, ...] = ("tokens", "k3", "tail", "kept")
 TAIL = 0.5  # nats of a log ratio
-
 Group = dist.ProcessGroup
 
 

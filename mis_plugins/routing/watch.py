@@ -196,8 +196,7 @@ class Watch:
     def flags(self) -> Flags | None:
         """Flags of the micro-batch whose loss is computed now; None where no log-prob pass told them.
 
-        Where the log-prob pass cut its micro-batches otherwise than training, the flags do not fit and are
-        None.
+        Where the log-prob pass cut its micro-batches otherwise than training, the flags do not fit and are None.
         """
         gathered, trained, begun = self.rollout.gathered, self.rollout.trained, self.rollout.begun
         if gathered is None or begun is None or not 0 < trained <= len(gathered.flags):

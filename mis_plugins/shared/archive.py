@@ -25,7 +25,6 @@ from mis_plugins.shared.opened import Opened, read
 LOCAL_HEADER = struct.Struct("<4s4xH")  # of a record of an archive: its mark, and how the record is compressed
 MARK = b"PK\x03\x04"
 END, END_SIZE = b"PK\x05\x06", 22  # the last record of an archive without a comment: its mark, and its bytes
-
 Entry = tuple[str, int, int]  # name of a record, place of its header, and size
 
 
@@ -111,10 +110,7 @@ class Storage:
 
 @dataclass(frozen=True, eq=False)
 class Stored:
-    """A tensor of an archive that is not read yet.
-
-    numel: number of values that the file claims; `read` checks the claim.
-    """
+    """A tensor of an archive that is not read yet; `numel` is what the file claims, and `read` checks the claim."""
 
     storage: Storage
     dtype: torch.dtype
@@ -127,11 +123,7 @@ class Stored:
         return math.prod(self.shape)
 
     def read(self) -> Tensor:
-        """The tensor.
-
-        Raises:
-            RecordError: the tensor does not lie within its storage, or the storage within the file.
-        """
+        """The tensor; raises RecordError where it does not lie within its storage, or the storage within the file."""
         path = self.storage.archive.opened.path
         return read(path, lambda: _strided(self.storage.read(self.dtype), self))
 

@@ -28,11 +28,7 @@ WRITTEN = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)  # how numpy writes an arra
 
 
 class Safetensors:
-    """A safetensors file: its tensors by name, and the header's own texts.
-
-    Raises:
-        RecordError: the file is damaged.
-    """
+    """A safetensors file: its tensors by name, and the header's own texts; raises RecordError where it is damaged."""
 
     def __init__(self, path: Path):
         self.path, self.opened = path, Opened(path)
@@ -49,11 +45,7 @@ class Safetensors:
         return list(self._told)
 
     def tensor(self, name: str) -> Tensor:
-        """One tensor.
-
-        Raises:
-            RecordError: there is no such tensor, or its bytes are not those of its shape.
-        """
+        """One tensor; raises RecordError where there is none, or its bytes are not those of its shape."""
         return read(self.path, lambda: self._tensor(name))
 
     def _header(self) -> dict[str, Any]:
@@ -100,11 +92,7 @@ def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 class Npz:
-    """An npz file: the names of its arrays, in the order in which they were written, and each array.
-
-    Raises:
-        RecordError: the file is damaged, or two arrays have one name.
-    """
+    """An npz file: its arrays by name, as written; raises RecordError where it is damaged or two have one name."""
 
     def __init__(self, path: Path):
         self.path, self.opened = path, Opened(path)
@@ -114,11 +102,7 @@ class Npz:
             raise RecordError(f"{path}: two arrays have one name")
 
     def tensor(self, name: str) -> Tensor:
-        """One array.
-
-        Raises:
-            RecordError: there is no such array, or it is damaged.
-        """
+        """One array; raises RecordError where there is none, or it is damaged."""
         return read(self.path, lambda: self._tensor(name))
 
     def _tensor(self, name: str) -> Tensor:

@@ -35,11 +35,7 @@ class Budget:
         return self.base + self.per_byte * size
 
     def check(self, amount: float, size: int, where: object) -> None:
-        """Check a cost against the budget.
-
-        Raises:
-            RecordError: the cost is beyond the budget; the message names the file and the budget.
-        """
+        """Check a cost against the budget; a RecordError beyond it names the file and the budget."""
         if amount > (most := self.most(size)):
             whose = f"a file of {size:,} bytes" if self.per_byte else "any file"
             raise RecordError(f"{where}: asks for {amount:,.0f} {self.what}, and {whose} may ask for {int(most):,}")
@@ -73,9 +69,5 @@ class Clock:
         return time.thread_time() - self.begun > SECONDS.most(self.size)
 
     def check(self) -> None:
-        """Check the processor seconds since the reading began.
-
-        Raises:
-            RecordError: the file takes longer than its budget.
-        """
+        """Check the processor seconds since the reading began; raises RecordError where they are beyond the budget."""
         SECONDS.check(time.thread_time() - self.begun, self.size, self.where)

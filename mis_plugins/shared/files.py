@@ -69,10 +69,8 @@ def replace_together(folder: Path, texts: Mapping[str, str]) -> None:
 
     All files are whole and on the disk before the first is moved, and signals wait for the last. Only SIGKILL can fall
     between two moves. The old files go before the new ones come, so that even then no file stands beside one of another
-    run; `finish_killed`, or the next process that writes there, moves the others.
-
-    Raises:
-        RecordError: the disk is full, or no file can be made there.
+    run; `finish_killed`, or the next process that writes there, moves the others. It raises RecordError where the disk
+    is full, or no file can be made there.
     """
     with _partial_folder(folder, folder) as partial:
         made = partial / "made"
@@ -107,11 +105,7 @@ def _got_lock(descriptor: int) -> bool:
 
 
 def check_writable(path: Path, flag: str) -> None:
-    """Check, before the work begins, that its outcome can be written to `path`.
-
-    Raises:
-        RecordError: `path` cannot be written; the message names the flag.
-    """
+    """Check, before the work begins, that its outcome can be written to `path`; a RecordError names the flag."""
     if path.is_dir():
         raise RecordError(f"{flag} {path}: is a folder; name a file")
     try:

@@ -39,10 +39,7 @@ NUMPYS: Mapping[Any, torch.dtype] = {
 
 
 class Opaque:
-    """What a file holds of a class that is not ours to import; also stands for the class itself.
-
-    name: module and name of the class.
-    """
+    """What a file holds of a class that is not ours to import, or the class; `name` has the class's module and name."""
 
     __slots__ = ("arguments", "name", "state")
 

@@ -9,11 +9,7 @@ from mis_plugins.errors import LARGEST, shown
 
 
 def whole(text: str) -> int:
-    """A whole number that 64 bits hold.
-
-    Raises:
-        ArgumentTypeError: text that is no such number.
-    """
+    """A whole number that 64 bits hold; raises ArgumentTypeError for any other text."""
     try:
         value = int(text)
     except ValueError:
@@ -24,11 +20,7 @@ def whole(text: str) -> int:
 
 
 def count(text: str) -> int:
-    """A whole number of at least 1.
-
-    Raises:
-        ArgumentTypeError: text that is no such number.
-    """
+    """A whole number of at least 1; raises ArgumentTypeError for any other text."""
     value = whole(text)
     if value < 1:
         raise ArgumentTypeError(f"got {value}; expected at least 1")
@@ -36,11 +28,7 @@ def count(text: str) -> int:
 
 
 def finite(text: str) -> float:
-    """A number that is neither infinite nor NaN.
-
-    Raises:
-        ArgumentTypeError: text that is no such number.
-    """
+    """A number that is neither infinite nor NaN; raises ArgumentTypeError for any other text."""
     try:
         value = float(text)
     except ValueError:

@@ -43,11 +43,7 @@ def read(path: Path, function: Callable[[], T]) -> T:
 
 
 def reason(error: BaseException) -> str:
-    """An error of reading in one line.
-
-    Raises:
-        BaseException: `error` itself, where it is no error of reading, such as Ctrl-C.
-    """
+    """An error of reading in one line; any other error, such as Ctrl-C, is raised again."""
     # A library in Rust raises a `PanicException`, which is no `Exception`.
     if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
         raise error
@@ -64,11 +60,7 @@ def optional(module: str) -> ModuleType:
 
 
 class Opened:
-    """A regular file, opened for reading.
-
-    Raises:
-        RecordError: the path is a folder, a pipe or a device, or cannot be opened.
-    """
+    """A regular file, opened for reading; raises RecordError for a folder, pipe or device, or what cannot be opened."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -82,11 +74,7 @@ class Opened:
         self.size = status.st_size
 
     def bytes_at(self, offset: int, count: int) -> bytearray:
-        """The `count` bytes at `offset`.
-
-        Raises:
-            RecordError: the file ends before them.
-        """
+        """The `count` bytes at `offset`; raises RecordError where the file ends before them."""
         self._check(offset, count)
         buffer = bytearray(count)
         self._fill(offset, memoryview(buffer))

@@ -33,10 +33,7 @@ def cpu_name() -> str:
 
 
 def commit(checkout: Path = REPOSITORY, paths: Sequence[str] = ("true_on_policy", "constraints.txt")) -> str:
-    """The commit's first twelve digits, with `(modified)` where a tracked file of `paths` differs.
-
-    The answer is `unknown` outside a checkout.
-    """
+    """The commit's first 12 digits, `(modified)` where tracked `paths` differ; `unknown` outside a checkout."""
     # An installed package may lie in the checkout of some other project, whose commit says nothing of ours.
     if Path(git(checkout, "rev-parse", "--show-toplevel") or "/").resolve() != checkout.resolve():
         return UNKNOWN

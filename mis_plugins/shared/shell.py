@@ -33,7 +33,6 @@ REFUSED, INTERRUPTED, UNREAD, TERMINATED = 2, 130, 141, 143
 """Exit codes: the command could not do its work; Ctrl-C; nobody reads on, which a shell reports as 128 + SIGPIPE;
 SIGTERM."""
 STOPS = (signal.SIGINT, signal.SIGTERM)
-
 OURS = ("mis_plugins", "true_on_policy")
 NO_MEMORY = re.compile("allocate memory|bad_alloc|failed to map segment")
 """What torch, the C++ library and the loader of shared libraries say where no memory is left."""

@@ -24,10 +24,8 @@ def printable(text: str, keep: str = "") -> str:
     """Text in which every character is seen: one that steers a terminal, or has no glyph, becomes its escape.
 
     ESC becomes `\\x1b`, a bidi override `\\u202e`, a lone surrogate `\\udcff`, and a line break `\\n`. So the text is
-    one line, can be encoded, and stays what it is when escaped twice.
-
-    Args:
-        keep: control characters that stay, such as the line breaks of a text of several lines.
+    one line, can be encoded, and stays what it is when escaped twice. Control characters in `keep` stay, such as the
+    line breaks of a text of several lines.
     """
     return text.translate(_escapes(keep))
 

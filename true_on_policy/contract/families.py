@@ -84,8 +84,7 @@ class Family:
     model_type: what a checkpoint's config.json states.
     title: the family in words.
     tiny: sizes of tiny models of random weights, by the names that `--model` takes.
-    align: (Hugging Face model, NormOrder) -> None, which makes norms and residual sums round in this
-        order.
+    align: (Hugging Face model, NormOrder) -> None, which makes norms and residual sums round in this order.
     qk_norm: whether query and key are normalized.
     qkv_bias: whether the product that gives query, key and value has a bias.
     host_contract: the name under which Miles, its SGLang and its Megatron know the family; None where they do not.
@@ -137,7 +136,6 @@ def _family(name: str, row: dict[str, Any]) -> Family:
 FAMILIES = {name: _family(name, row) for name, row in _TABLE["families"].items()}
 # The family and the sizes of models that a launch may name.
 MODELS = {name: (row[0], Size(*row[1:])) for name, row in _TABLE["models"].items()}
-
 # The GPU contract has no row for experts.
 GPU_FAMILIES = {name: family for name, family in FAMILIES.items() if not family.experts}
 

@@ -54,18 +54,14 @@ GemmName = Literal["deep_gemm", "triton_persistent"]
 NOT_COVERED: dict[str, list[str]] = {
     name: [why.format(**REASONS) for why in reasons] for name, reasons in TABLE["not_covered"].items()
 } | {"images": [*IMAGES]}
-
 # The trainer's GEMM where a user names none.
 TRAINER_GEMMS: dict[str, GemmName] = {"megatron": "triton_persistent", "fsdp": "deep_gemm"}
-
 MOST_COLUMNS = 1 << 20  # the order of a sum is a tree over columns, which must fit into memory
 # The library whose batch-invariant mode replaces a trainer's aten operators.
 MODES: dict[str, Literal["megatron", "sglang"]] = {"megatron": "megatron", "fsdp": "sglang"}
 # Numbers of tensor-parallel ranks in one machine. On 1 rank, Megatron and SGLang add in different orders.
 RANKS = (2, 4, 8)
-
 CHOICES = {"backend": get_args(TrainBackend), "attention": get_args(AttentionName), "engine_gemm": get_args(GemmName)}
-
 LAYOUTS = {
     backend: {name: holds.format(**REASONS) for name, holds in rows.items()}
     for backend, rows in TABLE["layouts"].items()
@@ -162,11 +158,7 @@ WHY = {name: row["why"] for name, row in TABLE["variables"].items()}
 
 
 def family(name: str) -> Family:
-    """Return the family of this name.
-
-    Raises:
-        ContractError: there is no such family; for MoE, the message says why it is not covered.
-    """
+    """Return the family of this name; raises ContractError where there is none, which says why MoE is not covered."""
     if name in GPU_FAMILIES:
         return GPU_FAMILIES[name]
     if "moe" in name.lower():
@@ -247,11 +239,7 @@ def gpu_contract(family_name: str, backend: str, **layout: Any) -> GpuContract:
 
 
 def check_environment(contract: GpuContract, environment: Mapping[str, str]) -> None:
-    """Check that every variable of a contract is set in an environment.
-
-    Raises:
-        ContractError: a variable is missing or has another value; the message holds the settings to start with.
-    """
+    """Check that an environment sets every variable of a contract; a ContractError has the settings to start with."""
     wrong = {name: value for name, value in contract.environment.items() if environment.get(name) != value}
     if wrong:
         values = ", ".join(f"{name} is {environment.get(name)!r}" for name in wrong)

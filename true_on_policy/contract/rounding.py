@@ -1,10 +1,9 @@
 """The orders in which both sides round and add: norms and residuals, mixtures of experts, and rope.
 
-The stream is the sum of residual and branch, which one layer hands to the next. SGLang normalizes the
-unrounded sum and hands on the rounded sum; Megatron-core and Hugging Face round the sum first. Hugging Face
-rounds again before the norm's weight. vLLM normalizes the unrounded sum like SGLang, and rounds before the
-weight like Hugging Face. An unrounded stream is held in float32, so that the next norm reads every bit; the
-next sum rounds it.
+The stream is the sum of residual and branch, which one layer hands to the next. SGLang normalizes the unrounded sum and
+hands on the rounded sum; Megatron-core and Hugging Face round the sum first. Hugging Face rounds again before the
+norm's weight. vLLM normalizes the unrounded sum like SGLang, and rounds before the weight like Hugging Face. An
+unrounded stream is held in float32, so that the next norm reads every bit; the next sum rounds it.
 
 In a mixture of experts SGLang's `moe_forward_native` sets the order and runs unchanged; Megatron-core and Hugging
 Face round and add differently. `tests/support/expert_alignments.py` leaves out one difference at a time.
@@ -78,9 +77,7 @@ def combined(
 ) -> Float[Tensor, "T H"]:
     """Add the weighted outputs of each token's experts in the order of the choice, and round once.
 
-    Args:
-        outputs: the outputs of all experts, one row for each token that an expert received.
-        rows: the rows of `outputs` that belong to each token.
+    `outputs` holds one row for each token that an expert received, and `rows` the rows that belong to each token.
     """
     weighted = outputs.float()[rows] * weights[..., None]
     return weighted.sum(1).to(outputs.dtype)

@@ -22,7 +22,6 @@ from true_on_policy.errors import ContractError
 
 # Columns of a leaf: ROW_LINEAR_INV_BLOCK_K of SGLang, _ROW_LINEAR_INV_BLOCK_K of the Megatron fork.
 LEAF = 128
-
 Order = tuple
 
 

@@ -55,10 +55,7 @@ class SideSpec:
 
 @dataclass(frozen=True)
 class EngineSpec(SideSpec):
-    """The record of a rollout engine.
-
-    abilities: situations that the engine meets by itself and reports.
-    """
+    """The record of a rollout engine; `abilities` are situations that the engine meets by itself and reports."""
 
     abilities: tuple[Ability, ...] = ()
 

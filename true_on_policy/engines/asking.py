@@ -27,7 +27,6 @@ from true_on_policy.engines.handover import KEY
 from true_on_policy.errors import EngineError
 
 T = TypeVar("T")
-
 BLOCK = 1 << 16  # bytes read at once
 TOLD = 500  # letters of an error's body that are quoted
 SCHEMES: Mapping[str, type[client.HTTPConnection]] = {"http": client.HTTPConnection, "https": client.HTTPSConnection}
@@ -52,11 +51,7 @@ class Address:
 
     @classmethod
     def of(cls, url: str) -> Address:
-        """Read a URL.
-
-        Raises:
-            EngineError: the URL is not that of an HTTP server.
-        """
+        """Read a URL; raises EngineError where it is not that of an HTTP server."""
         if not url.isascii() or not url.isprintable() or " " in url:
             _refuse(url, "a URL holds no such letters")
         try:
@@ -271,11 +266,7 @@ def short(value: object) -> str:
 
 
 def list_of(value: Any, count: int, what: str) -> list[Any]:
-    """Return `value`, a list of `count` entries.
-
-    Raises:
-        EngineError: `value` is no list, or has another number of entries.
-    """
+    """Return `value`, a list of `count` entries; raises EngineError where it is no such list."""
     if not isinstance(value, list):
         raise EngineError(f"{what}: expected a list of {count}; got {short(value)}")
     if len(value) != count:
@@ -284,22 +275,14 @@ def list_of(value: Any, count: int, what: str) -> list[Any]:
 
 
 def whole(value: Any, what: str, most: int = IDS) -> int:
-    """Return `value`, a whole number from 0 to `most`.
-
-    Raises:
-        EngineError: `value` is of another type, or out of range.
-    """
+    """Return `value`, a whole number from 0 to `most`; raises EngineError where it is none."""
     if type(value) is not int or not 0 <= value <= most:
         raise EngineError(f"{what}: expected a whole number from 0 to {most}; got {short(value)}")
     return value
 
 
 def log_prob(value: Any) -> float:
-    """Return `value`, a finite log-prob.
-
-    Raises:
-        EngineError: `value` is no number, not finite, above 0, or what an engine writes where it has none.
-    """
+    """Return `value`, a finite log-prob; raises EngineError where it is none, or what an engine writes for none."""
     is_number = type(value) in (int, float)
     if value is None or (is_number and -math.inf < value <= LOWEST):
         raise EngineError(f"a token without a log-prob; got {short(value)}")

@@ -68,7 +68,6 @@ LOWEST_PORT = 20_000
 PORTS_LOOKED_AT = 100
 STARTS = 3
 TAKEN = "address already in use"
-
 Private = Callable[[Path, str], tuple[Sequence[str], Mapping[str, str]]]
 """Gives the arguments and variables that an engine takes from the folder and the key of its run."""
 NOTHING: Private = lambda folder, key: ((), {})  # noqa: E731
@@ -155,11 +154,7 @@ class Server:
         atexit.register(self.close)
 
     def wait_until_ready(self, path: str, seconds: float) -> None:
-        """Return once GET `path` answers 200.
-
-        Raises:
-            EngineError: the process ended, or was not ready within `seconds`.
-        """
+        """Return once GET `path` answers 200; raises EngineError where the process ends, or `seconds` are over."""
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
             if self._process.poll() is not None:
@@ -182,11 +177,7 @@ class Server:
             raise EngineError(f"{self.name}: runs, but never printed {ACTIVE!r}: our plugin is not installed there")
 
     def post(self, path: str, body: Mapping[str, Any], seconds: float = GENERATE_SECONDS) -> Any:
-        """Post JSON, and return the JSON answer.
-
-        Raises:
-            EngineError: the process died, refused the request, or did not answer within `seconds`.
-        """
+        """Post JSON, return the JSON answer; raises EngineError where the process died, refused, or was too slow."""
         answer = self._ask(path, seconds, body)
         try:
             return parsed(answer, LARGEST)
@@ -194,11 +185,7 @@ class Server:
             raise self._error(f"{path}: {error}") from error
 
     def get(self, path: str, seconds: float) -> str:
-        """Return the text at `path`.
-
-        Raises:
-            EngineError: the process died, refused the request, or did not answer within `seconds`.
-        """
+        """Return the text at `path`; raises EngineError where the process died, refused, or was too slow."""
         return self._ask(path, seconds).decode(errors="replace")
 
     def _ask(self, path: str, seconds: float, body: Mapping[str, Any] | None = None) -> bytes:

@@ -21,28 +21,13 @@ from mis_plugins.config.file import parsed, text_of
 from mis_plugins.config.view import view
 from mis_plugins.errors import cut, shown
 from mis_plugins.shared.numerals import whole
-from true_on_policy.contract.gpu import (
-    DEEP_GEMM,
-    GPU_FAMILIES,
-    MODELS,
-    REASONS,
-    TABLE,
-    TRAINER_GEMMS,
-    Family,
-    GemmName,
-    GpuContract,
-    TrainBackend,
-    family_and_size,
-    fewest_ranks,
-    gpu_contract,
-    model_contract,
-)
+from true_on_policy.contract import gpu
+from true_on_policy.contract.gpu import REASONS, TABLE, TRAINER_GEMMS, Family, GemmName, GpuContract
 from true_on_policy.contract.model_config import checkpoint_family
 from true_on_policy.errors import ContractError
 from true_on_policy.flags.rules import RELEASES, UNFUSED, Flag, Refusal, check_installed, faults, plain, refuse
 
 HOOK = "true_on_policy.fsdp_worker.watch"  # Ray's worker_process_setup_hook, for Miles's FSDP trainer
-
 REFUSALS = tuple(
     Refusal(name, tuple(rule["allowed"]), rule["why"].format(**REASONS)) for name, rule in TABLE["refusals"].items()
 )
@@ -70,11 +55,7 @@ def _value(stated: Any, words: Mapping[str, Any]) -> Any:
 
 
 def host_contract(family: Family) -> str:
-    """Return the name under which the hosts know a family.
-
-    Raises:
-        ContractError: the hosts do not know the family; the message says what is missing.
-    """
+    """Return the name under which the hosts know a family; a ContractError says what is missing where they do not."""
     if family.host_contract is None:
         raise ContractError(f"{family.name} cannot be launched: {'; '.join(family.missing)}")
     return family.host_contract
@@ -88,8 +69,7 @@ def check_host(args: Any, environment: Mapping[str, str] = os.environ) -> GpuCon
             the other variables.
 
     Raises:
-        ContractError: a setting breaks the contract, or the model is not covered; the message has a line a
-            fault.
+        ContractError: a setting breaks the contract, or the model is not covered; the message has a line a fault.
     """
     contract = _asked_contract(args, environment)
     asked = REFUSALS, launch_flags(contract)
@@ -107,14 +87,14 @@ def _asked_contract(args: Any, environment: Mapping[str, str]) -> GpuContract:
     context = args.context_parallel_size if megatron else 1
     if context > 1 and plain(getattr(args, "cp_comm_type", None)) != "a2a":
         raise ContractError(f"cp_comm_type: got {args.cp_comm_type!r}: {REASONS['ring']}; --cp-comm-type a2a")
-    return gpu_contract(
+    return gpu.gpu_contract(
         family.name,
         backend,
         attention=getattr(args, "sglang_attention_backend", None) or "fa3",
         trainer_tp=args.tensor_model_parallel_size if megatron else 1,
         engine_tp=args.rollout_num_gpus_per_engine,
         context_parallel=context,
-        engine_gemm=_GEMMS.get(environment.get(DEEP_GEMM, ""), TRAINER_GEMMS[backend]),
+        engine_gemm=_GEMMS.get(environment.get(gpu.DEEP_GEMM, ""), TRAINER_GEMMS[backend]),
         size=size,
     )
 
@@ -139,8 +119,8 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
 RANKS: dict[str, Any] = {"type": whole, "metavar": "RANKS"}
 # The arguments that `contract_of` reads; each is None where a user does not give it.
 CONTRACT_ARGUMENTS: dict[str, dict[str, Any]] = {
-    "--model": {"help": f"one of {', '.join(MODELS)}, or as Hugging Face names it (default: qwen3-4B)"},
-    "--backend": {"choices": get_args(TrainBackend), "help": "what trains (default: megatron)"},
+    "--model": {"help": f"one of {', '.join(gpu.MODELS)}, or as Hugging Face names it (default: qwen3-4B)"},
+    "--backend": {"choices": get_args(gpu.TrainBackend), "help": "what trains (default: megatron)"},
     "--tp": {**RANKS, "help": "tensor-parallel ranks of the trainer (default: the fewest that hold)"},
     "--cp": {**RANKS, "help": "context-parallel ranks of the trainer (default: 1)"},
     "--engine-tp": {**RANKS, "help": "ranks of the engine (default: --tp times --cp)"},
@@ -177,26 +157,18 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _check_ranks(counts: Mapping[str, int | None]) -> None:
-    for flag, given in counts.items():
-        if given is not None and given < 1:
-            raise ContractError(f"{flag}: got {given}; a side has 1 rank or more")
-
-
 def contract_of(arguments: argparse.Namespace) -> GpuContract:
-    """Build the contract that the command line asks for.
-
-    Raises:
-        ContractError: no host carries the family, or the contract cannot hold.
-    """
+    """Build the contract that the command line asks for; raises ContractError where no host can keep it."""
     model = "qwen3-4B" if arguments.model is None else arguments.model
     backend = arguments.backend or "megatron"
-    host_contract(GPU_FAMILIES[family_and_size(model)[0]])
-    _check_ranks({"--tp": arguments.tp, "--cp": arguments.cp, "--engine-tp": arguments.engine_tp})
+    host_contract(gpu.GPU_FAMILIES[gpu.family_and_size(model)[0]])
+    for flag, ranks in (("--tp", arguments.tp), ("--cp", arguments.cp), ("--engine-tp", arguments.engine_tp)):
+        if ranks is not None and ranks < 1:
+            raise ContractError(f"{flag}: got {ranks}; a side has 1 rank or more")
     context = arguments.cp or 1
     shared = context if backend == "megatron" else 1
-    tensor = fewest_ranks(model, backend, shared) // shared if arguments.tp is None else arguments.tp
-    return model_contract(
+    tensor = gpu.fewest_ranks(model, backend, shared) // shared if arguments.tp is None else arguments.tp
+    return gpu.model_contract(
         model,
         backend,
         trainer_tp=tensor,

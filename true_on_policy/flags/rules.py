@@ -1,8 +1,7 @@
 """What a launch must hold: flags that must have been parsed, settings with which no contract holds, and releases.
 
-The releases were read: a flag exists where one of its owner's `FILES` declares the flag. Installed sources
-are read as text and never imported. Miles builds SGLang's branch sglang-miles; SGLang's PyPI releases lack
-the contract.
+The releases were read: a flag exists where one of its owner's `FILES` declares the flag. Installed sources are read as
+text and never imported. Miles builds SGLang's branch sglang-miles; SGLang's PyPI releases lack the contract.
 """
 
 from __future__ import annotations
@@ -152,11 +151,7 @@ def faults(args: Any, refusals: Iterable[Refusal], flags: Iterable[Flag]) -> lis
 
 
 def refuse(reasons: Iterable[str]) -> None:
-    """Refuse a launch whose arguments or environment have faults.
-
-    Raises:
-        ContractError: there is a fault; the message has one line for each fault.
-    """
+    """Refuse a launch whose arguments or environment have faults; a ContractError has one line for each fault."""
     lines = "".join(f"\n  {fault}" for fault in reasons)
     if lines:
         raise ContractError(f"true-on-policy cannot hold:{lines}")

@@ -151,13 +151,10 @@ OVERRIDES = {
     "sigmoid": pointwise,
     "rsqrt": pointwise,
 }
-
-
 # Other spellings of an operator: the form that writes into `out`, and the form that writes into its first argument.
 OUT_FORMS = {f"{name}.out": name for name in OVERRIDES if "." not in name and "flash" not in name}
 OUT_FORMS["mean.out"] = "mean.dim"
 INPLACE_FORMS = {f"{name}_": name for name in ("addmm", "baddbmm", "silu", "sigmoid", "rsqrt")}
-
 OPERATORS = (*OVERRIDES, *OUT_FORMS, *INPLACE_FORMS)
 
 
@@ -212,11 +209,7 @@ def _into_self(function: Callable, keyset, x: Tensor, *args, **kwargs) -> Tensor
 
 
 def probe(contract: Contract) -> None:
-    """Try every kernel at the shapes of `contract`, in its dtype.
-
-    Raises:
-        ProbeError: a row has other bits alone than in a batch.
-    """
+    """Try every kernel at the shapes and dtype of `contract`; raises ProbeError where a batch changes a row's bits."""
     failure = next(failures(contract), None)
     if failure is not None:
         raise ProbeError(

@@ -16,7 +16,6 @@ from true_on_policy.kernels.probes import Failure, product_failures
 from true_on_policy.kernels.provider import Undo, device, imported, installed
 
 NAME = "deep_gemm"
-
 # (setter, getter): of sgl-deep-gemm since 0.2, and of the fork that slime builds. Off, cuBLASLt may serve a product.
 SWITCHES = (
     ("use_deterministic_algorithms", "get_deterministic_algorithms"),

@@ -1,8 +1,7 @@
 """FlashAttention-3 with one split: several splits add up a row's keys in parts whose number depends on the batch.
 
 FlashAttention-3 has no switch. `num_splits` is an argument of each call, 0 ("choose") by default where a cache is read.
-Callers hold the functions under names of their own, so the pin replaces each held function by one that passes
-1.
+Callers hold the functions under names of their own, so the pin replaces each held function by one that passes 1.
 """
 
 from __future__ import annotations
@@ -21,7 +20,6 @@ from true_on_policy.kernels.probes import Failure, attention_failures
 from true_on_policy.kernels.provider import Undo, device, findable, imported, installed, replace_everywhere
 
 NAME = "flash_attention"
-
 # The module of each FlashAttention-3 build, in the order in which Miles looks, and the build's distributions.
 INTERFACES = {
     "flash_attn_interface": ("flash-attn-3", "flash_attn_3"),
@@ -30,7 +28,6 @@ INTERFACES = {
     "fa3_fwd_interface": ("fa3-fwd",),
     "sgl_kernel.flash_attn": ("sglang-kernel", "sgl-kernel"),
 }
-
 SPLITS = "num_splits"
 
 
@@ -78,11 +75,7 @@ def probe(contract: GpuContract, shapes: Shapes) -> Iterator[Failure]:
 
 
 def library() -> ModuleType:
-    """Import the FlashAttention-3 that is installed.
-
-    Raises:
-        NotSeenError: no FlashAttention-3 is installed.
-    """
+    """Import the FlashAttention-3 that is installed; raises NotSeenError where none is."""
     if (name := interface()) is None:
         raise NotSeenError("not seen: no FlashAttention-3 is installed")
     return import_module(name)

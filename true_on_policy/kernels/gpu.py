@@ -16,7 +16,6 @@ from true_on_policy.kernels.probes import Failure, Product
 from true_on_policy.kernels.provider import Undo, device
 
 PROVIDERS = {provider.NAME: provider for provider in (megatron, sglang, deep_gemm, flash_attention)}
-
 # The sizes at which kernels are probed where a contract names no model.
 PROBED: Size = MODELS["qwen3-4B"][1]
 
@@ -73,11 +72,7 @@ def failures(contract: GpuContract) -> Iterator[Failure]:
 
 
 def probe(contract: GpuContract) -> None:
-    """Probe every pinned kernel.
-
-    Raises:
-        ProbeError: a kernel gave a row other bits in a batch than alone.
-    """
+    """Probe every pinned kernel; raises ProbeError where a row has other bits in a batch than alone."""
     failure = next(failures(contract), None)
     if failure is not None:
         raise ProbeError(f"contract.backend: {contract.backend!r} does not hold: {failure}")

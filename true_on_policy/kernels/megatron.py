@@ -20,13 +20,10 @@ from true_on_policy.kernels.provider import Held, Undo, device, findable, held, 
 
 NAME = "megatron"
 MODE = mode.Mode("Megatron-core", "megatron.core.transformer.custom_layers.batch_invariant_kernels")
-
 # Megatron-core's name for the GEMM of a contract, in the versions that have several.
 BACKENDS = {"triton_persistent": "triton", "deep_gemm": "deepgemm"}
-
 # The module that row-parallel layers call in the fork radixark/Megatron-LM, branch miles-main.
 FORK = "miles_megatron_plugins.true_on_policy.matmul"
-
 TE = "transformer_engine"
 TE_GEMM = f"{TE}.pytorch.cpp_extensions"
 # Importing these two modules imports every module in which the mode replaces functions.
@@ -73,10 +70,7 @@ def probe(contract: GpuContract, shapes: Shapes) -> Iterator[Failure]:
 def row_parallel() -> Product:
     """Build the o or down product over Megatron's tensor-parallel ranks from the fork's own function.
 
-    The fork's function reads from Megatron's groups how many ranks the trainer and the engine have.
-
-    Raises:
-        NotSeenError: the fork is not installed, or Megatron's groups are not set up.
+    The fork's function asks Megatron's groups for both sides' ranks; raises NotSeenError where either is missing.
     """
     state = sys.modules.get("megatron.core.parallel_state")
     if not findable(FORK):

@@ -53,7 +53,6 @@ def described(operator: str, key: str) -> str:
 
 # The operators that at least one copy overrides.
 OVERRIDABLE = ("mm", "mm.out", "mm.dtype", "addmm", "bmm", "_log_softmax", "mean.dim", "rms_norm")
-
 # The operators that every version of every copy overrides: a mode that is on holds all of them.
 SHARED = ("mm", "addmm", "_log_softmax", "mean.dim")
 
@@ -82,11 +81,7 @@ def settings(mode: Mode) -> dict[str, str]:
 
 
 def load(mode: Mode) -> ModuleType:
-    """Import the library's copy of batch_invariant_ops.
-
-    Raises:
-        PinError: the copy cannot be imported.
-    """
+    """Import the library's copy of batch_invariant_ops; raises PinError where it cannot be imported."""
     return imported(mode.module, mode.library)
 
 

@@ -19,7 +19,6 @@ from true_on_policy.errors import PinError
 
 NAME = "native"
 SOURCE = Path(__file__).with_name("batch_invariant.c")
-
 # No -ffast-math and no contraction. The source writes fma where it fuses, alike in every instance of a kernel.
 FLAGS = (
     *("-O3", "-march=native", "-std=gnu11", "-ffp-contract=off", "-fno-math-errno"),
@@ -29,11 +28,7 @@ FLAGS = (
 
 @cache
 def library() -> ctypes.CDLL:
-    """Load the compiled kernels, and build them at first use.
-
-    Raises:
-        PinError: there is no C compiler, or it cannot compile the kernels.
-    """
+    """Load the compiled kernels, built at first use; raises PinError without a C compiler that can compile them."""
     compiler = find_compiler()
     # The compiler's macros tell what `-march=native` means on this machine.
     macros = _run(compiler, "-march=native", "-dM", "-E", "-x", "c", os.devnull)
@@ -47,11 +42,7 @@ def library() -> ctypes.CDLL:
 
 
 def find_compiler() -> str:
-    """Find a C compiler: $CC, else cc, gcc or clang on the path.
-
-    Raises:
-        PinError: none of them is installed.
-    """
+    """Find a C compiler: $CC, else cc, gcc or clang on the path; raises PinError where none is installed."""
     paths = (shutil.which(name) for name in (os.environ.get("CC", "cc"), "cc", "gcc", "clang"))
     compiler = next(filter(None, paths), None)
     if compiler is None:
@@ -152,10 +143,7 @@ def attend(
 
 
 def _rows(x: Tensor) -> Tensor:
-    """Return x [B, R, C] with contiguous rows.
-
-    Our kernel copies a transposed batch: torch's own copy takes many times as long as the product.
-    """
+    """Return x [B, R, C] with contiguous rows; our kernel copies a transposed batch many times as fast as torch."""
     if x.stride(2) == 1:
         return x
     if x.stride(1) != 1:

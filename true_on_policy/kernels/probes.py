@@ -28,7 +28,6 @@ ROWS = 7
 TOKENS = 21
 # The widest weight that is drawn in full; a wider weight is cut to this many columns.
 COLUMNS = 8192
-
 # Sizes of an accelerator's batches in which the first rows are computed; each smaller batch is compared with the last.
 SIZES = (1, 2, 7, 64, 300)
 # Sizes of the batches for kernels as wide as a vocabulary.
@@ -37,7 +36,6 @@ FEW = (1, 2, 7)
 DIGESTED = (64, 512)
 # Lengths of the packed sequences: one key, less than a tile of 64 or 128, and more.
 LENGTHS = (1, 33, 130, 257)
-
 Kernel = Callable[[Float[Tensor, "M K"]], Float[Tensor, "M N"]]
 Product = Callable[[Float[Tensor, "M K"], Float[Tensor, "N K"]], Float[Tensor, "M N"]]
 Draw = Callable[..., Tensor]

@@ -30,11 +30,7 @@ Undo = Callable[[], None]
 
 
 def device() -> torch.device:
-    """Return the accelerator on which kernels are probed.
-
-    Raises:
-        NotSeenError: there is no CUDA device.
-    """
+    """Return the accelerator on which kernels are probed; raises NotSeenError where there is no CUDA device."""
     if not torch.cuda.is_available():
         raise NotSeenError("not seen: no CUDA device")
     return torch.device("cuda", torch.cuda.current_device())
@@ -43,9 +39,7 @@ def device() -> torch.device:
 def installed(module: str, *distributions: str) -> str | None:
     """Return name and version of the distribution that `module` comes from; None where it cannot be imported.
 
-    Args:
-        module: the dotted name of the module, which is looked for but not imported.
-        distributions: the names under which the module is published, the likeliest first.
+    `module` is looked for but not imported; of the names under which it is published, the likeliest comes first.
     """
     if not findable(module):
         return None
@@ -67,11 +61,7 @@ def findable(module: str) -> bool:
 
 
 def imported(module: str, library: str) -> ModuleType:
-    """Import a module of a library that is pinned.
-
-    Raises:
-        PinError: the module cannot be imported.
-    """
+    """Import a module of a library that is pinned; raises PinError where it cannot be imported."""
     try:
         return import_module(module)
     except Exception as error:

@@ -28,8 +28,7 @@ from true_on_policy.kernels import native
 class Tree:
     """A tree is the order in which the row-parallel products of a model add up.
 
-    leaves: equal parts of the whole K; a power of two, equal on both sides, and a multiple of every number of
-        ranks.
+    leaves: equal parts of the whole K; a power of two, equal on both sides, and a multiple of every number of ranks.
     """
 
     leaves: int

@@ -19,7 +19,6 @@ from true_on_policy.kernels.provider import Undo, counted, device, installed
 
 NAME = "sglang"
 MODE = mode.Mode("SGLang", "sglang.srt.batch_invariant_ops.batch_invariant_ops")
-
 # SGLang reads these two from the environment when it is imported, and not again.
 MM_DEEPGEMM = "_ENABLE_MM_DEEPGEMM"
 MM_FALLBACK_VARIANT = "_ENABLE_MM_FALLBACK_VARIANT"

@@ -101,10 +101,7 @@ def remove(path: Path) -> None:
 
 
 def load(path: Path) -> tuple[GpuContract, Observation]:
-    """Load the trainer's side from the files of all its ranks.
-
-    Args:
-        path: the file of rank 0, or the folder that holds trainer.json.
+    """Load the trainer's side from the files of all its ranks; `path` is rank 0's, or the folder with trainer.json.
 
     Raises:
         DumpError: a file is missing, or `dump` did not write it.

@@ -64,11 +64,7 @@ Look = Callable[[], str]  # returns the value of one row, or raises where the ro
 
 
 def observe(contract: GpuContract, args: Any = None) -> Observation:
-    """Observe this process: the trainer's, or one that pinned the trainer's contract.
-
-    Args:
-        args: the host's parsed arguments; None in a process without a host.
-    """
+    """Observe this process, the trainer's or one that pinned its contract; without a host `args` is None."""
     of_contract: dict[str, Look] = {
         KERNELS: lambda: found(gpu.failures(contract), "batch-invariant"),
         PRODUCTS: lambda: _products(contract),
@@ -86,10 +82,7 @@ def observe(contract: GpuContract, args: Any = None) -> Observation:
 
 
 def looked(looks: Mapping[str, Look]) -> tuple[dict[str, str], dict[str, str]]:
-    """Call each look; return the values that were seen, and the reasons of the rows that were not.
-
-    Any exception leaves its own row unseen, and no other row.
-    """
+    """Call each look; return the values seen, and why others were not: an exception leaves its own row unseen."""
     settings, unseen = {}, {}
     for name, look in looks.items():
         try:

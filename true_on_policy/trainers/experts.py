@@ -37,10 +37,7 @@ RUNS_HERE: dict[str, Any] = {
 def in_order(mlp: ModuleSpec, divided: bool) -> ModuleSpec:
     """Return the spec of Megatron's layer of experts with the agreed router and dispatcher.
 
-    A shared expert, which every token takes, stays Megatron's own.
-
-    Args:
-        divided: whether the scores of a token's experts are divided by their sum.
+    A shared expert, which every token takes, stays Megatron's own. `divided` divides a token's scores by their sum.
     """
     stock: Any = mlp.submodules
     router = SpecRouter if divided else SpecScoresRouter

@@ -283,10 +283,6 @@ def padded_rows(vocabulary: int, ranks: int) -> int:
     return -(-vocabulary // ranks) * ranks
 
 
-def _whole(sources: Sequence[Tensor], shard: Shard) -> Tensor:
-    return sources[0]
-
-
 def _rows_padded(sources: Sequence[Tensor], shard: Shard) -> Tensor:
     """Take a rank's rows of an embedding, padded after the vocabulary; the trainer drops the added logits."""
     [weight] = sources
@@ -300,19 +296,10 @@ def _rows_by_group(sources: Sequence[Tensor], shard: Shard) -> Tensor:
     return shard.rows(torch.cat(groups, 1).flatten(0, 1))
 
 
-def _rows_of_each(sources: Sequence[Tensor], shard: Shard) -> Tensor:
-    """Take a rank's rows of gate, followed by its rows of up."""
-    return torch.cat([shard.rows(source) for source in sources])
-
-
-def _columns(sources: Sequence[Tensor], shard: Shard) -> Tensor:
-    return sources[0].chunk(shard.ranks, 1)[shard.rank]
-
-
 HELD: dict[str, Held] = {
-    "whole": _whole,
+    "whole": lambda sources, shard: sources[0],
     "rows padded": _rows_padded,
     "rows by group": _rows_by_group,
-    "rows of each": _rows_of_each,
-    "columns": _columns,
+    "rows of each": lambda sources, shard: torch.cat([shard.rows(source) for source in sources]),  # gate, then up
+    "columns": lambda sources, shard: sources[0].chunk(shard.ranks, 1)[shard.rank],
 }

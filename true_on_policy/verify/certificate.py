@@ -113,10 +113,7 @@ def conclusion(evidence: Evidence, name: str = "hence engine decode == trainer, 
 
 
 def link(name: str, left: Sequence[Float[Tensor, "_"]], right: Sequence[Float[Tensor, "_"]]) -> Link:
-    """Compare the log-probs of two computations.
-
-    Another dtype, other lengths, or one NaN on either side: then no log-prob of the link counts as equal.
-    """
+    """Compare the log-probs of two computations; another dtype, other lengths or a NaN leave none of them equal."""
     a, b = torch.cat(list(left)), torch.cat(list(right))
     mismatch, total = first_mismatch(a, b, boundaries(left)), max(len(a), len(b))
     if mismatch and mismatch.kind != "bytes":

@@ -62,11 +62,7 @@ def _quiet() -> None:
 
 
 def check(arguments: argparse.Namespace) -> None:
-    """Check what the command line chooses, before anything starts.
-
-    Raises:
-        ContractError: no token is to be compared, or a side cannot have so many ranks.
-    """
+    """Check the command line before anything starts; raises ContractError where it asks no tokens or too many ranks."""
     if arguments.tokens < 1:
         raise ContractError(f"--tokens: got {arguments.tokens}; compare one at least")
     for side, specs in (("engine", ENGINES), ("trainer", TRAINERS)):

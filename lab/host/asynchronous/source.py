@@ -26,7 +26,7 @@ from lab.host.rollout.sampler import Rollout, draw, judged
 from lab.host.rollout.tasks import Problem, Task
 from lab.host.train.parallel import ParallelState
 from lab.host.train.trainer import RolloutData, Trainer
-from mis_plugins.metrics.staleness import age_column
+from mis_plugins.metrics.staleness import AGES, COLUMNS
 from mis_plugins.versions.segment_wise import STORED_FROM
 
 Row = dict[str, int | float]
@@ -167,7 +167,7 @@ def ages(version: int, responses: Sequence[Response], seconds_a_token: Mapping[i
     seconds: Row = defaultdict(float)
     for response in responses:
         for wrote, stored in zip(response.versions, response.recomputed, strict=True):
-            column = age_column(version - wrote)
+            column = COLUMNS[min(version - wrote, AGES - 1)]
             count[f"staleness/tokens/{column}"] += 1
             if stored is not None:
                 seconds[f"recompute/seconds/{column}"] += seconds_a_token[wrote]

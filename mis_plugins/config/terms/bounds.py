@@ -84,11 +84,7 @@ BOUNDS: dict[str, Bound] = {
         words="used as it is {where}, dropped from the loss elsewhere",
     ),
     "zero": Bound(
-        apply=unbounded,
-        outside="zeroed",
-        formula="{ratio} where {within}, else 0",
-        words="used as it is {where}, 0 elsewhere",
-        monotone=False,
+        unbounded, "zeroed", "{ratio} where {within}, else 0", "used as it is {where}, 0 elsewhere", monotone=False
     ),
 }
 """By the name that a config gives in `bound`."""

@@ -14,7 +14,6 @@ else:
     Tensor = Any  # torch is imported by whoever makes one
 
 LOG_RATIO_CLAMP = 20.0  # e^20 = 4.9e8: far outside any bound in use, and its square is still a float32
-
 # Largest exponent in numbers that only metrics show: a sum of thousands of e^80 = 5.5e34 still fits float32.
 LARGEST_EXPONENT = 80.0
 

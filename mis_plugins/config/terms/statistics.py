@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from mis_plugins.config.terms.divergence import LARGEST_EXPONENT, Tensor, k1, k2, k3
 
@@ -73,61 +74,51 @@ def binary_kl(proximal: Tensor, behavior: Tensor) -> Tensor:
     return mu.exp() * (mu - pi) + others_mu * (others_mu.log() - others_pi.log())
 
 
-def _k2(token: Evidence) -> Tensor:
-    return k2(token.log_ratio).clamp_(max=LARGEST_K2)
-
-
 def _routes(token: Evidence) -> Tensor:
     assert token.routes is not None, "a hook refuses the statistic where no watch knows the routes"
     return token.routes
 
 
+_of_probabilities = partial(Statistic, reads_probabilities=True)
+
 STATISTICS: dict[str, Statistic] = {
     "ratio": Statistic(lambda t: t.log_ratio, 0, math.inf, "r_t", "ratio", on_policy=1, factor="r", row="log_ratio"),
     "k1": Statistic(lambda t: k1(t.log_ratio), -math.inf, math.inf, "-log r_t", "k1 (-log ratio)"),
-    "k2": Statistic(_k2, 0, math.inf, "(log r_t)^2 / 2", "k2 ((log ratio)^2 / 2)"),
+    "k2": Statistic(
+        lambda t: k2(t.log_ratio).clamp_(max=LARGEST_K2), 0, math.inf, "(log r_t)^2 / 2", "k2 ((log ratio)^2 / 2)"
+    ),
     "k3": Statistic(lambda t: k3(t.log_ratio), 0, math.inf, "(r_t - 1 - log r_t)", "k3 (ratio - 1 - log ratio)"),
-    "binary_kl": Statistic(
-        value=lambda token: binary_kl(token.proximal, token.behavior),
+    "binary_kl": _of_probabilities(
+        value=lambda t: binary_kl(t.proximal, t.behavior),
         low=0,
         high=LARGEST_BINARY_KL,
         formula="(mu * log(mu / {trainer}) + (1 - mu) * log((1 - mu) / (1 - {trainer})))",
         words="binary KL divergence (mu to {trainer}, the sampled token against all others)",
-        reads_probabilities=True,
     ),
-    "prob_diff": Statistic(
-        value=lambda token: prob_diff(token.proximal, token.behavior),
+    "prob_diff": _of_probabilities(
+        value=lambda t: prob_diff(t.proximal, t.behavior),
         low=-1,
         high=1,
         formula="({trainer} - mu)",
         words="probability difference ({trainer} - mu)",
-        reads_probabilities=True,
     ),
-    "abs_prob_diff": Statistic(
-        value=lambda token: prob_diff(token.proximal, token.behavior).abs(),
+    "abs_prob_diff": _of_probabilities(
+        value=lambda t: prob_diff(t.proximal, t.behavior).abs(),
         low=0,
         high=1,
         formula="|{trainer} - mu|",
         words="absolute probability difference |{trainer} - mu|",
-        reads_probabilities=True,
     ),
-    "proximal_prob": Statistic(
-        value=lambda token: token.proximal.float().exp(),
+    "proximal_prob": _of_probabilities(
+        value=lambda t: t.proximal.float().exp(),
         low=0,
         high=1,
         formula="{trainer}",
         words="probability under the trainer ({trainer})",
         on_policy=None,
-        reads_probabilities=True,
     ),
-    "behavior_prob": Statistic(
-        value=lambda token: token.behavior.float().exp(),
-        low=0,
-        high=1,
-        formula="mu",
-        words="probability under the rollout engine (mu)",
-        on_policy=None,
-        reads_probabilities=True,
+    "behavior_prob": _of_probabilities(
+        lambda t: t.behavior.float().exp(), 0, 1, "mu", "probability under the rollout engine (mu)", on_policy=None
     ),
     "route": Statistic(
         _routes, 0, math.inf, "n_t", "number of layers with other experts than the engine's", reads_routes=True

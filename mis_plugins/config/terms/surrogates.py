@@ -116,7 +116,6 @@ SURROGATES: dict[str, Surrogate] = {
     ),
 }
 """By the name that a config gives in `surrogate`."""
-
 OWN_SETTINGS = {name: key for key, record in SURROGATES.items() for name in record.settings}
 """By each key that belongs to one surrogate alone: that surrogate."""
 

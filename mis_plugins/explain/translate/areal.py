@@ -251,10 +251,8 @@ def _from_flat(keys: Mapping[str, Any]) -> CorrectionConfig:
 def _places(tree: Mapping[str, Any]) -> dict[str, tuple[str, Any]]:
     """AReaL's keys that are set, at the top level or in its blocks: where each stands, and its value.
 
-    Keys of a block that no one knows are among them, so that they are refused as at the top level.
-
-    Raises:
-        ConfigError: two places contradict each other.
+    Keys of a block that no one knows are among them, so that they are refused as at the top level. It raises
+    ConfigError where two places contradict each other.
     """
     blocks = {f"{name}.": tree[name] for name in reading.AREAL_BLOCKS if isinstance(tree.get(name), Mapping)}
     keys: dict[str, tuple[str, Any]] = {}

@@ -81,7 +81,6 @@ SOURCES = {
     **{f"objective.{key}": (key,) for key in TAUS},
     "metrics": (METRICS,),
 }
-
 MODES = {
     "token_truncate": ("token", "truncate"),
     "token_mask": ("token", "zero"),
@@ -247,10 +246,7 @@ def _has_kl(given: Mapping[str, Any]) -> bool:
 
 
 def _said(text: str, behind: set[str], asked: Asked) -> Said:
-    """The flags of a launch script, or a yaml mapping, with or without dashes before its keys.
-
-    ms-swift's parser takes `--a-key` for `--a_key`.
-    """
+    """The flags of a launch script, or a yaml mapping whose keys may begin with dashes; `--a-key` is `--a_key`."""
     source = tree_or_script(text, DIALECT, behind, asked)
     of_yaml = {flag_of(key): value for key, value in source.tree.items()}
     for key in source.settings.keys() & of_yaml.keys() - behind if "--config" in text else ():

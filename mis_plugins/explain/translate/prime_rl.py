@@ -114,9 +114,6 @@ def _algorithms(tree: Any) -> Iterator[Any]:
         yield from ([str(value.get("type"))] if key == "algo" and isinstance(value, Mapping) else _algorithms(value))
 
 
-# Reading the user's settings.
-
-
 def _tree(text: str) -> dict[str, Any]:
     try:
         return tomllib.loads(text)

@@ -137,11 +137,7 @@ class Said:
         return replace(self, notes=(*self.notes, *notes), skipped=(*self.skipped, *strays))
 
     def prove_nothing(self) -> None:
-        """Check that a script corrects nothing.
-
-        Raises:
-            ConfigError: a key of the framework stands in the script all the same.
-        """
+        """Check that a script corrects nothing; raises ConfigError where it holds the framework's keys all the same."""
         if self.skipped:
             raise ConfigError(
                 f"nothing that runs corrects, and yet there are {'; '.join(self.skipped)}; put the values that count "
@@ -191,11 +187,7 @@ def setting_of(words: Sequence[Word], *names: str) -> Word | None:
 
 
 def tree_or_script(text: str, dialect: Dialect, behind: set[str], asked: Asked) -> Said:
-    """What a yaml or a launch script says.
-
-    Raises:
-        ConfigError: the text is neither.
-    """
+    """What a yaml or a launch script says; raises ConfigError where the text is neither."""
     is_yaml, problem, tree = asked.path.suffix in (".yaml", ".yml"), None, ""
     if asked.path.suffix == ".py":
         raise ConfigError(
@@ -452,10 +444,8 @@ class Commands(Shell):
     def named_yaml(self, word: Word, folder: str) -> tuple[Any, list[str], list[str]]:
         """The yaml that a start names, what to tell of it, and what stays unread.
 
-        The script writes the file itself, or it lies in the script's folder or in one above.
-
-        Raises:
-            ConfigError: the file is no yaml.
+        The script writes the file itself, or it lies in the script's folder or one above. It raises ConfigError
+        where the file is no yaml.
         """
         name = from_start("", word.source)
         written = self.reading.files.get(from_start(folder, word.source), ())

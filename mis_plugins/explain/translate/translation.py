@@ -54,11 +54,7 @@ class Translation:
     remarks: Mapping[str, str] = field(default_factory=dict)
 
     def config(self) -> CorrectionConfig:
-        """The config, checked.
-
-        Raises:
-            ConfigError: it quotes the user's keys.
-        """
+        """The config, checked; a ConfigError quotes the user's keys."""
         try:
             return reading.from_mapping(self.mis)
         except ConfigError as error:

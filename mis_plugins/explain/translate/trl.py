@@ -142,13 +142,9 @@ def _is_gmpo(given: Mapping[str, Any]) -> bool:
     return given.get("loss_type") == OF_GMPO
 
 
-def _corrects(given: Mapping[str, Any]) -> bool:
-    return not _is_gmpo(given) and _has_engine(given) and truth(given.get(CORRECTION, True), CORRECTION)
-
-
 def _weight(given: Mapping[str, Any]) -> dict[str, Any] | None:
     """The importance weight: of a token, or the product over a sequence; `mask` sets it to 0 outside the bounds."""
-    if not _corrects(given):
+    if _is_gmpo(given) or not _has_engine(given) or not truth(given.get(CORRECTION, True), CORRECTION):
         return None
     mode = choice(given.get(MODE, DEFAULTS[MODE]), MODE, MODES)
     lower, upper = _bound(given, CLIP_MIN), _bound(given, CLIP_MAX)

@@ -86,7 +86,6 @@ WHOLE = {"algorithm", "rollout_correction", "actor_rollout_ref", "actor", "train
 IDLE = {"rollout_is_threshold": "rollout_is", "rollout_is_batch_normalize": "rollout_is",
         "rollout_rs_threshold": "rollout_rs", "loss_type": "bypass_mode"}  # fmt: skip
 """By key: the key without which it has no effect."""
-
 AGGREGATION = {"token": "token", "seq_sum": "sum", "seq_mean": "mean", "seq_max": "max"}
 OPTIONS = tuple(f"{unit}_{k}" for unit in AGGREGATION for k in ("k1", "k2", "k3") if (unit, k) != ("seq_max", "k1"))
 SURROGATE = {"ppo_clip": "clip", "reinforce": "reinforce"}
@@ -103,7 +102,6 @@ SOURCES = {
     **{f"objective.{key}": (key,) for key in TAUS},
 }
 CLIP_RATIO, CLIP_RATIO_C = 0.2, 3.0  # of an actor in verl 0.9.1 that sets none: all three widths, and the cap
-
 RETIRED = ("rollout_rs_threshold_lower", "rollout_token_veto_threshold", "rollout_is_veto_threshold",
            "use_policy_gradient", "rollout_is_level", "rollout_is_mode", "rollout_is_threshold_lower",
            "tis_imp_ratio_cap")  # fmt: skip
@@ -113,7 +111,6 @@ INSTEAD = (
     "lower_upper, its rules rollout_rs: token_k1, seq_sum_k1 or seq_mean_k1, its loss without a clip loss_type: "
     "reinforce; a veto is the rule {over: min, lower: THRESHOLD} under `mis:` in the file made here"
 )
-
 TOKENS_LEFT = (
     "denominator: verl divides by the tokens that are left; so does each sequence here. The hosts refuse it with "
     "--calculate-per-token-loss."
@@ -199,7 +196,9 @@ def translate(text: str, behind: Sequence[str] = (), asked: Asked = ASKED) -> Tr
     Raises:
         ConfigError: no such section, an unknown key, a value that verl refuses; it quotes verl's key.
     """
-    won = dict(_flat(dict(settings_behind(behind, f"{SECTION}.KEY=VALUE", _is_ours, _overridden, _value))))
+    # Hydra's `+` adds a key.
+    overrides = settings_behind(behind, f"{SECTION}.KEY=VALUE", _is_ours, lambda key: _full(key.lstrip("+")), _value)
+    won = dict(_flat(dict(overrides)))
     source = _said(text, set(won), asked)
     settings = {**source.settings, **won}
     given = _given(settings, won)
@@ -240,11 +239,6 @@ def _full(path: str) -> str:
     """The full path of a setting that may begin below the root, as in `rollout_correction.rollout_is`."""
     first, dot, rest = path.partition(".")
     return f"{SHORT.get(first, first)}{dot}{rest}"
-
-
-def _overridden(name: str) -> str:
-    """The full path that an override of Hydra's names; `+` adds a key."""
-    return _full(name.lstrip("+"))
 
 
 def _value(text: str) -> Any:

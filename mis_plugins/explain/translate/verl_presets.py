@@ -88,11 +88,7 @@ def is_call(text: str) -> bool:
 
 
 def keys_of(text: str) -> dict[str, Any]:
-    """The keys that a preset sets, or the call of the class itself.
-
-    Raises:
-        ConfigError: no preset of verl 0.9.1, or an argument that it does not take.
-    """
+    """The keys that a preset sets, or the call of the class itself; raises ConfigError for what verl 0.9.1 refuses."""
     match = CALL.fullmatch(text)
     name = match["name"] if match else text
     if match is not None and name == CONFIG:

@@ -34,10 +34,6 @@ def _loss(name: str) -> tuple[str, str]:
     return f"{HUB}.{name}", f"{TRAINING}.loss_hub.{name}"
 
 
-def _overlaps(args: Any) -> bool:
-    return args.get("pause_generation_mode") == "in_place" and not args.get("sglang_disable_overlap_schedule")
-
-
 @dataclass(frozen=True)
 class Miles(VersionNeeds):
     """The needs by name; the adapter of Miles and its versions' hooks read them from here alone."""
@@ -51,7 +47,9 @@ class Miles(VersionNeeds):
             lambda args: args.get("multi_lora"), "--multi-lora: each adapter then has versions of its own; drop it"
         ),
         Refusal(  # SGLang names a token by the version at its arrival
-            _overlaps,
+            lambda args: (
+                args.get("pause_generation_mode") == "in_place" and not args.get("sglang_disable_overlap_schedule")
+            ),
             "--pause-generation-mode in_place: with SGLang's overlapped schedule the first token after an update "
             "counts as the new version's; give --sglang-disable-overlap-schedule, or pause by retract",
         ),
@@ -161,7 +159,6 @@ class Miles(VersionNeeds):
 
 
 NEEDS = Miles()
-
 # Which tokens the engine could have sampled: Miles's keys (its #2595), and slime's, where they reach Miles.
 SAMPLING_SUPPORT = (
     "rollout_sampling_mask_ids",
@@ -192,8 +189,7 @@ def parallel() -> Parallel:
 def reports(ranks: Ranks) -> bool:
     """Whether Miles logs on this rank of the last pipeline stage.
 
-    The ranks are those that Miles keeps: under fault tolerance a group is torchft's, whose `rank()` is 0 in
-    each cell.
+    The ranks are those that Miles keeps: under fault tolerance a group is torchft's, whose `rank()` is 0 in each cell.
     """
     state = _state()
     if state is None:

@@ -17,11 +17,7 @@ IF_CUT = f"if context parallelism splits the responses, {USE_CP}"
 
 
 def ranks(parallel_state: Any | None) -> Ranks:
-    """The data-parallel group, where one is handed.
-
-    Raises:
-        InputError: the responses are spread over context-parallel ranks.
-    """
+    """The data-parallel group, where one is handed; raises InputError where context-parallel ranks share responses."""
     from mis_plugins.packing.ragged import Ranks
 
     if parallel_state is None:

@@ -89,11 +89,7 @@ class Carrying:
         self._columns, self._data = self._made(actor, rollout_id, data, begins), data
 
     def of(self, data: Data) -> Columns:
-        """The columns of this rollout.
-
-        Raises:
-            InputError: the trainer trains on another rollout, whose weights would silently lack versions.
-        """
+        """The columns of this rollout; raises InputError where the trainer trains on another, without versions."""
         if self._columns is None or data is not self._data:
             raise InputError(
                 f"{INIT}: the rollout in training went past the trainer's train_actor as it was read in "

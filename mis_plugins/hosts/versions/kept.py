@@ -81,11 +81,7 @@ def asked(args: Any) -> bool:
 
 
 def request(head: int) -> dict[str, Any]:
-    """What a request asks for.
-
-    Args:
-        head: above 0 where log-probs of all tokens of a set are wanted, not of the sampled one alone.
-    """
+    """What a request asks for: log-probs of all tokens of a set where `head` is above 0, else of the sampled one."""
     return {"return_sampling_mask": True} | ({"sampling_logprobs_mode": "support"} if head else {})
 
 

@@ -250,11 +250,7 @@ NUMBERING = Numbering(opened)
 
 
 def waiting(version: int, trained: int) -> Waiting:
-    """`Shelf.waiting`, asked from the process of a trainer.
-
-    Raises:
-        ConfigError: no process generates with our hook.
-    """
+    """`Shelf.waiting`, asked from a trainer's process; raises ConfigError where no process generates with our hook."""
     import ray  # type: ignore[import-not-found]
 
     try:

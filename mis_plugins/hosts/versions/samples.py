@@ -96,13 +96,9 @@ def packed_columns(sample: Any) -> dict[str, bytes]:
 
 
 def check_sample(sample: Any, scored: bool, needed: Mapping[str, str]) -> None:
-    """Refuse a sample that lacks what the trainer reads of its tokens.
+    """Refuse with an InputError a sample that has a fault, or lacks versions or an attribute that the trainer reads.
 
-    Args:
-        needed: for each attribute that the trainer reads, who reads it.
-
-    Raises:
-        InputError: the sample has a fault, or lacks versions or an attribute.
+    `needed` holds for each attribute that the trainer reads who reads it.
     """
     if (fault := getattr(sample, FAULT, None)) is not None:
         raise InputError(f"sample {sample.index}: {fault}")

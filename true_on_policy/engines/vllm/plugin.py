@@ -17,7 +17,6 @@ from true_on_policy.engines.handover import ASKED, FORKS, KEY, asked_for, ordere
 
 Receive = Callable[[], Awaitable[Any]]
 Send = Callable[[dict[str, Any]], Awaitable[None]]
-
 PATH, METHOD = "/collective_rpc", "true_on_policy_weights"  # of the server; of each worker, for `weights_told`
 
 
