@@ -8,19 +8,23 @@ from __future__ import annotations
 
 import itertools
 import struct
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import yaml
 
+from mis_plugins.explain.limits import LIMITS
 from mis_plugins.metrics.alarms import PREFIX
 from mis_plugins.report.readers.files import Curve, Problems, objects, opened, parsed, size_of
 from mis_plugins.report.record import LONGEST_WORD, printed, step_of
 from mis_plugins.shared.budget import ITEMS, LINE, STEPS, RecordError
 
-STEPS_OF_HOSTS = ("rollout", "step", "train/step", "rollout/step", "_step", "rollout_id", "global_step", "iteration")
+STEPS_OF_HOSTS = (
+    "rollout", "step", "train/step", "rollout/step", "_step", "rollout_id", "global_step", "iteration",
+    "global_step/max_steps",
+)  # fmt: skip
 # What other packages call our metrics: by package, ours beside a name of theirs.
 PEERS: dict[str, dict[str, str]] = yaml.safe_load(
     Path(__file__).parents[1].joinpath("peer_names.yaml").read_text("utf-8")
@@ -30,7 +34,10 @@ BLOCK, HEADER = 32_768, 7  # of wandb's log, which has the layout of LevelDB's
 NOT_FINITE = ("NaN", "Infinity", "-Infinity")  # as wandb writes such numbers
 FIXED = {1: 8, 5: 4}  # bytes of a protobuf field of a fixed size
 
+LONGEST_COUNT = 19  # digits
+
 Row = tuple[int, Mapping[str, float]]  # a step with numbers of it
+Points = dict[int, dict[str, float]]  # numbers by step
 Field = tuple[int, int | bytes]  # number and content of a protobuf field
 
 
@@ -45,20 +52,39 @@ def has_step(mapping: Mapping[str, object]) -> bool:
     return any(name in mapping for name in STEPS_OF_HOSTS)
 
 
-def curve(path: Path, kind: str, problems: Problems) -> Curve:
-    """The numbers of a file by step; where the end of the file is damaged, those before it."""
-    points: dict[int, dict[str, float]] = {}
-    problems.read(lambda: _add_rows(points, path, kind, problems), path)
-    return Curve(str(path), {step: points[step] for step in sorted(points)})
+def run_of(path: Path, kind: str) -> Path | str:
+    """What the files of one run share: a restart writes another file of tensorboard, and wandb's run of one name."""
+    return {"tensorboard": path.parent, "wandb": path.name}.get(kind, path)
 
 
-def _add_rows(points: dict[int, dict[str, float]], path: Path, kind: str, problems: Problems) -> None:
+def curve(paths: Sequence[Path], kind: str, problems: Problems) -> Curve:
+    """The numbers of one run's files by step; where the end of a file is damaged, those before it."""
+    points: Points = {}
+    replaced: list[Row] = []
+    for path in paths:
+        if problems.read(lambda path=path: _add_rows(points, replaced, path, kind, problems), path) is None:
+            problems.torn[str(path)] = None
+    more = f" and {len(paths) - 1} more" if paths[1:] else ""
+    return Curve(f"{paths[0]}{more}", {step: points[step] for step in sorted(points)}, replaced)
+
+
+def _add_rows(points: Points, replaced: list[Row], path: Path, kind: str, problems: Problems) -> bool:
+    """Add the rows of a file; numbers that a step has already are moved to `replaced`."""
     size, held = size_of(path), 0
     for step, row in problems.each(READERS[kind](path, problems), path, size):
         held += len(row)
         ITEMS.check(held, size, path)
-        points.setdefault(step, {}).update(row)
+        if not LIMITS.keys().isdisjoint(points.setdefault(step, {}).keys() & row.keys()):
+            replaced += _replaced(points, step)
+        points[step].update(row)
         STEPS.check(len(points), size, path)
+    return True
+
+
+def _replaced(points: Points, step: int) -> list[Row]:
+    """Take the numbers that have a limit out of a step and of all later ones: a run starts anew from the step on."""
+    steps = [step] if step == next(reversed(points)) else [later for later in points if later >= step]
+    return [(later, {name: points[later].pop(name) for name in LIMITS if name in points[later]}) for later in steps]
 
 
 def _row(mapping: Mapping[str, Any], step: object = None) -> list[Row]:
@@ -67,9 +93,18 @@ def _row(mapping: Mapping[str, Any], step: object = None) -> list[Row]:
     Raises:
         RecordError: the step is no whole number.
     """
-    given = [*(mapping[name] for name in STEPS_OF_HOSTS if name in mapping), *([] if step is None else [step])]
+    given = [*(_count(mapping[name]) for name in STEPS_OF_HOSTS if name in mapping), *([] if step is None else [step])]
+    logged = mapping.get("data")  # verl's file of a run, whose writer has null for NaN
+    if isinstance(logged, Mapping):
+        mapping = {name: "NaN" if x is None else x for name, x in logged.items()}
     numbers = {our_name(name): float(x) for name, x in mapping.items() if _is_number(x) or x in NOT_FINITE}
     return [(step_of(next(filter(_is_number, given), given[0])), numbers)] if given else []
+
+
+def _count(step: Any) -> Any:
+    """The number of a step; ms-swift writes `3/100` for the third of a hundred steps."""
+    count = step.partition("/")[0] if isinstance(step, str) else ""
+    return int(count) if count.isdecimal() and len(count) < LONGEST_COUNT else step
 
 
 def _is_number(value: object) -> bool:
