@@ -152,6 +152,22 @@ def test_a_run_that_starts_anew_is_judged_by_its_last_start_and_tells_the_first(
     assert "numbers of 40 steps from step 50 on give way to later rows" in verdict["parts"]["Logged again"]
 
 
+def test_two_names_of_a_number_are_no_new_start(tmp_path: Path) -> None:
+    """The hook's mean and the step's own number have rows of their own, as tensorboard writes them."""
+    rows = [{"step": step, name: 1e-3} for name in ("train/mis_step/kl_k3", "train/mis_k3_kl") for step in range(9)]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    _, told = reported(tmp_path / "metrics.jsonl")
+    assert told["verdict"]["level"] == CALM and "Logged again" not in told["verdict"]["parts"]
+
+
+@pytest.mark.parametrize("name", ["mis_kept_fraction", "mis_ess_mb", "mis_step/ess"])
+def test_a_correction_that_leaves_little_is_told_by_our_hooks_names(name: str, tmp_path: Path) -> None:
+    rows = [{"step": step, "train/mis_k3_kl": 1e-3, f"train/{name}": 0.02} for step in range(9)]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    _, told = reported(tmp_path / "metrics.jsonl")
+    assert told["verdict"]["level"] == WATCH and "is 0.02, below 0.5, at step 8" in told["verdict"]["headline"]
+
+
 def test_the_files_that_one_run_of_tensorboard_writes_are_one_curve(tmp_path: Path) -> None:
     for file, (start, level) in enumerate(((0, 1e-3), (50, 8e-3))):
         events = (event(step, "train/mis_k3_kl", level) for step in range(start, start + 50))

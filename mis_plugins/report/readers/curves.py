@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import itertools
 import struct
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -29,7 +31,9 @@ STEPS_OF_HOSTS = (
 PEERS: dict[str, dict[str, str]] = yaml.safe_load(
     Path(__file__).parents[1].joinpath("peer_names.yaml").read_text("utf-8")
 )
-OURS = {theirs: ours for names in PEERS.values() for theirs, ours in names.items()} | {"k3_kl": "kl_k3"}
+OURS = {theirs: ours for names in PEERS.values() for theirs, ours in names.items()} | {
+    "k3_kl": "kl_k3", "mis_kept_fraction": "kept_fraction", "mis_ess_mb": "ess",  # of our own hooks
+}  # fmt: skip
 BLOCK, HEADER = 32_768, 7  # of wandb's log, which has the layout of LevelDB's
 NOT_FINITE = ("NaN", "Infinity", "-Infinity")  # as wandb writes such numbers
 FIXED = {1: 8, 5: 4}  # bytes of a protobuf field of a fixed size
@@ -37,7 +41,6 @@ FIXED = {1: 8, 5: 4}  # bytes of a protobuf field of a fixed size
 LONGEST_COUNT = 19  # digits
 
 Row = tuple[int, Mapping[str, float]]  # a step with numbers of it
-Points = dict[int, dict[str, float]]  # numbers by step
 Field = tuple[int, int | bytes]  # number and content of a protobuf field
 
 
@@ -59,36 +62,57 @@ def run_of(path: Path, kind: str) -> Path | str:
 
 def curve(paths: Sequence[Path], kind: str, problems: Problems) -> Curve:
     """The numbers of one run's files by step; where the end of a file is damaged, those before it."""
-    points: Points = {}
-    replaced: list[Row] = []
+    points = Points()
     for path in paths:
-        if problems.read(lambda path=path: _add_rows(points, replaced, path, kind, problems), path) is None:
+        if problems.read(lambda path=path: _add_rows(points, path, kind, problems), path) is None:
             problems.torn[str(path)] = None
     more = f" and {len(paths) - 1} more" if paths[1:] else ""
-    return Curve(f"{paths[0]}{more}", {step: points[step] for step in sorted(points)}, replaced)
+    return Curve(f"{paths[0]}{more}", {step: points.kept[step] for step in sorted(points.kept)}, points.replaced)
 
 
-def _add_rows(points: Points, replaced: list[Row], path: Path, kind: str, problems: Problems) -> bool:
-    """Add the rows of a file; numbers that a step has already are moved to `replaced`."""
+@dataclass
+class Points:
+    """The numbers of a run, by our names.
+
+    kept: the numbers of each step.
+    replaced: as of a `Curve`.
+    logged: of each step the names in the file of the numbers in `kept` that have a limit.
+    """
+
+    kept: dict[int, dict[str, float]] = field(default_factory=dict)
+    replaced: list[Row] = field(default_factory=list)
+    logged: defaultdict[int, set[str]] = field(default_factory=lambda: defaultdict(set))
+
+    def add(self, step: int, row: Mapping[str, float]) -> None:
+        """Add a row of a log. Where the log has one of its numbers already, the run starts anew from the step on."""
+        names = {name: our_name(name) for name in row}
+        limited, kept = {name for name, ours in names.items() if ours in LIMITS}, self.kept.setdefault(step, {})
+        if not limited.isdisjoint(self.logged[step]):
+            self._start_anew(step)
+        self.logged[step] |= limited
+        kept.update({names[name]: x for name, x in row.items()})
+
+    def _start_anew(self, step: int) -> None:
+        """Move the numbers that have a limit of a step, and of all later ones, to `replaced`."""
+        is_last = step == next(reversed(self.kept))
+        for later in [step] if is_last else [later for later in self.kept if later >= step]:
+            row = self.kept[later]
+            self.replaced.append((later, {name: row.pop(name) for name in LIMITS if name in row}))
+            self.logged[later].clear()
+
+
+def _add_rows(points: Points, path: Path, kind: str, problems: Problems) -> bool:
     size, held = size_of(path), 0
     for step, row in problems.each(READERS[kind](path, problems), path, size):
         held += len(row)
         ITEMS.check(held, size, path)
-        if not LIMITS.keys().isdisjoint(points.setdefault(step, {}).keys() & row.keys()):
-            replaced += _replaced(points, step)
-        points[step].update(row)
-        STEPS.check(len(points), size, path)
+        points.add(step, row)
+        STEPS.check(len(points.kept), size, path)
     return True
 
 
-def _replaced(points: Points, step: int) -> list[Row]:
-    """Take the numbers that have a limit out of a step and of all later ones: a run starts anew from the step on."""
-    steps = [step] if step == next(reversed(points)) else [later for later in points if later >= step]
-    return [(later, {name: points[later].pop(name) for name in LIMITS if name in points[later]}) for later in steps]
-
-
 def _row(mapping: Mapping[str, Any], step: object = None) -> list[Row]:
-    """The numbers of a row by our names; none without a step.
+    """The numbers of a row by their names in the file; none without a step.
 
     Raises:
         RecordError: the step is no whole number.
@@ -97,7 +121,7 @@ def _row(mapping: Mapping[str, Any], step: object = None) -> list[Row]:
     logged = mapping.get("data")  # verl's file of a run, whose writer has null for NaN
     if isinstance(logged, Mapping):
         mapping = {name: "NaN" if x is None else x for name, x in logged.items()}
-    numbers = {our_name(name): float(x) for name, x in mapping.items() if _is_number(x) or x in NOT_FINITE}
+    numbers = {name: float(x) for name, x in mapping.items() if _is_number(x) or x in NOT_FINITE}
     return [(step_of(next(filter(_is_number, given), given[0])), numbers)] if given else []
 
 
@@ -143,7 +167,7 @@ def _event(event: bytes) -> Iterator[Row]:
         parts = dict(messages(value))
         tag, content = parts.get(1), parts.get(2) or _of_tensor(parts.get(8, b""))
         if tag is not None and content is not None:
-            yield step, {our_name(tag.decode()): number(content)}
+            yield step, {tag.decode(): number(content)}
 
 
 def _of_tensor(tensor: bytes) -> bytes | None:
