@@ -32,6 +32,7 @@ LIMITS: dict[str, Limits] = {
     "ratio_mean": Limits(0.98, 1.02),
     "log_prob_diff_abs_max": Limits(high=5.0),
     "ess_ratio": Limits(low=0.5, most=1.0),
+    "ess": Limits(low=0.5, most=1.0),
     "prob_correlation": Limits(low=0.95, least=-1.0, most=1.0),
     "kept_fraction": Limits(low=0.5, most=1.0),
 }

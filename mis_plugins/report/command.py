@@ -73,11 +73,11 @@ def alarmed(document: Document) -> bool:
 
     A file that breaks off may be one that the run still writes.
     """
-    made = document.report
-    if not document.verdict.measured:
+    made, beside = document.report, of_curves(document.curves)
+    if beside.measured and beside.level != CALM:
+        return True
+    if made is None or not document.verdict.measured:
         return bool(made and made.alarms)
-    if made is None:
-        return of_curves(document.curves).level != CALM
     level = level_of(replace(made, torn=()))
     few = made.usable < FEW and level != ALARM
     return bool(made.alarms) or (level != CALM and not few)
@@ -135,7 +135,7 @@ def read(paths: Sequence[Path], arguments: argparse.Namespace) -> Document:
             tell_nothing(file, problems)
         for path in () if problems.kept else paths:
             problems.add(NOTHING, path)
-    judgement = verdict(made, proposal) if made else of_curves(curves, survey.rejected, unread, problems)
+    judgement = verdict(made, proposal, curves) if made else of_curves(curves, survey.rejected, unread, problems)
     title = ", ".join(path.name or str(path) for path in paths[:SHOWN_PATHS])
     title += f" and {len(paths) - SHOWN_PATHS} more" if paths[SHOWN_PATHS:] else ""
     inputs = (

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
+from os.path import commonprefix
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from mis_plugins.explain.rungs import record
 from mis_plugins.report import plots
 from mis_plugins.report.causes import CANNOT, CAUSES
 from mis_plugins.report.places import PLACES
-from mis_plugins.report.verdict import CALM, WATCH
+from mis_plugins.report.verdict import CALM, WATCH, in_steps
 from mis_plugins.report.written import Document
 from mis_plugins.shared.terminal import printable
 
@@ -67,6 +68,7 @@ def _template() -> Any:
     )  # fmt: skip
     environment.filters |= {
         "number": _number, "code": _code, "shade": _shade, "text": _text, "counted": _counted, "percent": _percent,
+        "in_steps": in_steps,
         "cause_title": lambda name: CAUSES[name].title,
     }  # fmt: skip
     return environment.get_template("page.html")
@@ -108,7 +110,9 @@ def _place(name: str, rows: list[dict[str, Any]], all_rows: Iterable[list[dict[s
 
 def _curves(document: Document) -> Iterator[tuple[str, str]]:
     """Name and picture of each number over the steps, of the tokens and of the logs beside them."""
-    runs = {Path(curve.label).name: curve.values for curve in document.curves if len(curve.values) > 1}
+    folder, slash, _ = commonprefix([curve.label for curve in document.curves]).rpartition("/")
+    start = len(folder + slash)
+    runs = {curve.label[start:]: curve.values for curve in document.curves if len(curve.values) > 1}
     marks: list[int] = []
     if document.report is not None and len(document.report.steps) > 1:
         runs = {document.title: _steps(document)} | runs

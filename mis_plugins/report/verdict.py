@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from mis_plugins.explain.limits import FIRST, LIMITS
 from mis_plugins.explain.rungs import Rung, record
-from mis_plugins.report.causes import EVEN, FEW, PRECISION
+from mis_plugins.report.causes import EVEN, FEW, OF_PLACES, PRECISION
 from mis_plugins.report.changes import SMALLEST, Change, changes, smallest_rise
 from mis_plugins.report.proposal import NOTHING, Proposal
 from mis_plugins.report.readers.files import Curve, Problem, Problems
@@ -81,8 +81,23 @@ def possible(name: str, value: float) -> bool:
     return math.isfinite(value) and limits.least - ROUNDING <= value <= limits.most + ROUNDING
 
 
-def verdict(report: Report, proposal: Proposal | None) -> Verdict:
-    """The verdict on a run with tokens."""
+def verdict(report: Report, proposal: Proposal | None, curves: Sequence[Curve] = ()) -> Verdict:
+    """The verdict on a run with tokens, which may be a few of the steps that curves beside them show."""
+    whole, beside = _of_tokens(report, proposal), of_curves(curves)
+    if not beside.measured or beside.level == CALM:
+        return whole
+    parts = {"Curves beside": beside.headline, **whole.parts}
+    if whole.level != CALM:
+        return replace(whole, parts=parts, level=max(whole.level, beside.level, key=(WATCH, ALARM).index))
+    since_when = beside.parts["Since when"] or whole.parts["Since when"]
+    do = {"What to do": "name dumps of the steps that the curves show too.", "What to run with": ""}
+    do |= {"Since when": since_when}
+    headline = "What was read of tokens agrees as well as a healthy run, but the curves beside do not."
+    return Verdict(beside.level, headline, parts | do)
+
+
+def _of_tokens(report: Report, proposal: Proposal | None) -> Verdict:
+    """The verdict on the tokens alone."""
     if report.certain == report.usable:
         return _of_nothing(report)
     limits, level, kl_k3 = beyond(report.whole), level_of(report), report.whole[FIRST]
@@ -175,42 +190,99 @@ def of_curves(curves: Sequence[Curve], rejected: int = 0, unread: int = 0, probl
     problems: what could not be read, and which files broke off; None where all was read.
     """
     problems = problems or Problems()
-    rows = [(name, step, x) for curve in curves for name, (step, x) in _last(curve).items()]
-    limits = [f"{limit}, at step {step}" for name, step, x in rows for limit in beyond({name: x})]
+    rows = [(curve, name, step, x) for curve in curves for name, (step, x) in _last(curve).items()]
+    limits = [
+        f"{limit}, at step {step}{_of(curve, curves)}" for curve, name, step, x in rows for limit in beyond({name: x})
+    ]
     words = "; ".join(dict.fromkeys(limits))
-    earlier = {"Beyond its limit before": "; ".join(dict.fromkeys(filter(None, map(_earlier, curves))))}
-    values = (row.items() for curve in curves for row in curve.values.values())
-    if not any(possible(name, x) for row in values for name, x in row if name in LIMITS):
+    if not any(_measures(name, x) for curve in curves for _, row in _logged(curve) for name, x in row.items()):
         why = words or (_unknown(curves) if curves and not rejected else _unreadable(rejected, problems.kept))
         return Verdict(ALARM, f"Nothing was read that measures the mismatch: {why}.", TOLD, measured=False)
-    steps, moves = _over_steps(curves)
-    over_time = {"Since when": since(steps, moves)}
+    earlier = {"Beyond its limit before": _each(curves, _earlier)}
+    over_time, rose = _over_time(curves)
     read = sum(len(curve.values) for curve in curves)
     few = f"{unread} of {unread + read} rows of the curves." if unread > MOST_LOST * read else ""
     tokens = f"{were_rejected(rejected, rejected)}." if rejected else ""
     lost = {"Tokens were not read": tokens, "Not read": few} | _broke_off([*problems.torn])
+    lost |= {"Not logged to the end": _each(curves, _ended)}
+    told, again = TOLD | _how_large(curves) | over_time, {"Logged again": _each(curves, _again)}
     if limits:
-        alarming = any(name == FIRST and x > LIMITS[FIRST].alarm for name, _, x in rows)
+        alarming = any(name == FIRST and x > LIMITS[FIRST].alarm for _, name, _, x in rows)
         level, headline = ALARM if alarming else WATCH, f"Last seen beyond its limit: {words}."
-        return Verdict(level, headline, TOLD | over_time | earlier | lost)
-    if any((earlier | lost).values()) or any(move.factor > 1 for move in moves):
+        return Verdict(level, headline, told | earlier | lost | again)
+    if rose or any((earlier | lost).values()):
         name, text = next((name, text) for name, text in (lost | earlier | over_time).items() if text)
-        return Verdict(WATCH, f"{name}: {text}", TOLD | lost | earlier | over_time | {name: ""})
-    return Verdict(CALM, "The curves end within their limits.", TOLD | over_time)
+        return Verdict(WATCH, f"{name}: {text}", told | lost | earlier | over_time | again | {name: ""})
+    names = ", ".join(dict.fromkeys(name for _, name, _, _ in rows))
+    return Verdict(CALM, f"The curves end within their limits: {names}.", told | again)
 
 
-def _over_steps(curves: Sequence[Curve]) -> tuple[dict[int, float], list[Change]]:
-    """The kl_k3 of the first curve that has several, and its changes."""
-    rows = (curve.values.items() for curve in curves)
-    by_curve = ({step: row[FIRST] for step, row in log if math.isfinite(row.get(FIRST, math.nan))} for log in rows)
-    first = next((values for values in by_curve if len(values) > 1), {})
-    return first, changes(list(first), list(first.values()))
+def _measures(name: str, value: float) -> bool:
+    """Whether a number measures the mismatch; without a rule every run keeps all of its tokens."""
+    return name in LIMITS and possible(name, value) and (name, value) != ("kept_fraction", 1)
+
+
+def _of(curve: Curve, curves: Sequence[Curve]) -> str:
+    """The label of a curve that is one of several, for the end of a sentence."""
+    return f" ({curve.label})" if curves[1:] else ""
+
+
+def _how_large(curves: Sequence[Curve]) -> dict[str, str]:
+    """The last kl_k3 where one curve has it, in words."""
+    sizes = [size for curve in curves if (size := _last(curve).get(FIRST)) and possible(FIRST, size[1])]
+    words = [f"{FIRST} is {x:.3g} at step {step}. {in_words(x)}" for step, x in sizes]
+    return {"How large": "".join(words) if len(words) == 1 else ""}
+
+
+def _each(curves: Sequence[Curve], words: Callable[[Curve], str]) -> str:
+    """What is said of each curve, with the label of the curve where there are several."""
+    sentences = dict.fromkeys(f"{text}{_of(curve, curves)}" for curve in curves if (text := words(curve)))
+    return "; ".join(sentences) + "." * bool(sentences)
+
+
+def _over_time(curves: Sequence[Curve]) -> tuple[dict[str, str], bool]:
+    """How kl_k3 changes on the first curve that rises, or else on the first with several steps; whether it rises."""
+    moved = []
+    for curve in curves:
+        values = {step: x for step, row in curve.values.items() if math.isfinite(x := row.get(FIRST, math.nan))}
+        moved.append((curve, values, changes(list(values), list(values.values()))))
+    order = sorted(moved, key=lambda move: (not _rises(move[2]), len(move[1]) < 2))
+    curve, values, moves = order[0]
+    sentence = since(values, moves).removesuffix(".") + _of(curve, curves)
+    return {"Since when": f"{sentence}."}, _rises(moves)
+
+
+def _rises(moves: Sequence[Change]) -> bool:
+    return any(move.factor > 1 for move in moves)
+
+
+def _ended(curve: Curve) -> str:
+    """The last step of kl_k3, or of the last number with a limit, where the log goes on without; else nothing."""
+    last = {name: step for name, (step, _) in _last(curve).items()}
+    name, step = (FIRST, last[FIRST]) if FIRST in last else max(last.items(), key=lambda pair: pair[1], default=("", 0))
+    without = len({later for later in curve.values if later > step} - {again for again, _ in curve.replaced})
+    goes_on = name and without > MOST_LOST * len(curve.values)
+    return f"{name} was last logged at step {step}, and the log goes on to step {max(curve.values)}" if goes_on else ""
+
+
+def _again(curve: Curve) -> str:
+    """Which steps a log holds more than once, in words."""
+    steps = sorted({step for step, _ in curve.replaced})
+    if not steps:
+        return ""
+    rows = f"numbers of {len(steps)} step{'s' * (len(steps) > 1)} from step {steps[0]} on"
+    return f"{rows} give way to later rows, as where a run starts anew, and are judged as earlier ones"
+
+
+def _logged(curve: Curve) -> list[tuple[int, Mapping[str, float]]]:
+    """All rows of a curve, and those that later rows replaced."""
+    return [*curve.replaced, *curve.values.items()]
 
 
 def _unknown(curves: Sequence[Curve]) -> str:
-    """Which numbers the curves hold, none of which has a limit."""
+    """Which numbers the curves hold, none of which measures the mismatch."""
     names = list(dict.fromkeys(name for curve in curves for row in curve.values.values() for name in row))
-    return f"no curve holds a number that has a limit: {lacking((FIRST,), names)}"
+    return f"no curve holds a number that measures it: {lacking((FIRST,), names)}"
 
 
 def _unreadable(rejected: int, problems: Sequence[Problem]) -> str:
@@ -229,13 +301,15 @@ def _last(curve: Curve) -> dict[str, tuple[int, float]]:
 def _earlier(curve: Curve) -> str:
     """The worst of each number's values that lay beyond its limit, where the last one does not, in words."""
     last, sentences = _last(curve), []
-    for name in (name for name, (_, x) in last.items() if not beyond({name: x})):
-        values = {step: row[name] for step, row in curve.values.items() if name in row}
-        out = {step: x for step, x in values.items() if beyond({name: x})}
+    for name in (name for name in LIMITS if not (name in last and beyond({name: last[name][1]}))):
+        values = [(step, row[name]) for step, row in _logged(curve) if name in row]
+        out = [(step, x) for step, x in values if beyond({name: x})]
         if out:
-            worst = max(out, key=lambda step: abs(out[step] - last[name][1]) if math.isfinite(out[step]) else -1.0)
-            sentences.append(f"{beyond({name: out[worst]})[0]}, at step {worst} ({len(out)} of {len(values)} steps)")
-    return "; ".join(sentences) + "." * bool(sentences)
+            end = last.get(name, (0, 0.0))[1]
+            step, x = max(out, key=lambda pair: abs(pair[1] - end) if math.isfinite(pair[1]) else -1.0)
+            count, of = (len({step for step, _ in pairs}) for pairs in (out, values))
+            sentences.append(f"{beyond({name: x})[0]}, at step {step} ({count} of {of} steps)")
+    return "; ".join(sentences)
 
 
 def _headline(report: Report, level: str) -> str:
@@ -245,7 +319,8 @@ def _headline(report: Report, level: str) -> str:
         mostly = f"{_rejected(report)}; of the others: " if report.rejected > report.sequences else ""
         alone = all(other.name == PRECISION for other in others)
         hidden = f", which may hide {first.cause.hides}" if first.cause.hides and alone else ""
-        return f"{mostly}{first.cause.title}{hidden}{more}."
+        part = f" ({first.share:.0%} of the mismatch)" if first.name in OF_PLACES and first.share < 0.5 else ""
+        return f"{mostly}{first.cause.title}{part}{hidden}{more}."
     if report.usable < FEW:
         return f"{report.usable} token{'s' * (report.usable > 1)} can be compared, too few to tell anything by."
     if level == CALM:
@@ -259,17 +334,18 @@ def _headline(report: Report, level: str) -> str:
 def since(steps: Mapping[int, float], moves: Sequence[Change]) -> str:
     """How kl_k3 changed over the steps, or the smallest rise that would have shown."""
     if len(steps) < 2:
-        return "one step was read, so no change over time can be seen."
+        return f"{FIRST} was read at {'one step' if steps else 'no step'}, so no change over time can be seen."
     finite = {step: x for step, x in steps.items() if math.isfinite(x)}
     if not moves:
         least, top = smallest_rise(list(finite.values())), max(finite, key=lambda step: finite[step], default=None)
         highest = f", and the highest is {finite[top]:.2g}, at step {top}" if top is not None else ""
         rise = f"a lasting rise of {least:.2g} times would show{highest}"
         return f"{FIRST} shows no change over {len(finite)} steps; {rise}."
-    return f"{FIRST} {', then '.join(map(_change, moves))}."
+    return f"{FIRST} {', then '.join(map(in_steps, moves))}."
 
 
-def _change(change: Change) -> str:
+def in_steps(change: Change) -> str:
+    """How kl_k3 changed, in words."""
     if change.after < 2 * SMALLEST < change.before:
         return f"fell to 0 at step {change.step}, from {change.before:.2g}"
     if change.before < 2 * SMALLEST < change.after:

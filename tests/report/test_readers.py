@@ -121,6 +121,10 @@ def miles_without_ranks(folder: Path, records: Sequence[Record]) -> None:
 
 LOST: dict[str, tuple[Written, str]] = {
     "a rank": (miles_without_ranks, "of 1 of 2 context-parallel ranks"),
+    "an end of tokens": (
+        slime_where(lambda sample: sample.update(tokens=sample["tokens"][:0])),
+        "tokens has 0 values, fewer than log_probs",
+    ),
     **{f"the end of {name}": (
         miles_where(lambda columns, name=name: columns.update({name: []})),
         f"{name} has 0 entries, fewer than the rank has samples",
@@ -358,6 +362,9 @@ LINES = b"""{"rollout": 0, "k3_kl": 0.5, "seconds": 1.0}
 {"step": 2, "mis_step/kl_k3": 0.125}
 """
 CUT = event(300, "train/mis_step/kl_k3", 0.5) + event(301, "train/mis_step/kl_k3", 0.25)[:-3]
+OF_VERL = b'{"step": 1, "data": {"rollout_corr/k3_kl": 0.5}}\n{"step": 2, "data": {"rollout_corr/k3_kl": 0.25}}'
+OF_SWIFT = (b'{"rollout_correction/k3_kl": 0.5, "global_step/max_steps": "1/9"}\n'
+            b'{"rollout_correction/k3_kl": 0.25, "iteration": "2/9"}')  # fmt: skip
 OFFLINE = b":W&B" + bytes(3) + wandb_record(1, 0.5) + wandb_record(2, 0.25)
 
 
@@ -369,6 +376,8 @@ CUT_OFF = "tensorboard is damaged after step 300: the end of the file is cut"
     [
         ("metrics.jsonl", LINES, {0: 0.5, 1: 0.25, 2: 0.125}, ""),
         ("run-a.wandb", OFFLINE, {1: 0.5, 2: 0.25}, ""),
+        ("verl.jsonl", OF_VERL, {1: 0.5, 2: 0.25}, ""),
+        ("logging.jsonl", OF_SWIFT, {1: 0.5, 2: 0.25}, ""),
         ("events.out.tfevents.1.host", CUT, {300: 0.5}, CUT_OFF),
     ],
 )

@@ -15,8 +15,8 @@ from typing import Any
 import pyarrow
 import pytest
 import torch
-from report_dumps import write_miles, write_slime
-from test_readers import read, reported, some_records, write_lines
+from report_dumps import write_miles, write_rollout, write_slime
+from test_readers import event, read, reported, some_records, write_lines
 from test_report import PLAIN, surveyed
 
 from lab import planted_runs as plants
@@ -46,7 +46,7 @@ from mis_plugins.report.verdict import (
     verdict,
     were_rejected,
 )
-from mis_plugins.shared.budget import RecordError
+from mis_plugins.shared.budget import STEPS, RecordError
 
 ROOT = Path(__file__).parents[2]
 NEEDED = ("behavior_log_probs", "proximal_log_probs")
@@ -131,6 +131,90 @@ def test_a_number_that_wandb_writes_as_text_is_read(text: str, tmp_path: Path) -
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     code, told = reported(tmp_path / "metrics.jsonl")
     assert code == 0 and told["verdict"]["level"] != CALM and "at step 9" in told["verdict"]["headline"]
+
+
+def logged_at(values: Sequence[float], start: int = 0) -> list[str]:
+    """Lines of a log whose kl_k3 at each step from `start` on is given."""
+    return [json.dumps({"step": step, "kl_k3": x}) for step, x in enumerate(values, start)]
+
+
+RESTARTED = [*[1e-3] * 60, *[0.2] * 30]  # a run that is started again from step 50
+
+
+@pytest.mark.parametrize("steps", [30, 50])
+def test_a_run_that_starts_anew_is_judged_by_its_last_start_and_tells_the_first(steps: int, tmp_path: Path) -> None:
+    rows = [*logged_at(RESTARTED), *logged_at([1e-3] * steps, 50)]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(rows))
+    _, told = reported(tmp_path / "metrics.jsonl")
+    verdict = told["verdict"]
+    before = "Beyond its limit before: kl_k3 is 0.2, above 0.01, at step 60 (30 of "
+    assert verdict["level"] == WATCH and verdict["headline"].startswith(before)
+    assert "numbers of 40 steps from step 50 on give way to later rows" in verdict["parts"]["Logged again"]
+
+
+def test_two_names_of_a_number_are_no_new_start(tmp_path: Path) -> None:
+    """The hook's mean and the step's own number have rows of their own, as tensorboard writes them."""
+    rows = [{"step": step, name: 1e-3} for name in ("train/mis_step/kl_k3", "train/mis_k3_kl") for step in range(9)]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    _, told = reported(tmp_path / "metrics.jsonl")
+    assert told["verdict"]["level"] == CALM and "Logged again" not in told["verdict"]["parts"]
+
+
+@pytest.mark.parametrize("name", ["mis_kept_fraction", "mis_ess_mb", "mis_step/ess"])
+def test_a_correction_that_leaves_little_is_told_by_our_hooks_names(name: str, tmp_path: Path) -> None:
+    rows = [{"step": step, "train/mis_k3_kl": 1e-3, f"train/{name}": 0.02} for step in range(9)]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    _, told = reported(tmp_path / "metrics.jsonl")
+    assert told["verdict"]["level"] == WATCH and "is 0.02, below 0.5, at step 8" in told["verdict"]["headline"]
+
+
+def test_the_files_that_one_run_of_tensorboard_writes_are_one_curve(tmp_path: Path) -> None:
+    for file, (start, level) in enumerate(((0, 1e-3), (50, 8e-3))):
+        events = (event(step, "train/mis_k3_kl", level) for step in range(start, start + 50))
+        (tmp_path / f"events.out.tfevents.{file}.host").write_bytes(b"".join(events))
+    _, told = reported(tmp_path)
+    assert told["verdict"]["headline"].startswith("Since when: kl_k3 rose 8 times at step 50")
+
+
+def test_a_log_of_more_steps_than_the_budget_is_not_read_to_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("mis_plugins.report.readers.curves.STEPS", replace(STEPS, base=50))
+    (tmp_path / "metrics.jsonl").write_text("\n".join(logged_at(RESTARTED)))
+    _, told = reported(tmp_path / "metrics.jsonl")
+    assert told["verdict"]["level"] == WATCH and told["verdict"]["headline"].startswith("Not read to the end: ")
+
+
+def test_calm_tokens_beside_a_curve_that_is_not_are_never_calm(tmp_path: Path) -> None:
+    run = run_of_bf16(tmp_path / "run")
+    for name in ("a", "b"):
+        (run / name).mkdir()
+        (run / name / "metrics.jsonl").write_text("\n".join(logged_at(RESTARTED)))
+    code, told = reported(run, "--watch")
+    parts = told["verdict"]["parts"]
+    assert code == 3 and told["verdict"]["level"] == ALARM and "curves beside do not" in told["verdict"]["headline"]
+    assert f"at step 89 ({run / 'b' / 'metrics.jsonl'})" in parts["Curves beside"]
+    assert "rose 200 times at step 60" in parts["Since when"] and "What to run with" not in parts
+    page = (tmp_path / "out" / "report.html").read_text()
+    assert all(f">{name}/metrics.jsonl<" in page or f"{name}/metrics.jsonl -->" in page for name in ("a", "b"))
+
+
+def test_a_cause_of_a_small_part_says_so_in_the_headline(tmp_path: Path) -> None:
+    """The first half of each response is an engine's in int6, as where an earlier version wrote it."""
+    halves = [
+        {name: torch.cat([getattr(old, name)[: old.size // 2], getattr(new, name)]).tolist() for name in NEEDED}
+        for new, old in zip(BF16, INT6, strict=True)
+    ]
+    (tmp_path / "run.jsonl").write_text("\n".join(map(json.dumps, halves)))
+    _, told = reported(tmp_path / "run.jsonl")
+    assert told["verdict"]["headline"] == "A cut or changed template (8% of the mismatch)."
+
+
+def test_a_folder_with_an_evaluation_alone_says_what_its_dump_lacks(tmp_path: Path) -> None:
+    write_rollout(tmp_path, some_records())
+    (tmp_path / "rollout_data" / "3.pt").rename(tmp_path / "rollout_data" / "eval_3.pt")
+    code, told = reported(tmp_path)
+    assert code == 2 and "holds the engine's log-probs alone" in told["verdict"]["headline"]
 
 
 @pytest.mark.parametrize("kind", ["tokens", "few tokens", "curves", "an empty file"])

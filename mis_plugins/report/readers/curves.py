@@ -8,27 +8,37 @@ from __future__ import annotations
 
 import itertools
 import struct
-from collections.abc import Callable, Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import yaml
 
+from mis_plugins.explain.limits import LIMITS
 from mis_plugins.metrics.alarms import PREFIX
 from mis_plugins.report.readers.files import Curve, Problems, objects, opened, parsed, size_of
 from mis_plugins.report.record import LONGEST_WORD, printed, step_of
 from mis_plugins.shared.budget import ITEMS, LINE, STEPS, RecordError
 
-STEPS_OF_HOSTS = ("rollout", "step", "train/step", "rollout/step", "_step", "rollout_id", "global_step", "iteration")
+STEPS_OF_HOSTS = (
+    "rollout", "step", "train/step", "rollout/step", "_step", "rollout_id", "global_step", "iteration",
+    "global_step/max_steps",
+)  # fmt: skip
 # What other packages call our metrics: by package, ours beside a name of theirs.
 PEERS: dict[str, dict[str, str]] = yaml.safe_load(
     Path(__file__).parents[1].joinpath("peer_names.yaml").read_text("utf-8")
 )
-OURS = {theirs: ours for names in PEERS.values() for theirs, ours in names.items()} | {"k3_kl": "kl_k3"}
+OURS = {theirs: ours for names in PEERS.values() for theirs, ours in names.items()} | {
+    "k3_kl": "kl_k3", "mis_kept_fraction": "kept_fraction", "mis_ess_mb": "ess",  # of our own hooks
+}  # fmt: skip
 BLOCK, HEADER = 32_768, 7  # of wandb's log, which has the layout of LevelDB's
 NOT_FINITE = ("NaN", "Infinity", "-Infinity")  # as wandb writes such numbers
 FIXED = {1: 8, 5: 4}  # bytes of a protobuf field of a fixed size
+
+LONGEST_COUNT = 19  # digits
 
 Row = tuple[int, Mapping[str, float]]  # a step with numbers of it
 Field = tuple[int, int | bytes]  # number and content of a protobuf field
@@ -45,31 +55,80 @@ def has_step(mapping: Mapping[str, object]) -> bool:
     return any(name in mapping for name in STEPS_OF_HOSTS)
 
 
-def curve(path: Path, kind: str, problems: Problems) -> Curve:
-    """The numbers of a file by step; where the end of the file is damaged, those before it."""
-    points: dict[int, dict[str, float]] = {}
-    problems.read(lambda: _add_rows(points, path, kind, problems), path)
-    return Curve(str(path), {step: points[step] for step in sorted(points)})
+def run_of(path: Path, kind: str) -> Path | str:
+    """What the files of one run share: a restart writes another file of tensorboard, and wandb's run of one name."""
+    return {"tensorboard": path.parent, "wandb": path.name}.get(kind, path)
 
 
-def _add_rows(points: dict[int, dict[str, float]], path: Path, kind: str, problems: Problems) -> None:
+def curve(paths: Sequence[Path], kind: str, problems: Problems) -> Curve:
+    """The numbers of one run's files by step; where the end of a file is damaged, those before it."""
+    points = Points()
+    for path in paths:
+        if problems.read(lambda path=path: _add_rows(points, path, kind, problems), path) is None:
+            problems.torn[str(path)] = None
+    more = f" and {len(paths) - 1} more" if paths[1:] else ""
+    return Curve(f"{paths[0]}{more}", {step: points.kept[step] for step in sorted(points.kept)}, points.replaced)
+
+
+@dataclass
+class Points:
+    """The numbers of a run, by our names.
+
+    kept: the numbers of each step.
+    replaced: as of a `Curve`.
+    logged: of each step the names in the file of the numbers in `kept` that have a limit.
+    """
+
+    kept: dict[int, dict[str, float]] = field(default_factory=dict)
+    replaced: list[Row] = field(default_factory=list)
+    logged: defaultdict[int, set[str]] = field(default_factory=lambda: defaultdict(set))
+
+    def add(self, step: int, row: Mapping[str, float]) -> None:
+        """Add a row of a log. Where the log has one of its numbers already, the run starts anew from the step on."""
+        names = {name: our_name(name) for name in row}
+        limited, kept = {name for name, ours in names.items() if ours in LIMITS}, self.kept.setdefault(step, {})
+        if not limited.isdisjoint(self.logged[step]):
+            self._start_anew(step)
+        self.logged[step] |= limited
+        kept.update({names[name]: x for name, x in row.items()})
+
+    def _start_anew(self, step: int) -> None:
+        """Move the numbers that have a limit of a step, and of all later ones, to `replaced`."""
+        is_last = step == next(reversed(self.kept))
+        for later in [step] if is_last else [later for later in self.kept if later >= step]:
+            row = self.kept[later]
+            self.replaced.append((later, {name: row.pop(name) for name in LIMITS if name in row}))
+            self.logged[later].clear()
+
+
+def _add_rows(points: Points, path: Path, kind: str, problems: Problems) -> bool:
     size, held = size_of(path), 0
     for step, row in problems.each(READERS[kind](path, problems), path, size):
         held += len(row)
         ITEMS.check(held, size, path)
-        points.setdefault(step, {}).update(row)
-        STEPS.check(len(points), size, path)
+        points.add(step, row)
+        STEPS.check(len(points.kept), size, path)
+    return True
 
 
 def _row(mapping: Mapping[str, Any], step: object = None) -> list[Row]:
-    """The numbers of a row by our names; none without a step.
+    """The numbers of a row by their names in the file; none without a step.
 
     Raises:
         RecordError: the step is no whole number.
     """
-    given = [*(mapping[name] for name in STEPS_OF_HOSTS if name in mapping), *([] if step is None else [step])]
-    numbers = {our_name(name): float(x) for name, x in mapping.items() if _is_number(x) or x in NOT_FINITE}
+    given = [*(_count(mapping[name]) for name in STEPS_OF_HOSTS if name in mapping), *([] if step is None else [step])]
+    logged = mapping.get("data")  # verl's file of a run, whose writer has null for NaN
+    if isinstance(logged, Mapping):
+        mapping = {name: "NaN" if x is None else x for name, x in logged.items()}
+    numbers = {name: float(x) for name, x in mapping.items() if _is_number(x) or x in NOT_FINITE}
     return [(step_of(next(filter(_is_number, given), given[0])), numbers)] if given else []
+
+
+def _count(step: Any) -> Any:
+    """The number of a step; ms-swift writes `3/100` for the third of a hundred steps."""
+    count = step.partition("/")[0] if isinstance(step, str) else ""
+    return int(count) if count.isdecimal() and len(count) < LONGEST_COUNT else step
 
 
 def _is_number(value: object) -> bool:
@@ -108,7 +167,7 @@ def _event(event: bytes) -> Iterator[Row]:
         parts = dict(messages(value))
         tag, content = parts.get(1), parts.get(2) or _of_tensor(parts.get(8, b""))
         if tag is not None and content is not None:
-            yield step, {our_name(tag.decode()): number(content)}
+            yield step, {tag.decode(): number(content)}
 
 
 def _of_tensor(tensor: bytes) -> bytes | None:

@@ -32,8 +32,8 @@ def dumps(files: Iterable[Path], problems: Problems) -> Iterator[Source]:
             problems.torn[str(file)] = None
             continue
         kind, rollout = problems.read(partial(_kind, content), file) or ("", "")
-        if kind == "rollout" and not file.stem.startswith(EVALUATION):
-            rolled[rollout] = file
+        if kind == "rollout":
+            rolled[EVALUATION * file.stem.startswith(EVALUATION) + rollout] = file
         elif kind and kind != "rollout":
             trained[kind, rollout].append(file)
     for (kind, rollout), parts in sorted(trained.items(), key=lambda item: natural(Path(item[0][1]))):

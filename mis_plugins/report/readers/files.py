@@ -13,7 +13,7 @@ import json
 import re
 import resource
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -234,10 +234,12 @@ class Curve:
     """Numbers of a run by step, without tokens.
 
     values: of each step the numbers by their name on our pages, or by the name in the file where we have none.
+    replaced: numbers that have a limit, with their steps, which the log holds anew, as where a run was started again.
     """
 
     label: str
     values: Mapping[int, Mapping[str, float]]
+    replaced: Sequence[tuple[int, Mapping[str, float]]] = ()
 
 
 @dataclass(frozen=True)

@@ -111,7 +111,7 @@ def record(sample: Mapping[str, Any], rollout_id: int, index: Any, extra: Extra,
         raise RecordError(f"sample {index}: {lacking([*needed], held + others)}; {SIDES}")
     size = len(values["proximal_log_probs"])  # pyright: ignore[reportArgumentType]
     truncated = sample.get("truncated")
-    values["tokens"] = _end_of(sample.get("tokens"), size)
+    values["tokens"] = _end_of(sample.get("tokens"), size, index)
     values |= {
         "reward": _first(sample, beside, ("raw_reward", "reward", "rewards")),
         "truncated": beside.get("truncated") if truncated is None else bool(truncated),
@@ -128,11 +128,17 @@ def _first(sample: Mapping[str, Any], beside: Mapping[str, Any], names: Sequence
     return next((value for value in given if value is not None), None)
 
 
-def _end_of(tokens: Any, size: int) -> Tensor | None:
-    """Ids of the response, which end the sample's tokens."""
-    if tokens is None or len(tokens) < size:
+def _end_of(tokens: Any, size: int, index: Any) -> Tensor | None:
+    """Ids of the response, which end the sample's tokens.
+
+    Raises:
+        RecordError: the response has more log-probs than the sample has tokens.
+    """
+    if tokens is None:
         return None
     ids = torch.as_tensor(tokens).reshape(-1)
+    if ids.numel() < size:
+        raise RecordError(f"sample {index}: tokens has {ids.numel()} values, fewer than log_probs, which has {size}")
     return ids[ids.numel() - size :]
 
 

@@ -7,6 +7,7 @@ before they are used.
 from __future__ import annotations
 
 import os
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -45,8 +46,11 @@ class Found:
     others: tuple[Path, ...]
 
     def read_curves(self, problems: Problems) -> tuple[Curve, ...]:
-        """Curves of all files that hold a step."""
-        read = (curves.curve(path, kind, problems) for path, kind in self.curves)
+        """Curves of all runs that hold a step."""
+        runs: dict[tuple[str, Path | str], list[Path]] = defaultdict(list)
+        for path, kind in self.curves:
+            runs[kind, curves.run_of(path, kind)].append(path)
+        read = (curves.curve(paths, kind, problems) for (kind, _), paths in runs.items())
         return tuple(curve for curve in read if curve.values)
 
 
