@@ -2,12 +2,11 @@
 
 import logging
 import math
-from collections.abc import Sequence
 
 import pytest
 import torch
 from batches import MILES_YAML, host_args, make_batch, ratio_batch
-from drive import assert_all_same, assert_close, call, run, same_bytes
+from drive import assert_all_same, assert_close, call, run, same_bytes, sum_of_sample_mean
 from tolerances import EPS
 
 NO_REJECTION = {"use_rs": False, "rs_veto_threshold": None}
@@ -15,12 +14,6 @@ NO_REJECTION = {"use_rs": False, "rs_veto_threshold": None}
 
 def flat(**change: object) -> dict:
     return MILES_YAML | {"use_tis": True} | change
-
-
-def host_loss(loss: torch.Tensor, masks: Sequence[torch.Tensor], lengths: list[int]) -> torch.Tensor:
-    """The hosts' reducer: the mean over each sequence's mask, summed. It multiplies, so a NaN survives a 0."""
-    rows = zip(loss.split(lengths), masks, strict=True)
-    return torch.stack([(x * mask).sum() / mask.sum().clamp_min(1) for x, mask in rows]).sum()
 
 
 def test_b2_metrics_only_without_a_yaml():
@@ -47,7 +40,7 @@ def test_b5_a_host_that_guards_its_loss_stays_guarded():
     batch = ratio_batch([[0.5, 3.0]], [[1, 0]])
     batch.proximal[0][1] = math.nan
     _, loss, masks, _ = call(batch, **flat(**NO_REJECTION))
-    assert torch.isfinite(host_loss(loss, masks, [2]))
+    assert torch.isfinite(sum_of_sample_mean(loss, masks))
 
 
 def test_b7_a_veto_needs_no_use_rs():
@@ -108,7 +101,7 @@ def test_a_live_non_finite_rollout_log_prob_never_weighs_one():
         batch = ratio_batch([[0.5, 3.0, 1.0], [1.2]])
         batch.behavior[0][2] = value
         _, loss, masks, metrics = call(batch, **flat())
-        assert torch.isfinite(host_loss(loss, masks, [3, 1]))
+        assert torch.isfinite(sum_of_sample_mean(loss, masks))
         assert loss[2].item() == 0.0
         assert metrics["mis_nonfinite_rollout_mb"].tolist() == [1.0] * 4
 

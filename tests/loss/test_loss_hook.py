@@ -23,7 +23,7 @@ import stand_ins
 import step_oracle
 import torch
 import torch.distributed as dist
-from drive import one_rank, same_bytes, spread
+from drive import one_rank, same_bytes, spread, sum_of_sample_mean
 from launch import run_ranks, told
 from loss_oracle import Response, Spec
 from tolerances import DECISION, EPS, FINITE_STEP, finite_difference_atol, normalized_rtol, sum_rtol
@@ -112,16 +112,13 @@ def hosts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def reducer(batch: dict[str, Any], host: str, per_token: bool = False) -> Callable[[Tensor], Tensor]:
-    """The hosts' sum over sequences of the mean over the loss mask, or over tokens."""
-    masks = batch["loss_masks"]
+    """A host's reducer of a micro-batch, whose module tells the hook which host runs."""
 
-    def sum_of_sample_mean(x: Tensor) -> Tensor:
-        parts = x.split(batch["response_lengths"])
-        divisors = [1 if per_token else m.sum().clamp(min=1) for m in masks]
-        return torch.stack([(p * m).sum() / d for p, m, d in zip(parts, masks, divisors, strict=True)]).sum()
+    def reduce(x: Tensor) -> Tensor:
+        return sum_of_sample_mean(x, batch["loss_masks"], per_token)
 
-    sum_of_sample_mean.__module__ = f"{host}.backends.cp_utils"
-    return sum_of_sample_mean
+    reduce.__module__ = f"{host}.backends.cp_utils"
+    return reduce
 
 
 def flags(**settings: Any) -> Namespace:
