@@ -62,24 +62,23 @@ def scripts() -> Target:
     """Launch scripts of bash; none is run."""
     from lab.break_it.scripts import cases
     from mis_plugins.explain.launch import bash
-    from mis_plugins.explain.launch.reader import Reading
 
-    path = Path("s.sh")
-    return Target(
-        lambda content: bash.launches(_text(content), path, Reading(len(content), path.name)), _as_bytes(cases())
-    )
+    return _launches("s.sh", bash.launches, cases())
 
 
 def launchers() -> Target:
     """Python launchers; none is run."""
     from lab.break_it.launchers import cases
     from mis_plugins.explain.launch import python
+
+    return _launches("run.py", python.launches, cases())
+
+
+def _launches(name: str, read: Callable[..., Any], cases: st.SearchStrategy[str]) -> Target:
     from mis_plugins.explain.launch.reader import Reading
 
-    path = Path("run.py")
-    return Target(
-        lambda content: python.launches(_text(content), path, Reading(len(content), path.name)), _as_bytes(cases())
-    )
+    begun = _as_bytes(cases)
+    return Target(lambda content: read(_text(content), Path(name), Reading(len(content), name)), begun)
 
 
 def config() -> Target:

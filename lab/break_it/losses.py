@@ -7,7 +7,6 @@ judged beside everything else: the gradient of every logit is compared.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 import random
 from argparse import Namespace
@@ -142,96 +141,21 @@ def made(case: Case) -> Made:
 
 
 class Formula(Expected):
-    """The oracle's loss, also where a log-prob is no number, and with M2PO and `on_all_rejected`."""
+    """The oracle's loss of tokens of which the engine may have named no head."""
 
     def __init__(self, step: Step, question: Question, positions: list[list[Position]]):
-        self.positions, self.known = positions, []
-        self.usable = [
-            [is_log_prob(o) and is_log_prob(b) for o, b in zip(x.old, mu, strict=True)]
-            for x, mu in zip(step.responses, step.behavior, strict=True)
-        ]
+        self.positions = positions
         super().__init__(step, question)
 
-    def _response(self, i: int, x: Response) -> Response:
-        old = self.step.behavior[i] if self.question.bypass else x.old
-        known = [is_log_prob(o) for o in old]
-        self.known.append(known)
-        if self.question.spec.of_sequence and not all(known[t] for t in x.valid):
-            known = [False] * len(known)
-        factor = [f if k else 0.0 for f, k in zip(self._factor(i, x), known, strict=True)]
-        filled = [o if is_log_prob(o) else x.target[t] for t, o in enumerate(old)]
-        reference = [r if is_log_prob(r) else x.target[t] for t, r in enumerate(x.reference)]
-        return dataclasses.replace(x, old=filled, factor=factor, reference=reference)
-
-    def _factor(self, i: int, x: Response) -> list[float]:
+    def _factor(self, i: int) -> list[float]:
         return [f if one.head or "center" not in self.question.mis else 0.0
-                for f, one in zip(self._factors[i], self.positions[i], strict=True)]  # fmt: skip
-
-    @functools.cached_property
-    def _factors(self) -> list[list[float]]:
-        """Factor of the surrogate of each token: weight, rules, OPSM and denominator."""
-        said, made = self.correction, self.corrected
-        corrects = said.get("weight") or said.get("reject") or said.get("m2_threshold")
-        weights = [w if corrects else [1.0] * len(w) for w in made.weights]
-        valid = [[bool(m) for m in x.mask] for x in self.step.responses]
-        keep = [[k and v for k, v in zip(*rows, strict=True)] for rows in zip(made.keep, valid, strict=True)]
-        keep = keep if corrects else valid
-        stays = [self._stays(i, x) for i, x in enumerate(self.step.responses)]
-        left = [[a and b for a, b in zip(*rows, strict=True)] for rows in zip(keep, stays, strict=True)]
-        weighed = any(k and w > 0 for rows in zip(left, weights, strict=True) for k, w in zip(*rows, strict=True))
-        self.restored = "opsm" in said and said.get("on_all_rejected") == "keep" and not weighed
-        scale = self.corrected.scale if corrects else [1.0] * len(valid)
-        if said.get("denominator") == "kept" and "opsm" in said:
-            scale = [
-                len(x.valid) / n if (n := sum(row)) else 0.0 for x, row in zip(self.step.responses, left, strict=True)
-            ]
-        if self.restored:
-            left, scale = valid, [1.0] * len(valid)
-        self.left = left
-        self.share = valid if self.restored else keep
-        self.rest = [1.0] * len(valid) if self.restored or not corrects else self.corrected.scale
-        self.surrogate_scale = scale
-        return [
-            [w * s if k else 0.0 for w, k in zip(ws, ks, strict=True)]
-            for ws, ks, s in zip(weights, left, scale, strict=True)
-        ]
+                for f, one in zip(self.factors[i], self.positions[i], strict=True)]  # fmt: skip
 
     @property
     def magnitude(self) -> float:
         return 2 * loss_oracle.magnitude(self.frozen) + loss_oracle.magnitude(
             [dataclasses.replace(x, factor=[1.0] * len(x.mask)) for x in self.frozen]
         )
-
-    def _stays(self, i: int, x: Response) -> list[bool]:
-        opsm = self.correction.get("opsm")
-        if not opsm:
-            return [True] * len(x.mask)
-        reference = x.old if opsm.get("reference") == "proximal" else self.step.behavior[i]
-        reference = [r if is_log_prob(r) else math.nan for r in reference]
-        return loss_oracle.opsm_keep(x, reference, opsm["delta"], opsm.get("advantage") == "sequence")
-
-    def __call__(self, responses: Sequence[Response]) -> float:
-        moved = [dataclasses.replace(f, target=x.target) for f, x in zip(self.frozen, responses, strict=True)]
-        policy = loss_oracle.policy_sums(moved, self.question.spec, self.frozen)
-        rest = [
-            math.fsum(self._rest(x, i, t, self.rest[i] if self.share[i][t] else 0.0) for t in x.valid)
-            for i, x in enumerate(moved)
-        ]
-        return math.fsum((p + r) / max(1, len(x.valid)) for p, r, x in zip(policy, rest, moved, strict=True))
-
-    def _rest(self, x: Response, i: int, t: int, share: float) -> float:
-        question, total = self.question, 0.0
-        if question.entropy_coef:
-            total -= question.entropy_coef * share * -(x.target[t] ** 2)
-        unbiased = bool(question.objective.get("unbiased_kl"))
-        if question.kl and (self.known[i][t] or not unbiased) and is_log_prob(self.step.responses[i].reference[t]):
-            kl = loss_oracle.kl(x, t, question.kl, unbiased)
-            total += 0.3 * kl * (self._factor(i, x)[t] if question.objective.get("weigh_kl") else share)
-        return total
-
-
-def is_log_prob(x: float) -> bool:
-    return math.isfinite(x) and math.exp(x) > 0
 
 
 def weigh_of(weight: dict[str, Any] | None) -> center_oracle.Weigh:
@@ -251,7 +175,7 @@ def centered(case: Case, made: Made, formula: Formula) -> list[list[Tensor]]:
     corrects = case.mis.get("weight") or case.mis.get("reject") or case.mis.get("m2_threshold")
     found = []
     for i, x in enumerate(made.step.responses):
-        stays, rows = formula._stays(i, x), []
+        stays, rows = formula.stays(i, x), []
         sample = formula.samples()[i]
         rules_of = [r for r in case.mis.get("reject", []) if "down_weigh" in r]
         for t, one in enumerate(made.positions[i]):
@@ -260,7 +184,7 @@ def centered(case: Case, made: Made, formula: Formula) -> list[list[Tensor]]:
             keep = (keep and stays[t]) or (formula.restored and x.mask[t])
             if keep and t in sample.usable and one.head:
                 down = math.prod(r["down_weigh"] for r in rules_of if not oracle.passes(sample, t, r))
-                factor = formula.surrogate_scale[i] * down / formula.corrected.factor
+                factor = formula.scale[i] * down / formula.corrected.factor
                 log_p = torch.tensor(one.logits, dtype=torch.float64).log_softmax(0)
                 g_a = -log_p.exp()
                 g_a[one.sampled] += 1
@@ -334,7 +258,7 @@ def judge(case: Case) -> str:
 
 def compared(case: Case, it: Made, loss: Tensor, gradient: Tensor, metrics: dict[str, Tensor]) -> str:
     formula = Formula(it.step, case.question, it.positions)
-    if not _clear(formula):
+    if formula.margin <= DECISION:  # rounding decides
         return "unclear"
     atol = 10 * formula.rtol * formula.magnitude + finite_difference_atol(formula.magnitude)
     wanted = expected(case, it, formula)
@@ -346,18 +270,6 @@ def compared(case: Case, it: Made, loss: Tensor, gradient: Tensor, metrics: dict
     if "center" not in case.mis:
         assert abs(float(loss) - formula(it.step.responses)) <= atol, "loss"
     return "right" if wanted.abs().max() > 10 * atol else "idle"
-
-
-def _clear(self: Formula) -> bool:
-    """Whether no statistic of the case lies so near a bound that rounding decides."""
-    gaps = [self.corrected.margin, loss_oracle.margin(self.frozen, self.question.spec)]
-    opsm = self.question.mis.get("opsm")
-    for x, b in zip(self.step.responses, self.step.behavior, strict=True):
-        if opsm and x.valid:
-            for r in (b, x.old):
-                terms = [r[t] - x.target[t] for t in x.valid]
-                gaps += [abs(math.fsum(terms) / len(terms) - opsm["delta"])] if all(map(math.isfinite, terms)) else []
-    return min(gaps) > DECISION
 
 
 def install(patched: pytest.MonkeyPatch) -> None:

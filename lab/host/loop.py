@@ -64,18 +64,15 @@ def model_config(args: Namespace, vocab_size: int) -> ModelConfig:
     )
 
 
-def run_rank(args: Namespace, kind: type[Loop] | None = None) -> None:
+def run_rank(args: Namespace) -> None:
     """The whole run, on one rank of an initialised process group.
-
-    Args:
-        kind: the class of the loop, Loop itself for None.
 
     Raises:
         KeyboardInterrupt: a rank was interrupted; everything was written.
     """
     import lab.host.tracking  # noqa: F401  (a hook finds it where a run is, and nowhere else)
 
-    loop = (kind or Loop).start(args, initialize(args.tensor_model_parallel_size, args.context_parallel_size))
+    loop = Loop.start(args, initialize(args.tensor_model_parallel_size, args.context_parallel_size))
     stop = StopSignal()
     pin = kernels(args, loop.reference.config)
     with closing(loop), pin, recording(args, loop.next_rollout) as record:
@@ -145,7 +142,7 @@ class Loop:
     @classmethod
     def start(cls, args: Namespace, state: ParallelState) -> Loop:
         """Build everything, from the checkpoint of `--load` or from a warm start."""
-        task = Task(args.num_digits, args.answer_repeats)
+        task = Task(args.num_digits)
         config = model_config(args, task.vocab_size)
         held_out = draw_problems(task, args.eval_prompts, derive_seed(args.seed, "held out"))
         saved = checkpoint.load(args.load, config) if args.load else None

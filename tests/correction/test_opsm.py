@@ -117,25 +117,11 @@ def test_means_over_the_valid_tokens():
     assert [mean.tolist() for mean in means] == [[0.375, 0.0], [1.5, 0.0]]
 
 
-def test_no_gradient():
-    batch = random_responses(0)
-    target = flat(batch, "target").requires_grad_()
-    reference, advantages = flat(batch, "reference"), flat(batch, "advantages")
-    divergence, _ = sequence_means(target.detach(), reference, advantages, ragged_of(batch))
-    assert not divergence.requires_grad
-    assert not on_policy(target, reference, advantages, ragged_of(batch), OpsmConfig(DELTA)).requires_grad
-
-
-def test_reference():
-    """behavior falls back to proximal where there is none, and says so once."""
+def test_behavior_falls_back_to_proximal_where_there_is_none_and_says_so_once(caplog: pytest.LogCaptureFixture):
     behavior, proximal = torch.zeros(2), torch.ones(2)
     assert reference_policy(behavior, proximal, OpsmConfig(DELTA)) is behavior
-    assert reference_policy(behavior, proximal, OpsmConfig(DELTA, reference="proximal")) is proximal
-    assert reference_policy(None, proximal, OpsmConfig(DELTA, reference="proximal")) is proximal
-
-
-def test_fallback_is_said_once(caplog: pytest.LogCaptureFixture):
-    proximal = torch.ones(2)
+    for given in (behavior, None):
+        assert reference_policy(given, proximal, OpsmConfig(DELTA, reference="proximal")) is proximal
     with caplog.at_level(logging.WARNING, "mis_plugins"):
         answers = [reference_policy(None, proximal, OpsmConfig(DELTA)) for _ in range(3)]
     assert all(answer is proximal for answer in answers)

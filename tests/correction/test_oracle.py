@@ -20,7 +20,7 @@ from batches import (
     nested,
     ratio_batch,
 )
-from drive import Outcome, assert_matches_oracle, call, run, same_bytes
+from drive import Outcome, assert_matches_oracle, run, same_bytes
 from hypothesis import assume, example, given
 from hypothesis import strategies as st
 from tolerances import DECISION, normalized_rtol
@@ -237,13 +237,3 @@ def test_a_sequence_stays_where_the_rules_of_every_population_keep_it() -> None:
 def test_no_token_kept_has_no_scale() -> None:
     found = denominator_scale(torch.tensor([4.0, 4.0, 0.0]), torch.tensor([2.0, 0.0, 0.0]))
     assert found.tolist() == [2, 0, 0]
-
-
-@given(batches(), configs())
-def test_loss_is_loss_times_weight(batch: Batch, config: dict):
-    """The returned loss is the host's, times the weight, token by token; nothing else has a gradient."""
-    loss_in, loss, _, metrics = call(batch, config)
-    (weights,) = torch.autograd.grad(loss.sum(), loss_in, retain_graph=True)
-    valid = batch.flat_mask
-    torch.testing.assert_close(loss[valid], (loss_in * weights)[valid], rtol=0, atol=0)
-    assert not any(value.requires_grad for value in metrics.values())

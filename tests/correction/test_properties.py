@@ -76,14 +76,6 @@ def test_inputs_are_left_alone(batch: Batch, config: dict):
     assert_all_same(before, batch.proximal + batch.behavior + batch.loss_masks, "inputs")
 
 
-def test_no_state_between_configs():
-    """A call with another config in between changes nothing."""
-    batch = ratio_batch([[0.5, 3.0], [1.2]])
-    first = run(batch, {"weight": {"upper": 1.5, "normalize": {}}})
-    run(batch, {"weight": {"level": "sequence", "bound": "mask", "upper": 1.1}})
-    assert_same_bytes(first, run(batch, {"weight": {"upper": 1.5, "normalize": {}}}))
-
-
 def test_the_three_functions_agree():
     """Megatron, FSDP and plain lists: one core."""
     batch = ratio_batch([[0.5, 3.0], [1.2], [0.9, 1.1, 4.0]])

@@ -9,7 +9,7 @@ import torch
 import transformers
 from test_local_engine import CONFIG as DENSE
 from test_local_engine import NO_EOS, PROMPTS, hf_log_probs, transformers_sizes
-from test_local_parallel import Grid, assert_same_run, drawn, settings, train
+from test_local_parallel import Grid, assert_same_run, drawn, settings, train, yaml  # noqa: F401
 from test_local_true_on_policy import sides, trained
 from tolerances import FP32_LOG_PROB
 
@@ -78,14 +78,7 @@ def test_integers_leave_the_gate_as_it_is(weights: dict[str, torch.Tensor]) -> N
     assert not [name for name in rounded if name.endswith("mlp.gate.weight")]
 
 
-@pytest.fixture(scope="module")
-def yaml(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("config") / "mis.yaml"
-    path.write_text("mis: {weight: {level: token, bound: truncate, upper: 1.1}}\n")
-    return path
-
-
-def test_the_layout_of_ranks_changes_no_step(yaml: Path, tmp_path: Path) -> None:
+def test_the_layout_of_ranks_changes_no_step(yaml: Path, tmp_path: Path) -> None:  # noqa: F811
     args = settings(Grid(), yaml, EXPERTS)
     rollout = drawn(args, "bf16")
     alone = train(Grid(), args, rollout, tmp_path / "alone")

@@ -7,9 +7,7 @@ import torch
 from test_local_parallel import RTOL, Grid, assert_same_run, drawn, relative, train
 from test_local_parallel import settings as grid_settings
 
-from lab.host.cli.arguments import parse_args
 from lab.host.rollout.sampler import Rollout
-from mis_plugins.errors import ConfigError
 
 NAMED = 6
 OURS = "--loss-type custom_loss --custom-loss-function-path mis_plugins.mis.policy_loss"
@@ -54,15 +52,3 @@ def test_four_centered_steps_agree_in_every_layout(named: Rollout, tmp_path: Pat
     assert relative(plain["steps"][0][1], one["steps"][0][1]) > 1000 * RTOL
     measured = [step[0]["center_drift"] for step in (plain["steps"][0], one["steps"][0])]
     assert measured[0] == pytest.approx(measured[1]) and measured[0] > 0
-
-
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        ("--rollout-top-logprobs-num 4 --rollout-engine sglang", "no other engine hands on what it names"),
-        ("--rollout-top-logprobs-num -1", "--rollout-top-logprobs-num: got -1; give a whole number"),
-    ],
-)
-def test_flags_that_name_nothing_are_refused(flags: str, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        parse_args(flags.split())

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from test_local_loop import ALONE, micro_batch, records, run, settings
-from test_local_parallel import GRIDS, Grid, on_this_rank, recorded, relative, train  # noqa: F401
+from test_local_parallel import GRIDS, Grid, on_this_rank, recorded, relative, train, yaml  # noqa: F401
 from test_local_parallel import settings as grid_settings
 from tolerances import EPS, FP32_LOG_PROB
 
@@ -24,18 +24,6 @@ from mis_plugins.mis import drop_broken_samples
 RTOL = 1e-5  # what the project promises between layouts of ranks, relative
 FAILURES = "--advantage-estimator reinforce --reward-shift -1"  # a smoke run earns nothing: else there is no gradient
 OURS = "--loss-type custom_loss --custom-loss-function-path mis_plugins.mis.policy_loss"
-
-
-@pytest.fixture(scope="module")
-def yaml(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("config") / "mis.yaml"
-    path.write_text(
-        "mis:\n"
-        "  metrics: full\n"
-        "  weight: {level: token, bound: truncate, upper: 1.1}\n"
-        "  reject: [{over: mean, lower: 0.9, upper: 1.1}]\n"
-    )
-    return path
 
 
 def note(args: Namespace, name: str, line: object) -> None:

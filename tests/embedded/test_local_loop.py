@@ -120,6 +120,11 @@ def numbers(output: Path) -> list[dict[str, Any]]:
             "--rollout-top-p 0.5 --rollout-engine sglang --grad-cosine-every 2",
             "0.5 with --grad-cosine-every 2: the grad",
         ),
+        (
+            "--rollout-top-logprobs-num 4 --rollout-engine sglang",
+            "4 with --rollout-engine sglang: no other engine hands on what it names",
+        ),
+        ("--rollout-top-logprobs-num -1", "--rollout-top-logprobs-num: got -1; give a whole number"),
         ("--async --max-head-offpolicyness -1", "max_head_offpolicyness: got -1; give 0"),
         ("--max-head-offpolicyness 2", "--max-head-offpolicyness has no effect without --async"),
         ("--pause-generation-mode abort", "--pause-generation-mode has no effect without --async"),
@@ -179,21 +184,9 @@ def test_every_key_of_the_yaml_lands_on_args_as_in_the_hosts(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("lr: 0.5\nlr: 0.25", "lr: in line 1 and again in line 2"),
-        ("[1, 2]", r"got \[1, 2\]; expected a mapping"),
-        ("weight: {upper: 2}", "weight: stands beside `mis:`"),
-    ],
-)
-def test_a_yaml_that_hosts_would_misread_is_refused_by_its_name(text: str, message: str, tmp_path: Path) -> None:
-    path = tmp_path / "custom.yaml"
-    path.write_text(text)
-    with pytest.raises(ConfigError, match=f"--custom-config-path {path}: {message}"):
-        parse_args(["--custom-config-path", str(path)])
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
+        ("lr: 0.5\nlr: 0.25", "^--custom-config-path {}: lr: in line 1 and again in line 2"),
+        ("[1, 2]", r"^--custom-config-path {}: got \[1, 2\]; expected a mapping"),
+        ("weight: {upper: 2}", "^--custom-config-path {}: weight: stands beside `mis:`"),
         ("num_rollout: ten", "--num-rollout: got 'ten'; give a whole number"),
         ("rollout_step_seconds: soon", "--rollout-step-seconds: got 'soon'; give a finite number"),
         ("eps_clip: null", "--eps-clip: got None; give a finite number"),
@@ -203,10 +196,12 @@ def test_a_yaml_that_hosts_would_misread_is_refused_by_its_name(text: str, messa
         ("day: 2024-13-45", "line 1: '2024-13-45' reads as YAML's timestamp"),
     ],
 )
-def test_a_number_of_a_yaml_that_no_run_can_have_is_refused(text: str, message: str, tmp_path: Path) -> None:
-    (tmp_path / "custom.yaml").write_text(text)
-    with pytest.raises(ConfigError, match=message):
-        parse_args(["--custom-config-path", str(tmp_path / "custom.yaml")])
+def test_a_yaml_that_no_run_can_have_is_refused(text: str, message: str, tmp_path: Path) -> None:
+    """By the name of the file where hosts would misread it, and of a number by its flag."""
+    path = tmp_path / "custom.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=message.replace("{}", str(path))):
+        parse_args(["--custom-config-path", str(path)])
 
 
 def micro_batch(*, rejected: bool) -> tuple[MicroBatch, list[torch.Tensor], torch.Tensor]:

@@ -9,7 +9,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from batches import host_args, make_batch
-from drive import one_rank
+from drive import one_rank, sum_of_sample_mean
 from launch import run_ranks
 from test_partials import corrected
 from test_recorder import ARGS
@@ -42,9 +42,7 @@ def logged(micro_batches: Sequence[Rows], **settings: object) -> dict[str, float
         per_token = bool(settings.get("calculate_per_token_loss"))
         divisor += float(sum(valid)) if per_token else len(rows)
         for name, value in metrics.items():
-            parts = zip(value.split(batch.response_lengths), batch.loss_masks, valid, strict=True)
-            means = [(x * mask).sum() / (1 if per_token else n) for x, mask, n in parts]
-            total[name] = total.get(name, 0.0) + float(sum(means))
+            total[name] = total.get(name, 0.0) + float(sum_of_sample_mean(value, batch.loss_masks, per_token))
     return {name: value / divisor for name, value in total.items()}
 
 

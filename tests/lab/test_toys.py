@@ -5,17 +5,14 @@ import math
 from pathlib import Path
 
 import pytest
-from commands import ran
 
-from lab import centered
 from lab.async_weights import FULL, command_line
 from lab.demo import RUNS
 from lab.demo import command_line as command_line_of_demo
 from lab.experiments.runner import run_arms, training
 from lab.host import report
 from lab.host.cli.arguments import parse_args
-from lab.host.folders import METRICS, SUMMARY
-from lab.host.report import MetricsLog
+from lab.host.folders import SUMMARY
 from lab.toys import DRAWN, RESULTS
 from mis_plugins.__main__ import load
 from mis_plugins.config.loading import presets
@@ -109,27 +106,3 @@ def test_a_preset_that_changes_nothing_gives_the_uncorrected_run(runs: dict[str,
     """To the last digit."""
     assert all(runs["uncorrected"][key] == runs["metrics-only"][key] for key in NUMBERS)
     assert any(runs["tis"][key] != runs["uncorrected"][key] for key in NUMBERS)
-
-
-OF_CENTERING = {
-    "": list(centered.ARMS),
-    "stale": ["nothing", *centered.STALE_ARMS * len(centered.AGES)],
-    "long": list(centered.LONG_ARMS),
-}
-
-
-@pytest.mark.parametrize("which", OF_CENTERING)
-def test_the_experiment_of_centering_runs(tmp_path: Path, which: str):
-    places = "--runs", tmp_path / "runs", "--results", tmp_path
-    done = ran("-m", "lab.centered", "--smoke", "--seeds", 0, *places, *([f"--{which}"] if which else []))
-    assert done.returncode == 0, done.stderr
-    record = tmp_path / f"centered{'_' * bool(which)}{which}.json"
-    names = [row["arm"] for row in json.loads(record.read_text())["rows"]]
-    assert names == OF_CENTERING[which]
-    assert all(f"| {name} |" in record.with_suffix(".md").read_text() for name in names)
-
-
-def test_a_stale_engine_samples_with_the_weights_of_so_many_updates_ago(tmp_path: Path):
-    arm = centered.Run("nothing", 0, age=1).arm(tmp_path, ["--smoke"])
-    assert arm.work() == 0
-    assert [row["weight_version"] for row in MetricsLog(arm.folder / METRICS).read()] == [0, 0, 1]

@@ -18,6 +18,7 @@ import stand_ins
 import torch
 from drive import spread
 from loss_oracle import Response
+from test_loss_hook import reducer
 from tolerances import FINITE_STEP, finite_difference_atol, normalized_rtol
 from torch import Tensor
 
@@ -132,13 +133,8 @@ def slime(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def ours(sampled: Sampled, **settings: Any) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     logits, batch = sampled.logits().requires_grad_(), sampled.batch()
-
-    def reduce(x: Tensor) -> Tensor:
-        rows = zip(x.split(list(LENGTHS)), batch["loss_masks"], strict=True)
-        return torch.stack([(row * mask).sum() / mask.sum().clamp(min=1) for row, mask in rows]).sum()
-
-    reduce.__module__ = "slime.backends.cp_utils"
-    loss, metrics = mis.policy_loss(Namespace(mis=CONFIG, **SETTINGS | settings), batch, logits, reduce)
+    args = Namespace(mis=CONFIG, **SETTINGS | settings)
+    loss, metrics = mis.policy_loss(args, batch, logits, reducer(batch, "slime"))
     return loss, torch.autograd.grad(loss, logits)[0], metrics
 
 

@@ -23,7 +23,7 @@ import stand_ins
 import step_oracle
 import torch
 import torch.distributed as dist
-from drive import one_rank, same_bytes, spread
+from drive import one_rank, same_bytes, spread, sum_of_sample_mean
 from launch import run_ranks, told
 from loss_oracle import Response, Spec
 from tolerances import DECISION, EPS, FINITE_STEP, finite_difference_atol, normalized_rtol, sum_rtol
@@ -112,16 +112,13 @@ def hosts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def reducer(batch: dict[str, Any], host: str, per_token: bool = False) -> Callable[[Tensor], Tensor]:
-    """The hosts' sum over sequences of the mean over the loss mask, or over tokens."""
-    masks = batch["loss_masks"]
+    """A host's reducer of a micro-batch, whose module tells the hook which host runs."""
 
-    def sum_of_sample_mean(x: Tensor) -> Tensor:
-        parts = x.split(batch["response_lengths"])
-        divisors = [1 if per_token else m.sum().clamp(min=1) for m in masks]
-        return torch.stack([(p * m).sum() / d for p, m, d in zip(parts, masks, divisors, strict=True)]).sum()
+    def reduce(x: Tensor) -> Tensor:
+        return sum_of_sample_mean(x, batch["loss_masks"], per_token)
 
-    sum_of_sample_mean.__module__ = f"{host}.backends.cp_utils"
-    return sum_of_sample_mean
+    reduce.__module__ = f"{host}.backends.cp_utils"
+    return reduce
 
 
 def flags(**settings: Any) -> Namespace:
@@ -190,14 +187,22 @@ class Question:
         return kl | {"entropy_coef": self.entropy_coef, "eps_clip_c": self.spec.dual}
 
 
+def both(first: Sequence[bool], second: Sequence[bool]) -> list[bool]:
+    return [a and b for a, b in zip(first, second, strict=True)]
+
+
 class Expected:
-    """The loss of a step as a function of the target's log-probs, what is constant in it being taken from the step."""
+    """The loss of a step as a function of the target's log-probs, what is constant in it being taken from the step.
+
+    Log-probs that are no numbers, M2PO and `on_all_rejected` have their part in it.
+    """
 
     def __init__(self, step: Step, question: Question):
         self.question, self.step = question, step
         samples = self.samples()
         self.corrected = oracle.correct(samples, self.correction)
         self.rtol = normalized_rtol(max(map(spread, samples)))
+        self._weigh()
         self.frozen = [self._response(i, x) for i, x in enumerate(step.responses)]
 
     @property
@@ -210,42 +215,70 @@ class Expected:
         bypass = self.question.bypass
         return [oracle.Sample(x.target if bypass else x.old, b, [bool(m) for m in x.mask]) for x, b in rows]
 
-    def _response(self, i: int, x: Response) -> Response:
-        old = self.step.behavior[i] if self.question.bypass else x.old
-        return dataclasses.replace(x, old=old, factor=self._factor(i, x))
+    def _weigh(self) -> None:
+        """Find each token's factor of the surrogate, and its share of entropy and KL."""
+        said, made, responses = self.correction, self.corrected, self.step.responses
+        corrects = said.get("weight") or said.get("reject") or said.get("m2_threshold")
+        valid = [[bool(m) for m in x.mask] for x in responses]
+        weights = made.weights if corrects else [[1.0] * len(row) for row in valid]
+        keep = list(map(both, made.keep, valid)) if corrects else valid
+        left = [both(row, self.stays(i, x)) for i, (row, x) in enumerate(zip(keep, responses, strict=True))]
+        weighed = any(k and w > 0 for rows in zip(left, weights, strict=True) for k, w in zip(*rows, strict=True))
+        self.restored = "opsm" in said and said.get("on_all_rejected") == "keep" and not weighed
+        scale = made.scale if corrects else [1.0] * len(valid)
+        rest, kept = scale, keep
+        if said.get("denominator") == "kept" and "opsm" in said:
+            scale = [len(x.valid) / n if (n := sum(row)) else 0.0 for x, row in zip(responses, left, strict=True)]
+        if self.restored:
+            left, kept, scale, rest = valid, valid, [1.0] * len(valid), [1.0] * len(valid)
+        self.scale, self.share = scale, [[r * k for k in row] for r, row in zip(rest, kept, strict=True)]
+        self.factors = [
+            [w * s if k else 0.0 for w, k in zip(ws, ks, strict=True)]
+            for ws, ks, s in zip(weights, left, scale, strict=True)
+        ]
 
-    def _factor(self, i: int, x: Response) -> list[float]:
-        keep, mis_config = self.corrected.keep[i], self.correction
-        opsm, stays = mis_config.get("opsm"), keep
-        if opsm:
-            by_sequence = opsm.get("advantage") == "sequence"
-            reference = x.old if opsm.get("reference") == "proximal" else self.step.behavior[i]
-            passed = loss_oracle.opsm_keep(x, reference, opsm["delta"], by_sequence)
-            stays = [k and p for k, p in zip(keep, passed, strict=True)]
-        scale = self.corrected.scale[i]
-        if mis_config.get("denominator") == "kept":
-            scale = len(x.valid) / max(1, sum(stays))
-        corrects = mis_config.get("weight") or mis_config.get("reject")
-        weights = self.corrected.weights[i] if corrects else [1.0] * len(keep)
-        return [w * scale if k else 0.0 for w, k in zip(weights, stays, strict=True)]
+    def stays(self, i: int, x: Response) -> list[bool]:
+        """What OPSM keeps."""
+        opsm = self.correction.get("opsm")
+        if not opsm:
+            return [True] * len(x.mask)
+        reference = x.old if opsm.get("reference") == "proximal" else self.step.behavior[i]
+        known = [r if oracle.is_log_prob(r) else math.nan for r in reference]
+        return loss_oracle.opsm_keep(x, known, opsm["delta"], opsm.get("advantage") == "sequence")
+
+    def old(self, i: int, x: Response) -> loss_oracle.Row:
+        return self.step.behavior[i] if self.question.bypass else x.old
+
+    def _response(self, i: int, x: Response) -> Response:
+        """The response as the formula takes it, where a log-prob that is no number is the target's, and weighs 0."""
+        old = self.old(i, x)
+        known = [oracle.is_log_prob(o) for o in old]
+        if self.question.spec.of_sequence and not all(known[t] for t in x.valid):
+            known = [False] * len(known)
+        factor = [f if k else 0.0 for f, k in zip(self._factor(i), known, strict=True)]
+        filled, reference = (
+            [p if oracle.is_log_prob(p) else x.target[t] for t, p in enumerate(row)] for row in (old, x.reference)
+        )
+        return dataclasses.replace(x, old=filled, factor=factor, reference=reference)
+
+    def _factor(self, i: int) -> list[float]:
+        return self.factors[i]
 
     def __call__(self, responses: Sequence[Response]) -> float:
         moved = [dataclasses.replace(f, target=x.target) for f, x in zip(self.frozen, responses, strict=True)]
         policy = loss_oracle.policy_sums(moved, self.question.spec, self.frozen)
-        terms = []
-        for i, x in enumerate(moved):
-            share = [self.corrected.scale[i] if k else 0.0 for k in self.corrected.keep[i]]
-            rest = math.fsum(self._rest(x, t, share[t]) for t in x.valid)
-            terms.append((policy[i] + rest) / max(1, len(x.valid)))
-        return math.fsum(terms)
+        rest = [math.fsum(self._rest(i, x, t) for t in x.valid) for i, x in enumerate(moved)]
+        return math.fsum((p + r) / max(1, len(x.valid)) for p, r, x in zip(policy, rest, moved, strict=True))
 
-    def _rest(self, x: Response, t: int, share: float) -> float:
-        question, total = self.question, 0.0
+    def _rest(self, i: int, x: Response, t: int) -> float:
+        question, given, share, total = self.question, self.step.responses[i], self.share[i][t], 0.0
         if question.entropy_coef:
             total -= question.entropy_coef * share * -(x.target[t] ** 2)
-        if question.kl:
-            kl = loss_oracle.kl(x, t, question.kl, bool(question.objective.get("unbiased_kl")))
-            total += 0.3 * kl * (x.factor[t] if question.objective.get("weigh_kl") else share)
+        unbiased = bool(question.objective.get("unbiased_kl"))
+        known = oracle.is_log_prob(self.old(i, given)[t]) or not unbiased
+        if question.kl and known and oracle.is_log_prob(given.reference[t]):
+            kl = loss_oracle.kl(x, t, question.kl, unbiased)
+            total += 0.3 * kl * (self._factor(i)[t] if question.objective.get("weigh_kl") else share)
         return total
 
     @property
@@ -266,7 +299,8 @@ class Expected:
         opsm = self.question.mis.get("opsm")
         for x, b in zip(self.step.responses, self.step.behavior, strict=True):
             if opsm and x.valid:
-                means = [math.fsum(r[t] - x.target[t] for t in x.valid) / len(x.valid) for r in (b, x.old)]
+                rows = [[r[t] - x.target[t] for t in x.valid] for r in (b, x.old)]
+                means = [math.fsum(row) / len(row) for row in rows if all(map(math.isfinite, row))]
                 gaps += [abs(mean - opsm["delta"]) for mean in means]
         return min(gaps)
 
@@ -1242,14 +1276,15 @@ def test_context_parallel_ranks_add_up_to_one(config: dict, tmp_path: Path):
     for cp in (1, 4):
         ranks = run_ranks(cp, cp, lambda _, cp=cp: embedded_outcome(args, step, cp), tmp_path / str(cp))
         answers.append({name: torch.stack([rank[name] for rank in ranks]).sum(0) for name in ranks[0]})
-    alone = answers[0]
-    tokens = sum(len(x.mask) for x in step.responses)
-    assert alone["gradient"].any()
-    for split in answers[1:]:
-        assert split.keys() == alone.keys()
-        for name, value in alone.items():
-            atol = 4 * sum_rtol(tokens) * max(1.0, value.abs().max().item())
-            assert (split[name] - value).abs().max() <= atol, name
+    assert_same_sums(*answers, sum(len(x.mask) for x in step.responses))
+
+
+def assert_same_sums(alone: dict[str, Tensor], split: dict[str, Tensor], tokens: int) -> None:
+    """What ranks add up to is what one rank has, but for the rounding of sums over so many tokens."""
+    assert alone["gradient"].any() and split.keys() == alone.keys()
+    for name, value in alone.items():
+        atol = 4 * sum_rtol(tokens) * max(1.0, value.abs().max().item())
+        assert (split[name] - value).abs().max() <= atol, name
 
 
 def opsm_of_rank(args: Namespace, steps: Sequence[Step], cp: int) -> list[dict]:

@@ -18,6 +18,7 @@ from loss_oracle import Response, Spec
 from tolerances import EPS, FINITE_STEP, WRITTEN, finite_difference_atol, float64_atol
 from torch import Tensor
 
+from lab.break_it.formulas import slope_of_prime_rl
 from mis_plugins.config.model import ObjectiveConfig
 from mis_plugins.config.terms.surrogates import SURROGATES
 from mis_plugins.errors import ConfigError
@@ -267,7 +268,7 @@ def test_prime_rls_losses_by_formula(surrogate: str):
     batch = [replace(x, factor=[1.0] * len(x.factor)) for x in clear_responses(4, spec)]
     slopes = [
         [
-            prime_rl_slope(target, old, advantage, spec) * valid
+            slope_of_prime_rl(target, old, advantage, spec.surrogate, spec.low, spec.high, spec.kl_tau) * valid
             for target, old, advantage, valid in zip(x.target, x.old, x.advantages, x.mask, strict=True)
         ]
         for x in batch
@@ -276,14 +277,6 @@ def test_prime_rls_losses_by_formula(surrogate: str):
     assert_rows_close(split(gradient, batch), slopes, float64_atol(loss_oracle.magnitude(batch), 1))
     masked = [t for t, held in enumerate(term.clipped.tolist()) if held]
     assert masked and all(gradient[t] != 0 for t in masked)
-
-
-def prime_rl_slope(target: float, old: float, advantage: float, spec: Spec) -> float:
-    """The derivative of prime-rl's loss of one token by log pi_theta."""
-    moved, log_ratio = math.exp(target) - math.exp(old), target - old
-    up, down = moved > spec.high, moved < -spec.low
-    masked = up or down if spec.surrogate == "ipo" else (up if advantage > 0 else down)
-    return -(not masked) * advantage * math.exp(log_ratio) + 2 * spec.kl_tau * log_ratio
 
 
 def test_dual_clip_at_or_below_one_is_refused():

@@ -34,6 +34,12 @@ def one_rank() -> SimpleNamespace:
     return SimpleNamespace(cp=alone, tp=alone, pp=alone, effective_dp=alone, effective_dp_cp=alone, is_ulysses_cp=False)
 
 
+def sum_of_sample_mean(x: Tensor, masks: Sequence[Tensor], per_token: bool = False) -> Tensor:
+    """The hosts' sum over sequences of the mean over the mask, or over tokens. It multiplies: a NaN survives a 0."""
+    rows = zip(x.split([len(mask) for mask in masks]), masks, strict=True)
+    return torch.stack([(row * m).sum() / (1 if per_token else m.sum().clamp(min=1)) for row, m in rows]).sum()
+
+
 def call(
     batch: Batch, config: dict | None = None, **settings: object
 ) -> tuple[Tensor, Tensor, Sequence[Tensor], Mapping[str, Tensor]]:

@@ -14,23 +14,18 @@ def said(answer: bytes) -> Script:
     return lambda wire: wire.sendall(answer)
 
 
-def endless(begin: bytes, block: bytes) -> Script:
+def endless(begin: bytes, block: bytes, pause: float = 0.0) -> Script:
     def script(wire: socket.socket) -> None:
         wire.sendall(begin)
         while True:
             wire.sendall(block)
+            time.sleep(pause)
 
     return script
 
 
 def slow(begin: bytes) -> Script:
-    def script(wire: socket.socket) -> None:
-        wire.sendall(begin)
-        while True:
-            wire.sendall(b"1")
-            time.sleep(PAUSE)
-
-    return script
+    return endless(begin, b"1", PAUSE)
 
 
 def ok(body: bytes, headers: bytes = b"") -> Script:

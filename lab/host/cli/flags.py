@@ -94,7 +94,6 @@ class Flags:
         size=True,
         opens="task: A string of digits to reverse; reward 1 for exactly the right answer, else 0.",
     )
-    answer_repeats: int = flag(1, "how many times an answer says the reversed string", size=True)
     warmup_steps: int = flag(500, "supervised steps before RL")
     warmup_lr: float = flag(3e-3, "learning rate of the supervised steps", rate=True)
     warmup_cache: str | None = flag(

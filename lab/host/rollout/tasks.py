@@ -1,7 +1,7 @@
 """A verifiable toy task: a string of digits to reverse.
 
 Token ids 0 to 9 are the digits; `EOS` and `EQUALS` follow. A prompt is digits and `EQUALS`; an answer is the reversed
-digits, so many times as the task says, and `EOS`.
+digits and `EOS`.
 """
 
 from __future__ import annotations
@@ -26,24 +26,22 @@ class Problem:
 class Task:
     """A source of problems of so many random digits, and the judge of responses to them.
 
-    repeats: how many times an answer says the reversed digits: a long answer that is no harder to learn.
     vocab_size: a power of two, so that tensor parallelism splits the embedding evenly.
     """
 
     digits: int
-    repeats: int = 1
     vocab_size: int = 16
     eos: int = EOS
 
     @property
     def max_response(self) -> int:
         """Tokens of the longest response worth sampling, EOS included."""
-        return self.digits * self.repeats + 1
+        return self.digits + 1
 
     def sample(self, count: int, generator: torch.Generator) -> list[Problem]:
         """Draw `count` problems independently."""
         drawn = torch.randint(0, 10, (count, self.digits), generator=generator)
-        return [Problem((*digits, EQUALS), (*digits[::-1] * self.repeats, EOS)) for digits in drawn.tolist()]
+        return [Problem((*digits, EQUALS), (*digits[::-1], EOS)) for digits in drawn.tolist()]
 
     def reward(self, problem: Problem, response: Sequence[int]) -> float:
         """1.0 for exactly the right answer, else 0.0."""

@@ -73,7 +73,6 @@ def cache_path(args: Namespace, config: ModelConfig) -> Path:
     folder = Path(args.warmup_cache) if args.warmup_cache else Path(args.output).parent / "warm-start"
     recipe = (
         config,
-        args.answer_repeats,
         args.seed,
         args.warmup_steps,
         args.warmup_lr,
