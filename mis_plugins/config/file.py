@@ -28,8 +28,8 @@ LARGEST_TREE = 2**18  # values and their letters, counted at every place where a
 LONGEST_KEY = 200  # letters
 LONGEST_PROBLEM = 200  # letters of what a parser says
 TOO_DEEP = f"nested more than {DEEPEST} levels deep, which no config is"
-MERGE = "tag:yaml.org,2002:merge"  # `<<`, which may stand twice
-SWITCHES = ("use_tis", "get_mismatch_metrics")  # of the host
+MERGE = "tag:yaml.org,2002:merge"  # the tag of `<<`, a key that may stand twice
+SWITCHES = ("use_tis", "get_mismatch_metrics")  # the host's own flags
 OURS = {field.name for field in dataclasses.fields(CorrectionConfig)}
 
 
@@ -88,7 +88,7 @@ def _extent(node: yaml.Node, extents: dict[int, Extent | None]) -> Extent:
     """The extent of this tree, its root included.
 
     Args:
-        extents: the extents that are found; None while one is being found.
+        extents: by the id of a node its extent; None while the node is measured.
     """
     if isinstance(node, yaml.ScalarNode):
         return Extent(1 + len(node.value), 0)

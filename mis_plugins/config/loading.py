@@ -109,7 +109,7 @@ def preset_path(name: str) -> Path:
 
 
 def presets() -> dict[str, Path]:
-    """The file of every preset by its names: that of the file, and others that its header gives the same config.
+    """The file of every preset by its names: the name of the file, and further names from its header.
 
     Files of ours lie at the top of the folder, those of other packages in `peers/`.
     """

@@ -55,7 +55,7 @@ def __getattr__(name: str) -> Any:
     return _inheriting(getattr(import_module(BASE[0]), BASE[1]))
 
 
-def told() -> str:
+def notice() -> str:
     """Say to whom the keys of a file belong."""
     return (
         "keys: Miles 31f1ca9 and slime 624b824 ask no function which keys are its own, and make an argument of every "

@@ -320,7 +320,8 @@ def test_a_warning_is_told_once(tmp_path: Path, capsys, monkeypatch) -> None:
     Path("mis.yaml").write_text("mis: {segment_wise: {}}\n")
     needed = " --loss-type custom_loss --custom-loss-function-path mis_plugins.mis.policy_loss"
     script = f"python3 train.py{needed} {STEP} --custom-config-path mis.yaml"
-    assert check(capsys, tmp_path, "run.sh", script, "--host", "miles")[1].count("warning: mis.segment_wise on Miles") == 1
+    output = check(capsys, tmp_path, "run.sh", script, "--host", "miles")[1]
+    assert output.count("warning: mis.segment_wise on Miles") == 1
 
 
 @pytest.mark.parametrize("name", ["run.sh", "a b.slurm", "in/run.sh", "../here/run.sh", "/run.sh", "link.sh"])

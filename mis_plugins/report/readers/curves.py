@@ -46,7 +46,7 @@ def has_step(mapping: Mapping[str, object]) -> bool:
 
 
 def curve(path: Path, kind: str, problems: Problems) -> Curve:
-    """The numbers of a file by step; where the end of the file is damaged, those before it."""
+    """The numbers of a file by step, up to a damaged end."""
     points: dict[int, dict[str, float]] = {}
     problems.read(lambda: _add_rows(points, path, kind, problems), path)
     return Curve(str(path), {step: points[step] for step in sorted(points)})
